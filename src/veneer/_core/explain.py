@@ -1,0 +1,177 @@
+"""What happens to implicit operands, and who is told: policies, events and the report.
+
+A policy says what to do when an implicit array is about to be made dense because no rule fits.
+It holds for the dynamic extent of a call, so that rules which redispatch, and loops, obey it too.
+"""
+
+import html
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Literal
+
+from .jax_internals import user_line
+
+OnMaterialise = Literal["allow", "warn", "error"] | Callable[["Event"], None]
+
+
+class MaterialiseError(TypeError):
+    """No rule fits, and the policy in force forbids making the operand dense."""
+
+
+class MaterialiseWarning(UserWarning):
+    """No rule fits, and an implicit array was made dense."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One primitive that met an implicit operand.
+
+    `rule` is the file and line of the rule that ran, or None where the operands were made dense;
+    `nbytes` is the size of those dense arrays, in bytes; `line` is the user's own line.
+    """
+
+    primitive: str
+    operands: tuple[str, ...]
+    rule: str | None
+    nbytes: int
+    line: str
+
+    def __str__(self) -> str:
+        met = f"{self.primitive}({', '.join(self.operands)}) at {self.line}"
+        if self.rule is not None:
+            return f"{met}: rule {self.rule}"
+        return f"{met}: no rule fits, so {self.nbytes:,} bytes are made dense"
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What to do on materialisation, and the list to which all events are added, if any."""
+
+    on_materialise: OnMaterialise = "allow"
+    events: list[Event] | None = None
+
+    def __hash__(self) -> int:
+        return hash((self.on_materialise, id(self.events)))
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Policy)
+            and self.on_materialise == other.on_materialise
+            and self.events is other.events
+        )
+
+
+_policy: ContextVar[Policy] = ContextVar("veneer_policy", default=Policy())
+current_policy = _policy.get
+
+
+@contextmanager
+def policy_in_force(policy: Policy) -> Iterator[None]:
+    """Puts a policy in force, for functions that run later than the call that set it."""
+    token = _policy.set(policy)
+    try:
+        yield
+    finally:
+        _policy.reset(token)
+
+
+@contextmanager
+def on_materialise_in_force(choice: OnMaterialise) -> Iterator[None]:
+    """Overrides what is done on materialisation; `"allow"` keeps what an enclosing call set."""
+    if choice == "allow":
+        yield
+        return
+    if choice not in ("warn", "error") and not callable(choice):
+        raise ValueError(
+            f"on_materialise must be 'allow', 'warn', 'error' or a callable, got {choice!r}"
+        )
+    with policy_in_force(Policy(choice, _policy.get().events)):
+        yield
+
+
+def note_rule(primitive: str, operands: Callable[[], tuple[str, ...]], rule: str) -> None:
+    """Records that a rule ran, where someone asked for a report."""
+    events = _policy.get().events
+    if events is not None:
+        events.append(Event(primitive, operands(), rule, 0, user_line()))
+
+
+def note_materialised(
+    primitive: str, operands: Callable[[], tuple[str, ...]], nbytes: int
+) -> None:
+    """Tells whoever asked that operands are about to be made dense."""
+    policy = _policy.get()
+    if policy.events is None and policy.on_materialise == "allow":
+        return
+    event = Event(primitive, operands(), None, nbytes, user_line())
+    if policy.events is not None:
+        policy.events.append(event)
+    if policy.on_materialise == "warn":
+        warnings.warn(str(event), MaterialiseWarning, stacklevel=2)
+    elif policy.on_materialise == "error":
+        raise MaterialiseError(
+            f"{event}. Register a rule for these types, or allow it with on_materialise='allow'."
+        )
+    elif callable(policy.on_materialise):
+        policy.on_materialise(event)
+
+
+@dataclass(frozen=True)
+class Report:
+    """The events of one traced call: `print` it for a table; `to_html` gives a page.
+
+    `events` holds every `Event` in the order of the program; `materialised` those of them in
+    which no rule fitted.
+    """
+
+    events: tuple[Event, ...] = field(repr=False)
+
+    @property
+    def materialised(self) -> tuple[Event, ...]:
+        """The events in which an operand was made dense."""
+        return tuple(event for event in self.events if event.rule is None)
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        return [
+            (
+                event.primitive,
+                ", ".join(event.operands),
+                event.rule or "materialised",
+                f"{event.nbytes:,}" if event.nbytes else "",
+                event.line,
+            )
+            for event in self.events
+        ]
+
+    def _summary(self) -> str:
+        dense = self.materialised
+        total = sum(event.nbytes for event in dense)
+        return f"{len(self.events)} primitives met an implicit array; {len(dense)} of them " + (
+            f"made {total:,} bytes dense." if dense else "made it dense: none."
+        )
+
+    def __str__(self) -> str:
+        rows = [_HEADINGS, *self._rows()]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADINGS))]
+        lines = [
+            "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        ]
+        return "\n".join([*lines, self._summary()])
+
+    def to_html(self) -> str:
+        """The same table as a page of HTML."""
+        cells = lambda tag, row: "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row)
+        body = "".join(f"<tr>{cells('td', row)}</tr>" for row in self._rows())
+        return (
+            "<!doctype html><meta charset='utf-8'><title>veneer: explain</title>"
+            "<style>body{font:14px sans-serif}td,th{padding:2px 12px;text-align:left}</style>"
+            f"<p>{html.escape(self._summary())}</p>"
+            f"<table><tr>{cells('th', _HEADINGS)}</tr>{body}</table>"
+        )
+
+
+_HEADINGS = ("primitive", "operands", "rule", "dense bytes", "line")

@@ -1,0 +1,285 @@
+"""Rules for the primitives that contain other programs: jit, scan, while, cond, checkpoint, ...
+
+Each is bound again, with the jaxpr it contains staged anew for implicit operands: the rules run
+inside it, on the leaves. None materialises because it is higher-order.
+
+A value that goes round a loop or out of a branch must be of one type. Where an implicit one is
+not, it is made dense, visibly; a loop's carry is found so by going to a fixed point. A type that
+loses its meaning when dense has a `materialise` that raises.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import treedef_is_leaf
+
+from .explain import current_policy
+from .jax_internals import (
+    UNSPECIFIED,
+    close_jaxpr,
+    find_primitive,
+    jaxpr_as_fun,
+    open_jaxpr,
+    primitives,
+    scan_counts,
+    split,
+)
+from .rules import forget_with_rules, register
+from .trace import structural
+from .transform import implicit
+from .value import Value, make_dense
+
+
+def _structural(*names: str) -> Callable[[Callable], Callable]:
+    structural.update(map(find_primitive, names))
+    return register(names)
+
+
+# Staging.
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A jaxpr of leaves that does what another did on implicit values."""
+
+    jaxpr: Any  # closed
+    out_trees: tuple[Any, ...]  # the structure of each output
+    out_avals: tuple[tuple[Any, ...], ...]  # the abstract leaves of each output
+
+    def output(self, i: int) -> tuple[Any, tuple[Any, ...]]:
+        """What must agree for two outputs to be of one type."""
+        return self.out_trees[i], self.out_avals[i]
+
+    def unflatten(self, leaves: Sequence[Any]) -> list[Any]:
+        """The outputs, from all of their leaves."""
+        pieces = split(leaves, *(tree.num_leaves for tree in self.out_trees))
+        return [tree.unflatten(piece) for tree, piece in zip(self.out_trees, pieces, strict=False)]
+
+    def __call__(self, *values: Any) -> list[Any]:
+        return self.unflatten(jaxpr_as_fun(self.jaxpr)(*jax.tree.leaves(values)))
+
+
+_staged: WeakKeyDictionary[Any, dict[Any, Staged]] = WeakKeyDictionary()
+forget_with_rules(_staged.clear)
+
+
+def _typed(value: Any) -> tuple[Any, tuple[Any, ...]]:
+    """A value's structure and its abstract leaves. Leaves may be abstract already."""
+    leaves, treedef = jax.tree.flatten(value)
+    return treedef, tuple(map(jax.typeof, leaves))
+
+
+def stage(
+    primitive: str, jaxpr: Any, values: Sequence[Any], dense: frozenset[int] = frozenset()
+) -> Staged:
+    """`jaxpr` staged for the types of `values`; the outputs numbered in `dense` are made dense."""
+    jaxpr = close_jaxpr(jaxpr)
+    treedef, avals = _typed(list(values))
+    policy = current_policy()
+    key = treedef, avals, dense, policy
+    known = _staged.setdefault(jaxpr, {}) if policy.events is None else {}
+    if key not in known:
+        known[key] = _stage(find_primitive(primitive), jaxpr, treedef, avals, dense)
+    return known[key]
+
+
+def _stage(
+    primitive: Any, jaxpr: Any, treedef: Any, avals: Sequence[Any], dense: frozenset[int]
+) -> Staged:
+    out_trees: list[Any] = []
+
+    def on_leaves(*leaves: Any) -> list[Any]:
+        outputs = implicit(jaxpr_as_fun(jaxpr))(*treedef.unflatten(leaves))
+        outputs = [
+            make_dense(primitive, [out])[0] if i in dense else out for i, out in enumerate(outputs)
+        ]
+        flat = [jax.tree.flatten(out) for out in outputs]
+        out_trees.extend(tree for _, tree in flat)
+        return [leaf for leaves, _ in flat for leaf in leaves]
+
+    staged = jax.make_jaxpr(on_leaves)(*avals)
+    counts = [tree.num_leaves for tree in out_trees]
+    out_avals = [tuple(piece) for piece in split(staged.out_avals, *counts)][:-1]
+    return Staged(staged, tuple(out_trees), tuple(out_avals))
+
+
+# Calls.
+
+
+@_structural("jit")
+def _jit(*values: Any, jaxpr: Any, **params: Any) -> list[Any]:
+    staged = stage("jit", jaxpr, values)
+    in_trees = [jax.tree.structure(v) for v in values]
+    out_trees = staged.out_trees
+    # A sharding or layout given for the dense array says nothing of its leaves: they keep theirs.
+    params["in_shardings"] = _by_leaf(params["in_shardings"], in_trees, UNSPECIFIED)
+    params["out_shardings"] = _by_leaf(params["out_shardings"], out_trees, UNSPECIFIED)
+    params["in_layouts"] = _by_leaf(params["in_layouts"], in_trees, None)
+    params["out_layouts"] = _by_leaf(params["out_layouts"], out_trees, None)
+    params["donated_invars"] = tuple(
+        donated
+        for donated, tree in zip(params["donated_invars"], in_trees, strict=True)
+        for _ in range(tree.num_leaves)
+    )
+    leaves = jax.tree.leaves(values)
+    return staged.unflatten(primitives.jit_p.bind(*leaves, jaxpr=staged.jaxpr, **params))
+
+
+def _by_leaf(choices: Sequence[Any], trees: Sequence[Any], unset: Any) -> tuple[Any, ...]:
+    return tuple(
+        choice if treedef_is_leaf(tree) else unset
+        for choice, tree in zip(choices, trees, strict=True)
+        for _ in range(tree.num_leaves)
+    )
+
+
+@_structural("remat")
+def _checkpoint(*values: Any, jaxpr: Any, **params: Any) -> list[Any]:
+    staged = stage("remat", jaxpr, values)
+    opened, constants = open_jaxpr(staged.jaxpr)
+    leaves = jax.tree.leaves(values)
+    return staged.unflatten(
+        primitives.remat_p.bind(*constants, *leaves, jaxpr=opened, **params)
+    )
+
+
+@_structural("closed_call")
+def _closed_call(*values: Any, call_jaxpr: Any, **params: Any) -> list[Any]:
+    del params
+    return stage("closed_call", call_jaxpr, values)(*values)
+
+
+# Control flow.
+
+
+@_structural("cond")
+def _cond(index: Any, *values: Any, branches: Sequence[Any], **params: Any) -> list[Any]:
+    del params
+    (index,) = make_dense(primitives.cond_p, [index])
+    dense: frozenset[int] = frozenset()
+    while True:
+        staged = [stage("cond", branch, values, dense) for branch in branches]
+        first, *others = staged
+        differ = {
+            i
+            for i in range(len(first.out_trees))
+            if any(not _same_type(first.output(i), other.output(i)) for other in others)
+        }
+        if not differ:
+            return jax.lax.switch(index, staged, *values)
+        dense |= differ
+
+
+@_structural("while")
+def _while(
+    *values: Any,
+    cond_nconsts: int,
+    cond_jaxpr: Any,
+    body_nconsts: int,
+    body_jaxpr: Any,
+    **params: Any,
+) -> list[Any]:
+    del params
+    cond_consts, body_consts, carry = split(values, cond_nconsts, body_nconsts)
+    body, carry = _fixed_point("while", body_jaxpr, body_consts, carry, [])
+    cond = stage("while", cond_jaxpr, [*cond_consts, *carry], frozenset({0}))
+    return jax.lax.while_loop(
+        lambda carry: cond(*cond_consts, *carry)[0],
+        lambda carry: body(*body_consts, *carry),
+        carry,
+    )
+
+
+@_structural("scan")
+def _scan(
+    *values: Any, jaxpr: Any, reverse: bool, length: int, unroll: int, **params: Any
+) -> list[Any]:
+    num_consts, num_carry = scan_counts(params)
+    consts, carry, xs = split(values, num_consts, num_carry)
+    xs = [x if _sliced(x, length) else make_dense(primitives.scan_p, [x])[0] for x in xs]
+    slices = [_abstract(x, lambda shape: shape[1:]) for x in xs]
+    body, carry = _fixed_point("scan", jaxpr, consts, carry, slices, stack=length)
+
+    def step(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+        out = body(*consts, *carry, *xs)
+        return out[:num_carry], out[num_carry:]
+
+    carry, ys = jax.lax.scan(
+        step, carry, xs, length=length, reverse=reverse, unroll=unroll
+    )
+    return [*carry, *ys]
+
+
+def _fixed_point(
+    primitive: str,
+    jaxpr: Any,
+    consts: Sequence[Any],
+    carry: Sequence[Any],
+    xs: Sequence[Any],
+    stack: int | None = None,
+) -> tuple[Staged, list[Any]]:
+    """The body staged so that each carried value leaves it as the type that it enters with.
+
+    An output after the carry that cannot be stacked `stack` times is made dense.
+    """
+    carry = list(carry)
+    dense: frozenset[int] = frozenset()
+    while True:
+        staged = stage(primitive, jaxpr, [*consts, *carry, *xs], dense)
+        change = {
+            i for i, value in enumerate(carry) if not _same_type(_typed(value), staged.output(i))
+        }
+        for i in change:
+            (carry[i],) = make_dense(find_primitive(primitive), [carry[i]])
+        change |= {
+            i
+            for i in range(len(carry), len(staged.out_trees))
+            if stack is not None and not _stacks(*staged.output(i), stack)
+        }
+        if change <= dense:
+            return staged, carry
+        dense |= change
+
+
+def _same_type(one: Any, other: Any) -> bool:
+    (tree, avals), (other_tree, other_avals) = one, other
+    return tree == other_tree and all(
+        (a.shape, a.dtype) == (b.shape, b.dtype) for a, b in zip(avals, other_avals, strict=True)
+    )
+
+
+def _abstract(value: Any, reshape: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Any:
+    """The value with abstract leaves of other shapes."""
+    leaves, treedef = jax.tree.flatten(value)
+    avals = [jax.typeof(x) for x in leaves]
+    return treedef.unflatten([jax.ShapeDtypeStruct(reshape(a.shape), a.dtype) for a in avals])
+
+
+def _stands_for(value: Any, shape: tuple[int, ...]) -> bool:
+    try:
+        return value.aval().shape == shape
+    except Exception:  # whatever a type's own code raises on leaves that make no sense to it
+        return False
+
+
+def _sliced(value: Any, length: int) -> bool:
+    """Whether slices of the leaves, along the first axis, stand for slices of the value."""
+    if not isinstance(value, Value):
+        return True
+    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(value)]
+    return all(shape[:1] == (length,) for shape in shapes) and _stands_for(
+        _abstract(value, lambda shape: shape[1:]), value.aval().shape[1:]
+    )
+
+
+def _stacks(tree: Any, avals: Sequence[Any], length: int) -> bool:
+    """Whether leaves stacked along a new first axis stand for stacked values."""
+    value = tree.unflatten([jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals])
+    if not isinstance(value, Value):
+        return True
+    stacked = _abstract(value, lambda shape: (length, *shape))
+    return _stands_for(stacked, (length, *value.aval().shape))

@@ -1,0 +1,229 @@
+"""Rules: what a JAX primitive does on given operand types, chosen by multiple dispatch.
+
+A resolution depends on the classes of the operands alone, and every dense operand (JAX array,
+tracer, NumPy array, scalar, literal) is of one class, `Dense`. So the order "more specific than"
+is one between tuples of classes, small enough to own, and a resolution is cached in one
+dict.
+"""
+
+import inspect
+import itertools
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.typing import ArrayLike
+
+from .jax_internals import Primitive, find_primitive
+from .value import Value
+
+_F = TypeVar("_F", bound=Callable)
+
+
+class Dense:
+    """The class of every operand that is not an implicit value."""
+
+
+class AmbiguousLookupError(TypeError):
+    """Two rules fit, neither is more specific, and their precedence is the same."""
+
+
+# An operand's annotation as classes: `Dense`, subclasses of Value, or `object` for anything.
+Alternatives = frozenset[type]
+
+_DENSE_TYPES = (*typing.get_args(ArrayLike), np.generic, bool, int, float, complex)
+
+
+def _fits(operand: type, alternatives: Alternatives) -> bool:
+    return any(issubclass(operand, alternative) for alternative in alternatives)
+
+
+def _within(narrow: Alternatives, wide: Alternatives) -> bool:
+    return all(_fits(alternative, wide) for alternative in narrow)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A function for one primitive, the operand types that it takes, and its precedence."""
+
+    function: Callable
+    operands: tuple[Alternatives, ...]
+    more: Alternatives | None  # the types of any number of further operands
+    precedence: int
+    order: int = field(default_factory=itertools.count().__next__)
+
+    def _operand(self, i: int) -> Alternatives | None:
+        return self.operands[i] if i < len(self.operands) else self.more
+
+    def fits(self, classes: Sequence[type]) -> bool:
+        """Whether the rule takes operands of these classes."""
+        count = len(classes)
+        if count < len(self.operands) or (count > len(self.operands) and self.more is None):
+            return False
+        return all(_fits(c, self._operand(i)) for i, c in enumerate(classes))  # type: ignore[arg-type]
+
+    def within(self, other: "Rule", count: int) -> bool:
+        """Whether `other` takes every `count` operands that this rule takes."""
+        return all(
+            _within(self._operand(i), other._operand(i))  # type: ignore[arg-type]
+            for i in range(count)
+        ) and (self.more is None or other.more is not None)
+
+    @cached_property
+    def location(self) -> str:
+        """File and line of the function."""
+        code = self.function.__code__
+        return f"{code.co_filename}:{code.co_firstlineno}"
+
+    def __str__(self) -> str:
+        names = [" | ".join(sorted(c.__name__ for c in kinds)) for kinds in self.operands]
+        if self.more is not None:
+            names.append("*" + " | ".join(sorted(c.__name__ for c in self.more)))
+        return f"({', '.join(names)}) at {self.location} (precedence {self.precedence})"
+
+
+_rules: dict[Primitive, list[Rule]] = {}
+_resolutions: dict[Any, Rule | None] = {}
+_forget: list[Callable[[], None]] = [_resolutions.clear]
+
+
+def forget_with_rules(clear: Callable[[], None]) -> None:
+    """Has a cache that depends on the registered rules cleared when one is added."""
+    _forget.append(clear)
+
+
+def register(
+    primitive: Primitive | str | Iterable[Primitive | str], *, precedence: int = 0
+) -> Callable[[_F], _F]:
+    """Registers a rule: how a JAX primitive acts on the operand types that are annotated.
+
+    The function takes the primitive's operands by position and its parameters by keyword. An
+    operand annotated `vn.ArrayLike` or `jax.Array` is a dense one; a subclass of
+    `vn.ImplicitArray` is that type; unions are allowed, and no annotation means anything. The
+    most specific rule that fits is run; it may return `NotImplemented` to have the next one
+    tried. Where none fits, the operands are materialised.
+
+    **Arguments:**
+
+    - `primitive`: a primitive, its name (as jaxprs print it), or a sequence of them.
+    - `precedence`: breaks ties between rules of which neither is more specific.
+
+    **Raises:** ValueError for an unknown name; TypeError for an annotation that is not a type of
+    operand. Two rules that tie raise `AmbiguousLookupError` when operands meet them.
+
+    >>> import jax, jax.numpy as jnp, veneer as vn
+    >>> class Zero(vn.ImplicitArray):
+    ...     like: jax.Array  # [...]
+    ...     def materialise(self):
+    ...         return jnp.zeros_like(self.like)
+    >>> @vn.register("mul")
+    ... def _(x: Zero, y: vn.ArrayLike, **params):
+    ...     return Zero(jnp.broadcast_to(x.like, jnp.broadcast_shapes(x.shape, jnp.shape(y))))
+    >>> Zero(jnp.ones(3)) * jnp.arange(3.0)
+    Zero(like=f32[3])
+    """
+    several = (primitive,) if isinstance(primitive, str | Primitive) else tuple(primitive)
+    targets = [find_primitive(p) if isinstance(p, str) else p for p in several]
+    for target in targets:
+        if not isinstance(target, Primitive):
+            raise TypeError(
+                f"register takes a JAX primitive, its name or a sequence of them, got {target!r}"
+            )
+    caller = sys._getframe(1)
+    namespace = {**caller.f_globals, **caller.f_locals}
+
+    def add(function: _F) -> _F:
+        rule = _rule_of(function, precedence, namespace)
+        for target in targets:
+            _rules.setdefault(target, []).append(rule)
+        for clear in _forget:
+            clear()
+        return function
+
+    return add
+
+
+def resolve(
+    primitive: Primitive, classes: tuple[type, ...], tried: tuple[Rule, ...] = ()
+) -> Rule | None:
+    """The rule for operands of these classes, leaving out those already tried; None if none fits."""
+    key = primitive, classes, tried
+    try:
+        return _resolutions[key]
+    except KeyError:
+        return _resolutions.setdefault(key, _most_specific(primitive, classes, tried))
+
+
+def _most_specific(
+    primitive: Primitive, classes: tuple[type, ...], tried: tuple[Rule, ...]
+) -> Rule | None:
+    fitting = [r for r in _rules.get(primitive, ()) if r.fits(classes) and r not in tried]
+    best = [r for r in fitting if not any(_beats(s, r, len(classes)) for s in fitting)]
+    if len(best) > 1:
+        highest = max(rule.precedence for rule in best)
+        best = [rule for rule in best if rule.precedence == highest]
+    if len(best) > 1:
+        listing = "\n".join(f"  {rule}" for rule in best)
+        raise AmbiguousLookupError(
+            f"{primitive.name}({', '.join(c.__name__ for c in classes)}) fits several rules, and "
+            f"none is more specific than the others:\n{listing}\nNest two calls of implicit, each "
+            "with a filter_spec that takes one of the types; or register a rule for the "
+            "combination; or give one of these a higher precedence."
+        )
+    return best[0] if best else None
+
+
+def _beats(rule: Rule, other: Rule, count: int) -> bool:
+    narrower, wider = rule.within(other, count), other.within(rule, count)
+    if narrower and wider:  # the same signature: the one registered last replaces the other
+        return (rule.precedence, rule.order) > (other.precedence, other.order)
+    return narrower
+
+
+def _rule_of(function: Callable, precedence: int, namespace: dict[str, Any]) -> Rule:
+    operands: list[Alternatives] = []
+    more: Alternatives | None = None
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind in (parameter.KEYWORD_ONLY, parameter.VAR_KEYWORD):
+            continue  # a parameter of the primitive
+        annotation = parameter.annotation
+        if isinstance(annotation, str):  # from __future__ import annotations
+            annotation = eval(annotation, namespace)
+        alternatives = frozenset(_alternatives(annotation, function, parameter.name))
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            more = alternatives
+        else:
+            operands.append(alternatives)
+    return Rule(function, tuple(operands), more, precedence)
+
+
+def _alternatives(annotation: Any, function: Callable, name: str) -> Iterable[type]:
+    if annotation in (inspect.Parameter.empty, Any, object):
+        return (object,)
+    annotation = getattr(annotation, "__value__", annotation)  # a `type` statement's alias
+    if isinstance(annotation, TypeVar):
+        return _alternatives(annotation.__bound__ or object, function, name)
+    origin = typing.get_origin(annotation)
+    if origin in (typing.Union, types.UnionType):
+        parts = (_alternatives(a, function, name) for a in typing.get_args(annotation))
+        return [alternative for part in parts for alternative in part]
+    if origin is typing.Annotated:
+        return _alternatives(typing.get_args(annotation)[0], function, name)
+    if hasattr(annotation, "array_type"):  # jaxtyping: Float[Array, "m n"]
+        return _alternatives(annotation.array_type, function, name)
+    if isinstance(origin or annotation, type):
+        cls = origin or annotation
+        if issubclass(cls, Value):
+            return (cls,)
+        if cls in _DENSE_TYPES or issubclass(cls, jax.Array | np.ndarray | np.generic):
+            return (Dense,)
+    raise TypeError(
+        f"{function.__qualname__}: operand {name!r} is annotated {annotation!r}, which is neither "
+        "dense (vn.ArrayLike, jax.Array) nor a subclass of vn.ImplicitArray, nor a union of those."
+    )

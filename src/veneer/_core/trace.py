@@ -1,0 +1,157 @@
+"""The trace of `implicit`: it wraps implicit values only.
+
+A dense value is never wrapped, so a primitive without an implicit operand goes straight to the
+parent trace, and dense code costs almost nothing.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .custom_derivatives import custom_jvp_call, custom_vjp_call
+from .explain import note_rule
+from .jax_internals import Primitive, Trace, Tracer, set_current_trace
+from .rules import Dense, resolve
+from .value import Value, describe, make_dense
+
+# Primitives that only contain others: their rules are not worth a line in a report.
+structural: set[Primitive] = set()
+
+
+class ImplicitTracer(Tracer):
+    """An implicit value, as a program under `implicit` sees it."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, trace: "ImplicitTrace", value: Value):
+        super().__init__(trace, value.aval())
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"Implicit<{self.value!r}>"
+
+
+class ImplicitTrace(Trace):
+    """Runs rules for primitives that meet an implicit value of this trace.
+
+    `tag` tells the values of one call of `implicit` from those of another: a function that runs
+    later, in a trace of its own, takes the tag along and so knows the values that it closes over.
+    """
+
+    __slots__ = ("parent", "tag")
+
+    def __init__(self, parent: Trace, tag: object):
+        super().__init__()
+        self.parent = parent
+        self.tag = tag
+        self.requires_low = parent.requires_low
+
+    def wrap(self, x: Any) -> Any:
+        """Implicit values as tracers of this trace; anything else as it is."""
+        return ImplicitTracer(self, x) if isinstance(x, Value) else x
+
+    def unwrap(self, x: Any) -> Any:
+        """The inverse of `wrap`."""
+        return x.value if type(x) is ImplicitTracer and x._trace.tag is self.tag else x
+
+    def process_primitive(
+        self, primitive: Primitive, tracers: Sequence[Any], params: dict[str, Any], /
+    ) -> Any:
+        for x in tracers:
+            if type(x) is ImplicitTracer and x._trace.tag is self.tag:
+                break
+        else:
+            return self.parent.process_primitive(primitive, tracers, params)
+        values = [self.unwrap(x) for x in tracers]
+        with set_current_trace(self.parent):
+            out = dispatch(primitive, values, params)
+        if primitive.multiple_results:
+            return [self.wrap(x) for x in out]
+        return self.wrap(out)
+
+    def process_custom_jvp_call(
+        self,
+        primitive: Primitive,
+        fun: Any,
+        jvp: Any,
+        tracers: Sequence[Any],
+        /,
+        *,
+        symbolic_zeros: bool,
+    ) -> Any:
+        if self.requires_low:  # no derivative will be taken above: JAX drops the rule here too
+            return self._inline(fun, tracers)
+        values = [self.unwrap(x) for x in tracers]
+        with set_current_trace(self.parent):
+            return custom_jvp_call(
+                self, primitive, fun, jvp, values, symbolic_zeros
+            )
+
+    def process_custom_vjp_call(
+        self,
+        primitive: Primitive,
+        fun: Any,
+        fwd: Any,
+        bwd: Any,
+        tracers: Sequence[Any],
+        /,
+        *,
+        out_trees: Callable,
+        symbolic_zeros: bool,
+    ) -> Any:
+        if self.requires_low:
+            return self._inline(fun, tracers)
+        values = [self.unwrap(x) for x in tracers]
+        with set_current_trace(self.parent):
+            return custom_vjp_call(
+                self, primitive, fun, fwd, bwd, values, out_trees, symbolic_zeros
+            )
+
+    def stage_value(self, val: Any) -> Any:
+        return val if self.unwrap(val) is not val else self.parent.stage_value(val)
+
+    # Calls of functions not traced yet, which take dense operands alone.
+
+    def process_call(
+        self, primitive: Primitive, f: Any, tracers: Sequence[Any], params: dict[str, Any], /
+    ) -> Any:
+        return self.parent.process_call(primitive, f, self._dense(primitive, tracers), params)
+
+    def process_shard_map(
+        self, primitive: Primitive, f: Any, tracers: Sequence[Any], /, **params: Any
+    ) -> Any:
+        operands = self._dense(primitive, tracers)
+        return self.parent.process_shard_map(primitive, f, operands, **params)
+
+    def _dense(self, primitive: Primitive, tracers: Sequence[Any]) -> list[Any]:
+        with set_current_trace(self.parent):
+            return make_dense(primitive, [self.unwrap(x) for x in tracers])
+
+    def _inline(self, fun: Any, tracers: Sequence[Any]) -> Any:
+        with set_current_trace(self):
+            return fun.call_wrapped(*tracers)
+
+
+def dispatch(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]) -> Any:
+    """What a primitive gives on values of which one at least is implicit.
+
+    A matching rule; else the one `default` that the operands' types override; else the operands
+    are materialised.
+    """
+    classes = tuple(type(v) if isinstance(v, Value) else Dense for v in values)
+    tried: tuple = ()
+    while (rule := resolve(primitive, classes, tried)) is not None:
+        out = rule.function(*values, **params)
+        if out is not NotImplemented:
+            if primitive not in structural:
+                note_rule(primitive.name, lambda: describe(values), rule.location)
+            return out
+        tried = (*tried, rule)
+    defaults = {c.default: c for c in classes if c is not Dense and c.default is not Value.default}
+    if len(defaults) > 1:
+        names = " and ".join(sorted(c.__name__ for c in defaults.values()))
+        raise TypeError(
+            f"{primitive.name}({', '.join(describe(values))}): no rule fits, and {names} each have "
+            "a default of their own. Register a rule for the combination."
+        )
+    default = next(iter(defaults), Value.default)
+    return default(primitive, values, params)

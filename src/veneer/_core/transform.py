@@ -1,0 +1,112 @@
+"""`implicit`: runs a JAX function with the rules in force; and `explain`, which reports on it."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import jax
+
+from .explain import OnMaterialise, Policy, Report, on_materialise_in_force, policy_in_force
+from .jax_internals import set_current_trace, take_current_trace
+from .trace import ImplicitTrace
+from .value import is_value
+
+FilterSpec = Any  # bool | Callable[[Value], bool] | a pytree of them
+
+
+def implicit(
+    fn: Callable, filter_spec: FilterSpec = True, *, on_materialise: OnMaterialise = "allow"
+) -> Callable:
+    """`fn` with the rules in force for the implicit arrays among its arguments.
+
+    A JAX transformation like `jax.vmap`: it composes with the others, inside and outside.
+    `jax.grad(implicit(f))` differentiates the rules, with respect to the leaves of an implicit
+    array (LoRA's `a` and `b`). `implicit(jax.grad(f))` differentiates the program, with respect
+    to the dense array that the value stands for, and gives a dense gradient.
+
+    **Arguments:**
+
+    - `fn`: any function of pytrees; may itself be a pytree that holds implicit arrays, such as a
+      module.
+    - `filter_spec`: which implicit arrays take part: a bool, a predicate on values, or a pytree
+      of them that is a prefix of `(fn, args, kwargs)`. Those left out pass through as they are,
+      for a nested `implicit`.
+    - `on_materialise`: what to do where no rule fits and an operand must be made dense:
+      `"allow"` it, `"warn"`, `"error"`, or a callable that is given the
+      `Event`. Choices other than `"allow"` hold for the calls of `implicit` inside this one too.
+
+    **Returns:** a function of the same arguments, which may return implicit arrays.
+
+    >>> import jax, jax.numpy as jnp, veneer as vn
+    >>> w = vn.quant.quantize(jnp.eye(2), "int8")
+    >>> vn.implicit(lambda x, w: x @ w)(jnp.ones((1, 2)), w).tolist()
+    [[1.0, 1.0]]
+    >>> vn.implicit(jnp.sin, on_materialise="error")(w)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    veneer.MaterialiseError: sin(QArray:f32[2,2]) at ...
+    """
+
+    @wraps(fn)
+    def implicit_fn(*args: Any, **kwargs: Any) -> Any:
+        leaves, treedef = jax.tree.flatten((fn, args, kwargs), is_leaf=is_value)
+        chosen = [is_value(x) for x in leaves]
+        if filter_spec is not True:
+            among = jax.tree.leaves(_broadcast(filter_spec, (fn, args, kwargs)))
+            chosen = [c and a for c, a in zip(chosen, among, strict=True)]
+        with on_materialise_in_force(on_materialise), take_current_trace() as parent:
+            trace = ImplicitTrace(parent, tag=object())
+            wrapped = [trace.wrap(x) if c else x for c, x in zip(chosen, leaves, strict=True)]
+            inner_fn, args, kwargs = treedef.unflatten(wrapped)
+            with set_current_trace(trace):
+                out = inner_fn(*args, **kwargs)
+            out = jax.tree.map(trace.unwrap, out)
+            trace.invalidate()
+        return out
+
+    return implicit_fn
+
+
+def _broadcast(spec: FilterSpec, tree: Any) -> Any:
+    """The tree with a bool at each leaf."""
+
+    def mark(spec: Any, subtree: Any) -> Any:
+        choose = spec if callable(spec) else lambda _: bool(spec)
+        decide = lambda x: is_value(x) and bool(choose(x))
+        return jax.tree.map(decide, subtree, is_leaf=is_value)
+
+    is_spec = lambda x: isinstance(x, bool) or callable(x)
+    try:
+        return jax.tree.map(mark, spec, tree, is_leaf=is_spec)
+    except ValueError as error:
+        raise ValueError(
+            "filter_spec must be a bool, a predicate, or a pytree of them that is a prefix of "
+            f"(fn, args, kwargs): {error}"
+        ) from None
+
+
+def explain(fn: Callable) -> Callable[..., Report]:
+    """A function that traces `fn`, with the rules in force, and reports what they did.
+
+    `fn` may be an ordinary function, or one already made by `implicit` or `jax.jit` of it. Nothing
+    is computed.
+
+    **Returns:** a function of `fn`'s arguments that gives a `Report`: every primitive that met an
+    implicit operand, with the rule that ran (file and line), or that it was materialised, and how
+    many bytes that makes dense.
+
+    >>> import jax.numpy as jnp, veneer as vn
+    >>> w = vn.quant.quantize(jnp.eye(2), "int8")
+    >>> report = vn.explain(lambda x, w: jnp.sin(x @ w) + w)(jnp.ones(2), w)
+    >>> [(e.primitive, e.rule is not None, e.nbytes) for e in report.events]
+    [('dot_general', True, 0), ('add', False, 16)]
+    """
+
+    @wraps(fn)
+    def traced(*args: Any, **kwargs: Any) -> Report:
+        policy = Policy("allow", events := [])
+        with policy_in_force(policy):
+            jax.eval_shape(implicit(fn), *args, **kwargs)
+        return Report(tuple(events))
+
+    return traced

@@ -1,0 +1,64 @@
+"""Classes of implicit values as frozen dataclasses and pytrees with keys."""
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+
+def static(**kwargs: Any) -> Any:
+    """Declares a field of an implicit array to be metadata: compared and hashed, never traced.
+
+    Takes the keywords of `dataclasses.field`. The value must be hashable. Counts of leading axes
+    do not belong here, for `vmap` and `scan` add and remove those: count axes from the end.
+
+    >>> import jax, veneer as vn
+    >>> class Scaled(vn.ImplicitArray):
+    ...     x: jax.Array
+    ...     by: float = vn.static(default=1.0)
+    ...     def materialise(self):
+    ...         return self.x * self.by
+    >>> jax.tree.leaves(Scaled(2, by=3.0))
+    [2]
+    """
+    # "static" is what jax.tree_util.register_dataclass and Equinox read; flax.struct reads the other.
+    metadata = {**kwargs.pop("metadata", {}), "static": True, "pytree_node": False}
+    return dataclasses.field(metadata=metadata, **kwargs)
+
+
+def make_dataclass(cls: type) -> None:
+    """Makes a class a frozen dataclass, compared by identity."""
+    declared = {k: v for k, v in vars(cls).items() if isinstance(v, dataclasses.Field)}
+    dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
+    # dataclass() takes the declarations off the class; a second decorator would miss them.
+    for name, declaration in declared.items():
+        setattr(cls, name, declaration)
+
+
+def make_pytree(cls: type) -> None:
+    """Registers a dataclass as a pytree with keys, unless it is one."""
+    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    meta = tuple(f.name for f in fields if f.metadata.get("static", False))
+    data = tuple(f.name for f in fields if f.name not in meta)
+    keys = tuple(jax.tree_util.GetAttrKey(name) for name in data)
+
+    def flatten(value: Any) -> tuple[list[Any], tuple[Any, ...]]:
+        attributes = value.__dict__
+        return [attributes[n] for n in data], tuple(attributes[n] for n in meta)
+
+    def flatten_with_keys(value: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+        leaves, metadata = flatten(value)
+        return list(zip(keys, leaves, strict=True)), metadata
+
+    def unflatten(metadata: Sequence[Any], leaves: Sequence[Any]) -> Any:
+        # Not by the constructor: leaves may be placeholders, which it has no way to check.
+        value = object.__new__(cls)
+        value.__dict__.update(zip(data, leaves, strict=True))
+        value.__dict__.update(zip(meta, metadata, strict=True))
+        return value
+
+    with contextlib.suppress(ValueError):  # the framework that made the class has registered it
+        jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
+    cls._pytree = True  # type: ignore[attr-defined]

@@ -1,0 +1,189 @@
+"""Implicit arrays: pytrees that stand for a dense array they do not store."""
+
+import dataclasses
+from abc import ABCMeta
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, dataclass_transform
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .explain import note_materialised
+from .jax_internals import Primitive
+from .tree import make_dataclass, make_pytree, static
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field, static))
+class Value:
+    """What `implicit` wraps: a pytree with an abstract value and a dense form.
+
+    Subclassing makes a frozen dataclass and registers a pytree with keys, unless the class is
+    made by a framework that does so itself (`equinox.Module`, `flax.struct`). Users subclass
+    `ImplicitArray`.
+    """
+
+    _pytree: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls._pytree = False
+        if type(cls) in (type, ABCMeta):  # a metaclass of its own makes its own dataclasses
+            make_dataclass(cls)
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "Value":
+        # At the first instance and not before, so that a decorator (flax.struct.dataclass) may
+        # register the class first.
+        if not cls._pytree:
+            make_pytree(cls)
+        return super().__new__(cls)
+
+    def materialise(self) -> Any:
+        """The dense form. May be another implicit array, which is materialised in turn."""
+        raise NotImplementedError(f"{type(self).__name__} must define materialise()")
+
+    def aval(self) -> jax.core.ShapedArray:
+        """The shape and dtype stood for, found from `materialise` unless a type states it."""
+        cached = self.__dict__.get("_aval")
+        if cached is None:
+            cached = _aval_of_materialise(self)
+            object.__setattr__(self, "_aval", cached)
+        return cached
+
+    @staticmethod
+    def default(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]) -> Any:
+        """What a primitive does where no rule fits: operands are made dense, visibly."""
+        dense = make_dense(primitive, values)
+        return primitive.bind(*dense, **primitive.get_bind_params(params))
+
+    def __repr__(self) -> str:
+        fields = ", ".join(
+            f"{f.name}={_summary(getattr(self, f.name, '?'))}" for f in dataclasses.fields(self)
+        )
+        return f"{type(self).__name__}({fields})"
+
+
+class ImplicitArray(Value):
+    """An array that looks dense to every JAX program and is something cheaper inside.
+
+    Subclass it with fields for the leaves, `static` fields for metadata, and `materialise`. The
+    shape and dtype follow from `materialise`, by abstract evaluation, unless `aval` is overridden.
+
+    Types are *batch-transparent*: every leaf carries the leading axes, which come and go under
+    `vmap` and `scan`, so axes are counted from the end.
+
+    At top level `.shape`, `.dtype`, operators and array methods work: each is `implicit` of the
+    `jax.numpy` function.
+
+    >>> import jax, jax.numpy as jnp, veneer as vn
+    >>> class Diagonal(vn.ImplicitArray):
+    ...     diagonal: jax.Array  # [..., n]
+    ...     def materialise(self):
+    ...         return self.diagonal[..., None] * jnp.eye(self.diagonal.shape[-1])
+    >>> d = Diagonal(jnp.arange(3.0))
+    >>> d.shape, d.dtype.name
+    ((3, 3), 'float32')
+    >>> d
+    Diagonal(diagonal=f32[3])
+    >>> (d @ jnp.ones(3)).tolist()
+    [0.0, 1.0, 2.0]
+    """
+
+    __array_priority__ = 1000
+    __array_ufunc__ = None  # numpy_array @ implicit_array is ours to compute, not NumPy's
+    __hash__ = None  # type: ignore[assignment]  # as jax.Array: equality is elementwise
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the dense array."""
+        return self.aval().shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of the dense array."""
+        return self.aval().dtype
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes of the dense array."""
+        return self.aval().ndim
+
+    @property
+    def size(self) -> int:
+        """The number of elements of the dense array."""
+        return self.aval().size
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that are stored: those of the leaves, not of the dense array."""
+        return sum(jnp.asarray(leaf).nbytes for leaf in jax.tree.leaves(self))
+
+
+def is_value(x: Any) -> bool:
+    """Whether `x` is an implicit value: the `is_leaf` of tree functions that keep them whole."""
+    return isinstance(x, Value)
+
+
+def materialise_one(x: Any) -> Any:
+    """`x`, or the dense array it stands for."""
+    while isinstance(x, Value):
+        x = x.materialise()
+    return x
+
+
+def materialise(tree: Any) -> Any:
+    """The tree with every implicit array replaced by the dense array it stands for.
+
+    >>> import jax.numpy as jnp, veneer as vn
+    >>> q = vn.quant.quantize(jnp.array([1.0, -1.0]), "int8")
+    >>> vn.materialise({"w": q})["w"].tolist()
+    [1.0, -1.0]
+    """
+    return jax.tree.map(materialise_one, tree, is_leaf=is_value)
+
+
+def make_dense(primitive: Primitive, values: Sequence[Any]) -> list[Any]:
+    """The values with implicit ones materialised, telling whoever wants to know."""
+    implicit = [v for v in values if isinstance(v, Value)]
+    if implicit:
+        nbytes = sum(v.aval().size * v.aval().dtype.itemsize for v in implicit)
+        note_materialised(primitive.name, lambda: describe(values), nbytes)
+    return [materialise_one(v) for v in values]
+
+
+def describe(values: Sequence[Any]) -> tuple[str, ...]:
+    """The operands of a primitive, as messages show them: `QArray:f32[8,4]`, `f32[2,8]`."""
+    name = lambda v: f"{type(v).__name__}:{_short(v.aval())}"
+    return tuple(name(v) if isinstance(v, Value) else _summary(v) for v in values)
+
+
+def _short(aval: Any) -> str:
+    return aval.str_short(short_dtypes=True) if hasattr(aval, "str_short") else str(aval)
+
+
+def _summary(x: Any) -> str:
+    if hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, Value):
+        return _short(jax.core.ShapedArray(x.shape, x.dtype))
+    return repr(x)
+
+
+_avals: dict[Any, jax.core.ShapedArray] = {}
+_MAX_AVALS = 4096
+
+
+def _aval_of_materialise(value: Value) -> jax.core.ShapedArray:
+    leaves, treedef = jax.tree.flatten(value)
+    key = treedef, tuple(jax.typeof(leaf) for leaf in leaves)
+    if key not in _avals:
+        if len(_avals) >= _MAX_AVALS:
+            _avals.clear()
+        dense: Callable = lambda *leaves: materialise_one(treedef.unflatten(leaves))
+        try:
+            _avals[key] = jax.typeof(jax.eval_shape(dense, *leaves))
+        except Exception as error:
+            error.add_note(
+                f"While finding the shape and dtype of {value!r} from its materialise(); "
+                "define aval() to state them."
+            )
+            raise
+    return _avals[key]
