@@ -18,10 +18,10 @@ from .explain import current_policy, policy_in_force
 from .jax_internals import (
     Primitive,
     call_bwd,
+    current_trace,
     reset_stores,
     set_current_trace,
     split,
-    take_current_trace,
     transform_flat_function,
 )
 from .value import Value, make_dense, materialise_one
@@ -49,10 +49,10 @@ def custom_jvp_call(
 
     @jax.custom_jvp
     def call(*leaves: Any) -> list[Any]:
-        return again(fun.call_wrapped)(*treedef.unflatten(leaves))
+        return again(fun.call_wrapped)(*jax.tree.unflatten(treedef, leaves))
 
     def call_jvp(leaves: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
-        primals = treedef.unflatten(leaves)
+        primals = jax.tree.unflatten(treedef, leaves)
         dense_tangents = [
             _dense_tangent(primal, tangent)
             for primal, tangent in zip(primals, _by_value(treedef, tangents), strict=True)
@@ -88,10 +88,10 @@ def custom_vjp_call(
 
     @jax.custom_vjp
     def call(*leaves: Any) -> list[Any]:
-        return again(fun.call_wrapped)(*treedef.unflatten(leaves))
+        return again(fun.call_wrapped)(*jax.tree.unflatten(treedef, leaves))
 
     def call_fwd(*primals: Any) -> tuple[list[Any], Any]:
-        values = treedef.unflatten([p.value for p in primals])
+        values = jax.tree.unflatten(treedef, [p.value for p in primals])
         perturbed = _by_value(treedef, [p.perturbed for p in primals])
         flagged = [x for value, p in zip(values, perturbed, strict=True) for x in (value, any(p))]
         reset_stores(fwd)
@@ -126,13 +126,13 @@ def _later(trace: "ImplicitTrace", primitive: Primitive) -> Callable:
 
     def again(function: Callable, keep: bool = False) -> Callable:
         def run(*args: Any) -> list[Any]:
-            with policy_in_force(policy), take_current_trace() as parent:
-                inner = kind(parent, tag)
+            inner = kind(current_trace(), tag)
+            with policy_in_force(policy):
+                wrapped = list(map(inner.wrap, args))
                 with set_current_trace(inner):
-                    out = function(*map(inner.wrap, args))
-                values = [inner.unwrap(x) for x in out]
-                with set_current_trace(parent):
-                    return values if keep else make_dense(primitive, values)
+                    out = function(*wrapped)
+                values = list(map(inner.unwrap, out))
+                return values if keep else make_dense(primitive, values)
 
         return run
 
@@ -150,7 +150,8 @@ def _is_zero(tangent: Any) -> bool:
 def _instantiate(tangent: Any) -> Any:
     if not isinstance(tangent, SymbolicZero):
         return tangent
-    shape, dtype = tangent.aval.shape, tangent.aval.dtype
+    aval: Any = tangent.aval
+    shape, dtype = aval.shape, aval.dtype
     return np.zeros(shape, dtype) if dtype == jax.dtypes.float0 else jnp.zeros(shape, dtype)
 
 
@@ -161,7 +162,7 @@ def _materialise_along(value: Value, moving: Sequence[bool]) -> tuple[Callable, 
     def dense(*moved: Any) -> Any:
         rest = iter(moved)
         filled = [next(rest) if m else x for m, x in zip(moving, leaves, strict=True)]
-        return materialise_one(treedef.unflatten(filled))
+        return materialise_one(jax.tree.unflatten(treedef, filled))
 
     return dense, [x for m, x in zip(moving, leaves, strict=True) if m]
 

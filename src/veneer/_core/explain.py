@@ -64,7 +64,8 @@ class Policy:
         )
 
 
-_policy: ContextVar[Policy] = ContextVar("veneer_policy", default=Policy())
+ALLOW = Policy()
+_policy: ContextVar[Policy] = ContextVar("veneer_policy", default=ALLOW)
 current_policy = _policy.get
 
 
@@ -78,18 +79,22 @@ def policy_in_force(policy: Policy) -> Iterator[None]:
         _policy.reset(token)
 
 
+def check_on_materialise(choice: OnMaterialise) -> None:
+    """Refuses what is no choice of what to do on materialisation."""
+    if choice not in ("allow", "warn", "error") and not callable(choice):
+        raise ValueError(
+            f"on_materialise must be 'allow', 'warn', 'error' or a callable, got {choice!r}"
+        )
+
+
 @contextmanager
 def on_materialise_in_force(choice: OnMaterialise) -> Iterator[None]:
     """Overrides what is done on materialisation; `"allow"` keeps what an enclosing call set."""
     if choice == "allow":
         yield
-        return
-    if choice not in ("warn", "error") and not callable(choice):
-        raise ValueError(
-            f"on_materialise must be 'allow', 'warn', 'error' or a callable, got {choice!r}"
-        )
-    with policy_in_force(Policy(choice, _policy.get().events)):
-        yield
+    else:
+        with policy_in_force(Policy(choice, _policy.get().events)):
+            yield
 
 
 def note_rule(primitive: str, operands: Callable[[], tuple[str, ...]], rule: str) -> None:
@@ -99,9 +104,7 @@ def note_rule(primitive: str, operands: Callable[[], tuple[str, ...]], rule: str
         events.append(Event(primitive, operands(), rule, 0, user_line()))
 
 
-def note_materialised(
-    primitive: str, operands: Callable[[], tuple[str, ...]], nbytes: int
-) -> None:
+def note_materialised(primitive: str, operands: Callable[[], tuple[str, ...]], nbytes: int) -> None:
     """Tells whoever asked that operands are about to be made dense."""
     policy = _policy.get()
     if policy.events is None and policy.on_materialise == "allow":

@@ -57,7 +57,10 @@ class Staged:
     def unflatten(self, leaves: Sequence[Any]) -> list[Any]:
         """The outputs, from all of their leaves."""
         pieces = split(leaves, *(tree.num_leaves for tree in self.out_trees))
-        return [tree.unflatten(piece) for tree, piece in zip(self.out_trees, pieces, strict=False)]
+        return [
+            jax.tree.unflatten(tree, piece)
+            for tree, piece in zip(self.out_trees, pieces, strict=False)
+        ]
 
     def __call__(self, *values: Any) -> list[Any]:
         return self.unflatten(jaxpr_as_fun(self.jaxpr)(*jax.tree.leaves(values)))
@@ -93,7 +96,7 @@ def _stage(
     out_trees: list[Any] = []
 
     def on_leaves(*leaves: Any) -> list[Any]:
-        outputs = implicit(jaxpr_as_fun(jaxpr))(*treedef.unflatten(leaves))
+        outputs = implicit(jaxpr_as_fun(jaxpr))(*jax.tree.unflatten(treedef, leaves))
         outputs = [
             make_dense(primitive, [out])[0] if i in dense else out for i, out in enumerate(outputs)
         ]
@@ -102,7 +105,7 @@ def _stage(
         return [leaf for leaves, _ in flat for leaf in leaves]
 
     staged = jax.make_jaxpr(on_leaves)(*avals)
-    counts = [tree.num_leaves for tree in out_trees]
+    counts: list[int] = [tree.num_leaves for tree in out_trees]
     out_avals = [tuple(piece) for piece in split(staged.out_avals, *counts)][:-1]
     return Staged(staged, tuple(out_trees), tuple(out_avals))
 
@@ -113,7 +116,7 @@ def _stage(
 @_structural("jit")
 def _jit(*values: Any, jaxpr: Any, **params: Any) -> list[Any]:
     staged = stage("jit", jaxpr, values)
-    in_trees = [jax.tree.structure(v) for v in values]
+    in_trees: list[Any] = [jax.tree.structure(v) for v in values]
     out_trees = staged.out_trees
     # A sharding or layout given for the dense array says nothing of its leaves: they keep theirs.
     params["in_shardings"] = _by_leaf(params["in_shardings"], in_trees, UNSPECIFIED)
@@ -142,9 +145,7 @@ def _checkpoint(*values: Any, jaxpr: Any, **params: Any) -> list[Any]:
     staged = stage("remat", jaxpr, values)
     opened, constants = open_jaxpr(staged.jaxpr)
     leaves = jax.tree.leaves(values)
-    return staged.unflatten(
-        primitives.remat_p.bind(*constants, *leaves, jaxpr=opened, **params)
-    )
+    return staged.unflatten(primitives.remat_p.bind(*constants, *leaves, jaxpr=opened, **params))
 
 
 @_structural("closed_call")
@@ -208,9 +209,7 @@ def _scan(
         out = body(*consts, *carry, *xs)
         return out[:num_carry], out[num_carry:]
 
-    carry, ys = jax.lax.scan(
-        step, carry, xs, length=length, reverse=reverse, unroll=unroll
-    )
+    carry, ys = jax.lax.scan(step, carry, xs, length=length, reverse=reverse, unroll=unroll)
     return [*carry, *ys]
 
 
@@ -256,7 +255,9 @@ def _abstract(value: Any, reshape: Callable[[tuple[int, ...]], tuple[int, ...]])
     """The value with abstract leaves of other shapes."""
     leaves, treedef = jax.tree.flatten(value)
     avals = [jax.typeof(x) for x in leaves]
-    return treedef.unflatten([jax.ShapeDtypeStruct(reshape(a.shape), a.dtype) for a in avals])
+    return jax.tree.unflatten(
+        treedef, [jax.ShapeDtypeStruct(reshape(a.shape), a.dtype) for a in avals]
+    )
 
 
 def _stands_for(value: Any, shape: tuple[int, ...]) -> bool:
@@ -278,7 +279,7 @@ def _sliced(value: Any, length: int) -> bool:
 
 def _stacks(tree: Any, avals: Sequence[Any], length: int) -> bool:
     """Whether leaves stacked along a new first axis stand for stacked values."""
-    value = tree.unflatten([jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals])
+    value = jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals])
     if not isinstance(value, Value):
         return True
     stacked = _abstract(value, lambda shape: (length, *shape))

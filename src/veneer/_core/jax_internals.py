@@ -28,6 +28,7 @@ __all__ = [
     "Tracer",
     "call_bwd",
     "close_jaxpr",
+    "current_trace",
     "find_primitive",
     "hide_frames_of",
     "jaxpr_as_fun",
@@ -37,7 +38,6 @@ __all__ = [
     "scan_counts",
     "set_current_trace",
     "split",
-    "take_current_trace",
     "transform_flat_function",
     "user_line",
 ]
@@ -45,7 +45,12 @@ __all__ = [
 Trace = core.Trace
 Tracer = core.Tracer
 set_current_trace = core.set_current_trace
-take_current_trace = core.take_current_trace
+
+
+def current_trace() -> Trace:
+    """The trace that a primitive bound here would be processed by."""
+    with core.take_current_trace() as trace:
+        return trace
 
 
 # Primitives by name.

@@ -135,11 +135,9 @@ def register(
             raise TypeError(
                 f"register takes a JAX primitive, its name or a sequence of them, got {target!r}"
             )
-    caller = sys._getframe(1)
-    namespace = {**caller.f_globals, **caller.f_locals}
 
     def add(function: _F) -> _F:
-        rule = _rule_of(function, precedence, namespace)
+        rule = _rule_of(function, precedence)
         for target in targets:
             _rules.setdefault(target, []).append(rule)
         for clear in _forget:
@@ -152,7 +150,7 @@ def register(
 def resolve(
     primitive: Primitive, classes: tuple[type, ...], tried: tuple[Rule, ...] = ()
 ) -> Rule | None:
-    """The rule for operands of these classes, leaving out those already tried; None if none fits."""
+    """The rule for operands of these classes, without those already tried; None if none fits."""
     key = primitive, classes, tried
     try:
         return _resolutions[key]
@@ -186,7 +184,15 @@ def _beats(rule: Rule, other: Rule, count: int) -> bool:
     return narrower
 
 
-def _rule_of(function: Callable, precedence: int, namespace: dict[str, Any]) -> Rule:
+def _names_around(function: Callable) -> dict[str, Any]:
+    """The names that a function's annotations may use: of its module and of where it is defined."""
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None and frame.f_globals is not function.__globals__:
+        frame = frame.f_back
+    return {**function.__globals__, **(frame.f_locals if frame else {})}
+
+
+def _rule_of(function: Callable, precedence: int) -> Rule:
     operands: list[Alternatives] = []
     more: Alternatives | None = None
     for parameter in inspect.signature(function).parameters.values():
@@ -194,7 +200,7 @@ def _rule_of(function: Callable, precedence: int, namespace: dict[str, Any]) -> 
             continue  # a parameter of the primitive
         annotation = parameter.annotation
         if isinstance(annotation, str):  # from __future__ import annotations
-            annotation = eval(annotation, namespace)
+            annotation = eval(annotation, _names_around(function))
         alternatives = frozenset(_alternatives(annotation, function, parameter.name))
         if parameter.kind is parameter.VAR_POSITIONAL:
             more = alternatives

@@ -41,7 +41,7 @@ class ImplicitTrace(Trace):
 
     def __init__(self, parent: Trace, tag: object):
         super().__init__()
-        self.parent = parent
+        self.parent: Any = parent
         self.tag = tag
         self.requires_low = parent.requires_low
 
@@ -64,9 +64,8 @@ class ImplicitTrace(Trace):
         values = [self.unwrap(x) for x in tracers]
         with set_current_trace(self.parent):
             out = dispatch(primitive, values, params)
-        if primitive.multiple_results:
-            return [self.wrap(x) for x in out]
-        return self.wrap(out)
+            # Here, for a type's aval() may compute, and a primitive leaves no trace current.
+            return list(map(self.wrap, out)) if primitive.multiple_results else self.wrap(out)
 
     def process_custom_jvp_call(
         self,
@@ -82,9 +81,7 @@ class ImplicitTrace(Trace):
             return self._inline(fun, tracers)
         values = [self.unwrap(x) for x in tracers]
         with set_current_trace(self.parent):
-            return custom_jvp_call(
-                self, primitive, fun, jvp, values, symbolic_zeros
-            )
+            return custom_jvp_call(self, primitive, fun, jvp, values, symbolic_zeros)
 
     def process_custom_vjp_call(
         self,
@@ -146,9 +143,10 @@ def dispatch(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]
                 note_rule(primitive.name, lambda: describe(values), rule.location)
             return out
         tried = (*tried, rule)
-    defaults = {c.default: c for c in classes if c is not Dense and c.default is not Value.default}
+    kinds = {type(v) for v in values if isinstance(v, Value)}
+    defaults = {kind.default: kind.__name__ for kind in kinds if kind.default is not Value.default}
     if len(defaults) > 1:
-        names = " and ".join(sorted(c.__name__ for c in defaults.values()))
+        names = " and ".join(sorted(defaults.values()))
         raise TypeError(
             f"{primitive.name}({', '.join(describe(values))}): no rule fits, and {names} each have "
             "a default of their own. Register a rule for the combination."

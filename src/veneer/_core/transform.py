@@ -5,9 +5,18 @@ from functools import wraps
 from typing import Any
 
 import jax
+import numpy as np
 
-from .explain import OnMaterialise, Policy, Report, on_materialise_in_force, policy_in_force
-from .jax_internals import set_current_trace, take_current_trace
+from .explain import (
+    Event,
+    OnMaterialise,
+    Policy,
+    Report,
+    check_on_materialise,
+    on_materialise_in_force,
+    policy_in_force,
+)
+from .jax_internals import current_trace, set_current_trace
 from .trace import ImplicitTrace
 from .value import is_value
 
@@ -46,18 +55,21 @@ def implicit(
     ...
     veneer.MaterialiseError: sin(QArray:f32[2,2]) at ...
     """
+    check_on_materialise(on_materialise)
 
-    @wraps(fn)
+    @wraps(fn, updated=())
     def implicit_fn(*args: Any, **kwargs: Any) -> Any:
         leaves, treedef = jax.tree.flatten((fn, args, kwargs), is_leaf=is_value)
         chosen = [is_value(x) for x in leaves]
         if filter_spec is not True:
             among = jax.tree.leaves(_broadcast(filter_spec, (fn, args, kwargs)))
             chosen = [c and a for c, a in zip(chosen, among, strict=True)]
-        with on_materialise_in_force(on_materialise), take_current_trace() as parent:
-            trace = ImplicitTrace(parent, tag=object())
+        with on_materialise_in_force(on_materialise):
+            if not any(chosen):
+                return fn(*args, **kwargs)
+            trace = ImplicitTrace(current_trace(), tag=object())
             wrapped = [trace.wrap(x) if c else x for c, x in zip(chosen, leaves, strict=True)]
-            inner_fn, args, kwargs = treedef.unflatten(wrapped)
+            inner_fn, args, kwargs = jax.tree.unflatten(treedef, wrapped)
             with set_current_trace(trace):
                 out = inner_fn(*args, **kwargs)
             out = jax.tree.map(trace.unwrap, out)
@@ -102,11 +114,20 @@ def explain(fn: Callable) -> Callable[..., Report]:
     [('dot_general', True, 0), ('add', False, 16)]
     """
 
-    @wraps(fn)
+    @wraps(fn, updated=())
     def traced(*args: Any, **kwargs: Any) -> Report:
-        policy = Policy("allow", events := [])
-        with policy_in_force(policy):
-            jax.eval_shape(implicit(fn), *args, **kwargs)
+        leaves, treedef = jax.tree.flatten((args, kwargs))
+        is_array = [isinstance(x, jax.Array | np.ndarray) for x in leaves]
+
+        def of_arrays(arrays: list[Any]) -> Any:
+            rest = iter(arrays)
+            filled = [next(rest) if a else x for a, x in zip(is_array, leaves, strict=True)]
+            args, kwargs = jax.tree.unflatten(treedef, filled)
+            return implicit(fn)(*args, **kwargs)
+
+        events: list[Event] = []
+        with policy_in_force(Policy(events=events)):
+            jax.eval_shape(of_arrays, [x for a, x in zip(is_array, leaves, strict=True) if a])
         return Report(tuple(events))
 
     return traced

@@ -2,7 +2,8 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+import inspect
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -23,23 +24,29 @@ def static(**kwargs: Any) -> Any:
     >>> jax.tree.leaves(Scaled(2, by=3.0))
     [2]
     """
-    # "static" is what jax.tree_util.register_dataclass and Equinox read; flax.struct reads the other.
+    # jax.tree_util.register_dataclass and Equinox read "static"; flax.struct reads "pytree_node".
     metadata = {**kwargs.pop("metadata", {}), "static": True, "pytree_node": False}
     return dataclasses.field(metadata=metadata, **kwargs)
 
 
 def make_dataclass(cls: type) -> None:
     """Makes a class a frozen dataclass, compared by identity."""
+    for name in inspect.get_annotations(cls):
+        if name not in vars(cls) and hasattr(cls, name):  # or the base's method becomes its default
+            setattr(cls, name, dataclasses.field())
     declared = {k: v for k, v in vars(cls).items() if isinstance(v, dataclasses.Field)}
     dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
-    # dataclass() takes the declarations off the class; a second decorator would miss them.
+    # A second decorator (flax.struct.dataclass, say) must find the class as its author wrote it:
+    # with the declarations, which dataclass() takes off, and with no __setattr__ of its own.
     for name, declaration in declared.items():
         setattr(cls, name, declaration)
+    for name in ("__setattr__", "__delattr__"):  # Value's refuse as well
+        delattr(cls, name)
 
 
-def make_pytree(cls: type) -> None:
+def make_pytree(cls: Any) -> None:
     """Registers a dataclass as a pytree with keys, unless it is one."""
-    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    fields = dataclasses.fields(cls)
     meta = tuple(f.name for f in fields if f.metadata.get("static", False))
     data = tuple(f.name for f in fields if f.name not in meta)
     keys = tuple(jax.tree_util.GetAttrKey(name) for name in data)
@@ -52,13 +59,13 @@ def make_pytree(cls: type) -> None:
         leaves, metadata = flatten(value)
         return list(zip(keys, leaves, strict=True)), metadata
 
-    def unflatten(metadata: Sequence[Any], leaves: Sequence[Any]) -> Any:
+    def unflatten(metadata: Iterable[Any], leaves: Iterable[Any]) -> Any:
         # Not by the constructor: leaves may be placeholders, which it has no way to check.
-        value = object.__new__(cls)
+        value: Any = object.__new__(cls)
         value.__dict__.update(zip(data, leaves, strict=True))
         value.__dict__.update(zip(meta, metadata, strict=True))
         return value
 
     with contextlib.suppress(ValueError):  # the framework that made the class has registered it
         jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
-    cls._pytree = True  # type: ignore[attr-defined]
+    cls._pytree = True

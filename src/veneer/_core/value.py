@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .explain import note_materialised
+from .explain import ALLOW, note_materialised, policy_in_force
 from .jax_internals import Primitive
+from .operators import ArrayOperators
 from .tree import make_dataclass, make_pytree, static
 
 
@@ -23,12 +24,17 @@ class Value:
     `ImplicitArray`.
     """
 
+    _made_here: ClassVar[bool] = False
     _pytree: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls._pytree = False
-        if type(cls) in (type, ABCMeta):  # a metaclass of its own makes its own dataclasses
+        made = "__dataclass_params__" in vars(cls)  # by flax.struct.PyTreeNode
+        to_be_made = type(cls) not in (type, ABCMeta)  # by Equinox's metaclass
+        # ImplicitArray itself stays out: Equinox may not inherit from a frozen dataclass.
+        cls._made_here = not (made or to_be_made or cls.__module__ == __name__)
+        if cls._made_here:
             make_dataclass(cls)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "Value":
@@ -37,6 +43,17 @@ class Value:
         if not cls._pytree:
             make_pytree(cls)
         return super().__new__(cls)
+
+    # Of the classes made dataclasses here; other frameworks see to theirs.
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._made_here:
+            raise dataclasses.FrozenInstanceError(f"cannot assign to {type(self).__name__}.{name}")
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if self._made_here:
+            raise dataclasses.FrozenInstanceError(f"cannot delete {type(self).__name__}.{name}")
+        super().__delattr__(name)
 
     def materialise(self) -> Any:
         """The dense form. May be another implicit array, which is materialised in turn."""
@@ -57,13 +74,12 @@ class Value:
         return primitive.bind(*dense, **primitive.get_bind_params(params))
 
     def __repr__(self) -> str:
-        fields = ", ".join(
-            f"{f.name}={_summary(getattr(self, f.name, '?'))}" for f in dataclasses.fields(self)
-        )
+        names = [f.name for f in dataclasses.fields(self)]  # type: ignore[arg-type]
+        fields = ", ".join(f"{n}={_summary(getattr(self, n, '?'))}" for n in names)
         return f"{type(self).__name__}({fields})"
 
 
-class ImplicitArray(Value):
+class ImplicitArray(ArrayOperators, Value):
     """An array that looks dense to every JAX program and is something cheaper inside.
 
     Subclass it with fields for the leaves, `static` fields for metadata, and `materialise`. The
@@ -88,10 +104,6 @@ class ImplicitArray(Value):
     >>> (d @ jnp.ones(3)).tolist()
     [0.0, 1.0, 2.0]
     """
-
-    __array_priority__ = 1000
-    __array_ufunc__ = None  # numpy_array @ implicit_array is ours to compute, not NumPy's
-    __hash__ = None  # type: ignore[assignment]  # as jax.Array: equality is elementwise
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -126,8 +138,10 @@ def is_value(x: Any) -> bool:
 
 def materialise_one(x: Any) -> Any:
     """`x`, or the dense array it stands for."""
-    while isinstance(x, Value):
-        x = x.materialise()
+    if isinstance(x, Value):
+        with policy_in_force(ALLOW):  # what its own parts do is no news
+            while isinstance(x, Value):
+                x = x.materialise()
     return x
 
 
@@ -177,7 +191,7 @@ def _aval_of_materialise(value: Value) -> jax.core.ShapedArray:
     if key not in _avals:
         if len(_avals) >= _MAX_AVALS:
             _avals.clear()
-        dense: Callable = lambda *leaves: materialise_one(treedef.unflatten(leaves))
+        dense: Callable = lambda *leaves: materialise_one(jax.tree.unflatten(treedef, leaves))
         try:
             _avals[key] = jax.typeof(jax.eval_shape(dense, *leaves))
         except Exception as error:

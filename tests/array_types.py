@@ -1,0 +1,103 @@
+"""Implicit arrays for the tests: what each stands for, and one that refuses to be dense."""
+
+import jax
+import jax.numpy as jnp
+
+import veneer as vn
+
+
+class Lora(vn.ImplicitArray):
+    """A dense or an implicit weight and a low-rank update of it."""
+
+    w: jax.Array | vn.ImplicitArray  # [..., in, out]
+    a: jax.Array  # [..., in, rank]
+    b: jax.Array  # [..., rank, out]
+    scale: float = vn.static(default=1.0)
+
+    def materialise(self) -> jax.Array:
+        return vn.materialise(self.w) + self.scale * self.a @ self.b
+
+
+@vn.register("dot_general")
+def _(x: vn.ArrayLike, w: Lora, *, dimension_numbers, **params):
+    (contract, w_contract), batch = dimension_numbers
+    if w_contract != (0,) or batch != ((), ()):
+        return NotImplemented
+    dot = vn.implicit(lambda x, w, dims: jax.lax.dot_general(x, w, (dims, batch), **params))
+    first = (contract, w_contract)
+    low = dot(x, w.a, first)
+    return dot(x, w.w, first) + w.scale * dot(low, w.b, ((low.ndim - 1,), (0,)))
+
+
+class Tagged(vn.ImplicitArray):
+    """A dense array with a label, which refuses to lose it."""
+
+    x: jax.Array  # [...]
+    label: str = vn.static(default="")
+
+    def aval(self) -> jax.core.ShapedArray:
+        return jax.typeof(self.x)
+
+    def materialise(self):
+        raise RuntimeError(f"Tagged refuses to lose its label {self.label!r}")
+
+
+def _elementwise(primitive) -> None:
+    @vn.register(primitive)
+    def _(x: Tagged, **params):
+        return Tagged(primitive.bind(x.x, **params), x.label)
+
+
+for _primitive in (jax.lax.sin_p, jax.lax.neg_p, jax.lax.tanh_p):
+    _elementwise(_primitive)
+
+
+def lora(key: jax.Array, shape: tuple[int, ...] = (6, 6), rank: int = 2) -> Lora:
+    """A random one; leading axes are batch axes."""
+    *batch, m, n = shape
+    kw, ka, kb = jax.random.split(key, 3)
+    return Lora(
+        jax.random.normal(kw, shape) / 2,
+        jax.random.normal(ka, (*batch, m, rank)),
+        jax.random.normal(kb, (*batch, rank, n)),
+        scale=0.5,
+    )
+
+
+def quantized(qtype: str, tile: int | None):
+    """A maker of random quantised matrices, tiled along the contracting axis."""
+
+    def make(key: jax.Array, shape: tuple[int, ...] = (6, 6)) -> vn.quant.QArray:
+        contracting = len(shape) - 2
+        others = tuple(i for i in range(len(shape)) if i != contracting)
+        w = jax.random.normal(key, shape) / 2
+        tiled = None if tile is None else {contracting: tile}
+        return vn.quant.quantize(w, qtype, channelwise_axes=others, tiled_axes=tiled)
+
+    return make
+
+
+def lora_of_int8(key: jax.Array, shape: tuple[int, ...] = (6, 6)) -> Lora:
+    """A low-rank update of a quantised weight, as QLoRA trains."""
+    update = lora(key, shape)
+    return Lora(quantized("int8", None)(key, shape), update.a, update.b, scale=0.5)
+
+
+# Each makes a random [..., m, n] array from a key and a shape.
+MAKERS = {
+    "lora": lora,
+    "int8": quantized("int8", None),
+    "int4": quantized("int4", 3),
+    "nf4": quantized("nf4", 2),
+    "lora of int8": lora_of_int8,
+}
+
+
+def assert_close(actual, expected, tol: float = 1e-5) -> None:
+    """Trees that stand for the same arrays, of the same shapes and dtypes."""
+    actual, expected = vn.materialise(actual), vn.materialise(expected)
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert jnp.shape(one) == jnp.shape(other)
+        assert jnp.result_type(one) == jnp.result_type(other)
+        assert jnp.allclose(one, other, rtol=tol, atol=tol, equal_nan=True), (one, other)

@@ -1,0 +1,32 @@
+"""JAX, Hypothesis and the check of our annotations, as the tests want them."""
+
+import os
+from pathlib import Path
+
+import jax
+import jaxtyping
+from hypothesis import HealthCheck, settings
+from jax._src import source_info_util
+
+# pyproject.toml has the annotations of veneer checked at run time, by a hook on its import. pytest
+# itself imports a package without hooks when it comes to look for examples in docstrings.
+import veneer  # noqa: F401
+
+# The hook wraps each function, and JAX would take a wrapper for the user's line. JAX has no public
+# way to say otherwise.
+source_info_util.register_exclusion(str(Path(jaxtyping.__file__).parent))
+source_info_util.register_exclusion("<@beartype(")  # the file name of the code that it generates
+
+# Set before any backend exists. The reference results are those of the CPU; to try the tests on
+# another platform, name it in JAX_PLATFORMS.
+if jax.config.jax_platforms is None:
+    jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)  # enough for a 2 x 4 mesh
+
+# The first example of a property compiles, so a time limit on an example would fail by chance.
+settings.register_profile(
+    "veneer", deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow]
+)
+# The same examples in every run: a change is not failed by a property it did not touch.
+settings.register_profile("ci", settings.get_profile("veneer"), derandomize=True, database=None)
+settings.load_profile("ci" if os.environ.get("CI") else "veneer")

@@ -1,0 +1,268 @@
+"""Multiple dispatch: which rule runs, and what is said when none can."""
+
+from typing import Annotated, Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import Primitive
+from jaxtyping import Array, Float, TypeCheckError
+
+import veneer as vn
+
+X = jnp.arange(3.0)
+
+
+@pytest.fixture
+def primitive():
+    """A binary primitive that only these tests know."""
+    p = Primitive("combine")
+    p.def_impl(lambda x, y: jnp.add(x, y))
+    p.def_abstract_eval(lambda x, y: x)
+    return p
+
+
+class Animal(vn.ImplicitArray):
+    x: jax.Array
+
+    def materialise(self):
+        return self.x
+
+
+class Dog(Animal):
+    pass
+
+
+class Puppy(Dog):
+    pass
+
+
+class Cat(Animal):
+    pass
+
+
+def combine(primitive, x, y):
+    return vn.implicit(lambda x, y: primitive.bind(x, y))(x, y)
+
+
+def rule(primitive, left, right, result, precedence=0):
+    def function(x, y):
+        return result
+
+    function.__annotations__ = {"x": left, "y": right}
+    vn.register(primitive, precedence=precedence)(function)
+
+
+def test_the_most_specific_rule_runs(primitive):
+    rule(primitive, vn.ImplicitArray, vn.ArrayLike, 1)
+    rule(primitive, Dog, vn.ArrayLike, 2)
+    assert combine(primitive, Puppy(X), X) == 2
+    assert combine(primitive, Cat(X), X) == 1
+
+
+def test_a_rule_for_a_subclass_does_not_take_its_base(primitive):
+    rule(primitive, Puppy, vn.ArrayLike, 1)
+    assert combine(primitive, Dog(X), X).tolist() == (X + X).tolist()  # materialised
+
+
+@pytest.mark.parametrize(
+    "dense", [X, np.ones(3), np.float32(2), 2, 2.0, True], ids=lambda d: type(d).__name__
+)
+def test_every_dense_operand_is_of_one_class(primitive, dense):
+    rule(primitive, Dog, jax.Array, 1)
+    assert combine(primitive, Dog(X), dense) == 1
+
+
+T = TypeVar("T", bound=Animal)
+
+
+@pytest.mark.parametrize(
+    "annotation",
+    [Animal, Animal | vn.ArrayLike, "Dog", T, Annotated[Dog, "good"], Any, object, vn.Value],
+    ids=str,
+)
+def test_annotations_of_an_implicit_operand(primitive, annotation):
+    rule(primitive, annotation, vn.ArrayLike, 1)
+    assert combine(primitive, Dog(X), X) == 1
+
+
+@pytest.mark.parametrize(
+    "annotation",
+    [jax.Array, vn.ArrayLike, np.ndarray, float, Array, Float[Array, " n"], "jax.Array"],
+    ids=str,
+)
+def test_annotations_of_a_dense_operand(primitive, annotation):
+    rule(primitive, Dog, annotation, 1)
+    assert combine(primitive, Dog(X), X) == 1
+    assert combine(primitive, Dog(X), Dog(X)).shape == (3,)  # not 1: it takes no second Dog
+
+
+def test_without_annotation_anything_fits(primitive):
+    @vn.register(primitive)
+    def _(x: Dog, y):
+        return 1
+
+    assert combine(primitive, Dog(X), X) == combine(primitive, Dog(X), Cat(X)) == 1
+
+
+def test_an_annotation_that_is_no_operand_is_refused(primitive):
+    with pytest.raises(TypeError, match=r"operand 'x' is annotated .*neither dense"):
+        rule(primitive, dict, vn.ArrayLike, 1)
+
+
+def test_ambiguity_names_both_rules_with_file_and_line(primitive):
+    rule(primitive, Dog, vn.ArrayLike | vn.ImplicitArray, 1)
+    rule(primitive, vn.ArrayLike | vn.ImplicitArray, Cat, 2)
+    with pytest.raises(vn.AmbiguousLookupError) as error:
+        combine(primitive, Dog(X), Cat(X))
+    assert str(error.value).count("test_rules.py:") == 2
+    assert "combine(Dog, Cat)" in str(error.value)
+
+
+def test_precedence_breaks_a_tie(primitive):
+    rule(primitive, Dog, vn.ArrayLike | vn.ImplicitArray, 1, precedence=1)
+    rule(primitive, vn.ArrayLike | vn.ImplicitArray, Cat, 2)
+    assert combine(primitive, Dog(X), Cat(X)) == 1
+
+
+def test_precedence_does_not_outweigh_specificity(primitive):
+    rule(primitive, Animal, vn.ArrayLike, 1, precedence=5)
+    rule(primitive, Dog, vn.ArrayLike, 2)
+    assert combine(primitive, Dog(X), X) == 2
+
+
+def test_a_rule_for_the_combination_resolves_an_ambiguity_late(primitive):
+    rule(primitive, Dog, vn.ArrayLike | vn.ImplicitArray, 1)
+    rule(primitive, vn.ArrayLike | vn.ImplicitArray, Cat, 2)
+    with pytest.raises(vn.AmbiguousLookupError):
+        combine(primitive, Dog(X), Cat(X))
+    rule(primitive, Dog, Cat, 3)
+    assert combine(primitive, Dog(X), Cat(X)) == 3
+
+
+def test_the_same_signature_again_replaces(primitive):
+    rule(primitive, Dog, vn.ArrayLike, 1)
+    assert combine(primitive, Dog(X), X) == 1
+    rule(primitive, Dog, vn.ArrayLike, 2)
+    assert combine(primitive, Dog(X), X) == 2
+
+
+def test_a_late_rule_reaches_functions_already_staged():
+    p = Primitive("late")
+    p.def_impl(jnp.sin)
+    p.def_abstract_eval(lambda x: x)
+    jax.interpreters.mlir.register_lowering(
+        p, jax.interpreters.mlir.lower_fun(jnp.sin, multiple_results=False)
+    )
+    f = jax.jit(lambda x: p.bind(x) * 1)
+    np.testing.assert_allclose(vn.implicit(f)(Dog(X)), jnp.sin(X), rtol=1e-6)
+
+    @vn.register(p)
+    def _(x: Dog):
+        return x.x * 10
+
+    np.testing.assert_allclose(vn.implicit(f)(Dog(X)), X * 10)
+
+
+def test_not_implemented_tries_the_next_rule_then_materialises(primitive):
+    rule(primitive, Animal, vn.ArrayLike, 1)
+    rule(primitive, Dog, vn.ArrayLike, NotImplemented)
+    rule(primitive, Puppy, vn.ArrayLike, NotImplemented)
+    assert combine(primitive, Puppy(X), X) == 1
+
+
+def test_where_every_rule_returns_not_implemented_operands_are_materialised(primitive):
+    rule(primitive, Animal, vn.ArrayLike, NotImplemented)
+    assert combine(primitive, Puppy(X), X).tolist() == (X + X).tolist()
+
+
+def test_any_number_of_operands(primitive):
+    @vn.register("concatenate")
+    def _(first: Puppy, *rest: Dog | vn.ArrayLike, dimension):
+        return 1 + len(rest)
+
+    concatenate = vn.implicit(lambda *xs: jax.lax.concatenate_p.bind(*xs, dimension=0))
+    assert concatenate(Puppy(X)) == 1
+    assert concatenate(Puppy(X), X, Dog(X)) == 3
+    assert concatenate(Puppy(X), Cat(X)).shape == (6,)
+
+
+def test_names_and_sequences_of_primitives():
+    @vn.register(["add", jax.lax.sub_p, "mul"])
+    def _(x: Puppy, y: vn.ArrayLike, **params):
+        return 7
+
+    p = Puppy(X)
+    assert p + X == p - X == p * X == 7
+
+
+def test_an_unknown_name_suggests():
+    with pytest.raises(ValueError, match=r"no primitive named 'dot_genera'.*'dot_general'"):
+        vn.register("dot_genera")
+
+
+def test_register_refuses_what_is_no_primitive():
+    with pytest.raises((TypeError, TypeCheckError), match="primitive"):
+        vn.register([jnp.sin])
+
+
+class Loud(vn.ImplicitArray):
+    x: jax.Array
+
+    def materialise(self):
+        return self.x
+
+    @staticmethod
+    def default(primitive, values, params):
+        return f"loud {primitive.name}"
+
+
+class Quiet(Loud):
+    @staticmethod
+    def default(primitive, values, params):
+        return f"quiet {primitive.name}"
+
+
+def test_an_overridden_default_runs_where_no_rule_fits(primitive):
+    assert combine(primitive, Loud(X), X) == "loud combine"
+    assert combine(primitive, Dog(X), Quiet(X)) == "quiet combine"
+    rule(primitive, Loud, vn.ArrayLike, "a rule")
+    assert combine(primitive, Loud(X), X) == "a rule"
+
+
+def test_two_different_defaults_are_refused(primitive):
+    with pytest.raises(TypeError, match="Loud and Quiet each have a default"):
+        combine(primitive, Loud(X), Quiet(X))
+
+
+def test_a_rule_that_redispatches_meets_types_it_does_not_know():
+    class Scaled(vn.ImplicitArray):
+        x: vn.ImplicitArray | jax.Array
+        by: float = vn.static(default=2.0)
+
+        def materialise(self):
+            raise RuntimeError("refused")
+
+        def aval(self):
+            return jax.typeof(jnp.zeros(3))
+
+    class OneHot(vn.ImplicitArray):
+        index: int = vn.static()
+        n: int = vn.static()
+
+        def materialise(self):
+            raise RuntimeError("refused")
+
+        def aval(self):
+            return jax.core.ShapedArray((self.n,), jnp.float32)
+
+    @vn.register("dot_general")
+    def _(x: Scaled, y: vn.ArrayLike | vn.ImplicitArray, **params):
+        return vn.implicit(lambda a, b: jax.lax.dot_general_p.bind(a, b, **params))(x.x, y) * x.by
+
+    @vn.register("dot_general")
+    def _(x: vn.ArrayLike, y: OneHot, **params):
+        return x[..., y.index]
+
+    assert vn.implicit(jnp.dot)(Scaled(X), OneHot(1, 3)) == 2.0
