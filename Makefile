@@ -1,0 +1,67 @@
+# Everything a fresh clone needs, with only Python and make.
+#
+#   PYTHON   the interpreter to build on             make test PYTHON=python3.13
+#   VENV     where the virtual environment goes      make test VENV=/tmp/veneer
+#   JAX      the JAX to install                      make test JAX=jax==0.10.2
+#   ARGS     passed on to the command that is run    make test ARGS='-k quant'
+
+PYTHON ?= python3
+VENV ?= .venv
+JAX ?= jax
+ARGS ?=
+
+BIN := $(VENV)/bin
+
+# An environment is good for one interpreter, one choice of JAX and one place: the stamps carry a
+# checksum of the three in their names, so that a change of any is a stamp not yet made.
+BUILT_ON := $(shell { $(PYTHON) -c 'import sys; print(sys.base_prefix, sys.version)'; \
+	echo '$(JAX)' '$(CURDIR)'; } 2>/dev/null | cksum | cut -d ' ' -f 1)
+CREATED := $(VENV)/.created-$(BUILT_ON)
+DEMO := $(VENV)/.demo-$(BUILT_ON)
+DEV := $(VENV)/.dev-$(BUILT_ON)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test setup lint format clean
+.NOTPARALLEL: # one pip at a time in an environment
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
+
+demo: $(DEMO) ## quantise a real model, and print a table and draw a picture of what it costs
+	$(BIN)/veneer demo $(ARGS)
+
+test: $(DEV) ## run the tests
+	$(BIN)/python -m pytest -n auto $(ARGS)
+
+setup: $(DEV) ## make the environment to develop in
+
+lint: $(DEV) ## check style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(DEV) ## mend what ruff can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## remove the environment and everything built or cached
+	rm -rf $(VENV) build dist demo-output .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	find src tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} +
+
+$(CREATED):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo >&2 \
+		"veneer needs Python 3.11 or newer, and '$(PYTHON)' is not one: make $(MAKECMDGOALS) PYTHON=..."; \
+		exit 1; }
+	@echo "Creating the virtual environment $(VENV)"
+	@$(PYTHON) -m venv --clear $(VENV)
+	@touch $@
+
+$(DEMO): pyproject.toml | $(CREATED)
+	@echo "Installing veneer[demo] into $(VENV); a minute or two the first time"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[demo]' '$(JAX)'
+	@touch $@
+
+$(DEV): pyproject.toml | $(CREATED)
+	@echo "Installing veneer[dev] into $(VENV); a minute or two the first time"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]' '$(JAX)'
+	@touch $(DEMO) $@ # what the demo needs is part of dev

@@ -1,0 +1,167 @@
+"""What importing veneer costs, what it offers, and which of its rooms knows of which."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import veneer as vn
+
+PACKAGE = Path(vn.__file__).parent
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+
+# What the extras bring, and what would cost more to import than all of veneer.
+LAZY = {"beartype", "matplotlib", "numba", "plum", "rich", "safetensors", "tokenizers", "typer"}
+
+PUBLIC = [
+    *("AmbiguousLookupError", "ArrayLike", "ImplicitArray", "Value"),
+    *("explain", "implicit", "load", "materialise", "quant", "register", "save", "static"),
+]
+
+# The arrows of DESIGN.md, section 1: the rooms that a room may import from. Below `cli` and `demo`,
+# nobody imports from `veneer` itself, which imports them all.
+MAY_IMPORT = {
+    "_core": set(),
+    "kernels": {"_core"},
+    "types": {"_core", "kernels"},
+    "quant": {"_core", "kernels"},
+    "numba": {"_core", "kernels", "types", "quant"},
+    "hijax": {"_core", "kernels", "types", "quant"},
+    "interop": {"_core", "kernels", "types", "quant"},
+    "demo": {"veneer", "_core", "quant", "interop"},
+    "cli": {"veneer", "_core", "quant", "interop", "demo"},
+    "__main__": {"cli"},
+    "veneer": {"_core", "kernels", "types", "quant", "numba", "hijax", "interop"},
+}
+
+
+def room_of(module: str) -> str:
+    """`veneer.quant.formats` is in the room `quant`; `veneer` is a room of its own."""
+    _, _, inside = module.partition(".")
+    return inside.split(".")[0] or "veneer"
+
+
+def module_of(path: Path) -> str:
+    parts = ("veneer", *path.relative_to(PACKAGE).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported_by(source: str, module: str, is_package: bool) -> Iterator[str]:
+    """The full names a module imports, at its top or inside its functions.
+
+    `from a import b` yields `a.b`, which may be a module or a name within `a`.
+    """
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            origin = [node.module] if node.module else []
+            if node.level:
+                package = module.split(".")
+                origin = package[: len(package) - node.level + is_package] + origin
+            yield from (".".join([*origin, alias.name]) for alias in node.names)
+
+
+def imports_of(path: Path) -> set[str]:
+    return set(imported_by(path.read_text("utf-8"), module_of(path), path.name == "__init__.py"))
+
+
+def reached_from(path: Path) -> set[str]:
+    """The rooms other than its own that a file of the package imports from."""
+    inside = (name for name in imports_of(path) if name.split(".")[0] == "veneer")
+    rooms = {room if room in MAY_IMPORT else "veneer" for room in map(room_of, inside)}
+    return rooms - {room_of(module_of(path))}
+
+
+def relative_name(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
+
+
+def loaded_by(statement: str) -> set[str]:
+    """The top-level modules that a new interpreter holds once it has run `statement`."""
+    program = f"{statement}\nimport sys\nprint(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return {name.partition(".")[0] for name in run.stdout.split()}
+
+
+@pytest.mark.parametrize(
+    ("module", "needed"), [("veneer", set()), ("veneer.quant", set()), ("veneer.cli", {"typer"})]
+)
+def test_import_leaves_the_extras_alone(module, needed):
+    assert loaded_by(f"import {module}") & LAZY <= needed
+
+
+def test_import_starts_no_backend():
+    # A program may still have to choose its platform, its devices or its distributed setting.
+    loaded_by(
+        "import veneer, jax\n"
+        "jax.config.update('jax_num_cpu_devices', 3)  # raises once a backend has started"
+    )
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_name_is_offered(name):
+    assert name in vn.__all__
+    assert hasattr(vn, name)
+
+
+def test_nothing_else_of_ours_is_public():
+    ours = {
+        name
+        for name, value in vars(vn).items()
+        if getattr(value, "__module__", "").partition(".")[0] == "veneer"
+    }
+    assert {name for name in ours if not name.startswith("_")} <= set(vn.__all__)
+
+
+def test_every_name_in_all_exists():
+    assert not [name for name in vn.__all__ if not hasattr(vn, name)]
+
+
+def test_annotations_are_checked_at_run_time():
+    # The import hook must come before the first import of veneer, or it would check nothing.
+    with pytest.raises(TypeError, match="precedence"):
+        vn.register("neg", precedence="high")
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative_name)
+def test_imports_follow_the_arrows(path):
+    assert reached_from(path) <= MAY_IMPORT[room_of(module_of(path))]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative_name)
+def test_imports_no_example(path):
+    assert not [name for name in imports_of(path) if name.split(".")[0] == "examples"]
+
+
+def test_private_jax_is_imported_in_one_file():
+    found = {
+        relative_name(path)
+        for path in SOURCES
+        if any(name.startswith("jax._src") for name in imports_of(path))
+    }
+    assert found == {"_core/jax_internals.py"}
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("import jax._src.core", "jax._src.core"),
+        ("from jax import _src", "jax._src"),
+        ("def f():\n    from ..quant import qarray", "veneer.quant.qarray"),
+        ("from . import value", "veneer._core.value"),
+        ("from .value import Value", "veneer._core.value.Value"),
+        ("import veneer as vn", "veneer"),
+    ],
+)
+def test_imports_are_found(source, expected):
+    assert list(imported_by(source, "veneer._core.rules", is_package=False)) == [expected]
+
+
+def test_relative_imports_of_a_package_are_found():
+    names = imported_by("from .ops import dot_general", "veneer.quant", is_package=True)
+    assert list(names) == ["veneer.quant.ops.dot_general"]
