@@ -47,7 +47,7 @@ def implicit(
     **Returns:** a function of the same arguments, which may return implicit arrays.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
-    >>> w = vn.quant.quantize(jnp.eye(2), "int8")
+    >>> w = vn.quant.quantize(jnp.eye(2), "nf4")
     >>> vn.implicit(lambda x, w: x @ w)(jnp.ones((1, 2)), w).tolist()
     [[1.0, 1.0]]
     >>> vn.implicit(jnp.sin, on_materialise="error")(w)  # doctest: +ELLIPSIS
@@ -108,7 +108,7 @@ def explain(fn: Callable) -> Callable[..., Report]:
     many bytes that makes dense.
 
     >>> import jax.numpy as jnp, veneer as vn
-    >>> w = vn.quant.quantize(jnp.eye(2), "int8")
+    >>> w = vn.quant.quantize(jnp.eye(2), "nf4")
     >>> report = vn.explain(lambda x, w: jnp.sin(x @ w) + w)(jnp.ones(2), w)
     >>> [(e.primitive, e.rule is not None, e.nbytes) for e in report.events]
     [('dot_general', True, 0), ('add', False, 16)]

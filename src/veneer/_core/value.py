@@ -20,20 +20,19 @@ class Value:
     """What `implicit` wraps: a pytree with an abstract value and a dense form.
 
     Subclassing makes a frozen dataclass and registers a pytree with keys, unless the class is
-    made by a framework that does so itself (`equinox.Module`, `flax.struct`). Users subclass
-    `ImplicitArray`.
+    made by a framework that does so itself (`equinox.Module`, `flax.struct`), or `abstract=True`
+    says that it has no fields. Users subclass `ImplicitArray`.
     """
 
     _made_here: ClassVar[bool] = False
     _pytree: ClassVar[bool] = False
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, *, abstract: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls._pytree = False
         made = "__dataclass_params__" in vars(cls)  # by flax.struct.PyTreeNode
         to_be_made = type(cls) not in (type, ABCMeta)  # by Equinox's metaclass
-        # ImplicitArray itself stays out: Equinox may not inherit from a frozen dataclass.
-        cls._made_here = not (made or to_be_made or cls.__module__ == __name__)
+        cls._made_here = not (made or to_be_made or abstract)
         if cls._made_here:
             make_dataclass(cls)
 
@@ -79,7 +78,7 @@ class Value:
         return f"{type(self).__name__}({fields})"
 
 
-class ImplicitArray(ArrayOperators, Value):
+class ImplicitArray(ArrayOperators, Value, abstract=True):
     """An array that looks dense to every JAX program and is something cheaper inside.
 
     Subclass it with fields for the leaves, `static` fields for metadata, and `materialise`. The
@@ -149,7 +148,7 @@ def materialise(tree: Any) -> Any:
     """The tree with every implicit array replaced by the dense array it stands for.
 
     >>> import jax.numpy as jnp, veneer as vn
-    >>> q = vn.quant.quantize(jnp.array([1.0, -1.0]), "int8")
+    >>> q = vn.quant.quantize(jnp.array([1.0, -1.0]), "nf4")
     >>> vn.materialise({"w": q})["w"].tolist()
     [1.0, -1.0]
     """
