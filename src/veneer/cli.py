@@ -1,0 +1,296 @@
+"""The command line: `veneer quantize`, `veneer inspect`, `veneer demo`.
+
+The commands import what they need when they run, so that `veneer --help` is quick.
+"""
+
+import contextlib
+import signal
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+try:
+    import typer
+    from typer.core import TyperGroup
+except ImportError as error:
+    raise SystemExit(
+        "veneer: error: the command line needs the extra: pip install 'veneer[cli]'"
+    ) from error
+
+# typer's own copy of click's class, or click's, as its version has it.
+_UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+
+
+class _OneLineErrors(TyperGroup):
+    """Bad input ends in one line on stderr and exit code 2; our own defects in a traceback."""
+
+    def main(  # type: ignore[override]  # the other parameters are among the keywords
+        self, args: Sequence[str] | None = None, **kwargs: Any
+    ) -> NoReturn:
+        words = list(sys.argv[1:] if args is None else args)
+        try:
+            code = super().main(words or ["--help"], **{**kwargs, "standalone_mode": False})
+        except typer.Abort:
+            code = 130
+        except _UsageError as error:
+            code = _complain(f"{error.format_message()} (try 'veneer --help')")  # type: ignore[attr-defined]
+        except (ValueError, OSError, ImportError) as error:
+            code = _complain(str(error))
+        sys.exit(code or 0)
+
+
+def _complain(message: str) -> int:
+    print(f"veneer: error: {' '.join(message.split())}", file=sys.stderr)
+    return 2
+
+
+app = typer.Typer(
+    cls=_OneLineErrors,
+    help="Quantise models and look inside them.",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+def main() -> None:
+    """Run the command line."""
+    app()
+
+
+class Layout(StrEnum):
+    """Which axis of a weight a matmul contracts: the last (torch) or the last but one (jax)."""
+
+    torch = "torch"
+    jax = "jax"
+
+
+@app.command()
+def quantize(
+    source: Annotated[
+        Path, typer.Argument(metavar="IN", help="A safetensors file or a Hugging Face folder.")
+    ],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to make.")],
+    format: Annotated[str | None, typer.Option(help="int8, int4 or nf4.")] = None,
+    tile: Annotated[
+        int | None,
+        typer.Option(help="Values that share a scale; without it, one scale a channel."),
+    ] = None,
+    include: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="REGEX",
+            help="Quantise the tensors whose whole name matches, instead of all '...weight' and "
+            "'...kernel'. May be repeated.",
+        ),
+    ] = None,
+    exclude: Annotated[
+        list[str] | None,
+        typer.Option(metavar="REGEX", help="Leave these dense. May be repeated."),
+    ] = None,
+    layout: Annotated[
+        Layout | None,
+        typer.Option(
+            help="Weights are [out, in] (torch) or [in, out] (jax); without it, torch for names "
+            "ending in 'weight' and jax for 'kernel'."
+        ),
+    ] = None,
+    rules: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help='A JSON list of {"path": REGEX, "qtype": FORMAT or null, "tile_size": N, '
+            '"tile_axis": N}, the first match winning, instead of the options above.',
+        ),
+    ] = None,
+) -> None:
+    """Quantise the weights of IN into the folder OUT.
+
+    Floating tensors of rank 2 and up whose name ends in 'weight' or 'kernel' are quantised,
+    embeddings included; the others are kept as they are. Memory holds a few tensors at a time. OUT
+    appears when it is complete.
+    """
+    from .interop.folder import FolderWriter, TensorFolder, copy_sidecars, write_aside
+    from .quant.checkpoint import plan, quantize_stream
+
+    selectors = _selectors(format, tile, include or [], exclude or [], layout, rules)
+    outcomes = []
+    with _sigterm_raises(), TensorFolder(source) as tensors:
+        chosen = plan(tensors.dense_avals(), selectors)
+        with write_aside(target) as folder:
+            copy_sidecars(source, folder)
+            writer = FolderWriter(folder, tensors)
+            stream = quantize_stream(((name, tensors.read(name)) for name in tensors), chosen)
+            for value, outcome in _with_progress(stream, len(tensors)):
+                writer.add(outcome.name, value)
+                outcomes.append(outcome)
+            writer.finish(tensors.layout.tree)
+    _print_summary(outcomes)
+
+
+@app.command()
+def inspect(
+    path: Annotated[
+        Path, typer.Argument(help="A folder made by veneer, a Hugging Face folder or a file.")
+    ],
+    tensor: Annotated[str | None, typer.Option(metavar="NAME", help="This tensor alone.")] = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(metavar="ORIGINAL", help="The original, to show the error of each tensor."),
+    ] = None,
+) -> None:
+    """Show what PATH holds, tensor by tensor.
+
+    For each its format, shape, bytes, the statistics of its scales, and with --against the error
+    ||original - quantised|| / ||original||.
+    """
+    from rich.filesize import decimal
+
+    from .interop.folder import TensorFolder
+    from .interop.inspect import inspect
+
+    with contextlib.ExitStack() as stack:
+        source = stack.enter_context(TensorFolder(path))
+        original = stack.enter_context(TensorFolder(against)) if against else None
+        reports = list(inspect(source, [tensor] if tensor else list(source), original))
+    columns = ["tensor", "format", "shape", "bytes", "scale: min", "median", "max"]
+    _print_table(
+        columns + ["relative error"] * (against is not None),
+        [
+            [
+                report.name,
+                report.format,
+                str(list(report.shape)),
+                decimal(report.nbytes),
+                *(f"{x:.3g}" for x in report.scale or ()),
+                *[""] * (0 if report.scale else 3),
+                *([] if report.relative_error is None else [f"{report.relative_error:.4f}"]),
+            ]
+            for report in reports
+        ],
+    )
+
+
+@app.command()
+def demo(
+    model: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="A BERT encoder's Hugging Face folder of your own."),
+    ] = None,
+    output: Annotated[Path, typer.Option(metavar="DIR", help="Where the picture goes.")] = Path(
+        "demo-output"
+    ),
+) -> None:
+    """Quantise a sentence encoder, and show what it costs."""
+    from .demo import run
+
+    run.main(model, output)
+
+
+def _selectors(
+    format: str | None,
+    tile: int | None,
+    include: list[str],
+    exclude: list[str],
+    layout: Layout | None,
+    rules: Path | None,
+) -> list[Any]:
+    from .quant import FORMATS
+    from .quant.checkpoint import ANY_WEIGHT, CONTRACTING_AXIS, Selector, selectors_from_json
+
+    axis = None if layout is None else CONTRACTING_AXIS[layout]
+    if rules is not None:
+        options = {"--format": format, "--tile": tile, "--include": include, "--exclude": exclude}
+        if given := [name for name, value in options.items() if value]:
+            raise ValueError(f"{', '.join(given)} cannot go with --rules: the file says it all")
+        try:
+            return selectors_from_json(rules.read_text(encoding="utf-8"), tile_axis=axis)
+        except ValueError as error:
+            raise ValueError(f"{rules}: {error}") from error
+    if format is None:
+        raise ValueError(f"--format is missing: one of {', '.join(FORMATS)}, or --rules FILE")
+    dense = [Selector(regex, None, option="--exclude") for regex in exclude]
+    wanted = [Selector(regex, format, tile, axis, "--include") for regex in include]
+    default = Selector(ANY_WEIGHT, format, tile, axis, "--include (by default)")
+    return dense + (wanted or [default])
+
+
+@contextlib.contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """A polite kill unwinds as Ctrl-C does, so that what is half done is removed."""
+
+    def stop(number: int, frame: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _with_progress(stream: Iterable[Any], total: int) -> Iterable[Any]:
+    from rich.progress import track
+
+    console = _console(stderr=True)
+    if not console.is_terminal:  # rich 14 and older end a disabled bar with an empty line
+        return stream
+    return track(stream, "Quantising", total, console=console, transient=True)
+
+
+def _print_summary(outcomes: Iterable[Any]) -> None:
+    from rich.filesize import decimal
+
+    from .quant.checkpoint import summarise
+
+    groups = summarise(outcomes)
+    before = sum(group.bytes_before for group in groups)
+    after = sum(group.bytes_after for group in groups)
+    rows = [
+        [
+            group.name,
+            str(group.tensors),
+            group.format,
+            decimal(group.bytes_before),
+            decimal(group.bytes_after),
+            "" if group.relative_error is None else f"{group.relative_error:.4f}",
+        ]
+        for group in groups
+    ]
+    count = sum(group.tensors for group in groups)
+    ratio = f"{before / after:.2f} times smaller" if after else ""
+    _print_table(
+        ["tensors", "count", "format", "bytes before", "after", "relative error"],
+        rows,
+        ["total", str(count), ratio, decimal(before), decimal(after), ""],
+    )
+
+
+def _print_table(columns: list[str], rows: list[list[str]], total: list[str] | None = None) -> None:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, show_footer=total is not None)
+    for i, column in enumerate(columns):
+        text = column in ("tensor", "tensors", "format", "shape")
+        table.add_column(
+            column,
+            footer=total[i] if total else "",
+            justify="left" if text else "right",
+            overflow="fold",
+            no_wrap=not text,
+        )
+    for row in rows:
+        table.add_row(*map(Text, row))  # as text: a name in brackets is no markup
+    _console().print(table)
+
+
+def _console(stderr: bool = False) -> Any:
+    from rich.console import Console
+
+    console = Console(stderr=stderr)
+    # A pipe has no width, and rich would fold names at 80 columns.
+    return console if console.is_terminal else Console(stderr=stderr, width=160)

@@ -1,0 +1,352 @@
+"""Folders and files of named tensors: read one at a time, written in shards, renamed into place."""
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..quant import Packing, QArray
+from . import layout
+
+# Large enough for few files, small enough that a shard in memory is not what limits anyone.
+SHARD_BYTES = 256 * 2**20
+
+INDEX_NAME = "model.safetensors.index.json"
+
+# safetensors' names of the dtypes that it reads into NumPy. (Reading its 8-bit floats stops at
+# `module 'numpy' has no attribute 'float8_e4m3fn'`, in safetensors 0.8.)
+DTYPES = {
+    "BOOL": "bool",
+    "I8": "int8",
+    "U8": "uint8",
+    "I16": "int16",
+    "U16": "uint16",
+    "I32": "int32",
+    "U32": "uint32",
+    "I64": "int64",
+    "U64": "uint64",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+    "C64": "complex64",
+}
+
+PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+
+# What makes a folder a model besides its weights: configuration, tokenizer, vocabulary, ...
+_SIDECAR_SUFFIXES = (".json", ".jsonl", ".txt", ".model", ".tiktoken", ".jinja", ".md", ".yaml")
+_SIDECAR_BYTES = 64 * 2**20
+
+
+class TensorFolder:
+    """The tensors of a safetensors file, a Hugging Face folder, or a folder that veneer wrote.
+
+    Opening reads the headers alone; `read` reads one tensor. Use it as a context manager.
+
+    **Arguments:**
+
+    - `path`: a `.safetensors` file, or a folder with one, or with shards and their index.
+
+    **Raises:** `FileNotFoundError` where there is nothing; `ValueError`, in one line that names the
+    file, where it is truncated, pickled, or something else altogether.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = Path(path)
+        self._handles = contextlib.ExitStack()
+        self._file_of: dict[str, Any] = {}  # safetensors name -> open file
+        self.layout: layout.Layout
+        try:
+            self._open()
+        except BaseException:
+            self._handles.close()
+            raise
+
+    def _open(self) -> None:
+        weight_map = _weight_map(self.path)
+        for file, expected in weight_map.items():
+            handle = self._handles.enter_context(_safe_open(file))
+            names = set(handle.keys())
+            if expected is not None and names != expected:
+                name = min(names ^ expected)
+                raise ValueError(f"{file} and the index next to it disagree about tensor {name!r}")
+            self._file_of |= dict.fromkeys(names, handle)
+        described = self.path / layout.FILE_NAME
+        if self.path.is_dir() and described.exists():
+            self.layout = layout.read(described)
+            self._check_stored()
+        else:
+            entries = {name: self._dense_entry(name) for name in sorted(self._file_of)}
+            self.layout = layout.Layout(entries)
+
+    def __enter__(self) -> "TensorFolder":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._handles.close()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.layout.entries)
+
+    def __len__(self) -> int:
+        return len(self.layout.entries)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.layout.entries
+
+    def dense_avals(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shape and dtype of each tensor that is stored dense, by name."""
+        return {
+            name: jax.ShapeDtypeStruct(tuple(entry.shape), np.dtype(entry.dtype))
+            for name, entry in self.layout.entries.items()
+            if isinstance(entry, layout.DenseEntry)
+        }
+
+    def read(self, name: str) -> np.ndarray | QArray:
+        """One tensor, to the bit: a NumPy array where it is stored dense, else a QArray.
+
+        **Raises:** `ValueError` where what is stored is not what `veneer.json` says.
+        """
+        entry = self.layout.entries[name]
+        try:
+            value = self._read_entry(entry)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{self.path}: tensor {name!r} is damaged: {error}") from error
+        if value.shape != tuple(entry.shape) or value.dtype != np.dtype(entry.dtype):
+            raise ValueError(
+                f"{self.path}: tensor {name!r} is stored as {value.dtype}{list(value.shape)}, and "
+                f"{layout.FILE_NAME} says {entry.dtype}{list(entry.shape)}"
+            )
+        return value
+
+    def _read_entry(self, entry: layout.Entry) -> np.ndarray | QArray:
+        if isinstance(entry, layout.DenseEntry):
+            return self._read_stored(entry.tensor)
+        return QArray.from_packed(
+            as_jax(self._read_stored(entry.packed)),
+            as_jax(self._read_stored(entry.scale)),
+            None if entry.zero_point is None else as_jax(self._read_stored(entry.zero_point)),
+            qtype=entry.format,
+            packing=None if entry.packing is None else Packing(**entry.packing),
+            dense_dtype=entry.dtype,
+        )
+
+    def _read_stored(self, stored: str) -> np.ndarray:
+        return self._file_of[stored].get_tensor(stored)
+
+    def _dense_entry(self, name: str) -> layout.DenseEntry:
+        header = self._file_of[name].get_slice(name)
+        if header.get_dtype() not in DTYPES:
+            raise ValueError(
+                f"{self.path}: tensor {name!r} is {header.get_dtype()}, which NumPy cannot hold; "
+                f"the dtypes that can be read are {', '.join(DTYPES)}"
+            )
+        return layout.DenseEntry(name, header.get_shape(), DTYPES[header.get_dtype()])
+
+    def _check_stored(self) -> None:
+        stored = {name for entry in self.layout.entries.values() for name in entry.stored()}
+        if missing := stored - set(self._file_of):
+            raise ValueError(
+                f"{self.path}: tensor {min(missing)!r} of {layout.FILE_NAME} is missing"
+            )
+
+
+def as_jax(array: np.ndarray) -> jax.Array | np.ndarray:
+    """A JAX array where it holds the same bits; 64-bit dtypes without x64 stay in NumPy."""
+    exact = jax.dtypes.canonicalize_dtype(array.dtype) == array.dtype
+    return jnp.asarray(array) if exact else array
+
+
+class FolderWriter:
+    """Writes named tensors into `folder`, holding one shard of at most `shard_bytes` in memory.
+
+    **Arguments:**
+
+    - `folder`: an existing, empty folder; see `write_aside`.
+    - `names`: the names of all tensors that will come, so that the names of the codes and scales of
+        one cannot be those of another.
+    - `shard_bytes`: a tensor larger than this has a file of its own.
+    """
+
+    def __init__(self, folder: Path, names: Collection[str], *, shard_bytes: int = SHARD_BYTES):
+        self._folder = folder
+        # The one name that the file format itself has taken.
+        self._taken = {*names, "__metadata__"}
+        self._shard_bytes = shard_bytes
+        self._shard: dict[str, np.ndarray] = {}
+        self._shards: list[dict[str, int]] = []  # bytes of the tensors of each written file
+        self._entries: dict[str, layout.Entry] = {}
+
+    def add(self, name: str, value: np.ndarray | jax.Array | QArray) -> None:
+        """Write one tensor: dense arrays `[...]` of the dtypes in `DTYPES`, or a QArray."""
+        entry: layout.Entry
+        if isinstance(value, QArray):
+            parts = {"packed": value.packed, "scale": value.scale, "zero_point": value.zero_point}
+            stored = {part: self._unused(f"{name}.{part}") for part in parts}
+            arrays = {stored[part]: x for part, x in parts.items() if x is not None}
+            entry = layout.quantised_entry(value, **stored)
+        else:
+            stored_name = self._unused(name) if name == "__metadata__" else name
+            arrays = {stored_name: value}
+            entry = layout.DenseEntry(stored_name, list(value.shape), value.dtype.name)
+        self._entries[name] = entry
+        # `save_file` reads memory from its first byte on, whatever the strides.
+        contiguous = {k: np.asarray(x, order="C") for k, x in arrays.items()}
+        if self._shard and _nbytes(self._shard) + _nbytes(contiguous) > self._shard_bytes:
+            self._write_shard()
+        self._shard |= contiguous
+
+    def finish(self, tree: Any = None) -> None:
+        """Write the last shard, the index of the shards if there are several, and `veneer.json`."""
+        if self._shard or not self._shards:
+            self._write_shard()
+        count = len(self._shards)
+        final = "model.safetensors" if count == 1 else "model-{:05}-of-{:05}.safetensors"
+        weight_map: dict[str, str] = {}
+        for i, shard in enumerate(self._shards, start=1):
+            name = final.format(i, count)
+            os.rename(self._folder / _unfinished(i), self._folder / name)
+            weight_map |= dict.fromkeys(shard, name)
+        if count > 1:
+            total = sum(sum(shard.values()) for shard in self._shards)
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            (self._folder / INDEX_NAME).write_text(json.dumps(index, indent=1), encoding="utf-8")
+        layout.write(self._folder, layout.Layout(self._entries, tree))
+
+    def _unused(self, wanted: str) -> str:
+        while wanted in self._taken:
+            wanted += "_"
+        self._taken.add(wanted)
+        return wanted
+
+    def _write_shard(self) -> None:
+        safetensors = _safetensors()
+        file = self._folder / _unfinished(len(self._shards) + 1)
+        try:
+            safetensors.numpy.save_file(self._shard, file)
+        except safetensors.SafetensorError as error:  # a full disk, most likely
+            raise OSError(f"{file} cannot be written: {error}") from error
+        # safetensors 0.8 makes files that only their owner may read, whatever the umask.
+        file.chmod(self._folder.stat().st_mode & 0o666)
+        self._shards.append({name: array.nbytes for name, array in self._shard.items()})
+        self._shard = {}
+
+
+@contextlib.contextmanager
+def write_aside(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A new folder that becomes `path` when the block ends, and vanishes when it fails.
+
+    Whatever stops the block (an error, Ctrl-C), `path` is whole or absent. What is there already is
+    never replaced.
+
+    **Raises:** `FileExistsError` where `path` exists.
+    """
+    path = Path(path)
+    if os.path.lexists(path):
+        raise FileExistsError(f"{path} exists already and is left as it is: choose another name")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # A sibling is on the same file system, so the rename is atomic. `tempfile` would make a folder
+    # that only its owner may read.
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+    try:
+        aside.mkdir()
+        yield aside
+        os.rename(aside, path)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
+def copy_sidecars(source: Path, target: Path) -> None:
+    """Copy what a model folder holds besides weights: `config.json`, the tokenizer's files, ...
+
+    Only small files of the usual suffixes directly in `source`, and sentence-transformers' module
+    folders (`1_Pooling/config.json`). Nothing if `source` is a file.
+    """
+    if not source.is_dir():
+        return
+    for file in [*source.iterdir(), *source.glob("[0-9]_*/config.json")]:
+        ours = file.name == layout.FILE_NAME or file.name.endswith(".index.json")
+        small = file.is_file() and file.stat().st_size <= _SIDECAR_BYTES
+        if small and not ours and file.suffix in _SIDECAR_SUFFIXES:
+            copied = target / file.relative_to(source)
+            copied.parent.mkdir(exist_ok=True)
+            # Not the mode bits: a file of a read-only model folder becomes an ordinary one.
+            shutil.copyfile(file, copied)
+
+
+def _weight_map(path: Path) -> dict[Path, set[str] | None]:
+    """The safetensors files of `path`, each with the names that an index gives it, or None."""
+    if not path.is_dir():
+        if path.suffix in PICKLED:
+            raise ValueError(f"{path} is a pickled checkpoint: convert it to safetensors first")
+        return {path: None}
+    indices = sorted(path.glob("*.safetensors.index.json"))
+    files = sorted(path.glob("*.safetensors"))
+    if len(indices) == 1:
+        return _read_index(indices[0])
+    if len(files) == 1:
+        return {files[0]: None}
+    if files:
+        names = ", ".join(file.name for file in files)
+        raise ValueError(f"{path} holds several models or an index is missing: name one of {names}")
+    if pickled := sorted(file.name for file in path.iterdir() if file.suffix in PICKLED):
+        raise ValueError(
+            f"{path} holds a pickled checkpoint ({', '.join(pickled)}) and no safetensors: convert "
+            "it to safetensors first"
+        )
+    raise FileNotFoundError(f"{path} holds no safetensors file")
+
+
+def _read_index(index: Path) -> dict[Path, set[str] | None]:
+    content = layout.read_json(index)
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict):
+        raise ValueError(f"{index} is damaged: it has no 'weight_map'")
+    shards: dict[Path, set[str] | None] = {}
+    for name, file in weight_map.items():
+        # An index from elsewhere must not lead out of its folder.
+        if not isinstance(file, str) or Path(file).name != file:
+            raise ValueError(f"{index} is damaged: {file!r} is not the name of a file")
+        names = shards.setdefault(index.with_name(file), set())
+        assert names is not None
+        names.add(name)
+    return shards
+
+
+def _safe_open(file: Path) -> Any:
+    safetensors = _safetensors()
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} does not exist")
+    try:
+        return safetensors.safe_open(file, framework="numpy")
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{file} is not a safetensors file, or is truncated: {error}") from error
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors.numpy
+    except ImportError as error:
+        raise ImportError(
+            "reading and writing safetensors needs the extra: pip install 'veneer[interop]'"
+        ) from error
+    return safetensors
+
+
+def _nbytes(arrays: dict[str, np.ndarray]) -> int:
+    return sum(array.nbytes for array in arrays.values())
+
+
+def _unfinished(number: int) -> str:
+    # How many there will be is known at the end.
+    return f"model-{number:05}.safetensors"

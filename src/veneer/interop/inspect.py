@@ -1,0 +1,62 @@
+"""What a file or folder of tensors holds, tensor by tensor."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jax.typing import ArrayLike
+
+from ..quant import QArray
+from ..quant.checkpoint import describe_format, error_norms, relative_error
+from .folder import TensorFolder
+
+
+class TensorReport(NamedTuple):
+    """One tensor: `scale` is the minimum, median and maximum of its scales, None if it is dense.
+
+    `relative_error` is that of its dense form against the original, None if none was given.
+    """
+
+    name: str
+    format: str
+    shape: tuple[int, ...]
+    nbytes: int
+    scale: tuple[float, float, float] | None
+    relative_error: float | None
+
+
+def inspect(
+    source: TensorFolder, names: Sequence[str], against: TensorFolder | None = None
+) -> Iterator[TensorReport]:
+    """Report on the tensors `names` of `source`, reading one at a time.
+
+    **Raises:** `ValueError` where `source` or `against` lacks a name, before anything is read, and
+    where a tensor has another shape in `against`.
+    """
+    for folder in filter(None, (source, against)):
+        if missing := [name for name in names if name not in folder]:
+            some = ", ".join(map(repr, list(folder)[:3])) or "nothing"
+            raise ValueError(f"{folder.path} has no tensor {missing[0]!r}; it holds {some}, ...")
+    return (_report(name, source, against) for name in names)
+
+
+def _report(name: str, source: TensorFolder, against: TensorFolder | None) -> TensorReport:
+    value = source.read(name)
+    scale = _statistics(value.scale) if isinstance(value, QArray) else None
+    error = None
+    if against is not None:
+        original = against.read(name)
+        if original.shape != value.shape:
+            raise ValueError(
+                f"{name!r} is {list(value.shape)} in {source.path} and {list(original.shape)} in "
+                f"{against.path}: they are not of the same model"
+            )
+        error = relative_error(*error_norms(original, value))
+    return TensorReport(name, describe_format(value), value.shape, value.nbytes, scale, error)
+
+
+def _statistics(scale: ArrayLike) -> tuple[float, float, float] | None:
+    values = np.asarray(scale, np.float64)
+    if not values.size:
+        return None
+    return float(values.min()), float(np.median(values)), float(values.max())

@@ -1,0 +1,475 @@
+"""`vn.save` and `vn.load`: exact to the bit, whole or absent, readable without veneer."""
+
+import collections
+import json
+import os
+import sys
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import veneer as vn
+from veneer.interop.folder import DTYPES, FolderWriter, TensorFolder, write_aside
+from veneer.quant import Packing, QArray
+
+
+class Point(vn.ImplicitArray):
+    x: jax.Array
+
+    def materialise(self):
+        return self.x
+
+
+def bits(array):
+    return np.asarray(array).tobytes()
+
+
+def assert_same(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert (x.dtype, x.shape, bits(x)) == (y.dtype, y.shape, bits(y))
+
+
+def normal(*shape, dtype=np.float32, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(dtype)
+
+
+def all_bit_patterns(dtype):
+    """Every 16-bit pattern: all NaN payloads, infinities and subnormals."""
+    return np.arange(2**16, dtype=np.uint16).view(dtype)
+
+
+EXOTIC_F32 = np.array([0x7F800001, 0xFFC12345, 0x00000001, 0x80000000, 0xFF800000], np.uint32)
+
+ARRAYS = {
+    "float16": all_bit_patterns(np.float16),
+    "bfloat16": all_bit_patterns(ml_dtypes.bfloat16),
+    "float32": EXOTIC_F32.view(np.float32),
+    "float64": np.array([0x7FF0000000000001, 1, 2**63], np.uint64).view(np.float64),
+    "int64": np.array([2**53 + 1, -(2**63)]),
+    "uint8": np.arange(256, dtype=np.uint8).reshape(2, 128),
+    "bool": np.array([[True], [False]]),
+    "complex64": np.array([1 + 2j], np.complex64),
+    "scalar": np.array(3.5, np.float32),
+    "empty": np.zeros((0, 3), np.float32),
+    "transposed": normal(3, 5).T,
+    "reversed": normal(3, 5)[::-1],
+    "numpy_scalar": np.float32(1.5),
+    "jax": jnp.arange(6.0).reshape(2, 3),
+    "jax_bfloat16": jnp.arange(4, dtype=jnp.bfloat16),
+}
+
+
+@pytest.mark.parametrize("array", ARRAYS.values(), ids=ARRAYS)
+def test_a_dense_array_comes_back_to_the_bit(tmp_path, array):
+    vn.save(tmp_path / "out", {"x": array})
+    assert_same(vn.load(tmp_path / "out"), {"x": array})
+
+
+def test_another_byte_order_comes_back_as_the_same_numbers(tmp_path):
+    vn.save(tmp_path / "out", np.arange(3, dtype=">f4"))
+    assert vn.load(tmp_path / "out").tolist() == [0, 1, 2]
+
+
+def test_leaves_are_jax_arrays_where_jax_holds_the_bits(tmp_path):
+    vn.save(tmp_path / "out", [np.ones(2, np.float32), np.ones(2, np.float64)])
+    narrow, wide = vn.load(tmp_path / "out")
+    assert isinstance(narrow, jax.Array)
+    assert isinstance(wide, np.ndarray)  # JAX would make it float32
+
+
+W = normal(6, 8)
+
+QARRAYS = {
+    "int8": vn.quant.quantize(W, "int8", channelwise_axes=[0]),
+    "int4": vn.quant.quantize(W, "int4", channelwise_axes=[0], tiled_axes={1: 4}),
+    "nf4": vn.quant.quantize(W, "nf4", tiled_axes={0: 3, 1: 2}),
+    "odd": vn.quant.quantize(W[:, :5], "int4", channelwise_axes=[1]),
+    "bfloat16": vn.quant.quantize(jnp.asarray(W, jnp.bfloat16), "nf4", channelwise_axes=[0]),
+    "float32_scale": vn.quant.quantize(
+        jnp.asarray(W, jnp.float16), "int8", scale_dtype=jnp.float32
+    ),
+    "nan_scale": vn.quant.quantize(W * np.array(np.nan, np.float32), "int8"),
+    "zero_point": QArray(
+        jnp.arange(-4, 4, dtype=jnp.int8).reshape(2, 4),
+        jnp.ones((2, 1)),
+        jnp.array([[1], [2]], jnp.int8),
+    ),
+    "packed_first_axis": QArray.from_packed(
+        np.array([[0x1F, 0x28], [0x0A, 0x0B]], np.uint8),
+        np.array([[1.0, 2.0]], np.float32),
+        qtype="int4",
+        packing=Packing(axis=-2, size=3),
+    ),
+    "unpacked": QArray.from_packed(
+        np.array([[0x01, 0x0F]], np.uint8), np.ones((1, 2), np.float32), qtype="int4"
+    ),
+    "scalar": vn.quant.quantize(np.float32(-2.5), "nf4"),
+    "empty": vn.quant.quantize(np.zeros((0, 4), np.float32), "int4", channelwise_axes=[0]),
+}
+
+
+@pytest.mark.parametrize("q", QARRAYS.values(), ids=QARRAYS)
+def test_a_qarray_comes_back_to_the_bit(tmp_path, q):
+    vn.save(tmp_path / "out", {"w": q})
+    loaded = vn.load(tmp_path / "out")
+    assert_same(loaded, {"w": q})
+    assert bits(loaded["w"].dequantize()) == bits(q.dequantize())
+
+
+def decode_without_veneer(folder, name):
+    """What `veneer.json` says in words, in NumPy."""
+    layout = json.loads((folder / "veneer.json").read_text())
+    stored = load_file(folder / "model.safetensors")
+    entry = layout["tensors"][name]
+    if entry["storage"] == "dense":
+        return stored[entry["tensor"]]
+    codes, shape = stored[entry["packed"]], entry["shape"]
+    bits = layout["formats"][entry["format"]]["bits"]
+    if entry["packing"] is not None:
+        axis, size = entry["packing"]["axis"], entry["packing"]["size"]
+        codes = np.moveaxis(codes, axis, -1)
+        nibbles = [(codes >> shift) & (2**bits - 1) for shift in range(0, 8, bits)]
+        padded = codes.shape[-1] * len(nibbles)
+        codes = np.stack(nibbles, -1).reshape(*codes.shape[:-1], padded)[..., :size]
+        codes = np.moveaxis(codes, -1, axis)
+    codes = codes.astype(np.int32) & (2**bits - 1)
+    if layout["formats"][entry["format"]]["signed"]:
+        codes = np.where(codes >= 2 ** (bits - 1), codes - 2**bits, codes)
+    codebook = layout["formats"][entry["format"]]["codebook"]
+    values = codes if codebook is None else np.array(codebook, np.float32)[codes]
+
+    def spread(tiles):
+        for axis, size in enumerate(shape):
+            tiles = np.repeat(tiles, size // max(tiles.shape[axis], 1), axis)
+        return tiles.astype(np.float32)
+
+    if entry["zero_point"] is not None:
+        values = values - spread(stored[entry["zero_point"]])
+    dtype = {"bfloat16": ml_dtypes.bfloat16}.get(entry["dtype"], entry["dtype"])
+    return (values.astype(np.float32) * spread(stored[entry["scale"]])).astype(dtype)
+
+
+@pytest.mark.parametrize("q", QARRAYS.values(), ids=QARRAYS)
+def test_the_json_is_enough_to_read_a_tensor_without_veneer(tmp_path, q):
+    vn.save(tmp_path / "out", {"w": q, "bias": np.ones(3)})
+    assert bits(decode_without_veneer(tmp_path / "out", "w")) == bits(q.dequantize())
+    assert bits(decode_without_veneer(tmp_path / "out", "bias")) == bits(np.ones(3))
+
+
+def test_the_json_says_how_the_tiles_lie_and_which_version_this_is(tmp_path):
+    vn.save(tmp_path / "out", {"w": QARRAYS["nf4"]})
+    layout = json.loads((tmp_path / "out" / "veneer.json").read_text())
+    assert layout["layout_version"] == 1
+    assert layout["how_to_read"]
+    assert layout["tensors"]["w"]["tile_shape"] == [3, 2]
+    assert layout["tensors"]["w"]["packing"] == {"axis": -1, "size": 8}
+
+
+def test_four_bit_codes_take_half_a_byte_on_disk(tmp_path):
+    vn.save(tmp_path / "out", QARRAYS["nf4"])
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert sum(array.nbytes for array in stored.values()) == QARRAYS["nf4"].nbytes
+    assert sorted(str(array.dtype) for array in stored.values()) == ["float32", "uint8"]
+
+
+X = np.ones(2, np.float32)
+
+TREES = {
+    "leaf": X,
+    "nothing": None,
+    "empty": {"a": {}, "b": [], "c": (), "d": None},
+    "nested": {"layers": [{"w": QARRAYS["int4"], "b": X}, (X, None, [X])]},
+    "integer_keys": {0: X, 1: {10: X}},
+    "integer_and_string_key": [{1: X}, {"1": X}],
+    "dots_and_slashes": {"a.b": X, "a": {"b": 2 * X}, "c/d": 3 * X, "": 4 * X, "ü\n": 5 * X},
+    "reserved": {"__metadata__": X},
+    "names_of_parts": {"w": QARRAYS["int8"], "w.scale": X, "w.packed": 2 * X, "w.scale_": 3 * X},
+}
+
+
+@pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
+def test_the_structure_comes_back(tmp_path, tree):
+    vn.save(tmp_path / "out", tree)
+    assert_same(vn.load(tmp_path / "out"), tree)
+
+
+def test_dict_order_comes_back(tmp_path):
+    vn.save(tmp_path / "out", {"b": X, "a": X})
+    assert list(vn.load(tmp_path / "out")) == ["b", "a"]
+
+
+Pair = collections.namedtuple("Pair", ["x", "y"])
+
+REFUSED = {
+    "namedtuple": ({"a": [Pair(X, X)]}, r"tree\['a'\]\[0\] is a .*Pair.*dicts"),
+    "ordered_dict": (collections.OrderedDict(a=X), r"tree is a collections.OrderedDict"),
+    "implicit_array": ({"p": Point(jnp.ones(2))}, r"tree\['p'\] is a .*Point.*materialise"),
+    "python_float": ([1.0], r"tree\[0\] is a builtins.float.*numpy.asarray"),
+    "string": ({"name": "bert"}, r"tree\['name'\] is a builtins.str"),
+    "tuple_key": ({(1, 2): X}, r"tree has the key \(1, 2\)"),
+    "int4": ([jnp.ones(2, jnp.int4)], r"tree\[0\] has dtype int4.*QArray"),
+    "float8": ([jnp.ones(2, jnp.float8_e4m3fn)], r"tree\[0\] has dtype float8_e4m3fn"),
+    "object": ([np.array([None])], r"tree\[0\] has dtype object"),
+    "prng_key": ([jax.random.key(0)], r"tree\[0\] has dtype key"),
+    "masked": ([np.ma.masked_array([1.0], [True])], r"tree\[0\] is a numpy.ma"),
+}
+
+
+@pytest.mark.parametrize(("tree", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_would_not_come_back_is_refused_before_anything_is_written(tmp_path, tree, message):
+    with pytest.raises(TypeError, match=message):
+        vn.save(tmp_path / "out", tree)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_traced_array_is_refused(tmp_path):
+    with pytest.raises(TypeError, match="outside jit"):
+        jax.jit(lambda x: vn.save(tmp_path / "out", [x]))(X)
+
+
+@pytest.mark.parametrize("existing", ["file", "folder", "dangling_link"])
+def test_save_never_replaces_what_exists(tmp_path, existing):
+    path = tmp_path / "out"
+    {
+        "file": lambda: path.write_text("mine"),
+        "folder": path.mkdir,
+        "dangling_link": lambda: path.symlink_to(tmp_path / "nowhere"),
+    }[existing]()
+    with pytest.raises(FileExistsError, match="exists already"):
+        vn.save(path, {"x": X})
+    assert [file.name for file in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+def test_what_is_written_aside_vanishes_when_it_fails(tmp_path, error):
+    def fail(folder):
+        (folder / "half").write_text("half")
+        raise error
+
+    with pytest.raises(error), write_aside(tmp_path / "out") as folder:
+        fail(folder)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_appears_meanwhile_is_not_replaced(tmp_path):
+    def meanwhile(folder):
+        (folder / "theirs").write_text("ours")
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "theirs").write_text("theirs")
+
+    with pytest.raises(OSError, match="out"), write_aside(tmp_path / "out") as folder:
+        meanwhile(folder)
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "theirs"]
+    assert (tmp_path / "out" / "theirs").read_text() == "theirs"
+
+
+def test_saved_files_have_the_modes_that_the_umask_gives(tmp_path):
+    before = os.umask(0o022)
+    try:
+        vn.save(tmp_path / "out", [X])
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()} == {0o644}
+
+
+def test_shards_are_as_large_as_told_and_indexed_as_hugging_face_does(tmp_path):
+    tensors = {f"x{i}": normal(4, 8, seed=i) for i in range(5)}  # 128 bytes each
+    with write_aside(tmp_path / "out") as folder:
+        writer = FolderWriter(folder, tensors, shard_bytes=300)
+        for name, array in tensors.items():
+            writer.add(name, array)
+        writer.finish()
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    files = [f"model-{i:05}-of-00003.safetensors" for i in (1, 2, 3)]
+    assert sorted(path.name for path in (tmp_path / "out").glob("*.safetensors")) == files
+    assert index["metadata"]["total_size"] == 5 * 128
+    for name, file in index["weight_map"].items():
+        assert name in load_file(tmp_path / "out" / file)
+    assert_same(vn.load(tmp_path / "out"), tensors)
+
+
+# Files that others wrote.
+
+MODEL = {"encoder.weight": normal(4, 8), "encoder.bias": normal(4), "ids": np.arange(3)}
+
+
+def write_sharded(folder):
+    folder.mkdir()
+    names = sorted(MODEL)
+    weight_map = {name: f"model-{i}.safetensors" for i, name in enumerate(names)}
+    for name, file in weight_map.items():
+        save_file({name: MODEL[name]}, folder / file)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+def write_single(folder):
+    folder.mkdir()
+    save_file(MODEL, folder / "model.safetensors")
+    (folder / "config.json").write_text("{}")
+    (folder / "pytorch_model.bin").write_bytes(b"the same, pickled")
+    return folder
+
+
+SOURCES = {
+    "file": lambda folder: write_single(folder) / "model.safetensors",
+    "folder": write_single,
+    "sharded_folder": write_sharded,
+}
+
+
+@pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
+def test_an_ordinary_model_loads_as_a_flat_dict(tmp_path, source):
+    loaded = vn.load(source(tmp_path / "model"))
+    assert_same(loaded, MODEL)
+
+
+def damage(path, change):
+    path.write_bytes(change(path.read_bytes()))
+
+
+def edit_json(path, **changes):
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | changes))
+
+
+def saved(folder):
+    vn.save(folder, {"w": QARRAYS["nf4"], "b": X})
+    return folder
+
+
+def edit_entry(folder, name, **changes):
+    tensors = json.loads((folder / "veneer.json").read_text())["tensors"]
+    tensors[name] |= changes
+    edit_json(folder / "veneer.json", tensors=tensors)
+
+
+DAMAGES = {
+    "truncated": lambda f: damage(f / "model.safetensors", lambda data: data[:-5]),
+    "truncated_header": lambda f: damage(f / "model.safetensors", lambda data: data[:20]),
+    "emptied": lambda f: damage(f / "model.safetensors", lambda data: b""),
+    "alien": lambda f: damage(f / "model.safetensors", lambda data: b"GGUF" * 100),
+    "json_truncated": lambda f: damage(f / "veneer.json", lambda data: data[:100]),
+    "json_binary": lambda f: damage(f / "veneer.json", lambda data: b"\xff\xfe"),
+    "json_alien": lambda f: damage(f / "veneer.json", lambda data: b"[1, 2]"),
+    "newer": lambda f: edit_json(f / "veneer.json", layout_version=2),
+    "version_text": lambda f: edit_json(f / "veneer.json", layout_version="1"),
+    "no_tensors": lambda f: edit_json(f / "veneer.json", tensors=None),
+    "tensor_gone": lambda f: edit_entry(f, "b", tensor="c"),
+    "storage": lambda f: edit_entry(f, "b", storage="sparse"),
+    "extra_key": lambda f: edit_entry(f, "b", rotated=True),
+    "dtype": lambda f: edit_entry(f, "b", dtype="int32"),
+    "no_dtype": lambda f: edit_entry(f, "b", dtype="float31"),
+    "shape": lambda f: edit_entry(f, "w", shape=[8, 6]),
+    "shape_number": lambda f: edit_entry(f, "b", shape=2),
+    "format": lambda f: edit_entry(f, "w", format="nf3"),
+    "packing": lambda f: edit_entry(f, "w", packing={"axis": -1, "size": 80}),
+    "packing_keys": lambda f: edit_entry(f, "w", packing={"axis": -1}),
+    "packing_list": lambda f: edit_entry(f, "w", packing=[-1, 8]),
+    "scale": lambda f: edit_entry(f, "w", scale="b"),
+    "tree": lambda f: edit_json(f / "veneer.json", tree={"tensor": "gone"}),
+    "tree_kind": lambda f: edit_json(f / "veneer.json", tree={"set": []}),
+    "tree_list": lambda f: edit_json(f / "veneer.json", tree=["w"]),
+}
+
+
+@pytest.mark.parametrize("damages", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_folder_is_refused_in_one_line_that_names_it(tmp_path, damages):
+    folder = saved(tmp_path / "out")
+    damages(folder)
+    with pytest.raises(ValueError, match=str(folder)) as error:
+        vn.load(folder)
+    assert "\n" not in str(error.value)
+
+
+def test_a_newer_layout_says_so(tmp_path):
+    folder = saved(tmp_path / "out")
+    DAMAGES["newer"](folder)
+    with pytest.raises(ValueError, match=r"layout version 2.*up to 1.*newer veneer"):
+        vn.load(folder)
+
+
+def several(folder):
+    save_file(MODEL, folder / "a.safetensors")
+    save_file(MODEL, folder / "b.safetensors")
+
+
+def index_of(weight_map):
+    def write(folder):
+        save_file(MODEL, folder / "a.safetensors")
+        (folder / "model.safetensors.index.json").write_text(json.dumps(weight_map))
+
+    return write
+
+
+def float8(folder):
+    save_file({"x": np.ones(2, ml_dtypes.float8_e4m3fn)}, folder / "model.safetensors")
+
+
+IN_A = dict.fromkeys(MODEL, "a.safetensors")
+
+NOT_MODELS = {
+    "empty_folder": (lambda f: None, FileNotFoundError, "no safetensors"),
+    "pickled": (lambda f: (f / "pytorch_model.bin").touch(), ValueError, "convert it to safetens"),
+    "several": (several, ValueError, "a.safetensors, b.safetensors"),
+    "index_alien": (index_of([1]), ValueError, "no 'weight_map'"),
+    "index_outside": (index_of({"weight_map": {"x": "../a"}}), ValueError, "'../a' is not the na"),
+    "shard_gone": (index_of({"weight_map": {"x": "b"}}), FileNotFoundError, "b does not exist"),
+    "unindexed": (
+        index_of({"weight_map": {"ids": "a.safetensors"}}),
+        ValueError,
+        "disagree about tensor 'encoder.bias'",
+    ),
+    "absent_from_shard": (
+        index_of({"weight_map": IN_A | {"x": "a.safetensors"}}),
+        ValueError,
+        "disagree about tensor 'x'",
+    ),
+    "float8": (float8, ValueError, "'x' is F8_E4M3"),
+}
+
+
+@pytest.mark.parametrize(("write", "error", "message"), NOT_MODELS.values(), ids=NOT_MODELS)
+def test_a_folder_that_is_no_model_is_refused(tmp_path, write, error, message):
+    write(tmp_path)
+    with pytest.raises(error, match=message):
+        vn.load(tmp_path)
+
+
+def test_a_path_that_does_not_exist_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        vn.load(tmp_path / "nowhere")
+
+
+def test_a_pickled_file_is_not_opened(tmp_path):
+    (tmp_path / "model.pt").write_bytes(b"anything")
+    with pytest.raises(ValueError, match="pickled"):
+        vn.load(tmp_path / "model.pt")
+
+
+def test_a_missing_extra_is_named_and_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
+    for use in (lambda: vn.save(tmp_path / "out", [X]), lambda: vn.load(tmp_path / "in")):
+        with pytest.raises(ImportError, match=r"pip install 'veneer\[interop\]'"):
+            use()
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_dtype_of_the_table_can_be_read_and_written(tmp_path):
+    tree = {name: np.zeros(2, np.dtype(name)) for name in DTYPES.values()}
+    vn.save(tmp_path / "out", tree)
+    assert_same(vn.load(tmp_path / "out"), tree)
+
+
+def test_reading_one_tensor_reads_no_other(tmp_path, monkeypatch):
+    with TensorFolder(saved(tmp_path / "out")) as folder:
+        read = []
+        monkeypatch.setattr(folder, "_read_stored", lambda name: read.append(name) or X)
+        folder.read("b")
+    assert read == ["b"]

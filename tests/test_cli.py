@@ -1,0 +1,407 @@
+"""The command line, through its entry point: what it makes, what it prints, what it refuses."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import veneer as vn
+from veneer import cli
+from veneer.interop.folder import FolderWriter
+
+
+def normal(*shape, dtype=np.float32, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(dtype)
+
+
+MODEL = {
+    "embed.weight": normal(10, 8),
+    "layers.0.proj.weight": normal(4, 8, seed=1),
+    "layers.0.proj.bias": normal(4, seed=2),
+    "layers.0.kernel": normal(8, 3, seed=3),
+    "layers.1.proj.weight": normal(4, 8, seed=4).astype(ml_dtypes.bfloat16),
+    "norm.weight": normal(8, seed=5),
+    "position_ids": np.arange(10).reshape(1, 10),
+    "table": normal(6, 8, seed=6),
+}
+
+QUANTISED = ["embed.weight", "layers.0.kernel", "layers.0.proj.weight", "layers.1.proj.weight"]
+
+
+@pytest.fixture
+def model(tmp_path):
+    folder = tmp_path / "model"
+    (folder / "1_Pooling").mkdir(parents=True)
+    save_file(MODEL, folder / "model.safetensors")
+    for name in ("config.json", "tokenizer.json", "vocab.txt", "1_Pooling/config.json"):
+        (folder / name).write_text(name)
+    (folder / "pytorch_model.bin").write_bytes(b"pickled")
+    return folder
+
+
+@pytest.fixture
+def veneer(monkeypatch, capsys):
+    """Run `veneer ...` as its entry point does; returns the exit code, stdout and stderr."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["veneer", *map(str, arguments)])
+        with pytest.raises(SystemExit) as exit:
+            cli.main()
+        return exit.value.code, *capsys.readouterr()
+
+    return run
+
+
+def formats(folder):
+    """The format of each tensor of a folder, with its tiles."""
+    tree = vn.load(folder)
+    return {
+        name: (value.qtype, tuple(np.array(value.shape) // value.scale.shape))
+        for name, value in tree.items()
+        if isinstance(value, vn.quant.QArray)
+    }
+
+
+def test_quantize_makes_a_model_folder_that_loads(veneer, model, tmp_path):
+    out = tmp_path / "out"
+    code, _, stderr = veneer("quantize", model, out, "--format", "nf4", "--tile", 4)
+    assert (code, stderr) == (0, "")
+    loaded = vn.load(out)
+    assert list(loaded) == sorted(MODEL)
+    assert formats(out) == {
+        name: ("nf4", (4, 1) if "kernel" in name else (1, 4)) for name in QUANTISED
+    }
+    for name, original in MODEL.items():
+        if name in QUANTISED:
+            rule = vn.quant.Rule(".*", "nf4", tile_size=4, tile_axis=-2 if "kernel" in name else -1)
+            expected = vn.quant.quantize_tree(jnp.asarray(original), [rule])
+            assert jax.tree.structure(loaded[name]) == jax.tree.structure(expected)
+            assert jax.tree.all(jax.tree.map(jnp.array_equal, loaded[name], expected))
+        else:
+            assert loaded[name].dtype == original.dtype
+            np.testing.assert_array_equal(loaded[name], original)
+
+
+def test_quantize_copies_what_makes_a_folder_a_model(veneer, model, tmp_path):
+    veneer("quantize", model, tmp_path / "out", "--format", "int8")
+    files = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*.*")}
+    assert files == {
+        "model.safetensors",
+        "veneer.json",
+        "config.json",
+        "tokenizer.json",
+        "vocab.txt",
+        "1_Pooling/config.json",
+    }
+    assert (tmp_path / "out" / "1_Pooling" / "config.json").read_text() == "1_Pooling/config.json"
+
+
+def test_quantize_prints_what_it_did_to_each_group(veneer, model, tmp_path):
+    _, stdout, _ = veneer("quantize", model, tmp_path / "out", "--format", "int8")
+    rows = {cells[0]: cells[1:] for line in stdout.splitlines() if (cells := line.split())}
+    # 4 rows of 8 codes with a float32 scale each, and of 8 codes with a bfloat16 scale each
+    count, *format, before, _, after, _, error = rows["layers.*.proj.weight"]
+    assert (count, format, before, after) == ("2", ["int8,", "channelwise"], "192", "88")
+    assert 0 < float(error) < 0.02
+    assert rows["embed.weight"][0] == "1"
+    assert rows["norm.weight"][:4] == ["1", "float32", "32", "bytes"]
+    before = sum(x.nbytes for x in MODEL.values())
+    after = sum(x.nbytes for x in vn.load(tmp_path / "out").values())
+    # position_ids are int64 in both
+    assert rows["total"][:2] == ["8", f"{before / after:.2f}"]
+
+
+def test_quantize_reads_a_file_as_well(veneer, model, tmp_path):
+    veneer("quantize", model / "model.safetensors", tmp_path / "out", "--format", "int8")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "model.safetensors",
+        "veneer.json",
+    ]
+
+
+def test_quantize_reads_shards(veneer, tmp_path):
+    folder = tmp_path / "sharded"
+    folder.mkdir()
+    weight_map = {name: f"model-{i}.safetensors" for i, name in enumerate(MODEL)}
+    for name, file in weight_map.items():
+        save_file({name: MODEL[name]}, folder / file)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    assert veneer("quantize", folder, tmp_path / "out", "--format", "int4")[0] == 0
+    assert sorted(formats(tmp_path / "out")) == QUANTISED
+    assert not (tmp_path / "out" / index.name).exists()
+
+
+def test_quantize_keeps_the_tree_of_a_saved_one(veneer, tmp_path):
+    vn.save(tmp_path / "saved", {"layers": [{"kernel": normal(8, 4), "bias": normal(4)}]})
+    assert veneer("quantize", tmp_path / "saved", tmp_path / "out", "--format", "int8")[0] == 0
+    loaded = vn.load(tmp_path / "out")
+    assert loaded["layers"][0]["kernel"].qtype == "int8"
+    np.testing.assert_array_equal(loaded["layers"][0]["bias"], normal(4))
+
+
+CHOICES = {
+    "include": (["--include", "embed.*"], {"embed.weight": (1, 8)}),
+    "include_twice": (
+        ["--include", "embed.*", "--include", ".*proj.*"],
+        {"embed.weight": (1, 8), "layers.0.proj.weight": (1, 8), "layers.1.proj.weight": (1, 8)},
+    ),
+    "exclude": (["--exclude", ".*layers.*"], {"embed.weight": (1, 8)}),
+    "both": (["--include", ".*proj.*", "--exclude", ".*0.*"], {"layers.1.proj.weight": (1, 8)}),
+    "layout": (["--include", "table", "--layout", "jax"], {"table": (6, 1)}),
+    "layout_over_name": (["--include", "embed.*", "--layout", "jax"], {"embed.weight": (10, 1)}),
+}
+
+
+@pytest.mark.parametrize(("options", "expected"), CHOICES.values(), ids=CHOICES)
+def test_options_choose_the_tensors(veneer, model, tmp_path, options, expected):
+    code, _, stderr = veneer("quantize", model, tmp_path / "out", "--format", "int8", *options)
+    assert (code, stderr) == (0, "")
+    assert formats(tmp_path / "out") == {k: ("int8", v) for k, v in expected.items()}
+
+
+def test_rules_choose_the_tensors(veneer, model, tmp_path):
+    rules = [
+        {"path": "embed.*", "qtype": None},
+        {"path": "table", "qtype": "nf4", "tile_size": 2, "tile_axis": -2},
+        {"path": ".*weight", "qtype": "int8", "tile_size": 4},
+    ]
+    (tmp_path / "rules.json").write_text(json.dumps(rules))
+    code, _, stderr = veneer(
+        "quantize", model, tmp_path / "out", "--rules", tmp_path / "rules.json"
+    )
+    assert (code, stderr) == (0, "")
+    assert formats(tmp_path / "out") == {
+        "table": ("nf4", (2, 1)),
+        "layers.0.proj.weight": ("int8", (1, 4)),
+        "layers.1.proj.weight": ("int8", (1, 4)),
+    }
+
+
+INT8 = ["--format", "int8"]
+
+BAD_OPTIONS = {
+    "format_missing": ([], "--format is missing: one of int8, int4, nf4"),
+    "format_unknown": (["--format", "int9"], "unknown format 'int9'; the formats are int8"),
+    "tile": (
+        ["--format", "int8", "--tile", "3"],
+        "tile 3 does not divide axis -1 of 'embed.weight' [10, 8]: tiles that do are 1, 2, 4, 8",
+    ),
+    "tile_exclude": (["--format", "int8", "--tile", "3"], r"--exclude 'embed\.weight'"),
+    "tile_zero": ([*INT8, "--tile", "0"], "not 0"),
+    "tile_text": ([*INT8, "--tile", "many"], "--tile"),
+    "include": ([*INT8, "--include", "attention"], "--include 'attention' matches no tensor"),
+    "include_part": ([*INT8, "--include", "embed"], "--include 'embed' matches no tensor"),
+    "exclude": ([*INT8, "--exclude", "attention"], "--exclude 'attention' matches no tensor"),
+    "regex": ([*INT8, "--include", "("], "'(' is not a regex"),
+    "dtype": ([*INT8, "--include", "pos.*"], "'position_ids' is int64[1, 10]"),
+    "layout_unknown": ([*INT8, "--include", "table"], "contracting axis of 'table' [6, 8]"),
+    "layout_other": ([*INT8, "--layout", "keras"], "keras"),
+    "rules_missing": (["--rules", "nowhere.json"], "nowhere.json"),
+    "rules_and_format": (["--rules", "r", *INT8], "--format cannot go with --rules"),
+    "rules_and_tile": (["--rules", "r", "--tile", "4"], "--tile cannot go with --rules"),
+    "option": (["--fromat", "int8"], "--fromat"),
+}
+
+
+def assert_bad_input(result, message):
+    code, stdout, stderr = result
+    assert (code, stdout) == (2, "")
+    assert re.fullmatch(r"veneer: error: .+\n", stderr)  # one line: a dot is not a newline
+    assert message in stderr
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(("options", "message"), BAD_OPTIONS.values(), ids=BAD_OPTIONS)
+def test_bad_options_get_one_line_and_leave_nothing(veneer, model, tmp_path, options, message):
+    before = contents(tmp_path)
+    assert_bad_input(veneer("quantize", model, tmp_path / "out", *options), message)
+    assert contents(tmp_path) == before
+
+
+def truncate(folder):
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[:-1])
+
+
+BAD_INPUTS = {
+    "truncated": (truncate, "is truncated"),
+    "alien": (
+        lambda f: (f / "model.safetensors").write_bytes(b"PK" * 99),
+        "not a safetensors file",
+    ),
+    "pickled": (lambda f: (f / "model.safetensors").unlink(), "convert it to safetensors first"),
+    "several": (lambda f: save_file(MODEL, f / "other.safetensors"), "other.safetensors"),
+    "out_exists": (lambda f: (f.parent / "out").mkdir(), "exists already"),
+    "out_is_a_file": (lambda f: (f.parent / "out").write_text("mine"), "exists already"),
+    "bad_index": (lambda f: (f / "model.safetensors.index.json").write_text("{"), "not JSON"),
+}
+
+
+@pytest.mark.parametrize(("spoil", "message"), BAD_INPUTS.values(), ids=BAD_INPUTS)
+def test_bad_input_gets_one_line_and_leaves_nothing(veneer, model, tmp_path, spoil, message):
+    spoil(model)
+    before = contents(tmp_path)
+    assert_bad_input(veneer("quantize", model, tmp_path / "out", *INT8), message)
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["model.bin", "model.pt", "model.pth", "model.ckpt", "model.pkl"])
+def test_a_pickled_file_is_refused_unopened(veneer, tmp_path, name):
+    (tmp_path / name).write_bytes(b"cos\nsystem\n")
+    message = "is a pickled checkpoint: convert it to safetensors first"
+    assert_bad_input(veneer("quantize", tmp_path / name, tmp_path / "out", *INT8), message)
+
+
+@pytest.mark.parametrize("arguments", [["quantize"], ["frobnicate"], ["inspect", "nowhere"]])
+def test_bad_commands_get_one_line(veneer, arguments):
+    assert_bad_input(veneer(*arguments), "")
+
+
+def test_a_rules_file_that_is_wrong_is_named(veneer, model, tmp_path):
+    (tmp_path / "rules.json").write_text('[{"path": ".*", "format": "int8"}]')
+    result = veneer("quantize", model, tmp_path / "out", "--rules", tmp_path / "rules.json")
+    assert_bad_input(result, "rules.json: a rule is an object with 'path', 'qtype'")
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["ctrl-c", "kill"]
+)
+def test_an_interrupted_run_leaves_nothing(veneer, model, tmp_path, monkeypatch, number, code):
+    monkeypatch.setattr(FolderWriter, "finish", lambda *_: signal.raise_signal(number))
+    before = contents(tmp_path)
+    handler = signal.getsignal(signal.SIGTERM)
+    assert veneer("quantize", model, tmp_path / "out", *INT8)[0] == code
+    assert contents(tmp_path) == before
+    assert not list(tmp_path.glob(".*"))
+    assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_a_full_disk_gets_one_line_and_leaves_nothing(veneer, model, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("safetensors.numpy.save_file", full)
+    before = contents(tmp_path)
+    assert_bad_input(veneer("quantize", model, tmp_path / "out", *INT8), "No space left")
+    assert contents(tmp_path) == before
+
+
+def test_a_defect_of_ours_is_not_taken_for_bad_input(veneer, model, tmp_path, monkeypatch):
+    def defect(*_):
+        raise AssertionError("a defect")
+
+    monkeypatch.setattr(FolderWriter, "finish", defect)
+    monkeypatch.setattr(sys, "argv", ["veneer", "quantize", str(model), str(tmp_path / "o"), *INT8])
+    with pytest.raises(AssertionError, match="a defect"):
+        cli.main()
+    assert not (tmp_path / "o").exists()
+
+
+def rows_of(stdout):
+    return {cells[0]: cells[1:] for line in stdout.splitlines() if (cells := line.split())}
+
+
+@pytest.fixture
+def out(veneer, model, tmp_path):
+    veneer("quantize", model, tmp_path / "out", "--format", "nf4", "--tile", "4")
+    return tmp_path / "out"
+
+
+def test_inspect_shows_each_tensor(veneer, out):
+    code, stdout, _ = veneer("inspect", out)
+    rows = rows_of(stdout)
+    assert code == 0
+    assert {*MODEL} <= {*rows}
+    scale = np.asarray(vn.load(out)["embed.weight"].scale)
+    statistics = [f"{x:.3g}" for x in (scale.min(), np.median(scale), scale.max())]
+    assert rows["embed.weight"] == [
+        *("nf4,", "tile", "4", "[10,", "8]", str(10 * 4 + 10 * 2 * 4), "bytes", *statistics)
+    ]
+    assert rows["norm.weight"] == ["float32", "[8]", "32", "bytes"]
+
+
+def test_inspect_shows_one_tensor(veneer, out):
+    _, stdout, _ = veneer("inspect", out, "--tensor", "table")
+    assert "table" in rows_of(stdout)
+    assert "embed.weight" not in rows_of(stdout)
+
+
+def test_inspect_shows_the_error_against_the_original(veneer, out, model):
+    rows = rows_of(veneer("inspect", out, "--against", model)[1])
+    w, q = MODEL["embed.weight"], vn.load(out)["embed.weight"].dequantize()
+    error = np.linalg.norm(w - q) / np.linalg.norm(w)
+    assert rows["embed.weight"][-1] == f"{error:.4f}"
+    assert rows["norm.weight"][-1] == "0.0000"
+
+
+def test_inspect_reads_what_others_wrote(veneer, model):
+    for path in (model, model / "model.safetensors"):
+        assert rows_of(veneer("inspect", path)[1])["table"] == [
+            "float32",
+            "[6,",
+            "8]",
+            "192",
+            "bytes",
+        ]
+
+
+def test_names_in_brackets_are_shown_as_they_are(veneer, tmp_path):
+    vn.save(tmp_path / "out", {"[red]x[/red]": np.ones(2, np.float32)})
+    assert "[red]x[/red]" in rows_of(veneer("inspect", tmp_path / "out")[1])
+
+
+def other_shape(folder):
+    save_file(MODEL | {"table": normal(2, 2)}, folder / "model.safetensors")
+
+
+def without_table(folder):
+    save_file({k: v for k, v in MODEL.items() if k != "table"}, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [(other_shape, "not of the same model"), (without_table, "has no tensor 'table'")],
+)
+def test_inspect_refuses_another_model_as_the_original(veneer, out, model, spoil, message):
+    spoil(model)
+    assert_bad_input(veneer("inspect", out, "--against", model), message)
+
+
+def test_inspect_refuses_a_name_that_is_not_there(veneer, out):
+    assert_bad_input(veneer("inspect", out, "--tensor", "tabel"), "has no tensor 'tabel'; it holds")
+
+
+def test_demo_hands_its_options_on(veneer, monkeypatch, tmp_path):
+    calls = []
+    run = types.SimpleNamespace(main=lambda model, output: calls.append((model, output)))
+    monkeypatch.setitem(sys.modules, "veneer.demo.run", run)
+    monkeypatch.setattr("veneer.demo.run", run, raising=False)
+    assert veneer("demo", "--model", tmp_path, "--output", tmp_path / "o")[0] == 0
+    assert calls == [(tmp_path, tmp_path / "o")]
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"]])
+def test_help_names_the_commands(veneer, arguments):
+    code, stdout, _ = veneer(*arguments)
+    assert code == 0
+    assert all(command in stdout for command in ("quantize", "inspect", "demo"))
+
+
+def test_importing_the_command_line_loads_nothing_that_help_does_not_need():
+    heavy = ("safetensors", "rich.progress", "matplotlib", "tokenizers")
+    program = f"import sys, veneer.cli; print([x for x in {heavy} if x in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr
