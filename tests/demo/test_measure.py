@@ -1,0 +1,83 @@
+"""The figures of the table."""
+
+import jax
+import numpy as np
+import pytest
+
+import veneer as vn
+from veneer.demo import measure, model
+from veneer.demo.measure import DENSE, FORMATS, NF4, Format
+from veneer.demo.sentences import sentences
+
+
+@pytest.fixture
+def bert(bert_folder):
+    return model.load(bert_folder)
+
+
+def test_formats_print_as_the_table_names_them():
+    assert [str(format) for format in FORMATS] == [
+        "f32",
+        "int8, channelwise",
+        "nf4, tile 64",
+        "int4, tile 32",
+        "int4, tile 128",
+    ]
+
+
+def test_tiles_shrink_to_what_divides_the_model(bert):
+    assert [str(format.fitted(bert)) for format in (DENSE, Format("int8"), NF4)] == [
+        "f32",
+        "int8, channelwise",
+        "nf4, tile 32",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("format", "code_bytes", "tile"),
+    [(Format("int8"), 1, None), (Format("nf4", 32), 0.5, 32), (Format("int4", 16), 0.5, 16)],
+    ids=str,
+)
+def test_bytes_are_packed_codes_scales_and_what_stays_dense(bert, params, format, code_bytes, tile):
+    expected = 0
+    for value in params.values():
+        if value.ndim == 1:
+            expected += value.nbytes
+        else:
+            expected += value.size * code_bytes + value.size // (tile or value.shape[-1]) * 4
+    assert measure.nbytes(measure.quantise(bert, format)) == expected
+
+
+def test_f32_is_the_checkpoint(bert, params):
+    assert measure.nbytes(measure.quantise(bert, DENSE)) == sum(v.nbytes for v in params.values())
+
+
+def test_cosine_and_neighbours_of_rows_known_by_hand():
+    reference = np.array([[1, 0], [0.8, 0.6], [0, 1]], np.float32)
+    turned = np.array([[1, 0], [0.6, 0.8], [0, 1]], np.float32)
+    assert measure.mean_cosine(turned, reference) == pytest.approx((1 + 0.96 + 1) / 3)
+    # The middle one's neighbour was the first, and is the last.
+    assert measure.neighbours_kept(turned, reference) == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize("format", [Format("int8"), Format("nf4", 32), Format("int4", 32)], ids=str)
+def test_of_the_weights_only_the_rows_looked_up_are_made_dense(bert, format):
+    params = measure.quantise(bert, format)
+    _, batch = next(bert.batches(sentences(8)))
+    program, made_dense = model.sentence_encoder().encode, []
+    observed = jax.jit(vn.implicit(program, on_materialise=made_dense.append), static_argnums=1)
+    found = observed(params, bert.config, *batch)
+    expected = jax.jit(program, static_argnums=1)(vn.materialise(params), bert.config, *batch)
+    np.testing.assert_allclose(found, expected, atol=1e-5)  # f32, sums in another order
+    assert {event.primitive for event in made_dense} == {"add"}
+    rows = batch.ids.size + batch.ids.shape[1] + 1  # of words, positions and the token type
+    assert sum(event.nbytes for event in made_dense) == rows * bert.contracted[0] * 4
+
+
+def test_embeddings_come_in_the_order_of_the_sentences(bert):
+    corpus = ["the statement is in the the the", "a", "of and to", "in"]
+    encode = measure.compiled(bert)
+    together = measure.embed(bert, encode, bert.params, corpus)
+    for sentence, embedding in zip(corpus, together, strict=True):
+        [alone] = measure.embed(bert, encode, bert.params, [sentence])
+        np.testing.assert_allclose(embedding, alone, atol=1e-5)

@@ -1,0 +1,56 @@
+"""Round to nearest on all-MiniLM-L6-v2 keeps what it is known to keep."""
+
+import numpy as np
+import pytest
+
+from veneer.demo import measure, model
+from veneer.demo.fetch import fetch
+from veneer.demo.measure import DENSE, FORMATS, Format
+from veneer.demo.sentences import sentences
+
+# Mean cosine of the embeddings of 512 English sentences to those of f32.
+EXPECTED = {
+    Format("int8"): 0.9996,
+    Format("nf4", 64): 0.970,
+    Format("int4", 32): 0.955,
+    Format("int4", 128): 0.933,
+}
+
+
+@pytest.fixture(scope="module")
+def bert():
+    try:
+        folder = fetch()
+    except FileNotFoundError as error:  # neither a cache nor a network
+        pytest.skip(str(error))
+    return model.load(folder)
+
+
+@pytest.fixture(scope="module")
+def embed(bert):
+    encode = measure.compiled(bert)
+    return lambda format: measure.embed(bert, encode, measure.quantise(bert, format), sentences())
+
+
+@pytest.fixture(scope="module")
+def dense(embed):
+    return embed(DENSE)
+
+
+def test_the_expected_figures_are_of_the_formats_shown():
+    assert set(EXPECTED) == set(FORMATS) - {DENSE}
+
+
+@pytest.mark.parametrize("format", EXPECTED, ids=str)
+def test_quantised_embeddings_are_as_near_to_f32_as_expected(embed, dense, format):
+    # The sentences differ from one Python to the next; 0.005 leaves room for that.
+    assert measure.mean_cosine(embed(format), dense) == pytest.approx(EXPECTED[format], abs=0.005)
+
+
+def test_similar_sentences_have_similar_embeddings(bert):
+    encode = measure.compiled(bert)
+    said = ["A man is eating food.", "A man eats a meal.", "The weather is cold today."]
+    embeddings = measure.embed(bert, encode, bert.params, said)
+    cosines = embeddings @ embeddings.T
+    assert cosines[0, 1] > 0.9
+    assert np.abs(cosines[2, :2]).max() < 0.1
