@@ -1,0 +1,12 @@
+"""Quantised arrays: few bits a value, dense to every JAX program."""
+
+from .formats import FORMATS as FORMATS
+from .formats import Format as Format
+from .formats import get_format as get_format
+from .model import Rule as Rule
+from .model import quantize_tree as quantize_tree
+from .ops import dot_general as dot_general
+from .packing import Packing as Packing
+from .qarray import QArray as QArray
+from .qarray import dequantize as dequantize
+from .qarray import quantize as quantize

@@ -1,0 +1,4 @@
+"""What JAX's primitives do on quantised arrays: functions, and the rules of `implicit`."""
+
+from . import layout as layout
+from .dot_general import dot_general as dot_general

@@ -1,0 +1,304 @@
+"""`QArray`: a quantised array that looks dense; `quantize` and `dequantize`."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
+
+from .._core.value import ImplicitArray, static
+from .calibration import calibrate, check_calibration
+from .formats import Format, get_format
+from .packing import Packing, pack, packed_size, unpack
+from .tiles import Leaf, Shape, divides, over_tiles, split_tiles, tile_counts
+
+# Narrower floats are codes already.
+QUANTISABLE = tuple(map(jnp.dtype, (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)))
+
+
+class QArray(ImplicitArray):
+    """A quantised array: `(qvalue - zero_point) * scale`, or `codebook[qvalue] * scale`.
+
+    `QArray(qvalue, scale, zero_point=None, qtype=None)`:
+
+    - `qvalue`: the codes, `[..., K, N]`, in the format's code dtype (int8, int4; uint4 for nf4).
+    - `scale`: floating, of the same rank; each of its axes divides that of the values, and its
+      entries are broadcast over tiles.
+    - `zero_point`: the code that stands for 0, with the same rule for its shape. Integer formats
+      only.
+    - `qtype`: the format. None takes it from the dtype of `qvalue`: int8 or int4.
+
+    Raises `ValueError` where a shape, a dtype or the format does not fit.
+
+    4-bit codes are stored two a byte, packed along the last axis: `packed` is the stored array,
+    `qvalue` its unpacked view, and `nbytes` counts what is stored. The dense array has the dtype of
+    the scale here, and that of the input where `quantize` made it.
+
+    The leading axes of all leaves come and go together under `vmap` and `scan`. For that, the scale
+    must have them: quantise stacked weights with their leading axes channelwise.
+
+    >>> import jax.numpy as jnp, veneer as vn
+    >>> q = vn.quant.QArray(jnp.array([[1, -2], [3, 4]], jnp.int4), jnp.array([[0.5, 1.0]]))
+    >>> q.shape, q.dtype.name, q.packed.shape, q.nbytes
+    ((2, 2), 'float32', (2, 1), 10)
+    >>> q.dequantize().tolist()
+    [[0.5, -2.0], [1.5, 4.0]]
+    """
+
+    packed: Leaf
+    scale: Leaf
+    zero_point: Leaf | None
+    qtype: str = static()
+    packing: Packing | None = static()
+    dense_dtype: str = static()
+
+    def __init__(
+        self,
+        qvalue: Leaf,
+        scale: Leaf,
+        zero_point: Leaf | None = None,
+        qtype: DTypeLike | None = None,
+    ):
+        format = _format_of_codes(qvalue, qtype)
+        packing = None
+        if format.bits == 4:
+            qvalue, packing = _pack_last_axis(jnp.asarray(qvalue))
+        if zero_point is not None and zero_point.dtype.name in ("int4", "uint4"):
+            # A leaf that is stored as it is, so of a dtype that files have.
+            zero_point = zero_point.astype(zero_point.dtype.name.replace("4", "8"))
+        self._set(qvalue, scale, zero_point, format.name, packing, None)
+
+    @classmethod
+    def from_packed(
+        cls,
+        packed: Leaf,
+        scale: Leaf,
+        zero_point: Leaf | None = None,
+        *,
+        qtype: DTypeLike,
+        packing: Packing | None = None,
+        dense_dtype: DTypeLike | None = None,
+    ) -> "QArray":
+        """A QArray of leaves as they are stored, which are kept as they are.
+
+        - `packed`: int8 codes, or uint8 with two 4-bit codes a byte along `packing.axis`;
+          `packing=None` with a 4-bit format is one code a byte.
+        - `dense_dtype`: the dtype of the array that it stands for; that of `scale` if None.
+
+        Raises `ValueError` where they do not fit together.
+
+        >>> import jax.numpy as jnp, veneer as vn
+        >>> vn.quant.QArray.from_packed(
+        ...     jnp.array([0x21, 0x0F], jnp.uint8), jnp.ones(1), qtype="int4",
+        ...     packing=vn.quant.Packing(axis=-1, size=3),
+        ... ).dequantize().tolist()
+        [1.0, 2.0, -1.0]
+        """
+        new = cls.__new__(cls)
+        new._set(packed, scale, zero_point, get_format(qtype).name, packing, dense_dtype)
+        return new
+
+    def _set(
+        self,
+        packed: Leaf,
+        scale: Leaf,
+        zero_point: Leaf | None,
+        qtype: str,
+        packing: Packing | None,
+        dense_dtype: DTypeLike | None,
+    ) -> None:
+        dense_dtype = jnp.dtype(scale.dtype if dense_dtype is None else dense_dtype).name
+        values = (packed, scale, zero_point, qtype, packing, dense_dtype)
+        for field, value in zip(dataclasses.fields(self), values, strict=True):
+            object.__setattr__(self, field.name, value)  # the dataclass is frozen
+        _validate(self)
+
+    @property
+    def format(self) -> Format:
+        """The row of `FORMATS` that `qtype` names."""
+        return get_format(self.qtype)
+
+    @property
+    def qvalue(self) -> jax.Array:
+        """The unpacked codes, in the format's code dtype."""
+        return self.codes().astype(self.format.code_dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that are stored: codes, scales and zero points."""
+        return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(self))
+
+    def codes(self) -> jax.Array:
+        """The unpacked codes a byte each, int8 or uint8: what arithmetic is done with."""
+        if self.format.bits == 8:
+            return jnp.asarray(self.packed)
+        return unpack(self.packed, self.packing, signed=self.format.signed)
+
+    def aval(self) -> jax.core.ShapedArray:
+        """The shape of the codes, before packing, and the dense dtype."""
+        shape = list(self.packed.shape)
+        if self.packing is not None:
+            shape[self.packing.axis] = self.packing.size
+        # A stored float64 is float32 where jax_enable_x64 is not set.
+        return jax.core.ShapedArray(tuple(shape), jax.dtypes.canonicalize_dtype(self.dense_dtype))
+
+    def materialise(self) -> jax.Array:
+        """The dense array: `dequantize`."""
+        return dequantize(self)
+
+    def dequantize(self) -> jax.Array:
+        """The dense array: `dequantize`."""
+        return dequantize(self)
+
+
+def quantize(
+    array: ArrayLike,
+    qtype: DTypeLike,
+    *,
+    channelwise_axes: Sequence[int] = (),
+    tiled_axes: Mapping[int, int] | None = None,
+    calibration_method: str = "absmax",
+    scale_dtype: DTypeLike | None = None,
+) -> QArray:
+    """Quantises an array, rounding each value to the nearest that the format has.
+
+    **Arguments:**
+
+    - `array`: f16, bf16, f32 or f64, of any shape.
+    - `qtype`: the format: "int8", "int4" or "nf4".
+    - `channelwise_axes`: axes with one scale an index.
+    - `tiled_axes`: axes with one scale a tile, `{axis: tile size}`. Axes in neither share a scale,
+      and may count from the end.
+    - `calibration_method`: how a tile gives its scale; "absmax" maps its largest magnitude to the
+      format's bound.
+    - `scale_dtype`: the dtype of the scale; that of `array` if None. Codes are found from the scale
+      as stored, whatever its precision.
+
+    **Returns:**
+
+    A `QArray` that stands for an array of the shape and dtype of `array`. A tile of zeros has scale
+    1; one with a NaN or an infinity in it is NaN, the others are not touched by it.
+
+    **Raises:**
+
+    `TypeError` if `array` or the scale is not floating. `ValueError` for an unknown format or
+    method, an axis out of range or named twice, and a tile that does not divide its axis (with
+    sizes that would).
+
+    >>> import jax.numpy as jnp, veneer as vn
+    >>> w = jnp.linspace(-1, 1, 8).reshape(4, 2)
+    >>> q = vn.quant.quantize(w, "int4", channelwise_axes=[-1], tiled_axes={0: 2})
+    >>> q.scale.shape, q.nbytes, w.nbytes
+    ((2, 2), 20, 32)
+    >>> float(abs(q.dequantize() - w).max()) < 0.07
+    True
+    """
+    format = get_format(qtype)
+    check_calibration(calibration_method)
+    dtype = jnp.result_type(array)
+    scale_dtype = dtype if scale_dtype is None else jnp.dtype(scale_dtype)
+    for name, given in (("array", dtype), ("scale_dtype", scale_dtype)):
+        if given not in QUANTISABLE:
+            allowed = ", ".join(d.name for d in QUANTISABLE)
+            raise TypeError(f"{name} is {given.name}; quantize takes {allowed}")
+    return _quantize(
+        jnp.asarray(array),
+        format=format.name,
+        counts=tile_counts(jnp.shape(array), channelwise_axes, tiled_axes or {}),
+        method=calibration_method,
+        scale_dtype=scale_dtype,
+    )
+
+
+# Compiled as one, for no temporary of it then has the size of the array in f32.
+@functools.partial(jax.jit, static_argnames=("format", "counts", "method", "scale_dtype"))
+def _quantize(
+    array: jax.Array, *, format: str, counts: Shape, method: str, scale_dtype: np.dtype
+) -> QArray:
+    row = get_format(format)
+    tiles = split_tiles(array.astype(jnp.promote_types(array.dtype, jnp.float32)), counts)
+    scale = calibrate(tiles, tuple(range(1, tiles.ndim, 2)), row, method, scale_dtype)
+    codes = row.encode(tiles / scale.astype(tiles.dtype).reshape(_alternate(counts)))
+    codes = codes.reshape(array.shape)
+    packed, packing = _pack_last_axis(codes) if row.bits == 4 else (codes, None)
+    return QArray.from_packed(packed, scale, qtype=format, packing=packing, dense_dtype=array.dtype)
+
+
+def dequantize(q: QArray) -> jax.Array:
+    """The dense array that `q` stands for.
+
+    Computed in the precision of the scale, f32 at least, and rounded once to `q.dtype`.
+
+    >>> import jax.numpy as jnp, veneer as vn
+    >>> vn.quant.dequantize(vn.quant.quantize(jnp.array([0.0, -2.0]), "nf4")).tolist()
+    [0.0, -2.0]
+    """
+    wide = jax.dtypes.canonicalize_dtype(jnp.promote_types(q.scale.dtype, jnp.float32))
+    x = q.format.decode(q.codes(), wide)
+    if q.zero_point is not None:
+        x = over_tiles(jnp.subtract, x, q.zero_point.astype(wide))
+    return over_tiles(jnp.multiply, x, q.scale.astype(wide)).astype(q.dtype)
+
+
+def _alternate(counts: Shape) -> list[int]:
+    return [part for count in counts for part in (count, 1)]
+
+
+def _pack_last_axis(codes: jax.Array) -> tuple[jax.Array, Packing | None]:
+    if codes.ndim:
+        return pack(codes)
+    return codes.astype(jnp.uint8) & 0xF, None
+
+
+def _format_of_codes(qvalue: Leaf, qtype: DTypeLike | None) -> Format:
+    dtype = qvalue.dtype
+    if not jnp.issubdtype(dtype, jnp.integer):
+        raise ValueError(
+            f"qvalue holds integer codes, not {dtype.name}; vn.quant.quantize makes them"
+        )
+    if qtype is None and dtype.name not in ("int8", "int4"):
+        raise ValueError(f"the format does not follow from qvalue of {dtype.name}; pass qtype")
+    format = get_format(dtype.name if qtype is None else qtype)
+    if dtype != format.code_dtype:
+        raise ValueError(
+            f"codes of {format.name} are {format.code_dtype.name}, not {dtype.name}; "
+            f"pass qvalue.astype(jnp.{format.code_dtype.name})"
+        )
+    return format
+
+
+def _validate(q: QArray) -> None:
+    _validate_packed(q)
+    if not jnp.issubdtype(q.scale.dtype, jnp.floating):
+        raise ValueError(f"scale is floating, not {q.scale.dtype.name}")
+    if not jnp.issubdtype(jnp.dtype(q.dense_dtype), jnp.floating):
+        raise ValueError(f"a QArray stands for a floating array, not {q.dense_dtype}")
+    if q.zero_point is not None and q.format.codebook is not None:
+        raise ValueError(f"{q.qtype} is a codebook format and has no zero_point")
+    for name, leaf in (("scale", q.scale), ("zero_point", q.zero_point)):
+        if leaf is not None and not divides(leaf.shape, q.shape):
+            raise ValueError(
+                f"{name} has shape {leaf.shape}, which does not tile values of shape {q.shape}: "
+                "it needs the same rank, and axes that divide those of the values"
+            )
+
+
+def _validate_packed(q: QArray) -> None:
+    if q.packed.dtype != q.format.storage_dtype:
+        raise ValueError(
+            f"{q.qtype} is stored as {q.format.storage_dtype.name}, not {q.packed.dtype.name}"
+        )
+    if q.packing is None:
+        return
+    axis, size = q.packing
+    if q.format.bits != 4:
+        raise ValueError(f"{q.qtype} takes a byte a code and has no packing, not {q.packing}")
+    if not -q.packed.ndim <= axis < 0 or q.packed.shape[axis] != packed_size(size):
+        raise ValueError(
+            f"packed has shape {q.packed.shape}, which is not that of {q.packing}: a negative axis "
+            f"of {packed_size(size)} bytes"
+        )

@@ -1,0 +1,131 @@
+import warnings
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from veneer.quant import QArray, Rule, quantize, quantize_tree
+
+
+class Layer(NamedTuple):
+    kernel: object
+    bias: object
+
+
+def params():
+    return {
+        "embedding": np.ones((6, 4), np.float32),
+        "layers": [Layer(jnp.ones((4, 8)), jnp.ones(8)), Layer(jnp.ones((4, 8)), jnp.ones(8))],
+        "positions": jnp.arange(6).reshape(2, 3),
+        "name": "model",
+    }
+
+
+def formats(tree):
+    """Which leaves became what, by path."""
+    layers = {f"layers.{i}": layer for i, layer in enumerate(tree["layers"])}
+    leaves = {"embedding": tree["embedding"], "positions": tree["positions"]}
+    leaves |= {f"{path}.{name}": x for path, t in layers.items() for name, x in t._asdict().items()}
+    return {path: x.qtype for path, x in leaves.items() if isinstance(x, QArray)}
+
+
+def test_the_first_rule_that_matches_wins():
+    rules = [
+        Rule(r"layers\.0\.kernel", None),
+        Rule(r"layers.*", "int4"),
+        Rule(r".*", "int8"),
+    ]
+    assert formats(quantize_tree(params(), rules)) == {
+        "embedding": "int8",
+        "layers.1.kernel": "int4",
+    }
+
+
+def test_a_regex_is_matched_in_full():
+    tree = quantize_tree(
+        params(), [Rule(r"layers\.\d+\.kernel", "nf4"), Rule(r".*bedding", "int8")]
+    )
+    assert formats(tree) == {
+        "embedding": "int8",
+        "layers.0.kernel": "nf4",
+        "layers.1.kernel": "nf4",
+    }
+    with pytest.warns(UserWarning, match="matches no parameter"):
+        assert formats(quantize_tree(params(), [Rule("kernel", "nf4")])) == {}
+
+
+def test_biases_integers_and_what_is_no_array_stay_as_they_are():
+    before = params()
+    after = quantize_tree(before, [Rule(".*", "int8")])
+    assert after["layers"][0].bias is before["layers"][0].bias
+    assert after["positions"] is before["positions"]
+    assert after["name"] == "model"
+
+
+def test_narrow_floats_are_codes_already():
+    codes = jnp.ones((4, 4), jnp.float8_e4m3fn)
+    assert quantize_tree({"w": codes}, [Rule("w", "int8")])["w"] is codes
+
+
+def test_arrays_that_are_quantised_already_stay_as_they_are():
+    q = quantize(jnp.ones((4, 4)), "int8")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        tree = quantize_tree({"w": q}, [Rule("w", "int4"), Rule("w.packed", "int4")])
+    assert tree["w"] is q
+
+
+@pytest.mark.parametrize(
+    ("tile_size", "tile_axis", "scale_shape"),
+    [
+        (None, -2, (3, 1, 4)),
+        (None, -1, (3, 8, 1)),
+        (4, -2, (3, 2, 4)),
+        (2, -1, (3, 8, 2)),
+        (3, 0, (1, 8, 4)),
+    ],
+)
+def test_scales_are_channelwise_on_every_axis_but_the_tiled_one(tile_size, tile_axis, scale_shape):
+    rule = Rule("", "int8", tile_size=tile_size, tile_axis=tile_axis)
+    q = quantize_tree(jnp.ones((3, 8, 4)), [rule])
+    assert q.scale.shape == scale_shape
+
+
+def test_a_rule_that_matches_nothing_is_told_with_paths_that_it_might_have_meant():
+    with pytest.warns(
+        UserWarning, match=r"'kernel' matches no .*embedding, layers\.0\.kernel, .*\.\.\."
+    ):
+        quantize_tree(params(), [Rule("kernel", "int8")])
+
+
+def test_a_rule_that_an_earlier_one_overrides_is_not_told_of():
+    quantize_tree(params(), [Rule(".*", "int8"), Rule("embedding", "nf4")])
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (
+            Rule(".*kernel", "int4", tile_size=3),
+            r"layers\.0\.kernel: a tile of 3 .* sizes that do: 1, 2, 4",
+        ),
+        (Rule(".*kernel", "int4", tile_axis=-3), r"layers\.0\.kernel: tile_axis -3 .* \(4, 8\)"),
+    ],
+)
+def test_a_tile_that_does_not_fit_is_refused_with_the_path(rule, message):
+    with pytest.raises(ValueError, match=message):
+        quantize_tree(params(), [rule])
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "message"),
+    [
+        (("(", "int8"), {}, r"path_regex '\(' is not a regex"),
+        ((".*", "int9"), {}, "unknown format 'int9'"),
+        ((".*", "int8"), {"tile_size": 0}, "tile_size is a number of values, not 0"),
+    ],
+)
+def test_a_rule_that_cannot_work_is_refused_where_it_is_written(args, kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        Rule(*args, **kwargs)
