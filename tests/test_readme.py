@@ -1,0 +1,27 @@
+"""The README's programs run as they stand, one after the other."""
+
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+import veneer as vn
+
+README = Path(__file__).parent.parent / "README.md"
+
+
+def test_the_programs_run(capsys):
+    programs = re.findall(r"```python\n(.*?)```", README.read_text("utf-8"), re.DOTALL)
+    assert len(programs) == 2
+    names: dict = {"__name__": "readme"}
+    for program in programs:
+        exec(compile(program, str(README), "exec"), names)
+
+    size = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
+    assert size(names["params"]) / size(names["small"]) > 7
+    dense = names["model"](vn.materialise(names["small"]), names["x"])
+    assert jnp.allclose(names["y"], dense, rtol=1e-3, atol=1e-3)
+    assert names["grads"]["up"]["kernel"].a.shape == (512, 4)
+    assert names["dense"]["up"]["kernel"].shape == (512, 1024)
+    assert "dot_general" in capsys.readouterr().out
