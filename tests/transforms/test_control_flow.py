@@ -136,7 +136,9 @@ def test_metadata_is_never_dropped(name):
     assert vn.implicit(loop(jnp.sin))(tagged).label == "m"
     with pytest.raises(RuntimeError, match="refuses to lose its label"):
         vn.implicit(loop(jnp.exp))(tagged)
-    choose = lambda t: jax.lax.cond(True, lambda t: (t, jnp.ones(2)), lambda t: (-t, jnp.zeros(2)), t)
+    choose = lambda t: jax.lax.cond(
+        True, lambda t: (t, jnp.ones(2)), lambda t: (-t, jnp.zeros(2)), t
+    )
     assert vn.implicit(choose)(tagged)[0].label == "m"
     with pytest.raises(RuntimeError, match="refuses to lose its label"):
         vn.implicit(lambda t: jax.lax.cond(True, lambda t: t, lambda t: X, t))(tagged)

@@ -16,7 +16,9 @@ f = lambda x, w: jnp.sin(jnp.tanh(x @ w) + (w**2).sum()).sum()
 
 def by_leaves(f, *, at=LORA):
     """The dense program as one of a Lora's leaves."""
-    return lambda x, leaves: f(x, vn.materialise(jax.tree.unflatten(jax.tree.structure(at), leaves)))
+    return lambda x, leaves: f(
+        x, vn.materialise(jax.tree.unflatten(jax.tree.structure(at), leaves))
+    )
 
 
 WRAPS = {
@@ -93,9 +95,7 @@ def test_gradients_flow_past_a_quantised_weight(name):
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_gradient_by_the_scale(name):
     w = MAKERS[name](KEY)
-    rebuilt = lambda s: vn.quant.QArray.from_packed(
-        w.packed, s, qtype=w.qtype, packing=w.packing
-    )
+    rebuilt = lambda s: vn.quant.QArray.from_packed(w.packed, s, qtype=w.qtype, packing=w.packing)
     ours = jax.grad(lambda s: vn.implicit(f)(X, rebuilt(s)))(w.scale)
     theirs = jax.grad(lambda s: f(X, vn.materialise(rebuilt(s))))(w.scale)
     assert_close(ours, theirs, tol=2e-5)

@@ -78,7 +78,7 @@ class Rule:
     @cached_property
     def location(self) -> str:
         """File and line of the function."""
-        code = inspect.unwrap(self.function).__code__  # type: ignore[attr-defined]
+        code = inspect.unwrap(self.function).__code__
         return f"{code.co_filename}:{code.co_firstlineno}"
 
     def __str__(self) -> str:
