@@ -3,7 +3,7 @@
 import dataclasses
 from abc import ABCMeta
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Self, dataclass_transform
+from typing import Any, ClassVar, dataclass_transform
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ class Value:
         if cls._made_here:
             make_dataclass(cls)
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         # At the first instance and not before, so that a decorator (flax.struct.dataclass) may
         # register the class first.
         if not cls._pytree:
