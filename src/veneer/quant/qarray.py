@@ -25,7 +25,8 @@ class QArray(ImplicitArray):
 
     `QArray(qvalue, scale, zero_point=None, qtype=None)`:
 
-    - `qvalue`: the codes, `[..., K, N]`, in the format's code dtype (int8, int4; uint4 for nf4).
+    - `qvalue`: the codes, `[..., K, N]`, in the format's code dtype (int8, int4; uint4 for nf4) or
+      in a wider integer dtype, if they are in the range of that one.
     - `scale`: floating, of the same rank; each of its axes divides that of the values, and its
       entries are broadcast over tiles.
     - `zero_point`: the code that stands for 0, with the same rule for its shape. Integer formats
@@ -67,6 +68,8 @@ class QArray(ImplicitArray):
         packing = None
         if format.bits == 4:
             qvalue, packing = _pack_last_axis(jnp.asarray(qvalue))
+        elif qvalue.dtype != format.code_dtype:
+            qvalue = qvalue.astype(format.code_dtype)
         if zero_point is not None and zero_point.dtype.name in ("int4", "uint4"):
             # A leaf that is stored as it is, so of a dtype that files have.
             zero_point = zero_point.astype(zero_point.dtype.name.replace("4", "8"))
@@ -264,11 +267,24 @@ def _format_of_codes(qvalue: Leaf, qtype: DTypeLike | None) -> Format:
         raise ValueError(f"the format does not follow from qvalue of {dtype.name}; pass qtype")
     format = get_format(dtype.name if qtype is None else qtype)
     if dtype != format.code_dtype:
-        raise ValueError(
-            f"codes of {format.name} are {format.code_dtype.name}, not {dtype.name}; "
-            f"pass qvalue.astype(jnp.{format.code_dtype.name})"
-        )
+        _check_range(qvalue, format)
     return format
+
+
+def _check_range(qvalue: Leaf, format: Format) -> None:
+    """Refuses codes of a wider dtype that the format does not have, or that cannot be looked at."""
+    if isinstance(qvalue, jax.core.Tracer):
+        raise ValueError(
+            f"codes of {format.name} are {format.code_dtype.name}, not {qvalue.dtype.name}, whose "
+            f"range cannot be checked under a trace; pass qvalue.astype(jnp.{format.code_dtype})"
+        )
+    range_ = jnp.iinfo(format.code_dtype)
+    codes = np.asarray(qvalue)
+    if codes.size and not range_.min <= codes.min() <= codes.max() <= range_.max:
+        raise ValueError(
+            f"codes of {format.name} lie in [{range_.min}, {range_.max}], and qvalue holds "
+            f"{codes.min()} to {codes.max()}"
+        )
 
 
 def _validate(q: QArray) -> None:
