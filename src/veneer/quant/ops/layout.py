@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import Primitive, primitives
 from jax.typing import ArrayLike
 
 from ..._core.rules import register
@@ -40,6 +41,16 @@ def _rebuild(q: QArray, leaves: Sequence[jax.Array], shape: Shape) -> QArray:
 def _blocks(leaf: Leaf, shape: Shape) -> list[int]:
     """How many values along each axis an entry of `leaf` covers. The last block may be short."""
     return [max(1, -(-size // max(1, n))) for size, n in zip(shape, leaf.shape, strict=True)]
+
+
+def _leaf_by_leaf(primitive: Primitive) -> None:
+    @register(primitive)
+    def _(q: QArray, **params: Any) -> QArray:
+        return jax.tree.map(lambda leaf: primitive.bind(leaf, **params), q)
+
+
+for _primitive in (lax.copy_p, primitives.stop_gradient_p):
+    _leaf_by_leaf(_primitive)
 
 
 @register("convert_element_type")
@@ -204,6 +215,26 @@ def _concatenate(*operands: QArray, dimension) -> Any:
     shape = list(operands[0].shape)
     shape[dimension] = sum(q.shape[dimension] for q in operands)
     return _rebuild(operands[0], leaves, tuple(shape))
+
+
+@register("stack")
+def _stack(*operands: QArray, axis) -> Any:
+    return _concatenate(*(_expand(q, axis) for q in operands), dimension=axis)
+
+
+def _expand(q: QArray, axis: int) -> QArray:
+    leaves = [lax.expand_dims(leaf, [axis]) for leaf in jax.tree.leaves(q)]
+    return _rebuild(q, leaves, (*q.shape[:axis], 1, *q.shape[axis:]))
+
+
+@register("split")
+def _split(q: QArray, *, sizes, axis) -> Any:
+    pieces = []
+    for end, size in zip(np.cumsum(sizes).tolist(), sizes, strict=True):
+        starts, limits = [0] * q.ndim, list(q.shape)
+        starts[axis], limits[axis] = end - size, end
+        pieces.append(_slice(q, start_indices=starts, limit_indices=limits, strides=None))
+    return NotImplemented if any(piece is NotImplemented for piece in pieces) else pieces
 
 
 @register("reshape")
