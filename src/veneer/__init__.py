@@ -1,15 +1,16 @@
 """Arrays that look dense to every JAX program and are something cheaper inside."""
 
-from typing import Any
-
 from jax.typing import ArrayLike
 
 from . import _core as _core
 from . import quant
+from ._core.array import ImplicitArray
 from ._core.explain import Event, MaterialiseError, MaterialiseWarning, Report
 from ._core.rules import AmbiguousLookupError, register
 from ._core.transform import explain, implicit
-from ._core.value import ImplicitArray, Value, materialise, static
+from ._core.tree import static
+from ._core.value import Value, materialise
+from .interop.safetensors import load, save
 
 __version__ = "0.1.0"
 
@@ -31,14 +32,6 @@ __all__ = [
     "save",
     "static",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name in ("load", "save"):  # imported when asked for: they need the `interop` extra
-        from .interop import safetensors
-
-        return getattr(safetensors, name)
-    raise AttributeError(f"module 'veneer' has no attribute {name!r}")
 
 
 for _public in (AmbiguousLookupError, Event, MaterialiseError, MaterialiseWarning, Report):

@@ -1,8 +1,8 @@
 """The core: implicit values, rules, and the transform that runs them.
 
 It knows no concrete type, and its modules import in one direction: jax_internals, explain, tree,
-operators, value, rules, custom_derivatives, trace, transform; then higher_order, whose rules
-complete it.
+value, rules, custom_derivatives, trace, transform; then operators and array for the class that
+users see, and higher_order, whose rules complete the transform.
 """
 
 from pathlib import Path

@@ -7,7 +7,7 @@ dense, for so are the tangents and cotangents that an author's rule speaks of.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,17 +21,14 @@ from .jax_internals import (
     current_trace,
     reset_stores,
     set_current_trace,
-    split,
     transform_flat_function,
 )
+from .tree import split_list
 from .value import Value, make_dense, materialise_one
-
-if TYPE_CHECKING:
-    from .trace import ImplicitTrace
 
 
 def custom_jvp_call(
-    trace: "ImplicitTrace",
+    trace: Any,
     primitive: Primitive,
     fun: Any,
     jvp: Any,
@@ -68,7 +65,7 @@ def custom_jvp_call(
 
 
 def custom_vjp_call(
-    trace: "ImplicitTrace",
+    trace: Any,
     primitive: Primitive,
     fun: Any,
     fwd: Any,
@@ -98,7 +95,7 @@ def custom_vjp_call(
         results = again(fwd.call_wrapped, keep=True)(*flagged)
         _, residual_tree, forwarded = out_trees()
         count = residual_tree.num_leaves - sum(f is not None for f in forwarded)
-        computed, out = split(results, count)
+        computed, out = split_list(results, count)
         rest = iter(computed)
         residuals = [next(rest) if f is None else values[f] for f in forwarded]
         operands = [v if isinstance(v, Value) else None for v in values]
@@ -108,7 +105,7 @@ def custom_vjp_call(
         residuals, operands = saved
         if not symbolic_zeros:
             cotangents = [_instantiate(ct) for ct in cotangents]
-        run: Callable = lambda *args: call_bwd(bwd, *split(args, len(residuals)))
+        run: Callable = lambda *args: call_bwd(bwd, *split_list(args, len(residuals)))
         dense_cts = again(run)(*residuals, *cotangents)
         return tuple(
             leaf_ct
@@ -120,7 +117,7 @@ def custom_vjp_call(
     return call(*leaves)
 
 
-def _later(trace: "ImplicitTrace", primitive: Primitive) -> Callable:
+def _later(trace: Any, primitive: Primitive) -> Callable:
     """Runs a flat function under whatever trace is current then, still knowing our values."""
     kind, tag, policy = type(trace), trace.tag, current_policy()
 
@@ -140,7 +137,7 @@ def _later(trace: "ImplicitTrace", primitive: Primitive) -> Callable:
 
 
 def _by_value(treedef: Any, leaves: Sequence[Any]) -> list[list[Any]]:
-    return list(split(leaves, *(child.num_leaves for child in treedef.children())))[:-1]
+    return list(split_list(leaves, *(child.num_leaves for child in treedef.children())))[:-1]
 
 
 def _is_zero(tangent: Any) -> bool:

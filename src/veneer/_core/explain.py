@@ -6,13 +6,14 @@ It holds for the dynamic extent of a call, so that rules which redispatch, and l
 
 import html
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Literal
 
-from .jax_internals import user_line
+import jax
+
+from .jax_internals import user_line, user_place
 
 OnMaterialise = Literal["allow", "warn", "error"] | Callable[["Event"], None]
 
@@ -46,37 +47,33 @@ class Event:
         return f"{met}: no rule fits, so {self.nbytes:,} bytes are made dense"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Policy:
-    """What to do on materialisation, and the list to which all events are added, if any."""
+    """What to do on materialisation, and the list to which all events are added, if any.
+
+    Compared by identity: what was staged under one policy says nothing under another.
+    """
 
     on_materialise: OnMaterialise = "allow"
     events: list[Event] | None = None
 
-    def __hash__(self) -> int:
-        return hash((self.on_materialise, id(self.events)))
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, Policy)
-            and self.on_materialise == other.on_materialise
-            and self.events is other.events
-        )
-
 
 ALLOW = Policy()
-_policy: ContextVar[Policy] = ContextVar("veneer_policy", default=ALLOW)
-current_policy = _policy.get
+ERROR = Policy("error")
+
+# A user context and not a context variable: JAX traces a jitted function anew when it changes, so
+# that no function traced under one policy is silent under another.
+_policy = jax.make_user_context(ALLOW)
 
 
-@contextmanager
-def policy_in_force(policy: Policy) -> Iterator[None]:
+def current_policy() -> Policy:
+    """The policy in force."""
+    return _policy.value
+
+
+def policy_in_force(policy: Policy) -> AbstractContextManager[None]:
     """Puts a policy in force, for functions that run later than the call that set it."""
-    token = _policy.set(policy)
-    try:
-        yield
-    finally:
-        _policy.reset(token)
+    return nullcontext() if policy is _policy.value else _policy(policy)
 
 
 def check_on_materialise(choice: OnMaterialise) -> None:
@@ -87,33 +84,34 @@ def check_on_materialise(choice: OnMaterialise) -> None:
         )
 
 
-@contextmanager
-def on_materialise_in_force(choice: OnMaterialise) -> Iterator[None]:
+def on_materialise_in_force(choice: OnMaterialise) -> AbstractContextManager[None]:
     """Overrides what is done on materialisation; `"allow"` keeps what an enclosing call set."""
     if choice == "allow":
-        yield
-    else:
-        with policy_in_force(Policy(choice, _policy.get().events)):
-            yield
+        return nullcontext()
+    events = _policy.value.events
+    if choice == "error" and events is None:
+        return policy_in_force(ERROR)
+    return policy_in_force(Policy(choice, events))
 
 
 def note_rule(primitive: str, operands: Callable[[], tuple[str, ...]], rule: str) -> None:
     """Records that a rule ran, where someone asked for a report."""
-    events = _policy.get().events
+    events = _policy.value.events
     if events is not None:
         events.append(Event(primitive, operands(), rule, 0, user_line()))
 
 
 def note_materialised(primitive: str, operands: Callable[[], tuple[str, ...]], nbytes: int) -> None:
     """Tells whoever asked that operands are about to be made dense."""
-    policy = _policy.get()
+    policy = _policy.value
     if policy.events is None and policy.on_materialise == "allow":
         return
     event = Event(primitive, operands(), None, nbytes, user_line())
     if policy.events is not None:
         policy.events.append(event)
     if policy.on_materialise == "warn":
-        warnings.warn(str(event), MaterialiseWarning, stacklevel=2)
+        file, line = user_place()
+        warnings.warn_explicit(str(event), MaterialiseWarning, file, line)
     elif policy.on_materialise == "error":
         raise MaterialiseError(
             f"{event}. Register a rule for these types, or allow it with on_materialise='allow'."
@@ -122,7 +120,7 @@ def note_materialised(primitive: str, operands: Callable[[], tuple[str, ...]], n
         policy.on_materialise(event)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
     """The events of one traced call: `print` it for a table; `to_html` gives a page.
 
@@ -130,7 +128,7 @@ class Report:
     which no rule fitted.
     """
 
-    events: tuple[Event, ...] = field(repr=False)
+    events: tuple[Event, ...]
 
     @property
     def materialised(self) -> tuple[Event, ...]:
@@ -164,6 +162,8 @@ class Report:
             for row in rows
         ]
         return "\n".join([*lines, self._summary()])
+
+    __repr__ = __str__
 
     def to_html(self) -> str:
         """The same table as a page of HTML."""

@@ -1,11 +1,12 @@
-"""Rules for the primitives that contain other programs: jit, scan, while, cond, checkpoint, ...
+"""Rules for the primitives that contain other programs: jit, scan, while, cond, checkpoint.
 
 Each is bound again, with the jaxpr it contains staged anew for implicit operands: the rules run
-inside it, on the leaves. None materialises because it is higher-order.
+inside it, on the leaves. None of these materialises because it is higher-order; shard_map,
+custom_linear_solve, callbacks and sharding constraints have no rule yet, and do.
 
-A value that goes round a loop or out of a branch must be of one type. Where an implicit one is
-not, it is made dense, visibly; a loop's carry is found so by going to a fixed point. A type that
-loses its meaning when dense has a `materialise` that raises.
+A value that goes round a loop or out of a branch must be of one type. Where an implicit one meets a
+dense one, it is made dense, visibly; a loop's carry is found so by going to a fixed point. Where
+its metadata changes, that is an error, unless the type says that metadata is not meaning.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import treedef_is_leaf
 
-from .explain import current_policy
+from .explain import ALLOW, ERROR, current_policy
 from .jax_internals import (
     UNSPECIFIED,
     close_jaxpr,
@@ -26,20 +27,24 @@ from .jax_internals import (
     open_jaxpr,
     primitives,
     scan_counts,
-    split,
 )
-from .rules import forget_with_rules, register
-from .trace import structural
+from .rules import add_rule, forget_with_rules
 from .transform import implicit
+from .tree import split_list
 from .value import Value, make_dense
 
 
-def _structural(*names: str) -> Callable[[Callable], Callable]:
-    structural.update(map(find_primitive, names))
-    return register(names)
+def _structural(name: str) -> Callable[[Callable], Callable]:
+    def add(function: Callable) -> Callable:
+        add_rule(function, [find_primitive(name)], structural=True)
+        return function
+
+    return add
 
 
 # Staging.
+
+Typed = tuple[Any, Sequence[Any]]  # a value's structure and its abstract leaves
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,7 @@ class Staged:
 
     def unflatten(self, leaves: Sequence[Any]) -> list[Any]:
         """The outputs, from all of their leaves."""
-        pieces = split(leaves, *(tree.num_leaves for tree in self.out_trees))
+        pieces = split_list(leaves, *(tree.num_leaves for tree in self.out_trees))
         return [
             jax.tree.unflatten(tree, piece)
             for tree, piece in zip(self.out_trees, pieces, strict=False)
@@ -70,7 +75,7 @@ _staged: WeakKeyDictionary[Any, dict[Any, Staged]] = WeakKeyDictionary()
 forget_with_rules(_staged.clear)
 
 
-def _typed(value: Any) -> tuple[Any, tuple[Any, ...]]:
+def _typed(value: Any) -> Typed:
     """A value's structure and its abstract leaves. Leaves may be abstract already."""
     leaves, treedef = jax.tree.flatten(value)
     return treedef, tuple(map(jax.typeof, leaves))
@@ -84,7 +89,8 @@ def stage(
     treedef, avals = _typed(list(values))
     policy = current_policy()
     key = treedef, avals, dense, policy
-    known = _staged.setdefault(jaxpr, {}) if policy.events is None else {}
+    # Other policies tell of events, and must hear of them each time.
+    known = _staged.setdefault(jaxpr, {}) if policy in (ALLOW, ERROR) else {}
     if key not in known:
         known[key] = _stage(find_primitive(primitive), jaxpr, treedef, avals, dense)
     return known[key]
@@ -106,7 +112,7 @@ def _stage(
 
     staged = jax.make_jaxpr(on_leaves)(*avals)
     counts: list[int] = [tree.num_leaves for tree in out_trees]
-    out_avals = [tuple(piece) for piece in split(staged.out_avals, *counts)][:-1]
+    out_avals = [tuple(piece) for piece in split_list(staged.out_avals, *counts)][:-1]
     return Staged(staged, tuple(out_trees), tuple(out_avals))
 
 
@@ -159,7 +165,6 @@ def _closed_call(*values: Any, call_jaxpr: Any, **params: Any) -> list[Any]:
 
 @_structural("cond")
 def _cond(index: Any, *values: Any, branches: Sequence[Any], **params: Any) -> list[Any]:
-    del params
     (index,) = make_dense(primitives.cond_p, [index])
     dense: frozenset[int] = frozenset()
     while True:
@@ -168,10 +173,14 @@ def _cond(index: Any, *values: Any, branches: Sequence[Any], **params: Any) -> l
         differ = {
             i
             for i in range(len(first.out_trees))
-            if any(not _same_type(first.output(i), other.output(i)) for other in others)
+            for other in others
+            if not _one_type(f"output {i} of cond", first.output(i), other.output(i))
         }
         if not differ:
-            return jax.lax.switch(index, staged, *values)
+            branches = tuple(branch.jaxpr for branch in staged)
+            leaves = jax.tree.leaves(values)
+            out = primitives.cond_p.bind(index, *leaves, branches=branches, **params)
+            return first.unflatten(out)
         dense |= differ
 
 
@@ -185,7 +194,7 @@ def _while(
     **params: Any,
 ) -> list[Any]:
     del params
-    cond_consts, body_consts, carry = split(values, cond_nconsts, body_nconsts)
+    cond_consts, body_consts, carry = split_list(values, cond_nconsts, body_nconsts)
     body, carry = _fixed_point("while", body_jaxpr, body_consts, carry, [])
     cond = stage("while", cond_jaxpr, [*cond_consts, *carry], frozenset({0}))
     return jax.lax.while_loop(
@@ -200,7 +209,7 @@ def _scan(
     *values: Any, jaxpr: Any, reverse: bool, length: int, unroll: int, **params: Any
 ) -> list[Any]:
     num_consts, num_carry = scan_counts(params)
-    consts, carry, xs = split(values, num_consts, num_carry)
+    consts, carry, xs = split_list(values, num_consts, num_carry)
     xs = [x if _sliced(x, length) else make_dense(primitives.scan_p, [x])[0] for x in xs]
     slices = [_abstract(x, lambda shape: shape[1:]) for x in xs]
     body, carry = _fixed_point("scan", jaxpr, consts, carry, slices, stack=length)
@@ -230,7 +239,9 @@ def _fixed_point(
     while True:
         staged = stage(primitive, jaxpr, [*consts, *carry, *xs], dense)
         change = {
-            i for i, value in enumerate(carry) if not _same_type(_typed(value), staged.output(i))
+            i
+            for i, value in enumerate(carry)
+            if not _one_type(f"carry {i} of {primitive}", _typed(value), staged.output(i))
         }
         for i in change:
             (carry[i],) = make_dense(find_primitive(primitive), [carry[i]])
@@ -244,11 +255,27 @@ def _fixed_point(
         dense |= change
 
 
-def _same_type(one: Any, other: Any) -> bool:
+def _one_type(what: str, one: Typed, other: Typed) -> bool:
+    """Whether two ends of a loop, or two branches, agree; refused where metadata would be lost."""
     (tree, avals), (other_tree, other_avals) = one, other
-    return tree == other_tree and all(
-        (a.shape, a.dtype) == (b.shape, b.dtype) for a, b in zip(avals, other_avals, strict=True)
-    )
+    if tree == other_tree:
+        return all(
+            (a.shape, a.dtype) == (b.shape, b.dtype)
+            for a, b in zip(avals, other_avals, strict=True)
+        )
+    value, other_value = _example(*one), _example(*other)
+    if type(value) is type(other_value) and value.metadata_is_meaning:
+        raise TypeError(
+            f"{what} is {value} on one side and {other_value} on the other: their metadata "
+            "differs, and would be lost. Have both sides give the same type, or materialise the "
+            "value (vn.materialise) before."
+        )
+    return False
+
+
+def _example(tree: Any, avals: Sequence[Any]) -> Any:
+    """A value of a type, with abstract leaves."""
+    return jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals])
 
 
 def _abstract(value: Any, reshape: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Any:
@@ -279,7 +306,7 @@ def _sliced(value: Any, length: int) -> bool:
 
 def _stacks(tree: Any, avals: Sequence[Any], length: int) -> bool:
     """Whether leaves stacked along a new first axis stand for stacked values."""
-    value = jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals])
+    value = _example(tree, avals)
     if not isinstance(value, Value):
         return True
     stacked = _abstract(value, lambda shape: (length, *shape))

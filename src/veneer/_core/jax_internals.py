@@ -5,9 +5,8 @@ names the version it is for, so that it can be deleted.
 """
 
 import difflib
-import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -17,6 +16,7 @@ import jax
 import jax.extend as jex
 from jax._src import core, source_info_util, traceback_util
 from jax._src import linear_util as lu
+from jax._src.ad_util import SymbolicZero, Zero
 from jax._src.interpreters.partial_eval import convert_constvars_jaxpr
 from jax._src.sharding_impls import UNSPECIFIED
 from jax.extend.core import Primitive, jaxpr_as_fun, primitives
@@ -37,9 +37,9 @@ __all__ = [
     "reset_stores",
     "scan_counts",
     "set_current_trace",
-    "split",
     "transform_flat_function",
     "user_line",
+    "user_place",
 ]
 
 Trace = core.Trace
@@ -73,10 +73,12 @@ def find_primitive(name: str) -> Primitive:
     try:
         return known[name]
     except KeyError:
-        close = difflib.get_close_matches(name, known) or ["dot_general"]
+        close = " or ".join(map(repr, difflib.get_close_matches(name, known)))
         raise ValueError(
-            f"JAX has no primitive named {name!r}; did you mean {' or '.join(map(repr, close))}? "
-            "A primitive that jax.lax does not export can be passed as an object."
+            f"no primitive named {name!r} is known"
+            + (f"; did you mean {close}? " if close else ". ")
+            + "One that JAX does not list in jax.lax or jax.extend.core.primitives can be passed "
+            "as an object."
         ) from None
 
 
@@ -133,8 +135,7 @@ def call_bwd(bwd: lu.WrappedFun, residuals: Sequence, cotangents: Sequence) -> l
                 "custom_vjp functions that log (defvjp_with_logs) cannot take implicit arrays yet; "
                 "call vn.materialise on the operands first."
             )
-    is_zero = lambda ct: type(ct).__name__ in ("Zero", "SymbolicZero")
-    return [None if is_zero(ct) else ct for ct in out]
+    return [None if isinstance(ct, Zero | SymbolicZero) else ct for ct in out]
 
 
 # The user's place in the program.
@@ -155,18 +156,20 @@ def user_line() -> str:
     recorded = source_info_util.summarize(source_info_util.current())
     if recorded not in ("", "unknown"):
         return recorded
+    frame = _user_frame()
+    if frame is None:
+        return "unknown"
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_qualname})"
+
+
+def user_place() -> tuple[str, int]:
+    """File and line of the user's call that is running."""
+    frame = _user_frame()
+    return (frame.f_code.co_filename, frame.f_lineno) if frame else ("<unknown>", 0)
+
+
+def _user_frame() -> FrameType | None:
     frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        code = frame.f_code
-        if source_info_util.is_user_filename(code.co_filename):
-            return f"{code.co_filename}:{frame.f_lineno} ({code.co_qualname})"
+    while frame and not source_info_util.is_user_filename(frame.f_code.co_filename):
         frame = frame.f_back
-    return "unknown"
-
-
-def split(values: Sequence, *sizes: int) -> Iterator[list[Any]]:
-    """Consecutive pieces of the given sizes, then the rest."""
-    iterator = iter(values)
-    for size in sizes:
-        yield list(itertools.islice(iterator, size))
-    yield list(iterator)
+    return frame

@@ -6,35 +6,31 @@ from typing import Any
 
 import numpy as np
 
-
-def _implicit(fn: Callable) -> Callable:
-    from .transform import implicit  # which is written in terms of the class that this completes
-
-    return implicit(fn)
+from .transform import implicit
 
 
 def _unary(function: Callable) -> Callable[[Any], Any]:
-    return lambda self: _implicit(function)(self)
+    return lambda self: implicit(function)(self)
 
 
 def _binary(function: Callable) -> Callable[[Any, Any], Any]:
-    return lambda self, other: _implicit(function)(self, other)
+    return lambda self, other: implicit(function)(self, other)
 
 
 def _reflected(function: Callable) -> Callable[[Any, Any], Any]:
-    return lambda self, other: _implicit(function)(other, self)
+    return lambda self, other: implicit(function)(other, self)
 
 
 def _method(name: str) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        call = _implicit(lambda x, args, kwargs: getattr(x, name)(*args, **kwargs))
+        call = implicit(lambda x, args, kwargs: getattr(x, name)(*args, **kwargs))
         return call(self, args, kwargs)
 
     return method
 
 
 def _property(name: str) -> property:
-    return property(lambda self: _implicit(operator.attrgetter(name))(self))
+    return property(lambda self: implicit(operator.attrgetter(name))(self))
 
 
 def _scalar(convert: Callable) -> Callable[[Any], Any]:
@@ -42,7 +38,7 @@ def _scalar(convert: Callable) -> Callable[[Any], Any]:
 
 
 class ArrayOperators:
-    """What `jax.Array` offers on the array itself, with the rules in force."""
+    """The operators of `jax.Array`, and its methods for arithmetic, shape and reductions."""
 
     __neg__ = _unary(operator.neg)
     __pos__ = _unary(operator.pos)

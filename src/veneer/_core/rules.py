@@ -56,6 +56,7 @@ class Rule:
     operands: tuple[Alternatives, ...]
     more: Alternatives | None  # the types of any number of further operands
     precedence: int
+    structural: bool = False  # for a primitive that only contains others: no line in a report
     order: int = field(default_factory=itertools.count().__next__)
 
     def _operand(self, i: int) -> Alternatives | None:
@@ -78,14 +79,19 @@ class Rule:
     @cached_property
     def location(self) -> str:
         """File and line of the function."""
-        code = inspect.unwrap(self.function).__code__
-        return f"{code.co_filename}:{code.co_firstlineno}"
+        return location_of(self.function)
 
     def __str__(self) -> str:
         names = [" | ".join(sorted(c.__name__ for c in kinds)) for kinds in self.operands]
         if self.more is not None:
             names.append("*" + " | ".join(sorted(c.__name__ for c in self.more)))
         return f"({', '.join(names)}) at {self.location} (precedence {self.precedence})"
+
+
+def location_of(function: Callable) -> str:
+    """File and line of a function, or of the one that it wraps."""
+    code = inspect.unwrap(function).__code__
+    return f"{code.co_filename}:{code.co_firstlineno}"
 
 
 _rules: dict[Primitive, list[Rule]] = {}
@@ -137,14 +143,26 @@ def register(
             )
 
     def add(function: _F) -> _F:
-        rule = _rule_of(function, precedence)
-        for target in targets:
-            _rules.setdefault(target, []).append(rule)
-        for clear in _forget:
-            clear()
+        add_rule(function, targets, precedence)
         return function
 
     return add
+
+
+def add_rule(
+    function: Callable,
+    primitives: Iterable[Primitive],
+    precedence: int = 0,
+    *,
+    structural: bool = False,
+) -> None:
+    """Adds a rule to the tables of some primitives, and drops what was resolved without it."""
+    operands, more = _operand_types(function)
+    rule = Rule(function, operands, more, precedence, structural)
+    for primitive in primitives:
+        _rules.setdefault(primitive, []).append(rule)
+    for clear in _forget:
+        clear()
 
 
 def resolve(
@@ -192,7 +210,7 @@ def _names_around(function: Callable) -> dict[str, Any]:
     return {**function.__globals__, **(frame.f_locals if frame else {})}
 
 
-def _rule_of(function: Callable, precedence: int) -> Rule:
+def _operand_types(function: Callable) -> tuple[tuple[Alternatives, ...], Alternatives | None]:
     operands: list[Alternatives] = []
     more: Alternatives | None = None
     for parameter in inspect.signature(function).parameters.values():
@@ -206,7 +224,7 @@ def _rule_of(function: Callable, precedence: int) -> Rule:
             more = alternatives
         else:
             operands.append(alternatives)
-    return Rule(function, tuple(operands), more, precedence)
+    return tuple(operands), more
 
 
 def _alternatives(annotation: Any, function: Callable, name: str) -> Iterable[type]:

@@ -10,11 +10,8 @@ from typing import Any
 from .custom_derivatives import custom_jvp_call, custom_vjp_call
 from .explain import note_rule
 from .jax_internals import Primitive, Trace, Tracer, set_current_trace
-from .rules import Dense, resolve
+from .rules import Dense, location_of, resolve
 from .value import Value, describe, make_dense
-
-# Primitives that only contain others: their rules are not worth a line in a report.
-structural: set[Primitive] = set()
 
 
 class ImplicitTracer(Tracer):
@@ -139,7 +136,7 @@ def dispatch(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]
     while (rule := resolve(primitive, classes, tried)) is not None:
         out = rule.function(*values, **params)
         if out is not NotImplemented:
-            if primitive not in structural:
+            if not rule.structural:
                 note_rule(primitive.name, lambda: describe(values), rule.location)
             return out
         tried = (*tried, rule)
@@ -151,5 +148,7 @@ def dispatch(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]
             f"{primitive.name}({', '.join(describe(values))}): no rule fits, and {names} each have "
             "a default of their own. Register a rule for the combination."
         )
-    default = next(iter(defaults), Value.default)
-    return default(primitive, values, params)
+    for default in defaults:
+        note_rule(primitive.name, lambda: describe(values), location_of(default))
+        return default(primitive, values, params)
+    return Value.default(primitive, values, params)

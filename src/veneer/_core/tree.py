@@ -1,9 +1,10 @@
-"""Classes of implicit values as frozen dataclasses and pytrees with keys."""
+"""Pytrees: the classes of implicit values as such, and flat lists of leaves."""
 
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -69,3 +70,11 @@ def make_pytree(cls: Any) -> None:
     with contextlib.suppress(ValueError):  # the framework that made the class has registered it
         jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
     cls._pytree = True
+
+
+def split_list(values: Sequence, *sizes: int) -> Iterator[list[Any]]:
+    """Consecutive pieces of the given sizes, then the rest."""
+    iterator = iter(values)
+    for size in sizes:
+        yield list(itertools.islice(iterator, size))
+    yield list(iterator)

@@ -1,4 +1,4 @@
-"""Implicit arrays: pytrees that stand for a dense array they do not store."""
+"""Implicit values: pytrees that stand for a dense array they do not store."""
 
 import dataclasses
 from abc import ABCMeta
@@ -6,12 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, dataclass_transform
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from .explain import ALLOW, note_materialised, policy_in_force
 from .jax_internals import Primitive
-from .operators import ArrayOperators
 from .tree import make_dataclass, make_pytree, static
 
 
@@ -23,6 +20,10 @@ class Value:
     made by a framework that does so itself (`equinox.Module`, `flax.struct`), or `abstract=True`
     says that it has no fields. Users subclass `ImplicitArray`.
     """
+
+    #: Whether static fields say what a value means (a unit) and not only how it is stored. If so,
+    #: a loop or a branch in which they change is refused; if not, it goes on with the dense form.
+    metadata_is_meaning: ClassVar[bool] = True
 
     _made_here: ClassVar[bool] = False
     _pytree: ClassVar[bool] = False
@@ -76,58 +77,6 @@ class Value:
         names = [f.name for f in dataclasses.fields(self)]  # type: ignore[arg-type]
         fields = ", ".join(f"{n}={_summary(getattr(self, n, '?'))}" for n in names)
         return f"{type(self).__name__}({fields})"
-
-
-class ImplicitArray(ArrayOperators, Value, abstract=True):
-    """An array that looks dense to every JAX program and is something cheaper inside.
-
-    Subclass it with fields for the leaves, `static` fields for metadata, and `materialise`. The
-    shape and dtype follow from `materialise`, by abstract evaluation, unless `aval` is overridden.
-
-    Types are *batch-transparent*: every leaf carries the leading axes, which come and go under
-    `vmap` and `scan`, so axes are counted from the end.
-
-    At top level `.shape`, `.dtype`, operators and array methods work: each is `implicit` of the
-    `jax.numpy` function.
-
-    >>> import jax, jax.numpy as jnp, veneer as vn
-    >>> class Diagonal(vn.ImplicitArray):
-    ...     diagonal: jax.Array  # [..., n]
-    ...     def materialise(self):
-    ...         return self.diagonal[..., None] * jnp.eye(self.diagonal.shape[-1])
-    >>> d = Diagonal(jnp.arange(3.0))
-    >>> d.shape, d.dtype.name
-    ((3, 3), 'float32')
-    >>> d
-    Diagonal(diagonal=f32[3])
-    >>> (d @ jnp.ones(3)).tolist()
-    [0.0, 1.0, 2.0]
-    """
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the dense array."""
-        return self.aval().shape
-
-    @property
-    def dtype(self) -> np.dtype:
-        """The dtype of the dense array."""
-        return self.aval().dtype
-
-    @property
-    def ndim(self) -> int:
-        """The number of axes of the dense array."""
-        return self.aval().ndim
-
-    @property
-    def size(self) -> int:
-        """The number of elements of the dense array."""
-        return self.aval().size
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes that are stored: those of the leaves, not of the dense array."""
-        return sum(jnp.asarray(leaf).nbytes for leaf in jax.tree.leaves(self))
 
 
 def is_value(x: Any) -> bool:
@@ -187,16 +136,18 @@ _MAX_AVALS = 4096
 def _aval_of_materialise(value: Value) -> jax.core.ShapedArray:
     leaves, treedef = jax.tree.flatten(value)
     key = treedef, tuple(jax.typeof(leaf) for leaf in leaves)
-    if key not in _avals:
-        if len(_avals) >= _MAX_AVALS:
-            _avals.clear()
+    aval = _avals.get(key)
+    if aval is None:
         dense: Callable = lambda *leaves: materialise_one(jax.tree.unflatten(treedef, leaves))
         try:
-            _avals[key] = jax.typeof(jax.eval_shape(dense, *leaves))
+            aval = jax.typeof(jax.eval_shape(dense, *leaves))
         except Exception as error:
             error.add_note(
                 f"While finding the shape and dtype of {value!r} from its materialise(); "
                 "define aval() to state them."
             )
             raise
-    return _avals[key]
+        if len(_avals) >= _MAX_AVALS:
+            _avals.clear()
+        _avals[key] = aval
+    return aval

@@ -1,0 +1,84 @@
+"""What is told of materialisation is told each time, whatever JAX or veneer have cached."""
+
+import dataclasses
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+from array_types import lora
+
+import veneer as vn
+
+W = lora(jax.random.key(0))
+X = jnp.ones((6, 6))
+
+
+@jax.jit
+def captures(x):
+    return x + (W * 1.5).sum()
+
+
+PROGRAMS = {
+    "an argument": (jax.lax.exp, W),
+    "an argument of a jitted function": (jax.jit(jnp.exp), W),
+    "captured by a jitted function": (captures, X),
+}
+
+
+@pytest.mark.parametrize(("program", "operand"), PROGRAMS.values(), ids=PROGRAMS)
+def test_an_error_is_raised_each_time(program, operand):
+    vn.implicit(program)(operand)  # cached where it is allowed
+    for _ in range(2):
+        with pytest.raises(vn.MaterialiseError):
+            vn.implicit(program, on_materialise="error")(operand)
+
+
+def test_a_warning_is_given_each_time_and_names_the_users_file():
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            vn.implicit(jnp.exp, on_materialise="warn")(W)
+        assert [(w.category, w.filename) for w in caught] == [(vn.MaterialiseWarning, __file__)]
+
+
+def test_a_callback_hears_each_time_and_need_not_be_hashable():
+    @dataclasses.dataclass
+    class Count:
+        seen: int = 0
+
+        def __call__(self, event):
+            self.seen += 1
+
+    count = Count()
+    for _ in range(2):
+        vn.implicit(jnp.exp, on_materialise=count)(W)
+    assert count.seen == 2
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jit"])
+def test_explain_reports_each_time_what_a_jitted_function_captured(wrap):
+    program = wrap(vn.implicit(captures))
+    for _ in range(2):
+        assert [e.primitive for e in vn.explain(program)(X).events] == ["mul"]
+
+
+def test_explain_tells_of_an_overridden_default():
+    class Loud(vn.ImplicitArray):
+        x: jax.Array
+
+        def materialise(self):
+            return self.x
+
+        @staticmethod
+        def default(primitive, values, params):
+            return jnp.zeros(2)
+
+    [event] = vn.explain(lambda x: jnp.sin(x))(Loud(jnp.ones(2))).events
+    assert (event.primitive, "test_policy.py:" in event.rule) == ("sin", True)
+
+
+def test_a_report_shows_itself():
+    report = vn.explain(jnp.matmul)(X, W)
+    assert repr(report) == str(report)
+    assert "Lora:f32[6,6]" in repr(report)
