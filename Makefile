@@ -46,7 +46,7 @@ format: $(DEV) ## mend what ruff can
 
 clean: ## remove the environment and everything built or cached
 	rm -rf $(VENV) build dist demo-output .pytest_cache .hypothesis .mypy_cache .ruff_cache
-	find src tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} +
+	find src tests examples -name __pycache__ -prune -exec rm -rf {} +
 
 $(CREATED):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo >&2 \

@@ -25,3 +25,12 @@ def test_the_programs_run(capsys):
     assert names["grads"]["up"]["kernel"].a.shape == (512, 4)
     assert names["dense"]["up"]["kernel"].shape == (512, 1024)
     assert "dot_general" in capsys.readouterr().out
+
+
+def test_nothing_is_left_open_and_every_link_leads_somewhere():
+    text = README.read_text("utf-8")
+    assert "@@" not in text
+    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", text)
+    assert links
+    for link in links:
+        assert (README.parent / link).exists(), link

@@ -25,14 +25,21 @@ def check_calibration(method: str) -> None:
 def calibrate(
     tiles: jax.Array, axes: tuple[int, ...], format: Format, method: str, dtype: DTypeLike
 ) -> jax.Array:
-    """The scale of each tile, as it is stored: in `dtype`.
-
-    - `tiles`: values of at least f32, from which `axes`, those of a tile, are reduced.
+    """Returns the scale of each tile, as it is stored: in `dtype`.
 
     A tile of zeros has scale 1. A tile with a NaN or an infinity in it, or with a scale too large
     to divide by, has scale NaN: it is seen, and the other tiles are not touched.
+
+    **Arguments:**
+
+    - `tiles`: values of at least f32, from which `axes`, those of a tile, are reduced.
+    - `format`, `method`: whose bound, and which of `CALIBRATIONS`.
+    - `dtype`: of the scale.
     """
-    scale = (CALIBRATIONS[method](tiles, axes) / format.bound).astype(dtype)
+    magnitude = CALIBRATIONS[method](tiles, axes)
+    # XLA's reduction to a maximum drops NaN on CPU, in arrays of some size.
+    magnitude = jnp.where(jnp.isnan(tiles).any(axes), jnp.nan, magnitude)
+    scale = (magnitude / format.bound).astype(dtype)
     # Compared where it is divided by: a scale may be subnormal in f16, and not yet in f32. XLA
     # divides by multiplying with the reciprocal, so that must be a normal number, too.
     wide = scale.astype(tiles.dtype)
