@@ -42,6 +42,28 @@ class Tagged(vn.ImplicitArray):
         raise RuntimeError(f"Tagged refuses to lose its label {self.label!r}")
 
 
+class OneHot(vn.ImplicitArray):
+    """A vector with one entry that is not zero, which refuses to store the others."""
+
+    value: jax.Array  # []
+    index: int = vn.static()
+    n: int = vn.static()
+
+    def aval(self) -> jax.core.ShapedArray:
+        return jax.core.ShapedArray((self.n,), self.value.dtype)
+
+    def materialise(self):
+        raise RuntimeError("OneHot refuses to be dense")
+
+
+@vn.register("dot_general")
+def _(x: vn.ArrayLike | vn.ImplicitArray, y: OneHot, *, dimension_numbers, **params):
+    (contract, _), batch = dimension_numbers
+    if contract != (x.ndim - 1,) or batch != ((), ()):
+        return NotImplemented
+    return x[..., y.index] * y.value
+
+
 def _elementwise(primitive) -> None:
     @vn.register(primitive)
     def _(x: Tagged, **params):

@@ -6,16 +6,14 @@ from pathlib import Path
 import jax
 import jaxtyping
 from hypothesis import HealthCheck, settings
-from jax._src import source_info_util
 
 # pyproject.toml has the annotations of veneer checked at run time, by a hook on its import. pytest
 # itself imports a package without hooks when it comes to look for examples in docstrings.
-import veneer  # noqa: F401
+from veneer._core.jax_internals import hide_frames_of
 
-# The hook wraps each function, and JAX would take a wrapper for the user's line. JAX has no public
-# way to say otherwise.
-source_info_util.register_exclusion(str(Path(jaxtyping.__file__).parent))
-source_info_util.register_exclusion("<@beartype(")  # the file name of the code that it generates
+# The hook wraps each function, and JAX would take a wrapper for the user's line.
+hide_frames_of(Path(jaxtyping.__file__).parent)
+hide_frames_of(Path("<@beartype("))  # how the names of the files that it generates begin
 
 # Set before any backend exists. The reference results are those of the CPU; to try the tests on
 # another platform, name it in JAX_PLATFORMS.

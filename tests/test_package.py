@@ -1,6 +1,7 @@
 """What importing veneer costs, what it offers, and which of its rooms knows of which."""
 
 import ast
+import importlib.metadata
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -120,6 +121,14 @@ def test_nothing_else_of_ours_is_public():
 
 def test_every_name_in_all_exists():
     assert not [name for name in vn.__all__ if not hasattr(vn, name)]
+
+
+def test_the_version_is_that_of_the_distribution():
+    try:
+        installed = importlib.metadata.version("veneer")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("veneer is imported from its sources, and no distribution is installed")
+    assert vn.__version__ == installed
 
 
 def test_annotations_are_checked_at_run_time():

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from array_types import Lora, Tagged, assert_close, lora
+from array_types import Lora, OneHot, Tagged, assert_close, lora
 from jaxtyping import TypeCheckError
 
 import veneer as vn
@@ -81,20 +81,6 @@ def test_filter_spec_that_is_no_prefix_is_refused():
         vn.implicit(lambda x: x, (True, (True, True)))(W)
 
 
-class Sparse(vn.ImplicitArray):
-    """One entry of a vector."""
-
-    value: jax.Array
-    index: int = vn.static()
-    n: int = vn.static()
-
-    def materialise(self):
-        raise RuntimeError("refused")
-
-    def aval(self):
-        return jax.core.ShapedArray((self.n,), jnp.float32)
-
-
 class Hidden(vn.ImplicitArray):
     x: jax.Array
 
@@ -110,38 +96,38 @@ def _(x: Hidden, y: vn.ArrayLike | vn.ImplicitArray, **params):
     return vn.implicit(lambda x, y: jax.lax.dot_general(x, y, **params))(x.x, y)
 
 
-@vn.register("dot_general")
-def _(x: vn.ArrayLike | vn.ImplicitArray, y: Sparse, **params):
-    return x[:, y.index] * y.value
-
-
 IS_HIDDEN = lambda v: isinstance(v, Hidden)
-IS_SPARSE = lambda v: isinstance(v, Sparse)
+IS_ONE_HOT = lambda v: isinstance(v, OneHot)
 
 
 def test_nested_transforms_resolve_an_ambiguity():
-    hidden, sparse = Hidden(X), Sparse(jnp.float32(2), 1, 6)
+    hidden, one_hot = Hidden(X), OneHot(jnp.float32(2), 1, 6)
     with pytest.raises(vn.AmbiguousLookupError):
-        vn.implicit(jnp.matmul)(hidden, sparse)
+        vn.implicit(jnp.matmul)(hidden, one_hot)
     inner = vn.implicit(jnp.matmul, IS_HIDDEN)
-    assert_close(vn.implicit(inner, IS_SPARSE)(hidden, sparse), X[:, 1] * 2)
+    assert_close(vn.implicit(inner, IS_ONE_HOT)(hidden, one_hot), X[:, 1] * 2)
     inner = vn.implicit(jnp.matmul, (False, (True, False), False))
     outer = vn.implicit(inner, (False, (False, True), False))
-    assert_close(outer(hidden, sparse), X[:, 1] * 2)
+    assert_close(outer(hidden, one_hot), X[:, 1] * 2)
 
 
 def test_the_wrong_order_of_nesting_is_an_error():
-    hidden, sparse = Hidden(X), Sparse(jnp.float32(2), 1, 6)
-    inner = vn.implicit(jnp.matmul, IS_SPARSE)
+    hidden, one_hot = Hidden(X), OneHot(jnp.float32(2), 1, 6)
+    inner = vn.implicit(jnp.matmul, IS_ONE_HOT)
     with pytest.raises(RuntimeError, match="Hidden stays hidden"):
-        vn.implicit(inner, IS_HIDDEN)(hidden, sparse)
+        vn.implicit(inner, IS_HIDDEN)(hidden, one_hot)
 
 
-def test_a_leaked_value_is_an_error():
+@pytest.mark.parametrize(
+    "use",
+    [jnp.sin, lambda w: jax.make_jaxpr(lambda: jnp.sin(w))(), lambda w: vn.implicit(jnp.add)(W, w)],
+    ids=["eagerly", "in a trace", "in another call"],
+)
+def test_a_leaked_value_is_an_error(use):
     leaked = []
     vn.implicit(lambda w: leaked.append(w))(W)
     with pytest.raises(jax.errors.UnexpectedTracerError):
-        jnp.sin(leaked[0])
+        use(leaked[0])
 
 
 def test_metadata_stays_through_rules():
@@ -166,6 +152,19 @@ def test_on_materialise_error_names_primitive_types_bytes_and_line():
 def test_on_materialise_warn():
     with pytest.warns(vn.MaterialiseWarning, match=r"exp\(Lora:f32\[6,6\]\)"):
         vn.implicit(jnp.exp, on_materialise="warn")(W)
+
+
+def test_on_materialise_says_nothing_of_the_parts():
+    class Doubled(vn.ImplicitArray):
+        w: vn.ImplicitArray
+
+        def materialise(self):
+            return self.w * 2.0  # for which a Lora has no rule
+
+    with pytest.warns(vn.MaterialiseWarning) as warned:
+        out = vn.implicit(jnp.exp, on_materialise="warn")(Doubled(W))
+    assert_close(out, jnp.exp(DENSE * 2.0))
+    assert [str(w.message).partition(" at ")[0] for w in warned] == ["exp(Doubled:f32[6,6])"]
 
 
 def test_on_materialise_calls_back():

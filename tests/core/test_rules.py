@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from array_types import OneHot
 from jax.extend.core import Primitive
 from jaxtyping import Array, Float, TypeCheckError
 
@@ -148,6 +149,14 @@ def test_the_same_signature_again_replaces(primitive):
     assert combine(primitive, Dog(X), X) == 2
 
 
+def test_the_same_signature_replaces_no_rule_of_higher_precedence(primitive):
+    rule(primitive, Dog, vn.ArrayLike, 1, precedence=1)
+    rule(primitive, Dog, vn.ArrayLike, 2)
+    assert combine(primitive, Dog(X), X) == 1
+    rule(primitive, Dog, vn.ArrayLike, 3, precedence=1)
+    assert combine(primitive, Dog(X), X) == 3
+
+
 def test_a_late_rule_reaches_functions_already_staged():
     p = Primitive("late")
     p.def_impl(jnp.sin)
@@ -247,22 +256,8 @@ def test_a_rule_that_redispatches_meets_types_it_does_not_know():
         def aval(self):
             return jax.typeof(jnp.zeros(3))
 
-    class OneHot(vn.ImplicitArray):
-        index: int = vn.static()
-        n: int = vn.static()
-
-        def materialise(self):
-            raise RuntimeError("refused")
-
-        def aval(self):
-            return jax.core.ShapedArray((self.n,), jnp.float32)
-
-    @vn.register("dot_general")
+    @vn.register("dot_general", precedence=1)  # goes before that of OneHot, which knows no Scaled
     def _(x: Scaled, y: vn.ArrayLike | vn.ImplicitArray, **params):
         return vn.implicit(lambda a, b: jax.lax.dot_general_p.bind(a, b, **params))(x.x, y) * x.by
 
-    @vn.register("dot_general")
-    def _(x: vn.ArrayLike, y: OneHot, **params):
-        return x[..., y.index]
-
-    assert vn.implicit(jnp.dot)(Scaled(X), OneHot(1, 3)) == 2.0
+    assert vn.implicit(jnp.dot)(Scaled(X), OneHot(jnp.float32(3), 1, 3)) == 6.0

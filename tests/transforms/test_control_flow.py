@@ -37,7 +37,11 @@ def test_scan_over_layers(name):
 @pytest.mark.parametrize("options", [{"reverse": True}, {"unroll": 2}], ids=str)
 def test_scan_options(name, options):
     ws, _ = make(name, 4)
-    check(lambda x, ws: jax.lax.scan(lambda x, w: (x @ w, None), x, ws, **options)[0], X, ws)
+    f = lambda x, ws: jax.lax.scan(lambda x, w: (x @ w, None), x, ws, **options)[0]
+    check(f, X, ws)
+    equations = jax.make_jaxpr(vn.implicit(f))(X, ws).eqns
+    (scan,) = [e for e in equations if e.primitive.name == "scan"]
+    assert options.items() <= scan.params.items()
 
 
 def test_scan_of_length_zero(name):

@@ -141,6 +141,22 @@ def test_custom_functions_may_capture_values(transform):
     assert_close(transform(lambda x: vn.implicit(f)(x, LORA))(X), expected)
 
 
+def test_the_choice_on_materialisation_holds_for_rules_that_run_later():
+    @jax.custom_vjp
+    def f(x, w):
+        return (x @ w).sum()
+
+    def backward(saved, ct):
+        x, w = saved
+        return ct * x, ct * jnp.exp(w)  # no rule fits
+
+    f.defvjp(lambda x, w: (f(x, w), (x, w)), backward)
+    strict = vn.implicit(f, on_materialise="error")
+    assert_close(strict(X, LORA), f(X, vn.materialise(LORA)))
+    with pytest.raises(vn.MaterialiseError, match=r"exp\(Lora"):
+        jax.grad(strict)(X, LORA)
+
+
 def test_metadata_is_kept_or_refused():
     same = jax.custom_jvp(lambda t: jnp.sin(t))
     same.defjvp(lambda p, t: (jnp.sin(*p), t[0]))

@@ -2,13 +2,17 @@
 
 import gc
 import weakref
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
-from array_types import MAKERS, assert_close
+from array_types import MAKERS, Lora, assert_close
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import veneer as vn
+from veneer._core import higher_order
 
 X = jnp.linspace(-1.0, 1.0, 18).reshape(3, 6)
 KEY = jax.random.key(1)
@@ -65,12 +69,21 @@ def test_ahead_of_time():
     assert_close(compiled(X, w), f(X, vn.materialise(w)))
 
 
-def test_dense_weights_do_not_appear_for_lora():
-    w = MAKERS["lora"](KEY, (512, 512))
-    text = jax.jit(vn.implicit(lambda x, w: x @ w)).lower(jnp.ones((1, 512)), w).as_text()
-    assert text.count("512x512") > 0  # the weight itself
-    assert "add" in text
-    assert "tensor<512x512xf32>, tensor<512x512xf32>" not in text  # no sum of two such
+def computed_shapes(jaxpr: Any) -> Iterator[tuple[int, ...]]:
+    """The shapes that the equations of a jaxpr give, and those of the jaxprs inside it."""
+    for equation in jaxpr.eqns:
+        yield from (out.aval.shape for out in equation.outvars)
+        for inner in jax.tree.leaves(list(equation.params.values())):
+            if hasattr(inner, "eqns"):
+                yield from computed_shapes(inner)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit inside"])
+def test_the_dense_weight_of_a_lora_is_never_computed(wrap):
+    x, w = jnp.ones((1, 512)), MAKERS["lora"](KEY, (512, 512))
+    shapes = lambda f: set(computed_shapes(jax.make_jaxpr(vn.implicit(wrap(f)))(x, w)))
+    assert (512, 512) not in shapes(lambda x, w: x @ w)
+    assert (512, 512) in shapes(lambda x, w: jnp.exp(w))  # for which there is no rule
 
 
 def test_a_jitted_function_that_captures_a_value():
@@ -79,18 +92,54 @@ def test_a_jitted_function_that_captures_a_value():
     assert_close(vn.implicit(outer)(X, w), X @ vn.materialise(w))
 
 
-def test_a_second_call_stages_nothing_new():
+def test_shardings_of_dense_operands_are_honoured():
+    mesh = jax.make_mesh((8,), ("rows",), axis_types=(AxisType.Auto,))
+    by_rows = NamedSharding(mesh, PartitionSpec("rows"))
     w = MAKERS["lora"](KEY)
-    traces = []
+    g = jax.jit(lambda x, w: (x, x @ w), in_shardings=(by_rows, None))
+    same, product = vn.implicit(g)(jnp.ones((8, 6)), w)
+    assert same.sharding.is_equivalent_to(by_rows, 2)
+    assert product.sharding.is_equivalent_to(by_rows, 2)
 
-    @jax.jit
-    def g(x, w):
-        traces.append(None)
-        return x @ w
 
+@pytest.fixture
+def stagings(monkeypatch):
+    """Grows by one each time that a jaxpr is staged for implicit operands."""
+    stage, calls = higher_order._stage, []
+    monkeypatch.setattr(higher_order, "_stage", lambda *args: calls.append(args) or stage(*args))
+    return calls
+
+
+def test_a_second_call_stages_nothing_new(stagings):
+    w = MAKERS["lora"](KEY)
+    g = jax.jit(lambda x, w: x @ w)
     for _ in range(3):
         vn.implicit(g)(X, w)
-    assert len(traces) == 1
+    assert len(stagings) == 1
+
+
+def test_operands_of_another_type_are_staged_for(stagings):
+    g = jax.jit(lambda x, w: x @ w)
+    for name in ("lora", "int8", "lora of int8", "lora"):
+        vn.implicit(g)(X, MAKERS[name](KEY))
+    assert len(stagings) == 3
+
+
+def test_a_rule_registered_late_stages_anew(stagings):
+    class Late(Lora):
+        pass
+
+    w = MAKERS["lora"](KEY)
+    w = Late(w.w, w.a, w.b)
+    g = jax.jit(lambda w: jnp.cos(w))
+    vn.implicit(g)(w)
+
+    @vn.register("cos")
+    def _(x: Late, **params):
+        return X
+
+    assert_close(vn.implicit(g)(w), X)
+    assert len(stagings) == 2
 
 
 def test_staged_programs_are_freed_with_the_function():

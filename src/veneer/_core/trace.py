@@ -105,7 +105,7 @@ class ImplicitTrace(Trace):
 
     # Calls of functions not traced yet, which take dense operands alone.
 
-    def process_call(
+    def process_call(  # JAX < 0.12
         self, primitive: Primitive, f: Any, tracers: Sequence[Any], params: dict[str, Any], /
     ) -> Any:
         return self.parent.process_call(primitive, f, self._dense(primitive, tracers), params)

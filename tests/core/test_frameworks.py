@@ -1,0 +1,130 @@
+"""Implicit arrays whose class is also a module of Equinox or a struct of Flax."""
+
+import dataclasses
+
+import equinox as eqx
+import flax.struct
+import jax
+import jax.numpy as jnp
+import pytest
+from array_types import assert_close
+
+import veneer as vn
+
+
+class Outer:
+    """The outer product of two vectors, times a constant."""
+
+    def materialise(self):
+        return self.k * self.u[..., None] * self.v[..., None, :]
+
+
+class ModuleFirst(Outer, eqx.Module, vn.ImplicitArray):
+    u: jax.Array  # [..., m]
+    v: jax.Array  # [..., n]
+    k: float = vn.static(default=1.0)
+
+
+class ModuleLast(Outer, vn.ImplicitArray, eqx.Module):
+    u: jax.Array
+    v: jax.Array
+    k: float = vn.static(default=1.0)
+
+
+@flax.struct.dataclass
+class Decorated(Outer, vn.ImplicitArray):
+    u: jax.Array
+    v: jax.Array
+    k: float = vn.static(default=1.0)
+
+
+class NodeLast(Outer, vn.ImplicitArray, flax.struct.PyTreeNode):
+    u: jax.Array
+    v: jax.Array
+    k: float = vn.static(default=1.0)
+
+
+class NodeFirst(Outer, flax.struct.PyTreeNode, vn.ImplicitArray):
+    u: jax.Array
+    v: jax.Array
+    k: float = vn.static(default=1.0)
+
+
+U, V = jnp.arange(1.0, 4.0), jnp.linspace(-1.0, 1.0, 2)
+DENSE = 2.0 * U[:, None] * V
+
+
+@pytest.fixture(params=[ModuleFirst, ModuleLast, Decorated, NodeLast, NodeFirst])
+def w(request):
+    return request.param(U, V, k=2.0)
+
+
+def test_it_is_a_frozen_dataclass(w):
+    assert [f.name for f in dataclasses.fields(w)] == ["u", "v", "k"]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        w.k = 3.0
+    changed = dataclasses.replace(w, k=3.0)
+    assert (type(changed), changed.k, w.k) == (type(w), 3.0, 2.0)
+
+
+def test_its_leaves_have_keys_and_its_static_field_is_metadata(w):
+    leaves = jax.tree_util.tree_leaves_with_path(w)
+    assert [(jax.tree_util.keystr(path), leaf.shape) for path, leaf in leaves] == [
+        (".u", (3,)),
+        (".v", (2,)),
+    ]
+    assert jax.tree.structure(w) != jax.tree.structure(dataclasses.replace(w, k=3.0))
+    same = jax.tree.map(lambda x: x * 2, w)
+    assert (type(same), same.k) == (type(w), 2.0)
+    assert_close(same.u, U * 2)
+
+
+def test_it_looks_dense(w):
+    assert (w.shape, w.dtype) == ((3, 2), jnp.float32)
+    assert_close(w, DENSE)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [lambda w: w + 1, lambda w: 2.0 * w, lambda w: U @ w, lambda w: w[1], lambda w: w.sum(axis=0)],
+    ids=["add", "rmul", "rmatmul", "getitem", "sum"],
+)
+def test_operators_and_methods(w, f):
+    assert_close(f(w), f(DENSE))
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        vn.implicit,
+        lambda f: jax.jit(vn.implicit(f)),
+        lambda f: vn.implicit(jax.jit(f)),
+        lambda f: lambda w: jax.vmap(vn.implicit(f))(jax.tree.map(lambda x: x[None], w))[0],
+    ],
+    ids=["eager", "jit outside", "jit inside", "vmap"],
+)
+def test_transformations(w, wrap):
+    assert_close(wrap(lambda w: jnp.sin(U @ w).sum())(w), jnp.sin(U @ DENSE).sum())
+
+
+def test_it_passes_through_jit_as_it_is(w):
+    out = jax.jit(vn.implicit(lambda w: w))(w)
+    assert (type(out), out.k) == (type(w), 2.0)
+
+
+def test_a_rule_may_be_registered_for_it(w):
+    kind = type(w)
+
+    @vn.register("neg")
+    def _(x: kind):
+        return dataclasses.replace(x, k=-x.k)
+
+    assert isinstance(-w, kind)
+    assert_close(-w, -DENSE)
+
+
+def test_the_gradient_by_its_leaves_is_of_the_same_type(w):
+    g = jax.grad(vn.implicit(lambda w: jnp.sin(U @ w).sum()))(w)
+    dense = jax.grad(lambda u: jnp.sin(U @ (2.0 * u[:, None] * V)).sum())(U)
+    assert (type(g), g.k) == (type(w), 2.0)
+    assert_close(g.u, dense)
