@@ -120,6 +120,27 @@ def test_quantize_prints_what_it_did_to_each_group(veneer, model, tmp_path):
     assert rows["total"][:2] == ["8", f"{before / after:.2f}"]
 
 
+@pytest.mark.parametrize("columns", ["20", "60", "200"])
+def test_no_name_and_no_number_is_cut_in_a_narrow_terminal(
+    veneer, model, tmp_path, monkeypatch, columns
+):
+    monkeypatch.setenv("COLUMNS", columns)
+    _, stdout, _ = veneer("quantize", model, tmp_path / "out", "--format", "int8")
+    assert "layers.*.proj.weight" in stdout
+    assert "relative error" in stdout
+    _, stdout, _ = veneer("inspect", tmp_path / "out", "--against", model)
+    assert "layers.0.proj.weight" in stdout
+    assert "…" not in stdout
+
+
+def test_quantize_warns_of_weights_that_are_not_finite(veneer, tmp_path):
+    weights = {"good.weight": normal(4, 8), "bad.weight": normal(4, 8)}
+    weights["bad.weight"][1, 2] = np.nan
+    save_file(weights, tmp_path / "model.safetensors")
+    result = veneer("quantize", tmp_path / "model.safetensors", tmp_path / "out", *INT8)
+    assert (result[0], result[2]) == (0, "veneer: warning: NaN or infinity in bad.weight\n")
+
+
 def test_quantize_reads_a_file_as_well(veneer, model, tmp_path):
     veneer("quantize", model / "model.safetensors", tmp_path / "out", "--format", "int8")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
@@ -197,6 +218,7 @@ BAD_OPTIONS = {
         "tile 3 does not divide axis -1 of 'embed.weight' [10, 8]: tiles that do are 1, 2, 4, 8",
     ),
     "tile_exclude": (["--format", "int8", "--tile", "3"], r"--exclude 'embed\.weight'"),
+    "layout_hint": ([*INT8, "--include", "table"], "or give --layout torch (the last axis)"),
     "tile_zero": ([*INT8, "--tile", "0"], "not 0"),
     "tile_text": ([*INT8, "--tile", "many"], "--tile"),
     "include": ([*INT8, "--include", "attention"], "--include 'attention' matches no tensor"),
@@ -277,7 +299,9 @@ def test_a_rules_file_that_is_wrong_is_named(veneer, model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["ctrl-c", "kill"]
+    ("number", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)],
+    ids=["ctrl-c", "kill", "lost terminal"],
 )
 def test_an_interrupted_run_leaves_nothing(veneer, model, tmp_path, monkeypatch, number, code):
     monkeypatch.setattr(FolderWriter, "finish", lambda *_: signal.raise_signal(number))
@@ -308,6 +332,45 @@ def test_a_defect_of_ours_is_not_taken_for_bad_input(veneer, model, tmp_path, mo
     with pytest.raises(AssertionError, match="a defect"):
         cli.main()
     assert not (tmp_path / "o").exists()
+
+
+def test_a_value_error_after_the_work_is_a_defect_of_ours(veneer, model, tmp_path, monkeypatch):
+    def defect(*_):
+        raise ValueError("a defect")
+
+    monkeypatch.setattr("veneer.quant.checkpoint.summarise", defect)
+    monkeypatch.setattr(sys, "argv", ["veneer", "quantize", str(model), str(tmp_path / "o"), *INT8])
+    with pytest.raises(ValueError, match="a defect"):
+        cli.main()
+
+
+def test_a_value_error_of_the_arithmetic_is_a_defect_of_ours(model, tmp_path, monkeypatch):
+    def defect(*_):
+        raise ValueError("a defect")
+
+    monkeypatch.setattr(vn.quant.Rule, "quantize", defect)
+    monkeypatch.setattr(sys, "argv", ["veneer", "quantize", str(model), str(tmp_path / "o"), *INT8])
+    with pytest.raises(ValueError, match="a defect"):
+        cli.main()
+    assert not (tmp_path / "o").exists()
+
+
+def test_a_damaged_tensor_gets_one_line_and_leaves_nothing(veneer, tmp_path):
+    vn.save(
+        tmp_path / "saved", {"a.weight": normal(4, 8), "q": vn.quant.quantize(normal(4), "int8")}
+    )
+    described = tmp_path / "saved" / "veneer.json"
+    described.write_text(described.read_text().replace('"shape": [4]', '"shape": [5]'))
+    result = veneer("quantize", tmp_path / "saved", tmp_path / "out", *INT8)
+    assert_bad_input(result, "tensor 'q' is stored as float32[4]")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tile_that_a_rules_file_states_is_mended_there(veneer, model, tmp_path):
+    rules = [{"path": "embed.weight", "qtype": "int8", "tile_size": 3}]
+    (tmp_path / "rules.json").write_text(json.dumps(rules))
+    result = veneer("quantize", model, tmp_path / "out", "--rules", tmp_path / "rules.json")
+    assert_bad_input(result, "or leave it dense by a rule before the others whose qtype is null")
 
 
 def rows_of(stdout):
@@ -386,11 +449,17 @@ def test_inspect_refuses_a_name_that_is_not_there(veneer, out):
 
 def test_demo_hands_its_options_on(veneer, monkeypatch, tmp_path):
     calls = []
-    run = types.SimpleNamespace(main=lambda model, output: calls.append((model, output)))
+    run = types.SimpleNamespace(
+        load=lambda folder: folder, main=lambda model, output: calls.append((model, output))
+    )
     monkeypatch.setitem(sys.modules, "veneer.demo.run", run)
     monkeypatch.setattr("veneer.demo.run", run, raising=False)
     assert veneer("demo", "--model", tmp_path, "--output", tmp_path / "o")[0] == 0
     assert calls == [(tmp_path, tmp_path / "o")]
+
+
+def test_demo_refuses_what_is_no_model_in_one_line(veneer, tmp_path):
+    assert_bad_input(veneer("demo", "--model", tmp_path / "nowhere"), "nowhere is not a folder")
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"]])

@@ -4,9 +4,11 @@ The commands import what they need when they run, so that `veneer --help` is qui
 """
 
 import contextlib
+import math
+import re
 import signal
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -23,6 +25,25 @@ except ImportError as error:
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 
+class _BadInput(Exception):
+    """Something that the user can mend."""
+
+
+@contextlib.contextmanager
+def _bad_input(
+    errors: tuple[type[Exception], ...] = (ValueError, OSError, ImportError),
+) -> Iterator[None]:
+    """Takes these errors, where the block raises them, for something that the user can mend.
+
+    By default those of reading and checking what the user gave. A block that also computes names
+    `OSError` alone: that is the file system's, and a ValueError would be a defect of ours.
+    """
+    try:
+        yield
+    except errors as error:
+        raise _BadInput(str(error)) from error
+
+
 class _OneLineErrors(TyperGroup):
     """Bad input ends in one line on stderr and exit code 2; our own defects in a traceback."""
 
@@ -36,7 +57,7 @@ class _OneLineErrors(TyperGroup):
             code = 130
         except _UsageError as error:
             code = _complain(f"{error.format_message()} (try 'veneer --help')")  # type: ignore[attr-defined]
-        except (ValueError, OSError, ImportError) as error:
+        except _BadInput as error:
             code = _complain(str(error))
         sys.exit(code or 0)
 
@@ -56,7 +77,7 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Run the command line."""
+    """Runs the command line."""
     app()
 
 
@@ -113,21 +134,25 @@ def quantize(
     appears when it is complete.
     """
     from .interop.folder import FolderWriter, TensorFolder, copy_sidecars, write_aside
-    from .quant.checkpoint import plan, quantize_stream
+    from .quant.checkpoint import quantize_stream
 
-    selectors = _selectors(format, tile, include or [], exclude or [], layout, rules)
     outcomes = []
-    with _sigterm_raises(), TensorFolder(source) as tensors:
-        chosen = plan(tensors.dense_avals(), selectors)
-        with write_aside(target) as folder:
+    with _kill_raises(), contextlib.ExitStack() as stack:
+        with _bad_input():
+            selectors = _selectors(format, tile, include or [], exclude or [], layout, rules)
+            tensors = stack.enter_context(TensorFolder(source))
+            chosen = _plan(tensors.dense_avals(), selectors, in_file=rules is not None)
+        with _bad_input((OSError,)), write_aside(target) as folder:
             copy_sidecars(source, folder)
             writer = FolderWriter(folder, tensors)
-            stream = quantize_stream(((name, tensors.read(name)) for name in tensors), chosen)
+            stream = quantize_stream((_read(tensors, name) for name in tensors), chosen)
             for value, outcome in _with_progress(stream, len(tensors)):
                 writer.add(outcome.name, value)
                 outcomes.append(outcome)
-            writer.finish(tensors.layout.tree)
+            writer.finish(tensors.manifest.tree)
     _print_summary(outcomes)
+    if damaged := [o.name for o in outcomes if o.error is not None and not math.isfinite(o.error)]:
+        print(f"veneer: warning: NaN or infinity in {', '.join(damaged)}", file=sys.stderr)
 
 
 @app.command()
@@ -151,7 +176,7 @@ def inspect(
     from .interop.folder import TensorFolder
     from .interop.inspect import inspect
 
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack, _bad_input():
         source = stack.enter_context(TensorFolder(path))
         original = stack.enter_context(TensorFolder(against)) if against else None
         reports = list(inspect(source, [tensor] if tensor else list(source), original))
@@ -184,9 +209,12 @@ def demo(
     ),
 ) -> None:
     """Quantise a sentence encoder, and show what it costs."""
-    from .demo import run
+    with _bad_input():
+        from .demo import run
 
-    run.main(model, output)
+        encoder = run.load(model)
+    with _bad_input((OSError,)):
+        run.main(encoder, output)
 
 
 def _selectors(
@@ -198,7 +226,7 @@ def _selectors(
     rules: Path | None,
 ) -> list[Any]:
     from .quant import FORMATS
-    from .quant.checkpoint import ANY_WEIGHT, CONTRACTING_AXIS, Selector, selectors_from_json
+    from .quant.selection import ANY_WEIGHT, CONTRACTING_AXIS, Selector, selectors_from_json
 
     axis = None if layout is None else CONTRACTING_AXIS[layout]
     if rules is not None:
@@ -211,30 +239,54 @@ def _selectors(
             raise ValueError(f"{rules}: {error}") from error
     if format is None:
         raise ValueError(f"--format is missing: one of {', '.join(FORMATS)}, or --rules FILE")
-    dense = [Selector(regex, None, option="--exclude") for regex in exclude]
+    dense = [Selector(regex, None, stated="--exclude") for regex in exclude]
     wanted = [Selector(regex, format, tile, axis, "--include") for regex in include]
     default = Selector(ANY_WEIGHT, format, tile, axis, "--include (by default)")
     return dense + (wanted or [default])
 
 
+def _plan(avals: Mapping[str, Any], selectors: list[Any], *, in_file: bool) -> dict[str, Any]:
+    from .quant.selection import TileError, UnknownAxisError, plan
+
+    try:
+        return plan(avals, selectors)
+    except UnknownAxisError as error:
+        option = "--layout torch (the last axis) or jax (the one before)"
+        raise ValueError(f"{error}, or give {option}") from error
+    except TileError as error:
+        # Not by repr, which would double the backslashes.
+        exclude = f"--exclude '{re.escape(error.tensor)}'"
+        way = "a rule before the others whose qtype is null" if in_file else exclude
+        raise ValueError(f"{error} by {way}") from error
+
+
+def _read(tensors: Any, name: str) -> tuple[str, Any]:
+    with _bad_input():
+        return name, tensors.read(name)
+
+
 @contextlib.contextmanager
-def _sigterm_raises() -> Iterator[None]:
-    """A polite kill unwinds as Ctrl-C does, so that what is half done is removed."""
+def _kill_raises() -> Iterator[None]:
+    """A kill or a lost terminal unwinds as Ctrl-C does: what is half done is removed."""
 
     def stop(number: int, frame: object) -> NoReturn:
         raise SystemExit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, stop)
+    names = ("SIGTERM", "SIGHUP")  # Windows has no SIGHUP
+    signals = [getattr(signal, name) for name in names if hasattr(signal, name)]
+    before = [signal.signal(number, stop) for number in signals]
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in zip(signals, before, strict=True):
+            signal.signal(number, handler)
 
 
 def _with_progress(stream: Iterable[Any], total: int) -> Iterable[Any]:
+    from rich.console import Console
     from rich.progress import track
 
-    console = _console(stderr=True)
+    console = Console(stderr=True)
     if not console.is_terminal:  # rich 14 and older end a disabled bar with an empty line
         return stream
     return track(stream, "Quantising", total, console=console, transient=True)
@@ -270,6 +322,7 @@ def _print_summary(outcomes: Iterable[Any]) -> None:
 
 def _print_table(columns: list[str], rows: list[list[str]], total: list[str] | None = None) -> None:
     from rich import box
+    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -280,17 +333,12 @@ def _print_table(columns: list[str], rows: list[list[str]], total: list[str] | N
             column,
             footer=total[i] if total else "",
             justify="left" if text else "right",
-            overflow="fold",
-            no_wrap=not text,
+            no_wrap=True,
         )
     for row in rows:
         table.add_row(*map(Text, row))  # as text: a name in brackets is no markup
-    _console().print(table)
-
-
-def _console(stderr: bool = False) -> Any:
-    from rich.console import Console
-
-    console = Console(stderr=stderr)
-    # A pipe has no width, and rich would fold names at 80 columns.
-    return console if console.is_terminal else Console(stderr=stderr, width=160)
+    # As wide as it is: the terminal may wrap lines, but no name or number is cut.
+    console = Console()
+    unbounded = console.options.update(width=10_000)
+    console.width = max(console.width, console.measure(table, options=unbounded).maximum)
+    console.print(table, soft_wrap=True)

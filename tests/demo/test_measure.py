@@ -6,7 +6,7 @@ import pytest
 
 import veneer as vn
 from veneer.demo import measure, model
-from veneer.demo.measure import DENSE, FORMATS, NF4, Format
+from veneer.demo.measure import DENSE, NF4, VARIANTS, Variant
 from veneer.demo.sentences import sentences
 
 
@@ -15,8 +15,8 @@ def bert(bert_folder):
     return model.load(bert_folder)
 
 
-def test_formats_print_as_the_table_names_them():
-    assert [str(format) for format in FORMATS] == [
+def test_variants_print_as_the_table_names_them():
+    assert [str(variant) for variant in VARIANTS] == [
         "f32",
         "int8, channelwise",
         "nf4, tile 64",
@@ -26,7 +26,7 @@ def test_formats_print_as_the_table_names_them():
 
 
 def test_tiles_shrink_to_what_divides_the_model(bert):
-    assert [str(format.fitted(bert)) for format in (DENSE, Format("int8"), NF4)] == [
+    assert [str(variant.fitted(bert)) for variant in (DENSE, Variant("int8"), NF4)] == [
         "f32",
         "int8, channelwise",
         "nf4, tile 32",
@@ -34,18 +34,20 @@ def test_tiles_shrink_to_what_divides_the_model(bert):
 
 
 @pytest.mark.parametrize(
-    ("format", "code_bytes", "tile"),
-    [(Format("int8"), 1, None), (Format("nf4", 32), 0.5, 32), (Format("int4", 16), 0.5, 16)],
+    ("variant", "code_bytes", "tile"),
+    [(Variant("int8"), 1, None), (Variant("nf4", 32), 0.5, 32), (Variant("int4", 16), 0.5, 16)],
     ids=str,
 )
-def test_bytes_are_packed_codes_scales_and_what_stays_dense(bert, params, format, code_bytes, tile):
+def test_bytes_are_packed_codes_scales_and_what_stays_dense(
+    bert, params, variant, code_bytes, tile
+):
     expected = 0
     for value in params.values():
         if value.ndim == 1:
             expected += value.nbytes
         else:
             expected += value.size * code_bytes + value.size // (tile or value.shape[-1]) * 4
-    assert measure.nbytes(measure.quantise(bert, format)) == expected
+    assert measure.nbytes(measure.quantise(bert, variant)) == expected
 
 
 def test_f32_is_the_checkpoint(bert, params):
@@ -60,9 +62,11 @@ def test_cosine_and_neighbours_of_rows_known_by_hand():
     assert measure.neighbours_kept(turned, reference) == pytest.approx(2 / 3)
 
 
-@pytest.mark.parametrize("format", [Format("int8"), Format("nf4", 32), Format("int4", 32)], ids=str)
-def test_of_the_weights_only_the_rows_looked_up_are_made_dense(bert, format):
-    params = measure.quantise(bert, format)
+@pytest.mark.parametrize(
+    "variant", [Variant("int8"), Variant("nf4", 32), Variant("int4", 32)], ids=str
+)
+def test_of_the_weights_only_the_rows_looked_up_are_made_dense(bert, variant):
+    params = measure.quantise(bert, variant)
     _, batch = next(bert.batches(sentences(8)))
     program, made_dense = model.sentence_encoder().encode, []
     observed = jax.jit(vn.implicit(program, on_materialise=made_dense.append), static_argnums=1)

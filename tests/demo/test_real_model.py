@@ -5,15 +5,15 @@ import pytest
 
 from veneer.demo import measure, model
 from veneer.demo.fetch import fetch
-from veneer.demo.measure import DENSE, FORMATS, Format
+from veneer.demo.measure import DENSE, VARIANTS, Variant
 from veneer.demo.sentences import sentences
 
 # Mean cosine of the embeddings of 512 English sentences to those of f32.
 EXPECTED = {
-    Format("int8"): 0.9996,
-    Format("nf4", 64): 0.970,
-    Format("int4", 32): 0.955,
-    Format("int4", 128): 0.933,
+    Variant("int8"): 0.9996,
+    Variant("nf4", 64): 0.970,
+    Variant("int4", 32): 0.955,
+    Variant("int4", 128): 0.933,
 }
 
 
@@ -29,7 +29,7 @@ def bert():
 @pytest.fixture(scope="module")
 def embed(bert):
     encode = measure.compiled(bert)
-    return lambda format: measure.embed(bert, encode, measure.quantise(bert, format), sentences())
+    return lambda variant: measure.embed(bert, encode, measure.quantise(bert, variant), sentences())
 
 
 @pytest.fixture(scope="module")
@@ -37,14 +37,14 @@ def dense(embed):
     return embed(DENSE)
 
 
-def test_the_expected_figures_are_of_the_formats_shown():
-    assert set(EXPECTED) == set(FORMATS) - {DENSE}
+def test_the_expected_figures_are_of_the_variants_shown():
+    assert set(EXPECTED) == set(VARIANTS) - {DENSE}
 
 
-@pytest.mark.parametrize("format", EXPECTED, ids=str)
-def test_quantised_embeddings_are_as_near_to_f32_as_expected(embed, dense, format):
+@pytest.mark.parametrize("variant", EXPECTED, ids=str)
+def test_quantised_embeddings_are_as_near_to_f32_as_expected(embed, dense, variant):
     # The sentences differ from one Python to the next; 0.005 leaves room for that.
-    assert measure.mean_cosine(embed(format), dense) == pytest.approx(EXPECTED[format], abs=0.005)
+    assert measure.mean_cosine(embed(variant), dense) == pytest.approx(EXPECTED[variant], abs=0.005)
 
 
 def test_similar_sentences_have_similar_embeddings(bert):

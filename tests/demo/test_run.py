@@ -8,12 +8,12 @@ from matplotlib.image import imread
 
 from veneer import demo
 from veneer.demo import run
-from veneer.demo.measure import FORMATS
+from veneer.demo.measure import VARIANTS
 
 
 def test_prints_a_table_and_an_answer_and_writes_a_picture(write_bert, params, tmp_path, capsys):
     folder = write_bert(params, num_hidden_layers=1)  # fifteen programs are compiled
-    run.main(folder, tmp_path / "new" / "output")
+    run.main(run.load(folder), tmp_path / "new" / "output")
     printed = capsys.readouterr().out
     for said in ("f32", "int8, channelwise", "nf4, tile 32", "int4, tile 32", run.QUERY):
         assert said in printed
@@ -23,7 +23,7 @@ def test_prints_a_table_and_an_answer_and_writes_a_picture(write_bert, params, t
 
 
 def test_the_table_fits_a_terminal_of_80_columns(capsys):
-    widest = run.Measurement(FORMATS[1], 999_999_999, 0.9996, 1.0, 9999.0, 999.9)
+    widest = run.Measurement(VARIANTS[1], 999_999_999, 0.9996, 1.0, 9999.0, 999.9)
     run.Console(width=80).print(run.table([widest]))
     printed = capsys.readouterr().out
     assert "int8, channelwise" in printed

@@ -1,12 +1,10 @@
-"""Which tensors of a checkpoint are quantised, and that they pass one at a time."""
+"""What becomes of the tensors of a checkpoint, and that they pass one at a time."""
 
-import json
 import math
 import tracemalloc
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -14,129 +12,13 @@ from veneer.interop.folder import FolderWriter, TensorFolder, write_aside
 from veneer.interop.safetensors import load, save
 from veneer.quant import Rule, quantize
 from veneer.quant.checkpoint import (
-    ANY_WEIGHT,
     Outcome,
-    Selector,
     describe_format,
-    plan,
     quantize_stream,
     relative_error,
-    selectors_from_json,
     summarise,
 )
-
-
-def aval(*shape, dtype=np.float32):
-    return jax.ShapeDtypeStruct(shape, np.dtype(dtype))
-
-
-AVALS = {
-    "embed.weight": aval(10, 8),
-    "layers.0.weight": aval(4, 8),
-    "layers.0.kernel": aval(8, 4),
-    "layers.1.weight": aval(4, 8, dtype=ml_dtypes.bfloat16),
-    "norm.weight": aval(8),
-    "table": aval(8, 6),
-    "ids.weight": aval(3, 3, dtype=np.int64),
-    "fp8.weight": aval(4, 8, dtype=ml_dtypes.float8_e4m3fn),
-}
-
-
-def test_the_default_takes_floating_weights_and_kernels_of_rank_two_and_up():
-    chosen = plan(AVALS, [Selector(ANY_WEIGHT, "int8")])
-    assert {name: rule.tile_axis for name, rule in chosen.items()} == {
-        "embed.weight": -1,
-        "layers.0.weight": -1,
-        "layers.0.kernel": -2,
-        "layers.1.weight": -1,
-    }
-
-
-def test_the_first_selector_that_matches_wins():
-    chosen = plan(
-        AVALS,
-        [Selector("embed.*", None), Selector("layers.0.*", "nf4", 4), Selector(ANY_WEIGHT, "int8")],
-    )
-    assert {name: (rule.qtype, rule.tile_size) for name, rule in chosen.items()} == {
-        "layers.0.weight": ("nf4", 4),
-        "layers.0.kernel": ("nf4", 4),
-        "layers.1.weight": ("int8", None),
-    }
-
-
-def test_a_stated_axis_counts_more_than_the_name():
-    assert plan(AVALS, [Selector("table", "int8", 2, -1)])["table"].tile_axis == -1
-    assert plan(AVALS, [Selector("embed.weight", "int8", 2, -2)])["embed.weight"].tile_axis == -2
-
-
-BAD = {
-    "nothing": (Selector("layers", "int8"), r"'layers' matches no tensor; .* 'embed.weight'"),
-    "nothing_dense": (Selector("norm", None), "'norm' matches no tensor"),
-    "integers": (Selector("ids.*", "int8"), r"'ids.weight' is int64\[3, 3\].* bfloat16.*rank 2"),
-    "float8": (Selector("fp8.*", "int8"), r"'fp8.weight' is float8_e4m3fn\[4, 8\]"),
-    "vector": (Selector("norm.weight", "int8"), r"'norm.weight' is float32\[8\]"),
-    "axis": (Selector("table", "int8", 2, -3), r"axis -3, and 'table' \[8, 6\] has none"),
-    "unknown_axis": (Selector("table", "int8"), r"'table' \[8, 6\] is unknown.*--layout torch"),
-    "tile": (
-        Selector("layers.0.weight", "int8", 3),
-        r"tile 3 does not divide axis -1 of 'layers.0.weight' \[4, 8\]: tiles that do are 1, 2, 4, "
-        r"8, .*--exclude 'layers\\.0\\.weight'",
-    ),
-    "nothing_left": (Selector(".*", None), "no tensor is left to quantise"),
-}
-
-
-@pytest.mark.parametrize(("selector", "message"), BAD.values(), ids=BAD)
-def test_a_plan_that_cannot_be_is_refused(selector, message):
-    with pytest.raises(ValueError, match=message):
-        plan(AVALS, [selector])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("(", "int8"), r"'\(' is not a regex"),
-        (("x", "int9"), "unknown format 'int9'.*int4"),
-        (("x", "int8", 0), "not 0"),
-    ],
-)
-def test_a_selector_is_checked_when_it_is_made(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        Selector(*arguments)
-
-
-def test_rules_are_read_in_order_with_what_is_missing_by_default():
-    text = json.dumps(
-        [
-            {"path": "embed.*", "qtype": None},
-            {"path": ".*", "qtype": "int4", "tile_size": 32, "tile_axis": -2},
-            {"path": "x", "qtype": "int8", "tile_size": None},
-        ]
-    )
-    assert selectors_from_json(text, tile_axis=-1) == [
-        Selector("embed.*", None, None, -1),
-        Selector(".*", "int4", 32, -2),
-        Selector("x", "int8", None, -1),
-    ]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "{}",
-        "[1]",
-        '[{"path": "x"}]',
-        '[{"path": "x", "qtype": "int8", "tile": 4}]',
-        '[{"path": "x", "qtype": "int8", "tile_size": "4"}]',
-        '[{"path": "x", "qtype": "int8", "tile_size": true}]',
-        '[{"path": "x", "qtype": "int8", "tile_axis": null}]',
-        '[{"path": "x", "qtype": "int7"}]',
-    ],
-)
-def test_malformed_rules_are_refused(text):
-    with pytest.raises(ValueError, match=r"rule|format"):
-        selectors_from_json(text)
+from veneer.quant.selection import ANY_WEIGHT, Selector, plan
 
 
 def normal(*shape, seed=0):

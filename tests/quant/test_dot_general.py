@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from array_types import Lora
 from jax import lax
 
 import veneer as vn
@@ -127,6 +128,18 @@ def test_a_nan_scale_is_seen_in_its_own_channel(qtype):
     )
     assert np.isnan(y).all(axis=0).tolist() == [False, True, False]
     assert np.isfinite(y[:, ::2]).all()
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_other_implicit_operands_are_materialised(side):
+    low_rank = Lora(normal(8, 8), normal(8, 2), normal(2, 8))
+    operands = [quantize(normal(8, 8), "int8", channelwise_axes=[1 - side])] * 2
+    operands[side] = low_rank
+    dimension_numbers = (([1], [0]), ([], []))
+    run = lambda *operands: vn.quant.dot_general(*operands, dimension_numbers)
+    expected = lax.dot_general(*vn.materialise(operands), dimension_numbers)
+    assert_agrees(run(*operands), expected)
+    assert_agrees(jax.jit(run)(*operands), expected)
 
 
 # What is computed: the claims about the jaxpr.

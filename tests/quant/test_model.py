@@ -129,3 +129,13 @@ def test_a_tile_that_does_not_fit_is_refused_with_the_path(rule, message):
 def test_a_rule_that_cannot_work_is_refused_where_it_is_written(args, kwargs, message):
     with pytest.raises(ValueError, match=message):
         Rule(*args, **kwargs)
+
+
+def test_a_tile_that_is_no_integer_is_refused_where_it_is_written():
+    with pytest.raises(TypeError, match="tile_size"):
+        Rule(".*", "int8", tile_size=1.5)
+
+
+def test_the_integers_of_numpy_are_integers():
+    rule = Rule(".*", "int8", tile_size=np.int64(2), tile_axis=np.int32(-1))
+    assert rule.quantize(jnp.ones((4, 8))).scale.shape == (4, 4)

@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from array_types import Lora
 
 import veneer as vn
 from veneer.quant import FORMATS, Packing, QArray, dequantize, quantize
@@ -303,6 +304,55 @@ def test_from_packed_takes_the_leaves_as_they_are(qtype):
 def test_from_packed_refuses_what_does_not_fit(packed, kwargs, message):
     with pytest.raises(ValueError, match=message):
         QArray.from_packed(packed, np.ones(1, np.float32), **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("build", "name"),
+    [
+        (lambda q: QArray(q.qvalue, 0.5), "scale"),
+        (lambda q: QArray([[1, 2]], q.scale), "qvalue"),
+        (lambda q: QArray(q.qvalue, q.scale, 3), "zero_point"),
+        (lambda q: QArray.from_packed(q.packed, 0.5, qtype="int8"), "scale"),
+        (lambda q: q.replace(packed=[[1, 2]]), "packed"),
+        (lambda q: dequantize(jnp.ones(3)), "q|dequantize"),
+    ],
+)
+def test_what_is_not_an_array_is_refused_by_name(build, name):
+    with pytest.raises(TypeError, match=name):
+        build(quantize(normal(2, 4), "int8"))
+
+
+@pytest.mark.parametrize("qtype", FORMATS)
+def test_replace_keeps_the_other_parts(qtype):
+    q = quantize(normal(3, 5, dtype=jnp.bfloat16), qtype, scale_dtype=jnp.float32)
+    new = q.replace(scale=2 * q.scale)
+    assert new.packed is q.packed
+    assert jax.tree.structure(new) == jax.tree.structure(q)
+    np.testing.assert_array_equal(new.dequantize(), 2 * q.dequantize())
+    assert q.replace(dense_dtype=jnp.float16).dtype == jnp.float16
+
+
+def test_replace_refuses_what_does_not_fit():
+    q = quantize(normal(3, 5), "nf4")
+    with pytest.raises(ValueError, match=r"scale has shape \(5,\)"):
+        q.replace(scale=jnp.ones(5))
+    with pytest.raises(TypeError, match="no 'qvalue' to replace, but packed, scale"):
+        q.replace(qvalue=q.qvalue)
+
+
+def test_an_implicit_array_of_another_type_is_materialised_first():
+    low_rank = Lora(normal(6, 4), normal(6, 2), normal(2, 4))
+    expected = quantize(low_rank.materialise(), "int8")
+    for q in (quantize(low_rank, "int8"), jax.jit(lambda w: quantize(w, "int8"))(low_rank)):
+        np.testing.assert_allclose(q.dequantize(), expected.dequantize(), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("shape", "tiling", "expected"),
+    [((6, 8), {"channelwise_axes": [0], "tiled_axes": {1: 4}}, (1, 4)), ((0, 4), {}, (0, 4))],
+)
+def test_the_tile_shape_is_how_many_values_share_a_scale(shape, tiling, expected):
+    assert quantize(jnp.ones(shape), "int8", **tiling).tile_shape == expected
 
 
 # As a pytree.

@@ -56,5 +56,6 @@ class ImplicitArray(ArrayOperators, Value, abstract=True):
     @property
     def nbytes(self) -> int:
         """The bytes that are stored: those of the leaves, not of the dense array."""
-        avals = [jax.typeof(leaf) for leaf in jax.tree.leaves(self)]
-        return sum(aval.size * aval.dtype.itemsize for aval in avals)
+        leaves = jax.tree.leaves(self)
+        arrays = [x if hasattr(x, "dtype") else jax.typeof(x) for x in leaves]  # a Python scalar
+        return sum(x.size * x.dtype.itemsize for x in arrays)

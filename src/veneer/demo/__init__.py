@@ -6,7 +6,7 @@
 | `fetch` | all-MiniLM-L6-v2 as data, into a cache |
 | `model` | a Hugging Face BERT folder, and the program that runs it |
 | `sentences` | 512 English sentences |
-| `measure` | bytes, fidelity and milliseconds of each format |
+| `measure` | bytes, fidelity and milliseconds of each variant |
 | `picture` | size against fidelity |
 
 The program itself, `examples/sentence_encoder.py`, does not import veneer.

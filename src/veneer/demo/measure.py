@@ -1,4 +1,4 @@
-"""What each format costs and what it keeps: bytes, fidelity to f32, milliseconds."""
+"""What each variant costs and what it keeps: bytes, fidelity to f32, milliseconds."""
 
 import math
 import statistics
@@ -19,10 +19,16 @@ Encode = Callable[[Params, Batch], jax.Array]
 
 
 @dataclass(frozen=True)
-class Format:
-    """How the demo stores a model's weights; `qtype=None` is f32, `tile_size=None` channelwise.
+class Variant:
+    """How the demo stores a model's weights.
 
-    >>> print(Format("nf4", 64), Format("int8"), Format(), sep="; ")
+    **Arguments:**
+
+    - `qtype`: the format, or None for f32.
+    - `tile_size`: how many values share a scale, or None for one scale a channel.
+
+    >>> from veneer.demo.measure import Variant
+    >>> print(Variant("nf4", 64), Variant("int8"), Variant(), sep="; ")
     nf4, tile 64; int8, channelwise; f32
     """
 
@@ -35,28 +41,32 @@ class Format:
         tile = "channelwise" if self.tile_size is None else f"tile {self.tile_size}"
         return f"{self.qtype}, {tile}"
 
-    def fitted(self, model: Model) -> "Format":
-        """With the largest part of the tile that divides the axes which the model contracts."""
+    def fitted(self, model: Model) -> "Variant":
+        """Returns it with the largest part of the tile that divides what the model contracts."""
         if self.tile_size is None:
             return self
-        return Format(self.qtype, math.gcd(self.tile_size, *model.contracted))
+        return Variant(self.qtype, math.gcd(self.tile_size, *model.contracted))
 
 
-DENSE = Format()
-NF4 = Format("nf4", 64)
-FORMATS = (DENSE, Format("int8"), NF4, Format("int4", 32), Format("int4", 128))
+DENSE = Variant()
+NF4 = Variant("nf4", 64)
+VARIANTS = (DENSE, Variant("int8"), NF4, Variant("int4", 32), Variant("int4", 128))
 
 
 @dataclass(frozen=True)
 class Measurement:
     """One row of the demo's table.
 
-    `nbytes` are the parameters' as stored; `cosine` is the mean to the embeddings of f32, `kept`
-    the fraction of sentences whose nearest neighbour is that of f32; the times are for a batch of
-    64 and a batch of 1.
+    **Arguments:**
+
+    - `variant`: how the weights are stored.
+    - `nbytes`: of the parameters, as stored.
+    - `cosine`: the mean to the embeddings of f32.
+    - `kept`: the fraction of sentences whose nearest neighbour is that of f32.
+    - `batch_ms`, `single_ms`: for a batch of 64 and a batch of 1.
     """
 
-    format: Format
+    variant: Variant
     nbytes: int
     cosine: float
     kept: float
@@ -64,26 +74,26 @@ class Measurement:
     single_ms: float
 
 
-def quantise(model: Model, format: Format) -> Params:
-    """The parameters on the device, every weight of rank 2 in `format`, embeddings included."""
+def quantise(model: Model, variant: Variant) -> Params:
+    """Puts the parameters on the device, every weight of rank 2 quantised, embeddings included."""
     params = jax.device_put(model.params)
-    if format.qtype is None:
+    if variant.qtype is None:
         return params
-    weights = vn.quant.Rule(r".*weight", format.qtype, tile_size=format.tile_size, tile_axis=-1)
+    weights = vn.quant.Rule(r".*weight", variant.qtype, tile_size=variant.tile_size, tile_axis=-1)
     return vn.quant.quantize_tree(params, [weights])
 
 
 def compiled(model: Model) -> Encode:
-    """The encoder, a program for dense arrays, as a function of parameters in any format.
+    """Returns the encoder, a program for dense arrays, for parameters stored in any way.
 
-    It is compiled once for each format and shape of batch.
+    It is compiled once for each variant and shape of batch.
     """
     encode = jax.jit(vn.implicit(sentence_encoder().encode), static_argnums=1)
     return lambda params, batch: encode(params, model.config, *batch)
 
 
 def embed(model: Model, encode: Encode, params: Params, sentences: Sequence[str]) -> np.ndarray:
-    """The embeddings of the sentences: unit vectors, `[len(sentences), hidden]` in f32."""
+    """Embeds the sentences: unit vectors, `[len(sentences), hidden]` in f32."""
     found = [
         (rows, np.asarray(encode(params, batch))[: len(rows)])
         for rows, batch in model.batches(sentences)
@@ -94,39 +104,38 @@ def embed(model: Model, encode: Encode, params: Params, sentences: Sequence[str]
 
 def measure(
     encode: Encode,
-    params: Mapping[Format, Params],
-    embeddings: Mapping[Format, np.ndarray],
+    params: Mapping[Variant, Params],
+    embeddings: Mapping[Variant, np.ndarray],
     batch: Batch,
 ) -> list[Measurement]:
-    """One measurement a format, against `embeddings[DENSE]`; `batch` is what is timed."""
+    """Measures each variant against `embeddings[DENSE]`; `batch` is what is timed."""
     single = Batch(batch.ids[:1], batch.mask[:1])
-    variants = list(params.values())
-    batch_ms = _milliseconds(encode, variants, batch, repeats=5)
-    single_ms = _milliseconds(encode, variants, single, repeats=20)
+    batch_ms = _milliseconds(encode, list(params.values()), batch, repeats=5)
+    single_ms = _milliseconds(encode, list(params.values()), single, repeats=20)
     return [
         Measurement(
-            format,
-            nbytes(params[format]),
-            mean_cosine(embeddings[format], embeddings[DENSE]),
-            neighbours_kept(embeddings[format], embeddings[DENSE]),
+            variant,
+            nbytes(params[variant]),
+            mean_cosine(embeddings[variant], embeddings[DENSE]),
+            neighbours_kept(embeddings[variant], embeddings[DENSE]),
             *times,
         )
-        for format, *times in zip(params, batch_ms, single_ms, strict=True)
+        for variant, *times in zip(params, batch_ms, single_ms, strict=True)
     ]
 
 
 def nbytes(params: Params) -> int:
-    """Bytes that the leaves hold, which for a quantised weight are packed codes and scales."""
+    """Counts the bytes of the leaves, which for a quantised weight are packed codes and scales."""
     return sum(leaf.nbytes for leaf in jax.tree.leaves(params))
 
 
 def mean_cosine(embeddings: np.ndarray, reference: np.ndarray) -> float:
-    """Mean over the rows of the cosine between two sets of unit vectors `[sentences, hidden]`."""
+    """Returns the mean cosine of the rows of two sets of unit vectors `[sentences, hidden]`."""
     return float((embeddings * reference).sum(1).mean())
 
 
 def neighbours_kept(embeddings: np.ndarray, reference: np.ndarray) -> float:
-    """Fraction of the rows `[sentences, hidden]` whose nearest other row is the reference's."""
+    """Returns the fraction of rows `[sentences, hidden]` whose nearest other is the reference's."""
     return float((_nearest(embeddings) == _nearest(reference)).mean())
 
 
@@ -139,7 +148,7 @@ def _nearest(embeddings: np.ndarray) -> np.ndarray:
 def _milliseconds(
     encode: Encode, variants: Sequence[Params], batch: Batch, repeats: int
 ) -> list[float]:
-    """Median milliseconds of a call with each of the variants.
+    """Returns the median milliseconds of a call with each of the parameters.
 
     They take turns, so that whatever else the machine does falls on all of them alike.
     """

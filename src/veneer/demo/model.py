@@ -43,7 +43,7 @@ _RENAMED = (
 
 @cache
 def sentence_encoder() -> ModuleType:
-    """The program `examples/sentence_encoder.py`, from a checkout or from the installed package."""
+    """Imports `examples/sentence_encoder.py`, of a checkout or of the installed package."""
     here = Path(__file__).parent
     installed, checkout = here, here.parents[2] / "examples"
     for folder in (installed, checkout):
@@ -70,20 +70,25 @@ class Batch(NamedTuple):
 class Model:
     """A BERT encoder: dense f32 parameters under torch's names, and what is needed to run them.
 
-    `contracted` are the sizes of the axes that its matmuls contract, `longest` the most tokens of a
-    sentence.
+    **Arguments:**
+
+    - `params`: by name.
+    - `config`: the encoder's own.
+    - `tokenizer`: truncates to `longest`.
+    - `contracted`: the sizes of the axes that its matmuls contract.
+    - `longest`: the most tokens of a sentence.
     """
 
     params: dict[str, np.ndarray]
-    config: Any  # the encoder's own
+    config: Any
     tokenizer: Tokenizer
     contracted: tuple[int, ...]
     longest: int
 
     def batches(self, sentences: Sequence[str]) -> Iterator[tuple[np.ndarray, Batch]]:
-        """The sentences in batches of 64 (of 1 if there is but one), shortest first.
+        """Yields the sentences in batches of 64 (of 1 if there is but one), shortest first.
 
-        Yields the indices of the sentences with each batch. A last batch that is not full ends in
+        With each batch come the indices of its sentences. A last batch that is not full ends in
         empty rows, so that it needs no compilation of its own.
         """
         tokens = [encoding.ids for encoding in self.tokenizer.encode_batch(list(sentences))]
@@ -101,11 +106,10 @@ class Model:
 
 
 def load(folder: Path) -> Model:
-    """The model in a Hugging Face folder: `config.json`, `tokenizer.json` and safetensors.
+    """Loads the model of a Hugging Face folder: `config.json`, `tokenizer.json` and safetensors.
 
-    Raises:
-        FileNotFoundError: the folder or one of its files is missing.
-        ValueError: a file is broken, or the model is not a dense BERT encoder.
+    **Raises:** `FileNotFoundError` where the folder or one of its files is missing. `ValueError`
+    where a file is broken, or the model is not a dense BERT encoder.
     """
     if not folder.is_dir():
         raise FileNotFoundError(

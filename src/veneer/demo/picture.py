@@ -1,4 +1,4 @@
-"""The demo's picture: size against fidelity, one point a format."""
+"""The demo's picture: size against fidelity, one point a variant."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,11 +22,11 @@ def save(measurements: Sequence[Measurement], path: Path) -> None:
     megabytes = [row.nbytes / 1e6 for row in measurements]
     largest, smallest = max(megabytes), min(megabytes)
     for row, x in zip(measurements, megabytes, strict=True):
-        colour = _COLOUR[row.format.qtype]
+        colour = _COLOUR[row.variant.qtype]
         axes.plot(x, row.cosine, "o", ms=11, color=colour, mec="white", mew=1.5, zorder=3)
         beside = 10 if x < largest else -10  # in points; the largest stands at the right edge
         axes.annotate(
-            f"{row.format}\n{x:.1f} MB · {row.cosine:.4f}",
+            f"{row.variant}\n{x:.1f} MB · {row.cosine:.4f}",
             (x, row.cosine),
             xytext=(beside, 0),
             textcoords="offset points",

@@ -8,44 +8,51 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from . import picture
+from . import model, picture
 from .fetch import fetch
-from .measure import FORMATS, NF4, Measurement, compiled, embed, measure, quantise
-from .model import load
+from .measure import NF4, VARIANTS, Measurement, compiled, embed, measure, quantise
 from .sentences import sentences
 
 QUERY = "How are objects that nobody needs any more cleaned up?"
 
 
-def main(model: Path | None, output: Path) -> None:
-    """Measures a BERT sentence encoder in each format, and searches with it.
+def load(folder: Path | None) -> model.Model:
+    """Loads the model of a Hugging Face BERT folder; None fetches all-MiniLM-L6-v2.
+
+    **Raises:** `FileNotFoundError` where the model or one of its files is missing and cannot be
+    fetched. `ValueError` where it is not a dense BERT encoder.
+    """
+    with Console().status("Loading the model") as status:
+        if folder is None:
+            status.update("Fetching all-MiniLM-L6-v2 (88 MB)")
+            folder = fetch()
+        return model.load(folder)
+
+
+def main(bert: model.Model, output: Path) -> None:
+    """Measures a BERT sentence encoder in each variant, and searches with it.
 
     Prints a table and the three sentences nearest to a query, and writes
     `output/size_against_fidelity.png`.
 
-    Args:
-        model: a Hugging Face BERT folder; None fetches all-MiniLM-L6-v2.
-        output: the folder for the picture, made if there is none.
+    **Arguments:**
 
-    Raises:
-        FileNotFoundError: the model or one of its files is missing and cannot be fetched.
-        ValueError: the model is not a dense BERT encoder.
+    - `bert`: from `load`.
+    - `output`: the folder for the picture, made if there is none.
+
+    **Raises:** `OSError` where the picture cannot be written.
     """
     console = Console()
     output.mkdir(parents=True, exist_ok=True)
-    with console.status("Loading the model") as status:
-        if model is None:
-            status.update("Fetching all-MiniLM-L6-v2 (88 MB)")
-            model = fetch()
-        bert = load(model)
+    with console.status("Reading the sentences") as status:
         corpus = sentences()
         encode = compiled(bert)
         params, embeddings = {}, {}
-        for format in [format.fitted(bert) for format in FORMATS]:
-            status.update(f"Encoding {len(corpus)} sentences in {format}")
-            params[format] = quantise(bert, format)
-            embeddings[format] = embed(bert, encode, params[format], corpus)
-        status.update("Timing the formats in turn")
+        for variant in [variant.fitted(bert) for variant in VARIANTS]:
+            status.update(f"Encoding {len(corpus)} sentences in {variant}")
+            params[variant] = quantise(bert, variant)
+            embeddings[variant] = embed(bert, encode, params[variant], corpus)
+        status.update("Timing the variants in turn")
         _, batch = next(bert.batches(corpus))
         measurements = measure(encode, params, embeddings, batch)
     console.print(table(measurements))
@@ -62,7 +69,7 @@ def main(model: Path | None, output: Path) -> None:
 
 
 def table(measurements: Sequence[Measurement]) -> Table:
-    """The measurements, the first of which is f32, as the demo prints them."""
+    """Lays out the measurements, the first of which is f32, as the demo prints them."""
     dense = measurements[0]
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))  # 80 columns are enough
     table.add_column("format", no_wrap=True)
@@ -70,7 +77,7 @@ def table(measurements: Sequence[Measurement]) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     for row in measurements:
         table.add_row(
-            str(row.format),
+            str(row.variant),
             f"{row.nbytes:,}",
             f"{row.nbytes / dense.nbytes:.3f}",
             f"{row.cosine:.4f}",
@@ -84,11 +91,16 @@ def table(measurements: Sequence[Measurement]) -> Table:
 def nearest(
     query: np.ndarray, embeddings: np.ndarray, corpus: Sequence[str], count: int = 3
 ) -> list[tuple[float, str]]:
-    """The sentences nearest to a query, best first, each with its cosine.
+    """Finds the sentences nearest to a query, best first, each with its cosine.
 
-    `query` is a unit vector `[hidden]`, `embeddings` are the corpus's, `[len(corpus), hidden]`.
+    **Arguments:**
+
+    - `query`: a unit vector `[hidden]`.
+    - `embeddings`: the corpus's, `[len(corpus), hidden]`.
+    - `corpus`, `count`: the sentences, and how many are wanted.
 
     >>> import numpy as np
+    >>> from veneer.demo.run import nearest
     >>> nearest(np.array([0.0, 1.0]), np.array([[1.0, 0.0], [0.6, 0.8]]), ["east", "between"], 1)
     [(0.8, 'between')]
     """

@@ -16,7 +16,7 @@ _WORDS = range(6, 33)
 
 
 def _paragraphs(topic: str) -> Iterator[str]:
-    """The paragraphs of a topic on a line each: blocks of lines that share one indentation."""
+    """Yields a topic's paragraphs on a line each: blocks of lines that share one indentation."""
     for block in topic.split("\n\n"):
         lines = block.strip("\n").splitlines()
         if len({len(line) - len(line.lstrip()) for line in lines}) == 1:
@@ -24,13 +24,13 @@ def _paragraphs(topic: str) -> Iterator[str]:
 
 
 def sentences(count: int = 512) -> list[str]:
-    """The first to the last of the reference's sentences, `count` of them evenly spread.
+    """Returns `count` of the reference's sentences, evenly spread from the first to the last.
 
     Each has 6 to 32 words, no code, and occurs once. The same Python always gives the same list.
 
-    Raises:
-        ValueError: the reference holds fewer than `count` such sentences.
+    **Raises:** `ValueError` where the reference holds fewer than `count` such sentences.
 
+    >>> from veneer.demo.sentences import sentences
     >>> len(sentences(512)), len(set(sentences(512)))
     (512, 512)
     """

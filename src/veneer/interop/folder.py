@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..quant import Packing, QArray
-from . import layout
+from . import manifest
 
 # Large enough for few files, small enough that a shard in memory is not what limits anyone.
 SHARD_BYTES = 256 * 2**20
@@ -64,7 +64,7 @@ class TensorFolder:
         self.path = Path(path)
         self._handles = contextlib.ExitStack()
         self._file_of: dict[str, Any] = {}  # safetensors name -> open file
-        self.layout: layout.Layout
+        self.manifest: manifest.Manifest
         try:
             self._open()
         except BaseException:
@@ -80,13 +80,13 @@ class TensorFolder:
                 name = min(names ^ expected)
                 raise ValueError(f"{file} and the index next to it disagree about tensor {name!r}")
             self._file_of |= dict.fromkeys(names, handle)
-        described = self.path / layout.FILE_NAME
+        described = self.path / manifest.FILE_NAME
         if self.path.is_dir() and described.exists():
-            self.layout = layout.read(described)
+            self.manifest = manifest.read(described)
             self._check_stored()
         else:
             entries = {name: self._dense_entry(name) for name in sorted(self._file_of)}
-            self.layout = layout.Layout(entries)
+            self.manifest = manifest.Manifest(entries)
 
     def __enter__(self) -> "TensorFolder":
         return self
@@ -95,28 +95,28 @@ class TensorFolder:
         self._handles.close()
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.layout.entries)
+        return iter(self.manifest.entries)
 
     def __len__(self) -> int:
-        return len(self.layout.entries)
+        return len(self.manifest.entries)
 
     def __contains__(self, name: object) -> bool:
-        return name in self.layout.entries
+        return name in self.manifest.entries
 
     def dense_avals(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shape and dtype of each tensor that is stored dense, by name."""
+        """Returns shape and dtype of each tensor that is stored dense, by name."""
         return {
             name: jax.ShapeDtypeStruct(tuple(entry.shape), np.dtype(entry.dtype))
-            for name, entry in self.layout.entries.items()
-            if isinstance(entry, layout.DenseEntry)
+            for name, entry in self.manifest.entries.items()
+            if isinstance(entry, manifest.DenseEntry)
         }
 
     def read(self, name: str) -> np.ndarray | QArray:
-        """One tensor, to the bit: a NumPy array where it is stored dense, else a QArray.
+        """Reads one tensor, to the bit: a NumPy array where it is stored dense, else a QArray.
 
         **Raises:** `ValueError` where what is stored is not what `veneer.json` says.
         """
-        entry = self.layout.entries[name]
+        entry = self.manifest.entries[name]
         try:
             value = self._read_entry(entry)
         except (TypeError, ValueError) as error:
@@ -124,12 +124,12 @@ class TensorFolder:
         if value.shape != tuple(entry.shape) or value.dtype != np.dtype(entry.dtype):
             raise ValueError(
                 f"{self.path}: tensor {name!r} is stored as {value.dtype}{list(value.shape)}, and "
-                f"{layout.FILE_NAME} says {entry.dtype}{list(entry.shape)}"
+                f"{manifest.FILE_NAME} says {entry.dtype}{list(entry.shape)}"
             )
         return value
 
-    def _read_entry(self, entry: layout.Entry) -> np.ndarray | QArray:
-        if isinstance(entry, layout.DenseEntry):
+    def _read_entry(self, entry: manifest.Entry) -> np.ndarray | QArray:
+        if isinstance(entry, manifest.DenseEntry):
             return self._read_stored(entry.tensor)
         return QArray.from_packed(
             as_jax(self._read_stored(entry.packed)),
@@ -143,25 +143,25 @@ class TensorFolder:
     def _read_stored(self, stored: str) -> np.ndarray:
         return self._file_of[stored].get_tensor(stored)
 
-    def _dense_entry(self, name: str) -> layout.DenseEntry:
+    def _dense_entry(self, name: str) -> manifest.DenseEntry:
         header = self._file_of[name].get_slice(name)
         if header.get_dtype() not in DTYPES:
             raise ValueError(
                 f"{self.path}: tensor {name!r} is {header.get_dtype()}, which NumPy cannot hold; "
                 f"the dtypes that can be read are {', '.join(DTYPES)}"
             )
-        return layout.DenseEntry(name, header.get_shape(), DTYPES[header.get_dtype()])
+        return manifest.DenseEntry(name, header.get_shape(), DTYPES[header.get_dtype()])
 
     def _check_stored(self) -> None:
-        stored = {name for entry in self.layout.entries.values() for name in entry.stored()}
+        stored = {name for entry in self.manifest.entries.values() for name in entry.stored()}
         if missing := stored - set(self._file_of):
             raise ValueError(
-                f"{self.path}: tensor {min(missing)!r} of {layout.FILE_NAME} is missing"
+                f"{self.path}: tensor {min(missing)!r} of {manifest.FILE_NAME} is missing"
             )
 
 
 def as_jax(array: np.ndarray) -> jax.Array | np.ndarray:
-    """A JAX array where it holds the same bits; 64-bit dtypes without x64 stay in NumPy."""
+    """Makes a JAX array where it holds the same bits; 64-bit dtypes without x64 stay in NumPy."""
     exact = jax.dtypes.canonicalize_dtype(array.dtype) == array.dtype
     return jnp.asarray(array) if exact else array
 
@@ -173,7 +173,7 @@ class FolderWriter:
 
     - `folder`: an existing, empty folder; see `write_aside`.
     - `names`: the names of all tensors that will come, so that the names of the codes and scales of
-        one cannot be those of another.
+      one cannot be those of another.
     - `shard_bytes`: a tensor larger than this has a file of its own.
     """
 
@@ -184,20 +184,20 @@ class FolderWriter:
         self._shard_bytes = shard_bytes
         self._shard: dict[str, np.ndarray] = {}
         self._shards: list[dict[str, int]] = []  # bytes of the tensors of each written file
-        self._entries: dict[str, layout.Entry] = {}
+        self._entries: dict[str, manifest.Entry] = {}
 
     def add(self, name: str, value: np.ndarray | jax.Array | QArray) -> None:
-        """Write one tensor: dense arrays `[...]` of the dtypes in `DTYPES`, or a QArray."""
-        entry: layout.Entry
+        """Writes one tensor: dense arrays `[...]` of the dtypes in `DTYPES`, or a QArray."""
+        entry: manifest.Entry
         if isinstance(value, QArray):
             parts = {"packed": value.packed, "scale": value.scale, "zero_point": value.zero_point}
             stored = {part: self._unused(f"{name}.{part}") for part in parts}
             arrays = {stored[part]: x for part, x in parts.items() if x is not None}
-            entry = layout.quantised_entry(value, **stored)
+            entry = manifest.quantised_entry(value, **stored)
         else:
             stored_name = self._unused(name) if name == "__metadata__" else name
             arrays = {stored_name: value}
-            entry = layout.DenseEntry(stored_name, list(value.shape), value.dtype.name)
+            entry = manifest.DenseEntry(stored_name, list(value.shape), value.dtype.name)
         self._entries[name] = entry
         # `save_file` reads memory from its first byte on, whatever the strides.
         contiguous = {k: np.asarray(x, order="C") for k, x in arrays.items()}
@@ -206,7 +206,7 @@ class FolderWriter:
         self._shard |= contiguous
 
     def finish(self, tree: Any = None) -> None:
-        """Write the last shard, the index of the shards if there are several, and `veneer.json`."""
+        """Writes the last shard, the index of the shards if they are several, and `veneer.json`."""
         if self._shard or not self._shards:
             self._write_shard()
         count = len(self._shards)
@@ -220,7 +220,7 @@ class FolderWriter:
             total = sum(sum(shard.values()) for shard in self._shards)
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             (self._folder / INDEX_NAME).write_text(json.dumps(index, indent=1), encoding="utf-8")
-        layout.write(self._folder, layout.Layout(self._entries, tree))
+        manifest.write(self._folder, manifest.Manifest(self._entries, tree))
 
     def _unused(self, wanted: str) -> str:
         while wanted in self._taken:
@@ -243,7 +243,7 @@ class FolderWriter:
 
 @contextlib.contextmanager
 def write_aside(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A new folder that becomes `path` when the block ends, and vanishes when it fails.
+    """Makes a new folder that becomes `path` when the block ends, and vanishes when it fails.
 
     Whatever stops the block (an error, Ctrl-C), `path` is whole or absent. What is there already is
     never replaced.
@@ -267,7 +267,7 @@ def write_aside(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def copy_sidecars(source: Path, target: Path) -> None:
-    """Copy what a model folder holds besides weights: `config.json`, the tokenizer's files, ...
+    """Copies what a model folder holds besides weights: `config.json`, the tokenizer's files, ...
 
     Only small files of the usual suffixes directly in `source`, and sentence-transformers' module
     folders (`1_Pooling/config.json`). Nothing if `source` is a file.
@@ -275,7 +275,7 @@ def copy_sidecars(source: Path, target: Path) -> None:
     if not source.is_dir():
         return
     for file in [*source.iterdir(), *source.glob("[0-9]_*/config.json")]:
-        ours = file.name == layout.FILE_NAME or file.name.endswith(".index.json")
+        ours = file.name == manifest.FILE_NAME or file.name.endswith(".index.json")
         small = file.is_file() and file.stat().st_size <= _SIDECAR_BYTES
         if small and not ours and file.suffix in _SIDECAR_SUFFIXES:
             copied = target / file.relative_to(source)
@@ -285,7 +285,7 @@ def copy_sidecars(source: Path, target: Path) -> None:
 
 
 def _weight_map(path: Path) -> dict[Path, set[str] | None]:
-    """The safetensors files of `path`, each with the names that an index gives it, or None."""
+    """Finds the safetensors files of `path`, each with the names that an index gives, or None."""
     if not path.is_dir():
         if path.suffix in PICKLED:
             raise ValueError(f"{path} is a pickled checkpoint: convert it to safetensors first")
@@ -308,7 +308,7 @@ def _weight_map(path: Path) -> dict[Path, set[str] | None]:
 
 
 def _read_index(index: Path) -> dict[Path, set[str] | None]:
-    content = layout.read_json(index)
+    content = manifest.read_json(index)
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict):
         raise ValueError(f"{index} is damaged: it has no 'weight_map'")

@@ -28,7 +28,7 @@ class TensorReport(NamedTuple):
 def inspect(
     source: TensorFolder, names: Sequence[str], against: TensorFolder | None = None
 ) -> Iterator[TensorReport]:
-    """Report on the tensors `names` of `source`, reading one at a time.
+    """Reports on the tensors `names` of `source`, reading one at a time.
 
     **Raises:** `ValueError` where `source` or `against` lacks a name, before anything is read, and
     where a tensor has another shape in `against`.

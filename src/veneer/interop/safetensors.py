@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._core.value import ImplicitArray
+from .._core.array import ImplicitArray
 from ..quant import QArray
 from .folder import DTYPES, FolderWriter, TensorFolder, as_jax, write_aside
 
@@ -15,7 +15,7 @@ _HOLDS = "a saved tree holds dicts, lists, tuples, None, NumPy and JAX arrays, a
 
 
 def save(path: str | os.PathLike[str], tree: Any) -> None:
-    """Save a tree of arrays as the folder `path`; `load` is the inverse, exact to the bit.
+    """Saves a tree of arrays as the folder `path`; `load` is the inverse, exact to the bit.
 
     The folder holds safetensors, in which a QArray is stored packed, and `veneer.json`, which says
     how to read each tensor without veneer.
@@ -24,8 +24,8 @@ def save(path: str | os.PathLike[str], tree: Any) -> None:
 
     - `path`: the folder to make. It appears when it is complete.
     - `tree`: dicts (of string or integer keys), lists, tuples and None, nested; the leaves are
-        QArrays, and NumPy or JAX arrays of any shape, of the dtypes bool, [u]int8 to [u]int64,
-        float16, bfloat16, float32, float64 and complex64.
+      QArrays, and NumPy or JAX arrays of any shape, of the dtypes bool, [u]int8 to [u]int64,
+      float16, bfloat16, float32, float64 and complex64.
 
     **Raises:** `FileExistsError` where `path` exists. `TypeError` naming the path in the tree and
     the type of anything else, before anything is written.
@@ -47,7 +47,7 @@ def save(path: str | os.PathLike[str], tree: Any) -> None:
 
 
 def load(path: str | os.PathLike[str]) -> Any:
-    """Load what `save` or `veneer quantize` wrote, or any safetensors file or Hugging Face folder.
+    """Loads what `save` or `veneer quantize` wrote, or any safetensors file or Hugging Face folder.
 
     **Arguments:**
 
@@ -68,7 +68,7 @@ def load(path: str | os.PathLike[str]) -> Any:
     """
     with TensorFolder(path) as source:
         values = {name: _as_jax(source.read(name)) for name in source}
-        structure = source.layout.tree
+        structure = source.manifest.tree
     if structure is None:
         return values
     try:
@@ -82,7 +82,7 @@ def _as_jax(value: np.ndarray | QArray) -> jax.Array | np.ndarray | QArray:
 
 
 def _encode(node: Any, path: tuple[str | int, ...], leaves: dict[str, Any]) -> dict[str, Any]:
-    """The JSON of a node of the tree; its leaves are put into `leaves` under new names."""
+    """Returns the JSON of a node of the tree; its leaves are put into `leaves` under new names."""
     # Exact types: a subclass (a namedtuple, an OrderedDict) would come back as something else.
     if node is None:
         return {"none": True}

@@ -36,12 +36,19 @@ _NF4 = (
 class Format:
     """How the values of a tile, divided by its scale, become codes of a few bits.
 
+    **Arguments:**
+
     - `name`: what `quantize` calls it, its `qtype`.
     - `bits`: of a code as stored. Two codes of 4 bits share a byte.
     - `code_dtype`: the dtype of the unpacked codes, `QArray.qvalue`.
     - `bound`: what the largest magnitude of a tile is scaled to, so `scale = absmax / bound`.
     - `codebook`: the value of each code in ascending order, or None where a code is its own value.
     - `source`: where the numbers come from.
+
+    >>> import veneer as vn
+    >>> nf4 = vn.quant.FORMATS["nf4"]
+    >>> nf4.bits, nf4.code_dtype.name, nf4.storage_dtype.name, nf4.codebook[::5]
+    (4, 'uint4', 'uint8', (-1.0, -0.18477343022823334, 0.24611230194568634, 1.0))
     """
 
     name: str
@@ -62,7 +69,7 @@ class Format:
         return jnp.issubdtype(self.code_dtype, jnp.signedinteger)
 
     def encode(self, x: jax.Array) -> jax.Array:
-        """The codes of values already divided by their scale; a byte each, of any shape.
+        """Returns the codes of values already divided by their scale; a byte each, of any shape.
 
         Integers are rounded half to even and clipped; a codebook gives the nearest of its values.
         NaN becomes the code of 0, and is left to the scale to tell.
@@ -78,7 +85,7 @@ class Format:
         return code
 
     def decode(self, codes: ArrayLike, dtype: DTypeLike) -> jax.Array:
-        """The values that codes stand for, before the scale; in `dtype`, of any shape."""
+        """Returns the values that codes stand for, before the scale; in `dtype`, of any shape."""
         if self.codebook is None:
             return jnp.asarray(codes).astype(dtype)
         return jnp.asarray(self.codebook, dtype).at[codes].get(mode="promise_in_bounds")
@@ -102,12 +109,12 @@ FORMATS: dict[str, Format] = {
 
 
 def get_format(qtype: DTypeLike) -> Format:
-    """The format of this name, or of this dtype's name.
+    """Returns the format of this name, or of this dtype's name.
 
-    Raises `ValueError`, naming the known formats, where there is none.
+    **Raises:** `ValueError`, naming the known formats, where there is none.
 
-    >>> from veneer.quant import get_format
-    >>> get_format("nf4").bits, get_format("int8").bound
+    >>> import veneer as vn
+    >>> vn.quant.get_format("nf4").bits, vn.quant.get_format("int8").bound
     (4, 127.5)
     """
     name = qtype if isinstance(qtype, str) else jnp.dtype(qtype).name

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from .._core.value import is_value
 from .formats import get_format
@@ -17,6 +18,8 @@ from .qarray import QUANTISABLE, quantize
 class Rule:
     """What to do with the parameters whose path matches.
 
+    **Arguments:**
+
     - `path_regex`: matched in full against the keys of a leaf joined with dots, as in
       `layers.0.attention.query.kernel`.
     - `qtype`: the format, or None to leave the parameter dense.
@@ -24,7 +27,8 @@ class Rule:
     - `tile_axis`: the contracting axis: -2 for a JAX kernel `[..., in, out]`, -1 for a torch weight
       `[out, in]` or an embedding table `[rows, features]`. Every other axis is channelwise.
 
-    Raises `ValueError` for a regex that does not compile, an unknown format or a tile below 1.
+    **Raises:** `ValueError` for a regex that does not compile, an unknown format or a tile below 1;
+    `TypeError` for a tile that is not an integer.
 
     >>> import veneer as vn
     >>> vn.quant.Rule(r".*\\.kernel", "nf4", tile_size=64)
@@ -34,8 +38,8 @@ class Rule:
     path_regex: str
     qtype: str | None
     _: dataclasses.KW_ONLY
-    tile_size: int | None = None
-    tile_axis: int = -2
+    tile_size: int | np.integer | None = None
+    tile_axis: int | np.integer = -2
 
     def __post_init__(self) -> None:
         try:
@@ -44,41 +48,46 @@ class Rule:
             raise ValueError(f"path_regex {self.path_regex!r} is not a regex: {error}") from None
         if self.qtype is not None:
             get_format(self.qtype)
-        if self.tile_size is not None and self.tile_size < 1:
-            raise ValueError(f"tile_size is a number of values, not {self.tile_size}")
+        if self.tile_size is not None:
+            if not isinstance(self.tile_size, int | np.integer):
+                raise TypeError(f"tile_size is a whole number of values, not {self.tile_size!r}")
+            if self.tile_size < 1:
+                raise ValueError(f"tile_size is a number of values, not {self.tile_size}")
 
     def matches(self, path: str) -> bool:
-        """Whether the whole of `path` matches."""
+        """Returns whether the whole of `path` matches."""
         return re.fullmatch(self.path_regex, path) is not None
 
     def quantize(self, array: Any) -> Any:
-        """A floating array of rank 2 and up in this rule's format; as it is if that is None."""
+        """Quantises a floating array of rank 2 and up; leaves it as it is if `qtype` is None."""
         if self.qtype is None:
             return array
         axes = range(array.ndim)
         if self.tile_axis not in (*axes, *(axis - array.ndim for axis in axes)):
             raise ValueError(f"tile_axis {self.tile_axis} is out of range for shape {array.shape}")
-        tile_axis = self.tile_axis % array.ndim
+        tile_axis = int(self.tile_axis) % array.ndim
         return quantize(
             array,
             self.qtype,
             channelwise_axes=[axis for axis in axes if axis != tile_axis],
-            tiled_axes={} if self.tile_size is None else {tile_axis: self.tile_size},
+            tiled_axes={} if self.tile_size is None else {tile_axis: int(self.tile_size)},
         )
 
 
 def quantize_tree(params: Any, rules: Sequence[Rule]) -> Any:
     """Quantises the parameters of a model, whichever library made them.
 
+    **Arguments:**
+
     - `params`: any pytree of arrays.
     - `rules`: the first that matches the path of a leaf is the one that counts.
 
-    Returns the tree with a `QArray` in place of each floating array of rank 2 and up that a rule
-    with a format matches. Biases, norms and integers stay dense if they match, and so does what no
-    rule matches; arrays that are implicit already stay as they are.
+    **Returns:** the tree with a `QArray` in place of each floating array of rank 2 and up that a
+    rule with a format matches. Biases, norms and integers stay dense if they match, and so does
+    what no rule matches; arrays that are implicit already stay as they are.
 
-    Warns with `UserWarning` of a rule that matches no path. Raises `ValueError`, naming the path,
-    where a tile does not divide its axis.
+    **Raises:** `ValueError`, naming the path, where a tile does not divide its axis. Warns with
+    `UserWarning` of a rule that matches no path.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> params = {"dense": {"kernel": jnp.ones((64, 8)), "bias": jnp.ones(8)}}
@@ -98,7 +107,7 @@ def quantize_tree(params: Any, rules: Sequence[Rule]) -> Any:
 
 def _quantize_leaf(path: str, leaf: Any, rules: Sequence[Rule]) -> Any:
     rule = next((rule for rule in rules if rule.matches(path)), None)
-    if rule is None or not _is_quantisable(leaf):
+    if rule is None or not can_be_quantised(leaf):
         return leaf
     try:
         return rule.quantize(leaf)
@@ -106,7 +115,8 @@ def _quantize_leaf(path: str, leaf: Any, rules: Sequence[Rule]) -> Any:
         raise ValueError(f"{path}: {error}") from None
 
 
-def _is_quantisable(leaf: Any) -> bool:
+def can_be_quantised(leaf: Any) -> bool:
+    """Returns whether rules apply to a leaf (or its aval): it is floating, and of rank 2 and up."""
     return not is_value(leaf) and getattr(leaf, "ndim", 0) >= 2 and leaf.dtype in QUANTISABLE
 
 

@@ -14,8 +14,15 @@ from jax.typing import ArrayLike
 class Packing(NamedTuple):
     """Which axis of an array of codes is packed.
 
+    **Arguments:**
+
     - `axis`: counted from the end, so negative: leading axes may come and go.
     - `size`: of that axis before packing. Packed it is `ceil(size / 2)` bytes.
+
+    >>> import jax.numpy as jnp, veneer as vn
+    >>> q = vn.quant.quantize(jnp.ones((2, 5)), "int4")
+    >>> q.packing, q.packed.shape
+    (Packing(axis=-1, size=5), (2, 3))
     """
 
     axis: int
@@ -23,17 +30,19 @@ class Packing(NamedTuple):
 
 
 def packed_size(size: int) -> int:
-    """The bytes that `size` codes take; the last one is half empty where `size` is odd."""
+    """Returns the bytes that `size` codes take; the last one is half empty where `size` is odd."""
     return (size + 1) // 2
 
 
 def pack(codes: ArrayLike, axis: int = -1) -> tuple[jax.Array, Packing]:
     """Packs neighbours along `axis`, two a byte, the first in the low nibble.
 
+    **Arguments:**
+
     - `codes`: int8 in [-8, 7] or uint8 in [0, 15], of rank 1 and up. An odd axis is padded with one
       zero nibble.
 
-    Returns the bytes, uint8 with `ceil(size / 2)` on that axis, and the packing that undoes it.
+    **Returns:** the bytes, uint8 with `ceil(size / 2)` on that axis, and the packing to undo it.
 
     >>> import jax.numpy as jnp
     >>> from veneer.quant.packing import pack, unpack
@@ -53,7 +62,7 @@ def pack(codes: ArrayLike, axis: int = -1) -> tuple[jax.Array, Packing]:
 
 
 def unpack(packed: ArrayLike, packing: Packing | None, *, signed: bool) -> jax.Array:
-    """The codes that `pack` packed: int8 where `signed`, else uint8.
+    """Returns the codes that `pack` packed: int8 where `signed`, else uint8.
 
     `packing=None` is one code a byte, in the low nibble.
     """

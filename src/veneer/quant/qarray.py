@@ -2,19 +2,21 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from .._core.value import ImplicitArray, static
+from .._core.array import ImplicitArray
+from .._core.tree import static
+from .._core.value import materialise_one
 from .calibration import calibrate, check_calibration
 from .formats import Format, get_format
 from .packing import Packing, pack, packed_size, unpack
-from .tiles import Leaf, Shape, divides, over_tiles, split_tiles, tile_counts
+from .tiles import Leaf, Shape, divides, over_tiles, split_tiles, tile_counts, tile_shape
 
 # Narrower floats are codes already.
 QUANTISABLE = tuple(map(jnp.dtype, (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)))
@@ -23,7 +25,14 @@ QUANTISABLE = tuple(map(jnp.dtype, (jnp.float16, jnp.bfloat16, jnp.float32, jnp.
 class QArray(ImplicitArray):
     """A quantised array: `(qvalue - zero_point) * scale`, or `codebook[qvalue] * scale`.
 
-    `QArray(qvalue, scale, zero_point=None, qtype=None)`:
+    4-bit codes are stored two a byte, packed along the last axis: `packed` is the stored array,
+    `qvalue` its unpacked view, and `nbytes` counts what is stored. The dense array has the dtype of
+    the scale here, and that of the input where `quantize` made it.
+
+    The leading axes of all leaves come and go together under `vmap` and `scan`. For that, the scale
+    must have them: quantise stacked weights with their leading axes channelwise.
+
+    **Arguments:**
 
     - `qvalue`: the codes, `[..., K, N]`, in the format's code dtype (int8, int4; uint4 for nf4) or
       in a wider integer dtype, if they are in the range of that one.
@@ -33,14 +42,8 @@ class QArray(ImplicitArray):
       only.
     - `qtype`: the format. None takes it from the dtype of `qvalue`: int8 or int4.
 
-    Raises `ValueError` where a shape, a dtype or the format does not fit.
-
-    4-bit codes are stored two a byte, packed along the last axis: `packed` is the stored array,
-    `qvalue` its unpacked view, and `nbytes` counts what is stored. The dense array has the dtype of
-    the scale here, and that of the input where `quantize` made it.
-
-    The leading axes of all leaves come and go together under `vmap` and `scan`. For that, the scale
-    must have them: quantise stacked weights with their leading axes channelwise.
+    **Raises:** `TypeError` where a part is not an array. `ValueError` where a shape, a dtype or the
+    format does not fit.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> q = vn.quant.QArray(jnp.array([[1, -2], [3, 4]], jnp.int4), jnp.array([[0.5, 1.0]]))
@@ -49,6 +52,8 @@ class QArray(ImplicitArray):
     >>> q.dequantize().tolist()
     [[0.5, -2.0], [1.5, 4.0]]
     """
+
+    metadata_is_meaning: ClassVar[bool] = False
 
     packed: Leaf
     scale: Leaf
@@ -64,6 +69,7 @@ class QArray(ImplicitArray):
         zero_point: Leaf | None = None,
         qtype: DTypeLike | None = None,
     ):
+        _check_arrays(qvalue=qvalue, scale=scale, zero_point=zero_point)
         format = _format_of_codes(qvalue, qtype)
         packing = None
         if format.bits == 4:
@@ -86,13 +92,16 @@ class QArray(ImplicitArray):
         packing: Packing | None = None,
         dense_dtype: DTypeLike | None = None,
     ) -> "QArray":
-        """A QArray of leaves as they are stored, which are kept as they are.
+        """Makes a QArray of leaves as they are stored, which are kept as they are.
+
+        **Arguments:** those of `QArray`, and
 
         - `packed`: int8 codes, or uint8 with two 4-bit codes a byte along `packing.axis`;
           `packing=None` with a 4-bit format is one code a byte.
         - `dense_dtype`: the dtype of the array that it stands for; that of `scale` if None.
 
-        Raises `ValueError` where they do not fit together.
+        **Raises:** `TypeError` where a leaf is not an array. `ValueError` where they do not fit
+        together.
 
         >>> import jax.numpy as jnp, veneer as vn
         >>> vn.quant.QArray.from_packed(
@@ -105,6 +114,26 @@ class QArray(ImplicitArray):
         new._set(packed, scale, zero_point, get_format(qtype).name, packing, dense_dtype)
         return new
 
+    def replace(self, **changes: Any) -> "QArray":
+        """Returns a copy of which some parts are others; `dataclasses.replace` for a QArray.
+
+        **Arguments:**
+
+        - `changes`: leaves (`packed`, `scale`, `zero_point`) and metadata (`qtype`, `packing`,
+          `dense_dtype`) by name. The other parts are kept as they are.
+
+        **Raises:** `TypeError` for a name that is none of these. What `from_packed` raises.
+
+        >>> import jax.numpy as jnp, veneer as vn
+        >>> q = vn.quant.quantize(jnp.array([1.0, -1.0]), "nf4")
+        >>> q.replace(scale=2 * q.scale).dequantize().tolist()
+        [2.0, -2.0]
+        """
+        parts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        if unknown := sorted(changes.keys() - parts.keys()):
+            raise TypeError(f"a QArray has no {unknown[0]!r} to replace, but {', '.join(parts)}")
+        return self.from_packed(**parts | changes)
+
     def _set(
         self,
         packed: Leaf,
@@ -114,6 +143,7 @@ class QArray(ImplicitArray):
         packing: Packing | None,
         dense_dtype: DTypeLike | None,
     ) -> None:
+        _check_arrays(packed=packed, scale=scale, zero_point=zero_point)
         dense_dtype = jnp.dtype(scale.dtype if dense_dtype is None else dense_dtype).name
         values = (packed, scale, zero_point, qtype, packing, dense_dtype)
         for field, value in zip(dataclasses.fields(self), values, strict=True):
@@ -131,35 +161,35 @@ class QArray(ImplicitArray):
         return self.codes().astype(self.format.code_dtype)
 
     @property
-    def nbytes(self) -> int:
-        """The bytes that are stored: codes, scales and zero points."""
-        return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(self))
+    def tile_shape(self) -> Shape:
+        """How many neighbours share one scale, along each axis."""
+        return tile_shape(self.shape, self.scale.shape)
 
     def codes(self) -> jax.Array:
-        """The unpacked codes a byte each, int8 or uint8: what arithmetic is done with."""
+        """Returns the unpacked codes a byte each, int8 or uint8: what arithmetic is done with."""
         if self.format.bits == 8:
             return jnp.asarray(self.packed)
         return unpack(self.packed, self.packing, signed=self.format.signed)
 
     def aval(self) -> jax.core.ShapedArray:
-        """The shape of the codes, before packing, and the dense dtype."""
+        """Returns the shape of the codes, before packing, and the dense dtype."""
         shape = list(self.packed.shape)
         if self.packing is not None:
             shape[self.packing.axis] = self.packing.size
         # A stored float64 is float32 where jax_enable_x64 is not set.
         return jax.core.ShapedArray(tuple(shape), jax.dtypes.canonicalize_dtype(self.dense_dtype))
 
-    def materialise(self) -> jax.Array:
-        """The dense array: `dequantize`."""
+    def dequantize(self) -> jax.Array:
+        """Returns the dense array, by `vn.quant.dequantize`."""
         return dequantize(self)
 
-    def dequantize(self) -> jax.Array:
-        """The dense array: `dequantize`."""
+    def materialise(self) -> jax.Array:
+        """Does for `vn.materialise` what `dequantize` does."""
         return dequantize(self)
 
 
 def quantize(
-    array: ArrayLike,
+    array: ArrayLike | ImplicitArray,
     qtype: DTypeLike,
     *,
     channelwise_axes: Sequence[int] = (),
@@ -171,7 +201,7 @@ def quantize(
 
     **Arguments:**
 
-    - `array`: f16, bf16, f32 or f64, of any shape.
+    - `array`: f16, bf16, f32 or f64, of any shape. An implicit array is materialised.
     - `qtype`: the format: "int8", "int4" or "nf4".
     - `channelwise_axes`: axes with one scale an index.
     - `tiled_axes`: axes with one scale a tile, `{axis: tile size}`. Axes in neither share a scale,
@@ -181,16 +211,12 @@ def quantize(
     - `scale_dtype`: the dtype of the scale; that of `array` if None. Codes are found from the scale
       as stored, whatever its precision.
 
-    **Returns:**
+    **Returns:** a `QArray` that stands for an array of the shape and dtype of `array`. A tile of
+    zeros has scale 1; one with a NaN or an infinity in it is NaN, the others are not touched by it.
 
-    A `QArray` that stands for an array of the shape and dtype of `array`. A tile of zeros has scale
-    1; one with a NaN or an infinity in it is NaN, the others are not touched by it.
-
-    **Raises:**
-
-    `TypeError` if `array` or the scale is not floating. `ValueError` for an unknown format or
-    method, an axis out of range or named twice, and a tile that does not divide its axis (with
-    sizes that would).
+    **Raises:** `TypeError` if `array` or the scale is not floating. `ValueError` for an unknown
+    format or method, an axis out of range or named twice, and a tile that does not divide its axis
+    (with sizes that would).
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> w = jnp.linspace(-1, 1, 8).reshape(4, 2)
@@ -202,6 +228,7 @@ def quantize(
     """
     format = get_format(qtype)
     check_calibration(calibration_method)
+    array = materialise_one(array)
     dtype = jnp.result_type(array)
     scale_dtype = dtype if scale_dtype is None else jnp.dtype(scale_dtype)
     for name, given in (("array", dtype), ("scale_dtype", scale_dtype)):
@@ -232,14 +259,20 @@ def _quantize(
 
 
 def dequantize(q: QArray) -> jax.Array:
-    """The dense array that `q` stands for.
+    """Returns the dense array that `q` stands for.
 
-    Computed in the precision of the scale, f32 at least, and rounded once to `q.dtype`.
+    It is computed in the precision of the scale, f32 at least, and rounded once to `q.dtype`.
+
+    **Raises:** `TypeError` if `q` is not a QArray.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> vn.quant.dequantize(vn.quant.quantize(jnp.array([0.0, -2.0]), "nf4")).tolist()
     [0.0, -2.0]
     """
+    if not isinstance(q, QArray):
+        raise TypeError(
+            f"dequantize takes a QArray, not {type(q).__name__}; veneer.materialise takes any array"
+        )
     wide = jax.dtypes.canonicalize_dtype(jnp.promote_types(q.scale.dtype, jnp.float32))
     x = q.format.decode(q.codes(), wide)
     if q.zero_point is not None:
@@ -284,6 +317,16 @@ def _check_range(qvalue: Leaf, format: Format) -> None:
         raise ValueError(
             f"codes of {format.name} lie in [{range_.min}, {range_.max}], and qvalue holds "
             f"{codes.min()} to {codes.max()}"
+        )
+
+
+def _check_arrays(**parts: Any) -> None:
+    for name, part in parts.items():
+        if isinstance(part, jax.Array | np.ndarray) or (name == "zero_point" and part is None):
+            continue
+        raise TypeError(
+            f"{name} must be a JAX or NumPy array, of the rank of the values, and is of type "
+            f"{type(part).__name__}: make it one with jnp.asarray"
         )
 
 

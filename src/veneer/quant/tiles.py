@@ -19,10 +19,10 @@ Leaf = jax.Array | np.ndarray
 def tile_counts(
     shape: Shape, channelwise_axes: Sequence[int], tiled_axes: Mapping[int, int]
 ) -> Shape:
-    """The shape of the scale: how many tiles each axis of `shape` is cut into.
+    """Returns the shape of the scale: how many tiles each axis of `shape` is cut into.
 
-    Raises `ValueError` for an axis that does not exist or is named twice, and for a tile that does
-    not divide its axis, with sizes that would.
+    **Raises:** `ValueError` for an axis that does not exist or is named twice, and for a tile that
+    does not divide its axis, with sizes that would.
     """
     sizes = [(axis, 1) for axis in channelwise_axes] + list(tiled_axes.items())
     counts = [1] * len(shape)
@@ -56,7 +56,7 @@ def _count(shape: Shape, axis: int, tile: int) -> int:
 
 
 def dividing_tiles(size: int, tile: int, limit: int = 6) -> list[int]:
-    """The tile sizes nearest to `tile`, by ratio, that divide an axis of `size`; in order.
+    """Returns the sizes nearest to `tile`, by ratio, that divide an axis of `size`; in order.
 
     >>> from veneer.quant.tiles import dividing_tiles
     >>> dividing_tiles(384, 100)
@@ -68,25 +68,27 @@ def dividing_tiles(size: int, tile: int, limit: int = 6) -> list[int]:
 
 
 def divides(counts: Shape, shape: Shape) -> bool:
-    """Whether a scale of shape `counts` is one for values of `shape`."""
+    """Returns whether a scale of shape `counts` is one for values of `shape`."""
     return len(counts) == len(shape) and all(
         size == count or (count > 0 and size % count == 0)
         for size, count in zip(shape, counts, strict=True)
     )
 
 
+def tile_shape(shape: Shape, counts: Shape) -> Shape:
+    """Returns how many neighbours share an entry of a scale of shape `counts`, along each axis."""
+    # An axis of size 0 may have a scale of size 0, too.
+    return tuple(size // max(count, 1) for size, count in zip(shape, counts, strict=True))
+
+
 def split_tiles(x: jax.Array, counts: Shape) -> jax.Array:
     """Splits every axis in two: `[..., size, ...]` to `[..., count, tile, ...]`."""
-    shape = [
-        part
-        for size, count in zip(x.shape, counts, strict=True)
-        for part in (count, size // count if count else 0)
-    ]
-    return x.reshape(shape)
+    pairs = zip(counts, tile_shape(x.shape, counts), strict=True)
+    return x.reshape([part for pair in pairs for part in pair])
 
 
 def over_tiles(op: Callable, x: jax.Array, scale: Leaf) -> jax.Array:
-    """`op(x, scale)` with each entry of `scale` broadcast over its tile of `x`; shaped as `x`."""
+    """Returns `op(x, scale)`, each entry of `scale` broadcast over its tile of `x`."""
     split: list[int] = []
     grid: list[int] = []
     for size, count in zip(x.shape, scale.shape, strict=True):

@@ -24,22 +24,16 @@ from ..tiles import Leaf, Shape
 
 
 def _rebuild(q: QArray, leaves: Sequence[jax.Array], shape: Shape) -> QArray:
-    """The QArray, in the format of `q`, of leaves that stand for values of `shape`."""
-    packed, scale, *zero_point = leaves
+    """Returns `q` with other leaves, which stand for values of `shape`."""
+    new = jax.tree.unflatten(jax.tree.structure(q), leaves)
     # The packed axis is the one with fewer bytes than codes. Of size 1 it needs no unpacking.
-    axes = [i for i, size in enumerate(shape) if packed.shape[i] != size]
-    return QArray.from_packed(
-        packed,
-        scale,
-        *zero_point,
-        qtype=q.qtype,
-        packing=Packing(axes[0] - len(shape), shape[axes[0]]) if axes else None,
-        dense_dtype=q.dense_dtype,
-    )
+    axes = [i for i, size in enumerate(shape) if new.packed.shape[i] != size]
+    packing = Packing(axes[0] - len(shape), shape[axes[0]]) if axes else None
+    return new.replace(packing=packing)
 
 
 def _blocks(leaf: Leaf, shape: Shape) -> list[int]:
-    """How many values along each axis an entry of `leaf` covers. The last block may be short."""
+    """Counts the values that an entry of `leaf` covers along each axis. The last may have fewer."""
     return [max(1, -(-size // max(1, n))) for size, n in zip(shape, leaf.shape, strict=True)]
 
 
@@ -57,10 +51,7 @@ for _primitive in (lax.copy_p, primitives.stop_gradient_p):
 def _convert_element_type(q: QArray, *, new_dtype, weak_type, sharding) -> Any:
     if weak_type or sharding is not None or not jnp.issubdtype(new_dtype, jnp.floating):
         return NotImplemented
-    packed, *others = jax.tree.leaves(q)
-    return QArray.from_packed(
-        packed, *others, qtype=q.qtype, packing=q.packing, dense_dtype=new_dtype
-    )
+    return q.replace(dense_dtype=new_dtype)
 
 
 @register("transpose")
@@ -182,7 +173,7 @@ def _gather(
 
 
 def _entries(indices: jax.Array, divisors: list[int]) -> jax.Array:
-    """Which entry covers the value at each index. Floor division keeps out of bounds what is."""
+    """Finds the entry that covers each index. Floor division keeps out of bounds what is."""
     if set(divisors) <= {1}:
         return indices
     if jnp.iinfo(indices.dtype).bits < 32:  # too few for the divisors, perhaps
@@ -251,7 +242,7 @@ def _reshape(q: QArray, *, new_sizes, dimensions, sharding) -> Any:
 
 
 def _reshaped(leaf: Shape, old: Shape, new: Shape) -> Shape | None:
-    """The shape of a leaf once the values go from shape `old` to `new`; None where there is none.
+    """Returns a leaf's shape once the values go from shape `old` to `new`, or None.
 
     Axes are split and merged in groups of equal size. In a group, the leaf's entries must cover
     runs of values that follow each other in memory, before and after.
@@ -273,7 +264,7 @@ def _reshaped(leaf: Shape, old: Shape, new: Shape) -> Shape | None:
 
 
 def _reshape_groups(old: Shape, new: Shape) -> Iterator[tuple[list[int], list[int]]]:
-    """Consecutive axes of both shapes, few at a time, that have as many values; none of size 1."""
+    """Yields consecutive axes of both shapes with as many values, few at a time; none of size 1."""
     left = [axis for axis, size in enumerate(old) if size != 1]
     right = [axis for axis, size in enumerate(new) if size != 1]
     while left:
@@ -289,7 +280,7 @@ def _reshape_groups(old: Shape, new: Shape) -> Iterator[tuple[list[int], list[in
 
 
 def _runs(entries: int, sizes: Sequence[int]) -> list[int] | None:
-    """A leaf's shape if its entries cover equal runs, in memory, of values of shape `sizes` (> 1).
+    """Returns a leaf's shape if its entries cover equal runs in memory of values of shape `sizes`.
 
     >>> _runs(6, [2, 12]), _runs(2, [2, 12]), _runs(4, [6, 2])
     ([2, 3], [2, 1], None)

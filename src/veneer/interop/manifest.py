@@ -53,7 +53,7 @@ class DenseEntry:
     dtype: str
 
     def stored(self) -> set[str]:
-        """The safetensors names of its parts."""
+        """Returns the safetensors names of its parts."""
         return {self.tensor}
 
 
@@ -76,7 +76,7 @@ class QuantisedEntry:
     zero_point: str | None
 
     def stored(self) -> set[str]:
-        """The safetensors names of its parts."""
+        """Returns the safetensors names of its parts."""
         return {name for name in (self.packed, self.scale, self.zero_point) if name is not None}
 
 
@@ -85,7 +85,7 @@ _STORAGE: dict[str, type[Entry]] = {"dense": DenseEntry, "quantised": QuantisedE
 _STORAGE_OF = {entry: storage for storage, entry in _STORAGE.items()}
 
 
-class Layout(NamedTuple):
+class Manifest(NamedTuple):
     """What `veneer.json` says: an entry for each tensor, and how they nest (None: a flat dict)."""
 
     entries: Mapping[str, Entry]
@@ -93,7 +93,7 @@ class Layout(NamedTuple):
 
 
 def quantised_entry(value: QArray, *, packed: str, scale: str, zero_point: str) -> QuantisedEntry:
-    """The entry of a QArray whose leaves are stored under the names given."""
+    """Returns the entry of a QArray whose leaves are stored under the names given."""
     packing = value.packing
     return QuantisedEntry(
         format=value.qtype,
@@ -102,27 +102,19 @@ def quantised_entry(value: QArray, *, packed: str, scale: str, zero_point: str) 
         packed=packed,
         packing=None if packing is None else packing._asdict(),
         scale=scale,
-        tile_shape=tile_shape(value),
+        tile_shape=list(value.tile_shape),
         zero_point=None if value.zero_point is None else zero_point,
     )
 
 
-def tile_shape(value: QArray) -> list[int]:
-    """How many neighbours share one scale, along each axis."""
-    # An axis of size 0 may have a scale of size 0 too: any tile describes it.
-    return [
-        size // max(tiles, 1) for size, tiles in zip(value.shape, value.scale.shape, strict=True)
-    ]
-
-
-def write(folder: Path, layout: Layout) -> None:
-    """Write `veneer.json` into `folder`."""
+def write(folder: Path, manifest: Manifest) -> None:
+    """Writes `veneer.json` into `folder`."""
     formats = {
-        entry.format for entry in layout.entries.values() if isinstance(entry, QuantisedEntry)
+        entry.format for entry in manifest.entries.values() if isinstance(entry, QuantisedEntry)
     }
     tensors = {
         name: {"storage": _STORAGE_OF[type(entry)], **dataclasses.asdict(entry)}
-        for name, entry in layout.entries.items()
+        for name, entry in manifest.entries.items()
     }
     content = {
         "layout_version": json.dumps(LAYOUT_VERSION),
@@ -130,14 +122,14 @@ def write(folder: Path, layout: Layout) -> None:
         "formats": _one_a_line({name: _describe_format(name) for name in sorted(formats)}),
         "tensors": _one_a_line(tensors),
     }
-    if layout.tree is not None:
-        content["tree"] = json.dumps(layout.tree)
+    if manifest.tree is not None:
+        content["tree"] = json.dumps(manifest.tree)
     text = ",\n".join(f'"{key}": {value}' for key, value in content.items())
     (folder / FILE_NAME).write_text(f"{{\n{text}\n}}\n", encoding="utf-8")
 
 
-def read(file: Path) -> Layout:
-    """Read a `veneer.json`.
+def read(file: Path) -> Manifest:
+    """Reads a `veneer.json`.
 
     **Raises:** `ValueError` where it is not one, or is of a newer layout version.
     """
@@ -154,7 +146,7 @@ def read(file: Path) -> Layout:
         entries = {name: _entry(**fields) for name, fields in content["tensors"].items()}
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{file} is damaged: {type(error).__name__}: {error}") from error
-    return Layout(entries, content.get("tree"))
+    return Manifest(entries, content.get("tree"))
 
 
 def _entry(storage: str, **fields: Any) -> Entry:
@@ -191,7 +183,10 @@ _IS_VALID: dict[str, Callable[[Any], bool]] = {
 
 
 def read_json(file: Path) -> Any:
-    """The content of a JSON file; `ValueError` naming the file where it is not JSON."""
+    """Returns the content of a JSON file.
+
+    **Raises:** `ValueError` naming the file where it is not JSON.
+    """
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:  # a JSONDecodeError or a UnicodeDecodeError

@@ -1,0 +1,193 @@
+"""Which tensors of a checkpoint take which format: `Selector`s, and the `plan` made of them.
+
+Names, shapes and dtypes are all that is looked at, so whatever is wrong is found before any work is
+done.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from .model import Rule, can_be_quantised
+from .qarray import QUANTISABLE
+from .tiles import dividing_tiles
+
+# torch stores a `weight` as [out, in], and JAX libraries store a `kernel` as [..., in, out].
+CONTRACTING_AXIS = {"torch": -1, "jax": -2}
+_LAYOUT_OF_NAME = {"weight": "torch", "kernel": "jax"}
+
+ANY_WEIGHT = r".*(weight|kernel)"
+
+
+class UnknownAxisError(ValueError):
+    """Neither its selector nor its name says which axis of a tensor is contracted."""
+
+
+class TileError(ValueError):
+    """A tile does not divide the axis of a tensor, named `tensor`, that it tiles."""
+
+    def __init__(self, message: str, tensor: str):
+        super().__init__(message)
+        self.tensor = tensor
+
+
+@dataclass(frozen=True)
+class Selector:
+    """A `Rule` as a user states it, whose contracting axis may be left to the tensor's name.
+
+    **Arguments:**
+
+    - `regex`: matched in full against the name.
+    - `qtype`: the format, or None to leave the tensors dense.
+    - `tile_size`: how many values along the contracting axis share a scale; None is all of them.
+    - `tile_axis`: the contracting axis; None takes it from the name: that of torch for `...weight`,
+      of JAX for `...kernel`.
+    - `stated`: where the user stated it, for messages.
+
+    **Raises:** `ValueError` for a regex that does not compile, an unknown format or a tile below 1.
+    """
+
+    regex: str
+    qtype: str | None
+    tile_size: int | None = None
+    tile_axis: int | None = None
+    stated: str = "the rule"
+
+    def __post_init__(self) -> None:
+        self.rule(-1)
+
+    def __str__(self) -> str:
+        return f"{self.stated} {self.regex!r}"
+
+    def rule(self, tile_axis: int) -> Rule:
+        """Returns the rule, once the contracting axis is known."""
+        return Rule(self.regex, self.qtype, tile_size=self.tile_size, tile_axis=tile_axis)
+
+
+def selectors_from_json(text: str, *, tile_axis: int | None = None) -> list[Selector]:
+    """Reads the selectors of a rules file, in order; the first that matches a name wins.
+
+    **Arguments:**
+
+    - `text`: a list of `{"path": regex, "qtype": name or null, "tile_size": int or null,
+      "tile_axis": int}`, of which the last two may be missing.
+    - `tile_axis`: stands in for the last.
+
+    **Raises:** `ValueError` naming the rule that is wrong.
+
+    >>> from veneer.quant.selection import selectors_from_json
+    >>> selectors_from_json('[{"path": ".*kernel", "qtype": "int8"}]')[0].qtype
+    'int8'
+    """
+    try:
+        rules = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"the rules are not JSON: {error}") from error
+    if not isinstance(rules, list):
+        raise ValueError("the rules are a JSON list of objects")
+    return [_selector(rule, tile_axis) for rule in rules]
+
+
+def _selector(rule: Any, tile_axis: int | None) -> Selector:
+    types: dict[str, type | tuple[type, ...]] = {
+        "path": str,
+        "qtype": (str, type(None)),
+        "tile_size": (int, type(None)),
+        "tile_axis": int,
+    }
+    if not isinstance(rule, dict) or not {"path", "qtype"} <= rule.keys() <= types.keys():
+        raise ValueError(
+            "a rule is an object with 'path', 'qtype' and, if wanted, 'tile_size' and 'tile_axis', "
+            f"not {json.dumps(rule)}"
+        )
+    for key, value in rule.items():
+        if not isinstance(value, types[key]) or isinstance(value, bool):
+            raise ValueError(
+                f"{key!r} cannot be {json.dumps(value)} in the rule {json.dumps(rule)}"
+            )
+    axis = rule.get("tile_axis", tile_axis)
+    return Selector(rule["path"], rule["qtype"], rule.get("tile_size"), axis)
+
+
+def plan(
+    avals: Mapping[str, jax.ShapeDtypeStruct], selectors: Sequence[Selector]
+) -> dict[str, Rule]:
+    """Decides which tensors to quantise and how, from names, shapes and dtypes alone.
+
+    A tensor is quantised by the first selector that matches its name, if it is floating and of rank
+    2 and up.
+
+    **Arguments:**
+
+    - `avals`: shape and dtype of each tensor by name.
+    - `selectors`: in order of precedence.
+
+    **Returns:** a `Rule` for the name of each tensor to quantise.
+
+    **Raises:** `ValueError` where a selector matches no name, or no tensor that can be quantised.
+    Of its subclasses, `TileError` where a tile does not divide the axis that it tiles, and
+    `UnknownAxisError` where the contracting axis is unknown.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from veneer.quant.selection import Selector, plan
+    >>> avals = {"proj.weight": jax.ShapeDtypeStruct((8, 64), jnp.float32)}
+    >>> plan(avals, [Selector(".*weight", "nf4", tile_size=32)])["proj.weight"].tile_axis
+    -1
+    """
+    chosen: dict[str, Rule] = {}
+    claimed: set[str] = set()
+    for selector in selectors:
+        names = [name for name in avals if re.fullmatch(selector.regex, name)]
+        if not names:
+            raise ValueError(f"{selector} matches no tensor; the names are such as {_some(avals)}")
+        if selector.qtype is not None:
+            able = [name for name in names if can_be_quantised(avals[name])]
+            if not able:
+                allowed = ", ".join(dtype.name for dtype in QUANTISABLE)
+                raise ValueError(
+                    f"{selector} matches no tensor that can be quantised: {names[0]!r} is "
+                    f"{_describe(avals[names[0]])}, and {allowed} of rank 2 and up can be"
+                )
+            for name in able:
+                if name not in claimed:
+                    chosen[name] = _rule(selector, name, avals[name].shape)
+        claimed.update(names)
+    if not chosen:
+        raise ValueError(f"no tensor is left to quantise among {_some(avals)}")
+    return chosen
+
+
+def _rule(selector: Selector, name: str, shape: tuple[int, ...]) -> Rule:
+    axis = selector.tile_axis
+    if axis is None:
+        layout = next((x for end, x in _LAYOUT_OF_NAME.items() if name.endswith(end)), None)
+        axis = CONTRACTING_AXIS[layout] if layout else None
+    if axis is None:
+        raise UnknownAxisError(
+            f"the contracting axis of {name!r} {list(shape)} is unknown, as its name ends in "
+            "neither 'weight' nor 'kernel': state it, as the tile_axis"
+        )
+    if not -len(shape) <= axis < len(shape):
+        raise ValueError(f"{selector} tiles axis {axis}, and {name!r} {list(shape)} has none")
+    tile = selector.tile_size
+    if tile is not None and shape[axis] % tile:
+        fitting = ", ".join(map(str, dividing_tiles(shape[axis], tile)))
+        raise TileError(
+            f"tile {tile} does not divide axis {axis} of {name!r} {list(shape)}: tiles that do are "
+            f"{fitting}, or leave it dense",
+            name,
+        )
+    return selector.rule(axis)
+
+
+def _describe(aval: jax.ShapeDtypeStruct) -> str:
+    return f"{aval.dtype}{list(aval.shape)}"
+
+
+def _some(names: Iterable[str]) -> str:
+    first = [repr(name) for _, name in zip(range(3), names, strict=False)]
+    return ", ".join(first) or "no tensors at all"
