@@ -60,6 +60,7 @@ class Policy:
 
 ALLOW = Policy()
 ERROR = Policy("error")
+_NAMED = {"allow": ALLOW, "warn": Policy("warn"), "error": ERROR}
 
 # A user context and not a context variable: JAX traces a jitted function anew when it changes, so
 # that no function traced under one policy is silent under another.
@@ -76,22 +77,23 @@ def policy_in_force(policy: Policy) -> AbstractContextManager[None]:
     return nullcontext() if policy is _policy.value else _policy(policy)
 
 
-def check_on_materialise(choice: OnMaterialise) -> None:
-    """Refuses what is no choice of what to do on materialisation."""
-    if choice not in ("allow", "warn", "error") and not callable(choice):
+def policy_of(choice: OnMaterialise) -> Policy:
+    """The policy of a choice of what to do on materialisation; refuses what is none."""
+    if isinstance(choice, str) and choice in _NAMED:
+        return _NAMED[choice]
+    if not callable(choice):
         raise ValueError(
             f"on_materialise must be 'allow', 'warn', 'error' or a callable, got {choice!r}"
         )
+    return Policy(choice)
 
 
-def on_materialise_in_force(choice: OnMaterialise) -> AbstractContextManager[None]:
-    """Overrides what is done on materialisation; `"allow"` keeps what an enclosing call set."""
-    if choice == "allow":
+def overridden_by(policy: Policy) -> AbstractContextManager[None]:
+    """Puts a policy in force; `ALLOW` keeps what an enclosing call set, and so do events."""
+    if policy is ALLOW:
         return nullcontext()
     events = _policy.value.events
-    if choice == "error" and events is None:
-        return policy_in_force(ERROR)
-    return policy_in_force(Policy(choice, events))
+    return policy_in_force(policy if events is None else Policy(policy.on_materialise, events))
 
 
 def note_rule(primitive: str, operands: Callable[[], tuple[str, ...]], rule: str) -> None:

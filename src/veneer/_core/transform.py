@@ -12,9 +12,9 @@ from .explain import (
     OnMaterialise,
     Policy,
     Report,
-    check_on_materialise,
-    on_materialise_in_force,
+    overridden_by,
     policy_in_force,
+    policy_of,
 )
 from .jax_internals import current_trace, set_current_trace
 from .trace import ImplicitTrace
@@ -55,7 +55,7 @@ def implicit(
     ...
     veneer.MaterialiseError: sin(QArray:f32[2,2]) at ...
     """
-    check_on_materialise(on_materialise)
+    policy = policy_of(on_materialise)
 
     @wraps(fn, updated=())
     def implicit_fn(*args: Any, **kwargs: Any) -> Any:
@@ -64,7 +64,7 @@ def implicit(
         if filter_spec is not True:
             among = jax.tree.leaves(_broadcast(filter_spec, (fn, args, kwargs)))
             chosen = [c and a for c, a in zip(chosen, among, strict=True)]
-        with on_materialise_in_force(on_materialise):
+        with overridden_by(policy):
             if not any(chosen):
                 return fn(*args, **kwargs)
             trace = ImplicitTrace(current_trace(), tag=object())
