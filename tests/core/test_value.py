@@ -40,6 +40,20 @@ def test_shape_and_dtype_follow_from_materialise():
     assert half.dtype == jnp.bfloat16
 
 
+def test_dtype_follows_the_default_float():
+    class Eye(vn.ImplicitArray):
+        x: jax.Array
+
+        def materialise(self):
+            return jnp.eye(2) * self.x.astype(jnp.result_type(float))
+
+    x = jnp.float32(1)
+    assert Eye(x).dtype == jnp.float32
+    with jax.enable_x64(True):
+        assert Eye(x).dtype == jnp.float64
+    assert Eye(x).dtype == jnp.float32
+
+
 def test_nbytes_are_those_stored():
     assert W.nbytes == 4 * (4 * 6 + 4 * 2 + 2 * 6)
 

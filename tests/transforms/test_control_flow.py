@@ -146,3 +146,11 @@ def test_metadata_is_never_dropped(name):
     assert vn.implicit(choose)(tagged)[0].label == "m"
     with pytest.raises(RuntimeError, match="refuses to lose its label"):
         vn.implicit(lambda t: jax.lax.cond(True, lambda t: t, lambda t: X, t))(tagged)
+
+
+def test_a_loop_that_vmap_gives_a_predicate_an_element(name):
+    w, dense = make(name)
+    f = lambda w: jax.vmap(lambda n: jax.lax.fori_loop(0, n, lambda i, x: jnp.tanh(x @ w), X))
+    counts = jnp.array([0, 2, 1])
+    assert_close(vn.implicit(lambda w: f(w)(counts))(w), f(dense)(counts))
+    assert_close(jax.jit(vn.implicit(lambda w: f(w)(counts)))(w), f(dense)(counts))

@@ -66,6 +66,9 @@ FUNCTIONS = {
     "checkpoint, policy": jax.checkpoint(
         lambda x, w: jnp.sin(jnp.tanh(x @ w)), policy=jax.checkpoint_policies.dots_saveable
     ),
+    "checkpoint, prevent_cse an operand": jax.checkpoint(
+        lambda x, w: jnp.sin(jnp.tanh(x @ w)), prevent_cse=(True, False)
+    ),
     "checkpoint of custom_vjp": jax.checkpoint(lambda x, w: jnp.sin(bent(x, w))),
 }
 SHAPES = {"plain": lambda f: f, "jit": jax.jit, "scan": lambda f: in_scan(f)}

@@ -129,13 +129,13 @@ def _jit(*values: Any, jaxpr: Any, **params: Any) -> list[Any]:
     params["out_shardings"] = _by_leaf(params["out_shardings"], out_trees, UNSPECIFIED)
     params["in_layouts"] = _by_leaf(params["in_layouts"], in_trees, None)
     params["out_layouts"] = _by_leaf(params["out_layouts"], out_trees, None)
-    params["donated_invars"] = tuple(
-        donated
-        for donated, tree in zip(params["donated_invars"], in_trees, strict=True)
-        for _ in range(tree.num_leaves)
-    )
+    params["donated_invars"] = _repeat(params["donated_invars"], in_trees)
     leaves = jax.tree.leaves(values)
     return staged.unflatten(primitives.jit_p.bind(*leaves, jaxpr=staged.jaxpr, **params))
+
+
+def _repeat(choices: Sequence[Any], trees: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(c for c, tree in zip(choices, trees, strict=True) for _ in range(tree.num_leaves))
 
 
 def _by_leaf(choices: Sequence[Any], trees: Sequence[Any], unset: Any) -> tuple[Any, ...]:
@@ -151,6 +151,10 @@ def _checkpoint(*values: Any, jaxpr: Any, **params: Any) -> list[Any]:
     staged = stage("remat", jaxpr, values)
     opened, constants = open_jaxpr(staged.jaxpr)
     leaves = jax.tree.leaves(values)
+    if isinstance(params["prevent_cse"], tuple):  # a choice an operand
+        trees = [jax.tree.structure(v) for v in values]
+        of_leaves = _repeat(params["prevent_cse"], trees)
+        params["prevent_cse"] = (False,) * len(constants) + of_leaves
     return staged.unflatten(primitives.remat_p.bind(*constants, *leaves, jaxpr=opened, **params))
 
 
@@ -197,6 +201,16 @@ def _while(
     cond_consts, body_consts, carry = split_list(values, cond_nconsts, body_nconsts)
     body, carry = _fixed_point("while", body_jaxpr, body_consts, carry, [])
     cond = stage("while", cond_jaxpr, [*cond_consts, *carry], frozenset({0}))
+    if cond.out_avals[0][0].shape:  # a predicate for each element of a batch, as vmap makes it
+        leaves = [jax.tree.leaves(part) for part in (cond_consts, body_consts, carry)]
+        out = primitives.while_p.bind(
+            *(leaf for part in leaves for leaf in part),
+            cond_nconsts=len(leaves[0]),
+            cond_jaxpr=cond.jaxpr,
+            body_nconsts=len(leaves[1]),
+            body_jaxpr=body.jaxpr,
+        )
+        return body.unflatten(out)
     return jax.lax.while_loop(
         lambda carry: cond(*cond_consts, *carry)[0],
         lambda carry: body(*body_consts, *carry),
@@ -212,7 +226,7 @@ def _scan(
     consts, carry, xs = split_list(values, num_consts, num_carry)
     xs = [x if _sliced(x, length) else make_dense(primitives.scan_p, [x])[0] for x in xs]
     slices = [_abstract(x, lambda shape: shape[1:]) for x in xs]
-    body, carry = _fixed_point("scan", jaxpr, consts, carry, slices, stack=length)
+    body, carry = _fixed_point("scan", jaxpr, consts, carry, slices, stack=True)
 
     def step(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
         out = body(*consts, *carry, *xs)
@@ -228,11 +242,12 @@ def _fixed_point(
     consts: Sequence[Any],
     carry: Sequence[Any],
     xs: Sequence[Any],
-    stack: int | None = None,
+    *,
+    stack: bool = False,
 ) -> tuple[Staged, list[Any]]:
     """The body staged so that each carried value leaves it as the type that it enters with.
 
-    An output after the carry that cannot be stacked `stack` times is made dense.
+    With `stack`, an output after the carry that cannot be stacked is made dense.
     """
     carry = list(carry)
     dense: frozenset[int] = frozenset()
@@ -248,7 +263,7 @@ def _fixed_point(
         change |= {
             i
             for i in range(len(carry), len(staged.out_trees))
-            if stack is not None and not _stacks(*staged.output(i), stack)
+            if stack and not _stacks(*staged.output(i))
         }
         if change <= dense:
             return staged, carry
@@ -287,27 +302,35 @@ def _abstract(value: Any, reshape: Callable[[tuple[int, ...]], tuple[int, ...]])
     )
 
 
-def _stands_for(value: Any, shape: tuple[int, ...]) -> bool:
-    try:
-        return value.aval().shape == shape
-    except Exception:  # whatever a type's own code raises on leaves that make no sense to it
-        return False
-
-
 def _sliced(value: Any, length: int) -> bool:
     """Whether slices of the leaves, along the first axis, stand for slices of the value."""
     if not isinstance(value, Value):
         return True
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(value)]
-    return all(shape[:1] == (length,) for shape in shapes) and _stands_for(
-        _abstract(value, lambda shape: shape[1:]), value.aval().shape[1:]
+    return all(shape[:1] == (length,) for shape in shapes) and _has_batch_axis(
+        value, lambda shape: shape[1:], value.aval().shape[1:]
     )
 
 
-def _stacks(tree: Any, avals: Sequence[Any], length: int) -> bool:
+def _stacks(tree: Any, avals: Sequence[Any]) -> bool:
     """Whether leaves stacked along a new first axis stand for stacked values."""
     value = _example(tree, avals)
-    if not isinstance(value, Value):
-        return True
-    stacked = _abstract(value, lambda shape: (length, *shape))
-    return _stands_for(stacked, (length, *value.aval().shape))
+    return not isinstance(value, Value) or _has_batch_axis(
+        value, lambda shape: shape, value.aval().shape
+    )
+
+
+def _has_batch_axis(
+    value: Value, inner: Callable[[tuple[int, ...]], tuple[int, ...]], shape: tuple[int, ...]
+) -> bool:
+    """Whether a first axis, put before the `inner` shapes of the leaves, is one of the value alone.
+
+    Seen on an axis of a size that no other has, lest it should fit by chance.
+    """
+    sizes = [size for leaf in jax.tree.leaves(value) for size in jnp.shape(leaf)]
+    unlike = 1 + max(sizes, default=0)
+    one, many = _abstract(value, inner), _abstract(value, lambda s: (unlike, *inner(s)))
+    try:
+        return one.aval().shape == shape and many.aval().shape == (unlike, *shape)
+    except Exception:  # whatever a type's own code raises on leaves that make no sense to it
+        return False

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, dataclass_transform
 
 import jax
+import jax.numpy as jnp
 
 from .explain import ALLOW, note_materialised, policy_in_force
 from .jax_internals import Primitive
@@ -135,7 +136,8 @@ _MAX_AVALS = 4096
 
 def _aval_of_materialise(value: Value) -> jax.core.ShapedArray:
     leaves, treedef = jax.tree.flatten(value)
-    key = treedef, tuple(jax.typeof(leaf) for leaf in leaves)
+    # The default float, too: a materialise may make arrays of it, and jax_enable_x64 changes it.
+    key = treedef, tuple(jax.typeof(leaf) for leaf in leaves), jnp.result_type(float)
     aval = _avals.get(key)
     if aval is None:
         dense: Callable = lambda *leaves: materialise_one(jax.tree.unflatten(treedef, leaves))

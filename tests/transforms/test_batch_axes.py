@@ -1,0 +1,59 @@
+"""Slicing the leaves is slicing the value only along a batch axis: never by chance."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from array_types import assert_close, lora
+
+import veneer as vn
+
+
+class Symmetric(vn.ImplicitArray):
+    x: jax.Array  # [..., n, n]
+
+    def materialise(self):
+        return self.x + jnp.swapaxes(self.x, -1, -2)
+
+
+class SymmetricByT(vn.ImplicitArray):
+    x: jax.Array  # [n, n]: it takes no leading axis
+
+    def materialise(self):
+        return self.x + self.x.T
+
+
+class Diagonal(vn.ImplicitArray):
+    x: jax.Array  # [..., n]
+
+    def materialise(self):
+        return self.x[..., None] * jnp.eye(self.x.shape[-1])
+
+
+SQUARE = jax.random.normal(jax.random.key(0), (4, 4))
+VALUES = {
+    "symmetric": Symmetric(SQUARE),
+    "symmetric, of rank 2 alone": SymmetricByT(SQUARE),
+    "diagonal": Diagonal(SQUARE[0]),
+    "diagonals": Diagonal(SQUARE),
+    "lora of full rank": lora(jax.random.key(1), (4, 4), rank=4),
+}
+
+
+@pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)
+class TestAgainstDense:
+    def check(self, f, value):
+        assert_close(vn.implicit(f)(value), f(vn.materialise(value)))
+
+    def test_scan_over_rows(self, value):
+        self.check(lambda w: jax.lax.scan(lambda c, row: (c + row, row * 2), w[0], w), value)
+
+    def test_stacked_by_scan(self, value):
+        self.check(lambda w: jax.lax.scan(lambda c, _: (c, w), 0, None, length=4)[1], value)
+
+    def test_map_over_rows(self, value):
+        self.check(lambda w: jax.lax.map(jnp.sum, w), value)
+
+
+def test_a_batch_axis_keeps_the_type():
+    f = lambda d: jax.lax.map(lambda one: one, d)
+    assert isinstance(vn.implicit(f)(Diagonal(SQUARE)), Diagonal)
