@@ -85,14 +85,14 @@ def stage(
     primitive: str, jaxpr: Any, values: Sequence[Any], dense: frozenset[int] = frozenset()
 ) -> Staged:
     """`jaxpr` staged for the types of `values`; the outputs numbered in `dense` are made dense."""
-    jaxpr = close_jaxpr(jaxpr)
     treedef, avals = _typed(list(values))
     policy = current_policy()
     key = treedef, avals, dense, policy
     # Other policies tell of events, and must hear of them each time.
     known = _staged.setdefault(jaxpr, {}) if policy in (ALLOW, ERROR) else {}
     if key not in known:
-        known[key] = _stage(find_primitive(primitive), jaxpr, treedef, avals, dense)
+        closed = close_jaxpr(jaxpr)
+        known[key] = _stage(find_primitive(primitive), closed, treedef, avals, dense)
     return known[key]
 
 
