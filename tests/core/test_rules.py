@@ -186,6 +186,12 @@ def test_where_every_rule_returns_not_implemented_operands_are_materialised(prim
     assert combine(primitive, Puppy(X), X).tolist() == (X + X).tolist()
 
 
+def test_a_rule_that_returns_nothing_is_named(primitive):
+    rule(primitive, Dog, vn.ArrayLike, None)
+    with pytest.raises(TypeError, match=r"combine\(Dog.* at .*test_rules.py:.* returns None"):
+        combine(primitive, Dog(X), X)
+
+
 def test_any_number_of_operands(primitive):
     @vn.register("concatenate")
     def _(first: Puppy, *rest: Dog | vn.ArrayLike, dimension):

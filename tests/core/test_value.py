@@ -54,6 +54,17 @@ def test_dtype_follows_the_default_float():
     assert Eye(x).dtype == jnp.float32
 
 
+def test_a_materialise_that_returns_itself_is_refused():
+    class Self(vn.ImplicitArray):
+        x: jax.Array
+
+        def materialise(self):
+            return self
+
+    with pytest.raises(TypeError, match="returns itself"):
+        _ = Self(jnp.ones(2)).shape
+
+
 def test_nbytes_are_those_stored():
     assert W.nbytes == 4 * (4 * 6 + 4 * 2 + 2 * 6)
 

@@ -68,6 +68,12 @@ def test_per_example_gradients():
     assert_close(ours, jax.vmap(jax.grad(loss), (0, None))(X, vn.materialise(w)))
 
 
+def test_from_outside_only_leading_axes_of_packed_codes_may_be_mapped():
+    w = MAKERS["int4"](KEY)
+    with pytest.raises(ValueError, match=r"leading axes alone|inconsistent sizes"):
+        jax.vmap(vn.implicit(lambda w: w + 0), in_axes=1)(w)
+
+
 def test_a_vmapped_result_is_still_implicit():
     ws = MAKERS["int4"](KEY, (3, 6, 6))
     out = jax.vmap(vn.implicit(lambda w: w.T))(ws)

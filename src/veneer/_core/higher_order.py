@@ -31,7 +31,7 @@ from .jax_internals import (
 from .rules import add_rule, forget_with_rules
 from .transform import implicit
 from .tree import split_list
-from .value import Value, make_dense
+from .value import Value, describe, make_dense
 
 
 def _structural(name: str) -> Callable[[Callable], Callable]:
@@ -185,6 +185,12 @@ def _cond(index: Any, *values: Any, branches: Sequence[Any], **params: Any) -> l
             leaves = jax.tree.leaves(values)
             out = primitives.cond_p.bind(index, *leaves, branches=branches, **params)
             return first.unflatten(out)
+        if differ <= dense:
+            raise TypeError(
+                f"outputs {sorted(differ)} of cond are dense in every branch and yet of different "
+                f"dtypes or shapes; of {describe(values)}, some type's aval() and materialise() "
+                "disagree"
+            )
         dense |= differ
 
 

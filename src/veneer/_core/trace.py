@@ -135,6 +135,11 @@ def dispatch(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]
     tried: tuple = ()
     while (rule := resolve(primitive, classes, tried)) is not None:
         out = rule.function(*values, **params)
+        if out is None:
+            raise TypeError(
+                f"the rule for {primitive.name}({', '.join(describe(values))}) at {rule.location} "
+                "returns None; a rule returns the result, or NotImplemented"
+            )
         if out is not NotImplemented:
             if not rule.structural:
                 note_rule(primitive.name, lambda: describe(values), rule.location)

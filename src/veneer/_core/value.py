@@ -90,7 +90,10 @@ def materialise_one(x: Any) -> Any:
     if isinstance(x, Value):
         with policy_in_force(ALLOW):  # what its own parts do is no news
             while isinstance(x, Value):
-                x = x.materialise()
+                dense = x.materialise()
+                if dense is x:
+                    raise TypeError(f"{type(x).__name__}.materialise() returns itself")
+                x = dense
     return x
 
 

@@ -173,11 +173,20 @@ class QArray(ImplicitArray):
 
     def aval(self) -> jax.core.ShapedArray:
         """Returns the shape of the codes, before packing, and the dense dtype."""
-        shape = list(self.packed.shape)
+        stored = jax.typeof(self.packed)  # with its sharding, which the codes share
+        shape = list(stored.shape)
         if self.packing is not None:
-            shape[self.packing.axis] = self.packing.size
+            axis, size = self.packing
+            if shape[axis] != packed_size(size):
+                raise ValueError(
+                    f"a QArray packed along axis {axis} (size {size}) has stored codes of shape "
+                    f"{stored.shape}: from outside, vmap and tree functions may map and slice its "
+                    "leading axes alone; under vn.implicit any axis will do"
+                )
+            shape[axis] = size
         # A stored float64 is float32 where jax_enable_x64 is not set.
-        return jax.core.ShapedArray(tuple(shape), jax.dtypes.canonicalize_dtype(self.dense_dtype))
+        dtype = jax.dtypes.canonicalize_dtype(self.dense_dtype)
+        return stored.update(shape=tuple(shape), dtype=dtype, weak_type=False)
 
     def dequantize(self) -> jax.Array:
         """Returns the dense array, by `vn.quant.dequantize`."""

@@ -139,7 +139,7 @@ def _gather(
     fill_value,
 ) -> Any:
     modes = lax.GatherScatterMode
-    if mode == modes.ONE_HOT:
+    if mode == modes.ONE_HOT or q.size == 0:
         return NotImplemented
     if mode == modes.FILL_OR_DROP and fill_value is not None and not np.isnan(fill_value):
         return NotImplemented
