@@ -74,6 +74,13 @@ for _primitive in (jax.lax.sin_p, jax.lax.neg_p, jax.lax.tanh_p):
     _elementwise(_primitive)
 
 
+@vn.register("mul")
+def _(x: Tagged | vn.ArrayLike, y: Tagged | vn.ArrayLike, **params):
+    tagged = x if isinstance(x, Tagged) else y
+    factors = [v.x if isinstance(v, Tagged) else v for v in (x, y)]
+    return Tagged(jax.lax.mul(*factors), tagged.label)
+
+
 def lora(key: jax.Array, shape: tuple[int, ...] = (6, 6), rank: int = 2) -> Lora:
     """A random one; leading axes are batch axes."""
     *batch, m, n = shape

@@ -9,6 +9,7 @@ import pytest
 from array_types import lora
 
 import veneer as vn
+from veneer._core import staging
 
 W = lora(jax.random.key(0))
 X = jnp.ones((6, 6))
@@ -78,7 +79,21 @@ def test_explain_tells_of_an_overridden_default():
     assert (event.primitive, "test_policy.py:" in event.rule) == ("sin", True)
 
 
-def test_a_report_shows_itself():
-    report = vn.explain(jnp.matmul)(X, W)
-    assert repr(report) == str(report)
-    assert "Lora:f32[6,6]" in repr(report)
+def test_what_was_staged_before_is_told_each_time(monkeypatch):
+    stage, staged, seen = staging._stage, [], []
+    monkeypatch.setattr(staging, "_stage", lambda *args: staged.append(args) or stage(*args))
+    f = vn.implicit(jax.jit(lambda w: jnp.exp(w) + 1), on_materialise=seen.append)
+    for _ in range(3):
+        f(W)
+    assert (len(staged), [event.primitive for event in seen]) == (1, ["exp"] * 3)
+
+
+def test_an_attempt_that_is_dropped_is_not_told_of():
+    loop = lambda w: jax.lax.fori_loop(0, 2, lambda i, w: jnp.exp(w), w)  # goes on dense
+    report = vn.explain(loop)(W)
+    assert [event.primitive for event in report.events] == ["scan"]
+
+
+def test_a_loop_of_several_programs_tells_of_each_once():
+    choose = lambda w: jax.lax.cond(True, lambda w: w, lambda w: jnp.exp(w), w)
+    assert sorted(e.primitive for e in vn.explain(choose)(W).events) == ["cond", "exp"]

@@ -17,10 +17,9 @@ X = jnp.arange(3.0)
 
 @pytest.fixture
 def primitive():
-    """A binary primitive that only these tests know."""
+    """A binary primitive that only these tests know, without shapes to check results against."""
     p = Primitive("combine")
     p.def_impl(lambda x, y: jnp.add(x, y))
-    p.def_abstract_eval(lambda x, y: x)
     return p
 
 
@@ -188,28 +187,30 @@ def test_where_every_rule_returns_not_implemented_operands_are_materialised(prim
 
 def test_a_rule_that_returns_nothing_is_named(primitive):
     rule(primitive, Dog, vn.ArrayLike, None)
-    with pytest.raises(TypeError, match=r"combine\(Dog.* at .*test_rules.py:.* returns None"):
+    with pytest.raises(
+        TypeError, match=r"rule at .*test_rules.py:.* for combine\(Dog.* returns None"
+    ):
         combine(primitive, Dog(X), X)
 
 
 def test_any_number_of_operands(primitive):
     @vn.register("concatenate")
     def _(first: Puppy, *rest: Dog | vn.ArrayLike, dimension):
-        return 1 + len(rest)
+        return jnp.full(3 + 3 * len(rest), 7.0)
 
     concatenate = vn.implicit(lambda *xs: jax.lax.concatenate_p.bind(*xs, dimension=0))
-    assert concatenate(Puppy(X)) == 1
-    assert concatenate(Puppy(X), X, Dog(X)) == 3
-    assert concatenate(Puppy(X), Cat(X)).shape == (6,)
+    assert concatenate(Puppy(X)).tolist() == [7] * 3
+    assert concatenate(Puppy(X), X, Dog(X)).tolist() == [7] * 9
+    assert concatenate(Puppy(X), Cat(X)).tolist() == [*X, *X]
 
 
 def test_names_and_sequences_of_primitives():
     @vn.register(["add", jax.lax.sub_p, "mul"])
     def _(x: Puppy, y: vn.ArrayLike, **params):
-        return 7
+        return jnp.full(3, 7.0)
 
     p = Puppy(X)
-    assert p + X == p - X == p * X == 7
+    assert (p + X).tolist() == (p - X).tolist() == (p * X).tolist() == [7] * 3
 
 
 def test_an_unknown_name_suggests():
@@ -230,20 +231,20 @@ class Loud(vn.ImplicitArray):
 
     @staticmethod
     def default(primitive, values, params):
-        return f"loud {primitive.name}"
+        return jnp.full(3, 5.0)
 
 
 class Quiet(Loud):
     @staticmethod
     def default(primitive, values, params):
-        return f"quiet {primitive.name}"
+        return jnp.full(3, 6.0)
 
 
 def test_an_overridden_default_runs_where_no_rule_fits(primitive):
-    assert combine(primitive, Loud(X), X) == "loud combine"
-    assert combine(primitive, Dog(X), Quiet(X)) == "quiet combine"
-    rule(primitive, Loud, vn.ArrayLike, "a rule")
-    assert combine(primitive, Loud(X), X) == "a rule"
+    assert combine(primitive, Loud(X), X).tolist() == [5] * 3
+    assert combine(primitive, Dog(X), Quiet(X)).tolist() == [6] * 3
+    rule(primitive, Loud, vn.ArrayLike, 4)
+    assert combine(primitive, Loud(X), X) == 4
 
 
 def test_two_different_defaults_are_refused(primitive):

@@ -144,7 +144,7 @@ def test_metadata_is_never_dropped(name):
         True, lambda t: (t, jnp.ones(2)), lambda t: (-t, jnp.zeros(2)), t
     )
     assert vn.implicit(choose)(tagged)[0].label == "m"
-    with pytest.raises(RuntimeError, match="refuses to lose its label"):
+    with pytest.raises(TypeError, match=r"output 0 of cond is .* and Tagged refuses to be dense"):
         vn.implicit(lambda t: jax.lax.cond(True, lambda t: t, lambda t: X, t))(tagged)
 
 

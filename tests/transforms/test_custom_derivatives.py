@@ -160,10 +160,35 @@ def test_the_choice_on_materialisation_holds_for_rules_that_run_later():
         jax.grad(strict)(X, LORA)
 
 
-def test_metadata_is_kept_or_refused():
+def test_a_label_is_kept_under_every_transformation():
     same = jax.custom_jvp(lambda t: jnp.sin(t))
-    same.defjvp(lambda p, t: (jnp.sin(*p), t[0]))
-    assert vn.implicit(same)(Tagged(X, "m")).label == "m"
-    # A tangent may yet be asked for, and the author's rule speaks of dense ones.
-    with pytest.raises(RuntimeError, match="refuses to lose its label"):
-        jax.jit(vn.implicit(same))(Tagged(X, "m"))
+    same.defjvp(lambda p, t: (jnp.sin(*p), jnp.tanh(*p) * t[0]))
+    f, tagged = vn.implicit(same), Tagged(X, "m")
+    for out in (f(tagged), jax.jit(f)(tagged), jax.vmap(f)(tagged)):
+        assert (type(out), out.label) == (Tagged, "m")
+        assert_close(out.x, jnp.sin(X))
+    out, tangent = jax.jvp(f, (tagged,), (Tagged(2 * X, "m"),))
+    assert (out.label, tangent.label) == ("m", "m")
+    assert_close(tangent.x, jnp.tanh(X) * 2 * X)
+
+
+def test_the_cotangent_of_a_label_is_that_of_its_leaf():
+    same = jax.custom_vjp(lambda t: jnp.sin(t))
+    same.defvjp(lambda t: (jnp.sin(t), jnp.tanh(t)), lambda tanh, ct: (tanh * ct,))
+    _, vjp = jax.vjp(vn.implicit(same), Tagged(X, "m"))
+    assert_close(vjp(Tagged(3 * X, "m"))[0].x, jnp.tanh(X) * 3 * X)
+
+
+def test_metadata_that_a_derivative_loses_is_refused():
+    f = jax.custom_jvp(lambda t: jnp.sin(t))
+    f.defjvp(lambda p, t: (jnp.sin(*p), jnp.cos(t[0])))
+
+    class Fickle(Tagged):
+        pass
+
+    @vn.register("cos")
+    def _(x: Fickle, **params):
+        return Fickle(jnp.cos(x.x), "another")
+
+    with pytest.raises(TypeError, match="whose metadata differs"):
+        jax.jvp(vn.implicit(f), (Fickle(X, "m"),), (Fickle(X, "m"),))

@@ -2,8 +2,11 @@
 
 Such a function is rebuilt, with JAX's public decorators, as a function of the leaves. Its
 derivative with respect to an implicit operand is the one its author wrote, taken at the dense
-array that the operand stands for, composed with the derivative of `materialise`. Its outputs are
-dense, for so are the tangents and cotangents that an author's rule speaks of.
+array that the operand stands for, composed with the derivative of `materialise`. So its outputs
+are dense, for so are the tangents and cotangents that an author's rule speaks of.
+
+Labels need none of that: the tangent or cotangent of a label is a label, with the same metadata, so
+they go in and come out as they are.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,15 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from .explain import current_policy, policy_in_force
 from .jax_internals import (
     Primitive,
     call_bwd,
-    current_trace,
     reset_stores,
-    set_current_trace,
     transform_flat_function,
 )
+from .labels import is_label
+from .reentry import later
 from .tree import split_list
 from .value import Value, make_dense, materialise_one
 
@@ -36,29 +38,36 @@ def custom_jvp_call(
     symbolic_zeros: bool,
 ) -> Sequence[Any]:
     """A `custom_jvp` function at `values`, in the trace below `trace`."""
-    again = _later(trace, primitive)
+    again = later(trace)
     if not any(isinstance(v, Value) for v in values):  # it may close over implicit ones
-        fun, jvp = (transform_flat_function(f, again) for f in (fun, jvp))
-        return trace.parent.process_custom_jvp_call(
+        outputs = _Outputs(primitive)
+        fun = transform_flat_function(fun, lambda f: outputs.flat(again(f)))
+        jvp = transform_flat_function(jvp, lambda f: outputs.flat(again(f), tangents=True))
+        out = trace.parent.process_custom_jvp_call(
             primitive, fun, jvp, values, symbolic_zeros=symbolic_zeros
         )
+        return outputs.rebuild(out)
     leaves, treedef = jax.tree.flatten(list(values))
 
     @jax.custom_jvp
     def call(*leaves: Any) -> list[Any]:
-        return again(fun.call_wrapped)(*jax.tree.unflatten(treedef, leaves))
+        out = again(fun.call_wrapped)(*jax.tree.unflatten(treedef, leaves))
+        return _keep_labels(primitive, out)
 
     def call_jvp(leaves: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
         primals = jax.tree.unflatten(treedef, leaves)
-        dense_tangents = [
-            _dense_tangent(primal, tangent)
+        moves = [
+            _tangent(primal, tangent, symbolic_zeros)
             for primal, tangent in zip(primals, _by_value(treedef, tangents), strict=True)
         ]
-        if not symbolic_zeros:
-            dense_tangents = [_instantiate(t) for t in dense_tangents]
         reset_stores(jvp)
-        out = again(jvp.call_wrapped)(*primals, *dense_tangents)
-        return out[: len(out) // 2], out[len(out) // 2 :]
+        both = again(jvp.call_wrapped)(*primals, *moves)
+        out = _keep_labels(primitive, both[: len(both) // 2])
+        moved = [
+            _tangent_of_output(primitive, primal, tangent)
+            for primal, tangent in zip(out, both[len(out) :], strict=True)
+        ]
+        return out, moved
 
     call.defjvp(call_jvp, symbolic_zeros=True)
     return call(*leaves)
@@ -75,65 +84,78 @@ def custom_vjp_call(
     symbolic_zeros: bool,
 ) -> Sequence[Any]:
     """A `custom_vjp` function at `values`, in the trace below `trace`."""
-    again = _later(trace, primitive)
+    again = later(trace)
     if not any(isinstance(v, Value) for v in values):  # it may close over implicit ones
-        fun, fwd = (transform_flat_function(f, again) for f in (fun, fwd))
-        return trace.parent.process_custom_vjp_call(
+        outputs = _Outputs(primitive)
+        fun = transform_flat_function(fun, lambda f: outputs.flat(again(f)))
+        fwd = transform_flat_function(fwd, lambda f: outputs.flat(again(f)))
+        out = trace.parent.process_custom_vjp_call(
             primitive, fun, fwd, bwd, values, out_trees=out_trees, symbolic_zeros=symbolic_zeros
         )
+        return outputs.rebuild(out)
     leaves, treedef = jax.tree.flatten(list(values))
 
     @jax.custom_vjp
     def call(*leaves: Any) -> list[Any]:
-        return again(fun.call_wrapped)(*jax.tree.unflatten(treedef, leaves))
+        out = again(fun.call_wrapped)(*jax.tree.unflatten(treedef, leaves))
+        return _keep_labels(primitive, out)
 
     def call_fwd(*primals: Any) -> tuple[list[Any], Any]:
         values = jax.tree.unflatten(treedef, [p.value for p in primals])
         perturbed = _by_value(treedef, [p.perturbed for p in primals])
         flagged = [x for value, p in zip(values, perturbed, strict=True) for x in (value, any(p))]
         reset_stores(fwd)
-        results = again(fwd.call_wrapped, keep=True)(*flagged)
+        results = again(fwd.call_wrapped)(*flagged)
         _, residual_tree, forwarded = out_trees()
         count = residual_tree.num_leaves - sum(f is not None for f in forwarded)
         computed, out = split_list(results, count)
         rest = iter(computed)
         residuals = [next(rest) if f is None else values[f] for f in forwarded]
         operands = [v if isinstance(v, Value) else None for v in values]
-        return make_dense(primitive, out), (residuals, operands)
+        return _keep_labels(primitive, out), (residuals, operands)
 
     def call_bwd_rule(saved: Any, cotangents: list[Any]) -> tuple[Any, ...]:
         residuals, operands = saved
-        if not symbolic_zeros:
-            cotangents = [_instantiate(ct) for ct in cotangents]
+        cotangents = [_settle(ct, symbolic_zeros) for ct in cotangents]
         run: Callable = lambda *args: call_bwd(bwd, *split_list(args, len(residuals)))
-        dense_cts = again(run)(*residuals, *cotangents)
+        found = again(run)(*residuals, *cotangents)
         return tuple(
             leaf_ct
-            for operand, ct in zip(operands, dense_cts, strict=True)
-            for leaf_ct in ([ct] if operand is None else _leaf_cotangents(operand, ct))
+            for operand, ct in zip(operands, found, strict=True)
+            for leaf_ct in _leaf_cotangents(primitive, operand, ct)
         )
 
     call.defvjp(call_fwd, call_bwd_rule, symbolic_zeros=True)
     return call(*leaves)
 
 
-def _later(trace: Any, primitive: Primitive) -> Callable:
-    """Runs a flat function under whatever trace is current then, still knowing our values."""
-    kind, tag, policy = type(trace), trace.tag, current_policy()
+def _keep_labels(primitive: Primitive, values: Sequence[Any]) -> list[Any]:
+    return [v if is_label(v) else make_dense(primitive, [v])[0] for v in values]
 
-    def again(function: Callable, keep: bool = False) -> Callable:
-        def run(*args: Any) -> list[Any]:
-            inner = kind(current_trace(), tag)
-            with policy_in_force(policy):
-                wrapped = list(map(inner.wrap, args))
-                with set_current_trace(inner):
-                    out = function(*wrapped)
-                values = list(map(inner.unwrap, out))
-                return values if keep else make_dense(primitive, values)
 
-        return run
+class _Outputs:
+    """The outputs of a function that takes arrays and gives labels, as arrays for JAX."""
 
-    return again
+    def __init__(self, primitive: Primitive):
+        self.primitive = primitive
+        self.trees: list[Any] = []
+
+    def flat(self, run: Callable, tangents: bool = False) -> Callable:
+        """`run` giving arrays; of outputs followed by their tangents, the former are noted."""
+
+        def on_arrays(*args: Any) -> list[Any]:
+            out = _keep_labels(self.primitive, run(*args))
+            self.trees = [jax.tree.structure(v) for v in out]
+            if tangents:
+                del self.trees[len(out) // 2 :]
+            return [jax.tree.leaves(v)[0] if isinstance(v, Value) else v for v in out]
+
+        return on_arrays
+
+    def rebuild(self, arrays: Sequence[Any]) -> list[Any]:
+        """The outputs; residuals, if any, come before and are not among the arrays."""
+        trees = self.trees[len(self.trees) - len(arrays) :]
+        return [jax.tree.unflatten(t, [x]) for t, x in zip(trees, arrays, strict=True)]
 
 
 def _by_value(treedef: Any, leaves: Sequence[Any]) -> list[list[Any]]:
@@ -152,6 +174,16 @@ def _instantiate(tangent: Any) -> Any:
     return np.zeros(shape, dtype) if dtype == jax.dtypes.float0 else jnp.zeros(shape, dtype)
 
 
+def _settle(tangent: Any, symbolic_zeros: bool) -> Any:
+    """A tangent or cotangent as the author's rule takes it: zeros are arrays unless it asked."""
+    if isinstance(tangent, Value):
+        (leaf,) = jax.tree.leaves(tangent, is_leaf=lambda x: isinstance(x, SymbolicZero))
+        if isinstance(leaf, SymbolicZero) and symbolic_zeros:
+            return leaf
+        return jax.tree.unflatten(jax.tree.structure(tangent), [_instantiate(leaf)])
+    return tangent if symbolic_zeros else _instantiate(tangent)
+
+
 def _materialise_along(value: Value, moving: Sequence[bool]) -> tuple[Callable, list[Any]]:
     """The dense array as a function of some of the leaves, and those leaves."""
     leaves, treedef = jax.tree.flatten(value)
@@ -164,22 +196,48 @@ def _materialise_along(value: Value, moving: Sequence[bool]) -> tuple[Callable, 
     return dense, [x for m, x in zip(moving, leaves, strict=True) if m]
 
 
-def _dense_tangent(value: Any, tangents: Sequence[Any]) -> Any:
+def _tangent(value: Any, tangents: Sequence[Any], symbolic_zeros: bool) -> Any:
+    """The tangent of an operand, from those of its leaves."""
+    if is_label(value) and jnp.issubdtype(value.aval().dtype, jnp.inexact):
+        return _settle(jax.tree.unflatten(jax.tree.structure(value), tangents), symbolic_zeros)
+    moving = [not _is_zero(t) for t in tangents]
     if not isinstance(value, Value):
         (tangent,) = tangents
+    elif not any(moving):
+        tangent = SymbolicZero(value.aval().to_tangent_aval())
+    else:
+        dense, primals = _materialise_along(value, moving)
+        moves = [t for m, t in zip(moving, tangents, strict=True) if m]
+        tangent = jax.jvp(dense, primals, moves)[1]
+    return _settle(tangent, symbolic_zeros)
+
+
+def _tangent_of_output(primitive: Primitive, primal: Any, tangent: Any) -> Any:
+    if not isinstance(primal, Value):
+        return make_dense(primitive, [tangent])[0]
+    structure: Any = jax.tree.structure(primal)
+    if is_label(tangent):
+        if structure != jax.tree.structure(tangent):
+            raise TypeError(
+                f"the derivative of a custom_jvp function at an output {primal!r} is {tangent!r}, "
+                "whose metadata differs"
+            )
         return tangent
-    moving = [not _is_zero(t) for t in tangents]
-    if not any(moving):
-        return SymbolicZero(value.aval().to_tangent_aval())
-    dense, primals = _materialise_along(value, moving)
-    return jax.jvp(dense, primals, [t for m, t in zip(moving, tangents, strict=True) if m])[1]
+    return jax.tree.unflatten(structure, make_dense(primitive, [tangent]))
 
 
-def _leaf_cotangents(value: Value, cotangent: Any) -> list[Any]:
-    leaves = jax.tree.leaves(value)
+def _leaf_cotangents(primitive: Primitive, operand: Value | None, cotangent: Any) -> list[Any]:
+    """The cotangents of an operand's leaves; that of a dense one, if it is None."""
+    if is_label(cotangent):  # what its metadata says is of the dual space: the number is meant
+        (cotangent,) = jax.tree.leaves(cotangent)
+    else:
+        (cotangent,) = make_dense(primitive, [cotangent])
+    if operand is None or is_label(operand):
+        return [cotangent]
+    leaves = jax.tree.leaves(operand)
     if cotangent is None:
         return [None] * len(leaves)
     moving = [jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in leaves]
-    dense, primals = _materialise_along(value, moving)
+    dense, primals = _materialise_along(operand, moving)
     cts = iter(jax.vjp(dense, *primals)[1](cotangent))
     return [next(cts) if m else None for m in moving]

@@ -1,13 +1,13 @@
-"""What happens to implicit operands, and who is told: policies, events and the report.
+"""What happens to implicit operands, and who is told: events and policies.
 
 A policy says what to do when an implicit array is about to be made dense because no rule fits.
 It holds for the dynamic extent of a call, so that rules which redispatch, and loops, obey it too.
 """
 
-import html
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Literal
 
@@ -60,6 +60,7 @@ class Policy:
 
 ALLOW = Policy()
 ERROR = Policy("error")
+_RECORD = Policy()  # in force while events are recorded, to be told later
 _NAMED = {"allow": ALLOW, "warn": Policy("warn"), "error": ERROR}
 
 # A user context and not a context variable: JAX traces a jitted function anew when it changes, so
@@ -96,87 +97,56 @@ def overridden_by(policy: Policy) -> AbstractContextManager[None]:
     return policy_in_force(policy if events is None else Policy(policy.on_materialise, events))
 
 
+_recorded: ContextVar[list[Event]] = ContextVar("recorded")
+
+
+@contextmanager
+def recording() -> Iterator[list[Event]]:
+    """Collects events instead of telling anyone, so that they can be told each time."""
+    events: list[Event] = []
+    token = _recorded.set(events)
+    try:
+        with policy_in_force(_RECORD):
+            yield events
+    finally:
+        _recorded.reset(token)
+
+
+def tells_each_time(policy: Policy) -> bool:
+    """Whether someone must hear of what was staged before, each time that it runs."""
+    return policy not in (ALLOW, ERROR)
+
+
+def tell(events: Iterable[Event]) -> None:
+    """Tells whoever asked, by the policy in force."""
+    policy = _policy.value
+    for event in events:
+        if policy is _RECORD:
+            _recorded.get().append(event)
+        if policy.events is not None:
+            policy.events.append(event)
+        if event.rule is not None:
+            continue
+        if policy.on_materialise == "warn":
+            file, line = user_place()
+            warnings.warn_explicit(str(event), MaterialiseWarning, file, line)
+        elif policy.on_materialise == "error":
+            raise MaterialiseError(
+                f"{event}. Register a rule for these types, or allow it with "
+                "on_materialise='allow'."
+            )
+        elif callable(policy.on_materialise):
+            policy.on_materialise(event)
+
+
 def note_rule(primitive: str, operands: Callable[[], tuple[str, ...]], rule: str) -> None:
-    """Records that a rule ran, where someone asked for a report."""
-    events = _policy.value.events
-    if events is not None:
-        events.append(Event(primitive, operands(), rule, 0, user_line()))
+    """Tells that a rule ran, where someone asked for a report."""
+    policy = _policy.value
+    if policy is _RECORD or policy.events is not None:
+        tell([Event(primitive, operands(), rule, 0, user_line())])
 
 
 def note_materialised(primitive: str, operands: Callable[[], tuple[str, ...]], nbytes: int) -> None:
     """Tells whoever asked that operands are about to be made dense."""
-    policy = _policy.value
-    if policy.events is None and policy.on_materialise == "allow":
-        return
-    event = Event(primitive, operands(), None, nbytes, user_line())
-    if policy.events is not None:
-        policy.events.append(event)
-    if policy.on_materialise == "warn":
-        file, line = user_place()
-        warnings.warn_explicit(str(event), MaterialiseWarning, file, line)
-    elif policy.on_materialise == "error":
-        raise MaterialiseError(
-            f"{event}. Register a rule for these types, or allow it with on_materialise='allow'."
-        )
-    elif callable(policy.on_materialise):
-        policy.on_materialise(event)
-
-
-@dataclass(frozen=True, repr=False)
-class Report:
-    """The events of one traced call: `print` it for a table; `to_html` gives a page.
-
-    `events` holds every `Event` in the order of the program; `materialised` those of them in
-    which no rule fitted.
-    """
-
-    events: tuple[Event, ...]
-
-    @property
-    def materialised(self) -> tuple[Event, ...]:
-        """The events in which an operand was made dense."""
-        return tuple(event for event in self.events if event.rule is None)
-
-    def _rows(self) -> list[tuple[str, ...]]:
-        return [
-            (
-                event.primitive,
-                ", ".join(event.operands),
-                event.rule or "materialised",
-                f"{event.nbytes:,}" if event.nbytes else "",
-                event.line,
-            )
-            for event in self.events
-        ]
-
-    def _summary(self) -> str:
-        dense = self.materialised
-        total = sum(event.nbytes for event in dense)
-        return f"{len(self.events)} primitives met an implicit array; {len(dense)} of them " + (
-            f"made {total:,} bytes dense." if dense else "made it dense: none."
-        )
-
-    def __str__(self) -> str:
-        rows = [_HEADINGS, *self._rows()]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADINGS))]
-        lines = [
-            "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        ]
-        return "\n".join([*lines, self._summary()])
-
-    __repr__ = __str__
-
-    def to_html(self) -> str:
-        """The same table as a page of HTML."""
-        cells = lambda tag, row: "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row)
-        body = "".join(f"<tr>{cells('td', row)}</tr>" for row in self._rows())
-        return (
-            "<!doctype html><meta charset='utf-8'><title>veneer: explain</title>"
-            "<style>body{font:14px sans-serif}td,th{padding:2px 12px;text-align:left}</style>"
-            f"<p>{html.escape(self._summary())}</p>"
-            f"<table><tr>{cells('th', _HEADINGS)}</tr>{body}</table>"
-        )
-
-
-_HEADINGS = ("primitive", "operands", "rule", "dense bytes", "line")
+    if _policy.value is not ALLOW:
+        tell([Event(primitive, operands(), None, nbytes, user_line())])

@@ -7,41 +7,56 @@ names the version it is for, so that it can be deleted.
 import difflib
 import sys
 from collections.abc import Callable, Sequence
-from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import jax
-import jax.extend as jex
-from jax._src import core, source_info_util, traceback_util
+import numpy as np
+from jax._src import array, core, custom_batching, source_info_util, traceback_util
 from jax._src import linear_util as lu
+from jax._src import xla_metadata as xla_metadata  # for its primitive, which we name
 from jax._src.ad_util import SymbolicZero, Zero
-from jax._src.interpreters.partial_eval import convert_constvars_jaxpr
+from jax._src.core import Primitive, jaxpr_as_fun
+from jax._src.export._export import deserialization_registry
+from jax._src.interpreters.partial_eval import DynamicJaxprTracer, convert_constvars_jaxpr
+from jax._src.lax.control_flow import solves
 from jax._src.sharding_impls import UNSPECIFIED
-from jax.extend.core import Primitive, jaxpr_as_fun, primitives
+from jax.export import register_pytree_node_serialization
 
 __all__ = [
     "UNSPECIFIED",
+    "ConcreteArray",
+    "CustomRoot",
     "Primitive",
+    "RootLinearMap",
     "Trace",
     "Tracer",
+    "bind_scan",
     "call_bwd",
     "close_jaxpr",
+    "contained_jaxpr",
     "current_trace",
     "find_primitive",
+    "flat_tree",
     "hide_frames_of",
+    "inlines_early",
+    "is_eager",
+    "is_zero",
     "jaxpr_as_fun",
     "open_jaxpr",
-    "primitives",
+    "register_serialization",
     "reset_stores",
     "scan_counts",
     "set_current_trace",
+    "structure_of_operands",
     "transform_flat_function",
     "user_line",
     "user_place",
+    "varying_axes",
 ]
 
+ConcreteArray = array.ArrayImpl
 Trace = core.Trace
 Tracer = core.Tracer
 set_current_trace = core.set_current_trace
@@ -49,36 +64,64 @@ set_current_trace = core.set_current_trace
 
 def current_trace() -> Trace:
     """The trace that a primitive bound here would be processed by."""
-    with core.take_current_trace() as trace:
-        return trace
+    return core.trace_ctx.trace
 
 
-# Primitives by name.
+def is_zero(x: Any) -> bool:
+    """Whether an array is known to be zero: a concrete one, or a traced one made of zeros."""
+    if isinstance(x, DynamicJaxprTracer):
+        if isinstance(x.val, core.Literal):
+            return is_zero(x.val.val)
+        made: Any = x.parent
+        return bool(made and made.primitive.name in _COPIES and is_zero(made.in_tracers[0]))
+    if isinstance(x, Tracer) or jax.dtypes.issubdtype(jax.typeof(x).dtype, jax.dtypes.extended):
+        return False
+    return not np.asarray(x).any()
 
 
-@cache
-def _primitives_by_name() -> dict[str, Primitive]:
+_COPIES = {"broadcast_in_dim", "convert_element_type", "copy", "copy_p", "reshape"}
+
+
+def is_eager() -> bool:
+    """Whether a primitive bound here would be computed at once."""
+    return type(core.trace_ctx.trace) is core.EvalTrace
+
+
+def inlines_early(inline: Any) -> bool:
+    """Whether JAX traces a jit with this `inline` parameter as its body, and not as a call."""
+    if hasattr(jax, "Inline"):  # JAX >= 0.11
+        return inline is jax.Inline.JAX_EARLY
+    return inline
+
+
+# Primitives by name. All those of the modules that JAX has imported, for it lists a part of them
+# in jax.lax and jax.extend.core.primitives, and importing the latter takes as long as all of ours.
+
+_primitives: dict[str, Primitive] = {}
+
+
+def _find_primitives() -> dict[str, Primitive]:
     found: dict[str, Primitive] = {}
-    for module in (jax.lax, primitives):
-        for attribute, value in vars(module).items():
-            if isinstance(value, Primitive):
-                found.setdefault(value.name, value)
-                found.setdefault(attribute.removesuffix("_p"), value)
-    return found
+    for name, module in list(sys.modules.items()):
+        if name.startswith("jax._src."):
+            for attribute, value in vars(module).items():
+                if attribute.endswith("_p") and isinstance(value, Primitive):
+                    found[attribute.removesuffix("_p")] = value
+    return found | {p.name: p for p in found.values()}
 
 
 def find_primitive(name: str) -> Primitive:
     """The JAX primitive of this name: as jaxprs print it, or as `jax.lax.<name>_p`."""
-    known = _primitives_by_name()
+    if name not in _primitives:
+        _primitives.update(_find_primitives())
     try:
-        return known[name]
+        return _primitives[name]
     except KeyError:
-        close = " or ".join(map(repr, difflib.get_close_matches(name, known)))
+        close = " or ".join(map(repr, difflib.get_close_matches(name, _primitives)))
         raise ValueError(
             f"no primitive named {name!r} is known"
             + (f"; did you mean {close}? " if close else ". ")
-            + "One that JAX does not list in jax.lax or jax.extend.core.primitives can be passed "
-            "as an object."
+            + "One of another library can be passed as an object."
         ) from None
 
 
@@ -87,12 +130,42 @@ def find_primitive(name: str) -> Primitive:
 
 def close_jaxpr(jaxpr: Any) -> Any:
     """A jaxpr without constants, as `jaxpr_as_fun` takes it."""
-    return jaxpr if hasattr(jaxpr, "consts") else jex.core.ClosedJaxpr(jaxpr, ())
+    return jaxpr if hasattr(jaxpr, "consts") else core.ClosedJaxpr(jaxpr, ())
 
 
 def open_jaxpr(closed: Any) -> tuple[Any, list[Any]]:
     """A closed jaxpr as one that takes its constants first, and those constants."""
     return convert_constvars_jaxpr(closed.jaxpr), list(closed.consts)
+
+
+def contained_jaxpr(params: dict[str, Any]) -> Any:
+    """The jaxpr that a call of it holds in its parameters, whose name JAX 0.12 changed in some."""
+    return params["call_jaxpr"] if "call_jaxpr" in params else params["jaxpr"]
+
+
+def bind_scan(
+    consts: list[Any],
+    carry: list[Any],
+    xs: list[Any],
+    *,
+    jaxpr: Any,
+    length: int,
+    params: dict[str, Any],
+) -> list[Any]:
+    """Binds `scan` with another jaxpr and other operands, and else as it was bound with `params`.
+
+    Not by `jax.lax.scan`, which compiles a loop run eagerly anew for each function it is given.
+    """
+    params = {**params, "jaxpr": jaxpr, "length": length}
+    if "num_consts" in params:  # JAX < 0.12
+        params |= {"num_consts": len(consts), "num_carry": len(carry)}
+    else:
+        from jax._src import flattree as ft
+
+        parts = [ft.nones(len(part)) for part in (consts, carry, xs)]
+        ys = ft.nones(len(jaxpr.out_avals) - len(carry))
+        params |= {"ft_in": ft.pack(tuple(parts)), "ft_out": ft.pack((ft.nones(len(carry)), ys))}
+    return find_primitive("scan").bind(*consts, *carry, *xs, **params)
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
@@ -136,6 +209,60 @@ def call_bwd(bwd: lu.WrappedFun, residuals: Sequence, cotangents: Sequence) -> l
                 "call vn.materialise on the operands first."
             )
     return [None if isinstance(ct, Zero | SymbolicZero) else ct for ct in out]
+
+
+# The function of a shard_map returns a tree of JAX's own, with the specs of its leaves beside it.
+
+try:
+    from jax._src.flattree import flatten as flat_tree
+except ImportError:  # JAX < 0.12
+    from jax._src.tree_util import FlatTree
+
+    flat_tree = FlatTree.flatten
+
+
+def varying_axes(x: Any) -> frozenset[str]:
+    """The manual mesh axes along which an array inside a shard_map may differ, by its type."""
+    return jax.typeof(x).mat.varying
+
+
+class _Absent:
+    """A class of a later JAX."""
+
+
+# The high primitives of custom_root, which before JAX 0.12 is a function with a custom_jvp.
+CustomRoot: Any = getattr(solves, "CustomRoot", _Absent)
+RootLinearMap: Any = getattr(solves, "_RootLinearMap", _Absent)
+
+
+def structure_of_operands(tree: Any) -> Any:
+    """The structure of a tree as a `custom_vmap` holds it, in a registry apart from JAX 0.12 on."""
+    registry = getattr(custom_batching, "tracing_registry", None)
+    return registry.flatten(tree)[1] if registry else jax.tree.structure(tree)
+
+
+# Exported programs.
+
+
+def register_serialization(
+    cls: type,
+    name: str,
+    serialize: Callable[[Any], bytes],
+    deserialize: Callable[[bytes], Any],
+    from_children: Any,
+) -> None:
+    """Registers a pytree class for `jax.export`, in the place of one of the same name, if any.
+
+    JAX refuses a name that it knows: that of a class defined anew in a notebook, say.
+    """
+    deserialization_registry.pop(name, None)
+    register_pytree_node_serialization(
+        cls,
+        serialized_name=name,
+        serialize_auxdata=serialize,
+        deserialize_auxdata=deserialize,
+        from_children=from_children,
+    )
 
 
 # The user's place in the program.

@@ -2,23 +2,64 @@
 
 import operator
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
+from .explain import ALLOW, current_policy
+from .jax_internals import is_eager
+from .rules import forget_with_rules
 from .transform import implicit
+from .tree import check_fields
+from .value import Value, materialise_one
+
+_OPERANDS = (Value, jax.Array, np.ndarray, np.generic, bool, int, float, complex)
+
+
+def _compiled(function: Callable) -> Callable[..., Any]:
+    """`implicit` of an operator; compiled, where it is computed at once."""
+    transformed = implicit(function)
+
+    @cache
+    def compiled() -> Callable:
+        jitted: Any = jax.jit(transformed)
+        forget_with_rules(jitted.clear_cache)
+        return jitted
+
+    def operator(*operands: Any) -> Any:
+        if is_eager() and current_policy() is ALLOW:
+            for x in operands:
+                if not isinstance(x, _OPERANDS):
+                    break
+            else:
+                try:
+                    return compiled()(*operands)
+                except TypeError:
+                    for x in operands:
+                        if isinstance(x, Value):
+                            check_fields(x)
+                    raise
+        return transformed(*operands)
+
+    return operator
 
 
 def _unary(function: Callable) -> Callable[[Any], Any]:
-    return lambda self: implicit(function)(self)
+    compiled = _compiled(function)
+    return lambda self: compiled(self)
 
 
 def _binary(function: Callable) -> Callable[[Any, Any], Any]:
-    return lambda self, other: implicit(function)(self, other)
+    compiled = _compiled(function)
+    return lambda self, other: compiled(self, other)
 
 
 def _reflected(function: Callable) -> Callable[[Any, Any], Any]:
-    return lambda self, other: implicit(function)(other, self)
+    compiled = _compiled(function)
+    return lambda self, other: compiled(other, self)
 
 
 def _method(name: str) -> Callable[..., Any]:
@@ -30,11 +71,47 @@ def _method(name: str) -> Callable[..., Any]:
 
 
 def _property(name: str) -> property:
-    return property(lambda self: implicit(operator.attrgetter(name))(self))
+    return property(_unary(operator.attrgetter(name)))
+
+
+def _on_dense(name: str) -> Callable[..., Any]:
+    """A method whose result is no array, or of a shape that only the values tell."""
+    return lambda self, *args, **kwargs: getattr(jnp.asarray(materialise_one(self)), name)(
+        *args, **kwargs
+    )
 
 
 def _scalar(convert: Callable) -> Callable[[Any], Any]:
     return lambda self: convert(self.materialise())
+
+
+class _IndexUpdate:
+    """`array.at[index]`, whose methods give updated arrays."""
+
+    def __init__(self, array: Any, index: Any):
+        self._array, self._index = array, index
+
+
+def _update(name: str) -> Callable[..., Any]:
+    def update(self: _IndexUpdate, *args: Any, **kwargs: Any) -> Any:
+        call = implicit(lambda x, i, args, kwargs: getattr(x.at[i], name)(*args, **kwargs))
+        return call(self._array, self._index, args, kwargs)
+
+    return update
+
+
+for _name in "get set add subtract multiply mul divide power min max apply".split():
+    setattr(_IndexUpdate, _name, _update(_name))
+
+
+class _IndexUpdater:
+    """`array.at`, as that of `jax.Array`."""
+
+    def __init__(self, array: Any):
+        self._array = array
+
+    def __getitem__(self, index: Any) -> _IndexUpdate:
+        return _IndexUpdate(self._array, index)
 
 
 class ArrayOperators:
@@ -52,7 +129,9 @@ class ArrayOperators:
     __floordiv__ = _binary(operator.floordiv)
     __mod__ = _binary(operator.mod)
     __divmod__ = _binary(divmod)
-    __pow__ = _binary(operator.pow)
+    # Not compiled: jax.numpy has a way of its own for an exponent that it knows.
+    __pow__ = lambda self, other: implicit(operator.pow)(self, other)
+    __rpow__ = lambda self, other: implicit(operator.pow)(other, self)
     __matmul__ = _binary(operator.matmul)
     __and__ = _binary(operator.and_)
     __or__ = _binary(operator.or_)
@@ -67,7 +146,6 @@ class ArrayOperators:
     __rfloordiv__ = _reflected(operator.floordiv)
     __rmod__ = _reflected(operator.mod)
     __rdivmod__ = _reflected(divmod)
-    __rpow__ = _reflected(operator.pow)
     __rmatmul__ = _reflected(operator.matmul)
     __rand__ = _reflected(operator.and_)
     __ror__ = _reflected(operator.or_)
@@ -111,14 +189,27 @@ class ArrayOperators:
     mT = _property("mT")
     real = _property("real")
     imag = _property("imag")
+    at = property(_IndexUpdater)
+
+    @property
+    def itemsize(self) -> int:
+        """The bytes of an element of the dense array."""
+        return self.dtype.itemsize  # type: ignore[attr-defined]
+
+    def block_until_ready(self) -> Any:
+        """This array, once its leaves are computed."""
+        return jax.block_until_ready(self)
 
     all = _method("all")
     any = _method("any")
     argmax = _method("argmax")
     argmin = _method("argmin")
+    argpartition = _method("argpartition")
     argsort = _method("argsort")
     astype = _method("astype")
+    choose = _method("choose")
     clip = _method("clip")
+    compress = _on_dense("compress")
     conj = _method("conj")
     conjugate = _method("conjugate")
     copy = _method("copy")
@@ -127,21 +218,27 @@ class ArrayOperators:
     diagonal = _method("diagonal")
     dot = _method("dot")
     flatten = _method("flatten")
+    item = _on_dense("item")
     max = _method("max")
     mean = _method("mean")
     min = _method("min")
+    nonzero = _on_dense("nonzero")
     prod = _method("prod")
     ptp = _method("ptp")
     ravel = _method("ravel")
     repeat = _method("repeat")
     reshape = _method("reshape")
     round = _method("round")
+    searchsorted = _method("searchsorted")
     sort = _method("sort")
     squeeze = _method("squeeze")
     std = _method("std")
     sum = _method("sum")
     swapaxes = _method("swapaxes")
     take = _method("take")
+    tobytes = _on_dense("tobytes")
+    tolist = _on_dense("tolist")
     trace = _method("trace")
     transpose = _method("transpose")
     var = _method("var")
+    view = _method("view")

@@ -152,11 +152,14 @@ def register(
 def add_rule(
     function: Callable,
     primitives: Iterable[Primitive],
-    precedence: int = 0,
+    precedence: int = -1,
     *,
     structural: bool = False,
 ) -> None:
-    """Adds a rule to the tables of some primitives, and drops what was resolved without it."""
+    """Adds a rule to the tables of some primitives, and drops what was resolved without it.
+
+    One of our own for any type yields, by its precedence, to what others register for theirs.
+    """
     operands, more = _operand_types(function)
     rule = Rule(function, operands, more, precedence, structural)
     for primitive in primitives:

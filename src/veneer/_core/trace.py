@@ -7,10 +7,14 @@ parent trace, and dense code costs almost nothing.
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+
 from .custom_derivatives import custom_jvp_call, custom_vjp_call
 from .explain import note_rule
 from .jax_internals import Primitive, Trace, Tracer, set_current_trace
+from .results import check_result
 from .rules import Dense, location_of, resolve
+from .shard_map import shard_map_call
 from .value import Value, describe, make_dense
 
 
@@ -20,7 +24,13 @@ class ImplicitTracer(Tracer):
     __slots__ = ("value",)
 
     def __init__(self, trace: "ImplicitTrace", value: Value):
-        super().__init__(trace, value.aval())
+        aval = value.aval()
+        if not isinstance(aval, jax.core.ShapedArray):
+            raise TypeError(
+                f"{type(value).__name__}.aval() gives {aval!r} and must give a "
+                "jax.core.ShapedArray, as jax.typeof(array) does"
+            )
+        super().__init__(trace, aval)
         self.value = value
 
     def __repr__(self) -> str:
@@ -78,7 +88,8 @@ class ImplicitTrace(Trace):
             return self._inline(fun, tracers)
         values = [self.unwrap(x) for x in tracers]
         with set_current_trace(self.parent):
-            return custom_jvp_call(self, primitive, fun, jvp, values, symbolic_zeros)
+            out = custom_jvp_call(self, primitive, fun, jvp, values, symbolic_zeros)
+            return list(map(self.wrap, out))
 
     def process_custom_vjp_call(
         self,
@@ -96,9 +107,8 @@ class ImplicitTrace(Trace):
             return self._inline(fun, tracers)
         values = [self.unwrap(x) for x in tracers]
         with set_current_trace(self.parent):
-            return custom_vjp_call(
-                self, primitive, fun, fwd, bwd, values, out_trees, symbolic_zeros
-            )
+            out = custom_vjp_call(self, primitive, fun, fwd, bwd, values, out_trees, symbolic_zeros)
+            return list(map(self.wrap, out))
 
     def stage_value(self, val: Any) -> Any:
         return val if self.unwrap(val) is not val else self.parent.stage_value(val)
@@ -113,8 +123,9 @@ class ImplicitTrace(Trace):
     def process_shard_map(
         self, primitive: Primitive, f: Any, tracers: Sequence[Any], /, **params: Any
     ) -> Any:
-        operands = self._dense(primitive, tracers)
-        return self.parent.process_shard_map(primitive, f, operands, **params)
+        values = [self.unwrap(x) for x in tracers]
+        with set_current_trace(self.parent):
+            return shard_map_call(self, primitive, f, values, **params)
 
     def _dense(self, primitive: Primitive, tracers: Sequence[Any]) -> list[Any]:
         with set_current_trace(self.parent):
@@ -123,6 +134,21 @@ class ImplicitTrace(Trace):
     def _inline(self, fun: Any, tracers: Sequence[Any]) -> Any:
         with set_current_trace(self):
             return fun.call_wrapped(*tracers)
+
+
+def _call(
+    function: Callable, primitive: Primitive, values: Sequence[Any], params: dict[str, Any]
+) -> Any:
+    try:
+        return function(*values, **params)
+    except TypeError as error:
+        if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+            raise  # within the function
+        raise TypeError(
+            f"the rule at {location_of(function)} cannot be called for "
+            f"{primitive.name}({', '.join(describe(values))}): {error}. A rule takes the operands "
+            f"by position, and the parameters {', '.join(params)} by keyword or as **params."
+        ) from None
 
 
 def dispatch(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]) -> Any:
@@ -134,26 +160,25 @@ def dispatch(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]
     classes = tuple(type(v) if isinstance(v, Value) else Dense for v in values)
     tried: tuple = ()
     while (rule := resolve(primitive, classes, tried)) is not None:
-        out = rule.function(*values, **params)
-        if out is None:
-            raise TypeError(
-                f"the rule for {primitive.name}({', '.join(describe(values))}) at {rule.location} "
-                "returns None; a rule returns the result, or NotImplemented"
-            )
+        out = _call(rule.function, primitive, values, params)
         if out is not NotImplemented:
             if not rule.structural:
+                check_result(primitive, values, params, out, lambda: f"the rule at {rule.location}")
                 note_rule(primitive.name, lambda: describe(values), rule.location)
             return out
         tried = (*tried, rule)
     kinds = {type(v) for v in values if isinstance(v, Value)}
     defaults = {kind.default: kind.__name__ for kind in kinds if kind.default is not Value.default}
+    if not defaults:
+        return Value.default(primitive, values, params)
     if len(defaults) > 1:
         names = " and ".join(sorted(defaults.values()))
         raise TypeError(
             f"{primitive.name}({', '.join(describe(values))}): no rule fits, and {names} each have "
             "a default of their own. Register a rule for the combination."
         )
-    for default in defaults:
-        note_rule(primitive.name, lambda: describe(values), location_of(default))
-        return default(primitive, values, params)
-    return Value.default(primitive, values, params)
+    ((default, name),) = defaults.items()
+    out = default(primitive, values, params)
+    check_result(primitive, values, params, out, lambda: f"the default of {name}")
+    note_rule(primitive.name, lambda: describe(values), location_of(default))
+    return out

@@ -6,17 +6,19 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.tree_util import treedef_is_leaf
 
+from .closures import close, open_closure
 from .explain import (
     Event,
     OnMaterialise,
     Policy,
-    Report,
     overridden_by,
     policy_in_force,
     policy_of,
 )
-from .jax_internals import current_trace, set_current_trace
+from .jax_internals import ConcreteArray, current_trace, set_current_trace
+from .report import Report
 from .trace import ImplicitTrace
 from .value import is_value
 
@@ -35,8 +37,9 @@ def implicit(
 
     **Arguments:**
 
-    - `fn`: any function of pytrees; may itself be a pytree that holds implicit arrays, such as a
-      module.
+    - `fn`: any function of pytrees. Implicit arrays that it captures, as variables of enclosing
+      scopes, are as its arguments. It may itself be a pytree, such as a module; so is the result
+      then, with the same leaves.
     - `filter_spec`: which implicit arrays take part: a bool, a predicate on values, or a pytree
       of them that is a prefix of `(fn, args, kwargs)`. Those left out pass through as they are,
       for a nested `implicit`.
@@ -56,27 +59,59 @@ def implicit(
     veneer.MaterialiseError: sin(QArray:f32[2,2]) at ...
     """
     policy = policy_of(on_materialise)
+    if not callable(fn):
+        raise TypeError(f"implicit takes a function, got {fn!r}")
+    if not treedef_is_leaf(jax.tree.structure(fn)):
+        return Implicit(fn, filter_spec, policy)
 
     @wraps(fn, updated=())
     def implicit_fn(*args: Any, **kwargs: Any) -> Any:
-        leaves, treedef = jax.tree.flatten((fn, args, kwargs), is_leaf=is_value)
-        chosen = [is_value(x) for x in leaves]
-        if filter_spec is not True:
-            among = jax.tree.leaves(_broadcast(filter_spec, (fn, args, kwargs)))
-            chosen = [c and a for c, a in zip(chosen, among, strict=True)]
         with overridden_by(policy):
-            if not any(chosen):
-                return fn(*args, **kwargs)
-            trace = ImplicitTrace(current_trace(), tag=object())
-            wrapped = [trace.wrap(x) if c else x for c, x in zip(chosen, leaves, strict=True)]
-            inner_fn, args, kwargs = jax.tree.unflatten(treedef, wrapped)
-            with set_current_trace(trace):
-                out = inner_fn(*args, **kwargs)
-            out = jax.tree.map(trace.unwrap, out)
-            trace.invalidate()
-        return out
+            return _run(fn, filter_spec, args, kwargs)
 
     return implicit_fn
+
+
+@jax.tree_util.register_pytree_node_class
+class Implicit:
+    """`implicit` of a function that is a pytree, such as a module: one with the same leaves."""
+
+    def __init__(self, fn: Any, filter_spec: FilterSpec, policy: Policy):
+        self.fn, self.filter_spec, self.policy = fn, filter_spec, policy
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with overridden_by(self.policy):
+            return _run(self.fn, self.filter_spec, args, kwargs)
+
+    def __repr__(self) -> str:
+        return f"implicit({self.fn!r})"
+
+    def tree_flatten(self) -> tuple[tuple[Any], Any]:
+        return (self.fn,), (self.filter_spec, self.policy)
+
+    @classmethod
+    def tree_unflatten(cls, settings: Any, children: tuple[Any]) -> "Implicit":
+        return cls(*children, *settings)
+
+
+def _run(fn: Any, filter_spec: FilterSpec, args: Any, kwargs: Any) -> Any:
+    program = open_closure(fn), args, kwargs
+    leaves, treedef = jax.tree.flatten(program, is_leaf=is_value)
+    chosen = [is_value(x) for x in leaves]
+    if filter_spec is not True:
+        among = jax.tree.leaves(_broadcast(filter_spec, program))
+        chosen = [c and a for c, a in zip(chosen, among, strict=True)]
+    if not any(chosen):
+        return fn(*args, **kwargs)
+    trace = ImplicitTrace(current_trace(), tag=object())
+    wrapped = [trace.wrap(x) if c else x for c, x in zip(chosen, leaves, strict=True)]
+    inner_fn, args, kwargs = jax.tree.unflatten(treedef, wrapped)
+    with set_current_trace(trace):
+        out = close(inner_fn)(*args, **kwargs)
+    if type(out) is not ConcreteArray:
+        out = jax.tree.map(trace.unwrap, out)
+    trace.invalidate()
+    return out
 
 
 def _broadcast(spec: FilterSpec, tree: Any) -> Any:

@@ -9,6 +9,8 @@ from typing import Any
 
 import jax
 
+from .export import make_exportable
+
 
 def static(**kwargs: Any) -> Any:
     """Declares a field of an implicit array to be metadata: compared and hashed, never traced.
@@ -30,8 +32,38 @@ def static(**kwargs: Any) -> Any:
     return dataclasses.field(metadata=metadata, **kwargs)
 
 
+def check_metadata(value: Any) -> None:
+    """Refuses static fields that cannot be hashed, as JAX must."""
+    for field in dataclasses.fields(value):
+        if field.metadata.get("static", False):
+            data = getattr(value, field.name, None)
+            try:
+                hash(data)
+            except TypeError:
+                raise TypeError(
+                    f"{type(value).__name__}.{field.name} is static, so it must be hashable, and "
+                    f"{data!r} is a {type(data).__name__}. Give a tuple for a list or an array."
+                ) from None
+
+
+def check_fields(value: Any) -> None:
+    """Refuses metadata that cannot be hashed, and leaves that are no arrays."""
+    check_metadata(value)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(value):
+        try:
+            jax.typeof(leaf)
+        except TypeError:
+            raise TypeError(
+                f"{type(value).__name__}{jax.tree_util.keystr(path)} is {leaf!r}, and a field must "
+                "hold arrays or pytrees of them. Mark metadata with vn.static(); register a class "
+                "of its own as a pytree."
+            ) from None
+
+
 def make_dataclass(cls: type) -> None:
     """Makes a class a frozen dataclass, compared by identity."""
+    if not hasattr(cls, "__post_init__"):
+        cls.__post_init__ = check_metadata  # type: ignore[attr-defined]
     for name in inspect.get_annotations(cls):
         if name not in vars(cls) and hasattr(cls, name):  # or the base's method becomes its default
             setattr(cls, name, dataclasses.field())
@@ -43,6 +75,7 @@ def make_dataclass(cls: type) -> None:
         setattr(cls, name, declaration)
     for name in ("__setattr__", "__delattr__"):  # Value's refuse as well
         delattr(cls, name)
+    make_exportable(cls)
 
 
 def make_pytree(cls: Any) -> None:

@@ -2,15 +2,18 @@
 
 import dataclasses
 from abc import ABCMeta
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextvars import ContextVar
+from functools import lru_cache
 from typing import Any, ClassVar, dataclass_transform
 
 import jax
-import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
 from .explain import ALLOW, note_materialised, policy_in_force
-from .jax_internals import Primitive
-from .tree import make_dataclass, make_pytree, static
+from .jax_internals import Primitive, user_line
+from .tree import check_fields, make_dataclass, make_pytree, static
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field, static))
@@ -25,6 +28,13 @@ class Value:
     #: Whether static fields say what a value means (a unit) and not only how it is stored. If so,
     #: a loop or a branch in which they change is refused; if not, it goes on with the dense form.
     metadata_is_meaning: ClassVar[bool] = True
+
+    #: Whether each slice of the leaves along a first axis stands for that slice of the value. A
+    #: type says False if entries depend on each other (`x / norm(x)`): loops then make it dense.
+    batch_transparent: ClassVar[bool] = True
+
+    #: Whether rules give results of the dtypes that the primitives give. Shapes they always keep.
+    keeps_dtypes: ClassVar[bool] = True
 
     _made_here: ClassVar[bool] = False
     _pytree: ClassVar[bool] = False
@@ -62,11 +72,24 @@ class Value:
 
     def aval(self) -> jax.core.ShapedArray:
         """The shape and dtype stood for, found from `materialise` unless a type states it."""
+        x64 = jax.config.jax_enable_x64  # type: ignore[attr-defined]
         cached = self.__dict__.get("_aval")
-        if cached is None:
-            cached = _aval_of_materialise(self)
+        if cached is None or cached[0] != x64:
+            cached = x64, _aval_of_materialise(self, x64)
             object.__setattr__(self, "_aval", cached)
-        return cached
+        return cached[1]
+
+    def partition(self, spec: PartitionSpec, shape: tuple[int, ...]) -> Any:
+        """How the leaves are cut when the dense array is: a spec for each of them.
+
+        `spec` has an entry for each axis of the dense array. The result is a value of this type
+        with a `PartitionSpec` in the place of each array, and the metadata of a value of `shape`: a
+        block of this one or, if it is larger, the whole of which this one is a block. None, which
+        is what types return that do not say, has the value made dense; but labels and batch axes
+        are cut without asking.
+        """
+        del spec, shape
+        return None
 
     @staticmethod
     def default(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]) -> Any:
@@ -85,36 +108,84 @@ def is_value(x: Any) -> bool:
     return isinstance(x, Value)
 
 
+_materialising: ContextVar[bool] = ContextVar("materialising", default=False)
+
+
 def materialise_one(x: Any) -> Any:
     """`x`, or the dense array it stands for."""
     if isinstance(x, Value):
-        with policy_in_force(ALLOW):  # what its own parts do is no news
-            while isinstance(x, Value):
-                dense = x.materialise()
-                if dense is x:
-                    raise TypeError(f"{type(x).__name__}.materialise() returns itself")
-                x = dense
+        token = _materialising.set(True)
+        try:
+            with policy_in_force(ALLOW):  # what its own parts do is no news
+                while isinstance(x, Value):
+                    dense = x.materialise()
+                    if dense is x:
+                        raise TypeError(f"{type(x).__name__}.materialise() returns itself")
+                    x = dense
+        finally:
+            _materialising.reset(token)
     return x
+
+
+#: The name by which `materialise` marks a traced value, for `implicit` to make it dense.
+MATERIALISE = "veneer.materialise"
 
 
 def materialise(tree: Any) -> Any:
     """The tree with every implicit array replaced by the dense array it stands for.
+
+    Inside a function under `implicit`, an operand is made dense by it, of which no report is made.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> q = vn.quant.quantize(jnp.array([1.0, -1.0]), "nf4")
     >>> vn.materialise({"w": q})["w"].tolist()
     [1.0, -1.0]
     """
-    return jax.tree.map(materialise_one, tree, is_leaf=is_value)
+
+    def dense(x: Any) -> Any:
+        if isinstance(x, jax.core.Tracer) and not _materialising.get():
+            return checkpoint_name(x, MATERIALISE)  # it may be implicit in a trace further out
+        return materialise_one(x)
+
+    return jax.tree.map(dense, tree, is_leaf=is_value)
 
 
 def make_dense(primitive: Primitive, values: Sequence[Any]) -> list[Any]:
     """The values with implicit ones materialised, telling whoever wants to know."""
     implicit = [v for v in values if isinstance(v, Value)]
-    if implicit:
-        nbytes = sum(v.aval().size * v.aval().dtype.itemsize for v in implicit)
-        note_materialised(primitive.name, lambda: describe(values), nbytes)
-    return [materialise_one(v) for v in values]
+    if not implicit:
+        return list(values)
+    nbytes = sum(v.aval().size * v.aval().dtype.itemsize for v in implicit)
+    note_materialised(primitive.name, lambda: describe(values), nbytes)
+    try:
+        return [_checked(v) if isinstance(v, Value) else v for v in values]
+    except Exception as error:
+        error.add_note(
+            f"{primitive.name}({', '.join(describe(values))}) at {user_line()}: no rule fits, so "
+            "the implicit operands were to be made dense. Register a rule for these types; or, "
+            "where calls of implicit are nested, nest them the other way round."
+        )
+        raise
+
+
+def _checked(value: Value) -> Any:
+    dense = materialise_one(value)
+    stated, found = value.aval(), _aval_of_dense(value, dense)
+    if (stated.shape, stated.dtype) != (found.shape, found.dtype):
+        raise TypeError(
+            f"{type(value).__name__}.materialise() gives {_short(found)}, but its aval() states "
+            f"{_short(stated)}: {value!r}"
+        )
+    return dense
+
+
+def _aval_of_dense(value: Value, dense: Any) -> Any:
+    try:
+        return jax.typeof(dense)
+    except TypeError:
+        raise TypeError(
+            f"{type(value).__name__}.materialise() gives {dense!r}, which is no array: {value!r}"
+        ) from None
 
 
 def describe(values: Sequence[Any]) -> tuple[str, ...]:
@@ -133,26 +204,33 @@ def _summary(x: Any) -> str:
     return repr(x)
 
 
-_avals: dict[Any, jax.core.ShapedArray] = {}
-_MAX_AVALS = 4096
-
-
-def _aval_of_materialise(value: Value) -> jax.core.ShapedArray:
+def _aval_of_materialise(value: Value, x64: bool) -> jax.core.ShapedArray:
     leaves, treedef = jax.tree.flatten(value)
-    # The default float, too: a materialise may make arrays of it, and jax_enable_x64 changes it.
-    key = treedef, tuple(jax.typeof(leaf) for leaf in leaves), jnp.result_type(float)
-    aval = _avals.get(key)
-    if aval is None:
-        dense: Callable = lambda *leaves: materialise_one(jax.tree.unflatten(treedef, leaves))
-        try:
-            aval = jax.typeof(jax.eval_shape(dense, *leaves))
-        except Exception as error:
-            error.add_note(
-                f"While finding the shape and dtype of {value!r} from its materialise(); "
-                "define aval() to state them."
-            )
-            raise
-        if len(_avals) >= _MAX_AVALS:
-            _avals.clear()
-        _avals[key] = aval
+    structure: Any = treedef
+    # Metadata that compares equal and is of another type (2, 2.0) may give another dtype.
+    data = structure.node_data()[1]
+    kinds = tuple(map(type, data)) if isinstance(data, tuple) else ()
+    try:
+        return _find_aval(treedef, tuple(map(jax.typeof, leaves)), kinds, x64)
+    except Exception as error:
+        check_fields(value)
+        error.add_note(
+            f"While finding the shape and dtype of {value!r} from its materialise(); "
+            "define aval() to state them."
+        )
+        raise
+
+
+@lru_cache(maxsize=4096)
+def _find_aval(treedef: Any, leaves: Any, kinds: Any, x64: bool) -> jax.core.ShapedArray:
+    del kinds, x64  # of the key
+
+    def dense(*leaves: Any) -> Any:
+        value = jax.tree.unflatten(treedef, leaves)
+        found = materialise_one(value)
+        _aval_of_dense(value, found)
+        return found
+
+    # Not by eval_shape, whose result has lost the mesh that it is sharded over.
+    (aval,) = jax.make_jaxpr(dense)(*leaves).out_avals
     return aval

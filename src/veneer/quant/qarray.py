@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from .._core.array import ImplicitArray
@@ -145,10 +146,12 @@ class QArray(ImplicitArray):
     ) -> None:
         _check_arrays(packed=packed, scale=scale, zero_point=zero_point)
         dense_dtype = jnp.dtype(scale.dtype if dense_dtype is None else dense_dtype).name
-        values = (packed, scale, zero_point, qtype, packing, dense_dtype)
+        self._assign(packed, scale, zero_point, qtype, packing, dense_dtype)
+        _validate(self)
+
+    def _assign(self, *values: Any) -> None:
         for field, value in zip(dataclasses.fields(self), values, strict=True):
             object.__setattr__(self, field.name, value)  # the dataclass is frozen
-        _validate(self)
 
     @property
     def format(self) -> Format:
@@ -187,6 +190,25 @@ class QArray(ImplicitArray):
         # A stored float64 is float32 where jax_enable_x64 is not set.
         dtype = jax.dtypes.canonicalize_dtype(self.dense_dtype)
         return stored.update(shape=tuple(shape), dtype=dtype, weak_type=False)
+
+    def partition(self, spec: PartitionSpec, shape: Shape) -> "QArray":
+        """Returns a spec for each leaf: all are cut along the same axes as the dense array.
+
+        An entry of the scale that all blocks share goes to each of them; blocks that are put
+        together keep the entries that each has.
+        """
+
+        def of(leaf: Leaf) -> PartitionSpec:
+            axes = zip(spec, leaf.shape, self.shape, shape, strict=True)
+            return PartitionSpec(
+                *(None if count == 1 and new < old else entry for entry, count, old, new in axes)
+            )
+
+        packing = self.packing and self.packing._replace(size=shape[self.packing.axis])
+        zero_point = None if self.zero_point is None else of(self.zero_point)
+        specs = type(self).__new__(type(self))
+        specs._assign(spec, of(self.scale), zero_point, self.qtype, packing, self.dense_dtype)
+        return specs
 
     def dequantize(self) -> jax.Array:
         """Returns the dense array, by `vn.quant.dequantize`."""

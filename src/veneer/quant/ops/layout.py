@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Primitive, primitives
 from jax.typing import ArrayLike
 
 from ..._core.rules import register
@@ -35,16 +34,6 @@ def _rebuild(q: QArray, leaves: Sequence[jax.Array], shape: Shape) -> QArray:
 def _blocks(leaf: Leaf, shape: Shape) -> list[int]:
     """Counts the values that an entry of `leaf` covers along each axis. The last may have fewer."""
     return [max(1, -(-size // max(1, n))) for size, n in zip(shape, leaf.shape, strict=True)]
-
-
-def _leaf_by_leaf(primitive: Primitive) -> None:
-    @register(primitive)
-    def _(q: QArray, **params: Any) -> QArray:
-        return jax.tree.map(lambda leaf: primitive.bind(leaf, **params), q)
-
-
-for _primitive in (lax.copy_p, primitives.stop_gradient_p):
-    _leaf_by_leaf(_primitive)
 
 
 @register("convert_element_type")

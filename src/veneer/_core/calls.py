@@ -1,0 +1,96 @@
+"""Rules for primitives that call another program once: jit, remat (`jax.checkpoint`), closed_call.
+
+Each is bound again, with the jaxpr it contains staged anew for implicit operands: the rules run
+inside it, on the leaves.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import jax
+from jax.tree_util import treedef_is_leaf
+
+from .explain import current_policy, tells_each_time
+from .jax_internals import UNSPECIFIED, find_primitive, is_eager, open_jaxpr
+from .rules import forget_with_rules
+from .staging import stage, structural
+
+
+@structural("jit")
+def _jit(*values: Any, jaxpr: Any, **params: Any) -> Any:
+    if _is_plain(params) and is_eager() and not tells_each_time(current_policy()):
+        return _compiled(jaxpr, params["name"])(*values)
+    staged = stage("jit", jaxpr, values)
+    in_trees: list[Any] = [jax.tree.structure(v) for v in values]
+    out_trees = staged.out_trees
+    # A sharding or layout given for the dense array says nothing of its leaves: they keep theirs.
+    params["in_shardings"] = _by_leaf(params["in_shardings"], in_trees, UNSPECIFIED)
+    params["out_shardings"] = _by_leaf(params["out_shardings"], out_trees, UNSPECIFIED)
+    params["in_layouts"] = _by_leaf(params["in_layouts"], in_trees, None)
+    params["out_layouts"] = _by_leaf(params["out_layouts"], out_trees, None)
+    params["donated_invars"] = _repeat(params["donated_invars"], in_trees)
+    leaves = jax.tree.leaves(values)
+    return staged.unflatten(find_primitive("jit").bind(*leaves, jaxpr=staged.jaxpr, **params))
+
+
+_functions: WeakKeyDictionary[Any, Callable] = WeakKeyDictionary()
+forget_with_rules(_functions.clear)
+
+
+def _compiled(jaxpr: Any, name: str) -> Callable[..., list[Any]]:
+    """A compiled function of values that does what a jaxpr does: a call of it resolves nothing."""
+    known = _functions.get(jaxpr)
+    if known is None:
+        weak = ref(jaxpr)  # or the function would keep the key alive under which it is found
+
+        def function(*values: Any) -> list[Any]:
+            return stage("jit", weak(), values)(*values)
+
+        function.__name__ = function.__qualname__ = name
+        known = _functions.setdefault(jaxpr, jax.jit(function))
+    return known
+
+
+def _is_plain(params: dict[str, Any]) -> bool:
+    """Whether a jit asks for nothing but to compile its program."""
+    return (
+        not any(params["donated_invars"])
+        and not params["compiler_options_kvs"]
+        and all(s is UNSPECIFIED for s in params["in_shardings"])
+        and all(s is UNSPECIFIED for s in params["out_shardings"])
+        and not any(params["in_layouts"])
+        and not any(params["out_layouts"])
+    )
+
+
+def _repeat(choices: Sequence[Any], trees: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(c for c, tree in zip(choices, trees, strict=True) for _ in range(tree.num_leaves))
+
+
+def _by_leaf(choices: Sequence[Any], trees: Sequence[Any], unset: Any) -> tuple[Any, ...]:
+    return tuple(
+        choice if treedef_is_leaf(tree) else unset
+        for choice, tree in zip(choices, trees, strict=True)
+        for _ in range(tree.num_leaves)
+    )
+
+
+@structural("remat")
+def _checkpoint(*values: Any, jaxpr: Any, **params: Any) -> list[Any]:
+    staged = stage("remat", jaxpr, values)
+    opened, constants = open_jaxpr(staged.jaxpr)
+    leaves = jax.tree.leaves(values)
+    if isinstance(params["prevent_cse"], tuple):  # a choice an operand
+        trees = [jax.tree.structure(v) for v in values]
+        of_leaves = _repeat(params["prevent_cse"], trees)
+        params["prevent_cse"] = (False,) * len(constants) + of_leaves
+    return staged.unflatten(
+        find_primitive("remat").bind(*constants, *leaves, jaxpr=opened, **params)
+    )
+
+
+@structural("closed_call")
+def _closed_call(*values: Any, call_jaxpr: Any, **params: Any) -> list[Any]:
+    del params
+    return stage("closed_call", call_jaxpr, values)(*values)

@@ -1,0 +1,146 @@
+"""What a function closes over, as a pytree: so that a captured implicit array is as an argument.
+
+JAX takes a captured array as a constant, but of a captured implicit array it knows nothing. So a
+function is opened here: what it captures becomes the children of a `Closure`, and `close` makes
+a function of them, as the original but for that. Captured are the variables of enclosing scopes
+and of the module, defaults, the arguments of `functools.partial`, the object of a bound method, and
+what the functions among these capture in turn. A function that captures no implicit array is left
+as it is. Wrapped ones (`jax.jit`, `jax.custom_vjp`) are not opened: there, operators and methods
+of a captured implicit array work, and `jax.numpy` refuses it by name.
+"""
+
+import dis
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from types import CellType, CodeType, FunctionType, MethodType
+from typing import Any
+
+import jax
+
+from .value import Value, is_value
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclass(frozen=True)
+class Closure:
+    """An opened function: what it captures, as children, and the function that puts it back."""
+
+    captured: Any
+    close: Callable[[Any], Callable]
+
+    def tree_flatten(self) -> tuple[tuple[Any], Callable]:
+        return (self.captured,), self.close
+
+    @classmethod
+    def tree_unflatten(cls, close: Callable, children: tuple[Any]) -> "Closure":
+        return cls(*children, close)
+
+
+def open_closure(function: Any, within: tuple[Any, ...] = ()) -> Any:
+    """The function, or a `Closure` of it if it captures an implicit array."""
+    opener = _OPENERS.get(type(function))
+    if opener is None or function in within:  # a function that calls itself captures itself
+        return function
+    return opener(function, (*within, function))
+
+
+def close(function: Any) -> Any:
+    """The inverse of `open_closure`."""
+    return function.close(_close_all(function.captured)) if type(function) is Closure else function
+
+
+def _close_all(tree: Any) -> Any:
+    return jax.tree.map(close, tree, is_leaf=lambda x: type(x) is Closure)
+
+
+def _open_all(items: Iterable[Any], within: tuple[Any, ...]) -> list[Any] | None:
+    """The items with functions opened; None if there is no implicit array in them."""
+    opened = [open_closure(item, within) for item in items]
+    leaves = jax.tree.leaves(opened, is_leaf=is_value)
+    return opened if any(map(is_value, leaves)) else None
+
+
+def _open_function(function: FunctionType, within: tuple[Any, ...]) -> Any:
+    cells = function.__closure__ or ()
+    names = _global_names(function.__code__)
+    variables = function.__globals__
+    names = tuple(n for n in names if isinstance(variables.get(n), Value))
+    if not (cells or names or function.__defaults__ or function.__kwdefaults__):
+        return function
+    filled = [i for i, cell in enumerate(cells) if _is_filled(cell)]
+    captured = _open_all(
+        [
+            *(cells[i].cell_contents for i in filled),
+            *(variables[n] for n in names),
+            function.__defaults__,
+            function.__kwdefaults__,
+        ],
+        within,
+    )
+    return function if captured is None else Closure(captured, _Remake(function, filled, names))
+
+
+class _Remake:
+    """Makes a function again, with other contents of its cells, module variables and defaults."""
+
+    def __init__(self, function: FunctionType, filled: list[int], names: tuple[str, ...]):
+        self.function, self.filled, self.names = function, filled, names
+
+    def __call__(self, captured: list[Any]) -> Callable:
+        old = self.function
+        *contents, defaults, keyword_defaults = captured
+        rest = iter(contents)
+        cells = list(old.__closure__ or ())
+        for i in self.filled:
+            content = next(rest)
+            if content is not cells[i].cell_contents:  # else shared, so that assignments are seen
+                cells[i] = CellType(content)
+        variables = old.__globals__
+        if self.names:
+            variables = {**variables, **dict(zip(self.names, rest, strict=True))}
+        new = FunctionType(old.__code__, variables, old.__name__, defaults, tuple(cells) or None)
+        new.__kwdefaults__ = keyword_defaults
+        new.__dict__.update(old.__dict__)
+        new.__qualname__, new.__module__ = old.__qualname__, old.__module__
+        return new
+
+
+def _open_method(method: MethodType, within: tuple[Any, ...]) -> Any:
+    captured = _open_all([method.__self__, method.__func__], within)
+    return method if captured is None else Closure(captured, lambda c: MethodType(c[1], c[0]))
+
+
+def _open_partial(function: partial, within: tuple[Any, ...]) -> Any:
+    captured = _open_all([function.func, function.args, function.keywords], within)
+    return (
+        function if captured is None else Closure(captured, lambda c: partial(c[0], *c[1], **c[2]))
+    )
+
+
+_OPENERS: dict[type, Callable[[Any, tuple[Any, ...]], Any]] = {
+    FunctionType: _open_function,
+    MethodType: _open_method,
+    partial: _open_partial,
+}
+
+
+def _is_filled(cell: CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+@lru_cache(maxsize=4096)
+def _global_names(code: CodeType) -> tuple[str, ...]:
+    """The module variables that code reads; none if it assigns any, which a copy would hide."""
+    instructions = list(dis.get_instructions(code))
+    if any(i.opname in ("STORE_GLOBAL", "DELETE_GLOBAL") for i in instructions):
+        return ()
+    names = {i.argval for i in instructions if i.opname == "LOAD_GLOBAL"}
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names.update(_global_names(constant))
+    return tuple(sorted(names))

@@ -1,0 +1,135 @@
+"""Rules for calls that bring a program of their own for a transformation, a backend or a memory.
+
+Where that program speaks of the dense operands alone (composite, whose name promises a backend
+their number; remat_opt), the call is replaced by the program that it stands for.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import treedef_is_leaf
+
+from .explain import current_policy, policy_in_force
+from .jax_internals import (
+    close_jaxpr,
+    contained_jaxpr,
+    find_primitive,
+    open_jaxpr,
+    structure_of_operands,
+)
+from .labels import is_label
+from .staging import stage, stage_to_labels, structural
+from .trace import ImplicitTracer
+from .transform import implicit
+from .tree import split_list
+from .value import describe, make_dense
+
+
+def _inline(name: str) -> None:
+    @structural(name)
+    def _(*values: Any, **params: Any) -> list[Any]:
+        return stage(name, contained_jaxpr(params), values)(*values)
+
+
+for _primitive in ("composite", "eval_jaxpr"):
+    _inline(_primitive)
+
+
+@structural("remat_opt")
+def _remat_opt(*values: Any, fwd_jaxpr: Any, **params: Any) -> list[Any]:
+    del params
+    return stage("remat_opt", fwd_jaxpr, values)(*values)
+
+
+@structural("linear_call")
+def _linear_call(
+    *values: Any, callee: Any, transpose_thunk: Any, num_callee_consts: int, num_res: int
+) -> list[Any]:
+    """Linear in the last operands, which are labels or made dense; residuals may be of any type."""
+    primitive = find_primitive("linear_call")
+    consts, residuals, linear = split_list(values, num_callee_consts, num_res)
+    linear = [x if is_label(x) else make_dense(primitive, [x])[0] for x in linear]
+    staged = stage_to_labels("linear_call", callee, [*consts, *residuals, *linear])
+    program, captured = open_jaxpr(staged.jaxpr)
+    callee_leaves = [*captured, *jax.tree.leaves(consts)]
+    residual_leaves = jax.tree.leaves(residuals)
+
+    def transpose() -> tuple[Any, list[Any]]:
+        jaxpr, closed_over = transpose_thunk()
+        for x in closed_over:
+            if isinstance(x, ImplicitTracer):
+                raise NotImplementedError(
+                    f"linear_call: the transpose closes over {x.value}. Pass it as a residual."
+                )
+        cotangents = staged.examples()
+        transposed = stage_to_labels("linear_call", jaxpr, [*closed_over, *residuals, *cotangents])
+        opened, captured = open_jaxpr(transposed.jaxpr)
+        return close_jaxpr(opened), [*captured, *closed_over]
+
+    out = primitive.bind(
+        *callee_leaves,
+        *residual_leaves,
+        *jax.tree.leaves(linear),
+        callee=close_jaxpr(program),
+        transpose_thunk=transpose,
+        num_callee_consts=len(callee_leaves),
+        num_res=len(residual_leaves),
+    )
+    return staged.unflatten(out)
+
+
+@structural("custom_vmap_call")
+def _custom_vmap(*values: Any, call: Any, rule: Any, in_tree: Any, out_tree: Any) -> list[Any]:
+    """The batching rule is run on values, too; what it gives must be of the types of the call's."""
+    del out_tree
+    primitive = find_primitive("custom_vmap_call")
+    staged = stage_to_labels("custom_vmap_call", call, values)
+    leaves, treedef = jax.tree.flatten(list(values))
+    counts = [len(jax.tree.leaves(x)) for x in values]
+    policy = current_policy()
+
+    def rule_of_leaves(
+        axis_size: int, in_batched: Sequence[bool], *leaves: Any
+    ) -> tuple[list[Any], list[bool]]:
+        batched = [any(part) for part in list(split_list(in_batched, *counts))[:-1]]
+        of_leaves = [b for b, count in zip(batched, counts, strict=True) for _ in range(count)]
+        leaves = tuple(
+            jnp.broadcast_to(x, (axis_size, *jnp.shape(x))) if now and not before else x
+            for x, now, before in zip(leaves, of_leaves, in_batched, strict=True)
+        )
+        out_batched: list[bool] = []
+
+        def run(*values: Any) -> list[Any]:
+            operands, flags = (
+                jax.tree.unflatten(in_tree, values),
+                jax.tree.unflatten(in_tree, batched),
+            )
+            out, are_batched = rule(axis_size, list(flags), *operands)
+            out_batched.extend(jax.tree.leaves(are_batched))
+            return jax.tree.leaves(out)
+
+        with policy_in_force(policy):
+            out = implicit(run)(*jax.tree.unflatten(treedef, leaves))
+            out = [
+                x if not treedef_is_leaf(tree) else make_dense(primitive, [x])[0]
+                for x, tree in zip(out, staged.out_trees, strict=True)
+            ]
+        for i, (x, tree) in enumerate(zip(out, staged.out_trees, strict=True)):
+            if jax.tree.structure(x) != tree:
+                found, wanted = describe([x, staged.examples()[i]])
+                raise TypeError(
+                    f"output {i} of a custom_vmap function is {wanted} without vmap, and {found} "
+                    "by its batching rule: both must be of one type, with the same metadata"
+                )
+        return jax.tree.leaves(out), out_batched
+
+    out = primitive.bind(
+        *leaves,
+        call=staged.jaxpr,
+        rule=rule_of_leaves,
+        in_tree=structure_of_operands(tuple(leaves)),
+        out_tree=jax.tree.structure([0] * len(staged.out_trees)),
+    )
+    return staged.unflatten(out)

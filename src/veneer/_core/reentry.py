@@ -1,0 +1,29 @@
+"""Functions that JAX runs later, in a trace of its own, and that still know our values."""
+
+from collections.abc import Callable
+from typing import Any
+
+from .explain import current_policy, policy_in_force
+from .jax_internals import current_trace, set_current_trace
+
+
+def later(trace: Any) -> Callable[[Callable], Callable[..., list[Any]]]:
+    """What makes a flat function of tracers one of values, to be run under any trace.
+
+    It runs with the rules and the policy that are in force now. The values of `trace` that the
+    function closes over are known by its tag.
+    """
+    kind, tag, policy = type(trace), trace.tag, current_policy()
+
+    def again(function: Callable) -> Callable[..., list[Any]]:
+        def run(*args: Any) -> list[Any]:
+            inner = kind(current_trace(), tag)
+            with policy_in_force(policy):
+                wrapped = list(map(inner.wrap, args))
+                with set_current_trace(inner):
+                    out = function(*wrapped)
+                return list(map(inner.unwrap, out))
+
+        return run
+
+    return again

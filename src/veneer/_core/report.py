@@ -1,0 +1,124 @@
+"""The report of `explain`: what happened to implicit operands, as a table and as a page."""
+
+import html
+import os
+from collections import Counter
+from dataclasses import dataclass
+
+from .explain import Event
+
+
+@dataclass(frozen=True, repr=False)
+class Report:
+    """The events of one traced call: `print` it for a table; `to_html` gives a page.
+
+    `events` holds every `Event` in the order of the program; `materialised` those of them in
+    which no rule fitted. Tables show equal events once, with their number.
+    """
+
+    events: tuple[Event, ...]
+
+    @property
+    def materialised(self) -> tuple[Event, ...]:
+        """The events in which an operand was made dense."""
+        return tuple(event for event in self.events if event.rule is None)
+
+    @property
+    def summary(self) -> str:
+        """What happened, in a sentence."""
+        met = f"{_count(len(self.events), 'primitive')} met an implicit array"
+        dense = self.materialised
+        if not dense:
+            return f"{met}, and none made it dense."
+        total = _size(sum(event.nbytes for event in dense))
+        return f"{met}, and {len(dense)} of them made it dense: {total} in all."
+
+    def __str__(self) -> str:
+        rows = [_HEADINGS, *(_cells(event, n) for event, n in Counter(self.events).items())]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADINGS))]
+        lines = [
+            "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        ]
+        return "\n".join([*lines, self.summary])
+
+    __repr__ = __str__
+
+    def to_html(self) -> str:
+        """The same table as a page of HTML, which needs nothing else."""
+        row = lambda tag, cells, kind="": (
+            f"<tr{kind}>"
+            + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells)
+            + "</tr>"
+        )
+        body = "\n".join(
+            row("td", _cells(event, n), "" if event.rule else ' class="dense"')
+            for event, n in Counter(self.events).items()
+        )
+        return _PAGE.format(
+            summary=html.escape(self.summary), headings=row("th", _HEADINGS), rows=body
+        )
+
+
+_HEADINGS = ("primitive", "operands", "times", "what ran", "dense", "where in the program")
+
+
+def _cells(event: Event, times: int) -> tuple[str, ...]:
+    return (
+        event.primitive,
+        ", ".join(event.operands),
+        str(times),
+        f"rule {_short(event.rule)}" if event.rule else "materialised",
+        "" if event.rule else _size(event.nbytes * times),
+        _short(event.line),
+    )
+
+
+def _short(place: str) -> str:
+    """A place in a file, without the directory that the program runs in."""
+    return place.removeprefix(os.getcwd() + os.sep)
+
+
+def _count(n: int, noun: str) -> str:
+    return f"{n:,} {noun}" + ("" if n == 1 else "s")
+
+
+def _size(nbytes: int) -> str:
+    if nbytes < 10_000:
+        return _count(nbytes, "byte")
+    for unit in ("kB", "MB", "GB"):
+        nbytes = nbytes / 1000  # type: ignore[assignment]
+        if nbytes < 1000 or unit == "GB":
+            break
+    return f"{nbytes:,.3g} {unit}"
+
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
+<title>veneer: what happened to implicit arrays</title>
+<style>
+  :root {{ color-scheme: light dark; }}
+  body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2.5rem auto; max-width: 75rem;
+          padding: 0 1.5rem; }}
+  h1 {{ font-size: 1.3rem; margin: 0; }}
+  table {{ border-collapse: collapse; width: 100%; font-size: 13px; }}
+  th {{ text-align: left; font-weight: 600; padding: .4rem .8rem; border-bottom: 2px solid #8886; }}
+  td {{ font-family: ui-monospace, monospace; padding: .35rem .8rem; vertical-align: top;
+        border-bottom: 1px solid #8883; overflow-wrap: anywhere; }}
+  th:nth-child(3), td:nth-child(3), th:nth-child(5), td:nth-child(5) {{ text-align: right;
+        white-space: nowrap; }}
+  tr.dense td {{ background: #e8590c22; }}
+  tr.dense td:nth-child(4) {{ font-weight: 600; }}
+</style>
+<h1>What happened to implicit arrays</h1>
+<p>{summary}</p>
+<table>
+<thead>{headings}</thead>
+<tbody>
+{rows}
+</tbody>
+</table>
+</html>
+"""

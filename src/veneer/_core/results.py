@@ -1,0 +1,73 @@
+"""Checks what a rule returns against what JAX says that its primitive gives."""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import zip_longest
+from typing import Any
+
+import jax
+
+from .jax_internals import Primitive
+from .value import Value, describe
+
+
+def check_result(
+    primitive: Primitive,
+    values: Sequence[Any],
+    params: dict[str, Any],
+    out: Any,
+    source: Callable[[], str],
+) -> None:
+    """Refuses a result of other shapes or dtypes than the primitive's abstract evaluation gives.
+
+    `source` names the rule. Nothing is checked where the primitive itself could not take arrays of
+    the operands' shapes and dtypes.
+    """
+    several = primitive.multiple_results
+    results = out if several else [out]
+    try:
+        found = [_kind(_aval(x)) for x in results]
+    except TypeError:
+        found = None
+    if found is None or (several and not isinstance(out, list | tuple)):
+        kind = "a sequence of arrays" if several else "one array"
+        raise TypeError(
+            f"{source()} for {primitive.name}({', '.join(describe(values))}) returns {out!r}; "
+            f"{primitive.name} gives {kind}, and a rule may also return NotImplemented"
+        )
+    avals = tuple(map(_aval, values))
+    items = tuple(params.items())
+    try:
+        expected = _abstract_results(primitive, avals, items)
+    except TypeError:  # parameters that cannot be hashed
+        expected = _abstract_results.__wrapped__(primitive, avals, items)
+    if expected and not all(v.keeps_dtypes for v in values if isinstance(v, Value)):
+        expected = [e and f and (e[0], f[1]) for e, f in zip_longest(expected, found)]
+    if expected is not None and found != expected:
+        show = lambda kinds: ", ".join("?" if kind is None else _short(*kind) for kind in kinds)
+        raise TypeError(
+            f"{source()} for {primitive.name}({', '.join(describe(values))}) returns "
+            f"{show(found)}, where {primitive.name} gives {show(expected)}"
+        )
+
+
+def _short(shape: Any, dtype: Any) -> str:
+    return jax.core.ShapedArray(shape, dtype).str_short(short_dtypes=True)
+
+
+def _aval(x: Any) -> Any:
+    return x.aval() if isinstance(x, Value) else jax.typeof(x)
+
+
+def _kind(aval: Any) -> tuple[Any, Any] | None:
+    return (aval.shape, aval.dtype) if hasattr(aval, "shape") else None
+
+
+@lru_cache(maxsize=4096)
+def _abstract_results(primitive: Primitive, avals: Any, items: Any) -> list[Any] | None:
+    try:
+        out, _ = primitive.abstract_eval(*avals, **dict(items))
+    except Exception:  # whatever a primitive raises that does not take such operands
+        return None
+    outs = out if primitive.multiple_results else [out]
+    return list(map(_kind, outs))

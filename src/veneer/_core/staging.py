@@ -1,0 +1,148 @@
+"""Staging: the program inside a primitive, traced anew with the rules in force, on leaves."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import jax
+
+from .explain import Event, current_policy, recording, tell, tells_each_time
+from .jax_internals import close_jaxpr, find_primitive, jaxpr_as_fun
+from .labels import is_label, may_be_labelled
+from .rules import add_rule, forget_with_rules
+from .transform import implicit
+from .tree import check_fields, split_list
+from .value import Value, is_value, make_dense
+
+
+def structural(name: str) -> Callable[[Callable], Callable]:
+    def add(function: Callable) -> Callable:
+        add_rule(function, [find_primitive(name)], structural=True)
+        return function
+
+    return add
+
+
+Typed = tuple[Any, Sequence[Any]]  # a value's structure and its abstract leaves
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A jaxpr of leaves that does what another did on implicit values."""
+
+    jaxpr: Any  # closed
+    out_trees: tuple[Any, ...]  # the structure of each output
+    out_avals: tuple[tuple[Any, ...], ...]  # the abstract leaves of each output
+    events: tuple[Event, ...]  # what to tell each time, if anyone asks
+
+    def output(self, i: int) -> tuple[Any, tuple[Any, ...]]:
+        """What must agree for two outputs to be of one type."""
+        return self.out_trees[i], self.out_avals[i]
+
+    def examples(self) -> list[Any]:
+        """The outputs, with abstract leaves."""
+        return list(map(example, self.out_trees, self.out_avals))
+
+    def unflatten(self, leaves: Sequence[Any]) -> list[Any]:
+        """The outputs, from all of their leaves."""
+        pieces = split_list(leaves, *(tree.num_leaves for tree in self.out_trees))
+        return [
+            jax.tree.unflatten(tree, piece)
+            for tree, piece in zip(self.out_trees, pieces, strict=False)
+        ]
+
+    def __call__(self, *values: Any) -> list[Any]:
+        return self.unflatten(jaxpr_as_fun(self.jaxpr)(*jax.tree.leaves(values)))
+
+
+_staged: WeakKeyDictionary[Any, dict[Any, Staged]] = WeakKeyDictionary()
+forget_with_rules(_staged.clear)
+
+
+def example(tree: Any, avals: Sequence[Any]) -> Any:
+    """A value of a type, with abstract leaves."""
+    return jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals])
+
+
+def typed(value: Any) -> Typed:
+    """A value's structure and its abstract leaves. Leaves may be abstract already."""
+    leaves, treedef = jax.tree.flatten(value)
+    try:
+        return treedef, tuple(map(jax.typeof, leaves))
+    except TypeError:
+        for one in jax.tree.leaves(value, is_leaf=is_value):
+            check_fields(one)
+        raise
+
+
+# Structures that some outputs must have, by their numbers: `DENSE`, or that of a label.
+Forms = Mapping[int, Any]
+
+NO_FORMS: Forms = MappingProxyType({})
+
+DENSE = object()
+
+
+def stage(primitive: str, jaxpr: Any, values: Sequence[Any], forms: Forms = NO_FORMS) -> Staged:
+    """`jaxpr` staged for the types of `values`, with some outputs brought into other forms."""
+    staged = find_staged(primitive, jaxpr, values, forms)
+    tell(staged.events)
+    return staged
+
+
+def find_staged(
+    primitive: str, jaxpr: Any, values: Sequence[Any], forms: Forms = NO_FORMS
+) -> Staged:
+    """`stage`, telling nobody yet of what happened: for an attempt that may be dropped."""
+    treedef, avals = typed(list(values))
+    policy = current_policy()
+    key = treedef, avals, frozenset(forms.items()), tells_each_time(policy) or policy
+    known = _staged.setdefault(jaxpr, {})
+    if key not in known:
+        known[key] = _stage(find_primitive(primitive), close_jaxpr(jaxpr), treedef, avals, forms)
+    return known[key]
+
+
+def stage_to_labels(
+    primitive: str, jaxpr: Any, values: Sequence[Any], count: int | None = None
+) -> Staged:
+    """`stage`, with the first `count` outputs, or all, made dense unless they are labels."""
+    staged = find_staged(primitive, jaxpr, values)
+    outputs = staged.examples()[:count]
+    others = [i for i, x in enumerate(outputs) if is_value(x) and not is_label(x)]
+    return stage(primitive, jaxpr, values, dict.fromkeys(others, DENSE))
+
+
+def _stage(primitive: Any, jaxpr: Any, treedef: Any, avals: Sequence[Any], forms: Forms) -> Staged:
+    out_trees: list[Any] = []
+
+    def on_leaves(*leaves: Any) -> list[Any]:
+        outputs = implicit(jaxpr_as_fun(jaxpr))(*jax.tree.unflatten(treedef, leaves))
+        for i, form in forms.items():
+            outputs[i] = _in_form(primitive, outputs[i], form)
+        flat = [jax.tree.flatten(out) for out in outputs]
+        out_trees.extend(tree for _, tree in flat)
+        return [leaf for leaves, _ in flat for leaf in leaves]
+
+    events: list[Event] = []
+    try:
+        with recording() if tells_each_time(current_policy()) else nullcontext(events) as events:
+            staged = jax.make_jaxpr(on_leaves)(*avals)
+    except BaseException:
+        tell(events)
+        raise
+    counts: list[int] = [tree.num_leaves for tree in out_trees]
+    out_avals = [tuple(piece) for piece in split_list(staged.out_avals, *counts)][:-1]
+    return Staged(staged, tuple(out_trees), tuple(out_avals), tuple(events))
+
+
+def _in_form(primitive: Any, output: Any, form: Any) -> Any:
+    if form is DENSE:
+        return make_dense(primitive, [output])[0]
+    if not isinstance(output, Value):
+        label = jax.tree.unflatten(form, [output])
+        return label if may_be_labelled(output, label) else output
+    return output

@@ -1,0 +1,156 @@
+"""A captured implicit array is as an argument, or is refused by name where JAX has no way to it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from array_types import MAKERS, OneHot, Tagged, assert_close
+
+import veneer as vn
+
+W = MAKERS["lora"](jax.random.key(0))
+X = jnp.linspace(-1.0, 1.0, 18).reshape(3, 6)
+EXPECTED = jnp.dot(X, vn.materialise(W))
+
+
+def _by_module_variable(x):
+    return jnp.dot(x, W)
+
+
+def _by_default(x, w=W):
+    return jnp.dot(x, w)
+
+
+def _by_keyword_default(x, *, w=W):
+    return jnp.dot(x, w)
+
+
+class Model:  # no pytree
+    def __init__(self, w):
+        self.w = w
+
+    def __call__(self, x):
+        return jnp.dot(x, self.w)
+
+
+def captures(w):
+    """Functions of an array that capture `w`, each in its own way."""
+    tree = {"layers": [w]}
+    helper = lambda x: jnp.dot(x, w)
+
+    @jax.tree_util.register_pytree_node_class
+    class Module:
+        def __init__(self, w):
+            self.w = w
+
+        def apply(self, x):
+            return jnp.dot(x, self.w)
+
+        def tree_flatten(self):
+            return (self.w,), None
+
+        @classmethod
+        def tree_unflatten(cls, _, leaves):
+            return cls(*leaves)
+
+    def by_scan_body(x):
+        return jax.lax.scan(lambda c, _: (c, jnp.dot(x, w)), 0, None, length=1)[1][0]
+
+    def by_while_body(x):
+        return jax.lax.while_loop(lambda c: c[0] < 1, lambda c: (c[0] + 1, jnp.dot(x, w)), (0, x))[
+            1
+        ]
+
+    @jax.custom_vjp
+    def differentiable(x):
+        return x @ w
+
+    differentiable.defvjp(lambda x: (x @ w, None), lambda _, ct: (ct @ w.T,))
+    compiled = jax.jit(lambda x: x @ w)
+
+    return {
+        "lambda": lambda x: jnp.dot(x, w),
+        "tree": lambda x: jnp.dot(x, tree["layers"][0]),
+        "function": lambda x: helper(x),
+        "partial": functools.partial(jnp.dot, b=w),
+        "partial in a lambda": lambda x: functools.partial(helper)(x),
+        "method of a pytree": Module(w).apply,
+        "scan body": by_scan_body,
+        "while body": by_while_body,
+        "jit in a function": lambda x: jax.jit(lambda x: jnp.dot(x, w))(x),
+        "checkpoint": lambda x: jax.checkpoint(lambda x: jnp.dot(x, w))(x),
+        "compiled before, by its operators": lambda x: compiled(x),
+        "custom_vjp, by its operators": lambda x: differentiable(x),
+        "module variable": _by_module_variable,
+        "default": _by_default,
+        "keyword default": _by_keyword_default,
+    }
+
+
+@pytest.mark.parametrize("how", captures(W))
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_captured(how, wrap):
+    f = captures(W)[how]
+    assert_close(wrap(vn.implicit(f))(X), EXPECTED)
+
+
+@pytest.mark.parametrize("how", ["lambda", "function", "scan body", "checkpoint"])
+def test_captured_and_differentiated(how):
+    loss = lambda f: lambda x: jnp.sum(jnp.sin(f(x)))
+    f = captures(W)[how]
+    grad = jax.grad(loss(lambda x: jnp.dot(x, vn.materialise(W))))(X)
+    assert_close(jax.grad(loss(vn.implicit(f)))(X), grad)
+    assert_close(vn.implicit(jax.grad(loss(f)))(X), grad)
+
+
+def test_the_rules_run_for_a_captured_value():
+    hot = OneHot(jnp.float32(2.0), index=1, n=6)  # refuses to be dense
+    assert_close(vn.implicit(lambda x: jnp.dot(x, hot))(X), 2 * X[:, 1])
+
+
+def test_a_captured_value_obeys_the_filter():
+    f = lambda x: (type(W), x)[1]
+    inner = vn.implicit(lambda x: jnp.dot(x, W), filter_spec=False)
+    with pytest.raises(TypeError, match="Lora"):
+        inner(X)
+    assert_close(vn.implicit(f, (False, True, False))(X), X)
+
+
+def test_an_object_that_is_no_pytree_is_refused_by_name():
+    with pytest.raises(TypeError, match="Lora"):
+        vn.implicit(Model(W))(X)
+
+
+def test_functions_that_capture_no_value_are_called_themselves():
+    seen = []
+    inner = lambda: None
+    vn.implicit(lambda w: seen.append(inner))(W)
+    assert seen == [inner]
+
+
+def test_assignments_to_captured_variables_are_seen():
+    calls = 0
+
+    def f(x):
+        nonlocal calls
+        calls += 1
+        return jnp.dot(x, W)
+
+    for _ in range(2):
+        vn.implicit(f)(X)
+    assert calls == 2
+
+
+def test_a_function_that_captures_itself():
+    def f(x, depth):
+        return jnp.sin(W).sum() + (f(x, depth - 1) if depth else 0) if depth else x.sum()
+
+    dense = vn.materialise(W)
+    assert_close(vn.implicit(f)(X, 1), jnp.sin(dense).sum() + X.sum(), 1e-4)
+
+
+def test_a_label_is_kept():
+    tagged = Tagged(X, "m")
+    out = jax.jit(vn.implicit(lambda: jnp.sin(tagged)))()
+    assert (type(out), out.label) == (Tagged, "m")

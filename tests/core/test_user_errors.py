@@ -1,0 +1,157 @@
+"""A mistake in a type or a rule is told where it is met, by the names that its author gave."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from array_types import MAKERS, Tagged
+from jaxtyping import TypeCheckError
+
+import veneer as vn
+
+W = MAKERS["lora"](jax.random.key(0))
+X = jnp.ones(3)
+
+
+class Held(vn.ImplicitArray):
+    x: object  # [n]
+    note: object = vn.static(default=None)
+
+    def materialise(self):
+        return self.x
+
+
+def typed(materialise=lambda self: self.x, **methods):
+    """An instance of a type with these methods."""
+    return type("Odd", (Held,), {"materialise": materialise, **methods})(X)
+
+
+class Unregistered:
+    pass
+
+
+MISTAKES = {
+    "a field that is no array": (lambda: Held(Unregistered()), r"Held\.x is <.*Unregistered"),
+    "a field that is a string": (lambda: Held("x"), r"Held\.x is 'x'.*vn\.static\(\)"),
+    "a static list": (lambda: Held(X, [1]), r"Held\.note is static.*\[1\] is a list.*tuple"),
+    "a static array": (lambda: Held(X, np.ones(2)), r"Held\.note is static.*ndarray"),
+    "a dense list": (lambda: typed(lambda self: [1]), r"Odd\.materialise\(\) gives \[1\]"),
+    "no dense array": (lambda: typed(lambda self: None), r"Odd\.materialise\(\) gives None"),
+    "itself": (lambda: typed(lambda self: self), r"Odd\.materialise\(\) returns itself"),
+    "an aval that is none": (
+        lambda: typed(aval=lambda self: (3,)),
+        r"Odd\.aval\(\) gives \(3,\) .* jax\.core\.ShapedArray",
+    ),
+    "another shape than the aval's": (
+        lambda: typed(aval=lambda self: jax.core.ShapedArray((4,), jnp.float32)),
+        r"Odd\.materialise\(\) gives f32\[3\], but its aval\(\) states f32\[4\]",
+    ),
+    "another dtype than the aval's": (
+        lambda: typed(aval=lambda self: jax.core.ShapedArray((3,), jnp.float16)),
+        r"gives f32\[3\], but its aval\(\) states f16\[3\]",
+    ),
+}
+
+USES = {
+    "operator": lambda w: w + 1,
+    "implicit": lambda w: vn.implicit(jnp.cosh)(w),
+    "jit of implicit": lambda w: jax.jit(vn.implicit(lambda x: jnp.cosh(w) + x))(1.0),
+    "implicit of jit": lambda w: vn.implicit(jax.jit(lambda w: jnp.cosh(w)))(w),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistaken_type(mistake, use):
+    make, message = MISTAKES[mistake]
+    with pytest.raises(TypeError, match=re.compile(message, re.DOTALL)):
+        USES[use](make())
+
+
+RESULTS = {
+    "another shape": (lambda x: x.x[:2], r"returns f32\[2\], where cosh gives f32\[3\]"),
+    "another dtype": (lambda x: x.x.astype(jnp.float16), r"returns f16\[3\], where cosh gives f32"),
+    "a value of another shape": (lambda x: Held(x.x[None]), r"returns f32\[1,3\], where cosh"),
+    "a string": (lambda x: "x", r"returns 'x'; cosh gives one array"),
+    "a list": (lambda x: [x.x], r"returns \[.*; cosh gives one array"),
+    "nothing": (lambda x: None, r"returns None; cosh gives one array, and .* NotImplemented"),
+}
+
+
+@pytest.mark.parametrize("result", RESULTS)
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_mistaken_result_of_a_rule(result, wrap):
+    give, message = RESULTS[result]
+    odd = typed()
+
+    @vn.register("cosh")
+    def _(x: type(odd), **params):
+        return give(x)
+
+    where = rf"the rule at .*test_user_errors\.py:\d+ for cosh\(Odd:f32\[3\]\) {message}"
+    with pytest.raises(TypeError, match=where):
+        vn.implicit(wrap(jnp.cosh))(odd)
+
+
+def test_a_mistaken_number_of_results():
+    odd = typed()
+
+    @vn.register("split")
+    def _(x: type(odd), **params):
+        return [x.x[:1]]
+
+    with pytest.raises(TypeError, match=r"returns f32\[1\], where split gives f32\[1\], f32\[2\]"):
+        vn.implicit(lambda x: jax.lax.split(x, (1, 2)))(odd)
+
+
+def test_a_mistaken_result_of_a_default():
+    odd = typed(default=staticmethod(lambda primitive, values, params: jnp.zeros(5)))
+    with pytest.raises(TypeError, match=r"the default of Odd for cosh\(Odd.* f32\[5\], where cosh"):
+        vn.implicit(jnp.cosh)(odd)
+
+
+def test_a_rule_that_takes_no_parameters():
+    odd = typed()
+
+    @vn.register("tanh")
+    def _(x: type(odd)):
+        return x
+
+    with pytest.raises(TypeError, match=r"rule at .*cannot be called for tanh\(Odd.*accuracy"):
+        vn.implicit(jnp.tanh)(odd)
+
+
+def test_what_is_no_function():
+    with pytest.raises((TypeError, TypeCheckError), match="3"):
+        vn.implicit(3)
+
+
+def test_a_leaked_value():
+    leaked = []
+    vn.implicit(lambda w: leaked.append(w))(W)
+    for use in (lambda w: w + 1, jnp.sin, vn.implicit(jnp.sin), jax.jit(jnp.sin)):
+        with pytest.raises(jax.errors.UnexpectedTracerError, match=r"float32\[6,6\]"):
+            use(leaked[0])
+
+
+def test_metadata_of_equal_value_and_another_type_gives_another_dtype():
+    times = lambda self: self.x * self.note
+    odd = type("Odd", (Held,), {"materialise": times})
+    counts = jnp.arange(3)
+    assert odd(counts, 2).dtype == jnp.int32
+    assert odd(counts, 2.0).dtype == jnp.float32
+
+
+def test_the_aval_follows_the_precision_in_force():
+    odd = typed(lambda self: jnp.zeros(3) + self.x)
+    assert odd.dtype == jnp.float32
+    with jax.enable_x64(True):
+        assert odd.dtype == jnp.float64
+    assert odd.dtype == jnp.float32
+
+
+def test_a_refusing_type_tells_why():
+    with pytest.raises(RuntimeError, match="refuses to lose its label 'm'"):
+        vn.implicit(jnp.cosh)(Tagged(X, "m"))

@@ -1,0 +1,80 @@
+"""QArray cut into blocks and put together: neither a tile nor a byte is cut in two."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from array_types import assert_close
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import veneer as vn
+from veneer.quant import QArray, quantize
+
+if jax.device_count() < 4:
+    pytest.skip("needs 4 devices", allow_module_level=True)
+
+MESH = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
+KEY = jax.random.key(0)
+
+
+def shard(f, in_specs, out_specs):
+    return jax.jit(vn.implicit(jax.shard_map(f, mesh=MESH, in_specs=in_specs, out_specs=out_specs)))
+
+
+def through(q, spec):
+    """What comes out of a shard_map that q goes into and out of by the same spec."""
+    out = shard(lambda q: q, spec, spec)(q)
+    assert_close(out, q.dequantize())
+    return out
+
+
+ROWS, COLUMNS = P("x"), P(None, "x")
+
+# qtype, shape, channelwise axes, tiled axes, how it is cut, and the scale of the whole made of
+# 4 blocks; None where it cannot be cut.
+CUTS = {
+    "channels": ("int8", (8, 8), [1], {}, COLUMNS, (1, 8)),
+    "across the channels": ("int8", (8, 8), [1], {}, ROWS, (4, 8)),
+    "one scale for all": ("int8", (8, 8), [], {}, ROWS, (4, 1)),
+    "between tiles": ("int4", (16, 2), [1], {0: 4}, ROWS, (4, 2)),
+    "through tiles": ("int4", (16, 2), [1], {0: 8}, ROWS, None),
+    "between bytes": ("nf4", (2, 16), [0], {}, COLUMNS, (2, 4)),
+    "through bytes": ("nf4", (2, 4), [0], {}, COLUMNS, None),
+    "bytes and tiles": ("int4", (2, 16), [0], {1: 2}, COLUMNS, (2, 8)),
+    "a batch axis": ("int8", (4, 6, 2), [0, 2], {}, ROWS, (4, 1, 2)),
+    "a batch axis, of 4 bits": ("int4", (4, 6, 3), [0, 2], {}, ROWS, (4, 1, 3)),
+    "a vector": ("int4", (16,), [], {0: 4}, ROWS, (4,)),
+}
+
+
+@pytest.mark.parametrize(
+    ("qtype", "shape", "channelwise", "tiled", "spec", "scale"), CUTS.values(), ids=CUTS
+)
+def test_cuts(qtype, shape, channelwise, tiled, spec, scale):
+    w = jax.random.normal(KEY, shape)
+    out = through(quantize(w, qtype, channelwise_axes=channelwise, tiled_axes=tiled), spec)
+    if scale is None:
+        assert isinstance(out, jax.Array)
+    else:
+        assert isinstance(out, QArray)
+        assert out.scale.shape == scale
+
+
+def test_a_zero_point_is_cut_as_the_scale_is():
+    codes = jax.random.randint(KEY, (8, 4), -8, 8, jnp.int8)
+    scale = jnp.linspace(0.5, 1.0, 4).reshape(4, 1)
+    for zero_point in (jnp.arange(4, dtype=jnp.int8).reshape(4, 1), jnp.full((1, 1), 3, jnp.int8)):
+        out = through(QArray(codes, scale, zero_point), ROWS)
+        assert out.zero_point.shape == (4, 1)
+
+
+@pytest.mark.parametrize(
+    ("shape", "whole"),
+    [((2, 4), vn.quant.Packing(-1, 16)), ((2, 3), None)],
+    ids=["end with a byte", "end within a byte"],
+)
+def test_whole_blocks_put_together(shape, whole):
+    q = quantize(jax.random.normal(KEY, shape), "int4", channelwise_axes=[-1])
+    out = shard(lambda q: q, P(), COLUMNS)(q)
+    assert_close(out, jnp.tile(q.dequantize(), (1, 4)))
+    assert getattr(out, "packing", None) == whole

@@ -1,0 +1,210 @@
+"""Programs of implicit arrays that are exported, compiled ahead of time, or only looked at."""
+
+import subprocess
+import sys
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from array_types import MAKERS, Lora, OneHot, Tagged, assert_close, lora
+from jax import export
+
+import veneer as vn
+
+
+def rebuilt(f, *args):
+    """`f`, exported for these arguments, written and read again."""
+    return export.deserialize(export.export(jax.jit(f))(*args).serialize())
+
+
+def model(w, x):
+    """Gives a dense and an implicit result."""
+    return jnp.tanh(x @ w), w.T
+
+
+@pytest.fixture
+def x():
+    return jax.random.normal(jax.random.key(1), (2, 6))
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_an_exported_program_gives_what_the_dense_one_gives(make, x):
+    w = make(jax.random.key(0))
+    program = rebuilt(vn.implicit(model), w, x)
+    out = program.call(w, x)
+    assert_close(out, model(vn.materialise(w), x))
+    assert jax.tree.structure(out) == jax.tree.structure(vn.implicit(model)(w, x))
+
+
+def test_types_that_refuse_to_be_dense_are_exported():
+    value, one_hot = Tagged(jnp.ones(3), "kg"), OneHot(jnp.float32(2.0), 1, n=3)
+    f = vn.implicit(lambda x, e: (jnp.sin(x), jnp.arange(3.0) @ e, e))
+    tagged, picked, same = rebuilt(f, value, one_hot).call(value, one_hot)
+    assert_close(tagged.x, jnp.sin(value.x))
+    assert (tagged.label, float(picked), same.index, same.n) == ("kg", 2.0, 1, 3)
+
+
+def test_a_gradient_is_exported(x):
+    w = lora(jax.random.key(0))
+    f = jax.grad(vn.implicit(lambda w, x: jnp.sum(model(w, x)[0])))
+    program = rebuilt(f, w, x)
+    for one, other in zip(
+        jax.tree.leaves(program.call(w, x)), jax.tree.leaves(f(w, x)), strict=True
+    ):
+        assert_close(one, other)
+    assert program.in_tree == export.export(jax.jit(f))(w, x).in_tree
+
+
+def test_other_metadata_is_refused_by_the_program(x):
+    w = lora(jax.random.key(0))
+    other = Lora(w.w, w.a, w.b, scale=2.0)
+    with pytest.raises(ValueError, match="structure"):
+        rebuilt(vn.implicit(model), w, x).call(other, x)
+
+
+class Pair(NamedTuple):
+    """Metadata in metadata."""
+
+    left: int
+    right: "tuple[float, ...]"
+
+
+class Labelled(vn.ImplicitArray):
+    """With metadata of any kind that the test asks for."""
+
+    x: jax.Array
+    data: Any = vn.static(default=None)
+    pair: "Pair | None" = vn.static(default=None)
+
+    def materialise(self):
+        return self.x
+
+
+METADATA = [
+    None,
+    True,
+    2,
+    2.0,
+    -0.0,
+    1e-300,
+    float("inf"),
+    "kg",
+    (),
+    (1, (2.0, "a"), None),
+    np.dtype("float32"),
+    jnp.dtype("bfloat16"),
+    jnp.float32,
+    np.float32,
+    jnp.dtype("int4"),
+]
+
+
+@pytest.mark.parametrize("data", METADATA, ids=str)
+def test_metadata_comes_back_as_it_was(data):
+    value = Labelled(jnp.ones(2), data)
+    out = rebuilt(lambda x: x, value).call(value)
+    assert out.data == data
+    assert type(out.data) is type(data)
+
+
+def test_a_named_tuple_comes_back_as_it_was():
+    value = Labelled(jnp.ones(2), pair=Pair(1, (2.0,)))
+    out = rebuilt(lambda x: x, value).call(value)
+    assert out.pair == Pair(1, (2.0,))
+    assert type(out.pair) is Pair
+
+
+@pytest.mark.parametrize("data", [object(), Pair(1, ()), frozenset({1}), (1, 2j)], ids=str)
+def test_metadata_that_cannot_be_written_is_named(data):
+    with pytest.raises(TypeError, match=r"Labelled\.data is .*jax\.export cannot write"):
+        rebuilt(lambda x: x, Labelled(jnp.ones(2), data))
+
+
+def test_a_class_may_be_defined_again():
+    def define(scale):
+        class Scaled(vn.ImplicitArray):
+            x: jax.Array
+            by: float = vn.static(default=scale)
+
+            def materialise(self):
+                return self.x * self.by
+
+        return Scaled
+
+    for scale in (2.0, 3.0):
+        value = define(scale)(jnp.ones(2))
+        out = rebuilt(vn.implicit(lambda x: (x, x + 1)), value).call(value)
+        assert type(out[0]) is type(value)
+        assert_close(out, (jnp.full(2, scale), jnp.full(2, scale + 1)))
+
+
+READER = """
+import sys
+import jax, jax.numpy as jnp, veneer as vn
+program = jax.export.deserialize(open(sys.argv[1], "rb").read())
+q = vn.quant.quantize(jnp.eye(4), "nf4", channelwise_axes=[1])
+print(program.call(q, jnp.arange(4.0)).tolist())
+"""
+
+
+def test_a_file_is_read_by_another_process(tmp_path):
+    q = vn.quant.quantize(jnp.eye(4), "nf4", channelwise_axes=[1])
+    f = jax.jit(vn.implicit(lambda q, x: x @ q))
+    file = tmp_path / "program"
+    file.write_bytes(export.export(f)(q, jnp.arange(4.0)).serialize())
+    run = subprocess.run(
+        [sys.executable, "-c", READER, str(file)], capture_output=True, text=True, check=True
+    )
+    assert run.stdout.strip() == "[0.0, 1.0, 2.0, 3.0]"
+
+
+# Ahead of time.
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_lower_and_compile(make, x):
+    w = make(jax.random.key(0))
+    compiled = jax.jit(vn.implicit(model)).lower(w, x).compile()
+    assert_close(compiled(w, x), model(vn.materialise(w), x))
+    other = make(jax.random.key(7))
+    assert_close(compiled(other, x), model(vn.materialise(other), x))
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_eval_shape_gives_implicit_results_of_abstract_leaves(make, x):
+    w = make(jax.random.key(0))
+    abstract = jax.eval_shape(vn.implicit(model), w, x)
+    concrete = vn.implicit(model)(w, x)
+    assert jax.tree.structure(abstract) == jax.tree.structure(concrete)
+    for one, other in zip(jax.tree.leaves(abstract), jax.tree.leaves(concrete), strict=True):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+    again = jax.eval_shape(vn.implicit(model), *jax.eval_shape(lambda *args: args, w, x))
+    assert jax.tree.structure(again) == jax.tree.structure(abstract)
+    assert jax.tree.leaves(again) == jax.tree.leaves(abstract)
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_make_jaxpr_takes_and_gives_leaves(make, x):
+    w = make(jax.random.key(0))
+    program, shape = jax.make_jaxpr(vn.implicit(model), return_shape=True)(w, x)
+    out = jax.core.eval_jaxpr(program.jaxpr, program.consts, *jax.tree.leaves((w, x)))
+    result = jax.tree.unflatten(jax.tree.structure(shape), out)
+    assert_close(result, model(vn.materialise(w), x))
+
+
+def test_a_flax_class_is_exported():
+    flax_struct = pytest.importorskip("flax.struct")
+
+    @flax_struct.dataclass
+    class Shifted(vn.ImplicitArray):
+        x: jax.Array
+        by: float = vn.static(default=1.0)
+
+        def materialise(self):
+            return self.x + self.by
+
+    value = Shifted(jnp.ones(2), 2.0)
+    f = vn.implicit(lambda x: (x, 2 * x))
+    assert_close(rebuilt(f, value).call(value), f(value))
