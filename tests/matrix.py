@@ -1,0 +1,186 @@
+"""The matrix of probe types and transformations: what a cell is, and what it must agree with.
+
+A cell is a program that uses `m.implicit` somewhere. It is run twice: with `vn.implicit`, and with
+`dense`, which makes the operands dense at that very place. So a derivative that is taken outside is
+one with respect to the leaves in both, and one that is taken inside is not in either.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from array_types import lora, lora_of_int8, quantized
+from probes import Opaque, Quantity, bare, doubly_scaled, lora_of_lora, unit
+
+import veneer as vn
+
+N = 4
+VALUES = {"is_leaf": lambda x: isinstance(x, vn.Value)}
+
+
+def plain(tree: Any) -> Any:
+    """The dense arrays that a tree stands for; of a type that refuses, the arrays it wraps."""
+    refuses = lambda x: isinstance(x, Opaque | Quantity)
+    return jax.tree.map(lambda x: bare(x) if refuses(x) else vn.materialise(x), tree, **VALUES)
+
+
+def dense(function: Callable) -> Callable:
+    """What `implicit(function)` must agree with."""
+    return lambda *args: function(*plain(args))
+
+
+is_dense = lambda x: not isinstance(x, vn.Value)
+is_opaque = lambda x: isinstance(x, Opaque)
+has_unit = lambda **exponents: lambda x: getattr(x, "unit", ()) == unit(**exponents)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A type, and a program of it.
+
+    `kinds` says what type a result has that is a step's result ("c"), the loss, or a derivative of
+    the loss by the value or by the carry.
+    """
+
+    make: Callable  # a value, of a key and a shape [..., N, N]
+    wrap: Callable = lambda x: x  # the carry, of an array
+    step: Callable = lambda c, w: jnp.tanh(c @ w)  # [N, N], [N, N] -> [N, N]
+    loss_of: Callable = lambda y, c: jnp.sin(y).sum()
+    kinds: dict[str, Callable] = field(default_factory=dict)
+
+    def loss(self, c: Any, w: Any) -> Any:
+        return self.loss_of(self.step(c, w), c)
+
+    def check_kind(self, kind: str, results: Any) -> None:
+        """That results are of the type that their kind is of, metadata included."""
+        metadata = jax.tree.structure(self.make(jax.random.key(0), (N, N)))
+        same = lambda x: jax.tree.structure(x) == metadata
+        is_right = same if kind == "w" else self.kinds.get(kind, is_dense)
+        for x in jax.tree.leaves(results, **VALUES):
+            assert is_right(x), f"{x} is not of the type of {kind!r}"
+
+
+def positive(wrap: Callable) -> Callable:
+    return lambda key, shape: wrap(jax.random.uniform(key, shape, minval=0.5, maxval=1.5))
+
+
+def metres(x: jax.Array) -> Quantity:
+    return Quantity(x, unit(m=1))
+
+
+PROBES = {
+    "opaque": Probe(
+        positive(Opaque),
+        Opaque,
+        kinds=dict.fromkeys("c loss dloss ddloss jacobian".split(), is_opaque),
+    ),
+    "quantity": Probe(
+        positive(metres),
+        metres,
+        step=lambda c, w: c * (c / (c + w)),
+        loss_of=lambda y, c: jnp.sin(y / c).sum(),
+        kinds={"c": has_unit(m=1), "dloss": has_unit(m=-1), "ddloss": has_unit(m=-2)},
+    ),
+    "lora": Probe(lora),
+    "int8": Probe(quantized("int8", None)),
+    "int4": Probe(quantized("int4", 2)),
+    "nf4": Probe(quantized("nf4", 2)),
+    "lora of int8": Probe(lora_of_int8),
+    "lora of lora": Probe(lora_of_lora),
+    "doubly scaled": Probe(doubly_scaled),
+}
+
+
+class Operands:
+    """What a cell is made of: the transform, the probe's program, and its operands."""
+
+    def __init__(self, name: str, implicit: Callable):
+        probe = PROBES[name]
+        self.implicit, self.wrap = implicit, probe.wrap
+        self.step, self.loss, self.loss_of = probe.step, probe.loss, probe.loss_of
+        carry, value = jax.random.split(jax.random.key(3))
+        array = positive(lambda x: x)
+        self.c = probe.wrap(array(carry, (N, N)))
+        self.cs = probe.wrap(array(carry, (3, N, N)))
+        self.w = probe.make(value, (N, N))
+        self.ws = probe.make(value, (2, N, N))
+
+    unwrap = staticmethod(plain)
+
+    def scalar(self, function: Callable) -> Callable:
+        """The function under the transform, with results that JAX can differentiate."""
+        return lambda *args: plain(self.implicit(function)(*args))
+
+
+operands = cache(Operands)
+
+
+@dataclass(frozen=True)
+class Cell:
+    run: Callable[[Operands], Any]
+    kinds: Any  # the kinds of the results, a tree prefix of them; None for any
+
+
+def cells(kinds: Any, table: dict[str, Callable[[Operands], Any]]) -> dict[str, Cell]:
+    return {name: Cell(run, kinds) for name, run in table.items()}
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why JAX cannot do a cell, and what is said of it."""
+
+    reason: str
+    message: str
+    of_dense_too: bool  # whether JAX refuses the dense program in the same words
+
+
+# One of each kind: metadata, leaves that are trained, codes, and types in types.
+KINDS = ("opaque", "quantity", "lora", "int4", "lora of int8", "doubly scaled")
+
+
+def matrix(
+    cells: dict[str, Cell],
+    probes: Iterable[str] = KINDS,
+    *,
+    refused: dict[tuple[str, str], Refusal] | None = None,
+) -> Callable:
+    """The test of a table of cells, but for those that are refused."""
+    grid = [
+        pytest.param(cell, probe, (refused or {}).get((name, probe)), id=f"{name}-{probe}")
+        for name, cell in cells.items()
+        for probe in probes
+    ]
+
+    @pytest.mark.parametrize(("cell", "probe", "refusal"), grid)
+    def test(cell, probe, refusal):
+        implicit, reference = operands(probe, vn.implicit), operands(probe, dense)
+        if refusal is not None:
+            for m in (implicit, reference) if refusal.of_dense_too else (implicit,):
+                with pytest.raises(TypeError, match=refusal.message):
+                    cell.run(m)
+            return
+        out, expected = cell.run(implicit), cell.run(reference)
+        assert_same(out, expected)
+        if cell.kinds is not None:
+            jax.tree.map(lambda kind, part: PROBES[probe].check_kind(kind, part), cell.kinds, out)
+
+    return test
+
+
+def assert_same(out: Any, expected: Any) -> None:
+    """Trees of types are compared as they are where both are such, and else by what they mean."""
+    for x in (out, expected):
+        assert not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(x))
+    if jax.tree.structure(out) != jax.tree.structure(expected):
+        out, expected = plain(out), plain(expected)
+    assert jax.tree.structure(out) == jax.tree.structure(expected)
+    for x, y in zip(jax.tree.leaves(out), jax.tree.leaves(expected), strict=True):
+        assert (jnp.shape(x), jnp.result_type(x)) == (jnp.shape(y), jnp.result_type(y))
+        if jnp.result_type(x) != jax.dtypes.float0:
+            # Sums in another order: the error is one of the largest terms.
+            tolerance = 2e-5 * max(1.0, float(jnp.max(jnp.abs(y), initial=0.0)))
+            assert jnp.allclose(x, y, rtol=0, atol=tolerance), (x, y)

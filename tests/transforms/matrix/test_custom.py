@@ -1,0 +1,179 @@
+"""Functions with custom derivatives, checkpoints with policies, custom solvers, callbacks."""
+
+import jax
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
+from matrix import cells, matrix
+
+POLICIES = {
+    "no policy": None,
+    "everything saved": jax.checkpoint_policies.everything_saveable,
+    "nothing saved": jax.checkpoint_policies.nothing_saveable,
+    "dots saved": jax.checkpoint_policies.dots_saveable,
+    "names saved": jax.checkpoint_policies.save_only_these_names("step"),
+}
+
+
+def by_jvp(m):
+    """The step, with a derivative that is not its own: it must show."""
+
+    @jax.custom_jvp
+    def function(c, w):
+        return m.step(c, w)
+
+    @function.defjvp
+    def _(primals, tangents):
+        return jax.jvp(m.step, primals, (tangents[0] * 3, tangents[1] * 5))
+
+    return function
+
+
+def by_jvp_of_zeros(m):
+    function = jax.custom_jvp(lambda c, w: m.step(c, w))
+
+    def jvp(primals, tangents):
+        scaled = [
+            p * 0 if isinstance(t, SymbolicZero) else t * k
+            for p, t, k in zip(primals, tangents, (3, 5), strict=True)
+        ]
+        return jax.jvp(m.step, primals, tuple(scaled))
+
+    function.defjvp(jvp, symbolic_zeros=True)
+    return function
+
+
+def by_vjp(m):
+    """Its residuals are the operands themselves."""
+    function = jax.custom_vjp(lambda c, w: m.step(c, w))
+
+    def bwd(residuals, ct):
+        dc, dw = jax.vjp(m.step, *residuals)[1](ct)
+        return dc * 3, dw * 5
+
+    function.defvjp(lambda c, w: (m.step(c, w), (c, w)), bwd)
+    return function
+
+
+def by_vjp_with_nondiff(m):
+    function = jax.custom_vjp(lambda k, c, w: m.step(c, w) * k, nondiff_argnums=(0,))
+
+    def bwd(k, residuals, ct):
+        dc, dw = jax.vjp(m.step, *residuals)[1](ct)
+        return dc * k * 3, dw * k * 5
+
+    function.defvjp(lambda k, c, w: (m.step(c, w) * k, (c, w)), bwd)
+    return lambda c, w: function(2, c, w)
+
+
+def by_vjp_of_zeros(m):
+    function = jax.custom_vjp(lambda c, w: m.step(c, w))
+
+    def fwd(c, w):
+        return m.step(c.value, w.value), (c.value, w.value)
+
+    def bwd(residuals, ct):
+        if isinstance(ct, SymbolicZero):
+            return None, None
+        dc, dw = jax.vjp(m.step, *residuals)[1](ct)
+        return dc * 3, dw * 5
+
+    function.defvjp(fwd, bwd, symbolic_zeros=True)
+    return function
+
+
+def by_gradient(m):
+    @jax.custom_gradient
+    def function(c, w):
+        out, pull = jax.vjp(m.step, c, w)
+        return out, lambda ct: tuple(k * d for k, d in zip((3, 5), pull(ct), strict=True))
+
+    return function
+
+
+def by_closure(m):
+    """The step closed over the value, converted to a function of the value."""
+
+    def function(c, w):
+        converted, constants = jax.closure_convert(lambda c: m.step(c, w), c)
+        return converted(c, *constants)
+
+    return function
+
+
+def checkpointed(m, policy=None):
+    return jax.checkpoint(lambda c, w: checkpoint_name(m.step(c, w), "step"), policy=policy)
+
+
+FUNCTIONS = {
+    "custom_jvp": by_jvp,
+    "custom_jvp, symbolic zeros": by_jvp_of_zeros,
+    "custom_vjp": by_vjp,
+    "custom_vjp, nondiff argument": by_vjp_with_nondiff,
+    "custom_vjp, symbolic zeros": by_vjp_of_zeros,
+    "custom_gradient": by_gradient,
+    "closure_convert": by_closure,
+    **{
+        f"checkpoint, {name}": lambda m, policy=policy: checkpointed(m, policy)
+        for name, policy in POLICIES.items()
+    },
+}
+
+
+def at_every_place(name, make):
+    loss = lambda m: lambda c, w: m.loss_of(make(m)(c, w), c)
+    return {
+        **cells(
+            "c",
+            {
+                name: lambda m: m.implicit(make(m))(m.c, m.w),
+                f"jit of {name}": lambda m: jax.jit(m.implicit(jax.jit(make(m))))(m.c, m.w),
+                f"vmap of {name}": lambda m: m.implicit(jax.vmap(make(m), (None, 0)))(m.c, m.ws),
+            },
+        ),
+        **cells(
+            "dloss",
+            {f"implicit of grad of {name}": lambda m: m.implicit(jax.grad(loss(m), 1))(m.c, m.w)},
+        ),
+        **cells(
+            None,
+            {
+                f"grad of implicit of {name}": lambda m: jax.grad(
+                    m.scalar(loss(m)), 1, allow_int=True
+                )(m.c, m.w),
+            },
+        ),
+    }
+
+
+test_functions = matrix(
+    {
+        cell: content
+        for name, make in FUNCTIONS.items()
+        for cell, content in at_every_place(name, make).items()
+    }
+)
+
+
+def solved(m):
+    """x of (2 + w/|w|) x = c, a diagonal system."""
+
+    def function(c, w):
+        matvec = lambda x: x * 2 + m.step(x, w)
+        solve = lambda matvec, b: b / 2
+        return lax.custom_linear_solve(matvec, c, solve, transpose_solve=solve, symmetric=True)
+
+    return function
+
+
+SOLVE = {
+    **cells(
+        "c",
+        {
+            "custom_linear_solve": lambda m: m.implicit(solved(m))(m.c, m.w),
+            "jit of custom_linear_solve": lambda m: jax.jit(m.implicit(solved(m)))(m.c, m.w),
+        },
+    ),
+}
+
+test_solve = matrix(SOLVE)
