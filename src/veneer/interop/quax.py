@@ -1,0 +1,239 @@
+"""The public names of Quax 0.4.6, on our core: `import veneer.interop.quax as quax`.
+
+Types, rules and functions written for Quax (https://github.com/nstarman/quax) run as they are. To
+have other packages that import it (`quaxed`, `unxt`) run on our core as well, let this module stand
+in for Quax before they are imported:
+
+    import sys
+    import veneer.interop.quax
+
+    sys.modules["quax"] = veneer.interop.quax
+    import unxt
+
+What differs from Quax: a rule is chosen by the classes of the operands, never by a class's own
+`__instancecheck__`; a rule for dense operands alone is never asked; where two rules tie, the error
+is `veneer.AmbiguousLookupError`; and `quax.examples` is not here.
+"""
+
+import abc
+import functools
+import inspect
+import itertools
+import typing
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+from jax.core import ShapedArray
+from jax.typing import ArrayLike
+
+from .._core.jax_internals import Primitive, find_primitive, inlines_early, jaxpr_as_fun
+from .._core.rules import add_rule
+from .._core.transform import FilterSpec, implicit
+from .._core.value import Value as _CoreValue
+
+try:
+    import equinox as eqx
+except ImportError as error:
+    raise ImportError(
+        "types of Quax's kind are equinox modules, which need the extra: "
+        "pip install 'veneer[interop]'"
+    ) from error
+
+__all__ = ["ArrayValue", "Value", "quaxify", "register"]
+__version__ = "0.4.6"  # of Quax
+
+_F = TypeVar("_F", bound=Callable)
+
+
+class Value(eqx.Module, _CoreValue):
+    """An `equinox.Module` that JAX functions take under `quaxify`.
+
+    `ArrayValue` is the one to subclass for what looks like an array. Where no rule fits, the static
+    method `default(primitive, values, params)` is called if a type overrides it; else the operands
+    are materialised.
+    """
+
+    keeps_dtypes: typing.ClassVar[bool] = False  # a sum of integers in two units may be a float
+
+    @abc.abstractmethod
+    def aval(self) -> Any:
+        """The abstract value that JAX sees, commonly a `jax.core.ShapedArray`."""
+
+    @abc.abstractmethod
+    def materialise(self) -> Any:
+        """The dense form. May raise, to refuse whatever has no rule."""
+
+    def __getattribute__(self, name: str) -> Any:
+        # Equinox makes a module of every bound method, in 20 µs; this one is called all the time.
+        if name == "aval":
+            return object.__getattribute__(self, name)
+        return super().__getattribute__(name)
+
+
+class ArrayValue(Value):
+    """A `Value` that stands for an array: what types written for Quax are subclasses of.
+
+    It has a shape and a dtype, and no operators: those are its subclass's choice.
+
+    >>> import equinox as eqx, jax, jax.numpy as jnp, veneer.interop.quax as quax
+    >>> class Unitful(quax.ArrayValue):
+    ...     array: jax.Array = eqx.field(converter=jnp.asarray)
+    ...     unit: str = eqx.field(static=True)
+    ...     def aval(self):
+    ...         return jax.typeof(self.array)
+    ...     def materialise(self):
+    ...         raise ValueError("refusing to lose a unit")
+    >>> @quax.register(jax.lax.mul_p)
+    ... def _(x: Unitful, y: Unitful, **params):
+    ...     return Unitful(x.array * y.array, f"{x.unit} {y.unit}")
+    >>> area = jax.jit(quax.quaxify(jnp.multiply))(Unitful(2.0, "m"), Unitful(3.0, "m"))
+    >>> area.unit, area.array.item()
+    ('m m', 6.0)
+    """
+
+    @abc.abstractmethod
+    def aval(self) -> ShapedArray:
+        """The shape and dtype of the array."""
+
+    @abc.abstractmethod
+    def materialise(self) -> Any:
+        """The dense array. May raise, to refuse whatever has no rule."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array."""
+        return self.aval().shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of the array."""
+        return self.aval().dtype
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return self.aval().ndim
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return self.aval().size
+
+
+class _Quaxified(eqx.Module):
+    """`implicit` of a function, with the function's own leaves."""
+
+    fn: Callable
+    filter_spec: FilterSpec
+
+    def __init__(self, fn: Callable, filter_spec: FilterSpec):
+        # Not by assignment, at which Equinox warns that `jax.jit(module)` has no parameters.
+        object.__setattr__(self, "fn", fn)
+        object.__setattr__(self, "filter_spec", filter_spec)
+
+    @property
+    def __wrapped__(self) -> Callable:
+        return self.fn
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return implicit(self.fn, self.filter_spec)(*args, **kwargs)
+
+    def __get__(self, instance: Any, owner: Any) -> Any:
+        return self if instance is None else eqx.Partial(self, instance)
+
+
+def quaxify(fn: _F, /, filter_spec: FilterSpec = True) -> _F:
+    """`fn` with the rules in force for the `Value`s among its arguments: `veneer.implicit`.
+
+    **Arguments:**
+
+    - `fn`: any function of pytrees; may be a module that holds `Value`s.
+    - `filter_spec`: which of them take part, as in `equinox.partition`: a bool, a predicate, or a
+      pytree of them that is a prefix of `(fn, args, kwargs)`. The others pass through as they are,
+      for a nested `quaxify`.
+
+    **Returns:** a function of the same arguments, which is an `equinox.Module` with the leaves of
+    `fn`.
+    """
+    quaxified: Any = eqx.module_update_wrapper(_Quaxified(fn, filter_spec))
+    return quaxified
+
+
+def register(primitive: Primitive, /, *, precedence: int = 0) -> Callable[[_F], _F]:
+    """Registers a rule: how a JAX primitive acts on the operand types that are annotated.
+
+    As `veneer.register`. In addition, a rule whose operands are annotated with jaxtyping's arrays
+    (`Float[Array, "n"]`) is run for operands of those dtypes and shapes alone, and is preferred to
+    a rule for the same types that says nothing of them.
+
+    **Arguments:**
+
+    - `primitive`: a JAX primitive.
+    - `precedence`: breaks ties between rules of which neither is more specific.
+    """
+
+    def add(rule: _F) -> _F:
+        conditional = _declining(rule)
+        if conditional is None:
+            add_rule(rule, [primitive], precedence)
+        else:
+            _conditional[primitive].append((conditional, precedence))
+        # Of rules for the same types, that one is asked first which was added last.
+        for function, its_precedence in _conditional[primitive]:
+            add_rule(function, [primitive], its_precedence)
+        return rule
+
+    return add
+
+
+_conditional: defaultdict[Primitive, list[tuple[Callable, int]]] = defaultdict(list)
+
+
+def _declining(rule: Callable) -> Callable | None:
+    """The rule, declining operands of other dtypes and shapes than it is annotated with.
+
+    None for a rule that has no such conditions.
+    """
+    signature = inspect.signature(rule, eval_str=True)
+    operands, more = [], []
+    for parameter in signature.parameters.values():
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            more.append(parameter.annotation)
+        elif parameter.kind not in (parameter.KEYWORD_ONLY, parameter.VAR_KEYWORD):
+            operands.append(parameter.annotation)
+    if not any(map(_has_condition, operands + more)):
+        return None
+
+    @functools.wraps(rule)
+    def declining(*values: Any, **params: Any) -> Any:
+        annotations = itertools.chain(operands, itertools.cycle(more))
+        if all(map(_satisfies, values, annotations)):
+            return rule(*values, **params)
+        return NotImplemented
+
+    declining.__signature__ = signature  # type: ignore[attr-defined]
+    return declining
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    return typing.get_args(annotation) or (annotation,)
+
+
+def _has_condition(annotation: Any) -> bool:
+    return any(hasattr(member, "array_type") for member in _members(annotation))
+
+
+def _satisfies(value: Any, annotation: Any) -> bool:
+    return not _has_condition(annotation) or isinstance(value, _members(annotation))
+
+
+def _inlined(*values: Value | ArrayLike, jaxpr: Any, inline: Any, **params: Any) -> Any:
+    # As Quax does, so that a rule sees what concrete values the functions of jax.numpy are called
+    # with: the unit of a power depends on the exponent.
+    del params
+    return implicit(jaxpr_as_fun(jaxpr))(*values) if inlines_early(inline) else NotImplemented
+
+
+add_rule(_inlined, [find_primitive("jit")], structural=True)
