@@ -21,7 +21,7 @@ DEMO := $(VENV)/.demo-$(BUILT_ON)
 DEV := $(VENV)/.dev-$(BUILT_ON)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test setup lint format clean
+.PHONY: help demo test bench setup lint format clean
 .NOTPARALLEL: # one pip at a time in an environment
 
 help: ## list the targets
@@ -32,6 +32,9 @@ demo: $(DEMO) ## quantise a real model, and print a table and draw a picture of 
 
 test: $(DEV) ## run the tests
 	$(BIN)/python -m pytest -n auto $(ARGS)
+
+bench: $(DEV) ## time the benchmarks, and write docs/benchmarks.md
+	$(BIN)/python benchmarks/report.py $(ARGS)
 
 setup: $(DEV) ## make the environment to develop in
 
@@ -46,7 +49,7 @@ format: $(DEV) ## mend what ruff can
 
 clean: ## remove the environment and everything built or cached
 	rm -rf $(VENV) build dist demo-output .pytest_cache .hypothesis .mypy_cache .ruff_cache
-	find src tests examples -name __pycache__ -prune -exec rm -rf {} +
+	find src tests benchmarks examples -name __pycache__ -prune -exec rm -rf {} +
 
 $(CREATED):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo >&2 \

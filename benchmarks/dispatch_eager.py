@@ -1,0 +1,25 @@
+"""The time of one operation outside `jit`, against the same on dense arrays.
+
+x is `[4, 64]` and the weights are `[64, 64]`, so that the time is that of dispatch. Calls are timed
+in batches, which end when the last result is there.
+"""
+
+import jax
+import jax.numpy as jnp
+from dispatch import eager
+from lora import VENEER
+from measure import Claim, measure, parser, table_of
+
+import veneer as vn
+
+
+def quantised() -> list[Claim]:
+    x, w = jnp.ones((4, 64)), jax.random.normal(jax.random.key(0), (64, 64))
+    q = vn.quant.quantize(w, "int8", channelwise_axes=[1])
+    return [Claim("`x @ q`, int8", lambda: x @ q, "`x @ w`", lambda: x @ w, target=3)]
+
+
+if __name__ == "__main__":
+    arguments = parser(__doc__).parse_args()
+    claims = eager(VENEER) + quantised()
+    print(table_of(measure(claims, rounds=arguments.rounds, batches=20, calls=50), "µs"))

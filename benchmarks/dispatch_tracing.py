@@ -1,0 +1,12 @@
+"""The time to trace a transformer of 12 layers with implicit weights, against plain JAX.
+
+Each trace is of a new function, as in the first call of a `jax.jit`. Nothing is compiled or run.
+"""
+
+from dispatch import tracing
+from lora import VENEER
+from measure import measure, parser, table_of
+
+if __name__ == "__main__":
+    arguments = parser(__doc__).parse_args()
+    print(table_of(measure(tracing(VENEER), rounds=arguments.rounds, batches=3), "ms"))
