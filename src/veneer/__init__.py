@@ -1,5 +1,7 @@
 """Arrays that look dense to every JAX program and are something cheaper inside."""
 
+from typing import TYPE_CHECKING, Any
+
 from jax.typing import ArrayLike
 
 from . import _core as _core
@@ -11,7 +13,9 @@ from ._core.rules import AmbiguousLookupError, register
 from ._core.transform import explain, implicit
 from ._core.tree import static
 from ._core.value import Value, materialise
-from .interop.safetensors import load, save
+
+if TYPE_CHECKING:
+    from .interop.safetensors import load, save
 
 __version__ = "0.1.0"
 
@@ -33,6 +37,15 @@ __all__ = [
     "save",
     "static",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Programs that read and write no files need not wait for what does.
+    if name in ("load", "save"):
+        from .interop import safetensors
+
+        return getattr(safetensors, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 for _public in (AmbiguousLookupError, Event, MaterialiseError, MaterialiseWarning, Report):

@@ -12,15 +12,14 @@ import jax
 from jax.tree_util import treedef_is_leaf
 
 from .explain import current_policy, tells_each_time
-from .jax_internals import UNSPECIFIED, find_primitive, is_eager, open_jaxpr
+from .jax_internals import UNSPECIFIED, find_primitive, open_jaxpr
 from .rules import forget_with_rules
 from .staging import stage, structural
+from .trace import AT_ONCE
 
 
 @structural("jit")
 def _jit(*values: Any, jaxpr: Any, **params: Any) -> Any:
-    if _is_plain(params) and is_eager() and not tells_each_time(current_policy()):
-        return _compiled(jaxpr, params["name"])(*values)
     staged = stage("jit", jaxpr, values)
     in_trees: list[Any] = [jax.tree.structure(v) for v in values]
     out_trees = staged.out_trees
@@ -34,33 +33,44 @@ def _jit(*values: Any, jaxpr: Any, **params: Any) -> Any:
     return staged.unflatten(find_primitive("jit").bind(*leaves, jaxpr=staged.jaxpr, **params))
 
 
+# A jit that is computed at once is one call of a compiled function of values, kept by its jaxpr.
+
 _functions: WeakKeyDictionary[Any, Callable] = WeakKeyDictionary()
 forget_with_rules(_functions.clear)
 
 
-def _compiled(jaxpr: Any, name: str) -> Callable[..., list[Any]]:
-    """A compiled function of values that does what a jaxpr does: a call of it resolves nothing."""
-    known = _functions.get(jaxpr)
-    if known is None:
-        weak = ref(jaxpr)  # or the function would keep the key alive under which it is found
+def _jit_at_once(values: Sequence[Any], params: dict[str, Any]) -> Any:
+    if not _is_plain(params) or tells_each_time(current_policy()):
+        return NotImplemented
+    jaxpr = params["jaxpr"]
+    function = _functions.get(jaxpr)
+    if function is None:
+        function = _functions.setdefault(jaxpr, _compiled(ref(jaxpr), params["name"]))
+    return function(*values)
 
-        def function(*values: Any) -> list[Any]:
-            return stage("jit", weak(), values)(*values)
 
-        function.__name__ = function.__qualname__ = name
-        known = _functions.setdefault(jaxpr, jax.jit(function))
-    return known
+AT_ONCE[find_primitive("jit")] = _jit_at_once
+
+
+def _compiled(jaxpr: ref, name: str) -> Callable[..., list[Any]]:
+    # By a weak reference, or the function would keep the key alive under which it is found.
+    def function(*values: Any) -> list[Any]:
+        return stage("jit", jaxpr(), values)(*values)
+
+    function.__name__ = function.__qualname__ = name
+    return jax.jit(function)
 
 
 def _is_plain(params: dict[str, Any]) -> bool:
     """Whether a jit asks for nothing but to compile its program."""
+    ins, outs = params["in_shardings"], params["out_shardings"]
     return (
-        not any(params["donated_invars"])
-        and not params["compiler_options_kvs"]
-        and all(s is UNSPECIFIED for s in params["in_shardings"])
-        and all(s is UNSPECIFIED for s in params["out_shardings"])
+        ins.count(UNSPECIFIED) == len(ins)
+        and outs.count(UNSPECIFIED) == len(outs)
+        and not any(params["donated_invars"])
         and not any(params["in_layouts"])
         and not any(params["out_layouts"])
+        and not params["compiler_options_kvs"]
     )
 
 

@@ -12,7 +12,7 @@ of a captured implicit array work, and `jax.numpy` refuses it by name.
 import dis
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -35,6 +35,16 @@ class Closure:
     @classmethod
     def tree_unflatten(cls, close: Callable, children: tuple[Any]) -> "Closure":
         return cls(*children, close)
+
+
+def may_capture(function: Any) -> bool:
+    """Whether a function could ever capture anything, and need be opened when it is called."""
+    return type(function) is not FunctionType or bool(
+        function.__closure__
+        or function.__defaults__
+        or function.__kwdefaults__
+        or _names(function.__code__)
+    )
 
 
 def open_closure(function: Any, within: tuple[Any, ...] = ()) -> Any:
@@ -62,12 +72,14 @@ def _open_all(items: Iterable[Any], within: tuple[Any, ...]) -> list[Any] | None
 
 
 def _open_function(function: FunctionType, within: tuple[Any, ...]) -> Any:
-    cells = function.__closure__ or ()
-    names = _global_names(function.__code__)
-    variables = function.__globals__
-    names = tuple(n for n in names if isinstance(variables.get(n), Value))
-    if not (cells or names or function.__defaults__ or function.__kwdefaults__):
-        return function
+    names = _names_of_values(function.__code__, function.__globals__)
+    if names or function.__closure__ or function.__defaults__ or function.__kwdefaults__:
+        return _open_captures(function, names, within)
+    return function
+
+
+def _open_captures(function: FunctionType, names: list[str], within: tuple[Any, ...]) -> Any:
+    cells, variables = function.__closure__ or (), function.__globals__
     filled = [i for i, cell in enumerate(cells) if _is_filled(cell)]
     captured = _open_all(
         [
@@ -84,7 +96,7 @@ def _open_function(function: FunctionType, within: tuple[Any, ...]) -> Any:
 class _Remake:
     """Makes a function again, with other contents of its cells, module variables and defaults."""
 
-    def __init__(self, function: FunctionType, filled: list[int], names: tuple[str, ...]):
+    def __init__(self, function: FunctionType, filled: list[int], names: list[str]):
         self.function, self.filled, self.names = function, filled, names
 
     def __call__(self, captured: list[Any]) -> Callable:
@@ -133,14 +145,26 @@ def _is_filled(cell: CellType) -> bool:
     return True
 
 
-@lru_cache(maxsize=4096)
-def _global_names(code: CodeType) -> tuple[str, ...]:
-    """The module variables that code reads; none if it assigns any, which a copy would hide."""
+def _names(code: CodeType) -> list[str]:
+    """The names of variables and attributes that code reads, and those of inner functions."""
+    inner = (c for c in code.co_consts if type(c) is CodeType)
+    return [*code.co_names, *(name for c in inner for name in _names(c))]
+
+
+def _names_of_values(code: CodeType, variables: dict[str, Any]) -> list[str]:
+    """The module variables that code reads, of those that are implicit arrays.
+
+    None if it assigns any module variable: that would be lost in a copy of them.
+    """
+    found = [name for name in _names(code) if isinstance(variables.get(name), Value)]
+    return found and _read_alone(code, found)
+
+
+def _read_alone(code: CodeType, names: list[str]) -> list[str]:
+    """Those of the names that are of module variables, in code that assigns none."""
     instructions = list(dis.get_instructions(code))
     if any(i.opname in ("STORE_GLOBAL", "DELETE_GLOBAL") for i in instructions):
-        return ()
-    names = {i.argval for i in instructions if i.opname == "LOAD_GLOBAL"}
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            names.update(_global_names(constant))
-    return tuple(sorted(names))
+        return []
+    inner = [c for c in code.co_consts if type(c) is CodeType]
+    own = {i.argval for i in instructions if i.opname == "LOAD_GLOBAL"}
+    return [n for n in dict.fromkeys(names) if n in own or any(n in c.co_names for c in inner)]

@@ -28,6 +28,7 @@ __all__ = [
     "UNSPECIFIED",
     "ConcreteArray",
     "CustomRoot",
+    "EvalTrace",
     "Primitive",
     "RootLinearMap",
     "Trace",
@@ -50,6 +51,7 @@ __all__ = [
     "scan_counts",
     "set_current_trace",
     "structure_of_operands",
+    "swap_trace",
     "transform_flat_function",
     "user_line",
     "user_place",
@@ -57,6 +59,7 @@ __all__ = [
 ]
 
 ConcreteArray = array.ArrayImpl
+EvalTrace = core.EvalTrace
 Trace = core.Trace
 Tracer = core.Tracer
 set_current_trace = core.set_current_trace
@@ -65,6 +68,14 @@ set_current_trace = core.set_current_trace
 def current_trace() -> Trace:
     """The trace that a primitive bound here would be processed by."""
     return core.trace_ctx.trace
+
+
+def swap_trace(trace: Any) -> Any:
+    """Makes a trace current and returns the one that was: a faster `set_current_trace`."""
+    context = core.trace_ctx
+    previous = context.trace
+    context.set_trace(trace)
+    return previous
 
 
 def is_zero(x: Any) -> bool:
@@ -84,7 +95,7 @@ _COPIES = {"broadcast_in_dim", "convert_element_type", "copy", "copy_p", "reshap
 
 def is_eager() -> bool:
     """Whether a primitive bound here would be computed at once."""
-    return type(core.trace_ctx.trace) is core.EvalTrace
+    return type(core.trace_ctx.trace) is EvalTrace
 
 
 def inlines_early(inline: Any) -> bool:

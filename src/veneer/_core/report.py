@@ -1,6 +1,5 @@
 """The report of `explain`: what happened to implicit operands, as a table and as a page."""
 
-import html
 import os
 from collections import Counter
 from dataclasses import dataclass
@@ -46,6 +45,8 @@ class Report:
 
     def to_html(self) -> str:
         """The same table as a page of HTML, which needs nothing else."""
+        import html  # which takes a while
+
         row = lambda tag, cells, kind="": (
             f"<tr{kind}>"
             + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells)

@@ -11,11 +11,14 @@ import jax
 
 from .custom_derivatives import custom_jvp_call, custom_vjp_call
 from .explain import note_rule
-from .jax_internals import Primitive, Trace, Tracer, set_current_trace
+from .jax_internals import EvalTrace, Primitive, Trace, Tracer, set_current_trace, swap_trace
 from .results import check_result
 from .rules import Dense, location_of, resolve
 from .shard_map import shard_map_call
 from .value import Value, describe, make_dense
+
+# Faster ways for primitives that are computed at once; they may return NotImplemented.
+AT_ONCE: dict[Primitive, Callable[[Sequence[Any], dict[str, Any]], Any]] = {}
 
 
 class ImplicitTracer(Tracer):
@@ -63,16 +66,24 @@ class ImplicitTrace(Trace):
     def process_primitive(
         self, primitive: Primitive, tracers: Sequence[Any], params: dict[str, Any], /
     ) -> Any:
+        tag, parent = self.tag, self.parent
         for x in tracers:
-            if type(x) is ImplicitTracer and x._trace.tag is self.tag:
+            if type(x) is ImplicitTracer and x._trace.tag is tag:
                 break
         else:
-            return self.parent.process_primitive(primitive, tracers, params)
+            return parent.process_primitive(primitive, tracers, params)
         values = [self.unwrap(x) for x in tracers]
-        with set_current_trace(self.parent):
-            out = dispatch(primitive, values, params)
+        previous = swap_trace(parent)
+        try:
+            out = NotImplemented
+            if type(parent) is EvalTrace and primitive in AT_ONCE:
+                out = AT_ONCE[primitive](values, params)
+            if out is NotImplemented:
+                out = dispatch(primitive, values, params)
             # Here, for a type's aval() may compute, and a primitive leaves no trace current.
             return list(map(self.wrap, out)) if primitive.multiple_results else self.wrap(out)
+        finally:
+            swap_trace(previous)
 
     def process_custom_jvp_call(
         self,

@@ -6,10 +6,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.tree_util import treedef_is_leaf
+from jax.tree_util import tree_flatten, tree_unflatten, treedef_is_leaf
 
-from .closures import close, open_closure
+from .closures import close, may_capture, open_closure
 from .explain import (
+    ALLOW,
     Event,
     OnMaterialise,
     Policy,
@@ -17,10 +18,10 @@ from .explain import (
     policy_in_force,
     policy_of,
 )
-from .jax_internals import ConcreteArray, current_trace, set_current_trace
+from .jax_internals import ConcreteArray, current_trace, swap_trace
 from .report import Report
-from .trace import ImplicitTrace
-from .value import is_value
+from .trace import ImplicitTrace, ImplicitTracer
+from .value import Value, is_value
 
 FilterSpec = Any  # bool | Callable[[Value], bool] | a pytree of them
 
@@ -64,10 +65,15 @@ def implicit(
     if not treedef_is_leaf(jax.tree.structure(fn)):
         return Implicit(fn, filter_spec, policy)
 
+    captures = may_capture(fn)
+
     @wraps(fn, updated=())
     def implicit_fn(*args: Any, **kwargs: Any) -> Any:
+        opened = open_closure(fn) if captures else fn
+        if policy is ALLOW:
+            return _run(opened, filter_spec, args, kwargs)
         with overridden_by(policy):
-            return _run(fn, filter_spec, args, kwargs)
+            return _run(opened, filter_spec, args, kwargs)
 
     return implicit_fn
 
@@ -95,19 +101,23 @@ class Implicit:
 
 
 def _run(fn: Any, filter_spec: FilterSpec, args: Any, kwargs: Any) -> Any:
-    program = open_closure(fn), args, kwargs
-    leaves, treedef = jax.tree.flatten(program, is_leaf=is_value)
-    chosen = [is_value(x) for x in leaves]
-    if filter_spec is not True:
+    program = fn, args, kwargs
+    leaves, treedef = tree_flatten(program, is_value)
+    if filter_spec is True:
+        chosen = [isinstance(x, Value) for x in leaves]
+    else:
         among = jax.tree.leaves(_broadcast(filter_spec, program))
-        chosen = [c and a for c, a in zip(chosen, among, strict=True)]
-    if not any(chosen):
-        return fn(*args, **kwargs)
+        chosen = [is_value(x) and a for x, a in zip(leaves, among, strict=True)]
+    if True not in chosen:
+        return close(fn)(*args, **kwargs)
     trace = ImplicitTrace(current_trace(), tag=object())
-    wrapped = [trace.wrap(x) if c else x for c, x in zip(chosen, leaves, strict=True)]
-    inner_fn, args, kwargs = jax.tree.unflatten(treedef, wrapped)
-    with set_current_trace(trace):
+    wrapped = [ImplicitTracer(trace, x) if c else x for c, x in zip(chosen, leaves, strict=True)]
+    inner_fn, args, kwargs = tree_unflatten(treedef, wrapped)
+    previous = swap_trace(trace)
+    try:
         out = close(inner_fn)(*args, **kwargs)
+    finally:
+        swap_trace(previous)
     if type(out) is not ConcreteArray:
         out = jax.tree.map(trace.unwrap, out)
     trace.invalidate()

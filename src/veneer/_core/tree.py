@@ -4,7 +4,8 @@ import contextlib
 import dataclasses
 import inspect
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -85,9 +86,11 @@ def make_pytree(cls: Any) -> None:
     data = tuple(f.name for f in fields if f.name not in meta)
     keys = tuple(jax.tree_util.GetAttrKey(name) for name in data)
 
-    def flatten(value: Any) -> tuple[list[Any], tuple[Any, ...]]:
+    get_data, get_metadata = _getter(data), _getter(meta)
+
+    def flatten(value: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         attributes = value.__dict__
-        return [attributes[n] for n in data], tuple(attributes[n] for n in meta)
+        return get_data(attributes), get_metadata(attributes)
 
     def flatten_with_keys(value: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
         leaves, metadata = flatten(value)
@@ -103,6 +106,16 @@ def make_pytree(cls: Any) -> None:
     with contextlib.suppress(ValueError):  # the framework that made the class has registered it
         jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
     cls._pytree = True
+
+
+def _getter(names: Sequence[str]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
+    """Gets the items of a dict with these names, fast: every call flattens its values."""
+    if len(names) > 1:
+        return operator.itemgetter(*names)
+    if not names:
+        return lambda items: ()
+    (name,) = names
+    return lambda items: (items[name],)
 
 
 def split_list(values: Sequence, *sizes: int) -> Iterator[list[Any]]:

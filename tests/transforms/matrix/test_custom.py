@@ -1,13 +1,15 @@
 """Functions with custom derivatives, checkpoints with policies, custom solvers, callbacks."""
 
+from functools import partial
+
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
-from matrix import cells, matrix
+from matrix import Cell, cells, matrix
 
 POLICIES = {
-    "no policy": None,
     "everything saved": jax.checkpoint_policies.everything_saveable,
     "nothing saved": jax.checkpoint_policies.nothing_saveable,
     "dots saved": jax.checkpoint_policies.dots_saveable,
@@ -113,67 +115,51 @@ FUNCTIONS = {
     "custom_vjp, symbolic zeros": by_vjp_of_zeros,
     "custom_gradient": by_gradient,
     "closure_convert": by_closure,
-    **{
-        f"checkpoint, {name}": lambda m, policy=policy: checkpointed(m, policy)
-        for name, policy in POLICIES.items()
-    },
+    "checkpoint": checkpointed,
 }
 
 
-def at_every_place(name, make):
+def called(name, make):
+    return cells(
+        "c",
+        {
+            name: lambda m: m.implicit(make(m))(m.c, m.w),
+            f"jit of {name}": lambda m: jax.jit(m.implicit(jax.jit(make(m))))(m.c, m.w),
+            f"vmap of {name}": lambda m: m.implicit(jax.vmap(make(m), (None, 0)))(m.c, m.ws),
+        },
+    )
+
+
+def differentiated(name, make):
     loss = lambda m: lambda c, w: m.loss_of(make(m)(c, w), c)
+    inside = lambda m: m.implicit(jax.grad(loss(m), 1))(m.c, m.w)
+    outside = lambda m: jax.grad(m.scalar(loss(m)), 1, allow_int=True)(m.c, m.w)
     return {
-        **cells(
-            "c",
-            {
-                name: lambda m: m.implicit(make(m))(m.c, m.w),
-                f"jit of {name}": lambda m: jax.jit(m.implicit(jax.jit(make(m))))(m.c, m.w),
-                f"vmap of {name}": lambda m: m.implicit(jax.vmap(make(m), (None, 0)))(m.c, m.ws),
-            },
-        ),
-        **cells(
-            "dloss",
-            {f"implicit of grad of {name}": lambda m: m.implicit(jax.grad(loss(m), 1))(m.c, m.w)},
-        ),
-        **cells(
-            None,
-            {
-                f"grad of implicit of {name}": lambda m: jax.grad(
-                    m.scalar(loss(m)), 1, allow_int=True
-                )(m.c, m.w),
-            },
-        ),
+        **cells("dloss", {f"implicit of grad of {name}": inside}),
+        **cells(None, {f"grad of implicit of {name}": outside}),
     }
 
 
-test_functions = matrix(
-    {
-        cell: content
-        for name, make in FUNCTIONS.items()
-        for cell, content in at_every_place(name, make).items()
-    }
-)
+CELLS: dict[str, Cell] = {}
+for _name, _make in FUNCTIONS.items():
+    CELLS |= called(_name, _make) | differentiated(_name, _make)
+for _name, _policy in POLICIES.items():  # they show in derivatives alone
+    CELLS |= differentiated(f"checkpoint, {_name}", partial(checkpointed, policy=_policy))
+
+test_functions = matrix(CELLS)
 
 
 def solved(m):
-    """x of (2 + w/|w|) x = c, a diagonal system."""
+    """A diagonal system, whose solver is its author's."""
 
     def function(c, w):
-        matvec = lambda x: x * 2 + m.step(x, w)
-        solve = lambda matvec, b: b / 2
-        return lax.custom_linear_solve(matvec, c, solve, transpose_solve=solve, symmetric=True)
+        diagonal = 2 + jnp.tanh(w / c)
+        matvec = lambda x: x * diagonal
+        solve = lambda matvec, b: b / diagonal
+        return lax.custom_linear_solve(matvec, c, solve, solve, symmetric=True)
 
     return function
 
 
-SOLVE = {
-    **cells(
-        "c",
-        {
-            "custom_linear_solve": lambda m: m.implicit(solved(m))(m.c, m.w),
-            "jit of custom_linear_solve": lambda m: jax.jit(m.implicit(solved(m)))(m.c, m.w),
-        },
-    ),
-}
-
-test_solve = matrix(SOLVE)
+NAME = "custom_linear_solve"
+test_solve = matrix(called(NAME, solved) | differentiated(NAME, solved))
