@@ -116,7 +116,11 @@ def test_a_named_tuple_comes_back_as_it_was():
     assert type(out.pair) is Pair
 
 
-@pytest.mark.parametrize("data", [object(), Pair(1, ()), frozenset({1}), (1, 2j)], ids=str)
+@pytest.mark.parametrize(
+    "data",
+    [object(), Pair(1, ()), frozenset({1}), (1, 2j)],
+    ids=["object", "named tuple", "set", "complex"],
+)
 def test_metadata_that_cannot_be_written_is_named(data):
     with pytest.raises(TypeError, match=r"Labelled\.data is .*jax\.export cannot write"):
         rebuilt(lambda x: x, Labelled(jnp.ones(2), data))

@@ -13,25 +13,8 @@ from jax.tree_util import treedef_is_leaf
 
 from .explain import current_policy, tells_each_time
 from .jax_internals import UNSPECIFIED, find_primitive, open_jaxpr
-from .rules import forget_with_rules
+from .rules import add_rule, forget_with_rules
 from .staging import stage, structural
-from .trace import AT_ONCE
-
-
-@structural("jit")
-def _jit(*values: Any, jaxpr: Any, **params: Any) -> Any:
-    staged = stage("jit", jaxpr, values)
-    in_trees: list[Any] = [jax.tree.structure(v) for v in values]
-    out_trees = staged.out_trees
-    # A sharding or layout given for the dense array says nothing of its leaves: they keep theirs.
-    params["in_shardings"] = _by_leaf(params["in_shardings"], in_trees, UNSPECIFIED)
-    params["out_shardings"] = _by_leaf(params["out_shardings"], out_trees, UNSPECIFIED)
-    params["in_layouts"] = _by_leaf(params["in_layouts"], in_trees, None)
-    params["out_layouts"] = _by_leaf(params["out_layouts"], out_trees, None)
-    params["donated_invars"] = _repeat(params["donated_invars"], in_trees)
-    leaves = jax.tree.leaves(values)
-    return staged.unflatten(find_primitive("jit").bind(*leaves, jaxpr=staged.jaxpr, **params))
-
 
 # A jit that is computed at once is one call of a compiled function of values, kept by its jaxpr.
 
@@ -49,9 +32,6 @@ def _jit_at_once(values: Sequence[Any], params: dict[str, Any]) -> Any:
     return function(*values)
 
 
-AT_ONCE[find_primitive("jit")] = _jit_at_once
-
-
 def _compiled(jaxpr: ref, name: str) -> Callable[..., list[Any]]:
     # By a weak reference, or the function would keep the key alive under which it is found.
     def function(*values: Any) -> list[Any]:
@@ -59,6 +39,23 @@ def _compiled(jaxpr: ref, name: str) -> Callable[..., list[Any]]:
 
     function.__name__ = function.__qualname__ = name
     return jax.jit(function)
+
+
+def _jit(*values: Any, jaxpr: Any, **params: Any) -> Any:
+    staged = stage("jit", jaxpr, values)
+    in_trees: list[Any] = [jax.tree.structure(v) for v in values]
+    out_trees = staged.out_trees
+    # A sharding or layout given for the dense array says nothing of its leaves: they keep theirs.
+    params["in_shardings"] = _by_leaf(params["in_shardings"], in_trees, UNSPECIFIED)
+    params["out_shardings"] = _by_leaf(params["out_shardings"], out_trees, UNSPECIFIED)
+    params["in_layouts"] = _by_leaf(params["in_layouts"], in_trees, None)
+    params["out_layouts"] = _by_leaf(params["out_layouts"], out_trees, None)
+    params["donated_invars"] = _repeat(params["donated_invars"], in_trees)
+    leaves = jax.tree.leaves(values)
+    return staged.unflatten(find_primitive("jit").bind(*leaves, jaxpr=staged.jaxpr, **params))
+
+
+add_rule(_jit, [find_primitive("jit")], structural=True, at_once=_jit_at_once)
 
 
 def _is_plain(params: dict[str, Any]) -> bool:

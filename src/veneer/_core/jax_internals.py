@@ -28,7 +28,6 @@ __all__ = [
     "UNSPECIFIED",
     "ConcreteArray",
     "CustomRoot",
-    "EvalTrace",
     "Primitive",
     "RootLinearMap",
     "Trace",
@@ -59,7 +58,6 @@ __all__ = [
 ]
 
 ConcreteArray = array.ArrayImpl
-EvalTrace = core.EvalTrace
 Trace = core.Trace
 Tracer = core.Tracer
 set_current_trace = core.set_current_trace
@@ -95,7 +93,7 @@ _COPIES = {"broadcast_in_dim", "convert_element_type", "copy", "copy_p", "reshap
 
 def is_eager() -> bool:
     """Whether a primitive bound here would be computed at once."""
-    return type(core.trace_ctx.trace) is EvalTrace
+    return type(core.trace_ctx.trace) is core.EvalTrace
 
 
 def inlines_early(inline: Any) -> bool:

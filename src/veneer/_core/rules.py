@@ -57,6 +57,8 @@ class Rule:
     more: Alternatives | None  # the types of any number of further operands
     precedence: int
     structural: bool = False  # for a primitive that only contains others: no line in a report
+    # A faster way where results are computed at once, from the operands and the parameters.
+    at_once: Callable[[Sequence[Any], dict[str, Any]], Any] | None = None
     order: int = field(default_factory=itertools.count().__next__)
 
     def _operand(self, i: int) -> Alternatives | None:
@@ -155,13 +157,14 @@ def add_rule(
     precedence: int = -1,
     *,
     structural: bool = False,
+    at_once: Callable[[Sequence[Any], dict[str, Any]], Any] | None = None,
 ) -> None:
     """Adds a rule to the tables of some primitives, and drops what was resolved without it.
 
     One of our own for any type yields, by its precedence, to what others register for theirs.
     """
     operands, more = _operand_types(function)
-    rule = Rule(function, operands, more, precedence, structural)
+    rule = Rule(function, operands, more, precedence, structural, at_once)
     for primitive in primitives:
         _rules.setdefault(primitive, []).append(rule)
     for clear in _forget:

@@ -11,14 +11,11 @@ import jax
 
 from .custom_derivatives import custom_jvp_call, custom_vjp_call
 from .explain import note_rule
-from .jax_internals import EvalTrace, Primitive, Trace, Tracer, set_current_trace, swap_trace
+from .jax_internals import Primitive, Trace, Tracer, is_eager, set_current_trace, swap_trace
 from .results import check_result
 from .rules import Dense, location_of, resolve
 from .shard_map import shard_map_call
 from .value import Value, describe, make_dense
-
-# Faster ways for primitives that are computed at once; they may return NotImplemented.
-AT_ONCE: dict[Primitive, Callable[[Sequence[Any], dict[str, Any]], Any]] = {}
 
 
 class ImplicitTracer(Tracer):
@@ -72,14 +69,10 @@ class ImplicitTrace(Trace):
                 break
         else:
             return parent.process_primitive(primitive, tracers, params)
-        values = [self.unwrap(x) for x in tracers]
+        values = list(map(self.unwrap, tracers))
         previous = swap_trace(parent)
         try:
-            out = NotImplemented
-            if type(parent) is EvalTrace and primitive in AT_ONCE:
-                out = AT_ONCE[primitive](values, params)
-            if out is NotImplemented:
-                out = dispatch(primitive, values, params)
+            out = dispatch(primitive, values, params)
             # Here, for a type's aval() may compute, and a primitive leaves no trace current.
             return list(map(self.wrap, out)) if primitive.multiple_results else self.wrap(out)
         finally:
@@ -168,10 +161,14 @@ def dispatch(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]
     A matching rule; else the one `default` that the operands' types override; else the operands
     are materialised.
     """
-    classes = tuple(type(v) if isinstance(v, Value) else Dense for v in values)
+    classes = tuple([type(v) if isinstance(v, Value) else Dense for v in values])
     tried: tuple = ()
     while (rule := resolve(primitive, classes, tried)) is not None:
-        out = _call(rule.function, primitive, values, params)
+        out = NotImplemented
+        if rule.at_once is not None and is_eager():
+            out = rule.at_once(values, params)
+        if out is NotImplemented:
+            out = _call(rule.function, primitive, values, params)
         if out is not NotImplemented:
             if not rule.structural:
                 check_result(primitive, values, params, out, lambda: f"the rule at {rule.location}")
