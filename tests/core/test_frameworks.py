@@ -128,3 +128,22 @@ def test_the_gradient_by_its_leaves_is_of_the_same_type(w):
     dense = jax.grad(lambda u: jnp.sin(U @ (2.0 * u[:, None] * V)).sum())(U)
     assert (type(g), g.k) == (type(w), 2.0)
     assert_close(g.u, dense)
+
+
+class Layer(eqx.Module):
+    w: jax.Array | vn.ImplicitArray
+
+    def __call__(self, x):
+        return jnp.tanh(x @ self.w)
+
+
+def test_implicit_of_a_module_is_a_module_with_the_same_leaves(w):
+    x = jnp.ones((4, 3))
+    layer = vn.implicit(Layer(w))
+    expected, grad = jax.value_and_grad(lambda v: Layer(v.materialise())(x).sum())(w)
+    assert jax.tree.structure(layer.fn) == jax.tree.structure(Layer(w))
+    assert not jax.make_jaxpr(lambda f, x: f(x))(layer, x).consts  # no weight is a constant
+    out, grads = eqx.filter_jit(eqx.filter_value_and_grad(lambda m: m(x).sum()))(layer)
+    assert_close(out, expected)
+    for one, other in zip(jax.tree.leaves(grads), jax.tree.leaves(grad), strict=True):
+        assert_close(one, other)

@@ -154,3 +154,36 @@ def test_a_loop_that_vmap_gives_a_predicate_an_element(name):
     counts = jnp.array([0, 2, 1])
     assert_close(vn.implicit(lambda w: f(w)(counts))(w), f(dense)(counts))
     assert_close(jax.jit(vn.implicit(lambda w: f(w)(counts)))(w), f(dense)(counts))
+
+
+def _step(w, _):
+    return w, None
+
+
+def _small(carry):
+    return carry[0] < 3
+
+
+def _grow(carry):
+    return carry[0] + 1, carry[1]
+
+
+def _same(w):
+    return w
+
+
+LOOPS = {
+    "scan": lambda w: jax.lax.scan(_step, w, None, length=3)[0],
+    "while_loop": lambda w: jax.lax.while_loop(_small, _grow, (0, w))[1],
+    "cond": lambda w: jax.lax.cond(True, _same, _same, w),
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_loop_run_eagerly_is_compiled_once(name, loop, caplog):
+    w, dense = make(name)
+    f = vn.implicit(LOOPS[loop])
+    assert_close(f(w), dense)
+    with jax.log_compiles():
+        f(w)
+    assert not [r.message for r in caplog.records if "compil" in r.message.lower()]
