@@ -97,3 +97,16 @@ def test_an_attempt_that_is_dropped_is_not_told_of():
 def test_a_loop_of_several_programs_tells_of_each_once():
     choose = lambda w: jax.lax.cond(True, lambda w: w, lambda w: jnp.exp(w), w)
     assert sorted(e.primitive for e in vn.explain(choose)(W).events) == ["cond", "exp"]
+
+
+def test_each_line_of_the_program_is_told_by_its_own_number():
+    def model(x, w):
+        x = x @ w
+        x = jnp.tanh(x)
+        return x @ w  # jax.numpy has traced this before
+
+    first = model.__code__.co_firstlineno
+    lines = [event.line for event in vn.explain(model)(X, W).events]
+    assert [line.split(" ")[0] for line in lines] == [f"{__file__}:{first + i}" for i in (1, 3)]
+    again = [event.line for event in vn.explain(jax.jit(model))(X, W).events]
+    assert [line.split(" ")[0] for line in again] == [line.split(" ")[0] for line in lines]

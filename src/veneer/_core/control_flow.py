@@ -49,7 +49,7 @@ def _cond(index: Any, *values: Any, branches: Sequence[Any], **params: Any) -> l
             break
         forms |= change
     for branch in staged:
-        tell(branch.events)
+        tell(branch.events_here())
     branches = tuple(branch.jaxpr for branch in staged)
     leaves = jax.tree.leaves(values)
     return first.unflatten(find_primitive("cond").bind(index, *leaves, branches=branches, **params))
@@ -123,7 +123,7 @@ def _fixed_point(
             if stack and i >= len(carry) and is_value(output) and not takes_batch_axis(output):
                 change[i] = DENSE
         if not change:
-            tell(staged.events)
+            tell(staged.events_here())
             return staged, carry
         forms |= change
 

@@ -289,9 +289,9 @@ def user_line() -> str:
     The line that JAX recorded, if it did; within a function that JAX has traced before it did
     not, and the line is that of the call.
     """
-    recorded = source_info_util.summarize(source_info_util.current())
-    if recorded not in ("", "unknown"):
-        return recorded
+    recorded = source_info_util.user_frame(source_info_util.current().traceback)
+    if recorded is not None:
+        return f"{recorded.file_name}:{recorded.start_line} ({recorded.function_name})"
     frame = _user_frame()
     if frame is None:
         return "unknown"

@@ -1,8 +1,8 @@
 """Staging: the program inside a primitive, traced anew with the rules in force, on leaves."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import jax
 
 from .explain import Event, current_policy, recording, tell, tells_each_time
-from .jax_internals import close_jaxpr, find_primitive, jaxpr_as_fun
+from .jax_internals import close_jaxpr, find_primitive, jaxpr_as_fun, user_line
 from .labels import is_label, may_be_labelled
 from .rules import add_rule, forget_with_rules
 from .transform import implicit
@@ -37,6 +37,16 @@ class Staged:
     out_trees: tuple[Any, ...]  # the structure of each output
     out_avals: tuple[tuple[Any, ...], ...]  # the abstract leaves of each output
     events: tuple[Event, ...]  # what to tell each time, if anyone asks
+    line: str  # of the call for which it was staged
+
+    def events_here(self) -> Iterable[Event]:
+        """The events, of which those that have no line but that of the call have the present one.
+
+        So they are in functions of JAX's own, which it traces once (`x @ w`).
+        """
+        if self.events and (here := user_line()) != self.line:
+            return [replace(e, line=here) if e.line == self.line else e for e in self.events]
+        return self.events
 
     def output(self, i: int) -> tuple[Any, tuple[Any, ...]]:
         """What must agree for two outputs to be of one type."""
@@ -89,7 +99,7 @@ DENSE = object()
 def stage(primitive: str, jaxpr: Any, values: Sequence[Any], forms: Forms = NO_FORMS) -> Staged:
     """`jaxpr` staged for the types of `values`, with some outputs brought into other forms."""
     staged = find_staged(primitive, jaxpr, values, forms)
-    tell(staged.events)
+    tell(staged.events_here())
     return staged
 
 
@@ -136,7 +146,8 @@ def _stage(primitive: Any, jaxpr: Any, treedef: Any, avals: Sequence[Any], forms
         raise
     counts: list[int] = [tree.num_leaves for tree in out_trees]
     out_avals = [tuple(piece) for piece in split_list(staged.out_avals, *counts)][:-1]
-    return Staged(staged, tuple(out_trees), tuple(out_avals), tuple(events))
+    line = user_line() if events else ""
+    return Staged(staged, tuple(out_trees), tuple(out_avals), tuple(events), line)
 
 
 def _in_form(primitive: Any, output: Any, form: Any) -> Any:
