@@ -7,10 +7,11 @@ from jax.typing import ArrayLike
 from . import _core as _core
 from . import quant
 from ._core.array import ImplicitArray
-from ._core.explain import Event, MaterialiseError, MaterialiseWarning
+from ._core.explain import explain
+from ._core.policy import Event, MaterialiseError, MaterialiseWarning
 from ._core.report import Report
 from ._core.rules import AmbiguousLookupError, register
-from ._core.transform import explain, implicit
+from ._core.transform import implicit
 from ._core.tree import static
 from ._core.value import Value, materialise
 

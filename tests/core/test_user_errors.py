@@ -3,6 +3,7 @@
 import re
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -155,3 +156,34 @@ def test_the_aval_follows_the_precision_in_force():
 def test_a_refusing_type_tells_why():
     with pytest.raises(RuntimeError, match="refuses to lose its label 'm'"):
         vn.implicit(jnp.cosh)(Tagged(X, "m"))
+
+
+@pytest.mark.parametrize("number", [np.ones(3, np.float32), np.float64(1)], ids=["array", "scalar"])
+def test_what_a_rule_gives_of_numpy_is_an_array_of_jax(number):
+    odd = typed(aval=lambda self: jax.core.ShapedArray(np.shape(number), jnp.float32))
+
+    @vn.register("cosh")
+    def _(x: type(odd), **params):
+        return number
+
+    out = vn.implicit(lambda x: jnp.cosh(x).reshape(-1).at[0].set(3.0))(odd)
+    assert (out[0], out.dtype) == (3.0, jnp.float32)
+
+
+def test_equal_metadata_of_another_type_is_compiled_for_apart():
+    odd = type("Odd", (Held,), {"materialise": lambda self: self.x * self.note})
+    counts = jnp.arange(3)
+    for note, dtype in ((2, jnp.int32), (2.0, jnp.float32), (2, jnp.int32)):
+        assert (odd(counts, note) + 1).dtype == dtype
+        assert vn.implicit(lambda x: jnp.add(x, 1))(odd(counts, note)).dtype == dtype
+
+
+def test_what_is_staged_follows_the_configuration():
+    squared = type("Odd", (Held,), {"materialise": lambda self: self.x @ self.x})
+    program = jax.jit(lambda w: w * 2)
+    held = jax.make_jaxpr(program)(jnp.ones((3, 3)))
+    run = vn.implicit(jax.extend.core.jaxpr_as_fun(held))
+    with jax.default_matmul_precision("highest"):
+        high = str(jax.make_jaxpr(run)(squared(jnp.ones((3, 3)))))
+    assert "HIGHEST" in high
+    assert "HIGHEST" not in str(jax.make_jaxpr(run)(squared(jnp.ones((3, 3)))))

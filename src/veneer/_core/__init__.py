@@ -1,10 +1,26 @@
-"""The core: implicit values, rules, and the transform that runs them.
+"""The core: implicit values, rules, and the transform that runs them. It knows no concrete type.
 
-It knows no concrete type, and its modules import in one direction. Of values: jax_internals, tree,
-explain, value, labels, batch_axes. Of rules: rules, results. The transform: closures, reentry,
-custom_derivatives, sharding, shard_map, trace, transform; staging, for programs inside primitives;
-operators and array for the class that users see. The modules imported below complete it with the
-rules of primitives that contain programs, call the host, or give back what they are given.
+Modules import those above them, and none below:
+
+    jax_internals           private JAX, and the differences between its versions
+    export, tree            classes as pytrees, and as jax.export writes them
+    policy, report          who is told of what, and the report
+    value                   Value, materialise
+    labels, batch_axes      what may be said of a type: its leaf is the array; an axis is a batch's
+    rules, results          multiple dispatch, and the check of what a rule returns
+    closures, reentering    functions that capture values, and functions that run later
+    custom_derivatives, sharding, shard_map
+                            what JAX hands to a trace as a function, or moves between devices
+    trace, transform        the trace, and implicit
+    explain, staging        the report of a function; programs inside primitives, traced anew
+    operators, array        ImplicitArray, what users subclass
+
+and the rules that hold for every type, imported below for what they register:
+
+    calls, control_flow, custom_calls, linear_solve, hi_primitives
+                            primitives that contain programs
+    callbacks               those that call the host
+    identities              those that return their operand
 """
 
 from pathlib import Path

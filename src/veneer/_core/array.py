@@ -1,5 +1,7 @@
 """`ImplicitArray`: what users subclass."""
 
+from typing import Any
+
 import jax
 import numpy as np
 
@@ -7,7 +9,31 @@ from .operators import ArrayOperators
 from .value import Value
 
 
-class ImplicitArray(ArrayOperators, Value, abstract=True):
+class Shaped:
+    """Shape, dtype, rank and size by `aval()`, of a value that stands for an array."""
+
+    @property
+    def shape(self: Any) -> tuple[int, ...]:
+        """The shape of the dense array."""
+        return self.aval().shape
+
+    @property
+    def dtype(self: Any) -> np.dtype:
+        """The dtype of the dense array."""
+        return self.aval().dtype
+
+    @property
+    def ndim(self: Any) -> int:
+        """The number of axes of the dense array."""
+        return self.aval().ndim
+
+    @property
+    def size(self: Any) -> int:
+        """The number of elements of the dense array."""
+        return self.aval().size
+
+
+class ImplicitArray(ArrayOperators, Shaped, Value, abstract=True):
     """An array that looks dense to every JAX program and is something cheaper inside.
 
     Subclass it with fields for the leaves, `static` fields for metadata, and `materialise`. The
@@ -15,6 +41,24 @@ class ImplicitArray(ArrayOperators, Value, abstract=True):
 
     Types are *batch-transparent*: every leaf carries the leading axes, which come and go under
     `vmap` and `scan`, so axes are counted from the end.
+
+    A subclass may define or set more, where what follows from `materialise` does not do:
+
+    - `aval()`: the shape and dtype, as a `jax.core.ShapedArray`; a type that refuses to be dense
+      must.
+    - `default(primitive, values, params)`, a static method: what a primitive does where no rule
+      fits, instead of making operands dense.
+    - `partition(spec, shape)`: how its leaves are cut when the dense array is sharded.
+    - `metadata_is_meaning = False`: static fields only say how a value is stored; two that differ
+      in them meet at the dense form in a loop or a branch. By default that is refused.
+    - `batch_transparent = False`: entries depend on each other (`x / norm(x)`), so a slice of the
+      leaves is no slice of the value, and loops make it dense.
+    - `is_label = False`: the one leaf, though of its shape and dtype, is not the dense array.
+    - `keeps_dtypes = False`: its rules may give other dtypes than the primitives do. Shapes are
+      checked all the same.
+
+    A type whose one leaf is the dense array itself, with metadata beside it, is a *label*:
+    derivatives, loops and shardings keep it, and never ask for the dense form.
 
     At top level `.shape`, `.dtype`, operators and array methods work: each is `implicit` of the
     `jax.numpy` function.
@@ -32,26 +76,6 @@ class ImplicitArray(ArrayOperators, Value, abstract=True):
     >>> (d @ jnp.ones(3)).tolist()
     [0.0, 1.0, 2.0]
     """
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the dense array."""
-        return self.aval().shape
-
-    @property
-    def dtype(self) -> np.dtype:
-        """The dtype of the dense array."""
-        return self.aval().dtype
-
-    @property
-    def ndim(self) -> int:
-        """The number of axes of the dense array."""
-        return self.aval().ndim
-
-    @property
-    def size(self) -> int:
-        """The number of elements of the dense array."""
-        return self.aval().size
 
     @property
     def nbytes(self) -> int:

@@ -17,9 +17,9 @@ import jax
 import numpy as np
 
 from .jax_internals import Primitive, find_primitive
-from .labels import refuses_to_be_dense
+from .labels import dense_unless, refuses_to_be_dense
 from .rules import add_rule
-from .value import Value, make_dense
+from .value import Value
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,7 @@ class _OnValues:
 
 def _calls_back(primitive: Primitive) -> None:
     def rule(*operands: Any, callback: Callable, **params: Any) -> Any:
-        kept = [refuses_to_be_dense(x) for x in operands]
-        rest = iter(
-            make_dense(primitive, [x for k, x in zip(kept, operands, strict=True) if not k])
-        )
-        values = [x if k else next(rest) for k, x in zip(kept, operands, strict=True)]
+        values = dense_unless(refuses_to_be_dense, primitive, operands)
         leaves, treedef = jax.tree.flatten(values)
         return primitive.bind(*leaves, callback=_OnValues(callback, treedef), **params)
 

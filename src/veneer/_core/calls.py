@@ -11,18 +11,19 @@ from weakref import WeakKeyDictionary, ref
 import jax
 from jax.tree_util import treedef_is_leaf
 
-from .explain import current_policy, tells_each_time
 from .jax_internals import UNSPECIFIED, find_primitive, open_jaxpr
-from .rules import add_rule, forget_with_rules
-from .staging import stage, structural
+from .policy import current_policy, tells_each_time
+from .rules import add_rule, forget_with_rules, structural
+from .staging import stage
 
-# A jit that is computed at once is one call of a compiled function of values, kept by its jaxpr.
+# An eager jit is one call of a compiled function of values. It is found by its jaxpr, which JAX
+# keeps as long as the function.
 
 _functions: WeakKeyDictionary[Any, Callable] = WeakKeyDictionary()
 forget_with_rules(_functions.clear)
 
 
-def _jit_at_once(values: Sequence[Any], params: dict[str, Any]) -> Any:
+def _jit_eagerly(values: Sequence[Any], params: dict[str, Any]) -> Any:
     if not _is_plain(params) or tells_each_time(current_policy()):
         return NotImplemented
     jaxpr = params["jaxpr"]
@@ -55,7 +56,7 @@ def _jit(*values: Any, jaxpr: Any, **params: Any) -> Any:
     return staged.unflatten(find_primitive("jit").bind(*leaves, jaxpr=staged.jaxpr, **params))
 
 
-add_rule(_jit, [find_primitive("jit")], structural=True, at_once=_jit_at_once)
+add_rule(_jit, [find_primitive("jit")], structural=True, eager=_jit_eagerly)
 
 
 def _is_plain(params: dict[str, Any]) -> bool:

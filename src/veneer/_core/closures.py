@@ -2,17 +2,20 @@
 
 JAX takes a captured array as a constant, but of a captured implicit array it knows nothing. So a
 function is opened here: what it captures becomes the children of a `Closure`, and `close` makes
-a function of them, as the original but for that. Captured are the variables of enclosing scopes
-and of the module, defaults, the arguments of `functools.partial`, the object of a bound method, and
-what the functions among these capture in turn. A function that captures no implicit array is left
-as it is. Wrapped ones (`jax.jit`, `jax.custom_vjp`) are not opened: there, operators and methods
-of a captured implicit array work, and `jax.numpy` refuses it by name.
+a function of them, as the original but for that. Captured are the variables of enclosing scopes,
+with the functions and containers among them; those variables of its module that are implicit arrays
+(and no functions or containers that hold one: a module is too large to search in each call);
+defaults, the arguments of `functools.partial`, and the object of a bound method. A function that
+captures no implicit array is left as it is; variables that functions assign stay what they are, and
+containers are copied as those of arguments are. Wrapped ones (`jax.jit`, `jax.custom_vjp`) are not
+opened: there, operators and methods of a captured implicit array work, and `jax.numpy` refuses it
+by name.
 """
 
 import dis
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -43,7 +46,7 @@ def may_capture(function: Any) -> bool:
         function.__closure__
         or function.__defaults__
         or function.__kwdefaults__
-        or _names(function.__code__)
+        or any(code.co_names for code in _codes(function.__code__))
     )
 
 
@@ -72,7 +75,7 @@ def _open_all(items: Iterable[Any], within: tuple[Any, ...]) -> list[Any] | None
 
 
 def _open_function(function: FunctionType, within: tuple[Any, ...]) -> Any:
-    names = _names_of_values(function.__code__, function.__globals__)
+    names = _captured_names(function.__code__, function.__globals__)
     if names or function.__closure__ or function.__defaults__ or function.__kwdefaults__:
         return _open_captures(function, names, within)
     return function
@@ -80,7 +83,8 @@ def _open_function(function: FunctionType, within: tuple[Any, ...]) -> Any:
 
 def _open_captures(function: FunctionType, names: list[str], within: tuple[Any, ...]) -> Any:
     cells, variables = function.__closure__ or (), function.__globals__
-    filled = [i for i, cell in enumerate(cells) if _is_filled(cell)]
+    written = _written_cells(function, set())
+    filled = [i for i, c in enumerate(cells) if _is_filled(c) and id(c) not in written]
     captured = _open_all(
         [
             *(cells[i].cell_contents for i in filled),
@@ -91,6 +95,41 @@ def _open_captures(function: FunctionType, names: list[str], within: tuple[Any, 
         within,
     )
     return function if captured is None else Closure(captured, _Remake(function, filled, names))
+
+
+def _written_cells(function: Any, seen: set[int]) -> set[int]:
+    """The variables of enclosing scopes that a function assigns, or those that it captures do.
+
+    They must stay the same variables, so they are not opened.
+    """
+    if type(function) is not FunctionType or id(function) in seen:
+        return set()
+    seen.add(id(function))
+    names = function.__code__.co_freevars
+    cells = function.__closure__ or ()
+    stored = _stored_names(function.__code__) if cells else ()
+    written = {id(cell) for name, cell in zip(names, cells, strict=True) if name in stored}
+    for cell in cells:
+        if _is_filled(cell):
+            written |= _written_cells(cell.cell_contents, seen)
+    return written
+
+
+@lru_cache(maxsize=4096)
+def _stored_names(code: CodeType) -> frozenset[str]:
+    instructions = [i for c in _codes(code) for i in dis.get_instructions(c)]
+    return frozenset(i.argval for i in instructions if i.opname in ("STORE_DEREF", "DELETE_DEREF"))
+
+
+class _Overlay(dict[str, Any]):
+    """Some variables in place of a module's own, and for the rest the module's, as they are now."""
+
+    def __init__(self, module: dict[str, Any], replaced: Iterable[tuple[str, Any]]):
+        super().__init__(replaced)
+        self._module = module
+
+    def __missing__(self, name: str) -> Any:
+        return self._module[name]
 
 
 class _Remake:
@@ -110,7 +149,7 @@ class _Remake:
                 cells[i] = CellType(content)
         variables = old.__globals__
         if self.names:
-            variables = {**variables, **dict(zip(self.names, rest, strict=True))}
+            variables = _Overlay(variables, zip(self.names, rest, strict=True))
         new = FunctionType(old.__code__, variables, old.__name__, defaults, tuple(cells) or None)
         new.__kwdefaults__ = keyword_defaults
         new.__dict__.update(old.__dict__)
@@ -145,26 +184,24 @@ def _is_filled(cell: CellType) -> bool:
     return True
 
 
-def _names(code: CodeType) -> list[str]:
-    """The names of variables and attributes that code reads, and those of inner functions."""
-    inner = (c for c in code.co_consts if type(c) is CodeType)
-    return [*code.co_names, *(name for c in inner for name in _names(c))]
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """A code object, and those of the functions defined in it."""
+    yield code
+    for constant in code.co_consts:
+        if type(constant) is CodeType:
+            yield from _codes(constant)
 
 
-def _names_of_values(code: CodeType, variables: dict[str, Any]) -> list[str]:
-    """The module variables that code reads, of those that are implicit arrays.
+def _captured_names(code: CodeType, variables: dict[str, Any]) -> list[str]:
+    """The module variables that code reads and that are implicit arrays.
 
-    None if it assigns any module variable: that would be lost in a copy of them.
+    Empty if it assigns any module variable: that would be lost in an overlay of them.
     """
-    found = [name for name in _names(code) if isinstance(variables.get(name), Value)]
-    return found and _read_alone(code, found)
-
-
-def _read_alone(code: CodeType, names: list[str]) -> list[str]:
-    """Those of the names that are of module variables, in code that assigns none."""
-    instructions = list(dis.get_instructions(code))
+    codes = list(_codes(code))
+    if not any(isinstance(variables.get(name), Value) for c in codes for name in c.co_names):
+        return []  # as a rule, and without taking the code apart
+    instructions = [i for c in codes for i in dis.get_instructions(c)]
     if any(i.opname in ("STORE_GLOBAL", "DELETE_GLOBAL") for i in instructions):
         return []
-    inner = [c for c in code.co_consts if type(c) is CodeType]
-    own = {i.argval for i in instructions if i.opname == "LOAD_GLOBAL"}
-    return [n for n in dict.fromkeys(names) if n in own or any(n in c.co_names for c in inner)]
+    read = dict.fromkeys(i.argval for i in instructions if i.opname == "LOAD_GLOBAL")
+    return [name for name in read if isinstance(variables.get(name), Value)]

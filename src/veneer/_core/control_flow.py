@@ -13,18 +13,17 @@ import jax
 from jax.tree_util import treedef_is_leaf
 
 from .batch_axes import has_batch_axes, takes_batch_axis
-from .explain import tell
 from .jax_internals import bind_scan, find_primitive, scan_counts
-from .labels import is_label, may_be_labelled, refuses_to_be_dense
+from .labels import dense_unless, is_label, may_be_labelled, refuses_to_be_dense
+from .policy import tell
+from .rules import structural
 from .staging import (
     DENSE,
-    Forms,
     Staged,
     Typed,
     example,
     find_staged,
     stage_to_labels,
-    structural,
     typed,
 )
 from .tree import split_list
@@ -38,13 +37,13 @@ def _cond(index: Any, *values: Any, branches: Sequence[Any], **params: Any) -> l
     while True:
         staged = [find_staged("cond", branch, values, forms) for branch in branches]
         first, *others = staged
-        change = {
-            i: form
-            for i in range(len(first.out_trees))
-            for other in others
-            if (form := _meeting(f"output {i} of cond", first.output(i), other.output(i), forms, i))
-            is not None
-        }
+        change = {}
+        for i in range(len(first.out_trees)):
+            for other in others:
+                what, tried = f"output {i} of cond", forms.get(i)
+                form = _meeting(what, first.output(i), other.output(i), tried)
+                if form is not None:
+                    change[i] = form
         if not change:
             break
         forms |= change
@@ -83,7 +82,7 @@ def _while(
 def _scan(*values: Any, jaxpr: Any, length: int, **params: Any) -> list[Any]:
     num_consts, num_carry = scan_counts(params)
     consts, carry, xs = split_list(values, num_consts, num_carry)
-    xs = [x if _sliced(x, length) else make_dense(find_primitive("scan"), [x])[0] for x in xs]
+    xs = dense_unless(lambda x: _may_be_sliced(x, length), find_primitive("scan"), xs)
     slices = [_slice_of(x) for x in xs]
     body, carry = _fixed_point("scan", jaxpr, consts, carry, slices, stack=True)
     leaves = [jax.tree.leaves(part) for part in (consts, carry, xs)]
@@ -110,11 +109,11 @@ def _fixed_point(
         change: dict[int, Any] = {}
         for i, value in enumerate(carry):
             what, enters, leaves = f"carry {i} of {primitive}", typed(value), staged.output(i)
-            form = _meeting(what, enters, leaves, forms, i)
+            form = _meeting(what, enters, leaves, forms.get(i))
             if form is not None and form is not DENSE and not isinstance(value, Value):
                 carry[i] = jax.tree.unflatten(form, [value])
                 if not may_be_labelled(value, carry[i]):
-                    form = _meeting(what, enters, leaves, {i: form}, i)
+                    form = _meeting(what, enters, leaves, form)
             if form is DENSE:
                 (carry[i],) = make_dense(find_primitive(primitive), [value])
             if form is not None:
@@ -134,7 +133,7 @@ def _strong(leaf: Any) -> Any:
     return jax.lax.convert_element_type(leaf, aval.dtype) if aval.weak_type else leaf
 
 
-def _meeting(what: str, one: Typed, other: Typed, tried: Forms, i: int) -> Any:
+def _meeting(what: str, one: Typed, other: Typed, tried: Any = None) -> Any:
     """The form that two ends of a loop, or two branches, must take to agree; None if they do.
 
     A dense array may be taken for a label, if it is a zero; else both are made dense. Refused where
@@ -147,7 +146,7 @@ def _meeting(what: str, one: Typed, other: Typed, tried: Forms, i: int) -> Any:
         return None
     value, other_value = example(*one), example(*other)
     sides = f"{what} is {_show(value)} on one side and {_show(other_value)} on the other"
-    if tried.get(i) is DENSE:
+    if tried is DENSE:
         raise TypeError(f"{sides}, though all is dense: the program itself does not agree")
     labels = [t for t, v in ((tree, value), (other_tree, other_value)) if is_label(v)]
     if _metadata_differs(tree, other_tree) or (tree != other_tree and len(labels) == 2):
@@ -155,7 +154,7 @@ def _meeting(what: str, one: Typed, other: Typed, tried: Forms, i: int) -> Any:
             f"{sides}: their metadata differs, and would be lost. Have both sides give the same "
             "type, or give up the metadata there by vn.materialise."
         )
-    if treedef_is_leaf(tree) != treedef_is_leaf(other_tree) and labels and i not in tried:
+    if treedef_is_leaf(tree) != treedef_is_leaf(other_tree) and labels and tried is None:
         return labels[0]
     for v in (value, other_value):
         if refuses_to_be_dense(v):
@@ -181,7 +180,7 @@ def _metadata_differs(one: Any, other: Any) -> bool:
     return any(map(_metadata_differs, one.children(), other.children()))
 
 
-def _sliced(value: Any, length: int) -> bool:
+def _may_be_sliced(value: Any, length: int) -> bool:
     """Whether slices of the leaves, along the first axis, stand for slices of the value."""
     return not isinstance(value, Value) or (
         value.aval().shape[:1] == (length,) and has_batch_axes(value, 1)

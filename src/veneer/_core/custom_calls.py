@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import treedef_is_leaf
 
-from .explain import current_policy, policy_in_force
 from .jax_internals import (
     close_jaxpr,
     contained_jaxpr,
@@ -19,8 +18,10 @@ from .jax_internals import (
     open_jaxpr,
     structure_of_operands,
 )
-from .labels import is_label
-from .staging import stage, stage_to_labels, structural
+from .labels import dense_unless, is_label
+from .policy import current_policy, policy_in_force
+from .rules import structural
+from .staging import stage, stage_to_labels
 from .trace import ImplicitTracer
 from .transform import implicit
 from .tree import split_list
@@ -50,7 +51,7 @@ def _linear_call(
     """Linear in the last operands, which are labels or made dense; residuals may be of any type."""
     primitive = find_primitive("linear_call")
     consts, residuals, linear = split_list(values, num_callee_consts, num_res)
-    linear = [x if is_label(x) else make_dense(primitive, [x])[0] for x in linear]
+    linear = dense_unless(is_label, primitive, linear)
     staged = stage_to_labels("linear_call", callee, [*consts, *residuals, *linear])
     program, captured = open_jaxpr(staged.jaxpr)
     callee_leaves = [*captured, *jax.tree.leaves(consts)]

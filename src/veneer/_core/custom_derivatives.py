@@ -23,8 +23,8 @@ from .jax_internals import (
     reset_stores,
     transform_flat_function,
 )
-from .labels import is_label
-from .reentry import later
+from .labels import dense_unless, is_label
+from .reentering import reentering
 from .tree import split_list
 from .value import Value, make_dense, materialise_one
 
@@ -38,11 +38,11 @@ def custom_jvp_call(
     symbolic_zeros: bool,
 ) -> Sequence[Any]:
     """A `custom_jvp` function at `values`, in the trace below `trace`."""
-    again = later(trace)
+    run_later = reentering(trace)
     if not any(isinstance(v, Value) for v in values):  # it may close over implicit ones
         outputs = _Outputs(primitive)
-        fun = transform_flat_function(fun, lambda f: outputs.flat(again(f)))
-        jvp = transform_flat_function(jvp, lambda f: outputs.flat(again(f), tangents=True))
+        fun = transform_flat_function(fun, lambda f: outputs.flat(run_later(f)))
+        jvp = transform_flat_function(jvp, lambda f: outputs.flat(run_later(f), tangents=True))
         out = trace.parent.process_custom_jvp_call(
             primitive, fun, jvp, values, symbolic_zeros=symbolic_zeros
         )
@@ -51,8 +51,8 @@ def custom_jvp_call(
 
     @jax.custom_jvp
     def call(*leaves: Any) -> list[Any]:
-        out = again(fun.call_wrapped)(*jax.tree.unflatten(treedef, leaves))
-        return _keep_labels(primitive, out)
+        out = run_later(fun.call_wrapped)(*jax.tree.unflatten(treedef, leaves))
+        return dense_unless(is_label, primitive, out)
 
     def call_jvp(leaves: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
         primals = jax.tree.unflatten(treedef, leaves)
@@ -61,8 +61,8 @@ def custom_jvp_call(
             for primal, tangent in zip(primals, _by_value(treedef, tangents), strict=True)
         ]
         reset_stores(jvp)
-        both = again(jvp.call_wrapped)(*primals, *moves)
-        out = _keep_labels(primitive, both[: len(both) // 2])
+        both = run_later(jvp.call_wrapped)(*primals, *moves)
+        out = dense_unless(is_label, primitive, both[: len(both) // 2])
         moved = [
             _tangent_of_output(primitive, primal, tangent)
             for primal, tangent in zip(out, both[len(out) :], strict=True)
@@ -84,11 +84,11 @@ def custom_vjp_call(
     symbolic_zeros: bool,
 ) -> Sequence[Any]:
     """A `custom_vjp` function at `values`, in the trace below `trace`."""
-    again = later(trace)
+    run_later = reentering(trace)
     if not any(isinstance(v, Value) for v in values):  # it may close over implicit ones
         outputs = _Outputs(primitive)
-        fun = transform_flat_function(fun, lambda f: outputs.flat(again(f)))
-        fwd = transform_flat_function(fwd, lambda f: outputs.flat(again(f)))
+        fun = transform_flat_function(fun, lambda f: outputs.flat(run_later(f)))
+        fwd = transform_flat_function(fwd, lambda f: outputs.flat(run_later(f)))
         out = trace.parent.process_custom_vjp_call(
             primitive, fun, fwd, bwd, values, out_trees=out_trees, symbolic_zeros=symbolic_zeros
         )
@@ -97,28 +97,28 @@ def custom_vjp_call(
 
     @jax.custom_vjp
     def call(*leaves: Any) -> list[Any]:
-        out = again(fun.call_wrapped)(*jax.tree.unflatten(treedef, leaves))
-        return _keep_labels(primitive, out)
+        out = run_later(fun.call_wrapped)(*jax.tree.unflatten(treedef, leaves))
+        return dense_unless(is_label, primitive, out)
 
     def call_fwd(*primals: Any) -> tuple[list[Any], Any]:
         values = jax.tree.unflatten(treedef, [p.value for p in primals])
         perturbed = _by_value(treedef, [p.perturbed for p in primals])
         flagged = [x for value, p in zip(values, perturbed, strict=True) for x in (value, any(p))]
         reset_stores(fwd)
-        results = again(fwd.call_wrapped)(*flagged)
+        results = run_later(fwd.call_wrapped)(*flagged)
         _, residual_tree, forwarded = out_trees()
         count = residual_tree.num_leaves - sum(f is not None for f in forwarded)
         computed, out = split_list(results, count)
         rest = iter(computed)
         residuals = [next(rest) if f is None else values[f] for f in forwarded]
         operands = [v if isinstance(v, Value) else None for v in values]
-        return _keep_labels(primitive, out), (residuals, operands)
+        return dense_unless(is_label, primitive, out), (residuals, operands)
 
     def call_bwd_rule(saved: Any, cotangents: list[Any]) -> tuple[Any, ...]:
         residuals, operands = saved
         cotangents = [_settle(ct, symbolic_zeros) for ct in cotangents]
         run: Callable = lambda *args: call_bwd(bwd, *split_list(args, len(residuals)))
-        found = again(run)(*residuals, *cotangents)
+        found = run_later(run)(*residuals, *cotangents)
         return tuple(
             leaf_ct
             for operand, ct in zip(operands, found, strict=True)
@@ -127,10 +127,6 @@ def custom_vjp_call(
 
     call.defvjp(call_fwd, call_bwd_rule, symbolic_zeros=True)
     return call(*leaves)
-
-
-def _keep_labels(primitive: Primitive, values: Sequence[Any]) -> list[Any]:
-    return [v if is_label(v) else make_dense(primitive, [v])[0] for v in values]
 
 
 class _Outputs:
@@ -144,7 +140,7 @@ class _Outputs:
         """`run` giving arrays; of outputs followed by their tangents, the former are noted."""
 
         def on_arrays(*args: Any) -> list[Any]:
-            out = _keep_labels(self.primitive, run(*args))
+            out = dense_unless(is_label, self.primitive, run(*args))
             self.trees = [jax.tree.structure(v) for v in out]
             if tangents:
                 del self.trees[len(out) // 2 :]

@@ -1,152 +1,48 @@
-"""What happens to implicit operands, and who is told: events and policies.
+"""`explain`: what happens to the implicit arrays that a function is given."""
 
-A policy says what to do when an implicit array is about to be made dense because no rule fits.
-It holds for the dynamic extent of a call, so that rules which redispatch, and loops, obey it too.
-"""
-
-import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
 
 import jax
+import numpy as np
 
-from .jax_internals import user_line, user_place
-
-OnMaterialise = Literal["allow", "warn", "error"] | Callable[["Event"], None]
-
-
-class MaterialiseError(TypeError):
-    """No rule fits, and the policy in force forbids making the operand dense."""
+from .policy import Event, Policy, policy_in_force
+from .report import Report
+from .transform import implicit
 
 
-class MaterialiseWarning(UserWarning):
-    """No rule fits, and an implicit array was made dense."""
+def explain(fn: Callable) -> Callable[..., Report]:
+    """A function that traces `fn`, with the rules in force, and reports what they did.
 
+    `fn` may be an ordinary function, or one already made by `implicit` or `jax.jit` of it. Nothing
+    is computed.
 
-@dataclass(frozen=True, slots=True)
-class Event:
-    """One primitive that met an implicit operand.
+    **Returns:** a function of `fn`'s arguments that gives a `Report`: every primitive that met an
+    implicit operand, with the rule that ran (file and line), or that it was materialised, and how
+    many bytes that makes dense.
 
-    `rule` is the file and line of the rule that ran, or None where the operands were made dense;
-    `nbytes` is the size of those dense arrays, in bytes; `line` is the user's own line.
+    >>> import jax.numpy as jnp, veneer as vn
+    >>> w = vn.quant.quantize(jnp.eye(2), "nf4")
+    >>> report = vn.explain(lambda x, w: jnp.sin(x @ w) + w)(jnp.ones(2), w)
+    >>> [(e.primitive, e.rule is not None, e.nbytes) for e in report.events]
+    [('dot_general', True, 0), ('add', False, 16)]
     """
 
-    primitive: str
-    operands: tuple[str, ...]
-    rule: str | None
-    nbytes: int
-    line: str
+    @wraps(fn, updated=())
+    def traced(*args: Any, **kwargs: Any) -> Report:
+        leaves, treedef = jax.tree.flatten((args, kwargs))
+        is_array = [isinstance(x, jax.Array | np.ndarray) for x in leaves]
 
-    def __str__(self) -> str:
-        met = f"{self.primitive}({', '.join(self.operands)}) at {self.line}"
-        if self.rule is not None:
-            return f"{met}: rule {self.rule}"
-        return f"{met}: no rule fits, so {self.nbytes:,} bytes are made dense"
+        def of_arrays(arrays: list[Any]) -> Any:
+            rest = iter(arrays)
+            filled = [next(rest) if a else x for a, x in zip(is_array, leaves, strict=True)]
+            args, kwargs = jax.tree.unflatten(treedef, filled)
+            return implicit(fn)(*args, **kwargs)
 
+        events: list[Event] = []
+        with policy_in_force(Policy(events=events)):
+            jax.eval_shape(of_arrays, [x for a, x in zip(is_array, leaves, strict=True) if a])
+        return Report(tuple(events))
 
-@dataclass(frozen=True, eq=False)
-class Policy:
-    """What to do on materialisation, and the list to which all events are added, if any.
-
-    Compared by identity: what was staged under one policy says nothing under another.
-    """
-
-    on_materialise: OnMaterialise = "allow"
-    events: list[Event] | None = None
-
-
-ALLOW = Policy()
-ERROR = Policy("error")
-_RECORD = Policy()  # in force while events are recorded, to be told later
-_NAMED = {"allow": ALLOW, "warn": Policy("warn"), "error": ERROR}
-
-# A user context and not a context variable: JAX traces a jitted function anew when it changes, so
-# that no function traced under one policy is silent under another.
-_policy = jax.make_user_context(ALLOW)
-
-
-def current_policy() -> Policy:
-    """The policy in force."""
-    return _policy.value
-
-
-def policy_in_force(policy: Policy) -> AbstractContextManager[None]:
-    """Puts a policy in force, for functions that run later than the call that set it."""
-    return nullcontext() if policy is _policy.value else _policy(policy)
-
-
-def policy_of(choice: OnMaterialise) -> Policy:
-    """The policy of a choice of what to do on materialisation; refuses what is none."""
-    if isinstance(choice, str) and choice in _NAMED:
-        return _NAMED[choice]
-    if not callable(choice):
-        raise ValueError(
-            f"on_materialise must be 'allow', 'warn', 'error' or a callable, got {choice!r}"
-        )
-    return Policy(choice)
-
-
-def overridden_by(policy: Policy) -> AbstractContextManager[None]:
-    """Puts a policy in force; `ALLOW` keeps what an enclosing call set, and so do events."""
-    if policy is ALLOW:
-        return nullcontext()
-    events = _policy.value.events
-    return policy_in_force(policy if events is None else Policy(policy.on_materialise, events))
-
-
-_recorded: ContextVar[list[Event]] = ContextVar("recorded")
-
-
-@contextmanager
-def recording() -> Iterator[list[Event]]:
-    """Collects events instead of telling anyone, so that they can be told each time."""
-    events: list[Event] = []
-    token = _recorded.set(events)
-    try:
-        with policy_in_force(_RECORD):
-            yield events
-    finally:
-        _recorded.reset(token)
-
-
-def tells_each_time(policy: Policy) -> bool:
-    """Whether someone must hear of what was staged before, each time that it runs."""
-    return policy not in (ALLOW, ERROR)
-
-
-def tell(events: Iterable[Event]) -> None:
-    """Tells whoever asked, by the policy in force."""
-    policy = _policy.value
-    for event in events:
-        if policy is _RECORD:
-            _recorded.get().append(event)
-        if policy.events is not None:
-            policy.events.append(event)
-        if event.rule is not None:
-            continue
-        if policy.on_materialise == "warn":
-            file, line = user_place()
-            warnings.warn_explicit(str(event), MaterialiseWarning, file, line)
-        elif policy.on_materialise == "error":
-            raise MaterialiseError(
-                f"{event}. Register a rule for these types, or allow it with "
-                "on_materialise='allow'."
-            )
-        elif callable(policy.on_materialise):
-            policy.on_materialise(event)
-
-
-def note_rule(primitive: str, operands: Callable[[], tuple[str, ...]], rule: str) -> None:
-    """Tells that a rule ran, where someone asked for a report."""
-    policy = _policy.value
-    if policy is _RECORD or policy.events is not None:
-        tell([Event(primitive, operands(), rule, 0, user_line())])
-
-
-def note_materialised(primitive: str, operands: Callable[[], tuple[str, ...]], nbytes: int) -> None:
-    """Tells whoever asked that operands are about to be made dense."""
-    if _policy.value is not ALLOW:
-        tell([Event(primitive, operands(), None, nbytes, user_line())])
+    return traced

@@ -27,7 +27,10 @@ def make_exportable(cls: Any) -> None:
     data = tuple(f.name for f in dataclasses.fields(cls) if f.name not in names)
 
     def serialize(metadata: Sequence[Any]) -> bytes:
-        written = {n: _encode(x, cls, n) for n, x in zip(names, metadata, strict=True)}
+        # That of our own pytrees comes with its types; that of flax.struct does not.
+        ours = len(metadata) == 2 and isinstance(metadata[0], tuple)
+        values = metadata[0] if ours and metadata[1] == tuple(map(type, metadata[0])) else metadata
+        written = {n: _encode(x, cls, n) for n, x in zip(names, values, strict=True)}
         return json.dumps(written).encode()
 
     def deserialize(text: bytes) -> tuple[Any, ...]:

@@ -35,7 +35,11 @@ add_rule(_call_hi_primitive, [_primitive], structural=True)
 
 
 def _custom_root(high: Any, solve_consts: Any, guess: Any, f_consts: Any, tangent: Any) -> Any:
-    """With the rules inside of its functions, on what they close over. A root is dense."""
+    """With the rules inside of its functions, on what they close over. A root is dense.
+
+    The operands are those of JAX's CustomRoot: constants of its solver, the guess, and constants of
+    its function and of the tangent solver.
+    """
     operands = (solve_consts, _dense(guess), f_consts, tangent)
     avals = jax.tree.map(jax.typeof, operands)
     f, solve, tangent_solve = map(_to_dense, (high.f, high.solve, high.tangent_solve))

@@ -1,6 +1,7 @@
 """Every private JAX name that veneer uses, and every difference between JAX versions.
 
-No other module imports `jax._src`. What is public in some place is taken from there; a shim
+No other module imports `jax._src`. What is public is taken from its public place, but for
+jax.extend.core: importing that imports Pallas, which takes as long as all of our modules. A shim
 names the version it is for, so that it can be deleted.
 """
 
@@ -17,6 +18,7 @@ from jax._src import array, core, custom_batching, source_info_util, traceback_u
 from jax._src import linear_util as lu
 from jax._src import xla_metadata as xla_metadata  # for its primitive, which we name
 from jax._src.ad_util import SymbolicZero, Zero
+from jax._src.config import trace_context
 from jax._src.core import Primitive, jaxpr_as_fun
 from jax._src.export._export import deserialization_registry
 from jax._src.interpreters.partial_eval import DynamicJaxprTracer, convert_constvars_jaxpr
@@ -51,6 +53,7 @@ __all__ = [
     "set_current_trace",
     "structure_of_operands",
     "swap_trace",
+    "trace_context",
     "transform_flat_function",
     "user_line",
     "user_place",
@@ -82,13 +85,16 @@ def is_zero(x: Any) -> bool:
         if isinstance(x.val, core.Literal):
             return is_zero(x.val.val)
         made: Any = x.parent
-        return bool(made and made.primitive.name in _COPIES and is_zero(made.in_tracers[0]))
+        if made is None or made.primitive.name in _NEVER_READ:
+            return made is not None
+        return made.primitive.name in _COPIES and is_zero(made.in_tracers[0])
     if isinstance(x, Tracer) or jax.dtypes.issubdtype(jax.typeof(x).dtype, jax.dtypes.extended):
         return False
     return not np.asarray(x).any()
 
 
-_COPIES = {"broadcast_in_dim", "convert_element_type", "copy", "copy_p", "reshape"}
+_COPIES = {"broadcast_in_dim", "convert_element_type", "copy", "copy_p", "reshape"}  # two copies
+_NEVER_READ = {"empty", "empty2"}  # what a branch gives for a residual of another
 
 
 def is_eager() -> bool:

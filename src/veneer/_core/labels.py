@@ -4,27 +4,30 @@ The dense array of a label moves as its leaf does. So its tangents, cotangents a
 those of the leaf, with the same metadata, and none of them needs the dense array.
 """
 
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
 import jax
 
-from .jax_internals import is_zero
-from .value import Value
+from .jax_internals import Primitive, is_zero
+from .tree import has_metadata
+from .value import Value, make_dense
 
 
 def is_label(value: Any) -> bool:
-    """Whether a value is a label: it has one leaf, and `materialise` returns that.
+    """Whether a value is a label, by what its type says or by what `materialise` does.
 
-    A type whose `materialise` refuses, with an error, has no other dense form than its leaf, if
-    that has its shape and dtype. The leaf may be abstract.
+    It is if it has one leaf, of its own shape and dtype, and `materialise` returns that. A type
+    whose `materialise` refuses, with an error, has no other dense form than its leaf; one whose
+    leaf is something else says so, by `is_label = False`. The leaf may be abstract.
     """
-    return isinstance(value, Value) and _dense_form(value) in ("leaf", "refused")
+    return isinstance(value, Value) and _kind(value) != "other"
 
 
 def refuses_to_be_dense(value: Any) -> bool:
     """Whether a value is a label whose `materialise` raises an error."""
-    return isinstance(value, Value) and _dense_form(value) == "refused"
+    return isinstance(value, Value) and _kind(value) == "refuses"
 
 
 def may_be_labelled(x: Any, example: Value) -> bool:
@@ -35,30 +38,43 @@ def may_be_labelled(x: Any, example: Value) -> bool:
     """
     if is_zero(x):
         return True
-    structure: Any = jax.tree.structure(example)
-    return structure.node_data()[1] == () and refuses_to_be_dense(example)
+    return not has_metadata(example) and refuses_to_be_dense(example)
 
 
-def _dense_form(value: Value) -> str:
+def dense_unless(
+    keep: Callable[[Any], bool], primitive: Primitive, values: Sequence[Any]
+) -> list[Any]:
+    """The values, with those made dense, visibly, for which `keep` does not hold."""
+    dense = iter(make_dense(primitive, [v for v in values if not keep(v)]))
+    return [v if keep(v) else next(dense) for v in values]
+
+
+def _kind(value: Value) -> str:
     leaves, treedef = jax.tree.flatten(value)
-    if len(leaves) != 1:
+    if len(leaves) != 1 or type(value).is_label is False:
         return "other"
     leaf, aval = jax.typeof(leaves[0]), value.aval()
     if (leaf.shape, leaf.dtype) != (aval.shape, aval.dtype):
         return "other"
-    return _dense_form_of(treedef, leaf)
+    return _kind_of(treedef, leaf)
+
+
+# Raised by a type with a defect, or by one that needs concrete leaves: these are no refusals.
+_DEFECTS = (jax.errors.JAXTypeError, AttributeError, NameError)
 
 
 @lru_cache(maxsize=4096)
-def _dense_form_of(treedef: Any, leaf: Any) -> str:
-    form = "other"
+def _kind_of(treedef: Any, leaf: Any) -> str:
+    kind = "other"
 
     def dense(x: jax.Array) -> None:
-        nonlocal form
+        nonlocal kind
         try:
-            form = "leaf" if jax.tree.unflatten(treedef, [x]).materialise() is x else "other"
+            kind = "holds" if jax.tree.unflatten(treedef, [x]).materialise() is x else "other"
+        except _DEFECTS:
+            kind = "other"
         except Exception:  # whatever a type raises that refuses to be dense
-            form = "refused"
+            kind = "refuses"
 
     jax.eval_shape(dense, leaf)
-    return form
+    return kind

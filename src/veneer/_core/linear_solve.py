@@ -12,16 +12,17 @@ from typing import Any
 import jax
 
 from .jax_internals import find_primitive
-from .labels import is_label
-from .staging import Staged, stage_to_labels, structural
+from .labels import dense_unless, is_label
+from .rules import structural
+from .staging import Staged, stage_to_labels
 from .tree import split_list
-from .value import Value, make_dense
+from .value import Value
 
 
 @structural("custom_linear_solve")
 def _custom_linear_solve(*values: Any, const_lengths: Any, jaxprs: Any) -> list[Any]:
     *parts, b = split_list(values, *const_lengths)
-    b = _dense_unless_labels(b)
+    b = dense_unless(is_label, find_primitive("custom_linear_solve"), b)
     consts = type(jaxprs)(*parts)
     solve = _stage(jaxprs.solve, consts.solve, b)
     x = solve.examples()[: len(b)]
@@ -40,13 +41,6 @@ def _custom_linear_solve(*values: Any, const_lengths: Any, jaxprs: Any) -> list[
         jaxprs=type(jaxprs)(*(program and program.jaxpr for program in staged)),
     )
     return solve.unflatten(out)
-
-
-def _dense_unless_labels(values: Sequence[Any]) -> list[Any]:
-    return [
-        x if is_label(x) else make_dense(find_primitive("custom_linear_solve"), [x])[0]
-        for x in values
-    ]
 
 
 def _stage(jaxpr: Any, consts: Sequence[Any], vector: Sequence[Any]) -> Staged:

@@ -1,7 +1,7 @@
 """Operators and array methods of implicit arrays at top level: JAX's own, under `implicit`."""
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .explain import ALLOW, current_policy
 from .jax_internals import is_eager
+from .policy import ALLOW, current_policy
 from .rules import forget_with_rules
 from .transform import implicit
 from .tree import check_fields
@@ -19,7 +19,7 @@ from .value import Value, materialise_one
 _OPERANDS = (Value, jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 
 
-def _compiled(function: Callable) -> Callable[..., Any]:
+def _at_top_level(function: Callable) -> Callable[..., Any]:
     """`implicit` of an operator; compiled, where it is computed at once."""
     transformed = implicit(function)
 
@@ -29,37 +29,40 @@ def _compiled(function: Callable) -> Callable[..., Any]:
         forget_with_rules(jitted.clear_cache)
         return jitted
 
-    def operator(*operands: Any) -> Any:
-        if is_eager() and current_policy() is ALLOW:
+    def apply(*operands: Any) -> Any:
+        if not (is_eager() and current_policy() is ALLOW and _are_arrays(operands)):
+            return transformed(*operands)
+        try:
+            return compiled()(*operands)
+        except TypeError:  # of jit, for a leaf or for metadata: ours names the field
             for x in operands:
-                if not isinstance(x, _OPERANDS):
-                    break
-            else:
-                try:
-                    return compiled()(*operands)
-                except TypeError:
-                    for x in operands:
-                        if isinstance(x, Value):
-                            check_fields(x)
-                    raise
-        return transformed(*operands)
+                if isinstance(x, Value):
+                    check_fields(x)
+            raise
 
-    return operator
+    return apply
+
+
+def _are_arrays(operands: Sequence[Any]) -> bool:
+    for x in operands:  # noqa: SIM110  # in each eager operation: faster than all()
+        if not isinstance(x, _OPERANDS):
+            return False
+    return True
 
 
 def _unary(function: Callable) -> Callable[[Any], Any]:
-    compiled = _compiled(function)
-    return lambda self: compiled(self)
+    apply = _at_top_level(function)
+    return lambda self: apply(self)
 
 
 def _binary(function: Callable) -> Callable[[Any, Any], Any]:
-    compiled = _compiled(function)
-    return lambda self, other: compiled(self, other)
+    apply = _at_top_level(function)
+    return lambda self, other: apply(self, other)
 
 
 def _reflected(function: Callable) -> Callable[[Any, Any], Any]:
-    compiled = _compiled(function)
-    return lambda self, other: compiled(other, self)
+    apply = _at_top_level(function)
+    return lambda self, other: apply(other, self)
 
 
 def _method(name: str) -> Callable[..., Any]:

@@ -4,7 +4,7 @@ import os
 from collections import Counter
 from dataclasses import dataclass
 
-from .explain import Event
+from .policy import Event
 
 
 @dataclass(frozen=True, repr=False)

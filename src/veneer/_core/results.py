@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import zip_longest
 from typing import Any
 
 import jax
@@ -26,7 +25,7 @@ def check_result(
     several = primitive.multiple_results
     results = out if several else [out]
     try:
-        found = [_kind(_aval(x)) for x in results]
+        found = [_shape_and_dtype(_aval(x)) for x in results]
     except TypeError:
         found = None
     if found is None or (several and not isinstance(out, list | tuple)):
@@ -41,9 +40,9 @@ def check_result(
         expected = _abstract_results(primitive, avals, items)
     except TypeError:  # parameters that cannot be hashed
         expected = _abstract_results.__wrapped__(primitive, avals, items)
-    if expected and not all(v.keeps_dtypes for v in values if isinstance(v, Value)):
-        expected = [e and f and (e[0], f[1]) for e, f in zip_longest(expected, found)]
-    if expected is not None and found != expected:
+    keeps_dtypes = all(v.keeps_dtypes for v in values if isinstance(v, Value))
+    seen = lambda kinds: kinds if keeps_dtypes else [kind and kind[0] for kind in kinds]
+    if expected is not None and seen(found) != seen(expected):
         show = lambda kinds: ", ".join("?" if kind is None else _short(*kind) for kind in kinds)
         raise TypeError(
             f"{source()} for {primitive.name}({', '.join(describe(values))}) returns "
@@ -59,7 +58,7 @@ def _aval(x: Any) -> Any:
     return x.aval() if isinstance(x, Value) else jax.typeof(x)
 
 
-def _kind(aval: Any) -> tuple[Any, Any] | None:
+def _shape_and_dtype(aval: Any) -> tuple[Any, Any] | None:
     return (aval.shape, aval.dtype) if hasattr(aval, "shape") else None
 
 
@@ -70,4 +69,4 @@ def _abstract_results(primitive: Primitive, avals: Any, items: Any) -> list[Any]
     except Exception:  # whatever a primitive raises that does not take such operands
         return None
     outs = out if primitive.multiple_results else [out]
-    return list(map(_kind, outs))
+    return list(map(_shape_and_dtype, outs))

@@ -56,9 +56,9 @@ class Rule:
     operands: tuple[Alternatives, ...]
     more: Alternatives | None  # the types of any number of further operands
     precedence: int
-    structural: bool = False  # for a primitive that only contains others: no line in a report
-    # A faster way where results are computed at once, from the operands and the parameters.
-    at_once: Callable[[Sequence[Any], dict[str, Any]], Any] | None = None
+    structural: bool = False  # it contains programs, whose primitives are checked and reported
+    conditional: bool = False  # it may decline: asked before one of the same types that does not
+    eager: Callable[[Sequence[Any], dict[str, Any]], Any] | None = None
     order: int = field(default_factory=itertools.count().__next__)
 
     def _operand(self, i: int) -> Alternatives | None:
@@ -157,18 +157,34 @@ def add_rule(
     precedence: int = -1,
     *,
     structural: bool = False,
-    at_once: Callable[[Sequence[Any], dict[str, Any]], Any] | None = None,
+    conditional: bool = False,
+    eager: Callable[[Sequence[Any], dict[str, Any]], Any] | None = None,
 ) -> None:
     """Adds a rule to the tables of some primitives, and drops what was resolved without it.
 
     One of our own for any type yields, by its precedence, to what others register for theirs.
+    `structural` is for primitives that contain programs or call the host: the results are no
+    rule's, so they are neither checked nor reported. `conditional` is for a function that declines
+    operands for more than their types, and is asked before one that does not. `eager` is a faster
+    way where results are computed at once, from the operands and the parameters; it may return
+    NotImplemented.
     """
     operands, more = _operand_types(function)
-    rule = Rule(function, operands, more, precedence, structural, at_once)
+    rule = Rule(function, operands, more, precedence, structural, conditional, eager)
     for primitive in primitives:
         _rules.setdefault(primitive, []).append(rule)
     for clear in _forget:
         clear()
+
+
+def structural(name: str) -> Callable[[_F], _F]:
+    """Adds a rule, for any type, to a primitive that contains programs."""
+
+    def add(function: _F) -> _F:
+        add_rule(function, [find_primitive(name)], structural=True)
+        return function
+
+    return add
 
 
 def resolve(
@@ -204,7 +220,8 @@ def _most_specific(
 def _beats(rule: Rule, other: Rule, count: int) -> bool:
     narrower, wider = rule.within(other, count), other.within(rule, count)
     if narrower and wider:  # the same signature: the one registered last replaces the other
-        return (rule.precedence, rule.order) > (other.precedence, other.order)
+        order = lambda r: (r.precedence, r.conditional, r.order)
+        return order(rule) > order(other)
     return narrower
 
 

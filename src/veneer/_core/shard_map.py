@@ -11,9 +11,9 @@ import jax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .explain import current_policy, policy_in_force
 from .jax_internals import Primitive, find_primitive, flat_tree, varying_axes
-from .reentry import later
+from .policy import current_policy, policy_in_force
+from .reentering import reentering
 from .rules import add_rule
 from .sharding import Sizes, axes_of, entries_of, join, map_leaves, split
 from .value import Value, make_dense
@@ -32,7 +32,7 @@ def shard_map_call(
     **params: Any,
 ) -> Any:
     """A function of blocks at `values`, in the trace below `trace`."""
-    again, policy = later(trace), current_policy()
+    run_later, policy = reentering(trace), current_policy()
     manual = params["newly_manual_axes"]
     operands, blocks = list(values), list(in_specs)
     for i, (value, spec) in enumerate(zip(values, in_specs, strict=True)):
@@ -58,7 +58,7 @@ def shard_map_call(
             out, out_specs = f(*args).unpack_aux()
             return list(out)
 
-        results = again(body)(*jax.tree.unflatten(treedef, leaves))
+        results = run_later(body)(*jax.tree.unflatten(treedef, leaves))
         with policy_in_force(policy):
             wholes = list(out_specs)
             for i, (result, spec) in enumerate(zip(results, out_specs, strict=True)):
@@ -141,4 +141,4 @@ def _pvary(value: Value, *, axes: tuple[str, ...]) -> Any:
     return jax.tree.map(vary, value)
 
 
-add_rule(_pvary, [_pvary_p], structural=True)
+add_rule(_pvary, [_pvary_p])

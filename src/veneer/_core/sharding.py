@@ -207,4 +207,4 @@ for _rule, _primitive in (
     (_reshard, reshard_p),
     (_device_put, device_put_p),
 ):
-    add_rule(_rule, [_primitive], structural=True)
+    add_rule(_rule, [_primitive])

@@ -1,6 +1,6 @@
 """Staging: the program inside a primitive, traced anew with the rules in force, on leaves."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -9,22 +9,21 @@ from weakref import WeakKeyDictionary
 
 import jax
 
-from .explain import Event, current_policy, recording, tell, tells_each_time
-from .jax_internals import close_jaxpr, find_primitive, jaxpr_as_fun, user_line
+from .jax_internals import close_jaxpr, find_primitive, jaxpr_as_fun, trace_context, user_line
 from .labels import is_label, may_be_labelled
-from .rules import add_rule, forget_with_rules
+from .policy import (
+    RECORD,
+    Event,
+    current_policy,
+    policy_in_force,
+    recording,
+    tell,
+    tells_each_time,
+)
+from .rules import forget_with_rules
 from .transform import implicit
 from .tree import check_fields, split_list
 from .value import Value, is_value, make_dense
-
-
-def structural(name: str) -> Callable[[Callable], Callable]:
-    def add(function: Callable) -> Callable:
-        add_rule(function, [find_primitive(name)], structural=True)
-        return function
-
-    return add
-
 
 Typed = tuple[Any, Sequence[Any]]  # a value's structure and its abstract leaves
 
@@ -109,7 +108,9 @@ def find_staged(
     """`stage`, telling nobody yet of what happened: for an attempt that may be dropped."""
     treedef, avals = typed(list(values))
     policy = current_policy()
-    key = treedef, avals, frozenset(forms.items()), tells_each_time(policy) or policy
+    # Policies under which events are recorded, and told each time, stage alike.
+    with policy_in_force(RECORD) if tells_each_time(policy) else nullcontext():
+        key = treedef, avals, frozenset(forms.items()), current_policy(), trace_context()
     known = _staged.setdefault(jaxpr, {})
     if key not in known:
         known[key] = _stage(find_primitive(primitive), close_jaxpr(jaxpr), treedef, avals, forms)

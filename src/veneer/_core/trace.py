@@ -8,14 +8,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from .custom_derivatives import custom_jvp_call, custom_vjp_call
-from .explain import note_rule
 from .jax_internals import Primitive, Trace, Tracer, is_eager, set_current_trace, swap_trace
+from .policy import note_rule
 from .results import check_result
 from .rules import Dense, location_of, resolve
 from .shard_map import shard_map_call
-from .value import Value, describe, make_dense
+from .value import Value, describe
 
 
 class ImplicitTracer(Tracer):
@@ -114,16 +116,6 @@ class ImplicitTrace(Trace):
             out = custom_vjp_call(self, primitive, fun, fwd, bwd, values, out_trees, symbolic_zeros)
             return list(map(self.wrap, out))
 
-    def stage_value(self, val: Any) -> Any:
-        return val if self.unwrap(val) is not val else self.parent.stage_value(val)
-
-    # Calls of functions not traced yet, which take dense operands alone.
-
-    def process_call(  # JAX < 0.12
-        self, primitive: Primitive, f: Any, tracers: Sequence[Any], params: dict[str, Any], /
-    ) -> Any:
-        return self.parent.process_call(primitive, f, self._dense(primitive, tracers), params)
-
     def process_shard_map(
         self, primitive: Primitive, f: Any, tracers: Sequence[Any], /, **params: Any
     ) -> Any:
@@ -131,13 +123,26 @@ class ImplicitTrace(Trace):
         with set_current_trace(self.parent):
             return shard_map_call(self, primitive, f, values, **params)
 
-    def _dense(self, primitive: Primitive, tracers: Sequence[Any]) -> list[Any]:
-        with set_current_trace(self.parent):
-            return make_dense(primitive, [self.unwrap(x) for x in tracers])
+    def stage_value(self, val: Any) -> Any:
+        return val if self.unwrap(val) is not val else self.parent.stage_value(val)
+
+    def process_call(  # JAX < 0.12
+        self, primitive: Primitive, f: Any, tracers: Sequence[Any], params: dict[str, Any], /
+    ) -> Any:
+        del primitive, params  # a call is its function
+        return self._inline(f, tracers)
 
     def _inline(self, fun: Any, tracers: Sequence[Any]) -> Any:
         with set_current_trace(self):
             return fun.call_wrapped(*tracers)
+
+
+def _array(x: Any) -> Any:
+    """A result of a rule, which may be a number or an array of NumPy's, as one of JAX's."""
+    return jnp.asarray(x) if isinstance(x, _NOT_JAX) else x
+
+
+_NOT_JAX = (np.ndarray, np.generic, bool, int, float, complex)
 
 
 def _call(
@@ -165,14 +170,15 @@ def dispatch(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]
     tried: tuple = ()
     while (rule := resolve(primitive, classes, tried)) is not None:
         out = NotImplemented
-        if rule.at_once is not None and is_eager():
-            out = rule.at_once(values, params)
+        if rule.eager is not None and is_eager():
+            out = rule.eager(values, params)
         if out is NotImplemented:
             out = _call(rule.function, primitive, values, params)
         if out is not NotImplemented:
             if not rule.structural:
                 check_result(primitive, values, params, out, lambda: f"the rule at {rule.location}")
                 note_rule(primitive.name, lambda: describe(values), rule.location)
+                return list(map(_array, out)) if primitive.multiple_results else _array(out)
             return out
         tried = (*tried, rule)
     kinds = {type(v) for v in values if isinstance(v, Value)}

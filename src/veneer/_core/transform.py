@@ -1,25 +1,21 @@
-"""`implicit`: runs a JAX function with the rules in force; and `explain`, which reports on it."""
+"""`implicit`: runs a JAX function with the rules in force."""
 
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
 import jax
-import numpy as np
 from jax.tree_util import tree_flatten, tree_unflatten, treedef_is_leaf
 
 from .closures import close, may_capture, open_closure
-from .explain import (
+from .jax_internals import ConcreteArray, current_trace, swap_trace
+from .policy import (
     ALLOW,
-    Event,
     OnMaterialise,
     Policy,
     overridden_by,
-    policy_in_force,
     policy_of,
 )
-from .jax_internals import ConcreteArray, current_trace, swap_trace
-from .report import Report
 from .trace import ImplicitTrace, ImplicitTracer
 from .value import Value, is_value
 
@@ -118,7 +114,7 @@ def _run(fn: Any, filter_spec: FilterSpec, args: Any, kwargs: Any) -> Any:
         out = close(inner_fn)(*args, **kwargs)
     finally:
         swap_trace(previous)
-    if type(out) is not ConcreteArray:
+    if type(out) is not ConcreteArray:  # as most results are
         out = jax.tree.map(trace.unwrap, out)
     trace.invalidate()
     return out
@@ -140,39 +136,3 @@ def _broadcast(spec: FilterSpec, tree: Any) -> Any:
             "filter_spec must be a bool, a predicate, or a pytree of them that is a prefix of "
             f"(fn, args, kwargs): {error}"
         ) from None
-
-
-def explain(fn: Callable) -> Callable[..., Report]:
-    """A function that traces `fn`, with the rules in force, and reports what they did.
-
-    `fn` may be an ordinary function, or one already made by `implicit` or `jax.jit` of it. Nothing
-    is computed.
-
-    **Returns:** a function of `fn`'s arguments that gives a `Report`: every primitive that met an
-    implicit operand, with the rule that ran (file and line), or that it was materialised, and how
-    many bytes that makes dense.
-
-    >>> import jax.numpy as jnp, veneer as vn
-    >>> w = vn.quant.quantize(jnp.eye(2), "nf4")
-    >>> report = vn.explain(lambda x, w: jnp.sin(x @ w) + w)(jnp.ones(2), w)
-    >>> [(e.primitive, e.rule is not None, e.nbytes) for e in report.events]
-    [('dot_general', True, 0), ('add', False, 16)]
-    """
-
-    @wraps(fn, updated=())
-    def traced(*args: Any, **kwargs: Any) -> Report:
-        leaves, treedef = jax.tree.flatten((args, kwargs))
-        is_array = [isinstance(x, jax.Array | np.ndarray) for x in leaves]
-
-        def of_arrays(arrays: list[Any]) -> Any:
-            rest = iter(arrays)
-            filled = [next(rest) if a else x for a, x in zip(is_array, leaves, strict=True)]
-            args, kwargs = jax.tree.unflatten(treedef, filled)
-            return implicit(fn)(*args, **kwargs)
-
-        events: list[Event] = []
-        with policy_in_force(Policy(events=events)):
-            jax.eval_shape(of_arrays, [x for a, x in zip(is_array, leaves, strict=True) if a])
-        return Report(tuple(events))
-
-    return traced

@@ -61,6 +61,11 @@ def check_fields(value: Any) -> None:
             ) from None
 
 
+def has_metadata(value: Any) -> bool:
+    """Whether a dataclass has static fields."""
+    return any(field.metadata.get("static", False) for field in dataclasses.fields(value))
+
+
 def make_dataclass(cls: type) -> None:
     """Makes a class a frozen dataclass, compared by identity."""
     if not hasattr(cls, "__post_init__"):
@@ -79,6 +84,9 @@ def make_dataclass(cls: type) -> None:
     make_exportable(cls)
 
 
+Metadata = tuple[tuple[Any, ...], tuple[type, ...]]  # the values of static fields, and their types
+
+
 def make_pytree(cls: Any) -> None:
     """Registers a dataclass as a pytree with keys, unless it is one."""
     fields = dataclasses.fields(cls)
@@ -88,19 +96,21 @@ def make_pytree(cls: Any) -> None:
 
     get_data, get_metadata = _getter(data), _getter(meta)
 
-    def flatten(value: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    def flatten(value: Any) -> tuple[tuple[Any, ...], Metadata]:
         attributes = value.__dict__
-        return get_data(attributes), get_metadata(attributes)
+        metadata = get_metadata(attributes)
+        # With their types, for 2 == 2.0 and what is compiled for one does not do for the other.
+        return get_data(attributes), (metadata, tuple(map(type, metadata)))
 
-    def flatten_with_keys(value: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+    def flatten_with_keys(value: Any) -> tuple[list[tuple[Any, Any]], Metadata]:
         leaves, metadata = flatten(value)
         return list(zip(keys, leaves, strict=True)), metadata
 
-    def unflatten(metadata: Iterable[Any], leaves: Iterable[Any]) -> Any:
+    def unflatten(metadata: Metadata, leaves: Iterable[Any]) -> Any:
         # Not by the constructor: leaves may be placeholders, which it has no way to check.
         value: Any = object.__new__(cls)
         value.__dict__.update(zip(data, leaves, strict=True))
-        value.__dict__.update(zip(meta, metadata, strict=True))
+        value.__dict__.update(zip(meta, metadata[0], strict=True))
         return value
 
     with contextlib.suppress(ValueError):  # the framework that made the class has registered it

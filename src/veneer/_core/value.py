@@ -11,8 +11,8 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from .explain import ALLOW, note_materialised, policy_in_force
 from .jax_internals import Primitive, user_line
+from .policy import ALLOW, note_materialised, policy_in_force
 from .tree import check_fields, make_dataclass, make_pytree, static
 
 
@@ -32,6 +32,11 @@ class Value:
     #: Whether each slice of the leaves along a first axis stands for that slice of the value. A
     #: type says False if entries depend on each other (`x / norm(x)`): loops then make it dense.
     batch_transparent: ClassVar[bool] = True
+
+    #: Whether the one leaf is the dense array itself, so that the type is a label (a unit, a tag).
+    #: Found from `materialise` if None. A type that refuses to be dense, and whose leaf of the same
+    #: shape and dtype is something else (its logarithm), must say False.
+    is_label: ClassVar[bool | None] = None
 
     #: Whether rules give results of the dtypes that the primitives give. Shapes they always keep.
     keeps_dtypes: ClassVar[bool] = True
@@ -108,6 +113,7 @@ def is_value(x: Any) -> bool:
     return isinstance(x, Value)
 
 
+# A type's own materialise() may call vn.materialise on its leaves, which must not be marked.
 _materialising: ContextVar[bool] = ContextVar("materialising", default=False)
 
 
@@ -134,7 +140,8 @@ MATERIALISE = "veneer.materialise"
 def materialise(tree: Any) -> Any:
     """The tree with every implicit array replaced by the dense array it stands for.
 
-    Inside a function under `implicit`, an operand is made dense by it, of which no report is made.
+    Inside a function under `implicit`, it makes an operand dense there; that was asked for, so no
+    policy hears of it. On a traced array it binds `checkpoint_name`, which computes nothing.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> q = vn.quant.quantize(jnp.array([1.0, -1.0]), "nf4")
@@ -206,12 +213,8 @@ def _summary(x: Any) -> str:
 
 def _aval_of_materialise(value: Value, x64: bool) -> jax.core.ShapedArray:
     leaves, treedef = jax.tree.flatten(value)
-    structure: Any = treedef
-    # Metadata that compares equal and is of another type (2, 2.0) may give another dtype.
-    data = structure.node_data()[1]
-    kinds = tuple(map(type, data)) if isinstance(data, tuple) else ()
     try:
-        return _find_aval(treedef, tuple(map(jax.typeof, leaves)), kinds, x64)
+        return _find_aval(treedef, tuple(map(jax.typeof, leaves)), x64)
     except Exception as error:
         check_fields(value)
         error.add_note(
@@ -222,8 +225,8 @@ def _aval_of_materialise(value: Value, x64: bool) -> jax.core.ShapedArray:
 
 
 @lru_cache(maxsize=4096)
-def _find_aval(treedef: Any, leaves: Any, kinds: Any, x64: bool) -> jax.core.ShapedArray:
-    del kinds, x64  # of the key
+def _find_aval(treedef: Any, leaves: Any, x64: bool) -> jax.core.ShapedArray:
+    del x64  # of the key
 
     def dense(*leaves: Any) -> Any:
         value = jax.tree.unflatten(treedef, leaves)

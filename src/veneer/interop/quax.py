@@ -20,14 +20,13 @@ import functools
 import inspect
 import itertools
 import typing
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import numpy as np
 from jax.core import ShapedArray
 from jax.typing import ArrayLike
 
+from .._core.array import Shaped
 from .._core.jax_internals import Primitive, find_primitive, inlines_early, jaxpr_as_fun
 from .._core.rules import add_rule
 from .._core.transform import FilterSpec, implicit
@@ -72,7 +71,7 @@ class Value(eqx.Module, _CoreValue):
         return super().__getattribute__(name)
 
 
-class ArrayValue(Value):
+class ArrayValue(Shaped, Value):
     """A `Value` that stands for an array: what types written for Quax are subclasses of.
 
     It has a shape and a dtype, and no operators: those are its subclass's choice.
@@ -100,26 +99,6 @@ class ArrayValue(Value):
     @abc.abstractmethod
     def materialise(self) -> Any:
         """The dense array. May raise, to refuse whatever has no rule."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the array."""
-        return self.aval().shape
-
-    @property
-    def dtype(self) -> np.dtype:
-        """The dtype of the array."""
-        return self.aval().dtype
-
-    @property
-    def ndim(self) -> int:
-        """The number of axes."""
-        return self.aval().ndim
-
-    @property
-    def size(self) -> int:
-        """The number of elements."""
-        return self.aval().size
 
 
 class _Quaxified(eqx.Module):
@@ -175,20 +154,12 @@ def register(primitive: Primitive, /, *, precedence: int = 0) -> Callable[[_F], 
     """
 
     def add(rule: _F) -> _F:
-        conditional = _declining(rule)
-        if conditional is None:
-            add_rule(rule, [primitive], precedence)
-        else:
-            _conditional[primitive].append((conditional, precedence))
-        # Of rules for the same types, that one is asked first which was added last.
-        for function, its_precedence in _conditional[primitive]:
-            add_rule(function, [primitive], its_precedence)
+        declining = _declining(rule)
+        conditional = declining is not None
+        add_rule(declining or rule, [primitive], precedence, conditional=conditional)
         return rule
 
     return add
-
-
-_conditional: defaultdict[Primitive, list[tuple[Callable, int]]] = defaultdict(list)
 
 
 def _declining(rule: Callable) -> Callable | None:

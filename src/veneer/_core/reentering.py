@@ -3,19 +3,20 @@
 from collections.abc import Callable
 from typing import Any
 
-from .explain import current_policy, policy_in_force
 from .jax_internals import current_trace, set_current_trace
+from .policy import current_policy, policy_in_force
 
 
-def later(trace: Any) -> Callable[[Callable], Callable[..., list[Any]]]:
-    """What makes a flat function of tracers one of values, to be run under any trace.
+def reentering(trace: Any) -> Callable[[Callable], Callable[..., list[Any]]]:
+    """Wraps a flat function of tracers as one of values, which may run later, under any trace.
 
     It runs with the rules and the policy that are in force now. The values of `trace` that the
     function closes over are known by its tag.
     """
+    # The class is that of the trace, and not imported: its module imports those that use this.
     kind, tag, policy = type(trace), trace.tag, current_policy()
 
-    def again(function: Callable) -> Callable[..., list[Any]]:
+    def run_later(function: Callable) -> Callable[..., list[Any]]:
         def run(*args: Any) -> list[Any]:
             inner = kind(current_trace(), tag)
             with policy_in_force(policy):
@@ -26,4 +27,4 @@ def later(trace: Any) -> Callable[[Callable], Callable[..., list[Any]]]:
 
         return run
 
-    return again
+    return run_later
