@@ -85,13 +85,29 @@ class Value:
         return cached[1]
 
     def partition(self, spec: PartitionSpec, shape: tuple[int, ...]) -> Any:
-        """How the leaves are cut when the dense array is: a spec for each of them.
+        """How the leaves are cut when the dense array is: a spec in the place of each of them.
 
-        `spec` has an entry for each axis of the dense array. The result is a value of this type
-        with a `PartitionSpec` in the place of each array, and the metadata of a value of `shape`: a
-        block of this one or, if it is larger, the whole of which this one is a block. None, which
-        is what types return that do not say, has the value made dense; but labels and batch axes
-        are cut without asking.
+        **Arguments:**
+
+        - `spec`: a `PartitionSpec` with an entry for each axis of the dense array.
+        - `shape`: the dense shape of which the result's metadata must speak: smaller than this
+          one's where a block is cut off, larger where this one is a block of a whole, and the same
+          where leaves are only placed.
+
+        **Returns:** a value of this type with a `PartitionSpec` in the place of each array; or
+        None, as types do that do not say, if it cannot be cut so and is to be made dense. Labels
+        and batch axes are cut without asking.
+
+        >>> import jax, veneer as vn
+        >>> from jax.sharding import PartitionSpec as P
+        >>> class Scaled(vn.ImplicitArray):
+        ...     codes: jax.Array  # [..., K, N]
+        ...     scale: jax.Array  # [..., 1, N]
+        ...     def materialise(self):
+        ...         return self.codes * self.scale
+        ...     def partition(self, spec, shape):
+        ...         *batch, k, n = spec
+        ...         return Scaled(P(*batch, k, n), P(*batch, None, n))
         """
         del spec, shape
         return None
