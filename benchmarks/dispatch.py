@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import transformer
-from measure import Claim, Thunk
+from measure import Claim, Side, Thunk
 
 
 @dataclass(frozen=True)
@@ -27,30 +27,16 @@ def tracing(library: Library) -> list[Claim]:
     ids = jnp.zeros((2, 16), int)
     implicit = library.implicit(transformer.forward)
     by_hand = lambda params, ids: transformer.forward(params, ids, matmul=transformer.by_hand)
-    hand = _fresh_trace(by_hand, transformer.with_low_rank(dense), ids)
-    plain = _fresh_trace(transformer.forward, dense, ids)
+    hand = Side(
+        "the model written by hand",
+        _fresh_trace(by_hand, transformer.with_low_rank(dense), ids),
+    )
+    plain = Side("plain JAX", _fresh_trace(transformer.forward, dense, ids))
+    ours = lambda name, params: Side(name, _fresh_trace(implicit, params, ids))
     return [
-        Claim(
-            "LoRA weights everywhere",
-            _fresh_trace(implicit, everywhere, ids),
-            "the model written by hand",
-            hand,
-            target=1.05,
-        ),
-        Claim(
-            "one LoRA weight, the rest dense",
-            _fresh_trace(implicit, once, ids),
-            "plain JAX",
-            plain,
-            target=1.05,
-        ),
-        Claim(
-            "no implicit value",
-            _fresh_trace(implicit, dense, ids),
-            "plain JAX",
-            plain,
-            target=1.0,
-        ),
+        Claim(ours("LoRA weights everywhere", everywhere), hand, target=1.05),
+        Claim(ours("one LoRA weight, the rest dense", once), plain, target=1.05),
+        Claim(ours("no implicit value", dense), plain, target=1.0),
     ]
 
 
@@ -69,23 +55,28 @@ def eager(library: Library) -> list[Claim]:
     sin = implicit(jnp.sin)
     by_hand = jax.jit(transformer.by_hand)
     assert jnp.allclose(matmul(x, lora), by_hand(x, low_rank), rtol=1e-5)
-    plain = "`x @ w`", lambda: x @ w
-    claims = [
-        Claim("`implicit(lambda x, w: x @ w)(x, lora)`", lambda: matmul(x, lora), *plain, 5),
-        Claim("the LoRA product by hand, under `jit`", lambda: by_hand(x, low_rank), *plain),
-        Claim("`implicit(jnp.sin)(x)`, dense", lambda: sin(x), "`jnp.sin(x)`", lambda: jnp.sin(x)),
+    product = Side("`x @ w`", lambda: x @ w)
+    return [
+        Claim(Side("`implicit(lambda x, w: x @ w)(x, lora)`", lambda: matmul(x, lora)), product, 5),
+        *(_of_operators(x, w, lora) if library.has_operators else []),
+        Claim(Side("the LoRA product by hand, under `jit`", lambda: by_hand(x, low_rank)), product),
+        Claim(
+            Side("`implicit(jnp.sin)(x)`, dense", lambda: sin(x)),
+            Side("`jnp.sin(x)`", lambda: jnp.sin(x)),
+        ),
     ]
-    if library.has_operators:
-        claims[1:1] = [
-            Claim("`x @ lora`", lambda: x @ lora, *plain, 3),
-            Claim("`lora.T`", lambda: lora.T, "`w.T`", lambda: w.T),
-        ]
-    return claims
+
+
+def _of_operators(x: jax.Array, w: jax.Array, lora: Any) -> list[Claim]:
+    return [
+        Claim(Side("`x @ lora`", lambda: x @ lora), Side("`x @ w`", lambda: x @ w), 3),
+        Claim(Side("`lora.T`", lambda: lora.T), Side("`w.T`", lambda: w.T)),
+    ]
 
 
 def equations(claim: Claim) -> tuple[int, int]:
     """How many equations there are in the two jaxprs of a claim about tracing."""
-    return _count(claim.measured()), _count(claim.reference())
+    return _count(claim.ours.run()), _count(claim.theirs.run())
 
 
 def _count(jaxpr: Any) -> int:

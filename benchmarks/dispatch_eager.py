@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from dispatch import eager
 from lora import VENEER
-from measure import Claim, measure, parser, table_of
+from measure import Claim, Side, measure, parser, results_table
 
 import veneer as vn
 
@@ -16,10 +16,10 @@ import veneer as vn
 def quantised() -> list[Claim]:
     x, w = jnp.ones((4, 64)), jax.random.normal(jax.random.key(0), (64, 64))
     q = vn.quant.quantize(w, "int8", channelwise_axes=[1])
-    return [Claim("`x @ q`, int8", lambda: x @ q, "`x @ w`", lambda: x @ w, target=3)]
+    return [Claim(Side("`x @ q`, int8", lambda: x @ q), Side("`x @ w`", lambda: x @ w), target=3)]
 
 
 if __name__ == "__main__":
     arguments = parser(__doc__).parse_args()
     claims = eager(VENEER) + quantised()
-    print(table_of(measure(claims, rounds=arguments.rounds, batches=20, calls=50), "µs"))
+    print(results_table(measure(claims, rounds=arguments.rounds, batches=20, calls=50), "µs"))

@@ -5,8 +5,8 @@ Each trace is of a new function, as in the first call of a `jax.jit`. Nothing is
 
 from dispatch import tracing
 from lora import VENEER
-from measure import measure, parser, table_of
+from measure import measure, parser, results_table
 
 if __name__ == "__main__":
     arguments = parser(__doc__).parse_args()
-    print(table_of(measure(tracing(VENEER), rounds=arguments.rounds, batches=3), "ms"))
+    print(results_table(measure(tracing(VENEER), rounds=arguments.rounds, batches=3), "ms"))

@@ -4,7 +4,7 @@ import statistics
 import subprocess
 import sys
 
-from measure import parser, table
+from measure import markdown_table, parser
 
 PROGRAM = """
 import sys, time
@@ -37,4 +37,4 @@ if __name__ == "__main__":
             "≤ 60",
         ],
     ]
-    print(table(["", "ms", "of that", "target"], rows))
+    print(markdown_table(["", "ms", "of that", "target"], rows))

@@ -18,24 +18,29 @@ Thunk = Callable[[], Any]
 
 
 @dataclass(frozen=True)
-class Claim:
-    """That one thing takes at most `target` times as long as another."""
+class Side:
+    """Something that is timed, and what a table calls it."""
 
     name: str
-    measured: Thunk
-    against: str
-    reference: Thunk
+    run: Thunk
+
+
+@dataclass(frozen=True)
+class Claim:
+    """That our side takes at most `target` times as long as the other; None claims nothing."""
+
+    ours: Side
+    theirs: Side
     target: float | None = None
 
 
 @dataclass(frozen=True)
 class Result:
-    """The median ratio for a claim, and the median times of its sides, in seconds."""
+    """The median ratio for a claim, and the median seconds of our side and of the other."""
 
     claim: Claim
     ratio: float
-    measured: float
-    reference: float
+    seconds: tuple[float, float]
 
 
 def measure(
@@ -47,14 +52,14 @@ def measure(
     """
     claims = list(claims)
     for claim in claims:  # compile, and fill what caches there are
-        for thunk in (claim.reference, claim.measured) * 2:
-            jax.block_until_ready(thunk())
+        for side in (claim.theirs, claim.ours) * 2:
+            jax.block_until_ready(side.run())
     times: list[list[tuple[float, float]]] = [[] for _ in claims]
     for _ in range(rounds):
         for claim, pairs in zip(claims, times, strict=True):
             gc.collect()  # the garbage of others; our own is collected as it falls due
-            sides = (claim.measured, claim.reference) * batches
-            seconds = [_seconds_a_call(side, calls) for side in sides]
+            sides = (claim.ours, claim.theirs) * batches
+            seconds = [_seconds_a_call(side.run, calls) for side in sides]
             pairs.append((min(seconds[::2]), min(seconds[1::2])))
     return [_result(claim, pairs) for claim, pairs in zip(claims, times, strict=True)]
 
@@ -74,40 +79,36 @@ def _seconds_a_call(thunk: Thunk, calls: int) -> float:
 
 
 def _result(claim: Claim, pairs: Sequence[tuple[float, float]]) -> Result:
-    measured, reference = zip(*pairs, strict=True)
-    ratio = statistics.median(m / r for m, r in pairs)
-    return Result(claim, ratio, statistics.median(measured), statistics.median(reference))
+    ours, theirs = zip(*pairs, strict=True)
+    ratio = statistics.median(mine / other for mine, other in pairs)
+    return Result(claim, ratio, (statistics.median(ours), statistics.median(theirs)))
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table in Markdown; the first column is text, the others are figures."""
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def table_of(results: Iterable[Result], unit: str) -> str:
+def results_table(results: Iterable[Result], unit: str) -> str:
     """The results as a table, with times in `unit`: "ms" or "µs"."""
     scale = {"ms": 1e3, "µs": 1e6}[unit]
-    return table(
-        ["", f"{unit}", "against", f"{unit}", "ratio", "target"],
-        [
-            [
-                result.claim.name,
-                f"{result.measured * scale:.1f}",
-                result.claim.against,
-                f"{result.reference * scale:.1f}",
-                f"**{result.ratio:.2f}**",
-                "" if result.claim.target is None else f"≤ {result.claim.target:g}",
-            ]
-            for result in results
-        ],
-    )
+
+    def row(result: Result) -> list[str]:
+        claim = result.claim
+        ours, theirs = (f"{seconds * scale:.1f}" for seconds in result.seconds)
+        target = "" if claim.target is None else f"≤ {claim.target:g}"
+        return [claim.ours.name, ours, claim.theirs.name, theirs, f"**{result.ratio:.2f}**", target]
+
+    return markdown_table(["", unit, "against", unit, "ratio", "target"], map(row, results))
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
     """The options that all benchmarks have."""
-    made = argparse.ArgumentParser(
+    options = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("--rounds", type=int, default=9, help="the median is of so many (default 9)")
-    return made
+    options.add_argument(
+        "--rounds", type=int, default=9, help="the median is of so many (default 9)"
+    )
+    return options

@@ -75,9 +75,9 @@ def low_rank(key: jax.Array, w: jax.Array, rank: int = 4) -> LowRank:
     return LowRank(w, a, 0.02 * jax.random.normal(key_b, (rank, columns)))
 
 
-def by_hand(x: jax.Array, w: LowRank) -> jax.Array:
+def by_hand(x: jax.Array, w: jax.Array | LowRank) -> jax.Array:
     """`x @ w` without making `w` dense: what a person would write into the model."""
-    return x @ w.w + (x @ w.a) @ w.b
+    return x @ w.w + (x @ w.a) @ w.b if isinstance(w, LowRank) else x @ w
 
 
 def dot_general(x: Any, w: Any, *, dimension_numbers: Any, **params: Any) -> jax.Array:

@@ -29,6 +29,32 @@ def _(x: vn.ArrayLike, w: Lora, *, dimension_numbers, **params):
     return dot(x, w.w, first) + w.scale * dot(low, w.b, ((low.ndim - 1,), (0,)))
 
 
+class Diagonal(vn.ImplicitArray):
+    """A matrix with nothing beside its diagonal."""
+
+    diagonal: jax.Array  # [..., n]
+
+    def materialise(self) -> jax.Array:
+        return self.diagonal[..., None] * jnp.eye(self.diagonal.shape[-1])
+
+
+@vn.register("dot_general")
+def _(x: vn.ArrayLike, w: Diagonal, *, dimension_numbers, **params):
+    if w.ndim > 2 or dimension_numbers != (((x.ndim - 1,), (0,)), ((), ())):
+        return NotImplemented
+    return x * w.diagonal
+
+
+class Normed(vn.ImplicitArray):
+    """An array of norm 1, all of whose entries depend on each other."""
+
+    x: jax.Array  # [...]
+    batch_transparent = False
+
+    def materialise(self) -> jax.Array:
+        return self.x / jnp.linalg.norm(self.x)
+
+
 class Tagged(vn.ImplicitArray):
     """A dense array with a label, which refuses to lose it."""
 
@@ -62,6 +88,27 @@ def _(x: vn.ArrayLike | vn.ImplicitArray, y: OneHot, *, dimension_numbers, **par
     if contract != (x.ndim - 1,) or batch != ((), ()):
         return NotImplemented
     return x[..., y.index] * y.value
+
+
+class Metres(vn.ImplicitArray):
+    """A length to some power, whose dense form is a bare number."""
+
+    x: jax.Array  # [...]
+    power: int = vn.static(default=1)
+
+    def materialise(self) -> jax.Array:
+        return self.x
+
+
+@vn.register("mul")
+def _(x: Metres, y: Metres, **params):
+    return Metres(x.x * y.x, x.power + y.power)
+
+
+@vn.register("add")
+def _(x: Metres, y: Metres, **params):
+    assert x.power == y.power
+    return Metres(x.x + y.x, x.power)
 
 
 def _elementwise(primitive) -> None:

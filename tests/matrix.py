@@ -109,6 +109,8 @@ class Operands:
         self.w = probe.make(value, (N, N))
         self.ws = probe.make(value, (2, N, N))
 
+    # `wrap` and `unwrap` are for cells that call the transform inside of a loop of JAX's own, whose
+    # carry is an array.
     unwrap = staticmethod(plain)
 
     def scalar(self, function: Callable) -> Callable:
@@ -140,6 +142,7 @@ class Refusal:
 
 # One of each kind: metadata, leaves that are trained, codes, and types in types.
 KINDS = ("opaque", "quantity", "lora", "int4", "lora of int8", "doubly scaled")
+OTHERS = tuple(name for name in PROBES if name not in KINDS)
 
 
 def matrix(

@@ -13,7 +13,7 @@ def run(module: str, library: Library) -> None:
     traced = tracing(library)
     results = measure(traced, rounds=rounds, batches=3)
     results += measure(eager(library), rounds=rounds, batches=20, calls=50)
-    figures = {f"{r.claim.name} / {r.claim.against}": f"{r.ratio:.2f}" for r in results}
+    figures = {f"{r.claim.ours.name} / {r.claim.theirs.name}": f"{r.ratio:.2f}" for r in results}
     ours, theirs = equations(traced[0])
     figures["its equations / those written by hand"] = f"{ours} / {theirs}"
     _, seconds = import_times(module, rounds=rounds)

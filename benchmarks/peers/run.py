@@ -18,7 +18,7 @@ import jax
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-from measure import parser, table  # noqa: E402  # it is found by the line above
+from measure import markdown_table, parser  # noqa: E402  # it is found by the line above
 
 PEERS = {"quax": "quax==0.4.6", "eformer": "eformer==0.0.101"}
 
@@ -52,7 +52,7 @@ def main(folder: Path, *, rounds: int) -> None:
         python = make_environment(folder / name, requirement)
         found[requirement.replace("==", " ")] = measure_in(python, name, rounds=rounds)
     print(
-        table(
+        markdown_table(
             ["", *found],
             [[row, *(f.get(row, "") for f in found.values())] for row in found["veneer"]],
         )

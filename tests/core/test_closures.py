@@ -227,3 +227,9 @@ def test_an_assignment_to_a_captured_value_is_seen_everywhere():
         implicit, dense = scope(W)[i], scope(vn.materialise(W))[i]
         for _ in range(2):
             assert_close(vn.implicit(implicit)(X), dense(X), 1e-4)
+
+
+def test_a_captured_container_without_values_is_the_same_object():
+    seen, w = [], W
+    vn.implicit(lambda x: seen.append(x) or jnp.dot(x, w))(X)
+    assert len(seen) == 1

@@ -8,89 +8,42 @@ import operator
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
-from array_types import Lora, lora, quantized
+import transformer
+from array_types import Diagonal, quantized
+from lora import VENEER
 
 import veneer as vn
 
 KEY = jax.random.key(0)
-D, HEADS, HIDDEN = 8, 2, 12
-MATRICES = dict.fromkeys("qkvo", (D, D)) | {"up": (D, HIDDEN), "down": (HIDDEN, D)}
 
-# A transformer, which is not told what its weights are. By hand, another `matmul` is passed in.
+# Of a small copy of the transformer that is timed in benchmarks/.
 
-
-def transformer(params: Any, ids: jax.Array, matmul: Callable = operator.matmul) -> jax.Array:
-    x = params["embedding"][ids]
-    for layer in params["layers"]:
-        x = x + attention(layer, norm(x), matmul)
-        x = x + matmul(jax.nn.gelu(matmul(norm(x), layer["up"])), layer["down"])
-    return matmul(x, params["out"])
-
-
-def attention(layer: Any, x: jax.Array, matmul: Callable) -> jax.Array:
-    batch, time, d = x.shape
-    q, k, v = (matmul(x, layer[n]).reshape(batch, time, HEADS, d // HEADS) for n in "qkv")
-    scores = jnp.einsum("bthd,bshd->bhts", q, k)
-    scores = jnp.where(jnp.tril(jnp.ones((time, time), bool)), scores, -1e9)
-    mixed = jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v)
-    return matmul(mixed.reshape(batch, time, d), layer["o"])
-
-
-def norm(x: jax.Array) -> jax.Array:
-    return (x - x.mean(-1, keepdims=True)) / x.std(-1, keepdims=True)
-
-
-class LowRank(NamedTuple):
-    """What a `Lora` stores, for a program that is written for it."""
-
-    w: jax.Array
-    a: jax.Array
-    b: jax.Array
-
-
-def product(x: jax.Array, w: jax.Array | LowRank) -> jax.Array:
-    if not isinstance(w, LowRank):
-        return x @ w
-    low = x @ w.a
-    return x @ w.w + 0.5 * (low @ w.b)
-
-
-def by_hand(params: Any, ids: jax.Array) -> jax.Array:
-    return transformer(params, ids, product)
-
-
+DENSE = transformer.init(KEY, layers=2, d=8, hidden=12)
 IDS = jnp.arange(8).reshape(2, 4)
-
-
-def parameters(make: Callable, updated: tuple[tuple[int, str], ...]) -> Any:
-    """Those of two layers, with `make(w, a, b)` for the matrices of the layers listed."""
-    keys = iter(jax.random.split(KEY, 50))
-    normal = lambda *shape: jax.random.normal(next(keys), shape)
-
-    def matrix(i: int, name: str) -> Any:
-        m, n = MATRICES[name]
-        parts = normal(m, n), normal(m, 2), normal(2, n)
-        return make(*parts) if (i, name) in updated else parts[0]
-
-    layers = [{name: matrix(i, name) for name in MATRICES} for i in range(2)]
-    return {"embedding": normal(10, D), "layers": layers, "out": normal(D, 10)}
-
-
 UPDATED = {
-    "LoRA weights everywhere": tuple((i, name) for i in range(2) for name in MATRICES),
-    "one LoRA weight": ((0, "up"),),
-    "none": (),
+    "LoRA weights everywhere": {},
+    "one LoRA weight": {"layers": 1, "matrices": ("up",)},
+    "none": {"layers": 0},
 }
 each_program = pytest.mark.parametrize("updated", UPDATED.values(), ids=UPDATED.keys())
 
 
-def implicit_parameters(updated: tuple[tuple[int, str], ...]) -> Any:
-    return parameters(lambda *parts: Lora(*parts, scale=0.5), updated)
+def implicit_parameters(updated: dict[str, Any]) -> Any:
+    return transformer.with_low_rank(DENSE, VENEER.lora, **updated)
+
+
+def parameters_by_hand(updated: dict[str, Any]) -> Any:
+    return transformer.with_low_rank(DENSE, **updated)
+
+
+implicit = vn.implicit(transformer.forward)
+by_hand = partial(transformer.forward, matmul=transformer.by_hand)
 
 
 def equations(function: Callable, *args: Any) -> str:
@@ -102,15 +55,15 @@ def equations(function: Callable, *args: Any) -> str:
 
 @each_program
 def test_a_transformer_traces_to_the_equations_written_by_hand(updated):
-    ours = equations(vn.implicit(transformer), implicit_parameters(updated), IDS)
-    assert ours == equations(by_hand, parameters(LowRank, updated), IDS)
+    ours = equations(implicit, implicit_parameters(updated), IDS)
+    assert ours == equations(by_hand, parameters_by_hand(updated), IDS)
 
 
 @each_program
 def test_so_does_a_batch_of_programs(updated):
     over_ids = lambda function: jax.vmap(function, in_axes=(None, 0))
-    ours = equations(over_ids(vn.implicit(transformer)), implicit_parameters(updated), IDS[:, None])
-    theirs = equations(over_ids(by_hand), parameters(LowRank, updated), IDS[:, None])
+    ours = equations(over_ids(implicit), implicit_parameters(updated), IDS[:, None])
+    theirs = equations(over_ids(by_hand), parameters_by_hand(updated), IDS[:, None])
     assert ours == theirs
 
 
@@ -118,8 +71,8 @@ def test_so_does_a_batch_of_programs(updated):
 def test_its_gradient_has_the_equations_of_the_gradient_by_hand(updated):
     # Cotangents may be added in another order, so the equations are counted.
     gradient = lambda f: jax.make_jaxpr(jax.grad(lambda params: jnp.sum(f(params, IDS) ** 2)))
-    ours = gradient(vn.implicit(transformer))(implicit_parameters(updated))
-    theirs = gradient(by_hand)(parameters(LowRank, updated))
+    ours = gradient(implicit)(implicit_parameters(updated))
+    theirs = gradient(by_hand)(parameters_by_hand(updated))
     assert Counter(every_equation(ours)) == Counter(every_equation(theirs))
 
 
@@ -135,20 +88,6 @@ def every_equation(jaxpr: Any) -> Iterator[tuple[str, ...]]:
 
 
 # Compiled code.
-
-
-class Diagonal(vn.ImplicitArray):
-    diagonal: jax.Array  # [n]
-
-    def materialise(self):
-        return jnp.diag(self.diagonal)
-
-
-@vn.register("dot_general")
-def _(x: vn.ArrayLike, y: Diagonal, *, dimension_numbers, **params):
-    if dimension_numbers != (((x.ndim - 1,), (0,)), ((), ())):
-        return NotImplemented
-    return x * y.diagonal
 
 
 def by_channel(x: jax.Array, q: vn.quant.QArray) -> jax.Array:
@@ -173,7 +112,7 @@ def of_nibbles(x: jax.Array, q: vn.quant.QArray) -> jax.Array:
 
 
 COMPILED = {
-    "LoRA": (lora(KEY, (6, 8)), lambda x, w: product(x, LowRank(w.w, w.a, w.b))),
+    "LoRA": (VENEER.lora(*transformer.low_rank(KEY, jnp.ones((6, 8)))), transformer.by_hand),
     "int8 channelwise": (quantized("int8", None)(KEY, (6, 8)), by_channel),
     "int8 tiled": (quantized("int8", 3)(KEY, (6, 8)), by_tile),
     "int4 tiled": (quantized("int4", 3)(KEY, (6, 8)), of_nibbles),

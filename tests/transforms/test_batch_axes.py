@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from array_types import assert_close, lora
+from array_types import Diagonal, assert_close, lora
 
 import veneer as vn
 
@@ -20,13 +20,6 @@ class SymmetricByT(vn.ImplicitArray):
 
     def materialise(self):
         return self.x + self.x.T
-
-
-class Diagonal(vn.ImplicitArray):
-    x: jax.Array  # [..., n]
-
-    def materialise(self):
-        return self.x[..., None] * jnp.eye(self.x.shape[-1])
 
 
 SQUARE = jax.random.normal(jax.random.key(0), (4, 4))

@@ -1,4 +1,4 @@
-"""shard_map and plain calls: their functions, not traced yet, take dense operands alone."""
+"""shard_map and plain calls, whose functions are not traced yet when they are called."""
 
 import jax
 import jax.numpy as jnp

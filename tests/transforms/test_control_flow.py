@@ -1,9 +1,13 @@
-"""scan, while, fori, cond, switch and map: values as constants, carries, inputs and results."""
+"""Loops and branches: what is made dense in them, and what is told, passed on and compiled.
+
+What they compute: matrix/test_control_flow.py; where types meet in them: test_meeting.py.
+"""
 
 import jax
 import jax.numpy as jnp
 import pytest
-from array_types import MAKERS, Lora, Tagged, assert_close
+from array_types import MAKERS, Lora, assert_close
+from jax import lax
 
 import veneer as vn
 
@@ -13,147 +17,76 @@ KEY = jax.random.key(4)
 pytestmark = pytest.mark.parametrize("name", MAKERS)
 
 
-def make(name, *batch):
-    w = MAKERS[name](KEY, (*batch, 6, 6))
-    return w, vn.materialise(w)
+layer = lambda x, w: jnp.tanh(x @ w)
+take = lambda x, w: (layer(x, w), None)
+
+# Of x [3, 6], a value [6, 6] and a stack of values [2, 6, 6].
+PROGRAMS = {
+    "scan": lambda x, w, ws: lax.scan(take, x, ws),
+    "scan, reverse": lambda x, w, ws: lax.scan(take, x, ws, reverse=True),
+    "scan, unroll": lambda x, w, ws: lax.scan(take, x, ws, unroll=2),
+    "scan, length 0": lambda x, w, ws: lax.scan(lambda x, _: take(x, w), x, None, length=0),
+    "scan, ys": lambda x, w, ws: lax.scan(lambda x, _: (x @ w, w), x, None, length=3),
+    "scan, carry": lambda x, w, ws: lax.scan(
+        lambda c, _: ((layer(*c), c[1]), None), (x, w), None, length=2
+    ),
+    "while": lambda x, w, ws: lax.while_loop(
+        lambda c: c[1] < 3, lambda c: (layer(c[0], w), c[1] + 1), (x, 0)
+    ),
+    "while, in its condition": lambda x, w, ws: lax.while_loop(
+        lambda x: jnp.abs(x @ w).sum() < 50, lambda x: x * 2, x
+    ),
+    "cond": lambda x, w, ws: lax.cond(x[0, 0] > 0, layer, jnp.matmul, x, w),
+    "cond, a value that passes": lambda x, w, ws: lax.cond(
+        x[0, 0] > 0, lambda w: w, lambda w: w, w
+    ),
+    "map": lambda x, w, ws: lax.map(lambda w: x @ w, ws),
+    "loop in a loop": lambda x, w, ws: lax.scan(
+        lambda x, w: (lax.fori_loop(0, 2, lambda i, x: layer(x, w), x), None), x, ws
+    ),
+}
 
 
-def check(f, *operands, events=0):
-    """`f` on values agrees with `f` on dense arrays, eagerly and under jit."""
-    dense = vn.materialise(operands)
-    expected = f(*dense)
-    out = vn.implicit(f)(*operands)
-    assert_close(out, expected)
-    assert_close(jax.jit(vn.implicit(f))(*operands), expected)
-    assert len(vn.explain(f)(*operands).materialised) == events
-    return out
-
-
-def test_scan_over_layers(name):
-    ws, _ = make(name, 4)
-    check(lambda x, ws: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), x.sum()), x, ws), X, ws)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_nothing_is_made_dense(program, name):
+    w, ws = MAKERS[name](KEY), MAKERS[name](KEY, (2, 6, 6))
+    assert vn.explain(PROGRAMS[program])(X, w, ws).materialised == ()
 
 
 @pytest.mark.parametrize("options", [{"reverse": True}, {"unroll": 2}], ids=str)
-def test_scan_options(name, options):
-    ws, _ = make(name, 4)
-    f = lambda x, ws: jax.lax.scan(lambda x, w: (x @ w, None), x, ws, **options)[0]
-    check(f, X, ws)
-    equations = jax.make_jaxpr(vn.implicit(f))(X, ws).eqns
+def test_options_of_scan_are_kept(options, name):
+    f = lambda x, ws: lax.scan(take, x, ws, **options)
+    equations = jax.make_jaxpr(vn.implicit(f))(X, MAKERS[name](KEY, (2, 6, 6))).eqns
     (scan,) = [e for e in equations if e.primitive.name == "scan"]
     assert options.items() <= scan.params.items()
 
 
-def test_scan_of_length_zero(name):
-    ws, _ = make(name, 0)
-    check(lambda x, ws: jax.lax.scan(lambda x, w: (x @ w, x.sum()), x, ws), X, ws)
+# In the matrix, no condition of a loop uses the value.
+def test_a_condition_that_uses_a_value(name):
+    w = MAKERS[name](KEY)
+    f = lambda x, w: PROGRAMS["while, in its condition"](x, w, None)
+    assert_close(vn.implicit(f)(X, w), f(X, vn.materialise(w)))
 
 
-def test_scan_constants_and_results(name):
-    w, _ = make(name)
-    f = lambda x, w: jax.lax.scan(lambda x, _: (x @ w, w), x, None, length=3)
-    _, stacked = check(f, X, w)
-    assert type(stacked) is type(w)
-
-
-def test_a_carry_that_keeps_its_type(name):
-    w, _ = make(name)
-    f = lambda x, w: jax.lax.scan(lambda c, _: ((c[0] @ c[1], c[1]), None), (x, w), None, length=2)
-    (_, carried), _ = check(f, X, w)
-    assert type(carried) is type(w)
+def test_what_is_made_dense_in_a_branch_is_told(name):
+    w = MAKERS[name](KEY)
+    f = lambda x, w: lax.cond(True, jnp.matmul, lambda x, w: x @ w.T, x, w)
+    told = [e.primitive for e in vn.explain(f)(X, w).materialised]
+    assert told == (["transpose"] if isinstance(w, Lora) else [])  # which alone has no rule for it
 
 
 def test_a_carry_that_changes_type_is_made_dense_and_says_so(name):
-    w, _ = make(name)
-    f = lambda w: jax.lax.fori_loop(0, 3, lambda i, w: w * 2.0, w)
-    dense = vn.materialise(w)
-    assert_close(vn.implicit(f)(w), f(dense))
+    w = MAKERS[name](KEY)
+    f = lambda w: lax.fori_loop(0, 3, lambda i, w: w * 2.0, w)
+    assert_close(vn.implicit(f)(w), f(vn.materialise(w)))
     assert vn.explain(f)(w).materialised
 
 
-def test_while(name):
-    w, _ = make(name)
-    f = lambda x, w: jax.lax.while_loop(lambda c: c[1] < 3, lambda c: (c[0] @ w, c[1] + 1), (x, 0))
-    check(f, X, w)
-
-
-def test_while_whose_condition_uses_it(name):
-    w, _ = make(name)
-    f = lambda x, w: jax.lax.while_loop(lambda x: jnp.abs(x @ w).sum() < 50, lambda x: x * 2, x)
-    check(f, X, w)
-
-
-def test_cond(name):
-    w, _ = make(name)
-    f = lambda p, x, w: jax.lax.cond(p, lambda x, w: x @ w, lambda x, w: x @ w.T * 2, x, w)
-    for predicate in (True, False):
-        # A Lora has no rule for its transpose.
-        expected = int(isinstance(w, Lora))
-        check(f, jnp.array(predicate), X, w, events=expected)
-
-
-def test_switch_between_types(name):
-    w, dense = make(name)
-    branches = [lambda w: w, lambda w: w * 2.0, lambda w: w]
-    f = lambda i, w: jax.lax.switch(i, branches, w)
+def test_branches_of_an_implicit_and_a_dense_array(name):
+    w = MAKERS[name](KEY)
+    f = lambda i, w: lax.switch(i, [lambda w: w, lambda w: w * 2.0, lambda w: w], w)
     for i in range(3):
-        assert_close(vn.implicit(f)(jnp.array(i), w), f(i, dense))
-
-
-def test_branches_that_agree_keep_the_type(name):
-    w, _ = make(name)
-    out = check(lambda p, w: jax.lax.cond(p, lambda w: w, lambda w: w, w), jnp.array(True), w)
-    assert type(out) is type(w)
-
-
-def test_map(name):
-    ws, _ = make(name, 2)
-    check(lambda ws: jax.lax.map(lambda w: X @ w, ws), ws)
-
-
-def test_gradient_through_a_scan(name):
-    ws, dense = make(name, 3)
-    f = lambda x, ws: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0].sum()
-    assert_close(jax.grad(vn.implicit(f))(X, ws), jax.grad(f)(X, dense), tol=2e-5)
-    assert_close(vn.implicit(jax.grad(f))(X, ws), jax.grad(f)(X, dense), tol=2e-5)
-    assert_close(vn.implicit(jax.grad(f, 1))(X, ws), jax.grad(f, 1)(X, dense), tol=2e-5)
-
-
-def test_vmap_of_a_scan(name):
-    ws, dense = make(name, 3)
-    f = lambda x, ws: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0]
-    expected = jax.vmap(f, (0, None))(X, dense)
-    assert_close(jax.vmap(vn.implicit(f), (0, None))(X, ws), expected)
-    assert_close(vn.implicit(jax.vmap(f, (0, None)))(X, ws), expected)
-
-
-def test_nested_loops(name):
-    ws, _ = make(name, 2)
-    inner = lambda x, w: jax.lax.fori_loop(0, 2, lambda i, x: jnp.tanh(x @ w), x)
-    check(lambda x, ws: jax.lax.scan(lambda x, w: (inner(x, w), None), x, ws)[0], X, ws)
-
-
-def test_metadata_is_never_dropped(name):
-    del name
-    loop = lambda body: lambda t: jax.lax.fori_loop(0, 2, lambda i, t: body(t), t)
-    tagged = Tagged(X, "m")
-    assert vn.implicit(loop(jnp.sin))(tagged).label == "m"
-    with pytest.raises(RuntimeError, match="refuses to lose its label"):
-        vn.implicit(loop(jnp.exp))(tagged)
-    choose = lambda t: jax.lax.cond(
-        True, lambda t: (t, jnp.ones(2)), lambda t: (-t, jnp.zeros(2)), t
-    )
-    assert vn.implicit(choose)(tagged)[0].label == "m"
-    with pytest.raises(TypeError, match=r"output 0 of cond is .* and Tagged refuses to be dense"):
-        vn.implicit(lambda t: jax.lax.cond(True, lambda t: t, lambda t: X, t))(tagged)
-
-
-def test_a_loop_that_vmap_gives_a_predicate_an_element(name):
-    w, dense = make(name)
-    f = lambda w: jax.vmap(lambda n: jax.lax.fori_loop(0, n, lambda i, x: jnp.tanh(x @ w), X))
-    counts = jnp.array([0, 2, 1])
-    assert_close(vn.implicit(lambda w: f(w)(counts))(w), f(dense)(counts))
-    assert_close(jax.jit(vn.implicit(lambda w: f(w)(counts)))(w), f(dense)(counts))
+        assert_close(vn.implicit(f)(jnp.array(i), w), f(i, vn.materialise(w)))
 
 
 def _step(w, _):
@@ -173,17 +106,17 @@ def _same(w):
 
 
 LOOPS = {
-    "scan": lambda w: jax.lax.scan(_step, w, None, length=3)[0],
-    "while_loop": lambda w: jax.lax.while_loop(_small, _grow, (0, w))[1],
-    "cond": lambda w: jax.lax.cond(True, _same, _same, w),
+    "scan": lambda w: lax.scan(_step, w, None, length=3)[0],
+    "while_loop": lambda w: lax.while_loop(_small, _grow, (0, w))[1],
+    "cond": lambda w: lax.cond(True, _same, _same, w),
 }
 
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_loop_run_eagerly_is_compiled_once(name, loop, caplog):
-    w, dense = make(name)
+    w = MAKERS[name](KEY)
     f = vn.implicit(LOOPS[loop])
-    assert_close(f(w), dense)
+    assert_close(f(w), vn.materialise(w))
     with jax.log_compiles():
         f(w)
     assert not [r.message for r in caplog.records if "compil" in r.message.lower()]

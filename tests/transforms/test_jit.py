@@ -1,4 +1,7 @@
-"""jit inside, outside, nested, with static and donated arguments, and ahead of time."""
+"""What jit keeps and saves: types, shardings, donated memory, and programs staged before.
+
+That it computes the same as without, in every place and with every option: matrix/test_calls.py.
+"""
 
 import gc
 import weakref
@@ -17,24 +20,6 @@ from veneer._core import staging
 X = jnp.linspace(-1.0, 1.0, 18).reshape(3, 6)
 KEY = jax.random.key(1)
 
-f = lambda x, w: jnp.tanh(x @ w) * 2
-
-
-@pytest.mark.parametrize("name", MAKERS)
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        vn.implicit,
-        lambda f: jax.jit(vn.implicit(f)),
-        lambda f: vn.implicit(jax.jit(f)),
-        lambda f: jax.jit(vn.implicit(jax.jit(lambda x, w: jax.jit(f)(x, w)))),
-    ],
-    ids=["eager", "outside", "inside", "nested"],
-)
-def test_matmul(name, wrap):
-    w = MAKERS[name](KEY)
-    assert_close(wrap(f)(X, w), f(X, vn.materialise(w)))
-
 
 def test_implicit_results_leave_jit_as_they_are():
     w = MAKERS["int4"](KEY)
@@ -44,10 +29,8 @@ def test_implicit_results_leave_jit_as_they_are():
         assert_close(out, (vn.materialise(w), vn.materialise(w).T))
 
 
-def test_static_arguments():
+def test_a_static_argument_of_an_implicit_function():
     w = MAKERS["lora"](KEY)
-    g = jax.jit(lambda x, w, n: x @ w * n, static_argnums=2)
-    assert_close(vn.implicit(g)(X, w, 3), X @ vn.materialise(w) * 3)
     g = jax.jit(vn.implicit(lambda x, w, n: x @ w * n), static_argnums=2)
     assert_close(g(X, w, 3), X @ vn.materialise(w) * 3)
 
@@ -61,12 +44,6 @@ def test_donated_leaves_are_taken():
     assert_close(out, dense)
     assert w.w.is_deleted()
     assert w.a.is_deleted()
-
-
-def test_ahead_of_time():
-    w = MAKERS["nf4"](KEY)
-    compiled = jax.jit(vn.implicit(f)).lower(X, w).compile()
-    assert_close(compiled(X, w), f(X, vn.materialise(w)))
 
 
 def computed_shapes(jaxpr: Any) -> Iterator[tuple[int, ...]]:
@@ -84,12 +61,6 @@ def test_the_dense_weight_of_a_lora_is_never_computed(wrap):
     shapes = lambda f: set(computed_shapes(jax.make_jaxpr(vn.implicit(wrap(f)))(x, w)))
     assert (512, 512) not in shapes(lambda x, w: x @ w)
     assert (512, 512) in shapes(lambda x, w: jnp.exp(w))  # for which there is no rule
-
-
-def test_a_jitted_function_that_captures_a_value():
-    w = MAKERS["lora"](KEY)
-    outer = lambda x, w: jax.jit(lambda x: x @ w)(x)
-    assert_close(vn.implicit(outer)(X, w), X @ vn.materialise(w))
 
 
 def test_shardings_of_dense_operands_are_honoured():

@@ -1,4 +1,7 @@
-"""vmap outside (over leaves), inside (over the program), and both."""
+"""vmap outside, over leaves, and inside, over axes of the program.
+
+Its places beside other transformations: matrix/test_batching.py.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -8,34 +11,7 @@ from array_types import MAKERS, assert_close
 import veneer as vn
 
 X = jnp.linspace(-1.0, 1.0, 18).reshape(3, 6)
-XS = jnp.stack([X, X * 2, X * 3])
 KEY = jax.random.key(3)
-
-f = lambda x, w: jnp.tanh(x @ w) + w[0]
-
-AXES = {"both": (0, 0), "the weight": (None, 0), "the input": (0, None)}
-
-
-def operands(name, axes):
-    w = MAKERS[name](KEY, (6, 6) if axes[1] is None else (3, 6, 6))
-    return (X if axes[0] is None else XS), w
-
-
-@pytest.mark.parametrize("axes", AXES.values(), ids=AXES)
-@pytest.mark.parametrize("name", MAKERS)
-@pytest.mark.parametrize(
-    "transform",
-    [
-        lambda axes: jax.vmap(vn.implicit(f), axes),
-        lambda axes: vn.implicit(jax.vmap(f, axes)),
-        lambda axes: jax.jit(jax.vmap(vn.implicit(jax.jit(f)), axes)),
-        lambda axes: vn.implicit(jax.vmap(jax.jit(f), axes)),
-    ],
-    ids=["outside", "inside", "outside, jit", "inside, jit"],
-)
-def test_vmap(name, axes, transform):
-    x, w = operands(name, axes)
-    assert_close(transform(axes)(x, w), jax.vmap(f, axes)(x, vn.materialise(w)))
 
 
 def test_inner_axes_of_the_program():
@@ -45,18 +21,12 @@ def test_inner_axes_of_the_program():
 
 
 @pytest.mark.parametrize("name", ["lora", "int8", "nf4"])
-def test_nested(name):
+def test_two_batch_axes_of_a_value(name):
     w = MAKERS[name](KEY, (2, 3, 6, 6))
     g = lambda wrap: jax.vmap(jax.vmap(wrap(lambda w: X @ w)))
     assert_close(g(vn.implicit)(w), g(lambda f: f)(vn.materialise(w)))
     h = jax.vmap(jax.vmap(lambda w: X @ w))
     assert_close(vn.implicit(h)(w), h(vn.materialise(w)))
-
-
-def test_collectives_over_the_axis():
-    w = MAKERS["lora"](KEY, (3, 6, 6))
-    g = lambda wrap: jax.vmap(wrap(lambda w: jax.lax.psum(X @ w, "i")), axis_name="i")
-    assert_close(g(vn.implicit)(w), g(lambda f: f)(vn.materialise(w)))
 
 
 def test_per_example_gradients():

@@ -70,8 +70,11 @@ def _close_all(tree: Any) -> Any:
 def _open_all(items: Iterable[Any], within: tuple[Any, ...]) -> list[Any] | None:
     """The items with functions opened; None if there is no implicit array in them."""
     opened = [open_closure(item, within) for item in items]
-    leaves = jax.tree.leaves(opened, is_leaf=is_value)
-    return opened if any(map(is_value, leaves)) else None
+    return opened if _holds_values(opened) else None
+
+
+def _holds_values(tree: Any) -> bool:
+    return any(map(is_value, jax.tree.leaves(tree, is_leaf=is_value)))
 
 
 def _open_function(function: FunctionType, within: tuple[Any, ...]) -> Any:
@@ -84,17 +87,18 @@ def _open_function(function: FunctionType, within: tuple[Any, ...]) -> Any:
 def _open_captures(function: FunctionType, names: list[str], within: tuple[Any, ...]) -> Any:
     cells, variables = function.__closure__ or (), function.__globals__
     written = _written_cells(function, set())
-    filled = [i for i, c in enumerate(cells) if _is_filled(c) and id(c) not in written]
-    captured = _open_all(
-        [
-            *(cells[i].cell_contents for i in filled),
-            *(variables[n] for n in names),
-            function.__defaults__,
-            function.__kwdefaults__,
-        ],
-        within,
-    )
-    return function if captured is None else Closure(captured, _Remake(function, filled, names))
+    contents = {
+        i: open_closure(cell.cell_contents, within)
+        for i, cell in enumerate(cells)
+        if _is_filled(cell) and id(cell) not in written
+    }
+    # Others stay the objects that they are: what a function appends to a list must be in that list.
+    opened = {i: content for i, content in contents.items() if _holds_values(content)}
+    rest = [*(variables[n] for n in names), function.__defaults__, function.__kwdefaults__]
+    captured = [*opened.values(), *(open_closure(item, within) for item in rest)]
+    if not _holds_values(captured):
+        return function
+    return Closure(captured, _Remake(function, list(opened), names))
 
 
 def _written_cells(function: Any, seen: set[int]) -> set[int]:
@@ -135,18 +139,16 @@ class _Overlay(dict[str, Any]):
 class _Remake:
     """Makes a function again, with other contents of its cells, module variables and defaults."""
 
-    def __init__(self, function: FunctionType, filled: list[int], names: list[str]):
-        self.function, self.filled, self.names = function, filled, names
+    def __init__(self, function: FunctionType, opened: list[int], names: list[str]):
+        self.function, self.opened, self.names = function, opened, names
 
     def __call__(self, captured: list[Any]) -> Callable:
         old = self.function
         *contents, defaults, keyword_defaults = captured
         rest = iter(contents)
         cells = list(old.__closure__ or ())
-        for i in self.filled:
-            content = next(rest)
-            if content is not cells[i].cell_contents:  # else shared, so that assignments are seen
-                cells[i] = CellType(content)
+        for i in self.opened:
+            cells[i] = CellType(next(rest))
         variables = old.__globals__
         if self.names:
             variables = _Overlay(variables, zip(self.names, rest, strict=True))

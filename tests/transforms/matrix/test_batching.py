@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 from jax import lax
-from matrix import cells, matrix
+from matrix import OTHERS, cells, matrix
 
 last = lambda c: jax.tree.map(lambda x: jnp.moveaxis(x, 0, -1), c)  # the batch axis goes there
 OVER_WS = (None, 0)
@@ -13,7 +13,8 @@ CELLS = cells(
     {
         "vmap of implicit": lambda m: jax.vmap(m.implicit(m.step), OVER_WS)(m.c, m.ws),
         "implicit of vmap": lambda m: m.implicit(jax.vmap(m.step, OVER_WS))(m.c, m.ws),
-        "over both": lambda m: m.implicit(jax.vmap(m.step))(m.cs[:2], m.ws),
+        "vmap of implicit, over both": lambda m: jax.vmap(m.implicit(m.step))(m.cs[:2], m.ws),
+        "implicit of vmap, over both": lambda m: m.implicit(jax.vmap(m.step))(m.cs[:2], m.ws),
         "over the carry": lambda m: m.implicit(jax.vmap(m.step, (0, None)))(m.cs, m.w),
         "jit of vmap of implicit": lambda m: jax.jit(jax.vmap(m.implicit(m.step), OVER_WS))(
             m.c, m.ws
@@ -87,6 +88,8 @@ def named(function):
     return jax.vmap(function, OVER_WS, axis_name="i")
 
 
+OF_EVERY_TYPE = ("vmap of implicit", "implicit of vmap", "implicit of vmap of jit")
+
 for _name, _collect in COLLECTIVES.items():
     of_step = lambda m, collect=_collect: lambda c, w: collect(m.step(c, w))
     CELLS |= cells(
@@ -109,3 +112,4 @@ CELLS |= cells(
 )
 
 test_cell = matrix(CELLS)
+test_other_types = matrix({name: CELLS[name] for name in OF_EVERY_TYPE}, OTHERS)

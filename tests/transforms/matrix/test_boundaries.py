@@ -1,5 +1,6 @@
-"""Where a program ends: at the host, at other devices, in a file. One cell of each; see also
-test_callbacks.py, test_sharding.py and test_export.py.
+"""Where a program ends: at the host, at other devices, in a file. One cell of each.
+
+See also test_callbacks.py, test_shard_map.py, test_sharding.py and test_export.py.
 """
 
 import jax

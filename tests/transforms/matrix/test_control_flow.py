@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 from jax import lax
-from matrix import Refusal, cells, matrix
+from matrix import OTHERS, Refusal, cells, matrix
 
 empty = lambda ws: jax.tree.map(lambda x: x[:0], ws)
 
@@ -77,6 +77,9 @@ SCAN = {
             "grad of implicit of scan": lambda m: jax.grad(
                 m.scalar(lambda c, ws: m.loss_of(over(m)(c, ws)[0], c)), 1, allow_int=True
             )(m.c, m.ws),
+            "grad of implicit of scan, by the dense": lambda m: jax.grad(
+                m.scalar(lambda c, ws: m.loss_of(over(m)(c, ws)[0], c))
+            )(m.c, m.ws),
             "grad of scan of implicit": lambda m: jax.grad(
                 lambda c, ws: lax.scan(lambda c, w: (m.scalar(m.step)(m.wrap(c), w), None), c, ws)[
                     0
@@ -91,6 +94,9 @@ SCAN = {
         {
             "implicit of grad of scan": lambda m: m.implicit(
                 jax.grad(lambda c, ws: m.loss_of(over(m)(c, ws)[0], c), 1)
+            )(m.c, m.ws),
+            "implicit of grad of scan, by the dense": lambda m: m.implicit(
+                jax.grad(lambda c, ws: m.loss_of(over(m)(c, ws)[0], c))
             )(m.c, m.ws),
             "implicit of grad of scan, constant": lambda m: m.implicit(
                 jax.grad(lambda c, w: m.loss_of(repeated(m)(c, w), c), 1)
@@ -107,7 +113,10 @@ SCAN = {
     ),
 }
 
+OF_EVERY_TYPE = ("scan, xs", "scan, carry", "scan, ys", "grad of implicit of scan, by the dense")
+
 test_scan = matrix(SCAN)
+test_scan_of_other_types = matrix({name: SCAN[name] for name in OF_EVERY_TYPE}, OTHERS)
 
 
 def fori(m):
