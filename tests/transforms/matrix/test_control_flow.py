@@ -318,8 +318,5 @@ SHARED_SLOT = Refusal(
 
 test_branches = matrix(
     BRANCHES,
-    refused={
-        ("implicit of grad of cond", "quantity"): SHARED_SLOT,
-        ("implicit of grad of switch", "quantity"): SHARED_SLOT,
-    },
+    refused={("implicit of grad of switch", "quantity"): SHARED_SLOT},
 )
