@@ -233,3 +233,35 @@ def test_a_captured_container_without_values_is_the_same_object():
     seen, w = [], W
     vn.implicit(lambda x: seen.append(x) or jnp.dot(x, w))(X)
     assert len(seen) == 1
+
+
+def test_an_assignment_that_would_be_lost_is_refused():
+    def scope(w):
+        def double():
+            nonlocal w
+            w = w * 2.0
+
+        g = lambda x: jnp.dot(x, w)
+        hidden = {"double": double}
+
+        def f(x):
+            hidden["double"]()
+            return g(x)
+
+        return f
+
+    with pytest.raises(TypeError, match=r"captures an implicit array in a variable.*argument"):
+        vn.implicit(scope(W))(X)
+
+
+def _imports_and_defines(x):
+    from math import pi
+
+    class Local:
+        factor = pi if EXPECTED is not None else 0.0
+
+    return jnp.dot(x, W) * Local.factor
+
+
+def test_imports_and_classes_within_a_function_that_is_opened():
+    assert_close(vn.implicit(_imports_and_defines)(X), EXPECTED * jnp.pi, 1e-4)

@@ -187,3 +187,8 @@ def test_what_is_staged_follows_the_configuration():
         high = str(jax.make_jaxpr(run)(squared(jnp.ones((3, 3)))))
     assert "HIGHEST" in high
     assert "HIGHEST" not in str(jax.make_jaxpr(run)(squared(jnp.ones((3, 3)))))
+
+
+def test_a_dense_form_of_the_same_kind_is_refused():
+    with pytest.raises(TypeError, match=r"Odd\.materialise\(\) returns itself"):
+        vn.materialise(typed(lambda self: type(self)(self.x)))

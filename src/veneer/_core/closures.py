@@ -63,6 +63,22 @@ def close(function: Any) -> Any:
     return function.close(_close_all(function.captured)) if type(function) is Closure else function
 
 
+def refuse_assignments(closure: Any) -> None:
+    """Refuses that a function assigned variables which were opened: it would be lost."""
+    if type(closure) is not Closure:
+        return
+    for part in jax.tree.leaves(closure.captured, is_leaf=lambda x: type(x) is Closure):
+        refuse_assignments(part)
+    remake: Any = closure.close
+    for cell, content in getattr(remake, "cells", ()):
+        if not _is_filled(cell) or cell.cell_contents is not content:
+            raise TypeError(
+                f"{remake.function.__qualname__} captures an implicit array in a variable "
+                "that was assigned while it ran, which implicit would lose. Pass the array as an "
+                "argument, and return what becomes of it."
+            )
+
+
 def _close_all(tree: Any) -> Any:
     return jax.tree.map(close, tree, is_leaf=lambda x: type(x) is Closure)
 
@@ -129,11 +145,12 @@ class _Overlay(dict[str, Any]):
     """Some variables in place of a module's own, and for the rest the module's, as they are now."""
 
     def __init__(self, module: dict[str, Any], replaced: Iterable[tuple[str, Any]]):
-        super().__init__(replaced)
-        self._module = module
+        super().__init__(module)  # for code that does not ask __getitem__: imports, class bodies
+        self._module, self._replaced = module, dict(replaced)
+        self.update(self._replaced)
 
-    def __missing__(self, name: str) -> Any:
-        return self._module[name]
+    def __getitem__(self, name: str) -> Any:
+        return self._replaced[name] if name in self._replaced else self._module[name]
 
 
 class _Remake:
@@ -141,6 +158,7 @@ class _Remake:
 
     def __init__(self, function: FunctionType, opened: list[int], names: list[str]):
         self.function, self.opened, self.names = function, opened, names
+        self.cells: list[tuple[CellType, Any]] = []  # the old and the new, with what they held
 
     def __call__(self, captured: list[Any]) -> Callable:
         old = self.function
@@ -148,7 +166,10 @@ class _Remake:
         rest = iter(contents)
         cells = list(old.__closure__ or ())
         for i in self.opened:
-            cells[i] = CellType(next(rest))
+            content = next(rest)
+            self.cells.append((cells[i], cells[i].cell_contents))
+            cells[i] = CellType(content)
+            self.cells.append((cells[i], content))
         variables = old.__globals__
         if self.names:
             variables = _Overlay(variables, zip(self.names, rest, strict=True))

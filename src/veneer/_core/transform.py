@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.tree_util import tree_flatten, tree_unflatten, treedef_is_leaf
 
-from .closures import close, may_capture, open_closure
+from .closures import close, may_capture, open_closure, refuse_assignments
 from .jax_internals import ConcreteArray, current_trace, swap_trace
 from .policy import (
     ALLOW,
@@ -114,6 +114,7 @@ def _run(fn: Any, filter_spec: FilterSpec, args: Any, kwargs: Any) -> Any:
         out = close(inner_fn)(*args, **kwargs)
     finally:
         swap_trace(previous)
+    refuse_assignments(fn)
     if type(out) is not ConcreteArray:  # as most results are
         out = jax.tree.map(trace.unwrap, out)
     trace.invalidate()
