@@ -4,10 +4,12 @@ Modules import those above them, and none below:
 
     jax_internals           private JAX, and the differences between its versions
     export, tree            classes as pytrees, and as jax.export writes them
-    policy, report          who is told of what, and the report
+    policy, tables, report  who is told of what, and the report
     value                   Value, materialise
     labels, batch_axes      what may be said of a type: its leaf is the array; an axis is a batch's
-    rules, results          multiple dispatch, and the check of what a rule returns
+    functions               jitted functions of JAX's, in the place of primitives
+    rules, results, dispatch
+                            multiple dispatch, and the check of what a rule returns
     closures, reentering    functions that capture values, and functions that run later
     custom_derivatives, sharding, shard_map
                             what JAX hands to a trace as a function, or moves between devices
@@ -21,6 +23,7 @@ and the rules that hold for every type, imported below for what they register:
                             primitives that contain programs
     callbacks               those that call the host
     identities              those that return their operand
+    leading_axes            those that move batch axes
 """
 
 from pathlib import Path
@@ -32,6 +35,7 @@ from . import custom_calls as custom_calls
 from . import hi_primitives as hi_primitives
 from . import identities as identities
 from . import jax_internals
+from . import leading_axes as leading_axes
 from . import linear_solve as linear_solve
 
 jax_internals.hide_frames_of(Path(__file__).parent.parent)

@@ -1,6 +1,6 @@
 """`ImplicitArray`: what users subclass."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -54,8 +54,11 @@ class ImplicitArray(ArrayOperators, Shaped, Value, abstract=True):
     - `batch_transparent = False`: entries depend on each other (`x / norm(x)`), so a slice of the
       leaves is no slice of the value, and loops make it dense.
     - `is_label = False`: the one leaf, though of its shape and dtype, is not the dense array.
+    - `commute_ops = False`: a rule for `(x, y)` of `add`, `mul`, ... does not serve `(y, x)`.
     - `keeps_dtypes = False`: its rules may give other dtypes than the primitives do. Shapes are
       checked all the same.
+    - `trainable = ("a", "b")`: the fields that are meant to be trained, for `vn.trainable`; by
+      default all of them.
 
     A type whose one leaf is the dense array itself, with metadata beside it, is a *label*:
     derivatives, loops and shardings keep it, and never ask for the dense form.
@@ -76,6 +79,9 @@ class ImplicitArray(ArrayOperators, Shaped, Value, abstract=True):
     >>> (d @ jnp.ones(3)).tolist()
     [0.0, 1.0, 2.0]
     """
+
+    #: The names of the fields whose floating leaves are trained; None is all of them.
+    trainable: ClassVar[tuple[str, ...] | None] = None
 
     @property
     def nbytes(self) -> int:

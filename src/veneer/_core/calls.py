@@ -4,6 +4,7 @@ Each is bound again, with the jaxpr it contains staged anew for implicit operand
 inside it, on the leaves.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -11,10 +12,14 @@ from weakref import WeakKeyDictionary, ref
 import jax
 from jax.tree_util import treedef_is_leaf
 
+from .batch_axes import has_batch_axes
+from .dispatch import apply_rules
+from .functions import recognise
 from .jax_internals import UNSPECIFIED, find_primitive, open_jaxpr
 from .policy import current_policy, tells_each_time
 from .rules import add_rule, forget_with_rules, structural
 from .staging import stage
+from .value import Value
 
 # An eager jit is one call of a compiled function of values. It is found by its jaxpr, which JAX
 # keeps as long as the function.
@@ -36,13 +41,42 @@ def _jit_eagerly(values: Sequence[Any], params: dict[str, Any]) -> Any:
 def _compiled(jaxpr: ref, name: str) -> Callable[..., list[Any]]:
     # By a weak reference, or the function would keep the key alive under which it is found.
     def function(*values: Any) -> list[Any]:
-        return stage("jit", jaxpr(), values)(*values)
+        out = _by_a_rule(name, jaxpr(), values)
+        return stage("jit", jaxpr(), values)(*values) if out is NotImplemented else out
 
     function.__name__ = function.__qualname__ = name
     return jax.jit(function)
 
 
+class _NoRuleError(Exception):
+    """A function that is called has no rule for its operands, and is to be opened."""
+
+
+def _by_a_rule(name: str, jaxpr: Any, values: Sequence[Any]) -> Any:
+    """What the rules of a function give, if it is a program that JAX has for that function."""
+    call = recognise(name, jaxpr)
+    if call is None:
+        return NotImplemented
+
+    def apply(*values: Any) -> Any:
+        out = apply_rules(call.function, values, {})
+        if out is NotImplemented:
+            raise _NoRuleError
+        return out
+
+    if not all(has_batch_axes(v, call.vmaps) for v in values if isinstance(v, Value)):
+        return NotImplemented
+    mapped = functools.reduce(lambda f, _: jax.vmap(f), range(call.vmaps), apply)
+    try:
+        return mapped(*values)
+    except _NoRuleError:
+        return NotImplemented
+
+
 def _jit(*values: Any, jaxpr: Any, **params: Any) -> Any:
+    out = _by_a_rule(params["name"], jaxpr, values)
+    if out is not NotImplemented:
+        return out
     staged = stage("jit", jaxpr, values)
     in_trees: list[Any] = [jax.tree.structure(v) for v in values]
     out_trees = staged.out_trees

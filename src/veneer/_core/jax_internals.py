@@ -21,6 +21,7 @@ from jax._src.ad_util import SymbolicZero, Zero
 from jax._src.config import trace_context
 from jax._src.core import Primitive, jaxpr_as_fun
 from jax._src.export._export import deserialization_registry
+from jax._src.interpreters.batching import BatchTracer
 from jax._src.interpreters.partial_eval import DynamicJaxprTracer, convert_constvars_jaxpr
 from jax._src.lax.control_flow import solves
 from jax._src.sharding_impls import UNSPECIFIED
@@ -46,6 +47,8 @@ __all__ = [
     "is_eager",
     "is_zero",
     "jaxpr_as_fun",
+    "known_entries",
+    "mapped_axis",
     "open_jaxpr",
     "register_serialization",
     "reset_stores",
@@ -81,20 +84,37 @@ def swap_trace(trace: Any) -> Any:
 
 def is_zero(x: Any) -> bool:
     """Whether an array is known to be zero: a concrete one, or a traced one made of zeros."""
+    entries = known_entries(x)
+    return entries is not None and not entries.any()
+
+
+def known_entries(x: Any) -> np.ndarray | None:
+    """The values among the entries of an array, or None if they are not known.
+
+    Those of a concrete array, or of the one of which a traced array is made by copies alone.
+    """
     if isinstance(x, DynamicJaxprTracer):
         if isinstance(x.val, core.Literal):
-            return is_zero(x.val.val)
+            return known_entries(x.val.val)
         made: Any = x.parent
-        if made is None or made.primitive.name in _NEVER_READ:
-            return made is not None
-        return made.primitive.name in _COPIES and is_zero(made.in_tracers[0])
+        if made is None:
+            return None
+        if made.primitive.name in _NEVER_READ:
+            return np.zeros(())
+        entries = known_entries(made.in_tracers[0]) if made.primitive.name in _COPIES else None
+        return None if entries is None else entries.astype(x.dtype)
     if isinstance(x, Tracer) or jax.dtypes.issubdtype(jax.typeof(x).dtype, jax.dtypes.extended):
-        return False
-    return not np.asarray(x).any()
+        return None
+    return np.asarray(x)
 
 
 _COPIES = {"broadcast_in_dim", "convert_element_type", "copy", "copy_p", "reshape"}  # two copies
 _NEVER_READ = {"empty", "empty2"}  # what a branch gives for a residual of another
+
+
+def mapped_axis(x: Any) -> Any:
+    """The axis that `jax.vmap` has just taken off an array, or None if it has taken none."""
+    return x.batch_dim if isinstance(x, BatchTracer) else None
 
 
 def is_eager() -> bool:

@@ -44,8 +44,10 @@ def _at_top_level(function: Callable) -> Callable[..., Any]:
 
 
 def _are_arrays(operands: Sequence[Any]) -> bool:
-    for x in operands:  # noqa: SIM110  # in each eager operation: faster than all()
+    for x in operands:  # in each eager operation: faster than all()
         if not isinstance(x, _OPERANDS):
+            return False
+        if isinstance(x, Value) and not x.compiles_operators:
             return False
     return True
 

@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from .policy import Event
+from .tables import count_of, html_table, size_of, text_table
 
 
 @dataclass(frozen=True, repr=False)
@@ -25,21 +26,15 @@ class Report:
     @property
     def summary(self) -> str:
         """What happened, in a sentence."""
-        met = f"{_count(len(self.events), 'primitive')} met an implicit array"
+        met = f"{count_of(len(self.events), 'primitive')} met an implicit array"
         dense = self.materialised
         if not dense:
             return f"{met}, and none made it dense."
-        total = _size(sum(event.nbytes for event in dense))
+        total = size_of(sum(event.nbytes for event in dense))
         return f"{met}, and {len(dense)} of them made it dense: {total} in all."
 
     def __str__(self) -> str:
-        rows = [_HEADINGS, *(_cells(event, n) for event, n in Counter(self.events).items())]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADINGS))]
-        lines = [
-            "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        ]
-        return "\n".join([*lines, self.summary])
+        return f"{text_table(_HEADINGS, self._rows())}\n{self.summary}"
 
     __repr__ = __str__
 
@@ -47,18 +42,12 @@ class Report:
         """The same table as a page of HTML, which needs nothing else."""
         import html  # which takes a while
 
-        row = lambda tag, cells, kind="": (
-            f"<tr{kind}>"
-            + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells)
-            + "</tr>"
-        )
-        body = "\n".join(
-            row("td", _cells(event, n), "" if event.rule else ' class="dense"')
-            for event, n in Counter(self.events).items()
-        )
-        return _PAGE.format(
-            summary=html.escape(self.summary), headings=row("th", _HEADINGS), rows=body
-        )
+        kinds = ["" if event.rule else "dense" for event in Counter(self.events)]
+        table = html_table(_HEADINGS, self._rows(), right=("times", "dense"), kinds=kinds)
+        return _PAGE.format(summary=html.escape(self.summary), table=table)
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        return [_cells(event, n) for event, n in Counter(self.events).items()]
 
 
 _HEADINGS = ("primitive", "operands", "times", "what ran", "dense", "where in the program")
@@ -70,7 +59,7 @@ def _cells(event: Event, times: int) -> tuple[str, ...]:
         ", ".join(event.operands),
         str(times),
         f"rule {_short(event.rule)}" if event.rule else "materialised",
-        "" if event.rule else _size(event.nbytes * times),
+        "" if event.rule else size_of(event.nbytes * times),
         _short(event.line),
     )
 
@@ -78,20 +67,6 @@ def _cells(event: Event, times: int) -> tuple[str, ...]:
 def _short(place: str) -> str:
     """A place in a file, without the directory that the program runs in."""
     return place.removeprefix(os.getcwd() + os.sep)
-
-
-def _count(n: int, noun: str) -> str:
-    return f"{n:,} {noun}" + ("" if n == 1 else "s")
-
-
-def _size(nbytes: int) -> str:
-    if nbytes < 10_000:
-        return _count(nbytes, "byte")
-    for unit in ("kB", "MB", "GB"):
-        nbytes = nbytes / 1000  # type: ignore[assignment]
-        if nbytes < 1000 or unit == "GB":
-            break
-    return f"{nbytes:,.3g} {unit}"
 
 
 _PAGE = """<!doctype html>
@@ -108,18 +83,12 @@ _PAGE = """<!doctype html>
   th {{ text-align: left; font-weight: 600; padding: .4rem .8rem; border-bottom: 2px solid #8886; }}
   td {{ font-family: ui-monospace, monospace; padding: .35rem .8rem; vertical-align: top;
         border-bottom: 1px solid #8883; overflow-wrap: anywhere; }}
-  th:nth-child(3), td:nth-child(3), th:nth-child(5), td:nth-child(5) {{ text-align: right;
-        white-space: nowrap; }}
+  th:nth-child(3), td:nth-child(3), th:nth-child(5), td:nth-child(5) {{ white-space: nowrap; }}
   tr.dense td {{ background: #e8590c22; }}
   tr.dense td:nth-child(4) {{ font-weight: 600; }}
 </style>
 <h1>What happened to implicit arrays</h1>
 <p>{summary}</p>
-<table>
-<thead>{headings}</thead>
-<tbody>
-{rows}
-</tbody>
-</table>
+{table}
 </html>
 """

@@ -1,21 +1,21 @@
 """Checks what a rule returns against what JAX says that its primitive gives."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 import jax
 
-from .jax_internals import Primitive
+from .rules import Target
 from .value import Value, describe
 
 
 def check_result(
-    primitive: Primitive,
+    primitive: Target,
     values: Sequence[Any],
     params: dict[str, Any],
     out: Any,
-    source: Callable[[], str],
+    source: str,
 ) -> None:
     """Refuses a result of other shapes or dtypes than the primitive's abstract evaluation gives.
 
@@ -31,7 +31,7 @@ def check_result(
     if found is None or (several and not isinstance(out, list | tuple)):
         kind = "a sequence of arrays" if several else "one array"
         raise TypeError(
-            f"{source()} for {primitive.name}({', '.join(describe(values))}) returns {out!r}; "
+            f"{source} for {primitive.name}({', '.join(describe(values))}) returns {out!r}; "
             f"{primitive.name} gives {kind}, and a rule may also return NotImplemented"
         )
     avals = tuple(map(_aval, values))
@@ -45,7 +45,7 @@ def check_result(
     if expected is not None and seen(found) != seen(expected):
         show = lambda kinds: ", ".join("?" if kind is None else _short(*kind) for kind in kinds)
         raise TypeError(
-            f"{source()} for {primitive.name}({', '.join(describe(values))}) returns "
+            f"{source} for {primitive.name}({', '.join(describe(values))}) returns "
             f"{show(found)}, where {primitive.name} gives {show(expected)}"
         )
 
@@ -63,7 +63,7 @@ def _shape_and_dtype(aval: Any) -> tuple[Any, Any] | None:
 
 
 @lru_cache(maxsize=4096)
-def _abstract_results(primitive: Primitive, avals: Any, items: Any) -> list[Any] | None:
+def _abstract_results(primitive: Target, avals: Any, items: Any) -> list[Any] | None:
     try:
         out, _ = primitive.abstract_eval(*avals, **dict(items))
     except Exception:  # whatever a primitive raises that does not take such operands

@@ -6,13 +6,14 @@ is one between tuples of classes, small enough to own, and a resolution is cache
 dict.
 """
 
+import functools
 import inspect
 import itertools
 import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike
 
+from .functions import JittedFunction, is_jitted, jitted_function
 from .jax_internals import Primitive, find_primitive
 from .value import Value
 
@@ -96,7 +98,10 @@ def location_of(function: Callable) -> str:
     return f"{code.co_filename}:{code.co_firstlineno}"
 
 
-_rules: dict[Primitive, list[Rule]] = {}
+# Of what rules are: a primitive, or a jitted function that is treated as if it were one.
+Target = Primitive | JittedFunction
+
+_rules: dict[Target, list[Rule]] = {}
 _resolutions: dict[Any, Rule | None] = {}
 _forget: list[Callable[[], None]] = [_resolutions.clear]
 
@@ -107,7 +112,9 @@ def forget_with_rules(clear: Callable[[], None]) -> None:
 
 
 def register(
-    primitive: Primitive | str | Iterable[Primitive | str], *, precedence: int = 0
+    primitive: Primitive | str | Callable | Iterable[Primitive | str | Callable],
+    *,
+    precedence: int = 0,
 ) -> Callable[[_F], _F]:
     """Registers a rule: how a JAX primitive acts on the operand types that are annotated.
 
@@ -119,8 +126,14 @@ def register(
 
     **Arguments:**
 
-    - `primitive`: a primitive, its name (as jaxprs print it), or a sequence of them.
+    - `primitive`: a primitive, its name (as jaxprs print it), or a sequence of them. Or a jitted
+      function (`jnp.linalg.det`), or a partial of one with static keywords: then the rule takes the
+      function's arrays, and returns what it returns. It is run where that very function is called;
+      batched or differentiated from within, the function is opened, and its primitives are met.
     - `precedence`: breaks ties between rules of which neither is more specific.
+
+    A rule for `(T, U)` of a commutative primitive (`COMMUTATIVE`) also serves `(U, T)`, where none
+    is registered for that, unless a type says `commute_ops = False`.
 
     **Raises:** ValueError for an unknown name; TypeError for an annotation that is not a type of
     operand. Two rules that tie raise `AmbiguousLookupError` when operands meet them.
@@ -136,13 +149,8 @@ def register(
     >>> Zero(jnp.ones(3)) * jnp.arange(3.0)
     Zero(like=f32[3])
     """
-    several = (primitive,) if isinstance(primitive, str | Primitive) else tuple(primitive)
-    targets = [find_primitive(p) if isinstance(p, str) else p for p in several]
-    for target in targets:
-        if not isinstance(target, Primitive):
-            raise TypeError(
-                f"register takes a JAX primitive, its name or a sequence of them, got {target!r}"
-            )
+    one = isinstance(primitive, str | Primitive) or callable(primitive)
+    targets = [_target(p) for p in ((primitive,) if one else primitive)]  # type: ignore[union-attr]
 
     def add(function: _F) -> _F:
         add_rule(function, targets, precedence)
@@ -151,9 +159,22 @@ def register(
     return add
 
 
+def _target(x: Any) -> Target:
+    if isinstance(x, str):
+        return find_primitive(x)
+    if isinstance(x, Primitive):
+        return x
+    if is_jitted(x):
+        return jitted_function(x)
+    raise TypeError(
+        "register takes a JAX primitive, its name, a function that jax.jit has made, or a sequence "
+        f"of them, got {x!r}"
+    )
+
+
 def add_rule(
     function: Callable,
-    primitives: Iterable[Primitive],
+    primitives: Iterable[Target],
     precedence: int = -1,
     *,
     structural: bool = False,
@@ -173,8 +194,29 @@ def add_rule(
     rule = Rule(function, operands, more, precedence, structural, conditional, eager)
     for primitive in primitives:
         _rules.setdefault(primitive, []).append(rule)
+        if primitive.name in COMMUTATIVE and _may_swap(rule):
+            _rules[primitive].append(_swapped(rule))
     for clear in _forget:
         clear()
+
+
+#: Primitives of which a rule for `(x, y)` also serves `(y, x)`, for types with `commute_ops`.
+COMMUTATIVE = frozenset("add add_any mul max min and or xor eq ne".split())
+
+
+def _may_swap(rule: Rule) -> bool:
+    two_kinds = len(set(rule.operands)) == 2 == len(rule.operands) and rule.more is None
+    values = {c for kinds in rule.operands for c in kinds if issubclass(c, Value)}
+    return two_kinds and all(c.commute_ops for c in values)
+
+
+def _swapped(rule: Rule) -> Rule:
+    @functools.wraps(rule.function)
+    def function(x: Any, y: Any, **params: Any) -> Any:
+        return rule.function(y, x, **params)
+
+    # Of the same types in this order, one that is registered as such comes first.
+    return replace(rule, function=function, operands=rule.operands[::-1], order=-1)
 
 
 def structural(name: str) -> Callable[[_F], _F]:
@@ -188,7 +230,7 @@ def structural(name: str) -> Callable[[_F], _F]:
 
 
 def resolve(
-    primitive: Primitive, classes: tuple[type, ...], tried: tuple[Rule, ...] = ()
+    primitive: Target, classes: tuple[type, ...], tried: tuple[Rule, ...] = ()
 ) -> Rule | None:
     """The rule for operands of these classes, without those already tried; None if none fits."""
     key = primitive, classes, tried
@@ -199,7 +241,7 @@ def resolve(
 
 
 def _most_specific(
-    primitive: Primitive, classes: tuple[type, ...], tried: tuple[Rule, ...]
+    primitive: Target, classes: tuple[type, ...], tried: tuple[Rule, ...]
 ) -> Rule | None:
     fitting = [r for r in _rules.get(primitive, ()) if r.fits(classes) and r not in tried]
     best = [r for r in fitting if not any(_beats(s, r, len(classes)) for s in fitting)]

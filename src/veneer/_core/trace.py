@@ -8,16 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from .custom_derivatives import custom_jvp_call, custom_vjp_call
-from .jax_internals import Primitive, Trace, Tracer, is_eager, set_current_trace, swap_trace
-from .policy import note_rule
-from .results import check_result
-from .rules import Dense, location_of, resolve
+from .dispatch import dispatch
+from .jax_internals import Primitive, Trace, Tracer, set_current_trace, swap_trace
 from .shard_map import shard_map_call
-from .value import Value, describe
+from .value import Value
 
 
 class ImplicitTracer(Tracer):
@@ -135,64 +131,3 @@ class ImplicitTrace(Trace):
     def _inline(self, fun: Any, tracers: Sequence[Any]) -> Any:
         with set_current_trace(self):
             return fun.call_wrapped(*tracers)
-
-
-def _array(x: Any) -> Any:
-    """A result of a rule, which may be a number or an array of NumPy's, as one of JAX's."""
-    return jnp.asarray(x) if isinstance(x, _NOT_JAX) else x
-
-
-_NOT_JAX = (np.ndarray, np.generic, bool, int, float, complex)
-
-
-def _call(
-    function: Callable, primitive: Primitive, values: Sequence[Any], params: dict[str, Any]
-) -> Any:
-    try:
-        return function(*values, **params)
-    except TypeError as error:
-        if error.__traceback__ is None or error.__traceback__.tb_next is not None:
-            raise  # within the function
-        raise TypeError(
-            f"the rule at {location_of(function)} cannot be called for "
-            f"{primitive.name}({', '.join(describe(values))}): {error}. A rule takes the operands "
-            f"by position, and the parameters {', '.join(params)} by keyword or as **params."
-        ) from None
-
-
-def dispatch(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]) -> Any:
-    """What a primitive gives on values of which one at least is implicit.
-
-    A matching rule; else the one `default` that the operands' types override; else the operands
-    are materialised.
-    """
-    classes = tuple([type(v) if isinstance(v, Value) else Dense for v in values])
-    tried: tuple = ()
-    while (rule := resolve(primitive, classes, tried)) is not None:
-        out = NotImplemented
-        if rule.eager is not None and is_eager():
-            out = rule.eager(values, params)
-        if out is NotImplemented:
-            out = _call(rule.function, primitive, values, params)
-        if out is not NotImplemented:
-            if not rule.structural:
-                check_result(primitive, values, params, out, lambda: f"the rule at {rule.location}")
-                note_rule(primitive.name, lambda: describe(values), rule.location)
-                return list(map(_array, out)) if primitive.multiple_results else _array(out)
-            return out
-        tried = (*tried, rule)
-    kinds = {type(v) for v in values if isinstance(v, Value)}
-    defaults = {kind.default: kind.__name__ for kind in kinds if kind.default is not Value.default}
-    if not defaults:
-        return Value.default(primitive, values, params)
-    if len(defaults) > 1:
-        names = " and ".join(sorted(defaults.values()))
-        raise TypeError(
-            f"{primitive.name}({', '.join(describe(values))}): no rule fits, and {names} each have "
-            "a default of their own. Register a rule for the combination."
-        )
-    ((default, name),) = defaults.items()
-    out = default(primitive, values, params)
-    check_result(primitive, values, params, out, lambda: f"the default of {name}")
-    note_rule(primitive.name, lambda: describe(values), location_of(default))
-    return out

@@ -108,9 +108,10 @@ def _run(fn: Any, filter_spec: FilterSpec, args: Any, kwargs: Any) -> Any:
         return close(fn)(*args, **kwargs)
     trace = ImplicitTrace(current_trace(), tag=object())
     wrapped = [ImplicitTracer(trace, x) if c else x for c, x in zip(chosen, leaves, strict=True)]
-    inner_fn, args, kwargs = tree_unflatten(treedef, wrapped)
     previous = swap_trace(trace)
     try:
+        # Within the trace, of which modules of flax.nnx take note as they are made.
+        inner_fn, args, kwargs = tree_unflatten(treedef, wrapped)
         out = close(inner_fn)(*args, **kwargs)
     finally:
         swap_trace(previous)

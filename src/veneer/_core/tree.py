@@ -62,8 +62,15 @@ def check_fields(value: Any) -> None:
 
 
 def has_metadata(value: Any) -> bool:
-    """Whether a dataclass has static fields."""
-    return any(field.metadata.get("static", False) for field in dataclasses.fields(value))
+    """Whether a dataclass, or one in its fields, has static fields."""
+    for field in dataclasses.fields(value):
+        # jax.tree_util and Equinox mark them by the first, flax.struct by the second.
+        if field.metadata.get("static", False) or not field.metadata.get("pytree_node", True):
+            return True
+        part = getattr(value, field.name, None)
+        if dataclasses.is_dataclass(part) and has_metadata(part):
+            return True
+    return False
 
 
 def make_dataclass(cls: type) -> None:

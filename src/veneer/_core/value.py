@@ -41,6 +41,13 @@ class Value:
     #: Whether rules give results of the dtypes that the primitives give. Shapes they always keep.
     keeps_dtypes: ClassVar[bool] = True
 
+    #: Whether a rule for operands `(x, y)` of a commutative primitive also serves `(y, x)`.
+    commute_ops: ClassVar[bool] = True
+
+    #: Whether operators at top level may be compiled, with the leaves as arguments. A type says
+    #: False that keeps on the value what it has computed.
+    compiles_operators: ClassVar[bool] = True
+
     _made_here: ClassVar[bool] = False
     _pytree: ClassVar[bool] = False
 
@@ -229,7 +236,7 @@ def _short(aval: Any) -> str:
 
 
 def _summary(x: Any) -> str:
-    if hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, Value):
+    if not isinstance(x, Value) and hasattr(x, "shape") and hasattr(x, "dtype"):
         return _short(jax.core.ShapedArray(x.shape, x.dtype))
     return repr(x)
 

@@ -1,0 +1,97 @@
+"""Dispatch: what a primitive gives on implicit operands, by a rule, a default, or made dense."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .functions import JittedFunction
+from .jax_internals import Primitive, is_eager
+from .policy import note_rule
+from .results import check_result
+from .rules import Dense, Target, location_of, resolve
+from .value import Value, describe, is_value
+
+
+def dispatch(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]) -> Any:
+    """What a primitive gives on values of which one at least is implicit.
+
+    A matching rule; else the one `default` that the operands' types override; else the operands
+    are materialised.
+    """
+    out = apply_rules(primitive, values, params)
+    if out is not NotImplemented:
+        return out
+    kinds = {type(v) for v in values if isinstance(v, Value)}
+    defaults = {kind.default: kind.__name__ for kind in kinds if kind.default is not Value.default}
+    if not defaults:
+        return Value.default(primitive, values, params)
+    if len(defaults) > 1:
+        names = " and ".join(sorted(defaults.values()))
+        raise TypeError(
+            f"{primitive.name}({', '.join(describe(values))}): no rule fits, and {names} each have "
+            "a default of their own. Register a rule for the combination."
+        )
+    ((default, name),) = defaults.items()
+    out = default(primitive, values, params)
+    if out is NotImplemented:
+        return Value.default(primitive, values, params)
+    location = location_of(default)
+    return _checked(primitive, values, params, out, location, f"the default of {name}")
+
+
+def apply_rules(target: Target, values: Sequence[Any], params: dict[str, Any]) -> Any:
+    """What the most specific rule gives that takes the values, or NotImplemented."""
+    classes = tuple([type(v) if isinstance(v, Value) else Dense for v in values])
+    tried: tuple = ()
+    while (rule := resolve(target, classes, tried)) is not None:
+        out = NotImplemented
+        if rule.eager is not None and is_eager():
+            out = rule.eager(values, params)
+        if out is NotImplemented:
+            out = _call(rule.function, target, values, params)
+        if out is not NotImplemented:
+            if rule.structural:
+                return out
+            if isinstance(target, JittedFunction):
+                out = jax.tree.leaves(out, is_leaf=is_value)
+            source = f"the rule at {rule.location}"
+            return _checked(target, values, params, out, rule.location, source)
+        tried = (*tried, rule)
+    return NotImplemented
+
+
+def _call(function: Callable, target: Target, values: Sequence[Any], params: dict[str, Any]) -> Any:
+    try:
+        return function(*values, **params)
+    except TypeError as error:
+        if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+            raise  # within the function
+        raise TypeError(
+            f"the rule at {location_of(function)} cannot be called for "
+            f"{target.name}({', '.join(describe(values))}): {error}. A rule takes the operands "
+            f"by position, and the parameters {', '.join(params)} by keyword or as **params."
+        ) from None
+
+
+def _checked(
+    target: Target,
+    values: Sequence[Any],
+    params: dict[str, Any],
+    out: Any,
+    location: str,
+    source: str,
+) -> Any:
+    check_result(target, values, params, out, source)
+    note_rule(target.name, lambda: describe(values), location)
+    return list(map(_array, out)) if target.multiple_results else _array(out)
+
+
+def _array(x: Any) -> Any:
+    """A result of a rule, which may be a number or an array of NumPy's, as one of JAX's."""
+    return jnp.asarray(x) if isinstance(x, _NOT_JAX) else x
+
+
+_NOT_JAX = (np.ndarray, np.generic, bool, int, float, complex)

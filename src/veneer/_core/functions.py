@@ -1,0 +1,92 @@
+"""Jitted functions of JAX's as something that has rules, as primitives have.
+
+`jnp.linalg.det` is a jit of some program, and by its primitives no rule could tell that this is a
+determinant. So a jit is recognised by its program: its jaxpr must be the very one to which JAX
+traces the function for operands of these types. JAX caches that, and gives the same object each
+time, also for one that `jax.vmap` has batched. Differentiated it is another program, which is not
+recognised.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import jax
+
+
+class JittedFunction:
+    """A jitted function, or a partial of one with static keywords, in the place of a primitive."""
+
+    multiple_results = True
+
+    def __init__(self, function: Any):
+        partial = isinstance(function, functools.partial)
+        self._jitted: Any = function.func if partial else function
+        self._keywords = function.keywords if partial else {}
+        self.name: str = self._jitted.__name__
+
+    def jaxpr(self, avals: Sequence[Any], vmaps: int = 0) -> Any:
+        """What JAX traces it to for operands of these types, if so many axes are mapped."""
+        like = [
+            jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type, sharding=a.sharding)
+            for a in avals
+        ]
+        function = lambda *xs: self._jitted(*xs, **self._keywords)
+        for _ in range(vmaps):
+            function = jax.vmap(function)
+        equations = jax.make_jaxpr(function)(*like).jaxpr.eqns
+        return equations[-1].params["jaxpr"] if equations else None
+
+    def abstract_eval(self, *avals: Any) -> tuple[Any, Any]:
+        """The types of the results, as a primitive of several results gives them."""
+        return list(self.jaxpr(avals).out_avals), set()
+
+
+_functions: dict[Any, JittedFunction] = {}
+_by_name: dict[str, list[JittedFunction]] = {}
+_recognised: WeakKeyDictionary[Any, "Call | None"] = WeakKeyDictionary()
+
+
+def is_jitted(function: Any) -> bool:
+    """Whether a function, or the one that a partial is of, is the result of `jax.jit`."""
+    bare = function.func if isinstance(function, functools.partial) else function
+    return callable(bare) and hasattr(bare, "trace") and hasattr(bare, "lower")
+
+
+def jitted_function(function: Any) -> JittedFunction:
+    """The one `JittedFunction` of a function, which makes it known to `recognise`."""
+    partial = isinstance(function, functools.partial)
+    key = (function.func, tuple(sorted(function.keywords.items()))) if partial else function
+    if key not in _functions:
+        made = _functions[key] = JittedFunction(function)
+        _by_name.setdefault(made.name, []).append(made)
+        _recognised.clear()
+    return _functions[key]
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a jit is found to be: a function, under so many calls of `jax.vmap`."""
+
+    function: JittedFunction
+    vmaps: int
+
+
+def recognise(name: str, jaxpr: Any) -> Call | None:
+    """The function that has rules and of which this is the program; None if there is none."""
+    if name not in _by_name:
+        return None
+    if jaxpr not in _recognised:
+        calls = (Call(f, vmaps) for vmaps in range(3) for f in _by_name[name])
+        _recognised[jaxpr] = next((c for c in calls if _is_program_of(jaxpr, c)), None)
+    return _recognised[jaxpr]
+
+
+def _is_program_of(jaxpr: Any, call: Call) -> bool:
+    avals = jaxpr.in_avals
+    try:
+        return call.function.jaxpr(avals, call.vmaps) is jaxpr
+    except Exception:  # whatever the function raises for operands that are not its own
+        return False

@@ -1,0 +1,199 @@
+"""Claims of the array types: what an operation gives, and of which type, in every transformation.
+
+A claim is a function of some operands. It is run with `vn.implicit`, and with `dense`, which makes
+the operands dense at that very place, under each of the transformations; the two must agree. Unless
+it says so, nothing may be made dense on the way.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import veneer as vn
+
+VALUES = {"is_leaf": lambda x: isinstance(x, vn.Value)}
+
+
+class Draw:
+    """Random arrays to make operands of: of some batch axes, size `n`, and dtype.
+
+    `draw(m, n)` is a normal array of shape `[*batch, m, n]`; `draw.positive(n)` is in [0.5, 1.5).
+    """
+
+    def __init__(self, seed: int, batch: tuple[int, ...], n: int, dtype: Any):
+        self._key, self._count = jax.random.key(seed), 0
+        self.batch, self.n, self.dtype = batch, n, jnp.dtype(dtype)
+
+    @property
+    def key(self) -> jax.Array:
+        """A key, another each time."""
+        self._count += 1
+        return jax.random.fold_in(self._key, self._count)
+
+    def __call__(self, *shape: int) -> jax.Array:
+        return jax.random.normal(self.key, (*self.batch, *shape)).astype(self.dtype) / 2
+
+    def positive(self, *shape: int) -> jax.Array:
+        return (jax.random.uniform(self.key, (*self.batch, *shape)) + 0.5).astype(self.dtype)
+
+
+Maker = Callable[[Draw], Any]
+
+
+def undress(tree: Any) -> Any:
+    """The dense arrays that a tree stands for; of a label that refuses, the array it holds."""
+
+    def dense(x: Any) -> Any:
+        if not isinstance(x, vn.Value):
+            return x
+        try:
+            return vn.materialise(x)
+        except (TypeError, ValueError, RuntimeError):
+            (leaf,) = jax.tree.leaves(x)
+            return leaf
+
+    return jax.tree.map(dense, tree, **VALUES)
+
+
+def dense(function: Callable) -> Callable:
+    """What `implicit(function)` must agree with."""
+    return lambda *args: function(*undress(args))
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A function of operands that are made of a `Draw`, and the type of its result.
+
+    **Arguments:**
+
+    - `run`: the function.
+    - `operands`: what makes each of its operands.
+    - `kept`: the type of every result, as a class; None for dense arrays.
+    - `made_dense`: whether an operand is made dense, as `vn.explain` then shows.
+    - `sizes`: further sizes `n` at which it holds, beside 4.
+    - `dtypes`: further dtypes in which it holds, beside float32.
+    - `tolerance`: of results, relative to the largest, in units of the dtype's epsilon.
+    - `without`: transformations that do not apply, with the reason in a comment beside.
+    """
+
+    run: Callable
+    operands: Sequence[Maker]
+    kept: type | None = None
+    made_dense: bool = False
+    sizes: tuple[int, ...] = (0, 1, 5)
+    dtypes: tuple[str, ...] = ("bfloat16", "float16", "float64")
+    tolerance: float = 256
+    without: tuple[str, ...] = ()
+
+    def make(self, batch: tuple[int, ...] = (), n: int = 4, dtype: Any = "float32") -> list[Any]:
+        return [make(Draw(i, batch, n, dtype)) for i, make in enumerate(self.operands)]
+
+
+def scalar(tree: Any) -> jax.Array:
+    """A number that depends on every entry."""
+    leaves = jax.tree.leaves(undress(tree))
+    return sum((jnp.sin(x.astype(jnp.float32)).sum() for x in leaves), jnp.float32(0))
+
+
+def floats(operands: Sequence[Any]) -> tuple[int, ...]:
+    """The operands by which a program can be differentiated."""
+    differentiable = lambda x: jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+    return tuple(i for i, x in enumerate(operands) if any(map(differentiable, jax.tree.leaves(x))))
+
+
+def _grad(function: Callable, operands: Sequence[Any]) -> Callable:
+    return jax.grad(lambda *xs: scalar(function(*xs)), floats(operands), allow_int=True)
+
+
+# Of a transform m, which is vn.implicit or `dense`, a function f, and operands (*x, stacks *xs).
+TRANSFORMATIONS: dict[str, Callable] = {
+    "implicit": lambda m, f, x, xs: m(f)(*x),
+    "jit of implicit": lambda m, f, x, xs: jax.jit(m(f))(*x),
+    "implicit of jit": lambda m, f, x, xs: m(jax.jit(f))(*x),
+    "vmap of implicit": lambda m, f, x, xs: jax.vmap(m(f))(*xs),
+    "implicit of vmap": lambda m, f, x, xs: m(jax.vmap(f))(*xs),
+    "implicit of scan": lambda m, f, x, xs: m(
+        lambda *xs: jax.lax.scan(lambda c, x: (c, f(*x)), 0, xs)[1]
+    )(*xs),
+    "grad of implicit": lambda m, f, x, xs: _grad(m(f), x)(*x),
+    "implicit of grad": lambda m, f, x, xs: m(
+        jax.grad(lambda *a: scalar_of_arrays(f(*a)), floats(undress(x)))
+    )(*x),
+}
+
+
+def scalar_of_arrays(tree: Any) -> jax.Array:
+    """`scalar`, as a program that knows nothing of implicit arrays."""
+    return sum(
+        (jnp.sin(x.astype(jnp.float32)).sum() for x in jax.tree.leaves(tree)), jnp.float32(0)
+    )
+
+
+def _of_structured(claim: Claim) -> Callable:
+    policy = "allow" if claim.made_dense else "error"
+    return lambda f: vn.implicit(f, on_materialise=policy)
+
+
+# A derivative by the dense array is dense, so what a type keeps of its structure does not apply.
+_BY_THE_DENSE = ("implicit of grad",)
+
+
+def claims(table: Mapping[str, Claim]) -> tuple[Callable, Callable]:
+    """The tests of a table of claims: under transformations, and over sizes and dtypes."""
+    grid = [
+        pytest.param(claim, how, id=f"{name}-{how}")
+        for name, claim in table.items()
+        for how in TRANSFORMATIONS
+        if how not in claim.without
+    ]
+
+    @pytest.mark.parametrize(("claim", "how"), grid)
+    def test_under(claim, how):
+        run, x, xs = TRANSFORMATIONS[how], claim.make(), claim.make(batch=(3,))
+        m = vn.implicit if how in _BY_THE_DENSE else _of_structured(claim)
+        out = run(m, claim.run, x, xs)
+        assert_agrees(out, run(dense, claim.run, x, xs), claim)
+        if "grad" not in how:
+            check_kept(out, claim)
+
+    @pytest.mark.parametrize("claim", [pytest.param(c, id=name) for name, c in table.items()])
+    def test_over_sizes_and_dtypes(claim):
+        for n, dtype in [(n, "float32") for n in claim.sizes] + [(4, d) for d in claim.dtypes]:
+            with jax.enable_x64(True) if dtype == "float64" else nullcontext():
+                x = claim.make(n=n, dtype=dtype)
+                out = _of_structured(claim)(claim.run)(*x)
+                assert_agrees(out, dense(claim.run)(*x), claim)
+                check_kept(out, claim)
+
+    return test_under, test_over_sizes_and_dtypes
+
+
+def check_kept(out: Any, claim: Claim) -> None:
+    """That every result is of the type that is claimed."""
+    for x in jax.tree.leaves(out, **VALUES):
+        if claim.kept is None:
+            assert not isinstance(x, vn.Value), f"{x!r} is claimed to be dense"
+        else:
+            assert isinstance(x, claim.kept), f"{x!r} is claimed to be of {claim.kept.__name__}"
+
+
+def assert_agrees(out: Any, expected: Any, claim: Claim) -> None:
+    """Trees of types are compared as they are where both are such, and else by what they mean."""
+    for x in (out, expected):
+        assert not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(x))
+    if jax.tree.structure(out) != jax.tree.structure(expected):
+        out, expected = undress(out), undress(expected)
+    assert jax.tree.structure(out) == jax.tree.structure(expected)
+    for x, y in zip(jax.tree.leaves(out), jax.tree.leaves(expected), strict=True):
+        assert (jnp.shape(x), jnp.result_type(x)) == (jnp.shape(y), jnp.result_type(y))
+        if jnp.issubdtype(jnp.result_type(x), jnp.inexact):
+            largest = jnp.max(jnp.abs(y), initial=1.0, where=jnp.isfinite(y)).astype(float)
+            atol = float(claim.tolerance * jnp.finfo(y.dtype).eps * largest)
+            assert jnp.allclose(x, y, rtol=0, atol=atol, equal_nan=True), (x, y)
+        elif jnp.result_type(x) != jax.dtypes.float0:
+            assert (jnp.asarray(x) == jnp.asarray(y)).all(), (x, y)

@@ -1,0 +1,76 @@
+"""Batch axes come, go and move without code of the type's own, and without its dense form."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from array_types import Diagonal, Metres, Normed, Tagged, lora
+from claims import Claim, claims
+
+import veneer as vn
+
+stack = lambda draw: Diagonal(draw(3, 2, draw.n))  # [..., 3, 2, n, n]
+loras = lambda draw: lora(draw.key, (*draw.batch, 3, 4, 4))
+index = lambda draw: jnp.broadcast_to(1, draw.batch)
+indices = lambda draw: jnp.broadcast_to(jnp.array([2, 0, 2, 1]), (*draw.batch, 4))
+
+F32 = {"dtypes": (), "sizes": (1,)}
+taken = {
+    "one": lambda w: w[1],
+    "one of the second axis": lambda w: w[:, 1],
+    "some": lambda w: w[::2, :1],
+    "backwards": lambda w: w[::-1],
+    "a new axis": lambda w: w[None],
+    "broadcast": lambda w: jnp.broadcast_to(w, (2, *w.shape)),
+    "squeezed": lambda w: jnp.squeeze(w[1:2], 0),
+    "concatenated": lambda w: jnp.concatenate([w, w[:1]]),
+    "stacked": lambda w: jnp.stack([w, w]),
+    "split": lambda w: jnp.split(w, [1, 2]),
+    "unstacked": lambda w: list(w),
+    "turned": lambda w: w.transpose(1, 0, 2, 3),
+    "merged": lambda w: w.reshape(6, *w.shape[2:]),
+    "chosen": lambda w: jnp.where(jnp.array(True), w, w[::-1]),
+}
+test_diagonal, test_sizes = claims(
+    {name: Claim(run, (stack,), kept=Diagonal, **F32) for name, run in taken.items()}
+    | {
+        "at an index": Claim(lambda w, i: w[i], (stack, index), kept=Diagonal, **F32),
+        "at indices": Claim(
+            lambda w, i: w.at[i].get(mode="clip"), (stack, indices), kept=Diagonal, **F32
+        ),
+    }
+)
+
+
+@pytest.mark.parametrize("name", ["one", "some", "a new axis", "concatenated", "stacked"])
+def test_axes_come_and_go_of_a_type_with_metadata(name):
+    w = loras(type("Draw", (), {"key": jax.random.key(0), "batch": ()}))
+    run = (lambda w: w[1:]) if name == "some" else taken[name]
+    out = vn.implicit(run, on_materialise="error")(w)
+    assert isinstance(out, type(w))
+    assert jnp.allclose(vn.materialise(out), run(vn.materialise(w)))
+
+
+def test_the_axes_of_a_matrix_are_no_batch_axes():
+    d = Diagonal(jnp.ones((3, 3)))  # [3, 3, 3]: of one size all
+    for run in (lambda d: d[:, 0], lambda d: d.transpose(1, 0, 2), lambda d: d.reshape(9, 3)):
+        out = vn.implicit(run)(d)
+        assert not isinstance(out, vn.Value)
+        assert jnp.array_equal(out, run(vn.materialise(d)))
+
+
+def test_a_label_with_metadata_is_not_cut_without_its_rule():
+    # Its metadata might name the axes.
+    assert not isinstance(vn.implicit(lambda x: x[0])(Metres(jnp.ones((2, 2)))), Metres)
+    with pytest.raises(RuntimeError, match="refuses"):
+        vn.implicit(lambda x: x[0])(Tagged(jnp.ones((2, 2)), "a"))
+
+
+def test_entries_that_depend_on_each_other_are_not_cut():
+    x = Normed(jnp.arange(6.0).reshape(2, 3))
+    assert jnp.allclose(vn.implicit(lambda x: x[0])(x), vn.materialise(x)[0])
+
+
+def test_what_lies_outside_is_filled_as_in_the_dense_array():
+    d = Diagonal(jnp.ones((2, 3)))
+    out = vn.implicit(lambda d, i: jnp.take(d, i, axis=0))(d, jnp.array([0, 5]))
+    assert jnp.isnan(out[1]).all()
