@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from array_types import Lora, Tagged, assert_close, lora
+from array_types import Diagonal, Lora, Tagged, assert_close, lora
 
 import veneer as vn
 
@@ -204,3 +204,25 @@ def test_inherited_fields():
 
     assert_close(Child(jnp.ones(2), 4, jnp.ones(2)) + 0, jnp.full(2, 4.0))
     assert jax.tree.leaves(Child(1.0, 2, 3.0)) == [1.0, 3.0]
+
+
+def test_the_shape_and_dtype_that_a_caller_states_are_checked():
+    x = jnp.ones((2, 3))
+    assert Tagged(x, shape=(2, 3), dtype="float32").shape == (2, 3)
+    assert Diagonal(jnp.ones(3), shape=[3, 3]).shape == (3, 3)
+    with pytest.raises(ValueError, match=r"Diagonal is said to be of shape \(3,\), .* \(3, 3\)"):
+        Diagonal(jnp.ones(3), shape=(3,))
+    with pytest.raises(ValueError, match="Tagged is said to be of dtype bfloat16"):
+        Tagged(x, dtype=jnp.bfloat16)
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        Tagged(x, size=6)
+
+
+def test_a_type_with_a_field_of_that_name_keeps_it():
+    class Ones(vn.ImplicitArray):
+        shape: tuple[int, ...] = vn.static()
+
+        def materialise(self):
+            return jnp.ones(self.shape)
+
+    assert vn.materialise(Ones(shape=(2,))).tolist() == [1.0, 1.0]

@@ -38,6 +38,8 @@ class ImplicitArray(ArrayOperators, Shaped, Value, abstract=True):
 
     Subclass it with fields for the leaves, `static` fields for metadata, and `materialise`. The
     shape and dtype follow from `materialise`, by abstract evaluation, unless `aval` is overridden.
+    A caller may state them to the constructor, by `shape=` and `dtype=`: where they disagree with
+    the dense form, it raises a ValueError.
 
     Types are *batch-transparent*: every leaf carries the leading axes, which come and go under
     `vmap` and `scan`, so axes are counted from the end.

@@ -20,7 +20,8 @@ def is_label(value: Any) -> bool:
 
     It is if it has one leaf, of its own shape and dtype, and `materialise` returns that. A type
     whose `materialise` refuses, with an error, has no other dense form than its leaf; one whose
-    leaf is something else says so, by `is_label = False`. The leaf may be abstract.
+    leaf is something else says so, by `is_label = False`; one whose `materialise` copies its leaf
+    may say True. The leaf may be abstract.
     """
     return isinstance(value, Value) and _kind(value) != "other"
 
@@ -56,7 +57,8 @@ def _kind(value: Value) -> str:
     leaf, aval = jax.typeof(leaves[0]), value.aval()
     if (leaf.shape, leaf.dtype) != (aval.shape, aval.dtype):
         return "other"
-    return _kind_of(treedef, leaf)
+    kind = _kind_of(treedef, leaf)
+    return "holds" if kind == "other" and type(value).is_label else kind
 
 
 # Raised by a type with a defect, or by one that needs concrete leaves: these are no refusals.

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import itertools
 import operator
@@ -88,7 +89,28 @@ def make_dataclass(cls: type) -> None:
         setattr(cls, name, declaration)
     for name in ("__setattr__", "__delattr__"):  # Value's refuse as well
         delattr(cls, name)
+    cls.__init__ = _takes_claims(cls.__init__)  # type: ignore[misc]
     make_exportable(cls)
+
+
+def _takes_claims(init: Callable) -> Callable:
+    """A constructor that also takes the shape and dtype that its caller expects."""
+    parameters = inspect.signature(init).parameters
+    claimable = [name for name in ("shape", "dtype") if name not in parameters]
+
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        claims = {name: kwargs.pop(name) for name in claimable if name in kwargs}
+        init(self, *args, **kwargs)
+        for name, claim in claims.items():
+            claim = tuple(claim) if name == "shape" else jax.numpy.dtype(claim)
+            if claim != getattr(self.aval(), name):
+                raise ValueError(
+                    f"{type(self).__name__} is said to be of {name} {claim}, and its dense form is "
+                    f"of {name} {getattr(self.aval(), name)}: {self!r}"
+                )
+
+    return __init__
 
 
 Metadata = tuple[tuple[Any, ...], tuple[type, ...]]  # the values of static fields, and their types
