@@ -20,6 +20,7 @@ LAZY = {"beartype", "matplotlib", "numba", "plum", "rich", "safetensors", "token
 PUBLIC = [
     *("AmbiguousLookupError", "ArrayLike", "ImplicitArray", "Value"),
     *("explain", "implicit", "load", "materialise", "quant", "register", "save", "static"),
+    *("freeze", "ste", "summary", "trainable", "tree", "types", "unfreeze"),
 ]
 
 # The arrows of DESIGN.md, section 1: the rooms that a room may import from. Below `cli` and `demo`,
@@ -35,7 +36,14 @@ MAY_IMPORT = {
     "demo": {"veneer", "_core", "quant", "interop"},
     "cli": {"veneer", "_core", "quant", "interop", "demo"},
     "__main__": {"cli"},
-    "veneer": {"_core", "kernels", "types", "quant", "numba", "hijax", "interop"},
+    "straight_through": {"_core"},
+    "tree": {"_core"},
+    "training": {"_core", "types", "tree"},
+    "parameter_table": {"_core", "quant", "tree", "training"},
+    "veneer": {
+        *("_core", "kernels", "types", "quant", "numba", "hijax", "interop"),
+        *("straight_through", "tree", "training", "parameter_table"),
+    },
 }
 
 
@@ -107,6 +115,7 @@ def test_import_starts_no_backend():
 @pytest.mark.parametrize("name", PUBLIC)
 def test_public_name_is_offered(name):
     assert name in vn.__all__
+    assert name in dir(vn)
     assert hasattr(vn, name)
 
 
@@ -117,6 +126,23 @@ def test_nothing_else_of_ours_is_public():
         if getattr(value, "__module__", "").partition(".")[0] == "veneer"
     }
     assert {name for name in ours if not name.startswith("_")} <= set(vn.__all__)
+
+
+def test_a_module_takes_no_name_from_another():
+    # A module, once imported, is an attribute of its package: in the place of a lazy name, if it
+    # has that one.
+    modules = "parameter_table, straight_through, training, tree, types"
+    loaded_by(
+        f"import veneer as vn\nfrom veneer import {modules}\n"
+        "assert all(callable(x) for x in (vn.freeze, vn.ste, vn.summary, vn.trainable))"
+    )
+
+
+def test_what_is_imported_lazily_is_not_imported_with_the_package():
+    loaded_by(
+        "import veneer, sys\n"
+        "assert not {f'veneer.{name}' for name in ('types', 'tree', 'training')} & set(sys.modules)"
+    )
 
 
 def test_every_name_in_all_exists():

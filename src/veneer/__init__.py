@@ -1,5 +1,6 @@
 """Arrays that look dense to every JAX program and are something cheaper inside."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from jax.typing import ArrayLike
@@ -16,7 +17,11 @@ from ._core.tree import static
 from ._core.value import Value, materialise
 
 if TYPE_CHECKING:
+    from . import tree, types
     from .interop.safetensors import load, save
+    from .parameter_table import summary
+    from .straight_through import ste
+    from .training import freeze, trainable, unfreeze
 
 __version__ = "0.1.0"
 
@@ -30,6 +35,7 @@ __all__ = [
     "Report",
     "Value",
     "explain",
+    "freeze",
     "implicit",
     "load",
     "materialise",
@@ -37,16 +43,40 @@ __all__ = [
     "register",
     "save",
     "static",
+    "ste",
+    "summary",
+    "trainable",
+    "tree",
+    "types",
+    "unfreeze",
 ]
 
 
-def __getattr__(name: str) -> Any:
-    # Programs that read and write no files need not wait for what does.
-    if name in ("load", "save"):
-        from .interop import safetensors
+# Where the names are that are imported when they are first asked for, so that a program need not
+# wait for what it does not use. A module is named after none but itself: the import of another
+# would put the module in the place of the name.
+_LAZY = {
+    "freeze": "training",
+    "load": "interop.safetensors",
+    "save": "interop.safetensors",
+    "ste": "straight_through",
+    "summary": "parameter_table",
+    "trainable": "training",
+    "tree": "tree",
+    "types": "types",
+    "unfreeze": "training",
+}
 
-        return getattr(safetensors, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = import_module(f"{__name__}.{_LAZY[name]}")
+    return module if name == _LAZY[name] else getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})
 
 
 for _public in (AmbiguousLookupError, Event, MaterialiseError, MaterialiseWarning, Report):

@@ -321,24 +321,8 @@ def _print_summary(outcomes: Iterable[Any]) -> None:
 
 
 def _print_table(columns: list[str], rows: list[list[str]], total: list[str] | None = None) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
+    from ._core.tables import print_rich, rich_table
 
-    table = Table(box=box.SIMPLE_HEAD, show_footer=total is not None)
-    for i, column in enumerate(columns):
-        text = column in ("tensor", "tensors", "format", "shape")
-        table.add_column(
-            column,
-            footer=total[i] if total else "",
-            justify="left" if text else "right",
-            no_wrap=True,
-        )
-    for row in rows:
-        table.add_row(*map(Text, row))  # as text: a name in brackets is no markup
-    # As wide as it is: the terminal may wrap lines, but no name or number is cut.
-    console = Console()
-    unbounded = console.options.update(width=10_000)
-    console.width = max(console.width, console.measure(table, options=unbounded).maximum)
-    console.print(table, soft_wrap=True)
+    text = ("tensor", "tensors", "format", "shape")
+    numbers = [column for column in columns if column not in text]
+    print_rich(rich_table(columns, rows, total, right=numbers))

@@ -50,6 +50,7 @@ class ImplicitArray(ArrayOperators, Shaped, Value, abstract=True):
       must.
     - `default(primitive, values, params)`, a static method: what a primitive does where no rule
       fits, instead of making operands dense.
+    - `default_precedence`: of operands of several types with a `default`, that of the highest runs.
     - `partition(spec, shape)`: how its leaves are cut when the dense array is sharded.
     - `metadata_is_meaning = False`: static fields only say how a value is stored; two that differ
       in them meet at the dense form in a loop or a branch. By default that is refused.

@@ -25,7 +25,9 @@ def dispatch(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]
     if out is not NotImplemented:
         return out
     kinds = {type(v) for v in values if isinstance(v, Value)}
-    defaults = {kind.default: kind.__name__ for kind in kinds if kind.default is not Value.default}
+    kinds = {kind for kind in kinds if kind.default is not Value.default}
+    first = max((kind.default_precedence for kind in kinds), default=0)
+    defaults = {k.default: k.__name__ for k in kinds if k.default_precedence == first}
     if not defaults:
         return Value.default(primitive, values, params)
     if len(defaults) > 1:

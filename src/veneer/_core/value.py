@@ -48,6 +48,10 @@ class Value:
     #: False that keeps on the value what it has computed.
     compiles_operators: ClassVar[bool] = True
 
+    #: Which type's `default` runs where the operands of a primitive without a rule have several:
+    #: that of the highest. A type that puts what it holds in its place is high.
+    default_precedence: ClassVar[int] = 0
+
     _made_here: ClassVar[bool] = False
     _pytree: ClassVar[bool] = False
 

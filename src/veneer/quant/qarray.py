@@ -55,6 +55,7 @@ class QArray(ImplicitArray):
     """
 
     metadata_is_meaning: ClassVar[bool] = False
+    trainable: ClassVar[tuple[str, ...] | None] = ()
 
     packed: Leaf
     scale: Leaf

@@ -126,4 +126,9 @@ def _arrange(scale: jax.Array, batch: Sequence[int], contracting: Sequence[int])
 
 @register("dot_general")
 def _dot_general(lhs: ArrayLike | QArray, rhs: ArrayLike | QArray, **params: Any) -> jax.Array:
-    return dot_general(lhs, rhs, **params)
+    product = functools.partial(dot_general, **params)
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((lhs, rhs))):
+        # A derivative dequantises once more, instead of keeping the dense weights of a whole model
+        # from the forward pass to the backward one.
+        product = jax.checkpoint(product)
+    return product(lhs, rhs)

@@ -1,0 +1,174 @@
+"""`ste`: the value of a function, with the derivative of the identity.
+
+A dense result needs a `custom_jvp` and no more. Behind an implicit one there is no dense array for
+a tangent to belong to, and its leaves may be integers; so it is wrapped, as `StraightThrough`,
+together with the array that tangents are those of.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import zero_from_primal
+
+from ._core.array import ImplicitArray
+from ._core.jax_internals import Primitive
+from ._core.labels import dense_unless
+from ._core.transform import implicit
+from ._core.value import Value, describe, is_value, materialise_one
+
+
+def ste(fn: Callable) -> Callable:
+    """`fn` with the derivative of the identity: the straight-through estimator.
+
+    What `fn` computes is exact, and need not be differentiable. Tangents and cotangents pass by it
+    as they are, in forward and reverse mode and to any order.
+
+    **Arguments:**
+
+    - `fn`: a function of an array, `[...]`, and of anything else, by position or by keyword. Its
+      result has the shape and the dtype of the array, and may be implicit, as may the array.
+
+    **Returns:** a function of the same arguments, differentiable with respect to the first. Where
+    `fn` gives an implicit array (a `QArray`), it gives one that stands for the same and runs the
+    same rules. So a program has the value that it has without derivatives; these are taken at the
+    dense form, as `vn.explain` shows, and the gradient of the array that was quantised is dense.
+
+    **Raises:** `TypeError` where the result of `fn` is of another shape or dtype, or no array.
+
+    Bengio et al., Estimating or Propagating Gradients Through Stochastic Neurons for Conditional
+    Computation (2013).
+
+    >>> import jax, jax.numpy as jnp, veneer as vn
+    >>> jax.value_and_grad(vn.ste(jnp.round))(1.7)
+    (Array(2., dtype=float32, weak_type=True), Array(1., dtype=float32, weak_type=True))
+
+    Quantisation-aware training of a weight of a model that knows nothing of it:
+
+    >>> quantize = vn.ste(vn.quant.quantize)
+    >>> def loss(w, x):
+    ...     return (x @ quantize(w, "int8", channelwise_axes=[1])).sum()
+    >>> jax.grad(loss)(jnp.eye(2), jnp.array([[1.0, 2.0]])).tolist()
+    [[1.0, 1.0], [2.0, 2.0]]
+    """
+
+    @wraps(fn, updated=())
+    def straight_through(x: Any, /, *args: Any, **kwargs: Any) -> Any:
+        # Constants, so that JAX does not ask for derivatives which fn may not have.
+        held_x, held_args, held_kwargs = _constant((x, args, kwargs))
+        value = fn(held_x, *held_args, **held_kwargs)
+        _check(fn, value, x)
+        if isinstance(value, Value):
+            return StraightThrough(value, x)
+        return implicit(_derivative_of)(value, x)
+
+    return straight_through
+
+
+def _constant(tree: Any) -> Any:
+    is_array = lambda x: isinstance(x, jax.Array | np.ndarray)
+    return jax.tree.map(lambda x: jax.lax.stop_gradient(x) if is_array(x) else x, tree)
+
+
+def _check(fn: Callable, value: Any, x: Any) -> None:
+    try:
+        (given,), (got,) = describe([x]), describe([value])
+        avals = [v.aval() if isinstance(v, Value) else jax.typeof(v) for v in (x, value)]
+    except TypeError:
+        raise TypeError(
+            f"ste takes a function of an array that gives an array, and {_name(fn)} gives "
+            f"{value!r} for {x!r}. For trees of arrays, map it: vn.tree.map(vn.ste(fn), tree)"
+        ) from None
+    if len({(aval.shape, aval.dtype) for aval in avals}) > 1:
+        raise TypeError(
+            f"{_name(fn)} gives {got} for {given}: tangents that pass straight through it need a "
+            "result of the same shape and dtype"
+        )
+
+
+def _name(fn: Callable) -> str:
+    return getattr(fn, "__name__", repr(fn))
+
+
+@jax.custom_jvp
+def _derivative_of(value: Any, x: Any) -> Any:
+    """`value`, whose derivative is that of `x`."""
+    del x
+    return value
+
+
+@_derivative_of.defjvp
+def _(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    _, tangent = tangents
+    return _derivative_of(*primals), tangent  # by the same rule, for derivatives of higher order
+
+
+class StraightThrough(ImplicitArray):
+    """The implicit array `value`, with the derivatives of `source`: what `ste` gives.
+
+    A primitive acts on `value`, by the rules of its type. Its derivative is that of the primitive
+    at the dense form of `value`, and goes on to `source`, of which only the tangent is used.
+
+    As any function with a `custom_jvp`, that loses its derivative in what `jax.linear_transpose` is
+    given: there, materialise it first.
+    """
+
+    default_precedence: ClassVar[int] = -1  # derivatives are taken at the last
+
+    value: Value  # [...]
+    source: Any  # [...], dense or implicit
+
+    def aval(self) -> jax.core.ShapedArray:
+        """The shape and dtype of `value`."""
+        return self.value.aval()
+
+    def materialise(self) -> Any:
+        """The dense form of `value`, with the derivatives of `source`."""
+        return implicit(_derivative_of)(materialise_one(self.value), self.source)
+
+    @staticmethod
+    def default(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]) -> Any:
+        """What the primitive gives on `value`; one of this type, if that is implicit."""
+        run = implicit(lambda *xs: primitive.bind(*xs, **primitive.get_bind_params(params)))
+        run_dense = lambda *xs: jax.tree.map(materialise_one, run(*xs), is_leaf=is_value)
+
+        @jax.custom_jvp
+        def call(*values: Any) -> Any:
+            out = run(*(x.value if _is_ours(x) else x for x in values))
+            return jax.tree.map(_with_a_source, out, is_leaf=is_value)
+
+        @call.defjvp
+        def _(values: Any, tangents: Any) -> tuple[Any, Any]:
+            # On dense forms: linear in the tangents, `call` would lose its own rule for the next
+            # derivative, for JAX takes a function of what is to be transposed for linear itself.
+            dense = dense_unless(lambda x: not _is_ours(x), primitive, values)
+            moves = map(_tangent_of_dense, values, tangents)
+            moved = jax.jvp(run_dense, tuple(dense), tuple(moves))[1]
+            out = call(*values)
+            return out, jax.tree.map(_tangent_of_result, out, moved, is_leaf=_is_ours)
+
+        return call(*values)
+
+
+def _is_ours(x: Any) -> bool:
+    return isinstance(x, StraightThrough)
+
+
+def _with_a_source(out: Any) -> Any:
+    """A result, which gets its tangent at the source, if it is implicit, and no value there."""
+    return StraightThrough(out, jnp.zeros(out.shape, out.dtype)) if is_value(out) else out
+
+
+def _tangent_of_dense(x: Any, tangent: Any) -> Any:
+    if not isinstance(x, StraightThrough):
+        return tangent
+    return jax.jvp(materialise_one, (x.source,), (tangent.source,))[1]
+
+
+def _tangent_of_result(out: Any, tangent: Any) -> Any:
+    if not isinstance(out, StraightThrough):
+        return tangent
+    return StraightThrough(jax.tree.map(zero_from_primal, out.value), tangent)

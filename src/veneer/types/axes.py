@@ -1,0 +1,51 @@
+"""The check of the axes of a type's leaves, which constructors make."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from .._core.value import Value
+
+#: What a leaf may be: an array, traced or not, or an implicit array that stands for one.
+Leaf = jax.Array | np.ndarray | Value
+
+
+def check_axes(value: Any, /, **axes: str) -> None:
+    """Checks the trailing axes of leaves, by names, and that the leading axes are the same.
+
+    **Arguments:**
+
+    - `value`: the array whose fields are looked at.
+    - `axes`: for each field, the names of its trailing axes, as in `check_axes(self, a="m r",
+      b="r n")`. Axes of one name have one size; a number is a size.
+
+    **Raises:** `TypeError` for a field that is no array; `ValueError` where a field has too few
+    axes, or where sizes differ.
+    """
+    sizes: dict[str, int] = {}
+    leading: tuple[int, ...] | None = None
+    for field, names in axes.items():
+        leaf = getattr(value, field)
+        if not isinstance(leaf, Leaf):
+            raise TypeError(
+                f"{type(value).__name__} takes an array for {field}, not {leaf!r}; "
+                "jax.numpy.asarray makes one"
+            )
+        shape, own = tuple(leaf.shape), names.split()  # type: ignore[attr-defined]
+        if len(shape) < len(own):
+            raise ValueError(_message(value, axes, f"{field} has too few axes"))
+        split = len(shape) - len(own)
+        if leading is not None and shape[:split] != leading:
+            raise ValueError(_message(value, axes, "the leading axes differ"))
+        leading = shape[:split]
+        for name, size in zip(own, shape[split:], strict=True):
+            expected = int(name) if name.isdecimal() else sizes.setdefault(name, size)
+            if size != expected:
+                raise ValueError(_message(value, axes, f"axis {name} of {field} is {size}"))
+
+
+def _message(value: Any, axes: dict[str, str], what: str) -> str:
+    wanted = ", ".join(f"{field} [..., {', '.join(n.split())}]" for field, n in axes.items())
+    given = ", ".join(f"{field} {tuple(getattr(value, field).shape)}" for field in axes)
+    return f"{type(value).__name__} takes {wanted} with the same leading axes; {what}: got {given}"

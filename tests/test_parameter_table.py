@@ -1,0 +1,131 @@
+"""`vn.summary`: the arrays of a tree, as data and as a table."""
+
+import html.parser
+import io
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from array_types import Diagonal, Lora
+from rich.console import Console
+
+import veneer as vn
+
+
+class Adapted(Lora):
+    """A low-rank update that is trained, of a weight that is not."""
+
+    trainable = ("a", "b")
+
+    @property
+    def rank(self):
+        return self.a.shape[-1]
+
+
+NF4 = vn.quant.quantize(jnp.ones((64, 8)), "nf4", channelwise_axes=[1], tiled_axes={0: 32})
+PARAMS = {
+    "dense": {"kernel": Adapted(NF4, jnp.ones((64, 2)), jnp.ones((2, 8))), "bias": jnp.zeros(8)},
+    "diagonal": Diagonal(jnp.arange(1000.0)),
+    "embedding": vn.freeze(jnp.ones((10, 4), jnp.bfloat16)),
+    "steps": jnp.arange(3),
+    "activation": jnp.tanh,
+    "rate": 0.1,
+}
+ROWS = {
+    "dense.bias": ("dense", "float32", (8,), "float32", 32, 32, 8),
+    "dense.kernel": (
+        *("Adapted", "Adapted rank 2 over nf4, tile 32", (64, 8), "float32"),
+        *(64 * 8 // 2 + 2 * 8 * 4 + (64 * 2 + 2 * 8) * 4, 64 * 8 * 4, 64 * 2 + 2 * 8),
+    ),
+    "diagonal": ("Diagonal", "Diagonal", (1000, 1000), "float32", 4000, 4_000_000, 1000),
+    "embedding": ("Frozen", "Frozen", (10, 4), "bfloat16", 80, 80, 0),
+    "steps": ("dense", "int32", (3,), "int32", 12, 12, 0),
+}
+
+
+@pytest.fixture
+def table():
+    return vn.summary(PARAMS)
+
+
+def as_data(summary):
+    return {
+        row.path: (
+            *(row.type, row.format, row.shape, row.dtype.name),
+            *(row.nbytes, row.dense_nbytes, row.trainable),
+        )
+        for row in summary.rows
+    }
+
+
+def test_it_has_a_row_for_each_array(table):
+    assert as_data(table) == ROWS
+
+
+def test_it_has_totals(table):
+    assert table.nbytes == sum(row[4] for row in ROWS.values())
+    assert table.dense_nbytes == sum(row[5] for row in ROWS.values())
+    assert table.trainable == 8 + 144 + 1000
+
+
+def test_a_model_that_is_not_loaded_has_the_same(table):
+    arrays = {k: v for k, v in PARAMS.items() if k not in ("activation", "rate")}
+    assert as_data(vn.summary(jax.eval_shape(lambda: arrays))) == as_data(table)
+
+
+def test_keys_and_arrays_alone_have_rows():
+    (row,) = vn.summary(jax.random.key(0)).rows
+    assert (row.path, row.dtype.name, row.trainable) == ("", "key<fry>", 0)
+    assert vn.summary({}).rows == ()
+
+
+CELLS = [
+    *("path format shape dtype bytes dense bytes trainable".split()),
+    *("dense.kernel Adapted rank 2 over nf4, tile 32 [64, 8] float32 896 bytes".split()),
+    *("diagonal Diagonal [1000, 1000] float32 4,000 bytes 4 MB 1,000".split()),
+    *("total 5,020 bytes 4 MB 1,152".split()),
+]
+
+
+@pytest.mark.parametrize("rich", [True, False], ids=["with rich", "without rich"])
+def test_it_prints_a_table(table, rich, monkeypatch):
+    if not rich:
+        monkeypatch.setitem(sys.modules, "rich", None)
+    text = str(table)
+    assert set(CELLS) <= set(text.split())
+    assert ("─" in text) == rich
+    assert "\x1b" not in text
+    assert repr(table) == text
+
+
+def test_no_cell_is_cut(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "20")
+    path = "a" * 300
+    assert path in str(vn.summary({path: jnp.ones(2)}))
+
+
+def test_rich_draws_it(table):
+    file = io.StringIO()
+    Console(file=file, width=200, force_terminal=True).print(table)
+    assert set(CELLS) <= set(re.sub(r"\x1b\[[0-9;]*m", " ", file.getvalue()).split())
+
+
+class Cells(html.parser.HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.cells = []
+
+    def handle_data(self, data):
+        self.cells += data.split()
+
+
+def test_a_notebook_shows_a_table(table):
+    page = Cells()
+    page.feed(table._repr_html_())
+    assert set(CELLS) <= set(page.cells)
+
+
+def test_html_is_escaped():
+    assert "<b>" not in vn.summary({"<b>": jnp.ones(2)})._repr_html_()

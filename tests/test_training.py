@@ -1,0 +1,182 @@
+"""`vn.trainable`, `vn.freeze` and `vn.unfreeze`: which arrays of a model are trained."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from array_types import assert_close, lora, quantized
+
+import veneer as vn
+from veneer.types.frozen import Frozen
+
+
+class Adapted(vn.ImplicitArray):
+    """A weight with an update that is trained, unlike the weight."""
+
+    w: jax.Array | vn.ImplicitArray  # [..., in, out]
+    a: jax.Array  # [..., in, rank]
+    b: jax.Array  # [..., rank, out]
+    trainable = ("a", "b")
+
+    def materialise(self):
+        return vn.materialise(self.w) + self.a @ self.b
+
+
+A, B = jnp.ones((4, 1)), jnp.ones((1, 4))
+INT8 = quantized("int8", None)(jax.random.key(0), (4, 4))
+
+
+def model():
+    return {
+        "dense": Adapted(jnp.eye(4), A, B),
+        "quantised": Adapted(INT8, A, B),
+        "frozen base": Adapted(vn.freeze(jnp.eye(4)), A, B),
+        "plain": lora(jax.random.key(1), (4, 4)),
+        "weight": INT8,
+        "bias": jnp.zeros(4),
+        "half": jnp.zeros(4, jnp.bfloat16),
+        "steps": jnp.arange(3),
+        "key": jax.random.key(0),
+        "numpy": np.zeros(3, np.float32),
+        "activation": jnp.tanh,
+        "rate": 0.1,
+        "nothing": None,
+    }
+
+
+def trained_paths(mask):
+    leaves = jax.tree.leaves_with_path(mask)
+    return {vn.tree.path_string(path) for path, trained in leaves if trained}
+
+
+ADAPTERS = {f"{name}.{x}" for name in ("dense", "quantised", "frozen base") for x in "ab"}
+DENSE = {"bias", "half", "numpy"}
+PLAIN = {"plain.w", "plain.a", "plain.b"}
+
+
+def test_floating_arrays_are_trained_that_no_type_excludes():
+    mask = vn.trainable(model())
+    assert trained_paths(mask) == ADAPTERS | DENSE | PLAIN
+    assert jax.tree.structure(mask) == jax.tree.structure(model())
+    assert {type(x) for x in jax.tree.leaves(mask)} == {bool}
+
+
+@pytest.mark.parametrize(
+    ("where", "paths"),
+    [
+        ("bias|half", {"bias", "half"}),
+        ("quantised", {"quantised.a", "quantised.b"}),
+        (r".*\bba.*|weight|steps", {"frozen base.a", "frozen base.b"}),
+        (lambda path, x: isinstance(x, Adapted), ADAPTERS),
+        (lambda path, x: getattr(x, "dtype", None) == jnp.bfloat16, {"half"}),
+        (lambda path, x: path == "plain", PLAIN),
+        (lambda path, x: False, set()),
+    ],
+    ids=["paths", "an implicit array", "excluded anyway", "type", "dtype", "path", "none"],
+)
+def test_where_restricts_it(where, paths):
+    assert trained_paths(vn.trainable(model(), where)) == paths
+
+
+def test_it_may_be_asked_of_a_model_that_is_not_loaded():
+    arrays = {name: model()[name] for name in ("dense", "quantised", "bias", "steps")}
+    abstract = jax.eval_shape(lambda: arrays)
+    assert trained_paths(vn.trainable(abstract)) == trained_paths(vn.trainable(arrays))
+
+
+def test_a_field_that_is_a_tree_is_trained_or_not_as_a_whole():
+    class Layered(vn.ImplicitArray):
+        fixed: dict
+        moving: dict
+        trainable = ("moving",)
+
+        def materialise(self):
+            return self.fixed["x"] + self.moving["x"]
+
+    mask = vn.trainable(Layered({"x": jnp.ones(2)}, {"x": jnp.ones(2), "y": INT8}))
+    assert trained_paths(mask) == {"moving.x"}
+
+
+@pytest.mark.parametrize("names", [("a", "c"), "a"])
+def test_a_type_that_names_other_than_its_fields_is_refused(names):
+    class Wrong(vn.ImplicitArray):
+        a: jax.Array
+        trainable = names
+
+        def materialise(self):
+            return self.a
+
+    with pytest.raises(TypeError, match=r"Wrong\.trainable is .* names of its fields, .* a;"):
+        vn.trainable(Wrong(jnp.ones(2)))
+
+
+def test_what_is_frozen_and_what_is_not():
+    frozen = vn.freeze(model())
+    kept = {name for name, x in frozen.items() if not isinstance(x, Frozen)}
+    assert kept == {"steps", "key", "activation", "rate", "nothing"}
+    assert trained_paths(vn.trainable(frozen)) == set()
+
+
+def test_where_says_what_is_frozen():
+    frozen = vn.freeze(model(), lambda path, x: not isinstance(x, Adapted))
+    assert trained_paths(vn.trainable(frozen)) == ADAPTERS
+    frozen = vn.freeze(model(), "quantised|bias")
+    assert {k for k, x in frozen.items() if isinstance(x, Frozen)} == {"quantised", "bias"}
+
+
+def test_freezing_twice_is_freezing():
+    once = vn.freeze(model())
+    assert jax.tree.structure(vn.freeze(once)) == jax.tree.structure(once)
+
+
+def test_unfreezing_gives_the_tree_again():
+    params = {k: v for k, v in model().items() if k != "frozen base"}
+    thawed = vn.unfreeze(vn.freeze(params))
+    assert jax.tree.structure(thawed) == jax.tree.structure(params)
+    pairs = zip(jax.tree.leaves(thawed), jax.tree.leaves(params), strict=True)
+    assert all(x is y for x, y in pairs)
+
+
+def test_unfreezing_reaches_what_is_frozen_within():
+    within = Adapted(vn.freeze(vn.freeze(INT8)), A, B)
+    assert vn.unfreeze({"w": within})["w"].w.packed is INT8.packed
+
+
+def test_a_model_is_unfrozen_layer_by_layer():
+    frozen = vn.freeze({"layers": [jnp.ones(2), jnp.ones(2)], "out": jnp.ones(2)})
+    thawed = vn.unfreeze(frozen, r"layers\.1|out")
+    assert trained_paths(vn.trainable(thawed)) == {"layers.1", "out"}
+
+
+@pytest.mark.parametrize("function", [vn.trainable, vn.freeze, vn.unfreeze])
+def test_a_regex_that_matches_nothing_or_is_none_is_told(function):
+    with pytest.warns(UserWarning, match=re.escape("'a.*' matches nothing")):
+        function({"bias": jnp.ones(2)}, where="a.*")
+    with pytest.raises(ValueError, match=r"where='\(' is not a regex"):
+        function({"bias": jnp.ones(2)}, where="(")
+
+
+def test_the_parameters_of_a_lora_are_trained_and_nothing_else_moves():
+    params = {"kernel": Adapted(INT8, A, 0 * B), "bias": jnp.zeros(4)}
+    x, y = jnp.eye(4), jnp.ones((4, 4))
+    mask = vn.trainable(params, where=lambda path, x: isinstance(x, Adapted))
+    trained, rest = vn.tree.partition(params, mask)
+
+    def loss(trained):
+        params = vn.tree.combine(trained, rest)
+        return ((x @ params["kernel"] + params["bias"] - y) ** 2).mean()
+
+    @jax.jit
+    def step(trained):
+        value, gradient = jax.value_and_grad(loss)(trained)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, trained, gradient), value
+
+    first = step(trained)[1]
+    for _ in range(5):
+        trained, value = step(trained)
+    assert value < first
+    params = vn.tree.combine(trained, rest)
+    assert params["kernel"].w.packed is INT8.packed
+    assert_close(params["bias"], jnp.zeros(4))

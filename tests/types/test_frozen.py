@@ -1,0 +1,106 @@
+"""`Frozen`: what it holds, and a constant to derivatives."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from array_types import Diagonal, Lora, assert_close, lora_of_int8
+from claims import Claim, claims
+from jax.sharding import PartitionSpec as P
+
+import veneer as vn
+from veneer.types.frozen import Frozen
+
+
+def int8(draw):
+    w = draw(draw.n, draw.n)
+    return vn.quant.quantize(w, "int8", channelwise_axes=[i for i in range(w.ndim) if i != -2])
+
+
+def square(draw):
+    return draw(draw.n, draw.n)
+
+
+def frozen(make):
+    return lambda draw: Frozen(make(draw))
+
+
+CLAIMS = {
+    "matmul": Claim(jnp.matmul, [square, frozen(square)]),
+    "matmul of a quantised one": Claim(jnp.matmul, [square, frozen(int8)]),
+    "transpose of a quantised one": Claim(lambda w: w.mT, [frozen(int8)], kept=vn.quant.QArray),
+    "two frozen ones": Claim(lambda x, y: x * y - y, [frozen(square), frozen(square)]),
+    "a custom derivative": Claim(jax.nn.silu, [frozen(square)], made_dense=True),
+}
+
+test_under, test_over_sizes_and_dtypes = claims(CLAIMS)
+
+X = jnp.ones((3, 6))
+KEY = jax.random.key(0)
+
+
+def test_the_rules_of_what_is_held_are_run():
+    report = vn.explain(jnp.matmul)(X, Frozen(lora_of_int8(KEY)))
+    assert not report.materialised
+    met = [event.operands[1].partition(":")[0] for event in report.events]
+    assert met == ["QArray", "Lora", "Frozen"]
+
+
+def test_no_gradient_goes_to_what_is_held_and_all_of_it_past():
+    w = lora_of_int8(KEY)
+    loss = lambda x, w: jnp.sin(x @ w).sum()
+    past, by_leaves = jax.grad(loss, (0, 1), allow_int=True)(X, Frozen(w))
+    assert_close(past, jax.grad(loss)(X, w))
+    for leaf in jax.tree.leaves(by_leaves):
+        assert leaf.dtype == jax.dtypes.float0 or not leaf.any()
+
+
+def test_a_program_that_is_differentiated_sees_an_array_as_any_other():
+    loss = lambda w: jnp.sin(X @ w).sum()
+    w = jax.random.normal(KEY, (6, 6))
+    assert_close(vn.implicit(jax.grad(loss))(Frozen(w)), jax.grad(loss)(w))
+
+
+def test_the_base_of_a_low_rank_update_may_be_frozen():
+    w = lora_of_int8(KEY)
+    inside = lambda base: jax.grad(
+        lambda a: jnp.sin(X @ Lora(base, a, w.b, scale=w.scale)).sum(),
+    )(w.a)
+    assert_close(inside(Frozen(w.w)), inside(w.w))
+
+
+def test_it_is_materialised_by_one_layer():
+    w = lora_of_int8(KEY)
+    assert type(Frozen(w).materialise()) is Lora
+    assert (vn.materialise(Frozen(w)) == vn.materialise(w)).all()
+
+
+@pytest.mark.parametrize("x", [jnp.ones((2, 3)), np.ones((2, 3), np.float16), lora_of_int8(KEY)])
+def test_it_has_the_shape_dtype_and_bytes_of_what_it_holds(x):
+    value = Frozen(x)
+    assert (value.shape, value.dtype, value.nbytes) == (x.shape, x.dtype, x.nbytes)
+
+
+def test_it_shows_itself():
+    assert repr(Frozen(jnp.ones(3))) == "Frozen(x=f32[3])"
+    assert repr(Frozen(Diagonal(jnp.ones(3)))) == "Frozen(x=Diagonal(diagonal=f32[3]))"
+
+
+def test_it_is_cut_as_what_it_holds():
+    assert Frozen(X).partition(P("x", None), X.shape).x == P("x", None)
+    w = vn.quant.quantize(X, "int8", channelwise_axes=[1])
+    assert Frozen(w).partition(P("x", "y"), X.shape).x.packed == P("x", "y")
+    assert Frozen(Diagonal(jnp.ones(3))).partition(P("x", None), (3, 3)) is None
+
+
+@pytest.mark.parametrize("x", [3, [jnp.ones(2)], "w"])
+def test_it_holds_an_array(x):
+    with pytest.raises(TypeError, match=r"Frozen takes an array for x|Expected type"):
+        Frozen(x)
+
+
+def test_it_meets_a_type_with_a_default_of_its_own():
+    quantize = vn.ste(lambda x: vn.quant.quantize(x, "int8"))
+    x, w = jnp.arange(4.0), vn.freeze(jnp.ones(4))
+    loss = lambda x, w: (quantize(x) * w).sum()
+    assert jnp.allclose(jax.grad(vn.implicit(loss))(x, w), jnp.ones(4))
