@@ -20,11 +20,13 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import veneer as vn
+import veneer.types  # whose rules are not those of a page
 from veneer._core import rules
 from veneer._core.jax_internals import find_primitive
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGES = sorted(DOCS.glob("*.md"))
+TYPES = sorted(path for path in DOCS.glob("types/*.md") if path.stem != "README")
+PAGES = sorted(DOCS.glob("*.md")) + sorted(DOCS.glob("types/*.md"))
 TUTORIALS = [
     DOCS / f"{name}.md"
     for name in (
@@ -33,6 +35,7 @@ TUTORIALS = [
         "derivatives",
         "loops_and_metadata",
         "what_materialised",
+        "training",
     )
 ]
 
@@ -52,7 +55,7 @@ def registry(monkeypatch):
 
 
 @pytest.mark.usefixtures("registry")
-@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", TUTORIALS + TYPES, ids=lambda page: page.stem)
 def test_the_programs_run_and_print_what_is_shown(page, capsys):
     programs = PROGRAM.findall(page.read_text("utf-8"))
     assert any(shown for _, shown in programs)
@@ -74,6 +77,15 @@ def test_every_link_leads_somewhere(page):
     assert links or page.stem not in {"README", *(tutorial.stem for tutorial in TUTORIALS)}
     for link in links:
         assert (page.parent / link).exists(), link
+
+
+def test_every_type_has_a_page_in_the_index():
+    index = (DOCS / "types" / "README.md").read_text("utf-8")
+    assert all(f"({page.name})" in index for page in TYPES)
+    names = {name for name in vn.types.__all__ if isinstance(getattr(vn.types, name), type)}
+    assert names
+    missing = {name for name in names if f"`{name}" not in index}
+    assert not missing
 
 
 # The reference page: what it says of each primitive, by a program that meets it.

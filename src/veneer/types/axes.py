@@ -1,14 +1,17 @@
 """The check of the axes of a type's leaves, which constructors make."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
 from .._core.value import Value
 
-#: What a leaf may be: an array, traced or not, or an implicit array that stands for one.
-Leaf = jax.Array | np.ndarray | Value
+if TYPE_CHECKING:
+    Leaf = Any
+else:
+    #: What a leaf may be: an array, traced or not, or an implicit array that stands for one.
+    Leaf = jax.Array | np.ndarray | Value
 
 
 def check_axes(value: Any, /, **axes: str) -> None:
