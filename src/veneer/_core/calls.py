@@ -29,7 +29,7 @@ forget_with_rules(_functions.clear)
 
 
 def _jit_eagerly(values: Sequence[Any], params: dict[str, Any]) -> Any:
-    if not _is_plain(params) or tells_each_time(current_policy()):
+    if not is_plain(params) or tells_each_time(current_policy()):
         return NotImplemented
     jaxpr = params["jaxpr"]
     function = _functions.get(jaxpr)
@@ -93,7 +93,7 @@ def _jit(*values: Any, jaxpr: Any, **params: Any) -> Any:
 add_rule(_jit, [find_primitive("jit")], structural=True, eager=_jit_eagerly)
 
 
-def _is_plain(params: dict[str, Any]) -> bool:
+def is_plain(params: dict[str, Any]) -> bool:
     """Whether a jit asks for nothing but to compile its program."""
     ins, outs = params["in_shardings"], params["out_shardings"]
     return (

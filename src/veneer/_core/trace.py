@@ -22,7 +22,15 @@ class ImplicitTracer(Tracer):
     __slots__ = ("value",)
 
     def __init__(self, trace: "ImplicitTrace", value: Value):
-        aval = value.aval()
+        try:
+            aval = value.aval()
+        except Exception as error:
+            if any(x is None for x in jax.tree.leaves(value, is_leaf=lambda x: x is None)):
+                error.add_note(
+                    f"{value!r} lacks leaves. If it is a part, by vn.tree.partition, put the parts "
+                    "together with vn.tree.combine before vn.implicit, and not within."
+                )
+            raise
         if not isinstance(aval, jax.core.ShapedArray):
             raise TypeError(
                 f"{type(value).__name__}.aval() gives {aval!r} and must give a "

@@ -231,8 +231,16 @@ def _aval_of_dense(value: Value, dense: Any) -> Any:
 
 def describe(values: Sequence[Any]) -> tuple[str, ...]:
     """The operands of a primitive, as messages show them: `QArray:f32[8,4]`, `f32[2,8]`."""
-    name = lambda v: f"{type(v).__name__}:{_short(v.aval())}"
-    return tuple(name(v) if isinstance(v, Value) else _summary(v) for v in values)
+    return tuple(map(_describe, values))
+
+
+def _describe(x: Any) -> str:
+    if not isinstance(x, Value):
+        return _summary(x)
+    try:
+        return f"{type(x).__name__}:{_short(x.aval())}"
+    except Exception:  # it lacks leaves, as a part of an array does
+        return repr(x)
 
 
 def _short(aval: Any) -> str:
