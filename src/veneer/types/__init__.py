@@ -5,7 +5,9 @@ from .diagonal import Diagonal
 from .frozen import Frozen
 from .lazy import Lazy
 from .named import Named
+from .nm_sparse import NMSparse
 from .prng import PRNGKey
 from .quantity import Quantity
+from .sparse import SparseArray
 
-__all__ = ["Diagonal", "Frozen", "Lazy", "Named", "PRNGKey", "Quantity"]
+__all__ = ["Diagonal", "Frozen", "Lazy", "NMSparse", "Named", "PRNGKey", "Quantity", "SparseArray"]
