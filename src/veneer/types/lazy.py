@@ -26,6 +26,7 @@ class Partial:
     keywords: tuple[tuple[str, Any], ...]
 
     def __call__(self, *args: Any) -> Any:
+        """What the function gives, with these arguments after its own."""
         return self.function(*self.args, *args, **dict(self.keywords))
 
     def __repr__(self) -> str:
@@ -44,6 +45,7 @@ class Deferred:
     params: tuple[tuple[str, Any], ...]
 
     def __call__(self, *operands: Any) -> Any:
+        """What the primitive gives."""
         params = self.primitive.get_bind_params(dict(self.params))
         return self.primitive.bind(*map(materialise_one, operands), **params)
 
@@ -82,18 +84,18 @@ class Lazy(ImplicitArray):
     shapes of the operands.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
+    >>> runs = []
     >>> def gram(x):
-    ...     jax.debug.callback(lambda: print("running"))
+    ...     jax.debug.callback(lambda: runs.append("a run"))
     ...     return x.T @ x
     >>> g = Lazy(gram, jnp.arange(6.0).reshape(3, 2))
     >>> g, g.shape
     (Lazy(gram, f32[3,2]), (2, 2))
-    >>> total = vn.implicit(lambda g, wanted: g.sum() + g.max() if wanted else 0)
-    >>> total(g, wanted=False)
-    0
-    >>> total(g, wanted=True).item()
-    running
+    >>> vn.implicit(lambda g: g.sum() + g.max())(g).item()
     142.0
+    >>> jax.effects_barrier()
+    >>> runs
+    ['a run']
     """
 
     operands: tuple[Any, ...]
@@ -159,6 +161,7 @@ class Lazy(ImplicitArray):
         return outputs
 
     def materialise(self) -> Any:
+        """The result, of a run now or of one that was kept."""
         results = self._results()
         return results if self.output is None else results[self.output]
 
@@ -205,11 +208,15 @@ def _name(function: Callable) -> str:
 
 def _show(operand: Any) -> str:
     shown = jax.tree.map(
-        lambda x: x if is_value(x) else jax.typeof(x).str_short(short_dtypes=True),
+        lambda x: _short(x) if hasattr(x, "shape") and not is_value(x) else x,
         operand,
         is_leaf=is_value,
     )
     return shown if isinstance(shown, str) else repr(shown)
+
+
+def _short(x: Any) -> str:
+    return jax.core.ShapedArray(x.shape, x.dtype).str_short(short_dtypes=True)
 
 
 def _stays_lazy(name: str) -> None:

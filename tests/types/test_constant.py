@@ -1,0 +1,179 @@
+"""`Constant`: what it keeps, against the array written out."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from claims import Claim, claims
+from jax import lax
+
+import veneer as vn
+from veneer.types.constant import Constant
+
+
+def constant(draw):
+    return Constant(draw.positive() / 2, (draw.n, 3))
+
+
+def dense(draw):
+    return draw(draw.n, 3)
+
+
+def whole(draw):
+    return Constant(jnp.full(draw.batch, 5), (draw.n, 3))
+
+
+def of_rows(draw):
+    """With an axis of its own that is the fill's."""
+    return Constant(draw(draw.n), (3,))
+
+
+SMOOTH = (
+    *(lax.abs, lax.cbrt, lax.exp, lax.exp2, lax.expm1, lax.lgamma, lax.log, lax.log1p),
+    *(lax.logistic, lax.neg, lax.rsqrt, lax.sqrt, lax.square, lax.erf, lax.erfc, lax.sin, lax.cos),
+    *(lax.tan, lax.asin, lax.acos, lax.atan, lax.sinh, lax.cosh, lax.tanh, lax.asinh, lax.atanh),
+    lambda x: x**3,
+    lambda x: lax.acosh(1 + x),
+    lambda x: lax.reduce_precision(x, 5, 3),
+)
+STEPS = (lax.ceil, lax.floor, lax.round, lax.sign, lax.is_finite, lambda x: x.astype("int32"))
+OF_TWO = (
+    *(lax.add, lax.sub, lax.mul, lax.div, lax.rem, lax.pow, lax.max, lax.min, lax.atan2),
+    *(lax.eq, lax.ne, lax.lt, lax.le, lax.gt, lax.ge),
+)
+OF_INTEGERS = (lax.bitwise_and, lax.bitwise_or, lax.bitwise_xor, lax.shift_left, lax.div, lax.rem)
+
+
+CLAIMS = {
+    "smooth functions": Claim(lambda x: [f(x) for f in SMOOTH], [constant], Constant),
+    "steps": Claim(lambda x: [f(x) for f in STEPS], [constant], Constant),
+    "of two": Claim(lambda x, y: [f(x, y) for f in OF_TWO], [constant, constant], Constant),
+    "of integers": Claim(
+        lambda x, y: [f(x, y) for f in OF_INTEGERS],
+        [whole, whole],
+        Constant,
+        without=("grad of implicit", "implicit of grad"),
+    ),
+    "with numbers": Claim(
+        lambda x: (2 * x + 1, 1 / x, x > 0.5, x.clip(0, 0.5)), [constant], Constant
+    ),
+    "with an array": Claim(
+        lambda x, y: (x + y, y * x, x - y, jnp.maximum(y, x), x < y), [constant, dense]
+    ),
+    "with a row": Claim(lambda x, y: (x + y, y * x), [constant, lambda d: d(3)]),
+    "of a row and an array": Claim(lambda x, y: x * y, [lambda d: Constant(d(), (3,)), dense]),
+    "of a row and a constant": Claim(
+        lambda x, y: x * y, [lambda d: Constant(d(), (3,)), constant], Constant
+    ),
+    "of fills with other axes": Claim(lambda x, y: x * y, [of_rows, constant], Constant),
+    "a choice by constants": Claim(
+        lambda x, y: jnp.where(x > 0, x, y), [constant, constant], Constant
+    ),
+    "a choice by an array": Claim(
+        lambda x, y: jnp.where(y > 0, x, y), [constant, dense], sizes=(1, 5)
+    ),
+    "a choice between constants": Claim(
+        lambda x, y: jnp.where(y > 0, x, 2 * x),
+        [constant, dense],
+        sizes=(1, 5),  # of nothing, jnp.where gives an operand
+    ),
+    "reductions": Claim(
+        lambda x: (
+            x.sum(),
+            x.sum(-1),
+            x.prod(-1),
+            x.max(-1),
+            x.min((-1,)),
+            x.mean(-1),
+            x.argmax(-1),
+        ),
+        [constant],
+        Constant,
+        tolerance=1024,  # of a product in bfloat16, taken in another order
+    ),
+    "reductions of fills": Claim(
+        lambda x: (x.sum(-2), x.max(-1), x.argmin(-1), x.sum()), [of_rows], Constant
+    ),
+    "truth": Claim(lambda x: ((x > 0).all(-1), (x > 0).any(-1)), [constant], Constant),
+    "layout": Claim(
+        lambda x: (x.mT, x[..., None], x[..., None, :], x.reshape(*x.shape[:-2], -1), x[::-1]),
+        [constant],
+        Constant,
+        sizes=(1, 5),  # no size is inferred from nothing
+    ),
+    "layout of fills": Claim(
+        lambda x: (x[..., None], x[..., ::-1, 1:], jnp.squeeze(x[..., :1], -1)), [of_rows], Constant
+    ),
+    "slices": Claim(
+        lambda x: (x[1:, ::2], x[..., 0], x[-1:]),
+        [constant],
+        Constant,
+    ),
+    "dynamic slices": Claim(
+        lambda x: lax.dynamic_slice(x, (0, 1), (1, 2)),
+        [constant],
+        Constant,
+        sizes=(1, 5),  # of nothing no row is taken
+        without=("implicit of vmap",),  # a gather
+    ),
+    "broadcast": Claim(lambda x: jnp.broadcast_to(x, (2, *x.shape)), [constant], Constant),
+    "a product with an array": Claim(lambda x, y: (x.T @ y, y.T @ x), [constant, dense]),
+    "a product with a vector": Claim(lambda x, y: (x @ y, y @ x.T), [constant, lambda d: d(3)]),
+    "a product of two": Claim(lambda x, y: (x.T @ y, x @ y.T), [constant, constant], Constant),
+    "a product of fills": Claim(lambda x, y: jnp.einsum("ij,ik->jk", x, y), [of_rows, dense]),
+    "a product of fills and a constant": Claim(lambda x, y: x @ y.T, [of_rows, constant], Constant),
+    "a product of batches": Claim(
+        lambda x, y: jnp.einsum("bij,bjk->bik", x, y),
+        [lambda d: Constant(d(), (2, d.n, 3)), lambda d: d(2, 3, d.n)],
+    ),
+    "what two axes contract": Claim(lambda x, y: jnp.einsum("ij,ij->", x, y), [constant, dense]),
+}
+
+test_under, test_over_sizes_and_dtypes = claims(CLAIMS)
+
+
+def test_a_result_in_another_dtype_is_asked_for():
+    x, y = Constant(jnp.int8(100), (5, 4)), jnp.full((4, 2), 100, "int8")
+    dot = lambda x, y: jnp.matmul(x, y, preferred_element_type=jnp.int32)
+    assert jnp.array_equal(vn.implicit(dot)(x, y), jnp.full((5, 2), 40_000))
+
+
+@pytest.mark.parametrize("fill", [0.0, jnp.inf, -jnp.inf, jnp.nan])
+def test_nothing_is_dropped_of_what_is_not_finite(fill):
+    x, y = Constant(fill, (3,)), jnp.array([1.0, jnp.inf, jnp.nan])
+    program = lambda x, y: (x * y, x + y, x.sum(), x.max(), x.prod(), jnp.maximum(x, y), x @ y)
+    for out, expected in zip(
+        jax.tree.leaves(vn.materialise(vn.implicit(program)(x, y))),
+        program(jnp.full(3, fill), y),
+        strict=True,
+    ):
+        assert jnp.array_equal(out, expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("fill", [jnp.inf, jnp.nan])
+def test_nothing_of_infinity_is_nothing(fill):
+    x = Constant(fill, (2, 0))
+    assert jnp.array_equal(vn.materialise(x.sum(-1)), jnp.zeros(2))
+    assert jnp.array_equal(x @ jnp.ones((0, 2)), jnp.zeros((2, 2)))
+
+
+def test_a_sum_of_more_halves_than_they_can_count():
+    x = Constant(jnp.float16(0.001), (100_000,))
+    assert jnp.allclose(vn.materialise(x.sum()), 100, rtol=1e-2)
+
+
+def test_an_index_out_of_bounds_gives_what_it_does_for_an_array():
+    x = Constant(2.0, (3,))
+    assert vn.implicit(lambda x: x.at[jnp.array([1, 5])].get(mode="fill"))(x)[1] != 2
+
+
+def test_it_stores_one_number():
+    assert Constant.zeros((1000, 1000)).nbytes == 4
+    assert repr(Constant.ones((2,), bool)) == "Constant(fill=bool[], trailing=(2,))"
+    assert np.array_equal(np.asarray(Constant.ones((2,), bool)), np.ones(2, bool))
+
+
+@pytest.mark.parametrize("arguments", [("x", (2,)), (0.0, [2]), (0.0, 2), (0.0, (-1,))])
+def test_a_mistake_is_refused_where_it_is_made(arguments):
+    with pytest.raises(TypeError, match="Constant takes a"):
+        Constant(*arguments)
