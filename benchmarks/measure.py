@@ -59,12 +59,12 @@ def measure(
         for claim, pairs in zip(claims, times, strict=True):
             gc.collect()  # the garbage of others; our own is collected as it falls due
             sides = (claim.ours, claim.theirs) * batches
-            seconds = [_seconds_a_call(side.run, calls) for side in sides]
+            seconds = [seconds_a_call(side.run, calls) for side in sides]
             pairs.append((min(seconds[::2]), min(seconds[1::2])))
     return [_result(claim, pairs) for claim, pairs in zip(claims, times, strict=True)]
 
 
-def _seconds_a_call(thunk: Thunk, calls: int) -> float:
+def seconds_a_call(thunk: Thunk, calls: int) -> float:
     """The time of a call in a batch, at the end of which its last result is waited for.
 
     A call returns before its result is computed, so a batch that nobody waits for would leave work

@@ -1,6 +1,7 @@
 """The array types: one file each, and each a model of how to write one."""
 
 from . import linear_algebra as linear_algebra
+from .banded import Banded, Tridiagonal
 from .block_diagonal import BlockDiagonal
 from .constant import Constant
 from .diagonal import Diagonal
@@ -16,9 +17,14 @@ from .prng import PRNGKey
 from .product import Product
 from .quantity import Quantity
 from .sparse import SparseArray
+from .symmetric import Symmetric
+from .toeplitz import Circulant, Toeplitz
+from .triangular import Triangular
 
 __all__ = [
+    "Banded",
     "BlockDiagonal",
+    "Circulant",
     "Constant",
     "Diagonal",
     "Frozen",
@@ -33,4 +39,8 @@ __all__ = [
     "Product",
     "Quantity",
     "SparseArray",
+    "Symmetric",
+    "Toeplitz",
+    "Triangular",
+    "Tridiagonal",
 ]

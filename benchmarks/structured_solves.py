@@ -1,0 +1,224 @@
+"""Solves and products by structure against the dense ones: time against size, and a plot of it.
+
+A program is `jnp.linalg.solve(A, b)` or `A @ x` of one vector, under `jax.jit`, with the matrix as
+an argument. The dense side is the same program of a dense matrix, whose time depends on n alone.
+"""
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter, StrMethodFormatter
+from measure import markdown_table, parser, seconds_a_call
+
+import veneer as vn
+from veneer.types.banded import Tridiagonal
+from veneer.types.block_diagonal import BlockDiagonal
+from veneer.types.diagonal import Diagonal
+from veneer.types.identity import Identity
+from veneer.types.kronecker import Kronecker
+from veneer.types.low_rank import LowRank
+from veneer.types.permutation import Permutation
+from veneer.types.toeplitz import Circulant, Toeplitz
+from veneer.types.triangular import Triangular
+
+PICTURE = Path(__file__).parent.parent / "docs" / "structured_solves.png"
+SIZES = (64, 128, 256, 512, 1024, 2048)
+BLOCK, RANK = 16, 8
+BATCHES = 3  # of calls, the fastest of which is the time of a side in a round
+PROGRAMS = {"solve": jnp.linalg.solve, "product": jnp.matmul}
+
+
+def normal(key: jax.Array) -> Callable[..., jax.Array]:
+    """What draws normal arrays of the shapes that it is asked for."""
+    count = itertools.count()
+    return lambda *shape: jax.random.normal(jax.random.fold_in(key, next(count)), shape)
+
+
+def factor_sizes(n: int) -> tuple[int, int]:
+    """Of a Kronecker product of this size, for powers of two."""
+    first = 2 ** (int(math.log2(n)) // 2)
+    return first, n // first
+
+
+@dataclass(frozen=True)
+class Structure:
+    """A type, what makes one of size n, and the operations that its algebra takes."""
+
+    name: str
+    make: Callable[[Callable, int], Any]  # of what draws a normal array of a shape
+    solve: Callable[[int], float]
+    product: Callable[[int], float]
+    orders: tuple[str, str]  # of the two
+
+    def promised(self, program: str, n: int) -> float:
+        """How many times as many operations the dense program takes."""
+        dense = {"solve": 2 / 3 * n**3 + 2 * n**2, "product": 2 * n**2}[program]
+        return dense / getattr(self, program)(n)
+
+
+def near_identity(draw: Callable, *shape: int) -> jax.Array:
+    """Matrices without small eigenvalues."""
+    return draw(*shape) / math.sqrt(shape[-1]) + 4 * jnp.eye(shape[-1])
+
+
+def _kronecker_solve(n: int) -> float:
+    n1, n2 = factor_sizes(n)
+    return 2 / 3 * (n1**3 + n2**3) + 2 * n * (n1 + n2)
+
+
+STRUCTURES = [
+    Structure("Diagonal", lambda d, n: Diagonal(d(n)), float, float, ("n", "n")),
+    Structure(
+        "Permutation",
+        lambda d, n: Permutation(jnp.argsort(d(n)), jnp.float32),
+        float,
+        float,
+        ("n", "n"),
+    ),
+    Structure(
+        "Tridiagonal",
+        lambda d, n: Tridiagonal(d(n - 1), d(n) + 4, d(n - 1)),
+        lambda n: 8 * n,
+        lambda n: 5 * n,
+        ("n", "n"),
+    ),
+    Structure(
+        f"BlockDiagonal, blocks of {BLOCK}",
+        lambda d, n: BlockDiagonal(near_identity(d, n // BLOCK, BLOCK, BLOCK)),
+        lambda n: n * (2 / 3 * BLOCK**2 + 2 * BLOCK),
+        lambda n: 2 * n * BLOCK,
+        ("n", "n"),
+    ),
+    Structure(
+        f"Identity + LowRank, rank {RANK}",
+        lambda d, n: Identity(n, jnp.float32) + LowRank(d(n, RANK) / n, d(RANK, n)),
+        lambda n: n * (2 * RANK**2 + 4 * RANK),
+        lambda n: 4 * n * RANK,
+        ("n", "n"),
+    ),
+    Structure(
+        "Kronecker of two",
+        lambda d, n: Kronecker(*(near_identity(d, size, size) for size in factor_sizes(n))),
+        _kronecker_solve,
+        lambda n: 2 * n * sum(factor_sizes(n)),
+        ("n^1.5", "n^1.5"),
+    ),
+    Structure(
+        "Circulant",
+        lambda d, n: Circulant(d(n).at[0].add(4 * math.sqrt(n))),
+        lambda n: 7.5 * n * math.log2(n),
+        lambda n: 7.5 * n * math.log2(n),
+        ("n log n", "n log n"),
+    ),
+    Structure(
+        "Toeplitz",
+        lambda d, n: Toeplitz(d(n).at[0].add(4 * math.sqrt(n)), d(n)),
+        lambda n: 10 * n**2,
+        lambda n: 15 * n * math.log2(2 * n),
+        ("n^2", "n log n"),
+    ),
+    Structure(
+        "Triangular",
+        lambda d, n: Triangular(near_identity(d, n, n)),
+        lambda n: n**2,
+        lambda n: 2 * n**2,
+        ("n^2", "n^2"),
+    ),
+]
+
+Seconds = dict[tuple[str, int], list[float]]  # of each side and size, one a round
+
+
+def times(program: str, *, rounds: int) -> Seconds:
+    """The seconds a call takes: of dense matrices, of each structure, and of next to nothing."""
+    found: Seconds = {}
+    for n in SIZES:
+        draw = normal(jax.random.key(n))
+        run = jax.jit(vn.implicit(PROGRAMS[program], on_materialise="error"))
+        b = draw(n)
+        operands = {"dense": near_identity(draw, n, n)}
+        operands |= {structure.name: structure.make(draw, n) for structure in STRUCTURES}
+        sides = {name: partial(run, a, b) for name, a in operands.items()}
+        sides["a call"] = partial(jax.jit(jnp.negative), b)
+        for side in sides.values():
+            jax.block_until_ready((side(), side()))
+        calls = dict.fromkeys(sides, 20) | {"dense": max(1, 2**18 // n**2)}
+        for _ in range(rounds):
+            for name, side in sides.items():
+                fastest = min(seconds_a_call(side, calls[name]) for _ in range(BATCHES))
+                found.setdefault((name, n), []).append(fastest)
+    return found
+
+
+def table(program: str, found: Seconds) -> str:
+    """Microseconds by size, and at the largest one how many times as fast, beside the promise."""
+    shown, last = [SIZES[0], SIZES[2], *SIZES[-2:]], SIZES[-1]
+    middle = lambda name, n: f"{statistics.median(found[name, n]) * 1e6:,.0f}"
+
+    def row(name: str, order: str, promised: str) -> list[str]:
+        pairs = zip(found["dense", last], found[name, last], strict=True)
+        ratio = statistics.median(dense / own for dense, own in pairs)
+        measured = "" if name == "dense" else f"**{ratio:,.0f}**" if ratio > 10 else f"{ratio:.1f}"
+        return [name, order, *(middle(name, n) for n in shown), measured, promised]
+
+    index = list(PROGRAMS).index(program)
+    rows = [row("dense", ("n^3", "n^2")[index], "")]
+    rows += [row(s.name, s.orders[index], f"{s.promised(program, last):,.0f}") for s in STRUCTURES]
+    rows.append(row("a call", "", ""))
+    header = [program, "operations", *(f"µs, n = {n}" for n in shown)]
+    return markdown_table([*header, f"faster at {last}", "fewer operations"], rows)
+
+
+_INK, _MUTED, _GRID = "#1f2933", "#6b7684", "#e4e7eb"
+_COLOURS = "#2a6f97 #c8553d #588157 #8c6d46 #7b4b94 #d4a017 #3a9188 #b5446e #5c677d".split()
+
+
+def draw_picture(measured: dict[str, Seconds], path: Path) -> None:
+    """Writes a PNG with a panel for each program: time against size, both logarithmic."""
+    figure = Figure(figsize=(10.4, 4.6), dpi=160, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels: Sequence[Any] = figure.subplots(1, len(measured), sharey=True)
+    styles = {"dense": (_INK, "-"), "a call": (_MUTED, ":")}
+    styles |= {s.name: (c, "-") for s, c in zip(STRUCTURES, _COLOURS, strict=True)}
+    for axes, (program, found) in zip(panels, measured.items(), strict=True):
+        for name, (colour, line) in styles.items():
+            milliseconds = [statistics.median(found[name, n]) * 1e3 for n in SIZES]
+            width = 2.4 if name == "dense" else 1.4
+            axes.loglog(SIZES, milliseconds, line, marker="o", ms=3, lw=width, color=colour)
+            axes.lines[-1].set_label(name)
+        axes.set_xticks(SIZES, [str(n) for n in SIZES])
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axes.tick_params(which="both", length=0, colors=_MUTED)
+        axes.grid(color=_GRID, lw=0.8)
+        axes.spines[:].set_visible(False)
+        axes.set_xlabel("n", color=_INK)
+        title = {"solve": "jnp.linalg.solve(A, b)", "product": "A @ x"}[program]
+        axes.set_title(title, loc="left", color=_INK)
+    panels[0].set_ylabel("milliseconds", color=_INK)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right center", frameon=False, labelcolor=_INK)
+    figure.savefig(path)
+
+
+def main(*, rounds: int, picture: Path) -> None:
+    measured = {program: times(program, rounds=rounds) for program in PROGRAMS}
+    print("\n\n".join(table(program, found) for program, found in measured.items()))
+    draw_picture(measured, picture)
+
+
+if __name__ == "__main__":
+    options = parser(__doc__)
+    options.add_argument("--picture", type=Path, default=PICTURE, help="the PNG that is written")
+    arguments = options.parse_args()
+    main(rounds=arguments.rounds, picture=arguments.picture)
