@@ -138,3 +138,9 @@ def test_sizes_in_bytes():
 def test_sizes_that_do_not_fit_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_corners_that_are_not_read_have_no_gradient():
+    bands = jnp.array([[0.0, 4.0], [1.0, 1.0]])  # sqrt has an infinite derivative at the first
+    entries = lambda x: vn.implicit(lambda a: jnp.sqrt(a).sum())(Banded(x, lower=0, upper=1))
+    assert jax.grad(entries)(bands).tolist() == [[0.0, 0.25], [0.5, 0.5]]

@@ -92,3 +92,8 @@ def test_the_entries_are_stored():
 def test_what_is_no_diagonal_is_refused(diagonal, error, message):
     with pytest.raises(error, match=message):
         Diagonal(diagonal)
+
+
+def test_a_quantised_diagonal_is_refused():
+    with pytest.raises(TypeError, match=r"takes a dense array for diagonal, .* veneer.materialise"):
+        Diagonal(vn.quant.quantize(jnp.ones(3), "int8"))

@@ -8,32 +8,38 @@ import numpy as np
 from .._core.value import Value
 
 if TYPE_CHECKING:
-    Leaf = Any
+    Leaf = Array = Any
 else:
+    #: What a leaf may be that has to be dense.
+    Array = jax.Array | np.ndarray
+
     #: What a leaf may be: an array, traced or not, or an implicit array that stands for one.
     Leaf = jax.Array | np.ndarray | Value
 
 
-def check_axes(value: Any, /, **axes: str) -> None:
+def check_axes(value: Any, kinds: Any = Leaf, /, **axes: str) -> None:
     """Checks the trailing axes of leaves, by names, and that the leading axes are the same.
 
     **Arguments:**
 
     - `value`: the array whose fields are looked at.
+    - `kinds`: what they may be: a `Leaf`, implicit or not, or an `Array`, which is dense.
     - `axes`: for each field, the names of its trailing axes, as in `check_axes(self, a="m r",
       b="r n")`. Axes of one name have one size; a number is a size.
 
-    **Raises:** `TypeError` for a field that is no array; `ValueError` where a field has too few
-    axes, or where sizes differ.
+    **Raises:** `TypeError` for a field that is no array, or an implicit one; `ValueError` where a
+    field has too few axes, or where sizes differ.
     """
     sizes: dict[str, int] = {}
     leading: tuple[int, ...] | None = None
     for field, names in axes.items():
         leaf = getattr(value, field)
-        if not isinstance(leaf, Leaf):
+        if not isinstance(leaf, kinds):
+            is_implicit = isinstance(leaf, Value)
             raise TypeError(
-                f"{type(value).__name__} takes an array for {field}, not {leaf!r}; "
-                "jax.numpy.asarray makes one"
+                f"{type(value).__name__} takes {'a dense' if is_implicit else 'an'} array for "
+                f"{field}, not {leaf!r}; "
+                f"{'veneer.materialise' if is_implicit else 'jax.numpy.asarray'} makes one"
             )
         shape, own = tuple(leaf.shape), names.split()  # type: ignore[attr-defined]
         if len(shape) < len(own):

@@ -1,5 +1,6 @@
 """`Tridiagonal` and `Banded`: square matrices with entries near the diagonal alone."""
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ from jax.lax import linalg as lax_linalg
 from .._core.rules import register
 from .._core.tree import static
 from . import band_elimination
-from .axes import Leaf, check_axes
+from .axes import Array, check_axes
 from .band_elimination import shifted
 from .diagonal import Diagonal
 from .half_precision import computing_dtype
@@ -50,14 +51,14 @@ class Tridiagonal(Matrix):
     4.0
     """
 
-    lower: Leaf  # [..., n - 1]
-    diagonal: Leaf  # [..., n]
-    upper: Leaf  # [..., n - 1]
+    lower: Array  # [..., n - 1]
+    diagonal: Array  # [..., n]
+    upper: Array  # [..., n - 1]
 
     linear_in: ClassVar[tuple[str, ...]] = ("lower", "diagonal", "upper")
 
     def __post_init__(self) -> None:
-        check_axes(self, lower="n-1", diagonal="n", upper="n-1")
+        check_axes(self, Array, lower="n-1", diagonal="n", upper="n-1")
         n, beside = self.diagonal.shape[-1], self.lower.shape[-1]
         if beside != max(n - 1, 0):
             raise ValueError(
@@ -160,16 +161,22 @@ class Banded(Matrix):
     Banded(bands=f32[3,3], lower=1, upper=1)
     """
 
-    bands: Leaf  # [..., upper + 1 + lower, n]
+    bands: Array  # [..., upper + 1 + lower, n]
     lower: int = static()
     upper: int = static()
-
-    linear_in: ClassVar[tuple[str, ...]] = ("bands",)
 
     def __post_init__(self) -> None:
         if min(self.lower, self.upper) < 0:
             raise ValueError(f"Banded has lower={self.lower}, upper={self.upper}: one is negative")
-        check_axes(self, bands=f"{self.upper + 1 + self.lower} n")
+        check_axes(self, Array, bands=f"{self.upper + 1 + self.lower} n")
+
+    def rescaled(self, scale: Callable[[Any], Any]) -> "Banded":
+        # Corners are not read: a derivative by one of them must not be 0 times infinity.
+        bands = jnp.asarray(self.bands)
+        row = jnp.arange(bands.shape[-2])[:, None] - self.upper + jnp.arange(bands.shape[-1])
+        read = (row >= 0) & (row < bands.shape[-1])
+        ones = jnp.ones((), bands.dtype)
+        return Banded(scale(jnp.where(read, bands, ones)), self.lower, self.upper)
 
     def materialise(self) -> Any:
         """The dense matrix."""

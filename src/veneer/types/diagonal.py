@@ -7,7 +7,7 @@ from jax.typing import ArrayLike
 
 from .._core.rules import register
 from .._core.transform import implicit
-from .axes import Leaf, check_axes
+from .axes import Array, check_axes
 from .matrix import Matrix, product
 from .stored_entries import stores_entries
 
@@ -34,12 +34,12 @@ class Diagonal(Matrix):
     [3.0, 2.0]
     """
 
-    diagonal: Leaf  # [..., n]
+    diagonal: Array  # [..., n]
 
     linear_in: ClassVar[tuple[str, ...]] = ("diagonal",)
 
     def __post_init__(self) -> None:
-        check_axes(self, diagonal="n")
+        check_axes(self, Array, diagonal="n")
 
     def materialise(self) -> Any:
         """The dense matrix."""

@@ -11,7 +11,7 @@ from jax.lax import linalg as lax_linalg
 
 from .._core.rules import register
 from .._core.tree import static
-from .axes import Leaf, check_axes
+from .axes import Array, check_axes
 from .diagonal import Diagonal
 from .matrix import Matrix
 from .stored_entries import stores_entries
@@ -53,11 +53,11 @@ class Symmetric(Matrix):
     Triangular(x=f32[2,2], lower=True, unit_diagonal=False)
     """
 
-    packed: Leaf  # [..., n (n + 1) / 2]
+    packed: Array  # [..., n (n + 1) / 2]
     positive_definite: bool = static(default=False)
 
     def __post_init__(self) -> None:
-        check_axes(self, packed="entries")
+        check_axes(self, Array, packed="entries")
         if jnp.issubdtype(self.packed.dtype, jnp.complexfloating):
             raise TypeError(f"Symmetric takes real entries, not {self.packed.dtype}")
         n, entries = self._n, self.packed.shape[-1]

@@ -1,5 +1,6 @@
 """`Toeplitz` and `Circulant`: matrices with one number a diagonal, multiplied by FFT."""
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -7,7 +8,7 @@ from jax import lax
 
 from .._core.rules import register
 from . import levinson
-from .axes import Leaf, check_axes
+from .axes import Array, check_axes
 from .half_precision import computing_dtype
 from .matrix import Matrix, product
 from .stored_entries import stores_entries
@@ -54,14 +55,12 @@ class Toeplitz(Matrix):
     Toeplitz(column=f32[2], row=f32[3])
     """
 
-    column: Leaf  # [..., m]
-    row: Leaf  # [..., n]
+    column: Array  # [..., m]
+    row: Array  # [..., n]
 
-    linear_in: ClassVar[tuple[str, ...]] = ("column", "row")
-
-    def __init__(self, column: Leaf, row: Leaf | None = None):
+    def __init__(self, column: Array, row: Array | None = None):
         self.__dict__.update(column=column, row=jnp.conj(column) if row is None else row)
-        check_axes(self, column="m", row="n")
+        check_axes(self, Array, column="m", row="n")
 
     def materialise(self) -> Any:
         """The dense matrix."""
@@ -96,6 +95,12 @@ class Toeplitz(Matrix):
         if not (self.column.shape[-1] and self.row.shape[-1]):
             return Toeplitz(self.row, self.column)
         return Toeplitz(_with_first(self.row, self.column), self.column)
+
+    def rescaled(self, scale: Callable[[Any], Any]) -> "Toeplitz":
+        if not (self.column.shape[-1] and self.row.shape[-1]):
+            return self
+        # With the corner in both: a derivative by what is not read must not be 0 times infinity.
+        return Toeplitz(scale(self.column), scale(_with_first(self.row, self.column)))
 
     def solve(self, b: Any) -> Any:
         n = self.column.shape[-1]
@@ -145,12 +150,12 @@ class Circulant(Matrix):
     Circulant(column=f32[3])
     """
 
-    column: Leaf  # [..., n]
+    column: Array  # [..., n]
 
     linear_in: ClassVar[tuple[str, ...]] = ("column",)
 
     def __post_init__(self) -> None:
-        check_axes(self, column="n")
+        check_axes(self, Array, column="n")
 
     def materialise(self) -> Any:
         """The dense matrix."""

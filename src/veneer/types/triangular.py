@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 from .._core.rules import register
 from .._core.tree import static
 from .._core.value import materialise_one
-from .axes import Leaf, check_axes
+from .axes import Array, check_axes
 from .matrix import Matrix, product
 from .stored_entries import stores_entries
 
@@ -47,12 +47,12 @@ class Triangular(Matrix):
     Triangular(x=f32[2,2], lower=True, unit_diagonal=False)
     """
 
-    x: Leaf  # [..., n, n]
+    x: Array  # [..., n, n]
     lower: bool = static(default=True)
     unit_diagonal: bool = static(default=False)
 
     def __post_init__(self) -> None:
-        check_axes(self, x="n n")
+        check_axes(self, Array, x="n n")
 
     def materialise(self) -> Any:
         """The dense matrix."""

@@ -7,7 +7,7 @@ contracted as they are, and it is the output that is scaled. Otherwise the opera
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -126,7 +126,7 @@ def _arrange(scale: jax.Array, batch: Sequence[int], contracting: Sequence[int])
 
 @register("dot_general")
 def _dot_general(lhs: ArrayLike | QArray, rhs: ArrayLike | QArray, **params: Any) -> jax.Array:
-    product = functools.partial(dot_general, **params)
+    product: Callable[..., jax.Array] = functools.partial(dot_general, **params)
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((lhs, rhs))):
         # A derivative dequantises once more, instead of keeping the dense weights of a whole model
         # from the forward pass to the backward one.

@@ -1,0 +1,359 @@
+"""`LoraArray`: a weight and a low-rank update of it."""
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from functools import partial
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jax.typing import ArrayLike, DTypeLike
+
+from ..._core.array import ImplicitArray
+from ..._core.transform import implicit
+from ..._core.tree import check_metadata, static
+from ..._core.value import describe, materialise_one
+from ..axes import Leaf, check_axes
+from ..factors import applied
+from ..matrix import Matrix
+from . import woodbury
+from .labels import RANK, Labels, arrange, contract
+from .magnitude import norm, over_norm
+
+
+class LoraArray(Matrix):
+    """`w + scale * a @ b`: a weight, dense, quantised or implicit in another way, and an update.
+
+    The update is of low rank (LoRA: Hu et al. 2021, arXiv 2106.09685). Nothing of the size of `w`
+    is ever made by what follows, nor by its derivatives with respect to `a` and `b`.
+
+    **Algebra:** products with a dense array, `x @ w + scale * (x @ a) @ b`, whichever axis of the
+    weight they contract; transposes, slices, and reshapes of the axes that come in or go out; rows
+    looked up (`w[ids]`); multiples by a number, conversions of the dtype, `stop_gradient`;
+    convolutions, if it is a kernel; sums with a `LowRank`. Where `w` is structured and can do so,
+    `solve`, `inverse` and determinants by the Woodbury identity. The rest is made dense.
+
+    **Cost** of a product with k vectors: that of `w`, and `k · rank · (in + out)`. A magnitude
+    costs as much again as `rank` vectors more, and a reading of `w`.
+
+    **Arguments:**
+
+    - `w`: `[..., *in, *out]`, floating; the array is of its dtype.
+    - `a`: `[..., *in, rank]`; `b`: `[..., rank, *out]`.
+    - `scale`: a Python number.
+    - `magnitude`: the norms of the columns, `[..., 1, out]` (DoRA: Liu et al. 2024, arXiv
+      2402.09353): the array is then `magnitude · v / ‖v‖` for `v = w + scale * a @ b`, and the norm
+      is a constant to derivatives (section 4.3 of the paper). Of a transpose it is `[..., out, 1]`.
+    - `dropout`: how much of the operand is dropped before `a`, in a product.
+    - `dropout_key`: a PRNG key for that, `[...]` or raw as `[..., 2]`; None drops nothing.
+      `vn.types.lora.with_dropout` gives each array of a tree its own.
+    - `dropped`: whether it is the axes `"in"` or `"out"` that the operand shares with the weight:
+      `"out"` for a weight `[out, in]`.
+    - `in_ndim`, `out_ndim`: how many axes come in and go out, if more than one: `out_ndim=2` for a
+      weight `[in, heads, size]`, and `in_ndim=3` for a kernel `[height, width, in, out]`.
+
+    **Raises:** `TypeError` for leaves that are no arrays, or a weight that is not floating;
+    `ValueError` where shapes do not fit.
+
+    With dropout it stands for a random function and no array, and refuses to be made dense:
+    `vn.types.lora.without_dropout` is for use after training.
+
+    >>> import jax, jax.numpy as jnp, veneer as vn
+    >>> w = vn.types.LoraArray.init(jnp.ones((3, 4)), rank=2, key=jax.random.key(0))
+    >>> w
+    LoraArray(w=f32[3,4], a=f32[3,2], b=f32[2,4], scale=1.0)
+    >>> (jnp.ones((1, 3)) @ w).tolist()
+    [[3.0, 3.0, 3.0, 3.0]]
+    """
+
+    metadata_is_meaning: ClassVar[bool] = False
+    trainable: ClassVar[tuple[str, ...] | None] = ("a", "b", "magnitude")
+
+    w: Leaf
+    a: Leaf
+    b: Leaf
+    magnitude: Leaf | None = None
+    dropout_key: Leaf | None = None
+    scale: float = static(default=1.0, kw_only=True)
+    dropout: float = static(default=0.0, kw_only=True)
+    dropped: str = static(default="in", kw_only=True)
+    in_ndim: int = static(default=1, kw_only=True)
+    out_ndim: int = static(default=1, kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_metadata(self)
+        _check(self)
+
+    @classmethod
+    def init(
+        cls,
+        w: ArrayLike | ImplicitArray,
+        rank: int,
+        *,
+        key: jax.Array,
+        alpha: float | int | None = None,
+        rs_lora: bool = False,
+        dora: bool = False,
+        dropout: float = 0.0,
+        dropped: str = "in",
+        dtype: DTypeLike | None = None,
+        in_ndim: int = 1,
+        out_ndim: int = 1,
+    ) -> "LoraArray":
+        """An update of a weight that is zero to begin with: `a` is random, and `b` zero.
+
+        The entries of `a` are uniform in ±1/sqrt(in), as those of PEFT are (Kaiming's bound with
+        a slope of sqrt(5)).
+
+        **Arguments:**
+
+        - `w`: the weight, `[..., *in, *out]`.
+        - `rank`: at least 1.
+        - `key`: a PRNG key, for `a`.
+        - `alpha`: the scale is `alpha / rank`; None is `rank`, so a scale of 1.
+        - `rs_lora`: a scale of `alpha / sqrt(rank)`, with which updates of a large rank learn as
+          fast (Kalajdzievski 2023, arXiv 2312.03732).
+        - `dora`: has a magnitude, which begins as the norms of the columns of `w`.
+        - `dtype`: of `a` and `b`; that of `w` if None.
+        - the others: those of `LoraArray`.
+
+        **Raises:** `ValueError` for a rank below 1; what `LoraArray` raises.
+
+        >>> import jax, jax.numpy as jnp, veneer as vn
+        >>> kernel = vn.quant.quantize(jnp.ones((64, 32)), "nf4", channelwise_axes=[1])
+        >>> w = vn.types.LoraArray.init(kernel, 8, key=jax.random.key(0), alpha=16, rs_lora=True)
+        >>> w.a.shape, w.b.shape, round(w.scale, 3)
+        ((64, 8), (8, 32), 5.657)
+        """
+        if rank < 1:
+            raise ValueError(f"a low-rank update has a rank of 1 or more, not {rank}")
+        w = w if isinstance(w, ImplicitArray) else jnp.asarray(w)
+        dtype = w.dtype if dtype is None else dtype
+        split, at = w.ndim - in_ndim - out_ndim, w.ndim - out_ndim
+        lead, ins, outs = w.shape[:split], w.shape[split:at], w.shape[at:]
+        bound = 1 / math.sqrt(max(1, math.prod(ins)))
+        alpha = rank if alpha is None else alpha
+        return cls(
+            w,
+            jax.random.uniform(key, (*lead, *ins, rank), dtype, -bound, bound),
+            jnp.zeros((*lead, rank, *outs), dtype),
+            norm(w, range(split, at)).astype(dtype) if dora else None,
+            scale=float(alpha / (math.sqrt(rank) if rs_lora else rank)),
+            dropout=dropout,
+            dropped=dropped,
+            in_ndim=in_ndim,
+            out_ndim=out_ndim,
+        )
+
+    # Its axes, as the numbers of those of w.
+
+    @property
+    def lead(self) -> tuple[int, ...]:
+        """The leading axes, which all leaves have."""
+        return tuple(range(self.w.ndim - self.in_ndim - self.out_ndim))
+
+    @property
+    def ins(self) -> tuple[int, ...]:
+        """The axes that come in: those of `a`."""
+        return tuple(range(len(self.lead), self.w.ndim - self.out_ndim))
+
+    @property
+    def outs(self) -> tuple[int, ...]:
+        """The axes that go out: those of `b`."""
+        return tuple(range(self.w.ndim - self.out_ndim, self.w.ndim))
+
+    @property
+    def w_labels(self) -> Labels:
+        """The axes of `w`."""
+        return *self.lead, *self.ins, *self.outs
+
+    @property
+    def a_labels(self) -> Labels:
+        """The axes of `a`."""
+        return *self.lead, *self.ins, RANK
+
+    @property
+    def b_labels(self) -> Labels:
+        """The axes of `b`."""
+        return *self.lead, RANK, *self.outs
+
+    @property
+    def normed(self) -> tuple[int, ...]:
+        """The axes over which the norm of a magnitude is taken: there it has size 1."""
+        if self.magnitude is None:
+            return ()
+        alone = all(self.magnitude.shape[i] == 1 for i in self.ins)
+        return self.ins if alone else self.outs
+
+    @property
+    def drops(self) -> bool:
+        """Whether products drop parts of their operands."""
+        return self.dropout_key is not None and self.dropout > 0
+
+    def changed(self, **changes: Any) -> "LoraArray":
+        """A copy with other fields, which are not checked: they may be abstract, or None."""
+        new = copy.copy(self)
+        new.__dict__.pop("_aval", None)
+        new.__dict__.update(changes)
+        return new
+
+    def update(self) -> Any:
+        """`scale * a @ b`, dense."""
+        low = scaled(self.a, self.scale)
+        dense, _ = contract(low, self.a_labels, jnp.asarray(self.b), self.b_labels, [RANK])
+        return dense
+
+    def aval(self) -> jax.core.ShapedArray:
+        """The shape and dtype of `w`."""
+        return self.changed(dropout_key=None).aval() if self.drops else super().aval()
+
+    def materialise(self) -> Any:
+        """The dense weight, with the update."""
+        if self.drops:
+            raise TypeError(
+                f"{self!r} has dropout, so it stands for a random function, and no array: take it "
+                "off by vn.types.lora.without_dropout"
+            )
+        dense = jnp.asarray(materialise_one(self.w))
+        out = dense + self.update()
+        if self.magnitude is not None:
+            out = out * over_norm(self.magnitude, norm(out, self.normed))
+        return out.astype(dense.dtype)
+
+    def partition(self, spec: P, shape: tuple[int, ...]) -> "LoraArray | None":
+        """The leaves are cut along the axes that they have; a norm is not taken of a part."""
+        if shape != self.shape and any(spec[i] is not None for i in self.normed):
+            return None
+        of = lambda labels: P(*(None if label == RANK else spec[label] for label in labels))
+        of_magnitude = [None if i in self.normed else spec[i] for i in self.w_labels]
+        lead = [spec[i] for i in self.lead]
+        raw = self.dropout_key is not None and self.dropout_key.ndim > len(lead)
+        return self.changed(
+            w=spec,
+            a=of(self.a_labels),
+            b=of(self.b_labels),
+            magnitude=None if self.magnitude is None else P(*of_magnitude),
+            dropout_key=None if self.dropout_key is None else P(*lead, *[None] * raw),
+        )
+
+    # As a structured matrix, of one axis that comes in and one that goes out.
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether it is just the matrix `w + scale * a @ b`."""
+        return self.in_ndim == self.out_ndim == 1 and self.magnitude is None and not self.drops
+
+    def matvec(self, x: Any, *, precision: Any = None) -> Any:
+        if not self.is_sum:
+            return NotImplemented
+        times = partial(applied, precision=precision)
+        low = scaled(times(self.b, x), self.scale)
+        return times(self.w, x) + times(self.a, low)
+
+    def transposed(self) -> Any:
+        is_matrix = self.in_ndim == self.out_ndim == 1
+        return self.permuted((*self.lead, *self.outs, *self.ins)) if is_matrix else NotImplemented
+
+    def permuted(self, permutation: Sequence[int]) -> Any:
+        """The transpose, if axes that come in stay side by side, and so do those that go out."""
+        split, at = len(self.lead), len(self.lead) + self.in_ndim
+        swapped = permutation[split] in self.outs
+        if swapped:
+            at = split + self.out_ndim
+        lead, first, last = permutation[:split], permutation[split:at], permutation[at:]
+        groups = (self.outs, self.ins) if swapped else (self.ins, self.outs)
+        if [set(part) for part in (lead, first, last)] != [set(self.lead), *map(set, groups)]:
+            return NotImplemented
+        a, b = (self.a, self.a_labels), (self.b, self.b_labels)
+        if swapped:
+            a, b = b, a
+        turned = implicit(lambda x: lax.transpose(x, permutation))
+        key = self.dropout_key
+        if key is not None:
+            key = lax.transpose(key, (*lead, *range(split, key.ndim)))
+        return self.changed(
+            w=turned(self.w),
+            a=arrange(*a, (*lead, *first, RANK)),
+            b=arrange(*b, (*lead, RANK, *last)),
+            magnitude=None if self.magnitude is None else turned(self.magnitude),
+            dropout_key=key,
+            dropped={"in": "out", "out": "in"}[self.dropped] if swapped else self.dropped,
+            in_ndim=len(first),
+            out_ndim=len(last),
+        )
+
+    def rescaled(self, scale: Callable[[Any], Any]) -> Any:
+        if self.in_ndim + self.out_ndim != 2:
+            return NotImplemented
+        if self.magnitude is not None:
+            return replace(self, magnitude=scale(self.magnitude))
+        return replace(self, w=scale(self.w), b=scale(self.b))
+
+    def converted(self, dtype: Any) -> "LoraArray":
+        cast = lambda x: None if x is None else implicit(lambda x: x.astype(dtype))(x)
+        names = ("w", "a", "b", "magnitude")
+        return self.changed(**{name: cast(getattr(self, name)) for name in names})
+
+    def main_diagonal(self) -> Any:
+        if not self.is_sum:
+            return NotImplemented
+        of_w = implicit(partial(jnp.diagonal, axis1=-2, axis2=-1))(self.w)
+        n = of_w.shape[-1]
+        a, b = self.a[..., :n, :], jnp.matrix_transpose(self.b)[..., :n, :]
+        return of_w + scaled((a * b).sum(-1), self.scale).astype(of_w.dtype)
+
+    def solve(self, b: Any) -> Any:
+        return woodbury.solve(self, b) if woodbury.can(self, "solve") else NotImplemented
+
+    def inverse(self) -> Any:
+        found = woodbury.inverse(self) if woodbury.can(self, "inverse") else NotImplemented
+        return found if found is NotImplemented else LoraArray(*found, scale=-self.scale)
+
+    def slogdet(self) -> Any:
+        return woodbury.slogdet(self) if woodbury.can(self, "slogdet") else NotImplemented
+
+    def __repr__(self) -> str:
+        """With what is not as it is by default."""
+        values = ((f, getattr(self, f.name, None)) for f in fields(self))
+        parts = [
+            f"{f.name}={describe([x])[0]}"
+            for f, x in values
+            if f.name in ("w", "a", "b", "scale") or not (x is None or f.default == x)
+        ]
+        return f"LoraArray({', '.join(parts)})"
+
+
+def scaled(x: Any, scale: float) -> Any:
+    """`scale * x`, without a product by 1."""
+    return x if scale == 1 else scale * x
+
+
+def _check(lora: LoraArray) -> None:
+    name = lambda what, count: " ".join(f"{what}{i if count > 1 else ''}" for i in range(count))
+    if min(lora.in_ndim, lora.out_ndim) < 1:
+        raise ValueError(
+            f"at least one axis comes in, and one goes out: in_ndim={lora.in_ndim}, "
+            f"out_ndim={lora.out_ndim}"
+        )
+    if lora.dropped not in ("in", "out") or not 0 <= lora.dropout < 1:
+        raise ValueError(
+            f"dropout is in [0, 1), and of the axes 'in' or 'out'; got {lora.dropout} of "
+            f"{lora.dropped!r}"
+        )
+    ins, outs = name("in", lora.in_ndim), name("out", lora.out_ndim)
+    axes = {"w": f"{ins} {outs}", "a": f"{ins} rank", "b": f"rank {outs}"}
+    check_axes(lora, **axes)
+    if not jnp.issubdtype(lora.w.dtype, jnp.inexact):
+        raise TypeError(f"LoraArray updates a floating weight, not one of {lora.w.dtype.name}")
+    if lora.magnitude is not None:
+        ones = lambda count: " ".join(["1"] * count)
+        of_columns, of_rows = f"{ones(lora.in_ndim)} {outs}", f"{ins} {ones(lora.out_ndim)}"
+        rows = jnp.ndim(lora.magnitude) == lora.w.ndim and lora.normed == lora.outs
+        check_axes(lora, **axes, magnitude=of_rows if rows else of_columns)
+    if lora.dropout_key is not None:
+        typed = jnp.issubdtype(lora.dropout_key.dtype, jax.dtypes.prng_key)
+        check_axes(lora, **axes, dropout_key="" if typed else "2")
