@@ -21,15 +21,15 @@ from matplotlib.ticker import NullFormatter, StrMethodFormatter
 from measure import markdown_table, parser, seconds_a_call
 
 import veneer as vn
-from veneer.types.banded import Tridiagonal
-from veneer.types.block_diagonal import BlockDiagonal
-from veneer.types.diagonal import Diagonal
-from veneer.types.identity import Identity
-from veneer.types.kronecker import Kronecker
-from veneer.types.low_rank import LowRank
-from veneer.types.permutation import Permutation
-from veneer.types.toeplitz import Circulant, Toeplitz
-from veneer.types.triangular import Triangular
+from veneer.types.lora.low_rank import LowRank
+from veneer.types.structured.banded import Tridiagonal
+from veneer.types.structured.block_diagonal import BlockDiagonal
+from veneer.types.structured.diagonal import Diagonal
+from veneer.types.structured.identity import Identity
+from veneer.types.structured.kronecker import Kronecker
+from veneer.types.structured.permutation import Permutation
+from veneer.types.structured.toeplitz import Circulant, Toeplitz
+from veneer.types.structured.triangular import Triangular
 
 PICTURE = Path(__file__).parent.parent / "docs" / "structured_solves.png"
 SIZES = (64, 128, 256, 512, 1024, 2048)

@@ -49,7 +49,7 @@ def apply_rules(target: Target, values: Sequence[Any], params: dict[str, Any]) -
     classes = tuple([type(v) if isinstance(v, Value) else Dense for v in values])
     tried: tuple = ()
     while (rule := resolve(target, classes, tried)) is not None:
-        out = NotImplemented
+        out: Any = NotImplemented
         if rule.eager is not None and is_eager():
             out = rule.eager(values, params)
         if out is NotImplemented:

@@ -229,7 +229,7 @@ def _select(which: Any, *cases: Value) -> Any:
     return jax.tree.map(lambda *leaves: lax.select_n(which, *leaves), *cases)
 
 
-for _name, _rule in {
+_RULES: dict[str, Callable] = {
     "squeeze": _squeeze,
     "transpose": _transpose,
     "reshape": _reshape,
@@ -243,5 +243,6 @@ for _name, _rule in {
     "split": _split,
     "unstack": _unstack,
     "select_n": _select,
-}.items():
+}
+for _name, _rule in _RULES.items():
     add_rule(_rule, [find_primitive(_name)], conditional=True)

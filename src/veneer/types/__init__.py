@@ -1,25 +1,31 @@
-"""The array types: one file each, and each a model of how to write one."""
+"""The array types, each a model of how to write one.
 
-from . import linear_algebra as linear_algebra
-from .banded import Banded, Tridiagonal
-from .block_diagonal import BlockDiagonal
+`lora`, `sparse` and `structured` are weights and matrices, `labels` arrays with something said of
+them; the rest are a file each.
+"""
+
+from . import lora
 from .constant import Constant
-from .diagonal import Diagonal
 from .frozen import Frozen
-from .identity import Identity
-from .kronecker import Kronecker
+from .labels import Named, PRNGKey, Quantity
 from .lazy import Lazy
+from .lora import LoraArray, LowRank
 from .masked import Masked
-from .named import Named
-from .nm_sparse import NMSparse
-from .permutation import Permutation
-from .prng import PRNGKey
-from .product import Product
-from .quantity import Quantity
-from .sparse import SparseArray
-from .symmetric import Symmetric
-from .toeplitz import Circulant, Toeplitz
-from .triangular import Triangular
+from .sparse import NMSparse, SparseArray
+from .structured import (
+    Banded,
+    BlockDiagonal,
+    Circulant,
+    Diagonal,
+    Identity,
+    Kronecker,
+    Permutation,
+    Product,
+    Symmetric,
+    Toeplitz,
+    Triangular,
+    Tridiagonal,
+)
 
 __all__ = [
     "Banded",
@@ -31,6 +37,8 @@ __all__ = [
     "Identity",
     "Kronecker",
     "Lazy",
+    "LoraArray",
+    "LowRank",
     "Masked",
     "NMSparse",
     "Named",
@@ -43,4 +51,5 @@ __all__ = [
     "Toeplitz",
     "Triangular",
     "Tridiagonal",
+    "lora",
 ]

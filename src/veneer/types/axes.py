@@ -8,7 +8,8 @@ import numpy as np
 from .._core.value import Value
 
 if TYPE_CHECKING:
-    Leaf = Array = Any
+    Leaf = Any
+    Array = Any
 else:
     #: What a leaf may be that has to be dense.
     Array = jax.Array | np.ndarray
@@ -41,7 +42,7 @@ def check_axes(value: Any, kinds: Any = Leaf, /, **axes: str) -> None:
                 f"{field}, not {leaf!r}; "
                 f"{'veneer.materialise' if is_implicit else 'jax.numpy.asarray'} makes one"
             )
-        shape, own = tuple(leaf.shape), names.split()  # type: ignore[attr-defined]
+        shape, own = tuple(leaf.shape), names.split()
         if len(shape) < len(own):
             raise ValueError(_message(value, axes, f"{field} has too few axes"))
         split = len(shape) - len(own)

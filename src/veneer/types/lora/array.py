@@ -18,8 +18,8 @@ from ..._core.transform import implicit
 from ..._core.tree import check_metadata, static
 from ..._core.value import describe, materialise_one
 from ..axes import Leaf, check_axes
-from ..factors import applied
-from ..matrix import Matrix
+from ..structured.factors import applied
+from ..structured.matrix import Matrix
 from . import woodbury
 from .labels import RANK, Labels, arrange, contract
 from .magnitude import norm, over_norm

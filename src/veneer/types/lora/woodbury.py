@@ -9,7 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ..matrix import Matrix, overrides
+from ..structured.matrix import Matrix, overrides
 
 
 def can(lora: Any, method: str) -> bool:

@@ -1,0 +1,227 @@
+"""`Named`: an array with named axes, which are checked and carried along."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from ..._core.jax_internals import Primitive, mapped_axis
+from ..._core.transform import implicit
+from ..._core.tree import static
+from ..._core.value import Value, materialise_one
+from ..axes import Leaf, check_axes
+from .axis_names import LAWS, Axes, Names
+from .label import Label, bind
+
+
+class Named(Label):
+    """An array with named axes: `Named(x, ("batch", "seq"))`.
+
+    A program that knows nothing of names runs on it as on the array, axis by position; and where
+    two axes meet whose names differ, that is an error. Names are carried through elementwise
+    functions, broadcasting, reductions, transposes, slices, indexing, products, cumulative sums,
+    sorting and joining. They meet by these rules:
+
+    - An axis without a name (None), and any axis of a dense array, takes the name that it meets.
+      So does an axis of size 1 that is stretched.
+    - Batch and contracted axes of a product must agree; free axes keep their names, so that
+      `x @ x.T` has two axes of one name.
+    - `reshape` keeps the names of axes that stay as they are. One that is merged, split or new has
+      none.
+    - Where no axis is left with a name, the result is a dense array.
+
+    A primitive without a rule makes it dense: the dense form is the bare array, so names are lost,
+    visibly (`vn.explain`, `on_materialise="error"`). Names cost nothing when the program runs.
+
+    `jax.vmap` and loops take axes off and add them: a leading axis that is taken off takes its
+    name along, and one that is added has none. Of `jax.vmap(vn.implicit(f))`, where JAX itself adds
+    an axis to results, `out_axes` must be 0, or names are off by one; of `vn.implicit(jax.vmap(f))`
+    it may be any.
+
+    **Arguments:**
+
+    - `array`: an array `[...]`, or an implicit one.
+    - `names`: a name or None for each axis.
+
+    **Raises:** TypeError for what is no array and for names that are no strings; ValueError for
+    another number of names than of axes, and for one name twice. ValueError where axes meet whose
+    names differ.
+
+    >>> import jax.numpy as jnp, veneer as vn
+    >>> x = Named(jnp.ones((2, 3)), ("batch", "seq"))
+    >>> w = Named(jnp.ones((3, 4)), ("seq", "out"))
+    >>> x @ w, x.mean(0)
+    (Named(f32[batch=2, out=4]), Named(f32[seq=3]))
+    >>> x * Named(jnp.ones((2, 3)), ("batch", "time"))
+    Traceback (most recent call last):
+        ...
+    ValueError: mul(Named(f32[batch=2, seq=3]), Named(f32[batch=2, time=3])): axis 1 of ...
+    """
+
+    array: Leaf  # [...]
+    names: Names = static()
+
+    laws: ClassVar[Mapping[str, Callable]] = LAWS
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "names", _checked_names(self.names))
+        check_axes(self, array="")
+        if isinstance(self.array, Named):
+            raise TypeError(f"Named takes an array, and {self.array!r} has names: see .rename()")
+        shape = self.aval().shape
+        if len(self.names) != len(shape):
+            raise ValueError(
+                f"Named takes a name or None for each axis; got {len(self.names)} names, "
+                f"{self.names}, for an array of shape {shape}"
+            )
+
+    def aval(self) -> jax.core.ShapedArray:
+        """The shape and dtype of the array."""
+        return self.array.aval() if isinstance(self.array, Value) else jax.typeof(self.array)
+
+    def materialise(self) -> Any:
+        """The bare array."""
+        return materialise_one(self.array)
+
+    def axis(self, name: str) -> int:
+        """The position of the axis of this name, for functions that take an `axis`.
+
+        **Raises:** ValueError if no axis, or more than one, has the name.
+        """
+        if self.names.count(name) != 1:
+            how_many = "several axes" if name in self.names else "no axis"
+            raise ValueError(f"{how_many} of {self!r} have the name {name!r}: {self.names}")
+        return self.names.index(name)
+
+    def order(self, *names: str) -> "Named":
+        """The transpose whose axes have these names, in this order; all must be given.
+
+        **Raises:** ValueError if these are not the names of the axes.
+        """
+        if len(names) != len(self.names):
+            raise ValueError(f"order takes all the names {self.names}, got {names}")
+        axes = [self.axis(name) for name in names]
+        return implicit(lambda x: jnp.transpose(x, axes))(self)
+
+    def rename(self, **names: str | None) -> "Named":
+        """The same array, with axes renamed: `x.rename(old="new")`. None takes a name away.
+
+        **Raises:** ValueError if no axis has an old name, or two would have a new one.
+        """
+        for name in names:
+            self.axis(name)
+        return Named(self.array, tuple(names.get(n, n) if n else n for n in self.names))
+
+    def __repr__(self) -> str:
+        if _rank(self.array) != len(self.names):  # JAX has put something else in its place
+            return f"Named({self.array!r}, {self.names})"
+        aval = self.aval()
+        dtype = aval.str_short(short_dtypes=True).split("[")[0]
+        sizes = map(str, aval.shape)
+        axes = [f"{n}={size}" if n else size for n, size in zip(self.names, sizes, strict=True)]
+        return f"Named({dtype}[{', '.join(axes)}])"
+
+    @classmethod
+    def by_law(
+        cls, law: Callable, primitive: Primitive, values: Sequence[Any], params: dict[str, Any]
+    ) -> Any:
+        """What a primitive gives on the arrays, with the names that the law says."""
+        try:
+            found = law(*map(_axes, values), **params)
+        except ValueError as error:
+            raise ValueError(
+                f"{primitive.name}({', '.join(map(_show, values))}): {error}. Rename an axis, or "
+                "take its name away, by Named.rename."
+            ) from None
+        if found is NotImplemented:
+            return found
+        out = bind(primitive, [x.array if isinstance(x, Named) else x for x in values], params)
+        if not primitive.multiple_results:
+            return _named(out, found[0] if isinstance(found, list) else found)
+        return list(map(_named, out, found))
+
+
+def _checked_names(names: Any) -> Names:
+    if isinstance(names, str) or not all(n is None or isinstance(n, str) for n in names):
+        raise TypeError(f"Named takes a tuple of names, strings or None, got {names!r}")
+    names = tuple(names)
+    for name in names:
+        if name is not None and names.count(name) > 1:
+            raise ValueError(f"Named takes a name once, and {name!r} is twice in {names}")
+    return names
+
+
+def _axes(x: Any) -> Axes:
+    shape = tuple(jnp.shape(x))
+    return Axes(x.names if isinstance(x, Named) else (None,) * len(shape), shape)
+
+
+def _show(x: Any) -> str:
+    return repr(x) if isinstance(x, Named) else jax.typeof(x).str_short(short_dtypes=True)
+
+
+def _named(array: Any, names: Names) -> Any:
+    """A result, in which a name may be twice; without names it is what it is."""
+    return _unflatten((names,), (array,)) if any(names) else array
+
+
+# As a pytree: JAX adds axes to a leaf, and takes them off, and names are those of the last axes.
+
+
+class _Metadata(tuple):
+    """`(names,)`, equal to others that are the same but for leading axes without a name.
+
+    JAX compares what a `vmap` has given with what went in (`jax.jacrev`).
+    """
+
+    def _of_named_axes(self) -> Names:
+        (names,) = self
+        first = next((i for i, name in enumerate(names) if name is not None), len(names))
+        return names[first:]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, tuple):
+            return NotImplemented
+        return self._of_named_axes() == _Metadata(other)._of_named_axes()
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(self._of_named_axes())
+
+
+_KEY = jax.tree_util.GetAttrKey("array")
+
+
+def _flatten(x: Named) -> tuple[tuple[Any], _Metadata]:
+    return (x.array,), _Metadata((x.names,))
+
+
+def _flatten_with_keys(x: Named) -> tuple[tuple[tuple[Any, Any]], _Metadata]:
+    return ((_KEY, x.array),), _Metadata((x.names,))
+
+
+def _unflatten(metadata: tuple[Names], leaves: Iterable[Any]) -> Named:
+    (array,), (names,) = leaves, metadata
+    value = object.__new__(Named)
+    rank = _rank(array)
+    if rank is not None and rank != len(names):
+        taken = mapped_axis(array)
+        if taken is not None and rank == len(names) - 1:
+            names = names[:taken] + names[taken + 1 :]
+        names = (None,) * (rank - len(names)) + names[max(len(names) - rank, 0) :]
+    value.__dict__.update(array=array, names=names)
+    return value
+
+
+def _rank(array: Any) -> int | None:
+    """The number of axes, of an array; a leaf may be anything that JAX puts in its place."""
+    leaves = jax.tree.leaves(array)
+    if isinstance(array, Named) or not all(hasattr(x, "dtype") for x in leaves):
+        return None
+    return getattr(array, "ndim", None)
+
+
+jax.tree_util.register_pytree_with_keys(Named, _flatten_with_keys, _unflatten, _flatten)

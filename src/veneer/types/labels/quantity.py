@@ -1,0 +1,198 @@
+"""`Quantity`: an array with a unit."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from ..._core.calls import is_plain
+from ..._core.jax_internals import Primitive, find_primitive, jaxpr_as_fun
+from ..._core.labels import refuses_to_be_dense
+from ..._core.rules import add_rule
+from ..._core.transform import implicit
+from ..._core.tree import static
+from ..._core.value import Value
+from ..axes import Leaf, check_axes
+from .label import Label, bind
+from .unit_laws import LAWS, Operand
+from .units import Unit, as_unit, factor, is_convertible, show
+
+
+class Quantity(Label):
+    """An array with a unit: `Quantity(x, "m / s")`.
+
+    A program that knows nothing of units runs on it, and its units are checked as it is traced:
+
+    - Products, quotients and powers multiply units; an exponent must be known when the program is
+      traced. What has no unit left is a dense array, as is the quotient of two lengths.
+    - Sums, comparisons, joins and choices take operands in the unit of the first, and convert
+      the others. Units that measure something else are refused, and so are numbers, but for those
+      that are seen to be 0, infinite or NaN, which are the same in any unit.
+    - `exp`, `log` and their like take numbers; `sin`, `cos` and `tan` take angles as well.
+    - Reductions, slices, transposes, sorting, indexing and cumulative sums keep the unit, as do
+      Cholesky, QR, SVD and `eigh` where they should.
+
+    It refuses to be dense unless it has no dimension: take `.value`, or `.to(unit).value`. The
+    algebra is that of the library of the unit: astropy, whose units unxt's are, or pint. A string
+    is parsed by astropy, or by pint where that alone is installed.
+
+    `implicit(jax.grad(f))` gives a gradient in the unit of `f` by that of the argument.
+    `jax.grad(implicit(f))` is by the number that is stored: JAX gives it as a tree of the same
+    structure, so its value is right, and the unit that it carries is that of the argument.
+
+    **Arguments:**
+
+    - `value`: an array `[...]`, an implicit one, or a number.
+    - `unit`: a unit of astropy, unxt or pint, or a string.
+
+    **Raises:** TypeError for what is no array, and for what is no unit. ValueError for a string
+    that is no unit, and for a unit with a zero of its own (degrees Celsius). ImportError, which
+    names the extra `units`, if there is no library to parse a string. ValueError where units meet
+    that do not fit.
+
+    >>> import jax, jax.numpy as jnp, veneer as vn
+    >>> length, time = Quantity(jnp.array([3.0, 4.0]), "km"), Quantity(2.0, "s")
+    >>> length / time, length.to("m").value
+    (Quantity(f32[2], 'km / s'), Array([3000., 4000.], dtype=float32))
+    >>> vn.implicit(jnp.linalg.norm)(length) + Quantity(500.0, "m")
+    Quantity(f32[], 'km')
+    >>> vn.implicit(jax.grad(lambda x: x**3))(time)
+    Quantity(f32[], 's2')
+    >>> length + time
+    Traceback (most recent call last):
+        ...
+    ValueError: add(Quantity(f32[2], 'km'), Quantity(f32[], 's')): s cannot be ...
+    """
+
+    value: Leaf | int | float | complex  # [...]
+    unit: Unit = static()
+
+    laws: ClassVar[Mapping[str, Callable]] = LAWS
+    default_precedence: ClassVar[int] = -1  # names are outside
+    compiles_operators: ClassVar[bool] = False  # a number that is 0 would not be seen to be
+
+    def __post_init__(self) -> None:
+        if isinstance(self.value, int | float | complex):
+            object.__setattr__(self, "value", jnp.asarray(self.value))
+        check_axes(self, value="")
+        if isinstance(self.value, Label):
+            raise TypeError(
+                f"Quantity takes an array, not {self.value!r}; with names it is "
+                "Named(Quantity(value, unit), names)"
+            )
+        object.__setattr__(self, "unit", as_unit(self.unit))
+
+    def aval(self) -> jax.core.ShapedArray:
+        """The shape and dtype of the value."""
+        return self.value.aval() if isinstance(self.value, Value) else jax.typeof(self.value)
+
+    def materialise(self) -> Any:
+        """The number, of a quantity that has no dimension.
+
+        **Raises:** ValueError for any other.
+        """
+        if not is_convertible(self.unit, None):
+            raise ValueError(
+                f"{self!r} refuses to lose its unit. Take .value, or .to(unit).value for that in "
+                "another unit."
+            )
+        return _converted(self.value, self.unit, None)
+
+    def to(self, unit: Any) -> "Quantity":
+        """The same quantity in another unit.
+
+        **Raises:** ValueError if that measures something else; and of integers, if the value would
+        not be one.
+        """
+        target = as_unit(unit, self.unit)
+        return _with_unit(_converted(self.value, self.unit, target), target)
+
+    def __repr__(self) -> str:
+        try:
+            shape = self.aval().str_short(short_dtypes=True)
+        except TypeError:  # a placeholder for a leaf
+            shape = repr(self.value)
+        return f"Quantity({shape}, {str(self.unit)!r})"
+
+    @classmethod
+    def by_law(
+        cls, law: Callable, primitive: Primitive, values: Sequence[Any], params: dict[str, Any]
+    ) -> Any:
+        """What a primitive gives on the values, in the units that the law says."""
+        operands = [_operand(x) for x in values]
+        try:
+            wanted, units = law(*operands, **params)
+            arrays = [_in_unit(x, unit) for x, unit in zip(operands, wanted, strict=True)]
+        except ValueError as error:
+            shown = ", ".join(map(_show, values))
+            raise ValueError(f"{primitive.name}({shown}): {error}") from None
+        out = bind(primitive, arrays, params)
+        if not primitive.multiple_results:
+            return _with_unit(out, units[0] if isinstance(units, list) else units)
+        if not isinstance(units, list):
+            units = [units] * len(out)
+        # An SVD may give the values alone.
+        return [_with_unit(x, unit) for x, unit in zip(out, units, strict=False)]
+
+
+def _operand(x: Any) -> Operand:
+    if isinstance(x, Quantity):
+        return Operand(x.value, x.unit, x.shape)
+    return Operand(x, None, tuple(jnp.shape(x)) if not isinstance(x, Value) else x.aval().shape)
+
+
+def _in_unit(x: Operand, unit: Unit | None) -> Any:
+    same = x.unit is unit or (x.unit is None and x.is_free)
+    return x.array if same else _converted(x.array, x.unit, unit)
+
+
+def _show(x: Any) -> str:
+    return repr(x) if isinstance(x, Value) else jax.typeof(x).str_short(short_dtypes=True)
+
+
+def _with_unit(value: Any, unit: Unit | None) -> Any:
+    if unit is None:
+        return value
+    quantity = Quantity.__new__(Quantity)
+    quantity.__dict__.update(value=value, unit=unit)
+    return quantity
+
+
+def _converted(value: Any, unit: Unit | None, to: Unit | None) -> Any:
+    """A value in one unit, in another, in the same dtype."""
+    by = factor(unit, to)
+    if by == 1:
+        return value
+    dtype: Any = value.dtype
+    if jnp.issubdtype(dtype, jnp.inexact):
+        least, most = jnp.finfo(dtype).tiny, jnp.finfo(dtype).max
+        fits = float(least) <= by <= float(most)
+    else:
+        fits = by.is_integer() and jnp.issubdtype(dtype, jnp.integer) and by <= jnp.iinfo(dtype).max
+    if not fits:
+        raise ValueError(
+            f"from {show(unit)} to {show(to)} is a factor of {by}, which is no {dtype}; use astype "
+            "first"
+        )
+    return implicit(lambda x: x * np.asarray(by, dtype))(value)
+
+
+# A jitted function of a few primitives (jnp.where, jnp.power) is opened and not called, for a call
+# hides that a number is 0, and what an exponent is.
+
+_FEW = 6
+
+
+def _open_call(*operands: Label | ArrayLike, jaxpr: Any, **params: Any) -> Any:
+    numbers = any(not isinstance(x, Value) for x in operands)
+    if not numbers or len(jaxpr.eqns) > _FEW or not is_plain(params):
+        return NotImplemented
+    if not any(map(refuses_to_be_dense, operands)):
+        return NotImplemented
+    return implicit(jaxpr_as_fun(jaxpr))(*operands)
+
+
+add_rule(_open_call, [find_primitive("jit")], structural=True, conditional=True)

@@ -1,0 +1,167 @@
+"""`BlockDiagonal`: equal-sized blocks along the diagonal, and nothing beside them."""
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from ..._core.rules import register
+from ..._core.transform import implicit
+from ..._core.value import materialise_one
+from ..axes import Leaf, check_axes
+from .diagonal import Diagonal
+from .factors import applied, converted, is_square, solved, transposed
+from .matrix import Matrix, product
+from .stored_entries import stores_entries
+
+
+@stores_entries
+class BlockDiagonal(Matrix):
+    """The matrix `[..., k m, k n]` with `k` blocks `[m, n]` on its diagonal, and no other entries.
+
+    The blocks are one array, dense or of any type: a `QArray`, or `k` Toeplitz matrices. A product
+    with a dense array is a batched matmul of the blocks, `k m n` a vector. Solves, inverses,
+    Cholesky factors and determinants are those of the blocks, by their structure if they have one,
+    where they are square: `O(k n^3)`.
+
+    Kept: transposes, inverses, Cholesky factors, multiples by a number, sums, products and
+    elementwise products of two with blocks that fit, products with a `Diagonal` on either side,
+    elementwise products with a dense array, and elementwise functions that give 0 for 0.
+
+    **Arguments:**
+
+    - `blocks`: `[..., k, m, n]`. `BlockDiagonal.of(*matrices)` stacks them.
+
+    **Raises:** `TypeError` for what is no array, `ValueError` for too few axes.
+
+    >>> import jax.numpy as jnp, veneer as vn
+    >>> a = vn.types.BlockDiagonal(jnp.arange(1.0, 9.0).reshape(2, 2, 2))
+    >>> vn.materialise(a).tolist()
+    [[1.0, 2.0, 0.0, 0.0], [3.0, 4.0, 0.0, 0.0], [0.0, 0.0, 5.0, 6.0], [0.0, 0.0, 7.0, 8.0]]
+    >>> a @ a.T
+    BlockDiagonal(blocks=f32[2,2,2])
+    """
+
+    blocks: Leaf  # [..., k, m, n]
+
+    linear_in: ClassVar[tuple[str, ...]] = ("blocks",)
+
+    def __post_init__(self) -> None:
+        check_axes(self, blocks="k m n")
+
+    @classmethod
+    def of(cls, *matrices: Any) -> "BlockDiagonal":
+        """Of some matrices `[..., m, n]` of one shape, dense or of one type.
+
+        **Raises:** `ValueError` for none, or for matrices of different shapes.
+
+        >>> import jax.numpy as jnp, veneer as vn
+        >>> vn.types.BlockDiagonal.of(jnp.eye(3), jnp.ones((3, 3)))
+        BlockDiagonal(blocks=f32[2,3,3])
+        """
+        shapes = [tuple(jnp.shape(w)) for w in matrices]
+        if len(set(shapes)) != 1 or len(shapes[0]) < 2:
+            raise ValueError(
+                f"BlockDiagonal takes matrices of one shape, got {shapes}; pad them to one, or "
+                "apply each to its part of the vector"
+            )
+        return cls(implicit(lambda ws: jnp.stack(ws, -3))(matrices))
+
+    def materialise(self) -> Any:
+        """The dense matrix."""
+        blocks = jnp.asarray(materialise_one(self.blocks))
+        *lead, k, m, n = blocks.shape
+        on_diagonal = jnp.eye(k, dtype=bool)[:, None, :, None]
+        spread = jnp.where(on_diagonal, blocks[..., None, :], jnp.zeros((), blocks.dtype))
+        return spread.reshape(*lead, k * m, k * n)
+
+    def matvec(self, x: Any, *, precision: Any = None) -> Any:
+        y = self._by_blocks(x, lambda w, x: applied(w, x, precision=precision))
+        return y.astype(jnp.result_type(x, self.dtype))
+
+    def _by_blocks(self, x: Any, of: Callable[[Any, Any], Any]) -> Any:
+        """`of` the blocks and their parts of each vector."""
+        *_, k, _, n = self.blocks.shape
+        parts = x.reshape(*x.shape[:-1], k, n).swapaxes(-3, -2)
+        parts = of(self.blocks, parts).swapaxes(-3, -2)
+        return parts.reshape(*parts.shape[:-2], k * parts.shape[-1])
+
+    def transposed(self) -> "BlockDiagonal":
+        return BlockDiagonal(transposed(self.blocks))
+
+    def converted(self, dtype: Any) -> "BlockDiagonal":
+        return BlockDiagonal(converted(self.blocks, dtype))
+
+    def solve(self, b: Any) -> Any:
+        return self._by_blocks(b, solved) if is_square(self.blocks) else NotImplemented
+
+    def inverse(self) -> Any:
+        return self._of_blocks(jnp.linalg.inv)
+
+    def cholesky(self) -> Any:
+        return self._of_blocks(jnp.linalg.cholesky)
+
+    def slogdet(self) -> Any:
+        if not is_square(self.blocks):
+            return NotImplemented
+        signs, logs = implicit(jnp.linalg.slogdet)(self.blocks)
+        return signs.prod(-1), logs.sum(-1)
+
+    def main_diagonal(self) -> Any:
+        if not is_square(self.blocks):
+            return NotImplemented
+        entries = implicit(jnp.linalg.diagonal)(self.blocks)
+        return entries.reshape(*self.shape[:-2], self.shape[-1])
+
+    def _of_blocks(self, function: Callable) -> Any:
+        if not is_square(self.blocks):
+            return NotImplemented
+        return BlockDiagonal(implicit(function)(self.blocks))
+
+
+@product
+def _(x: BlockDiagonal, y: BlockDiagonal) -> Any:
+    (*_, k, _, n), (*_, others, m, _) = x.blocks.shape, y.blocks.shape
+    if (k, n) != (others, m):
+        return NotImplemented
+    return BlockDiagonal(implicit(jnp.matmul)(x.blocks, y.blocks))
+
+
+@product
+def _(x: Diagonal, y: BlockDiagonal) -> BlockDiagonal:
+    *lead, k, m, _ = y.blocks.shape
+    rows = jnp.reshape(x.diagonal, (*lead, k, m, 1))
+    return BlockDiagonal(implicit(jnp.multiply)(rows, y.blocks))
+
+
+@product
+def _(x: BlockDiagonal, y: Diagonal) -> BlockDiagonal:
+    *lead, k, _, n = x.blocks.shape
+    columns = jnp.reshape(y.diagonal, (*lead, k, 1, n))
+    return BlockDiagonal(implicit(jnp.multiply)(x.blocks, columns))
+
+
+def _of_two(name: str, operation: Callable) -> None:
+    @register(name)
+    def _(x: BlockDiagonal, y: BlockDiagonal, **params: Any) -> Any:
+        del params
+        if x.blocks.shape[-3:] != y.blocks.shape[-3:]:
+            return NotImplemented
+        return BlockDiagonal(implicit(operation)(x.blocks, y.blocks))
+
+
+_of_two("add", jnp.add)
+_of_two("mul", jnp.multiply)
+
+
+@register("mul")
+def _(x: BlockDiagonal, y: ArrayLike, **params: Any) -> Any:
+    """Elementwise, which leaves nothing beside the blocks."""
+    del params
+    if jnp.shape(y)[-2:] != x.shape[-2:]:
+        return NotImplemented
+    *_, k, m, n = x.blocks.shape
+    y = jnp.asarray(y)
+    blocks = jnp.diagonal(y.reshape(*y.shape[:-2], k, m, k, n), axis1=-4, axis2=-2)
+    return BlockDiagonal(implicit(jnp.multiply)(x.blocks, jnp.moveaxis(blocks, -1, -3)))

@@ -1,0 +1,107 @@
+"""`Diagonal`: a square matrix with nothing beside its diagonal."""
+
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from ..._core.rules import register
+from ..._core.transform import implicit
+from ..axes import Array, check_axes
+from .matrix import Matrix, product
+from .stored_entries import stores_entries
+
+
+@stores_entries
+class Diagonal(Matrix):
+    """The square matrix `[..., n, n]` with the entries `[..., n]` on its diagonal, and no others.
+
+    Products with a dense array cost `n` a vector, as do solves, also triangular ones. Kept:
+    transposes, inverses, Cholesky factors, sums and products of two, multiples by a number,
+    elementwise products with anything, and elementwise functions that give 0 for 0.
+
+    **Arguments:**
+
+    - `diagonal`: `[..., n]`.
+
+    **Raises:** `TypeError` for what is no array, `ValueError` for a scalar.
+
+    >>> import jax.numpy as jnp, veneer as vn
+    >>> d = vn.types.Diagonal(jnp.array([1.0, 2.0]))
+    >>> d @ d
+    Diagonal(diagonal=f32[2])
+    >>> vn.implicit(jnp.linalg.solve)(d, jnp.array([3.0, 4.0])).tolist()
+    [3.0, 2.0]
+    """
+
+    diagonal: Array  # [..., n]
+
+    linear_in: ClassVar[tuple[str, ...]] = ("diagonal",)
+
+    def __post_init__(self) -> None:
+        check_axes(self, Array, diagonal="n")
+
+    def materialise(self) -> Any:
+        """The dense matrix."""
+        d = jnp.asarray(self.diagonal)
+        on_diagonal = jnp.eye(d.shape[-1], dtype=bool)
+        return jnp.where(on_diagonal, d[..., None], jnp.zeros((), d.dtype))
+
+    def matvec(self, x: Any, *, precision: Any = None) -> Any:
+        del precision
+        return x * self.diagonal[..., None, :]
+
+    def transposed(self) -> "Diagonal":
+        return self
+
+    def solve(self, b: Any) -> Any:
+        return b / self.diagonal[..., None, :]
+
+    def inverse(self) -> "Diagonal":
+        return Diagonal(1 / self.diagonal)
+
+    def cholesky(self) -> "Diagonal":
+        return Diagonal(jnp.sqrt(self.diagonal))
+
+    def slogdet(self) -> Any:
+        return jnp.sign(self.diagonal).prod(-1), jnp.log(jnp.abs(self.diagonal)).sum(-1)
+
+    def main_diagonal(self) -> Any:
+        return self.diagonal
+
+
+@product
+def _(x: Diagonal, y: Diagonal) -> Diagonal:
+    return Diagonal(x.diagonal * y.diagonal)
+
+
+@register("add")
+def _(x: Diagonal, y: Diagonal, **params: Any) -> Diagonal:
+    del params
+    return Diagonal(x.diagonal + y.diagonal)
+
+
+@register("mul")
+def _(x: Diagonal, y: Diagonal, **params: Any) -> Diagonal:
+    del params
+    return Diagonal(x.diagonal * y.diagonal)
+
+
+@register("mul")
+def _(x: Diagonal, y: Matrix | ArrayLike, **params: Any) -> Any:
+    """Elementwise, which leaves nothing beside the diagonal; a number is a case of it."""
+    del params
+    if jnp.shape(y)[-2:] != x.shape[-2:]:
+        return NotImplemented
+    return Diagonal(x.diagonal * implicit(jnp.linalg.diagonal)(y))
+
+
+@register("triangular_solve")
+def _(
+    a: Diagonal, b: ArrayLike, *, left_side: bool, conjugate_a: bool, unit_diagonal: bool, **params
+) -> Any:
+    del params  # which triangle is read, and whether it is transposed
+    if unit_diagonal:
+        return b
+    entries = jnp.conj(a.diagonal) if conjugate_a else a.diagonal
+    return b / (entries[..., None] if left_side else entries[..., None, :])

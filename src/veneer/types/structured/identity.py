@@ -1,0 +1,160 @@
+"""`Identity`: the identity matrix, of which nothing is stored."""
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike, DTypeLike
+
+from ..._core.jax_internals import find_primitive
+from ..._core.rules import register
+from ..._core.transform import implicit
+from ..axes import Leaf
+from ..zero_preserving import LINEAR, NONLINEAR
+from .diagonal import Diagonal
+from .matrix import Matrix, product
+
+
+class Identity(Matrix):
+    """The identity matrix `[*leading, n, n]`.
+
+    Its one leaf is an array without entries, which carries the leading axes, size and dtype. So a
+    batch of identities comes and goes as that of any type does, and takes no memory.
+
+    A product with it is the other operand, whether dense or structured, as is a solve. Kept:
+    transposes, inverses, Cholesky factors. Multiples, sums with a `Diagonal` or another identity,
+    elementwise products and functions that give 0 for 0 are `Diagonal`.
+
+    **Arguments:**
+
+    - `n`: the size.
+    - `dtype`: that of the matrix, by default the one that `float` is for JAX.
+    - `leading`: the leading axes.
+
+    **Raises:** `TypeError` for a size that is no integer, `ValueError` for a negative one.
+
+    >>> import jax.numpy as jnp, veneer as vn
+    >>> eye = vn.types.Identity(1000)
+    >>> eye, eye.nbytes
+    (Identity(f32[1000,1000]), 0)
+    >>> vn.implicit(jnp.linalg.inv)(eye @ eye) + eye
+    Diagonal(diagonal=f32[1000])
+    """
+
+    empty: Leaf  # [*leading, n, 0]
+
+    def __init__(self, n: int, dtype: DTypeLike = float, *, leading: Sequence[int] = ()):
+        if operator.index(n) < 0:
+            raise ValueError(f"Identity takes a size, and {n} is negative")
+        shape = (*leading, operator.index(n), 0)
+        self.__dict__["empty"] = np.zeros(shape, jax.dtypes.canonicalize_dtype(dtype))
+
+    def materialise(self) -> Any:
+        """The dense matrix."""
+        *leading, n, _ = self.empty.shape
+        return jnp.broadcast_to(jnp.eye(n, dtype=self.empty.dtype), (*leading, n, n))
+
+    def matvec(self, x: Any, *, precision: Any = None) -> Any:
+        del precision
+        return jnp.broadcast_to(x, (*self.shape[:-2], *x.shape[-2:]))
+
+    def transposed(self) -> "Identity":
+        return self
+
+    def rescaled(self, scale: Any) -> Diagonal:
+        return self.as_diagonal().rescaled(scale)
+
+    def solve(self, b: Any) -> Any:
+        return b
+
+    def inverse(self) -> "Identity":
+        return self
+
+    def cholesky(self) -> "Identity":
+        return self
+
+    def slogdet(self) -> Any:
+        one = jnp.ones(self.shape[:-2], self.dtype)
+        return one, jnp.zeros_like(one)
+
+    def main_diagonal(self) -> Any:
+        return jnp.ones(self.shape[:-1], self.dtype)
+
+    def as_diagonal(self) -> Diagonal:
+        """The same matrix, with its diagonal stored."""
+        return Diagonal(self.main_diagonal())
+
+    def __repr__(self) -> str:
+        if not hasattr(self.empty, "shape"):  # a placeholder
+            return super().__repr__()
+        return f"Identity({self.aval().str_short(short_dtypes=True)})"
+
+
+def _other(x: Matrix, y: Matrix) -> Matrix:
+    dtype = jnp.result_type(x.dtype, y.dtype)
+    return y if y.dtype == dtype else y.converted(dtype)
+
+
+# Before the rules of other types for a product with any matrix.
+def _left_identity(x: Identity, y: Matrix) -> Matrix:
+    return _other(x, y)
+
+
+def _right_identity(x: Matrix, y: Identity) -> Matrix:
+    return _other(y, x)
+
+
+def _both_identities(x: Identity, y: Identity) -> Matrix:
+    return _other(x, y)
+
+
+for _rule in (_left_identity, _right_identity, _both_identities):
+    product(_rule, precedence=1)
+
+
+@register("triangular_solve")
+def _(a: Identity, b: ArrayLike, **params: Any) -> Any:
+    del a, params
+    return b
+
+
+def _as_diagonal(name: str) -> None:
+    primitive = find_primitive(name)
+
+    @register(primitive)
+    def _(x: Identity, **params: Any) -> Any:
+        return implicit(lambda x: primitive.bind(x, **params))(x.as_diagonal())
+
+
+for _primitive in (*LINEAR, *NONLINEAR, "integer_pow"):
+    _as_diagonal(_primitive)
+
+
+def _as_diagonal_beside(name: str) -> None:
+    operation = find_primitive(name)
+
+    def of_both(x: Identity, y: Any, params: dict[str, Any]) -> Any:
+        return implicit(lambda x, y: operation.bind(x, y, **params))(x.as_diagonal(), y)
+
+    # After the rules of other types for a sum with any matrix.
+    @register(operation, precedence=-1)
+    def _(x: Identity, y: Matrix, **params: Any) -> Any:
+        return of_both(x, y, params)
+
+    @register(operation)
+    def _(x: Identity, y: Identity, **params: Any) -> Any:
+        return of_both(x, y.as_diagonal(), params)
+
+
+_as_diagonal_beside("add")
+_as_diagonal_beside("mul")
+
+
+@register("mul")
+def _(x: Identity, y: ArrayLike, **params: Any) -> Any:
+    del params
+    return implicit(lax.mul)(x.as_diagonal(), y)

@@ -1,0 +1,257 @@
+"""`Matrix`: the base of structured matrices, and the rules that they have in common.
+
+A structured matrix is known by what it does to vectors. A type says that in a few methods, of which
+`matvec` and `transposed` are enough for matmuls; the rules here turn primitives into calls of them.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike
+
+from ..._core.array import ImplicitArray
+from ..._core.rules import register
+from ..._core.transform import implicit
+from ..._core.value import Value
+from .contraction import Contraction, accumulated, contraction
+
+
+class Matrix(ImplicitArray, abstract=True):
+    """A matrix `[*lead, m, n]` with structure.
+
+    A type overrides what it can do with its structure. `NotImplemented`, which these methods return
+    here, means that the matrix is made dense for it, visibly.
+    """
+
+    #: The leaves by which the matrix is multiplied if all of them are.
+    linear_in: ClassVar[tuple[str, ...]] = ()
+
+    def matvec(self, x: Any, *, precision: Any = None) -> Any:
+        """`self @ v` for each vector of x: `[*lead, k, n]` to `[*lead, k, m]`.
+
+        A leading axis of x may be 1 where that of the matrix is not, and is broadcast. `precision`
+        is for the dense products inside.
+        """
+        del x, precision
+        return NotImplemented
+
+    def transposed(self) -> Any:
+        """The transpose, `[*lead, n, m]`: a structured matrix."""
+        return NotImplemented
+
+    def rescaled(self, scale: Callable[[Any], Any]) -> Any:
+        """The matrix times a number: `scale` multiplies an array `[*lead, ...]` by it."""
+        if not self.linear_in:
+            return NotImplemented
+        return dataclasses.replace(
+            self, **{name: scale(getattr(self, name)) for name in self.linear_in}
+        )
+
+    def converted(self, dtype: Any) -> Any:
+        """The matrix in another floating dtype: by default, with leaves in that dtype."""
+
+        def cast(x: Any) -> Any:
+            floating = jnp.issubdtype(x.dtype, jnp.inexact)
+            return implicit(lambda x: x.astype(dtype))(x) if floating else x
+
+        below = lambda x: x is not self and isinstance(x, Value)
+        return jax.tree.map(cast, self, is_leaf=below)
+
+    def solve(self, b: Any) -> Any:
+        """x such that `self @ x = v` for each vector v of b: `[*lead, k, n]`, for square ones."""
+        del b
+        return NotImplemented
+
+    def inverse(self) -> Any:
+        """The inverse, where it has structure too."""
+        return NotImplemented
+
+    def cholesky(self) -> Any:
+        """The lower factor L of `L @ L.T = self`, where it has structure too."""
+        return NotImplemented
+
+    def slogdet(self) -> Any:
+        """The sign of the determinant, and the logarithm of its magnitude: each `[*lead]`."""
+        return NotImplemented
+
+    def main_diagonal(self) -> Any:
+        """The entries `[*lead, min(m, n)]` of the diagonal."""
+        return NotImplemented
+
+
+def overrides(matrix: Matrix, method: str) -> bool:
+    """Whether a type has a way of its own to do something."""
+    return getattr(type(matrix), method) is not getattr(Matrix, method)
+
+
+# The rules of all matrices yield to those of a type.
+_shared = functools.partial(register, precedence=-1)
+
+
+def _times(
+    matrix: Matrix, x: Any, found: Contraction | None, precision: Any, preferred: Any
+) -> Any:
+    if found is None or not overrides(matrix, "matvec"):
+        return NotImplemented
+    acting = matrix.transposed() if found.transposed else matrix
+    if acting is NotImplemented:
+        return NotImplemented
+    dtype = jnp.result_type(matrix.dtype, x) if preferred is None else preferred
+    vectors = found.vectors(accumulated(jnp.asarray(x), jnp.result_type(x), preferred))
+    y = acting.matvec(vectors, precision=precision)
+    return y if y is NotImplemented else found.result(y.astype(dtype), x)
+
+
+@_shared("dot_general")
+def _matrix_dense(
+    w: Matrix,
+    x: ArrayLike,
+    *,
+    dimension_numbers: Any,
+    precision: Any,
+    preferred_element_type: Any,
+    out_sharding: Any,
+) -> Any:
+    if out_sharding is not None:
+        return NotImplemented
+    found = contraction(dimension_numbers, w.ndim, jnp.ndim(x), matrix_first=True)
+    return _times(w, x, found, precision, preferred_element_type)
+
+
+@_shared("dot_general")
+def _dense_matrix(
+    x: ArrayLike,
+    w: Matrix,
+    *,
+    dimension_numbers: Any,
+    precision: Any,
+    preferred_element_type: Any,
+    out_sharding: Any,
+) -> Any:
+    if out_sharding is not None:
+        return NotImplemented
+    found = contraction(dimension_numbers, w.ndim, jnp.ndim(x), matrix_first=False)
+    return _times(w, x, found, precision, preferred_element_type)
+
+
+def product(rule: Callable, *, precedence: int = 0) -> Callable:
+    """Registers what `x @ y` is for two types of matrices, which annotate the operands.
+
+    The rule is called for `[*lead, m, k]` and `[*lead, k, n]`, whichever axes a dot_general
+    contracts; it may return NotImplemented.
+    """
+
+    @register("dot_general", precedence=precedence)
+    @functools.wraps(rule)
+    def dot_general(
+        x: Any,
+        y: Any,
+        *,
+        dimension_numbers: Any,
+        precision: Any,
+        preferred_element_type: Any,
+        out_sharding: Any,
+    ) -> Any:
+        del precision
+        (x_contracted, y_contracted), batch = dimension_numbers
+        lead = tuple(range(x.ndim - 2))
+        plain = tuple(map(tuple, batch)) == (lead, lead) and x.ndim == y.ndim
+        axes = (*x_contracted, *y_contracted)
+        if not plain or len(axes) != 2 or min(axes) < len(lead) or out_sharding is not None:
+            return NotImplemented
+        left = x if axes[0] == x.ndim - 1 else x.transposed()
+        right = y if axes[1] == y.ndim - 2 else y.transposed()
+        if left is NotImplemented or right is NotImplemented:
+            return NotImplemented
+        if type(left) is not type(x) or type(right) is not type(y):  # a rule of other types
+            return implicit(jnp.matmul)(left, right)
+        out = rule(left, right)
+        if out is NotImplemented or preferred_element_type in (None, out.dtype):
+            return out
+        return out.converted(preferred_element_type)
+
+    return rule
+
+
+@_shared("transpose")
+def _transpose(x: Matrix, *, permutation: Any) -> Any:
+    lead = tuple(range(x.ndim - 2))
+    if tuple(permutation) != (*lead, x.ndim - 1, x.ndim - 2):
+        return NotImplemented
+    return x.transposed()
+
+
+def _rescaled(operation: Callable, x: Matrix, by: Any) -> Any:
+    shape = jnp.shape(by)
+    if shape:  # a number for each matrix
+        numbers = len(shape) == x.ndim and shape[-2:] == (1, 1)
+        if not numbers or jnp.broadcast_shapes(shape, x.shape) != x.shape:
+            return NotImplemented
+
+    def scale(leaf: Any) -> Any:
+        own = jnp.reshape(by, shape[:-2] + (1,) * (leaf.ndim - len(shape) + 2)) if shape else by
+        return implicit(operation)(leaf, own)
+
+    return x.rescaled(scale)
+
+
+@_shared("mul")
+def _matrix_number(x: Matrix, y: ArrayLike, **params: Any) -> Any:
+    del params
+    return _rescaled(jnp.multiply, x, y)
+
+
+@_shared("div")
+def _over_number(x: Matrix, y: ArrayLike, **params: Any) -> Any:
+    del params
+    return _rescaled(jnp.divide, x, y)
+
+
+@_shared("neg")
+def _neg(x: Matrix, **params: Any) -> Any:
+    del params
+    return x.rescaled(implicit(jnp.negative))
+
+
+@_shared("sub")
+def _sub(x: Matrix, y: Matrix, **params: Any) -> Any:
+    del params
+    negative = y.rescaled(implicit(jnp.negative))
+    return negative if negative is NotImplemented else implicit(lax.add)(x, negative)
+
+
+@_shared("add_any")
+def _add_any(x: Matrix, y: Matrix) -> Any:
+    return implicit(lax.add)(x, y)
+
+
+@_shared("convert_element_type")
+def _convert(x: Matrix, *, new_dtype: Any, weak_type: bool, sharding: Any) -> Any:
+    both_floating = jnp.issubdtype(new_dtype, jnp.floating) and jnp.issubdtype(
+        x.dtype, jnp.floating
+    )
+    if not both_floating or weak_type or sharding is not None:
+        return NotImplemented
+    return x.converted(new_dtype)
+
+
+@_shared("reduce_sum")
+def _sum(x: Matrix, *, axes: Any, out_sharding: Any) -> Any:
+    """Sums over an axis of the matrix, or over both: products with a vector of ones."""
+    within = [axis for axis in axes if axis >= x.ndim - 2]
+    if not within or not overrides(x, "matvec") or out_sharding is not None:
+        return NotImplemented
+    acting = x if x.ndim - 1 in within else x.transposed()
+    if acting is NotImplemented:
+        return NotImplemented
+    ones = jnp.ones((*x.shape[:-2], 1, acting.shape[-1]), x.dtype)
+    sums = acting.matvec(ones)
+    if sums is NotImplemented:
+        return NotImplemented
+    sums = sums[..., 0, :].sum(-1) if len(within) == 2 else sums[..., 0, :]
+    return sums.sum([axis for axis in axes if axis not in within])

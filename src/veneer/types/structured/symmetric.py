@@ -1,0 +1,155 @@
+"""`Symmetric`: a matrix of which one triangle is stored, packed."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.lax import linalg as lax_linalg
+
+from ..._core.rules import register
+from ..._core.tree import static
+from ..axes import Array, check_axes
+from .diagonal import Diagonal
+from .matrix import Matrix
+from .stored_entries import stores_entries
+from .triangular import Triangular
+
+
+@stores_entries
+class Symmetric(Matrix):
+    """The symmetric matrix `[..., n, n]` with its lower triangle stored, row by row.
+
+    That is where symmetry pays: `n (n + 1) / 2` numbers are half the bytes of the dense matrix, for
+    covariances, Gram matrices and the preconditioners of an optimiser. A full array of which one
+    triangle is read would save nothing. Each use unpacks it, which costs a gather of `n^2` entries
+    beside a product's own cost, that of the dense one; so it saves memory and no time, but for
+    this: a matrix that is said to be `positive_definite` is solved, inverted and its determinant
+    found by Cholesky's factorisation, which takes half the operations of LU. As JAX's Cholesky
+    factor, these are NaN if it is not. Without it they are those of the dense matrix.
+
+    Kept: transposes, multiples by a number, elementwise functions that give 0 for 0, sums with
+    `Symmetric` and `Diagonal`; inverses if it is positive definite, as sums of two of those are.
+    The Cholesky factor is `Triangular`.
+
+    **Arguments:**
+
+    - `packed`: real `[..., n (n + 1) / 2]`: `A[0, 0], A[1, 0], A[1, 1], A[2, 0], ...`.
+      `Symmetric.of` packs a matrix.
+    - `positive_definite`: whether it is known to be; static.
+
+    **Raises:** `TypeError` for what is no array, or not real; `ValueError` for a number of entries
+    that no triangle has.
+
+    >>> import jax.numpy as jnp, veneer as vn
+    >>> a = vn.types.Symmetric.of(jnp.array([[2.0, 9.0], [1.0, 3.0]]), positive_definite=True)
+    >>> a
+    Symmetric(packed=f32[3], positive_definite=True)
+    >>> vn.materialise(a).tolist()
+    [[2.0, 1.0], [1.0, 3.0]]
+    >>> vn.implicit(jnp.linalg.cholesky)(a)
+    Triangular(x=f32[2,2], lower=True, unit_diagonal=False)
+    """
+
+    packed: Array  # [..., n (n + 1) / 2]
+    positive_definite: bool = static(default=False)
+
+    def __post_init__(self) -> None:
+        check_axes(self, Array, packed="entries")
+        if jnp.issubdtype(self.packed.dtype, jnp.complexfloating):
+            raise TypeError(f"Symmetric takes real entries, not {self.packed.dtype}")
+        n, entries = self._n, self.packed.shape[-1]
+        if _size(n) != entries:
+            raise ValueError(
+                f"Symmetric takes n (n + 1) / 2 entries: {entries} lies between {_size(n)} (n = "
+                f"{n}) and {_size(n + 1)} (n = {n + 1}). Symmetric.of packs a square matrix."
+            )
+
+    @staticmethod
+    def of(x: Any, *, lower: bool = True, positive_definite: bool = False) -> "Symmetric":
+        """Packs one triangle of a matrix `[..., n, n]`; the other one is not read."""
+        x = jnp.asarray(x)
+        if x.ndim < 2 or x.shape[-1] != x.shape[-2]:
+            raise ValueError(f"Symmetric.of takes a square matrix, got {x.shape}")
+        x, n = x if lower else x.mT, x.shape[-1]
+        i, j = jnp.arange(n)[:, None], jnp.arange(n)
+        place = jnp.where(i >= j, _place(i, j), _size(n)).reshape(
+            -1
+        )  # none, for the upper triangle
+        packed = jnp.zeros((*x.shape[:-2], _size(n)), x.dtype)
+        packed = packed.at[..., place].set(x.reshape(*x.shape[:-2], n * n), mode="drop")
+        return Symmetric(packed, positive_definite)
+
+    @property
+    def _n(self) -> int:
+        return (math.isqrt(8 * self.packed.shape[-1] + 1) - 1) // 2
+
+    def materialise(self) -> Any:
+        """The dense matrix."""
+        i = jnp.arange(self._n)
+        place = _place(jnp.maximum(i[:, None], i), jnp.minimum(i[:, None], i))
+        return jnp.asarray(self.packed)[..., place]
+
+    def matvec(self, x: Any, *, precision: Any = None) -> Any:
+        return jnp.matmul(x, self.materialise(), precision=precision)
+
+    def transposed(self) -> "Symmetric":
+        return self
+
+    def rescaled(self, scale: Callable[[Any], Any]) -> "Symmetric":
+        return Symmetric(scale(self.packed))  # by a number that may be negative
+
+    def solve(self, b: Any) -> Any:
+        if not self.positive_definite:
+            return NotImplemented
+        b = jnp.broadcast_to(b, (*self.packed.shape[:-1], *b.shape[-2:]))
+        factor = dataclasses.replace(self, packed=lax.stop_gradient(self.packed)).cholesky()
+        by_factor = lambda _, b: factor.transposed().solve(factor.solve(b))
+        return lax.custom_linear_solve(self.matvec, b, by_factor, symmetric=True)
+
+    def inverse(self) -> Any:
+        if not self.positive_definite:
+            return NotImplemented
+        inverse = self.solve(jnp.eye(self._n, dtype=self.packed.dtype))
+        return Symmetric.of(inverse, positive_definite=True)
+
+    def cholesky(self) -> Triangular:
+        factor = lax_linalg.cholesky(self.materialise(), symmetrize_input=False)
+        return Triangular(factor)
+
+    def slogdet(self) -> Any:
+        if not self.positive_definite:
+            return NotImplemented
+        sign, logs = self.cholesky().slogdet()
+        return sign, 2 * logs
+
+    def main_diagonal(self) -> Any:
+        return jnp.asarray(self.packed)[..., _diagonal(self._n)]
+
+
+def _size(n: int) -> int:
+    return n * (n + 1) // 2
+
+
+def _place(i: Any, j: Any) -> Any:
+    """Where `A[i, j]` is stored, for `i >= j`."""
+    return i * (i + 1) // 2 + j
+
+
+def _diagonal(n: int) -> Any:
+    i = jnp.arange(n)
+    return _place(i, i)
+
+
+@register("add")
+def _(x: Symmetric, y: Symmetric, **params: Any) -> Symmetric:
+    del params
+    return Symmetric(x.packed + y.packed, x.positive_definite and y.positive_definite)
+
+
+@register("add")
+def _(x: Symmetric, y: Diagonal, **params: Any) -> Symmetric:
+    del params
+    return Symmetric(jnp.asarray(x.packed).at[..., _diagonal(x._n)].add(y.diagonal))

@@ -1,0 +1,117 @@
+"""Products of structured matrices that have no closed form, against the dense ones."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from claims import Claim, claims
+
+import veneer as vn
+from veneer.types.structured import linear_algebra as linear_algebra
+from veneer.types.structured.diagonal import Diagonal
+from veneer.types.structured.identity import Identity
+from veneer.types.structured.kronecker import Kronecker
+from veneer.types.structured.permutation import Permutation
+from veneer.types.structured.product import Product
+
+
+def kronecker(draw):
+    n1, n2 = (2, draw.n // 2) if draw.n % 2 == 0 else (1, draw.n)
+    regular = lambda n: draw(n, n) / 4 + jnp.eye(n, dtype=draw.dtype)
+    return Kronecker(regular(n1), regular(n2))
+
+
+diagonal = lambda draw: Diagonal(draw.positive(draw.n))
+permutation = lambda draw: Permutation(jnp.argsort(draw(draw.n), -1), draw.dtype)
+vectors = lambda draw: draw(draw.n, 3)
+# Of sizes 0 and 1, two matrices store more than twice the numbers of their product.
+SIZES = {"sizes": (5,)}
+FACTORED = {"dtypes": ("float64",), "sizes": (5,)}
+
+
+def determinant_and_trace(d, k):
+    a = d @ k
+    return *jnp.linalg.slogdet(a), jnp.linalg.det(a), jnp.trace(a), jnp.diagonal(k @ d)
+
+
+test_under, test_over = claims(
+    {
+        "d @ k": Claim(lambda d, k: d @ k, (diagonal, kronecker), kept=Product, **SIZES),
+        "d @ k @ x": Claim(lambda d, k, x: d @ k @ x, (diagonal, kronecker, vectors), **SIZES),
+        "x.T @ (p @ d)": Claim(
+            lambda p, d, x: x.mT @ (p @ d), (permutation, diagonal, vectors), **SIZES
+        ),
+        "-2 (k @ p).T": Claim(
+            lambda k, p: -2 * (k @ p).mT, (kronecker, permutation), kept=Product, **SIZES
+        ),
+        "solve": Claim(
+            lambda d, k, x: jnp.linalg.solve(d @ k, x), (diagonal, kronecker, vectors), **FACTORED
+        ),
+        "inv": Claim(
+            lambda p, k: jnp.linalg.inv(p @ k), (permutation, kronecker), kept=Product, **FACTORED
+        ),
+        "determinant and trace": Claim(determinant_and_trace, (diagonal, kronecker), **FACTORED),
+    }
+)
+
+D = Diagonal(jnp.arange(1.0, 7.0))
+P = Permutation(jnp.array([3, 1, 0, 5, 4, 2]))
+K = Kronecker(jnp.array([[2.0, 1.0], [0.0, 1.0]]), jnp.eye(3) + 1)
+
+
+@pytest.mark.parametrize(
+    ("make", "shown"),
+    [
+        (lambda: D @ (D @ K), "Diagonal @ Kronecker"),
+        (lambda: (K @ D) @ D, "Kronecker @ Diagonal"),
+        (lambda: (D @ P) @ (P.T @ D), "Diagonal @ Permutation @ Diagonal"),
+        (lambda: P.T @ (P @ K) @ K, "Permutation @ Kronecker"),
+        (lambda: (D @ K) @ P, "Diagonal @ Kronecker @ Permutation"),
+        (lambda: Identity(6) @ (D @ K) @ Identity(6), "Diagonal @ Kronecker"),
+    ],
+)
+def test_neighbours_with_a_closed_form_are_joined(make, shown):
+    def names(x):
+        return names(x.left) + names(x.right) if isinstance(x, Product) else [type(x).__name__]
+
+    assert " @ ".join(n for n in names(make()) if n != "Identity") == shown
+
+
+def test_a_product_that_would_store_far_more_than_the_dense_one_is_dense():
+    thin = Kronecker(jnp.ones((1, 2)), jnp.ones((2, 50)))
+    out = vn.implicit(jnp.matmul)(thin, thin.T)
+    assert isinstance(out, Kronecker)  # that has a closed form
+    out = vn.implicit(lambda a, d, b: a @ d @ b)(thin, Diagonal(jnp.ones(100)), thin.T)
+    assert not isinstance(out, vn.Value)
+    assert (out == 100).all()
+
+
+def test_a_loop_that_multiplies_on_ends_dense():
+    def power(d, k):
+        return jax.lax.fori_loop(0, 3, lambda _, a: a @ k, d)
+
+    expected = power(vn.materialise(D), vn.materialise(K))
+    assert jnp.allclose(vn.implicit(power)(D, K), expected)
+
+
+def test_factors_without_a_solve_are_made_dense():
+    a, b = Kronecker(jnp.ones((2, 3)), jnp.ones((2, 2))), Kronecker(jnp.ones((3, 2)), jnp.eye(2))
+    square = Product(a, b)
+    assert vn.implicit(jnp.linalg.det)(square) == jnp.linalg.det(vn.materialise(square))
+    with pytest.raises(vn.MaterialiseError):
+        vn.implicit(jnp.linalg.det, on_materialise="error")(square)
+
+
+def test_the_factors_are_stored():
+    assert (D @ K).nbytes == D.nbytes + K.nbytes
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "error", "message"),
+    [
+        (D, Diagonal(jnp.ones(3)), ValueError, "axis k of right is 3"),
+        (D, jnp.ones((6, 6)), TypeError, "right is a dense"),
+    ],
+)
+def test_what_are_no_factors_is_refused(left, right, error, message):
+    with pytest.raises(error, match=message):
+        Product(left, right)

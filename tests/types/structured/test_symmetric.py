@@ -1,0 +1,85 @@
+"""Symmetric matrices: half the bytes, and Cholesky's factorisation for definite ones."""
+
+import jax.numpy as jnp
+import pytest
+from claims import Claim, claims
+
+import veneer as vn
+from veneer.types.structured import linear_algebra as linear_algebra
+from veneer.types.structured.diagonal import Diagonal
+from veneer.types.structured.symmetric import Symmetric
+from veneer.types.structured.triangular import Triangular
+
+symmetric = lambda draw: Symmetric(draw(draw.n * (draw.n + 1) // 2))
+
+
+def definite(draw):
+    x = draw(draw.n, draw.n)
+    gram = x @ x.mT + jnp.eye(draw.n, dtype=draw.dtype)
+    return Symmetric.of(gram, positive_definite=True)
+
+
+diagonal = lambda draw: Diagonal(draw.positive(draw.n))
+vectors = lambda draw: draw(draw.n, 3)
+SOLVED = {"dtypes": ("float64",), "sizes": (1, 5), "tolerance": 1024}
+
+test_under, test_over = claims(
+    {
+        "w @ x": Claim(lambda a, x: a @ x, (symmetric, vectors)),
+        "x @ w": Claim(lambda x, a: x @ a, (lambda d: d(3, d.n), symmetric)),
+        "2 w - v.T": Claim(lambda a, b: 2 * a - b.T, (symmetric, symmetric), kept=Symmetric),
+        "d + w": Claim(lambda a, d: d + a / 3, (symmetric, diagonal), kept=Symmetric),
+        "trace": Claim(lambda a: (jnp.trace(a), jnp.diagonal(a)), (symmetric,)),
+        "f(w)": Claim(lambda a: jnp.sin(a) ** 3, (symmetric,), kept=Symmetric),
+        "solve": Claim(lambda a, b: jnp.linalg.solve(a + a, b), (definite, vectors), **SOLVED),
+        "solve, any": Claim(
+            lambda a, b: jnp.linalg.solve(a * 2, b),
+            (definite, vectors),
+            made_dense=True,
+            **SOLVED,
+        ),
+        "inv": Claim(jnp.linalg.inv, (definite,), kept=Symmetric, **SOLVED),
+        "slogdet": Claim(lambda a: tuple(jnp.linalg.slogdet(a)), (definite,), **SOLVED),
+        "cholesky": Claim(jnp.linalg.cholesky, (definite,), kept=Triangular, **SOLVED),
+    }
+)
+
+
+@pytest.mark.parametrize("lower", [True, False])
+def test_one_triangle_is_packed(lower):
+    x = jnp.arange(18.0).reshape(2, 3, 3)
+    kept = jnp.tril(x) if lower else jnp.triu(x)
+    strictly = jnp.tril(x, -1) if lower else jnp.triu(x, 1)
+    found = Symmetric.of(jnp.where(kept == x, x, jnp.nan), lower=lower)
+    assert (vn.materialise(found) == kept + strictly.mT).all()
+
+
+def test_what_is_known_of_it():
+    a = Symmetric.of(jnp.eye(3), positive_definite=True)
+    assert (a + a).positive_definite
+    assert vn.implicit(jnp.linalg.inv)(a).positive_definite
+    for unknown in (-a, a * 2, a - a, a + Diagonal(jnp.ones(3)), a + Symmetric.of(jnp.eye(3))):
+        assert not unknown.positive_definite
+
+
+def test_a_matrix_that_is_not_definite_after_all_gives_nan():
+    a = Symmetric.of(-jnp.eye(3), positive_definite=True)
+    assert jnp.isnan(vn.implicit(jnp.linalg.solve)(a, jnp.ones(3))).all()
+    assert jnp.isnan(vn.implicit(jnp.linalg.det)(a))
+
+
+def test_half_the_bytes_are_stored():
+    assert Symmetric.of(jnp.ones((64, 64))).nbytes == 4 * 64 * 65 // 2
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: Symmetric(jnp.ones(5)), ValueError, r"5 lies between 3 \(n = 2\) and 6"),
+        (lambda: Symmetric(jnp.ones(3, "complex64")), TypeError, "real entries, not complex64"),
+        (lambda: Symmetric.of(jnp.ones((2, 3))), ValueError, r"square matrix, got \(2, 3\)"),
+    ],
+)
+def test_what_is_no_symmetric_matrix_is_refused(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
