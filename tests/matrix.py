@@ -95,11 +95,52 @@ PROBES = {
 }
 
 
+def of(make: Callable) -> Callable:
+    """A maker of values, from one of a function that draws arrays with the leading axes."""
+
+    def value(key: jax.Array, shape: tuple[int, ...]) -> Any:
+        lead, count = shape[:-2], iter(range(100))
+        fresh = lambda: jax.random.fold_in(key, next(count))
+        return make(lambda *inner: jax.random.normal(fresh(), (*lead, *inner)) / 2)
+
+    return value
+
+
+# The types that the package offers, in a program that multiplies by them. Those of other kinds,
+# which no program of a matmul could tell from their leaf, have claims of their own.
+T = vn.types
+TYPES = {
+    "LoraArray": Probe(of(lambda a: T.LoraArray(a(N, N), a(N, 2), a(2, N), scale=0.5))),
+    "LoraArray, DoRA": Probe(of(lambda a: T.LoraArray(a(N, N), a(N, 2), a(2, N), abs(a(1, N))))),
+    "LowRank": Probe(of(lambda a: T.LowRank(a(N, 2), a(2, N)))),
+    "Frozen": Probe(of(lambda a: T.Frozen(a(N, N)))),
+    "SparseArray": Probe(
+        lambda key, shape: T.SparseArray.from_dense(
+            jax.random.normal(key, shape) * jnp.tri(N), n_batch=len(shape) - 2
+        )
+    ),
+    "NMSparse": Probe(lambda key, shape: T.NMSparse.prune(jax.random.normal(key, shape), 2, 4)),
+    "Diagonal": Probe(of(lambda a: T.Diagonal(a(N)))),
+    "Tridiagonal": Probe(of(lambda a: T.Tridiagonal(a(N - 1), a(N), a(N - 1)))),
+    "Banded": Probe(of(lambda a: T.Banded(a(3, N), 2, 0))),
+    "Toeplitz": Probe(of(lambda a: T.Toeplitz(a(N), a(N)))),
+    "Circulant": Probe(of(lambda a: T.Circulant(a(N)))),
+    "Kronecker": Probe(of(lambda a: T.Kronecker(a(2, 2), T.Diagonal(a(2))))),
+    "BlockDiagonal": Probe(of(lambda a: T.BlockDiagonal(a(2, 2, 2)))),
+    "Product": Probe(of(lambda a: T.Product(T.Diagonal(a(N)), T.Circulant(a(N))))),
+    "Triangular": Probe(of(lambda a: T.Triangular(a(N, N)))),
+    "Symmetric": Probe(of(lambda a: T.Symmetric(a(N * (N + 1) // 2)))),
+    "Permutation": Probe(of(lambda a: T.Permutation(jnp.argsort(a(N), -1)))),
+    "Identity": Probe(lambda key, shape: T.Identity(N, "float32", leading=shape[:-2])),
+    "Constant": Probe(of(lambda a: T.Constant(a(), (N, N)))),
+}
+
+
 class Operands:
     """What a cell is made of: the transform, the probe's program, and its operands."""
 
     def __init__(self, name: str, implicit: Callable):
-        probe = PROBES[name]
+        probe = (PROBES | TYPES)[name]
         self.implicit, self.wrap = implicit, probe.wrap
         self.step, self.loss, self.loss_of = probe.step, probe.loss, probe.loss_of
         carry, value = jax.random.split(jax.random.key(3))
@@ -169,7 +210,8 @@ def matrix(
         out, expected = cell.run(implicit), cell.run(reference)
         assert_same(out, expected)
         if cell.kinds is not None:
-            jax.tree.map(lambda kind, part: PROBES[probe].check_kind(kind, part), cell.kinds, out)
+            of_probe = (PROBES | TYPES)[probe]
+            jax.tree.map(lambda kind, part: of_probe.check_kind(kind, part), cell.kinds, out)
 
     return test
 
