@@ -13,7 +13,7 @@ README = Path(__file__).parent.parent / "README.md"
 
 def test_the_programs_run(capsys):
     programs = re.findall(r"```python\n(.*?)```", README.read_text("utf-8"), re.DOTALL)
-    assert len(programs) == 2
+    assert len(programs) == 3
     names: dict = {"__name__": "readme"}
     for program in programs:
         exec(compile(program, str(README), "exec"), names)
@@ -24,6 +24,7 @@ def test_the_programs_run(capsys):
     assert jnp.allclose(names["y"], dense, rtol=1e-3, atol=1e-3)
     assert names["grads"]["up"]["kernel"].a.shape == (512, 4)
     assert names["dense"]["up"]["kernel"].shape == (512, 1024)
+    assert names["u"].shape == (1000,)
     assert "dot_general" in capsys.readouterr().out
 
 

@@ -1,0 +1,158 @@
+"""Equinox's layers, as they are, with implicit weights put in by `eqx.tree_at`."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from array_types import assert_close
+from implicit_weights import WEIGHTS, cases, lora, nf4, qlora
+
+import veneer as vn
+
+KEY, X_KEY = jax.random.split(jax.random.key(0))
+X = jax.random.normal(X_KEY, (5, 8))
+IMAGE = jax.random.normal(X_KEY, (4, 6, 6))
+
+
+def attend(layer, x):
+    return layer(x, x, x)
+
+
+# A layer, what its weights are, how it is called, and on what.
+LAYERS = {
+    "Linear": (
+        eqx.nn.Linear(8, 6, key=KEY),
+        lambda layer: [layer.weight],
+        lambda layer, x: jax.vmap(layer)(x),
+        X,
+    ),
+    "LayerNorm": (
+        eqx.nn.LayerNorm(8),
+        lambda layer: [layer.weight],
+        lambda layer, x: jax.vmap(layer)(x),
+        X,
+    ),
+    "MultiheadAttention": (
+        eqx.nn.MultiheadAttention(2, 8, key=KEY),
+        lambda layer: [
+            getattr(layer, f"{name}_proj").weight for name in ("query", "key", "value", "output")
+        ],
+        attend,
+        X,
+    ),
+    "Conv2d": (
+        eqx.nn.Conv2d(4, 2, 3, padding=1, key=KEY),
+        lambda layer: [layer.weight],
+        lambda layer, x: layer(x),
+        IMAGE,
+    ),
+}
+
+
+@pytest.fixture(params=cases(LAYERS))
+def case(request):
+    """A layer with implicit weights, the function that calls it, and its operand."""
+    name, make = request.param
+    layer, weights, call, x = LAYERS[name]
+    return eqx.tree_at(weights, layer, [make(w) for w in weights(layer)]), call, x
+
+
+WAYS = {
+    "implicit": lambda call: vn.implicit(call),
+    "filter_jit of implicit": lambda call: eqx.filter_jit(vn.implicit(call)),
+    "implicit of filter_jit": lambda call: vn.implicit(eqx.filter_jit(call)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_layer_gives_what_it_gives_with_dense_weights(case, way):
+    layer, call, x = case
+    assert_close(WAYS[way](call)(layer, x), call(vn.materialise(layer), x))
+
+
+def test_a_module_may_be_made_implicit_itself(case):
+    layer, call, x = case
+    assert_close(call(vn.implicit(layer), x), call(vn.materialise(layer), x))
+
+
+@pytest.mark.parametrize("case", cases(["Linear", "MultiheadAttention"]), indirect=True)
+def test_a_matrix_is_never_made_dense(case):
+    layer, call, x = case
+    vn.implicit(call, on_materialise="error")(layer, x)
+
+
+def loss(layer, x):
+    return jnp.sin(jax.vmap(layer)(x)).sum()
+
+
+def test_the_gradient_by_the_leaves_is_a_module_of_the_same_type():
+    layer = LAYERS["Linear"][0]
+    w = lora(layer.weight)
+    updated = eqx.tree_at(lambda layer: layer.weight, layer, w)
+    value, gradient = eqx.filter_value_and_grad(vn.implicit(loss))(updated, X)
+    of_dense = eqx.filter_grad(loss)(vn.materialise(updated), X)
+    assert_close(value, loss(vn.materialise(updated), X))
+    assert_close(gradient.weight.a, w.scale * of_dense.weight @ w.b.T)
+    assert_close(gradient.weight.b, w.scale * w.a.T @ of_dense.weight)
+    assert_close(gradient.bias, of_dense.bias)
+
+
+@pytest.mark.parametrize("make", WEIGHTS)
+def test_the_gradient_by_the_dense_array_is_dense(make):
+    layer = eqx.tree_at(lambda layer: layer.weight, LAYERS["Linear"][0], replace_fn=make)
+    gradient = vn.implicit(eqx.filter_grad(loss))(layer, X)
+    assert_close(gradient.weight, eqx.filter_grad(loss)(vn.materialise(layer), X).weight)
+
+
+def test_codes_have_no_gradient_and_do_not_move():
+    layer = eqx.tree_at(lambda layer: layer.weight, LAYERS["Linear"][0], replace_fn=nf4)
+    gradient = eqx.filter_grad(vn.implicit(loss))(layer, X)
+    assert gradient.weight.packed is None
+    new = eqx.apply_updates(layer, jax.tree.map(lambda g: -0.1 * g, gradient))
+    assert (new.weight.packed == layer.weight.packed).all()
+    assert (new.bias != layer.bias).any()
+
+
+def test_a_training_loop_moves_what_is_trainable_alone():
+    layer = eqx.tree_at(lambda layer: layer.weight, LAYERS["Linear"][0], replace_fn=qlora)
+    trained, frozen = eqx.partition(layer, vn.trainable(layer))
+    tx = optax.adam(0.05)
+
+    @eqx.filter_jit
+    def step(trained, frozen, state):
+        of_trained = lambda trained: vn.implicit(loss)(eqx.combine(trained, frozen), X)
+        value, gradient = eqx.filter_value_and_grad(of_trained)(trained)
+        updates, state = tx.update(gradient, state, trained)
+        return eqx.apply_updates(trained, updates), state, value
+
+    state = tx.init(trained)
+    values = []
+    for _ in range(5):
+        trained, state, value = step(trained, frozen, state)
+        values.append(value)
+    assert values == sorted(values, reverse=True)
+    new = eqx.combine(trained, frozen)
+    assert eqx.tree_equal(new.weight.w, layer.weight.w)
+    assert (new.weight.a != layer.weight.a).any()
+
+
+def test_a_partition_by_dtype_goes_through_implicit_arrays():
+    layer = eqx.tree_at(lambda layer: layer.weight, LAYERS["Linear"][0], replace_fn=qlora)
+    floats, others = eqx.partition(layer, eqx.is_inexact_array)
+    assert (floats.weight.w.packed, others.weight.a) == (None, None)
+    assert eqx.tree_equal(eqx.combine(floats, others), layer)
+
+
+def test_a_file_of_leaves_gives_the_same_module_back(case, tmp_path):
+    layer, _, _ = case
+    eqx.tree_serialise_leaves(tmp_path / "layer.eqx", layer)
+    like = eqx.filter_eval_shape(lambda: layer)
+    assert eqx.tree_equal(eqx.tree_deserialise_leaves(tmp_path / "layer.eqx", like), layer)
+
+
+def test_a_weight_may_be_put_back():
+    layer = LAYERS["Linear"][0]
+    there = eqx.tree_at(lambda layer: layer.weight, layer, replace_fn=lora)
+    back = eqx.tree_at(lambda layer: layer.weight, there, layer.weight)
+    assert eqx.tree_equal(back, layer)

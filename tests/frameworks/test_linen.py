@@ -1,0 +1,131 @@
+"""Layers of flax.linen, as they are, with implicit arrays in their dict of parameters."""
+
+import flax.linen as nn
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from array_types import assert_close
+from flax.training.train_state import TrainState
+from implicit_weights import cases, lora, qlora
+
+import veneer as vn
+
+X = jax.random.normal(jax.random.key(1), (2, 5, 8))
+
+# A layer, and for each of its kernels how many axes come in.
+LAYERS = {
+    "Dense": (nn.Dense(6), {"kernel": 1}),
+    "LayerNorm": (nn.LayerNorm(), {"scale": 1}),
+    "MultiHeadDotProductAttention": (
+        nn.MultiHeadDotProductAttention(num_heads=2),
+        {"query.kernel": 1, "key.kernel": 1, "value.kernel": 1, "out.kernel": 2},
+    ),
+    "Conv": (nn.Conv(4, (3,)), {"kernel": 2}),
+}
+
+
+def with_implicit(params, kernels, make):
+    def swapped(path, w):
+        name = vn.tree.path_string(path).removeprefix("params.")
+        return make(w, kernels[name]) if name in kernels else w
+
+    return jax.tree.map_with_path(swapped, params)
+
+
+@pytest.fixture(params=cases(LAYERS))
+def case(request):
+    """A layer, and its parameters with implicit kernels."""
+    name, make = request.param
+    layer, kernels = LAYERS[name]
+    params = layer.init(jax.random.key(0), X)
+    return layer, with_implicit(params, kernels, make)
+
+
+WAYS = {
+    "implicit": lambda apply: vn.implicit(apply),
+    "jit of implicit": lambda apply: jax.jit(vn.implicit(apply)),
+    "implicit of jit": lambda apply: vn.implicit(jax.jit(apply)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_layer_gives_what_it_gives_with_dense_parameters(case, way):
+    layer, params = case
+    found = WAYS[way](layer.apply)(params, X)
+    assert_close(found, layer.apply(vn.materialise(params), X))
+
+
+@pytest.mark.parametrize("case", cases(["Dense", "MultiHeadDotProductAttention"]), indirect=True)
+def test_a_kernel_of_a_product_is_never_made_dense(case):
+    layer, params = case
+    vn.implicit(layer.apply, on_materialise="error")(params, X)
+
+
+def test_a_bound_module_runs_too():
+    layer, kernels = LAYERS["Dense"]
+    params = with_implicit(layer.init(jax.random.key(0), X), kernels, qlora)
+    found = vn.implicit(lambda params: layer.bind(params)(X))(params)
+    assert_close(found, layer.apply(vn.materialise(params), X))
+
+
+def test_the_gradient_by_the_leaves_and_the_one_by_the_dense_array():
+    layer, kernels = LAYERS["Dense"]
+    params = with_implicit(layer.init(jax.random.key(0), X), kernels, lora)
+    loss = lambda params: jnp.sin(layer.apply(params, X)).sum()
+    dense = jax.grad(loss)(vn.materialise(params))["params"]["kernel"]
+    by_leaves = jax.grad(vn.implicit(loss))(params)["params"]["kernel"]
+    assert_close(vn.implicit(jax.grad(loss))(params)["params"]["kernel"], dense)
+    w = params["params"]["kernel"]
+    assert_close(by_leaves.a, w.scale * dense @ w.b.T)
+    assert_close(by_leaves.b, w.scale * w.a.T @ dense)
+
+
+def test_a_train_state_moves_what_is_trainable_alone():
+    layer, kernels = LAYERS["Dense"]
+    params = with_implicit(layer.init(jax.random.key(0), X), kernels, qlora)
+    trained, frozen = vn.tree.partition(params, vn.trainable(params))
+    state = TrainState.create(apply_fn=layer.apply, params=trained, tx=optax.adam(0.05))
+
+    @jax.jit
+    def step(state, frozen):
+        def loss(trained):
+            out = vn.implicit(state.apply_fn)(vn.tree.combine(trained, frozen), X)
+            return jnp.sin(out).sum()
+
+        value, gradient = jax.value_and_grad(loss)(state.params)
+        return state.apply_gradients(grads=gradient), value
+
+    values = []
+    for _ in range(5):
+        state, value = step(state, frozen)
+        values.append(value)
+    assert values == sorted(values, reverse=True)
+    kernel = vn.tree.combine(state.params, frozen)["params"]["kernel"]
+    assert (kernel.w.packed == params["params"]["kernel"].w.packed).all()
+
+
+def test_statistics_of_a_batch_norm_come_back_as_from_any_apply():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.BatchNorm(use_running_average=False)(nn.Dense(6)(x))
+
+    net = Net()
+    variables = net.init(jax.random.key(0), X)
+    variables = with_implicit(variables, {"Dense_0.kernel": 1}, qlora)
+    apply = lambda variables: net.apply(variables, X, mutable=["batch_stats"])
+    found, expected = vn.implicit(apply)(variables), apply(vn.materialise(variables))
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert_close(one, other)
+
+
+def test_the_trained_leaves_are_saved_by_flax_under_their_paths():
+    layer, kernels = LAYERS["Dense"]
+    params = with_implicit(layer.init(jax.random.key(0), X), kernels, lora)
+    flat = {vn.tree.path_string(p): x for p, x in jax.tree.leaves_with_path(params)}
+    read = flax.serialization.from_bytes(flat, flax.serialization.to_bytes(flat))
+    back = jax.tree.map_with_path(lambda p, x: read[vn.tree.path_string(p)], params)
+    assert jax.tree.structure(back) == jax.tree.structure(params)
+    assert (back["params"]["kernel"].a == params["params"]["kernel"].a).all()

@@ -1,0 +1,183 @@
+"""Layers of flax.nnx, as they are, with implicit arrays in their `nnx.Param`s."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from array_types import assert_close
+from flax import nnx
+from implicit_weights import cases, lora, nf4, qlora
+
+import veneer as vn
+
+X = jax.random.normal(jax.random.key(1), (2, 5, 8))
+
+
+def attention():
+    return nnx.MultiHeadAttention(num_heads=2, in_features=8, decode=False, rngs=nnx.Rngs(0))
+
+
+# What makes a layer, and the paths of its kernels with how many axes come in.
+LAYERS = {
+    "Linear": (lambda: nnx.Linear(8, 6, rngs=nnx.Rngs(0)), {"kernel": 1}),
+    "LayerNorm": (lambda: nnx.LayerNorm(8, rngs=nnx.Rngs(0)), {"scale": 1}),
+    "MultiHeadAttention": (
+        attention,
+        {"query.kernel": 1, "key.kernel": 1, "value.kernel": 1, "out.kernel": 2},
+    ),
+    "Conv": (lambda: nnx.Conv(8, 4, (3,), rngs=nnx.Rngs(0)), {"kernel": 2}),
+}
+
+
+def put_in(layer, kernels, make):
+    """The layer, with implicit arrays in its parameters."""
+    for path, in_ndim in kernels.items():
+        *parents, name = path.split(".")
+        owner = layer
+        for parent in parents:
+            owner = getattr(owner, parent)
+        setattr(owner, name, nnx.Param(make(getattr(owner, name)[...], in_ndim)))
+    return layer
+
+
+def dense(layer):
+    """Another layer, with the dense arrays that the parameters stand for."""
+    graph, state = nnx.split(layer)
+    return nnx.merge(graph, vn.materialise(state))
+
+
+@pytest.fixture(params=cases(LAYERS))
+def layer(request):
+    """A layer with implicit parameters."""
+    name, make = request.param
+    new, kernels = LAYERS[name]
+    return put_in(new(), kernels, make)
+
+
+def call(layer, x):
+    return layer(x)
+
+
+WAYS = {
+    "implicit": vn.implicit(call),
+    "implicit of the layer": lambda layer, x: vn.implicit(layer)(x),
+    "nnx.jit of implicit": nnx.jit(vn.implicit(call)),
+    "implicit of nnx.jit": vn.implicit(nnx.jit(call)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_layer_gives_what_it_gives_with_dense_parameters(layer, way):
+    assert_close(WAYS[way](layer, X), dense(layer)(X))
+
+
+@pytest.mark.parametrize("layer", cases(["Linear", "MultiHeadAttention"]), indirect=True)
+def test_a_kernel_of_a_product_is_never_made_dense(layer):
+    vn.implicit(call, on_materialise="error")(layer, X)
+
+
+def test_a_param_holds_the_implicit_array():
+    layer = put_in(*new_linear(), nf4)
+    assert isinstance(layer.kernel[...], vn.quant.QArray)
+    assert (layer.kernel.shape, layer.kernel.dtype) == ((8, 6), jnp.float32)
+
+
+def new_linear():
+    new, kernels = LAYERS["Linear"]
+    return new(), kernels
+
+
+def test_split_state_and_merge_give_the_same_layer_back(layer):
+    graph, state = nnx.split(layer)
+    back = nnx.merge(graph, state)
+    assert jax.tree.structure(nnx.state(back)) == jax.tree.structure(state)
+    for one, other in zip(jax.tree.leaves(nnx.state(back)), jax.tree.leaves(state), strict=True):
+        assert (one == other).all()
+    copy = nnx.eval_shape(lambda: layer)
+    nnx.update(copy, state)
+    assert_close(vn.implicit(copy)(X), vn.implicit(layer)(X))
+
+
+def loss(layer):
+    return jnp.sin(layer(X)).sum()
+
+
+def test_the_gradient_by_the_leaves_and_the_one_by_the_dense_array():
+    layer = put_in(*new_linear(), lora)
+    of_dense = nnx.grad(loss)(dense(layer)).kernel[...]
+    value, by_leaves = nnx.jit(nnx.value_and_grad(vn.implicit(loss)))(layer)
+    assert_close(value, loss(dense(layer)))
+    w, gradient = layer.kernel[...], by_leaves.kernel[...]
+    assert_close(gradient.a, w.scale * of_dense @ w.b.T)
+    assert_close(gradient.b, w.scale * w.a.T @ of_dense)
+    assert_close(vn.implicit(nnx.grad(loss))(layer).kernel[...], of_dense)
+
+
+def test_the_optimiser_of_nnx_takes_dense_variables_alone():
+    # It reads its moments back as a tree of Variables, and finds the leaves of a LoraArray in the
+    # place of one. optax itself, as in the loop below, does not mind.
+    layer = put_in(*new_linear(), lora)
+    optimiser = nnx.Optimizer(layer, optax.adam(0.05), wrt=nnx.Param)
+    gradient = nnx.grad(vn.implicit(loss))(layer)
+    optimiser.update(layer, gradient)
+    with pytest.raises(ValueError, match="different types at key path"):
+        optimiser.update(layer, gradient)
+
+
+def test_a_training_loop_moves_what_is_trainable_alone():
+    layer = put_in(*new_linear(), qlora)
+    codes = layer.kernel[...].w.packed
+    graph, state = nnx.split(layer)
+    trained, frozen = vn.tree.partition(state, vn.trainable(state))
+    tx = optax.adam(0.05)
+
+    @jax.jit
+    def step(trained, frozen, moments):
+        def of_trained(trained):
+            return vn.implicit(loss)(nnx.merge(graph, vn.tree.combine(trained, frozen)))
+
+        value, gradient = jax.value_and_grad(of_trained)(trained)
+        updates, moments = tx.update(gradient, moments, trained)
+        return optax.apply_updates(trained, updates), moments, value
+
+    moments = tx.init(trained)
+    values = []
+    for _ in range(5):
+        trained, moments, value = step(trained, frozen, moments)
+        values.append(value)
+    assert values == sorted(values, reverse=True)
+    nnx.update(layer, vn.tree.combine(trained, frozen))
+    assert (layer.kernel[...].w.packed == codes).all()
+    assert_close(loss(dense(layer)), vn.implicit(loss)(layer))
+
+
+class Normed(nnx.Module):
+    """A layer with state that a call changes: statistics, and the count of a stream of keys."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.linear = nnx.Linear(8, 6, rngs=rngs)
+        self.norm = nnx.BatchNorm(6, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(self.norm(self.linear(x)))
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_state_that_a_call_changes_is_returned_and_put_back(jit):
+    layer = put_in(Normed(), {"linear.kernel": 1}, qlora)
+    expected = dense(layer)
+
+    @jit
+    @vn.implicit
+    def run(variables, x):
+        layer = nnx.merge(graph, variables)
+        return layer(x), nnx.state(layer)
+
+    graph, variables = nnx.split(layer)
+    for _ in range(2):  # the second call drops other entries
+        out, variables = run(variables, X)
+        assert_close(out, expected(X))
+    nnx.update(layer, variables)
+    assert_close(layer.norm.mean[...], expected.norm.mean[...])

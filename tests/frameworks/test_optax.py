@@ -1,0 +1,166 @@
+"""optax trains what `vn.trainable` names in a tree with implicit arrays, and leaves the rest."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import veneer as vn
+from veneer.types.lora import LoraArray
+
+KEYS = jax.random.split(jax.random.key(0), 4)
+X = jax.random.normal(KEYS[0], (16, 8))
+DENSE = jax.random.normal(KEYS[1], (8, 4)) / 3
+TARGET = jnp.tanh(X @ jax.random.normal(KEYS[2], (8, 4)))
+NF4 = vn.quant.quantize(DENSE, "nf4", channelwise_axes=[1], tiled_axes={0: 4})
+
+
+def params_of(w):
+    kernel = LoraArray.init(w, 2, key=KEYS[3], alpha=4.0)
+    return {"kernel": kernel, "bias": jnp.zeros(4)}
+
+
+def loss(params, x=X):
+    return jnp.square(jnp.tanh(x @ params["kernel"] + params["bias"]) - TARGET).mean()
+
+
+def trained_with(tx, params, loss, steps=4):
+    """The part of the parameters that is trained, and the optimiser's state, after some steps."""
+    trained, frozen = vn.tree.partition(params, vn.trainable(params))
+
+    @jax.jit
+    def step(trained, state):
+        of_trained = lambda trained: vn.implicit(loss)(vn.tree.combine(trained, frozen))
+        updates, state = tx.update(jax.grad(of_trained)(trained), state, trained)
+        return optax.apply_updates(trained, updates), state
+
+    state = tx.init(trained)
+    for _ in range(steps):
+        trained, state = step(trained, state)
+    return trained, state
+
+
+def reference(tx, base, steps=4):
+    """The same training, of a program that has its low-rank update written out."""
+    kernel = params_of(DENSE)["kernel"]
+    leaves = {"a": kernel.a, "b": kernel.b, "bias": jnp.zeros(4)}
+
+    def written_out(leaves):
+        weight = base + kernel.scale * leaves["a"] @ leaves["b"]
+        return loss({"kernel": weight, "bias": leaves["bias"]})
+
+    state = tx.init(leaves)
+    for _ in range(steps):
+        updates, state = tx.update(jax.grad(written_out)(leaves), state, leaves)
+        leaves = optax.apply_updates(leaves, updates)
+    return leaves
+
+
+SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, 0.1, 2, 8)
+OPTIMISERS = {
+    "sgd": optax.sgd(0.1, momentum=0.9),
+    "adam": optax.adam(0.1),
+    "adamw, clipped, scheduled": optax.chain(
+        optax.clip_by_global_norm(0.1), optax.adamw(SCHEDULE, weight_decay=0.1)
+    ),
+    "lion": optax.lion(0.01),
+}
+
+
+@pytest.mark.parametrize("base", [DENSE, NF4], ids=["lora", "qlora"])
+@pytest.mark.parametrize("name", OPTIMISERS)
+def test_an_optimiser_does_what_it_does_to_the_low_rank_update_written_out(name, base):
+    tx = OPTIMISERS[name]
+    trained, _ = trained_with(tx, params_of(base), loss)
+    expected = reference(tx, vn.materialise(base))
+    found = {"a": trained["kernel"].a, "b": trained["kernel"].b, "bias": trained["bias"]}
+    for key, value in expected.items():
+        assert not jnp.allclose(value, reference(tx, vn.materialise(base), steps=1)[key], atol=1e-6)
+        # Adam divides by the root of a second moment, which magnifies rounding.
+        assert jnp.allclose(found[key], value, rtol=1e-3, atol=1e-4), key
+
+
+def test_the_state_has_moments_of_trained_leaves_alone():
+    _, state = trained_with(optax.adam(0.1), params_of(NF4), loss)
+    moments = [x.shape for x in jax.tree.leaves(state) if x.ndim]
+    assert sorted(moments) == sorted(2 * [(8, 2), (2, 4), (4,)])
+
+
+def test_the_loss_falls_and_the_whole_tree_is_put_together_again():
+    params = params_of(NF4)
+    trained, _ = trained_with(optax.adam(0.1), params, loss, steps=30)
+    whole = vn.tree.combine(trained, vn.tree.partition(params, vn.trainable(params))[1])
+    assert jax.tree.structure(whole) == jax.tree.structure(params)
+    assert (whole["kernel"].w.packed == NF4.packed).all()
+    assert loss(whole) < 0.5 * loss(params)
+
+
+def test_global_norm_is_that_of_the_trained_leaves():
+    trained, _ = vn.tree.partition(params_of(NF4), vn.trainable(params_of(NF4)))
+    leaves = [trained["kernel"].a, trained["kernel"].b, trained["bias"]]
+    expected = jnp.sqrt(sum(jnp.square(x).sum() for x in leaves))
+    assert jnp.allclose(optax.tree.norm(trained), expected)
+
+
+def test_weight_decay_is_masked_by_a_tree_of_bools():
+    params = params_of(NF4)
+    trained, _ = vn.tree.partition(params, vn.trainable(params))
+    decay = optax.add_decayed_weights(0.5, mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p))
+    zeros = jax.tree.map(jnp.zeros_like, trained)
+    updates, _ = decay.update(zeros, decay.init(trained), trained)
+    assert (updates["kernel"].a == 0.5 * trained["kernel"].a).all()
+    assert (updates["bias"] == 0).all()
+
+
+def test_a_and_b_may_have_learning_rates_of_their_own():
+    params = params_of(NF4)
+    trained, _ = vn.tree.partition(params, vn.trainable(params))
+    last = lambda path, _: "b" if vn.tree.path_string(path).endswith("kernel.b") else "rest"
+    labels = jax.tree.map_with_path(last, trained)
+    tx = optax.multi_transform({"b": optax.sgd(16.0), "rest": optax.sgd(1.0)}, labels)
+    ones = jax.tree.map(jnp.ones_like, trained)
+    updates, _ = tx.update(ones, tx.init(trained), trained)
+    assert (updates["kernel"].b == -16).all()
+    assert (updates["kernel"].a == -1).all()
+    assert (updates["bias"] == -1).all()
+
+
+def freezing(mask):
+    labels = jax.tree.map(lambda chosen: "train" if chosen else "freeze", mask)
+    return optax.multi_transform({"train": optax.adam(0.1), "freeze": optax.set_to_zero()}, labels)
+
+
+def masking(mask):
+    frozen = jax.tree.map(lambda chosen: not chosen, mask)
+    return optax.chain(
+        optax.masked(optax.adam(0.1), mask), optax.masked(optax.set_to_zero(), frozen)
+    )
+
+
+@pytest.mark.parametrize("make", [freezing, masking], ids=["multi_transform", "masked"])
+def test_a_tree_of_floats_may_be_masked_in_place_of_being_parted(make):
+    params = params_of(DENSE)
+    tx = make(vn.trainable(params))
+    updates, _ = tx.update(jax.grad(loss)(params), tx.init(params), params)
+    new = optax.apply_updates(params, updates)
+    assert (new["kernel"].w == DENSE).all()
+    expected, _ = trained_with(optax.adam(0.1), params, loss, steps=1)
+    for part in ("a", "b"):
+        assert jnp.allclose(getattr(new["kernel"], part), getattr(expected["kernel"], part))
+
+
+def test_codes_have_no_gradient_and_an_optimiser_says_so():
+    params = params_of(NF4)
+    gradient = jax.grad(vn.implicit(loss), allow_int=True)(params)
+    assert gradient["kernel"].w.packed.dtype == jax.dtypes.float0
+    tx = optax.sgd(0.1)
+    with pytest.raises(TypeError):
+        tx.update(gradient, tx.init(params), params)
+
+
+def test_a_part_of_an_array_is_refused_by_implicit_with_the_way_out():
+    trained, frozen = vn.tree.partition(params_of(NF4), vn.trainable(params_of(NF4)))
+    inside_out = vn.implicit(lambda trained: loss(vn.tree.combine(trained, frozen)))
+    with pytest.raises(TypeError) as raised:
+        jax.grad(inside_out)(trained)
+    assert "vn.tree.combine before vn.implicit," in "".join(raised.value.__notes__)
