@@ -18,7 +18,7 @@ from ..._core.array import ImplicitArray
 from ..._core.rules import register
 from ..._core.transform import implicit
 from ..._core.value import Value
-from .contraction import Contraction, accumulated, contraction
+from .contraction import accumulated, contraction
 
 
 class Matrix(ImplicitArray, abstract=True):
@@ -94,49 +94,35 @@ _shared = functools.partial(register, precedence=-1)
 
 
 def _times(
-    matrix: Matrix, x: Any, found: Contraction | None, precision: Any, preferred: Any
+    matrix: Matrix,
+    x: Any,
+    *,
+    matrix_first: bool,
+    dimension_numbers: Any,
+    precision: Any,
+    preferred_element_type: Any,
+    out_sharding: Any,
 ) -> Any:
-    if found is None or not overrides(matrix, "matvec"):
+    found = contraction(dimension_numbers, matrix.ndim, jnp.ndim(x), matrix_first=matrix_first)
+    if found is None or out_sharding is not None or not overrides(matrix, "matvec"):
         return NotImplemented
     acting = matrix.transposed() if found.transposed else matrix
     if acting is NotImplemented:
         return NotImplemented
-    dtype = jnp.result_type(matrix.dtype, x) if preferred is None else preferred
-    vectors = found.vectors(accumulated(jnp.asarray(x), jnp.result_type(x), preferred))
-    y = acting.matvec(vectors, precision=precision)
+    dtype = preferred_element_type or jnp.result_type(matrix.dtype, x)
+    wide = accumulated(jnp.asarray(x), jnp.result_type(x), preferred_element_type)
+    y = acting.matvec(found.vectors(wide), precision=precision)
     return y if y is NotImplemented else found.result(y.astype(dtype), x)
 
 
 @_shared("dot_general")
-def _matrix_dense(
-    w: Matrix,
-    x: ArrayLike,
-    *,
-    dimension_numbers: Any,
-    precision: Any,
-    preferred_element_type: Any,
-    out_sharding: Any,
-) -> Any:
-    if out_sharding is not None:
-        return NotImplemented
-    found = contraction(dimension_numbers, w.ndim, jnp.ndim(x), matrix_first=True)
-    return _times(w, x, found, precision, preferred_element_type)
+def _matrix_dense(w: Matrix, x: ArrayLike, **params: Any) -> Any:
+    return _times(w, x, matrix_first=True, **params)
 
 
 @_shared("dot_general")
-def _dense_matrix(
-    x: ArrayLike,
-    w: Matrix,
-    *,
-    dimension_numbers: Any,
-    precision: Any,
-    preferred_element_type: Any,
-    out_sharding: Any,
-) -> Any:
-    if out_sharding is not None:
-        return NotImplemented
-    found = contraction(dimension_numbers, w.ndim, jnp.ndim(x), matrix_first=False)
-    return _times(w, x, found, precision, preferred_element_type)
+def _dense_matrix(x: ArrayLike, w: Matrix, **params: Any) -> Any:
+    return _times(w, x, matrix_first=False, **params)
 
 
 def product(rule: Callable, *, precedence: int = 0) -> Callable:
