@@ -74,3 +74,9 @@ def test_what_lies_outside_is_filled_as_in_the_dense_array():
     d = Diagonal(jnp.ones((2, 3)))
     out = vn.implicit(lambda d, i: jnp.take(d, i, axis=0))(d, jnp.array([0, 5]))
     assert jnp.isnan(out[1]).all()
+
+
+def test_leaves_of_different_dtypes_are_not_joined():
+    of = lambda dtype: vn.types.Permutation(jnp.array([[0, 1]], dtype))
+    out = vn.implicit(lambda x, y: jnp.concatenate([x, y]))(of("int32"), of("int8"))
+    assert jnp.array_equal(vn.materialise(out), jnp.stack([jnp.eye(2)] * 2))

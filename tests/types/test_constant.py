@@ -177,3 +177,10 @@ def test_it_stores_one_number():
 def test_a_mistake_is_refused_where_it_is_made(arguments):
     with pytest.raises(TypeError, match="Constant takes a"):
         Constant(*arguments)
+
+
+def test_more_entries_than_an_integer_of_32_bits_can_count():
+    ones = Constant.ones((50_000, 50_000))
+    assert vn.implicit(jnp.sum)(ones) == 2.5e9
+    assert vn.implicit(jnp.mean)(ones) == 1
+    assert vn.implicit(jnp.sum)(Constant.ones((50_000, 50_000), "int32")) == 2_500_000_000 - 2**32

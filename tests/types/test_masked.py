@@ -317,3 +317,19 @@ def test_a_mistake_is_refused_where_it_is_made(make, error, message):
 def test_it_stores_a_byte_more_an_entry():
     assert operands()[0].nbytes == 12 * (4 + 1)
     assert repr(operands()[0]) == "Masked(value=f32[4,3], mask=bool[4,3])"
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda x: x.sum() / x.size,
+        lambda x: x.sum(0).sum() / x.size,
+        lambda x: -x.sum() / x.size,
+        lambda x: x.sum().astype("float16") / x.size,
+    ],
+)
+@pytest.mark.parametrize("dtype", ["int32", "float16", "float32"])
+def test_a_mean_in_other_words_is_refused(run, dtype):
+    x = Masked(jnp.ones((2, 2), dtype), jnp.array([[True, False]] * 2))
+    with pytest.raises(TypeError, match="counts all entries"):
+        vn.implicit(run)(x)

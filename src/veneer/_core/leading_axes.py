@@ -187,7 +187,8 @@ def _gather(
 
 
 def _same_type(values: Sequence[Any]) -> bool:
-    return len({jax.tree.structure(v) for v in values}) == 1
+    dtypes = lambda v: tuple(jax.typeof(leaf).dtype for leaf in jax.tree.leaves(v))
+    return len({(jax.tree.structure(v), dtypes(v)) for v in values}) == 1
 
 
 def _inner_shapes(x: Value, count: int) -> list[tuple[int, ...]]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
@@ -127,8 +128,12 @@ def _sum(fill: Any, count: int) -> Any:
 
 
 def _times(x: Any, count: int) -> Any:
-    # None of infinity is 0.
-    return x * jnp.array(count).astype(x.dtype) if count else jnp.zeros_like(x)
+    if not count:  # none of infinity is 0
+        return jnp.zeros_like(x)
+    if jnp.issubdtype(x.dtype, jnp.integer):  # which wraps around, as the sum does
+        count %= 1 << jnp.iinfo(x.dtype).bits
+    number = np.array(count).astype(x.dtype)  # too large for JAX to take, perhaps
+    return x * jnp.asarray(number)
 
 
 def _product(fill: Any, count: int) -> Any:

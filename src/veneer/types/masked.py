@@ -11,8 +11,15 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from .._core.array import ImplicitArray
-from .._core.jax_internals import Primitive, find_primitive, known_entries
+from .._core.jax_internals import (
+    Primitive,
+    find_primitive,
+    is_eager,
+    jaxpr_as_fun,
+    known_entries,
+)
 from .._core.rules import add_rule, register
+from .._core.transform import implicit
 from .elementwise import ELEMENTWISE
 
 Axis = int | Sequence[int] | None
@@ -35,8 +42,8 @@ class Masked(ImplicitArray):
     It has no dense form: what has no rule is refused. `filled` gives one.
 
     `x.mean()`, `x.var()`, `x.std()` and `x.count()` are of the valid entries. `jnp.mean` and other
-    statistics of `jax.numpy` count all entries, so they are refused, as is any sum that is divided
-    by the number of its entries.
+    statistics of `jax.numpy` count all entries, so they are refused, as is a sum that is divided by
+    the number of its entries. (One that is multiplied by its reciprocal is not recognised.)
 
     `jax.grad(vn.implicit(f))` wants `allow_int=True` for the mask, or a function of the value.
 
@@ -158,7 +165,9 @@ def _elementwise(primitive: Primitive) -> None:
             valid = mask if jnp.shape(_value(x)) == shape else _mask(x)
             fill = jnp.array(inside if _is_inexact(_value(x)) else 1)
             safe.append(jnp.where(valid, _value(x), fill.astype(_value(x).dtype)))
-        return Masked(primitive.bind(*safe, **primitive.get_bind_params(params)), mask)
+        out = Masked(primitive.bind(*safe, **primitive.get_bind_params(params)), mask)
+        still_a_sum = primitive.name in ("convert_element_type", "neg")
+        return _as_sum(out, getattr(operands[0], "_entries", None) if still_a_sum else None)
 
 
 def _refuse_mean(total: Any, divisor: Any) -> None:
@@ -226,7 +235,7 @@ def _reduction(name: str, neutral: Callable[[Any], Any]) -> None:
     def _(x: Masked, *, axes: Any, **params: Any) -> Any:
         filled = x.filled(neutral(x.dtype))
         out = Masked(primitive.bind(filled, axes=axes, **params), jnp.any(x.mask, axes))
-        count = math.prod(x.shape[axis] for axis in axes)
+        count = math.prod(x.shape[axis] for axis in axes) * getattr(x, "_entries", 1)
         return _as_sum(out, count) if name == "reduce_sum" and count > 1 else out
 
 
@@ -399,10 +408,16 @@ _STATISTICS = {
 }
 
 
-def _refuse(*operands: Masked | ArrayLike, name: str, **params: Any) -> Any:
+_SMALL = 4  # equations: those of jax.numpy's sum, or its division
+
+
+def _jit(*operands: Masked | ArrayLike, name: str, jaxpr: Any, **params: Any) -> Any:
     if name in _STATISTICS:
         raise TypeError(_counts_all(f"jax.numpy.{name.strip('_')}", _STATISTICS[name]))
+    # Compiled for itself, a sum would come back as an object that knows nothing of its entries.
+    if is_eager() and len(jaxpr.eqns) <= _SMALL:
+        return implicit(jaxpr_as_fun(jaxpr))(*operands)
     return NotImplemented
 
 
-add_rule(_refuse, [find_primitive("jit")], structural=True, conditional=True)
+add_rule(_jit, [find_primitive("jit")], structural=True, conditional=True)

@@ -454,3 +454,19 @@ def test_a_block_of_a_magnitude_is_one_where_no_norm_is_cut():
             out_specs=P(None, "x"),
         )
         assert len(vn.explain(f)(w).materialised) == made_dense
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda x: x[:, :1].T @ jnp.ones(2),
+        lambda x: x.T[1],
+        lambda x: x.T[:1],
+        lambda x: x.T * 1,
+        lambda x: x[:, :1].reshape(1, 2, 1) @ jnp.ones((1, 1)),
+    ],
+)
+def test_the_axes_of_a_norm_are_known_where_every_axis_has_size_1(run):
+    w = jnp.arange(1.0, 7).reshape(2, 3)
+    dora = LoraArray(w, jnp.ones((2, 1)), jnp.ones((1, 3)), jnp.ones((1, 3)))
+    assert jnp.allclose(vn.materialise(vn.implicit(run)(dora)), run(vn.materialise(dora)))

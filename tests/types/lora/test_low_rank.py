@@ -162,3 +162,14 @@ def test_factors_are_cut_as_the_matrix_is():
     assert_close(out, vn.materialise(x))
     assert out.a.sharding.is_equivalent_to(jax.NamedSharding(mesh, P("x")), 2)
     assert out.b.sharding.is_equivalent_to(jax.NamedSharding(mesh, P(None, "y")), 2)
+
+
+def test_a_contraction_of_two_that_is_no_product_of_matrices():
+    x = LowRank(jnp.ones((3, 1)), jnp.ones((1, 3)))
+    assert vn.implicit(lambda x: jnp.tensordot(x, x, 2))(x) == 9
+
+
+def test_a_sum_of_integers_is_dense():
+    x = LowRank(jnp.ones((3, 1), int), jnp.ones((1, 3), int))
+    out = vn.implicit(jnp.add)(x, Diagonal(jnp.array([2, -3, 4])))
+    assert out.tolist() == [[3, 1, 1], [1, -2, 1], [1, 1, 5]]

@@ -144,3 +144,9 @@ def test_corners_that_are_not_read_have_no_gradient():
     bands = jnp.array([[0.0, 4.0], [1.0, 1.0]])  # sqrt has an infinite derivative at the first
     entries = lambda x: vn.implicit(lambda a: jnp.sqrt(a).sum())(Banded(x, lower=0, upper=1))
     assert jax.grad(entries)(bands).tolist() == [[0.0, 0.25], [0.5, 0.5]]
+
+
+def test_the_determinant_of_a_matrix_with_a_column_of_zeros_is_zero():
+    b = Banded(jnp.array([[0.0, 1, 1], [0, 1, 2], [0, 1, 0]]), 1, 1)
+    assert vn.implicit(jnp.linalg.det)(b) == 0
+    assert vn.implicit(jnp.linalg.slogdet)(b)[1] == -jnp.inf

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from claims import Claim, claims
 
@@ -97,3 +98,27 @@ def test_what_is_no_diagonal_is_refused(diagonal, error, message):
 def test_a_quantised_diagonal_is_refused():
     with pytest.raises(TypeError, match=r"takes a dense array for diagonal, .* veneer.materialise"):
         Diagonal(vn.quant.quantize(jnp.ones(3), "int8"))
+
+
+def test_a_complex_cholesky_factor_is_of_the_hermitian_part():
+    d = Diagonal(jnp.array([1 + 1j, 2]))
+    factor = vn.implicit(jnp.linalg.cholesky)(d)
+    assert jnp.allclose(vn.materialise(factor), jnp.linalg.cholesky(vn.materialise(d)))
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda x: x // 2,
+        lambda x: x / 2,
+        lambda x: jax.lax.div(x, 3),
+        jnp.linalg.inv,
+        jnp.linalg.det,
+        lambda x: tuple(jnp.linalg.slogdet(x)),
+        jnp.linalg.cholesky,
+    ],
+)
+def test_integers_are_divided_as_dense_ones(run):
+    d = Diagonal(jnp.array([2, 3, 4]))
+    out, expected = vn.materialise(vn.implicit(run)(d)), run(vn.materialise(d))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), out, expected)

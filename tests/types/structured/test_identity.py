@@ -86,3 +86,10 @@ def test_a_triangular_solve_gives_the_right_side_back():
 def test_what_is_no_size_is_refused(n, error):
     with pytest.raises(error):
         Identity(n)
+
+
+@pytest.mark.parametrize("equation", ["ij,ij->", "bij,bij->bi", "bij,cjk->bcik", "bij,bjk->ik"])
+def test_contractions_of_two_that_are_no_products_of_matrices(equation):
+    eye = Identity(3, leading=(2,) if "b" in equation else ())
+    run = lambda x: jnp.einsum(equation, x, x)
+    assert jnp.allclose(vn.implicit(run)(eye), run(vn.materialise(eye)))

@@ -92,3 +92,9 @@ def test_size_in_bytes_is_that_of_the_array():
 def test_an_array_that_is_not_square_is_refused():
     with pytest.raises(ValueError, match=r"x \[\.\.\., n, n\]"):
         Triangular(jnp.ones((3, 4)))
+
+
+def test_the_half_of_a_symmetric_matrix_is_not_solved_as_a_triangle():
+    a = Triangular(jnp.array([[2.0, 0.0], [1.0, 2.0]]))
+    run = lambda a: jax.scipy.linalg.solve(a, jnp.array([1.0, 0.0]), assume_a="pos", lower=True)
+    assert jnp.allclose(vn.implicit(run)(a), run(vn.materialise(a)))

@@ -47,12 +47,14 @@ class LoraArray(Matrix):
     - `scale`: a Python number.
     - `magnitude`: the norms of the columns, `[..., 1, out]` (DoRA: Liu et al. 2024, arXiv
       2402.09353): the array is then `magnitude · v / ‖v‖` for `v = w + scale * a @ b`, and the norm
-      is a constant to derivatives (section 4.3 of the paper). Of a transpose it is `[..., out, 1]`.
+      is a constant to derivatives (section 4.3 of the paper).
     - `dropout`: how much of the operand is dropped before `a`, in a product.
     - `dropout_key`: a PRNG key for that, `[...]` or raw as `[..., 2]`; None drops nothing.
       `vn.types.lora.with_dropout` gives each array of a tree its own.
     - `dropped`: whether it is the axes `"in"` or `"out"` that the operand shares with the weight:
       `"out"` for a weight `[out, in]`.
+    - `normed`: whether the norms are over the axes `"in"`, or `"out"`, as they are of a transpose,
+      with a magnitude `[..., out, 1]`.
     - `in_ndim`, `out_ndim`: how many axes come in and go out, if more than one: `out_ndim=2` for a
       weight `[in, heads, size]`, and `in_ndim=3` for a kernel `[height, width, in, out]`.
 
@@ -81,6 +83,7 @@ class LoraArray(Matrix):
     scale: float = static(default=1.0, kw_only=True)
     dropout: float = static(default=0.0, kw_only=True)
     dropped: str = static(default="in", kw_only=True)
+    normed: str = static(default="in", kw_only=True)
     in_ndim: int = static(default=1, kw_only=True)
     out_ndim: int = static(default=1, kw_only=True)
 
@@ -182,12 +185,11 @@ class LoraArray(Matrix):
         return *self.lead, RANK, *self.outs
 
     @property
-    def normed(self) -> tuple[int, ...]:
+    def norm_axes(self) -> tuple[int, ...]:
         """The axes over which the norm of a magnitude is taken: there it has size 1."""
         if self.magnitude is None:
             return ()
-        alone = all(self.magnitude.shape[i] == 1 for i in self.ins)
-        return self.ins if alone else self.outs
+        return self.ins if self.normed == "in" else self.outs
 
     @property
     def drops(self) -> bool:
@@ -221,15 +223,15 @@ class LoraArray(Matrix):
         dense = jnp.asarray(materialise_one(self.w))
         out = dense + self.update()
         if self.magnitude is not None:
-            out = out * over_norm(self.magnitude, norm(out, self.normed))
+            out = out * over_norm(self.magnitude, norm(out, self.norm_axes))
         return out.astype(dense.dtype)
 
     def partition(self, spec: P, shape: tuple[int, ...]) -> "LoraArray | None":
         """The leaves are cut along the axes that they have; a norm is not taken of a part."""
-        if shape != self.shape and any(spec[i] is not None for i in self.normed):
+        if shape != self.shape and any(spec[i] is not None for i in self.norm_axes):
             return None
         of = lambda labels: P(*(None if label == RANK else spec[label] for label in labels))
-        of_magnitude = [None if i in self.normed else spec[i] for i in self.w_labels]
+        of_magnitude = [None if i in self.norm_axes else spec[i] for i in self.w_labels]
         lead = [spec[i] for i in self.lead]
         raw = self.dropout_key is not None and self.dropout_key.ndim > len(lead)
         return self.changed(
@@ -281,7 +283,8 @@ class LoraArray(Matrix):
             b=arrange(*b, (*lead, RANK, *last)),
             magnitude=None if self.magnitude is None else turned(self.magnitude),
             dropout_key=key,
-            dropped={"in": "out", "out": "in"}[self.dropped] if swapped else self.dropped,
+            dropped=_OTHER[self.dropped] if swapped else self.dropped,
+            normed=_OTHER[self.normed] if swapped else self.normed,
             in_ndim=len(first),
             out_ndim=len(last),
         )
@@ -327,6 +330,9 @@ class LoraArray(Matrix):
         return f"LoraArray({', '.join(parts)})"
 
 
+_OTHER = {"in": "out", "out": "in"}
+
+
 def scaled(x: Any, scale: float) -> Any:
     """`scale * x`, without a product by 1."""
     return x if scale == 1 else scale * x
@@ -339,7 +345,9 @@ def _check(lora: LoraArray) -> None:
             f"at least one axis comes in, and one goes out: in_ndim={lora.in_ndim}, "
             f"out_ndim={lora.out_ndim}"
         )
-    if lora.dropped not in ("in", "out") or not 0 <= lora.dropout < 1:
+    if lora.normed not in _OTHER:
+        raise ValueError(f"norms are over the axes 'in' or 'out', not {lora.normed!r}")
+    if lora.dropped not in _OTHER or not 0 <= lora.dropout < 1:
         raise ValueError(
             f"dropout is in [0, 1), and of the axes 'in' or 'out'; got {lora.dropout} of "
             f"{lora.dropped!r}"
@@ -352,8 +360,7 @@ def _check(lora: LoraArray) -> None:
     if lora.magnitude is not None:
         ones = lambda count: " ".join(["1"] * count)
         of_columns, of_rows = f"{ones(lora.in_ndim)} {outs}", f"{ins} {ones(lora.out_ndim)}"
-        rows = jnp.ndim(lora.magnitude) == lora.w.ndim and lora.normed == lora.outs
-        check_axes(lora, **axes, magnitude=of_rows if rows else of_columns)
+        check_axes(lora, **axes, magnitude=of_columns if lora.normed == "in" else of_rows)
     if lora.dropout_key is not None:
         typed = jnp.issubdtype(lora.dropout_key.dtype, jax.dtypes.prng_key)
         check_axes(lora, **axes, dropout_key="" if typed else "2")

@@ -36,7 +36,7 @@ def _conv(
     else:
         return NotImplemented
     grouped = feature_group_count != 1 or batch_group_count != 1
-    if grouped or kernel.lead or channels in kernel.normed:
+    if grouped or kernel.lead or channels in kernel.norm_axes:
         return NotImplemented
     if kernel.drops and kernel.dropped != side:
         return NotImplemented
@@ -73,5 +73,5 @@ def _conv(
     if kernel.magnitude is None:
         return out
     factor = over_norm(kernel.magnitude, norm_of_sum(kernel))
-    factor = arrange(lax.squeeze(factor, kernel.normed), (channels,), wanted)
+    factor = arrange(lax.squeeze(factor, kernel.norm_axes), (channels,), wanted)
     return (out * factor).astype(out.dtype)

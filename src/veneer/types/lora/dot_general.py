@@ -96,8 +96,8 @@ def _dot_general(
 
     factor = None
     if lora.magnitude is not None:
-        own = tuple(i for i in lora.w_labels if i not in lora.normed)
-        factor = lax.squeeze(over_norm(lora.magnitude, norm_of_sum(lora)), lora.normed)
+        own = tuple(i for i in lora.w_labels if i not in lora.norm_axes)
+        factor = lax.squeeze(over_norm(lora.magnitude, norm_of_sum(lora)), lora.norm_axes)
         if not product.summed.isdisjoint(own):
             if not set(own) <= set(labels):
                 return NotImplemented

@@ -34,7 +34,7 @@ def _gather(
         and tuple(numbers.operand_batching_dims) == x.lead
         and tuple(slice_sizes) == (*[1] * (at + 1), *x.shape[at + 1 :])
         and tuple(numbers.offset_dims) == tuple(range(ndim - x.out_ndim, ndim))
-        and (x.magnitude is None or (x.normed == x.ins and _is_nan(fill_value)))
+        and (x.magnitude is None or (x.norm_axes == x.ins and _is_nan(fill_value)))
     )
     if not plain:
         return NotImplemented
@@ -62,7 +62,7 @@ def _gather(
     out = of_w + arrange(update, labels, wanted).astype(of_w.dtype)
     if x.magnitude is None:
         return out
-    factor = lax.squeeze(over_norm(x.magnitude, norm_of_sum(x)), x.normed)
+    factor = lax.squeeze(over_norm(x.magnitude, norm_of_sum(x)), x.norm_axes)
     return (out * arrange(factor, (*x.lead, *x.outs), wanted)).astype(out.dtype)
 
 

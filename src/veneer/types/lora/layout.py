@@ -23,7 +23,7 @@ def _by_leaf(lora: LoraArray, function: Callable[[Any, Sequence[int | None]], An
         "w": lora.w_labels,
         "a": lora.a_labels,
         "b": lora.b_labels,
-        "magnitude": [None if i in lora.normed else i for i in lora.w_labels],
+        "magnitude": [None if i in lora.norm_axes else i for i in lora.w_labels],
         "dropout_key": of_key,
     }
     changes = {}
@@ -42,7 +42,7 @@ def _transpose(x: LoraArray, *, permutation: Any) -> Any:
 
 def _cut(x: LoraArray, spans: Mapping[int, tuple[int, int, int]]) -> Any:
     """The entries from a start to a limit, by a stride, along some axes."""
-    if not spans.keys().isdisjoint(x.normed):  # the norm of a part is another
+    if not spans.keys().isdisjoint(x.norm_axes):  # the norm of a part is another
         return NotImplemented
 
     def of(leaf: Any, axes: Sequence[int | None]) -> Any:
@@ -60,7 +60,7 @@ def _slice(x: LoraArray, *, start_indices: Any, limit_indices: Any, strides: Any
 
 @register("split")
 def _split(x: LoraArray, *, sizes: Any, axis: int) -> Any:
-    if axis in x.normed:
+    if axis in x.norm_axes:
         return NotImplemented
     limits = list(itertools.accumulate(map(int, sizes)))
     starts = [0, *limits]
@@ -70,7 +70,7 @@ def _split(x: LoraArray, *, sizes: Any, axis: int) -> Any:
 @register("dynamic_slice")
 def _dynamic_slice(x: LoraArray, *indices: ArrayLike, slice_sizes: Any) -> Any:
     cut = {i: n for i, n in enumerate(slice_sizes) if n != x.shape[i]}
-    if not cut.keys().isdisjoint(x.normed):
+    if not cut.keys().isdisjoint(x.norm_axes):
         return NotImplemented
 
     def of(leaf: Any, axes: Sequence[int | None]) -> Any:
@@ -103,7 +103,7 @@ def _reshape(x: LoraArray, *, new_sizes: Any, dimensions: Any, sharding: Any) ->
     lead, ins, outs = found
     key, n = x.dropout_key, len(x.lead)
     ones = lambda sizes: (1,) * len(sizes)
-    of_magnitude = (*ones(ins), *outs) if x.normed == x.ins else (*ins, *ones(outs))
+    of_magnitude = (*ones(ins), *outs) if x.norm_axes == x.ins else (*ins, *ones(outs))
     magnitude = x.magnitude
     rank = x.a.shape[-1]
     return x.changed(

@@ -73,9 +73,11 @@ class LowRank(Matrix):
         return implicit(of)(self.a, self.b)
 
 
-@product
-def _(x: LowRank, y: Matrix) -> LowRank:
+def _first(x: LowRank, y: Matrix) -> LowRank:
     return LowRank(x.a, implicit(jnp.matmul)(x.b, y))
+
+
+product(_first, precedence=-1)  # or it would tie with the next where the one of two declines
 
 
 @product
@@ -103,8 +105,10 @@ def _(x: LowRank, y: LowRank, **params: Any) -> LowRank:
 
 
 @register("add")
-def _(x: Matrix, y: LowRank, **params: Any) -> LoraArray:
+def _(x: Matrix, y: LowRank, **params: Any) -> Any:
     del params
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return NotImplemented
     return LoraArray(x, y.a, y.b)
 
 

@@ -34,10 +34,10 @@ def norm_of_sum(lora: Any) -> jax.Array:
     """
     w, a, b = jax.tree.map(lax.stop_gradient, (lora.w, lora.a, lora.b))
     pair = (_wide(a), lora.a_labels), (_wide(b), lora.b_labels)
-    (near, near_labels), (far, far_labels) = pair if lora.normed == lora.ins else pair[::-1]
+    (near, near_labels), (far, far_labels) = pair if lora.norm_axes == lora.ins else pair[::-1]
     again = tuple("again" if label == RANK else label for label in near_labels)
-    cross, cross_labels = contract(near, near_labels, w, lora.w_labels, lora.normed)
-    gram, gram_labels = contract(near, near_labels, near, again, lora.normed)
+    cross, cross_labels = contract(near, near_labels, w, lora.w_labels, lora.norm_axes)
+    gram, gram_labels = contract(near, near_labels, near, again, lora.norm_axes)
     square, square_labels = contract(gram, gram_labels, far, far_labels, [RANK])
     square_labels = tuple(RANK if label == "again" else label for label in square_labels)
     inner = 2 * arrange(cross, cross_labels, far_labels)
@@ -45,7 +45,7 @@ def norm_of_sum(lora: Any) -> jax.Array:
     at = far_labels.index(RANK)
     added = lora.scale * jnp.sum(far * inner, at)
     added = arrange(added, (*far_labels[:at], *far_labels[at + 1 :]), lora.w_labels)
-    return jnp.sqrt(jnp.maximum(_square(w, lora.normed) + added, 0))
+    return jnp.sqrt(jnp.maximum(_square(w, lora.norm_axes) + added, 0))
 
 
 def _square(w: Any, axes: Iterable[int]) -> jax.Array:

@@ -64,7 +64,7 @@ def _eliminate(bands: Any, b: Any, lower: int, upper: int) -> Any:
         a, v = jax.tree.map(lambda old, new: jnp.concatenate([old, new[None]]), window, entering)
         pivot = jnp.argmax(jnp.abs(a[:, 0]))
         a, v = (x.at[pivot].set(x[0]).at[0].set(x[pivot]) for x in (a, v))
-        factors = a[1:, :1] / a[0, 0]
+        factors = a[1:, :1] / jnp.where(a[0, 0] == 0, 1, a[0, 0])  # of a column of zeros
         left = shifted(a[1:] - factors * a[0], -1), v[1:] - factors * v[0]
         return left, (a[0], v[0], pivot != 0)
 

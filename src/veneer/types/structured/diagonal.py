@@ -61,7 +61,9 @@ class Diagonal(Matrix):
         return Diagonal(1 / self.diagonal)
 
     def cholesky(self) -> "Diagonal":
-        return Diagonal(jnp.sqrt(self.diagonal))
+        # Of the Hermitian part, as JAX takes it.
+        real = jnp.real(jnp.asarray(self.diagonal))
+        return Diagonal(jnp.sqrt(real).astype(jnp.result_type(self.diagonal)))
 
     def slogdet(self) -> Any:
         return jnp.sign(self.diagonal).prod(-1), jnp.log(jnp.abs(self.diagonal)).sum(-1)

@@ -112,8 +112,9 @@ def _both_identities(x: Identity, y: Identity) -> Matrix:
     return _other(x, y)
 
 
-for _rule in (_left_identity, _right_identity, _both_identities):
-    product(_rule, precedence=1)
+# Each of its own precedence: where the rule for two identities declines, the others would tie.
+for _precedence, _rule in enumerate((_left_identity, _right_identity, _both_identities), 1):
+    product(_rule, precedence=_precedence)
 
 
 @register("triangular_solve")

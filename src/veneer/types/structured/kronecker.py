@@ -25,8 +25,8 @@ class Kronecker(Matrix):
 
     Kept: transposes, inverses, Cholesky factors, multiples by a number, products of two with
     factors that fit, elementwise products of two with factors of the same shapes, `abs`, `sign`,
-    `square` and integer powers. For a Cholesky factor both need to be positive definite: of two
-    negative definite ones, whose product is positive definite, it is NaN.
+    `square` and integer powers. For a Cholesky factor both need to be symmetric and positive
+    definite: of two negative definite ones, whose product is positive definite, it is NaN.
 
     **Arguments:**
 

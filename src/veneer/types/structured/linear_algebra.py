@@ -125,17 +125,30 @@ def _product_with(matrix: Matrix, program: Any) -> _Product | None:
     return _Product(found, tuple(map(order.index, range(x.ndim))))
 
 
-@register(jnp.linalg.inv)
+def _of_floats(function: Any) -> Callable[[Callable], Callable]:
+    """Registers a rule for a function of which the result is floating, whatever its operand is."""
+
+    def add(rule: Callable[[Matrix], Any]) -> Callable:
+        @register(function)
+        def of_a_matrix(a: Matrix) -> Any:
+            return rule(a) if jnp.issubdtype(a.dtype, jnp.inexact) else NotImplemented
+
+        return rule
+
+    return add
+
+
+@_of_floats(jnp.linalg.inv)
 def _inv(a: Matrix) -> Any:
     return a.inverse()
 
 
-@register(jnp.linalg.slogdet)
+@_of_floats(jnp.linalg.slogdet)
 def _slogdet(a: Matrix) -> Any:
     return a.slogdet()
 
 
-@register(jnp.linalg.det)
+@_of_floats(jnp.linalg.det)
 def _det(a: Matrix) -> Any:
     found = a.slogdet()
     if found is NotImplemented:
@@ -144,7 +157,7 @@ def _det(a: Matrix) -> Any:
     return sign * jnp.exp(logabsdet)
 
 
-@register(jnp.linalg.cholesky)
+@_of_floats(jnp.linalg.cholesky)
 def _symmetric_cholesky(a: Matrix) -> Any:
     return a.cholesky()
 

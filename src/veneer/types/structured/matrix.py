@@ -195,6 +195,8 @@ def _matrix_number(x: Matrix, y: ArrayLike, **params: Any) -> Any:
 @_shared("div")
 def _over_number(x: Matrix, y: ArrayLike, **params: Any) -> Any:
     del params
+    if not jnp.issubdtype(x.dtype, jnp.inexact):  # integers are truncated, which is not linear
+        return NotImplemented
     return _rescaled(jnp.divide, x, y)
 
 

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 from jax.lax import linalg as lax_linalg
 from jax.typing import ArrayLike
 
+from ..._core.jax_internals import find_primitive
 from ..._core.rules import register
 from ..._core.tree import static
-from ..._core.value import materialise_one
+from ..._core.value import make_dense, materialise_one
 from ..axes import Array, check_axes
 from .matrix import Matrix, product
 from .stored_entries import stores_entries
@@ -149,3 +150,11 @@ def _triangular_solve(
     return lax_linalg.triangular_solve(
         x.mT, b, lower=not lower, transpose_a=not transpose_a, conjugate_a=conjugate_a, **how
     )
+
+
+@register("cholesky")
+def _(a: Triangular, **params: Any) -> Any:
+    """Of the half of a symmetric matrix, so a solve by this factor is none by the triangle."""
+    primitive = find_primitive("cholesky")
+    (dense,) = make_dense(primitive, [a])
+    return primitive.bind(dense, **params)
