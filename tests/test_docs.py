@@ -2,6 +2,7 @@
 
 import contextlib
 import doctest
+import inspect
 import re
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import veneer as vn
 import veneer.types  # whose rules are not those of a page
-from veneer._core import rules
+from veneer._core import leading_axes, rules
 from veneer._core.jax_internals import find_primitive
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -335,4 +336,10 @@ def test_the_reference_lists_every_primitive_of_which_the_core_knows():
 
 
 def is_of_the_core(rule):
-    return rule.function.__module__.startswith("veneer._core.")
+    module = inspect.unwrap(rule.function).__module__
+    return module.startswith("veneer._core.") and module != leading_axes.__name__
+
+
+def test_the_reference_names_what_moves_batch_axes():
+    text = (DOCS / "reference_primitives.md").read_text("utf-8")
+    assert all(f"`{name}`" in text for name in leading_axes._RULES)

@@ -174,7 +174,7 @@ def test_nbytes_counts_what_is_stored(qtype, nbytes):
         ),
         ((6, 8), {"tiled_axes": {1: 3}}, ValueError, "sizes that do: 1, 2, 4, 8"),
         ((6, 8), {"tiled_axes": {0: 0}}, ValueError, "tile of 0 does not divide"),
-        ((6, 8), {"tiled_axes": {0: 1.5}}, TypeError, "float"),
+        ((6, 8), {"tiled_axes": {0: 1.5}}, TypeError, "float|tiled_axes"),
         ((6, 8), {"tiled_axes": {2: 1}}, ValueError, r"axis 2 is out of range .* \(6, 8\)"),
         ((), {"channelwise_axes": [0]}, ValueError, r"axis 0 is out of range .* \(\)"),
         ((6, 8), {"channelwise_axes": [1], "tiled_axes": {-1: 2}}, ValueError, "named twice"),

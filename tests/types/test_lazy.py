@@ -31,7 +31,7 @@ def scaled(tree, y):
 NEEDED = {"made_dense": True}
 
 # There it is run, and the rest is no matter of this type.
-COMPILED = ("implicit of jit", "implicit of scan")
+COMPILED = ("implicit of jit", "implicit of vmap", "implicit of scan")
 
 CLAIMS = {
     "elementwise": Claim(lambda x: jnp.sin(x) + x, [lazy], **NEEDED),

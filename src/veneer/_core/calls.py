@@ -4,6 +4,7 @@ Each is bound again, with the jaxpr it contains staged anew for implicit operand
 inside it, on the leaves.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from jax.tree_util import treedef_is_leaf
 
 from .batch_axes import has_batch_axes
 from .dispatch import apply_rules
-from .functions import recognise
+from .functions import Call, recognise
 from .jax_internals import UNSPECIFIED, find_primitive, open_jaxpr
 from .policy import current_policy, tells_each_time
 from .rules import add_rule, forget_with_rules, structural
@@ -54,23 +55,21 @@ class _NoRuleError(Exception):
 
 def _by_a_rule(name: str, jaxpr: Any, values: Sequence[Any]) -> Any:
     """What the rules of a function give, if it is a program that JAX has for that function."""
-    call = recognise(name, jaxpr)
-    if call is None:
-        return NotImplemented
+    for call in recognise(name, jaxpr):
+        if all(has_batch_axes(v, call.vmaps) for v in values if isinstance(v, Value)):
+            with contextlib.suppress(_NoRuleError):
+                return _apply(call, values)
+    return NotImplemented
 
+
+def _apply(call: Call, values: Sequence[Any]) -> Any:
     def apply(*values: Any) -> Any:
         out = apply_rules(call.function, values, {})
         if out is NotImplemented:
             raise _NoRuleError
         return out
 
-    if not all(has_batch_axes(v, call.vmaps) for v in values if isinstance(v, Value)):
-        return NotImplemented
-    mapped = functools.reduce(lambda f, _: jax.vmap(f), range(call.vmaps), apply)
-    try:
-        return mapped(*values)
-    except _NoRuleError:
-        return NotImplemented
+    return functools.reduce(lambda f, _: jax.vmap(f), range(call.vmaps), apply)(*values)
 
 
 def _jit(*values: Any, jaxpr: Any, **params: Any) -> Any:

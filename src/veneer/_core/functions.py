@@ -1,10 +1,9 @@
 """Jitted functions of JAX's as something that has rules, as primitives have.
 
 `jnp.linalg.det` is a jit of some program, and by its primitives no rule could tell that this is a
-determinant. So a jit is recognised by its program: its jaxpr must be the very one to which JAX
-traces the function for operands of these types. JAX caches that, and gives the same object each
-time, also for one that `jax.vmap` has batched. Differentiated it is another program, which is not
-recognised.
+determinant. So a jit is recognised by its name and its program: its jaxpr must be the one to which
+JAX traces the function for operands of these types, or `jax.vmap` of it. Differentiated it is
+another program, which is not recognised.
 """
 
 import functools
@@ -46,7 +45,7 @@ class JittedFunction:
 
 _functions: dict[Any, JittedFunction] = {}
 _by_name: dict[str, list[JittedFunction]] = {}
-_recognised: WeakKeyDictionary[Any, "Call | None"] = WeakKeyDictionary()
+_recognised: WeakKeyDictionary[Any, "tuple[Call, ...]"] = WeakKeyDictionary()
 
 
 def is_jitted(function: Any) -> bool:
@@ -74,19 +73,24 @@ class Call:
     vmaps: int
 
 
-def recognise(name: str, jaxpr: Any) -> Call | None:
-    """The function that has rules and of which this is the program; None if there is none."""
+def recognise(name: str, jaxpr: Any) -> tuple[Call, ...]:
+    """The calls of functions that have rules of which this is the program.
+
+    Several, if a function is registered with keywords that say what its defaults say.
+    """
     if name not in _by_name:
-        return None
+        return ()
     if jaxpr not in _recognised:
         calls = (Call(f, vmaps) for vmaps in range(3) for f in _by_name[name])
-        _recognised[jaxpr] = next((c for c in calls if _is_program_of(jaxpr, c)), None)
+        _recognised[jaxpr] = tuple(call for call in calls if _is_program_of(jaxpr, call))
     return _recognised[jaxpr]
 
 
 def _is_program_of(jaxpr: Any, call: Call) -> bool:
-    avals = jaxpr.in_avals
     try:
-        return call.function.jaxpr(avals, call.vmaps) is jaxpr
+        own = call.function.jaxpr(jaxpr.in_avals, call.vmaps)
     except Exception:  # whatever the function raises for operands that are not its own
         return False
+    # Mostly the same object. If JAX has traced it twice, it prints the same; but of a constant only
+    # its type is printed.
+    return own is jaxpr or (not (own.consts or jaxpr.consts) and str(own) == str(jaxpr))

@@ -12,7 +12,7 @@ from ..._core.jax_internals import find_primitive
 from ..._core.rules import register
 from ..._core.tree import static
 from ..._core.value import make_dense, materialise_one
-from ..axes import Array, check_axes
+from ..axes import Leaf, check_axes
 from .matrix import Matrix, product
 from .stored_entries import stores_entries
 
@@ -48,12 +48,12 @@ class Triangular(Matrix):
     Triangular(x=f32[2,2], lower=True, unit_diagonal=False)
     """
 
-    x: Array  # [..., n, n]
+    x: Leaf  # [..., n, n]
     lower: bool = static(default=True)
     unit_diagonal: bool = static(default=False)
 
     def __post_init__(self) -> None:
-        check_axes(self, Array, x="n n")
+        check_axes(self, x="n n")
 
     def materialise(self) -> Any:
         """The dense matrix."""
