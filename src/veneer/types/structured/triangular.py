@@ -23,7 +23,8 @@ class Triangular(Matrix):
 
     What the array holds elsewhere is not read, as by `jax.scipy.linalg.solve_triangular`; so the
     two factors of an LU may share one. It stores no less than the dense matrix, and a product costs
-    what the dense one does, for a copy with the zeros filled in. What it saves are factorisations:
+    more than the dense one, by a copy with the zeros filled in: with one vector, up to 5 times as
+    much (docs/benchmarks.md). What it saves are factorisations:
     a solve costs `n^2` operations a vector, a determinant `n`, and the inverse is triangular.
 
     Kept: transposes, inverses, multiples by a number, elementwise functions that give 0 for 0; sums
