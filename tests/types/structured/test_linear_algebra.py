@@ -216,3 +216,9 @@ def test_gradients_of_a_solve_by_the_dense_matrix_use_the_structure():
     strict = vn.implicit(jax.grad(loss, (0, 1)), on_materialise="error")
     for x, y in zip(strict(d, b), jax.grad(loss, (0, 1))(vn.materialise(d), b), strict=True):
         assert jnp.allclose(x, y, rtol=1e-4, atol=1e-6)
+
+
+def test_a_product_of_two_structures_has_the_precision_that_is_asked_for():
+    product = vn.implicit(lambda x, y: jnp.matmul(x, y, precision="highest"))
+    program = str(jax.make_jaxpr(product)(Full(jnp.ones((3, 4))), Full(jnp.ones((4, 2)))))
+    assert "precision=(Precision.HIGHEST, Precision.HIGHEST)" in program

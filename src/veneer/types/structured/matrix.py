@@ -5,8 +5,9 @@ A structured matrix is known by what it does to vectors. A type says that in a f
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial, wraps
 from typing import Any, ClassVar
 
 import jax
@@ -90,7 +91,7 @@ def overrides(matrix: Matrix, method: str) -> bool:
 
 
 # The rules of all matrices yield to those of a type.
-_shared = functools.partial(register, precedence=-1)
+_shared = partial(register, precedence=-1)
 
 
 def _times(
@@ -125,6 +126,18 @@ def _dense_matrix(x: ArrayLike, w: Matrix, **params: Any) -> Any:
     return _times(w, x, matrix_first=False, **params)
 
 
+def _of_precision(precision: Any) -> AbstractContextManager | None:
+    """The context in which dense products have a precision, as dot_general has it, if it has one.
+
+    None for two that differ, and for an algorithm.
+    """
+    if precision is None:
+        return nullcontext()
+    if not isinstance(precision, tuple) or precision[0] != precision[1]:
+        return None
+    return jax.default_matmul_precision(str(precision[0]).lower())
+
+
 def product(rule: Callable, *, precedence: int = 0) -> Callable:
     """Registers what `x @ y` is for two types of matrices, which annotate the operands.
 
@@ -133,7 +146,7 @@ def product(rule: Callable, *, precedence: int = 0) -> Callable:
     """
 
     @register("dot_general", precedence=precedence)
-    @functools.wraps(rule)
+    @wraps(rule)
     def dot_general(
         x: Any,
         y: Any,
@@ -143,7 +156,6 @@ def product(rule: Callable, *, precedence: int = 0) -> Callable:
         preferred_element_type: Any,
         out_sharding: Any,
     ) -> Any:
-        del precision
         (x_contracted, y_contracted), batch = dimension_numbers
         lead = tuple(range(x.ndim - 2))
         plain = tuple(map(tuple, batch)) == (lead, lead) and x.ndim == y.ndim
@@ -154,9 +166,13 @@ def product(rule: Callable, *, precedence: int = 0) -> Callable:
         right = y if axes[1] == y.ndim - 2 else y.transposed()
         if left is NotImplemented or right is NotImplemented:
             return NotImplemented
+        matmuls = _of_precision(precision)
+        if matmuls is None:
+            return NotImplemented
         if type(left) is not type(x) or type(right) is not type(y):  # a rule of other types
-            return implicit(jnp.matmul)(left, right)
-        out = rule(left, right)
+            return implicit(partial(jnp.matmul, precision=precision))(left, right)
+        with matmuls:
+            out = rule(left, right)
         if out is NotImplemented or preferred_element_type in (None, out.dtype):
             return out
         return out.converted(preferred_element_type)
