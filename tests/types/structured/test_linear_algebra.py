@@ -222,3 +222,20 @@ def test_a_product_of_two_structures_has_the_precision_that_is_asked_for():
     product = vn.implicit(lambda x, y: jnp.matmul(x, y, precision="highest"))
     program = str(jax.make_jaxpr(product)(Full(jnp.ones((3, 4))), Full(jnp.ones((4, 2)))))
     assert "precision=(Precision.HIGHEST, Precision.HIGHEST)" in program
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda a: jnp.linalg.solve(a, jnp.ones(4)),
+        jnp.linalg.inv,
+        jnp.linalg.det,
+        lambda a: a.sum(0),
+    ],
+)
+def test_what_dense_code_computes_in_full_precision_is_not_computed_in_less(run):
+    update = vn.types.LowRank(jnp.ones((4, 1)), jnp.ones((1, 4)))
+    a = update + Diagonal(jnp.arange(1.0, 5.0))
+    program = str(jax.make_jaxpr(vn.implicit(run, on_materialise="error"))(a))
+    assert program.count("dot_general[") > 0
+    assert program.count("dot_general[") == program.count("precision=(Precision.HIGHEST,")

@@ -8,9 +8,11 @@ those of the dense matrix.
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
@@ -22,6 +24,11 @@ from .contraction import Contraction, contraction
 from .matrix import Matrix, overrides
 
 _FACTORISATIONS = ("lu", "cholesky")
+
+
+def _full_precision() -> AbstractContextManager:
+    """That of a factorisation, for the products by which a structure does without one."""
+    return jax.default_matmul_precision("highest")
 
 
 @register("lu")
@@ -71,7 +78,8 @@ def _custom_linear_solve(
     acting = matrix.transposed() if found.contraction.transposed else matrix
     if acting is NotImplemented:
         return NotImplemented
-    x = acting.solve(found.contraction.undo_result(b.transpose(found.undo)))
+    with _full_precision():
+        x = acting.solve(found.contraction.undo_result(b.transpose(found.undo)))
     if x is NotImplemented:
         return NotImplemented
     return [found.contraction.undo_vectors(x, like=jaxprs.matvec.in_avals[-1]).astype(b.dtype)]
@@ -131,7 +139,10 @@ def _of_floats(function: Any) -> Callable[[Callable], Callable]:
     def add(rule: Callable[[Matrix], Any]) -> Callable:
         @register(function)
         def of_a_matrix(a: Matrix) -> Any:
-            return rule(a) if jnp.issubdtype(a.dtype, jnp.inexact) else NotImplemented
+            if not jnp.issubdtype(a.dtype, jnp.inexact):
+                return NotImplemented
+            with _full_precision():
+                return rule(a)
 
         return rule
 

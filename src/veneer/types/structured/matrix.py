@@ -254,7 +254,7 @@ def _sum(x: Matrix, *, axes: Any, out_sharding: Any) -> Any:
     if acting is NotImplemented:
         return NotImplemented
     ones = jnp.ones((*x.shape[:-2], 1, acting.shape[-1]), x.dtype)
-    sums = acting.matvec(ones)
+    sums = acting.matvec(ones, precision=lax.Precision.HIGHEST)  # as that of a sum
     if sums is NotImplemented:
         return NotImplemented
     sums = sums[..., 0, :].sum(-1) if len(within) == 2 else sums[..., 0, :]
