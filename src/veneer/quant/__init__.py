@@ -1,5 +1,7 @@
 """Quantised arrays: few bits a value, dense to every JAX program."""
 
+from .conversion import dequantize as dequantize
+from .conversion import quantize as quantize
 from .formats import FORMATS as FORMATS
 from .formats import Format as Format
 from .formats import get_format as get_format
@@ -8,5 +10,3 @@ from .model import quantize_tree as quantize_tree
 from .ops import dot_general as dot_general
 from .packing import Packing as Packing
 from .qarray import QArray as QArray
-from .qarray import dequantize as dequantize
-from .qarray import quantize as quantize

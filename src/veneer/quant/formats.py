@@ -1,7 +1,10 @@
 """Formats: how a number becomes few bits. One row of one table each.
 
-A value is stored as a code and its tile's scale. For an integer format `value ≈ code * scale`; for
-a codebook format `value ≈ codebook[code] * scale`.
+A value is stored as a code and its tile's scale. What a code is worth before the scale is
+
+- the code itself in an integer format (less the tile's zero point, where it has one),
+- the code as a number in a float format of 8 bits,
+- `codebook[code]` in every other one.
 """
 
 import dataclasses
@@ -11,25 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-# NormalFloat: quantiles of N(0, 1), normalised to [-1, 1], with an exact zero.
-_NF4 = (
-    -1.0,
-    -0.6961928009986877,
-    -0.5250730514526367,
-    -0.39491748809814453,
-    -0.28444138169288635,
-    -0.18477343022823334,
-    -0.09105003625154495,
-    0.0,
-    0.07958029955625534,
-    0.16093020141124725,
-    0.24611230194568634,
-    0.33791524171829224,
-    0.44070982933044434,
-    0.5626170039176941,
-    0.7229568362236023,
-    1.0,
-)
+from .codebooks import NF4, minifloat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,11 +24,17 @@ class Format:
     **Arguments:**
 
     - `name`: what `quantize` calls it, its `qtype`.
-    - `bits`: of a code as stored. Two codes of 4 bits share a byte.
+    - `bits`: of a code as stored, packed with its neighbours where they are fewer than 8.
     - `code_dtype`: the dtype of the unpacked codes, `QArray.qvalue`.
     - `bound`: what the largest magnitude of a tile is scaled to, so `scale = absmax / bound`.
-    - `codebook`: the value of each code in ascending order, or None where a code is its own value.
+    - `codebook`: the value of each code, or None where a code is its own value.
     - `source`: where the numbers come from.
+    - `tile_size`: the one tile that the format is defined for, or None for any.
+    - `scale_dtype`: that the format is defined with, or None for any: `float8_e8m0fnu` holds powers
+      of two. Where `scale_tile` is not None, scales are quantised in turn, to the format of this
+      name.
+    - `scale_tile`: how many scales share a scale of their own; 0 is all those of a matrix.
+    - `calibration`: the `calibration_method` that is meant where none is given.
 
     >>> import veneer as vn
     >>> nf4 = vn.quant.FORMATS["nf4"]
@@ -52,36 +43,70 @@ class Format:
     """
 
     name: str
-    bits: int
+    bits: float
     code_dtype: np.dtype
     bound: float
     codebook: tuple[float, ...] | None
     source: str
+    _: dataclasses.KW_ONLY
+    tile_size: int | None = None
+    scale_dtype: str | None = None
+    scale_tile: int | None = None
+    calibration: str = "absmax"
 
     @property
     def storage_dtype(self) -> np.dtype:
-        """The dtype of the stored array: uint8 where two codes share a byte."""
-        return np.dtype(np.uint8) if self.bits == 4 else self.code_dtype
+        """The dtype of the stored array: uint8 where codes share bytes."""
+        return np.dtype(np.uint8) if self.bits < 8 else self.code_dtype
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether the codes are integers that are their own values."""
+        return self.codebook is None and jnp.issubdtype(self.code_dtype, jnp.integer)
 
     @property
     def signed(self) -> bool:
         """Whether codes are below zero, too."""
         return jnp.issubdtype(self.code_dtype, jnp.signedinteger)
 
+    @property
+    def code_range(self) -> tuple[int, int]:
+        """The least and the largest of the codes; integer formats and codebooks only."""
+        if self.codebook is not None:
+            return 0, len(self.codebook) - 1
+        if self.bits < 2:  # int1 and ternary
+            return -1, 1
+        levels = 2 ** int(self.bits)
+        return (-levels // 2, levels // 2 - 1) if self.signed else (0, levels - 1)
+
     def encode(self, x: jax.Array) -> jax.Array:
         """Returns the codes of values already divided by their scale; a byte each, of any shape.
 
-        Integers are rounded half to even and clipped; a codebook gives the nearest of its values.
-        NaN becomes the code of 0, and is left to the scale to tell.
+        Integers are rounded half to even and clipped; of other formats, it is the nearest value, of
+        two that are equally near the one with the even code. NaN becomes the code of 0, and is left
+        to the scale to tell.
         """
         x = jnp.where(jnp.isnan(x), 0, x)
-        if self.codebook is None:
-            low, high = -(2 ** (self.bits - 1)), 2 ** (self.bits - 1) - 1
-            return jnp.clip(jnp.round(x), low, high).astype(jnp.int8)
+        if self.codebook is not None:
+            return self._nearest(x)
+        if not self.is_integer:
+            largest = float(jnp.finfo(self.code_dtype).max)
+            return jnp.clip(x, -largest, largest).astype(self.code_dtype)
+        code = jnp.int8 if self.signed else jnp.uint8
+        if self.bits == 1:
+            return jnp.where(x > 0, 1, -1).astype(code)
+        return jnp.clip(jnp.round(x), *self.code_range).astype(code)
+
+    def _nearest(self, x: jax.Array) -> jax.Array:
+        assert self.codebook is not None
+        values = {value: code for code, value in reversed([*enumerate(self.codebook)])}
+        ascending = sorted(values.items())
+        code = jnp.full(x.shape, ascending[0][1], jnp.uint8)
         # Adding up comparisons needs no array of [..., 16], compiled or not.
-        code = jnp.zeros(x.shape, jnp.uint8)
-        for below, above in zip(self.codebook, self.codebook[1:], strict=False):
-            code += x > (below + above) / 2
+        for (below, low), (above, high) in zip(ascending, ascending[1:], strict=False):
+            middle = (below + above) / 2
+            beyond = x >= middle if high % 2 == 0 else x > middle
+            code += beyond.astype(jnp.uint8) * jnp.uint8((high - low) % 256)
         return code
 
     def decode(self, codes: ArrayLike, dtype: DTypeLike) -> jax.Array:
@@ -90,34 +115,158 @@ class Format:
             return jnp.asarray(codes).astype(dtype)
         return jnp.asarray(self.codebook, dtype).at[codes].get(mode="promise_in_bounds")
 
+    def to_fields(self, codes: jax.Array) -> jax.Array:
+        """Returns codes as what is packed: uint8, from 0 to below the number of codes."""
+        if not self.signed:
+            return codes.astype(jnp.uint8)
+        if self.bits == 1:
+            return (codes > 0).astype(jnp.uint8)
+        if self.bits < 2:
+            return (codes + 1).astype(jnp.uint8)
+        return codes.astype(jnp.uint8) & (2 ** int(self.bits) - 1)  # two's complement
 
-def _integer(bits: int, code_dtype: DTypeLike) -> Format:
+    def from_fields(self, fields: jax.Array) -> jax.Array:
+        """Returns the codes, int8 where `signed`, else uint8, that `to_fields` made fields of."""
+        if not self.signed:
+            return fields
+        codes = fields.astype(jnp.int8)
+        if self.bits == 1:
+            return 2 * codes - 1
+        if self.bits < 2:
+            return codes - 1
+        half = 2 ** (int(self.bits) - 1)
+        return (codes ^ half) - half  # flipping the sign bit and taking its weight off extends it
+
+
+def _integer(bits: int) -> Format:
     # Half a step beyond the largest code: that code's bucket reaches so far, and is used in full.
     bound = 2 ** (bits - 1) - 0.5
     source = "symmetric, scale = absmax / (qmax + 1/2), as Qwix 0.1.8"
-    return Format(f"int{bits}", bits, np.dtype(code_dtype), bound, None, source)
+    return Format(f"int{bits}", bits, _code_dtype(f"int{bits}"), bound, None, source)
 
+
+def _unsigned(bits: int) -> Format:
+    source = "affine, scale = (max - min) / (2**bits - 1), as Qwix 0.1.8's asymmetric int8"
+    dtype = _code_dtype(f"uint{bits}")
+    return Format(f"uint{bits}", bits, dtype, 2**bits - 1, None, source, calibration="minmax")
+
+
+def _code_dtype(name: str) -> np.dtype:
+    own = {"int4": jnp.int4, "uint4": jnp.uint4}
+    return np.dtype(own.get(name, np.int8 if name.startswith("int") else np.uint8))
+
+
+def _float8(dtype: DTypeLike) -> Format:
+    dtype = np.dtype(dtype)
+    source = "FP8 Formats for Deep Learning, arXiv 2209.05433"
+    return Format(dtype.name, 8, dtype, float(jnp.finfo(dtype).max), None, source)
+
+
+def _small_float(name: str, codebook: tuple[float, ...]) -> Format:
+    bits = len(codebook).bit_length() - 1
+    dtype = np.dtype(jnp.uint4 if bits == 4 else jnp.uint8)
+    source = "OCP Microscaling Formats (MX) 1.0, section 5.3"
+    return Format(name, bits, dtype, max(codebook), codebook, source)
+
+
+def _microscaling(name: str, element: Format) -> Format:
+    return dataclasses.replace(
+        element,
+        name=name,
+        tile_size=32,
+        scale_dtype="float8_e8m0fnu",
+        source="OCP Microscaling Formats (MX) 1.0, table 1; the power of two rounded up, as "
+        "arXiv 2506.08027, so that nothing is clipped",
+    )
+
+
+_E2M1 = _small_float("float4_e2m1fn", minifloat(exponent_bits=2, mantissa_bits=1, bias=1))
+_E2M3 = _small_float("float6_e2m3fn", minifloat(exponent_bits=2, mantissa_bits=3, bias=1))
+_E3M2 = _small_float("float6_e3m2fn", minifloat(exponent_bits=3, mantissa_bits=2, bias=3))
+_E4M3 = _float8(jnp.float8_e4m3fn)
+_E5M2 = _float8(jnp.float8_e5m2)
+_NF4 = Format("nf4", 4, np.dtype(jnp.uint4), 1.0, NF4, "QLoRA, arXiv 2305.14314, appendix E")
+_TERNARY = Format(
+    "ternary",
+    1.6,
+    np.dtype(np.int8),
+    1.5,
+    None,
+    "-1, 0, 1; BitNet b1.58, arXiv 2402.17764: scale = mean magnitude",
+    calibration="absmean",
+)
+_BINARY = Format(
+    "int1",
+    1,
+    np.dtype(np.int8),
+    1.0,
+    None,
+    "-1, 1; BitNet, arXiv 2310.11453: scale = mean magnitude",
+    calibration="absmean",
+)
 
 FORMATS: dict[str, Format] = {
     format.name: format
     for format in (
-        _integer(8, jnp.int8),
-        _integer(4, jnp.int4),
-        Format("nf4", 4, np.dtype(jnp.uint4), 1.0, _NF4, "QLoRA, arXiv 2305.14314, appendix E"),
+        *map(_integer, range(8, 1, -1)),
+        _TERNARY,
+        _BINARY,
+        *map(_unsigned, range(8, 1, -1)),
+        _E4M3,
+        _E5M2,
+        _E2M3,
+        _E3M2,
+        _E2M1,
+        _NF4,
+        dataclasses.replace(
+            _NF4,
+            name="nf4_dq",
+            source="QLoRA, arXiv 2305.14314, section 3: double quantisation",
+            scale_dtype="float8_e4m3fn",
+            scale_tile=256,
+        ),
+        _microscaling("mxfp8", _E4M3),
+        _microscaling("mxfp8_e5m2", _E5M2),
+        _microscaling("mxfp6", _E2M3),
+        _microscaling("mxfp6_e3m2", _E3M2),
+        _microscaling("mxfp4", _E2M1),
+        dataclasses.replace(
+            _E2M1,
+            name="nvfp4",
+            tile_size=16,
+            scale_dtype="float8_e4m3fn",
+            scale_tile=0,
+            source="NVFP4, arXiv 2509.25149: scales in e4m3 and one in f32 above them",
+        ),
     )
+}
+
+# Shorter names of formats that are dtypes.
+ALIASES = {
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3fn": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+    "fp6_e2m3": "float6_e2m3fn",
+    "fp6_e3m2": "float6_e3m2fn",
+    "fp4": "float4_e2m1fn",
+    "fp4_e2m1": "float4_e2m1fn",
+    "b1.58": "ternary",
 }
 
 
 def get_format(qtype: DTypeLike) -> Format:
-    """Returns the format of this name, or of this dtype's name.
+    """Returns the format of this name (or alias), or of this dtype's name.
 
     **Raises:** `ValueError`, naming the known formats, where there is none.
 
     >>> import veneer as vn
     >>> vn.quant.get_format("nf4").bits, vn.quant.get_format("int8").bound
     (4, 127.5)
+    >>> vn.quant.get_format("fp8").name
+    'float8_e4m3fn'
     """
     name = qtype if isinstance(qtype, str) else jnp.dtype(qtype).name
+    name = ALIASES.get(name, name)
     if name not in FORMATS:
         raise ValueError(f"unknown format {name!r}; the formats are {', '.join(FORMATS)}")
     return FORMATS[name]

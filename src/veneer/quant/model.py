@@ -10,8 +10,9 @@ import jax
 import numpy as np
 
 from .._core.value import is_value
+from .conversion import quantize
 from .formats import get_format
-from .qarray import QUANTISABLE, quantize
+from .qarray import QUANTISABLE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,13 +27,19 @@ class Rule:
     - `tile_size`: how many values along `tile_axis` share a scale; None is all of them.
     - `tile_axis`: the contracting axis: -2 for a JAX kernel `[..., in, out]`, -1 for a torch weight
       `[out, in]` or an embedding table `[rows, features]`. Every other axis is channelwise.
+    - `calibration_method`: of the weights; None is the format's own.
+    - `act_qtype`: the format that activations are quantised to, as they meet the weight in a
+      product; None leaves them as they are.
+    - `act_calibration_method`: of the activations; None is that of `act_qtype`.
+    - `grad_qtype`: for training, the format that gradients are quantised to in the products of the
+      backward pass; None leaves them as they are.
 
-    **Raises:** `ValueError` for a regex that does not compile, an unknown format or a tile below 1;
-    `TypeError` for a tile that is not an integer.
+    **Raises:** `ValueError` for a regex that does not compile, an unknown format or method, or a
+    tile below 1; `TypeError` for a tile that is not an integer.
 
     >>> import veneer as vn
     >>> vn.quant.Rule(r".*\\.kernel", "nf4", tile_size=64)
-    Rule(path_regex='.*\\\\.kernel', qtype='nf4', tile_size=64, tile_axis=-2)
+    Rule(path_regex='.*\\\\.kernel', qtype='nf4', tile_size=64, tile_axis=-2, ...)
     """
 
     path_regex: str
@@ -40,6 +47,10 @@ class Rule:
     _: dataclasses.KW_ONLY
     tile_size: int | np.integer | None = None
     tile_axis: int | np.integer = -2
+    calibration_method: str | None = None
+    act_qtype: str | None = None
+    act_calibration_method: str | None = None
+    grad_qtype: str | None = None
 
     def __post_init__(self) -> None:
         try:

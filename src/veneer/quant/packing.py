@@ -1,7 +1,11 @@
-"""Packing: two codes of 4 bits a byte, the first in the low nibble.
+"""Packing: codes of fewer than 8 bits, without gaps, in bytes.
+
+A *unit* is the least run of neighbours that fills whole bytes: two codes of 4 bits a byte, eight of
+3 bits in three. Where a unit is one byte, its codes lie in it in order, the first in the lowest
+place: 8, 4 or 2 fields of 1, 2 or 4 bits, or 5 digits of base 3. Others are bit planes.
 
 XLA's own int4 arrays take one byte a value on CPU and are refused by some of its operations, so
-4-bit codes are uint8 in storage, and int8 or uint8 in arithmetic.
+codes are uint8 in storage, and int8 or uint8 in arithmetic.
 """
 
 from typing import NamedTuple
@@ -10,6 +14,20 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from .bit_planes import pack_bits, unpack_bits
+
+# Codes and bytes of a unit, by the bits of a code.
+UNITS: dict[float, tuple[int, int]] = {
+    1: (8, 1),
+    1.6: (5, 1),
+    2: (4, 1),
+    3: (8, 3),
+    4: (2, 1),
+    5: (8, 5),
+    6: (8, 6),
+    7: (8, 7),
+}
+
 
 class Packing(NamedTuple):
     """Which axis of an array of codes is packed.
@@ -17,7 +35,7 @@ class Packing(NamedTuple):
     **Arguments:**
 
     - `axis`: counted from the end, so negative: leading axes may come and go.
-    - `size`: of that axis before packing. Packed it is `ceil(size / 2)` bytes.
+    - `size`: of that axis before packing.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> q = vn.quant.quantize(jnp.ones((2, 5)), "int4")
@@ -29,59 +47,77 @@ class Packing(NamedTuple):
     size: int
 
 
-def packed_size(size: int) -> int:
-    """Returns the bytes that `size` codes take; the last one is half empty where `size` is odd."""
-    return (size + 1) // 2
+def packed_size(size: int, bits: float) -> int:
+    """Returns the bytes that `size` codes take; the last unit may be partly empty.
+
+    >>> from veneer.quant.packing import packed_size
+    >>> packed_size(5, 4), packed_size(9, 3), packed_size(11, 1.6)
+    (3, 6, 3)
+    """
+    codes, bytes_ = UNITS[bits]
+    return -(-size // codes) * bytes_
 
 
-def pack(codes: ArrayLike, axis: int = -1) -> tuple[jax.Array, Packing]:
-    """Packs neighbours along `axis`, two a byte, the first in the low nibble.
+def pack(fields: ArrayLike, bits: float, axis: int = -1) -> tuple[jax.Array, Packing]:
+    """Packs neighbours along `axis`.
 
     **Arguments:**
 
-    - `codes`: int8 in [-8, 7] or uint8 in [0, 15], of rank 1 and up. An odd axis is padded with one
-      zero nibble.
+    - `fields`: uint8, each less than `2**bits` (3 for 1.6 bits), of rank 1 and up. The axis is
+      padded with zeros to whole units.
 
-    **Returns:** the bytes, uint8 with `ceil(size / 2)` on that axis, and the packing to undo it.
+    **Returns:** the bytes, uint8 with `packed_size(size, bits)` on that axis, and the packing to
+    undo it.
 
     >>> import jax.numpy as jnp
     >>> from veneer.quant.packing import pack, unpack
-    >>> packed, packing = pack(jnp.array([1, 2, -1], jnp.int8))
+    >>> packed, packing = pack(jnp.array([1, 2, 15], jnp.uint8), 4)
     >>> packed.tolist(), packing
     ([33, 15], Packing(axis=-1, size=3))
-    >>> unpack(packed, packing, signed=True).tolist()
-    [1, 2, -1]
+    >>> unpack(packed, packing, 4).tolist()
+    [1, 2, 15]
     """
-    codes = jnp.asarray(codes)
-    axis = axis % codes.ndim
-    size = codes.shape[axis]
-    nibbles = codes.astype(jnp.uint8) & 0xF
-    pairs = _split_pairs(jnp.pad(nibbles, _pad_width(codes.ndim, axis, size % 2)), axis)
-    low, high = (jax.lax.index_in_dim(pairs, i, axis + 1, keepdims=False) for i in (0, 1))
-    return low | high << 4, Packing(axis - codes.ndim, size)
+    fields = jnp.asarray(fields)
+    axis = axis % fields.ndim - fields.ndim
+    packing = Packing(axis, fields.shape[axis])
+    count, bytes_ = UNITS[bits]
+    if bytes_ > 1:
+        return pack_bits(fields, int(bits), axis), packing
+    at = fields.ndim + axis
+    pad = -packing.size % count
+    fields = jnp.pad(fields, [(0, pad if i == at else 0) for i in range(fields.ndim)])
+    shape = (*fields.shape[:at], fields.shape[at] // count, count, *fields.shape[at + 1 :])
+    units = fields.reshape(shape)
+    packed = jax.lax.index_in_dim(units, 0, at + 1, keepdims=False)
+    for place in range(1, count):
+        field = jax.lax.index_in_dim(units, place, at + 1, keepdims=False)
+        packed = packed + field * jnp.uint8(_weight(bits, place))
+    return packed, packing
 
 
-def unpack(packed: ArrayLike, packing: Packing | None, *, signed: bool) -> jax.Array:
-    """Returns the codes that `pack` packed: int8 where `signed`, else uint8.
+def unpack(packed: ArrayLike, packing: Packing | None, bits: float) -> jax.Array:
+    """Returns the fields, uint8, that `pack` packed.
 
-    `packing=None` is one code a byte, in the low nibble.
+    `packing=None` is one field a byte, in the lowest place.
     """
     packed = jnp.asarray(packed)
     if packing is None:
-        nibbles = packed & 0xF
-    else:
-        axis = packing.axis % packed.ndim
-        pairs = jnp.stack([packed & 0xF, packed >> 4], axis + 1)
-        shape = (*packed.shape[:axis], 2 * packed.shape[axis], *packed.shape[axis + 1 :])
-        nibbles = jax.lax.slice_in_dim(pairs.reshape(shape), 0, packing.size, axis=axis)
-    # Flipping the sign bit and taking its weight off extends the sign.
-    return (nibbles.astype(jnp.int8) ^ 8) - 8 if signed else nibbles
+        return _field(packed, bits, 0)
+    axis, size = packing
+    count, bytes_ = UNITS[bits]
+    if bytes_ > 1:
+        return unpack_bits(packed, int(bits), axis, size)
+    at = packed.ndim + axis
+    units = jnp.stack([_field(packed, bits, place) for place in range(count)], at + 1)
+    shape = (*packed.shape[:at], count * packed.shape[at], *packed.shape[at + 1 :])
+    return jax.lax.slice_in_dim(units.reshape(shape), 0, size, axis=at)
 
 
-def _split_pairs(nibbles: jax.Array, axis: int) -> jax.Array:
-    shape = nibbles.shape
-    return nibbles.reshape(*shape[:axis], shape[axis] // 2, 2, *shape[axis + 1 :])
+def _weight(bits: float, place: int) -> int:
+    return 3**place if bits == 1.6 else 2 ** (int(bits) * place)
 
 
-def _pad_width(ndim: int, axis: int, after: int) -> list[tuple[int, int]]:
-    return [(0, after if i == axis else 0) for i in range(ndim)]
+def _field(packed: jax.Array, bits: float, place: int) -> jax.Array:
+    if bits == 1.6:
+        return packed // jnp.uint8(3**place) % jnp.uint8(3)
+    return (packed >> (int(bits) * place)) & (2 ** int(bits) - 1)

@@ -1,23 +1,19 @@
-"""`QArray`: a quantised array that looks dense; `quantize` and `dequantize`."""
+"""`QArray`: a quantised array that looks dense."""
 
 import dataclasses
-import functools
-from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
 
 from .._core.array import ImplicitArray
 from .._core.tree import static
-from .._core.value import materialise_one
-from .calibration import calibrate, check_calibration
-from .formats import Format, get_format
+from .formats import FORMATS, Format, get_format
 from .packing import Packing, pack, packed_size, unpack
-from .tiles import Leaf, Shape, divides, over_tiles, split_tiles, tile_counts, tile_shape
+from .tiles import Leaf, Shape, divides, over_tiles, tile_shape
 
 # Narrower floats are codes already.
 QUANTISABLE = tuple(map(jnp.dtype, (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)))
@@ -58,7 +54,7 @@ class QArray(ImplicitArray):
     trainable: ClassVar[tuple[str, ...] | None] = ()
 
     packed: Leaf
-    scale: Leaf
+    scale: "Leaf | QArray"
     zero_point: Leaf | None
     qtype: str = static()
     packing: Packing | None = static()
@@ -74,8 +70,8 @@ class QArray(ImplicitArray):
         _check_arrays(qvalue=qvalue, scale=scale, zero_point=zero_point)
         format = _format_of_codes(qvalue, qtype)
         packing = None
-        if format.bits == 4:
-            qvalue, packing = _pack_last_axis(jnp.asarray(qvalue))
+        if format.bits < 8:
+            qvalue, packing = pack_codes(jnp.asarray(qvalue), format)
         elif qvalue.dtype != format.code_dtype:
             qvalue = qvalue.astype(format.code_dtype)
         if zero_point is not None and zero_point.dtype.name in ("int4", "uint4"):
@@ -146,7 +142,9 @@ class QArray(ImplicitArray):
         dense_dtype: DTypeLike | None,
     ) -> None:
         _check_arrays(packed=packed, scale=scale, zero_point=zero_point)
-        dense_dtype = jnp.dtype(scale.dtype if dense_dtype is None else dense_dtype).name
+        if dense_dtype is None:
+            dense_dtype = scale.dtype if scale.dtype in QUANTISABLE else jnp.float32
+        dense_dtype = jnp.dtype(dense_dtype).name
         self._assign(packed, scale, zero_point, qtype, packing, dense_dtype)
         _validate(self)
 
@@ -170,10 +168,20 @@ class QArray(ImplicitArray):
         return tile_shape(self.shape, self.scale.shape)
 
     def codes(self) -> jax.Array:
-        """Returns the unpacked codes a byte each, int8 or uint8: what arithmetic is done with."""
-        if self.format.bits == 8:
+        """Returns the unpacked codes a byte each: int8, uint8 or a float of 8 bits.
+
+        They are what arithmetic is done with, where the format has no codebook.
+        """
+        format = self.format
+        if format.bits == 8:
             return jnp.asarray(self.packed)
-        return unpack(self.packed, self.packing, signed=self.format.signed)
+        return format.from_fields(unpack(self.packed, self.packing, format.bits))
+
+    def scales(self) -> jax.Array:
+        """Returns what the scales are worth, in f32 or f64: `[...]` of the shape of `scale`."""
+        scale = self.scale.dequantize() if isinstance(self.scale, QArray) else self.scale
+        dtype = jnp.promote_types(scale.dtype, jnp.float32) if scale.dtype.itemsize > 1 else "float32"
+        return jnp.asarray(scale).astype(jax.dtypes.canonicalize_dtype(dtype))
 
     def aval(self) -> jax.core.ShapedArray:
         """Returns the shape of the codes, before packing, and the dense dtype."""
@@ -181,7 +189,7 @@ class QArray(ImplicitArray):
         shape = list(stored.shape)
         if self.packing is not None:
             axis, size = self.packing
-            if shape[axis] != packed_size(size):
+            if shape[axis] != packed_size(size, self.format.bits):
                 raise ValueError(
                     f"a QArray packed along axis {axis} (size {size}) has stored codes of shape "
                     f"{stored.shape}: from outside, vmap and tree functions may map and slice its "
@@ -207,131 +215,43 @@ class QArray(ImplicitArray):
 
         packing = self.packing and self.packing._replace(size=shape[self.packing.axis])
         zero_point = None if self.zero_point is None else of(self.zero_point)
+        scale = jax.tree.map(of, self.scale)
         specs = type(self).__new__(type(self))
-        specs._assign(spec, of(self.scale), zero_point, self.qtype, packing, self.dense_dtype)
+        specs._assign(spec, scale, zero_point, self.qtype, packing, self.dense_dtype)
         return specs
 
     def dequantize(self) -> jax.Array:
-        """Returns the dense array, by `vn.quant.dequantize`."""
-        return dequantize(self)
+        """Returns the dense array, as `vn.quant.dequantize`."""
+        scale = self.scales()
+        x = self.format.decode(self.codes(), scale.dtype)
+        if self.zero_point is not None:
+            x = over_tiles(jnp.subtract, x, self.zero_point.astype(scale.dtype))
+        return over_tiles(jnp.multiply, x, scale).astype(self.dtype)
 
     def materialise(self) -> jax.Array:
         """Does for `vn.materialise` what `dequantize` does."""
-        return dequantize(self)
+        return self.dequantize()
 
 
-def quantize(
-    array: ArrayLike | ImplicitArray,
-    qtype: DTypeLike,
-    *,
-    channelwise_axes: Sequence[int] = (),
-    tiled_axes: Mapping[int, int] | None = None,
-    calibration_method: str = "absmax",
-    scale_dtype: DTypeLike | None = None,
-) -> QArray:
-    """Quantises an array, rounding each value to the nearest that the format has.
-
-    **Arguments:**
-
-    - `array`: f16, bf16, f32 or f64, of any shape. An implicit array is materialised.
-    - `qtype`: the format: "int8", "int4" or "nf4".
-    - `channelwise_axes`: axes with one scale an index.
-    - `tiled_axes`: axes with one scale a tile, `{axis: tile size}`. Axes in neither share a scale,
-      and may count from the end.
-    - `calibration_method`: how a tile gives its scale; "absmax" maps its largest magnitude to the
-      format's bound.
-    - `scale_dtype`: the dtype of the scale; that of `array` if None. Codes are found from the scale
-      as stored, whatever its precision.
-
-    **Returns:** a `QArray` that stands for an array of the shape and dtype of `array`. A tile of
-    zeros has scale 1; one with a NaN or an infinity in it is NaN, the others are not touched by it.
-
-    **Raises:** `TypeError` if `array` or the scale is not floating. `ValueError` for an unknown
-    format or method, an axis out of range or named twice, and a tile that does not divide its axis
-    (with sizes that would).
-
-    >>> import jax.numpy as jnp, veneer as vn
-    >>> w = jnp.linspace(-1, 1, 8).reshape(4, 2)
-    >>> q = vn.quant.quantize(w, "int4", channelwise_axes=[-1], tiled_axes={0: 2})
-    >>> q.scale.shape, q.nbytes, w.nbytes
-    ((2, 2), 20, 32)
-    >>> float(abs(q.dequantize() - w).max()) < 0.07
-    True
-    """
-    format = get_format(qtype)
-    check_calibration(calibration_method)
-    array = materialise_one(array)
-    dtype = jnp.result_type(array)
-    scale_dtype = dtype if scale_dtype is None else jnp.dtype(scale_dtype)
-    for name, given in (("array", dtype), ("scale_dtype", scale_dtype)):
-        if given not in QUANTISABLE:
-            allowed = ", ".join(d.name for d in QUANTISABLE)
-            raise TypeError(f"{name} is {given.name}; quantize takes {allowed}")
-    return _quantize(
-        jnp.asarray(array),
-        format=format.name,
-        counts=tile_counts(jnp.shape(array), channelwise_axes, tiled_axes or {}),
-        method=calibration_method,
-        scale_dtype=scale_dtype,
-    )
-
-
-# Compiled as one, for no temporary of it then has the size of the array in f32.
-@functools.partial(jax.jit, static_argnames=("format", "counts", "method", "scale_dtype"))
-def _quantize(
-    array: jax.Array, *, format: str, counts: Shape, method: str, scale_dtype: np.dtype
-) -> QArray:
-    row = get_format(format)
-    tiles = split_tiles(array.astype(jnp.promote_types(array.dtype, jnp.float32)), counts)
-    scale = calibrate(tiles, tuple(range(1, tiles.ndim, 2)), row, method, scale_dtype)
-    codes = row.encode(tiles / scale.astype(tiles.dtype).reshape(_alternate(counts)))
-    codes = codes.reshape(array.shape)
-    packed, packing = _pack_last_axis(codes) if row.bits == 4 else (codes, None)
-    return QArray.from_packed(packed, scale, qtype=format, packing=packing, dense_dtype=array.dtype)
-
-
-def dequantize(q: QArray) -> jax.Array:
-    """Returns the dense array that `q` stands for.
-
-    It is computed in the precision of the scale, f32 at least, and rounded once to `q.dtype`.
-
-    **Raises:** `TypeError` if `q` is not a QArray.
-
-    >>> import jax.numpy as jnp, veneer as vn
-    >>> vn.quant.dequantize(vn.quant.quantize(jnp.array([0.0, -2.0]), "nf4")).tolist()
-    [0.0, -2.0]
-    """
-    if not isinstance(q, QArray):
-        raise TypeError(
-            f"dequantize takes a QArray, not {type(q).__name__}; veneer.materialise takes any array"
-        )
-    wide = jax.dtypes.canonicalize_dtype(jnp.promote_types(q.scale.dtype, jnp.float32))
-    x = q.format.decode(q.codes(), wide)
-    if q.zero_point is not None:
-        x = over_tiles(jnp.subtract, x, q.zero_point.astype(wide))
-    return over_tiles(jnp.multiply, x, q.scale.astype(wide)).astype(q.dtype)
-
-
-def _alternate(counts: Shape) -> list[int]:
-    return [part for count in counts for part in (count, 1)]
-
-
-def _pack_last_axis(codes: jax.Array) -> tuple[jax.Array, Packing | None]:
-    if codes.ndim:
-        return pack(codes)
-    return codes.astype(jnp.uint8) & 0xF, None
+def pack_codes(codes: jax.Array, format: Format) -> tuple[jax.Array, Packing | None]:
+    """Returns codes as they are stored: packed along the last axis where they are below 8 bits."""
+    if format.bits == 8:
+        return codes.astype(format.code_dtype), None
+    fields = format.to_fields(codes)
+    return pack(fields, format.bits) if codes.ndim else (fields, None)
 
 
 def _format_of_codes(qvalue: Leaf, qtype: DTypeLike | None) -> Format:
     dtype = qvalue.dtype
-    if not jnp.issubdtype(dtype, jnp.integer):
-        raise ValueError(
-            f"qvalue holds integer codes, not {dtype.name}; vn.quant.quantize makes them"
-        )
-    if qtype is None and dtype.name not in ("int8", "int4"):
+    if qtype is None and dtype.name not in FORMATS:
         raise ValueError(f"the format does not follow from qvalue of {dtype.name}; pass qtype")
     format = get_format(dtype.name if qtype is None else qtype)
-    if dtype != format.code_dtype:
+    if dtype != format.code_dtype and not jnp.issubdtype(dtype, jnp.integer):
+        raise ValueError(
+            f"qvalue holds codes of {format.code_dtype.name}, not {dtype.name}; "
+            "vn.quant.quantize makes them"
+        )
+    if dtype != format.code_dtype or format.bits not in (4, 8):
         _check_range(qvalue, format)
     return format
 
@@ -339,15 +259,19 @@ def _format_of_codes(qvalue: Leaf, qtype: DTypeLike | None) -> Format:
 def _check_range(qvalue: Leaf, format: Format) -> None:
     """Refuses codes of a wider dtype that the format does not have, or that cannot be looked at."""
     if isinstance(qvalue, jax.core.Tracer):
+        if qvalue.dtype == format.code_dtype:
+            return
         raise ValueError(
             f"codes of {format.name} are {format.code_dtype.name}, not {qvalue.dtype.name}, whose "
             f"range cannot be checked under a trace; pass qvalue.astype(jnp.{format.code_dtype})"
         )
-    range_ = jnp.iinfo(format.code_dtype)
+    if format.codebook is None and not format.is_integer:
+        raise ValueError(f"codes of {format.name} are of that dtype, not {qvalue.dtype.name}")
+    low, high = format.code_range
     codes = np.asarray(qvalue)
-    if codes.size and not range_.min <= codes.min() <= codes.max() <= range_.max:
+    if codes.size and not low <= codes.min() <= codes.max() <= high:
         raise ValueError(
-            f"codes of {format.name} lie in [{range_.min}, {range_.max}], and qvalue holds "
+            f"codes of {format.name} lie in [{low}, {high}], and qvalue holds "
             f"{codes.min()} to {codes.max()}"
         )
 
@@ -355,6 +279,8 @@ def _check_range(qvalue: Leaf, format: Format) -> None:
 def _check_arrays(**parts: Any) -> None:
     for name, part in parts.items():
         if isinstance(part, jax.Array | np.ndarray) or (name == "zero_point" and part is None):
+            continue
+        if name == "scale" and isinstance(part, QArray):
             continue
         raise TypeError(
             f"{name} must be a JAX or NumPy array, of the rank of the values, and is of type "
@@ -386,10 +312,11 @@ def _validate_packed(q: QArray) -> None:
     if q.packing is None:
         return
     axis, size = q.packing
-    if q.format.bits != 4:
+    bits = q.format.bits
+    if bits == 8:
         raise ValueError(f"{q.qtype} takes a byte a code and has no packing, not {q.packing}")
-    if not -q.packed.ndim <= axis < 0 or q.packed.shape[axis] != packed_size(size):
+    if not -q.packed.ndim <= axis < 0 or q.packed.shape[axis] != packed_size(size, bits):
         raise ValueError(
             f"packed has shape {q.packed.shape}, which is not that of {q.packing}: a negative axis "
-            f"of {packed_size(size)} bytes"
+            f"of {packed_size(size, bits)} bytes"
         )

@@ -19,7 +19,7 @@ from ..._core.tree import static
 from ..._core.value import materialise_one
 from ..axes import check_axes
 from ..zero_preserving import LINEAR, NONLINEAR
-from .bit_planes import pack_bits, packed_size, unpack_bits
+from ...quant.bit_planes import pack_bits, packed_size, unpack_bits
 
 
 class NMSparse(ImplicitArray):
@@ -43,7 +43,7 @@ class NMSparse(ImplicitArray):
 
     - `values`: `[..., K/m·n, N]` for axis -2, `[..., N, K/m·n]` for -1: n in each group.
     - `indices`: uint8, the positions of the values in their groups, each other ones, packed along
-      the same axis by `veneer.types.sparse.bit_planes.pack_bits`.
+      the same axis by `veneer.quant.bit_planes.pack_bits`.
     - `n`, `m`: `1 <= n <= m`, with m from 2 to 256.
     - `axis`: -2 or -1.
 

@@ -1,0 +1,78 @@
+"""Scales as they are stored: floats, powers of two, or codes of a format with scales of their own.
+
+Codes are found from the scale as stored, so whatever a scale loses here, no code is wrong for it.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from .formats import get_format
+from .qarray import QArray
+from .tiles import Shape, over_tiles
+
+
+def usable(scale: jax.Array) -> jax.Array:
+    """Returns a scale that can be divided by: 1 where it is too small, NaN where too large.
+
+    XLA divides by multiplying with the reciprocal, so that must be a normal number, too.
+    """
+    tiny = jnp.finfo(scale.dtype).tiny
+    return jnp.where(scale < tiny, 1, jnp.where(scale <= 1 / tiny, scale, jnp.nan))
+
+
+def store_scale(
+    scale: jax.Array, dtype: str, scale_tile: int | None
+) -> tuple[jax.Array | QArray, jax.Array]:
+    """Returns scales as they are stored, and what these are worth, which can be divided by.
+
+    **Arguments:**
+
+    - `scale`: f32 or f64, not negative; NaN stays NaN.
+    - `dtype`: to store it in, or the format where `scale_tile` is not None.
+    - `scale_tile`: how many share a scale of their own; 0 is all those of a matrix.
+    """
+    if scale_tile is not None:
+        quantised = _quantise(scale, dtype, scale_tile)
+        return quantised, quantised.dequantize().astype(scale.dtype)
+    if dtype == "float8_e8m0fnu":
+        power = _power_of_two(scale)
+        return power.astype(dtype), power
+    # Compared where it is divided by: a scale may be subnormal in f16, and not yet in f32.
+    worth = usable(scale.astype(dtype).astype(scale.dtype))
+    return worth.astype(dtype), worth
+
+
+def _power_of_two(scale: jax.Array) -> jax.Array:
+    """Returns the least power of two from `scale` on, which is a normal number in f32."""
+    fraction, exponent = jnp.frexp(usable(scale))  # fraction in [0.5, 1)
+    exponent = jnp.clip(exponent - (fraction == 0.5), -126, 127)
+    return jnp.where(jnp.isnan(scale), jnp.nan, jnp.ldexp(jnp.ones((), scale.dtype), exponent))
+
+
+def _quantise(scale: jax.Array, qtype: str, tile: int) -> QArray:
+    """Returns scales in a float format of 8 bits, `tile` of them to a scale in f32."""
+    format = get_format(qtype)
+    outer_counts = _outer_counts(scale.shape, tile)
+    split = scale.reshape(
+        [n for size, count in zip(scale.shape, outer_counts, strict=True)
+         for n in (count, size // max(count, 1))]
+    )
+    largest = jnp.max(jnp.where(jnp.isnan(split), 0, split), axis=range(1, split.ndim, 2), initial=0)
+    outer = usable((largest / format.bound).astype(jnp.float32))
+    # The least code is not 0, which could not be divided by.
+    least = float(jnp.finfo(format.code_dtype).smallest_subnormal)
+    codes = jnp.maximum(over_tiles(jnp.divide, scale, outer.astype(scale.dtype)), least)
+    codes = jnp.where(jnp.isnan(scale), jnp.nan, format.encode(codes)).astype(format.code_dtype)
+    return QArray.from_packed(codes, outer, qtype=qtype)
+
+
+def _outer_counts(shape: Shape, tile: int) -> Shape:
+    """Returns the shape of the scales of scales: in full but along the last two axes."""
+    counts = list(shape)
+    left = tile
+    for axis in reversed(range(len(shape))[-2:]):
+        size = shape[axis]
+        run = size if tile == 0 else max(d for d in range(1, max(left, 1) + 1) if size % d == 0)
+        counts[axis] = size // max(run, 1)
+        left //= max(run, 1)
+    return tuple(counts)
