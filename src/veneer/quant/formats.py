@@ -43,7 +43,7 @@ class Format:
     """
 
     name: str
-    bits: float
+    bits: int | float
     code_dtype: np.dtype
     bound: float
     codebook: tuple[float, ...] | None
@@ -148,7 +148,7 @@ def _integer(bits: int) -> Format:
 def _unsigned(bits: int) -> Format:
     source = "affine, scale = (max - min) / (2**bits - 1), as Qwix 0.1.8's asymmetric int8"
     dtype = _code_dtype(f"uint{bits}")
-    return Format(f"uint{bits}", bits, dtype, 2**bits - 1, None, source, calibration="minmax")
+    return Format(f"uint{bits}", bits, dtype, 2.0**bits - 1, None, source, calibration="minmax")
 
 
 def _code_dtype(name: str) -> np.dtype:

@@ -17,7 +17,7 @@ from jax.typing import ArrayLike
 from .bit_planes import pack_bits, unpack_bits
 
 # Codes and bytes of a unit, by the bits of a code.
-UNITS: dict[float, tuple[int, int]] = {
+UNITS: dict[int | float, tuple[int, int]] = {
     1: (8, 1),
     1.6: (5, 1),
     2: (4, 1),
@@ -47,7 +47,7 @@ class Packing(NamedTuple):
     size: int
 
 
-def packed_size(size: int, bits: float) -> int:
+def packed_size(size: int, bits: int | float) -> int:
     """Returns the bytes that `size` codes take; the last unit may be partly empty.
 
     >>> from veneer.quant.packing import packed_size
@@ -58,7 +58,7 @@ def packed_size(size: int, bits: float) -> int:
     return -(-size // codes) * bytes_
 
 
-def pack(fields: ArrayLike, bits: float, axis: int = -1) -> tuple[jax.Array, Packing]:
+def pack(fields: ArrayLike, bits: int | float, axis: int = -1) -> tuple[jax.Array, Packing]:
     """Packs neighbours along `axis`.
 
     **Arguments:**
@@ -95,7 +95,7 @@ def pack(fields: ArrayLike, bits: float, axis: int = -1) -> tuple[jax.Array, Pac
     return packed, packing
 
 
-def unpack(packed: ArrayLike, packing: Packing | None, bits: float) -> jax.Array:
+def unpack(packed: ArrayLike, packing: Packing | None, bits: int | float) -> jax.Array:
     """Returns the fields, uint8, that `pack` packed.
 
     `packing=None` is one field a byte, in the lowest place.
@@ -113,11 +113,11 @@ def unpack(packed: ArrayLike, packing: Packing | None, bits: float) -> jax.Array
     return jax.lax.slice_in_dim(units.reshape(shape), 0, size, axis=at)
 
 
-def _weight(bits: float, place: int) -> int:
+def _weight(bits: int | float, place: int) -> int:
     return 3**place if bits == 1.6 else 2 ** (int(bits) * place)
 
 
-def _field(packed: jax.Array, bits: float, place: int) -> jax.Array:
+def _field(packed: jax.Array, bits: int | float, place: int) -> jax.Array:
     if bits == 1.6:
         return packed // jnp.uint8(3**place) % jnp.uint8(3)
     return (packed >> (int(bits) * place)) & (2 ** int(bits) - 1)
