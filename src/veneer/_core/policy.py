@@ -31,7 +31,8 @@ class Event:
     """One primitive that met an implicit operand.
 
     `rule` is the file and line of the rule that ran, or None where the operands were made dense;
-    `nbytes` is the size of those dense arrays, in bytes; `line` is the user's own line.
+    `nbytes` is the size of those dense arrays, in bytes; `line` is the user's own line. `how` is
+    what a rule says of the way that it chose, where it has several.
     """
 
     primitive: str
@@ -39,11 +40,12 @@ class Event:
     rule: str | None
     nbytes: int
     line: str
+    how: str = ""
 
     def __str__(self) -> str:
         met = f"{self.primitive}({', '.join(self.operands)}) at {self.line}"
         if self.rule is not None:
-            return f"{met}: rule {self.rule}"
+            return f"{met}: rule {self.rule}" + (f", {self.how}" if self.how else "")
         return f"{met}: no rule fits, so {self.nbytes:,} bytes are made dense"
 
 
@@ -139,11 +141,23 @@ def tell(events: Iterable[Event]) -> None:
             policy.on_materialise(event)
 
 
+# What the rule that is running says of itself, until it is told that it ran.
+_how: ContextVar[str] = ContextVar("how", default="")
+
+
+def note_how(how: str) -> None:
+    """Called by a rule: says which way it goes, for the report. It must be one that it finishes."""
+    policy = _policy.value
+    if policy is RECORD or policy.events is not None:
+        _how.set(how)
+
+
 def note_rule(primitive: str, operands: Callable[[], tuple[str, ...]], rule: str) -> None:
     """Tells that a rule ran, where someone asked for a report."""
     policy = _policy.value
     if policy is RECORD or policy.events is not None:
-        tell([Event(primitive, operands(), rule, 0, user_line())])
+        tell([Event(primitive, operands(), rule, 0, user_line(), _how.get())])
+        _how.set("")
 
 
 def note_materialised(primitive: str, operands: Callable[[], tuple[str, ...]], nbytes: int) -> None:

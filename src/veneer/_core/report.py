@@ -58,10 +58,16 @@ def _cells(event: Event, times: int) -> tuple[str, ...]:
         event.primitive,
         ", ".join(event.operands),
         str(times),
-        f"rule {_short(event.rule)}" if event.rule else "materialised",
+        _what_ran(event),
         "" if event.rule else size_of(event.nbytes * times),
         _short(event.line),
     )
+
+
+def _what_ran(event: Event) -> str:
+    if event.rule is None:
+        return "materialised"
+    return f"rule {_short(event.rule)}" + (f": {event.how}" if event.how else "")
 
 
 def _short(place: str) -> str:

@@ -1,0 +1,170 @@
+"""What products of quantised operands share: from a QArray to what arithmetic takes.
+
+A QArray is `(code - zero_point) * scale`, and a product would rather sum codes and scale the sum.
+Codes are far from what they stand for: a sum of numbers near the largest float, times codes up to
+128, overflows where the dense sum does not. So wherever codes become floats here they are divided
+by a power of two of their range, which is exact, and their scale is multiplied by it. Then a code
+is worth at most 2, its scale is half the largest value of a tile, and products and sums stay in
+range where those of the dense arrays do.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike, DTypeLike
+
+from ..._core.array import ImplicitArray
+from ..._core.value import materialise_one
+from ..formats import Format
+from ..qarray import QUANTISABLE, QArray
+from ..tiles import over_tiles
+
+INT32_MAX = 2**31 - 1
+
+
+def as_operand(x: ArrayLike | ImplicitArray) -> jax.Array | QArray:
+    """Returns a QArray as it is, and anything else as a dense array."""
+    return x if isinstance(x, QArray) else jnp.asarray(materialise_one(x))
+
+
+def dense(x: jax.Array | QArray) -> jax.Array:
+    """Returns what an operand stands for."""
+    return x.dequantize() if isinstance(x, QArray) else x
+
+
+def is_algorithm(precision: Any) -> bool:
+    """Whether `precision` fixes the types of the multiplication, so that ours are not free."""
+    if isinstance(precision, str):
+        return precision in lax.DotAlgorithmPreset.__members__
+    return isinstance(precision, lax.DotAlgorithm | lax.DotAlgorithmPreset)
+
+
+def may_scale_outside(
+    lhs: jax.Array | QArray, rhs: jax.Array | QArray, out_dtype: DTypeLike, precision: Any
+) -> bool:
+    """Whether codes may be multiplied at all, and the sum be scaled.
+
+    So it is where the dense operands are of one floating dtype, and so is the result, and the
+    caller does not say what to multiply.
+    """
+    dtypes = {lhs.dtype, rhs.dtype, jnp.dtype(out_dtype)}
+    return lhs.dtype == rhs.dtype and dtypes <= set(QUANTISABLE) and not is_algorithm(precision)
+
+
+def accumulator(out_dtype: DTypeLike) -> jnp.dtype:
+    """Returns the dtype of sums: f32 for 16 bits, so that they are rounded once."""
+    return jnp.promote_types(out_dtype, jnp.float32)
+
+
+def largest(format: Format) -> float:
+    """Returns the largest magnitude of what a code is worth, less any zero point in range.
+
+    >>> import veneer as vn
+    >>> from veneer.quant.ops.operands import largest
+    >>> [largest(vn.quant.get_format(name)) for name in ("int8", "uint8", "nf4", "fp8")]
+    [128.0, 255.0, 1.0, 448.0]
+    """
+    if format.codebook is not None:
+        return max(map(abs, format.codebook))
+    if not format.is_integer:
+        return float(jnp.finfo(format.code_dtype).max)
+    return float(max(map(abs, format.code_range)))
+
+
+def _exponent(format: Format) -> int:
+    """Returns the power of two that codes are divided by. What remains is from 1 to 4."""
+    return math.floor(math.log2(largest(format))) - 1 if largest(format) > 2 else 0
+
+
+# Integers.
+
+
+def fits_int32(lhs: QArray, rhs: QArray, terms: int) -> bool:
+    """Whether int32 is sure to hold a sum of so many products of codes less their zero points.
+
+    It is enough that the result fits: on the way there, sums of codes and their corrections may
+    wrap around, and wrap back.
+    """
+    return terms * _largest_difference(lhs) * _largest_difference(rhs) <= INT32_MAX
+
+
+def _largest_difference(q: QArray) -> int:
+    if q.zero_point is None:
+        return int(largest(q.format))
+    return 255  # whatever the codes and zero points of 8 bits are, of the same sign or not
+
+
+def int8_codes(q: QArray) -> tuple[jax.Array, jax.Array | None]:
+    """Returns the codes of an integer format as int8, and the zero point that goes with them.
+
+    Unsigned codes of 8 bits are moved by 128, with their zero point: what multiplies integers
+    takes both operands signed.
+
+    **Returns:** codes in int8, and a zero point in int32 with a shape that tiles them, or None.
+    """
+    codes = q.codes()
+    zero_point = None if q.zero_point is None else jnp.asarray(q.zero_point).astype(jnp.int32)
+    if codes.dtype == jnp.int8:
+        return codes, zero_point
+    if q.format.bits < 8:
+        return codes.astype(jnp.int8), zero_point
+    moved = lax.bitcast_convert_type(codes ^ np.uint8(128), jnp.int8)
+    if zero_point is None:
+        zero_point = jnp.zeros([1] * codes.ndim, jnp.int32)
+    return moved, zero_point - 128
+
+
+def outer_scale(q: QArray) -> jax.Array:
+    """Returns the scale that goes with codes divided by `code_unit`; f32 or f64."""
+    return q.scales() * 2.0 ** _exponent(q.format)
+
+
+def code_unit(q: QArray) -> float:
+    """Returns what products of codes are to be multiplied by, for each operand that is one.
+
+    `codes * code_unit(q) * outer_scale(q)` is `codes * q.scales()`, in range.
+    """
+    return 2.0 ** -_exponent(q.format)
+
+
+# Floats.
+
+
+def exact_in(format: Format, dtype: DTypeLike) -> bool:
+    """Whether what each code is worth, less any zero point, is a number of `dtype`.
+
+    Even bf16 holds all integers up to 256. The values of nf4 need f32.
+    """
+    if format.codebook is None:
+        return True
+    values = np.asarray(format.codebook, np.float32)
+    return bool((values.astype(dtype).astype(np.float32) == values).all())
+
+
+def unscaled(q: QArray, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
+    """Returns what codes are worth, less their zero points, and the scale that is left to apply.
+
+    **Arguments:**
+
+    - `dtype`: of the values; exact where `exact_in` says so.
+
+    **Returns:** values, of the shape of `q`, and scales in f32 or f64, of that of its scale:
+    `dequantize` gives their product, over tiles.
+    """
+    dtype = jnp.dtype(dtype)
+    if q.zero_point is None:
+        values = q.format.decode(q.codes(), dtype)
+    else:
+        # Differences of bytes, in any floating dtype: 16 bits for them are faster than 32.
+        codes, zero_point = q.codes().astype(jnp.int16), jnp.asarray(q.zero_point)
+        values = over_tiles(jnp.subtract, codes, zero_point.astype(jnp.int16)).astype(dtype)
+    if dtype == jnp.float16:
+        # Its largest value times any code is far from the largest of f32, in which it is summed,
+        # and the least codes of a float8 divided by their range are none of its numbers.
+        return values, q.scales()
+    exponent = _exponent(q.format)
+    return (values * jnp.asarray(2.0**-exponent, dtype) if exponent else values), outer_scale(q)
