@@ -9,7 +9,7 @@ import pytest
 from claims import Claim, claims
 
 import veneer as vn
-from veneer.quant.bit_planes import pack_bits, packed_size, unpack_bits
+from veneer._core.bit_planes import pack_bits, planes_size, unpack_bits
 from veneer.types.sparse.nm_sparse import NMSparse
 from veneer.types.zero_preserving import NONLINEAR
 
@@ -176,7 +176,7 @@ def test_bits_are_packed_and_unpacked(bits, size, axis):
     shape = (2, size, 3) if axis == -2 else (2, 3, size)
     codes = np.random.default_rng(0).integers(0, 2**bits, shape).astype(np.uint8)
     packed = pack_bits(jnp.asarray(codes), bits, axis)
-    assert packed.shape[axis] == packed_size(size, bits) == -(-size // 8) * bits
+    assert packed.shape[axis] == planes_size(size, bits) == -(-size // 8) * bits
     np.testing.assert_array_equal(unpack_bits(packed, bits, axis, size), codes)
 
 

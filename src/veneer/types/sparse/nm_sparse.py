@@ -12,6 +12,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from ..._core.array import ImplicitArray
+from ..._core.bit_planes import pack_bits, planes_size, unpack_bits
 from ..._core.jax_internals import find_primitive
 from ..._core.rules import register
 from ..._core.transform import implicit
@@ -19,7 +20,6 @@ from ..._core.tree import static
 from ..._core.value import materialise_one
 from ..axes import check_axes
 from ..zero_preserving import LINEAR, NONLINEAR
-from ...quant.bit_planes import pack_bits, packed_size, unpack_bits
 
 
 class NMSparse(ImplicitArray):
@@ -43,7 +43,7 @@ class NMSparse(ImplicitArray):
 
     - `values`: `[..., K/m·n, N]` for axis -2, `[..., N, K/m·n]` for -1: n in each group.
     - `indices`: uint8, the positions of the values in their groups, each other ones, packed along
-      the same axis by `veneer.quant.bit_planes.pack_bits`.
+      the same axis by `veneer._core.bit_planes.pack_bits`.
     - `n`, `m`: `1 <= n <= m`, with m from 2 to 256.
     - `axis`: -2 or -1.
 
@@ -72,7 +72,7 @@ class NMSparse(ImplicitArray):
         across = {-2: "{} N", -1: "N {}"}[self.axis]
         check_axes(self, values=across.format("kept"))
         kept = self.values.shape[self.axis]
-        packed = packed_size(kept, self.bits)
+        packed = planes_size(kept, self.bits)
         check_axes(self, values=across.format(kept), indices=across.format(packed))
         if kept % self.n:
             raise ValueError(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 
-def packed_size(size: int, bits: int) -> int:
+def planes_size(size: int, bits: int) -> int:
     """Returns the bytes that `size` numbers take; the last of them are partly empty."""
     return -(-size // 8) * bits
 
@@ -21,10 +21,10 @@ def pack_bits(codes: ArrayLike, bits: int, axis: int) -> jax.Array:
 
     - `codes`: uint8, each less than `2**bits`.
 
-    **Returns:** uint8 with `packed_size(size, bits)` on that axis.
+    **Returns:** uint8 with `planes_size(size, bits)` on that axis.
 
     >>> import jax.numpy as jnp
-    >>> from veneer.quant.bit_planes import pack_bits, unpack_bits
+    >>> from veneer._core.bit_planes import pack_bits, unpack_bits
     >>> packed = pack_bits(jnp.array([5, 0, 1], jnp.uint8), bits=3, axis=-1)
     >>> packed.tolist()
     [5, 0, 1]
