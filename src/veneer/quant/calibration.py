@@ -1,67 +1,255 @@
-"""Calibration: from the values of a tile to its scale and zero point."""
+"""Calibration: from the values of a tile to the range that its codes cover.
 
+A method is written as `"<name>[,<number>...]"`: "absmax", "rms,7", "fixed,-1,3". One row of one
+table each.
+"""
+
+import dataclasses
+import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .formats import Format
 from .scales import usable
 
 
-def _absmax(x: jax.Array, axes: tuple[int, ...], bound: float) -> jax.Array:
-    return jnp.max(jnp.abs(x), axis=axes, initial=0) / bound
+class Range(NamedTuple):
+    """What codes cover, tile by tile: from `low` to `high`.
+
+    `low=None` is a symmetric range, from `-high`, which needs no zero point.
+    """
+
+    low: jax.Array | np.ndarray | None
+    high: jax.Array | np.ndarray
 
 
-def _absmean(x: jax.Array, axes: tuple[int, ...], bound: float) -> jax.Array:
-    del bound  # the mean magnitude is what a code of 1 stands for
-    return jnp.mean(jnp.abs(x), axis=axes)
-
-
-# From values, the axes of a tile and the format's bound to the scale.
-SYMMETRIC: dict[str, Callable[[jax.Array, tuple[int, ...], float], jax.Array]] = {
-    "absmax": _absmax,
-    "absmean": _absmean,
-}
-CALIBRATIONS = (*SYMMETRIC, "minmax")
-
-
-def check_calibration(method: str, format: Format) -> None:
-    """Raises `ValueError` where there is no such method, or the format cannot follow it."""
-    if method not in CALIBRATIONS:
-        raise ValueError(
-            f"unknown calibration_method {method!r}; the methods are {', '.join(CALIBRATIONS)}"
-        )
-    if method == "minmax" and not (format.is_integer and format.bits >= 2):
-        raise ValueError(f"{format.name} has no zero_point, which calibration_method {method!r} needs")
-
-
-def calibrate(
-    tiles: jax.Array, axes: tuple[int, ...], format: Format, method: str
-) -> tuple[jax.Array, jax.Array | None]:
-    """Returns the scale of each tile, and its zero point where the method has one.
-
-    A tile with a NaN or an infinity in it has scale NaN.
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """Values of at least f32, the axes of a tile among theirs, and what they are calibrated for.
 
     **Arguments:**
 
-    - `tiles`: values of at least f32, from which `axes`, those of a tile, are reduced.
-    - `format`, `method`: what codes there are, and which of `CALIBRATIONS`.
+    - `stored_worth`: from scales to what these are worth as they are stored.
     """
-    zero_point = None
-    if method == "minmax":
-        low = jnp.min(tiles, axis=axes, initial=0)
-        high = jnp.max(tiles, axis=axes, initial=0)
-        least, largest = format.code_range
-        scale = (high - low) / (largest - least)
-        zero_point = jnp.round(least - low / usable(scale))
-        zero_point = jnp.clip(zero_point, least, largest)
-    else:
-        scale = SYMMETRIC[method](tiles, axes, format.bound)
-        if not format.signed and format.is_integer:
-            middle = 2 ** (int(format.bits) - 1)
-            scale = scale * format.bound / (middle - 0.5)
-            zero_point = jnp.full(scale.shape, middle, scale.dtype)
+
+    values: jax.Array
+    axes: tuple[int, ...]
+    format: Format
+    stored_worth: Callable[[jax.Array], jax.Array]
+
+
+def _absmax(tiles: Tiles, factor: float = 1.0) -> Range:
+    return Range(None, _largest(tiles) * factor)
+
+
+def _largest(tiles: Tiles) -> jax.Array:
+    return jnp.max(jnp.abs(tiles.values), axis=tiles.axes)
+
+
+def _minmax(tiles: Tiles, factor: float = 1.0) -> Range:
+    low = jnp.min(tiles.values, axis=tiles.axes, initial=0)
+    high = jnp.max(tiles.values, axis=tiles.axes, initial=0)
+    return Range(low * factor, high * factor)
+
+
+def _rms(tiles: Tiles, factor: float) -> Range:
+    # Squares of values next to 1 neither overflow nor vanish.
+    unit = usable(_largest(tiles))
+    squares = jnp.square(tiles.values / jnp.expand_dims(unit, tiles.axes))
+    return Range(None, unit * jnp.sqrt(jnp.mean(squares, axis=tiles.axes)) * factor)
+
+
+def _absmean(tiles: Tiles) -> Range:
+    # The mean magnitude is what a code of 1 stands for.
+    return Range(None, jnp.mean(jnp.abs(tiles.values), axis=tiles.axes) * tiles.format.bound)
+
+
+def _fixed(tiles: Tiles, *ends: float) -> Range:
+    low, high = ends if len(ends) == 2 else (-ends[0], ends[0])
+    shape = [n for axis, n in enumerate(tiles.values.shape) if axis not in tiles.axes]
+    filled = [jnp.full(shape, end, tiles.values.dtype) for end in (low, high)]
+    return Range(None if low == -high else filled[0], filled[1])
+
+
+def _percentile(tiles: Tiles, *percents: float) -> Range:
+    if len(percents) == 1:
+        return Range(None, jnp.percentile(jnp.abs(tiles.values), percents[0], axis=tiles.axes))
+    low, high = (jnp.percentile(tiles.values, percent, axis=tiles.axes) for percent in percents)
+    return Range(jnp.minimum(low, 0), jnp.maximum(high, 0))
+
+
+def _least_squares(tiles: Tiles, candidates: float = 40) -> Range:
+    """The part of the full range, of so many steps to it, at which the squared error is least."""
+    whole = _absmax(tiles) if tiles.format.signed or not tiles.format.is_integer else _minmax(tiles)
+    part = lambda factor: jax.tree.map(lambda end: end * factor, whole)
+    factors = jnp.arange(int(candidates), 0, -1, dtype=tiles.values.dtype) / candidates
+
+    def error(factor: jax.Array) -> jax.Array:
+        scale, zero_point = range_to_scale(part(factor), tiles.format)
+        scale = jnp.expand_dims(tiles.stored_worth(scale), tiles.axes)
+        zero = 0 if zero_point is None else jnp.expand_dims(zero_point, tiles.axes)
+        codes = tiles.format.encode(tiles.values / scale + zero)
+        values = (tiles.format.decode(codes, scale.dtype) - zero) * scale
+        return jnp.mean(jnp.square(values - tiles.values), axis=tiles.axes)
+
+    def step(best: tuple, factor: jax.Array) -> tuple[tuple, None]:
+        at, least = best
+        mine = error(factor)
+        return (jnp.where(mine < least, factor, at), jnp.minimum(mine, least)), None
+
+    ones = jnp.ones_like(whole.high)
+    (factor, _), _ = jax.lax.scan(step, (ones, jnp.full_like(ones, jnp.inf)), factors)
+    return part(factor)
+
+
+def _positive(*numbers: float) -> bool:
+    return all(number > 0 for number in numbers)
+
+
+def _whole(*numbers: float) -> bool:
+    return all(number >= 1 and number == int(number) for number in numbers)
+
+
+def _around_zero(*ends: float) -> bool:
+    return ends[0] <= 0 <= ends[1] != ends[0] if len(ends) == 2 else ends[0] > 0
+
+
+def _in_order(*percents: float) -> bool:
+    low = percents[0] if len(percents) == 2 else 0
+    return 0 <= low < percents[-1] <= 100
+
+
+@dataclasses.dataclass(frozen=True)
+class _Method:
+    """A row of the table.
+
+    **Arguments:**
+
+    - `find`: from tiles, and the numbers after the name, to their range.
+    - `forms`: the ways to write it, for messages.
+    - `counts`: how many numbers may be given.
+    - `fits`: whether these numbers will do.
+    """
+
+    find: Callable[..., Range]
+    forms: str
+    counts: tuple[int, ...]
+    fits: Callable[..., bool] = _positive
+
+
+METHODS = {
+    "absmax": _Method(_absmax, "absmax[,factor]", (0, 1)),
+    "minmax": _Method(_minmax, "minmax[,factor]", (0, 1)),
+    "rms": _Method(_rms, "rms,factor", (1,)),
+    "absmean": _Method(_absmean, "absmean", (0,)),
+    "fixed": _Method(_fixed, "fixed,bound or fixed,low,high around 0", (1, 2), _around_zero),
+    "percentile": _Method(
+        _percentile, "percentile,p or percentile,low,high, of 100", (1, 2), _in_order
+    ),
+    "mse": _Method(_least_squares, "mse[,candidates]", (0, 1), _whole),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """A method of `METHODS` and its numbers."""
+
+    name: str
+    numbers: tuple[float, ...]
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether its ranges reach as far below 0 as above."""
+        if self.name in ("fixed", "percentile") and len(self.numbers) == 2:
+            return self.name == "fixed" and sum(self.numbers) == 0
+        return self.name != "minmax"
+
+    @property
+    def clips(self) -> bool:
+        """Whether values beyond its range are meant to be cut off, as outliers."""
+        if self.name in ("absmax", "minmax"):
+            return any(factor < 1 for factor in self.numbers)
+        return self.name != "absmean"  # a step's size, not a range
+
+
+def check_calibration(method: str, format: Format) -> Calibration:
+    """Returns the method of this name, with its numbers, for a format.
+
+    **Raises:** `ValueError` where there is no such method, its numbers do not fit, or the format
+    cannot follow it.
+
+    >>> import veneer as vn
+    >>> from veneer.quant.calibration import check_calibration
+    >>> check_calibration("fixed,-1,3", vn.quant.get_format("int8"))
+    Calibration(name='fixed', numbers=(-1.0, 3.0))
+    """
+    name, *given = (part.strip() for part in method.lower().split(","))
+    if name not in METHODS:
+        known = "; ".join(row.forms for row in METHODS.values())
+        raise ValueError(f"unknown calibration_method {method!r}; the methods are {known}")
+    row = METHODS[name]
+    try:
+        numbers = tuple(map(float, given))
+    except ValueError:
+        numbers = (math.nan,)
+    if (
+        len(numbers) not in row.counts
+        or not all(map(math.isfinite, numbers))
+        or not (row.fits(*numbers) if numbers else True)
+    ):
+        raise ValueError(f"calibration_method {method!r} is not of the form {row.forms}")
+    calibration = Calibration(name, numbers)
+    if not calibration.symmetric and not has_zero_point(format):
+        raise ValueError(
+            f"{format.name} has no zero_point, which calibration_method {method!r} needs"
+        )
+    return calibration
+
+
+def has_zero_point(format: Format) -> bool:
+    """Returns whether the code that stands for 0 can be chosen: integers, not those of -1 and 1."""
+    return format.is_integer and format.bits >= 2
+
+
+def find_range(
+    calibration: Calibration,
+    values: jax.Array,
+    axes: tuple[int, ...],
+    format: Format,
+    stored_worth: Callable[[jax.Array], jax.Array] = lambda scale: scale,
+) -> Range:
+    """Returns the range of each tile; NaN where a value in it is NaN or infinite.
+
+    **Arguments:**
+
+    - `values`: of at least f32, from which `axes`, those of a tile, are reduced.
+    - `stored_worth`: from scales to what these are worth as they are stored, for "mse".
+    """
+    if 0 in [values.shape[axis] for axis in axes]:
+        shape = [n for axis, n in enumerate(values.shape) if axis not in axes]
+        nothing = jnp.zeros(shape, values.dtype)
+        return Range(None if calibration.symmetric else nothing, nothing)
+    tiles = Tiles(values, axes, format, stored_worth)
+    found = METHODS[calibration.name].find(tiles, *calibration.numbers)
     # XLA's reduction to a maximum drops NaN on CPU, in arrays of some size.
-    scale = jnp.where(jnp.isnan(tiles).any(axes), jnp.nan, scale)
+    finite = jnp.isfinite(values).all(axes)
+    return jax.tree.map(lambda end: jnp.where(finite, end, jnp.nan), found)
+
+
+def range_to_scale(found: Range, format: Format) -> tuple[jax.Array, jax.Array | None]:
+    """Returns the scale, and the zero point as a whole number, of codes that cover a range."""
+    low, high = found
+    scale, zero_point = jnp.asarray(high) / format.bound, None
+    least, largest = format.code_range if format.is_integer else (0, 0)
+    if low is not None:
+        scale = (high - low) / (largest - least)
+        zero_point = jnp.clip(jnp.round(least - low / usable(scale)), least, largest)
+    elif format.is_integer and not format.signed:
+        middle = 2 ** (int(format.bits) - 1)
+        scale = high / (middle - 0.5)
+        zero_point = jnp.full(scale.shape, middle, scale.dtype)
     return scale, zero_point

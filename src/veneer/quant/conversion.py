@@ -1,7 +1,10 @@
 """`quantize` and `dequantize`: from dense arrays to QArrays and back."""
 
+import dataclasses
 import functools
+import operator
 from collections.abc import Mapping, Sequence
+from typing import Any, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -9,43 +12,72 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .._core.array import ImplicitArray
 from .._core.value import materialise_one
-from .calibration import calibrate, check_calibration
+from .calibration import (
+    Calibration,
+    Range,
+    find_range,
+    has_zero_point,
+    check_calibration,
+    range_to_scale,
+)
 from .formats import FORMATS, Format, get_format
 from .qarray import QUANTISABLE, QArray, pack_codes
-from .scales import store_scale
-from .tiles import Shape, split_tiles, tile_counts
+from .rounding import encode_stochastically
+from .scales import store_scale, usable
+from .tiles import Leaf, Shape, divides, over_tiles, split_tiles, tile_counts
+
+Axes = Sequence[SupportsIndex]
+TiledAxes = Mapping[int, SupportsIndex | float]
 
 
 def quantize(
     array: ArrayLike | ImplicitArray,
     qtype: DTypeLike,
     *,
-    channelwise_axes: Sequence[int] = (),
-    tiled_axes: Mapping[int, int] | None = None,
+    channelwise_axes: Axes = (),
+    tiled_axes: TiledAxes | None = None,
     calibration_method: str | None = None,
     scale_dtype: DTypeLike | None = None,
+    key: jax.Array | None = None,
 ) -> QArray:
     """Quantises an array, rounding each value to the nearest that the format has.
+
+    No derivative passes it, not by the scales either: that of rounding is 0.
+    `vn.quant.fake_quantize` and `vn.ste(vn.quant.quantize)` have one that is of use.
 
     **Arguments:**
 
     - `array`: f16, bf16, f32 or f64, of any shape. An implicit array is materialised.
     - `qtype`: the format, by its name in `vn.quant.FORMATS`.
     - `channelwise_axes`: axes with one scale an index.
-    - `tiled_axes`: axes with one scale a tile, `{axis: tile size}`. Axes in neither share a scale,
-      and may count from the end. A format with a tile of its own (mxfp4) tiles the last axis that
-      is not channelwise if None, with all others channelwise.
-    - `calibration_method`: how a tile gives its scale; "absmax" maps its largest magnitude to the
-      format's bound. None is the format's own.
+    - `tiled_axes`: axes with one scale a tile, `{axis: tile size}`; a size that is a float is the
+      share of the axis that a tile takes. Axes in neither share a scale, and may count from the
+      end. A format with a tile of its own (mxfp4) tiles the last axis that is not channelwise if
+      None, with all others channelwise.
+    - `calibration_method`: how the values of a tile give the range that its codes cover; None is
+      the format's own.
+        - "absmax": up to its largest magnitude; "absmax,0.9" to nine tenths of that.
+        - "minmax": from its least value to its largest, and 0, with a zero point (integers only);
+          "minmax,0.9" as above.
+        - "rms,7": up to seven times the root of its mean square.
+        - "absmean": its mean magnitude is a step, as in BitNet.
+        - "fixed,6": from -6 to 6; "fixed,-1,3" from -1 to 3, with a zero point.
+        - "percentile,99.9": up to what 99.9 % of magnitudes do not exceed; "percentile,0.1,99.9" is
+          between two such values, and 0, with a zero point.
+        - "mse": the part of the full range whose squared error is least, of 40 parts that are
+          tried; "mse,100" tries so many.
     - `scale_dtype`: the dtype of the scale; that of the format, or else of `array`, if None. Codes
       are found from the scale as stored, whatever its precision.
+    - `key`: of `jax.random`, to round up or down at random, so that the expected value of the
+      result is the value itself, where it is not clipped.
 
     **Returns:** a `QArray` that stands for an array of the shape and dtype of `array`. A tile of
     zeros has scale 1; one with a NaN or an infinity in it is NaN, the others are not touched by it.
 
     **Raises:** `TypeError` if `array` or the scale is not floating. `ValueError` for an unknown
-    format or method, an axis out of range or named twice, and a tile that does not divide its axis
-    (with sizes that would) or is not that of the format.
+    format or method, a method that needs a zero point and a format that has none, an axis out of
+    range or named twice, and a tile that does not divide its axis (with sizes that would) or is not
+    that of the format.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> w = jnp.linspace(-1, 1, 8).reshape(4, 2)
@@ -55,26 +87,67 @@ def quantize(
     >>> float(abs(q.dequantize() - w).max()) < 0.07
     True
     """
-    format = get_format(qtype)
-    method = calibration_method or format.calibration
-    check_calibration(method, format)
     array = materialise_one(array)
+    how = how_to_quantize(
+        array, qtype, channelwise_axes, tiled_axes, calibration_method, scale_dtype
+    )
+    return _quantize(jnp.asarray(array), key, how)
+
+
+@dataclasses.dataclass(frozen=True)
+class How:
+    """What `quantize` is asked to do, checked: hashable, for `jax.jit`."""
+
+    format: str
+    counts: Shape
+    calibration: Calibration
+    scale_dtype: str
+
+
+def how_to_quantize(
+    array: ArrayLike,
+    qtype: DTypeLike,
+    channelwise_axes: Axes,
+    tiled_axes: TiledAxes | None,
+    calibration_method: str | None,
+    scale_dtype: DTypeLike | None,
+) -> How:
+    """Returns the arguments of `quantize`, checked."""
+    format = get_format(qtype)
+    calibration = check_calibration(calibration_method or format.calibration, format)
+    shape = jnp.shape(array)
+    check_floating(array)
+    sizes = tiled_axes and {axis: _size(shape, axis, tile) for axis, tile in tiled_axes.items()}
+    channelwise, tiled = _tiles_of(format, shape, [int(axis) for axis in channelwise_axes], sizes)
+    return How(
+        format.name,
+        tile_counts(shape, channelwise, tiled),
+        calibration,
+        _scale_dtype(format, jnp.result_type(array), scale_dtype),
+    )
+
+
+def check_floating(array: ArrayLike) -> None:
+    """Raises `TypeError` where the dtype of an array is none of those that are quantised."""
     dtype = jnp.result_type(array)
     if dtype not in QUANTISABLE:
         raise TypeError(f"array is {dtype.name}; quantize takes {_names(QUANTISABLE)}")
-    shape = jnp.shape(array)
-    channelwise_axes, tiled_axes = _tiles_of(format, shape, channelwise_axes, tiled_axes)
-    return _quantize(
-        jnp.asarray(array),
-        format=format.name,
-        counts=tile_counts(shape, channelwise_axes, tiled_axes),
-        method=method,
-        scale_dtype=_scale_dtype(format, dtype, scale_dtype),
-    )
 
 
 def _names(dtypes: Sequence) -> str:
     return ", ".join(jnp.dtype(dtype).name for dtype in dtypes)
+
+
+def _size(shape: Shape, axis: int, tile: SupportsIndex | float) -> int:
+    if not isinstance(tile, float):
+        return operator.index(tile)
+    if not 0 < tile <= 1:
+        raise ValueError(
+            f"axis {axis} of shape {shape} has a tile of {tile}: a tile is a whole number of "
+            "values, or, as a float, the share of the axis that it takes"
+        )
+    # That there is no such axis is said where all are checked.
+    return round(shape[axis] * tile) if -len(shape) <= axis < len(shape) else 1
 
 
 def _tiles_of(
@@ -111,23 +184,130 @@ def _scale_dtype(format: Format, dtype: jnp.dtype, given: DTypeLike | None) -> s
 
 
 # Compiled as one, for no temporary of it then has the size of the array in f32.
-@functools.partial(jax.jit, static_argnames=("format", "counts", "method", "scale_dtype"))
-def _quantize(
-    array: jax.Array, *, format: str, counts: Shape, method: str, scale_dtype: str
+@functools.partial(jax.jit, static_argnames="how")
+def _quantize(array: jax.Array, key: jax.Array | None, how: How) -> QArray:
+    return quantize_tiles(array, key, how)[0]
+
+
+def quantize_tiles(array: jax.Array, key: jax.Array | None, how: How) -> tuple[QArray, Range]:
+    """Returns the quantised array, and the ranges that its tiles were found to have."""
+    format = FORMATS[how.format]
+    array = jax.lax.stop_gradient(array)
+    tiles = split_tiles(array.astype(jnp.promote_types(array.dtype, jnp.float32)), how.counts)
+    store = lambda scale: store_scale(scale, how.scale_dtype, format.scale_tile)
+    axes = tuple(range(1, tiles.ndim, 2))
+    found = find_range(how.calibration, tiles, axes, format, lambda scale: store(scale)[1])
+    scale, zero_point = range_to_scale(found, format)
+    stored, worth = store(scale)
+    return _round(array, format, stored, worth, zero_point, key), found
+
+
+def _round(
+    array: jax.Array,
+    format: Format,
+    stored: jax.Array | QArray,
+    worth: jax.Array,
+    zero_point: jax.Array | None,
+    key: jax.Array | None,
 ) -> QArray:
-    row = FORMATS[format]
-    tiles = split_tiles(array.astype(jnp.promote_types(array.dtype, jnp.float32)), counts)
-    scale, zero_point = calibrate(tiles, tuple(range(1, tiles.ndim, 2)), row, method)
-    stored, wide = store_scale(scale, scale_dtype, row.scale_tile)
-    alternate = [part for count in counts for part in (count, 1)]
-    scaled = tiles / wide.reshape(alternate)
+    """Quantises with scales that are known, as stored and what they are worth: f32 or f64."""
+    scaled = over_tiles(jnp.divide, array.astype(worth.dtype), worth)
     if zero_point is not None:
-        scaled += zero_point.reshape(alternate)
-        zero_point = zero_point.astype(jnp.int8 if row.signed else jnp.uint8)
-    packed, packing = pack_codes(row.encode(scaled).reshape(array.shape), row)
+        scaled = over_tiles(jnp.add, scaled, zero_point.astype(worth.dtype))
+        zero_point = zero_point.astype(jnp.int8 if format.signed else jnp.uint8)
+    codes = format.encode(scaled) if key is None else encode_stochastically(scaled, format, key)
+    packed, packing = pack_codes(codes, format)
     return QArray.from_packed(
-        packed, stored, zero_point, qtype=format, packing=packing, dense_dtype=array.dtype
+        packed, stored, zero_point, qtype=format.name, packing=packing, dense_dtype=array.dtype
     )
+
+
+def quantize_with_scale(
+    array: ArrayLike | ImplicitArray,
+    qtype: DTypeLike,
+    scale: Leaf | QArray | float,
+    zero_point: Leaf | int | None = None,
+    *,
+    key: jax.Array | None = None,
+) -> QArray:
+    """Quantises an array with a scale that is known: of a static range, or one that was learned.
+
+    Values beyond the range of the codes are clipped. `vn.quant.scale_of_range` gives the scale and
+    the zero point for a range. No derivative passes, as for `vn.quant.quantize`.
+
+    **Arguments:**
+
+    - `array`, `qtype`, `key`: as for `vn.quant.quantize`.
+    - `scale`: positive, floating; of the rank of `array`, with axes that divide its own, or a number
+      for all of it. It is stored in its own dtype (a Python number in that of `array`), or as the
+      format is defined: as powers of two for mxfp4. One too small to divide by becomes 1.
+    - `zero_point`: the code that stands for 0, with the same rule for its shape. Integer formats
+      only.
+
+    **Returns:** a `QArray`. A tile with a NaN or an infinity in it, or with such a scale, is NaN.
+
+    **Raises:** `TypeError` if `array` or the scale is not floating. `ValueError` for an unknown
+    format, a shape that does not tile that of `array`, and a zero point where the format has none.
+
+    >>> import jax.numpy as jnp, veneer as vn
+    >>> vn.quant.quantize_with_scale(jnp.array([1.0, 2.4, 9.0]), "int4", 0.5).dequantize().tolist()
+    [1.0, 2.5, 3.5]
+    """
+    array, scale, zero_point = check_scale(array, qtype, scale, zero_point)
+    return _quantize_with_scale(array, scale, zero_point, key, get_format(qtype).name)
+
+
+def check_scale(
+    array: ArrayLike | ImplicitArray,
+    qtype: DTypeLike,
+    scale: Leaf | QArray | float,
+    zero_point: Leaf | int | None,
+) -> tuple[jax.Array, jax.Array | QArray, jax.Array | None]:
+    """Returns the arguments of `quantize_with_scale`, checked, as arrays of one rank."""
+    format = get_format(qtype)
+    array = materialise_one(array)
+    check_floating(array)
+    array = jnp.asarray(array)
+    if not isinstance(scale, QArray):
+        scale = jnp.asarray(scale, array.dtype if isinstance(scale, float | int) else None)
+        _scale_dtype(format, scale.dtype, None)
+    if zero_point is not None:
+        zero_point = jnp.asarray(zero_point)
+        if not has_zero_point(format):
+            raise ValueError(f"{format.name} has no zero_point, and {zero_point.shape} is given")
+    parts = []
+    for name, part in (("scale", scale), ("zero_point", zero_point)):
+        if part is not None and part.ndim == 0:
+            part = part.reshape((1,) * array.ndim)
+        if part is not None and not divides(part.shape, array.shape):
+            raise ValueError(
+                f"{name} has shape {part.shape}, which does not tile an array of shape "
+                f"{array.shape}: it needs the same rank, and axes that divide those of the array"
+            )
+        parts.append(part)
+    return array, *parts
+
+
+@functools.partial(jax.jit, static_argnames="qtype")
+def _quantize_with_scale(
+    array: jax.Array,
+    scale: jax.Array | QArray,
+    zero_point: jax.Array | None,
+    key: jax.Array | None,
+    qtype: str,
+) -> QArray:
+    format = FORMATS[qtype]
+    array, scale = jax.lax.stop_gradient((array, scale))
+    finite = jnp.isfinite(split_tiles(array, scale.shape)).all(range(1, 2 * array.ndim, 2))
+    dtype = jnp.promote_types(array.dtype, jnp.float32)
+    if isinstance(scale, QArray):
+        stored = scale.replace(packed=jnp.where(finite, scale.packed, jnp.nan))
+        worth = usable(stored.dequantize().astype(dtype))
+    else:
+        wide = jnp.where(finite, scale.astype(jnp.promote_types(dtype, scale.dtype)), jnp.nan)
+        name = format.scale_dtype or scale.dtype.name
+        stored, worth = store_scale(wide, name, format.scale_tile)
+    return _round(array, format, stored, worth, zero_point, key)
 
 
 def dequantize(q: QArray) -> jax.Array:

@@ -54,10 +54,15 @@ def _quantise(scale: jax.Array, qtype: str, tile: int) -> QArray:
     format = get_format(qtype)
     outer_counts = _outer_counts(scale.shape, tile)
     split = scale.reshape(
-        [n for size, count in zip(scale.shape, outer_counts, strict=True)
-         for n in (count, size // max(count, 1))]
+        [
+            n
+            for size, count in zip(scale.shape, outer_counts, strict=True)
+            for n in (count, size // max(count, 1))
+        ]
     )
-    largest = jnp.max(jnp.where(jnp.isnan(split), 0, split), axis=range(1, split.ndim, 2), initial=0)
+    largest = jnp.max(
+        jnp.where(jnp.isnan(split), 0, split), axis=range(1, split.ndim, 2), initial=0
+    )
     outer = usable((largest / format.bound).astype(jnp.float32))
     # The least code is not 0, which could not be divided by.
     least = float(jnp.finfo(format.code_dtype).smallest_subnormal)

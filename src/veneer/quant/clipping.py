@@ -1,0 +1,126 @@
+"""Fake quantisation: what an array is worth once quantised, with a derivative.
+
+The derivative is 1 where a value was rounded, and 0 where it was clipped: beyond the range, a small
+change of it changes nothing.
+
+Bengio et al., Estimating or Propagating Gradients Through Stochastic Neurons (2013); Jacob et al.,
+Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only Inference (2018).
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
+
+from .._core.array import ImplicitArray
+from .._core.value import materialise_one
+from ..straight_through import ste
+from .calibration import Range
+from .conversion import (
+    Axes,
+    How,
+    TiledAxes,
+    check_scale,
+    how_to_quantize,
+    quantize_tiles,
+    quantize_with_scale,
+)
+from .formats import FORMATS, Format, get_format
+from .qarray import QArray
+from .tiles import Leaf, over_tiles
+
+
+def fake_quantize(
+    array: ArrayLike | ImplicitArray,
+    qtype: DTypeLike,
+    *,
+    channelwise_axes: Axes = (),
+    tiled_axes: TiledAxes | None = None,
+    calibration_method: str | None = None,
+    scale_dtype: DTypeLike | None = None,
+    key: jax.Array | None = None,
+) -> jax.Array:
+    """Returns `dequantize(quantize(array))`, which training can pass a gradient through.
+
+    The derivative is 1, and 0 where a value lies beyond the range of its tile: with "fixed", "rms",
+    "percentile" and "mse", and with "absmax" and "minmax" of a factor below 1. Nothing lies beyond
+    the others. There is no derivative by way of the scale, and that of higher order is 0.
+
+    **Arguments:** those of `vn.quant.quantize`.
+
+    **Returns:** a dense array of the shape and dtype of `array`.
+
+    **Raises:** what `vn.quant.quantize` does.
+
+    >>> import jax, jax.numpy as jnp, veneer as vn
+    >>> fake = lambda x: vn.quant.fake_quantize(x, "int4", calibration_method="fixed,1.5").sum()
+    >>> jax.value_and_grad(fake)(jnp.array([0.5, 1.0, 9.0]))
+    (Array(3., dtype=float32), Array([1., 1., 0.], dtype=float32))
+    """
+    array = materialise_one(array)
+    how = how_to_quantize(
+        array, qtype, channelwise_axes, tiled_axes, calibration_method, scale_dtype
+    )
+    array = jnp.asarray(array)
+    value, ends = _rounded(array, key, how)
+    return _straight_through(value, array, ends if how.calibration.clips else None)
+
+
+@functools.partial(jax.jit, static_argnames="how")
+def _rounded(array: jax.Array, key: jax.Array | None, how: How) -> tuple[jax.Array, Range]:
+    q, (low, high) = quantize_tiles(array, key, how)
+    format = FORMATS[how.format]
+    if low is None and format.scale_dtype is not None:
+        # A scale that was rounded up reaches beyond the range that was asked for.
+        high = jnp.maximum(high, q.scales().astype(high.dtype) * format.bound)
+    return q.dequantize(), Range(-high if low is None else low, high)
+
+
+def fake_quantize_with_scale(
+    array: ArrayLike | ImplicitArray,
+    qtype: DTypeLike,
+    scale: Leaf | QArray | float,
+    zero_point: Leaf | int | None = None,
+    *,
+    key: jax.Array | None = None,
+) -> jax.Array:
+    """Returns `dequantize(quantize_with_scale(array, ...))` with a derivative.
+
+    It is 1, and 0 where a value lies beyond the range that the codes cover; the scale and the zero
+    point have none.
+
+    **Arguments:** those of `vn.quant.quantize_with_scale`.
+
+    **Returns:** a dense array of the shape and dtype of `array`.
+
+    **Raises:** what `vn.quant.quantize_with_scale` does.
+
+    >>> import jax, jax.numpy as jnp, veneer as vn
+    >>> fake = lambda x: vn.quant.fake_quantize_with_scale(x, "int4", 0.2).sum()
+    >>> jax.grad(fake)(jnp.array([0.5, 1.4, -2.0])).tolist()
+    [1.0, 1.0, 0.0]
+    """
+    array, scale, zero_point = check_scale(array, qtype, scale, zero_point)
+    q = quantize_with_scale(array, qtype, scale, zero_point, key=key)
+    return _straight_through(q.dequantize(), array, _range_of_codes(q, get_format(qtype)))
+
+
+def _range_of_codes(q: QArray, format: Format) -> Range:
+    scale = q.scales()
+    if q.zero_point is None:
+        low = -format.bound if format.signed or not format.is_integer else 0
+        return Range(low * scale, format.bound * scale)
+    least, largest = format.code_range
+    end = lambda code: (code - q.zero_point.astype(scale.dtype)) * scale
+    return Range(end(least), end(largest))
+
+
+def _straight_through(value: jax.Array, array: jax.Array, ends: Range | None) -> jax.Array:
+    value = jax.lax.stop_gradient(value)
+    if ends is not None:
+        low, high = (end.astype(jnp.promote_types(end.dtype, array.dtype)) for end in ends)
+        held = jax.lax.stop_gradient(array)
+        outside = over_tiles(jnp.less, held, low) | over_tiles(jnp.greater, held, high)
+        array = jnp.where(outside, held, array)
+    return ste(lambda _: value)(array)
