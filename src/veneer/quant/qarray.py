@@ -12,8 +12,10 @@ from jax.typing import DTypeLike
 from .._core.array import ImplicitArray
 from .._core.tree import static
 from .formats import FORMATS, Format, get_format
-from .packing import Packing, pack, packed_size, unpack
+from .packing import UNITS, Packing, pack, packed_size, unpack
 from .tiles import Leaf, Shape, divides, over_tiles, tile_shape
+
+_NARROW_INTEGERS = {"int2": "int8", "int4": "int8", "uint2": "uint8", "uint4": "uint8"}
 
 # Narrower floats are codes already.
 QUANTISABLE = tuple(map(jnp.dtype, (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)))
@@ -22,22 +24,25 @@ QUANTISABLE = tuple(map(jnp.dtype, (jnp.float16, jnp.bfloat16, jnp.float32, jnp.
 class QArray(ImplicitArray):
     """A quantised array: `(qvalue - zero_point) * scale`, or `codebook[qvalue] * scale`.
 
-    4-bit codes are stored two a byte, packed along the last axis: `packed` is the stored array,
-    `qvalue` its unpacked view, and `nbytes` counts what is stored. The dense array has the dtype of
-    the scale here, and that of the input where `quantize` made it.
+    Codes of fewer than 8 bits are stored without gaps (two of 4 bits a byte, eight of 3 bits in
+    three), packed along the last axis: `packed` is the stored array, `qvalue` its unpacked view,
+    and `nbytes` counts what is stored. The dense array has the dtype of the scale here, if that is
+    of 16 bits and up (else float32), and that of the input where `quantize` made it.
 
     The leading axes of all leaves come and go together under `vmap` and `scan`. For that, the scale
     must have them: quantise stacked weights with their leading axes channelwise.
 
     **Arguments:**
 
-    - `qvalue`: the codes, `[..., K, N]`, in the format's code dtype (int8, int4; uint4 for nf4) or
-      in a wider integer dtype, if they are in the range of that one.
+    - `qvalue`: the codes, `[..., K, N]`, in the format's `code_dtype` (int4, uint4 for nf4, int8
+      for int5, float8_e4m3fn for mxfp8) or, but for the formats whose codes are floats, in another
+      integer dtype, if they are in the format's range.
     - `scale`: floating, of the same rank; each of its axes divides that of the values, and its
-      entries are broadcast over tiles.
+      entries are broadcast over tiles. float8_e8m0fnu holds powers of two. Scales may themselves be
+      quantised, as those of nvfp4 are: a QArray.
     - `zero_point`: the code that stands for 0, with the same rule for its shape. Integer formats
       only.
-    - `qtype`: the format. None takes it from the dtype of `qvalue`: int8 or int4.
+    - `qtype`: the format. None takes it from the dtype of `qvalue`, where that is one's name.
 
     **Raises:** `TypeError` where a part is not an array. `ValueError` where a shape, a dtype or the
     format does not fit.
@@ -63,7 +68,7 @@ class QArray(ImplicitArray):
     def __init__(
         self,
         qvalue: Leaf,
-        scale: Leaf,
+        scale: "Leaf | QArray",
         zero_point: Leaf | None = None,
         qtype: DTypeLike | None = None,
     ):
@@ -74,16 +79,16 @@ class QArray(ImplicitArray):
             qvalue, packing = pack_codes(jnp.asarray(qvalue), format)
         elif qvalue.dtype != format.code_dtype:
             qvalue = qvalue.astype(format.code_dtype)
-        if zero_point is not None and zero_point.dtype.name in ("int4", "uint4"):
+        if zero_point is not None and zero_point.dtype.name in _NARROW_INTEGERS:
             # A leaf that is stored as it is, so of a dtype that files have.
-            zero_point = zero_point.astype(zero_point.dtype.name.replace("4", "8"))
+            zero_point = zero_point.astype(_NARROW_INTEGERS[zero_point.dtype.name])
         self._set(qvalue, scale, zero_point, format.name, packing, None)
 
     @classmethod
     def from_packed(
         cls,
         packed: Leaf,
-        scale: Leaf,
+        scale: "Leaf | QArray",
         zero_point: Leaf | None = None,
         *,
         qtype: DTypeLike,
@@ -94,8 +99,8 @@ class QArray(ImplicitArray):
 
         **Arguments:** those of `QArray`, and
 
-        - `packed`: int8 codes, or uint8 with two 4-bit codes a byte along `packing.axis`;
-          `packing=None` with a 4-bit format is one code a byte.
+        - `packed`: codes of 8 bits in the format's dtype, or uint8 with narrower ones packed along
+          `packing.axis`; `packing=None` with a narrower format is one code a byte.
         - `dense_dtype`: the dtype of the array that it stands for; that of `scale` if None.
 
         **Raises:** `TypeError` where a leaf is not an array. `ValueError` where they do not fit
@@ -135,7 +140,7 @@ class QArray(ImplicitArray):
     def _set(
         self,
         packed: Leaf,
-        scale: Leaf,
+        scale: "Leaf | QArray",
         zero_point: Leaf | None,
         qtype: str,
         packing: Packing | None,
@@ -180,8 +185,9 @@ class QArray(ImplicitArray):
     def scales(self) -> jax.Array:
         """Returns what the scales are worth, in f32 or f64: `[...]` of the shape of `scale`."""
         scale = self.scale.dequantize() if isinstance(self.scale, QArray) else self.scale
-        dtype = jnp.promote_types(scale.dtype, jnp.float32) if scale.dtype.itemsize > 1 else "float32"
-        return jnp.asarray(scale).astype(jax.dtypes.canonicalize_dtype(dtype))
+        # JAX promotes no floats of 8 bits.
+        wide = scale.dtype if scale.dtype == jnp.float64 else jnp.float32
+        return jnp.asarray(scale).astype(jax.dtypes.canonicalize_dtype(wide))
 
     def aval(self) -> jax.core.ShapedArray:
         """Returns the shape of the codes, before packing, and the dense dtype."""
@@ -200,22 +206,39 @@ class QArray(ImplicitArray):
         dtype = jax.dtypes.canonicalize_dtype(self.dense_dtype)
         return stored.update(shape=tuple(shape), dtype=dtype, weak_type=False)
 
-    def partition(self, spec: PartitionSpec, shape: Shape) -> "QArray":
+    def partition(self, spec: PartitionSpec, shape: Shape) -> "QArray | None":
         """Returns a spec for each leaf: all are cut along the same axes as the dense array.
 
         An entry of the scale that all blocks share goes to each of them; blocks that are put
-        together keep the entries that each has.
+        together keep the entries that each has. None where a unit of codes would be cut.
         """
+        packing = self.packing
+        if packing is not None:
+            axis, old = packing
+            # All blocks are of the smaller size, and must end with a unit: sizes in bytes may fit
+            # where codes do not, as those of two blocks of 6 codes, in units of 8.
+            if old != shape[axis] and min(old, shape[axis]) % UNITS[self.format.bits][0]:
+                return None
+            packing = packing._replace(size=shape[axis])
 
-        def of(leaf: Leaf) -> PartitionSpec:
-            axes = zip(spec, leaf.shape, self.shape, shape, strict=True)
-            return PartitionSpec(
-                *(None if count == 1 and new < old else entry for entry, count, old, new in axes)
-            )
+        axes = [*zip(spec, self.shape, shape, strict=True)]
 
-        packing = self.packing and self.packing._replace(size=shape[self.packing.axis])
+        def of(leaf: "Leaf | QArray") -> Any:
+            counts = [*zip(leaf.shape, axes, strict=True)]
+            is_cut = [count > 1 or new >= old for count, (_, old, new) in counts]
+            entries = [e if cut else None for cut, (e, _, _) in zip(is_cut, axes, strict=True)]
+            if not isinstance(leaf, QArray):
+                return PartitionSpec(*entries)
+            sizes = [
+                count * new // max(old, 1) if cut else count
+                for cut, (count, (_, old, new)) in zip(is_cut, counts, strict=True)
+            ]
+            return leaf.partition(PartitionSpec(*entries), tuple(sizes))
+
         zero_point = None if self.zero_point is None else of(self.zero_point)
-        scale = jax.tree.map(of, self.scale)
+        scale = of(self.scale)
+        if scale is None:
+            return None
         specs = type(self).__new__(type(self))
         specs._assign(spec, scale, zero_point, self.qtype, packing, self.dense_dtype)
         return specs
@@ -246,18 +269,20 @@ def _format_of_codes(qvalue: Leaf, qtype: DTypeLike | None) -> Format:
     if qtype is None and dtype.name not in FORMATS:
         raise ValueError(f"the format does not follow from qvalue of {dtype.name}; pass qtype")
     format = get_format(dtype.name if qtype is None else qtype)
-    if dtype != format.code_dtype and not jnp.issubdtype(dtype, jnp.integer):
+    has_integers = format.is_integer or format.codebook is not None
+    if dtype != format.code_dtype and not (has_integers and jnp.issubdtype(dtype, jnp.integer)):
         raise ValueError(
-            f"qvalue holds codes of {format.code_dtype.name}, not {dtype.name}; "
-            "vn.quant.quantize makes them"
+            f"qvalue holds codes of {format.name}, which are {format.code_dtype.name}, not "
+            f"{dtype.name}; vn.quant.quantize makes them"
         )
-    if dtype != format.code_dtype or format.bits not in (4, 8):
-        _check_range(qvalue, format)
+    is_full = dtype == format.code_dtype and format.bits in (4, 8)  # any code of the dtype is one
+    if has_integers and not is_full and dtype.name != format.name:
+        _check_codes(qvalue, format)
     return format
 
 
-def _check_range(qvalue: Leaf, format: Format) -> None:
-    """Refuses codes of a wider dtype that the format does not have, or that cannot be looked at."""
+def _check_codes(qvalue: Leaf, format: Format) -> None:
+    """Refuses codes that the format does not have, or of another dtype that cannot be looked at."""
     if isinstance(qvalue, jax.core.Tracer):
         if qvalue.dtype == format.code_dtype:
             return
@@ -265,8 +290,6 @@ def _check_range(qvalue: Leaf, format: Format) -> None:
             f"codes of {format.name} are {format.code_dtype.name}, not {qvalue.dtype.name}, whose "
             f"range cannot be checked under a trace; pass qvalue.astype(jnp.{format.code_dtype})"
         )
-    if format.codebook is None and not format.is_integer:
-        raise ValueError(f"codes of {format.name} are of that dtype, not {qvalue.dtype.name}")
     low, high = format.code_range
     codes = np.asarray(qvalue)
     if codes.size and not low <= codes.min() <= codes.max() <= high:
@@ -274,6 +297,8 @@ def _check_range(qvalue: Leaf, format: Format) -> None:
             f"codes of {format.name} lie in [{low}, {high}], and qvalue holds "
             f"{codes.min()} to {codes.max()}"
         )
+    if format.bits == 1 and format.signed and not codes.all():
+        raise ValueError(f"codes of {format.name} are -1 and 1, and qvalue holds 0")
 
 
 def _check_arrays(**parts: Any) -> None:
@@ -294,8 +319,8 @@ def _validate(q: QArray) -> None:
         raise ValueError(f"scale is floating, not {q.scale.dtype.name}")
     if not jnp.issubdtype(jnp.dtype(q.dense_dtype), jnp.floating):
         raise ValueError(f"a QArray stands for a floating array, not {q.dense_dtype}")
-    if q.zero_point is not None and q.format.codebook is not None:
-        raise ValueError(f"{q.qtype} is a codebook format and has no zero_point")
+    if q.zero_point is not None and not q.format.is_integer:
+        raise ValueError(f"{q.qtype} is no integer format and has no zero_point")
     for name, leaf in (("scale", q.scale), ("zero_point", q.zero_point)):
         if leaf is not None and not divides(leaf.shape, q.shape):
             raise ValueError(

@@ -1,13 +1,11 @@
 """Rules for primitives that move values about: a QArray in, a QArray out, no code unpacked.
 
-Each does to the leaves what the primitive does to the values. A leaf is coarser than the values: an
-entry of the scale covers a tile, a byte on the packed axis covers two codes. Both are called a
-*block* here. Where the primitive would cut a block in two, the rule returns NotImplemented, and the
-operand is materialised.
+Each does to the entries of every leaf what the primitive does to the values (`grids`). Where that
+would cut a block in two, the rule returns NotImplemented, and the operand is materialised.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,70 +15,74 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from ..._core.rules import register
-from ..packing import Packing
-from ..qarray import QArray
-from ..tiles import Leaf, Shape
+from ..qarray import QUANTISABLE, QArray
+from ..tiles import Shape
+from .grids import (
+    Grid,
+    Step,
+    grids,
+    move,
+    move_codes,
+    rebuild,
+    without_needless_packing,
+)
 
 
-def _rebuild(q: QArray, leaves: Sequence[jax.Array], shape: Shape) -> QArray:
-    """Returns `q` with other leaves, which stand for values of `shape`."""
-    new = jax.tree.unflatten(jax.tree.structure(q), leaves)
-    # The packed axis is the one with fewer bytes than codes. Of size 1 it needs no unpacking.
-    axes = [i for i, size in enumerate(shape) if new.packed.shape[i] != size]
-    packing = Packing(axes[0] - len(shape), shape[axes[0]]) if axes else None
-    return new.replace(packing=packing)
-
-
-def _blocks(leaf: Leaf, shape: Shape) -> list[int]:
-    """Counts the values that an entry of `leaf` covers along each axis. The last may have fewer."""
-    return [max(1, -(-size // max(1, n))) for size, n in zip(shape, leaf.shape, strict=True)]
+def _step(function: Callable, rule: Callable, *operands: Any, **params: Any) -> Step:
+    """Returns what does a primitive to a leaf: the function, or the rule if a scale is a QArray."""
+    return lambda x: (rule if isinstance(x, QArray) else function)(x, *operands, **params)
 
 
 @register("convert_element_type")
 def _convert_element_type(q: QArray, *, new_dtype, weak_type, sharding) -> Any:
-    if weak_type or sharding is not None or not jnp.issubdtype(new_dtype, jnp.floating):
+    # To fewer bits, it is meant to round.
+    if weak_type or sharding is not None or new_dtype not in QUANTISABLE:
         return NotImplemented
     return q.replace(dense_dtype=new_dtype)
 
 
 @register("transpose")
 def _transpose(q: QArray, *, permutation) -> Any:
-    leaves = [lax.transpose(leaf, permutation) for leaf in jax.tree.leaves(q)]
-    return _rebuild(q, leaves, tuple(q.shape[axis] for axis in permutation))
+    step = _step(lax.transpose, _transpose, permutation=permutation)
+    shape = tuple(q.shape[axis] for axis in permutation)
+    return move(q, lambda grid: step, shape, [*permutation].index)
 
 
 @register("squeeze")
 def _squeeze(q: QArray, *, dimensions) -> Any:
-    leaves = [lax.squeeze(leaf, dimensions) for leaf in jax.tree.leaves(q)]
-    return _rebuild(q, leaves, tuple(n for i, n in enumerate(q.shape) if i not in dimensions))
+    step = _step(lax.squeeze, _squeeze, dimensions=dimensions)
+    kept = [axis for axis in range(q.ndim) if axis not in dimensions]
+    return move(q, lambda grid: step, tuple(q.shape[axis] for axis in kept), kept.index)
 
 
 @register("broadcast_in_dim")
-def _broadcast_in_dim(q: QArray, *, shape, broadcast_dimensions, sharding) -> Any:
+def _broadcast_in_dim(q: QArray, *, shape, broadcast_dimensions, sharding=None) -> Any:
     if sharding is not None:
         return NotImplemented
-    leaves = []
-    for leaf in jax.tree.leaves(q):
+
+    def plan(grid: Grid) -> Step:
         # Every leaf has the new axes in full, so that vmap and scan may take them off again. Along
         # an axis that grows from 1, the values go on sharing a scale.
-        new_shape = list(shape)
+        new = list(shape)
         for i, axis in enumerate(broadcast_dimensions):
-            if leaf is not q.packed or q.shape[i] == shape[axis]:
-                new_shape[axis] = leaf.shape[i]
-        leaves.append(lax.broadcast_in_dim(leaf, new_shape, broadcast_dimensions))
-    return _rebuild(q, leaves, shape)
+            if grid.leaf != "packed" or q.shape[i] == shape[axis]:
+                new[axis] = grid.shape[i]
+        dimensions = {"broadcast_dimensions": broadcast_dimensions}
+        return _step(lax.broadcast_in_dim, _broadcast_in_dim, shape=tuple(new), **dimensions)
+
+    return move(q, plan, shape, lambda axis: broadcast_dimensions[axis])
 
 
 @register("slice")
 def _slice(q: QArray, *, start_indices, limit_indices, strides) -> Any:
     strides = strides or (1,) * q.ndim
-    leaves = []
-    for leaf in jax.tree.leaves(q):
+
+    def plan(grid: Grid) -> Any:
         cuts = []
-        for axis, block in enumerate(_blocks(leaf, q.shape)):
+        for axis, block in enumerate(grid.block):
             size, start, limit = q.shape[axis], start_indices[axis], limit_indices[axis]
-            if (start, limit, strides[axis]) == (0, size, 1) or _is_shared(leaf, axis, q):
-                cuts.append((0, leaf.shape[axis], 1))
+            if (start, limit, strides[axis]) == (0, size, 1) or grid.is_shared(axis):
+                cuts.append((0, grid.shape[axis], 1))
             elif block == 1:
                 cuts.append((start, limit, strides[axis]))
             elif (
@@ -91,28 +93,30 @@ def _slice(q: QArray, *, start_indices, limit_indices, strides) -> Any:
                 cuts.append((start // block, -(-limit // block), 1))
             else:
                 return NotImplemented
-        leaves.append(lax.slice(leaf, *zip(*cuts, strict=True)) if cuts else leaf)
+        starts, limits, steps = zip(*cuts, strict=True) if cuts else ((), (), ())
+        params = {"start_indices": starts, "limit_indices": limits, "strides": steps}
+        return _step(lax.slice, _slice, **params)
+
     spans = zip(start_indices, limit_indices, strides, strict=True)
-    return _rebuild(q, leaves, tuple(len(range(*span)) for span in spans))
+    return move(q, plan, tuple(len(range(*span)) for span in spans))
 
 
 @register("dynamic_slice")
 def _dynamic_slice(q: QArray, *start_indices: ArrayLike, slice_sizes) -> Any:
-    leaves = []
-    for leaf in jax.tree.leaves(q):
+    def plan(grid: Grid) -> Any:
         sizes = list(slice_sizes)
-        for axis, block in enumerate(_blocks(leaf, q.shape)):
-            if slice_sizes[axis] == q.shape[axis] or _is_shared(leaf, axis, q):
-                sizes[axis] = leaf.shape[axis]  # all of it: any start is clamped to 0
+        for axis, block in enumerate(grid.block):
+            if slice_sizes[axis] == q.shape[axis] or grid.is_shared(axis):
+                sizes[axis] = grid.shape[axis]  # all of it: any start is clamped to 0
             elif block > 1:
                 return NotImplemented
-        leaves.append(lax.dynamic_slice(leaf, start_indices, sizes))
-    return _rebuild(q, leaves, slice_sizes)
+        return lambda x: (
+            _dynamic_slice(x, *start_indices, slice_sizes=tuple(sizes))
+            if isinstance(x, QArray)
+            else lax.dynamic_slice(x, start_indices, sizes)
+        )
 
-
-def _is_shared(leaf: Leaf, axis: int, q: QArray) -> bool:
-    """Whether any values along the axis go with the leaf's one entry: codes never share."""
-    return leaf is not q.packed and leaf.shape[axis] == 1
+    return move(q, plan, tuple(slice_sizes))
 
 
 @register("gather")
@@ -133,32 +137,39 @@ def _gather(
     if mode == modes.FILL_OR_DROP and fill_value is not None and not np.isnan(fill_value):
         return NotImplemented
     indices = jnp.asarray(indices)
-    leaves = []
-    for leaf in jax.tree.leaves(q):
+
+    def plan(grid: Grid) -> Any:
         sizes = list(slice_sizes)
         divisors = [1] * q.ndim
-        for axis, block in enumerate(_blocks(leaf, q.shape)):
+        for axis, block in enumerate(grid.block):
             if slice_sizes[axis] == q.shape[axis]:
-                sizes[axis] = leaf.shape[axis]
+                sizes[axis] = grid.shape[axis]
             elif block > 1:
                 batched = axis in dimension_numbers.operand_batching_dims
-                if leaf is q.packed or slice_sizes[axis] != 1 or batched:
+                if grid.leaf == "packed" or slice_sizes[axis] != 1 or batched:
                     return NotImplemented
                 divisors[axis] = block
-        leaves.append(
-            lax.gather(
-                leaf,
-                _entries(indices, [divisors[i] for i in dimension_numbers.start_index_map]),
-                dimension_numbers,
-                sizes,
-                unique_indices=unique_indices and max(divisors, default=1) == 1,
-                indices_are_sorted=indices_are_sorted,
-                mode=mode,
-                # The default for a float is NaN. What a scale of NaN multiplies does not matter.
-                fill_value=None if leaf is q.scale else 0,
-            )
+        return _step(
+            lax.gather,
+            _gather,
+            _entries(indices, [divisors[i] for i in dimension_numbers.start_index_map]),
+            dimension_numbers=dimension_numbers,
+            slice_sizes=tuple(sizes),
+            unique_indices=unique_indices and max(divisors, default=1) == 1,
+            indices_are_sorted=indices_are_sorted,
+            mode=mode,
+            # The default for a float is NaN. What a scale of NaN multiplies does not matter.
+            fill_value=None if grid.leaf == "scale" else 0,
         )
-    return _rebuild(q, leaves, _gathered_shape(indices.shape, slice_sizes, dimension_numbers))
+
+    gone = {*dimension_numbers.collapsed_slice_dims, *dimension_numbers.operand_batching_dims}
+    kept = [axis for axis in range(q.ndim) if axis not in gone]
+    offsets = dict(zip(kept, dimension_numbers.offset_dims, strict=True))
+    sizes = {offsets[axis]: slice_sizes[axis] for axis in kept}
+    batch = iter(indices.shape[:-1])
+    ndim = len(kept) + indices.ndim - 1
+    shape = tuple(sizes[i] if i in sizes else next(batch) for i in range(ndim))
+    return move(q, plan, shape, offsets.__getitem__)
 
 
 def _entries(indices: jax.Array, divisors: list[int]) -> jax.Array:
@@ -170,31 +181,41 @@ def _entries(indices: jax.Array, divisors: list[int]) -> jax.Array:
     return indices // jnp.array(divisors, indices.dtype)
 
 
-def _gathered_shape(indices: Shape, slice_sizes: Shape, dimension_numbers: Any) -> Shape:
-    gone = {*dimension_numbers.collapsed_slice_dims, *dimension_numbers.operand_batching_dims}
-    offsets = iter([size for axis, size in enumerate(slice_sizes) if axis not in gone])
-    batch = iter(indices[:-1])
-    ndim = len(slice_sizes) - len(gone) + len(indices) - 1
-    return tuple(
-        next(offsets if axis in dimension_numbers.offset_dims else batch) for axis in range(ndim)
-    )
-
-
 @register("concatenate")
 def _concatenate(*operands: QArray, dimension) -> Any:
-    kinds = {(q.qtype, q.dense_dtype, len(jax.tree.leaves(q))) for q in operands}
-    if len(kinds) > 1 or any(q.size == 0 for q in operands):
+    if any(q.size == 0 for q in operands):
         return NotImplemented
-    leaves = []
-    for column in zip(*map(jax.tree.leaves, operands), strict=True):
-        blocks, *others = (_blocks(leaf, q.shape) for leaf, q in zip(column, operands, strict=True))
-        short = any(q.shape[dimension] % blocks[dimension] for q in operands[:-1])
-        if short or any(other != blocks for other in others):
+    qs = [without_needless_packing(q) for q in operands]
+    covers = [grids(q) for q in qs]
+    if len({(q.qtype, q.dense_dtype, *cover) for q, cover in zip(qs, covers, strict=True)}) > 1:
+        return NotImplemented
+    leaves: dict[str, Any] = {}
+    for name, first in covers[0].items():
+        # Entries go in one row if all have blocks of one size, and none but the last a partial one.
+        short = any(q.shape[dimension] % first.block[dimension] for q in qs[:-1])
+        if short or any(cover[name].block != first.block for cover in covers):
             return NotImplemented
-        leaves.append(lax.concatenate(column, dimension))
-    shape = list(operands[0].shape)
-    shape[dimension] = sum(q.shape[dimension] for q in operands)
-    return _rebuild(operands[0], leaves, tuple(shape))
+        if name == "packed":
+            join = lambda xs: lax.concatenate(xs, dimension)
+            leaves[name] = move_codes(qs, join, lambda axis: axis)
+        else:
+            leaves[name] = _joined([getattr(q, name) for q in qs], dimension)
+        if leaves[name] is NotImplemented:
+            return NotImplemented
+    shape = list(qs[0].shape)
+    shape[dimension] = sum(q.shape[dimension] for q in qs)
+    return rebuild(qs[0], leaves, tuple(shape), lambda axis: axis)
+
+
+def _joined(scales: Sequence[Any], dimension: int) -> Any:
+    if all(isinstance(scale, QArray) for scale in scales):
+        joined = _concatenate(*scales, dimension=dimension)
+        if joined is not NotImplemented:
+            return joined
+    scales = [scale.dequantize() if isinstance(scale, QArray) else scale for scale in scales]
+    if len({scale.dtype for scale in scales}) > 1:
+        return NotImplemented
+    return lax.concatenate(scales, dimension)
 
 
 @register("stack")
@@ -203,8 +224,9 @@ def _stack(*operands: QArray, axis) -> Any:
 
 
 def _expand(q: QArray, axis: int) -> QArray:
-    leaves = [lax.expand_dims(leaf, [axis]) for leaf in jax.tree.leaves(q)]
-    return _rebuild(q, leaves, (*q.shape[:axis], 1, *q.shape[axis:]))
+    step = _step(lambda x: lax.expand_dims(x, [axis]), lambda q: _expand(q, axis))
+    shape = (*q.shape[:axis], 1, *q.shape[axis:])
+    return move(q, lambda grid: step, shape, lambda packed: packed + (packed >= axis))
 
 
 @register("split")
@@ -218,16 +240,39 @@ def _split(q: QArray, *, sizes, axis) -> Any:
 
 
 @register("reshape")
-def _reshape(q: QArray, *, new_sizes, dimensions, sharding) -> Any:
+def _reshape(q: QArray, *, new_sizes, dimensions=None, sharding=None) -> Any:
     if dimensions is not None or sharding is not None or q.size == 0:
         return NotImplemented
-    leaves = []
-    for leaf in jax.tree.leaves(q):
-        shape = _reshaped(leaf.shape, q.shape, new_sizes)
+    q = without_needless_packing(q)
+    packed_axis = -1 if q.packing is None else _reshaped_packed_axis(q, new_sizes)
+    if packed_axis is None:
+        return NotImplemented
+
+    def plan(grid: Grid) -> Any:
+        shape = _reshaped(grid.shape, q.shape, new_sizes)
         if shape is None:
             return NotImplemented
-        leaves.append(lax.reshape(leaf, shape))
-    return _rebuild(q, leaves, new_sizes)
+        return _step(lax.reshape, _reshape, new_sizes=shape)
+
+    return move(q, plan, new_sizes, lambda _: packed_axis)
+
+
+def _reshaped_packed_axis(q: QArray, new: Shape) -> int | None:
+    """Returns the axis that units lie along once the values have shape `new`; None for several."""
+    assert q.packing is not None
+    axis = q.ndim + q.packing.axis
+    units = grids(q)["packed"]
+    counts = _reshaped(units.shape, q.shape, new)
+    for old_axes, new_axes in _reshape_groups(q.shape, new):
+        if counts is None or axis not in old_axes:
+            continue
+        if len(old_axes) == len(new_axes) == 1:
+            return new_axes[0]
+        along = [i for i in new_axes if counts[i] < new[i]]
+        # A unit that is partly empty ends a row, and would be amid the values of a longer one.
+        if len(along) == 1 and q.shape[axis] % units.block[axis] == 0:
+            return along[0]
+    return None
 
 
 def _reshaped(leaf: Shape, old: Shape, new: Shape) -> Shape | None:

@@ -1,0 +1,65 @@
+"""What a QArray stands for, found from its stored leaves by NumPy alone."""
+
+import numpy as np
+
+from veneer.quant import QArray
+
+
+def unpacked(packed: np.ndarray, bits: float, axis: int, size: int) -> np.ndarray:
+    """The fields, uint8, that bytes hold along an axis."""
+    packed = np.moveaxis(np.asarray(packed), axis, -1)
+    if bits in (1, 2, 4):
+        places = range(0, 8, int(bits))
+        fields = np.stack([packed >> place & 2**bits - 1 for place in places], -1)
+    elif bits == 1.6:
+        fields = np.stack([packed // 3**place % 3 for place in range(5)], -1)
+    else:
+        planes = packed.reshape(*packed.shape[:-1], packed.shape[-1] // bits, bits, 1)
+        each = planes >> np.arange(8, dtype=np.uint8) & 1
+        fields = (each << np.arange(bits, dtype=np.uint8)[:, None]).sum(-2)
+    count = fields.shape[-1] * fields.shape[-2]
+    fields = fields.reshape(*packed.shape[:-1], count)[..., :size].astype(np.uint8)
+    return np.moveaxis(fields, -1, axis)
+
+
+def codes_of(q: QArray) -> np.ndarray:
+    """The codes of a QArray, as numbers."""
+    format, stored = q.format, np.asarray(q.packed)
+    if format.bits == 8:
+        return stored
+    if q.packing is not None:
+        fields = unpacked(stored, format.bits, *q.packing)
+    elif format.bits == 1.6:
+        fields = stored % 3
+    else:
+        fields = stored & 2**format.bits - 1
+    if not format.signed:
+        return fields
+    fields = fields.astype(np.int16)
+    if format.bits == 1:
+        return 2 * fields - 1
+    if format.bits == 1.6:
+        return fields - 1
+    return np.where(fields >= 2 ** (format.bits - 1), fields - 2**format.bits, fields)
+
+
+def stored_values(x: object) -> np.ndarray:
+    """The values of a QArray; any other array as it is."""
+    if not isinstance(x, QArray):
+        return np.asarray(x)
+    values = codes_of(x)
+    if x.format.codebook is not None:
+        values = np.array(x.format.codebook, np.float32)[values]
+    values = values.astype(np.float32)
+    for leaf, op in ((x.zero_point, np.subtract), (x.scale, np.multiply)):
+        if leaf is not None:
+            entries = stored_values(leaf).astype(np.float32)
+            values = op(values, entry_of_each_value(entries, x.shape))
+    return values.astype(x.dtype)
+
+
+def entry_of_each_value(entries: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Entries repeated over their tiles."""
+    for axis, (count, size) in enumerate(zip(entries.shape, shape, strict=True)):
+        entries = np.repeat(entries, size // count if count else 0, axis)
+    return entries
