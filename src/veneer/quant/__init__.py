@@ -10,7 +10,9 @@ from .formats import Format as Format
 from .formats import get_format as get_format
 from .model import Rule as Rule
 from .model import quantize_tree as quantize_tree
+from .ops import dot as dot
 from .ops import dot_general as dot_general
+from .ops import einsum as einsum
 from .packing import Packing as Packing
 from .qarray import QArray as QArray
 from .ranges import calibration_range as calibration_range

@@ -9,8 +9,11 @@ from jax import lax
 
 import veneer as vn
 from veneer.quant import FORMATS, QArray, quantize
+from veneer.quant.ops import operands
 
-module = importlib.import_module("veneer.quant.ops.dot_general")  # the function has its name
+# The function has its module's name.
+module = importlib.import_module("veneer.quant.ops.dot_general")
+MATMUL = (([1], [0]), ([], []))
 
 # Shapes of lhs and rhs, and the dimension numbers.
 CONTRACTIONS = {
@@ -42,6 +45,20 @@ def tiled(x, qtype, contracting, tiling):
     return quantize(x, qtype, channelwise_axes=free, tiled_axes=dict.fromkeys(contracting, 2))
 
 
+def dots(function, *args):
+    """Operand and output dtypes of the dot_general equations that a function traces to."""
+    eqns = jax.make_jaxpr(function)(*args).eqns
+    return [
+        tuple(v.aval.dtype.name for v in (*eqn.invars, *eqn.outvars))
+        for eqn in eqns
+        if eqn.primitive.name == "dot_general"
+    ]
+
+
+def matmul(lhs, rhs):
+    return vn.quant.dot_general(lhs, rhs, (([1], [0]), ([], [])))
+
+
 def assert_agrees(actual, expected, operand_dtype=np.float32):
     assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
     # Sums of tens of products of order 1, in another order; rounded once to the dtype. Dense
@@ -70,24 +87,27 @@ def test_agrees_with_the_dense_arrays_on_either_side_and_both(contraction, tilin
         assert_agrees(actual, expected)
 
 
-@pytest.mark.parametrize("rhs_format", FORMATS)
-@pytest.mark.parametrize("lhs_format", FORMATS)
-def test_any_two_formats_multiply(lhs_format, rhs_format):
-    lhs = quantize(normal(3, 8), lhs_format, channelwise_axes=[0])
-    rhs = quantize(normal(8, 5), rhs_format, channelwise_axes=[1])
-    dimension_numbers = (([1], [0]), ([], []))
-    expected = lax.dot_general(lhs.dequantize(), rhs.dequantize(), dimension_numbers)
-    assert_agrees(vn.quant.dot_general(lhs, rhs, dimension_numbers), expected)
+def by_channel(x, qtype, axis):
+    """`x` quantised with as few scales as the format allows along `axis`, which is summed."""
+    free = [i for i in range(x.ndim) if i != axis]
+    tile = FORMATS[qtype].tile_size
+    return quantize(x, qtype, channelwise_axes=free, tiled_axes={axis: tile} if tile else None)
 
 
-@pytest.mark.parametrize("lhs_zero", [None, 3])
-def test_a_zero_point_counts(lhs_zero):
-    zero = None if lhs_zero is None else jnp.full((3, 1), lhs_zero, jnp.int8)
-    lhs = QArray(jnp.arange(-12, 12, dtype=jnp.int8).reshape(3, 8), jnp.full((3, 1), 0.5), zero)
-    rhs = QArray(jnp.ones((8, 2), jnp.int8), jnp.ones((1, 2)), jnp.full((1, 2), -2, jnp.int8))
-    dimension_numbers = (([1], [0]), ([], []))
-    expected = lax.dot_general(lhs.dequantize(), rhs.dequantize(), dimension_numbers)
-    assert_agrees(vn.quant.dot_general(lhs, rhs, dimension_numbers), expected)
+@pytest.mark.parametrize("qtype", FORMATS)
+def test_every_format_multiplies_every_kind(qtype):
+    x, w = normal(3, 32, seed=1), normal(32, 5, seed=2)
+    q = by_channel(w, qtype, 0)
+    # Integers without zero points and with them, a float and a codebook.
+    lhs = [x, *(by_channel(x, kind, 1) for kind in ("int8", "uint4", "float8_e5m2", "nf4"))]
+
+    @jax.jit
+    def run(lhs, q):
+        return [matmul(x, q) for x in lhs], vn.materialise((lhs, q))
+
+    products, (lhs, q) = run(lhs, q)
+    for actual, x in zip(products, lhs, strict=True):
+        np.testing.assert_allclose(actual, np.matmul(x, q, dtype=np.float64), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("preferred", [None, jnp.bfloat16, jnp.float16, jnp.float32])
@@ -122,12 +142,12 @@ def test_f16_sums_of_codes_do_not_overflow():
 
 @pytest.mark.parametrize("qtype", FORMATS)
 def test_a_nan_scale_is_seen_in_its_own_channel(qtype):
-    w = normal(8, 3).at[2, 1].set(jnp.nan)
-    y = vn.quant.dot_general(
-        jnp.ones((2, 8)), quantize(w, qtype, channelwise_axes=[1]), (([1], [0]), ([], []))
-    )
-    assert np.isnan(y).all(axis=0).tolist() == [False, True, False]
-    assert np.isfinite(y[:, ::2]).all()
+    w = by_channel(normal(32, 3).at[2, 1].set(jnp.nan), qtype, 0)
+    x = jnp.ones((2, 32))
+    for lhs in (x, by_channel(x, "int8", 1)):
+        y = matmul(lhs, w)
+        assert np.isnan(y).all(axis=0).tolist() == [False, True, False]
+        assert np.isfinite(y[:, ::2]).all()
 
 
 @pytest.mark.parametrize("side", [0, 1])
@@ -145,50 +165,56 @@ def test_other_implicit_operands_are_materialised(side):
 # What is computed: the claims about the jaxpr.
 
 
-def dots(function, *args):
-    """Operand and output dtypes of the dot_general equations that a function traces to."""
-    eqns = jax.make_jaxpr(function)(*args).eqns
-    return [
-        tuple(v.aval.dtype.name for v in (*eqn.invars, *eqn.outvars))
-        for eqn in eqns
-        if eqn.primitive.name == "dot_general"
-    ]
+def how(lhs, rhs, dimension_numbers=MATMUL, *args):
+    """What `explain` says of a product."""
+    report = vn.explain(lambda l, r: lax.dot_general(l, r, dimension_numbers, *args))(lhs, rhs)
+    return report.events[0].how
 
 
-def matmul(lhs, rhs):
-    return vn.quant.dot_general(lhs, rhs, (([1], [0]), ([], [])))
-
-
-def test_a_channelwise_weight_is_never_dequantised():
+def test_a_channelwise_weight_is_never_scaled():
     w = quantize(normal(8, 5, dtype=jnp.bfloat16), "int4", channelwise_axes=[1])
-    jaxpr = jax.make_jaxpr(matmul)(normal(3, 8, dtype=jnp.bfloat16), w)
-    scaled = [eqn.outvars[0].aval.shape for eqn in jaxpr.eqns if eqn.primitive.name == "mul"]
-    assert scaled == [(3, 5)]  # the output, not the weight
-    assert dots(matmul, normal(3, 8, dtype=jnp.bfloat16), w) == [
-        ("bfloat16", "bfloat16", "float32")
-    ]
+    x = normal(3, 8, dtype=jnp.bfloat16)
+    assert how(x, w) == "rhs scaled outside"
+    assert dots(matmul, x, w) == [("bfloat16", "bfloat16", "float32")]
+    of_scale = jax.make_jaxpr(lambda s: matmul(x, w.replace(scale=s)))(w.scale).eqns
+    shapes = [e.outvars[0].aval.shape for e in of_scale if e.primitive.name == "mul"]
+    assert shapes[-1] == (3, 5)
+    assert jax.eval_shape(w.scales).shape in shapes[:-1]
 
 
 def test_integer_codes_are_multiplied_as_integers():
     x = quantize(normal(3, 8), "int8", channelwise_axes=[0])
-    w = quantize(normal(8, 5), "int4", channelwise_axes=[1])
-    assert dots(matmul, x, w) == [("int8", "int8", "int32")]
+    for qtype in ("int4", "uint8"):
+        w = quantize(normal(8, 5), qtype, channelwise_axes=[1])
+        assert how(x, w) == "integer product, scaled outside"
+        assert dots(matmul, x, w) == [("int8", "int8", "int32")]
+
+
+def test_codes_of_float8_are_multiplied_as_they_are():
+    x = quantize(normal(3, 8), "fp8_e5m2", channelwise_axes=[0])
+    w = quantize(normal(8, 5), "fp8_e4m3fn", channelwise_axes=[1])
+    assert how(x, w) == "float8 product, scaled outside"
+    assert dots(matmul, x, w) == [("float8_e5m2", "float8_e4m3fn", "float32")]
 
 
 def test_a_sum_that_int32_may_not_hold_is_left_to_floats(monkeypatch):
     x = quantize(normal(3, 8), "int8", channelwise_axes=[0])
     w = quantize(normal(8, 5), "int8", channelwise_axes=[1])
     exact = matmul(x, w)
-    monkeypatch.setattr(module, "_MAX_INT32_TERMS", 7)
+    monkeypatch.setattr(operands, "INT32_MAX", 8 * 2**14 - 1)
     assert dots(matmul, x, w) == [("float32", "float32", "float32")]
     assert_agrees(matmul(x, w), exact)
 
 
-def test_the_longest_sum_of_the_largest_codes_fits_int32():
-    terms = module._MAX_INT32_TERMS
-    lowest = QArray(jnp.full(terms, -128, jnp.int8), jnp.ones(1))
-    y = vn.quant.dot_general(lowest, lowest, (([0], [0]), ([], [])))
-    assert y == np.float32(terms * 128.0**2)
+@pytest.mark.parametrize(("terms", "zero_point"), [(2**17 - 1, None), (33_025, -128)])
+def test_the_longest_sum_of_the_largest_codes_fits_int32(terms, zero_point):
+    code, zero = (-128, None) if zero_point is None else (127, jnp.full(1, zero_point, jnp.int8))
+    largest = QArray(jnp.full(terms, code, jnp.int8), jnp.ones(1), zero)
+    assert how(largest, largest, (([0], [0]), ([], []))) == "integer product, scaled outside"
+    y = vn.quant.dot_general(largest, largest, (([0], [0]), ([], [])))
+    assert y == np.float32(terms * (code - (zero_point or 0)) ** 2)
+    longer = largest.replace(packed=jnp.full(terms + 1, code, jnp.int8))
+    assert "integer" not in how(longer, longer, (([0], [0]), ([], [])))
 
 
 @pytest.mark.parametrize("precision", [lax.Precision.HIGHEST, "highest"])
@@ -202,12 +228,97 @@ def test_precision_is_passed_on(precision, both):
 
 
 def test_an_algorithm_fixes_the_types_so_the_operands_are_dequantised():
-    w = quantize(normal(8, 5), "int8")
-    run = lambda x, w: vn.quant.dot_general(
-        x, w, (([1], [0]), ([], [])), lax.DotAlgorithmPreset.BF16_BF16_F32, jnp.float32
+    x, w = normal(3, 8), quantize(normal(8, 5), "int8")
+    for algorithm in (lax.DotAlgorithmPreset.BF16_BF16_F32, "BF16_BF16_F32"):
+        said = how(x, w, MATMUL, algorithm, jnp.float32)
+        assert said == "dequantised, for precision fixes the types"
+
+
+# Tiles along the sum.
+
+
+def tiles_of(x, axis, tile, qtype="int8"):
+    free = [i for i in range(x.ndim) if i != axis]
+    return quantize(x, qtype, channelwise_axes=free, tiled_axes={axis: tile} if tile else None)
+
+
+@pytest.mark.parametrize(
+    ("lhs_tile", "rhs_tile", "tiles"),
+    [(64, 64, 3), (None, 32, 6), (64, None, 3), (64, 32, 6), (96, 64, 6), (192, 64, 3)],
+)
+@pytest.mark.parametrize("formats", [("int8", "int4"), ("uint8", "uint3")])
+def test_integer_tiles_are_multiplied_one_by_one(formats, lhs_tile, rhs_tile, tiles):
+    lhs = tiles_of(normal(3, 192, seed=1), 1, lhs_tile, formats[0])
+    rhs = tiles_of(normal(192, 5, seed=2), 0, rhs_tile, formats[1])
+    turned = tiles_of(normal(192, 5, seed=2).T, 1, rhs_tile, formats[1])  # packed along the sum
+    said = f"integer product of each of {tiles} tiles, scaled and summed"
+    assert how(lhs, rhs) == how(lhs, turned, (([1], [1]), ([], []))) == said
+
+    @jax.jit
+    def run(lhs, rhs, turned):
+        actual = [matmul(lhs, rhs), vn.quant.dot_general(lhs, turned, (([1], [1]), ([], [])))]
+        return actual, vn.materialise(lhs), vn.materialise(rhs)
+
+    products, x, w = run(lhs, rhs, turned)
+    for actual in products:
+        np.testing.assert_allclose(actual, np.matmul(x, w, dtype=np.float64), rtol=1e-5, atol=1e-5)
+
+
+def test_tiles_of_a_large_product_are_larger():
+    rhs = tiles_of(normal(256, 32), 0, 64)
+    few, many = tiles_of(normal(2, 256), 1, 64), tiles_of(normal(32, 256), 1, 64)
+    assert "each of 4 tiles" in how(few, rhs)
+    assert how(many, rhs) == (
+        "lhs dequantised, for it is tiled by 64 along the sum, "
+        "rhs dequantised, for it is tiled by 64 along the sum"
     )
-    eqns = jax.make_jaxpr(run)(normal(3, 8), w).eqns
-    assert [e.outvars[0].aval.shape for e in eqns if e.primitive.name == "mul"] == [(8, 5)]
+    assert "each of 2 tiles" in how(
+        tiles_of(normal(32, 256), 1, 128), tiles_of(normal(256, 32), 0, 128)
+    )
+
+
+def test_no_more_than_a_tile_of_the_output_is_there_at_a_time():
+    lhs, rhs = tiles_of(normal(32, 1024), 1, 128), tiles_of(normal(1024, 32), 0, 128)
+    run = jax.grad(lambda scale: matmul(lhs, rhs.replace(scale=scale)).sum())
+    assert "[8,32,32]" not in str(jax.make_jaxpr(run)(rhs.scale))
+
+
+def test_axes_of_either_side_may_be_tiled():
+    lhs = quantize(
+        normal(3, 32, 2, 16, seed=1), "int8", channelwise_axes=[2], tiled_axes={1: 16, 3: 4, 0: 1}
+    )
+    rhs = quantize(normal(16, 2, 32, 5, seed=2), "int8", tiled_axes={0: 8, 2: 32, 1: 1, 3: 5})
+    dimension_numbers = (((1, 3), (2, 0)), ((2,), (1,)))
+    assert "each of 8 tiles" in how(lhs, rhs, dimension_numbers)
+    actual = vn.quant.dot_general(lhs, rhs, dimension_numbers)
+    expected = lax.dot_general(lhs.dequantize(), rhs.dequantize(), dimension_numbers)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-4)  # sums of 512
+
+
+# Extreme values.
+
+
+def test_sums_overflow_only_where_those_of_dense_arrays_do():
+    """Codes of 127 times 1e36 are beyond the range of f32; what they stand for is not."""
+    x, w = jnp.full((1, 64), 1e36), jnp.full((64, 3), 1e-3)
+    for qtype in ("int8", "uint8", "float8_e5m2", "nf4"):
+        q = by_channel(w, qtype, 0)
+        for lhs in (x, by_channel(x, "int8", 1), x.astype(jnp.bfloat16)):
+            rhs = q.replace(dense_dtype=lhs.dtype)
+            np.testing.assert_allclose(np.asarray(matmul(lhs, rhs), np.float32), 6.4e34, rtol=0.02)
+
+
+def test_sums_vanish_only_where_those_of_dense_arrays_do():
+    x, w = jnp.full((1, 64), 1e-30), jnp.full((64, 3), 1e-6)
+    y = matmul(by_channel(x, "int8", 1), by_channel(w, "int8", 0))
+    np.testing.assert_allclose(y, 6.4e-35, rtol=0.02)
+
+
+@pytest.mark.parametrize("qtype", ["int8", "int4", "uint8", "nf4", "float8_e4m3fn"])
+def test_infinity_and_nan_go_where_dense_operands_take_them(qtype):
+    x = normal(4, 32).at[0, 3].set(jnp.inf).at[1, 4].set(-jnp.inf).at[2, 5].set(jnp.nan)
+    q = by_channel(normal(32, 5, seed=2).at[3, :2].set(0), qtype, 0)
+    np.testing.assert_allclose(matmul(x, q), x @ q.dequantize(), rtol=1e-5, atol=1e-5)
 
 
 def test_shapes_that_do_not_fit_raise_what_lax_raises():

@@ -2,3 +2,5 @@
 
 from . import layout as layout
 from .dot_general import dot_general as dot_general
+from .einsum import dot as dot
+from .einsum import einsum as einsum

@@ -2,31 +2,45 @@
 
 Where a scale does not vary along the contracting axes it can be taken out of the sum:
 `sum_k x[k] * (codes[k, n] * scale[n]) = (sum_k x[k] * codes[k, n]) * scale[n]`. Then the codes are
-contracted as they are, and it is the output that is scaled. Otherwise the operand is dequantised.
+contracted as they are, and it is the output that is scaled. Where it varies, and the codes of both
+operands can be multiplied, that is done for each tile. Otherwise an operand is dequantised.
 """
 
+import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from ..._core.array import ImplicitArray
+from ..._core.policy import note_how
 from ..._core.rules import register
-from ..._core.value import materialise_one
 from ..qarray import QUANTISABLE, QArray
-from ..tiles import over_tiles
+from .contraction import Contraction, DotDimensionNumbers
+from .operands import (
+    accumulator,
+    as_operand,
+    code_unit,
+    dense,
+    exact_in,
+    fits_int32,
+    int8_codes,
+    is_algorithm,
+    may_scale_outside,
+    outer_scale,
+    unscaled,
+)
+from .per_tile import common_tiles, sum_over_tiles
 
-DotDimensionNumbers = tuple[
-    tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]
-]
-
-# Products of two codes, at most 2**14 each, whose sum int32 is sure to hold.
-_MAX_INT32_TERMS = 2**17 - 1
+# Tiles that are summed by themselves. Each product of tiles is added to the whole output, which for
+# smaller ones takes longer than to dequantise the operands, unless one of these is small, too.
+_LEAST_TILE = 128
+_LEAST_TILE_OF_FEW = 16
+_FEW = 16
 
 
 def dot_general(
@@ -40,7 +54,11 @@ def dot_general(
 ) -> jax.Array:
     """Does what `jax.lax.dot_general` does; either operand, or both, may be a `QArray`.
 
-    16-bit operands are accumulated in f32, and the codes of two integer formats in int32.
+    Two operands of integer formats are multiplied as integers and summed exactly, with their zero
+    points; two of float8 formats as they are. Where an axis that is summed is tiled, that is done
+    for each tile, if tiles are large, and of whatever size on the two sides. Otherwise operands are
+    dequantised within the product. Those of 16 bits are summed in f32. `vn.explain` shows what is
+    done.
 
     **Arguments:** those of `jax.lax.dot_general`. Implicit arrays of other types are materialised.
 
@@ -55,78 +73,182 @@ def dot_general(
     >>> y.shape, bool(jnp.allclose(y, jnp.ones((2, 3)) @ w.dequantize()))
     ((2, 3), True)
     """
-    dot = functools.partial(
-        lax.dot_general,
-        dimension_numbers=dimension_numbers,
-        precision=precision,
-        out_sharding=out_sharding,
-    )
-    (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch) = dimension_numbers
-    lhs, rhs = (x if isinstance(x, QArray) else jnp.asarray(materialise_one(x)) for x in (lhs, rhs))
-    dtype = lhs.dtype
-    out_dtype = jnp.dtype(dtype if preferred_element_type is None else preferred_element_type)
+    contraction = Contraction(dimension_numbers, precision, preferred_element_type, out_sharding)
+    lhs, rhs = as_operand(lhs), as_operand(rhs)
+    _, way = _way(lhs, rhs, contraction)
+    return way(lhs, rhs, contraction)
 
-    lhs_scale = rhs_scale = None
-    # Each of QUANTISABLE holds a code of 8 bits exactly: even bf16 has a mantissa of 8.
-    hold_codes = dtype == rhs.dtype and {dtype, out_dtype} <= set(QUANTISABLE)
-    if hold_codes and not _is_algorithm(precision):
-        lhs, lhs_scale = _take_out_scale(lhs, lhs_contracting)
-        rhs, rhs_scale = _take_out_scale(rhs, rhs_contracting)
-    lhs, rhs = (x.dequantize() if isinstance(x, QArray) else x for x in (lhs, rhs))
-    if lhs_scale is None and rhs_scale is None:
-        return dot(lhs, rhs, preferred_element_type=preferred_element_type)
 
-    wide = jnp.promote_types(out_dtype, jnp.float32)
-    if lhs_scale is not None and rhs_scale is not None and _fits_int32(lhs, lhs_contracting):
-        out = dot(lhs, rhs, preferred_element_type=jnp.int32).astype(wide)
+_Product = Callable[[Any, Any, Contraction], jax.Array]
+
+
+def _way(
+    lhs: jax.Array | QArray, rhs: jax.Array | QArray, contraction: Contraction
+) -> tuple[str, _Product]:
+    """Chooses the way to a product, by types and shapes alone; and says what it is."""
+    out_dtype = contraction.out_dtype(lhs, rhs)
+    if is_algorithm(contraction.precision):
+        return "dequantised, for precision fixes the types", _of_dense
+    if out_dtype not in QUANTISABLE or contraction.terms(lhs) == 0:
+        return "dequantised", _of_dense
+    if isinstance(lhs, QArray) and isinstance(rhs, QArray):
+        kind = _codes_multiplied(lhs, rhs, out_dtype)
+        if kind is not None:
+            way = _way_of_codes(kind, lhs, rhs, contraction)
+            if way is not None:
+                return way
+    if not may_scale_outside(lhs, rhs, out_dtype, contraction.precision):
+        return f"dequantised, for {lhs.dtype.name} meets {rhs.dtype.name}", _of_dense
+    sides = zip(("lhs", "rhs"), (lhs, rhs), (0, 1), strict=True)
+    kept = {name: _why_inside(x, contraction, side) for name, x, side in sides}
+    hows = [
+        f"{name} scaled outside" if why == "" else f"{name} dequantised, for {why}"
+        for name, why in kept.items()
+        if why is not None
+    ]
+    return ", ".join(hows), _of_values
+
+
+def _codes_multiplied(lhs: QArray, rhs: QArray, out_dtype: jnp.dtype) -> str | None:
+    """Returns what codes are multiplied as, "integer" or "float8", or None where they are not."""
+    formats = lhs.format, rhs.format
+    if all(format.is_integer for format in formats):
+        return "integer"
+    if all(format.codebook is None and not format.is_integer for format in formats):
+        return "float8" if accumulator(out_dtype) == jnp.float32 else None
+    return None
+
+
+def _way_of_codes(
+    kind: str, lhs: QArray, rhs: QArray, contraction: Contraction
+) -> tuple[str, _Product] | None:
+    tiles = common_tiles(lhs, rhs, contraction)
+    terms = math.prod(tiles)
+    if kind == "integer" and not fits_int32(lhs, rhs, terms):
+        return None
+    count = contraction.terms(lhs) // terms
+    if count == 1:
+        return f"{kind} product, scaled outside", _of_codes
+    few = min(contraction.free_size(lhs, 0), contraction.free_size(rhs, 1)) <= _FEW
+    if terms < (_LEAST_TILE_OF_FEW if few else _LEAST_TILE):
+        return None
+    way = functools.partial(_of_tiles, tiles=tiles)
+    return f"{kind} product of each of {count} tiles, scaled and summed", way
+
+
+def _why_inside(x: jax.Array | QArray, contraction: Contraction, side: int) -> str | None:
+    """Returns why a scale is applied within the sum, "" where it is not; None if there is none."""
+    if not isinstance(x, QArray):
+        return None
+    if not exact_in(x.format, x.dtype):
+        return f"{x.qtype} is not exact in {x.dtype.name}"
+    for axis in contraction.contracting(side):
+        if x.scale.shape[axis] > 1:
+            return f"it is tiled by {x.tile_shape[axis]} along the sum"
+    return ""
+
+
+# The ways.
+
+
+def _of_dense(
+    lhs: jax.Array | QArray, rhs: jax.Array | QArray, contraction: Contraction
+) -> jax.Array:
+    return contraction.dot(dense(lhs), dense(rhs), contraction.preferred_element_type)
+
+
+def _of_values(
+    lhs: jax.Array | QArray, rhs: jax.Array | QArray, contraction: Contraction
+) -> jax.Array:
+    """Multiplies floats, which codes become, and scales the output where that can be done."""
+    out_dtype = contraction.out_dtype(lhs, rhs)
+    values, scales = [], []
+    for side, x in enumerate((lhs, rhs)):
+        scale = None
+        if _why_inside(x, contraction, side) == "":
+            assert isinstance(x, QArray)
+            x, scale = unscaled(x, x.dtype)
+        values.append(dense(x))
+        scales.append(scale)
+    out = contraction.dot(*values, accumulator(out_dtype))
+    return _scaled(out, scales, lhs, rhs, contraction).astype(out_dtype)
+
+
+def _of_codes(lhs: QArray, rhs: QArray, contraction: Contraction) -> jax.Array:
+    """Multiplies codes as they are; scales and zero points do not vary along the sum."""
+    out_dtype = contraction.out_dtype(lhs, rhs)
+    if lhs.format.is_integer:
+        out = _integer_product(lhs, rhs, contraction).astype(accumulator(out_dtype))
     else:
-        lhs, rhs = lhs.astype(dtype), rhs.astype(dtype)
-        out = dot(lhs, rhs, preferred_element_type=wide)
-
-    # The output's axes are the batch axes, those left of lhs, and those left of rhs.
-    if lhs_scale is not None:
-        scale = _arrange(lhs_scale, lhs_batch, lhs_contracting)
-        scale = lax.expand_dims(scale, range(scale.ndim, out.ndim))
-        out = over_tiles(jnp.multiply, out, scale)
-    if rhs_scale is not None:
-        scale = _arrange(rhs_scale, rhs_batch, rhs_contracting)
-        new = range(len(rhs_batch), len(rhs_batch) + out.ndim - scale.ndim)
-        out = over_tiles(jnp.multiply, out, lax.expand_dims(scale, new))
-    return out.astype(out_dtype)
+        out = contraction.dot(lhs.codes(), rhs.codes(), jnp.float32)
+    out *= code_unit(lhs) * code_unit(rhs)
+    scales = [outer_scale(lhs), outer_scale(rhs)]
+    return _scaled(out, scales, lhs, rhs, contraction).astype(out_dtype)
 
 
-def _is_algorithm(precision: Any) -> bool:
-    """Whether `precision` fixes the types of the multiplication, so that ours are not free."""
-    if isinstance(precision, str):
-        return precision in lax.DotAlgorithmPreset.__members__
-    return isinstance(precision, lax.DotAlgorithm | lax.DotAlgorithmPreset)
+def _of_tiles(
+    lhs: QArray, rhs: QArray, contraction: Contraction, *, tiles: tuple[int, ...]
+) -> jax.Array:
+    out_dtype = contraction.out_dtype(lhs, rhs)
+    wide = dataclasses.replace(contraction, preferred_element_type=accumulator(out_dtype))
+    product = functools.partial(_of_codes, contraction=wide)
+    return sum_over_tiles(product, lhs, rhs, wide, tiles).astype(out_dtype)
 
 
-def _take_out_scale(
-    x: jax.Array | QArray, contracting: Sequence[int]
-) -> tuple[jax.Array | QArray, jax.Array | None]:
-    """Splits `x` in codes and scale; in `x` and None where the scale belongs inside the sum."""
-    if not isinstance(x, QArray) or x.zero_point is not None or x.format.codebook is not None:
-        return x, None
-    if any(count != 1 for axis, count in enumerate(x.scale.shape) if axis in contracting):
-        return x, None
-    return x.codes(), jnp.asarray(x.scale)
+def _scaled(
+    out: jax.Array,
+    scales: list[jax.Array | None],
+    lhs: jax.Array | QArray,
+    rhs: jax.Array | QArray,
+    contraction: Contraction,
+) -> jax.Array:
+    """Returns a sum times the scales of the operands, which are multiplied with each other first.
+
+    So the product is in range wherever those of the largest values are, and the sum is then.
+    """
+    sides = zip(scales, (lhs, rhs), (0, 1), strict=True)
+    arranged = [
+        contraction.in_output(scale, side, x.shape, out.ndim).astype(out.dtype)
+        for scale, x, side in sides
+        if scale is not None
+    ]
+    return out * functools.reduce(jnp.multiply, arranged) if arranged else out
 
 
-def _fits_int32(codes: jax.Array, contracting: Sequence[int]) -> bool:
-    return math.prod(codes.shape[axis] for axis in contracting) <= _MAX_INT32_TERMS
+def _integer_product(lhs: QArray, rhs: QArray, contraction: Contraction) -> jax.Array:
+    """Returns the sum of products of codes less their zero points, exactly, in int32.
 
+    `sum (a - y) (b - z) = sum a b - y sum b - z (sum a - K y)`. Parts of it may wrap around, and
+    wrap back in what they add up to.
+    """
+    codes, zero_points = zip(*(int8_codes(q) for q in (lhs, rhs)), strict=True)
+    out = contraction.dot(*codes, jnp.int32)
+    ndim = out.ndim
 
-def _arrange(scale: jax.Array, batch: Sequence[int], contracting: Sequence[int]) -> jax.Array:
-    """Puts the batch axes of a scale first, and drops the contracting ones, which have size 1."""
-    kept = [axis for axis in range(scale.ndim) if axis not in contracting]
-    order = [*batch, *(axis for axis in kept if axis not in batch)]
-    return lax.transpose(lax.squeeze(scale, contracting), [kept.index(axis) for axis in order])
+    def arranged(leaf: jax.Array, side: int) -> jax.Array:
+        return contraction.in_output(leaf, side, (lhs, rhs)[side].shape, ndim)
+
+    def summed(side: int) -> jax.Array:
+        axes = contraction.contracting(side)
+        return arranged(codes[side].sum(axes, keepdims=True, dtype=jnp.int32), side)
+
+    if zero_points[0] is not None:
+        out -= arranged(zero_points[0], 0) * summed(1)
+    if zero_points[1] is not None:
+        of_lhs = summed(0)
+        if zero_points[0] is not None:
+            of_lhs -= contraction.terms(lhs) * arranged(zero_points[0], 0)
+        out -= arranged(zero_points[1], 1) * of_lhs
+    return out
 
 
 @register("dot_general")
 def _dot_general(lhs: ArrayLike | QArray, rhs: ArrayLike | QArray, **params: Any) -> jax.Array:
-    product: Callable[..., jax.Array] = functools.partial(dot_general, **params)
+    contraction = Contraction(**params)
+    lhs, rhs = as_operand(lhs), as_operand(rhs)
+    how, way = _way(lhs, rhs, contraction)
+    note_how(how)
+    product = functools.partial(way, contraction=contraction)
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((lhs, rhs))):
         # A derivative dequantises once more, instead of keeping the dense weights of a whole model
         # from the forward pass to the backward one.

@@ -1,0 +1,94 @@
+"""A contraction: what `dot_general` is told, and where an operand's axes are in its output."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from ..qarray import QArray
+from ..tiles import Shape, over_tiles
+
+DotDimensionNumbers = tuple[
+    tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Contraction:
+    """The arguments of `jax.lax.dot_general` beside the operands."""
+
+    dimension_numbers: DotDimensionNumbers
+    precision: Any = None
+    preferred_element_type: DTypeLike | None = None
+    out_sharding: Any = None
+
+    def dot(self, lhs: jax.Array, rhs: jax.Array, dtype: DTypeLike | None) -> jax.Array:
+        """Returns the product of dense operands in `dtype`."""
+        return lax.dot_general(
+            lhs,
+            rhs,
+            self.dimension_numbers,
+            precision=self.precision,
+            preferred_element_type=dtype,
+            out_sharding=self.out_sharding,
+        )
+
+    def out_dtype(self, lhs: jax.Array | QArray, rhs: jax.Array | QArray) -> jnp.dtype:
+        """Returns the dtype that the dense operands give."""
+        if self.preferred_element_type is not None:
+            return jnp.dtype(self.preferred_element_type)
+        if lhs.dtype == rhs.dtype:
+            return lhs.dtype
+        avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (lhs, rhs)]
+        dot = functools.partial(lax.dot_general, dimension_numbers=self.dimension_numbers)
+        return jax.eval_shape(dot, *avals).dtype
+
+    def contracting(self, side: int) -> tuple[int, ...]:
+        """Returns the axes of an operand, 0 or 1, that are summed."""
+        return tuple(self.dimension_numbers[0][side])
+
+    def batch(self, side: int) -> tuple[int, ...]:
+        """Returns the axes of an operand that both have."""
+        return tuple(self.dimension_numbers[1][side])
+
+    def terms(self, lhs: jax.Array | QArray) -> int:
+        """Returns how many products are summed in an entry of the output."""
+        return math.prod(lhs.shape[axis] for axis in self.contracting(0))
+
+    def free_size(self, x: jax.Array | QArray, side: int) -> int:
+        """Returns how many entries of the output an operand's own axes make."""
+        shared = {*self.contracting(side), *self.batch(side)}
+        return math.prod(size for axis, size in enumerate(x.shape) if axis not in shared)
+
+    def in_output(self, leaf: jax.Array, side: int, shape: Shape, ndim: int) -> jax.Array:
+        """Returns an operand's scale or zero point so that it broadcasts against the output.
+
+        **Arguments:**
+
+        - `leaf`: with size 1 on the contracting axes.
+        - `side`, `shape`: which operand it is of, and the operand's shape: tiles of several values
+          are spread over them, unless there is one tile.
+        - `ndim`: of the output, whose axes are the batch axes, those left of the first operand, and
+          those left of the second.
+        """
+        contracting, batch = self.contracting(side), self.batch(side)
+        kept = [axis for axis in range(leaf.ndim) if axis not in contracting]
+        counts = [leaf.shape[axis] for axis in kept]
+        sizes = [n if n == 1 else shape[axis] for n, axis in zip(counts, kept, strict=True)]
+        leaf = lax.squeeze(leaf, contracting)
+        if sizes != counts:
+            leaf = over_tiles(_spread, jnp.zeros(sizes, leaf.dtype), leaf)
+        order = [*batch, *(axis for axis in kept if axis not in batch)]
+        leaf = lax.transpose(leaf, [kept.index(axis) for axis in order])
+        first = leaf.ndim if side == 0 else len(batch)
+        return lax.expand_dims(leaf, range(first, first + ndim - leaf.ndim))
+
+
+def _spread(values: jax.Array, tiles: jax.Array) -> jax.Array:
+    return jnp.broadcast_to(tiles, values.shape)
