@@ -10,6 +10,7 @@ from .formats import Format as Format
 from .formats import get_format as get_format
 from .model import Rule as Rule
 from .model import quantize_tree as quantize_tree
+from .ops import conv_general_dilated as conv_general_dilated
 from .ops import dot as dot
 from .ops import dot_general as dot_general
 from .ops import einsum as einsum

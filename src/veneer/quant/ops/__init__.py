@@ -1,6 +1,7 @@
 """What JAX's primitives do on quantised arrays: functions, and the rules of `implicit`."""
 
 from . import layout as layout
+from .convolution import conv_general_dilated as conv_general_dilated
 from .dot_general import dot_general as dot_general
 from .einsum import dot as dot
 from .einsum import einsum as einsum

@@ -1,0 +1,388 @@
+"""`conv_general_dilated` of arrays and QArrays, against dequantising in f64 and convolving that."""
+
+import dataclasses
+import importlib
+import inspect
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from array_types import Lora
+from hypothesis import given
+from hypothesis import strategies as st
+from jax import lax
+
+import veneer as vn
+from veneer.quant import FORMATS, QArray, quantize
+
+NHWC = ("NHWC", "HWIO", "NHWC")
+FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64)
+INTEGERS = [name for name, format in FORMATS.items() if format.is_integer]
+OTHERS = [name for name, format in FORMATS.items() if not format.is_integer]
+
+
+def normal(*shape, dtype=np.float32, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def spread(leaf, shape):
+    """A leaf repeated over its tiles, in f64."""
+    leaf = np.asarray(leaf).astype(np.float64)
+    for axis, (count, size) in enumerate(zip(leaf.shape, shape, strict=True)):
+        leaf = np.repeat(leaf, size // max(count, 1), axis)
+    return leaf
+
+
+def worth(x):
+    """What an operand stands for, in f64, by NumPy."""
+    if not isinstance(x, QArray):
+        return np.asarray(x).astype(np.float64)
+    codes = np.asarray(x.codes())
+    if x.format.codebook is not None:
+        values = np.array(x.format.codebook, np.float32).astype(np.float64)[codes]
+    else:
+        values = codes.astype(np.float64)
+    if x.zero_point is not None:
+        values = values - spread(x.zero_point, x.shape)
+    return values * spread(x.scales(), x.shape)
+
+
+def in_float64(lhs, rhs, **params):
+    """The convolution in f64, and that of the magnitudes, to which rounding is relative."""
+    lhs, rhs = worth(lhs), worth(rhs)
+    with jax.enable_x64(True):
+        conv = lambda lhs, rhs: lax.conv_general_dilated(jnp.array(lhs), jnp.array(rhs), **params)
+        return np.asarray(conv(lhs, rhs)), np.asarray(conv(abs(lhs), abs(rhs)))
+
+
+def terms(rhs, layout):
+    """How many products are summed, for a kernel of a layout such as HWIO."""
+    return rhs.size // max(rhs.shape[layout.index("O")], 1)
+
+
+def assert_exact_but_for_the_scale(actual, expected, magnitudes, count):
+    """Sums of integers are exact: each value is rounded as often as it is scaled, and cast."""
+    # In f32: the scale of either operand, their product, the sum, and the sum by the scale.
+    eps = 6 * float(jnp.finfo(jnp.promote_types(actual.dtype, jnp.float32)).eps)
+    eps += float(jnp.finfo(actual.dtype).eps)
+    # Of an f16 below its normal numbers, the bits that are left.
+    tiny = float(jnp.finfo(actual.dtype).smallest_subnormal) if actual.dtype == jnp.float16 else 0
+    own = count * float(jnp.finfo(jnp.float64).eps) * magnitudes  # of what is expected
+    error = abs(np.asarray(actual).astype(np.float64) - expected)
+    assert (error <= eps * abs(expected) + own + tiny).all()
+
+
+def assert_within_rounding(actual, expected, magnitudes, operand_dtype, count):
+    """Each of `count` terms is rounded to the operands' dtype, and their sum to that of sums."""
+    operand_eps = float(jnp.finfo(operand_dtype).eps)
+    sum_dtype = actual.dtype if actual.dtype == jnp.float64 else jnp.float32
+    bound = (4 * operand_eps + count * float(jnp.finfo(sum_dtype).eps)) * magnitudes
+    bound = bound + float(jnp.finfo(actual.dtype).eps) * abs(expected) + 1e-7
+    assert (abs(np.asarray(actual).astype(np.float64) - expected) <= bound).all()
+
+
+# Any convolution.
+
+
+@dataclasses.dataclass(frozen=True)
+class Convolution:
+    """Shapes of the operands, and the parameters."""
+
+    lhs: tuple[int, ...]
+    rhs: tuple[int, ...]
+    params: dict[str, Any]
+
+
+@st.composite
+def convolutions(draw):
+    rank = draw(st.integers(1, 3))
+    space = "HWD"[:rank]
+    layouts = [("N" + space + "C", space + "IO", "N" + space + "C")]
+    layouts += [("NC" + space, "OI" + space, "NC" + space)]
+    if draw(st.booleans()):
+        layout = layouts[draw(st.integers(0, 1))]
+    else:
+        specs = ("NC" + space, "OI" + space, "NC" + space)
+        layout = tuple("".join(draw(st.permutations(spec))) for spec in specs)
+    groups = draw(st.sampled_from(["none", "features", "batch"]))
+    count = 1 if groups == "none" else 2
+    features = draw(st.sampled_from([1, 3, 8]))
+    sizes = {
+        "N": draw(st.integers(1, 2)) * (count if groups == "batch" else 1),
+        "C": features * (count if groups == "features" else 1),
+        "I": features,
+        "O": count * draw(st.integers(1, 3)),
+    }
+    each = lambda values: tuple(draw(values) for _ in space)
+    window = dict(zip(space, each(st.integers(1, 3)), strict=True))
+    image = dict(zip(space, each(st.integers(3, 6)), strict=True))
+    lhs_dilation = each(st.integers(1, 2))
+    pads = st.tuples(st.integers(-1, 3), st.integers(0, 2))
+    padding: Any = each(pads)
+    if set(lhs_dilation) == {1}:
+        padding = draw(st.sampled_from(["SAME", "VALID", padding]))
+    params = {
+        "window_strides": each(st.integers(1, 2)),
+        "padding": padding,
+        "lhs_dilation": lhs_dilation,
+        "rhs_dilation": each(st.integers(1, 2)),
+        "dimension_numbers": layout,
+        "feature_group_count": count if groups == "features" else 1,
+        "batch_group_count": count if groups == "batch" else 1,
+    }
+    lhs = tuple((sizes | image)[axis] for axis in layout[0])
+    rhs = tuple((sizes | window)[axis] for axis in layout[1])
+    return Convolution(lhs, rhs, params)
+
+
+def quantized(draw, x, qtype, apart, groups=None):
+    """`x` in a format, with a scale of its own for each entry of the axes `apart`, or for all."""
+    tiled = {}
+    if groups is not None and x.shape[groups[0]] % groups[1] == 0 and draw(st.booleans()):
+        tiled = {groups[0]: x.shape[groups[0]] // groups[1]}
+    return quantize(
+        x, qtype, channelwise_axes=[a for a in apart if draw(st.booleans())], tiled_axes=tiled
+    )
+
+
+def untiled(names):
+    return st.sampled_from([name for name in names if FORMATS[name].tile_size is None])
+
+
+@given(st.data(), convolutions(), st.sampled_from(FLOATS))
+def test_sums_of_integer_codes_are_exact(data, convolution, dtype):
+    lhs_layout, rhs_layout, _ = convolution.params["dimension_numbers"]
+    with jax.enable_x64(dtype == jnp.float64):
+        lhs = 3 + 2 * normal(*convolution.lhs, dtype=dtype, seed=1)
+        rhs = normal(*convolution.rhs, dtype=dtype, seed=2)
+        groups = lhs_layout.index("C"), convolution.params["feature_group_count"]
+        lhs = quantized(
+            data.draw, lhs, data.draw(untiled(INTEGERS)), [lhs_layout.index("N")], groups
+        )
+        rhs = quantized(data.draw, rhs, data.draw(untiled(INTEGERS)), [rhs_layout.index("O")])
+        actual = vn.quant.conv_general_dilated(lhs, rhs, **convolution.params)
+        assert actual.dtype == dtype
+        expected, magnitudes = in_float64(lhs, rhs, **convolution.params)
+        assert_exact_but_for_the_scale(actual, expected, magnitudes, terms(rhs, rhs_layout))
+
+
+@given(st.data(), convolutions(), st.sampled_from(FLOATS))
+def test_any_operands_give_what_their_dense_arrays_give(data, convolution, dtype):
+    formats = st.one_of(st.none(), st.sampled_from([*FORMATS]))
+    with jax.enable_x64(dtype == jnp.float64):
+        operands = []
+        for seed, shape in enumerate((convolution.lhs, convolution.rhs)):
+            x, qtype = normal(*shape, dtype=dtype, seed=seed), data.draw(formats)
+            tile = qtype and FORMATS[qtype].tile_size
+            if qtype and (tile is None or shape[-1] % tile == 0):
+                x = quantized(data.draw, x, qtype, range(x.ndim))
+            operands.append(x)
+        actual = vn.quant.conv_general_dilated(*operands, **convolution.params)
+        shape = jax.eval_shape(
+            lambda *operands: lax.conv_general_dilated(*operands, **convolution.params),
+            *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands),
+        )
+        assert (actual.shape, actual.dtype) == (shape.shape, shape.dtype)
+        expected, magnitudes = in_float64(*operands, **convolution.params)
+        count = terms(operands[1], convolution.params["dimension_numbers"][1])
+        assert_within_rounding(actual, expected, magnitudes, dtype, count)
+
+
+# Integers.
+
+
+def codes(*shape, low=-128, high=128, dtype=np.int8, seed=0):
+    return np.random.default_rng(seed).integers(low, high, shape).astype(dtype)
+
+
+def ones_like_scale(x):
+    return np.ones((1,) * x.ndim, np.float32)
+
+
+@pytest.mark.parametrize("lhs_zero", [None, 0, 200])
+@pytest.mark.parametrize("rhs_zero", [None, 7, 255])
+def test_what_is_padded_or_dilated_is_zero_and_not_the_code_zero(lhs_zero, rhs_zero):
+    operands = []
+    for shape, zero, seed in (((2, 4, 3, 5), lhs_zero, 1), ((2, 3, 5, 3), rhs_zero, 2)):
+        x = codes(*shape, low=0, high=256, dtype=np.uint8, seed=seed)
+        zero_point = None if zero is None else np.full((1, 1, 1, 1), zero, np.uint8)
+        operands.append(QArray(x, ones_like_scale(x), zero_point, "uint8"))
+    params = {
+        "window_strides": (1, 2),
+        "padding": ((3, 2), (0, 4)),
+        "lhs_dilation": (2, 3),
+        "rhs_dilation": (2, 1),
+        "dimension_numbers": NHWC,
+    }
+    expected, _ = in_float64(*operands, **params)
+    actual = vn.quant.conv_general_dilated(*operands, **params)
+    np.testing.assert_array_equal(actual, expected)
+    assert (expected == 0).any()  # somewhere the window is on padding alone
+
+
+module = importlib.import_module("veneer.quant.ops.convolution")
+
+
+@pytest.mark.parametrize("way", ["int8", "floats"])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_long_sums_of_the_largest_codes_are_exact_in_integers_and_in_floats(
+    way, groups, monkeypatch
+):
+    monkeypatch.setattr(module, "_fast_on_cpu", lambda *_: way == "int8")
+    module._scaled_sums.clear_cache()
+    features = 1500  # products of up to 2**14 each, and f32 holds 2**10 of them
+    x = codes(2, 1, 2, groups * features, low=-128, high=-120)
+    w = codes(1, 1, features, 2 * groups, low=-128, high=-120, seed=1)
+    operands = [QArray(leaf, ones_like_scale(leaf)) for leaf in (x, w)]
+    params = {"window_strides": (1, 1), "padding": "SAME", "dimension_numbers": NHWC}
+    params["feature_group_count"] = groups
+    by_group = np.split(x.astype(np.int64), groups, -1), np.split(w.astype(np.int64), groups, -1)
+    expected = np.concatenate([x @ w[0, 0] for x, w in zip(*by_group, strict=True)], axis=-1)
+    assert abs(expected).min() > 2**24
+    actual = vn.quant.conv_general_dilated(*operands, **params)
+    # Rounded to f32 once, or once for each part of the features.
+    np.testing.assert_allclose(actual, expected, rtol=1.5e-7)
+    module._scaled_sums.clear_cache()
+
+
+def convolved_dtypes(platform, *operands, **params):
+    """The element types of the convolution that is compiled for a platform."""
+    conv = jax.jit(lambda *operands: vn.quant.conv_general_dilated(*operands, **params))
+    text = conv.trace(*operands).lower(lowering_platforms=(platform,)).as_text()
+    [line] = [line for line in text.splitlines() if "stablehlo.convolution" in line]
+    return re.findall(r"tensor<[\dx]*x(\w+)>", line.split(" : ")[-1])
+
+
+SAME = {"window_strides": (1, 1), "padding": "SAME"}
+
+
+@pytest.mark.parametrize(
+    ("platform", "layout", "expected"),
+    [
+        ("tpu", "NHWC", ["i8", "i8", "i32"]),
+        ("cpu", "NHWC", ["i8", "i8", "i32"]),
+        ("cuda", "NHWC", ["f32", "f32", "f32"]),
+        ("tpu", "NCHW", ["i8", "i8", "i32"]),
+        ("cpu", "NCHW", ["f32", "f32", "f32"]),
+    ],
+)
+def test_codes_are_convolved_in_integers_where_the_platform_is_fast_at_that(
+    platform, layout, expected
+):
+    numbers = NHWC if layout == "NHWC" else ("NCHW", "OIHW", "NCHW")
+    lhs = quantize(normal(1, 8, 8, 8), "int8", channelwise_axes=[0])
+    rhs = quantize(normal(3, 3, 8, 8), "int4")
+    if layout == "NCHW":
+        rhs = quantize(normal(8, 8, 3, 3), "int4")
+    assert convolved_dtypes(platform, lhs, rhs, dimension_numbers=numbers, **SAME) == expected
+
+
+@pytest.mark.parametrize("qtype", ["int8", "uint8", "fp8", "int4"])
+def test_large_and_small_values_stay_in_range(qtype):
+    x = quantize(jnp.full((1, 4, 4, 2), 1e37), qtype)
+    w = quantize(jnp.full((2, 2, 2, 1), 1e-35), qtype)
+    conv = lambda *operands: vn.quant.conv_general_dilated(
+        *operands, (1, 1), "VALID", dimension_numbers=NHWC
+    )
+    for operands in ((x, w), (x, w.dequantize()), (x.dequantize(), w)):
+        np.testing.assert_allclose(conv(*operands), 800.0, rtol=0.2)
+
+
+# What else there is to a convolution.
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_a_nan_is_seen_in_its_own_sample_and_feature(both):
+    x, w = normal(3, 4, 4, 2), normal(2, 2, 2, 3).at[0, 0, 0, 1].set(jnp.nan)
+    w = quantize(w, "int8", channelwise_axes=[3])
+    if both:
+        x = quantize(x.at[2, 0, 0, 0].set(jnp.inf), "int8", channelwise_axes=[0])
+    y = vn.quant.conv_general_dilated(x, w, (1, 1), "VALID", dimension_numbers=NHWC)
+    isnan = np.zeros((3, 3, 3, 3), bool)
+    isnan[..., 1] = True
+    if both:
+        isnan[2] = True
+    np.testing.assert_array_equal(np.isnan(y), isnan)
+
+
+@pytest.mark.parametrize(
+    ("lhs", "rhs"),
+    [
+        ((0, 4, 4, 2), (2, 2, 2, 3)),
+        ((2, 4, 4, 0), (2, 2, 0, 3)),
+        ((2, 4, 4, 2), (2, 2, 2, 0)),
+        ((2, 1, 4, 2), (2, 2, 2, 3)),
+    ],
+    ids=["no samples", "nothing to sum", "no features", "no room for the window"],
+)
+def test_empty_arrays(lhs, rhs):
+    x = quantize(normal(*lhs), "int8", channelwise_axes=[0])
+    w = quantize(normal(*rhs), "int4", channelwise_axes=[3])
+    actual = vn.quant.conv_general_dilated(x, w, (1, 1), "VALID", dimension_numbers=NHWC)
+    expected, _ = in_float64(x, w, window_strides=(1, 1), padding="VALID", dimension_numbers=NHWC)
+    np.testing.assert_array_equal(actual, expected)
+
+
+@pytest.mark.parametrize("preferred", [None, jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("both", [False, True])
+def test_the_dtype_is_that_of_the_dense_arrays(preferred, both):
+    x, w = normal(1, 4, 4, 2, dtype=jnp.bfloat16), normal(2, 2, 2, 3, dtype=jnp.bfloat16)
+    w = quantize(w, "int8")
+    x = quantize(x, "int8") if both else x
+    run = lambda conv, *operands: conv(
+        *operands, dimension_numbers=NHWC, preferred_element_type=preferred, **SAME
+    )
+    expected = run(lax.conv_general_dilated, *vn.materialise((x, w)))
+    actual = run(vn.quant.conv_general_dilated, x, w)
+    assert actual.dtype == expected.dtype
+    np.testing.assert_allclose(actual.astype(float), expected.astype(float), atol=0.1)
+
+
+def test_two_qarrays_of_different_dtypes_are_promoted():
+    x = quantize(normal(1, 4, 4, 2, dtype=jnp.bfloat16), "int8")
+    w = quantize(normal(2, 2, 2, 3), "int8")
+    actual = vn.quant.conv_general_dilated(x, w, dimension_numbers=NHWC, **SAME)
+    assert actual.dtype == jnp.float32
+    expected, magnitudes = in_float64(x, w, dimension_numbers=NHWC, **SAME)
+    assert_exact_but_for_the_scale(actual, expected, magnitudes, 8)
+
+
+@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "params", "message"),
+    [
+        ((2, 2, 3, 3), {}, "feature_group_count"),
+        ((2, 2, 2, 3), {"preferred_element_type": jnp.int32}, "preferred_element_type"),
+        ((2, 2, 2, 3), {"preferred_element_type": jnp.float16}, "preferred_element_type"),
+        ((2, 2, 2, 3), {"batch_group_count": 2}, "batch_group_count"),
+    ],
+)
+def test_what_does_not_fit_raises_what_lax_raises(shape, params, message, both):
+    x, w = normal(3, 4, 4, 2), quantize(normal(*shape), "int8")
+    x = quantize(x, "int8") if both else x
+    for conv, operands in (
+        (vn.quant.conv_general_dilated, (x, w)),
+        (lax.conv_general_dilated, vn.materialise((x, w))),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            conv(*operands, dimension_numbers=NHWC, **SAME, **params)
+
+
+def test_the_arguments_are_those_of_lax():
+    names = lambda function: [*inspect.signature(function).parameters]
+    assert names(vn.quant.conv_general_dilated) == names(lax.conv_general_dilated)
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_other_implicit_operands_are_materialised(side):
+    low_rank = Lora(normal(2, 8, 8, 8), normal(2, 8, 8, 2), normal(2, 8, 2, 8))
+    operands = [quantize(normal(2, 8, 8, 8), "int8")] * 2
+    operands[side] = low_rank
+    conv = lambda *operands: vn.quant.conv_general_dilated(
+        *operands, dimension_numbers=NHWC, **SAME
+    )
+    expected = lax.conv_general_dilated(*vn.materialise(operands), dimension_numbers=NHWC, **SAME)
+    np.testing.assert_allclose(conv(*operands), expected, rtol=1e-5, atol=1e-4)
