@@ -1,10 +1,61 @@
+"""The table of formats, and codes: what values they stand for, and which is the nearest."""
+
+import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
 from veneer.quant import FORMATS, get_format
+from veneer.quant.formats import ALIASES
+from veneer.quant.packing import UNITS
 
 NF4 = np.array(FORMATS["nf4"].codebook)
+OF_FLOATS = [name for name, format in FORMATS.items() if not format.is_integer]
+
+
+def all_codes(format):
+    """Every code of a format, a byte each."""
+    if format.name == "int1":
+        return np.array([-1, 1], np.int8)
+    if format.codebook is None and not format.is_integer:
+        codes = np.arange(256, dtype=np.uint8).view(format.code_dtype)
+        return codes[np.isfinite(codes.astype(np.float32))]
+    low, high = format.code_range
+    return np.arange(low, high + 1).astype(np.int8 if format.signed else np.uint8)
+
+
+@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+def test_a_row_of_the_table_agrees_with_itself(format):
+    assert FORMATS[format.name] is format
+    assert format.source
+    codes = all_codes(format)
+    values = np.asarray(format.decode(codes, jnp.float32))
+    assert len(codes) <= 2**8
+    if format.bits < 8:
+        assert len(codes) == {1.6: 3}.get(format.bits, 2**format.bits)
+        assert format.bits in UNITS
+        assert format.storage_dtype == np.uint8
+        fields = format.to_fields(jnp.asarray(codes))
+        assert sorted(fields.tolist()) == list(range(len(codes)))
+        np.testing.assert_array_equal(format.from_fields(fields), codes)
+    else:
+        assert format.storage_dtype == format.code_dtype
+    if format.codebook is not None:
+        assert len(set(format.codebook)) >= len(codes) - 1  # of a float, 0 is there twice
+        assert format.code_dtype == (ml_dtypes.uint4 if format.bits == 4 else np.uint8)
+    # The bound is the largest value, or half a step beyond it where codes are a step apart.
+    is_stepped = format.is_integer and format.signed and format.bits > 1
+    assert format.bound == values.max() + 0.5 * is_stepped
+    assert (format.tile_size is None) or format.scale_dtype is not None
+    if format.scale_tile is not None:
+        assert not FORMATS[format.scale_dtype].is_integer
+
+
+def test_aliases_are_of_formats_and_hide_none():
+    assert set(ALIASES.values()) <= set(FORMATS)
+    assert not set(ALIASES) & set(FORMATS)
+    assert all(get_format(alias) is FORMATS[name] for alias, name in ALIASES.items())
 
 
 def test_nf4_has_sixteen_ascending_values_that_end_at_one_and_contain_zero():
@@ -13,12 +64,29 @@ def test_nf4_has_sixteen_ascending_values_that_end_at_one_and_contain_zero():
     assert (NF4[0], NF4[7], NF4[-1]) == (-1.0, 0.0, 1.0)
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("float4_e2m1fn", ml_dtypes.float4_e2m1fn),
+        ("float6_e2m3fn", ml_dtypes.float6_e2m3fn),
+        ("float6_e3m2fn", ml_dtypes.float6_e3m2fn),
+    ],
+)
+def test_the_codes_of_small_floats_are_their_bit_patterns(name, dtype):
+    codebook = np.array(FORMATS[name].codebook, np.float32)
+    np.testing.assert_array_equal(
+        codebook, np.arange(len(codebook), dtype=np.uint8).view(dtype).astype(np.float32)
+    )
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_code_decodes_to_a_value_that_encodes_to_it(name):
     format = FORMATS[name]
-    codes = np.arange(2**format.bits) - (2 ** (format.bits - 1) if format.signed else 0)
-    codes = codes.astype(np.int8 if format.signed else np.uint8)
-    np.testing.assert_array_equal(format.encode(format.decode(codes, jnp.float32)), codes)
+    codes = all_codes(format)
+    again = np.asarray(format.encode(format.decode(codes, jnp.float32)))
+    if format.codebook is not None and 0.0 in format.codebook:
+        codes = np.where(np.array(format.codebook) == 0, format.codebook.index(0.0), codes)
+    np.testing.assert_array_equal(again, codes)
 
 
 @pytest.mark.parametrize(
@@ -33,35 +101,94 @@ def test_every_code_decodes_to_a_value_that_encodes_to_it(name):
         ("int4", 7.5, 7),
         ("int4", -7.5, -8),
         ("int4", -20.0, -8),
+        ("int2", -1.5, -2),
+        ("int2", 9.0, 1),
+        ("uint2", 9.0, 3),
+        ("uint8", -1.0, 0),
+        ("uint8", 300.0, 255),
+        ("ternary", 0.5, 0),
+        ("ternary", -1.5, -1),
+        ("ternary", 7.0, 1),
+        ("int1", 0.0, -1),
+        ("int1", 1e-30, 1),
         ("nf4", 2.0, 15),
         ("nf4", -2.0, 0),
         ("nf4", 0.03, 7),
         ("nf4", 0.05, 8),
+        ("mxfp4", np.inf, 7),
+        ("mxfp4", -7.0, 15),
+        ("mxfp8", np.inf, 448),
     ],
 )
 def test_rounds_half_to_even_and_clips(name, value, code):
     assert FORMATS[name].encode(jnp.float32(value)) == code
 
 
-def test_nf4_gives_the_nearest_value():
-    x = np.linspace(-1.1, 1.1, 1001).astype(np.float32)
-    distance = np.abs(x[:, None] - NF4)
-    chosen = np.take_along_axis(
-        distance, np.asarray(FORMATS["nf4"].encode(jnp.array(x)))[:, None], 1
-    )[:, 0]
-    # Where two values are equally near, either will do.
-    np.testing.assert_allclose(chosen, distance.min(axis=1), rtol=0, atol=1e-7)
+def near_ties(values, dtype):
+    """Values, what lies halfway between neighbours, and the numbers next to those."""
+    values = np.unique(values)
+    middles = ((values[1:] + values[:-1]) / 2).astype(dtype)
+    beside = [np.nextafter(middles, dtype(way)) for way in (-np.inf, np.inf)]
+    some = np.random.default_rng(0).uniform(1.1 * values[0], 1.1 * values[-1], 999).astype(dtype)
+    return np.concatenate([values.astype(dtype), middles, *beside, some])
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("name", OF_FLOATS)
+def test_the_nearest_value_is_found_and_of_two_the_even_code(name, dtype):
+    format = FORMATS[name]
+    with jax.enable_x64(dtype is np.float64):
+        codes = all_codes(format)
+        values = codes.astype(np.float64) if format.bits == 8 else np.array(format.codebook)
+        x = near_ties(values, dtype)
+        encoded = np.asarray(format.encode(jnp.asarray(x)))
+        assert jnp.asarray(x).dtype == dtype
+    chosen = encoded.astype(np.float64) if format.bits == 8 else values[encoded]
+    distances = np.abs(x.astype(np.float64)[:, None] - values)
+    np.testing.assert_array_equal(np.abs(chosen - x.astype(np.float64)), distances.min(1))
+    # In f64, a distance is exact, and so is a tie.
+    patterns = encoded.view(np.uint8)
+    is_tie = (distances == distances.min(1, keepdims=True)).sum(1) > 1
+    is_tie &= chosen != 0  # which is there twice
+    assert is_tie.any() or name.startswith("nf4")
+    assert (patterns[is_tie] % 2 == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("float4_e2m1fn", ml_dtypes.float4_e2m1fn),
+        ("float6_e2m3fn", ml_dtypes.float6_e2m3fn),
+        ("float6_e3m2fn", ml_dtypes.float6_e3m2fn),
+        ("float8_e4m3fn", ml_dtypes.float8_e4m3fn),
+        ("float8_e5m2", ml_dtypes.float8_e5m2),
+    ],
+)
+def test_small_floats_are_those_of_ml_dtypes_once_clipped(name, dtype):
+    format = FORMATS[name]
+    largest = float(ml_dtypes.finfo(dtype).max)
+    assert format.bound == largest
+    values = np.asarray(format.decode(all_codes(format), jnp.float32), np.float64)
+    x = near_ties(values, np.float32)
+    ours = format.decode(format.encode(jnp.asarray(x)), jnp.float32)
+    np.testing.assert_array_equal(ours, x.clip(-largest, largest).astype(dtype).astype(np.float32))
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "int1"])
 def test_nan_takes_the_code_of_zero(name):
     assert FORMATS[name].decode(FORMATS[name].encode(jnp.float32(np.nan)), jnp.float32) == 0
 
 
 def test_a_format_is_found_by_name_and_by_dtype():
     assert get_format("int4") is get_format(jnp.int4) is FORMATS["int4"]
+    assert get_format("fp8") is get_format(jnp.float8_e4m3fn) is FORMATS["float8_e4m3fn"]
 
 
 def test_an_unknown_format_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match="unknown format 'int9'; the formats are int8, int4, nf4"):
+    with pytest.raises(ValueError, match=r"unknown format 'int9'; the formats are int8, .*nvfp4"):
         get_format("int9")
+
+
+def test_codes_that_are_floats_have_no_range():
+    with pytest.raises(TypeError, match="codes of mxfp8 are float8_e4m3fn"):
+        _ = FORMATS["mxfp8"].code_range

@@ -1,3 +1,7 @@
+"""Packing: without gaps, to the bit, along any axis."""
+
+import functools
+
 import hypothesis.extra.numpy as hnp
 import jax
 import jax.numpy as jnp
@@ -5,70 +9,103 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from stored_values import unpacked
 
-from veneer.quant.packing import Packing, pack, packed_size, unpack
+from veneer.quant import FORMATS, quantize
+from veneer.quant.packing import UNITS, Packing, pack, packed_size, unpack
 
 SHAPES = hnp.array_shapes(min_dims=1, max_dims=3, min_side=0, max_side=5)
 
 
-@st.composite
-def codes_and_axis(draw):
-    dtype, low, high = draw(st.sampled_from([(np.int8, -8, 7), (np.uint8, 0, 15)]))
-    codes = draw(hnp.arrays(dtype, SHAPES, elements=st.integers(low, high)))
-    return codes, draw(st.integers(-codes.ndim, codes.ndim - 1))
-
-
-def pack_compiled(codes, axis):
-    """`pack` compiled as one: each example has a shape of its own, and would compile each step."""
-    packings = []
+@functools.cache
+def pack_compiled(bits, axis):
+    """`pack` and `unpack` compiled as one: examples have shapes of their own."""
 
     @jax.jit
-    def run(codes):
-        packed, packing = pack(codes, axis)
-        packings.append(packing)
-        return packed, unpack(packed, packing, signed=codes.dtype == jnp.int8)
+    def run(fields):
+        packed, packing = pack(fields, bits, axis)
+        return packed, unpack(packed, packing, bits)
 
-    packed, unpacked = map(np.asarray, run(codes))
-    return packed, packings[0], unpacked
+    return run
 
 
-@given(codes_and_axis())
-def test_unpack_undoes_pack(case):
-    codes, axis = case
-    _, _, unpacked = pack_compiled(codes, axis)
-    assert unpacked.dtype == codes.dtype
-    np.testing.assert_array_equal(unpacked, codes)
+@st.composite
+def fields_and_axis(draw, bits):
+    largest = 2 if bits == 1.6 else 2**bits - 1
+    shape = draw(SHAPES)
+    axis = draw(st.integers(-len(shape), len(shape) - 1))
+    longer = draw(st.integers(0, 17))
+    shape = tuple(longer if i == axis % len(shape) else size for i, size in enumerate(shape))
+    return draw(hnp.arrays(np.uint8, shape, elements=st.integers(0, largest))), axis
 
 
-@given(codes_and_axis())
-def test_two_codes_take_one_byte_the_first_in_the_low_nibble(case):
-    codes, axis = case
-    packed, packing, _ = pack_compiled(codes, axis)
-    codes, packed = np.moveaxis(codes, axis, -1), np.moveaxis(packed, axis, -1)
-    size = codes.shape[-1]
-    assert packing == Packing(axis % codes.ndim - codes.ndim, size)
-    assert (packed.dtype, packed.shape[-1]) == (np.uint8, packed_size(size))
-    nibbles = codes.astype(np.uint8) & 0xF
-    np.testing.assert_array_equal(packed & 0xF, nibbles[..., 0::2])
-    np.testing.assert_array_equal((packed >> 4)[..., : size // 2], nibbles[..., 1::2])
+@pytest.mark.parametrize("bits", UNITS)
+@given(data=st.data())
+def test_unpack_undoes_pack_and_no_byte_is_wasted(bits, data):
+    fields, axis = data.draw(fields_and_axis(bits))
+    packed, again = map(np.asarray, pack_compiled(bits, axis)(fields))
+    assert packed.dtype == again.dtype == np.uint8
+    size = fields.shape[axis]
+    assert packed.shape[axis] == packed_size(size, bits)
+    np.testing.assert_array_equal(again, fields)
+    # And as the text of `veneer.json` has it, which NumPy follows.
+    np.testing.assert_array_equal(unpacked(packed, bits, axis, size), fields)
 
 
-@pytest.mark.parametrize("size", [1, 3, 5])
-def test_an_odd_axis_is_padded_with_a_zero_nibble(size):
-    packed, _ = pack(np.full(size, -1, np.int8))
-    assert packed[-1] == 0x0F
+@pytest.mark.parametrize("bits", UNITS)
+def test_a_whole_unit_takes_as_many_bits_as_its_codes(bits):
+    codes, bytes_ = UNITS[bits]
+    assert codes * bits == 8 * bytes_
+    assert [packed_size(size, bits) for size in (0, 1, codes, codes + 1)] == [
+        *(0, bytes_, bytes_, 2 * bytes_)
+    ]
 
 
-def test_without_packing_a_byte_holds_one_code():
+@pytest.mark.parametrize(
+    ("bits", "fields", "packed"),
+    [
+        (1, [1, 0, 0, 1, 0, 0, 0, 0, 1], [0b00001001, 0b00000001]),
+        (1.6, [1, 2, 0, 0, 2, 1], [1 + 2 * 3 + 2 * 81, 1]),
+        (2, [1, 2, 3, 0, 3], [0b00111001, 0b00000011]),
+        (4, [1, 2, 15], [0x21, 0x0F]),
+        (3, [5, 0, 1], [0b101, 0b000, 0b001]),
+        (6, [33, 2], [0b01, 0b10, 0, 0, 0, 0b01]),
+    ],
+)
+def test_the_first_code_is_in_the_lowest_place(bits, fields, packed):
+    assert pack(np.array(fields, np.uint8), bits)[0].tolist() == packed
+
+
+def test_without_packing_a_byte_holds_one_field():
     codes = jnp.array([0x0F, 0x01], jnp.uint8)
-    assert unpack(codes, None, signed=True).tolist() == [-1, 1]
-    assert unpack(codes, None, signed=False).tolist() == [15, 1]
+    assert unpack(codes, None, 4).tolist() == [15, 1]
+    assert unpack(codes, None, 2).tolist() == [3, 1]
+    assert unpack(codes, None, 1.6).tolist() == [0, 1]
 
 
-def test_the_packed_axis_keeps_its_name_when_leading_axes_come():
-    codes = np.arange(24, dtype=np.uint8).reshape(2, 3, 4) % 16
-    packed, packing = pack(codes[0], axis=0)
-    stacked = jax.vmap(lambda codes: pack(codes, axis=0)[0])(codes)
+@pytest.mark.parametrize("bits", [1.6, 3, 4])
+def test_the_packed_axis_keeps_its_name_when_leading_axes_come(bits):
+    fields = np.arange(24, dtype=np.uint8).reshape(2, 3, 4) % 3
+    packed, packing = pack(fields[0], bits, axis=0)
+    stacked = jax.vmap(lambda fields: pack(fields, bits, axis=0)[0])(fields)
     assert packing == Packing(axis=-2, size=3)
     np.testing.assert_array_equal(stacked[0], packed)
-    np.testing.assert_array_equal(unpack(stacked, packing, signed=False), codes)
+    np.testing.assert_array_equal(unpack(stacked, packing, bits), fields)
+
+
+def bytes_by_formula(format, rows, columns):
+    """The bytes of a matrix quantised in tiles of 32, or those of the format, along its rows."""
+    codes = rows * int(-(-columns * format.bits // 8))
+    scales = rows * columns // (format.tile_size or 32)
+    if format.scale_tile is not None:  # of 8 bits, with a scale in f32 for so many of them
+        return codes + scales + 4 * -(-scales // (format.scale_tile or scales))
+    zero_points = 0 if format.signed or not format.is_integer else scales
+    return codes + scales * (1 if format.scale_dtype else 4) + zero_points
+
+
+@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+def test_as_many_bytes_are_stored_as_the_format_says(format):
+    w = jnp.asarray(np.random.default_rng(0).normal(size=(16, 320)), jnp.float32)
+    q = quantize(w, format.name, channelwise_axes=[0], tiled_axes={1: format.tile_size or 32})
+    assert q.nbytes == bytes_by_formula(format, 16, 320)
+    assert q.nbytes == sum(leaf.nbytes for leaf in jax.tree.leaves(q))

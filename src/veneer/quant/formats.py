@@ -8,6 +8,7 @@ A value is stored as a code and its tile's scale. What a code is worth before th
 """
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -24,15 +25,17 @@ class Format:
     **Arguments:**
 
     - `name`: what `quantize` calls it, its `qtype`.
-    - `bits`: of a code as stored, packed with its neighbours where they are fewer than 8.
+    - `bits`: of a code as stored, packed with its neighbours where they are fewer than 8. Not
+      always whole: five digits of base 3 in a byte take 1.6 each.
     - `code_dtype`: the dtype of the unpacked codes, `QArray.qvalue`.
-    - `bound`: what the largest magnitude of a tile is scaled to, so `scale = absmax / bound`.
+    - `bound`: what the largest magnitude of a tile is scaled to, so `scale = absmax / bound`; of
+      unsigned formats, what the distance from the least to the largest is.
     - `codebook`: the value of each code, or None where a code is its own value.
     - `source`: where the numbers come from.
     - `tile_size`: the one tile that the format is defined for, or None for any.
-    - `scale_dtype`: that the format is defined with, or None for any: `float8_e8m0fnu` holds powers
-      of two. Where `scale_tile` is not None, scales are quantised in turn, to the format of this
-      name.
+    - `scale_dtype`: the one that the format is defined with, or None for any: `float8_e8m0fnu`
+      holds powers of two. Where `scale_tile` is not None, scales are quantised in turn, to the
+      format of this name.
     - `scale_tile`: how many scales share a scale of their own; 0 is all those of a matrix.
     - `calibration`: the `calibration_method` that is meant where none is given.
 
@@ -71,7 +74,12 @@ class Format:
 
     @property
     def code_range(self) -> tuple[int, int]:
-        """The least and the largest of the codes; integer formats and codebooks only."""
+        """The least and the largest of the codes; integer formats and codebooks only.
+
+        **Raises:** `TypeError` for formats whose codes are floats.
+        """
+        if self.codebook is None and not self.is_integer:
+            raise TypeError(f"codes of {self.name} are {self.code_dtype.name}, and have no range")
         if self.codebook is not None:
             return 0, len(self.codebook) - 1
         if self.bits < 2:  # int1 and ternary
@@ -84,7 +92,7 @@ class Format:
 
         Integers are rounded half to even and clipped; of other formats, it is the nearest value, of
         two that are equally near the one with the even code. NaN becomes the code of 0, and is left
-        to the scale to tell.
+        to the scale to tell. int1, which has none, gives -1 for it and for 0.
         """
         x = jnp.where(jnp.isnan(x), 0, x)
         if self.codebook is not None:
@@ -103,9 +111,12 @@ class Format:
         ascending = sorted(values.items())
         code = jnp.full(x.shape, ascending[0][1], jnp.uint8)
         # Adding up comparisons needs no array of [..., 16], compiled or not.
-        for (below, low), (above, high) in zip(ascending, ascending[1:], strict=False):
+        for (below, low), (above, high) in itertools.pairwise(ascending):
             middle = (below + above) / 2
-            beyond = x >= middle if high % 2 == 0 else x > middle
+            threshold = float(np.asarray(middle, x.dtype))
+            # Where the dtype has no such number, the values on either side of it are no ties.
+            is_beyond = high % 2 == 0 if threshold == middle else threshold > middle
+            beyond = x >= threshold if is_beyond else x > threshold
             code += beyond.astype(jnp.uint8) * jnp.uint8((high - low) % 256)
         return code
 
