@@ -110,6 +110,28 @@ QARRAYS = {
     ),
     "scalar": vn.quant.quantize(np.float32(-2.5), "nf4"),
     "empty": vn.quant.quantize(np.zeros((0, 4), np.float32), "int4", channelwise_axes=[0]),
+    "empty_nested": vn.quant.quantize(np.zeros((0, 32), np.float32), "nvfp4"),
+    "powers_of_two": vn.quant.quantize(W, "int8", scale_dtype="float8_e8m0fnu"),
+    "packed_first_axis_of_bit_planes": QArray.from_packed(
+        *(np.arange(14, dtype=np.uint8).reshape(7, 2), np.ones((1, 2), np.float32)),
+        qtype="int7",
+        packing=Packing(axis=-2, size=5),
+    ),
+    "unpacked_ternary": QArray.from_packed(
+        np.array([[0, 1, 2]], np.uint8), np.ones((1, 1), np.float32), qtype="ternary"
+    ),
+    "unpacked_bit_planes": QArray.from_packed(
+        np.array([[0, 0x43, 0xFF]], np.uint8), np.ones((1, 1), np.float32), qtype="int7"
+    ),
+    "scales_of_4_bits": QArray(
+        np.ones((4, 6), np.int8), vn.quant.quantize(np.abs(W[:4, :3]), "int4"), qtype="int8"
+    ),
+}
+X64 = normal(3, 64)
+QARRAYS |= {
+    f"every {name}": vn.quant.quantize(X64, name, channelwise_axes=[0], tiled_axes={1: tile})
+    for name, format in vn.quant.FORMATS.items()
+    for tile in [format.tile_size or 64]
 }
 
 
@@ -128,30 +150,62 @@ def decode_without_veneer(folder, name):
     entry = layout["tensors"][name]
     if entry["storage"] == "dense":
         return stored[entry["tensor"]]
-    codes, shape = stored[entry["packed"]], entry["shape"]
-    bits = layout["formats"][entry["format"]]["bits"]
-    if entry["packing"] is not None:
-        axis, size = entry["packing"]["axis"], entry["packing"]["size"]
-        codes = np.moveaxis(codes, axis, -1)
-        nibbles = [(codes >> shift) & (2**bits - 1) for shift in range(0, 8, bits)]
-        padded = codes.shape[-1] * len(nibbles)
-        codes = np.stack(nibbles, -1).reshape(*codes.shape[:-1], padded)[..., :size]
-        codes = np.moveaxis(codes, -1, axis)
-    codes = codes.astype(np.int32) & (2**bits - 1)
-    if layout["formats"][entry["format"]]["signed"]:
+    return decode_quantised(entry, stored, layout["formats"])
+
+
+def decode_quantised(entry, stored, formats):
+    format = formats[entry["format"]]
+    code, bits, codebook = format["code"], format["bits"], format["codebook"]
+    codes = decode_fields(stored[entry["packed"]], entry["packing"], format)
+    if code.startswith("float8"):
+        codes = codes.view(code).astype(np.float32)
+    else:
+        codes = codes.astype(np.int32)
+    if code == "two's complement":
         codes = np.where(codes >= 2 ** (bits - 1), codes - 2**bits, codes)
-    codebook = layout["formats"][entry["format"]]["codebook"]
+    elif code == "field - 1":
+        codes = codes - 1
+    elif code == "2 * field - 1":
+        codes = 2 * codes - 1
     values = codes if codebook is None else np.array(codebook, np.float32)[codes]
 
     def spread(tiles):
-        for axis, size in enumerate(shape):
+        for axis, size in enumerate(entry["shape"]):
             tiles = np.repeat(tiles, size // max(tiles.shape[axis], 1), axis)
         return tiles.astype(np.float32)
 
+    if isinstance(entry["scale"], dict):
+        scale = decode_quantised(entry["scale"], stored, formats)
+    else:
+        scale = stored[entry["scale"]]
+    if entry["scale_dtype"] == "float8_e8m0fnu":
+        scale = np.where(scale == 255, np.nan, 2.0 ** (scale.astype(np.float64) - 127))
+    elif entry["scale_dtype"] is not None:
+        scale = scale.view(entry["scale_dtype"])
     if entry["zero_point"] is not None:
         values = values - spread(stored[entry["zero_point"]])
     dtype = {"bfloat16": ml_dtypes.bfloat16}.get(entry["dtype"], entry["dtype"])
-    return (values.astype(np.float32) * spread(stored[entry["scale"]])).astype(dtype)
+    return (values.astype(np.float32) * spread(scale)).astype(dtype)
+
+
+def decode_fields(packed, packing, format):
+    bits, bytes_, count = format["bits"], format["unit_bytes"], format["unit_fields"]
+    if bits == 8:
+        return packed.view(np.uint8)
+    if packing is None:
+        return packed % 3 if bits == 1.6 else packed & (2**bits - 1)
+    rows = np.moveaxis(packed, packing["axis"], -1)
+    *leading, size = rows.shape
+    units = rows.reshape(*leading, size // bytes_, bytes_)
+    if format["unit_layout"] == "bits":
+        fields = [(units[..., 0] >> (bits * i)) & (2**bits - 1) for i in range(count)]
+    elif format["unit_layout"] == "base 3":
+        fields = [units[..., 0] // 3**i % 3 for i in range(count)]
+    else:
+        assert format["unit_layout"] == "bit planes"
+        fields = [sum((units[..., p] >> i & 1) << p for p in range(bytes_)) for i in range(count)]
+    fields = np.stack(fields, -1).reshape(*leading, size // bytes_ * count)
+    return np.moveaxis(fields[..., : packing["size"]], -1, packing["axis"])
 
 
 @pytest.mark.parametrize("q", QARRAYS.values(), ids=QARRAYS)
@@ -164,17 +218,65 @@ def test_the_json_is_enough_to_read_a_tensor_without_veneer(tmp_path, q):
 def test_the_json_says_how_the_tiles_lie_and_which_version_this_is(tmp_path):
     vn.save(tmp_path / "out", {"w": QARRAYS["nf4"]})
     layout = json.loads((tmp_path / "out" / "veneer.json").read_text())
-    assert layout["layout_version"] == 1
+    assert layout["layout_version"] == 2
     assert layout["how_to_read"]
     assert layout["tensors"]["w"]["tile_shape"] == [3, 2]
     assert layout["tensors"]["w"]["packing"] == {"axis": -1, "size": 8}
 
 
-def test_four_bit_codes_take_half_a_byte_on_disk(tmp_path):
-    vn.save(tmp_path / "out", QARRAYS["nf4"])
+@pytest.mark.parametrize(
+    ("name", "dtypes"),
+    [
+        ("nf4", ["float32", "uint8"]),
+        ("every int3", ["float32", "uint8"]),
+        ("every mxfp8", ["uint8", "uint8"]),
+        ("every nvfp4", ["float32", "uint8", "uint8"]),
+    ],
+)
+def test_no_more_bytes_are_on_disk_than_in_memory(tmp_path, name, dtypes):
+    vn.save(tmp_path / "out", QARRAYS[name])
     stored = load_file(tmp_path / "out" / "model.safetensors")
-    assert sum(array.nbytes for array in stored.values()) == QARRAYS["nf4"].nbytes
-    assert sorted(str(array.dtype) for array in stored.values()) == ["float32", "uint8"]
+    assert sum(array.nbytes for array in stored.values()) == QARRAYS[name].nbytes
+    assert sorted(str(array.dtype) for array in stored.values()) == dtypes
+
+
+def write_version_1(folder, q):
+    """What veneer wrote before it had formats of other than 4 and 8 bits."""
+    vn.save(folder, {"w": q})
+    content = json.loads((folder / "veneer.json").read_text())
+    del content["tensors"]["w"]["scale_dtype"]
+    described = vn.quant.get_format(q.qtype)
+    row = {"bits": described.bits, "signed": described.signed, "codebook": described.codebook}
+    changes = {"layout_version": 1, "formats": {q.qtype: row}, "how_to_read": ["otherwise"]}
+    (folder / "veneer.json").write_text(json.dumps(content | changes))
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "nf4", "zero_point", "packed_first_axis"])
+def test_a_folder_of_layout_version_1_is_still_read(tmp_path, name):
+    write_version_1(tmp_path / "old", QARRAYS[name])
+    assert_same(vn.load(tmp_path / "old"), {"w": QARRAYS[name]})
+
+
+# A file of version 1, to the byte.
+VERSION_1 = """{
+"layout_version": 1,
+"how_to_read": ["..."],
+"formats": {"int4": {"bits": 4, "signed": true, "codebook": null}},
+"tensors": {
+ "w": {"storage": "quantised", "format": "int4", "shape": [2, 3], "dtype": "float32", "packed":
+ "w.packed", "packing": {"axis": -1, "size": 3}, "scale": "w.scale", "tile_shape": [1, 3],
+ "zero_point": null}
+},
+"tree": {"dict": [["w", {"tensor": "w"}]]}
+}"""
+
+
+def test_the_values_of_a_file_of_layout_version_1(tmp_path):
+    (tmp_path / "veneer.json").write_text(VERSION_1)
+    packed = np.array([[0x21, 0x0F], [0x87, 0x03]], np.uint8)
+    scale = np.array([[1.0], [0.5]], np.float32)
+    save_file({"w.packed": packed, "w.scale": scale}, tmp_path / "model.safetensors")
+    assert vn.load(tmp_path)["w"].dequantize().tolist() == [[1, 2, -1], [3.5, -4, 1.5]]
 
 
 X = np.ones(2, np.float32)
@@ -189,6 +291,7 @@ TREES = {
     "dots_and_slashes": {"a.b": X, "a": {"b": 2 * X}, "c/d": 3 * X, "": 4 * X, "ü\n": 5 * X},
     "reserved": {"__metadata__": X},
     "names_of_parts": {"w": QARRAYS["int8"], "w.scale": X, "w.packed": 2 * X, "w.scale_": 3 * X},
+    "names_of_nested_parts": {"w": QARRAYS["every nvfp4"], "w.scale.packed": X, "w.scale": X},
 }
 
 
@@ -358,7 +461,7 @@ DAMAGES = {
     "json_truncated": lambda f: damage(f / "veneer.json", lambda data: data[:100]),
     "json_binary": lambda f: damage(f / "veneer.json", lambda data: b"\xff\xfe"),
     "json_alien": lambda f: damage(f / "veneer.json", lambda data: b"[1, 2]"),
-    "newer": lambda f: edit_json(f / "veneer.json", layout_version=2),
+    "newer": lambda f: edit_json(f / "veneer.json", layout_version=3),
     "version_text": lambda f: edit_json(f / "veneer.json", layout_version="1"),
     "no_tensors": lambda f: edit_json(f / "veneer.json", tensors=None),
     "tensor_gone": lambda f: edit_entry(f, "b", tensor="c"),
@@ -373,6 +476,10 @@ DAMAGES = {
     "packing_keys": lambda f: edit_entry(f, "w", packing={"axis": -1}),
     "packing_list": lambda f: edit_entry(f, "w", packing=[-1, 8]),
     "scale": lambda f: edit_entry(f, "w", scale="b"),
+    "scale_number": lambda f: edit_entry(f, "w", scale=1),
+    "scale_entry": lambda f: edit_entry(f, "w", scale={"format": "int8"}),
+    "scale_dtype": lambda f: edit_entry(f, "w", scale_dtype="float9"),
+    "scale_bytes": lambda f: edit_entry(f, "w", scale_dtype="float8_e8m0fnu"),
     "tree": lambda f: edit_json(f / "veneer.json", tree={"tensor": "gone"}),
     "tree_kind": lambda f: edit_json(f / "veneer.json", tree={"set": []}),
     "tree_list": lambda f: edit_json(f / "veneer.json", tree=["w"]),
@@ -391,7 +498,7 @@ def test_a_damaged_folder_is_refused_in_one_line_that_names_it(tmp_path, damages
 def test_a_newer_layout_says_so(tmp_path):
     folder = saved(tmp_path / "out")
     DAMAGES["newer"](folder)
-    with pytest.raises(ValueError, match=r"layout version 2.*up to 1.*newer veneer"):
+    with pytest.raises(ValueError, match=r"layout version 3.*up to 2.*newer veneer"):
         vn.load(folder)
 
 

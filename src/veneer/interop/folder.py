@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..quant import Packing, QArray
+from ..quant import Packing, QArray, get_format
 from . import manifest
 
 # Large enough for few files, small enough that a shard in memory is not what limits anyone.
@@ -131,9 +131,15 @@ class TensorFolder:
     def _read_entry(self, entry: manifest.Entry) -> np.ndarray | QArray:
         if isinstance(entry, manifest.DenseEntry):
             return self._read_stored(entry.tensor)
+        code_dtype = get_format(entry.format).code_dtype.name
+        packed = self._read_stored(entry.packed)
+        if isinstance(entry.scale, str):
+            scale = as_jax(_from_bytes(self._read_stored(entry.scale), entry.scale_dtype))
+        else:
+            scale = self._read_entry(entry.scale)
         return QArray.from_packed(
-            as_jax(self._read_stored(entry.packed)),
-            as_jax(self._read_stored(entry.scale)),
+            as_jax(_from_bytes(packed, code_dtype if code_dtype in manifest.BYTE_FLOATS else None)),
+            scale,
             None if entry.zero_point is None else as_jax(self._read_stored(entry.zero_point)),
             qtype=entry.format,
             packing=None if entry.packing is None else Packing(**entry.packing),
@@ -166,6 +172,14 @@ def as_jax(array: np.ndarray) -> jax.Array | np.ndarray:
     return jnp.asarray(array) if exact else array
 
 
+def _as_bytes(array: np.ndarray) -> np.ndarray:
+    return array.view(np.uint8) if array.dtype.name in manifest.BYTE_FLOATS else array
+
+
+def _from_bytes(array: np.ndarray, dtype: str | None) -> np.ndarray:
+    return array if dtype is None else array.view(jnp.dtype(dtype))
+
+
 class FolderWriter:
     """Writes named tensors into `folder`, holding one shard of at most `shard_bytes` in memory.
 
@@ -189,21 +203,38 @@ class FolderWriter:
     def add(self, name: str, value: np.ndarray | jax.Array | QArray) -> None:
         """Writes one tensor: dense arrays `[...]` of the dtypes in `DTYPES`, or a QArray."""
         entry: manifest.Entry
+        arrays: dict[str, Any] = {}
         if isinstance(value, QArray):
-            parts = {"packed": value.packed, "scale": value.scale, "zero_point": value.zero_point}
-            stored = {part: self._unused(f"{name}.{part}") for part in parts}
-            arrays = {stored[part]: x for part, x in parts.items() if x is not None}
-            entry = manifest.quantised_entry(value, **stored)
+            entry = self._quantised_entry(name, value, arrays)
         else:
             stored_name = self._unused(name) if name == "__metadata__" else name
             arrays = {stored_name: value}
             entry = manifest.DenseEntry(stored_name, list(value.shape), value.dtype.name)
         self._entries[name] = entry
         # `save_file` reads memory from its first byte on, whatever the strides.
-        contiguous = {k: np.asarray(x, order="C") for k, x in arrays.items()}
+        contiguous = {k: _as_bytes(np.asarray(x, order="C")) for k, x in arrays.items()}
         if self._shard and _nbytes(self._shard) + _nbytes(contiguous) > self._shard_bytes:
             self._write_shard()
         self._shard |= contiguous
+
+    def _quantised_entry(
+        self, name: str, value: QArray, arrays: dict[str, Any]
+    ) -> manifest.QuantisedEntry:
+        """Describes a QArray, and puts its leaves into `arrays`, under names of their own."""
+
+        def store(part: str, leaf: Any) -> str:
+            stored = self._unused(f"{name}.{part}")
+            arrays[stored] = leaf
+            return stored
+
+        packed = store("packed", value.packed)
+        scale: str | manifest.QuantisedEntry
+        if isinstance(value.scale, QArray):
+            scale = self._quantised_entry(f"{name}.scale", value.scale, arrays)
+        else:
+            scale = store("scale", value.scale)
+        zero_point = None if value.zero_point is None else store("zero_point", value.zero_point)
+        return manifest.quantised_entry(value, packed=packed, scale=scale, zero_point=zero_point)
 
     def finish(self, tree: Any = None) -> None:
         """Writes the last shard, the index of the shards if they are several, and `veneer.json`."""

@@ -42,7 +42,7 @@ def inspect(
 
 def _report(name: str, source: TensorFolder, against: TensorFolder | None) -> TensorReport:
     value = source.read(name)
-    scale = _statistics(value.scale) if isinstance(value, QArray) else None
+    scale = _statistics(value.scales()) if isinstance(value, QArray) else None
     error = None
     if against is not None:
         original = against.read(name)

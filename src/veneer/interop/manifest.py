@@ -18,30 +18,48 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..quant import QArray, get_format
+from ..quant.formats import Format
+from ..quant.packing import UNITS
 
 FILE_NAME = "veneer.json"
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 
+# Version 1 had integers of 4 and 8 bits and nf4, in the same bytes, and neither 'scale_dtype' nor
+# scales that are quantised.
 HOW_TO_READ = (
     "The safetensors tensors named below are in model.safetensors or, where there is a "
     "model.safetensors.index.json, in the file that its 'weight_map' names.",
     "storage 'dense': the value is the safetensors tensor named by 'tensor'.",
     "storage 'quantised': the value has the given 'shape' and 'dtype', and is computed from the "
-    "safetensors tensors named by 'packed', 'scale' and 'zero_point' (null: none).",
-    "1. Codes are integers of 'bits' bits (see 'formats'), in two's complement where 'signed'. "
-    "Where 'packing' is null, each element of 'packed' holds one code in its lowest bits. "
-    "Elsewhere each byte holds 8 / bits codes, neighbours along the 'axis' of 'packing' (counted "
-    "from the end), the first in the lowest bits; the first 'size' of them count, the rest is "
-    "padding.",
-    "2. Where the format has a 'codebook', each code is replaced by codebook[code].",
-    "3. scale and zero_point have the rank of the value; one element covers shape[i] / "
+    "safetensors tensors named by 'packed', 'scale' and 'zero_point' (null: none), and the row of "
+    "'formats' that 'format' names.",
+    "1. 'packed' holds fields: small integers that are not negative, of 'bits' bits. Where 'bits' "
+    "is 8, a byte is a field. Where 'packing' is null, each byte holds one field in its lowest "
+    "bits (byte % 3 where 'bits' is 1.6). Elsewhere the 'axis' of 'packing' (counted from the "
+    "end) is a row of units of 'unit_bytes' bytes that hold 'unit_fields' fields, neighbours "
+    "along that axis; the first 'size' fields count, the rest is padding. In a unit, by its "
+    "'unit_layout': 'bits': field i is (byte >> (bits * i)) & (2**bits - 1). 'base 3': field i is "
+    "byte // 3**i % 3. 'bit planes': bit p of field i is bit i of byte p, the lowest bit being "
+    "bit 0.",
+    "2. A field becomes a code as 'code' says. 'field': it is one. 'two's complement': so read, of "
+    "'bits' bits. 'field - 1' and '2 * field - 1': as it says. Another word names the 8-bit float "
+    "whose bit pattern it is: float8_e4m3fn and float8_e5m2 of the OCP 8-bit Floating Point "
+    "Specification.",
+    "3. Where the format has a 'codebook', each code is replaced by codebook[code].",
+    "4. Where 'scale' is an object, it describes scales that are a quantised value themselves, to "
+    "be computed first. Where 'scale_dtype' is not null, the bytes of the scale are 8-bit floats: "
+    "those above, or float8_e8m0fnu, of which byte b is 2.0**(b - 127), and 255 is NaN.",
+    "5. scale and zero_point have the rank of the value; one element covers shape[i] / "
     "scale.shape[i] neighbours along axis i (for the scale, this is 'tile_shape'). Repeat them to "
     "the full shape.",
-    "4. value = (code - zero_point) * scale, computed in float32 or wider, rounded to 'dtype'.",
+    "6. value = (code - zero_point) * scale, computed in float32 or wider, rounded to 'dtype'.",
     "'tree', if there, is how the tensors nest: {'none': true}; {'tensor': name}; {'dict': [[key, "
     "node], ...]}; {'list': [node, ...]}; {'tuple': [node, ...]}. Without it, they are a flat dict "
     "by name.",
 )
+
+# 8-bit floats, which NumPy does not have, are stored as the bytes that they are.
+BYTE_FLOATS = ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +81,8 @@ class QuantisedEntry:
 
     `packing` has the `axis` that is packed (negative) and its `size` before, or is None where
     `packed` holds one code an element. `tile_shape` says how many neighbours share a scale along
-    each axis.
+    each axis. `scale` is an entry itself where scales are quantised, and `scale_dtype` is theirs
+    where they are stored as bytes (`BYTE_FLOATS`).
     """
 
     format: str
@@ -71,13 +90,15 @@ class QuantisedEntry:
     dtype: str
     packed: str
     packing: Mapping[str, int] | None
-    scale: str
+    scale: "str | QuantisedEntry"
     tile_shape: Sequence[int]
     zero_point: str | None
+    scale_dtype: str | None = None
 
     def stored(self) -> set[str]:
         """Returns the safetensors names of its parts."""
-        return {name for name in (self.packed, self.scale, self.zero_point) if name is not None}
+        scale = {self.scale} if isinstance(self.scale, str) else self.scale.stored()
+        return scale | {name for name in (self.packed, self.zero_point) if name is not None}
 
 
 Entry = DenseEntry | QuantisedEntry
@@ -92,9 +113,12 @@ class Manifest(NamedTuple):
     tree: Any = None
 
 
-def quantised_entry(value: QArray, *, packed: str, scale: str, zero_point: str) -> QuantisedEntry:
+def quantised_entry(
+    value: QArray, *, packed: str, scale: str | QuantisedEntry, zero_point: str | None
+) -> QuantisedEntry:
     """Returns the entry of a QArray whose leaves are stored under the names given."""
     packing = value.packing
+    scale_dtype = None if isinstance(value.scale, QArray) else value.scale.dtype.name
     return QuantisedEntry(
         format=value.qtype,
         shape=list(value.shape),
@@ -103,15 +127,14 @@ def quantised_entry(value: QArray, *, packed: str, scale: str, zero_point: str) 
         packing=None if packing is None else packing._asdict(),
         scale=scale,
         tile_shape=list(value.tile_shape),
-        zero_point=None if value.zero_point is None else zero_point,
+        zero_point=zero_point,
+        scale_dtype=scale_dtype if scale_dtype in BYTE_FLOATS else None,
     )
 
 
 def write(folder: Path, manifest: Manifest) -> None:
     """Writes `veneer.json` into `folder`."""
-    formats = {
-        entry.format for entry in manifest.entries.values() if isinstance(entry, QuantisedEntry)
-    }
+    formats = {name for entry in manifest.entries.values() for name in _formats_of(entry)}
     tensors = {
         name: {"storage": _STORAGE_OF[type(entry)], **dataclasses.asdict(entry)}
         for name, entry in manifest.entries.items()
@@ -126,6 +149,12 @@ def write(folder: Path, manifest: Manifest) -> None:
         content["tree"] = json.dumps(manifest.tree)
     text = ",\n".join(f'"{key}": {value}' for key, value in content.items())
     (folder / FILE_NAME).write_text(f"{{\n{text}\n}}\n", encoding="utf-8")
+
+
+def _formats_of(entry: str | Entry) -> set[str]:
+    if not isinstance(entry, QuantisedEntry):
+        return set()
+    return {entry.format} | _formats_of(entry.scale)
 
 
 def read(file: Path) -> Manifest:
@@ -153,6 +182,8 @@ def _entry(storage: str, **fields: Any) -> Entry:
     for key, value in fields.items():
         if key in _IS_VALID and not _IS_VALID[key](value):
             raise TypeError(f"{key} is {value!r}")
+    if isinstance(fields.get("scale"), dict):
+        fields["scale"] = _entry("quantised", **fields["scale"])
     return _STORAGE[storage](**fields)
 
 
@@ -174,7 +205,9 @@ def _is_dtype(value: Any) -> bool:
 
 # What comes from a file is checked when it is read, not where it first makes trouble.
 _IS_VALID: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("tensor", "format", "packed", "scale"), _is_name),
+    **dict.fromkeys(("tensor", "format", "packed"), _is_name),
+    "scale": lambda value: isinstance(value, str | dict),
+    "scale_dtype": lambda value: value is None or value in BYTE_FLOATS,
     **dict.fromkeys(("shape", "tile_shape"), _is_sizes),
     "dtype": _is_dtype,
     "packing": lambda value: value is None or _is_packing(value),
@@ -201,8 +234,26 @@ def _one_a_line(content: dict[str, Any]) -> str:
 
 def _describe_format(name: str) -> dict[str, Any]:
     format = get_format(name)
+    fields, bytes_ = UNITS.get(format.bits, (1, 1))
     return {
         "bits": format.bits,
-        "signed": bool(format.signed),
+        "unit_fields": fields,
+        "unit_bytes": bytes_,
+        "unit_layout": _unit_layout(format),
+        "code": _code(format),
         "codebook": format.codebook,
     }
+
+
+def _unit_layout(format: Format) -> str:
+    if format.bits == 1.6:
+        return "base 3"
+    return "bits" if UNITS.get(format.bits, (1, 1))[1] == 1 else "bit planes"
+
+
+def _code(format: Format) -> str:
+    if format.code_dtype.name in BYTE_FLOATS:
+        return format.code_dtype.name
+    if not format.signed:
+        return "field"
+    return {1: "2 * field - 1", 1.6: "field - 1"}.get(format.bits, "two's complement")

@@ -1,7 +1,7 @@
 """Trees of arrays in safetensors files: `save` and `load`."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -10,6 +10,7 @@ import numpy as np
 from .._core.array import ImplicitArray
 from ..quant import QArray
 from .folder import DTYPES, FolderWriter, TensorFolder, as_jax, write_aside
+from .manifest import BYTE_FLOATS
 
 _HOLDS = "a saved tree holds dicts, lists, tuples, None, NumPy and JAX arrays, and QArrays"
 
@@ -118,9 +119,11 @@ def _decode(node: Any, leaves: dict[str, Any]) -> Any:
 
 
 def _check_leaf(leaf: Any, path: tuple[str | int, ...]) -> None:
-    arrays: tuple[Any, ...] = (leaf,)
+    arrays: Sequence[Any] = (leaf,)
+    dtypes = [*DTYPES.values()]
     if type(leaf) is QArray:
-        arrays = tuple(x for x in (leaf.packed, leaf.scale, leaf.zero_point) if x is not None)
+        arrays = jax.tree.leaves(leaf)
+        dtypes += BYTE_FLOATS
     elif isinstance(leaf, ImplicitArray):
         raise TypeError(
             f"{_where(path)} is {_type(leaf)}: {_HOLDS}. Save its leaves, or its dense form "
@@ -136,10 +139,11 @@ def _check_leaf(leaf: Any, path: tuple[str | int, ...]) -> None:
                 f"{_where(path)} is {_type(array)}: {_HOLDS}. Turn containers of other types into "
                 "dicts, and arrays of other libraries into NumPy's"
             )
-        if array.dtype.name not in DTYPES.values():
+        if array.dtype.name not in dtypes:
             raise TypeError(
                 f"{_where(path)} has dtype {array.dtype}, which is not stored as it is: cast it to "
-                f"one of {', '.join(DTYPES.values())}; a QArray stores 4-bit integers"
+                f"one of {', '.join(DTYPES.values())}; a QArray stores integers of 1 to 8 bits and "
+                "floats of 4 to 8"
             )
 
 
