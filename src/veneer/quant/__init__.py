@@ -1,5 +1,6 @@
 """Quantised arrays: few bits a value, dense to every JAX program."""
 
+from .activations import ActivationQuantized as ActivationQuantized
 from .clipping import fake_quantize as fake_quantize
 from .clipping import fake_quantize_with_scale as fake_quantize_with_scale
 from .conversion import dequantize as dequantize
@@ -10,11 +11,20 @@ from .formats import Format as Format
 from .formats import get_format as get_format
 from .model import Rule as Rule
 from .model import quantize_tree as quantize_tree
+from .observe import observe as observe
 from .ops import conv_general_dilated as conv_general_dilated
 from .ops import dot as dot
 from .ops import dot_general as dot_general
 from .ops import einsum as einsum
+from .ops import ragged_dot as ragged_dot
+from .ops import ragged_dot_general as ragged_dot_general
 from .packing import Packing as Packing
 from .qarray import QArray as QArray
 from .ranges import calibration_range as calibration_range
 from .ranges import scale_of_range as scale_of_range
+from .statistics import ActivationStatistics as ActivationStatistics
+from .statistics import load_statistics as load_statistics
+from .statistics import save_statistics as save_statistics
+from .training import FakeQuantized as FakeQuantized
+from .training import convert as convert
+from .training import with_stochastic_rounding as with_stochastic_rounding

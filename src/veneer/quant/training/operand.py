@@ -1,0 +1,152 @@
+"""The operands of a product that runs on codes: how each is quantised, and its derivative."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..calibration import check_calibration
+from ..clipping import fake_quantize
+from ..conversion import quantize
+from ..formats import get_format
+from ..qarray import QUANTISABLE, QArray
+from .axes import Grid, grid_of
+
+
+@dataclass(frozen=True)
+class Operand:
+    """How an operand of a product is quantised.
+
+    **Arguments:**
+
+    - `dtype`: of the array that is given.
+    - `dense_dtype`: in which the product takes it.
+    - `qtype`: the format; None leaves it as it is.
+    - `method`: of calibration; None is the format's own.
+    - `grid`: which values share a scale.
+    """
+
+    dtype: str
+    dense_dtype: str
+    qtype: str | None
+    method: str | None
+    grid: Grid
+
+    def quantised(self, x: jax.Array) -> jax.Array | QArray:
+        """Returns what the product takes."""
+        if self.qtype is None:
+            return x.astype(self.dense_dtype)
+        q = quantize(x, self.qtype, calibration_method=self.method, **self.grid.axes)
+        return q.replace(dense_dtype=self.dense_dtype)
+
+    def clipped(self, x: Any) -> Any:
+        """Returns the array itself, without a derivative where the format does not reach."""
+        if self.qtype is None:
+            return x
+        format = get_format(self.qtype)
+        if not check_calibration(self.method or format.calibration, format).clips:
+            return x
+        fake = fake_quantize(x, self.qtype, calibration_method=self.method, **self.grid.axes)
+        return lax.stop_gradient(x) + (fake - lax.stop_gradient(fake))
+
+    def requantised(self, x: jax.Array, contracted: Sequence[int]) -> jax.Array | QArray:
+        """Returns what a product takes that contracts other axes; dense where no tile divides."""
+        if self.qtype is None:
+            return x.astype(self.dense_dtype)
+        format = get_format(self.qtype)
+        grid = grid_of(x.ndim, contracted, format)
+        if any(x.shape[axis] % size for axis, size in grid.tiled):
+            return x.astype(self.dense_dtype)
+        q = quantize(x, self.qtype, calibration_method=self.method, **grid.axes)
+        return q.replace(dense_dtype=self.dense_dtype)
+
+
+def activation(x: Any, qtype: str | None, method: str | None, shared: Sequence[int]) -> Operand:
+    """How the other operand of a product is quantised: not at all, if it is not floating."""
+    if qtype is None or x.dtype not in QUANTISABLE:
+        return Operand(x.dtype.name, x.dtype.name, None, None, Grid(()))
+    grid = grid_of(x.ndim, shared, get_format(qtype))
+    return Operand(x.dtype.name, x.dtype.name, qtype, method, grid)
+
+
+def has_scale_along(q: jax.Array | QArray, axes: Sequence[int]) -> bool:
+    """Whether an operand is codes times a scale that varies along no other axes than these.
+
+    Then that scale can be multiplied with the gradient in its place, where these are contracted.
+    """
+    if not isinstance(q, QArray) or q.zero_point is not None or q.format.codebook is not None:
+        return False
+    if isinstance(q.scale, QArray):
+        return False
+    return all(count == 1 or axis in axes for axis, count in enumerate(q.scale.shape))
+
+
+def codes_of(q: QArray, dtype: Any) -> QArray:
+    """The codes as a QArray that stands for them, in the place of the scaled values."""
+    one = jnp.ones([1] * q.ndim, dtype)
+    return q.replace(scale=one, dense_dtype=jnp.dtype(dtype).name)
+
+
+def reversed_codes(q: QArray, dtype: Any, axes: Sequence[int]) -> QArray:
+    """As `codes_of`, in the reverse order along some axes; of these, one may be packed."""
+    codes = lax.rev(q.codes(), axes)
+    fields = codes if q.format.bits == 8 else q.format.to_fields(codes)
+    one = jnp.ones([1] * q.ndim, dtype)
+    return QArray.from_packed(fields, one, qtype=q.qtype, dense_dtype=jnp.dtype(dtype).name)
+
+
+def quantise_gradient(g: jax.Array, qtype: str, contracted: Sequence[int], key: Any) -> QArray:
+    """Returns a gradient with a scale for each index of the axes that a product does not contract.
+
+    **Raises:** `ValueError` where the format's own tile does not divide a contracted axis.
+    """
+    format = get_format(qtype)
+    grid = grid_of(g.ndim, contracted, format)
+    method = None
+    if key is not None and format.is_integer and format.signed and format.bits >= 2:
+        # Half a step beyond the largest code, the magnitude that is scaled to the bound would
+        # always be rounded down.
+        method = f"absmax,{format.bound / format.code_range[1]}"
+    try:
+        return quantize(g, qtype, calibration_method=method, key=key, **grid.axes)
+    except ValueError as error:
+        error.add_note(f"While quantising a gradient of shape {g.shape} by grad_qtype {qtype!r}.")
+        raise
+
+
+def keys_for(key: Any, g: jax.Array) -> tuple[Any, Any]:
+    """Two keys for the rounding of a gradient, one for each product that takes it.
+
+    The bits of the gradient are folded in, for a weight may be used more than once with one key: in
+    the steps of a loop, in the members of a batch.
+    """
+    if key is None:
+        return None, None
+    bits = lax.bitcast_convert_type(g.astype(jnp.float32), jnp.uint32)
+    first, second = jax.random.split(jax.random.fold_in(key, bits.sum(dtype=jnp.uint32)))
+    return first, second
+
+
+def one_key(key: Any) -> Any:
+    """The key of a product, of the keys of its weight."""
+    return None if key is None or np.prod(key.shape) == 0 else key.reshape(-1)[0]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def with_quantised_gradient(out: jax.Array, key: Any, grad_qtype: str) -> jax.Array:
+    """A result of a product in floating point, whose gradient is quantised, row by row."""
+    del key, grad_qtype
+    return out
+
+
+def _quantise_rows(grad_qtype: str, key: Any, g: jax.Array) -> tuple[jax.Array, None]:
+    key, _ = keys_for(key, g)
+    return quantise_gradient(g, grad_qtype, (g.ndim - 1,), key).dequantize(), None
+
+
+with_quantised_gradient.defvjp(lambda out, key, grad_qtype: (out, key), _quantise_rows)

@@ -1,0 +1,130 @@
+"""Rules for the products of weights in training.
+
+Where a product does not contract the axes along which a weight has its tiles, it is not the one
+that the recipe is for: in `implicit(grad(f))` it is that of the backward pass, whose other operand
+is a gradient. There, and for what is no product, the weight is as quantised, and no more.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike
+
+from ..._core.jax_internals import find_primitive
+from ..._core.policy import note_how
+from ..._core.rules import register
+from ..clipping import fake_quantize
+from .convolution import Convolution, quantised_convolution
+from .dot_general import Product, normalised, quantised_dot_general
+from .fake_quantized import FakeQuantized
+from .operand import Operand, activation, one_key, with_quantised_gradient
+
+
+@register("dot_general")
+def _dense_weight(x: ArrayLike, w: FakeQuantized, **params: Any) -> Any:
+    return _dot_general(x, w, 1, **params)
+
+
+@register("dot_general")
+def _weight_dense(w: FakeQuantized, x: ArrayLike, **params: Any) -> Any:
+    return _dot_general(x, w, 0, **params)
+
+
+def _dot_general(
+    x: Any, w: FakeQuantized, at: int, *, dimension_numbers: Any, **params: Any
+) -> Any:
+    x = jnp.asarray(x)
+    arrange = lambda x, w: (x, w) if at == 1 else (w, x)
+    contracted = dimension_numbers[0]
+    meant = set(w.tile_axes) <= set(contracted[at])
+    shared = contracted[1 - at]
+    if not meant or w.grad_qtype is None:
+        return _fake_product(
+            lambda x, w: lax.dot_general(*arrange(x, w), dimension_numbers, **params),
+            x,
+            w,
+            shared if meant else None,
+        )
+    note_how("on codes, forward and backward")
+    product = Product(
+        normalised(dimension_numbers),
+        tuple(params.items()),
+        arrange(_activation(x, w, shared), _weight(w)),
+        w.grad_qtype,
+    )
+    pair = zip(product.operands, arrange(x, w.w), strict=True)
+    return quantised_dot_general(*(of.clipped(y) for of, y in pair), one_key(w.key), product)
+
+
+def _weight(w: FakeQuantized) -> Operand:
+    return Operand(w.w.dtype.name, w.dtype.name, w.qtype, w.calibration_method, w.grid)
+
+
+def _activation(x: Any, w: FakeQuantized, shared: Sequence[int] | None) -> Operand:
+    qtype = None if shared is None else w.act_qtype
+    return activation(x, qtype, w.act_calibration_method, shared or ())
+
+
+def _fake_product(
+    product: Callable[[Any, Any], jax.Array], x: Any, w: FakeQuantized, shared: Sequence[int] | None
+) -> jax.Array:
+    """A product in floating point, of operands as quantised; `shared` are the axes of a row."""
+    how = _activation(x, w, shared)
+    operands = "weight" if how.qtype is None else "operands"
+    note_how(f"{operands} as quantised, in floating point")
+
+    def run(x: Any, w: FakeQuantized) -> jax.Array:
+        if how.qtype is not None:
+            axes = how.grid.axes
+            x = fake_quantize(x, how.qtype, calibration_method=how.method, **axes)
+        return product(x, w.materialise())
+
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((x, w))):
+        # A derivative quantises once more, instead of keeping the weights of a whole model from the
+        # forward pass to the backward one.
+        run = jax.checkpoint(run)
+    return run(x, w.changed(key=None))
+
+
+@register("conv_general_dilated")
+def _convolution(x: ArrayLike, w: FakeQuantized, **params: Any) -> Any:
+    x = jnp.asarray(x)
+    numbers = params["dimension_numbers"]
+    meant = set(w.tile_axes) <= set(numbers.rhs_spec[1:])
+    # One scale for each of the batch, for all that a convolution sums over.
+    shared = (*numbers.lhs_spec[2:], numbers.lhs_spec[1])
+    if not meant or w.grad_qtype is None:
+        conv = find_primitive("conv_general_dilated").bind
+        bind = lambda x, w: conv(x, w, **params)
+        return _fake_product(bind, x, w, shared if meant else None)
+    more = ("precision", "preferred_element_type", "out_sharding")
+    grouped = params["feature_group_count"] != 1 or params["batch_group_count"] != 1
+    note_how(f"on codes, forward {'only, for it is grouped' if grouped else 'and backward'}")
+    convolution = Convolution(
+        operands=(_activation(x, w, shared), _weight(w)),
+        grad_qtype=w.grad_qtype,
+        more=tuple((name, params.pop(name)) for name in more if name in params),
+        **params,
+    )
+    pair = zip(convolution.operands, (x, w.w), strict=True)
+    return quantised_convolution(*(of.clipped(y) for of, y in pair), one_key(w.key), convolution)
+
+
+@register("ragged_dot_general")
+def _ragged_dot(x: ArrayLike, w: FakeQuantized, group_sizes: ArrayLike, **params: Any) -> Any:
+    x = jnp.asarray(x)
+    numbers = params["ragged_dot_dimension_numbers"]
+    shared, contracted = numbers.dot_dimension_numbers[0]
+    # Where groups are contracted, it is the backward pass.
+    meant = set(w.tile_axes) <= set(contracted) and not set(numbers.lhs_ragged_dimensions) & {
+        *shared
+    }
+    bind = find_primitive("ragged_dot_general").bind
+    dot = lambda x, w: bind(x, w, group_sizes, **params)
+    out = _fake_product(dot, x, w, shared if meant else None)
+    if not meant or w.grad_qtype is None:
+        return out
+    return with_quantised_gradient(out, one_key(w.key), w.grad_qtype)

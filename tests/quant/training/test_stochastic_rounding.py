@@ -1,0 +1,136 @@
+"""Gradients rounded at random: without bias, by keys that are arguments, another for each use."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from array_types import assert_close
+
+import veneer as vn
+from veneer.quant import FakeQuantized, with_stochastic_rounding
+
+X = jax.random.normal(jax.random.key(1), (6, 8))
+W = jax.random.normal(jax.random.key(2), (2, 8, 8)) / 3
+OF = {"qtype": "int8", "act_qtype": "int8", "grad_qtype": "int4"}
+
+
+def gradient_of(program, *, w=W, of=OF):
+    """From a key to the gradient of the weights."""
+
+    def gradient(key):
+        def loss(w):
+            q = FakeQuantized(w, **of)
+            q = q if key is None else with_stochastic_rounding(q, key)
+            return vn.implicit(program)(q, X)
+
+        return jax.grad(loss)(w)
+
+    return gradient
+
+
+def stack(w, x):
+    return jax.lax.scan(lambda x, w: (jnp.sin(x @ w), None), x, w)[0].sum()
+
+
+def one(w, x):
+    return jnp.sin(x @ w).sum()
+
+
+def test_the_mean_is_the_gradient_that_is_not_rounded():
+    gradient = gradient_of(one, w=W[0])
+    exact = jax.grad(lambda w: one(w, X))(W[0])
+    mean = jax.jit(jax.vmap(gradient))(jax.random.split(jax.random.key(0), 2000)).mean(0)
+    to_nearest = gradient(None)
+    fine = gradient_of(one, w=W[0], of=OF | {"grad_qtype": "int8"})(None)
+    assert_close(mean, fine, 0.05)
+    assert abs(mean - fine).max() < abs(to_nearest - fine).max() / 2
+    assert_close(fine, exact, 0.2)
+
+
+def test_a_key_is_an_argument_and_the_same_key_gives_the_same():
+    gradient = jax.jit(gradient_of(stack))
+    first, again, other = (gradient(jax.random.key(i)) for i in (0, 0, 1))
+    assert (first == again).all()
+    assert (first != other).any((1, 2)).all()
+    assert gradient._cache_size() == 1
+    assert (gradient(jax.random.key(1)) == gradient_of(stack)(jax.random.key(1))).mean() > 0.9
+
+
+def test_raw_keys_are_taken():
+    raw = jax.random.key_data(jax.random.key(0))
+    gradient = gradient_of(stack)
+    assert_close(gradient(raw), gradient(jax.random.key(0)), 0)
+
+
+def test_layers_of_a_stack_have_keys_of_their_own():
+    key = jax.random.key(0)
+    q = with_stochastic_rounding(FakeQuantized(W, **OF), key)
+    assert q.key.shape == (2,)
+    assert q.key[0] != q.key[1]
+    report = vn.explain(stack)(q, X)
+    assert not report.materialised
+    gradient = gradient_of(stack)
+
+    def unrolled(w):
+        x = X
+        for i in range(2):
+            layer = FakeQuantized(w[i], q.key[i], **OF)
+            x = jnp.sin(vn.implicit(jnp.matmul)(x, layer))
+        return x.sum()
+
+    assert_close(gradient(key), jax.grad(unrolled)(W), 1e-5)
+
+
+def test_each_use_of_a_weight_is_rounded_in_its_own_way():
+    # Where two uses were rounded alike, the gradients of equal operands would be equal to the bit.
+    def twice(w, x):
+        pair = jax.lax.map(lambda scale: jnp.sin(scale * (x @ w)), jnp.array([1.0, 1.0001]))
+        return pair.sum()
+
+    gradient = gradient_of(twice, w=W[0])(jax.random.key(0))
+    alone = gradient_of(one, w=W[0])(jax.random.key(0))
+    assert (abs(gradient - 2 * alone) > 1e-2).mean() > 0.5
+
+
+def test_members_of_a_batch_are_rounded_in_their_own_way():
+    def batched(w, x):
+        return jax.vmap(lambda scale: jnp.sin(scale * (x @ w)))(jnp.array([1.0, 1.0001])).sum()
+
+    gradient = gradient_of(batched, w=W[0])(jax.random.key(0))
+    alone = gradient_of(one, w=W[0])(jax.random.key(0))
+    assert (abs(gradient - 2 * alone) > 1e-2).mean() > 0.5
+
+
+def test_a_transposed_weight_keeps_its_keys():
+    out_in = FakeQuantized(W[0], tile_axis=-1, **OF)
+    q = with_stochastic_rounding(out_in, jax.random.key(0))
+    turned = vn.implicit(lambda w: w.T)(q)
+    assert (q.key.shape, turned.key.shape) == ((8,), ())
+    back = vn.implicit(lambda w: w.T.T)(q)
+    assert back.key.shape == (8,)
+    stacked = with_stochastic_rounding(FakeQuantized(W, tile_axis=-1, **OF), jax.random.key(0))
+    turned = vn.implicit(lambda w: w.transpose(0, 2, 1))(stacked)
+    assert (turned.key == stacked.key[:, 0]).all()
+
+
+@pytest.mark.parametrize("name", ["conv", "ragged"])
+def test_other_products_round_at_random_too(name):
+    images, kernel = (
+        jnp.reshape(X, (2, 4, 6, 1)),
+        jax.random.normal(jax.random.key(3), (3, 3, 1, 4)),
+    )
+    layout = ("NHWC", "HWIO", "NHWC")
+    conv = lambda w, _: jnp.sin(
+        jax.lax.conv_general_dilated(images, w, (1, 1), "SAME", dimension_numbers=layout)
+    ).sum()
+    ragged = lambda w, x: jnp.sin(jax.lax.ragged_dot(x, w, jnp.array([2, 4]))).sum()
+    program, w, axes = (conv, kernel, (-4, -3, -2)) if name == "conv" else (ragged, W, -2)
+    gradient = gradient_of(program, w=w, of=OF | {"tile_axis": axes})
+    first, other = (gradient(jax.random.key(i)) for i in (0, 1))
+    assert (first != other).mean() > 0.5
+
+
+def test_weights_whose_gradients_are_not_quantised_get_no_key():
+    params = {"a": FakeQuantized(W[0], qtype="int4"), "b": W}
+    with_keys = with_stochastic_rounding(params, jax.random.key(0))
+    assert with_keys["a"].key is None
+    assert with_keys["b"] is W
