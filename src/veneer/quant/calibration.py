@@ -23,8 +23,8 @@ class Range(NamedTuple):
     `low=None` is a symmetric range, from `-high`, which needs no zero point.
     """
 
-    low: jax.Array | np.ndarray | None
-    high: jax.Array | np.ndarray
+    low: jax.Array | None
+    high: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,13 @@ def _absmax(tiles: Tiles, factor: float = 1.0) -> Range:
 
 
 def _largest(tiles: Tiles) -> jax.Array:
-    return jnp.max(jnp.abs(tiles.values), axis=tiles.axes)
+    """The largest magnitude; NaN where there is one.
+
+    XLA's own maximum drops NaN on CPU, in arrays of some size.
+    """
+    keep_nan = lambda a, b: jnp.where((a >= b) | jnp.isnan(a), a, b)
+    zero = np.zeros((), tiles.values.dtype)
+    return jax.lax.reduce(jnp.abs(tiles.values), zero, keep_nan, tiles.axes)
 
 
 def _minmax(tiles: Tiles, factor: float = 1.0) -> Range:
@@ -235,15 +241,14 @@ def find_range(
         return Range(None if calibration.symmetric else nothing, nothing)
     tiles = Tiles(values, axes, format, stored_worth)
     found = METHODS[calibration.name].find(tiles, *calibration.numbers)
-    # XLA's reduction to a maximum drops NaN on CPU, in arrays of some size.
-    finite = jnp.isfinite(values).all(axes)
+    finite = jnp.isfinite(_largest(tiles))
     return jax.tree.map(lambda end: jnp.where(finite, end, jnp.nan), found)
 
 
 def range_to_scale(found: Range, format: Format) -> tuple[jax.Array, jax.Array | None]:
     """Returns the scale, and the zero point as a whole number, of codes that cover a range."""
     low, high = found
-    scale, zero_point = jnp.asarray(high) / format.bound, None
+    scale, zero_point = high / format.bound, None
     least, largest = format.code_range if format.is_integer else (0, 0)
     if low is not None:
         scale = (high - low) / (largest - least)

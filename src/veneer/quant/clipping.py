@@ -14,21 +14,21 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from .._core.array import ImplicitArray
-from .._core.value import materialise_one
 from ..straight_through import ste
-from .calibration import Range
 from .conversion import (
     Axes,
     How,
     TiledAxes,
-    check_scale,
+    floating,
     how_to_quantize,
     quantize_tiles,
     quantize_with_scale,
 )
-from .formats import FORMATS, Format, get_format
+from .formats import FORMATS
 from .qarray import QArray
 from .tiles import Leaf, over_tiles
+
+Ends = tuple[jax.Array, jax.Array]
 
 
 def fake_quantize(
@@ -58,23 +58,22 @@ def fake_quantize(
     >>> jax.value_and_grad(fake)(jnp.array([0.5, 1.0, 9.0]))
     (Array(3., dtype=float32), Array([1., 1., 0.], dtype=float32))
     """
-    array = materialise_one(array)
+    dense = floating(array)
     how = how_to_quantize(
-        array, qtype, channelwise_axes, tiled_axes, calibration_method, scale_dtype
+        dense, qtype, channelwise_axes, tiled_axes, calibration_method, scale_dtype
     )
-    array = jnp.asarray(array)
-    value, ends = _rounded(array, key, how)
-    return _straight_through(value, array, ends if how.calibration.clips else None)
+    value, ends = _rounded(dense, key, how)
+    return _straight_through(value, dense, ends if how.calibration.clips else None)
 
 
 @functools.partial(jax.jit, static_argnames="how")
-def _rounded(array: jax.Array, key: jax.Array | None, how: How) -> tuple[jax.Array, Range]:
+def _rounded(array: jax.Array, key: jax.Array | None, how: How) -> tuple[jax.Array, Ends]:
     q, (low, high) = quantize_tiles(array, key, how)
     format = FORMATS[how.format]
     if low is None and format.scale_dtype is not None:
         # A scale that was rounded up reaches beyond the range that was asked for.
         high = jnp.maximum(high, q.scales().astype(high.dtype) * format.bound)
-    return q.dequantize(), Range(-high if low is None else low, high)
+    return q.dequantize(), (-high if low is None else low, high)
 
 
 def fake_quantize_with_scale(
@@ -101,22 +100,22 @@ def fake_quantize_with_scale(
     >>> jax.grad(fake)(jnp.array([0.5, 1.4, -2.0])).tolist()
     [1.0, 1.0, 0.0]
     """
-    array, scale, zero_point = check_scale(array, qtype, scale, zero_point)
-    q = quantize_with_scale(array, qtype, scale, zero_point, key=key)
-    return _straight_through(q.dequantize(), array, _range_of_codes(q, get_format(qtype)))
+    dense = floating(array)
+    q = quantize_with_scale(dense, qtype, scale, zero_point, key=key)
+    return _straight_through(q.dequantize(), dense, _range_of_codes(q))
 
 
-def _range_of_codes(q: QArray, format: Format) -> Range:
-    scale = q.scales()
+def _range_of_codes(q: QArray) -> Ends:
+    format, scale = q.format, q.scales()
     if q.zero_point is None:
         low = -format.bound if format.signed or not format.is_integer else 0
-        return Range(low * scale, format.bound * scale)
+        return low * scale, format.bound * scale
     least, largest = format.code_range
     end = lambda code: (code - q.zero_point.astype(scale.dtype)) * scale
-    return Range(end(least), end(largest))
+    return end(least), end(largest)
 
 
-def _straight_through(value: jax.Array, array: jax.Array, ends: Range | None) -> jax.Array:
+def _straight_through(value: jax.Array, array: jax.Array, ends: Ends | None) -> jax.Array:
     value = jax.lax.stop_gradient(value)
     if ends is not None:
         low, high = (end.astype(jnp.promote_types(end.dtype, array.dtype)) for end in ends)

@@ -4,10 +4,11 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any, SupportsIndex
+from typing import SupportsIndex
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from .._core.array import ImplicitArray
@@ -15,11 +16,12 @@ from .._core.value import materialise_one
 from .calibration import (
     Calibration,
     Range,
+    check_calibration,
     find_range,
     has_zero_point,
-    check_calibration,
     range_to_scale,
 )
+from .chunks import Chunks, chunks_of, in_chunks
 from .formats import FORMATS, Format, get_format
 from .qarray import QUANTISABLE, QArray, pack_codes
 from .rounding import encode_stochastically
@@ -27,7 +29,7 @@ from .scales import store_scale, usable
 from .tiles import Leaf, Shape, divides, over_tiles, split_tiles, tile_counts
 
 Axes = Sequence[SupportsIndex]
-TiledAxes = Mapping[int, SupportsIndex | float]
+TiledAxes = Mapping[SupportsIndex, SupportsIndex | float]
 
 
 def quantize(
@@ -87,11 +89,11 @@ def quantize(
     >>> float(abs(q.dequantize() - w).max()) < 0.07
     True
     """
-    array = materialise_one(array)
+    dense = floating(array)
     how = how_to_quantize(
-        array, qtype, channelwise_axes, tiled_axes, calibration_method, scale_dtype
+        dense, qtype, channelwise_axes, tiled_axes, calibration_method, scale_dtype
     )
-    return _quantize(jnp.asarray(array), key, how)
+    return _quantize(dense, key, how, chunks_of(dense, how.counts, format=FORMATS[how.format]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +107,7 @@ class How:
 
 
 def how_to_quantize(
-    array: ArrayLike,
+    array: jax.Array,
     qtype: DTypeLike,
     channelwise_axes: Axes,
     tiled_axes: TiledAxes | None,
@@ -115,23 +117,29 @@ def how_to_quantize(
     """Returns the arguments of `quantize`, checked."""
     format = get_format(qtype)
     calibration = check_calibration(calibration_method or format.calibration, format)
-    shape = jnp.shape(array)
-    check_floating(array)
-    sizes = tiled_axes and {axis: _size(shape, axis, tile) for axis, tile in tiled_axes.items()}
+    shape = array.shape
+    sizes = None
+    if tiled_axes is not None:
+        sizes = {int(axis): _size(shape, int(axis), tile) for axis, tile in tiled_axes.items()}
     channelwise, tiled = _tiles_of(format, shape, [int(axis) for axis in channelwise_axes], sizes)
     return How(
         format.name,
         tile_counts(shape, channelwise, tiled),
         calibration,
-        _scale_dtype(format, jnp.result_type(array), scale_dtype),
+        _scale_dtype(format, array.dtype, scale_dtype),
     )
 
 
-def check_floating(array: ArrayLike) -> None:
-    """Raises `TypeError` where the dtype of an array is none of those that are quantised."""
-    dtype = jnp.result_type(array)
+def floating(array: ArrayLike | ImplicitArray) -> jax.Array:
+    """Returns the dense form of what is to be quantised.
+
+    **Raises:** `TypeError` where its dtype is none of those that are.
+    """
+    dense = materialise_one(array)
+    dtype = jnp.result_type(dense)
     if dtype not in QUANTISABLE:
         raise TypeError(f"array is {dtype.name}; quantize takes {_names(QUANTISABLE)}")
+    return jnp.asarray(dense)
 
 
 def _names(dtypes: Sequence) -> str:
@@ -184,9 +192,19 @@ def _scale_dtype(format: Format, dtype: jnp.dtype, given: DTypeLike | None) -> s
 
 
 # Compiled as one, for no temporary of it then has the size of the array in f32.
-@functools.partial(jax.jit, static_argnames="how")
-def _quantize(array: jax.Array, key: jax.Array | None, how: How) -> QArray:
-    return quantize_tiles(array, key, how)[0]
+@functools.partial(jax.jit, static_argnames=("how", "chunks"))
+def _quantize(array: jax.Array, key: jax.Array | None, how: How, chunks: Chunks | None) -> QArray:
+    def whole(array: jax.Array, key: jax.Array | None, counts: Shape = how.counts) -> QArray:
+        return quantize_tiles(array, key, dataclasses.replace(how, counts=counts))[0]
+
+    if chunks is None:
+        return whole(array, key)
+
+    def cut(array: jax.Array, key: jax.Array | None) -> QArray:
+        leaves = in_chunks(whole, array, key, how.counts, chunks)
+        return jax.tree.unflatten(jax.tree.structure(jax.eval_shape(whole, array, key)), leaves)
+
+    return jax.lax.platform_dependent(jax.lax.stop_gradient(array), key, cpu=cut, default=whole)
 
 
 def quantize_tiles(array: jax.Array, key: jax.Array | None, how: How) -> tuple[QArray, Range]:
@@ -238,8 +256,8 @@ def quantize_with_scale(
     **Arguments:**
 
     - `array`, `qtype`, `key`: as for `vn.quant.quantize`.
-    - `scale`: positive, floating; of the rank of `array`, with axes that divide its own, or a number
-      for all of it. It is stored in its own dtype (a Python number in that of `array`), or as the
+    - `scale`: positive, floating; of the rank of `array`, with axes that divide its own, or one
+      number for all. It is stored in its own dtype (a Python number in that of `array`), or as the
       format is defined: as powers of two for mxfp4. One too small to divide by becomes 1.
     - `zero_point`: the code that stands for 0, with the same rule for its shape. Integer formats
       only.
@@ -253,39 +271,45 @@ def quantize_with_scale(
     >>> vn.quant.quantize_with_scale(jnp.array([1.0, 2.4, 9.0]), "int4", 0.5).dequantize().tolist()
     [1.0, 2.5, 3.5]
     """
-    array, scale, zero_point = check_scale(array, qtype, scale, zero_point)
-    return _quantize_with_scale(array, scale, zero_point, key, get_format(qtype).name)
+    dense = floating(array)
+    scale, zero_point = check_scale(dense, get_format(qtype), scale, zero_point)
+    return _quantize_with_scale(dense, scale, zero_point, key, get_format(qtype).name)
 
 
 def check_scale(
-    array: ArrayLike | ImplicitArray,
-    qtype: DTypeLike,
+    array: jax.Array,
+    format: Format,
     scale: Leaf | QArray | float,
     zero_point: Leaf | int | None,
-) -> tuple[jax.Array, jax.Array | QArray, jax.Array | None]:
-    """Returns the arguments of `quantize_with_scale`, checked, as arrays of one rank."""
-    format = get_format(qtype)
-    array = materialise_one(array)
-    check_floating(array)
-    array = jnp.asarray(array)
+) -> tuple[jax.Array | QArray, jax.Array | None]:
+    """Returns the scale and the zero point of `quantize_with_scale`, checked, of one rank."""
     if not isinstance(scale, QArray):
-        scale = jnp.asarray(scale, array.dtype if isinstance(scale, float | int) else None)
+        scale = _with_rank(jnp.asarray(scale, _own_dtype(scale) or array.dtype), array)
         _scale_dtype(format, scale.dtype, None)
-    if zero_point is not None:
-        zero_point = jnp.asarray(zero_point)
-        if not has_zero_point(format):
-            raise ValueError(f"{format.name} has no zero_point, and {zero_point.shape} is given")
-    parts = []
-    for name, part in (("scale", scale), ("zero_point", zero_point)):
-        if part is not None and part.ndim == 0:
-            part = part.reshape((1,) * array.ndim)
-        if part is not None and not divides(part.shape, array.shape):
-            raise ValueError(
-                f"{name} has shape {part.shape}, which does not tile an array of shape "
-                f"{array.shape}: it needs the same rank, and axes that divide those of the array"
-            )
-        parts.append(part)
-    return array, *parts
+    _check_tiles("scale", scale.shape, array.shape)
+    if zero_point is None:
+        return scale, None
+    if not has_zero_point(format):
+        raise ValueError(f"{format.name} has no zero_point, and one is given")
+    zero_point = _with_rank(jnp.asarray(zero_point), array)
+    _check_tiles("zero_point", zero_point.shape, array.shape)
+    return scale, zero_point
+
+
+def _own_dtype(part: Leaf | float) -> np.dtype | None:
+    return getattr(part, "dtype", None)
+
+
+def _with_rank(part: jax.Array, array: jax.Array) -> jax.Array:
+    return part if part.ndim else part.reshape((1,) * array.ndim)
+
+
+def _check_tiles(name: str, counts: Shape, shape: Shape) -> None:
+    if not divides(counts, shape):
+        raise ValueError(
+            f"{name} has shape {counts}, which does not tile an array of shape {shape}: it needs "
+            "the same rank, and axes that divide those of the array"
+        )
 
 
 @functools.partial(jax.jit, static_argnames="qtype")
@@ -301,12 +325,13 @@ def _quantize_with_scale(
     finite = jnp.isfinite(split_tiles(array, scale.shape)).all(range(1, 2 * array.ndim, 2))
     dtype = jnp.promote_types(array.dtype, jnp.float32)
     if isinstance(scale, QArray):
-        stored = scale.replace(packed=jnp.where(finite, scale.packed, jnp.nan))
-        worth = usable(stored.dequantize().astype(dtype))
-    else:
-        wide = jnp.where(finite, scale.astype(jnp.promote_types(dtype, scale.dtype)), jnp.nan)
-        name = format.scale_dtype or scale.dtype.name
-        stored, worth = store_scale(wide, name, format.scale_tile)
+        scale = scale.replace(packed=jnp.where(finite, scale.packed, jnp.nan))
+        worth = usable(scale.dequantize().astype(dtype))
+        return _round(array, format, scale, worth, zero_point, key)
+    if scale.dtype in QUANTISABLE:
+        dtype = jnp.promote_types(dtype, scale.dtype)
+    wide = jnp.where(finite, scale.astype(dtype), jnp.nan)
+    stored, worth = store_scale(wide, format.scale_dtype or scale.dtype.name, format.scale_tile)
     return _round(array, format, stored, worth, zero_point, key)
 
 

@@ -7,9 +7,8 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from .._core.array import ImplicitArray
-from .._core.value import materialise_one
 from .calibration import Range, find_range, has_zero_point, range_to_scale
-from .conversion import Axes, How, TiledAxes, how_to_quantize
+from .conversion import Axes, How, TiledAxes, floating, how_to_quantize
 from .formats import FORMATS, get_format
 from .scales import usable
 from .tiles import split_tiles
@@ -39,9 +38,9 @@ def calibration_range(
     >>> low.tolist(), high.tolist()
     ([-1.0], [3.0])
     """
-    array = materialise_one(array)
-    how = how_to_quantize(array, qtype, channelwise_axes, tiled_axes, calibration_method, None)
-    return _find(jnp.asarray(array), how)
+    dense = floating(array)
+    how = how_to_quantize(dense, qtype, channelwise_axes, tiled_axes, calibration_method, None)
+    return _find(dense, how)
 
 
 @functools.partial(jax.jit, static_argnames="how")

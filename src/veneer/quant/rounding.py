@@ -4,6 +4,8 @@ So the expected value is the value itself, if the format reaches so far, and a v
 has is kept.
 """
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 
@@ -36,7 +38,7 @@ def _in_codebook(x: jax.Array, codebook: tuple[float, ...], u: jax.Array) -> jax
     values = {value: code for code, value in reversed([*enumerate(codebook)])}
     ascending = sorted(values.items())
     code = jnp.full(x.shape, ascending[0][1], jnp.uint8)
-    for (low, below), (high, above) in zip(ascending, ascending[1:], strict=False):
+    for (low, below), (high, above) in itertools.pairwise(ascending):
         start = jnp.asarray(low, x.dtype)
         gap = jnp.asarray(high, x.dtype) - start
         # All gaps below that of x are passed, and none above.

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from .formats import get_format
 from .qarray import QArray
-from .tiles import Shape, over_tiles
+from .tiles import Shape, over_tiles, split_tiles
 
 
 def usable(scale: jax.Array) -> jax.Array:
@@ -32,7 +32,9 @@ def store_scale(
     - `scale_tile`: how many share a scale of their own; 0 is all those of a matrix.
     """
     if scale_tile is not None:
-        quantised = _quantise(scale, dtype, scale_tile)
+        # Rounded up, it can still be divided by.
+        largest = 0.5 / jnp.finfo(scale.dtype).tiny
+        quantised = _quantise(jnp.where(scale > largest, jnp.nan, scale), dtype, scale_tile)
         return quantised, quantised.dequantize().astype(scale.dtype)
     if dtype == "float8_e8m0fnu":
         power = _power_of_two(scale)
@@ -53,16 +55,8 @@ def _quantise(scale: jax.Array, qtype: str, tile: int) -> QArray:
     """Returns scales in a float format of 8 bits, `tile` of them to a scale in f32."""
     format = get_format(qtype)
     outer_counts = _outer_counts(scale.shape, tile)
-    split = scale.reshape(
-        [
-            n
-            for size, count in zip(scale.shape, outer_counts, strict=True)
-            for n in (count, size // max(count, 1))
-        ]
-    )
-    largest = jnp.max(
-        jnp.where(jnp.isnan(split), 0, split), axis=range(1, split.ndim, 2), initial=0
-    )
+    split = split_tiles(jnp.where(jnp.isnan(scale), 0, scale), outer_counts)
+    largest = jnp.max(split, axis=range(1, split.ndim, 2), initial=0)
     outer = usable((largest / format.bound).astype(jnp.float32))
     # The least code is not 0, which could not be divided by.
     least = float(jnp.finfo(format.code_dtype).smallest_subnormal)
@@ -72,7 +66,11 @@ def _quantise(scale: jax.Array, qtype: str, tile: int) -> QArray:
 
 
 def _outer_counts(shape: Shape, tile: int) -> Shape:
-    """Returns the shape of the scales of scales: in full but along the last two axes."""
+    """Returns the shape of the scales of scales: in full but along the last two axes.
+
+    There, `tile` neighbours share one, or the next smaller number that divides the axes: on the
+    last axis as many as it has, and of the one before what is left. A tile of 0 is all of both.
+    """
     counts = list(shape)
     left = tile
     for axis in reversed(range(len(shape))[-2:]):
