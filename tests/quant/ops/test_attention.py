@@ -1,0 +1,85 @@
+"""`jax.nn.dot_product_attention` on quantised queries, keys and values."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import veneer as vn
+from veneer.quant import quantize
+
+B, T, S, H, D = 2, 4, 8, 2, 16
+
+
+def normal(*shape, seed, dtype=jnp.float32):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def attend(q, k, v):
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+
+def attention(dtype=jnp.float32):
+    q = normal(B, T, H, D, seed=1, dtype=dtype)
+    k, v = (normal(B, S, H, D, seed=seed, dtype=dtype) for seed in (2, 3))
+    return q, k, v
+
+
+def cache(k, v, qtype):
+    """Keys with a scale a position, values with a scale a channel: neither varies along the sum."""
+    return quantize(k, qtype, channelwise_axes=[0, 1, 2]), quantize(
+        v, qtype, channelwise_axes=[0, 2, 3]
+    )
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("qtype", ["int8", "uint4", "nf4"])
+def test_attends_to_quantised_keys_and_values(qtype, dtype):
+    q, k, v = attention(dtype)
+    args = (q, *cache(k, v, qtype))
+    actual = jax.jit(vn.implicit(attend))(*args)
+    expected = attend(*vn.materialise(args))
+    assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
+    tolerance = 1e-5 if dtype == jnp.float32 else 0.03  # bf16 rounds scores, weights and the sum
+    np.testing.assert_allclose(
+        *(np.asarray(y, np.float32) for y in (actual, expected)), rtol=tolerance, atol=tolerance
+    )
+
+
+def test_quantised_queries_and_keys_are_multiplied_as_integers():
+    q, k, v = attention()
+    args = (quantize(q, "int8", channelwise_axes=[0, 1, 2]), *cache(k, v, "int8"))
+    report = vn.explain(attend)(*args)
+    assert not report.materialised
+    hows = [event.how for event in report.events if event.primitive == "dot_general"]
+    assert hows[0] == "integer product, scaled outside"
+    assert "scaled outside" in hows[1]
+    np.testing.assert_allclose(
+        vn.implicit(attend)(*args), attend(*vn.materialise(args)), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_values_with_a_scale_a_position_are_dequantised_and_explain_says_so():
+    q, k, v = attention()
+    args = q, k, quantize(v, "int8", channelwise_axes=[0, 1, 2])
+    [event] = [e for e in vn.explain(attend)(*args).events if e.primitive == "dot_general"]
+    assert event.how.endswith("dequantised, for it is tiled by 1 along the sum")
+    np.testing.assert_allclose(
+        vn.implicit(attend)(*args), attend(*vn.materialise(args)), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_gradients_of_queries_and_of_scales():
+    q, k, v = attention()
+    k, v = cache(k, v, "int4")
+
+    def loss(q, scales, dense):
+        args = q, k.replace(scale=scales[0]), v.replace(scale=scales[1])
+        return jnp.sum(
+            jnp.sin(attend(*vn.materialise(args)) if dense else vn.implicit(attend)(*args))
+        )
+
+    grad = jax.jit(jax.grad(loss, (0, 1)), static_argnums=2)
+    grads = [jax.tree.leaves(grad(q, (k.scale, v.scale), dense)) for dense in (False, True)]
+    for a, b in zip(*grads, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
