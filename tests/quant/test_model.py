@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from veneer.quant import QArray, Rule, quantize, quantize_tree
+from veneer.quant import ActivationQuantized, QArray, Rule, quantize, quantize_tree
 
 
 class Layer(NamedTuple):
@@ -124,6 +124,26 @@ def test_a_tile_that_does_not_fit_is_refused_with_the_path(rule, message):
         (("(", "int8"), {}, r"path_regex '\(' is not a regex"),
         ((".*", "int9"), {}, "unknown format 'int9'"),
         ((".*", "int8"), {"tile_size": 0}, "tile_size is a number of values, not 0"),
+        ((".*", "mxfp4"), {"tile_size": 64}, "mxfp4 is defined for tiles of 32, not 64"),
+        ((".*", "int8"), {"tile_axis": ()}, "tile_axis names no axis"),
+        ((".*", "int8"), {"calibration_method": "middle"}, "unknown calibration_method"),
+        ((".*", None), {"calibration_method": "absmax"}, "qtype=None leaves dense"),
+        ((".*", "nf4"), {"calibration_method": "minmax"}, "nf4 has no zero_point"),
+        ((".*", "int8"), {"act_qtype": "int9"}, "unknown format 'int9'"),
+        ((".*", "int8"), {"grad_qtype": "int9"}, "unknown format 'int9'"),
+        ((".*", "int8"), {"act_calibration_method": "absmax"}, "act_qtype=None leaves"),
+        ((".*", "int8"), {"act_range": "mean"}, "act_qtype=None leaves"),
+        (
+            (".*", "int8"),
+            {"act_qtype": "int8", "act_range": "static"},
+            "unknown act_range 'static'",
+        ),
+        ((".*", "int8"), {"act_qtype": "mxfp8", "act_range": "mean"}, "leave act_range 'dynamic'"),
+        (
+            (".*", "int8"),
+            {"act_qtype": "nf4", "act_calibration_method": "minmax"},
+            "nf4 has no zero_point",
+        ),
     ],
 )
 def test_a_rule_that_cannot_work_is_refused_where_it_is_written(args, kwargs, message):
@@ -131,11 +151,94 @@ def test_a_rule_that_cannot_work_is_refused_where_it_is_written(args, kwargs, me
         Rule(*args, **kwargs)
 
 
-def test_a_tile_that_is_no_integer_is_refused_where_it_is_written():
-    with pytest.raises(TypeError, match="tile_size"):
-        Rule(".*", "int8", tile_size=1.5)
+@pytest.mark.parametrize(
+    "kwargs", [{"tile_size": 1.5}, {"tile_axis": 0.5}, {"tile_axis": (0, "1")}]
+)
+def test_what_is_no_integer_is_refused_where_it_is_written(kwargs):
+    (name,) = kwargs
+    with pytest.raises(TypeError, match=name):
+        Rule(".*", "int8", **kwargs)
 
 
 def test_the_integers_of_numpy_are_integers():
     rule = Rule(".*", "int8", tile_size=np.int64(2), tile_axis=np.int32(-1))
     assert rule.quantize(jnp.ones((4, 8))).scale.shape == (4, 4)
+
+
+def test_a_rule_is_shown_as_it_is_written():
+    rule = Rule("w", "int8", tile_axis=[-3, -2], act_qtype="int8")
+    assert repr(rule) == "Rule('w', 'int8', tile_axis=(-3, -2), act_qtype='int8')"
+    assert eval(repr(rule)) == rule
+    assert hash(rule) == hash(eval(repr(rule)))
+
+
+@pytest.mark.parametrize(
+    ("qtype", "tile_size", "tile_axis", "scale_shape"),
+    [
+        ("int8", None, (-4, -3, -2), (1, 1, 1, 6)),
+        ("int8", None, (1, 2, 3), (3, 1, 1, 1)),
+        ("int8", 16, (0, 1, 2), (1, 1, 2, 6)),
+        ("mxfp4", None, (0, 1, 2), (3, 3, 1, 6)),
+        ("mxfp4", 32, -2, (3, 3, 1, 6)),
+    ],
+)
+def test_several_axes_that_a_product_contracts_share_a_scale(
+    qtype, tile_size, tile_axis, scale_shape
+):
+    rule = Rule("", qtype, tile_size=tile_size, tile_axis=tile_axis)
+    assert quantize_tree(jnp.ones((3, 3, 32, 6)), [rule]).scale.shape == scale_shape
+
+
+@pytest.mark.parametrize("tile_axis", [(-2, 0), (0, 2)])
+def test_axes_that_do_not_fit_are_refused_with_the_path(tile_axis):
+    with pytest.raises(ValueError, match=r"^w: tile_axis .*\(4, 8\)"):
+        quantize_tree({"w": jnp.ones((4, 8))}, [Rule("w", "int8", tile_axis=tile_axis)])
+
+
+def test_the_calibration_method_is_that_of_the_rule():
+    w = jnp.linspace(-1.0, 3.0, 12).reshape(4, 3)
+    q = quantize_tree(w, [Rule("", "int8", calibration_method="minmax")])
+    assert q.zero_point is not None
+    expected = quantize(w, "int8", channelwise_axes=[1], calibration_method="minmax")
+    np.testing.assert_array_equal(q.dequantize(), expected.dequantize())
+
+
+def test_activations_go_with_weights_that_are_quantised_or_dense():
+    rules = [
+        Rule("embedding", None),
+        Rule(r"layers\.0.*", "int4", act_qtype="int8", act_calibration_method="rms,3"),
+        Rule(r"layers\.1.*", None, act_qtype="fp8", tile_axis=0),
+    ]
+    tree = quantize_tree(params(), rules)
+    first, second = (layer.kernel for layer in tree["layers"])
+    assert isinstance(first, ActivationQuantized)
+    assert isinstance(first.array, QArray)
+    assert (first.qtype, first.calibration_method, first.contracting) == ("int8", "rms,3", (-2,))
+    assert (second.qtype, second.contracting) == ("float8_e4m3fn", (-2,))
+    assert not isinstance(second.array, QArray)
+    assert not isinstance(tree["layers"][0].bias, ActivationQuantized)
+
+
+def test_a_tile_of_activations_that_does_not_divide_is_refused_with_the_path():
+    with pytest.raises(ValueError, match=r"w: .*mxfp8 have tiles of 32.*axis -2 \(size 48\)"):
+        quantize_tree({"w": jnp.ones((48, 4))}, [Rule("w", "int8", act_qtype="mxfp8")])
+
+
+def test_gradients_are_quantised_in_training_alone():
+    with pytest.raises(ValueError, match="grad_qtype is for training"):
+        quantize_tree(params(), [Rule(".*", "int8", grad_qtype="int8")])
+
+
+STATIC = Rule("w", "int8", act_qtype="int8", act_range="mean")
+
+
+def test_a_static_range_takes_statistics_of_the_weight():
+    tree = {"w": jnp.ones((4, 8))}
+    with pytest.raises(ValueError, match=r"w: act_range 'mean' takes recorded statistics"):
+        quantize_tree(tree, [STATIC])
+    with pytest.raises(ValueError, match=r"w: there are no statistics of it"):
+        quantize_tree(tree, [STATIC], statistics={})
+    with pytest.raises(ValueError, match="train=True quantises activations dynamically"):
+        quantize_tree(tree, [STATIC], train=True)
+    with pytest.warns(UserWarning, match="no rule takes the statistics"):
+        quantize_tree(tree, [Rule("w", "int8")], statistics={})

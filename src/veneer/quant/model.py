@@ -3,19 +3,24 @@
 import dataclasses
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from .._core.value import is_value
+from .activations import ActivationQuantized, check_activation_format
+from .calibration import check_calibration
 from .conversion import quantize
 from .formats import get_format
 from .qarray import QUANTISABLE
+from .statistics import ActivationStatistics, static_range
+
+RANGES = ("dynamic", "mean", "exponential", "widest")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Rule:
     """What to do with the parameters whose path matches.
 
@@ -24,32 +29,41 @@ class Rule:
     - `path_regex`: matched in full against the keys of a leaf joined with dots, as in
       `layers.0.attention.query.kernel`.
     - `qtype`: the format, or None to leave the parameter dense.
-    - `tile_size`: how many values along `tile_axis` share a scale; None is all of them.
+    - `tile_size`: how many values along `tile_axis` share a scale; None is all of them, or the tile
+      that the format is defined for.
     - `tile_axis`: the contracting axis: -2 for a JAX kernel `[..., in, out]`, -1 for a torch weight
-      `[out, in]` or an embedding table `[rows, features]`. Every other axis is channelwise.
+      `[out, in]` or an embedding table `[rows, features]`. Every other axis is channelwise. Where a
+      product contracts several, which then share a scale, all of them, the one that is tiled last:
+      `(-4, -3, -2)` for the kernel `[height, width, in, out]` of a convolution.
     - `calibration_method`: of the weights; None is the format's own.
     - `act_qtype`: the format that activations are quantised to, as they meet the weight in a
       product; None leaves them as they are.
     - `act_calibration_method`: of the activations; None is that of `act_qtype`.
+    - `act_range`: where the scale of activations comes from. `"dynamic"`: from themselves, a scale
+      a row. Or static, one scale for all, from statistics that `observe` has recorded: of the range
+      of values in a batch the `"mean"` over the batches, their `"exponential"` moving average, or
+      the `"widest"` of them.
     - `grad_qtype`: for training, the format that gradients are quantised to in the products of the
       backward pass; None leaves them as they are.
 
-    **Raises:** `ValueError` for a regex that does not compile, an unknown format or method, or a
-    tile below 1; `TypeError` for a tile that is not an integer.
+    **Raises:** `ValueError` for a regex that does not compile, an unknown format, method or range,
+    a tile below 1 or that is not the format's, and a field that says how to do what the rule does
+    not do; `TypeError` for a tile or an axis that is not an integer.
 
     >>> import veneer as vn
-    >>> vn.quant.Rule(r".*\\.kernel", "nf4", tile_size=64)
-    Rule(path_regex='.*\\\\.kernel', qtype='nf4', tile_size=64, tile_axis=-2, ...)
+    >>> vn.quant.Rule(r"layers\\.\\d+\\.kernel", "nf4", tile_size=64)
+    Rule('layers\\\\.\\\\d+\\\\.kernel', 'nf4', tile_size=64)
     """
 
     path_regex: str
     qtype: str | None
     _: dataclasses.KW_ONLY
     tile_size: int | np.integer | None = None
-    tile_axis: int | np.integer = -2
+    tile_axis: int | np.integer | Sequence[int | np.integer] = -2
     calibration_method: str | None = None
     act_qtype: str | None = None
     act_calibration_method: str | None = None
+    act_range: str = "dynamic"
     grad_qtype: str | None = None
 
     def __post_init__(self) -> None:
@@ -57,73 +71,246 @@ class Rule:
             re.compile(self.path_regex)
         except re.error as error:
             raise ValueError(f"path_regex {self.path_regex!r} is not a regex: {error}") from None
-        if self.qtype is not None:
-            get_format(self.qtype)
+        self._check_tiles()
+        self._check_methods()
+        if self.grad_qtype is not None:
+            get_format(self.grad_qtype)
+
+    def _check_tiles(self) -> None:
+        axes = self.tile_axis
+        if isinstance(axes, Sequence) and not isinstance(axes, str):
+            object.__setattr__(self, "tile_axis", tuple(axes))  # hashable; the dataclass is frozen
+            if not axes:
+                raise ValueError("tile_axis names no axis, and a product contracts one at least")
+        for axis in self._tile_axes():
+            if not isinstance(axis, int | np.integer):
+                raise TypeError(f"tile_axis is an axis, or a sequence of them, not {axes!r}")
         if self.tile_size is not None:
             if not isinstance(self.tile_size, int | np.integer):
                 raise TypeError(f"tile_size is a whole number of values, not {self.tile_size!r}")
             if self.tile_size < 1:
                 raise ValueError(f"tile_size is a number of values, not {self.tile_size}")
+        own = None if self.qtype is None else get_format(self.qtype).tile_size
+        if own is not None and self.tile_size not in (None, own):
+            raise ValueError(
+                f"{self.qtype} is defined for tiles of {own}, not {self.tile_size}: leave out "
+                "tile_size, or take a format without a tile of its own"
+            )
+
+    def _check_methods(self) -> None:
+        if self.act_range not in RANGES:
+            raise ValueError(
+                f"unknown act_range {self.act_range!r}; the ranges are {', '.join(RANGES)}"
+            )
+        if self.calibration_method is not None:
+            if self.qtype is None:
+                raise ValueError("calibration_method is of weights, which qtype=None leaves dense")
+            check_calibration(self.calibration_method, get_format(self.qtype))
+        if self.act_qtype is not None:
+            format = get_format(self.act_qtype)
+            is_static = self.act_range != "dynamic"
+            check_activation_format(format, self.act_calibration_method, is_static=is_static)
+        elif self.act_calibration_method is not None or self.act_range != "dynamic":
+            raise ValueError(
+                "act_calibration_method and act_range say how activations are quantised, which "
+                "act_qtype=None leaves as they are"
+            )
+
+    def __repr__(self) -> str:
+        """Returns the call that makes the rule."""
+        first, second, *others = (f for f in dataclasses.fields(self) if f.init)
+        parts = [repr(getattr(self, field.name)) for field in (first, second)]
+        values = ((field, getattr(self, field.name)) for field in others)
+        parts += [f"{field.name}={value!r}" for field, value in values if value != field.default]
+        return f"Rule({', '.join(parts)})"
 
     def matches(self, path: str) -> bool:
         """Returns whether the whole of `path` matches."""
         return re.fullmatch(self.path_regex, path) is not None
 
+    def _tile_axes(self) -> tuple[Any, ...]:
+        return self.tile_axis if isinstance(self.tile_axis, tuple) else (self.tile_axis,)
+
+    def contracting(self, ndim: int) -> tuple[int, ...]:
+        """Returns the contracting axes of an array of `ndim` axes, counted from the end, in order.
+
+        **Raises:** `ValueError` for one that is out of range or named twice.
+        """
+        axes = tuple(map(int, self._tile_axes()))
+        for axis in axes:
+            if not -ndim <= axis < ndim:
+                raise ValueError(f"tile_axis {axis} is out of range for {ndim} axes")
+        found = tuple(axis % ndim - ndim for axis in axes)
+        if len(set(found)) < len(found):
+            raise ValueError(f"tile_axis {self.tile_axis} names an axis twice, of {ndim} axes")
+        return found
+
+    def axes(self, ndim: int) -> tuple[tuple[int, ...], dict[int, int]]:
+        """Returns the `channelwise_axes` and the `tiled_axes` for an array of `ndim` axes.
+
+        **Raises:** `ValueError` for a tile axis that is out of range or named twice.
+        """
+        *whole, last = (axis + ndim for axis in self.contracting(ndim))
+        own = None if self.qtype is None else get_format(self.qtype).tile_size
+        tile = self.tile_size if own is None else own
+        if own is not None:
+            whole = []  # a tile of such a format holds just so many values
+        channelwise = tuple(axis for axis in range(ndim) if axis not in (*whole, last))
+        return channelwise, {} if tile is None else {last: int(tile)}
+
     def quantize(self, array: Any) -> Any:
         """Quantises a floating array of rank 2 and up; leaves it as it is if `qtype` is None."""
         if self.qtype is None:
             return array
-        axes = range(array.ndim)
-        if self.tile_axis not in (*axes, *(axis - array.ndim for axis in axes)):
-            raise ValueError(f"tile_axis {self.tile_axis} is out of range for shape {array.shape}")
-        tile_axis = int(self.tile_axis) % array.ndim
+        try:
+            channelwise, tiled = self.axes(array.ndim)
+        except ValueError as error:
+            raise ValueError(f"{error}: the shape is {array.shape}") from None
         return quantize(
             array,
             self.qtype,
-            channelwise_axes=[axis for axis in axes if axis != tile_axis],
-            tiled_axes={} if self.tile_size is None else {tile_axis: int(self.tile_size)},
+            channelwise_axes=channelwise,
+            tiled_axes=dict(tiled.items()),
+            calibration_method=self.calibration_method,
+        )
+
+    def with_activations(self, weight: Any, statistics: ActivationStatistics | None = None) -> Any:
+        """Returns a weight that quantises activations, if `act_qtype` says so, else as it is.
+
+        **Arguments:**
+
+        - `weight`: dense or implicit.
+        - `statistics`: of its activations, for an `act_range` that is static.
+
+        **Raises:** `ValueError` where the statistics are missing or do not fit, or a tile of the
+        format of activations does not divide the contracting axis.
+        """
+        if self.act_qtype is None:
+            return weight
+        contracting = self.contracting(weight.ndim)
+        format = get_format(self.act_qtype)
+        size = weight.shape[contracting[-1]]
+        if format.tile_size is not None and size % format.tile_size:
+            raise ValueError(
+                f"activations in {format.name} have tiles of {format.tile_size}, which do not "
+                f"divide axis {contracting[-1]} (size {size}) of the weight of shape {weight.shape}"
+            )
+        scale = zero_point = None
+        if self.act_range != "dynamic":
+            if statistics is None:
+                raise ValueError(
+                    f"act_range {self.act_range!r} takes recorded statistics; pass those of "
+                    "vn.quant.observe, as statistics="
+                )
+            scale, zero_point = static_range(
+                statistics,
+                self.act_qtype,
+                weight.shape,
+                average=self.act_range,
+                calibration_method=self.act_calibration_method,
+            )
+        return ActivationQuantized(
+            weight,
+            scale,
+            zero_point,
+            qtype=self.act_qtype,
+            calibration_method=self.act_calibration_method,
+            contracting=contracting,
         )
 
 
-def quantize_tree(params: Any, rules: Sequence[Rule]) -> Any:
+def quantize_tree(
+    params: Any,
+    rules: Sequence[Rule],
+    *,
+    train: bool = False,
+    statistics: Mapping[str, ActivationStatistics] | None = None,
+) -> Any:
     """Quantises the parameters of a model, whichever library made them.
 
     **Arguments:**
 
     - `params`: any pytree of arrays.
     - `rules`: the first that matches the path of a leaf is the one that counts.
+    - `train`: whether weights are to be trained: then each is kept, as `vn.quant.FakeQuantized`,
+      and quantised as it is used.
+    - `statistics`: of activations by the path of their weight, as `vn.quant.observe` gives them;
+      for rules with an `act_range` that is static.
 
     **Returns:** the tree with a `QArray` in place of each floating array of rank 2 and up that a
-    rule with a format matches. Biases, norms and integers stay dense if they match, and so does
-    what no rule matches; arrays that are implicit already stay as they are.
+    rule with a format matches; in an `ActivationQuantized` where the rule has an `act_qtype`, which
+    may do without a format for weights. Biases, norms and integers stay dense if they match, and so
+    does what no rule matches; arrays that are implicit already stay as they are.
 
-    **Raises:** `ValueError`, naming the path, where a tile does not divide its axis. Warns with
-    `UserWarning` of a rule that matches no path.
+    **Raises:** `ValueError`, naming the path, where a tile does not divide its axis, or where
+    statistics are asked for and missing; for a `grad_qtype` without `train`. Warns with
+    `UserWarning` of a rule that matches no path, and of statistics that no rule asks for.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> params = {"dense": {"kernel": jnp.ones((64, 8)), "bias": jnp.ones(8)}}
     >>> vn.quant.quantize_tree(params, [vn.quant.Rule("dense.*", "int8")])["dense"]["kernel"].nbytes
     544
     """
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_value)
-    paths = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
     for rule in rules:
-        if not any(map(rule.matches, paths)):
-            warnings.warn(_matches_nothing(rule, paths), UserWarning, stacklevel=2)
+        if rule.grad_qtype is not None and not train:
+            raise ValueError(
+                f"grad_qtype is for training, by quantize_tree(..., train=True): {rule}"
+            )
+        if rule.act_range != "dynamic" and train:
+            raise ValueError(
+                f"train=True quantises activations dynamically, and act_range is "
+                f"{rule.act_range!r}: {rule}"
+            )
+    if statistics is not None and all(rule.act_range == "dynamic" for rule in rules):
+        message = "no rule takes the statistics: its act_range says so, as 'mean'"
+        warnings.warn(message, UserWarning, stacklevel=2)
+    paths, leaves, treedef = flatten_with_paths(params)
+    warn_of_unmatched(rules, paths, stacklevel=3)
     quantised = [
-        _quantize_leaf(path, leaf, rules) for path, (_, leaf) in zip(paths, leaves, strict=True)
+        _quantize_leaf(path, leaf, rules, train, statistics)
+        for path, leaf in zip(paths, leaves, strict=True)
     ]
     return jax.tree.unflatten(treedef, quantised)
 
 
-def _quantize_leaf(path: str, leaf: Any, rules: Sequence[Rule]) -> Any:
-    rule = next((rule for rule in rules if rule.matches(path)), None)
-    if rule is None or not can_be_quantised(leaf):
+def _quantize_leaf(
+    path: str,
+    leaf: Any,
+    rules: Sequence[Rule],
+    train: bool,
+    statistics: Mapping[str, ActivationStatistics] | None,
+) -> Any:
+    rule = rule_for(path, leaf, rules)
+    if rule is None:
         return leaf
     try:
-        return rule.quantize(leaf)
+        if train:
+            from .training import FakeQuantized  # it knows of rules
+
+            wanted = rule.qtype or rule.act_qtype or rule.grad_qtype
+            return FakeQuantized.from_rule(leaf, rule) if wanted else leaf
+        own = None if statistics is None else statistics.get(path)
+        if statistics is not None and own is None and rule.act_range != "dynamic":
+            raise ValueError(
+                f"there are no statistics of it, and {rule} asks for them; they are of "
+                f"{_some(list(statistics))}. Give it a rule of its own, before this one"
+            )
+        return rule.with_activations(rule.quantize(leaf), own)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def flatten_with_paths(tree: Any) -> tuple[list[str], list[Any], Any]:
+    """Returns the paths that rules are matched with, the leaves and the structure of a tree."""
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_value)
+    paths = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
+    return paths, [leaf for _, leaf in leaves], treedef
+
+
+def rule_for(path: str, leaf: Any, rules: Sequence[Rule]) -> Rule | None:
+    """Returns the first rule that matches, of a leaf that rules apply to."""
+    rule = next((rule for rule in rules if rule.matches(path)), None)
+    return rule if can_be_quantised(leaf) else None
 
 
 def can_be_quantised(leaf: Any) -> bool:
@@ -131,9 +318,17 @@ def can_be_quantised(leaf: Any) -> bool:
     return not is_value(leaf) and getattr(leaf, "ndim", 0) >= 2 and leaf.dtype in QUANTISABLE
 
 
-def _matches_nothing(rule: Rule, paths: Sequence[str], shown: int = 4) -> str:
+def warn_of_unmatched(rules: Sequence[Rule], paths: Sequence[str], *, stacklevel: int) -> None:
+    """Warns of each rule that matches none of the paths."""
+    for rule in rules:
+        if not any(map(rule.matches, paths)):
+            message = (
+                f"the rule {rule.path_regex!r} matches no parameter; it is matched in full against "
+                f"paths such as {_some(paths)}"
+            )
+            warnings.warn(message, UserWarning, stacklevel=stacklevel)
+
+
+def _some(paths: Sequence[str], shown: int = 4) -> str:
     some = ", ".join(paths[:shown]) + (", ..." if len(paths) > shown else "")
-    return (
-        f"the rule {rule.path_regex!r} matches no parameter; it is matched in full against paths "
-        f"such as {some or '(the tree is empty)'}"
-    )
+    return some or "(the tree is empty)"

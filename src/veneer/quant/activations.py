@@ -1,0 +1,367 @@
+"""`ActivationQuantized`: a weight whose partner in a product is quantised as the two meet."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import SymbolicZero, zero_from_primal
+from jax.typing import ArrayLike
+
+from .._core.jax_internals import find_primitive
+from .._core.rules import register
+from .._core.transform import implicit
+from .._core.tree import static
+from .._core.value import Value, materialise_one
+from ..straight_through import ste
+from .calibration import check_calibration
+from .conversion import quantize, quantize_with_scale
+from .formats import Format, get_format
+from .product_weights import ProductWeight
+from .qarray import QUANTISABLE, QArray
+from .tiles import Leaf
+
+
+class ActivationQuantized(ProductWeight):
+    """A weight that says how the activations that it is multiplied with are quantised.
+
+    It stands for the weight, and is the weight to every primitive but a product that contracts
+    `contracting`. There the other operand, if it is dense and floating, is quantised first, so that
+    with a `QArray` for a weight the product is one of codes:
+
+    - without a `scale` dynamically: each row, which is an index of the axes that are not
+      contracted, by a scale of its own; in a convolution, each entry of the batch. A format with a
+      tile of its own has it along the contracted axis.
+    - with a `scale` by that one, whatever the values are: a static range. What lies beyond is
+      clipped.
+
+    Derivatives go straight through the quantisation of the activations, clipped or not: they are
+    those of the product of what the two operands stand for. Take them outside, as in
+    `jax.grad(vn.implicit(f))`; `vn.implicit(jax.grad(f))` differentiates the program instead, in
+    which activations are as they were. There, cotangents contract other axes, and are left alone;
+    but the tangents of `vn.implicit(jax.jvp(f))` are taken for activations.
+
+    Two of them that meet are both weights, and neither is quantised for the other. An operand that
+    is a `QArray`, or of integers, is left as it is; one of another type is multiplied with the
+    weight by the rules of that type.
+
+    `vn.quant.quantize_tree` makes them, of a rule with an `act_qtype`.
+
+    **Arguments:**
+
+    - `array`: the weight, `[..., K, N]`: a `QArray`, a dense or another implicit array.
+    - `scale`: of a static range: floating, of the rank of the weight, and along each axis of its
+      size or 1. Stacked weights, of which each is a layer's, have a scale each: `[..., 1, 1]`.
+    - `zero_point`: the code that stands for 0, of the same shape; of integer formats only.
+    - `qtype`: the format of activations.
+    - `calibration_method`: of dynamic scales; None is the format's own.
+    - `contracting`: the axes of the weight that are contracted with activations, counted from the
+      end.
+
+    **Raises:** `ValueError` for an unknown format or method, a shape that does not fit, a scale for
+    a format with tiles or scales of its own, and an axis that is not negative or out of range.
+
+    >>> import jax, jax.numpy as jnp, veneer as vn
+    >>> w = vn.quant.quantize(jnp.eye(4), "int8", channelwise_axes=[1])
+    >>> w8a8 = vn.quant.ActivationQuantized(w, qtype="int8")
+    >>> x = jnp.array([[0.1, 0.2, 0.3, 1.0]])
+    >>> y = x @ w8a8
+    >>> bool(jnp.allclose(y, vn.quant.quantize(x, "int8").dequantize() @ w.dequantize()))
+    True
+    >>> jax.grad(lambda x: (x @ w8a8).sum())(x).round(2).tolist()
+    [[1.0, 1.0, 1.0, 1.0]]
+    """
+
+    companions: ClassVar[tuple[str, ...]] = ("scale", "zero_point")
+
+    array: Any  # [..., K, N]
+    scale: Leaf | None  # [..., 1, 1]
+    zero_point: Leaf | None  # [..., 1, 1]
+    qtype: str = static()
+    calibration_method: str | None = static()
+    contracting: tuple[int, ...] = static()
+
+    def __init__(
+        self,
+        array: Any,
+        scale: Leaf | None = None,
+        zero_point: Leaf | None = None,
+        *,
+        qtype: str,
+        calibration_method: str | None = None,
+        contracting: Sequence[int] = (-2,),
+    ):
+        format = get_format(qtype)
+        check_activation_format(format, calibration_method, is_static=scale is not None)
+        array = array if isinstance(array, Value) else jnp.asarray(array)
+        shape = array.shape
+        for name, leaf in (("scale", scale), ("zero_point", zero_point)):
+            if leaf is not None and not _fits(leaf.shape, shape):
+                raise ValueError(
+                    f"{name} has shape {leaf.shape}, and for a weight of shape {shape} it has the "
+                    "same rank, and axes of the same size or of 1"
+                )
+        if zero_point is not None and (scale is None or not format.is_integer):
+            raise ValueError("a zero_point goes with a scale, and with an integer format")
+        contracting = tuple(int(axis) for axis in contracting)
+        if not all(-len(shape) <= axis < 0 for axis in contracting):
+            raise ValueError(
+                f"contracting axes are counted from the end of {shape}, as -2, not {contracting}"
+            )
+        values = (array, scale, zero_point, format.name, calibration_method, contracting)
+        names = ("array", "scale", "zero_point", "qtype", "calibration_method", "contracting")
+        for name, value in zip(names, values, strict=True):
+            object.__setattr__(self, name, value)  # the dataclass is frozen
+
+    @property
+    def format(self) -> Format:
+        """The row of `FORMATS` that `qtype` names."""
+        return get_format(self.qtype)
+
+    def quantise_activations(
+        self, x: jax.Array, shared: Sequence[int], batch: Sequence[tuple[int, int]] = ()
+    ) -> QArray:
+        """Returns the other operand of a product, quantised; without a derivative.
+
+        **Arguments:**
+
+        - `x`: the operand.
+        - `shared`: its axes along which a dynamic scale is shared; tiles are along the last.
+        - `batch`: its axes that go along with one of the weight, and that one.
+        """
+        if self.scale is not None:
+            scale, zero_point = self._scale_for(x.ndim, batch)
+            # A row each, so that NaN in one is not that of all.
+            rows = [1 if axis in shared else n for axis, n in enumerate(x.shape)]
+            scale = jnp.broadcast_to(scale, rows)
+            return quantize_with_scale(x, self.qtype, scale, zero_point)
+        tile = self.format.tile_size
+        whole = shared if tile is None else shared[-1:]
+        try:
+            return quantize(
+                x,
+                self.qtype,
+                channelwise_axes=[axis for axis in range(x.ndim) if axis not in whole],
+                tiled_axes=None if tile is None else {shared[-1]: tile},
+                calibration_method=self.calibration_method,
+            )
+        except ValueError as error:
+            error.add_note(f"While quantising activations of shape {x.shape} for {self!r}.")
+            raise
+
+    def stacked_axes(self, summed: Sequence[int], batch: Sequence[int]) -> list[int]:
+        """Returns the axes along which weights have a range each, and meet the same activations.
+
+        **Arguments:**
+
+        - `summed`, `batch`: the axes of the weight that a product contracts, or batches.
+        """
+        if self.scale is None or any(self.scale.shape[axis] > 1 for axis in summed):
+            return []
+        free = [axis for axis in range(self.ndim) if axis not in (*summed, *batch)]
+        stacked = [axis for axis in free if self.scale.shape[axis] > 1]
+        # Along the only free axis, parts of one weight lie side by side.
+        return stacked if len(stacked) < len(free) else []
+
+    def _scale_for(
+        self, ndim: int, batch: Sequence[tuple[int, int]]
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """The scale and the zero point for an operand: one, or one for each of a batch."""
+        assert self.scale is not None
+        scale, zero_point = jnp.asarray(self.scale), self.zero_point
+        scale = scale.astype(jnp.promote_types(scale.dtype, jnp.float32))
+        own = [axis for axis in range(self.ndim) if axis not in {w for _, w in batch}]
+        if math.prod(scale.shape[axis] for axis in own) > 1:
+            scale, zero_point = self._widest(scale, zero_point, own)
+        shape = [1] * ndim
+        for axis, of_weight in batch:
+            shape[axis] = scale.shape[of_weight]
+        order = [*(of_weight for _, of_weight in sorted(batch)), *own]
+        arrange = lambda leaf: lax.transpose(jnp.asarray(leaf), order).reshape(shape)
+        return arrange(scale), None if zero_point is None else arrange(zero_point)
+
+    def _widest(
+        self, scale: jax.Array, zero_point: Leaf | None, axes: Sequence[int]
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """One range that holds all those along some axes, of weights that have become one."""
+        if zero_point is None:
+            return scale.max(axes, keepdims=True), None
+        least, largest = self.format.code_range
+        zero = zero_point.astype(scale.dtype)
+        low = ((least - zero) * scale).min(axes, keepdims=True)
+        high = ((largest - zero) * scale).max(axes, keepdims=True)
+        scale = (high - low) / (largest - least)
+        zero = jnp.clip(jnp.round(least - low / scale), least, largest)
+        return scale, zero.astype(zero_point.dtype)
+
+
+def check_activation_format(format: Format, method: str | None, *, is_static: bool) -> None:
+    """Raises `ValueError` for a method that a format cannot follow, or a scale it cannot have."""
+    if method is not None:
+        check_calibration(method, format)
+    if is_static and (format.tile_size is not None or format.scale_dtype is not None):
+        raise ValueError(
+            f"activations in {format.name} have scales of their own in each tile, and no static "
+            "range: leave act_range 'dynamic', or take another act_qtype"
+        )
+
+
+def _fits(leaf: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    pairs = zip(leaf, shape, strict=False)
+    return len(leaf) == len(shape) and all(n in (1, size) for n, size in pairs)
+
+
+# Rules for products. Each is bound again, on the weight itself and on quantised activations.
+
+
+def bind(primitive: str, operands: Sequence[Any], params: dict[str, Any]) -> Any:
+    """Returns what a primitive gives on operands that may be implicit."""
+    found = find_primitive(primitive)
+    return implicit(lambda *xs: found.bind(*xs, **params))(*operands)
+
+
+def _straight_through(
+    product: Callable[[Any, Any], Any],
+    x: Any,
+    w: ActivationQuantized,
+    shared: Sequence[int],
+    batch: Sequence[tuple[int, int]] = (),
+) -> Any:
+    """The product with activations quantised, whose derivative is that of the product alone.
+
+    **Arguments:**
+
+    - `product`: of activations, dense or quantised, and of the weight.
+    - `x`, `shared`, `batch`: as for `quantise_activations`.
+    """
+    if isinstance(x, Value) or jnp.result_type(x) not in QUANTISABLE:
+        return product(x, w.array)
+
+    @jax.custom_jvp
+    def call(x: jax.Array, w: ActivationQuantized) -> Any:
+        return product(w.quantise_activations(x, shared, batch), w.array)
+
+    def jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+        x, w = primals
+        out = call(x, w)
+        dense = ste(lambda x: materialise_one(w.quantise_activations(x, shared, batch)))
+        leaves, treedef = jax.tree.flatten((dense(x), w.array))
+        # What is no variable has no tangent, and costs no product.
+        moves = jax.tree.leaves((tangents[0], tangents[1].array), is_leaf=_is_zero)
+        moving = [i for i, tangent in enumerate(moves) if not _is_zero(tangent)]
+
+        def of_variables(*variables: Any) -> Any:
+            full = list(leaves)
+            for i, variable in zip(moving, variables, strict=True):
+                full[i] = variable
+            return product(*jax.tree.unflatten(treedef, full))
+
+        if not moving:
+            return out, jax.tree.map(zero_from_primal, out)
+        variables = [leaves[i] for i in moving]
+        return out, jax.jvp(of_variables, variables, [moves[i] for i in moving])[1]
+
+    call.defjvp(jvp, symbolic_zeros=True)
+    return call(jnp.asarray(x), w)
+
+
+def _is_zero(tangent: Any) -> bool:
+    return isinstance(tangent, SymbolicZero)
+
+
+@register("dot_general")
+def _dot_general(x: ArrayLike | QArray, w: ActivationQuantized, **params: Any) -> Any:
+    x_axes, w_axes = zip(*params["dimension_numbers"], strict=True)
+    return _product(x, w, x_axes, w_axes, params, activations_first=True)
+
+
+@register("dot_general")
+def _dot_general_swapped(w: ActivationQuantized, x: ArrayLike | QArray, **params: Any) -> Any:
+    w_axes, x_axes = zip(*params["dimension_numbers"], strict=True)
+    return _product(x, w, x_axes, w_axes, params, activations_first=False)
+
+
+Axes = tuple[Sequence[int], Sequence[int]]  # those that are contracted, and those of the batch
+
+
+def _product(
+    x: Any,
+    w: ActivationQuantized,
+    x_axes: Axes,
+    w_axes: Axes,
+    params: dict[str, Any],
+    *,
+    activations_first: bool,
+) -> Any:
+    (x_summed, x_batch), (w_summed, w_batch) = x_axes, w_axes
+    if not w.sums_over(w_summed):
+        return NotImplemented
+    stacked = w.stacked_axes(w_summed, w_batch)
+    if stacked and params["out_sharding"] is None:
+        return _one_by_one(x, w, x_axes, w_axes, stacked, params, activations_first)
+
+    def product(x: Any, w: Any) -> Any:
+        return bind("dot_general", (x, w) if activations_first else (w, x), params)
+
+    return _straight_through(product, x, w, x_summed, list(zip(x_batch, w_batch, strict=True)))
+
+
+def _one_by_one(
+    x: Any,
+    w: ActivationQuantized,
+    x_axes: Axes,
+    w_axes: Axes,
+    stacked: Sequence[int],
+    params: dict[str, Any],
+    activations_first: bool,
+) -> Any:
+    """The product with each of a stack of weights, which have ranges of their own.
+
+    So the activations are one operand for each: the axes of the stack become batch axes.
+    """
+    shared = dict(zip((*x_axes[0], *x_axes[1]), (*w_axes[0], *w_axes[1]), strict=True))
+    x_labels = [shared.get(axis, w.ndim + axis) for axis in range(x.ndim)]
+    batch = [shared[axis] for axis in x_axes[1]]
+    x_free = [label for label in x_labels if label >= w.ndim]
+    w_free = [axis for axis in range(w.ndim) if axis not in shared.values()]
+    last = [*x_free, *w_free] if activations_first else [*w_free, *x_free]
+    apart = jnp.broadcast_to(x, (*(w.shape[axis] for axis in stacked), *x.shape))
+
+    def product(x: Any, w: Any) -> Any:
+        labels = [*stacked, *x_labels], [*range(w.ndim)], [*batch, *last]
+        numeric = {name: params[name] for name in ("precision", "preferred_element_type")}
+        return jnp.einsum(x, labels[0], w, labels[1], labels[2], **numeric)
+
+    return implicit(product)(apart, w)
+
+
+@register("ragged_dot_general")
+def _ragged_dot_general(
+    x: ArrayLike | QArray, w: ActivationQuantized, group_sizes: ArrayLike, **params: Any
+) -> Any:
+    numbers = params["ragged_dot_dimension_numbers"]
+    (x_summed, w_summed), (x_batch, w_batch) = numbers.dot_dimension_numbers
+    if not w.sums_over(w_summed):
+        return NotImplemented
+    product = lambda x, w: bind("ragged_dot_general", (x, w, group_sizes), params)
+    return _straight_through(product, x, w, x_summed, list(zip(x_batch, w_batch, strict=True)))
+
+
+@register("conv_general_dilated")
+def _conv_general_dilated(x: ArrayLike | QArray, w: ActivationQuantized, **params: Any) -> Any:
+    _, features, *space = params["dimension_numbers"].lhs_spec
+    if not sums_over_features(w, params):
+        return NotImplemented
+    product = lambda x, w: bind("conv_general_dilated", (x, w), params)
+    return _straight_through(product, x, w, [*space, features])
+
+
+def sums_over_features(w: ProductWeight, params: dict[str, Any]) -> bool:
+    """Whether a convolution contracts the axis of the kernel that activations' features go with.
+
+    In the derivative by the input, the two axes of features are the other way round.
+    """
+    _, features, *space = params["dimension_numbers"].rhs_spec
+    return features - w.ndim in w.contracting and w.sums_over([features, *space])

@@ -1,0 +1,273 @@
+"""`ProductWeight`: an array that does something of its own in products, and is a weight elsewhere.
+
+Its leaves are those of the weight and its *companions*: what is said of the weight along some of
+its axes. A companion has the rank of the weight, and along each axis its size or 1.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+from jax.typing import ArrayLike
+
+from .._core.array import ImplicitArray
+from .._core.jax_internals import Primitive, find_primitive
+from .._core.rules import register
+from .._core.transform import implicit
+from .._core.value import Value
+from .ops.layout import _reshape_groups
+from .tiles import Leaf, Shape
+
+
+class ProductWeight(ImplicitArray, abstract=True):
+    """A weight, dense or implicit, with rules of its own for products.
+
+    Subclasses have the fields `array`, their companions, and `contracting`: the axes of the weight,
+    counted from the end, over which the product sums that the type is about. Other products are
+    those of a derivative, whose other operand is a cotangent. What moves entries about keeps the
+    type; any other primitive acts on `array`.
+    """
+
+    metadata_is_meaning: ClassVar[bool] = False
+    trainable: ClassVar[tuple[str, ...] | None] = ("array",)
+    default_precedence: ClassVar[int] = 2
+    is_label: ClassVar[bool | None] = False
+    #: The names of the fields that are companions; each may be None.
+    companions: ClassVar[tuple[str, ...]] = ()
+
+    array: Any
+    contracting: tuple[int, ...]
+
+    def aval(self) -> jax.core.ShapedArray:
+        """The shape and dtype of `array`."""
+        return self.array.aval() if isinstance(self.array, Value) else jax.typeof(self.array)
+
+    def materialise(self) -> Any:
+        """The weight, which may be implicit in turn."""
+        return self.array
+
+    def partition(self, spec: PartitionSpec, shape: Shape) -> Any:
+        """The weight is cut as it would be alone, and companions along the axes that they have."""
+        array = self.array.partition(spec, shape) if isinstance(self.array, Value) else spec
+        if array is None:
+            return None
+
+        def of(leaf: Leaf) -> PartitionSpec:
+            return PartitionSpec(
+                *(None if n == 1 else s for s, n in zip(spec, leaf.shape, strict=True))
+            )
+
+        return self.changed(array=array, **{k: of(v) for k, v in self._companions().items()})
+
+    def changed(self, **changes: Any) -> Any:
+        """Returns a copy of which some fields are others, unchecked."""
+        new = object.__new__(type(self))
+        for field in dataclasses.fields(self):
+            object.__setattr__(new, field.name, changes.get(field.name, getattr(self, field.name)))
+        return new
+
+    def sums_over(self, axes: Sequence[int]) -> bool:
+        """Whether a product that contracts `axes` of the weight is the one that the type is about.
+
+        **Arguments:**
+
+        - `axes`: of the weight as it is, counted from the front.
+        """
+        contracting = {axis + self.ndim for axis in self.contracting}
+        return bool(contracting) and contracting <= set(axes)
+
+    def _companions(self) -> dict[str, Leaf]:
+        found = {name: getattr(self, name) for name in self.companions}
+        return {name: leaf for name, leaf in found.items() if leaf is not None}
+
+    @staticmethod
+    def default(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]) -> Any:
+        """What the primitive gives on the weights themselves."""
+        bind = lambda *xs: primitive.bind(*xs, **primitive.get_bind_params(params))
+        return implicit(bind)(*(x.array if isinstance(x, ProductWeight) else x for x in values))
+
+
+# Rules for what moves entries about. `_moved` is given what to do with a companion, and where each
+# contracted axis goes.
+
+
+def _moved(
+    w: ProductWeight,
+    primitive: str,
+    params: dict[str, Any],
+    companion: Callable[[Leaf], Any],
+    axes: Callable[[int], int | None] = lambda axis: axis,
+    *operands: Any,
+) -> Any:
+    bind = find_primitive(primitive).bind
+    array = implicit(lambda x, *others: bind(x, *others, **params))(w.array, *operands)
+    companions = {name: companion(leaf) for name, leaf in w._companions().items()}
+    ndim = array.ndim
+    kept = (axes(axis + w.ndim) for axis in w.contracting)
+    contracting = tuple(axis - ndim for axis in kept if axis is not None)
+    return w.changed(array=array, contracting=contracting, **companions)
+
+
+def _in_full(w: ProductWeight, leaf: Leaf) -> jax.Array:
+    return jnp.broadcast_to(leaf, w.shape)
+
+
+@register("convert_element_type")
+def _convert_element_type(w: ProductWeight, **params: Any) -> Any:
+    if not jnp.issubdtype(params["new_dtype"], jnp.floating):
+        return NotImplemented
+    return _moved(w, "convert_element_type", params, lambda leaf: leaf)
+
+
+@register("transpose")
+def _transpose(w: ProductWeight, *, permutation: Sequence[int]) -> Any:
+    axes = lambda axis: tuple(permutation).index(axis)
+    move = lambda leaf: lax.transpose(leaf, permutation)
+    return _moved(w, "transpose", {"permutation": permutation}, move, axes)
+
+
+@register("rev")
+def _rev(w: ProductWeight, *, dimensions: Sequence[int]) -> Any:
+    return _moved(w, "rev", {"dimensions": dimensions}, lambda leaf: lax.rev(leaf, dimensions))
+
+
+@register("squeeze")
+def _squeeze(w: ProductWeight, *, dimensions: Sequence[int]) -> Any:
+    left = [axis for axis in range(w.ndim) if axis not in dimensions]
+    axes = lambda axis: left.index(axis) if axis in left else None
+    move = lambda leaf: lax.squeeze(leaf, dimensions)
+    return _moved(w, "squeeze", {"dimensions": dimensions}, move, axes)
+
+
+@register("broadcast_in_dim")
+def _broadcast_in_dim(w: ProductWeight, **params: Any) -> Any:
+    shape, dimensions = params["shape"], params["broadcast_dimensions"]
+    if params["sharding"] is not None:
+        return NotImplemented
+
+    def move(leaf: Leaf) -> jax.Array:
+        sizes = list(shape)  # new axes in full, so that vmap and scan may take them off again
+        for i, axis in enumerate(dimensions):
+            if w.shape[i] != 1:
+                sizes[axis] = leaf.shape[i]
+        return lax.broadcast_in_dim(leaf, sizes, dimensions)
+
+    return _moved(w, "broadcast_in_dim", params, move, lambda axis: dimensions[axis])
+
+
+@register("slice")
+def _slice(w: ProductWeight, **params: Any) -> Any:
+    starts, limits = params["start_indices"], params["limit_indices"]
+    strides = params["strides"] or (1,) * w.ndim
+
+    def move(leaf: Leaf) -> jax.Array:
+        spans = [
+            (0, 1, 1) if n == 1 else span
+            for n, span in zip(leaf.shape, zip(starts, limits, strides, strict=True), strict=True)
+        ]
+        return lax.slice(jnp.asarray(leaf), *zip(*spans, strict=True))
+
+    return _moved(w, "slice", params, move)
+
+
+@register("dynamic_slice")
+def _dynamic_slice(w: ProductWeight, *start_indices: ArrayLike, slice_sizes: Sequence[int]) -> Any:
+    def move(leaf: Leaf) -> jax.Array:
+        # A start that is not 0 is clamped to it on an axis of size 1.
+        sizes = [min(n, size) for n, size in zip(leaf.shape, slice_sizes, strict=True)]
+        return lax.dynamic_slice(leaf, start_indices, sizes)
+
+    params = {"slice_sizes": slice_sizes}
+    return _moved(w, "dynamic_slice", params, move, lambda axis: axis, *start_indices)
+
+
+@register("gather")
+def _gather(w: ProductWeight, indices: ArrayLike, **params: Any) -> Any:
+    """One index, as of one of several layers. Rows that are looked up are no weight."""
+    numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
+    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    left = [axis for axis in range(w.ndim) if axis not in gone]
+    whole = all(sizes[axis] == w.shape[axis] for axis in left)
+    if jnp.ndim(indices) != 1 or len(left) < 2 or not whole:
+        return NotImplemented
+    axes = lambda axis: left.index(axis) if axis in left else None
+    bind = find_primitive("gather").bind
+    move = lambda leaf: bind(_in_full(w, leaf), indices, **params)
+    return _moved(w, "gather", params, move, axes, indices)
+
+
+@register("reshape")
+def _reshape(w: ProductWeight, **params: Any) -> Any:
+    sizes, order = params["new_sizes"], params["dimensions"]
+    if params["sharding"] is not None or w.size == 0:
+        return NotImplemented
+    if order is not None:
+        w, params = _transpose(w, permutation=order), params | {"dimensions": None}
+    groups = list(_reshape_groups(w.shape, sizes))
+    contracting = {axis + w.ndim for axis in w.contracting}
+    new = [i for old, new in groups for i in new if contracting.intersection(old)]
+
+    def move(leaf: Leaf) -> jax.Array:
+        if leaf.size == 1:
+            leading = sizes[: max(0, len(sizes) - 2)]
+            return jnp.broadcast_to(jnp.reshape(leaf, ()), (*leading, 1, 1)[-len(sizes) or 4 :])
+        return lax.reshape(_in_full(w, leaf), sizes)
+
+    moved = _moved(w, "reshape", params, move, lambda axis: None)
+    return moved.changed(contracting=tuple(axis - len(sizes) for axis in new))
+
+
+@register("split")
+def _split(w: ProductWeight, *, sizes: Any, axis: int) -> list[Any]:
+    pieces, start = [], 0
+    for size in map(int, sizes):
+        starts, limits = [0] * w.ndim, list(w.shape)
+        starts[axis], limits[axis] = start, start + size
+        spans = {"start_indices": tuple(starts), "limit_indices": tuple(limits), "strides": None}
+        pieces.append(_slice(w, **spans))
+        start += size
+    return pieces
+
+
+@register("unstack")
+def _unstack(w: ProductWeight, *, axis: int) -> list[Any]:
+    pieces = _split(w, sizes=(1,) * w.shape[axis], axis=axis)
+    return [_squeeze(piece, dimensions=(axis,)) for piece in pieces]
+
+
+@register("concatenate")
+def _concatenate(*operands: ProductWeight, dimension: int) -> Any:
+    """Of weights of one kind, as of those of query, key and value, which meet the same operand."""
+    first = operands[0]
+    if any(_kind(w) != _kind(first) for w in operands):
+        return NotImplemented
+
+    def joined(*leaves: Leaf) -> jax.Array:
+        others = [(*x.shape[:dimension], 1, *x.shape[dimension + 1 :]) for x in leaves]
+        sizes = list(np.broadcast_shapes(*others))
+        parts = []
+        for leaf, w in zip(leaves, operands, strict=True):
+            sizes[dimension] = w.shape[dimension]
+            parts.append(jnp.broadcast_to(leaf, sizes))
+        return lax.concatenate(parts, dimension)
+
+    join = implicit(lambda *xs: lax.concatenate(xs, dimension))
+    columns = zip(*(w._companions().values() for w in operands), strict=True)
+    companions = dict(zip(first._companions(), (joined(*c) for c in columns), strict=True))
+    return first.changed(array=join(*(w.array for w in operands)), **companions)
+
+
+@register("stack")
+def _stack(*operands: ProductWeight, axis: int) -> Any:
+    with_axis = [implicit(jnp.expand_dims)(w, axis) for w in operands]
+    return implicit(lambda *xs: lax.concatenate(xs, axis))(*with_axis)
+
+
+def _kind(w: ProductWeight) -> Any:
+    static = [f.name for f in dataclasses.fields(w) if f.metadata.get("static")]
+    return (type(w), *(getattr(w, name) for name in static), tuple(w._companions()))

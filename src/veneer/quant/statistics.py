@@ -1,0 +1,181 @@
+"""Statistics of activations: what is recorded of them, and the static range that follows."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .calibration import check_calibration
+from .conversion import quantize
+from .formats import get_format
+from .tiles import Shape
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ActivationStatistics:
+    """What the activations were that a weight was multiplied with.
+
+    Arrays of NumPy, in float64. Those of channels have the shape of the weight, with the size of an
+    axis where activations differ along it and 1 elsewhere: `[K, 1]` for a kernel `[K, N]`, `[1, K]`
+    for a torch weight `[N, K]`, and `[L, K, 1]` for kernels stacked as `[L, K, N]` that a scan goes
+    through. Those of ranges are of all the channels of a weight: `[1, 1]`, and `[L, 1, 1]`.
+
+    **Arguments:**
+
+    - `count`: how many values there were, of each channel.
+    - `minimum`, `maximum`, `mean`, `absmean`, `mean_square`: of these, `absmean` of magnitudes.
+    - `lows`, `highs`: the least and the largest value of a batch, averaged over batches: by the
+      name of the average, `"mean"` or `"exponential"`.
+    - `gram`: `x.T @ x / count`, the mean of products of two channels, `[..., K, K]`, with the
+      contracted axes as one; None where it was not asked for.
+    """
+
+    count: Any
+    minimum: Any
+    maximum: Any
+    mean: Any
+    absmean: Any
+    mean_square: Any
+    lows: dict[str, Any]
+    highs: dict[str, Any]
+    gram: Any = None
+
+    @property
+    def absmax(self) -> Any:
+        """The largest magnitude of each channel."""
+        return np.maximum(np.abs(self.minimum), np.abs(self.maximum))
+
+    def range(self, average: str) -> tuple[Any, Any]:
+        """Returns the ends of the range of all channels of a weight.
+
+        **Arguments:**
+
+        - `average`: over the ranges of batches: `"mean"`, `"exponential"`, or `"widest"`, which is
+          no average.
+
+        **Raises:** `ValueError` for another.
+        """
+        if average == "widest":
+            axes = self._contracted()
+            ends = self.minimum.min(axes, keepdims=True), self.maximum.max(axes, keepdims=True)
+            return ends
+        if average not in self.lows:
+            names = ", ".join([*self.lows, "widest"])
+            raise ValueError(f"unknown average {average!r}; the averages are {names}")
+        return self.lows[average], self.highs[average]
+
+    def _contracted(self) -> tuple[int, ...]:
+        ranges = np.shape(next(iter(self.lows.values())))
+        return tuple(i for i, n in enumerate(np.shape(self.minimum)) if n != ranges[i])
+
+
+def static_range(
+    statistics: ActivationStatistics,
+    qtype: str,
+    shape: Shape,
+    *,
+    average: str = "mean",
+    calibration_method: str | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns the scale of activations, and the zero point where the method has one.
+
+    **Arguments:**
+
+    - `statistics`: what was recorded.
+    - `qtype`: the format of the activations.
+    - `shape`: of the weight that they meet.
+    - `average`: which range, as in `ActivationStatistics.range`.
+    - `calibration_method`: how a range gives the scale; None is the format's own.
+
+    **Raises:** `ValueError` for a method that takes the activations themselves, a range that is not
+    finite, statistics of a weight of another shape or that lack a layer.
+    """
+    method = calibration_method or get_format(qtype).calibration
+    kind = check_calibration(method, get_format(qtype)).name
+    low, high = map(np.asarray, statistics.range(average))
+    if low.ndim != len(shape) or any(
+        n not in (1, size) for n, size in zip(low.shape, shape, strict=True)
+    ):
+        raise ValueError(
+            f"the statistics are of a weight of other axes: ranges of shape {low.shape}, and the "
+            f"weight has shape {shape}"
+        )
+    if kind in ("absmean", "rms"):
+        moment = statistics.absmean if kind == "absmean" else statistics.mean_square
+        axes = statistics._contracted()
+        high = np.mean(moment, axes, keepdims=True)
+        high = high if kind == "absmean" else np.sqrt(high)
+        low = -high
+    elif kind not in ("absmax", "minmax", "fixed"):
+        raise ValueError(
+            f"calibration_method {method!r} takes the activations themselves, which statistics are "
+            "not: leave act_range 'dynamic', or take 'absmax', 'minmax' or 'rms'"
+        )
+    if not (np.isfinite(low).all() and np.isfinite(high).all()):
+        raise ValueError(
+            f"the recorded range is from {low.min()} to {high.max()}, which is none: a layer met "
+            "no activations, or some that are not finite"
+        )
+    # The two ends, as a tile, are all that the method looks at.
+    ends = jnp.asarray(np.stack([low, high], -1), jnp.float32)
+    q = quantize(
+        ends, qtype, channelwise_axes=tuple(range(low.ndim)), calibration_method=calibration_method
+    )
+    scale = q.scales()[..., 0]
+    return scale, None if q.zero_point is None else jnp.asarray(q.zero_point)[..., 0]
+
+
+def save_statistics(file: str | Path, statistics: Mapping[str, ActivationStatistics]) -> None:
+    """Saves what `observe` has recorded, as a file of NumPy's, `.npz`.
+
+    **Arguments:**
+
+    - `file`: its path.
+    - `statistics`: by the paths of weights.
+
+    >>> import tempfile, jax.numpy as jnp, veneer as vn
+    >>> rules = [vn.quant.Rule("w", "int8")]
+    >>> model = lambda params, x: x @ params["w"]
+    >>> statistics = vn.quant.observe(model, rules, params={"w": jnp.eye(2)})([jnp.ones((3, 2))])
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     vn.quant.save_statistics(f"{folder}/activations.npz", statistics)
+    ...     vn.quant.load_statistics(f"{folder}/activations.npz")["w"].mean.ravel().tolist()
+    [1.0, 1.0]
+    """
+    arrays: dict[str, Any] = {}
+    for path, one in statistics.items():
+        for keys, leaf in jax.tree_util.tree_leaves_with_path(one):
+            field = jax.tree_util.keystr(keys, simple=True, separator=".")
+            arrays[f"{path}:{field}"] = np.asarray(leaf)
+    with Path(file).open("wb") as stream:  # savez would add a suffix to a name
+        np.savez_compressed(stream, **arrays)
+
+
+def load_statistics(file: str | Path) -> dict[str, ActivationStatistics]:
+    """Loads what `save_statistics` has saved.
+
+    **Arguments:**
+
+    - `file`: its path.
+
+    **Raises:** `ValueError` where the file holds anything else.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    with np.load(file) as arrays:
+        for name in arrays.files:
+            path, _, field = name.rpartition(":")
+            values = found.setdefault(path, {"lows": {}, "highs": {}})
+            whole, _, part = field.partition(".")
+            if part:
+                values.setdefault(whole, {})[part] = arrays[name]
+            else:
+                values[whole] = arrays[name]
+    try:
+        return {path: ActivationStatistics(**values) for path, values in found.items()}
+    except TypeError as error:
+        raise ValueError(f"{file} holds no statistics of activations: {error}") from None

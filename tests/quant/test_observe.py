@@ -1,0 +1,343 @@
+import functools
+import warnings
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from jax import lax
+
+import veneer as vn
+from veneer.quant import Rule, observe, quantize_tree
+
+ANY = [Rule(".*", "int8")]
+
+
+def normal(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def assert_of(found, *xs, gram=True):
+    """The statistics are those of activations, of any leading axes."""
+    shape = found.minimum.shape
+    x = np.concatenate([np.asarray(x, np.float64).reshape(-1, x.shape[-1]) for x in xs])
+    for name, value in {
+        "count": np.full(x.shape[1], len(x)),
+        "minimum": x.min(0),
+        "maximum": x.max(0),
+        "mean": x.mean(0),
+        "absmean": np.abs(x).mean(0),
+        "mean_square": np.square(x).mean(0),
+    }.items():
+        np.testing.assert_allclose(getattr(found, name), value.reshape(shape), rtol=1e-4, atol=1e-6)
+    if gram:
+        np.testing.assert_allclose(found.gram.squeeze(), x.T @ x / len(x), rtol=1e-4, atol=1e-4)
+
+
+X = [normal(2, 3, 8), normal(5, 3, 8, seed=1)]
+W = normal(8, 6, seed=2)
+
+# A program of a weight and activations whose rows are those of x; how the weight is, and where it
+# is contracted.
+PROGRAMS = {
+    "matmul": (lambda w, x: x @ w, W, -2),
+    "jit": (jax.jit(lambda w, x: x @ w), W, -2),
+    "transposed": (lambda w, x: x @ w.T, W.T, -1),
+    "the weight first": (lambda w, x: jnp.einsum("kn,btk->nbt", w, x), W, -2),
+    "heads": (lambda w, x: jnp.einsum("btk,khd->bthd", x, w), W.reshape(8, 2, 3), 0),
+    "reshaped": (lambda w, x: x @ w.reshape(8, 6), W.reshape(8, 2, 3), 0),
+    "vmap": (lambda w, x: jax.vmap(jax.vmap(lambda x: x @ w))(x), W, -2),
+    "checkpoint": (lambda w, x: jax.checkpoint(jnp.matmul)(x, w), W, -2),
+    "cast": (lambda w, x: x.astype(jnp.float16) @ w.astype(jnp.float16), W, -2),
+    "cond": (lambda w, x: lax.cond(True, jnp.matmul, lambda x, w: -(x @ w), x, w), W, -2),
+    "in pieces": (lambda w, x: x[..., :3] @ w[:3] + x[..., 3:] @ w[3:], W, -2),
+    "ragged": (
+        lambda w, x: lax.ragged_dot(x.reshape(-1, 8), w, jnp.array([2, x.size // 8 - 2])),
+        jnp.stack([W, W]),
+        -2,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_a_weight_meets_is_recorded(name):
+    program, w, tile_axis = PROGRAMS[name]
+    rule = Rule("", "int8", tile_axis=tile_axis)
+    found = observe(program, [rule], params=w, gram=True)(X)[""]
+    shape = [1] * w.ndim
+    shape[tile_axis] = 8
+    assert found.minimum.shape == tuple(shape)
+    assert_of(
+        found,
+        *[x.astype(np.float16) for x in X] if name == "cast" else X,
+        gram=name not in ("in pieces", "cast"),
+    )
+    ends = [x.max() for x in X]
+    expected = {"mean": np.mean(ends), "exponential": 0.9 * ends[0] + 0.1 * ends[1]}
+    for average, end in expected.items():
+        tolerance = 1e-3 if name == "cast" else 1e-5
+        np.testing.assert_allclose(found.highs[average].ravel(), [end], rtol=tolerance)
+
+
+LAYERS = normal(3, 8, 8, seed=3) / 3
+
+
+def layers(ws, x):
+    """What each of some layers is given, and what comes out."""
+    inputs = []
+    for w in ws:
+        inputs.append(x)
+        x = jnp.tanh(x @ w)
+    return inputs, x
+
+
+STACKS = {
+    "scan": lambda ws, x: lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0],
+    "scan of checkpoints": lambda ws, x: lax.scan(
+        jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None)), x, ws
+    )[0],
+    "an index": lambda ws, x: lax.fori_loop(0, 3, lambda i, x: jnp.tanh(x @ ws[i]), x),
+    "a list": lambda ws, x: layers(ws, x)[1],
+    "torch": lambda ws, x: lax.scan(lambda x, w: (jnp.tanh(x @ w.T), None), x, ws.mT)[0],
+    "two loops": lambda ws, x: lax.scan(
+        lambda x, w: (jnp.tanh(x @ w), None), jnp.tanh(x @ ws[0]), ws[1:]
+    )[0],
+}
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_layers_that_are_stacked_are_told_apart(name):
+    program = jax.jit(STACKS[name])
+    found = observe(lambda p, x: program(p["w"], x), ANY, params={"w": LAYERS}, gram=True)(X)["w"]
+    inputs = [layers(LAYERS, x)[0] for x in X]
+    assert found.minimum.shape == (3, 8, 1)
+    assert found.highs["mean"].shape == (3, 1, 1)
+    for i in range(3):
+        assert_of(jax.tree.map(lambda leaf, i=i: leaf[i], found), *(x[i] for x in inputs))
+        highs = [x[i].max() for x in inputs]
+        np.testing.assert_allclose(found.highs["mean"][i], [[np.mean(highs)]], rtol=1e-5)
+
+
+def test_experts_of_a_batched_product_are_told_apart():
+    xs, ws = normal(3, 5, 8), normal(3, 8, 6)
+    for program in (jnp.matmul, jax.vmap(jnp.matmul)):
+        found = observe(lambda w, x, program=program: program(x, w), ANY, params=ws)([xs])[""]
+        for i in range(3):
+            assert_of(jax.tree.map(lambda leaf, i=i: leaf[i], found), xs[i], gram=False)
+
+
+def test_a_vmap_around_implicit_is_counted_once_for_each_row():
+    x = normal(4, 3, 8)
+    program = jax.vmap(lambda w, x: vn.implicit(jnp.matmul)(x, w), (None, 0))
+    assert_of(observe(program, ANY, params=W)([x])[""], x, gram=False)
+
+
+def test_a_weight_that_is_used_twice_has_the_statistics_of_both_uses():
+    square = normal(8, 8)
+    found = observe(lambda w, x: jnp.tanh(x @ w) @ w, ANY, params=square, gram=True)(X)[""]
+    assert_of(found, *X, *(jnp.tanh(x @ square) for x in X))
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_channels_of_a_convolution_are_features(groups):
+    image, kernel = normal(2, 6, 6, 4), normal(3, 3, 4 // groups, 8)
+    numbers = ("NHWC", "HWIO", "NHWC")
+    program = lambda w, x: lax.conv_general_dilated(
+        x, w, (1, 1), "SAME", dimension_numbers=numbers, feature_group_count=groups
+    )
+    rules = [Rule("", "int8", tile_axis=(0, 1, 2))]
+    found = observe(program, rules, params=kernel, gram=True)([image])[""]
+    assert found.minimum.shape == (1, 1, 4 // groups, 1)
+    assert found.gram is None
+    assert_of(found, image.reshape(2, 6, 6, groups, -1), gram=False)
+
+
+def test_gradients_within_a_model_are_no_activations():
+    """And what a checkpoint computes again is counted again, without a change of means."""
+    w, v = normal(8, 8), normal(8, 1)
+
+    def energy(params, x):
+        return (jax.checkpoint(lambda x: jnp.tanh(x @ params["w"]))(x) @ params["v"]).sum()
+
+    forces = jax.jit(lambda params, x: jax.grad(energy, 1)(params, x))
+    found = observe(forces, ANY, params={"w": w, "v": v})(X)
+    once = observe(lambda params, x: energy(params, x), ANY, params={"w": w, "v": v})(X)
+    for path in ("w", "v"):
+        for name in ("minimum", "maximum", "mean", "absmean", "mean_square"):
+            np.testing.assert_allclose(
+                getattr(found[path], name), getattr(once[path], name), rtol=1e-5, atol=1e-6
+            )
+
+
+def test_outputs_are_those_of_the_model():
+    outputs = []
+
+    def model(params, x):
+        y = jnp.tanh(x @ params)
+        jax.debug.callback(lambda y: outputs.append(np.array(y)), y)
+        return y
+
+    observe(jax.jit(model), ANY, params=W)(X)
+    for y, x in zip(outputs, X, strict=True):
+        np.testing.assert_array_equal(y, jax.jit(lambda x: jnp.tanh(x @ W))(x))
+
+
+# How a model and its parameters are given.
+
+
+def test_a_module_that_can_be_called():
+    model = eqx.nn.MLP(8, 2, 4, 1, key=jax.random.key(0))
+    rules = [Rule(r"layers\.\d\.weight", "int8", tile_axis=-1)]
+    found = observe(model, rules)([x[0, 0] for x in X])
+    assert list(found) == ["layers.0.weight", "layers.1.weight"]
+    assert_of(found["layers.0.weight"], *(x[0, :1] for x in X), gram=False)
+    compiled = eqx.filter_jit(lambda model, x: jax.vmap(jax.vmap(model))(x))
+    found = observe(compiled, rules, params=model)(X)
+    assert_of(found["layers.0.weight"], *X, gram=False)
+
+
+def test_a_module_of_linen():
+    model = nn.Dense(4)
+    variables = model.init(jax.random.key(0), X[0])
+    found = observe(jax.jit(model.apply), ANY, params=variables)(X)
+    assert_of(found["params.kernel"], *X, gram=False)
+
+
+@pytest.mark.parametrize("partial", [functools.partial, jax.tree_util.Partial])
+def test_a_partial_has_its_arguments_for_parameters(partial):
+    program = jax.jit(lambda params, x, *, scale: x @ params["w"] * scale["s"])
+    model = partial(program, {"w": W}, scale={"s": jnp.ones(6)})
+    found = observe(model, ANY)(X)
+    assert list(found) == ["w"]
+    assert_of(found["w"], *X, gram=False)
+
+
+def test_two_arguments_of_a_partial_with_the_same_path_are_refused():
+    model = functools.partial(lambda a, b, x: x @ a["w"] @ b["w"], {"w": W}, {"w": W.T})
+    with pytest.raises(ValueError, match="two arguments of the partial have a parameter at 'w'"):
+        observe(model, ANY)(X)
+
+
+def test_a_tuple_is_the_arguments_of_the_model():
+    found = observe(lambda w, x, y: (x + y) @ w, ANY, params=W)((x, x) for x in X)
+    assert_of(found[""], *(2 * x for x in X), gram=False)
+
+
+def test_a_model_without_parameters_is_refused():
+    with pytest.raises(TypeError, match=r"observe finds no parameters in .*params=params"):
+        observe(lambda x: x @ W, ANY)
+
+
+def test_what_is_no_sequence_of_batches_is_refused():
+    run = observe(lambda w, x: x @ w, ANY, params=W)
+    with pytest.raises(TypeError, match="an iterable of batches"):
+        run(X[0])
+    with pytest.raises(ValueError, match="no batches"):
+        run([])
+    with pytest.raises(ValueError, match="decay"):
+        observe(lambda w, x: x @ w, ANY, params=W, decay=1.0)
+
+
+def test_weights_that_met_no_activations_are_told():
+    params = {"table": normal(5, 8), "w": W, "bias": jnp.ones(6)}
+    model = lambda p, ids: p["table"][ids] @ p["w"] + p["bias"]
+    with pytest.warns(UserWarning, match=r"no activations met table \(it was in no product\)"):
+        found = observe(model, ANY, params=params)([jnp.arange(3)])
+    assert list(found) == ["w"]
+    with pytest.warns(UserWarning, match="'kernel' matches no parameter"):
+        observe(model, [Rule("kernel", "int8"), Rule("w", "int8")], params=params)([jnp.arange(3)])
+
+
+def test_a_rule_that_names_another_axis_is_told():
+    with pytest.raises(ValueError, match=r"contract its axis -2, which the tile_axis"):
+        observe(lambda w, x: x @ w, [Rule("", "int8", tile_axis=-1)], params=W)(X)
+
+
+def test_a_rule_without_a_format_observes_nothing():
+    with pytest.raises(ValueError, match="no rule has a format"):
+        observe(lambda w, x: x @ w, [Rule(".*", None)], params=W)(X)
+
+
+# From statistics to a quantised model.
+
+
+@pytest.mark.parametrize("act_range", ["mean", "exponential", "widest"])
+def test_static_ranges_of_layers_in_a_scan(act_range):
+    program = jax.jit(STACKS["scan"])
+    rules = [Rule(".*", "int8", act_qtype="int8", act_range=act_range)]
+    statistics = observe(program, rules, params=LAYERS)(X)
+    quantised = quantize_tree(LAYERS, rules, statistics=statistics)
+    assert quantised.scale.shape == (3, 1, 1)
+    inputs = [layers(LAYERS, x)[0] for x in X]
+    largest = np.array([[np.abs(x[i]).max() for i in range(3)] for x in inputs])
+    ends = {
+        "mean": largest.mean(0),
+        "exponential": 0.9 * largest[0] + 0.1 * largest[1],
+        "widest": largest.max(0),
+    }
+    # Symmetric, of the averages of each end: they are no less than that of the magnitudes.
+    scale = quantised.scale.ravel() * 127.5
+    assert (scale <= ends[act_range] * (1 + 1e-5)).all()
+    if act_range == "widest":
+        np.testing.assert_allclose(scale, ends["widest"], rtol=1e-5)
+    y = vn.implicit(program)(quantised, X[0])
+    expected = X[0]
+    for i, w in enumerate(LAYERS):
+        fake = vn.quant.quantize_with_scale(expected, "int8", quantised.scale[i : i + 1])
+        dense = vn.quant.quantize(w, "int8", channelwise_axes=[1]).dequantize()
+        expected = jnp.tanh(fake.dequantize() @ dense)
+    np.testing.assert_allclose(y, expected, atol=1e-4)
+    assert np.abs(y - program(LAYERS, X[0])).max() < 0.1
+
+
+def test_a_sentence_encoder(sentence_encoder):
+    encode, params, batches = sentence_encoder
+    rules = [
+        Rule(r"embeddings.*", None),
+        Rule(r".*weight", "int8", tile_axis=-1, act_qtype="int8", act_range="mean"),
+    ]
+    statistics = observe(encode, rules, params=params)(batches)
+    assert len(statistics) == 6
+    quantised = quantize_tree(params, rules, statistics=statistics)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        y = vn.implicit(encode, on_materialise="error")(quantised, *batches[0])
+    expected = encode(params, *batches[0])
+    similarity = (y * expected).sum(-1)
+    assert (similarity > 0.995).all()
+    assert (similarity < 1).any()
+
+
+@pytest.fixture
+def sentence_encoder():
+    """The encoder of the demo, of one layer, with parameters from a random number generator."""
+    from veneer.demo.model import sentence_encoder as module_of
+
+    module = module_of()
+
+    hidden, wide, vocabulary = 32, 64, 20
+    shapes = {
+        "embeddings.word_embeddings": (vocabulary, hidden),
+        "embeddings.position_embeddings": (16, hidden),
+        "embeddings.token_type_embeddings": (2, hidden),
+        "encoder.layer.0.attention.self.query": (hidden, hidden),
+        "encoder.layer.0.attention.self.key": (hidden, hidden),
+        "encoder.layer.0.attention.self.value": (hidden, hidden),
+        "encoder.layer.0.attention.output.dense": (hidden, hidden),
+        "encoder.layer.0.intermediate.dense": (wide, hidden),
+        "encoder.layer.0.output.dense": (hidden, wide),
+    }
+    norms = ["embeddings", "encoder.layer.0.attention.output", "encoder.layer.0.output"]
+    params = {
+        f"{name}.weight": normal(*shape, seed=i) / 4
+        for i, (name, shape) in enumerate(shapes.items())
+    }
+    params |= {f"{name}.bias": jnp.zeros(shape[0]) for name, shape in shapes.items()}
+    params |= {f"{name}.LayerNorm.weight": jnp.ones(hidden) for name in norms}
+    params |= {f"{name}.LayerNorm.bias": jnp.zeros(hidden) for name in norms}
+    config = module.Config(num_layers=1, num_heads=4, layer_norm_eps=1e-12)
+    encode = jax.jit(lambda params, ids, mask: module.encode(params, config, ids, mask))
+    ids = [np.random.default_rng(i).integers(vocabulary, size=(3, 7)) for i in range(2)]
+    return encode, params, [(jnp.asarray(i), jnp.ones(i.shape, bool)) for i in ids]
