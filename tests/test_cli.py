@@ -208,10 +208,37 @@ def test_rules_choose_the_tensors(veneer, model, tmp_path):
     }
 
 
+@pytest.mark.parametrize(
+    ("format", "qtype", "tile"),
+    [
+        ("mxfp4", "mxfp4", 32),
+        ("nvfp4", "nvfp4", 16),
+        ("int3", "int3", 64),
+        ("ternary", "ternary", 64),
+        ("fp8", "float8_e4m3fn", 64),
+        ("nf4_dq", "nf4_dq", 64),
+    ],
+)
+def test_a_format_brings_its_own_tile(veneer, tmp_path, format, qtype, tile):
+    w = np.random.default_rng(0).normal(size=(4, 64)).astype(np.float32)
+    save_file({"a.weight": w}, tmp_path / "model.safetensors")
+    code, stdout, stderr = veneer(
+        *("quantize", tmp_path / "model.safetensors", tmp_path / "out", "--format", format)
+    )
+    assert (code, stderr) == (0, "")
+    assert qtype in stdout
+    assert formats(tmp_path / "out") == {"a.weight": (qtype, (1, tile))}
+    code, stdout, _ = veneer(
+        *("inspect", tmp_path / "out", "--against", tmp_path / "model.safetensors")
+    )
+    assert code == 0
+    assert qtype in stdout
+
+
 INT8 = ["--format", "int8"]
 
 BAD_OPTIONS = {
-    "format_missing": ([], "--format is missing: one of int8, int4, nf4"),
+    "format_missing": ([], "--format is missing: one of int8, int7, int6"),
     "format_unknown": (["--format", "int9"], "unknown format 'int9'; the formats are int8"),
     "tile": (
         ["--format", "int8", "--tile", "3"],
@@ -219,6 +246,14 @@ BAD_OPTIONS = {
     ),
     "tile_exclude": (["--format", "int8", "--tile", "3"], r"--exclude 'embed\.weight'"),
     "layout_hint": ([*INT8, "--include", "table"], "or give --layout torch (the last axis)"),
+    "tile_other": (
+        ["--format", "mxfp4", "--tile", "16"],
+        "mxfp4 is defined for tiles of 32, not 16",
+    ),
+    "tile_own": (
+        ["--format", "mxfp4"],
+        "tile 32 does not divide axis -1 of 'embed.weight' [10, 8]: mxfp4 has no other",
+    ),
     "tile_zero": ([*INT8, "--tile", "0"], "not 0"),
     "tile_text": ([*INT8, "--tile", "many"], "--tile"),
     "include": ([*INT8, "--include", "attention"], "--include 'attention' matches no tensor"),

@@ -94,10 +94,19 @@ def quantize(
         Path, typer.Argument(metavar="IN", help="A safetensors file or a Hugging Face folder.")
     ],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to make.")],
-    format: Annotated[str | None, typer.Option(help="int8, int4 or nf4.")] = None,
+    format: Annotated[
+        str | None,
+        typer.Option(
+            help="int8 to int2, ternary, int1, uint8 to uint2, fp8, fp8_e5m2, fp6_e2m3, fp6_e3m2, "
+            "fp4, nf4, nf4_dq, mxfp8, mxfp8_e5m2, mxfp6, mxfp6_e3m2, mxfp4 or nvfp4."
+        ),
+    ] = None,
     tile: Annotated[
         int | None,
-        typer.Option(help="Values that share a scale; without it, one scale a channel."),
+        typer.Option(
+            help="Values that share a scale; without it, one scale a channel, or as many as the "
+            "format is defined for (mx formats 32, nvfp4 16)."
+        ),
     ] = None,
     include: Annotated[
         list[str] | None,

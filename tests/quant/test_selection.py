@@ -60,6 +60,13 @@ def test_a_stated_axis_counts_more_than_the_name():
     assert plan(AVALS, [Selector("embed.weight", "int8", 2, -2)])["embed.weight"].tile_axis == -2
 
 
+def test_a_format_brings_its_own_tile():
+    wide = {"a.weight": aval(4, 64)}
+    for qtype, tile in (("mxfp4", 32), ("nvfp4", 16), ("nf4", None)):
+        assert plan(wide, [Selector(ANY_WEIGHT, qtype)])["a.weight"].tile_size == tile
+    assert plan(wide, [Selector(ANY_WEIGHT, "mxfp4", 32)])["a.weight"].tile_size == 32
+
+
 BAD = {
     "nothing": (Selector("layers", "int8"), r"'layers' matches no tensor; .* 'embed.weight'"),
     "nothing_dense": (Selector("norm", None), "'norm' matches no tensor"),
@@ -97,6 +104,7 @@ def test_errors_that_a_caller_can_help_with_have_types_of_their_own():
         (("(", "int8"), r"'\(' is not a regex"),
         (("x", "int9"), "unknown format 'int9'.*int4"),
         (("x", "int8", 0), "not 0"),
+        (("x", "mxfp4", 16), "defined for tiles of 32, not 16"),
     ],
 )
 def test_a_selector_is_checked_when_it_is_made(arguments, message):
@@ -130,7 +138,7 @@ def test_rules_are_read_in_order_with_what_is_missing_by_default():
         '[{"path": "x", "qtype": "int8", "tile_size": "4"}]',
         '[{"path": "x", "qtype": "int8", "tile_size": true}]',
         '[{"path": "x", "qtype": "int8", "tile_axis": null}]',
-        '[{"path": "x", "qtype": "int7"}]',
+        '[{"path": "x", "qtype": "int9"}]',
     ],
 )
 def test_malformed_rules_are_refused(text):

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from .formats import get_format
 from .model import Rule, can_be_quantised
 from .qarray import QUANTISABLE
 from .tiles import dividing_tiles
@@ -43,12 +44,14 @@ class Selector:
 
     - `regex`: matched in full against the name.
     - `qtype`: the format, or None to leave the tensors dense.
-    - `tile_size`: how many values along the contracting axis share a scale; None is all of them.
+    - `tile_size`: how many values along the contracting axis share a scale; None is as many as the
+      format is defined for (32 for mxfp4), or all of them where that is any.
     - `tile_axis`: the contracting axis; None takes it from the name: that of torch for `...weight`,
       of JAX for `...kernel`.
     - `stated`: where the user stated it, for messages.
 
-    **Raises:** `ValueError` for a regex that does not compile, an unknown format or a tile below 1.
+    **Raises:** `ValueError` for a regex that does not compile, an unknown format, a tile below 1 or
+    one that is not the format's.
     """
 
     regex: str
@@ -65,7 +68,10 @@ class Selector:
 
     def rule(self, tile_axis: int) -> Rule:
         """Returns the rule, once the contracting axis is known."""
-        return Rule(self.regex, self.qtype, tile_size=self.tile_size, tile_axis=tile_axis)
+        tile = self.tile_size
+        if tile is None and self.qtype is not None:
+            tile = get_format(self.qtype).tile_size
+        return Rule(self.regex, self.qtype, tile_size=tile, tile_axis=tile_axis)
 
 
 def selectors_from_json(text: str, *, tile_axis: int | None = None) -> list[Selector]:
@@ -173,15 +179,19 @@ def _rule(selector: Selector, name: str, shape: tuple[int, ...]) -> Rule:
         )
     if not -len(shape) <= axis < len(shape):
         raise ValueError(f"{selector} tiles axis {axis}, and {name!r} {list(shape)} has none")
-    tile = selector.tile_size
+    rule = selector.rule(axis)
+    tile = rule.tile_size
     if tile is not None and shape[axis] % tile:
-        fitting = ", ".join(map(str, dividing_tiles(shape[axis], tile)))
+        fitting = ", ".join(map(str, dividing_tiles(shape[axis], int(tile))))
+        way = f"tiles that do are {fitting}"
+        if selector.tile_size is None:
+            way = f"{selector.qtype} has no other, so choose another format"
         raise TileError(
-            f"tile {tile} does not divide axis {axis} of {name!r} {list(shape)}: tiles that do are "
-            f"{fitting}, or leave it dense",
+            f"tile {tile} does not divide axis {axis} of {name!r} {list(shape)}: {way}, or leave "
+            "it dense",
             name,
         )
-    return selector.rule(axis)
+    return rule
 
 
 def _describe(aval: jax.ShapeDtypeStruct) -> str:
