@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from array_types import assert_close
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import veneer as vn
@@ -44,6 +44,14 @@ CUTS = {
     "a batch axis": ("int8", (4, 6, 2), [0, 2], {}, ROWS, (4, 1, 2)),
     "a batch axis, of 4 bits": ("int4", (4, 6, 3), [0, 2], {}, ROWS, (4, 1, 3)),
     "a vector": ("int4", (16,), [], {0: 4}, ROWS, (4,)),
+    "between bit planes": ("int3", (2, 64), [0], {}, COLUMNS, (2, 4)),
+    # 28 codes are 4 units of 8, and a block of 7 would be one: sizes fit, and codes do not.
+    "through bit planes": ("int3", (2, 28), [0], {}, COLUMNS, None),
+    "between digits": ("ternary", (2, 20), [0], {}, COLUMNS, (2, 4)),
+    "powers of two": ("mxfp8", (2, 128), [0], None, COLUMNS, (2, 4)),
+    "scales with a scale for all": ("nvfp4", (4, 64), [0], None, COLUMNS, (4, 4)),
+    "rows of such": ("nvfp4", (8, 32), [0], None, ROWS, (8, 2)),
+    "scales with scales": ("nf4_dq", (8, 32), [0], {1: 8}, ROWS, (8, 4)),
 }
 
 
@@ -60,6 +68,15 @@ def test_cuts(qtype, shape, channelwise, tiled, spec, scale):
         assert out.scale.shape == scale
 
 
+def test_an_array_with_scales_of_its_own_is_placed_leaf_by_leaf():
+    q = quantize(jax.random.normal(KEY, (8, 64)), "nvfp4")
+    sharding = NamedSharding(MESH, ROWS)
+    placed = jax.jit(vn.implicit(lambda q: jax.lax.with_sharding_constraint(q, sharding)))(q)
+    assert placed.packed.sharding.spec == placed.scale.packed.sharding.spec == ROWS
+    assert placed.scale.scale.sharding.is_fully_replicated
+    assert_close(placed, q.dequantize())
+
+
 def test_a_zero_point_is_cut_as_the_scale_is():
     codes = jax.random.randint(KEY, (8, 4), -8, 8, jnp.int8)
     scale = jnp.linspace(0.5, 1.0, 4).reshape(4, 1)
@@ -69,12 +86,17 @@ def test_a_zero_point_is_cut_as_the_scale_is():
 
 
 @pytest.mark.parametrize(
-    ("shape", "whole"),
-    [((2, 4), vn.quant.Packing(-1, 16)), ((2, 3), None)],
-    ids=["end with a byte", "end within a byte"],
+    ("qtype", "shape", "whole"),
+    [
+        ("int4", (2, 4), vn.quant.Packing(-1, 16)),
+        ("int4", (2, 3), None),
+        ("int3", (2, 8), vn.quant.Packing(-1, 32)),
+        ("int3", (2, 7), None),
+    ],
+    ids=["end with a byte", "end within a byte", "end with bit planes", "end within bit planes"],
 )
-def test_whole_blocks_put_together(shape, whole):
-    q = quantize(jax.random.normal(KEY, shape), "int4", channelwise_axes=[-1])
+def test_whole_blocks_put_together(qtype, shape, whole):
+    q = quantize(jax.random.normal(KEY, shape), qtype, channelwise_axes=[-1])
     out = shard(lambda q: q, P(), COLUMNS)(q)
     assert_close(out, jnp.tile(q.dequantize(), (1, 4)))
     assert getattr(out, "packing", None) == whole
