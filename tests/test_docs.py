@@ -37,6 +37,8 @@ TUTORIALS = [
         "loops_and_metadata",
         "what_materialised",
         "training",
+        "quantised_training",
+        "formats",
     )
 ]
 
