@@ -19,6 +19,7 @@ import veneer as vn
 from veneer.quant import FORMATS, QArray, quantize
 
 NHWC = ("NHWC", "HWIO", "NHWC")
+SAME = {"window_strides": (1, 1), "padding": "SAME"}
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64)
 INTEGERS = [name for name, format in FORMATS.items() if format.is_integer]
 OTHERS = [name for name, format in FORMATS.items() if not format.is_integer]
@@ -227,25 +228,54 @@ module = importlib.import_module("veneer.quant.ops.convolution")
 
 
 @pytest.mark.parametrize("way", ["int8", "floats"])
+@pytest.mark.parametrize("zero", [None, 3])
 @pytest.mark.parametrize("groups", [1, 2])
-def test_long_sums_of_the_largest_codes_are_exact_in_integers_and_in_floats(
-    way, groups, monkeypatch
-):
+def test_long_sums_are_exact_in_integers_and_in_floats(way, groups, zero, monkeypatch):
     monkeypatch.setattr(module, "_fast_on_cpu", lambda *_: way == "int8")
     module._scaled_sums.clear_cache()
-    features = 1500  # products of up to 2**14 each, and f32 holds 2**10 of them
-    x = codes(2, 1, 2, groups * features, low=-128, high=-120)
-    w = codes(1, 1, features, 2 * groups, low=-128, high=-120, seed=1)
-    operands = [QArray(leaf, ones_like_scale(leaf)) for leaf in (x, w)]
-    params = {"window_strides": (1, 1), "padding": "SAME", "dimension_numbers": NHWC}
-    params["feature_group_count"] = groups
+    features = 4096  # products of up to 2**14 each, and f32 holds sums of 2**10 of them
+    x = codes(2, 1, 2, groups * features, low=100)
+    w = codes(1, 1, features, 2 * groups, low=100, seed=1)
     by_group = np.split(x.astype(np.int64), groups, -1), np.split(w.astype(np.int64), groups, -1)
-    expected = np.concatenate([x @ w[0, 0] for x, w in zip(*by_group, strict=True)], axis=-1)
-    assert abs(expected).min() > 2**24
-    actual = vn.quant.conv_general_dilated(*operands, **params)
-    # Rounded to f32 once, or once for each part of the features.
-    np.testing.assert_allclose(actual, expected, rtol=1.5e-7)
+    expected = [(x - (zero or 0)) @ w[0, 0] for x, w in zip(*by_group, strict=True)]
+    zero_point = None if zero is None else np.full((1, 1, 1, 1), zero, np.int8)
+    with jax.enable_x64(True):  # so that the result is not rounded to f32
+        one = np.ones((1, 1, 1, 1))
+        actual = vn.quant.conv_general_dilated(
+            QArray(x, one, zero_point),
+            QArray(w, one),
+            dimension_numbers=NHWC,
+            feature_group_count=groups,
+            **SAME,
+        )
+        np.testing.assert_array_equal(actual, np.concatenate(expected, axis=-1))
     module._scaled_sums.clear_cache()
+
+
+@pytest.mark.parametrize("layout", [NHWC, ("CHWN", "OHWI", "HCWN")])
+@pytest.mark.parametrize("apart", ["samples", "groups of samples", "features", "all"])
+@pytest.mark.parametrize("groups", ["feature_group_count", "batch_group_count"])
+def test_samples_and_groups_have_scales_of_their_own(groups, apart, layout):
+    sizes = {"N": 6, "H": 4, "W": 4, "C": 4, "O": 6, "I": 2 if groups[0] == "f" else 4}
+    lhs = normal(*(sizes[axis] for axis in layout[0]))
+    lhs = lhs * jnp.arange(1.0, 7.0).reshape([6 if axis == "N" else 1 for axis in layout[0]])
+    rhs = normal(*((sizes | {"H": 2, "W": 3})[axis] for axis in layout[1]), seed=1)
+    at = layout[0].index
+    tiled = {"groups of samples": {at("N"): 3}, "features": {at("C"): 2}}.get(apart, {})
+    if apart == "all":
+        tiled = {at("N"): 1, at("C"): 2}
+    if apart == "samples":
+        tiled = {at("N"): 1}
+    x = quantize(lhs, "int8", tiled_axes=tiled)
+    params = {"dimension_numbers": layout, groups: 2, **SAME}
+    for kernel in ({}, {layout[1].index("O"): 1}, {layout[1].index("O"): 2}):
+        w = quantize(rhs, "uint4", tiled_axes=kernel)
+        expected, magnitudes = in_float64(x, w, **params)
+        actual = vn.quant.conv_general_dilated(x, w, **params)
+        if apart in ("features", "all") and groups == "batch_group_count":  # summed
+            assert_within_rounding(actual, expected, magnitudes, jnp.float32, 24)
+        else:
+            assert_exact_but_for_the_scale(actual, expected, magnitudes, 24)
 
 
 def convolved_dtypes(platform, *operands, **params):
@@ -254,9 +284,6 @@ def convolved_dtypes(platform, *operands, **params):
     text = conv.trace(*operands).lower(lowering_platforms=(platform,)).as_text()
     [line] = [line for line in text.splitlines() if "stablehlo.convolution" in line]
     return re.findall(r"tensor<[\dx]*x(\w+)>", line.split(" : ")[-1])
-
-
-SAME = {"window_strides": (1, 1), "padding": "SAME"}
 
 
 @pytest.mark.parametrize(

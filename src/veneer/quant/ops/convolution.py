@@ -193,12 +193,13 @@ def _integer_sums(lhs: QArray, rhs: QArray, params: dict[str, Any], dtype: Any) 
 
     def floats(lhs: _Codes, rhs: _Codes) -> jax.Array:
         values = _less_zero_point(*lhs), _less_zero_point(*rhs)
-        return _sums_by_features(*values, params, min(size, features), dtype) * unit
+        sums = _sums_by_features(*values, params, min(size, features), total)
+        return sums.astype(dtype) * unit
 
+    fits = fits_int32(lhs, rhs, features * terms)
+    total = jnp.int32 if fits and size < features else dtype
     codes = int8_codes(lhs), int8_codes(rhs)
-    if any(zero_point is not None for _, zero_point in codes):
-        return floats(*codes)
-    if not fits_int32(lhs, rhs, features * terms):
+    if not fits or any(zero_point is not None for _, zero_point in codes):
         return floats(*codes)
     on_cpu = integers if _fast_on_cpu(features, params) else floats
     # A GPU has no convolution from int8 to int32: github.com/jax-ml/jax/issues/7637.
@@ -224,9 +225,9 @@ def _fast_on_cpu(features: int, params: dict[str, Any]) -> bool:
 
 
 def _sums_by_features(
-    lhs: jax.Array, rhs: jax.Array, params: dict[str, Any], size: int, dtype: Any
+    lhs: jax.Array, rhs: jax.Array, params: dict[str, Any], size: int, total: Any
 ) -> jax.Array:
-    """Convolves `size` of the input features (of each group) at a time, and adds the results."""
+    """Convolves `size` of the input features (of each group) at a time, and adds up in `total`."""
     _, axis, *_ = params["dimension_numbers"].lhs_spec
     _, rhs_axis, *_ = params["dimension_numbers"].rhs_spec
     before, (_, *after) = lhs.shape[:axis], lhs.shape[axis:]
@@ -237,7 +238,7 @@ def _sums_by_features(
         end = min(start + size, features)
         part = lax.slice_in_dim(grouped, start, end, axis=axis + 1).reshape(*before, -1, *after)
         kernel = lax.slice_in_dim(rhs, start, end, axis=rhs_axis)
-        parts.append(_convolve(part, kernel, params, jnp.float32).astype(dtype))
+        parts.append(_convolve(part, kernel, params, jnp.float32).astype(total))
     return functools.reduce(jnp.add, parts)
 
 
