@@ -9,7 +9,7 @@ operands can be multiplied, that is done for each tile. Otherwise an operand is 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -79,7 +79,7 @@ def dot_general(
     return way(lhs, rhs, contraction)
 
 
-_Product = Callable[[Any, Any, Contraction], jax.Array]
+_Product = Callable[..., jax.Array]  # of the operands and the contraction
 
 
 def _way(
@@ -170,7 +170,7 @@ def _of_values(
             x, scale = unscaled(x, x.dtype)
         values.append(dense(x))
         scales.append(scale)
-    out = contraction.dot(*values, accumulator(out_dtype))
+    out = contraction.dot(values[0], values[1], accumulator(out_dtype))
     return _scaled(out, scales, lhs, rhs, contraction).astype(out_dtype)
 
 
@@ -197,7 +197,7 @@ def _of_tiles(
 
 def _scaled(
     out: jax.Array,
-    scales: list[jax.Array | None],
+    scales: Sequence[jax.Array | None],
     lhs: jax.Array | QArray,
     rhs: jax.Array | QArray,
     contraction: Contraction,
@@ -222,7 +222,7 @@ def _integer_product(lhs: QArray, rhs: QArray, contraction: Contraction) -> jax.
     wrap back in what they add up to.
     """
     codes, zero_points = zip(*(int8_codes(q) for q in (lhs, rhs)), strict=True)
-    out = contraction.dot(*codes, jnp.int32)
+    out = contraction.dot(codes[0], codes[1], jnp.int32)
     ndim = out.ndim
 
     def arranged(leaf: jax.Array, side: int) -> jax.Array:
@@ -248,7 +248,7 @@ def _dot_general(lhs: ArrayLike | QArray, rhs: ArrayLike | QArray, **params: Any
     lhs, rhs = as_operand(lhs), as_operand(rhs)
     how, way = _way(lhs, rhs, contraction)
     note_how(how)
-    product = functools.partial(way, contraction=contraction)
+    product: Callable[..., jax.Array] = functools.partial(way, contraction=contraction)
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((lhs, rhs))):
         # A derivative dequantises once more, instead of keeping the dense weights of a whole model
         # from the forward pass to the backward one.

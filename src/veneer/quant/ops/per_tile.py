@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..qarray import QArray
-from ..tiles import Shape
+from ..tiles import Leaf, Shape
 from .contraction import Contraction
 
 
@@ -90,9 +90,9 @@ def _unpacked_along(q: QArray, axes: Sequence[int]) -> QArray:
     return q.replace(packed=q.format.to_fields(q.codes()), packing=None)
 
 
-def _tiles_first(leaf: jax.Array, axes: Sequence[int], counts: Sequence[int]) -> jax.Array:
+def _tiles_first(scale: Leaf, axes: Sequence[int], counts: Sequence[int]) -> jax.Array:
     """Returns a scale as `[tiles, ...]`, with size 1 along `axes`, which had up to `counts`."""
-    leaf = jnp.asarray(leaf)
+    leaf = jnp.asarray(scale)
     for axis, count in zip(axes, counts, strict=True):
         leaf = jnp.repeat(leaf, count // leaf.shape[axis], axis, total_repeat_length=count)
     kept = [1 if axis in axes else size for axis, size in enumerate(leaf.shape)]
