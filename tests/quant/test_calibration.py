@@ -1,0 +1,198 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from veneer.quant import (
+    FORMATS,
+    calibration_range,
+    get_format,
+    quantize,
+    quantize_with_scale,
+    scale_of_range,
+)
+from veneer.quant.calibration import METHODS, check_calibration
+
+X = np.random.default_rng(0).normal(size=(4, 64)) + 0.3
+ROWS = {"channelwise_axes": [0]}
+
+# What a method finds in the rows of X, in NumPy: the largest magnitude, or both ends.
+RANGES = {
+    "absmax": lambda x: (None, np.abs(x).max(1)),
+    "absmax,0.75": lambda x: (None, 0.75 * np.abs(x).max(1)),
+    " ABSMAX, 2": lambda x: (None, 2 * np.abs(x).max(1)),
+    "minmax": lambda x: (x.min(1), x.max(1)),
+    "minmax,0.5": lambda x: (x.min(1) / 2, x.max(1) / 2),
+    "rms,3": lambda x: (None, 3 * np.sqrt((x**2).mean(1))),
+    "absmean": lambda x: (None, 7.5 * np.abs(x).mean(1)),
+    "fixed,1.5": lambda x: (None, np.full(4, 1.5)),
+    "fixed,-1.5,1.5": lambda x: (None, np.full(4, 1.5)),
+    "fixed,-1,3": lambda x: (np.full(4, -1.0), np.full(4, 3.0)),
+    "fixed,0,3": lambda x: (np.zeros(4), np.full(4, 3.0)),
+    "percentile,90": lambda x: (None, np.percentile(np.abs(x), 90, axis=1)),
+    "percentile,5,99": lambda x: (np.percentile(x, 5, axis=1), np.percentile(x, 99, axis=1)),
+}
+
+
+@pytest.mark.parametrize("method", RANGES)
+def test_the_range_is_what_numpy_finds(method):
+    x = X.astype(np.float32)
+    low, high = calibration_range(x, "int4", **ROWS, calibration_method=method)
+    for ours, expected in zip((low, high), RANGES[method](X), strict=True):
+        if expected is None:
+            assert ours is None
+        else:
+            np.testing.assert_allclose(ours, expected[:, None], rtol=1e-5)
+
+
+@pytest.mark.parametrize("method", RANGES)
+def test_quantize_takes_the_scale_of_that_range(method):
+    x = X.astype(np.float32)
+    low, high = calibration_range(x, "int4", **ROWS, calibration_method=method)
+    scale, zero_point = scale_of_range("int4", high, low)
+    expected = quantize_with_scale(x, "int4", scale, zero_point)
+    q = quantize(x, "int4", **ROWS, calibration_method=method)
+    np.testing.assert_allclose(q.scale, expected.scale, rtol=1e-6)
+    np.testing.assert_allclose(q.dequantize(), expected.dequantize(), rtol=1e-5)
+    assert (q.zero_point is None) == (low is None)
+
+
+@pytest.mark.parametrize("method", ["absmax", "fixed,2", "percentile,90", "rms,2"])
+def test_without_a_sign_the_middle_code_is_the_zero_of_a_symmetric_range(method):
+    x = X.astype(np.float32)
+    q = quantize(x, "uint4", **ROWS, calibration_method=method)
+    assert (q.zero_point == 8).all()
+    _, high = calibration_range(x, "uint4", **ROWS, calibration_method=method)
+    inside = np.clip(x, -high, high)
+    assert (np.abs(q.dequantize() - inside) <= 0.5001 * q.scale).all()
+
+
+@pytest.mark.parametrize("qtype", ["int4", "uint3", "int2", "ternary", "int1", "nf4", "mxfp4"])
+def test_the_error_is_least_of_all_parts_that_were_tried(qtype):
+    x = X.astype(np.float32)
+    # Of mxfp4, the tiles are halves of rows.
+    tiles = x.reshape(-1, FORMATS[qtype].tile_size or 64)
+    error = lambda method: np.square(
+        quantize(tiles, qtype, **ROWS, calibration_method=method).dequantize() - tiles
+    ).mean(1)
+    whole = "minmax" if qtype.startswith("uint") else "absmax"
+    found = error("mse,8")
+    best = np.min([error(f"{whole},{part / 8}") for part in range(1, 9)], axis=0)
+    np.testing.assert_allclose(found, best, rtol=1e-4)
+
+
+def test_outliers_are_cut_off_where_that_costs_least():
+    x = np.append(X.reshape(1, -1), [[9.0]], axis=1).astype(np.float32)
+    error = lambda method: float(
+        np.abs(quantize(x, "int2", calibration_method=method).dequantize() - x).mean()
+    )
+    assert error("mse") < 0.5 * error("absmax")
+
+
+METHOD_OF_EACH = {
+    "absmax": "absmax,0.9",
+    "minmax": "minmax",
+    "rms": "rms,3",
+    "absmean": "absmean",
+    "fixed": "fixed,2",
+    "percentile": "percentile,80",
+    "mse": "mse,4",
+}
+assert METHOD_OF_EACH.keys() == METHODS.keys()
+
+
+@pytest.mark.parametrize("method", [*METHOD_OF_EACH.values(), "percentile,10,90", "fixed,-1,2"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+def test_tiles_that_are_no_ordinary_numbers_stay_by_themselves(method, dtype):
+    rows = np.tile(X[:1], (8, 1))
+    rows[0] = 0
+    rows[1, 5], rows[2, 5], rows[3, 5] = np.nan, np.inf, -np.inf
+    rows[4] = 2.0  # a constant
+    rows[5] = 1e-40
+    rows[6] = np.where(np.arange(64) % 2, 1, -1) * float(jnp.finfo(dtype).max)
+    x = jnp.asarray(rows, dtype)
+    dense = np.asarray(
+        quantize(x, "int8", **ROWS, calibration_method=method).dequantize(), np.float64
+    )
+    assert (dense[[0, 5]] == 0).all()
+    assert np.isnan(dense[1:4]).all()
+    assert np.isfinite(dense[[0, 4, 5, 7]]).all()
+    np.testing.assert_allclose(dense[4], 1.8 if method == "absmax,0.9" else 2, rtol=0.02)
+    assert (np.isnan(dense[6]) | (np.abs(dense[6]) >= 0.9)).all()
+
+
+@pytest.mark.parametrize("method", METHOD_OF_EACH.values())
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (0, 3), (1, 1)])
+def test_every_method_takes_any_shape(method, shape):
+    assert quantize(jnp.ones(shape), "int8", calibration_method=method).dequantize().shape == shape
+
+
+numbers = st.floats(-(2.0**120), 2.0**120, width=32)
+
+
+@pytest.mark.parametrize("method", ["absmax", "minmax", "rms,4", "percentile,99", "mse,3"])
+@given(x=arrays.arrays(np.float32, (2, 8), elements=numbers))
+def test_finite_values_never_give_nan_nor_grow(method, x):
+    q = quantize(x, "int4", **ROWS, calibration_method=method)
+    dense, largest = np.asarray(q.dequantize()), np.abs(x).max(1, keepdims=True)
+    assert np.isfinite(dense).all()
+    reach = 4.0 if method == "rms,4" else 1.0
+    assert (np.abs(dense) <= 1.14 * reach * largest + 1e-30).all()  # 8 is more than 7.5
+
+
+@pytest.mark.parametrize("method", ["absmax", "minmax", "mse,4", "percentile,1,99", "fixed,2"])
+def test_calibrating_under_jit_and_vmap_is_the_same(method):
+    x = jnp.asarray(X, jnp.float32)
+    expected = quantize(x, "uint4", **ROWS, calibration_method=method)
+    one = lambda row: quantize(row, "uint4", calibration_method=method)
+    mapped = jax.jit(jax.vmap(one))(x)
+    np.testing.assert_allclose(mapped.dequantize(), expected.dequantize(), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("max", "unknown calibration_method 'max'; the methods are absmax.*; mse"),
+        ("", "unknown calibration_method ''"),
+        ("absmax,-1", r"'absmax,-1' is not of the form absmax\[,factor\]"),
+        ("absmax,1,2", "not of the form"),
+        ("absmax,a", "not of the form"),
+        ("absmax,nan", "not of the form"),
+        ("absmean,2", "not of the form absmean"),
+        ("rms", "not of the form rms,factor"),
+        ("fixed", "not of the form fixed,bound or fixed,low,high around 0"),
+        ("fixed,-1", "not of the form"),
+        ("fixed,1,2", "not of the form"),
+        ("fixed,0,0", "not of the form"),
+        ("fixed,1,-1", "not of the form"),
+        ("percentile,101", "not of the form"),
+        ("percentile,90,10", "not of the form"),
+        ("percentile,0", "not of the form"),
+        ("mse,2.5", "not of the form"),
+        ("mse,0", "not of the form"),
+    ],
+)
+def test_what_is_no_method_is_refused(method, message):
+    with pytest.raises(ValueError, match=message):
+        check_calibration(method, get_format("int8"))
+
+
+@pytest.mark.parametrize("method", ["minmax", "fixed,-1,3", "percentile,1,99"])
+@pytest.mark.parametrize("qtype", ["nf4", "float8_e4m3fn", "mxfp4", "ternary", "int1"])
+def test_formats_without_a_zero_point_have_symmetric_ranges(method, qtype):
+    with pytest.raises(ValueError, match=f"{qtype} has no zero_point"):
+        check_calibration(method, get_format(qtype))
+    with pytest.raises(ValueError, match=f"{qtype} has no zero_point"):
+        scale_of_range(qtype, 1.0, -1.0)
+
+
+def test_the_scale_of_a_range():
+    scale, zero_point = scale_of_range("int8", jnp.array([0.0, 12.75]))
+    np.testing.assert_allclose(scale, [1, 0.1], rtol=1e-6)
+    assert zero_point is None
+    scale, zero_point = scale_of_range("int8", jnp.array([2.0, 0.0]), jnp.array([-0.55, 0.0]))
+    np.testing.assert_allclose(scale, [0.01, 1], rtol=1e-6)
+    assert (zero_point.tolist(), zero_point.dtype) == ([-73, -128], jnp.int8)
