@@ -133,6 +133,7 @@ class TensorFolder:
             return self._read_stored(entry.tensor)
         code_dtype = get_format(entry.format).code_dtype.name
         packed = self._read_stored(entry.packed)
+        scale: Any
         if isinstance(entry.scale, str):
             scale = as_jax(_from_bytes(self._read_stored(entry.scale), entry.scale_dtype))
         else:

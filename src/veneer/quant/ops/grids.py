@@ -5,6 +5,7 @@ a run of codes, one or several, and nothing of others (`packing.UNITS`). What a 
 the values, a rule does to the entries of each grid, and looks neither into tiles nor into units.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -48,9 +49,9 @@ def grids(q: QArray) -> dict[str, Grid]:
     if q.packing is not None:
         axis, size = q.packing
         codes, _ = _unit(q)
-        shape, block = list(q.shape), [1] * q.ndim
-        shape[axis], block[axis] = -(-size // codes), codes
-        found["packed"] = Grid("packed", tuple(shape), tuple(block))
+        units, covered = list(q.shape), [1] * q.ndim
+        units[axis], covered[axis] = -(-size // codes), codes
+        found["packed"] = Grid("packed", tuple(units), tuple(covered))
     return found
 
 
@@ -96,16 +97,23 @@ def move(
         if step is NotImplemented:
             return NotImplemented
         if name == "packed":
-            leaves[name] = move_codes([q], lambda x, step=step: step(*x), axis_to)
+            leaves[name] = move_codes([q], functools.partial(_move_one, step), axis_to)
         else:
             leaves[name] = move_scale(getattr(q, name), step)
     return rebuild(q, leaves, shape, axis_to)
 
 
+def _move_one(step: Step, leaves: Sequence[Leaf]) -> jax.Array:
+    (leaf,) = leaves
+    return step(leaf)
+
+
 def move_scale(scale: Leaf | QArray, step: Step) -> Any:
     """Does `step` to a scale, or to what it is worth where its own format would be cut."""
     moved = step(scale)
-    return step(scale.dequantize()) if moved is NotImplemented else moved
+    if moved is NotImplemented and isinstance(scale, QArray):
+        return step(scale.dequantize())
+    return moved
 
 
 def move_codes(
