@@ -43,6 +43,7 @@ ALONG = {
     "reshape of rows": (lambda x, u: x.reshape(2, 3, x.shape[1]), 1, 1, True),
     "reshape by ones": (lambda x, u: x.reshape(6, 1, x.shape[1], 1), 1, 1, True),
     "merge partial units": (lambda x, u: x.reshape(6 * (u + 1)), 1, 1, False),
+    "merge one partial unit each": (lambda x, u: x.reshape(6 * (u - 1)), 1, -1, None),
     "concatenate rows": (lambda x, u: jnp.concatenate([x, x]), 1, 1, True),
     "concatenate units": (lambda x, u: jnp.concatenate([x, x], 1), 2, 0, True),
     "concatenate partial units": (lambda x, u: jnp.concatenate([x, x], 1), 1, 1, False),
