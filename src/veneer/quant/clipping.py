@@ -55,8 +55,8 @@ def fake_quantize(
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> fake = lambda x: vn.quant.fake_quantize(x, "int4", calibration_method="fixed,1.5").sum()
-    >>> jax.value_and_grad(fake)(jnp.array([0.5, 1.0, 9.0]))
-    (Array(3., dtype=float32), Array([1., 1., 0.], dtype=float32))
+    >>> jax.grad(fake)(jnp.array([0.5, 1.0, 9.0])).tolist()
+    [1.0, 1.0, 0.0]
     """
     dense = floating(array)
     how = how_to_quantize(
