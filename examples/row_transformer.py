@@ -1,0 +1,50 @@
+"""A small transformer that reads an image row by row and tells what it shows, in plain JAX."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+Params = dict[str, Any]
+
+
+def init(
+    key: jax.Array, *, rows: int = 8, pixels: int = 8, width: int = 32, layers: int = 2
+) -> Params:
+    """Random parameters; those of the layers are stacked along a first axis."""
+    keys = iter(jax.random.split(key, 7))
+
+    def kernel(*shape: int) -> jax.Array:
+        return jax.random.normal(next(keys), shape) * shape[-2] ** -0.5
+
+    return {
+        "embedding": kernel(pixels, width),
+        "positions": kernel(rows, width),
+        "layers": {
+            "qkv": kernel(layers, width, 3 * width),
+            "mixed": kernel(layers, width, width),
+            "up": kernel(layers, width, 4 * width),
+            "down": kernel(layers, 4 * width, width),
+            "scales": jnp.ones((layers, 2, width)),
+        },
+        "out": kernel(width, 10),
+    }
+
+
+def logits(params: Params, images: jax.Array, heads: int = 4) -> jax.Array:
+    """What speaks for each digit, `[batch, 10]`, of images `[batch, rows, pixels]`."""
+
+    def layer(x: jax.Array, p: Params) -> tuple[jax.Array, None]:
+        qkv = p["scales"][0] * normed(x) @ p["qkv"]
+        q, k, v = (part.reshape(*x.shape[:-1], heads, -1) for part in jnp.split(qkv, 3, -1))
+        x = x + jax.nn.dot_product_attention(q, k, v).reshape(x.shape) @ p["mixed"]
+        return x + jax.nn.gelu(p["scales"][1] * normed(x) @ p["up"]) @ p["down"], None
+
+    x = images @ params["embedding"] + params["positions"]
+    x, _ = jax.lax.scan(layer, x, params["layers"])
+    return normed(x.mean(1)) @ params["out"]
+
+
+def normed(x: jax.Array) -> jax.Array:
+    """Of root mean square 1."""
+    return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6)
