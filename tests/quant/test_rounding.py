@@ -59,12 +59,15 @@ def test_quantising_with_a_key_is_right_on_average(qtype):
     draw = lambda key: quantize(x, qtype, channelwise_axes=[0], key=key).dequantize()
     draws = np.asarray(jax.jit(jax.vmap(draw))(jax.random.split(jax.random.key(1), 1500)))
     nearest = np.asarray(quantize(x, qtype, channelwise_axes=[0]).dequantize())
-    # A scale in e4m3 may be rounded down, and clip the largest value of a tile; the bound of int4
-    # is half a step beyond its largest code.
-    inside = np.abs(x) < 0.9 * np.abs(x).max()
-    tolerance = 5 * draws.std(0) / np.sqrt(1500) + 1e-6
-    assert (np.abs(draws.mean(0) - x) <= tolerance)[inside].all()
-    assert np.abs(nearest - x).mean() > 5 * np.abs(draws.mean(0) - x)[inside].mean()
+    # Rounded, the scale or the zero point may clip the ends of a tile, of 16 values and more.
+    tiles = np.asarray(x).reshape(2, 4, 16)
+    ends = 0.85 * tiles.min(-1, keepdims=True), 0.85 * tiles.max(-1, keepdims=True)
+    inside = ((ends[0] < tiles) & (tiles < ends[1])).reshape(2, 64)
+    # What comes up once in a thousand draws may not come up at all.
+    rare = 10 / 1500 * np.ptp(draws, axis=0).max()
+    error = np.abs(draws.mean(0) - x)[inside]
+    assert (error <= 5 * draws.std(0)[inside] / np.sqrt(1500) + rare).all()
+    assert np.abs(nearest - x)[inside].mean() > 5 * error.mean()
 
 
 def test_the_same_key_rounds_alike_and_another_does_not():
