@@ -36,11 +36,11 @@ def test_it_prints_a_row_for_each_and_draws_the_losses(trained):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_way_gradients_are_rounded_tells_from_the_second_step_on(trained):
+def test_the_way_gradients_are_rounded_tells(trained):
     results, _, _ = trained
     nearest, stochastic = (results["int8 int8 int4" + more].losses for more in ("", " stochastic"))
-    assert nearest[0] == stochastic[0]
-    assert nearest[1] != stochastic[1]
+    assert nearest[:2] == stochastic[:2]  # the rate of the first step is 0
+    assert nearest[2] != stochastic[2]
 
 
 def test_every_matmul_of_a_layer_runs_on_codes():

@@ -57,7 +57,7 @@ class FakeQuantized(ImplicitArray):
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> w = vn.quant.FakeQuantized(jnp.array([[0.3, -1.0], [1.5, 0.1]]), qtype="int2")
     >>> vn.materialise(w).tolist()
-    [[0.0, -0.666...], [1.0, 0.0]]
+    [[0.0, -1.33...], [1.0, 0.0]]
     >>> jax.grad(lambda w: (jnp.ones(2) @ w).sum())(w).w.tolist()
     [[1.0, 1.0], [1.0, 1.0]]
     """
