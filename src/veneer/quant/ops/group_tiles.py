@@ -1,0 +1,236 @@
+"""Products of the rows of groups with a matrix for each group, a tile of rows at a time.
+
+JAX's `ragged_dot` for a CPU makes a copy of all rows for each group, in which those of others are
+0, and sums over groups: with 64 experts, 64 times the work, after all experts are dequantised. Here
+the rows of a group are cut in tiles of one size, and a loop over tiles multiplies each with the
+matrix of its group, which alone is dequantised then. How many tiles there are depends on the sizes
+of groups. The loop is as long as there may be, and does nothing in the steps that are left over.
+
+Rows of one group never meet the matrix of another: a NaN in one is seen in its own group alone.
+"""
+
+import functools
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from ..qarray import QArray
+from .dot_general import dot_general
+
+# Fewer rows take as long; with more of them, dequantising a matrix again takes little of the time.
+_LEAST_ROWS = 8
+_MOST_ROWS = 256
+
+
+_Operand = TypeVar("_Operand", bound=jax.Array | QArray)
+
+
+class Dimensions(NamedTuple):
+    """The axes of a product of groups, as in `jax.lax.RaggedDotDimensionNumbers`."""
+
+    lhs_contracting: tuple[int, ...]
+    rhs_contracting: tuple[int, ...]
+    lhs_batch: tuple[int, ...]
+    rhs_batch: tuple[int, ...]
+    lhs_ragged: int
+    rhs_group: int
+
+    def lhs_free(self, ndim: int) -> list[int]:
+        """Returns the axes of lhs that the output has and rhs has not, in order."""
+        taken = {*self.lhs_contracting, *self.lhs_batch}
+        return [axis for axis in range(ndim) if axis not in taken]
+
+    def without(self, lhs_axis: int | None, rhs_axis: int | None) -> "Dimensions":
+        """Returns the numbers that axes have when one of lhs, or of rhs, or both, are gone."""
+        return Dimensions(
+            _without(self.lhs_contracting, lhs_axis),
+            _without(self.rhs_contracting, rhs_axis),
+            _without(self.lhs_batch, lhs_axis),
+            _without(self.rhs_batch, rhs_axis),
+            *_without((self.lhs_ragged,), lhs_axis),
+            *(_without((self.rhs_group,), rhs_axis) or (-1,)),
+        )
+
+
+def _without(axes: tuple[int, ...], gone: int | None) -> tuple[int, ...]:
+    if gone is None:
+        return axes
+    return tuple(axis - (axis > gone) for axis in axes if axis != gone)
+
+
+def multiply_groups(
+    lhs: jax.Array | QArray,
+    rhs: QArray,
+    group_sizes: jax.Array,
+    dimensions: Dimensions,
+    precision: Any,
+    preferred_element_type: DTypeLike,
+) -> jax.Array:
+    """Returns `ragged_dot_general` where the ragged axis is one that is not summed.
+
+    **Arguments:**
+
+    - `lhs`, `rhs`: of any shapes but with an empty ragged or group axis.
+    - `group_sizes`: `[G]`, or with the axes before it that the groups of lhs depend on.
+    - `dimensions`: the axes.
+    - `precision`, `preferred_element_type`: for `vn.quant.dot_general`, of each tile.
+    """
+    if group_sizes.ndim == 1:
+        return _by_tiles(lhs, rhs, group_sizes, dimensions, precision, preferred_element_type)
+    # Groups differ along the first axis of the output: one product after the other.
+    if dimensions.lhs_batch:
+        lhs_axis, rhs_axis = dimensions.lhs_batch[0], dimensions.rhs_batch[0]
+        rhs = _with_leading_codes(rhs, rhs_axis)
+        rhs_leaves = _take(rhs, rhs_axis, jnp.arange(rhs.shape[rhs_axis]))
+    else:
+        lhs_axis, rhs_axis = dimensions.lhs_free(lhs.ndim)[0], None
+        rhs_leaves = None
+    lhs = _with_leading_codes(lhs, lhs_axis)
+    lhs_leaves = _take(lhs, lhs_axis, jnp.arange(lhs.shape[lhs_axis]))
+
+    def one(step: Any) -> jax.Array:
+        left, right, sizes = step
+        return multiply_groups(
+            _rebuild(lhs, left),
+            rhs if right is None else _rebuild(rhs, right),
+            sizes,
+            dimensions.without(lhs_axis, rhs_axis),
+            precision,
+            preferred_element_type,
+        )
+
+    return lax.map(one, (lhs_leaves, rhs_leaves, group_sizes))
+
+
+def _by_tiles(
+    lhs: jax.Array | QArray,
+    rhs: QArray,
+    group_sizes: jax.Array,
+    dimensions: Dimensions,
+    precision: Any,
+    preferred_element_type: DTypeLike,
+) -> jax.Array:
+    axis = dimensions.lhs_ragged
+    lhs = _with_leading_codes(lhs, axis)
+    rhs = _with_leading_codes(rhs, dimensions.rhs_group)
+    count = _rows_of_tile(lhs.shape[axis], rhs.shape[dimensions.rhs_group])
+    tiles = _tiles(group_sizes, lhs.shape[axis], count)
+
+    lhs_leaves = _take(lhs, axis, tiles.rows)
+    # Codes are taken within the loop, for a matrix would be copied for each of its tiles, but not
+    # what has a derivative: in a loop it would be added up over all groups at each step.
+    rhs_leaves = _take(rhs, dimensions.rhs_group, tiles.group, first=1)
+    within = dimensions.without(None, dimensions.rhs_group)
+    numbers = ((within.lhs_contracting, within.rhs_contracting), (within[2], within[3]))
+
+    def product(left: list, right: list, group: jax.Array) -> jax.Array:
+        packed = lax.dynamic_index_in_dim(rhs.packed, group, dimensions.rhs_group, keepdims=False)
+        return dot_general(
+            _rebuild(lhs, left),
+            _rebuild(rhs, [packed, *right]),
+            numbers,
+            precision,
+            preferred_element_type,
+        )
+
+    def nothing(left: list, right: list, group: jax.Array) -> jax.Array:
+        out = jax.eval_shape(product, left, right, group)
+        return jnp.zeros(out.shape, out.dtype)
+
+    # A derivative dequantises once more, instead of keeping a dense matrix for each step. What is
+    # computed again includes the choice: the branches of one would keep all codes for each step.
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def product_if_used(used: jax.Array, *args: Any) -> jax.Array:
+        return lax.cond(used, product, nothing, *args)
+
+    steps = (tiles.used, lhs_leaves, rhs_leaves, tiles.group)
+    _, out = lax.scan(lambda _, args: (None, product_if_used(*args)), None, steps)
+    row_axis = len(dimensions.lhs_batch) + dimensions.lhs_free(lhs.ndim).index(axis)
+    out = jnp.moveaxis(out, 0, row_axis)
+    out = lax.collapse(out, row_axis, row_axis + 2)
+    return jnp.take(out, tiles.place, row_axis, mode="fill", fill_value=0)
+
+
+def _rows_of_tile(rows: int, groups: int) -> int:
+    """Chooses the rows of a tile: the least power of two that holds an average group.
+
+    >>> [_rows_of_tile(rows, 8) for rows in (3, 8, 64, 500, 4000)]
+    [3, 8, 8, 64, 256]
+    """
+    average = -(-rows // groups)
+    return min(max(1 << (average - 1).bit_length(), _LEAST_ROWS), _MOST_ROWS, rows)
+
+
+class _Tiles(NamedTuple):
+    """Tiles of at most `count` rows each, all of one group, in the order of rows.
+
+    - `used`: `[steps]`, whether there is such a tile.
+    - `group`: `[steps]`, the group of its rows.
+    - `rows`: `[steps, count]`, its rows, followed by the number of rows.
+    - `place`: `[rows]`, where each row is among those of all tiles, or the number of these if it is
+      of no group.
+    """
+
+    used: jax.Array
+    group: jax.Array
+    rows: jax.Array
+    place: jax.Array
+
+
+def _tiles(group_sizes: jax.Array, rows: int, count: int) -> _Tiles:
+    groups = group_sizes.shape[0]
+    ends = jnp.minimum(jnp.cumsum(group_sizes.astype(jnp.int32)), rows)
+    starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
+    tiles = (ends - starts + count - 1) // count
+    last = jnp.cumsum(tiles)
+    # Most tiles are needed where each group has one row, and one of them all the others.
+    not_empty = min(groups, rows)
+    steps = jnp.arange(not_empty + (rows - not_empty) // count, dtype=jnp.int32)
+
+    group = jnp.searchsorted(last, steps, side="right", method="compare_all").astype(jnp.int32)
+    used = group < groups
+    group = jnp.minimum(group, groups - 1)
+    start = starts[group] + (steps - (last - tiles)[group]) * count
+    tile_rows = start[:, None] + jnp.arange(count, dtype=jnp.int32)
+    in_group = (tile_rows < ends[group][:, None]) & used[:, None]
+
+    row = jnp.arange(rows, dtype=jnp.int32)
+    of_row = jnp.searchsorted(ends, row, side="right", method="compare_all").astype(jnp.int32)
+    in_any = of_row < groups
+    of_row = jnp.minimum(of_row, groups - 1)
+    place = (last - tiles)[of_row] * count + row - starts[of_row]
+    place = jnp.where(in_any, place, steps.size * count)
+    return _Tiles(used, group, jnp.where(in_group, tile_rows, rows), place)
+
+
+# Parts of QArrays. Of an array, they do the same.
+
+
+def _with_leading_codes(x: _Operand, axis: int) -> _Operand:
+    """Returns `x` with a packing, if any, along an axis behind the given one, which can go then."""
+    if not isinstance(x, QArray) or x.packing is None or x.packing.axis + x.ndim > axis:
+        return x
+    return x.replace(packed=x.format.to_fields(x.codes()), packing=None)  # type: ignore[return-value]
+
+
+def _take(x: jax.Array | QArray, axis: int, index: jax.Array, first: int = 0) -> list[jax.Array]:
+    """Takes entries along an axis from each leaf but the first ones; the axes of `index` lead.
+
+    If there are several, only the first of them leads, and the others are where the axis was.
+    Indices out of bounds give what is finite.
+    """
+    size = x.shape[axis]
+    taken = []
+    for i, leaf in enumerate(jax.tree.leaves(x)[first:], first):
+        entries = index // (size // leaf.shape[axis])
+        # Not a scale of 0, which some formats of scales have not.
+        new = jnp.take(leaf, entries, axis, mode="fill", fill_value=0 if i == 0 else 1)
+        taken.append(jnp.moveaxis(new, axis, 0))
+    return taken
+
+
+def _rebuild(x: jax.Array | QArray, leaves: list) -> Any:
+    return jax.tree.unflatten(jax.tree.structure(x), leaves)

@@ -1,0 +1,238 @@
+"""`ragged_dot` and `ragged_dot_general` with quantised operands: products of groups of rows.
+
+A mixture of experts is one: tokens sorted by their expert, and a matrix `[K, N]` for each.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike, DTypeLike
+
+from ..._core.array import ImplicitArray
+from ..._core.policy import note_how
+from ..._core.rules import register
+from ..._core.value import materialise_one
+from ..qarray import QUANTISABLE, QArray
+from .dot_general import dot_general
+from .group_tiles import Dimensions, multiply_groups
+from .operands import accumulator, as_operand, dense, is_algorithm
+
+_MATRICES = lax.RaggedDotDimensionNumbers((([1], [1]), ([], [])), [0], [0])
+
+
+def ragged_dot(
+    lhs: ArrayLike | ImplicitArray,
+    rhs: ArrayLike | ImplicitArray,
+    group_sizes: ArrayLike | ImplicitArray,
+    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+    group_offset: ArrayLike | None = None,
+) -> jax.Array:
+    """Does what `jax.lax.ragged_dot` does; either operand, or both, may be a `QArray`.
+
+    Quantise experts with `channelwise_axes=[0, 2]`, or with tiles along axis 1.
+
+    **Arguments:** those of `jax.lax.ragged_dot`: `lhs` is `[M, K]`, `rhs` is `[G, K, N]`, and
+    `group_sizes` is `[G]`. JAX does not implement `group_offset` on every platform.
+
+    **Returns:** `[M, N]`, of the dtype that the dense operands give: each row of `lhs` times the
+    matrix of its group, as `vn.quant.dot_general` multiplies them; 0 in rows of no group.
+
+    **Raises:** what `jax.lax.ragged_dot` raises.
+
+    >>> import jax.numpy as jnp, veneer as vn
+    >>> experts = jnp.stack([jnp.eye(2), 10 * jnp.eye(2)])
+    >>> q = vn.quant.quantize(experts, "nf4", channelwise_axes=[0, 2])
+    >>> vn.quant.ragged_dot(jnp.ones((4, 2)), q, jnp.array([1, 2]))[:, 0].tolist()
+    [1.0, 10.0, 10.0, 0.0]
+    """
+    return ragged_dot_general(
+        lhs, rhs, group_sizes, _MATRICES, precision, preferred_element_type, group_offset
+    )
+
+
+def ragged_dot_general(
+    lhs: ArrayLike | ImplicitArray,
+    rhs: ArrayLike | ImplicitArray,
+    group_sizes: ArrayLike | ImplicitArray,
+    dimension_numbers: lax.RaggedDotDimensionNumbers,
+    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+    group_offset: ArrayLike | None = None,
+) -> jax.Array:
+    """Does what `jax.lax.ragged_dot_general` does; either operand may be a `QArray`.
+
+    Where the ragged axis is one that is not summed, and `rhs` is quantised, groups are multiplied
+    one at a time on a CPU, as `vn.quant.dot_general` does: integers exactly, and never are all of
+    `rhs` dequantised at once. There, a NaN in a row or in the matrix of a group is seen in that row
+    or in that group alone. Otherwise operands are dequantised.
+
+    **Arguments:** those of `jax.lax.ragged_dot_general`; `dimension_numbers` is what it calls
+    `ragged_dot_dimension_numbers`. Implicit arrays of other types are materialised.
+
+    **Returns:** an array of the shape and dtype that the dense operands give. Values agree with
+    theirs within rounding.
+
+    **Raises:** what `jax.lax.ragged_dot_general` raises.
+
+    >>> import jax, jax.numpy as jnp, veneer as vn
+    >>> w = vn.quant.quantize(jnp.ones((2, 3)), "int8")
+    >>> summed = jax.lax.RaggedDotDimensionNumbers((([0], [0]), ([], [])), [0], [])
+    >>> y = vn.quant.ragged_dot_general(jnp.ones((2, 1)), w, jnp.array([2, 0]), summed)
+    >>> y.shape, [round(float(v), 1) for v in y[:, 0, 0]]
+    ((2, 1, 3), [2.0, 0.0])
+    """
+    lhs, rhs = as_operand(lhs), as_operand(rhs)
+    group_sizes = jnp.asarray(materialise_one(group_sizes))
+    product: Callable[..., jax.Array] = functools.partial(
+        lax.ragged_dot_general,
+        ragged_dot_dimension_numbers=dimension_numbers,
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+    )
+    # It raises, too, where the operands do not fit.
+    avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (lhs, rhs, group_sizes)]
+    out = jax.eval_shape(product, *avals)
+    if _way(lhs, rhs, dimension_numbers, group_offset) is _DENSE:
+        return product(dense(lhs), dense(rhs), group_sizes, group_offset=group_offset)
+    if _is_batch(dimension_numbers):
+        numbers = dimension_numbers.dot_dimension_numbers
+        return dot_general(lhs, rhs, numbers, precision, preferred_element_type)
+    if 0 in (lhs.shape[dimension_numbers.lhs_ragged_dimensions[0]], group_sizes.size):
+        return jnp.zeros(out.shape, out.dtype)
+    return _of_groups(
+        lhs,
+        rhs,
+        group_sizes,
+        dimension_numbers=dimension_numbers,
+        precision=precision,
+        out_dtype=out.dtype,
+    )
+
+
+# What is done, as `explain` tells it.
+_GROUPS = "one group at a time on CPU, dequantised elsewhere"
+_BATCH = "as dot_general"
+_DENSE = "dequantised"
+
+
+def _way(
+    lhs: jax.Array | QArray,
+    rhs: jax.Array | QArray,
+    dimension_numbers: lax.RaggedDotDimensionNumbers,
+    group_offset: ArrayLike | None,
+) -> str:
+    if group_offset is not None:
+        return _DENSE
+    if _is_batch(dimension_numbers):
+        return _BATCH
+    if not isinstance(rhs, QArray) or not dimension_numbers.rhs_group_dimensions:
+        return _DENSE
+    # Sizes that are not known while it is traced have no tiles.
+    sizes = (*lhs.shape, *rhs.shape)
+    return _GROUPS if all(isinstance(size, int) for size in sizes) else _DENSE
+
+
+def _is_batch(dimension_numbers: lax.RaggedDotDimensionNumbers) -> bool:
+    """Whether the ragged axis is a batch axis, so that a row meets the same matrix in any group."""
+    lhs_batch, _ = dimension_numbers.dot_dimension_numbers[1]
+    return dimension_numbers.lhs_ragged_dimensions[0] in lhs_batch
+
+
+# Compiled as one, for the loop would be compiled at each call.
+@functools.partial(jax.jit, static_argnames=("dimension_numbers", "precision", "out_dtype"))
+def _of_groups(
+    lhs: jax.Array | QArray,
+    rhs: QArray,
+    group_sizes: jax.Array,
+    *,
+    dimension_numbers: lax.RaggedDotDimensionNumbers,
+    precision: Any,
+    out_dtype: Any,
+) -> jax.Array:
+    # Under vmap, JAX makes them NumPy integers.
+    contracting, batch = (
+        [tuple(map(int, axes)) for axes in pair] for pair in dimension_numbers.dot_dimension_numbers
+    )
+    dimensions = Dimensions(
+        contracting[0],
+        contracting[1],
+        batch[0],
+        batch[1],
+        int(dimension_numbers.lhs_ragged_dimensions[0]),
+        int(dimension_numbers.rhs_group_dimensions[0]),
+    )
+
+    def one_at_a_time(lhs: Any, rhs: Any, group_sizes: Any) -> jax.Array:
+        wide = out_dtype
+        if {lhs.dtype, rhs.dtype, out_dtype} <= set(QUANTISABLE) and not is_algorithm(precision):
+            # A CPU multiplies floats of 16 bits several times slower than those of 32.
+            wide = functools.reduce(
+                jnp.promote_types, (lhs.dtype, rhs.dtype, accumulator(out_dtype))
+            )
+            lhs, rhs = (_as_dtype(x, wide) for x in (lhs, rhs))
+        out = multiply_groups(lhs, rhs, group_sizes, dimensions, precision, wide)
+        return out.astype(out_dtype)
+
+    def at_once(lhs: Any, rhs: Any, group_sizes: Any) -> jax.Array:
+        lhs, rhs, group_sizes = _mapped_together(dense(lhs), dense(rhs), group_sizes)
+        return lax.ragged_dot_general(
+            lhs,
+            rhs,
+            group_sizes,
+            dimension_numbers,
+            precision=precision,
+            preferred_element_type=out_dtype,
+        )
+
+    # A derivative dequantises once more, instead of keeping dense weights until then.
+    @jax.checkpoint
+    def product(*args: Any) -> jax.Array:
+        return lax.platform_dependent(*args, cpu=one_at_a_time, default=at_once)
+
+    return product(lhs, rhs, group_sizes)
+
+
+def _mapped_together(*arrays: jax.Array) -> list[jax.Array]:
+    """Returns the arrays, which `vmap` takes to be mapped if any is.
+
+    JAX 0.10 to 0.12 map `ragged_dot_general` over each of its operands or over none.
+    """
+    false = functools.reduce(jnp.logical_or, [x.ravel()[:1].any() for x in arrays]) & False
+    return [jnp.where(false, jnp.zeros_like(x), x) for x in arrays]
+
+
+def _as_dtype(x: jax.Array | QArray, dtype: DTypeLike) -> jax.Array | QArray:
+    return x.replace(dense_dtype=dtype) if isinstance(x, QArray) else x.astype(dtype)
+
+
+@register("ragged_dot_general")
+def _ragged_dot_general(
+    lhs: ArrayLike | QArray,
+    rhs: ArrayLike | QArray,
+    group_sizes: ArrayLike,
+    *,
+    ragged_dot_dimension_numbers,
+    precision,
+    preferred_element_type,
+    group_offset,
+    out_sharding,
+) -> Any:
+    if out_sharding is not None:
+        return NotImplemented
+    numbers = ragged_dot_dimension_numbers
+    note_how(_way(as_operand(lhs), as_operand(rhs), numbers, group_offset))
+    product: Callable[..., jax.Array] = functools.partial(
+        ragged_dot_general,
+        dimension_numbers=numbers,
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+        group_offset=group_offset,
+    )
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((lhs, rhs))):
+        product = jax.checkpoint(product)  # as dot_general
+    return product(lhs, rhs, group_sizes)
