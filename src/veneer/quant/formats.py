@@ -124,7 +124,13 @@ class Format:
         """Returns the values that codes stand for, before the scale; in `dtype`, of any shape."""
         if self.codebook is None:
             return jnp.asarray(codes).astype(dtype)
-        return jnp.asarray(self.codebook, dtype).at[codes].get(mode="promise_in_bounds")
+        codes = jnp.asarray(codes)
+        sharding = jax.typeof(codes).sharding  # on a mesh of explicit axes, that of the values too
+        return (
+            jnp.asarray(self.codebook, dtype)
+            .at[codes]
+            .get(mode="promise_in_bounds", out_sharding=None if sharding.mesh.empty else sharding)
+        )
 
     def to_fields(self, codes: jax.Array) -> jax.Array:
         """Returns codes as what is packed: uint8, from 0 to below the number of codes."""

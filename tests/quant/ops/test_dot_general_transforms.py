@@ -149,9 +149,7 @@ def test_shard_map_with_scales_cut_like_the_values(pair, specs):
 @of_each_pair
 def test_sharded_arrays_under_jit(pair):
     args = operands(pair)
-    # JAX 0.12 wants the table of a codebook placed on an explicit mesh before it looks up in it.
-    codebook = any(kind is not None and kind[0] == "nf4" for kind in pair)
-    for mode in (AxisType.Auto,) if codebook else (AxisType.Auto, AxisType.Explicit):
+    for mode in (AxisType.Auto, AxisType.Explicit):
         mesh = jax.make_mesh((2,), ("x",), axis_types=(mode,))
 
         def put(leaf, mesh=mesh):
