@@ -116,7 +116,8 @@ def _by_tiles(
     axis = dimensions.lhs_ragged
     lhs = _with_leading_codes(lhs, axis)
     rhs = _with_leading_codes(rhs, dimensions.rhs_group)
-    count = _rows_of_tile(lhs.shape[axis], rhs.shape[dimensions.rhs_group])
+    packed = rhs.format.bits < 8
+    count = _rows_of_tile(lhs.shape[axis], rhs.shape[dimensions.rhs_group], packed=packed)
     tiles = _tiles(group_sizes, lhs.shape[axis], count)
 
     lhs_leaves = _take(lhs, axis, tiles.rows)
@@ -154,14 +155,19 @@ def _by_tiles(
     return jnp.take(out, tiles.place, row_axis, mode="fill", fill_value=0)
 
 
-def _rows_of_tile(rows: int, groups: int) -> int:
+def _rows_of_tile(rows: int, groups: int, *, packed: bool) -> int:
     """Chooses the rows of a tile: the least power of two that holds an average group.
 
-    >>> [_rows_of_tile(rows, 8) for rows in (3, 8, 64, 500, 4000)]
+    Where codes are unpacked for each tile, which takes as long as to multiply some ten rows, it is
+    one that holds most groups.
+
+    >>> [_rows_of_tile(rows, 8, packed=False) for rows in (3, 8, 64, 500, 4000)]
     [3, 8, 8, 64, 256]
+    >>> [_rows_of_tile(rows, 8, packed=True) for rows in (3, 8, 64, 500, 4000)]
+    [3, 8, 16, 128, 256]
     """
-    average = -(-rows // groups)
-    return min(max(1 << (average - 1).bit_length(), _LEAST_ROWS), _MOST_ROWS, rows)
+    wanted = -(-rows // groups) * (2 if packed else 1)
+    return min(max(1 << (wanted - 1).bit_length(), _LEAST_ROWS), _MOST_ROWS, rows)
 
 
 class _Tiles(NamedTuple):
