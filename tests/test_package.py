@@ -36,13 +36,12 @@ MAY_IMPORT = {
     "demo": {"veneer", "_core", "quant", "interop"},
     "cli": {"veneer", "_core", "quant", "interop", "demo"},
     "__main__": {"cli"},
-    "straight_through": {"_core"},
     "tree": {"_core"},
     "training": {"_core", "types", "tree"},
     "parameter_table": {"_core", "quant", "tree", "training"},
     "veneer": {
         *("_core", "kernels", "types", "quant", "numba", "hijax", "interop"),
-        *("straight_through", "tree", "training", "parameter_table"),
+        *("tree", "training", "parameter_table"),
     },
 }
 
@@ -131,7 +130,7 @@ def test_nothing_else_of_ours_is_public():
 def test_a_module_takes_no_name_from_another():
     # A module, once imported, is an attribute of its package: in the place of a lazy name, if it
     # has that one.
-    modules = "parameter_table, straight_through, training, tree, types"
+    modules = "parameter_table, training, tree, types"
     loaded_by(
         f"import veneer as vn\nfrom veneer import {modules}\n"
         "assert all(callable(x) for x in (vn.freeze, vn.ste, vn.summary, vn.trainable))"

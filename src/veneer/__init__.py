@@ -12,6 +12,7 @@ from ._core.explain import explain
 from ._core.policy import Event, MaterialiseError, MaterialiseWarning
 from ._core.report import Report
 from ._core.rules import AmbiguousLookupError, register
+from ._core.straight_through import ste
 from ._core.transform import implicit
 from ._core.tree import static
 from ._core.value import Value, materialise
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from . import tree, types
     from .interop.safetensors import load, save
     from .parameter_table import summary
-    from .straight_through import ste
     from .training import freeze, trainable, unfreeze
 
 __version__ = "0.1.0"
@@ -59,7 +59,6 @@ _LAZY = {
     "freeze": "training",
     "load": "interop.safetensors",
     "save": "interop.safetensors",
-    "ste": "straight_through",
     "summary": "parameter_table",
     "trainable": "training",
     "tree": "tree",

@@ -15,7 +15,7 @@ from .._core.rules import register
 from .._core.transform import implicit
 from .._core.tree import static
 from .._core.value import Value, materialise_one
-from ..straight_through import ste
+from .._core.straight_through import ste
 from .calibration import check_calibration
 from .conversion import quantize, quantize_with_scale
 from .formats import Format, get_format
