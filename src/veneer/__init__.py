@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 from jax.typing import ArrayLike
 
 from . import _core as _core
-from . import quant
 from ._core.array import ImplicitArray
 from ._core.explain import explain
 from ._core.policy import Event, MaterialiseError, MaterialiseWarning
@@ -18,7 +17,7 @@ from ._core.tree import static
 from ._core.value import Value, materialise
 
 if TYPE_CHECKING:
-    from . import tree, types
+    from . import quant, tree, types
     from .interop.safetensors import load, save
     from .parameter_table import summary
     from .training import freeze, trainable, unfreeze
@@ -58,6 +57,7 @@ __all__ = [
 _LAZY = {
     "freeze": "training",
     "load": "interop.safetensors",
+    "quant": "quant",
     "save": "interop.safetensors",
     "summary": "parameter_table",
     "trainable": "training",

@@ -12,10 +12,10 @@ from jax.typing import ArrayLike
 
 from .._core.jax_internals import find_primitive
 from .._core.rules import register
+from .._core.straight_through import ste
 from .._core.transform import implicit
 from .._core.tree import static
 from .._core.value import Value, materialise_one
-from .._core.straight_through import ste
 from .calibration import check_calibration
 from .conversion import quantize, quantize_with_scale
 from .formats import Format, get_format
