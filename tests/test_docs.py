@@ -37,6 +37,7 @@ TUTORIALS = [
         "loops_and_metadata",
         "what_materialised",
         "training",
+        "calibration",
         "quantised_training",
         "formats",
     )
