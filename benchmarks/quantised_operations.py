@@ -41,6 +41,7 @@ class Operation:
     summed: tuple[Shape, Shape]
     columns: int  # the axis of rhs that is the last one of the result
     call: Callable[[Any, Any, Any], jax.Array]  # of a library and two operands
+    differentiable: bool = True  # in JAX, of dense operands
 
     def tiling(self, side: int, granularity: str, tile: int | None) -> Mapping[str, Any]:
         """The arguments of `quantize` for an operand: "tensor", "channel" or "tile"."""
@@ -109,5 +110,6 @@ OPERATIONS = [
         ((0,), (0,)),
         1,
         lambda lib, x, w: lib.ragged_dot_general(x, w, jnp.asarray(16 * GROUP_SIZES), _GROUPED_SUM),
+        differentiable=False,
     ),
 ]

@@ -118,6 +118,11 @@ def granularities(format: str) -> list[str]:
     return GRANULARITIES if format in ("int8", "int4") else GRANULARITIES[:-1]
 
 
+def transformations(operation: Operation) -> list[str]:
+    """Those that JAX has for dense operands."""
+    return [name for name in TRANSFORMATIONS if name != "grad" or operation.differentiable]
+
+
 def arrays(shape: Sequence[int], seed: int) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape) + 0.2, jnp.float32)
 
@@ -140,7 +145,8 @@ class Setting:
         self.library, self.operation = library, operation
         self.quantised = OPERANDS[operands]
         self.cells = [
-            Cell(operation.name, operands, format, granularity, name) for name in TRANSFORMATIONS
+            Cell(operation.name, operands, format, granularity, name)
+            for name in transformations(operation)
         ]
         kind, _, tile = granularity.removesuffix(", minmax").partition(" ")
         method = {"calibration_method": "minmax"} if granularity.endswith("minmax") else {}
@@ -197,7 +203,7 @@ class Setting:
             "scan": scan,
             "checkpoint": lambda: (
                 checkpointed(*operands)
-                if self.quantised == (True, True)
+                if self.quantised == (True, True) or not self.operation.differentiable
                 else by_activations(checkpointed)
             ),
             "shard_map": shard_map,
@@ -227,14 +233,14 @@ class Setting:
         side = 1 if self.quantised == (True, False) else 0
         one, derivative = reference(self.operation.name, side, *exact[0])
         two, _ = reference(self.operation.name, side, *exact[1])
-        both = self.quantised == (True, True)
+        value = self.quantised == (True, True) or not self.operation.differentiable
         return {
             "eager": one,
             "jit": one,
             "grad": derivative,
             "vmap": np.stack([one, two]),
             "scan": np.stack([one, two]),
-            "checkpoint": one if both else derivative,
+            "checkpoint": one if value else derivative,
             "shard_map": one,
         }
 
@@ -246,6 +252,8 @@ def reference(name: str, side: int, lhs: np.ndarray, rhs: np.ndarray) -> tuple[n
 
 def _reference(operation: Operation, side: int) -> Callable:
     call = partial(operation.call, DENSE)
+    if not operation.differentiable:
+        return jax.jit(lambda *operands: (call(*operands), jnp.zeros(())))
     derivative = jax.grad(lambda *operands: loss(call(*operands)), side)
     return jax.jit(lambda *operands: (call(*operands), derivative(*operands)))
 
@@ -274,7 +282,9 @@ def outcomes(settings: Sequence[Setting]) -> Iterator[tuple[Cell, str]]:
     compiled: dict[Cell, Program] = {}
     expected: dict[Cell, np.ndarray] = {}
     for setting in settings:
-        for cell, program in zip(setting.cells, setting.programs().values(), strict=True):
+        programs = setting.programs()
+        for cell in setting.cells:
+            program = programs[cell.transformation]
             expected[cell] = setting.expected[cell.transformation]
             try:
                 if cell.transformation == "eager":
@@ -330,7 +340,7 @@ def compare(
                 try:
                     settings.append(Setting(library, operation, which, format, granularity))
                 except Exception as error:
-                    for name in TRANSFORMATIONS:
+                    for name in transformations(operation):
                         cell = Cell(operation.name, which, format, granularity, name)
                         table[cell][library.name] = message(error)
             for cell, error in outcomes(settings):
