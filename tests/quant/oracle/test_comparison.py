@@ -11,6 +11,7 @@ SAMPLE = [
     ("dot_general", "both", "int8", ["channel"]),
     ("einsum", "weight", "int4", ["tile 32"]),
     ("conv_general_dilated", "both", "int8", ["channel"]),
+    ("ragged_dot", "weight", "nf4", ["tile 32"]),
 ]
 
 

@@ -139,7 +139,10 @@ def _by_tiles(
 
     def nothing(left: list, right: list, group: jax.Array) -> jax.Array:
         out = jax.eval_shape(product, left, right, group)
-        return jnp.zeros(out.shape, out.dtype)
+        # In a shard_map, zeros that may differ from device to device as the operands do.
+        operands = (left, right, rhs.packed, group)
+        zeros = [lax.full_like(x, 0, out.dtype, shape=()) for x in jax.tree.leaves(operands)]
+        return jnp.broadcast_to(sum(zeros), out.shape)
 
     # A derivative dequantises once more, instead of keeping a dense matrix for each step. What is
     # computed again includes the choice: the branches of one would keep all codes for each step.
