@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..quant import QArray, get_format
+from ..quant import FORMATS, QArray, get_format
 from ..quant.formats import Format
 from ..quant.packing import UNITS
 
@@ -44,7 +44,7 @@ HOW_TO_READ = (
     "2. A field becomes a code as 'code' says. 'field': it is one. 'two's complement': so read, of "
     "'bits' bits. 'field - 1' and '2 * field - 1': as it says. Another word names the 8-bit float "
     "whose bit pattern it is: float8_e4m3fn and float8_e5m2 of the OCP 8-bit Floating Point "
-    "Specification.",
+    "Specification, and others as the Python package ml_dtypes defines them.",
     "3. Where the format has a 'codebook', each code is replaced by codebook[code].",
     "4. Where 'scale' is an object, it describes scales that are a quantised value themselves, to "
     "be computed first. Where 'scale_dtype' is not null, the bytes of the scale are 8-bit floats: "
@@ -59,7 +59,10 @@ HOW_TO_READ = (
 )
 
 # 8-bit floats, which NumPy does not have, are stored as the bytes that they are.
-BYTE_FLOATS = ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu")
+BYTE_FLOATS = (
+    *(name for name in FORMATS if name.startswith("float8")),
+    "float8_e8m0fnu",  # of scales
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -173,9 +173,10 @@ def _code_dtype(name: str) -> np.dtype:
     return np.dtype(own.get(name, np.int8 if name.startswith("int") else np.uint8))
 
 
-def _float8(dtype: DTypeLike) -> Format:
+def _float8(
+    dtype: DTypeLike, source: str = "FP8 Formats for Deep Learning, arXiv 2209.05433"
+) -> Format:
     dtype = np.dtype(dtype)
-    source = "FP8 Formats for Deep Learning, arXiv 2209.05433"
     return Format(dtype.name, 8, dtype, float(jnp.finfo(dtype).max), None, source)
 
 
@@ -196,6 +197,8 @@ def _microscaling(name: str, element: Format) -> Format:
         "arXiv 2506.08027, so that nothing is clipped",
     )
 
+
+_OTHER_FLOAT8 = "IEEE 754's interchange rules, in 8 bits; ml_dtypes"
 
 _E2M1 = _small_float("float4_e2m1fn", minifloat(exponent_bits=2, mantissa_bits=1, bias=1))
 _E2M3 = _small_float("float6_e2m3fn", minifloat(exponent_bits=2, mantissa_bits=3, bias=1))
@@ -231,6 +234,11 @@ FORMATS: dict[str, Format] = {
         *map(_unsigned, range(8, 1, -1)),
         _E4M3,
         _E5M2,
+        _float8(jnp.float8_e4m3, _OTHER_FLOAT8),
+        _float8(jnp.float8_e3m4, _OTHER_FLOAT8),
+        _float8(jnp.float8_e4m3fnuz, "8-bit Numerical Formats, arXiv 2206.02915"),
+        _float8(jnp.float8_e5m2fnuz, "8-bit Numerical Formats, arXiv 2206.02915"),
+        _float8(jnp.float8_e4m3b11fnuz, "Hybrid 8-bit Floating Point, NeurIPS 2019"),
         _E2M3,
         _E3M2,
         _E2M1,
