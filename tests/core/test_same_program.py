@@ -91,8 +91,8 @@ def every_equation(jaxpr: Any) -> Iterator[tuple[str, ...]]:
 
 
 def by_channel(x: jax.Array, q: vn.quant.QArray) -> jax.Array:
-    """The scale of a column is taken out of its sum."""
-    return (x @ q.packed.astype(x.dtype)) * q.scale
+    """The scale of a column is taken out of its sum, of codes in a range that sums stay in."""
+    return (x @ (q.packed.astype(x.dtype) / 64)) * (q.scale * 64)
 
 
 def by_tile(x: jax.Array, q: vn.quant.QArray) -> jax.Array:

@@ -120,4 +120,7 @@ def _weight(bits: int | float, place: int) -> int:
 def _field(packed: jax.Array, bits: int | float, place: int) -> jax.Array:
     if bits == 1.6:
         return packed // jnp.uint8(3**place) % jnp.uint8(3)
-    return (packed >> (int(bits) * place)) & (2 ** int(bits) - 1)
+    bits = int(bits)
+    if place:
+        packed = packed >> (bits * place)
+    return packed if bits * (place + 1) == 8 else packed & (2**bits - 1)  # the highest is alone
