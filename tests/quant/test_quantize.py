@@ -388,3 +388,12 @@ def test_a_scale_that_does_not_fit_is_refused(args, error, message):
 def test_dequantize_takes_a_qarray():
     with pytest.raises(TypeError, match=r"q|dequantize"):
         dequantize(jnp.ones(3))
+
+
+@pytest.mark.parametrize("qtype", FORMATS)
+def test_a_tile_of_zeros_stays_one_also_where_no_code_stands_for_zero(qtype):
+    w = jnp.ones((32, 2)).at[:, 0].set(0)
+    tile = FORMATS[qtype].tile_size or 32
+    q = quantize(w, qtype, channelwise_axes=[1], tiled_axes={0: tile})
+    assert not q.dequantize()[:, 0].any()
+    assert q.dequantize()[:, 1].all()

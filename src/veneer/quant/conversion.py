@@ -74,7 +74,9 @@ def quantize(
       result is the value itself, where it is not clipped.
 
     **Returns:** a `QArray` that stands for an array of the shape and dtype of `array`. A tile of
-    zeros has scale 1; one with a NaN or an infinity in it is NaN, the others are not touched by it.
+    zeros has scale 1, or 0 where the format has no code for 0 (int1). One with a NaN or an infinity
+    in it is NaN, the others are not touched by it; so is one with values next to the largest of the
+    dtype, whose range or scale cannot be computed with.
 
     **Raises:** `TypeError` if `array` or the scale is not floating. `ValueError` for an unknown
     format or method, a method that needs a zero point and a format that has none, an axis out of
@@ -212,7 +214,10 @@ def quantize_tiles(array: jax.Array, key: jax.Array | None, how: How) -> tuple[Q
     format = FORMATS[how.format]
     array = jax.lax.stop_gradient(array)
     tiles = split_tiles(array.astype(jnp.promote_types(array.dtype, jnp.float32)), how.counts)
-    store = lambda scale: store_scale(scale, how.scale_dtype, format.scale_tile)
+
+    def store(scale: jax.Array) -> tuple[jax.Array | QArray, jax.Array]:
+        return store_scale(scale, how.scale_dtype, format.scale_tile, has_zero=format.has_zero)
+
     axes = tuple(range(1, tiles.ndim, 2))
     found = find_range(how.calibration, tiles, axes, format, lambda scale: store(scale)[1])
     scale, zero_point = range_to_scale(found, format)

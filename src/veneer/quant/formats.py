@@ -73,6 +73,11 @@ class Format:
         return jnp.issubdtype(self.code_dtype, jnp.signedinteger)
 
     @property
+    def has_zero(self) -> bool:
+        """Whether a code stands for 0; int1 has -1 and 1 alone."""
+        return self.bits != 1
+
+    @property
     def code_range(self) -> tuple[int, int]:
         """The least and the largest of the codes; integer formats and codebooks only.
 

@@ -21,15 +21,19 @@ def usable(scale: jax.Array) -> jax.Array:
 
 
 def store_scale(
-    scale: jax.Array, dtype: str, scale_tile: int | None
+    scale: jax.Array, dtype: str, scale_tile: int | None, *, has_zero: bool = True
 ) -> tuple[jax.Array | QArray, jax.Array]:
     """Returns scales as they are stored, and what these are worth, which can be divided by.
+
+    One that is too small to divide by is stored as 1, for its codes are 0; or, where no code is,
+    as nothing, or the next to it.
 
     **Arguments:**
 
     - `scale`: f32 or f64, not negative; NaN stays NaN.
     - `dtype`: to store it in, or the format where `scale_tile` is not None.
     - `scale_tile`: how many share a scale of their own; 0 is all those of a matrix.
+    - `has_zero`: whether the format has a code for 0.
     """
     if scale_tile is not None:
         # Rounded up, it can still be divided by.
@@ -38,10 +42,14 @@ def store_scale(
         return quantised, quantised.dequantize().astype(scale.dtype)
     if dtype == "float8_e8m0fnu":
         power = _power_of_two(scale)
-        return power.astype(dtype), power
+        least = jnp.asarray(2.0**-126, scale.dtype)
+        stored = power if has_zero else jnp.where(scale < least, least, power)
+        return stored.astype(dtype), power
     # Compared where it is divided by: a scale may be subnormal in f16, and not yet in f32.
-    worth = usable(scale.astype(dtype).astype(scale.dtype))
-    return worth.astype(dtype), worth
+    rounded = scale.astype(dtype).astype(scale.dtype)
+    worth = usable(rounded)
+    stored = worth if has_zero else jnp.where(rounded < jnp.finfo(scale.dtype).tiny, 0, worth)
+    return stored.astype(dtype), worth
 
 
 def _power_of_two(scale: jax.Array) -> jax.Array:
