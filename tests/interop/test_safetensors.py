@@ -291,6 +291,17 @@ TREES = {
     "dots_and_slashes": {"a.b": X, "a": {"b": 2 * X}, "c/d": 3 * X, "": 4 * X, "ü\n": 5 * X},
     "reserved": {"__metadata__": X},
     "names_of_parts": {"w": QARRAYS["int8"], "w.scale": X, "w.packed": 2 * X, "w.scale_": 3 * X},
+    "dynamic_activations": [vn.quant.ActivationQuantized(QARRAYS["int4"], qtype="int8")],
+    "static_activations": {
+        "w": vn.quant.ActivationQuantized(
+            jnp.asarray(W),
+            jnp.full((1, 1), 0.5),
+            jnp.full((1, 1), 3, jnp.uint8),
+            qtype="uint8",
+            calibration_method="percentile,1,99",
+            contracting=(-1, -2),
+        )
+    },
     "names_of_nested_parts": {"w": QARRAYS["every nvfp4"], "w.scale.packed": X, "w.scale": X},
 }
 

@@ -54,8 +54,11 @@ HOW_TO_READ = (
     "the full shape.",
     "6. value = (code - zero_point) * scale, computed in float32 or wider, rounded to 'dtype'.",
     "'tree', if there, is how the tensors nest: {'none': true}; {'tensor': name}; {'dict': [[key, "
-    "node], ...]}; {'list': [node, ...]}; {'tuple': [node, ...]}. Without it, they are a flat dict "
-    "by name.",
+    "node], ...]}; {'list': [node, ...]}; {'tuple': [node, ...]}; {'activation_quantized': {...}}: "
+    "the weight is the node 'array', and what is multiplied with it, summed over its axes "
+    "'contracting', is quantised to the format 'qtype', with 'scale' and 'zero_point' or, where "
+    "these are none, with those that 'calibration_method' finds. Without 'tree', the tensors are a "
+    "flat dict by name.",
 )
 
 # 8-bit floats, which NumPy does not have, are stored as the bytes that they are.

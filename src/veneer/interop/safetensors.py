@@ -8,11 +8,14 @@ import jax
 import numpy as np
 
 from .._core.array import ImplicitArray
-from ..quant import QArray
+from ..quant import ActivationQuantized, QArray
 from .folder import DTYPES, FolderWriter, TensorFolder, as_jax, write_aside
 from .manifest import BYTE_FLOATS
 
-_HOLDS = "a saved tree holds dicts, lists, tuples, None, NumPy and JAX arrays, and QArrays"
+_HOLDS = (
+    "a saved tree holds dicts, lists, tuples, None, NumPy and JAX arrays, QArrays, and these in an "
+    "ActivationQuantized"
+)
 
 
 def save(path: str | os.PathLike[str], tree: Any) -> None:
@@ -25,8 +28,8 @@ def save(path: str | os.PathLike[str], tree: Any) -> None:
 
     - `path`: the folder to make. It appears when it is complete.
     - `tree`: dicts (of string or integer keys), lists, tuples and None, nested; the leaves are
-      QArrays, and NumPy or JAX arrays of any shape, of the dtypes bool, [u]int8 to [u]int64,
-      float16, bfloat16, float32, float64 and complex64.
+      QArrays, alone or in an `ActivationQuantized`, and NumPy or JAX arrays of any shape, of the
+      dtypes bool, [u]int8 to [u]int64, float16, bfloat16, float32, float64 and complex64.
 
     **Raises:** `FileExistsError` where `path` exists. `TypeError` naming the path in the tree and
     the type of anything else, before anything is written.
@@ -96,6 +99,10 @@ def _encode(node: Any, path: tuple[str | int, ...], leaves: dict[str, Any]) -> d
     for container, constructor in _SEQUENCES.items():
         if type(node) is constructor:
             return {container: [_encode(x, (*path, i), leaves) for i, x in enumerate(node)]}
+    if type(node) is ActivationQuantized:
+        parts = {k: _encode(getattr(node, k), (*path, k), leaves) for k in _ACTIVATION_LEAVES}
+        how = {k: getattr(node, k) for k in _ACTIVATION_METADATA}
+        return {"activation_quantized": parts | how}
     _check_leaf(node, path)
     name = ".".join(map(str, path)) or "array"
     while name in leaves:  # {"a.b": x, "a": {"b": y}}
@@ -106,6 +113,9 @@ def _encode(node: Any, path: tuple[str | int, ...], leaves: dict[str, Any]) -> d
 
 _SEQUENCES: dict[str, Callable[[Any], Any]] = {"list": list, "tuple": tuple}
 
+_ACTIVATION_LEAVES = ("array", "scale", "zero_point")
+_ACTIVATION_METADATA = ("qtype", "calibration_method", "contracting")
+
 
 def _decode(node: Any, leaves: dict[str, Any]) -> Any:
     ((kind, content),) = node.items()
@@ -115,6 +125,9 @@ def _decode(node: Any, leaves: dict[str, Any]) -> Any:
         return leaves[content]
     if kind == "dict":
         return {key: _decode(child, leaves) for key, child in content}
+    if kind == "activation_quantized":
+        parts = (_decode(content[k], leaves) for k in _ACTIVATION_LEAVES)
+        return ActivationQuantized(*parts, **{k: content[k] for k in _ACTIVATION_METADATA})
     return _SEQUENCES[kind](_decode(child, leaves) for child in content)
 
 
@@ -127,7 +140,7 @@ def _check_leaf(leaf: Any, path: tuple[str | int, ...]) -> None:
     elif isinstance(leaf, ImplicitArray):
         raise TypeError(
             f"{_where(path)} is {_type(leaf)}: {_HOLDS}. Save its leaves, or its dense form "
-            "(veneer.materialise)"
+            "(veneer.materialise); what was trained quantised, after vn.quant.convert"
         )
     for array in arrays:
         if isinstance(array, jax.core.Tracer):
