@@ -26,5 +26,8 @@ settings.register_profile(
     "veneer", deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow]
 )
 # The same examples in every run: a change is not failed by a property it did not touch.
-settings.register_profile("ci", settings.get_profile("veneer"), derandomize=True, database=None)
+# Fewer there: it is compiling that takes the time, and almost every example is a new program.
+settings.register_profile(
+    "ci", settings.get_profile("veneer"), derandomize=True, database=None, max_examples=10
+)
 settings.load_profile("ci" if os.environ.get("CI") else "veneer")

@@ -13,7 +13,7 @@ README = Path(__file__).parent.parent / "README.md"
 
 def test_the_programs_run(capsys):
     programs = re.findall(r"```python\n(.*?)```", README.read_text("utf-8"), re.DOTALL)
-    assert len(programs) == 3
+    assert len(programs) == 4
     names: dict = {"__name__": "readme"}
     for program in programs:
         exec(compile(program, str(README), "exec"), names)
@@ -22,6 +22,7 @@ def test_the_programs_run(capsys):
     assert size(names["params"]) / size(names["small"]) > 7
     dense = names["model"](vn.materialise(names["small"]), names["x"])
     assert jnp.allclose(names["y"], dense, rtol=1e-3, atol=1e-3)
+    assert names["w8a8"]["up"]["kernel"].qtype == names["qat"]["up"]["kernel"].qtype == "int8"
     assert names["grads"]["up"]["kernel"].a.shape == (512, 4)
     assert names["dense"]["up"]["kernel"].shape == (512, 1024)
     assert names["u"].shape == (1000,)

@@ -147,8 +147,8 @@ def test_a_class_may_be_defined_again():
 READER = """
 import sys
 import jax, jax.numpy as jnp, veneer as vn
-program = jax.export.deserialize(open(sys.argv[1], "rb").read())
 q = vn.quant.quantize(jnp.eye(4), "nf4", channelwise_axes=[1])
+program = jax.export.deserialize(open(sys.argv[1], "rb").read())
 print(program.call(q, jnp.arange(4.0)).tolist())
 """
 
