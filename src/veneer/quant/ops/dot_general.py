@@ -115,7 +115,9 @@ def _codes_multiplied(lhs: QArray, rhs: QArray, out_dtype: jnp.dtype) -> str | N
     if all(format.is_integer for format in formats):
         return "integer"
     if all(format.codebook is None and not format.is_integer for format in formats):
-        return "float8" if accumulator(out_dtype) == jnp.float32 else None
+        dtypes = {format.code_dtype.name for format in formats}
+        multiplied = len(dtypes) == 1 or dtypes == {"float8_e4m3fn", "float8_e5m2"}  # by JAX
+        return "float8" if multiplied and accumulator(out_dtype) == jnp.float32 else None
     return None
 
 
