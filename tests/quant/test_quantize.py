@@ -397,3 +397,7 @@ def test_a_tile_of_zeros_stays_one_also_where_no_code_stands_for_zero(qtype):
     q = quantize(w, qtype, channelwise_axes=[1], tiled_axes={0: tile})
     assert not q.dequantize()[:, 0].any()
     assert q.dequantize()[:, 1].all()
+
+
+def test_a_known_scale_of_zero_gives_zeros_also_where_no_code_stands_for_zero():
+    assert not quantize_with_scale(jnp.zeros(4), "int1", 0.0).dequantize().any()

@@ -263,7 +263,8 @@ def quantize_with_scale(
     - `array`, `qtype`, `key`: as for `vn.quant.quantize`.
     - `scale`: positive, floating; of the rank of `array`, with axes that divide its own, or one
       number for all. It is stored in its own dtype (a Python number in that of `array`), or as the
-      format is defined: as powers of two for mxfp4. One too small to divide by becomes 1.
+      format is defined: as powers of two for mxfp4. One too small to divide by becomes 1
+      (0 in int1, which has no code for 0).
     - `zero_point`: the code that stands for 0, with the same rule for its shape. Integer formats
       only.
 
@@ -336,7 +337,8 @@ def _quantize_with_scale(
     if scale.dtype in QUANTISABLE:
         dtype = jnp.promote_types(dtype, scale.dtype)
     wide = jnp.where(finite, scale.astype(dtype), jnp.nan)
-    stored, worth = store_scale(wide, format.scale_dtype or scale.dtype.name, format.scale_tile)
+    stored_in = format.scale_dtype or scale.dtype.name
+    stored, worth = store_scale(wide, stored_in, format.scale_tile, has_zero=format.has_zero)
     return _round(array, format, stored, worth, zero_point, key)
 
 
