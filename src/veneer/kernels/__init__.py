@@ -1,0 +1,1 @@
+"""Products with stored matrices, by the fastest means that a platform has."""

@@ -1,0 +1,1 @@
+"""Kernels for the CPU: Numba functions that XLA calls."""

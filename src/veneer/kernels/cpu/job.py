@@ -1,0 +1,25 @@
+"""A job: what a kernel is to compute, as words of 64 bits in memory that all threads read.
+
+Addresses and sizes are written once, before any part begins. Sizes count entries, not bytes.
+"""
+
+#: Where each word is.
+(
+    X,  # address of the activations, [BATCH, M, K]
+    W,  # of the stored matrix, [BATCH, R, ROW_BYTES]
+    SCALE,  # of its scales, f32 [BATCH, R / TR, C / TC]
+    TABLE,  # of what fields are worth, f32 [16]
+    OUT,  # of the result, f32 [BATCH, M, N]
+    X_SCALE,  # of the scales of integer activations, f32 [BATCH, M]; 0 if there are none
+    BATCH,
+    M,
+    R,  # rows of the matrix: K where they are contracted, else N
+    C,  # columns of the matrix, as codes
+    ROW_BYTES,
+    TR,  # rows that share a scale
+    TC,  # columns that share a scale
+    SCRATCH,  # what `prepare` allocates for all parts, and `finish` frees; 0 if nothing
+) = range(14)
+
+#: Words that a job has.
+WORDS = 16

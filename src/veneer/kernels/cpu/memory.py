@@ -1,0 +1,108 @@
+"""Memory by address, in Numba: what a C programmer does with pointers.
+
+An address is an int64. Nothing here checks anything.
+"""
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.typing import signature
+from numba.extending import intrinsic
+
+I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+F32 = ir.FloatType()
+
+_LLVM = {types.int8: I8, types.uint8: I8, types.int32: I32, types.int64: I64, types.float32: F32}
+
+#: Allocates bytes; 0 where there are none. And frees them.
+malloc = types.ExternalFunction("malloc", signature(types.int64, types.int64))
+free = types.ExternalFunction("free", signature(types.void, types.int64))
+
+
+def pointer(builder: Any, address: Any, type: ir.Type) -> Any:
+    """Returns an address as LLVM's pointer to a type."""
+    return builder.inttoptr(address, type.as_pointer())
+
+
+def _load(of: Any) -> Any:
+    @intrinsic
+    def load(typing_context, address):
+        def emit(context, builder, signature, args):
+            value = builder.load(pointer(builder, args[0], _LLVM[of]))
+            value.align = 1
+            return value
+
+        return of(types.int64), emit
+
+    return load
+
+
+def _store(of: Any) -> Any:
+    @intrinsic
+    def store(typing_context, address, value):
+        def emit(context, builder, signature, args):
+            written = builder.store(args[1], pointer(builder, args[0], _LLVM[of]))
+            written.align = 1
+            return context.get_dummy_value()
+
+        return types.void(types.int64, of), emit
+
+    return store
+
+
+#: Reads a number at an address.
+load_i8, load_u8, load_i32, load_i64, load_f32 = map(
+    _load, (types.int8, types.uint8, types.int32, types.int64, types.float32)
+)
+#: Writes a number to an address.
+store_i8, store_i32, store_i64, store_f32 = map(
+    _store, (types.int8, types.int32, types.int64, types.float32)
+)
+
+
+@intrinsic
+def word(typing_context, job, index):
+    """Reads a word of a job: `word(job, M)`."""
+
+    def emit(context, builder, signature, args):
+        return builder.load(builder.gep(pointer(builder, args[0], I64), [args[1]]))
+
+    return types.int64(types.int64, types.int64), emit
+
+
+@intrinsic
+def set_word(typing_context, job, index, value):
+    """Writes a word of a job."""
+
+    def emit(context, builder, signature, args):
+        builder.store(args[2], builder.gep(pointer(builder, args[0], I64), [args[1]]))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), emit
+
+
+@intrinsic
+def fetch_add(typing_context, address, value):
+    """Adds to an int64 that threads share, and returns what it was."""
+
+    def emit(context, builder, signature, args):
+        return builder.atomic_rmw("add", pointer(builder, args[0], I64), args[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), emit
+
+
+@intrinsic
+def prefetch(typing_context, address):
+    """Asks for the cache line of an address, which may be anything at all, to be fetched."""
+
+    def emit(context, builder, signature, args):
+        byte = I8.as_pointer()
+        type = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
+        fetch = cgutils.get_or_insert_function(builder.module, type, "llvm.prefetch.p0")
+        to_read, to_all_caches, data = I32(0), I32(3), I32(1)
+        builder.call(fetch, [builder.inttoptr(args[0], byte), to_read, to_all_caches, data])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), emit

@@ -1,0 +1,435 @@
+"""SIMD values in Numba: blocks of vectors that live in registers, and what is done with them.
+
+A `Block` is rows x columns of vectors of `LANES` numbers. It is a value like any other: a local
+variable of a Numba function, which LLVM keeps in registers. All loops over its vectors are unrolled
+as it is compiled. So kernels are loops in plain Python over a few such instructions, and only what
+is written here and in `isa.py` knows one CPU from another.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic, models, register_model
+
+from .isa import ISA, LANES
+from .memory import F32, I8, I16, I32, I64, pointer
+
+#: A vector of LANES numbers, and what else its bytes may be taken for.
+FLOATS, INTS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
+SHORTS, BYTES = ir.VectorType(I16, 2 * LANES), ir.VectorType(I8, 4 * LANES)
+
+_VECTORS = {"f32": FLOATS, "i32": INTS}
+#: a * b + c may be rounded once, as fused multiplication and addition do.
+_FUSED = ("contract",)
+
+
+class Block(types.Type):
+    """Rows x columns of vectors of f32 or i32."""
+
+    def __init__(self, entry: str, rows: int, columns: int):
+        self.entry, self.rows, self.columns = entry, rows, columns
+        super().__init__(name=f"Block({entry}, {rows}, {columns})")
+
+    @property
+    def count(self) -> int:
+        """How many vectors it has."""
+        return self.rows * self.columns
+
+    @property
+    def llvm(self) -> ir.Type:
+        """What it is to LLVM: an array of vectors, row by row."""
+        return ir.ArrayType(_VECTORS[self.entry], self.count)
+
+
+@register_model(Block)
+class _BlockModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, type: Block):
+        super().__init__(manager, type, type.llvm)
+
+
+Emit = Callable[..., Any]
+
+
+def instruction(define: Callable[..., tuple[types.Type, Emit]]) -> Any:
+    """Makes an intrinsic of a function of the types of its arguments.
+
+    That returns the type of the result, and a function of LLVM's builder and the values that emits
+    the code: its value, or None where the result is `types.void`.
+    """
+
+    def typed(typing_context: Any, *args: types.Type) -> Any:
+        result, emit = define(*args)
+
+        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            value = emit(builder, *values)
+            return context.get_dummy_value() if value is None else value
+
+        return result(*args), generate
+
+    typed.__name__, typed.__doc__ = define.__name__, define.__doc__
+    context = inspect.Parameter("typing_context", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    arguments = inspect.signature(define).parameters.values()
+    typed.__signature__ = inspect.Signature([context, *arguments])  # type: ignore[attr-defined]
+    return intrinsic(prefer_literal=True)(typed)
+
+
+# For what emits code.
+
+
+def vectors(builder: Any, block: Any) -> list[Any]:
+    """The vectors of a block, row by row."""
+    return [builder.extract_value(block, i) for i in range(block.type.count)]
+
+
+def block_of(builder: Any, values: Sequence[Any]) -> Any:
+    """The block that has these vectors."""
+    block = ir.Constant(ir.ArrayType(values[0].type, len(values)), ir.Undefined)
+    for i, value in enumerate(values):
+        block = builder.insert_value(block, value, i)
+    return block
+
+
+def at(builder: Any, address: Any, vector: int = 0, row: int = 0, stride: Any = None) -> Any:
+    """An address so many vectors on, and so many rows of `stride` bytes."""
+    if row:
+        address = builder.add(address, builder.mul(stride, I64(row)))
+    return builder.add(address, I64(4 * LANES * vector)) if vector else address
+
+
+def load_vector(builder: Any, address: Any, type: ir.Type = FLOATS) -> Any:
+    """A vector at any address, aligned or not."""
+    value = builder.load(pointer(builder, address, type))
+    value.align = 1
+    return value
+
+
+def store_vector(builder: Any, value: Any, address: Any) -> None:
+    """Writes a vector to any address."""
+    builder.store(value, pointer(builder, address, value.type)).align = 1
+
+
+def repeated(builder: Any, number: Any) -> Any:
+    """A vector of one number."""
+    type = ir.VectorType(number.type, LANES)
+    undefined = ir.Constant(type, ir.Undefined)
+    first = builder.insert_element(undefined, number, I32(0))
+    return builder.shuffle_vector(first, undefined, ir.Constant(INTS, [0] * LANES))
+
+
+def constant(type: ir.VectorType, value: float) -> Any:
+    """A vector of one constant."""
+    return ir.Constant(type, [value] * type.count)
+
+
+def multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    """`a * b + c`, rounded once where the CPU can."""
+    return builder.fadd(builder.fmul(a, b, flags=_FUSED), c, flags=_FUSED)
+
+
+def call(builder: Any, name: str, result: ir.Type, *args: Any) -> Any:
+    """Calls a function of LLVM's by name."""
+    type = ir.FunctionType(result, [arg.type for arg in args])
+    return builder.call(cgutils.get_or_insert_function(builder.module, type, name), args)
+
+
+def _shuffled(builder: Any, a: Any, b: Any, lanes: Sequence[int]) -> Any:
+    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, len(lanes)), [*lanes]))
+
+
+# Making blocks.
+
+
+@instruction
+def zeros(rows, columns):
+    """A block of 0.0."""
+    block = Block("f32", rows.literal_value, columns.literal_value)
+    return block, lambda builder, *_: ir.Constant(block.llvm, [constant(FLOATS, 0.0)] * block.count)
+
+
+@instruction
+def load(address, columns):
+    """Reads a row of vectors of f32."""
+    block = Block("f32", 1, columns.literal_value)
+
+    def emit(builder, address, _):
+        reads = [load_vector(builder, at(builder, address, c)) for c in range(block.columns)]
+        return block_of(builder, reads)
+
+    return block, emit
+
+
+@instruction
+def splat(number):
+    """One vector of an f32."""
+    return Block("f32", 1, 1), lambda builder, number: block_of(
+        builder, [repeated(builder, number)]
+    )
+
+
+@instruction
+def store(address, block):
+    """Writes a row of vectors."""
+
+    def emit(builder, address, values):
+        for c, value in enumerate(vectors(builder, values)):
+            store_vector(builder, value, at(builder, address, c))
+
+    return types.void, emit
+
+
+# Arithmetic.
+
+
+@instruction
+def scaled(block, scale):
+    """`block * scale`, of which each row is multiplied by the row, or the one vector, `scale`."""
+
+    def emit(builder, values, scales):
+        by = vectors(builder, scales)
+        products = [
+            builder.fmul(value, by[i % len(by)]) for i, value in enumerate(vectors(builder, values))
+        ]
+        return block_of(builder, products)
+
+    return block, emit
+
+
+@instruction
+def outer(total, x, stride, w):
+    """`total[r][c] + x[r] * w[c]`: a number at `x`, `stride` bytes apart, times vectors."""
+
+    def emit(builder, totals, x, stride, ws):
+        totals, ws = vectors(builder, totals), vectors(builder, ws)
+        for r in range(total.rows):
+            number = builder.load(pointer(builder, at(builder, x, 0, r, stride), F32))
+            number.align = 1
+            number = repeated(builder, number)
+            for c, value in enumerate(ws):
+                i = r * total.columns + c
+                totals[i] = multiply_add(builder, number, value, totals[i])
+        return block_of(builder, totals)
+
+    return total, emit
+
+
+@instruction
+def inner(total, x, stride, w):
+    """`total[r][c] + x[r] * w[c]`: a vector at `x`, `stride` bytes apart, times vectors.
+
+    The sums of its lanes are what is looked for in the end.
+    """
+
+    def emit(builder, totals, x, stride, ws):
+        totals, ws = vectors(builder, totals), vectors(builder, ws)
+        for r in range(total.rows):
+            row = load_vector(builder, at(builder, x, 0, r, stride))
+            for c, value in enumerate(ws):
+                i = r * total.columns + c
+                totals[i] = multiply_add(builder, row, value, totals[i])
+        return block_of(builder, totals)
+
+    return total, emit
+
+
+@instruction
+def add_scaled(address, stride, block, scale):
+    """Adds `block * scale` to rows of f32, `stride` bytes apart; `scale` is as for `scaled`."""
+
+    def emit(builder, address, stride, values, scales):
+        by = vectors(builder, scales)
+        for i, value in enumerate(vectors(builder, values)):
+            row, column = divmod(i, block.columns)
+            place = at(builder, address, column, row, stride)
+            old = load_vector(builder, place)
+            store_vector(builder, multiply_add(builder, value, by[column % len(by)], old), place)
+
+    return types.void, emit
+
+
+@instruction
+def store_sums(address, stride, block):
+    """Writes the sum of the lanes of each vector: f32 at `address + r * stride + 4 * c`."""
+
+    def emit(builder, address, stride, values):
+        for i, value in enumerate(vectors(builder, values)):
+            row, column = divmod(i, block.columns)
+            place = builder.add(at(builder, address, 0, row, stride), I64(4 * column))
+            builder.store(_sum(builder, value), pointer(builder, place, F32)).align = 1
+
+    return types.void, emit
+
+
+def _sum(builder: Any, value: Any) -> Any:
+    """The sum of the lanes of a vector: halves are added up until one is left."""
+    count = LANES
+    while count > 1:
+        count //= 2
+        low = _shuffled(builder, value, value, range(count))
+        high = _shuffled(builder, value, value, range(count, 2 * count))
+        value = builder.fadd(low, high)
+    return builder.extract_element(value, I32(0))
+
+
+# From codes to numbers.
+
+
+@instruction
+def load_table(address):
+    """Reads what 16 fields are worth."""
+    block = Block("f32", 1, 16 // LANES)
+
+    def emit(builder, address):
+        reads = [load_vector(builder, at(builder, address, c)) for c in range(block.columns)]
+        return block_of(builder, reads)
+
+    return block, emit
+
+
+@instruction
+def looked_up(table, address, bits):
+    """Reads LANES * 32 / bits fields, and returns what they are worth.
+
+    A dword holds `32 / bits` of them. Vector j has the j-th of each dword: `deinterleave` brings
+    what goes with the fields, as scales do, into that order.
+    """
+    fields = 32 // bits.literal_value
+
+    def emit(builder, table, address, _):
+        dwords = load_vector(builder, address, INTS)
+        tables = vectors(builder, table)
+        values = []
+        for j in range(fields):
+            shift = constant(INTS, j * bits.literal_value)
+            values.append(_look_up(builder, tables, builder.lshr(dwords, shift) if j else dwords))
+        return block_of(builder, values)
+
+    return Block("f32", 1, fields), emit
+
+
+def _look_up(builder: Any, tables: Sequence[Any], indices: Any) -> Any:
+    """The entries of a table of 16 at the low 4 bits of each lane."""
+    if ISA.startswith("avx512"):  # one permutation, that looks at 4 bits alone
+        return call(builder, "llvm.x86.avx512.permvar.sf.512", FLOATS, tables[0], indices)
+    if ISA == "avx2":  # two, that look at 3 bits; and the fourth says which
+        low, high = (
+            call(builder, "llvm.x86.avx2.permps", FLOATS, table, indices) for table in tables
+        )
+        fourth = builder.and_(indices, constant(INTS, 8))
+        return builder.select(builder.icmp_signed("!=", fourth, constant(INTS, 0)), high, low)
+    indices = builder.and_(indices, constant(INTS, 15))
+    value = ir.Constant(FLOATS, ir.Undefined)
+    for lane in range(LANES):
+        index = builder.extract_element(indices, I32(lane))
+        part = builder.extract_element(tables[0], builder.urem(index, I32(LANES)))
+        for i, table in enumerate(tables[1:], 1):
+            other = builder.extract_element(table, builder.urem(index, I32(LANES)))
+            here = builder.icmp_signed(">=", index, I32(i * LANES))
+            part = builder.select(here, other, part)
+        value = builder.insert_element(value, part, I32(lane))
+    return value
+
+
+@instruction
+def converted(address, columns, kind):
+    """Reads vectors of codes of 8 bits: `kind` is int8, uint8, float8_e4m3fn or float8_e5m2."""
+    convert = _CONVERSIONS[kind.literal_value]
+    block = Block("f32", 1, columns.literal_value)
+
+    def emit(builder, address, *_):
+        values = []
+        for c in range(block.columns):
+            place = builder.add(address, I64(LANES * c))
+            codes = load_vector(builder, place, ir.VectorType(I8, LANES))
+            values.append(convert(builder, codes))
+        return block_of(builder, values)
+
+    return block, emit
+
+
+def _from_int8(builder: Any, codes: Any) -> Any:
+    return builder.sitofp(builder.sext(codes, INTS), FLOATS)
+
+
+def _from_uint8(builder: Any, codes: Any) -> Any:
+    return builder.sitofp(builder.zext(codes, INTS), FLOATS)
+
+
+def _from_e4m3fn(builder: Any, codes: Any) -> Any:
+    """Bits are moved to where f32 has them; a power of two makes up for the other bias.
+
+    Its numbers without a leading 1 are f32's, too, until then. It has no infinity, and NaN is all
+    ones.
+    """
+    bits = builder.zext(codes, INTS)
+    rest = builder.and_(bits, constant(INTS, 0x7F))
+    magnitude = builder.bitcast(builder.shl(rest, constant(INTS, 20)), FLOATS)
+    magnitude = builder.fmul(magnitude, constant(FLOATS, 2.0**120))
+    sign = builder.shl(builder.and_(bits, constant(INTS, 0x80)), constant(INTS, 24))
+    value = builder.bitcast(builder.or_(builder.bitcast(magnitude, INTS), sign), FLOATS)
+    is_nan = builder.icmp_signed("==", rest, constant(INTS, 0x7F))
+    return builder.select(is_nan, constant(FLOATS, float("nan")), value)
+
+
+def _from_e5m2(builder: Any, codes: Any) -> Any:
+    """The upper half of an f16, which is moved to where f32 has it."""
+    bits = builder.zext(codes, INTS)
+    rest = builder.and_(bits, constant(INTS, 0x7F))
+    magnitude = builder.bitcast(builder.shl(rest, constant(INTS, 21)), FLOATS)
+    finite = builder.fmul(magnitude, constant(FLOATS, 2.0**112))
+    # Infinity and NaN have the largest exponent, here as there.
+    special = builder.or_(builder.bitcast(magnitude, INTS), constant(INTS, 0x7F800000))
+    is_special = builder.icmp_signed(">=", rest, constant(INTS, 0x7C))
+    rest = builder.select(is_special, special, builder.bitcast(finite, INTS))
+    sign = builder.shl(builder.and_(bits, constant(INTS, 0x80)), constant(INTS, 24))
+    return builder.bitcast(builder.or_(rest, sign), FLOATS)
+
+
+_CONVERSIONS = {
+    "int8": _from_int8,
+    "uint8": _from_uint8,
+    "float8_e4m3fn": _from_e4m3fn,
+    "float8_e5m2": _from_e5m2,
+}
+
+
+@instruction
+def deinterleave(block):
+    """A row of n vectors of neighbours, as n vectors of every n-th: the order of `looked_up`."""
+
+    def apart(builder, values):
+        if len(values) == 1:
+            return values
+        pairs = [*zip(values[::2], values[1::2], strict=True)]
+        even = [_shuffled(builder, a, b, range(0, 2 * LANES, 2)) for a, b in pairs]
+        odd = [_shuffled(builder, a, b, range(1, 2 * LANES, 2)) for a, b in pairs]
+        columns = zip(apart(builder, even), apart(builder, odd), strict=True)
+        return [value for pair in columns for value in pair]
+
+    return block, lambda builder, values: block_of(
+        builder, apart(builder, vectors(builder, values))
+    )
+
+
+@instruction
+def interleave(block):
+    """Undoes `deinterleave`."""
+    half = LANES // 2
+
+    def together(builder, values):
+        if len(values) == 1:
+            return values
+        evens, odds = together(builder, values[::2]), together(builder, values[1::2])
+        merged = []
+        for a, b in zip(evens, odds, strict=True):
+            for start in (0, half):
+                lanes = [i for lane in range(start, start + half) for i in (lane, LANES + lane)]
+                merged.append(_shuffled(builder, a, b, lanes))
+        return merged
+
+    return block, lambda builder, values: block_of(
+        builder, together(builder, vectors(builder, values))
+    )
