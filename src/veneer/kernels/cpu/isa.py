@@ -36,10 +36,11 @@ def chosen(name: str | None = None) -> str:
 
 
 def _features() -> set[str]:
-    """What Numba compiles for, which NUMBA_CPU_FEATURES may have narrowed."""
-    if config.CPU_FEATURES is not None:
-        return {name[1:] for name in config.CPU_FEATURES.split(",") if name.startswith("+")}
-    if config.CPU_NAME not in (None, "host"):
+    """What Numba compiles for, which its own settings may have narrowed."""
+    settings = vars(config)
+    if settings["CPU_FEATURES"] is not None:
+        return {name[1:] for name in settings["CPU_FEATURES"].split(",") if name.startswith("+")}
+    if settings["CPU_NAME"] not in (None, "host"):
         return set()  # of another CPU nothing is known but its name
     return {name for name, has in llvmlite.binding.get_host_cpu_features().items() if has}
 
