@@ -1,0 +1,142 @@
+"""Runs a kernel of the CPU over NumPy arrays, and says what it should have computed.
+
+No JAX: a job is filled by hand, and its parts run in any order, on any number of threads.
+"""
+
+import ctypes
+import mmap
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from veneer.kernels.cpu import job
+
+#: All kinds of codes that kernels are made for, and the bits of each.
+BITS = {
+    "lookup1": 1,
+    "lookup2": 2,
+    "lookup4": 4,
+    "int8": 8,
+    "uint8": 8,
+    "float8_e4m3fn": 8,
+    "float8_e5m2": 8,
+}
+
+
+class Stored(NamedTuple):
+    """A stored matrix `[B, R, C]`, and what it is worth."""
+
+    kind: str
+    columns: int
+    packed: Any  # uint8[B, R, bytes]
+    scale: Any  # f32[B, R / tr, C / tc]
+    table: Any  # f32[16]
+
+    @property
+    def codes(self) -> Any:
+        """What the codes are worth before their scale, f64[B, R, C]."""
+        bits = BITS[self.kind]
+        if bits == 8:
+            dtype = getattr(ml_dtypes, self.kind, self.kind)
+            return self.packed.view(dtype).astype(np.float64)
+        fields = [self.packed >> shift & 2**bits - 1 for shift in range(0, 8, bits)]
+        fields = np.stack(fields, -1).reshape(*self.packed.shape[:2], -1)
+        return self.table[fields[..., : self.columns]].astype(np.float64)
+
+    @property
+    def dense(self) -> Any:
+        """The matrix, f64[B, R, C]."""
+        codes = self.codes
+        tr, tc = (codes.shape[i] // self.scale.shape[i] for i in (1, 2))
+        return codes * self.scale.repeat(tr, 1).repeat(tc, 2).astype(np.float64)
+
+
+def stored(kind: str, shape: tuple[int, int, int], tile: tuple[int, int], seed: int = 0) -> Stored:
+    """A random matrix `[B, R, C]` with a scale for each `tile` of it; no code of it is NaN.
+
+    Bits that belong to no code are random, too.
+    """
+    rng = np.random.default_rng(seed)
+    batch, rows, columns = shape
+    bits = BITS[kind]
+    packed = rng.integers(0, 256, (batch, rows, -(-columns * bits // 8)), np.uint8)
+    if kind.startswith("float8"):  # the largest exponent has what is not finite
+        packed &= 0xBF
+    scale = rng.uniform(0.5, 2, (batch, rows // tile[0], columns // tile[1]))
+    values = rng.integers(-128, 128, 2**bits) if bits < 8 else np.zeros(1)
+    table = np.resize(values, 16).astype(np.float32)
+    return Stored(kind, columns, packed, scale.astype(np.float32), table)
+
+
+def run(kernel: Any, x: Any, w: Stored, out: Any, x_scale: Any = None, threads: int = 1) -> None:
+    """Writes what a kernel computes to `out`, f32[B, M, N]; `x` is f32 or int8[B, M, K].
+
+    One thread runs the parts from the last to the first. Arrays may be anywhere in memory, but
+    must be contiguous.
+    """
+    prepare, count, work, finish = kernel
+    arrays = (x, w.packed, w.scale, w.table, out)
+    assert all(array.flags.c_contiguous for array in arrays)
+    batch, rows, row_bytes = w.packed.shape
+    words = np.zeros(job.WORDS, np.int64)
+    for index, value in {
+        job.X: x.ctypes.data,
+        job.W: w.packed.ctypes.data,
+        job.SCALE: w.scale.ctypes.data,
+        job.TABLE: w.table.ctypes.data,
+        job.OUT: out.ctypes.data,
+        job.X_SCALE: 0 if x_scale is None else x_scale.ctypes.data,
+        job.BATCH: batch,
+        job.M: x.shape[1],
+        job.R: rows,
+        job.C: w.columns,
+        job.ROW_BYTES: row_bytes,
+        job.TR: rows // w.scale.shape[1],
+        job.TC: w.columns // w.scale.shape[2],
+    }.items():
+        words[index] = value
+    address = words.ctypes.data
+    prepare(address)
+    parts = reversed(range(count(address)))
+    if threads == 1:
+        for part in parts:
+            work(address, part)
+    else:
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(lambda part: work(address, part), parts))
+    finish(address)
+
+
+def rows_contracted(x: Any, w: Stored) -> Any:
+    """`x @ W` in f64, and what its errors are measured by: the sum of the sizes of its terms."""
+    x = x.astype(np.float64)
+    return x @ w.dense, np.abs(x) @ np.abs(w.dense)
+
+
+def columns_contracted(x: Any, w: Stored) -> Any:
+    """`x @ W.T` in f64, and what its errors are measured by."""
+    dense = w.dense.swapaxes(1, 2)
+    x = x.astype(np.float64)
+    return x @ dense, np.abs(x) @ np.abs(dense)
+
+
+def guarded(array: Any, at_end: bool = True, offset: int = 0) -> Any:
+    """A copy that ends `offset` bytes before a page that nobody may touch, or begins so after one.
+
+    A kernel that reads or writes outside of it there kills the process.
+    """
+    page = mmap.PAGESIZE
+    size = -(-(array.nbytes + offset) // page) * page
+    memory = mmap.mmap(-1, size + 2 * page)
+    whole = np.frombuffer(memory, np.uint8)
+    protect = ctypes.CDLL(None, use_errno=True).mprotect
+    for start in (0, page + size):
+        nothing_allowed = 0
+        address = ctypes.c_void_p(whole.ctypes.data + start)
+        assert protect(address, ctypes.c_size_t(page), nothing_allowed) == 0
+    start = page + (size - array.nbytes - offset if at_end else offset)
+    copy = whole[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
