@@ -1,0 +1,152 @@
+"""Decode text with a transformer whose weights are stored in fewer bits, a token at a time.
+
+The transformer is `decoder.py`, which knows nothing of veneer. Its weights are random: what is
+shown is how fast each format is, and what it keeps in memory, which do not depend on what the
+weights are. To read a token, all of them are read from memory once, and so fewer bytes are faster.
+
+    python examples/decode.py                    # some minutes on two cores; 5 GB of memory
+    python examples/decode.py --quick            # small sizes, to see that it runs
+    python examples/decode.py --only f32 int4    # of the formats, these
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import decoder
+import jax
+import jax.numpy as jnp
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+import veneer as vn
+
+SMALL = decoder.Config(
+    vocabulary=256, width=128, num_layers=2, num_heads=4, num_groups=2, wide=256, longest=64
+)
+KERNELS = r"layers\.\d+\.(query|key|value|mixed|gate|up|down)|head"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How weights are stored: in a float dtype, or quantised; and what activations become."""
+
+    name: str
+    dtype: str = "float32"
+    qtype: str | None = None
+    tile_size: int | None = None
+    act_qtype: str | None = None
+
+    def stored(self, params: decoder.Params) -> decoder.Params:
+        """The parameters as this variant has them."""
+        if self.qtype is None:
+            return jax.tree.map(lambda x: x.astype(self.dtype), params)
+        kernels = vn.quant.Rule(
+            KERNELS, self.qtype, tile_size=self.tile_size, act_qtype=self.act_qtype
+        )
+        rows = vn.quant.Rule("embedding", self.qtype, tile_size=self.tile_size, tile_axis=-1)
+        return vn.quant.quantize_tree(params, [kernels, rows])
+
+
+VARIANTS = (
+    Variant("f32"),
+    Variant("bf16", "bfloat16"),
+    Variant("int8", qtype="int8"),
+    Variant("int4", qtype="int4", tile_size=128),
+    Variant("nf4", qtype="nf4", tile_size=64),
+    Variant("w4a8", qtype="int4", tile_size=128, act_qtype="int8"),
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """A variant: how many tokens it decodes a second, and what its parameters take."""
+
+    variant: Variant
+    tokens_a_second: float
+    nbytes: int
+
+
+def nbytes(params: decoder.Params) -> int:
+    return sum(x.nbytes for x in jax.tree.leaves(params))
+
+
+class Decoding:
+    """A text that is being decoded with the parameters of a variant."""
+
+    def __init__(self, params: decoder.Params, config: decoder.Config):
+        # As for a dense model, but for `vn.implicit`.
+        self.step = decoder.compiled(vn.implicit(decoder.step))
+        self.params, self.config = params, config
+        self.token = jnp.array([[1]], jnp.int32)
+        self.cache = decoder.empty_cache(config, 1, params["norm"].dtype)
+        self.position = 0
+
+    def write(self, count: int) -> float:
+        """Writes so many tokens; returns the seconds of each."""
+        start = time.perf_counter()
+        for _ in range(count):
+            self.token, self.cache = self.step(
+                self.params, self.config, self.token, self.cache, self.position
+            )
+            self.position += 1
+        jax.block_until_ready(self.token)
+        return (time.perf_counter() - start) / count
+
+
+def compare(
+    config: decoder.Config, variants: Sequence[Variant], *, rounds: int, count: int
+) -> list[Result]:
+    """Decodes with each variant by turns, some tokens at a time; what is told is the median.
+
+    By turns, so that whatever else the machine does falls on all of them alike.
+    """
+    params = decoder.init(jax.random.key(0), config)
+    texts = {variant: Decoding(variant.stored(params), config) for variant in variants}
+    del params
+    for text in texts.values():
+        text.write(2)  # compiles
+    seconds: dict[Variant, list[float]] = {variant: [] for variant in variants}
+    for _ in range(rounds):
+        for variant, text in texts.items():
+            seconds[variant].append(text.write(count))
+    return [
+        Result(variant, 1 / statistics.median(seconds[variant]), nbytes(text.params))
+        for variant, text in texts.items()
+    ]
+
+
+def table(results: Sequence[Result]) -> Table:
+    table = Table(box=SIMPLE_HEAD)
+    table.add_column("weights")
+    for heading in ("tokens a second", "of f32", "bytes", "of f32"):
+        table.add_column(heading, justify="right")
+    first = results[0]
+    for r in results:
+        faster = f"{r.tokens_a_second / first.tokens_a_second:.1f}×"
+        share = f"{r.nbytes / first.nbytes:.0%}"
+        table.add_row(r.variant.name, f"{r.tokens_a_second:.1f}", faster, f"{r.nbytes:,}", share)
+    return table
+
+
+def main(only: Sequence[str] = (), *, quick: bool = False) -> list[Result]:
+    """Decodes with each variant, and prints a table."""
+    variants = [v for v in VARIANTS if not only or v.name in only]
+    config = SMALL if quick else decoder.Config()
+    results = compare(config, variants, rounds=3 if quick else 9, count=4 if quick else 8)
+    Console().print(table(results))
+    return results
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
+    names = [v.name for v in VARIANTS]
+    parser.add_argument("--only", nargs="+", default=names, choices=names, help="of the formats")
+    arguments = parser.parse_args()
+    main(arguments.only, quick=arguments.quick)
