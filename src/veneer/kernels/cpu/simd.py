@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
@@ -77,6 +77,15 @@ def instruction(define: Callable[..., tuple[types.Type, Emit]]) -> Any:
     return intrinsic(prefer_literal=True)(typed)
 
 
+def compiled(function: Callable[..., Any]) -> Any:
+    """Compiles a function of numbers and blocks as it is first called.
+
+    It holds no lock of Python's, and raises nothing.
+    """
+    # Tests wrap all functions, to check their annotations: that, Numba could not read.
+    return njit(inspect.unwrap(function), nogil=True, error_model="numpy")
+
+
 # For what emits code.
 
 
@@ -136,7 +145,8 @@ def call(builder: Any, name: str, result: ir.Type, *args: Any) -> Any:
     return builder.call(cgutils.get_or_insert_function(builder.module, type, name), args)
 
 
-def _shuffled(builder: Any, a: Any, b: Any, lanes: Sequence[int]) -> Any:
+def shuffled(builder: Any, a: Any, b: Any, lanes: Sequence[int]) -> Any:
+    """The lanes of two vectors of one length, those of `b` numbered after those of `a`."""
     return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, len(lanes)), [*lanes]))
 
 
@@ -268,8 +278,8 @@ def _sum(builder: Any, value: Any) -> Any:
     count = LANES
     while count > 1:
         count //= 2
-        low = _shuffled(builder, value, value, range(count))
-        high = _shuffled(builder, value, value, range(count, 2 * count))
+        low = shuffled(builder, value, value, range(count))
+        high = shuffled(builder, value, value, range(count, 2 * count))
         value = builder.fadd(low, high)
     return builder.extract_element(value, I32(0))
 
@@ -304,13 +314,13 @@ def looked_up(table, address, bits):
         values = []
         for j in range(fields):
             shift = constant(INTS, j * bits.literal_value)
-            values.append(_look_up(builder, tables, builder.lshr(dwords, shift) if j else dwords))
+            values.append(look_up(builder, tables, builder.lshr(dwords, shift) if j else dwords))
         return block_of(builder, values)
 
     return Block("f32", 1, fields), emit
 
 
-def _look_up(builder: Any, tables: Sequence[Any], indices: Any) -> Any:
+def look_up(builder: Any, tables: Sequence[Any], indices: Any) -> Any:
     """The entries of a table of 16 at the low 4 bits of each lane."""
     if ISA.startswith("avx512"):  # one permutation, that looks at 4 bits alone
         return call(builder, "llvm.x86.avx512.permvar.sf.512", FLOATS, tables[0], indices)
@@ -399,16 +409,6 @@ _CONVERSIONS = {
 @instruction
 def deinterleave(block):
     """A row of n vectors of neighbours, as n vectors of every n-th: the order of `looked_up`."""
-
-    def apart(builder, values):
-        if len(values) == 1:
-            return values
-        pairs = [*zip(values[::2], values[1::2], strict=True)]
-        even = [_shuffled(builder, a, b, range(0, 2 * LANES, 2)) for a, b in pairs]
-        odd = [_shuffled(builder, a, b, range(1, 2 * LANES, 2)) for a, b in pairs]
-        columns = zip(apart(builder, even), apart(builder, odd), strict=True)
-        return [value for pair in columns for value in pair]
-
     return block, lambda builder, values: block_of(
         builder, apart(builder, vectors(builder, values))
     )
@@ -417,19 +417,36 @@ def deinterleave(block):
 @instruction
 def interleave(block):
     """Undoes `deinterleave`."""
-    half = LANES // 2
-
-    def together(builder, values):
-        if len(values) == 1:
-            return values
-        evens, odds = together(builder, values[::2]), together(builder, values[1::2])
-        merged = []
-        for a, b in zip(evens, odds, strict=True):
-            for start in (0, half):
-                lanes = [i for lane in range(start, start + half) for i in (lane, LANES + lane)]
-                merged.append(_shuffled(builder, a, b, lanes))
-        return merged
-
     return block, lambda builder, values: block_of(
         builder, together(builder, vectors(builder, values))
     )
+
+
+def apart(builder: Any, values: Sequence[Any], unit: int = 1) -> list[Any]:
+    """n vectors of neighbours, as n of every n-th `unit` lanes; n is a power of two."""
+    if len(values) == 1:
+        return [*values]
+    pairs = [*zip(values[::2], values[1::2], strict=True)]
+    lanes = [i for start in range(0, 2 * LANES, 2 * unit) for i in range(start, start + unit)]
+    even = [shuffled(builder, a, b, lanes) for a, b in pairs]
+    odd = [shuffled(builder, a, b, [i + unit for i in lanes]) for a, b in pairs]
+    columns = zip(apart(builder, even, unit), apart(builder, odd, unit), strict=True)
+    return [value for pair in columns for value in pair]
+
+
+def together(builder: Any, values: Sequence[Any], unit: int = 1) -> list[Any]:
+    """Undoes `apart`."""
+    if len(values) == 1:
+        return [*values]
+    evens, odds = (together(builder, values[i::2], unit) for i in (0, 1))
+    lanes = [
+        i
+        for start in range(0, LANES, unit)
+        for vector in (0, LANES)
+        for i in range(vector + start, vector + start + unit)
+    ]
+    return [
+        shuffled(builder, a, b, half)
+        for a, b in zip(evens, odds, strict=True)
+        for half in (lanes[:LANES], lanes[LANES:])
+    ]
