@@ -19,6 +19,7 @@ BUILT_ON := $(shell { $(PYTHON) -c 'import sys; print(sys.base_prefix, sys.versi
 CREATED := $(VENV)/.created-$(BUILT_ON)
 DEMO := $(VENV)/.demo-$(BUILT_ON)
 DEV := $(VENV)/.dev-$(BUILT_ON)
+BENCH := $(VENV)/.bench-$(BUILT_ON)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test bench setup lint format clean
@@ -33,7 +34,7 @@ demo: $(DEMO) ## quantise a real model, and print a table and draw a picture of 
 test: $(DEV) ## run the tests
 	$(BIN)/python -m pytest -n auto $(ARGS)
 
-bench: $(DEV) ## time the benchmarks, and write docs/benchmarks.md
+bench: $(BENCH) ## time the benchmarks, and write docs/benchmarks.md and docs/performance.md
 	$(BIN)/python benchmarks/report.py $(ARGS)
 
 setup: $(DEV) ## make the environment to develop in
@@ -68,3 +69,8 @@ $(DEV): pyproject.toml | $(CREATED)
 	@echo "Installing veneer[dev] into $(VENV); a minute or two the first time"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]' '$(JAX)'
 	@touch $(DEMO) $@ # what the demo needs is part of dev
+
+$(BENCH): pyproject.toml | $(CREATED)
+	@echo "Installing veneer[bench] into $(VENV); a minute or two the first time"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[bench]' '$(JAX)'
+	@touch $(DEMO) $(DEV) $@ # what the demo and the tests need is part of it
