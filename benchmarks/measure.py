@@ -6,6 +6,7 @@ compared; the ratio of two that are neighbours can, and the median of such ratio
 
 import argparse
 import gc
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -19,10 +20,11 @@ Thunk = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Side:
-    """Something that is timed, and what a table calls it."""
+    """Something that is timed, and what a table calls it; one that takes long, in fewer rounds."""
 
     name: str
     run: Thunk
+    every: int = 1  # of so many rounds, it is timed in one
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,24 @@ def measure(
             seconds = [seconds_a_call(side.run, calls) for side in sides]
             pairs.append((min(seconds[::2]), min(seconds[1::2])))
     return [_result(claim, pairs) for claim, pairs in zip(claims, times, strict=True)]
+
+
+def medians(sides: Iterable[Side], *, rounds: int) -> dict[str, float]:
+    """Times the sides in rounds, in each in another order; returns the median seconds by name.
+
+    The order is random, for what ran before leaves something behind: in caches, or in the clock of
+    a CPU. Each has run before, and is waited for.
+    """
+    sides, order = list(sides), random.Random(0)
+    seconds: dict[str, list[float]] = {side.name: [] for side in sides}
+    gc.collect()
+    gc.disable()  # it would fall into the time of somebody
+    for turn in range(rounds):
+        due = [side for side in sides if turn % side.every == 0]
+        for side in order.sample(due, len(due)):
+            seconds[side.name].append(seconds_a_call(side.run, 1))
+    gc.enable()
+    return {name: statistics.median(times) for name, times in seconds.items()}
 
 
 def seconds_a_call(thunk: Thunk, calls: int) -> float:

@@ -1,0 +1,334 @@
+"""Products of a dense activation and a quantised weight on a CPU, beside XLA's in f32.
+
+A matmul of M rows with a weight `[4096, N]` is timed as a program under `jax.jit`, with the weight
+as an argument: by our kernels, by XLA alone, by Qwix, and by ONNX Runtime where it is installed.
+All run in one process, in each round in another order, and every call takes another copy of the
+weight, of 300 MB of them: what is timed is memory, as in a model, and not a cache. The figure is
+the median; × is XLA's median for f32 over it. Each result is compared with one in f64 first.
+"""
+
+import itertools
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import onnx_matmul
+import qwix
+from measure import Side, markdown_table, medians, parser
+from qwix_arrays import QWIX_NAMES
+
+import veneer as vn
+from veneer import kernels
+
+K = 4096
+DENSE, READING = "XLA f32", "reading memory"  # what others are compared with
+Run = Callable[[Any, Any], Any]  # of an activation and a weight
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is timed, and how much of it."""
+
+    k: int = K
+    rows: Sequence[int] = (1, 8, 256)  # M
+    columns: Sequence[int] = (4096, 11008)  # N
+    rotated: int = 300_000_000  # bytes of copies of a weight
+
+
+@dataclass(frozen=True)
+class Program:
+    """A product by somebody, and the copies of the weight that it takes by turns."""
+
+    name: str
+    compiled: Callable[[Any, Any], Run]  # for operands such as these
+    weights: Callable[[], Sequence[Any]]  # made once, if they are wanted
+    dense: Callable[[Any], Any]  # what a weight stands for
+    error: float  # that its result may have, relative to one in f64
+    activation: Callable[[np.ndarray], Any] = jnp.asarray
+    every: int = 1  # of so many rounds, it runs in one
+
+    def side(self, x: np.ndarray) -> Side:
+        """The program on an activation, compiled and found right."""
+        given, weights = self.activation(x), self.weights()
+        run, turns = self.compiled(given, weights[0]), itertools.cycle(weights)
+        self.check(x, run(given, next(turns)))
+        return Side(self.name, lambda: run(given, next(turns)), self.every)
+
+    def check(self, x: np.ndarray, found: Any) -> None:
+        """Compares a result with that in f64."""
+        expected = x.astype(np.float64) @ np.asarray(self.dense(self.weights()[0]), np.float64)
+        error = np.linalg.norm(np.asarray(found, np.float64) - expected) / np.linalg.norm(expected)
+        if not error <= self.error:
+            raise AssertionError(f"{self.name}: an error of {error:.1e}, beyond {self.error:.0e}")
+
+
+@dataclass(frozen=True)
+class Format:
+    """A weight as we quantise it, what its products may miss and by how much they should gain."""
+
+    name: str
+    qtype: str
+    tile: int | None = None
+    act_qtype: str | None = None
+    # By M, how many times as fast as XLA's f32; and how much of the memory's bandwidth at M = 1.
+    targets: Mapping[int, float] = field(default_factory=dict)
+    share: float | None = None
+
+    @property
+    def error(self) -> float:
+        """What a product may miss."""
+        return EXACT if self.act_qtype is None else ROUNDED
+
+    def with_activations(self, weight: Any) -> Any:
+        """The weight, told how the activations that it meets are quantised."""
+        rule = vn.quant.Rule(".*", self.qtype, act_qtype=self.act_qtype)
+        return rule.with_activations(weight)
+
+
+# Relative errors that are right: of sums in f32, with activations in int8, and in bf16.
+EXACT, ROUNDED, BF16 = 1e-5, 2e-2, 1e-2
+
+_FOUR_BITS = {1: 4.5, 8: 4.0, 256: 1.0}
+FORMATS = (
+    Format("int8", "int8", targets={1: 3.3, 8: 4.0, 256: 1.0}, share=0.8),
+    Format("int4, tile 128", "int4", 128, targets=_FOUR_BITS, share=0.6),
+    Format("int4, tile 64", "int4", 64, targets=_FOUR_BITS, share=0.6),
+    Format("int4, tile 32", "int4", 32),
+    Format("nf4, tile 64", "nf4", 64, targets=_FOUR_BITS, share=0.6),
+    Format("w8a8", "int8", None, "int8", targets={1: 4.0, 8: 6.5, 256: 8.0}, share=0.8),
+    Format("w4a8, tile 128", "int4", 128, "int8", targets={1: 6.0, 8: 6.0, 256: 5.0}, share=0.6),
+)
+W8A8, W4A8 = FORMATS[-2:]
+OF_QWIX = (FORMATS[0], FORMATS[1], FORMATS[4], W8A8)
+# What is there for the record takes long, and runs in one round of so many.
+RECORD = 4
+
+
+def matmul(x: Any, w: Any) -> Any:
+    return x @ w
+
+
+def nbytes(weight: Any) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(weight))
+
+
+def tiling(tile: int | None) -> dict[str, Any]:
+    """What `quantize` is told of axes, ours and Qwix's."""
+    return {"channelwise_axes": [1], "tiled_axes": {0: tile} if tile else {}}
+
+
+def count(weight: Any, rotated: int) -> int:
+    """How many copies of a weight have so many bytes in all, and no fewer than two."""
+    return max(2, -(-rotated // nbytes(weight)))
+
+
+def copies(weight: Any, rotated: int) -> list[Any]:
+    return [jax.tree.map(jnp.copy, weight) for _ in range(count(weight, rotated))]
+
+
+def by_xla(w: np.ndarray, sizes: Sizes) -> Iterator[Program]:
+    """Dense weights, without veneer."""
+    compiled = lambda x, weight: jax.jit(matmul)
+    for name, dtype, error in ((DENSE, jnp.float32, EXACT), ("XLA bf16", jnp.bfloat16, BF16)):
+        given = partial(jnp.asarray, dtype=dtype)
+        weights = cache(lambda given=given: copies(given(w), sizes.rotated))
+        yield Program(name, compiled, weights, np.asarray, error, given)
+
+
+def ours(w: np.ndarray, sizes: Sizes) -> Iterator[Program]:
+    """By kernels, and for the record with the kernels switched off; of the same weights."""
+
+    @cache
+    def stored(qtype: str, tile: int | None) -> list[Any]:
+        return copies(vn.quant.quantize(jnp.asarray(w), qtype, **tiling(tile)), sizes.rotated)
+
+    with_kernels = lambda x, weight: jax.jit(vn.implicit(matmul))
+    ways = {"": (with_kernels, 1), ", kernels off": (without_kernels, RECORD)}
+    for off, (compiled, every) in ways.items():
+        for form in FORMATS:
+            weights = cache(
+                lambda form=form: [
+                    form.with_activations(weight) for weight in stored(form.qtype, form.tile)
+                ]
+            )
+            name = f"{form.name}{off}"
+            yield Program(name, compiled, weights, vn.materialise, form.error, every=every)
+
+
+def without_kernels(x: Any, weight: Any) -> Run:
+    with kernels.use("xla"):
+        return jax.jit(vn.implicit(matmul)).lower(x, weight).compile()
+
+
+def by_qwix(w: np.ndarray, sizes: Sizes) -> Iterator[Program]:
+    for form in OF_QWIX:
+
+        @cache
+        def weights(form: Format = form) -> list[Any]:
+            qtype = QWIX_NAMES[form.qtype]
+            return copies(qwix.quantize(jnp.asarray(w), qtype, **tiling(form.tile)), sizes.rotated)
+
+        def product(x: Any, weight: Any, is_dense: bool = form.act_qtype is None) -> Any:
+            x = x if is_dense else qwix.quantize(x, jnp.int8, channelwise_axes=[0])
+            return qwix.dot_general(x, weight, (((1,), (0,)), ((), ())))
+
+        compiled = lambda x, weight, product=product: jax.jit(product)
+        name = f"Qwix {form.name}"
+        yield Program(name, compiled, weights, qwix.dequantize, form.error, every=RECORD)
+
+
+def by_onnx_runtime(w: np.ndarray, sizes: Sizes) -> Iterator[Program]:
+    """On two threads, as there are cores; what is rotated are sessions, with a weight each."""
+    for form, make in ((W4A8, onnx_matmul.four_bits), (W8A8, onnx_matmul.eight_bits)):
+        weight = cache(
+            lambda form=form: vn.quant.quantize(jnp.asarray(w), form.qtype, **tiling(form.tile))
+        )
+
+        @cache
+        def sessions(weight: Any = weight, make: Any = make) -> list[Any]:
+            codes, scale = np.asarray(weight().codes(), np.int8), np.asarray(weight().scales())
+            return [make(codes, scale) for _ in range(count(weight(), sizes.rotated))]
+
+        compiled = lambda x, session: lambda x, session: session(x)
+        dense = lambda session, weight=weight: weight().dequantize()
+        yield Program(onnx_name(form), compiled, sessions, dense, ROUNDED, np.asarray)
+
+
+def onnx_name(form: Format) -> str:
+    return f"ONNX Runtime, {form.name}"
+
+
+def programs(w: np.ndarray, sizes: Sizes) -> list[Program]:
+    makers = [by_xla, ours, by_qwix]
+    if not onnx_matmul.missing():
+        makers.append(by_onnx_runtime)
+    return [program for make in makers for program in make(w, sizes)]
+
+
+def reading(nbytes: int) -> Side:
+    """Reads so many bytes of memory in two threads, and does no more with them than a sum."""
+    from numba import njit
+
+    @njit(nogil=True)
+    def total(words: np.ndarray) -> int:
+        found = 0
+        for word in words:
+            found += word
+        return found
+
+    halves = np.split(np.asarray(jnp.ones(nbytes // 16 * 4, jnp.int32)).view(np.int64), 2)
+    pool = ThreadPoolExecutor(2)
+    run = lambda: list(pool.map(total, halves))
+    run()
+    return Side(READING, run)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of a weight `[K, n]`: seconds by M and by the name of a program, and its bytes by name."""
+
+    n: int
+    seconds: Mapping[int, Mapping[str, float]]
+    nbytes: Mapping[str, int]
+
+
+def measured(n: int, sizes: Sizes, *, rounds: int, only: str) -> Measured:
+    normal = np.random.default_rng(0).normal
+    w = (normal(size=(sizes.k, n)) * sizes.k**-0.5).astype(np.float32)
+    chosen = [p for p in programs(w, sizes) if only in p.name or p.name == DENSE]
+    seconds = {}
+    for m in sizes.rows:
+        print(f"M = {m}, N = {n}", file=sys.stderr, flush=True)
+        x = normal(size=(m, sizes.k)).astype(np.float32)
+        sides = [program.side(x) for program in chosen]
+        seconds[m] = medians([*sides, reading(sizes.rotated)], rounds=rounds)
+    stored = {form.name for form in FORMATS}
+    return Measured(
+        n, seconds, {p.name: nbytes(p.weights()[0]) for p in chosen if p.name in stored}
+    )
+
+
+def speed_table(found: Measured) -> str:
+    """Milliseconds and how many times as fast as XLA's f32, of each program and M."""
+    targets = {form.name: form.targets for form in FORMATS}
+
+    def cells(name: str, m: int) -> list[str]:
+        seconds, wanted = found.seconds[m], targets.get(name, {}).get(m)
+        target = "" if wanted is None else f"≥ {wanted:g}"
+        return [f"{seconds[name] * 1e3:.2f}", f"**{seconds[DENSE] / seconds[name]:.2f}**", target]
+
+    of_each_m = [[f"M = {m}, ms", "×", "target"] for m in found.seconds]
+    names = [name for name in next(iter(found.seconds.values())) if name != READING]
+    rows = ([name, *itertools.chain(*(cells(name, m) for m in found.seconds))] for name in names)
+    return markdown_table([f"N = {found.n}", *itertools.chain(*of_each_m)], rows)
+
+
+def bandwidth_table(found: Sequence[Measured], rotated: int) -> str:
+    """At M = 1, the bytes of a weight by the time, and that by what reading alone reaches."""
+    most = [rotated / each.seconds[1][READING] for each in found]
+
+    def cells(form: Format, each: Measured, most: float) -> list[str]:
+        rate = each.nbytes[form.name] / each.seconds[1][form.name]
+        target = "" if form.share is None else f"≥ {form.share:.0%}"
+        return [f"{rate / 1e9:.1f}", f"**{rate / most:.0%}**", target]
+
+    of_each_n = [[f"N = {each.n}, GB/s", "share", "target"] for each in found]
+    rows = [[READING, *itertools.chain(*([f"{rate / 1e9:.1f}", "", ""] for rate in most))]]
+    for form in FORMATS:
+        if form.name in found[0].nbytes:
+            row = map(cells, itertools.repeat(form), found, most)
+            rows.append([form.name, *itertools.chain(*row)])
+    return markdown_table(["M = 1", *itertools.chain(*of_each_n)], rows)
+
+
+def onnx_table(found: Sequence[Measured]) -> str:
+    """Of the programs that ONNX Runtime has too, its milliseconds beside ours."""
+
+    def row(form: Format, n: int, m: int, seconds: Mapping[str, float]) -> list[str]:
+        ours, theirs = seconds[form.name], seconds[onnx_name(form)]
+        times = [f"{each * 1e3:.2f}" for each in (ours, theirs)]
+        return [f"{form.name}, N = {n}, M = {m}", *times, f"**{theirs / ours:.2f}**", "≥ 1"]
+
+    rows = [
+        row(form, each.n, m, seconds)
+        for form in (W4A8, W8A8)
+        for each in found
+        for m, seconds in each.seconds.items()
+        if onnx_name(form) in seconds and form.name in seconds
+    ]
+    return markdown_table(["", "ours, ms", "ONNX Runtime, ms", "ratio", "target"], rows)
+
+
+def main(sizes: Sizes, *, rounds: int, only: str) -> None:
+    # Without its kernels, what is timed as ours would be XLA's.
+    warnings.filterwarnings("error", "products with quantised weights are left to XLA")
+    found = [measured(n, sizes, rounds=rounds, only=only) for n in sizes.columns]
+    for each in found:
+        print(speed_table(each), end="\n\n")
+    if 1 in sizes.rows:
+        print(bandwidth_table(found, sizes.rotated), end="\n\n")
+    if missing := onnx_matmul.missing():
+        print(f"ONNX Runtime is left out: {', '.join(missing)} missing (`pip install '.[bench]'`).")
+    elif any(onnx_name(W4A8) in each for each in found[0].seconds.values()):
+        print(onnx_table(found))
+
+
+QUICK = Sizes(k=512, columns=(512,), rotated=10_000_000)
+
+if __name__ == "__main__":
+    options = parser(__doc__)
+    options.set_defaults(rounds=41)
+    options.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
+    options.add_argument("--rows", type=int, nargs="+", default=[1, 8, 256], help="M")
+    options.add_argument("--columns", type=int, nargs="+", default=[4096, 11008], help="N")
+    options.add_argument("--only", default="", help="the programs with this in their names")
+    arguments = options.parse_args()
+    sizes = Sizes(rows=arguments.rows, columns=arguments.columns)
+    main(QUICK if arguments.quick else sizes, rounds=arguments.rounds, only=arguments.only)

@@ -1,0 +1,123 @@
+"""Whole models with quantised weights on a CPU, beside the same in f32; and what a call costs.
+
+The sentence encoder of the demo, and a step of `examples/decoder.py`, whose weights are random: all
+that a text of one token a step takes. Variants of a model run in one process, each round in another
+order, and × is the median for f32 over that of the variant.
+"""
+
+import statistics
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from measure import Claim, Side, markdown_table, measure, medians, parser
+
+import veneer as vn
+from veneer.demo import measure as demo
+from veneer.demo import model
+from veneer.demo.fetch import fetch
+from veneer.demo.sentences import sentences
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+import decode
+import decoder
+
+TOKENS = 8  # that a text is continued by in a round
+DECODING_TARGETS = {"int4": 3.0}  # times the tokens a second of f32
+
+
+def encoder_table(rounds: int) -> str:
+    """Milliseconds of MiniLM for a sentence and for 64 of them."""
+    bert = model.load(fetch())
+    encode = demo.compiled(bert)
+    _, batch = next(bert.batches(sentences()))
+    batches = {1: model.Batch(batch.ids[:1], batch.mask[:1]), len(batch.ids): batch}
+    variants = demo.VARIANTS[:3]
+    params = {str(variant): demo.quantise(bert, variant) for variant in variants}
+    seconds = {}
+    for size, given in batches.items():
+        sides = [Side(name, partial(encode, p, given)) for name, p in params.items()]
+        for side in sides:
+            jax.block_until_ready(side.run())  # compiles
+        seconds[size] = medians(sides, rounds=rounds * (10 if size == 1 else 1))
+
+    def cells(name: str) -> Iterator[str]:
+        for found in seconds.values():
+            yield f"{found[name] * 1e3:.1f}"
+            yield f"**{found['f32'] / found[name]:.2f}**"
+
+    heading = [f"MiniLM, {batch.ids.shape[1]} tokens"]
+    for size in seconds:
+        heading += [f"batch of {size}, ms", "×"]
+    rows = ([name, f"{demo.nbytes(p):,}", *cells(name)] for name, p in params.items())
+    return markdown_table([heading[0], "bytes", *heading[1:]], rows)
+
+
+def decoding_table(config: decoder.Config, rounds: int) -> str:
+    """Tokens a second of the decoder, and the bytes of its parameters."""
+    results = decode.compare(config, decode.VARIANTS, rounds=rounds, count=TOKENS)
+    dense = results[0]
+
+    def row(found: decode.Result) -> list[str]:
+        name, faster = found.variant.name, found.tokens_a_second / dense.tokens_a_second
+        target = f"≥ {DECODING_TARGETS[name]:g}" if name in DECODING_TARGETS else ""
+        share = f"{found.nbytes / dense.nbytes:.3f}"
+        return [
+            name,
+            f"{found.nbytes:,}",
+            share,
+            f"{found.tokens_a_second:.1f}",
+            f"**{faster:.2f}**",
+            target,
+        ]
+
+    heading = ["decoder", "bytes", "of f32", "tokens a second", "×", "target"]
+    return markdown_table(heading, map(row, results))
+
+
+def call_table(rounds: int) -> str:
+    """Microseconds of a product of the smallest size that has a kernel, called as users call it."""
+    x, w = jnp.ones((1, 128)), jnp.ones((128, 128))
+    product: Callable[[Any, Any], Any] = lambda x, w: x @ w
+    plain = Side("`jax.jit(f)`, dense", partial(jax.jit(product), x, w))
+    weights: Mapping[str, Any] = {"dense": w} | {
+        qtype: vn.quant.quantize(w, qtype, channelwise_axes=[1]) for qtype in ("int8", "int4")
+    }
+    sides = [
+        Side(
+            f"`jax.jit(vn.implicit(f))`, {name}", partial(jax.jit(vn.implicit(product)), x, weight)
+        )
+        for name, weight in weights.items()
+    ]
+    results = measure([Claim(side, plain) for side in sides], rounds=rounds, batches=5, calls=200)
+    base = statistics.median(result.seconds[1] for result in results) * 1e6
+    rows = [[plain.name, f"{base:.1f}", "", ""]]
+    for result in results:
+        ours, theirs = (seconds * 1e6 for seconds in result.seconds)
+        rows.append([result.claim.ours.name, f"{ours:.1f}", f"**{ours - theirs:+.1f}**", "≤ +15"])
+    return markdown_table(["a call", "µs", "more", "target"], rows)
+
+
+def main(*, rounds: int, quick: bool) -> None:
+    # Without its kernels, what is timed as ours would be XLA's.
+    warnings.filterwarnings("error", "products with quantised weights are left to XLA")
+    tables = {
+        "encoder": lambda: encoder_table(rounds),
+        "decoder": lambda: decoding_table(decode.SMALL if quick else decoder.Config(), rounds),
+        "call": lambda: call_table(rounds),
+    }
+    for name, table in tables.items():
+        print(name, file=sys.stderr, flush=True)
+        print(table(), end="\n\n")
+
+
+if __name__ == "__main__":
+    options = parser(__doc__)
+    options.add_argument("--quick", action="store_true", help="a small decoder")
+    arguments = options.parse_args()
+    main(rounds=arguments.rounds, quick=arguments.quick)
