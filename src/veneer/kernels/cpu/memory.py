@@ -5,11 +5,14 @@ An address is an int64. Nothing here checks anything.
 
 from typing import Any
 
+import numba.extending
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.core.typing import signature
-from numba.extending import intrinsic
+
+#: What Numba calls by its annotations has one argument more than those who call it give.
+intrinsic: Any = numba.extending.intrinsic
 
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F32 = ir.FloatType()
@@ -17,8 +20,8 @@ F32 = ir.FloatType()
 _LLVM = {types.int8: I8, types.uint8: I8, types.int32: I32, types.int64: I64, types.float32: F32}
 
 #: Allocates bytes; 0 where there are none. And frees them.
-malloc = types.ExternalFunction("malloc", signature(types.int64, types.int64))
-free = types.ExternalFunction("free", signature(types.void, types.int64))
+malloc: Any = types.ExternalFunction("malloc", signature(types.int64, types.int64))
+free: Any = types.ExternalFunction("free", signature(types.void, types.int64))
 
 
 def pointer(builder: Any, address: Any, type: ir.Type) -> Any:
@@ -106,3 +109,17 @@ def prefetch(typing_context, address):
         return context.get_dummy_value()
 
     return types.void(types.int64), emit
+
+
+@intrinsic(prefer_literal=True)
+def stack(typing_context, size):
+    """Returns the address of so many bytes, a constant, that last until the function returns."""
+    count = size.literal_value
+
+    def emit(context, builder, signature, args):
+        with builder.goto_entry_block():  # else a loop would take more each time
+            memory = builder.alloca(ir.ArrayType(I8, count))
+        memory.align = 64  # a cache line
+        return builder.ptrtoint(memory, I64)
+
+    return types.int64(size), emit

@@ -1,0 +1,192 @@
+"""FFI handlers: a call from XLA becomes a job, whose parts a kernel computes.
+
+All kernels share one handler, which is told what it needs to know of each. So a kernel's own code
+is its four functions and an entry that calls the handler, and is compiled by itself.
+"""
+
+import re
+from typing import Any
+
+from . import job as words
+from .call_frame import (
+    F32,
+    INVALID_ARGUMENT,
+    RESOURCE_EXHAUSTED,
+    S8,
+    answers_metadata,
+    argument,
+    data,
+    dim,
+    dtype,
+    error,
+    has_buffers,
+    rank,
+    result,
+)
+from .memory import set_word, store_i32, word
+from .native import ObjectFile, call, native
+from .threads import new_job, release, run
+
+#: How many bits a code of a kind has.
+BITS = {
+    "lookup1": 1,
+    "lookup2": 2,
+    "lookup4": 4,
+    "int8": 8,
+    "uint8": 8,
+    "float8_e4m3fn": 8,
+    "float8_e5m2": 8,
+}
+
+#: The C function that handles calls for all kernels.
+HANDLER = "veneer_handle"
+
+_NAME = re.compile(r"veneer_(integer_)?(rows|columns)_(\w+)")
+
+
+def shared_code() -> bytes:
+    """Returns the object file of what all kernels share, the C function `HANDLER`."""
+    file = ObjectFile()
+    file.export(HANDLER, handle)
+    return file.code()
+
+
+def kernel_code(name: str) -> bytes:
+    """Returns the object file of a kernel: of the target `veneer_rows_lookup4`, say.
+
+    **Raises:** `KeyError` where there is no such target.
+    """
+    match = _NAME.fullmatch(name)
+    if match is None or match[3] not in BITS:
+        raise KeyError(f"there is no kernel {name}")
+    integer, orientation, kind = match.groups()
+    return code_of(
+        _kernel(bool(integer), orientation, kind),
+        name,
+        bits=BITS[kind],
+        contracts_rows=orientation == "rows",
+        is_integer=bool(integer),
+    )
+
+
+def _kernel(is_integer: bool, orientation: str, kind: str) -> Any:
+    """The four functions of a kernel, whose module is imported only now."""
+    if is_integer:
+        from . import integer
+
+        return integer.rows(kind) if orientation == "rows" else integer.columns(kind)
+    if orientation == "rows":
+        from . import rows
+
+        return rows.kernel(kind)
+    from . import columns
+
+    return columns.kernel(kind)
+
+
+def code_of(kernel: Any, name: str, *, bits: int, contracts_rows: bool, is_integer: bool) -> bytes:
+    """Returns the object file of the kernel `(prepare, count, work, finish)`."""
+    parts = [f"{name}_{part}" for part in ("prepare", "count", "work", "finish")]
+    file = ObjectFile()
+    for part, function in zip(parts, kernel, strict=True):
+        file.export(part, function)
+    file.export_call(name, HANDLER, [bits, int(contracts_rows), int(is_integer), *parts])
+    return file.code()
+
+
+@native
+def handle(frame, bits, contracts_rows, is_integer, prepare, count, work, finish):
+    """Handles a call from XLA by a kernel's four C functions; returns an error's address, or 0."""
+    if answers_metadata(frame):
+        return 0
+    job = new_job()
+    if job == 0:
+        return error(frame, RESOURCE_EXHAUSTED, "veneer: no memory for a job")
+    failure = 0
+    if not _read(frame, job, bits, contracts_rows, is_integer):
+        failure = error(frame, INVALID_ARGUMENT, "veneer: operands do not fit together")
+    elif word(job, words.R) * word(job, words.C) == 0:
+        _fill_zeros(job, contracts_rows)
+    elif word(job, words.BATCH) * word(job, words.M) > 0:
+        call(prepare, (job,))
+        if word(job, words.SCRATCH) != -1:
+            run(frame, job, work, call(count, (job,)))
+        if word(job, words.SCRATCH) == -1:
+            failure = error(frame, RESOURCE_EXHAUSTED, "veneer: no memory for what a kernel needs")
+        else:
+            call(finish, (job,))
+    release(job)
+    return failure
+
+
+@native
+def _fill_zeros(job, contracts_rows):
+    """A sum over nothing is 0."""
+    n = word(job, words.C if contracts_rows else words.R)
+    for i in range(word(job, words.BATCH) * word(job, words.M) * n):
+        store_i32(word(job, words.OUT) + 4 * i, 0)
+
+
+@native
+def _is_array(buffer, entry, axes):
+    return dtype(buffer) == entry and rank(buffer) == axes
+
+
+@native
+def _share(size, scales):
+    """How many of `size` share each of so many scales; 0 where they cannot."""
+    if scales <= 0 or size % scales != 0:
+        return 0
+    return size // scales
+
+
+@native
+def _read(frame, job, bits, contracts_rows, is_integer):
+    """Fills in a job, and returns whether the operands of a call fit together."""
+    first = 2 if is_integer else 1  # the matrix, after the activations and maybe their scales
+    if not has_buffers(frame, first + 3, 1):
+        return False
+    x, matrix, out = argument(frame, 0), argument(frame, first), result(frame, 0)
+    scale, table = argument(frame, first + 1), argument(frame, first + 2)
+    if not (
+        _is_array(x, S8 if is_integer else F32, 3)
+        and rank(matrix) == 3
+        and _is_array(scale, F32, 3)
+        and _is_array(table, F32, 1)
+        and _is_array(out, F32, 3)
+    ):
+        return False
+    batch, m, k, n = dim(x, 0), dim(x, 1), dim(x, 2), dim(out, 2)
+    r, c = (k, n) if contracts_rows else (n, k)
+    row_bytes = (c * bits + 7) // 8
+    if not (
+        dim(matrix, 0) == batch
+        and dim(matrix, 1) == r
+        and dim(matrix, 2) == row_bytes
+        and dim(scale, 0) == batch
+        and dim(table, 0) == 16
+        and dim(out, 0) == batch
+        and dim(out, 1) == m
+    ):
+        return False
+    if is_integer:
+        x_scale = argument(frame, 1)
+        if not (_is_array(x_scale, F32, 2) and dim(x_scale, 0) == batch and dim(x_scale, 1) == m):
+            return False
+        set_word(job, words.X_SCALE, data(x_scale))
+    tr, tc = _share(r, dim(scale, 1)), _share(c, dim(scale, 2))
+    if r * c > 0 and (tr == 0 or tc == 0):
+        return False
+    set_word(job, words.X, data(x))
+    set_word(job, words.W, data(matrix))
+    set_word(job, words.SCALE, data(scale))
+    set_word(job, words.TABLE, data(table))
+    set_word(job, words.OUT, data(out))
+    set_word(job, words.BATCH, batch)
+    set_word(job, words.M, m)
+    set_word(job, words.R, r)
+    set_word(job, words.C, c)
+    set_word(job, words.ROW_BYTES, row_bytes)
+    set_word(job, words.TR, tr)
+    set_word(job, words.TC, tc)
+    return True
