@@ -6,6 +6,7 @@ that a step reads new tokens alone. Its parameters are a tree of kernels `[in, o
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -36,10 +37,14 @@ class Config:
 
 
 class Cache(NamedTuple):
-    """What the layers keep of the tokens read: `[batch, groups, longest, width of a head]` each."""
+    """What the layers keep of the tokens read, an array for each layer.
 
-    keys: tuple[Array, ...]
-    values: tuple[Array, ...]
+    Its first axis is all heads of a batch; and a product takes keys by their features and values
+    by their tokens. So each lies as it is multiplied, and XLA writes in it without making a copy.
+    """
+
+    keys: tuple[Array, ...]  # [batch * groups, width of a head, longest]
+    values: tuple[Array, ...]  # [batch * groups, longest, width of a head]
 
 
 def init(key: Array, config: Config) -> Params:
@@ -73,9 +78,9 @@ def init(key: Array, config: Config) -> Params:
 
 def empty_cache(config: Config, batch: int, dtype: Any = jnp.float32) -> Cache:
     """Room for `config.longest` tokens of each of a batch of texts."""
-    shape = (batch, config.num_groups, config.longest, config.head_width)
-    room = lambda: tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers))
-    return Cache(room(), room())
+    heads, size = batch * config.num_groups, (config.longest, config.head_width)
+    room = lambda *shape: tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers))
+    return Cache(room(heads, *reversed(size)), room(heads, *size))
 
 
 def logits(
@@ -107,20 +112,22 @@ def attention(
     batch, length, _ = x.shape
     positions = start + jnp.arange(length)
 
-    def heads(name: str, count: int) -> Array:  # [batch, heads, length, width of a head]
-        return (x @ p[name]).reshape(batch, length, count, -1).swapaxes(1, 2)
+    def heads(name: str, count: int) -> Array:  # [batch * heads, length, width of a head]
+        y = (x @ p[name]).reshape(batch, length, count, -1).swapaxes(1, 2)
+        return y.reshape(batch * count, length, -1)
 
-    query = rotated(heads("query", config.num_heads), positions, config.rotary_base)
-    key = rotated(heads("key", config.num_groups), positions, config.rotary_base)
-    write = lambda kept, new: jax.lax.dynamic_update_slice(kept, new, (0, 0, start, 0))
-    keys, values = write(keys, key), write(values, heads("value", config.num_groups))
+    turn = partial(rotated, positions=positions, base=config.rotary_base)
+    query, key = turn(heads("query", config.num_heads)), turn(heads("key", config.num_groups))
+    value = heads("value", config.num_groups)
+    keys = jax.lax.dynamic_update_slice(keys, key.swapaxes(1, 2), (0, 0, start))
+    values = jax.lax.dynamic_update_slice(values, value, (0, start, 0))
 
-    # Each group's queries are neighbours.
-    query = query.reshape(batch, config.num_groups, -1, length, config.head_width)
-    scores = jnp.einsum("bgqld,bgkd->bgqlk", query, keys) * config.head_width**-0.5
-    is_before = jnp.arange(keys.shape[2]) <= positions[:, None]
+    # The queries of a group are neighbours: they are rows of the same product.
+    query = query.reshape(len(keys), -1, config.head_width)
+    scores = (query @ keys).reshape(-1, length, config.longest) * config.head_width**-0.5
+    is_before = jnp.arange(config.longest) <= positions[:, None]
     scores = jnp.where(is_before, scores, -jnp.inf)  # of no row is all masked: it sees itself
-    mixed = jnp.einsum("bgqlk,bgkd->bgqld", jax.nn.softmax(scores), values)
+    mixed = jax.nn.softmax(scores).reshape(len(values), -1, config.longest) @ values
     mixed = mixed.reshape(batch, config.num_heads, length, -1).swapaxes(1, 2)
     return mixed.reshape(x.shape) @ p["mixed"], keys, values
 
