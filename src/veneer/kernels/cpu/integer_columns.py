@@ -1,0 +1,85 @@
+"""Where a panel of integer codes comes from if the columns of the matrix are contracted.
+
+A strip is WIDTH rows of the matrix, and is one panel. Of LANES rows at a time, 16 bytes each are
+transposed, so that a lane has four bytes of one row. Their first fields are followed by their
+second: activations are brought into the order that this gives.
+"""
+
+from .integer_panel import BITS, PANEL, WIDTH, Orientation, reader
+from .isa import LANES
+from .job import ROW_BYTES, TC, TR, C, R
+from .memory import load_f32, load_i8, store_f32, store_i8, word
+from .native import native
+from .simd import load, scaled, splat, store
+from .simd_integer import copy_by_fields, store_ints, transposed
+
+
+def orientation(kind: str) -> Orientation:
+    """Returns the functions for a kind of codes."""
+    bits, read = BITS[kind], reader(kind)
+    fields = 8 // bits
+    chunk = 16 * fields
+
+    @native
+    def sizes(job):
+        return word(job, C), word(job, R), word(job, TC)
+
+    @native
+    def span(k, count):
+        begin = k % fields
+        return begin, (begin + count + chunk - 1) // chunk * chunk
+
+    @native
+    def copy(x, count, begin, to):
+        i = 0
+        while begin == 0 and i + chunk <= count:
+            copy_by_fields(x + i, to + i, fields)
+            i += chunk
+        while i < count:
+            of, within = divmod(begin + i, chunk)
+            byte, field = divmod(within, fields)
+            store_i8(to + of * chunk + field * 16 + byte, load_i8(x + i))
+            i += 1
+
+    @native
+    def fetch(job, matrix, strip, k, length, scratch):
+        rows, row_bytes = word(job, R) - strip * WIDTH, word(job, ROW_BYTES)
+        first, count = k // fields, length // fields
+        address = matrix + strip * WIDTH * row_bytes + first
+        if rows >= WIDTH and first + count <= row_bytes:
+            return address, row_bytes
+        # Nothing beyond the matrix is read. What is in scratch instead is multiplied by zeros, or
+        # is of rows whose sums are not written.
+        for row in range(min(rows, WIDTH)):
+            for i in range(min(row_bytes - first, count)):
+                store_i8(scratch + row * count + i, load_i8(address + row * row_bytes + i))
+        return scratch, count
+
+    @native
+    def decode(address, stride, length, panel, table, to):
+        for _ in range(length // chunk):
+            for group in range(4):
+                rows = transposed(address + group * LANES * stride, stride)
+                for field in range(fields):
+                    place = to + field * 4 * PANEL + group * WIDTH
+                    store_ints(place, PANEL, read(table, rows, field * bits))
+            address += 16
+            to += chunk // 4 * PANEL
+
+    @native
+    def scales(job, scale, strip, tile, scratch, to):
+        first, shared = strip * WIDTH, word(job, TR)
+        stride = word(job, C) // word(job, TC) * 4
+        scale += tile * 4
+        for i in range(min(word(job, R) - first, WIDTH)):
+            store_f32(to + 4 * i, load_f32(scale + (first + i) // shared * stride))
+
+    @native
+    def write(sums, stride, x_scale, scratch, to, count):
+        if count == WIDTH:
+            store(to, scaled(load(sums, 4), splat(x_scale)))
+        else:
+            for i in range(count):
+                store_f32(to + 4 * i, load_f32(sums + 4 * i) * x_scale)
+
+    return Orientation(1, sizes, span, copy, fetch, decode, scales, write)

@@ -1,0 +1,91 @@
+"""Where a panel of integer codes comes from if the rows of the matrix are contracted.
+
+A strip is WIDTH bytes of each row, and has a panel a field of a byte. Four rows at a time are
+interleaved, so that a lane has four codes of one column: the scales are brought into the order of
+columns that this gives, and the sums back out of it.
+"""
+
+from .integer_panel import BITS, PANEL, WIDTH, Orientation, fill, reader
+from .job import ROW_BYTES, TC, TR, C, R
+from .memory import load_f32, load_i8, store_f32, store_i8, word
+from .native import native
+from .simd import load, scaled, splat, store
+from .simd_integer import interleaved, load_floats, load_ints, neighbours, panelled, store_ints
+
+
+def orientation(kind: str) -> Orientation:
+    """Returns the functions for a kind of codes."""
+    bits, read = BITS[kind], reader(kind)
+    fields = 8 // bits
+    vectors = 4 * fields
+
+    @native
+    def sizes(job):
+        return word(job, R), word(job, C), word(job, TR)
+
+    @native
+    def span(k, count):
+        return 0, (count + 3) // 4 * 4
+
+    @native
+    def copy(x, count, begin, to):
+        i = 0
+        while i + WIDTH <= count:
+            store_ints(to + i, 0, load_ints(x + i, 0, 1, 1))
+            i += WIDTH
+        while i < count:
+            store_i8(to + i, load_i8(x + i))
+            i += 1
+
+    @native
+    def fetch(job, matrix, strip, k, length, scratch):
+        rows, row_bytes = word(job, R) - k, word(job, ROW_BYTES)
+        address = matrix + k * row_bytes + strip * WIDTH
+        columns = row_bytes - strip * WIDTH
+        if rows >= length and columns >= WIDTH:
+            return address, row_bytes
+        # Nothing beyond the matrix is read. What is in scratch instead is multiplied by zeros, or
+        # is of columns that are not written.
+        for row in range(min(rows, length)):
+            for i in range(min(columns, WIDTH)):
+                store_i8(scratch + row * WIDTH + i, load_i8(address + row * row_bytes + i))
+        return scratch, WIDTH
+
+    @native
+    def decode(address, stride, length, panel, table, to):
+        shift = panel * bits
+        for _ in range(length // 4):
+            store_ints(to, 0, read(table, interleaved(address, stride), shift))
+            address += 4 * stride
+            to += PANEL
+
+    @native
+    def scales(job, scale, strip, tile, scratch, to):
+        columns, shared = word(job, C), word(job, TC)
+        first = strip * WIDTH * fields
+        scale += tile * (columns // shared) * 4
+        count = min(columns - first, WIDTH * fields)
+        if shared == 1 and count == WIDTH * fields:
+            address = scale + first * 4
+        else:
+            address = scratch
+            i = 0
+            while i < count:
+                of, within = divmod(first + i, shared)
+                run = min(shared - within, count - i)
+                fill(scratch + 4 * i, load_f32(scale + 4 * of), run)
+                i += run
+        store(to, panelled(load(address, vectors), fields))
+
+    @native
+    def write(sums, stride, x_scale, scratch, to, count):
+        values = neighbours(load_floats(sums, stride, fields, 4), fields)
+        values = scaled(values, splat(x_scale))
+        if count == WIDTH * fields:
+            store(to, values)
+        else:
+            store(scratch, values)
+            for i in range(count):
+                store_f32(to + 4 * i, load_f32(scratch + 4 * i))
+
+    return Orientation(fields, sizes, span, copy, fetch, decode, scales, write)
