@@ -19,6 +19,7 @@ def test_variants_print_as_the_table_names_them():
     assert [str(variant) for variant in VARIANTS] == [
         "f32",
         "int8, channelwise",
+        "int8 by int8",
         "nf4, tile 64",
         "int4, tile 32",
         "int4, tile 128",
@@ -35,7 +36,12 @@ def test_tiles_shrink_to_what_divides_the_model(bert):
 
 @pytest.mark.parametrize(
     ("variant", "code_bytes", "tile"),
-    [(Variant("int8"), 1, None), (Variant("nf4", 32), 0.5, 32), (Variant("int4", 16), 0.5, 16)],
+    [
+        (Variant("int8"), 1, None),
+        (Variant("int8", act_qtype="int8"), 1, None),
+        (Variant("nf4", 32), 0.5, 32),
+        (Variant("int4", 16), 0.5, 16),
+    ],
     ids=str,
 )
 def test_bytes_are_packed_codes_scales_and_what_stays_dense(

@@ -4,7 +4,8 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -26,18 +27,22 @@ class Variant:
 
     - `qtype`: the format, or None for f32.
     - `tile_size`: how many values share a scale, or None for one scale a channel.
+    - `act_qtype`: the format that activations are quantised to as they meet a weight, or None.
 
     >>> from veneer.demo.measure import Variant
-    >>> print(Variant("nf4", 64), Variant("int8"), Variant(), sep="; ")
-    nf4, tile 64; int8, channelwise; f32
+    >>> print(Variant("nf4", 64), Variant("int8"), Variant("int8", act_qtype="int8"), sep="; ")
+    nf4, tile 64; int8, channelwise; int8 by int8
     """
 
     qtype: str | None = None
     tile_size: int | None = None
+    act_qtype: str | None = None
 
     def __str__(self) -> str:
         if self.qtype is None:
             return "f32"
+        if self.act_qtype is not None:
+            return f"{self.qtype} by {self.act_qtype}"
         tile = "channelwise" if self.tile_size is None else f"tile {self.tile_size}"
         return f"{self.qtype}, {tile}"
 
@@ -45,12 +50,19 @@ class Variant:
         """Returns it with the largest part of the tile that divides what the model contracts."""
         if self.tile_size is None:
             return self
-        return Variant(self.qtype, math.gcd(self.tile_size, *model.contracted))
+        return replace(self, tile_size=math.gcd(self.tile_size, *model.contracted))
 
 
 DENSE = Variant()
 NF4 = Variant("nf4", 64)
-VARIANTS = (DENSE, Variant("int8"), NF4, Variant("int4", 32), Variant("int4", 128))
+VARIANTS = (
+    DENSE,
+    Variant("int8"),
+    Variant("int8", act_qtype="int8"),
+    NF4,
+    Variant("int4", 32),
+    Variant("int4", 128),
+)
 
 
 @dataclass(frozen=True)
@@ -79,8 +91,9 @@ def quantise(model: Model, variant: Variant) -> Params:
     params = jax.device_put(model.params)
     if variant.qtype is None:
         return params
-    weights = vn.quant.Rule(r".*weight", variant.qtype, tile_size=variant.tile_size, tile_axis=-1)
-    return vn.quant.quantize_tree(params, [weights])
+    rule = partial(vn.quant.Rule, qtype=variant.qtype, tile_size=variant.tile_size, tile_axis=-1)
+    tables = rule(r"embeddings\..*weight")  # whose rows are looked up, and meet no activation
+    return vn.quant.quantize_tree(params, [tables, rule(".*weight", act_qtype=variant.act_qtype)])
 
 
 def compiled(model: Model) -> Encode:

@@ -14,7 +14,11 @@ _COLOUR = {None: "#8c6d46", "int8": "#2a6f97", "nf4": "#c8553d", "int4": "#58815
 
 
 def save(measurements: Sequence[Measurement], path: Path) -> None:
-    """Writes a PNG of megabytes, on a logarithmic axis, against mean cosine to f32."""
+    """Writes a PNG of megabytes, on a logarithmic axis, against mean cosine to f32.
+
+    Variants that differ from another in their activations alone are left out: they are as large.
+    """
+    measurements = [row for row in measurements if row.variant.act_qtype is None]
     # Not pyplot, which looks for a display and keeps figures alive.
     figure = Figure(figsize=(7.2, 4.4), dpi=160, layout="constrained")
     FigureCanvasAgg(figure)
