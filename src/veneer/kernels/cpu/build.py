@@ -1,28 +1,20 @@
-"""Kernels as FFI targets: compiled at first use, kept on disk, and known to XLA by name.
+"""Kernels as FFI targets: compiled at first use, and known to XLA by name.
 
-Numba compiles a kernel once a machine. What it made is an object file in the cache (`$VENEER_CACHE`
-or `veneer` in the user's cache directory, which nobody else should be able to write: its code is
-run); later processes load that with LLVM alone, in a fraction of the time that importing Numba
-takes. A cache that cannot be read or written only means that it is compiled again.
+Numba compiles a kernel once a machine. What it made is an object file, which later processes load
+with LLVM alone: in a fraction of the time that importing Numba takes.
 """
 
-import contextlib
 import functools
-import hashlib
-import importlib.metadata
 import importlib.util
 import os
-import platform
 import sys
-import tempfile
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import ModuleType
+from collections.abc import Callable
 
 import jax
 
-from .ffi_header import header, header_text
+from .cache import cached
+from .ffi_header import header
 
 _lock = threading.RLock()
 _registered: set[str] = set()
@@ -77,10 +69,22 @@ def target(name: str) -> str:
     >>> build.target("veneer_rows_int8")
     'veneer_rows_int8'
     """
+    return registered(name, lambda: _compiled(name))
+
+
+def registered(name: str, compile: Callable[[], bytes]) -> str:
+    """Makes the C function of this name in an object file a target, and returns the name.
+
+    **Arguments:**
+
+    - `compile`: returns the object file, if the cache has none.
+    """
     with _lock:
         if name not in _registered:
+            from . import machine_code  # which imports LLVM
+
             _load_shared_code()
-            address = _loaded(name, lambda targets: targets.kernel_code(name))
+            address = machine_code.load(cached(name, compile), name)
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(address), platform="cpu")
             _registered.add(name)
     return name
@@ -90,74 +94,11 @@ def target(name: str) -> str:
 def _load_shared_code() -> None:
     from . import machine_code
 
-    name = "veneer_handle"
-    address = _loaded(name, lambda targets: targets.shared_code())
-    machine_code.name_address(name, address)
+    code = cached("veneer_handle", lambda: _compiled("veneer_handle"))
+    machine_code.name_address("veneer_handle", machine_code.load(code, "veneer_handle"))
 
 
-def _loaded(name: str, compile: Callable[[ModuleType], bytes]) -> int:
-    """The address of a function: of code from the cache, or compiled now and then put there."""
-    from . import machine_code
+def _compiled(name: str) -> bytes:
+    from . import targets  # which imports Numba
 
-    file = _cache_directory() / f"{name}-{_fingerprint()}.o"
-    try:
-        code = _read(file)
-    except (OSError, ValueError):
-        from . import targets
-
-        code = compile(targets)
-        with contextlib.suppress(OSError):
-            _write(file, code)
-    return machine_code.load(code, name)
-
-
-def _cache_directory() -> Path:
-    own = os.environ.get("VENEER_CACHE")
-    shared = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return (Path(own) if own else Path(shared) / "veneer") / "kernels"
-
-
-@functools.cache
-def _fingerprint() -> str:
-    """Of all that compiled code depends on."""
-    digest = hashlib.sha256()
-    for part in _dependencies():
-        digest.update(hashlib.sha256(part).digest())
-    return digest.hexdigest()[:32]
-
-
-def _dependencies() -> Iterator[bytes]:
-    from . import machine_code
-
-    for source in sorted(Path(__file__).parent.glob("*.py")):
-        yield source.read_bytes()
-    yield header_text().encode()
-    for package in ("numba", "llvmlite"):
-        yield importlib.metadata.version(package).encode()
-    yield f"{sys.version} {sys.platform} {platform.machine()}".encode()
-    yield machine_code.host().encode()
-    for key, value in sorted(os.environ.items()):
-        if key == "VENEER_KERNELS_ISA" or key.startswith("NUMBA_"):
-            yield f"{key}={value}".encode()
-
-
-def _read(file: Path) -> bytes:
-    """An object file that is whole: LLVM ends the process over one that is not."""
-    content = file.read_bytes()
-    digest, code = content[:32], content[32:]
-    if hashlib.sha256(code).digest() != digest:
-        raise ValueError(f"{file} is damaged")
-    return code
-
-
-def _write(file: Path, code: bytes) -> None:
-    """Writes an object file after its digest; who reads at the same time sees all of it or none."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, aside = tempfile.mkstemp(dir=file.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as output:
-            output.write(hashlib.sha256(code).digest() + code)
-        os.replace(aside, file)
-    except OSError:
-        os.unlink(aside)
-        raise
+    return targets.object_code(name)

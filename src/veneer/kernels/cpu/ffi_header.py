@@ -57,7 +57,7 @@ class Header:
         numbers = re.findall(r"#define XLA_FFI_API_M\w+ (\d+)", text)
         self.major_version, self.minor_version = map(int, numbers) if len(numbers) == 2 else (-1, 0)
         if self.major_version != MAJOR_VERSION:
-            raise ValueError(f"its version is not {MAJOR_VERSION}.*, but {'.'.join(numbers)}")
+            raise ValueError(f"its version is {'.'.join(numbers)}, and not {MAJOR_VERSION}")
         for struct, members in MEMBERS.items():
             for member in members.split():
                 self.offset(struct, member)

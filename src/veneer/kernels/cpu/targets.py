@@ -44,18 +44,15 @@ HANDLER = "veneer_handle"
 _NAME = re.compile(r"veneer_(integer_)?(rows|columns)_(\w+)")
 
 
-def shared_code() -> bytes:
-    """Returns the object file of what all kernels share, the C function `HANDLER`."""
-    file = ObjectFile()
-    file.export(HANDLER, handle)
-    return file.code()
-
-
-def kernel_code(name: str) -> bytes:
-    """Returns the object file of a kernel: of the target `veneer_rows_lookup4`, say.
+def object_code(name: str) -> bytes:
+    """Returns the object file of a target, `veneer_rows_lookup4` say, or of what all share.
 
     **Raises:** `KeyError` where there is no such target.
     """
+    if name == HANDLER:
+        file = ObjectFile()
+        file.export(HANDLER, handle)
+        return file.code()
     match = _NAME.fullmatch(name)
     if match is None or match[3] not in BITS:
         raise KeyError(f"there is no kernel {name}")

@@ -1,0 +1,91 @@
+"""A kernel that is slow and easy to read, to see whether it is called as it should be.
+
+It contracts the rows of int8 codes. A table that ends in 1 makes it say that there is no memory.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from veneer.kernels.cpu import build
+
+NAME = "veneer_test_rows_int8"
+COLUMNS = 16  # of a part
+
+
+def compile() -> bytes:
+    from veneer.kernels.cpu import job as words
+    from veneer.kernels.cpu import targets
+    from veneer.kernels.cpu.memory import load_f32, load_i8, set_word, store_f32, word
+    from veneer.kernels.cpu.native import native
+
+    @native
+    def prepare(job):
+        if load_f32(word(job, words.TABLE) + 4 * 15) == 1:
+            set_word(job, words.SCRATCH, -1)
+
+    @native
+    def count(job):
+        return word(job, words.BATCH) * (-(-word(job, words.C) // COLUMNS))
+
+    @native
+    def work(job, part):
+        m, r, c = word(job, words.M), word(job, words.R), word(job, words.C)
+        tr, tc = word(job, words.TR), word(job, words.TC)
+        parts = -(-c // COLUMNS)
+        batch, first = part // parts, part % parts * COLUMNS
+        for i in range(m):
+            for column in range(first, min(first + COLUMNS, c)):
+                total = 0.0
+                for row in range(r):
+                    x = load_f32(word(job, words.X) + 4 * ((batch * m + i) * r + row))
+                    code = load_i8(word(job, words.W) + (batch * r + row) * c + column)
+                    tile = (batch * (r // tr) + row // tr) * (c // tc) + column // tc
+                    scale = load_f32(word(job, words.SCALE) + 4 * tile)
+                    total += np.float64(x) * code * scale
+                store_f32(
+                    word(job, words.OUT) + 4 * ((batch * m + i) * c + column), np.float32(total)
+                )
+
+    @native
+    def finish(job):
+        pass
+
+    kernel = prepare, count, work, finish
+    return targets.code_of(kernel, NAME, bits=8, contracts_rows=True, is_integer=False)
+
+
+@functools.cache
+def target() -> str:
+    return build.registered(NAME, compile)
+
+
+def product(x, codes, scale, table=None):
+    """`x @ (codes * scale)` by the kernel, f32[B, M, N]."""
+    table = jnp.zeros(16) if table is None else table
+    shape = (*x.shape[:2], codes.shape[-1])
+    call = jax.ffi.ffi_call(target(), jax.ShapeDtypeStruct(shape, jnp.float32))
+    return jax.jit(call)(x, codes, scale, table)
+
+
+def operands(batch=1, m=3, r=64, c=100, tr=32, tc=4, seed=0):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(batch, m, r)).astype(np.float32)
+    codes = rng.integers(-128, 128, (batch, r, c), np.int8)
+    scale = rng.uniform(0.5, 2, (batch, r // tr, c // tc)).astype(np.float32)
+    return x, codes, scale
+
+
+def expected(x, codes, scale):
+    """The same in f64."""
+    tr, tc = (codes.shape[i] // scale.shape[i] if scale.shape[i] else 1 for i in (1, 2))
+    return x.astype(np.float64) @ (codes * scale.repeat(tr, 1).repeat(tc, 2).astype(np.float64))
+
+
+def check(*args, **sizes):
+    """Asserts that the kernel computes what it should."""
+    x, codes, scale = operands(*args, **sizes)
+    want = expected(x, codes, scale)
+    np.testing.assert_allclose(product(x, codes, scale), want, rtol=1e-5, atol=1e-3)

@@ -1,0 +1,128 @@
+"""What happens between XLA and a kernel: operands, threads, errors."""
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernels.cpu import plain_kernel as plain
+
+LARGE = {"m": 8, "r": 512, "c": 256}  # enough products to be shared between threads
+
+
+SMALL = {"m": 1, "tr": 64, "tc": 100}
+PARTS = {"batch": 3, "c": 33, "tc": 1}
+
+
+@pytest.mark.parametrize("sizes", [SMALL, PARTS, LARGE, LARGE | {"batch": 4}], ids=str)
+def test_a_kernel_gets_the_operands_of_its_call(sizes):
+    plain.check(**sizes)
+
+
+@pytest.mark.parametrize("empty", ["batch", "m", "r", "c"])
+def test_no_size_is_too_small(empty):
+    x, codes, scale = plain.operands(**{"batch": 1, "m": 2, "r": 4, "c": 4, empty: 0}, tr=1, tc=1)
+    result = plain.product(x, codes, scale)
+    np.testing.assert_array_equal(result, np.zeros((x.shape[0], x.shape[1], codes.shape[2])))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x, codes, scale: (x[:, :, 1:], codes, scale),
+        lambda x, codes, scale: (x[0], codes, scale),
+        lambda x, codes, scale: (x.astype(np.int32), codes, scale),
+        lambda x, codes, scale: (x, codes, np.zeros((1, 3, 25), np.float32)),
+        lambda x, codes, scale: (x, codes, scale, np.zeros(4, np.float32)),
+    ],
+)
+def test_operands_that_do_not_fit_are_an_error(change):
+    operands = change(*plain.operands())
+    if operands[0].ndim == 2:
+        shape = jax.ShapeDtypeStruct((3, 100), jnp.float32)
+        call = jax.ffi.ffi_call(plain.target(), shape)
+        with pytest.raises(jax.errors.JaxRuntimeError, match="operands do not fit together"):
+            call(*operands, jnp.zeros(16)).block_until_ready()
+        return
+    with pytest.raises(jax.errors.JaxRuntimeError, match="operands do not fit together"):
+        plain.product(*operands).block_until_ready()
+
+
+def test_a_kernel_that_finds_no_memory_is_an_error():
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no memory for what a kernel needs"):
+        plain.product(*plain.operands(), jnp.zeros(16).at[-1].set(1)).block_until_ready()
+
+
+def test_threads_may_call_at_the_same_time():
+    x, codes, scale = plain.operands(**LARGE)
+    want = plain.product(x, codes, scale)
+
+    def call(_):
+        return all(np.array_equal(plain.product(x, codes, scale), want) for _ in range(20))
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(call, range(8)))
+
+
+def test_a_program_may_call_many_times_at_once():
+    x, codes, scale = plain.operands(**LARGE)
+    shape = jax.ShapeDtypeStruct((1, 8, 256), jnp.float32)
+    call = jax.ffi.ffi_call(plain.target(), shape)
+
+    @jax.jit
+    def program(x):
+        return sum(call(x + i, codes, scale, jnp.zeros(16)) for i in range(16))
+
+    want = sum(plain.expected(x + np.float32(i), codes, scale) for i in range(16))
+    np.testing.assert_allclose(program(x), want, rtol=1e-4, atol=1e-1)
+
+
+def run(code: str, **environment: str) -> str:
+    """What a Python process of its own prints."""
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-c",
+        "from kernels.cpu import plain_kernel as plain\n" + code,
+    ]
+    path = os.pathsep.join(sys.path)
+    environment = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu", **environment}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("flags", ["", "--xla_cpu_multi_thread_eigen=false"])
+def test_one_cpu_is_enough(flags):
+    plain.target()  # compiled, for the other process to load
+    pin = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+    run(f"{pin}plain.check(batch=4, m=8, r=512, c=256)", XLA_FLAGS=flags)
+
+
+def test_a_process_that_has_used_kernels_may_fork():
+    plain.target()
+    run(
+        """
+import os, threading, numpy as np
+from veneer.kernels.cpu import build
+plain.check(m=8, r=512, c=256)
+locked = threading.Event()
+def hold():
+    with build._lock:
+        locked.set(); threading.Event().wait()
+threading.Thread(target=hold, daemon=True).start()
+locked.wait()
+child = os.fork()
+if child == 0:
+    assert np.ones(3) @ np.ones(3) == 3
+    plain.target.cache_clear(); plain.target()
+    os._exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+plain.check(m=8, r=512, c=256)
+"""
+    )
