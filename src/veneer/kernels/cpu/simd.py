@@ -121,15 +121,14 @@ def store_vector(builder: Any, value: Any, address: Any) -> None:
     builder.store(value, pointer(builder, address, value.type)).align = 1
 
 
-def repeated(builder: Any, number: Any) -> Any:
+def repeated(builder: Any, number: Any, count: int = LANES) -> Any:
     """A vector of one number."""
-    type = ir.VectorType(number.type, LANES)
-    undefined = ir.Constant(type, ir.Undefined)
+    undefined = ir.Constant(ir.VectorType(number.type, count), ir.Undefined)
     first = builder.insert_element(undefined, number, I32(0))
-    return builder.shuffle_vector(first, undefined, ir.Constant(INTS, [0] * LANES))
+    return shuffled(builder, first, undefined, [0] * count)
 
 
-def constant(type: ir.VectorType, value: float) -> Any:
+def constant(type: ir.VectorType, value: int | float) -> Any:
     """A vector of one constant."""
     return ir.Constant(type, [value] * type.count)
 
@@ -346,7 +345,7 @@ def look_up(builder: Any, tables: Sequence[Any], indices: Any) -> Any:
 @instruction
 def converted(address, columns, kind):
     """Reads vectors of codes of 8 bits: `kind` is int8, uint8, float8_e4m3fn or float8_e5m2."""
-    convert = _CONVERSIONS[kind.literal_value]
+    convert = CONVERSIONS[kind.literal_value]
     block = Block("f32", 1, columns.literal_value)
 
     def emit(builder, address, *_):
@@ -398,7 +397,7 @@ def _from_e5m2(builder: Any, codes: Any) -> Any:
     return builder.bitcast(builder.or_(rest, sign), FLOATS)
 
 
-_CONVERSIONS = {
+CONVERSIONS = {
     "int8": _from_int8,
     "uint8": _from_uint8,
     "float8_e4m3fn": _from_e4m3fn,

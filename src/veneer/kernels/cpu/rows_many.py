@@ -1,0 +1,207 @@
+"""Rows contracted, many of them at once: a block of the matrix is decoded once for all rows of x.
+
+It stays in the first cache as f32, times its scales. Then it is like any product of dense matrices:
+a few rows of x times a few vectors of the block are summed up in registers. As scales are part of
+what is decoded, tiles may have any shape.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .decode import BITS, reader
+from .isa import LANES
+from .job import BATCH, OUT, ROW_BYTES, SCALE, TABLE, TC, TR, C, M, R, W, X
+from .memory import load_f32, load_i8, load_i32, stack, store_f32, store_i8, store_i32, word
+from .simd import add_scaled, compiled, load, load_table, outer, scaled, splat, store, zeros
+
+#: Columns that are worked on together, and rows that are decoded at once: 24 KB of f32.
+PANEL, BLOCK = 128, 48
+#: Rows of x that are multiplied at once, and vectors: as many sums as registers hold.
+_ROWS, _VECTORS = 6, {16: 4, 8: 2, 4: 2}[LANES]
+#: Rows of x in a part, at most: their results stay in the second cache.
+_PART = 192
+
+_BLOCK_BYTES, _ROW_BYTES, _SUMS_BYTES = (4 * rows * PANEL for rows in (BLOCK, 1, _ROWS))
+_ONE = np.float32(1)
+_FINITE = 0x7F800000  # the bits of infinity: those of finite numbers, without a sign, are less
+
+
+class Multiplier(NamedTuple):
+    """What multiplies with a panel of a matrix.
+
+    - `count(job)`: how many parts there are.
+    - `work(job, part)`: computes one.
+    - `add_product(job, batch, row, rows, column, first, last, y)`: adds what these rows of the
+      matrix and the panel at this column contribute to rows `first` to `last` of the result, the
+      first of which is at `y`.
+    """
+
+    count: Any
+    work: Any
+    add_product: Any
+
+
+@compiled
+def expand(job, batch, tile, column, columns, to):
+    """Writes the scale of each of some columns, of a row of tiles; returns if all are finite."""
+    tc = word(job, TC)
+    tiles = word(job, C) // tc
+    scale = word(job, SCALE) + 4 * tiles * (batch * (word(job, R) // word(job, TR)) + tile)
+    largest = 0
+    if tc == 1:
+        for c in range(columns):
+            bits = load_i32(scale + 4 * (column + c))
+            store_i32(to + 4 * c, bits)
+            largest = max(largest, bits & 0x7FFFFFFF)
+        return largest < _FINITE
+    c = 0
+    while c < columns:
+        number = (column + c) // tc
+        bits = load_i32(scale + 4 * number)
+        largest = max(largest, bits & 0x7FFFFFFF)
+        end = min(columns, (number + 1) * tc - column)
+        while c < end:
+            store_i32(to + 4 * c, bits)
+            c += 1
+    return largest < _FINITE
+
+
+@compiled
+def copy_rows(w, stride, rows, size, to, to_stride):
+    """Copies so many bytes of each row."""
+    for row in range(rows):
+        for byte in range(size):
+            store_i8(to + row * to_stride + byte, load_i8(w + row * stride + byte))
+
+
+@compiled
+def add_rows(address, stride, rows, columns, y, y_stride):
+    """Adds rows of f32 to others."""
+    for row in range(rows):
+        for column in range(columns):
+            place = y + row * y_stride + 4 * column
+            value = load_f32(place) + load_f32(address + row * stride + 4 * column)
+            store_f32(place, value)
+
+
+@compiled
+def clear(address, stride, rows, columns):
+    """Writes zeros to rows of f32."""
+    for row in range(rows):
+        for column in range(columns):
+            store_f32(address + row * stride + 4 * column, 0.0)
+
+
+def _product(rows: int, columns: int) -> Any:
+    """Makes the innermost loop: some rows of x times a block, that many vectors at a time."""
+
+    @compiled
+    def product(x, x_stride, w, depth, y, y_stride):
+        for column in range(0, PANEL, columns * LANES):
+            total = zeros(rows, columns)
+            for k in range(depth):
+                total = outer(
+                    total, x + 4 * k, x_stride, load(w + 4 * (k * PANEL + column), columns)
+                )
+            add_scaled(y + 4 * column, y_stride, total, splat(_ONE))
+
+    return product
+
+
+_product_of_many = _product(_ROWS, _VECTORS)
+_product_of_two = _product(2, 2 * _VECTORS)
+_product_of_one = _product(1, 2 * _VECTORS)
+
+
+@compiled
+def _multiply(x, x_stride, rows, w, depth, y, y_stride):
+    row = 0
+    while row + _ROWS <= rows:
+        _product_of_many(x + row * x_stride, x_stride, w, depth, y + row * y_stride, y_stride)
+        row += _ROWS
+    while row + 2 <= rows:
+        _product_of_two(x + row * x_stride, x_stride, w, depth, y + row * y_stride, y_stride)
+        row += 2
+    if row < rows:
+        _product_of_one(x + row * x_stride, x_stride, w, depth, y + row * y_stride, y_stride)
+
+
+@compiled
+def _multiply_tail(x, x_stride, rows, w, depth, y, y_stride, columns):
+    """The same where a panel has fewer columns than all: they are summed up elsewhere."""
+    sums = stack(_SUMS_BYTES)
+    for row in range(0, rows, _ROWS):
+        count = min(_ROWS, rows - row)
+        clear(sums, 4 * PANEL, count, PANEL)
+        _multiply(x + row * x_stride, x_stride, count, w, depth, sums, 4 * PANEL)
+        add_rows(sums, 4 * PANEL, count, columns, y + row * y_stride, y_stride)
+
+
+def multiplier(kind: str) -> Multiplier:
+    """Makes a kernel for codes of a kind."""
+    bits = BITS[kind]
+    decoded, ordered = reader(kind)
+    panel_bytes = PANEL * bits // 8
+    tail_bytes = BLOCK * panel_bytes
+    step = 4 if LANES == 16 else 2  # vectors that are decoded at once
+
+    @compiled
+    def decode(job, batch, row, rows, column, to):
+        stride, tr = word(job, ROW_BYTES), word(job, TR)
+        w = word(job, W) + (batch * word(job, R) + row) * stride + column * bits // 8
+        columns = min(PANEL, word(job, C) - column)
+        if columns < PANEL:  # what is behind the last column may be no memory at all
+            tail = stack(tail_bytes)
+            copy_rows(w, stride, rows, (columns * bits + 7) // 8, tail, panel_bytes)
+            w, stride = tail, panel_bytes
+        table = load_table(word(job, TABLE))
+        scales = stack(_ROW_BYTES)
+        start = 0
+        while start < rows:
+            tile = (row + start) // tr
+            end = min(rows, (tile + 1) * tr - row)
+            expand(job, batch, tile, column, columns, scales)
+            for c in range(0, PANEL, step * LANES):
+                scale = load(scales + 4 * c, step)
+                for k in range(start, end):
+                    codes = ordered(decoded(table, w + k * stride + c * bits // 8, step))
+                    store(to + 4 * (k * PANEL + c), scaled(codes, scale))
+            start = end
+
+    @compiled
+    def add_product(job, batch, row, rows, column, first, last, y):
+        block = stack(_BLOCK_BYTES)
+        x_stride, y_stride = 4 * word(job, R), 4 * word(job, C)
+        x = word(job, X) + (batch * word(job, M) + first) * x_stride
+        columns = min(PANEL, word(job, C) - column)
+        for k in range(row, row + rows, BLOCK):
+            depth = min(BLOCK, row + rows - k)
+            decode(job, batch, k, depth, column, block)
+            if columns == PANEL:
+                _multiply(x + 4 * k, x_stride, last - first, block, depth, y, y_stride)
+            else:
+                _multiply_tail(
+                    x + 4 * k, x_stride, last - first, block, depth, y, y_stride, columns
+                )
+
+    @compiled
+    def count(job):
+        panels = (word(job, C) + PANEL - 1) // PANEL
+        return word(job, BATCH) * panels * ((word(job, M) + _PART - 1) // _PART)
+
+    @compiled
+    def work(job, part):
+        panels = (word(job, C) + PANEL - 1) // PANEL
+        parts = (word(job, M) + _PART - 1) // _PART
+        column, rest = part % panels * PANEL, part // panels
+        number, batch = rest % parts, rest // parts
+        m = word(job, M)
+        size = (m + parts - 1) // parts
+        first, last = min(m, number * size), min(m, (number + 1) * size)
+        y_stride = 4 * word(job, C)
+        y = word(job, OUT) + (batch * m + first) * y_stride + 4 * column
+        clear(y, y_stride, last - first, min(PANEL, word(job, C) - column))
+        add_product(job, batch, 0, word(job, R), column, first, last, y)
+
+    return Multiplier(count, work, add_product)
