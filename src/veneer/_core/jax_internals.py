@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import array, core, custom_batching, source_info_util, traceback_util
+from jax._src import array, core, custom_batching, dispatch, source_info_util, traceback_util
 from jax._src import linear_util as lu
 from jax._src import xla_metadata as xla_metadata  # for its primitive, which we name
 from jax._src.ad_util import SymbolicZero, Zero
@@ -48,6 +48,7 @@ __all__ = [
     "is_zero",
     "jaxpr_as_fun",
     "known_entries",
+    "lowered_with_devices",
     "mapped_axis",
     "open_jaxpr",
     "register_serialization",
@@ -60,6 +61,7 @@ __all__ = [
     "transform_flat_function",
     "user_line",
     "user_place",
+    "vary_together",
     "varying_axes",
 ]
 
@@ -259,6 +261,25 @@ except ImportError:  # JAX < 0.12
 def varying_axes(x: Any) -> frozenset[str]:
     """The manual mesh axes along which an array inside a shard_map may differ, by its type."""
     return jax.typeof(x).mat.varying
+
+
+def vary_together(arrays: Sequence[Any]) -> list[Any]:
+    """Arrays that vary along the same manual axes: those along which any of them does.
+
+    As JAX has the operands of its own primitives, where a shard_map keeps account of that.
+    """
+    axes = [varying_axes(x) for x in arrays]
+    union = frozenset[str]().union(*axes)
+    pvary = find_primitive("pvary")
+    return [
+        pvary.bind(x, axes=tuple(sorted(union - own))) if own != union else x
+        for x, own in zip(arrays, axes, strict=True)
+    ]
+
+
+def lowered_with_devices(primitive: Primitive) -> None:
+    """Has a primitive of ours told of the devices as it is lowered."""
+    dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
 class _Absent:

@@ -2,7 +2,8 @@
 
 import dataclasses
 
-_BYTES = ("int8", "uint8", "float8_e4m3fn", "float8_e5m2")
+#: The dtypes of codes of 8 bits.
+BYTES = ("int8", "uint8", "float8_e4m3fn", "float8_e5m2")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,10 +34,10 @@ class Codes:
 
     def __post_init__(self) -> None:
         narrow = self.bits in (1, 2, 4) and not self.dtype and len(self.values) == 2**self.bits
-        if not narrow and not (self.bits == 8 and self.dtype in _BYTES and not self.values):
+        if not narrow and not (self.bits == 8 and self.dtype in BYTES and not self.values):
             raise ValueError(
                 f"no kernel has codes of {self.bits} bits with dtype {self.dtype!r} and "
-                f"{len(self.values)} values: 8 bits have one of {', '.join(_BYTES)}, and 1, 2 and "
+                f"{len(self.values)} values: 8 bits have one of {', '.join(BYTES)}, and 1, 2 and "
                 "4 have no dtype and a value a code"
             )
 

@@ -4,6 +4,8 @@ Where a scale does not vary along the contracting axes it can be taken out of th
 `sum_k x[k] * (codes[k, n] * scale[n]) = (sum_k x[k] * codes[k, n]) * scale[n]`. Then the codes are
 contracted as they are, and it is the output that is scaled. Where it varies, and the codes of both
 operands can be multiplied, that is done for each tile. Otherwise an operand is dequantised.
+
+That is what XLA computes. Where there is a kernel for the product (`native`), it is the reference.
 """
 
 import dataclasses
@@ -20,6 +22,7 @@ from ..._core.array import ImplicitArray
 from ..._core.policy import note_how
 from ..._core.rules import register
 from ..qarray import QUANTISABLE, QArray
+from . import native
 from .contraction import Contraction, DotDimensionNumbers
 from .operands import (
     accumulator,
@@ -54,7 +57,8 @@ def dot_general(
 ) -> jax.Array:
     """Does what `jax.lax.dot_general` does; either operand, or both, may be a `QArray`.
 
-    Two operands of integer formats are multiplied as integers and summed exactly, with their zero
+    Where there is a kernel for the product, that reads codes as they are stored. By XLA, two
+    operands of integer formats are multiplied as integers and summed exactly, with their zero
     points; two of float8 formats as they are. Where an axis that is summed is tiled, that is done
     for each tile, if tiles are large, and of whatever size on the two sides. Otherwise operands are
     dequantised within the product. Those of 16 bits are summed in f32. `vn.explain` shows what is
@@ -75,6 +79,25 @@ def dot_general(
     """
     contraction = Contraction(dimension_numbers, precision, preferred_element_type, out_sharding)
     lhs, rhs = as_operand(lhs), as_operand(rhs)
+    found = _native(lhs, rhs, contraction)
+    return _by_xla(lhs, rhs, contraction) if found is None else found.compute()
+
+
+def _native(
+    lhs: jax.Array | QArray, rhs: jax.Array | QArray, contraction: Contraction
+) -> native.Native | None:
+    return native.find(
+        lhs,
+        rhs,
+        contraction,
+        by_xla=_by_xla,
+        on_codes=_on_codes(lhs, rhs, contraction) is not None,
+    )
+
+
+def _by_xla(
+    lhs: jax.Array | QArray, rhs: jax.Array | QArray, contraction: Contraction
+) -> jax.Array:
     _, way = _way(lhs, rhs, contraction)
     return way(lhs, rhs, contraction)
 
@@ -91,12 +114,9 @@ def _way(
         return "dequantised, for precision fixes the types", _of_dense
     if out_dtype not in QUANTISABLE or contraction.terms(lhs) == 0:
         return "dequantised", _of_dense
-    if isinstance(lhs, QArray) and isinstance(rhs, QArray):
-        kind = _codes_multiplied(lhs, rhs, out_dtype)
-        if kind is not None:
-            way = _way_of_codes(kind, lhs, rhs, contraction)
-            if way is not None:
-                return way
+    on_codes = _on_codes(lhs, rhs, contraction)
+    if on_codes is not None:
+        return on_codes
     if not may_scale_outside(lhs, rhs, out_dtype, contraction.precision):
         return f"dequantised, for {lhs.dtype.name} meets {rhs.dtype.name}", _of_dense
     sides = zip(("lhs", "rhs"), (lhs, rhs), (0, 1), strict=True)
@@ -107,6 +127,16 @@ def _way(
         if why is not None
     ]
     return ", ".join(hows), _of_values
+
+
+def _on_codes(
+    lhs: jax.Array | QArray, rhs: jax.Array | QArray, contraction: Contraction
+) -> tuple[str, _Product] | None:
+    """Returns the way that multiplies the codes of both operands, or None where there is none."""
+    if not (isinstance(lhs, QArray) and isinstance(rhs, QArray)) or contraction.terms(lhs) == 0:
+        return None
+    kind = _codes_multiplied(lhs, rhs, contraction.out_dtype(lhs, rhs))
+    return None if kind is None else _way_of_codes(kind, lhs, rhs, contraction)
 
 
 def _codes_multiplied(lhs: QArray, rhs: QArray, out_dtype: jnp.dtype) -> str | None:
@@ -249,6 +279,10 @@ def _dot_general(lhs: ArrayLike | QArray, rhs: ArrayLike | QArray, **params: Any
     contraction = Contraction(**params)
     lhs, rhs = as_operand(lhs), as_operand(rhs)
     how, way = _way(lhs, rhs, contraction)
+    found = _native(lhs, rhs, contraction)
+    if found is not None:
+        note_how(f"CPU kernel {found.target.removeprefix('veneer_')}, else {how}")
+        return found.compute()
     note_how(how)
     product: Callable[..., jax.Array] = functools.partial(way, contraction=contraction)
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((lhs, rhs))):

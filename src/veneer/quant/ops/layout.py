@@ -241,7 +241,14 @@ def _split(q: QArray, *, sizes, axis) -> Any:
 
 @register("reshape")
 def _reshape(q: QArray, *, new_sizes, dimensions=None, sharding=None) -> Any:
-    if dimensions is not None or sharding is not None or q.size == 0:
+    if dimensions is not None or sharding is not None:
+        return NotImplemented
+    return reshape(q, tuple(new_sizes))
+
+
+def reshape(q: QArray, new_sizes: Shape) -> Any:
+    """Returns a QArray of another shape, or NotImplemented where a tile or a byte would be cut."""
+    if q.size == 0:
         return NotImplemented
     q = without_needless_packing(q)
     packed_axis = -1 if q.packing is None else _reshaped_packed_axis(q, new_sizes)

@@ -1,0 +1,167 @@
+"""Which implementation computes a product with a stored matrix.
+
+`TABLE` says which kernels there are, and for what each is used. Where none is, or the environment
+variable `VENEER_KERNELS` or `use` says "xla", it is XLA that computes what the reference does.
+"""
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal, get_args
+
+import jax
+
+from .codes import BYTES, Codes
+from .cpu import build
+
+Choice = Literal["auto", "xla"]
+
+# A user context and not a context variable: JAX traces a jitted function anew when it changes.
+_choice = jax.make_user_context(None)
+
+
+@contextmanager
+def use(choice: Choice) -> Iterator[None]:
+    """Says how products with stored matrices are computed, in what is traced within.
+
+    **Arguments:**
+
+    - `choice`: "auto", by the kernels of the platform where they are faster; or "xla". Outside of
+      any `use` it is what the environment variable `VENEER_KERNELS` holds, and else "auto".
+
+    **Raises:** `ValueError` for another choice.
+
+    >>> import jax.numpy as jnp, veneer as vn
+    >>> from veneer import kernels
+    >>> x, w = jnp.ones((2, 256)), vn.quant.quantize(jnp.eye(256), "int8", channelwise_axes=[1])
+    >>> with kernels.use("xla"):
+    ...     print(vn.explain(jnp.matmul)(x, w).events[0].how)
+    rhs scaled outside
+    """
+    with _choice(_checked(choice, "kernels.use")):
+        yield
+
+
+def chosen() -> Choice:
+    """Returns the choice in force.
+
+    **Raises:** `ValueError` where the environment variable `VENEER_KERNELS` holds none.
+    """
+    return _choice.value or _checked(os.environ.get("VENEER_KERNELS") or "auto", "VENEER_KERNELS")
+
+
+def _checked(choice: str, source: str) -> Choice:
+    if choice not in get_args(Choice):
+        raise ValueError(f"{source} is 'auto' or 'xla', not {choice!r}")
+    return choice  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a choice depends on, beside the codes: the product, as one of matrices.
+
+    **Arguments:**
+
+    - `contracting`: the side of the stored matrix that is summed over, "rows" or "columns".
+    - `activations`: what it meets, "float" or "int8".
+    - `m`, `k`, `n`: the sizes of the product `[m, k] x [k, n]`.
+    - `tile`: how many neighbours share a scale along the sum.
+    """
+
+    contracting: str
+    activations: str
+    m: int
+    k: int
+    n: int
+    tile: int
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A row of the table: a kernel, and the products that it is used for.
+
+    **Arguments:**
+
+    - `target`: what it is called where it is built, with the place of the kind of codes.
+    - `least_entries`: of the stored matrix: a smaller one is multiplied sooner by XLA.
+    - `least_tile`: along the sum: each tile costs a multiplication by its scale.
+    """
+
+    platform: str
+    contracting: str
+    activations: str
+    target: str
+    kinds: tuple[str, ...]
+    least_entries: int
+    least_tile: int = 1
+
+
+_LOOKUPS = ("lookup1", "lookup2", "lookup4")
+_INTEGERS = (*_LOOKUPS, "int8", "uint8")
+_FLOATS = (*_LOOKUPS, *BYTES)
+
+#: The first row that fits is taken.
+TABLE = (
+    Kernel("cpu", "rows", "float", "veneer_rows_{}", _FLOATS, 1 << 14),
+    Kernel("cpu", "columns", "float", "veneer_columns_{}", _FLOATS, 1 << 14),
+    Kernel("cpu", "rows", "int8", "veneer_integer_rows_{}", _INTEGERS, 1 << 14),
+    Kernel("cpu", "columns", "int8", "veneer_integer_columns_{}", _INTEGERS, 1 << 14),
+)
+
+
+def may_serve(platform: str, entries: int) -> bool:
+    """Returns whether some kernel of a platform is for stored matrices of so many entries."""
+    return any(entries >= row.least_entries for row in TABLE if row.platform == platform)
+
+
+def find(platform: str, codes: Codes, shape: Shape) -> str | None:
+    """Returns the target of the kernel for a product, or None where XLA computes it.
+
+    >>> from veneer.kernels import select
+    >>> from veneer.kernels.codes import Codes
+    >>> select.find("cpu", Codes(8, "int8"), select.Shape("rows", "float", 1, 4096, 4096, 4096))
+    'veneer_rows_int8'
+    """
+    for kernel in TABLE:
+        if _serves(kernel, platform, codes, shape):
+            return kernel.target.format(codes.kind)
+    return None
+
+
+def _serves(kernel: Kernel, platform: str, codes: Codes, shape: Shape) -> bool:
+    return (
+        (kernel.platform, kernel.contracting, kernel.activations)
+        == (platform, shape.contracting, shape.activations)
+        and codes.kind in kernel.kinds
+        and (shape.activations == "float" or codes.is_integer)
+        and shape.k * shape.n >= kernel.least_entries
+        and shape.tile >= kernel.least_tile
+    )
+
+
+def built(target: str) -> bool:
+    """Returns whether a kernel can be called in this process, which may compile it.
+
+    Where it cannot, a warning says why, once.
+    """
+    reason = build.available()
+    if reason is None:
+        try:
+            build.target(target)
+        except Exception as error:  # whatever Numba, LLVM or a file system may come up with
+            reason = f"compiling {target} failed: {error!r}"
+    if reason is not None:
+        _warn(reason)
+    return reason is None
+
+
+@cache
+def _warn(reason: str) -> None:
+    warnings.warn(
+        f"products with quantised weights are left to XLA, which is slower on CPU: {reason} "
+        "(VENEER_KERNELS=xla says that this is meant)",
+        stacklevel=2,
+    )

@@ -1,0 +1,209 @@
+"""How a product with a stored matrix is cut over devices.
+
+Each device runs the kernel on its own part. In a `shard_map` the parts are there already. Under
+`jit`, the partitioner is told by a rule how the axes of operands and result go together, and asks
+for what one device computes:
+
+- batch, rows of activations and the axis of the matrix that is not summed are cut freely;
+- where the axis that is summed is cut, results are added up over the devices;
+- neither a byte, which has several codes, nor a tile, which has one scale, is cut. Where the
+  partitioner would, that axis is whole on every device.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.interpreters import mlir
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from .matmul import Operands, Product, by_kernel, by_reference, on_cpu_p, operands_of
+
+
+def way_of(ctx: Any) -> Callable[..., jax.Array]:
+    """Returns how a product is computed on the devices that a program is lowered for."""
+    axes = ctx.module_context.axis_context
+    if isinstance(axes, mlir.SPMDAxisContext):  # a shard_map
+        whole = set(axes.manual_axes) == set(axes.mesh.axis_names)
+        return by_kernel if whole else by_reference
+    if isinstance(axes, mlir.ShardingContext) and axes.num_devices > 1:
+        return _partitioned
+    return by_kernel
+
+
+def _partitioned(*arrays: Any, product: Product, present: Sequence[bool]) -> jax.Array:
+    # What is cut is looked at for its type alone.
+    cut = custom_partitioning(lambda *xs: on_cpu_p.bind(*xs, product=product, present=present))
+    rule, sizes, summed = sharding_rule(arrays, product, present)
+    cut.def_partition(
+        functools.partial(_partition, product, present),
+        sharding_rule=rule,
+        reduction_factors=summed,
+        **sizes,
+    )
+    return cut(*arrays)
+
+
+# The rule: an axis is a product of factors, from the slowest to the fastest, and axes that are cut
+# together begin with the same ones.
+
+
+def sharding_rule(
+    arrays: Sequence[Any], product: Product, present: Sequence[bool]
+) -> tuple[str, dict[str, int], tuple[str, ...]]:
+    """Returns a sharding rule, the sizes of factors that are no axis by themselves, and the summed.
+
+    >>> import jax
+    >>> from veneer.kernels import Codes, Product
+    >>> product = Product(Codes(4, values=(0.0,) * 16), 64, "rows", "float32", 0, print)
+    >>> shapes = ((1, 2, 256), "float32"), ((1, 256, 32), "uint8"), ((1, 8, 64), "float32")
+    >>> arrays = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+    >>> sharding_rule(arrays, product, (True, True, True, False, False))
+    ('b m (r0 r1), b (r0 r1) c0, b r0 (c0 c1) -> b m (c0 c1)', {'r1': 32, 'c1': 2}, ('r0', 'r1'))
+    """
+    operands = operands_of(arrays, present)
+    tiles = _tiles(operands)
+    _, rows, row_bytes = operands.packed.shape
+    factors = {
+        "rows": _factors("r", {rows, tiles[0]}),
+        "columns": _factors("c", {product.columns, row_bytes, tiles[1]}),
+    }
+    axes = _axes(product, present)
+    _, m, n = product.out_shape(operands.x, operands.packed)
+    shapes = [x.shape for x in arrays] + [(operands.x.shape[0], m, n)]
+    sizes: dict[str, int] = {"b": 0, "m": 0}  # known by arrays
+    written = []
+    for i, (names, shape) in enumerate(zip(axes, shapes, strict=True)):
+        dimensions = []
+        for j, (name, size) in enumerate(zip(names, shape, strict=True)):
+            # An axis of 1 is never cut, and goes with no other.
+            made_of = factors[name].get(size, {f"one{i}{j}": 1}) if name in factors else {name: 0}
+            sizes |= made_of
+            dimensions.append(made_of)
+        written.append(dimensions)
+    alone = {name for dimensions in written for d in dimensions if len(d) == 1 for name in d}
+    *of_operands, of_result = (" ".join(map(_written, dimensions)) for dimensions in written)
+    return (
+        f"{', '.join(of_operands)} -> {of_result}",
+        {name: size for name, size in sizes.items() if name not in alone},
+        tuple(
+            name for name in sizes if name in set().union(*factors[product.contracting].values())
+        ),
+    )
+
+
+def _axes(product: Product, present: Sequence[bool]) -> list[tuple[str, str, str]]:
+    """What the axes of each operand and of the result are."""
+    other = {"rows": "columns", "columns": "rows"}[product.contracting]
+    matrix = ("b", "rows", "columns")
+    of_operands = Operands(("b", "m", product.contracting), matrix, matrix, matrix, ("b", "m"))
+    here = [axes for axes, there in zip(of_operands, present, strict=True) if there]
+    return [*here, ("b", "m", other)]
+
+
+def _factors(prefix: str, counts: set[int]) -> dict[int, dict[str, int]]:
+    """The factors, with their sizes, of axes that follow one axis, by how many entries they have.
+
+    Where one's entries do not each go with as many of another's, they have no factors in common.
+    """
+    found: dict[int, dict[str, int]] = {}
+    before, made_of = 1, dict[str, int]()
+    for count in sorted(counts - {1}):
+        if count % before:
+            return {count: {f"{prefix}{i}": count} for i, count in enumerate(sorted(counts))}
+        made_of = {**made_of, f"{prefix}{len(made_of)}": count // before}
+        found[count], before = made_of, count
+    return found
+
+
+def _written(factors: dict[str, int]) -> str:
+    names = " ".join(factors)
+    return f"({names})" if len(factors) > 1 else names
+
+
+def _tiles(operands: Operands) -> tuple[int, int]:
+    """How many tiles there are along rows and columns, of what varies most."""
+    leaves = [x for x in (operands.scale, operands.zero_point) if x is not None]
+    return max(x.shape[1] for x in leaves), max(x.shape[2] for x in leaves)
+
+
+# What one device computes.
+
+
+def _partition(
+    product: Product, present: Sequence[bool], mesh: Any, arg_shapes: Any, result_shape: Any
+) -> tuple[Any, Callable[..., jax.Array], NamedSharding, tuple[NamedSharding, ...]]:
+    operands = operands_of(arg_shapes, present)
+    cuts = _cuts(operands, result_shape, product, mesh)
+    shapes = [x.shape for x in arg_shapes]
+    *of_operands, of_result = (
+        P(*(cuts[name] if size != 1 else None for name, size in zip(names, shape, strict=True)))
+        for names, shape in zip(_axes(product, present), [*shapes, result_shape.shape], strict=True)
+    )
+    summed = cuts[product.contracting]
+    parts = _parts(cuts["columns"], mesh)
+    local = dataclasses.replace(product, columns=product.columns // parts)
+    if summed:  # rounded once, when it is whole
+        local = dataclasses.replace(local, out_dtype="float32")
+
+    def on_one_device(*arrays: jax.Array) -> jax.Array:
+        out = by_kernel(*arrays, product=local, present=present)
+        return jax.lax.psum(out, summed).astype(product.out_dtype) if summed else out
+
+    placed = [NamedSharding(mesh, spec) for spec in (*of_operands, of_result)]
+    return mesh, on_one_device, placed[-1], tuple(placed[:-1])
+
+
+_Cut = tuple[str, ...] | None  # the axes of a mesh
+
+
+def _cuts(operands: Operands, result: Any, product: Product, mesh: Any) -> dict[str, _Cut]:
+    """How each axis is cut: as the result is, or else as operands are, where nothing is split."""
+    counts = {
+        "b": [operands.x.shape[0]],
+        "m": [operands.x.shape[1]],
+        "rows": [operands.packed.shape[1]],
+        "columns": [product.columns, operands.packed.shape[2]],
+    }
+    for name, count in zip(("rows", "columns"), _tiles(operands), strict=True):
+        if count > 1:
+            counts[name].append(count)
+    if product.columns % (8 // product.codes.bits):
+        counts["columns"].append(1)  # the last byte is partly empty
+    asked = {
+        "b": (_asked(result, 0), _asked(operands.packed, 0), _asked(operands.x, 0)),
+        "m": (_asked(result, 1), _asked(operands.x, 1)),
+        "rows": (_asked(operands.packed, 1),),
+        "columns": (_asked(operands.packed, 2),),
+    }
+    other = {"rows": "columns", "columns": "rows"}[product.contracting]
+    asked[other] = (_asked(result, 2), *asked[other])
+    asked[product.contracting] += (_asked(operands.x, 2),)
+    cuts: dict[str, _Cut] = {}
+    taken = set[str]()
+    for name in ("b", other, "m", product.contracting):
+        fits = (
+            cut
+            for cut in asked[name]
+            if cut
+            and not taken & set(cut)
+            and all(n % _parts(cut, mesh) == 0 for n in counts[name])
+        )
+        cuts[name] = next(fits, None)
+        taken |= set(cuts[name] or ())
+    return cuts
+
+
+def _asked(x: Any, axis: int) -> _Cut:
+    spec = getattr(x.sharding, "spec", ())
+    entry = spec[axis] if axis < len(spec) else None
+    return (entry,) if isinstance(entry, str) else entry
+
+
+def _parts(cut: _Cut, mesh: Any) -> int:
+    return math.prod(mesh.shape[name] for name in cut or ())
