@@ -1,0 +1,149 @@
+"""The f32 kernel that contracts columns, against the same in float64."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from kernels.cpu.driver import BITS, columns_contracted, guarded, run, stored
+
+from veneer.kernels.cpu import columns, isa
+
+# A sum of n terms in f32, in any order, is off by a few roundings of the sum of their sizes.
+TOLERANCE = 1e-6
+
+
+def product(kind, x, w, threads=1):
+    out = np.full((x.shape[0], x.shape[1], w.packed.shape[1]), np.nan, np.float32)
+    run(columns.kernel(kind), x, w, out, threads=threads)
+    return out
+
+
+def activations(*shape):
+    return np.random.default_rng(1).normal(size=shape).astype(np.float32)
+
+
+def check(kind, batch, m, shape, tile):
+    w = stored(kind, (batch, *shape), tile)
+    x = activations(batch, m, shape[1])
+    expected, sizes = columns_contracted(x, w)
+    assert np.all(np.abs(product(kind, x, w) - expected) <= TOLERANCE * sizes)
+
+
+@pytest.mark.parametrize(
+    ("shape", "tile"),
+    [
+        ((13, 1024), (1, 1024)),  # one scale a row
+        ((13, 1024), (1, 512)),  # a tile is panels
+        ((13, 1024), (1, 256)),
+        ((7, 1024), (1, 128)),
+        ((7, 1024), (1, 64)),  # a panel is tiles, but for few bits
+        ((50, 640), (1, 32)),
+        ((8, 64), (1, 8)),
+        ((6, 96), (1, 3)),  # they have nothing to do with each other
+        ((6, 480), (1, 96)),
+        ((64, 200), (32, 1)),  # the other dimension has tiles
+        ((50, 300), (50, 1)),
+        ((6, 128), (2, 1)),
+        ((12, 300), (3, 100)),  # both have
+        ((5, 15), (1, 1)),
+        ((1, 1), (1, 1)),
+        ((99, 33), (1, 33)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", BITS)
+def test_tiles_of_all_shapes(kind, shape, tile):
+    for m in (1, 8):
+        check(kind, 1, m, shape, tile)
+
+
+@pytest.mark.parametrize("kind", ["lookup4", "int8"])
+@pytest.mark.parametrize("m", [*range(1, 18), 40])
+def test_any_number_of_rows(kind, m):
+    check(kind, 2, m, (51, 320), (1, 64))
+
+
+@pytest.mark.parametrize("m", [1, 2, 8])
+@pytest.mark.parametrize("kind", ["lookup1", "lookup4", "uint8"])
+def test_rows_of_x_that_no_cache_holds(kind, m):
+    """So that they are multiplied a few panels at a time, of which the last is not whole."""
+    check(kind, 1, m, (5, 16400), (1, 16400))
+    check(kind, 1, m, (5, 16400), (5, 1))
+
+
+@pytest.mark.parametrize("kind", ["lookup2", "lookup4", "int8", "float8_e5m2"])
+@pytest.mark.parametrize("tile", [(1, 301), (5, 1), (1, 43)], ids=str)
+def test_nothing_outside_of_arrays_is_touched(kind, tile):
+    w = stored(kind, (2, 50, 301), tile)
+    x = activations(2, 3, 301)
+    expected, sizes = columns_contracted(x, w)
+    for at_end in (True, False):
+        fields = {"packed": w.packed, "scale": w.scale, "table": w.table}
+        inside = w._replace(**{name: guarded(a, at_end) for name, a in fields.items()})
+        out = guarded(np.full((2, 3, 50), np.nan, np.float32), at_end)
+        run(columns.kernel(kind), guarded(x, at_end), inside, out)
+        assert np.all(np.abs(out - expected) <= TOLERANCE * sizes)
+
+
+def test_addresses_need_no_alignment():
+    w = stored("lookup4", (1, 20, 320), (1, 64))
+    x = activations(1, 5, 320)
+    w = w._replace(packed=guarded(w.packed, offset=1), scale=guarded(w.scale, offset=4))
+    expected, sizes = columns_contracted(x, w)
+    assert np.all(np.abs(product("lookup4", guarded(x, offset=4), w) - expected) <= 1e-6 * sizes)
+
+
+@pytest.mark.parametrize("kind", ["lookup4", "int8", "float8_e4m3fn"])
+def test_what_is_not_finite_stays_in_its_row(kind):
+    w = stored(kind, (1, 50, 301), (1, 301))
+    x = activations(1, 9, 301)
+    plain = product(kind, x, w)
+    x[0, 3, 300], x[0, 8, 0] = np.inf, np.nan
+    spoilt = product(kind, x, w)
+    rows = [0, 1, 2, 4, 5, 6, 7]
+    np.testing.assert_array_equal(spoilt[:, rows], plain[:, rows])
+    assert np.isnan(spoilt[0, 8]).all()
+    with np.errstate(invalid="ignore"):
+        expected, _ = columns_contracted(x[:, 3:4], w)
+    np.testing.assert_array_equal(spoilt[0, 3], expected[0, 0])
+
+
+@pytest.mark.parametrize("kind", ["float8_e4m3fn", "float8_e5m2"])
+def test_codes_that_are_not_finite_stay_in_theirs(kind):
+    w = stored(kind, (1, 50, 33), (1, 33))
+    x = np.abs(activations(1, 5, 33))
+    plain = product(kind, x, w)
+    w.packed[0, 20, 0] = 0x7F  # the first of its row, which follows the tail of another
+    spoilt = product(kind, x, w)
+    rows = [r for r in range(50) if r != 20]
+    np.testing.assert_array_equal(spoilt[..., rows], plain[..., rows])
+    assert np.isnan(spoilt[..., 20]).all()
+
+
+def test_threads_change_no_number():
+    w = stored("lookup4", (2, 500, 320), (1, 32))
+    x = activations(2, 30, 320)
+    np.testing.assert_array_equal(product("lookup4", x, w), product("lookup4", x, w, threads=3))
+
+
+_OTHER = """
+from kernels.cpu.test_columns import check
+for m in (1, 2, 3, 9, 40):
+    for shape, tile in [((51, 320), (1, 64)), ((9, 300), (9, 1)), ((9, 256), (1, 128))]:
+        check({kind!r}, 1, m, shape, tile)
+"""
+
+
+@pytest.mark.parametrize(("name", "kind"), [("avx2", "lookup4"), ("portable", "float8_e4m3fn")])
+def test_other_instructions(name, kind):
+    """Which a process can choose once alone."""
+    try:
+        isa.chosen(name)
+    except ValueError as reason:
+        pytest.skip(str(reason))
+    here = os.path.abspath("tests")
+    path = os.pathsep.join([here, *sys.path])
+    environment = os.environ | {"VENEER_KERNELS_ISA": name, "PYTHONPATH": path}
+    subprocess.run([sys.executable, "-c", _OTHER.format(kind=kind)], env=environment, check=True)
