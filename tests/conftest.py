@@ -7,6 +7,13 @@ import jax
 import jaxtyping
 from hypothesis import HealthCheck, settings
 
+# How a run is divided among machines.
+from shares import (  # noqa: F401
+    pytest_addoption,
+    pytest_collection_modifyitems,
+    pytest_configure,
+)
+
 # pyproject.toml has the annotations of veneer checked at run time, by a hook on its import. pytest
 # itself imports a package without hooks when it comes to look for examples in docstrings.
 from veneer._core.jax_internals import hide_frames_of
