@@ -1,5 +1,6 @@
 """JAX, Hypothesis and the check of our annotations, as the tests want them."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -35,6 +36,12 @@ settings.register_profile(
 # The same examples in every run: a change is not failed by a property it did not touch.
 # Fewer there: it is compiling that takes the time, and almost every example is a new program.
 settings.register_profile(
-    "ci", settings.get_profile("veneer"), derandomize=True, database=None, max_examples=10
+    "ci", settings.get_profile("veneer"), derandomize=True, database=None, max_examples=6
 )
 settings.load_profile("ci" if os.environ.get("CI") else "veneer")
+
+
+def pytest_collection_finish(session):
+    # What was imported stays, so that no collection of garbage need look through it again.
+    gc.collect()
+    gc.freeze()
