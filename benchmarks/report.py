@@ -1,5 +1,6 @@
-"""Runs every benchmark, and writes what it prints into docs/benchmarks.md."""
+"""Runs benchmarks, and writes what they print into docs/benchmarks.md and docs/performance.md."""
 
+import os
 import platform
 import re
 import subprocess
@@ -11,7 +12,8 @@ import jax
 from measure import parser
 
 HERE = Path(__file__).parent
-PAGE = HERE.parent / "docs" / "benchmarks.md"
+DOCS = HERE.parent / "docs"
+PAGES = ("benchmarks", "performance")
 
 
 def printed_by(program: str, *arguments: str) -> str:
@@ -29,24 +31,38 @@ def fill(page: str, name: str, text: str) -> str:
         flags=re.DOTALL,
     )
     if count != 1:
-        raise ValueError(f"{PAGE.name} has {count} places for {name}, not one")
+        raise ValueError(f"the page has {count} places for {name}, not one")
     return filled
 
 
-def main(folder: str, *, rounds: int) -> None:
-    page = PAGE.read_text("utf-8")
-    python, backend = platform.python_version(), jax.default_backend()
-    page = fill(page, "made with", f"JAX {jax.__version__}, Python {python}, {backend}.")
-    for program in sorted(re.findall(r"<!-- (\S+\.py) -->", page)):
-        print(program, flush=True)
-        extra = [folder] if program.startswith("peers/") else []
-        page = fill(page, program, printed_by(program, "--rounds", str(rounds), *extra))
-    PAGE.write_text(page, "utf-8")
+def made_with() -> str:
+    """What the figures depend on beside the programs: versions, and the machine in few words."""
+    from veneer.kernels.cpu.isa import ISA
+
+    cpuinfo = Path("/proc/cpuinfo")
+    models = re.findall(r"model name\s*: (.+)", cpuinfo.read_text()) if cpuinfo.exists() else []
+    cpu = models[0] if models else platform.processor()
+    versions = f"JAX {jax.__version__}, Python {platform.python_version()}"
+    return f"{versions}; {os.cpu_count()} cores of {cpu}, whose kernels are those for {ISA}."
+
+
+def main(names: list[str], folder: str, *, rounds: int | None) -> None:
+    chosen = [] if rounds is None else ["--rounds", str(rounds)]
+    for name in names:
+        path = DOCS / f"{name}.md"
+        page = fill(path.read_text("utf-8"), "made with", made_with())
+        for program in sorted(re.findall(r"<!-- (\S+\.py) -->", page)):
+            print(program, flush=True)
+            extra = [folder] if program.startswith("peers/") else []
+            page = fill(page, program, printed_by(program, *chosen, *extra))
+        path.write_text(page, "utf-8")
 
 
 if __name__ == "__main__":
     options = parser(__doc__)
+    options.set_defaults(rounds=None)  # each benchmark's own
     options.add_argument("--peers", help="where to keep the environments of the peers")
+    options.add_argument("--pages", nargs="+", choices=PAGES, default=PAGES, help="of these alone")
     arguments = options.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        main(arguments.peers or temporary, rounds=arguments.rounds)
+        main(arguments.pages, arguments.peers or temporary, rounds=arguments.rounds)

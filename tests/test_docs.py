@@ -40,6 +40,7 @@ TUTORIALS = [
         "calibration",
         "quantised_training",
         "formats",
+        "performance",
     )
 ]
 
