@@ -55,17 +55,17 @@ def check(kind, batch, m, shape, tile):
 )
 @pytest.mark.parametrize("kind", BITS)
 def test_tiles_of_all_shapes(kind, shape, tile):
-    for m in (1, 8):
+    for m in (1, 8, 26):
         check(kind, 1, m, shape, tile)
 
 
 @pytest.mark.parametrize("kind", ["lookup4", "int8"])
-@pytest.mark.parametrize("m", [*range(1, 18), 40])
+@pytest.mark.parametrize("m", [*range(1, 18), 23, 24, 25, 400])
 def test_any_number_of_rows(kind, m):
     check(kind, 2, m, (51, 320), (1, 64))
 
 
-@pytest.mark.parametrize("m", [1, 2, 8])
+@pytest.mark.parametrize("m", [1, 2, 8, 24])
 @pytest.mark.parametrize("kind", ["lookup1", "lookup4", "uint8"])
 def test_rows_of_x_that_no_cache_holds(kind, m):
     """So that they are multiplied a few panels at a time, of which the last is not whole."""
@@ -75,14 +75,15 @@ def test_rows_of_x_that_no_cache_holds(kind, m):
 
 @pytest.mark.parametrize("kind", ["lookup2", "lookup4", "int8", "float8_e5m2"])
 @pytest.mark.parametrize("tile", [(1, 301), (5, 1), (1, 43)], ids=str)
-def test_nothing_outside_of_arrays_is_touched(kind, tile):
+@pytest.mark.parametrize("m", [3, 25])
+def test_nothing_outside_of_arrays_is_touched(kind, tile, m):
     w = stored(kind, (2, 50, 301), tile)
-    x = activations(2, 3, 301)
+    x = activations(2, m, 301)
     expected, sizes = columns_contracted(x, w)
     for at_end in (True, False):
         fields = {"packed": w.packed, "scale": w.scale, "table": w.table}
         inside = w._replace(**{name: guarded(a, at_end) for name, a in fields.items()})
-        out = guarded(np.full((2, 3, 50), np.nan, np.float32), at_end)
+        out = guarded(np.full((2, m, 50), np.nan, np.float32), at_end)
         run(columns.kernel(kind), guarded(x, at_end), inside, out)
         assert np.all(np.abs(out - expected) <= TOLERANCE * sizes)
 
@@ -96,9 +97,10 @@ def test_addresses_need_no_alignment():
 
 
 @pytest.mark.parametrize("kind", ["lookup4", "int8", "float8_e4m3fn"])
-def test_what_is_not_finite_stays_in_its_row(kind):
+@pytest.mark.parametrize("m", [9, 24])
+def test_what_is_not_finite_stays_in_its_row(kind, m):
     w = stored(kind, (1, 50, 301), (1, 301))
-    x = activations(1, 9, 301)
+    x = activations(1, m, 301)
     plain = product(kind, x, w)
     x[0, 3, 300], x[0, 8, 0] = np.inf, np.nan
     spoilt = product(kind, x, w)
@@ -111,9 +113,10 @@ def test_what_is_not_finite_stays_in_its_row(kind):
 
 
 @pytest.mark.parametrize("kind", ["float8_e4m3fn", "float8_e5m2"])
-def test_codes_that_are_not_finite_stay_in_theirs(kind):
+@pytest.mark.parametrize("m", [5, 24])
+def test_codes_that_are_not_finite_stay_in_theirs(kind, m):
     w = stored(kind, (1, 50, 33), (1, 33))
-    x = np.abs(activations(1, 5, 33))
+    x = np.abs(activations(1, m, 33))
     plain = product(kind, x, w)
     w.packed[0, 20, 0] = 0x7F  # the first of its row, which follows the tail of another
     spoilt = product(kind, x, w)
@@ -122,9 +125,10 @@ def test_codes_that_are_not_finite_stay_in_theirs(kind):
     assert np.isnan(spoilt[..., 20]).all()
 
 
-def test_threads_change_no_number():
+@pytest.mark.parametrize("m", [5, 24])
+def test_threads_change_no_number(m):
     w = stored("lookup4", (2, 500, 320), (1, 32))
-    x = activations(2, 30, 320)
+    x = activations(2, m, 320)
     np.testing.assert_array_equal(product("lookup4", x, w), product("lookup4", x, w, threads=3))
 
 

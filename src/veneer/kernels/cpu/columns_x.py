@@ -1,17 +1,23 @@
 """The rows of x, in the order in which the panels of W that they are multiplied by are decoded.
 
 They are stored in blocks of rows, one after the other: of each a panel of all its rows, then the
-next panel. Behind the last row and the last column, x is 0.
+next panel. Behind the last row and the last column, x is 0. A block is all rows, where they are
+`MANY`; or else at most `MOST`, with a power of two in the last.
 """
 
 import functools
 from typing import Any, NamedTuple
 
+from .isa import LANES
 from .job import BATCH, SCRATCH, C, M, X
-from .memory import load_f32, malloc, set_word, stack, store_f32, word
+from .memory import load_f32, load_i8, malloc, set_word, stack, store_f32, store_i8, word
 from .native import native
 from .panels import COLUMNS, VECTORS
 from .simd import compiled, deinterleave, load, scaled, store
+
+MOST = 8 if LANES == 16 else 4
+#: Many rows of x are multiplied `ROWS` at a time, and filled up to a multiple of that.
+MANY, ROWS = 24, 6
 
 
 class Order(NamedTuple):
@@ -21,21 +27,18 @@ class Order(NamedTuple):
     prepare: Any
     #: `block(job, batch, m)` is the address of the block of x that begins with row m.
     block: Any
+    #: `expand(to, scale, columns, tile, panel)` writes what scales columns of a panel, in order.
+    expand: Any
     #: `fold(to, x, rows, scale, columns, tile, first, last)` multiplies panels of a block of x,
     #: from the first to the last, by a row of scales.
     fold: Any
 
 
 @functools.cache
-def order(kind: str, most: int) -> Order:
-    """Returns what orders x for codes of this kind, in blocks of at most so many rows."""
+def order(kind: str) -> Order:
+    """Returns what orders x for codes of this kind."""
     COUNT, PANEL, BYTES = VECTORS[kind], COLUMNS[kind], 4 * COLUMNS[kind]
-    ordered = deinterleave if kind.startswith("lookup") else _same
-
-    @native
-    def padded_rows(rows):
-        rest = rows % most
-        return rows - rest + (rows_in_block(rest, most) if rest else 0)
+    in_order = deinterleave if kind.startswith("lookup") else _same
 
     @native
     def block(job, batch, m):
@@ -45,13 +48,13 @@ def order(kind: str, most: int) -> Order:
 
     @native
     def store_panel(to, x, count):
-        """Stores a panel of x, of which only so many columns exist."""
+        """Stores a panel of numbers, of which only so many columns exist."""
         padded = stack(BYTES)
         if count < PANEL:
             for i in range(PANEL):
                 store_f32(padded + 4 * i, load_f32(x + 4 * i) if i < count else 0)
             x = padded
-        store(to, ordered(load(x, COUNT)))
+        store(to, in_order(load(x, COUNT)))
 
     @compiled
     def prepare(job):
@@ -63,8 +66,8 @@ def order(kind: str, most: int) -> Order:
             return
         for batch in range(word(job, BATCH)):
             for m in range(padded):
-                first = m // most * most
-                step = BYTES * rows_in_block(rows - first, most)
+                first = m // MOST * MOST if rows < MANY else 0
+                step = BYTES * rows_of_block(rows, first)
                 to = block(job, batch, first) + BYTES * (m - first)
                 x = word(job, X) + 4 * columns * (batch * rows + m)
                 for panel in range(panels):
@@ -72,32 +75,52 @@ def order(kind: str, most: int) -> Order:
                     store_panel(to + step * panel, x + BYTES * panel, count)
 
     @native
+    def expand(to, scale, columns, tile, panel):
+        repeated = stack(BYTES)
+        count, numbers = min(PANEL, columns - panel * PANEL), scale + BYTES * panel
+        if tile > 1:
+            numbers = repeated
+            for i in range(count):
+                store_f32(repeated + 4 * i, load_f32(scale + 4 * ((panel * PANEL + i) // tile)))
+        store_panel(to, numbers, count)
+
+    @native
     def fold(to, x, rows, scale, columns, tile, first, last):
-        scales, repeated = stack(BYTES), stack(BYTES)
+        scales = stack(BYTES)
         for panel in range(first, last):
-            count, numbers = min(PANEL, columns - panel * PANEL), scale + BYTES * panel
-            if tile > 1:
-                numbers = repeated
-                for i in range(count):
-                    number = load_f32(scale + 4 * ((panel * PANEL + i) // tile))
-                    store_f32(repeated + 4 * i, number)
-            store_panel(scales, numbers, count)
+            expand(scales, scale, columns, tile, panel)
             by = load(scales, COUNT)
             for _ in range(rows):
                 store(to, scaled(load(x, COUNT), by))
                 x += BYTES
                 to += BYTES
 
-    return Order(prepare, block, fold)
+    return Order(prepare, block, expand, fold)
 
 
 @native
-def rows_in_block(left, most):
-    """Rows of x that are multiplied at once where so many are left: 1, 2, 4 and so on."""
-    rows = 1
-    while rows < most and rows < left:
-        rows *= 2
-    return rows
+def rows_of_block(rows, m):
+    """How many of so many rows of x are in the block that begins with row m, with those added."""
+    if rows >= MANY:
+        return (rows + ROWS - 1) // ROWS * ROWS
+    count = 1
+    while count < MOST and count < rows - m:
+        count *= 2
+    return count
+
+
+@native
+def padded_rows(rows):
+    """How many rows the blocks have."""
+    last = (rows - 1) // MOST * MOST if rows < MANY else 0
+    return last + rows_of_block(rows, last)
+
+
+@native
+def copy(to, address, count, size):
+    """Copies so many bytes, and zeros behind them."""
+    for i in range(size):
+        store_i8(to + i, load_i8(address + i) if i < count else 0)
 
 
 @native

@@ -8,6 +8,7 @@ multiplied by is brought into it beforehand.
 from typing import Any
 
 from llvmlite import ir
+from numba import types
 
 from .isa import ISA, LANES
 from .memory import F32, I8, I32, I64, pointer
@@ -16,6 +17,7 @@ from .simd import (
     FLOATS,
     INTS,
     Block,
+    apart,
     at,
     block_of,
     call,
@@ -25,6 +27,7 @@ from .simd import (
     look_up,
     multiply_add,
     repeated,
+    store_vector,
     vectors,
 )
 
@@ -75,7 +78,7 @@ def multiply(total, x, stride, table, scales, w, row_bytes, kind, way):
             for c, table in enumerate(tables)
         ]
         for j in range(VECTORS[kind.literal_value]):
-            values = [row.vector(j) for row in rows]
+            values = [row.vector(I64(j)) for row in rows]
             if scale == "vectors":
                 values = [builder.fmul(*pair) for pair in zip(values, scales, strict=True)]
             for r in range(total.rows):
@@ -108,15 +111,35 @@ class _Row:
         self.builder, self.kind, self.address, self.table = builder, kind, address, table
         self.dwords = load_vector(builder, address, INTS) if kind in _LOOKUPS else None
 
-    def vector(self, j: int) -> Any:
+    def vector(self, j: Any) -> Any:
+        """Vector j, where j is an i64 of LLVM's."""
         builder = self.builder
         if self.dwords is None:
-            place = builder.add(self.address, I64(LANES * j))
+            place = builder.add(self.address, builder.mul(j, I64(LANES)))
             codes = load_vector(builder, place, ir.VectorType(I8, LANES))
             return CONVERSIONS[self.kind](builder, codes)
-        shift = constant(INTS, j * _LOOKUPS[self.kind])
-        indices = builder.lshr(self.dwords, shift) if j else self.dwords
-        return look_up(builder, self.table, indices)
+        shift = builder.trunc(builder.mul(j, I64(_LOOKUPS[self.kind])), I32)
+        return look_up(builder, self.table, builder.lshr(self.dwords, repeated(builder, shift)))
+
+
+@instruction
+def store_transposed(address, stride, w, row_bytes, j, table, scales, next_scales, kind):
+    """Writes vector j of the panels of LANES rows of W, so that each row becomes a lane.
+
+    A row is multiplied by a vector at `scales`, `next_scales` bytes apart.
+    """
+    kind = kind.literal_value
+
+    def emit(builder, address, stride, w, row_bytes, j, table, scales, next_scales, _):
+        table, rows = vectors(builder, table), []
+        for i in range(LANES):
+            row = _Row(builder, kind, at(builder, w, 0, i, row_bytes), table)
+            scale = load_vector(builder, at(builder, scales, 0, i, next_scales))
+            rows.append(builder.fmul(row.vector(j), scale))
+        for i, column in enumerate(apart(builder, rows)):
+            store_vector(builder, column, at(builder, address, 0, i, stride))
+
+    return types.void, emit
 
 
 @instruction
