@@ -24,8 +24,9 @@ from jax._src.export._export import deserialization_registry
 from jax._src.interpreters.batching import BatchTracer
 from jax._src.interpreters.partial_eval import DynamicJaxprTracer, convert_constvars_jaxpr
 from jax._src.lax.control_flow import solves
-from jax._src.sharding_impls import UNSPECIFIED
+from jax._src.sharding_impls import UNSPECIFIED, parse_flatten_op_sharding
 from jax.export import register_pytree_node_serialization
+from jax.sharding import PartitionSpec
 
 __all__ = [
     "UNSPECIFIED",
@@ -55,6 +56,7 @@ __all__ = [
     "reset_stores",
     "scan_counts",
     "set_current_trace",
+    "spec_over",
     "structure_of_operands",
     "swap_trace",
     "trace_context",
@@ -275,6 +277,17 @@ def vary_together(arrays: Sequence[Any]) -> list[Any]:
         pvary.bind(x, axes=tuple(sorted(union - own))) if own != union else x
         for x, own in zip(arrays, axes, strict=True)
     ]
+
+
+def spec_over(mesh: Any, sharding: Any, ndim: int) -> PartitionSpec:
+    """The spec of a sharding that the partitioner has found; an empty one where there is none.
+
+    It may cut along a part of an axis of the mesh, which no spec says.
+    """
+    try:
+        return parse_flatten_op_sharding(sharding._to_xla_hlo_sharding(ndim), mesh)[0]
+    except Exception:  # of several types, and some by mistake: a KeyError for a part of an axis
+        return PartitionSpec()
 
 
 def lowered_with_devices(primitive: Primitive) -> None:

@@ -76,7 +76,7 @@ class Product:
         other = {"rows": "columns", "columns": "rows"}[self.contracting]
         return dataclasses.replace(self, contracting=other)
 
-    def out_shape(self, x: Any, packed: Any) -> tuple[int, ...]:
+    def out_shape(self, x: Any, packed: Any) -> tuple[Any, ...]:
         """Returns `[B, M, N]`."""
         n = self.columns if self.contracting == "rows" else packed.shape[1]
         return (*x.shape[:2], n)
@@ -279,24 +279,21 @@ def _of_zero_points(operands: Operands, product: Product) -> jax.Array:
     return jnp.repeat(out, n // out.shape[2], 2, total_repeat_length=n)
 
 
-mlir.register_lowering(matmul_p, mlir.lower_fun(by_reference, multiple_results=False))
-
-
-def _lowered_for_cpu(ctx: Any, *values: Any, product: Product, present: Sequence[bool]) -> Any:
+def _lowered(ctx: Any, *values: Any, product: Product, present: Sequence[bool]) -> Any:
     # Without what a shard_map says of them: all that is computed here stays on one device.
     avals = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]
     source = _source(values[1]) if product.codes.bits == 8 else None
 
-    def on_cpu(*arrays: Any) -> jax.Array:
+    def call(*arrays: Any) -> jax.Array:
         if source is None:
-            return on_cpu_p.bind(*arrays, product=product, present=present)
+            return lowered_p.bind(*arrays, product=product, present=present)
         turned, moved = _turned(operands_of(arrays, present), product)
-        return on_cpu_p.bind(*moved, product=turned, present=present)
+        return lowered_p.bind(*moved, product=turned, present=present)
 
     if source is not None:
         values = (values[0], source, *values[2:])
         avals[1] = avals[1].update(shape=tuple(source.type.shape))
-    return mlir.lower_fun(on_cpu, multiple_results=False)(ctx.replace(avals_in=avals), *values)
+    return mlir.lower_fun(call, multiple_results=False)(ctx.replace(avals_in=avals), *values)
 
 
 def _source(packed: Any) -> Any:
@@ -325,18 +322,20 @@ def _turned(operands: Operands, product: Product) -> tuple[Product, list[jax.Arr
     return turned, [x for x in (x, packed, scale, zero_point, x_scale) if x is not None]
 
 
-# Not cached, for what an operand is made of is not part of the key; what follows is.
-mlir.register_lowering(matmul_p, _lowered_for_cpu, platform="cpu", cacheable=False)
+# Not cached, for what an operand is made of is not part of the key. What follows is cached; and has
+# a rule for CPU, which JAX 0.10 and 0.12 do not find with others in what is not.
+mlir.register_lowering(matmul_p, _lowered, cacheable=False)
 
-on_cpu_p = Primitive("stored_matmul_on_cpu")
-on_cpu_p.def_abstract_eval(_typed)
+lowered_p = Primitive("lowered_stored_matmul")
+lowered_p.def_abstract_eval(_typed)
 
 
-def _called(ctx: Any, *values: Any, **params: Any) -> Any:
+def _lowered_for_cpu(ctx: Any, *values: Any, **params: Any) -> Any:
     from .sharding import way_of  # which imports what few programs need
 
     way = by_reference if ctx.module_context.lowering_parameters.for_export else way_of(ctx)
     return mlir.lower_fun(way, multiple_results=False)(ctx, *values, **params)
 
 
-mlir.register_lowering(on_cpu_p, _called, platform="cpu")
+mlir.register_lowering(lowered_p, mlir.lower_fun(by_reference, multiple_results=False))
+mlir.register_lowering(lowered_p, _lowered_for_cpu, platform="cpu")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 
@@ -67,13 +67,13 @@ class Shape:
 
     - `contracting`: the side of the stored matrix that is summed over, "rows" or "columns".
     - `activations`: what it meets, "float" or "int8".
-    - `m`, `k`, `n`: the sizes of the product `[m, k] x [k, n]`.
+    - `m`, `k`, `n`: the sizes of the product `[m, k] x [k, n]`; m may be symbolic.
     - `tile`: how many neighbours share a scale along the sum.
     """
 
     contracting: str
     activations: str
-    m: int
+    m: Any
     k: int
     n: int
     tile: int

@@ -22,7 +22,8 @@ from jax.interpreters import mlir
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .matmul import Operands, Product, by_kernel, by_reference, on_cpu_p, operands_of
+from .._core.jax_internals import spec_over
+from .matmul import Operands, Product, by_kernel, by_reference, lowered_p, operands_of
 
 
 def way_of(ctx: Any) -> Callable[..., jax.Array]:
@@ -32,16 +33,17 @@ def way_of(ctx: Any) -> Callable[..., jax.Array]:
         whole = set(axes.manual_axes) == set(axes.mesh.axis_names)
         return by_kernel if whole else by_reference
     if isinstance(axes, mlir.ShardingContext) and axes.num_devices > 1:
-        return _partitioned
+        return by_reference if axes.abstract_mesh is None else _partitioned
     return by_kernel
 
 
 def _partitioned(*arrays: Any, product: Product, present: Sequence[bool]) -> jax.Array:
     # What is cut is looked at for its type alone.
-    cut = custom_partitioning(lambda *xs: on_cpu_p.bind(*xs, product=product, present=present))
+    cut = custom_partitioning(lambda *xs: lowered_p.bind(*xs, product=product, present=present))
     rule, sizes, summed = sharding_rule(arrays, product, present)
     cut.def_partition(
         functools.partial(_partition, product, present),
+        decode_shardings=False,  # which fails where an axis of the mesh is cut in two
         sharding_rule=rule,
         reduction_factors=summed,
         **sizes,
@@ -97,7 +99,7 @@ def sharding_rule(
     )
 
 
-def _axes(product: Product, present: Sequence[bool]) -> list[tuple[str, str, str]]:
+def _axes(product: Product, present: Sequence[bool]) -> list[tuple[str, ...]]:
     """What the axes of each operand and of the result are."""
     other = {"rows": "columns", "columns": "rows"}[product.contracting]
     matrix = ("b", "rows", "columns")
@@ -175,15 +177,16 @@ def _cuts(operands: Operands, result: Any, product: Product, mesh: Any) -> dict[
             counts[name].append(count)
     if product.columns % (8 // product.codes.bits):
         counts["columns"].append(1)  # the last byte is partly empty
+    of = functools.partial(_asked, mesh)
     asked = {
-        "b": (_asked(result, 0), _asked(operands.packed, 0), _asked(operands.x, 0)),
-        "m": (_asked(result, 1), _asked(operands.x, 1)),
-        "rows": (_asked(operands.packed, 1),),
-        "columns": (_asked(operands.packed, 2),),
+        "b": (of(result, 0), of(operands.packed, 0), of(operands.x, 0)),
+        "m": (of(result, 1), of(operands.x, 1)),
+        "rows": (of(operands.packed, 1),),
+        "columns": (of(operands.packed, 2),),
     }
     other = {"rows": "columns", "columns": "rows"}[product.contracting]
-    asked[other] = (_asked(result, 2), *asked[other])
-    asked[product.contracting] += (_asked(operands.x, 2),)
+    asked[other] = (of(result, 2), *asked[other])
+    asked[product.contracting] += (of(operands.x, 2),)
     cuts: dict[str, _Cut] = {}
     taken = set[str]()
     for name in ("b", other, "m", product.contracting):
@@ -199,8 +202,9 @@ def _cuts(operands: Operands, result: Any, product: Product, mesh: Any) -> dict[
     return cuts
 
 
-def _asked(x: Any, axis: int) -> _Cut:
-    spec = getattr(x.sharding, "spec", ())
+def _asked(mesh: Any, x: Any, axis: int) -> _Cut:
+    """How the partitioner would have an axis of an array cut."""
+    spec = spec_over(mesh, x.sharding, len(x.shape))
     entry = spec[axis] if axis < len(spec) else None
     return (entry,) if isinstance(entry, str) else entry
 

@@ -8,12 +8,21 @@ from array_types import Lora
 from jax import lax
 
 import veneer as vn
+from veneer import kernels
 from veneer.quant import FORMATS, QArray, quantize
 from veneer.quant.ops import operands
 
 # The function has its module's name.
 module = importlib.import_module("veneer.quant.ops.dot_general")
 MATMUL = (([1], [0]), ([], []))
+
+
+@pytest.fixture(autouse=True)
+def by_xla():
+    """These are XLA's ways to a product; for kernels see test_native.py."""
+    with kernels.use("xla"):
+        yield
+
 
 # Shapes of lhs and rhs, and the dimension numbers.
 CONTRACTIONS = {

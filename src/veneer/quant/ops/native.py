@@ -75,7 +75,7 @@ def find(
     return None
 
 
-def _sizes(x: jax.Array | QArray, axes: Sequence[int]) -> list[int]:
+def _sizes(x: jax.Array | QArray, axes: Sequence[int]) -> list[Any]:
     return [x.shape[axis] for axis in axes]
 
 
@@ -127,7 +127,7 @@ def _rows(x: QArray, summed: Sequence[int]) -> Activations:
 
 
 @functools.cache
-def _codes(qtype: str, has_zero_point: bool) -> tuple[Codes, int] | None:
+def codes_of(qtype: str, has_zero_point: bool) -> tuple[Codes, int] | None:
     """Returns the codes of a format as kernels know them, or None; and what they are centred by.
 
     Unsigned codes that are looked up are worth less by half their range if there is a zero point,
@@ -206,7 +206,7 @@ def _of_stored(
         for pair in contraction.dimension_numbers
     )
     matrix = as_matrix(q, tuple(summed), tuple(batch))
-    codes = None if matrix is None else _codes(q.qtype, q.zero_point is not None)
+    codes = None if matrix is None else codes_of(q.qtype, q.zero_point is not None)
     if matrix is None or codes is None:
         return None
     # In the order in which the axes of the stored array follow each other.

@@ -1,0 +1,384 @@
+"""Products by kernels: as those of the dense arrays, in float64, and as those by XLA."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import veneer as vn
+from veneer import kernels
+from veneer.kernels import BYTES
+from veneer.quant import FORMATS, QArray, quantize
+from veneer.quant.ops.native import codes_of
+
+# A side of the weight is odd, so that rows end within a byte and within a vector. Its tiles divide
+# the other.
+K, N = 192, 131
+SERVED = [name for name in FORMATS if codes_of(name, has_zero_point=False) is not None]
+
+
+def normal(*shape, seed=0, dtype=np.float32):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def how(f, *args):
+    """What `explain` says of the products of a function."""
+    events = vn.explain(f)(*args).events
+    return [event.how for event in events if event.primitive == "dot_general"]
+
+
+def assert_accurate(actual, x, w, tolerance=1e-5):
+    """That `actual` is `x @ w` in float64, by the norm of the error."""
+    exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
+    assert actual.shape == exact.shape
+    error = np.linalg.norm(np.asarray(actual, np.float64) - exact) / np.linalg.norm(exact)
+    assert error <= tolerance, error
+
+
+def weights(qtype):
+    """A weight `[K, N]`, or `[N, K]`, by granularity and by the side that is summed."""
+    tile = FORMATS[qtype].tile_size or 32
+    tilings = {"tiles": ([1], {0: tile})}
+    if FORMATS[qtype].tile_size is None:
+        tilings |= {"channels": ([1], {}), "one scale": ([], {}), "tiles of both": ([], {0: 64})}
+    w = normal(K, N, seed=2)
+    for name, (channelwise, tiled) in tilings.items():
+        yield (name, "rows"), quantize(w, qtype, channelwise_axes=channelwise, tiled_axes=tiled)
+        turned = {1 - axis: size for axis, size in tiled.items()}
+        across = [1 - axis for axis in channelwise]
+        yield (
+            (name, "columns"),
+            quantize(w.T, qtype, channelwise_axes=across, tiled_axes=turned),
+        )
+
+
+@pytest.mark.parametrize("qtype", SERVED)
+def test_every_format_by_every_granularity_and_side(qtype):
+    x, cases = normal(3, K, seed=1), dict(weights(qtype))
+
+    @jax.jit
+    @vn.implicit
+    def run(x, cases):
+        products = {"rows": jnp.matmul, "columns": lambda x, w: jnp.einsum("mk,nk->mn", x, w)}
+        return {case: products[case[1]](x, q) for case, q in cases.items()}
+
+    hows = how(run, x, cases)
+    assert len(hows) == len(cases)
+    assert all(said.startswith("CPU kernel") for said in hows)
+    for case, actual in run(x, cases).items():
+        dense = cases[case].dequantize()
+        assert_accurate(actual, x, dense if case[1] == "rows" else dense.T)
+
+
+def test_codes_are_worth_what_formats_say():
+    for qtype in SERVED:
+        format = FORMATS[qtype]
+        codes, centre = codes_of(qtype, has_zero_point=False)
+        assert centre == 0
+        if format.bits == 8:
+            assert codes.dtype == format.code_dtype.name
+            continue
+        fields = jnp.arange(2**format.bits, dtype=jnp.uint8)
+        worth = format.decode(format.from_fields(fields), jnp.float32)
+        assert codes.values == tuple(worth.tolist())
+    others = {name for name in FORMATS if name not in SERVED}
+    assert all(FORMATS[n].bits not in (1, 2, 4) for n in others)
+    assert not {FORMATS[n].code_dtype.name for n in others if FORMATS[n].bits == 8} & {*BYTES}
+
+
+@pytest.mark.parametrize("preferred", [None, jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_of_16_bits_is_summed_in_f32_and_rounded_once(dtype, preferred):
+    x = normal(3, K, seed=1, dtype=dtype)
+    q = quantize(normal(K, N, seed=2, dtype=dtype), "int4", tiled_axes={0: 32}).replace(
+        dense_dtype=dtype
+    )
+    f = lambda x, q: jnp.matmul(x, q, preferred_element_type=preferred)
+    assert how(f, x, q)[0].startswith("CPU kernel")
+    actual = jax.jit(vn.implicit(f))(x, q)
+    assert actual.dtype == (preferred or dtype)
+    eps = float(jnp.finfo(actual.dtype).eps)
+    # The weight is not rounded to 16 bits.
+    assert_accurate(actual, x, q.replace(dense_dtype="float32").dequantize(), max(eps / 2, 1e-5))
+
+
+# The product, the shapes of the operands, the weight's channelwise axes, and how codes are summed.
+PRODUCTS = {
+    "a vector": (jnp.matmul, (192,), (192, 130), [1], "rows"),
+    "rows of a batch": (jnp.matmul, (2, 3, 192), (192, 130), [1], "rows"),
+    "of the right": (lambda x, w: w @ x, (130, 3), (192, 130), [0], "columns"),
+    "of the right, by rows": (lambda x, w: w.T @ x, (192, 3), (192, 130), [1], "rows"),
+    "turned": (lambda x, w: x @ w.T, (3, 130), (192, 130), [0], "columns"),
+    "turned twice": (lambda x, w: x @ w.T.T, (3, 192), (192, 130), [1], "rows"),
+    "to heads": (
+        lambda x, w: jnp.einsum("btd,dhk->bthk", x, w),
+        (2, 3, 96),
+        (96, 4, 66),
+        [1, 2],
+        "rows",
+    ),
+    "of heads": (
+        lambda x, w: jnp.einsum("bthk,hkd->btd", x, w),
+        (2, 3, 4, 66),
+        (4, 66, 96),
+        [2],
+        "rows",
+    ),
+    "of heads, turned": (
+        lambda x, w: jnp.einsum("bthk,dhk->btd", x, w),
+        (2, 3, 4, 66),
+        (96, 4, 66),
+        [0],
+        "columns",
+    ),
+    "a batch": (jnp.matmul, (2, 3, 192), (2, 192, 130), [0, 2], "rows"),
+    "batches out of order": (
+        lambda x, w: jnp.einsum("kabm,bakn->mabn", x, w),
+        (192, 2, 3, 5),
+        (3, 2, 192, 130),
+        [0, 1, 3],
+        "rows",
+    ),
+    "sums in another order": (
+        lambda x, w: lax.dot_general(x, w, (((2, 1), (0, 1)), ((), ()))),
+        (3, 16, 12),
+        (12, 16, 130),
+        [2],
+        "rows",
+    ),
+}
+
+
+@pytest.mark.parametrize("qtype", ["int4", "int8"])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_any_contraction_that_needs_no_code_moved(name, qtype):
+    f, x_shape, w_shape, channelwise, side = PRODUCTS[name]
+    x, q = (
+        normal(*x_shape, seed=1),
+        quantize(normal(*w_shape, seed=2), qtype, channelwise_axes=channelwise),
+    )
+    said = how(f, x, q)[-1]
+    assert said.startswith("CPU kernel")
+    if qtype == "int4":
+        assert said.startswith(f"CPU kernel {side}")
+    actual = jax.jit(vn.implicit(f))(x, q)
+    with jax.enable_x64(True):
+        exact = f(*(jnp.asarray(np.asarray(y), jnp.float64) for y in (x, q.dequantize())))
+    np.testing.assert_allclose(actual, exact, rtol=1e-5, atol=1e-5 * np.abs(exact).max())
+
+
+@pytest.mark.parametrize("qtype", ["int4", "int8"])
+def test_codes_are_not_moved_for_a_transposed_weight(qtype):
+    x, q = normal(3, 130), quantize(normal(192, 130), qtype, channelwise_axes=[0])
+    program = jax.jit(vn.implicit(lambda x, w: x @ w.T)).lower(x, q).compile().as_text()
+    assert "veneer_columns" in program
+    assert not any(" transpose(" in line for line in program.splitlines())
+
+
+EXCLUDED = {
+    "an algorithm": lambda x, w: jnp.matmul(x, w, precision="BF16_BF16_F32"),
+    "another dtype": lambda x, w: lax.dot_general(
+        x.astype(jnp.bfloat16), w, (((1,), (0,)), ((), ()))
+    ),
+    "few entries": lambda x, w: x[:, :8] @ w[:8],
+    "a batch that lies within": lambda x, w: lax.dot_general(
+        x.reshape(3, 1, K), jnp.broadcast_to(w[:, None], (K, 3, N)), (((2,), (0,)), ((0,), (1,)))
+    ),
+}
+
+
+@pytest.mark.parametrize("f", EXCLUDED.values(), ids=EXCLUDED)
+def test_what_no_kernel_is_for_is_left_to_xla(f):
+    x, q = normal(3, K, seed=1), quantize(normal(K, N, seed=2), "int4", channelwise_axes=[1])
+    said = how(f, x, q)
+    assert said
+    assert "kernel" not in said[-1]
+
+
+def test_formats_without_kernels_are_left_to_xla():
+    x = normal(3, K, seed=1)
+    for qtype in ("int3", "ternary", "mxfp6"):
+        q = quantize(normal(K, N, seed=2), qtype, channelwise_axes=[1], tiled_axes=None)
+        assert "kernel" not in how(jnp.matmul, x, q)[0]
+
+
+def test_float64_is_left_to_xla():
+    with jax.enable_x64(True):
+        x, q = normal(3, K, dtype=np.float64), quantize(normal(K, N, dtype=np.float64), "int4")
+        assert "kernel" not in how(jnp.matmul, x, q)[0]
+
+
+@pytest.mark.parametrize("qtype", ["int8", "int4", "nf4", "uint4"])
+def test_what_is_not_finite_stays_in_its_row(qtype):
+    x = normal(6, K).at[0, 3].set(jnp.inf).at[1, 4].set(-jnp.inf).at[2, 5].set(jnp.nan)
+    q = quantize(normal(K, N, seed=2), qtype, channelwise_axes=[1], tiled_axes={0: 32})
+    actual = jax.jit(vn.implicit(jnp.matmul))(x, q)
+    assert not np.isfinite(actual[:3]).any()
+    assert_accurate(actual[3:], x[3:], q.dequantize())
+    if qtype != "uint4":  # zero points make it inf - inf
+        assert (actual[0] == x[0] @ q.dequantize())[np.isinf(actual[0])].all()
+
+
+def test_a_scale_of_nan_is_seen_in_its_own_tile():
+    q = quantize(normal(K, N), "int4", channelwise_axes=[1], tiled_axes={0: 32})
+    q = q.replace(scale=q.scale.at[2, 5].set(jnp.nan))
+    y = jax.jit(vn.implicit(jnp.matmul))(normal(3, K), q)
+    assert np.isnan(y).all(axis=0).tolist() == [i == 5 for i in range(N)]
+
+
+@pytest.mark.parametrize("shape", [(0, K), (2, 0, K)])
+def test_no_rows(shape):
+    q = quantize(normal(K, N), "int4", channelwise_axes=[1])
+    assert jax.jit(vn.implicit(jnp.matmul))(jnp.zeros(shape), q).shape == (*shape[:-1], N)
+
+
+# Activations in int8.
+
+INTEGER = {"int8": None, "uint8": 64, "int4": 32, "uint4": None, "int2": 32, "int1": None}
+
+
+@pytest.mark.parametrize("qtype", INTEGER)
+def test_integer_products_are_exact_but_for_scales(qtype):
+    x = quantize(normal(3, K, seed=1), "int8", channelwise_axes=[0])
+    tiles = {0: INTEGER[qtype]} if INTEGER[qtype] else {}
+    across = {1: INTEGER[qtype]} if INTEGER[qtype] else {}
+    q = quantize(normal(K, N, seed=2), qtype, channelwise_axes=[1], tiled_axes=tiles)
+    turned = quantize(normal(N, K, seed=2), qtype, channelwise_axes=[0], tiled_axes=across)
+    run = vn.implicit(lambda x, q, r: (x @ q, jnp.einsum("mk,nk->mn", x, r)))
+    hows = how(run, x, q, turned)
+    assert [said.split("_")[0] for said in hows] == ["CPU kernel integer"] * 2
+    first, second = jax.jit(run)(x, q, turned)
+    assert_accurate(first, x.dequantize(), q.dequantize(), 1e-6)
+    assert_accurate(second, x.dequantize(), turned.dequantize().T, 1e-6)
+
+
+@pytest.mark.parametrize("qtype", ["nf4", "int8", "uint4"])
+def test_activations_quantised_as_they_come(qtype):
+    w = vn.quant.ActivationQuantized(
+        quantize(normal(K, N, seed=2), qtype, channelwise_axes=[1], tiled_axes={0: 32}),
+        qtype="int8",
+    )
+    x = normal(2, 3, K, seed=1)
+    f = lambda x, w: jnp.sum(jnp.sin(x @ w))
+    by_kernel = jax.jit(jax.value_and_grad(vn.implicit(f)))(x, w)
+    with kernels.use("xla"):
+        by_xla = jax.jit(jax.value_and_grad(vn.implicit(f)))(x, w)
+    for a, b in zip(by_kernel, by_xla, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3)
+    kernel = "rows" if qtype == "nf4" else "integer_rows"
+    assert any(said.startswith(f"CPU kernel {kernel}") for said in how(jnp.matmul, x, w))
+
+
+# Transformations.
+
+PROGRAMS = {
+    "jit": jax.jit(lambda x, w: jnp.sin(x @ w[0])),
+    "vmap": jax.vmap(lambda x, w: x @ w),
+    "vmap of activations": jax.vmap(lambda x, w: x @ w[0], in_axes=(1, None), out_axes=2),
+    "vmap of weights": jax.vmap(lambda x, w: x[1] @ w, in_axes=(None, 0), out_axes=1),
+    "vmap of vmap": jax.vmap(jax.vmap(jnp.dot, in_axes=(0, None)), in_axes=(0, 0)),
+    "scan": lambda x, w: lax.scan(lambda c, xw: (c + jnp.sum(xw[0] @ xw[1]), None), 0.0, (x, w))[0],
+    "loop": lambda x, w: lax.fori_loop(
+        0, 2, lambda _, c: c + jnp.tanh(x[0] @ w[1]), 0.0 * x[0] @ w[0]
+    ),
+    "cond": lambda x, w: lax.cond(x[0, 0, 0] > 0, lambda: x[0] @ w[1], lambda: x[1] @ w[0]),
+    "checkpoint": jax.checkpoint(lambda x, w: jnp.sin(x @ w)),
+    "second order": lambda x, w: jax.jvp(
+        jax.grad(lambda x: jnp.sum(jnp.sin(x @ w[0]))), (x,), (jnp.cos(x),)
+    )[1],
+}
+
+
+@pytest.mark.parametrize("qtype", ["int4", "uint8"])
+def test_programs_and_their_derivatives(qtype):
+    x = normal(2, 3, K, seed=1)
+    w = 0.05 * normal(2, K, 130, seed=2)
+    w = quantize(w, qtype, channelwise_axes=[0, 2], tiled_axes={1: 32})
+
+    def run(x, w):
+        programs = {name: vn.implicit(f) for name, f in PROGRAMS.items()}
+        total = lambda f: lambda x, w: jnp.sum(jnp.sin(f(x, w)))
+        return {name: (f(x, w), jax.grad(total(f))(x, w)) for name, f in programs.items()}
+
+    by_kernel = jax.jit(run)(x, w)
+    with kernels.use("xla"):
+        by_xla = jax.jit(run)(x, w)
+    for name in PROGRAMS:
+        for a, b in zip(by_kernel[name], by_xla[name], strict=True):
+            # Sums of hundreds in another order, through a few sines.
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4, err_msg=name)
+
+
+def test_derivatives_by_scales_are_those_by_xla():
+    x = normal(3, K, seed=1)
+    for qtype in ("int4", "uint4"):
+        q = quantize(normal(K, 130, seed=2), qtype, channelwise_axes=[1], tiled_axes={0: 32})
+        loss = lambda x, scale, q=q: jnp.sum(
+            jnp.sin(vn.implicit(jnp.matmul)(x, q.replace(scale=scale)))
+        )
+
+        def run(x, scale, loss=loss):
+            tangents = jnp.cos(x), jnp.cos(scale)
+            return jax.grad(loss, (0, 1))(x, scale), jax.jvp(
+                jax.grad(loss, (0, 1)), (x, scale), tangents
+            )
+
+        by_kernel = jax.jit(run)(x, q.scale)
+        with kernels.use("xla"):
+            by_xla = jax.jit(run)(x, q.scale)
+        for a, b in zip(*map(jax.tree.leaves, (by_kernel, by_xla)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4 * np.abs(b).max())
+
+
+@pytest.mark.parametrize("qtype", ["int4", "int8"])
+def test_no_dense_weight_in_a_gradient(qtype):
+    x, q = normal(3, K, seed=1), quantize(normal(K, 136), qtype, channelwise_axes=[1])
+    loss = vn.implicit(lambda x, w: jnp.sum(jnp.sin(x @ w)))
+    program = jax.jit(jax.grad(loss)).lower(x, q).compile().as_text()
+    assert "veneer_rows" in program
+    assert "veneer_columns" in program
+    for dtype in ("f32", "s32", "bf16"):
+        assert not any(f"{dtype}[{shape}" in program for shape in ("192,136", "1,192,136"))
+
+
+# Exported programs.
+
+
+def test_an_exported_program_needs_no_kernel():
+    x, q = normal(3, K, seed=1), quantize(normal(K, N, seed=2), "int4", channelwise_axes=[1])
+    run = jax.jit(vn.implicit(jnp.matmul))
+    for platforms in (None, ("cpu", "tpu")):
+        exported = jax.export.export(run, platforms=platforms)(x, q)
+        assert "veneer" not in exported.mlir_module()
+        again = jax.export.deserialize(exported.serialize())
+        assert_accurate(again.call(x, q), x, q.dequantize())
+
+
+def test_an_exported_program_may_have_any_number_of_rows():
+    q = quantize(normal(K, N, seed=2), "int4", channelwise_axes=[1])
+    (m,) = jax.export.symbolic_shape("m")
+    exported = jax.export.export(jax.jit(vn.implicit(jnp.matmul)))(
+        jax.ShapeDtypeStruct((m, K), jnp.float32), q
+    )
+    for rows in (1, 4):
+        x = normal(rows, K, seed=1)
+        assert_accurate(exported.call(x, q), x, q.dequantize())
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_other_platforms_have_the_ways_of_xla(platform):
+    x, q = normal(3, K), quantize(normal(K, N), "int4", channelwise_axes=[1])
+    text = (
+        jax.jit(vn.implicit(jnp.matmul)).trace(x, q).lower(lowering_platforms=(platform,)).as_text()
+    )
+    assert "veneer" not in text
+    assert "stablehlo.dot_general" in text
+
+
+def test_eager_products():
+    x, q = normal(3, K, seed=1), quantize(normal(K, N, seed=2), "int4", channelwise_axes=[1])
+    for y in (x @ q, vn.implicit(jnp.matmul)(x, q), vn.quant.dot(x, q)):
+        assert_accurate(y, x, q.dequantize())
+    assert isinstance(q.T, QArray)
+    assert_accurate(q.T @ x.T, q.dequantize().T, x.T)
