@@ -16,6 +16,9 @@ import jax
 from .cache import cached
 from .ffi_header import header
 
+#: The object file of what all kernels share, and its functions.
+SHARED, HANDLERS = "veneer_shared", ("veneer_handle_product", "veneer_handle_quantise")
+
 _lock = threading.RLock()
 _registered: set[str] = set()
 
@@ -60,7 +63,7 @@ def target(name: str) -> str:
 
     - `name`: `veneer_rows_{kind}`, `veneer_columns_{kind}`, `veneer_integer_rows_{kind}` or
       `veneer_integer_columns_{kind}`, where kind is lookup1, lookup2, lookup4, int8, uint8,
-      float8_e4m3fn or float8_e5m2.
+      float8_e4m3fn or float8_e5m2; or `veneer_quantise_{kind}` with int8, int4 or nf4.
 
     **Raises:** `KeyError` for any other name. `ValueError` where VENEER_KERNELS_ISA names what this
     CPU has not. `ImportError` where Numba is broken.
@@ -84,7 +87,7 @@ def registered(name: str, compile: Callable[[], bytes]) -> str:
             from . import machine_code  # which imports LLVM
 
             _load_shared_code()
-            address = machine_code.load(cached(name, compile), name)
+            (address,) = machine_code.load(cached(name, compile), name)
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(address), platform="cpu")
             _registered.add(name)
     return name
@@ -94,8 +97,9 @@ def registered(name: str, compile: Callable[[], bytes]) -> str:
 def _load_shared_code() -> None:
     from . import machine_code
 
-    code = cached("veneer_handle", lambda: _compiled("veneer_handle"))
-    machine_code.name_address("veneer_handle", machine_code.load(code, "veneer_handle"))
+    code = cached(SHARED, lambda: _compiled(SHARED))
+    for name, address in zip(HANDLERS, machine_code.load(code, *HANDLERS), strict=True):
+        machine_code.name_address(name, address)
 
 
 def _compiled(name: str) -> bytes:

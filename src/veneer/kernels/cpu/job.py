@@ -19,7 +19,8 @@ Addresses and sizes are written once, before any part begins. Sizes count entrie
     TR,  # rows that share a scale
     TC,  # columns that share a scale
     SCRATCH,  # what `prepare` allocates for all parts, and `finish` frees; 0 if nothing
-) = range(14)
+    THREADS,  # how many there are for the parts
+) = range(15)
 
 #: Words that a job has.
 WORDS = 16

@@ -21,14 +21,14 @@ def target_machine(cpu: str = "", features: str = "") -> Any:
     )
 
 
-def load(object_code: bytes, name: str) -> int:
-    """Returns the address of a function of an object file, which stays loaded for good."""
+def load(object_code: bytes, *names: str) -> list[int]:
+    """Returns the addresses of functions of an object file, which stays loaded for good."""
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target_machine())
     engine.add_object_file(llvm.ObjectFileRef.from_data(object_code))
     engine.finalize_object()
-    address = engine.get_function_address(name)
+    addresses = [engine.get_function_address(name) for name in names]
     engine.detach()  # or its code would go as Python ends, while threads of XLA may still run it
-    return address
+    return addresses
 
 
 def name_address(name: str, address: int) -> None:

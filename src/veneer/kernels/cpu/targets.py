@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 from . import job as words
+from .build import HANDLERS, SHARED
 from .call_frame import (
     F32,
     INVALID_ARGUMENT,
@@ -25,7 +26,7 @@ from .call_frame import (
 )
 from .memory import set_word, store_i32, word
 from .native import ObjectFile, call, native
-from .threads import new_job, release, run
+from .threads import count_threads, new_job, release, run
 
 #: How many bits a code of a kind has.
 BITS = {
@@ -38,8 +39,8 @@ BITS = {
     "float8_e5m2": 8,
 }
 
-#: The C function that handles calls for all kernels.
-HANDLER = "veneer_handle"
+#: The C functions that handle calls for all kernels.
+PRODUCT, QUANTISE = HANDLERS
 
 _NAME = re.compile(r"veneer_(integer_)?(rows|columns)_(\w+)")
 
@@ -49,10 +50,13 @@ def object_code(name: str) -> bytes:
 
     **Raises:** `KeyError` where there is no such target.
     """
-    if name == HANDLER:
+    if name == SHARED:
         file = ObjectFile()
-        file.export(HANDLER, handle)
+        file.export(PRODUCT, handle_product)
+        file.export(QUANTISE, handle_quantise)
         return file.code()
+    if name.startswith("veneer_quantise_"):
+        return _quantiser(name, name.removeprefix("veneer_quantise_"))
     match = _NAME.fullmatch(name)
     if match is None or match[3] not in BITS:
         raise KeyError(f"there is no kernel {name}")
@@ -87,12 +91,25 @@ def code_of(kernel: Any, name: str, *, bits: int, contracts_rows: bool, is_integ
     file = ObjectFile()
     for part, function in zip(parts, kernel, strict=True):
         file.export(part, function)
-    file.export_call(name, HANDLER, [bits, int(contracts_rows), int(is_integer), *parts])
+    file.export_call(name, PRODUCT, [bits, int(contracts_rows), int(is_integer), *parts])
+    return file.code()
+
+
+def _quantiser(name: str, kind: str) -> bytes:
+    from . import quantise
+
+    if kind not in quantise.BITS:
+        raise KeyError(f"there is no kernel {name}")
+    count, work = quantise.kernel(kind)
+    file = ObjectFile()
+    file.export(f"{name}_count", count)
+    file.export(f"{name}_work", work)
+    file.export_call(name, QUANTISE, [quantise.BITS[kind], f"{name}_count", f"{name}_work"])
     return file.code()
 
 
 @native
-def handle(frame, bits, contracts_rows, is_integer, prepare, count, work, finish):
+def handle_product(frame, bits, contracts_rows, is_integer, prepare, count, work, finish):
     """Handles a call from XLA by a kernel's four C functions; returns an error's address, or 0."""
     if answers_metadata(frame):
         return 0
@@ -105,6 +122,7 @@ def handle(frame, bits, contracts_rows, is_integer, prepare, count, work, finish
     elif word(job, words.R) * word(job, words.C) == 0:
         _fill_zeros(job, contracts_rows)
     elif word(job, words.BATCH) * word(job, words.M) > 0:
+        count_threads(frame, job)
         call(prepare, (job,))
         if word(job, words.SCRATCH) != -1:
             run(frame, job, work, call(count, (job,)))
@@ -181,6 +199,68 @@ def _read(frame, job, bits, contracts_rows, is_integer):
     set_word(job, words.OUT, data(out))
     set_word(job, words.BATCH, batch)
     set_word(job, words.M, m)
+    set_word(job, words.R, r)
+    set_word(job, words.C, c)
+    set_word(job, words.ROW_BYTES, row_bytes)
+    set_word(job, words.TR, tr)
+    set_word(job, words.TC, tc)
+    return True
+
+
+@native
+def handle_quantise(frame, bits, count, work):
+    """Handles a call from XLA to quantise; returns an error's address, or 0."""
+    if answers_metadata(frame):
+        return 0
+    job = new_job()
+    if job == 0:
+        return error(frame, RESOURCE_EXHAUSTED, "veneer: no memory for a job")
+    failure = 0
+    if not _read_quantise(frame, job, bits):
+        failure = error(frame, INVALID_ARGUMENT, "veneer: operands do not fit together")
+    elif word(job, words.BATCH) * word(job, words.R) * word(job, words.C) > 0:
+        count_threads(frame, job)
+        run(frame, job, work, call(count, (job,)))
+    release(job)
+    return failure
+
+
+@native
+def _read_quantise(frame, job, bits):
+    """Fills in a job, and returns whether the operands of a call fit together."""
+    if not has_buffers(frame, 2, 2):
+        return False
+    x, table, out, scale = (
+        argument(frame, 0),
+        argument(frame, 1),
+        result(frame, 0),
+        result(frame, 1),
+    )
+    if not (
+        _is_array(x, F32, 3)
+        and _is_array(table, F32, 1)
+        and rank(out) == 3
+        and _is_array(scale, F32, 3)
+    ):
+        return False
+    batch, r, c = dim(x, 0), dim(x, 1), dim(x, 2)
+    row_bytes = (c * bits + 7) // 8
+    tr, tc = _share(r, dim(scale, 1)), _share(c, dim(scale, 2))
+    if not (
+        dim(table, 0) == 16
+        and dim(out, 0) == batch
+        and dim(out, 1) == r
+        and dim(out, 2) == row_bytes
+        and dim(scale, 0) == batch
+        and (batch * r * c == 0 or tr * tc > 0)
+    ):
+        return False
+    set_word(job, words.X, data(x))
+    set_word(job, words.TABLE, data(table))
+    set_word(job, words.OUT, data(out))
+    set_word(job, words.SCALE, data(scale))
+    set_word(job, words.BATCH, batch)
+    set_word(job, words.M, 4)  # what a value costs, in products
     set_word(job, words.R, r)
     set_word(job, words.C, c)
     set_word(job, words.ROW_BYTES, row_bytes)

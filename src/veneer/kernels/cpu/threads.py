@@ -96,16 +96,22 @@ def _help(memory):
 
 
 @native
+def count_threads(frame, job):
+    """Writes how many threads a job is worth."""
+    threads = pool_threads(frame) if _products(job) >= _WORTH_SHARING else 1
+    set_word(job, words.THREADS, max(threads, 1))
+
+
+@native
 def run(frame, job, work, count):
     """Calls the C function `work(job, part)` for so many parts, which all are done then."""
     memory = job - 8 * _JOB
     set_word(memory, _WORK, work)
     set_word(memory, _COUNT, count)
-    if count > 1 and _products(job) >= _WORTH_SHARING:
-        for _ in range(min(pool_threads(frame), count) - 1):
-            fetch_add(memory + 8 * _REFERENCES, 1)
-            if not schedule(frame, c_function(_help, "veneer_help"), memory):
-                fetch_add(memory + 8 * _REFERENCES, -1)
-                break
+    for _ in range(min(word(job, words.THREADS), count) - 1):
+        fetch_add(memory + 8 * _REFERENCES, 1)
+        if not schedule(frame, c_function(_help, "veneer_help"), memory):
+            fetch_add(memory + 8 * _REFERENCES, -1)
+            break
     _take_parts(memory)
     _wait(memory, count)
