@@ -1,14 +1,20 @@
 """The f32 kernel that contracts columns, against the same in float64."""
 
 import os
+import platform
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 from kernels.cpu.driver import BITS, columns_contracted, guarded, run, stored
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
 
 from veneer.kernels.cpu import columns, isa
+from veneer.kernels.cpu.memory import I8, pointer
+from veneer.kernels.cpu.simd import call
 
 # A sum of n terms in f32, in any order, is off by a few roundings of the sum of their sizes.
 TOLERANCE = 1e-6
@@ -123,6 +129,38 @@ def test_codes_that_are_not_finite_stay_in_theirs(kind, m):
     rows = [r for r in range(50) if r != 20]
     np.testing.assert_array_equal(spoilt[..., rows], plain[..., rows])
     assert np.isnan(spoilt[..., 20]).all()
+
+
+@intrinsic
+def _set_float_control(typing_context, address):
+    """What of floats an x86 CPU does how, from an int32 at an address."""
+
+    def emit(context, builder, signature, args):
+        call(builder, "llvm.x86.sse.ldmxcsr", ir.VoidType(), pointer(builder, args[0], I8))
+        return context.get_dummy_value()
+
+    return types.void(types.int64), emit
+
+
+@njit
+def _control_floats(address):
+    _set_float_control(address)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the control register is of x86")
+@pytest.mark.parametrize("kind", ["float8_e4m3fn", "float8_e5m2"])
+def test_small_codes_where_denormals_are_zeros(kind):
+    """As they are in threads of XLA's."""
+    codes = np.arange(8, dtype=np.uint8).reshape(1, 8, 1)
+    w = stored(kind, (1, 8, 1), (1, 1))._replace(packed=codes, scale=np.ones((1, 8, 1), np.float32))
+    default, zeros = np.array([0x1F80], np.int32), np.array([0x1F80 | 0x8040], np.int32)
+    x = np.ones((1, 1, 1), np.float32)
+    product(kind, x, w)  # compiles
+    _control_floats(default.ctypes.data)
+    _control_floats(zeros.ctypes.data)
+    found = product(kind, x, w)
+    _control_floats(default.ctypes.data)
+    np.testing.assert_array_equal(found.ravel(), w.dense.ravel())
 
 
 @pytest.mark.parametrize("m", [5, 24])

@@ -86,6 +86,20 @@ def compiled(function: Callable[..., Any]) -> Any:
     return njit(inspect.unwrap(function), nogil=True, error_model="numpy")
 
 
+@intrinsic
+def not_inlined(typing_context):
+    """Keeps what LLVM makes of a function apart from its callers, where one copy will do.
+
+    Numba optimises a function again with each that calls it.
+    """
+
+    def emit(context, builder, signature, args):
+        builder.function.attributes.add("noinline")
+        return context.get_dummy_value()
+
+    return types.void(), emit
+
+
 # For what emits code.
 
 
@@ -368,33 +382,44 @@ def _from_uint8(builder: Any, codes: Any) -> Any:
 
 
 def _from_e4m3fn(builder: Any, codes: Any) -> Any:
-    """Bits are moved to where f32 has them; a power of two makes up for the other bias.
-
-    Its numbers without a leading 1 are f32's, too, until then. It has no infinity, and NaN is all
-    ones.
-    """
-    bits = builder.zext(codes, INTS)
-    rest = builder.and_(bits, constant(INTS, 0x7F))
-    magnitude = builder.bitcast(builder.shl(rest, constant(INTS, 20)), FLOATS)
-    magnitude = builder.fmul(magnitude, constant(FLOATS, 2.0**120))
-    sign = builder.shl(builder.and_(bits, constant(INTS, 0x80)), constant(INTS, 24))
-    value = builder.bitcast(builder.or_(builder.bitcast(magnitude, INTS), sign), FLOATS)
+    """It has no infinity, and NaN is all ones."""
+    rest, sign = _without_sign(builder, codes)
     is_nan = builder.icmp_signed("==", rest, constant(INTS, 0x7F))
-    return builder.select(is_nan, constant(FLOATS, float("nan")), value)
+    value = builder.select(is_nan, constant(INTS, 0x7FC00000), _finite(builder, rest, 3, 7))
+    return builder.bitcast(builder.or_(value, sign), FLOATS)
 
 
 def _from_e5m2(builder: Any, codes: Any) -> Any:
-    """The upper half of an f16, which is moved to where f32 has it."""
-    bits = builder.zext(codes, INTS)
-    rest = builder.and_(bits, constant(INTS, 0x7F))
-    magnitude = builder.bitcast(builder.shl(rest, constant(INTS, 21)), FLOATS)
-    finite = builder.fmul(magnitude, constant(FLOATS, 2.0**112))
-    # Infinity and NaN have the largest exponent, here as there.
-    special = builder.or_(builder.bitcast(magnitude, INTS), constant(INTS, 0x7F800000))
+    """Infinity and NaN have the largest exponent, as in f32."""
+    rest, sign = _without_sign(builder, codes)
+    special = builder.shl(rest, constant(INTS, 21))
+    special = builder.or_(special, constant(INTS, 0x7F800000))
     is_special = builder.icmp_signed(">=", rest, constant(INTS, 0x7C))
-    rest = builder.select(is_special, special, builder.bitcast(finite, INTS))
+    value = builder.select(is_special, special, _finite(builder, rest, 2, 15))
+    return builder.bitcast(builder.or_(value, sign), FLOATS)
+
+
+def _without_sign(builder: Any, codes: Any) -> tuple[Any, Any]:
+    """The low 7 bits of bytes, and the highest where f32 has the sign."""
+    bits = builder.zext(codes, INTS)
     sign = builder.shl(builder.and_(bits, constant(INTS, 0x80)), constant(INTS, 24))
-    return builder.bitcast(builder.or_(rest, sign), FLOATS)
+    return builder.and_(bits, constant(INTS, 0x7F)), sign
+
+
+def _finite(builder: Any, codes: Any, fraction: int, bias: int) -> Any:
+    """The bits of f32 for floats with so many bits of a fraction, and this bias of the exponent.
+
+    The smallest have no leading 1. They get one, that is subtracted again: nothing may be a number
+    without it in f32, which XLA makes the CPU take for 0.
+    """
+    is_small = builder.icmp_signed("<", codes, constant(INTS, 1 << fraction))
+    zero, one = constant(INTS, 0), constant(INTS, 1 << fraction)
+    codes = builder.add(codes, builder.select(is_small, one, zero))
+    bits = builder.shl(codes, constant(INTS, 23 - fraction))
+    bits = builder.add(bits, constant(INTS, (127 - bias) << 23))
+    smallest = constant(FLOATS, 2.0 ** (1 - bias))
+    excess = builder.select(is_small, smallest, constant(FLOATS, 0.0))
+    return builder.bitcast(builder.fsub(builder.bitcast(bits, FLOATS), excess), INTS)
 
 
 CONVERSIONS = {
