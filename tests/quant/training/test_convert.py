@@ -32,7 +32,11 @@ def program(params, x):
 def test_a_program_gives_the_same(rule):
     params = {"layers": W, "out": W[0], "bias": jnp.ones(32)}
     trained = quantize_tree(params, [rule], train=True)
-    run = jax.jit(lambda *trees: [vn.implicit(program)(tree, X) for tree in trees])
+    # Unoptimised, the two programs differ in the last bits of activations, and so in some codes.
+    optimised = {"xla_backend_optimization_level": 3}
+    run = jax.jit(
+        lambda *trees: [vn.implicit(program)(tree, X) for tree in trees], compiler_options=optimised
+    )
     before, after = run(trained, convert(trained))
     assert_close(after, before, 1e-3)
 
