@@ -284,6 +284,30 @@ def test_a_convolution_quantises_each_entry_of_the_batch(name, act_qtype):
     assert_near(pull(jnp.cos(y_))[0], np.asarray(pull_(jnp.cos(y_))[0]))
 
 
+GROUPS = jnp.array([2, 3])
+ELSEWHERE = {
+    "dot": (lambda x, w: x @ w.T, (5, 4), (8, 4), -2),
+    "dot, the weight first": (lambda x, w: w @ x.T, (5, 4), (8, 4), -2),
+    "ragged_dot": (lambda x, w: lax.ragged_dot(x, w, GROUPS), (5, 8), (2, 8, 4), -1),
+    "convolution": (convolve, IMAGE.shape, (3, 3, IMAGE.shape[3], 6), -1),
+}
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_a_product_over_another_axis_leaves_activations_and_is_reported(name):
+    program, shape, of_weight, tile_axis = ELSEWHERE[name]
+    x, w = normal(*shape), weight("int8", *of_weight, act_qtype="int8", tile_axis=tile_axis)
+    assert_near(vn.implicit(program)(x, w), program(x, vn.materialise(w)))
+    said = "activations not in int8: not a product over axis -"
+    assert sum(said in event.how for event in vn.explain(program)(x, w).events) == 1
+
+
+def test_a_product_over_its_own_axis_is_not_reported():
+    w = weight("int8", 8, 4, act_qtype="int8")
+    events = vn.explain(matmul)(normal(5, 8), w).events
+    assert not any("activations not" in event.how for event in events)
+
+
 @pytest.mark.parametrize("static", [False, True])
 def test_convolutions_of_a_stack_of_kernels(static):
     w = weight("int8", 2, 3, 3, 4, 6, act_qtype="int8", tile_axis=(-4, -3, -2))

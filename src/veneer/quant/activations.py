@@ -11,6 +11,7 @@ from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jax.typing import ArrayLike
 
 from .._core.jax_internals import find_primitive
+from .._core.policy import note_how
 from .._core.rules import register
 from .._core.straight_through import ste
 from .._core.transform import implicit
@@ -19,6 +20,7 @@ from .._core.value import Value, materialise_one
 from .calibration import check_calibration
 from .conversion import quantize, quantize_with_scale
 from .formats import Format, get_format
+from .ops.native import weight_is
 from .product_weights import ProductWeight
 from .qarray import QUANTISABLE, QArray
 from .tiles import Leaf
@@ -45,7 +47,8 @@ class ActivationQuantized(ProductWeight):
 
     Two of them that meet are both weights, and neither is quantised for the other. An operand that
     is a `QArray`, or of integers, is left as it is; one of another type is multiplied with the
-    weight by the rules of that type.
+    weight by the rules of that type. `vn.explain` says where a product contracts other axes than
+    `contracting`, and so leaves activations as they are.
 
     `vn.quant.quantize_tree` makes them, of a rule with an `act_qtype`.
 
@@ -222,6 +225,16 @@ def bind(primitive: str, operands: Sequence[Any], params: dict[str, Any]) -> Any
     return implicit(lambda *xs: found.bind(*xs, **params))(*operands)
 
 
+def _on_the_weight(
+    primitive: str, operands: Sequence[Any], params: dict[str, Any], w: ActivationQuantized
+) -> Any:
+    """The product on the weight itself, and tells `explain`: a rule may name the wrong axis."""
+    out = bind(primitive, [w.array if x is w else x for x in operands], params)
+    axes = " and ".join(map(str, w.contracting)) or "one that is gone"
+    note_how(f"activations not in {w.qtype}: not a product over axis {axes} of the weight")
+    return out
+
+
 def _straight_through(
     product: Callable[[Any, Any], Any],
     x: Any,
@@ -297,13 +310,15 @@ def _product(
 ) -> Any:
     (x_summed, x_batch), (w_summed, w_batch) = x_axes, w_axes
     if not w.sums_over(w_summed):
-        return NotImplemented
+        operands = (x, w) if activations_first else (w, x)
+        return _on_the_weight("dot_general", operands, params, w)
     stacked = w.stacked_axes(w_summed, w_batch)
     if stacked and params["out_sharding"] is None:
         return _one_by_one(x, w, x_axes, w_axes, stacked, params, activations_first)
 
     def product(x: Any, w: Any) -> Any:
-        return bind("dot_general", (x, w) if activations_first else (w, x), params)
+        with weight_is(1 if activations_first else 0):
+            return bind("dot_general", (x, w) if activations_first else (w, x), params)
 
     return _straight_through(product, x, w, x_summed, list(zip(x_batch, w_batch, strict=True)))
 
@@ -344,7 +359,7 @@ def _ragged_dot_general(
     numbers = params["ragged_dot_dimension_numbers"]
     (x_summed, w_summed), (x_batch, w_batch) = numbers.dot_dimension_numbers
     if not w.sums_over(w_summed):
-        return NotImplemented
+        return _on_the_weight("ragged_dot_general", (x, w, group_sizes), params, w)
     product = lambda x, w: bind("ragged_dot_general", (x, w, group_sizes), params)
     return _straight_through(product, x, w, x_summed, list(zip(x_batch, w_batch, strict=True)))
 
@@ -353,7 +368,7 @@ def _ragged_dot_general(
 def _conv_general_dilated(x: ArrayLike | QArray, w: ActivationQuantized, **params: Any) -> Any:
     _, features, *space = params["dimension_numbers"].lhs_spec
     if not sums_over_features(w, params):
-        return NotImplemented
+        return _on_the_weight("conv_general_dilated", (x, w), params, w)
     product = lambda x, w: bind("conv_general_dilated", (x, w), params)
     return _straight_through(product, x, w, [*space, features])
 
