@@ -24,7 +24,7 @@ _choice = jax.make_user_context(None)
 
 
 @contextmanager
-def use(choice: Choice) -> Iterator[None]:
+def use(choice: str) -> Iterator[None]:
     """Says how products with stored matrices are computed, in what is traced within.
 
     **Arguments:**

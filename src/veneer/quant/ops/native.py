@@ -8,7 +8,9 @@ scaled, in f32, or exactly where both are integers.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
@@ -36,6 +38,24 @@ class Native(NamedTuple):
     compute: Callable[[], jax.Array]
 
 
+# Which operand is the weight, 0 or 1, where both are QArrays and it is known.
+_weight: ContextVar[int | None] = ContextVar("weight", default=None)
+
+
+@contextmanager
+def weight_is(side: int) -> Iterator[None]:
+    """Says which operand of the products within is the weight: the first, 0, or the second, 1.
+
+    Activations that are quantised look like one. A weight is read as it is stored, and has the time
+    that they take to be arranged for it. Where nothing says it, the weight is the second operand.
+    """
+    token = _weight.set(side)
+    try:
+        yield
+    finally:
+        _weight.reset(token)
+
+
 def find(
     lhs: jax.Array | QArray,
     rhs: jax.Array | QArray,
@@ -60,9 +80,11 @@ def find(
     if contraction.out_dtype(lhs, rhs) not in _DTYPES:
         return None
     operands = lhs, rhs
-    sides = [side for side in (1, 0) if isinstance(operands[side], QArray)]
-    for side in sorted(sides, key=lambda side: -operands[side].size):  # the weight is the larger
+    known = _weight.get()
+    for side in (1, 0) if known is None else (known,):
         q: Any = operands[side]
+        if not isinstance(q, QArray):
+            continue
         batch = math.prod(_sizes(q, contraction.batch(side)))
         if q.size == 0 or not select.may_serve("cpu", q.size // batch):
             continue

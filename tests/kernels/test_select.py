@@ -1,0 +1,127 @@
+"""Which implementation is chosen, what says so, and what is said where there is no kernel."""
+
+import subprocess
+import sys
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import veneer as vn
+from veneer import kernels
+from veneer.kernels import Codes, select
+from veneer.kernels.cpu import build
+
+X = jnp.asarray(np.random.default_rng(0).normal(size=(2, 128)), jnp.float32)
+W = vn.quant.quantize(
+    jnp.asarray(np.random.default_rng(1).normal(size=(128, 130)), jnp.float32),
+    "int8",
+    channelwise_axes=[1],
+)
+BY_KERNEL = "CPU kernel rows_int8, else rhs scaled outside"
+
+
+def shape(**changes):
+    sizes = {"contracting": "rows", "activations": "float", "m": 1, "k": 256, "n": 256, "tile": 256}
+    return select.Shape(**sizes | changes)
+
+
+def how():
+    return vn.explain(jnp.matmul)(X, W).events[0].how
+
+
+@pytest.fixture
+def warned_of_nothing():
+    select._warn.cache_clear()
+    yield
+    select._warn.cache_clear()
+
+
+def test_the_table_names_kernels_that_are_built():
+    for row in select.TABLE:
+        for kind in row.kinds:
+            assert row.target.format(kind).startswith("veneer_")
+    assert select.find("cpu", Codes(8, "int8"), shape()) == "veneer_rows_int8"
+    assert select.find("cpu", Codes(8, "int8"), shape(contracting="columns")) == (
+        "veneer_columns_int8"
+    )
+    assert select.find("cpu", Codes(8, "uint8"), shape(activations="int8")) == (
+        "veneer_integer_rows_uint8"
+    )
+
+
+@pytest.mark.parametrize(
+    ("platform", "codes", "changes"),
+    [
+        ("tpu", Codes(8, "int8"), {}),
+        ("cpu", Codes(8, "int8"), {"k": 8, "n": 8}),
+        ("cpu", Codes(8, "float8_e4m3fn"), {"activations": "int8"}),
+        ("cpu", Codes(1, values=(0.5, 1.0)), {"activations": "int8"}),
+    ],
+)
+def test_the_table_has_no_kernel_for_others(platform, codes, changes):
+    assert select.find(platform, codes, shape(**changes)) is None
+
+
+def test_use_chooses_and_explain_says_what():
+    assert how() == BY_KERNEL
+    with kernels.use("xla"):
+        assert how() == "rhs scaled outside"
+        with kernels.use("auto"):
+            assert how() == BY_KERNEL
+    assert how() == BY_KERNEL
+
+
+def test_a_jitted_function_follows_what_is_chosen():
+    run = jax.jit(vn.implicit(jnp.matmul))
+    programs = {}
+    for choice in ("auto", "xla", "auto"):
+        with kernels.use(choice):
+            programs[choice] = run.lower(X, W).as_text()
+            run(X, W)
+    assert "veneer_rows_int8" in programs["auto"]
+    assert "veneer" not in programs["xla"]
+
+
+def test_the_environment_chooses_where_nothing_else_does(monkeypatch):
+    monkeypatch.setenv("VENEER_KERNELS", "xla")
+    assert how() == "rhs scaled outside"
+    with kernels.use("auto"):
+        assert how() == BY_KERNEL
+    monkeypatch.setenv("VENEER_KERNELS", "")
+    assert how() == BY_KERNEL
+
+
+def test_an_unknown_choice_is_refused(monkeypatch):
+    with pytest.raises(ValueError, match=r"kernels.use is 'auto' or 'xla', not 'fast'"):
+        kernels.use("fast").__enter__()
+    monkeypatch.setenv("VENEER_KERNELS", "numba")
+    with pytest.raises(ValueError, match="VENEER_KERNELS is 'auto' or 'xla', not 'numba'"):
+        how()
+
+
+def test_without_numba_there_is_one_hint_and_the_way_of_xla(monkeypatch, warned_of_nothing):
+    monkeypatch.setattr(build, "available", lambda: "kernels need Numba: pip install ...")
+    with pytest.warns(UserWarning, match="left to XLA.*need Numba.*VENEER_KERNELS=xla"):
+        y = jax.jit(vn.implicit(jnp.matmul))(X, W)
+    np.testing.assert_allclose(y, X @ W.dequantize(), rtol=1e-4, atol=1e-4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.jit(vn.implicit(lambda x, w: 2 * x @ w))(X, W)
+
+
+def test_a_kernel_that_cannot_be_built_is_left_to_xla(monkeypatch, warned_of_nothing):
+    def fail(name):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(build, "target", fail)
+    with pytest.warns(UserWarning, match=r"veneer_rows_int8 failed: OSError\('no space left'\)"):
+        y = jax.jit(vn.implicit(lambda x, w: 3 * x @ w))(X, W)
+    np.testing.assert_allclose(y, 3 * X @ W.dequantize(), rtol=1e-4, atol=1e-4)
+
+
+def test_importing_kernels_imports_no_numba():
+    program = "import sys, veneer.quant, veneer.kernels; assert 'numba' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)
