@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import jaxtyping
 import pytest
 
 import veneer as vn
@@ -157,6 +158,7 @@ def test_the_version_is_that_of_the_distribution():
     assert vn.__version__ == installed
 
 
+@pytest.mark.skipif(jaxtyping.config.jaxtyping_disable, reason="they are not, as was asked for")
 def test_annotations_are_checked_at_run_time():
     # The import hook must come before the first import of veneer, or it would check nothing.
     with pytest.raises(TypeError, match="precedence"):
