@@ -96,19 +96,26 @@ def fetch_add(typing_context, address, value):
     return types.int64(types.int64, types.int64), emit
 
 
-@intrinsic
-def prefetch(typing_context, address):
-    """Asks for the cache line of an address, which may be anything at all, to be fetched."""
+def _prefetch(locality: int) -> Any:
+    @intrinsic
+    def prefetch(typing_context, address):
+        def emit(context, builder, signature, args):
+            byte = I8.as_pointer()
+            type = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
+            fetch = cgutils.get_or_insert_function(builder.module, type, "llvm.prefetch.p0")
+            to_read, data = I32(0), I32(1)
+            place = builder.inttoptr(args[0], byte)
+            builder.call(fetch, [place, to_read, I32(locality), data])
+            return context.get_dummy_value()
 
-    def emit(context, builder, signature, args):
-        byte = I8.as_pointer()
-        type = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
-        fetch = cgutils.get_or_insert_function(builder.module, type, "llvm.prefetch.p0")
-        to_read, to_all_caches, data = I32(0), I32(3), I32(1)
-        builder.call(fetch, [builder.inttoptr(args[0], byte), to_read, to_all_caches, data])
-        return context.get_dummy_value()
+        return types.void(types.int64), emit
 
-    return types.void(types.int64), emit
+    return prefetch
+
+
+#: Asks for the cache line of an address, which may be anything at all: into all caches, or into
+#: those but the first, which has no place for what is needed much later.
+prefetch, prefetch_for_later = _prefetch(3), _prefetch(2)
 
 
 @intrinsic(prefer_literal=True)

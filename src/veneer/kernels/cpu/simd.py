@@ -22,6 +22,8 @@ from .memory import F32, I8, I16, I32, I64, pointer
 FLOATS, INTS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
 SHORTS, BYTES = ir.VectorType(I16, 2 * LANES), ir.VectorType(I8, 4 * LANES)
 
+_HALVES = ir.VectorType(I16, LANES)
+
 _VECTORS = {"f32": FLOATS, "i32": INTS}
 #: a * b + c may be rounded once, as fused multiplication and addition do.
 _FUSED = ("contract",)
@@ -383,43 +385,54 @@ def _from_uint8(builder: Any, codes: Any) -> Any:
 
 def _from_e4m3fn(builder: Any, codes: Any) -> Any:
     """It has no infinity, and NaN is all ones."""
-    rest, sign = _without_sign(builder, codes)
-    is_nan = builder.icmp_signed("==", rest, constant(INTS, 0x7F))
-    value = builder.select(is_nan, constant(INTS, 0x7FC00000), _finite(builder, rest, 3, 7))
-    return builder.bitcast(builder.or_(value, sign), FLOATS)
+    magnitude = builder.and_(builder.zext(codes, INTS), constant(INTS, 0x7F))
+    is_nan = builder.icmp_signed("==", magnitude, constant(INTS, 0x7F))
+    if ISA.startswith("avx512"):
+        bits = builder.shl(builder.sext(codes, _HALVES), constant(_HALVES, 7))
+        bits = builder.and_(bits, constant(_HALVES, 0xBF80))
+        value = builder.fmul(_from_half(builder, bits), constant(FLOATS, 2.0**8))
+    else:
+        value = _signed(builder, codes, _from_small_float(builder, magnitude, 3, 7))
+    return builder.select(is_nan, constant(FLOATS, float("nan")), value)
 
 
 def _from_e5m2(builder: Any, codes: Any) -> Any:
-    """Infinity and NaN have the largest exponent, as in f32."""
-    rest, sign = _without_sign(builder, codes)
-    special = builder.shl(rest, constant(INTS, 21))
-    special = builder.or_(special, constant(INTS, 0x7F800000))
-    is_special = builder.icmp_signed(">=", rest, constant(INTS, 0x7C))
-    value = builder.select(is_special, special, _finite(builder, rest, 2, 15))
-    return builder.bitcast(builder.or_(value, sign), FLOATS)
+    """The upper half of an f16."""
+    if ISA.startswith("avx512"):
+        bits = builder.shl(builder.zext(codes, _HALVES), constant(_HALVES, 8))
+        return _from_half(builder, bits)
+    magnitude = builder.and_(builder.zext(codes, INTS), constant(INTS, 0x7F))
+    finite = _from_small_float(builder, magnitude, 2, 15)
+    # Infinity and NaN have the largest exponent, here as there.
+    special = builder.or_(builder.shl(magnitude, constant(INTS, 21)), constant(INTS, 0x7F800000))
+    is_special = builder.icmp_signed(">=", magnitude, constant(INTS, 0x7C))
+    value = builder.select(is_special, builder.bitcast(special, FLOATS), finite)
+    return _signed(builder, codes, value)
 
 
-def _without_sign(builder: Any, codes: Any) -> tuple[Any, Any]:
-    """The low 7 bits of bytes, and the highest where f32 has the sign."""
-    bits = builder.zext(codes, INTS)
-    sign = builder.shl(builder.and_(bits, constant(INTS, 0x80)), constant(INTS, 24))
-    return builder.and_(bits, constant(INTS, 0x7F)), sign
+def _from_half(builder: Any, bits: Any) -> Any:
+    """f16, by its bits, whose smallest numbers are exact too, unlike those of f32 for XLA."""
+    return builder.fpext(builder.bitcast(bits, ir.VectorType(ir.HalfType(), LANES)), FLOATS)
 
 
-def _finite(builder: Any, codes: Any, fraction: int, bias: int) -> Any:
-    """The bits of f32 for floats with so many bits of a fraction, and this bias of the exponent.
+def _from_small_float(builder: Any, magnitude: Any, mantissa: int, bias: int) -> Any:
+    """A float without its sign: its bits are moved to where f32 has them.
 
-    The smallest have no leading 1. They get one, that is subtracted again: nothing may be a number
-    without it in f32, which XLA makes the CPU take for 0.
+    Those without a leading 1 are integers times a power of two. They are not made of f32 without a
+    leading 1, as XLA has CPUs take that for 0.
     """
-    is_small = builder.icmp_signed("<", codes, constant(INTS, 1 << fraction))
-    zero, one = constant(INTS, 0), constant(INTS, 1 << fraction)
-    codes = builder.add(codes, builder.select(is_small, one, zero))
-    bits = builder.shl(codes, constant(INTS, 23 - fraction))
-    bits = builder.add(bits, constant(INTS, (127 - bias) << 23))
-    smallest = constant(FLOATS, 2.0 ** (1 - bias))
-    excess = builder.select(is_small, smallest, constant(FLOATS, 0.0))
-    return builder.bitcast(builder.fsub(builder.bitcast(bits, FLOATS), excess), INTS)
+    moved = builder.shl(magnitude, constant(INTS, 23 - mantissa))
+    normal = builder.add(moved, constant(INTS, (127 - bias) << 23))
+    unit = constant(FLOATS, 2.0 ** (1 - bias - mantissa))
+    small = builder.fmul(builder.sitofp(magnitude, FLOATS), unit)
+    is_small = builder.icmp_signed("<", magnitude, constant(INTS, 1 << mantissa))
+    return builder.select(is_small, small, builder.bitcast(normal, FLOATS))
+
+
+def _signed(builder: Any, codes: Any, value: Any) -> Any:
+    """A number with the sign that codes of 8 bits have in their highest."""
+    sign = builder.and_(builder.sext(codes, INTS), constant(INTS, -(2**31)))
+    return builder.bitcast(builder.or_(builder.bitcast(value, INTS), sign), FLOATS)
 
 
 CONVERSIONS = {
