@@ -80,11 +80,22 @@ def test_rows_of_x_that_no_cache_holds(kind, m):
 
 
 @pytest.mark.parametrize("kind", ["lookup2", "lookup4", "int8", "float8_e5m2"])
-@pytest.mark.parametrize("tile", [(1, 301), (5, 1), (1, 43)], ids=str)
-@pytest.mark.parametrize("m", [3, 25])
-def test_nothing_outside_of_arrays_is_touched(kind, tile, m):
-    w = stored(kind, (2, 50, 301), tile)
-    x = activations(2, m, 301)
+@pytest.mark.parametrize(
+    ("width", "tile"),
+    [
+        (301, (1, 301)),
+        (301, (5, 1)),
+        (301, (1, 43)),
+        (256, (1, 256)),
+        (256, (1, 32)),
+        (257, (1, 1)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("m", [1, 3, 25])
+def test_nothing_outside_of_arrays_is_touched(kind, width, tile, m):
+    w = stored(kind, (2, 50, width), tile)
+    x = activations(2, m, width)
     expected, sizes = columns_contracted(x, w)
     for at_end in (True, False):
         fields = {"packed": w.packed, "scale": w.scale, "table": w.table}

@@ -9,7 +9,7 @@ from typing import Any
 
 from .columns_x import MOST, copy, order, rows_of_block
 from .isa import LANES
-from .job import OUT, ROW_BYTES, SCALE, TABLE, TC, TR, C, M, R, W
+from .job import BATCH, OUT, ROW_BYTES, SCALE, TABLE, TC, TR, C, M, R, W
 from .memory import prefetch, stack, store_f32, store_i64, word
 from .native import native
 from .panels import (
@@ -19,6 +19,8 @@ from .panels import (
     ONE,
     SOME,
     VECTORS,
+    begun,
+    ended,
     lanes_by,
     load_block,
     multiply,
@@ -93,7 +95,8 @@ def worker(kind: str) -> Any:
 def _products(kind: str) -> Any:
     """What adds the products of a block of rows of x with panels of W to sums."""
     PANEL, W_BYTES = COLUMNS[kind], BYTES[kind]
-    TAIL = W_BYTES * max(_TOGETHER.values())
+    READ_BEHIND = 3 if kind.startswith("lookup") else 0  # bytes, of a panel; see `multiply`
+    TAIL = W_BYTES * max(_TOGETHER.values()) + READ_BEHIND
     X_PANEL = 4 * PANEL
     one_1, one_2, one_4, one_most = (_panels(kind, min(i, MOST), ONE) for i in (1, 2, 4, 8))
     other = SOME if kind.startswith("lookup") else ONE  # bytes are lanes, which never are tiles
@@ -102,28 +105,31 @@ def _products(kind: str) -> Any:
     @native
     def add_products(job, rows, sums, x, batch, first, last, begin, end, scale, way):
         tail = stack(TAIL)
-        row_bytes, whole = word(job, ROW_BYTES), word(job, C) // PANEL
+        row_bytes, columns, r = word(job, ROW_BYTES), word(job, C), word(job, R)
         scale_row = 0
         if word(job, TR) == 1 and way != FOLDED:
-            scale_row = 4 * (word(job, C) // word(job, TC))
-        w = word(job, W) + row_bytes * (batch * word(job, R) + first)
+            scale_row = 4 * (columns // word(job, TC))
+        w = word(job, W) + row_bytes * (batch * r + first)
         while first < last:
             # The last rows are taken one by one: all that are taken together are the same one.
             count = _together(rows)
             next_row, next_scale = row_bytes, scale_row
             if first + count > last:
                 count, next_row, next_scale = 1, 0, 0
+            whole = columns // PANEL
+            if first + count == r and batch + 1 == word(job, BATCH):  # nothing is behind them
+                whole = min(whole, max(0, row_bytes - READ_BEHIND) // W_BYTES)
             at = begin
             while at < end:
                 stop, panel = min(whole, end), w + W_BYTES * at
-                if at == whole:  # the last columns are few, and end with zeros
-                    stop, panel = end, tail
+                if at >= whole:  # a copy, with zeros for columns that do not exist
+                    stop, panel = at + 1, tail
                     for c in range(_together(rows)):
-                        row = w + c * next_row + W_BYTES * at
-                        copy(tail + c * W_BYTES, row, row_bytes - W_BYTES * at, W_BYTES)
-                    next_row = W_BYTES
+                        row, existing = w + c * next_row + W_BYTES * at, row_bytes - W_BYTES * at
+                        copy(tail + c * W_BYTES, row, existing, W_BYTES)
                 place = x + X_PANEL * rows * (at - begin)
-                args = (job, sums, place, panel, next_row, scale, next_scale, at, stop)
+                step = W_BYTES if at >= whole else next_row
+                args = (job, sums, place, panel, step, scale, next_scale, at, stop)
                 if way != SOME and rows == 1:
                     one_1(*args)
                 elif way != SOME and rows == 2:
@@ -169,17 +175,19 @@ def _panels(kind: str, rows: int, way: int) -> Any:
         existing = min(count, word(job, C) // tile - begin * count)
         lanes, table = lanes_by(FIELDS, tile), load_table(word(job, TABLE))
         total = load_block(sums, rows, TOGETHER)
-        for _ in range(begin, end):
-            for c in range(TOGETHER):
-                prefetch(w + c * next_row + ahead)
+        while begin < end:
+            stop = min(end, begin + left)
             scales = panel_scales(scale, next_scale, lanes, existing, TOGETHER, way)
-            total = multiply(total, x, X_PANEL, table, scales, w, next_row, kind, way)
-            x += rows * X_PANEL
-            w += W_BYTES
-            left -= 1
-            if left == 0:
-                scale += 4 * count
-                left = lasts
+            part = begun(total)
+            for _ in range(begin, stop):
+                for c in range(TOGETHER):
+                    prefetch(w + c * next_row + ahead)
+                part = multiply(part, x, X_PANEL, table, scales, w, next_row, kind, way)
+                x += rows * X_PANEL
+                w += W_BYTES
+            total = ended(total, part, scales)
+            scale += 4 * count
+            begin, left = stop, lasts
         store(sums, total)
 
     return panels

@@ -15,14 +15,16 @@ from .panels import (
     BYTES,
     COLUMNS,
     FOLDED,
+    ONE,
     SOME,
     VECTORS,
     lanes_by,
     load_block,
     panel_scales,
-    store_transposed,
+    store_decoded,
+    transpose,
 )
-from .simd import load, load_table, outer, splat, store
+from .simd import load, load_table, outer, store
 
 #: Vectors of rows of W in a part: with `ROWS` rows of x, as many sums as registers hold.
 _ACROSS = 4 if LANES == 16 else 2
@@ -86,61 +88,76 @@ def worker(kind: str) -> Any:
 
 def _decode(kind: str) -> Any:
     """What writes a unit of all rows of a part: the numbers of a column are neighbours."""
-    expand = order(kind).expand
-    PANEL, W_BYTES, X_PANEL, COUNT = COLUMNS[kind], BYTES[kind], 4 * COLUMNS[kind], VECTORS[kind]
+    write_scales = _scales(kind)
+    W_BYTES, COUNT, IS_LOOKUP = BYTES[kind], VECTORS[kind], kind.startswith("lookup")
     VECTORS_ = min(8, COUNT)
-    UNITS_OF_PANEL = COUNT // VECTORS_
-    SCALES, COPIED = LANES * X_PANEL, LANES * W_BYTES
-
-    @native
-    def write_scales(job, to, row, panel, way):
-        """Writes what scales a panel of a row: a vector, or one for each of its own."""
-        columns, tile = word(job, C), word(job, TC)
-        scale = word(job, SCALE) + 4 * (row // word(job, TR)) * (columns // tile)
-        if way == FOLDED:
-            expand(to, scale, columns, tile, panel)
-        elif way == SOME:
-            count = PANEL // tile
-            existing = min(count, columns // tile - panel * count)
-            lanes, scale = lanes_by(COUNT, tile), scale + 4 * panel * count
-            store(to, panel_scales(scale, 0, lanes, existing, 1, SOME))
-        else:
-            store(to, splat(load_f32(scale + 4 * (panel * PANEL // tile))))
+    UNITS_OF_PANEL, SQUARE = COUNT // VECTORS_, LANES * _VECTOR
+    SCALES, COPIED = VECTORS_ * SQUARE, LANES * W_BYTES
 
     @native
     def decode(job, to, batch, first, last, unit, way):
-        scales, copied = stack(SCALES), stack(COPIED)
+        scales, copied, dwords = stack(SCALES), stack(COPIED), stack(SQUARE)
         panel, begin = unit // UNITS_OF_PANEL, unit % UNITS_OF_PANEL * VECTORS_
         row_bytes, table = word(job, ROW_BYTES), load_table(word(job, TABLE))
-        next_vector = _VECTOR if way == FOLDED else 0
-        for r in range(first, first + PART, LANES):
+        next_scales = SQUARE if way == FOLDED else 0
+        next_scale = 0 if way == ONE else _VECTOR
+        row = batch * word(job, R) + first
+        alike = row // word(job, TR) == (row + last - first - 1) // word(job, TR)
+        for r in range(first, last, LANES):
             existing, row = min(LANES, last - r), batch * word(job, R) + r
-            if existing <= 0:
-                return
             w, next_row = word(job, W) + row_bytes * row + W_BYTES * panel, row_bytes
             count = min(W_BYTES, row_bytes - W_BYTES * panel)
             for i in range(existing):
                 prefetch(w + i * row_bytes + W_BYTES)
             if existing < LANES or count < W_BYTES:
                 for i in range(LANES):
-                    copy(
-                        copied + i * W_BYTES,
-                        w + i * row_bytes,
-                        count if i < existing else 0,
-                        W_BYTES,
-                    )
+                    size = count if i < existing else 0
+                    copy(copied + i * W_BYTES, w + i * row_bytes, size, W_BYTES)
                 w, next_row = copied, W_BYTES
-            alike = row // word(job, TR) == (row + existing - 1) // word(job, TR)
-            next_scales = 0 if alike else X_PANEL
-            for i in range(1 if alike else LANES):
-                write_scales(job, scales + i * X_PANEL, row + min(i, existing - 1), panel, way)
+            if IS_LOOKUP:
+                transpose(dwords, next_row, w)
+                w, next_row = dwords, _VECTOR
+            if r == first or not alike:
+                write_scales(job, scales, row, existing, panel, begin, way)
             place = to + 4 * (r - first)
-            for j in range(begin, begin + VECTORS_):
-                scale = scales + next_vector * j
-                store_transposed(place, _ROW, w, next_row, j, table, scale, next_scales, kind)
+            for j in range(VECTORS_):
+                scale = scales + next_scales * j
+                store_decoded(place, _ROW, w, next_row, begin + j, table, scale, next_scale, kind)
                 place += _ROW * LANES
 
     return decode
+
+
+def _scales(kind: str) -> Any:
+    """What writes the scales of LANES rows of W, a lane each: of a panel, its lanes, or columns."""
+    expand = order(kind).expand
+    PANEL, X_PANEL, COUNT = COLUMNS[kind], 4 * COLUMNS[kind], VECTORS[kind]
+    VECTORS_ = min(8, COUNT)
+    ROWS_BYTES = LANES * X_PANEL
+
+    @native
+    def scales(job, to, row, rows, panel, begin, way):
+        by_row = stack(ROWS_BYTES)
+        columns, tile, tile_rows = word(job, C), word(job, TC), word(job, TR)
+        tiles, count = columns // tile, PANEL // tile
+        lanes = lanes_by(COUNT, tile)
+        for i in range(LANES):
+            scale = word(job, SCALE) + 4 * tiles * ((row + min(i, rows - 1)) // tile_rows)
+            at = by_row + i * X_PANEL
+            if way == ONE:
+                store_f32(to + 4 * i, load_f32(scale + 4 * (panel * PANEL // tile)))
+            elif way == SOME:
+                existing, scale = min(count, tiles - panel * count), scale + 4 * panel * count
+                store(at, panel_scales(scale, 0, lanes, existing, 1, SOME))
+            else:
+                expand(at, scale, columns, tile, panel)
+        if way == SOME:
+            transpose(to, X_PANEL, by_row)
+        elif way == FOLDED:
+            for j in range(VECTORS_):
+                transpose(to + j * LANES * _VECTOR, X_PANEL, by_row + (begin + j) * _VECTOR)
+
+    return scales
 
 
 @native

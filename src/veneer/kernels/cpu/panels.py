@@ -59,85 +59,125 @@ def load_block(address, rows, columns):
 
 
 @instruction
-def multiply(total, x, stride, table, scales, w, row_bytes, kind, way):
-    """`total[r][c] + x[r] * W[c] * scales[c]`, lane by lane, for a panel.
+def begun(total):
+    """The sums of what one scale is for: for one row of x, they start at 0, and are scaled at last.
 
-    Rows of x are `stride` bytes apart, those of W `row_bytes`.
+    For several rows, it is less work to scale what they are multiplied by.
     """
-    scale = _how_to_scale(total, kind.literal_value, way.literal_value)
+    zeros = ir.Constant(total.llvm, [constant(FLOATS, 0.0)] * total.count)
+    return total, lambda builder, sums: zeros if total.rows == 1 else sums
 
-    def emit(builder, totals, x, stride, table, scales, w, row_bytes, *_):
-        totals, table, scales = (vectors(builder, block) for block in (totals, table, scales))
-        tables, sums = [table] * len(scales), totals
-        if scale == "tables":
-            tables = [[builder.fmul(part, by) for part in table] for by in scales]
-        elif scale == "products":
-            sums = [constant(FLOATS, 0.0)] * len(totals)
-        rows = [
-            _Row(builder, kind.literal_value, at(builder, w, 0, c, row_bytes), table)
-            for c, table in enumerate(tables)
-        ]
-        for j in range(VECTORS[kind.literal_value]):
-            values = [row.vector(I64(j)) for row in rows]
-            if scale == "vectors":
-                values = [builder.fmul(*pair) for pair in zip(values, scales, strict=True)]
-            for r in range(total.rows):
-                number = load_vector(builder, at(builder, x, j, r, stride))
-                for c, value in enumerate(values):
-                    i = r * total.columns + c
-                    sums[i] = multiply_add(builder, number, value, sums[i])
-        if scale == "products":
-            by = scales * total.rows
-            sums = [multiply_add(builder, *terms) for terms in zip(sums, by, totals, strict=True)]
-        return block_of(builder, sums)
+
+@instruction
+def ended(total, sums, scales):
+    """The total with the sums that `begun` began."""
+
+    def emit(builder, totals, sums, scales):
+        if total.rows > 1:
+            return sums
+        rows = zip(*(vectors(builder, block) for block in (sums, scales, totals)), strict=True)
+        return block_of(builder, [multiply_add(builder, *terms) for terms in rows])
 
     return total, emit
 
 
-def _how_to_scale(total: Block, kind: str, way: int) -> str:
-    """For one row of x, its products as a panel ends; for several, what they are multiplied by.
+@instruction
+def multiply(sums, x, stride, table, scales, w, row_bytes, kind, way):
+    """`sums[r][c] + x[r] * W[c] * scales[c]`, lane by lane, for a panel; with one row, unscaled.
 
-    That is least work for a table, which has one scale a panel.
+    Rows of x are `stride` bytes apart, those of W `row_bytes`. With one row, 3 bytes behind a panel
+    may be read, too.
     """
-    if total.rows == 1:
-        return "products"
-    return "tables" if kind in _LOOKUPS and way == ONE else "vectors"
+    kind, is_table = kind.literal_value, kind.literal_value in _LOOKUPS and way.literal_value == ONE
+
+    def emit(builder, totals, x, stride, table, scales, w, row_bytes, *_):
+        totals, table, scales = (vectors(builder, block) for block in (totals, table, scales))
+        tables = [table] * len(scales)
+        if sums.rows > 1 and is_table:  # which has one scale a panel
+            tables = [[builder.fmul(part, by) for part in table] for by in scales]
+        rows = [
+            # For one row, it is less work to read dwords again, a byte on, than to shift them.
+            _Row(builder, kind, at(builder, w, 0, c, row_bytes), table, rereads=sums.rows == 1)
+            for c, table in enumerate(tables)
+        ]
+        for j in range(VECTORS[kind]):
+            values = [row.vector(j) for row in rows]
+            if sums.rows > 1 and not is_table:
+                values = [builder.fmul(*pair) for pair in zip(values, scales, strict=True)]
+            for r in range(sums.rows):
+                number = load_vector(builder, at(builder, x, j, r, stride))
+                for c, value in enumerate(values):
+                    i = r * sums.columns + c
+                    totals[i] = multiply_add(builder, number, value, totals[i])
+        return block_of(builder, totals)
+
+    return sums, emit
 
 
 class _Row:
-    """The panel at an address, of which vectors are asked for one by one."""
+    """The panel at an address, of which vectors are asked for from the first to the last."""
 
-    def __init__(self, builder: Any, kind: str, address: Any, table: Any):
+    def __init__(self, builder: Any, kind: str, address: Any, table: Any, rereads: bool):
         self.builder, self.kind, self.address, self.table = builder, kind, address, table
-        self.dwords = load_vector(builder, address, INTS) if kind in _LOOKUPS else None
+        self.rereads = rereads
+        self.dwords = None
 
-    def vector(self, j: Any) -> Any:
-        """Vector j, where j is an i64 of LLVM's."""
+    def vector(self, j: int) -> Any:
+        """Vector j."""
         builder = self.builder
-        if self.dwords is None:
-            place = builder.add(self.address, builder.mul(j, I64(LANES)))
+        if self.kind not in _LOOKUPS:
+            place = builder.add(self.address, I64(LANES * j))
             codes = load_vector(builder, place, ir.VectorType(I8, LANES))
             return CONVERSIONS[self.kind](builder, codes)
-        shift = builder.trunc(builder.mul(j, I64(_LOOKUPS[self.kind])), I32)
-        return look_up(builder, self.table, builder.lshr(self.dwords, repeated(builder, shift)))
+        byte, bit = divmod(j * _LOOKUPS[self.kind], 8)
+        if not self.rereads:
+            byte, bit = 0, 8 * byte + bit
+        if bit == 0:
+            self.dwords = load_vector(builder, builder.add(self.address, I64(byte)), INTS)
+        indices = builder.lshr(self.dwords, constant(INTS, bit)) if bit else self.dwords
+        return look_up(builder, self.table, indices)
+
+
+# For many rows of x: panels of LANES rows of W, of which each becomes a lane.
 
 
 @instruction
-def store_transposed(address, stride, w, row_bytes, j, table, scales, next_scales, kind):
-    """Writes vector j of the panels of LANES rows of W, so that each row becomes a lane.
+def transpose(to, stride, address):
+    """Writes LANES rows of LANES numbers of 32 bits as columns; rows are `stride` bytes apart."""
 
-    A row is multiplied by a vector at `scales`, `next_scales` bytes apart.
+    def emit(builder, to, stride, address):
+        rows = [load_vector(builder, at(builder, address, 0, i, stride)) for i in range(LANES)]
+        for i, column in enumerate(apart(builder, rows)):
+            store_vector(builder, column, at(builder, to, i))
+
+    return types.void, emit
+
+
+@instruction
+def store_decoded(to, stride, codes, next_codes, j, table, scales, next_scale, kind):
+    """Writes vector j of panels, scaled, as LANES vectors that have a column each.
+
+    Those are `stride` bytes apart, and the scales of them `next_scale` bytes. `codes` has dwords as
+    `transpose` writes them, or bytes in rows that are `next_codes` bytes apart.
     """
     kind = kind.literal_value
 
-    def emit(builder, address, stride, w, row_bytes, j, table, scales, next_scales, _):
-        table, rows = vectors(builder, table), []
-        for i in range(LANES):
-            row = _Row(builder, kind, at(builder, w, 0, i, row_bytes), table)
-            scale = load_vector(builder, at(builder, scales, 0, i, next_scales))
-            rows.append(builder.fmul(row.vector(j), scale))
-        for i, column in enumerate(apart(builder, rows)):
-            store_vector(builder, column, at(builder, address, 0, i, stride))
+    def emit(builder, to, stride, codes, next_codes, j, table, scales, next_scale, _):
+        places = [at(builder, codes, 0, i, next_codes) for i in range(LANES)]
+        if kind in _LOOKUPS:
+            table = vectors(builder, table)
+            shift = builder.trunc(builder.mul(j, I64(_LOOKUPS[kind])), I32)
+            shift = repeated(builder, shift)
+            dwords = [load_vector(builder, place, INTS) for place in places]
+            columns = [look_up(builder, table, builder.lshr(each, shift)) for each in dwords]
+        else:
+            first = builder.mul(j, I64(LANES))
+            places = [builder.add(place, first) for place in places]
+            rows = [load_vector(builder, place, ir.VectorType(I8, LANES)) for place in places]
+            columns = apart(builder, [CONVERSIONS[kind](builder, row) for row in rows])
+        for i, column in enumerate(columns):
+            scale = load_vector(builder, at(builder, scales, 0, i, next_scale))
+            store_vector(builder, builder.fmul(column, scale), at(builder, to, 0, i, stride))
 
     return types.void, emit
 
