@@ -1,5 +1,6 @@
 """`ActivationQuantized`: a weight whose partner in a product is quantised as the two meet."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -85,6 +86,7 @@ class ActivationQuantized(ProductWeight):
     qtype: str = static()
     calibration_method: str | None = static()
     contracting: tuple[int, ...] = static()
+    turned: bool = static()  # whether codes were stored with the last two axes the other way round
 
     def __init__(
         self,
@@ -113,15 +115,18 @@ class ActivationQuantized(ProductWeight):
             raise ValueError(
                 f"contracting axes are counted from the end of {shape}, as -2, not {contracting}"
             )
-        values = (array, scale, zero_point, format.name, calibration_method, contracting)
-        names = ("array", "scale", "zero_point", "qtype", "calibration_method", "contracting")
-        for name, value in zip(names, values, strict=True):
-            object.__setattr__(self, name, value)  # the dataclass is frozen
+        values = (array, scale, zero_point, format.name, calibration_method, contracting, False)
+        for field, value in zip(dataclasses.fields(self), values, strict=True):
+            object.__setattr__(self, field.name, value)  # the dataclass is frozen
 
     @property
     def format(self) -> Format:
         """The row of `FORMATS` that `qtype` names."""
         return get_format(self.qtype)
+
+    def turned_over(self) -> "ActivationQuantized":
+        """Notes that codes are stored the other way round."""
+        return self.changed(turned=not self.turned)
 
     def quantise_activations(
         self, x: jax.Array, shared: Sequence[int], batch: Sequence[tuple[int, int]] = ()
@@ -316,11 +321,22 @@ def _product(
     if stacked and params["out_sharding"] is None:
         return _one_by_one(x, w, x_axes, w_axes, stacked, params, activations_first)
 
+    batch = list(zip(x_batch, w_batch, strict=True))
+    last = w.ndim - 2, w.ndim - 1
+    if w.turned and isinstance(w.array, QArray) and len({*last} & {*w_summed}) == 1:
+        # The product sums the other side of what is stored. That is not left to be seen from where
+        # the weight comes from, for there is no seeing through a function with its own derivative.
+        swap = dict(zip(last, last[::-1], strict=True))
+        w = w.changed(array=implicit(lambda array: jnp.swapaxes(array, -1, -2))(w.array))
+        w_axes = tuple([swap.get(axis, axis) for axis in axes] for axes in w_axes)
+        pairs = zip(*((x_axes, w_axes) if activations_first else (w_axes, x_axes)), strict=True)
+        params = params | {"dimension_numbers": tuple(pairs)}
+
     def product(x: Any, w: Any) -> Any:
         with weight_is(1 if activations_first else 0):
             return bind("dot_general", (x, w) if activations_first else (w, x), params)
 
-    return _straight_through(product, x, w, x_summed, list(zip(x_batch, w_batch, strict=True)))
+    return _straight_through(product, x, w, x_summed, batch)
 
 
 def _one_by_one(

@@ -71,6 +71,10 @@ class ProductWeight(ImplicitArray, abstract=True):
             object.__setattr__(new, field.name, changes.get(field.name, getattr(self, field.name)))
         return new
 
+    def turned_over(self) -> Any:
+        """Returns a weight whose last two axes have just been swapped; types may note that."""
+        return self
+
     def sums_over(self, axes: Sequence[int]) -> bool:
         """Whether a product that contracts `axes` of the weight is the one that the type is about.
 
@@ -128,7 +132,10 @@ def _convert_element_type(w: ProductWeight, **params: Any) -> Any:
 def _transpose(w: ProductWeight, *, permutation: Sequence[int]) -> Any:
     axes = lambda axis: tuple(permutation).index(axis)
     move = lambda leaf: lax.transpose(leaf, permutation)
-    return _moved(w, "transpose", {"permutation": permutation}, move, axes)
+    moved = _moved(w, "transpose", {"permutation": permutation}, move, axes)
+    if (*permutation,) == (*range(w.ndim - 2), w.ndim - 1, w.ndim - 2):
+        return moved.turned_over()
+    return moved
 
 
 @register("rev")

@@ -270,6 +270,26 @@ def test_activations_quantised_as_they_come(qtype):
     assert any(said.startswith(f"CPU kernel {kernel}") for said in how(jnp.matmul, x, w))
 
 
+@pytest.mark.parametrize("qtype", ["int4", "int8"])
+@pytest.mark.parametrize("rows", [3, 1000])
+def test_the_weight_is_read_as_it_is_stored(qtype, rows):
+    x, q = normal(rows, 192), quantize(normal(130, 192), qtype, channelwise_axes=[0])
+    w = vn.quant.ActivationQuantized(q, qtype="int8", contracting=(-1,))
+    with_activations = vn.implicit(lambda x, w: x @ w.T)
+    compiled = jax.jit(with_activations).lower(x, w).compile()
+    lines = compiled.as_text().splitlines()
+    (call,) = (line for line in lines if "veneer_integer_" in line)
+    assert "veneer_integer_columns" in call
+    assert f"f32[1,{rows},130]" in call
+    assert not any(" transpose(" in line for line in lines)
+    exact = with_activations(x, w)
+    with kernels.use("xla"):
+        np.testing.assert_allclose(compiled(x, w), with_activations(x, w), rtol=1e-5, atol=1e-3)
+    np.testing.assert_allclose(compiled(x, w), exact, rtol=1e-6, atol=1e-4)
+    twice = jax.jit(vn.implicit(lambda x, w: x @ w.T.T)).lower(x[:, :130], w)
+    assert "veneer_integer" not in twice.as_text()  # that contracts the other axis
+
+
 # Transformations.
 
 PROGRAMS = {
