@@ -87,6 +87,9 @@ def assert_within_rounding(actual, expected, magnitudes, operand_dtype, count):
 
 # Any convolution.
 
+# Each compiles a program of its own.
+FEW = settings(max_examples=min(10, settings().max_examples))
+
 
 @dataclasses.dataclass(frozen=True)
 class Convolution:
@@ -153,7 +156,7 @@ def untiled(names):
     return st.sampled_from([name for name in names if FORMATS[name].tile_size is None])
 
 
-@settings(max_examples=10)  # each compiles a program of its own
+@FEW
 @given(st.data(), convolutions(), st.sampled_from(FLOATS))
 def test_sums_of_integer_codes_are_exact(data, convolution, dtype):
     lhs_layout, rhs_layout, _ = convolution.params["dimension_numbers"]
@@ -171,7 +174,7 @@ def test_sums_of_integer_codes_are_exact(data, convolution, dtype):
         assert_exact_but_for_the_scale(actual, expected, magnitudes, terms(rhs, rhs_layout))
 
 
-@settings(max_examples=10)  # each compiles a program of its own
+@FEW
 @given(st.data(), convolutions(), st.sampled_from(FLOATS))
 def test_any_operands_give_what_their_dense_arrays_give(data, convolution, dtype):
     formats = st.one_of(st.none(), st.sampled_from([*FORMATS]))

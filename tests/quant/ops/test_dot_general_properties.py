@@ -20,6 +20,8 @@ CONTRACTIONS = (
     ((17, 64), (64, 18), (([1], [0]), ([], []))),
     ((64,), (64,), (([0], [0]), ([], []))),
 )
+# Each compiles a program of its own.
+FEW = settings(max_examples=min(10, settings().max_examples))
 UNTILED = [name for name, format in FORMATS.items() if format.tile_size is None]
 
 
@@ -105,13 +107,13 @@ def check(data, dtype):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-@settings(max_examples=10)
+@FEW
 @given(data=st.data())
 def test_any_operands(data, dtype):
     check(data, jnp.dtype(dtype))
 
 
-@settings(max_examples=10)
+@FEW
 @given(data=st.data())
 def test_any_operands_in_float64(data):
     with jax.enable_x64(True):
