@@ -111,19 +111,32 @@ class Format:
         return jnp.clip(jnp.round(x), *self.code_range).astype(code)
 
     def _nearest(self, x: jax.Array) -> jax.Array:
-        assert self.codebook is not None
-        values = {value: code for code, value in reversed([*enumerate(self.codebook)])}
-        ascending = sorted(values.items())
-        code = jnp.full(x.shape, ascending[0][1], jnp.uint8)
+        code = jnp.full(x.shape, self._ascending()[0][1], jnp.uint8)
         # Adding up comparisons needs no array of [..., 16], compiled or not.
-        for (below, low), (above, high) in itertools.pairwise(ascending):
+        for threshold, is_beyond, step in self.thresholds(x.dtype):
+            beyond = x >= threshold if is_beyond else x > threshold
+            code += beyond.astype(jnp.uint8) * jnp.uint8(step)
+        return code
+
+    def _ascending(self) -> list[tuple[float, int]]:
+        """The values of the codebook, and the first code of each."""
+        assert self.codebook is not None
+        return sorted({v: code for code, v in reversed([*enumerate(self.codebook)])}.items())
+
+    def thresholds(self, dtype: DTypeLike) -> list[tuple[float, bool, int]]:
+        """Returns where the nearest value of the codebook changes: numbers of a dtype, ascending.
+
+        With each, whether it is nearer to the value above, and by how much the code is more there,
+        of 256.
+        """
+        found = []
+        for (below, low), (above, high) in itertools.pairwise(self._ascending()):
             middle = (below + above) / 2
-            threshold = float(np.asarray(middle, x.dtype))
+            threshold = float(np.asarray(middle, dtype))
             # Where the dtype has no such number, the values on either side of it are no ties.
             is_beyond = high % 2 == 0 if threshold == middle else threshold > middle
-            beyond = x >= threshold if is_beyond else x > threshold
-            code += beyond.astype(jnp.uint8) * jnp.uint8((high - low) % 256)
-        return code
+            found.append((threshold, is_beyond, (high - low) % 256))
+        return found
 
     def decode(self, codes: ArrayLike, dtype: DTypeLike) -> jax.Array:
         """Returns the values that codes stand for, before the scale; in `dtype`, of any shape."""
