@@ -175,13 +175,13 @@ def test_imports_no_example(path):
     assert not [name for name in imports_of(path) if name.split(".")[0] == "examples"]
 
 
-def test_private_jax_is_imported_in_one_file():
+def test_private_jax_is_imported_in_one_file_and_for_high_types():
     found = {
         relative_name(path)
         for path in SOURCES
         if any(name.startswith("jax._src") for name in imports_of(path))
     }
-    assert found == {"_core/jax_internals.py"}
+    assert found == {"_core/jax_internals.py", "_core/jax_hijax.py"}
 
 
 @pytest.mark.parametrize(

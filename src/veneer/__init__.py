@@ -17,7 +17,7 @@ from ._core.tree import static
 from ._core.value import Value, materialise
 
 if TYPE_CHECKING:
-    from . import quant, tree, types
+    from . import hijax, quant, tree, types
     from .interop.safetensors import load, save
     from .parameter_table import summary
     from .training import freeze, trainable, unfreeze
@@ -35,6 +35,7 @@ __all__ = [
     "Value",
     "explain",
     "freeze",
+    "hijax",
     "implicit",
     "load",
     "materialise",
@@ -56,6 +57,7 @@ __all__ = [
 # would put the module in the place of the name.
 _LAZY = {
     "freeze": "training",
+    "hijax": "hijax",
     "load": "interop.safetensors",
     "quant": "quant",
     "save": "interop.safetensors",

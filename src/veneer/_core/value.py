@@ -52,6 +52,13 @@ class Value:
     #: that of the highest. A type that puts what it holds in its place is high.
     default_precedence: ClassVar[int] = 0
 
+    #: Whether the tangent of a value is that of the dense array, and not one for each leaf, where
+    #: it is differentiated as one (`vn.hijax`): so for a quantised array, whose codes have none.
+    dense_tangent: ClassVar[bool] = False
+
+    #: What jaxprs show for the type (`vn.hijax`); None is the class's name, shortened.
+    type_name: Any = None
+
     _made_here: ClassVar[bool] = False
     _pytree: ClassVar[bool] = False
 

@@ -21,6 +21,10 @@ _NARROW_INTEGERS = {"int2": "int8", "int4": "int8", "uint2": "uint8", "uint4": "
 QUANTISABLE = tuple(map(jnp.dtype, (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)))
 
 
+# As jaxprs show them: q8[4096,11008].
+_SHORT_NAMES = {f"int{bits}": f"q{bits}" for bits in range(1, 9)}
+
+
 class QArray(ImplicitArray):
     """A quantised array: `(qvalue - zero_point) * scale`, or `codebook[qvalue] * scale`.
 
@@ -57,6 +61,8 @@ class QArray(ImplicitArray):
 
     metadata_is_meaning: ClassVar[bool] = False
     trainable: ClassVar[tuple[str, ...] | None] = ()
+    dense_tangent: ClassVar[bool] = True  # straight through the rounding
+    type_name = property(lambda self: _SHORT_NAMES.get(self.qtype, self.qtype))
 
     packed: Leaf
     scale: "Leaf | QArray"

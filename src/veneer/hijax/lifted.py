@@ -1,0 +1,323 @@
+"""The one high primitive, `high`: an operation on operands of which some are implicit arrays.
+
+Staged, it is an equation on typed operands, which jaxprs print under the name of the primitive that
+it stands for. Evaluated or lowered, it runs the rule. Its derivatives have two meanings:
+
+- *of the rule*: where the tangents of the types are those of leaves, the derivative is that of what
+  the rule computes from them, as of `jax.grad(vn.implicit(f))`.
+- *of the program*: where an operand or a result has a dense tangent, the derivative is JAX's own of
+  the primitive, evaluated at operands that are still implicit, as of `vn.implicit(jax.grad(f))`.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import jax
+
+from .._core.jax_hijax import (
+    GradAccum,
+    Zero,
+    call_jvp_rule,
+    call_transpose_rule,
+    high_primitive,
+    holds_tracers,
+    print_as,
+    to_staged,
+)
+from .._core.jax_internals import Primitive, Trace, current_trace
+from .._core.rules import add_rule, forget_with_rules
+from .._core.value import Value
+from .operations import (
+    Apply,
+    Jvp,
+    Materialise,
+    Operation,
+    Pack,
+    Parameters,
+    Transpose,
+    Vjp,
+    Vmap,
+    all_leaves,
+    with_all_leaves,
+)
+from .types import HighArray, HighType, Tangent, TangentType, is_inexact, normal, type_of, value_of
+
+
+def apply(operation: Operation, *operands: Any) -> list[Any]:
+    """An operation in the current trace: computed in it, or an equation of it."""
+    return high.bind(*operands, operation=operation)
+
+
+def bind(primitive: Primitive, trace: Trace, args: Sequence[Any], params: dict[str, Any]) -> Any:
+    """What a primitive of JAX's does, in the current trace, on operands of which some are high."""
+    del trace
+    operation = Apply(primitive, Parameters(params))
+    out = apply(operation, *args)
+    return out if primitive.multiple_results else out[0]
+
+
+def canonical(x: Any) -> Any:
+    """What a primitive is given for an implicit array: that, as one leaf; or, where it is not
+    computed at once, a tracer of its type, whose leaves are operands and so are seen by the trace.
+    """
+    value = value_of(x)
+    if current_trace().requires_low:
+        return x if x is not value else HighArray(value)
+    leaves = jax.tree.leaves(value)
+    if not holds_tracers(leaves):
+        return apply(Pack(type_of(value)), *leaves)[0]
+    known = value.__dict__.get("_high")
+    if known is None or known[0] is not current_trace():
+        known = current_trace(), apply(Pack(type_of(value)), *leaves)[0]
+        object.__setattr__(value, "_high", known)
+    return known[1]
+
+
+def run(*operands: Any, operation: Operation) -> list[Any]:
+    """The rule itself, where a primitive is evaluated or lowered."""
+    out = operation.run(*map(value_of, operands))
+    return [_as_leaf(to_staged(_normal(x))) for x in map(value_of, out)]
+
+
+def _as_leaf(x: Any) -> Any:
+    return HighArray(x) if isinstance(x, Value) else x
+
+
+def _normal(x: Any) -> Any:
+    """A result without weak types on its leaves, which the type of it does not tell."""
+    if isinstance(x, Value | Tangent):
+        return with_all_leaves(x, list(map(normal, all_leaves(x))))
+    return x
+
+
+def abstract_eval(*types: Any, operation: Operation) -> tuple[list[Any], Any]:
+    """The types of the results, by tracing the operation on abstract leaves."""
+    x64 = jax.config.jax_enable_x64  # type: ignore[attr-defined]
+    out, effects = _types_of_results(operation, types, x64)
+    return list(out), effects
+
+
+@lru_cache(maxsize=4096)
+def _types_of_results(operation: Operation, types: Any, x64: bool) -> tuple[tuple[Any, ...], Any]:
+    del x64  # of the key
+    found: list[Any] = []
+
+    def on_leaves(*leaves: list[Any]) -> list[Any]:
+        operands = [_from_leaves(t, own) for t, own in zip(types, leaves, strict=True)]
+        out = list(map(_normal, map(value_of, operation.run(*operands))))
+        found.extend(map(_type_of_result, out))
+        return [leaf for x in out if not is_traced_high(x) for leaf in all_leaves(x)]
+
+    traced = jax.make_jaxpr(on_leaves)(*([*t.lo_ty()] for t in types))
+    return tuple(found), traced.effects
+
+
+def _from_leaves(type: Any, leaves: Sequence[Any]) -> Any:
+    return type.value(leaves) if isinstance(type, HighType | TangentType) else leaves[0]
+
+
+forget_with_rules(_types_of_results.cache_clear)
+
+
+def is_traced_high(x: Any) -> bool:
+    """Whether `x` is a tracer of a high type."""
+    return isinstance(x, jax.core.Tracer) and isinstance(x.aval, HighType | TangentType)
+
+
+def _type_of_result(x: Any) -> Any:
+    if isinstance(x, Value):
+        return type_of(x)
+    return x.type if isinstance(x, Tangent) else jax.typeof(x)
+
+
+# Derivatives.
+
+
+def jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], *, operation: Operation
+) -> tuple[list[Any], list[Any]]:
+    """Results and their tangents, of the rule or of the program."""
+    types = list(map(jax.typeof, primals))
+    varies = tuple(type(t) is not Zero for t in tangents)
+    if isinstance(operation, Apply) and any(map(_has_dense_tangent, types)):
+        return _program_jvp(operation, primals, tangents)
+    out = apply(operation, *primals)
+    if any(_has_dense_tangent(jax.typeof(x)) for x in out):
+        return _jvp_to_dense(operation, primals, tangents, out)
+    for t, v in zip(types, varies, strict=True):
+        if v and _has_dense_tangent(t):
+            return _jvp_of_dense(operation, primals, tangents)
+    return out, _rule_jvp(operation, primals, tangents, varies, out)
+
+
+def _has_dense_tangent(t: Any) -> bool:
+    return isinstance(t, HighType) and t.dense_tangent
+
+
+def _has_tangent(x: Any) -> bool:
+    tangent = jax.typeof(x).to_tangent_aval()
+    return bool(tangent.leaves) if isinstance(tangent, TangentType) else is_inexact(tangent)
+
+
+def _rule_jvp(
+    operation: Operation,
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+    varies: tuple[bool, ...],
+    out: Sequence[Any],
+) -> list[Any]:
+    wanted = tuple(map(_has_tangent, out))
+    given = [t for t, v in zip(tangents, varies, strict=True) if v]
+    found = iter(apply(Jvp(operation, varies, wanted), *primals, *given) if any(wanted) else ())
+    zero = lambda x: Zero(jax.typeof(x).to_tangent_aval())
+    return [next(found) if w else zero(x) for x, w in zip(out, wanted, strict=True)]
+
+
+def _program_jvp(
+    operation: Apply, primals: Sequence[Any], tangents: Sequence[Any]
+) -> tuple[list[Any], list[Any]]:
+    """JAX's own rule, whose primitives meet the implicit operands again."""
+    shown = [_as_leaf(value_of(p)) for p in primals]
+    dense = [_dense_tangent(p, t) for p, t in zip(primals, tangents, strict=True)]
+    params = operation.parameters.params
+    out, out_tangents = call_jvp_rule(operation.primitive, shown, dense, params)
+    pairs = [_matching(x, t) for x, t in zip(out, out_tangents, strict=True)]
+    return [x for x, _ in pairs], [t for _, t in pairs]
+
+
+def _dense_tangent(primal: Any, tangent: Any) -> Any:
+    """The tangent of the dense array that an operand stands for."""
+    t = jax.typeof(primal)
+    if not isinstance(t, HighType) or t.dense_tangent:
+        return tangent
+    if type(tangent) is Zero:
+        return Zero(t.dense().to_tangent_aval())
+    return apply(Jvp(Materialise(t), (True,), (True,)), primal, tangent)[0]
+
+
+def _matching(x: Any, tangent: Any) -> tuple[Any, Any]:
+    """A result and its dense tangent: dense, where its type has a tangent of its leaves."""
+    t = jax.typeof(x)
+    if not isinstance(t, HighType) or t.dense_tangent:
+        return x, tangent
+    if type(tangent) is Zero:
+        return x, Zero(t.to_tangent_aval())
+    return apply(Materialise(t), x)[0], tangent
+
+
+def _jvp_to_dense(
+    operation: Operation, primals: Sequence[Any], tangents: Sequence[Any], out: Sequence[Any]
+) -> tuple[list[Any], list[Any]]:
+    """Of an operation that makes, of operands without such, a value with a dense tangent."""
+    if isinstance(operation, Pack) and isinstance(operation.type, HighType):
+        varies = tuple(type(t) is not Zero for t in tangents)
+        dense = Materialise(operation.type, of_leaves=True)
+        return list(out), _rule_jvp(dense, primals, tangents, varies, out)
+    if isinstance(operation, Apply):
+        return _program_jvp(operation, primals, tangents)
+    return _jvp_of_dense(operation, primals, tangents)
+
+
+def _jvp_of_dense(
+    operation: Operation, primals: Sequence[Any], tangents: Sequence[Any]
+) -> tuple[list[Any], list[Any]]:
+    """Of an operation on dense tangents that is no primitive of JAX's."""
+    if isinstance(operation, Vmap):
+        return _jvp_of_vmap(operation, primals, tangents)
+    if isinstance(operation, Materialise) and not operation.of_leaves:
+        return apply(operation, *primals), list(tangents)
+    raise NotImplementedError(
+        f"{operation.name}({', '.join(str(jax.typeof(p)) for p in primals)}) cannot be "
+        "differentiated: a type whose tangent is the dense array gives none to its leaves. "
+        "Call vn.materialise on the value first."
+    )
+
+
+def _jvp_of_vmap(
+    operation: Vmap, primals: Sequence[Any], tangents: Sequence[Any]
+) -> tuple[list[Any], list[Any]]:
+    """The derivative, mapped."""
+    varies = [type(t) is not Zero for t in tangents]
+    given = [t for t, v in zip(tangents, varies, strict=True) if v]
+    given_dims = [d for d, v in zip(operation.dims, varies, strict=True) if v]
+    found: list[Any] = []
+
+    def one(primals: list[Any], given: list[Any]) -> Any:
+        rest = iter(given)
+        zero = lambda p: Zero(jax.typeof(p).to_tangent_aval())
+        each = [next(rest) if v else zero(p) for p, v in zip(primals, varies, strict=True)]
+        out, out_tangents = jvp(primals, each, operation=operation.of)
+        found[:] = [type(t) is Zero for t in out_tangents]
+        return out, [t for t in out_tangents if type(t) is not Zero]
+
+    shown = [_as_leaf(value_of(p)) for p in primals]
+    mapped = jax.vmap(one, in_axes=(list(operation.dims), given_dims), axis_size=operation.size)
+    out, some = mapped(shown, given)
+    rest = iter(some)
+    zero = lambda p: Zero(jax.typeof(p).to_tangent_aval())
+    return list(out), [zero(x) if z else next(rest) for x, z in zip(out, found, strict=True)]
+
+
+def transpose(cotangents: Sequence[Any], *operands: Any, operation: Operation) -> None:
+    """Adds to the accumulators of the operands in which an operation is linear."""
+    linear = [isinstance(x, GradAccum) for x in operands]
+    types = [x.aval if isinstance(x, GradAccum) else jax.typeof(x) for x in operands]
+    if isinstance(operation, Apply) and any(map(_has_dense_tangent, types)):
+        shown = [_as_leaf(value_of(x)) for x in operands]
+        call_transpose_rule(operation.primitive, cotangents, shown, operation.parameters.params)
+        return
+    others = [x for x in operands if not isinstance(x, GradAccum)]
+    wanted = tuple(type(ct) is not Zero and _counts(ct) for ct in cotangents)
+    given = [ct for ct, w in zip(cotangents, wanted, strict=True) if w]
+    if not given:
+        return
+    backward = _backward(operation, linear, types, wanted)
+    accumulators = [x for x in operands if isinstance(x, GradAccum)]
+    for x, ct in zip(accumulators, apply(backward, *others, *given), strict=True):
+        x.accum(ct)
+
+
+def _counts(ct: Any) -> bool:
+    t = jax.typeof(ct)
+    return bool(t.leaves) if isinstance(t, TangentType) else is_inexact(t)
+
+
+def _backward(
+    operation: Operation, linear: list[bool], types: list[Any], wanted: tuple[bool, ...]
+) -> Operation:
+    if isinstance(operation, Jvp):
+        count = len(operation.varies)
+        if not any(linear[:count]) and all(linear[count:]):
+            chosen = iter(wanted)
+            asked = tuple(w and next(chosen) for w in operation.wanted)
+            return Vjp(operation.of, operation.varies, asked)
+    kept = tuple(t if is_linear else None for t, is_linear in zip(types, linear, strict=True))
+    return Transpose(operation, kept, wanted)
+
+
+# Batching.
+
+
+def batch(
+    size: int, axis_name: Any, values: Sequence[Any], dims: Sequence[Any], *, operation: Operation
+) -> tuple[list[Any], list[Any]]:
+    """The operation mapped; its results have the new axis first."""
+    if all(d is None for d in dims):
+        out = apply(operation, *values)
+        return out, [None] * len(out)
+    out = apply(Vmap(operation, size, axis_name, tuple(dims)), *values)
+    return out, [0] * len(out)
+
+
+high = high_primitive(
+    "high", run=run, abstract_eval=abstract_eval, jvp=jvp, transpose=transpose, batch=batch
+)
+print_as(high, lambda params: (params["operation"].name, params["operation"].printed or {}))
+
+
+def _under_implicit(*operands: Any, operation: Operation) -> list[Any]:
+    return operation.run(*operands)
+
+
+add_rule(_under_implicit, [high], structural=True)

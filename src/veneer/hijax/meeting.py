@@ -1,0 +1,91 @@
+"""Where a value that is a tree meets one of a high type: in the carry of a loop, between branches.
+
+A loop's carry must come out as it went in, and branches must agree. An argument is a tree, and what
+a primitive made of it is of a high type: one of the two is brought into the form of the other.
+"""
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import jax
+
+from .._core.value import Value, is_value
+from .lifted import apply, canonical
+from .operations import Unpack
+from .types import HighType
+
+
+def loop_body(function: Callable, in_avals: Any) -> Callable:
+    """The function of a loop, whose carry has the form on its way out that it had on its way in."""
+    if not any(_is_typed_or_value(x) for x in _leaves(in_avals.unflatten())):
+        return function
+    return _kept_on(function, "_veneer_loop_body", _with_carry)
+
+
+def branch(function: Callable, in_avals: Any) -> Callable:
+    """A branch, whose results are trees if of the class of an operand that is one."""
+    if not any(map(is_value, _leaves(in_avals.unflatten()))):
+        return function
+    return _kept_on(function, "_veneer_branch", _with_trees)
+
+
+def _leaves(tree: Any) -> list[Any]:
+    return jax.tree.leaves(tree, is_leaf=is_value)
+
+
+def _is_typed_or_value(x: Any) -> bool:
+    return is_value(x) or type(x) is HighType
+
+
+def _kept_on(function: Any, name: str, wrap: Callable[[Callable], Callable]) -> Callable:
+    """A function made of another, and kept on it: JAX caches what it traces by the function."""
+    made = getattr(function, name, None)
+    if made is None:
+        made = wrap(function)
+        with suppress(AttributeError):  # of a bound method, say
+            setattr(function, name, made)
+    return made
+
+
+def _with_carry(function: Callable) -> Callable:
+    def body(*args: Any) -> Any:
+        out = function(*args)
+        if len(args) == 1:  # of while_loop
+            return _as_before(args[0], out)
+        if isinstance(out, tuple) and len(out) == 2:  # of scan
+            return _as_before(args[0], out[0]), out[1]
+        return out
+
+    return body
+
+
+def _as_before(before: Any, after: Any) -> Any:
+    old, new = _leaves(before), jax.tree.leaves(after, is_leaf=is_value)
+    if len(old) != len(new):
+        return after  # as JAX will say
+    treedef = jax.tree.structure(after, is_leaf=is_value)
+    return jax.tree.unflatten(treedef, [_like(b, a) for b, a in zip(old, new, strict=True)])
+
+
+def _like(before: Any, after: Any) -> Any:
+    if is_value(before):
+        return opened(after)
+    is_typed = isinstance(getattr(before, "aval", None), HighType)
+    return canonical(after) if is_typed and isinstance(after, Value) else after
+
+
+def _with_trees(function: Callable) -> Callable:
+    def branch(*args: Any) -> Any:
+        classes = {type(x) for x in _leaves(args) if is_value(x)}
+        return jax.tree.map(lambda x: opened(x, classes), function(*args), is_leaf=is_value)
+
+    return branch
+
+
+def opened(x: Any, classes: Any = None) -> Any:
+    """A tracer of a high type, of some classes, as a value whose leaves are traced."""
+    aval = getattr(x, "aval", None)
+    if not isinstance(aval, HighType) or (classes and aval.cls not in classes):
+        return x
+    return aval.value(apply(Unpack(aval), x))

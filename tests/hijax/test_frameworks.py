@@ -1,0 +1,84 @@
+"""Unmodified models and optimisers, with implicit weights and no decorator."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import veneer as vn
+
+
+def frozen_base(shape):
+    """A quantised weight with a low-rank update."""
+    k, n = shape
+    q = vn.quant.quantize(
+        jax.random.normal(jax.random.key(0), shape), "int8", channelwise_axes=(1,)
+    )
+    return vn.types.LoraArray(
+        q, 0.1 * jax.random.normal(jax.random.key(1), (k, 2)), jnp.zeros((2, n))
+    )
+
+
+def test_optax_steps_over_leaves(x):
+    w = vn.types.LoraArray(jnp.ones((4, 6)), jnp.ones((4, 2)), jnp.ones((2, 6)))
+    loss = lambda w: jnp.mean(jnp.dot(x, w) ** 2)
+    optimiser = optax.adam(1e-2)
+
+    @jax.jit
+    def step(w, state):
+        updates, state = optimiser.update(jax.grad(loss)(w), state)
+        return optax.apply_updates(w, updates), state
+
+    new, state = step(w, optimiser.init(w))
+    new, state = step(new, state)
+    assert type(new) is vn.types.LoraArray
+    assert loss(new) < loss(w)
+
+
+def test_an_equinox_model_trains(x):
+    model = eqx.nn.MLP(4, 3, 6, 1, key=jax.random.key(0))
+    where = lambda m: m.layers[0].weight
+    weight = frozen_base((6, 4))
+    model = eqx.tree_at(where, model, weight)
+    loss = lambda model: jnp.mean(jax.vmap(model)(x) ** 2)
+    trained, frozen = eqx.partition(model, vn.trainable(model))
+    loss_of = lambda trained: loss(eqx.combine(trained, frozen))
+
+    @eqx.filter_jit
+    def step(trained):
+        grads = eqx.filter_grad(loss_of)(trained)
+        return eqx.apply_updates(trained, jax.tree.map(lambda g: -0.02 * g, grads))
+
+    new = eqx.combine(step(step(trained)), frozen)
+    assert loss(new) < loss(model)
+    assert type(where(new)) is vn.types.LoraArray
+    assert (where(new).w.qvalue == weight.w.qvalue).all()
+    assert (where(new).b != weight.b).any()
+
+
+@pytest.mark.parametrize("transform", [nnx.jit, lambda f: f], ids=["jitted", "eager"])
+def test_an_nnx_model_runs(transform, x, weight, agree):
+    layer = nnx.Linear(4, 6, rngs=nnx.Rngs(0))
+    layer.kernel = nnx.Param(weight.value)
+    agree(transform(lambda layer, x: layer(x))(layer, x), x @ weight.dense + layer.bias[...])
+
+
+def test_an_nnx_model_trains(x):
+    layer = nnx.Linear(4, 6, rngs=nnx.Rngs(0))
+    layer.kernel = nnx.Param(
+        vn.types.LoraArray(jnp.ones((4, 6)), jnp.ones((4, 2)), jnp.ones((2, 6)))
+    )
+    loss = lambda layer: jnp.mean(layer(x) ** 2)
+    optimiser = nnx.Optimizer(layer, optax.sgd(1e-2), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(layer, optimiser):
+        value, grads = nnx.value_and_grad(loss)(layer)
+        optimiser.update(layer, grads)
+        return value
+
+    losses = [step(layer, optimiser) for _ in range(3)]
+    assert losses[2] < losses[1] < losses[0]
+    assert type(layer.kernel[...]) is vn.types.LoraArray
