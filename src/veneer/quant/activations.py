@@ -328,8 +328,8 @@ def _product(
         # the weight comes from, for there is no seeing through a function with its own derivative.
         swap = dict(zip(last, last[::-1], strict=True))
         w = w.changed(array=implicit(lambda array: jnp.swapaxes(array, -1, -2))(w.array))
-        w_axes = tuple([swap.get(axis, axis) for axis in axes] for axes in w_axes)
-        pairs = zip(*((x_axes, w_axes) if activations_first else (w_axes, x_axes)), strict=True)
+        stored = [[swap.get(axis, axis) for axis in axes] for axes in w_axes]
+        pairs = zip(*((x_axes, stored) if activations_first else (stored, x_axes)), strict=True)
         params = params | {"dimension_numbers": tuple(pairs)}
 
     def product(x: Any, w: Any) -> Any:

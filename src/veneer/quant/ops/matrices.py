@@ -54,11 +54,6 @@ def as_matrix(q: QArray, summed: Sequence[int], batch: Sequence[int]) -> Matrix 
     **Arguments:**
 
     - `summed`, `batch`: axes of the array.
-
-    >>> import jax.numpy as jnp, veneer as vn
-    >>> w = vn.quant.quantize(jnp.ones((6, 2, 4)), "int4", channelwise_axes=[1, 2])
-    >>> [(m.q.shape, m.contracting) for m in (as_matrix(w, [0], []), as_matrix(w, [1, 2], []))]
-    [((1, 6, 8), 'rows'), ((1, 6, 8), 'columns')]
     """
     first, end = len(batch), len(batch) + len(summed)
     if sorted(batch) != list(range(first)) or not summed:
