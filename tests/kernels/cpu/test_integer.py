@@ -49,17 +49,18 @@ def check(contracted, kind, shape, tile, m, **how):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("contracted", CONTRACTED)
 class TestProduct:
-    @pytest.mark.parametrize("m", [1, 2, 3, 4, 5, 6, 7, 8, 13, 17])
+    @pytest.mark.parametrize("m", [1, 2, 3, 4, 5, 6, 7, 8, 13, 17, 300])
     def test_of_any_number_of_rows(self, contracted, kind, m):
         check(contracted, kind, (1, 256, 128), (128, 1), m)
 
-    @pytest.mark.parametrize("tile", [(384, 1), (128, 1), (64, 1), (32, 1), (32, 128), (384, 8)])
-    def test_of_usual_tiles(self, contracted, kind, tile):
-        check(contracted, kind, (2, 384, 128), tile, 3)
+    @pytest.mark.parametrize("m", [3, 19])
+    @pytest.mark.parametrize("tile", [(512, 1), (128, 1), (64, 1), (32, 1), (32, 128), (512, 8)])
+    def test_of_usual_tiles(self, contracted, kind, tile, m):
+        check(contracted, kind, (2, 512, 128), tile, m)
 
-    @pytest.mark.parametrize("tile", [(1, 1), (2, 1), (3, 5), (7, 1), (21, 35), (42, 7)])
+    @pytest.mark.parametrize("tile", [(1, 1), (2, 1), (3, 5), (7, 1), (21, 35), (42, 7), (301, 1)])
     def test_of_tiles_of_any_size(self, contracted, kind, tile):
-        check(contracted, kind, (1, 42, 35), tile, 7)
+        check(contracted, kind, (1, 602 if tile[0] == 301 else 42, 35), tile, 7)
 
     @pytest.mark.parametrize(("k", "n"), [(1, 1), (3, 200), (130, 3), (257, 129), (515, 64)])
     def test_of_any_shape(self, contracted, kind, k, n):
@@ -111,9 +112,9 @@ class TestExactness:
 
 CHECKS = """
 import test_integer
-for contracted in test_integer.CONTRACTED:
-    for kind in ("uint8", "lookup2"):
-        test_integer.check(contracted, kind, (2, 96, 150), (32, 1), 9)
+for contracted, kind in (("rows", "uint8"), ("columns", "lookup2")):
+    for m in (9, 20):  # each in a way of its own, if columns are contracted
+        test_integer.check(contracted, kind, (2, 512, 150), (32, 1), m)
 """
 
 

@@ -5,13 +5,13 @@ transposed, so that a lane has four bytes of one row. Their first fields are fol
 second: activations are brought into the order that this gives.
 """
 
-from .integer_panel import BITS, PANEL, WIDTH, Orientation, reader
+from .integer_panel import BITS, BLOCK, PANEL, WIDTH, Orientation, reader
 from .isa import LANES
 from .job import ROW_BYTES, TC, TR, C, R
 from .memory import load_f32, load_i8, store_f32, store_i8, word
 from .native import native
 from .simd import load, scaled, splat, store
-from .simd_integer import copy_by_fields, store_ints, transposed
+from .simd_integer import copy_by_fields, load_ints, store_ints, transposed
 
 
 def orientation(kind: str) -> Orientation:
@@ -19,6 +19,10 @@ def orientation(kind: str) -> Orientation:
     bits, read = BITS[kind], reader(kind)
     fields = 8 // bits
     chunk = 16 * fields
+
+    @native
+    def step(m):
+        return BLOCK
 
     @native
     def sizes(job):
@@ -33,7 +37,7 @@ def orientation(kind: str) -> Orientation:
     def copy(x, count, begin, to):
         i = 0
         while begin == 0 and i + chunk <= count:
-            copy_by_fields(x + i, to + i, fields)
+            copy_by_fields(x + i, to + i, fields, 16)
             i += chunk
         while i < count:
             of, within = divmod(begin + i, chunk)
@@ -46,14 +50,31 @@ def orientation(kind: str) -> Orientation:
         rows, row_bytes = word(job, R) - strip * WIDTH, word(job, ROW_BYTES)
         first, count = k // fields, length // fields
         address = matrix + strip * WIDTH * row_bytes + first
-        if rows >= WIDTH and first + count <= row_bytes:
-            return address, row_bytes
-        # Nothing beyond the matrix is read. What is in scratch instead is multiplied by zeros, or
-        # is of rows whose sums are not written.
+        # Rows are brought closer together: often, they are as far apart as makes them compete for
+        # the same lines of a cache. And nothing beyond the matrix is read: what is in scratch
+        # instead is multiplied by zeros, or is of rows whose sums are not written.
+        apart = count + WIDTH
+        there = min(row_bytes - first, count)
         for row in range(min(rows, WIDTH)):
-            for i in range(min(row_bytes - first, count)):
-                store_i8(scratch + row * count + i, load_i8(address + row * row_bytes + i))
-        return scratch, count
+            place, to = address + row * row_bytes, scratch + row * apart
+            i = 0
+            while i + WIDTH <= there:
+                store_ints(to + i, 0, load_ints(place + i, 0, 1, 1))
+                i += WIDTH
+            while i < there:
+                store_i8(to + i, load_i8(place + i))
+                i += 1
+        return scratch, apart
+
+    @native
+    def ahead(job, matrix, strip, k, length, panel):
+        row_bytes = word(job, ROW_BYTES)
+        return (
+            matrix + strip * WIDTH * row_bytes + k // fields,
+            row_bytes,
+            WIDTH,
+            max(1, length // fields // 64),
+        )
 
     @native
     def decode(address, stride, length, panel, table, to):
@@ -82,4 +103,4 @@ def orientation(kind: str) -> Orientation:
             for i in range(count):
                 store_f32(to + 4 * i, load_f32(sums + 4 * i) * x_scale)
 
-    return Orientation(1, sizes, span, copy, fetch, decode, scales, write)
+    return Orientation(1, step, sizes, span, copy, fetch, decode, scales, write, ahead)

@@ -7,7 +7,7 @@ without a sign. Where these come from, `integer_rows` and `integer_columns` know
 from typing import Any, NamedTuple
 
 from .isa import ISA
-from .memory import store_f32
+from .memory import prefetch, store_f32
 from .native import native
 from .simd import add_scaled, load
 from .simd_integer import (
@@ -17,7 +17,6 @@ from .simd_integer import (
     dot,
     load_ints,
     looked_up_bytes,
-    plus,
     starts,
     store_ints,
     without_sign,
@@ -25,7 +24,7 @@ from .simd_integer import (
 
 #: Bytes of a row of a panel: of four codes or of one sum a column.
 PANEL = 4 * WIDTH
-#: How many codes of a column are decoded at once. The panel of them fits the fastest cache.
+#: How many codes of a column a panel may have. It fits the fastest cache.
 BLOCK = 256
 #: Rows x vectors of sums that registers hold, beside what they are sums of.
 ROWS, COLUMNS = {"avx512vnni": (6, 4), "avx512": (4, 4), "avx2": (2, 2), "portable": (2, 2)}[ISA]
@@ -37,6 +36,7 @@ class Orientation(NamedTuple):
     """How a matrix is cut into strips of panels; all but `panels` are functions for kernels."""
 
     panels: int  # of a strip
+    step: Any  # (rows) -> how many codes of a column to decode at once
     sizes: Any  # (job) -> numbers that are contracted, columns of the result, numbers a tile
     span: Any  # (k, count) -> where numbers begin in a block that has these, and its length
     copy: Any  # (x, count, begin, to): brings activations into the order of the codes
@@ -44,6 +44,7 @@ class Orientation(NamedTuple):
     decode: Any  # (address, stride, length, panel, table, to)
     scales: Any  # (job, address, strip, tile, scratch, to): brings scales into that order
     write: Any  # (sums, stride, x_scale, scratch, to, count): writes a row of a strip
+    ahead: Any  # (job, matrix, strip, k, length, panel): for `multiply`, of that strip
 
 
 def offset(kind: str) -> int:
@@ -64,9 +65,10 @@ def _multiply(rows: int) -> Any:
     @native
     def multiply(x, stride, codes, steps, start, ints, sums, scale, first, last):
         for column in range(0, PANEL, COLUMNS * WIDTH):
-            total = starts(start, rows, COLUMNS)
-            if not first:
-                total = plus(total, ints + column, PANEL)
+            if first:
+                total = starts(start, rows, COLUMNS)
+            else:
+                total = load_ints(ints + column, PANEL, rows, COLUMNS)
             at_x, at_codes = x, codes + column
             for _ in range(steps):
                 total = dot(total, at_x, stride, load_ints(at_codes, 0, 1, COLUMNS))
@@ -85,14 +87,21 @@ _multiply_all, _multiply_4, _multiply_2, _multiply_1 = map(_multiply, (ROWS, 4, 
 
 
 @native
-def multiply(count, x, stride, codes, steps, start, ints, sums, scale, first, last):
+def multiply(count, x, stride, codes, steps, start, ints, sums, scale, first, last, ahead):
     """Adds the product of `count` rows of activations, `stride` bytes apart, by a panel to sums.
 
-    `start` has an i32 a row that int32 sums begin with. From the `first` block of a tile until the
-    `last`, they are kept in `ints`; then they are scaled and added to the `sums`.
+    `start` has an i32 a row that int32 sums begin with, if this is the `first` block of a tile;
+    they are kept in `ints` until the `last`, where they are scaled and added to the `sums`.
+    Meanwhile, what is `ahead` is fetched: its address, and how many rows of how many lines.
     """
-    row = 0
+    place, apart, rows, lines = ahead
+    each = (rows * lines * ROWS + count - 1) // count
+    done, row = 0, 0
     while row < count:
+        upto = min(done + each, rows * lines)
+        for i in range(done, upto):
+            prefetch(place + i // lines * apart + i % lines * 64)
+        done = upto
         left = count - row
         at_x, at_start = x + row * stride, start + 4 * row
         at_ints, at_sums = ints + row * PANEL, sums + row * PANEL

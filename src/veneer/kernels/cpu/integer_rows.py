@@ -5,12 +5,12 @@ interleaved, so that a lane has four codes of one column: the scales are brought
 columns that this gives, and the sums back out of it.
 """
 
-from .integer_panel import BITS, PANEL, WIDTH, Orientation, fill, reader
+from .integer_panel import BITS, BLOCK, PANEL, WIDTH, Orientation, fill, reader
 from .job import ROW_BYTES, TC, TR, C, R
 from .memory import load_f32, load_i8, store_f32, store_i8, word
 from .native import native
 from .simd import load, scaled, splat, store
-from .simd_integer import interleaved, load_floats, load_ints, neighbours, panelled, store_ints
+from .simd_integer import copy_by_fields, interleaved, load_floats, neighbours, panelled, store_ints
 
 
 def orientation(kind: str) -> Orientation:
@@ -18,6 +18,14 @@ def orientation(kind: str) -> Orientation:
     bits, read = BITS[kind], reader(kind)
     fields = 8 // bits
     vectors = 4 * fields
+
+    @native
+    def step(m):
+        # Each row of the matrix is in memory of its own. The fewer of them are read at once, the
+        # more of a row is read before the next, and the more often are sums gone through.
+        if m <= 12:
+            return 16
+        return 64 if m <= 96 else BLOCK
 
     @native
     def sizes(job):
@@ -29,13 +37,11 @@ def orientation(kind: str) -> Orientation:
 
     @native
     def copy(x, count, begin, to):
-        i = 0
-        while i + WIDTH <= count:
-            store_ints(to + i, 0, load_ints(x + i, 0, 1, 1))
-            i += WIDTH
-        while i < count:
+        whole = count // 16 * 16
+        for i in range(0, whole, 16):
+            copy_by_fields(x + i, to + i, 1, 16)
+        for i in range(whole, count):
             store_i8(to + i, load_i8(x + i))
-            i += 1
 
     @native
     def fetch(job, matrix, strip, k, length, scratch):
@@ -50,6 +56,12 @@ def orientation(kind: str) -> Orientation:
             for i in range(min(columns, WIDTH)):
                 store_i8(scratch + row * WIDTH + i, load_i8(address + row * row_bytes + i))
         return scratch, WIDTH
+
+    @native
+    def ahead(job, matrix, strip, k, length, panel):
+        row_bytes = word(job, ROW_BYTES)
+        part = (length + fields - 1) // fields
+        return matrix + (k + panel * part) * row_bytes + strip * WIDTH, row_bytes, part, 1
 
     @native
     def decode(address, stride, length, panel, table, to):
@@ -88,4 +100,4 @@ def orientation(kind: str) -> Orientation:
             for i in range(count):
                 store_f32(to + 4 * i, load_f32(scratch + 4 * i))
 
-    return Orientation(fields, sizes, span, copy, fetch, decode, scales, write)
+    return Orientation(fields, step, sizes, span, copy, fetch, decode, scales, write, ahead)

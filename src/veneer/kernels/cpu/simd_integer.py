@@ -24,6 +24,7 @@ from .simd import (
     constant,
     instruction,
     load_vector,
+    multiply_add,
     repeated,
     shuffled,
     store_vector,
@@ -87,6 +88,27 @@ def store_ints(address, stride, block):
 
 
 @instruction
+def zero_ints():
+    """One vector of 0."""
+    return Block("i32", 1, 1), lambda builder: block_of(builder, [constant(INTS, 0)])
+
+
+@instruction
+def start_lanes(address, stride, rows, columns):
+    """A block whose row r repeats the vector that is `r * stride` bytes on."""
+    block = Block("i32", rows.literal_value, columns.literal_value)
+
+    def emit(builder, address, stride, *_):
+        values = []
+        for row in range(block.rows):
+            place = at(builder, address, 0, row, stride)
+            values += [load_vector(builder, place, INTS)] * block.columns
+        return block_of(builder, values)
+
+    return block, emit
+
+
+@instruction
 def starts(address, rows, columns):
     """A block whose row r repeats the i32 at `address + 4 * r`."""
     block = Block("i32", rows.literal_value, columns.literal_value)
@@ -101,21 +123,6 @@ def starts(address, rows, columns):
         return block_of(builder, values)
 
     return block, emit
-
-
-@instruction
-def plus(total, address, stride):
-    """`total` and what rows of i32 hold, `stride` bytes apart."""
-
-    def emit(builder, totals, address, stride):
-        totals = vectors(builder, totals)
-        for i, value in enumerate(totals):
-            row, column = divmod(i, total.columns)
-            more = load_vector(builder, at(builder, address, column, row, stride), INTS)
-            totals[i] = builder.add(value, more)
-        return block_of(builder, totals)
-
-    return total, emit
 
 
 # Products.
@@ -143,15 +150,55 @@ def dot(total, x, stride, w):
 
 
 @instruction
-def sum_bytes(total, block):
-    """`total`, an int32, and all bytes of a block, which have a sign."""
+def dot_lanes(total, x, stride, w):
+    """`total[r][c] + x[r] * w[c]` as for `dot`, but with a vector at `x` times that of `w`."""
 
-    def emit(builder, total, values):
+    def emit(builder, totals, x, stride, ws):
+        totals, ws = vectors(builder, totals), vectors(builder, ws)
+        for r in range(total.rows):
+            row = load_vector(builder, at(builder, x, 0, r, stride), INTS)
+            for c, value in enumerate(ws):
+                i = r * total.columns + c
+                totals[i] = _dot(builder, totals[i], value, row)
+        return block_of(builder, totals)
+
+    return total, emit
+
+
+@instruction
+def add_sums(total, address, bytes):
+    """One vector `total`, and the sums of the four bytes of each lane at an address."""
+    count = bytes.literal_value // 4
+
+    def emit(builder, total, address, _):
         ones = ir.Constant(INTS, [0x01010101] * LANES)
-        lanes = constant(INTS, 0)
-        for value in vectors(builder, values):
-            lanes = _dot(builder, lanes, ones, value)
-        return builder.add(total, call(builder, f"llvm.vector.reduce.add.v{LANES}i32", I32, lanes))
+        values = load_vector(builder, address, ir.VectorType(I32, count))
+        if count < LANES:
+            zeros = ir.Constant(values.type, [0] * count)
+            values = shuffled(builder, values, zeros, [min(i, count) for i in range(LANES)])
+        return block_of(builder, [_dot(builder, vectors(builder, total)[0], ones, values)])
+
+    return total, emit
+
+
+@instruction
+def times(block, number):
+    """A block times an int32."""
+
+    def emit(builder, values, number):
+        by = repeated(builder, number)
+        return block_of(builder, [builder.mul(value, by) for value in vectors(builder, values)])
+
+    return block, emit
+
+
+@instruction
+def sum_lanes(vector):
+    """The sum of the lanes of one vector, an int32."""
+
+    def emit(builder, vector):
+        value = vectors(builder, vector)[0]
+        return call(builder, f"llvm.vector.reduce.add.v{LANES}i32", I32, value)
 
     return types.int32, emit
 
@@ -177,6 +224,58 @@ def _dot(builder: Any, total: Any, w: Any, x: Any) -> Any:
     for pair in (even, odd):
         total = builder.add(total, call(builder, f"llvm.x86.{name}", INTS, *pair))
     return total
+
+
+@instruction
+def add_scaled_ints(sums, total, scale):
+    """`sums + total * scale` in f32, where scale c is for column c."""
+
+    def emit(builder, values, totals, scales):
+        values, scales = vectors(builder, values), vectors(builder, scales)
+        for i, number in enumerate(vectors(builder, totals)):
+            number = builder.sitofp(number, FLOATS)
+            values[i] = multiply_add(builder, number, scales[i % total.columns], values[i])
+        return block_of(builder, values)
+
+    return sums, emit
+
+
+@instruction
+def spread(address, stride, count, shift):
+    """A row of vectors, of LANES >> shift f32 each, which stand for 1 << shift lanes, in turn.
+
+    They are `stride` bytes apart. What is beside them is not read.
+    """
+    block = Block("f32", 1, count.literal_value)
+
+    def emit(builder, address, stride, _, shift):
+        shift = repeated(builder, builder.trunc(shift, I32))
+        lanes = ir.Constant(INTS, [*range(LANES)])
+        indices = builder.lshr(lanes, shift)
+        there = builder.icmp_unsigned("<", builder.shl(lanes, shift), constant(INTS, LANES))
+        values = []
+        for row in range(block.columns):
+            place = pointer(builder, at(builder, address, 0, row, stride), FLOATS)
+            name = f"llvm.masked.load.v{LANES}f32.p0"
+            few = call(builder, name, FLOATS, place, I32(4), there, constant(FLOATS, 0.0))
+            values.append(_permuted(builder, few, indices))
+        return block_of(builder, values)
+
+    return block, emit
+
+
+def _permuted(builder: Any, values: Any, indices: Any) -> Any:
+    """The lanes of a vector of f32 at indices."""
+    if ISA.startswith("avx512"):
+        return call(builder, "llvm.x86.avx512.permvar.sf.512", FLOATS, values, indices)
+    if ISA == "avx2":
+        return call(builder, "llvm.x86.avx2.permps", FLOATS, values, indices)
+    result = ir.Constant(FLOATS, ir.Undefined)
+    for lane in range(LANES):
+        index = builder.extract_element(indices, I32(lane))
+        number = builder.extract_element(values, index)
+        result = builder.insert_element(result, number, I32(lane))
+    return result
 
 
 @instruction
@@ -351,16 +450,16 @@ def neighbours(block, fields):
 
 
 @instruction
-def copy_by_fields(address, to, fields):
-    """Copies 16 bytes a field: first every `fields`-th of them, then those after them, ...
+def copy_by_fields(address, to, fields, width):
+    """Copies `width` bytes a field: first every `fields`-th of them, then those after them, ...
 
-    So `looked_up_bytes` gets to the codes of a row, one field of 16 of its bytes at a time.
+    So `looked_up_bytes` gets to the codes of a row, one field of `width` of its bytes at a time.
     """
-    count = fields.literal_value
+    count, size = fields.literal_value, width.literal_value
 
-    def emit(builder, address, to, _):
-        values = load_vector(builder, address, ir.VectorType(I8, 16 * count))
-        order = [i for start in range(count) for i in range(start, 16 * count, count)]
+    def emit(builder, address, to, *_):
+        values = load_vector(builder, address, ir.VectorType(I8, size * count))
+        order = [i for start in range(count) for i in range(start, size * count, count)]
         store_vector(builder, shuffled(builder, values, values, order), to)
 
     return types.void, emit
