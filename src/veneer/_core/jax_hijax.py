@@ -186,7 +186,7 @@ class Patches:
 
 def patches(
     *,
-    is_high: Callable[[Any], bool],
+    high_type: type,
     bind: Callable[[Primitive, Trace, Sequence[Any], dict[str, Any]], Any],
     types: dict[type, Callable[[Any], Any]],
     canonical: dict[type, Callable[[Any], Any]],
@@ -202,7 +202,7 @@ def patches(
 
     **Arguments:**
 
-    - `is_high`: whether a type is one of ours.
+    - `high_type`: the class of our types.
     - `bind`: what a primitive does that meets one, in the place of `bind_with_trace`.
     - `types`: what gives the type of a value, by its class, and `canonical` what gives a primitive
       something else for it.
@@ -220,7 +220,7 @@ def patches(
         found.canonical(cls, handler)
     cls, method = as_array
     found.attribute(cls, "__jax_array__", lambda _: property(method))
-    found.attribute(core.Primitive, "bind_with_trace", lambda own: _bind(own, is_high, bind))
+    found.attribute(core.Primitive, "bind_with_trace", lambda own: _bind(own, high_type, bind))
     found.attribute(api, "argnums_partial2", lambda own: _whole_arguments(own, whole))
     trees = "FlatTree" if hasattr(api, "FlatTree") else "ft"  # JAX < 0.12, or not
     found.attribute(api, trees, lambda own: _Flattening(own, whole))
@@ -271,10 +271,10 @@ def _scan_length(own: Callable, dense: Callable[[Any], Any]) -> Callable:
     return lambda xs, avals, length: own(xs, list(map(dense, avals)), length)
 
 
-def _bind(own: Callable, is_high: Callable, bind: Callable) -> Callable:
+def _bind(own: Callable, high_type: type, bind: Callable) -> Callable:
     def bind_with_trace(self: Any, trace: Any, args: Any, avals: Any, params: Any, /) -> Any:
-        for aval in avals:
-            if is_high(aval):
+        for aval in avals:  # of every primitive that is bound: as little as can be
+            if type(aval) is high_type:
                 if self.name in _TAKE_HIGH_TYPES:
                     break
                 with set_current_trace(trace):

@@ -78,7 +78,7 @@ def _count(change: int) -> None:
     global _uses, _patches
     if _patches is None:
         _patches = patches(
-            is_high=lambda aval: type(aval) is HighType,
+            high_type=HighType,
             bind=bind,
             types={ImplicitArray: type_of, HighArray: type_of, Tangent: lambda x: x.type},
             canonical={ImplicitArray: canonical, HighArray: canonical, Tangent: lambda x: x},
