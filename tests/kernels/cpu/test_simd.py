@@ -118,5 +118,5 @@ def test_other_instructions_give_the_same(isa):
 
 
 def test_an_isa_that_is_not_known_is_refused():
-    with pytest.raises(ValueError, match="'sse9' is unknown; this CPU has .*portable"):
+    with pytest.raises(ValueError, match=r"'sse9' is unknown; this CPU has .*portable"):
         chosen("sse9")

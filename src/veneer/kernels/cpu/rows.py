@@ -9,6 +9,7 @@ from typing import Any
 from . import rows_few, rows_many
 from .job import TR, M
 from .memory import word
+from .native import native
 from .simd import compiled
 
 
@@ -41,6 +42,6 @@ def kernel(kind: str) -> tuple[Any, Any, Any, Any]:
     return prepare, count, work, finish
 
 
-@compiled
+@native
 def _is_few(job):
     return word(job, M) <= rows_few.MOST and word(job, TR) >= rows_few.LEAST

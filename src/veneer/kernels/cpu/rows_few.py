@@ -2,11 +2,12 @@
 
 Codes go from memory to registers, where they are decoded and multiplied with x. A block is so many
 rows of the matrix, side by side in memory; it is swept from left to right, as it lies there, and
-what it contributes to the result is multiplied with scales once, at the end of each column. While
-it is, the same place of the next block is fetched.
+what it contributes to the result is multiplied with scales once, at its end. While it is, the same
+place of the next block is fetched.
 
-Each part has some rows of the matrix, and most or all columns. What parts share is the result: each
-but the first of them has one of its own, and they are added up in the end.
+Each part has some rows of the matrix, and most or all columns: narrow ones would look up each page
+of memory again. What parts share is the result: each but the first of them has one of its own, and
+they are added up in the end.
 """
 
 from typing import Any
@@ -14,23 +15,25 @@ from typing import Any
 from .decode import BITS, reader
 from .isa import LANES
 from .job import BATCH, OUT, ROW_BYTES, SCRATCH, TABLE, TR, C, M, R, W, X
-from .memory import free, malloc, prefetch, set_word, stack, word
-from .rows_many import PANEL, Multiplier, add_rows, clear, copy_rows, expand
-from .simd import add_scaled, compiled, load, load_table, outer, zeros
+from .memory import free, load_i64, malloc, prefetch_for_later, set_word, stack, store_i64, word
+from .native import native
+from .rows_many import PANEL, Multiplier, add, add_rows, clear, copy_rows, expand
+from .simd import add_scaled, load, load_table, not_inlined, outer, store, zeros
 
-#: Rows of x that this is made for, at most.
-MOST = 8
-#: Rows of the matrix in a block. Tiles with fewer rows than `LEAST` are not for this.
-_BLOCK, LEAST = 16, 16
-#: Columns of a part, times rows of x, at most: its results stay in the first cache.
-_WIDTH = 4096
-_SCALE_BYTES = 4 * (_WIDTH + PANEL)
+#: Rows of x that this is made for, at most; and rows that tiles have, at least.
+MOST, LEAST = 16, 16
+#: So few rows of x are multiplied with codes from where they are, by blocks of so many rows. More
+#: of them come back to the same codes, which are copied to where they do not drive out each other
+#: from the first cache, as rows of 4096 bytes do; then blocks may have more rows.
+_DIRECT, _BLOCK, _DEEP = 2, 16, 32
+#: Columns of a part, times rows of x, at most: its results stay in the caches.
+_WIDTH = 8192
 #: Parts, if there are enough rows for each.
 _PARTS, _PART_ROWS = 16, 64
-_SUMS_BYTES = 4 * MOST * PANEL
+_SCALE_BYTES, _SUMS_BYTES = 4 * (_WIDTH + PANEL), 4 * MOST * PANEL
 
 
-@compiled
+@native
 def _columns(job):
     """How many columns a part has."""
     c = word(job, C)
@@ -40,7 +43,7 @@ def _columns(job):
     return (each + PANEL - 1) // PANEL * PANEL
 
 
-@compiled
+@native
 def _rows(job):
     """How many rows of the matrix a part has."""
     r, width = word(job, R), _columns(job)
@@ -49,14 +52,14 @@ def _rows(job):
     return (each + _BLOCK - 1) // _BLOCK * _BLOCK
 
 
-@compiled
+@native
 def _depths(job):
     """How many parts share the same results."""
     rows = _rows(job)
-    return (word(job, R) + rows - 1) // rows
+    return max(1, (word(job, R) + rows - 1) // rows)
 
 
-@compiled
+@native
 def prepare(job):
     """Allocates the results of all parts but the first ones."""
     others = _depths(job) - 1
@@ -66,20 +69,20 @@ def prepare(job):
     set_word(job, SCRATCH, memory if memory else -1)
 
 
-@compiled
+@native
 def count(job):
     """How many parts there are."""
     width = _columns(job)
     return word(job, BATCH) * ((word(job, C) + width - 1) // width) * _depths(job)
 
 
-@compiled
+@native
 def finish(job):
     """Adds up the results of all parts."""
     size = word(job, BATCH) * word(job, M) * word(job, C)
     out, memory = word(job, OUT), word(job, SCRATCH)
     for other in range(_depths(job) - 1):
-        add_rows(memory + 4 * size * other, 0, 1, size, out, 0)
+        add(memory + 4 * size * other, size, out)
     if memory:
         free(memory)
 
@@ -88,106 +91,58 @@ def worker(kind: str, multiplier: Multiplier) -> Any:
     """Makes what computes a part, for codes of a kind."""
     bits = BITS[kind]
     add_product = multiplier.add_product
-    panel_bytes = PANEL * bits // 8
-    tail_bytes = _BLOCK * panel_bytes
+    row_bytes = PANEL * bits // 8
+    panel_bytes = _DEEP * row_bytes
+    copy_panel = _copy_of_panel(row_bytes)
     product_of_1, product_of_2, product_of_4, product_of_8 = (
         _product(kind, rows) for rows in (1, 2, 4, 8)
     )
 
-    @compiled
-    def multiply(x, x_stride, m, w, stride, depth, y, y_stride, scales, table):
-        row = 0
-        while row + 8 <= m:
-            product_of_8(
-                x + row * x_stride,
-                x_stride,
-                w,
-                stride,
-                depth,
-                y + row * y_stride,
-                y_stride,
-                scales,
-                table,
-            )
-            row += 8
-        if row + 4 <= m:
-            product_of_4(
-                x + row * x_stride,
-                x_stride,
-                w,
-                stride,
-                depth,
-                y + row * y_stride,
-                y_stride,
-                scales,
-                table,
-            )
-            row += 4
-        if row + 2 <= m:
-            product_of_2(
-                x + row * x_stride,
-                x_stride,
-                w,
-                stride,
-                depth,
-                y + row * y_stride,
-                y_stride,
-                scales,
-                table,
-            )
-            row += 2
-        if row < m:
-            product_of_1(
-                x + row * x_stride,
-                x_stride,
-                w,
-                stride,
-                depth,
-                y + row * y_stride,
-                y_stride,
-                scales,
-                table,
-            )
-
-    @compiled
-    def multiply_tail(x, x_stride, m, w, stride, depth, y, y_stride, scales, table, columns):
-        """The same where a panel has fewer columns than all."""
-        tail, sums = stack(tail_bytes), stack(_SUMS_BYTES)
-        copy_rows(w, stride, depth, (columns * bits + 7) // 8, tail, panel_bytes)
-        clear(sums, 4 * PANEL, m, PANEL)
-        multiply(x, x_stride, m, tail, panel_bytes, depth, sums, 4 * PANEL, scales, table)
-        add_rows(sums, 4 * PANEL, m, columns, y, y_stride)
-
-    @compiled
-    def sweep(job, batch, row, depth, first, last, y, y_stride, scales):
+    @native
+    def sweep(job, batch, row, depth, first, last, y, scales):
         """Multiplies with a block of the matrix."""
-        m, x_stride, stride = word(job, M), 4 * word(job, R), word(job, ROW_BYTES)
+        m, x_stride, y_stride = word(job, M), 4 * word(job, R), 4 * word(job, C)
+        stride, table = word(job, ROW_BYTES), word(job, TABLE)
         x = word(job, X) + batch * m * x_stride + 4 * row
-        w = word(job, W) + (batch * word(job, R) + row) * stride + first * bits // 8
-        table = word(job, TABLE)
-        for column in range(0, last - first, PANEL):
-            columns = last - first - column
-            place, scale = w + column * bits // 8, scales + 4 * column
-            if columns >= PANEL:
-                multiply(
-                    x, x_stride, m, place, stride, depth, y + 4 * column, y_stride, scale, table
-                )
+        place = word(job, W) + (batch * word(job, R) + row) * stride + first * bits // 8
+        panel, sums = stack(panel_bytes), stack(_SUMS_BYTES)
+        while first < last:
+            columns, from_here, to_there = last - first, (place, stride), (y, y_stride)
+            is_tail = columns < PANEL
+            later = (place + _DEEP * stride, stride)
+            if is_tail:  # what is behind the last column may be no memory at all
+                copy_rows(place, stride, depth, (columns * bits + 7) // 8, panel, row_bytes)
+                clear(sums, 4 * PANEL, m, PANEL)
+                from_here, to_there = (panel, row_bytes), (sums, 4 * PANEL)
+            elif m <= _DIRECT:
+                columns = columns // PANEL * PANEL
+                later = (place + _BLOCK * stride, stride)
             else:
-                multiply_tail(
-                    x,
-                    x_stride,
-                    m,
-                    place,
-                    stride,
-                    depth,
-                    y + 4 * column,
-                    y_stride,
-                    scale,
-                    table,
-                    columns,
-                )
+                columns = PANEL
+                copy_panel(place, stride, depth, panel)
+                from_here = (panel, row_bytes)
+            size, done = (depth, max(PANEL, columns)), 0
+            while done < m:
+                top = (x + done * x_stride, x_stride)
+                to = (to_there[0] + done * to_there[1], to_there[1])
+                if m - done >= 8:
+                    product_of_8(top, from_here, size, to, scales, table, later)
+                    done += 8
+                elif m - done >= 4:
+                    product_of_4(top, from_here, size, to, scales, table, later)
+                    done += 4
+                elif m - done >= 2:
+                    product_of_2(top, from_here, size, to, scales, table, later)
+                    done += 2
+                else:
+                    product_of_1(top, from_here, size, to, scales, table, later)
+                    done += 1
+            if is_tail:
+                add_rows(sums, 4 * PANEL, m, columns, y, y_stride)
+            first, place = first + columns, place + columns * bits // 8
+            y, scales = y + 4 * columns, scales + 4 * columns
 
-    @compiled
+    @native
     def work(job, part):
         m, r, c = word(job, M), word(job, R), word(job, C)
         width, rows = _columns(job), _rows(job)
@@ -202,44 +157,66 @@ def worker(kind: str, multiplier: Multiplier) -> Any:
         clear(y, 4 * c, m, last - first)
         row, end = depth * rows, min(r, (depth + 1) * rows)
         scales = stack(_SCALE_BYTES)
-        tr = word(job, TR)
+        block_rows = _BLOCK if m <= _DIRECT else _DEEP
         while row < end:
-            tile = row // tr
-            tile_end = min(end, (tile + 1) * tr)
+            tile = row // word(job, TR)
+            tile_end = min(end, (tile + 1) * word(job, TR))
             if expand(job, batch, tile, first, last - first, scales):
                 while row < tile_end:
-                    block = min(_BLOCK, tile_end - row)
-                    sweep(job, batch, row, block, first, last, y, 4 * c, scales)
+                    block = min(block_rows, tile_end - row)
+                    sweep(job, batch, row, block, first, last, y, scales)
                     row += block
             else:  # infinity times a sum is not the sum of what is times infinity
                 for column in range(first, last, PANEL):
-                    add_product(
-                        job, batch, row, tile_end - row, column, 0, m, y + 4 * (column - first)
-                    )
+                    to = y + 4 * (column - first)
+                    add_product(job, batch, row, tile_end - row, column, 0, m, to)
                 row = tile_end
 
     return work
 
 
-def _product(kind: str, rows: int) -> Any:
-    """Makes the innermost loop: some rows of x times a panel of a block of the matrix."""
-    decoded, ordered = reader(kind)
-    columns = max(2, min(8, LANES // rows))
-    bits = BITS[kind]
-    step_bytes = columns * LANES * bits // 8
+def _copy_of_panel(row_bytes: int) -> Any:
+    """Makes what copies a panel's bytes, row after row."""
+    vectors, words = row_bytes // (4 * LANES), row_bytes % (4 * LANES) // 8
 
-    @compiled
-    def product(x, x_stride, w, stride, depth, y, y_stride, scales, table):
+    @native
+    def copy_panel(w, stride, rows, to):
+        not_inlined()
+        for _ in range(rows):
+            if vectors:
+                store(to, load(w, vectors))
+            else:
+                for i in range(words):
+                    store_i64(to + 8 * i, load_i64(w + 8 * i))
+            w, to = w + stride, to + row_bytes
+
+    return copy_panel
+
+
+def _product(kind: str, rows: int) -> Any:
+    """Makes the innermost loop: some rows of x times some columns of a block of the matrix.
+
+    What is in rows is given by the address of the first, and how many bytes on the next is. `later`
+    is what will be multiplied with after this.
+    """
+    decoded, ordered = reader(kind)
+    bits, vectors = BITS[kind], max(2, min(8, LANES // rows))
+    step_bytes = vectors * LANES * bits // 8
+
+    @native
+    def product(x, w, size, y, scales, table, later):
+        not_inlined()
         values = load_table(table)
-        for column in range(0, PANEL, columns * LANES):
-            total = zeros(rows, columns)
-            place = w + column * bits // 8
+        depth, columns = size
+        for column in range(0, columns, vectors * LANES):
+            total = zeros(rows, vectors)
+            place, later_place = w[0] + column * bits // 8, later[0] + column * bits // 8
             for k in range(depth):
                 for byte in range(0, step_bytes, 64):
-                    prefetch(place + _BLOCK * stride + byte)
-                total = outer(total, x + 4 * k, x_stride, decoded(values, place, columns))
-                place += stride
-            scale = load(scales + 4 * column, columns)
-            add_scaled(y + 4 * column, y_stride, ordered(total), scale)
+                    prefetch_for_later(later_place + byte)
+                total = outer(total, x[0] + 4 * k, x[1], decoded(values, place, vectors))
+                place, later_place = place + w[1], later_place + later[1]
+            scale = load(scales + 4 * column, vectors)
+            add_scaled(y[0] + 4 * column, y[1], ordered(total), scale)
 
     return product

@@ -13,10 +13,10 @@ from typing import Any
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
-from numba.extending import intrinsic, models, register_model
+from numba.extending import models, register_model
 
 from .isa import ISA, LANES
-from .memory import F32, I8, I16, I32, I64, pointer
+from .memory import F32, I8, I16, I32, I64, intrinsic, pointer
 
 #: A vector of LANES numbers, and what else its bytes may be taken for.
 FLOATS, INTS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)

@@ -1,0 +1,123 @@
+"""The f32 kernel that contracts rows gives what a dense matrix would, and keeps to its arrays."""
+
+import os
+import subprocess
+import sys
+from functools import cache
+
+import numpy as np
+import pytest
+from kernels.cpu.driver import guarded, rows_contracted, run, stored
+
+from veneer.kernels.cpu import rows
+from veneer.kernels.cpu.decode import BITS
+from veneer.kernels.cpu.isa import ISA, ISAS, chosen
+
+kernel = cache(rows.kernel)
+
+#: B, M, R, C, TR, TC: few rows of x and many, tiles of all shapes, and tails of every dimension.
+SHAPES = [
+    (1, 1, 1, 1, 1, 1),
+    (1, 1, 64, 128, 64, 1),
+    (1, 1, 300, 4500, 60, 4500),
+    (1, 2, 300, 513, 300, 27),
+    (1, 3, 1000, 40, 1000, 40),
+    (1, 4, 17, 131, 17, 1),
+    (2, 5, 256, 129, 64, 3),
+    (1, 8, 333, 640, 111, 1),
+    (1, 16, 96, 257, 32, 257),
+    (1, 17, 100, 130, 100, 130),
+    (2, 7, 96, 256, 1, 32),
+    (1, 6, 49, 301, 7, 43),
+    (1, 200, 5, 9, 5, 3),
+]
+
+
+def product(x, w, **how):
+    """What the kernel computes, each array right before memory that may not be touched."""
+    out = guarded(np.full((*x.shape[:2], w.columns), np.nan, np.float32))
+    w = w._replace(packed=guarded(w.packed), scale=guarded(w.scale))
+    run(kernel(w.kind), guarded(x), w, out, **how)
+    return out
+
+
+def random(*shape):
+    return np.random.default_rng(2).normal(size=shape).astype(np.float32)
+
+
+def check(kind, shape):
+    batch, m, r, c, tr, tc = shape
+    x, w = random(batch, m, r), stored(kind, (batch, r, c), (tr, tc))
+    expected, size = rows_contracted(x, w)
+    assert np.max(np.abs(product(x, w) - expected) / size) < 1e-6
+
+
+@pytest.mark.parametrize("kind", BITS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_product_is_that_of_the_dense_matrix(kind, shape):
+    check(kind, shape)
+
+
+@pytest.mark.parametrize("m", range(1, 24))
+def test_any_number_of_rows(m):
+    check("lookup4", (1, m, 70, 141, 35, 1))
+
+
+@pytest.mark.parametrize("at_end", [True, False])
+@pytest.mark.parametrize("offset", [1, 3])
+@pytest.mark.parametrize("m", [2, 20])
+def test_arrays_at_odd_addresses(m, offset, at_end):
+    x, w = random(1, m, 66), stored("lookup4", (1, 66, 259), (33, 7))
+    expected, size = rows_contracted(x, w)
+    w = w._replace(
+        **{name: guarded(getattr(w, name), at_end, offset) for name in ("packed", "scale", "table")}
+    )
+    out = guarded(np.empty((1, m, 259), np.float32), at_end, offset)
+    run(kernel("lookup4"), guarded(x, at_end, offset), w, out)
+    assert np.max(np.abs(out - expected) / size) < 1e-6
+
+
+@pytest.mark.parametrize("m", [1, 4, 20])
+def test_the_result_does_not_depend_on_threads(m):
+    x, w = random(1, m, 512), stored("lookup4", (1, 512, 300), (32, 1))
+    np.testing.assert_array_equal(product(x, w), product(x, w, threads=4))
+
+
+@pytest.mark.parametrize("m", [1, 5, 20])
+@pytest.mark.parametrize("number", [np.inf, -np.inf, np.nan])
+def test_what_is_not_finite_spreads_as_in_a_dense_product(m, number):
+    x, w = random(1, m, 128), stored("lookup4", (1, 128, 130), (32, 1))
+    x[0, 0, 3] = number
+    w.scale[0, 2, 5] = number
+    w.scale[0, 1, 129] = number
+    with np.errstate(invalid="ignore"):
+        expected = x @ w.dense.astype(np.float32)
+    finite = np.isfinite(expected)
+    out = product(x, w)
+    np.testing.assert_array_equal(out[~finite], expected[~finite])
+    np.testing.assert_allclose(out[finite], expected[finite], rtol=1e-3, atol=1e-2)
+
+
+OTHERS = [isa for isa in ISAS if isa not in (ISA, "avx512")]
+
+
+@pytest.mark.parametrize("isa", OTHERS)
+def test_other_instructions_give_the_same(isa):
+    try:
+        chosen(isa)
+    except ValueError as error:
+        pytest.skip(str(error))
+    program = """
+from kernels.cpu.test_rows import SHAPES, check
+for kind in ("lookup4", "int8"):
+    for shape in SHAPES:
+        check(kind, shape)
+"""
+    environment = os.environ | {
+        "VENEER_KERNELS_ISA": isa,
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, stderr=subprocess.PIPE, text=True
+    )
+    assert done.returncode == 0, done.stderr
