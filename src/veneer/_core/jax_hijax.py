@@ -258,13 +258,26 @@ def _unflatten(own: Callable, exposed: Callable[[Any], Any]) -> Callable:
 
 
 def _run_jit(own: Callable, exposed: Callable[[Any], Any]) -> Callable:
-    def run(params: Any, *args: Any) -> Any:
-        outs, *more = own(params, *args)
-        if any(aval.is_high for aval in params.params["jaxpr"].out_avals):
+    def run(call: Any, *args: Any) -> Any:
+        outs, *more = own(_lowered(call), *args)
+        if any(aval.is_high for aval in call.params["jaxpr"].out_avals):
             outs = jax.tree.map(exposed, outs)
         return outs, *more
 
     return run
+
+
+def _lowered(call: Any) -> Any:
+    """A call of a jitted function of which only intermediate values are high, without those.
+
+    So that C++ may call what is compiled. JAX 0.12 does so itself.
+    """
+    closed = call.params["jaxpr"]
+    inner = getattr(closed, "jaxpr", closed)
+    high = any(aval.is_high for aval in (*closed.in_avals, *closed.out_avals))
+    if high or not inner.is_high or inner is closed or not core.trace_state_clean():
+        return call
+    return call._replace(params={**call.params, "jaxpr": pe.lower_jaxpr2(closed)})
 
 
 def _scan_length(own: Callable, dense: Callable[[Any], Any]) -> Callable:
