@@ -11,7 +11,23 @@ from typing import Any
 import numpy as np
 
 from .integer_panel import BLOCK, PANEL, WIDTH, Orientation, multiply
-from .job import BATCH, OUT, ROW_BYTES, SCALE, SCRATCH, TABLE, TC, TR, X_SCALE, C, M, R, W, X
+from .job import (
+    BATCH,
+    OUT,
+    ROW_BYTES,
+    SCALE,
+    SCRATCH,
+    TABLE,
+    TC,
+    THREADS,
+    TR,
+    X_SCALE,
+    C,
+    M,
+    R,
+    W,
+    X,
+)
 from .memory import free, load_f32, malloc, set_word, store_i32, word
 from .native import native
 from .simd import store, zeros
@@ -38,7 +54,9 @@ def kernel(orientation: Orientation, offset: int) -> Any:
         """How many strips there are, and how many a part has."""
         _, n, _ = sizes(job)
         strips = (n + width - 1) // width
-        each = (strips + 3) // 4
+        # Each thread has some parts, so that one that is late leaves the others something to do.
+        # But the wider a part is, the more of a row of the matrix is read before the next.
+        each = strips // max(4, 2 * word(job, THREADS))
         return strips, max(1, min(1024 // rows_of(job) // panels, 16 // panels, each))
 
     @native
@@ -134,8 +152,19 @@ def kernel(orientation: Orientation, offset: int) -> Any:
         m, rows = word(job, M), rows_of(job)
         return word(job, BATCH) * ((m + rows - 1) // rows) * ((strips + each - 1) // each)
 
+    @native
+    def write_row(job, row, first_strip, strips, rows, sums, scratch):
+        """Writes a row of a part's sums, the panels of which have so many rows."""
+        _, n, _ = sizes(job)
+        x_scale = load_f32(word(job, X_SCALE) + 4 * row)
+        for strip in range(first_strip, first_strip + strips):
+            column = strip * width
+            to = word(job, OUT) + 4 * (row * n + column)
+            write(sums, rows * PANEL, x_scale, scratch, to, min(width, n - column))
+            sums += panels * rows * PANEL
+
     def work(job, part):
-        _, n, tile = sizes(job)
+        _, _, tile = sizes(job)
         m = word(job, M)
         strips, each = strips_of(job)
         rows = rows_of(job)
@@ -162,6 +191,8 @@ def kernel(orientation: Orientation, offset: int) -> Any:
         fetched = codes + size_of_codes
         scale = fetched + size_of_codes + WIDTH * WIDTH
         scratch = scale + size_of_scales
+        for i in range(0, size_of_sums, WIDTH):
+            store(sums + i, zeros(1, 1))
 
         x = (word(job, SCRATCH) + 63) // 64 * 64
         start = x + word(job, BATCH) * blocks * m * stride
@@ -172,8 +203,6 @@ def kernel(orientation: Orientation, offset: int) -> Any:
             (word(job, R) // word(job, TR)) * (word(job, C) // word(job, TC))
         )
         table = byte_table(word(job, TABLE))
-        for i in range(0, size_of_sums, WIDTH):
-            store(sums + i, zeros(1, 1))
         for index in range(segments):
             begin, end, whole = segment_of(job, index, tiles)
             for block in range(begin, end, BLOCK):
@@ -216,13 +245,8 @@ def kernel(orientation: Orientation, offset: int) -> Any:
                 x += m * stride
             start += 4 * m * max(1, whole)
         for row in range(rows):
-            index = batch * m + first_row + row
-            x_scale = load_f32(word(job, X_SCALE) + 4 * index)
-            for s in range(each):
-                column = (first_strip + s) * width
-                of = sums + (s * panels * rows + row) * PANEL
-                to = word(job, OUT) + 4 * (index * n + column)
-                write(of, rows * PANEL, x_scale, scratch, to, min(width, n - column))
+            write_row(job, batch * m + first_row + row, first_strip, each, rows, sums, scratch)
+            sums += PANEL
         free(allocated)
 
     return prepare, count, work
