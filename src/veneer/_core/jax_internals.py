@@ -1,8 +1,9 @@
 """Every private JAX name that veneer uses, and every difference between JAX versions.
 
-No other module imports `jax._src`. What is public is taken from its public place, but for
-jax.extend.core: importing that imports Pallas, which takes as long as all of our modules. A shim
-names the version it is for, so that it can be deleted.
+No other module imports `jax._src`, but for `jax_hijax`, which has the names that high types need.
+What is public is taken from its public place, but for jax.extend.core: importing that imports
+Pallas, which takes as long as all of our modules. A shim names the version it is for, so that it
+can be deleted.
 """
 
 import difflib
