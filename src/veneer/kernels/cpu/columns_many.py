@@ -163,7 +163,10 @@ def _scales(kind: str) -> Any:
 @native
 def _write(sums, y, next_y, rows, columns):
     for _ in range(rows):
-        for c in range(columns):
-            store_f32(y + 4 * c, load_f32(sums + 4 * c))
+        if columns == PART:
+            store(y, load(sums, _ACROSS))
+        else:
+            for c in range(columns):
+                store_f32(y + 4 * c, load_f32(sums + 4 * c))
         sums += _ROW
         y += next_y
