@@ -9,8 +9,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from veneer.kernels.cpu.decode import BITS, reader
+from veneer.kernels.cpu.decode import reader
 from veneer.kernels.cpu.isa import ISA, ISAS, LANES, chosen
+from veneer.kernels.cpu.kinds import BITS
 from veneer.kernels.cpu.simd import (
     compiled,
     deinterleave,

@@ -11,6 +11,7 @@ from typing import Any
 from llvmlite import ir
 
 from .isa import LANES
+from .kinds import BITS
 from .memory import I8, I32, I64, pointer
 from .simd import (
     CONVERSIONS,
@@ -24,17 +25,6 @@ from .simd import (
     shuffled,
     vectors,
 )
-
-#: All kinds of codes, and the bits of each.
-BITS = {
-    "lookup1": 1,
-    "lookup2": 2,
-    "lookup4": 4,
-    "int8": 8,
-    "uint8": 8,
-    "float8_e4m3fn": 8,
-    "float8_e5m2": 8,
-}
 
 
 def reader(kind: str) -> tuple[Any, Any]:

@@ -10,7 +10,8 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
-from .isa import ISA, LANES
+from .isa import LANES
+from .kinds import BITS
 from .memory import F32, I8, I32, I64, pointer
 from .simd import (
     CONVERSIONS,
@@ -26,6 +27,7 @@ from .simd import (
     load_vector,
     look_up,
     multiply_add,
+    permuted,
     repeated,
     store_vector,
     vectors,
@@ -34,8 +36,8 @@ from .simd import (
 #: How scales meet panels: ONE number for a panel; SOME, one for each lane; or FOLDED into x.
 ONE, SOME, FOLDED = range(3)
 
-_LOOKUPS = {"lookup1": 1, "lookup2": 2, "lookup4": 4}
-_BYTES = ("int8", "uint8", "float8_e4m3fn", "float8_e5m2")
+_LOOKUPS = {kind: bits for kind, bits in BITS.items() if bits < 8}
+_BYTES = tuple(kind for kind, bits in BITS.items() if bits == 8)
 
 #: Vectors of a panel. Fields of a dword each have one; of bytes, 32 columns are a panel.
 VECTORS = {kind: 32 // bits for kind, bits in _LOOKUPS.items()} | dict.fromkeys(_BYTES, 32 // LANES)
@@ -212,26 +214,13 @@ def _some_scales(builder: Any, places: Any, lanes: Any, count: Any) -> list[Any]
     none, name = constant(FLOATS, 0.0), f"llvm.masked.load.v{LANES}f32.p0"
     align = I32(4)
     return [
-        _permuted(
+        permuted(
             builder,
             call(builder, name, FLOATS, pointer(builder, place, FLOATS), align, exists, none),
             order,
         )
         for place in places
     ]
-
-
-def _permuted(builder: Any, value: Any, order: Any) -> Any:
-    if ISA.startswith("avx512"):
-        return call(builder, "llvm.x86.avx512.permvar.sf.512", FLOATS, value, order)
-    if ISA == "avx2":
-        return call(builder, "llvm.x86.avx2.permps", FLOATS, value, order)
-    result = ir.Constant(FLOATS, ir.Undefined)
-    for lane in range(LANES):
-        index = builder.extract_element(order, I32(lane))
-        entry = builder.extract_element(value, index)
-        result = builder.insert_element(result, entry, I32(lane))
-    return result
 
 
 @instruction

@@ -12,9 +12,10 @@ they are added up in the end.
 
 from typing import Any
 
-from .decode import BITS, reader
+from .decode import reader
 from .isa import LANES
 from .job import BATCH, OUT, ROW_BYTES, SCRATCH, TABLE, TR, C, M, R, W, X
+from .kinds import BITS
 from .memory import free, load_i64, malloc, prefetch_for_later, set_word, stack, store_i64, word
 from .native import native
 from .rows_many import PANEL, Multiplier, add, add_rows, clear, copy_rows, expand

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .decode import BITS, reader
+from .decode import reader
 from .isa import LANES
 from .job import BATCH, OUT, ROW_BYTES, SCALE, TABLE, TC, TR, C, M, R, W, X
+from .kinds import BITS
 from .memory import load_f32, load_i8, prefetch, stack, store_f32, store_i8, word
 from .native import native
 from .simd import (

@@ -165,6 +165,20 @@ def shuffled(builder: Any, a: Any, b: Any, lanes: Sequence[int]) -> Any:
     return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, len(lanes)), [*lanes]))
 
 
+def permuted(builder: Any, values: Any, indices: Any) -> Any:
+    """The lanes of a vector of f32 at indices."""
+    if ISA.startswith("avx512"):
+        return call(builder, "llvm.x86.avx512.permvar.sf.512", FLOATS, values, indices)
+    if ISA == "avx2":
+        return call(builder, "llvm.x86.avx2.permps", FLOATS, values, indices)
+    result = ir.Constant(FLOATS, ir.Undefined)
+    for lane in range(LANES):
+        index = builder.extract_element(indices, I32(lane))
+        number = builder.extract_element(values, index)
+        result = builder.insert_element(result, number, I32(lane))
+    return result
+
+
 # Making blocks.
 
 

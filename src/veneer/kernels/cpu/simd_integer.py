@@ -25,6 +25,7 @@ from .simd import (
     instruction,
     load_vector,
     multiply_add,
+    permuted,
     repeated,
     shuffled,
     store_vector,
@@ -258,24 +259,10 @@ def spread(address, stride, count, shift):
             place = pointer(builder, at(builder, address, 0, row, stride), FLOATS)
             name = f"llvm.masked.load.v{LANES}f32.p0"
             few = call(builder, name, FLOATS, place, I32(4), there, constant(FLOATS, 0.0))
-            values.append(_permuted(builder, few, indices))
+            values.append(permuted(builder, few, indices))
         return block_of(builder, values)
 
     return block, emit
-
-
-def _permuted(builder: Any, values: Any, indices: Any) -> Any:
-    """The lanes of a vector of f32 at indices."""
-    if ISA.startswith("avx512"):
-        return call(builder, "llvm.x86.avx512.permvar.sf.512", FLOATS, values, indices)
-    if ISA == "avx2":
-        return call(builder, "llvm.x86.avx2.permps", FLOATS, values, indices)
-    result = ir.Constant(FLOATS, ir.Undefined)
-    for lane in range(LANES):
-        index = builder.extract_element(indices, I32(lane))
-        number = builder.extract_element(values, index)
-        result = builder.insert_element(result, number, I32(lane))
-    return result
 
 
 @instruction

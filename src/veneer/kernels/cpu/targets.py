@@ -24,20 +24,10 @@ from .call_frame import (
     rank,
     result,
 )
+from .kinds import BITS
 from .memory import set_word, store_i32, word
 from .native import ObjectFile, call, native
 from .threads import count_threads, new_job, release, run
-
-#: How many bits a code of a kind has.
-BITS = {
-    "lookup1": 1,
-    "lookup2": 2,
-    "lookup4": 4,
-    "int8": 8,
-    "uint8": 8,
-    "float8_e4m3fn": 8,
-    "float8_e5m2": 8,
-}
 
 #: The C functions that handle calls for all kernels.
 PRODUCT, QUANTISE = HANDLERS
