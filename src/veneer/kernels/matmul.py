@@ -307,6 +307,8 @@ def _source(packed: Any) -> Any:
         made = made.operands[0].owner
     if getattr(made, "name", "") != "stablehlo.transpose":
         return None
+    if made.results[0].type.shape[-2:] != packed.type.shape[-2:]:
+        return None  # the reshape between them did more than to add a batch of one
     order = list(made.attributes["permutation"])
     return made.operands[0] if order in ([1, 0], [0, 2, 1]) else None
 

@@ -168,6 +168,30 @@ def test_any_contraction_that_needs_no_code_moved(name, qtype):
     np.testing.assert_allclose(actual, exact, rtol=1e-5, atol=1e-5 * np.abs(exact).max())
 
 
+# Axes that are swapped, and then are one with others: what is stored is no transposed matrix.
+SWAPPED = {
+    "left": (lambda x, w: jnp.einsum("td,dkh->tkh", x, w.swapaxes(1, 2)), (3, 256), [1, 2]),
+    "summed": (lambda x, w: jnp.einsum("tdh,dhk->tk", x, w.swapaxes(1, 2)), (3, 256, 64), [0, 2]),
+    "in the batch": (
+        lambda x, w: jnp.einsum("tdh,dhk->tdk", x, w.swapaxes(1, 2)),
+        (3, 256, 64),
+        [0, 2],
+    ),
+}
+
+
+@pytest.mark.parametrize("qtype", ["int4", "int8"])
+@pytest.mark.parametrize("name", SWAPPED)
+def test_swapped_axes_that_are_joined_with_others(name, qtype):
+    f, x_shape, channelwise = SWAPPED[name]
+    x = normal(*x_shape, seed=1)
+    q = quantize(normal(256, 4, 64, seed=2), qtype, channelwise_axes=channelwise)
+    actual = jax.jit(vn.implicit(f))(x, q)
+    with jax.enable_x64(True):
+        exact = f(*(jnp.asarray(np.asarray(y), jnp.float64) for y in (x, q.dequantize())))
+    np.testing.assert_allclose(actual, exact, rtol=1e-5, atol=1e-5 * np.abs(exact).max())
+
+
 @pytest.mark.parametrize("qtype", ["int4", "int8"])
 def test_codes_are_not_moved_for_a_transposed_weight(qtype):
     x, q = normal(3, 130), quantize(normal(192, 130), qtype, channelwise_axes=[0])
