@@ -14,8 +14,9 @@ from typing import Any, Literal, get_args
 
 import jax
 
-from .codes import BYTES, Codes
+from .codes import Codes
 from .cpu import build
+from .cpu.kinds import BITS, INTEGERS
 
 Choice = Literal["auto", "xla"]
 
@@ -99,16 +100,14 @@ class Kernel:
     least_tile: int = 1
 
 
-_LOOKUPS = ("lookup1", "lookup2", "lookup4")
-_INTEGERS = (*_LOOKUPS, "int8", "uint8")
-_FLOATS = (*_LOOKUPS, *BYTES)
+_ALL = tuple(BITS)
 
 #: The first row that fits is taken.
 TABLE = (
-    Kernel("cpu", "rows", "float", "veneer_rows_{}", _FLOATS, 1 << 14),
-    Kernel("cpu", "columns", "float", "veneer_columns_{}", _FLOATS, 1 << 14),
-    Kernel("cpu", "rows", "int8", "veneer_integer_rows_{}", _INTEGERS, 1 << 14),
-    Kernel("cpu", "columns", "int8", "veneer_integer_columns_{}", _INTEGERS, 1 << 14),
+    Kernel("cpu", "rows", "float", "veneer_rows_{}", _ALL, 1 << 14),
+    Kernel("cpu", "columns", "float", "veneer_columns_{}", _ALL, 1 << 14),
+    Kernel("cpu", "rows", "int8", "veneer_integer_rows_{}", INTEGERS, 1 << 14),
+    Kernel("cpu", "columns", "int8", "veneer_integer_columns_{}", INTEGERS, 1 << 14),
 )
 
 

@@ -6,6 +6,7 @@ without a sign. Where these come from, `integer_rows` and `integer_columns` know
 
 from typing import Any, NamedTuple
 
+from . import kinds
 from .isa import ISA
 from .memory import prefetch, store_f32
 from .native import native
@@ -29,7 +30,7 @@ BLOCK = 256
 #: Rows x vectors of sums that registers hold, beside what they are sums of.
 ROWS, COLUMNS = {"avx512vnni": (6, 4), "avx512": (4, 4), "avx2": (2, 2), "portable": (2, 2)}[ISA]
 
-BITS = {"lookup1": 1, "lookup2": 2, "lookup4": 4, "int8": 8, "uint8": 8}
+BITS = {kind: kinds.BITS[kind] for kind in kinds.INTEGERS}
 
 
 class Orientation(NamedTuple):

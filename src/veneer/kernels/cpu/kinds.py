@@ -10,3 +10,6 @@ BITS = {
     "float8_e4m3fn": 8,
     "float8_e5m2": 8,
 }
+
+#: Those whose codes are worth integers, or may be.
+INTEGERS = tuple(kind for kind in BITS if not kind.startswith("float8"))
