@@ -12,15 +12,8 @@ import pytest
 from veneer.kernels.cpu.decode import reader
 from veneer.kernels.cpu.isa import ISA, ISAS, LANES, chosen
 from veneer.kernels.cpu.kinds import BITS
-from veneer.kernels.cpu.simd import (
-    compiled,
-    deinterleave,
-    interleave,
-    load_table,
-    looked_up,
-    not_inlined,
-    store,
-)
+from veneer.kernels.cpu.simd import compiled, deinterleave, load, not_inlined, store
+from veneer.kernels.cpu.simd_codes import load_table
 
 TABLE = np.linspace(-1, 1, 16).astype(np.float32)
 
@@ -29,20 +22,17 @@ def fields(packed, bits):
     return np.stack([packed >> i & 2**bits - 1 for i in range(0, 8, bits)], -1).ravel()
 
 
-@pytest.mark.parametrize("bits", [1, 2, 4])
-def test_fields_are_looked_up_in_the_order_that_interleave_puts_right(bits):
-    columns = 32 // bits * LANES
-    packed = np.random.default_rng(0).integers(0, 256, columns * bits // 8, np.uint8)
-    out = np.empty(columns, np.float32)
-    table = np.resize(TABLE[: 2**bits], 16)
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_neighbours_are_parted_among_vectors(count):
+    numbers = np.arange(count * LANES, dtype=np.float32)
+    out = np.empty_like(numbers)
 
     @compiled
-    def run(table, packed, out):
-        store(out, deinterleave(interleave(looked_up(load_table(table), packed, bits))))
+    def run(numbers, out):
+        store(out, deinterleave(load(numbers, count)))
 
-    run(table.ctypes.data, packed.ctypes.data, out.ctypes.data)
-    expected = table[fields(packed, bits)]
-    np.testing.assert_array_equal(out.reshape(-1, LANES).T.ravel(), expected)
+    run(numbers.ctypes.data, out.ctypes.data)
+    np.testing.assert_array_equal(out.reshape(count, LANES), numbers.reshape(LANES, count).T)
 
 
 def decode(kind, packed, table, count):

@@ -26,7 +26,8 @@ from .panels import (
     multiply,
     panel_scales,
 )
-from .simd import load, load_table, store, store_sums
+from .simd import load, store, store_sums
+from .simd_codes import load_table
 
 #: How many rows of W are multiplied by so many rows of x at once: as many as registers hold sums
 #: of, next to what is decoded.

@@ -24,7 +24,8 @@ from .panels import (
     store_decoded,
     transpose,
 )
-from .simd import load, load_table, outer, store
+from .simd import load, outer, store
+from .simd_codes import load_table
 
 #: Vectors of rows of W in a part: with `ROWS` rows of x, as many sums as registers hold.
 _ACROSS = 4 if LANES == 16 else 2

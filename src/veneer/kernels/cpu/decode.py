@@ -1,8 +1,7 @@
 """From codes to numbers, kind by kind: vectors of neighbours in a row of a stored matrix.
 
-`looked_up` of `simd.py` reads many fields at once, as vectors of every n-th. Here each vector is
-read by itself: some bytes are repeated, and each lane shifts them by as much as its field needs. So
-blocks may be of any width, and columns stay where they are.
+Each vector is read by itself: some bytes are repeated, and each lane shifts them by as much as its
+field needs. So blocks may be of any width, and columns stay where they are.
 """
 
 from collections.abc import Callable
@@ -13,18 +12,8 @@ from llvmlite import ir
 from .isa import LANES
 from .kinds import BITS
 from .memory import I8, I32, I64, pointer
-from .simd import (
-    CONVERSIONS,
-    INTS,
-    Block,
-    block_of,
-    instruction,
-    load_vector,
-    look_up,
-    repeated,
-    shuffled,
-    vectors,
-)
+from .simd import INTS, Block, block_of, instruction, load_vector, repeated, shuffled, vectors
+from .simd_codes import CONVERSIONS, look_up
 
 
 def reader(kind: str) -> tuple[Any, Any]:

@@ -1,8 +1,8 @@
 """Products with panels: codes of a few rows of a stored matrix, decoded in registers.
 
 A panel is `VECTORS[kind]` vectors of neighbouring columns. Codes of fewer than 8 bits come out of a
-register in another order than they lie in memory (see `looked_up` of `simd.py`), and what they are
-multiplied by is brought into it beforehand.
+register in another order than they lie in memory: a vector has the j-th of each dword. What they
+are multiplied by is brought into it beforehand.
 """
 
 from typing import Any
@@ -14,7 +14,6 @@ from .isa import LANES
 from .kinds import BITS
 from .memory import F32, I8, I32, I64, pointer
 from .simd import (
-    CONVERSIONS,
     FLOATS,
     INTS,
     Block,
@@ -25,13 +24,13 @@ from .simd import (
     constant,
     instruction,
     load_vector,
-    look_up,
     multiply_add,
     permuted,
     repeated,
     store_vector,
     vectors,
 )
+from .simd_codes import CONVERSIONS, look_up
 
 #: How scales meet panels: ONE number for a panel; SOME, one for each lane; or FOLDED into x.
 ONE, SOME, FOLDED = range(3)

@@ -19,7 +19,8 @@ from .kinds import BITS
 from .memory import free, load_i64, malloc, prefetch_for_later, set_word, stack, store_i64, word
 from .native import native
 from .rows_many import PANEL, Multiplier, add, add_rows, clear, copy_rows, expand
-from .simd import add_scaled, load, load_table, not_inlined, outer, store, zeros
+from .simd import add_scaled, load, not_inlined, outer, store, zeros
+from .simd_codes import load_table
 
 #: Rows of x that this is made for, at most; and rows that tiles have, at least.
 MOST, LEAST = 16, 16

@@ -19,7 +19,6 @@ from .simd import (
     add_scaled,
     inner,
     load,
-    load_table,
     not_inlined,
     outer,
     scaled,
@@ -28,6 +27,7 @@ from .simd import (
     store_sums,
     zeros,
 )
+from .simd_codes import load_table
 
 #: Columns that are worked on together, and rows that are decoded at once: 24 KB of f32.
 PANEL, BLOCK = 128, 48
