@@ -31,7 +31,8 @@ from .job import (
 from .memory import free, load_f32, malloc, set_word, store_i32, word
 from .native import native
 from .simd import store, zeros
-from .simd_integer import add_sums, byte_table, sum_lanes, zero_ints
+from .simd_bytes import byte_table
+from .simd_integer import add_sums, sum_lanes, zero_ints
 
 #: After so many codes, int32 sums go on in f32: no sum may have more than 31 bits.
 LONGEST = 32768

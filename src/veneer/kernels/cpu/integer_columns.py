@@ -11,7 +11,8 @@ from .job import ROW_BYTES, TC, TR, C, R
 from .memory import load_f32, load_i8, store_f32, store_i8, word
 from .native import native
 from .simd import load, scaled, splat, store
-from .simd_integer import copy_by_fields, load_ints, store_ints, transposed
+from .simd_bytes import copy_by_fields, transposed
+from .simd_integer import load_ints, store_ints
 
 
 def orientation(kind: str) -> Orientation:

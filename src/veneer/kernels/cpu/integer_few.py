@@ -16,11 +16,10 @@ from .job import BATCH, OUT, ROW_BYTES, SCALE, SCRATCH, TABLE, TC, TR, X_SCALE, 
 from .memory import load_f32, malloc, prefetch, set_word, stack, store_f32, word
 from .native import native
 from .simd import store_sums, zeros
+from .simd_bytes import byte_table, copy_by_fields
 from .simd_integer import (
     add_scaled_ints,
     add_sums,
-    byte_table,
-    copy_by_fields,
     dot_lanes,
     load_ints,
     spread,

@@ -11,17 +11,8 @@ from .isa import ISA
 from .memory import prefetch, store_f32
 from .native import native
 from .simd import add_scaled, load
-from .simd_integer import (
-    OFFSET,
-    WIDTH,
-    as_floats,
-    dot,
-    load_ints,
-    looked_up_bytes,
-    starts,
-    store_ints,
-    without_sign,
-)
+from .simd_bytes import OFFSET, looked_up_bytes, without_sign
+from .simd_integer import WIDTH, as_floats, dot, load_ints, starts, store_ints
 
 #: Bytes of a row of a panel: of four codes or of one sum a column.
 PANEL = 4 * WIDTH

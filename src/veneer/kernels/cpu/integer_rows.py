@@ -10,7 +10,8 @@ from .job import ROW_BYTES, TC, TR, C, R
 from .memory import load_f32, load_i8, store_f32, store_i8, word
 from .native import native
 from .simd import load, scaled, splat, store
-from .simd_integer import copy_by_fields, interleaved, load_floats, neighbours, panelled, store_ints
+from .simd_bytes import copy_by_fields, interleaved, neighbours, panelled
+from .simd_integer import load_floats, store_ints
 
 
 def orientation(kind: str) -> Orientation:

@@ -2,8 +2,8 @@
 
 A `Block` is rows x columns of vectors of `LANES` numbers. It is a value like any other: a local
 variable of a Numba function, which LLVM keeps in registers. All loops over its vectors are unrolled
-as it is compiled. So kernels are loops in plain Python over a few such instructions, and only what
-is written here and in `isa.py` knows one CPU from another.
+as it is compiled. So kernels are loops in plain Python over a few such instructions, and only these
+(here and in the other files called `simd_...`) and `isa.py` know one CPU from another.
 """
 
 import inspect
