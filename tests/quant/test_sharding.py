@@ -100,3 +100,14 @@ def test_whole_blocks_put_together(qtype, shape, whole):
     out = shard(lambda q: q, P(), COLUMNS)(q)
     assert_close(out, jnp.tile(q.dequantize(), (1, 4)))
     assert getattr(out, "packing", None) == whole
+
+
+@pytest.mark.parametrize("spec", [ROWS, COLUMNS], ids=["rows", "columns"])
+@pytest.mark.parametrize(
+    ("qtype", "tiled"), [("int8", {}), ("int4", {0: 16}), ("uint4", {0: 16}), ("mxfp8", None)]
+)
+def test_quantising_what_is_cut_along_and_across_tiles(qtype, tiled, spec):
+    w = jax.random.normal(KEY, (64, 8)).at[3, 5].set(jnp.nan)
+    make = lambda w: quantize(w, qtype, channelwise_axes=[1], tiled_axes=tiled or {0: 32})
+    found = jax.jit(make)(jax.device_put(w, NamedSharding(MESH, spec)))
+    assert_close(found.dequantize(), make(w).dequantize())

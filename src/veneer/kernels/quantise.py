@@ -25,7 +25,7 @@ Shape = tuple[int, ...]
 BITS = {"int8": 8, "int4": 4, "nf4": 4}
 
 #: A smaller array is quantised sooner than a kernel for it is compiled.
-_LEAST_VALUES = 1 << 15
+_LEAST_VALUES = 1 << 10
 #: Tiles within a row are whole vectors of any CPU. Others are no wider than a kernel has space for,
 #: and no larger than one thread should read.
 _VECTORS, _MOST_COLUMNS, _MOST_VALUES = 32, 4096, 1 << 20

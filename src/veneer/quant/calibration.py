@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from .formats import Format
 from .scales import usable
@@ -49,11 +48,14 @@ def _absmax(tiles: Tiles, factor: float = 1.0) -> Range:
 def _largest(tiles: Tiles) -> jax.Array:
     """The largest magnitude; NaN where there is one.
 
-    XLA's own maximum drops NaN on CPU, in arrays of some size.
+    XLA's own maximum drops NaN on CPU, in arrays of some size. As integers, the bits of magnitudes
+    have the same order, and those of NaN are the largest.
     """
-    keep_nan = lambda a, b: jnp.where((a >= b) | jnp.isnan(a), a, b)
-    zero = np.zeros((), tiles.values.dtype)
-    return jax.lax.reduce(jnp.abs(tiles.values), zero, keep_nan, tiles.axes)
+    dtype = tiles.values.dtype
+    bits = jnp.dtype(f"int{8 * dtype.itemsize}")
+    magnitudes = jax.lax.bitcast_convert_type(jnp.abs(tiles.values), bits)
+    most = jnp.max(magnitudes, axis=tiles.axes, initial=0)
+    return jax.lax.bitcast_convert_type(most, dtype)
 
 
 def _minmax(tiles: Tiles, factor: float = 1.0) -> Range:

@@ -73,8 +73,8 @@ def stored(kind: str, shape: tuple[int, int, int], tile: tuple[int, int], seed: 
 def run(kernel: Any, x: Any, w: Stored, out: Any, x_scale: Any = None, threads: int = 1) -> None:
     """Writes what a kernel computes to `out`, f32[B, M, N]; `x` is f32 or int8[B, M, K].
 
-    One thread runs the parts from the last to the first. Arrays may be anywhere in memory, but
-    must be contiguous.
+    One thread runs the first parts, and then the others, from the last to the first. Arrays may be
+    anywhere in memory, but must be contiguous.
     """
     prepare, count, work, finish = kernel
     arrays = (x, w.packed, w.scale, w.table, out)
@@ -99,13 +99,14 @@ def run(kernel: Any, x: Any, w: Stored, out: Any, x_scale: Any = None, threads: 
         words[index] = value
     address = words.ctypes.data
     prepare(address)
-    parts = reversed(range(count(address)))
-    if threads == 1:
-        for part in parts:
-            work(address, part)
-    else:
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(lambda part: work(address, part), parts))
+    parts, first = range(count(address)), words[job.FIRST]
+    for some in (parts[:first], parts[first:]):
+        if threads == 1:
+            for part in reversed(some):
+                work(address, part)
+        else:
+            with ThreadPoolExecutor(threads) as pool:
+                list(pool.map(lambda part: work(address, part), reversed(some)))
     finish(address)
 
 

@@ -1,9 +1,13 @@
 """A kernel that is slow and easy to read, to see whether it is called as it should be.
 
-It contracts the rows of int8 codes. A table that ends in 1 makes it say that there is no memory.
+It contracts the rows of int8 codes, and copies the activations in a part that all others wait for.
+The last entries of a table say how many wrong copies come before the right one, and so delay it;
+and what fails: 1 for no memory before any part, 2 for none in the last part.
 """
 
 import functools
+import hashlib
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,27 +15,50 @@ import numpy as np
 
 from veneer.kernels.cpu import build
 
-NAME = "veneer_test_rows_int8"
+#: Named after this file as it is: compiled kernels are kept on disk by name.
+NAME = f"veneer_test_{hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]}"
 COLUMNS = 16  # of a part
 
 
 def compile() -> bytes:
     from veneer.kernels.cpu import job as words
     from veneer.kernels.cpu import targets
-    from veneer.kernels.cpu.memory import load_f32, load_i8, set_word, store_f32, word
+    from veneer.kernels.cpu.memory import free, load_f32, load_i8, malloc, set_word, store_f32, word
     from veneer.kernels.cpu.native import native
 
     @native
+    def wrong_copies(job):
+        return int(load_f32(word(job, words.TABLE) + 4 * 14))
+
+    @native
+    def failure(job):
+        return load_f32(word(job, words.TABLE) + 4 * 15)
+
+    @native
+    def numbers(job):
+        return word(job, words.BATCH) * word(job, words.M) * word(job, words.R)
+
+    @native
     def prepare(job):
-        if load_f32(word(job, words.TABLE) + 4 * 15) == 1:
-            set_word(job, words.SCRATCH, -1)
+        if failure(job) == 1:
+            set_word(job, words.FAILED, 1)
+            return
+        set_word(job, words.SCRATCH, malloc(4 * numbers(job)))
+        set_word(job, words.FIRST, 1)
 
     @native
     def count(job):
-        return word(job, words.BATCH) * (-(-word(job, words.C) // COLUMNS))
+        return 1 + word(job, words.BATCH) * (-(-word(job, words.C) // COLUMNS))
 
     @native
-    def work(job, part):
+    def copy(job):
+        for left in range(wrong_copies(job), -1, -1):
+            for i in range(numbers(job)):
+                number = load_f32(word(job, words.X) + 4 * i) + np.float32(left)
+                store_f32(word(job, words.SCRATCH) + 4 * i, number)
+
+    @native
+    def multiply(job, part):
         m, r, c = word(job, words.M), word(job, words.R), word(job, words.C)
         tr, tc = word(job, words.TR), word(job, words.TC)
         parts = -(-c // COLUMNS)
@@ -40,7 +67,7 @@ def compile() -> bytes:
             for column in range(first, min(first + COLUMNS, c)):
                 total = 0.0
                 for row in range(r):
-                    x = load_f32(word(job, words.X) + 4 * ((batch * m + i) * r + row))
+                    x = load_f32(word(job, words.SCRATCH) + 4 * ((batch * m + i) * r + row))
                     code = load_i8(word(job, words.W) + (batch * r + row) * c + column)
                     tile = (batch * (r // tr) + row // tr) * (c // tc) + column // tc
                     scale = load_f32(word(job, words.SCALE) + 4 * tile)
@@ -50,8 +77,17 @@ def compile() -> bytes:
                 )
 
     @native
+    def work(job, part):
+        if part == 0:
+            copy(job)
+        elif part + 1 == count(job) and failure(job) == 2:
+            set_word(job, words.FAILED, 1)
+        else:
+            multiply(job, part - 1)
+
+    @native
     def finish(job):
-        pass
+        free(word(job, words.SCRATCH))
 
     kernel = prepare, count, work, finish
     return targets.code_of(kernel, NAME, bits=8, contracts_rows=True, is_integer=False)

@@ -1,5 +1,6 @@
 """How kernels come to be: compiled once, kept on disk, refused where they cannot run."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -44,6 +45,18 @@ def test_a_damaged_file_is_made_again(directory, damage):
     calls, make = made()
     assert [cache.cached("f", make), cache.cached("f", make)] == [b"code"] * 2
     assert len(calls) == 1
+
+
+def test_what_was_made_long_ago_is_removed_when_it_is_made_anew(directory):
+    directory.mkdir(parents=True)
+    names = ["f-old.o", "f-new.o", "f_of_another-old.o"]
+    for name in names:
+        (directory / name).touch()
+    for name in (names[0], names[2]):
+        os.utime(directory / name, (0, 0))
+    cache.cached("f", made()[1])
+    kept = {file.name for file in directory.iterdir()}
+    assert kept & {*names} == {*names[1:]}
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(tmp_path, monkeypatch):

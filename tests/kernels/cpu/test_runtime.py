@@ -52,9 +52,18 @@ def test_operands_that_do_not_fit_are_an_error(change):
         plain.product(*operands).block_until_ready()
 
 
-def test_a_kernel_that_finds_no_memory_is_an_error():
+@pytest.mark.parametrize("when", [1, 2], ids=["before any part", "in a part"])
+def test_a_kernel_that_finds_no_memory_is_an_error(when):
     with pytest.raises(jax.errors.JaxRuntimeError, match="no memory for what a kernel needs"):
-        plain.product(*plain.operands(), jnp.zeros(16).at[-1].set(1)).block_until_ready()
+        plain.product(*plain.operands(), jnp.zeros(16).at[-1].set(when)).block_until_ready()
+
+
+def test_no_part_begins_before_what_it_reads_is_made():
+    x, codes, scale = plain.operands(**LARGE)
+    table = jnp.zeros(16).at[-2].set(3000)
+    want = plain.product(x, codes, scale)
+    for _ in range(10):
+        np.testing.assert_array_equal(plain.product(x, codes, scale, table), want)
 
 
 def test_threads_may_call_at_the_same_time():

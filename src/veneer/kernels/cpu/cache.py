@@ -12,10 +12,13 @@ import os
 import platform
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from .ffi_header import header_text
+
+_KEPT = 30 * 24 * 3600  # seconds
 
 
 def cached(name: str, make: Callable[[], bytes]) -> bytes:
@@ -24,14 +27,31 @@ def cached(name: str, make: Callable[[], bytes]) -> bytes:
     It is made again when something changes that it may depend on: the kernels' sources, the CPU,
     Numba. A cache that cannot be read or written, or is damaged, only costs time.
     """
-    file = directory() / f"{name}-{_fingerprint()}.o"
+    unchanged = lambda: _sources() == _SOURCES  # or who edits them would find what was before
+    return kept(directory() / f"{name}-{_fingerprint()}.o", make, unchanged)
+
+
+def kept(file: Path, make: Callable[[], bytes], if_: Callable[[], bool] = lambda: True) -> bytes:
+    """Returns what a file has, or else makes it and puts it there, if it should be kept."""
     with contextlib.suppress(OSError, ValueError):
         return _read(file)
     content = make()
-    if _sources() == _SOURCES:  # or who edits them would have found what they were before
+    if if_():
         with contextlib.suppress(OSError):
             _write(file, content)
+            _remove_old(file)
     return content
+
+
+def _remove_old(file: Path) -> None:
+    """Removes what was made long ago under another fingerprint: of other sources, or another CPU.
+
+    Two that are in use at the same time are made again at most once in so many days.
+    """
+    name = file.name.rpartition("-")[0]
+    for other in file.parent.glob(f"{name}-*{file.suffix}"):
+        if other != file and time.time() - other.stat().st_mtime > _KEPT:
+            other.unlink(missing_ok=True)
 
 
 def directory() -> Path:

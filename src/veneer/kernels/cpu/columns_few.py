@@ -1,13 +1,22 @@
 """Columns contracted, for few rows of x: what counts is how fast the matrix is read and decoded.
 
 Panels of a few rows of W are decoded in registers, and multiplied by a few rows of x at once
-(`panels.py`). Sums are vectors, whose lanes are added up at the end.
+(`panels.py`). Sums are vectors, whose lanes are added up at the end. For x to meet them, it is
+brought into the order that codes are decoded in (`columns_x.py`).
+
+Scales meet panels in three ways, by where they change:
+
+- ONE number scales a panel, where a tile is whole panels, or all columns.
+- SOME do, one each lane, where a panel is tiles of whole lanes. Lanes are several neighbouring
+  columns only where codes have fewer than 8 bits.
+- FOLDED into x otherwise, for all rows of W that share scales: so it is where they change from
+  column to column, in the gradient of a matrix whose tiles are along the other dimension.
 """
 
 import functools
 from typing import Any
 
-from .columns_x import MOST, copy, order, rows_of_block
+from .columns_x import MOST, order, rows_of_block
 from .isa import LANES
 from .job import BATCH, OUT, ROW_BYTES, SCALE, TABLE, TC, TR, C, M, R, W
 from .memory import prefetch, stack, store_f32, store_i64, word
@@ -20,6 +29,7 @@ from .panels import (
     SOME,
     VECTORS,
     begun,
+    copy,
     ended,
     lanes_by,
     load_block,
@@ -49,6 +59,7 @@ def worker(kind: str) -> Any:
     """Makes what computes a part, for codes of a kind."""
     x_order = order(kind)
     block_of_x, fold, add_products = x_order.block, x_order.fold, _products(kind)
+    way_of = _way(kind)
     PANEL, X_PANEL = COLUMNS[kind], 4 * COLUMNS[kind]
     FOLDED_BYTES = max(_X_BYTES, X_PANEL * MOST)
 
@@ -75,11 +86,11 @@ def worker(kind: str) -> Any:
         _write(job, rows, sums, batch, first, last, m)
 
     @native
-    def work(job, part, way):
+    def work(job, part):
         parts = (word(job, R) + PART - 1) // PART
         batch, first = part // parts, part % parts * PART
         last, rows = min(first + PART, word(job, R)), word(job, M)
-        tile = word(job, TR)
+        tile, way = word(job, TR), way_of(job)
         while first < last:
             # Up to here, scales are the same, or the next row of W has the next of them.
             end = last
@@ -91,6 +102,21 @@ def worker(kind: str) -> Any:
             first = end
 
     return work
+
+
+def _way(kind: str) -> Any:
+    """What says how scales meet panels."""
+    PANEL = COLUMNS[kind]
+    LANE = VECTORS[kind] if kind.startswith("lookup") else PANEL
+
+    @native
+    def way(job):
+        tile = word(job, TC)
+        if tile % PANEL == 0 or tile == word(job, C):
+            return ONE
+        return SOME if PANEL % tile == 0 and tile % LANE == 0 else FOLDED
+
+    return way
 
 
 def _products(kind: str) -> Any:

@@ -1,173 +1,198 @@
 """Columns contracted, for many rows of x: what counts is how fast numbers are multiplied.
 
-A part has a few vectors of rows of W. About as many columns of them as the innermost cache holds
-are decoded, scaled and transposed, and multiplied by all rows of x; then the next.
+A part is a few vectors of rows of W, times some rows of x. As many columns of W as the innermost
+cache holds are decoded, scaled and transposed, and multiplied by the rows of x where they lie; then
+the next. Sums are in memory meanwhile.
 """
 
 from typing import Any
 
-from .columns_x import ROWS, copy, order, padded_rows
 from .isa import LANES
-from .job import OUT, ROW_BYTES, SCALE, TABLE, TC, TR, C, M, R, W
-from .memory import load_f32, prefetch, stack, store_f32, store_i64, word
-from .native import native
-from .panels import (
-    BYTES,
-    COLUMNS,
-    FOLDED,
-    ONE,
-    SOME,
-    VECTORS,
-    lanes_by,
-    load_block,
-    panel_scales,
-    store_decoded,
-    transpose,
+from .job import BATCH, OUT, ROW_BYTES, SCALE, TABLE, TC, TR, C, M, R, W, X
+from .kinds import BITS
+from .memory import (
+    load_f32,
+    prefetch,
+    set_word,
+    stack,
+    store_f32,
+    word,
 )
-from .simd import load, outer, store
+from .native import native
+from .panels import copy, load_block, store_block, store_bytes, store_fields, transpose
+from .simd import load, outer, store, zeros
 from .simd_codes import load_table
 
-#: Vectors of rows of W in a part: with `ROWS` rows of x, as many sums as registers hold.
+#: Rows of x that are multiplied at once by so many vectors: as many sums as registers hold.
+ROWS = 6
 _ACROSS = 4 if LANES == 16 else 2
-PART = _ACROSS * LANES
-_VECTOR = 4 * LANES
-_ROW = 4 * PART
-#: Rows of x whose sums are kept at once, at most.
-_SUMS = 64 * ROWS
-_SUMS_BYTES = _ROW * _SUMS
-#: Columns that are decoded at once, at least.
+#: Rows of W in a part, and groups of ROWS of x at most.
+_PART, _GROUPS = _ACROSS * LANES, 64
+_VECTOR, _ROW = 4 * LANES, 4 * _PART
+_GROUP = ROWS * _ROW
+#: Columns that are decoded at once.
 _DEPTH = 128
+_DECODED, _SUMS, _ADDRESSES = _DEPTH * _ROW, _GROUPS * _GROUP, 8 * LANES
+
+
+@native
+def _cut(job):
+    """Groups of rows of x, in how many blocks, and blocks of rows of W."""
+    groups = (word(job, M) + ROWS - 1) // ROWS
+    return groups, (groups + _GROUPS - 1) // _GROUPS, (word(job, R) + _PART - 1) // _PART
+
+
+@native
+def count(job):
+    """How many parts there are."""
+    _, blocks, parts = _cut(job)
+    return word(job, BATCH) * blocks * parts
 
 
 def worker(kind: str) -> Any:
-    """Makes what computes a part, for codes of a kind."""
-    block_of_x, decode = order(kind).block, _decode(kind)
-    # A unit is what is decoded together: a panel, or some vectors of one.
-    VECTORS_, PANEL, X_PANEL = min(8, VECTORS[kind]), COLUMNS[kind], 4 * COLUMNS[kind]
-    UNIT, UNITS_OF_PANEL = VECTORS_ * LANES, VECTORS[kind] // VECTORS_
-    AT_ONCE = max(1, _DEPTH // UNIT) if UNITS_OF_PANEL == 1 else 1
-    DECODED = AT_ONCE * UNIT * _ROW
+    """Makes what computes a part, of at least ROWS rows of x, for codes of a kind."""
+    decode = _decode(kind)
 
     @native
-    def add_products(sums, x, next_x, w, units):
-        total = load_block(sums, ROWS, _ACROSS)
-        for _ in range(units):
-            for k in range(UNIT):
-                total = outer(total, x + 4 * k, X_PANEL, load(w + _ROW * k, _ACROSS))
-            x += next_x
-            w += _ROW * UNIT
-        store(sums, total)
-
-    @native
-    def work(job, part, way):
-        sums, decoded = stack(_SUMS_BYTES), stack(DECODED)
-        parts = (word(job, R) + PART - 1) // PART
-        batch, first = part // parts, part % parts * PART
-        last, rows = min(first + PART, word(job, R)), word(job, M)
-        units = (word(job, C) + PANEL - 1) // PANEL * UNITS_OF_PANEL
-        all_rows = padded_rows(rows)
-        next_panel = X_PANEL * all_rows
-        blocks = (all_rows + _SUMS - 1) // _SUMS
-        most = (all_rows // ROWS + blocks - 1) // blocks * ROWS
-        for m in range(0, all_rows, most):
-            count = min(most, all_rows - m)
-            for i in range(count * _ROW // 8):
-                store_i64(sums + 8 * i, 0)
-            for unit in range(0, units, AT_ONCE):
-                some = min(AT_ONCE, units - unit)
-                for i in range(some):
-                    decode(job, decoded + i * UNIT * _ROW, batch, first, last, unit + i, way)
-                x = block_of_x(job, batch, 0) + unit // UNITS_OF_PANEL * next_panel
-                x += X_PANEL * m + unit % UNITS_OF_PANEL * 4 * UNIT
-                for row in range(0, count, ROWS):
-                    add_products(sums + _ROW * row, x + X_PANEL * row, next_panel, decoded, some)
-            y = word(job, OUT) + 4 * ((batch * rows + m) * word(job, R) + first)
-            _write(sums, y, 4 * word(job, R), min(count, rows - m), last - first)
+    def work(job, part):
+        sums, decoded = stack(_SUMS), stack(_DECODED)
+        groups, blocks, parts = _cut(job)
+        first, rest = part % parts * _PART, part // parts
+        last, block, batch = min(first + _PART, word(job, R)), rest % blocks, rest // blocks
+        group, end = block * groups // blocks, (block + 1) * groups // blocks
+        rows, columns = word(job, M), word(job, C)
+        x = word(job, X) + 4 * batch * rows * columns
+        for k in range(0, columns, _DEPTH):
+            depth = min(_DEPTH, columns - k)
+            decode(job, decoded, batch, first, last, k, depth)
+            for g in range(group, end):
+                # The last group has rows of the one before, if there are not enough.
+                row, at = min(ROWS * g, rows - ROWS), sums + (g - group) * _GROUP
+                _prefetch(x + 4 * ((row + ROWS) * columns + k), 4 * columns, depth)
+                total = zeros(ROWS, _ACROSS) if k == 0 else load_block(at, ROWS, _ACROSS)
+                total = _products(total, x + 4 * (row * columns + k), 4 * columns, decoded, depth)
+                if k + depth < columns:
+                    store(at, total)
+                else:
+                    y = word(job, OUT) + 4 * ((batch * rows + row) * word(job, R) + first)
+                    _write(y, 4 * word(job, R), total, last - first)
 
     return work
 
 
+@native
+def _prefetch(x, next_row, depth):
+    for row in range(ROWS):
+        for byte in range(0, 4 * depth, 64):
+            prefetch(x + row * next_row + byte)
+
+
+@native
+def _products(total, x, next_row, w, depth):
+    """Adds the products of a group of rows of x by so many decoded columns."""
+    for k in range(depth):
+        total = outer(total, x + 4 * k, next_row, load(w + _ROW * k, _ACROSS))
+    return total
+
+
+@native
+def _write(y, next_y, total, columns):
+    """Writes a group of rows of the result, of which so many columns exist."""
+    if columns == _PART:
+        store_block(y, next_y, total)
+        return
+    sums = stack(_GROUP)
+    store(sums, total)
+    for r in range(ROWS):
+        for c in range(columns):
+            store_f32(y + r * next_y + 4 * c, load_f32(sums + r * _ROW + 4 * c))
+
+
 def _decode(kind: str) -> Any:
-    """What writes a unit of all rows of a part: the numbers of a column are neighbours."""
-    write_scales = _scales(kind)
-    W_BYTES, COUNT, IS_LOOKUP = BYTES[kind], VECTORS[kind], kind.startswith("lookup")
-    VECTORS_ = min(8, COUNT)
-    UNITS_OF_PANEL, SQUARE = COUNT // VECTORS_, LANES * _VECTOR
-    SCALES, COPIED = VECTORS_ * SQUARE, LANES * W_BYTES
+    """What writes some columns of the rows of a part: the numbers of a column are neighbours."""
+    decode_square, SQUARE, SQUARE_BYTES, READ = _square(kind)
+    UNIT = 32 // BITS[kind] if BITS[kind] < 8 else 1
+    SCALES, COPIED = _DEPTH * _VECTOR, LANES * READ
 
     @native
-    def decode(job, to, batch, first, last, unit, way):
-        scales, copied, dwords = stack(SCALES), stack(COPIED), stack(SQUARE)
-        panel, begin = unit // UNITS_OF_PANEL, unit % UNITS_OF_PANEL * VECTORS_
+    def decode(job, to, batch, first, last, k, depth):
+        scales, copied = stack(SCALES), stack(COPIED)
         row_bytes, table = word(job, ROW_BYTES), load_table(word(job, TABLE))
-        next_scales = SQUARE if way == FOLDED else 0
-        next_scale = 0 if way == ONE else _VECTOR
-        row = batch * word(job, R) + first
-        alike = row // word(job, TR) == (row + last - first - 1) // word(job, TR)
+        # One scale is for as many columns as are decoded together, or for a unit of them.
+        tile, first_row = word(job, TC), batch * word(job, R) + first
+        unit = UNIT if tile % UNIT == 0 else 1
+        if tile % _DEPTH == 0 or tile == word(job, C):
+            unit = _DEPTH
+        last_row = first_row + last - first - 1
+        alike = first_row // word(job, TR) == last_row // word(job, TR)
         for r in range(first, last, LANES):
             existing, row = min(LANES, last - r), batch * word(job, R) + r
-            w, next_row = word(job, W) + row_bytes * row + W_BYTES * panel, row_bytes
-            count = min(W_BYTES, row_bytes - W_BYTES * panel)
-            for i in range(existing):
-                prefetch(w + i * row_bytes + W_BYTES)
-            if existing < LANES or count < W_BYTES:
-                for i in range(LANES):
-                    size = count if i < existing else 0
-                    copy(copied + i * W_BYTES, w + i * row_bytes, size, W_BYTES)
-                w, next_row = copied, W_BYTES
-            if IS_LOOKUP:
-                transpose(dwords, next_row, w)
-                w, next_row = dwords, _VECTOR
             if r == first or not alike:
-                write_scales(job, scales, row, existing, panel, begin, way)
-            place = to + 4 * (r - first)
-            for j in range(VECTORS_):
-                scale = scales + next_scales * j
-                store_decoded(place, _ROW, w, next_row, begin + j, table, scale, next_scale, kind)
-                place += _ROW * LANES
+                _write_scales(job, scales, row, existing, k, depth, unit)
+            for column in range(0, depth, SQUARE):
+                begin = (k + column) // SQUARE * SQUARE_BYTES
+                w, next_row = word(job, W) + row_bytes * row + begin, row_bytes
+                for i in range(existing):
+                    prefetch(w + i * row_bytes + READ)
+                if existing < LANES or row_bytes - begin < READ:
+                    for i in range(LANES):
+                        size = min(READ, row_bytes - begin) if i < existing else 0
+                        copy(copied + i * READ, w + i * row_bytes, size, READ)
+                    w, next_row = copied, READ
+                place, scale = to + _ROW * column + 4 * (r - first), scales
+                if unit < _DEPTH:
+                    scale += column // unit * _VECTOR
+                decode_square(place, w, next_row, table, scale, unit)
 
     return decode
 
 
-def _scales(kind: str) -> Any:
-    """What writes the scales of LANES rows of W, a lane each: of a panel, its lanes, or columns."""
-    expand = order(kind).expand
-    PANEL, X_PANEL, COUNT = COLUMNS[kind], 4 * COLUMNS[kind], VECTORS[kind]
-    VECTORS_ = min(8, COUNT)
-    ROWS_BYTES = LANES * X_PANEL
+@native
+def _write_scales(job, to, row, rows, k, depth, unit):
+    """Writes the scales of LANES rows of W, a lane each, for every so many columns."""
+    addresses = stack(_ADDRESSES)
+    tile = word(job, TC)
+    tiles, number = word(job, C) // tile, k // tile
+    for i in range(LANES):
+        of = (row + min(i, rows - 1)) // word(job, TR)
+        set_word(addresses, i, word(job, SCALE) + 4 * (tiles * of + number))
+    end, offset = (number + 1) * tile - k, 0
+    for column in range(0, depth, unit):
+        if column >= end:
+            end += tile
+            offset += 4
+        for i in range(LANES):
+            store_f32(to + 4 * i, load_f32(word(addresses, i) + offset))
+        to += _VECTOR
+
+
+def _square(kind: str) -> tuple[Any, int, int, int]:
+    """What decodes as many columns of LANES rows of W as are transposed together.
+
+    And how many these are, how many bytes of a row, and how many bytes are read.
+    """
+    if BITS[kind] == 8:
+
+        @native
+        def decode_bytes(to, w, next_row, table, scale, unit):
+            next_scale = 0 if unit == _DEPTH else _VECTOR
+            store_bytes(to, _ROW, w, next_row, scale, next_scale, kind)
+
+        return decode_bytes, LANES, LANES, LANES
+
+    FIELDS = 32 // BITS[kind]
+    DWORDS = min(LANES, _DEPTH // FIELDS)
+    SQUARE = LANES * _VECTOR
 
     @native
-    def scales(job, to, row, rows, panel, begin, way):
-        by_row = stack(ROWS_BYTES)
-        columns, tile, tile_rows = word(job, C), word(job, TC), word(job, TR)
-        tiles, count = columns // tile, PANEL // tile
-        lanes = lanes_by(COUNT, tile)
-        for i in range(LANES):
-            scale = word(job, SCALE) + 4 * tiles * ((row + min(i, rows - 1)) // tile_rows)
-            at = by_row + i * X_PANEL
-            if way == ONE:
-                store_f32(to + 4 * i, load_f32(scale + 4 * (panel * PANEL // tile)))
-            elif way == SOME:
-                existing, scale = min(count, tiles - panel * count), scale + 4 * panel * count
-                store(at, panel_scales(scale, 0, lanes, existing, 1, SOME))
-            else:
-                expand(at, scale, columns, tile, panel)
-        if way == SOME:
-            transpose(to, X_PANEL, by_row)
-        elif way == FOLDED:
-            for j in range(VECTORS_):
-                transpose(to + j * LANES * _VECTOR, X_PANEL, by_row + (begin + j) * _VECTOR)
+    def decode_fields(to, w, next_row, table, scale, unit):
+        dwords = stack(SQUARE)
+        transpose(dwords, next_row, w)
+        next_scale = _VECTOR if unit == 1 else 0
+        for d in range(DWORDS):
+            store_fields(to, _ROW, dwords + d * _VECTOR, table, scale, next_scale, kind)
+            to += FIELDS * _ROW
+            if unit < _DEPTH:
+                scale += FIELDS // unit * _VECTOR
 
-    return scales
-
-
-@native
-def _write(sums, y, next_y, rows, columns):
-    for _ in range(rows):
-        if columns == PART:
-            store(y, load(sums, _ACROSS))
-        else:
-            for c in range(columns):
-                store_f32(y + 4 * c, load_f32(sums + 4 * c))
-        sums += _ROW
-        y += next_y
+    return decode_fields, DWORDS * FIELDS, DWORDS * 4, _VECTOR

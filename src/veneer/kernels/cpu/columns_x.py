@@ -1,23 +1,21 @@
-"""The rows of x, in the order in which the panels of W that they are multiplied by are decoded.
+"""Few rows of x, in the order in which the panels of W that they are multiplied by are decoded.
 
-They are stored in blocks of rows, one after the other: of each a panel of all its rows, then the
-next panel. Behind the last row and the last column, x is 0. A block is all rows, where they are
-`MANY`; or else at most `MOST`, with a power of two in the last.
+They are stored in blocks of at most `MOST` rows, one after the other, with a power of two in the
+last: of each a panel of all its rows, then the next panel. Behind the last row and the last column,
+x is 0.
 """
 
 import functools
 from typing import Any, NamedTuple
 
 from .isa import LANES
-from .job import BATCH, SCRATCH, C, M, X
-from .memory import load_f32, load_i8, malloc, set_word, stack, store_f32, store_i8, word
+from .job import BATCH, FAILED, SCRATCH, C, M, X
+from .memory import load_f32, malloc, set_word, stack, store_f32, word
 from .native import native
 from .panels import COLUMNS, VECTORS
-from .simd import compiled, deinterleave, load, scaled, store
+from .simd import deinterleave, load, scaled, store
 
 MOST = 8 if LANES == 16 else 4
-#: Many rows of x are multiplied `ROWS` at a time, and filled up to a multiple of that.
-MANY, ROWS = 24, 6
 
 
 class Order(NamedTuple):
@@ -56,17 +54,18 @@ def order(kind: str) -> Order:
             x = padded
         store(to, in_order(load(x, COUNT)))
 
-    @compiled
+    @native
     def prepare(job):
         rows, columns = word(job, M), word(job, C)
         panels, padded = (columns + PANEL - 1) // PANEL, padded_rows(rows)
         memory = malloc(64 + BYTES * panels * padded * word(job, BATCH))
-        set_word(job, SCRATCH, memory if memory else -1)
         if memory == 0:
+            set_word(job, FAILED, 1)
             return
+        set_word(job, SCRATCH, memory)
         for batch in range(word(job, BATCH)):
             for m in range(padded):
-                first = m // MOST * MOST if rows < MANY else 0
+                first = m // MOST * MOST
                 step = BYTES * rows_of_block(rows, first)
                 to = block(job, batch, first) + BYTES * (m - first)
                 x = word(job, X) + 4 * columns * (batch * rows + m)
@@ -101,8 +100,6 @@ def order(kind: str) -> Order:
 @native
 def rows_of_block(rows, m):
     """How many of so many rows of x are in the block that begins with row m, with those added."""
-    if rows >= MANY:
-        return (rows + ROWS - 1) // ROWS * ROWS
     count = 1
     while count < MOST and count < rows - m:
         count *= 2
@@ -112,15 +109,8 @@ def rows_of_block(rows, m):
 @native
 def padded_rows(rows):
     """How many rows the blocks have."""
-    last = (rows - 1) // MOST * MOST if rows < MANY else 0
+    last = (rows - 1) // MOST * MOST
     return last + rows_of_block(rows, last)
-
-
-@native
-def copy(to, address, count, size):
-    """Copies so many bytes, and zeros behind them."""
-    for i in range(size):
-        store_i8(to + i, load_i8(address + i) if i < count else 0)
 
 
 @native

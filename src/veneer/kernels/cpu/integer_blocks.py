@@ -13,6 +13,8 @@ import numpy as np
 from .integer_panel import BLOCK, PANEL, WIDTH, Orientation, multiply
 from .job import (
     BATCH,
+    FAILED,
+    FIRST,
     OUT,
     ROW_BYTES,
     SCALE,
@@ -36,6 +38,8 @@ from .simd_integer import add_sums, sum_lanes, zero_ints
 
 #: After so many codes, int32 sums go on in f32: no sum may have more than 31 bits.
 LONGEST = 32768
+#: Of more rows of activations than so many, a part packs so many.
+PACKED = 32
 
 
 def kernel(orientation: Orientation, offset: int) -> Any:
@@ -58,7 +62,7 @@ def kernel(orientation: Orientation, offset: int) -> Any:
         # Each thread has some parts, so that one that is late leaves the others something to do.
         # But the wider a part is, the more of a row of the matrix is read before the next.
         each = strips // max(4, 2 * word(job, THREADS))
-        return strips, max(1, min(1024 // rows_of(job) // panels, 16 // panels, each))
+        return strips, max(1, min(1024 // rows_of(job) // panels, 64 // panels, each))
 
     @native
     def cut(job):
@@ -114,19 +118,16 @@ def kernel(orientation: Orientation, offset: int) -> Any:
             total = add_sums(total, x + i, 16)
         return sum_lanes(total)
 
-    def prepare(job):
+    @native
+    def pack_rows(job, first, last):
+        """Copies so many rows of activations together, and writes what their sums begin with."""
         k, _, tile = sizes(job)
         m = word(job, M)
         tiles, segments, blocks, starts = cut(job)
         stride = stride_of(job, tiles)
         rows = word(job, BATCH) * m
-        allocated = malloc(64 + rows * (blocks * stride + starts * 4))
-        if allocated == 0:
-            set_word(job, SCRATCH, -1)
-            return
-        set_word(job, SCRATCH, allocated)
-        packed = (allocated + 63) // 64 * 64
-        for row in range(rows):
+        packed = (word(job, SCRATCH) + 63) // 64 * 64
+        for row in range(first, last):
             batch, at_row = divmod(row, m)
             to = packed + (batch * blocks * m + at_row) * stride
             start = packed + rows * blocks * stride + (batch * starts * m + at_row) * 4
@@ -148,10 +149,26 @@ def kernel(orientation: Orientation, offset: int) -> Any:
                     store_i32(start, np.int32(-offset * total))
                     start += 4 * m
 
+    def prepare(job):
+        m = word(job, M)
+        tiles, _, blocks, starts = cut(job)
+        stride = stride_of(job, tiles)
+        rows = word(job, BATCH) * m
+        allocated = malloc(64 + rows * (blocks * stride + starts * 4))
+        if allocated == 0:
+            set_word(job, FAILED, 1)
+            return
+        set_word(job, SCRATCH, allocated)
+        if rows > PACKED:
+            set_word(job, FIRST, (rows + PACKED - 1) // PACKED)
+        else:
+            pack_rows(job, 0, rows)
+
     def count(job):
         strips, each = strips_of(job)
         m, rows = word(job, M), rows_of(job)
-        return word(job, BATCH) * ((m + rows - 1) // rows) * ((strips + each - 1) // each)
+        parts = word(job, BATCH) * ((m + rows - 1) // rows) * ((strips + each - 1) // each)
+        return word(job, FIRST) + parts
 
     @native
     def write_row(job, row, first_strip, strips, rows, sums, scratch):
@@ -164,7 +181,8 @@ def kernel(orientation: Orientation, offset: int) -> Any:
             write(sums, rows * PANEL, x_scale, scratch, to, min(width, n - column))
             sums += panels * rows * PANEL
 
-    def work(job, part):
+    @native
+    def multiply_part(job, part):
         _, _, tile = sizes(job)
         m = word(job, M)
         strips, each = strips_of(job)
@@ -184,7 +202,7 @@ def kernel(orientation: Orientation, offset: int) -> Any:
         size = 64 + 2 * (size_of_sums + size_of_codes) + size_of_scales
         allocated = malloc(size + WIDTH * WIDTH + panels * PANEL)
         if allocated == 0:
-            set_word(job, SCRATCH, -1)
+            set_word(job, FAILED, 1)
             return
         sums = (allocated + 63) // 64 * 64
         ints = sums + size_of_sums
@@ -249,5 +267,12 @@ def kernel(orientation: Orientation, offset: int) -> Any:
             write_row(job, batch * m + first_row + row, first_strip, each, rows, sums, scratch)
             sums += PANEL
         free(allocated)
+
+    def work(job, part):
+        first = word(job, FIRST)
+        if part < first:
+            pack_rows(job, part * PACKED, min((part + 1) * PACKED, word(job, BATCH) * word(job, M)))
+        else:
+            multiply_part(job, part - first)
 
     return prepare, count, work

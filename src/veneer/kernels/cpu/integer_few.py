@@ -12,7 +12,23 @@ import numpy as np
 from .integer_blocks import LONGEST
 from .integer_panel import BITS, WIDTH, reader
 from .isa import LANES
-from .job import BATCH, OUT, ROW_BYTES, SCALE, SCRATCH, TABLE, TC, TR, X_SCALE, C, M, R, W, X
+from .job import (
+    BATCH,
+    FAILED,
+    OUT,
+    ROW_BYTES,
+    SCALE,
+    SCRATCH,
+    TABLE,
+    TC,
+    TR,
+    X_SCALE,
+    C,
+    M,
+    R,
+    W,
+    X,
+)
 from .memory import load_f32, malloc, prefetch, set_word, stack, store_f32, word
 from .native import native
 from .simd import store_sums, zeros
@@ -64,7 +80,7 @@ def kernel(kind: str, offset: int) -> Any:
         rows = word(job, BATCH) * word(job, M)
         allocated = malloc(64 + rows * (c + groups // each * WIDTH))
         if allocated == 0:
-            set_word(job, SCRATCH, -1)
+            set_word(job, FAILED, 1)
             return
         set_word(job, SCRATCH, allocated)
         to = (allocated + 63) // 64 * 64

@@ -1,6 +1,7 @@
 """A job: what a kernel is to compute, as words of 64 bits in memory that all threads read.
 
-Addresses and sizes are written once, before any part begins. Sizes count entries, not bytes.
+Addresses and sizes are written once, before any part begins, and only FAILED after that. Sizes
+count entries, not bytes.
 """
 
 #: Where each word is.
@@ -20,7 +21,9 @@ Addresses and sizes are written once, before any part begins. Sizes count entrie
     TC,  # columns that share a scale
     SCRATCH,  # what `prepare` allocates for all parts, and `finish` frees; 0 if nothing
     THREADS,  # how many there are for the parts
-) = range(15)
+    FIRST,  # so many of the parts are done before the others begin: they make what those read
+    FAILED,  # 1 where there was no memory for what the kernel needs
+) = range(17)
 
 #: Words that a job has.
-WORDS = 16
+WORDS = 17

@@ -12,7 +12,8 @@ from numba import types
 
 from .isa import LANES
 from .kinds import BITS
-from .memory import F32, I8, I32, I64, pointer
+from .memory import F32, I8, I32, I64, load_i8, pointer, store_i8
+from .native import native
 from .simd import (
     FLOATS,
     INTS,
@@ -46,6 +47,13 @@ COLUMNS = {kind: count * LANES for kind, count in VECTORS.items()}
 BYTES = dict.fromkeys(_LOOKUPS, 4 * LANES) | dict.fromkeys(_BYTES, 32)
 
 
+@native
+def copy(to, address, count, size):
+    """Copies so many bytes, and zeros behind them."""
+    for i in range(size):
+        store_i8(to + i, load_i8(address + i) if i < count else 0)
+
+
 @instruction
 def load_block(address, rows, columns):
     """Reads what `store` wrote of a block of rows x columns vectors."""
@@ -57,6 +65,18 @@ def load_block(address, rows, columns):
         )
 
     return block, emit
+
+
+@instruction
+def store_block(address, stride, block):
+    """Writes rows of vectors, `stride` bytes apart."""
+
+    def emit(builder, address, stride, values):
+        for i, value in enumerate(vectors(builder, values)):
+            row, column = divmod(i, block.columns)
+            store_vector(builder, value, at(builder, address, column, row, stride))
+
+    return types.void, emit
 
 
 @instruction
@@ -155,30 +175,37 @@ def transpose(to, stride, address):
 
 
 @instruction
-def store_decoded(to, stride, codes, next_codes, j, table, scales, next_scale, kind):
-    """Writes vector j of panels, scaled, as LANES vectors that have a column each.
+def store_fields(to, stride, dwords, table, scales, next_scale, kind):
+    """Writes the columns that a vector of dwords holds, scaled: a vector of LANES rows each.
 
-    Those are `stride` bytes apart, and the scales of them `next_scale` bytes. `codes` has dwords as
-    `transpose` writes them, or bytes in rows that are `next_codes` bytes apart.
+    Those are `stride` bytes apart, and the scales of them `next_scale` bytes.
     """
-    kind = kind.literal_value
+    bits = _LOOKUPS[kind.literal_value]
 
-    def emit(builder, to, stride, codes, next_codes, j, table, scales, next_scale, _):
+    def emit(builder, to, stride, dwords, table, scales, next_scale, _):
+        table = vectors(builder, table)
+        dwords = load_vector(builder, dwords, INTS)
+        for j in range(32 // bits):
+            indices = builder.lshr(dwords, constant(INTS, bits * j)) if j else dwords
+            scale = load_vector(builder, at(builder, scales, 0, j, next_scale))
+            column = builder.fmul(look_up(builder, table, indices), scale)
+            store_vector(builder, column, at(builder, to, 0, j, stride))
+
+    return types.void, emit
+
+
+@instruction
+def store_bytes(to, stride, codes, next_codes, scales, next_scale, kind):
+    """The same of LANES bytes of each of LANES rows, which are `next_codes` bytes apart."""
+    convert = CONVERSIONS[kind.literal_value]
+
+    def emit(builder, to, stride, codes, next_codes, scales, next_scale, _):
         places = [at(builder, codes, 0, i, next_codes) for i in range(LANES)]
-        if kind in _LOOKUPS:
-            table = vectors(builder, table)
-            shift = builder.trunc(builder.mul(j, I64(_LOOKUPS[kind])), I32)
-            shift = repeated(builder, shift)
-            dwords = [load_vector(builder, place, INTS) for place in places]
-            columns = [look_up(builder, table, builder.lshr(each, shift)) for each in dwords]
-        else:
-            first = builder.mul(j, I64(LANES))
-            places = [builder.add(place, first) for place in places]
-            rows = [load_vector(builder, place, ir.VectorType(I8, LANES)) for place in places]
-            columns = apart(builder, [CONVERSIONS[kind](builder, row) for row in rows])
-        for i, column in enumerate(columns):
-            scale = load_vector(builder, at(builder, scales, 0, i, next_scale))
-            store_vector(builder, builder.fmul(column, scale), at(builder, to, 0, i, stride))
+        rows = [load_vector(builder, place, ir.VectorType(I8, LANES)) for place in places]
+        for j, column in enumerate(apart(builder, [convert(builder, row) for row in rows])):
+            scale = load_vector(builder, at(builder, scales, 0, j, next_scale))
+            place = at(builder, to, 0, j, stride)
+            store_vector(builder, builder.fmul(column, scale), place)
 
     return types.void, emit
 

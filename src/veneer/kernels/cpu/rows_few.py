@@ -7,14 +7,14 @@ place of the next block is fetched.
 
 Each part has some rows of the matrix, and most or all columns: narrow ones would look up each page
 of memory again. What parts share is the result: each but the first of them has one of its own, and
-they are added up in the end.
+the last parts add them up.
 """
 
 from typing import Any
 
 from .decode import reader
 from .isa import LANES
-from .job import BATCH, OUT, ROW_BYTES, SCRATCH, TABLE, TR, C, M, R, W, X
+from .job import BATCH, FAILED, FIRST, OUT, ROW_BYTES, SCRATCH, TABLE, THREADS, TR, C, M, R, W, X
 from .kinds import BITS
 from .memory import free, load_i64, malloc, prefetch_for_later, set_word, stack, store_i64, word
 from .native import native
@@ -30,8 +30,10 @@ MOST, LEAST = 16, 16
 _DIRECT, _BLOCK, _DEEP = 2, 16, 32
 #: Columns of a part, times rows of x, at most: its results stay in the caches.
 _WIDTH = 8192
-#: Parts, if there are enough rows for each.
-_PARTS, _PART_ROWS = 16, 64
+#: Parts for each thread, if there are enough rows for each; the fewer, the less is to be added up.
+_PARTS, _PART_ROWS = 2, 64
+#: Numbers of the result that a part adds up.
+_ADDED = 4096
 _SCALE_BYTES, _SUMS_BYTES = 4 * (_WIDTH + PANEL), 4 * MOST * PANEL
 
 
@@ -50,7 +52,8 @@ def _rows(job):
     """How many rows of the matrix a part has."""
     r, width = word(job, R), _columns(job)
     others = word(job, BATCH) * ((word(job, C) + width - 1) // width)
-    each = max(_PART_ROWS, (r * others + _PARTS - 1) // _PARTS)
+    parts = _PARTS * max(2, word(job, THREADS))
+    each = max(_PART_ROWS, (r * others + parts - 1) // parts)
     return (each + _BLOCK - 1) // _BLOCK * _BLOCK
 
 
@@ -67,26 +70,48 @@ def prepare(job):
     others = _depths(job) - 1
     if others == 0:
         return
-    memory = malloc(4 * others * word(job, BATCH) * word(job, M) * word(job, C))
-    set_word(job, SCRATCH, memory if memory else -1)
+    memory = malloc(4 * others * _size(job))
+    if memory == 0:
+        set_word(job, FAILED, 1)
+        return
+    set_word(job, SCRATCH, memory)
+    set_word(job, FIRST, _products(job))
 
 
 @native
 def count(job):
     """How many parts there are."""
+    added = (_size(job) + _ADDED - 1) // _ADDED if word(job, FIRST) else 0
+    return _products(job) + added
+
+
+@native
+def _products(job):
+    """How many parts multiply."""
     width = _columns(job)
     return word(job, BATCH) * ((word(job, C) + width - 1) // width) * _depths(job)
 
 
 @native
-def finish(job):
-    """Adds up the results of all parts."""
-    size = word(job, BATCH) * word(job, M) * word(job, C)
-    out, memory = word(job, OUT), word(job, SCRATCH)
+def _size(job):
+    return word(job, BATCH) * word(job, M) * word(job, C)
+
+
+@native
+def _add_up(job, part):
+    """Adds what the parts that multiply have found, for so many numbers of the result."""
+    not_inlined()
+    size, first = _size(job), part * _ADDED
+    count = min(_ADDED, size - first)
     for other in range(_depths(job) - 1):
-        add(memory + 4 * size * other, size, out)
-    if memory:
-        free(memory)
+        found = word(job, SCRATCH) + 4 * (size * other + first)
+        add(found, count, word(job, OUT) + 4 * first)
+
+
+@native
+def finish(job):
+    """Frees the results of parts."""
+    free(word(job, SCRATCH))
 
 
 def worker(kind: str, multiplier: Multiplier) -> Any:
@@ -145,7 +170,7 @@ def worker(kind: str, multiplier: Multiplier) -> Any:
             y, scales = y + 4 * columns, scales + 4 * columns
 
     @native
-    def work(job, part):
+    def multiply(job, part):
         m, r, c = word(job, M), word(job, R), word(job, C)
         width, rows = _columns(job), _rows(job)
         depths, widths = _depths(job), (c + width - 1) // width
@@ -173,6 +198,13 @@ def worker(kind: str, multiplier: Multiplier) -> Any:
                     to = y + 4 * (column - first)
                     add_product(job, batch, row, tile_end - row, column, 0, m, to)
                 row = tile_end
+
+    @native
+    def work(job, part):
+        if part >= word(job, FIRST) > 0:
+            _add_up(job, part - word(job, FIRST))
+        else:
+            multiply(job, part)
 
     return work
 

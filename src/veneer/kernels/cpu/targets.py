@@ -114,12 +114,11 @@ def handle_product(frame, bits, contracts_rows, is_integer, prepare, count, work
     elif word(job, words.BATCH) * word(job, words.M) > 0:
         count_threads(frame, job)
         call(prepare, (job,))
-        if word(job, words.SCRATCH) != -1:
+        if word(job, words.FAILED) == 0:
             run(frame, job, work, call(count, (job,)))
-        if word(job, words.SCRATCH) == -1:
+        call(finish, (job,))
+        if word(job, words.FAILED):
             failure = error(frame, RESOURCE_EXHAUSTED, "veneer: no memory for what a kernel needs")
-        else:
-            call(finish, (job,))
     release(job)
     return failure
 

@@ -4,6 +4,9 @@ All take the next part from one counter until none is left, so it does not matte
 comes, or whether it does: the caller alone finishes what nobody helps with, and waits only for
 parts that another thread has begun. So nothing here can hang on a pool that is small, busy or gone
 (as after `fork`). What comes too late finds no part left, in memory that whoever leaves last frees.
+
+Of some jobs the first parts make what all others read. Parts are taken in order, so whoever takes
+one of the others waits only for parts that are begun.
 """
 
 import sys
@@ -80,8 +83,11 @@ def _wait(memory, count):
 @native
 def _take_parts(memory):
     work, count = word(memory, _WORK), word(memory, _COUNT)
+    first = word(memory + 8 * _JOB, words.FIRST)
     part = fetch_add(memory + 8 * _NEXT, 1)
     while part < count:
+        if part >= first > 0:
+            _wait(memory, first)
         call(work, (memory + 8 * _JOB, part))
         fetch_add(memory + 8 * _DONE, 1)
         part = fetch_add(memory + 8 * _NEXT, 1)
