@@ -17,7 +17,8 @@ from ._core.tree import static
 from ._core.value import Value, materialise
 
 if TYPE_CHECKING:
-    from . import hijax, quant, tree, types
+    from . import hijax, numba, quant, tree, types
+    from .hijax.jit import jit
     from .interop.safetensors import load, save
     from .parameter_table import summary
     from .training import freeze, trainable, unfreeze
@@ -37,8 +38,10 @@ __all__ = [
     "freeze",
     "hijax",
     "implicit",
+    "jit",
     "load",
     "materialise",
+    "numba",
     "quant",
     "register",
     "save",
@@ -58,7 +61,9 @@ __all__ = [
 _LAZY = {
     "freeze": "training",
     "hijax": "hijax",
+    "jit": "hijax.jit",
     "load": "interop.safetensors",
+    "numba": "numba",
     "quant": "quant",
     "save": "interop.safetensors",
     "summary": "parameter_table",

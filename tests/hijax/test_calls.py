@@ -93,6 +93,7 @@ def test_callbacks_see_the_dense_array(weight, high, agree):
     agree(np.asarray(seen[0]), weight.dense)
 
 
+@pytest.mark.usefixtures("empty_caches")
 def test_calls_stay_on_the_fast_path(x, weight, high):
     """Where arguments and results are low, C++ calls what is compiled, and Python runs nothing."""
     traced = []

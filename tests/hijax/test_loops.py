@@ -1,5 +1,7 @@
 """Loops and branches over implicit arrays, as constants, carries, inputs and results."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -126,3 +128,25 @@ def test_jaxprs_show_types_of_loops(x, weight, high):
     text = str(jax.make_jaxpr(lambda x, w: carried(x, w, high))(x, weight.value))
     name = "q8" if weight.dense_tangent else "lora"
     assert f"{name}[4,6] = scan[" in text
+
+
+def test_a_body_wrapped_by_functools_is_itself(weight):
+    """`functools.wraps` copies the attributes of a function, and a method has its function's."""
+
+    def body(c, _):
+        return c, 1.0
+
+    @functools.wraps(body)
+    def wrapped(c, x):
+        return body(c, x)[0], 2.0
+
+    def negated(w):
+        return -branch(w)
+
+    branch = lambda w: jnp.sum(weight.dense)
+    ys = lambda body: lax.scan(body, weight.value, None, length=1)[1].item()
+    assert ys(body) == 1.0
+    assert ys(wrapped) == ys(functools.wraps(body)(wrapped)) == 2.0
+    first = lax.cond(True, branch, branch, weight.value)
+    negated = functools.wraps(branch)(negated)
+    assert lax.cond(True, negated, branch, weight.value) == -first

@@ -20,8 +20,10 @@ REFUSED = pytest.raises(TypeError, match="requires ndarray or scalar arguments")
 def state():
     """All that the mode changes, as it is."""
     modules = ["api", "pjit", "core", "custom_derivatives", "ad_checkpoint", "loops"]
+    modules += ["conditionals", "dtypes", "jax_shard_map", "stages"]
     owners = [getattr(jax_hijax, name) for name in modules]
     owners += [jax_hijax.core.Primitive, jax_hijax.FlatTree, vn.ImplicitArray, vn.Value]
+    owners += [jax_hijax.stages.Traced, type(find_primitive("shard_map"))]
     owners += [find_primitive("remat"), find_primitive("dot_general")]
     return [dict(vars(owner)) for owner in owners], dict(jax_hijax.core.pytype_aval_mappings)
 

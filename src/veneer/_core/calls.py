@@ -18,6 +18,7 @@ from .dispatch import apply_rules
 from .functions import Call, recognise
 from .jax_internals import UNSPECIFIED, find_primitive, open_jaxpr
 from .policy import current_policy, tells_each_time
+from .references import references, taking
 from .rules import add_rule, forget_with_rules, structural
 from .staging import stage
 from .value import Value
@@ -77,6 +78,7 @@ def _jit(*values: Any, jaxpr: Any, **params: Any) -> Any:
     if out is not NotImplemented:
         return out
     staged = stage("jit", jaxpr, values)
+    refs = references(staged.jaxpr)
     in_trees: list[Any] = [jax.tree.structure(v) for v in values]
     out_trees = staged.out_trees
     # A sharding or layout given for the dense array says nothing of its leaves: they keep theirs.
@@ -85,8 +87,11 @@ def _jit(*values: Any, jaxpr: Any, **params: Any) -> Any:
     params["in_layouts"] = _by_leaf(params["in_layouts"], in_trees, None)
     params["out_layouts"] = _by_leaf(params["out_layouts"], out_trees, None)
     params["donated_invars"] = _repeat(params["donated_invars"], in_trees)
-    leaves = jax.tree.leaves(values)
-    return staged.unflatten(find_primitive("jit").bind(*leaves, jaxpr=staged.jaxpr, **params))
+    for name, unset in (("in_shardings", UNSPECIFIED), ("in_layouts", None)):
+        params[name] = (unset,) * len(refs) + params[name]
+    params["donated_invars"] = (False,) * len(refs) + params["donated_invars"]
+    params["jaxpr"] = taking(staged.jaxpr, refs)
+    return staged.unflatten(find_primitive("jit").bind(*refs, *jax.tree.leaves(values), **params))
 
 
 add_rule(_jit, [find_primitive("jit")], structural=True, eager=_jit_eagerly)

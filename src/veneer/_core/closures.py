@@ -21,7 +21,7 @@ from typing import Any
 
 import jax
 
-from .value import Value, is_value
+from .value import Kept, Value, is_kept, is_value
 
 
 @jax.tree_util.register_pytree_node_class
@@ -67,7 +67,7 @@ def refuse_assignments(closure: Any) -> None:
     """Refuses that a function assigned variables which were opened: it would be lost."""
     if type(closure) is not Closure:
         return
-    for part in jax.tree.leaves(closure.captured, is_leaf=lambda x: type(x) is Closure):
+    for part in jax.tree.leaves(closure.captured, is_leaf=_is_part):
         refuse_assignments(part)
     remake: Any = closure.close
     for cell, content in getattr(remake, "cells", ()):
@@ -79,8 +79,12 @@ def refuse_assignments(closure: Any) -> None:
             )
 
 
+def _is_part(x: Any) -> bool:
+    return type(x) is Closure or isinstance(x, Kept)
+
+
 def _close_all(tree: Any) -> Any:
-    return jax.tree.map(close, tree, is_leaf=lambda x: type(x) is Closure)
+    return jax.tree.map(close, tree, is_leaf=_is_part)
 
 
 def _open_all(items: Iterable[Any], within: tuple[Any, ...]) -> list[Any] | None:
@@ -90,7 +94,7 @@ def _open_all(items: Iterable[Any], within: tuple[Any, ...]) -> list[Any] | None
 
 
 def _holds_values(tree: Any) -> bool:
-    return any(map(is_value, jax.tree.leaves(tree, is_leaf=is_value)))
+    return any(map(is_value, jax.tree.leaves(tree, is_leaf=is_kept)))
 
 
 def _open_function(function: FunctionType, within: tuple[Any, ...]) -> Any:

@@ -16,6 +16,7 @@ from .batch_axes import has_batch_axes, takes_batch_axis
 from .jax_internals import bind_scan, find_primitive, scan_counts
 from .labels import dense_unless, is_label, may_be_labelled, refuses_to_be_dense
 from .policy import tell
+from .references import references, taking
 from .rules import structural
 from .staging import (
     DENSE,
@@ -49,8 +50,9 @@ def _cond(index: Any, *values: Any, branches: Sequence[Any], **params: Any) -> l
         forms |= change
     for branch in staged:
         tell(branch.events_here())
-    branches = tuple(branch.jaxpr for branch in staged)
-    leaves = jax.tree.leaves(values)
+    refs = references(*(branch.jaxpr for branch in staged))
+    branches = tuple(taking(branch.jaxpr, refs) for branch in staged)
+    leaves = [*refs, *jax.tree.leaves(values)]
     return first.unflatten(find_primitive("cond").bind(index, *leaves, branches=branches, **params))
 
 
@@ -67,12 +69,14 @@ def _while(
     body, carry = _fixed_point("while", body_jaxpr, body_consts, carry, [])
     cond = stage_to_labels("while", cond_jaxpr, [*cond_consts, *carry])
     leaves = [jax.tree.leaves(part) for part in (cond_consts, body_consts, carry)]
+    refs = references(body.jaxpr)
+    leaves[1] = [*refs, *leaves[1]]
     out = find_primitive("while").bind(
         *(leaf for part in leaves for leaf in part),
         cond_nconsts=len(leaves[0]),
         cond_jaxpr=cond.jaxpr,
         body_nconsts=len(leaves[1]),
-        body_jaxpr=body.jaxpr,
+        body_jaxpr=taking(body.jaxpr, refs),
         **params,
     )
     return body.unflatten(out)
@@ -85,8 +89,10 @@ def _scan(*values: Any, jaxpr: Any, length: int, **params: Any) -> list[Any]:
     xs = dense_unless(lambda x: _may_be_sliced(x, length), find_primitive("scan"), xs)
     slices = [_slice_of(x) for x in xs]
     body, carry = _fixed_point("scan", jaxpr, consts, carry, slices, stack=True)
-    leaves = [jax.tree.leaves(part) for part in (consts, carry, xs)]
-    return body.unflatten(bind_scan(*leaves, jaxpr=body.jaxpr, length=length, params=params))
+    refs = references(body.jaxpr)
+    leaves = [jax.tree.leaves(part) for part in ([refs, consts], carry, xs)]
+    jaxpr = taking(body.jaxpr, refs)
+    return body.unflatten(bind_scan(*leaves, jaxpr=jaxpr, length=length, params=params))
 
 
 def _fixed_point(

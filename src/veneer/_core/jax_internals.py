@@ -24,6 +24,7 @@ from jax._src.core import Primitive, jaxpr_as_fun
 from jax._src.export._export import deserialization_registry
 from jax._src.interpreters.batching import BatchTracer
 from jax._src.interpreters.partial_eval import DynamicJaxprTracer, convert_constvars_jaxpr
+from jax._src.lax import special
 from jax._src.lax.control_flow import solves
 from jax._src.sharding_impls import UNSPECIFIED, parse_flatten_op_sharding
 from jax.export import register_pytree_node_serialization
@@ -42,6 +43,7 @@ __all__ = [
     "close_jaxpr",
     "contained_jaxpr",
     "current_trace",
+    "equation_line",
     "find_primitive",
     "flat_tree",
     "hide_frames_of",
@@ -58,6 +60,7 @@ __all__ = [
     "scan_counts",
     "set_current_trace",
     "spec_over",
+    "special_function",
     "structure_of_operands",
     "swap_trace",
     "trace_context",
@@ -216,6 +219,11 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
+def special_function(name: str) -> Callable[..., Any]:
+    """The function of `jax.lax` that JAX lowers a primitive such as igamma to."""
+    return getattr(special, f"{name}_impl")
+
+
 # Functions with custom derivatives reach a trace as `WrappedFun`s: flat functions, with stores
 # that their caller reads once they have run.
 
@@ -357,6 +365,14 @@ def user_line() -> str:
     if frame is None:
         return "unknown"
     return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_qualname})"
+
+
+def equation_line(source_info: Any) -> str:
+    """`file:line (function)` of the user's code that an equation of a jaxpr was traced from."""
+    frame = source_info_util.user_frame(source_info.traceback)
+    if frame is None:
+        return "unknown"
+    return f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
 
 
 def user_place() -> tuple[str, int]:

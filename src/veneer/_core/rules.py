@@ -190,7 +190,7 @@ def add_rule(
     way where results are computed at once, from the operands and the parameters; it may return
     NotImplemented.
     """
-    operands, more = _operand_types(function)
+    operands, more = operand_types(function)
     rule = Rule(function, operands, more, precedence, structural, conditional, eager)
     for primitive in primitives:
         _rules.setdefault(primitive, []).append(rule)
@@ -275,7 +275,7 @@ def _names_around(function: Callable) -> dict[str, Any]:
     return {**function.__globals__, **(frame.f_locals if frame else {})}
 
 
-def _operand_types(function: Callable) -> tuple[tuple[Alternatives, ...], Alternatives | None]:
+def operand_types(function: Callable) -> tuple[tuple[Alternatives, ...], Alternatives | None]:
     operands: list[Alternatives] = []
     more: Alternatives | None = None
     for parameter in inspect.signature(function).parameters.values():

@@ -41,7 +41,7 @@ def shard_map_call(
             if block is None:
                 (operands[i],) = make_dense(primitive, [value])
             else:
-                place = lambda leaf, leaf_spec: _placed(leaf, leaf_spec, mesh, manual)
+                place = lambda leaf, leaf_spec: placed(leaf, leaf_spec, mesh, manual)
                 operands[i], blocks[i] = map_leaves(place, value, block), block
     leaves = jax.tree.leaves(operands)
     specs, treedef = jax.tree.flatten(blocks)
@@ -63,7 +63,7 @@ def shard_map_call(
             wholes = list(out_specs)
             for i, (result, spec) in enumerate(zip(results, out_specs, strict=True)):
                 if isinstance(result, Value):
-                    wholes[i] = _joined(result, spec, mesh.shape, check_vma)
+                    wholes[i] = joined(result, spec, mesh.shape, check_vma)
                     if wholes[i] is None:
                         wholes[i], (results[i],) = spec, make_dense(primitive, [result])
         nonlocal out_treedef
@@ -86,7 +86,7 @@ def shard_map_call(
     return out.update(map(trace.wrap, jax.tree.unflatten(out_treedef, list(leaves_out))))
 
 
-def _joined(block: Value, spec: P, sizes: Sizes, check_vma: bool) -> Any:
+def joined(block: Value, spec: P, sizes: Sizes, check_vma: bool) -> Any:
     """The whole of a block, with a spec in the place of each leaf; None if it must be made dense.
 
     A leaf that does not mention an axis is taken from any block along it, so all must have the
@@ -107,7 +107,7 @@ def _mentioned(spec: P) -> frozenset[str]:
     return frozenset(name for entry in spec.partitions for name in axes_of(entry))
 
 
-def _placed(leaf: Any, spec: P, mesh: Any, manual: frozenset[str]) -> Any:
+def placed(leaf: Any, spec: P, mesh: Any, manual: frozenset[str]) -> Any:
     """A leaf of a value with the sharding that a spec over explicit axes demands of its type.
 
     The dense array has that by its type, but a leaf may be cut along other axes, or along fewer.

@@ -180,14 +180,14 @@ def _device_put(*values: Any, devices: Sequence[Any], srcs: Any, copy_semantics:
     repeat = lambda of: tuple(c for c, n in zip(of, counts, strict=True) for _ in range(n))
     out = device_put_p.bind(
         *leaves,
-        devices=tuple(d for v, to in zip(values, devices, strict=True) for d in _places(v, to)),
+        devices=tuple(d for v, to in zip(values, devices, strict=True) for d in places(v, to)),
         srcs=repeat(srcs),
         copy_semantics=repeat(copy_semantics),
     )
     return jax.tree.unflatten(treedef, out)
 
 
-def _places(value: Any, device: Any) -> list[Any]:
+def places(value: Any, device: Any) -> list[Any]:
     """Where the leaves go that stand for an array on `device`: a device, a sharding or None."""
     leaves = jax.tree.leaves(value)
     if not isinstance(value, Value):

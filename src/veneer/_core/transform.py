@@ -17,7 +17,7 @@ from .policy import (
     policy_of,
 )
 from .trace import ImplicitTrace, ImplicitTracer
-from .value import Value, is_value
+from .value import Kept, Value, is_kept, is_value
 
 FilterSpec = Any  # bool | Callable[[Value], bool] | a pytree of them
 
@@ -98,7 +98,7 @@ class Implicit:
 
 def _run(fn: Any, filter_spec: FilterSpec, args: Any, kwargs: Any) -> Any:
     program = fn, args, kwargs
-    leaves, treedef = tree_flatten(program, is_value)
+    leaves, treedef = tree_flatten(program, is_kept)
     if filter_spec is True:
         chosen = [isinstance(x, Value) for x in leaves]
     else:
@@ -117,9 +117,13 @@ def _run(fn: Any, filter_spec: FilterSpec, args: Any, kwargs: Any) -> Any:
         swap_trace(previous)
     refuse_assignments(fn)
     if type(out) is not ConcreteArray:  # as most results are
-        out = jax.tree.map(trace.unwrap, out)
+        out = jax.tree.map(trace.unwrap, out, is_leaf=_is_whole)
     trace.invalidate()
     return out
+
+
+def _is_whole(x: Any) -> bool:
+    return isinstance(x, Kept)
 
 
 def _broadcast(spec: FilterSpec, tree: Any) -> Any:
@@ -128,7 +132,7 @@ def _broadcast(spec: FilterSpec, tree: Any) -> Any:
     def mark(spec: Any, subtree: Any) -> Any:
         choose = spec if callable(spec) else lambda _: bool(spec)
         decide = lambda x: is_value(x) and bool(choose(x))
-        return jax.tree.map(decide, subtree, is_leaf=is_value)
+        return jax.tree.map(decide, subtree, is_leaf=is_kept)
 
     is_spec = lambda x: isinstance(x, bool) or callable(x)
     try:

@@ -147,6 +147,15 @@ def is_value(x: Any) -> bool:
     return isinstance(x, Value)
 
 
+class Kept:
+    """A base of pytrees that `implicit` does not take apart: they are more than their leaves."""
+
+
+def is_kept(x: Any) -> bool:
+    """Whether `implicit` has `x` be one leaf of a tree."""
+    return isinstance(x, (Value, Kept))  # faster than of a union
+
+
 # A type's own materialise() may call vn.materialise on its leaves, which must not be marked.
 _materialising: ContextVar[bool] = ContextVar("materialising", default=False)
 

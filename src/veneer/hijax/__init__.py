@@ -24,12 +24,17 @@ How a value meets a program, and why so:
   the typed value is that of its rule. A class with `dense_tangent = True` (`QArray`) is one leaf
   for `jax.grad`, `vjp`, `jvp` and `linearize`: its tangent is a dense array, and the derivative is
   that of the program, straight through the rounding.
+- *There is one primitive*, `high`, of operations: a primitive of JAX's by its rule, a function of a
+  user's (`primitive`), and the derivatives and maps of both. An operation is run once it is
+  evaluated or lowered; jaxprs print it under its own name.
 - *Loops and branches* take values in both forms, and bring what meets there into one.
 
 What is changed in JAX is listed in `_core/jax_hijax.py`, and restored by `uninstall`.
 """
 
+from .box import Box as Box
 from .install import enabled as enabled
 from .install import install as install
 from .install import is_enabled as is_enabled
 from .install import uninstall as uninstall
+from .primitive import primitive as primitive

@@ -8,11 +8,15 @@ from typing import Any
 import jax
 
 from .._core.array import ImplicitArray
-from .._core.jax_hijax import Patches, patches
+from .._core.hijax_patches import Patches, patches
+from .._core.hijax_results import Results
 from .._core.value import Value, is_value
-from .lifted import bind, canonical
+from .high_array import HighArray
+from .lifted import bind, brought_in, canonical
 from .meeting import branch, loop_body
-from .types import HighArray, HighType, Tangent, exposed, type_of
+from .results import is_ours, placed, tree
+from .shard_map import shard_map, with_dense_specs
+from .types import HighType, Tangent, exposed, parted, type_of
 
 _lock = RLock()
 _uses = 0  # one for `install`, and one for each block of `enabled` that is open
@@ -80,6 +84,7 @@ def _count(change: int) -> None:
         _patches = patches(
             high_type=HighType,
             bind=bind,
+            brought_in=brought_in,
             types={ImplicitArray: type_of, HighArray: type_of, Tangent: lambda x: x.type},
             canonical={ImplicitArray: canonical, HighArray: canonical, Tangent: lambda x: x},
             as_array=(ImplicitArray, _jax_array),
@@ -87,8 +92,9 @@ def _count(change: int) -> None:
             whole=_whole,
             loop_body=loop_body,
             branch=branch,
+            shard_map=(with_dense_specs, shard_map),
             shell=HighArray,
-            exposed=exposed,
+            results=Results(is_ours, tree, placed, exposed),
         )
         _patches.apply()
     _uses += change
@@ -110,9 +116,12 @@ def _whole(tree: Any) -> Any:
 
 
 def _as_one(x: Any) -> Any:
-    if not isinstance(x, Value) or not x.dense_tangent:
+    if not isinstance(x, Value) or not _is_complete(x):
         return x
-    return canonical(x) if _is_complete(x) else x
+    if x.dense_tangent:
+        return canonical(x)
+    leaves, treedef = parted(x)
+    return jax.tree.unflatten(treedef, list(map(_as_one, leaves)))
 
 
 def _is_complete(value: Value) -> bool:

@@ -10,6 +10,7 @@ it stands for. Evaluated or lowered, it runs the rule. Its derivatives have two 
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -17,17 +18,26 @@ import jax
 
 from .._core.jax_hijax import (
     GradAccum,
+    RefEffect,
     Zero,
     call_jvp_rule,
     call_transpose_rule,
     high_primitive,
     holds_tracers,
+    no_effects,
     print_as,
     to_staged,
 )
-from .._core.jax_internals import Primitive, Trace, current_trace
+from .._core.jax_internals import (
+    Primitive,
+    Trace,
+    current_trace,
+    is_eager,
+    set_current_trace,
+)
 from .._core.rules import add_rule, forget_with_rules
 from .._core.value import Value
+from .high_array import HighArray, value_of
 from .operations import (
     Apply,
     Jvp,
@@ -35,13 +45,15 @@ from .operations import (
     Operation,
     Pack,
     Parameters,
+    Ruled,
     Transpose,
+    Unpack,
     Vjp,
     Vmap,
     all_leaves,
     with_all_leaves,
 )
-from .types import HighArray, HighType, Tangent, TangentType, is_inexact, normal, type_of, value_of
+from .types import HighType, Tangent, TangentType, is_inexact, normal, type_of
 
 
 def apply(operation: Operation, *operands: Any) -> list[Any]:
@@ -49,12 +61,39 @@ def apply(operation: Operation, *operands: Any) -> list[Any]:
     return high.bind(*operands, operation=operation)
 
 
-def bind(primitive: Primitive, trace: Trace, args: Sequence[Any], params: dict[str, Any]) -> Any:
+def bind(primitive: Primitive, args: Sequence[Any], params: dict[str, Any]) -> Any:
     """What a primitive of JAX's does, in the current trace, on operands of which some are high."""
-    del trace
-    operation = Apply(primitive, Parameters(params))
-    out = apply(operation, *args)
+    out = apply(Apply(primitive, Parameters(params)), *args)
+    if is_eager():  # the value itself, to who computes at top level
+        out = list(map(value_of, out))
     return out if primitive.multiple_results else out[0]
+
+
+def brought_in(trace: Trace, args: Sequence[Any]) -> Sequence[Any]:
+    """Operands with those opened that a `shard_map` closes over: JAX has no specs for our types.
+
+    So is, to no harm, what a loop within the `shard_map` closes over.
+    """
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        return args
+    return [_brought_in(x, trace) for x in args]
+
+
+def _brought_in(x: Any, trace: Trace) -> Any:
+    if not is_traced_high(x) or x._trace is trace:
+        return x
+    with set_current_trace(x._trace):
+        value = fully_opened(x)
+    with set_current_trace(trace):
+        return canonical(value)
+
+
+def fully_opened(x: Any) -> Any:
+    """What is of a high type as a value whose leaves are arrays."""
+    x = value_of(x)
+    if not is_traced_high(x):
+        return x
+    return x.aval.whole(list(map(fully_opened, apply(Unpack(x.aval), x))))
 
 
 def canonical(x: Any) -> Any:
@@ -64,7 +103,7 @@ def canonical(x: Any) -> Any:
     value = value_of(x)
     if current_trace().requires_low:
         return x if x is not value else HighArray(value)
-    leaves = jax.tree.leaves(value)
+    leaves = [canonical(x) if isinstance(x, Value) else x for x in all_leaves(value)]
     if not holds_tracers(leaves):
         return apply(Pack(type_of(value)), *leaves)[0]
     known = value.__dict__.get("_high")
@@ -76,8 +115,16 @@ def canonical(x: Any) -> Any:
 
 def run(*operands: Any, operation: Operation) -> list[Any]:
     """The rule itself, where a primitive is evaluated or lowered."""
-    out = operation.run(*map(value_of, operands))
-    return [_as_leaf(to_staged(_normal(x))) for x in map(value_of, out)]
+    with in_force():
+        out = operation.run(*map(value_of, operands))
+        return [_as_leaf(to_staged(_normal(x))) for x in map(value_of, out)]
+
+
+def in_force() -> AbstractContextManager:
+    """Has high types on for what is run, where a primitive of a user's is met without them."""
+    from .install import enabled, is_enabled
+
+    return nullcontext() if is_enabled() else enabled()
 
 
 def _as_leaf(x: Any) -> Any:
@@ -93,6 +140,10 @@ def _normal(x: Any) -> Any:
 
 def abstract_eval(*types: Any, operation: Operation) -> tuple[list[Any], Any]:
     """The types of the results, by tracing the operation on abstract leaves."""
+    if isinstance(operation, Unpack):
+        return list(operation.type.leaves), no_effects
+    if isinstance(operation, Ruled) and operation.result_types is not None:
+        return list(operation.result_types), frozenset()
     x64 = jax.config.jax_enable_x64  # type: ignore[attr-defined]
     out, effects = _types_of_results(operation, types, x64)
     return list(out), effects
@@ -104,17 +155,26 @@ def _types_of_results(operation: Operation, types: Any, x64: bool) -> tuple[tupl
     found: list[Any] = []
 
     def on_leaves(*leaves: list[Any]) -> list[Any]:
-        operands = [_from_leaves(t, own) for t, own in zip(types, leaves, strict=True)]
+        operands = [from_leaves(t, own) for t, own in zip(types, leaves, strict=True)]
         out = list(map(_normal, map(value_of, operation.run(*operands))))
         found.extend(map(_type_of_result, out))
         return [leaf for x in out if not is_traced_high(x) for leaf in all_leaves(x)]
 
-    traced = jax.make_jaxpr(on_leaves)(*([*t.lo_ty()] for t in types))
+    with in_force():
+        traced = jax.make_jaxpr(on_leaves)(*([*t.lo_ty()] for t in types))
+    if any(isinstance(effect, RefEffect) for effect in traced.effects):
+        name = operation.name  # type: ignore[union-attr]
+        raise NotImplementedError(
+            f"{name}({', '.join(map(str, types))}) uses a Box or a jax.Ref from outside, "
+            "which an equation on typed operands does not show to JAX: return what it is to hold, "
+            "and write that where the function is called. Under vn.implicit a rule may use one"
+        )
     return tuple(found), traced.effects
 
 
-def _from_leaves(type: Any, leaves: Sequence[Any]) -> Any:
-    return type.value(leaves) if isinstance(type, HighType | TangentType) else leaves[0]
+def from_leaves(type: Any, leaves: Sequence[Any]) -> Any:
+    """A value of a type, of the arrays that it consists of."""
+    return type.of_arrays(leaves) if isinstance(type, HighType | TangentType) else leaves[0]
 
 
 forget_with_rules(_types_of_results.cache_clear)
@@ -138,6 +198,8 @@ def jvp(
     primals: Sequence[Any], tangents: Sequence[Any], *, operation: Operation
 ) -> tuple[list[Any], list[Any]]:
     """Results and their tangents, of the rule or of the program."""
+    if isinstance(operation, Ruled) and (found := operation.jvp(primals, tangents)) is not None:
+        return found
     types = list(map(jax.typeof, primals))
     varies = tuple(type(t) is not Zero for t in tangents)
     if isinstance(operation, Apply) and any(map(_has_dense_tangent, types)):
@@ -145,9 +207,8 @@ def jvp(
     out = apply(operation, *primals)
     if any(_has_dense_tangent(jax.typeof(x)) for x in out):
         return _jvp_to_dense(operation, primals, tangents, out)
-    for t, v in zip(types, varies, strict=True):
-        if v and _has_dense_tangent(t):
-            return _jvp_of_dense(operation, primals, tangents)
+    if any(v and _has_dense_tangent(t) for t, v in zip(types, varies, strict=True)):
+        return _jvp_of_dense(operation, primals, tangents, out)
     return out, _rule_jvp(operation, primals, tangents, varies, out)
 
 
@@ -182,7 +243,7 @@ def _program_jvp(
     dense = [_dense_tangent(p, t) for p, t in zip(primals, tangents, strict=True)]
     params = operation.parameters.params
     out, out_tangents = call_jvp_rule(operation.primitive, shown, dense, params)
-    pairs = [_matching(x, t) for x, t in zip(out, out_tangents, strict=True)]
+    pairs = [_matching(_as_leaf(x), t) for x, t in zip(out, out_tangents, strict=True)]
     return [x for x, _ in pairs], [t for _, t in pairs]
 
 
@@ -210,31 +271,35 @@ def _jvp_to_dense(
     operation: Operation, primals: Sequence[Any], tangents: Sequence[Any], out: Sequence[Any]
 ) -> tuple[list[Any], list[Any]]:
     """Of an operation that makes, of operands without such, a value with a dense tangent."""
-    if isinstance(operation, Pack) and isinstance(operation.type, HighType):
-        varies = tuple(type(t) is not Zero for t in tangents)
-        dense = Materialise(operation.type, of_leaves=True)
-        return list(out), _rule_jvp(dense, primals, tangents, varies, out)
     if isinstance(operation, Apply):
         return _program_jvp(operation, primals, tangents)
-    return _jvp_of_dense(operation, primals, tangents)
+    packed = operation.type if isinstance(operation, Pack) else None
+    if isinstance(packed, HighType) and packed.dense_tangent:
+        varies = tuple(type(t) is not Zero for t in tangents)
+        of_leaves = Materialise(packed, of_leaves=True)
+        return list(out), _rule_jvp(of_leaves, primals, tangents, varies, out)
+    return _jvp_of_dense(operation, primals, tangents, out)
 
 
 def _jvp_of_dense(
-    operation: Operation, primals: Sequence[Any], tangents: Sequence[Any]
+    operation: Operation, primals: Sequence[Any], tangents: Sequence[Any], out: Sequence[Any]
 ) -> tuple[list[Any], list[Any]]:
     """Of an operation on dense tangents that is no primitive of JAX's."""
     if isinstance(operation, Vmap):
-        return _jvp_of_vmap(operation, primals, tangents)
+        return jvp_of_vmap(operation, primals, tangents)
     if isinstance(operation, Materialise) and not operation.of_leaves:
-        return apply(operation, *primals), list(tangents)
-    raise NotImplementedError(
-        f"{operation.name}({', '.join(str(jax.typeof(p)) for p in primals)}) cannot be "
-        "differentiated: a type whose tangent is the dense array gives none to its leaves. "
-        "Call vn.materialise on the value first."
-    )
+        return list(out), list(tangents)
+    if isinstance(operation, Unpack) and operation.type.dense_tangent:
+        raise NotImplementedError(
+            f"{operation.name}({', '.join(str(jax.typeof(p)) for p in primals)}) cannot be "
+            "differentiated: a type whose tangent is the dense array gives none to its leaves, "
+            "which a shard_map and a tree in a carry take. Call vn.materialise on the value first."
+        )
+    varies = tuple(type(t) is not Zero for t in tangents)
+    return list(out), _rule_jvp(operation, primals, tangents, varies, out)
 
 
-def _jvp_of_vmap(
+def jvp_of_vmap(
     operation: Vmap, primals: Sequence[Any], tangents: Sequence[Any]
 ) -> tuple[list[Any], list[Any]]:
     """The derivative, mapped."""
@@ -252,7 +317,9 @@ def _jvp_of_vmap(
         return out, [t for t in out_tangents if type(t) is not Zero]
 
     shown = [_as_leaf(value_of(p)) for p in primals]
-    mapped = jax.vmap(one, in_axes=(list(operation.dims), given_dims), axis_size=operation.size)
+    name = {} if operation.axis_name is None else {"axis_name": operation.axis_name}
+    axes = list(operation.dims), given_dims
+    mapped = jax.vmap(one, in_axes=axes, axis_size=operation.size, **name)
     out, some = mapped(shown, given)
     rest = iter(some)
     zero = lambda p: Zero(jax.typeof(p).to_tangent_aval())
@@ -261,6 +328,8 @@ def _jvp_of_vmap(
 
 def transpose(cotangents: Sequence[Any], *operands: Any, operation: Operation) -> None:
     """Adds to the accumulators of the operands in which an operation is linear."""
+    if isinstance(operation, Ruled) and operation.transpose(cotangents, operands):
+        return
     linear = [isinstance(x, GradAccum) for x in operands]
     types = [x.aval if isinstance(x, GradAccum) else jax.typeof(x) for x in operands]
     if isinstance(operation, Apply) and any(map(_has_dense_tangent, types)):
@@ -306,6 +375,8 @@ def batch(
     if all(d is None for d in dims):
         out = apply(operation, *values)
         return out, [None] * len(out)
+    if isinstance(operation, Ruled):
+        return operation.batch(size, axis_name, values, dims)
     out = apply(Vmap(operation, size, axis_name, tuple(dims)), *values)
     return out, [0] * len(out)
 
@@ -317,7 +388,7 @@ print_as(high, lambda params: (params["operation"].name, params["operation"].pri
 
 
 def _under_implicit(*operands: Any, operation: Operation) -> list[Any]:
-    return operation.run(*operands)
+    return (operation.again if isinstance(operation, Ruled) else operation.run)(*operands)
 
 
 add_rule(_under_implicit, [high], structural=True)

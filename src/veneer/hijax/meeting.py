@@ -13,7 +13,7 @@ import jax
 from .._core.value import Value, is_value
 from .lifted import apply, canonical
 from .operations import Unpack
-from .types import HighType
+from .types import HighType, parted
 
 
 def loop_body(function: Callable, in_avals: Any) -> Callable:
@@ -41,8 +41,10 @@ def _is_typed_or_value(x: Any) -> bool:
 def _kept_on(function: Any, name: str, wrap: Callable[[Callable], Callable]) -> Callable:
     """A function made of another, and kept on it: JAX caches what it traces by the function."""
     made = getattr(function, name, None)
-    if made is None:
+    # functools.wraps copies attributes, and a bound method has those of its function.
+    if made is None or made.__wrapped__ is not function:
         made = wrap(function)
+        made.__wrapped__ = function  # type: ignore[attr-defined]
         with suppress(AttributeError):  # of a bound method, say
             setattr(function, name, made)
     return made
@@ -70,22 +72,40 @@ def _as_before(before: Any, after: Any) -> Any:
 
 def _like(before: Any, after: Any) -> Any:
     if is_value(before):
-        return opened(after)
-    is_typed = isinstance(getattr(before, "aval", None), HighType)
-    return canonical(after) if is_typed and isinstance(after, Value) else after
+        after = opened(after)
+        return _with_leaves_of(before, after) if is_value(after) else after
+    return canonical(after) if is_typed(before) and isinstance(after, Value) else after
+
+
+def _with_leaves_of(before: Any, after: Any) -> Any:
+    """A value of which each part with a dense tangent has the form that it had."""
+    (old, _), (new, treedef) = parted(before), parted(after)
+    if len(old) != len(new):
+        return after
+    return jax.tree.unflatten(treedef, [_like(b, a) for b, a in zip(old, new, strict=True)])
 
 
 def _with_trees(function: Callable) -> Callable:
     def branch(*args: Any) -> Any:
-        classes = {type(x) for x in _leaves(args) if is_value(x)}
-        return jax.tree.map(lambda x: opened(x, classes), function(*args), is_leaf=is_value)
+        values = [x for x in _leaves(args) if is_value(x)]
+        examples = {type(x): x for x in values}
+
+        def as_example(x: Any) -> Any:
+            value = opened(x, examples)
+            return _like(examples[type(value)], value) if type(value) in examples else value
+
+        return jax.tree.map(as_example, function(*args), is_leaf=is_value)
 
     return branch
 
 
+def is_typed(x: Any) -> bool:
+    """Whether `x` is traced with a high type."""
+    return isinstance(getattr(x, "aval", None), HighType)
+
+
 def opened(x: Any, classes: Any = None) -> Any:
     """A tracer of a high type, of some classes, as a value whose leaves are traced."""
-    aval = getattr(x, "aval", None)
-    if not isinstance(aval, HighType) or (classes and aval.cls not in classes):
+    if not is_typed(x) or (classes and x.aval.cls not in classes):
         return x
-    return aval.value(apply(Unpack(aval), x))
+    return x.aval.whole(apply(Unpack(x.aval), x))

@@ -18,7 +18,18 @@ import jax.numpy as jnp
 from .._core.dispatch import dispatch
 from .._core.jax_internals import Primitive
 from .._core.value import Value, is_value, materialise_one
-from .types import HighType, Tangent, TangentType, is_inexact, takes_axis, type_of, value_of
+from .high_array import HighArray, value_of
+from .types import (
+    HighType,
+    Tangent,
+    TangentType,
+    is_inexact,
+    normal,
+    parted,
+    takes_axis,
+    type_of,
+    type_of_leaf,
+)
 
 
 class Parameters:
@@ -73,7 +84,7 @@ class Pack:
     printed: Any = None
 
     def run(self, *leaves: Any) -> list[Any]:
-        return [self.type.value(leaves)]
+        return [self.type.whole(leaves)]
 
 
 @dataclass(frozen=True)
@@ -85,7 +96,7 @@ class Unpack:
     printed: Any = None
 
     def run(self, value: Any) -> list[Any]:
-        return self.type.lower_val(value)
+        return list(map(normal, all_leaves(value)))
 
 
 @dataclass(frozen=True)
@@ -98,7 +109,7 @@ class Materialise:
     printed: Any = None
 
     def run(self, *operands: Any) -> list[Any]:
-        value = self.type.value(operands) if self.of_leaves else operands[0]
+        value = self.type.of_arrays(operands) if self.of_leaves else operands[0]
         return [jnp.asarray(materialise_one(value_of(value)))]
 
 
@@ -111,7 +122,7 @@ class Zeros:
     printed: Any = None
 
     def run(self) -> list[Any]:
-        return [Tangent(self.type, [jnp.zeros(a.shape, a.dtype) for a in self.type.leaves])]
+        return [zeros_of(self.type)]
 
 
 @dataclass(frozen=True)
@@ -232,7 +243,33 @@ class Vmap:
         return [_stacked(x, flat) for x, flat in zip(treedefs, flats, strict=True)]
 
 
-Operation = Apply | Pack | Unpack | Materialise | Zeros | Add | Jvp | Vjp | Transpose | Vmap
+class Ruled:
+    """An operation that may have rules, which are asked before anything is derived from `run`."""
+
+    result_types: Any = None  # if they are known without a look at what it runs
+
+    def run(self, *values: Any) -> list[Any]:
+        """The results."""
+        raise NotImplementedError
+
+    def again(self, *values: Any) -> list[Any]:
+        """The results where the operation is met once more, in the trace outside of `implicit`."""
+        return self.run(*values)
+
+    def jvp(self, primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+        """The results and their tangents, or None."""
+
+    def transpose(self, cotangents: Sequence[Any], operands: Sequence[Any]) -> bool:
+        """Whether it has added to the accumulators among the operands."""
+        del cotangents, operands
+        return False
+
+    def batch(self, size: int, name: Any, values: Sequence[Any], dims: Sequence[Any]) -> Any:
+        """The results and their axes."""
+        raise NotImplementedError
+
+
+Operation = Apply | Pack | Unpack | Materialise | Zeros | Add | Jvp | Vjp | Transpose | Vmap | Ruled
 
 
 def opened(x: Any) -> Any:
@@ -255,7 +292,7 @@ def all_leaves(x: Any) -> list[Any]:
     """The leaves of a value or a tangent; a dense array alone."""
     x = value_of(x)
     if isinstance(x, Value):
-        return jax.tree.leaves(x)
+        return parted(x)[0]
     return list(x.leaves) if isinstance(x, Tangent) else [x]
 
 
@@ -263,7 +300,7 @@ def with_all_leaves(x: Any, leaves: Sequence[Any]) -> Any:
     """A value like `x` with other leaves."""
     x = value_of(x)
     if isinstance(x, Value):
-        return jax.tree.unflatten(jax.tree.structure(x), leaves)
+        return jax.tree.unflatten(parted(x)[1], leaves)
     return Tangent(x.type, list(leaves)) if isinstance(x, Tangent) else leaves[0]
 
 
@@ -280,23 +317,26 @@ def _stacked(x: Any, leaves: Sequence[Any]) -> Any:
 
 
 def parts(x: Any) -> list[Any]:
-    """The leaves of a value that have tangents."""
-    return [leaf for leaf in all_leaves(x) if is_inexact(jax.typeof(leaf))]
+    """The leaves of a value that have tangents; a value with a dense tangent itself."""
+    return [x for x in _variables(x) if is_inexact(type_of_leaf(x))]
+
+
+def _variables(x: Any) -> list[Any]:
+    return [x] if isinstance(x, Value) and x.dense_tangent else all_leaves(x)
 
 
 def _with_parts(x: Any, own: Sequence[Any]) -> Any:
     given = iter(own)
-    leaves = all_leaves(x)
-    return with_all_leaves(
-        x, [next(given) if is_inexact(jax.typeof(leaf)) else leaf for leaf in leaves]
-    )
+    leaves = _variables(x)
+    new = [next(given) if is_inexact(type_of_leaf(leaf)) else leaf for leaf in leaves]
+    return new[0] if leaves[0] is x else with_all_leaves(x, new)
 
 
 def _tangent_type(x: Any) -> Any:
-    """None of a dense array; of a value the type of its tangent."""
+    """None of what has a dense tangent; of a value the type of its tangent."""
     x = value_of(x)
     if isinstance(x, Value):
-        return TangentType(type_of(x))
+        return None if x.dense_tangent else TangentType(type_of(x))
     return x.type if isinstance(x, Tangent) else None
 
 
@@ -309,7 +349,7 @@ def _regroup(flat: Sequence[Any], types: Sequence[Any]) -> list[Any]:
 def zeros_of(type: Any) -> Any:
     """A value of a type, all of whose leaves are zero."""
     if isinstance(type, HighType | TangentType):
-        return type.value([jnp.zeros(a.shape, a.dtype) for a in type.leaves])
+        return type.of_arrays([jnp.zeros(a.shape, a.dtype) for a in type.lo_ty()])
     return jnp.zeros(type.shape, type.dtype)
 
 
@@ -327,6 +367,10 @@ def _of_variables(
         out = operation.run(*operands)
         chosen = [x for x, w in zip(out, wanted, strict=True) if w]
         function.tangent_types = [_tangent_type(x) for x in chosen]  # type: ignore[attr-defined]
-        return [leaf for x in chosen for leaf in parts(x)]
+        return [_one_leaf(leaf) for x in chosen for leaf in parts(x)]
 
-    return function, list(map(jnp.asarray, variables))
+    return function, list(map(_one_leaf, variables))
+
+
+def _one_leaf(x: Any) -> Any:
+    return HighArray(x) if isinstance(x, Value) else jnp.asarray(x)

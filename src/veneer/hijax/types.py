@@ -6,20 +6,21 @@ result; it gets one where a primitive meets it, and keeps that for as long as th
 intermediate one. See `veneer.hijax` for what follows from this.
 """
 
-import math
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import islice
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._core.array import ImplicitArray
 from .._core.batch_axes import takes_batch_axis
-from .._core.jax_hijax import HiType, copy_shaped_array, holds_tracers
+from .._core.jax_hijax import HiType, aval_property, copy_shaped_array, holds_tracers
 from .._core.jax_internals import current_trace
 from .._core.value import Value
+from .high_array import HighArray, value_of
 
 
 class _Structured(HiType):
@@ -38,8 +39,8 @@ class _Structured(HiType):
         return isinstance(other, _Structured) and self._key() == other._key()
 
     def lo_ty(self) -> list[Any]:
-        """The types of the leaves."""
-        return list(self.leaves)
+        """The types of the arrays that a value consists of."""
+        return [low for leaf in self.leaves for low in leaf.lo_ty()]
 
     def str_short(self, short_dtypes: bool = False, mesh_axis_types: bool = False) -> str:
         """As jaxprs print it: `lora[512,512]`."""
@@ -69,20 +70,23 @@ class HighType(_Structured, jax.core.ShapedArray):  # type: ignore[misc]
     """The type of an implicit array: that of the dense array, for whoever asks for no more.
 
     Two values are of one type if their classes, their metadata and the types of their leaves
-    agree. `lora[512,512]` is what jaxprs print.
+    agree. `lora[512,512]` is what jaxprs print. A part with a dense tangent is one leaf of a value
+    without, by its own high type: so the weight of a LoRA update of a quantised array.
     """
 
     dense_tangent: bool
-    name: str
+    short_name: str
 
-    def __new__(cls, treedef: Any, leaves: Any, shape: Any, dtype: Any, example: Any) -> "HighType":
+    def __new__(cls, treedef: Any, leaves: Any, example: Any) -> "HighType":
         self = object.__new__(cls)
-        copy_shaped_array(self, shape, dtype)
+        dense = example.aval().strip_weak_type()
+        copy_shaped_array(self, dense)
         vars(self).update(
             treedef=treedef,
             leaves=leaves,
+            _dense=dense,
             dense_tangent=example.dense_tangent,
-            name=short_name(example),
+            short_name=short_name(example),
         )
         return self
 
@@ -93,16 +97,22 @@ class HighType(_Structured, jax.core.ShapedArray):  # type: ignore[misc]
         return high_type, (self.treedef, self.leaves, jax.config.jax_enable_x64)  # type: ignore[attr-defined]
 
     def __str__(self) -> str:
-        return f"{self.name}[{','.join(map(str, self.shape))}]"
+        return f"{self.short_name}[{','.join(map(str, self.shape))}]"
 
     @property
     def cls(self) -> type:
         """The class of the values."""
         return self.treedef.node_data()[0]
 
+    def __getattr__(self, name: str) -> Any:
+        # What a tracer is asked for and has not itself, it asks its type.
+        if name.startswith("_") or not _has(self.cls, name):
+            raise AttributeError(f"{self} has no attribute {name!r}")
+        return aval_property(lambda tracer: getattr(_opened(tracer), name))
+
     def dense(self) -> jax.core.ShapedArray:
         """The type of the dense array."""
-        return jax.core.ShapedArray(self.shape, self.dtype)
+        return self._dense
 
     def update(
         self, shape: Any = None, dtype: Any = None, weak_type: Any = None, **kwargs: Any
@@ -115,13 +125,23 @@ class HighType(_Structured, jax.core.ShapedArray):  # type: ignore[misc]
         return list(map(normal, jax.tree.leaves(value_of(hi_val))))
 
     def raise_val(self, *lo_vals: Any) -> Any:
-        """What stands for the value that has these leaves, where JAX handles it."""
+        """What stands for the value that consists of these arrays, where JAX handles it."""
         if is_staged(lo_vals):
             return packed(self, lo_vals)
-        return HighArray(self.value(lo_vals))
+        return HighArray(self.of_arrays(lo_vals))
 
-    def value(self, leaves: Sequence[Any]) -> Any:
-        """The value that has these leaves: an implicit array."""
+    def of_arrays(self, arrays: Sequence[Any]) -> Any:
+        """The value that consists of these arrays: an implicit array."""
+        return self.whole(self.parts(arrays, lambda t, own: t.of_arrays(own)))
+
+    def parts(self, arrays: Sequence[Any], make: Callable[[Any, list[Any]], Any]) -> list[Any]:
+        """The leaves that consist of these arrays; `make` gives those of a high type."""
+        given = iter(arrays)
+        one = lambda t: make(t, list(islice(given, len(t.lo_ty()))))
+        return [one(t) if type(t) is HighType else next(given) for t in self.leaves]
+
+    def whole(self, leaves: Sequence[Any]) -> Any:
+        """The value that has these leaves."""
         return jax.tree.unflatten(self.treedef, leaves)
 
     def to_tangent_aval(self) -> Any:
@@ -135,7 +155,8 @@ class HighType(_Structured, jax.core.ShapedArray):  # type: ignore[misc]
         """The type of a stack of values, along an axis of each leaf."""
         if spec is None:
             return self
-        return self._moved([a.update(shape=_insert(a.shape, spec, size)) for a in self.leaves], 1)
+        more = lambda a: a.update(shape=_insert(a.shape, spec, size))
+        return self._moved([_along(a, "inc_rank", size, spec, more) for a in self.leaves], 1)
 
     def dec_rank(self, size: int | None, spec: Any) -> Any:
         """The type of one value out of a stack."""
@@ -146,7 +167,8 @@ class HighType(_Structured, jax.core.ShapedArray):  # type: ignore[misc]
                 f"{self} cannot be mapped along axis {spec}: not all of its leaves have one of "
                 f"size {size} there ({', '.join(map(str, self.leaves))})"
             )
-        return self._moved([a.update(shape=_remove(a.shape, spec)) for a in self.leaves], -1)
+        fewer = lambda a: a.update(shape=_remove(a.shape, spec))
+        return self._moved([_along(a, "dec_rank", size, spec, fewer) for a in self.leaves], -1)
 
     def _moved(self, leaves: Sequence[Any], change: int) -> "HighType":
         try:
@@ -157,6 +179,16 @@ class HighType(_Structured, jax.core.ShapedArray):  # type: ignore[misc]
         if found.ndim != self.ndim + change:
             raise TypeError(f"{self} with an axis more or less on each leaf is {found}")
         return found
+
+
+def _has(cls: type, name: str) -> bool:
+    return hasattr(cls, name) or any(f.name == name for f in dataclasses.fields(cls))
+
+
+def _opened(tracer: Any) -> Any:
+    from .meeting import opened
+
+    return opened(tracer)
 
 
 class TangentType(_Structured):
@@ -171,7 +203,7 @@ class TangentType(_Structured):
         self.of = of
         self.treedef = of.treedef
         self.leaves = tuple(a.to_tangent_aval() for a in of.leaves if is_inexact(a))
-        self.shape, self.ndim, self.mat = of.shape, of.ndim, of.mat
+        self.shape, self.dtype, self.ndim, self.mat = of.shape, of.dtype, of.ndim, of.mat
 
     def _key(self) -> Any:
         return type(self), self.of
@@ -185,11 +217,13 @@ class TangentType(_Structured):
 
     def raise_val(self, *lo_vals: Any) -> Any:
         """What stands for the tangent that has these parts, where JAX handles it."""
-        return packed(self, lo_vals) if is_staged(lo_vals) else self.value(lo_vals)
+        return packed(self, lo_vals) if is_staged(lo_vals) else self.of_arrays(lo_vals)
 
-    def value(self, leaves: Sequence[Any]) -> Any:
+    def of_arrays(self, leaves: Sequence[Any]) -> Any:
         """The tangent that has these parts."""
         return Tangent(self, list(leaves))
+
+    whole = of_arrays
 
     def to_tangent_aval(self) -> Any:
         return self
@@ -226,11 +260,12 @@ def is_staged(leaves: Sequence[Any]) -> bool:
     return not current_trace().requires_low and holds_tracers(leaves)
 
 
-def packed(type: "HighType | TangentType", leaves: Sequence[Any]) -> Any:
-    """A tracer for the value that has these leaves."""
+def packed(type: "HighType | TangentType", arrays: Sequence[Any]) -> Any:
+    """A tracer for the value that consists of these arrays."""
     from .lifted import apply
     from .operations import Pack
 
+    leaves = type.parts(arrays, packed) if isinstance(type, HighType) else arrays
     return apply(Pack(type), *leaves)[0]
 
 
@@ -255,55 +290,6 @@ class Tangent:
         return f"Tangent({self.value!r})"
 
 
-class HighArray(jax.Array):
-    """A value as `jax.numpy` takes it, which accepts nothing that is no `jax.Array`.
-
-    It lives from where a function asks for an array until a primitive meets it, which is given the
-    value itself. All that it has besides its type it has from the value.
-    """
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Value):
-        self.value = value
-
-    @property
-    def aval(self) -> HighType:
-        """Its type."""
-        return type_of(self.value)
-
-    shape = property(lambda self: self.aval.shape)
-    dtype = property(lambda self: self.aval.dtype)
-    ndim = property(lambda self: self.aval.ndim)
-    size = property(lambda self: math.prod(self.aval.shape))
-    weak_type = False
-    sharding = property(lambda self: self.aval.sharding)
-    committed = _committed = False
-
-    def __repr__(self) -> str:
-        return repr(self.value)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.value, name)
-
-
-def _forward(name: str) -> Any:
-    return lambda self, *args, **kwargs: getattr(self.value, name)(*args, **kwargs)
-
-
-# What jax.Array declares, and special methods, are not looked up by __getattr__.
-_OWN = {*vars(HighArray), *vars(object), "__new__", "__hash__", "__class__", "__weakref__"}
-_COMPARE = {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"}
-for _name in (set(dir(jax.Array)) & set(dir(ImplicitArray)) - _OWN) | _COMPARE:
-    if callable(getattr(ImplicitArray, _name)):
-        setattr(HighArray, _name, _forward(_name))
-
-
-def value_of(x: Any) -> Any:
-    """A `HighArray` as its value; anything else as it is."""
-    return x.value if type(x) is HighArray else x
-
-
 def exposed(x: Any) -> Any:
     """What a user is given for a value or a tangent: an implicit array, which is a pytree."""
     return x.value if type(x) is HighArray or type(x) is Tangent else x
@@ -316,16 +302,39 @@ def is_inexact(aval: Any) -> bool:
 
 def normal(leaf: Any) -> Any:
     """A leaf as an array whose dtype is not weak."""
+    leaf = value_of(leaf)
+    if isinstance(leaf, Value):
+        return jax.tree.map(normal, leaf)
     aval = jax.typeof(leaf)
     if not hasattr(leaf, "aval"):
         leaf = jnp.asarray(leaf)
     return jax.lax.convert_element_type(leaf, aval.dtype) if aval.weak_type else leaf
 
 
+def parted(value: Value) -> tuple[list[Any], Any]:
+    """The leaves of a value, and their structure.
+
+    A part with a dense tangent is a leaf, unless the value has one itself.
+    """
+    one_leaf = None if value.dense_tangent else _has_dense_tangent
+    return jax.tree.flatten(value, is_leaf=one_leaf)
+
+
+def _has_dense_tangent(x: Any) -> bool:
+    return isinstance(x, Value) and x.dense_tangent
+
+
 def type_of(value: Any) -> HighType:
     """The high type of an implicit array. Its leaves may be abstract."""
-    leaves, treedef = jax.tree.flatten(value_of(value))
-    return _high_type(treedef, tuple(jax.typeof(leaf).strip_weak_type() for leaf in leaves))
+    leaves, treedef = parted(value_of(value))
+    return _high_type(treedef, tuple(map(type_of_leaf, leaves)))
+
+
+def type_of_leaf(leaf: Any) -> Any:
+    """The type of a leaf, which is not weak."""
+    if isinstance(leaf, Value):
+        return type_of(leaf)
+    return jax.typeof(leaf).strip_weak_type()
 
 
 def _high_type(treedef: Any, leaves: tuple[Any, ...]) -> HighType:
@@ -336,17 +345,24 @@ def _high_type(treedef: Any, leaves: tuple[Any, ...]) -> HighType:
 def high_type(treedef: Any, leaves: tuple[Any, ...], x64: bool) -> HighType:
     """The high type of the values with this structure and these types of leaves."""
     del x64  # of the key
-    abstract = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in leaves]
-    example = jax.tree.unflatten(treedef, abstract)
-    aval = example.aval()
-    return HighType(treedef, leaves, aval.shape, aval.dtype, example)
+    return HighType(treedef, leaves, abstract(treedef, leaves))
+
+
+def abstract(treedef: Any, leaves: Sequence[Any]) -> Any:
+    """A value without data, of a structure and types of leaves."""
+    return jax.tree.unflatten(treedef, list(map(_abstract_leaf, leaves)))
+
+
+def _abstract_leaf(a: Any) -> Any:
+    if type(a) is HighType:
+        return abstract(a.treedef, a.leaves)
+    return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding, manual_axis_type=a.mat)
 
 
 @lru_cache(maxsize=4096)
 def takes_axis(type: HighType) -> bool:
     """Whether a new first axis on each leaf makes a stack of values."""
-    abstract = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in type.leaves]
-    return takes_batch_axis(jax.tree.unflatten(type.treedef, abstract))
+    return takes_batch_axis(abstract(type.treedef, type.leaves))
 
 
 def short_name(value: Any) -> str:
@@ -358,6 +374,10 @@ def short_name(value: Any) -> str:
         return value.type_name
     name = type(value).__name__
     return (name.removesuffix("Array") or name).lower()
+
+
+def _along(a: Any, method: str, size: Any, spec: Any, of_array: Callable[[Any], Any]) -> Any:
+    return getattr(a, method)(size, spec) if type(a) is HighType else of_array(a)
 
 
 def _insert(shape: tuple[int, ...], axis: int, size: Any) -> tuple[int, ...]:

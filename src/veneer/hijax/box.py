@@ -1,0 +1,144 @@
+"""`Box`: a place that programs read and write, under all of JAX's transformations."""
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from .._core.value import Kept
+from .box_contents import Contents, View, flat
+from .box_frames import resolved, state
+
+
+@jax.tree_util.register_pytree_node_class
+class Box(Kept):
+    """A mutable place for a pytree of arrays, of which implicit arrays may be a part.
+
+    A function reads and writes a Box that it is given or closes over, under `jax.jit`, `grad`,
+    `vmap`, `scan`, `cond`, `while_loop`, `checkpoint` and in the passes of a `custom_vjp`. The
+    decorator-free mode need not be on.
+
+    Under `jax.jit` and in loops and branches, structure, shapes and dtypes of the contents stay, as
+    those of a carry do. Under `vn.jit`, and where nothing is staged, they may change.
+
+    What is written is not differentiated with respect to, if the Box was made outside of the
+    function that is: the primal is stored. Through a Box made within it, derivatives are as through
+    a variable.
+
+    **Arguments:**
+
+    - `value`: the contents; a Box is empty without, and `get` gives None.
+
+    **Raises:** `TypeError` for contents that are no arrays, and where they change their structure
+    or types and may not. `ValueError` for a mapped value in a Box from outside of `jax.vmap`, and
+    where a Box is passed to a function twice, or passed and closed over. `NotImplementedError`
+    for what JAX's references cannot do: in the condition of a `while_loop`, and in a
+    `jax.checkpoint` for a Box made in the traced function around it.
+
+    >>> import jax, jax.numpy as jnp, veneer as vn
+    >>> largest = vn.hijax.Box(jnp.zeros(()))
+    >>> def loss(x):
+    ...     largest.update(lambda m: jnp.maximum(m, x.max()))
+    ...     return jnp.sum(x**2)
+    >>> gradient = jax.jit(jax.grad(loss))(jnp.array([1.0, 3.0]))
+    >>> largest.get().item()
+    3.0
+
+    With `vn.jit` the contents may become something else:
+
+    >>> cache = vn.hijax.Box()
+    >>> fill = vn.jit(lambda x: cache.set({"w": vn.quant.quantize(x, "int8")}))
+    >>> fill(jnp.eye(2))
+    >>> cache.get()["w"].shape
+    (2, 2)
+    """
+
+    _contents: Contents
+
+    def __init__(self, value: Any = None):
+        _refuse_boxes(value)
+        self._contents = Contents(*flat(value))
+
+    def get(self) -> Any:
+        """Returns the contents."""
+        return resolved(self._contents).tree()
+
+    def set(self, value: Any) -> None:
+        """Writes the contents: any pytree of arrays and of what `jax.numpy` makes one of."""
+        _refuse_boxes(value)
+        resolved(self._contents).set(value)
+
+    def update(self, function: Callable[[Any], Any]) -> None:
+        """Writes what a function makes of the contents."""
+        self.set(function(self.get()))
+
+    def __repr__(self) -> str:
+        return repr(resolved(self._contents))
+
+    # As a pytree: the references; or the contents, where vn.jit threads those through.
+
+    def tree_flatten(self) -> tuple[list[Any], Any]:
+        """The leaves of the contents, or references to them, and what they are of."""
+        contents = resolved(self._contents)
+        if state.flattened is not None:
+            state.flattened.append(self)
+            contents.open()
+            return contents.read(), Threaded(contents.treedef, contents.keeps_primals)
+        contents.note_use()
+        refs = contents.references()
+        return refs, Shared(contents.treedef, contents.keeps_primals, weakref.ref(self))
+
+    @classmethod
+    def tree_unflatten(cls, of: "Threaded | Shared", children: Iterable[Any]) -> "Box":
+        """A Box of leaves, or of references: the same one, if they are its own."""
+        return of.box_of(list(children))
+
+
+def _box(contents: Contents) -> Box:
+    box = object.__new__(Box)
+    box._contents = contents
+    return box
+
+
+@dataclass(frozen=True)
+class Threaded:
+    """A Box whose contents go through a function of `vn.jit` as arguments and results."""
+
+    treedef: Any
+    keeps_primals: bool
+
+    def box_of(self, leaves: Sequence[Any]) -> Box:
+        """A Box that is at home here."""
+        contents = Contents(leaves, self.treedef)
+        contents.keeps_primals |= self.keeps_primals
+        return _box(contents)
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A Box by the references to its contents. Which Box it was is no part of a type."""
+
+    treedef: Any
+    keeps_primals: bool
+    box: Callable[[], Box | None] = field(compare=False)
+
+    def box_of(self, refs: Sequence[Any]) -> Box:
+        """The Box whose references these are, or one of the same contents."""
+        box = self.box()
+        if box is not None:
+            own = resolved(box._contents).refs or ()
+            if len(own) == len(refs) and all(a is b for a, b in zip(own, refs, strict=True)):
+                return box
+        return _box(View(refs, self.treedef, self.keeps_primals))
+
+
+def is_box(x: Any) -> bool:
+    """Whether something is a Box: for `is_leaf`."""
+    return isinstance(x, Box)
+
+
+def _refuse_boxes(value: Any) -> None:
+    if any(map(is_box, jax.tree.leaves(value, is_leaf=is_box))):
+        raise TypeError("a Box holds a pytree of arrays, and no Box: make one of a pytree of both")

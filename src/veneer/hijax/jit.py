@@ -1,0 +1,259 @@
+"""`vn.jit`: `jax.jit` for functions of implicit arrays and of Boxes.
+
+Implicit arrays are pytrees, as arguments and as results, so that C++ calls what is compiled: a call
+costs what it costs with their leaves. JAX asks a Box in the arguments for its leaves, and gets the
+contents. What the function writes is among its results, and so are contents of another structure
+that it writes to a Box that it closes over. So it is traced once, and its Boxes are written after.
+
+Of contents that a function closes over it holds references. Once those have been given up for
+others, since the structure has changed, the function is traced anew.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial, update_wrapper
+from types import MethodType
+from typing import Any
+from weakref import ReferenceType, WeakKeyDictionary, WeakSet
+
+import jax
+
+from .._core.jax_box import held_by
+from .._core.jax_internals import Tracer, current_trace, is_eager
+from .._core.transform import implicit
+from .box import Box, is_box
+from .box_contents import Contents
+from .box_frames import Frame, passed_and_held, resolved, state
+from .install import is_enabled
+
+
+def jit(function: Callable | None = None, /, **options: Any) -> Any:
+    """`jax.jit` of a function whose arguments may be implicit arrays, and Boxes that it changes.
+
+    With the decorator-free mode off, what is compiled is `vn.implicit` of the function, with its
+    meaning of derivatives; with the mode on it is the function, as under `jax.jit`.
+
+    **Arguments:**
+
+    - `function`: without it, the result is a decorator.
+    - `options`: those of `jax.jit`: `static_argnums`, `donate_argnums`, `in_shardings` and others.
+
+    **Returns:** a function of the same arguments. The contents of a `vn.hijax.Box` among them, or
+    of one that the function closes over, may change their structure and their types in it. Where it
+    raises, Boxes are as they were. A Box among the results is another than those that are passed or
+    closed over, with the same contents. The function has the methods `trace`, `lower` and
+    `eval_shape` of `jax.jit`, under which the structure of a Box stays, and `clear_cache`.
+
+    **Raises:** `ValueError` where a Box is passed twice, or passed and closed over.
+
+    >>> import jax.numpy as jnp, veneer as vn
+    >>> w = vn.quant.quantize(jnp.eye(2), "nf4")
+    >>> vn.jit(lambda x, w: x @ w)(jnp.ones((1, 2)), w).tolist()
+    [[1.0, 1.0]]
+    >>> @vn.jit
+    ... def collect(seen, x):
+    ...     seen.set([*(seen.get() or []), x.sum()])
+    >>> seen = vn.hijax.Box()
+    >>> collect(seen, jnp.ones(3))
+    >>> collect(seen, jnp.ones(4))
+    >>> [x.item() for x in seen.get()]
+    [3.0, 4.0]
+    """
+    if function is None:
+        return partial(jit, **options)
+    return Jitted(function, options)
+
+
+class Jitted:
+    """A function under `vn.jit`: one program of JAX's for each state of what it closes over."""
+
+    def __init__(self, function: Callable, options: dict[str, Any]):
+        self._function, self._options = function, options
+        self._programs = [Program(function, options)]
+        self._plain: Any = jax.jit(_wrapped(function, partial(_run, function)), **options)
+        update_wrapper(self, function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        program = self._programs[-1]
+        if program.captured and not program.fits():
+            program = self._fitting()
+        if program.held:
+            program.refuse_held(args, kwargs)
+        if program.donates:  # for what a Box held would be gone
+            program.refuse_aliases(args, kwargs)
+        boxes: list[Box] = []
+        before, state.flattened = state.flattened, boxes
+        try:
+            out = program.compiled(*args, **kwargs)
+        finally:
+            state.flattened = before
+        if program.captured and not is_eager():
+            # Where it was traced before, those around it have not seen what it holds.
+            for contents in list(program.captured):
+                contents.note_use()
+        if boxes and not program.donates:
+            program.refuse_aliases(args, kwargs)
+        return _finished(out, boxes) if type(out) is Written else out
+
+    def _fitting(self) -> "Program":
+        for program in self._programs:
+            if program.fits():
+                break
+        else:
+            program = Program(self._function, self._options)
+            self._programs = [p for p in self._programs if p.may_fit()] + [program]
+        return program
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else MethodType(self, instance)
+
+    def __repr__(self) -> str:
+        return f"vn.jit({self._function!r})"
+
+    def clear_cache(self) -> None:
+        """Forgets what has been traced and compiled."""
+        self._programs = [Program(self._function, self._options)]
+        self._plain.clear_cache()
+
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        """`jax.jit(...).trace`."""
+        return self._plain.trace(*args, **kwargs)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """`jax.jit(...).lower`."""
+        return self._plain.lower(*args, **kwargs)
+
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        """`jax.jit(...).eval_shape`."""
+        return self._plain.eval_shape(*args, **kwargs)
+
+
+class Program:
+    """What JAX has traced of a function, with the contents that it holds references to."""
+
+    def __init__(self, function: Callable, options: dict[str, Any]):
+        self.captured: Any = WeakKeyDictionary()  # with their versions
+        self.replaced: Any = WeakSet()  # from outside, of which it changes the structure
+        self.held: list[Any] = []  # references: of the captured, and of functions traced before
+        # What a Box holds is gone with the arguments that are donated, and is to come back.
+        self.donates = any(name.startswith("donate") for name in options)
+        self.compiled = jax.jit(_wrapped(function, partial(self._traced, function)), **options)
+
+    def fits(self) -> bool:
+        """Whether what it holds is still what a function would find."""
+        return self.may_fit() and all(resolved(c) is c for c in self.captured)
+
+    def may_fit(self) -> bool:
+        """Whether it holds nothing that has been given up."""
+        return all(c.version == version for c, version in self.captured.items())
+
+    def refuse_held(self, *trees: Any) -> None:
+        """Refuses arguments with a Box that the program holds."""
+        _refuse_held([resolved(box._contents) for box in _boxes(*trees)], self.held)
+
+    def refuse_aliases(self, *trees: Any) -> None:
+        """Refuses arguments with one Box twice, or with one that the function closes over."""
+        given = [resolved(box._contents) for box in _boxes(*trees)]
+        for i, contents in enumerate(given):
+            if any(contents is other or contents.shares(other) for other in given[:i]):
+                raise ValueError(
+                    f"{contents!r} is passed twice to a function under vn.jit, which would have "
+                    "two Boxes for one: pass it once"
+                )
+        for contents in given:
+            if contents in self.captured or contents in self.replaced:
+                raise ValueError(passed_and_held(contents))
+
+    def _traced(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
+        flattened, state.flattened = state.flattened, None
+        assert flattened is not None
+        try:
+            trace = current_trace()
+            # Those that JAX has taken apart: none, under jax.disable_jit.
+            met = len(flattened)
+            boxes = [b for b in _boxes(args, kwargs) if met and b._contents.home is trace]
+            given = [resolved(box._contents) for box in flattened[: len(boxes)]]
+            with Frame(trace, self.captured, given) as frame:
+                out = _run(function, *args, **kwargs)
+            held = [x for x in held_by(trace) if isinstance(x, jax.Ref)]
+            _refuse_held(given, held)
+            self.held += [ref for ref in held if not isinstance(ref, Tracer)]
+            self.replaced.update(frame.replaced)
+            return _with_written(out, boxes, frame, self.donates)
+        finally:
+            state.flattened = flattened
+
+
+def _wrapped(function: Callable, by: Callable) -> Callable:
+    """A function of another's signature and name, which `jax.jit` asks for."""
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return by(*args, **kwargs)
+
+    return update_wrapper(wrapper, function)
+
+
+def _run(function: Callable, *args: Any, **kwargs: Any) -> Any:
+    return (function if is_enabled() else implicit(function))(*args, **kwargs)
+
+
+def _boxes(*trees: Any) -> list[Box]:
+    return [x for x in jax.tree.leaves(trees, is_leaf=is_box) if is_box(x)]
+
+
+Target = int | ReferenceType[Contents]
+
+
+@jax.tree_util.register_pytree_node_class
+class Written:
+    """The results of a function, and what it has written.
+
+    **Arguments:**
+
+    - `out`: the results.
+    - `trees`: contents.
+    - `targets`: of each, the number of the Box among the arguments, or what it takes the place of:
+      by a weak reference, for JAX keeps this for as long as what is compiled.
+    """
+
+    def __init__(self, out: Any, trees: Sequence[Any], targets: tuple[Target, ...]):
+        self.out, self.trees, self.targets = out, trees, targets
+
+    def tree_flatten(self) -> tuple[tuple[Any, Any], Any]:
+        """Results and contents."""
+        return (self.out, self.trees), self.targets
+
+    @classmethod
+    def tree_unflatten(cls, targets: Any, children: Any) -> "Written":
+        """The inverse."""
+        out, trees = children
+        return cls(out, trees, targets)
+
+
+def _with_written(out: Any, boxes: Sequence[Box], frame: Frame, returns_all: bool) -> Any:
+    pairs: list[tuple[Target, Contents]] = [
+        (i, box._contents)
+        for i, box in enumerate(boxes)
+        if returns_all or box._contents.may_differ()
+    ]
+    pairs += [(ReferenceType(c), found) for c, found in frame.replaced.items()]
+    if not pairs:
+        return out
+    trees = []
+    for _, contents in pairs:
+        contents.open()
+        trees.append(jax.tree.unflatten(contents.treedef, contents.read()))
+    return Written(out, trees, tuple(target for target, _ in pairs))
+
+
+def _finished(written: Written, boxes: Sequence[Box]) -> Any:
+    for target, tree in zip(written.targets, written.trees, strict=True):
+        contents = boxes[target]._contents if isinstance(target, int) else target()
+        if contents is not None:  # whose Box is gone
+            resolved(contents).set(tree)
+    return written.out
+
+
+def _refuse_held(given: Sequence[Contents], held: Sequence[Any]) -> None:
+    for contents in given:
+        if any(ref is other for ref in contents.refs or () for other in held):
+            raise ValueError(passed_and_held(contents))

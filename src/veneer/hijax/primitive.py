@@ -1,0 +1,196 @@
+"""High primitives of one's own: functions that jaxprs show as one equation, on typed operands."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import update_wrapper
+from typing import Any
+
+import jax
+
+from .._core.jax_internals import current_trace, set_current_trace
+from .._core.rules import Alternatives, Dense, operand_types
+from .._core.trace import ImplicitTrace
+from .._core.value import Value, is_value
+from .high_array import HighArray, value_of
+from .install import is_enabled
+from .lifted import apply, canonical
+from .operations import Parameters
+from .programs import ONE_LEAF, Expand, flattened, listed, type_of_one
+from .types import HighType, exposed, normal
+
+
+def primitive(expand: Callable) -> "HighPrimitive":
+    """A high primitive: one equation, under the name of a function, which is run in its place.
+
+    The function, its *expansion*, is plain JAX. It takes operands by position: arrays, implicit
+    arrays, or trees of them; and parameters by keyword, which are static. Annotations say of which
+    classes operands may be, as in `vn.register`. The types of results follow from the expansion. So
+    do derivatives and `jax.vmap`, for which there may be rules instead: one of `defvjp`, `defjvp`
+    and `deftranspose`; and `defvmap`.
+
+    With high types on, implicit arrays are typed operands and results. Otherwise, and under
+    `vn.implicit`, they are the trees of their leaves; so are then their tangents.
+
+    **Raises:** TypeError for an operand of another class than is annotated, for a parameter that
+    cannot be hashed, and for a rule that gives what does not fit.
+
+    Quantising and its inverse, with a gradient that goes straight through:
+
+    >>> import jax, jax.numpy as jnp, veneer as vn
+    >>> @vn.hijax.primitive
+    ... def quantise(x: jax.Array, *, qtype):
+    ...     return vn.quant.quantize(x, qtype)
+    >>> @vn.hijax.primitive
+    ... def dequantise(q: vn.quant.QArray):
+    ...     return q.qvalue * q.scale
+    >>> quantise.defvjp(lambda x, **params: (quantise(x, **params), None),
+    ...                 lambda residuals, ct, **params: (ct,))
+    >>> dequantise.defvjp(lambda q: (dequantise(q), None), lambda residuals, ct: (ct,))
+    >>> loss = lambda x: jnp.sum(3 * dequantise(quantise(x, qtype="int8")))
+    >>> with vn.hijax.enabled():
+    ...     print(jax.make_jaxpr(loss)(jnp.ones((2, 3))))
+    ...     jax.jit(jax.grad(loss))(jnp.ones((2, 3))).tolist()
+    { lambda ; a:f32[2,3]. let
+        b:q8[2,3] = quantise[qtype=int8] a
+        c:f32[2,3] = dequantise b
+        d:f32[2,3] = mul 3.0:f32[] c
+        e:f32[] = reduce_sum[axes=(0, 1) out_sharding=None] d
+      in (e,) }
+    [[3.0, 3.0, 3.0], [3.0, 3.0, 3.0]]
+    """
+    return HighPrimitive(expand)
+
+
+class HighPrimitive:
+    """A function that is one equation of a jaxpr, until that is evaluated or lowered.
+
+    It is made by `vn.hijax.primitive`.
+    """
+
+    def __init__(self, expand: Callable):
+        if not inspect.isfunction(expand):
+            raise TypeError(f"hijax.primitive takes a function, got {expand!r}")
+        update_wrapper(self, expand)
+        self.name = expand.__name__
+        self.rules: dict[Any, Callable] = {"expand": expand}
+        self._signature = inspect.signature(expand)
+        self._operands, self._more = operand_types(expand)
+
+    def __repr__(self) -> str:
+        return f"<high primitive {self.name}>"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        bound = self._signature.bind(*args, **kwargs)
+        self._check(bound.args, bound.kwargs)
+        return self.called(bound.args, Parameters(bound.kwargs))
+
+    def called(self, args: Any, params: Parameters) -> Any:
+        """The results for some operands, in the current trace."""
+        trace = current_trace()
+        if isinstance(trace, ImplicitTrace):
+            with set_current_trace(trace.parent):
+                out = self.called(jax.tree.map(trace.unwrap, args), params)
+                return jax.tree.map(trace.wrap, out, is_leaf=is_value)
+        flat, structure = flattened(args, is_enabled())
+        expand = Expand(self, structure, params, is_enabled())
+        operands = [canonical(x) if isinstance(x, Value | HighArray) else normal(x) for x in flat]
+        out, _ = expand.known(tuple(map(type_of_one, operands)))
+        return out.unflatten(map(exposed, apply(expand, *operands)))
+
+    def defvjp(self, fwd: Callable, bwd: Callable) -> None:
+        """Sets the derivative, as `jax.custom_vjp` does.
+
+        A cotangent of an array is an array. That of an implicit array is one of the same class,
+        with cotangents for leaves; but of a class with `dense_tangent` it is a dense array.
+
+        **Arguments:**
+
+        - `fwd`: takes what the primitive does, and gives its results, and residuals: any tree.
+        - `bwd`: takes the residuals, the cotangents of the results, and the parameters by keyword;
+          gives a tuple with a cotangent, or None for zero, of each operand.
+        """
+        self._set("fwd", fwd)
+        self.rules["bwd"] = bwd
+
+    def defjvp(self, rule: Callable) -> Callable:
+        """Sets the derivative, as `jax.custom_jvp` does.
+
+        **Arguments:**
+
+        - `rule`: takes a tuple of the operands and one of their tangents, and the parameters by
+          keyword; gives the results and their tangents.
+        """
+        return self._set("jvp", rule)
+
+    def deftranspose(self, argnum: int) -> Callable[[Callable], Callable]:
+        """Says that the primitive is linear in an operand, and sets how it is transposed.
+
+        Its derivative by operands of which that is said is the primitive itself, of a tangent: a
+        dense array. By others it follows from the expansion.
+
+        **Arguments:**
+
+        - `argnum`: the number of the operand. What is returned takes a rule for it: a function
+          of the cotangents of the results, of the operands, among which None is in the place of
+          that one, and of the parameters by keyword. It gives the cotangent of the operand.
+        """
+        return lambda rule: self._set(("transpose", argnum), rule)
+
+    def defvmap(self, rule: Callable) -> Callable:
+        """Sets what `jax.vmap` makes of it, as `jax.custom_batching.custom_vmap` does.
+
+        **Arguments:**
+
+        - `rule`: takes the size of the axis, a tuple that says of each operand whether it has it,
+          the operands, with that axis first on each leaf, and the parameters by keyword. Gives the
+          results, and whether they have it: a bool, or a tree of them.
+        """
+        return self._set("vmap", rule)
+
+    def _set(self, kind: Any, rule: Callable) -> Callable:
+        names = {"fwd": "defvjp", "jvp": "defjvp", "vmap": "defvmap"}
+        name = lambda k: names.get(k, "deftranspose")
+        others = [k for k in self.rules if k not in ("expand", "bwd", "vmap")]
+        if kind in self.rules or (kind != "vmap" and any(name(k) != name(kind) for k in others)):
+            raise ValueError(
+                f"{self.name} has a rule for that, by {', '.join(sorted(set(map(name, others))))}: "
+                "one of defvjp, defjvp and deftranspose tells its derivative, once"
+            )
+        self.rules[kind] = rule
+        return rule
+
+    def _check(self, args: Sequence[Any], params: dict[str, Any]) -> None:
+        for name, x in params.items():
+            try:
+                hash(x)
+            except TypeError:
+                raise TypeError(
+                    f"{self.name}: the parameter {name} is of type {type(x).__name__}, which "
+                    "cannot be hashed. Arrays are given by position."
+                ) from None
+        for i, x in enumerate(args):
+            wanted = self._operands[i] if i < len(self._operands) else self._more
+            if wanted is not None and not any(issubclass(_class_of(x), w) for w in wanted):
+                raise TypeError(
+                    f"{self.name}: operand {i} is annotated as {_named(wanted)}, and is "
+                    f"{_described(x)}"
+                )
+
+
+def _class_of(x: Any) -> type:
+    x = value_of(x)
+    aval = getattr(x, "aval", None)
+    if isinstance(x, Value):
+        return type(x)
+    if isinstance(aval, HighType):
+        return aval.cls
+    treedef: Any = jax.tree.structure(x)
+    return Dense if treedef == ONE_LEAF else object
+
+
+def _named(wanted: Alternatives) -> str:
+    return " or ".join(sorted("a dense array" if c is Dense else c.__name__ for c in wanted))
+
+
+def _described(x: Any) -> str:
+    return "a tree" if _class_of(x) is object else listed([type_of_one(x)])[1:-1]

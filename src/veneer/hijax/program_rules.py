@@ -1,0 +1,376 @@
+"""The rules of a high primitive, as operations: each runs a function of a user's, and checks it."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._core.jax_hijax import GradAccum, Zero
+from .._core.value import Value, materialise_one
+from .lifted import apply, from_leaves
+from .operations import all_leaves
+from .programs import ONE_LEAF, Expand, Structure, listed, type_of_one
+from .types import HighType, Tangent, TangentType, exposed, is_inexact
+
+
+class Forward(Expand):
+    """The results, then the residuals, then the operands that take dense cotangents for leaves.
+
+    Known of them are the structures of the results and of the residuals.
+    """
+
+    suffix = ".fwd"
+
+    def evaluate(self, *values: Any) -> tuple[list[Any], Any]:
+        found = self.call("fwd", *self.structure.unflatten(map(exposed, values)))
+        if not isinstance(found, tuple | list) or len(found) != 2:
+            raise self.refuse("fwd must give a pair of results and residuals")
+        (flat, out), (residuals, kept) = map(self.flattened, found)
+        given = tuple(map(type_of_one, flat))
+        known, types = Expand.of(self).known(tuple(map(type_of_one, values)))
+        if (out, given) != (known, types):
+            raise self.refuse(
+                f"fwd gives {listed(given)}, and the expansion {listed(types)}, in another "
+                "structure or of other types"
+            )
+        operands = [x for x, d in zip(values, dense_leaves(self.structure), strict=True) if d]
+        return [*flat, *residuals, *operands], (out, kept)
+
+
+def dense_leaves(structure: Structure) -> list[bool]:
+    """Of flat operands, which are leaves of a value that may have a dense cotangent."""
+    dense = [f != ONE_LEAF and f.node_data()[0].dense_tangent for f in structure.forms]
+    groups = zip(structure.group(range(10**9)), dense, strict=True)
+    return [d for group, d in groups for _ in group]
+
+
+@dataclass(frozen=True)
+class Backward(Expand):
+    """The cotangents of the operands that have some, of residuals and cotangents of the results.
+
+    Known of them is which operands have one.
+    """
+
+    types: tuple[Any, ...]  # of the operands
+    out: Structure
+    out_types: tuple[Any, ...]
+    residuals: Structure
+
+    suffix = ".bwd"
+
+    def evaluate(self, *values: Any) -> tuple[list[Any], Any]:
+        groups = self.residuals.group(values)
+        count = sum(map(len, groups))
+        residuals = self.residuals.unflatten(map(exposed, values[:count]))
+        rest = iter(values[count:])
+        is_kept = dense_leaves(self.structure)
+        kept = [next(rest) if k else None for k in is_kept]
+        cotangents = self.out.unflatten(with_float0(self.out_types, rest))
+        found = self.call("bwd", residuals, cotangents)
+        args = jax.tree_util.treedef_children(self.structure.tree)
+        if not isinstance(found, tuple | list) or len(found) != len(args):
+            raise self.refuse(
+                f"bwd must give a tuple of {len(args)}, a cotangent or None for each operand of "
+                f"types {listed(self.types)}, and gives {found}"
+            )
+        flat = self._flat(found, args, kept)
+        return [x for x in flat if x is not None], [x is not None for x in flat]
+
+    def _flat(self, found: Sequence[Any], args: Sequence[Any], kept: list[Any]) -> list[Any]:
+        given = [x for tree, ct in zip(args, found, strict=True) for x in up_to(self, tree, ct)]
+        group = self.structure.group
+        each = zip(given, self.structure.forms, group(self.types), group(kept), strict=True)
+        return [x for one in each for x in as_parts(self, "bwd", *one)]
+
+
+def up_to(operation: Expand, tree: Any, given: Any) -> list[Any]:
+    """What a rule gives for each leaf of a tree; None for all of it is None for each."""
+    if given is None:
+        return [None] * tree.num_leaves
+    if tree.num_leaves == 1 and tree.num_nodes == 1:
+        return [given]
+    try:
+        return tree.flatten_up_to(given)
+    except ValueError as error:
+        raise operation.refuse(f"a rule gives another structure than is wanted: {error}") from None
+
+
+def with_float0(types: Sequence[Any], given: Iterable[Any]) -> list[Any]:
+    """Tangents of values of some types, as a user is given them."""
+    rest = iter(given)
+    zero = lambda t: np.zeros(t.shape, jax.dtypes.float0)
+    return [exposed(next(rest)) if has_tangent(t) else zero(t) for t in types]
+
+
+def has_tangent(t: Any) -> bool:
+    """Whether values of a type have a tangent that is not trivial."""
+    tangent = t.to_tangent_aval()
+    return bool(tangent.leaves) if isinstance(tangent, TangentType) else is_inexact(tangent)
+
+
+def as_parts(
+    operation: Expand, rule: str, given: Any, form: Any, types: Sequence[Any], leaves: Any
+) -> list[Any]:
+    """A tangent that a rule gives, for what is flat: None where there is none."""
+    if given is None or not any(map(has_tangent, types)):
+        return [None] * len(types)
+    if form == ONE_LEAF:
+        return [_as_part(operation, rule, given, types[0])]
+    cls = form.node_data()[0]
+    if not isinstance(given, Value) and cls.dense_tangent and None not in leaves:
+        given = _to_leaves(form, leaves, given)
+    elif type(given) is not cls:
+        raise operation.refuse_tangent(rule, given, f"a {cls.__name__}")
+    else:
+        given = form.flatten_up_to(given)
+    pairs = zip(given, types, strict=True)
+    return [_as_part(operation, rule, x, t) if has_tangent(t) else None for x, t in pairs]
+
+
+def _as_part(operation: Expand, rule: str, given: Any, t: Any) -> Any:
+    tangent = t.to_tangent_aval()
+    if isinstance(tangent, TangentType):
+        if type(given) is t.cls:
+            leaves = zip(up_to(operation, t.treedef, given), t.leaves, strict=True)
+            own = [_as_part(operation, rule, x, a) for x, a in leaves if is_inexact(a)]
+            return Tangent(tangent, own)
+    elif not isinstance(given, Value | Tangent):
+        given = jnp.asarray(given)
+        if (given.shape, given.dtype) == (tangent.shape, tangent.dtype):
+            return given
+    is_tree = isinstance(tangent, TangentType)
+    wanted = f"a {t.cls.__name__} of tangents" if is_tree else listed([tangent])[1:-1]
+    raise operation.refuse_tangent(rule, given, f"{listed([t])[1:-1]}, which is {wanted}")
+
+
+def _to_leaves(form: Any, leaves: Sequence[Any], cotangent: Any) -> list[Any]:
+    """Cotangents of a value's leaves, from that of the dense array."""
+    floating = [is_inexact(jax.typeof(x)) for x in leaves]
+
+    def dense(own: list[Any]) -> Any:
+        rest = iter(own)
+        full = [next(rest) if f else x for x, f in zip(leaves, floating, strict=True)]
+        return jnp.asarray(materialise_one(jax.tree.unflatten(form, full)))
+
+    _, pull = jax.vjp(dense, [x for x, f in zip(leaves, floating, strict=True) if f])
+    rest = iter(pull(cotangent)[0])
+    return [next(rest) if f else None for f in floating]
+
+
+@dataclass(frozen=True)
+class Tangents(Expand):
+    """The tangents of the results that have some, by the rule; of operands and their tangents."""
+
+    types: tuple[Any, ...]
+    out: Structure
+    out_types: tuple[Any, ...]
+
+    suffix = ".jvp"
+
+    def evaluate(self, *values: Any) -> tuple[list[Any], Any]:
+        count = len(self.types)
+        args = self.structure.unflatten(map(exposed, values[:count]))
+        tangents = self.structure.unflatten(with_float0(self.types, values[count:]))
+        found = self.call("jvp", args, tangents)
+        if not isinstance(found, tuple | list) or len(found) != 2:
+            raise self.refuse("defjvp's rule must give a pair of results and tangents")
+        group = self.out.group(self.out_types)
+        given = up_to(self, self.out.tree, found[1])
+        if len(given) != len(group):
+            raise self.refuse(
+                f"defjvp's rule gives no tangent for each of {listed(self.out_types)}"
+            )
+        each = zip(given, self.out.forms, group, strict=True)
+        flat = [x for g, f, t in each for x in as_parts(self, "defjvp's rule", g, f, t, [None])]
+        pairs = zip(flat, self.out_types, strict=True)
+        if any(x is None and has_tangent(t) for x, t in pairs):
+            raise self.refuse("defjvp's rule gives None for a tangent; give zeros instead")
+        return [x for x in flat if x is not None], None
+
+
+@dataclass(frozen=True)
+class Transposed(Expand):
+    """The cotangent of an operand in which the primitive is linear, by the rule.
+
+    The operands are the others, and then the cotangents of the results.
+    """
+
+    position: int  # among flat operands
+    argnum: int
+    type: Any  # of the cotangent
+    out: Structure
+
+    suffix = ".transpose"
+
+    def evaluate(self, *values: Any) -> tuple[list[Any], Any]:
+        count = sum(map(len, self.structure.group(range(10**9)))) - 1
+        others = list(map(exposed, values[:count]))
+        others.insert(self.position, None)
+        cotangents = self.out.unflatten(map(exposed, values[count:]))
+        given = self.call(("transpose", self.argnum), cotangents, *self.structure.unflatten(others))
+        return [_as_part(self, "deftranspose's rule", given, self.type)], None
+
+
+def ruled_jvp(
+    expand: Expand, primals: Sequence[Any], tangents: Sequence[Any]
+) -> tuple[list[Any], list[Any]] | None:
+    """Results and their tangents by the rule for derivatives, if there is one."""
+    types = tuple(map(type_of_one, primals))
+    if "jvp" in expand.primitive.rules:
+        return _by_jvp_rule(expand, types, primals, tangents)
+    if "fwd" in expand.primitive.rules:
+        return _by_vjp_rule(expand, types, primals, tangents)
+    return _as_linear(expand, types, primals, tangents)
+
+
+def _by_jvp_rule(
+    expand: Expand, types: tuple[Any, ...], primals: Sequence[Any], tangents: Sequence[Any]
+) -> tuple[list[Any], list[Any]]:
+    rule = Tangents.of(expand, types, *expand.known(types))
+    pairs = zip(tangents, types, strict=True)
+    found = apply(rule, *primals, *(full_zero(x) for x, t in pairs if has_tangent(t)))
+    out = apply(expand, *primals)
+    return out, _with_zeros(out, found)
+
+
+def _by_vjp_rule(
+    expand: Expand, types: tuple[Any, ...], primals: Sequence[Any], tangents: Sequence[Any]
+) -> tuple[list[Any], list[Any]]:
+    out_structure, out_types = expand.known(types)
+    forward = Forward.of(expand)
+    found = apply(forward, *primals)
+    out, residuals = found[: len(out_types)], found[len(out_types) :]
+    (_, structure), _ = forward.known(types)
+    backward = Backward.of(expand, types, out_structure, out_types, structure)
+    pairs = zip(tangents, types, strict=True)
+    varies = tuple(type(x) is not Zero and has_tangent(t) for x, t in pairs)
+    given = [x for x, v in zip(tangents, varies, strict=True) if v]
+    if not any(varies) or not any(map(has_tangent, out_types)):
+        return out, _with_zeros(out, None)
+    linear = Linear.of(expand, backward, len(residuals), varies)
+    return out, _with_zeros(out, apply(linear, *residuals, *given))
+
+
+def _with_zeros(out: Sequence[Any], found: Sequence[Any] | None) -> list[Any]:
+    """A tangent for each result, of which those found are for results that can have one."""
+    rest = iter(found or ())
+    zero = lambda t: Zero(t.to_tangent_aval())
+    types = [jax.typeof(x) for x in out]
+    return [next(rest) if found and has_tangent(t) else zero(t) for t in types]
+
+
+def full_zero(tangent: Any) -> Any:
+    """A tangent that is not symbolically zero."""
+    if type(tangent) is not Zero:
+        return tangent
+    aval: Any = tangent.aval
+    is_tree = isinstance(aval, TangentType)
+    return aval.vspace_zero() if is_tree else jnp.zeros(aval.shape, aval.dtype)
+
+
+@dataclass(frozen=True)
+class Linear(Expand):
+    """The tangents of the results, of residuals and tangents of operands: `Backward` transposed."""
+
+    backward: Backward
+    count: int  # of residuals
+    varies: tuple[bool, ...]  # which operands' tangents are given
+
+    suffix = ".jvp"
+
+    @property
+    def result_types(self) -> list[Any]:
+        """Known without a look at what is run: a rule may not be linear, though it should be."""
+        return [t.to_tangent_aval() for t in self.backward.out_types if has_tangent(t)]
+
+    def evaluate(self, *values: Any) -> tuple[list[Any], Any]:
+        backward, residuals, outs = self.backward, values[: self.count], self.result_types
+        tangents = [leaf for x in values[self.count :] for leaf in all_leaves(x)]
+
+        def pull(flat: list[Any]) -> list[Any]:
+            rest = iter(flat)
+            cts = [from_leaves(t, list(islice(rest, len(t.lo_ty())))) for t in outs]
+            flat, has_one = backward.evaluate(*residuals, *cts)
+            found = self._chosen(flat, has_one)
+            pairs = zip(found, values[self.count :], strict=True)
+            zeros = lambda like: list(map(jnp.zeros_like, all_leaves(like)))
+            return [x for ct, t in pairs for x in (zeros(t) if ct is None else all_leaves(ct))]
+
+        leaves = [jax.ShapeDtypeStruct(a.shape, a.dtype) for t in outs for a in t.lo_ty()]
+        (found,) = jax.linear_transpose(pull, leaves)(tangents)
+        rest = iter(found)
+        return [from_leaves(t, list(islice(rest, len(t.lo_ty())))) for t in outs], None
+
+    def _chosen(self, flat: Sequence[Any], has_one: Sequence[bool]) -> list[Any]:
+        rest = iter(flat)
+        every = [next(rest) if h else None for h in has_one]
+        return [ct for ct, v in zip(every, self.varies, strict=True) if v]
+
+    def transpose(self, cotangents: Sequence[Any], operands: Sequence[Any]) -> bool:
+        residuals, accumulators = operands[: self.count], operands[self.count :]
+        if any(isinstance(x, GradAccum) for x in residuals):
+            return False
+        if any(type(ct) is not Zero for ct in cotangents):
+            given = [*residuals, *map(full_zero, cotangents)]
+            has_one, _ = self.backward.known(tuple(map(type_of_one, given)))
+            found = self._chosen(apply(self.backward, *given), has_one)
+            for x, ct in zip(accumulators, found, strict=True):
+                if isinstance(x, GradAccum) and ct is not None:
+                    x.accum(ct)
+        return True
+
+
+def _as_linear(
+    expand: Expand, types: Sequence[Any], primals: Sequence[Any], tangents: Sequence[Any]
+) -> tuple[list[Any], list[Any]] | None:
+    """The derivative by operands in which a primitive is linear: itself, of the tangent."""
+    varying = [i for i, t in enumerate(tangents) if type(t) is not Zero]
+    if any(_argnum(expand, i) is None or _is_tree(types[i]) for i in varying):
+        return None
+    out = apply(expand, *primals)
+    if any(isinstance(jax.typeof(x), HighType) or not has_tangent(jax.typeof(x)) for x in out):
+        return None
+    in_place = lambda i: [tangents[i] if i == j else p for j, p in enumerate(primals)]
+    first, *rest = (apply(expand, *in_place(i)) for i in varying)
+    for more in rest:
+        first = [x + y for x, y in zip(first, more, strict=True)]
+    return out, first
+
+
+def _is_tree(t: Any) -> bool:
+    return isinstance(t.to_tangent_aval(), TangentType)
+
+
+def _argnum(expand: Expand, position: int) -> int | None:
+    """The number of an operand that is one when flat, and in which the primitive is linear."""
+    arguments: Any = jax.tree_util.treedef_children(expand.structure.tree)
+    counts = [tree.num_leaves for tree in arguments]
+    forms = iter(expand.structure.forms)
+    start = 0
+    for number, (tree, count) in enumerate(zip(arguments, counts, strict=True)):
+        own = list(islice(forms, count))
+        size = sum(form.num_leaves for form in own)
+        if start <= position < start + size:
+            is_one = tree.num_nodes == 1 and own == [ONE_LEAF]
+            return number if is_one and ("transpose", number) in expand.primitive.rules else None
+        start += size
+    return None
+
+
+def ruled_transpose(expand: Expand, cotangents: Sequence[Any], operands: Sequence[Any]) -> bool:
+    """Whether the rule for the one operand that is linear has added to its accumulator."""
+    linear = [i for i, x in enumerate(operands) if isinstance(x, GradAccum)]
+    if len(linear) != 1 or (argnum := _argnum(expand, linear[0])) is None:
+        return False
+    (position,) = linear
+    accumulator = operands[position]
+    others = [x for x in operands if x is not accumulator]
+    types = tuple(x.aval if x is accumulator else type_of_one(x) for x in operands)
+    out, _ = expand.known(types)
+    rule = Transposed.of(expand, position, argnum, accumulator.aval, out)
+    accumulator.accum(apply(rule, *others, *map(full_zero, cotangents))[0])
+    return True

@@ -1,0 +1,150 @@
+"""`jax.shard_map` of operands of high types: they go in and come out leaf by leaf.
+
+A spec is that of the dense array where it stands for an implicit array as a whole, and each leaf
+is cut as `Value.partition` says; a tree of specs has one for each leaf. What the body closes over
+is opened outside of it, as JAX has no specs for types of ours.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from .._core.jax_internals import Primitive, Trace, flat_tree, set_current_trace
+from .._core.shard_map import joined, placed
+from .._core.sharding import map_leaves, split
+from .._core.value import Value, is_value
+from .high_array import value_of
+from .lifted import canonical, fully_opened
+from .types import HighType, type_of
+
+
+def with_dense_specs(own: Callable) -> Callable:
+    """JAX's function that makes one of blocks, of arguments that are whole where their spec is."""
+
+    def make(f: Any, *, in_specs: Any, **kwargs: Any) -> Any:
+        of_blocks = own(f, in_specs=in_specs, **kwargs)
+
+        @wraps(of_blocks)
+        def mapped(*args: Any) -> Any:
+            return of_blocks(*_as_specified(in_specs, args))
+
+        return mapped
+
+    return make
+
+
+def _as_specified(specs: Any, args: Any) -> Any:
+    """The arguments, of which a value is one leaf if one spec that cuts it stands for it."""
+    cuts = lambda spec: isinstance(spec, P) and any(entry is not None for entry in spec.partitions)
+    whole = lambda x: canonical(x) if isinstance(x, Value) else x
+    one = lambda spec, x: jax.tree.map(whole, x, is_leaf=is_value) if cuts(spec) else x
+    try:
+        return jax.tree.map(one, specs, args, is_leaf=lambda x: x is None or isinstance(x, P))
+    except ValueError:  # as JAX will say
+        return args
+
+
+def shard_map(own: Callable) -> Callable:
+    """The method `bind_with_trace` of JAX's primitive, for operands and results of any type."""
+
+    def bind_with_trace(
+        self: Primitive, trace: Trace, args: Sequence[Any], avals: Any, params: dict[str, Any], /
+    ) -> Any:
+        (function,) = params["subfuns"]
+        body = _Body(function, params)
+        with set_current_trace(trace):
+            leaves, specs = body.open(args, params["in_specs"])
+            avals = list(map(jax.typeof, leaves)) if body.blocks else avals
+        params = {**params, "subfuns": (body,), "in_specs": specs}
+        if len(leaves) != len(args):
+            params["debug_info"] = params["debug_info"].with_unknown_names()
+        out = own(self, trace, leaves, avals, params)
+        with set_current_trace(trace):
+            return body.close(out)
+
+    return bind_with_trace
+
+
+class _Body:
+    """The function of a `shard_map` as one of leaves."""
+
+    def __init__(self, function: Callable, params: dict[str, Any]):
+        self._function, self._mesh = function, params["mesh"]
+        self._check_vma, self._manual = params["check_vma"], params["newly_manual_axes"]
+        self.blocks: list[Any] = []  # of typed operands: a value of specs; of others None
+        self._out: Any = None  # JAX's tree of the results, and for typed ones a value of specs
+        self._wholes: list[Any] = []
+
+    def open(self, args: Sequence[Any], specs: Sequence[Any]) -> tuple[Any, Any]:
+        """The operands of which the typed ones are opened, and their specs."""
+        types = [_high_type_of(x) for x in args]
+        if not any(types):
+            return args, specs
+        leaves: list[Any] = []
+        leaf_specs: list[Any] = []
+        for x, t, spec in zip(args, types, specs, strict=True):
+            if t is None:
+                leaves, leaf_specs = [*leaves, x], [*leaf_specs, spec]
+                self.blocks.append(None)
+                continue
+            value = fully_opened(x)
+            block = split(value, spec, self._mesh.shape)
+            if block is None:
+                raise _refused("cut", t, spec)
+            place = lambda leaf, own: placed(leaf, own, self._mesh, self._manual)
+            leaves += jax.tree.leaves(map_leaves(place, value, block))
+            leaf_specs += jax.tree.leaves(block)
+            self.blocks.append(block)
+        return leaves, tuple(leaf_specs)
+
+    def __call__(self, *leaves: Any) -> Any:
+        out, specs = self._function(*self._operands(leaves)).unpack_aux()
+        results = list(out)
+        self._out, self._wholes = out, [None] * len(results)
+        if not any(_high_type_of(x) for x in results):
+            return out.with_aux(specs)
+        leaf_specs = list(specs)
+        for i, (x, spec) in enumerate(zip(results, specs, strict=True)):
+            t = _high_type_of(x)
+            if t is not None:
+                results[i] = fully_opened(x)
+                whole = joined(results[i], spec, self._mesh.shape, self._check_vma)
+                if whole is None:
+                    raise _refused("join", t, spec)
+                leaf_specs[i] = self._wholes[i] = whole
+        flat_specs = tuple(jax.tree.leaves(leaf_specs))
+        return flat_tree(jax.tree.leaves(results)).with_aux(flat_specs)
+
+    def _operands(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        if not self.blocks:
+            return leaves
+        parts = jax.tree.unflatten(_tree_of(self.blocks), leaves)
+        return [canonical(x) if isinstance(x, Value) else x for x in parts]
+
+    def close(self, out: Any) -> Any:
+        """The results, of which those that were typed within the body are so outside."""
+        if not any(whole is not None for whole in self._wholes):
+            return out
+        parts = jax.tree.unflatten(_tree_of(self._wholes), list(out))
+        return self._out.update([canonical(x) if isinstance(x, Value) else x for x in parts])
+
+
+def _tree_of(values: Sequence[Any]) -> Any:
+    return jax.tree.structure([0 if value is None else value for value in values])
+
+
+def _high_type_of(x: Any) -> Any:
+    x = value_of(x)
+    t = type_of(x) if isinstance(x, Value) else getattr(x, "aval", None)
+    return t if isinstance(t, HighType) else None
+
+
+def _refused(verb: str, t: HighType, spec: Any) -> TypeError:
+    return TypeError(
+        f"shard_map cannot {verb} a {t.cls.__name__} of the type {t} by {spec}, which does not fit "
+        "the leaves, or of which its class does not say how (ImplicitArray.partition). Give it the "
+        "spec P(), or vn.materialise of it."
+    )

@@ -1,0 +1,341 @@
+"""Contents that become something else, and contents that are implicit arrays."""
+
+import functools
+import gc
+import sys
+import threading
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import veneer as vn
+from veneer.hijax import Box
+
+pytestmark = pytest.mark.usefixtures("mode_off")
+
+OUTSIDE = {
+    "eager": lambda f: f,
+    "vn.jit": vn.jit,
+    "implicit": lambda f: lambda x: vn.implicit(lambda x, w: f(x))(x, quantised(1.0)),
+    "vn.jit in vn.jit": lambda f: vn.jit(lambda x: vn.jit(f)(x)),
+}
+GRADS = {
+    "grad": jax.grad,
+    "vn.jit of grad": lambda f: vn.jit(jax.grad(f)),
+    "grad of vn.jit": lambda f: jax.grad(vn.jit(f)),
+}
+
+
+def quantised(x):
+    return vn.quant.quantize(jnp.full((2, 2), x), "nf4")
+
+
+def shapes(box):
+    return jax.tree.map(jnp.shape, box.get())
+
+
+@pytest.mark.parametrize("outside", OUTSIDE.values(), ids=OUTSIDE)
+def test_an_empty_box_is_filled(outside):
+    box, traces = Box(), []
+
+    def program(x):
+        traces.append(box.get())
+        box.set({"n": x, "m": [x + 1]})
+        return box.get()["m"][0]
+
+    program = outside(program)
+    assert program(2.0) == 3.0
+    assert box.get() == {"n": 2.0, "m": [3.0]}
+    assert traces == [None]
+    assert [program(3.0) == 4.0, program(4.0) == 5.0] == [True, True]
+    assert box.get() == {"n": 4.0, "m": [5.0]}
+
+
+def test_a_program_is_traced_once_for_each_structure():
+    box, traces = Box(), []
+
+    @vn.jit
+    def program(x):
+        traces.append(1)
+        found = box.get()
+        box.set({"n": x} if found is None else {"n": found["n"] + x})
+
+    for x in (1.0, 2.0, 3.0):
+        program(x)
+    assert (len(traces), box.get()) == (2, {"n": 6.0})
+    box.set(None)
+    program(5.0)
+    assert box.get() == {"n": 5.0}
+
+
+def test_an_argument_is_traced_once_for_each_structure():
+    traces = []
+
+    @vn.jit
+    def program(box, x):
+        traces.append(1)
+        box.set([*(box.get() or []), x])
+
+    for _ in range(2):
+        box = Box()
+        for x in (1.0, 2.0):
+            program(box, x)
+        assert box.get() == [1.0, 2.0]
+    assert len(traces) == 2
+
+
+@pytest.mark.parametrize("how", ["argument", "closure"])
+def test_an_array_becomes_a_quantised_one(how):
+    box = Box(jnp.full((2, 2), 3.0))
+
+    def program(x, box=box):
+        box.update(lambda w: vn.quant.quantize(w, "int8"))
+        return x @ box.get()
+
+    args = (jnp.ones((1, 2)), box)[: 2 if how == "argument" else 1]
+    np.testing.assert_allclose(vn.jit(program)(*args), [[6.0, 6.0]], rtol=1e-2)
+    assert isinstance(box.get(), vn.quant.QArray)
+    np.testing.assert_allclose(box.get() @ jnp.ones(2), [6.0, 6.0], rtol=1e-2)
+
+
+@pytest.mark.parametrize("grad", GRADS.values(), ids=GRADS)
+def test_the_primal_fills_an_empty_box(grad):
+    box = Box()
+
+    def loss(x):
+        box.set({"n": x, "i": 1})
+        return x**2 * box.get()["n"]
+
+    for x in (2.0, 3.0):
+        assert grad(loss)(x) == 2 * x * x
+        assert box.get() == {"n": x, "i": 1}
+        assert not isinstance(box.get()["n"], jax.core.Tracer)
+    box.set(None)
+    assert jax.grad(jax.grad(loss))(2.0) == 4.0
+    assert box.get() == {"n": 2.0, "i": 1}
+
+
+def test_plain_jit_keeps_the_structure():
+    message = r"under plain JAX functions the structure and the types .*Under vn.jit"
+    for value in (None, 1.0):
+        box = Box(value)
+        with pytest.raises(TypeError, match=message):
+            jax.jit(lambda x, box=box: box.set({"n": x}))(2.0)
+        with pytest.raises(TypeError, match=message):
+            jax.jit(lambda box, x: box.set({"n": x}))(box, 2.0)
+        with pytest.raises(TypeError, match=r"f32\[\].* cannot become .*i32\[3\]|None.* cannot"):
+            jax.jit(lambda box: box.set(jnp.arange(3)))(box)
+        with pytest.raises(TypeError, match=message):
+            jax.vmap(lambda box: box.set([1.0]))(Box(jnp.zeros(2)))
+        assert box.get() == value
+
+
+LOOPS = {
+    "scan": lambda f: lax.scan(lambda c, _: (f(), (c, None))[1], 0.0, None, length=2),
+    "while_body": lambda f: lax.while_loop(lambda i: i < 2, lambda i: (f(), i + 1)[1], 0),
+    "cond": lambda f: lax.cond(jnp.bool_(True), f, lambda: None),
+    "checkpoint": lambda f: jax.checkpoint(f)(),
+}
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, vn.jit], ids=["eager", "vn.jit"])
+@pytest.mark.parametrize("name", LOOPS)
+def test_the_structure_stays_in_loops(name, jit):
+    box = Box(1.0)
+    with pytest.raises(TypeError, match=rf"stay in the body of {name}.*, as those of a carry do"):
+        jit(lambda: LOOPS[name](lambda: box.set([2.0, 3.0])))()
+    assert box.get() == 1.0
+
+
+def test_structure_changes_before_a_loop():
+    box = Box()
+
+    @vn.jit
+    def program(x):
+        box.set({"sum": jnp.zeros(())})
+        lax.scan(lambda c, t: (box.set({"sum": box.get()["sum"] + t}), (c, None))[1], 0.0, x)
+        return box.get()["sum"]
+
+    for _ in range(2):
+        assert program(jnp.arange(4.0)) == 6.0
+        assert box.get() == {"sum": 6.0}
+
+
+def test_what_is_compiled_knows_of_a_new_structure():
+    """A function that JAX has compiled holds references to what is given up."""
+    box = Box(1.0)
+    program = jax.jit(lambda x: x + jax.tree.leaves(box.get())[0])
+    assert program(1.0) == 2.0
+    box.set([5.0, 6.0])
+    assert program(1.0) == 6.0
+    inner = jax.jit(lambda x: box.set([x, x]))
+    inner(7.0)
+    vn.jit(lambda: box.set(8.0))()
+    assert program(1.0) == 9.0
+    with pytest.raises(TypeError, match="cannot become"):
+        inner(7.0)
+
+
+def test_functions_that_a_program_calls_know_of_a_new_structure():
+    box = Box(1.0)
+    plain, ours = (jit(lambda: jax.tree.leaves(box.get())[0] + 1) for jit in (jax.jit, vn.jit))
+
+    @vn.jit
+    def program(x):
+        before = plain() + ours()
+        box.set([x, x])
+        return before, plain() + ours()
+
+    assert program(5.0) == (4.0, 12.0)
+    assert (plain(), ours()) == (6.0, 6.0)
+    assert program(7.0) == (12.0, 16.0)
+
+
+def test_after_a_failed_trace():
+    box = Box(1.0)
+
+    def program(box, x):
+        box.set([x, x])
+        raise RuntimeError("no")
+
+    for function, args in ((program, (box, 2.0)), (functools.partial(program, box), (2.0,))):
+        with pytest.raises(RuntimeError, match="no"):
+            vn.jit(function)(*args)
+        assert box.get() == 1.0
+
+
+def test_a_box_is_returned():
+    made = vn.jit(lambda x: {"box": Box([x, x]), "x": x})(2.0)
+    assert made["box"].get() == [2.0, 2.0]
+    made["box"].set(1.0)
+    assert made["box"].get() == 1.0
+
+
+def test_a_box_that_is_passed_and_returned_is_another():
+    box = Box(1.0)
+    program = vn.jit(lambda box, x: (box.set([x]), box)[1])
+    for x in (2.0, 3.0):
+        returned = program(box, x)
+        assert (returned.get(), box.get()) == ([x], [x])
+        returned.set(0.0)
+        assert box.get() == [x]
+
+
+def test_a_program_keeps_no_box_whose_structure_it_changes():
+    box = Box(1.0)
+    found = weakref.ref(box)
+    program = vn.jit(lambda x: found().set([x]))
+    program(2.0)
+    assert box.get() == [2.0]
+    of_box = weakref.ref(box._contents)
+    del box
+    gc.collect()
+    assert (found(), of_box()) == (None, None)
+
+
+def test_the_structure_stays_where_jax_has_a_program_around():
+    box = Box(1.0)
+    program = vn.jit(lambda x: box.set([x, x]))
+    for around in (jax.make_jaxpr, jax.jit, lambda f: functools.partial(jax.eval_shape, f)):
+        with pytest.raises(TypeError, match=r"Under vn.jit with none of JAX's functions around it"):
+            around(program)(2.0)
+        assert box.get() == 1.0
+
+
+def test_mapped_structure():
+    box = Box()
+    with pytest.raises(ValueError, match="that is mapped"):
+        jax.vmap(vn.jit(lambda x: box.set([x])))(jnp.arange(2.0))
+    jax.vmap(lambda x: box.set([1.0, 2.0]))(jnp.arange(2.0))
+    assert box.get() == [1.0, 2.0]
+
+
+# Implicit arrays.
+
+
+def loss(box, x):
+    box.update(lambda tree: {**tree, "n": tree["n"] + 1})
+    return jnp.sum(x @ box.get()["w"])
+
+
+@pytest.mark.parametrize("mode", [False, True], ids=["off", "on"])
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit, vn.jit], ids=["eager", "jitted", "vn.jit"])
+def test_contents_with_a_quantised_weight(jit, mode, agree):
+    box, x = Box({"w": quantised(3.0), "n": 0}), jnp.ones((1, 2))
+
+    def in_loop(x):
+        return lax.scan(lambda c, _: (c + loss(box, x), None), 0.0, None, length=2)[0]
+
+    with vn.hijax.enabled() if mode else jax.numpy_dtype_promotion("standard"):
+        agree(jit(loss)(box, x), 12.0)
+        agree(jax.grad(jit(lambda x: loss(box, x)))(x), jnp.full((1, 2), 6.0))
+        agree(jit(jax.grad(lambda x: loss(box, x)))(x), jnp.full((1, 2), 6.0))
+        agree(jit(in_loop)(x), 24.0)
+    assert box.get()["n"] == 5
+    assert isinstance(box.get()["w"], vn.quant.QArray)
+
+
+@pytest.mark.parametrize("mode", [False, True], ids=["off", "on"])
+def test_a_weight_is_written(mode, agree):
+    box = Box()
+
+    def program(w):
+        box.set(jnp.transpose(w))
+        return jnp.sum(box.get() @ jnp.ones((2, 1)))
+
+    run = vn.jit if mode else lambda f: vn.implicit(f)
+    with vn.hijax.enabled() if mode else jax.numpy_dtype_promotion("standard"):
+        for transform in (run, vn.jit, lambda f: vn.jit(jax.value_and_grad(f, allow_int=True))):
+            box.set(None)
+            transform(program)(quantised(3.0))
+            assert isinstance(box.get(), vn.quant.QArray)
+            agree(box.get(), jnp.full((2, 2), 3.0))
+        transpose = jnp.transpose if mode else vn.implicit(jnp.transpose)
+        jax.jit(lambda w: box.set(transpose(w)))(quantised(4.0))
+        agree(box.get(), jnp.full((2, 2), 4.0))
+
+
+def test_derivative_at_a_typed_weight(agree):
+    """With the mode on, a quantised weight is one leaf for `jax.grad`, with a dense tangent."""
+    box, x = Box(quantised(0.0)), jnp.ones((1, 2))
+
+    def program(w):
+        box.set(w)
+        return jnp.sum(jnp.dot(x, w))
+
+    with vn.hijax.enabled():
+        for transform in (
+            jax.grad,
+            lambda f: jax.jit(jax.grad(f)),
+            lambda f: jax.grad(jax.jit(f)),
+            lambda f: jax.grad(vn.jit(f)),
+            lambda f: vn.jit(jax.grad(f)),
+        ):
+            box.set(quantised(0.0))
+            agree(transform(program)(quantised(3.0)), jnp.ones((2, 2)))
+            agree(box.get(), jnp.full((2, 2), 3.0))
+
+
+def test_threads_that_trace_at_once_find_the_same_references():
+    def look(box, found, together):
+        together.wait()
+        found.append(box._contents.references())
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for _ in range(10):
+            found: list = []
+            args = Box(0.0), found, threading.Barrier(4)
+            threads = [threading.Thread(target=look, args=args) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert all(refs is found[0] for refs in found)
+    finally:
+        sys.setswitchinterval(interval)

@@ -1,0 +1,178 @@
+"""Settings of JAX, fields of traced values, nested transformations, and what is eager."""
+
+import copy
+import pickle
+import threading
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import veneer as vn
+
+POLICIES = ["nothing_saveable", "everything_saveable", "dots_saveable"]
+
+
+@pytest.fixture
+def loss(x, high):
+    return lambda w: jnp.sum(jnp.sin(jnp.dot(x, high(w))))
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_policies_of_checkpoints(name, loss, weight, agree_by_leaves):
+    policy = getattr(jax.checkpoint_policies, name)
+    found = jax.jit(jax.grad(jax.checkpoint(loss, policy=policy)))(weight.value)
+    agree_by_leaves(found, weight.reference(jax.grad, loss))
+
+
+def test_a_typed_value_may_be_named_to_be_saved(x, weight, high, agree_by_leaves):
+    def loss(w):
+        named = jax.ad_checkpoint.checkpoint_name(high(w), "w")
+        return jnp.sum(jnp.sin(jnp.dot(x, named)))
+
+    policy = jax.checkpoint_policies.save_only_these_names("w")
+    found = jax.jit(jax.grad(jax.checkpoint(loss, policy=policy)))(weight.value)
+    agree_by_leaves(found, weight.reference(jax.grad, loss))
+
+
+SETTINGS = {
+    "disable_jit": lambda: jax.disable_jit(),
+    "debug_nans": lambda: jax.debug_nans(True),
+    "strict promotion": lambda: jax.numpy_dtype_promotion("strict"),
+    "x64": lambda: jax.enable_x64(True),
+    "checks": lambda: jax.enable_checks(True),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings(name, loss, weight, high, agree, agree_by_leaves):
+    expected = weight.reference(jax.grad, loss)
+    with SETTINGS[name]():
+        agree_by_leaves(jax.jit(jax.grad(loss))(weight.value), expected)
+        agree(jax.jit(high)(weight.value), weight.dense)
+
+
+def test_nans_of_typed_operands_are_found(weight, high):
+    with jax.debug_nans(True), pytest.raises(FloatingPointError):
+        jax.jit(lambda w: jnp.log(-jnp.abs(high(w))))(weight.value)
+
+
+def test_types_of_doubles():
+    with jax.enable_x64(True):
+        w = vn.types.LoraArray(*(jnp.ones(s, jnp.float64) for s in ((4, 6), (4, 2), (2, 6))))
+        grad = jax.jit(jax.grad(lambda w: jnp.sum(jnp.transpose(w))))(w)
+    assert grad.a.dtype == jnp.float64
+
+
+# Fields.
+
+
+def test_fields_of_a_traced_value(x):
+    w = vn.types.LoraArray(jnp.ones((4, 6)), jnp.ones((4, 2)), 2 * jnp.ones((2, 6)))
+    turned = jax.jit(lambda w: jnp.transpose(w).a)(w)
+    assert (turned == w.b.T).all()
+    loss = lambda see: lambda w: jnp.sum(see(w).b ** 2)
+    of_typed = jax.grad(loss(lambda w: jnp.transpose(jnp.transpose(w))))(w)
+    assert (of_typed.b == jax.grad(loss(lambda w: w))(w).b).all()
+
+
+def test_fields_properties_and_methods_by_the_class(weight, high, agree):
+    agree(jax.jit(lambda w: high(w).materialise())(weight.value), weight.dense)
+    has = jax.jit(lambda w: [hasattr(high(w), name) for name in ("materialise", "nothing")])
+    assert has(weight.value) == [True, False]
+
+
+def test_a_field_may_be_called_as_our_types_call_theirs():
+    class Held(vn.ImplicitArray):
+        value: jax.Array
+        name: str = vn.static(default="held")
+
+        def materialise(self):
+            return self.value
+
+    h = Held(jnp.arange(3.0))
+    turned = lambda h: jnp.reshape(jnp.reshape(h, (1, 3)), (3,))
+    assert jax.jit(lambda h: lax.neg(h))(h).tolist() == [0.0, -1.0, -2.0]
+    assert jax.jit(lambda h: getattr(turned(h), "value", turned(h)))(h).tolist() == [0.0, 1.0, 2.0]
+
+
+# Nested transformations.
+
+
+def test_a_jit_in_a_scan_in_a_vmap(x, weight, high, agree):
+    row_of = lambda w: lambda c, row: (c, jax.jit(lambda w: jnp.dot(row, high(w)))(high(w)))
+    run = lambda ws: jax.vmap(lambda w: lax.scan(row_of(w), 0.0, x)[1])(ws)
+    agree(jax.jit(run)(weight.stack), jnp.einsum("ij,njk->nik", x, weight.dense_stack))
+
+
+def test_a_map_in_batches(x, weight, high, agree):
+    run = lambda ws: lax.map(lambda w: jnp.dot(x, high(w)), ws, batch_size=2)
+    agree(jax.jit(run)(weight.stack), jnp.einsum("ij,njk->nik", x, weight.dense_stack))
+
+
+def test_a_switch(x, weight, high, agree):
+    branches = [lambda w: jnp.dot(x, w), lambda w: 2 * jnp.dot(x, high(w)), lambda w: x @ w]
+    run = jax.jit(lambda i, w: lax.switch(i, branches, w))
+    agree(run(1, weight.value), 2 * x @ weight.dense)
+    agree(jax.jit(lambda i, w: lax.switch(i, branches, high(w)))(2, weight.value), x @ weight.dense)
+
+
+def test_an_associative_scan(weight, high, agree):
+    run = jax.jit(lambda w: lax.associative_scan(jnp.add, high(w)))
+    agree(run(weight.value), jnp.cumsum(weight.dense, 0))
+
+
+def test_threads(x, weight, high, agree):
+    found = []
+
+    def work():
+        with vn.hijax.enabled():
+            found.append(jax.jit(lambda x, w: jnp.dot(x, high(w)))(x, weight.value))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    agree(found, [x @ weight.dense] * 4)
+
+
+# Eager.
+
+EAGER = {
+    "transpose": jnp.transpose,
+    "lax": lambda w: lax.transpose(w, (1, 0)),
+    "pieces": lambda w: jnp.split(w, 2)[0],
+    "loop": lambda w: lax.fori_loop(0, 2, lambda i, w: w.T.T, jnp.transpose(w)),
+}
+
+
+@pytest.mark.parametrize("name", EAGER)
+def test_eager_results_are_values(name, weight, agree):
+    out = EAGER[name](weight.value)
+    agree(out, EAGER[name](weight.dense))
+    if isinstance(vn.implicit(EAGER[name])(weight.value), vn.ImplicitArray):
+        assert type(out) is type(weight.value)
+
+
+def test_what_asarray_gives_is_as_the_value(x, weight, agree):
+    w = jnp.asarray(weight.value)
+    assert (len(w), w.T.shape, w.nbytes) == (4, (6, 4), weight.value.nbytes)
+    agree(x @ w, x @ weight.dense)
+    agree([*w], [*weight.dense])
+    for same in (pickle.loads(pickle.dumps(w)), copy.deepcopy(w)):
+        agree(jnp.dot(x, same), x @ weight.dense)
+
+
+def test_units():
+    pytest.importorskip("astropy")
+    m = vn.types.Quantity(jnp.arange(1.0, 4.0), "m")
+    squares = jax.jit(lambda m: jnp.sum(m * m))(m)
+    assert (float(squares.value), str(squares.unit)) == (14.0, "m2")
+    area = jax.jit(lambda m: (m * m).value)
+    assert area(m).tolist() == [1.0, 4.0, 9.0]
+    total, _ = lax.scan(lambda c, v: (c + v, None), vn.types.Quantity(jnp.zeros(()), "m"), m)
+    assert (float(total.value), str(total.unit)) == (6.0, "m")
+    with pytest.raises(ValueError, match="m cannot be converted to a number"):
+        jax.jit(jnp.exp)(m)
