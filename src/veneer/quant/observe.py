@@ -9,26 +9,21 @@ no JAX, which would wait for the very threads that run it.
 
 import functools
 import itertools
-import math
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.typing import ArrayLike
 
-from .._core.rules import register
 from .._core.transform import implicit
-from .._core.tree import static
-from .activations import bind, sums_over_features
 from .model import Rule, flatten_with_paths, rule_for, warn_of_unmatched
-from .product_weights import ProductWeight
+from .observed import Observed, boxes_of, recordings_of, tokens
 from .recording import Recording
 from .statistics import ActivationStatistics
-from .tiles import Leaf
+from .totals import ended, store, totals_of
 
 
 def observe(
@@ -38,7 +33,8 @@ def observe(
     params: Any = None,
     gram: bool = False,
     decay: float = 0.9,
-) -> Callable[[Iterable[Any]], dict[str, ActivationStatistics]]:
+    box: Callable[[Any], Any] | None = None,
+) -> Any:
     """Records what the activations of a model are, without touching its code.
 
     **Arguments:**
@@ -53,6 +49,8 @@ def observe(
     - `gram`: whether to record `x.T @ x`, too, for each product but those of convolutions.
     - `decay`: of the exponential average of ranges over batches: what a batch leaves of the average
       of those before.
+    - `box`: `vn.hijax.Box`, to record on the device, in one Box for each weight, and not on the
+      host. Then the result is the model, for any program to call: see `ObservedModel`.
 
     **Returns:** a function of the batches, any iterable of them. A batch that is a tuple is the
     arguments of the model, and any other its one argument. It returns the statistics of the
@@ -82,6 +80,16 @@ def observe(
     ([2.0, 3.0], [3.0, 3.0, 3.0, 3.0])
     >>> quantised = vn.quant.quantize_tree(params, rules, statistics=statistics)
     >>> y = vn.implicit(model)(quantised, batches[0])
+
+    While a model is trained, in the compiled program that computes its gradient:
+
+    >>> observed = vn.quant.observe(model, rules, params=params, box=vn.hijax.Box)
+    >>> loss = lambda params, x: (observed(params, x) ** 2).sum()
+    >>> step = jax.jit(jax.grad(loss))
+    >>> for batch in batches:
+    ...     gradient = step(params, batch)
+    >>> observed.statistics()["up"].absmax.ravel().tolist()
+    [2.0, 3.0]
     """
     if not 0 <= decay < 1:
         raise ValueError(f"decay is what is kept of an average, from 0 to below 1, not {decay}")
@@ -89,6 +97,10 @@ def observe(
     leaves = [flatten_with_paths(part) for part in program]
     paths = [path for part, _, _ in leaves for path in part]
     warn_of_unmatched(rules, paths, stacklevel=2)
+    if box is not None:
+        return ObservedModel(
+            program, call, rules, box, takes_params=params is not None, gram=gram, decay=decay
+        )
 
     def run(batches: Iterable[Any]) -> dict[str, ActivationStatistics]:
         if isinstance(batches, Mapping | jax.Array | np.ndarray):
@@ -96,9 +108,9 @@ def observe(
                 f"observe goes through an iterable of batches, as a list of them, and not through "
                 f"{type(batches).__name__}"
             )
-        token = next(_tokens)
+        token = next(tokens)
         observed: dict[str, Recording] = {}
-        _recordings[token] = observed
+        recordings_of[token] = observed
         try:
             parts = [
                 _observed_tree(part, rules, token, observed, gram=gram, decay=decay)
@@ -112,7 +124,7 @@ def observe(
                 for recording in observed.values():
                     recording.end_batch()
         finally:
-            del _recordings[token]
+            del recordings_of[token]
         if empty:
             raise ValueError("there are no batches to observe")
         return _results(observed)
@@ -120,13 +132,89 @@ def observe(
     return run
 
 
+class ObservedModel:
+    """A model that writes what its activations are to Boxes, wherever it runs.
+
+    It is called as the model is: with `params` first, where `observe` was given them. It may be
+    compiled, differentiated, in a loop, and under `jax.checkpoint`, where what is computed again is
+    not recorded again. Each call is a batch. Not under a `jax.vmap` around it, which would map what
+    is written: map within the model.
+
+    **Arguments:** those of `observe`, from which it comes.
+    """
+
+    boxes: dict[str, Any]  # by the path of the weight, with `totals.Totals`
+
+    def __init__(
+        self,
+        parts: Sequence[Any],
+        call: Callable,
+        rules: Sequence[Rule],
+        box: Callable[[Any], Any],
+        *,
+        takes_params: bool,
+        gram: bool,
+        decay: float,
+    ):
+        self._parts, self._call, self._rules = parts, call, rules
+        self._takes_params, self._gram, self._decay = takes_params, gram, decay
+        self._token = next(tokens)
+        self._recordings: dict[str, Recording] = {}
+        self._observed(parts)
+        self.boxes = {path: box(totals_of(own)) for path, own in self._recordings.items()}
+        recordings_of[self._token], boxes_of[self._token] = self._recordings, self.boxes
+        for kept in (recordings_of, boxes_of):
+            weakref.finalize(self, kept.pop, self._token)
+
+    def _observed(self, parts: Sequence[Any]) -> list[Any]:
+        found: dict[str, Recording] = {}
+        trees = [
+            _observed_tree(
+                flatten_with_paths(part),
+                self._rules,
+                self._token,
+                found,
+                gram=self._gram,
+                decay=self._decay,
+            )
+            for part in parts
+        ]
+        self._recordings = self._recordings or found
+        if found.keys() != self._recordings.keys():
+            raise ValueError(
+                f"the parameters have weights at {', '.join(found)}, and those that observe was "
+                f"given at {', '.join(self._recordings)}"
+            )
+        return trees
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the model, and records its activations as those of a batch."""
+        if self._takes_params and not args:
+            raise TypeError("the model takes its params first, by position")
+        parts, args = ([args[0]], args[1:]) if self._takes_params else (self._parts, args)
+        out = implicit(self._call)(self._observed(parts), *args, **kwargs)
+        for own in self.boxes.values():
+            own.update(lambda totals: ended(totals, self._decay))
+        return out
+
+    def statistics(self) -> dict[str, ActivationStatistics]:
+        """Returns what has been recorded so far, by the path of the weight.
+
+        **Raises:** `ValueError` where no activations have met any of the weights. Warns with
+        `UserWarning` of those that met none.
+        """
+        for path, own in self.boxes.items():
+            store(own.get(), self._recordings[path])
+        return _results(self._recordings)
+
+
 Program = tuple[Sequence[Any], Callable]
 
 
 def _program(model: Callable, params: Any) -> Program:
-    """The trees of parameters, and the function of them, as a list, and of a batch."""
+    """The trees of parameters, and the function of them, as a list, and of other arguments."""
     if params is not None:
-        return [params], lambda parts, *args: model(parts[0], *args)
+        return [params], lambda parts, /, *args, **kwargs: model(parts[0], *args, **kwargs)
     if isinstance(model, functools.partial):
         names = list(model.keywords)
         parts = [model.func, *model.args, *model.keywords.values()]
@@ -134,14 +222,14 @@ def _program(model: Callable, params: Any) -> Program:
             parts[0] = None
         split = 1 + len(model.args)
 
-        def call(parts: Sequence[Any], *args: Any) -> Any:
+        def call(parts: Sequence[Any], /, *args: Any, **kwargs: Any) -> Any:
             function = model.func if parts[0] is None else parts[0]
             keywords = dict(zip(names, parts[split:], strict=True))
-            return function(*parts[1:split], *args, **keywords)
+            return function(*parts[1:split], *args, **{**keywords, **kwargs})
 
         return parts, call
     if callable(model) and not jax.tree_util.treedef_is_leaf(jax.tree.structure(model)):
-        return [model], lambda parts, *args: parts[0](*args)
+        return [model], lambda parts, /, *args, **kwargs: parts[0](*args, **kwargs)
     raise TypeError(
         f"observe finds no parameters in {model!r}: pass them, as observe(model, rules, "
         "params=params) of a function model(params, batch); or functools.partial(model, params)"
@@ -196,136 +284,3 @@ def _results(observed: Mapping[str, Recording]) -> dict[str, ActivationStatistic
             raise ValueError(message)
         warnings.warn(message, UserWarning, stacklevel=3)
     return {path: recording.statistics() for path, recording in found.items()}
-
-
-_tokens = itertools.count()
-_recordings: dict[int, dict[str, Recording]] = {}
-
-
-class Observed(ProductWeight):
-    """A weight whose activations are recorded as they meet it in a product."""
-
-    companions: ClassVar[tuple[str, ...]] = ("position",)
-
-    array: Any  # [..., K, N]
-    position: Leaf  # [..., K, 1], where in the weight as it was an entry is
-    contracting: tuple[int, ...] = static()
-    path: str = static()
-    token: int = static()
-    gram: bool = static()
-
-    @property
-    def recording(self) -> Recording:
-        """What it is recorded in."""
-        return _recordings[self.token][self.path]
-
-    def record(
-        self,
-        x: jax.Array,
-        x_axes: tuple[Sequence[int], Sequence[int]],
-        axes: tuple[Sequence[int], Sequence[int]],
-        *,
-        gram: bool,
-    ) -> None:
-        """Records the operand of a product.
-
-        **Arguments:**
-
-        - `x`: the operand.
-        - `x_axes`, `axes`: of the operand and of the weight, those of the batch, and those of the
-          channels. Along other axes of the weight, every entry meets the same.
-        - `gram`: whether products of channels are recorded.
-        """
-        if x.size == 0:
-            return
-        shape = [math.prod(x.shape[axis] for axis in group) for group in _groups(x.ndim, *x_axes)]
-        order = [axis for group in _groups(x.ndim, *x_axes) for axis in group]
-        wide = jnp.promote_types(x.dtype, jnp.float32)
-        x = lax.transpose(x, order).reshape(shape).astype(wide)  # [batch, rows, channels]
-        parts = [
-            self._positions_of(*axes),
-            x.min(1),
-            x.max(1),
-            x.sum(1),
-            jnp.abs(x).sum(1),
-            jnp.square(x).sum(1),
-        ]
-        if gram:
-            parts.append(jnp.einsum("bmk,bml->bkl", x, x, precision="highest"))
-        receive = functools.partial(_receive, self.token, self.path, shape[1])
-        jax.debug.callback(receive, *parts)
-
-    def _positions_of(self, batch: Sequence[int], channels: Sequence[int]) -> jax.Array:
-        """The positions of channels, `[batch, channels]`: of those along other axes, the first."""
-        kept = (*batch, *channels)
-        position = jnp.asarray(self.position)
-        for axis in range(self.ndim):
-            if axis not in kept:
-                position = lax.slice_in_dim(position, 0, 1, axis=axis)
-        sizes = [n if axis in kept else 1 for axis, n in enumerate(self.shape)]
-        position = jnp.broadcast_to(position, sizes)
-        order = [axis for group in _groups(self.ndim, batch, channels) for axis in group]
-        return lax.transpose(position, order).reshape(
-            math.prod(self.shape[axis] for axis in batch), -1
-        )
-
-
-def _groups(
-    ndim: int, batch: Sequence[int], channels: Sequence[int]
-) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
-    """The axes of the batch, the others, and those of the channels."""
-    return batch, [axis for axis in range(ndim) if axis not in (*batch, *channels)], channels
-
-
-def _receive(token: int, path: str, rows: int, *parts: Any) -> None:
-    """What the host does: with arrays of NumPy's alone."""
-    recording = _recordings.get(token, {}).get(path)
-    if recording is not None:
-        recording.add(rows, *map(np.asarray, parts))
-
-
-# Rules for products. Each is bound again, on the weight itself.
-
-
-@register("dot_general")
-def _dot_general(x: ArrayLike, w: Observed, **params: Any) -> Any:
-    (summed, w_summed), (batch, w_batch) = params["dimension_numbers"]
-    _record_product(x, w, (batch, summed), (w_batch, w_summed))
-    return bind("dot_general", (x, w.array), params)
-
-
-@register("dot_general")
-def _dot_general_swapped(w: Observed, x: ArrayLike, **params: Any) -> Any:
-    (w_summed, summed), (w_batch, batch) = params["dimension_numbers"]
-    _record_product(x, w, (batch, summed), (w_batch, w_summed))
-    return bind("dot_general", (w.array, x), params)
-
-
-@register("ragged_dot_general")
-def _ragged_dot_general(x: ArrayLike, w: Observed, group_sizes: ArrayLike, **params: Any) -> Any:
-    numbers = params["ragged_dot_dimension_numbers"]
-    (summed, w_summed), (batch, w_batch) = numbers.dot_dimension_numbers
-    _record_product(x, w, (batch, summed), (w_batch, w_summed))
-    return bind("ragged_dot_general", (x, w.array, group_sizes), params)
-
-
-def _record_product(x: ArrayLike, w: Observed, x_axes: Any, axes: Any) -> None:
-    if not w.sums_over(axes[1]):
-        w.recording.met_along(axis - w.ndim for axis in axes[1])
-    elif jnp.issubdtype(jnp.result_type(x), jnp.floating):
-        w.record(jnp.asarray(x), x_axes, axes, gram=w.gram)
-
-
-@register("conv_general_dilated")
-def _conv_general_dilated(x: ArrayLike, w: Observed, **params: Any) -> Any:
-    numbers, groups = params["dimension_numbers"], params["feature_group_count"]
-    _, x_features, *_ = numbers.lhs_spec
-    _, features, *_ = numbers.rhs_spec
-    if not sums_over_features(w, params):
-        w.recording.met_along([features - w.ndim])
-    elif jnp.issubdtype(jnp.result_type(x), jnp.floating):
-        # Groups go side by side along the features, and channels are those of one.
-        last = jnp.moveaxis(jnp.asarray(x), x_features, -1)
-        last = last.reshape(*last.shape[:-1], groups, -1)
-        w.record(last, ((), [last.ndim - 1]), ((), [features]), gram=False)
-    return bind("conv_general_dilated", (x, w.array), params)

@@ -1,0 +1,162 @@
+"""`Observed`: a weight that records its activations, and its rules for products.
+
+They are recorded on the host, or where there is a Box for the weight, on the device.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike
+
+from .._core.rules import register
+from .._core.tree import static
+from .activations import bind, sums_over_features
+from .product_weights import ProductWeight
+from .recording import Recording
+from .tiles import Leaf
+from .totals import added
+
+tokens = itertools.count()
+recordings_of: dict[int, dict[str, Recording]] = {}
+boxes_of: dict[int, dict[str, Any]] = {}  # of those that record on the device
+
+
+class Observed(ProductWeight):
+    """A weight whose activations are recorded as they meet it in a product."""
+
+    companions: ClassVar[tuple[str, ...]] = ("position",)
+
+    array: Any  # [..., K, N]
+    position: Leaf  # [..., K, 1], where in the weight as it was an entry is
+    contracting: tuple[int, ...] = static()
+    path: str = static()
+    token: int = static()
+    gram: bool = static()
+
+    @property
+    def recording(self) -> Recording:
+        """What it is recorded in."""
+        return recordings_of[self.token][self.path]
+
+    def record(
+        self,
+        x: jax.Array,
+        x_axes: tuple[Sequence[int], Sequence[int]],
+        axes: tuple[Sequence[int], Sequence[int]],
+        *,
+        gram: bool,
+    ) -> None:
+        """Records the operand of a product.
+
+        **Arguments:**
+
+        - `x`: the operand.
+        - `x_axes`, `axes`: of the operand and of the weight, those of the batch, and those of the
+          channels. Along other axes of the weight, every entry meets the same.
+        - `gram`: whether products of channels are recorded.
+        """
+        if x.size == 0:
+            return
+        shape = [math.prod(x.shape[axis] for axis in group) for group in _groups(x.ndim, *x_axes)]
+        order = [axis for group in _groups(x.ndim, *x_axes) for axis in group]
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        x = lax.transpose(x, order).reshape(shape).astype(wide)  # [batch, rows, channels]
+        parts = [
+            self._positions_of(*axes),
+            x.min(1),
+            x.max(1),
+            x.sum(1),
+            jnp.abs(x).sum(1),
+            jnp.square(x).sum(1),
+        ]
+        if gram:
+            parts.append(jnp.einsum("bmk,bml->bkl", x, x, precision="highest"))
+        if self.token in boxes_of:
+            boxes_of[self.token][self.path].update(
+                lambda totals: added(totals, self.recording, shape[1], *parts)
+            )
+            return
+        receive = functools.partial(_receive, self.token, self.path, shape[1])
+        jax.debug.callback(receive, *parts)
+
+    def _positions_of(self, batch: Sequence[int], channels: Sequence[int]) -> jax.Array:
+        """The positions of channels, `[batch, channels]`: of those along other axes, the first."""
+        kept = (*batch, *channels)
+        position = jnp.asarray(self.position)
+        for axis in range(self.ndim):
+            if axis not in kept:
+                position = lax.slice_in_dim(position, 0, 1, axis=axis)
+        sizes = [n if axis in kept else 1 for axis, n in enumerate(self.shape)]
+        position = jnp.broadcast_to(position, sizes)
+        order = [axis for group in _groups(self.ndim, batch, channels) for axis in group]
+        return lax.transpose(position, order).reshape(
+            math.prod(self.shape[axis] for axis in batch), -1
+        )
+
+
+def _groups(
+    ndim: int, batch: Sequence[int], channels: Sequence[int]
+) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
+    """The axes of the batch, the others, and those of the channels."""
+    return batch, [axis for axis in range(ndim) if axis not in (*batch, *channels)], channels
+
+
+def _receive(token: int, path: str, rows: int, *parts: Any) -> None:
+    """What the host does: with arrays of NumPy's alone."""
+    recording = recordings_of.get(token, {}).get(path)
+    if recording is not None:
+        recording.add(rows, *map(np.asarray, parts))
+
+
+# Rules for products. Each is bound again, on the weight itself.
+
+
+@register("dot_general")
+def _dot_general(x: ArrayLike, w: Observed, **params: Any) -> Any:
+    (summed, w_summed), (batch, w_batch) = params["dimension_numbers"]
+    _record_product(x, w, (batch, summed), (w_batch, w_summed))
+    return bind("dot_general", (x, w.array), params)
+
+
+@register("dot_general")
+def _dot_general_swapped(w: Observed, x: ArrayLike, **params: Any) -> Any:
+    (w_summed, summed), (w_batch, batch) = params["dimension_numbers"]
+    _record_product(x, w, (batch, summed), (w_batch, w_summed))
+    return bind("dot_general", (w.array, x), params)
+
+
+@register("ragged_dot_general")
+def _ragged_dot_general(x: ArrayLike, w: Observed, group_sizes: ArrayLike, **params: Any) -> Any:
+    numbers = params["ragged_dot_dimension_numbers"]
+    (summed, w_summed), (batch, w_batch) = numbers.dot_dimension_numbers
+    _record_product(x, w, (batch, summed), (w_batch, w_summed))
+    return bind("ragged_dot_general", (x, w.array, group_sizes), params)
+
+
+def _record_product(x: ArrayLike, w: Observed, x_axes: Any, axes: Any) -> None:
+    if not w.sums_over(axes[1]):
+        w.recording.met_along(axis - w.ndim for axis in axes[1])
+    elif jnp.issubdtype(jnp.result_type(x), jnp.floating):
+        w.record(jnp.asarray(x), x_axes, axes, gram=w.gram)
+
+
+@register("conv_general_dilated")
+def _conv_general_dilated(x: ArrayLike, w: Observed, **params: Any) -> Any:
+    numbers, groups = params["dimension_numbers"], params["feature_group_count"]
+    _, x_features, *_ = numbers.lhs_spec
+    _, features, *_ = numbers.rhs_spec
+    if not sums_over_features(w, params):
+        w.recording.met_along([features - w.ndim])
+    elif jnp.issubdtype(jnp.result_type(x), jnp.floating):
+        # Groups go side by side along the features, and channels are those of one.
+        last = jnp.moveaxis(jnp.asarray(x), x_features, -1)
+        last = last.reshape(*last.shape[:-1], groups, -1)
+        w.record(last, ((), [last.ndim - 1]), ((), [features]), gram=False)
+    return bind("conv_general_dilated", (x, w.array), params)
