@@ -1,0 +1,227 @@
+"""`compile`: a JAX function as one of NumPy arrays, which calls nothing of JAX."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from .._core.transform import implicit
+from . import keys
+from . import ops as ops
+from .builder import Builder
+from .cache import cached
+from .entry import ENTRY, PROGRAM, function_at
+from .fallback import Fallbacks
+from .graph import Graph, graph_of
+from .program import Source, finished
+from .symbols import name_symbols
+from .trees import caller
+from .values import Buffer, Value
+
+
+class Compiled:
+    """A compiled function; see `compile`. It is called as the function that it was made of."""
+
+    __call__: Callable[..., Any]
+
+    def __init__(self, name: str, source: Source, in_tree: Any, out_tree: Any):
+        self._name, self._source = name, source
+        self._in_tree, self._out_tree = in_tree, out_tree
+        self._address, self._entry = 0, None
+        self._fallbacks: Fallbacks | None = None
+
+    @property
+    def source(self) -> str:
+        """The program: Python that Numba compiles, a function a kernel."""
+        return self._source.text
+
+    @functools.cached_property
+    def raw(self) -> Any:
+        """The program as a Numba dispatcher, to be called by functions under `numba.njit`.
+
+        It takes the leaves of the arguments and returns the result, or a tuple of the leaves of
+        the results. Arrays without axes are numbers there; an integer that a dtype does not hold
+        raises `OverflowError`. Functions that call it cannot be cached by Numba, as they refer to
+        memory of this process.
+        """
+        if self._fallbacks is not None:
+            raise NotImplementedError(
+                f"{self} has no .raw: JAX runs {', '.join(self._fallbacks.primitives)} in it, and "
+                "compiled code may hold Python's lock, or handle no errors of Python's. Register "
+                "rules with @vn.numba.funcify.register."
+            )
+        from .raw import raw_function  # which imports Numba
+
+        return raw_function(self._source, self._address, self._entry)
+
+    def __repr__(self) -> str:
+        args = ", ".join(
+            f"{memory.dtype}{[*shape]}"
+            for memory, shape in zip(self._source.inputs, self._source.input_shapes, strict=True)
+        )
+        return f"<vn.numba.compile of {self._name}({args})>"
+
+
+def compile(
+    f: Callable[..., Any], *example_args: Any, fallback: Literal["jax"] | None = None
+) -> Any:
+    """Compiles a JAX function to a native one, whose call takes about a microsecond.
+
+    **Arguments:**
+
+    - `f`: a function of arrays, or of trees of them, that JAX can trace. Arguments may be implicit
+        arrays, as under `vn.implicit`; so may what it closes over.
+    - `example_args`: what it is called with, or `jax.ShapeDtypeStruct`s: they give the tree, the
+        shapes and the dtypes that the result is for. Typed keys of random numbers may be given as
+        such or as their data, uint32[..., 2], which is what they are in results.
+    - `fallback`: with "jax", primitives without a rule are run by JAX, each in some tens of
+        microseconds. A warning names them and the lines that they come from. What JAX raises then,
+        a call raises. There is no `.raw` of such a function.
+
+    **Returns:**
+
+    A callable with the arguments of `f` and the tree of its results, of NumPy arrays.
+    Arguments are never copied where they are C-contiguous NumPy arrays, and never written to.
+
+    **Raises:** `NotImplementedError` for a primitive or a parameter without a rule, and for shapes
+    that are not static. Where a shape within `f` depends on values, as that of `jnp.nonzero(x)`, it
+    is JAX that refuses, as under `jax.jit`.
+
+    >>> import jax.numpy as jnp, numpy as np, veneer as vn
+    >>> f = vn.numba.compile(lambda x: jnp.tanh(x).sum(), np.ones(3, np.float32))
+    >>> f(np.zeros(3, np.float32))
+    array(0., dtype=float32)
+    """
+    if fallback not in (None, "jax"):
+        raise ValueError(f"fallback is None or 'jax', and not {fallback!r}")
+    graph, in_tree, out_tree = traced(f, example_args)
+    fallbacks = None if fallback is None else Fallbacks()
+    source = source_of(graph, fallbacks)
+    name = getattr(f, "__name__", type(f).__name__)
+    compiled = Compiled(name, source, in_tree, out_tree)
+    if fallbacks is not None and fallbacks.primitives:
+        fallbacks.warn(name)
+        compiled._fallbacks = fallbacks
+    return _callable(compiled)
+
+
+def traced(f: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Graph, Any, Any]:
+    """A function as a graph, with the trees of its arguments and of its results."""
+    examples, in_tree = jax.tree.flatten(args)
+    _require_static(examples)
+    out_trees = []
+
+    def flat(*leaves: Any) -> Any:
+        own = [keys.like(x, example) for x, example in zip(leaves, examples, strict=True)]
+        results, tree = jax.tree.flatten(implicit(f)(*jax.tree.unflatten(in_tree, own)))
+        out_trees.append(tree)
+        return [keys.data(x) for x in results]
+
+    jaxpr = jax.make_jaxpr(flat)(*(keys.data(x) for x in examples))
+    return graph_of(jaxpr), in_tree, out_trees[-1]
+
+
+def _require_static(examples: Sequence[Any]) -> None:
+    for number, example in enumerate(examples):
+        shape = getattr(example, "shape", ())
+        if not all(isinstance(n, int) for n in shape):
+            raise NotImplementedError(
+                f"argument {number} is of the shape {shape}, and vn.numba compiles for shapes that "
+                "are known: its loops have their lengths written in them, and the memory of a "
+                "program is laid out when it is compiled. Compile once for each shape."
+            )
+
+
+def source_of(graph: Graph, fallbacks: Fallbacks | None = None) -> Source:
+    """Compiles a graph to source, in which JAX may be called."""
+    b = Builder(fallbacks)
+    inputs = [b.program.input(v.aval.shape, v.aval.dtype) for v in graph.inputs]
+    for value in b.run(graph, inputs):
+        b.program.output(_result(b, value))
+    if fallbacks is not None:
+        fallbacks.end(b)
+    return finished(b.program)
+
+
+def _result(b: Builder, value: Value) -> Buffer:
+    """A result of a program: all of a piece of work memory, which nothing else is."""
+    buffer = b.force(value)
+    memory = buffer.memory
+    if memory.kind == "work" and memory.alias is None and buffer.size == memory.size:
+        return buffer
+    return b.copy(value)
+
+
+def _callable(compiled: Compiled) -> Any:
+    from ..kernels.cpu.machine_code import load
+
+    source = compiled._source
+    name_symbols(source.names.values())
+    code = cached(source.key, lambda: _object_code(source))
+    address, compiled._address = load(code, ENTRY, PROGRAM)
+    entry = function_at(address, compiled._name, source, lambda *args: slow(*args))
+
+    def slow(*args: Any) -> Any:
+        if len(args) != len(source.inputs):
+            raise TypeError(f"{compiled} was called with {len(args)} arrays")
+        return entry(*(_as_given(x, n, compiled) for n, x in enumerate(args)))
+
+    compiled._entry = entry
+    leaves = entry if compiled._fallbacks is None else compiled._fallbacks.checked(entry)
+    call = caller(leaves, compiled._in_tree, compiled._out_tree)
+    # A method of a class of its own is found faster than one of an instance.
+    compiled.__class__ = type("Compiled", (Compiled,), {"__call__": staticmethod(call)})
+    return compiled
+
+
+def _object_code(source: Source) -> bytes:
+    from .machine import object_code  # which imports Numba
+
+    return object_code(source)
+
+
+def _as_given(x: Any, number: int, compiled: Compiled) -> np.ndarray:
+    """An argument as the program takes it."""
+    source = compiled._source
+    shape, dtype = source.input_shapes[number], source.inputs[number].dtype
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError(
+            f"argument {number} is a masked array, and {compiled} knows of no masks. Fill in what "
+            "is masked, with x.filled(value)."
+        )
+    if type(x) is int and dtype.kind in "iu" and not _holds(dtype, x):
+        raise OverflowError(f"argument {number} is {x}, and {compiled} is for {dtype} there.")
+    array = np.asarray(keys.data(x))
+    if type(x) in _KINDS:
+        fits = _KINDS[type(x)] <= _KIND_OF.get(dtype.kind, 0)  # 1.5 is no integer
+    else:
+        native = array.dtype.newbyteorder("=")
+        fits = dtype in (native, _canonical(native))
+    if array.shape != shape or not fits:
+        raise TypeError(
+            f"argument {number} is {array.dtype}{[*array.shape]}, and {compiled} is for "
+            f"{dtype}{[*shape]}. Compile it again for other shapes or dtypes."
+        )
+    exact = np.empty(shape, dtype)
+    if array.dtype == dtype and array.flags.c_contiguous and array.flags.aligned:
+        viewed = array.view(dtype)
+        if viewed.dtype is dtype and type(viewed) is np.ndarray:
+            return viewed
+    exact[...] = array
+    return exact
+
+
+# Kinds of numbers, in the order in which one is also of the next; "V" are those of ml_dtypes.
+_KINDS = {bool: 1, int: 2, float: 3, complex: 4}
+_KIND_OF = {"b": 1, "i": 2, "u": 2, "f": 3, "V": 3, "c": 4}
+
+
+def _holds(dtype: np.dtype, number: int) -> bool:
+    limits = np.iinfo(dtype)
+    return bool(limits.min <= number <= limits.max)
+
+
+def _canonical(dtype: np.dtype) -> np.dtype:
+    return np.dtype(jax.dtypes.canonicalize_dtype(dtype))

@@ -1,0 +1,19 @@
+"""The rules of vn.numba, a family of primitives a file."""
+
+from . import argmax as argmax
+from . import bitcast as bitcast
+from . import complex as complex
+from . import control_flow as control_flow
+from . import convolution as convolution
+from . import cumulative as cumulative
+from . import elementwise as elementwise
+from . import indexing as indexing
+from . import layout as layout
+from . import linear_algebra as linear_algebra
+from . import products as products
+from . import random as random
+from . import reductions as reductions
+from . import scatter as scatter
+from . import sorting as sorting
+from . import special as special
+from . import windows as windows

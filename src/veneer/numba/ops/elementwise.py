@@ -1,0 +1,370 @@
+"""Elementwise primitives: an entry of the result is computed of one entry of each operand."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from .. import bits, integers, libm, maths, storage
+from ..builder import Builder, broadcast_read
+from ..index import Index
+from ..kernel import Kernel
+from ..registry import Unsupported, fused, perform
+from ..values import Lazy, Value
+
+Entry = Callable[..., str]
+
+
+def entrywise(b: Builder, entry: Entry, *operands: Value, cost: int = 1) -> Value:
+    """The value whose entries are `entry(k, *texts)`, of those of operands that broadcast."""
+
+    operands = tuple(
+        b.repeated(x, [axis for axis, n in enumerate(x.shape) if n > 1]) for x in operands
+    )
+
+    def at(k: Kernel, index: tuple[Index, ...]) -> str:
+        return k.let(entry(k, *(broadcast_read(k, x, index) for x in operands)))
+
+    return b.lazy(at, *operands, cost=cost)
+
+
+def register(name: str, entry: Callable[..., str], cost: int = 1) -> None:
+    """Registers `entry(k, dtype, *texts, **params)`, where all operands have one dtype."""
+
+    @fused(name)
+    def _(b: Builder, *operands: Value, **params: Any) -> Value:
+        for x in operands:
+            if x.dtype.kind == "c" and name not in _COMPLEX:
+                raise Unsupported("dtype", f"{x.dtype} is not supported.")
+        if params.get("out_dtype") is not None:  # of products, which are computed in it
+            operands = tuple(b.converted(x, params["out_dtype"]) for x in operands)
+        dtype = operands[0].dtype
+        bound = lambda k, *texts: entry(k, dtype, *texts, **params)
+        return entrywise(b, bound, *operands, cost=cost)
+
+
+_COMPLEX = set(
+    "add sub mul div neg eq ne copy copy_p stop_gradient sqrt integer_pow add_any".split()
+)
+
+
+def wrapped(text: str, dtype: np.dtype) -> str:
+    """Numba computes in 64 bits; the result, in those of the dtype."""
+    return f"{storage.type_name(dtype)}({text})" if dtype.kind in "iu" else text
+
+
+# Arithmetic, and operators of Python's.
+
+
+def _operator(symbol: str) -> Entry:
+    def entry(k: Kernel, dtype: np.dtype, x: str, y: str, **_: Any) -> str:
+        return wrapped(f"{x} {symbol} {y}", dtype)
+
+    return entry
+
+
+def _comparison(symbol: str) -> Entry:
+    return lambda k, dtype, x, y, **_: f"{x} {symbol} {y}"
+
+
+for _name, _symbol in {"add": "+", "add_any": "+", "sub": "-", "mul": "*"}.items():
+    register(_name, _operator(_symbol))
+for _name, _symbol in {"and": "&", "or": "|", "xor": "^"}.items():
+    register(_name, _operator(_symbol))
+_SYMBOLS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+for _name, _symbol in _SYMBOLS.items():
+    register(_name, _comparison(_symbol))
+
+
+def _neg(k: Kernel, dtype: np.dtype, x: str) -> str:
+    return wrapped(f"{storage.literal(0, dtype)} - {x}", dtype) if dtype.kind in "iu" else f"-{x}"
+
+
+def _not(k: Kernel, dtype: np.dtype, x: str) -> str:
+    return f"not {x}" if dtype.kind == "b" else wrapped(f"~{x}", dtype)
+
+
+def _by_kind(
+    floats: Callable[..., Any] | None, ints: Callable[..., Any] | None = None, bools: str = ""
+) -> Entry:
+    """A function by the kind of the dtype; of bools, an operator."""
+
+    def entry(k: Kernel, dtype: np.dtype, *texts: str, **_: Any) -> str:
+        if dtype.kind == "b" and bools:
+            return f" {bools} ".join(texts)
+        function = ints if dtype.kind in "iu" else None if dtype.kind == "b" else floats
+        if function is None:
+            raise Unsupported("dtype", f"{dtype} is not supported.")
+        return wrapped(k.call(function, *texts), dtype)
+
+    return entry
+
+
+def _div(k: Kernel, dtype: np.dtype, x: str, y: str) -> str:
+    return k.call(bits.quotient, x, y) if dtype.kind in "iu" else f"{x} / {y}"
+
+
+def _integer_pow(k: Kernel, dtype: np.dtype, x: str, *, y: int) -> str:
+    one = storage.literal(1, dtype)
+    power, square, left = "", x, abs(y)
+    while left:
+        if left & 1:
+            power = k.let(wrapped(f"{power} * {square}", dtype)) if power else square
+        left >>= 1
+        if left:
+            square = k.let(wrapped(f"{square} * {square}", dtype))
+    return f"{one} / {power or one}" if y < 0 else power or one
+
+
+def _sign(k: Kernel, dtype: np.dtype, x: str) -> str:
+    if dtype.kind in "iu":
+        return wrapped(k.call(integers.sign, x), dtype)
+    return _of_floats("sign")(k, dtype, x)
+
+
+def _round(k: Kernel, dtype: np.dtype, x: str, *, rounding_method: Any) -> str:
+    return k.call(bits.rint if int(rounding_method) == 1 else maths.round_away, x)
+
+
+def _square(k: Kernel, dtype: np.dtype, x: str) -> str:
+    return wrapped(f"{x} * {x}", dtype)
+
+
+def _one_minus_square(k: Kernel, dtype: np.dtype, x: str) -> str:
+    one = storage.literal(1, dtype)
+    if dtype.kind in "iu":
+        return wrapped(f"{one} - {x} * {x}", dtype)
+    return f"({one} - {x}) * ({one} + {x})"  # exact where x is near 1
+
+
+def _polynomial(k: Kernel, dtype: np.dtype, x: str, *coefficients: str, **_: Any) -> str:
+    total = coefficients[-1]
+    for coefficient in coefficients[-2::-1]:
+        total = k.let(f"{total} * {x} + {coefficient}")
+    return total
+
+
+def _clamp(k: Kernel, dtype: np.dtype, low: str, x: str, high: str) -> str:
+    return k.call(bits.minimum, k.let(k.call(bits.maximum, low, x)), high)
+
+
+register("neg", _neg)
+register("not", _not)
+register("div", _div, cost=4)
+register("integer_pow", _integer_pow, cost=3)
+register("square", _square)
+register("one_minus_square", _one_minus_square)
+register("polynomial", _polynomial, cost=8)
+register("round", _round)
+register("clamp", _clamp, cost=2)
+register("abs", _by_kind(bits.fabs, integers.absolute))
+register("sign", _sign, cost=2)
+register("max", _by_kind(bits.maximum, bits.maximum, "|"))
+register("min", _by_kind(bits.minimum, bits.minimum, "&"))
+register("rem", _by_kind(libm.fmod, bits.remainder), cost=20)
+register("population_count", _by_kind(None, bits.bit_count))
+register("clz", _by_kind(None, bits.leading_zeros))
+for _name in ("shift_left", "shift_right_logical", "shift_right_arithmetic"):
+    register(_name, _by_kind(None, getattr(bits, _name)))
+for _name in ("floor", "ceil", "sqrt"):
+    register(_name, _by_kind(getattr(bits, _name)))
+for _name in ("copy", "copy_p", "stop_gradient"):
+    register(_name, lambda k, dtype, x, **_: x, cost=0)
+
+
+@fused("optimization_barrier")
+def _(b: Builder, *operands: Value) -> list[Value]:
+    return [*operands]
+
+
+@perform.register("optimization_barrier")
+def _(*operands: Any) -> list[Any]:
+    return [*operands]
+
+
+@fused("is_finite")
+def _(b: Builder, x: Value) -> Value:
+    infinity = storage.literal(np.inf, x.dtype)
+    return entrywise(b, lambda k, x: f"{k.call(bits.fabs, x)} < {infinity}", x)
+
+
+@fused("convert_element_type")
+def _(b: Builder, x: Value, **_: Any) -> Value:
+    source, target = x.dtype, np.dtype(b.out.dtype)
+    computed = isinstance(x, Lazy) and x.cost > 0  # perhaps with more bits than its dtype has
+
+    def entry(k: Kernel, text: str) -> str:
+        text = k.let(storage.rounded(k, text, source)) if computed else text
+        return storage.cast(k, text, source, target)
+
+    return entrywise(b, entry, x)
+
+
+@fused("pow")
+def _(b: Builder, x: Value, y: Value) -> Value:
+    dtype = x.dtype
+
+    def entry(k: Kernel, base: str, exponent: str) -> str:
+        return k.call(libm.pow, base, storage.cast(k, exponent, y.dtype, dtype))
+
+    return entrywise(b, entry, x, y, cost=30)
+
+
+# Functions of mathematics.
+
+_FUNCTIONS = "exp exp2 log log1p expm1 tanh logistic rsqrt erf erf_inv"
+
+
+def _of_floats(name: str) -> Entry:
+    """The function of `maths` for the dtype, or else that of the C library."""
+
+    def entry(k: Kernel, dtype: np.dtype, *texts: str, **_: Any) -> str:
+        if dtype.kind not in "fV":
+            raise Unsupported("dtype", f"{dtype} is not supported.")
+        width = 8 * storage.computed_dtype(dtype).itemsize
+        function = getattr(maths, f"{name}_f{width}", None) or getattr(libm, name)
+        return k.call(function, *texts)
+
+    return entry
+
+
+for _name in {*libm.NAMES, *_FUNCTIONS.split()} - {"pow"}:
+    register(_name, _of_floats(_name), cost=20)
+
+
+# What they are in NumPy.
+
+_UFUNCS: dict[str, Callable[..., Any]] = {
+    "add": np.add, "add_any": np.add, "sub": np.subtract,
+    "neg": np.negative, "abs": np.absolute, "max": np.maximum, "min": np.minimum,
+    "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert,
+    "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
+    "ge": np.greater_equal, "square": np.square, "floor": np.floor, "ceil": np.ceil,
+    "exp": np.exp, "exp2": np.exp2, "log": np.log, "log2": np.log2, "log1p": np.log1p,
+    "expm1": np.expm1, "tanh": np.tanh, "sinh": np.sinh, "cosh": np.cosh, "asinh": np.arcsinh,
+    "acosh": np.arccosh, "atanh": np.arctanh, "sin": np.sin, "cos": np.cos, "tan": np.tan,
+    "asin": np.arcsin, "acos": np.arccos, "atan": np.arctan, "atan2": np.arctan2,
+    "sqrt": np.sqrt, "cbrt": np.cbrt, "is_finite": np.isfinite, "sign": np.sign,
+    "copy": np.copy, "copy_p": np.copy, "stop_gradient": np.copy,
+}  # fmt: skip
+
+
+def _perform_ufunc(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *operands, **_: function(*operands)
+
+
+@perform.register("mul")
+def _(x: Any, y: Any, *, out_dtype: Any = None) -> Any:
+    return np.multiply(x, y, dtype=out_dtype, casting="unsafe")
+
+
+@perform.register("convert_element_type")
+def _(x: Any, *, new_dtype: Any, **_: Any) -> Any:
+    source, target = np.asarray(x).dtype, np.dtype(new_dtype)
+    if source.kind == "c" and target.kind != "c" and target.kind != "b":
+        x = np.real(x)
+    if source.kind not in "fV" or target.kind not in "iu":
+        return np.asarray(x).astype(target)
+    limits, wide = np.iinfo(target), np.asarray(x, np.float64)
+    inside = np.where((wide > limits.min) & (wide < limits.max), wide, 0).astype(target)
+    ends = np.where(wide >= limits.max, limits.max, np.where(wide <= limits.min, limits.min, 0))
+    return np.where((wide > limits.min) & (wide < limits.max), inside, ends.astype(target))
+
+
+@perform.register("div")
+def _(x: Any, y: Any) -> Any:
+    if np.asarray(x).dtype.kind not in "iu":
+        return np.divide(x, y)
+    return _each(bits.quotient)(x, y)
+
+
+@perform.register("rem")
+def _(x: Any, y: Any) -> Any:
+    if np.asarray(x).dtype.kind not in "iu":
+        return np.fmod(x, y)
+    return _each(bits.remainder)(x, y)
+
+
+@perform.register("integer_pow")
+def _(x: Any, *, y: int) -> Any:
+    power = np.power(x, np.asarray(abs(y), np.asarray(x).dtype))
+    return (1 / power).astype(power.dtype) if y < 0 else power
+
+
+@perform.register("pow")
+def _(x: Any, y: Any) -> Any:
+    return np.power(x, np.asarray(y).astype(np.asarray(x).dtype))
+
+
+@perform.register("round")
+def _(x: Any, *, rounding_method: Any) -> Any:
+    if int(rounding_method) == 1:
+        return np.rint(x)
+    whole = np.trunc(x)
+    return np.copysign(np.where(abs(x - whole) >= 0.5, whole + np.copysign(1, x), whole), x).astype(
+        x.dtype
+    )
+
+
+@perform.register("clamp")
+def _(low: Any, x: Any, high: Any) -> Any:
+    return np.minimum(np.maximum(low, x), high)
+
+
+@perform.register("one_minus_square")
+def _(x: Any) -> Any:
+    return (1 - x) * (1 + x)
+
+
+@perform.register("polynomial")
+def _(x: Any, *coefficients: Any, **_: Any) -> Any:
+    total = coefficients[-1]
+    for coefficient in coefficients[-2::-1]:
+        total = total * x + coefficient
+    return total
+
+
+@perform.register("rsqrt")
+def _(x: Any, **_: Any) -> Any:
+    return (1 / np.sqrt(x)).astype(x.dtype)
+
+
+@perform.register("logistic")
+def _(x: Any, **_: Any) -> Any:
+    return (1 / (1 + np.exp(-x))).astype(x.dtype)
+
+
+def _each(function: Callable[..., Any]) -> Callable[..., Any]:
+    """An instruction of numbers as a function of arrays."""
+
+    def of_arrays(*operands: Any) -> Any:
+        arrays = np.broadcast_arrays(*operands)
+        out = np.empty(arrays[0].shape, arrays[0].dtype)
+        for place in np.ndindex(out.shape):
+            out[place] = function(*(array[place] for array in arrays))
+        return out
+
+    return of_arrays
+
+
+for _shift in (bits.shift_left, bits.shift_right_logical, bits.shift_right_arithmetic):
+    perform.register(_shift.__name__)(_each(_shift))
+perform.register("clz")(_each(bits.leading_zeros))
+perform.register("population_count")(_each(bits.bit_count))
+for _name, _ufunc in _UFUNCS.items():
+    perform.register(_name)(_perform_ufunc(_ufunc))
+
+
+def _of_scipy(name: str) -> Callable[..., Any]:
+    def rule(x: Any, **_: Any) -> Any:
+        import scipy.special  # SciPy comes with JAX
+
+        return getattr(scipy.special, name)(x).astype(x.dtype)
+
+    return rule
+
+
+_SPECIAL = {"erf": "erf", "erfc": "erfc", "erf_inv": "erfinv", "lgamma": "gammaln"}
+for _name, _own in _SPECIAL.items():
+    perform.register(_name)(_of_scipy(_own))
+perform.register("nextafter")(_perform_ufunc(np.nextafter))

@@ -1,0 +1,175 @@
+"""Reductions: sums, extremes, products and logic over axes."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+
+from .. import bits, storage
+from ..builder import Builder
+from ..index import Index
+from ..kernel import Kernel
+from ..reference import evaluate_jaxpr
+from ..registry import Unsupported, funcify, perform
+from ..values import Buffer, Value
+
+Step = Callable[[Kernel, np.dtype, str, str], str]
+
+
+def _register(name: str, first: Callable[[np.dtype], Any], step: Step) -> None:
+    @funcify.register(name)
+    def _(b: Builder, x: Value, *, axes: Sequence[int], **_: Any) -> Value:
+        if not axes:  # which some functions of jax.numpy reduce over
+            return x
+        start = storage.literal(first(x.dtype), x.dtype)
+        out = b.buffer(dtype=storage.computed_dtype(x.dtype))  # in which sums are kept
+        with b.kernel(name) as k:
+            reduce = _by_rows if _ends(x, axes) else _into_memory
+            reduce(k, x, tuple(axes), out, start, step)
+        return b.converted(out, x.dtype)
+
+
+def _ends(x: Value, axes: Sequence[int]) -> bool:
+    """Whether the last axis that matters is reduced."""
+    long = [axis for axis in range(x.ndim) if x.shape[axis] > 1]
+    return not long or long[-1] in axes
+
+
+def _by_rows(
+    k: Kernel, x: Value, axes: tuple[int, ...], out: Buffer, start: str, step: Step
+) -> None:
+    kept = [axis for axis in range(x.ndim) if axis not in axes]
+    with k.loops([x.shape[axis] for axis in kept]) as own:
+        total = k.here(start, "total")
+        with k.loops([x.shape[axis] for axis in axes]) as inner:
+            text = k.read(x, _index(kept, own, axes, inner))
+            k.line(f"{total} = {step(k, x.dtype, total, text)}")
+        k.store(out, own, total)
+
+
+def _into_memory(
+    k: Kernel, x: Value, axes: tuple[int, ...], out: Buffer, start: str, step: Step
+) -> None:
+    """Adds up whole rows, where entries that are reduced are not neighbours."""
+    kept = [axis for axis in range(x.ndim) if axis not in axes]
+    with k.loops(out.shape) as own:
+        k.store(out, own, start)
+    first = [axis for axis in kept if axis < min(axes)]
+    last = [axis for axis in kept if axis > min(axes)]
+    with (
+        k.loops([x.shape[axis] for axis in first]) as outer,
+        k.loops([x.shape[axis] for axis in axes]) as reduced,
+        k.loops([x.shape[axis] for axis in last]) as inner,
+    ):
+        index = _index([*first, *last], (*outer, *inner), axes, reduced)
+        total = k.load(out, (*outer, *inner))
+        k.store(out, (*outer, *inner), step(k, x.dtype, total, k.read(x, index)))
+
+
+def _index(
+    kept: Sequence[int], own: Sequence[Index], axes: Sequence[int], inner: Sequence[Index]
+) -> list[Index]:
+    places = dict(zip([*kept, *axes], [*own, *inner], strict=True))
+    return [places[axis] for axis in range(len(places))]
+
+
+def _any_order(function: Callable[..., Any], symbol: str) -> Step:
+    def step(k: Kernel, dtype: np.dtype, total: str, text: str) -> str:
+        if dtype.kind in "fV":
+            return k.call(function, total, text)
+        if dtype.kind == "c":
+            return f"{total} {symbol} {text}"
+        return f"{storage.type_name(dtype)}({total} {symbol} {text})"
+
+    return step
+
+
+def _calling(function: Callable[..., Any]) -> Step:
+    def step(k: Kernel, dtype: np.dtype, total: str, text: str) -> str:
+        if dtype.kind == "c":
+            raise Unsupported("dtype", f"{dtype} has no order.")
+        if dtype.kind == "b":
+            return f"{total} {'|' if function is bits.maximum else '&'} {text}"
+        return k.call(function, total, text)
+
+    return step
+
+
+def _operator(symbol: str) -> Step:
+    def step(k: Kernel, dtype: np.dtype, total: str, text: str) -> str:
+        new = f"{total} {symbol} {text}"
+        return new if dtype.kind == "b" else f"{storage.type_name(dtype)}({new})"
+
+    return step
+
+
+def _least(dtype: np.dtype) -> Any:
+    if dtype.kind == "b":
+        return False
+    return np.iinfo(dtype).min if dtype.kind in "iu" else -np.inf
+
+
+def _most(dtype: np.dtype) -> Any:
+    if dtype.kind == "b":
+        return True
+    return np.iinfo(dtype).max if dtype.kind in "iu" else np.inf
+
+
+def _all_bits(dtype: np.dtype) -> Any:
+    return True if dtype.kind == "b" else np.invert(dtype.type(0))
+
+
+_register("reduce_sum", lambda dtype: 0, _any_order(bits.add_in_any_order, "+"))
+_register("reduce_prod", lambda dtype: 1, _any_order(bits.multiply_in_any_order, "*"))
+_register("reduce_max", _least, _calling(bits.maximum))
+_register("reduce_min", _most, _calling(bits.minimum))
+_register("reduce_and", _all_bits, _operator("&"))
+_register("reduce_or", lambda dtype: 0, _operator("|"))
+_register("reduce_xor", lambda dtype: 0, _operator("^"))
+
+
+def _named(reduce: Callable[..., Any], axes: Any, groups: Any) -> Callable[..., Any]:
+    """A sum or so over axes that had a name under `jax.vmap`, and now have a number each."""
+    if groups is not None:
+        raise Unsupported("axis_index_groups", "only None is supported.")
+    if not all(isinstance(axis, int) for axis in axes):
+        raise Unsupported("axes", f"{axes} are axes of a mesh: a program runs on one device.")
+    return lambda *operands: [reduce(x, axes) for x in operands]
+
+
+def _register_named(name: str, reduce: Callable[..., Any]) -> None:
+    def steps(operands: Any, axes: Any, groups: Any) -> Any:
+        avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
+        return jax.make_jaxpr(_named(reduce, axes, groups))(*avals)
+
+    @funcify.register(name)
+    def _(b: Builder, *operands: Value, axes: Any, axis_index_groups: Any) -> list[Value]:
+        return b.inline(steps(operands, axes, axis_index_groups), *operands)
+
+    @perform.register(name)
+    def _(*operands: Any, axes: Any, axis_index_groups: Any) -> Any:
+        return evaluate_jaxpr(steps(operands, axes, axis_index_groups), *operands)
+
+
+_register_named("psum", lax.reduce_sum)
+_register_named("pmax", lax.reduce_max)
+_register_named("pmin", lax.reduce_min)
+
+
+def _perform(function: Any) -> Callable[..., Any]:
+    def rule(x: Any, *, axes: Any, **_: Any) -> Any:
+        first = {"initial": _first[function](x.dtype)} if function in _first else {}
+        return function.reduce(x, axis=tuple(axes), dtype=x.dtype, **first)
+
+    return rule
+
+
+_first: dict[Any, Any] = {np.maximum: _least, np.minimum: _most}
+_UFUNCS = {
+    "sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum,
+    "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
+}  # fmt: skip
+for _name, _ufunc in _UFUNCS.items():
+    perform.register(f"reduce_{_name}")(_perform(_ufunc))

@@ -1,0 +1,229 @@
+"""Special functions: what they are in terms of others, as JAX defines them or as XLA does.
+
+Each is a function of JAX, traced where it is met, so that its steps fuse with what is around them;
+those of half precision are computed in float32.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..._core.jax_internals import special_function
+from ..builder import Builder, broadcast_read
+from ..graph import graph_of
+from ..index import Index
+from ..kernel import Kernel
+from ..reference import evaluate_jaxpr
+from ..registry import funcify, fused, perform
+from ..values import Lazy, Value
+
+#: About how many instructions an entry takes.
+_COST = 100
+
+Function = Callable[..., Any]
+
+
+class _Steps(Builder):
+    """A builder of the entries of one loop: each step is written as it comes, to a variable.
+
+    So a long chain of steps is no deep one of lazy values, which Python's recursion would end.
+    """
+
+    def __init__(self, k: Kernel):
+        super().__init__()
+        self._k = k
+
+    def _kept(self, value: Value, n_readers: int) -> Value:
+        return _number(self._k.let(self._k.read(value, ())), value.dtype)
+
+
+def _number(text: str, dtype: np.dtype) -> Lazy:
+    return Lazy((), dtype, lambda k, index: text)
+
+
+def _traced(function: Function, *operands: Any) -> Any:
+    avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
+    return jax.make_jaxpr(function)(*avals)
+
+
+def _wide(dtype: np.dtype) -> np.dtype:
+    return dtype if dtype.itemsize >= 4 else np.dtype(np.float32)
+
+
+def _widened(function: Function) -> Function:
+    """A function of arrays of one shape and of 32 or 64 bits, as one of any floats."""
+
+    def of_any(*operands: Any) -> Any:
+        dtype = operands[0].dtype
+        shape = np.broadcast_shapes(*(x.shape for x in operands))
+        wide = [jnp.broadcast_to(x, shape).astype(_wide(dtype)) for x in operands]
+        return function(*wide).astype(dtype)
+
+    return of_any
+
+
+def _perform_as(name: str, function: Function) -> None:
+    """Registers the steps of a function, each of which has a reference in NumPy."""
+    function = _widened(function)
+
+    @perform.register(name)
+    def _(*operands: Any) -> Any:
+        return evaluate_jaxpr(_traced(function, *operands), *operands)
+
+
+def _define(name: str, function: Function) -> None:
+    """Registers a function of JAX, without loops, as what a primitive is of each entry."""
+    _perform_as(name, function)
+
+    @fused(name)
+    def _(b: Builder, *operands: Value) -> Value:
+        dtype = operands[0].dtype
+        wide = _wide(dtype)
+        operands = tuple(b.converted(b.cheap(x), wide) for x in operands)
+        graph = graph_of(_traced(function, *(jax.ShapeDtypeStruct((), wide) for _ in operands)))
+
+        def entry(k: Kernel, index: tuple[Index, ...]) -> str:
+            texts = [broadcast_read(k, x, index) for x in operands]
+            (result,) = _Steps(k).run(graph, [_number(text, wide) for text in texts])
+            return k.read(result, ())
+
+        return b.converted(b.lazy(entry, *operands, dtype=wide, cost=_COST), dtype)
+
+
+def _define_by_loops(name: str, function: Function) -> None:
+    """Registers a function of JAX with loops, which end when all entries are done."""
+    _perform_as(name, function)
+    function = _widened(function)
+
+    @funcify.register(name)
+    def _(b: Builder, *operands: Value) -> list[Value]:
+        return b.inline(_traced(function, *operands), *map(b.cheap, operands))
+
+
+def _of_jax(name: str, *, with_dtype: bool = True) -> Function:
+    """The function that JAX lowers a primitive to."""
+    function = special_function(name)
+
+    def own(*operands: Any) -> Any:
+        options = {"dtype": operands[0].dtype} if with_dtype else {}
+        return function(*operands, **options)
+
+    return own
+
+
+# The digamma function: Lanczos' approximation, with g = 7 and 9 terms, as in XLA.
+
+_G = 7.0
+_LANCZOS = (
+    676.520368121885098567009190444019, -1259.13921672240287047156078755283,
+    771.3234287776530788486528258894, -176.61502916214059906584551354,
+    12.507343278686904814458936853, -0.13857109526572011689554707,
+    9.984369578019570859563e-6, 1.50563273514931155834e-7,
+)  # fmt: skip
+
+
+def _digamma(x: Any) -> Any:
+    reflected = x < 0.5
+    z = jnp.where(reflected, -x, x - 1)
+    total, slope = jnp.full_like(z, 0.99999999999980993227684700473478), jnp.zeros_like(z)
+    for n, coefficient in enumerate(_LANCZOS, 1):
+        total, slope = total + coefficient / (z + n), slope - coefficient / ((z + n) * (z + n))
+    log_t = np.log(_G + 0.5) + lax.log1p(z / (_G + 0.5))
+    y = log_t + slope / total - _G / (z + _G + 0.5)
+    turn = np.pi * (x + jnp.abs(jnp.floor(x + 0.5)))  # the cotangent repeats itself
+    y = jnp.where(reflected, y - np.pi * jnp.cos(turn) / jnp.sin(turn), y)
+    y = jnp.where(x == 0, -jnp.inf, y)  # NaN before JAX 0.12
+    return jnp.where((x < 0) & (x == jnp.floor(x)), jnp.nan, y)
+
+
+# Hurwitz's zeta function by Euler and Maclaurin's formula: the sum of 9 terms, the integral of the
+# others, and 12 corrections whose coefficients are (2 k)! / B(2 k), as in Cephes and XLA.
+
+_EULER_MACLAURIN = (
+    12.0, -720.0, 30240.0, -1209600.0, 47900160.0, -1307674368000.0 / 691, 74724249600.0,
+    -10670622842880000.0 / 3617, 5109094217170944000.0 / 43867, -802857662698291200000.0 / 174611,
+    14101100039391805440000.0 / 77683, -1693824136731743669452800000.0 / 236364091,
+)  # fmt: skip
+
+
+def _zeta(x: Any, q: Any) -> Any:
+    total, a = q**-x, q
+    for _ in range(9):
+        a = a + 1
+        power = a**-x
+        total = total + power
+    total = total + power * a / (x - 1) - power / 2
+    factor, power = x, power / a
+    for n, coefficient in enumerate(_EULER_MACLAURIN):
+        total = total + factor * power / coefficient
+        factor = factor * (x + (2 * n + 1)) * (x + (2 * n + 2))
+        power = power / (a * a)
+    whole = q == jnp.floor(q)
+    at_poles = jnp.where(whole & (x == jnp.floor(x)) & (x % 2 == 0), jnp.inf, jnp.nan)
+    total = jnp.where((q <= 0) & whole, at_poles, total)
+    total = jnp.where((q <= 0) & ~whole & (x != jnp.floor(x)), jnp.nan, total)
+    return jnp.where(x == 1, jnp.inf, jnp.where(x < 1, jnp.nan, total))
+
+
+def _polygamma(n: Any, x: Any) -> Any:
+    sign = jnp.where(n % 2 == 0, -1, 1).astype(n.dtype)
+    of_zeta = sign * jnp.exp(lax.lgamma(n + 1)) * lax.zeta(n + 1, x)
+    value = jnp.where(n == 0, lax.digamma(x), of_zeta)
+    return jnp.where((n != jnp.floor(n)) | (n < 0), jnp.nan, value)
+
+
+# The scaled Bessel function of order 1: Chebyshev series for |x| <= 8 and for 32 / |x|, of Cephes.
+
+_I1E_NEAR = (
+    2.77791411276104639959e-18, -2.11142121435816608115e-17, 1.55363195773620046921e-16,
+    -1.10559694773538630805e-15, 7.60068429473540693410e-15, -5.04218550472791168711e-14,
+    3.22379336594557470981e-13, -1.98397439776494371520e-12, 1.17361862988909016308e-11,
+    -6.66348972350202774223e-11, 3.62559028155211703701e-10, -1.88724975172282928790e-9,
+    9.38153738649577178388e-9, -4.44505912879632808065e-8, 2.00329475355213526229e-7,
+    -8.56872026469545474066e-7, 3.47025130813767847674e-6, -1.32731636560394358279e-5,
+    4.78156510755005422638e-5, -1.61760815825896745588e-4, 5.12285956168575772895e-4,
+    -1.51357245063125314899e-3, 4.15642294431288815669e-3, -1.05640848946261981558e-2,
+    2.47264490306265168283e-2, -5.29459812080949914269e-2, 1.02643658689847095384e-1,
+    -1.76416518357834055153e-1, 2.52587186443633654823e-1,
+)  # fmt: skip
+_I1E_FAR = (
+    7.51729631084210481353e-18, 4.41434832307170791151e-18, -4.65030536848935832153e-17,
+    -3.20952592199342395980e-17, 2.96262899764595013876e-16, 3.30820231092092828324e-16,
+    -1.88035477551078244854e-15, -3.81440307243700780478e-15, 1.04202769841288027642e-14,
+    4.27244001671195135429e-14, -2.10154184277266431302e-14, -4.08355111109219731823e-13,
+    -7.19855177624590851209e-13, 2.03562854414708950722e-12, 1.41258074366137813316e-11,
+    3.25260358301548823856e-11, -1.89749581235054123450e-11, -5.58974346219658380687e-10,
+    -3.83538038596423702205e-9, -2.63146884688951950684e-8, -2.51223623787020892529e-7,
+    -3.88256480887769039346e-6, -1.10588938762623716291e-4, -9.76109749136146840777e-3,
+    7.78576235018280120474e-1,
+)  # fmt: skip
+
+
+def _chebyshev(x: Any, coefficients: tuple[float, ...]) -> Any:
+    now = before = last = jnp.zeros_like(x)
+    for coefficient in coefficients:
+        now, before, last = x * now - before + coefficient, now, before
+    return 0.5 * (now - last)
+
+
+def _bessel_i1e(x: Any) -> Any:
+    z = jnp.abs(x)
+    near = _chebyshev(z * 0.5 - 2, _I1E_NEAR) * z
+    far = _chebyshev(32 / z - 2, _I1E_FAR) / jnp.sqrt(z)
+    return jnp.sign(x) * jnp.where(z <= 8, near, far)
+
+
+_define("digamma", _digamma)
+_define("zeta", _zeta)
+_define("polygamma", _polygamma)
+_define("bessel_i0e", _of_jax("bessel_i0e", with_dtype=False))
+_define("bessel_i1e", _bessel_i1e)
+_define_by_loops("igamma", _of_jax("igamma"))
+_define_by_loops("igammac", _of_jax("igammac"))
+_define_by_loops("regularized_incomplete_beta", _of_jax("regularized_incomplete_beta"))
+_define_by_loops("igamma_grad_a", _of_jax("igamma_grad_a"))
+_define_by_loops("random_gamma_grad", _of_jax("random_gamma_grad"))

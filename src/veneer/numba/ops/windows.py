@@ -1,0 +1,305 @@
+"""Windows: reductions of the entries under one that moves over an array, and what pooling's
+derivatives are made of."""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+
+from .. import bits, storage
+from ..builder import Builder
+from ..graph import graph_of
+from ..index import Index, flat
+from ..kernel import Kernel
+from ..reference import evaluate_jaxpr
+from ..registry import FUSED, Unsupported, funcify, perform
+from ..values import Lazy, Value
+from .elementwise import wrapped
+
+Step = Callable[[Kernel, str, str], str]
+Sizes = Sequence[int]
+
+
+def _padded(b: Builder, x: Value, filling: Value, padding: Any, dilation: Sizes) -> Value:
+    """The array with a number around it, and in between."""
+    pairs = zip(padding, dilation, strict=True)
+    config = [(int(low), int(high), int(step) - 1) for (low, high), step in pairs]
+    if not any(any(amounts) for amounts in config):
+        return b.cheap(x)
+    avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (x, filling)]
+    f = lambda x, filling: lax.pad(x, filling, config)
+    (result,) = b.inline(jax.make_jaxpr(f)(*avals), x, filling)
+    return result
+
+
+def _under(
+    own: Sequence[Index], inner: Sequence[Index], strides: Sizes, dilation: Sizes
+) -> list[Index]:
+    axes = zip(own, inner, strides, dilation, strict=True)
+    return [i * stride + j * step for i, j, stride, step in axes]
+
+
+def _reduced(
+    b: Builder, x: Value, start: Value, step: Callable[[np.dtype], Step], *,
+    window_dimensions: Sizes, window_strides: Sizes, padding: Any, base_dilation: Sizes,
+    window_dilation: Sizes, masked: bool = False,
+) -> Value:  # fmt: skip
+    """Of each window, `total = step(k, total, entry)` of all its entries from `start` on.
+
+    With `masked`, of those of the array alone; else `start` is to be what changes no total.
+    """
+    if 0 in b.out.shape:
+        return b.buffer()
+    within = (padding, base_dilation)
+    mask = _padded(b, _full(b, True, x.shape), _full(b, False), *within) if masked else None
+    x = _padded(b, x, start, padding, base_dilation)
+    out = b.buffer(dtype=storage.computed_dtype(x.dtype))  # in which totals are kept
+    with b.kernel() as k, k.loops(out.shape) as own:
+        total = k.here(k.read(start, ()), "total")
+        with k.loops(window_dimensions) as inner:
+            place = _under(own, inner, window_strides, window_dilation)
+            condition = "True" if mask is None else k.read(mask, place)
+            with nullcontext() if condition == "True" else k.under(f"if {condition}:"):
+                k.line(f"{total} = {step(x.dtype)(k, total, k.read(x, place))}")
+        k.store(out, own, total)
+    return b.converted(out, x.dtype)
+
+
+def _full(b: Builder, value: bool, shape: Sizes = ()) -> Value:
+    text = str(value)
+    return b.lazy(lambda k, index: text, shape=shape, dtype=bool)
+
+
+def _sum(dtype: np.dtype) -> Step:
+    return lambda k, total, x: wrapped(f"{total} + {x}", dtype)
+
+
+def _extreme(function: Any, of_bools: str) -> Callable[[np.dtype], Step]:
+    def of(dtype: np.dtype) -> Step:
+        if dtype.kind == "b":
+            return lambda k, total, x: f"{total} {of_bools} {x}"
+        return lambda k, total, x: k.call(function, total, x)
+
+    return of
+
+
+def _check_order(dtype: np.dtype) -> None:
+    if dtype.kind == "c":
+        raise Unsupported("dtype", f"{dtype} has no order.")
+
+
+def _zero(dtype: np.dtype) -> Any:
+    return dtype.type(0)
+
+
+def _least(dtype: np.dtype) -> Any:
+    _check_order(dtype)
+    return -np.inf if dtype.kind in "fV" else dtype.kind != "b" and np.iinfo(dtype).min
+
+
+def _most(dtype: np.dtype) -> Any:
+    _check_order(dtype)
+    return np.inf if dtype.kind in "fV" else dtype.kind == "b" or np.iinfo(dtype).max
+
+
+_KINDS: dict[str, tuple[Any, Any, Any]] = {
+    "reduce_window_sum": (_zero, _sum, np.add),
+    "reduce_window_max": (_least, _extreme(bits.maximum, "|"), np.maximum),
+    "reduce_window_min": (_most, _extreme(bits.minimum, "&"), np.minimum),
+}
+
+
+def _register(name: str, first: Any, step: Any, ufunc: Any) -> None:
+    @funcify.register(name)
+    def _(b: Builder, x: Value, **params: Any) -> Value:
+        return _reduced(b, x, b.constant(first(x.dtype), x.dtype), step, **params)
+
+    @perform.register(name)
+    def _(x: Any, **params: Any) -> Any:
+        return _performed(x, first(x.dtype), ufunc, **params)
+
+
+for _name, _parts in _KINDS.items():
+    _register(_name, *_parts)
+
+
+@funcify.register("reduce_window")
+def _(b: Builder, *operands: Value, jaxpr: Any, consts: Any, **params: Any) -> Value:
+    if len(operands) != 2 or consts:
+        raise Unsupported("operands", "more than one array is not supported.")
+    for equation in graph_of(jaxpr).equations:
+        if equation.primitive not in FUSED:
+            raise Unsupported("jaxpr", f"it may not have {equation.primitive}.")
+
+    def of(dtype: np.dtype) -> Step:
+        def step(k: Kernel, total: str, x: str) -> str:
+            now = k.here(total)  # of which nothing moves out of the loop
+            scalars = [Lazy((), dtype, lambda *_: now), Lazy((), dtype, lambda *_: x)]
+            (result,) = b.inline(jaxpr, *scalars)
+            return k.read(result, ())
+
+        return step
+
+    return _reduced(b, operands[0], operands[1], of, masked=True, **params)
+
+
+@perform.register("reduce_window")
+def _(x: Any, start: Any, *, jaxpr: Any, consts: Any, **params: Any) -> Any:
+    dtype = x.dtype
+
+    def step(total: Any, x: Any) -> Any:
+        pairs = zip(*(each.reshape(-1).astype(dtype) for each in (total, x)), strict=True)
+        results = [evaluate_jaxpr(jaxpr, *map(np.asarray, pair))[0] for pair in pairs]
+        return np.asarray(results, total.dtype).reshape(total.shape)
+
+    return _performed(x, start, step, **params)
+
+
+def _performed(
+    x: Any, start: Any, step: Any, *, window_dimensions: Any, window_strides: Any, padding: Any,
+    base_dilation: Any, window_dilation: Any,
+) -> Any:  # fmt: skip
+    total = None
+    start = np.asarray(start).astype(x.dtype)
+    args = window_dimensions, window_strides, padding, base_dilation, window_dilation
+    inside = _windows(np.ones(x.shape, bool), np.False_, *args)
+    for part, counts in zip(_windows(x, start, *args), inside, strict=True):
+        wide = part.astype(storage.computed_dtype(x.dtype))
+        total = np.full(part.shape, start, wide.dtype) if total is None else total
+        total = np.where(counts, step(total, wide), total)
+    return np.asarray(total).astype(x.dtype)
+
+
+def _windows(
+    x: Any, filling: Any, sizes: Any, strides: Any, padding: Any, base: Any, dilation: Any
+) -> Any:
+    """By place in the window, the entries there of all windows."""
+    config = [(low, high, step - 1) for (low, high), step in zip(padding, base, strict=True)]
+    x = perform["pad"](x, filling, padding_config=config)
+    extents = [(size - 1) * step + 1 for size, step in zip(sizes, dilation, strict=True)]
+    counts = [
+        max(0, (n - extent) // stride + 1)
+        for n, extent, stride in zip(x.shape, extents, strides, strict=True)
+    ]
+    for place in np.ndindex(*sizes):
+        places = [
+            np.arange(count) * stride + i * step
+            for count, stride, i, step in zip(counts, strides, place, dilation, strict=True)
+        ]
+        yield x[np.ix_(*places)]
+
+
+# Pooling's derivatives.
+
+
+def _keeps(select_prim: Any) -> str:
+    """The symbol by which the entry that was selected is kept."""
+    symbols = {"ge": ">=", "le": "<="}
+    if select_prim.name not in symbols:
+        raise Unsupported("select_prim", f"{select_prim} is not supported.")
+    return symbols[select_prim.name]
+
+
+@funcify.register("select_and_scatter_add")
+def _(
+    b: Builder, source: Value, x: Value, *, select_prim: Any, window_dimensions: Sizes,
+    window_strides: Sizes, padding: Any,
+) -> Value:  # fmt: skip
+    symbol, x, source = _keeps(select_prim), b.cheap(x), b.cheap(source)
+    out = b.buffer(dtype=storage.computed_dtype(x.dtype))  # in which sums are kept
+    entries = out.reshaped((out.size,))
+    with b.kernel() as k:
+        with k.loops([out.size]) as (i,):
+            k.store(entries, (i,), storage.literal(0, out.dtype))
+        with k.loops(source.shape) as own:
+            best = k.here(storage.literal(0, x.dtype), "best")
+            where = k.here("-1", "where")
+            with k.loops(window_dimensions) as inner:
+                moved = _under(own, inner, window_strides, [1] * x.ndim)
+                place = [i - int(low) for i, (low, _) in zip(moved, padding, strict=True)]
+                with k.under(f"if {_inside(place, x.shape)}:"):
+                    entry = k.read(x, place)
+                    with k.under(f"if {where} < 0 or not {best} {symbol} {entry}:"):
+                        k.line(f"{best} = {entry}")
+                        k.line(f"{where} = {flat(place, x.shape)}")
+            with k.under(f"if {where} >= 0:"):
+                at = (k.variable(k.here(where), out.size),)
+                total = k.load(entries, at)
+                k.store(entries, at, wrapped(f"{total} + {k.read(source, own)}", x.dtype))
+    return b.converted(out, x.dtype)
+
+
+def _inside(place: Sequence[Index], shape: Sizes) -> str:
+    """The condition that a place is one of an array."""
+    tests = []
+    for i, n in zip(place, shape, strict=True):
+        tests += [f"{i} >= 0"] if i.smallest < 0 else []
+        tests += [f"{i} < {n}"] if i.largest >= n else []
+    return " and ".join(tests) or "True"
+
+
+@perform.register("select_and_scatter_add")
+def _(
+    source: Any, x: Any, *, select_prim: Any, window_dimensions: Any, window_strides: Any,
+    padding: Any,
+) -> Any:  # fmt: skip
+    keeps = {"ge": np.greater_equal, "le": np.less_equal}[select_prim.name]
+    out = np.zeros(x.shape, storage.computed_dtype(x.dtype))
+    for window in np.ndindex(*source.shape):
+        best = None
+        for inner in np.ndindex(*window_dimensions):
+            axes = zip(window, inner, window_strides, padding, strict=True)
+            place = tuple(i * stride + j - low for i, j, stride, (low, _) in axes)
+            if all(0 <= i < n for i, n in zip(place, x.shape, strict=True)):
+                best = place if best is None or not keeps(x[best], x[place]) else best
+        if best is not None:
+            out[best] += source[window]
+    return out.astype(x.dtype)
+
+
+@funcify.register("select_and_gather_add")
+def _(
+    b: Builder, source: Value, x: Value, *, select_prim: Any, window_dimensions: Sizes,
+    window_strides: Sizes, padding: Any, base_dilation: Sizes, window_dilation: Sizes,
+) -> Value:  # fmt: skip
+    # Of equal entries the first counts, as in the transpose; to XLA it may be another of them.
+    symbol, dtype = _keeps(select_prim), x.dtype
+    first = b.constant(_least(dtype) if symbol == ">=" else _most(dtype), dtype)
+    zero = b.constant(0, dtype)
+    x = _padded(b, x, first, padding, base_dilation)
+    source = _padded(b, source, zero, padding, base_dilation)
+    out = b.buffer()
+    with b.kernel() as k, k.loops(out.shape) as own:
+        best, found = k.here(k.read(first, ()), "best"), k.here(k.read(zero, ()), "found")
+        with k.loops(window_dimensions) as inner:
+            place = _under(own, inner, window_strides, window_dilation)
+            entry, other = k.read(x, place), k.read(source, place)
+            with k.under(f"if not {best} {symbol} {entry}:"):
+                k.line(f"{best} = {entry}")
+                k.line(f"{found} = {other}")
+        k.store(out, own, found)
+    return out
+
+
+@perform.register("select_and_gather_add")
+def _(source: Any, x: Any, *, select_prim: Any, **params: Any) -> Any:
+    most = select_prim.name == "ge"
+    start = np.asarray(_least(x.dtype) if most else _most(x.dtype)).astype(x.dtype)
+    names = "dimensions strides".split()
+    sizes = [params[f"window_{name}"] for name in names]
+    rest = [params[name] for name in ("padding", "base_dilation", "window_dilation")]
+    pairs = zip(
+        _windows(x, start, *sizes, *rest),
+        _windows(source, _zero(x.dtype), *sizes, *rest),
+        strict=True,
+    )
+    best = found = None
+    for part, other in pairs:
+        best = np.full(part.shape, start) if best is None else best
+        found = np.zeros(part.shape, x.dtype) if found is None else found
+        keep = best >= part if most else best <= part
+        best, found = np.where(keep, best, part), np.where(keep, found, other)
+    return found

@@ -1,0 +1,127 @@
+"""Comparisons for tests: compiled programs with references, and references with JAX."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from .._core.transform import implicit
+from .compiler import compile, source_of, traced
+from .interpreted import interpreted
+from .keys import data
+from .reference import performed
+
+#: By how much results of a dtype may differ, relatively: some units in their last place.
+_RTOL = {2: 1e-2, 4: 1e-5, 8: 1e-12}
+
+
+def compare_numba_and_py(
+    f: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    rtol: float | None = None,
+    atol: float | None = None,
+    native: bool = True,
+) -> Any:
+    """Checks that a function of JAX, compiled, gives what its primitives' references in NumPy do.
+
+    Values, dtypes, shapes and the tree of results are compared, and that arguments are not written
+    to. The generated code is run by Python as well, without Numba, where every access of memory is
+    checked to lie within its array.
+
+    **Arguments:**
+
+    - `f`, `args`: as for `compile`.
+    - `rtol`, `atol`: what values may differ by; by default 1e-5 for float32 and 1e-12 for
+        float64, relatively and, of the greatest entry, absolutely.
+    - `native`: whether to run the native code at all, which takes a compilation.
+
+    **Returns:**
+
+    What the compiled function returned (or Python, without `native`).
+
+    **Raises:** `AssertionError` where they differ.
+
+    >>> import jax.numpy as jnp, numpy as np, veneer as vn
+    >>> _ = vn.numba.compare_numba_and_py(lambda x: jnp.tanh(x).sum(), [np.ones(3, np.float32)])
+    """
+    expected = performed(f)(*args)
+    graph, _, out_tree = traced(f, tuple(args))
+    source = source_of(graph)
+    leaves = [np.asarray(data(x)) for x in jax.tree.leaves(list(args))]
+    inputs = [x.astype(v.aval.dtype) for x, v in zip(leaves, graph.inputs, strict=True)]
+    before = [x.copy() for x in inputs]
+    result = jax.tree.unflatten(out_tree, interpreted(source)(*inputs))
+    _assert_unchanged(inputs, before)
+    assert_trees_equal(result, expected, rtol, atol, "in Python")
+    if native:
+        compiled = compile(f, *args)
+        result = compiled(*jax.tree.unflatten(jax.tree.structure(tuple(args)), inputs))
+        _assert_unchanged(inputs, before)
+        assert_trees_equal(result, expected, rtol, atol, "compiled")
+    return result
+
+
+def compare_jax_and_py(
+    f: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    rtol: float | None = None,
+    atol: float | None = None,
+) -> Any:
+    """Checks that the references in NumPy of a function's primitives give what JAX does.
+
+    **Arguments:**
+
+    - `f`, `args`: as for `compile`.
+    - `rtol`, `atol`: what values may differ by, as for `compare_numba_and_py`.
+
+    **Returns:**
+
+    What JAX returned.
+
+    **Raises:** `AssertionError` where they differ.
+
+    >>> import jax.numpy as jnp, numpy as np, veneer as vn
+    >>> _ = vn.numba.compare_jax_and_py(lambda x: jnp.tanh(x).sum(), [np.ones(3, np.float32)])
+    """
+    expected = jax.jit(implicit(f))(*args)
+    assert_trees_equal(performed(f)(*args), expected, rtol, atol, "by its reference")
+    return expected
+
+
+def _assert_unchanged(arrays: Sequence[np.ndarray], before: Sequence[np.ndarray]) -> None:
+    for number, (array, old) in enumerate(zip(arrays, before, strict=True)):
+        assert array.tobytes() == old.tobytes(), f"argument {number} was written to"
+
+
+def assert_trees_equal(
+    result: Any, expected: Any, rtol: float | None, atol: float | None, how: str
+) -> None:
+    """Checks that two trees have the same structure, dtypes and shapes, and values close by."""
+    structures: list[Any] = [jax.tree.structure(x) for x in (result, expected)]
+    assert structures[0] == structures[1], structures
+    for (path, x), y in zip(
+        jax.tree_util.tree_leaves_with_path(result), jax.tree.leaves(expected), strict=True
+    ):
+        where = f"result{jax.tree_util.keystr(path)}, {how}"
+        x, y = np.asarray(data(x)), np.asarray(data(y))
+        found, wanted = (x.dtype, x.shape), (y.dtype, y.shape)
+        assert found == wanted, f"{where}: {found}, and not {wanted}"
+        _assert_close(x, y, rtol, atol, where)
+
+
+def _assert_close(
+    x: np.ndarray, y: np.ndarray, rtol: float | None, atol: float | None, where: str
+) -> None:
+    if x.dtype.kind in "biu":
+        np.testing.assert_array_equal(x, y, where)
+        return
+    part = x.dtype.itemsize // 2 if x.dtype.kind == "c" else x.dtype.itemsize
+    wide = np.complex128 if x.dtype.kind == "c" else np.float64
+    x, y = x.astype(wide), y.astype(wide)
+    rtol = _RTOL[part] if rtol is None else rtol
+    finite = np.abs(y[np.isfinite(y)])
+    atol = (finite.max() if finite.size else 0.0) * rtol if atol is None else atol
+    np.testing.assert_allclose(x, y, rtol, atol, err_msg=where)

@@ -1,0 +1,121 @@
+"""Threads that call one compiled function at once, and those that run meanwhile."""
+
+import sys
+import threading
+import tracemalloc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import veneer as vn
+from veneer.numba import compiler, entry
+
+X = np.arange(6, dtype=np.float32).reshape(2, 3)
+
+
+def steps(x):
+    """Loops of programs, with work memory that is carried from step to step."""
+    carry, rows = jax.lax.scan(lambda c, _: (jnp.sin(c[::-1] + x), c), x, length=2000)
+    return carry, rows[-1]
+
+
+@pytest.fixture(scope="module")
+def long():
+    return vn.numba.compile(steps, X[0])
+
+
+def is_long(f, *args):
+    return entry._is_long(compiler.source_of(compiler.traced(f, args)[0]))
+
+
+def test_long_calls_are_told_from_short_ones():
+    large, small = (jax.ShapeDtypeStruct((n, n), np.float32) for n in (512, 8))
+    assert is_long(lambda x: x + 1, large)
+    assert is_long(steps, X[0])
+    assert not is_long(lambda x: jnp.tanh(x @ x), small)
+    assert not is_long(lambda x: jax.lax.scan(lambda c, r: (c + r, None), x[0], x), small)
+
+
+def test_threads_may_call_one_function_at_once(long):
+    inputs = [X[0] + n for n in range(4)]
+    expected = [long(x) for x in inputs]
+    wrong = []
+
+    def work(n):
+        for _ in range(50):
+            for found, wanted in zip(long(inputs[n]), expected[n], strict=True):
+                if not np.array_equal(found, wanted):
+                    wrong.append(n)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.fixture
+def threads_that_keep_the_lock():
+    """No thread of Python's gives up its lock unless it lets go of it itself."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000)
+    yield
+    sys.setswitchinterval(interval)
+
+
+def test_other_threads_run_during_a_long_call(long, threads_that_keep_the_lock):
+    go, ran = threading.Event(), []
+
+    def run():
+        go.wait()
+        ran.append(True)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    go.set()
+    for _ in range(20_000):  # a few will do, as soon as the system wakes the thread
+        if ran:
+            break
+        long(X[0])
+    assert ran
+    thread.join()
+
+
+def test_arguments_are_taken_as_what_they_are_for_or_refused():
+    double = vn.numba.compile(lambda n: n * 2, np.int32(1))
+    assert (double(3), double(True)) == (6, 2)
+    for other in (1.5, 1j, np.float32(1), np.ones(1, np.int32)):
+        with pytest.raises(TypeError, match="argument 0 is"):
+            double(other)
+    for wide in (2**31, -(2**31) - 1, 2**70):
+        with pytest.raises(OverflowError, match=f"argument 0 is {wide}, .* int32"):
+            double(wide)
+    added = vn.numba.compile(lambda x: x + 1, np.ones((2, 3), np.float32))
+    x = np.arange(6, dtype=np.float32).reshape(2, 3)
+    for same in (x, x.astype(">f4"), np.asfortranarray(x)):
+        np.testing.assert_array_equal(added(same), x + 1)
+    with pytest.raises(TypeError, match=r"argument 0 is a masked array.*x\.filled"):
+        added(np.ma.array(x, mask=x > 2))
+
+
+@pytest.mark.parametrize("kind", ["result", "work"])
+def test_a_call_without_enough_memory_releases_its_results(kind):
+    """Of one with more bytes than any process has addresses for."""
+    size, many = 2**16, 2**48
+
+    def f(x):
+        first, huge = jnp.full(size, x), jnp.full(many, x)
+        return (first, huge) if kind == "result" else (first, lax.cumsum(huge)[many // 2])
+
+    compiled = vn.numba.compile(f, np.float32(0))
+    tracemalloc.start()
+    try:
+        with pytest.raises(MemoryError):
+            compiled(1.0)
+        assert not [trace for trace in tracemalloc.take_snapshot().traces if trace.size == 4 * size]
+    finally:
+        tracemalloc.stop()

@@ -1,0 +1,144 @@
+"""Elementwise primitives on the values at which they are easily wrong."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import veneer as vn
+
+FLOATS = [0.0, -0.0, 0.5, -0.5, 1.0, -1.5, 2.5, 3.0, 1e-3, -7.25, 80.0, np.inf, -np.inf, np.nan]
+INTS = [0, 1, 2, 3, 5, 7, 31, 100, 127]
+
+UNARY = (
+    "neg abs sign floor ceil is_finite exp exp2 log log1p expm1 tanh sqrt rsqrt logistic erf "
+    "sin cos tan asin acos atan sinh cosh asinh acosh atanh cbrt erfc"
+).split()
+BINARY = "add sub mul div rem max min pow atan2 eq ne lt le gt ge nextafter".split()
+OF_INTS = "neg abs sign not population_count clz".split()
+BINARY_OF_INTS = (
+    "add sub mul div rem max min and or xor eq lt ge shift_left shift_right_logical "
+    "shift_right_arithmetic"
+).split()
+
+
+def _function(name):
+    return getattr(lax, {"not": "bitwise_not", "and": "bitwise_and", "or": "bitwise_or",
+                         "xor": "bitwise_xor"}.get(name, name))  # fmt: skip
+
+
+def of_floats(x, y):
+    results = {name: _function(name)(x) for name in UNARY}
+    results |= {name: _function(name)(x, y) for name in BINARY if name != "nextafter"}
+    for method in lax.RoundingMethod:
+        results[f"round {method}"] = lax.round(x, method)
+    results |= {f"power {n}": lax.integer_pow(x, n) for n in (0, 1, 3, -2)}
+    results["clamp"] = lax.clamp(jnp.asarray(-1, x.dtype), x, y)
+    results["select"] = jnp.where(x > y, x, 1)
+    for dtype in (jnp.int8, jnp.uint8, jnp.int32, jnp.uint32, jnp.bfloat16, jnp.float16, bool):
+        results[f"to {jnp.dtype(dtype)}"] = lax.convert_element_type(x * 3, dtype)
+    return results
+
+
+def of_ints(x, y):
+    signed = jnp.issubdtype(x.dtype, jnp.signedinteger)
+    results = {name: _function(name)(x) for name in OF_INTS if signed or name != "abs"}
+    results |= {name: _function(name)(x, y) for name in BINARY_OF_INTS}
+    results["power"] = lax.integer_pow(x, 5)
+    results["floor_divide"] = x // y
+    results["to float"] = lax.convert_element_type(x, jnp.float32)
+    results["to int16"] = lax.convert_element_type(x, jnp.int16)
+    results["select"] = lax.select_n(jnp.clip(y, 0, 2).astype(jnp.int32), x, y, x + y)
+    return results
+
+
+def _all_pairs(values, dtype):
+    values = np.array(values, dtype)
+    return [x.reshape(-1).copy() for x in np.meshgrid(values, values)]
+
+
+def _differences(result, expected, ulps):
+    """The names of results that are not those of JAX, to so many units in the last place."""
+    wrong = []
+    for name, want in expected.items():
+        found, want = np.asarray(result[name]), np.asarray(want)
+        assert (found.dtype, found.shape) == (want.dtype, want.shape), name
+        if want.dtype.kind in "biu":
+            wrong += [] if np.array_equal(found, want) else [name]
+            continue
+        limits = jnp.finfo(want.dtype)
+        wide, exact = found.astype(np.float64), want.astype(np.float64)
+        same = (wide == exact) | (np.isnan(wide) & np.isnan(exact))
+        with np.errstate(all="ignore"):
+            near = np.abs(wide - exact) <= ulps * float(limits.eps) * np.abs(exact)
+        # XLA takes denormals for zeros.
+        near |= (np.abs(wide) < limits.tiny) & (np.abs(exact) < limits.tiny)
+        zeros = (exact == 0) & (wide == 0) & (np.signbit(exact) != np.signbit(wide))
+        if not (same | near).all() or zeros.any():
+            wrong.append(name)
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("dtype", "ulps"), [("float32", 20), ("bfloat16", 2), ("float16", 2), ("float64", 20)]
+)
+def test_floats_are_those_of_jax(dtype, ulps):
+    with jax.enable_x64(dtype == "float64"):
+        args = _all_pairs(FLOATS, jnp.dtype(dtype))
+        result = vn.numba.compile(of_floats, *args)(*args)
+        if args[0].dtype.itemsize == 2:
+            result.pop("exp2")  # JAX's is some 20% off
+        expected = jax.jit(of_floats)(*args)
+        expected = {name: expected[name] for name in result}
+        assert _differences(result, expected, ulps) == []
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "uint32", "int64", "uint64"])
+def test_integers_are_those_of_jax(dtype):
+    limits = np.iinfo(dtype)
+    values = [*INTS, limits.max, limits.max - 1, limits.min, limits.min + 1]
+    values += [-1, -2, -5] if limits.min else [limits.max // 2 + 1]
+    with jax.enable_x64(True):
+        args = _all_pairs(values, dtype)
+        result = vn.numba.compile(of_ints, *args)(*args)
+        assert _differences(result, jax.jit(of_ints)(*args), 0) == []
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_python_runs_the_same_program(dtype):
+    with jax.enable_x64(dtype == "float64"):
+        x, y = (np.asarray(FLOATS[k::2]).astype(dtype) for k in (0, 1))
+        f = lambda x, y: {k: v for k, v in of_floats(x, y).items() if "round" not in k}
+        vn.numba.compare_numba_and_py(f, [x, y], native=False, rtol=1e-5)
+
+
+def test_python_runs_the_same_program_of_integers():
+    x, y = _all_pairs([-128, -7, -1, 0, 1, 5, 100, 127], "int8")
+    f = lambda x, y: {k: v for k, v in of_ints(x, y).items() if k not in ("power", "select")}
+    vn.numba.compare_numba_and_py(f, [x, y], native=False)
+
+
+def test_axes_of_size_1_stand_for_any_size():
+    x, y = np.arange(3, dtype=np.float32)[:, None], np.arange(4, dtype=np.float32)[None]
+    vn.numba.compare_numba_and_py(lambda x, y: jnp.where(x > y, x * y, x + y), [x, y], native=False)
+
+
+def test_an_arithmetic_shift_of_unsigned_numbers_repeats_their_highest_bit():
+    x, y = _all_pairs([0, 1, 31, 32, 2**31, 2**32 - 1], "uint32")
+    vn.numba.compare_jax_and_py(jax.lax.shift_right_arithmetic, [x, y])
+    vn.numba.compare_numba_and_py(jax.lax.shift_right_arithmetic, [x, y], native=False)
+
+
+def test_products_in_another_dtype_do_not_wrap():
+    both = lambda x: [lax.mul(x, x, out_dtype=dtype) for dtype in ("int32", "float32", "int8")]
+    args = [np.array([100, -7], np.int8)]
+    vn.numba.compare_jax_and_py(both, args)
+    vn.numba.compare_numba_and_py(both, args, native=False)
+
+
+def test_the_conjugate_of_a_real_number_has_a_positive_zero():
+    f = lambda x: jnp.copysign(1, lax.imag(lax.conj(x)))
+    args = [np.array([1, -2], np.float32)]
+    vn.numba.compare_jax_and_py(f, args)
+    vn.numba.compare_numba_and_py(f, args, native=False)
