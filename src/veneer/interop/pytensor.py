@@ -1,0 +1,329 @@
+"""PyTensor (https://github.com/pymc-devs/pytensor): its graphs in JAX, our products in its.
+
+`to_jax` makes a JAX function of a graph, on which `vn.implicit` works. `QuantizedDot` is a product
+with a quantised matrix as an `Op`, in Python, JAX and Numba.
+
+Importing PyTensor's dispatch for JAX sets `jax_enable_x64`. Importing this module first does not:
+the setting stays what it was.
+"""
+
+import inspect
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._core.transform import implicit
+from ..quant.formats import get_format
+from ..quant.packing import Packing
+from ..quant.qarray import QArray
+from ..quant.tiles import divides
+
+_x64 = jax.config.values["jax_enable_x64"]  # that of the program, whatever context this is in
+try:
+    import pytensor.tensor as pt
+    from pytensor.compile.mode import get_mode
+    from pytensor.graph.basic import Apply, Constant, Variable
+    from pytensor.graph.fg import FunctionGraph
+    from pytensor.graph.op import Op
+    from pytensor.graph.traversal import graph_inputs
+    from pytensor.link.jax.dispatch import jax_funcify
+    from pytensor.link.numba.dispatch import basic as numba_dispatch
+    from pytensor.scalar import upcast
+except ImportError as error:
+    raise ImportError(
+        "graphs of PyTensor need the extra: pip install 'veneer[pytensor]'"
+    ) from error
+finally:
+    jax.config.update("jax_enable_x64", _x64)
+
+__all__ = ["QuantizedDot", "quantized_dot", "to_jax"]
+
+
+def to_jax(graph: Any, inputs: Sequence[Any] | None = None) -> Callable[..., Any]:
+    """Makes a JAX function of a PyTensor graph, which the transformations of JAX and ours take.
+
+    The graph is rewritten as PyTensor's JAX mode does; its own copy, not the one given. Dtypes are
+    those of JAX: where `jax_enable_x64` is not set, float64 is float32, as everywhere in JAX.
+
+    **Arguments:**
+
+    - `graph`: a `FunctionGraph`, a variable, or a sequence of variables.
+    - `inputs`: the variables that are the arguments, in order; not with a `FunctionGraph`, which
+        has its own. Shared variables that the graph depends on must be among them.
+
+    **Returns:**
+
+    A function of arrays, of the dtypes and ranks of `inputs`. It gives an array for a variable,
+    else a tuple of them. It raises `TypeError` for arguments that are not as the graph says.
+
+    **Raises:** `TypeError` where the graph depends on a variable that is not an input.
+    `NotImplementedError`, of PyTensor, for an `Op` without an implementation in JAX.
+
+    >>> import jax.numpy as jnp, pytensor.tensor as pt, veneer as vn
+    >>> from veneer.interop.pytensor import to_jax
+    >>> x, w = pt.matrix("x", dtype="float32"), pt.matrix("w", dtype="float32")
+    >>> f = to_jax(pt.tanh(x @ w), [x, w])
+    >>> q = vn.quant.quantize(jnp.eye(4), "int8")
+    >>> vn.implicit(f)(jnp.zeros((2, 4)), q).shape
+    (2, 4)
+    """
+    fgraph = _own_graph(graph, inputs)
+    types = [variable.type for variable in fgraph.inputs]
+    names = [str(variable) for variable in fgraph.inputs]
+    get_mode("JAX").optimizer.rewrite(fgraph)
+    run = jax_funcify(fgraph)
+    is_one = isinstance(graph, Variable)
+
+    def of_graph(*args: Any) -> Any:
+        if len(args) != len(types):
+            raise TypeError(f"the graph takes {len(types)} arrays, {names}, and got {len(args)}")
+        given = [_as_declared(*x) for x in zip(args, types, names, strict=True)]
+        with warnings.catch_warnings():  # PyTensor adds up float32 in float64
+            warnings.filterwarnings("ignore", "Explicitly requested dtype", UserWarning)
+            results = run(*given)
+        return results[0] if is_one else tuple(results)
+
+    return of_graph
+
+
+def _own_graph(graph: Any, inputs: Sequence[Any] | None) -> Any:
+    """A `FunctionGraph` that may be rewritten."""
+    if isinstance(graph, FunctionGraph):
+        if inputs is not None:
+            raise TypeError("a FunctionGraph has inputs of its own: give to_jax none")
+        return graph.clone()
+    if inputs is None:
+        raise TypeError("to_jax needs the inputs of the graph: to_jax(outputs, [x, y])")
+    outputs = [graph] if isinstance(graph, Variable) else list(graph)
+    roots = set(graph_inputs(outputs, blockers=inputs)) - set(inputs)
+    missing = sorted(f"{x} ({x.type})" for x in roots if not isinstance(x, Constant))
+    if missing:
+        listed = ", ".join(missing)
+        raise TypeError(f"the graph depends on {listed}: list them in the inputs of to_jax")
+    return FunctionGraph(list(inputs), outputs, clone=True)
+
+
+def _as_declared(x: Any, declared: Any, name: str) -> Any:
+    """An argument, checked to be of the type that the graph has for it."""
+    if isinstance(x, bool | int | float | complex | list | tuple):
+        _check_kind(x, declared, name)
+        x = jnp.asarray(x, jax.dtypes.canonicalize_dtype(declared.dtype))
+    given, wanted = (jax.dtypes.canonicalize_dtype(t.dtype) for t in (x, declared))
+    sizes_fit = len(x.shape) == declared.ndim and all(
+        size in (None, found) for size, found in zip(declared.shape, x.shape, strict=True)
+    )
+    if given != wanted or not sizes_fit:
+        raise TypeError(
+            f"the input {name} of the graph is {declared}, and was given {given}{[*x.shape]}"
+        )
+    return x
+
+
+#: Dtypes by what they hold: each kind all that those before it do.
+_KINDS = {kind: place for place, kinds in enumerate(("b", "iu", "fV", "c")) for kind in kinds}
+
+
+def _check_kind(x: Any, declared: Any, name: str) -> None:
+    """Refuses numbers of Python's of which the dtype that the graph has for them drops a part."""
+    dtypes = [np.dtype(getattr(leaf, "dtype", type(leaf))) for leaf in jax.tree.leaves(x)]
+    if any(_KINDS[dtype.kind] > _KINDS[np.dtype(declared.dtype).kind] for dtype in dtypes):
+        raise TypeError(f"the input {name} of the graph is {declared}, and was given {x}")
+
+
+class _Codes(NamedTuple):
+    """What `QuantizedDot` knows of a format: the values of its codes, `[2**bits]`."""
+
+    values: np.ndarray
+    bits: int
+
+
+def _codes(qtype: str) -> _Codes:
+    format = get_format(qtype)
+    if format.bits not in (1, 2, 4, 8) or format.storage_dtype.name not in ("int8", "uint8"):
+        raise TypeError(
+            f"QuantizedDot takes codes of 1, 2, 4 or 8 bits in int8 or uint8, not {qtype}: "
+            "PyTensor has no dtype for them. Use to_jax of a graph with a dense matrix, and "
+            "vn.implicit."
+        )
+    bits = int(format.bits)
+    fields = np.arange(2**bits, dtype=np.uint8)
+    with jax.ensure_compile_time_eval():
+        if bits == 8:
+            codes = jnp.asarray(fields.view(format.code_dtype))
+        else:
+            codes = format.from_fields(jnp.asarray(fields))
+        return _Codes(np.asarray(format.decode(codes, jnp.float32)), bits)
+
+
+class QuantizedDot(Op):
+    """A product `[M, K] @ [K, N]` with a quantised matrix, as an `Op` of PyTensor.
+
+    It is called with the leaves of a `QArray`, `(x, packed, scale)`, or `(x, packed, scale,
+    zero_point)` if it has `zero_point`. They may be variables. See `quantized_dot`.
+
+    **Arguments:**
+
+    - `qtype`: the format: of 1, 2, 4 or 8 bits, stored in int8 or uint8.
+    - `size`: N, where codes are packed along the last axis; None where each has a byte.
+    - `zero_point`: whether there is one.
+
+    **Raises:** `TypeError` for another format, and for operands of other dtypes and ranks.
+    `ValueError`, when it is run, where shapes do not fit. It has no gradient in PyTensor: that of
+    `to_jax` of the graph is `jax.grad`.
+    """
+
+    __props__ = ("qtype", "size", "zero_point")
+
+    def __init__(self, qtype: str, size: int | None = None, zero_point: bool = False):
+        self.qtype, self.size, self.zero_point = qtype, size, zero_point
+        self._codes = _codes(qtype)
+        if size is not None and self._codes.bits == 8:
+            raise TypeError(f"codes of {qtype} are not packed: size must be None")
+
+    def make_node(self, *leaves: Any) -> Any:
+        """The application to variables, or to what can be made constants."""
+        if len(leaves) != 3 + self.zero_point:
+            raise TypeError(f"{self} takes {3 + self.zero_point} operands, and got {len(leaves)}")
+        operands = [pt.as_tensor_variable(leaf) for leaf in leaves]
+        stored = get_format(self.qtype).storage_dtype.name
+        allowed = [("float32", "float64"), (stored,), ("float32", "float64")]
+        allowed += [("int8", "uint8", "int32", "float32", "float64")] * self.zero_point
+        for name, variable, dtypes in zip(
+            ("x", "packed", "scale", "zero_point"), operands, allowed, strict=False
+        ):
+            if variable.type.ndim != 2 or variable.type.dtype not in dtypes:
+                wanted = " or ".join(dtypes)
+                raise TypeError(
+                    f"{self}: {name} is {variable.type}, and must be a matrix of {wanted}"
+                )
+        x, packed, scale = operands[:3]
+        n = packed.type.shape[1] if self.size is None else self.size
+        out = pt.tensor(dtype=upcast(x.dtype, scale.dtype), shape=(x.type.shape[0], n))
+        return Apply(self, operands, [out])
+
+    def infer_shape(self, *args: Any) -> Any:
+        """The shape of the result, as variables."""
+        shapes = args[-1]  # after the node, and before PyTensor 3.3 a graph
+        n = shapes[1][1] if self.size is None else pt.as_tensor_variable(self.size)
+        return [(shapes[0][0], n)]
+
+    def perform(self, node: Any, inputs: Any, output_storage: Any) -> None:
+        """The product in NumPy: what the other implementations are tested against."""
+        x, packed, scale, *zero_point = inputs
+        values, bits = self._codes
+        fields = packed.view(np.uint8)
+        if self.size is not None:
+            shifts = np.arange(0, 8, bits, dtype=np.uint8)
+            if -(-self.size // len(shifts)) != packed.shape[1]:
+                raise ValueError(
+                    f"QuantizedDot: {self.size} codes of {bits} bits do not fit into packed "
+                    f"{packed.shape}"
+                )
+            fields = (fields[..., None] >> shifts).reshape(len(packed), -1)[:, : self.size]
+        fields = fields & np.uint8(2**bits - 1)
+        _check(x.shape, fields.shape, scale.shape, *(z.shape for z in zero_point))
+        w = values[fields].astype(scale.dtype)
+        for z in zero_point:
+            w = w - _repeated(z.astype(scale.dtype), w.shape)
+        w = w * _repeated(scale, w.shape)
+        dtype = node.outputs[0].dtype
+        output_storage[0][0] = x.astype(dtype) @ w.astype(dtype)
+
+
+def _repeated(tiles: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    for axis in (0, 1):
+        tiles = tiles.repeat(shape[axis] // max(tiles.shape[axis], 1), axis)
+    return tiles
+
+
+def _check(x: Any, codes: Any, *tiled: Any) -> None:
+    if x[1] != codes[0] or not all(divides(shape, codes) for shape in tiled):
+        raise ValueError(
+            f"QuantizedDot of x {x} and codes {codes}, with a scale (and a zero point) {tiled}: "
+            "each axis of the latter must divide that of the codes"
+        )
+
+
+def quantized_dot(x: Any, w: QArray) -> Any:
+    """The product of a variable and a quantised matrix, which stays packed in the graph.
+
+    **Arguments:**
+
+    - `x`: a PyTensor matrix `[M, K]` of float32 or float64.
+    - `w`: `[K, N]`, packed along its last axis, if at all, as `vn.quant.quantize` does.
+
+    **Returns:** a PyTensor variable `[M, N]`.
+
+    **Raises:** `TypeError` for formats that PyTensor has no dtypes for, and other ranks.
+
+    >>> import jax.numpy as jnp, pytensor.tensor as pt, veneer as vn
+    >>> from veneer.interop.pytensor import quantized_dot
+    >>> q = vn.quant.quantize(jnp.eye(4), "int4")
+    >>> quantized_dot(pt.matrix("x", dtype="float32"), q).type.shape
+    (None, 4)
+    """
+    if len(w.shape) != 2 or isinstance(w.scale, QArray):
+        raise TypeError(f"quantized_dot takes a matrix whose scale is an array, not {w}")
+    if w.packing is not None and w.packing.axis != -1:
+        raise TypeError(f"quantized_dot takes codes packed along the last axis, not {w.packing}")
+    size = None if w.packing is None else w.packing.size
+    zero_point = [] if w.zero_point is None else [np.asarray(w.zero_point)]
+    op = QuantizedDot(w.qtype, size, bool(zero_point))
+    return op(x, np.asarray(w.packed), np.asarray(w.scale), *zero_point)
+
+
+@jax_funcify.register(QuantizedDot)
+def _(op: Any, node: Any = None, **_: Any) -> Callable[..., Any]:
+    packing = None if op.size is None else Packing(-1, op.size)
+
+    def quantized_dot(x: Any, packed: Any, scale: Any, *zero_point: Any) -> Any:
+        leaves = [jnp.asarray(leaf) for leaf in (packed, scale, *zero_point)]
+        q = QArray.from_packed(*leaves, qtype=op.qtype, packing=packing)
+        return implicit(jnp.matmul)(x, q)
+
+    return quantized_dot
+
+
+@numba_dispatch.register_funcify_default_op_cache_key(QuantizedDot)
+def _(op: Any, node: Any = None, **_: Any) -> Callable[..., Any]:
+    values, bits = op._codes
+    per_byte = 1 if op.size is None else 8 // bits
+    size = -1 if op.size is None else op.size
+    mask = 2**bits - 1
+    dtype = np.dtype(node.outputs[0].dtype)
+
+    def product(x, packed, scale, zero_point):
+        (m, k), n = x.shape, packed.shape[1] if size < 0 else size
+        if packed.shape[0] != k or -(-n // per_byte) != packed.shape[1]:
+            raise ValueError("QuantizedDot: x and codes do not fit")
+        for tiles in (scale.shape, zero_point.shape):
+            if 0 in tiles or k % tiles[0] or n % tiles[1]:
+                raise ValueError("QuantizedDot: a scale or zero point does not divide the codes")
+        out = np.zeros((m, n), dtype)
+        row = np.empty(n, dtype)
+        for i in range(k):
+            of_scale = scale[i * scale.shape[0] // k]
+            of_zero = zero_point[i * zero_point.shape[0] // k]
+            for j in range(n):
+                code = np.uint8(packed[i, j // per_byte]) >> (bits * (j % per_byte)) & mask
+                centred = values[code] - of_zero[j * zero_point.shape[1] // n]
+                row[j] = centred * of_scale[j * scale.shape[1] // n]
+            for r in range(m):
+                for j in range(n):
+                    out[r, j] += x[r, i] * row[j]
+        return out
+
+    # Unwrapped: in tests, functions check the types of their arguments, which Numba cannot compile.
+    product = numba_dispatch.numba_njit(inspect.unwrap(product))
+    if op.zero_point:
+        return product
+    none = np.zeros((1, 1), np.float32)
+
+    def without_zero_point(x, packed, scale):
+        return product(x, packed, scale, none)
+
+    return numba_dispatch.numba_njit(inspect.unwrap(without_zero_point))

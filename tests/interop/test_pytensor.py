@@ -1,0 +1,214 @@
+"""Graphs of PyTensor in JAX, and a product of ours in its modes."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from array_types import assert_close, lora
+
+import veneer as vn
+
+pytensor = pytest.importorskip("pytensor")
+BEFORE = jax.config.jax_enable_x64
+
+import pytensor.tensor as pt  # noqa: E402
+from pytensor.compile.mode import Mode  # noqa: E402
+from pytensor.graph.basic import Apply  # noqa: E402
+from pytensor.graph.fg import FunctionGraph  # noqa: E402
+from pytensor.graph.op import Op  # noqa: E402
+
+from veneer.interop.pytensor import QuantizedDot, quantized_dot, to_jax  # noqa: E402
+
+KEY = jax.random.key(0)
+W, B = lora(KEY), jnp.linspace(-1.0, 1.0, 6)
+X = jnp.linspace(-1.0, 1.0, 24).reshape(4, 6)
+
+
+def layer():
+    x, w = (pt.matrix(name, dtype="float32") for name in "xw")
+    b = pt.vector("b", dtype="float32")
+    return pt.special.softmax(pt.tanh(x @ w + b), axis=-1), [x, w, b]
+
+
+def in_jax(x, w, b):
+    return jax.nn.softmax(jnp.tanh(x @ w + b), axis=-1)
+
+
+LAYER = to_jax(*layer())
+
+
+def test_x64_stays_as_it_was():
+    assert jax.config.jax_enable_x64 == BEFORE
+    for state in ("True", "False"):
+        program = (
+            f"import jax; jax.config.update('jax_enable_x64', {state}); "
+            "import veneer.interop.pytensor; print(jax.config.jax_enable_x64)"
+        )
+        run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+        assert run.stdout.strip() == state, run.stderr
+
+
+def test_a_graph_is_a_function_of_jax():
+    w = vn.materialise(W)
+    expected = in_jax(X, w, B)
+    assert_close(jax.jit(LAYER)(X, w, B), expected)
+    assert_close(jax.vmap(lambda x: LAYER(x[None], w, B)[0])(X), expected)
+    loss = lambda f: jax.grad(lambda w: (f(X, w, B) ** 2).sum())(w)
+    assert_close(loss(LAYER), loss(in_jax))
+
+
+@pytest.mark.parametrize("w", [W, vn.quant.quantize(vn.materialise(W), "int4")], ids=type)
+def test_rules_are_in_force_in_it(w):
+    report = vn.explain(LAYER)(X, w, B)
+    assert not report.materialised
+    assert report.events
+    assert_close(jax.jit(vn.implicit(LAYER))(X, w, B), in_jax(X, vn.materialise(w), B))
+
+
+def test_a_function_graph_has_several_results_and_stays_as_it_was():
+    out, inputs = layer()
+    fgraph = FunctionGraph(inputs, [out, out.sum()], clone=True)
+    before = [node.op for node in fgraph.toposort()]
+    rows, total = to_jax(fgraph)(X, vn.materialise(W), B)
+    assert_close(rows, in_jax(X, vn.materialise(W), B))
+    assert_close(total, rows.sum())
+    assert [node.op for node in fgraph.toposort()] == before
+
+
+def test_a_graph_of_float64_is_of_float32_where_jax_is():
+    x = pt.vector("x", dtype="float64")
+    f = to_jax(pt.exp(x) * 2.0 + pt.arange(3), [x])
+    assert f(jnp.zeros(3)).dtype == jnp.zeros(3).dtype
+    with jax.enable_x64(True):
+        assert f(jnp.zeros(3, jnp.float64)).dtype == jnp.float64
+
+
+def test_arguments_are_those_that_the_graph_declares():
+    w = vn.materialise(W)
+    with pytest.raises(TypeError, match="takes 3 arrays"):
+        LAYER(X, w)
+    with pytest.raises(TypeError, match=r"input x .*int32\[4, 6\]"):
+        LAYER(X.astype(jnp.int32), w, B)
+    with pytest.raises(TypeError, match=r"input b .*float32\[1, 6\]"):
+        LAYER(X, w, B[None])
+
+
+@pytest.mark.parametrize(("dtype", "number"), [("int32", 1.7), ("float32", 1j), ("bool", 2)])
+def test_no_part_of_a_number_is_dropped(dtype, number):
+    x = pt.vector("x", dtype=dtype)
+    with pytest.raises(TypeError, match="the input x of the graph is"):
+        to_jax(x, [x])([number])
+
+
+def test_what_the_graph_depends_on_must_be_given():
+    x, shared = pt.vector("x"), pytensor.shared(np.ones(3), name="state")
+    with pytest.raises(TypeError, match=r"depends on state .* list them in the inputs"):
+        to_jax(x * shared, [x])
+    assert_close(to_jax(x * shared, [x, shared])(jnp.ones(3), jnp.full(3, 2.0)), jnp.full(3, 2.0))
+    with pytest.raises(TypeError, match="needs the inputs"):
+        to_jax(x * 2)
+
+
+def test_an_op_without_an_implementation_is_named():
+    class Unknown(Op):
+        def make_node(self, x):
+            return Apply(self, [x], [x.type()])
+
+        def perform(self, node, inputs, output_storage):
+            output_storage[0][0] = inputs[0]
+
+    x = pt.vector("x")
+    with pytest.raises(NotImplementedError, match="Unknown"):
+        to_jax(Unknown()(x), [x])
+
+
+# QuantizedDot
+
+K, N = 8, 6
+DENSE = jax.random.normal(KEY, (K, N))
+QUANTISED = {
+    "int8": vn.quant.quantize(DENSE, "int8", channelwise_axes=(1,)),
+    "int4": vn.quant.quantize(DENSE[:, :5], "int4", channelwise_axes=(1,), tiled_axes={0: 4}),
+    "nf4": vn.quant.quantize(DENSE, "nf4", tiled_axes={0: 4}),
+    "int2": vn.quant.quantize(DENSE, "int2", tiled_axes={0: 2}),
+    "uint8": vn.quant.QArray(
+        jnp.arange(K * N, dtype=jnp.uint8).reshape(K, N) * 5, jnp.full((2, N), 0.1),
+        jnp.full((1, N), 7, jnp.uint8), "uint8",
+    ),
+}  # fmt: skip
+XS = np.linspace(-1, 1, 3 * K, dtype=np.float32).reshape(3, K)
+
+
+def compiled(q, mode):
+    x = pt.matrix("x", dtype="float32")
+    return pytensor.function([x], quantized_dot(x, q), mode=mode)
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.parametrize("mode", ["py", "jax"])
+def test_the_product_in_python_and_jax(name, mode):
+    q = QUANTISED[name]
+    result = compiled(q, {"py": Mode("py", None), "jax": "JAX"}[mode])(XS)
+    assert result.dtype == np.float32
+    np.testing.assert_allclose(result, XS @ vn.materialise(q), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["int4", "uint8"])
+def test_the_product_in_numba(name):
+    q = QUANTISED[name]
+    result = compiled(q, "NUMBA")(XS)
+    assert result.dtype == np.float32
+    np.testing.assert_allclose(result, XS @ vn.materialise(q), rtol=1e-5, atol=1e-5)
+
+
+def test_codes_of_a_byte_each_and_sizes_that_do_not_fit():
+    x, packed = pt.matrix("x", dtype="float32"), np.full((K, 2), 0x93, np.uint8)
+    of = lambda size: QuantizedDot("int4", size)(x, packed, np.ones((1, 1), np.float32))
+    run = lambda size, mode: pytensor.function([x], of(size), mode=mode)(XS)
+    for mode in (Mode("py", None), "JAX"):
+        np.testing.assert_allclose(
+            run(None, mode), np.repeat(XS.sum(1)[:, None] * 3, 2, 1), 1e-5, 1e-5
+        )
+        with pytest.raises(ValueError, match="packed"):
+            run(6, mode)
+
+
+def test_the_product_in_c():
+    result = compiled(QUANTISED["int8"], Mode("cvm", "fast_run"))(XS)
+    np.testing.assert_allclose(result, XS @ vn.materialise(QUANTISED["int8"]), rtol=1e-5, atol=1e-5)
+
+
+def test_the_weight_stays_packed_in_jax():
+    x = pt.matrix("x", dtype="float32")
+    f = to_jax(quantized_dot(x, QUANTISED["nf4"]), [x])
+    assert_close(f(XS), XS @ vn.materialise(QUANTISED["nf4"]))
+    packed = QUANTISED["nf4"].packed
+    shapes = {(c.shape, c.dtype) for c in jax.make_jaxpr(f)(XS).consts}
+    assert (packed.shape, packed.dtype) in shapes
+
+
+def test_leaves_may_be_variables():
+    x, scale = (pt.matrix(name, dtype="float32") for name in ("x", "scale"))
+    packed = pt.matrix("packed", dtype="int8")
+    q = QUANTISED["int8"]
+    f = to_jax(QuantizedDot("int8")(x, packed, scale), [x, packed, scale])
+    assert_close(f(XS, q.packed, q.scale), XS @ vn.materialise(q))
+    assert_close(
+        jax.grad(lambda x: f(x, q.packed, q.scale).sum())(XS),
+        jnp.broadcast_to(vn.materialise(q).sum(1), XS.shape),
+    )
+
+
+def test_what_does_not_fit_is_refused():
+    x = pt.matrix("x", dtype="float32")
+    with pytest.raises(TypeError, match=r"x is .*must be a matrix of float32"):
+        quantized_dot(pt.vector("x", dtype="float32"), QUANTISED["int8"])
+    with pytest.raises(TypeError, match="not float8"):
+        quantized_dot(x, vn.quant.quantize(DENSE, "float8_e4m3fn"))
+    with pytest.raises(TypeError, match="not int3"):
+        quantized_dot(x, vn.quant.quantize(DENSE, "int3"))
+    with pytest.raises(ValueError, match="QuantizedDot"):
+        compiled(QUANTISED["int8"], Mode("py", None))(XS[:, :4])
