@@ -1,0 +1,153 @@
+"""Fine-tunes quantised models of Flax and Equinox by their own `grad`, with no decorator.
+
+Two classifiers of digits, an `nnx.Module` and an `eqx.nn.MLP`, know nothing of veneer. Each is
+trained in f32; then its hidden weights are put in four bits, with a low-rank update (QLoRA), and
+the updates are trained on digits that it has not seen: mirrored ones. With high types on, the
+models' own layers take such weights, and so do their framework's `jit` and `value_and_grad`.
+
+    python examples/high_types.py            # some seconds
+
+Prints the losses, and the bytes that the weights take.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from sklearn.datasets import load_digits
+
+import veneer as vn
+
+WIDTH, RANK = 128, 8
+
+
+class Classifier(nnx.Module):
+    """A network of two hidden layers, as anybody writes it."""
+
+    def __init__(self, *, rngs: nnx.Rngs):
+        self.first = nnx.Linear(64, WIDTH, rngs=rngs)
+        self.second = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.out = nnx.Linear(WIDTH, 10, rngs=rngs)
+
+    def __call__(self, images: jax.Array) -> jax.Array:
+        """Logits `[count, 10]` of images `[count, 64]`."""
+        hidden = nnx.gelu(self.first(images))
+        return self.out(nnx.gelu(self.second(hidden)))
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model as a tree, what calls that, and the transformations of its framework."""
+
+    framework: str
+    tree: Any
+    call: Callable[[Any, jax.Array], jax.Array]  # of images f32 [count, 64]: logits [count, 10]
+    jit: Callable
+    value_and_grad: Callable
+    in_axis: int  # of its weights
+
+
+def of_flax() -> Model:
+    graph, state = nnx.split(Classifier(rngs=nnx.Rngs(0)))
+    call = lambda state, images: nnx.merge(graph, state)(images)
+    return Model("flax.nnx", state, call, nnx.jit, nnx.value_and_grad, in_axis=0)
+
+
+def of_equinox() -> Model:
+    mlp = eqx.nn.MLP(64, 10, WIDTH, 2, jax.nn.gelu, key=jax.random.key(0))
+    call = lambda mlp, images: jax.vmap(mlp)(images)
+    return Model("equinox", mlp, call, eqx.filter_jit, eqx.filter_value_and_grad, in_axis=1)
+
+
+def digits(*, mirrored: bool) -> tuple[jax.Array, jax.Array]:
+    """Images, f32 `[count, 64]`, and which digits they are of."""
+    found = load_digits()
+    images = found.images[:, :, ::-1] if mirrored else found.images
+    images = images.reshape(-1, 64).astype(np.float32) / 16
+    return jnp.asarray(images), jnp.asarray(found.target)
+
+
+def train(model: Model, tree: Any, data: Any, *, steps: int) -> tuple[Any, list[float]]:
+    """Trains those arrays of a model's tree that are to be trained; gives it, and the losses."""
+    trained, frozen = vn.tree.partition(tree, vn.trainable(tree))
+    tx = optax.adam(3e-3)
+
+    def loss(trained: Any, frozen: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
+        logits = model.call(vn.tree.combine(trained, frozen), images)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    @model.jit
+    def step(trained: Any, state: Any, *rest: Any) -> tuple[Any, Any, jax.Array]:
+        value, gradient = model.value_and_grad(loss)(trained, *rest)
+        updates, state = tx.update(gradient, state)
+        return optax.apply_updates(trained, updates), state, value
+
+    losses = []
+    state = tx.init(trained)
+    for _ in range(steps):
+        trained, state, value = step(trained, state, frozen, *data)
+        losses.append(float(value))
+    return vn.tree.combine(trained, frozen), losses
+
+
+def in_four_bits(model: Model, tree: Any) -> Any:
+    """The tree with hidden weights in nf4, and a low-rank update of each."""
+    keys = iter(jax.random.split(jax.random.key(0), 2))
+
+    def weight(x: Any) -> Any:
+        if not hasattr(x, "ndim") or x.ndim != 2 or 10 in x.shape:  # not so the last layer
+            return x
+        q = vn.quant.quantize(x, "nf4", tiled_axes={model.in_axis: 64})
+        return vn.types.LoraArray.init(q, rank=RANK, key=next(keys), alpha=8)
+
+    return jax.tree.map(weight, tree)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What fine-tuning a model gave."""
+
+    framework: str
+    dense: Any
+    tuned: Any
+    losses: list[float]
+
+
+def nbytes(tree: Any) -> int:
+    """The bytes of the arrays that a tree stores."""
+    return sum(getattr(x, "nbytes", 0) for x in jax.tree.leaves(tree))
+
+
+def fine_tune(model: Model, *, steps: int) -> Result:
+    """Trains a model, puts it in four bits, and trains that on mirrored digits."""
+    dense, _ = train(model, model.tree, digits(mirrored=False), steps=steps)
+    with vn.hijax.enabled():
+        qlora = in_four_bits(model, dense)
+        tuned, losses = train(model, qlora, digits(mirrored=True), steps=steps)
+    return Result(model.framework, dense, tuned, losses)
+
+
+def main(*, steps: int = 60) -> list[Result]:
+    """Fine-tunes each model, and prints a table."""
+    results = [fine_tune(model, steps=steps) for model in (of_flax(), of_equinox())]
+    table = Table(box=SIMPLE_HEAD)
+    for heading in ("model", "bytes in f32", "as QLoRA", "loss on mirrored digits", "after"):
+        table.add_column(heading, justify="left" if heading == "model" else "right")
+    for r in results:
+        ends = (f"{r.losses[0]:.2f}", f"{r.losses[-1]:.2f}")
+        table.add_row(r.framework, f"{nbytes(r.dense):,}", f"{nbytes(r.tuned):,}", *ends)
+    Console().print(table)
+    return results
+
+
+if __name__ == "__main__":
+    main()
