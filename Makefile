@@ -34,7 +34,7 @@ demo: $(DEMO) ## quantise a real model, and print a table and draw a picture of 
 test: $(DEV) ## run the tests
 	$(BIN)/python -m pytest -n auto $(ARGS)
 
-bench: $(BENCH) ## time the benchmarks, and write docs/benchmarks.md and docs/performance.md
+bench: $(BENCH) ## time the benchmarks, and write the tables of docs/benchmarks.md, performance.md and numba.md
 	$(BIN)/python benchmarks/report.py $(ARGS)
 
 setup: $(DEV) ## make the environment to develop in

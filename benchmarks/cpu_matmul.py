@@ -213,17 +213,24 @@ def programs(w: np.ndarray, sizes: Sizes) -> list[Program]:
 
 
 def reading(nbytes: int) -> Side:
-    """Reads so many bytes of memory in two threads, and does no more with them than a sum."""
+    """Reads so many bytes of memory in two threads, and does no more with them than a sum.
+
+    Four places are read at a time, which is faster than one after the other.
+    """
     from numba import njit
 
     @njit(nogil=True)
-    def total(words: np.ndarray) -> int:
+    def total(blocks: np.ndarray) -> int:  # blocks x places x lines of the cache x words
         found = 0
-        for word in words:
-            found += word
+        for block in blocks:
+            for line in range(block.shape[1]):
+                for place in range(block.shape[0]):
+                    for word in block[place, line]:
+                        found += word
         return found
 
-    halves = np.split(np.asarray(jnp.ones(nbytes // 16 * 4, jnp.int32)).view(np.int64), 2)
+    shape = (max(1, nbytes // (2 * 4 * 512 * 64)), 4, 512, 8)
+    halves = [np.ones(shape, np.int64) for _ in range(2)]
     pool = ThreadPoolExecutor(2)
     run = lambda: list(pool.map(total, halves))
     run()

@@ -10,6 +10,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +21,15 @@ Thunk = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Side:
-    """Something that is timed, and what a table calls it; one that takes long, in fewer rounds."""
+    """Something that is timed, and what a table calls it; one that takes long, in fewer rounds.
+
+    It runs `within` a context, of which entering and leaving are not timed.
+    """
 
     name: str
     run: Thunk
     every: int = 1  # of so many rounds, it is timed in one
+    within: Callable[[], AbstractContextManager] = nullcontext
 
 
 @dataclass(frozen=True)
@@ -55,13 +60,14 @@ def measure(
     claims = list(claims)
     for claim in claims:  # compile, and fill what caches there are
         for side in (claim.theirs, claim.ours) * 2:
-            jax.block_until_ready(side.run())
+            with side.within():
+                jax.block_until_ready(side.run())
     times: list[list[tuple[float, float]]] = [[] for _ in claims]
     for _ in range(rounds):
         for claim, pairs in zip(claims, times, strict=True):
             gc.collect()  # the garbage of others; our own is collected as it falls due
             sides = (claim.ours, claim.theirs) * batches
-            seconds = [seconds_a_call(side.run, calls) for side in sides]
+            seconds = [_timed(side, calls) for side in sides]
             pairs.append((min(seconds[::2]), min(seconds[1::2])))
     return [_result(claim, pairs) for claim, pairs in zip(claims, times, strict=True)]
 
@@ -69,8 +75,9 @@ def measure(
 def medians(sides: Iterable[Side], *, rounds: int) -> dict[str, float]:
     """Times the sides in rounds, in each in another order; returns the median seconds by name.
 
-    The order is random, for what ran before leaves something behind: in caches, or in the clock of
-    a CPU. Each has run before, and is waited for.
+    The order is random, for what ran before leaves something behind: in caches, in the clock of a
+    CPU, in threads that look for more work for a while. So a side runs once before it is timed, and
+    is timed as one call among others.
     """
     sides, order = list(sides), random.Random(0)
     seconds: dict[str, list[float]] = {side.name: [] for side in sides}
@@ -79,6 +86,7 @@ def medians(sides: Iterable[Side], *, rounds: int) -> dict[str, float]:
     for turn in range(rounds):
         due = [side for side in sides if turn % side.every == 0]
         for side in order.sample(due, len(due)):
+            jax.block_until_ready(side.run())
             seconds[side.name].append(seconds_a_call(side.run, 1))
     gc.enable()
     return {name: statistics.median(times) for name, times in seconds.items()}
@@ -96,6 +104,11 @@ def seconds_a_call(thunk: Thunk, calls: int) -> float:
         result = thunk()
     jax.block_until_ready(result)
     return (time.perf_counter() - start) / calls
+
+
+def _timed(side: Side, calls: int) -> float:
+    with side.within():
+        return seconds_a_call(side.run, calls)
 
 
 def _result(claim: Claim, pairs: Sequence[tuple[float, float]]) -> Result:

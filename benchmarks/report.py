@@ -1,4 +1,4 @@
-"""Runs benchmarks, and writes what they print into docs/benchmarks.md and docs/performance.md."""
+"""Runs benchmarks, and writes what they print into docs/: benchmarks, performance and numba."""
 
 import os
 import platform
@@ -13,7 +13,7 @@ from measure import parser
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent / "docs"
-PAGES = ("benchmarks", "performance")
+PAGES = ("benchmarks", "performance", "numba")
 
 
 def printed_by(program: str, *arguments: str) -> str:

@@ -41,6 +41,8 @@ TUTORIALS = [
         "quantised_training",
         "formats",
         "performance",
+        "numba",
+        "hijax",
     )
 ]
 

@@ -20,7 +20,7 @@ LAZY = {"beartype", "matplotlib", "numba", "plum", "rich", "safetensors", "token
 
 PUBLIC = [
     *("AmbiguousLookupError", "ArrayLike", "ImplicitArray", "Value"),
-    *("explain", "implicit", "load", "materialise", "quant", "register", "save", "static"),
+    *("explain", "implicit", "jit", "load", "materialise", "quant", "register", "save", "static"),
     *("freeze", "ste", "summary", "trainable", "tree", "types", "unfreeze"),
 ]
 

@@ -13,7 +13,7 @@ README = Path(__file__).parent.parent / "README.md"
 
 def test_the_programs_run(capsys):
     programs = re.findall(r"```python\n(.*?)```", README.read_text("utf-8"), re.DOTALL)
-    assert len(programs) == 4
+    assert len(programs) == 6
     names: dict = {"__name__": "readme"}
     for program in programs:
         exec(compile(program, str(README), "exec"), names)
@@ -26,6 +26,8 @@ def test_the_programs_run(capsys):
     assert names["grads"]["up"]["kernel"].a.shape == (512, 4)
     assert names["dense"]["up"]["kernel"].shape == (512, 1024)
     assert names["u"].shape == (1000,)
+    at, force = names["at"], names["force"](names["w"], names["at"])
+    assert jnp.allclose(force, 2 * jnp.tanh(at) / jnp.cosh(at) ** 2, rtol=1e-5)
     assert "dot_general" in capsys.readouterr().out
 
 

@@ -1,0 +1,134 @@
+"""What high types cost: in tracing, whether a program has such values or not, and in a call.
+
+The model is a transformer of 12 layers, traced anew each time; nothing of it is compiled or run. A
+call is one of a jitted function on small arrays, so that its time is that of its arguments.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import transformer
+from lora import VENEER
+from measure import Claim, Result, Side, Thunk, markdown_table, measure, parser, results_table
+
+import veneer as vn
+
+LEAF_TARGET = 2.0  # µs that a leaf of an implicit argument or result may add to a call
+
+
+def traced(function: Callable, *args: Any) -> Thunk:
+    """Traces `function`, as a function that JAX has not seen before and so has in no cache."""
+    return lambda: jax.make_jaxpr(lambda *args: function(*args))(*args)
+
+
+def tracing() -> list[Claim]:
+    """A forward pass, and it with its gradient, of dense weights and of LoRA weights."""
+    dense = transformer.init(jax.random.key(0))
+    lora, ids = transformer.with_low_rank(dense, VENEER.lora), jnp.zeros((2, 16), int)
+    written, forward = transformer.with_low_rank(dense), transformer.forward
+    by_hand = lambda params, ids: forward(params, ids, matmul=transformer.by_hand)
+    gradient = lambda f: jax.value_and_grad(lambda params, ids: jnp.mean(f(params, ids) ** 2))
+    claims = []
+    for name, of in (("forward", lambda f: f), ("value and gradient", gradient)):
+        off = traced(of(forward), dense, ids)
+        hand = Side("the model written by hand", traced(of(by_hand), written, ids))
+        typed, implicit = (
+            traced(of(forward), lora, ids),
+            traced(of(vn.implicit(forward)), lora, ids),
+        )
+        for weights, thunk, other, target in (
+            ("dense", off, Side("high types off", off), 1.02),
+            ("LoRA", typed, hand, None),
+        ):
+            side = Side(f"{name}, {weights} weights, high types on", thunk, within=vn.hijax.enabled)
+            claims.append(Claim(side, other, target))
+        claims.append(Claim(Side(f"{name}, LoRA weights, `vn.implicit`", implicit), hand))
+    return claims
+
+
+def calls() -> list[tuple[Claim, int]]:
+    """Calls with implicit arrays, against those with their leaves, and how many these are."""
+    w, a, b = jnp.ones((8, 8)), jnp.ones((8, 2)), jnp.ones((2, 8))
+    x, lora = jnp.ones((2, 8)), vn.types.LoraArray(w, a, b)
+    q = vn.quant.quantize(w, "int8", channelwise_axes=(1,))
+    by_hand = jax.jit(lambda x, w, a, b: x @ w + (x @ a) @ b)
+    of_codes = jax.jit(lambda x, codes, scale: (x @ codes.astype(x.dtype)) * scale)
+    turned = jax.jit(lambda codes, scale: (codes.T, scale.T))
+    layers, leaves = [lora] * 16, [(w, a, b)] * 16
+    through = jax.jit(lambda x, leaves: x + 1)
+    through_ours = vn.jit(lambda x, layers: x + 1)
+    dot_ours = vn.jit(lambda x, w: jnp.dot(x, w))
+    dot, turn = jax.jit(lambda x, w: jnp.dot(x, w)), jax.jit(lambda w: jnp.transpose(w))
+    codes, scale = q.packed, q.scale
+
+    def claim(name: str, ours: Thunk, theirs: Thunk) -> Claim:
+        return Claim(Side(name, ours), Side("on its leaves", theirs))
+
+    return [
+        (claim("a LoRA weight", lambda: dot(x, lora), lambda: by_hand(x, w, a, b)), 3),
+        (claim("an int8 weight", lambda: dot(x, q), lambda: of_codes(x, codes, scale)), 2),
+        (
+            claim("an int8 weight and result", lambda: turn(q), lambda: turned(codes, scale)),
+            4,
+        ),
+        (
+            claim(
+                "an int8 weight, `vn.jit`",
+                lambda: dot_ours(x, q),
+                lambda: of_codes(x, codes, scale),
+            ),
+            2,
+        ),
+        (
+            claim(
+                "16 LoRA weights, `vn.jit`",
+                lambda: through_ours(x, layers),
+                lambda: through(x, leaves),
+            ),
+            48,
+        ),
+    ]
+
+
+def boxes() -> list[Claim]:
+    """Calls that count in a Box, against a function of the count that returns it."""
+    one = jnp.ones(())
+    plain = jax.jit(lambda count, x: (count + x, x))
+    given, held = vn.hijax.Box(one), vn.hijax.Box(one)
+    count = vn.jit(lambda box, x: (box.update(lambda count: count + x), x)[1])
+    count_held = jax.jit(lambda x: (held.update(lambda count: count + x), x)[1])
+    theirs = Side("given and returned", lambda: plain(one, one))
+    return [
+        Claim(Side("a Box given to `vn.jit`", lambda: count(given, one)), theirs),
+        Claim(Side("a Box that `jax.jit` closes over", lambda: count_held(one)), theirs),
+    ]
+
+
+def calls_table(results: list[Result], leaves: list[int]) -> str:
+    """Microseconds of calls, and how many more a leaf takes."""
+
+    def row(result: Result, count: int) -> list[str]:
+        ours, theirs = (seconds * 1e6 for seconds in result.seconds)
+        more = f"**{(ours - theirs) / count:.1f}**"
+        return [result.claim.ours.name, f"{ours:.1f}", f"{theirs:.1f}", str(count), more]
+
+    header = ["", "µs", "on its leaves, µs", "leaves", f"µs more a leaf (≤ {LEAF_TARGET:g})"]
+    return markdown_table(header, map(row, results, leaves))
+
+
+def main(rounds: int) -> None:
+    """Prints three tables."""
+    print(results_table(measure(tracing(), rounds=rounds, batches=3), "ms"))
+    claims, leaves = zip(*calls(), strict=True)
+    with vn.hijax.enabled():
+        results = measure(claims, rounds=rounds, batches=20, calls=100)
+    print()
+    print(calls_table(results, list(leaves)))
+    print()
+    print(results_table(measure(boxes(), rounds=rounds, batches=10, calls=50), "µs"))
+
+
+if __name__ == "__main__":
+    main(parser(__doc__).parse_args().rounds)
