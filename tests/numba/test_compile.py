@@ -1,5 +1,7 @@
 """What a compiled function is to who calls it."""
 
+import copy
+import pickle
 import re
 import sys
 
@@ -46,7 +48,7 @@ def test_arguments_are_taken_as_jax_takes_them(doubled, given):
     [
         ((X[:1],), r"float32\[1, 3\].*float32\[2, 3\]"),
         ((X.astype(np.int32),), "int32"),
-        ((X, X), "2 arrays"),
+        ((X, X), "2 arrays, and takes 1"),
         ((), "0 arrays"),
     ],
     ids=["shape", "dtype", "too many", "none"],
@@ -54,6 +56,17 @@ def test_arguments_are_taken_as_jax_takes_them(doubled, given):
 def test_other_arguments_are_refused(doubled, given, told):
     with pytest.raises(TypeError, match=told):
         doubled(*given)
+
+
+def test_arguments_by_name_are_refused(doubled):
+    with pytest.raises(TypeError, match=r"was called with 'x' by name.*by their places"):
+        doubled(x=X)
+
+
+def test_it_is_not_copied_and_not_pickled(doubled):
+    assert copy.deepcopy([doubled])[0] is copy.copy(doubled) is doubled
+    with pytest.raises(TypeError, match=r"cannot be pickled.*in the process that calls it"):
+        pickle.dumps(doubled)
 
 
 def test_trees_are_taken_and_returned_as_they_are():
@@ -174,6 +187,13 @@ def test_an_unknown_primitive_is_named_with_its_line():
         vn.numba.compile(f, X)
     assert f"{__file__}:{line}" in str(error.value)
     assert "funcify.register('pure_callback')" in str(error.value)
+
+
+def test_what_a_function_of_jax_has_within_is_named_with_the_line_that_calls_it():
+    f = lambda x: jnp.fft.fft(x)
+    line = f"{f.__code__.co_filename}:{f.__code__.co_firstlineno}"
+    with pytest.raises(NotImplementedError, match=f"'fft', from {re.escape(line)}"):
+        vn.numba.compile(f, X)
 
 
 def test_an_unknown_parameter_is_named():

@@ -31,6 +31,7 @@ from jax.export import register_pytree_node_serialization
 from jax.sharding import PartitionSpec
 
 __all__ = [
+    "UNKNOWN_LINE",
     "UNSPECIFIED",
     "ConcreteArray",
     "CustomRoot",
@@ -367,11 +368,15 @@ def user_line() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_qualname})"
 
 
+#: What `equation_line` gives where there is no line of the user's.
+UNKNOWN_LINE = "unknown"
+
+
 def equation_line(source_info: Any) -> str:
     """`file:line (function)` of the user's code that an equation of a jaxpr was traced from."""
     frame = source_info_util.user_frame(source_info.traceback)
     if frame is None:
-        return "unknown"
+        return UNKNOWN_LINE
     return f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
 
 

@@ -1,19 +1,21 @@
 """The builder that rules are given: it makes kernels, and the program that calls them."""
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
+from .._core.jax_internals import user_place
 from . import storage
 from .fallback import Fallbacks
 from .graph import Equation, Graph, Variable, graph_of, readers
 from .index import Index
 from .kernel import Kernel
 from .program import Program
-from .registry import FUSED, Unsupported, funcify
+from .registry import FUSED, SHOWN, Unsupported, funcify
 from .statements import Statement
 from .values import Buffer, Lazy, Memory, Updated, Value, parts, reshaped
 
@@ -258,9 +260,12 @@ class Builder:
         for v in [*equation.inputs, *equation.outputs]:
             self._check(v.aval)
         if name not in funcify:
-            if self.fallbacks is None:
-                raise funcify.missing(name, equation.line)
-            return [*self.fallbacks.compile(self, operands)]
+            if self.fallbacks is not None:
+                return [*self.fallbacks.compile(self, operands)]
+            if name in SHOWN:
+                _leave_out(equation)
+                return []
+            raise funcify.missing(name, equation.line)
         try:
             results = funcify[name](self, *operands, **equation.params)
         except Unsupported as reason:
@@ -286,6 +291,16 @@ class Builder:
             )
         if not storage.supported(dtype):
             raise NotImplementedError(f"vn.numba has no arrays of dtype {dtype}, as {where}.")
+
+
+def _leave_out(equation: Equation) -> None:
+    """Says to who compiles that a program will not show something."""
+    message = (
+        f"vn.numba leaves out {equation.primitive!r}, from {equation.line}: compiled code calls no "
+        "Python. To have JAX run it, in tens of microseconds each time, compile with "
+        "fallback='jax'."
+    )
+    warnings.warn_explicit(message, UserWarning, *user_place())
 
 
 def _name_of(value: Value) -> str:

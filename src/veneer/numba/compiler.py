@@ -56,6 +56,18 @@ class Compiled:
 
         return raw_function(self._source, self._address, self._entry)
 
+    def __copy__(self) -> "Compiled":
+        return self
+
+    def __deepcopy__(self, memo: Any) -> "Compiled":
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"{self} cannot be pickled, as it has addresses of this process. Call vn.numba.compile "
+            "in the process that calls it: it finds the native code on disk, in milliseconds."
+        )
+
     def __repr__(self) -> str:
         args = ", ".join(
             f"{memory.dtype}{[*shape]}"
@@ -161,11 +173,20 @@ def _callable(compiled: Compiled) -> Any:
     name_symbols(source.names.values())
     code = cached(source.key, lambda: _object_code(source))
     address, compiled._address = load(code, ENTRY, PROGRAM)
-    entry = function_at(address, compiled._name, source, lambda *args: slow(*args))
+    entry = function_at(
+        address, compiled._name, source, lambda *args, **named: slow(*args, **named)
+    )
 
-    def slow(*args: Any) -> Any:
+    def slow(*args: Any, **named: Any) -> Any:
+        if named:
+            raise TypeError(
+                f"{compiled} was called with {', '.join(map(repr, named))} by name, and takes all "
+                "arguments by their places, as vn.numba.compile was given them."
+            )
         if len(args) != len(source.inputs):
-            raise TypeError(f"{compiled} was called with {len(args)} arrays")
+            raise TypeError(
+                f"{compiled} was called with {len(args)} arrays, and takes {len(source.inputs)}."
+            )
         return entry(*(_as_given(x, n, compiled) for n, x in enumerate(args)))
 
     compiled._entry = entry

@@ -26,7 +26,7 @@ ENTRY, PROGRAM = "veneer_entry", "veneer_program"
 _TYPE, _SCALAR = 8, 16
 _DATA, _NDIM, _DIMENSIONS, _DESCR, _FLAGS = 16, 24, 32, 56, 64
 _CONTIGUOUS_ALIGNED = 0x1 | 0x100
-_METH_FASTCALL = 0x80
+_METH_FASTCALL_KEYWORDS = 0x80 | 0x2
 _PYARRAY_EMPTY = 184  # its place in NumPy's table of functions
 
 #: Work memory of so many bytes may be on the stack.
@@ -116,7 +116,7 @@ class _Writer:
 
 
 def write_entry(module: "ir.Module", source: "Source", call: Callable[..., None]) -> None:
-    """Writes the function `veneer_entry(table, args, nargs)` into a module of LLVM's.
+    """Writes the function `veneer_entry(table, args, nargs, names)` into a module of LLVM's.
 
     **Arguments:**
 
@@ -126,13 +126,14 @@ def write_entry(module: "ir.Module", source: "Source", call: Callable[..., None]
     from llvmlite import ir
 
     word = ir.IntType(64)
-    function = ir.Function(module, ir.FunctionType(word, [word] * 3), ENTRY)
+    function = ir.Function(module, ir.FunctionType(word, [word] * 4), ENTRY)
     builder = ir.IRBuilder(function.append_basic_block())
-    holder, args, n_args = function.args
+    holder, args, n_args, names = function.args
     first = _Writer(builder, None, source)
     w = _Writer(builder, first.load(holder, _DATA), source)
     slow = function.append_basic_block("slow")
     _require(w, builder.icmp_unsigned("==", n_args, word(len(source.inputs))), slow)
+    _require(w, builder.icmp_unsigned("==", names, word(0)), slow)  # of arguments given by name
     dtypes = _dtypes(source)
     inputs = []
     for n, memory in enumerate(source.inputs):
@@ -159,8 +160,7 @@ def write_entry(module: "ir.Module", source: "Source", call: Callable[..., None]
     free()
     builder.ret(_result(w, outputs))
     builder.position_at_end(slow)
-    nothing = word(0)
-    builder.ret(w.call(w.entry("PyObject_Vectorcall"), w.entry("slow"), args, n_args, nothing))
+    builder.ret(w.call(w.entry("PyObject_Vectorcall"), w.entry("slow"), args, n_args, names))
 
 
 def write_program(module: "ir.Module", source: "Source", call: Callable[..., None]) -> None:
@@ -350,7 +350,7 @@ def function_at(address: int, name: str, source: "Source", slow: Callable[..., A
     addresses += [id(dtype.type) for dtype in _dtypes(source)]
     addresses += [array.ctypes.data for array in source.constants]
     table = np.array(addresses, np.uint64)
-    _methods.append(_MethodDef(name.encode(), address, _METH_FASTCALL, None))
+    _methods.append(_MethodDef(name.encode(), address, _METH_FASTCALL_KEYWORDS, None))
     make = ctypes.pythonapi.PyCFunction_NewEx
     make.restype = ctypes.py_object
     make.argtypes = [ctypes.c_void_p, ctypes.py_object, ctypes.py_object]

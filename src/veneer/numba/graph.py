@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._core.jax_internals import equation_line, open_jaxpr
+from .._core.jax_internals import UNKNOWN_LINE, equation_line, open_jaxpr
 from .keys import known_aval, numbers
 
 #: Primitives that do nothing but call a jaxpr, and where it is among their parameters.
@@ -54,11 +54,13 @@ class Equation:
     outputs: list[Variable]
     params: dict[str, Any]
     origin: Any = field(repr=False)  # the equation of the jaxpr
+    callers: tuple[Any, ...] = field(repr=False, default=())  # those that it was in, inside first
 
     @property
     def line(self) -> str:
         """The line of the user's program that it comes from."""
-        return equation_line(self.origin.source_info)
+        lines = [equation_line(e.source_info) for e in (self.origin, *self.callers)]
+        return next((line for line in lines if line != UNKNOWN_LINE), UNKNOWN_LINE)
 
 
 @dataclass(eq=False)
@@ -83,7 +85,12 @@ def graph_of(jaxpr: Any) -> Graph:
     return graph
 
 
-def _inlined(jaxpr: Any, arguments: Sequence[Variable], into: list[Equation]) -> list[Variable]:
+def _inlined(
+    jaxpr: Any,
+    arguments: Sequence[Variable],
+    into: list[Equation],
+    callers: tuple[Any, ...] = (),
+) -> list[Variable]:
     """Appends the equations of a jaxpr, and returns what it returns."""
     known = dict(zip(jaxpr.invars, arguments, strict=True))
 
@@ -99,11 +106,11 @@ def _inlined(jaxpr: Any, arguments: Sequence[Variable], into: list[Equation]) ->
         if called is not None:
             body, constants = open_jaxpr(called) if hasattr(called, "consts") else (called, [])
             given = [Variable(v.aval, c) for v, c in zip(body.invars, constants, strict=False)]
-            outputs = _inlined(body, [*given, *inputs], into)
+            outputs = _inlined(body, [*given, *inputs], into, (equation, *callers))
         else:
             outputs = [Variable(v.aval) for v in equation.outvars]
             params = {key: _plain(value) for key, value in equation.params.items()}
-            into.append(Equation(name, inputs, outputs, params, equation))
+            into.append(Equation(name, inputs, outputs, params, equation, callers))
         known.update(zip(equation.outvars, outputs, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
@@ -140,11 +147,11 @@ def _plain(parameter: Any) -> Any:
 
 
 def _used(graph: Graph) -> list[Equation]:
-    """The equations that results depend on."""
+    """The equations that results depend on, and those that do more than to give results."""
     needed = set(graph.outputs)
     kept = []
     for equation in reversed(graph.equations):
-        if not needed.isdisjoint(equation.outputs):
+        if equation.origin.effects or not needed.isdisjoint(equation.outputs):
             needed.update(equation.inputs)
             kept.append(equation)
     return kept[::-1]

@@ -69,6 +69,9 @@ funcify = Registry(
 #: what compiled programs are tested against.
 perform = Registry("perform", "a function of NumPy arrays and the parameters.")
 
+#: Primitives that show what a program computes, and give no results.
+SHOWN = {"debug_callback", "debug_print"}
+
 #: Primitives whose results are read where they are used: each entry of the result is computed of
 #: few entries of the operands.
 FUSED: set[str] = set()
