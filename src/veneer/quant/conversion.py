@@ -13,7 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .._core.array import ImplicitArray
 from .._core.value import materialise_one
-from ..kernels.quantise import Quantiser, quantise, serves
+from .by_kernel import has_kernel, quantize_by_kernel
 from .calibration import (
     Calibration,
     Range,
@@ -24,7 +24,6 @@ from .calibration import (
 )
 from .chunks import Chunks, chunks_of, in_chunks
 from .formats import FORMATS, Format, get_format
-from .packing import Packing
 from .qarray import QUANTISABLE, QArray, pack_codes
 from .rounding import encode_stochastically
 from .scales import store_scale, usable
@@ -198,37 +197,9 @@ def _scale_dtype(format: Format, dtype: jnp.dtype, given: DTypeLike | None) -> s
 # Compiled as one, for no temporary of it then has the size of the array in f32.
 @functools.partial(jax.jit, static_argnames=("how", "chunks"))
 def _quantize(array: jax.Array, key: jax.Array | None, how: How, chunks: Chunks | None) -> QArray:
-    if key is None and _has_kernel(array, how):
-        return _quantize_by_kernel(jax.lax.stop_gradient(array), how, chunks)
+    if key is None and has_kernel(array, how):
+        return quantize_by_kernel(jax.lax.stop_gradient(array), how, _Reference(how, chunks))
     return _quantize_by_xla(array, key, how, chunks)
-
-
-def _has_kernel(array: jax.Array, how: How) -> bool:
-    """Whether a kernel finds the same codes and scales, bit by bit, on a CPU."""
-    spec = getattr(jax.typeof(array).sharding, "spec", ())
-    return (
-        array.dtype == jnp.float32
-        and how.scale_dtype == "float32"
-        and how.calibration == Calibration("absmax", ())
-        and all(entry is None for entry in spec)
-        and serves(how.format, array.shape, how.counts)
-    )
-
-
-def _quantize_by_kernel(array: jax.Array, how: How, chunks: Chunks | None) -> QArray:
-    format = FORMATS[how.format]
-    table = [np.float32(1) / np.float32(format.bound)]
-    if format.codebook is not None:
-        table += [
-            np.float32(at) if is_beyond else np.nextafter(np.float32(at), np.float32(np.inf))
-            for at, is_beyond, _ in format.thresholds(np.float32)
-        ]
-    quantiser = Quantiser(how.format, tuple(map(float, table)), how.counts, _Reference(how, chunks))
-    packed, scale = quantise(array, quantiser)
-    packing = Packing(-1, array.shape[-1]) if format.bits < 8 else None
-    return QArray.from_packed(
-        packed, scale, qtype=format.name, packing=packing, dense_dtype=array.dtype
-    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,10 +6,11 @@ from . import complex as complex
 from . import control_flow as control_flow
 from . import convolution as convolution
 from . import cumulative as cumulative
+from . import decompositions as decompositions
 from . import elementwise as elementwise
 from . import indexing as indexing
 from . import layout as layout
-from . import linear_algebra as linear_algebra
+from . import linear_systems as linear_systems
 from . import products as products
 from . import random as random
 from . import reductions as reductions

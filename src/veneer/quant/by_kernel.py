@@ -1,0 +1,48 @@
+"""Quantising by a kernel for CPUs, where one finds what XLA finds."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import jax
+import numpy as np
+
+from ..kernels.quantise import Quantiser, quantise, serves
+from .calibration import Calibration
+from .formats import FORMATS
+from .packing import Packing
+from .qarray import QArray
+from .tiles import Shape
+
+if TYPE_CHECKING:
+    from .conversion import How
+
+Reference = Callable[[jax.Array, Shape], tuple[jax.Array, jax.Array]]
+
+
+def has_kernel(array: jax.Array, how: "How") -> bool:
+    """Whether a kernel finds the same codes and scales, bit by bit, on a CPU."""
+    spec = getattr(jax.typeof(array).sharding, "spec", ())
+    return (
+        array.dtype == np.float32
+        and how.scale_dtype == "float32"
+        and how.calibration == Calibration("absmax", ())
+        and all(entry is None for entry in spec)
+        and serves(how.format, array.shape, how.counts)
+    )
+
+
+def quantize_by_kernel(array: jax.Array, how: "How", xla: Reference) -> QArray:
+    """Quantises by a kernel on a CPU, and elsewhere by `xla`, which gives codes and scales."""
+    format = FORMATS[how.format]
+    table = [np.float32(1) / np.float32(format.bound)]
+    if format.codebook is not None:
+        table += [
+            np.float32(at) if is_beyond else np.nextafter(np.float32(at), np.float32(np.inf))
+            for at, is_beyond, _ in format.thresholds(np.float32)
+        ]
+    quantiser = Quantiser(how.format, tuple(map(float, table)), how.counts, xla)
+    packed, scale = quantise(array, quantiser)
+    packing = Packing(-1, array.shape[-1]) if format.bits < 8 else None
+    return QArray.from_packed(
+        packed, scale, qtype=format.name, packing=packing, dense_dtype=array.dtype
+    )
