@@ -19,8 +19,8 @@ from .memory import (
     word,
 )
 from .native import native
-from .panels import copy, load_block, store_block, store_bytes, store_fields, transpose
-from .simd import load, outer, store, zeros
+from .panels import copy, load_block, store_bytes, store_fields, transpose
+from .simd import load, outer, store, store_block, zeros
 from .simd_codes import load_table
 
 #: Rows of x that are multiplied at once by so many vectors: as many sums as registers hold.

@@ -10,9 +10,9 @@ from .isa import LANES
 from .job import ROW_BYTES, TC, TR, C, R
 from .memory import load_f32, load_i8, store_f32, store_i8, word
 from .native import native
-from .simd import load, scaled, splat, store
+from .simd import load, scaled, splat, store, store_block
 from .simd_bytes import copy_by_fields, transposed
-from .simd_integer import load_ints, store_ints
+from .simd_integer import load_ints
 
 
 def orientation(kind: str) -> Orientation:
@@ -60,7 +60,7 @@ def orientation(kind: str) -> Orientation:
             place, to = address + row * row_bytes, scratch + row * apart
             i = 0
             while i + WIDTH <= there:
-                store_ints(to + i, 0, load_ints(place + i, 0, 1, 1))
+                store_block(to + i, 0, load_ints(place + i, 0, 1, 1))
                 i += WIDTH
             while i < there:
                 store_i8(to + i, load_i8(place + i))
@@ -84,7 +84,7 @@ def orientation(kind: str) -> Orientation:
                 rows = transposed(address + group * LANES * stride, stride)
                 for field in range(fields):
                     place = to + field * 4 * PANEL + group * WIDTH
-                    store_ints(place, PANEL, read(table, rows, field * bits))
+                    store_block(place, PANEL, read(table, rows, field * bits))
             address += 16
             to += chunk // 4 * PANEL
 

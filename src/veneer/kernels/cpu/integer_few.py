@@ -31,7 +31,7 @@ from .job import (
 )
 from .memory import load_f32, malloc, prefetch, set_word, stack, store_f32, word
 from .native import native
-from .simd import store_sums, zeros
+from .simd import store_block, store_sums, zeros
 from .simd_bytes import byte_table, copy_by_fields
 from .simd_integer import (
     add_scaled_ints,
@@ -40,7 +40,6 @@ from .simd_integer import (
     load_ints,
     spread,
     start_lanes,
-    store_ints,
     times,
     zero_ints,
 )
@@ -94,7 +93,7 @@ def kernel(kind: str, offset: int) -> Any:
                     total = add_sums(total, to + i, WIDTH)
                 x += group
                 to += group
-            store_ints(start, 0, times(total, np.int32(-offset)))
+            store_block(start, 0, times(total, np.int32(-offset)))
             start += WIDTH
 
     def multiply(m: int) -> Any:

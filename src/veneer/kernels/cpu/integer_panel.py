@@ -10,9 +10,9 @@ from . import kinds
 from .isa import ISA
 from .memory import prefetch, store_f32
 from .native import native
-from .simd import add_scaled, load
+from .simd import add_scaled, load, store_block
 from .simd_bytes import OFFSET, looked_up_bytes, without_sign
-from .simd_integer import WIDTH, as_floats, dot, load_ints, starts, store_ints
+from .simd_integer import WIDTH, as_floats, dot, load_ints, starts
 
 #: Bytes of a row of a panel: of four codes or of one sum a column.
 PANEL = 4 * WIDTH
@@ -70,7 +70,7 @@ def _multiply(rows: int) -> Any:
                 by = load(scale + column, COLUMNS)
                 add_scaled(sums + column, PANEL, as_floats(total), by)
             else:
-                store_ints(ints + column, PANEL, total)
+                store_block(ints + column, PANEL, total)
 
     return multiply
 

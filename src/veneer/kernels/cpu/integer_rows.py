@@ -9,9 +9,9 @@ from .integer_panel import BITS, BLOCK, PANEL, WIDTH, Orientation, fill, reader
 from .job import ROW_BYTES, TC, TR, C, R
 from .memory import load_f32, load_i8, store_f32, store_i8, word
 from .native import native
-from .simd import load, scaled, splat, store
+from .simd import load, scaled, splat, store, store_block
 from .simd_bytes import copy_by_fields, interleaved, neighbours, panelled
-from .simd_integer import load_floats, store_ints
+from .simd_integer import load_floats
 
 
 def orientation(kind: str) -> Orientation:
@@ -68,7 +68,7 @@ def orientation(kind: str) -> Orientation:
     def decode(address, stride, length, panel, table, to):
         shift = panel * bits
         for _ in range(length // 4):
-            store_ints(to, 0, read(table, interleaved(address, stride), shift))
+            store_block(to, 0, read(table, interleaved(address, stride), shift))
             address += 4 * stride
             to += PANEL
 

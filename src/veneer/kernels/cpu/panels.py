@@ -68,18 +68,6 @@ def load_block(address, rows, columns):
 
 
 @instruction
-def store_block(address, stride, block):
-    """Writes rows of vectors, `stride` bytes apart."""
-
-    def emit(builder, address, stride, values):
-        for i, value in enumerate(vectors(builder, values)):
-            row, column = divmod(i, block.columns)
-            store_vector(builder, value, at(builder, address, column, row, stride))
-
-    return types.void, emit
-
-
-@instruction
 def begun(total):
     """The sums of what one scale is for: for one row of x, they start at 0, and are scaled at last.
 

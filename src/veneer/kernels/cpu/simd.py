@@ -218,6 +218,18 @@ def store(address, block):
     return types.void, emit
 
 
+@instruction
+def store_block(address, stride, block):
+    """Writes rows of vectors, `stride` bytes apart."""
+
+    def emit(builder, address, stride, values):
+        for i, value in enumerate(vectors(builder, values)):
+            row, column = divmod(i, block.columns)
+            store_vector(builder, value, at(builder, address, column, row, stride))
+
+    return types.void, emit
+
+
 # Arithmetic.
 
 

@@ -16,6 +16,7 @@ from .simd import (
     INTS,
     SHORTS,
     Block,
+    Emit,
     at,
     block_of,
     call,
@@ -26,7 +27,6 @@ from .simd import (
     permuted,
     repeated,
     shuffled,
-    store_vector,
     vectors,
 )
 
@@ -40,47 +40,27 @@ WIDTH = 4 * LANES
 @instruction
 def load_ints(address, stride, rows, columns):
     """Reads rows of vectors of i32, `stride` bytes apart."""
-    block = Block("i32", rows.literal_value, columns.literal_value)
-
-    def emit(builder, address, stride, *_):
-        return block_of(
-            builder,
-            [
-                load_vector(builder, at(builder, address, column, row, stride), INTS)
-                for row in range(block.rows)
-                for column in range(block.columns)
-            ],
-        )
-
-    return block, emit
+    return _rows_of("i32", INTS, rows, columns)
 
 
 @instruction
 def load_floats(address, stride, rows, columns):
     """Reads rows of vectors of f32, `stride` bytes apart."""
-    block = Block("f32", rows.literal_value, columns.literal_value)
+    return _rows_of("f32", FLOATS, rows, columns)
 
-    def emit(builder, address, stride, *_):
+
+def _rows_of(entry: str, vector: ir.Type, rows: Any, columns: Any) -> tuple[Block, Emit]:
+    block = Block(entry, rows.literal_value, columns.literal_value)
+
+    def emit(builder: Any, address: Any, stride: Any, *_: Any) -> Any:
         places = [
             at(builder, address, column, row, stride)
             for row in range(block.rows)
             for column in range(block.columns)
         ]
-        return block_of(builder, [load_vector(builder, place) for place in places])
+        return block_of(builder, [load_vector(builder, place, vector) for place in places])
 
     return block, emit
-
-
-@instruction
-def store_ints(address, stride, block):
-    """Writes rows of vectors, `stride` bytes apart."""
-
-    def emit(builder, address, stride, values):
-        for i, value in enumerate(vectors(builder, values)):
-            row, column = divmod(i, block.columns)
-            store_vector(builder, value, at(builder, address, column, row, stride))
-
-    return types.void, emit
 
 
 @instruction
