@@ -1,10 +1,11 @@
 """Which primitives `vn.numba` compiles, for which dtypes: written into docs/numba_coverage.md.
 
-    python benchmarks/numba_coverage.py [--native]
+    python benchmarks/numba_coverage.py [--interpreted]
 
-Each cell is run: the primitive, on small operands, traced by JAX; its generated code in Python
-(with `--native` compiled too) and its reference in NumPy, against JAX. Nothing is typed by hand but
-how each primitive is met. A primitive of the registry that no program here meets is listed as such.
+Each cell is run: the primitive, on small operands, traced by JAX; its generated code, compiled and
+in Python (with `--interpreted` there alone), and its reference in NumPy, against JAX. Nothing is
+typed by hand but how each primitive is met. A primitive of the registry that no program here meets
+is listed as such.
 """
 
 import argparse
@@ -79,6 +80,7 @@ PROGRAMS: dict[str, Program] = {
     "log2": lambda x, y: jnp.log2(x),  # a primitive from JAX 0.12 on
     "optimization_barrier": lambda x, y: lax.optimization_barrier(x),
     "pad": lambda x, y: lax.pad(x, jnp.ones((), x.dtype), [(1, 0, 1), (0, 2, 0)]),
+    "reduce": lambda x, y: lax.reduce(x, jnp.ones((), x.dtype), lambda a, b: a + b + a * b, (1,)),
     "reduce_and": lambda x, y: lax.reduce_and(x, (1,)),
     "reduce_max": lambda x, y: lax.reduce_max(x, (1,)),
     "reduce_min": lambda x, y: lax.reduce_min(x, (0,)),
@@ -214,10 +216,11 @@ def page(*, native: bool) -> str:
         "# Which primitives `vn.numba` compiles",
         "",
         "Written by `python benchmarks/numba_coverage.py`, which runs every cell: **yes** where",
-        "its code, run by Python, and its reference in NumPy give what JAX does; *no* where "
-        "refused",
-        "with a `NotImplementedError`; WRONG where either fails; and nothing where JAX has no such",
-        "operation, or makes others of it.",
+        f"its code, {'compiled and ' if native else ''}run by Python, and its reference in NumPy "
+        "give what JAX does;",
+        "*no* where refused with a `NotImplementedError`; WRONG where any fails; and nothing where "
+        "JAX",
+        "has no such operation, or makes others of it.",
         f"Versions: JAX {jax.__version__}. See [vn.numba](numba.md).",
         "",
         f"| primitive | {' | '.join(DTYPES)} |",
@@ -239,5 +242,5 @@ def page(*, native: bool) -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--native", action="store_true", help="compile each cell (slow)")
-    PAGE.write_text(page(native=parser.parse_args().native), "utf-8")
+    parser.add_argument("--interpreted", action="store_true", help="compile nothing (faster)")
+    PAGE.write_text(page(native=not parser.parse_args().interpreted), "utf-8")

@@ -142,3 +142,19 @@ def test_the_conjugate_of_a_real_number_has_a_positive_zero():
     args = [np.array([1, -2], np.float32)]
     vn.numba.compare_jax_and_py(f, args)
     vn.numba.compare_numba_and_py(f, args, native=False)
+
+
+def of_bools(x, y):
+    names = "max min eq ne lt le gt ge bitwise_and bitwise_or bitwise_xor".split()
+    results = {name: getattr(lax, name)(x, y) for name in names}
+    results |= {"clamp": lax.clamp(x, y, ~x), "where": jnp.where(x, y, ~y), "not": ~x}
+    results |= {f"to {d}": x.astype(d) for d in ("int8", "float32", "bfloat16")}
+    for reduce in (jnp.all, jnp.any, jnp.sum, jnp.max, jnp.min, jnp.argmax, jnp.cumsum, jnp.sort):
+        results[reduce.__name__] = reduce(jnp.stack([x, y]), axis=0)
+    return results
+
+
+def test_bools_are_those_of_jax():
+    x, y = _all_pairs([False, True, True, False], "bool")
+    assert _differences(vn.numba.compile(of_bools, x, y)(x, y), jax.jit(of_bools)(x, y), 0) == []
+    vn.numba.compare_numba_and_py(of_bools, [x, y], native=False)

@@ -39,6 +39,7 @@ class Builder:
         self._bodies: list[list[Statement]] = [self.program.statements]
         self._computed: list[dict[Value, Buffer]] = [{}]
         self._n_names = 0
+        self._kernel: Kernel | None = None  # that equations are written into, if into one
 
     @property
     def primitive(self) -> str:
@@ -228,6 +229,16 @@ class Builder:
         """Compiles a jaxpr here, for operands that are as cheap to read as they should be."""
         return self.run(graph_of(jaxpr), operands)
 
+    def inline_in(self, k: Kernel, jaxpr: Any, *operands: Value) -> list[str]:
+        """Writes a function of numbers into a kernel, and returns expressions of its results.
+
+        Its primitives must be fused: `require_fused`.
+        """
+        outer, self._kernel = self._kernel, k
+        results = self.inline(jaxpr, *operands)
+        self._kernel = outer
+        return [k.read(result, ()) for result in results]
+
     def run(self, graph: Graph, operands: Sequence[Value]) -> list[Value]:
         """Compiles a graph here."""
         values: dict[Variable, Value] = dict(zip(graph.inputs, operands, strict=True))
@@ -248,7 +259,7 @@ class Builder:
         return [value_of(v) for v in graph.outputs]
 
     def _kept(self, value: Value, n_readers: int) -> Value:
-        if not isinstance(value, Lazy):
+        if self._kernel is not None or not isinstance(value, Lazy):
             return value
         costly = value.cost > _CHEAP and n_readers > 1
         return self.force(value) if costly or len(value.reads) > _MOST_PARTS else value
@@ -291,6 +302,13 @@ class Builder:
             )
         if not storage.supported(dtype):
             raise NotImplementedError(f"vn.numba has no arrays of dtype {dtype}, as {where}.")
+
+
+def require_fused(jaxpr: Any) -> None:
+    """Refuses a function of numbers of which not all primitives are fused."""
+    for equation in graph_of(jaxpr).equations:
+        if equation.primitive not in FUSED:
+            raise Unsupported("jaxpr", f"it may not have {equation.primitive!r}.")
 
 
 def _leave_out(equation: Equation) -> None:

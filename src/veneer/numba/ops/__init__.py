@@ -13,6 +13,7 @@ from . import layout as layout
 from . import linear_systems as linear_systems
 from . import products as products
 from . import random as random
+from . import reduce as reduce
 from . import reductions as reductions
 from . import scatter as scatter
 from . import sorting as sorting

@@ -1,4 +1,4 @@
-"""Complex numbers: their parts, and functions of them."""
+"""Complex numbers and their parts; `complex_maths` has functions of them."""
 
 from typing import Any
 
@@ -7,21 +7,8 @@ import numpy as np
 from .. import storage
 from ..builder import Builder
 from ..registry import fused, perform
-from ..scalar import scalar
 from ..values import Value
 from .elementwise import entrywise
-
-
-@scalar
-def absolute_c64(x):
-    """The absolute value of a complex64."""
-    return np.float32(np.hypot(np.float64(x.real), np.float64(x.imag)))
-
-
-@scalar
-def absolute_c128(x):
-    """The absolute value of a complex128."""
-    return np.hypot(x.real, x.imag)
 
 
 @fused("complex")

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import bits, integers, libm, maths, storage
+from .. import bits, complex_maths, integers, libm, maths, storage
 from ..builder import Builder, broadcast_read
 from ..index import Index
 from ..kernel import Kernel
@@ -33,9 +33,12 @@ def register(name: str, entry: Callable[..., str], cost: int = 1) -> None:
 
     @fused(name)
     def _(b: Builder, *operands: Value, **params: Any) -> Value:
-        for x in operands:
-            if x.dtype.kind == "c" and name not in _COMPLEX:
-                raise Unsupported("dtype", f"{x.dtype} is not supported.")
+        if operands[0].dtype.kind == "c":
+            if name in complex_maths.NAMES:
+                of_complex = getattr(complex_maths, name)
+                return entrywise(b, _widened(of_complex, b.out.dtype), *operands, cost=40)
+            if name not in _COMPLEX:
+                raise Unsupported("dtype", f"{operands[0].dtype} is not supported.")
         if params.get("out_dtype") is not None:  # of products, which are computed in it
             operands = tuple(b.converted(x, params["out_dtype"]) for x in operands)
         dtype = operands[0].dtype
@@ -44,8 +47,19 @@ def register(name: str, entry: Callable[..., str], cost: int = 1) -> None:
 
 
 _COMPLEX = set(
-    "add sub mul div neg eq ne copy copy_p stop_gradient sqrt integer_pow add_any".split()
+    "add sub mul div neg eq ne copy copy_p stop_gradient integer_pow square one_minus_square "
+    "polynomial add_any".split()
 )
+
+
+def _widened(function: Callable[..., Any], dtype: Any) -> Entry:
+    """A function of complex128, for numbers of any complex dtype."""
+
+    def entry(k: Kernel, *texts: str) -> str:
+        result = k.call(function, *(f"np.complex128({text})" for text in texts))
+        return f"{storage.type_name(np.dtype(dtype))}({result})"
+
+    return entry
 
 
 def wrapped(text: str, dtype: np.dtype) -> str:
@@ -145,6 +159,8 @@ def _polynomial(k: Kernel, dtype: np.dtype, x: str, *coefficients: str, **_: Any
 
 
 def _clamp(k: Kernel, dtype: np.dtype, low: str, x: str, high: str) -> str:
+    if dtype.kind == "b":
+        return f"({low} | {x}) & {high}"
     return k.call(bits.minimum, k.let(k.call(bits.maximum, low, x)), high)
 
 
@@ -203,6 +219,9 @@ def _(b: Builder, x: Value, **_: Any) -> Value:
 @fused("pow")
 def _(b: Builder, x: Value, y: Value) -> Value:
     dtype = x.dtype
+    if dtype.kind == "c":
+        power = _widened(complex_maths.pow, dtype)
+        return entrywise(b, power, x, b.converted(y, dtype), cost=60)
 
     def entry(k: Kernel, base: str, exponent: str) -> str:
         return k.call(libm.pow, base, storage.cast(k, exponent, y.dtype, dtype))
@@ -249,8 +268,17 @@ _UFUNCS: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
+#: Functions whose branch cut has -0 on the side of 0.
+_CUTS = {np.sqrt, np.arcsin, np.arccos, np.arcsinh, np.arccosh}
+
+
 def _perform_ufunc(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *operands, **_: function(*operands)
+    def rule(*operands: Any, **_: Any) -> Any:
+        if function in _CUTS and np.iscomplexobj(operands[0]):
+            return function(operands[0] + 0)
+        return function(*operands)
+
+    return rule
 
 
 @perform.register("mul")

@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 
 from .. import bits
-from ..builder import Builder
+from ..builder import Builder, require_fused
 from ..index import Index
 from ..kernel import Kernel
 from ..reference import evaluate_jaxpr
 from ..registry import Unsupported, fused, perform
-from ..values import Buffer, Lazy, Value
+from ..values import Buffer, Value, number
 from .elementwise import wrapped
 from .indexing import _batching, clamped, window_starts, within
 
@@ -61,6 +61,7 @@ def _(
     if name == "scatter" and update_jaxpr is not None:
         if update_consts:
             raise Unsupported("update_consts", "the function applied may not hold arrays.")
+        require_fused(update_jaxpr)
         combine = _applying(b, update_jaxpr)
 
     def write(out: Buffer, indices: Value, updates: Value) -> None:
@@ -74,16 +75,10 @@ def _applying(b: Builder, jaxpr: Any) -> Combine:
     """The function of `x.at[...].apply`, which takes the entry that there is."""
 
     def combine(k: Kernel, dtype: np.dtype, old: str, new: str) -> str:
-        (result,) = b.inline(jaxpr, *(_number(text, dtype) for text in (old, new)))
-        if isinstance(result, Buffer):
-            raise Unsupported("update_jaxpr", "the function applied is not elementwise.")
-        return k.read(result, ())
+        (result,) = b.inline_in(k, jaxpr, number(old, dtype), number(new, dtype))
+        return result
 
     return combine
-
-
-def _number(text: str, dtype: np.dtype) -> Value:
-    return Lazy((), dtype, lambda k, index: text)
 
 
 def _scatter(

@@ -10,13 +10,12 @@ import numpy as np
 from jax import lax
 
 from .. import bits, storage
-from ..builder import Builder
-from ..graph import graph_of
+from ..builder import Builder, require_fused
 from ..index import Index, flat
 from ..kernel import Kernel
 from ..reference import evaluate_jaxpr
-from ..registry import FUSED, Unsupported, funcify, perform
-from ..values import Lazy, Value
+from ..registry import Unsupported, funcify, perform
+from ..values import Value, number
 from .elementwise import wrapped
 
 Step = Callable[[Kernel, str, str], str]
@@ -130,16 +129,13 @@ for _name, _parts in _KINDS.items():
 def _(b: Builder, *operands: Value, jaxpr: Any, consts: Any, **params: Any) -> Value:
     if len(operands) != 2 or consts:
         raise Unsupported("operands", "more than one array is not supported.")
-    for equation in graph_of(jaxpr).equations:
-        if equation.primitive not in FUSED:
-            raise Unsupported("jaxpr", f"it may not have {equation.primitive}.")
+    require_fused(jaxpr)
 
     def of(dtype: np.dtype) -> Step:
         def step(k: Kernel, total: str, x: str) -> str:
             now = k.here(total)  # of which nothing moves out of the loop
-            scalars = [Lazy((), dtype, lambda *_: now), Lazy((), dtype, lambda *_: x)]
-            (result,) = b.inline(jaxpr, *scalars)
-            return k.read(result, ())
+            (result,) = b.inline_in(k, jaxpr, number(now, dtype), number(x, dtype))
+            return result
 
         return step
 

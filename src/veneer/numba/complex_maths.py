@@ -1,0 +1,297 @@
+"""Functions of complex numbers, by those of their parts: all of complex128, to which others widen.
+
+Branch cuts and infinities are those of C99, but where JAX takes a part that is -0 for 0. The
+inverse sine and its kin are Kahan's ("Branch Cuts for Complex Elementary Functions", 1987), and so
+is the tangent.
+"""
+
+import numpy as np
+
+from .bits import copysign, fabs, maximum, minimum, select
+from .bits import sqrt as real_sqrt
+from .libm import asinh as real_asinh
+from .libm import atan2
+from .libm import cos as real_cos
+from .libm import cosh as real_cosh
+from .libm import sin as real_sin
+from .libm import sinh as real_sinh
+from .libm import tan as real_tan
+from .maths import exp_f64, expm1_f64, log1p_f64, log_f64
+from .scalar import scalar
+
+#: Those that are functions of one number, by their primitives' names; `pow` is of two.
+NAMES = (
+    "abs acos acosh asin asinh atan atanh cos cosh exp exp2 expm1 log log1p log2 logistic rsqrt "
+    "sign sin sinh sqrt tan tanh"
+).split()
+
+_LN_2, _LOG2_E = np.float64(0.69314718055994530942), np.float64(1.44269504088896340736)
+_HALF_PI = np.float64(1.57079632679489661923)
+
+
+@scalar
+def _is_infinite(z):
+    """Whether a part is."""
+    return (fabs(z.real) == np.inf) | (fabs(z.imag) == np.inf)
+
+
+@scalar
+def _positive(x):
+    """A part of a number, on the side of a branch cut where JAX has it: 0 for -0."""
+    return x + np.float64(0)
+
+
+@scalar
+def _times(x, y):
+    """The product, 0 of 0 even by infinity."""
+    return select(x == np.float64(0), x, x * y)
+
+
+@scalar
+def _select(condition, z, w):
+    """z where the condition holds, or else w."""
+    return complex(select(condition, z.real, w.real), select(condition, z.imag, w.imag))
+
+
+@scalar
+def abs(z):
+    """The absolute value, a float64, with no square that overflows."""
+    x, y = fabs(z.real), fabs(z.imag)
+    most, least = maximum(x, y), minimum(x, y)
+    ratio = select(most == np.float64(0), np.float64(0), least / most)
+    length = most * real_sqrt(np.float64(1) + ratio * ratio)
+    return select(_is_infinite(z), np.float64(np.inf), length)
+
+
+@scalar
+def sign(z):
+    """The number of length 1 in the same direction; 0 of 0."""
+    length = abs(z)
+    of = select(length == np.float64(0), np.float64(1), length)
+    return complex(z.real / of, z.imag / of)
+
+
+@scalar
+def sqrt(z):
+    """The square root with a real part that is not negative."""
+    return _root(complex(z.real, _positive(z.imag)))
+
+
+@scalar
+def _root(z):
+    """The square root as C99 has it, on both sides of its branch cut."""
+    x, y = z.real, z.imag
+    large = real_sqrt(fabs(x) * np.float64(0.5) + abs(z) * np.float64(0.5))
+    of = select(large == np.float64(0), np.float64(1), large)
+    small = fabs(y) / of * np.float64(0.5)
+    right, endless = x >= np.float64(0), fabs(y) == np.inf
+    real = select(endless, fabs(y), select(right, large, small))
+    return complex(real, copysign(select(endless, fabs(y), select(right, small, large)), y))
+
+
+@scalar
+def rsqrt(z):
+    """1 over the square root."""
+    root, length = _root(z), abs(z)
+    of = select(length == np.inf, np.float64(1), length)
+    scale = select(length == np.inf, np.float64(0), np.float64(1) / of)
+    real = select(length == np.inf, np.float64(0), _times(root.real, scale))
+    real = select(length == np.float64(0), np.float64(np.inf), real)
+    imag = select(length == np.inf, copysign(np.float64(0), -z.imag), -root.imag * scale)
+    return complex(real, imag)
+
+
+@scalar
+def exp(z):
+    """The exponential."""
+    x, y = z.real, z.imag
+    half = exp_f64(x * np.float64(0.5))  # exp(x) may overflow where the result does not
+    sine = select(y == np.float64(0), y, half * real_sin(y) * half)
+    return complex(half * real_cos(y) * half, sine)
+
+
+@scalar
+def exp2(z):
+    """2 to the power of a number."""
+    return exp(complex(z.real * _LN_2, z.imag * _LN_2))
+
+
+@scalar
+def expm1(z):
+    """The exponential less 1."""
+    x, y = z.real, z.imag
+    half = real_sin(y * np.float64(0.5))
+    less = expm1_f64(x) * real_cos(y) - np.float64(2) * half * half
+    return complex(less, exp(z).imag)
+
+
+@scalar
+def log(z):
+    """The logarithm, with an imaginary part from -pi to pi."""
+    x, y = fabs(z.real), fabs(z.imag)
+    most, least = maximum(x, y), minimum(x, y)
+    near = (most > np.float64(0.5)) & (most < np.float64(1.5))  # where log|z| may be small
+    beyond = (most - np.float64(1)) * (most + np.float64(1)) + least * least
+    ratio = select(most == np.float64(0), np.float64(0), least / most)
+    length = log_f64(most) + np.float64(0.5) * log1p_f64(ratio * ratio)
+    length = select(near, np.float64(0.5) * log1p_f64(beyond), length)
+    length = select(_is_infinite(z), np.float64(np.inf), length)
+    return complex(length, atan2(z.imag, z.real))
+
+
+@scalar
+def log1p(z):
+    """The logarithm of 1 more than a number."""
+    x, y = z.real, z.imag
+    small = fabs(x) + fabs(y) < np.float64(0.5)
+    near = np.float64(0.5) * log1p_f64(x * (np.float64(2) + x) + y * y)
+    far = log(complex(np.float64(1) + x, y))
+    return complex(select(small, near, far.real), far.imag)
+
+
+@scalar
+def log2(z):
+    """The logarithm to base 2."""
+    of = log(z)
+    return complex(of.real * _LOG2_E, of.imag * _LOG2_E)
+
+
+@scalar
+def logistic(z):
+    """1 / (1 + exp(-z))."""
+    right = z.real >= np.float64(0)
+    of = exp(complex(-fabs(z.real), select(right, -z.imag, z.imag)))  # less than 1
+    x, y = np.float64(1) + of.real, of.imag
+    square = x * x + y * y
+    real = select(right, x, of.real * x + of.imag * y) / square
+    return complex(real, select(right, -y, of.imag * x - of.real * y) / square)
+
+
+@scalar
+def pow(z, w):
+    """z to the power of w: 1 of 1, and for a power of 0; of 0 NaN but for positive powers."""
+    of, a, b = log(z), w.real, w.imag
+    found = exp(complex(a * of.real - _times(b, of.imag), a * of.imag + _times(b, of.real)))
+    at_zero = select((a > np.float64(0)) & (b == np.float64(0)), np.float64(0), np.float64(np.nan))
+    zero = (z.real == np.float64(0)) & (z.imag == np.float64(0))
+    found = _select(zero, complex(at_zero, at_zero), found)
+    is_one = (z.real == np.float64(1)) & (z.imag == np.float64(0))
+    none = (a == np.float64(0)) & (b == np.float64(0))
+    return _select(is_one | none, complex(np.float64(1), np.float64(0)), found)
+
+
+@scalar
+def sin(z):
+    """The sine."""
+    x, y = z.real, z.imag
+    return complex(_times(real_sin(x), real_cosh(y)), real_cos(x) * real_sinh(y))
+
+
+@scalar
+def cos(z):
+    """The cosine."""
+    x, y = z.real, z.imag
+    return complex(real_cos(x) * real_cosh(y), -_times(real_sin(x), real_sinh(y)))
+
+
+@scalar
+def sinh(z):
+    """The hyperbolic sine."""
+    x, y = z.real, z.imag
+    return complex(real_sinh(x) * real_cos(y), _times(real_sin(y), real_cosh(x)))
+
+
+@scalar
+def cosh(z):
+    """The hyperbolic cosine."""
+    x, y = z.real, z.imag
+    return complex(real_cosh(x) * real_cos(y), _times(real_sin(y), real_sinh(x)))
+
+
+@scalar
+def tanh(z):
+    """The hyperbolic tangent."""
+    x, y = z.real, z.imag
+    far = fabs(x) > np.float64(20)
+    near_x = select(far, np.float64(0), x)
+    t, s = real_tan(y), real_sinh(near_x)
+    beta = np.float64(1) + t * t
+    rho, divisor = real_sqrt(np.float64(1) + s * s), np.float64(1) + beta * s * s
+    decay = exp_f64(np.float64(-2) * fabs(x))
+    tiny = _times(decay, np.float64(4) * real_sin(y) * real_cos(y))
+    real = select(far, copysign(np.float64(1), x), beta * rho * s / divisor)
+    return complex(real, select(far, tiny, t / divisor))
+
+
+@scalar
+def tan(z):
+    """The tangent."""
+    of = tanh(complex(-z.imag, z.real))
+    return complex(of.imag, -of.real)
+
+
+@scalar
+def asin(z):
+    """The inverse of the sine."""
+    x, y = z.real, _positive(z.imag)
+    below, above = _root(complex(np.float64(1) - x, -y)), _root(complex(np.float64(1) + x, y))
+    real = below.real * above.real - below.imag * above.imag
+    imag = below.real * above.imag - below.imag * above.real
+    return _select(
+        _is_infinite(z),
+        complex(atan2(x, fabs(y)), copysign(np.float64(np.inf), y)),
+        complex(atan2(x, real), real_asinh(imag)),
+    )
+
+
+@scalar
+def acos(z):
+    """The inverse of the cosine."""
+    x, y = z.real, _positive(z.imag)
+    below, above = _root(complex(np.float64(1) - x, -y)), _root(complex(np.float64(1) + x, y))
+    imag = above.real * below.imag - above.imag * below.real
+    return _select(
+        _is_infinite(z),
+        complex(atan2(fabs(y), x), -copysign(np.float64(np.inf), y)),
+        complex(np.float64(2) * atan2(below.real, above.real), real_asinh(imag)),
+    )
+
+
+@scalar
+def asinh(z):
+    """The inverse of the hyperbolic sine."""
+    of = asin(complex(-z.imag, z.real))
+    return complex(of.imag, -of.real)
+
+
+@scalar
+def acosh(z):
+    """The inverse of the hyperbolic cosine."""
+    x, y = z.real, _positive(z.imag)
+    below, above = _root(complex(x - np.float64(1), y)), _root(complex(x + np.float64(1), y))
+    real = below.real * above.real + below.imag * above.imag
+    return _select(
+        _is_infinite(z),
+        complex(np.float64(np.inf), atan2(y, x)),
+        complex(real_asinh(real), np.float64(2) * atan2(below.imag, above.real)),
+    )
+
+
+@scalar
+def atanh(z):
+    """The inverse of the hyperbolic tangent."""
+    x, y = fabs(z.real), z.imag
+    less = np.float64(1) - x
+    square = less * less + y * y
+    real = np.float64(0.25) * log1p_f64(np.float64(4) * x / square)
+    imag = np.float64(0.5) * atan2(np.float64(2) * y, less * (np.float64(1) + x) - y * y)
+    endless = _is_infinite(z)
+    real = copysign(select(endless, np.float64(0), real), _positive(z.real))
+    return complex(real, select(endless, copysign(_HALF_PI, y), imag))
+
+
+@scalar
+def atan(z):
+    """The inverse of the tangent."""
+    of = atanh(complex(-z.imag, z.real))
+    return complex(of.imag, -of.real)

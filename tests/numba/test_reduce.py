@@ -1,0 +1,57 @@
+"""Reductions by functions of numbers that have no primitive of their own."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import veneer as vn
+
+X = np.random.default_rng(0).normal(size=(3, 5, 4)).astype(np.float32)
+
+
+def both(f, args, **options):
+    vn.numba.compare_jax_and_py(f, args, **options)
+    vn.numba.compare_numba_and_py(f, args, native=False, **options)
+
+
+@pytest.mark.parametrize("axes", [(0,), (2,), (0, 2), (0, 1, 2)], ids=str)
+def test_of_one_array(axes):
+    both(lambda x: lax.reduce(x, -np.inf, jnp.logaddexp, axes), [X], atol=1e-5)
+
+
+def furthest(x, places):
+    """The number that is furthest from 0, and where it is."""
+
+    def further(old, new):
+        is_new = jnp.abs(new[0]) > jnp.abs(old[0])
+        return tuple(jnp.where(is_new, n, o) for o, n in zip(old, new, strict=True))
+
+    return lax.reduce((x, places), (jnp.zeros((), x.dtype), jnp.int32(-1)), further, (1,))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+def test_of_arrays_of_several_dtypes(dtype):
+    places = np.broadcast_to(np.arange(5, dtype=np.int32)[:, None], X.shape)
+    both(furthest, [X.astype(dtype), places])
+
+
+def test_of_no_entries():
+    both(lambda x: lax.reduce(x[:, :0], 2.0, lambda a, b: a * b + 1, (1,)), [X])
+    both(lambda x: lax.reduce(x[:0], 2.0, lambda a, b: a * b + 1, (1,)), [X])
+
+
+def test_compiled():
+    places = np.broadcast_to(np.arange(5, dtype=np.int32)[:, None], X.shape)
+    found, wanted = vn.numba.compile(furthest, X, places)(X, places), jax.jit(furthest)(X, places)
+    for x, y in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_a_function_with_a_loop_in_it_is_refused():
+    powers = lambda a, b: lax.fori_loop(0, 3, lambda i, x: x * b, a)
+    with pytest.raises(
+        NotImplementedError, match=r"'reduce'.*jaxpr: it may not have '(scan|while)'"
+    ):
+        vn.numba.compile(lambda x: lax.reduce(x, 1.0, powers, (0,)), X)
