@@ -25,6 +25,7 @@ SEED = int(os.environ.get("VENEER_RANDOM_SEED", "0"))
 ULPS = 32
 SHAPES = [(), (1,), (3,), (2, 3), (3, 1), (2, 1, 3), (0, 2)]
 DTYPES = ["float32", "float32", "int32", "bool", "int8", "uint8", "uint32", "bfloat16", "float16"]
+DTYPES += ["complex64"]
 
 
 def _floating(x):
@@ -39,6 +40,10 @@ def _signed(x):
     return _floating(x) or jnp.issubdtype(x.dtype, jnp.signedinteger)
 
 
+def _complex(x):
+    return jnp.issubdtype(x.dtype, jnp.complexfloating)
+
+
 def _number(x):
     return _floating(x) or _integer(x)
 
@@ -51,6 +56,7 @@ UNARY = {
     _signed: ["abs"],
     _integer: "bitwise_not population_count clz".split(),
     _floating: "floor ceil is_finite tanh logistic erf sin cos atan asinh".split(),
+    _complex: "neg abs conj real imag".split(),
 }
 BINARY = {
     _number: "add sub mul max min".split(),
@@ -59,7 +65,10 @@ BINARY = {
         "shift_right_arithmetic"
     ).split(),
     _floating: ["atan2"],
-    lambda x: True: "eq ne lt le gt ge".split(),
+    lambda x: x.dtype == jnp.float32: ["complex"],
+    _complex: "add sub mul".split(),
+    lambda x: True: ["eq", "ne"],
+    lambda x: not _complex(x): "lt le gt ge".split(),
     lambda x: x.dtype == bool: "bitwise_and bitwise_or bitwise_xor".split(),
 }
 TAMED = {
@@ -75,7 +84,18 @@ TAMED = {
     "pow": lambda x: lax.pow(lax.abs(x) + _of(x, 1), _of(x, 0.5)),
     "round": lambda x: lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN),
 }
+TAMED_COMPLEX = {
+    "exp": lambda z: lax.exp(lax.complex(lax.tanh(z.real), lax.tanh(z.imag))),
+    "log": lambda z: lax.log(lax.complex(lax.abs(z.real) + 1, z.imag)),
+    "sqrt": lambda z: lax.sqrt(lax.complex(lax.abs(z.real) + 1, z.imag)),
+    "tanh": lambda z: lax.tanh(lax.complex(z.real, lax.tanh(z.imag))),
+    "cos": lambda z: lax.cos(lax.complex(lax.tanh(z.real), lax.tanh(z.imag))),
+    "atan": lambda z: lax.atan(lax.complex(lax.abs(z.real) + 1, z.imag)),
+    "asinh": lambda z: lax.asinh(lax.complex(lax.abs(z.real) + 1, z.imag)),
+    "square": lambda z: lax.integer_pow(z, 2),
+}
 REDUCTIONS = {
+    _complex: [jnp.sum],
     _number: [jnp.sum, jnp.max, jnp.min],
     lambda x: x.dtype == bool: [jnp.any, jnp.all],
 }
@@ -96,7 +116,8 @@ def unary(draw, x, like):
 
 
 def tamed(draw, x, like):
-    return TAMED[draw(st.sampled_from(sorted(TAMED)))] if _floating(x) else None
+    table = TAMED_COMPLEX if _complex(x) else TAMED if _floating(x) else {}
+    return table[draw(st.sampled_from(sorted(table)))] if table else None
 
 
 def binary(draw, x, like):
@@ -128,7 +149,7 @@ def reduced(draw, x, like):
 
 
 def argument(draw, x, like):
-    if not x.size or not x.ndim or x.dtype == bool:
+    if not x.size or not x.ndim or x.dtype == bool or _complex(x):
         return None
     f = draw(st.sampled_from([jnp.argmax, jnp.argmin]))
     axis = draw(st.integers(0, x.ndim - 1))
@@ -153,6 +174,8 @@ def layout(draw, x, like):
 
 def converted(draw, x, like):
     dtype = draw(st.sampled_from(DTYPES))
+    if _complex(x):
+        return lambda x: x.real.astype(dtype)
     return lambda x: (lax.round(x) if _floating(x) else x).astype(dtype)
 
 
@@ -163,7 +186,7 @@ def product(draw, x, like):
 
 
 def cumulative(draw, x, like):
-    if not x.ndim or x.dtype == bool:
+    if not x.ndim or x.dtype == bool or _complex(x):
         return None
     f = draw(st.sampled_from([lax.cumsum, lax.cummax, lax.cummin]))
     axis, reverse = draw(st.integers(0, x.ndim - 1)), draw(st.booleans())
@@ -171,7 +194,7 @@ def cumulative(draw, x, like):
 
 
 def in_order(draw, x, like):
-    if not x.ndim:
+    if not x.ndim or _complex(x):
         return None
     axis = draw(st.integers(0, x.ndim - 1))
     return lambda x: lax.sort(x, dimension=axis)
@@ -193,12 +216,13 @@ def indexed(draw, x, like):
     ]
     if x.dtype != bool:
         choices.append(lambda x: x.at[places].add(one(x), mode=kept))
+    if x.dtype != bool and not _complex(x):
         choices.append(lambda x: x.at[places].max(one(x), mode=kept))
     return draw(st.sampled_from(choices))
 
 
 def controlled(draw, x, like):
-    if not x.ndim or not x.shape[0] or x.dtype == bool:
+    if not x.ndim or not x.shape[0] or x.dtype == bool or _complex(x):
         return None
     reverse = draw(st.booleans())
     body = lambda total, row: (jnp.maximum(total, row) - row, total)
@@ -257,6 +281,8 @@ def _array(rng, shape, dtype):
     dtype = np.dtype(dtype)
     if dtype.kind == "b":
         return rng.integers(0, 2, shape).astype(dtype)
+    if dtype.kind == "c":
+        return np.asarray(rng.normal(size=shape) + 1j * rng.normal(size=shape), dtype)
     if dtype.kind in "iu":
         limits = np.iinfo(dtype)
         drawn = rng.integers(limits.min, limits.max, shape, endpoint=True)
@@ -271,9 +297,10 @@ def differences(found, wanted):
         x, y = np.asarray(x), np.asarray(y)
         if (x.shape, x.dtype) != (y.shape, y.dtype):
             yield n, x, y
-        elif _floating(y):
-            scale = np.abs(y[np.isfinite(y)].astype(np.float64)).max(initial=1.0)
-            wide = [v.astype(np.float64) for v in (x, y)]
+        elif _floating(y) or _complex(y):
+            kind = np.complex128 if _complex(y) else np.float64
+            scale = np.abs(y[np.isfinite(y)].astype(kind)).max(initial=1.0)
+            wide = [v.astype(kind) for v in (x, y)]
             limit = ULPS * float(jnp.finfo(y.dtype).eps) * scale
             if not np.allclose(*wide, rtol=0, atol=limit, equal_nan=True):
                 yield n, x, y
