@@ -89,6 +89,11 @@ def test_references_agree(name):
     vn.numba.compare_jax_and_py(function(name), [x])
 
 
+def test_functions_of_real_and_of_complex_numbers_are_in_one_program():
+    f = lambda z: [g(x) for g in (jnp.arctan, jnp.sqrt, jnp.sinh, jnp.abs) for x in (z, z.real)]
+    vn.numba.compare_numba_and_py(f, [np.array([0.5 + 1j, 2], np.complex64)])
+
+
 def test_gradients_of_complex_functions():
     loss = lambda z: jnp.abs(jnp.sum(jnp.exp(z) * jnp.sqrt(z)) / jnp.tanh(z[0]))
     z = usual("complex64")[:5]

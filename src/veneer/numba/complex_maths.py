@@ -7,19 +7,12 @@ is the tangent.
 
 import numpy as np
 
-from .bits import copysign, fabs, maximum, minimum, select
-from .bits import sqrt as real_sqrt
-from .libm import asinh as real_asinh
-from .libm import atan2
-from .libm import cos as real_cos
-from .libm import cosh as real_cosh
-from .libm import sin as real_sin
-from .libm import sinh as real_sinh
-from .libm import tan as real_tan
+from .bits import copysign, fabs, maximum, minimum, select, sqrt
+from .libm import asinh, atan2, cos, cosh, sin, sinh, tan
 from .maths import exp_f64, expm1_f64, log1p_f64, log_f64
 from .scalar import scalar
 
-#: Those that are functions of one number, by their primitives' names; `pow` is of two.
+#: Primitives with such a function of one number, called `..._c128`; `pow_c128` is of two.
 NAMES = (
     "abs acos acosh asin asinh atan atanh cos cosh exp exp2 expm1 log log1p log2 logistic rsqrt "
     "sign sin sinh sqrt tan tanh"
@@ -54,25 +47,25 @@ def _select(condition, z, w):
 
 
 @scalar
-def abs(z):
+def abs_c128(z):
     """The absolute value, a float64, with no square that overflows."""
     x, y = fabs(z.real), fabs(z.imag)
     most, least = maximum(x, y), minimum(x, y)
     ratio = select(most == np.float64(0), np.float64(0), least / most)
-    length = most * real_sqrt(np.float64(1) + ratio * ratio)
+    length = most * sqrt(np.float64(1) + ratio * ratio)
     return select(_is_infinite(z), np.float64(np.inf), length)
 
 
 @scalar
-def sign(z):
+def sign_c128(z):
     """The number of length 1 in the same direction; 0 of 0."""
-    length = abs(z)
+    length = abs_c128(z)
     of = select(length == np.float64(0), np.float64(1), length)
     return complex(z.real / of, z.imag / of)
 
 
 @scalar
-def sqrt(z):
+def sqrt_c128(z):
     """The square root with a real part that is not negative."""
     return _root(complex(z.real, _positive(z.imag)))
 
@@ -81,7 +74,7 @@ def sqrt(z):
 def _root(z):
     """The square root as C99 has it, on both sides of its branch cut."""
     x, y = z.real, z.imag
-    large = real_sqrt(fabs(x) * np.float64(0.5) + abs(z) * np.float64(0.5))
+    large = sqrt(fabs(x) * np.float64(0.5) + abs_c128(z) * np.float64(0.5))
     of = select(large == np.float64(0), np.float64(1), large)
     small = fabs(y) / of * np.float64(0.5)
     right, endless = x >= np.float64(0), fabs(y) == np.inf
@@ -90,9 +83,9 @@ def _root(z):
 
 
 @scalar
-def rsqrt(z):
+def rsqrt_c128(z):
     """1 over the square root."""
-    root, length = _root(z), abs(z)
+    root, length = _root(z), abs_c128(z)
     of = select(length == np.inf, np.float64(1), length)
     scale = select(length == np.inf, np.float64(0), np.float64(1) / of)
     real = select(length == np.inf, np.float64(0), _times(root.real, scale))
@@ -102,31 +95,31 @@ def rsqrt(z):
 
 
 @scalar
-def exp(z):
+def exp_c128(z):
     """The exponential."""
     x, y = z.real, z.imag
     half = exp_f64(x * np.float64(0.5))  # exp(x) may overflow where the result does not
-    sine = select(y == np.float64(0), y, half * real_sin(y) * half)
-    return complex(half * real_cos(y) * half, sine)
+    sine = select(y == np.float64(0), y, half * sin(y) * half)
+    return complex(half * cos(y) * half, sine)
 
 
 @scalar
-def exp2(z):
+def exp2_c128(z):
     """2 to the power of a number."""
-    return exp(complex(z.real * _LN_2, z.imag * _LN_2))
+    return exp_c128(complex(z.real * _LN_2, z.imag * _LN_2))
 
 
 @scalar
-def expm1(z):
+def expm1_c128(z):
     """The exponential less 1."""
     x, y = z.real, z.imag
-    half = real_sin(y * np.float64(0.5))
-    less = expm1_f64(x) * real_cos(y) - np.float64(2) * half * half
-    return complex(less, exp(z).imag)
+    half = sin(y * np.float64(0.5))
+    less = expm1_f64(x) * cos(y) - np.float64(2) * half * half
+    return complex(less, exp_c128(z).imag)
 
 
 @scalar
-def log(z):
+def log_c128(z):
     """The logarithm, with an imaginary part from -pi to pi."""
     x, y = fabs(z.real), fabs(z.imag)
     most, least = maximum(x, y), minimum(x, y)
@@ -140,27 +133,27 @@ def log(z):
 
 
 @scalar
-def log1p(z):
+def log1p_c128(z):
     """The logarithm of 1 more than a number."""
     x, y = z.real, z.imag
     small = fabs(x) + fabs(y) < np.float64(0.5)
     near = np.float64(0.5) * log1p_f64(x * (np.float64(2) + x) + y * y)
-    far = log(complex(np.float64(1) + x, y))
+    far = log_c128(complex(np.float64(1) + x, y))
     return complex(select(small, near, far.real), far.imag)
 
 
 @scalar
-def log2(z):
+def log2_c128(z):
     """The logarithm to base 2."""
-    of = log(z)
+    of = log_c128(z)
     return complex(of.real * _LOG2_E, of.imag * _LOG2_E)
 
 
 @scalar
-def logistic(z):
+def logistic_c128(z):
     """1 / (1 + exp(-z))."""
     right = z.real >= np.float64(0)
-    of = exp(complex(-fabs(z.real), select(right, -z.imag, z.imag)))  # less than 1
+    of = exp_c128(complex(-fabs(z.real), select(right, -z.imag, z.imag)))  # less than 1
     x, y = np.float64(1) + of.real, of.imag
     square = x * x + y * y
     real = select(right, x, of.real * x + of.imag * y) / square
@@ -168,10 +161,10 @@ def logistic(z):
 
 
 @scalar
-def pow(z, w):
+def pow_c128(z, w):
     """z to the power of w: 1 of 1, and for a power of 0; of 0 NaN but for positive powers."""
-    of, a, b = log(z), w.real, w.imag
-    found = exp(complex(a * of.real - _times(b, of.imag), a * of.imag + _times(b, of.real)))
+    of, a, b = log_c128(z), w.real, w.imag
+    found = exp_c128(complex(a * of.real - _times(b, of.imag), a * of.imag + _times(b, of.real)))
     at_zero = select((a > np.float64(0)) & (b == np.float64(0)), np.float64(0), np.float64(np.nan))
     zero = (z.real == np.float64(0)) & (z.imag == np.float64(0))
     found = _select(zero, complex(at_zero, at_zero), found)
@@ -181,57 +174,57 @@ def pow(z, w):
 
 
 @scalar
-def sin(z):
+def sin_c128(z):
     """The sine."""
     x, y = z.real, z.imag
-    return complex(_times(real_sin(x), real_cosh(y)), real_cos(x) * real_sinh(y))
+    return complex(_times(sin(x), cosh(y)), cos(x) * sinh(y))
 
 
 @scalar
-def cos(z):
+def cos_c128(z):
     """The cosine."""
     x, y = z.real, z.imag
-    return complex(real_cos(x) * real_cosh(y), -_times(real_sin(x), real_sinh(y)))
+    return complex(cos(x) * cosh(y), -_times(sin(x), sinh(y)))
 
 
 @scalar
-def sinh(z):
+def sinh_c128(z):
     """The hyperbolic sine."""
     x, y = z.real, z.imag
-    return complex(real_sinh(x) * real_cos(y), _times(real_sin(y), real_cosh(x)))
+    return complex(sinh(x) * cos(y), _times(sin(y), cosh(x)))
 
 
 @scalar
-def cosh(z):
+def cosh_c128(z):
     """The hyperbolic cosine."""
     x, y = z.real, z.imag
-    return complex(real_cosh(x) * real_cos(y), _times(real_sin(y), real_sinh(x)))
+    return complex(cosh(x) * cos(y), _times(sin(y), sinh(x)))
 
 
 @scalar
-def tanh(z):
+def tanh_c128(z):
     """The hyperbolic tangent."""
     x, y = z.real, z.imag
     far = fabs(x) > np.float64(20)
     near_x = select(far, np.float64(0), x)
-    t, s = real_tan(y), real_sinh(near_x)
+    t, s = tan(y), sinh(near_x)
     beta = np.float64(1) + t * t
-    rho, divisor = real_sqrt(np.float64(1) + s * s), np.float64(1) + beta * s * s
+    rho, divisor = sqrt(np.float64(1) + s * s), np.float64(1) + beta * s * s
     decay = exp_f64(np.float64(-2) * fabs(x))
-    tiny = _times(decay, np.float64(4) * real_sin(y) * real_cos(y))
+    tiny = _times(decay, np.float64(4) * sin(y) * cos(y))
     real = select(far, copysign(np.float64(1), x), beta * rho * s / divisor)
     return complex(real, select(far, tiny, t / divisor))
 
 
 @scalar
-def tan(z):
+def tan_c128(z):
     """The tangent."""
-    of = tanh(complex(-z.imag, z.real))
+    of = tanh_c128(complex(-z.imag, z.real))
     return complex(of.imag, -of.real)
 
 
 @scalar
-def asin(z):
+def asin_c128(z):
     """The inverse of the sine."""
     x, y = z.real, _positive(z.imag)
     below, above = _root(complex(np.float64(1) - x, -y)), _root(complex(np.float64(1) + x, y))
@@ -240,12 +233,12 @@ def asin(z):
     return _select(
         _is_infinite(z),
         complex(atan2(x, fabs(y)), copysign(np.float64(np.inf), y)),
-        complex(atan2(x, real), real_asinh(imag)),
+        complex(atan2(x, real), asinh(imag)),
     )
 
 
 @scalar
-def acos(z):
+def acos_c128(z):
     """The inverse of the cosine."""
     x, y = z.real, _positive(z.imag)
     below, above = _root(complex(np.float64(1) - x, -y)), _root(complex(np.float64(1) + x, y))
@@ -253,19 +246,19 @@ def acos(z):
     return _select(
         _is_infinite(z),
         complex(atan2(fabs(y), x), -copysign(np.float64(np.inf), y)),
-        complex(np.float64(2) * atan2(below.real, above.real), real_asinh(imag)),
+        complex(np.float64(2) * atan2(below.real, above.real), asinh(imag)),
     )
 
 
 @scalar
-def asinh(z):
+def asinh_c128(z):
     """The inverse of the hyperbolic sine."""
-    of = asin(complex(-z.imag, z.real))
+    of = asin_c128(complex(-z.imag, z.real))
     return complex(of.imag, -of.real)
 
 
 @scalar
-def acosh(z):
+def acosh_c128(z):
     """The inverse of the hyperbolic cosine."""
     x, y = z.real, _positive(z.imag)
     below, above = _root(complex(x - np.float64(1), y)), _root(complex(x + np.float64(1), y))
@@ -273,12 +266,12 @@ def acosh(z):
     return _select(
         _is_infinite(z),
         complex(np.float64(np.inf), atan2(y, x)),
-        complex(real_asinh(real), np.float64(2) * atan2(below.imag, above.real)),
+        complex(asinh(real), np.float64(2) * atan2(below.imag, above.real)),
     )
 
 
 @scalar
-def atanh(z):
+def atanh_c128(z):
     """The inverse of the hyperbolic tangent."""
     x, y = fabs(z.real), z.imag
     less = np.float64(1) - x
@@ -291,7 +284,7 @@ def atanh(z):
 
 
 @scalar
-def atan(z):
+def atan_c128(z):
     """The inverse of the tangent."""
-    of = atanh(complex(-z.imag, z.real))
+    of = atanh_c128(complex(-z.imag, z.real))
     return complex(of.imag, -of.real)

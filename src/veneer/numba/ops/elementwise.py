@@ -35,7 +35,7 @@ def register(name: str, entry: Callable[..., str], cost: int = 1) -> None:
     def _(b: Builder, *operands: Value, **params: Any) -> Value:
         if operands[0].dtype.kind == "c":
             if name in complex_maths.NAMES:
-                of_complex = getattr(complex_maths, name)
+                of_complex = getattr(complex_maths, f"{name}_c128")
                 return entrywise(b, _widened(of_complex, b.out.dtype), *operands, cost=40)
             if name not in _COMPLEX:
                 raise Unsupported("dtype", f"{operands[0].dtype} is not supported.")
@@ -220,7 +220,7 @@ def _(b: Builder, x: Value, **_: Any) -> Value:
 def _(b: Builder, x: Value, y: Value) -> Value:
     dtype = x.dtype
     if dtype.kind == "c":
-        power = _widened(complex_maths.pow, dtype)
+        power = _widened(complex_maths.pow_c128, dtype)
         return entrywise(b, power, x, b.converted(y, dtype), cost=60)
 
     def entry(k: Kernel, base: str, exponent: str) -> str:
