@@ -1,7 +1,9 @@
 """Contents that become something else, and contents that are implicit arrays."""
 
+import copy
 import functools
 import gc
+import pickle
 import sys
 import threading
 import weakref
@@ -339,3 +341,57 @@ def test_threads_that_trace_at_once_find_the_same_references():
             assert all(refs is found[0] for refs in found)
     finally:
         sys.setswitchinterval(interval)
+
+
+def test_what_is_compiled_ahead_of_time_fails_once_the_structure_has_changed():
+    """It would write to what the Box held before, and no one would see it."""
+    box = Box(jnp.zeros(()))
+    add = jax.jit(lambda x: box.update(lambda v: v + x)).lower(1.0).compile()
+    add(1.0)
+    box.set([1.0])
+    box.set(0.0)
+    with pytest.raises(RuntimeError, match="deleted"):
+        add(1.0)
+    assert box.get() == 0
+
+
+def test_what_a_function_that_raises_as_it_runs_has_taken_is_gone_and_set_anew():
+    def check(x):
+        if x > 0:
+            raise ValueError("positive")
+        return x
+
+    box = Box(jnp.zeros(2))
+
+    @vn.jit
+    def add(x):
+        box.update(lambda v: v + x)
+        return jax.pure_callback(check, x, x)
+
+    with pytest.raises(Exception, match="positive"):
+        jax.block_until_ready(add(1.0))
+    with pytest.raises(RuntimeError, match=r"what Box\(f32\[2\]\) held is gone.*Set it anew"):
+        box.get()
+    box.set(jnp.ones(2))
+    add(-1.0)
+    assert box.get().tolist() == [0, 0]
+
+
+def test_a_function_traced_within_a_frame_is_traced_anew_in_the_next():
+    box = Box()
+    inner = jax.jit(lambda y: box.get()["n"] + y)
+    outer = vn.jit(lambda x, k: (box.set({"n": x * k}), inner(x))[1], static_argnums=1)
+    assert outer(1.0, 2) == 3
+    box.set(None)
+    assert outer(1.0, 5) == 6
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda box: pickle.loads(pickle.dumps(box))]
+)
+def test_copies_are_boxes_of_their_own(copied):
+    box = Box({"w": vn.quant.quantize(jnp.eye(4), "int8"), "n": jnp.ones(2)})
+    other = copied(box)
+    other.set(None)
+    assert box.get()["n"].tolist() == [1, 1]
+    assert box.get()["w"].shape == (4, 4)

@@ -176,3 +176,16 @@ def test_units():
     assert (float(total.value), str(total.unit)) == (6.0, "m")
     with pytest.raises(ValueError, match="m cannot be converted to a number"):
         jax.jit(jnp.exp)(m)
+
+
+def test_a_copy_with_other_fields_is_another_value(weight, x, agree, agree_by_leaves):
+    """In one trace, of a value that has been used: of LoRA, `w.T` shares the leaves of `w`."""
+    f = lambda x, w: (x @ w) @ w.T + x @ w[:, ::-1] @ jnp.swapaxes(w, 0, 1)
+    agree(jax.jit(f)(x, weight.value), f(x, weight.dense), atol=1e-3)
+    loss = lambda w: jnp.sum(jnp.sin(f(x, w)))
+    found = jax.jit(jax.grad(loss))(weight.value)
+    agree_by_leaves(found, weight.reference(jax.grad, loss))
+
+
+def test_a_value_that_has_been_used_is_copied(weight, x):
+    jax.jit(lambda x, w: (x @ w, copy.deepcopy(w))[0])(x, weight.value)

@@ -37,6 +37,16 @@ def held_by(trace: Trace) -> list[Any]:
     return [] if frame is None else list(frame.constvar_to_val.values())
 
 
+def is_deleted(ref: Any) -> bool:
+    """Whether the memory of a reference outside of all traces is gone: donated, and not put back."""
+    return bool(ref._refs._buf.is_deleted())
+
+
+def delete(ref: Any) -> None:
+    """Has every program that holds a reference outside of all traces fail."""
+    ref._refs._buf.delete()
+
+
 def primal_in(trace: Trace, x: Any) -> Any:
     """A value as it is outside of a trace that differentiates it; another as it is.
 

@@ -77,6 +77,9 @@ class Box(Kept):
     def __repr__(self) -> str:
         return repr(resolved(self._contents))
 
+    def __reduce__(self) -> Any:
+        return Box, (self.get(),)
+
     # As a pytree: the references; or the contents, where vn.jit threads those through.
 
     def tree_flatten(self) -> tuple[list[Any], Any]:

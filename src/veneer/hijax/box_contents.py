@@ -22,7 +22,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from .._core.jax_box import CHECKPOINT, CONDITION, enclosing, is_staging, primal_in, staged_for
+from .._core.jax_box import (
+    CHECKPOINT,
+    CONDITION,
+    delete,
+    enclosing,
+    is_deleted,
+    is_staging,
+    primal_in,
+    staged_for,
+)
 from .._core.jax_internals import Trace, Tracer, current_trace, is_eager, set_current_trace
 from .._core.trace import ImplicitTrace, ImplicitTracer
 from .._core.value import is_value
@@ -97,7 +106,17 @@ class Contents:
         with _lock:
             if self.refs is None:
                 return list(self._leaves)
+            if self._is_lost():
+                raise RuntimeError(
+                    f"what {self!r} held is gone: a function raised as it ran, or it was donated. "
+                    "Set it anew"
+                )
             return [ref[...] for ref in self.refs[: self.treedef.num_leaves]]
+
+    def _is_lost(self) -> bool:
+        """Whether JAX has deleted what the references are to."""
+        refs = self.refs if self.outermost else None
+        return any(map(is_deleted, refs or ()))
 
     def _way(self) -> list[Trace]:
         """The traces from here up to the one in which this is at home."""
@@ -123,7 +142,7 @@ class Contents:
     def _replace(self, leaves: Sequence[Any], treedef: Any) -> None:
         """Writes at home, where the structure may change."""
         with _lock:
-            if self.refs is not None and self._is_alike(leaves, treedef):
+            if self.refs is not None and self._is_alike(leaves, treedef) and not self._is_lost():
                 for ref, leaf in zip(self.refs, leaves, strict=False):
                     ref[...] = leaf
             else:
@@ -250,8 +269,14 @@ class Contents:
             return self.refs
 
     def give_up_references(self) -> None:
-        """Before the structure changes: what was traced with them is traced anew."""
+        """Before the structure changes: what was traced with them is traced anew.
+
+        What was compiled ahead of time is not, and fails when it is called.
+        """
         if self.refs is not None:
+            if self.held and self.outermost:
+                for ref in self.refs:
+                    delete(ref)
             self.refs = None
             self.version += 1
             if self.held:

@@ -47,6 +47,8 @@ class Frame:
 
     def __exit__(self, *_: Any) -> None:
         frames().pop()
+        if any(contents.held for contents in self.replaced.values()):
+            forget_programs()  # which would hold what is gone with the trace
 
     def note(self, contents: "Contents") -> None:
         """Notes that the program uses contents from outside, which are no argument."""

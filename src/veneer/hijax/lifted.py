@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
+from weakref import ref
 
 import jax
 
@@ -106,11 +107,16 @@ def canonical(x: Any) -> Any:
     leaves = [canonical(x) if isinstance(x, Value) else x for x in all_leaves(value)]
     if not holds_tracers(leaves):
         return apply(Pack(type_of(value)), *leaves)[0]
-    known = value.__dict__.get("_high")
-    if known is None or known[0] is not current_trace():
-        known = current_trace(), apply(Pack(type_of(value)), *leaves)[0]
-        object.__setattr__(value, "_high", known)
-    return known[1]
+    of, known = value.__dict__.get("_high", (_nothing, _nothing))
+    tracer = known() if of() is value else None  # a copy has what was known of another
+    if tracer is None or tracer._trace is not current_trace():
+        tracer = apply(Pack(type_of(value)), *leaves)[0]
+        object.__setattr__(value, "_high", (ref(value), ref(tracer)))
+    return tracer
+
+
+def _nothing() -> None:
+    """A reference to what is gone."""
 
 
 def run(*operands: Any, operation: Operation) -> list[Any]:
