@@ -182,7 +182,7 @@ def test_a_copy_with_other_fields_is_another_value(weight, x, agree, agree_by_le
     """In one trace, of a value that has been used: of LoRA, `w.T` shares the leaves of `w`."""
     f = lambda x, w: (x @ w) @ w.T + x @ w[:, ::-1] @ jnp.swapaxes(w, 0, 1)
     agree(jax.jit(f)(x, weight.value), f(x, weight.dense), atol=1e-3)
-    loss = lambda w: jnp.sum(jnp.sin(f(x, w)))
+    loss = lambda w: jnp.mean(f(x, w))
     found = jax.jit(jax.grad(loss))(weight.value)
     agree_by_leaves(found, weight.reference(jax.grad, loss))
 
