@@ -4,8 +4,8 @@
 
 A test of formats by shapes by transformations is run for every format, every shape and every
 transformation, and for every second combination of them; what is left out, `--share 2/2` runs. So
-a test of one parameter is run whole by both, but where it is marked as `divided`: then each of its
-cases is in one share alone. A test of no parameters is in all.
+a test of one parameter is run whole by both, and a test of none; but where it is marked as
+`divided`, each of its cases is in one share alone, or `divided(by="file")` with all of its file.
 """
 
 import re
@@ -20,7 +20,9 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "divided: each case is in one share alone; see shares.py")
+    config.addinivalue_line(
+        "markers", "divided: each case, or file, is in one share alone; see shares.py"
+    )
 
 
 def pytest_collection_modifyitems(config, items):
@@ -44,10 +46,13 @@ def _parsed(text):
 
 def cases_of_share(cases, share, n_shares):
     """The cases of one test that are of a share."""
+    marker = cases[0].get_closest_marker("divided")
+    if marker:
+        whole = marker.kwargs.get("by") == "file"
+        name = lambda case: case.nodeid.partition("::")[0] if whole else case.nodeid
+        return {case for case in cases if crc32(name(case).encode()) % n_shares == share - 1}
     if not hasattr(cases[0], "callspec"):
         return set(cases)
-    if cases[0].get_closest_marker("divided"):
-        return {case for case in cases if crc32(case.nodeid.encode()) % n_shares == share - 1}
     values = {case: _values(case) for case in cases}
     places = defaultdict(dict)  # of a parameter's values, in the order in which they come
     for name, value in (pair for pairs in values.values() for pair in pairs):

@@ -8,16 +8,16 @@ from shares import cases_of_share
 
 
 class Case:
-    def __init__(self, divided=False, **params):
-        self.nodeid, self.divided = f"test[{params}]", divided
+    def __init__(self, divided=None, **params):
+        self.nodeid, self.divided = f"file.py::test[{params}]", divided
         if params:
             self.callspec = SimpleNamespace(params=params)
 
     def get_closest_marker(self, name):
-        return self.divided or None
+        return pytest.mark.divided(**self.divided).mark if self.divided is not None else None
 
 
-def all_of(divided=False, **values):
+def all_of(divided=None, **values):
     return [
         Case(divided, **dict(zip(values, case, strict=True))) for case in product(*values.values())
     ]
@@ -44,7 +44,12 @@ def test_what_has_no_combinations_is_in_every_share(cases):
 
 
 def test_a_case_of_a_divided_test_is_in_one_share():
-    cases = all_of(divided=True, format=range(20), shape=range(5))
+    cases = all_of(divided={}, format=range(20), shape=range(5))
     first, second = shares_of(cases, 2)
     assert not first & second
     assert 30 < len(first) < 70
+
+
+def test_a_file_that_is_divided_from_others_is_in_one_share_alone():
+    cases = all_of(divided={"by": "file"}, format=range(20))
+    assert sorted(map(len, shares_of(cases, 2))) == [0, 20]

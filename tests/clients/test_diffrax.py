@@ -10,6 +10,8 @@ from array_types import Lora, assert_close, lora, lora_of_int8
 
 import veneer as vn
 
+pytestmark = pytest.mark.divided  # it takes long
+
 
 class Weight(Lora):
     """A low-rank update with rules for both sides: a backward pass multiplies by it, too."""

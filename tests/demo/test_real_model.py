@@ -8,6 +8,8 @@ from veneer.demo.fetch import fetch
 from veneer.demo.measure import DENSE, VARIANTS, Variant
 from veneer.demo.sentences import sentences
 
+pytestmark = pytest.mark.divided  # it takes long
+
 # Mean cosine of the embeddings of 512 English sentences to those of f32.
 EXPECTED = {
     Variant("int8"): 0.9996,

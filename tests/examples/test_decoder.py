@@ -12,6 +12,8 @@ import pytest
 
 import veneer as vn
 
+pytestmark = pytest.mark.divided(by="file")  # it takes long
+
 CONFIG = example.SMALL
 LENGTH = 12
 

@@ -11,6 +11,8 @@ import pytest
 
 import veneer as vn
 
+pytestmark = pytest.mark.divided(by="file")  # it takes long
+
 
 @pytest.fixture(scope="module")
 def trained(bert, tmp_path_factory):

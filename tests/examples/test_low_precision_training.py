@@ -14,6 +14,8 @@ import row_transformer
 
 import veneer as vn
 
+pytestmark = pytest.mark.divided(by="file")  # it takes long
+
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):

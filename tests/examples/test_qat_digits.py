@@ -14,6 +14,8 @@ import qat_digits
 
 import veneer as vn
 
+pytestmark = pytest.mark.divided(by="file")  # it takes long
+
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory):

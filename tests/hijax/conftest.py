@@ -79,12 +79,6 @@ def mode_off() -> None:
 
 
 @pytest.fixture
-def empty_caches() -> None:
-    """JAX's caches are empty: that of compiled calls, when it is full, drops the newest of them."""
-    jax.clear_caches()
-
-
-@pytest.fixture
 def high() -> Callable:
     """Makes of a weight a value of a high type, which is no argument: by transposing it twice."""
     return lambda w: jnp.swapaxes(jnp.swapaxes(w, -1, -2), -1, -2)

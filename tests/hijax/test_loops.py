@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
+import veneer as vn
+
 
 def over_rows(x, w, high):
     return lax.scan(lambda c, row: (c, jnp.dot(row, high(w))), 0.0, x)[1]
@@ -150,3 +152,10 @@ def test_a_body_wrapped_by_functools_is_itself(weight):
     first = lax.cond(True, branch, branch, weight.value)
     negated = functools.wraps(branch)(negated)
     assert lax.cond(True, negated, branch, weight.value) == -first
+
+
+def test_a_carry_that_becomes_dense_is_refused_by_name():
+    q = vn.quant.quantize(jnp.eye(4), "int8")
+    loss = lambda w: jnp.sum(lax.fori_loop(0, 3, lambda i, c: c * 0.5, w))
+    with pytest.raises(TypeError, match=r"comes in as q8\[4,4\] and goes out as a dense array"):
+        jax.grad(loss)(q)

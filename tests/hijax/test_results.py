@@ -24,16 +24,6 @@ def run():
     return jax.jit(lambda x, w: program(x, w))
 
 
-@pytest.mark.usefixtures("empty_caches")
-def test_calls_stay_on_the_fast_path(run, x, weight, agree):
-    """C++ calls what is compiled and makes the value of its results: Python runs nothing."""
-    run(x, weight.value)
-    with jax.no_tracing():
-        out = run(x, weight.value)
-    assert run._cache_size() == 1
-    check(out, x, weight, agree)
-
-
 def test_ahead_of_time(run, x, weight, agree):
     compiled = run.lower(x, weight.value).compile()
     check(compiled(x, weight.value), x, weight, agree)

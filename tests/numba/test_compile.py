@@ -10,11 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
+from jax.extend.core import Primitive
 
 import veneer as vn
 from veneer.numba import compiler
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
+W = np.ones(3, jnp.float8_e4m3fn)
 
 
 @pytest.fixture(scope="module")
@@ -196,6 +198,12 @@ def test_what_a_function_of_jax_has_within_is_named_with_the_line_that_calls_it(
         vn.numba.compile(f, X)
 
 
+@pytest.mark.parametrize("f", [lambda x: (x, W), lambda x: x.astype("int4")], ids=["f8", "int4"])
+def test_dtypes_that_numba_has_not_are_refused(f):
+    with pytest.raises(NotImplementedError, match=r"vn.numba has no arrays of dtype (int4|float8)"):
+        vn.numba.compile(f, X)
+
+
 def test_an_unknown_parameter_is_named():
     f = lambda x: jax.lax.approx_max_k(x, 1, aggregate_to_topk=False)
     with pytest.raises(NotImplementedError, match=r"'approx_top_k' .*aggregate_to_topk"):
@@ -203,8 +211,6 @@ def test_an_unknown_parameter_is_named():
 
 
 def test_users_register_primitives_of_their_own():
-    from jax.extend.core import Primitive
-
     twice = Primitive("twice_for_a_test")
     twice.def_abstract_eval(lambda x: x)
     with pytest.raises(NotImplementedError, match="twice_for_a_test"):
@@ -216,3 +222,13 @@ def test_users_register_primitives_of_their_own():
 
     vn.numba.perform.register("twice_for_a_test")(lambda x: x * 2)
     vn.numba.compare_numba_and_py(lambda x: twice.bind(x), [X])
+
+
+def test_a_rule_whose_code_may_raise_is_refused():
+    """Native code would stop there, and leave the rest of the result as memory was."""
+    inverse = Primitive("inverse_of_complex")
+    inverse.def_abstract_eval(lambda x: x)
+    write = lambda b, x: b.lazy(lambda k, i: k.let(f"np.complex64(1) / {k.read(x, i)}"), x)
+    vn.numba.funcify.register("inverse_of_complex")(write)
+    with pytest.raises(NotImplementedError, match="must not raise"):
+        vn.numba.compile(lambda x: inverse.bind(x), X.astype(np.complex64))

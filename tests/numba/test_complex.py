@@ -99,3 +99,12 @@ def test_gradients_of_complex_functions():
     z = usual("complex64")[:5]
     found, wanted = (f(z) for f in (vn.numba.compile(jax.grad(loss), z), jax.grad(loss)))
     np.testing.assert_allclose(found, wanted, rtol=2e-5)
+
+
+def test_quotients_by_zero_and_of_infinities():
+    """Numba's own division would raise, and leave the rest of the result as memory was."""
+    x = pairs([np.inf, -np.inf, np.nan, 0.0, -0.0, 1.0, -1.0], "complex64")
+    z, w = (np.ascontiguousarray(v) for v in np.broadcast_arrays(x[:, None], x))
+    f = lambda z, w: (z / w, jnp.where(w == 0, 0, 1 / w), w**-2)
+    for found, wanted in zip(vn.numba.compile(f, z, w)(z, w), jax.jit(f)(z, w), strict=True):
+        np.testing.assert_allclose(parts(found), parts(np.asarray(wanted)), 1e-6)

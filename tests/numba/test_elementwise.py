@@ -158,3 +158,14 @@ def test_bools_are_those_of_jax():
     x, y = _all_pairs([False, True, True, False], "bool")
     assert _differences(vn.numba.compile(of_bools, x, y)(x, y), jax.jit(of_bools)(x, y), 0) == []
     vn.numba.compare_numba_and_py(of_bools, [x, y], native=False)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_the_next_number_is_exact(dtype):
+    x = [1, 0, -2, 0.0, -0.0, np.inf, -np.inf, np.nan, 1, -1, 6e-8, 65504, 0]
+    y = [2, 1, 3, -1, 1, 0, 0, 1, np.nan, -1, -1, np.inf, -0.0]
+    args = [np.asarray(v).astype(jnp.dtype(dtype)) for v in (x, y)]
+    found, wanted = vn.numba.compile(lax.nextafter, *args)(*args), lax.nextafter(*args)
+    found, wanted = (np.asarray(v, np.float32) for v in (found, wanted))
+    np.testing.assert_array_equal(found, wanted)
+    np.testing.assert_array_equal(np.signbit(found), np.signbit(wanted))

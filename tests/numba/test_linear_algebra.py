@@ -123,3 +123,16 @@ def test_a_gradient_of_a_log_density():
 def test_complex_matrices_are_refused():
     with pytest.raises(NotImplementedError, match="complex64 is not supported"):
         vn.numba.compile(linalg.cholesky, np.eye(2, dtype=np.complex64))
+
+
+@pytest.mark.parametrize("pivots", [[2, 1], [7, 1], [10**9, 1], [-5, 1]], ids=str)
+def test_pivots_out_of_bounds_write_nowhere(pivots):
+    order = lambda p: linalg.lu_pivots_to_permutation(p, 3)
+    args = [np.array(pivots, np.int32)]
+    np.testing.assert_array_equal(vn.numba.compile(order, *args)(*args), order(*args))
+
+
+def test_a_tridiagonal_system_of_one_equation():
+    d = np.full(1, 2, np.float32)
+    solve = lambda d: linalg.tridiagonal_solve(d * 0, d, d * 0, d[:, None])
+    vn.numba.compare_numba_and_py(solve, [d], native=False)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import veneer as vn
+from veneer.numba.reference import performed
 
 
 def draws(key, raw, number):
@@ -76,3 +77,11 @@ def test_draws_from_gamma_distributions():
     f = lambda key: [jax.random.gamma(key, 2.0, (2,)), jax.random.beta(key, 0.5, 3.0)]
     vn.numba.compare_jax_and_py(f, ARGS[:1])
     vn.numba.compare_numba_and_py(f, ARGS[:1], native=False)
+
+
+def test_what_fills_gaps_between_keys_is_that_of_their_data():
+    keys = jax.random.split(jax.random.key(3), 3)
+    f = lambda keys: keys.at[jnp.array([5, 1])].get(mode="fill")
+    expected = jax.random.key_data(f(keys))
+    np.testing.assert_array_equal(vn.numba.compile(f, keys)(keys), expected)
+    np.testing.assert_array_equal(performed(f)(keys), expected)

@@ -55,3 +55,31 @@ def test_a_function_with_a_loop_in_it_is_refused():
         NotImplementedError, match=r"'reduce'.*jaxpr: it may not have '(scan|while)'"
     ):
         vn.numba.compile(lambda x: lax.reduce(x, 1.0, powers, (0,)), X)
+
+
+def of_many_steps(v):
+    """Of primitives that compute something before they are read, elsewhere."""
+    return jax.scipy.special.digamma(jnp.exp(v / 9) + 1) + lax.reduce_precision(jnp.tanh(v), 8, 9)
+
+
+def test_functions_of_many_steps_stay_within_the_loop():
+    add = lambda a, b: of_many_steps(a) + b
+    f = lambda x: (
+        lax.reduce(x, np.float32(1), add, (0,)),
+        lax.reduce_window(x, np.float32(0), add, (2,), (1,), "VALID"),
+        x.at[jnp.array([1, 3])].apply(of_many_steps),
+    )
+    x = np.arange(1, 6, dtype=np.float32)
+    both(f, [x])
+    for found, wanted in zip(vn.numba.compile(f, x)(x), jax.jit(f)(x), strict=True):
+        np.testing.assert_allclose(found, wanted, 1e-5)
+
+
+def test_a_function_that_writes_to_an_array_is_refused():
+    f = lambda x: x.at[0].apply(lambda v: jnp.zeros(3).at[1].set(v)[1])
+    with pytest.raises(NotImplementedError, match=r"'scatter'.*jaxpr: it may not have 'scatter'"):
+        vn.numba.compile(f, X[0, 0])
+
+
+def test_over_no_axes_nothing_is_done():
+    both(lambda x: lax.reduce(x, np.float32(2), lambda a, b: a * b + 1, ()), [X])

@@ -38,7 +38,7 @@ def held_by(trace: Trace) -> list[Any]:
 
 
 def is_deleted(ref: Any) -> bool:
-    """Whether the memory of a reference outside of all traces is gone: donated, and not put back."""
+    """Whether the memory of a reference outside of all traces was donated, and not put back."""
     return bool(ref._refs._buf.is_deleted())
 
 

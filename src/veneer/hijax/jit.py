@@ -39,10 +39,11 @@ def jit(function: Callable | None = None, /, **options: Any) -> Any:
 
     **Returns:** a function of the same arguments. The contents of a `vn.hijax.Box` among them, or
     of one that the function closes over, may change their structure and their types in it. Where it
-    raises as it is traced, Boxes are as they were; where it raises as it runs, what it closes over
-    and writes is gone, and is to be set anew. A Box among the results is another than those that are passed or
-    closed over, with the same contents. The function has the methods `trace`, `lower` and
-    `eval_shape` of `jax.jit`, under which the structure of a Box stays, and `clear_cache`.
+    raises as it is traced, Boxes are as they were; where it raises as it runs, what Boxes held that
+    it closes over and writes is gone, and is to be set anew. A Box among the results is another
+    than those that are passed or closed over, with the same contents. The function has the methods
+    `trace`, `lower` and `eval_shape` of `jax.jit`, under which the structure of a Box stays, and
+    `clear_cache`.
 
     **Raises:** `ValueError` where a Box is passed twice, or passed and closed over.
 

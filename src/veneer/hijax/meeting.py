@@ -74,7 +74,14 @@ def _like(before: Any, after: Any) -> Any:
     if is_value(before):
         after = opened(after)
         return _with_leaves_of(before, after) if is_value(after) else after
-    return canonical(after) if is_typed(before) and isinstance(after, Value) else after
+    if not is_typed(before):
+        return after
+    if hasattr(after, "dtype") and not is_typed(after) and not is_value(after):
+        raise TypeError(
+            f"the carry of a loop comes in as {before.aval} and goes out as a dense array, "
+            f"{jax.typeof(after)}: make it dense before the loop, by vn.materialise"
+        )
+    return canonical(after) if isinstance(after, Value) else after
 
 
 def _with_leaves_of(before: Any, after: Any) -> Any:

@@ -17,7 +17,7 @@ from .kernel import Kernel
 from .program import Program
 from .registry import FUSED, SHOWN, Unsupported, funcify
 from .statements import Statement
-from .values import Buffer, Lazy, Memory, Updated, Value, parts, reshaped
+from .values import Buffer, Lazy, Memory, Updated, Value, number, parts, reshaped
 
 #: Values that cost no more are computed again by each loop that reads them.
 _CHEAP = 2
@@ -114,6 +114,8 @@ class Builder:
         """The value in memory: computed now, unless it is there."""
         if isinstance(value, Buffer):
             return value
+        if self._kernel is not None:
+            raise Unsupported("jaxpr", "it may not compute arrays.")
         for computed in self._computed:
             if value in computed:
                 return computed[value]
@@ -133,7 +135,15 @@ class Builder:
 
     def cheap(self, value: Value) -> Value:
         """The value, in memory if it takes more than a few instructions to read."""
+        if self._kernel is not None:
+            return self._let(value)
         return self.force(value) if isinstance(value, Lazy) and value.cost > _CHEAP else value
+
+    def _let(self, value: Value) -> Value:
+        """The value in the kernel that equations are written into: a number in a variable."""
+        if value.ndim or self._kernel is None:
+            return value
+        return number(self._kernel.let(self._kernel.read(value, ())), value.dtype)
 
     def repeated(self, value: Value, own: Sequence[int]) -> Value:
         """The value as a result may read it that has it on the axes `own`, again along others.
@@ -307,8 +317,9 @@ class Builder:
 def require_fused(jaxpr: Any) -> None:
     """Refuses a function of numbers of which not all primitives are fused."""
     for equation in graph_of(jaxpr).equations:
-        if equation.primitive not in FUSED:
-            raise Unsupported("jaxpr", f"it may not have {equation.primitive!r}.")
+        name = equation.primitive
+        if name not in FUSED or name == "dynamic_update_slice" or name.startswith("scatter"):
+            raise Unsupported("jaxpr", f"it may not have {name!r}.")
 
 
 def _leave_out(equation: Equation) -> None:

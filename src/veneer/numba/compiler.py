@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from .._core.transform import implicit
-from . import keys
+from . import keys, storage
 from . import ops as ops
 from .builder import Builder
 from .cache import cached
@@ -149,6 +149,12 @@ def _require_static(examples: Sequence[Any]) -> None:
 def source_of(graph: Graph, fallbacks: Fallbacks | None = None) -> Source:
     """Compiles a graph to source, in which JAX may be called."""
     b = Builder(fallbacks)
+    for variable in (*graph.inputs, *graph.outputs):
+        if not storage.supported(variable.aval.dtype):
+            raise NotImplementedError(
+                f"vn.numba has no arrays of dtype {variable.aval.dtype}, as an argument or a "
+                "result of the function."
+            )
     inputs = [b.program.input(v.aval.shape, v.aval.dtype) for v in graph.inputs]
     for value in b.run(graph, inputs):
         b.program.output(_result(b, value))

@@ -83,6 +83,37 @@ def _root(z):
 
 
 @scalar
+def quotient_c128(z, w):
+    """z / w by Smith's method ("Algorithm 116", 1962). Numba's own operator raises for w of 0."""
+    x, y = w.real, w.imag
+    steep = fabs(x) < fabs(y)
+    large, small = select(steep, y, x), select(steep, x, y)
+    ratio = select(large == np.float64(0), np.float64(0), small / large)
+    divisor = large + small * ratio
+    real = select(steep, z.real * ratio + z.imag, z.real + z.imag * ratio)
+    imag = select(steep, z.imag * ratio - z.real, z.imag - z.real * ratio)
+    found = complex(real / divisor, imag / divisor)
+    endless, none = copysign(np.float64(np.inf), x), (x == np.float64(0)) & (y == np.float64(0))
+    found = _select(none, complex(endless * z.real, endless * z.imag), found)
+    # As C99 has it: an infinity by a number is one, and a number by an infinity is 0.
+    a, b = _of_infinity(z.real), _of_infinity(z.imag)
+    whole = complex(np.inf * (a * x + b * y), np.inf * (b * x - a * y))
+    beyond = _is_infinite(z) & (fabs(x) + fabs(y) < np.inf) & (not none)
+    found = _select(beyond, whole, found)
+    c, d = _of_infinity(x), _of_infinity(y)
+    finite = fabs(z.real) + fabs(z.imag) < np.inf
+    real, imag = z.real * c + z.imag * d, z.imag * c - z.real * d
+    nothing = complex(np.float64(0) * real, np.float64(0) * imag)
+    return _select(_is_infinite(w) & finite, nothing, found)
+
+
+@scalar
+def _of_infinity(x):
+    """1 or -1 of an infinite part, and 0 of another, with its sign."""
+    return copysign(select(fabs(x) == np.inf, np.float64(1), np.float64(0)), x)
+
+
+@scalar
 def rsqrt_c128(z):
     """1 over the square root."""
     root, length = _root(z), abs_c128(z)
@@ -212,7 +243,8 @@ def tanh_c128(z):
     rho, divisor = sqrt(np.float64(1) + s * s), np.float64(1) + beta * s * s
     decay = exp_f64(np.float64(-2) * fabs(x))
     tiny = _times(decay, np.float64(4) * sin(y) * cos(y))
-    real = select(far, copysign(np.float64(1), x), beta * rho * s / divisor)
+    one = copysign(np.float64(1), x) + select(fabs(x) == np.inf, np.float64(0), np.float64(0) * t)
+    real = select(far, one, beta * rho * s / divisor)
     return complex(real, select(far, tiny, t / divisor))
 
 

@@ -75,3 +75,12 @@ def saturated(whole, x, low, high, least, most):
     """A whole number, or the ends of its type where `x` lies beyond them, or 0 where it is NaN."""
     ended = select(x > high, most, select(x < low, least, whole))
     return select(x == x, ended, whole - whole)
+
+
+@scalar
+def next_bits(bits, other, x, y):
+    """The bits of the next float of 16 bits from x towards y, of the bits of both."""
+    from_zero = np.uint16(select(y < x, np.uint16(0x8001), np.uint16(1)))
+    step = select((x < y) == (x > np.float32(0)), np.int64(1), np.int64(-1))
+    moved = select(x == np.float32(0), from_zero, np.uint16(np.int64(bits) + step))
+    return select(x == y, other, moved)

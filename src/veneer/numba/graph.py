@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from .._core.jax_internals import UNKNOWN_LINE, equation_line, open_jaxpr
-from .keys import known_aval, numbers
+from .keys import known_aval, known_params, numbers
 
 #: Primitives that do nothing but call a jaxpr, and where it is among their parameters.
 _CALLS = {
@@ -109,7 +109,7 @@ def _inlined(
             outputs = _inlined(body, [*given, *inputs], into, (equation, *callers))
         else:
             outputs = [Variable(v.aval) for v in equation.outvars]
-            params = {key: _plain(value) for key, value in equation.params.items()}
+            params = {key: _plain(value) for key, value in known_params(equation).items()}
             into.append(Equation(name, inputs, outputs, params, equation, callers))
         known.update(zip(equation.outvars, outputs, strict=True))
     return [read(atom) for atom in jaxpr.outvars]

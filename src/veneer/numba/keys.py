@@ -24,6 +24,15 @@ def known_aval(aval: Any) -> Any:
     return jax.ShapeDtypeStruct(aval.shape, np.dtype(np.uint64))
 
 
+def known_params(equation: Any) -> dict[str, Any]:
+    """The parameters of an equation in a program: what fills gaps between keys is of numbers."""
+    params = equation.params
+    if params.get("fill_value") is None or not is_key(equation.outvars[0].aval):
+        return params
+    half = int(params["fill_value"])  # of each of the two uint32
+    return params | {"fill_value": half << 32 | half}
+
+
 def numbers(x: Any) -> Any:
     """A constant of a program as the numbers of keys, if it is of those."""
     if not is_key(x):

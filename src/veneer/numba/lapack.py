@@ -88,6 +88,10 @@ def _gesdd(own: Any, job, m, n, a, lda, s, u, ldu, vt, ldvt, work, lwork, iwork,
 
 
 def _gtsv(own: Any, n, n_right, lower, diagonal, upper, b, ldb, info):
+    if n == 1:  # which SciPy's function of Python's does not take
+        _write(b, _read(b, ldb, n_right) / _read(diagonal, n, 1))
+        info[0] = np.int32(_read(diagonal, n, 1)[0, 0] == 0)
+        return
     bands = (_read(lower, n - 1, 1), _read(diagonal, n, 1), _read(upper, n - 1, 1))
     *_, x, info[0] = _with_info(own(*(band[:, 0] for band in bands), _read(b, ldb, n_right)))
     _write(b, x)

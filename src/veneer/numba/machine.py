@@ -63,7 +63,13 @@ def object_code(source: Source) -> bytes:
     write_entry(module, source, call)
     write_program(module, source, call)
     linked = llvm.parse_assembly(str(module))
-    linked.link_in(llvm.parse_assembly(program.inspect_llvm(signature)))
+    text = program.inspect_llvm(signature)
+    if ".const.picklebuf" in text:  # of what Numba raises
+        raise NotImplementedError(
+            "a compiled program must not raise, for nobody would see it, and this may: a rule "
+            f"has what Numba raises an error in, as a quotient of complex numbers.\n{source.text}"
+        )
+    linked.link_in(llvm.parse_assembly(text))
     return _emitted(linked)
 
 

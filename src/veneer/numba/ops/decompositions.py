@@ -13,6 +13,7 @@ from ..index import Index
 from ..kernel import Kernel
 from ..registry import Unsupported, funcify, perform
 from ..values import Value
+from .indexing import clamped, within
 from .matrices import call_lapack, checked, known, of_each, stacked, transposed
 
 # Cholesky's factor.
@@ -73,10 +74,12 @@ def _permutation(b: Builder, pivots: Value, size: int) -> Value:
         with k.loops([size]) as (i,):
             k.store(out, (*own, i), f"np.int32({i})")
         with k.loops([n]) as (i,):
-            at = k.variable(k.read(pivots, (*own, i)), size)
+            pivot = k.read(pivots, (*own, i))
+            at = clamped(k, pivot, pivots.dtype, size - 1)
             here, there = k.load(out, (*own, i)), k.load(out, (*own, at))
             k.store(out, (*own, i), there)
-            k.store(out, (*own, at), here)
+            with k.under(f"if {within(k, pivot, pivots.dtype, size - 1)}:"):
+                k.store(out, (*own, at), here)
     return out
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import bits, complex_maths, integers, libm, maths, storage
+from .. import bits, complex_maths, conversions, integers, libm, maths, storage
 from ..builder import Builder, broadcast_read
 from ..index import Index
 from ..kernel import Kernel
@@ -115,6 +115,8 @@ def _by_kind(
 
 
 def _div(k: Kernel, dtype: np.dtype, x: str, y: str) -> str:
+    if dtype.kind == "c":
+        return _widened(complex_maths.quotient_c128, dtype)(k, x, y)
     return k.call(bits.quotient, x, y) if dtype.kind in "iu" else f"{x} / {y}"
 
 
@@ -127,7 +129,7 @@ def _integer_pow(k: Kernel, dtype: np.dtype, x: str, *, y: int) -> str:
         left >>= 1
         if left:
             square = k.let(wrapped(f"{square} * {square}", dtype))
-    return f"{one} / {power or one}" if y < 0 else power or one
+    return _div(k, dtype, one, power or one) if y < 0 else power or one
 
 
 def _sign(k: Kernel, dtype: np.dtype, x: str) -> str:
@@ -247,7 +249,16 @@ def _of_floats(name: str) -> Entry:
     return entry
 
 
-for _name in {*libm.NAMES, *_FUNCTIONS.split()} - {"pow"}:
+def _nextafter(k: Kernel, dtype: np.dtype, x: str, y: str) -> str:
+    if dtype.itemsize > 2:
+        return _of_floats("nextafter")(k, dtype, x, y)
+    of_x, of_y = (k.let(storage.stored(k, text, dtype)) for text in (x, y))
+    found = storage.loaded(k, k.let(k.call(conversions.next_bits, of_x, of_y, x, y)), dtype)
+    return k.call(bits.select, f"{x} == {x} and {y} == {y}", k.let(found), f"{x} + {y}")
+
+
+register("nextafter", _nextafter, cost=20)
+for _name in {*libm.NAMES, *_FUNCTIONS.split()} - {"pow", "nextafter"}:
     register(_name, _of_floats(_name), cost=20)
 
 

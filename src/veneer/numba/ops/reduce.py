@@ -15,6 +15,8 @@ from ..values import Value, number
 
 @funcify.register("reduce")
 def _(b: Builder, *operands: Value, jaxpr: Any, dimensions: Sequence[int], **_: Any) -> list[Value]:
+    if not dimensions:
+        return [*operands[: len(operands) // 2]]
     require_fused(jaxpr)
     arrays, starts = operands[: len(operands) // 2], operands[len(operands) // 2 :]
     shape, dtypes = arrays[0].shape, [x.dtype for x in arrays]
@@ -39,6 +41,8 @@ def _(b: Builder, *operands: Value, jaxpr: Any, dimensions: Sequence[int], **_: 
 @perform.register("reduce")
 def _(*operands: Any, jaxpr: Any, dimensions: Sequence[int], **_: Any) -> list[Any]:
     arrays, starts = operands[: len(operands) // 2], operands[len(operands) // 2 :]
+    if not dimensions:
+        return [*arrays]
     shape = arrays[0].shape
     kept = [n for axis, n in enumerate(shape) if axis not in dimensions]
     n, ends = math.prod(shape[axis] for axis in dimensions), range(-len(dimensions), 0)

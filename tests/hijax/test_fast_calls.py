@@ -1,0 +1,38 @@
+"""Calls of jitted functions stay in C++, where arguments and results are trees.
+
+In a process of its own: JAX's cache of calls drops the newest of them once it holds 8192.
+"""
+
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.usefixtures("mode_off")
+
+PROGRAM = """
+import jax, jax.numpy as jnp, veneer as vn
+
+vn.hijax.install()
+x, w = jnp.ones((3, 4)), jnp.ones((4, 6))
+weights = [
+    vn.types.LoraArray(w, jnp.ones((4, 2)), jnp.ones((2, 6))),
+    vn.quant.quantize(w, "int8", channelwise_axes=[1]),
+]
+functions = [
+    lambda x, w: x @ jnp.transpose(jnp.transpose(w)),
+    lambda x, w: {"turned": jnp.transpose(w), "product": x @ w},
+]
+for weight in weights:
+    for function in functions:
+        run = jax.jit(lambda x, w: function(x, w))
+        run(x, weight)
+        with jax.no_tracing():
+            run(x, weight)
+        assert run._cache_size() == 1, (weight, function)
+"""
+
+
+def test_python_runs_nothing():
+    ran = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
