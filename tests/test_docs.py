@@ -57,6 +57,7 @@ def registry(monkeypatch):
     table = {primitive: list(of_primitive) for primitive, of_primitive in rules._rules.items()}
     monkeypatch.setattr(rules, "_rules", table)
     yield
+    vn.hijax.uninstall()  # where a page had no time to
     for clear in rules._forget:
         clear()
 

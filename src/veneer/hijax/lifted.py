@@ -108,11 +108,12 @@ def canonical(x: Any) -> Any:
     if not holds_tracers(leaves):
         return apply(Pack(type_of(value)), *leaves)[0]
     of, known = value.__dict__.get("_high", (_nothing, _nothing))
-    tracer = known() if of() is value else None  # a copy has what was known of another
-    if tracer is None or tracer._trace is not current_trace():
-        tracer = apply(Pack(type_of(value)), *leaves)[0]
-        object.__setattr__(value, "_high", (ref(value), ref(tracer)))
-    return tracer
+    packed = known() if of() is value else None  # a copy has what was known of another
+    if packed is None or packed._trace is not current_trace():
+        packed = apply(Pack(type_of(value)), *leaves)[0]
+        if isinstance(packed, jax.core.Tracer):  # and not computed at once
+            object.__setattr__(value, "_high", (ref(value), ref(packed)))
+    return packed
 
 
 def _nothing() -> None:
