@@ -88,7 +88,7 @@ class Contents:
         if not any(map(is_staging, way)):
             return self._own()
         self._refuse_condition(way)
-        if not self.keeps_primals and any(map(_is_checkpoint, way)):
+        if not self.keeps_primals and any(map(is_checkpoint, way)):
             # What is computed anew in the backward pass must not read what was written later.
             with set_current_trace(self.home):
                 return self._own()
@@ -173,7 +173,7 @@ class Contents:
         if not self._is_alike(leaves, treedef):
             self._write_otherwise(leaves, treedef, way)
             return
-        if not self.keeps_primals and any(map(_is_checkpoint, way)):
+        if not self.keeps_primals and any(map(is_checkpoint, way)):
             raise NotImplementedError(
                 f"{self!r} was made inside of a function that is traced, and is written inside of "
                 "a jax.checkpoint in it: JAX would lose the derivative of what is written. Make "
@@ -297,47 +297,6 @@ class Contents:
             self._note(way)
 
 
-class View(Contents):
-    """Contents of a Box that is an argument of a function that JAX traces: references of another.
-
-    **Arguments:**
-
-    - `refs`: of the leaves, as JAX gives them.
-    - `treedef`, `keeps_primals`: of the contents.
-    """
-
-    fixed = True
-
-    def __init__(self, refs: Sequence[Any], treedef: Any, keeps_primals: bool):
-        super().__init__((), treedef, keeps_primals)
-        self.refs = list(refs)
-
-    def read(self) -> list[Any]:
-        """The leaves, by the references."""
-        self._check()
-        return self._own()
-
-    def set(self, value: Any) -> None:
-        """Writes contents that are alike."""
-        self._check()
-        leaves, treedef = open_leaves(*flat(value), primal=self.keeps_primals)
-        if not self._is_alike(leaves, treedef):
-            raise TypeError(self._why_fixed(leaves, treedef, ()))
-        for ref, leaf in zip(self.refs or (), leaves, strict=False):
-            self._write_one(ref, leaf)
-
-    def _check(self) -> None:
-        self._refuse_condition(self._way())
-        self.note_use()
-        traces = list(enclosing(current_trace()))
-        if not self.keeps_primals and any(map(_is_checkpoint, traces)):
-            raise NotImplementedError(
-                f"{self!r} was made inside of a function that is traced, and is an argument of a "
-                "jax.checkpoint in it: JAX would lose the derivative of what is written. Make the "
-                "Box outside, or within the checkpoint"
-            )
-
-
 def home_of(trace: Trace) -> Trace:
     """The trace that contents made in it are at home in: those of `implicit` are none of theirs."""
     return next(t for t in enclosing(trace) if type(t) is not ImplicitTrace)
@@ -377,7 +336,8 @@ def _array(leaf: Any) -> Any:
     return lax.convert_element_type(leaf, aval.dtype) if weak else leaf
 
 
-def _is_checkpoint(trace: Trace) -> bool:
+def is_checkpoint(trace: Trace) -> bool:
+    """Whether a trace is of the function of a `jax.checkpoint`."""
     return staged_for(trace) == CHECKPOINT
 
 

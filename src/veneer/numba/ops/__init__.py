@@ -8,6 +8,7 @@ from . import convolution as convolution
 from . import cumulative as cumulative
 from . import decompositions as decompositions
 from . import elementwise as elementwise
+from . import elementwise_references as elementwise_references
 from . import indexing as indexing
 from . import layout as layout
 from . import linear_systems as linear_systems

@@ -1,0 +1,49 @@
+"""Contents of a Box that is an argument: references that are another's."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from .._core.jax_box import enclosing
+from .._core.jax_internals import current_trace
+from .box_contents import Contents, flat, is_checkpoint, open_leaves
+
+
+class View(Contents):
+    """Contents of a Box that is an argument of a function that JAX traces: references of another.
+
+    **Arguments:**
+
+    - `refs`: of the leaves, as JAX gives them.
+    - `treedef`, `keeps_primals`: of the contents.
+    """
+
+    fixed = True
+
+    def __init__(self, refs: Sequence[Any], treedef: Any, keeps_primals: bool):
+        super().__init__((), treedef, keeps_primals)
+        self.refs = list(refs)
+
+    def read(self) -> list[Any]:
+        """The leaves, by the references."""
+        self._check()
+        return self._own()
+
+    def set(self, value: Any) -> None:
+        """Writes contents that are alike."""
+        self._check()
+        leaves, treedef = open_leaves(*flat(value), primal=self.keeps_primals)
+        if not self._is_alike(leaves, treedef):
+            raise TypeError(self._why_fixed(leaves, treedef, ()))
+        for ref, leaf in zip(self.refs or (), leaves, strict=False):
+            self._write_one(ref, leaf)
+
+    def _check(self) -> None:
+        self._refuse_condition(self._way())
+        self.note_use()
+        traces = list(enclosing(current_trace()))
+        if not self.keeps_primals and any(map(is_checkpoint, traces)):
+            raise NotImplementedError(
+                f"{self!r} was made inside of a function that is traced, and is an argument of a "
+                "jax.checkpoint in it: JAX would lose the derivative of what is written. Make the "
+                "Box outside, or within the checkpoint"
+            )
