@@ -17,7 +17,7 @@ from shares import (  # noqa: F401
 
 # pyproject.toml has the annotations of veneer checked at run time, by a hook on its import. pytest
 # itself imports a package without hooks when it comes to look for examples in docstrings.
-from veneer._core.jax_internals import hide_frames_of
+from veneer._jax.source_lines import hide_frames_of
 
 # The hook wraps each function, and JAX would take a wrapper for the user's line.
 hide_frames_of(Path(jaxtyping.__file__).parent)

@@ -8,7 +8,7 @@ from array_types import lora, quantized
 from jax.extend.core import Primitive, primitives
 
 import veneer as vn
-from veneer._core.jax_internals import find_primitive
+from veneer._jax.primitives import find_primitive
 
 
 class Opaque(vn.ImplicitArray):

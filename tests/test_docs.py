@@ -22,8 +22,9 @@ from jax.sharding import PartitionSpec as P
 
 import veneer as vn
 import veneer.types  # whose rules are not those of a page
-from veneer._core import leading_axes, rules
-from veneer._core.jax_internals import find_primitive
+from veneer._core import rules
+from veneer._core.primitives import movement
+from veneer._jax.primitives import find_primitive
 
 DOCS = Path(__file__).parent.parent / "docs"
 TYPES = sorted(path for path in DOCS.glob("types/*.md") if path.stem != "README")
@@ -345,10 +346,10 @@ def test_the_reference_lists_every_primitive_of_which_the_core_knows():
 def is_of_the_core(rule):
     # In `rules` is what swaps the operands of somebody's rule.
     module = inspect.unwrap(rule.function).__module__
-    elsewhere = (leading_axes.__name__, rules.__name__)
+    elsewhere = (movement.__name__, rules.__name__)
     return module.startswith("veneer._core.") and module not in elsewhere
 
 
 def test_the_reference_names_what_moves_batch_axes():
     text = (DOCS / "reference_primitives.md").read_text("utf-8")
-    assert all(f"`{name}`" in text for name in leading_axes._RULES)
+    assert all(f"`{name}`" in text for name in movement._RULES)

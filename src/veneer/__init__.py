@@ -7,20 +7,20 @@ from jax.typing import ArrayLike
 
 from . import _core as _core
 from ._core.array import ImplicitArray
-from ._core.explain import explain
 from ._core.policy import Event, MaterialiseError, MaterialiseWarning
-from ._core.report import Report
 from ._core.rules import AmbiguousLookupError, register
-from ._core.straight_through import ste
 from ._core.transform import implicit
 from ._core.tree import static
 from ._core.value import Value, materialise
+from ._report.explain import explain
+from ._report.report import Report
 
 if TYPE_CHECKING:
     from . import hijax, numba, quant, tree, types
     from .hijax.jit import jit
     from .interop.safetensors import load, save
     from .parameter_table import summary
+    from .straight_through import ste
     from .training import freeze, trainable, unfreeze
 
 __version__ = "0.1.0"
@@ -66,6 +66,7 @@ _LAZY = {
     "numba": "numba",
     "quant": "quant",
     "save": "interop.safetensors",
+    "ste": "straight_through",
     "summary": "parameter_table",
     "trainable": "training",
     "tree": "tree",

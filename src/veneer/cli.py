@@ -330,7 +330,7 @@ def _print_summary(outcomes: Iterable[Any]) -> None:
 
 
 def _print_table(columns: list[str], rows: list[list[str]], total: list[str] | None = None) -> None:
-    from ._core.tables import print_rich, rich_table
+    from ._report.tables import print_rich, rich_table
 
     text = ("tensor", "tensors", "format", "shape")
     numbers = [column for column in columns if column not in text]

@@ -9,7 +9,7 @@ import pytest
 from array_types import lora
 
 import veneer as vn
-from veneer._core import staging
+from veneer._core.primitives import staging
 
 W = lora(jax.random.key(0))
 X = jnp.ones((6, 6))

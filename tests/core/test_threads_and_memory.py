@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from array_types import MAKERS, assert_close
 
 import veneer as vn
-from veneer._core import calls, staging
+from veneer._core.primitives import calls, staging
 
 X = jnp.linspace(-1.0, 1.0, 18).reshape(3, 6)
 VALUES = [make(jax.random.key(i)) for i, make in enumerate(MAKERS.values())]

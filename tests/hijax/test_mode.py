@@ -9,8 +9,8 @@ import pytest
 from jax.extend.core import Primitive
 
 import veneer as vn
-from veneer._core import jax_hijax
-from veneer._core.jax_internals import find_primitive
+from veneer._jax import hijax as jax_hijax
+from veneer._jax.primitives import find_primitive
 
 pytestmark = pytest.mark.usefixtures("mode_off")
 

@@ -15,7 +15,7 @@ from array_types import MAKERS, Lora, assert_close
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import veneer as vn
-from veneer._core import staging
+from veneer._core.primitives import staging
 
 X = jnp.linspace(-1.0, 1.0, 18).reshape(3, 6)
 KEY = jax.random.key(1)

@@ -23,7 +23,7 @@ from meshes import (
 )
 
 import veneer as vn
-from veneer._core.sharding import leaf_specs
+from veneer._core.primitives.sharding import leaf_specs
 
 # Constraints, and arrays put on devices.
 

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
-from .operators import ArrayOperators
+from .surface.operators import ArrayOperators
 from .value import Value
 
 

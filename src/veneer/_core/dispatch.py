@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._jax.primitives import Primitive
+from .._jax.tracing import is_eager
 from .functions import JittedFunction
-from .jax_internals import Primitive, is_eager
 from .policy import note_rule
 from .results import check_result
 from .rules import Dense, Target, location_of, resolve

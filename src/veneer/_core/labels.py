@@ -10,7 +10,8 @@ from typing import Any
 
 import jax
 
-from .jax_internals import Primitive, is_zero
+from .._jax.primitives import Primitive
+from .._jax.tracing import is_zero
 from .tree import has_metadata
 from .value import Value, make_dense
 

@@ -13,7 +13,7 @@ from typing import Literal
 
 import jax
 
-from .jax_internals import user_line, user_place
+from .._jax.source_lines import user_line, user_place
 
 OnMaterialise = Literal["allow", "warn", "error"] | Callable[["Event"], None]
 

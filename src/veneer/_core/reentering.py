@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from .jax_internals import current_trace, set_current_trace
+from .._jax.tracing import current_trace, set_current_trace
 from .policy import current_policy, policy_in_force
 
 

@@ -21,8 +21,8 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike
 
+from .._jax.primitives import Primitive, find_primitive
 from .functions import JittedFunction, is_jitted, jitted_function
-from .jax_internals import Primitive, find_primitive
 from .value import Value
 
 _F = TypeVar("_F", bound=Callable)

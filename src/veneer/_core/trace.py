@@ -9,10 +9,11 @@ from typing import Any
 
 import jax
 
-from .custom_derivatives import custom_jvp_call, custom_vjp_call
+from .._jax.primitives import Primitive
+from .._jax.tracing import Trace, Tracer, set_current_trace, swap_trace
 from .dispatch import dispatch
-from .jax_internals import Primitive, Trace, Tracer, set_current_trace, swap_trace
-from .shard_map import shard_map_call
+from .primitives.custom_derivatives import custom_jvp_call, custom_vjp_call
+from .primitives.shard_map import shard_map_call
 from .value import Value
 
 

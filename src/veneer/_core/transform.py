@@ -7,8 +7,7 @@ from typing import Any
 import jax
 from jax.tree_util import tree_flatten, tree_unflatten, treedef_is_leaf
 
-from .closures import close, may_capture, open_closure, refuse_assignments
-from .jax_internals import ConcreteArray, current_trace, swap_trace
+from .._jax.tracing import ConcreteArray, current_trace, swap_trace
 from .policy import (
     ALLOW,
     OnMaterialise,
@@ -16,6 +15,7 @@ from .policy import (
     overridden_by,
     policy_of,
 )
+from .surface.captures import close, may_capture, open_closure, refuse_assignments
 from .trace import ImplicitTrace, ImplicitTracer
 from .value import Kept, Value, is_kept, is_value
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from .export import make_exportable
+from .._jax.export import make_exportable
 
 
 def static(**kwargs: Any) -> Any:

@@ -11,7 +11,8 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from .jax_internals import Primitive, user_line
+from .._jax.primitives import Primitive
+from .._jax.source_lines import user_line
 from .policy import ALLOW, note_materialised, policy_in_force
 from .tree import check_fields, make_dataclass, make_pytree, static
 

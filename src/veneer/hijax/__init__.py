@@ -29,7 +29,7 @@ How a value meets a program, and why so:
   evaluated or lowered; jaxprs print it under its own name.
 - *Loops and branches* take values in both forms, and bring what meets there into one.
 
-What is changed in JAX is listed in `_core/jax_hijax.py`, and restored by `uninstall`.
+What is changed in JAX is listed in `patches`, and restored by `uninstall`.
 """
 
 from .box import Box as Box

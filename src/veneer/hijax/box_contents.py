@@ -22,7 +22,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from .._core.jax_box import (
+from .._core.trace import ImplicitTrace, ImplicitTracer
+from .._core.value import is_value
+from .._jax.tracing import Trace, Tracer, current_trace, is_eager, set_current_trace
+from .box_frames import Frame, forget_programs, frames
+from .box_traces import (
     CHECKPOINT,
     CONDITION,
     delete,
@@ -32,10 +36,6 @@ from .._core.jax_box import (
     primal_in,
     staged_for,
 )
-from .._core.jax_internals import Trace, Tracer, current_trace, is_eager, set_current_trace
-from .._core.trace import ImplicitTrace, ImplicitTracer
-from .._core.value import is_value
-from .box_frames import Frame, forget_programs, frames
 from .meeting import opened
 from .types import HighType, exposed
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from .._core.jax_internals import Trace
+from .._jax.tracing import Trace
 
 if TYPE_CHECKING:
     from .box import Box

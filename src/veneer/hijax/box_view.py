@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from .._core.jax_box import enclosing
-from .._core.jax_internals import current_trace
+from .._jax.tracing import current_trace
 from .box_contents import Contents, flat, is_checkpoint, open_leaves
+from .box_traces import enclosing
 
 
 class View(Contents):

@@ -8,14 +8,14 @@ from typing import Any
 import jax
 
 from .._core.array import ImplicitArray
-from .._core.hijax_patches import Patches, patches
-from .._core.hijax_results import Results
 from .._core.value import Value, is_value
 from .high_array import HighArray
 from .lifted import bind, brought_in, canonical
 from .meeting import branch, loop_body
+from .patches import Patches, patches
 from .results import is_ours, placed, tree
 from .shard_map import shard_map, with_dense_specs
+from .typed_results import Results
 from .types import HighType, Tangent, exposed, parted, type_of
 
 _lock = RLock()

@@ -17,12 +17,12 @@ from weakref import ReferenceType, WeakKeyDictionary, WeakSet
 
 import jax
 
-from .._core.jax_box import held_by
-from .._core.jax_internals import Tracer, current_trace, is_eager
 from .._core.transform import implicit
+from .._jax.tracing import Tracer, current_trace, is_eager
 from .box import Box, is_box
 from .box_contents import Contents
 from .box_frames import Frame, passed_and_held, resolved, state
+from .box_traces import held_by
 from .install import is_enabled
 
 

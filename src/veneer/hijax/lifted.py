@@ -17,7 +17,9 @@ from weakref import ref
 
 import jax
 
-from .._core.jax_hijax import (
+from .._core.rules import add_rule, forget_with_rules
+from .._core.value import Value
+from .._jax.hijax import (
     GradAccum,
     RefEffect,
     Zero,
@@ -29,15 +31,8 @@ from .._core.jax_hijax import (
     print_as,
     to_staged,
 )
-from .._core.jax_internals import (
-    Primitive,
-    Trace,
-    current_trace,
-    is_eager,
-    set_current_trace,
-)
-from .._core.rules import add_rule, forget_with_rules
-from .._core.value import Value
+from .._jax.primitives import Primitive
+from .._jax.tracing import Trace, current_trace, is_eager, set_current_trace
 from .high_array import HighArray, value_of
 from .operations import (
     Apply,

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from .._core.dispatch import dispatch
-from .._core.jax_internals import Primitive
 from .._core.value import Value, is_value, materialise_one
+from .._jax.primitives import Primitive
 from .high_array import HighArray, value_of
 from .types import (
     HighType,

@@ -7,10 +7,10 @@ from typing import Any
 
 import jax
 
-from .._core.jax_internals import current_trace, set_current_trace
 from .._core.rules import Alternatives, Dense, operand_types
 from .._core.trace import ImplicitTrace
 from .._core.value import Value, is_value
+from .._jax.tracing import current_trace, set_current_trace
 from .high_array import HighArray, value_of
 from .install import is_enabled
 from .lifted import apply, canonical

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._core.jax_hijax import GradAccum, Zero
 from .._core.value import Value, materialise_one
+from .._jax.hijax import GradAccum, Zero
 from .lifted import apply, from_leaves
 from .operations import all_leaves
 from .programs import ONE_LEAF, Expand, Structure, listed, type_of_one

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._core.jax_hijax import GradAccum, ValAccum, Zero
+from .._jax.hijax import GradAccum, ValAccum, Zero
 from .high_array import HighArray, value_of
 from .lifted import abstract_eval, apply, jvp_of_vmap, transpose
 from .operations import Pack, Ruled, Unpack, Vmap

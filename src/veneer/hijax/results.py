@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from .._core.sharding import places
+from .._core.primitives.sharding import places
 from .types import HighType, TangentType, abstract, is_inexact
 
 

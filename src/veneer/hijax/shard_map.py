@@ -12,10 +12,12 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec as P
 
-from .._core.jax_internals import Primitive, Trace, flat_tree, set_current_trace
-from .._core.shard_map import joined, placed
-from .._core.sharding import map_leaves, split
+from .._core.primitives.shard_map import joined, placed
+from .._core.primitives.sharding import map_leaves, split
 from .._core.value import Value, is_value
+from .._jax.primitives import Primitive
+from .._jax.sharding import flat_tree
+from .._jax.tracing import Trace, set_current_trace
 from .high_array import value_of
 from .lifted import canonical, fully_opened
 from .types import HighType, type_of

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._core.batch_axes import takes_batch_axis
-from .._core.jax_hijax import HiType, aval_property, copy_shaped_array, holds_tracers
-from .._core.jax_internals import current_trace
 from .._core.value import Value
+from .._jax.hijax import HiType, aval_property, copy_shaped_array, holds_tracers
+from .._jax.tracing import current_trace
 from .high_array import HighArray, value_of
 
 

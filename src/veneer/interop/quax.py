@@ -27,10 +27,10 @@ from jax.core import ShapedArray
 from jax.typing import ArrayLike
 
 from .._core.array import Shaped
-from .._core.jax_internals import Primitive, find_primitive, inlines_early, jaxpr_as_fun
 from .._core.rules import add_rule
 from .._core.transform import FilterSpec, implicit
 from .._core.value import Value as _CoreValue
+from .._jax.primitives import Primitive, find_primitive, inlines_early, jaxpr_as_fun
 
 try:
     import equinox as eqx

@@ -23,7 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import ad, batching, mlir
 
-from .._core.jax_internals import Primitive, lowered_with_devices, vary_together
+from .._jax.primitives import Primitive, lowered_with_devices
+from .._jax.sharding import vary_together
 from . import select
 from .codes import Codes
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import batching, mlir
 
-from .._core.jax_internals import Primitive, lowered_with_devices
+from .._jax.primitives import Primitive, lowered_with_devices
 from . import select
 from .cpu import build
 

@@ -22,7 +22,7 @@ from jax.interpreters import mlir
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .._core.jax_internals import spec_over
+from .._jax.sharding import spec_over
 from .matmul import Operands, Product, by_kernel, by_reference, lowered_p, operands_of
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .._core.jax_internals import user_place
+from .._jax.source_lines import user_place
 from . import storage
 from .fallback import Fallbacks
 from .graph import Equation, Graph, Variable, graph_of, readers

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from .._core.jax_internals import user_place
+from .._jax.source_lines import user_place
 from .scalar import instruction
 from .statements import Statement
 from .values import Buffer, Value

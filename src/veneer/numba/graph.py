@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._core.jax_internals import UNKNOWN_LINE, equation_line, open_jaxpr
+from .._jax.primitives import open_jaxpr
+from .._jax.source_lines import UNKNOWN_LINE, equation_line
 from .keys import known_aval, known_params, numbers
 
 #: Primitives that do nothing but call a jaxpr, and where it is among their parameters.

@@ -11,13 +11,13 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jax.typing import ArrayLike
 
-from .._core.jax_internals import find_primitive
 from .._core.policy import note_how
 from .._core.rules import register
-from .._core.straight_through import ste
 from .._core.transform import implicit
 from .._core.tree import static
 from .._core.value import Value, materialise_one
+from .._jax.primitives import find_primitive
+from ..straight_through import ste
 from .calibration import check_calibration
 from .conversion import quantize, quantize_with_scale
 from .formats import Format, get_format

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from .._core.array import ImplicitArray
-from .._core.straight_through import ste
+from ..straight_through import ste
 from .conversion import (
     Axes,
     How,

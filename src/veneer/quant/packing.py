@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from .._core.bit_planes import pack_bits, unpack_bits
+from ..kernels.bit_planes import pack_bits, unpack_bits
 
 # Codes and bytes of a unit, by the bits of a code.
 UNITS: dict[int | float, tuple[int, int]] = {

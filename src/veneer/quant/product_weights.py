@@ -16,10 +16,10 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from .._core.array import ImplicitArray
-from .._core.jax_internals import Primitive, find_primitive
 from .._core.rules import register
 from .._core.transform import implicit
 from .._core.value import Value
+from .._jax.primitives import Primitive, find_primitive
 from .ops.layout import _reshape_groups
 from .tiles import Leaf, Shape
 

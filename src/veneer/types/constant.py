@@ -11,9 +11,9 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from .._core.array import ImplicitArray
-from .._core.jax_internals import Primitive, find_primitive
 from .._core.rules import register
 from .._core.tree import static
+from .._jax.primitives import Primitive, find_primitive
 from .elementwise import ELEMENTWISE
 
 

@@ -1,6 +1,6 @@
 """Elementwise primitives: each entry of the result is a function of the entries at its place."""
 
-from .._core.jax_internals import Primitive, find_primitive
+from .._jax.primitives import Primitive, find_primitive
 
 UNARY = (
     *("abs", "cbrt", "ceil", "clz", "conj", "convert_element_type", "digamma", "exp", "exp2"),

@@ -7,9 +7,9 @@ import jax
 from jax.sharding import PartitionSpec
 
 from .._core.array import ImplicitArray
-from .._core.jax_internals import Primitive
 from .._core.transform import implicit
 from .._core.value import Value
+from .._jax.primitives import Primitive
 from .axes import Leaf, check_axes
 
 

@@ -10,11 +10,12 @@ import jax
 from jax.typing import ArrayLike
 
 from .._core.array import ImplicitArray
-from .._core.jax_internals import Primitive, Tracer, find_primitive, is_eager
 from .._core.rules import add_rule, register
 from .._core.transform import implicit
 from .._core.tree import check_fields, static
 from .._core.value import Value, is_value, make_dense, materialise_one
+from .._jax.primitives import Primitive, find_primitive
+from .._jax.tracing import Tracer, is_eager
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from array_types import quantized
 from claims import Claim, claims
 
 import veneer as vn
-from veneer._core.jax_internals import find_primitive
+from veneer._jax.primitives import find_primitive
 from veneer.types.labels import axis_names, unit_laws
 from veneer.types.labels.named import Named
 from veneer.types.labels.quantity import Quantity

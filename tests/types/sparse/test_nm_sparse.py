@@ -9,7 +9,7 @@ import pytest
 from claims import Claim, claims
 
 import veneer as vn
-from veneer._core.bit_planes import pack_bits, planes_size, unpack_bits
+from veneer.kernels.bit_planes import pack_bits, planes_size, unpack_bits
 from veneer.types.sparse.nm_sparse import NMSparse
 from veneer.types.zero_preserving import NONLINEAR
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ..._core.jax_internals import scan_counts
+from ..._jax.primitives import scan_counts
 from .. import bits
 from ..assignment import assign
 from ..builder import Builder

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..._core.jax_internals import special_function
+from ..._jax.primitives import special_function
 from ..builder import Builder, broadcast_read
 from ..graph import graph_of
 from ..index import Index

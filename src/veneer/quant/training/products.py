@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from ..._core.jax_internals import find_primitive
 from ..._core.policy import note_how
 from ..._core.rules import register
+from ..._jax.primitives import find_primitive
 from ..clipping import fake_quantize
 from .convolution import Convolution, quantised_convolution
 from .dot_general import Product, normalised, quantised_dot_general

@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from ..._core.array import ImplicitArray
-from ..._core.jax_internals import Primitive
 from ..._core.transform import implicit
+from ..._jax.primitives import Primitive
 
 
 class Label(ImplicitArray, abstract=True):

@@ -6,10 +6,11 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from ..._core.jax_internals import Primitive, mapped_axis
 from ..._core.transform import implicit
 from ..._core.tree import static
 from ..._core.value import Value, materialise_one
+from ..._jax.primitives import Primitive
+from ..._jax.tracing import mapped_axis
 from ..axes import Leaf, check_axes
 from .axis_names import LAWS, Axes, Names
 from .label import Label, bind

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from ..._core.array import ImplicitArray
-from ..._core.jax_internals import find_primitive
 from ..._core.rules import register
 from ..._core.tree import static
 from ..._core.value import materialise_one
+from ..._jax.primitives import find_primitive
 from ..axes import Leaf, check_axes
 
 

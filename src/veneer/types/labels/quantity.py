@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from ..._core.calls import is_plain
-from ..._core.jax_internals import Primitive, find_primitive, jaxpr_as_fun
 from ..._core.labels import refuses_to_be_dense
+from ..._core.primitives.calls import is_plain
 from ..._core.rules import add_rule
 from ..._core.transform import implicit
 from ..._core.tree import static
 from ..._core.value import Value
+from ..._jax.primitives import Primitive, find_primitive, jaxpr_as_fun
 from ..axes import Leaf, check_axes
 from .label import Label, bind
 from .unit_laws import LAWS, Operand

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from ..._core.jax_internals import find_primitive
 from ..._core.rules import register
 from ..._core.transform import implicit
+from ..._jax.primitives import find_primitive
 from .array import LoraArray, scaled
 from .dropout import drop_any
 from .labels import RANK, Labels, arrange, contract, widened

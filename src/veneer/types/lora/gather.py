@@ -6,10 +6,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from ..._core.jax_internals import find_primitive
 from ..._core.rules import register
 from ..._core.transform import implicit
 from ..._core.value import materialise_one
+from ..._jax.primitives import find_primitive
 from .array import LoraArray, scaled
 from .labels import RANK, Labels, arrange, contract
 from .magnitude import norm_of_sum, over_norm

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from ..._core.jax_internals import Primitive
 from ..._core.rules import register
+from ..._jax.primitives import Primitive
 from ..elementwise import ELEMENTWISE
 from .array import Masked, is_inexact, mask_of, value_of
 from .sums import as_sum, refuse_mean

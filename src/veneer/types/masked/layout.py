@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from ..._core.jax_internals import find_primitive
 from ..._core.rules import register
+from ..._jax.primitives import find_primitive
 from .array import Masked, mask_of, value_of
 from .sums import as_sum
 

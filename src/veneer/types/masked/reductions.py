@@ -9,8 +9,8 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from ..._core.jax_internals import find_primitive
 from ..._core.rules import register
+from ..._jax.primitives import find_primitive
 from .array import Masked, filled_with, mask_of
 from .sums import as_sum
 

@@ -4,9 +4,10 @@ from typing import Any
 
 from jax.typing import ArrayLike
 
-from ..._core.jax_internals import find_primitive, is_eager, jaxpr_as_fun, known_entries
 from ..._core.rules import add_rule
 from ..._core.transform import implicit
+from ..._jax.primitives import find_primitive, jaxpr_as_fun
+from ..._jax.tracing import is_eager, known_entries
 from .array import Masked
 
 

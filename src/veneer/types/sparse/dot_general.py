@@ -7,10 +7,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from ..._core.jax_internals import find_primitive
 from ..._core.labels import dense_unless
 from ..._core.rules import register
 from ..._core.transform import implicit
+from ..._jax.primitives import find_primitive
 from .array import SparseArray
 
 

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from ..._core.jax_internals import find_primitive
 from ..._core.rules import register
 from ..._core.transform import implicit
 from ..._core.value import make_dense
+from ..._jax.primitives import find_primitive
 from ..zero_preserving import LINEAR, NONLINEAR
 from .array import SparseArray
 from .axes import arranged, broadcast

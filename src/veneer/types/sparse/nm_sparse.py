@@ -12,12 +12,12 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from ..._core.array import ImplicitArray
-from ..._core.bit_planes import pack_bits, planes_size, unpack_bits
-from ..._core.jax_internals import find_primitive
 from ..._core.rules import register
 from ..._core.transform import implicit
 from ..._core.tree import static
 from ..._core.value import materialise_one
+from ..._jax.primitives import find_primitive
+from ...kernels.bit_planes import pack_bits, planes_size, unpack_bits
 from ..axes import check_axes
 from ..zero_preserving import LINEAR, NONLINEAR
 

@@ -10,9 +10,9 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from ..._core.jax_internals import find_primitive
 from ..._core.rules import register
 from ..._core.transform import implicit
+from ..._jax.primitives import find_primitive
 from ..axes import Leaf
 from ..zero_preserving import LINEAR, NONLINEAR
 from .diagonal import Diagonal

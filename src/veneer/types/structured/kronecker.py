@@ -5,10 +5,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ..._core.jax_internals import find_primitive
 from ..._core.rules import register
 from ..._core.transform import implicit
 from ..._core.value import materialise_one
+from ..._jax.primitives import find_primitive
 from ..axes import Leaf, check_axes
 from .factors import applied, converted, is_square, solved, transposed
 from .matrix import Matrix, product

@@ -6,10 +6,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ..._core.jax_internals import find_primitive
 from ..._core.rules import register
 from ..._core.transform import implicit
 from ..._core.value import make_dense, materialise_one
+from ..._jax.primitives import find_primitive
 from ..axes import check_axes
 from .diagonal import Diagonal
 from .half_precision import computing_dtype

@@ -5,9 +5,9 @@ from typing import Any, TypeVar
 
 from jax import lax
 
-from ..._core.jax_internals import find_primitive
 from ..._core.rules import register
 from ..._core.transform import implicit
+from ..._jax.primitives import find_primitive
 from ..zero_preserving import LINEAR, NONLINEAR
 from .matrix import Matrix
 

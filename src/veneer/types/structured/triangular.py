@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jax.lax import linalg as lax_linalg
 from jax.typing import ArrayLike
 
-from ..._core.jax_internals import find_primitive
 from ..._core.rules import register
 from ..._core.tree import static
 from ..._core.value import make_dense, materialise_one
+from ..._jax.primitives import find_primitive
 from ..axes import Leaf, check_axes
 from .matrix import Matrix, product
 from .stored_entries import stores_entries

@@ -10,10 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .jax_internals import CustomRoot, RootLinearMap, current_trace, find_primitive
-from .rules import add_rule
-from .transform import implicit
-from .value import is_value, make_dense
+from ..._jax.custom_functions import CustomRoot, RootLinearMap
+from ..._jax.primitives import find_primitive
+from ..._jax.tracing import current_trace
+from ..rules import add_rule
+from ..transform import implicit
+from ..value import is_value, make_dense
 
 _primitive = find_primitive("call_hi_primitive")
 

@@ -1,8 +1,4 @@
-"""The private JAX names of high types: what `veneer.hijax` is built on.
-
-Beside `jax_internals` the only file that imports `jax._src`, and apart from it so that a program
-without high types does not import what those need.
-"""
+"""The private JAX names of high types: only a program that has those imports them."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,7 +24,8 @@ from jax._src.sharding_impls import UnspecifiedValue as Unspecified
 from jax._src.state.types import RefEffect
 from jax._src.tree_util import tracing_registry
 
-from .jax_internals import Primitive, Tracer
+from .primitives import Primitive
+from .tracing import Tracer
 
 try:
     from jax._src.flattree import FlatTree

@@ -16,10 +16,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from .jax_internals import Primitive, find_primitive
-from .labels import dense_unless, refuses_to_be_dense
-from .rules import add_rule
-from .value import Value
+from ..._jax.primitives import Primitive, find_primitive
+from ..labels import dense_unless, refuses_to_be_dense
+from ..rules import add_rule
+from ..value import Value
 
 
 @dataclass(frozen=True)

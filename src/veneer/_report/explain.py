@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from .policy import Event, Policy, policy_in_force
+from .._core.policy import Event, Policy, policy_in_force
+from .._core.transform import implicit
 from .report import Report
-from .transform import implicit
 
 
 def explain(fn: Callable) -> Callable[..., Report]:

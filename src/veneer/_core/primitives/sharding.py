@@ -14,11 +14,11 @@ import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .batch_axes import has_batch_axes
-from .jax_internals import find_primitive
-from .labels import is_label
-from .rules import add_rule
-from .value import Value, is_value, make_dense
+from ..._jax.primitives import find_primitive
+from ..batch_axes import has_batch_axes
+from ..labels import is_label
+from ..rules import add_rule
+from ..value import Value, is_value, make_dense
 
 _NAMES = ("device_put", "reshard", "sharding_constraint")
 device_put_p, reshard_p, sharding_constraint_p = map(find_primitive, _NAMES)

@@ -21,7 +21,7 @@ from typing import Any
 
 import jax
 
-from .value import Kept, Value, is_kept, is_value
+from ..value import Kept, Value, is_kept, is_value
 
 
 @jax.tree_util.register_pytree_node_class

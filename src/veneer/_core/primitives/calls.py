@@ -13,15 +13,16 @@ from weakref import WeakKeyDictionary, ref
 import jax
 from jax.tree_util import treedef_is_leaf
 
-from .batch_axes import has_batch_axes
-from .dispatch import apply_rules
-from .functions import Call, recognise
-from .jax_internals import UNSPECIFIED, find_primitive, open_jaxpr
-from .policy import current_policy, tells_each_time
+from ..._jax.primitives import find_primitive, open_jaxpr
+from ..._jax.sharding import UNSPECIFIED
+from ..batch_axes import has_batch_axes
+from ..dispatch import apply_rules
+from ..functions import Call, recognise
+from ..policy import current_policy, tells_each_time
+from ..rules import add_rule, forget_with_rules, structural
+from ..value import Value
 from .references import references, taking
-from .rules import add_rule, forget_with_rules, structural
 from .staging import stage
-from .value import Value
 
 # An eager jit is one call of a compiled function of values. It is found by its jaxpr, which JAX
 # keeps as long as the function.

@@ -9,9 +9,11 @@ from weakref import WeakKeyDictionary
 
 import jax
 
-from .jax_internals import close_jaxpr, find_primitive, jaxpr_as_fun, trace_context, user_line
-from .labels import is_label, may_be_labelled
-from .policy import (
+from ..._jax.primitives import close_jaxpr, find_primitive, jaxpr_as_fun
+from ..._jax.source_lines import user_line
+from ..._jax.tracing import trace_context
+from ..labels import is_label, may_be_labelled
+from ..policy import (
     RECORD,
     Event,
     current_policy,
@@ -20,10 +22,10 @@ from .policy import (
     tell,
     tells_each_time,
 )
-from .rules import forget_with_rules
-from .transform import implicit
-from .tree import check_fields, split_list
-from .value import Value, is_value, make_dense
+from ..rules import forget_with_rules
+from ..transform import implicit
+from ..tree import check_fields, split_list
+from ..value import Value, is_value, make_dense
 
 Typed = tuple[Any, Sequence[Any]]  # a value's structure and its abstract leaves
 

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import zero_from_primal
 
-from .array import ImplicitArray
-from .jax_internals import Primitive
-from .labels import dense_unless
-from .transform import implicit
-from .value import Value, describe, is_value, materialise_one
+from ._core.array import ImplicitArray
+from ._core.labels import dense_unless
+from ._core.transform import implicit
+from ._core.value import Value, describe, is_value, materialise_one
+from ._jax.primitives import Primitive
 
 
 def ste(fn: Callable) -> Callable:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from .jax_internals import Trace, Tracer
+from .._jax.tracing import Trace, Tracer
 
 #: What JAX calls the things for which it stages a function.
 CHECKPOINT, CONDITION = "checkpoint / remat", "while_cond"

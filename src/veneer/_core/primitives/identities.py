@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .jax_internals import find_primitive
-from .rules import add_rule
-from .value import MATERIALISE, Value, materialise_one
+from ..._jax.primitives import find_primitive
+from ..rules import add_rule
+from ..value import MATERIALISE, Value, materialise_one
 
 
 def _leaf_by_leaf(name: str) -> None:

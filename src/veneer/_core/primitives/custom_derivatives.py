@@ -17,16 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from .jax_internals import (
-    Primitive,
-    call_bwd,
-    reset_stores,
-    transform_flat_function,
-)
-from .labels import dense_unless, is_label
-from .reentering import reentering
-from .tree import split_list
-from .value import Value, make_dense, materialise_one
+from ..._jax.custom_functions import call_bwd, reset_stores, transform_flat_function
+from ..._jax.primitives import Primitive
+from ..labels import dense_unless, is_label
+from ..reentering import reentering
+from ..tree import split_list
+from ..value import Value, make_dense, materialise_one
 
 
 def custom_jvp_call(

@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .batch_axes import has_batch_axes, takes_batch_axis
-from .jax_internals import find_primitive
-from .labels import is_label
-from .rules import add_rule
-from .transform import implicit
-from .tree import has_metadata
-from .value import Value
+from ..._jax.primitives import find_primitive
+from ..batch_axes import has_batch_axes, takes_batch_axis
+from ..labels import is_label
+from ..rules import add_rule
+from ..transform import implicit
+from ..tree import has_metadata
+from ..value import Value
 
 
 def _batch_axes(x: Value) -> int:

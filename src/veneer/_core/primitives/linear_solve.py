@@ -11,12 +11,12 @@ from typing import Any
 
 import jax
 
-from .jax_internals import find_primitive
-from .labels import dense_unless, is_label
-from .rules import structural
+from ..._jax.primitives import find_primitive
+from ..labels import dense_unless, is_label
+from ..rules import structural
+from ..tree import split_list
+from ..value import Value
 from .staging import Staged, stage_to_labels
-from .tree import split_list
-from .value import Value
 
 
 @structural("custom_linear_solve")

@@ -10,13 +10,13 @@ import dataclasses
 import inspect
 import json
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-
-from .jax_internals import register_serialization
+from jax._src.export._export import deserialization_registry
+from jax.export import register_pytree_node_serialization
 
 _ScalarType = type(jnp.float32)
 
@@ -50,7 +50,7 @@ def make_exportable(cls: Any) -> None:
         return value
 
     name = f"{cls.__module__}.{cls.__qualname__}"
-    register_serialization(cls, name, serialize, deserialize, from_children)
+    _register(cls, name, serialize, deserialize, from_children)
 
 
 def _encode(x: Any, cls: type, field: str) -> Any:
@@ -117,3 +117,24 @@ def _named_tuples(cls: type, field: str) -> set[type]:
             )
             break
     return found
+
+
+def _register(
+    cls: type,
+    name: str,
+    serialize: Callable[[Any], bytes],
+    deserialize: Callable[[bytes], Any],
+    from_children: Any,
+) -> None:
+    """Registers a pytree class for `jax.export`, in the place of one of the same name, if any.
+
+    JAX refuses a name that it knows: that of a class defined anew in a notebook, say.
+    """
+    deserialization_registry.pop(name, None)
+    register_pytree_node_serialization(
+        cls,
+        serialized_name=name,
+        serialize_auxdata=serialize,
+        deserialize_auxdata=deserialize,
+        from_children=from_children,
+    )

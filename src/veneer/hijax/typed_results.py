@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from .jax_hijax import Unspecified, core, pe, pjit, stages, tracing_registry
+from .._jax.hijax import Unspecified, core, pe, pjit, stages, tracing_registry
 
 
 class Results(NamedTuple):

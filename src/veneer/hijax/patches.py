@@ -7,8 +7,7 @@ from typing import Any
 
 import jax
 
-from .hijax_results import Results, open_results
-from .jax_hijax import (
+from .._jax.hijax import (
     FlatTree,
     ad_checkpoint,
     api,
@@ -20,7 +19,9 @@ from .jax_hijax import (
     loops,
     pe,
 )
-from .jax_internals import Primitive, Trace, find_primitive, set_current_trace
+from .._jax.primitives import Primitive, find_primitive
+from .._jax.tracing import Trace, set_current_trace
+from .typed_results import Results, open_results
 
 # Patches: an owner, a name or a key, and what takes its place.
 

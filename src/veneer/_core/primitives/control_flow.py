@@ -12,23 +12,15 @@ from typing import Any
 import jax
 from jax.tree_util import treedef_is_leaf
 
-from .batch_axes import has_batch_axes, takes_batch_axis
-from .jax_internals import bind_scan, find_primitive, scan_counts
-from .labels import dense_unless, is_label, may_be_labelled, refuses_to_be_dense
-from .policy import tell
+from ..._jax.primitives import bind_scan, find_primitive, scan_counts
+from ..batch_axes import has_batch_axes, takes_batch_axis
+from ..labels import dense_unless, is_label, may_be_labelled, refuses_to_be_dense
+from ..policy import tell
+from ..rules import structural
+from ..tree import split_list
+from ..value import Value, describe, is_value, make_dense
 from .references import references, taking
-from .rules import structural
-from .staging import (
-    DENSE,
-    Staged,
-    Typed,
-    example,
-    find_staged,
-    stage_to_labels,
-    typed,
-)
-from .tree import split_list
-from .value import Value, describe, is_value, make_dense
+from .staging import DENSE, Staged, Typed, example, find_staged, stage_to_labels, typed
 
 
 @structural("cond")

@@ -4,7 +4,7 @@ import os
 from collections import Counter
 from dataclasses import dataclass
 
-from .policy import Event
+from .._core.policy import Event
 from .tables import count_of, html_table, size_of, text_table
 
 

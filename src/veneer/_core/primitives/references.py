@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from .jax_internals import close_jaxpr, jaxpr_as_fun, open_jaxpr
+from ..._jax.primitives import close_jaxpr, jaxpr_as_fun, open_jaxpr
 
 
 def references(*jaxprs: Any) -> list[Any]:

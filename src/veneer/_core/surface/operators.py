@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .jax_internals import is_eager
-from .policy import ALLOW, current_policy
-from .rules import forget_with_rules
-from .transform import implicit
-from .tree import check_fields
-from .value import Value, materialise_one
+from ..._jax.tracing import is_eager
+from ..policy import ALLOW, current_policy
+from ..rules import forget_with_rules
+from ..transform import implicit
+from ..tree import check_fields
+from ..value import Value, materialise_one
 
 _OPERANDS = (Value, jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 

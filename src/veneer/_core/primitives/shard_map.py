@@ -11,12 +11,13 @@ import jax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .jax_internals import Primitive, find_primitive, flat_tree, varying_axes
-from .policy import current_policy, policy_in_force
-from .reentering import reentering
-from .rules import add_rule
+from ..._jax.primitives import Primitive, find_primitive
+from ..._jax.sharding import flat_tree, varying_axes
+from ..policy import current_policy, policy_in_force
+from ..reentering import reentering
+from ..rules import add_rule
+from ..value import Value, make_dense
 from .sharding import Sizes, axes_of, entries_of, join, map_leaves, split
-from .value import Value, make_dense
 
 
 def shard_map_call(

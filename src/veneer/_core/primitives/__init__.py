@@ -1,0 +1,33 @@
+"""What happens to values of any type at JAX's own primitives; imported for what it registers.
+
+Primitives that contain programs:
+
+    staging             those programs, traced anew with the rules in force, on leaves
+    calls               programs that are called once: jit, remat, closed_call
+    control_flow        loops and branches
+    custom_calls        programs brought for a transformation, a backend or a memory
+    custom_derivatives  custom_jvp and custom_vjp
+    linear_solve        custom_linear_solve
+    hi_primitives       those that JAX defines as high ones
+    shard_map           programs on blocks
+    references          what such a program holds of `jax.Ref`
+
+and others:
+
+    callbacks           those that call the host
+    identities          those that return their operand
+    movement            those that move batch axes: transpose, slice, reshape, gather, ...
+    sharding            those that place an array on devices
+"""
+
+from . import callbacks as callbacks
+from . import calls as calls
+from . import control_flow as control_flow
+from . import custom_calls as custom_calls
+from . import custom_derivatives as custom_derivatives
+from . import hi_primitives as hi_primitives
+from . import identities as identities
+from . import linear_solve as linear_solve
+from . import movement as movement
+from . import shard_map as shard_map
+from . import sharding as sharding

@@ -1,0 +1,14 @@
+"""The seam to private JAX: the only room that imports `jax._src`.
+
+What is public is taken from its public place, but for jax.extend.core: importing that imports
+Pallas, which takes as long as all of our modules. A shim names the version it is for, so that it
+can be deleted.
+
+    tracing             which trace is current, and what one knows of the arrays in it
+    primitives          primitives by name, and the jaxprs that some of them contain
+    custom_functions    functions with derivatives, solvers or batching rules of their own
+    sharding            shardings, and the axes along which an array varies in a shard_map
+    source_lines        the user's place in the program
+    export              the classes of values, as jax.export writes them
+    hijax               what high types are built on; imported only where they are used
+"""

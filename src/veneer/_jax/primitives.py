@@ -1,0 +1,112 @@
+"""JAX's primitives, found by their names, and the jaxprs that some of them contain."""
+
+import difflib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax._src import core, dispatch
+from jax._src import xla_metadata as xla_metadata  # for its primitive, which we name
+from jax._src.core import Primitive as Primitive
+from jax._src.core import jaxpr_as_fun as jaxpr_as_fun
+from jax._src.interpreters.partial_eval import convert_constvars_jaxpr
+from jax._src.lax import special
+
+# Primitives by name. All those of the modules that JAX has imported, for it lists a part of them
+# in jax.lax and jax.extend.core.primitives, and importing the latter takes as long as all of ours.
+
+_primitives: dict[str, Primitive] = {}
+
+
+def _find_primitives() -> dict[str, Primitive]:
+    found: dict[str, Primitive] = {}
+    for name, module in list(sys.modules.items()):
+        if name.startswith("jax._src."):
+            for attribute, value in vars(module).items():
+                if attribute.endswith("_p") and isinstance(value, Primitive):
+                    found[attribute.removesuffix("_p")] = value
+    return found | {p.name: p for p in found.values()}
+
+
+def find_primitive(name: str) -> Primitive:
+    """The JAX primitive of this name: as jaxprs print it, or as `jax.lax.<name>_p`."""
+    if name not in _primitives:
+        _primitives.update(_find_primitives())
+    try:
+        return _primitives[name]
+    except KeyError:
+        close = " or ".join(map(repr, difflib.get_close_matches(name, _primitives)))
+        raise ValueError(
+            f"no primitive named {name!r} is known"
+            + (f"; did you mean {close}? " if close else ". ")
+            + "One of another library can be passed as an object."
+        ) from None
+
+
+# Jaxprs. Up to JAX 0.11 a jaxpr with its constants is a ClosedJaxpr; from 0.12 it is a Jaxpr.
+
+
+def close_jaxpr(jaxpr: Any) -> Any:
+    """A jaxpr without constants, as `jaxpr_as_fun` takes it."""
+    return jaxpr if hasattr(jaxpr, "consts") else core.ClosedJaxpr(jaxpr, ())
+
+
+def open_jaxpr(closed: Any) -> tuple[Any, list[Any]]:
+    """A closed jaxpr as one that takes its constants first, and those constants."""
+    return convert_constvars_jaxpr(closed.jaxpr), list(closed.consts)
+
+
+def contained_jaxpr(params: dict[str, Any]) -> Any:
+    """The jaxpr that a call of it holds in its parameters, whose name JAX 0.12 changed in some."""
+    return params["call_jaxpr"] if "call_jaxpr" in params else params["jaxpr"]
+
+
+def bind_scan(
+    consts: list[Any],
+    carry: list[Any],
+    xs: list[Any],
+    *,
+    jaxpr: Any,
+    length: int,
+    params: dict[str, Any],
+) -> list[Any]:
+    """Binds `scan` with another jaxpr and other operands, and else as it was bound with `params`.
+
+    Not by `jax.lax.scan`, which compiles a loop run eagerly anew for each function it is given.
+    """
+    params = {**params, "jaxpr": jaxpr, "length": length}
+    if "num_consts" in params:  # JAX < 0.12
+        params |= {"num_consts": len(consts), "num_carry": len(carry)}
+    else:
+        from jax._src import flattree as ft
+
+        parts = [ft.nones(len(part)) for part in (consts, carry, xs)]
+        ys = ft.nones(len(jaxpr.out_avals) - len(carry))
+        params |= {"ft_in": ft.pack(tuple(parts)), "ft_out": ft.pack((ft.nones(len(carry)), ys))}
+    return find_primitive("scan").bind(*consts, *carry, *xs, **params)
+
+
+def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
+    """The numbers of constants and of carried values among the operands of a `scan`."""
+    if "num_consts" in params:  # JAX < 0.12
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
+def special_function(name: str) -> Callable[..., Any]:
+    """The function of `jax.lax` that JAX lowers a primitive such as igamma to."""
+    return getattr(special, f"{name}_impl")
+
+
+def lowered_with_devices(primitive: Primitive) -> None:
+    """Has a primitive of ours told of the devices as it is lowered."""
+    dispatch.prim_requires_devices_during_lowering.add(primitive)
+
+
+def inlines_early(inline: Any) -> bool:
+    """Whether JAX traces a jit with this `inline` parameter as its body, and not as a call."""
+    if hasattr(jax, "Inline"):  # JAX >= 0.11
+        return inline is jax.Inline.JAX_EARLY
+    return inline
