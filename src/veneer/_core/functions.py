@@ -8,9 +8,7 @@ another program, which is not recognised.
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import jax
 
@@ -45,7 +43,6 @@ class JittedFunction:
 
 _functions: dict[Any, JittedFunction] = {}
 _by_name: dict[str, list[JittedFunction]] = {}
-_recognised: WeakKeyDictionary[Any, "tuple[Call, ...]"] = WeakKeyDictionary()
 
 
 def is_jitted(function: Any) -> bool:
@@ -55,42 +52,15 @@ def is_jitted(function: Any) -> bool:
 
 
 def jitted_function(function: Any) -> JittedFunction:
-    """The one `JittedFunction` of a function, which makes it known to `recognise`."""
+    """The one `JittedFunction` of a function; from then on it is known by its name."""
     partial = isinstance(function, functools.partial)
     key = (function.func, tuple(sorted(function.keywords.items()))) if partial else function
     if key not in _functions:
         made = _functions[key] = JittedFunction(function)
         _by_name.setdefault(made.name, []).append(made)
-        _recognised.clear()
     return _functions[key]
 
 
-@dataclass(frozen=True)
-class Call:
-    """What a jit is found to be: a function, under so many calls of `jax.vmap`."""
-
-    function: JittedFunction
-    vmaps: int
-
-
-def recognise(name: str, jaxpr: Any) -> tuple[Call, ...]:
-    """The calls of functions that have rules of which this is the program.
-
-    Several, if a function is registered with keywords that say what its defaults say.
-    """
-    if name not in _by_name:
-        return ()
-    if jaxpr not in _recognised:
-        calls = (Call(f, vmaps) for vmaps in range(3) for f in _by_name[name])
-        _recognised[jaxpr] = tuple(call for call in calls if _is_program_of(jaxpr, call))
-    return _recognised[jaxpr]
-
-
-def _is_program_of(jaxpr: Any, call: Call) -> bool:
-    try:
-        own = call.function.jaxpr(jaxpr.in_avals, call.vmaps)
-    except Exception:  # whatever the function raises for operands that are not its own
-        return False
-    # Mostly the same object. If JAX has traced it twice, it prints the same; but of a constant only
-    # its type is printed.
-    return own is jaxpr or (not (own.consts or jaxpr.consts) and str(own) == str(jaxpr))
+def functions_named(name: str) -> Sequence[JittedFunction]:
+    """Those that have rules, of this name."""
+    return _by_name.get(name, ())

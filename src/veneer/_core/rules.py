@@ -51,7 +51,7 @@ def _within(narrow: Alternatives, wide: Alternatives) -> bool:
 
 
 @dataclass(frozen=True)
-class Rule:
+class RegisteredRule:
     """A function for one primitive, the operand types that it takes, and its precedence."""
 
     function: Callable
@@ -73,7 +73,7 @@ class Rule:
             return False
         return all(_fits(c, self._operand(i)) for i, c in enumerate(classes))  # type: ignore[arg-type]
 
-    def within(self, other: "Rule", count: int) -> bool:
+    def within(self, other: "RegisteredRule", count: int) -> bool:
         """Whether `other` takes every `count` operands that this rule takes."""
         return all(
             _within(self._operand(i), other._operand(i))  # type: ignore[arg-type]
@@ -101,8 +101,8 @@ def location_of(function: Callable) -> str:
 # Of what rules are: a primitive, or a jitted function that is treated as if it were one.
 Target = Primitive | JittedFunction
 
-_rules: dict[Target, list[Rule]] = {}
-_resolutions: dict[Any, Rule | None] = {}
+_rules: dict[Target, list[RegisteredRule]] = {}
+_resolutions: dict[Any, RegisteredRule | None] = {}
 _forget: list[Callable[[], None]] = [_resolutions.clear]
 
 
@@ -191,7 +191,7 @@ def add_rule(
     NotImplemented.
     """
     operands, more = operand_types(function)
-    rule = Rule(function, operands, more, precedence, structural, conditional, eager)
+    rule = RegisteredRule(function, operands, more, precedence, structural, conditional, eager)
     for primitive in primitives:
         _rules.setdefault(primitive, []).append(rule)
         if primitive.name in COMMUTATIVE and _may_swap(rule):
@@ -204,13 +204,13 @@ def add_rule(
 COMMUTATIVE = frozenset("add add_any mul max min and or xor eq ne".split())
 
 
-def _may_swap(rule: Rule) -> bool:
+def _may_swap(rule: RegisteredRule) -> bool:
     two_kinds = len(set(rule.operands)) == 2 == len(rule.operands) and rule.more is None
     values = {c for kinds in rule.operands for c in kinds if issubclass(c, Value)}
     return two_kinds and all(c.commute_ops for c in values)
 
 
-def _swapped(rule: Rule) -> Rule:
+def _swapped(rule: RegisteredRule) -> RegisteredRule:
     @functools.wraps(rule.function)
     def function(x: Any, y: Any, **params: Any) -> Any:
         return rule.function(y, x, **params)
@@ -230,8 +230,8 @@ def structural(name: str) -> Callable[[_F], _F]:
 
 
 def resolve(
-    primitive: Target, classes: tuple[type, ...], tried: tuple[Rule, ...] = ()
-) -> Rule | None:
+    primitive: Target, classes: tuple[type, ...], tried: tuple[RegisteredRule, ...] = ()
+) -> RegisteredRule | None:
     """The rule for operands of these classes, without those already tried; None if none fits."""
     key = primitive, classes, tried
     try:
@@ -241,8 +241,8 @@ def resolve(
 
 
 def _most_specific(
-    primitive: Target, classes: tuple[type, ...], tried: tuple[Rule, ...]
-) -> Rule | None:
+    primitive: Target, classes: tuple[type, ...], tried: tuple[RegisteredRule, ...]
+) -> RegisteredRule | None:
     fitting = [r for r in _rules.get(primitive, ()) if r.fits(classes) and r not in tried]
     best = [r for r in fitting if not any(_beats(s, r, len(classes)) for s in fitting)]
     if len(best) > 1:
@@ -259,7 +259,7 @@ def _most_specific(
     return best[0] if best else None
 
 
-def _beats(rule: Rule, other: Rule, count: int) -> bool:
+def _beats(rule: RegisteredRule, other: RegisteredRule, count: int) -> bool:
     narrower, wider = rule.within(other, count), other.within(rule, count)
     if narrower and wider:  # the same signature: the one registered last replaces the other
         order = lambda r: (r.precedence, r.conditional, r.order)

@@ -11,9 +11,7 @@ import jax
 
 from .._jax.primitives import Primitive
 from .._jax.tracing import Trace, Tracer, set_current_trace, swap_trace
-from .dispatch import dispatch
-from .primitives.custom_derivatives import custom_jvp_call, custom_vjp_call
-from .primitives.shard_map import shard_map_call
+from .dispatch import apply_rules, dispatch
 from .value import Value
 
 
@@ -85,6 +83,9 @@ class ImplicitTrace(Trace):
         finally:
             swap_trace(previous)
 
+    # What JAX hands to a trace together with functions, and not by `process_primitive`: a rule has
+    # them, and the trace, among its parameters.
+
     def process_custom_jvp_call(
         self,
         primitive: Primitive,
@@ -97,10 +98,9 @@ class ImplicitTrace(Trace):
     ) -> Any:
         if self.requires_low:  # no derivative will be taken above: JAX drops the rule here too
             return self._inline(fun, tracers)
-        values = [self.unwrap(x) for x in tracers]
+        functions = {"fun": fun, "jvp": jvp, "symbolic_zeros": symbolic_zeros}
         with set_current_trace(self.parent):
-            out = custom_jvp_call(self, primitive, fun, jvp, values, symbolic_zeros)
-            return list(map(self.wrap, out))
+            return list(map(self.wrap, self._by_rule(primitive, tracers, functions)))
 
     def process_custom_vjp_call(
         self,
@@ -116,17 +116,19 @@ class ImplicitTrace(Trace):
     ) -> Any:
         if self.requires_low:
             return self._inline(fun, tracers)
-        values = [self.unwrap(x) for x in tracers]
+        functions = {"fun": fun, "fwd": fwd, "bwd": bwd, "out_trees": out_trees}
+        functions["symbolic_zeros"] = symbolic_zeros
         with set_current_trace(self.parent):
-            out = custom_vjp_call(self, primitive, fun, fwd, bwd, values, out_trees, symbolic_zeros)
-            return list(map(self.wrap, out))
+            return list(map(self.wrap, self._by_rule(primitive, tracers, functions)))
 
     def process_shard_map(
         self, primitive: Primitive, f: Any, tracers: Sequence[Any], /, **params: Any
     ) -> Any:
-        values = [self.unwrap(x) for x in tracers]
         with set_current_trace(self.parent):
-            return shard_map_call(self, primitive, f, values, **params)
+            return self._by_rule(primitive, tracers, {"f": f, **params}).map(self.wrap)
+
+    def _by_rule(self, primitive: Primitive, tracers: Sequence[Any], params: dict[str, Any]) -> Any:
+        return apply_rules(primitive, list(map(self.unwrap, tracers)), {"trace": self, **params})
 
     def stage_value(self, val: Any) -> Any:
         return val if self.unwrap(val) is not val else self.parent.stage_value(val)

@@ -74,6 +74,15 @@ def implicit(
     return implicit_fn
 
 
+def redispatch(function: Callable, *args: Any, **kwargs: Any) -> Any:
+    """`implicit(function)(*args, **kwargs)`, of a function that captures no implicit array.
+
+    For rules, whose functions are ours: that of a user's is opened first, to look for arrays that
+    it captures.
+    """
+    return _run(function, True, args, kwargs)
+
+
 @jax.tree_util.register_pytree_node_class
 class Implicit:
     """`implicit` of a function that is a pytree, such as a module: one with the same leaves."""

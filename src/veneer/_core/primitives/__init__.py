@@ -10,7 +10,6 @@ Primitives that contain programs:
     linear_solve        custom_linear_solve
     hi_primitives       those that JAX defines as high ones
     shard_map           programs on blocks
-    references          what such a program holds of `jax.Ref`
 
 and others:
 

@@ -7,6 +7,7 @@ inside it, on the leaves.
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -17,12 +18,11 @@ from ..._jax.primitives import find_primitive, open_jaxpr
 from ..._jax.sharding import UNSPECIFIED
 from ..batch_axes import has_batch_axes
 from ..dispatch import apply_rules
-from ..functions import Call, recognise
+from ..functions import JittedFunction, functions_named
 from ..policy import current_policy, tells_each_time
 from ..rules import add_rule, forget_with_rules, structural
 from ..value import Value
-from .references import references, taking
-from .staging import stage
+from .staging import references, stage, taking
 
 # An eager jit is one call of a compiled function of values. It is found by its jaxpr, which JAX
 # keeps as long as the function.
@@ -51,20 +51,59 @@ def _compiled(jaxpr: ref, name: str) -> Callable[..., list[Any]]:
     return jax.jit(function)
 
 
+# A jit may be of a function that has rules.
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What a jit is found to be: a function, under so many calls of `jax.vmap`."""
+
+    function: JittedFunction
+    vmaps: int
+
+
+def _recognise(name: str, jaxpr: Any) -> tuple[_Call, ...]:
+    """The calls of functions that have rules of which this is the program.
+
+    Several, if a function is registered with keywords that say what its defaults say.
+    """
+    functions = functions_named(name)
+    if not functions:
+        return ()
+    if jaxpr not in _recognised:
+        calls = (_Call(f, vmaps) for vmaps in range(3) for f in functions)
+        _recognised[jaxpr] = tuple(call for call in calls if _is_program_of(jaxpr, call))
+    return _recognised[jaxpr]
+
+
+def _is_program_of(jaxpr: Any, call: _Call) -> bool:
+    try:
+        program = call.function.jaxpr(jaxpr.in_avals, call.vmaps)
+    except Exception:  # whatever the function raises for operands that are not its own
+        return False
+    # Mostly the same object. If JAX has traced it twice, it prints the same; but of a constant only
+    # its type is printed.
+    return program is jaxpr or (not (program.consts or jaxpr.consts) and str(program) == str(jaxpr))
+
+
+_recognised: WeakKeyDictionary[Any, tuple[_Call, ...]] = WeakKeyDictionary()
+forget_with_rules(_recognised.clear)
+
+
 class _NoRuleError(Exception):
     """A function that is called has no rule for its operands, and is to be opened."""
 
 
 def _by_a_rule(name: str, jaxpr: Any, values: Sequence[Any]) -> Any:
     """What the rules of a function give, if it is a program that JAX has for that function."""
-    for call in recognise(name, jaxpr):
+    for call in _recognise(name, jaxpr):
         if all(has_batch_axes(v, call.vmaps) for v in values if isinstance(v, Value)):
             with contextlib.suppress(_NoRuleError):
                 return _apply(call, values)
     return NotImplemented
 
 
-def _apply(call: Call, values: Sequence[Any]) -> Any:
+def _apply(call: _Call, values: Sequence[Any]) -> Any:
     def apply(*values: Any) -> Any:
         out = apply_rules(call.function, values, {})
         if out is NotImplemented:

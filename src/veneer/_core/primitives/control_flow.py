@@ -19,8 +19,17 @@ from ..policy import tell
 from ..rules import structural
 from ..tree import split_list
 from ..value import Value, describe, is_value, make_dense
-from .references import references, taking
-from .staging import DENSE, Staged, Typed, example, find_staged, stage_to_labels, typed
+from .staging import (
+    DENSE,
+    Staged,
+    Typed,
+    example,
+    find_staged,
+    references,
+    stage_to_labels,
+    taking,
+    typed,
+)
 
 
 @structural("cond")

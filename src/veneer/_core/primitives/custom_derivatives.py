@@ -18,22 +18,22 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from ..._jax.custom_functions import call_bwd, reset_stores, transform_flat_function
-from ..._jax.primitives import Primitive
+from ..._jax.primitives import Primitive, find_primitive
 from ..labels import dense_unless, is_label
 from ..reentering import reentering
+from ..rules import structural
 from ..tree import split_list
 from ..value import Value, make_dense, materialise_one
 
+_custom_jvp_p, _custom_vjp_p = map(find_primitive, ("custom_jvp_call", "custom_vjp_call"))
 
-def custom_jvp_call(
-    trace: Any,
-    primitive: Primitive,
-    fun: Any,
-    jvp: Any,
-    values: Sequence[Any],
-    symbolic_zeros: bool,
+
+@structural("custom_jvp_call")
+def _custom_jvp_call(
+    *values: Any, trace: Any, fun: Any, jvp: Any, symbolic_zeros: bool
 ) -> Sequence[Any]:
     """A `custom_jvp` function at `values`, in the trace below `trace`."""
+    primitive = _custom_jvp_p
     run_later = reentering(trace)
     if not any(isinstance(v, Value) for v in values):  # it may close over implicit ones
         outputs = _Outputs(primitive)
@@ -69,17 +69,18 @@ def custom_jvp_call(
     return call(*leaves)
 
 
-def custom_vjp_call(
+@structural("custom_vjp_call")
+def _custom_vjp_call(
+    *values: Any,
     trace: Any,
-    primitive: Primitive,
     fun: Any,
     fwd: Any,
     bwd: Any,
-    values: Sequence[Any],
     out_trees: Callable,
     symbolic_zeros: bool,
 ) -> Sequence[Any]:
     """A `custom_vjp` function at `values`, in the trace below `trace`."""
+    primitive = _custom_vjp_p
     run_later = reentering(trace)
     if not any(isinstance(v, Value) for v in values):  # it may close over implicit ones
         outputs = _Outputs(primitive)

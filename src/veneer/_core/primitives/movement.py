@@ -16,7 +16,7 @@ from ..._jax.primitives import find_primitive
 from ..batch_axes import has_batch_axes, takes_batch_axis
 from ..labels import is_label
 from ..rules import add_rule
-from ..transform import implicit
+from ..transform import redispatch
 from ..tree import has_metadata
 from ..value import Value
 
@@ -205,8 +205,8 @@ def _concatenate(*operands: Value, dimension: int) -> Any:
 
 
 def _stack(*operands: Value, axis: int) -> Any:
-    with_axis = [implicit(jnp.expand_dims)(x, axis) for x in operands]
-    return implicit(jnp.concatenate)(with_axis, axis)
+    with_axis = [redispatch(jnp.expand_dims, x, axis) for x in operands]
+    return redispatch(jnp.concatenate, with_axis, axis)
 
 
 def _split(x: Value, *, sizes: Any, axis: int) -> Any:

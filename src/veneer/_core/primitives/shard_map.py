@@ -11,21 +11,22 @@ import jax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ..._jax.primitives import Primitive, find_primitive
+from ..._jax.primitives import find_primitive
 from ..._jax.sharding import flat_tree, varying_axes
 from ..policy import current_policy, policy_in_force
 from ..reentering import reentering
-from ..rules import add_rule
+from ..rules import add_rule, structural
 from ..value import Value, make_dense
 from .sharding import Sizes, axes_of, entries_of, join, map_leaves, split
 
+_shard_map_p, _pvary_p = map(find_primitive, ("shard_map", "pvary"))
 
-def shard_map_call(
+
+@structural("shard_map")
+def _shard_map(
+    *values: Any,
     trace: Any,
-    primitive: Primitive,
     f: Any,
-    values: Sequence[Any],
-    *,
     mesh: Any,
     in_specs: Sequence[Any],
     check_vma: bool,
@@ -40,7 +41,7 @@ def shard_map_call(
         if isinstance(value, Value):
             block = split(value, spec, mesh.shape)
             if block is None:
-                (operands[i],) = make_dense(primitive, [value])
+                (operands[i],) = make_dense(_shard_map_p, [value])
             else:
                 place = lambda leaf, leaf_spec: placed(leaf, leaf_spec, mesh, manual)
                 operands[i], blocks[i] = map_leaves(place, value, block), block
@@ -66,7 +67,7 @@ def shard_map_call(
                 if isinstance(result, Value):
                     wholes[i] = joined(result, spec, mesh.shape, check_vma)
                     if wholes[i] is None:
-                        wholes[i], (results[i],) = spec, make_dense(primitive, [result])
+                        wholes[i], (results[i],) = spec, make_dense(_shard_map_p, [result])
         nonlocal out_treedef
         leaf_out_specs, out_treedef = jax.tree.flatten(wholes)
         # In the tree of the user's own outputs, for JAX's messages; a derivative's has data in it.
@@ -75,7 +76,7 @@ def shard_map_call(
         return flat_tree(results).with_aux(tuple(leaf_out_specs))
 
     leaves_out = trace.parent.process_shard_map(
-        primitive,
+        _shard_map_p,
         on_leaves,
         leaves,
         mesh=mesh,
@@ -84,7 +85,7 @@ def shard_map_call(
         debug_info=debug_info,
         **params,
     )
-    return out.update(map(trace.wrap, jax.tree.unflatten(out_treedef, list(leaves_out))))
+    return out.update(jax.tree.unflatten(out_treedef, list(leaves_out)))
 
 
 def joined(block: Value, spec: P, sizes: Sizes, check_vma: bool) -> Any:
@@ -128,9 +129,6 @@ def placed(leaf: Any, spec: P, mesh: Any, manual: frozenset[str]) -> Any:
     if kept == wanted.partitions:
         return leaf
     return jax.sharding.reshard(leaf, NamedSharding(mesh.abstract_mesh, wanted))
-
-
-_pvary_p = find_primitive("pvary")
 
 
 def _pvary(value: Value, *, axes: tuple[str, ...]) -> Any:

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 import jax
 
-from ..._jax.primitives import close_jaxpr, find_primitive, jaxpr_as_fun
+from ..._jax.primitives import close_jaxpr, find_primitive, jaxpr_as_fun, open_jaxpr
 from ..._jax.source_lines import user_line
 from ..._jax.tracing import trace_context
 from ..labels import is_label, may_be_labelled
@@ -23,7 +23,7 @@ from ..policy import (
     tells_each_time,
 )
 from ..rules import forget_with_rules
-from ..transform import implicit
+from ..transform import redispatch
 from ..tree import check_fields, split_list
 from ..value import Value, is_value, make_dense
 
@@ -133,7 +133,7 @@ def _stage(primitive: Any, jaxpr: Any, treedef: Any, avals: Sequence[Any], forms
     out_trees: list[Any] = []
 
     def on_leaves(*leaves: Any) -> list[Any]:
-        outputs = implicit(jaxpr_as_fun(jaxpr))(*jax.tree.unflatten(treedef, leaves))
+        outputs = redispatch(jaxpr_as_fun(jaxpr), *jax.tree.unflatten(treedef, leaves))
         for i, form in forms.items():
             outputs[i] = _in_form(primitive, outputs[i], form)
         flat = [jax.tree.flatten(out) for out in outputs]
@@ -160,3 +160,33 @@ def _in_form(primitive: Any, output: Any, form: Any) -> Any:
         label = jax.tree.unflatten(form, [output])
         return label if may_be_labelled(output, label) else output
     return output
+
+
+# A rule may write to a `Box`. Where it does so in a loop, the body that is staged for the rule
+# closes over references (`jax.Ref`), which JAX takes for no constants of a loop, a branch or a jit:
+# they are operands of what contains the program.
+
+
+def references(*jaxprs: Any) -> list[Any]:
+    """The references among the constants of closed jaxprs, each once."""
+    found = {id(x): x for jaxpr in jaxprs for x in jaxpr.consts if _is_reference(x)}
+    return list(found.values())
+
+
+def taking(jaxpr: Any, refs: Sequence[Any]) -> Any:
+    """A closed jaxpr that takes these references first, of which some were its constants."""
+    if not refs:
+        return jaxpr
+    opened, constants = open_jaxpr(jaxpr)
+    numbers = {id(ref): i for i, ref in enumerate(refs)}
+
+    def program(*args: Any) -> list[Any]:
+        own = [args[numbers[id(x)]] if id(x) in numbers else x for x in constants]
+        return jaxpr_as_fun(close_jaxpr(opened))(*own, *args[len(refs) :])
+
+    avals = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in jaxpr.in_avals]
+    return jax.make_jaxpr(program)(*refs, *avals)
+
+
+def _is_reference(x: Any) -> bool:
+    return isinstance(x, jax.Ref)

@@ -1,0 +1,143 @@
+"""The map of the package is true: its rooms and their modules, its arrows, and three journeys."""
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import journeys
+import pytest
+from test_package import PACKAGE, SOURCES, imported_by, module_of, relative_name
+
+DOCS = Path(__file__).parent.parent / "docs"
+ARCHITECTURE = (DOCS / "architecture.md").read_text("utf-8")
+MODULES = {module_of(path): path for path in SOURCES}
+ROOMS = [path for path in SOURCES if path.name == "__init__.py"]
+TREES = {path: ast.parse(path.read_text("utf-8")) for path in SOURCES}
+
+
+def modules_imported_by(path: Path) -> set[str]:
+    """The modules of veneer that a file imports, at its top or within functions.
+
+    Not those that it imports for annotations alone.
+    """
+    source = ast.unparse(_Unannotated().visit(ast.parse(path.read_text("utf-8"))))
+    names = imported_by(source, module_of(path), path.name == "__init__.py")
+    modules = {name if name in MODULES else name.rpartition(".")[0] for name in names}
+    return (modules & MODULES.keys()) - {module_of(path)}
+
+
+class _Unannotated(ast.NodeTransformer):
+    def visit_If(self, node):
+        return None if ast.unparse(node.test) == "TYPE_CHECKING" else self.generic_visit(node)
+
+
+def circle_in(graph: dict[str, set[str]]) -> list[str]:
+    """The modules of a circle of imports, each imported by the next; none if there is no circle."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    # Of `from . import x` it is x that counts: a package that imports its modules is no circle.
+    graph = {name: modules_imported_by(path) for name, path in MODULES.items()}
+    assert sum(map(len, graph.values())) > len(MODULES)
+    assert circle_in(graph) == []
+
+
+def test_a_circle_is_found():
+    assert circle_in({"a": {"b"}, "b": {"c"}, "c": set()}) == []
+    assert set(circle_in({"a": {"b"}, "b": {"c"}, "c": {"a"}})) == {"a", "b", "c"}
+
+
+def test_imports_within_functions_count_and_those_for_annotations_do_not(tmp_path, monkeypatch):
+    path = tmp_path / "module.py"
+    path.write_text(
+        "from typing import TYPE_CHECKING\n"
+        "if TYPE_CHECKING:\n    from veneer import tree\n"
+        "def f():\n    from veneer import training\n    from veneer._core.value import Value\n"
+    )
+    monkeypatch.setitem(globals(), "module_of", lambda path: "veneer.module")
+    assert modules_imported_by(path) == {"veneer.training", "veneer._core.value"}
+
+
+def mapped_modules(text: str) -> set[str]:
+    """The modules that a package's docstring maps: `    name, other   what they are`."""
+    names: set[str] = set()
+    for line in text.split("\n"):
+        entry = re.match(r" {4}(\w+(?:, \w+)*)(?:  |$)", line)
+        if entry:
+            names.update(entry[1].split(", "))
+    return names
+
+
+@pytest.mark.parametrize("path", ROOMS, ids=relative_name)
+def test_a_package_maps_its_modules(path):
+    inside = {p.stem for p in path.parent.glob("*.py")} - {"__init__", "__main__"}
+    inside |= {p.parent.name for p in path.parent.glob("*/__init__.py")}
+    assert mapped_modules(ast.get_docstring(TREES[path]) or "") == inside
+
+
+def test_the_heart_is_read_in_one_sitting():
+    heart = (PACKAGE / "_core").glob("*.py")
+    assert sum(len(path.read_text("utf-8").splitlines()) for path in heart) < 1800
+
+
+def test_a_class_has_its_name_for_itself():
+    places = defaultdict(list)
+    for path, tree in TREES.items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef):
+                places[node.name.lstrip("_")].append(relative_name(path))
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}
+
+
+def private_imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(TREES[path]):
+        if isinstance(node, ast.ImportFrom) and (node.level or "veneer" in (node.module or "")):
+            names = [alias.name for alias in node.names]
+            package = MODULES.keys()
+            yield from (n for n in names if n.startswith("_") and f"veneer.{n}" not in package)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative_name)
+def test_private_names_stay_in_their_files(path):
+    assert list(private_imports(path)) == []
+
+
+def journeys_of_the_page() -> dict[str, list[str]]:
+    """The steps that the page names, `file:function`, by journey."""
+    found: dict[str, list[str]] = {}
+    for section in ARCHITECTURE.split("\n### ")[1:]:
+        title, _, text = section.partition("\n")
+        found[title.strip("`")] = re.findall(r"`([\w/]+\.py:[\w.]+)`", text)
+    return found
+
+
+def test_the_page_has_the_journeys_that_are_counted():
+    assert journeys_of_the_page().keys() == journeys.JOURNEYS.keys()
+
+
+@pytest.mark.parametrize("name", journeys.JOURNEYS)
+def test_a_journey_goes_by_the_steps_that_the_page_names(name):
+    named = journeys_of_the_page()[name]
+    steps = journeys.steps_of_cached(name)
+    assert len(named) >= 8
+    assert [step for step in named if step not in steps] == []
+    assert named == sorted(named, key=steps.index)
+
+
+def test_the_page_names_every_room():
+    rooms = {path.parent.relative_to(PACKAGE).as_posix() for path in ROOMS} - {"."}
+    named = set(re.findall(r"`([\w/]+)`", ARCHITECTURE))
+    assert rooms <= named
+
+
+def test_what_the_page_names_exists():
+    files = set(re.findall(r"`([\w/]+\.py)(?::[\w.]+)?`", ARCHITECTURE))
+    assert {name for name in files if not (PACKAGE / name).exists()} == set()
