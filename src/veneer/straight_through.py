@@ -6,7 +6,7 @@ together with the array that tangents are those of.
 """
 
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, ClassVar
 
 import jax
@@ -16,7 +16,7 @@ from jax.custom_derivatives import zero_from_primal
 
 from ._core.array import ImplicitArray
 from ._core.labels import dense_unless
-from ._core.transform import implicit
+from ._core.transform import redispatch
 from ._core.value import Value, describe, is_value, materialise_one
 from ._jax.primitives import Primitive
 
@@ -63,7 +63,7 @@ def ste(fn: Callable) -> Callable:
         _check(fn, value, x)
         if isinstance(value, Value):
             return StraightThrough(value, x)
-        return implicit(_derivative_of)(value, x)
+        return redispatch(_derivative_of, value, x)
 
     return straight_through
 
@@ -127,12 +127,13 @@ class StraightThrough(ImplicitArray):
 
     def materialise(self) -> Any:
         """The dense form of `value`, with the derivatives of `source`."""
-        return implicit(_derivative_of)(materialise_one(self.value), self.source)
+        return redispatch(_derivative_of, materialise_one(self.value), self.source)
 
     @staticmethod
     def default(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]) -> Any:
         """What the primitive gives on `value`; one of this type, if that is implicit."""
-        run = implicit(lambda *xs: primitive.bind(*xs, **primitive.get_bind_params(params)))
+        bind = partial(primitive.bind, **primitive.get_bind_params(params))
+        run = partial(redispatch, bind)
         run_dense = lambda *xs: jax.tree.map(materialise_one, run(*xs), is_leaf=is_value)
 
         @jax.custom_jvp

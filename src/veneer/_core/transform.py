@@ -74,7 +74,7 @@ def implicit(
     return implicit_fn
 
 
-def redispatch(function: Callable, *args: Any, **kwargs: Any) -> Any:
+def redispatch(function: Callable, /, *args: Any, **kwargs: Any) -> Any:
     """`implicit(function)(*args, **kwargs)`, of a function that captures no implicit array.
 
     For rules, whose functions are ours: that of a user's is opened first, to look for arrays that

@@ -12,7 +12,7 @@ import numpy as np
 from ..._jax.tracing import is_eager
 from ..policy import ALLOW, current_policy
 from ..rules import forget_with_rules
-from ..transform import implicit
+from ..transform import implicit, redispatch
 from ..tree import check_fields
 from ..value import Value, materialise_one
 
@@ -69,8 +69,9 @@ def _reflected(function: Callable) -> Callable[[Any, Any], Any]:
 
 def _method(name: str) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        call = implicit(lambda x, args, kwargs: getattr(x, name)(*args, **kwargs))
-        return call(self, args, kwargs)
+        return redispatch(
+            lambda x, args, kwargs: getattr(x, name)(*args, **kwargs), self, args, kwargs
+        )
 
     return method
 
@@ -99,8 +100,8 @@ class _IndexUpdate:
 
 def _update(name: str) -> Callable[..., Any]:
     def update(self: _IndexUpdate, *args: Any, **kwargs: Any) -> Any:
-        call = implicit(lambda x, i, args, kwargs: getattr(x.at[i], name)(*args, **kwargs))
-        return call(self._array, self._index, args, kwargs)
+        call = lambda x, i, args, kwargs: getattr(x.at[i], name)(*args, **kwargs)
+        return redispatch(call, self._array, self._index, args, kwargs)
 
     return update
 
@@ -135,8 +136,8 @@ class ArrayOperators:
     __mod__ = _binary(operator.mod)
     __divmod__ = _binary(divmod)
     # Not compiled: jax.numpy has a way of its own for an exponent that it knows.
-    __pow__ = lambda self, other: implicit(operator.pow)(self, other)
-    __rpow__ = lambda self, other: implicit(operator.pow)(other, self)
+    __pow__ = lambda self, other: redispatch(operator.pow, self, other)
+    __rpow__ = lambda self, other: redispatch(operator.pow, other, self)
     __matmul__ = _binary(operator.matmul)
     __and__ = _binary(operator.and_)
     __or__ = _binary(operator.or_)
