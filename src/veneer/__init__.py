@@ -1,4 +1,23 @@
-"""Arrays that look dense to every JAX program and are something cheaper inside."""
+"""Arrays that look dense to every JAX program and are something cheaper inside.
+
+    _jax                the seam to private JAX
+    _core               implicit values, rules, and the transform that runs them
+    _report             what ran where: `explain`
+    native              machine code of a CPU: compiled once, kept on disk, called by XLA and NumPy
+    kernels             products and quantising on stored codes
+    types               array types: low rank, sparse, structured, labelled
+    quant               quantised arrays: formats, products, calibration, training
+    hijax               high types: implicit arrays as operands of plain JAX functions
+    numba               JAX functions as native ones
+    interop             files, and other libraries
+    tree                trees in which an implicit array is one leaf
+    straight_through    `ste`: the value of a function, with the derivative of the identity
+    training            which arrays are trained: `freeze`, `trainable`
+    parameter_table     what the arrays of a tree are and cost: `summary`
+    cli, demo           the command line, and its demonstration on a real model
+
+What each may import, and three journeys through them: docs/architecture.md.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -1,13 +1,11 @@
 """`veneer demo`: a real sentence encoder, quantised and run unchanged.
 
-| module | what it does |
-|---|---|
-| `run` | the demo from beginning to end |
-| `fetch` | all-MiniLM-L6-v2 as data, into a cache |
-| `model` | a Hugging Face BERT folder, and the program that runs it |
-| `sentences` | 512 English sentences |
-| `measure` | bytes, fidelity and milliseconds of each variant |
-| `picture` | size against fidelity |
+    run         the demo from beginning to end
+    fetch       all-MiniLM-L6-v2 as data, into a cache
+    model       a Hugging Face BERT folder, and the program that runs it
+    sentences   512 English sentences
+    measure     bytes, fidelity and milliseconds of each variant
+    picture     size against fidelity
 
 The program itself, `examples/sentence_encoder.py`, does not import veneer.
 """

@@ -1,1 +1,9 @@
-"""Bridges to other libraries and to files; each imports what it needs when it is first used."""
+"""Bridges to other libraries and to files; each imports what it needs when it is first used.
+
+safetensors     trees of arrays in safetensors files: `save` and `load`
+folder          files and folders of named tensors, written whole or not at all
+manifest        `veneer.json`: how each tensor of a saved folder is stored
+inspect         what a file or folder holds, tensor by tensor
+quax            the names of Quax, for code that is written for it
+pytensor        PyTensor graphs as JAX functions, and products with quantised matrices in them
+"""
