@@ -9,7 +9,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import veneer as vn
 from veneer import kernels
 from veneer.kernels.cpu import build
-from veneer.kernels.quantise import serves
+from veneer.kernels.quantize import serves
 
 if build.available() is not None:
     pytest.skip("kernels cannot run here", allow_module_level=True)

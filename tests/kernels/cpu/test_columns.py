@@ -12,9 +12,10 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from veneer.kernels.cpu import columns, isa
-from veneer.kernels.cpu.memory import I8, pointer
-from veneer.kernels.cpu.simd import call
+from veneer.kernels.cpu import columns
+from veneer.native import isa
+from veneer.native.memory import I8, pointer
+from veneer.native.simd.blocks import call
 
 # A sum of n terms in f32, in any order, is off by a few roundings of the sum of their sizes.
 TOLERANCE = 1e-6

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from kernels.cpu.driver import columns_contracted, guarded, rows_contracted, run, stored
 
-from veneer.kernels.cpu import integer, isa
+from veneer.kernels.cpu import integer
+from veneer.native import isa
 
 KINDS = ["int8", "uint8", "lookup4", "lookup2", "lookup1"]
 CONTRACTED = {"rows": rows_contracted, "columns": columns_contracted}

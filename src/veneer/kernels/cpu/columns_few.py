@@ -16,11 +16,13 @@ Scales meet panels in three ways, by where they change:
 import functools
 from typing import Any
 
+from ...native.functions import native
+from ...native.isa import LANES
+from ...native.memory import prefetch, stack, store_f32, store_i64, word
+from ...native.simd.codes import load_table
+from ...native.simd.floats import load, store, store_sums
 from .columns_x import MOST, order, rows_of_block
-from .isa import LANES
 from .job import BATCH, OUT, ROW_BYTES, SCALE, TABLE, TC, TR, C, M, R, W
-from .memory import prefetch, stack, store_f32, store_i64, word
-from .native import native
 from .panels import (
     BYTES,
     COLUMNS,
@@ -36,8 +38,6 @@ from .panels import (
     multiply,
     panel_scales,
 )
-from .simd import load, store, store_sums
-from .simd_codes import load_table
 
 #: How many rows of W are multiplied by so many rows of x at once: as many as registers hold sums
 #: of, next to what is decoded.

@@ -7,21 +7,14 @@ the next. Sums are in memory meanwhile.
 
 from typing import Any
 
-from .isa import LANES
+from ...native.functions import native
+from ...native.isa import LANES
+from ...native.memory import load_f32, prefetch, set_word, stack, store_f32, word
+from ...native.simd.codes import load_table
+from ...native.simd.floats import load, outer, store, store_block, zeros
 from .job import BATCH, OUT, ROW_BYTES, SCALE, TABLE, TC, TR, C, M, R, W, X
 from .kinds import BITS
-from .memory import (
-    load_f32,
-    prefetch,
-    set_word,
-    stack,
-    store_f32,
-    word,
-)
-from .native import native
 from .panels import copy, load_block, store_bytes, store_fields, transpose
-from .simd import load, outer, store, store_block, zeros
-from .simd_codes import load_table
 
 #: Rows of x that are multiplied at once by so many vectors: as many sums as registers hold.
 ROWS = 6

@@ -8,12 +8,13 @@ x is 0.
 import functools
 from typing import Any, NamedTuple
 
-from .isa import LANES
+from ...native.functions import native
+from ...native.isa import LANES
+from ...native.memory import load_f32, malloc, set_word, stack, store_f32, word
+from ...native.simd.floats import load, scaled, store
+from ...native.simd.order import deinterleave
 from .job import BATCH, FAILED, SCRATCH, C, M, X
-from .memory import load_f32, malloc, set_word, stack, store_f32, word
-from .native import native
 from .panels import COLUMNS, VECTORS
-from .simd import deinterleave, load, scaled, store
 
 MOST = 8 if LANES == 16 else 4
 

@@ -9,11 +9,20 @@ from typing import Any
 
 from llvmlite import ir
 
-from .isa import LANES
+from ...native.isa import LANES
+from ...native.memory import I8, I32, I64, pointer
+from ...native.simd.blocks import (
+    INTS,
+    Block,
+    block_of,
+    instruction,
+    load_vector,
+    repeated,
+    shuffled,
+    vectors,
+)
+from ...native.simd.codes import CONVERSIONS, look_up
 from .kinds import BITS
-from .memory import I8, I32, I64, pointer
-from .simd import INTS, Block, block_of, instruction, load_vector, repeated, shuffled, vectors
-from .simd_codes import CONVERSIONS, look_up
 
 
 def reader(kind: str) -> tuple[Any, Any]:

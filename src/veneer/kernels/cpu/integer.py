@@ -9,12 +9,11 @@ taken off again: OFFSET times the sum of the activations.
 import functools
 from typing import Any
 
+from ...native.functions import compiled, native
+from ...native.memory import free, word
 from . import integer_blocks, integer_columns, integer_few, integer_rows
 from .integer_panel import offset
 from .job import SCRATCH
-from .memory import free, word
-from .native import native
-from .simd import compiled
 
 
 @functools.cache

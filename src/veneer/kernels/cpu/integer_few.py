@@ -9,9 +9,23 @@ from typing import Any
 
 import numpy as np
 
+from ...native.functions import native
+from ...native.isa import LANES
+from ...native.memory import load_f32, malloc, prefetch, set_word, stack, store_f32, word
+from ...native.simd.bytes import byte_table, copy_by_fields
+from ...native.simd.floats import store_block, store_sums, zeros
+from ...native.simd.integers import (
+    add_scaled_ints,
+    add_sums,
+    dot_lanes,
+    load_ints,
+    spread,
+    start_lanes,
+    times,
+    zero_ints,
+)
 from .integer_blocks import LONGEST
 from .integer_panel import BITS, WIDTH, reader
-from .isa import LANES
 from .job import (
     BATCH,
     FAILED,
@@ -28,20 +42,6 @@ from .job import (
     R,
     W,
     X,
-)
-from .memory import load_f32, malloc, prefetch, set_word, stack, store_f32, word
-from .native import native
-from .simd import store_block, store_sums, zeros
-from .simd_bytes import byte_table, copy_by_fields
-from .simd_integer import (
-    add_scaled_ints,
-    add_sums,
-    dot_lanes,
-    load_ints,
-    spread,
-    start_lanes,
-    times,
-    zero_ints,
 )
 
 #: How many rows of the matrix are multiplied at once.

@@ -6,13 +6,13 @@ without a sign. Where these come from, `integer_rows` and `integer_columns` know
 
 from typing import Any, NamedTuple
 
+from ...native.functions import native
+from ...native.isa import ISA
+from ...native.memory import prefetch, store_f32
+from ...native.simd.bytes import OFFSET, looked_up_bytes, without_sign
+from ...native.simd.floats import add_scaled, load, store_block
+from ...native.simd.integers import WIDTH, as_floats, dot, load_ints, starts
 from . import kinds
-from .isa import ISA
-from .memory import prefetch, store_f32
-from .native import native
-from .simd import add_scaled, load, store_block
-from .simd_bytes import OFFSET, looked_up_bytes, without_sign
-from .simd_integer import WIDTH, as_floats, dot, load_ints, starts
 
 #: Bytes of a row of a panel: of four codes or of one sum a column.
 PANEL = 4 * WIDTH

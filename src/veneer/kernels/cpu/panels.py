@@ -10,15 +10,13 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
-from .isa import LANES
-from .kinds import BITS
-from .memory import F32, I8, I32, I64, load_i8, pointer, store_i8
-from .native import native
-from .simd import (
+from ...native.functions import native
+from ...native.isa import LANES
+from ...native.memory import F32, I8, I32, I64, load_i8, pointer, store_i8
+from ...native.simd.blocks import (
     FLOATS,
     INTS,
     Block,
-    apart,
     at,
     block_of,
     call,
@@ -31,20 +29,21 @@ from .simd import (
     store_vector,
     vectors,
 )
-from .simd_codes import CONVERSIONS, look_up
+from ...native.simd.codes import CONVERSIONS, look_up
+from ...native.simd.order import apart
+from .kinds import BITS, LOOKUP_BITS
 
 #: How scales meet panels: ONE number for a panel; SOME, one for each lane; or FOLDED into x.
 ONE, SOME, FOLDED = range(3)
 
-_LOOKUPS = {kind: bits for kind, bits in BITS.items() if bits < 8}
-_BYTES = tuple(kind for kind, bits in BITS.items() if bits == 8)
-
 #: Vectors of a panel. Fields of a dword each have one; of bytes, 32 columns are a panel.
-VECTORS = {kind: 32 // bits for kind, bits in _LOOKUPS.items()} | dict.fromkeys(_BYTES, 32 // LANES)
+VECTORS = dict.fromkeys(BITS, 32 // LANES) | {
+    kind: 32 // bits for kind, bits in LOOKUP_BITS.items()
+}
 #: Columns of a panel.
 COLUMNS = {kind: count * LANES for kind, count in VECTORS.items()}
 #: Bytes of a panel.
-BYTES = dict.fromkeys(_LOOKUPS, 4 * LANES) | dict.fromkeys(_BYTES, 32)
+BYTES = dict.fromkeys(BITS, 32) | dict.fromkeys(LOOKUP_BITS, 4 * LANES)
 
 
 @native
@@ -97,7 +96,10 @@ def multiply(sums, x, stride, table, scales, w, row_bytes, kind, way):
     Rows of x are `stride` bytes apart, those of W `row_bytes`. With one row, 3 bytes behind a panel
     may be read, too.
     """
-    kind, is_table = kind.literal_value, kind.literal_value in _LOOKUPS and way.literal_value == ONE
+    kind, is_table = (
+        kind.literal_value,
+        kind.literal_value in LOOKUP_BITS and way.literal_value == ONE,
+    )
 
     def emit(builder, totals, x, stride, table, scales, w, row_bytes, *_):
         totals, table, scales = (vectors(builder, block) for block in (totals, table, scales))
@@ -134,11 +136,11 @@ class _Row:
     def vector(self, j: int) -> Any:
         """Vector j."""
         builder = self.builder
-        if self.kind not in _LOOKUPS:
+        if self.kind not in LOOKUP_BITS:
             place = builder.add(self.address, I64(LANES * j))
             codes = load_vector(builder, place, ir.VectorType(I8, LANES))
             return CONVERSIONS[self.kind](builder, codes)
-        byte, bit = divmod(j * _LOOKUPS[self.kind], 8)
+        byte, bit = divmod(j * LOOKUP_BITS[self.kind], 8)
         if not self.rereads:
             byte, bit = 0, 8 * byte + bit
         if bit == 0:
@@ -168,7 +170,7 @@ def store_fields(to, stride, dwords, table, scales, next_scale, kind):
 
     Those are `stride` bytes apart, and the scales of them `next_scale` bytes.
     """
-    bits = _LOOKUPS[kind.literal_value]
+    bits = LOOKUP_BITS[kind.literal_value]
 
     def emit(builder, to, stride, dwords, table, scales, next_scale, _):
         table = vectors(builder, table)

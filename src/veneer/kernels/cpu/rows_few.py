@@ -12,15 +12,24 @@ the last parts add them up.
 
 from typing import Any
 
+from ...native.functions import native, not_inlined
+from ...native.isa import LANES
+from ...native.memory import (
+    free,
+    load_i64,
+    malloc,
+    prefetch_for_later,
+    set_word,
+    stack,
+    store_i64,
+    word,
+)
+from ...native.simd.codes import load_table
+from ...native.simd.floats import add_scaled, load, outer, store, zeros
 from .decode import reader
-from .isa import LANES
 from .job import BATCH, FAILED, FIRST, OUT, ROW_BYTES, SCRATCH, TABLE, THREADS, TR, C, M, R, W, X
 from .kinds import BITS
-from .memory import free, load_i64, malloc, prefetch_for_later, set_word, stack, store_i64, word
-from .native import native
 from .rows_many import PANEL, Multiplier, add, add_rows, clear, copy_rows, expand
-from .simd import add_scaled, load, not_inlined, outer, store, zeros
-from .simd_codes import load_table
 
 #: Rows of x that this is made for, at most; and rows that tiles have, at least.
 MOST, LEAST = 16, 16

@@ -9,17 +9,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .decode import reader
-from .isa import LANES
-from .job import BATCH, OUT, ROW_BYTES, SCALE, TABLE, TC, TR, C, M, R, W, X
-from .kinds import BITS
-from .memory import load_f32, load_i8, prefetch, stack, store_f32, store_i8, word
-from .native import native
-from .simd import (
+from ...native.functions import native, not_inlined
+from ...native.isa import LANES
+from ...native.memory import load_f32, load_i8, prefetch, stack, store_f32, store_i8, word
+from ...native.simd.codes import load_table
+from ...native.simd.floats import (
     add_scaled,
     inner,
     load,
-    not_inlined,
     outer,
     scaled,
     splat,
@@ -27,7 +24,9 @@ from .simd import (
     store_sums,
     zeros,
 )
-from .simd_codes import load_table
+from .decode import reader
+from .job import BATCH, OUT, ROW_BYTES, SCALE, TABLE, TC, TR, C, M, R, W, X
+from .kinds import BITS
 
 #: Columns that are worked on together, and rows that are decoded at once: 24 KB of f32.
 PANEL, BLOCK = 128, 48

@@ -10,8 +10,9 @@ be in a cache still.
 
 from typing import Any
 
-from . import job as words
-from .memory import (
+from ...native.functions import native
+from ...native.isa import LANES
+from ...native.memory import (
     load_f32,
     load_i8,
     load_i32,
@@ -21,9 +22,8 @@ from .memory import (
     store_i32,
     word,
 )
-from .native import native
-from .simd import LANES, load, store
-from .simd_quantise import (
+from ...native.simd.floats import load, store
+from ...native.simd.quantize import (
     codes_of,
     larger_magnitudes,
     largest,
@@ -34,15 +34,10 @@ from .simd_quantise import (
     store_codes,
     store_first,
 )
+from . import job as words
+from .kinds import MOST_COLUMNS, QUANTIZED_BITS, WITHIN_ROWS
 
-#: The formats, and the bits of their codes.
-BITS = {"int8": 8, "int4": 4, "nf4": 4}
-
-#: Tiles of rows are of so many columns, or a multiple of it.
-WITHIN_ROWS = 32
-#: So many columns may a part with tiles over rows have.
-MOST_COLUMNS = 4096
-#: And so many it has, where tiles do not ask for more.
+#: So many columns a part with tiles over rows has, where tiles do not ask for more.
 _COLUMNS = 512
 #: What a part of rows reads, in values.
 _VALUES = 1 << 15
@@ -85,8 +80,8 @@ def count(job):
 
 
 def kernel(kind: str) -> tuple[Any, Any]:
-    """Returns the functions `count(job)` and `work(job, part)` for a format of `BITS`."""
-    bits = BITS[kind]
+    """Returns the functions `count(job)` and `work(job, part)` for a format of `QUANTIZED_BITS`."""
+    bits = QUANTIZED_BITS[kind]
     row_of_tiles = _row_of_tiles(kind, bits)
 
     @native

@@ -1,12 +1,11 @@
-"""Which instructions the kernels of this process use, and so how many numbers they take at once.
+"""Which vector instructions are used in this process, and so how many numbers they take at once.
 
 `VENEER_KERNELS_ISA` names one of `ISAS`; without it, it is the best that this CPU has.
 """
 
 import os
 
-import llvmlite.binding
-from numba.core import config
+from .cpu import features
 
 #: What each needs of a CPU, by LLVM's names of features; the best first.
 ISAS = {
@@ -22,27 +21,18 @@ def chosen(name: str | None = None) -> str:
 
     **Raises:** `ValueError` for an unknown name, and for one that this CPU does not have.
 
-    >>> from veneer.kernels.cpu.isa import chosen
+    >>> from veneer.native.isa import chosen
     >>> chosen("portable")
     'portable'
     """
-    available = [isa for isa, needs in ISAS.items() if needs <= _features()]
+    has = features()
+    available = [isa for isa, needs in ISAS.items() if needs <= has]
     if not name:
         return available[0]
     if name not in available:
         what = "is not one that this CPU has" if name in ISAS else "is unknown"
         raise ValueError(f"VENEER_KERNELS_ISA={name!r} {what}; this CPU has {', '.join(available)}")
     return name
-
-
-def _features() -> set[str]:
-    """What Numba compiles for, which its own settings may have narrowed."""
-    settings = vars(config)
-    if settings["CPU_FEATURES"] is not None:
-        return {name[1:] for name in settings["CPU_FEATURES"].split(",") if name.startswith("+")}
-    if settings["CPU_NAME"] not in (None, "host"):
-        return set()  # of another CPU nothing is known but its name
-    return {name for name, has in llvmlite.binding.get_host_cpu_features().items() if has}
 
 
 ISA = chosen(os.environ.get("VENEER_KERNELS_ISA"))

@@ -6,11 +6,11 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
-from .memory import F32, I8, I32, pointer
-from .simd import (
+from ..isa import LANES
+from ..memory import F32, I8, I32, pointer
+from .blocks import (
     FLOATS,
     INTS,
-    LANES,
     Block,
     at,
     block_of,

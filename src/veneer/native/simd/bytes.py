@@ -8,14 +8,13 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
-from .isa import ISA, LANES
-from .memory import F32, I8, I16, I32
-from .simd import (
+from ..isa import ISA, LANES
+from ..memory import F32, I8, I16, I32
+from .blocks import (
     BYTES,
     INTS,
     SHORTS,
     Block,
-    apart,
     at,
     block_of,
     call,
@@ -24,10 +23,10 @@ from .simd import (
     load_vector,
     shuffled,
     store_vector,
-    together,
     vectors,
 )
-from .simd_integer import WIDTH
+from .integers import WIDTH
+from .order import apart, together
 
 #: How much larger a code is as a number without a sign.
 OFFSET = 128

@@ -1,4 +1,4 @@
-"""Object files, loaded with LLVM alone: kernels that are compiled already need no Numba."""
+"""Object files, loaded with LLVM alone: what is compiled already needs no Numba."""
 
 from typing import Any
 

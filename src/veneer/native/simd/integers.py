@@ -9,9 +9,9 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
-from .isa import ISA, LANES
-from .memory import I32, pointer
-from .simd import (
+from ..isa import ISA, LANES
+from ..memory import I32, pointer
+from .blocks import (
     FLOATS,
     INTS,
     SHORTS,

@@ -5,19 +5,9 @@ from typing import Any
 
 from llvmlite import ir
 
-from .isa import ISA, LANES
-from .memory import I16, I32
-from .simd import (
-    FLOATS,
-    INTS,
-    Block,
-    at,
-    block_of,
-    call,
-    constant,
-    instruction,
-    load_vector,
-)
+from ..isa import ISA, LANES
+from ..memory import I16, I32
+from .blocks import FLOATS, INTS, Block, at, block_of, call, constant, instruction, load_vector
 
 _HALVES = ir.VectorType(I16, LANES)
 

@@ -1,9 +1,12 @@
 """The parts of a job, taken by the thread that XLA calls and by threads of XLA's own pool.
 
-All take the next part from one counter until none is left, so it does not matter when a thread
-comes, or whether it does: the caller alone finishes what nobody helps with, and waits only for
-parts that another thread has begun. So nothing here can hang on a pool that is small, busy or gone
-(as after `fork`). What comes too late finds no part left, in memory that whoever leaves last frees.
+A job is some words of 64 bits that all threads read. Whoever makes it knows what they say.
+
+All threads take the next part from one counter until none is left, so it does not matter when a
+thread comes, or whether it does: the caller alone finishes what nobody helps with, and waits only
+for parts that another thread has begun. So nothing here can hang on a pool that is small, busy or
+gone (as after `fork`). What comes too late finds no part left, in memory that whoever leaves last
+frees.
 
 Of some jobs the first parts make what all others read. Parts are taken in order, so whoever takes
 one of the others waits only for parts that are begun.
@@ -15,28 +18,24 @@ from typing import Any
 from numba import types
 from numba.core.typing import signature
 
-from . import job as words
-from .call_frame import pool_threads, schedule
+from .call_frame import schedule
+from .functions import c_function, call, native
 from .memory import fetch_add, free, malloc, set_word, word
-from .native import c_function, call, native
 
 # Words before the job in its memory. Two cache lines apart: who waits for the last part does not
 # slow down who takes one.
-_NEXT, _WORK, _COUNT, _REFERENCES, _DONE, _JOB = 0, 1, 2, 3, 16, 24
-
-#: A job of fewer products than this is done before another thread has woken up.
-_WORTH_SHARING = 1 << 18
+_NEXT, _WORK, _COUNT, _FIRST, _REFERENCES, _DONE, _JOB = 0, 1, 2, 3, 4, 16, 24
 
 _sched_yield: Any = types.ExternalFunction("sched_yield", signature(types.int32))
 
 
 @native
-def new_job():
-    """Returns the address of the words of a new job, all 0, or 0 where there is no memory."""
-    memory = malloc(8 * (_JOB + words.WORDS))
+def new_job(words):
+    """Returns the address of a new job of so many words, all 0, or 0 where there is no memory."""
+    memory = malloc(8 * (_JOB + words))
     if memory == 0:
         return 0
-    for i in range(_JOB + words.WORDS):
+    for i in range(_JOB + words):
         set_word(memory, i, 0)
     set_word(memory, _REFERENCES, 1)
     return memory + 8 * _JOB
@@ -48,13 +47,6 @@ def release(job):
     memory = job - 8 * _JOB
     if fetch_add(memory + 8 * _REFERENCES, -1) == 1:
         free(memory)
-
-
-@native
-def _products(job):
-    """How many products of numbers a job takes."""
-    rows, columns = word(job, words.R), word(job, words.C)
-    return word(job, words.BATCH) * word(job, words.M) * rows * columns
 
 
 if sys.platform == "win32":
@@ -82,8 +74,7 @@ def _wait(memory, count):
 
 @native
 def _take_parts(memory):
-    work, count = word(memory, _WORK), word(memory, _COUNT)
-    first = word(memory + 8 * _JOB, words.FIRST)
+    work, count, first = word(memory, _WORK), word(memory, _COUNT), word(memory, _FIRST)
     part = fetch_add(memory + 8 * _NEXT, 1)
     while part < count:
         if part >= first > 0:
@@ -102,19 +93,16 @@ def _help(memory):
 
 
 @native
-def count_threads(frame, job):
-    """Writes how many threads a job is worth."""
-    threads = pool_threads(frame) if _products(job) >= _WORTH_SHARING else 1
-    set_word(job, words.THREADS, max(threads, 1))
+def run(frame, job, work, count, first, threads):
+    """Calls the C function `work(job, part)` for so many parts, which all are done then.
 
-
-@native
-def run(frame, job, work, count):
-    """Calls the C function `work(job, part)` for so many parts, which all are done then."""
+    The first parts are done before the others begin; and so many threads are enough for all.
+    """
     memory = job - 8 * _JOB
     set_word(memory, _WORK, work)
     set_word(memory, _COUNT, count)
-    for _ in range(min(word(job, words.THREADS), count) - 1):
+    set_word(memory, _FIRST, first)
+    for _ in range(min(threads, count) - 1):
         fetch_add(memory + 8 * _REFERENCES, 1)
         if not schedule(frame, c_function(_help, "veneer_help"), memory):
             fetch_add(memory + 8 * _REFERENCES, -1)

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 from veneer.kernels.cpu.decode import reader
-from veneer.kernels.cpu.isa import ISA, ISAS, LANES, chosen
 from veneer.kernels.cpu.kinds import BITS
-from veneer.kernels.cpu.simd import compiled, deinterleave, load, not_inlined, store
-from veneer.kernels.cpu.simd_codes import load_table
+from veneer.native.functions import compiled, not_inlined
+from veneer.native.isa import ISA, ISAS, LANES, chosen
+from veneer.native.simd.codes import load_table
+from veneer.native.simd.floats import load, store
+from veneer.native.simd.order import deinterleave
 
 TABLE = np.linspace(-1, 1, 16).astype(np.float32)
 

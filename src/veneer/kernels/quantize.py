@@ -1,4 +1,4 @@
-"""`quantise`: codes and scales of the tiles of an array, as a JAX primitive.
+"""`quantize`: codes and scales of the tiles of an array, as a JAX primitive.
 
 Lowered for one CPU it is a call of a kernel. Elsewhere, on several devices, and in a program that
 is exported, which other processes run, it is the reference: XLA's way to the same bits.
@@ -18,26 +18,23 @@ from jax.interpreters import batching, mlir
 from .._jax.primitives import Primitive, lowered_with_devices
 from . import select
 from .cpu import build
+from .cpu.kinds import MOST_COLUMNS, QUANTIZED_BITS, WITHIN_ROWS
 
 Shape = tuple[int, ...]
 
-#: The formats that there are kernels for, and the bits of their codes.
-BITS = {"int8": 8, "int4": 4, "nf4": 4}
-
 #: A smaller array is quantised sooner than a kernel for it is compiled.
 _LEAST_VALUES = 1 << 10
-#: Tiles within a row are whole vectors of any CPU. Others are no wider than a kernel has space for,
-#: and no larger than one thread should read.
-_VECTORS, _MOST_COLUMNS, _MOST_VALUES = 32, 4096, 1 << 20
+#: One thread should read no larger tile.
+_MOST_VALUES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
-class Quantiser:
+class Quantizer:
     """How an array is quantised, by the largest magnitude of each tile.
 
     **Arguments:**
 
-    - `kind`: a format of `BITS`.
+    - `kind`: a format of `QUANTIZED_BITS`.
     - `table`: f32: the reciprocal of what the largest magnitude is scaled to, and the values from
       which on a code is the next, for a format that is no integer.
     - `counts`: how many tiles there are along each axis.
@@ -51,18 +48,18 @@ class Quantiser:
 
     def packed_shape(self, shape: Shape) -> Shape:
         """Returns the shape of the codes of an array as stored: packed along the last axis."""
-        return (*shape[:-1], -(-shape[-1] * BITS[self.kind] // 8))
+        return (*shape[:-1], -(-shape[-1] * QUANTIZED_BITS[self.kind] // 8))
 
 
 def serves(kind: str, shape: Shape, counts: Shape) -> bool:
     """Returns whether there is a kernel that quantises an array so, and it is worth it.
 
-    >>> from veneer.kernels.quantise import serves
+    >>> from veneer.kernels.quantize import serves
     >>> serves("int4", (4096, 4096), (32, 4096)), serves("int4", (4096, 4096), (1, 1))
     (True, False)
     """
     return (
-        kind in BITS
+        kind in QUANTIZED_BITS
         and math.prod(shape) >= _LEAST_VALUES
         and select.chosen() == "auto"
         and build.available() is None
@@ -70,50 +67,50 @@ def serves(kind: str, shape: Shape, counts: Shape) -> bool:
     )
 
 
-def quantise(array: jax.Array, quantiser: Quantiser) -> tuple[jax.Array, jax.Array]:
+def quantize(array: jax.Array, quantizer: Quantizer) -> tuple[jax.Array, jax.Array]:
     """Returns the codes of an array of f32 as they are stored, and its scales, f32 of `counts`."""
-    packed, scale = quantise_p.bind(array, quantiser=quantiser)
+    packed, scale = quantize_p.bind(array, quantizer=quantizer)
     return packed, scale
 
 
-quantise_p = Primitive("quantise_tiles")
-quantise_p.multiple_results = True
-lowered_with_devices(quantise_p)
+quantize_p = Primitive("quantise_tiles")
+quantize_p.multiple_results = True
+lowered_with_devices(quantize_p)
 
 
-@quantise_p.def_impl
-def _computed(array: jax.Array, *, quantiser: Quantiser) -> Any:
-    return jax.jit(functools.partial(quantise_p.bind, quantiser=quantiser))(array)
+@quantize_p.def_impl
+def _computed(array: jax.Array, *, quantizer: Quantizer) -> Any:
+    return jax.jit(functools.partial(quantize_p.bind, quantizer=quantizer))(array)
 
 
-@quantise_p.def_abstract_eval
-def _typed(array: Any, *, quantiser: Quantiser) -> Any:
-    dtype = np.dtype(np.int8 if quantiser.kind == "int8" else np.uint8)
-    packed = array.update(shape=quantiser.packed_shape(array.shape), dtype=dtype, weak_type=False)
-    return packed, array.update(shape=quantiser.counts, dtype=np.dtype(np.float32), weak_type=False)
+@quantize_p.def_abstract_eval
+def _typed(array: Any, *, quantizer: Quantizer) -> Any:
+    dtype = np.dtype(np.int8 if quantizer.kind == "int8" else np.uint8)
+    packed = array.update(shape=quantizer.packed_shape(array.shape), dtype=dtype, weak_type=False)
+    return packed, array.update(shape=quantizer.counts, dtype=np.dtype(np.float32), weak_type=False)
 
 
-def _batch(args: Any, dims: Any, *, quantiser: Quantiser) -> Any:
+def _batch(args: Any, dims: Any, *, quantizer: Quantizer) -> Any:
     array = jnp.moveaxis(args[0], dims[0], 0)
-    own = dataclasses.replace(quantiser, counts=(array.shape[0], *quantiser.counts))
-    return quantise(array, own), (0, 0)
+    own = dataclasses.replace(quantizer, counts=(array.shape[0], *quantizer.counts))
+    return quantize(array, own), (0, 0)
 
 
-batching.primitive_batchers[quantise_p] = _batch
+batching.primitive_batchers[quantize_p] = _batch
 
 
-def _by_reference(array: jax.Array, *, quantiser: Quantiser) -> tuple[jax.Array, jax.Array]:
-    return quantiser.reference(array, quantiser.counts)
+def _by_reference(array: jax.Array, *, quantizer: Quantizer) -> tuple[jax.Array, jax.Array]:
+    return quantizer.reference(array, quantizer.counts)
 
 
-def _by_kernel(array: jax.Array, *, quantiser: Quantiser) -> tuple[jax.Array, jax.Array]:
-    matrices = _as_matrices(quantiser.kind, array.shape, quantiser.counts)
-    target = f"veneer_quantise_{quantiser.kind}"
+def _by_kernel(array: jax.Array, *, quantizer: Quantizer) -> tuple[jax.Array, jax.Array]:
+    matrices = _as_matrices(quantizer.kind, array.shape, quantizer.counts)
+    target = f"veneer_quantise_{quantizer.kind}"
     if matrices is None or not select.built(target):
-        return _by_reference(array, quantiser=quantiser)
+        return _by_reference(array, quantizer=quantizer)
     (batch, rows, columns), (tile_rows, tile_columns) = matrices
-    packed_shape = quantiser.packed_shape(array.shape)
-    dtype = np.int8 if quantiser.kind == "int8" else np.uint8
+    packed_shape = quantizer.packed_shape(array.shape)
+    dtype = np.int8 if quantizer.kind == "int8" else np.uint8
     row_bytes = math.prod(packed_shape) // max(1, batch * rows)
     tiles = (batch, rows // tile_rows, columns // tile_columns)
     call = jax.ffi.ffi_call(
@@ -124,9 +121,9 @@ def _by_kernel(array: jax.Array, *, quantiser: Quantiser) -> tuple[jax.Array, ja
         ),
     )
     table = np.zeros(16, np.float32)
-    table[: len(quantiser.table)] = quantiser.table
+    table[: len(quantizer.table)] = quantizer.table
     packed, scale = call(array.reshape(batch, rows, columns), table)
-    return packed.reshape(packed_shape), scale.reshape(quantiser.counts)
+    return packed.reshape(packed_shape), scale.reshape(quantizer.counts)
 
 
 def _as_matrices(
@@ -142,7 +139,7 @@ def _as_matrices(
     over = [axis for axis, size in enumerate(tile[:-1]) if size > 1]
     axis = over[0] if over else len(shape) - 2
     after = math.prod(shape[axis + 1 :])
-    fills_bytes = shape[-1] * BITS[kind] % 8 == 0
+    fills_bytes = shape[-1] * QUANTIZED_BITS[kind] % 8 == 0
     if len(over) > 1 or (after != shape[-1] and (tile[-1] > 1 or not fills_bytes)):
         return None
     if axis < 0:
@@ -156,14 +153,14 @@ def _fits(
     sizes: tuple[int, int, int], tile: tuple[int, int]
 ) -> tuple[tuple[int, int, int], tuple[int, int]] | None:
     rows, columns = tile
-    if rows == 1 and columns % _VECTORS == 0:
+    if rows == 1 and columns % WITHIN_ROWS == 0:
         return sizes, tile
     # XLA divides by a scale of one value, and else multiplies with its reciprocal.
-    narrow = columns * (1 + columns % 2) <= _MOST_COLUMNS and rows * columns > 1
+    narrow = columns * (1 + columns % 2) <= MOST_COLUMNS and rows * columns > 1
     return (sizes, tile) if narrow and (columns == 1 or rows * columns <= _MOST_VALUES) else None
 
 
-mlir.register_lowering(quantise_p, mlir.lower_fun(_by_reference, multiple_results=True))
+mlir.register_lowering(quantize_p, mlir.lower_fun(_by_reference, multiple_results=True))
 
 
 def _lowered_for_cpu(ctx: Any, array: Any, **params: Any) -> Any:
@@ -179,4 +176,4 @@ def _is_on_one_device(ctx: Any) -> bool:
     return not (isinstance(axes, mlir.ShardingContext) and axes.num_devices > 1)
 
 
-mlir.register_lowering(quantise_p, _lowered_for_cpu, platform="cpu")
+mlir.register_lowering(quantize_p, _lowered_for_cpu, platform="cpu")

@@ -10,8 +10,8 @@ import functools
 from numba import types
 
 from .ffi_header import MAJOR_VERSION, header
+from .functions import call, native
 from .memory import I64, intrinsic, load_i32, load_i64, stack, store_i32, store_i64, word
-from .native import call, native
 
 _frame = functools.partial(header().offset, "XLA_FFI_CallFrame")
 _buffer = functools.partial(header().offset, "XLA_FFI_Buffer")

@@ -1,0 +1,12 @@
+"""Vectors in registers: blocks of them are values of Numba's, and instructions work on these.
+
+Here and in `isa.py` alone is one CPU known from another.
+
+    blocks          the type of a block, how an instruction is made, and what emits its code
+    floats          f32: made, read, written, multiplied and added up
+    order           neighbours parted among vectors, and brought together
+    codes           what codes are worth, as f32
+    integers        products of bytes, four at once, in int32
+    bytes           what codes are worth, as bytes, and the order that products of them need
+    quantize        magnitudes, scales, and codes as they are stored
+"""
