@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from veneer.kernels.cpu.decode import reader
+from veneer.kernels.cpu.floats.decode import reader
 from veneer.kernels.cpu.kinds import BITS
 from veneer.native.functions import compiled, not_inlined
 from veneer.native.isa import ISA, ISAS, LANES, chosen

@@ -12,7 +12,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from veneer.kernels.cpu import columns
+from veneer.kernels.cpu.floats import columns
 from veneer.native import isa
 from veneer.native.memory import I8, pointer
 from veneer.native.simd.blocks import call

@@ -54,16 +54,13 @@ def _shared() -> bytes:
 def _kernel(is_integer: bool, orientation: str, kind: str) -> Any:
     """The four functions of a kernel, whose module is imported only now."""
     if is_integer:
-        from . import integer
+        from .integers import kernels
 
-        return integer.rows(kind) if orientation == "rows" else integer.columns(kind)
-    if orientation == "rows":
-        from . import rows
+        rows_kernel, columns_kernel = kernels.rows_kernel, kernels.columns_kernel
+        return (rows_kernel if orientation == "rows" else columns_kernel)(kind)
+    from .floats import columns, rows
 
-        return rows.kernel(kind)
-    from . import columns
-
-    return columns.kernel(kind)
+    return (rows if orientation == "rows" else columns).kernel(kind)
 
 
 def code_of(kernel: Any, name: str, *, bits: int, contracts_rows: bool, is_integer: bool) -> bytes:

@@ -1,6 +1,6 @@
 """Bytes in SIMD values: what codes are worth as bytes, and the order that products of them need.
 
-`simd_integer.py` multiplies lanes of four bytes that are neighbours along what is contracted.
+`integers.py` multiplies lanes of four bytes that are neighbours along what is contracted.
 """
 
 from typing import Any

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from ...native.functions import native
-from ...native.isa import LANES
-from ...native.memory import load_f32, malloc, prefetch, set_word, stack, store_f32, word
-from ...native.simd.bytes import byte_table, copy_by_fields
-from ...native.simd.floats import store_block, store_sums, zeros
-from ...native.simd.integers import (
+from ....native.functions import native
+from ....native.isa import LANES
+from ....native.memory import load_f32, malloc, prefetch, set_word, stack, store_f32, word
+from ....native.simd.bytes import byte_table, copy_by_fields
+from ....native.simd.floats import store_block, store_sums, zeros
+from ....native.simd.integers import (
     add_scaled_ints,
     add_sums,
     dot_lanes,
@@ -24,9 +24,7 @@ from ...native.simd.integers import (
     times,
     zero_ints,
 )
-from .integer_blocks import LONGEST
-from .integer_panel import BITS, WIDTH, reader
-from .job import (
+from ..job import (
     BATCH,
     FAILED,
     OUT,
@@ -43,6 +41,8 @@ from .job import (
     W,
     X,
 )
+from .blocks import LONGEST
+from .panel import BITS, WIDTH, reader
 
 #: How many rows of the matrix are multiplied at once.
 ROWS = 4

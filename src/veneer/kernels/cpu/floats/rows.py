@@ -6,10 +6,10 @@ With few rows of x, time goes into reading the matrix (`rows_few.py`); with many
 
 from typing import Any
 
-from ...native.functions import compiled, native
-from ...native.memory import word
+from ....native.functions import compiled, native
+from ....native.memory import word
+from ..job import TR, M
 from . import rows_few, rows_many
-from .job import TR, M
 
 
 def kernel(kind: str) -> tuple[Any, Any, Any, Any]:

@@ -7,11 +7,11 @@ happens depends on how many rows of x there are: see `columns_few.py` and `colum
 import functools
 from typing import Any
 
-from ...native.functions import compiled
-from ...native.memory import free, word
+from ....native.functions import compiled
+from ....native.memory import free, word
+from ..job import BATCH, SCRATCH, M, R
 from . import columns_few, columns_many
 from .columns_x import order
-from .job import BATCH, SCRATCH, M, R
 
 #: From so many rows of x on, W is decoded for all of them.
 _MANY = 24

@@ -5,13 +5,13 @@ interleaved, so that a lane has four codes of one column: the scales are brought
 columns that this gives, and the sums back out of it.
 """
 
-from ...native.functions import native
-from ...native.memory import load_f32, load_i8, store_f32, store_i8, word
-from ...native.simd.bytes import copy_by_fields, interleaved, neighbours, panelled
-from ...native.simd.floats import load, scaled, splat, store, store_block
-from ...native.simd.integers import load_floats
-from .integer_panel import BITS, BLOCK, PANEL, WIDTH, Orientation, fill, reader
-from .job import ROW_BYTES, TC, TR, C, R
+from ....native.functions import native
+from ....native.memory import load_f32, load_i8, store_f32, store_i8, word
+from ....native.simd.bytes import copy_by_fields, interleaved, neighbours, panelled
+from ....native.simd.floats import load, scaled, splat, store, store_block
+from ....native.simd.integers import load_floats
+from ..job import ROW_BYTES, TC, TR, C, R
+from .panel import BITS, BLOCK, PANEL, WIDTH, Orientation, fill, reader
 
 
 def orientation(kind: str) -> Orientation:

@@ -9,31 +9,31 @@ taken off again: OFFSET times the sum of the activations.
 import functools
 from typing import Any
 
-from ...native.functions import compiled, native
-from ...native.memory import free, word
-from . import integer_blocks, integer_columns, integer_few, integer_rows
-from .integer_panel import offset
-from .job import SCRATCH
+from ....native.functions import compiled, native
+from ....native.memory import free, word
+from ..job import SCRATCH
+from . import blocks, columns, few, rows
+from .panel import offset
 
 
 @functools.cache
-def rows(kind: str) -> Any:
+def rows_kernel(kind: str) -> Any:
     """Returns a kernel where the rows of the matrix are contracted: its four functions of a job.
 
     `kind` is lookup1, lookup2, lookup4, int8 or uint8; what is looked up has to be integers from
     -128 to 127.
     """
-    blocks = integer_blocks.kernel(integer_rows.orientation(kind), offset(kind))
-    return (*map(compiled, blocks), _finish)
+    by_blocks = blocks.kernel(rows.orientation(kind), offset(kind))
+    return (*map(compiled, by_blocks), _finish)
 
 
 @functools.cache
-def columns(kind: str) -> Any:
-    """Returns a kernel where the columns are contracted; `kind` is as for `rows`."""
-    blocks = integer_blocks.kernel(integer_columns.orientation(kind), offset(kind))
-    *few, few_fits = integer_few.kernel(kind, offset(kind))
-    prepare_few, count_few, work_few = map(native, few)
-    prepare_all, count_all, work_all = map(native, blocks)
+def columns_kernel(kind: str) -> Any:
+    """Returns a kernel where the columns are contracted; `kind` is as for `rows_kernel`."""
+    by_blocks = blocks.kernel(columns.orientation(kind), offset(kind))
+    *by_few, few_fits = few.kernel(kind, offset(kind))
+    prepare_few, count_few, work_few = map(native, by_few)
+    prepare_all, count_all, work_all = map(native, by_blocks)
 
     @compiled
     def prepare(job):

@@ -5,14 +5,14 @@ transposed, so that a lane has four bytes of one row. Their first fields are fol
 second: activations are brought into the order that this gives.
 """
 
-from ...native.functions import native
-from ...native.isa import LANES
-from ...native.memory import load_f32, load_i8, store_f32, store_i8, word
-from ...native.simd.bytes import copy_by_fields, transposed
-from ...native.simd.floats import load, scaled, splat, store, store_block
-from ...native.simd.integers import load_ints
-from .integer_panel import BITS, BLOCK, PANEL, WIDTH, Orientation, reader
-from .job import ROW_BYTES, TC, TR, C, R
+from ....native.functions import native
+from ....native.isa import LANES
+from ....native.memory import load_f32, load_i8, store_f32, store_i8, word
+from ....native.simd.bytes import copy_by_fields, transposed
+from ....native.simd.floats import load, scaled, splat, store, store_block
+from ....native.simd.integers import load_ints
+from ..job import ROW_BYTES, TC, TR, C, R
+from .panel import BITS, BLOCK, PANEL, WIDTH, Orientation, reader
 
 
 def orientation(kind: str) -> Orientation:

@@ -1,18 +1,18 @@
 """A panel of decoded codes, and the product of activations by it.
 
 It has WIDTH columns: 4 vectors of lanes, each of which holds four codes of its column, as bytes
-without a sign. Where these come from, `integer_rows` and `integer_columns` know.
+without a sign. Where these come from, `rows.py` and `columns.py` know.
 """
 
 from typing import Any, NamedTuple
 
-from ...native.functions import native
-from ...native.isa import ISA
-from ...native.memory import prefetch, store_f32
-from ...native.simd.bytes import OFFSET, looked_up_bytes, without_sign
-from ...native.simd.floats import add_scaled, load, store_block
-from ...native.simd.integers import WIDTH, as_floats, dot, load_ints, starts
-from . import kinds
+from ....native.functions import native
+from ....native.isa import ISA
+from ....native.memory import prefetch, store_f32
+from ....native.simd.bytes import OFFSET, looked_up_bytes, without_sign
+from ....native.simd.floats import add_scaled, load, store_block
+from ....native.simd.integers import WIDTH, as_floats, dot, load_ints, starts
+from .. import kinds
 
 #: Bytes of a row of a panel: of four codes or of one sum a column.
 PANEL = 4 * WIDTH

@@ -16,13 +16,13 @@ Scales meet panels in three ways, by where they change:
 import functools
 from typing import Any
 
-from ...native.functions import native
-from ...native.isa import LANES
-from ...native.memory import prefetch, stack, store_f32, store_i64, word
-from ...native.simd.codes import load_table
-from ...native.simd.floats import load, store, store_sums
+from ....native.functions import native
+from ....native.isa import LANES
+from ....native.memory import prefetch, stack, store_f32, store_i64, word
+from ....native.simd.codes import load_table
+from ....native.simd.floats import load, store, store_sums
+from ..job import BATCH, OUT, ROW_BYTES, SCALE, TABLE, TC, TR, C, M, R, W
 from .columns_x import MOST, order, rows_of_block
-from .job import BATCH, OUT, ROW_BYTES, SCALE, TABLE, TC, TR, C, M, R, W
 from .panels import (
     BYTES,
     COLUMNS,

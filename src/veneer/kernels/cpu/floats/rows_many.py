@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...native.functions import native, not_inlined
-from ...native.isa import LANES
-from ...native.memory import load_f32, load_i8, prefetch, stack, store_f32, store_i8, word
-from ...native.simd.codes import load_table
-from ...native.simd.floats import (
+from ....native.functions import native, not_inlined
+from ....native.isa import LANES
+from ....native.memory import load_f32, load_i8, prefetch, stack, store_f32, store_i8, word
+from ....native.simd.codes import load_table
+from ....native.simd.floats import (
     add_scaled,
     inner,
     load,
@@ -24,9 +24,9 @@ from ...native.simd.floats import (
     store_sums,
     zeros,
 )
+from ..job import BATCH, OUT, ROW_BYTES, SCALE, TABLE, TC, TR, C, M, R, W, X
+from ..kinds import BITS
 from .decode import reader
-from .job import BATCH, OUT, ROW_BYTES, SCALE, TABLE, TC, TR, C, M, R, W, X
-from .kinds import BITS
 
 #: Columns that are worked on together, and rows that are decoded at once: 24 KB of f32.
 PANEL, BLOCK = 128, 48

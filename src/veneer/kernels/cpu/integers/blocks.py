@@ -10,13 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from ...native.functions import native
-from ...native.memory import free, load_f32, malloc, set_word, store_i32, word
-from ...native.simd.bytes import byte_table
-from ...native.simd.floats import store, zeros
-from ...native.simd.integers import add_sums, sum_lanes, zero_ints
-from .integer_panel import BLOCK, PANEL, WIDTH, Orientation, multiply
-from .job import (
+from ....native.functions import native
+from ....native.memory import free, load_f32, malloc, set_word, store_i32, word
+from ....native.simd.bytes import byte_table
+from ....native.simd.floats import store, zeros
+from ....native.simd.integers import add_sums, sum_lanes, zero_ints
+from ..job import (
     BATCH,
     FAILED,
     FIRST,
@@ -35,6 +34,7 @@ from .job import (
     W,
     X,
 )
+from .panel import BLOCK, PANEL, WIDTH, Orientation, multiply
 
 #: After so many codes, int32 sums go on in f32: no sum may have more than 31 bits.
 LONGEST = 32768

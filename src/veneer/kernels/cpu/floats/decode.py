@@ -9,9 +9,9 @@ from typing import Any
 
 from llvmlite import ir
 
-from ...native.isa import LANES
-from ...native.memory import I8, I32, I64, pointer
-from ...native.simd.blocks import (
+from ....native.isa import LANES
+from ....native.memory import I8, I32, I64, pointer
+from ....native.simd.blocks import (
     INTS,
     Block,
     block_of,
@@ -21,8 +21,8 @@ from ...native.simd.blocks import (
     shuffled,
     vectors,
 )
-from ...native.simd.codes import CONVERSIONS, look_up
-from .kinds import BITS
+from ....native.simd.codes import CONVERSIONS, look_up
+from ..kinds import BITS
 
 
 def reader(kind: str) -> tuple[Any, Any]:

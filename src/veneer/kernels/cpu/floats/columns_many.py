@@ -7,13 +7,13 @@ the next. Sums are in memory meanwhile.
 
 from typing import Any
 
-from ...native.functions import native
-from ...native.isa import LANES
-from ...native.memory import load_f32, prefetch, set_word, stack, store_f32, word
-from ...native.simd.codes import load_table
-from ...native.simd.floats import load, outer, store, store_block, zeros
-from .job import BATCH, OUT, ROW_BYTES, SCALE, TABLE, TC, TR, C, M, R, W, X
-from .kinds import BITS
+from ....native.functions import native
+from ....native.isa import LANES
+from ....native.memory import load_f32, prefetch, set_word, stack, store_f32, word
+from ....native.simd.codes import load_table
+from ....native.simd.floats import load, outer, store, store_block, zeros
+from ..job import BATCH, OUT, ROW_BYTES, SCALE, TABLE, TC, TR, C, M, R, W, X
+from ..kinds import BITS
 from .panels import copy, load_block, store_bytes, store_fields, transpose
 
 #: Rows of x that are multiplied at once by so many vectors: as many sums as registers hold.

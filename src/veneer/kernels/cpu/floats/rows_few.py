@@ -12,9 +12,9 @@ the last parts add them up.
 
 from typing import Any
 
-from ...native.functions import native, not_inlined
-from ...native.isa import LANES
-from ...native.memory import (
+from ....native.functions import native, not_inlined
+from ....native.isa import LANES
+from ....native.memory import (
     free,
     load_i64,
     malloc,
@@ -24,11 +24,11 @@ from ...native.memory import (
     store_i64,
     word,
 )
-from ...native.simd.codes import load_table
-from ...native.simd.floats import add_scaled, load, outer, store, zeros
+from ....native.simd.codes import load_table
+from ....native.simd.floats import add_scaled, load, outer, store, zeros
+from ..job import BATCH, FAILED, FIRST, OUT, ROW_BYTES, SCRATCH, TABLE, THREADS, TR, C, M, R, W, X
+from ..kinds import BITS
 from .decode import reader
-from .job import BATCH, FAILED, FIRST, OUT, ROW_BYTES, SCRATCH, TABLE, THREADS, TR, C, M, R, W, X
-from .kinds import BITS
 from .rows_many import PANEL, Multiplier, add, add_rows, clear, copy_rows, expand
 
 #: Rows of x that this is made for, at most; and rows that tiles have, at least.

@@ -10,10 +10,10 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
-from ...native.functions import native
-from ...native.isa import LANES
-from ...native.memory import F32, I8, I32, I64, load_i8, pointer, store_i8
-from ...native.simd.blocks import (
+from ....native.functions import native
+from ....native.isa import LANES
+from ....native.memory import F32, I8, I32, I64, load_i8, pointer, store_i8
+from ....native.simd.blocks import (
     FLOATS,
     INTS,
     Block,
@@ -29,9 +29,9 @@ from ...native.simd.blocks import (
     store_vector,
     vectors,
 )
-from ...native.simd.codes import CONVERSIONS, look_up
-from ...native.simd.order import apart
-from .kinds import BITS, LOOKUP_BITS
+from ....native.simd.codes import CONVERSIONS, look_up
+from ....native.simd.order import apart
+from ..kinds import BITS, LOOKUP_BITS
 
 #: How scales meet panels: ONE number for a panel; SOME, one for each lane; or FOLDED into x.
 ONE, SOME, FOLDED = range(3)

@@ -8,12 +8,12 @@ x is 0.
 import functools
 from typing import Any, NamedTuple
 
-from ...native.functions import native
-from ...native.isa import LANES
-from ...native.memory import load_f32, malloc, set_word, stack, store_f32, word
-from ...native.simd.floats import load, scaled, store
-from ...native.simd.order import deinterleave
-from .job import BATCH, FAILED, SCRATCH, C, M, X
+from ....native.functions import native
+from ....native.isa import LANES
+from ....native.memory import load_f32, malloc, set_word, stack, store_f32, word
+from ....native.simd.floats import load, scaled, store
+from ....native.simd.order import deinterleave
+from ..job import BATCH, FAILED, SCRATCH, C, M, X
 from .panels import COLUMNS, VECTORS
 
 MOST = 8 if LANES == 16 else 4
