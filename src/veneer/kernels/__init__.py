@@ -11,7 +11,7 @@ cpu             kernels for the CPU
 
 from .codes import BYTES as BYTES
 from .codes import Codes as Codes
-from .matmul import Operands as Operands
-from .matmul import Product as Product
 from .matmul import matmul as matmul
+from .problem import MatmulOperands as MatmulOperands
+from .problem import MatmulProblem as MatmulProblem
 from .select import use as use

@@ -19,6 +19,7 @@ from .._jax.primitives import Primitive, lowered_with_devices
 from . import select
 from .cpu import build
 from .cpu.kinds import MOST_COLUMNS, QUANTIZED_BITS, WITHIN_ROWS
+from .one_device import is_on_one_device
 
 Shape = tuple[int, ...]
 
@@ -92,8 +93,8 @@ def _typed(array: Any, *, quantizer: Quantizer) -> Any:
 
 def _batch(args: Any, dims: Any, *, quantizer: Quantizer) -> Any:
     array = jnp.moveaxis(args[0], dims[0], 0)
-    own = dataclasses.replace(quantizer, counts=(array.shape[0], *quantizer.counts))
-    return quantize(array, own), (0, 0)
+    batched = dataclasses.replace(quantizer, counts=(array.shape[0], *quantizer.counts))
+    return quantize(array, batched), (0, 0)
 
 
 batching.primitive_batchers[quantize_p] = _batch
@@ -165,15 +166,8 @@ mlir.register_lowering(quantize_p, mlir.lower_fun(_by_reference, multiple_result
 
 def _lowered_for_cpu(ctx: Any, array: Any, **params: Any) -> Any:
     exported = ctx.module_context.lowering_parameters.for_export
-    way = _by_kernel if not exported and _is_on_one_device(ctx) else _by_reference
-    return mlir.lower_fun(way, multiple_results=True)(ctx, array, **params)
-
-
-def _is_on_one_device(ctx: Any) -> bool:
-    axes = ctx.module_context.axis_context
-    if isinstance(axes, mlir.SPMDAxisContext):  # a shard_map
-        return set(axes.manual_axes) == set(axes.mesh.axis_names)
-    return not (isinstance(axes, mlir.ShardingContext) and axes.num_devices > 1)
+    compute = _by_kernel if not exported and is_on_one_device(ctx) else _by_reference
+    return mlir.lower_fun(compute, multiple_results=True)(ctx, array, **params)
 
 
 mlir.register_lowering(quantize_p, _lowered_for_cpu, platform="cpu")

@@ -68,9 +68,9 @@ class Cache:
 
 def root() -> Path:
     """Returns where all that is compiled is kept."""
-    own = os.environ.get("VENEER_CACHE")
+    chosen = os.environ.get("VENEER_CACHE")
     shared = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(own) if own else Path(shared) / "veneer"
+    return Path(chosen) if chosen else Path(shared) / "veneer"
 
 
 def sources(folders: set[Path]) -> bytes:

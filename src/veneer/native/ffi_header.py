@@ -1,8 +1,8 @@
 """XLA's C header for FFI, read for where the members of its structs are.
 
 JAX ships the header that its XLA was built with (`xla/ffi/api/c_api.h`), so what it says holds for
-this process. Kernels read a call from XLA by these offsets, with no C compiler; a JAX whose header
-lacks one of these members is refused here instead of being misread.
+this process. Native code reads a call from XLA by these offsets, with no C compiler; a JAX whose
+header lacks one of these members is refused here instead of being misread.
 """
 
 import functools
@@ -12,10 +12,10 @@ from pathlib import Path
 
 import jax
 
-#: The interface that kernels are written for. XLA raises it when it breaks what was.
+#: The interface that `call_frame.py` is written for. XLA raises it when it breaks what was.
 MAJOR_VERSION = 0
 
-#: What kernels read or write of each struct.
+#: What it reads or writes of each struct.
 MEMBERS = {
     "XLA_FFI_CallFrame": "extension_start api ctx args.size args.args rets.size rets.rets",
     "XLA_FFI_Buffer": "dtype data rank dims",
@@ -28,7 +28,7 @@ MEMBERS = {
     "XLA_FFI_Metadata_Extension": "extension_base.type metadata",
     "XLA_FFI_Metadata": "api_version.major_version api_version.minor_version traits",
 }
-#: The enumerators that they compare with, or write.
+#: The enumerators that it compares with, or writes.
 ENUMERATORS = (
     "XLA_FFI_Extension_Metadata XLA_FFI_DataType_F32 XLA_FFI_DataType_S8 "
     "XLA_FFI_Error_Code_INVALID_ARGUMENT XLA_FFI_Error_Code_RESOURCE_EXHAUSTED"
@@ -39,11 +39,11 @@ _SIZES = {"size_t": 8, "int64_t": 8, "int32_t": 4, "uint32_t": 4, "int": 4, "*":
 
 
 class Header:
-    """The structs and enumerators of the header, of which kernels need some.
+    """The structs and enumerators of the header, of which native code needs some.
 
-    **Raises:** `ValueError` where it has not what they need, and says what.
+    **Raises:** `ValueError` where it has not what that needs, and says what.
 
-    >>> from veneer.kernels.cpu.ffi_header import header
+    >>> from veneer.native.ffi_header import header
     >>> header().offset("XLA_FFI_CallFrame", "api")
     16
     """
@@ -118,6 +118,6 @@ def header_text() -> str:
 def header() -> Header:
     """Returns what the header that JAX ships says.
 
-    **Raises:** `OSError` where there is none. `ValueError` where kernels cannot use it.
+    **Raises:** `OSError` where there is none. `ValueError` where native code cannot use it.
     """
     return Header(header_text())

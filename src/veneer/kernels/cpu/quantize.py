@@ -23,11 +23,11 @@ from ...native.memory import (
     word,
 )
 from ...native.simd.floats import load, store
+from ...native.simd.integers import load_ints
 from ...native.simd.quantize import (
     codes_of,
     larger_magnitudes,
     largest,
-    load_integers,
     no_magnitudes,
     reciprocals,
     scales_of,
@@ -95,10 +95,10 @@ def kernel(kind: str) -> tuple[Any, Any]:
             magnitudes = no_magnitudes(2)
             for i in range(first, first + tile, _STEP):
                 magnitudes = larger_magnitudes(magnitudes, x + 4 * i)
-            found = scales_of(largest(magnitudes), load_f32(table + _RECIPROCAL))
-            store_first(scale, found)
+            tile_scale = scales_of(largest(magnitudes), load_f32(table + _RECIPROCAL))
+            store_first(scale, tile_scale)
             scale += 4
-            by = reciprocals(found)
+            by = reciprocals(tile_scale)
             for i in range(first, first + tile, _STEP):
                 codes = codes_of(x + 4 * i, 2, by, table + _THRESHOLDS, kind)
                 store_codes(out + i * bits // 8, codes, bits)
@@ -157,20 +157,20 @@ def _row_of_tiles(kind: str, bits: int) -> Any:
 def _find_scales(job, x, columns, scale, factors):
     """Writes scales, and the reciprocal of each column's."""
     c, tr, tc = word(job, words.C), word(job, words.TR), word(job, words.TC)
-    found = stack(_ROW)  # magnitudes, and then scales
+    columnwise = stack(_ROW)  # magnitudes, and then scales
     for i in range(0, columns, _STEP):
-        store(found + 4 * i, no_magnitudes(2))
+        store(columnwise + 4 * i, no_magnitudes(2))
     for r in range(tr):
-        _add_row(found, x + 4 * c * r, columns)
+        _add_row(columnwise, x + 4 * c * r, columns)
     if tc > 1:
-        _share(found, columns, tc)
+        _share(columnwise, columns, tc)
     reciprocal = load_f32(word(job, words.TABLE) + _RECIPROCAL)
     for i in range(0, columns, _STEP):
-        scales = scales_of(load_integers(found + 4 * i, 2), reciprocal)
-        store(found + 4 * i, scales)
+        scales = scales_of(load_ints(columnwise + 4 * i, 0, 1, 2), reciprocal)
+        store(columnwise + 4 * i, scales)
         store(factors + 4 * i, reciprocals(scales))
     for tile in range(columns // tc):
-        store_f32(scale + 4 * tile, load_f32(found + 4 * tile * tc))
+        store_f32(scale + 4 * tile, load_f32(columnwise + 4 * tile * tc))
 
 
 @native
@@ -179,11 +179,11 @@ def _add_row(magnitudes, x, columns):
     whole = columns - columns % _STEP
     for i in range(0, whole, _STEP):
         place = magnitudes + 4 * i
-        store(place, larger_magnitudes(load_integers(place, 2), x + 4 * i))
+        store(place, larger_magnitudes(load_ints(place, 0, 1, 2), x + 4 * i))
     if whole < columns:
         padded, place = stack(_REST), magnitudes + 4 * whole
         _pad(padded, x + 4 * whole, columns - whole)
-        store(place, larger_magnitudes(load_integers(place, 2), padded))
+        store(place, larger_magnitudes(load_ints(place, 0, 1, 2), padded))
 
 
 @native

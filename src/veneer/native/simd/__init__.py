@@ -1,6 +1,7 @@
 """Vectors in registers: blocks of them are values of Numba's, and instructions work on these.
 
-Here and in `isa.py` alone is one CPU known from another.
+Which instructions a CPU has for something is known here and in `isa.py` alone. Who uses these
+knows of it how many numbers a vector has, and how many vectors there are registers for.
 
     blocks          the type of a block, how an instruction is made, and what emits its code
     floats          f32: made, read, written, multiplied and added up

@@ -128,7 +128,7 @@ def multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
     return builder.fadd(builder.fmul(a, b, flags=_FUSED), c, flags=_FUSED)
 
 
-def call(builder: Any, name: str, result: ir.Type, *args: Any) -> Any:
+def call_llvm(builder: Any, name: str, result: ir.Type, *args: Any) -> Any:
     """Calls a function of LLVM's by name."""
     type = ir.FunctionType(result, [arg.type for arg in args])
     return builder.call(cgutils.get_or_insert_function(builder.module, type, name), args)
@@ -142,9 +142,9 @@ def shuffled(builder: Any, a: Any, b: Any, lanes: Sequence[int]) -> Any:
 def permuted(builder: Any, values: Any, indices: Any) -> Any:
     """The lanes of a vector of f32 at indices."""
     if ISA.startswith("avx512"):
-        return call(builder, "llvm.x86.avx512.permvar.sf.512", FLOATS, values, indices)
+        return call_llvm(builder, "llvm.x86.avx512.permvar.sf.512", FLOATS, values, indices)
     if ISA == "avx2":
-        return call(builder, "llvm.x86.avx2.permps", FLOATS, values, indices)
+        return call_llvm(builder, "llvm.x86.avx2.permps", FLOATS, values, indices)
     result = ir.Constant(FLOATS, ir.Undefined)
     for lane in range(LANES):
         index = builder.extract_element(indices, I32(lane))

@@ -17,7 +17,7 @@ from .blocks import (
     Block,
     at,
     block_of,
-    call,
+    call_llvm,
     constant,
     instruction,
     load_vector,
@@ -60,13 +60,13 @@ def looked_up_bytes(table, block, shift):
         undefined = ir.Constant(SHORTS, ir.Undefined)
         by = builder.insert_element(undefined, by, I32(0))
         by = shuffled(builder, by, undefined, [0] * SHORTS.count)
-        found = []
+        worth = []
         for value in vectors(builder, values):
             # Bits of the next byte come along. They are cut off, or the table repeats over them.
             fields = builder.lshr(builder.bitcast(value, SHORTS), by)
             fields = builder.and_(builder.bitcast(fields, BYTES), constant(BYTES, 15))
-            found.append(builder.bitcast(_look_up(builder, table, fields), INTS))
-        return block_of(builder, found)
+            worth.append(builder.bitcast(_look_up(builder, table, fields), INTS))
+        return block_of(builder, worth)
 
     return block, emit
 
@@ -74,9 +74,9 @@ def looked_up_bytes(table, block, shift):
 def _look_up(builder: Any, table: Any, indices: Any) -> Any:
     """Bytes of a table of 16, which each 128 bits of a vector have, at indices below 16."""
     if ISA.startswith("avx512"):
-        return call(builder, "llvm.x86.avx512.pshuf.b.512", BYTES, table, indices)
+        return call_llvm(builder, "llvm.x86.avx512.pshuf.b.512", BYTES, table, indices)
     if ISA == "avx2":
-        return call(builder, "llvm.x86.avx2.pshuf.b", BYTES, table, indices)
+        return call_llvm(builder, "llvm.x86.avx2.pshuf.b", BYTES, table, indices)
     value = ir.Constant(BYTES, ir.Undefined)
     for lane in range(WIDTH):
         index = builder.zext(builder.extract_element(indices, I32(lane)), I32)

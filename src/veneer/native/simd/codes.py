@@ -7,7 +7,7 @@ from llvmlite import ir
 
 from ..isa import ISA, LANES
 from ..memory import I16, I32
-from .blocks import FLOATS, INTS, Block, at, block_of, call, constant, instruction, load_vector
+from .blocks import FLOATS, INTS, Block, at, block_of, call_llvm, constant, instruction, load_vector
 
 _HALVES = ir.VectorType(I16, LANES)
 
@@ -27,10 +27,10 @@ def load_table(address):
 def look_up(builder: Any, tables: Sequence[Any], indices: Any) -> Any:
     """The entries of a table of 16 at the low 4 bits of each lane."""
     if ISA.startswith("avx512"):  # one permutation, that looks at 4 bits alone
-        return call(builder, "llvm.x86.avx512.permvar.sf.512", FLOATS, tables[0], indices)
+        return call_llvm(builder, "llvm.x86.avx512.permvar.sf.512", FLOATS, tables[0], indices)
     if ISA == "avx2":  # two, that look at 3 bits; and the fourth says which
         low, high = (
-            call(builder, "llvm.x86.avx2.permps", FLOATS, table, indices) for table in tables
+            call_llvm(builder, "llvm.x86.avx2.permps", FLOATS, table, indices) for table in tables
         )
         fourth = builder.and_(indices, constant(INTS, 8))
         return builder.select(builder.icmp_signed("!=", fourth, constant(INTS, 0)), high, low)

@@ -19,7 +19,7 @@ from .blocks import (
     Emit,
     at,
     block_of,
-    call,
+    call_llvm,
     constant,
     instruction,
     load_vector,
@@ -174,7 +174,7 @@ def sum_lanes(vector):
 
     def emit(builder, vector):
         value = vectors(builder, vector)[0]
-        return call(builder, f"llvm.vector.reduce.add.v{LANES}i32", I32, value)
+        return call_llvm(builder, f"llvm.vector.reduce.add.v{LANES}i32", I32, value)
 
     return types.int32, emit
 
@@ -182,7 +182,7 @@ def sum_lanes(vector):
 def _dot(builder: Any, total: Any, w: Any, x: Any) -> Any:
     """Adds four products of bytes to each lane: `w` has no sign, `x` has one."""
     if ISA == "avx512vnni":
-        return call(builder, "llvm.x86.avx512.vpdpbusd.512", INTS, total, w, x)
+        return call_llvm(builder, "llvm.x86.avx512.vpdpbusd.512", INTS, total, w, x)
     if ISA == "portable":
         for i in range(4):
             code = builder.and_(builder.lshr(w, constant(INTS, 8 * i)), constant(INTS, 255))
@@ -198,7 +198,7 @@ def _dot(builder: Any, total: Any, w: Any, x: Any) -> Any:
     even = builder.and_(w, constant(SHORTS, 255)), builder.ashr(builder.shl(x, eight), eight)
     odd = builder.lshr(w, eight), builder.ashr(x, eight)
     for pair in (even, odd):
-        total = builder.add(total, call(builder, f"llvm.x86.{name}", INTS, *pair))
+        total = builder.add(total, call_llvm(builder, f"llvm.x86.{name}", INTS, *pair))
     return total
 
 
@@ -233,7 +233,7 @@ def spread(address, stride, count, shift):
         for row in range(block.columns):
             place = pointer(builder, at(builder, address, 0, row, stride), FLOATS)
             name = f"llvm.masked.load.v{LANES}f32.p0"
-            few = call(builder, name, FLOATS, place, I32(4), there, constant(FLOATS, 0.0))
+            few = call_llvm(builder, name, FLOATS, place, I32(4), there, constant(FLOATS, 0.0))
             values.append(permuted(builder, few, indices))
         return block_of(builder, values)
 

@@ -38,18 +38,6 @@ def no_magnitudes(columns):
 
 
 @instruction
-def load_integers(address, columns):
-    """Reads a row of vectors of int32."""
-    block = Block("i32", 1, columns.literal_value)
-
-    def emit(builder, address, _):
-        places = [at(builder, address, c) for c in range(block.columns)]
-        return block_of(builder, [load_vector(builder, place, INTS) for place in places])
-
-    return block, emit
-
-
-@instruction
 def larger_magnitudes(magnitudes, address):
     """The larger of magnitudes and those of f32 at an address, all by their bits.
 
@@ -99,14 +87,14 @@ def scales_of(magnitudes, reciprocal):
 
     def emit(builder, magnitudes, reciprocal):
         by = repeated(builder, reciprocal)
-        found = []
+        scales = []
         for bits in vectors(builder, magnitudes):
             scale = builder.fmul(builder.bitcast(bits, FLOATS), by)
             fits = builder.fcmp_ordered("<=", scale, constant(FLOATS, 1 / _TINY))
             usable = builder.select(fits, scale, constant(FLOATS, float("nan")))
             small = builder.fcmp_ordered("<", scale, constant(FLOATS, _TINY))
-            found.append(builder.select(small, constant(FLOATS, 1.0), usable))
-        return block_of(builder, found)
+            scales.append(builder.select(small, constant(FLOATS, 1.0), usable))
+        return block_of(builder, scales)
 
     return block, emit
 

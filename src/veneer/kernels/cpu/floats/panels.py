@@ -19,7 +19,7 @@ from ....native.simd.blocks import (
     Block,
     at,
     block_of,
-    call,
+    call_llvm,
     constant,
     instruction,
     load_vector,
@@ -232,7 +232,7 @@ def _some_scales(builder: Any, places: Any, lanes: Any, count: Any) -> list[Any]
     return [
         permuted(
             builder,
-            call(builder, name, FLOATS, pointer(builder, place, FLOATS), align, exists, none),
+            call_llvm(builder, name, FLOATS, pointer(builder, place, FLOATS), align, exists, none),
             order,
         )
         for place in places

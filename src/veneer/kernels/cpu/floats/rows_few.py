@@ -108,13 +108,13 @@ def _size(job):
 
 @native
 def _add_up(job, part):
-    """Adds what the parts that multiply have found, for so many numbers of the result."""
+    """Adds what the parts that multiply have written, for so many numbers of the result."""
     not_inlined()
     size, first = _size(job), part * _ADDED
     count = min(_ADDED, size - first)
     for other in range(_depths(job) - 1):
-        found = word(job, SCRATCH) + 4 * (size * other + first)
-        add(found, count, word(job, OUT) + 4 * first)
+        product = word(job, SCRATCH) + 4 * (size * other + first)
+        add(product, count, word(job, OUT) + 4 * first)
 
 
 @native

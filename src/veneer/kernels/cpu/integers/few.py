@@ -98,7 +98,7 @@ def kernel(kind: str, offset: int) -> Any:
 
     def multiply(m: int) -> Any:
         @native
-        def multiply(x, start, place, table, found):
+        def multiply(x, start, place, table, products):
             c, tiles, each, w, row_bytes, scale, scales_apart, shift = place
             sums = zeros(m, ROWS)
             for _ in range(tiles):
@@ -114,7 +114,7 @@ def kernel(kind: str, offset: int) -> Any:
                 sums = add_scaled_ints(sums, total, spread(scale, scales_apart, ROWS, shift))
                 scale += 4 * (LANES >> shift)
                 start += WIDTH
-            store_sums(found, ROWS * 4, sums)
+            store_sums(products, ROWS * 4, sums)
 
         return multiply
 
@@ -140,7 +140,7 @@ def kernel(kind: str, offset: int) -> Any:
         scales = word(job, SCALE) + batch * (rows // shared) * row_scales * 4
         apart = row_scales * 4 if shared == 1 else 0
         table = byte_table(word(job, TABLE))
-        found = stack(64)
+        products = stack(64)
         for wanted in range(first, last, ROWS):
             n = min(wanted, last - ROWS)
             w = word(job, W) + (batch * rows + n) * row_bytes
@@ -151,17 +151,17 @@ def kernel(kind: str, offset: int) -> Any:
                 at_x, at_start = x + row * c, start + row * tiles * WIDTH
                 done = 4 if m - row >= 4 else 2 if m - row >= 2 else 1
                 if done == 4:
-                    multiply_4(at_x, at_start, place, table, found)
+                    multiply_4(at_x, at_start, place, table, products)
                 elif done == 2:
-                    multiply_2(at_x, at_start, place, table, found)
+                    multiply_2(at_x, at_start, place, table, products)
                 else:
-                    multiply_1(at_x, at_start, place, table, found)
+                    multiply_1(at_x, at_start, place, table, products)
                 for i in range(done):
                     index = batch * m + row + i
                     x_scale = load_f32(word(job, X_SCALE) + 4 * index)
                     to = word(job, OUT) + 4 * (index * rows + n)
                     for j in range(ROWS):
-                        store_f32(to + 4 * j, load_f32(found + 4 * (i * ROWS + j)) * x_scale)
+                        store_f32(to + 4 * j, load_f32(products + 4 * (i * ROWS + j)) * x_scale)
                 row += done
 
     return prepare, count, work, fits
