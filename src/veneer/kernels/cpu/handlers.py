@@ -125,22 +125,26 @@ def _read(frame, job, bits, contracts_rows, is_integer):
         if not (_is_array(x_scale, F32, 2) and dim(x_scale, 0) == batch and dim(x_scale, 1) == m):
             return False
         set_word(job, words.X_SCALE, data(x_scale))
-    tr, tc = _share(r, dim(scale, 1)), _share(c, dim(scale, 2))
-    if r * c > 0 and (tr == 0 or tc == 0):
-        return False
     set_word(job, words.X, data(x))
     set_word(job, words.W, data(matrix))
+    set_word(job, words.M, m)
+    return _write(job, table, out, batch, r, c, row_bytes, scale) or r * c == 0
+
+
+@native
+def _write(job, table, out, batch, r, c, row_bytes, scale):
+    """Writes what all jobs have, and returns whether each tile has a scale."""
+    tr, tc = _share(r, dim(scale, 1)), _share(c, dim(scale, 2))
     set_word(job, words.SCALE, data(scale))
     set_word(job, words.TABLE, data(table))
     set_word(job, words.OUT, data(out))
     set_word(job, words.BATCH, batch)
-    set_word(job, words.M, m)
     set_word(job, words.R, r)
     set_word(job, words.C, c)
     set_word(job, words.ROW_BYTES, row_bytes)
     set_word(job, words.TR, tr)
     set_word(job, words.TC, tc)
-    return True
+    return tr * tc > 0
 
 
 @native
@@ -181,25 +185,14 @@ def _read_quantize(frame, job, bits):
         return False
     batch, r, c = dim(x, 0), dim(x, 1), dim(x, 2)
     row_bytes = (c * bits + 7) // 8
-    tr, tc = _share(r, dim(scale, 1)), _share(c, dim(scale, 2))
     if not (
         dim(table, 0) == 16
         and dim(out, 0) == batch
         and dim(out, 1) == r
         and dim(out, 2) == row_bytes
         and dim(scale, 0) == batch
-        and (batch * r * c == 0 or tr * tc > 0)
     ):
         return False
     set_word(job, words.X, data(x))
-    set_word(job, words.TABLE, data(table))
-    set_word(job, words.OUT, data(out))
-    set_word(job, words.SCALE, data(scale))
-    set_word(job, words.BATCH, batch)
     set_word(job, words.M, 4)  # what a value costs, in products
-    set_word(job, words.R, r)
-    set_word(job, words.C, c)
-    set_word(job, words.ROW_BYTES, row_bytes)
-    set_word(job, words.TR, tr)
-    set_word(job, words.TC, tc)
-    return True
+    return _write(job, table, out, batch, r, c, row_bytes, scale) or batch * r * c == 0

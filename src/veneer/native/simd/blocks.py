@@ -151,3 +151,14 @@ def permuted(builder: Any, values: Any, indices: Any) -> Any:
         number = builder.extract_element(values, index)
         result = builder.insert_element(result, number, I32(lane))
     return result
+
+
+def add_rows(builder: Any, total: Block, totals: Any, ws: Any, row: Emit, add: Emit) -> Any:
+    """A block whose entry [r][c] is `add(builder, totals[r][c], row(r), ws[c])`."""
+    totals, ws = vectors(builder, totals), vectors(builder, ws)
+    for r in range(total.rows):
+        value = row(r)
+        for c, w in enumerate(ws):
+            i = r * total.columns + c
+            totals[i] = add(builder, totals[i], value, w)
+    return block_of(builder, totals)

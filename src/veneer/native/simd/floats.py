@@ -10,6 +10,7 @@ from ..memory import F32, I32, I64, pointer
 from .blocks import (
     FLOATS,
     Block,
+    add_rows,
     at,
     block_of,
     constant,
@@ -97,15 +98,12 @@ def outer(total, x, stride, w):
     """`total[r][c] + x[r] * w[c]`: a number at `x`, `stride` bytes apart, times vectors."""
 
     def emit(builder, totals, x, stride, ws):
-        totals, ws = vectors(builder, totals), vectors(builder, ws)
-        for r in range(total.rows):
+        def row(r):
             number = builder.load(pointer(builder, at(builder, x, 0, r, stride), F32))
             number.align = 1
-            number = repeated(builder, number)
-            for c, value in enumerate(ws):
-                i = r * total.columns + c
-                totals[i] = multiply_add(builder, number, value, totals[i])
-        return block_of(builder, totals)
+            return repeated(builder, number)
+
+        return add_rows(builder, total, totals, ws, row, _add_product)
 
     return total, emit
 
@@ -118,15 +116,14 @@ def inner(total, x, stride, w):
     """
 
     def emit(builder, totals, x, stride, ws):
-        totals, ws = vectors(builder, totals), vectors(builder, ws)
-        for r in range(total.rows):
-            row = load_vector(builder, at(builder, x, 0, r, stride))
-            for c, value in enumerate(ws):
-                i = r * total.columns + c
-                totals[i] = multiply_add(builder, row, value, totals[i])
-        return block_of(builder, totals)
+        row = lambda r: load_vector(builder, at(builder, x, 0, r, stride))
+        return add_rows(builder, total, totals, ws, row, _add_product)
 
     return total, emit
+
+
+def _add_product(builder: Any, total: Any, x: Any, w: Any) -> Any:
+    return multiply_add(builder, x, w, total)
 
 
 @instruction

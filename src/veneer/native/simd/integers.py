@@ -17,6 +17,7 @@ from .blocks import (
     SHORTS,
     Block,
     Emit,
+    add_rows,
     at,
     block_of,
     call_llvm,
@@ -112,15 +113,12 @@ def dot(total, x, stride, w):
     """
 
     def emit(builder, totals, x, stride, ws):
-        totals, ws = vectors(builder, totals), vectors(builder, ws)
-        for r in range(total.rows):
+        def row(r):
             four = builder.load(pointer(builder, at(builder, x, 0, r, stride), I32))
             four.align = 1
-            four = repeated(builder, four)
-            for c, value in enumerate(ws):
-                i = r * total.columns + c
-                totals[i] = _dot(builder, totals[i], value, four)
-        return block_of(builder, totals)
+            return repeated(builder, four)
+
+        return add_rows(builder, total, totals, ws, row, _dot)
 
     return total, emit
 
@@ -130,13 +128,8 @@ def dot_lanes(total, x, stride, w):
     """`total[r][c] + x[r] * w[c]` as for `dot`, but with a vector at `x` times that of `w`."""
 
     def emit(builder, totals, x, stride, ws):
-        totals, ws = vectors(builder, totals), vectors(builder, ws)
-        for r in range(total.rows):
-            row = load_vector(builder, at(builder, x, 0, r, stride), INTS)
-            for c, value in enumerate(ws):
-                i = r * total.columns + c
-                totals[i] = _dot(builder, totals[i], value, row)
-        return block_of(builder, totals)
+        row = lambda r: load_vector(builder, at(builder, x, 0, r, stride), INTS)
+        return add_rows(builder, total, totals, ws, row, _dot)
 
     return total, emit
 
@@ -152,7 +145,7 @@ def add_sums(total, address, bytes):
         if count < LANES:
             zeros = ir.Constant(values.type, [0] * count)
             values = shuffled(builder, values, zeros, [min(i, count) for i in range(LANES)])
-        return block_of(builder, [_dot(builder, vectors(builder, total)[0], ones, values)])
+        return block_of(builder, [_dot(builder, vectors(builder, total)[0], values, ones)])
 
     return total, emit
 
@@ -179,7 +172,7 @@ def sum_lanes(vector):
     return types.int32, emit
 
 
-def _dot(builder: Any, total: Any, w: Any, x: Any) -> Any:
+def _dot(builder: Any, total: Any, x: Any, w: Any) -> Any:
     """Adds four products of bytes to each lane: `w` has no sign, `x` has one."""
     if ISA == "avx512vnni":
         return call_llvm(builder, "llvm.x86.avx512.vpdpbusd.512", INTS, total, w, x)
