@@ -37,7 +37,7 @@ def fill(page: str, name: str, text: str) -> str:
 
 def made_with() -> str:
     """What the figures depend on beside the programs: versions, and the machine in few words."""
-    from veneer.kernels.cpu.isa import ISA
+    from veneer.native.isa import ISA
 
     cpuinfo = Path("/proc/cpuinfo")
     models = re.findall(r"model name\s*: (.+)", cpuinfo.read_text()) if cpuinfo.exists() else []

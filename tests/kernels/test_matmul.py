@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from veneer.kernels import Codes, Operands, Product, matmul, select
+from veneer.kernels import Codes, MatmulOperands, MatmulProblem, matmul, select
 
 INT4 = Codes(4, values=(*map(float, range(8)), *map(float, range(-8, 0))))
 INT8 = Codes(8, "int8")
@@ -40,7 +40,7 @@ def example(codes, contracting="rows", batch=1, rows=3, tile=(32, 1), integer=Fa
     k = R if contracting == "rows" else C
     packed = rng.integers(0, 256, (batch, R, codes.row_bytes(C)), np.uint8)
     x = rng.normal(size=(batch, rows, k))
-    operands = Operands(
+    operands = MatmulOperands(
         jnp.asarray(
             rng.integers(-128, 128, x.shape) if integer else x, "int8" if integer else "f4"
         ),
@@ -49,7 +49,7 @@ def example(codes, contracting="rows", batch=1, rows=3, tile=(32, 1), integer=Fa
         None if zero is None else jnp.asarray(rng.integers(-8, 8, (batch, *zero)), jnp.int8),
         jnp.asarray(rng.uniform(0.5, 1, (batch, rows)) / 8, jnp.float32) if integer else None,
     )
-    return operands, Product(codes, C, contracting, "float32", 0, reference)
+    return operands, MatmulProblem(codes, C, contracting, "float32", 0, reference)
 
 
 def assert_close(actual, expected):
@@ -118,8 +118,8 @@ def test_vmap(axes):
         leaf = getattr(operands, name)
         several = jnp.stack([leaf, jnp.flip(leaf), leaf], axis)
         operands = operands._replace(**{name: several})
-    in_axes = Operands(**{name: axes.get(name) for name in Operands._fields})
-    run = lambda f: jax.vmap(lambda *xs: f(Operands(*xs), product), in_axes=tuple(in_axes))
+    in_axes = MatmulOperands(**{name: axes.get(name) for name in MatmulOperands._fields})
+    run = lambda f: jax.vmap(lambda *xs: f(MatmulOperands(*xs), product), in_axes=tuple(in_axes))
     actual, expected = jax.jit(lambda xs: [run(f)(*xs) for f in (matmul, reference)])(operands)
     assert_close(actual, expected)
 
@@ -146,7 +146,7 @@ def test_mapped_activations_are_rows_and_no_batch():
 @pytest.mark.parametrize("shape", [(1, 0, R), (0, 3, R)])
 def test_nothing_to_multiply(shape):
     operands, product = example(INT4)
-    operands = Operands(jnp.zeros(shape), *(leaf[: shape[0]] for leaf in operands[1:3]))
+    operands = MatmulOperands(jnp.zeros(shape), *(leaf[: shape[0]] for leaf in operands[1:3]))
     run = jax.value_and_grad(lambda x: matmul(operands._replace(x=x), product).sum())
     assert [y.shape for y in jax.jit(run)(operands.x)] == [(), shape]
 
@@ -169,7 +169,7 @@ def test_activations_of_16_bits(dtype):
 
 def test_equal_products_are_lowered_once(monkeypatch):
     operands, product = example(INT8)
-    again = Product(*(getattr(product, field.name) for field in dataclasses.fields(product)))
+    again = MatmulProblem(*(getattr(product, field.name) for field in dataclasses.fields(product)))
     find, found = select.find, []
     monkeypatch.setattr(select, "find", lambda *args: found.append(find(*args)) or found[-1])
     jax.jit(lambda operands: matmul(operands, product) + matmul(operands, again)).lower(operands)

@@ -25,7 +25,7 @@ BY_KERNEL = "CPU kernel rows_int8, else rhs scaled outside"
 
 def shape(**changes):
     sizes = {"contracting": "rows", "activations": "float", "m": 1, "k": 256, "n": 256, "tile": 256}
-    return select.Shape(**sizes | changes)
+    return select.MatmulShape(**sizes | changes)
 
 
 def how():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import veneer as vn
-from veneer.numba import cache, scalar
+from veneer.numba import scalar
 
 X = np.ones(2, np.float32)
 
@@ -45,13 +45,6 @@ def test_numbers_in_the_module_of_a_function_are_in_the_key(monkeypatch, tmp_pat
     for name in ("number", "table", "default", "calls"):
         first, second = (scalar.source_of(getattr(module, name)) for module in modules)
         assert first != second, name  # their lines are the same
-
-
-def test_the_vectors_that_products_are_compiled_for_are_in_the_key(monkeypatch):
-    monkeypatch.delenv("VENEER_KERNELS_ISA", raising=False)
-    names = {cache._fingerprint.__wrapped__()}
-    monkeypatch.setenv("VENEER_KERNELS_ISA", "portable")
-    assert cache._fingerprint.__wrapped__() not in names
 
 
 def test_raw_refuses_numbers_that_it_would_round():

@@ -1,8 +1,17 @@
-"""Products with stored matrices, by the fastest means that a platform has."""
+"""Products with stored matrices, by the fastest means that a platform has.
+
+matmul          the product as a JAX primitive: its derivatives, its batching, its lowering
+sharding        how that is cut over devices
+quantize        codes and scales of an array, as a JAX primitive
+select          which kernel computes which product, and `use`
+codes           what a kernel is told of the numbers in a matrix
+bit_planes      small numbers of any bits in bytes, without gaps
+cpu             kernels for the CPU
+"""
 
 from .codes import BYTES as BYTES
 from .codes import Codes as Codes
-from .matmul import Operands as Operands
-from .matmul import Product as Product
 from .matmul import matmul as matmul
+from .problem import MatmulOperands as MatmulOperands
+from .problem import MatmulProblem as MatmulProblem
 from .select import use as use

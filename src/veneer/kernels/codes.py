@@ -2,8 +2,7 @@
 
 import dataclasses
 
-#: The dtypes of codes of 8 bits.
-BYTES = ("int8", "uint8", "float8_e4m3fn", "float8_e5m2")
+from .cpu.kinds import BYTES, LOOKUP_BITS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +32,11 @@ class Codes:
     values: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        narrow = self.bits in (1, 2, 4) and not self.dtype and len(self.values) == 2**self.bits
+        narrow = (
+            self.bits in LOOKUP_BITS.values()
+            and not self.dtype
+            and len(self.values) == 2**self.bits
+        )
         if not narrow and not (self.bits == 8 and self.dtype in BYTES and not self.values):
             raise ValueError(
                 f"no kernel has codes of {self.bits} bits with dtype {self.dtype!r} and "

@@ -61,7 +61,7 @@ def _checked(choice: str, source: str) -> Choice:
 
 
 @dataclass(frozen=True)
-class Shape:
+class MatmulShape:
     """What a choice depends on, beside the codes: the product, as one of matrices.
 
     **Arguments:**
@@ -81,7 +81,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Kernel:
+class Candidate:
     """A row of the table: a kernel, and the products that it is used for.
 
     **Arguments:**
@@ -104,10 +104,10 @@ _ALL = tuple(BITS)
 
 #: The first row that fits is taken.
 TABLE = (
-    Kernel("cpu", "rows", "float", "veneer_rows_{}", _ALL, 1 << 14),
-    Kernel("cpu", "columns", "float", "veneer_columns_{}", _ALL, 1 << 14),
-    Kernel("cpu", "rows", "int8", "veneer_integer_rows_{}", INTEGERS, 1 << 14),
-    Kernel("cpu", "columns", "int8", "veneer_integer_columns_{}", INTEGERS, 1 << 14),
+    Candidate("cpu", "rows", "float", "veneer_rows_{}", _ALL, 1 << 14),
+    Candidate("cpu", "columns", "float", "veneer_columns_{}", _ALL, 1 << 14),
+    Candidate("cpu", "rows", "int8", "veneer_integer_rows_{}", INTEGERS, 1 << 14),
+    Candidate("cpu", "columns", "int8", "veneer_integer_columns_{}", INTEGERS, 1 << 14),
 )
 
 
@@ -116,12 +116,13 @@ def may_serve(platform: str, entries: int) -> bool:
     return any(entries >= row.least_entries for row in TABLE if row.platform == platform)
 
 
-def find(platform: str, codes: Codes, shape: Shape) -> str | None:
+def find(platform: str, codes: Codes, shape: MatmulShape) -> str | None:
     """Returns the target of the kernel for a product, or None where XLA computes it.
 
     >>> from veneer.kernels import select
     >>> from veneer.kernels.codes import Codes
-    >>> select.find("cpu", Codes(8, "int8"), select.Shape("rows", "float", 1, 4096, 4096, 4096))
+    >>> shape = select.MatmulShape("rows", "float", m=1, k=4096, n=4096, tile=4096)
+    >>> select.find("cpu", Codes(8, "int8"), shape)
     'veneer_rows_int8'
     """
     for kernel in TABLE:
@@ -130,7 +131,7 @@ def find(platform: str, codes: Codes, shape: Shape) -> str | None:
     return None
 
 
-def _serves(kernel: Kernel, platform: str, codes: Codes, shape: Shape) -> bool:
+def _serves(kernel: Candidate, platform: str, codes: Codes, shape: MatmulShape) -> bool:
     return (
         (kernel.platform, kernel.contracting, kernel.activations)
         == (platform, shape.contracting, shape.activations)

@@ -1,4 +1,4 @@
-"""How a product with a stored matrix is cut over devices.
+"""How a product with a stored matrix is lowered, and cut over devices.
 
 Each device runs the kernel on its own part. In a `shard_map` the parts are there already. Under
 `jit`, the partitioner is told by a rule how the axes of operands and result go together, and asks
@@ -17,32 +17,50 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.experimental.custom_partitioning import custom_partitioning
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from .._jax.primitives import Primitive
 from .._jax.sharding import spec_over
-from .matmul import Operands, Product, by_kernel, by_reference, lowered_p, operands_of
+from .one_device import by_kernel, by_reference, is_on_one_device
+from .problem import MatmulOperands, MatmulProblem, operands_of
+
+lowered_p = Primitive("lowered_stored_matmul")
 
 
-def way_of(ctx: Any) -> Callable[..., jax.Array]:
-    """Returns how a product is computed on the devices that a program is lowered for."""
+@lowered_p.def_abstract_eval
+def _typed(*avals: Any, problem: MatmulProblem, present: Sequence[bool]) -> Any:
+    return problem.out_aval(*avals[:2])
+
+
+def _lowered_for_cpu(ctx: Any, *values: Any, **params: Any) -> Any:
+    exported = ctx.module_context.lowering_parameters.for_export
+    compute = by_reference if exported else _computation(ctx)
+    return mlir.lower_fun(compute, multiple_results=False)(ctx, *values, **params)
+
+
+mlir.register_lowering(lowered_p, mlir.lower_fun(by_reference, multiple_results=False))
+mlir.register_lowering(lowered_p, _lowered_for_cpu, platform="cpu")
+
+
+def _computation(ctx: Any) -> Callable[..., jax.Array]:
+    """How a product is computed on the devices that a program is lowered for."""
+    if is_on_one_device(ctx):
+        return by_kernel
     axes = ctx.module_context.axis_context
-    if isinstance(axes, mlir.SPMDAxisContext):  # a shard_map
-        whole = set(axes.manual_axes) == set(axes.mesh.axis_names)
-        return by_kernel if whole else by_reference
-    if isinstance(axes, mlir.ShardingContext) and axes.num_devices > 1:
-        return by_reference if axes.abstract_mesh is None else _partitioned
-    return by_kernel
+    known = isinstance(axes, mlir.ShardingContext) and axes.abstract_mesh is not None
+    return _partitioned if known else by_reference
 
 
-def _partitioned(*arrays: Any, product: Product, present: Sequence[bool]) -> jax.Array:
+def _partitioned(*arrays: Any, problem: MatmulProblem, present: Sequence[bool]) -> jax.Array:
+    from jax.experimental.custom_partitioning import custom_partitioning  # which few programs need
+
     # What is cut is looked at for its type alone.
-    cut = custom_partitioning(lambda *xs: lowered_p.bind(*xs, product=product, present=present))
-    rule, sizes, summed = sharding_rule(arrays, product, present)
+    cut = custom_partitioning(lambda *xs: lowered_p.bind(*xs, problem=problem, present=present))
+    rule, sizes, summed = sharding_rule(arrays, problem, present)
     cut.def_partition(
-        functools.partial(_partition, product, present),
+        functools.partial(_partition, problem, present),
         decode_shardings=False,  # which fails where an axis of the mesh is cut in two
         sharding_rule=rule,
         reduction_factors=summed,
@@ -56,16 +74,16 @@ def _partitioned(*arrays: Any, product: Product, present: Sequence[bool]) -> jax
 
 
 def sharding_rule(
-    arrays: Sequence[Any], product: Product, present: Sequence[bool]
+    arrays: Sequence[Any], problem: MatmulProblem, present: Sequence[bool]
 ) -> tuple[str, dict[str, int], tuple[str, ...]]:
     """Returns a sharding rule, the sizes of factors that are no axis by themselves, and the summed.
 
     >>> import jax
-    >>> from veneer.kernels import Codes, Product
-    >>> product = Product(Codes(4, values=(0.0,) * 16), 64, "rows", "float32", 0, print)
+    >>> from veneer.kernels import Codes, MatmulProblem
+    >>> problem = MatmulProblem(Codes(4, values=(0.0,) * 16), 64, "rows", "float32", 0, print)
     >>> shapes = ((1, 2, 256), "float32"), ((1, 256, 32), "uint8"), ((1, 8, 64), "float32")
     >>> arrays = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
-    >>> sharding_rule(arrays, product, (True, True, True, False, False))
+    >>> sharding_rule(arrays, problem, (True, True, True, False, False))
     ('b m (r0 r1), b (r0 r1) c0, b r0 (c0 c1) -> b m (c0 c1)', {'r1': 32, 'c1': 2}, ('r0', 'r1'))
     """
     operands = operands_of(arrays, present)
@@ -73,10 +91,10 @@ def sharding_rule(
     _, rows, row_bytes = operands.packed.shape
     factors = {
         "rows": _factors("r", {rows, tiles[0]}),
-        "columns": _factors("c", {product.columns, row_bytes, tiles[1]}),
+        "columns": _factors("c", {problem.columns, row_bytes, tiles[1]}),
     }
-    axes = _axes(product, present)
-    _, m, n = product.out_shape(operands.x, operands.packed)
+    axes = _axes(problem, present)
+    _, m, n = problem.out_shape(operands.x, operands.packed)
     shapes = [x.shape for x in arrays] + [(operands.x.shape[0], m, n)]
     sizes: dict[str, int] = {"b": 0, "m": 0}  # known by arrays
     written = []
@@ -94,16 +112,18 @@ def sharding_rule(
         f"{', '.join(of_operands)} -> {of_result}",
         {name: size for name, size in sizes.items() if name not in alone},
         tuple(
-            name for name in sizes if name in set().union(*factors[product.contracting].values())
+            name for name in sizes if name in set().union(*factors[problem.contracting].values())
         ),
     )
 
 
-def _axes(product: Product, present: Sequence[bool]) -> list[tuple[str, ...]]:
+def _axes(problem: MatmulProblem, present: Sequence[bool]) -> list[tuple[str, ...]]:
     """What the axes of each operand and of the result are."""
-    other = {"rows": "columns", "columns": "rows"}[product.contracting]
+    other = {"rows": "columns", "columns": "rows"}[problem.contracting]
     matrix = ("b", "rows", "columns")
-    of_operands = Operands(("b", "m", product.contracting), matrix, matrix, matrix, ("b", "m"))
+    of_operands = MatmulOperands(
+        ("b", "m", problem.contracting), matrix, matrix, matrix, ("b", "m")
+    )
     here = [axes for axes, there in zip(of_operands, present, strict=True) if there]
     return [*here, ("b", "m", other)]
 
@@ -113,14 +133,14 @@ def _factors(prefix: str, counts: set[int]) -> dict[int, dict[str, int]]:
 
     Where one's entries do not each go with as many of another's, they have no factors in common.
     """
-    found: dict[int, dict[str, int]] = {}
+    factors: dict[int, dict[str, int]] = {}
     before, made_of = 1, dict[str, int]()
     for count in sorted(counts - {1}):
         if count % before:
             return {count: {f"{prefix}{i}": count} for i, count in enumerate(sorted(counts))}
         made_of = {**made_of, f"{prefix}{len(made_of)}": count // before}
-        found[count], before = made_of, count
-    return found
+        factors[count], before = made_of, count
+    return factors
 
 
 def _written(factors: dict[str, int]) -> str:
@@ -128,7 +148,7 @@ def _written(factors: dict[str, int]) -> str:
     return f"({names})" if len(factors) > 1 else names
 
 
-def _tiles(operands: Operands) -> tuple[int, int]:
+def _tiles(operands: MatmulOperands) -> tuple[int, int]:
     """How many tiles there are along rows and columns, of what varies most."""
     leaves = [x for x in (operands.scale, operands.zero_point) if x is not None]
     return max(x.shape[1] for x in leaves), max(x.shape[2] for x in leaves)
@@ -138,24 +158,24 @@ def _tiles(operands: Operands) -> tuple[int, int]:
 
 
 def _partition(
-    product: Product, present: Sequence[bool], mesh: Any, arg_shapes: Any, result_shape: Any
+    problem: MatmulProblem, present: Sequence[bool], mesh: Any, arg_shapes: Any, result_shape: Any
 ) -> tuple[Any, Callable[..., jax.Array], NamedSharding, tuple[NamedSharding, ...]]:
     operands = operands_of(arg_shapes, present)
-    cuts = _cuts(operands, result_shape, product, mesh)
+    cuts = _cuts(operands, result_shape, problem, mesh)
     shapes = [x.shape for x in arg_shapes]
     *of_operands, of_result = (
         P(*(cuts[name] if size != 1 else None for name, size in zip(names, shape, strict=True)))
-        for names, shape in zip(_axes(product, present), [*shapes, result_shape.shape], strict=True)
+        for names, shape in zip(_axes(problem, present), [*shapes, result_shape.shape], strict=True)
     )
-    summed = cuts[product.contracting]
+    summed = cuts[problem.contracting]
     parts = _parts(cuts["columns"], mesh)
-    local = dataclasses.replace(product, columns=product.columns // parts)
+    local = dataclasses.replace(problem, columns=problem.columns // parts)
     if summed:  # rounded once, when it is whole
         local = dataclasses.replace(local, out_dtype="float32")
 
     def on_one_device(*arrays: jax.Array) -> jax.Array:
-        out = by_kernel(*arrays, product=local, present=present)
-        return jax.lax.psum(out, summed).astype(product.out_dtype) if summed else out
+        out = by_kernel(*arrays, problem=local, present=present)
+        return jax.lax.psum(out, summed).astype(problem.out_dtype) if summed else out
 
     placed = [NamedSharding(mesh, spec) for spec in (*of_operands, of_result)]
     return mesh, on_one_device, placed[-1], tuple(placed[:-1])
@@ -164,18 +184,20 @@ def _partition(
 _Cut = tuple[str, ...] | None  # the axes of a mesh
 
 
-def _cuts(operands: Operands, result: Any, product: Product, mesh: Any) -> dict[str, _Cut]:
+def _cuts(
+    operands: MatmulOperands, result: Any, problem: MatmulProblem, mesh: Any
+) -> dict[str, _Cut]:
     """How each axis is cut: as the result is, or else as operands are, where nothing is split."""
     counts = {
         "b": [operands.x.shape[0]],
         "m": [operands.x.shape[1]],
         "rows": [operands.packed.shape[1]],
-        "columns": [product.columns, operands.packed.shape[2]],
+        "columns": [problem.columns, operands.packed.shape[2]],
     }
     for name, count in zip(("rows", "columns"), _tiles(operands), strict=True):
         if count > 1:
             counts[name].append(count)
-    if product.columns % (8 // product.codes.bits):
+    if problem.columns % (8 // problem.codes.bits):
         counts["columns"].append(1)  # the last byte is partly empty
     of = functools.partial(_asked, mesh)
     asked = {
@@ -184,12 +206,12 @@ def _cuts(operands: Operands, result: Any, product: Product, mesh: Any) -> dict[
         "rows": (of(operands.packed, 1),),
         "columns": (of(operands.packed, 2),),
     }
-    other = {"rows": "columns", "columns": "rows"}[product.contracting]
+    other = {"rows": "columns", "columns": "rows"}[problem.contracting]
     asked[other] = (of(result, 2), *asked[other])
-    asked[product.contracting] += (of(operands.x, 2),)
+    asked[problem.contracting] += (of(operands.x, 2),)
     cuts: dict[str, _Cut] = {}
     taken = set[str]()
-    for name in ("b", other, "m", product.contracting):
+    for name in ("b", other, "m", problem.contracting):
         fits = (
             cut
             for cut in asked[name]

@@ -173,7 +173,7 @@ def _result(b: Builder, value: Value) -> Buffer:
 
 
 def _callable(compiled: Compiled) -> Any:
-    from ..kernels.cpu.machine_code import load
+    from ..native.machine_code import load
 
     source = compiled._source
     name_symbols(source.names.values())

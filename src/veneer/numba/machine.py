@@ -1,32 +1,24 @@
 """A program's source as machine code: Numba compiles its functions, LLVM writes an object file."""
 
-import inspect
 from collections.abc import Iterable
 from typing import Any
 
 import llvmlite.binding as llvm
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core.registry import cpu_target
 from numba.np.numpy_support import from_dtype
 
-from ..kernels.cpu.machine_code import target_machine
+from ..native import functions
+from ..native.object_file import emitted
 from .entry import ENTRY, PROGRAM, write_entry, write_program
 from .program import Function, Source
 from .scalar import native
 from .symbols import name_symbols
 
 #: A product and a sum may be rounded once, as XLA does it; nothing else is rearranged.
-_OPTIONS: dict[str, Any] = {
-    "no_cpython_wrapper": True,
-    "no_cfunc_wrapper": True,
-    "_nrt": False,
-    "nogil": True,
-    "error_model": "numpy",
-    "fastmath": {"contract"},
-    "boundscheck": False,
-}
+_OPTIONS: dict[str, Any] = {"fastmath": {"contract"}, "boundscheck": False}
 
 
 def compiled(source: Source) -> Any:
@@ -35,7 +27,7 @@ def compiled(source: Source) -> Any:
     names: dict[str, Any] = {name: native(f) for name, f in source.names.items()} | {"np": np}
     exec(compile(source.text, "<vn.numba>", "exec"), names)
     for function in source.functions:
-        names[function.name] = dispatcher = njit(inspect.unwrap(names[function.name]), **_OPTIONS)
+        names[function.name] = dispatcher = functions.native(names[function.name], **_OPTIONS)
         dispatcher.compile(signature_of(function))
     return names["program"]
 
@@ -70,19 +62,4 @@ def object_code(source: Source) -> bytes:
             f"has what Numba raises an error in, as a quotient of complex numbers.\n{source.text}"
         )
     linked.link_in(llvm.parse_assembly(text))
-    return _emitted(linked)
-
-
-def _emitted(module: Any) -> bytes:
-    machine = target_machine(llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten())
-    for function in module.functions:
-        if not function.is_declaration and function.name not in (ENTRY, PROGRAM):
-            function.linkage = llvm.Linkage.internal
-    for variable in module.global_variables:
-        if not variable.is_declaration:
-            variable.linkage = llvm.Linkage.internal
-    options = llvm.create_pipeline_tuning_options(speed_level=3)
-    passes = llvm.create_new_module_pass_manager()
-    passes.add_global_dead_code_eliminate_pass()
-    passes.run(module, llvm.create_pass_builder(machine, options))
-    return machine.emit_object(module)
+    return emitted(linked, (ENTRY, PROGRAM))

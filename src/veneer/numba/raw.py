@@ -8,7 +8,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.core.errors import TypingError
 
-from ..kernels.cpu.native import call
+from ..native.functions import call
 from .intrinsics import intrinsic, llvm_type
 from .program import Source
 

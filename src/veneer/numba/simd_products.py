@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from ..kernels.cpu import simd
-from ..kernels.cpu.isa import ISA, LANES
-from ..kernels.cpu.memory import load_f32, store_f32
-from ..kernels.cpu.native import ObjectFile, native
-from ..kernels.cpu.simd import load, not_inlined, outer, zeros
+from ..native.functions import native, not_inlined
+from ..native.isa import ISA, LANES
+from ..native.memory import load_f32, store_f32
+from ..native.object_file import ObjectFile
+from ..native.simd import blocks as simd
+from ..native.simd.floats import load, outer, zeros
 
 #: As many rows and vectors as a CPU has registers for.
 ROWS, VECTORS = (6, 4) if ISA.startswith("avx512") else (4, 2) if ISA == "avx2" else (2, 4)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from importlib import import_module
 from typing import Any
 
-from ..kernels.cpu.machine_code import load, name_address
+from ..native.machine_code import load, name_address
 from .cache import cached
 from .scalar import EXTERNAL, symbols_of
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
-from ..kernels.quantise import Quantiser, quantise, serves
+from ..kernels.quantize import Quantizer, quantize, serves
 from .calibration import Calibration
 from .formats import FORMATS
 from .packing import Packing
@@ -40,8 +40,8 @@ def quantize_by_kernel(array: jax.Array, how: "How", xla: Reference) -> QArray:
             np.float32(at) if is_beyond else np.nextafter(np.float32(at), np.float32(np.inf))
             for at, is_beyond, _ in format.thresholds(np.float32)
         ]
-    quantiser = Quantiser(how.format, tuple(map(float, table)), how.counts, xla)
-    packed, scale = quantise(array, quantiser)
+    quantizer = Quantizer(how.format, tuple(map(float, table)), how.counts, xla)
+    packed, scale = quantize(array, quantizer)
     packing = Packing(-1, array.shape[-1]) if format.bits < 8 else None
     return QArray.from_packed(
         packed, scale, qtype=format.name, packing=packing, dense_dtype=array.dtype

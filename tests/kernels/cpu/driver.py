@@ -12,17 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from veneer.kernels.cpu import job
-
-#: All kinds of codes that kernels are made for, and the bits of each.
-BITS = {
-    "lookup1": 1,
-    "lookup2": 2,
-    "lookup4": 4,
-    "int8": 8,
-    "uint8": 8,
-    "float8_e4m3fn": 8,
-    "float8_e5m2": 8,
-}
+from veneer.kernels.cpu.kinds import BITS
 
 
 class Stored(NamedTuple):

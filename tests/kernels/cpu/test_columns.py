@@ -12,9 +12,10 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from veneer.kernels.cpu import columns, isa
-from veneer.kernels.cpu.memory import I8, pointer
-from veneer.kernels.cpu.simd import call
+from veneer.kernels.cpu.floats import columns
+from veneer.native import isa
+from veneer.native.memory import I8, pointer
+from veneer.native.simd.blocks import call_llvm
 
 # A sum of n terms in f32, in any order, is off by a few roundings of the sum of their sizes.
 TOLERANCE = 1e-6
@@ -147,7 +148,7 @@ def _set_float_control(typing_context, address):
     """What of floats an x86 CPU does how, from an int32 at an address."""
 
     def emit(context, builder, signature, args):
-        call(builder, "llvm.x86.sse.ldmxcsr", ir.VoidType(), pointer(builder, args[0], I8))
+        call_llvm(builder, "llvm.x86.sse.ldmxcsr", ir.VoidType(), pointer(builder, args[0], I8))
         return context.get_dummy_value()
 
     return types.void(types.int64), emit

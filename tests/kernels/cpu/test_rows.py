@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from kernels.cpu.driver import guarded, rows_contracted, run, stored
 
-from veneer.kernels.cpu import rows
-from veneer.kernels.cpu.isa import ISA, ISAS, chosen
+from veneer.kernels.cpu.floats import rows
 from veneer.kernels.cpu.kinds import BITS
+from veneer.native.isa import ISA, ISAS, chosen
 
 kernel = cache(rows.kernel)
 

@@ -1,1 +1,13 @@
-"""Kernels for the CPU: Numba functions that XLA calls."""
+"""Kernels for the CPU: Numba functions that XLA calls.
+
+What knows one CPU from another, and makes machine code of functions, is in `veneer.native`.
+
+    build           kernels become FFI targets: compiled at first use, and kept on disk
+    targets         what targets there are, and the object file of each
+    kinds           the kinds of codes that there are kernels for
+    job             what a kernel is to compute, in words
+    handlers        a call from XLA becomes a job
+    floats          products of f32 with codes
+    integers        products of int8 with codes
+    quantize        codes and scales of f32
+"""

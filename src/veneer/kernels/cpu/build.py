@@ -13,11 +13,11 @@ from collections.abc import Callable
 
 import jax
 
-from .cache import cached
-from .ffi_header import header
+from ...native.cache import Cache
+from ...native.ffi_header import header, header_text
+from . import targets
 
-#: The object file of what all kernels share, and its functions.
-SHARED, HANDLERS = "veneer_shared", ("veneer_handle_product", "veneer_handle_quantise")
+CACHE = Cache("kernels", __package__, header_text)
 
 _lock = threading.RLock()
 _registered: set[str] = set()
@@ -72,7 +72,7 @@ def target(name: str) -> str:
     >>> build.target("veneer_rows_int8")
     'veneer_rows_int8'
     """
-    return registered(name, lambda: _compiled(name))
+    return registered(name, lambda: targets.object_code(name))
 
 
 def registered(name: str, compile: Callable[[], bytes]) -> str:
@@ -84,25 +84,20 @@ def registered(name: str, compile: Callable[[], bytes]) -> str:
     """
     with _lock:
         if name not in _registered:
-            from . import machine_code  # which imports LLVM
+            from ...native import machine_code  # which imports LLVM
 
-            _load_shared_code()
-            (address,) = machine_code.load(cached(name, compile), name)
+            _load_handlers()
+            (address,) = machine_code.load(CACHE.cached(name, compile), name)
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(address), platform="cpu")
             _registered.add(name)
     return name
 
 
 @functools.cache
-def _load_shared_code() -> None:
-    from . import machine_code
+def _load_handlers() -> None:
+    from ...native import machine_code
 
-    code = cached(SHARED, lambda: _compiled(SHARED))
-    for name, address in zip(HANDLERS, machine_code.load(code, *HANDLERS), strict=True):
+    code = CACHE.cached(targets.SHARED, lambda: targets.object_code(targets.SHARED))
+    addresses = machine_code.load(code, *targets.HANDLERS)
+    for name, address in zip(targets.HANDLERS, addresses, strict=True):
         machine_code.name_address(name, address)
-
-
-def _compiled(name: str) -> bytes:
-    from . import targets  # which imports Numba
-
-    return targets.object_code(name)

@@ -4,7 +4,8 @@ Addresses and sizes are written once, before any part begins, and only FAILED af
 count entries, not bytes.
 """
 
-#: Where each word is.
+#: Words that a job has, and where each is.
+WORDS = 17
 (
     X,  # address of the activations, [BATCH, M, K]
     W,  # of the stored matrix, [BATCH, R, ROW_BYTES]
@@ -23,7 +24,4 @@ count entries, not bytes.
     THREADS,  # how many there are for the parts
     FIRST,  # so many of the parts are done before the others begin: they make what those read
     FAILED,  # 1 where there was no memory for what the kernel needs
-) = range(17)
-
-#: Words that a job has.
-WORDS = 17
+) = range(WORDS)

@@ -1,36 +1,18 @@
-"""FFI handlers: a call from XLA becomes a job, whose parts a kernel computes.
+"""What targets there are, and the object file of each. Numba is imported only as one is compiled.
 
-All kernels share one handler, which is told what it needs to know of each. So a kernel's own code
-is its four functions and an entry that calls the handler, and is compiled by itself.
+A kernel's code is its functions and an entry, by which XLA calls it. That calls the handler that
+all kernels share (`handlers.py`), so a kernel is compiled by itself.
 """
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
-from . import job as words
-from .build import HANDLERS, SHARED
-from .call_frame import (
-    F32,
-    INVALID_ARGUMENT,
-    RESOURCE_EXHAUSTED,
-    S8,
-    answers_metadata,
-    argument,
-    data,
-    dim,
-    dtype,
-    error,
-    has_buffers,
-    rank,
-    result,
-)
-from .kinds import BITS
-from .memory import set_word, store_i32, word
-from .native import ObjectFile, call, native
-from .threads import count_threads, new_job, release, run
+from .kinds import BITS, QUANTIZED_BITS
 
-#: The C functions that handle calls for all kernels.
-PRODUCT, QUANTISE = HANDLERS
+#: The object file of what all kernels share, and its functions.
+SHARED, HANDLERS = "veneer_shared", ("veneer_handle_product", "veneer_handle_quantise")
+_PRODUCT, _QUANTIZE = HANDLERS
 
 _NAME = re.compile(r"veneer_(integer_)?(rows|columns)_(\w+)")
 
@@ -41,12 +23,9 @@ def object_code(name: str) -> bytes:
     **Raises:** `KeyError` where there is no such target.
     """
     if name == SHARED:
-        file = ObjectFile()
-        file.export(PRODUCT, handle_product)
-        file.export(QUANTISE, handle_quantise)
-        return file.code()
+        return _shared()
     if name.startswith("veneer_quantise_"):
-        return _quantiser(name, name.removeprefix("veneer_quantise_"))
+        return _quantizer(name, name.removeprefix("veneer_quantise_"))
     match = _NAME.fullmatch(name)
     if match is None or match[3] not in BITS:
         raise KeyError(f"there is no kernel {name}")
@@ -60,199 +39,51 @@ def object_code(name: str) -> bytes:
     )
 
 
+def _shared() -> bytes:
+    from ...native.object_file import ObjectFile
+    from . import handlers
+
+    file = ObjectFile()
+    for name, function in zip(
+        HANDLERS, (handlers.handle_product, handlers.handle_quantize), strict=True
+    ):
+        file.export(name, function)
+    return file.code()
+
+
 def _kernel(is_integer: bool, orientation: str, kind: str) -> Any:
     """The four functions of a kernel, whose module is imported only now."""
     if is_integer:
-        from . import integer
+        from .integers import kernels
 
-        return integer.rows(kind) if orientation == "rows" else integer.columns(kind)
-    if orientation == "rows":
-        from . import rows
+        rows_kernel, columns_kernel = kernels.rows_kernel, kernels.columns_kernel
+        return (rows_kernel if orientation == "rows" else columns_kernel)(kind)
+    from .floats import columns, rows
 
-        return rows.kernel(kind)
-    from . import columns
-
-    return columns.kernel(kind)
+    return (rows if orientation == "rows" else columns).kernel(kind)
 
 
 def code_of(kernel: Any, name: str, *, bits: int, contracts_rows: bool, is_integer: bool) -> bytes:
     """Returns the object file of the kernel `(prepare, count, work, finish)`."""
-    parts = [f"{name}_{part}" for part in ("prepare", "count", "work", "finish")]
-    file = ObjectFile()
-    for part, function in zip(parts, kernel, strict=True):
-        file.export(part, function)
-    file.export_call(name, PRODUCT, [bits, int(contracts_rows), int(is_integer), *parts])
-    return file.code()
+    functions = dict(zip(("prepare", "count", "work", "finish"), kernel, strict=True))
+    return _code_of(functions, name, _PRODUCT, [bits, int(contracts_rows), int(is_integer)])
 
 
-def _quantiser(name: str, kind: str) -> bytes:
-    from . import quantise
+def _quantizer(name: str, kind: str) -> bytes:
+    from . import quantize
 
-    if kind not in quantise.BITS:
+    if kind not in QUANTIZED_BITS:
         raise KeyError(f"there is no kernel {name}")
-    count, work = quantise.kernel(kind)
+    functions = dict(zip(("count", "work"), quantize.kernel(kind), strict=True))
+    return _code_of(functions, name, _QUANTIZE, [QUANTIZED_BITS[kind]])
+
+
+def _code_of(functions: dict[str, Any], name: str, handler: str, constants: Sequence[int]) -> bytes:
+    """The object file of functions, and of an entry that calls a handler with these and them."""
+    from ...native.object_file import ObjectFile
+
     file = ObjectFile()
-    file.export(f"{name}_count", count)
-    file.export(f"{name}_work", work)
-    file.export_call(name, QUANTISE, [quantise.BITS[kind], f"{name}_count", f"{name}_work"])
+    for part, function in functions.items():
+        file.export(f"{name}_{part}", function)
+    file.export_call(name, handler, [*constants, *(f"{name}_{part}" for part in functions)])
     return file.code()
-
-
-@native
-def handle_product(frame, bits, contracts_rows, is_integer, prepare, count, work, finish):
-    """Handles a call from XLA by a kernel's four C functions; returns an error's address, or 0."""
-    if answers_metadata(frame):
-        return 0
-    job = new_job()
-    if job == 0:
-        return error(frame, RESOURCE_EXHAUSTED, "veneer: no memory for a job")
-    failure = 0
-    if not _read(frame, job, bits, contracts_rows, is_integer):
-        failure = error(frame, INVALID_ARGUMENT, "veneer: operands do not fit together")
-    elif word(job, words.R) * word(job, words.C) == 0:
-        _fill_zeros(job, contracts_rows)
-    elif word(job, words.BATCH) * word(job, words.M) > 0:
-        count_threads(frame, job)
-        call(prepare, (job,))
-        if word(job, words.FAILED) == 0:
-            run(frame, job, work, call(count, (job,)))
-        call(finish, (job,))
-        if word(job, words.FAILED):
-            failure = error(frame, RESOURCE_EXHAUSTED, "veneer: no memory for what a kernel needs")
-    release(job)
-    return failure
-
-
-@native
-def _fill_zeros(job, contracts_rows):
-    """A sum over nothing is 0."""
-    n = word(job, words.C if contracts_rows else words.R)
-    for i in range(word(job, words.BATCH) * word(job, words.M) * n):
-        store_i32(word(job, words.OUT) + 4 * i, 0)
-
-
-@native
-def _is_array(buffer, entry, axes):
-    return dtype(buffer) == entry and rank(buffer) == axes
-
-
-@native
-def _share(size, scales):
-    """How many of `size` share each of so many scales; 0 where they cannot."""
-    if scales <= 0 or size % scales != 0:
-        return 0
-    return size // scales
-
-
-@native
-def _read(frame, job, bits, contracts_rows, is_integer):
-    """Fills in a job, and returns whether the operands of a call fit together."""
-    first = 2 if is_integer else 1  # the matrix, after the activations and maybe their scales
-    if not has_buffers(frame, first + 3, 1):
-        return False
-    x, matrix, out = argument(frame, 0), argument(frame, first), result(frame, 0)
-    scale, table = argument(frame, first + 1), argument(frame, first + 2)
-    if not (
-        _is_array(x, S8 if is_integer else F32, 3)
-        and rank(matrix) == 3
-        and _is_array(scale, F32, 3)
-        and _is_array(table, F32, 1)
-        and _is_array(out, F32, 3)
-    ):
-        return False
-    batch, m, k, n = dim(x, 0), dim(x, 1), dim(x, 2), dim(out, 2)
-    r, c = (k, n) if contracts_rows else (n, k)
-    row_bytes = (c * bits + 7) // 8
-    if not (
-        dim(matrix, 0) == batch
-        and dim(matrix, 1) == r
-        and dim(matrix, 2) == row_bytes
-        and dim(scale, 0) == batch
-        and dim(table, 0) == 16
-        and dim(out, 0) == batch
-        and dim(out, 1) == m
-    ):
-        return False
-    if is_integer:
-        x_scale = argument(frame, 1)
-        if not (_is_array(x_scale, F32, 2) and dim(x_scale, 0) == batch and dim(x_scale, 1) == m):
-            return False
-        set_word(job, words.X_SCALE, data(x_scale))
-    tr, tc = _share(r, dim(scale, 1)), _share(c, dim(scale, 2))
-    if r * c > 0 and (tr == 0 or tc == 0):
-        return False
-    set_word(job, words.X, data(x))
-    set_word(job, words.W, data(matrix))
-    set_word(job, words.SCALE, data(scale))
-    set_word(job, words.TABLE, data(table))
-    set_word(job, words.OUT, data(out))
-    set_word(job, words.BATCH, batch)
-    set_word(job, words.M, m)
-    set_word(job, words.R, r)
-    set_word(job, words.C, c)
-    set_word(job, words.ROW_BYTES, row_bytes)
-    set_word(job, words.TR, tr)
-    set_word(job, words.TC, tc)
-    return True
-
-
-@native
-def handle_quantise(frame, bits, count, work):
-    """Handles a call from XLA to quantise; returns an error's address, or 0."""
-    if answers_metadata(frame):
-        return 0
-    job = new_job()
-    if job == 0:
-        return error(frame, RESOURCE_EXHAUSTED, "veneer: no memory for a job")
-    failure = 0
-    if not _read_quantise(frame, job, bits):
-        failure = error(frame, INVALID_ARGUMENT, "veneer: operands do not fit together")
-    elif word(job, words.BATCH) * word(job, words.R) * word(job, words.C) > 0:
-        count_threads(frame, job)
-        run(frame, job, work, call(count, (job,)))
-    release(job)
-    return failure
-
-
-@native
-def _read_quantise(frame, job, bits):
-    """Fills in a job, and returns whether the operands of a call fit together."""
-    if not has_buffers(frame, 2, 2):
-        return False
-    x, table, out, scale = (
-        argument(frame, 0),
-        argument(frame, 1),
-        result(frame, 0),
-        result(frame, 1),
-    )
-    if not (
-        _is_array(x, F32, 3)
-        and _is_array(table, F32, 1)
-        and rank(out) == 3
-        and _is_array(scale, F32, 3)
-    ):
-        return False
-    batch, r, c = dim(x, 0), dim(x, 1), dim(x, 2)
-    row_bytes = (c * bits + 7) // 8
-    tr, tc = _share(r, dim(scale, 1)), _share(c, dim(scale, 2))
-    if not (
-        dim(table, 0) == 16
-        and dim(out, 0) == batch
-        and dim(out, 1) == r
-        and dim(out, 2) == row_bytes
-        and dim(scale, 0) == batch
-        and (batch * r * c == 0 or tr * tc > 0)
-    ):
-        return False
-    set_word(job, words.X, data(x))
-    set_word(job, words.TABLE, data(table))
-    set_word(job, words.OUT, data(out))
-    set_word(job, words.SCALE, data(scale))
-    set_word(job, words.BATCH, batch)
-    set_word(job, words.M, 4)  # what a value costs, in products
-    set_word(job, words.R, r)
-    set_word(job, words.C, c)
-    set_word(job, words.ROW_BYTES, row_bytes)
-    set_word(job, words.TR, tr)
-    set_word(job, words.TC, tc)
-    return True

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ...kernels import BYTES, Codes, Operands, Product, matmul, select
+from ...kernels import BYTES, Codes, MatmulOperands, MatmulProblem, matmul, select
 from ..formats import get_format
 from ..packing import Packing
 from ..qarray import QArray
@@ -188,11 +188,11 @@ class Reference:
     dense_dtype: str
     precision: Any
 
-    def __call__(self, operands: Operands, product: Product) -> jax.Array:
+    def __call__(self, operands: MatmulOperands, product: MatmulProblem) -> jax.Array:
         """Returns `[B, M, N]`."""
         batched = operands.x.shape[0] != 1
         if not batched:  # which not all that XLA has for products is as fast with
-            operands = Operands(*(None if x is None else jnp.squeeze(x, 0) for x in operands))
+            operands = MatmulOperands(*(None if x is None else jnp.squeeze(x, 0) for x in operands))
         x, packed, scale, zero_point, x_scale = operands
         is_narrow = get_format(self.qtype).bits < 8
         q = QArray.from_packed(
@@ -233,7 +233,7 @@ def _of_stored(
         return None
     # In the order in which the axes of the stored array follow each other.
     first, last = ([pairs[axis] for axis in sorted(pairs)] for pairs in (batch, summed))
-    operands = Operands(
+    operands = MatmulOperands(
         _as_rows(x.values, first, last),
         jnp.asarray(matrix.q.packed),
         jnp.asarray(matrix.q.scale),
@@ -241,7 +241,7 @@ def _of_stored(
         None if x.scale is None else _as_rows(x.scale, first, last)[..., 0],
     )
     reference = Reference(by_xla, q.qtype, q.dense_dtype, contraction.precision)
-    product = Product(
+    product = MatmulProblem(
         codes[0], matrix.q.shape[2], matrix.contracting, out_dtype.name, codes[1], reference
     )
     target = select.find("cpu", product.codes, product.shape(operands))

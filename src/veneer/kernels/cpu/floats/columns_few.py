@@ -1,0 +1,245 @@
+"""Columns contracted, for few rows of x: what counts is how fast the matrix is read and decoded.
+
+Panels of a few rows of W are decoded in registers, and multiplied by a few rows of x at once
+(`panels.py`). Sums are vectors, whose lanes are added up at the end. For x to meet them, it is
+brought into the order that codes are decoded in (`columns_x.py`).
+
+Scales meet panels in three ways, by where they change:
+
+- ONE number scales a panel, where a tile is whole panels, or all columns.
+- SOME do, one each lane, where a panel is tiles of whole lanes. Lanes are several neighbouring
+  columns only where codes have fewer than 8 bits.
+- FOLDED into x otherwise, for all rows of W that share scales: so it is where they change from
+  column to column, in the gradient of a matrix whose tiles are along the other dimension.
+"""
+
+import functools
+from typing import Any
+
+from ....native.functions import native
+from ....native.isa import LANES
+from ....native.memory import prefetch, stack, store_f32, store_i64, word
+from ....native.simd.codes import load_table
+from ....native.simd.floats import load, store, store_sums
+from ..job import BATCH, OUT, ROW_BYTES, SCALE, TABLE, TC, TR, C, M, R, W
+from .columns_x import MOST, order, rows_of_block
+from .panels import (
+    BYTES,
+    COLUMNS,
+    FOLDED,
+    ONE,
+    SOME,
+    VECTORS,
+    begun,
+    copy,
+    ended,
+    lanes_by,
+    load_block,
+    multiply,
+    panel_scales,
+)
+
+#: How many rows of W are multiplied by so many rows of x at once: as many as registers hold sums
+#: of, next to what is decoded.
+_TOGETHER = {1: 4, 2: 4, 4: 4, 8: 3} if LANES == 16 else {1: 4, 2: 3, 4: 2}
+_BY_1, _BY_2, _BY_4, _BY_MOST = (_TOGETHER[min(rows, MOST)] for rows in (1, 2, 4, 8))
+#: Rows of W in a part: a multiple of all of these.
+PART = 48
+#: Bytes of x that are multiplied by all rows of a part before the next are: the innermost cache
+#: holds them, and some rows of W.
+_X_BYTES = 32 * 1024
+_VECTOR = 4 * LANES
+#: Bytes of sums, at most: those of a part, in groups, and the last rows one by one.
+_SUMS_BYTES = _VECTOR * max(
+    rows * (PART + together * (together - 1)) for rows, together in _TOGETHER.items()
+)
+
+
+def worker(kind: str) -> Any:
+    """Makes what computes a part, for codes of a kind."""
+    x_order = order(kind)
+    block_of_x, fold, add_products = x_order.block, x_order.fold, _products(kind)
+    way_of = _way(kind)
+    PANEL, X_PANEL = COLUMNS[kind], 4 * COLUMNS[kind]
+    FOLDED_BYTES = max(_X_BYTES, X_PANEL * MOST)
+
+    @native
+    def multiply_block(job, rows, batch, first, last, m, way):
+        """Multiplies a block of rows of x by the rows of W from first to last."""
+        sums, folded, neutral = stack(_SUMS_BYTES), stack(FOLDED_BYTES), stack(64)
+        store_f32(neutral, 1)
+        for i in range(_SUMS_BYTES // 8):
+            store_i64(sums + 8 * i, 0)
+        columns, tile = word(job, C), word(job, TC)
+        panels = (columns + PANEL - 1) // PANEL
+        at_once = max(1, _X_BYTES // (X_PANEL * rows))
+        row_of_scales = (batch * word(job, R) + first) // word(job, TR)
+        scale = word(job, SCALE) + 4 * row_of_scales * (columns // tile)
+        for begin in range(0, panels, at_once):
+            end = min(begin + at_once, panels)
+            x = block_of_x(job, batch, m) + X_PANEL * rows * begin
+            if way == FOLDED:
+                fold(folded, x, rows, scale, columns, tile, begin, end)
+                x = folded
+            numbers = neutral if way == FOLDED else scale
+            add_products(job, rows, sums, x, batch, first, last, begin, end, numbers, way)
+        _write(job, rows, sums, batch, first, last, m)
+
+    @native
+    def work(job, part):
+        parts = (word(job, R) + PART - 1) // PART
+        batch, first = part // parts, part % parts * PART
+        last, rows = min(first + PART, word(job, R)), word(job, M)
+        tile, way = word(job, TR), way_of(job)
+        while first < last:
+            # Up to here, scales are the same, or the next row of W has the next of them.
+            end = last
+            if tile > 1 or way == FOLDED:
+                end = min(last, (first // tile + 1) * tile)
+            for m in range(0, rows, MOST):
+                block = rows_of_block(rows, m)
+                multiply_block(job, block, batch, first, end, m, way)
+            first = end
+
+    return work
+
+
+def _way(kind: str) -> Any:
+    """What says how scales meet panels."""
+    PANEL = COLUMNS[kind]
+    LANE = VECTORS[kind] if kind.startswith("lookup") else PANEL
+
+    @native
+    def way(job):
+        tile = word(job, TC)
+        if tile % PANEL == 0 or tile == word(job, C):
+            return ONE
+        return SOME if PANEL % tile == 0 and tile % LANE == 0 else FOLDED
+
+    return way
+
+
+def _products(kind: str) -> Any:
+    """What adds the products of a block of rows of x with panels of W to sums."""
+    PANEL, W_BYTES = COLUMNS[kind], BYTES[kind]
+    READ_BEHIND = 3 if kind.startswith("lookup") else 0  # bytes, of a panel; see `multiply`
+    TAIL = W_BYTES * max(_TOGETHER.values()) + READ_BEHIND
+    X_PANEL = 4 * PANEL
+    one_1, one_2, one_4, one_most = (_panels(kind, min(i, MOST), ONE) for i in (1, 2, 4, 8))
+    other = SOME if kind.startswith("lookup") else ONE  # bytes are lanes, which never are tiles
+    some_1, some_2, some_4, some_most = (_panels(kind, min(i, MOST), other) for i in (1, 2, 4, 8))
+
+    @native
+    def add_products(job, rows, sums, x, batch, first, last, begin, end, scale, way):
+        tail = stack(TAIL)
+        row_bytes, columns, r = word(job, ROW_BYTES), word(job, C), word(job, R)
+        scale_row = 0
+        if word(job, TR) == 1 and way != FOLDED:
+            scale_row = 4 * (columns // word(job, TC))
+        w = word(job, W) + row_bytes * (batch * r + first)
+        while first < last:
+            # The last rows are taken one by one: all that are taken together are the same one.
+            count = _together(rows)
+            next_row, next_scale = row_bytes, scale_row
+            if first + count > last:
+                count, next_row, next_scale = 1, 0, 0
+            whole = columns // PANEL
+            if first + count == r and batch + 1 == word(job, BATCH):  # nothing is behind them
+                whole = min(whole, max(0, row_bytes - READ_BEHIND) // W_BYTES)
+            at = begin
+            while at < end:
+                stop, panel = min(whole, end), w + W_BYTES * at
+                if at >= whole:  # a copy, with zeros for columns that do not exist
+                    stop, panel = at + 1, tail
+                    for c in range(_together(rows)):
+                        row, existing = w + c * next_row + W_BYTES * at, row_bytes - W_BYTES * at
+                        copy(tail + c * W_BYTES, row, existing, W_BYTES)
+                place = x + X_PANEL * rows * (at - begin)
+                step = W_BYTES if at >= whole else next_row
+                args = (job, sums, place, panel, step, scale, next_scale, at, stop)
+                if way != SOME and rows == 1:
+                    one_1(*args)
+                elif way != SOME and rows == 2:
+                    one_2(*args)
+                elif way != SOME and rows < MOST:
+                    one_4(*args)
+                elif way != SOME:
+                    one_most(*args)
+                elif rows == 1:
+                    some_1(*args)
+                elif rows == 2:
+                    some_2(*args)
+                elif rows < MOST:
+                    some_4(*args)
+                else:
+                    some_most(*args)
+                at = stop
+            first += count
+            w += count * row_bytes
+            scale += count * scale_row
+            sums += _VECTOR * rows * _together(rows)
+
+    return add_products
+
+
+@functools.cache
+def _panels(kind: str, rows: int, way: int) -> Any:
+    """What adds products of `rows` rows of x with panels of some rows of W to sums in memory."""
+    PANEL, W_BYTES, X_PANEL = COLUMNS[kind], BYTES[kind], 4 * COLUMNS[kind]
+    TOGETHER, FIELDS = _TOGETHER[rows], VECTORS[kind]
+
+    @native
+    def panels(job, sums, x, w, next_row, scale, next_scale, begin, end):
+        tile, ahead = word(job, TC), TOGETHER * next_row
+        # So many numbers scale a panel, or one scales so many panels.
+        count, lasts = 1, end + 1
+        if way == SOME:
+            count, lasts = PANEL // tile, 1
+        elif tile % PANEL == 0:
+            lasts = tile // PANEL
+        scale += 4 * count * (begin // lasts)
+        left = lasts - begin % lasts
+        existing = min(count, word(job, C) // tile - begin * count)
+        lanes, table = lanes_by(FIELDS, tile), load_table(word(job, TABLE))
+        total = load_block(sums, rows, TOGETHER)
+        while begin < end:
+            stop = min(end, begin + left)
+            scales = panel_scales(scale, next_scale, lanes, existing, TOGETHER, way)
+            part = begun(total)
+            for _ in range(begin, stop):
+                for c in range(TOGETHER):
+                    prefetch(w + c * next_row + ahead)
+                part = multiply(part, x, X_PANEL, table, scales, w, next_row, kind, way)
+                x += rows * X_PANEL
+                w += W_BYTES
+            total = ended(total, part, scales)
+            scale += 4 * count
+            begin, left = stop, lasts
+        store(sums, total)
+
+    return panels
+
+
+@native
+def _together(rows):
+    """How many rows of W are multiplied by so many rows of x at once."""
+    if rows == 1:
+        return _BY_1
+    if rows == 2:
+        return _BY_2
+    return _BY_4 if rows < MOST else _BY_MOST
+
+
+@native
+def _write(job, rows, sums, batch, first, last, m):
+    """Adds up the lanes of sums, and writes them to the result."""
+    existing, together = min(rows, word(job, M) - m), _together(rows)
+    while first < last:
+        count = together if first + together <= last else 1
+        for r in range(existing):
+            row = batch * word(job, M) + m + r
+            y = word(job, OUT) + 4 * (row * word(job, R) + first)
+            for c in range(count):
+                store_sums(y + 4 * c, 0, load(sums + _VECTOR * (r * together + c), 1))
+        first += count
+        sums += _VECTOR * rows * together

@@ -1,0 +1,191 @@
+"""Columns contracted, for many rows of x: what counts is how fast numbers are multiplied.
+
+A part is a few vectors of rows of W, times some rows of x. As many columns of W as the innermost
+cache holds are decoded, scaled and transposed, and multiplied by the rows of x where they lie; then
+the next. Sums are in memory meanwhile.
+"""
+
+from typing import Any
+
+from ....native.functions import native
+from ....native.isa import LANES
+from ....native.memory import load_f32, prefetch, set_word, stack, store_f32, word
+from ....native.simd.codes import load_table
+from ....native.simd.floats import load, outer, store, store_block, zeros
+from ..job import BATCH, OUT, ROW_BYTES, SCALE, TABLE, TC, TR, C, M, R, W, X
+from ..kinds import BITS
+from .panels import copy, load_block, store_bytes, store_fields, transpose
+
+#: Rows of x that are multiplied at once by so many vectors: as many sums as registers hold.
+ROWS = 6
+_ACROSS = 4 if LANES == 16 else 2
+#: Rows of W in a part, and groups of ROWS of x at most.
+_PART, _GROUPS = _ACROSS * LANES, 64
+_VECTOR, _ROW = 4 * LANES, 4 * _PART
+_GROUP = ROWS * _ROW
+#: Columns that are decoded at once.
+_DEPTH = 128
+_DECODED, _SUMS, _ADDRESSES = _DEPTH * _ROW, _GROUPS * _GROUP, 8 * LANES
+
+
+@native
+def _cut(job):
+    """Groups of rows of x, in how many blocks, and blocks of rows of W."""
+    groups = (word(job, M) + ROWS - 1) // ROWS
+    return groups, (groups + _GROUPS - 1) // _GROUPS, (word(job, R) + _PART - 1) // _PART
+
+
+@native
+def count(job):
+    """How many parts there are."""
+    _, blocks, parts = _cut(job)
+    return word(job, BATCH) * blocks * parts
+
+
+def worker(kind: str) -> Any:
+    """Makes what computes a part, of at least ROWS rows of x, for codes of a kind."""
+    decode = _decode(kind)
+
+    @native
+    def work(job, part):
+        sums, decoded = stack(_SUMS), stack(_DECODED)
+        groups, blocks, parts = _cut(job)
+        first, rest = part % parts * _PART, part // parts
+        last, block, batch = min(first + _PART, word(job, R)), rest % blocks, rest // blocks
+        group, end = block * groups // blocks, (block + 1) * groups // blocks
+        rows, columns = word(job, M), word(job, C)
+        x = word(job, X) + 4 * batch * rows * columns
+        for k in range(0, columns, _DEPTH):
+            depth = min(_DEPTH, columns - k)
+            decode(job, decoded, batch, first, last, k, depth)
+            for g in range(group, end):
+                # The last group has rows of the one before, if there are not enough.
+                row, at = min(ROWS * g, rows - ROWS), sums + (g - group) * _GROUP
+                _prefetch(x + 4 * ((row + ROWS) * columns + k), 4 * columns, depth)
+                total = zeros(ROWS, _ACROSS) if k == 0 else load_block(at, ROWS, _ACROSS)
+                total = _products(total, x + 4 * (row * columns + k), 4 * columns, decoded, depth)
+                if k + depth < columns:
+                    store(at, total)
+                else:
+                    y = word(job, OUT) + 4 * ((batch * rows + row) * word(job, R) + first)
+                    _write(y, 4 * word(job, R), total, last - first)
+
+    return work
+
+
+@native
+def _prefetch(x, next_row, depth):
+    for row in range(ROWS):
+        for byte in range(0, 4 * depth, 64):
+            prefetch(x + row * next_row + byte)
+
+
+@native
+def _products(total, x, next_row, w, depth):
+    """Adds the products of a group of rows of x by so many decoded columns."""
+    for k in range(depth):
+        total = outer(total, x + 4 * k, next_row, load(w + _ROW * k, _ACROSS))
+    return total
+
+
+@native
+def _write(y, next_y, total, columns):
+    """Writes a group of rows of the result, of which so many columns exist."""
+    if columns == _PART:
+        store_block(y, next_y, total)
+        return
+    sums = stack(_GROUP)
+    store(sums, total)
+    for r in range(ROWS):
+        for c in range(columns):
+            store_f32(y + r * next_y + 4 * c, load_f32(sums + r * _ROW + 4 * c))
+
+
+def _decode(kind: str) -> Any:
+    """What writes some columns of the rows of a part: the numbers of a column are neighbours."""
+    decode_square, SQUARE, SQUARE_BYTES, READ = _square(kind)
+    UNIT = 32 // BITS[kind] if BITS[kind] < 8 else 1
+    SCALES, COPIED = _DEPTH * _VECTOR, LANES * READ
+
+    @native
+    def decode(job, to, batch, first, last, k, depth):
+        scales, copied = stack(SCALES), stack(COPIED)
+        row_bytes, table = word(job, ROW_BYTES), load_table(word(job, TABLE))
+        # One scale is for as many columns as are decoded together, or for a unit of them.
+        tile, first_row = word(job, TC), batch * word(job, R) + first
+        unit = UNIT if tile % UNIT == 0 else 1
+        if tile % _DEPTH == 0 or tile == word(job, C):
+            unit = _DEPTH
+        last_row = first_row + last - first - 1
+        alike = first_row // word(job, TR) == last_row // word(job, TR)
+        for r in range(first, last, LANES):
+            existing, row = min(LANES, last - r), batch * word(job, R) + r
+            if r == first or not alike:
+                _write_scales(job, scales, row, existing, k, depth, unit)
+            for column in range(0, depth, SQUARE):
+                begin = (k + column) // SQUARE * SQUARE_BYTES
+                w, next_row = word(job, W) + row_bytes * row + begin, row_bytes
+                for i in range(existing):
+                    prefetch(w + i * row_bytes + READ)
+                if existing < LANES or row_bytes - begin < READ:
+                    for i in range(LANES):
+                        size = min(READ, row_bytes - begin) if i < existing else 0
+                        copy(copied + i * READ, w + i * row_bytes, size, READ)
+                    w, next_row = copied, READ
+                place, scale = to + _ROW * column + 4 * (r - first), scales
+                if unit < _DEPTH:
+                    scale += column // unit * _VECTOR
+                decode_square(place, w, next_row, table, scale, unit)
+
+    return decode
+
+
+@native
+def _write_scales(job, to, row, rows, k, depth, unit):
+    """Writes the scales of LANES rows of W, a lane each, for every so many columns."""
+    addresses = stack(_ADDRESSES)
+    tile = word(job, TC)
+    tiles, number = word(job, C) // tile, k // tile
+    for i in range(LANES):
+        of = (row + min(i, rows - 1)) // word(job, TR)
+        set_word(addresses, i, word(job, SCALE) + 4 * (tiles * of + number))
+    end, offset = (number + 1) * tile - k, 0
+    for column in range(0, depth, unit):
+        if column >= end:
+            end += tile
+            offset += 4
+        for i in range(LANES):
+            store_f32(to + 4 * i, load_f32(word(addresses, i) + offset))
+        to += _VECTOR
+
+
+def _square(kind: str) -> tuple[Any, int, int, int]:
+    """What decodes as many columns of LANES rows of W as are transposed together.
+
+    And how many these are, how many bytes of a row, and how many bytes are read.
+    """
+    if BITS[kind] == 8:
+
+        @native
+        def decode_bytes(to, w, next_row, table, scale, unit):
+            next_scale = 0 if unit == _DEPTH else _VECTOR
+            store_bytes(to, _ROW, w, next_row, scale, next_scale, kind)
+
+        return decode_bytes, LANES, LANES, LANES
+
+    FIELDS = 32 // BITS[kind]
+    DWORDS = min(LANES, _DEPTH // FIELDS)
+    SQUARE = LANES * _VECTOR
+
+    @native
+    def decode_fields(to, w, next_row, table, scale, unit):
+        dwords = stack(SQUARE)
+        transpose(dwords, next_row, w)
+        next_scale = _VECTOR if unit == 1 else 0
+        for d in range(DWORDS):
+            store_fields(to, _ROW, dwords + d * _VECTOR, table, scale, next_scale, kind)
+            to += FIELDS * _ROW
+            if unit < _DEPTH:
+                scale += FIELDS // unit * _VECTOR
+
+    return decode_fields, DWORDS * FIELDS, DWORDS * 4, _VECTOR

@@ -1,0 +1,254 @@
+"""Rows contracted, many of them at once: a block of the matrix is decoded once for all rows of x.
+
+It stays in the first cache as f32, times its scales. Then it is like any product of dense matrices:
+a few rows of x times a few vectors of the block are summed up in registers. As scales are part of
+what is decoded, tiles may have any shape.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ....native.functions import native, not_inlined
+from ....native.isa import LANES
+from ....native.memory import load_f32, load_i8, prefetch, stack, store_f32, store_i8, word
+from ....native.simd.codes import load_table
+from ....native.simd.floats import (
+    add_scaled,
+    inner,
+    load,
+    outer,
+    scaled,
+    splat,
+    store,
+    store_sums,
+    zeros,
+)
+from ..job import BATCH, OUT, ROW_BYTES, SCALE, TABLE, TC, TR, C, M, R, W, X
+from ..kinds import BITS
+from .decode import reader
+
+#: Columns that are worked on together, and rows that are decoded at once: 24 KB of f32.
+PANEL, BLOCK = 128, 48
+#: Rows of x that are multiplied at once, and vectors: as many sums as registers hold.
+_ROWS, _VECTORS = 6, {16: 4, 8: 2, 4: 2}[LANES]
+#: Rows of x in a part, at most: their results stay in the second cache.
+_PART = 192
+
+_BLOCK_BYTES, _ROW_BYTES, _SUMS_BYTES = (4 * rows * PANEL for rows in (BLOCK, 1, _ROWS))
+_ZERO, _ONE = np.float32(0), np.float32(1)
+
+
+class Multiplier(NamedTuple):
+    """What multiplies with a panel of a matrix.
+
+    - `count(job)`: how many parts there are.
+    - `work(job, part)`: computes one.
+    - `add_product(job, batch, row, rows, column, first, last, y)`: adds what these rows of the
+      matrix and the panel at this column contribute to rows `first` to `last` of the result, the
+      first of which is at `y`.
+    """
+
+    count: Any
+    work: Any
+    add_product: Any
+
+
+@native
+def expand(job, batch, tile, column, columns, to):
+    """Writes the scale of each of some columns, of a row of tiles; returns if all are finite."""
+    not_inlined()
+    tc = word(job, TC)
+    tiles = word(job, C) // tc
+    scale = word(job, SCALE) + 4 * tiles * (batch * (word(job, R) // word(job, TR)) + tile)
+    if tc == 1:
+        copy(scale + 4 * column, columns, to)
+    else:
+        c = 0
+        while c < columns:
+            number = (column + c) // tc
+            value = load_f32(scale + 4 * number)
+            end = min(columns, (number + 1) * tc - column)
+            while c < end:
+                store_f32(to + 4 * c, value)
+                c += 1
+    return _all_finite(to, columns)
+
+
+@native
+def copy(address, count, to):
+    """Copies numbers of f32."""
+    i = 0
+    while i + LANES <= count:
+        store(to + 4 * i, load(address + 4 * i, 1))
+        i += LANES
+    while i < count:
+        store_f32(to + 4 * i, load_f32(address + 4 * i))
+        i += 1
+
+
+@native
+def _all_finite(address, count):
+    """Whether no number of f32 is infinite or NaN: the sum of all of them times 0 is 0."""
+    sum, i = zeros(1, 1), 0
+    while i + LANES <= count:
+        sum = inner(sum, address + 4 * i, 0, zeros(1, 1))
+        i += LANES
+    total = stack(4)
+    store_sums(total, 0, sum)
+    while i < count:
+        store_f32(total, load_f32(total) + load_f32(address + 4 * i) * _ZERO)
+        i += 1
+    return load_f32(total) == _ZERO
+
+
+@native
+def copy_rows(w, stride, rows, size, to, to_stride):
+    """Copies so many bytes of each row."""
+    not_inlined()
+    for row in range(rows):
+        for byte in range(size):
+            store_i8(to + row * to_stride + byte, load_i8(w + row * stride + byte))
+
+
+@native
+def add(address, count, y):
+    """Adds numbers of f32 to others."""
+    i = 0
+    while i + LANES <= count:
+        add_scaled(y + 4 * i, 0, load(address + 4 * i, 1), splat(_ONE))
+        i += LANES
+    while i < count:
+        store_f32(y + 4 * i, load_f32(y + 4 * i) + load_f32(address + 4 * i))
+        i += 1
+
+
+@native
+def add_rows(address, stride, rows, columns, y, y_stride):
+    """Adds rows of f32 to others."""
+    not_inlined()
+    for row in range(rows):
+        add(address + row * stride, columns, y + row * y_stride)
+
+
+@native
+def clear(address, stride, rows, columns):
+    """Writes zeros to rows of f32."""
+    not_inlined()
+    for row in range(rows):
+        for column in range(columns):
+            store_f32(address + row * stride + 4 * column, 0.0)
+
+
+def _product(rows: int, columns: int) -> Any:
+    """Makes the innermost loop: some rows of x times a block, that many vectors at a time."""
+
+    @native
+    def product(x, x_stride, w, depth, y, y_stride):
+        not_inlined()
+        for column in range(0, PANEL, columns * LANES):
+            total = zeros(rows, columns)
+            for k in range(depth):
+                values = load(w + 4 * (k * PANEL + column), columns)
+                total = outer(total, x + 4 * k, x_stride, values)
+            add_scaled(y + 4 * column, y_stride, total, splat(_ONE))
+
+    return product
+
+
+_product_of_many = _product(_ROWS, _VECTORS)
+_product_of_2 = _product(2, 2 * _VECTORS)
+_product_of_1 = _product(1, 2 * _VECTORS)
+
+
+@native
+def _multiply(x, x_stride, rows, w, depth, y, y_stride, columns):
+    """Multiplies with a block, of which so many columns are to be added to y."""
+    not_inlined()
+    sums = stack(_SUMS_BYTES)
+    row = 0
+    while row < rows:
+        count = _ROWS if row + _ROWS <= rows else min(2, rows - row)
+        top, to, stride = x + row * x_stride, y + row * y_stride, y_stride
+        if columns < PANEL:
+            to, stride = sums, 4 * PANEL
+            clear(sums, stride, count, PANEL)
+        if count == _ROWS:
+            for next in range(_ROWS, 2 * _ROWS):
+                for byte in range(0, 4 * BLOCK, 64):
+                    prefetch(top + next * x_stride + byte)
+            _product_of_many(top, x_stride, w, depth, to, stride)
+        elif count == 2:
+            _product_of_2(top, x_stride, w, depth, to, stride)
+        else:
+            _product_of_1(top, x_stride, w, depth, to, stride)
+        if columns < PANEL:
+            add_rows(sums, stride, count, columns, y + row * y_stride, y_stride)
+        row += count
+
+
+def multiplier(kind: str) -> Multiplier:
+    """Makes a kernel for codes of a kind."""
+    bits = BITS[kind]
+    decoded, ordered = reader(kind)
+    panel_bytes = PANEL * bits // 8
+    tail_bytes = BLOCK * panel_bytes
+    step = 4 if LANES == 16 else 2  # vectors that are decoded at once
+
+    @native
+    def decode(job, batch, row, rows, column, to):
+        not_inlined()
+        stride, tr = word(job, ROW_BYTES), word(job, TR)
+        w = word(job, W) + (batch * word(job, R) + row) * stride + column * bits // 8
+        columns = min(PANEL, word(job, C) - column)
+        if columns < PANEL:  # what is behind the last column may be no memory at all
+            tail = stack(tail_bytes)
+            copy_rows(w, stride, rows, (columns * bits + 7) // 8, tail, panel_bytes)
+            w, stride = tail, panel_bytes
+        table = load_table(word(job, TABLE))
+        scales = stack(_ROW_BYTES)
+        start = 0
+        while start < rows:
+            tile = (row + start) // tr
+            end = min(rows, (tile + 1) * tr - row)
+            expand(job, batch, tile, column, columns, scales)
+            for c in range(0, PANEL, step * LANES):
+                scale = load(scales + 4 * c, step)
+                for k in range(start, end):
+                    prefetch(w + (k + BLOCK) * stride + c * bits // 8)
+                    codes = ordered(decoded(table, w + k * stride + c * bits // 8, step))
+                    store(to + 4 * (k * PANEL + c), scaled(codes, scale))
+            start = end
+
+    @native
+    def add_product(job, batch, row, rows, column, first, last, y):
+        not_inlined()
+        block = stack(_BLOCK_BYTES)
+        x_stride, y_stride = 4 * word(job, R), 4 * word(job, C)
+        x = word(job, X) + (batch * word(job, M) + first) * x_stride
+        columns = min(PANEL, word(job, C) - column)
+        for k in range(row, row + rows, BLOCK):
+            depth = min(BLOCK, row + rows - k)
+            decode(job, batch, k, depth, column, block)
+            _multiply(x + 4 * k, x_stride, last - first, block, depth, y, y_stride, columns)
+
+    @native
+    def count(job):
+        panels = (word(job, C) + PANEL - 1) // PANEL
+        return word(job, BATCH) * panels * ((word(job, M) + _PART - 1) // _PART)
+
+    @native
+    def work(job, part):
+        panels = (word(job, C) + PANEL - 1) // PANEL
+        parts = (word(job, M) + _PART - 1) // _PART
+        column, rest = part % panels * PANEL, part // panels
+        number, batch = rest % parts, rest // parts
+        m = word(job, M)
+        size = (m + parts - 1) // parts
+        first, last = min(m, number * size), min(m, (number + 1) * size)
+        y_stride = 4 * word(job, C)
+        y = word(job, OUT) + (batch * m + first) * y_stride + 4 * column
+        clear(y, y_stride, last - first, min(PANEL, word(job, C) - column))
+        add_product(job, batch, 0, word(job, R), column, first, last, y)
+
+    return Multiplier(count, work, add_product)

@@ -1,0 +1,198 @@
+"""FFI handlers: a call from XLA becomes a job, whose parts a kernel computes.
+
+All kernels of products share one handler, and all that quantise another. It is told what it needs
+to know of each.
+"""
+
+from ...native.call_frame import (
+    F32,
+    INVALID_ARGUMENT,
+    RESOURCE_EXHAUSTED,
+    S8,
+    answers_metadata,
+    argument,
+    data,
+    dim,
+    dtype,
+    error,
+    has_buffers,
+    pool_threads,
+    rank,
+    result,
+)
+from ...native.functions import call, native
+from ...native.memory import set_word, store_i32, word
+from ...native.threads import new_job, release, run
+from . import job as words
+
+#: A job of fewer products than this is done before another thread has woken up.
+_WORTH_SHARING = 1 << 18
+
+
+@native
+def handle_product(frame, bits, contracts_rows, is_integer, prepare, count, work, finish):
+    """Handles a call from XLA by a kernel's four C functions; returns an error's address, or 0."""
+    if answers_metadata(frame):
+        return 0
+    job = new_job(words.WORDS)
+    if job == 0:
+        return error(frame, RESOURCE_EXHAUSTED, "veneer: no memory for a job")
+    failure = 0
+    if not _read(frame, job, bits, contracts_rows, is_integer):
+        failure = error(frame, INVALID_ARGUMENT, "veneer: operands do not fit together")
+    elif word(job, words.R) * word(job, words.C) == 0:
+        _fill_zeros(job, contracts_rows)
+    elif word(job, words.BATCH) * word(job, words.M) > 0:
+        _count_threads(frame, job)
+        call(prepare, (job,))
+        if word(job, words.FAILED) == 0:
+            _run(frame, job, work, count)
+        call(finish, (job,))
+        if word(job, words.FAILED):
+            failure = error(frame, RESOURCE_EXHAUSTED, "veneer: no memory for what a kernel needs")
+    release(job)
+    return failure
+
+
+@native
+def _count_threads(frame, job):
+    """Writes how many threads a job is worth."""
+    rows, columns = word(job, words.R), word(job, words.C)
+    products = word(job, words.BATCH) * word(job, words.M) * rows * columns
+    threads = pool_threads(frame) if products >= _WORTH_SHARING else 1
+    set_word(job, words.THREADS, max(threads, 1))
+
+
+@native
+def _run(frame, job, work, count):
+    """Has all parts of a job computed, by a kernel's C functions."""
+    parts = call(count, (job,))
+    run(frame, job, work, parts, word(job, words.FIRST), word(job, words.THREADS))
+
+
+@native
+def _fill_zeros(job, contracts_rows):
+    """A sum over nothing is 0."""
+    n = word(job, words.C if contracts_rows else words.R)
+    for i in range(word(job, words.BATCH) * word(job, words.M) * n):
+        store_i32(word(job, words.OUT) + 4 * i, 0)
+
+
+@native
+def _is_array(buffer, entry, axes):
+    return dtype(buffer) == entry and rank(buffer) == axes
+
+
+@native
+def _share(size, scales):
+    """How many of `size` share each of so many scales; 0 where they cannot."""
+    if scales <= 0 or size % scales != 0:
+        return 0
+    return size // scales
+
+
+@native
+def _read(frame, job, bits, contracts_rows, is_integer):
+    """Fills in a job, and returns whether the operands of a call fit together."""
+    first = 2 if is_integer else 1  # the matrix, after the activations and maybe their scales
+    if not has_buffers(frame, first + 3, 1):
+        return False
+    x, matrix, out = argument(frame, 0), argument(frame, first), result(frame, 0)
+    scale, table = argument(frame, first + 1), argument(frame, first + 2)
+    if not (
+        _is_array(x, S8 if is_integer else F32, 3)
+        and rank(matrix) == 3
+        and _is_array(scale, F32, 3)
+        and _is_array(table, F32, 1)
+        and _is_array(out, F32, 3)
+    ):
+        return False
+    batch, m, k, n = dim(x, 0), dim(x, 1), dim(x, 2), dim(out, 2)
+    r, c = (k, n) if contracts_rows else (n, k)
+    row_bytes = (c * bits + 7) // 8
+    if not (
+        dim(matrix, 0) == batch
+        and dim(matrix, 1) == r
+        and dim(matrix, 2) == row_bytes
+        and dim(scale, 0) == batch
+        and dim(table, 0) == 16
+        and dim(out, 0) == batch
+        and dim(out, 1) == m
+    ):
+        return False
+    if is_integer:
+        x_scale = argument(frame, 1)
+        if not (_is_array(x_scale, F32, 2) and dim(x_scale, 0) == batch and dim(x_scale, 1) == m):
+            return False
+        set_word(job, words.X_SCALE, data(x_scale))
+    set_word(job, words.X, data(x))
+    set_word(job, words.W, data(matrix))
+    set_word(job, words.M, m)
+    return _write(job, table, out, batch, r, c, row_bytes, scale) or r * c == 0
+
+
+@native
+def _write(job, table, out, batch, r, c, row_bytes, scale):
+    """Writes what all jobs have, and returns whether each tile has a scale."""
+    tr, tc = _share(r, dim(scale, 1)), _share(c, dim(scale, 2))
+    set_word(job, words.SCALE, data(scale))
+    set_word(job, words.TABLE, data(table))
+    set_word(job, words.OUT, data(out))
+    set_word(job, words.BATCH, batch)
+    set_word(job, words.R, r)
+    set_word(job, words.C, c)
+    set_word(job, words.ROW_BYTES, row_bytes)
+    set_word(job, words.TR, tr)
+    set_word(job, words.TC, tc)
+    return tr * tc > 0
+
+
+@native
+def handle_quantize(frame, bits, count, work):
+    """Handles a call from XLA to quantise; returns an error's address, or 0."""
+    if answers_metadata(frame):
+        return 0
+    job = new_job(words.WORDS)
+    if job == 0:
+        return error(frame, RESOURCE_EXHAUSTED, "veneer: no memory for a job")
+    failure = 0
+    if not _read_quantize(frame, job, bits):
+        failure = error(frame, INVALID_ARGUMENT, "veneer: operands do not fit together")
+    elif word(job, words.BATCH) * word(job, words.R) * word(job, words.C) > 0:
+        _count_threads(frame, job)
+        _run(frame, job, work, count)
+    release(job)
+    return failure
+
+
+@native
+def _read_quantize(frame, job, bits):
+    """Fills in a job, and returns whether the operands of a call fit together."""
+    if not has_buffers(frame, 2, 2):
+        return False
+    x, table, out, scale = (
+        argument(frame, 0),
+        argument(frame, 1),
+        result(frame, 0),
+        result(frame, 1),
+    )
+    if not (
+        _is_array(x, F32, 3)
+        and _is_array(table, F32, 1)
+        and rank(out) == 3
+        and _is_array(scale, F32, 3)
+    ):
+        return False
+    batch, r, c = dim(x, 0), dim(x, 1), dim(x, 2)
+    row_bytes = (c * bits + 7) // 8
+    if not (
+        dim(table, 0) == 16
+        and dim(out, 0) == batch
+        and dim(out, 1) == r
+        and dim(out, 2) == row_bytes
+        and dim(scale, 0) == batch
+    ):
+        return False
+    set_word(job, words.X, data(x))
+    set_word(job, words.M, 4)  # what a value costs, in products
+    return _write(job, table, out, batch, r, c, row_bytes, scale) or batch * r * c == 0

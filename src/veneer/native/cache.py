@@ -1,0 +1,132 @@
+"""Compiled code on disk, for all processes of a user.
+
+It is in `$VENEER_CACHE`, or `veneer` in the user's cache directory. Nobody else should be able to
+write there, as what is read is run.
+"""
+
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+_KEPT = 30 * 24 * 3600  # seconds
+
+
+class Cache:
+    """Object files of one folder of the cache, that are compiled from one package and this one.
+
+    A file is named after all that it may depend on, and made again when that changes: every source
+    of these packages, Numba, the CPU, the variables that either is told by.
+
+    **Arguments:**
+
+    - `folder`: in `root()`.
+    - `package`: the name of the package, which is imported.
+    - `text`: of what else compiled code depends on.
+    """
+
+    def __init__(self, folder: str, package: str, text: Callable[[], str] = str):
+        self._folder, self._text = folder, text
+        self._packages = {Path(__file__).parent, _folder_of(package)}
+        self._sources = sources(self._packages)  # as they were imported
+
+    @property
+    def directory(self) -> Path:
+        """Where the files are."""
+        return root() / self._folder
+
+    def cached(self, name: str, make: Callable[[], bytes]) -> bytes:
+        """Returns what the cache has of this name, or else makes it and puts it there.
+
+        A cache that cannot be read or written, or is damaged, only costs time.
+        """
+        file = self.directory / f"{name}-{self.fingerprint}.o"
+        with contextlib.suppress(OSError, ValueError):
+            return _read(file)
+        content = make()
+        if sources(self._packages) == self._sources:  # or who edits them would find what was before
+            with contextlib.suppress(OSError):
+                _write(file, content)
+                _remove_old(file)
+        return content
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Of all that compiled code depends on."""
+        digest = hashlib.sha256(self._sources)
+        for part in (self._text(), *_dependencies()):
+            digest.update(hashlib.sha256(part.encode()).digest())
+        return digest.hexdigest()[:32]
+
+
+def root() -> Path:
+    """Returns where all that is compiled is kept."""
+    chosen = os.environ.get("VENEER_CACHE")
+    shared = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(chosen) if chosen else Path(shared) / "veneer"
+
+
+def sources(folders: set[Path]) -> bytes:
+    """Returns a digest of all Python files of packages, and of the packages in them."""
+    digest = hashlib.sha256()
+    for folder in sorted(folders):
+        for source in sorted(folder.rglob("*.py")):
+            digest.update(hashlib.sha256(source.read_bytes()).digest())
+    return digest.digest()
+
+
+def _folder_of(package: str) -> Path:
+    (folder,) = sys.modules[package].__path__
+    return Path(folder)
+
+
+def _dependencies() -> Iterator[str]:
+    from . import machine_code  # which imports LLVM
+
+    for package in ("numba", "llvmlite", "numpy"):
+        yield importlib.metadata.version(package)
+    yield f"{sys.version} {sys.platform} {platform.machine()}"
+    yield machine_code.host()
+    for key, value in sorted(os.environ.items()):
+        if key == "VENEER_KERNELS_ISA" or key.startswith("NUMBA_"):
+            yield f"{key}={value}"
+
+
+def _remove_old(file: Path) -> None:
+    """Removes what was made long ago under another fingerprint: of other sources, or another CPU.
+
+    Two that are in use at the same time are made again at most once in so many days.
+    """
+    name = file.name.rpartition("-")[0]
+    for other in file.parent.glob(f"{name}-*{file.suffix}"):
+        if other != file and time.time() - other.stat().st_mtime > _KEPT:
+            other.unlink(missing_ok=True)
+
+
+def _read(file: Path) -> bytes:
+    """An object file that is whole: LLVM ends the process over one that is not."""
+    content = file.read_bytes()
+    digest, code = content[:32], content[32:]
+    if hashlib.sha256(code).digest() != digest:
+        raise ValueError(f"{file} is damaged")
+    return code
+
+
+def _write(file: Path, code: bytes) -> None:
+    """Writes an object file after its digest; who reads at the same time sees all of it or none."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, aside = tempfile.mkstemp(dir=file.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as output:
+            output.write(hashlib.sha256(code).digest() + code)
+        os.replace(aside, file)
+    except OSError:
+        os.unlink(aside)
+        raise

@@ -1,0 +1,36 @@
+"""The CPU that is compiled for: this one, or what Numba's settings say of it.
+
+Numba reads `NUMBA_CPU_NAME` and `NUMBA_CPU_FEATURES`. What it compiles, LLVM turns into machine
+code, which has to be for the same CPU.
+"""
+
+from typing import Any
+
+import llvmlite.binding as llvm
+from numba.core import config
+
+from . import machine_code
+
+
+def target_machine() -> Any:
+    """Returns LLVM's machine that compiles for the CPU."""
+    name, features = _settings()
+    if features is None:
+        features = llvm.get_host_cpu_features().flatten()
+    return machine_code.target_machine(name or llvm.get_host_cpu_name(), features)
+
+
+def features() -> set[str]:
+    """Returns what the CPU is known to have, by LLVM's names of features."""
+    name, features = _settings()
+    if features is not None:
+        return {feature[1:] for feature in features.split(",") if feature.startswith("+")}
+    if name not in (None, "host"):
+        return set()  # of another CPU nothing is known but its name
+    return {feature for feature, has in llvm.get_host_cpu_features().items() if has}
+
+
+def _settings() -> tuple[str | None, str | None]:
+    """The name and the features that Numba is told; None where it is told nothing."""
+    settings = vars(config)  # which names no settings for mypy to know
+    return settings["CPU_NAME"], settings["CPU_FEATURES"]

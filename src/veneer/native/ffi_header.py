@@ -1,0 +1,123 @@
+"""XLA's C header for FFI, read for where the members of its structs are.
+
+JAX ships the header that its XLA was built with (`xla/ffi/api/c_api.h`), so what it says holds for
+this process. Native code reads a call from XLA by these offsets, with no C compiler; a JAX whose
+header lacks one of these members is refused here instead of being misread.
+"""
+
+import functools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+
+#: The interface that `call_frame.py` is written for. XLA raises it when it breaks what was.
+MAJOR_VERSION = 0
+
+#: What it reads or writes of each struct.
+MEMBERS = {
+    "XLA_FFI_CallFrame": "extension_start api ctx args.size args.args rets.size rets.rets",
+    "XLA_FFI_Buffer": "dtype data rank dims",
+    "XLA_FFI_Api": "XLA_FFI_Error_Create XLA_FFI_Error_Destroy XLA_FFI_ThreadPool_Schedule "
+    "XLA_FFI_ThreadPool_NumThreads",
+    "XLA_FFI_Error_Create_Args": "struct_size extension_start message errc",
+    "XLA_FFI_Error_Destroy_Args": "struct_size extension_start error",
+    "XLA_FFI_ThreadPool_Schedule_Args": "struct_size extension_start ctx task data",
+    "XLA_FFI_ThreadPool_NumThreads_Args": "struct_size extension_start ctx num_threads",
+    "XLA_FFI_Metadata_Extension": "extension_base.type metadata",
+    "XLA_FFI_Metadata": "api_version.major_version api_version.minor_version traits",
+}
+#: The enumerators that it compares with, or writes.
+ENUMERATORS = (
+    "XLA_FFI_Extension_Metadata XLA_FFI_DataType_F32 XLA_FFI_DataType_S8 "
+    "XLA_FFI_Error_Code_INVALID_ARGUMENT XLA_FFI_Error_Code_RESOURCE_EXHAUSTED"
+).split()
+
+#: Bytes of a type that is none of the header's own, and of a pointer; each is aligned to its size.
+_SIZES = {"size_t": 8, "int64_t": 8, "int32_t": 4, "uint32_t": 4, "int": 4, "*": 8}
+
+
+class Header:
+    """The structs and enumerators of the header, of which native code needs some.
+
+    **Raises:** `ValueError` where it has not what that needs, and says what.
+
+    >>> from veneer.native.ffi_header import header
+    >>> header().offset("XLA_FFI_CallFrame", "api")
+    16
+    """
+
+    def __init__(self, text: str):
+        text = re.sub(r"//.*|/\*.*?\*/", "", text)
+        self._structs = dict(re.findall(r"struct (\w+) \{(.*?)^\}", text, re.DOTALL | re.MULTILINE))
+        self._types = dict.fromkeys(re.findall(r"enum \{[^}]*\} (\w+);", text), "int")
+        self._types |= {new: old for old, new in re.findall(r"typedef (\w+) (\w+);", text)}
+        self._values = {k: int(v) for k, v in re.findall(r"^ *(\w+) = (\d+)", text, re.MULTILINE)}
+        numbers = re.findall(r"#define XLA_FFI_API_M\w+ (\d+)", text)
+        self.major_version, self.minor_version = map(int, numbers) if len(numbers) == 2 else (-1, 0)
+        if self.major_version != MAJOR_VERSION:
+            raise ValueError(f"its version is {'.'.join(numbers)}, and not {MAJOR_VERSION}")
+        for struct, members in MEMBERS.items():
+            for member in members.split():
+                self.offset(struct, member)
+        for name in ENUMERATORS:
+            self.value(name)
+
+    def offset(self, struct: str, member: str) -> int:
+        """Returns how many bytes into a struct a member is, or a member of it: `"args.size"`."""
+        member, _, inner = member.partition(".")
+        for name, type, offset, _ in self._members(struct):
+            if name == member:
+                return offset + (self.offset(type, inner) if inner else 0)
+        raise ValueError(f"it has no {struct} with {member}")
+
+    def size(self, struct: str) -> int:
+        """Returns what XLA calls the size of a struct: up to the end of its last member."""
+        return max(offset + size for _, _, offset, size in self._members(struct))
+
+    def value(self, enumerator: str) -> int:
+        """Returns the number of an enumerator."""
+        if enumerator not in self._values:
+            raise ValueError(f"it has no {enumerator}")
+        return self._values[enumerator]
+
+    def _members(self, struct: str) -> Iterator[tuple[str, str, int, int]]:
+        """Each member's name, type, offset and size. A C compiler aligns a member to its type."""
+        end = 0
+        for declaration in self._structs.get(struct, "").split(";")[:-1]:
+            *before, name = re.findall(r"\w+|\*", declaration)
+            is_pointer = "*" in before or before == ["_XLA_FFI_API_STRUCT_FIELD"]
+            type = "*" if is_pointer else before[-1]
+            size, alignment = self._extent(type)
+            start = -(-end // alignment) * alignment
+            end = start + size
+            yield name, type, start, size
+
+    def _extent(self, type: str) -> tuple[int, int]:
+        """The bytes that a member of a type takes, and to how many it is aligned."""
+        type = self._types.get(type, type)
+        if type not in self._structs:
+            if type not in _SIZES:
+                raise ValueError(f"it has the type {type}, which is unknown")
+            return _SIZES[type], _SIZES[type]
+        # All of XLA's structs begin with a size, so they are aligned to 8.
+        return -(-self.size(type) // 8) * 8, 8
+
+
+@functools.cache
+def header_text() -> str:
+    """Returns the header that JAX ships.
+
+    **Raises:** `OSError` where it does not.
+    """
+    return (Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h").read_text("utf-8")
+
+
+@functools.cache
+def header() -> Header:
+    """Returns what the header that JAX ships says.
+
+    **Raises:** `OSError` where there is none. `ValueError` where native code cannot use it.
+    """
+    return Header(header_text())

@@ -1,0 +1,40 @@
+"""Which vector instructions are used in this process, and so how many numbers they take at once.
+
+`VENEER_KERNELS_ISA` names one of `ISAS`; without it, it is the best that this CPU has.
+"""
+
+import os
+
+from .cpu import features
+
+#: What each needs of a CPU, by LLVM's names of features; the best first.
+ISAS = {
+    "avx512vnni": {"avx512f", "avx512bw", "avx512vl", "avx512vnni"},
+    "avx512": {"avx512f", "avx512bw", "avx512vl"},
+    "avx2": {"avx2", "fma"},
+    "portable": set[str](),
+}
+
+
+def chosen(name: str | None = None) -> str:
+    """Returns the ISA of this name, or the best that this CPU has.
+
+    **Raises:** `ValueError` for an unknown name, and for one that this CPU does not have.
+
+    >>> from veneer.native.isa import chosen
+    >>> chosen("portable")
+    'portable'
+    """
+    has = features()
+    available = [isa for isa, needs in ISAS.items() if needs <= has]
+    if not name:
+        return available[0]
+    if name not in available:
+        what = "is not one that this CPU has" if name in ISAS else "is unknown"
+        raise ValueError(f"VENEER_KERNELS_ISA={name!r} {what}; this CPU has {', '.join(available)}")
+    return name
+
+
+ISA = chosen(os.environ.get("VENEER_KERNELS_ISA"))
+#: How many f32 or int32 a vector holds.
+LANES = {"avx512vnni": 16, "avx512": 16, "avx2": 8, "portable": 4}[ISA]

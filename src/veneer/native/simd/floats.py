@@ -1,0 +1,165 @@
+"""Vectors of f32: made, read, written, and multiplied and added up."""
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+
+from ..isa import LANES
+from ..memory import F32, I32, I64, pointer
+from .blocks import (
+    FLOATS,
+    Block,
+    add_rows,
+    at,
+    block_of,
+    constant,
+    instruction,
+    load_vector,
+    multiply_add,
+    repeated,
+    shuffled,
+    store_vector,
+    vectors,
+)
+
+# Making blocks.
+
+
+@instruction
+def zeros(rows, columns):
+    """A block of 0.0."""
+    block = Block("f32", rows.literal_value, columns.literal_value)
+    return block, lambda builder, *_: ir.Constant(block.llvm, [constant(FLOATS, 0.0)] * block.count)
+
+
+@instruction
+def load(address, columns):
+    """Reads a row of vectors of f32."""
+    block = Block("f32", 1, columns.literal_value)
+
+    def emit(builder, address, _):
+        reads = [load_vector(builder, at(builder, address, c)) for c in range(block.columns)]
+        return block_of(builder, reads)
+
+    return block, emit
+
+
+@instruction
+def splat(number):
+    """One vector of an f32."""
+    return Block("f32", 1, 1), lambda builder, number: block_of(
+        builder, [repeated(builder, number)]
+    )
+
+
+@instruction
+def store(address, block):
+    """Writes a row of vectors."""
+
+    def emit(builder, address, values):
+        for c, value in enumerate(vectors(builder, values)):
+            store_vector(builder, value, at(builder, address, c))
+
+    return types.void, emit
+
+
+@instruction
+def store_block(address, stride, block):
+    """Writes rows of vectors, `stride` bytes apart."""
+
+    def emit(builder, address, stride, values):
+        for i, value in enumerate(vectors(builder, values)):
+            row, column = divmod(i, block.columns)
+            store_vector(builder, value, at(builder, address, column, row, stride))
+
+    return types.void, emit
+
+
+# Arithmetic.
+
+
+@instruction
+def scaled(block, scale):
+    """`block * scale`, of which each row is multiplied by the row, or the one vector, `scale`."""
+
+    def emit(builder, values, scales):
+        by = vectors(builder, scales)
+        products = [
+            builder.fmul(value, by[i % len(by)]) for i, value in enumerate(vectors(builder, values))
+        ]
+        return block_of(builder, products)
+
+    return block, emit
+
+
+@instruction
+def outer(total, x, stride, w):
+    """`total[r][c] + x[r] * w[c]`: a number at `x`, `stride` bytes apart, times vectors."""
+
+    def emit(builder, totals, x, stride, ws):
+        def row(r):
+            number = builder.load(pointer(builder, at(builder, x, 0, r, stride), F32))
+            number.align = 1
+            return repeated(builder, number)
+
+        return add_rows(builder, total, totals, ws, row, _add_product)
+
+    return total, emit
+
+
+@instruction
+def inner(total, x, stride, w):
+    """`total[r][c] + x[r] * w[c]`: a vector at `x`, `stride` bytes apart, times vectors.
+
+    The sums of its lanes are what is looked for in the end.
+    """
+
+    def emit(builder, totals, x, stride, ws):
+        row = lambda r: load_vector(builder, at(builder, x, 0, r, stride))
+        return add_rows(builder, total, totals, ws, row, _add_product)
+
+    return total, emit
+
+
+def _add_product(builder: Any, total: Any, x: Any, w: Any) -> Any:
+    return multiply_add(builder, x, w, total)
+
+
+@instruction
+def add_scaled(address, stride, block, scale):
+    """Adds `block * scale` to rows of f32, `stride` bytes apart; `scale` is as for `scaled`."""
+
+    def emit(builder, address, stride, values, scales):
+        by = vectors(builder, scales)
+        for i, value in enumerate(vectors(builder, values)):
+            row, column = divmod(i, block.columns)
+            place = at(builder, address, column, row, stride)
+            old = load_vector(builder, place)
+            store_vector(builder, multiply_add(builder, value, by[column % len(by)], old), place)
+
+    return types.void, emit
+
+
+@instruction
+def store_sums(address, stride, block):
+    """Writes the sum of the lanes of each vector: f32 at `address + r * stride + 4 * c`."""
+
+    def emit(builder, address, stride, values):
+        for i, value in enumerate(vectors(builder, values)):
+            row, column = divmod(i, block.columns)
+            place = builder.add(at(builder, address, 0, row, stride), I64(4 * column))
+            builder.store(_sum(builder, value), pointer(builder, place, F32)).align = 1
+
+    return types.void, emit
+
+
+def _sum(builder: Any, value: Any) -> Any:
+    """The sum of the lanes of a vector: halves are added up until one is left."""
+    count = LANES
+    while count > 1:
+        count //= 2
+        low = shuffled(builder, value, value, range(count))
+        high = shuffled(builder, value, value, range(count, 2 * count))
+        value = builder.fadd(low, high)
+    return builder.extract_element(value, I32(0))

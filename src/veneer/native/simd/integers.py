@@ -1,0 +1,242 @@
+"""SIMD values of integers: four products of bytes at once.
+
+A lane of 32 bits holds four numbers of 8 bits that are neighbours along what is contracted: codes
+of the matrix, without a sign, or activations, with one. `dot` multiplies and adds up such lanes.
+"""
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+
+from ..isa import ISA, LANES
+from ..memory import I32, pointer
+from .blocks import (
+    FLOATS,
+    INTS,
+    SHORTS,
+    Block,
+    Emit,
+    add_rows,
+    at,
+    block_of,
+    call_llvm,
+    constant,
+    instruction,
+    load_vector,
+    multiply_add,
+    permuted,
+    repeated,
+    shuffled,
+    vectors,
+)
+
+#: How many bytes a vector holds.
+WIDTH = 4 * LANES
+
+
+# Memory.
+
+
+@instruction
+def load_ints(address, stride, rows, columns):
+    """Reads rows of vectors of i32, `stride` bytes apart."""
+    return _rows_of("i32", INTS, rows, columns)
+
+
+@instruction
+def load_floats(address, stride, rows, columns):
+    """Reads rows of vectors of f32, `stride` bytes apart."""
+    return _rows_of("f32", FLOATS, rows, columns)
+
+
+def _rows_of(entry: str, vector: ir.Type, rows: Any, columns: Any) -> tuple[Block, Emit]:
+    block = Block(entry, rows.literal_value, columns.literal_value)
+
+    def emit(builder: Any, address: Any, stride: Any, *_: Any) -> Any:
+        places = [
+            at(builder, address, column, row, stride)
+            for row in range(block.rows)
+            for column in range(block.columns)
+        ]
+        return block_of(builder, [load_vector(builder, place, vector) for place in places])
+
+    return block, emit
+
+
+@instruction
+def zero_ints():
+    """One vector of 0."""
+    return Block("i32", 1, 1), lambda builder: block_of(builder, [constant(INTS, 0)])
+
+
+@instruction
+def start_lanes(address, stride, rows, columns):
+    """A block whose row r repeats the vector that is `r * stride` bytes on."""
+    block = Block("i32", rows.literal_value, columns.literal_value)
+
+    def emit(builder, address, stride, *_):
+        values = []
+        for row in range(block.rows):
+            place = at(builder, address, 0, row, stride)
+            values += [load_vector(builder, place, INTS)] * block.columns
+        return block_of(builder, values)
+
+    return block, emit
+
+
+@instruction
+def starts(address, rows, columns):
+    """A block whose row r repeats the i32 at `address + 4 * r`."""
+    block = Block("i32", rows.literal_value, columns.literal_value)
+
+    def emit(builder, address, *_):
+        values = []
+        for row in range(block.rows):
+            place = builder.add(address, ir.Constant(address.type, 4 * row))
+            number = builder.load(pointer(builder, place, I32))
+            number.align = 4
+            values += [repeated(builder, number)] * block.columns
+        return block_of(builder, values)
+
+    return block, emit
+
+
+# Products.
+
+
+@instruction
+def dot(total, x, stride, w):
+    """`total[r][c] + x[r] * w[c]`, by fours: bytes with a sign times bytes without.
+
+    The four at `x`, rows of which are `stride` bytes apart, are multiplied by those of each lane.
+    """
+
+    def emit(builder, totals, x, stride, ws):
+        def row(r):
+            four = builder.load(pointer(builder, at(builder, x, 0, r, stride), I32))
+            four.align = 1
+            return repeated(builder, four)
+
+        return add_rows(builder, total, totals, ws, row, _dot)
+
+    return total, emit
+
+
+@instruction
+def dot_lanes(total, x, stride, w):
+    """`total[r][c] + x[r] * w[c]` as for `dot`, but with a vector at `x` times that of `w`."""
+
+    def emit(builder, totals, x, stride, ws):
+        row = lambda r: load_vector(builder, at(builder, x, 0, r, stride), INTS)
+        return add_rows(builder, total, totals, ws, row, _dot)
+
+    return total, emit
+
+
+@instruction
+def add_sums(total, address, bytes):
+    """One vector `total`, and the sums of the four bytes of each lane at an address."""
+    count = bytes.literal_value // 4
+
+    def emit(builder, total, address, _):
+        ones = ir.Constant(INTS, [0x01010101] * LANES)
+        values = load_vector(builder, address, ir.VectorType(I32, count))
+        if count < LANES:
+            zeros = ir.Constant(values.type, [0] * count)
+            values = shuffled(builder, values, zeros, [min(i, count) for i in range(LANES)])
+        return block_of(builder, [_dot(builder, vectors(builder, total)[0], values, ones)])
+
+    return total, emit
+
+
+@instruction
+def times(block, number):
+    """A block times an int32."""
+
+    def emit(builder, values, number):
+        by = repeated(builder, number)
+        return block_of(builder, [builder.mul(value, by) for value in vectors(builder, values)])
+
+    return block, emit
+
+
+@instruction
+def sum_lanes(vector):
+    """The sum of the lanes of one vector, an int32."""
+
+    def emit(builder, vector):
+        value = vectors(builder, vector)[0]
+        return call_llvm(builder, f"llvm.vector.reduce.add.v{LANES}i32", I32, value)
+
+    return types.int32, emit
+
+
+def _dot(builder: Any, total: Any, x: Any, w: Any) -> Any:
+    """Adds four products of bytes to each lane: `w` has no sign, `x` has one."""
+    if ISA == "avx512vnni":
+        return call_llvm(builder, "llvm.x86.avx512.vpdpbusd.512", INTS, total, w, x)
+    if ISA == "portable":
+        for i in range(4):
+            code = builder.and_(builder.lshr(w, constant(INTS, 8 * i)), constant(INTS, 255))
+            number = builder.shl(x, constant(INTS, 24 - 8 * i))
+            number = builder.ashr(number, constant(INTS, 24))
+            total = builder.add(total, builder.mul(code, number))
+        return total
+    # Of 16 bits each: a product of two of 8 bits may need all 16, which is why they are not
+    # multiplied by the instruction that adds two of them up to 16 bits.
+    name = "avx512.pmaddw.d.512" if ISA == "avx512" else "avx2.pmadd.wd"
+    w, x = builder.bitcast(w, SHORTS), builder.bitcast(x, SHORTS)
+    eight = constant(SHORTS, 8)
+    even = builder.and_(w, constant(SHORTS, 255)), builder.ashr(builder.shl(x, eight), eight)
+    odd = builder.lshr(w, eight), builder.ashr(x, eight)
+    for pair in (even, odd):
+        total = builder.add(total, call_llvm(builder, f"llvm.x86.{name}", INTS, *pair))
+    return total
+
+
+@instruction
+def add_scaled_ints(sums, total, scale):
+    """`sums + total * scale` in f32, where scale c is for column c."""
+
+    def emit(builder, values, totals, scales):
+        values, scales = vectors(builder, values), vectors(builder, scales)
+        for i, number in enumerate(vectors(builder, totals)):
+            number = builder.sitofp(number, FLOATS)
+            values[i] = multiply_add(builder, number, scales[i % total.columns], values[i])
+        return block_of(builder, values)
+
+    return sums, emit
+
+
+@instruction
+def spread(address, stride, count, shift):
+    """A row of vectors, of LANES >> shift f32 each, which stand for 1 << shift lanes, in turn.
+
+    They are `stride` bytes apart. What is beside them is not read.
+    """
+    block = Block("f32", 1, count.literal_value)
+
+    def emit(builder, address, stride, _, shift):
+        shift = repeated(builder, builder.trunc(shift, I32))
+        lanes = ir.Constant(INTS, [*range(LANES)])
+        indices = builder.lshr(lanes, shift)
+        there = builder.icmp_unsigned("<", builder.shl(lanes, shift), constant(INTS, LANES))
+        values = []
+        for row in range(block.columns):
+            place = pointer(builder, at(builder, address, 0, row, stride), FLOATS)
+            name = f"llvm.masked.load.v{LANES}f32.p0"
+            few = call_llvm(builder, name, FLOATS, place, I32(4), there, constant(FLOATS, 0.0))
+            values.append(permuted(builder, few, indices))
+        return block_of(builder, values)
+
+    return block, emit
+
+
+@instruction
+def as_floats(block):
+    """Integers as f32, rounded where they have more than 24 bits."""
+    result = Block("f32", block.rows, block.columns)
+    return result, lambda builder, values: block_of(
+        builder, [builder.sitofp(value, FLOATS) for value in vectors(builder, values)]
+    )

@@ -1,0 +1,205 @@
+"""SIMD values for quantising: magnitudes, scales, and codes as they are stored."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+
+from ..isa import LANES
+from ..memory import F32, I8, I32, pointer
+from .blocks import (
+    FLOATS,
+    INTS,
+    Block,
+    at,
+    block_of,
+    constant,
+    instruction,
+    load_vector,
+    repeated,
+    shuffled,
+    store_vector,
+    vectors,
+)
+
+#: The least normal f32. Neither a scale nor its reciprocal is smaller.
+_TINY = 2.0**-126
+#: Added to a number of less than 23 bits, it leaves no bits behind the point: f32 rounds half to
+#: even. And the integer is what the lowest bits of the sum are.
+_TO_INTEGER = 1.5 * 2.0**23
+
+
+@instruction
+def no_magnitudes(columns):
+    """A row of vectors of zeros, as integers."""
+    block = Block("i32", 1, columns.literal_value)
+    return block, lambda builder, _: ir.Constant(block.llvm, [constant(INTS, 0)] * block.count)
+
+
+@instruction
+def larger_magnitudes(magnitudes, address):
+    """The larger of magnitudes and those of f32 at an address, all by their bits.
+
+    Positive f32 are in the order of their bits; NaN comes after infinity.
+    """
+
+    def emit(builder, magnitudes, address):
+        larger = []
+        for c, old in enumerate(vectors(builder, magnitudes)):
+            bits = load_vector(builder, at(builder, address, c), INTS)
+            new = builder.and_(bits, constant(INTS, 0x7FFFFFFF))
+            larger.append(_larger(builder, old, new))
+        return block_of(builder, larger)
+
+    return magnitudes, emit
+
+
+def _larger(builder: Any, a: Any, b: Any) -> Any:
+    return builder.select(builder.icmp_signed(">", a, b), a, b)
+
+
+@instruction
+def largest(magnitudes):
+    """A vector with the largest of all in every lane."""
+
+    def emit(builder, magnitudes):
+        first, *rest = vectors(builder, magnitudes)
+        for other in rest:
+            first = _larger(builder, first, other)
+        step = 1
+        while step < LANES:
+            lanes = [lane ^ step for lane in range(LANES)]
+            first = _larger(builder, first, shuffled(builder, first, first, lanes))
+            step *= 2
+        return block_of(builder, [first])
+
+    return Block("i32", 1, 1), emit
+
+
+@instruction
+def scales_of(magnitudes, reciprocal):
+    """Scales of tiles with these magnitudes: times a reciprocal, and as `quant.scales.usable`.
+
+    1 where that is too small to divide by, and NaN where it is too large, or one.
+    """
+    block = Block("f32", 1, magnitudes.columns)
+
+    def emit(builder, magnitudes, reciprocal):
+        by = repeated(builder, reciprocal)
+        scales = []
+        for bits in vectors(builder, magnitudes):
+            scale = builder.fmul(builder.bitcast(bits, FLOATS), by)
+            fits = builder.fcmp_ordered("<=", scale, constant(FLOATS, 1 / _TINY))
+            usable = builder.select(fits, scale, constant(FLOATS, float("nan")))
+            small = builder.fcmp_ordered("<", scale, constant(FLOATS, _TINY))
+            scales.append(builder.select(small, constant(FLOATS, 1.0), usable))
+        return block_of(builder, scales)
+
+    return block, emit
+
+
+@instruction
+def reciprocals(block):
+    """One over each number."""
+
+    def emit(builder, block):
+        one = constant(FLOATS, 1.0)
+        return block_of(builder, [builder.fdiv(one, value) for value in vectors(builder, block)])
+
+    return block, emit
+
+
+@instruction
+def store_first(address, block):
+    """Writes the first number of a vector."""
+
+    def emit(builder, address, block):
+        (value,) = vectors(builder, block)
+        first = builder.extract_element(value, I32(0))
+        builder.store(first, pointer(builder, address, F32)).align = 1
+
+    return types.void, emit
+
+
+@instruction
+def codes_of(address, columns, factors, table, kind):
+    """Reads vectors of f32, multiplies them, and returns the codes that are nearest, as int32.
+
+    `factors` is a row of as many vectors, or of one. The code of NaN is that of 0.
+    """
+    block = Block("i32", 1, columns.literal_value)
+    encode = _ENCODERS[kind.literal_value]
+
+    def emit(builder, address, _, factors, table, *__):
+        by = vectors(builder, factors)
+        codes = []
+        for c in range(block.columns):
+            x = load_vector(builder, at(builder, address, c))
+            scaled = builder.fmul(x, by[c % len(by)])
+            is_number = builder.fcmp_ordered("ord", scaled, scaled)
+            codes.append(
+                encode(builder, builder.select(is_number, scaled, constant(FLOATS, 0.0)), table)
+            )
+        return block_of(builder, codes)
+
+    return block, emit
+
+
+def _rounded(low: int, high: int) -> Callable[..., Any]:
+    """Codes that are whole numbers: rounded half to even, and clipped."""
+
+    def encode(builder: Any, x: Any, _: Any) -> Any:
+        low_vector, high_vector = (constant(FLOATS, float(end)) for end in (low, high))
+        x = builder.select(builder.fcmp_ordered(">", x, low_vector), x, low_vector)
+        x = builder.select(builder.fcmp_ordered("<", x, high_vector), x, high_vector)
+        return builder.bitcast(builder.fadd(x, constant(FLOATS, _TO_INTEGER)), INTS)
+
+    return encode
+
+
+def _counted(builder: Any, x: Any, table: Any) -> Any:
+    """Codes that count how many of 15 thresholds are reached."""
+    code = constant(INTS, 0)
+    for i in range(15):
+        address = builder.add(table, ir.Constant(table.type, 4 * i))
+        threshold = builder.load(pointer(builder, address, F32))
+        threshold.align = 1
+        reached = builder.fcmp_ordered(">=", x, repeated(builder, threshold))
+        code = builder.sub(code, builder.sext(reached, INTS))
+    return code
+
+
+_ENCODERS = {"int8": _rounded(-128, 127), "int4": _rounded(-8, 7), "nf4": _counted}
+
+
+@instruction
+def store_codes(address, codes, bits):
+    """Writes the lowest bits of int32, 8 or 4 of them; of 4, two neighbours share a byte."""
+    store = {8: _store_bytes, 4: _store_nibbles}[bits.literal_value]
+
+    def emit(builder, address, codes, _):
+        store(builder, address, vectors(builder, codes))
+
+    return types.void, emit
+
+
+_CODES = ir.VectorType(I8, LANES)
+
+
+def _store_bytes(builder: Any, address: Any, codes: Sequence[Any]) -> None:
+    for c, code in enumerate(codes):
+        place = builder.add(address, ir.Constant(address.type, LANES * c))
+        store_vector(builder, builder.trunc(code, _CODES), place)
+
+
+def _store_nibbles(builder: Any, address: Any, codes: Sequence[Any]) -> None:
+    """The first neighbour of two has the low nibble."""
+    together = []
+    for a, b in zip(codes[::2], codes[1::2], strict=True):
+        even, odd = (
+            builder.and_(shuffled(builder, a, b, range(i, 2 * LANES, 2)), constant(INTS, 15))
+            for i in (0, 1)
+        )
+        together.append(builder.or_(even, builder.shl(odd, constant(INTS, 4))))
+    _store_bytes(builder, address, together)

@@ -1,0 +1,111 @@
+"""The parts of a job, taken by the thread that XLA calls and by threads of XLA's own pool.
+
+A job is some words of 64 bits that all threads read. Whoever makes it knows what they say.
+
+All threads take the next part from one counter until none is left, so it does not matter when a
+thread comes, or whether it does: the caller alone finishes what nobody helps with, and waits only
+for parts that another thread has begun. So nothing here can hang on a pool that is small, busy or
+gone (as after `fork`). What comes too late finds no part left, in memory that whoever leaves last
+frees.
+
+Of some jobs the first parts make what all others read. Parts are taken in order, so whoever takes
+one of the others waits only for parts that are begun.
+"""
+
+import sys
+from typing import Any
+
+from numba import types
+from numba.core.typing import signature
+
+from .call_frame import schedule
+from .functions import c_function, call, native
+from .memory import fetch_add, free, malloc, set_word, word
+
+# Words before the job in its memory. Two cache lines apart: who waits for the last part does not
+# slow down who takes one.
+_NEXT, _WORK, _COUNT, _FIRST, _REFERENCES, _DONE, _JOB = 0, 1, 2, 3, 4, 16, 24
+
+_sched_yield: Any = types.ExternalFunction("sched_yield", signature(types.int32))
+
+
+@native
+def new_job(words):
+    """Returns the address of a new job of so many words, all 0, or 0 where there is no memory."""
+    memory = malloc(8 * (_JOB + words))
+    if memory == 0:
+        return 0
+    for i in range(_JOB + words):
+        set_word(memory, i, 0)
+    set_word(memory, _REFERENCES, 1)
+    return memory + 8 * _JOB
+
+
+@native
+def release(job):
+    """Gives up a job, which is freed when all who have it have given it up."""
+    memory = job - 8 * _JOB
+    if fetch_add(memory + 8 * _REFERENCES, -1) == 1:
+        free(memory)
+
+
+if sys.platform == "win32":
+
+    @native
+    def _let_others_run():
+        pass
+
+else:
+
+    @native
+    def _let_others_run():
+        _sched_yield()
+
+
+@native
+def _wait(memory, count):
+    """Waits until so many parts are done, which other threads have begun."""
+    looks = 0
+    while fetch_add(memory + 8 * _DONE, 0) < count:
+        looks += 1
+        if looks > 100:  # a part takes long, or its thread is not running
+            _let_others_run()
+
+
+@native
+def _take_parts(memory):
+    work, count, first = word(memory, _WORK), word(memory, _COUNT), word(memory, _FIRST)
+    part = fetch_add(memory + 8 * _NEXT, 1)
+    while part < count:
+        if part >= first > 0:
+            _wait(memory, first)
+        call(work, (memory + 8 * _JOB, part))
+        fetch_add(memory + 8 * _DONE, 1)
+        part = fetch_add(memory + 8 * _NEXT, 1)
+
+
+@native
+def _help(memory):
+    """What a thread of the pool does."""
+    _take_parts(memory)
+    release(memory + 8 * _JOB)
+    return 0
+
+
+@native
+def run(frame, job, work, count, first, threads):
+    """Calls the C function `work(job, part)` for so many parts, which all are done then.
+
+    The first parts are done before the others begin; and so many threads are enough for all.
+    """
+    memory = job - 8 * _JOB
+    set_word(memory, _WORK, work)
+    set_word(memory, _COUNT, count)
+    set_word(memory, _FIRST, first)
+    for _ in range(min(threads, count) - 1):
+        fetch_add(memory + 8 * _REFERENCES, 1)
+        if not schedule(frame, c_function(_help, "veneer_help"), memory):
+            fetch_add(memory + 8 * _REFERENCES, -1)
+            break
+    _take_parts(memory)
+    _wait(memory, count)

@@ -1,0 +1,140 @@
+"""What is compiled is kept on disk, until something changes that it depends on."""
+
+import ast
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import veneer
+from veneer.native.cache import Cache, sources
+
+
+def new():
+    """The cache of kernels, as a process has it."""
+    return Cache("kernels", "veneer.kernels.cpu")
+
+
+@pytest.fixture
+def directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("VENEER_CACHE", str(tmp_path / "not" / "there"))
+    return tmp_path / "not" / "there" / "kernels"
+
+
+def made(content=b"code"):
+    """How often something is made, and what makes it."""
+    calls = []
+
+    def make():
+        calls.append(1)
+        return content
+
+    return calls, make
+
+
+def test_what_is_compiled_is_kept(directory):
+    calls, make = made()
+    assert [new().cached("f", make), new().cached("f", make)] == [b"code"] * 2
+    assert len(calls) == 1
+    assert len([*directory.iterdir()]) == 1
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[:-1], lambda b: b"", lambda b: b[:-1] + b"?"])
+def test_a_damaged_file_is_made_again(directory, damage):
+    new().cached("f", made()[1])
+    [file] = directory.iterdir()
+    file.write_bytes(damage(file.read_bytes()))
+    calls, make = made()
+    assert [new().cached("f", make), new().cached("f", make)] == [b"code"] * 2
+    assert len(calls) == 1
+
+
+def test_what_was_made_long_ago_is_removed_when_it_is_made_anew(directory):
+    directory.mkdir(parents=True)
+    names = ["f-old.o", "f-new.o", "f_of_another-old.o"]
+    for name in names:
+        (directory / name).touch()
+    for name in (names[0], names[2]):
+        os.utime(directory / name, (0, 0))
+    new().cached("f", made()[1])
+    kept = {file.name for file in directory.iterdir()}
+    assert kept & {*names} == {*names[1:]}
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("VENEER_CACHE", str(tmp_path / "file"))
+    calls, make = made()
+    assert [new().cached("f", make), new().cached("f", make)] == [b"code"] * 2
+    assert len(calls) == 2
+
+
+def test_many_may_fill_the_cache_at_once(directory):
+    content = bytes(1 << 20)
+    with ThreadPoolExecutor(8) as pool:
+        results = pool.map(lambda _: new().cached("f", made(content)[1]), range(32))
+        assert all(result == content for result in results)
+    assert len([*directory.iterdir()]) == 1
+
+
+def test_without_a_chosen_directory_it_is_the_users(monkeypatch, tmp_path):
+    monkeypatch.delenv("VENEER_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert new().directory == tmp_path / ".cache" / "veneer" / "kernels"
+
+
+# What a file is named after.
+
+
+def test_a_change_of_any_source_is_another_fingerprint(tmp_path):
+    (tmp_path / "simd").mkdir()
+    files = [tmp_path / "memory.py", tmp_path / "simd" / "floats.py"]
+    for file in files:
+        file.write_text("before")
+    digests = {sources({tmp_path})}
+    for file in files:
+        file.write_text("after")
+        digests.add(sources({tmp_path}))
+    assert len(digests) == 3
+
+
+def test_what_is_edited_meanwhile_is_not_kept(directory, tmp_path, monkeypatch):
+    package = type(sys)("package_for_a_test")
+    package.__path__ = [str(tmp_path)]
+    monkeypatch.setitem(sys.modules, package.__name__, package)
+    kept = Cache("kernels", package.__name__)
+    (tmp_path / "new.py").touch()
+    assert kept.cached("f", made()[1]) == b"code"
+    assert not directory.exists()
+    assert Cache("kernels", package.__name__).fingerprint != kept.fingerprint
+
+
+@pytest.mark.parametrize("variable", ["VENEER_KERNELS_ISA", "NUMBA_CPU_NAME"])
+def test_what_it_is_compiled_for_is_in_the_fingerprint(monkeypatch, variable):
+    before = new().fingerprint
+    monkeypatch.setenv(variable, "portable")
+    assert new().fingerprint != before
+
+
+SOURCE = Path(veneer.__file__).parent
+
+
+def imported(file):
+    """The modules of this package that a file imports, at its top or in its functions."""
+    package = file.relative_to(SOURCE.parent).parent.parts
+    for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            origin = [*package[: len(package) - node.level + 1], *(node.module or "").split(".")]
+            yield from (".".join(filter(None, [*origin, alias.name])) for alias in node.names)
+
+
+@pytest.mark.parametrize("room", ["kernels/cpu", "native"])
+def test_kernels_are_compiled_from_nothing_that_the_fingerprint_leaves_out(room):
+    files = [*(SOURCE / room).rglob("*.py")]
+    assert len(files) > 10
+    for file in files:
+        for name in imported(file):
+            assert name.startswith(("veneer.kernels.cpu", "veneer.native")), (file, name)

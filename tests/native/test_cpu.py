@@ -1,0 +1,61 @@
+"""All that is compiled is for the CPU that Numba's settings name."""
+
+import os
+import subprocess
+import sys
+
+import llvmlite.binding as llvm
+import pytest
+
+ARRAYS = """
+import numpy as np
+x, c = np.full(1, 1 + 2**-12, np.float32), np.full(1, -1, np.float32)
+"""
+
+KERNEL = """
+import ctypes
+from veneer.native.functions import native
+from veneer.native.machine_code import load
+from veneer.native.memory import load_f32
+from veneer.native.object_file import ObjectFile
+from veneer.native.simd.floats import outer, splat, store
+
+@native
+def multiply_add(x, c, y):
+    store(y, outer(splat(load_f32(c)), x, 0, splat(load_f32(x))))
+
+file = ObjectFile()
+file.export("multiply_add", multiply_add)
+(address,) = load(file.code(), "multiply_add")
+y = np.zeros(16, np.float32)
+call = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 3)(address)
+call(x.ctypes.data, c.ctypes.data, y.ctypes.data)
+"""
+
+PROGRAM = """
+import veneer as vn
+y = vn.numba.compile(lambda x, c: x * x + c, x, c)(x, c)
+"""
+
+
+@pytest.mark.skipif(
+    not llvm.get_host_cpu_features().get("fma"), reason="one with and without fused instructions"
+)
+@pytest.mark.parametrize("code", [KERNEL, PROGRAM], ids=["a kernel", "a program"])
+def test_code_is_for_the_cpu_that_numba_is_told(code, tmp_path):
+    results = {}
+    for settings in ("", "generic"):
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        environment |= {"JAX_PLATFORMS": "cpu", "VENEER_CACHE": str(tmp_path)}
+        if settings:
+            environment |= {"NUMBA_CPU_NAME": settings, "NUMBA_CPU_FEATURES": ""}
+        run = subprocess.run(
+            [sys.executable, "-c", f"{ARRAYS}{code}\nprint(float(y[0]))"],
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        assert run.returncode == 0, run.stderr
+        results[settings] = float(run.stdout)
+    # This CPU rounds the product and the sum at once; one without features, each.
+    assert results == {"": 2**-11 + 2**-24, "generic": 2**-11}

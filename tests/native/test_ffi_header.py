@@ -1,0 +1,51 @@
+"""XLA's header is read as a C compiler reads it, or refused."""
+
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from veneer.native import ffi_header
+
+HEADER = ffi_header.header_text()
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda text: text.replace("API_MAJOR 0", "API_MAJOR 1"), "version is 1."),
+        (lambda text: text.replace("int64_t* dims;", ""), "it has no XLA_FFI_Buffer with dims"),
+        (lambda text: text.replace("DataType_F32 =", "DataType_F33 ="), "no XLA_FFI_DataType_F32"),
+        (lambda text: text.replace("XLA_FFI_Args args;", "Tuple args;"), "the type Tuple"),
+        (lambda text: "", "version is "),
+    ],
+)
+def test_a_header_that_kernels_do_not_know_is_refused(change, why):
+    with pytest.raises(ValueError, match=re.escape(why)):
+        ffi_header.Header(change(HEADER))
+
+
+def test_members_are_where_a_c_compiler_has_them(tmp_path):
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("there is no C compiler")
+    header = ffi_header.header()
+    places = [(s, m) for s, members in ffi_header.MEMBERS.items() for m in members.split()]
+    asserted = [
+        f"_Static_assert(offsetof({s}, {m}) == {header.offset(s, m)}, {f'{s}.{m}'!r});".replace(
+            "'", '"'
+        )
+        for s, m in places
+    ]
+    asserted += [
+        f'_Static_assert({s}_STRUCT_SIZE == {header.size(s)}, "{s}");'
+        for s in ffi_header.MEMBERS
+        if s.endswith("_Args")
+    ]
+    asserted += [
+        f'_Static_assert({e} == {header.value(e)}, "{e}");' for e in ffi_header.ENUMERATORS
+    ]
+    source = tmp_path / "layout.c"
+    source.write_text("\n".join([HEADER, *asserted]))
+    subprocess.run([compiler, "-fsyntax-only", "-x", "c", source], check=True)

@@ -1,0 +1,115 @@
+"""Vectors hold what they are said to hold, with each set of instructions that this CPU has."""
+
+import ctypes
+import os
+import subprocess
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from veneer.kernels.cpu.floats.decode import reader
+from veneer.kernels.cpu.kinds import BITS
+from veneer.native.functions import compiled, not_inlined
+from veneer.native.isa import ISA, ISAS, LANES, chosen
+from veneer.native.simd.codes import load_table
+from veneer.native.simd.floats import load, store
+from veneer.native.simd.order import deinterleave
+
+TABLE = np.linspace(-1, 1, 16).astype(np.float32)
+
+
+def fields(packed, bits):
+    return np.stack([packed >> i & 2**bits - 1 for i in range(0, 8, bits)], -1).ravel()
+
+
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_neighbours_are_parted_among_vectors(count):
+    numbers = np.arange(count * LANES, dtype=np.float32)
+    out = np.empty_like(numbers)
+
+    @compiled
+    def run(numbers, out):
+        store(out, deinterleave(load(numbers, count)))
+
+    run(numbers.ctypes.data, out.ctypes.data)
+    np.testing.assert_array_equal(out.reshape(count, LANES), numbers.reshape(LANES, count).T)
+
+
+def decode(kind, packed, table, count):
+    """What codes of a kind are worth, by the instructions that kernels have for it."""
+    decoded, ordered = reader(kind)
+    step = 2 * LANES  # two vectors begin at a byte, whatever the kind
+    bits = BITS[kind]
+    out = np.empty(count, np.float32)
+
+    @compiled
+    def run(table, packed, out):
+        not_inlined()
+        for i in range(0, count, step):
+            codes = decoded(load_table(table), packed + i * bits // 8, 2)
+            store(out + 4 * i, ordered(codes))
+
+    run(table.ctypes.data, packed.ctypes.data, out.ctypes.data)
+    return out
+
+
+@pytest.mark.parametrize("kind", [kind for kind in BITS if BITS[kind] < 8])
+def test_narrow_codes_are_decoded_in_order(kind):
+    bits = BITS[kind]
+    packed = np.random.default_rng(1).integers(0, 256, 64 * bits, np.uint8)
+    table = np.resize(TABLE[: 2**bits], 16)
+    expected = table[fields(packed, bits)]
+    np.testing.assert_array_equal(decode(kind, packed, table, expected.size), expected)
+
+
+def check_codes_of_8_bits(kind):
+    packed = np.arange(256, dtype=np.uint8)
+    expected = packed.view(getattr(ml_dtypes, kind, kind)).astype(np.float32)
+    np.testing.assert_array_equal(decode(kind, packed, TABLE, 256), expected)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in BITS if BITS[kind] == 8])
+def test_each_code_of_8_bits_is_worth_what_its_dtype_says(kind):
+    check_codes_of_8_bits(kind)
+
+
+@pytest.mark.parametrize("kind", ["float8_e4m3fn", "float8_e5m2"])
+def test_small_float8_is_not_0_where_small_f32_is(kind):
+    """XLA sets its threads so; a thread that does keeps it to itself."""
+    if sys.platform != "linux" or os.uname().machine != "x86_64":
+        pytest.skip("sets the control register of x86-64 by its name in glibc")
+    environment = (ctypes.c_uint32 * 8)()
+    libm = ctypes.CDLL("libm.so.6")
+    libm.fegetenv(environment)
+    normal = environment[7]
+    try:
+        environment[7] = normal | 0x8040  # flush to zero, denormals are zero
+        libm.fesetenv(environment)
+        check_codes_of_8_bits(kind)
+    finally:
+        environment[7] = normal
+        libm.fesetenv(environment)
+
+
+OTHERS = [isa for isa in ISAS if isa not in (ISA, "avx512")]
+
+
+@pytest.mark.parametrize("isa", OTHERS)
+def test_other_instructions_give_the_same(isa):
+    if "VENEER_KERNELS_ISA" in os.environ:
+        pytest.skip("one is asked for")
+    try:
+        chosen(isa)
+    except ValueError as error:
+        pytest.skip(str(error))
+    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    environment = os.environ | {"VENEER_KERNELS_ISA": isa}
+    done = subprocess.run(tests, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def test_an_isa_that_is_not_known_is_refused():
+    with pytest.raises(ValueError, match=r"'sse9' is unknown; this CPU has .*portable"):
+        chosen("sse9")
