@@ -19,11 +19,11 @@ import jax
 
 from .._core.transform import implicit
 from .._jax.tracing import Tracer, current_trace, is_eager
-from .box import Box, is_box
-from .box_contents import Contents
-from .box_frames import Frame, passed_and_held, resolved, state
-from .box_traces import held_by
-from .install import is_enabled
+from .box.box import Box, is_box
+from .box.contents import Contents
+from .box.frames import Frame, passed_and_held, resolved, state
+from .box.traces import held_by
+from .mode import is_enabled
 
 
 def jit(function: Callable | None = None, /, **options: Any) -> Any:
@@ -237,7 +237,7 @@ def _with_written(out: Any, boxes: Sequence[Box], frame: Frame, returns_all: boo
         for i, box in enumerate(boxes)
         if returns_all or box._contents.may_differ()
     ]
-    pairs += [(ReferenceType(c), found) for c, found in frame.replaced.items()]
+    pairs += [(ReferenceType(c), contents) for c, contents in frame.replaced.items()]
     if not pairs:
         return out
     trees = []

@@ -18,16 +18,16 @@ from .._core.value import Value, is_value
 from .._jax.primitives import Primitive
 from .._jax.sharding import flat_tree
 from .._jax.tracing import Trace, set_current_trace
-from .high_array import value_of
-from .lifted import canonical, fully_opened
-from .types import HighType, type_of
+from .high import Unpack, apply
+from .types import HighType, canonical, is_traced_high, type_of
+from .values import value_of
 
 
-def with_dense_specs(own: Callable) -> Callable:
+def take_dense_specs(shard_map: Callable) -> Callable:
     """JAX's function that makes one of blocks, of arguments that are whole where their spec is."""
 
     def make(f: Any, *, in_specs: Any, **kwargs: Any) -> Any:
-        of_blocks = own(f, in_specs=in_specs, **kwargs)
+        of_blocks = shard_map(f, in_specs=in_specs, **kwargs)
 
         @wraps(of_blocks)
         def mapped(*args: Any) -> Any:
@@ -49,7 +49,7 @@ def _as_specified(specs: Any, args: Any) -> Any:
         return args
 
 
-def shard_map(own: Callable) -> Callable:
+def bind_leaves(bind: Callable) -> Callable:
     """The method `bind_with_trace` of JAX's primitive, for operands and results of any type."""
 
     def bind_with_trace(
@@ -63,7 +63,7 @@ def shard_map(own: Callable) -> Callable:
         params = {**params, "subfuns": (body,), "in_specs": specs}
         if len(leaves) != len(args):
             params["debug_info"] = params["debug_info"].with_unknown_names()
-        out = own(self, trace, leaves, avals, params)
+        out = bind(self, trace, leaves, avals, params)
         with set_current_trace(trace):
             return body.close(out)
 
@@ -96,7 +96,7 @@ class _Body:
             block = split(value, spec, self._mesh.shape)
             if block is None:
                 raise _refused("cut", t, spec)
-            place = lambda leaf, own: placed(leaf, own, self._mesh, self._manual)
+            place = lambda leaf, spec: placed(leaf, spec, self._mesh, self._manual)
             leaves += jax.tree.leaves(map_leaves(place, value, block))
             leaf_specs += jax.tree.leaves(block)
             self.blocks.append(block)
@@ -132,6 +132,32 @@ class _Body:
             return out
         parts = jax.tree.unflatten(_tree_of(self._wholes), list(out))
         return self._out.update([canonical(x) if isinstance(x, Value) else x for x in parts])
+
+
+def fully_opened(x: Any) -> Any:
+    """What is of a high type as a value whose leaves are arrays."""
+    x = value_of(x)
+    if not is_traced_high(x):
+        return x
+    return x.aval.whole(list(map(fully_opened, apply(Unpack(x.aval), x))))
+
+
+def brought_in(trace: Trace, args: Sequence[Any]) -> Sequence[Any]:
+    """Operands within a `shard_map`, of which those that it closes over are opened outside of it.
+
+    JAX has no specs for our types. So is, to no harm, what a loop within the `shard_map` closes
+    over.
+    """
+    return [_brought_in(x, trace) for x in args]
+
+
+def _brought_in(x: Any, trace: Trace) -> Any:
+    if not is_traced_high(x) or x._trace is trace:
+        return x
+    with set_current_trace(x._trace):
+        value = fully_opened(x)
+    with set_current_trace(trace):
+        return canonical(value)
 
 
 def _tree_of(values: Sequence[Any]) -> Any:

@@ -7,10 +7,10 @@ from typing import Any
 
 import jax
 
-from .._core.value import Kept
-from .box_contents import Contents, flat
-from .box_frames import resolved, state
-from .box_view import View
+from ..._core.value import Kept
+from .contents import Contents, flat
+from .frames import resolved, state
+from .view import View
 
 
 @jax.tree_util.register_pytree_node_class

@@ -22,11 +22,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from .._core.trace import ImplicitTrace, ImplicitTracer
-from .._core.value import is_value
-from .._jax.tracing import Trace, Tracer, current_trace, is_eager, set_current_trace
-from .box_frames import Frame, forget_programs, frames
-from .box_traces import (
+from ..._core.trace import ImplicitTrace, ImplicitTracer
+from ..._core.value import is_value
+from ..._jax.tracing import Trace, Tracer, current_trace, is_eager, set_current_trace
+from ..types import is_typed, opened
+from ..values import exposed
+from .frames import Frame, forget_programs, frames
+from .traces import (
     CHECKPOINT,
     CONDITION,
     delete,
@@ -36,8 +38,6 @@ from .box_traces import (
     primal_in,
     staged_for,
 )
-from .meeting import opened
-from .types import HighType, exposed
 
 # Threads that trace with a Box at once are to find the same references, of what was written last.
 _lock = RLock()
@@ -76,11 +76,11 @@ class Contents:
 
     def tree(self) -> Any:
         """The contents as a program sees them here."""
-        found = jax.tree.unflatten(self.treedef, self.read())
+        tree = jax.tree.unflatten(self.treedef, self.read())
         trace = current_trace()
         if type(trace) is not ImplicitTrace:
-            return found
-        return jax.tree.map(trace.wrap, found, is_leaf=is_value)
+            return tree
+        return jax.tree.map(trace.wrap, tree, is_leaf=is_value)
 
     def read(self) -> list[Any]:
         """The leaves as a program sees them here."""
@@ -203,9 +203,9 @@ class Contents:
         if self.held:
             forget_programs()
         with set_current_trace(frame.trace):
-            found = Contents((), jax.tree.structure(None), self.keeps_primals)
-        frame.replaced[self] = found
-        found.set(jax.tree.unflatten(treedef, leaves))
+            contents = Contents((), jax.tree.structure(None), self.keeps_primals)
+        frame.replaced[self] = contents
+        contents.set(jax.tree.unflatten(treedef, leaves))
 
     def _frame(self, way: Sequence[Trace]) -> Frame | None:
         """The trace of `vn.jit` that stages what is running, with nothing staged in between."""
@@ -310,7 +310,7 @@ def flat(value: Any) -> tuple[list[Any], Any]:
 
 def open_leaves(leaves: Sequence[Any], treedef: Any, primal: bool = False) -> tuple[list[Any], Any]:
     """The same with what is of a high type as a tree of its leaves."""
-    if not any(isinstance(getattr(x, "aval", None), HighType) for x in leaves):
+    if not any(map(is_typed, leaves)):
         return list(leaves), treedef
     kept = list(map(lax.stop_gradient, leaves)) if primal else leaves
     return flat(jax.tree.map(opened, jax.tree.unflatten(treedef, kept)))

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from .._jax.tracing import current_trace
-from .box_contents import Contents, flat, is_checkpoint, open_leaves
-from .box_traces import enclosing
+from ..._jax.tracing import current_trace
+from .contents import Contents, flat, is_checkpoint, open_leaves
+from .traces import enclosing
 
 
 class View(Contents):
