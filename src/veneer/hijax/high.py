@@ -65,7 +65,7 @@ class Pack(Operation):
     name = "pack"
 
     def run(self, *leaves: Any) -> list[Any]:
-        return [self.type.whole(leaves)]
+        return [self.type.of_leaves(leaves)]
 
 
 @dataclass(frozen=True)

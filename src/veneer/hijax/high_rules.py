@@ -129,8 +129,8 @@ def _rule_jvp(
     out: Sequence[Any],
 ) -> list[Any]:
     wanted = tuple(map(_has_tangent, out))
-    given = [t for t, v in zip(tangents, varies, strict=True) if v]
-    rest = iter(apply(Jvp(operation, varies, wanted), *primals, *given) if any(wanted) else ())
+    varying = [t for t, v in zip(tangents, varies, strict=True) if v]
+    rest = iter(apply(Jvp(operation, varies, wanted), *primals, *varying) if any(wanted) else ())
     zero = lambda x: Zero(jax.typeof(x).to_tangent_aval())
     return [next(rest) if w else zero(x) for x, w in zip(out, wanted, strict=True)]
 
@@ -204,12 +204,12 @@ def jvp_of_vmap(
 ) -> tuple[list[Any], list[Any]]:
     """The derivative, mapped."""
     varies = [type(t) is not Zero for t in tangents]
-    given = [t for t, v in zip(tangents, varies, strict=True) if v]
-    given_dims = [d for d, v in zip(operation.dims, varies, strict=True) if v]
+    varying = [t for t, v in zip(tangents, varies, strict=True) if v]
+    varying_dims = [d for d, v in zip(operation.dims, varies, strict=True) if v]
     is_zero: list[bool] = []
 
-    def one(primals: list[Any], given: list[Any]) -> Any:
-        rest = iter(given)
+    def one(primals: list[Any], varying: list[Any]) -> Any:
+        rest = iter(varying)
         zero = lambda p: Zero(jax.typeof(p).to_tangent_aval())
         each = [next(rest) if v else zero(p) for p, v in zip(primals, varies, strict=True)]
         out, out_tangents = jvp(primals, each, operation=operation.of)
@@ -218,9 +218,9 @@ def jvp_of_vmap(
 
     shown = [as_high_array(value_of(p)) for p in primals]
     name = {} if operation.axis_name is None else {"axis_name": operation.axis_name}
-    axes = list(operation.dims), given_dims
+    axes = list(operation.dims), varying_dims
     mapped = jax.vmap(one, in_axes=axes, axis_size=operation.size, **name)
-    out, some = mapped(shown, given)
+    out, some = mapped(shown, varying)
     rest = iter(some)
     zero = lambda p: Zero(jax.typeof(p).to_tangent_aval())
     return list(out), [zero(x) if z else next(rest) for x, z in zip(out, is_zero, strict=True)]
@@ -238,12 +238,12 @@ def transpose(cotangents: Sequence[Any], *operands: Any, operation: Operation) -
         return
     others = [x for x in operands if not isinstance(x, GradAccum)]
     wanted = tuple(type(ct) is not Zero and _counts(ct) for ct in cotangents)
-    given = [ct for ct, w in zip(cotangents, wanted, strict=True) if w]
-    if not given:
+    counted = [ct for ct, w in zip(cotangents, wanted, strict=True) if w]
+    if not counted:
         return
     backward = _backward(operation, linear, types, wanted)
     accumulators = [x for x in operands if isinstance(x, GradAccum)]
-    for x, ct in zip(accumulators, apply(backward, *others, *given), strict=True):
+    for x, ct in zip(accumulators, apply(backward, *others, *counted), strict=True):
         x.accum(ct)
 
 

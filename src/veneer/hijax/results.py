@@ -117,8 +117,8 @@ def _refuse_layout(aval: Any, layout: Any) -> Sequence[Any]:
 
 def _with_values(out_tree: Any, avals: Sequence[Any]) -> Any:
     """The tree of the results, with a value in the place of each typed leaf."""
-    whole = lambda t: jax.tree.unflatten(t, [0] * t.num_leaves)
-    leaves = [whole(_treedef_of(aval)) if aval.is_high else 0 for aval in avals]
+    zeros = lambda t: jax.tree.unflatten(t, [0] * t.num_leaves)
+    leaves = [zeros(_treedef_of(aval)) if aval.is_high else 0 for aval in avals]
     return tracing_registry.flatten(jax.tree.unflatten(out_tree, leaves))[1]
 
 

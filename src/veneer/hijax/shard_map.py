@@ -41,8 +41,8 @@ def take_dense_specs(shard_map: Callable) -> Callable:
 def _as_specified(specs: Any, args: Any) -> Any:
     """The arguments, of which a value is one leaf if one spec that cuts it stands for it."""
     cuts = lambda spec: isinstance(spec, P) and any(entry is not None for entry in spec.partitions)
-    whole = lambda x: canonical(x) if isinstance(x, Value) else x
-    one = lambda spec, x: jax.tree.map(whole, x, is_leaf=is_value) if cuts(spec) else x
+    typed = lambda x: canonical(x) if isinstance(x, Value) else x
+    one = lambda spec, x: jax.tree.map(typed, x, is_leaf=is_value) if cuts(spec) else x
     try:
         return jax.tree.map(one, specs, args, is_leaf=lambda x: x is None or isinstance(x, P))
     except ValueError:  # as JAX will say
@@ -78,7 +78,7 @@ class _Body:
         self._check_vma, self._manual = params["check_vma"], params["newly_manual_axes"]
         self.blocks: list[Any] = []  # of typed operands: a value of specs; of others None
         self._out: Any = None  # JAX's tree of the results, and for typed ones a value of specs
-        self._wholes: list[Any] = []
+        self._joined: list[Any] = []
 
     def open(self, args: Sequence[Any], specs: Sequence[Any]) -> tuple[Any, Any]:
         """The operands of which the typed ones are opened, and their specs."""
@@ -105,7 +105,7 @@ class _Body:
     def __call__(self, *leaves: Any) -> Any:
         out, specs = self._function(*self._operands(leaves)).unpack_aux()
         results = list(out)
-        self._out, self._wholes = out, [None] * len(results)
+        self._out, self._joined = out, [None] * len(results)
         if not any(_high_type_of(x) for x in results):
             return out.with_aux(specs)
         leaf_specs = list(specs)
@@ -113,10 +113,10 @@ class _Body:
             t = _high_type_of(x)
             if t is not None:
                 results[i] = fully_opened(x)
-                whole = joined(results[i], spec, self._mesh.shape, self._check_vma)
-                if whole is None:
+                joint = joined(results[i], spec, self._mesh.shape, self._check_vma)
+                if joint is None:
                     raise _refused("join", t, spec)
-                leaf_specs[i] = self._wholes[i] = whole
+                leaf_specs[i] = self._joined[i] = joint
         flat_specs = tuple(jax.tree.leaves(leaf_specs))
         return flat_tree(jax.tree.leaves(results)).with_aux(flat_specs)
 
@@ -128,9 +128,9 @@ class _Body:
 
     def close(self, out: Any) -> Any:
         """The results, of which those that were typed within the body are so outside."""
-        if not any(whole is not None for whole in self._wholes):
+        if not any(joint is not None for joint in self._joined):
             return out
-        parts = jax.tree.unflatten(_tree_of(self._wholes), list(out))
+        parts = jax.tree.unflatten(_tree_of(self._joined), list(out))
         return self._out.update([canonical(x) if isinstance(x, Value) else x for x in parts])
 
 
@@ -139,7 +139,7 @@ def fully_opened(x: Any) -> Any:
     x = value_of(x)
     if not is_traced_high(x):
         return x
-    return x.aval.whole(list(map(fully_opened, apply(Unpack(x.aval), x))))
+    return x.aval.of_leaves(list(map(fully_opened, apply(Unpack(x.aval), x))))
 
 
 def brought_in(trace: Trace, args: Sequence[Any]) -> Sequence[Any]:

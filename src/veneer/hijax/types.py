@@ -150,14 +150,14 @@ class HighType(StructuredType, jax.core.ShapedArray):  # type: ignore[misc]
 
     def of_arrays(self, arrays: Sequence[Any]) -> Any:
         """The value that consists of these arrays: an implicit array."""
-        return self.whole(self.parts(arrays, lambda t, part: t.of_arrays(part)))
+        return self.of_leaves(self.parts(arrays, lambda t, part: t.of_arrays(part)))
 
     def parts(self, arrays: Sequence[Any], make: Callable[[Any, list[Any]], Any]) -> list[Any]:
         rest = iter(arrays)
         one = lambda t: make(t, list(islice(rest, len(t.lo_ty()))))
         return [one(t) if type(t) is HighType else next(rest) for t in self.leaves]
 
-    def whole(self, leaves: Sequence[Any]) -> Any:
+    def of_leaves(self, leaves: Sequence[Any]) -> Any:
         """The value that has these leaves."""
         return jax.tree.unflatten(self.treedef, leaves)
 
@@ -234,7 +234,7 @@ class TangentType(StructuredType):
         """The tangent that has these parts."""
         return Tangent(self, list(leaves))
 
-    whole = of_arrays
+    of_leaves = of_arrays
 
     def to_tangent_aval(self) -> Any:
         return self
@@ -329,7 +329,7 @@ def as_high_array(x: Any) -> Any:
     return HighArray(x, type_of(x)) if isinstance(x, Value) else x
 
 
-copyreg.pickle(HighArray, lambda x: (as_high_array, (x.value,)))  # type: ignore[arg-type]
+copyreg.pickle(HighArray, lambda x: (as_high_array, (x.value,)))
 
 
 def canonical(x: Any) -> Any:
@@ -372,4 +372,4 @@ def is_traced_high(x: Any) -> bool:
 
 def opened(x: Any) -> Any:
     """What is of a high type as a value whose leaves are traced; anything else as it is."""
-    return x.aval.whole(apply(Unpack(x.aval), x)) if is_typed(x) else x
+    return x.aval.of_leaves(apply(Unpack(x.aval), x)) if is_typed(x) else x

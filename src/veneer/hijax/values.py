@@ -29,7 +29,7 @@ class HighArray(jax.Array):
     __slots__ = ("aval", "value")
 
     def __init__(self, value: Value, aval: "HighType"):
-        self.value, self.aval = value, aval
+        self.value, self.aval = value, aval  # type: ignore[misc]
 
     shape = property(lambda self: self.aval.shape)
     dtype = property(lambda self: self.aval.dtype)

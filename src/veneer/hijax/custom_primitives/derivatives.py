@@ -30,15 +30,15 @@ class Forward(Expansion):
     suffix = ".fwd"
 
     def evaluate(self, *values: Any) -> tuple[list[Any], Any]:
-        found = self.call("fwd", *self.structure.unflatten(map(exposed, values)))
-        if not isinstance(found, tuple | list) or len(found) != 2:
+        pair = self.call("fwd", *self.structure.unflatten(map(exposed, values)))
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise self.refuse("fwd must give a pair of results and residuals")
-        (flat, out), (residuals, kept) = map(self.flattened, found)
-        given = tuple(map(type_of_one, flat))
+        (flat, out), (residuals, kept) = map(self.flattened, pair)
+        out_types = tuple(map(type_of_one, flat))
         known, types = Expansion.of(self).known(tuple(map(type_of_one, values)))
-        if (out, given) != (known, types):
+        if (out, out_types) != (known, types):
             raise self.refuse(
-                f"fwd gives {listed(given)}, and the expansion {listed(types)}, in another "
+                f"fwd gives {listed(out_types)}, and the expansion {listed(types)}, in another "
                 "structure or of other types"
             )
         operands = [x for x, d in zip(values, dense_leaves(self.structure), strict=True) if d]
@@ -74,38 +74,38 @@ class Backward(Expansion):
         is_kept = dense_leaves(self.structure)
         kept = [next(rest) if k else None for k in is_kept]
         cotangents = self.out.unflatten(with_float0(self.out_types, rest))
-        found = self.call("bwd", residuals, cotangents)
+        cts = self.call("bwd", residuals, cotangents)
         args = jax.tree_util.treedef_children(self.structure.tree)
-        if not isinstance(found, tuple | list) or len(found) != len(args):
+        if not isinstance(cts, tuple | list) or len(cts) != len(args):
             raise self.refuse(
                 f"bwd must give a tuple of {len(args)}, a cotangent or None for each operand of "
-                f"types {listed(self.types)}, and gives {found}"
+                f"types {listed(self.types)}, and gives {cts}"
             )
-        flat = self._flat(found, args, kept)
+        flat = self._flat(cts, args, kept)
         return [x for x in flat if x is not None], [x is not None for x in flat]
 
-    def _flat(self, found: Sequence[Any], args: Sequence[Any], kept: list[Any]) -> list[Any]:
-        given = [x for tree, ct in zip(args, found, strict=True) for x in up_to(self, tree, ct)]
+    def _flat(self, cts: Sequence[Any], args: Sequence[Any], kept: list[Any]) -> list[Any]:
+        by_unit = [x for tree, ct in zip(args, cts, strict=True) for x in up_to(self, tree, ct)]
         group = self.structure.group
-        each = zip(given, self.structure.forms, group(self.types), group(kept), strict=True)
+        each = zip(by_unit, self.structure.forms, group(self.types), group(kept), strict=True)
         return [x for one in each for x in as_parts(self, "bwd", *one)]
 
 
-def up_to(operation: Expansion, tree: Any, given: Any) -> list[Any]:
+def up_to(operation: Expansion, tree: Any, result: Any) -> list[Any]:
     """What a rule gives for each leaf of a tree; None for all of it is None for each."""
-    if given is None:
+    if result is None:
         return [None] * tree.num_leaves
     if tree.num_leaves == 1 and tree.num_nodes == 1:
-        return [given]
+        return [result]
     try:
-        return tree.flatten_up_to(given)
+        return tree.flatten_up_to(result)
     except ValueError as error:
         raise operation.refuse(f"a rule gives another structure than is wanted: {error}") from None
 
 
-def with_float0(types: Sequence[Any], given: Iterable[Any]) -> list[Any]:
+def with_float0(types: Sequence[Any], tangents: Iterable[Any]) -> list[Any]:
     """Tangents of values of some types, as a user is given them."""
-    rest = iter(given)
+    rest = iter(tangents)
     zero = lambda t: np.zeros(t.shape, jax.dtypes.float0)
     return [exposed(next(rest)) if has_tangent(t) else zero(t) for t in types]
 
@@ -117,46 +117,47 @@ def has_tangent(t: Any) -> bool:
 
 
 def as_parts(
-    operation: Expansion, rule: str, given: Any, form: Any, types: Sequence[Any], leaves: Any
+    operation: Expansion, rule: str, tangent: Any, form: Any, types: Sequence[Any], leaves: Any
 ) -> list[Any]:
     """A tangent that a rule gives, for what is flat: None where there is none."""
-    if given is None or not any(map(has_tangent, types)):
+    if tangent is None or not any(map(has_tangent, types)):
         return [None] * len(types)
     if form == ONE_LEAF:
-        return [_as_part(operation, rule, given, types[0])]
+        return [_as_part(operation, rule, tangent, types[0])]
     cls = form.node_data()[0]
-    if not isinstance(given, Value) and cls.dense_tangent and None not in leaves:
-        given = _to_leaves(form, leaves, given)
-    elif type(given) is not cls:
-        raise operation.refuse_tangent(rule, given, f"a {cls.__name__}")
+    if not isinstance(tangent, Value) and cls.dense_tangent and None not in leaves:
+        tangent = _to_leaves(form, leaves, tangent)
+    elif type(tangent) is not cls:
+        raise operation.refuse_tangent(rule, tangent, f"a {cls.__name__}")
     else:
-        given = form.flatten_up_to(given)
-    pairs = zip(given, types, strict=True)
+        tangent = form.flatten_up_to(tangent)
+    pairs = zip(tangent, types, strict=True)
     return [_as_part(operation, rule, x, t) if has_tangent(t) else None for x, t in pairs]
 
 
-def _as_part(operation: Expansion, rule: str, given: Any, t: Any) -> Any:
-    tangent = t.to_tangent_aval()
-    if isinstance(tangent, TangentType):
-        if type(given) is t.cls:
-            leaves = zip(up_to(operation, t.treedef, given), t.leaves, strict=True)
-            own = [_as_part(operation, rule, x, a) for x, a in leaves if is_inexact(a)]
-            return Tangent(tangent, own)
-    elif not isinstance(given, Value | Tangent):
-        given = jnp.asarray(given)
-        if (given.shape, given.dtype) == (tangent.shape, tangent.dtype):
-            return given
-    is_tree = isinstance(tangent, TangentType)
-    wanted = f"a {t.cls.__name__} of tangents" if is_tree else listed([tangent])[1:-1]
-    raise operation.refuse_tangent(rule, given, f"{listed([t])[1:-1]}, which is {wanted}")
+def _as_part(operation: Expansion, rule: str, tangent: Any, t: Any) -> Any:
+    aval = t.to_tangent_aval()
+    if isinstance(aval, TangentType):
+        if type(tangent) is t.cls:
+            leaves = zip(up_to(operation, t.treedef, tangent), t.leaves, strict=True)
+            return Tangent(
+                aval, [_as_part(operation, rule, x, a) for x, a in leaves if is_inexact(a)]
+            )
+    elif not isinstance(tangent, Value | Tangent):
+        tangent = jnp.asarray(tangent)
+        if (tangent.shape, tangent.dtype) == (aval.shape, aval.dtype):
+            return tangent
+    is_tree = isinstance(aval, TangentType)
+    wanted = f"a {t.cls.__name__} of tangents" if is_tree else listed([aval])[1:-1]
+    raise operation.refuse_tangent(rule, tangent, f"{listed([t])[1:-1]}, which is {wanted}")
 
 
 def _to_leaves(form: Any, leaves: Sequence[Any], cotangent: Any) -> list[Any]:
     """Cotangents of a value's leaves, from that of the dense array."""
     floating = [is_inexact(jax.typeof(x)) for x in leaves]
 
-    def dense(own: list[Any]) -> Any:
-        rest = iter(own)
+    def dense(variables: list[Any]) -> Any:
+        rest = iter(variables)
         full = [next(rest) if f else x for x, f in zip(leaves, floating, strict=True)]
         return jnp.asarray(materialise_one(jax.tree.unflatten(form, full)))
 
@@ -179,16 +180,16 @@ class Tangents(Expansion):
         count = len(self.types)
         args = self.structure.unflatten(map(exposed, values[:count]))
         tangents = self.structure.unflatten(with_float0(self.types, values[count:]))
-        found = self.call("jvp", args, tangents)
-        if not isinstance(found, tuple | list) or len(found) != 2:
+        pair = self.call("jvp", args, tangents)
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise self.refuse("defjvp's rule must give a pair of results and tangents")
         group = self.out.group(self.out_types)
-        given = up_to(self, self.out.tree, found[1])
-        if len(given) != len(group):
+        by_unit = up_to(self, self.out.tree, pair[1])
+        if len(by_unit) != len(group):
             raise self.refuse(
                 f"defjvp's rule gives no tangent for each of {listed(self.out_types)}"
             )
-        each = zip(given, self.out.forms, group, strict=True)
+        each = zip(by_unit, self.out.forms, group, strict=True)
         flat = [x for g, f, t in each for x in as_parts(self, "defjvp's rule", g, f, t, [None])]
         pairs = zip(flat, self.out_types, strict=True)
         if any(x is None and has_tangent(t) for x, t in pairs):
@@ -215,8 +216,8 @@ class Transposed(Expansion):
         others = list(map(exposed, values[:count]))
         others.insert(self.position, None)
         cotangents = self.out.unflatten(map(exposed, values[count:]))
-        given = self.call(("transpose", self.argnum), cotangents, *self.structure.unflatten(others))
-        return [_as_part(self, "deftranspose's rule", given, self.type)], None
+        ct = self.call(("transpose", self.argnum), cotangents, *self.structure.unflatten(others))
+        return [_as_part(self, "deftranspose's rule", ct, self.type)], None
 
 
 def jvp_by_rule(
@@ -236,9 +237,9 @@ def _by_jvp_rule(
 ) -> tuple[list[Any], list[Any]]:
     rule = Tangents.of(expansion, types, *expansion.known(types))
     pairs = zip(tangents, types, strict=True)
-    found = apply(rule, *primals, *(full_zero(x) for x, t in pairs if has_tangent(t)))
+    out_tangents = apply(rule, *primals, *(full_zero(x) for x, t in pairs if has_tangent(t)))
     out = apply(expansion, *primals)
-    return out, _with_zeros(out, found)
+    return out, _with_zeros(out, out_tangents)
 
 
 def _by_vjp_rule(
@@ -246,25 +247,25 @@ def _by_vjp_rule(
 ) -> tuple[list[Any], list[Any]]:
     out_structure, out_types = expansion.known(types)
     forward = Forward.of(expansion)
-    found = apply(forward, *primals)
-    out, residuals = found[: len(out_types)], found[len(out_types) :]
+    results = apply(forward, *primals)
+    out, residuals = results[: len(out_types)], results[len(out_types) :]
     (_, structure), _ = forward.known(types)
     backward = Backward.of(expansion, types, out_structure, out_types, structure)
     pairs = zip(tangents, types, strict=True)
     varies = tuple(type(x) is not Zero and has_tangent(t) for x, t in pairs)
-    given = [x for x, v in zip(tangents, varies, strict=True) if v]
+    varying = [x for x, v in zip(tangents, varies, strict=True) if v]
     if not any(varies) or not any(map(has_tangent, out_types)):
         return out, _with_zeros(out, None)
     linear = Linear.of(expansion, backward, len(residuals), varies)
-    return out, _with_zeros(out, apply(linear, *residuals, *given))
+    return out, _with_zeros(out, apply(linear, *residuals, *varying))
 
 
-def _with_zeros(out: Sequence[Any], found: Sequence[Any] | None) -> list[Any]:
-    """A tangent for each result, of which those found are for results that can have one."""
-    rest = iter(found or ())
+def _with_zeros(out: Sequence[Any], tangents: Sequence[Any] | None) -> list[Any]:
+    """A tangent for each result: zero, or one of those of the results that can have one."""
+    rest = iter(tangents or ())
     zero = lambda t: Zero(t.to_tangent_aval())
     types = [jax.typeof(x) for x in out]
-    return [next(rest) if found and has_tangent(t) else zero(t) for t in types]
+    return [next(rest) if tangents and has_tangent(t) else zero(t) for t in types]
 
 
 @dataclass(frozen=True)
@@ -290,14 +291,14 @@ class Linear(Expansion):
             rest = iter(flat)
             cts = [of_arrays(t, list(islice(rest, len(t.lo_ty())))) for t in outs]
             flat, has_one = backward.evaluate(*residuals, *cts)
-            found = self._chosen(flat, has_one)
-            pairs = zip(found, values[self.count :], strict=True)
+            chosen = self._chosen(flat, has_one)
+            pairs = zip(chosen, values[self.count :], strict=True)
             zeros = lambda like: list(map(jnp.zeros_like, leaves_of(like)))
             return [x for ct, t in pairs for x in (zeros(t) if ct is None else leaves_of(ct))]
 
         leaves = [jax.ShapeDtypeStruct(a.shape, a.dtype) for t in outs for a in t.lo_ty()]
-        (found,) = jax.linear_transpose(pull, leaves)(tangents)
-        rest = iter(found)
+        (flat,) = jax.linear_transpose(pull, leaves)(tangents)
+        rest = iter(flat)
         return [of_arrays(t, list(islice(rest, len(t.lo_ty())))) for t in outs], None
 
     def _chosen(self, flat: Sequence[Any], has_one: Sequence[bool]) -> list[Any]:
@@ -310,10 +311,10 @@ class Linear(Expansion):
         if any(isinstance(x, GradAccum) for x in residuals):
             return False
         if any(type(ct) is not Zero for ct in cotangents):
-            given = [*residuals, *map(full_zero, cotangents)]
-            has_one, _ = self.backward.known(tuple(map(type_of_one, given)))
-            found = self._chosen(apply(self.backward, *given), has_one)
-            for x, ct in zip(accumulators, found, strict=True):
+            inputs = [*residuals, *map(full_zero, cotangents)]
+            has_one, _ = self.backward.known(tuple(map(type_of_one, inputs)))
+            chosen = self._chosen(apply(self.backward, *inputs), has_one)
+            for x, ct in zip(accumulators, chosen, strict=True):
                 if isinstance(x, GradAccum) and ct is not None:
                     x.accum(ct)
         return True
@@ -347,10 +348,10 @@ def _argnum(expansion: Expansion, position: int) -> int | None:
     forms = iter(expansion.structure.forms)
     start = 0
     for number, (tree, count) in enumerate(zip(arguments, counts, strict=True)):
-        own = list(islice(forms, count))
-        size = sum(form.num_leaves for form in own)
+        of_argument = list(islice(forms, count))
+        size = sum(form.num_leaves for form in of_argument)
         if start <= position < start + size:
-            is_one = tree.num_nodes == 1 and own == [ONE_LEAF]
+            is_one = tree.num_nodes == 1 and of_argument == [ONE_LEAF]
             return number if is_one and ("transpose", number) in expansion.primitive.rules else None
         start += size
     return None

@@ -50,8 +50,8 @@ ONE_LEAF = jax.tree.structure(0)
 
 def flattened(tree: Any, typed: bool) -> tuple[list[Any], Structure]:
     """A tree as what is flat, and its structure."""
-    whole, treedef = jax.tree.flatten(tree, is_leaf=is_value)
-    parts = [([x], ONE_LEAF) if typed or not is_value(x) else jax.tree.flatten(x) for x in whole]
+    units, treedef = jax.tree.flatten(tree, is_leaf=is_value)
+    parts = [([x], ONE_LEAF) if typed or not is_value(x) else jax.tree.flatten(x) for x in units]
     flat = [x for group, _ in parts for x in group]
     return flat, Structure(treedef, tuple(form for _, form in parts))
 
@@ -127,10 +127,10 @@ class Expansion(Operation):
         """An error about one of the primitive's functions."""
         return TypeError(f"{self.primitive.name}: {what}")
 
-    def refuse_tangent(self, rule: str, given: Any, wanted: str) -> TypeError:
+    def refuse_tangent(self, rule: str, tangent: Any, wanted: str) -> TypeError:
         """An error about what one of them gives for a tangent."""
-        is_tree = isinstance(given, Value | Tangent)
-        shown = repr(exposed(given)) if is_tree else listed([jax.typeof(given)])[1:-1]
+        is_tree = isinstance(tangent, Value | Tangent)
+        shown = repr(exposed(tangent)) if is_tree else listed([jax.typeof(tangent)])[1:-1]
         hint = "" if self.typed else "; outside of vn.hijax.enabled() those of leaves count"
         return self.refuse(f"{rule} gives {shown} as the tangent of {wanted}{hint}")
 

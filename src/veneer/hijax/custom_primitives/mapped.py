@@ -51,19 +51,19 @@ class Mapped(Vmap):
         pairs = zip(accumulators, axes, strict=True)
         types = [x.aval if d is None else x.aval.dec_rank(self.size, d) for x, d in pairs]
 
-        def one(given: list[Any], cts: list[Any]) -> list[Any]:
+        def one(others: list[Any], cts: list[Any]) -> list[Any]:
             inner = [ValAccum(t) for t in types]
-            of_linear, of_others = iter(inner), iter(given)
+            of_linear, of_others = iter(inner), iter(others)
             each = [next(of_linear if is_linear else of_others) for is_linear in linear]
             transpose(cts, *each, operation=self.of)
             return [full_zero(x.freeze()) for x in inner]
 
-        given = [as_high_array(value_of(x)) for x in operands if not isinstance(x, GradAccum)]
+        others = [as_high_array(value_of(x)) for x in operands if not isinstance(x, GradAccum)]
         dims = [d for d, is_linear in zip(self.dims, linear, strict=True) if not is_linear]
         out_axes = [d or 0 for d in axes]
         name = {} if self.axis_name is None else {"axis_name": self.axis_name}
         mapped = jax.vmap(one, (dims, 0), out_axes, axis_size=self.size, **name)
-        sums = mapped(given, list(map(full_zero, cotangents)))
+        sums = mapped(others, list(map(full_zero, cotangents)))
         for x, d, ct in zip(accumulators, axes, sums, strict=True):
             x.accum(_sum(x.aval, ct) if d is None else ct)
         return True

@@ -94,7 +94,7 @@ class HighPrimitive:
                 out = self.called(jax.tree.map(trace.unwrap, args), params)
                 return jax.tree.map(trace.wrap, out, is_leaf=is_value)
         flat, structure = flattened(args, is_enabled())
-        call = Call(self, structure, params, is_enabled())
+        call = PrimitiveCall(self, structure, params, is_enabled())
         is_implicit = lambda x: isinstance(x, Value | HighArray)
         operands = [canonical(x) if is_implicit(x) else strong_leaf(x) for x in flat]
         out, _ = call.known(tuple(map(type_of_one, operands)))
@@ -180,7 +180,7 @@ class HighPrimitive:
                 )
 
 
-class Call(Expansion):
+class PrimitiveCall(Expansion):
     """A call of a primitive: its expansion, differentiated and mapped by the rules there are."""
 
     def known(self, types: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:

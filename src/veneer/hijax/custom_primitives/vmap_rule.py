@@ -42,8 +42,8 @@ class MappedByRule(Expansion):
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise self.refuse("defvmap's rule must give a pair: results, and which have the axis")
         flat, out = self.flattened(pair[0])
-        whole = _broadcast(self, pair[1], out.tree)
-        pairs = zip(whole, out.group(flat), strict=True)
+        each_has = _broadcast(self, pair[1], out.tree)
+        pairs = zip(each_has, out.group(flat), strict=True)
         has = [bool(h) for h, group in pairs for _ in group]
         self._check(values, flat, has)
         return flat, has
@@ -51,12 +51,12 @@ class MappedByRule(Expansion):
     def _check(self, values: Sequence[Any], flat: Sequence[Any], has_axis: Sequence[bool]) -> None:
         expansion, types = Expansion.of(self), [type_of_one(x) for x in values]
         stacks, _ = abstract_eval(*types, operation=Vmap(expansion, self.size, None, self.dims))
-        given = [type_of_one(x) for x in flat]
+        by_rule = [type_of_one(x) for x in flat]
         pairs = zip(stacks, has_axis, strict=True)
         wanted = [(t.shape if h else t.shape[1:], t.dtype) for t, h in pairs]
-        if [(t.shape, t.dtype) for t in given] != wanted:
+        if [(t.shape, t.dtype) for t in by_rule] != wanted:
             raise self.refuse(
-                f"defvmap's rule gives {listed(given)}, of which {list(has_axis)} have the axis; "
+                f"defvmap's rule gives {listed(by_rule)}, of which {list(has_axis)} have the axis; "
                 f"mapped over {self.size}, the expansion gives {listed(stacks)}"
             )
 
