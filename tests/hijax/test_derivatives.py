@@ -111,8 +111,7 @@ def test_a_part_of_a_value_is_a_tree(x, agree):
 
 def test_the_leaves_of_a_dense_tangent_have_none(x):
     """A gradient that would have to be taken apart into those of codes and scales is refused."""
-    from veneer.hijax.lifted import apply
-    from veneer.hijax.operations import Unpack
+    from veneer.hijax.high import Unpack, apply
     from veneer.hijax.types import type_of
 
     q = vn.quant.quantize(jnp.ones((4, 6)), "int8")

@@ -49,6 +49,7 @@ __all__ = [
     "copy_shaped_array",
     "core",
     "custom_derivatives",
+    "define_high_primitive",
     "dtypes",
     "high_primitive",
     "holds_tracers",
@@ -77,19 +78,24 @@ def copy_shaped_array(aval: Any, model: jax.core.ShapedArray) -> None:
             object.__setattr__(aval, name, getattr(model, name))
 
 
-def high_primitive(
-    name: str,
+def high_primitive(name: str) -> Primitive:
+    """A primitive of several results that lives above lowering."""
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    vars(primitive)["is_high"] = lambda *avals, **params: True
+    return primitive
+
+
+def define_high_primitive(
+    primitive: Primitive,
     *,
     run: Callable[..., list[Any]],
     abstract_eval: Callable[..., tuple[list[Any], Any]],
     jvp: Callable[..., tuple[list[Any], list[Any]]],
     transpose: Callable[..., None],
     batch: Callable[..., tuple[list[Any], list[Any]]],
-) -> Primitive:
-    """A primitive of several results that lives above lowering, where `run` is in its place."""
-    primitive = Primitive(name)
-    primitive.multiple_results = True
-    vars(primitive)["is_high"] = lambda *avals, **params: True
+) -> None:
+    """Sets what JAX asks of such a primitive. Where it is lowered, `run` is in its place."""
     vars(primitive)["to_lojax"] = run
     primitive.def_effectful_abstract_eval(abstract_eval)
     ad.primitive_jvps[primitive] = jvp
@@ -100,7 +106,6 @@ def high_primitive(
         return batch(axis.size, axis.name if named else None, values, dims, **params)
 
     batching.fancy_primitive_batchers[primitive] = batcher
-    return primitive
 
 
 def print_as(

@@ -29,12 +29,29 @@ How a value meets a program, and why so:
   evaluated or lowered; jaxprs print it under its own name.
 - *Loops and branches* take values in both forms, and bring what meets there into one.
 
-What is changed in JAX is listed in `patches`, and restored by `uninstall`.
+The modules, each of which imports those above it alone:
+
+    patching            attributes of another package's, set and restored exactly
+    mode                whether high types are on: install, uninstall, enabled
+    values              what stands for a value where JAX handles it, and values taken apart
+    high                the one primitive, and the operations that make values of leaves
+    types               the types that JAX sees, and values as operands of their types
+    operations          a primitive by its rule, and its derivatives and maps
+    high_rules          what JAX asks of the primitive: evaluation, types, derivatives, batching
+    control_flow        loops and branches, where values meet in both forms
+    shard_map           operands of `jax.shard_map`, leaf by leaf
+    results             results of jitted functions, which are trees of leaves again
+    patches             what the mode changes in JAX: all of it, in one list
+    box                 a place that programs read and write
+    jit                 `vn.jit`: `jax.jit` for functions of implicit arrays and of Boxes
+    custom_primitives   primitives of a user's own
 """
 
+from . import high_rules as high_rules
+from . import patches as patches
 from .box import Box as Box
-from .install import enabled as enabled
-from .install import install as install
-from .install import is_enabled as is_enabled
-from .install import uninstall as uninstall
-from .primitive import primitive as primitive
+from .custom_primitives import primitive as primitive
+from .mode import enabled as enabled
+from .mode import install as install
+from .mode import is_enabled as is_enabled
+from .mode import uninstall as uninstall

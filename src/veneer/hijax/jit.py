@@ -19,11 +19,11 @@ import jax
 
 from .._core.transform import implicit
 from .._jax.tracing import Tracer, current_trace, is_eager
-from .box import Box, is_box
-from .box_contents import Contents
-from .box_frames import Frame, passed_and_held, resolved, state
-from .box_traces import held_by
-from .install import is_enabled
+from .box.box import Box, is_box
+from .box.contents import Contents
+from .box.frames import Frame, passed_and_held, resolved, state
+from .box.traces import held_by
+from .mode import is_enabled
 
 
 def jit(function: Callable | None = None, /, **options: Any) -> Any:
@@ -70,7 +70,7 @@ class Jitted:
 
     def __init__(self, function: Callable, options: dict[str, Any]):
         self._function, self._options = function, options
-        self._programs = [Program(function, options)]
+        self._programs = [Specialisation(function, options)]
         self._plain: Any = jax.jit(_wrapped(function, partial(_run, function)), **options)
         update_wrapper(self, function)
 
@@ -96,12 +96,12 @@ class Jitted:
             program.refuse_aliases(args, kwargs)
         return _finished(out, boxes) if type(out) is Written else out
 
-    def _fitting(self) -> "Program":
+    def _fitting(self) -> "Specialisation":
         for program in self._programs:
             if program.fits():
                 break
         else:
-            program = Program(self._function, self._options)
+            program = Specialisation(self._function, self._options)
             self._programs = [p for p in self._programs if p.may_fit()] + [program]
         return program
 
@@ -113,7 +113,7 @@ class Jitted:
 
     def clear_cache(self) -> None:
         """Forgets what has been traced and compiled."""
-        self._programs = [Program(self._function, self._options)]
+        self._programs = [Specialisation(self._function, self._options)]
         self._plain.clear_cache()
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
@@ -129,7 +129,7 @@ class Jitted:
         return self._plain.eval_shape(*args, **kwargs)
 
 
-class Program:
+class Specialisation:
     """What JAX has traced of a function, with the contents that it holds references to."""
 
     def __init__(self, function: Callable, options: dict[str, Any]):
@@ -154,16 +154,16 @@ class Program:
 
     def refuse_aliases(self, *trees: Any) -> None:
         """Refuses arguments with one Box twice, or with one that the function closes over."""
-        given = [resolved(box._contents) for box in _boxes(*trees)]
-        for i, contents in enumerate(given):
-            if any(contents is other or contents.shares(other) for other in given[:i]):
+        contents = [resolved(box._contents) for box in _boxes(*trees)]
+        for i, one in enumerate(contents):
+            if any(one is other or one.shares(other) for other in contents[:i]):
                 raise ValueError(
-                    f"{contents!r} is passed twice to a function under vn.jit, which would have "
+                    f"{one!r} is passed twice to a function under vn.jit, which would have "
                     "two Boxes for one: pass it once"
                 )
-        for contents in given:
-            if contents in self.captured or contents in self.replaced:
-                raise ValueError(passed_and_held(contents))
+        for one in contents:
+            if one in self.captured or one in self.replaced:
+                raise ValueError(passed_and_held(one))
 
     def _traced(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
         flattened, state.flattened = state.flattened, None
@@ -173,11 +173,11 @@ class Program:
             # Those that JAX has taken apart: none, under jax.disable_jit.
             met = len(flattened)
             boxes = [b for b in _boxes(args, kwargs) if met and b._contents.home is trace]
-            given = [resolved(box._contents) for box in flattened[: len(boxes)]]
-            with Frame(trace, self.captured, given) as frame:
+            contents = [resolved(box._contents) for box in flattened[: len(boxes)]]
+            with Frame(trace, self.captured, contents) as frame:
                 out = _run(function, *args, **kwargs)
             held = [x for x in held_by(trace) if isinstance(x, jax.Ref)]
-            _refuse_held(given, held)
+            _refuse_held(contents, held)
             self.held += [ref for ref in held if not isinstance(ref, Tracer)]
             self.replaced.update(frame.replaced)
             return _with_written(out, boxes, frame, self.donates)
@@ -237,7 +237,7 @@ def _with_written(out: Any, boxes: Sequence[Box], frame: Frame, returns_all: boo
         for i, box in enumerate(boxes)
         if returns_all or box._contents.may_differ()
     ]
-    pairs += [(ReferenceType(c), found) for c, found in frame.replaced.items()]
+    pairs += [(ReferenceType(c), contents) for c, contents in frame.replaced.items()]
     if not pairs:
         return out
     trees = []
@@ -255,7 +255,7 @@ def _finished(written: Written, boxes: Sequence[Box]) -> Any:
     return written.out
 
 
-def _refuse_held(given: Sequence[Contents], held: Sequence[Any]) -> None:
-    for contents in given:
+def _refuse_held(passed: Sequence[Contents], held: Sequence[Any]) -> None:
+    for contents in passed:
         if any(ref is other for ref in contents.refs or () for other in held):
             raise ValueError(passed_and_held(contents))

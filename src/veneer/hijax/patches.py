@@ -1,12 +1,17 @@
-"""What the mode of high types changes in JAX, and how it is restored."""
+"""What the mode of high types changes in JAX: all of it, in the list at the end.
 
-from collections.abc import Callable, Sequence
-from functools import partial
+Each function makes what takes the place of one of JAX's, which it is given; those for results,
+loops and `shard_map` are in their modules. `mode` sets what is listed, and restores it.
+"""
+
+from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
 import jax
 
+from .._core.array import ImplicitArray
+from .._core.value import Value, is_value
 from .._jax.hijax import (
     FlatTree,
     ad_checkpoint,
@@ -14,179 +19,56 @@ from .._jax.hijax import (
     conditionals,
     core,
     custom_derivatives,
-    dtypes,
     jax_shard_map,
     loops,
     pe,
+    pjit,
+    stages,
 )
-from .._jax.primitives import Primitive, find_primitive
-from .._jax.tracing import Trace, set_current_trace
-from .typed_results import Results, open_results
+from .._jax.primitives import find_primitive
+from .._jax.tracing import is_eager, set_current_trace
+from .control_flow import branch, loop_body
+from .high import apply
+from .mode import is_enabled, jax_patches
+from .operations import Apply, Parameters
+from .results import check_shardings, of_leaves, run_jit
+from .shard_map import bind_leaves, brought_in, take_dense_specs
+from .types import HighType, canonical, type_of
+from .values import HighArray, Tangent, exposed, flatten_value, value_of
 
-# Patches: an owner, a name or a key, and what takes its place.
-
-_ABSENT = object()
-
-
-_handlers: dict[type, Callable[[Any], Any] | None] = {}
-
-
-def _canonical(cls: type, x: Any) -> Any:
-    handler = _handlers[cls]
-    if handler is None:
-        raise dtypes.InvalidInputException(
-            f"Argument '{x}' of type {type(x)} is not a valid JAX type."
-        )
-    return handler(x)
+# Values as operands.
 
 
-class Patches:
-    """Attributes and items of JAX's, to be set and restored exactly."""
-
-    def __init__(self) -> None:
-        self._changes: list[tuple[Callable[[], None], Callable[[], None]]] = []
-
-    def attribute(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        """An attribute in the place of another, from which it is made; None if there is none."""
-        before = vars(owner).get(name, _ABSENT)
-        after = make(None if before is _ABSENT else before)
-        undo = partial(delattr, owner, name)
-        if before is not _ABSENT:
-            undo = partial(setattr, owner, name, before)
-        self._changes.append((partial(setattr, owner, name, after), undo))
-
-    def item(self, owner: dict, key: Any, value: Any) -> None:
-        """An item that a dict does not have."""
-        self._changes.append((partial(owner.__setitem__, key, value), partial(owner.pop, key)))
-
-    def canonical(self, cls: type, handler: Callable[[Any], Any]) -> None:
-        """What primitives are given for the values of a class.
-
-        JAX keeps that in C++ and forgets none, so one handler stays, which asks here for another
-        and without one refuses a value as JAX does.
-        """
-        if cls not in _handlers:
-            dtypes.register_canonicalize_value_handler(cls, partial(_canonical, cls))
-        change = partial(_handlers.__setitem__, cls)
-        self._changes.append((partial(change, handler), partial(change, None)))
-
-    def apply(self) -> None:
-        """Sets all of them."""
-        for do, _ in self._changes:
-            do()
-
-    def undo(self) -> None:
-        """Restores all of them."""
-        for _, undo in reversed(self._changes):
-            undo()
+def _jax_array(value: Any) -> Any:
+    """The method `__jax_array__` of implicit arrays, by which `jax.numpy` asks for an array."""
+    if not is_enabled():
+        raise AttributeError("__jax_array__")
+    return lambda: canonical(value)
 
 
-def patches(
-    *,
-    high_type: type,
-    bind: Callable[[Primitive, Sequence[Any], dict[str, Any]], Any],
-    brought_in: Callable[[Trace, Sequence[Any]], Sequence[Any]],
-    types: dict[type, Callable[[Any], Any]],
-    canonical: dict[type, Callable[[Any], Any]],
-    as_array: tuple[type, Callable[[Any], Any]],
-    dense: Callable[[Any], Any],
-    whole: Callable[[Any], Any],
-    loop_body: Callable[[Callable, Any], Callable],
-    branch: Callable[[Callable, Any], Callable],
-    shard_map: tuple[Callable[[Callable], Callable], Callable[[Callable], Callable]],
-    shell: type,
-    results: Results,
-) -> Patches:
-    """What the mode changes in JAX.
-
-    **Arguments:**
-
-    - `high_type`: the class of our types.
-    - `bind`: what a primitive does that meets one, in the place of `bind_with_trace`; and
-      `brought_in` its operands as a trace can take them.
-    - `types`: what gives the type of a value, by its class, and `canonical` what gives a primitive
-      something else for it.
-    - `as_array`: a class, and the property by which `jax.numpy` takes its values for arrays.
-    - `dense`: a type as that of the dense array.
-    - `whole`: the arguments of a derivative, with a value that has one tangent as one leaf.
-    - `loop_body`, `branch`: the function of a loop or of a branch, given the types that it takes,
-      as it is to be traced.
-    - `shard_map`: how a function of blocks is made, and how its primitive is bound, given how JAX
-      does it.
-    - `shell`: the class of values as leaves.
-    - `results`: what users get for those, and for results of high types.
-    """
-    found = Patches()
-    for cls, type_of in types.items():
-        found.item(core.pytype_aval_mappings, cls, type_of)
-    for cls, handler in canonical.items():
-        found.canonical(cls, handler)
-    cls, method = as_array
-    found.attribute(cls, "__jax_array__", lambda _: property(method))
-    met = partial(_bind, high_type=high_type, bind=bind, brought_in=brought_in)
-    found.attribute(core.Primitive, "bind_with_trace", met)
-    found.attribute(api, "argnums_partial2", lambda own: _whole_arguments(own, whole))
-    trees = "FlatTree" if hasattr(api, "FlatTree") else "ft"  # JAX < 0.12, or not
-    found.attribute(api, trees, lambda own: _Flattening(own, whole))
-    _expose(found, shell, results.exposed)
-    open_results(found, results)
-    # JAX infers no length of a scan over high types.
-    found.attribute(loops, "_infer_scan_length", lambda own: _scan_length(own, dense))
-    found.attribute(loops, "pe", lambda own: _Tracing(own, loop_body))
-    found.attribute(conditionals, "pe", lambda own: _Tracing(own, branch))
-    make, bind_blocks = shard_map
-    found.attribute(jax_shard_map, "_shard_map", make)
-    found.attribute(type(find_primitive("shard_map")), "bind_with_trace", bind_blocks)
-    found.attribute(find_primitive("remat"), "to_lojax", lambda _: _run_checkpoint)
-    return found
-
-
-def _expose(found: Patches, shell: type, exposed: Callable[[Any], Any]) -> None:
-    """Has the results that JAX hands to users hold values, and not what stands for them inside."""
-    one = lambda x: exposed(x) if type(x) is shell else x
-
-    def unflatten_values(own: Callable) -> Callable:
-        return lambda self: own(self.map(one) if shell in map(type, self.vals) else self)
-
-    found.attribute(FlatTree, "unflatten", unflatten_values)
-    for module in (custom_derivatives, ad_checkpoint):
-        found.attribute(module, "tree_unflatten", lambda own: _unflatten(own, one))
-    found.attribute(api, "tree_unflatten", lambda own: _unflatten(own, exposed))
-    for name in ("_jvp", "_lift_linearized"):
-        found.attribute(api, name, lambda own: _calls(own, exposed))
-
-
-def _calls(own: Callable, exposed: Callable[[Any], Any]) -> Callable:
-    return lambda *args, **kwargs: jax.tree.map(exposed, own(*args, **kwargs))
-
-
-def _unflatten(own: Callable, exposed: Callable[[Any], Any]) -> Callable:
-    return lambda treedef, leaves: own(treedef, map(exposed, leaves))
-
-
-def _scan_length(own: Callable, dense: Callable[[Any], Any]) -> Callable:
-    return lambda xs, avals, length: own(xs, list(map(dense, avals)), length)
-
-
-def _bind(own: Any, high_type: type, bind: Callable, brought_in: Callable) -> Callable:
+def _bind(bind: Any) -> Callable:
     """As little as can be: every primitive is bound so, of programs without high types too."""
 
     def met(self: Any, trace: Any, args: Any, avals: Any, params: Any) -> Any:
-        args = brought_in(trace, args)
+        if jax.sharding.get_abstract_mesh().manual_axes:
+            args = brought_in(trace, args)
         if self.name in _TAKE_HIGH_TYPES:
-            return own(self, trace, args, avals, params)
+            return bind(self, trace, args, avals, params)
         with set_current_trace(trace):
-            return bind(self, args, params)
+            out = apply(Apply(self, Parameters(params)), *args)
+            if is_eager():  # the value itself, to who computes at top level
+                out = list(map(value_of, out))
+            return out if self.multiple_results else out[0]
 
     def around(self: Any, trace: Any, args: Any, avals: Any, params: Any, /) -> Any:
         for aval in avals:
-            if type(aval) is high_type:
+            if type(aval) is HighType:
                 return met(self, trace, args, avals, params)
-        return own(self, trace, args, avals, params)
+        return bind(self, trace, args, avals, params)
 
     def in_place(self: Any, trace: Any, args: Any, avals: Any, params: Any, /) -> Any:
         for aval in avals:
-            if type(aval) is high_type:
+            if type(aval) is HighType:
                 return met(self, trace, args, avals, params)
         if self.is_high(*avals, **params) and trace.requires_low:
             with set_current_trace(trace):
@@ -194,7 +76,7 @@ def _bind(own: Any, high_type: type, bind: Callable, brought_in: Callable) -> Ca
         return trace.process_primitive(self, args, params)
 
     # JAX's own is these last lines (0.10.2 to 0.12.0), and calling it costs what the check does.
-    return in_place if own.__code__.co_names == _CALLED_BY_BIND else around
+    return in_place if bind.__code__.co_names == _CALLED_BY_BIND else around
 
 
 _CALLED_BY_BIND = ("is_high", "requires_low", "set_current_trace", "to_lojax", "process_primitive")
@@ -209,40 +91,96 @@ _TAKE_HIGH_TYPES = frozenset(
 )
 
 
-def _whole_arguments(own: Callable, whole: Callable[[Any], Any]) -> Callable:
-    def argnums_partial2(*args: Any) -> Any:
-        function, dynamic = own(*args)
-        return function, whole(dynamic)
-
-    return argnums_partial2
+# Arguments of derivatives.
 
 
-class _Tracing:
-    """JAX's functions that trace, as its loops and branches use them."""
+def _with_dense_tangents(tree: Any) -> Any:
+    """The arguments of a derivative, of which a value with a dense tangent is one leaf."""
+    return jax.tree.map(_as_one_leaf, tree, is_leaf=is_value) if is_enabled() else tree
 
-    def __init__(self, own: Any, prepared: Callable[[Callable, Any], Callable]):
-        self._own, self._prepared = own, prepared
 
-    def trace_to_jaxpr(self, function: Any, in_avals: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._own.trace_to_jaxpr(
-            self._prepared(function, in_avals), in_avals, *args, **kwargs
-        )
+def _as_one_leaf(x: Any) -> Any:
+    if not isinstance(x, Value) or not _is_complete(x):
+        return x
+    if x.dense_tangent:
+        return canonical(x)
+    leaves, treedef = flatten_value(x)
+    return jax.tree.unflatten(treedef, list(map(_as_one_leaf, leaves)))
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._own, name)
+
+def _is_complete(value: Value) -> bool:
+    """Whether it is a value and not a part of one, as `equinox.partition` makes them."""
+    try:
+        type_of(value)
+    except Exception:  # whatever a type's own code raises where leaves are missing
+        return False
+    return True
+
+
+def _typed_arguments(argnums_partial2: Callable) -> Callable:
+    def typed(*args: Any) -> Any:
+        function, dynamic = argnums_partial2(*args)
+        return function, _with_dense_tangents(dynamic)
+
+    return typed
 
 
 class _Flattening:
     """JAX's functions of flat trees, as `jax.vjp`, `jvp` and `linearize` use them."""
 
-    def __init__(self, own: Any, whole: Callable[[Any], Any]):
-        self._own, self._whole = own, whole
+    def __init__(self, flat_trees: Any):
+        self._flat_trees = flat_trees
 
     def flatten(self, tree: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._own.flatten(self._whole(tree), *args, **kwargs)
+        return self._flat_trees.flatten(_with_dense_tangents(tree), *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._own, name)
+        return getattr(self._flat_trees, name)
+
+
+# Results.
+
+
+def _value_of_array(x: Any) -> Any:
+    return exposed(x) if type(x) is HighArray else x
+
+
+def _unflatten_values(unflatten: Callable) -> Callable:
+    def unflatten_values(self: Any) -> Any:
+        has_values = HighArray in map(type, self.vals)
+        return unflatten(self.map(_value_of_array) if has_values else self)
+
+    return unflatten_values
+
+
+def _unflatten_with(shown: Callable[[Any], Any]) -> Callable:
+    return lambda unflatten: lambda treedef, leaves: unflatten(treedef, map(shown, leaves))
+
+
+def _exposed_results(function: Callable) -> Callable:
+    return lambda *args, **kwargs: jax.tree.map(exposed, function(*args, **kwargs))
+
+
+# Loops, branches and checkpoints.
+
+
+def _scan_length(infer: Callable) -> Callable:
+    dense = lambda aval: aval.dense() if type(aval) is HighType else aval
+    return lambda xs, avals, length: infer(xs, list(map(dense, avals)), length)
+
+
+class _Tracing:
+    """JAX's functions that trace, as its loops and branches use them."""
+
+    def __init__(self, tracing: Any, prepared: Callable[[Callable, Any], Callable]):
+        self._tracing, self._prepared = tracing, prepared
+
+    def trace_to_jaxpr(self, function: Any, in_avals: Any, *args: Any, **kwargs: Any) -> Any:
+        function = self._prepared(function, in_avals)
+        return self._tracing.trace_to_jaxpr(function, in_avals, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tracing, name)
 
 
 def _run_checkpoint(*args: Any, jaxpr: Any, **params: Any) -> list[Any]:
@@ -259,3 +197,39 @@ def _run_checkpoint(*args: Any, jaxpr: Any, **params: Any) -> list[Any]:
     )
     avals = [v.aval for v in jaxpr.outvars]
     return [aval.raise_val(*islice(out, len(aval.lo_ty()))) for aval in avals]
+
+
+# The list.
+
+# Values have types, and are operands.
+for _cls in (HighArray, Tangent):
+    jax_patches.item(core.pytype_aval_mappings, _cls, lambda x: x.aval)
+jax_patches.item(core.pytype_aval_mappings, ImplicitArray, type_of)
+jax_patches.canonical(ImplicitArray, canonical)
+jax_patches.canonical(HighArray, canonical)
+jax_patches.canonical(Tangent, lambda x: x)
+jax_patches.attribute(ImplicitArray, "__jax_array__", lambda _: property(_jax_array))
+jax_patches.attribute(core.Primitive, "bind_with_trace", _bind)
+# Derivatives: a value with a dense tangent is one leaf of the arguments.
+jax_patches.attribute(api, "argnums_partial2", _typed_arguments)
+_trees = "FlatTree" if hasattr(api, "FlatTree") else "ft"  # JAX < 0.12, or not
+jax_patches.attribute(api, _trees, _Flattening)
+# Results that JAX hands to users hold values, and not what stands for them inside.
+jax_patches.attribute(FlatTree, "unflatten", _unflatten_values)
+for _module in (custom_derivatives, ad_checkpoint):
+    jax_patches.attribute(_module, "tree_unflatten", _unflatten_with(_value_of_array))
+jax_patches.attribute(api, "tree_unflatten", _unflatten_with(exposed))
+for _name in ("_jvp", "_lift_linearized"):
+    jax_patches.attribute(api, _name, _exposed_results)
+# Jitted functions give leaves, called or compiled ahead of time.
+jax_patches.attribute(pjit, "_run_python_pjit", run_jit)
+jax_patches.attribute(pjit, "pjit_check_aval_sharding", check_shardings)
+for _name in ("lojax", "out_info"):
+    jax_patches.attribute(stages.Traced, _name, of_leaves)
+# Loops and branches. JAX infers no length of a scan over high types.
+jax_patches.attribute(loops, "_infer_scan_length", _scan_length)
+jax_patches.attribute(loops, "pe", lambda tracing: _Tracing(tracing, loop_body))
+jax_patches.attribute(conditionals, "pe", lambda tracing: _Tracing(tracing, branch))
+jax_patches.attribute(jax_shard_map, "_shard_map", take_dense_specs)
+jax_patches.attribute(type(find_primitive("shard_map")), "bind_with_trace", bind_leaves)
+jax_patches.attribute(find_primitive("remat"), "to_lojax", lambda _: _run_checkpoint)

@@ -18,16 +18,16 @@ from .._core.value import Value, is_value
 from .._jax.primitives import Primitive
 from .._jax.sharding import flat_tree
 from .._jax.tracing import Trace, set_current_trace
-from .high_array import value_of
-from .lifted import canonical, fully_opened
-from .types import HighType, type_of
+from .high import Unpack, apply
+from .types import HighType, canonical, is_traced_high, type_of
+from .values import value_of
 
 
-def with_dense_specs(own: Callable) -> Callable:
+def take_dense_specs(shard_map: Callable) -> Callable:
     """JAX's function that makes one of blocks, of arguments that are whole where their spec is."""
 
     def make(f: Any, *, in_specs: Any, **kwargs: Any) -> Any:
-        of_blocks = own(f, in_specs=in_specs, **kwargs)
+        of_blocks = shard_map(f, in_specs=in_specs, **kwargs)
 
         @wraps(of_blocks)
         def mapped(*args: Any) -> Any:
@@ -41,15 +41,15 @@ def with_dense_specs(own: Callable) -> Callable:
 def _as_specified(specs: Any, args: Any) -> Any:
     """The arguments, of which a value is one leaf if one spec that cuts it stands for it."""
     cuts = lambda spec: isinstance(spec, P) and any(entry is not None for entry in spec.partitions)
-    whole = lambda x: canonical(x) if isinstance(x, Value) else x
-    one = lambda spec, x: jax.tree.map(whole, x, is_leaf=is_value) if cuts(spec) else x
+    typed = lambda x: canonical(x) if isinstance(x, Value) else x
+    one = lambda spec, x: jax.tree.map(typed, x, is_leaf=is_value) if cuts(spec) else x
     try:
         return jax.tree.map(one, specs, args, is_leaf=lambda x: x is None or isinstance(x, P))
     except ValueError:  # as JAX will say
         return args
 
 
-def shard_map(own: Callable) -> Callable:
+def bind_leaves(bind: Callable) -> Callable:
     """The method `bind_with_trace` of JAX's primitive, for operands and results of any type."""
 
     def bind_with_trace(
@@ -63,7 +63,7 @@ def shard_map(own: Callable) -> Callable:
         params = {**params, "subfuns": (body,), "in_specs": specs}
         if len(leaves) != len(args):
             params["debug_info"] = params["debug_info"].with_unknown_names()
-        out = own(self, trace, leaves, avals, params)
+        out = bind(self, trace, leaves, avals, params)
         with set_current_trace(trace):
             return body.close(out)
 
@@ -78,7 +78,7 @@ class _Body:
         self._check_vma, self._manual = params["check_vma"], params["newly_manual_axes"]
         self.blocks: list[Any] = []  # of typed operands: a value of specs; of others None
         self._out: Any = None  # JAX's tree of the results, and for typed ones a value of specs
-        self._wholes: list[Any] = []
+        self._joined: list[Any] = []
 
     def open(self, args: Sequence[Any], specs: Sequence[Any]) -> tuple[Any, Any]:
         """The operands of which the typed ones are opened, and their specs."""
@@ -96,7 +96,7 @@ class _Body:
             block = split(value, spec, self._mesh.shape)
             if block is None:
                 raise _refused("cut", t, spec)
-            place = lambda leaf, own: placed(leaf, own, self._mesh, self._manual)
+            place = lambda leaf, spec: placed(leaf, spec, self._mesh, self._manual)
             leaves += jax.tree.leaves(map_leaves(place, value, block))
             leaf_specs += jax.tree.leaves(block)
             self.blocks.append(block)
@@ -105,7 +105,7 @@ class _Body:
     def __call__(self, *leaves: Any) -> Any:
         out, specs = self._function(*self._operands(leaves)).unpack_aux()
         results = list(out)
-        self._out, self._wholes = out, [None] * len(results)
+        self._out, self._joined = out, [None] * len(results)
         if not any(_high_type_of(x) for x in results):
             return out.with_aux(specs)
         leaf_specs = list(specs)
@@ -113,10 +113,10 @@ class _Body:
             t = _high_type_of(x)
             if t is not None:
                 results[i] = fully_opened(x)
-                whole = joined(results[i], spec, self._mesh.shape, self._check_vma)
-                if whole is None:
+                joint = joined(results[i], spec, self._mesh.shape, self._check_vma)
+                if joint is None:
                     raise _refused("join", t, spec)
-                leaf_specs[i] = self._wholes[i] = whole
+                leaf_specs[i] = self._joined[i] = joint
         flat_specs = tuple(jax.tree.leaves(leaf_specs))
         return flat_tree(jax.tree.leaves(results)).with_aux(flat_specs)
 
@@ -128,10 +128,36 @@ class _Body:
 
     def close(self, out: Any) -> Any:
         """The results, of which those that were typed within the body are so outside."""
-        if not any(whole is not None for whole in self._wholes):
+        if not any(joint is not None for joint in self._joined):
             return out
-        parts = jax.tree.unflatten(_tree_of(self._wholes), list(out))
+        parts = jax.tree.unflatten(_tree_of(self._joined), list(out))
         return self._out.update([canonical(x) if isinstance(x, Value) else x for x in parts])
+
+
+def fully_opened(x: Any) -> Any:
+    """What is of a high type as a value whose leaves are arrays."""
+    x = value_of(x)
+    if not is_traced_high(x):
+        return x
+    return x.aval.of_leaves(list(map(fully_opened, apply(Unpack(x.aval), x))))
+
+
+def brought_in(trace: Trace, args: Sequence[Any]) -> Sequence[Any]:
+    """Operands within a `shard_map`, of which those that it closes over are opened outside of it.
+
+    JAX has no specs for our types. So is, to no harm, what a loop within the `shard_map` closes
+    over.
+    """
+    return [_brought_in(x, trace) for x in args]
+
+
+def _brought_in(x: Any, trace: Trace) -> Any:
+    if not is_traced_high(x) or x._trace is trace:
+        return x
+    with set_current_trace(x._trace):
+        value = fully_opened(x)
+    with set_current_trace(trace):
+        return canonical(value)
 
 
 def _tree_of(values: Sequence[Any]) -> Any:

@@ -6,24 +6,33 @@ result; it gets one where a primitive meets it, and keeps that for as long as th
 intermediate one. See `veneer.hijax` for what follows from this.
 """
 
+import copyreg
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import islice
 from typing import Any
+from weakref import ref
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from .._core.batch_axes import takes_batch_axis
 from .._core.value import Value
 from .._jax.hijax import HiType, aval_property, copy_shaped_array, holds_tracers
 from .._jax.tracing import current_trace
-from .high_array import HighArray, value_of
+from .high import Add, Pack, Unpack, Zeros, apply, is_staged, packed
+from .values import (
+    HighArray,
+    Tangent,
+    flatten_value,
+    is_inexact,
+    leaves_of,
+    strong_leaf,
+    value_of,
+)
 
 
-class _Structured(HiType):
+class StructuredType(HiType):
     """A type whose values are lowered to the leaves of a tree structure."""
 
     treedef: Any
@@ -36,11 +45,20 @@ class _Structured(HiType):
         return hash(self._key())
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Structured) and self._key() == other._key()
+        return isinstance(other, StructuredType) and self._key() == other._key()
 
     def lo_ty(self) -> list[Any]:
         """The types of the arrays that a value consists of."""
         return [low for leaf in self.leaves for low in leaf.lo_ty()]
+
+    def of_arrays(self, arrays: Sequence[Any]) -> Any:
+        """The value that consists of these arrays."""
+        raise NotImplementedError
+
+    def parts(self, arrays: Sequence[Any], make: Callable[[Any, list[Any]], Any]) -> Sequence[Any]:
+        """The leaves that consist of these arrays; `make` gives those of a high type."""
+        del make
+        return arrays
 
     def str_short(self, short_dtypes: bool = False, mesh_axis_types: bool = False) -> str:
         """As jaxprs print it: `lora[512,512]`."""
@@ -50,7 +68,7 @@ class _Structured(HiType):
     def __repr__(self) -> str:
         return str(self)
 
-    # None of the leaves is weakly typed: `normal` sees to that.
+    # None of the leaves is weakly typed: `strong_leaf` sees to that.
     def update_weak_type(self, weak_type: bool) -> Any:
         del weak_type
         return self
@@ -66,7 +84,7 @@ class _Structured(HiType):
         return 0
 
 
-class HighType(_Structured, jax.core.ShapedArray):  # type: ignore[misc]
+class HighType(StructuredType, jax.core.ShapedArray):  # type: ignore[misc]
     """The type of an implicit array: that of the dense array, for whoever asks for no more.
 
     Two values are of one type if their classes, their metadata and the types of their leaves
@@ -90,8 +108,8 @@ class HighType(_Structured, jax.core.ShapedArray):  # type: ignore[misc]
         )
         return self
 
-    __hash__ = _Structured.__hash__
-    __eq__ = _Structured.__eq__
+    __hash__ = StructuredType.__hash__
+    __eq__ = StructuredType.__eq__
 
     def __reduce__(self) -> Any:
         return high_type, (self.treedef, self.leaves, jax.config.jax_enable_x64)  # type: ignore[attr-defined]
@@ -108,7 +126,7 @@ class HighType(_Structured, jax.core.ShapedArray):  # type: ignore[misc]
         # What a tracer is asked for and has not itself, it asks its type.
         if name.startswith("_") or not _has(self.cls, name):
             raise AttributeError(f"{self} has no attribute {name!r}")
-        return aval_property(lambda tracer: getattr(_opened(tracer), name))
+        return aval_property(lambda tracer: getattr(opened(tracer), name))
 
     def dense(self) -> jax.core.ShapedArray:
         """The type of the dense array."""
@@ -122,25 +140,24 @@ class HighType(_Structured, jax.core.ShapedArray):  # type: ignore[misc]
 
     def lower_val(self, hi_val: Any, /) -> list[Any]:
         """The leaves of a value."""
-        return list(map(normal, jax.tree.leaves(value_of(hi_val))))
+        return list(map(strong_leaf, jax.tree.leaves(value_of(hi_val))))
 
     def raise_val(self, *lo_vals: Any) -> Any:
         """What stands for the value that consists of these arrays, where JAX handles it."""
         if is_staged(lo_vals):
             return packed(self, lo_vals)
-        return HighArray(self.of_arrays(lo_vals))
+        return HighArray(self.of_arrays(lo_vals), self)
 
     def of_arrays(self, arrays: Sequence[Any]) -> Any:
         """The value that consists of these arrays: an implicit array."""
-        return self.whole(self.parts(arrays, lambda t, own: t.of_arrays(own)))
+        return self.of_leaves(self.parts(arrays, lambda t, part: t.of_arrays(part)))
 
     def parts(self, arrays: Sequence[Any], make: Callable[[Any, list[Any]], Any]) -> list[Any]:
-        """The leaves that consist of these arrays; `make` gives those of a high type."""
-        given = iter(arrays)
-        one = lambda t: make(t, list(islice(given, len(t.lo_ty()))))
-        return [one(t) if type(t) is HighType else next(given) for t in self.leaves]
+        rest = iter(arrays)
+        one = lambda t: make(t, list(islice(rest, len(t.lo_ty()))))
+        return [one(t) if type(t) is HighType else next(rest) for t in self.leaves]
 
-    def whole(self, leaves: Sequence[Any]) -> Any:
+    def of_leaves(self, leaves: Sequence[Any]) -> Any:
         """The value that has these leaves."""
         return jax.tree.unflatten(self.treedef, leaves)
 
@@ -172,26 +189,20 @@ class HighType(_Structured, jax.core.ShapedArray):  # type: ignore[misc]
 
     def _moved(self, leaves: Sequence[Any], change: int) -> "HighType":
         try:
-            found = _high_type(self.treedef, tuple(leaves))
+            moved = _high_type(self.treedef, tuple(leaves))
         except Exception as error:
             error.add_note(f"While finding the type of {self} with an axis more or less")
             raise
-        if found.ndim != self.ndim + change:
-            raise TypeError(f"{self} with an axis more or less on each leaf is {found}")
-        return found
+        if moved.ndim != self.ndim + change:
+            raise TypeError(f"{self} with an axis more or less on each leaf is {moved}")
+        return moved
 
 
 def _has(cls: type, name: str) -> bool:
     return hasattr(cls, name) or any(f.name == name for f in dataclasses.fields(cls))
 
 
-def _opened(tracer: Any) -> Any:
-    from .meeting import opened
-
-    return opened(tracer)
-
-
-class TangentType(_Structured):
+class TangentType(StructuredType):
     """The type of tangents and cotangents of a value whose leaves have one each.
 
     A leaf that is not floating has none.
@@ -213,7 +224,7 @@ class TangentType(_Structured):
 
     def lower_val(self, hi_val: Any, /) -> list[Any]:
         """The tangents of the floating leaves."""
-        return list(map(normal, hi_val.leaves))
+        return list(map(strong_leaf, hi_val.leaves))
 
     def raise_val(self, *lo_vals: Any) -> Any:
         """What stands for the tangent that has these parts, where JAX handles it."""
@@ -223,7 +234,7 @@ class TangentType(_Structured):
         """The tangent that has these parts."""
         return Tangent(self, list(leaves))
 
-    whole = of_arrays
+    of_leaves = of_arrays
 
     def to_tangent_aval(self) -> Any:
         return self
@@ -233,16 +244,10 @@ class TangentType(_Structured):
 
     def vspace_zero(self) -> Any:
         """The tangent that is zero."""
-        from .lifted import apply
-        from .operations import Zeros
-
         return apply(Zeros(self))[0]
 
     def vspace_add(self, x: Any, y: Any) -> Any:
         """The sum of two tangents."""
-        from .lifted import apply
-        from .operations import Add
-
         return apply(Add(self), x, y)[0]
 
     def inc_rank(self, size: int | None, spec: Any) -> Any:
@@ -252,81 +257,9 @@ class TangentType(_Structured):
         return TangentType(self.of.dec_rank(size, spec))
 
 
-def is_staged(leaves: Sequence[Any]) -> bool:
-    """Whether leaves are traced where nothing is lowered.
-
-    JAX raises values there, too: what a branch gives for a residual of another.
-    """
-    return not current_trace().requires_low and holds_tracers(leaves)
-
-
-def packed(type: "HighType | TangentType", arrays: Sequence[Any]) -> Any:
-    """A tracer for the value that consists of these arrays."""
-    from .lifted import apply
-    from .operations import Pack
-
-    leaves = type.parts(arrays, packed) if isinstance(type, HighType) else arrays
-    return apply(Pack(type), *leaves)[0]
-
-
-class Tangent:
-    """A tangent or a cotangent of an implicit array: one for each floating leaf."""
-
-    def __init__(self, type: TangentType, leaves: list[Any]):
-        self.type, self.leaves = type, leaves
-
-    shape = property(lambda self: self.type.shape)
-    ndim = property(lambda self: self.type.ndim)
-
-    @property
-    def value(self) -> Any:
-        """The same as a tree: an implicit array with tangents in the place of its leaves."""
-        tangents = iter(self.leaves)
-        no_tangent = lambda a: np.zeros(a.shape, jax.dtypes.float0)
-        full = [next(tangents) if is_inexact(a) else no_tangent(a) for a in self.type.of.leaves]
-        return jax.tree.unflatten(self.type.treedef, full)
-
-    def __repr__(self) -> str:
-        return f"Tangent({self.value!r})"
-
-
-def exposed(x: Any) -> Any:
-    """What a user is given for a value or a tangent: an implicit array, which is a pytree."""
-    return x.value if type(x) is HighArray or type(x) is Tangent else x
-
-
-def is_inexact(aval: Any) -> bool:
-    """Whether arrays of a type have tangents of that dtype."""
-    return jnp.issubdtype(aval.dtype, jnp.inexact)
-
-
-def normal(leaf: Any) -> Any:
-    """A leaf as an array whose dtype is not weak."""
-    leaf = value_of(leaf)
-    if isinstance(leaf, Value):
-        return jax.tree.map(normal, leaf)
-    aval = jax.typeof(leaf)
-    if not hasattr(leaf, "aval"):
-        leaf = jnp.asarray(leaf)
-    return jax.lax.convert_element_type(leaf, aval.dtype) if aval.weak_type else leaf
-
-
-def parted(value: Value) -> tuple[list[Any], Any]:
-    """The leaves of a value, and their structure.
-
-    A part with a dense tangent is a leaf, unless the value has one itself.
-    """
-    one_leaf = None if value.dense_tangent else _has_dense_tangent
-    return jax.tree.flatten(value, is_leaf=one_leaf)
-
-
-def _has_dense_tangent(x: Any) -> bool:
-    return isinstance(x, Value) and x.dense_tangent
-
-
 def type_of(value: Any) -> HighType:
     """The high type of an implicit array. Its leaves may be abstract."""
-    leaves, treedef = parted(value_of(value))
+    leaves, treedef = flatten_value(value_of(value))
     return _high_type(treedef, tuple(map(type_of_leaf, leaves)))
 
 
@@ -386,3 +319,57 @@ def _insert(shape: tuple[int, ...], axis: int, size: Any) -> tuple[int, ...]:
 
 def _remove(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
     return (*shape[:axis], *shape[axis + 1 :])
+
+
+# Values with their types, and back.
+
+
+def as_high_array(x: Any) -> Any:
+    """An implicit array as one leaf, which is a `jax.Array`; anything else as it is."""
+    return HighArray(x, type_of(x)) if isinstance(x, Value) else x
+
+
+copyreg.pickle(HighArray, lambda x: (as_high_array, (x.value,)))
+
+
+def canonical(x: Any) -> Any:
+    """What a primitive is given for an implicit array: that, as one leaf; or, where it is not
+    computed at once, a tracer of its type, whose leaves are operands and so are seen by the trace.
+    """
+    value = value_of(x)
+    if current_trace().requires_low:
+        return x if x is not value else as_high_array(value)
+    leaves = [canonical(x) if isinstance(x, Value) else x for x in leaves_of(value)]
+    if not holds_tracers(leaves):
+        return apply(Pack(type_of(value)), *leaves)[0]
+    of, known = value.__dict__.get("_high", (_nothing, _nothing))
+    tracer = known() if of() is value else None  # a copy has what was known of another
+    if tracer is None or tracer._trace is not current_trace():
+        tracer = apply(Pack(type_of(value)), *leaves)[0]
+        if isinstance(tracer, jax.core.Tracer):  # and not computed at once
+            object.__setattr__(value, "_high", (ref(value), ref(tracer)))
+    return tracer
+
+
+def _nothing() -> None:
+    """A reference to what is gone."""
+
+
+def of_arrays(type: Any, arrays: Sequence[Any]) -> Any:
+    """What consists of some arrays: a value, if it is of such a type, or the one array."""
+    return type.of_arrays(arrays) if isinstance(type, StructuredType) else arrays[0]
+
+
+def is_typed(x: Any) -> bool:
+    """Whether `x` is traced with the high type of a value."""
+    return isinstance(getattr(x, "aval", None), HighType)
+
+
+def is_traced_high(x: Any) -> bool:
+    """Whether `x` is a tracer of a value's type, or of its tangent's."""
+    return isinstance(x, jax.core.Tracer) and isinstance(x.aval, StructuredType)
+
+
+def opened(x: Any) -> Any:
+    """What is of a high type as a value whose leaves are traced; anything else as it is."""
+    return x.aval.of_leaves(apply(Unpack(x.aval), x)) if is_typed(x) else x

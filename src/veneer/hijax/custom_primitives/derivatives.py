@@ -1,4 +1,7 @@
-"""The rules of a high primitive, as operations: each runs a function of a user's, and checks it."""
+"""The derivatives of a custom primitive by its rules.
+
+A rule is an operation, which runs a function of a user's, and checks what it gives.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -9,15 +12,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._core.value import Value, materialise_one
-from .._jax.hijax import GradAccum, Zero
-from .lifted import apply, from_leaves
-from .operations import all_leaves
-from .programs import ONE_LEAF, Expand, Structure, listed, type_of_one
-from .types import HighType, Tangent, TangentType, exposed, is_inexact
+from ..._core.value import Value, materialise_one
+from ..._jax.hijax import GradAccum, Zero
+from ..high import apply
+from ..types import HighType, TangentType, of_arrays
+from ..values import Tangent, exposed, is_inexact, leaves_of
+from .expansion import ONE_LEAF, Expansion, Structure, listed, type_of_one
+from .mapped import full_zero
 
 
-class Forward(Expand):
+class Forward(Expansion):
     """The results, then the residuals, then the operands that take dense cotangents for leaves.
 
     Known of them are the structures of the results and of the residuals.
@@ -26,15 +30,15 @@ class Forward(Expand):
     suffix = ".fwd"
 
     def evaluate(self, *values: Any) -> tuple[list[Any], Any]:
-        found = self.call("fwd", *self.structure.unflatten(map(exposed, values)))
-        if not isinstance(found, tuple | list) or len(found) != 2:
+        pair = self.call("fwd", *self.structure.unflatten(map(exposed, values)))
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise self.refuse("fwd must give a pair of results and residuals")
-        (flat, out), (residuals, kept) = map(self.flattened, found)
-        given = tuple(map(type_of_one, flat))
-        known, types = Expand.of(self).known(tuple(map(type_of_one, values)))
-        if (out, given) != (known, types):
+        (flat, out), (residuals, kept) = map(self.flattened, pair)
+        out_types = tuple(map(type_of_one, flat))
+        known, types = Expansion.of(self).known(tuple(map(type_of_one, values)))
+        if (out, out_types) != (known, types):
             raise self.refuse(
-                f"fwd gives {listed(given)}, and the expansion {listed(types)}, in another "
+                f"fwd gives {listed(out_types)}, and the expansion {listed(types)}, in another "
                 "structure or of other types"
             )
         operands = [x for x, d in zip(values, dense_leaves(self.structure), strict=True) if d]
@@ -49,7 +53,7 @@ def dense_leaves(structure: Structure) -> list[bool]:
 
 
 @dataclass(frozen=True)
-class Backward(Expand):
+class Backward(Expansion):
     """The cotangents of the operands that have some, of residuals and cotangents of the results.
 
     Known of them is which operands have one.
@@ -70,38 +74,38 @@ class Backward(Expand):
         is_kept = dense_leaves(self.structure)
         kept = [next(rest) if k else None for k in is_kept]
         cotangents = self.out.unflatten(with_float0(self.out_types, rest))
-        found = self.call("bwd", residuals, cotangents)
+        cts = self.call("bwd", residuals, cotangents)
         args = jax.tree_util.treedef_children(self.structure.tree)
-        if not isinstance(found, tuple | list) or len(found) != len(args):
+        if not isinstance(cts, tuple | list) or len(cts) != len(args):
             raise self.refuse(
                 f"bwd must give a tuple of {len(args)}, a cotangent or None for each operand of "
-                f"types {listed(self.types)}, and gives {found}"
+                f"types {listed(self.types)}, and gives {cts}"
             )
-        flat = self._flat(found, args, kept)
+        flat = self._flat(cts, args, kept)
         return [x for x in flat if x is not None], [x is not None for x in flat]
 
-    def _flat(self, found: Sequence[Any], args: Sequence[Any], kept: list[Any]) -> list[Any]:
-        given = [x for tree, ct in zip(args, found, strict=True) for x in up_to(self, tree, ct)]
+    def _flat(self, cts: Sequence[Any], args: Sequence[Any], kept: list[Any]) -> list[Any]:
+        by_unit = [x for tree, ct in zip(args, cts, strict=True) for x in up_to(self, tree, ct)]
         group = self.structure.group
-        each = zip(given, self.structure.forms, group(self.types), group(kept), strict=True)
+        each = zip(by_unit, self.structure.forms, group(self.types), group(kept), strict=True)
         return [x for one in each for x in as_parts(self, "bwd", *one)]
 
 
-def up_to(operation: Expand, tree: Any, given: Any) -> list[Any]:
+def up_to(operation: Expansion, tree: Any, result: Any) -> list[Any]:
     """What a rule gives for each leaf of a tree; None for all of it is None for each."""
-    if given is None:
+    if result is None:
         return [None] * tree.num_leaves
     if tree.num_leaves == 1 and tree.num_nodes == 1:
-        return [given]
+        return [result]
     try:
-        return tree.flatten_up_to(given)
+        return tree.flatten_up_to(result)
     except ValueError as error:
         raise operation.refuse(f"a rule gives another structure than is wanted: {error}") from None
 
 
-def with_float0(types: Sequence[Any], given: Iterable[Any]) -> list[Any]:
+def with_float0(types: Sequence[Any], tangents: Iterable[Any]) -> list[Any]:
     """Tangents of values of some types, as a user is given them."""
-    rest = iter(given)
+    rest = iter(tangents)
     zero = lambda t: np.zeros(t.shape, jax.dtypes.float0)
     return [exposed(next(rest)) if has_tangent(t) else zero(t) for t in types]
 
@@ -113,46 +117,47 @@ def has_tangent(t: Any) -> bool:
 
 
 def as_parts(
-    operation: Expand, rule: str, given: Any, form: Any, types: Sequence[Any], leaves: Any
+    operation: Expansion, rule: str, tangent: Any, form: Any, types: Sequence[Any], leaves: Any
 ) -> list[Any]:
     """A tangent that a rule gives, for what is flat: None where there is none."""
-    if given is None or not any(map(has_tangent, types)):
+    if tangent is None or not any(map(has_tangent, types)):
         return [None] * len(types)
     if form == ONE_LEAF:
-        return [_as_part(operation, rule, given, types[0])]
+        return [_as_part(operation, rule, tangent, types[0])]
     cls = form.node_data()[0]
-    if not isinstance(given, Value) and cls.dense_tangent and None not in leaves:
-        given = _to_leaves(form, leaves, given)
-    elif type(given) is not cls:
-        raise operation.refuse_tangent(rule, given, f"a {cls.__name__}")
+    if not isinstance(tangent, Value) and cls.dense_tangent and None not in leaves:
+        tangent = _to_leaves(form, leaves, tangent)
+    elif type(tangent) is not cls:
+        raise operation.refuse_tangent(rule, tangent, f"a {cls.__name__}")
     else:
-        given = form.flatten_up_to(given)
-    pairs = zip(given, types, strict=True)
+        tangent = form.flatten_up_to(tangent)
+    pairs = zip(tangent, types, strict=True)
     return [_as_part(operation, rule, x, t) if has_tangent(t) else None for x, t in pairs]
 
 
-def _as_part(operation: Expand, rule: str, given: Any, t: Any) -> Any:
-    tangent = t.to_tangent_aval()
-    if isinstance(tangent, TangentType):
-        if type(given) is t.cls:
-            leaves = zip(up_to(operation, t.treedef, given), t.leaves, strict=True)
-            own = [_as_part(operation, rule, x, a) for x, a in leaves if is_inexact(a)]
-            return Tangent(tangent, own)
-    elif not isinstance(given, Value | Tangent):
-        given = jnp.asarray(given)
-        if (given.shape, given.dtype) == (tangent.shape, tangent.dtype):
-            return given
-    is_tree = isinstance(tangent, TangentType)
-    wanted = f"a {t.cls.__name__} of tangents" if is_tree else listed([tangent])[1:-1]
-    raise operation.refuse_tangent(rule, given, f"{listed([t])[1:-1]}, which is {wanted}")
+def _as_part(operation: Expansion, rule: str, tangent: Any, t: Any) -> Any:
+    aval = t.to_tangent_aval()
+    if isinstance(aval, TangentType):
+        if type(tangent) is t.cls:
+            leaves = zip(up_to(operation, t.treedef, tangent), t.leaves, strict=True)
+            return Tangent(
+                aval, [_as_part(operation, rule, x, a) for x, a in leaves if is_inexact(a)]
+            )
+    elif not isinstance(tangent, Value | Tangent):
+        tangent = jnp.asarray(tangent)
+        if (tangent.shape, tangent.dtype) == (aval.shape, aval.dtype):
+            return tangent
+    is_tree = isinstance(aval, TangentType)
+    wanted = f"a {t.cls.__name__} of tangents" if is_tree else listed([aval])[1:-1]
+    raise operation.refuse_tangent(rule, tangent, f"{listed([t])[1:-1]}, which is {wanted}")
 
 
 def _to_leaves(form: Any, leaves: Sequence[Any], cotangent: Any) -> list[Any]:
     """Cotangents of a value's leaves, from that of the dense array."""
     floating = [is_inexact(jax.typeof(x)) for x in leaves]
 
-    def dense(own: list[Any]) -> Any:
-        rest = iter(own)
+    def dense(variables: list[Any]) -> Any:
+        rest = iter(variables)
         full = [next(rest) if f else x for x, f in zip(leaves, floating, strict=True)]
         return jnp.asarray(materialise_one(jax.tree.unflatten(form, full)))
 
@@ -162,7 +167,7 @@ def _to_leaves(form: Any, leaves: Sequence[Any], cotangent: Any) -> list[Any]:
 
 
 @dataclass(frozen=True)
-class Tangents(Expand):
+class Tangents(Expansion):
     """The tangents of the results that have some, by the rule; of operands and their tangents."""
 
     types: tuple[Any, ...]
@@ -175,16 +180,16 @@ class Tangents(Expand):
         count = len(self.types)
         args = self.structure.unflatten(map(exposed, values[:count]))
         tangents = self.structure.unflatten(with_float0(self.types, values[count:]))
-        found = self.call("jvp", args, tangents)
-        if not isinstance(found, tuple | list) or len(found) != 2:
+        pair = self.call("jvp", args, tangents)
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise self.refuse("defjvp's rule must give a pair of results and tangents")
         group = self.out.group(self.out_types)
-        given = up_to(self, self.out.tree, found[1])
-        if len(given) != len(group):
+        by_unit = up_to(self, self.out.tree, pair[1])
+        if len(by_unit) != len(group):
             raise self.refuse(
                 f"defjvp's rule gives no tangent for each of {listed(self.out_types)}"
             )
-        each = zip(given, self.out.forms, group, strict=True)
+        each = zip(by_unit, self.out.forms, group, strict=True)
         flat = [x for g, f, t in each for x in as_parts(self, "defjvp's rule", g, f, t, [None])]
         pairs = zip(flat, self.out_types, strict=True)
         if any(x is None and has_tangent(t) for x, t in pairs):
@@ -193,7 +198,7 @@ class Tangents(Expand):
 
 
 @dataclass(frozen=True)
-class Transposed(Expand):
+class Transposed(Expansion):
     """The cotangent of an operand in which the primitive is linear, by the rule.
 
     The operands are the others, and then the cotangents of the results.
@@ -211,69 +216,60 @@ class Transposed(Expand):
         others = list(map(exposed, values[:count]))
         others.insert(self.position, None)
         cotangents = self.out.unflatten(map(exposed, values[count:]))
-        given = self.call(("transpose", self.argnum), cotangents, *self.structure.unflatten(others))
-        return [_as_part(self, "deftranspose's rule", given, self.type)], None
+        ct = self.call(("transpose", self.argnum), cotangents, *self.structure.unflatten(others))
+        return [_as_part(self, "deftranspose's rule", ct, self.type)], None
 
 
-def ruled_jvp(
-    expand: Expand, primals: Sequence[Any], tangents: Sequence[Any]
+def jvp_by_rule(
+    expansion: Expansion, primals: Sequence[Any], tangents: Sequence[Any]
 ) -> tuple[list[Any], list[Any]] | None:
     """Results and their tangents by the rule for derivatives, if there is one."""
     types = tuple(map(type_of_one, primals))
-    if "jvp" in expand.primitive.rules:
-        return _by_jvp_rule(expand, types, primals, tangents)
-    if "fwd" in expand.primitive.rules:
-        return _by_vjp_rule(expand, types, primals, tangents)
-    return _as_linear(expand, types, primals, tangents)
+    if "jvp" in expansion.primitive.rules:
+        return _by_jvp_rule(expansion, types, primals, tangents)
+    if "fwd" in expansion.primitive.rules:
+        return _by_vjp_rule(expansion, types, primals, tangents)
+    return _as_linear(expansion, types, primals, tangents)
 
 
 def _by_jvp_rule(
-    expand: Expand, types: tuple[Any, ...], primals: Sequence[Any], tangents: Sequence[Any]
+    expansion: Expansion, types: tuple[Any, ...], primals: Sequence[Any], tangents: Sequence[Any]
 ) -> tuple[list[Any], list[Any]]:
-    rule = Tangents.of(expand, types, *expand.known(types))
+    rule = Tangents.of(expansion, types, *expansion.known(types))
     pairs = zip(tangents, types, strict=True)
-    found = apply(rule, *primals, *(full_zero(x) for x, t in pairs if has_tangent(t)))
-    out = apply(expand, *primals)
-    return out, _with_zeros(out, found)
+    out_tangents = apply(rule, *primals, *(full_zero(x) for x, t in pairs if has_tangent(t)))
+    out = apply(expansion, *primals)
+    return out, _with_zeros(out, out_tangents)
 
 
 def _by_vjp_rule(
-    expand: Expand, types: tuple[Any, ...], primals: Sequence[Any], tangents: Sequence[Any]
+    expansion: Expansion, types: tuple[Any, ...], primals: Sequence[Any], tangents: Sequence[Any]
 ) -> tuple[list[Any], list[Any]]:
-    out_structure, out_types = expand.known(types)
-    forward = Forward.of(expand)
-    found = apply(forward, *primals)
-    out, residuals = found[: len(out_types)], found[len(out_types) :]
+    out_structure, out_types = expansion.known(types)
+    forward = Forward.of(expansion)
+    results = apply(forward, *primals)
+    out, residuals = results[: len(out_types)], results[len(out_types) :]
     (_, structure), _ = forward.known(types)
-    backward = Backward.of(expand, types, out_structure, out_types, structure)
+    backward = Backward.of(expansion, types, out_structure, out_types, structure)
     pairs = zip(tangents, types, strict=True)
     varies = tuple(type(x) is not Zero and has_tangent(t) for x, t in pairs)
-    given = [x for x, v in zip(tangents, varies, strict=True) if v]
+    varying = [x for x, v in zip(tangents, varies, strict=True) if v]
     if not any(varies) or not any(map(has_tangent, out_types)):
         return out, _with_zeros(out, None)
-    linear = Linear.of(expand, backward, len(residuals), varies)
-    return out, _with_zeros(out, apply(linear, *residuals, *given))
+    linear = Linear.of(expansion, backward, len(residuals), varies)
+    return out, _with_zeros(out, apply(linear, *residuals, *varying))
 
 
-def _with_zeros(out: Sequence[Any], found: Sequence[Any] | None) -> list[Any]:
-    """A tangent for each result, of which those found are for results that can have one."""
-    rest = iter(found or ())
+def _with_zeros(out: Sequence[Any], tangents: Sequence[Any] | None) -> list[Any]:
+    """A tangent for each result: zero, or one of those of the results that can have one."""
+    rest = iter(tangents or ())
     zero = lambda t: Zero(t.to_tangent_aval())
     types = [jax.typeof(x) for x in out]
-    return [next(rest) if found and has_tangent(t) else zero(t) for t in types]
-
-
-def full_zero(tangent: Any) -> Any:
-    """A tangent that is not symbolically zero."""
-    if type(tangent) is not Zero:
-        return tangent
-    aval: Any = tangent.aval
-    is_tree = isinstance(aval, TangentType)
-    return aval.vspace_zero() if is_tree else jnp.zeros(aval.shape, aval.dtype)
+    return [next(rest) if tangents and has_tangent(t) else zero(t) for t in types]
 
 
 @dataclass(frozen=True)
-class Linear(Expand):
+class Linear(Expansion):
     """The tangents of the results, of residuals and tangents of operands: `Backward` transposed."""
 
     backward: Backward
@@ -289,21 +285,21 @@ class Linear(Expand):
 
     def evaluate(self, *values: Any) -> tuple[list[Any], Any]:
         backward, residuals, outs = self.backward, values[: self.count], self.result_types
-        tangents = [leaf for x in values[self.count :] for leaf in all_leaves(x)]
+        tangents = [leaf for x in values[self.count :] for leaf in leaves_of(x)]
 
         def pull(flat: list[Any]) -> list[Any]:
             rest = iter(flat)
-            cts = [from_leaves(t, list(islice(rest, len(t.lo_ty())))) for t in outs]
+            cts = [of_arrays(t, list(islice(rest, len(t.lo_ty())))) for t in outs]
             flat, has_one = backward.evaluate(*residuals, *cts)
-            found = self._chosen(flat, has_one)
-            pairs = zip(found, values[self.count :], strict=True)
-            zeros = lambda like: list(map(jnp.zeros_like, all_leaves(like)))
-            return [x for ct, t in pairs for x in (zeros(t) if ct is None else all_leaves(ct))]
+            chosen = self._chosen(flat, has_one)
+            pairs = zip(chosen, values[self.count :], strict=True)
+            zeros = lambda like: list(map(jnp.zeros_like, leaves_of(like)))
+            return [x for ct, t in pairs for x in (zeros(t) if ct is None else leaves_of(ct))]
 
         leaves = [jax.ShapeDtypeStruct(a.shape, a.dtype) for t in outs for a in t.lo_ty()]
-        (found,) = jax.linear_transpose(pull, leaves)(tangents)
-        rest = iter(found)
-        return [from_leaves(t, list(islice(rest, len(t.lo_ty())))) for t in outs], None
+        (flat,) = jax.linear_transpose(pull, leaves)(tangents)
+        rest = iter(flat)
+        return [of_arrays(t, list(islice(rest, len(t.lo_ty())))) for t in outs], None
 
     def _chosen(self, flat: Sequence[Any], has_one: Sequence[bool]) -> list[Any]:
         rest = iter(flat)
@@ -315,27 +311,27 @@ class Linear(Expand):
         if any(isinstance(x, GradAccum) for x in residuals):
             return False
         if any(type(ct) is not Zero for ct in cotangents):
-            given = [*residuals, *map(full_zero, cotangents)]
-            has_one, _ = self.backward.known(tuple(map(type_of_one, given)))
-            found = self._chosen(apply(self.backward, *given), has_one)
-            for x, ct in zip(accumulators, found, strict=True):
+            inputs = [*residuals, *map(full_zero, cotangents)]
+            has_one, _ = self.backward.known(tuple(map(type_of_one, inputs)))
+            chosen = self._chosen(apply(self.backward, *inputs), has_one)
+            for x, ct in zip(accumulators, chosen, strict=True):
                 if isinstance(x, GradAccum) and ct is not None:
                     x.accum(ct)
         return True
 
 
 def _as_linear(
-    expand: Expand, types: Sequence[Any], primals: Sequence[Any], tangents: Sequence[Any]
+    expansion: Expansion, types: Sequence[Any], primals: Sequence[Any], tangents: Sequence[Any]
 ) -> tuple[list[Any], list[Any]] | None:
     """The derivative by operands in which a primitive is linear: itself, of the tangent."""
     varying = [i for i, t in enumerate(tangents) if type(t) is not Zero]
-    if any(_argnum(expand, i) is None or _is_tree(types[i]) for i in varying):
+    if any(_argnum(expansion, i) is None or _is_tree(types[i]) for i in varying):
         return None
-    out = apply(expand, *primals)
+    out = apply(expansion, *primals)
     if any(isinstance(jax.typeof(x), HighType) or not has_tangent(jax.typeof(x)) for x in out):
         return None
     in_place = lambda i: [tangents[i] if i == j else p for j, p in enumerate(primals)]
-    first, *rest = (apply(expand, *in_place(i)) for i in varying)
+    first, *rest = (apply(expansion, *in_place(i)) for i in varying)
     for more in rest:
         first = [x + y for x, y in zip(first, more, strict=True)]
     return out, first
@@ -345,32 +341,34 @@ def _is_tree(t: Any) -> bool:
     return isinstance(t.to_tangent_aval(), TangentType)
 
 
-def _argnum(expand: Expand, position: int) -> int | None:
+def _argnum(expansion: Expansion, position: int) -> int | None:
     """The number of an operand that is one when flat, and in which the primitive is linear."""
-    arguments: Any = jax.tree_util.treedef_children(expand.structure.tree)
+    arguments: Any = jax.tree_util.treedef_children(expansion.structure.tree)
     counts = [tree.num_leaves for tree in arguments]
-    forms = iter(expand.structure.forms)
+    forms = iter(expansion.structure.forms)
     start = 0
     for number, (tree, count) in enumerate(zip(arguments, counts, strict=True)):
-        own = list(islice(forms, count))
-        size = sum(form.num_leaves for form in own)
+        of_argument = list(islice(forms, count))
+        size = sum(form.num_leaves for form in of_argument)
         if start <= position < start + size:
-            is_one = tree.num_nodes == 1 and own == [ONE_LEAF]
-            return number if is_one and ("transpose", number) in expand.primitive.rules else None
+            is_one = tree.num_nodes == 1 and of_argument == [ONE_LEAF]
+            return number if is_one and ("transpose", number) in expansion.primitive.rules else None
         start += size
     return None
 
 
-def ruled_transpose(expand: Expand, cotangents: Sequence[Any], operands: Sequence[Any]) -> bool:
+def transpose_by_rule(
+    expansion: Expansion, cotangents: Sequence[Any], operands: Sequence[Any]
+) -> bool:
     """Whether the rule for the one operand that is linear has added to its accumulator."""
     linear = [i for i, x in enumerate(operands) if isinstance(x, GradAccum)]
-    if len(linear) != 1 or (argnum := _argnum(expand, linear[0])) is None:
+    if len(linear) != 1 or (argnum := _argnum(expansion, linear[0])) is None:
         return False
     (position,) = linear
     accumulator = operands[position]
     others = [x for x in operands if x is not accumulator]
     types = tuple(x.aval if x is accumulator else type_of_one(x) for x in operands)
-    out, _ = expand.known(types)
-    rule = Transposed.of(expand, position, argnum, accumulator.aval, out)
+    out, _ = expansion.known(types)
+    rule = Transposed.of(expansion, position, argnum, accumulator.aval, out)
     accumulator.accum(apply(rule, *others, *map(full_zero, cotangents))[0])
     return True

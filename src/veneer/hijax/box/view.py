@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from .._jax.tracing import current_trace
-from .box_contents import Contents, flat, is_checkpoint, open_leaves
-from .box_traces import enclosing
+from ..._jax.tracing import current_trace
+from .contents import Contents, flat, is_checkpoint, open_leaves
+from .traces import enclosing
 
 
 class View(Contents):
@@ -26,7 +26,7 @@ class View(Contents):
     def read(self) -> list[Any]:
         """The leaves, by the references."""
         self._check()
-        return self._own()
+        return self._read_at_home()
 
     def set(self, value: Any) -> None:
         """Writes contents that are alike."""
@@ -38,7 +38,7 @@ class View(Contents):
             self._write_one(ref, leaf)
 
     def _check(self) -> None:
-        self._refuse_condition(self._way())
+        self._refuse_condition(self._traces_within())
         self.note_use()
         traces = list(enclosing(current_trace()))
         if not self.keeps_primals and any(map(is_checkpoint, traces)):

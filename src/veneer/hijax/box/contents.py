@@ -22,11 +22,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from .._core.trace import ImplicitTrace, ImplicitTracer
-from .._core.value import is_value
-from .._jax.tracing import Trace, Tracer, current_trace, is_eager, set_current_trace
-from .box_frames import Frame, forget_programs, frames
-from .box_traces import (
+from ..._core.trace import ImplicitTrace, ImplicitTracer
+from ..._core.value import is_value
+from ..._jax.tracing import Trace, Tracer, current_trace, is_eager, set_current_trace
+from ..types import is_typed, opened
+from ..values import exposed
+from .frames import Frame, forget_programs, frames
+from .traces import (
     CHECKPOINT,
     CONDITION,
     delete,
@@ -36,8 +38,6 @@ from .box_traces import (
     primal_in,
     staged_for,
 )
-from .meeting import opened
-from .types import HighType, exposed
 
 # Threads that trace with a Box at once are to find the same references, of what was written last.
 _lock = RLock()
@@ -76,33 +76,33 @@ class Contents:
 
     def tree(self) -> Any:
         """The contents as a program sees them here."""
-        found = jax.tree.unflatten(self.treedef, self.read())
+        tree = jax.tree.unflatten(self.treedef, self.read())
         trace = current_trace()
         if type(trace) is not ImplicitTrace:
-            return found
-        return jax.tree.map(trace.wrap, found, is_leaf=is_value)
+            return tree
+        return jax.tree.map(trace.wrap, tree, is_leaf=is_value)
 
     def read(self) -> list[Any]:
         """The leaves as a program sees them here."""
-        way = self._way()
-        if not any(map(is_staging, way)):
-            return self._own()
-        self._refuse_condition(way)
-        if not self.keeps_primals and any(map(is_checkpoint, way)):
+        traces = self._traces_within()
+        if not any(map(is_staging, traces)):
+            return self._read_at_home()
+        self._refuse_condition(traces)
+        if not self.keeps_primals and any(map(is_checkpoint, traces)):
             # What is computed anew in the backward pass must not read what was written later.
             with set_current_trace(self.home):
-                return self._own()
-        self._note(way)
+                return self._read_at_home()
+        self._note(traces)
         return [ref[...] for ref in self.references()[: self.treedef.num_leaves]]
 
-    def _refuse_condition(self, way: Sequence[Trace]) -> None:
-        if any(staged_for(trace) == CONDITION for trace in way):
+    def _refuse_condition(self, traces: Sequence[Trace]) -> None:
+        if any(staged_for(trace) == CONDITION for trace in traces):
             raise NotImplementedError(
                 f"{self!r} is used in the condition of a while_loop, which does not see what the "
                 "body writes (a limit of JAX's references): carry the value in the loop"
             )
 
-    def _own(self) -> list[Any]:
+    def _read_at_home(self) -> list[Any]:
         with _lock:
             if self.refs is None:
                 return list(self._leaves)
@@ -118,25 +118,25 @@ class Contents:
         refs = self.refs if self.outermost else None
         return any(map(is_deleted, refs or ()))
 
-    def _way(self) -> list[Trace]:
+    def _traces_within(self) -> list[Trace]:
         """The traces from here up to the one in which this is at home."""
-        way = []
+        traces = []
         for trace in enclosing(current_trace()):
             if trace is self.home:
                 break
-            way.append(trace)
-        return way
+            traces.append(trace)
+        return traces
 
     # Writing.
 
     def set(self, value: Any) -> None:
         """Writes other contents, from where the program is."""
         leaves, treedef = flat(value)
-        way = self._way()
-        if any(map(is_staging, way)):
-            self._write(leaves, treedef, way)
+        traces = self._traces_within()
+        if any(map(is_staging, traces)):
+            self._write(leaves, treedef, traces)
         else:
-            self._replace(*self._descended(leaves, treedef, way))
+            self._replace(*self._descended(leaves, treedef, traces))
         self.written = True
 
     def _replace(self, leaves: Sequence[Any], treedef: Any) -> None:
@@ -150,10 +150,10 @@ class Contents:
                 self._leaves, self.treedef = leaves, treedef
 
     def _descended(
-        self, leaves: Sequence[Any], treedef: Any, way: Sequence[Trace]
+        self, leaves: Sequence[Any], treedef: Any, traces: Sequence[Trace]
     ) -> tuple[list[Any], Any]:
         """Values as they are at home: the primals of what is differentiated on the way."""
-        for trace in way:
+        for trace in traces:
             leaves = [primal_in(trace, leaf) for leaf in leaves]
             tree = jax.tree.map(_shown, jax.tree.unflatten(treedef, leaves))
             leaves, treedef = jax.tree.flatten(tree)
@@ -162,24 +162,24 @@ class Contents:
             if self.keeps_primals and not self.outermost:
                 leaves = list(map(lax.stop_gradient, leaves))
         for leaf in leaves:
-            if isinstance(leaf, Tracer) and (self.outermost or leaf._trace in way):
+            if isinstance(leaf, Tracer) and (self.outermost or leaf._trace in traces):
                 raise ValueError(_foreign(self, leaf))
         return list(leaves), treedef
 
-    def _write(self, leaves: Sequence[Any], treedef: Any, way: Sequence[Trace]) -> None:
+    def _write(self, leaves: Sequence[Any], treedef: Any, traces: Sequence[Trace]) -> None:
         """Writes in a function that is staged, to references."""
         leaves, treedef = open_leaves(leaves, treedef, primal=self.keeps_primals)
-        self._refuse_condition(way)
+        self._refuse_condition(traces)
         if not self._is_alike(leaves, treedef):
-            self._write_otherwise(leaves, treedef, way)
+            self._write_otherwise(leaves, treedef, traces)
             return
-        if not self.keeps_primals and any(map(is_checkpoint, way)):
+        if not self.keeps_primals and any(map(is_checkpoint, traces)):
             raise NotImplementedError(
                 f"{self!r} was made inside of a function that is traced, and is written inside of "
                 "a jax.checkpoint in it: JAX would lose the derivative of what is written. Make "
                 "the Box outside, or within the checkpoint, or return the value from it"
             )
-        self._note(way)
+        self._note(traces)
         for ref, leaf in zip(self.references(), leaves, strict=False):
             self._write_one(ref, leaf)
 
@@ -193,29 +193,31 @@ class Contents:
                 raise ValueError(_foreign(self, leaf)) from None
             raise
 
-    def _write_otherwise(self, leaves: Sequence[Any], treedef: Any, way: Sequence[Trace]) -> None:
+    def _write_otherwise(
+        self, leaves: Sequence[Any], treedef: Any, traces: Sequence[Trace]
+    ) -> None:
         """Writes contents of another structure or type: `vn.jit` sees to that, if it is there."""
-        frame = self._frame(way)
+        frame = self._frame(traces)
         if frame is None:
-            raise TypeError(self._why_fixed(leaves, treedef, way))
+            raise TypeError(self._why_fixed(leaves, treedef, traces))
         if self in frame.arguments:
             frame.note(self)
         if self.held:
             forget_programs()
         with set_current_trace(frame.trace):
-            found = Contents((), jax.tree.structure(None), self.keeps_primals)
-        frame.replaced[self] = found
-        found.set(jax.tree.unflatten(treedef, leaves))
+            contents = Contents((), jax.tree.structure(None), self.keeps_primals)
+        frame.replaced[self] = contents
+        contents.set(jax.tree.unflatten(treedef, leaves))
 
-    def _frame(self, way: Sequence[Trace]) -> Frame | None:
+    def _frame(self, traces: Sequence[Trace]) -> Frame | None:
         """The trace of `vn.jit` that stages what is running, with nothing staged in between."""
         if self.fixed or not frames():
             return None
-        innermost = next(filter(is_staging, way))
+        innermost = next(filter(is_staging, traces))
         return frames()[-1] if frames()[-1].trace is innermost else None
 
-    def _why_fixed(self, leaves: Sequence[Any], treedef: Any, way: Sequence[Trace]) -> str:
-        staged = next((s for s in map(staged_for, way) if s), "")
+    def _why_fixed(self, leaves: Sequence[Any], treedef: Any, traces: Sequence[Trace]) -> str:
+        staged = next((s for s in map(staged_for, traces) if s), "")
         change = f"{self!r} cannot become {Contents(leaves, treedef)!r} here"
         if self.fixed or staged == "jit":
             return (
@@ -229,13 +231,12 @@ class Contents:
         )
 
     def _is_alike(self, leaves: Sequence[Any], treedef: Any) -> bool:
-        own = self._leaves if self.refs is None else self.refs
         if self.refs is None:
-            own, structure = open_leaves(own, self.treedef)
+            current, structure = open_leaves(self._leaves, self.treedef)
         else:
-            structure = self.treedef
+            current, structure = self.refs, self.treedef
         return treedef == structure and all(
-            (a.shape, a.dtype) == (b.shape, b.dtype) for a, b in zip(own, leaves, strict=False)
+            (a.shape, a.dtype) == (b.shape, b.dtype) for a, b in zip(current, leaves, strict=False)
         )
 
     # References.
@@ -283,18 +284,18 @@ class Contents:
                 forget_programs()
             self.held = False
 
-    def _note(self, way: Sequence[Trace]) -> None:
+    def _note(self, traces: Sequence[Trace]) -> None:
         for frame in frames():
-            if frame.trace in way:
+            if frame.trace in traces:
                 frame.note(self)
-        innermost = next(filter(is_staging, way))
+        innermost = next(filter(is_staging, traces))
         self.held |= not (frames() and frames()[-1].trace is innermost)
 
     def note_use(self) -> None:
         """Notes that the references are used where the program is."""
-        way = self._way()
-        if any(map(is_staging, way)):
-            self._note(way)
+        traces = self._traces_within()
+        if any(map(is_staging, traces)):
+            self._note(traces)
 
 
 def home_of(trace: Trace) -> Trace:
@@ -310,7 +311,7 @@ def flat(value: Any) -> tuple[list[Any], Any]:
 
 def open_leaves(leaves: Sequence[Any], treedef: Any, primal: bool = False) -> tuple[list[Any], Any]:
     """The same with what is of a high type as a tree of its leaves."""
-    if not any(isinstance(getattr(x, "aval", None), HighType) for x in leaves):
+    if not any(map(is_typed, leaves)):
         return list(leaves), treedef
     kept = list(map(lax.stop_gradient, leaves)) if primal else leaves
     return flat(jax.tree.map(opened, jax.tree.unflatten(treedef, kept)))

@@ -11,9 +11,8 @@ from typing import Any
 import jax
 
 from .._core.value import Value, is_value
-from .lifted import apply, canonical
-from .operations import Unpack
-from .types import HighType, parted
+from .types import HighType, canonical, is_typed, opened
+from .values import flatten_value
 
 
 def loop_body(function: Callable, in_avals: Any) -> Callable:
@@ -86,7 +85,7 @@ def _like(before: Any, after: Any) -> Any:
 
 def _with_leaves_of(before: Any, after: Any) -> Any:
     """A value of which each part with a dense tangent has the form that it had."""
-    (old, _), (new, treedef) = parted(before), parted(after)
+    (old, _), (new, treedef) = flatten_value(before), flatten_value(after)
     if len(old) != len(new):
         return after
     return jax.tree.unflatten(treedef, [_like(b, a) for b, a in zip(old, new, strict=True)])
@@ -98,21 +97,9 @@ def _with_trees(function: Callable) -> Callable:
         examples = {type(x): x for x in values}
 
         def as_example(x: Any) -> Any:
-            value = opened(x, examples)
+            value = opened(x) if is_typed(x) and x.aval.cls in examples else x
             return _like(examples[type(value)], value) if type(value) in examples else value
 
         return jax.tree.map(as_example, function(*args), is_leaf=is_value)
 
     return branch
-
-
-def is_typed(x: Any) -> bool:
-    """Whether `x` is traced with a high type."""
-    return isinstance(getattr(x, "aval", None), HighType)
-
-
-def opened(x: Any, classes: Any = None) -> Any:
-    """A tracer of a high type, of some classes, as a value whose leaves are traced."""
-    if not is_typed(x) or (classes and x.aval.cls not in classes):
-        return x
-    return x.aval.whole(apply(Unpack(x.aval), x))

@@ -7,16 +7,18 @@ from typing import Any
 
 import jax
 
-from .._core.rules import Alternatives, Dense, operand_types
-from .._core.trace import ImplicitTrace
-from .._core.value import Value, is_value
-from .._jax.tracing import current_trace, set_current_trace
-from .high_array import HighArray, value_of
-from .install import is_enabled
-from .lifted import apply, canonical
-from .operations import Parameters
-from .programs import ONE_LEAF, Expand, flattened, listed, type_of_one
-from .types import HighType, exposed, normal
+from ..._core.rules import Alternatives, Dense, operand_types
+from ..._core.trace import ImplicitTrace
+from ..._core.value import Value, is_value
+from ..._jax.tracing import current_trace, set_current_trace
+from ..high import apply
+from ..mode import is_enabled
+from ..operations import Parameters
+from ..types import HighType, canonical
+from ..values import HighArray, exposed, strong_leaf, value_of
+from .derivatives import jvp_by_rule, transpose_by_rule
+from .expansion import ONE_LEAF, Expansion, flattened, listed, type_of_one
+from .vmap_rule import batch_by_rule
 
 
 def primitive(expand: Callable) -> "HighPrimitive":
@@ -92,10 +94,11 @@ class HighPrimitive:
                 out = self.called(jax.tree.map(trace.unwrap, args), params)
                 return jax.tree.map(trace.wrap, out, is_leaf=is_value)
         flat, structure = flattened(args, is_enabled())
-        expand = Expand(self, structure, params, is_enabled())
-        operands = [canonical(x) if isinstance(x, Value | HighArray) else normal(x) for x in flat]
-        out, _ = expand.known(tuple(map(type_of_one, operands)))
-        return out.unflatten(map(exposed, apply(expand, *operands)))
+        call = PrimitiveCall(self, structure, params, is_enabled())
+        is_implicit = lambda x: isinstance(x, Value | HighArray)
+        operands = [canonical(x) if is_implicit(x) else strong_leaf(x) for x in flat]
+        out, _ = call.known(tuple(map(type_of_one, operands)))
+        return out.unflatten(map(exposed, apply(call, *operands)))
 
     def defvjp(self, fwd: Callable, bwd: Callable) -> None:
         """Sets the derivative, as `jax.custom_vjp` does.
@@ -175,6 +178,30 @@ class HighPrimitive:
                     f"{self.name}: operand {i} is annotated as {_named(wanted)}, and is "
                     f"{_described(x)}"
                 )
+
+
+class PrimitiveCall(Expansion):
+    """A call of a primitive: its expansion, differentiated and mapped by the rules there are."""
+
+    def known(self, types: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        return Expansion.of(self).known(types)
+
+    def rerun(self, *values: Any) -> list[Any]:
+        """The same with values for operands that were dense where this was traced."""
+        types = tuple(x.aval() if is_value(x) else type_of_one(x) for x in values)
+        out = self.primitive.called(self.structure.unflatten(map(exposed, values)), self.parameters)
+        return self.known(types)[0].flatten_up_to(out)
+
+    def jvp(self, primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+        return jvp_by_rule(self, primals, tangents)
+
+    def transpose(self, cotangents: Sequence[Any], operands: Sequence[Any]) -> bool:
+        return transpose_by_rule(self, cotangents, operands)
+
+    def batch(self, size: int, name: Any, values: Sequence[Any], dims: Sequence[Any]) -> Any:
+        if "vmap" in self.primitive.rules:
+            return batch_by_rule(self, size, values, dims)
+        return super().batch(size, name, values, dims)
 
 
 def _class_of(x: Any) -> type:

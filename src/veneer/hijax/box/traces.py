@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from .._jax.tracing import Trace, Tracer
+from ..._jax.tracing import Trace, Tracer
 
 #: What JAX calls the things for which it stages a function.
 CHECKPOINT, CONDITION = "checkpoint / remat", "while_cond"
@@ -14,10 +14,10 @@ def enclosing(trace: Trace) -> Iterator[Trace]:
 
     JAX loses the thread for the forward pass of a `custom_vjp` that it stages.
     """
-    found: Any = trace
-    while found is not None:
-        yield found
-        found = getattr(found, "parent_trace", None) or getattr(found, "parent", None)
+    around: Any = trace
+    while around is not None:
+        yield around
+        around = getattr(around, "parent_trace", None) or getattr(around, "parent", None)
 
 
 def is_staging(trace: Trace) -> bool:

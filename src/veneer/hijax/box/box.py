@@ -7,10 +7,10 @@ from typing import Any
 
 import jax
 
-from .._core.value import Kept
-from .box_contents import Contents, flat
-from .box_frames import resolved, state
-from .box_view import View
+from ..._core.value import Kept
+from .contents import Contents, flat
+from .frames import resolved, state
+from .view import View
 
 
 @jax.tree_util.register_pytree_node_class
@@ -132,8 +132,8 @@ class Shared:
         """The Box whose references these are, or one of the same contents."""
         box = self.box()
         if box is not None:
-            own = resolved(box._contents).refs or ()
-            if len(own) == len(refs) and all(a is b for a, b in zip(own, refs, strict=True)):
+            known = resolved(box._contents).refs or ()
+            if len(known) == len(refs) and all(a is b for a, b in zip(known, refs, strict=True)):
                 return box
         return _box(View(refs, self.treedef, self.keeps_primals))
 

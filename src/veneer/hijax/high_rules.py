@@ -1,4 +1,4 @@
-"""The one high primitive, `high`: an operation on operands of which some are implicit arrays.
+"""What JAX asks of `high`: how it is evaluated, its types, its derivatives, how it is mapped.
 
 Staged, it is an equation on typed operands, which jaxprs print under the name of the primitive that
 it stands for. Evaluated or lowered, it runs the rule. Its derivatives have two meanings:
@@ -10,10 +10,8 @@ it stands for. Evaluated or lowered, it runs the rule. Its derivatives have two 
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
-from weakref import ref
 
 import jax
 
@@ -25,118 +23,29 @@ from .._jax.hijax import (
     Zero,
     call_jvp_rule,
     call_transpose_rule,
-    high_primitive,
-    holds_tracers,
+    define_high_primitive,
     no_effects,
     print_as,
     to_staged,
 )
-from .._jax.primitives import Primitive
-from .._jax.tracing import Trace, current_trace, is_eager, set_current_trace
-from .high_array import HighArray, value_of
-from .operations import (
-    Apply,
-    Jvp,
-    Materialise,
-    Operation,
-    Pack,
-    Parameters,
-    Ruled,
-    Transpose,
-    Unpack,
-    Vjp,
-    Vmap,
-    all_leaves,
-    with_all_leaves,
-)
-from .types import HighType, Tangent, TangentType, is_inexact, normal, type_of
-
-
-def apply(operation: Operation, *operands: Any) -> list[Any]:
-    """An operation in the current trace: computed in it, or an equation of it."""
-    return high.bind(*operands, operation=operation)
-
-
-def bind(primitive: Primitive, args: Sequence[Any], params: dict[str, Any]) -> Any:
-    """What a primitive of JAX's does, in the current trace, on operands of which some are high."""
-    out = apply(Apply(primitive, Parameters(params)), *args)
-    if is_eager():  # the value itself, to who computes at top level
-        out = list(map(value_of, out))
-    return out if primitive.multiple_results else out[0]
-
-
-def brought_in(trace: Trace, args: Sequence[Any]) -> Sequence[Any]:
-    """Operands with those opened that a `shard_map` closes over: JAX has no specs for our types.
-
-    So is, to no harm, what a loop within the `shard_map` closes over.
-    """
-    if not jax.sharding.get_abstract_mesh().manual_axes:
-        return args
-    return [_brought_in(x, trace) for x in args]
-
-
-def _brought_in(x: Any, trace: Trace) -> Any:
-    if not is_traced_high(x) or x._trace is trace:
-        return x
-    with set_current_trace(x._trace):
-        value = fully_opened(x)
-    with set_current_trace(trace):
-        return canonical(value)
-
-
-def fully_opened(x: Any) -> Any:
-    """What is of a high type as a value whose leaves are arrays."""
-    x = value_of(x)
-    if not is_traced_high(x):
-        return x
-    return x.aval.whole(list(map(fully_opened, apply(Unpack(x.aval), x))))
-
-
-def canonical(x: Any) -> Any:
-    """What a primitive is given for an implicit array: that, as one leaf; or, where it is not
-    computed at once, a tracer of its type, whose leaves are operands and so are seen by the trace.
-    """
-    value = value_of(x)
-    if current_trace().requires_low:
-        return x if x is not value else HighArray(value)
-    leaves = [canonical(x) if isinstance(x, Value) else x for x in all_leaves(value)]
-    if not holds_tracers(leaves):
-        return apply(Pack(type_of(value)), *leaves)[0]
-    of, known = value.__dict__.get("_high", (_nothing, _nothing))
-    packed = known() if of() is value else None  # a copy has what was known of another
-    if packed is None or packed._trace is not current_trace():
-        packed = apply(Pack(type_of(value)), *leaves)[0]
-        if isinstance(packed, jax.core.Tracer):  # and not computed at once
-            object.__setattr__(value, "_high", (ref(value), ref(packed)))
-    return packed
-
-
-def _nothing() -> None:
-    """A reference to what is gone."""
+from .high import Operation, Pack, Unpack, apply, high
+from .mode import in_force
+from .operations import Apply, Jvp, Materialise, Transpose, Vjp, Vmap
+from .types import HighType, TangentType, as_high_array, is_traced_high, of_arrays, type_of
+from .values import Tangent, is_inexact, leaves_of, strong_leaf, value_of, with_leaves
 
 
 def run(*operands: Any, operation: Operation) -> list[Any]:
     """The rule itself, where a primitive is evaluated or lowered."""
     with in_force():
         out = operation.run(*map(value_of, operands))
-        return [_as_leaf(to_staged(_normal(x))) for x in map(value_of, out)]
+        return [as_high_array(to_staged(_without_weak_types(x))) for x in map(value_of, out)]
 
 
-def in_force() -> AbstractContextManager:
-    """Has high types on for what is run, where a primitive of a user's is met without them."""
-    from .install import enabled, is_enabled
-
-    return nullcontext() if is_enabled() else enabled()
-
-
-def _as_leaf(x: Any) -> Any:
-    return HighArray(x) if isinstance(x, Value) else x
-
-
-def _normal(x: Any) -> Any:
+def _without_weak_types(x: Any) -> Any:
     """A result without weak types on its leaves, which the type of it does not tell."""
     if isinstance(x, Value | Tangent):
-        return with_all_leaves(x, list(map(normal, all_leaves(x))))
+        return with_leaves(x, list(map(strong_leaf, leaves_of(x))))
     return x
 
 
@@ -144,7 +53,7 @@ def abstract_eval(*types: Any, operation: Operation) -> tuple[list[Any], Any]:
     """The types of the results, by tracing the operation on abstract leaves."""
     if isinstance(operation, Unpack):
         return list(operation.type.leaves), no_effects
-    if isinstance(operation, Ruled) and operation.result_types is not None:
+    if operation.result_types is not None:
         return list(operation.result_types), frozenset()
     x64 = jax.config.jax_enable_x64  # type: ignore[attr-defined]
     out, effects = _types_of_results(operation, types, x64)
@@ -154,43 +63,32 @@ def abstract_eval(*types: Any, operation: Operation) -> tuple[list[Any], Any]:
 @lru_cache(maxsize=4096)
 def _types_of_results(operation: Operation, types: Any, x64: bool) -> tuple[tuple[Any, ...], Any]:
     del x64  # of the key
-    found: list[Any] = []
+    result_types: list[Any] = []
 
     def on_leaves(*leaves: list[Any]) -> list[Any]:
-        operands = [from_leaves(t, own) for t, own in zip(types, leaves, strict=True)]
-        out = list(map(_normal, map(value_of, operation.run(*operands))))
-        found.extend(map(_type_of_result, out))
-        return [leaf for x in out if not is_traced_high(x) for leaf in all_leaves(x)]
+        operands = [of_arrays(t, arrays) for t, arrays in zip(types, leaves, strict=True)]
+        out = list(map(_without_weak_types, map(value_of, operation.run(*operands))))
+        result_types.extend(map(_type_of_result, out))
+        return [leaf for x in out if not is_traced_high(x) for leaf in leaves_of(x)]
 
     with in_force():
         traced = jax.make_jaxpr(on_leaves)(*([*t.lo_ty()] for t in types))
     if any(isinstance(effect, RefEffect) for effect in traced.effects):
-        name = operation.name  # type: ignore[union-attr]
         raise NotImplementedError(
-            f"{name}({', '.join(map(str, types))}) uses a Box or a jax.Ref from outside, "
+            f"{operation.name}({', '.join(map(str, types))}) uses a Box or a jax.Ref from outside, "
             "which an equation on typed operands does not show to JAX: return what it is to hold, "
             "and write that where the function is called. Under vn.implicit a rule may use one"
         )
-    return tuple(found), traced.effects
-
-
-def from_leaves(type: Any, leaves: Sequence[Any]) -> Any:
-    """A value of a type, of the arrays that it consists of."""
-    return type.of_arrays(leaves) if isinstance(type, HighType | TangentType) else leaves[0]
+    return tuple(result_types), traced.effects
 
 
 forget_with_rules(_types_of_results.cache_clear)
 
 
-def is_traced_high(x: Any) -> bool:
-    """Whether `x` is a tracer of a high type."""
-    return isinstance(x, jax.core.Tracer) and isinstance(x.aval, HighType | TangentType)
-
-
 def _type_of_result(x: Any) -> Any:
     if isinstance(x, Value):
         return type_of(x)
-    return x.type if isinstance(x, Tangent) else jax.typeof(x)
+    return x.aval if isinstance(x, Tangent) else jax.typeof(x)
 
 
 # Derivatives.
@@ -200,8 +98,8 @@ def jvp(
     primals: Sequence[Any], tangents: Sequence[Any], *, operation: Operation
 ) -> tuple[list[Any], list[Any]]:
     """Results and their tangents, of the rule or of the program."""
-    if isinstance(operation, Ruled) and (found := operation.jvp(primals, tangents)) is not None:
-        return found
+    if (ruled := operation.jvp(primals, tangents)) is not None:
+        return ruled
     types = list(map(jax.typeof, primals))
     varies = tuple(type(t) is not Zero for t in tangents)
     if isinstance(operation, Apply) and any(map(_has_dense_tangent, types)):
@@ -231,21 +129,21 @@ def _rule_jvp(
     out: Sequence[Any],
 ) -> list[Any]:
     wanted = tuple(map(_has_tangent, out))
-    given = [t for t, v in zip(tangents, varies, strict=True) if v]
-    found = iter(apply(Jvp(operation, varies, wanted), *primals, *given) if any(wanted) else ())
+    varying = [t for t, v in zip(tangents, varies, strict=True) if v]
+    rest = iter(apply(Jvp(operation, varies, wanted), *primals, *varying) if any(wanted) else ())
     zero = lambda x: Zero(jax.typeof(x).to_tangent_aval())
-    return [next(found) if w else zero(x) for x, w in zip(out, wanted, strict=True)]
+    return [next(rest) if w else zero(x) for x, w in zip(out, wanted, strict=True)]
 
 
 def _program_jvp(
     operation: Apply, primals: Sequence[Any], tangents: Sequence[Any]
 ) -> tuple[list[Any], list[Any]]:
     """JAX's own rule, whose primitives meet the implicit operands again."""
-    shown = [_as_leaf(value_of(p)) for p in primals]
+    shown = [as_high_array(value_of(p)) for p in primals]
     dense = [_dense_tangent(p, t) for p, t in zip(primals, tangents, strict=True)]
     params = operation.parameters.params
     out, out_tangents = call_jvp_rule(operation.primitive, shown, dense, params)
-    pairs = [_matching(_as_leaf(x), t) for x, t in zip(out, out_tangents, strict=True)]
+    pairs = [_matching(as_high_array(x), t) for x, t in zip(out, out_tangents, strict=True)]
     return [x for x, _ in pairs], [t for _, t in pairs]
 
 
@@ -306,46 +204,46 @@ def jvp_of_vmap(
 ) -> tuple[list[Any], list[Any]]:
     """The derivative, mapped."""
     varies = [type(t) is not Zero for t in tangents]
-    given = [t for t, v in zip(tangents, varies, strict=True) if v]
-    given_dims = [d for d, v in zip(operation.dims, varies, strict=True) if v]
-    found: list[Any] = []
+    varying = [t for t, v in zip(tangents, varies, strict=True) if v]
+    varying_dims = [d for d, v in zip(operation.dims, varies, strict=True) if v]
+    is_zero: list[bool] = []
 
-    def one(primals: list[Any], given: list[Any]) -> Any:
-        rest = iter(given)
+    def one(primals: list[Any], varying: list[Any]) -> Any:
+        rest = iter(varying)
         zero = lambda p: Zero(jax.typeof(p).to_tangent_aval())
         each = [next(rest) if v else zero(p) for p, v in zip(primals, varies, strict=True)]
         out, out_tangents = jvp(primals, each, operation=operation.of)
-        found[:] = [type(t) is Zero for t in out_tangents]
+        is_zero[:] = [type(t) is Zero for t in out_tangents]
         return out, [t for t in out_tangents if type(t) is not Zero]
 
-    shown = [_as_leaf(value_of(p)) for p in primals]
+    shown = [as_high_array(value_of(p)) for p in primals]
     name = {} if operation.axis_name is None else {"axis_name": operation.axis_name}
-    axes = list(operation.dims), given_dims
+    axes = list(operation.dims), varying_dims
     mapped = jax.vmap(one, in_axes=axes, axis_size=operation.size, **name)
-    out, some = mapped(shown, given)
+    out, some = mapped(shown, varying)
     rest = iter(some)
     zero = lambda p: Zero(jax.typeof(p).to_tangent_aval())
-    return list(out), [zero(x) if z else next(rest) for x, z in zip(out, found, strict=True)]
+    return list(out), [zero(x) if z else next(rest) for x, z in zip(out, is_zero, strict=True)]
 
 
 def transpose(cotangents: Sequence[Any], *operands: Any, operation: Operation) -> None:
     """Adds to the accumulators of the operands in which an operation is linear."""
-    if isinstance(operation, Ruled) and operation.transpose(cotangents, operands):
+    if operation.transpose(cotangents, operands):
         return
     linear = [isinstance(x, GradAccum) for x in operands]
     types = [x.aval if isinstance(x, GradAccum) else jax.typeof(x) for x in operands]
     if isinstance(operation, Apply) and any(map(_has_dense_tangent, types)):
-        shown = [_as_leaf(value_of(x)) for x in operands]
+        shown = [as_high_array(value_of(x)) for x in operands]
         call_transpose_rule(operation.primitive, cotangents, shown, operation.parameters.params)
         return
     others = [x for x in operands if not isinstance(x, GradAccum)]
     wanted = tuple(type(ct) is not Zero and _counts(ct) for ct in cotangents)
-    given = [ct for ct, w in zip(cotangents, wanted, strict=True) if w]
-    if not given:
+    counted = [ct for ct, w in zip(cotangents, wanted, strict=True) if w]
+    if not counted:
         return
     backward = _backward(operation, linear, types, wanted)
     accumulators = [x for x in operands if isinstance(x, GradAccum)]
-    for x, ct in zip(accumulators, apply(backward, *others, *given), strict=True):
+    for x, ct in zip(accumulators, apply(backward, *others, *counted), strict=True):
         x.accum(ct)
 
 
@@ -377,20 +275,19 @@ def batch(
     if all(d is None for d in dims):
         out = apply(operation, *values)
         return out, [None] * len(out)
-    if isinstance(operation, Ruled):
-        return operation.batch(size, axis_name, values, dims)
+    ruled = operation.batch(size, axis_name, values, dims)
+    if ruled is not None:
+        return ruled
     out = apply(Vmap(operation, size, axis_name, tuple(dims)), *values)
     return out, [0] * len(out)
 
 
-high = high_primitive(
-    "high", run=run, abstract_eval=abstract_eval, jvp=jvp, transpose=transpose, batch=batch
+def _under_implicit(*operands: Any, operation: Operation) -> list[Any]:
+    return operation.rerun(*operands)
+
+
+define_high_primitive(
+    high, run=run, abstract_eval=abstract_eval, jvp=jvp, transpose=transpose, batch=batch
 )
 print_as(high, lambda params: (params["operation"].name, params["operation"].printed or {}))
-
-
-def _under_implicit(*operands: Any, operation: Operation) -> list[Any]:
-    return (operation.again if isinstance(operation, Ruled) else operation.run)(*operands)
-
-
 add_rule(_under_implicit, [high], structural=True)

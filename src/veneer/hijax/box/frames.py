@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from .._jax.tracing import Trace
+from ..._jax.tracing import Trace
 
 if TYPE_CHECKING:
     from .box import Box
-    from .box_contents import Contents
+    from .contents import Contents
 
 # A part of the key of all of JAX's caches of traced functions.
 _generation = jax.make_user_context(0)

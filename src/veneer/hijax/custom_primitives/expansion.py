@@ -1,4 +1,4 @@
-"""The expansion of a high primitive, as an operation.
+"""The expansion of a custom primitive, as an operation.
 
 Its operands and results are trees, and those of an operation are flat. With high types on, an
 implicit array is one of them, and otherwise each of its leaves is.
@@ -12,12 +12,14 @@ from typing import Any
 
 import jax
 
-from .._core.rules import forget_with_rules
-from .._core.value import Value, is_value
-from .high_array import value_of
-from .lifted import apply, from_leaves, in_force
-from .operations import Parameters, Ruled, Unpack
-from .types import HighType, Tangent, exposed, type_of
+from ..._core.rules import forget_with_rules
+from ..._core.value import Value, is_value
+from ..high import Operation
+from ..mode import in_force
+from ..operations import Parameters
+from ..types import is_typed, of_arrays, opened, type_of
+from ..values import Tangent, exposed, value_of
+from .mapped import map_operation
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Structure:
     def unflatten(self, flat: Iterable[Any]) -> Any:
         """The tree."""
         pairs = zip(self.forms, self.group(flat), strict=True)
-        return jax.tree.unflatten(self.tree, [jax.tree.unflatten(f, own) for f, own in pairs])
+        return jax.tree.unflatten(self.tree, [jax.tree.unflatten(f, group) for f, group in pairs])
 
     def flatten_up_to(self, tree: Any) -> list[Any]:
         """What is flat, of a tree that has something else where this has what is flat."""
@@ -48,8 +50,8 @@ ONE_LEAF = jax.tree.structure(0)
 
 def flattened(tree: Any, typed: bool) -> tuple[list[Any], Structure]:
     """A tree as what is flat, and its structure."""
-    whole, treedef = jax.tree.flatten(tree, is_leaf=is_value)
-    parts = [([x], ONE_LEAF) if typed or not is_value(x) else jax.tree.flatten(x) for x in whole]
+    units, treedef = jax.tree.flatten(tree, is_leaf=is_value)
+    parts = [([x], ONE_LEAF) if typed or not is_value(x) else jax.tree.flatten(x) for x in units]
     flat = [x for group, _ in parts for x in group]
     return flat, Structure(treedef, tuple(form for _, form in parts))
 
@@ -59,7 +61,7 @@ def type_of_one(x: Any) -> Any:
     x = value_of(x)
     if isinstance(x, Value):
         return type_of(x)
-    return x.type if isinstance(x, Tangent) else jax.typeof(x).strip_weak_type()
+    return x.aval if isinstance(x, Tangent) else jax.typeof(x).strip_weak_type()
 
 
 def listed(types: Iterable[Any]) -> str:
@@ -68,8 +70,11 @@ def listed(types: Iterable[Any]) -> str:
 
 
 @dataclass(frozen=True)
-class Expand(Ruled):
-    """The expansion of a primitive, with the operands that it takes and its parameters."""
+class Expansion(Operation):
+    """The expansion of a primitive, with the operands that it takes and its parameters.
+
+    The primitive's other functions are run as this is, and override `evaluate`.
+    """
 
     primitive: Any
     structure: Structure
@@ -90,14 +95,6 @@ class Expand(Ruled):
         """The results, flat."""
         return self.evaluate(*values)[0]
 
-    def again(self, *values: Any) -> list[Any]:
-        """The same with values for operands that were dense where this was traced."""
-        if type(self) is not Expand:
-            return self.run(*values)
-        types = tuple(x.aval() if is_value(x) else type_of_one(x) for x in values)
-        out = self.primitive.called(self.structure.unflatten(map(exposed, values)), self.parameters)
-        return self.known(types)[0].flatten_up_to(out)
-
     def evaluate(self, *values: Any) -> tuple[list[Any], Any]:
         """The results, and what there is to be known of them besides."""
         return self.flattened(self.call("expand", *self.structure.unflatten(map(exposed, values))))
@@ -111,10 +108,9 @@ class Expand(Ruled):
         return flattened(jax.tree.map(self._opened, tree, is_leaf=is_value), self.typed)
 
     def _opened(self, x: Any) -> Any:
-        aval = getattr(x, "aval", None)
-        if not isinstance(aval, HighType) or (self.typed and aval.dense_tangent):
+        if not is_typed(x) or (self.typed and x.aval.dense_tangent):
             return value_of(x)
-        value = aval.whole(apply(Unpack(aval), x))
+        value = opened(x)
         return value if self.typed else jax.tree.map(self._opened, value)
 
     def known(self, types: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
@@ -123,55 +119,40 @@ class Expand(Ruled):
         return _known(self, types, x64)
 
     @classmethod
-    def of(cls, expand: "Expand", *more: Any) -> Any:
+    def of(cls, other: "Expansion", *more: Any) -> Any:
         """An operation of the same primitive, on such operands."""
-        return cls(expand.primitive, expand.structure, expand.parameters, expand.typed, *more)
+        return cls(other.primitive, other.structure, other.parameters, other.typed, *more)
 
     def refuse(self, what: str) -> TypeError:
         """An error about one of the primitive's functions."""
         return TypeError(f"{self.primitive.name}: {what}")
 
-    def refuse_tangent(self, rule: str, given: Any, wanted: str) -> TypeError:
+    def refuse_tangent(self, rule: str, tangent: Any, wanted: str) -> TypeError:
         """An error about what one of them gives for a tangent."""
-        is_tree = isinstance(given, Value | Tangent)
-        shown = repr(exposed(given)) if is_tree else listed([jax.typeof(given)])[1:-1]
+        is_tree = isinstance(tangent, Value | Tangent)
+        shown = repr(exposed(tangent)) if is_tree else listed([jax.typeof(tangent)])[1:-1]
         hint = "" if self.typed else "; outside of vn.hijax.enabled() those of leaves count"
         return self.refuse(f"{rule} gives {shown} as the tangent of {wanted}{hint}")
 
-    # What is asked for before anything is derived from `run`.
-
-    def jvp(self, primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
-        """The results and their tangents, where there is a rule for them."""
-        from .program_rules import ruled_jvp
-
-        return ruled_jvp(self, primals, tangents) if type(self) is Expand else None
-
-    def transpose(self, cotangents: Sequence[Any], operands: Sequence[Any]) -> bool:
-        """Adds to the accumulators, where there is a rule for it."""
-        from .program_rules import ruled_transpose
-
-        return type(self) is Expand and ruled_transpose(self, cotangents, operands)
-
     def batch(self, size: int, name: Any, values: Sequence[Any], dims: Sequence[Any]) -> Any:
-        """The results and their axes, by the rule if there is one."""
-        from .program_vmap import ruled_batch
-
-        return ruled_batch(self, size, name, values, dims)
+        """The results and their axes."""
+        return map_operation(self, size, name, values, dims)
 
 
 @lru_cache(maxsize=4096)
-def _known(operation: Expand, types: tuple[Any, ...], x64: bool) -> tuple[Any, tuple[Any, ...]]:
+def _known(operation: Expansion, types: tuple[Any, ...], x64: bool) -> tuple[Any, tuple[Any, ...]]:
     del x64  # of the key
-    found: list[Any] = []
+    known_and_types: list[Any] = []
 
     def on_leaves(*leaves: list[Any]) -> None:
         pairs = zip(types, leaves, strict=True)
-        flat, known = operation.evaluate(*(from_leaves(t, own) for t, own in pairs))
-        found[:] = known, tuple(map(type_of_one, flat))
+        flat, known = operation.evaluate(*(of_arrays(t, arrays) for t, arrays in pairs))
+        known_and_types[:] = known, tuple(map(type_of_one, flat))
 
     with in_force():
         jax.make_jaxpr(on_leaves)(*([*t.lo_ty()] for t in types))
-    return found[0], found[1]
+    known, result_types = known_and_types
+    return known, result_types
 
 
 forget_with_rules(_known.cache_clear)

@@ -1,0 +1,84 @@
+"""Whether high types are on: `install`, `uninstall`, `enabled`."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from threading import RLock
+
+import jax
+
+from .patching import Patches
+
+#: What the mode changes in JAX, which `patches` says.
+jax_patches = Patches()
+
+_lock = RLock()
+_uses = 0  # one for `install`, and one for each block of `enabled` that is open
+
+# Whether the mode is on, in this thread. A jitted function is traced anew where that changes, so
+# that one traced with high types is not found in JAX's caches without.
+_mode = jax.make_user_context(False)
+
+
+def install() -> None:
+    """Makes implicit arrays operands of plain JAX functions, in every thread, until `uninstall`.
+
+    Installed twice is as once.
+
+    >>> import jax, jax.numpy as jnp, veneer as vn
+    >>> w = vn.quant.quantize(jnp.eye(2), "nf4")
+    >>> vn.hijax.install()
+    >>> jax.jit(jnp.matmul)(jnp.ones((1, 2)), w).tolist()
+    [[1.0, 1.0]]
+    >>> vn.hijax.uninstall()
+    """
+    with _lock:
+        if not _mode.get_global():
+            _mode.set_global(True)
+            _count(1)
+
+
+def uninstall() -> None:
+    """Takes back what `install` did: all attributes of JAX are as they were before.
+
+    Does nothing if it was not installed. Inside of `enabled` the mode goes on until that ends.
+    """
+    with _lock:
+        if _mode.get_global():
+            _mode.set_global(False)
+            _count(-1)
+
+
+@contextmanager
+def enabled() -> Iterator[None]:
+    """Has implicit arrays be operands of plain JAX functions in this block, and in this thread.
+
+    Blocks may be nested. JAX itself is changed for all threads while a block is open in any; in the
+    others an implicit array is refused by `jax.numpy` as ever.
+    """
+    with _lock:
+        _count(1)
+    try:
+        with _mode(True):
+            yield
+    finally:
+        with _lock:
+            _count(-1)
+
+
+def is_enabled() -> bool:
+    """Whether the mode is on, here."""
+    return _mode.value
+
+
+def in_force() -> AbstractContextManager:
+    """Has the mode on for what is run, where a primitive of a user's is met without it."""
+    return nullcontext() if is_enabled() else enabled()
+
+
+def _count(change: int) -> None:
+    global _uses
+    if _uses == 0:
+        jax_patches.apply()
+    _uses += change
+    if _uses == 0:
+        jax_patches.undo()

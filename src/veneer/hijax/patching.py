@@ -1,0 +1,73 @@
+"""Changing what is another package's, and restoring it exactly."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from .._jax.hijax import dtypes
+
+_ABSENT = object()
+
+
+class Patches:
+    """Attributes and items, mostly of JAX's, to be set and restored."""
+
+    def __init__(self) -> None:
+        self._setters: list[Callable[[], Callable[[], None]]] = []
+        self._undos: list[Callable[[], None]] = []
+
+    def attribute(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        """An attribute in the place of another, from which it is made; None if there is none."""
+        self._setters.append(partial(_set_attribute, owner, name, make))
+
+    def item(self, owner: dict, key: Any, value: Any) -> None:
+        """An item that a dict does not have."""
+        self._setters.append(partial(_set_item, owner, key, value))
+
+    def canonical(self, cls: type, handler: Callable[[Any], Any]) -> None:
+        """What primitives are given for the values of a class."""
+        self._setters.append(partial(_set_handler, cls, handler))
+
+    def apply(self) -> None:
+        """Sets all of them."""
+        for set_one in self._setters:
+            self._undos.append(set_one())
+
+    def undo(self) -> None:
+        """Restores all of them."""
+        while self._undos:
+            self._undos.pop()()
+
+
+def _set_attribute(owner: Any, name: str, make: Callable[[Any], Any]) -> Callable[[], None]:
+    before = vars(owner).get(name, _ABSENT)
+    setattr(owner, name, make(None if before is _ABSENT else before))
+    if before is _ABSENT:
+        return partial(delattr, owner, name)
+    return partial(setattr, owner, name, before)
+
+
+def _set_item(owner: dict, key: Any, value: Any) -> Callable[[], None]:
+    owner[key] = value
+    return partial(owner.pop, key)
+
+
+def _set_handler(cls: type, handler: Callable[[Any], Any]) -> Callable[[], None]:
+    """JAX keeps handlers in C++ and forgets none, so one stays, which asks here for another."""
+    if cls not in _handlers:
+        dtypes.register_canonicalize_value_handler(cls, partial(_canonical, cls))
+    _handlers[cls] = handler
+    return partial(_handlers.__setitem__, cls, None)
+
+
+_handlers: dict[type, Callable[[Any], Any] | None] = {}
+
+
+def _canonical(cls: type, x: Any) -> Any:
+    """Without a handler, a value is refused as JAX does."""
+    handler = _handlers[cls]
+    if handler is None:
+        raise dtypes.InvalidInputException(
+            f"Argument '{x}' of type {type(x)} is not a valid JAX type."
+        )
+    return handler(x)

@@ -1,0 +1,142 @@
+"""What stands for an implicit array where JAX handles it, and values taken apart.
+
+A `HighArray` is a value, and a `Tangent` a tangent or a cotangent of one; each knows its type.
+"""
+
+import math
+from collections.abc import Sequence
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._core.array import ImplicitArray
+from .._core.value import Value
+
+if TYPE_CHECKING:
+    from .types import HighType, TangentType
+
+
+class HighArray(jax.Array):
+    """A value as `jax.numpy` takes it, which accepts nothing that is no `jax.Array`.
+
+    It lives from where a function asks for an array until a primitive meets it, which is given the
+    value itself. All that it has besides its type it has from the value.
+    """
+
+    __slots__ = ("aval", "value")
+
+    def __init__(self, value: Value, aval: "HighType"):
+        self.value, self.aval = value, aval  # type: ignore[misc]
+
+    shape = property(lambda self: self.aval.shape)
+    dtype = property(lambda self: self.aval.dtype)
+    ndim = property(lambda self: self.aval.ndim)
+    size = property(lambda self: math.prod(self.aval.shape))
+    weak_type = False
+    sharding = property(lambda self: self.aval.sharding)
+    committed = _committed = False
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+    def __deepcopy__(self, memo: Any) -> "HighArray":
+        return HighArray(deepcopy(self.value, memo), self.aval)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.value, name)
+
+
+def _forward(name: str) -> Any:
+    if isinstance(getattr(ImplicitArray, name), property):
+        return property(lambda self: getattr(self.value, name))
+    return lambda self, *args, **kwargs: getattr(self.value, name)(*args, **kwargs)
+
+
+# What jax.Array declares, and special methods, are not looked up by __getattr__.
+_DEFINED = {*vars(HighArray), *vars(object), "__new__", "__hash__", "__class__", "__weakref__"}
+_COMPARED = {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__len__", "__iter__"}
+for _name in (set(dir(jax.Array)) & set(dir(ImplicitArray)) - _DEFINED) | _COMPARED:
+    if callable(_attribute := getattr(ImplicitArray, _name)) or isinstance(_attribute, property):
+        setattr(HighArray, _name, _forward(_name))
+
+
+class Tangent:
+    """A tangent or a cotangent of an implicit array: one for each floating leaf."""
+
+    def __init__(self, aval: "TangentType", leaves: list[Any]):
+        self.aval, self.leaves = aval, leaves
+
+    shape = property(lambda self: self.aval.shape)
+    ndim = property(lambda self: self.aval.ndim)
+
+    @property
+    def value(self) -> Any:
+        """The same as a tree: an implicit array with tangents in the place of its leaves."""
+        tangents = iter(self.leaves)
+        no_tangent = lambda a: np.zeros(a.shape, jax.dtypes.float0)
+        full = [next(tangents) if is_inexact(a) else no_tangent(a) for a in self.aval.of.leaves]
+        return jax.tree.unflatten(self.aval.treedef, full)
+
+    def __repr__(self) -> str:
+        return f"Tangent({self.value!r})"
+
+
+def value_of(x: Any) -> Any:
+    """A `HighArray` as its value; anything else as it is."""
+    return x.value if type(x) is HighArray else x
+
+
+def exposed(x: Any) -> Any:
+    """What a user is given for a value or a tangent: an implicit array, which is a pytree."""
+    return x.value if type(x) is HighArray or type(x) is Tangent else x
+
+
+def is_inexact(aval: Any) -> bool:
+    """Whether arrays of a type have tangents of that dtype."""
+    return jnp.issubdtype(aval.dtype, jnp.inexact)
+
+
+# Values taken apart.
+
+
+def flatten_value(value: Value) -> tuple[list[Any], Any]:
+    """The leaves of a value, and their structure.
+
+    A part with a dense tangent is a leaf, unless the value has one itself.
+    """
+    is_leaf = None if value.dense_tangent else _has_dense_tangent
+    return jax.tree.flatten(value, is_leaf=is_leaf)
+
+
+def _has_dense_tangent(x: Any) -> bool:
+    return isinstance(x, Value) and x.dense_tangent
+
+
+def leaves_of(x: Any) -> list[Any]:
+    """The leaves of a value or a tangent; a dense array alone."""
+    x = value_of(x)
+    if isinstance(x, Value):
+        return flatten_value(x)[0]
+    return list(x.leaves) if isinstance(x, Tangent) else [x]
+
+
+def with_leaves(x: Any, leaves: Sequence[Any]) -> Any:
+    """A value like `x` with other leaves."""
+    x = value_of(x)
+    if isinstance(x, Value):
+        return jax.tree.unflatten(flatten_value(x)[1], leaves)
+    return Tangent(x.aval, list(leaves)) if isinstance(x, Tangent) else leaves[0]
+
+
+def strong_leaf(leaf: Any) -> Any:
+    """A leaf as an array whose dtype is not weak."""
+    leaf = value_of(leaf)
+    if isinstance(leaf, Value):
+        return jax.tree.map(strong_leaf, leaf)
+    aval = jax.typeof(leaf)
+    if not hasattr(leaf, "aval"):
+        leaf = jnp.asarray(leaf)
+    return jax.lax.convert_element_type(leaf, aval.dtype) if aval.weak_type else leaf
