@@ -12,10 +12,9 @@ from numba.core.registry import cpu_target
 from numba.np.numpy_support import from_dtype
 
 from ..kernels.cpu.machine_code import target_machine
-from .entry import ENTRY, PROGRAM, write_entry, write_program
-from .program import Function, Source
-from .scalar import native
-from .symbols import name_symbols
+from .backend.entry import ENTRY, PROGRAM, name_symbols, write_entry, write_program
+from .backend.intrinsics import native
+from .codegen.program import Function, Source
 
 #: A product and a sum may be rounded once, as XLA does it; nothing else is rearranged.
 _OPTIONS: dict[str, Any] = {

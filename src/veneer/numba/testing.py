@@ -7,9 +7,10 @@ import jax
 import numpy as np
 
 from .._core.transform import implicit
-from .compiler import compile, source_of, traced
-from .interpreted import interpreted
-from .keys import data
+from .backend.interpreted import interpreted
+from .compiler import compile, source_of
+from .front.graph import traced
+from .front.keys import data
 from .reference import performed
 
 #: By how much results of a dtype may differ, relatively: some units in their last place.

@@ -8,13 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .. import bits, storage
-from ..builder import Builder
-from ..index import Index
-from ..kernel import Kernel
+from ..codegen import storage
+from ..codegen.arrays import Value
+from ..codegen.builder import Builder
+from ..codegen.index import Index
+from ..codegen.loop_nest import Kernel
+from ..maths import instructions
 from ..reference import evaluate_jaxpr
 from ..registry import Unsupported, fused, perform
-from ..values import Value
 
 
 def _as_bits(k: Kernel, text: str, dtype: np.dtype) -> str:
@@ -23,13 +24,13 @@ def _as_bits(k: Kernel, text: str, dtype: np.dtype) -> str:
     like = np.dtype(f"u{dtype.itemsize}")
     if storage.stored_dtype(dtype) == like:
         return k.let(text)
-    return k.let(k.call(bits.reinterpreted, text, storage.literal(0, like)))
+    return k.let(k.call(instructions.reinterpreted, text, storage.literal(0, like)))
 
 
 def _of_bits(k: Kernel, text: str, dtype: np.dtype) -> str:
     kept = storage.stored_dtype(dtype)
     if kept != np.dtype(f"u{dtype.itemsize}"):
-        text = k.call(bits.reinterpreted, text, storage.literal(0, kept))
+        text = k.call(instructions.reinterpreted, text, storage.literal(0, kept))
     return k.let(storage.loaded(k, text, dtype))
 
 

@@ -6,15 +6,15 @@ from typing import Any
 import numpy as np
 
 from ..._jax.primitives import scan_counts
-from .. import bits
-from ..assignment import assign
-from ..builder import Builder
-from ..graph import Graph, graph_of
-from ..index import Index
-from ..kernel import Kernel
+from ..codegen.arrays import Buffer, Lazy, Value
+from ..codegen.assignment import assign
+from ..codegen.builder import Builder
+from ..codegen.index import Index
+from ..codegen.loop_nest import Kernel
+from ..front.graph import Graph, graph_of
+from ..maths import instructions
 from ..reference import evaluate, evaluate_jaxpr
 from ..registry import funcify, fused, perform
-from ..values import Buffer, Lazy, Value
 
 
 def _read_in_loop(b: Builder, value: Value) -> Value:
@@ -132,7 +132,7 @@ def _where(b: Builder, goes_on: Value, new: Value, old: Value) -> Value:
 
     def entry(k: Kernel, index: tuple[Index, ...]) -> str:
         condition = k.read(goes_on, index[: goes_on.ndim])
-        return k.let(k.call(bits.select, condition, k.read(new, index), k.read(old, index)))
+        return k.let(k.call(instructions.select, condition, k.read(new, index), k.read(old, index)))
 
     return b.lazy(entry, new, old, shape=new.shape, dtype=new.dtype, cost=1)
 

@@ -5,12 +5,13 @@ from typing import Any
 
 import numpy as np
 
-from .. import bits, libm, maths, storage
-from ..builder import Builder
-from ..index import Index
-from ..kernel import Kernel
+from ..codegen import storage
+from ..codegen.arrays import Buffer, Value
+from ..codegen.builder import Builder
+from ..codegen.index import Index
+from ..codegen.loop_nest import Kernel
+from ..maths import elementary, instructions, libm
 from ..registry import Unsupported, funcify, perform
-from ..values import Buffer, Value
 from .elementwise import wrapped
 
 #: Given a kernel, a dtype, the total so far and the next entry, the expression of the next total.
@@ -35,13 +36,13 @@ def _logsumexp(k: Kernel, dtype: np.dtype, total: str, x: str) -> str:
     if dtype.kind not in "fV":
         raise Unsupported("dtype", f"{dtype} is not supported.")
     width = 8 * storage.computed_dtype(dtype).itemsize
-    exp, log1p = (getattr(maths, f"{n}_f{width}", None) or getattr(libm, n) for n in _LOG_SUM)
+    exp, log1p = (getattr(elementary, f"{n}_f{width}", None) or getattr(libm, n) for n in _LOG_SUM)
     total, x = k.here(total), k.let(x)
-    most, gap = k.here(k.call(bits.maximum, total, x)), k.here(f"{total} - {x}")
-    below = k.here(k.call(exp, f"-{k.call(bits.fabs, gap)}"))
+    most, gap = k.here(k.call(instructions.maximum, total, x)), k.here(f"{total} - {x}")
+    below = k.here(k.call(exp, f"-{k.call(instructions.fabs, gap)}"))
     # The difference of equal infinities is no number; their sum is.
     equal = k.here(f"{total} + {x}")
-    return k.call(bits.select, f"{gap} == {gap}", f"{most} + {k.call(log1p, below)}", equal)
+    return k.call(instructions.select, f"{gap} == {gap}", f"{most} + {k.call(log1p, below)}", equal)
 
 
 _LOG_SUM = ("exp", "log1p")
@@ -91,8 +92,8 @@ def _row_by_row(k: Kernel, x: Value, out: Buffer, axis: int, reverse: bool, step
 
 _register("cumsum", _operator("+"))
 _register("cumprod", _operator("*"))
-_register("cummax", _extreme(bits.maximum))
-_register("cummin", _extreme(bits.minimum))
+_register("cummax", _extreme(instructions.maximum))
+_register("cummin", _extreme(instructions.minimum))
 _register("cumlogsumexp", _logsumexp)
 
 

@@ -5,12 +5,21 @@ from typing import Any
 
 import numpy as np
 
-from .. import bits, complex_maths, conversions, integers, libm, maths, storage
-from ..builder import Builder, broadcast_read
-from ..index import Index
-from ..kernel import Kernel
+from ..codegen import storage
+from ..codegen.arrays import Lazy, Value
+from ..codegen.builder import Builder, broadcast_read
+from ..codegen.index import Index
+from ..codegen.loop_nest import Kernel
+from ..maths import (
+    complex as complex_maths,
+)
+from ..maths import (
+    conversions,
+    elementary,
+    instructions,
+    libm,
+)
 from ..registry import Unsupported, fused, perform
-from ..values import Lazy, Value
 
 Entry = Callable[..., str]
 
@@ -117,7 +126,7 @@ def _by_kind(
 def _div(k: Kernel, dtype: np.dtype, x: str, y: str) -> str:
     if dtype.kind == "c":
         return _widened(complex_maths.quotient_c128, dtype)(k, x, y)
-    return k.call(bits.quotient, x, y) if dtype.kind in "iu" else f"{x} / {y}"
+    return k.call(instructions.quotient, x, y) if dtype.kind in "iu" else f"{x} / {y}"
 
 
 def _integer_pow(k: Kernel, dtype: np.dtype, x: str, *, y: int) -> str:
@@ -134,12 +143,12 @@ def _integer_pow(k: Kernel, dtype: np.dtype, x: str, *, y: int) -> str:
 
 def _sign(k: Kernel, dtype: np.dtype, x: str) -> str:
     if dtype.kind in "iu":
-        return wrapped(k.call(integers.sign, x), dtype)
+        return wrapped(k.call(elementary.sign_int, x), dtype)
     return _of_floats("sign")(k, dtype, x)
 
 
 def _round(k: Kernel, dtype: np.dtype, x: str, *, rounding_method: Any) -> str:
-    return k.call(bits.rint if int(rounding_method) == 1 else maths.round_away, x)
+    return k.call(instructions.rint if int(rounding_method) == 1 else elementary.round_away, x)
 
 
 def _square(k: Kernel, dtype: np.dtype, x: str) -> str:
@@ -163,7 +172,7 @@ def _polynomial(k: Kernel, dtype: np.dtype, x: str, *coefficients: str, **_: Any
 def _clamp(k: Kernel, dtype: np.dtype, low: str, x: str, high: str) -> str:
     if dtype.kind == "b":
         return f"({low} | {x}) & {high}"
-    return k.call(bits.minimum, k.let(k.call(bits.maximum, low, x)), high)
+    return k.call(instructions.minimum, k.let(k.call(instructions.maximum, low, x)), high)
 
 
 register("neg", _neg)
@@ -175,17 +184,17 @@ register("one_minus_square", _one_minus_square)
 register("polynomial", _polynomial, cost=8)
 register("round", _round)
 register("clamp", _clamp, cost=2)
-register("abs", _by_kind(bits.fabs, integers.absolute))
+register("abs", _by_kind(instructions.fabs, elementary.abs_int))
 register("sign", _sign, cost=2)
-register("max", _by_kind(bits.maximum, bits.maximum, "|"))
-register("min", _by_kind(bits.minimum, bits.minimum, "&"))
-register("rem", _by_kind(libm.fmod, bits.remainder), cost=20)
-register("population_count", _by_kind(None, bits.bit_count))
-register("clz", _by_kind(None, bits.leading_zeros))
+register("max", _by_kind(instructions.maximum, instructions.maximum, "|"))
+register("min", _by_kind(instructions.minimum, instructions.minimum, "&"))
+register("rem", _by_kind(libm.fmod, instructions.remainder), cost=20)
+register("population_count", _by_kind(None, instructions.bit_count))
+register("clz", _by_kind(None, instructions.leading_zeros))
 for _name in ("shift_left", "shift_right_logical", "shift_right_arithmetic"):
-    register(_name, _by_kind(None, getattr(bits, _name)))
+    register(_name, _by_kind(None, getattr(instructions, _name)))
 for _name in ("floor", "ceil", "sqrt"):
-    register(_name, _by_kind(getattr(bits, _name)))
+    register(_name, _by_kind(getattr(instructions, _name)))
 for _name in ("copy", "copy_p", "stop_gradient"):
     register(_name, lambda k, dtype, x, **_: x, cost=0)
 
@@ -203,7 +212,7 @@ def _(*operands: Any) -> list[Any]:
 @fused("is_finite")
 def _(b: Builder, x: Value) -> Value:
     infinity = storage.literal(np.inf, x.dtype)
-    return entrywise(b, lambda k, x: f"{k.call(bits.fabs, x)} < {infinity}", x)
+    return entrywise(b, lambda k, x: f"{k.call(instructions.fabs, x)} < {infinity}", x)
 
 
 @fused("convert_element_type")
@@ -243,7 +252,7 @@ def _of_floats(name: str) -> Entry:
         if dtype.kind not in "fV":
             raise Unsupported("dtype", f"{dtype} is not supported.")
         width = 8 * storage.computed_dtype(dtype).itemsize
-        function = getattr(maths, f"{name}_f{width}", None) or getattr(libm, name)
+        function = getattr(elementary, f"{name}_f{width}", None) or getattr(libm, name)
         return k.call(function, *texts)
 
     return entry
@@ -254,9 +263,36 @@ def _nextafter(k: Kernel, dtype: np.dtype, x: str, y: str) -> str:
         return _of_floats("nextafter")(k, dtype, x, y)
     of_x, of_y = (k.let(storage.stored(k, text, dtype)) for text in (x, y))
     found = storage.loaded(k, k.let(k.call(conversions.next_bits, of_x, of_y, x, y)), dtype)
-    return k.call(bits.select, f"{x} == {x} and {y} == {y}", k.let(found), f"{x} + {y}")
+    return k.call(instructions.select, f"{x} == {x} and {y} == {y}", k.let(found), f"{x} + {y}")
 
 
 register("nextafter", _nextafter, cost=20)
 for _name in {*libm.NAMES, *_FUNCTIONS.split()} - {"pow", "nextafter"}:
     register(_name, _of_floats(_name), cost=20)
+
+
+# Complex numbers and their parts.
+
+
+@fused("complex")
+def _(b: Builder, real: Value, imag: Value) -> Value:
+    name = storage.type_name(np.dtype(b.out.dtype))
+    return entrywise(b, lambda k, x, y: f"{name}(complex({x}, {y}))", real, imag)
+
+
+@fused("real")
+def _(b: Builder, x: Value) -> Value:
+    return entrywise(b, lambda k, x: f"{x}.real", x, cost=0)
+
+
+@fused("imag")
+def _(b: Builder, x: Value) -> Value:
+    return entrywise(b, lambda k, x: f"{x}.imag", x, cost=0)
+
+
+@fused("conj")
+def _(b: Builder, x: Value, *, input_dtype: Any) -> Value:
+    name = storage.type_name(np.dtype(b.out.dtype))
+    if x.dtype.kind != "c":
+        return entrywise(b, lambda k, x: f"{name}(complex({x}, 0.0))", x)
+    return entrywise(b, lambda k, x: f"{name}(complex({x}.real, -{x}.imag))", x)

@@ -5,12 +5,13 @@ from typing import Any
 
 import numpy as np
 
-from .. import bits, storage
-from ..builder import Builder
-from ..index import Index
-from ..kernel import Kernel
+from ..codegen import storage
+from ..codegen.arrays import Buffer, Value, parts
+from ..codegen.builder import Builder
+from ..codegen.index import Index
+from ..codegen.loop_nest import Kernel
+from ..maths import instructions
 from ..registry import Unsupported, fused, perform
-from ..values import Buffer, Value, parts
 
 Place = tuple[Index, ...]
 
@@ -18,8 +19,8 @@ Place = tuple[Index, ...]
 def clamped(k: Kernel, text: str, dtype: np.dtype, last: int) -> Index:
     """An index at a computed number, moved to 0 or to `last` where it is not between them."""
     most = storage.literal(min(last, np.iinfo(dtype).max), dtype)
-    below = k.call(bits.minimum, text, most)
-    inside = k.call(bits.maximum, below, storage.literal(0, dtype))
+    below = k.call(instructions.minimum, text, most)
+    inside = k.call(instructions.maximum, below, storage.literal(0, dtype))
     return k.variable(f"np.int64({inside})", last + 1)
 
 
@@ -109,7 +110,7 @@ def _(
         text = k.read(x, place)
         if fill and inside:
             filling = storage.literal(fill_value, x.dtype)
-            text = k.let(k.call(bits.select, k.let(" and ".join(inside)), text, filling))
+            text = k.let(k.call(instructions.select, k.let(" and ".join(inside)), text, filling))
         return text
 
     empty = any(n < size for n, size in zip(x.shape, slice_sizes, strict=True))

@@ -13,13 +13,13 @@ import jax
 import numpy as np
 from jax.extend.core.primitives import random_gamma_p
 
-from ..builder import Builder, broadcast_read
-from ..index import Index, flat
-from ..kernel import Kernel
+from ..codegen.arrays import Value
+from ..codegen.builder import Builder, broadcast_read
+from ..codegen.index import Index, flat
+from ..codegen.loop_nest import Kernel
+from ..maths.scalar import scalar
 from ..reference import evaluate_jaxpr
 from ..registry import Unsupported, funcify, fused, perform
-from ..scalar import scalar
-from ..values import Value
 
 #: About how many instructions an entry takes.
 _COST = 100

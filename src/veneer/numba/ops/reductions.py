@@ -1,5 +1,6 @@
 """Reductions: sums, extremes, products and logic over axes."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -7,13 +8,14 @@ import jax
 import numpy as np
 from jax import lax
 
-from .. import bits, storage
-from ..builder import Builder
-from ..index import Index
-from ..kernel import Kernel
+from ..codegen import storage
+from ..codegen.arrays import Buffer, Value, number
+from ..codegen.builder import Builder, require_fused
+from ..codegen.index import Index
+from ..codegen.loop_nest import Kernel
+from ..maths import instructions
 from ..reference import evaluate_jaxpr
 from ..registry import Unsupported, funcify, perform
-from ..values import Buffer, Value
 
 Step = Callable[[Kernel, np.dtype, str, str], str]
 
@@ -91,7 +93,7 @@ def _calling(function: Callable[..., Any]) -> Step:
         if dtype.kind == "c":
             raise Unsupported("dtype", f"{dtype} has no order.")
         if dtype.kind == "b":
-            return f"{total} {'|' if function is bits.maximum else '&'} {text}"
+            return f"{total} {'|' if function is instructions.maximum else '&'} {text}"
         return k.call(function, total, text)
 
     return step
@@ -121,10 +123,10 @@ def _all_bits(dtype: np.dtype) -> Any:
     return True if dtype.kind == "b" else np.invert(dtype.type(0))
 
 
-_register("reduce_sum", lambda dtype: 0, _any_order(bits.add_in_any_order, "+"))
-_register("reduce_prod", lambda dtype: 1, _any_order(bits.multiply_in_any_order, "*"))
-_register("reduce_max", _least, _calling(bits.maximum))
-_register("reduce_min", _most, _calling(bits.minimum))
+_register("reduce_sum", lambda dtype: 0, _any_order(instructions.add_in_any_order, "+"))
+_register("reduce_prod", lambda dtype: 1, _any_order(instructions.multiply_in_any_order, "*"))
+_register("reduce_max", _least, _calling(instructions.maximum))
+_register("reduce_min", _most, _calling(instructions.minimum))
 _register("reduce_and", _all_bits, _operator("&"))
 _register("reduce_or", lambda dtype: 0, _operator("|"))
 _register("reduce_xor", lambda dtype: 0, _operator("^"))
@@ -173,3 +175,87 @@ _UFUNCS = {
 }  # fmt: skip
 for _name, _ufunc in _UFUNCS.items():
     perform.register(f"reduce_{_name}")(_perform(_ufunc))
+
+
+# By any function of numbers, of one array or of several at once.
+
+
+@funcify.register("reduce")
+def _(b: Builder, *operands: Value, jaxpr: Any, dimensions: Sequence[int], **_: Any) -> list[Value]:
+    if not dimensions:
+        return [*operands[: len(operands) // 2]]
+    require_fused(jaxpr)
+    arrays, starts = operands[: len(operands) // 2], operands[len(operands) // 2 :]
+    shape, dtypes = arrays[0].shape, [x.dtype for x in arrays]
+    kept = [axis for axis in range(len(shape)) if axis not in dimensions]
+    # Totals are kept in what they are computed in.
+    outs = [b.buffer(dtype=storage.computed_dtype(dtype)) for dtype in dtypes]
+    with b.kernel() as k, k.loops([shape[axis] for axis in kept]) as own:
+        totals = [k.here(k.read(start, ()), "total") for start in starts]
+        with k.loops([shape[axis] for axis in dimensions]) as inner:
+            places = dict(zip([*kept, *dimensions], [*own, *inner], strict=True))
+            index = [places[axis] for axis in range(len(shape))]
+            now = [k.here(total) for total in totals]  # of which nothing moves out of the loop
+            texts = [*now, *(k.read(x, index) for x in arrays)]
+            results = b.inline_in(k, jaxpr, *map(number, texts, dtypes * 2))
+            for total, text in zip(totals, results, strict=True):
+                k.line(f"{total} = {text}")
+        for out, total in zip(outs, totals, strict=True):
+            k.store(out, own, total)
+    return [b.converted(out, dtype) for out, dtype in zip(outs, dtypes, strict=True)]
+
+
+@perform.register("reduce")
+def _(*operands: Any, jaxpr: Any, dimensions: Sequence[int], **_: Any) -> list[Any]:
+    arrays, starts = operands[: len(operands) // 2], operands[len(operands) // 2 :]
+    if not dimensions:
+        return [*arrays]
+    shape = arrays[0].shape
+    kept = [n for axis, n in enumerate(shape) if axis not in dimensions]
+    n, ends = math.prod(shape[axis] for axis in dimensions), range(-len(dimensions), 0)
+    rows = [np.moveaxis(x, dimensions, ends).reshape(math.prod(kept), n) for x in arrays]
+    outs = [np.empty(math.prod(kept), x.dtype) for x in arrays]
+    for place in range(math.prod(kept)):
+        totals = [np.asarray(start) for start in starts]
+        for entries in zip(*(row[place] for row in rows), strict=True):
+            totals = evaluate_jaxpr(jaxpr, *totals, *map(np.asarray, entries))
+        for out, total in zip(outs, totals, strict=True):
+            out[place] = total
+    return [out.reshape(kept) for out in outs]
+
+
+# Where the greatest and the smallest entries along an axis are.
+
+
+@funcify.register("argmax", "argmin")
+def _(b: Builder, x: Value, *, axes: Any, index_dtype: Any) -> Value:
+    """The first of them; a NaN is taken for the greatest, and for the smallest."""
+    if len(axes) != 1:
+        raise Unsupported("axes", f"{axes} are not one axis.")
+    if x.dtype.kind == "c":
+        raise Unsupported("dtype", f"{x.dtype} has no order.")
+    (axis,), dtype = axes, np.dtype(index_dtype)
+    symbol = ">" if b.primitive == "argmax" else "<"
+    x, out = b.cheap(x), b.buffer()
+    with b.kernel() as k, k.loops(out.shape) as own:
+        place = lambda i: (*own[:axis], i, *own[axis:])
+        best = k.here(k.read(x, place(Index())), "best")
+        where = k.here(storage.literal(0, dtype), "where")
+        with k.loops([x.shape[axis]]) as (i,):
+            new = k.read(x, place(i))
+            better = f"{new} {symbol} {best}"
+            if x.dtype.kind in "fV":
+                better = f"({better} or {new} != {new}) and {best} == {best}"
+            with k.under(f"if {better}:"):
+                k.line(f"{best} = {new}")
+                k.line(f"{where} = {storage.type_name(dtype)}({i})")
+        k.store(out, own, where)
+    return out
+
+
+def _perform_place(function: Any) -> Any:
+    return lambda x, *, axes, index_dtype: function(x, axes[0]).astype(index_dtype)
+
+
+perform.register("argmax")(_perform_place(np.argmax))
+perform.register("argmin")(_perform_place(np.argmin))

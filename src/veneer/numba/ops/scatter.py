@@ -5,13 +5,13 @@ from typing import Any
 
 import numpy as np
 
-from .. import bits
-from ..builder import Builder, require_fused
-from ..index import Index
-from ..kernel import Kernel
+from ..codegen.arrays import Buffer, Value, number
+from ..codegen.builder import Builder, require_fused
+from ..codegen.index import Index
+from ..codegen.loop_nest import Kernel
+from ..maths import instructions
 from ..reference import evaluate_jaxpr
 from ..registry import Unsupported, fused, perform
-from ..values import Buffer, Value, number
 from .elementwise import wrapped
 from .indexing import _batching, clamped, window_starts, within
 
@@ -38,8 +38,8 @@ _COMBINE: dict[str, Combine] = {
     "scatter-add": _operator("+", "|"),
     "scatter-sub": _operator("-"),
     "scatter-mul": _operator("*", "&"),
-    "scatter-min": _extreme(bits.minimum, "&"),
-    "scatter-max": _extreme(bits.maximum, "|"),
+    "scatter-min": _extreme(instructions.minimum, "&"),
+    "scatter-max": _extreme(instructions.maximum, "|"),
 }
 
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from .. import storage
-from ..bits import reinterpreted, select
-from ..builder import Builder
-from ..index import Index
-from ..kernel import Kernel
+from ..codegen import storage
+from ..codegen.arrays import Buffer, Value
+from ..codegen.builder import Builder
+from ..codegen.index import Index
+from ..codegen.loop_nest import Kernel
+from ..maths.instructions import reinterpreted, select
+from ..maths.scalar import scalar
 from ..registry import Unsupported, funcify, fused, perform
-from ..scalar import scalar
-from ..values import Buffer, Value
 from .elementwise import entrywise
 
 # Keys.

@@ -13,13 +13,13 @@ import numpy as np
 from jax import lax
 
 from ..._jax.primitives import special_function
-from ..builder import Builder, broadcast_read
-from ..graph import graph_of
-from ..index import Index
-from ..kernel import Kernel
+from ..codegen.arrays import Value, number
+from ..codegen.builder import Builder, broadcast_read
+from ..codegen.index import Index
+from ..codegen.loop_nest import Kernel
+from ..front.graph import graph_of
 from ..reference import evaluate_jaxpr
 from ..registry import funcify, fused, perform
-from ..values import Lazy, Value
 
 #: About how many instructions an entry takes.
 _COST = 100
@@ -38,11 +38,7 @@ class _Steps(Builder):
         self._k = k
 
     def _kept(self, value: Value, n_readers: int) -> Value:
-        return _number(self._k.let(self._k.read(value, ())), value.dtype)
-
-
-def _number(text: str, dtype: np.dtype) -> Lazy:
-    return Lazy((), dtype, lambda k, index: text)
+        return number(self._k.let(self._k.read(value, ())), value.dtype)
 
 
 def _traced(function: Function, *operands: Any) -> Any:
@@ -88,7 +84,7 @@ def _define(name: str, function: Function) -> None:
 
         def entry(k: Kernel, index: tuple[Index, ...]) -> str:
             texts = [broadcast_read(k, x, index) for x in operands]
-            (result,) = _Steps(k).run(graph, [_number(text, wide) for text in texts])
+            (result,) = _Steps(k).run(graph, [number(text, wide) for text in texts])
             return k.read(result, ())
 
         return b.converted(b.lazy(entry, *operands, dtype=wide, cost=_COST), dtype)

@@ -9,13 +9,14 @@ import jax
 import numpy as np
 from jax import lax
 
-from .. import bits, storage
-from ..builder import Builder, require_fused
-from ..index import Index, flat
-from ..kernel import Kernel
+from ..codegen import storage
+from ..codegen.arrays import Value, number
+from ..codegen.builder import Builder, require_fused
+from ..codegen.index import Index, flat
+from ..codegen.loop_nest import Kernel
+from ..maths import instructions
 from ..reference import evaluate_jaxpr
 from ..registry import Unsupported, funcify, perform
-from ..values import Value, number
 from .elementwise import wrapped
 
 Step = Callable[[Kernel, str, str], str]
@@ -106,8 +107,8 @@ def _most(dtype: np.dtype) -> Any:
 
 _KINDS: dict[str, tuple[Any, Any, Any]] = {
     "reduce_window_sum": (_zero, _sum, np.add),
-    "reduce_window_max": (_least, _extreme(bits.maximum, "|"), np.maximum),
-    "reduce_window_min": (_most, _extreme(bits.minimum, "&"), np.minimum),
+    "reduce_window_max": (_least, _extreme(instructions.maximum, "|"), np.maximum),
+    "reduce_window_min": (_most, _extreme(instructions.minimum, "&"), np.minimum),
 }
 
 
