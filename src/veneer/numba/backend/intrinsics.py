@@ -87,6 +87,17 @@ def fma(typing_context, x, y, z):
 
 
 @intrinsic
+def polynomial(typing_context, x, coefficients):
+    def emit(context, builder, signature, args):
+        total, *rest = cgutils.unpack_tuple(builder, args[1])
+        for coefficient in rest:
+            total = builder.fadd(builder.fmul(total, args[0]), coefficient)
+        return total
+
+    return x(x, coefficients), emit
+
+
+@intrinsic
 def leading_zeros(typing_context, x):
     def emit(context, builder, signature, args):
         return builder.ctlz(args[0], ir.Constant(ir.IntType(1), 0))

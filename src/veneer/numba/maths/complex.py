@@ -8,7 +8,7 @@ digits, as they do in JAX.
 
 import numpy as np
 
-from .elementary import exp_f64, expm1_f64, log1p_f64, log_f64
+from .elementary import exp_f64, expm1_f64, log, log1p
 from .instructions import copysign, fabs, maximum, minimum, select, sqrt
 from .libm import asinh, atan2, cos, cosh, sin, sinh, tan
 from .scalar import scalar
@@ -19,6 +19,7 @@ NAMES = (
     "sign sin sinh sqrt tan tanh"
 ).split()
 
+log_f64, log1p_f64 = log.f64, log1p.f64
 _LN_2, _LOG2_E = np.float64(0.69314718055994530942), np.float64(1.44269504088896340736)
 _HALF_PI = np.float64(1.57079632679489661923)
 

@@ -1,207 +1,236 @@
 """Functions of mathematics, for loops that become vector instructions.
 
-Those whose names end with `_f32` and `_f64` have no branches. exp, exp2, log, log1p and rsqrt lie
-within 2 units in the last place of the exact result, denormals included; expm1, tanh and logistic
-within 5, and so do erf of float32 and erf_inv of float64 within 6. All are exact at infinities,
-zeros and NaN. Others are those of the C library. The polynomials and rational functions are those
-of Cephes (Moshier, 1989), and for tanh and erf of float32 those that XLA has from Eigen.
+Those by precision have no branches. exp, exp2, log, log1p and rsqrt lie within 2 units in the last
+place of the exact result, denormals included; expm1, tanh and logistic within 5, and so do erf of
+float32 and erf_inv of float64 within 6. All are exact at infinities, zeros and NaN. Others are
+those of the C library. The polynomials and rational functions are those of Cephes (Moshier, 1989),
+and for tanh and erf of float32 those that XLA has from Eigen.
 """
+
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
-from .instructions import copysign, fabs, reinterpreted, rint, select, sqrt, trunc
-from .libm import erf, erfc
+from . import libm
+from .instructions import copysign, fabs, polynomial, reinterpreted, rint, select, sqrt, trunc
+from .libm import erf as erf_f64
+from .libm import erfc
+from .precision import ByPrecision, by_precision, floats
 from .scalar import scalar
+
+# What differs by precision: of float32, and of float64.
+
+_FLOAT: Any = ByPrecision(np.float32, np.float64)
+_INT: Any = ByPrecision(np.int32, np.int64)  # as many bits
+_MANTISSA_BITS: Any = ByPrecision(np.int32(23), np.int64(52))
+_BIAS: Any = ByPrecision(np.int32(127), np.int64(1023))
+_ROOT_OF_HALF: Any = ByPrecision(np.int32(0x3F3504F3), np.int64(0x3FE6A09E667F3BCD))  # its bits
+_SMALLEST_NORMAL = floats(1.17549435e-38, 2.2250738585072014e-308)
+_TO_NORMAL, _TO_NORMAL_LOG2 = floats(2.0**23, 2.0**52), floats(23, 52)
+
+# Beyond these, results are 0 (or -1), and infinite.
+_EXP_LOW, _EXP_HIGH = floats(-104, -746), floats(89, 710)
+_EXP2_LOW, _EXP2_HIGH = floats(-151, -1076), floats(129, 1025)
+_EXPM1_LOW = floats(-26, -56)
+#: What log1p is no different from its argument below.
+_LOG1P_SMALL = floats(1e-10, 1e-20)
+
+_LOG2_E = floats(1.44269504088896341, 1.4426950408889634073599)
+_LN2 = floats(0.69314718055994530942, 0.69314718055994530942)
+# ln(2) as a number with few bits, by which k is multiplied exactly, and the rest.
+_EXP_LN2_HIGH, _EXP_LN2_LOW = (
+    floats(0.693359375, 6.93145751953125e-1),
+    floats(-2.12194440e-4, 1.42860682030941723212e-6),
+)
+_LOG_LN2_HIGH, _LOG_LN2_LOW = (
+    floats(0.693359375, 0.693359375),
+    floats(-2.12194440e-4, -2.121944400546905827679e-4),
+)
+
+
+def _coefficients(dtype: type, *numbers: float) -> Any:
+    """Of a polynomial, that of the highest power first."""
+    return tuple(map(dtype, numbers))
+
+
+# (exp(r) - 1 - r) / r**2 of float32; of float64 exp(r) - 1 = 2 r P(r**2) / (Q(r**2) - r P(r**2)).
+_EXP_P32 = _coefficients(
+    np.float32,
+    1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1,
+    5.0000001201e-1,
+)  # fmt: skip
+_EXP_P64 = _coefficients(
+    np.float64,
+    1.26177193074810590878e-4, 3.02994407707441961300e-2, 9.99999999999999999910e-1,
+)  # fmt: skip
+_EXP_Q64 = _coefficients(
+    np.float64,
+    3.00198505138664455042e-6, 2.52448340349684104192e-3, 2.27265548208155028766e-1,
+    2.00000000000000000005,
+)  # fmt: skip
+
+# (log(1 + r) - r + r**2 / 2) / r**3: of float32 a polynomial, of float64 P / Q.
+_LOG_P32 = _coefficients(
+    np.float32,
+    7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1,
+    -1.6668057665e-1, 2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1,
+)  # fmt: skip
+_LOG_P64 = _coefficients(
+    np.float64,
+    1.01875663804580931796e-4, 4.97494994976747001425e-1, 4.70579119878881725854,
+    1.44989225341610930846e1, 1.79368678507819816313e1, 7.70838733755885391666,
+)  # fmt: skip
+_LOG_Q64 = _coefficients(
+    np.float64,
+    1.0, 1.12873587189167450590e1, 4.52279145837532221105e1, 8.29875266912776603211e1,
+    7.11544750618563894466e1, 2.31251620126765340583e1,
+)  # fmt: skip
+
+# tanh(x) / x and erf(x) / x of float32: P / Q of x**2.
+_TANH_P32 = _coefficients(
+    np.float32,
+    -2.76076847742355e-16, 2.00018790482477e-13, -8.60467152213735e-11, 5.12229709037114e-08,
+    1.48572235717979e-05, 6.37261928875436e-04, 4.89352455891786e-03,
+)  # fmt: skip
+_TANH_Q32 = _coefficients(
+    np.float32,
+    1.19825839466702e-06, 1.18534705686654e-04, 2.26843463243900e-03, 4.89352518554385e-03,
+)  # fmt: skip
+_ERF_P32 = _coefficients(
+    np.float32,
+    0.00022905065861350646, 0.0034082910107109506, 0.050955695062380861, 0.18520832239976145,
+    1.128379143519084,
+)  # fmt: skip
+_ERF_Q32 = _coefficients(
+    np.float32,
+    -1.1791602954361697e-7, 0.000023547966471313185, 0.0010179625278914885, 0.014070470171167667,
+    0.11098505178285362, 0.49746925110067538, 1.0,
+)  # fmt: skip
+
+# erf_inv(x) / x of float32 by w = -log(1 - x**2): of w - 5 / 2, and of sqrt(w) - 3 (Giles, 2010).
+_ERF_INV_NEAR32 = _coefficients(
+    np.float32,
+    2.81022636e-08, 3.43273939e-07, -3.5233877e-06, -4.39150654e-06, 0.00021858087,
+    -0.00125372503, -0.00417768164, 0.246640727, 1.50140941,
+)  # fmt: skip
+_ERF_INV_FAR32 = _coefficients(
+    np.float32,
+    -0.000200214257, 0.000100950558, 0.00134934322, -0.00367342844, 0.00573950773,
+    -0.0076224613, 0.00943887047, 1.00167406, 2.83297682,
+)  # fmt: skip
+
 
 # The exponential: 2**k * exp(r), with |r| <= ln(2) / 2.
 
 
-@scalar
-def _power_of_two_f32(k):
-    """2 to the power of a whole number from -126 to 127."""
-    return reinterpreted(np.int32((np.int32(k) + np.int32(127)) << np.int32(23)), np.float32(0))
+@by_precision
+def power_of_two(k):
+    """2 to the power of a whole number that a normal float has as its exponent."""
+    return reinterpreted(_INT((_INT(k) + _BIAS) << _MANTISSA_BITS), _FLOAT(0))
 
 
 @scalar
-def _power_of_two_f64(k):
-    """2 to the power of a whole number from -1022 to 1023."""
-    return reinterpreted(np.int64((np.int64(k) + np.int64(1023)) << np.int64(52)), np.float64(0))
-
-
-@scalar
-def _exp_less_1_f32(r):
+def exp_less_1_f32(r):
     """exp(r) - 1 of a small number."""
-    p = np.float32(1.9875691500e-4) * r + np.float32(1.3981999507e-3)
-    p = p * r + np.float32(8.3334519073e-3)
-    p = p * r + np.float32(4.1665795894e-2)
-    p = p * r + np.float32(1.6666665459e-1)
-    p = p * r + np.float32(5.0000001201e-1)
-    return p * (r * r) + r
+    return polynomial(r, _EXP_P32) * (r * r) + r
 
 
 @scalar
-def _exp_less_1_f64(r):
+def exp_less_1_f64(r):
     """exp(r) - 1 of a small number."""
     z = r * r
-    p = np.float64(1.26177193074810590878e-4) * z + np.float64(3.02994407707441961300e-2)
-    p = (p * z + np.float64(9.99999999999999999910e-1)) * r
-    q = np.float64(3.00198505138664455042e-6) * z + np.float64(2.52448340349684104192e-3)
-    q = q * z + np.float64(2.27265548208155028766e-1)
-    q = q * z + np.float64(2.00000000000000000005)
-    return np.float64(2) * p / (q - p)
+    p = polynomial(z, _EXP_P64) * r
+    return np.float64(2) * p / (polynomial(z, _EXP_Q64) - p)
 
 
-@scalar
-def exp_f32(x):
-    """The exponential of a float32."""
-    low, high = np.float32(-104), np.float32(89)
-    inside = select(x < low, low, select(x > high, high, x))
-    k = rint(inside * np.float32(1.44269504088896341))
-    r = inside - k * np.float32(0.693359375)
-    r = r - k * np.float32(-2.12194440e-4)
-    half = trunc(k * np.float32(0.5))  # 2**k alone may be a denormal, or too great
-    p = _exp_less_1_f32(r) + np.float32(1)
-    return p * _power_of_two_f32(half) * _power_of_two_f32(k - half)
+_exp_less_1: Any = ByPrecision(exp_less_1_f32, exp_less_1_f64)
 
 
-@scalar
-def exp_f64(x):
-    """The exponential of a float64."""
-    low, high = np.float64(-746), np.float64(710)
-    inside = select(x < low, low, select(x > high, high, x))
-    k = rint(inside * np.float64(1.4426950408889634073599))
-    r = inside - k * np.float64(6.93145751953125e-1)
-    r = r - k * np.float64(1.42860682030941723212e-6)
-    half = trunc(k * np.float64(0.5))
-    p = _exp_less_1_f64(r) + np.float64(1)
-    return p * _power_of_two_f64(half) * _power_of_two_f64(k - half)
+@by_precision
+def exp(x):
+    """The exponential."""
+    inside = select(x < _EXP_LOW, _EXP_LOW, select(x > _EXP_HIGH, _EXP_HIGH, x))
+    k = rint(inside * _LOG2_E)
+    r = inside - k * _EXP_LN2_HIGH
+    r = r - k * _EXP_LN2_LOW
+    half = trunc(k * _FLOAT(0.5))  # 2**k alone may be a denormal, or too great
+    p = _exp_less_1(r) + _FLOAT(1)
+    return p * power_of_two(half) * power_of_two(k - half)
 
 
-@scalar
-def exp2_f32(x):
-    """2 to the power of a float32."""
-    low, high = np.float32(-151), np.float32(129)
-    inside = select(x < low, low, select(x > high, high, x))
+@by_precision
+def exp2(x):
+    """2 to the power of a number."""
+    inside = select(x < _EXP2_LOW, _EXP2_LOW, select(x > _EXP2_HIGH, _EXP2_HIGH, x))
     k = rint(inside)
-    half = trunc(k * np.float32(0.5))
-    p = _exp_less_1_f32((inside - k) * np.float32(0.69314718055994530942)) + np.float32(1)
-    return p * _power_of_two_f32(half) * _power_of_two_f32(k - half)
+    half = trunc(k * _FLOAT(0.5))
+    p = _exp_less_1((inside - k) * _LN2) + _FLOAT(1)
+    return p * power_of_two(half) * power_of_two(k - half)
 
 
-@scalar
-def exp2_f64(x):
-    """2 to the power of a float64."""
-    low, high = np.float64(-1076), np.float64(1025)
-    inside = select(x < low, low, select(x > high, high, x))
-    k = rint(inside)
-    half = trunc(k * np.float64(0.5))
-    p = _exp_less_1_f64((inside - k) * np.float64(0.69314718055994530942)) + np.float64(1)
-    return p * _power_of_two_f64(half) * _power_of_two_f64(k - half)
-
-
-@scalar
-def expm1_f32(x):
-    """The exponential of a float32, less 1."""
-    low, high = np.float32(-26), np.float32(89)
-    inside = select(x < low, low, select(x > high, high, x))
-    k = rint(inside * np.float32(1.44269504088896341))
-    r = inside - k * np.float32(0.693359375)
-    r = r - k * np.float32(-2.12194440e-4)
-    scale = _power_of_two_f32(k - np.float32(1))
-    p = _exp_less_1_f32(r)
-    return select(x == np.float32(0), x, (scale * p + (scale - np.float32(0.5))) * np.float32(2))
-
-
-@scalar
-def expm1_f64(x):
-    """The exponential of a float64, less 1."""
-    low, high = np.float64(-56), np.float64(710)
-    inside = select(x < low, low, select(x > high, high, x))
-    k = rint(inside * np.float64(1.4426950408889634073599))
-    r = inside - k * np.float64(6.93145751953125e-1)
-    r = r - k * np.float64(1.42860682030941723212e-6)
-    scale = _power_of_two_f64(k - np.float64(1))
-    p = _exp_less_1_f64(r)
-    return select(x == np.float64(0), x, (scale * p + (scale - np.float64(0.5))) * np.float64(2))
+@by_precision
+def expm1(x):
+    """The exponential, less 1."""
+    inside = select(x < _EXPM1_LOW, _EXPM1_LOW, select(x > _EXP_HIGH, _EXP_HIGH, x))
+    k = rint(inside * _LOG2_E)
+    r = inside - k * _EXP_LN2_HIGH
+    r = r - k * _EXP_LN2_LOW
+    scale = power_of_two(k - _FLOAT(1))
+    p = _exp_less_1(r)
+    return select(x == _FLOAT(0), x, (scale * p + (scale - _FLOAT(0.5))) * _FLOAT(2))
 
 
 # The logarithm: k * ln(2) + log(m), with m between the roots of 1/2 and 2.
 
 
 @scalar
-def log_f32(x):
-    """The natural logarithm of a float32."""
-    denormal = x < np.float32(1.17549435e-38)
-    normal = select(denormal, x * np.float32(8388608), x)
-    bits = reinterpreted(normal, np.int32(0))
+def log_series_f32(r, z):
+    """What log(1 + r) has beyond r - z / 2, with z = r**2."""
+    return polynomial(r, _LOG_P32) * r * z
+
+
+@scalar
+def log_series_f64(r, z):
+    """What log(1 + r) has beyond r - z / 2, with z = r**2."""
+    return r * (z * polynomial(r, _LOG_P64) / polynomial(r, _LOG_Q64))
+
+
+_log_series: Any = ByPrecision(log_series_f32, log_series_f64)
+
+
+@by_precision
+def log(x):
+    """The natural logarithm."""
+    denormal = x < _SMALLEST_NORMAL
+    normal = select(denormal, x * _TO_NORMAL, x)
+    bits = reinterpreted(normal, _INT(0))
     # The exponent is taken from where a mantissa is the root of 1/2.
-    above = np.int32(bits - np.int32(0x3F3504F3))
-    exponent = np.int32(above >> np.int32(23))
-    m = reinterpreted(np.int32(bits - np.int32(exponent << np.int32(23))), np.float32(0))
-    k = np.float32(exponent) - select(denormal, np.float32(23), np.float32(0))
-    r = m - np.float32(1)
+    above = _INT(bits - _ROOT_OF_HALF)
+    exponent = _INT(above >> _MANTISSA_BITS)
+    m = reinterpreted(_INT(bits - _INT(exponent << _MANTISSA_BITS)), _FLOAT(0))
+    k = _FLOAT(exponent) - select(denormal, _TO_NORMAL_LOG2, _FLOAT(0))
+    r = m - _FLOAT(1)
     z = r * r
-    p = np.float32(7.0376836292e-2) * r + np.float32(-1.1514610310e-1)
-    p = p * r + np.float32(1.1676998740e-1)
-    p = p * r + np.float32(-1.2420140846e-1)
-    p = p * r + np.float32(1.4249322787e-1)
-    p = p * r + np.float32(-1.6668057665e-1)
-    p = p * r + np.float32(2.0000714765e-1)
-    p = p * r + np.float32(-2.4999993993e-1)
-    p = p * r + np.float32(3.3333331174e-1)
-    y = p * r * z + k * np.float32(-2.12194440e-4) - np.float32(0.5) * z
-    result = (r + y) + k * np.float32(0.693359375)
-    result = select(x == np.float32(np.inf), x, result)
-    result = select(x == np.float32(0), np.float32(-np.inf), result)
-    return select(x >= np.float32(0), result, np.float32(np.nan))
+    y = _log_series(r, z) + k * _LOG_LN2_LOW - _FLOAT(0.5) * z
+    result = (r + y) + k * _LOG_LN2_HIGH
+    result = select(x == _FLOAT(np.inf), x, result)
+    result = select(x == _FLOAT(0), _FLOAT(-np.inf), result)
+    return select(x >= _FLOAT(0), result, _FLOAT(np.nan))
 
 
-@scalar
-def log_f64(x):
-    """The natural logarithm of a float64."""
-    denormal = x < np.float64(2.2250738585072014e-308)
-    normal = select(denormal, x * np.float64(4503599627370496), x)
-    bits = reinterpreted(normal, np.int64(0))
-    exponent = (bits - np.int64(0x3FE6A09E667F3BCD)) >> np.int64(52)
-    m = reinterpreted(bits - (exponent << np.int64(52)), np.float64(0))
-    k = np.float64(exponent) - select(denormal, np.float64(52), np.float64(0))
-    r = m - np.float64(1)
-    z = r * r
-    p = np.float64(1.01875663804580931796e-4) * r + np.float64(4.97494994976747001425e-1)
-    p = p * r + np.float64(4.70579119878881725854)
-    p = p * r + np.float64(1.44989225341610930846e1)
-    p = p * r + np.float64(1.79368678507819816313e1)
-    p = p * r + np.float64(7.70838733755885391666)
-    q = r + np.float64(1.12873587189167450590e1)
-    q = q * r + np.float64(4.52279145837532221105e1)
-    q = q * r + np.float64(8.29875266912776603211e1)
-    q = q * r + np.float64(7.11544750618563894466e1)
-    q = q * r + np.float64(2.31251620126765340583e1)
-    y = r * (z * p / q) + k * np.float64(-2.121944400546905827679e-4) - np.float64(0.5) * z
-    result = (r + y) + k * np.float64(0.693359375)
-    result = select(x == np.float64(np.inf), x, result)
-    result = select(x == np.float64(0), np.float64(-np.inf), result)
-    return select(x >= np.float64(0), result, np.float64(np.nan))
+@by_precision
+def log1p(x):
+    """The natural logarithm of 1 and a number."""
+    u = _FLOAT(1) + x
+    lost = (x - (u - _FLOAT(1))) / u  # what rounding took from the sum
+    usual = (u > _FLOAT(0)) & (u < _FLOAT(np.inf))
+    result = log(u) + select(usual, lost, _FLOAT(0))
+    return select(fabs(x) < _LOG1P_SMALL, x, result)
 
 
-@scalar
-def log1p_f32(x):
-    """The natural logarithm of 1 and a float32."""
-    u = np.float32(1) + x
-    lost = (x - (u - np.float32(1))) / u  # what rounding took from the sum
-    usual = (u > np.float32(0)) & (u < np.float32(np.inf))
-    result = log_f32(u) + select(usual, lost, np.float32(0))
-    return select(fabs(x) < np.float32(1e-10), x, result)
-
-
-@scalar
-def log1p_f64(x):
-    """The natural logarithm of 1 and a float64."""
-    u = np.float64(1) + x
-    lost = (x - (u - np.float64(1))) / u
-    usual = (u > np.float64(0)) & (u < np.float64(np.inf))
-    result = log_f64(u) + select(usual, lost, np.float64(0))
-    return select(fabs(x) < np.float64(1e-20), x, result)
+exp_f64, expm1_f64 = exp.f64, expm1.f64
+log_f32, log1p_f32 = log.f32, log1p.f32
 
 
 # Sigmoids.
@@ -213,16 +242,8 @@ def tanh_f32(x):
     bound = np.float32(7.90531110763549805)
     c = select(x > bound, bound, select(x < -bound, -bound, x))
     z = c * c
-    p = np.float32(-2.76076847742355e-16) * z + np.float32(2.00018790482477e-13)
-    p = p * z + np.float32(-8.60467152213735e-11)
-    p = p * z + np.float32(5.12229709037114e-08)
-    p = p * z + np.float32(1.48572235717979e-05)
-    p = p * z + np.float32(6.37261928875436e-04)
-    p = p * z + np.float32(4.89352455891786e-03)
-    q = np.float32(1.19825839466702e-06) * z + np.float32(1.18534705686654e-04)
-    q = q * z + np.float32(2.26843463243900e-03)
-    q = q * z + np.float32(4.89352518554385e-03)
-    return select(fabs(x) < np.float32(0.0004), x, c * p / q)
+    far = c * polynomial(z, _TANH_P32) / polynomial(z, _TANH_Q32)
+    return select(fabs(x) < np.float32(0.0004), x, far)
 
 
 @scalar
@@ -233,18 +254,11 @@ def tanh_f64(x):
     return copysign(select(x == x, e / (e + np.float64(2)), x), x)
 
 
-@scalar
-def logistic_f32(x):
-    """1 / (1 + exp(-x)) of a float32."""
-    e = exp_f32(-fabs(x))
-    return select(x < np.float32(0), e, np.float32(1)) / (np.float32(1) + e)
-
-
-@scalar
-def logistic_f64(x):
-    """1 / (1 + exp(-x)) of a float64."""
-    e = exp_f64(-fabs(x))
-    return select(x < np.float64(0), e, np.float64(1)) / (np.float64(1) + e)
+@by_precision
+def logistic(x):
+    """1 / (1 + exp(-x))."""
+    e = exp(-fabs(x))
+    return select(x < _FLOAT(0), e, _FLOAT(1)) / (_FLOAT(1) + e)
 
 
 @scalar
@@ -253,42 +267,17 @@ def erf_f32(x):
     bound = np.float32(3.7439211627767994)
     c = select(x > bound, bound, select(x < -bound, -bound, x))
     z = c * c
-    p = np.float32(0.00022905065861350646) * z + np.float32(0.0034082910107109506)
-    p = p * z + np.float32(0.050955695062380861)
-    p = p * z + np.float32(0.18520832239976145)
-    p = p * z + np.float32(1.128379143519084)
-    q = np.float32(-1.1791602954361697e-7) * z + np.float32(0.000023547966471313185)
-    q = q * z + np.float32(0.0010179625278914885)
-    q = q * z + np.float32(0.014070470171167667)
-    q = q * z + np.float32(0.11098505178285362)
-    q = q * z + np.float32(0.49746925110067538)
-    q = q * z + np.float32(1)
-    return c * p / q
+    return c * polynomial(z, _ERF_P32) / polynomial(z, _ERF_Q32)
 
 
 @scalar
 def erf_inv_f32(x):
-    """The inverse of the error function, of a float32 (Giles, 2010)."""
+    """The inverse of the error function, of a float32."""
     rest = (np.float32(1) - x) * (np.float32(1) + x)  # 1 - x is exact where x is near 1
     w = -select(fabs(x) < np.float32(0.5), log1p_f32(-x * x), log_f32(rest))
-    near, far = w - np.float32(2.5), sqrt(w) - np.float32(3)
-    p = np.float32(2.81022636e-08) * near + np.float32(3.43273939e-07)
-    p = p * near + np.float32(-3.5233877e-06)
-    p = p * near + np.float32(-4.39150654e-06)
-    p = p * near + np.float32(0.00021858087)
-    p = p * near + np.float32(-0.00125372503)
-    p = p * near + np.float32(-0.00417768164)
-    p = p * near + np.float32(0.246640727)
-    p = p * near + np.float32(1.50140941)
-    q = np.float32(-0.000200214257) * far + np.float32(0.000100950558)
-    q = q * far + np.float32(0.00134934322)
-    q = q * far + np.float32(-0.00367342844)
-    q = q * far + np.float32(0.00573950773)
-    q = q * far + np.float32(-0.0076224613)
-    q = q * far + np.float32(0.00943887047)
-    q = q * far + np.float32(1.00167406)
-    q = q * far + np.float32(2.83297682)
-    result = select(w < np.float32(5), p, q) * x
+    near = polynomial(w - np.float32(2.5), _ERF_INV_NEAR32)
+    far = polynomial(sqrt(w) - np.float32(3), _ERF_INV_FAR32)
+    result = select(w < np.float32(5), near, far) * x
     return select(fabs(x) == np.float32(1), x * np.float32(np.inf), copysign(result, x))
 
 
@@ -301,7 +290,7 @@ def erf_inv_f64(x):
     for _ in range(4):
         # Near 1, what is missing to it is exact.
         error = (np.float64(1) - fabs(x)) - erfc(fabs(y))
-        small = erf(y) - x
+        small = erf_f64(y) - x
         error = select(fabs(x) < np.float64(0.5), small, copysign(error, error * x))
         step = error * np.float64(0.88622692545275801365) * exp_f64(y * y)
         y = y - step / (np.float64(1) + y * step)
@@ -312,16 +301,10 @@ def erf_inv_f64(x):
 # Of any float.
 
 
-@scalar
-def rsqrt_f32(x):
-    """One over the square root of a float32."""
-    return np.float32(1) / sqrt(x)
-
-
-@scalar
-def rsqrt_f64(x):
-    """One over the square root of a float64."""
-    return np.float64(1) / sqrt(x)
+@by_precision
+def rsqrt(x):
+    """One over the square root."""
+    return _FLOAT(1) / sqrt(x)
 
 
 @scalar
@@ -333,16 +316,10 @@ def round_away(x):
     return copysign(select(whole == x, whole, more), x)
 
 
-@scalar
-def sign_f32(x):
+@by_precision
+def sign(x):
     """-1 or 1; zeros and NaN are themselves."""
-    return select(fabs(x) > np.float32(0), copysign(np.float32(1), x), x)
-
-
-@scalar
-def sign_f64(x):
-    """-1 or 1; zeros and NaN are themselves."""
-    return select(fabs(x) > np.float64(0), copysign(np.float64(1), x), x)
+    return select(fabs(x) > _FLOAT(0), copysign(_FLOAT(1), x), x)
 
 
 # Of integers of any width: Numba computes in 64 bits, and callers cut to the width.
@@ -358,3 +335,16 @@ def abs_int(x):
 def sign_int(x):
     """-1, 0 or 1."""
     return np.int64(x > 0) - np.int64(x < 0)
+
+
+#: By the names of primitives.
+FUNCTIONS: dict[str, ByPrecision] = {
+    "exp": exp, "exp2": exp2, "expm1": expm1, "log": log, "log1p": log1p, "logistic": logistic,
+    "tanh": ByPrecision(tanh_f32, tanh_f64), "erf": ByPrecision(erf_f32, erf_f64),
+    "erf_inv": ByPrecision(erf_inv_f32, erf_inv_f64), "rsqrt": rsqrt, "sign": sign,
+}  # fmt: skip
+
+
+def function_of(name: str, dtype: np.dtype) -> Callable[..., Any]:
+    """That of a primitive for numbers computed in a dtype, which may be one of the C library."""
+    return FUNCTIONS[name].of(dtype) if name in FUNCTIONS else getattr(libm, name)

@@ -86,6 +86,15 @@ def fma(x, y, z):
 
 
 @instruction
+def polynomial(x, coefficients):
+    """That of a number by Horner's rule; the coefficient of the highest power is first."""
+    total = coefficients[0]
+    for coefficient in coefficients[1:]:
+        total = total * x + coefficient
+    return total
+
+
+@instruction
 def add_in_any_order(x, y):
     """A term of a sum whose terms may be grouped in any way."""
     return x + y

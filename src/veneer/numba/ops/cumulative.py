@@ -10,7 +10,7 @@ from ..codegen.arrays import Buffer, Value
 from ..codegen.builder import Builder
 from ..codegen.index import Index
 from ..codegen.loop_nest import Kernel
-from ..maths import elementary, instructions, libm
+from ..maths import elementary, instructions
 from ..registry import Unsupported, funcify, perform
 from .elementwise import wrapped
 
@@ -35,17 +35,14 @@ def _logsumexp(k: Kernel, dtype: np.dtype, total: str, x: str) -> str:
     """`log(exp(total) + exp(x))`, of the greater one and the difference."""
     if dtype.kind not in "fV":
         raise Unsupported("dtype", f"{dtype} is not supported.")
-    width = 8 * storage.computed_dtype(dtype).itemsize
-    exp, log1p = (getattr(elementary, f"{n}_f{width}", None) or getattr(libm, n) for n in _LOG_SUM)
+    computed = storage.computed_dtype(dtype)
+    exp, log1p = (elementary.function_of(name, computed) for name in ("exp", "log1p"))
     total, x = k.here(total), k.let(x)
     most, gap = k.here(k.call(instructions.maximum, total, x)), k.here(f"{total} - {x}")
     below = k.here(k.call(exp, f"-{k.call(instructions.fabs, gap)}"))
     # The difference of equal infinities is no number; their sum is.
     equal = k.here(f"{total} + {x}")
     return k.call(instructions.select, f"{gap} == {gap}", f"{most} + {k.call(log1p, below)}", equal)
-
-
-_LOG_SUM = ("exp", "log1p")
 
 
 def _register(name: str, step: Step) -> None:

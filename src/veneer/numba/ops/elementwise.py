@@ -242,18 +242,14 @@ def _(b: Builder, x: Value, y: Value) -> Value:
 
 # Functions of mathematics.
 
-_FUNCTIONS = "exp exp2 log log1p expm1 tanh logistic rsqrt erf erf_inv"
-
 
 def _of_floats(name: str) -> Entry:
-    """The function of `maths` for the dtype, or else that of the C library."""
+    """The function for the dtype."""
 
     def entry(k: Kernel, dtype: np.dtype, *texts: str, **_: Any) -> str:
         if dtype.kind not in "fV":
             raise Unsupported("dtype", f"{dtype} is not supported.")
-        width = 8 * storage.computed_dtype(dtype).itemsize
-        function = getattr(elementary, f"{name}_f{width}", None) or getattr(libm, name)
-        return k.call(function, *texts)
+        return k.call(elementary.function_of(name, storage.computed_dtype(dtype)), *texts)
 
     return entry
 
@@ -267,7 +263,7 @@ def _nextafter(k: Kernel, dtype: np.dtype, x: str, y: str) -> str:
 
 
 register("nextafter", _nextafter, cost=20)
-for _name in {*libm.NAMES, *_FUNCTIONS.split()} - {"pow", "nextafter"}:
+for _name in {*libm.NAMES, *elementary.FUNCTIONS} - {"pow", "nextafter", "sign"}:
     register(_name, _of_floats(_name), cost=20)
 
 

@@ -70,13 +70,8 @@ def threefry(key, place):
 @scalar
 def threefry_word(key, place):
     """Both words taken together as one."""
-    x, y = threefry_words(
-        np.uint32(key >> np.uint64(32)),
-        np.uint32(key & np.uint64(0xFFFFFFFF)),
-        np.uint32(place >> np.uint64(32)),
-        np.uint32(place & np.uint64(0xFFFFFFFF)),
-    )
-    return np.uint32(x ^ y)
+    words = threefry(key, place)
+    return np.uint32(np.uint32(words >> np.uint64(32)) ^ np.uint32(words & np.uint64(0xFFFFFFFF)))
 
 
 def _check_layout() -> None:

@@ -5,7 +5,7 @@ two are equal. Wider keys, and several, are sorted with places beside them, from
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from ..codegen.builder import Builder
 from ..codegen.index import Index
 from ..codegen.loop_nest import Kernel
 from ..maths.instructions import reinterpreted, select
+from ..maths.precision import ByPrecision, by_precision, floats
 from ..maths.scalar import scalar
 from ..registry import Unsupported, funcify, fused, perform
 from .elementwise import entrywise
@@ -23,52 +24,35 @@ from .elementwise import entrywise
 # Keys.
 
 
-@scalar
-def total_order_f32(x):
+_UNSIGNED: Any = ByPrecision(np.uint32, np.uint64)
+_SIGN_SHIFT: Any = ByPrecision(np.uint32(31), np.uint64(63))
+_MOST: Any = ByPrecision(np.uint64(0xFFFFFFFF), np.uint64(0xFFFFFFFFFFFFFFFF))
+_ZERO = floats(0, 0)
+
+
+@by_precision
+def total_order(x):
     """By all bits: -0.0 before 0.0, and NaN first or last, by its sign."""
-    whole = reinterpreted(x, np.uint32(0))
-    sign = np.uint32(whole >> np.uint32(31))
-    ones = np.uint32(np.uint32(0) - sign)
-    return np.uint64(np.uint32(whole ^ np.uint32(ones | np.uint32(0x80000000))))
+    whole = reinterpreted(x, _UNSIGNED(0))
+    sign = _UNSIGNED(whole >> _SIGN_SHIFT)
+    ones = _UNSIGNED(_UNSIGNED(0) - sign)
+    return np.uint64(_UNSIGNED(whole ^ _UNSIGNED(ones | _UNSIGNED(_UNSIGNED(1) << _SIGN_SHIFT))))
 
 
-@scalar
-def total_order_f64(x):
-    """By all bits: -0.0 before 0.0, and NaN first or last, by its sign."""
-    whole = reinterpreted(x, np.uint64(0))
-    sign = np.uint64(whole >> np.uint64(63))
-    ones = np.uint64(np.uint64(0) - sign)
-    return np.uint64(whole ^ np.uint64(ones | np.uint64(0x8000000000000000)))
-
-
-@scalar
-def order_f32(x):
+@by_precision
+def value_order(x):
     """All NaN are equal and last, both zeros are equal."""
-    key = total_order_f32(select(x == np.float32(0), np.float32(0), x))
-    return select(x != x, np.uint64(0xFFFFFFFF), key)
+    return select(x != x, _MOST, total_order(select(x == _ZERO, _ZERO, x)))
 
 
-@scalar
-def order_f64(x):
-    """All NaN are equal and last, both zeros are equal."""
-    key = total_order_f64(select(x == np.float64(0), np.float64(0), x))
-    return select(x != x, np.uint64(0xFFFFFFFFFFFFFFFF), key)
-
-
-_ORDERS = {4: order_f32, 8: order_f64}
-_TOTAL_ORDERS = {4: total_order_f32, 8: total_order_f64}
-
-
-def _keys(
-    k: Kernel, text: str, dtype: np.dtype, of_floats: dict[int, Callable[..., Any]]
-) -> list[str]:
+def _keys(k: Kernel, text: str, dtype: np.dtype, of_floats: ByPrecision) -> list[str]:
     """What an entry is ordered by, the first first."""
     if dtype.kind == "c":
         part = np.dtype(f"f{dtype.itemsize // 2}")
         return [key for of in ("real", "imag") for key in _keys(k, f"{text}.{of}", part, of_floats)]
     computed = storage.computed_dtype(dtype)
     if computed.kind == "f":
-        return [k.let(k.call(of_floats[computed.itemsize], text))]
+        return [k.let(k.call(of_floats.of(computed), text))]
     if computed.kind == "i":
         least = 1 << (8 * computed.itemsize - 1)
         return [k.let(f"np.uint64(np.uint64(np.int64({text})) + np.uint64({least}))")]
@@ -81,7 +65,7 @@ class _Key:
 
     value: Value
     descending: bool = False
-    of_floats: dict[int, Callable[..., Any]] = field(default_factory=lambda: _ORDERS)
+    of_floats: ByPrecision = value_order
 
     @property
     def is_narrow(self) -> bool:
@@ -237,7 +221,7 @@ def _(b: Builder, x: Value, *, k: int, axis: int = -1, **_: Any) -> list[Value]:
     if 0 in b.out.shape:
         return [b.buffer(aval.shape, aval.dtype) for aval in b.outs]
     x = _as_stored(b, x)
-    order = _order(b, [_Key(x, True, _TOTAL_ORDERS)], axis, k)
+    order = _order(b, [_Key(x, True, total_order)], axis, k)
     return [b.force(_taken(b, x, order, axis)), b.converted(order, b.outs[1].dtype)]
 
 
@@ -260,7 +244,7 @@ def _register_comparison(name: str, symbol: str, ufunc: Any) -> None:
             raise Unsupported("dtype", f"{x.dtype} is not supported.")
 
         def entry(k: Kernel, x: str, y: str) -> str:
-            (left,), (right,) = (_keys(k, text, dtype, _TOTAL_ORDERS) for text in (x, y))
+            (left,), (right,) = (_keys(k, text, dtype, total_order) for text in (x, y))
             return f"{left} {symbol} {right}"
 
         dtype = x.dtype
