@@ -11,7 +11,7 @@ from . import ops as ops
 from .backend.entry import ENTRY, PROGRAM, function_at, name_symbols
 from .cache import cached
 from .codegen import storage
-from .codegen.arrays import Buffer, Value
+from .codegen.arrays import ArrayExpr, Buffer
 from .codegen.builder import Builder
 from .codegen.fallback import Fallbacks
 from .codegen.program import Source, finished
@@ -135,7 +135,7 @@ def source_of(graph: Graph, fallbacks: Fallbacks | None = None) -> Source:
     return finished(b.program)
 
 
-def _result(b: Builder, value: Value) -> Buffer:
+def _result(b: Builder, value: ArrayExpr) -> Buffer:
     """A result of a program: all of a piece of work memory, which nothing else is."""
     buffer = b.force(value)
     memory = buffer.memory

@@ -15,7 +15,7 @@ from . import storage
 from .index import Index, flat, loop_index, strides_of, unflat
 
 if TYPE_CHECKING:
-    from .loop_nest import Kernel
+    from .loop_nest import LoopNest
 
 
 @dataclass(eq=False)
@@ -38,7 +38,7 @@ class Memory:
         return self.size * storage.stored_dtype(self.dtype).itemsize
 
 
-class Value:
+class ArrayExpr:
     """What all values have: a shape and a dtype."""
 
     shape: tuple[int, ...]
@@ -54,13 +54,13 @@ class Value:
         """How many axes it has."""
         return len(self.shape)
 
-    def at(self, k: "Kernel", index: tuple[Index, ...]) -> str:
+    def at(self, k: "LoopNest", index: tuple[Index, ...]) -> str:
         """An expression for an entry."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class Buffer(Value):
+class Buffer(ArrayExpr):
     """An array in memory, row by row without gaps.
 
     `offset` is an expression of the program for the place of its first entry in the memory.
@@ -71,7 +71,7 @@ class Buffer(Value):
     memory: Memory
     offset: str = "0"
 
-    def at(self, k: "Kernel", index: tuple[Index, ...]) -> str:
+    def at(self, k: "LoopNest", index: tuple[Index, ...]) -> str:
         """Loads an entry."""
         return k.load(self, index)
 
@@ -88,7 +88,7 @@ class Buffer(Value):
 
 
 @dataclass(eq=False)
-class Lazy(Value):
+class LazyArray(ArrayExpr):
     """An array whose entries are computed where they are read.
 
     `entry` writes that, given a kernel and an index, and returns an expression. `cost` is about how
@@ -97,60 +97,60 @@ class Lazy(Value):
 
     shape: tuple[int, ...]
     dtype: np.dtype
-    entry: Callable[["Kernel", tuple[Index, ...]], str]
+    entry: Callable[["LoopNest", tuple[Index, ...]], str]
     cost: int = 0
-    reads: frozenset[Value] = field(default_factory=frozenset)  # all that it is computed of
+    reads: frozenset[ArrayExpr] = field(default_factory=frozenset)  # all that it is computed of
     name: str = "copy"  # of the primitive whose result it is
 
-    def at(self, k: "Kernel", index: tuple[Index, ...]) -> str:
+    def at(self, k: "LoopNest", index: tuple[Index, ...]) -> str:
         """Computes an entry."""
         return self.entry(k, index)
 
 
 @dataclass(eq=False)
-class Updated(Lazy):
+class UpdatedArray(LazyArray):
     """A value of which some entries are others: `base`, in which `update` has put `operands`.
 
     `update` is given the array to write to, and the operands. It is done in place where nothing
     else needs `base`, which a loop of a program knows of what it carries.
     """
 
-    base: Value = field(default=None)  # type: ignore[assignment]  # it has one always
-    operands: tuple[Value, ...] = ()
+    base: ArrayExpr = field(default=None)  # type: ignore[assignment]  # it has one always
+    operands: tuple[ArrayExpr, ...] = ()
     update: Callable[..., None] = field(default=lambda *_: None)
 
 
-def reshaped(value: Value, shape: tuple[int, ...]) -> Value | None:
+def reshaped(value: ArrayExpr, shape: tuple[int, ...]) -> ArrayExpr | None:
     """A value with another shape, or None where a lazy one needs to be computed first."""
     if isinstance(value, Buffer):
         return value.reshaped(shape)
     if unflat(flat(loop_index(shape), shape), value.shape) is None:
         return None
 
-    def entry(k: "Kernel", index: tuple[Index, ...]) -> str:
+    def entry(k: "LoopNest", index: tuple[Index, ...]) -> str:
         place = flat(index, shape)
         return k.read(value, unflat(place, value.shape) or _divided(k, place, value.shape))
 
-    cost = value.cost if isinstance(value, Lazy) else 0
-    return Lazy(shape, value.dtype, entry, cost, parts(value), "reshape")
+    cost = value.cost if isinstance(value, LazyArray) else 0
+    return LazyArray(shape, value.dtype, entry, cost, parts(value), "reshape")
 
 
-def _divided(k: "Kernel", place: Index, shape: tuple[int, ...]) -> tuple[Index, ...]:
+def _divided(k: "LoopNest", place: Index, shape: tuple[int, ...]) -> tuple[Index, ...]:
     return tuple(
         k.variable(f"({place}) // {stride} % {extent}", extent)
         for stride, extent in zip(strides_of(shape), shape, strict=True)
     )
 
 
-def parts(*values: Value) -> frozenset[Value]:
+def parts(*values: ArrayExpr) -> frozenset[ArrayExpr]:
     """All lazy values that values are computed of, with themselves."""
-    found: set[Value] = set()
+    found: set[ArrayExpr] = set()
     for value in values:
-        if isinstance(value, Lazy):
+        if isinstance(value, LazyArray):
             found |= {value, *value.reads}
     return frozenset(found)
 
 
-def number(text: str, dtype: np.dtype) -> Lazy:
+def number(text: str, dtype: np.dtype) -> LazyArray:
     """A number that is written so in a kernel."""
-    return Lazy((), dtype, lambda k, index: text)
+    return LazyArray((), dtype, lambda k, index: text)

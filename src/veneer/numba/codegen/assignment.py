@@ -7,10 +7,10 @@ overwrites. Where that cannot be, it is computed beside, and copied.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from .arrays import Buffer, Memory, Updated, Value
+from .arrays import ArrayExpr, Buffer, Memory, UpdatedArray
 from .builder import Builder
 from .index import flat
-from .loop_nest import Kernel
+from .loop_nest import LoopNest
 from .program import pointed_at
 
 
@@ -23,13 +23,13 @@ class _Pending:
     """
 
     target: Buffer
-    value: Value
+    value: ArrayExpr
     reads: dict[Memory, set[str | None]]
 
     @property
     def in_place(self) -> bool:
         """Whether it is what is there already, with some entries changed."""
-        return isinstance(self.value, Updated) and _root(self.value) == self.target
+        return isinstance(self.value, UpdatedArray) and _root(self.value) == self.target
 
 
 @dataclass(eq=False)
@@ -48,7 +48,7 @@ class _Group:
 
 
 def assign(
-    b: Builder, targets: Sequence[Buffer], values: Sequence[Value], final: bool = False
+    b: Builder, targets: Sequence[Buffer], values: Sequence[ArrayExpr], final: bool = False
 ) -> None:
     """Writes values, which may read the targets, to targets.
 
@@ -79,20 +79,20 @@ def assign(
             b.copy(value, target)
 
 
-def _root(value: Value) -> Value:
-    while isinstance(value, Updated):
+def _root(value: ArrayExpr) -> ArrayExpr:
+    while isinstance(value, UpdatedArray):
         value = value.base
     return value
 
 
-def _reads(value: Value) -> dict[Memory, set[str | None]]:
+def _reads(value: ArrayExpr) -> dict[Memory, set[str | None]]:
     """The memory that a value is computed of; see `_Pending`."""
     reads: dict[Memory, set[str | None]] = {}
-    while isinstance(value, Updated):
+    while isinstance(value, UpdatedArray):
         for memory in (memory for operand in value.operands for memory in _reads(operand)):
             reads.setdefault(memory, set()).add(None)
         value = value.base
-    k = Kernel()
+    k = LoopNest()
     with k.loops(value.shape) as index:
         k.read(value, index)
         own = flat(index, value.shape)
@@ -108,7 +108,7 @@ def _grouped(
     """Groups that write arrays of one shape; whose members read at most their place of them."""
     by_shape: dict[object, _Group] = {}
     for member in pending:
-        key = member if isinstance(member.value, Updated) else member.target.shape
+        key = member if isinstance(member.value, UpdatedArray) else member.target.shape
         by_shape.setdefault(key, _Group()).members.append(member)
     for group in by_shape.values():
         written = {member.target.memory: member.target.offset for member in group.members}
@@ -121,14 +121,14 @@ def _grouped(
     return [group for group in by_shape.values() if group.members]
 
 
-def _computed(b: Builder, value: Value) -> Buffer:
+def _computed(b: Builder, value: ArrayExpr) -> Buffer:
     """A value in memory that nothing assigned is in."""
     return b.copy(value) if isinstance(value, Buffer) else b.force(value)
 
 
 def _write(b: Builder, group: _Group) -> None:
     first = group.members[0]
-    if isinstance(first.value, Updated):
+    if isinstance(first.value, UpdatedArray):
         _update(b, first)
         return
     with b.kernel("assign") as k, k.loops(first.target.shape) as index:
@@ -140,12 +140,12 @@ def _write(b: Builder, group: _Group) -> None:
 def _update(b: Builder, member: _Pending) -> None:
     """Changes entries in place, of operands that are computed before any are."""
     value, target = member.value, member.target
-    assert isinstance(value, Updated)
+    assert isinstance(value, UpdatedArray)
     if not member.in_place:
         b.copy(value, target)
         return
     updates = []
-    while isinstance(value, Updated):
+    while isinstance(value, UpdatedArray):
         operands = [_apart(b, operand, target) for operand in value.operands]
         updates.append((value.update, operands))
         base = value.base
@@ -154,7 +154,7 @@ def _update(b: Builder, member: _Pending) -> None:
         update(target, *operands)
 
 
-def _apart(b: Builder, operand: Value, target: Buffer) -> Value:
+def _apart(b: Builder, operand: ArrayExpr, target: Buffer) -> ArrayExpr:
     """An operand that does not read the memory of a target."""
     return b.copy(operand) if target.memory in _reads(operand) else operand
 

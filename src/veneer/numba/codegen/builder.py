@@ -12,11 +12,11 @@ from ..._jax.source_lines import user_place
 from ..front.graph import Equation, Graph, Variable, graph_of, readers
 from ..registry import FUSED, SHOWN, Unsupported, funcify
 from . import storage
-from .arrays import Buffer, Lazy, Memory, Updated, Value, number, parts, reshaped
+from .arrays import ArrayExpr, Buffer, LazyArray, Memory, UpdatedArray, number, parts, reshaped
 from .fallback import Fallbacks
 from .index import Index
-from .loop_nest import Kernel
-from .program import Program, Statement
+from .loop_nest import LoopNest
+from .program import ProgramDraft, Statement
 
 #: Values that cost no more are computed again by each loop that reads them.
 _CHEAP = 2
@@ -32,13 +32,13 @@ class Builder:
     """
 
     def __init__(self, fallbacks: Fallbacks | None = None) -> None:
-        self.program = Program()
+        self.program = ProgramDraft()
         self.fallbacks = fallbacks
         self.equation: Equation | None = None
         self._bodies: list[list[Statement]] = [self.program.statements]
-        self._computed: list[dict[Value, Buffer]] = [{}]
+        self._computed: list[dict[ArrayExpr, Buffer]] = [{}]
         self._n_names = 0
-        self._kernel: Kernel | None = None  # that equations are written into, if into one
+        self._kernel: LoopNest | None = None  # that equations are written into, if into one
 
     @property
     def primitive(self) -> str:
@@ -57,13 +57,13 @@ class Builder:
 
     # Values.
 
-    def constant(self, value: Any, dtype: Any = None) -> Value:
+    def constant(self, value: Any, dtype: Any = None) -> ArrayExpr:
         """An array that is known. One without axes is written into the source."""
         array = np.asarray(value, dtype)
         if array.ndim:
             return self.program.constant(array)
         text = storage.literal(array, array.dtype)
-        return Lazy((), array.dtype, lambda k, index: text)
+        return LazyArray((), array.dtype, lambda k, index: text)
 
     def buffer(self, shape: Sequence[int] | None = None, dtype: Any = None) -> Buffer:
         """Memory to be written to, by default of the shape and dtype of the result."""
@@ -73,12 +73,12 @@ class Builder:
 
     def lazy(
         self,
-        entry: Callable[[Kernel, tuple[Index, ...]], str],
-        *operands: Value,
+        entry: Callable[[LoopNest, tuple[Index, ...]], str],
+        *operands: ArrayExpr,
         shape: Sequence[int] | None = None,
         dtype: Any = None,
         cost: int = 0,
-    ) -> Lazy:
+    ) -> LazyArray:
         """A value whose entries are computed where they are read, of those of `operands`.
 
         **Arguments:**
@@ -89,10 +89,12 @@ class Builder:
         """
         shape = self.out.shape if shape is None else shape
         dtype = np.dtype(self.out.dtype if dtype is None else dtype)
-        total = cost + sum(x.cost for x in operands if isinstance(x, Lazy))
-        return Lazy(tuple(shape), dtype, entry, total, parts(*operands), self.primitive)
+        total = cost + sum(x.cost for x in operands if isinstance(x, LazyArray))
+        return LazyArray(tuple(shape), dtype, entry, total, parts(*operands), self.primitive)
 
-    def updated(self, base: Value, update: Callable[..., None], *operands: Value) -> Value:
+    def updated(
+        self, base: ArrayExpr, update: Callable[..., None], *operands: ArrayExpr
+    ) -> ArrayExpr:
         """The value `base` with other entries here and there.
 
         **Arguments:**
@@ -101,15 +103,15 @@ class Builder:
             that writes to it.
         """
 
-        def entry(k: Kernel, index: tuple[Index, ...]) -> str:
+        def entry(k: LoopNest, index: tuple[Index, ...]) -> str:
             return k.read(self.force(value), index)
 
         reads, cost = parts(base, *operands), _CHEAP + 1
         rest = (reads, self.primitive, base, operands, update)
-        value = Updated(base.shape, base.dtype, entry, cost, *rest)
+        value = UpdatedArray(base.shape, base.dtype, entry, cost, *rest)
         return value
 
-    def force(self, value: Value) -> Buffer:
+    def force(self, value: ArrayExpr) -> Buffer:
         """The value in memory: computed now, unless it is there."""
         if isinstance(value, Buffer):
             return value
@@ -121,10 +123,10 @@ class Builder:
         buffer = self._computed[-1][value] = self.copy(value)
         return buffer
 
-    def copy(self, value: Value, into: Buffer | None = None) -> Buffer:
+    def copy(self, value: ArrayExpr, into: Buffer | None = None) -> Buffer:
         """The value in memory of its own, or in that of `into`."""
         buffer = into or self.buffer(value.shape, value.dtype)
-        if isinstance(value, Updated):
+        if isinstance(value, UpdatedArray):
             self.copy(value.base, buffer)
             value.update(buffer, *value.operands)
             return buffer
@@ -132,19 +134,19 @@ class Builder:
             k.store(buffer, index, k.read(value, index))
         return buffer
 
-    def cheap(self, value: Value) -> Value:
+    def cheap(self, value: ArrayExpr) -> ArrayExpr:
         """The value, in memory if it takes more than a few instructions to read."""
         if self._kernel is not None:
             return self._let(value)
-        return self.force(value) if isinstance(value, Lazy) and value.cost > _CHEAP else value
+        return self.force(value) if isinstance(value, LazyArray) and value.cost > _CHEAP else value
 
-    def _let(self, value: Value) -> Value:
+    def _let(self, value: ArrayExpr) -> ArrayExpr:
         """The value in the kernel that equations are written into: a number in a variable."""
         if value.ndim or self._kernel is None:
             return value
         return number(self._kernel.let(self._kernel.read(value, ())), value.dtype)
 
-    def repeated(self, value: Value, own: Sequence[int]) -> Value:
+    def repeated(self, value: ArrayExpr, own: Sequence[int]) -> ArrayExpr:
         """The value as a result may read it that has it on the axes `own`, again along others.
 
         What inner loops repeat, they leave to outer ones; what outer ones do is computed before.
@@ -154,12 +156,12 @@ class Builder:
         again = others and own and min(others) < max(own)
         return self.cheap(value) if again else value
 
-    def reshaped(self, value: Value, shape: Sequence[int]) -> Value:
+    def reshaped(self, value: ArrayExpr, shape: Sequence[int]) -> ArrayExpr:
         """The value with another shape of as many entries."""
         result = reshaped(value, tuple(shape))
         return self.force(value).reshaped(tuple(shape)) if result is None else result
 
-    def converted(self, value: Value, dtype: Any) -> Value:
+    def converted(self, value: ArrayExpr, dtype: Any) -> ArrayExpr:
         """The value with another dtype, as JAX converts it."""
         source, target = value.dtype, np.dtype(dtype)
         if source == target:
@@ -170,9 +172,9 @@ class Builder:
     # Kernels and the program.
 
     @contextmanager
-    def kernel(self, name: str | None = None) -> Iterator[Kernel]:
+    def kernel(self, name: str | None = None) -> Iterator[LoopNest]:
         """Writes a kernel, which is called here."""
-        k = Kernel()
+        k = LoopNest()
         yield k
         if k.written:
             function = self.program.add_kernel(name or self.primitive, k)
@@ -229,16 +231,16 @@ class Builder:
         return f"{prefix}{self._n_names - 1}"
 
     def function(self, function: Callable[..., Any]) -> str:
-        """Makes a function known to the program, as `Kernel.function` does to a kernel."""
+        """Makes a function known to the program, as `LoopNest.function` does to a kernel."""
         return self.program.function(function)
 
     # Equations.
 
-    def inline(self, jaxpr: Any, *operands: Value) -> list[Value]:
+    def inline(self, jaxpr: Any, *operands: ArrayExpr) -> list[ArrayExpr]:
         """Compiles a jaxpr here, for operands that are as cheap to read as they should be."""
         return self.run(graph_of(jaxpr), operands)
 
-    def inline_in(self, k: Kernel, jaxpr: Any, *operands: Value) -> list[str]:
+    def inline_in(self, k: LoopNest, jaxpr: Any, *operands: ArrayExpr) -> list[str]:
         """Writes a function of numbers into a kernel, and returns expressions of its results.
 
         Its primitives must be fused: `require_fused`.
@@ -248,12 +250,12 @@ class Builder:
         self._kernel = outer
         return [k.read(result, ()) for result in results]
 
-    def run(self, graph: Graph, operands: Sequence[Value]) -> list[Value]:
+    def run(self, graph: Graph, operands: Sequence[ArrayExpr]) -> list[ArrayExpr]:
         """Compiles a graph here."""
-        values: dict[Variable, Value] = dict(zip(graph.inputs, operands, strict=True))
+        values: dict[Variable, ArrayExpr] = dict(zip(graph.inputs, operands, strict=True))
         counts = readers(graph, FUSED)
 
-        def value_of(variable: Variable) -> Value:
+        def value_of(variable: Variable) -> ArrayExpr:
             if variable not in values:
                 values[variable] = self.constant(variable.value, variable.aval.dtype)
             return values[variable]
@@ -267,13 +269,13 @@ class Builder:
         self.equation = outer
         return [value_of(v) for v in graph.outputs]
 
-    def _kept(self, value: Value, n_readers: int) -> Value:
-        if self._kernel is not None or not isinstance(value, Lazy):
+    def _kept(self, value: ArrayExpr, n_readers: int) -> ArrayExpr:
+        if self._kernel is not None or not isinstance(value, LazyArray):
             return value
         costly = value.cost > _CHEAP and n_readers > 1
         return self.force(value) if costly or len(value.reads) > _MOST_PARTS else value
 
-    def _results(self, operands: list[Value]) -> list[Value]:
+    def _results(self, operands: list[ArrayExpr]) -> list[ArrayExpr]:
         equation = self.equation
         assert equation is not None
         name = equation.primitive
@@ -331,16 +333,16 @@ def _leave_out(equation: Equation) -> None:
     warnings.warn_explicit(message, UserWarning, *user_place())
 
 
-def _name_of(value: Value) -> str:
+def _name_of(value: ArrayExpr) -> str:
     """What a kernel that computes a value is called: the primitives that it is of."""
-    if not isinstance(value, Lazy):
+    if not isinstance(value, LazyArray):
         return "copy"
-    costly = [x.name for x in value.reads if isinstance(x, Lazy) and x.cost > 0]
+    costly = [x.name for x in value.reads if isinstance(x, LazyArray) and x.cost > 0]
     names = [value.name, *sorted({*costly} - {value.name})]
     return "_".join(names[:3])
 
 
-def broadcast_read(k: Kernel, value: Value, index: Sequence[Index]) -> str:
+def broadcast_read(k: LoopNest, value: ArrayExpr, index: Sequence[Index]) -> str:
     """Reads a value whose axes of size 1 stand for any size, as JAX's elementwise operands may."""
     own = [Index() if n == 1 else i for n, i in zip(value.shape, index, strict=False)]
     return k.read(value, own)

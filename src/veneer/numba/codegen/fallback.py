@@ -17,7 +17,7 @@ import numpy as np
 
 from ..._jax.source_lines import user_place
 from ..maths.scalar import instruction
-from .arrays import Buffer, Value
+from .arrays import ArrayExpr, Buffer
 from .program import Statement
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Fallbacks:
         self._callbacks: list[Any] = []  # which compiled code refers to by their addresses
         self._own = threading.local()
 
-    def compile(self, b: "Builder", operands: Sequence[Value]) -> list[Buffer]:
+    def compile(self, b: "Builder", operands: Sequence[ArrayExpr]) -> list[Buffer]:
         """Writes a call of the equation at hand."""
         equation = b.equation
         assert equation is not None

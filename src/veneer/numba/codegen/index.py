@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, order=True, slots=True)
-class Variable:
+class LoopVariable:
     """A name in the generated code for an integer from 0 to `extent - 1`."""
 
     name: str
@@ -20,17 +20,17 @@ class Index:
 
     In a string it is an expression of the generated code.
 
-    >>> from veneer.numba.codegen.index import Index, Variable
-    >>> i = Index.of(Variable("i", 8))
+    >>> from veneer.numba.codegen.index import Index, LoopVariable
+    >>> i = Index.of(LoopVariable("i", 8))
     >>> str(i * 64 + 3)
     'i * 64 + 3'
     """
 
-    terms: tuple[tuple[Variable, int], ...] = ()
+    terms: tuple[tuple[LoopVariable, int], ...] = ()
     constant: int = 0
 
     @staticmethod
-    def of(variable: Variable) -> "Index":
+    def of(variable: LoopVariable) -> "Index":
         """The index that is a variable."""
         return Index(((variable, 1),)) if variable.extent != 1 else Index()
 
@@ -57,11 +57,11 @@ class Index:
 
     __rmul__ = __mul__
 
-    def factor(self, variable: Variable) -> int:
+    def factor(self, variable: LoopVariable) -> int:
         """What a variable is multiplied by."""
         return dict(self.terms).get(variable, 0)
 
-    def merged(self, outer: Variable, inner: Variable, one: Variable) -> "Index":
+    def merged(self, outer: LoopVariable, inner: LoopVariable, one: LoopVariable) -> "Index":
         """With one variable in the place of two, `outer * inner.extent + inner`."""
         factors = dict(self.terms)
         factors.pop(outer, 0)
@@ -85,7 +85,7 @@ class Index:
         return " + ".join(parts)
 
 
-def _index(factors: dict[Variable, int], constant: int) -> Index:
+def _index(factors: dict[LoopVariable, int], constant: int) -> Index:
     terms = sorted(((v, f) for v, f in factors.items() if f), key=lambda term: -abs(term[1]))
     return Index(tuple(terms), constant)
 
@@ -119,7 +119,7 @@ def unflat(place: Index, shape: Sequence[int]) -> tuple[Index, ...] | None:
 
 def loop_index(shape: Sequence[int]) -> tuple[Index, ...]:
     """The index of an entry in loops over all axes of a shape."""
-    return tuple(Index.of(Variable(*axis)) for axis in zip(all_names(), shape, strict=False))
+    return tuple(Index.of(LoopVariable(*axis)) for axis in zip(all_names(), shape, strict=False))
 
 
 def all_names() -> Iterable[str]:

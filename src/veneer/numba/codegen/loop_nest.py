@@ -1,8 +1,8 @@
 """A kernel: loops over buffers, as the source of a function of numbers and pointers.
 
-Rules write it through a `Kernel`, statement by statement. What a statement needs is computed as far
-out in the loops as what it depends on allows, and once; loops over an array in its own order are
-merged into one.
+Rules write it through a `LoopNest`, statement by statement. What a statement needs is computed as
+far out in the loops as what it depends on allows, and once; loops over an array in its own order
+are merged into one.
 """
 
 import re
@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from . import storage
-from .arrays import Buffer, Memory, Value
-from .index import Index, Variable, all_names, flat
+from .arrays import ArrayExpr, Buffer, Memory
+from .index import Index, LoopVariable, all_names, flat
 
 _ACCESS = re.compile("\0(\\d+)\0")
 _NAME = re.compile(r"[A-Za-z_]\w*")
@@ -23,7 +23,7 @@ _NAME = re.compile(r"[A-Za-z_]\w*")
 class _Scope:
     """Lines under a loop, or under a condition that guards them, or of the function itself."""
 
-    header: str | Variable
+    header: str | LoopVariable
     lines: "list[str | _Scope]" = field(default_factory=list)
 
     def scopes(self) -> "Iterator[_Scope]":
@@ -46,7 +46,7 @@ class Access:
     place: Index
 
 
-class Kernel:
+class LoopNest:
     """The source of a kernel in the making."""
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class Kernel:
             if extent == 1:
                 index.append(Index())
                 continue
-            variable = Variable(next(self._loop_names), extent)
+            variable = LoopVariable(next(self._loop_names), extent)
             self._enter(variable)
             self._depths[variable.name] = len(self._open) - 1
             index.append(Index.of(variable))
@@ -92,7 +92,7 @@ class Kernel:
         yield
         self._leave(depth)
 
-    def _enter(self, header: str | Variable) -> None:
+    def _enter(self, header: str | LoopVariable) -> None:
         scope = _Scope(header)
         self._open[-1].lines.append(scope)
         self._open.append(scope)
@@ -111,7 +111,7 @@ class Kernel:
         """Writes a statement here."""
         self._open[-1].lines.append(text)
 
-    def read(self, value: Value, index: Sequence[Index]) -> str:
+    def read(self, value: ArrayExpr, index: Sequence[Index]) -> str:
         """An expression for an entry of a value, with an `Index` an axis."""
         key = (value, tuple(index))
         for known in self._known:
@@ -166,7 +166,7 @@ class Kernel:
 
     def variable(self, text: str, extent: int) -> Index:
         """An index computed by an expression, which must be from 0 to `extent - 1`."""
-        return Index.of(Variable(self.let(text, "at"), extent))
+        return Index.of(LoopVariable(self.let(text, "at"), extent))
 
     def function(self, function: Callable[..., Any]) -> str:
         """Makes a function known to the kernel, by its name: see `scalar`."""
@@ -242,12 +242,12 @@ class Kernel:
         a, b = scope.header, inner.header
         if isinstance(a, str) or isinstance(b, str) or not self._may_merge(inner, a, b):
             return False
-        one = Variable(a.name, a.extent * b.extent)
+        one = LoopVariable(a.name, a.extent * b.extent)
         self._accesses = [(x, index.merged(a, b, one)) for x, index in self._accesses]
         scope.header, scope.lines = one, inner.lines
         return True
 
-    def _may_merge(self, scope: _Scope, a: Variable, b: Variable) -> bool:
+    def _may_merge(self, scope: _Scope, a: LoopVariable, b: LoopVariable) -> bool:
         texts = [inner.own_text() for inner in scope.scopes()]
         if any({a.name, b.name} & set(_NAME.findall(text)) for text in texts):
             return False
@@ -261,7 +261,7 @@ class Kernel:
             else:
                 yield "    " * indent + _ACCESS.sub(self._place, line)
 
-    def _header(self, header: str | Variable) -> str:
+    def _header(self, header: str | LoopVariable) -> str:
         if isinstance(header, str):
             return _ACCESS.sub(self._place, header)
         return f"for {header.name} in range({header.extent}):"

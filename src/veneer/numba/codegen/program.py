@@ -12,7 +12,7 @@ from ..maths import instructions
 from ..maths.scalar import key_of
 from . import storage
 from .arrays import Buffer, Memory
-from .loop_nest import Kernel
+from .loop_nest import LoopNest
 
 _ALIGNMENT = 64
 
@@ -67,14 +67,14 @@ class _Life:
 
 
 @dataclass
-class Layout:
+class Allocation:
     """Where pieces of work memory are, in bytes from the start, and how many it takes in all."""
 
     offsets: dict[Memory, int] = field(default_factory=dict)
     nbytes: int = 0
 
 
-def layout(statements: list[Statement]) -> Layout:
+def allocated(statements: list[Statement]) -> Allocation:
     """Finds a place for all work memory; pieces share one that are not needed at the same time."""
     lives: dict[Memory, _Life] = {}
     blocks: list[_Life] = []
@@ -84,7 +84,7 @@ def layout(statements: list[Statement]) -> Layout:
             # What is needed after a loop, all of its rounds may have written to.
             if block.first <= life.first <= block.last < life.last:
                 life.first = block.first
-    result = Layout()
+    result = Allocation()
     placed: list[Memory] = []
     for memory in sorted(lives, key=lambda memory: lives[memory].first):
         life = lives[memory]
@@ -164,7 +164,7 @@ class Function:
     dtypes: tuple[np.dtype, ...]
 
 
-class Program:
+class ProgramDraft:
     """What a builder has made so far."""
 
     def __init__(self) -> None:
@@ -198,7 +198,7 @@ class Program:
         self.outputs.append(memory)
         self.output_shapes.append(buffer.shape)
 
-    def add_kernel(self, name: str, k: Kernel) -> str:
+    def add_kernel(self, name: str, k: LoopNest) -> str:
         """Adds the function of a kernel, unless there is one like it; returns its name."""
         for function in k.functions.values():
             self.function(function)
@@ -265,9 +265,9 @@ def _n_steps(text: str) -> int:
     return most
 
 
-def finished(program: Program) -> Source:
+def finished(program: ProgramDraft) -> Source:
     """The source of a program, with a place for all that it works on."""
-    places = layout(program.statements)
+    places = allocated(program.statements)
     work = {memory: f"t{n}" for n, memory in enumerate(places.offsets)}
     memories = [*program.inputs, *program.outputs, *(m for m, _ in program.constants)]
     names = {memory: memory.name for memory in memories} | work
@@ -304,7 +304,7 @@ def _example(dtype: np.dtype) -> str:
 
 
 def _key(
-    program: Program,
+    program: ProgramDraft,
     work_nbytes: int,
     functions: Iterable[Function],
     called: Iterable[Callable[..., Any]],

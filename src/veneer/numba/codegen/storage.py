@@ -14,7 +14,7 @@ import numpy as np
 from ..maths import conversions
 
 if TYPE_CHECKING:
-    from .loop_nest import Kernel
+    from .loop_nest import LoopNest
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,13 @@ def computed_dtype(dtype: np.dtype) -> np.dtype:
     return np.dtype(_OTHERS[dtype].computed) if dtype in _OTHERS else dtype
 
 
-def loaded(k: "Kernel", text: str, dtype: np.dtype) -> str:
+def loaded(k: "LoopNest", text: str, dtype: np.dtype) -> str:
     """An expression for what is computed with, of one for what is in memory."""
     load = _OTHERS[dtype].load if dtype in _OTHERS else None
     return text if load is None else k.call(load, text)
 
 
-def stored(k: "Kernel", text: str, dtype: np.dtype) -> str:
+def stored(k: "LoopNest", text: str, dtype: np.dtype) -> str:
     """An expression for what is put in memory, of one for what is computed with."""
     store = _OTHERS[dtype].store if dtype in _OTHERS else None
     return text if store is None else k.call(store, text)
@@ -94,7 +94,7 @@ def literal(value: Any, dtype: np.dtype) -> str:
     return f"{name}({'np.nan' if np.isnan(wide) else 'np.inf' if wide > 0 else '-np.inf'})"
 
 
-def cast(k: "Kernel", text: str, source: np.dtype, target: np.dtype) -> str:
+def cast(k: "LoopNest", text: str, source: np.dtype, target: np.dtype) -> str:
     """An expression converted from one dtype to another, as JAX does it.
 
     Towards zero from a float to an integer, to the nearest that there is; NaN becomes 0. From a
@@ -114,7 +114,7 @@ def cast(k: "Kernel", text: str, source: np.dtype, target: np.dtype) -> str:
     return text if was == will else f"{type_name(target)}({text})"
 
 
-def rounded(k: "Kernel", text: str, dtype: np.dtype) -> str:
+def rounded(k: "LoopNest", text: str, dtype: np.dtype) -> str:
     """An expression rounded to a dtype, of one for what is computed with."""
     return (
         text
@@ -123,7 +123,7 @@ def rounded(k: "Kernel", text: str, dtype: np.dtype) -> str:
     )
 
 
-def _to_integer(k: "Kernel", text: str, source: np.dtype, target: np.dtype) -> str:
+def _to_integer(k: "LoopNest", text: str, source: np.dtype, target: np.dtype) -> str:
     limits = np.iinfo(target)
     low = source.type(limits.min)
     high = source.type(limits.max)

@@ -25,7 +25,7 @@ class ByPrecision(NamedTuple):
         return self.f64 if dtype.itemsize == 8 else self.f32
 
 
-def floats(f32: float, f64: float) -> Any:
+def floats(f32: int | float, f64: int | float) -> Any:
     """A number for each precision, as one of it."""
     return ByPrecision(np.float32(f32), np.float64(f64))
 

@@ -6,16 +6,16 @@ from typing import Any
 import numpy as np
 
 from ..codegen import storage
-from ..codegen.arrays import Buffer, Value
+from ..codegen.arrays import ArrayExpr, Buffer
 from ..codegen.builder import Builder
 from ..codegen.index import Index
-from ..codegen.loop_nest import Kernel
+from ..codegen.loop_nest import LoopNest
 from ..maths import elementary, instructions
 from ..registry import Unsupported, funcify, perform
 from .elementwise import wrapped
 
 #: Given a kernel, a dtype, the total so far and the next entry, the expression of the next total.
-Step = Callable[[Kernel, np.dtype, str, str], str]
+Step = Callable[[LoopNest, np.dtype, str, str], str]
 
 
 def _operator(symbol: str) -> Step:
@@ -23,7 +23,7 @@ def _operator(symbol: str) -> Step:
 
 
 def _extreme(function: Any) -> Step:
-    def step(k: Kernel, dtype: np.dtype, total: str, x: str) -> str:
+    def step(k: LoopNest, dtype: np.dtype, total: str, x: str) -> str:
         if dtype.kind == "c":
             raise Unsupported("dtype", f"{dtype} has no order here.")
         return k.call(function, total, x)
@@ -31,7 +31,7 @@ def _extreme(function: Any) -> Step:
     return step
 
 
-def _logsumexp(k: Kernel, dtype: np.dtype, total: str, x: str) -> str:
+def _logsumexp(k: LoopNest, dtype: np.dtype, total: str, x: str) -> str:
     """`log(exp(total) + exp(x))`, of the greater one and the difference."""
     if dtype.kind not in "fV":
         raise Unsupported("dtype", f"{dtype} is not supported.")
@@ -47,7 +47,7 @@ def _logsumexp(k: Kernel, dtype: np.dtype, total: str, x: str) -> str:
 
 def _register(name: str, step: Step) -> None:
     @funcify.register(name)
-    def _(b: Builder, x: Value, *, axis: int, reverse: bool) -> Value:
+    def _(b: Builder, x: ArrayExpr, *, axis: int, reverse: bool) -> ArrayExpr:
         if x.size == 0:
             return x
         x = b.cheap(x)
@@ -62,7 +62,9 @@ def _place(i: Index, n: int, reverse: bool) -> Index:
     return n - 1 - i if reverse else i
 
 
-def _along_rows(k: Kernel, x: Value, out: Buffer, axis: int, reverse: bool, step: Step) -> None:
+def _along_rows(
+    k: LoopNest, x: ArrayExpr, out: Buffer, axis: int, reverse: bool, step: Step
+) -> None:
     """Neighbours are added up, in a register."""
     n, none = x.shape[axis], [Index()] * (x.ndim - axis - 1)
     with k.loops(x.shape[:axis]) as own:
@@ -74,7 +76,9 @@ def _along_rows(k: Kernel, x: Value, out: Buffer, axis: int, reverse: bool, step
             k.store(out, place(i + 1), total)
 
 
-def _row_by_row(k: Kernel, x: Value, out: Buffer, axis: int, reverse: bool, step: Step) -> None:
+def _row_by_row(
+    k: LoopNest, x: ArrayExpr, out: Buffer, axis: int, reverse: bool, step: Step
+) -> None:
     """Whole rows are added up, each to what the one before it has become."""
     n, rest = x.shape[axis], x.shape[axis + 1 :]
     with k.loops(x.shape[:axis]) as own:

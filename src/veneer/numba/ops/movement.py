@@ -1,4 +1,4 @@
-"""Layout: primitives that move entries, or repeat them."""
+"""Movement: primitives that move entries, or repeat them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 
 from ..codegen import storage
-from ..codegen.arrays import Value
+from ..codegen.arrays import ArrayExpr
 from ..codegen.builder import Builder
 from ..codegen.index import Index
-from ..codegen.loop_nest import Kernel
+from ..codegen.loop_nest import LoopNest
 from ..maths.instructions import select
 from ..registry import Unsupported, funcify, fused, perform
 
@@ -18,14 +18,14 @@ Place = tuple[Index, ...]
 
 @fused("broadcast_in_dim")
 def _(
-    b: Builder, x: Value, *sizes: Value, shape: Any, broadcast_dimensions: Any, **_: Any
-) -> Value:
+    b: Builder, x: ArrayExpr, *sizes: ArrayExpr, shape: Any, broadcast_dimensions: Any, **_: Any
+) -> ArrayExpr:
     if sizes:
         raise Unsupported("shape", "it is not static.")
     own = [axis for axis, n in zip(broadcast_dimensions, x.shape, strict=True) if n > 1]
     x = b.repeated(x, own)
 
-    def entry(k: Kernel, index: Place) -> str:
+    def entry(k: LoopNest, index: Place) -> str:
         axes = zip(broadcast_dimensions, x.shape, strict=True)
         return k.read(x, [Index() if n == 1 else index[axis] for axis, n in axes])
 
@@ -41,7 +41,7 @@ def _(x: Any, *, shape: Any, broadcast_dimensions: Any, **_: Any) -> Any:
 
 
 @fused("reshape")
-def _(b: Builder, x: Value, *sizes: Value, dimensions: Any = None, **_: Any) -> Value:
+def _(b: Builder, x: ArrayExpr, *sizes: ArrayExpr, dimensions: Any = None, **_: Any) -> ArrayExpr:
     if sizes:
         raise Unsupported("shape", "it is not static.")
     return b.reshaped(x if dimensions is None else _transposed(b, x, dimensions), b.out.shape)
@@ -53,7 +53,7 @@ def _(x: Any, *, new_sizes: Any, dimensions: Any = None, **_: Any) -> Any:
 
 
 @fused("squeeze", "expand_dims")
-def _(b: Builder, x: Value, **_: Any) -> Value:
+def _(b: Builder, x: ArrayExpr, **_: Any) -> ArrayExpr:
     return b.reshaped(x, b.out.shape)
 
 
@@ -63,11 +63,11 @@ def _(x: Any, *, dimensions: Any) -> Any:
 
 
 @fused("transpose")
-def _(b: Builder, x: Value, *, permutation: Sequence[int]) -> Value:
+def _(b: Builder, x: ArrayExpr, *, permutation: Sequence[int]) -> ArrayExpr:
     return _transposed(b, x, permutation)
 
 
-def _transposed(b: Builder, x: Value, permutation: Sequence[int]) -> Value:
+def _transposed(b: Builder, x: ArrayExpr, permutation: Sequence[int]) -> ArrayExpr:
     places, shape = np.argsort(permutation), [x.shape[axis] for axis in permutation]
     entry = lambda k, index: k.read(x, [index[place] for place in places])
     return b.lazy(entry, x, shape=shape, dtype=x.dtype)
@@ -79,8 +79,8 @@ def _(x: Any, *, permutation: Any) -> Any:
 
 
 @fused("rev")
-def _(b: Builder, x: Value, *, dimensions: Sequence[int]) -> Value:
-    def entry(k: Kernel, index: Place) -> str:
+def _(b: Builder, x: ArrayExpr, *, dimensions: Sequence[int]) -> ArrayExpr:
+    def entry(k: LoopNest, index: Place) -> str:
         axes = enumerate(zip(index, x.shape, strict=True))
         return k.read(x, [n - 1 - i if axis in dimensions else i for axis, (i, n) in axes])
 
@@ -93,10 +93,10 @@ def _(x: Any, *, dimensions: Any) -> Any:
 
 
 @fused("slice")
-def _(b: Builder, x: Value, *, start_indices: Any, strides: Any, **_: Any) -> Value:
+def _(b: Builder, x: ArrayExpr, *, start_indices: Any, strides: Any, **_: Any) -> ArrayExpr:
     steps = strides or (1,) * x.ndim
 
-    def entry(k: Kernel, index: Place) -> str:
+    def entry(k: LoopNest, index: Place) -> str:
         axes = zip(index, start_indices, steps, strict=True)
         return k.read(x, [i * step + start for i, start, step in axes])
 
@@ -110,11 +110,11 @@ def _(x: Any, *, start_indices: Any, limit_indices: Any, strides: Any) -> Any:
 
 
 @fused("split")
-def _(b: Builder, x: Value, *, sizes: Any, axis: int) -> list[Value]:
+def _(b: Builder, x: ArrayExpr, *, sizes: Any, axis: int) -> list[ArrayExpr]:
     x, starts = b.cheap(x), np.cumsum([0, *sizes])[:-1].tolist()
 
-    def part(start: int, aval: Any) -> Value:
-        def entry(k: Kernel, index: Place) -> str:
+    def part(start: int, aval: Any) -> ArrayExpr:
+        def entry(k: LoopNest, index: Place) -> str:
             return k.read(x, [i + start if d == axis else i for d, i in enumerate(index)])
 
         return b.lazy(entry, x, shape=aval.shape, dtype=aval.dtype)
@@ -128,7 +128,7 @@ def _(x: Any, *, sizes: Any, axis: int) -> Any:
 
 
 @fused("iota")
-def _(b: Builder, *sizes: Value, dtype: Any, dimension: int, **_: Any) -> Value:
+def _(b: Builder, *sizes: ArrayExpr, dtype: Any, dimension: int, **_: Any) -> ArrayExpr:
     if sizes:
         raise Unsupported("shape", "it is not static.")
     if dtype.kind == "b":
@@ -144,7 +144,7 @@ def _(*, dtype: Any, shape: Any, dimension: int, **_: Any) -> Any:
 
 
 @funcify.register("concatenate")
-def _(b: Builder, *operands: Value, dimension: int) -> Value:
+def _(b: Builder, *operands: ArrayExpr, dimension: int) -> ArrayExpr:
     out, start = b.buffer(), 0
     with b.kernel() as k:
         for x in operands:
@@ -162,7 +162,7 @@ def _(*operands: Any, dimension: int) -> Any:
 
 
 @funcify.register("pad")
-def _(b: Builder, x: Value, filling: Value, *, padding_config: Any) -> Value:
+def _(b: Builder, x: ArrayExpr, filling: ArrayExpr, *, padding_config: Any) -> ArrayExpr:
     out = b.buffer()
     with b.kernel() as k:
         fill = k.read(filling, ())
@@ -209,8 +209,8 @@ def _with(shape: Sequence[int], axis: int, n: int) -> tuple[int, ...]:
 
 
 @fused("select_n")
-def _(b: Builder, which: Value, *cases: Value) -> Value:
-    def entry(k: Kernel, index: Place) -> str:
+def _(b: Builder, which: ArrayExpr, *cases: ArrayExpr) -> ArrayExpr:
+    def entry(k: LoopNest, index: Place) -> str:
         chosen = k.read(which, index if which.ndim else ())
         texts = [k.read(case, index) for case in cases]
         if which.dtype.kind == "b":
@@ -230,7 +230,7 @@ def _(which: Any, *cases: Any) -> Any:
 
 
 @funcify.register("stack")
-def _(b: Builder, *operands: Value, axis: int) -> Value:
+def _(b: Builder, *operands: ArrayExpr, axis: int) -> ArrayExpr:
     out = b.buffer()
     with b.kernel() as k:
         for n, x in enumerate(operands):
@@ -245,11 +245,11 @@ def _(*operands: Any, axis: int) -> Any:
 
 
 @fused("unstack")
-def _(b: Builder, x: Value, *, axis: int) -> list[Value]:
+def _(b: Builder, x: ArrayExpr, *, axis: int) -> list[ArrayExpr]:
     x = b.cheap(x)
 
-    def part(n: int, aval: Any) -> Value:
-        def entry(k: Kernel, index: Place) -> str:
+    def part(n: int, aval: Any) -> ArrayExpr:
+        def entry(k: LoopNest, index: Place) -> str:
             return k.read(x, (*index[:axis], Index((), n), *index[axis:]))
 
         return b.lazy(entry, x, shape=aval.shape, dtype=aval.dtype)
@@ -263,7 +263,7 @@ def _(x: Any, *, axis: int) -> Any:
 
 
 @funcify.register("tile")
-def _(b: Builder, x: Value, *, reps: Sequence[int]) -> Value:
+def _(b: Builder, x: ArrayExpr, *, reps: Sequence[int]) -> ArrayExpr:
     x, out = b.cheap(x), b.buffer()
     with b.kernel() as k, k.loops(reps) as which, k.loops(x.shape) as index:
         place = [i + copy * n for i, copy, n in zip(index, which, x.shape, strict=True)]
@@ -277,7 +277,7 @@ def _(x: Any, *, reps: Any) -> Any:
 
 
 @fused("empty", "empty2")
-def _(b: Builder, **_: Any) -> Value:
+def _(b: Builder, **_: Any) -> ArrayExpr:
     zero = storage.literal(0, np.dtype(b.out.dtype))
     return b.lazy(lambda k, index: zero)
 

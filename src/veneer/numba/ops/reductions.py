@@ -9,20 +9,20 @@ import numpy as np
 from jax import lax
 
 from ..codegen import storage
-from ..codegen.arrays import Buffer, Value, number
+from ..codegen.arrays import ArrayExpr, Buffer, number
 from ..codegen.builder import Builder, require_fused
 from ..codegen.index import Index
-from ..codegen.loop_nest import Kernel
+from ..codegen.loop_nest import LoopNest
 from ..maths import instructions
 from ..reference import evaluate_jaxpr
 from ..registry import Unsupported, funcify, perform
 
-Step = Callable[[Kernel, np.dtype, str, str], str]
+Step = Callable[[LoopNest, np.dtype, str, str], str]
 
 
 def _register(name: str, first: Callable[[np.dtype], Any], step: Step) -> None:
     @funcify.register(name)
-    def _(b: Builder, x: Value, *, axes: Sequence[int], **_: Any) -> Value:
+    def _(b: Builder, x: ArrayExpr, *, axes: Sequence[int], **_: Any) -> ArrayExpr:
         if not axes:  # which some functions of jax.numpy reduce over
             return x
         start = storage.literal(first(x.dtype), x.dtype)
@@ -33,14 +33,14 @@ def _register(name: str, first: Callable[[np.dtype], Any], step: Step) -> None:
         return b.converted(out, x.dtype)
 
 
-def _ends(x: Value, axes: Sequence[int]) -> bool:
+def _ends(x: ArrayExpr, axes: Sequence[int]) -> bool:
     """Whether the last axis that matters is reduced."""
     long = [axis for axis in range(x.ndim) if x.shape[axis] > 1]
     return not long or long[-1] in axes
 
 
 def _by_rows(
-    k: Kernel, x: Value, axes: tuple[int, ...], out: Buffer, start: str, step: Step
+    k: LoopNest, x: ArrayExpr, axes: tuple[int, ...], out: Buffer, start: str, step: Step
 ) -> None:
     kept = [axis for axis in range(x.ndim) if axis not in axes]
     with k.loops([x.shape[axis] for axis in kept]) as own:
@@ -52,7 +52,7 @@ def _by_rows(
 
 
 def _into_memory(
-    k: Kernel, x: Value, axes: tuple[int, ...], out: Buffer, start: str, step: Step
+    k: LoopNest, x: ArrayExpr, axes: tuple[int, ...], out: Buffer, start: str, step: Step
 ) -> None:
     """Adds up whole rows, where entries that are reduced are not neighbours."""
     kept = [axis for axis in range(x.ndim) if axis not in axes]
@@ -78,7 +78,7 @@ def _index(
 
 
 def _any_order(function: Callable[..., Any], symbol: str) -> Step:
-    def step(k: Kernel, dtype: np.dtype, total: str, text: str) -> str:
+    def step(k: LoopNest, dtype: np.dtype, total: str, text: str) -> str:
         if dtype.kind in "fV":
             return k.call(function, total, text)
         if dtype.kind == "c":
@@ -89,7 +89,7 @@ def _any_order(function: Callable[..., Any], symbol: str) -> Step:
 
 
 def _calling(function: Callable[..., Any]) -> Step:
-    def step(k: Kernel, dtype: np.dtype, total: str, text: str) -> str:
+    def step(k: LoopNest, dtype: np.dtype, total: str, text: str) -> str:
         if dtype.kind == "c":
             raise Unsupported("dtype", f"{dtype} has no order.")
         if dtype.kind == "b":
@@ -100,7 +100,7 @@ def _calling(function: Callable[..., Any]) -> Step:
 
 
 def _operator(symbol: str) -> Step:
-    def step(k: Kernel, dtype: np.dtype, total: str, text: str) -> str:
+    def step(k: LoopNest, dtype: np.dtype, total: str, text: str) -> str:
         new = f"{total} {symbol} {text}"
         return new if dtype.kind == "b" else f"{storage.type_name(dtype)}({new})"
 
@@ -147,7 +147,7 @@ def _register_named(name: str, reduce: Callable[..., Any]) -> None:
         return jax.make_jaxpr(_named(reduce, axes, groups))(*avals)
 
     @funcify.register(name)
-    def _(b: Builder, *operands: Value, axes: Any, axis_index_groups: Any) -> list[Value]:
+    def _(b: Builder, *operands: ArrayExpr, axes: Any, axis_index_groups: Any) -> list[ArrayExpr]:
         return b.inline(steps(operands, axes, axis_index_groups), *operands)
 
     @perform.register(name)
@@ -181,7 +181,9 @@ for _name, _ufunc in _UFUNCS.items():
 
 
 @funcify.register("reduce")
-def _(b: Builder, *operands: Value, jaxpr: Any, dimensions: Sequence[int], **_: Any) -> list[Value]:
+def _(
+    b: Builder, *operands: ArrayExpr, jaxpr: Any, dimensions: Sequence[int], **_: Any
+) -> list[ArrayExpr]:
     if not dimensions:
         return [*operands[: len(operands) // 2]]
     require_fused(jaxpr)
@@ -228,7 +230,7 @@ def _(*operands: Any, jaxpr: Any, dimensions: Sequence[int], **_: Any) -> list[A
 
 
 @funcify.register("argmax", "argmin")
-def _(b: Builder, x: Value, *, axes: Any, index_dtype: Any) -> Value:
+def _(b: Builder, x: ArrayExpr, *, axes: Any, index_dtype: Any) -> ArrayExpr:
     """The first of them; a NaN is taken for the greatest, and for the smallest."""
     if len(axes) != 1:
         raise Unsupported("axes", f"{axes} are not one axis.")

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from ..codegen import storage
-from ..codegen.arrays import Buffer, Value
+from ..codegen.arrays import ArrayExpr, Buffer
 from ..codegen.builder import Builder
 from ..codegen.index import Index
-from ..codegen.loop_nest import Kernel
+from ..codegen.loop_nest import LoopNest
 from ..maths.instructions import reinterpreted, select
 from ..maths.precision import ByPrecision, by_precision, floats
 from ..maths.scalar import scalar
@@ -45,7 +45,7 @@ def value_order(x):
     return select(x != x, _MOST, total_order(select(x == _ZERO, _ZERO, x)))
 
 
-def _keys(k: Kernel, text: str, dtype: np.dtype, of_floats: ByPrecision) -> list[str]:
+def _keys(k: LoopNest, text: str, dtype: np.dtype, of_floats: ByPrecision) -> list[str]:
     """What an entry is ordered by, the first first."""
     if dtype.kind == "c":
         part = np.dtype(f"f{dtype.itemsize // 2}")
@@ -63,7 +63,7 @@ def _keys(k: Kernel, text: str, dtype: np.dtype, of_floats: ByPrecision) -> list
 class _Key:
     """An operand that others are sorted by."""
 
-    value: Value
+    value: ArrayExpr
     descending: bool = False
     of_floats: ByPrecision = value_order
 
@@ -78,7 +78,7 @@ class _Key:
         """By how many numbers it is ordered."""
         return 2 if self.value.dtype.kind == "c" else 1
 
-    def read(self, k: Kernel, index: Sequence[Index]) -> list[str]:
+    def read(self, k: LoopNest, index: Sequence[Index]) -> list[str]:
         """Those numbers of an entry, as uint64."""
         keys = _keys(k, k.read(self.value, index), self.value.dtype, self.of_floats)
         most = 0xFFFFFFFF if self.is_narrow else 0xFFFFFFFFFFFFFFFF
@@ -166,7 +166,7 @@ def _order(b: Builder, keys: Sequence[_Key], axis: int, count: int) -> Buffer:
     return order
 
 
-def _sort_words(b: Builder, k: Kernel, keys: Sequence[_Key], place: _Place, n: int) -> Buffer:
+def _sort_words(b: Builder, k: LoopNest, keys: Sequence[_Key], place: _Place, n: int) -> Buffer:
     words, other = (b.buffer((n,), np.uint64) for _ in range(2))
     with k.loops([n]) as (i,):
         (key,) = keys[0].read(k, place(i))
@@ -175,7 +175,7 @@ def _sort_words(b: Builder, k: Kernel, keys: Sequence[_Key], place: _Place, n: i
     return words
 
 
-def _sort_pairs(b: Builder, k: Kernel, keys: Sequence[_Key], place: _Place, n: int) -> Buffer:
+def _sort_pairs(b: Builder, k: LoopNest, keys: Sequence[_Key], place: _Place, n: int) -> Buffer:
     words, places, *others = (b.buffer((n,), np.uint64) for _ in range(4))
     with k.loops([n]) as (i,):
         k.store(places, (i,), f"np.uint64({i})")
@@ -189,16 +189,16 @@ def _sort_pairs(b: Builder, k: Kernel, keys: Sequence[_Key], place: _Place, n: i
     return places
 
 
-def _as_stored(b: Builder, x: Value) -> Value:
+def _as_stored(b: Builder, x: ArrayExpr) -> ArrayExpr:
     """The value as it is sorted: half precision rounded, after which some entries are equal."""
     return b.force(x) if x.dtype.kind in "fV" and x.dtype.itemsize == 2 else b.cheap(x)
 
 
-def _taken(b: Builder, x: Value, order: Value, axis: int) -> Value:
+def _taken(b: Builder, x: ArrayExpr, order: ArrayExpr, axis: int) -> ArrayExpr:
     """The entries at places along an axis."""
     n = x.shape[axis]
 
-    def entry(k: Kernel, index: tuple[Index, ...]) -> str:
+    def entry(k: LoopNest, index: tuple[Index, ...]) -> str:
         at = k.variable(k.read(order, index), n)
         return k.read(x, (*index[:axis], at, *index[axis + 1 :]))
 
@@ -206,7 +206,9 @@ def _taken(b: Builder, x: Value, order: Value, axis: int) -> Value:
 
 
 @funcify.register("sort")
-def _(b: Builder, *operands: Value, dimension: int, num_keys: int, is_stable: bool) -> list[Value]:
+def _(
+    b: Builder, *operands: ArrayExpr, dimension: int, num_keys: int, is_stable: bool
+) -> list[ArrayExpr]:
     if operands[0].size == 0:
         return [*operands]
     values = [_as_stored(b, x) for x in operands]
@@ -216,7 +218,7 @@ def _(b: Builder, *operands: Value, dimension: int, num_keys: int, is_stable: bo
 
 
 @funcify.register("top_k")
-def _(b: Builder, x: Value, *, k: int, axis: int = -1, **_: Any) -> list[Value]:
+def _(b: Builder, x: ArrayExpr, *, k: int, axis: int = -1, **_: Any) -> list[ArrayExpr]:
     axis %= x.ndim
     if 0 in b.out.shape:
         return [b.buffer(aval.shape, aval.dtype) for aval in b.outs]
@@ -227,9 +229,9 @@ def _(b: Builder, x: Value, *, k: int, axis: int = -1, **_: Any) -> list[Value]:
 
 @funcify.register("approx_top_k")
 def _(
-    b: Builder, x: Value, *, k: int, reduction_dimension: int, is_max_k: bool,
+    b: Builder, x: ArrayExpr, *, k: int, reduction_dimension: int, is_max_k: bool,
     aggregate_to_topk: bool, **_: Any,
-) -> list[Value]:  # fmt: skip
+) -> list[ArrayExpr]:  # fmt: skip
     if not aggregate_to_topk:
         raise Unsupported("aggregate_to_topk", "False is not supported.")
     axis, x = reduction_dimension % x.ndim, _as_stored(b, x)
@@ -239,11 +241,11 @@ def _(
 
 def _register_comparison(name: str, symbol: str, ufunc: Any) -> None:
     @fused(name)
-    def _(b: Builder, x: Value, y: Value) -> Value:
+    def _(b: Builder, x: ArrayExpr, y: ArrayExpr) -> ArrayExpr:
         if x.dtype.kind == "c":
             raise Unsupported("dtype", f"{x.dtype} is not supported.")
 
-        def entry(k: Kernel, x: str, y: str) -> str:
+        def entry(k: LoopNest, x: str, y: str) -> str:
             (left,), (right,) = (_keys(k, text, dtype, total_order) for text in (x, y))
             return f"{left} {symbol} {right}"
 

@@ -13,10 +13,10 @@ import numpy as np
 from jax import lax
 
 from ..._jax.primitives import special_function
-from ..codegen.arrays import Value, number
+from ..codegen.arrays import ArrayExpr, number
 from ..codegen.builder import Builder, broadcast_read
 from ..codegen.index import Index
-from ..codegen.loop_nest import Kernel
+from ..codegen.loop_nest import LoopNest
 from ..front.graph import graph_of
 from ..reference import evaluate_jaxpr
 from ..registry import funcify, fused, perform
@@ -33,11 +33,11 @@ class _Steps(Builder):
     So a long chain of steps is no deep one of lazy values, which Python's recursion would end.
     """
 
-    def __init__(self, k: Kernel):
+    def __init__(self, k: LoopNest):
         super().__init__()
         self._k = k
 
-    def _kept(self, value: Value, n_readers: int) -> Value:
+    def _kept(self, value: ArrayExpr, n_readers: int) -> ArrayExpr:
         return number(self._k.let(self._k.read(value, ())), value.dtype)
 
 
@@ -76,13 +76,13 @@ def _define(name: str, function: Function) -> None:
     _perform_as(name, function)
 
     @fused(name)
-    def _(b: Builder, *operands: Value) -> Value:
+    def _(b: Builder, *operands: ArrayExpr) -> ArrayExpr:
         dtype = operands[0].dtype
         wide = _wide(dtype)
         operands = tuple(b.converted(b.cheap(x), wide) for x in operands)
         graph = graph_of(_traced(function, *(jax.ShapeDtypeStruct((), wide) for _ in operands)))
 
-        def entry(k: Kernel, index: tuple[Index, ...]) -> str:
+        def entry(k: LoopNest, index: tuple[Index, ...]) -> str:
             texts = [broadcast_read(k, x, index) for x in operands]
             (result,) = _Steps(k).run(graph, [number(text, wide) for text in texts])
             return k.read(result, ())
@@ -96,7 +96,7 @@ def _define_by_loops(name: str, function: Function) -> None:
     function = _widened(function)
 
     @funcify.register(name)
-    def _(b: Builder, *operands: Value) -> list[Value]:
+    def _(b: Builder, *operands: ArrayExpr) -> list[ArrayExpr]:
         return b.inline(_traced(function, *operands), *map(b.cheap, operands))
 
 

@@ -10,20 +10,22 @@ import numpy as np
 from jax import lax
 
 from ..codegen import storage
-from ..codegen.arrays import Value, number
+from ..codegen.arrays import ArrayExpr, number
 from ..codegen.builder import Builder, require_fused
 from ..codegen.index import Index, flat
-from ..codegen.loop_nest import Kernel
+from ..codegen.loop_nest import LoopNest
 from ..maths import instructions
 from ..reference import evaluate_jaxpr
 from ..registry import Unsupported, funcify, perform
 from .elementwise import wrapped
 
-Step = Callable[[Kernel, str, str], str]
+Step = Callable[[LoopNest, str, str], str]
 Sizes = Sequence[int]
 
 
-def _padded(b: Builder, x: Value, filling: Value, padding: Any, dilation: Sizes) -> Value:
+def _padded(
+    b: Builder, x: ArrayExpr, filling: ArrayExpr, padding: Any, dilation: Sizes
+) -> ArrayExpr:
     """The array with a number around it, and in between."""
     pairs = zip(padding, dilation, strict=True)
     config = [(int(low), int(high), int(step) - 1) for (low, high), step in pairs]
@@ -43,10 +45,10 @@ def _under(
 
 
 def _reduced(
-    b: Builder, x: Value, start: Value, step: Callable[[np.dtype], Step], *,
+    b: Builder, x: ArrayExpr, start: ArrayExpr, step: Callable[[np.dtype], Step], *,
     window_dimensions: Sizes, window_strides: Sizes, padding: Any, base_dilation: Sizes,
     window_dilation: Sizes, masked: bool = False,
-) -> Value:  # fmt: skip
+) -> ArrayExpr:  # fmt: skip
     """Of each window, `total = step(k, total, entry)` of all its entries from `start` on.
 
     With `masked`, of those of the array alone; else `start` is to be what changes no total.
@@ -68,7 +70,7 @@ def _reduced(
     return b.converted(out, x.dtype)
 
 
-def _full(b: Builder, value: bool, shape: Sizes = ()) -> Value:
+def _full(b: Builder, value: bool, shape: Sizes = ()) -> ArrayExpr:
     text = str(value)
     return b.lazy(lambda k, index: text, shape=shape, dtype=bool)
 
@@ -114,7 +116,7 @@ _KINDS: dict[str, tuple[Any, Any, Any]] = {
 
 def _register(name: str, first: Any, step: Any, ufunc: Any) -> None:
     @funcify.register(name)
-    def _(b: Builder, x: Value, **params: Any) -> Value:
+    def _(b: Builder, x: ArrayExpr, **params: Any) -> ArrayExpr:
         return _reduced(b, x, b.constant(first(x.dtype), x.dtype), step, **params)
 
     @perform.register(name)
@@ -127,13 +129,13 @@ for _name, _parts in _KINDS.items():
 
 
 @funcify.register("reduce_window")
-def _(b: Builder, *operands: Value, jaxpr: Any, consts: Any, **params: Any) -> Value:
+def _(b: Builder, *operands: ArrayExpr, jaxpr: Any, consts: Any, **params: Any) -> ArrayExpr:
     if len(operands) != 2 or consts:
         raise Unsupported("operands", "more than one array is not supported.")
     require_fused(jaxpr)
 
     def of(dtype: np.dtype) -> Step:
-        def step(k: Kernel, total: str, x: str) -> str:
+        def step(k: LoopNest, total: str, x: str) -> str:
             now = k.here(total)  # of which nothing moves out of the loop
             (result,) = b.inline_in(k, jaxpr, number(now, dtype), number(x, dtype))
             return result
@@ -202,9 +204,9 @@ def _keeps(select_prim: Any) -> str:
 
 @funcify.register("select_and_scatter_add")
 def _(
-    b: Builder, source: Value, x: Value, *, select_prim: Any, window_dimensions: Sizes,
+    b: Builder, source: ArrayExpr, x: ArrayExpr, *, select_prim: Any, window_dimensions: Sizes,
     window_strides: Sizes, padding: Any,
-) -> Value:  # fmt: skip
+) -> ArrayExpr:  # fmt: skip
     symbol, x, source = _keeps(select_prim), b.cheap(x), b.cheap(source)
     out = b.buffer(dtype=storage.computed_dtype(x.dtype))  # in which sums are kept
     entries = out.reshaped((out.size,))
@@ -259,9 +261,9 @@ def _(
 
 @funcify.register("select_and_gather_add")
 def _(
-    b: Builder, source: Value, x: Value, *, select_prim: Any, window_dimensions: Sizes,
+    b: Builder, source: ArrayExpr, x: ArrayExpr, *, select_prim: Any, window_dimensions: Sizes,
     window_strides: Sizes, padding: Any, base_dilation: Sizes, window_dilation: Sizes,
-) -> Value:  # fmt: skip
+) -> ArrayExpr:  # fmt: skip
     # Of equal entries the first counts, as in the transpose; to XLA it may be another of them.
     symbol, dtype = _keeps(select_prim), x.dtype
     first = b.constant(_least(dtype) if symbol == ">=" else _most(dtype), dtype)

@@ -7,19 +7,19 @@ import jax
 import numpy as np
 from jax import lax
 
-from ...codegen.arrays import Value
+from ...codegen.arrays import ArrayExpr
 from ...codegen.builder import Builder
 from ...codegen.index import Index
-from ...codegen.loop_nest import Kernel
+from ...codegen.loop_nest import LoopNest
 from ...registry import funcify, perform
 
 
 @funcify.register("conv_general_dilated")
 def _(
-    b: Builder, x: Value, kernel: Value, *, window_strides: Any, padding: Any, lhs_dilation: Any,
-    rhs_dilation: Any, dimension_numbers: Any, feature_group_count: int, batch_group_count: int,
-    preferred_element_type: Any = None, **_: Any,
-) -> Value:  # fmt: skip
+    b: Builder, x: ArrayExpr, kernel: ArrayExpr, *, window_strides: Any, padding: Any,
+    lhs_dilation: Any, rhs_dilation: Any, dimension_numbers: Any, feature_group_count: int,
+    batch_group_count: int, preferred_element_type: Any = None, **_: Any,
+) -> ArrayExpr:  # fmt: skip
     x_axes, kernel_axes, out_axes = dimension_numbers
     groups = feature_group_count * batch_group_count
     out_shape, dtype = b.out.shape, np.dtype(b.out.dtype)
@@ -31,7 +31,7 @@ def _(
         return _zeros(b)
     padded = _padded(b, x, x_axes[2:], padding, lhs_dilation)
 
-    def window(k: Kernel, index: tuple[Index, ...]) -> str:
+    def window(k: LoopNest, index: tuple[Index, ...]) -> str:
         """Of a group and of an example: the number at a place, of a channel, under the kernel."""
         group, example, channel = index[0], index[1], index[2 + n_spatial]
         places: dict[int, Index] = {
@@ -43,7 +43,7 @@ def _(
             places[axis] = i * stride + j * dilation
         return k.read(padded, [places[axis] for axis in range(padded.ndim)])
 
-    def weight(k: Kernel, index: tuple[Index, ...]) -> str:
+    def weight(k: LoopNest, index: tuple[Index, ...]) -> str:
         """Of a group: the number of an output, of a channel, at a place in the kernel."""
         output = index[0] * (outputs // groups) + index[1]
         places = dict(zip(kernel_axes, (output, *index[2:]), strict=True))
@@ -69,14 +69,14 @@ def _(
     return result
 
 
-def _zeros(b: Builder) -> Value:
+def _zeros(b: Builder) -> ArrayExpr:
     zero = b.constant(0, b.out.dtype)
     return b.lazy(lambda k, index: k.read(zero, ()))
 
 
 def _padded(
-    b: Builder, x: Value, axes: Sequence[int], padding: Any, dilation: Sequence[int]
-) -> Value:
+    b: Builder, x: ArrayExpr, axes: Sequence[int], padding: Any, dilation: Sequence[int]
+) -> ArrayExpr:
     """The array with zeros around it, and in between."""
     config = [(0, 0, 0)] * x.ndim
     for axis, (low, high), step in zip(axes, padding, dilation, strict=True):
@@ -84,7 +84,9 @@ def _padded(
     return padded(b, x, 0, config)
 
 
-def padded(b: Builder, x: Value, filling: Any, config: Sequence[tuple[int, int, int]]) -> Value:
+def padded(
+    b: Builder, x: ArrayExpr, filling: Any, config: Sequence[tuple[int, int, int]]
+) -> ArrayExpr:
     """As lax.pad has it; the value itself, if there is nothing to add."""
     if not any(any(amounts) for amounts in config):
         return b.cheap(x)

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...codegen import storage
-from ...codegen.arrays import Value
+from ...codegen.arrays import ArrayExpr
 from ...codegen.builder import Builder
 from ...codegen.index import Index
-from ...codegen.loop_nest import Kernel
+from ...codegen.loop_nest import LoopNest
 from ...maths import instructions
 from ...registry import Unsupported, funcify, perform
 from ..indexing import clamped, within
@@ -22,7 +22,7 @@ from .matrices import call_lapack, checked, known, of_each, stacked, transposed
 
 
 @funcify.register("cholesky")
-def _(b: Builder, x: Value, **_: Any) -> Value:
+def _(b: Builder, x: ArrayExpr, **_: Any) -> ArrayExpr:
     dtype, n = checked(x), x.shape[-1]
     out, info = b.copy(x), b.buffer(x.shape[:-2], np.int32)
     count, matrices = stacked(out, 2)
@@ -30,7 +30,7 @@ def _(b: Builder, x: Value, **_: Any) -> Value:
     call_lapack(b, "potrf", dtype, count, lambda of: ["U", n, of(matrices), n, of(infos)])
     zero = storage.literal(0, dtype)
 
-    def entry(k: Kernel, index: tuple[Index, ...]) -> str:
+    def entry(k: LoopNest, index: tuple[Index, ...]) -> str:
         below = f"{index[-1]} <= {index[-2]}"
         return k.let(k.call(instructions.select, below, k.read(out, index), zero))
 
@@ -53,7 +53,7 @@ def _(x: Any, **_: Any) -> Any:
 
 
 @funcify.register("lu")
-def _(b: Builder, x: Value) -> list[Value]:
+def _(b: Builder, x: ArrayExpr) -> list[ArrayExpr]:
     dtype, (m, n) = checked(x), x.shape[-2:]
     batch = x.shape[:-2]
     out = b.copy(transposed(b, x))
@@ -68,7 +68,7 @@ def _(b: Builder, x: Value) -> list[Value]:
     return [transposed(b, out), first, _permutation(b, first, m)]
 
 
-def _permutation(b: Builder, pivots: Value, size: int) -> Value:
+def _permutation(b: Builder, pivots: ArrayExpr, size: int) -> ArrayExpr:
     """The order of rows, of which each was exchanged with that at a pivot in turn."""
     *batch, n = pivots.shape
     out = b.buffer((*batch, size), np.int32)
@@ -86,7 +86,7 @@ def _permutation(b: Builder, pivots: Value, size: int) -> Value:
 
 
 @funcify.register("lu_pivots_to_permutation")
-def _(b: Builder, pivots: Value, *, permutation_size: int) -> Value:
+def _(b: Builder, pivots: ArrayExpr, *, permutation_size: int) -> ArrayExpr:
     return _permutation(b, b.cheap(pivots), permutation_size)
 
 
@@ -117,7 +117,7 @@ def _(x: Any) -> list[Any]:
 
 
 @funcify.register("geqrf")
-def _geqrf(b: Builder, x: Value, **_: Any) -> list[Value]:
+def _geqrf(b: Builder, x: ArrayExpr, **_: Any) -> list[ArrayExpr]:
     dtype, (m, n) = checked(x), x.shape[-2:]
     batch = x.shape[:-2]
     out = b.copy(transposed(b, x))
@@ -133,7 +133,7 @@ def _geqrf(b: Builder, x: Value, **_: Any) -> list[Value]:
 
 
 @funcify.register("householder_product")
-def _orgqr(b: Builder, x: Value, taus: Value) -> Value:
+def _orgqr(b: Builder, x: ArrayExpr, taus: ArrayExpr) -> ArrayExpr:
     dtype, (m, n) = checked(x), x.shape[-2:]
     reflections = taus.shape[-1]
     out, info = b.copy(transposed(b, x)), b.buffer((), np.int32)
@@ -148,7 +148,9 @@ def _orgqr(b: Builder, x: Value, taus: Value) -> Value:
 
 
 @funcify.register("qr")
-def _(b: Builder, x: Value, *, pivoting: bool, full_matrices: bool, **_: Any) -> list[Value]:
+def _(
+    b: Builder, x: ArrayExpr, *, pivoting: bool, full_matrices: bool, **_: Any
+) -> list[ArrayExpr]:
     if pivoting:
         raise Unsupported("pivoting", "True is not supported.")
     m, n = x.shape[-2:]
@@ -160,7 +162,7 @@ def _(b: Builder, x: Value, *, pivoting: bool, full_matrices: bool, **_: Any) ->
     return [_orgqr(b, first, taus), _through(b, lambda r: jnp.triu(r[..., :rows, :]), r)]
 
 
-def _through(b: Builder, f: Callable[..., Any], x: Value) -> Value:
+def _through(b: Builder, f: Callable[..., Any], x: ArrayExpr) -> ArrayExpr:
     """A function of JAX of a value."""
     (result,) = b.inline(jax.make_jaxpr(f)(jax.ShapeDtypeStruct(x.shape, x.dtype)), x)
     return result
@@ -192,8 +194,8 @@ def _(x: Any, taus: Any) -> Any:
 
 @funcify.register("eigh")
 def _(
-    b: Builder, x: Value, *, lower: bool, subset_by_index: Any = None, **params: Any
-) -> list[Value]:
+    b: Builder, x: ArrayExpr, *, lower: bool, subset_by_index: Any = None, **params: Any
+) -> list[ArrayExpr]:
     dtype, n = checked(x), x.shape[-1]
     _check_whole(subset_by_index, (0, n), params.get("algorithm"), ("QR", "DEFAULT"))
     batch = x.shape[:-2]
@@ -225,9 +227,9 @@ def _(x: Any, *, lower: bool, **_: Any) -> list[Any]:
 
 @funcify.register("svd")
 def _(
-    b: Builder, x: Value, *, full_matrices: bool, compute_uv: bool, subset_by_index: Any = None,
+    b: Builder, x: ArrayExpr, *, full_matrices: bool, compute_uv: bool, subset_by_index: Any = None,
     **params: Any,
-) -> list[Value]:  # fmt: skip
+) -> list[ArrayExpr]:  # fmt: skip
     dtype, (m, n) = checked(x), x.shape[-2:]
     few = min(m, n)
     _check_whole(subset_by_index, (0, few), params.get("algorithm"), ("DEFAULT",))

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from ...codegen import storage
-from ...codegen.arrays import Value
+from ...codegen.arrays import ArrayExpr
 from ...codegen.builder import Builder
 from ...registry import Unsupported, funcify, perform
 from .matrices import Text, call_lapack, checked, known, stacked, transposed
@@ -13,9 +13,9 @@ from .matrices import Text, call_lapack, checked, known, stacked, transposed
 
 @funcify.register("triangular_solve")
 def _(
-    b: Builder, a: Value, y: Value, *, left_side: bool, lower: bool, transpose_a: bool,
+    b: Builder, a: ArrayExpr, y: ArrayExpr, *, left_side: bool, lower: bool, transpose_a: bool,
     unit_diagonal: bool, **_: Any,
-) -> Value:  # fmt: skip
+) -> ArrayExpr:  # fmt: skip
     dtype, (rows, columns) = checked(a, y), y.shape[-2:]
     n = a.shape[-1]
     out = b.copy(y)
@@ -61,7 +61,9 @@ def _(
 
 
 @funcify.register("tridiagonal_solve")
-def _(b: Builder, lower: Value, diagonal: Value, upper: Value, y: Value, **params: Any) -> Value:
+def _(
+    b: Builder, lower: ArrayExpr, diagonal: ArrayExpr, upper: ArrayExpr, y: ArrayExpr, **params: Any
+) -> ArrayExpr:
     dtype, (n, n_right) = checked(lower, y), y.shape[-2:]
     if params.get("perturb_singular"):
         raise Unsupported("perturb_singular", "True is not supported.")

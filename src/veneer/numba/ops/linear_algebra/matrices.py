@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 
 from ...codegen import storage
-from ...codegen.arrays import Buffer, Value
+from ...codegen.arrays import ArrayExpr, Buffer
 from ...codegen.builder import Builder
 from ...codegen.index import Index
-from ...codegen.loop_nest import Kernel
+from ...codegen.loop_nest import LoopNest
 from ...maths import instructions
 from ...registry import Unsupported
 from . import lapack
 
 
-def checked(*operands: Value) -> np.dtype:
+def checked(*operands: ArrayExpr) -> np.dtype:
     dtype = operands[0].dtype
     if lapack.letter_of(dtype) is None:
         raise Unsupported("dtype", f"{dtype} is not supported, float32 and float64 are.")
@@ -55,18 +55,18 @@ def stacked(value: Buffer, n_axes: int) -> tuple[int, Buffer]:
     return n, value.reshaped((n, *own))
 
 
-def transposed(b: Builder, x: Value) -> Value:
+def transposed(b: Builder, x: ArrayExpr) -> ArrayExpr:
     """Matrices transposed."""
     entry = lambda k, index: k.read(x, (*index[:-2], index[-1], index[-2]))
     return b.lazy(entry, x, shape=(*x.shape[:-2], x.shape[-1], x.shape[-2]), dtype=x.dtype)
 
 
-def known(b: Builder, x: Value, info: Buffer) -> Value:
+def known(b: Builder, x: ArrayExpr, info: Buffer) -> ArrayExpr:
     """The value where LAPACK was able to, and NaN elsewhere."""
     n_batch = info.ndim
     nan = storage.literal(np.nan, x.dtype)
 
-    def entry(k: Kernel, index: tuple[Index, ...]) -> str:
+    def entry(k: LoopNest, index: tuple[Index, ...]) -> str:
         able = f"{k.read(info, index[:n_batch])} == 0"
         return k.let(k.call(instructions.select, able, k.read(x, index), nan))
 

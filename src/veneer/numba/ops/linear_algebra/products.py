@@ -10,10 +10,10 @@ import numpy as np
 from jax import lax
 
 from ...codegen import storage
-from ...codegen.arrays import Buffer, Memory, Value
+from ...codegen.arrays import ArrayExpr, Buffer, Memory
 from ...codegen.builder import Builder
 from ...codegen.index import Index, strides_of
-from ...codegen.loop_nest import Kernel
+from ...codegen.loop_nest import LoopNest
 from ...maths import instructions
 from ...registry import Unsupported, funcify, perform
 from . import blas
@@ -25,10 +25,10 @@ _COLUMNS = {4: 64, 8: 32}
 
 
 @dataclass
-class _Operand:
+class _DotOperand:
     """An operand with its axes by what they are: of batches, free, contracted."""
 
-    value: Value
+    value: ArrayExpr
     batch: Sequence[int]
     free: Sequence[int]
     inner: Sequence[int]
@@ -43,7 +43,7 @@ class _Operand:
     def axes(self) -> list[int]:
         return [*self.batch, *self.free, *self.inner]
 
-    def read(self, k: Kernel, *index: Sequence[Index]) -> str:
+    def read(self, k: LoopNest, *index: Sequence[Index]) -> str:
         """The entry at the indices of batches, free axes and contracted ones."""
         places = dict(zip(self.axes, [i for part in index for i in part], strict=True))
         return k.read(self.value, [places[axis] for axis in range(len(places))])
@@ -51,13 +51,19 @@ class _Operand:
 
 @funcify.register("dot_general")
 def _(
-    b: Builder, x: Value, y: Value, *, dimension_numbers: Any, precision: Any = None, **_: Any
-) -> Value:
+    b: Builder,
+    x: ArrayExpr,
+    y: ArrayExpr,
+    *,
+    dimension_numbers: Any,
+    precision: Any = None,
+    **_: Any,
+) -> ArrayExpr:
     _check_algorithm(precision, np.dtype(b.out.dtype))
     (cx, cy), (bx, by) = dimension_numbers
     fx = [axis for axis in range(x.ndim) if axis not in (*cx, *bx)]
     fy = [axis for axis in range(y.ndim) if axis not in (*cy, *by)]
-    left, right = _Operand(x, bx, fx, cx), _Operand(y, by, fy, cy)
+    left, right = _DotOperand(x, bx, fx, cx), _DotOperand(y, by, fy, cy)
     if left.size(cx) == 1:
         return _of_single_entries(b, left, right)
     left.value, right.value = b.cheap(x), b.cheap(y)
@@ -77,12 +83,12 @@ def _check_algorithm(precision: Any, dtype: np.dtype) -> None:
         raise Unsupported("precision", f"{precision} is not supported for results of {dtype}.")
 
 
-def _of_single_entries(b: Builder, x: _Operand, y: _Operand) -> Value:
+def _of_single_entries(b: Builder, x: _DotOperand, y: _DotOperand) -> ArrayExpr:
     """The outer product: nothing is summed."""
     dtype, none = np.dtype(b.out.dtype), [Index()] * len(x.inner)
     n_batch, n_rows = len(x.batch), len(x.free)
 
-    def entry(k: Kernel, index: tuple[Index, ...]) -> str:
+    def entry(k: LoopNest, index: tuple[Index, ...]) -> str:
         batch, rest = index[:n_batch], index[n_batch:]
         factors = [
             _entry(k, x, dtype, batch, rest[:n_rows], none),
@@ -99,20 +105,20 @@ def _of_single_entries(b: Builder, x: _Operand, y: _Operand) -> Value:
 # Loops.
 
 
-def _by_loops(k: Kernel, x: _Operand, y: _Operand, out: Buffer) -> None:
+def _by_loops(k: LoopNest, x: _DotOperand, y: _DotOperand, out: Buffer) -> None:
     """Writes loops in the order in which memory is read."""
     rows = y.size(y.free) > 1 and not _inner_is_dense(y)
     (_by_rows if rows else _by_entries)(k, x, y, out)
 
 
-def _inner_is_dense(y: _Operand) -> bool:
+def _inner_is_dense(y: _DotOperand) -> bool:
     """Whether neighbours in memory are summed up."""
     view = strided(y.value)
     long = [axis for axis in y.inner if y.value.shape[axis] > 1]
     return view is not None and bool(long) and view.strides[long[-1]] == 1
 
 
-def _by_entries(k: Kernel, x: _Operand, y: _Operand, out: Buffer) -> None:
+def _by_entries(k: LoopNest, x: _DotOperand, y: _DotOperand, out: Buffer) -> None:
     """A sum for each entry."""
     dtype = out.dtype
     with (
@@ -130,7 +136,7 @@ def _by_entries(k: Kernel, x: _Operand, y: _Operand, out: Buffer) -> None:
         k.store(out, (*batch, *rows, *columns), total)
 
 
-def _by_rows(k: Kernel, x: _Operand, y: _Operand, out: Buffer) -> None:
+def _by_rows(k: LoopNest, x: _DotOperand, y: _DotOperand, out: Buffer) -> None:
     """A row of the result is the sum of rows of y, times numbers of x.
 
     A long one is done part by part, each of which stays in registers.
@@ -149,9 +155,9 @@ def _by_rows(k: Kernel, x: _Operand, y: _Operand, out: Buffer) -> None:
 
 
 def _row(
-    k: Kernel,
-    x: _Operand,
-    y: _Operand,
+    k: LoopNest,
+    x: _DotOperand,
+    y: _DotOperand,
     out: Buffer,
     batch: Sequence[Index],
     rows: Sequence[Index],
@@ -170,12 +176,12 @@ def _row(
             k.store(out, (*batch, *rows, *columns), _added(k, dtype, total, factors, True))
 
 
-def _entry(k: Kernel, x: _Operand, dtype: np.dtype, *index: Sequence[Index]) -> str:
+def _entry(k: LoopNest, x: _DotOperand, dtype: np.dtype, *index: Sequence[Index]) -> str:
     return k.let(storage.cast(k, x.read(k, *index), x.value.dtype, dtype))
 
 
 def _added(
-    k: Kernel, dtype: np.dtype, total: str, factors: list[str], in_order: bool = False
+    k: LoopNest, dtype: np.dtype, total: str, factors: list[str], in_order: bool = False
 ) -> str:
     product = (" & " if dtype.kind == "b" else " * ").join(factors)
     if dtype.kind in "iu":
@@ -208,11 +214,11 @@ class Strided:
         return Buffer((), self.memory.dtype, self.memory, offset)
 
 
-def strided(value: Value) -> Strided | None:
+def strided(value: ArrayExpr) -> Strided | None:
     """The strides of a value that is a view of memory, as read by a kernel; None of any other."""
     if isinstance(value, Buffer):
         return Strided(value.memory, value.offset, 0, strides_of(value.shape))
-    k = Kernel()
+    k = LoopNest()
     with k.loops(value.shape) as index:
         text = k.read(value, index)
         access = k.access_of(text)
@@ -236,7 +242,7 @@ class _Matrices:
     row: int
 
 
-def _by_blas(b: Builder, x: _Operand, y: _Operand, out: Buffer) -> bool:
+def _by_blas(b: Builder, x: _DotOperand, y: _DotOperand, out: Buffer) -> bool:
     """Calls BLAS, if it pays and it knows the dtype."""
     n_batches, m, n, k = x.size(x.batch), x.size(x.free), y.size(y.free), x.size(x.inner)
     dtypes = {x.value.dtype, y.value.dtype, out.dtype}
@@ -265,7 +271,7 @@ def _by_blas(b: Builder, x: _Operand, y: _Operand, out: Buffer) -> bool:
 
 def _matrices(
     b: Builder,
-    x: _Operand,
+    x: _DotOperand,
     rows: Sequence[int],
     columns: Sequence[int],
     in_memory: bool = False,
@@ -288,7 +294,7 @@ def _matrices(
 
 
 def _view(
-    view: Strided, x: _Operand, rows: Sequence[int], columns: Sequence[int]
+    view: Strided, x: _DotOperand, rows: Sequence[int], columns: Sequence[int]
 ) -> _Matrices | None:
     """The matrices in the memory that they are in, if BLAS can take them from there."""
     steps = [_one_stride(view, x, axes) for axes in (x.batch, rows, columns)]
@@ -303,7 +309,7 @@ def _view(
     return None
 
 
-def _one_stride(view: Strided, x: _Operand, axes: Sequence[int]) -> int | None:
+def _one_stride(view: Strided, x: _DotOperand, axes: Sequence[int]) -> int | None:
     """The stride of axes taken as one, or None if they are not evenly apart."""
     long = [axis for axis in axes if x.value.shape[axis] > 1]
     for outer, inner in itertools.pairwise(long):
