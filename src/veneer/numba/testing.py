@@ -108,8 +108,8 @@ def assert_trees_equal(
     ):
         where = f"result{jax.tree_util.keystr(path)}, {how}"
         x, y = np.asarray(data(x)), np.asarray(data(y))
-        found, wanted = (x.dtype, x.shape), (y.dtype, y.shape)
-        assert found == wanted, f"{where}: {found}, and not {wanted}"
+        actual, wanted = (x.dtype, x.shape), (y.dtype, y.shape)
+        assert actual == wanted, f"{where}: {actual}, and not {wanted}"
         _assert_close(x, y, rtol, atol, where)
 
 

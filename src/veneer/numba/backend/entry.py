@@ -171,7 +171,7 @@ def _address(
     """Where the entries of an argument are, if it is an array of this dtype and shape."""
     builder, kind_of_object = w.builder, w.load(array, _TYPE)
     is_array = builder.icmp_unsigned("==", kind_of_object, w.entry("array_type"))
-    found = []
+    addresses = []
     done = builder.append_basic_block()
     if shape:
         _require(w, is_array, slow)
@@ -182,18 +182,18 @@ def _address(
         builder.position_at_end(numbers)
         is_scalar = builder.icmp_unsigned("==", kind_of_object, w.entry(f"scalar{dtype}"))
         if kind in (np.float32, np.float64):
-            found.append(_from_float(w, array, kind, kind_of_object, is_scalar, slow, done))
+            addresses.append(_from_float(w, array, kind, kind_of_object, is_scalar, slow, done))
         else:
             _require(w, is_scalar, slow)
-            found.append((builder.add(array, w.word(_SCALAR)), builder.block))
+            addresses.append((builder.add(array, w.word(_SCALAR)), builder.block))
             builder.branch(done)
         builder.position_at_end(arrays)
     _require_layout(w, array, dtype, shape, slow)
-    found.append((w.load(array, _DATA), builder.block))
+    addresses.append((w.load(array, _DATA), builder.block))
     builder.branch(done)
     builder.position_at_end(done)
     phi = builder.phi(w.word)
-    for value, block in found:
+    for value, block in addresses:
         phi.add_incoming(value, block)
     return phi
 
@@ -347,7 +347,7 @@ def _check_layout_of_objects() -> None:
     """Refuses a Python whose objects lie otherwise."""
     array = np.zeros((2, 3), np.float32)
     words = lambda offset, type: type.from_address(id(array) + offset).value
-    found = (
+    actual = (
         words(_TYPE, ctypes.c_size_t),
         words(_DATA, ctypes.c_size_t),
         words(_NDIM, ctypes.c_int),
@@ -355,7 +355,7 @@ def _check_layout_of_objects() -> None:
         words(_FLAGS, ctypes.c_int) & _CONTIGUOUS_ALIGNED,
     )
     expected = (id(np.ndarray), array.ctypes.data, 2, id(array.dtype), _CONTIGUOUS_ALIGNED)
-    if sys.maxsize < 2**32 or found != expected:
+    if sys.maxsize < 2**32 or actual != expected:
         raise NotImplementedError(
             f"vn.numba does not know how objects lie in memory in {sys.version} with NumPy "
             f"{np.__version__}."

@@ -144,11 +144,11 @@ def _divided(k: "LoopNest", place: Index, shape: tuple[int, ...]) -> tuple[Index
 
 def parts(*values: ArrayExpr) -> frozenset[ArrayExpr]:
     """All lazy values that values are computed of, with themselves."""
-    found: set[ArrayExpr] = set()
+    lazy: set[ArrayExpr] = set()
     for value in values:
         if isinstance(value, LazyArray):
-            found |= {value, *value.reads}
-    return frozenset(found)
+            lazy |= {value, *value.reads}
+    return frozenset(lazy)
 
 
 def number(text: str, dtype: np.dtype) -> LazyArray:

@@ -95,9 +95,9 @@ def _reads(value: ArrayExpr) -> dict[Memory, set[str | None]]:
     k = LoopNest()
     with k.loops(value.shape) as index:
         k.read(value, index)
-        own = flat(index, value.shape)
+        target_place = flat(index, value.shape)
     for access in k.accesses:
-        place = access.offset if access.place == own else None
+        place = access.offset if access.place == target_place else None
         reads.setdefault(access.memory, set()).add(place)
     return reads
 
@@ -114,8 +114,8 @@ def _grouped(
         written = {member.target.memory: member.target.offset for member in group.members}
         for member in [*group.members]:
             reads = {memory: member.reads[memory] for memory in written.keys() & member.reads}
-            own = all(places == {written[memory]} for memory, places in reads.items())
-            if not (own or member.in_place):
+            aligned = all(places == {written[memory]} for memory, places in reads.items())
+            if not (aligned or member.in_place):
                 beside.append((member.target, _computed(b, member.value)))
                 group.members.remove(member)
     return [group for group in by_shape.values() if group.members]

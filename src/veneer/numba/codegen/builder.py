@@ -146,14 +146,14 @@ class Builder:
             return value
         return number(self._kernel.let(self._kernel.read(value, ())), value.dtype)
 
-    def repeated(self, value: ArrayExpr, own: Sequence[int]) -> ArrayExpr:
-        """The value as a result may read it that has it on the axes `own`, again along others.
+    def repeated(self, value: ArrayExpr, axes: Sequence[int]) -> ArrayExpr:
+        """The value as a result may read it that has it on `axes`, again along others.
 
         What inner loops repeat, they leave to outer ones; what outer ones do is computed before.
         """
         shape = self.out.shape
-        others = [axis for axis in range(len(shape)) if axis not in own and shape[axis] > 1]
-        again = others and own and min(others) < max(own)
+        others = [axis for axis in range(len(shape)) if axis not in axes and shape[axis] > 1]
+        again = others and axes and min(others) < max(axes)
         return self.cheap(value) if again else value
 
     def reshaped(self, value: ArrayExpr, shape: Sequence[int]) -> ArrayExpr:
@@ -297,9 +297,9 @@ class Builder:
             ) from reason
         results = [*results] if isinstance(results, Sequence) else [results]
         for value, variable in zip(results, equation.outputs, strict=True):
-            found, wanted = (value.shape, value.dtype), (variable.aval.shape, variable.aval.dtype)
-            if found != wanted:
-                raise TypeError(f"the rule of {name!r} gave {found}, where JAX has {wanted}")
+            actual, wanted = (value.shape, value.dtype), (variable.aval.shape, variable.aval.dtype)
+            if actual != wanted:
+                raise TypeError(f"the rule of {name!r} gave {actual}, where JAX has {wanted}")
         return results
 
     def _check(self, aval: Any) -> None:
@@ -344,5 +344,5 @@ def _name_of(value: ArrayExpr) -> str:
 
 def broadcast_read(k: LoopNest, value: ArrayExpr, index: Sequence[Index]) -> str:
     """Reads a value whose axes of size 1 stand for any size, as JAX's elementwise operands may."""
-    own = [Index() if n == 1 else i for n, i in zip(value.shape, index, strict=False)]
-    return k.read(value, own)
+    place = [Index() if n == 1 else i for n, i in zip(value.shape, index, strict=False)]
+    return k.read(value, place)

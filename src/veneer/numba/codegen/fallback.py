@@ -43,7 +43,7 @@ class Fallbacks:
         self.primitives: list[str] = []
         self._lines: list[str] = []
         self._callbacks: list[Any] = []  # which compiled code refers to by their addresses
-        self._own = threading.local()
+        self._thread = threading.local()
 
     def compile(self, b: "Builder", operands: Sequence[ArrayExpr]) -> list[Buffer]:
         """Writes a call of the equation at hand."""
@@ -85,7 +85,7 @@ class Fallbacks:
                 write_results(place)
             except BaseException as error:  # it must not pass through compiled code
                 traceback.clear_frames(error.__traceback__)  # which have views of that memory
-                self._own.error = error
+                self._thread.error = error
 
         return function
 
@@ -101,11 +101,11 @@ class Fallbacks:
         """The function of a program, without its last result, which raises what JAX has raised."""
 
         def call(*args: Any) -> Any:
-            self._own.error = None
+            self._thread.error = None
             results = entry(*args)
             *results, finished = results if isinstance(results, tuple) else (results,)
             if not finished:
-                error, self._own.error = self._own.error, None
+                error, self._thread.error = self._thread.error, None
                 raise error or RuntimeError(
                     f"Python could not be called to run {', '.join(self.primitives)} by JAX"
                 )

@@ -52,7 +52,9 @@ class Index:
 
     def __mul__(self, factor: int) -> "Index":
         factor = int(factor)  # of NumPy, perhaps
-        terms = tuple((variable, own * factor) for variable, own in self.terms if factor)
+        terms = tuple(
+            (variable, coefficient * factor) for variable, coefficient in self.terms if factor
+        )
         return Index(terms, self.constant * factor)
 
     __rmul__ = __mul__

@@ -259,8 +259,8 @@ def _n_steps(text: str) -> int:
         indent = len(line) - len(line.lstrip())
         while len(outer) > 1 and outer[-1][0] >= indent:
             outer.pop()
-        if found := re.match(r" +for \w+ in range\((\d+)", line):
-            outer.append((indent, outer[-1][1] * int(found[1])))
+        if loop := re.match(r" +for \w+ in range\((\d+)", line):
+            outer.append((indent, outer[-1][1] * int(loop[1])))
             most = max(most, outer[-1][1])
     return most
 
@@ -282,8 +282,8 @@ def finished(program: ProgramDraft) -> Source:
     dtypes = [storage.stored_dtype(memory.dtype) for memory in memories]
     kernels = [*program.kernels.values()]
     main = Function("program", "\n".join(body), (*dtypes, np.dtype(np.uint8)))
-    own = (instructions.memory, instructions.at, instructions.no_aliases)
-    functions = {**program.functions, **{function.__name__: function for function in own}}
+    always = (instructions.memory, instructions.at, instructions.no_aliases)
+    functions = {**program.functions, **{function.__name__: function for function in always}}
     return Source(
         text="\n\n\n".join([*(kernel.source for kernel in kernels), main.source]) + "\n",
         functions=(*kernels, main),

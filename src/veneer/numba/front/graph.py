@@ -134,8 +134,10 @@ def _inlined(
         called = _called(equation)
         if called is not None:
             body, constants = open_jaxpr(called) if hasattr(called, "consts") else (called, [])
-            given = [Variable(v.aval, c) for v, c in zip(body.invars, constants, strict=False)]
-            outputs = _inlined(body, [*given, *inputs], into, (equation, *callers))
+            constant_inputs = [
+                Variable(v.aval, c) for v, c in zip(body.invars, constants, strict=False)
+            ]
+            outputs = _inlined(body, [*constant_inputs, *inputs], into, (equation, *callers))
         else:
             outputs = [Variable(v.aval) for v in equation.outvars]
             params = {key: _plain(value) for key, value in known_params(equation).items()}
@@ -195,11 +197,11 @@ def readers(graph: Graph, fused: Iterable[str]) -> dict[Variable, int]:
     for variable in graph.outputs:
         loops.setdefault(variable, set()).add(id(variable))
     for equation in reversed(graph.equations):
-        own = {id(equation)}
+        users = {id(equation)}
         if equation.primitive in fused:
-            own = set().union(*(loops.get(v, ()) for v in equation.outputs))
-            if len(equation.outputs) > 1 or len(own) > 1:  # more than one: it is computed once
-                own = {id(equation)}
+            users = set().union(*(loops.get(v, ()) for v in equation.outputs))
+            if len(equation.outputs) > 1 or len(users) > 1:  # more than one: it is computed once
+                users = {id(equation)}
         for variable in equation.inputs:
-            loops.setdefault(variable, set()).update(own)
-    return {variable: len(own) for variable, own in loops.items()}
+            loops.setdefault(variable, set()).update(users)
+    return {variable: len(users) for variable, users in loops.items()}

@@ -94,19 +94,19 @@ def quotient_c128(z, w):
     divisor = large + small * ratio
     real = select(steep, z.real * ratio + z.imag, z.real + z.imag * ratio)
     imag = select(steep, z.imag * ratio - z.real, z.imag - z.real * ratio)
-    found = complex(real / divisor, imag / divisor)
+    result = complex(real / divisor, imag / divisor)
     endless, none = copysign(np.float64(np.inf), x), (x == np.float64(0)) & (y == np.float64(0))
-    found = _select(none, complex(endless * z.real, endless * z.imag), found)
+    result = _select(none, complex(endless * z.real, endless * z.imag), result)
     # As C99 has it: an infinity by a number is one, and a number by an infinity is 0.
     a, b = _of_infinity(z.real), _of_infinity(z.imag)
     whole = complex(np.inf * (a * x + b * y), np.inf * (b * x - a * y))
     beyond = _is_infinite(z) & (fabs(x) + fabs(y) < np.inf) & (not none)
-    found = _select(beyond, whole, found)
+    result = _select(beyond, whole, result)
     c, d = _of_infinity(x), _of_infinity(y)
     finite = fabs(z.real) + fabs(z.imag) < np.inf
     real, imag = z.real * c + z.imag * d, z.imag * c - z.real * d
     nothing = complex(np.float64(0) * real, np.float64(0) * imag)
-    return _select(_is_infinite(w) & finite, nothing, found)
+    return _select(_is_infinite(w) & finite, nothing, result)
 
 
 @scalar
@@ -197,13 +197,13 @@ def logistic_c128(z):
 def pow_c128(z, w):
     """z to the power of w: 1 of 1, and for a power of 0; of 0 NaN but for positive powers."""
     of, a, b = log_c128(z), w.real, w.imag
-    found = exp_c128(complex(a * of.real - _times(b, of.imag), a * of.imag + _times(b, of.real)))
+    result = exp_c128(complex(a * of.real - _times(b, of.imag), a * of.imag + _times(b, of.real)))
     at_zero = select((a > np.float64(0)) & (b == np.float64(0)), np.float64(0), np.float64(np.nan))
     zero = (z.real == np.float64(0)) & (z.imag == np.float64(0))
-    found = _select(zero, complex(at_zero, at_zero), found)
+    result = _select(zero, complex(at_zero, at_zero), result)
     is_one = (z.real == np.float64(1)) & (z.imag == np.float64(0))
     none = (a == np.float64(0)) & (b == np.float64(0))
-    return _select(is_one | none, complex(np.float64(1), np.float64(0)), found)
+    return _select(is_one | none, complex(np.float64(1), np.float64(0)), result)
 
 
 @scalar

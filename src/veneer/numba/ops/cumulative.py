@@ -67,8 +67,8 @@ def _along_rows(
 ) -> None:
     """Neighbours are added up, in a register."""
     n, none = x.shape[axis], [Index()] * (x.ndim - axis - 1)
-    with k.loops(x.shape[:axis]) as own:
-        place = lambda i: (*own, _place(i, n, reverse), *none)
+    with k.loops(x.shape[:axis]) as outer:
+        place = lambda i: (*outer, _place(i, n, reverse), *none)
         total = k.here(k.read(x, place(Index())), "total")
         k.store(out, place(Index()), total)
         with k.loops([n - 1]) as (i,):
@@ -81,12 +81,12 @@ def _row_by_row(
 ) -> None:
     """Whole rows are added up, each to what the one before it has become."""
     n, rest = x.shape[axis], x.shape[axis + 1 :]
-    with k.loops(x.shape[:axis]) as own:
+    with k.loops(x.shape[:axis]) as outer:
         with k.loops(rest) as inner:
-            first = (*own, _place(Index(), n, reverse), *inner)
+            first = (*outer, _place(Index(), n, reverse), *inner)
             k.store(out, first, k.read(x, first))
         with k.loops([n - 1]) as (i,), k.loops(rest) as inner:
-            before, here = ((*own, _place(j, n, reverse), *inner) for j in (i, i + 1))
+            before, here = ((*outer, _place(j, n, reverse), *inner) for j in (i, i + 1))
             total = k.load(out, before)
             k.store(out, here, step(k, x.dtype, total, k.read(x, here)))
 

@@ -258,8 +258,8 @@ def _nextafter(k: LoopNest, dtype: np.dtype, x: str, y: str) -> str:
     if dtype.itemsize > 2:
         return _of_floats("nextafter")(k, dtype, x, y)
     of_x, of_y = (k.let(storage.stored(k, text, dtype)) for text in (x, y))
-    found = storage.loaded(k, k.let(k.call(conversions.next_bits, of_x, of_y, x, y)), dtype)
-    return k.call(instructions.select, f"{x} == {x} and {y} == {y}", k.let(found), f"{x} + {y}")
+    neighbour = storage.loaded(k, k.let(k.call(conversions.next_bits, of_x, of_y, x, y)), dtype)
+    return k.call(instructions.select, f"{x} == {x} and {y} == {y}", k.let(neighbour), f"{x} + {y}")
 
 
 register("nextafter", _nextafter, cost=20)

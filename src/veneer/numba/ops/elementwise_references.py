@@ -152,8 +152,8 @@ def _of_scipy(name: str) -> Callable[..., Any]:
 
 
 _SPECIAL = {"erf": "erf", "erfc": "erfc", "erf_inv": "erfinv", "lgamma": "gammaln"}
-for _name, _own in _SPECIAL.items():
-    perform.register(_name)(_of_scipy(_own))
+for _name, _scipy_name in _SPECIAL.items():
+    perform.register(_name)(_of_scipy(_scipy_name))
 perform.register("nextafter")(_perform_ufunc(np.nextafter))
 
 

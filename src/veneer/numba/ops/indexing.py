@@ -101,8 +101,8 @@ def _(
         place = [Index()] * x.ndim
         for axis, offset in zip(kept, offsets, strict=True):
             place[axis] = index[offset]
-        for axis, own in batching_axes(dimension_numbers):
-            place[axis] = batch[own]
+        for axis, batch_axis in batching_axes(dimension_numbers):
+            place[axis] = batch[batch_axis]
         inside = []
         for number, axis in enumerate(dimension_numbers.start_index_map):
             text, last = k.read(indices, (*batch, Index((), number))), x.shape[axis]
@@ -124,9 +124,9 @@ def _(
 def batching_axes(dimension_numbers: Any) -> list[tuple[int, int]]:
     """The axes of an operand that go with axes of the indices, and those."""
     d = dimension_numbers
-    own = getattr(d, "start_indices_batching_dims", None)
-    own = d.scatter_indices_batching_dims if own is None else own
-    return [(int(x), int(y)) for x, y in zip(d.operand_batching_dims, own, strict=True)]
+    indices_axes = getattr(d, "start_indices_batching_dims", None)
+    indices_axes = d.scatter_indices_batching_dims if indices_axes is None else indices_axes
+    return [(int(x), int(y)) for x, y in zip(d.operand_batching_dims, indices_axes, strict=True)]
 
 
 def within(k: LoopNest, text: str, dtype: np.dtype, last: int) -> str:
@@ -174,6 +174,6 @@ def window_starts(
     for number, axis in enumerate(axes):
         starts[axis] = int(row[number])
         inside &= 0 <= starts[axis] <= shape[axis] - sizes[axis]
-    for axis, own in batching:
-        starts[axis] = batch[own]
+    for axis, batch_axis in batching:
+        starts[axis] = batch[batch_axis]
     return starts, inside

@@ -22,8 +22,8 @@ def _(
 ) -> ArrayExpr:
     if sizes:
         raise Unsupported("shape", "it is not static.")
-    own = [axis for axis, n in zip(broadcast_dimensions, x.shape, strict=True) if n > 1]
-    x = b.repeated(x, own)
+    long_axes = [axis for axis, n in zip(broadcast_dimensions, x.shape, strict=True) if n > 1]
+    x = b.repeated(x, long_axes)
 
     def entry(k: LoopNest, index: Place) -> str:
         axes = zip(broadcast_dimensions, x.shape, strict=True)
@@ -34,10 +34,10 @@ def _(
 
 @perform.register("broadcast_in_dim")
 def _(x: Any, *, shape: Any, broadcast_dimensions: Any, **_: Any) -> Any:
-    own = [1] * len(shape)
+    expanded = [1] * len(shape)
     for axis, n in zip(broadcast_dimensions, np.shape(x), strict=True):
-        own[axis] = n
-    return np.broadcast_to(np.reshape(x, own), shape)
+        expanded[axis] = n
+    return np.broadcast_to(np.reshape(x, expanded), shape)
 
 
 @fused("reshape")
@@ -139,8 +139,8 @@ def _(b: Builder, *sizes: ArrayExpr, dtype: Any, dimension: int, **_: Any) -> Ar
 
 @perform.register("iota")
 def _(*, dtype: Any, shape: Any, dimension: int, **_: Any) -> Any:
-    own = [n if axis == dimension else 1 for axis, n in enumerate(shape)]
-    return np.broadcast_to(np.arange(shape[dimension]).astype(dtype).reshape(own), shape)
+    expanded = [n if axis == dimension else 1 for axis, n in enumerate(shape)]
+    return np.broadcast_to(np.arange(shape[dimension]).astype(dtype).reshape(expanded), shape)
 
 
 @funcify.register("concatenate")
@@ -171,11 +171,12 @@ def _(b: Builder, x: ArrayExpr, filling: ArrayExpr, *, padding_config: Any) -> A
         kept = [_kept(n, *config) for n, config in zip(x.shape, padding_config, strict=True)]
         starts = [start for start, _ in kept]
         with k.loops([max(0, end - start) for start, end in kept]) as index:
-            own = [i + start for i, start in zip(index, starts, strict=True)]
+            source = [i + start for i, start in zip(index, starts, strict=True)]
             to = [
-                i * (step + 1) + low for i, (low, _, step) in zip(own, padding_config, strict=True)
+                i * (step + 1) + low
+                for i, (low, _, step) in zip(source, padding_config, strict=True)
             ]
-            k.store(out, to, k.read(x, own))
+            k.store(out, to, k.read(x, source))
     return out
 
 

@@ -179,8 +179,8 @@ def _gamma(keys: Any, a: Any, log_space: bool) -> Any:
     """How JAX draws from gamma distributions, as a jaxpr."""
     avals = [jax.ShapeDtypeStruct(keys.shape, jax.random.key(0, impl="threefry2x32").dtype)]
     avals.append(jax.ShapeDtypeStruct(a.shape, a.dtype))
-    own = functools.partial(random_gamma_p.impl, log_space=log_space)
-    return jax.make_jaxpr(own)(*avals)
+    draw = functools.partial(random_gamma_p.impl, log_space=log_space)
+    return jax.make_jaxpr(draw)(*avals)
 
 
 @funcify.register("random_gamma")
@@ -219,8 +219,8 @@ def _joined(x: Any, y: Any) -> Any:
 
 def _at_places(keys: Any, shape: Sequence[int]) -> tuple[Any, Any]:
     places = np.arange(math.prod(shape), dtype=np.uint64).reshape(shape)
-    own = np.reshape(keys, np.shape(keys) + (1,) * len(shape))
-    return _rounds(*_halves(own), *_halves(places))
+    expanded = np.reshape(keys, np.shape(keys) + (1,) * len(shape))
+    return _rounds(*_halves(expanded), *_halves(places))
 
 
 @perform.register("random_wrap")

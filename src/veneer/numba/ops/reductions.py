@@ -43,12 +43,12 @@ def _by_rows(
     k: LoopNest, x: ArrayExpr, axes: tuple[int, ...], out: Buffer, start: str, step: Step
 ) -> None:
     kept = [axis for axis in range(x.ndim) if axis not in axes]
-    with k.loops([x.shape[axis] for axis in kept]) as own:
+    with k.loops([x.shape[axis] for axis in kept]) as outer:
         total = k.here(start, "total")
         with k.loops([x.shape[axis] for axis in axes]) as inner:
-            text = k.read(x, _index(kept, own, axes, inner))
+            text = k.read(x, _index(kept, outer, axes, inner))
             k.line(f"{total} = {step(k, x.dtype, total, text)}")
-        k.store(out, own, total)
+        k.store(out, outer, total)
 
 
 def _into_memory(
@@ -56,8 +56,8 @@ def _into_memory(
 ) -> None:
     """Adds up whole rows, where entries that are reduced are not neighbours."""
     kept = [axis for axis in range(x.ndim) if axis not in axes]
-    with k.loops(out.shape) as own:
-        k.store(out, own, start)
+    with k.loops(out.shape) as place:
+        k.store(out, place, start)
     first = [axis for axis in kept if axis < min(axes)]
     last = [axis for axis in kept if axis > min(axes)]
     with (
@@ -71,9 +71,9 @@ def _into_memory(
 
 
 def _index(
-    kept: Sequence[int], own: Sequence[Index], axes: Sequence[int], inner: Sequence[Index]
+    kept: Sequence[int], outer: Sequence[Index], axes: Sequence[int], inner: Sequence[Index]
 ) -> list[Index]:
-    places = dict(zip([*kept, *axes], [*own, *inner], strict=True))
+    places = dict(zip([*kept, *axes], [*outer, *inner], strict=True))
     return [places[axis] for axis in range(len(places))]
 
 
@@ -192,10 +192,10 @@ def _(
     kept = [axis for axis in range(len(shape)) if axis not in dimensions]
     # Totals are kept in what they are computed in.
     outs = [b.buffer(dtype=storage.computed_dtype(dtype)) for dtype in dtypes]
-    with b.kernel() as k, k.loops([shape[axis] for axis in kept]) as own:
+    with b.kernel() as k, k.loops([shape[axis] for axis in kept]) as outer:
         totals = [k.here(k.read(start, ()), "total") for start in starts]
         with k.loops([shape[axis] for axis in dimensions]) as inner:
-            places = dict(zip([*kept, *dimensions], [*own, *inner], strict=True))
+            places = dict(zip([*kept, *dimensions], [*outer, *inner], strict=True))
             index = [places[axis] for axis in range(len(shape))]
             now = [k.here(total) for total in totals]  # of which nothing moves out of the loop
             texts = [*now, *(k.read(x, index) for x in arrays)]
@@ -203,7 +203,7 @@ def _(
             for total, text in zip(totals, results, strict=True):
                 k.line(f"{total} = {text}")
         for out, total in zip(outs, totals, strict=True):
-            k.store(out, own, total)
+            k.store(out, outer, total)
     return [b.converted(out, dtype) for out, dtype in zip(outs, dtypes, strict=True)]
 
 
@@ -239,8 +239,8 @@ def _(b: Builder, x: ArrayExpr, *, axes: Any, index_dtype: Any) -> ArrayExpr:
     (axis,), dtype = axes, np.dtype(index_dtype)
     symbol = ">" if b.primitive == "argmax" else "<"
     x, out = b.cheap(x), b.buffer()
-    with b.kernel() as k, k.loops(out.shape) as own:
-        place = lambda i: (*own[:axis], i, *own[axis:])
+    with b.kernel() as k, k.loops(out.shape) as outer:
+        place = lambda i: (*outer[:axis], i, *outer[axis:])
         best = k.here(k.read(x, place(Index())), "best")
         where = k.here(storage.literal(0, dtype), "where")
         with k.loops([x.shape[axis]]) as (i,):
@@ -251,7 +251,7 @@ def _(b: Builder, x: ArrayExpr, *, axes: Any, index_dtype: Any) -> ArrayExpr:
             with k.under(f"if {better}:"):
                 k.line(f"{best} = {new}")
                 k.line(f"{where} = {storage.type_name(dtype)}({i})")
-        k.store(out, own, where)
+        k.store(out, outer, where)
     return out
 
 

@@ -101,8 +101,8 @@ def _scatter(
     k.written.add(out.memory)  # what is loaded is loaded again after each store
     with k.loops(indices.shape[:-1]) as batch:
         place = [Index()] * out.ndim
-        for axis, own in batching_axes(d):
-            place[axis] = batch[own]
+        for axis, batch_axis in batching_axes(d):
+            place[axis] = batch[batch_axis]
         inside = []
         for number, axis in enumerate(d.scatter_dims_to_operand_dims):
             text, last = k.read(indices, (*batch, Index((), number))), out.shape[axis] - sizes[axis]
@@ -123,12 +123,12 @@ def _window(
     combine: Combine | None,
 ) -> None:
     kept, windows = axes
-    with k.loops([updates.shape[window] for window in windows]) as own:
+    with k.loops([updates.shape[window] for window in windows]) as offsets:
         rest = iter(batch)
-        inner = dict(zip(windows, own, strict=True))
+        inner = dict(zip(windows, offsets, strict=True))
         index = [inner[axis] if axis in inner else next(rest) for axis in range(updates.ndim)]
         to = [*place]
-        for axis, i in zip(kept, own, strict=True):
+        for axis, i in zip(kept, offsets, strict=True):
             to[axis] = to[axis] + i
         new = k.read(updates, index)
         if combine is not None:

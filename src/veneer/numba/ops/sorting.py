@@ -157,12 +157,12 @@ def _order(b: Builder, keys: Sequence[_Key], axis: int, count: int) -> Buffer:
     shape = keys[0].value.shape
     order = b.buffer((*shape[:axis], count, *shape[axis + 1 :]), np.int32)
     sort = _sort_words if len(keys) == 1 and keys[0].is_narrow else _sort_pairs
-    with b.kernel() as k, k.loops([n for d, n in enumerate(shape) if d != axis]) as own:
-        place = lambda i: (*own[:axis], i, *own[axis:])
+    with b.kernel() as k, k.loops([n for d, n in enumerate(shape) if d != axis]) as others:
+        place = lambda i: (*others[:axis], i, *others[axis:])
         words = sort(b, k, keys, place, shape[axis])
         with k.loops([count]) as (i,):
-            found = k.load(words, (i,))
-            k.store(order, place(i), f"np.int32({found} & np.uint64(0xFFFFFFFF))")
+            word = k.load(words, (i,))
+            k.store(order, place(i), f"np.int32({word} & np.uint64(0xFFFFFFFF))")
     return order
 
 

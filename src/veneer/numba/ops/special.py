@@ -104,11 +104,11 @@ def _of_jax(name: str, *, with_dtype: bool = True) -> Function:
     """The function that JAX lowers a primitive to."""
     function = special_function(name)
 
-    def own(*operands: Any) -> Any:
+    def of_arrays(*operands: Any) -> Any:
         options = {"dtype": operands[0].dtype} if with_dtype else {}
         return function(*operands, **options)
 
-    return own
+    return of_arrays
 
 
 # The digamma function: Lanczos' approximation, with g = 7 and 9 terms, as in XLA.

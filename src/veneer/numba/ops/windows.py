@@ -38,9 +38,9 @@ def _padded(
 
 
 def _under(
-    own: Sequence[Index], inner: Sequence[Index], strides: Sizes, dilation: Sizes
+    window: Sequence[Index], inner: Sequence[Index], strides: Sizes, dilation: Sizes
 ) -> list[Index]:
-    axes = zip(own, inner, strides, dilation, strict=True)
+    axes = zip(window, inner, strides, dilation, strict=True)
     return [i * stride + j * step for i, j, stride, step in axes]
 
 
@@ -59,14 +59,14 @@ def _reduced(
     mask = _padded(b, _full(b, True, x.shape), _full(b, False), *within) if masked else None
     x = _padded(b, x, start, padding, base_dilation)
     out = b.buffer(dtype=storage.computed_dtype(x.dtype))  # in which totals are kept
-    with b.kernel() as k, k.loops(out.shape) as own:
+    with b.kernel() as k, k.loops(out.shape) as window:
         total = k.here(k.read(start, ()), "total")
         with k.loops(window_dimensions) as inner:
-            place = _under(own, inner, window_strides, window_dilation)
+            place = _under(window, inner, window_strides, window_dilation)
             condition = "True" if mask is None else k.read(mask, place)
             with nullcontext() if condition == "True" else k.under(f"if {condition}:"):
                 k.line(f"{total} = {step(x.dtype)(k, total, k.read(x, place))}")
-        k.store(out, own, total)
+        k.store(out, window, total)
     return b.converted(out, x.dtype)
 
 
@@ -213,11 +213,11 @@ def _(
     with b.kernel() as k:
         with k.loops([out.size]) as (i,):
             k.store(entries, (i,), storage.literal(0, out.dtype))
-        with k.loops(source.shape) as own:
+        with k.loops(source.shape) as window:
             best = k.here(storage.literal(0, x.dtype), "best")
             where = k.here("-1", "where")
             with k.loops(window_dimensions) as inner:
-                moved = _under(own, inner, window_strides, [1] * x.ndim)
+                moved = _under(window, inner, window_strides, [1] * x.ndim)
                 place = [i - int(low) for i, (low, _) in zip(moved, padding, strict=True)]
                 with k.under(f"if {_inside(place, x.shape)}:"):
                     entry = k.read(x, place)
@@ -227,7 +227,7 @@ def _(
             with k.under(f"if {where} >= 0:"):
                 at = (k.variable(k.here(where), out.size),)
                 total = k.load(entries, at)
-                k.store(entries, at, wrapped(f"{total} + {k.read(source, own)}", x.dtype))
+                k.store(entries, at, wrapped(f"{total} + {k.read(source, window)}", x.dtype))
     return b.converted(out, x.dtype)
 
 
@@ -271,15 +271,15 @@ def _(
     x = _padded(b, x, first, padding, base_dilation)
     source = _padded(b, source, zero, padding, base_dilation)
     out = b.buffer()
-    with b.kernel() as k, k.loops(out.shape) as own:
-        best, found = k.here(k.read(first, ()), "best"), k.here(k.read(zero, ()), "found")
+    with b.kernel() as k, k.loops(out.shape) as window:
+        best, gathered = k.here(k.read(first, ()), "best"), k.here(k.read(zero, ()), "gathered")
         with k.loops(window_dimensions) as inner:
-            place = _under(own, inner, window_strides, window_dilation)
+            place = _under(window, inner, window_strides, window_dilation)
             entry, other = k.read(x, place), k.read(source, place)
             with k.under(f"if not {best} {symbol} {entry}:"):
                 k.line(f"{best} = {entry}")
-                k.line(f"{found} = {other}")
-        k.store(out, own, found)
+                k.line(f"{gathered} = {other}")
+        k.store(out, window, gathered)
     return out
 
 
@@ -295,10 +295,10 @@ def _(source: Any, x: Any, *, select_prim: Any, **params: Any) -> Any:
         _windows(source, _zero(x.dtype), *sizes, *rest),
         strict=True,
     )
-    best = found = None
+    best = gathered = None
     for part, other in pairs:
         best = np.full(part.shape, start) if best is None else best
-        found = np.zeros(part.shape, x.dtype) if found is None else found
+        gathered = np.zeros(part.shape, x.dtype) if gathered is None else gathered
         keep = best >= part if most else best <= part
-        best, found = np.where(keep, best, part), np.where(keep, found, other)
-    return found
+        best, gathered = np.where(keep, best, part), np.where(keep, gathered, other)
+    return gathered

@@ -61,8 +61,8 @@ def _(
         )  # of groups, examples, places and outputs of a group
         last = out.ndim - 1
         out = lax.transpose(out, (1, 0, last, *range(2, last)))
-        own = out.reshape(n_batch, outputs, *sizes)
-        return lax.transpose(own, np.argsort(out_axes)).astype(dtype)
+        joined = out.reshape(n_batch, outputs, *sizes)
+        return lax.transpose(joined, np.argsort(out_axes)).astype(dtype)
 
     avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (windows, weights)]
     (result,) = b.inline(jax.make_jaxpr(product)(*avals), windows, weights)
@@ -116,7 +116,7 @@ def _(
     groups, outputs = feature_group_count * batch_group_count, kernel.shape[0]
     n_batch = x.shape[0] // batch_group_count
     out = np.zeros((n_batch, outputs, *sizes), wide)
-    own, inputs = outputs // groups, kernel.shape[1]
+    group_outputs, inputs = outputs // groups, kernel.shape[1]
     for group in range(groups):
         batch = (
             slice(group * n_batch, (group + 1) * n_batch) if batch_group_count > 1 else slice(None)
@@ -124,7 +124,7 @@ def _(
         channels = (
             slice(group * inputs, (group + 1) * inputs) if feature_group_count > 1 else slice(None)
         )
-        result = slice(group * own, (group + 1) * own)
+        result = slice(group * group_outputs, (group + 1) * group_outputs)
         for place in np.ndindex(*kernel.shape[2:]):
             part = tuple(
                 slice(i * step, i * step + (size - 1) * stride + 1 if size else 0, stride)

@@ -39,10 +39,10 @@ def _(b: Builder, x: ArrayExpr, **_: Any) -> ArrayExpr:
 
 @perform.register("cholesky")
 def _(x: Any, **_: Any) -> Any:
-    from scipy.linalg import lapack as own
+    from scipy.linalg import lapack as scipy_lapack
 
     def factor(x: Any) -> Any:
-        function = own.spotrf if x.dtype == np.float32 else own.dpotrf
+        function = scipy_lapack.spotrf if x.dtype == np.float32 else scipy_lapack.dpotrf
         c, info = function(x, lower=True, clean=True)
         return c if info == 0 else np.full_like(x, np.nan)
 
@@ -59,8 +59,8 @@ def _(b: Builder, x: ArrayExpr) -> list[ArrayExpr]:
     out = b.copy(transposed(b, x))
     pivots, info = b.buffer((*batch, min(m, n)), np.int32), b.buffer(batch, np.int32)
     count, matrices = stacked(out, 2)
-    own = [stacked(pivots, 1)[1], stacked(info, 0)[1]]
-    call_lapack(b, "getrf", dtype, count, lambda of: [m, n, of(matrices), m, *map(of, own)])
+    per_matrix = [stacked(pivots, 1)[1], stacked(info, 0)[1]]
+    call_lapack(b, "getrf", dtype, count, lambda of: [m, n, of(matrices), m, *map(of, per_matrix)])
     first = b.lazy(
         lambda k, index: k.let(f"np.int32({k.read(pivots, index)} - 1)"),
         pivots, shape=pivots.shape, dtype=np.int32, cost=1,
@@ -72,16 +72,16 @@ def _permutation(b: Builder, pivots: ArrayExpr, size: int) -> ArrayExpr:
     """The order of rows, of which each was exchanged with that at a pivot in turn."""
     *batch, n = pivots.shape
     out = b.buffer((*batch, size), np.int32)
-    with b.kernel("permutation") as k, k.loops(batch) as own:
+    with b.kernel("permutation") as k, k.loops(batch) as matrix:
         with k.loops([size]) as (i,):
-            k.store(out, (*own, i), f"np.int32({i})")
+            k.store(out, (*matrix, i), f"np.int32({i})")
         with k.loops([n]) as (i,):
-            pivot = k.read(pivots, (*own, i))
+            pivot = k.read(pivots, (*matrix, i))
             at = clamped(k, pivot, pivots.dtype, size - 1)
-            here, there = k.load(out, (*own, i)), k.load(out, (*own, at))
-            k.store(out, (*own, i), there)
+            here, there = k.load(out, (*matrix, i)), k.load(out, (*matrix, at))
+            k.store(out, (*matrix, i), there)
             with k.under(f"if {within(k, pivot, pivots.dtype, size - 1)}:"):
-                k.store(out, (*own, at), here)
+                k.store(out, (*matrix, at), here)
     return out
 
 
@@ -103,11 +103,11 @@ def _(pivots: Any, *, permutation_size: int) -> Any:
 
 @perform.register("lu")
 def _(x: Any) -> list[Any]:
-    from scipy.linalg import lapack as own
+    from scipy.linalg import lapack as scipy_lapack
 
-    function = own.sgetrf if x.dtype == np.float32 else own.dgetrf
+    function = scipy_lapack.sgetrf if x.dtype == np.float32 else scipy_lapack.dgetrf
     results = [function(matrix)[:2] for matrix in x.reshape(-1, *x.shape[-2:])]
-    pivots = np.asarray([found for _, found in results], np.int32)
+    pivots = np.asarray([rows for _, rows in results], np.int32)
     pivots = pivots.reshape(*x.shape[:-2], -1)
     order = perform["lu_pivots_to_permutation"](pivots, permutation_size=x.shape[-2])
     return [np.asarray([c for c, _ in results]).reshape(x.shape), pivots, order]
@@ -123,11 +123,11 @@ def _geqrf(b: Builder, x: ArrayExpr, **_: Any) -> list[ArrayExpr]:
     out = b.copy(transposed(b, x))
     taus, info = b.buffer((*batch, min(m, n)), dtype), b.buffer((), np.int32)
     count, matrices = stacked(out, 2)
-    own = stacked(taus, 1)[1]
+    scales = stacked(taus, 1)[1]
     size = lapack.workspace("geqrf", dtype, m, n)
     work = b.buffer((size,), dtype)
     call_lapack(b, "geqrf", dtype, count, lambda of: [
-        m, n, of(matrices), m, of(own), work, size, info,
+        m, n, of(matrices), m, of(scales), work, size, info,
     ])  # fmt: skip
     return [transposed(b, out), taus]
 
@@ -138,11 +138,11 @@ def _orgqr(b: Builder, x: ArrayExpr, taus: ArrayExpr) -> ArrayExpr:
     reflections = taus.shape[-1]
     out, info = b.copy(transposed(b, x)), b.buffer((), np.int32)
     count, matrices = stacked(out, 2)
-    own = stacked(b.force(taus), 1)[1]
+    scales = stacked(b.force(taus), 1)[1]
     size = lapack.workspace("geqrf", dtype, m, n)  # SciPy has none for it alone; it is as much
     work = b.buffer((size,), dtype)
     call_lapack(b, "orgqr", dtype, count, lambda of: [
-        m, n, reflections, of(matrices), m, of(own), work, size, info,
+        m, n, reflections, of(matrices), m, of(scales), work, size, info,
     ])  # fmt: skip
     return transposed(b, out)
 
@@ -250,8 +250,8 @@ def _(
         job, m, n, of(matrices), m, of(values), of(results[0]), m, of(results[1]), inner[1],
         work, size, iwork, of(infos),
     ])  # fmt: skip
-    found = [s, transposed(b, u), transposed(b, vt)] if compute_uv else [s]
-    return [known(b, x, info) for x in found]
+    factors = [s, transposed(b, u), transposed(b, vt)] if compute_uv else [s]
+    return [known(b, x, info) for x in factors]
 
 
 @perform.register("svd")

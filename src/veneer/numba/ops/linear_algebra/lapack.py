@@ -43,57 +43,57 @@ def _write(pointer: Any, array: Any) -> None:
         pointer[i] = x
 
 
-def _potrf(own: Any, uplo, n, a, lda, info):
-    c, info[0] = _with_info(own(_read(a, lda, n), lower=uplo == _LOWER, clean=False))
+def _potrf(routine: Any, uplo, n, a, lda, info):
+    c, info[0] = _with_info(routine(_read(a, lda, n), lower=uplo == _LOWER, clean=False))
     _write(a, c)
 
 
-def _trsm(own: Any, side, uplo, turn, diagonal, m, n, alpha, a, lda, b, ldb):
+def _trsm(routine: Any, side, uplo, turn, diagonal, m, n, alpha, a, lda, b, ldb):
     options = {"side": side != _LEFT, "lower": uplo == _LOWER, "trans_a": turn == _TRANSPOSED}
     order = m if side == _LEFT else n
-    x = own(alpha, _read(a, lda, order), _read(b, ldb, n), diag=diagonal == _UNIT, **options)
+    x = routine(alpha, _read(a, lda, order), _read(b, ldb, n), diag=diagonal == _UNIT, **options)
     _write(b, x)
 
 
-def _getrf(own: Any, m, n, a, lda, pivots, info):
-    c, found, info[0] = _with_info(own(_read(a, lda, n)))
+def _getrf(routine: Any, m, n, a, lda, pivots, info):
+    c, rows, info[0] = _with_info(routine(_read(a, lda, n)))
     _write(a, c)
-    _write(pivots, found + np.int32(1))
+    _write(pivots, rows + np.int32(1))
 
 
-def _geqrf(own: Any, m, n, a, lda, taus, work, lwork, info):
-    c, found, _, info[0] = _with_info(own(_read(a, lda, n), lwork=lwork))
+def _geqrf(routine: Any, m, n, a, lda, taus, work, lwork, info):
+    c, scales, _, info[0] = _with_info(routine(_read(a, lda, n), lwork=lwork))
     _write(a, c)
-    _write(taus, found)
+    _write(taus, scales)
 
 
-def _orgqr(own: Any, m, n, k, a, lda, taus, work, lwork, info):
-    c, _, info[0] = _with_info(own(_read(a, lda, n), _read(taus, k, 1)[:, 0], lwork=lwork))
+def _orgqr(routine: Any, m, n, k, a, lda, taus, work, lwork, info):
+    c, _, info[0] = _with_info(routine(_read(a, lda, n), _read(taus, k, 1)[:, 0], lwork=lwork))
     _write(a, c)
 
 
-def _syevd(own: Any, job, uplo, n, a, lda, w, work, lwork, iwork, liwork, info):
-    values, v, info[0] = _with_info(own(_read(a, lda, n), lower=uplo == _LOWER, lwork=lwork))
+def _syevd(routine: Any, job, uplo, n, a, lda, w, work, lwork, iwork, liwork, info):
+    values, v, info[0] = _with_info(routine(_read(a, lda, n), lower=uplo == _LOWER, lwork=lwork))
     _write(a, v)
     _write(w, values)
 
 
-def _gesdd(own: Any, job, m, n, a, lda, s, u, ldu, vt, ldvt, work, lwork, iwork, info):
+def _gesdd(routine: Any, job, m, n, a, lda, s, u, ldu, vt, ldvt, work, lwork, iwork, info):
     options = {"compute_uv": job != ord("N"), "full_matrices": job == ord("A")}
-    left, values, right, info[0] = _with_info(own(_read(a, lda, n), lwork=lwork, **options))
+    left, values, right, info[0] = _with_info(routine(_read(a, lda, n), lwork=lwork, **options))
     _write(s, values)
     if options["compute_uv"]:
         _write(u, left)
         _write(vt, right)
 
 
-def _gtsv(own: Any, n, n_right, lower, diagonal, upper, b, ldb, info):
+def _gtsv(routine: Any, n, n_right, lower, diagonal, upper, b, ldb, info):
     if n == 1:  # which SciPy's function of Python's does not take
         _write(b, _read(b, ldb, n_right) / _read(diagonal, n, 1))
         info[0] = np.int32(_read(diagonal, n, 1)[0, 0] == 0)
         return
     bands = (_read(lower, n - 1, 1), _read(diagonal, n, 1), _read(upper, n - 1, 1))
-    *_, x, info[0] = _with_info(own(*(band[:, 0] for band in bands), _read(b, ldb, n_right)))
+    *_, x, info[0] = _with_info(routine(*(band[:, 0] for band in bands), _read(b, ldb, n_right)))
     _write(b, x)
 
 

@@ -50,9 +50,9 @@ def call_lapack(
 
 def stacked(value: Buffer, n_axes: int) -> tuple[int, Buffer]:
     """How many arrays of so many axes there are, and those, one after another."""
-    own = value.shape[value.ndim - n_axes :]
+    inner = value.shape[value.ndim - n_axes :]
     n = math.prod(value.shape[: value.ndim - n_axes])
-    return n, value.reshaped((n, *own))
+    return n, value.reshaped((n, *inner))
 
 
 def transposed(b: Builder, x: ArrayExpr) -> ArrayExpr:
@@ -87,8 +87,8 @@ def of_each(function: Callable[..., Any], n_axes: int) -> Callable[..., Any]:
     """A function of arrays of so many axes, for stacks of them."""
 
     def of_all(x: Any) -> Any:
-        own = x.shape[x.ndim - n_axes :]
-        results = [function(part) for part in x.reshape(-1, *own)]
+        inner = x.shape[x.ndim - n_axes :]
+        results = [function(part) for part in x.reshape(-1, *inner)]
         return np.asarray(results).reshape(*x.shape[: x.ndim - n_axes], *results[0].shape)
 
     return of_all

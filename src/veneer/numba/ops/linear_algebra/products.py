@@ -78,8 +78,8 @@ def _check_algorithm(precision: Any, dtype: np.dtype) -> None:
     """Refuses algorithms that compute in another dtype than that of the result."""
     if not isinstance(precision, lax.DotAlgorithm | lax.DotAlgorithmPreset):
         return
-    own = {"float32": "F32_F32_F32", "float64": "F64_F64_F64"}.get(dtype.name)
-    if getattr(precision, "name", None) not in ("DEFAULT", own):
+    same = {"float32": "F32_F32_F32", "float64": "F64_F64_F64"}.get(dtype.name)
+    if getattr(precision, "name", None) not in ("DEFAULT", same):
         raise Unsupported("precision", f"{precision} is not supported for results of {dtype}.")
 
 
@@ -278,9 +278,9 @@ def _matrices(
 ) -> _Matrices:
     """The matrices where they are, or else, or if they must be, row by row in memory."""
     view = strided(x.value)
-    found = None if view is None or in_memory else _view(view, x, rows, columns)
-    if found is not None:
-        return found
+    in_place = None if view is None or in_memory else _view(view, x, rows, columns)
+    if in_place is not None:
+        return in_place
     order = [*x.batch, *rows, *columns]
     places = [order.index(axis) for axis in range(len(order))]
     moved = b.lazy(
