@@ -72,6 +72,11 @@ def type_name(dtype: np.dtype) -> str:
     return "np.bool_" if computed.kind == "b" else f"np.{computed.name}"
 
 
+def wrapped(text: str, dtype: np.dtype) -> str:
+    """An expression in the bits of the dtype: of integers, Numba computes in 64."""
+    return f"{type_name(dtype)}({text})" if dtype.kind in "iu" else text
+
+
 def literal(value: Any, dtype: np.dtype) -> str:
     """A number as an expression of the type that entries of a dtype are computed in."""
     name = type_name(dtype)

@@ -12,23 +12,7 @@ from ..codegen.index import Index
 from ..codegen.loop_nest import LoopNest
 from ..maths import elementary, instructions
 from ..registry import Unsupported, funcify, perform
-from .elementwise import wrapped
-
-#: Given a kernel, a dtype, the total so far and the next entry, the expression of the next total.
-Step = Callable[[LoopNest, np.dtype, str, str], str]
-
-
-def _operator(symbol: str) -> Step:
-    return lambda k, dtype, total, x: wrapped(f"{total} {symbol} {x}", dtype)
-
-
-def _extreme(function: Any) -> Step:
-    def step(k: LoopNest, dtype: np.dtype, total: str, x: str) -> str:
-        if dtype.kind == "c":
-            raise Unsupported("dtype", f"{dtype} has no order here.")
-        return k.call(function, total, x)
-
-    return step
+from .combine import Combine, extreme, operator
 
 
 def _logsumexp(k: LoopNest, dtype: np.dtype, total: str, x: str) -> str:
@@ -45,7 +29,7 @@ def _logsumexp(k: LoopNest, dtype: np.dtype, total: str, x: str) -> str:
     return k.call(instructions.select, f"{gap} == {gap}", f"{most} + {k.call(log1p, below)}", equal)
 
 
-def _register(name: str, step: Step) -> None:
+def _register(name: str, step: Combine) -> None:
     @funcify.register(name)
     def _(b: Builder, x: ArrayExpr, *, axis: int, reverse: bool) -> ArrayExpr:
         if x.size == 0:
@@ -63,7 +47,7 @@ def _place(i: Index, n: int, reverse: bool) -> Index:
 
 
 def _along_rows(
-    k: LoopNest, x: ArrayExpr, out: Buffer, axis: int, reverse: bool, step: Step
+    k: LoopNest, x: ArrayExpr, out: Buffer, axis: int, reverse: bool, step: Combine
 ) -> None:
     """Neighbours are added up, in a register."""
     n, none = x.shape[axis], [Index()] * (x.ndim - axis - 1)
@@ -77,7 +61,7 @@ def _along_rows(
 
 
 def _row_by_row(
-    k: LoopNest, x: ArrayExpr, out: Buffer, axis: int, reverse: bool, step: Step
+    k: LoopNest, x: ArrayExpr, out: Buffer, axis: int, reverse: bool, step: Combine
 ) -> None:
     """Whole rows are added up, each to what the one before it has become."""
     n, rest = x.shape[axis], x.shape[axis + 1 :]
@@ -91,10 +75,10 @@ def _row_by_row(
             k.store(out, here, step(k, x.dtype, total, k.read(x, here)))
 
 
-_register("cumsum", _operator("+"))
-_register("cumprod", _operator("*"))
-_register("cummax", _extreme(instructions.maximum))
-_register("cummin", _extreme(instructions.minimum))
+_register("cumsum", operator("+"))
+_register("cumprod", operator("*"))
+_register("cummax", extreme(instructions.maximum, "|"))
+_register("cummin", extreme(instructions.minimum, "&"))
 _register("cumlogsumexp", _logsumexp)
 
 

@@ -10,6 +10,7 @@ from ..codegen.arrays import ArrayExpr, LazyArray
 from ..codegen.builder import Builder, broadcast_read
 from ..codegen.index import Index
 from ..codegen.loop_nest import LoopNest
+from ..codegen.storage import wrapped
 from ..maths import (
     complex as complex_maths,
 )
@@ -69,11 +70,6 @@ def _widened(function: Callable[..., Any], dtype: Any) -> Entry:
         return f"{storage.type_name(np.dtype(dtype))}({result})"
 
     return entry
-
-
-def wrapped(text: str, dtype: np.dtype) -> str:
-    """Numba computes in 64 bits; the result, in those of the dtype."""
-    return f"{storage.type_name(dtype)}({text})" if dtype.kind in "iu" else text
 
 
 # Arithmetic, and operators of Python's.

@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
+from jax import lax
 
 from ..codegen import storage
 from ..codegen.arrays import ArrayExpr
@@ -186,6 +188,18 @@ def _kept(n: int, low: int, high: int, interior: int) -> tuple[int, int]:
     start = -(low // step) if low < 0 else 0
     end = n - (-(high // step) if high < 0 else 0)
     return start, max(start, end)
+
+
+def padded(
+    b: Builder, x: ArrayExpr, filling: ArrayExpr, config: Sequence[tuple[int, int, int]]
+) -> ArrayExpr:
+    """As `lax.pad` has it; the value itself, if there is nothing to add."""
+    if not any(any(amounts) for amounts in config):
+        return b.cheap(x)
+    avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (x, filling)]
+    f = lambda x, filling: lax.pad(x, filling, config)
+    (result,) = b.inline(jax.make_jaxpr(f)(*avals), x, filling)
+    return result
 
 
 @perform.register("pad")

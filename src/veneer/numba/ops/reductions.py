@@ -16,11 +16,10 @@ from ..codegen.loop_nest import LoopNest
 from ..maths import instructions
 from ..reference import evaluate_jaxpr
 from ..registry import Unsupported, funcify, perform
+from .combine import Combine, extreme, least, most, operator
 
-Step = Callable[[LoopNest, np.dtype, str, str], str]
 
-
-def _register(name: str, first: Callable[[np.dtype], Any], step: Step) -> None:
+def _register(name: str, first: Callable[[np.dtype], Any], step: Combine) -> None:
     @funcify.register(name)
     def _(b: Builder, x: ArrayExpr, *, axes: Sequence[int], **_: Any) -> ArrayExpr:
         if not axes:  # which some functions of jax.numpy reduce over
@@ -40,7 +39,7 @@ def _ends(x: ArrayExpr, axes: Sequence[int]) -> bool:
 
 
 def _by_rows(
-    k: LoopNest, x: ArrayExpr, axes: tuple[int, ...], out: Buffer, start: str, step: Step
+    k: LoopNest, x: ArrayExpr, axes: tuple[int, ...], out: Buffer, start: str, step: Combine
 ) -> None:
     kept = [axis for axis in range(x.ndim) if axis not in axes]
     with k.loops([x.shape[axis] for axis in kept]) as outer:
@@ -52,7 +51,7 @@ def _by_rows(
 
 
 def _into_memory(
-    k: LoopNest, x: ArrayExpr, axes: tuple[int, ...], out: Buffer, start: str, step: Step
+    k: LoopNest, x: ArrayExpr, axes: tuple[int, ...], out: Buffer, start: str, step: Combine
 ) -> None:
     """Adds up whole rows, where entries that are reduced are not neighbours."""
     kept = [axis for axis in range(x.ndim) if axis not in axes]
@@ -77,7 +76,7 @@ def _index(
     return [places[axis] for axis in range(len(places))]
 
 
-def _any_order(function: Callable[..., Any], symbol: str) -> Step:
+def _any_order(function: Callable[..., Any], symbol: str) -> Combine:
     def step(k: LoopNest, dtype: np.dtype, total: str, text: str) -> str:
         if dtype.kind in "fV":
             return k.call(function, total, text)
@@ -88,48 +87,17 @@ def _any_order(function: Callable[..., Any], symbol: str) -> Step:
     return step
 
 
-def _calling(function: Callable[..., Any]) -> Step:
-    def step(k: LoopNest, dtype: np.dtype, total: str, text: str) -> str:
-        if dtype.kind == "c":
-            raise Unsupported("dtype", f"{dtype} has no order.")
-        if dtype.kind == "b":
-            return f"{total} {'|' if function is instructions.maximum else '&'} {text}"
-        return k.call(function, total, text)
-
-    return step
-
-
-def _operator(symbol: str) -> Step:
-    def step(k: LoopNest, dtype: np.dtype, total: str, text: str) -> str:
-        new = f"{total} {symbol} {text}"
-        return new if dtype.kind == "b" else f"{storage.type_name(dtype)}({new})"
-
-    return step
-
-
-def _least(dtype: np.dtype) -> Any:
-    if dtype.kind == "b":
-        return False
-    return np.iinfo(dtype).min if dtype.kind in "iu" else -np.inf
-
-
-def _most(dtype: np.dtype) -> Any:
-    if dtype.kind == "b":
-        return True
-    return np.iinfo(dtype).max if dtype.kind in "iu" else np.inf
-
-
 def _all_bits(dtype: np.dtype) -> Any:
     return True if dtype.kind == "b" else np.invert(dtype.type(0))
 
 
 _register("reduce_sum", lambda dtype: 0, _any_order(instructions.add_in_any_order, "+"))
 _register("reduce_prod", lambda dtype: 1, _any_order(instructions.multiply_in_any_order, "*"))
-_register("reduce_max", _least, _calling(instructions.maximum))
-_register("reduce_min", _most, _calling(instructions.minimum))
-_register("reduce_and", _all_bits, _operator("&"))
-_register("reduce_or", lambda dtype: 0, _operator("|"))
-_register("reduce_xor", lambda dtype: 0, _operator("^"))
+_register("reduce_max", least, extreme(instructions.maximum, "|"))
+_register("reduce_min", most, extreme(instructions.minimum, "&"))
+_register("reduce_and", _all_bits, operator("&"))
+_register("reduce_or", lambda dtype: 0, operator("|"))
+_register("reduce_xor", lambda dtype: 0, operator("^"))
 
 
 def _named(reduce: Callable[..., Any], axes: Any, groups: Any) -> Callable[..., Any]:
@@ -168,7 +136,7 @@ def _perform(function: Any) -> Callable[..., Any]:
     return rule
 
 
-_first: dict[Any, Any] = {np.maximum: _least, np.minimum: _most}
+_first: dict[Any, Any] = {np.maximum: least, np.minimum: most}
 _UFUNCS = {
     "sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum,
     "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,

@@ -12,34 +12,15 @@ from ..codegen.loop_nest import LoopNest
 from ..maths import instructions
 from ..reference import evaluate_jaxpr
 from ..registry import Unsupported, fused, perform
-from .elementwise import wrapped
+from .combine import Combine, extreme, operator
 from .indexing import batching_axes, clamped, window_starts, within
 
-Combine = Callable[[LoopNest, np.dtype, str, str], str]
-
-
-def _operator(symbol: str, of_bools: str = "") -> Combine:
-    def combine(k: LoopNest, dtype: np.dtype, old: str, new: str) -> str:
-        return wrapped(f"{old} {of_bools if dtype.kind == 'b' else symbol} {new}", dtype)
-
-    return combine
-
-
-def _extreme(function: Callable[..., Any], of_bools: str) -> Combine:
-    def combine(k: LoopNest, dtype: np.dtype, old: str, new: str) -> str:
-        if dtype.kind == "c":
-            raise Unsupported("dtype", f"{dtype} has no order.")
-        return f"{old} {of_bools} {new}" if dtype.kind == "b" else k.call(function, old, new)
-
-    return combine
-
-
 _COMBINE: dict[str, Combine] = {
-    "scatter-add": _operator("+", "|"),
-    "scatter-sub": _operator("-"),
-    "scatter-mul": _operator("*", "&"),
-    "scatter-min": _extreme(instructions.minimum, "&"),
-    "scatter-max": _extreme(instructions.maximum, "|"),
+    "scatter-add": operator("+", "|"),
+    "scatter-sub": operator("-"),
+    "scatter-mul": operator("*", "&"),
+    "scatter-min": extreme(instructions.minimum, "&"),
+    "scatter-max": extreme(instructions.maximum, "|"),
 }
 
 

@@ -1,25 +1,24 @@
 """Windows: reductions of the entries under one that moves over an array, and what pooling's
 derivatives are made of."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
-import jax
 import numpy as np
-from jax import lax
 
 from ..codegen import storage
 from ..codegen.arrays import ArrayExpr, number
 from ..codegen.builder import Builder, require_fused
 from ..codegen.index import Index, flat
 from ..codegen.loop_nest import LoopNest
+from ..codegen.storage import wrapped
 from ..maths import instructions
 from ..reference import evaluate_jaxpr
 from ..registry import Unsupported, funcify, perform
-from .elementwise import wrapped
+from .combine import Combine, extreme, least, most, operator
+from .movement import padded
 
-Step = Callable[[LoopNest, str, str], str]
 Sizes = Sequence[int]
 
 
@@ -28,13 +27,7 @@ def _padded(
 ) -> ArrayExpr:
     """The array with a number around it, and in between."""
     pairs = zip(padding, dilation, strict=True)
-    config = [(int(low), int(high), int(step) - 1) for (low, high), step in pairs]
-    if not any(any(amounts) for amounts in config):
-        return b.cheap(x)
-    avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (x, filling)]
-    f = lambda x, filling: lax.pad(x, filling, config)
-    (result,) = b.inline(jax.make_jaxpr(f)(*avals), x, filling)
-    return result
+    return padded(b, x, filling, [(int(low), int(high), step - 1) for (low, high), step in pairs])
 
 
 def _under(
@@ -45,11 +38,11 @@ def _under(
 
 
 def _reduced(
-    b: Builder, x: ArrayExpr, start: ArrayExpr, step: Callable[[np.dtype], Step], *,
+    b: Builder, x: ArrayExpr, start: ArrayExpr, step: Combine, *,
     window_dimensions: Sizes, window_strides: Sizes, padding: Any, base_dilation: Sizes,
     window_dilation: Sizes, masked: bool = False,
 ) -> ArrayExpr:  # fmt: skip
-    """Of each window, `total = step(k, total, entry)` of all its entries from `start` on.
+    """Of each window, `total = step(k, dtype, total, entry)` of all its entries from `start` on.
 
     With `masked`, of those of the array alone; else `start` is to be what changes no total.
     """
@@ -65,7 +58,7 @@ def _reduced(
             place = _under(window, inner, window_strides, window_dilation)
             condition = "True" if mask is None else k.read(mask, place)
             with nullcontext() if condition == "True" else k.under(f"if {condition}:"):
-                k.line(f"{total} = {step(x.dtype)(k, total, k.read(x, place))}")
+                k.line(f"{total} = {step(k, x.dtype, total, k.read(x, place))}")
         k.store(out, window, total)
     return b.converted(out, x.dtype)
 
@@ -75,42 +68,10 @@ def _full(b: Builder, value: bool, shape: Sizes = ()) -> ArrayExpr:
     return b.lazy(lambda k, index: text, shape=shape, dtype=bool)
 
 
-def _sum(dtype: np.dtype) -> Step:
-    return lambda k, total, x: wrapped(f"{total} + {x}", dtype)
-
-
-def _extreme(function: Any, of_bools: str) -> Callable[[np.dtype], Step]:
-    def of(dtype: np.dtype) -> Step:
-        if dtype.kind == "b":
-            return lambda k, total, x: f"{total} {of_bools} {x}"
-        return lambda k, total, x: k.call(function, total, x)
-
-    return of
-
-
-def _check_order(dtype: np.dtype) -> None:
-    if dtype.kind == "c":
-        raise Unsupported("dtype", f"{dtype} has no order.")
-
-
-def _zero(dtype: np.dtype) -> Any:
-    return dtype.type(0)
-
-
-def _least(dtype: np.dtype) -> Any:
-    _check_order(dtype)
-    return -np.inf if dtype.kind in "fV" else dtype.kind != "b" and np.iinfo(dtype).min
-
-
-def _most(dtype: np.dtype) -> Any:
-    _check_order(dtype)
-    return np.inf if dtype.kind in "fV" else dtype.kind == "b" or np.iinfo(dtype).max
-
-
 _KINDS: dict[str, tuple[Any, Any, Any]] = {
-    "reduce_window_sum": (_zero, _sum, np.add),
-    "reduce_window_max": (_least, _extreme(instructions.maximum, "|"), np.maximum),
-    "reduce_window_min": (_most, _extreme(instructions.minimum, "&"), np.minimum),
+    "reduce_window_sum": (lambda dtype: 0, operator("+"), np.add),
+    "reduce_window_max": (least, extreme(instructions.maximum, "|"), np.maximum),
+    "reduce_window_min": (most, extreme(instructions.minimum, "&"), np.minimum),
 }
 
 
@@ -134,15 +95,12 @@ def _(b: Builder, *operands: ArrayExpr, jaxpr: Any, consts: Any, **params: Any) 
         raise Unsupported("operands", "more than one array is not supported.")
     require_fused(jaxpr)
 
-    def of(dtype: np.dtype) -> Step:
-        def step(k: LoopNest, total: str, x: str) -> str:
-            now = k.here(total)  # of which nothing moves out of the loop
-            (result,) = b.inline_in(k, jaxpr, number(now, dtype), number(x, dtype))
-            return result
+    def step(k: LoopNest, dtype: np.dtype, total: str, entry: str) -> str:
+        now = k.here(total)  # of which nothing moves out of the loop
+        (result,) = b.inline_in(k, jaxpr, number(now, dtype), number(entry, dtype))
+        return result
 
-        return step
-
-    return _reduced(b, operands[0], operands[1], of, masked=True, **params)
+    return _reduced(b, operands[0], operands[1], step, masked=True, **params)
 
 
 @perform.register("reduce_window")
@@ -266,7 +224,9 @@ def _(
 ) -> ArrayExpr:  # fmt: skip
     # Of equal entries the first counts, as in the transpose; to XLA it may be another of them.
     symbol, dtype = _keeps(select_prim), x.dtype
-    first = b.constant(_least(dtype) if symbol == ">=" else _most(dtype), dtype)
+    if dtype.kind == "c":
+        raise Unsupported("dtype", f"{dtype} has no order.")
+    first = b.constant(least(dtype) if symbol == ">=" else most(dtype), dtype)
     zero = b.constant(0, dtype)
     x = _padded(b, x, first, padding, base_dilation)
     source = _padded(b, source, zero, padding, base_dilation)
@@ -285,20 +245,20 @@ def _(
 
 @perform.register("select_and_gather_add")
 def _(source: Any, x: Any, *, select_prim: Any, **params: Any) -> Any:
-    most = select_prim.name == "ge"
-    start = np.asarray(_least(x.dtype) if most else _most(x.dtype)).astype(x.dtype)
+    greatest = select_prim.name == "ge"
+    start = np.asarray(least(x.dtype) if greatest else most(x.dtype)).astype(x.dtype)
     names = "dimensions strides".split()
     sizes = [params[f"window_{name}"] for name in names]
     rest = [params[name] for name in ("padding", "base_dilation", "window_dilation")]
     pairs = zip(
         _windows(x, start, *sizes, *rest),
-        _windows(source, _zero(x.dtype), *sizes, *rest),
+        _windows(source, 0, *sizes, *rest),
         strict=True,
     )
     best = gathered = None
     for part, other in pairs:
         best = np.full(part.shape, start) if best is None else best
         gathered = np.zeros(part.shape, x.dtype) if gathered is None else gathered
-        keep = best >= part if most else best <= part
+        keep = best >= part if greatest else best <= part
         best, gathered = np.where(keep, best, part), np.where(keep, gathered, other)
     return gathered

@@ -12,6 +12,7 @@ from ...codegen.builder import Builder
 from ...codegen.index import Index
 from ...codegen.loop_nest import LoopNest
 from ...registry import funcify, perform
+from ..movement import padded
 
 
 @funcify.register("conv_general_dilated")
@@ -29,7 +30,7 @@ def _(
     n_batch, n_spatial = x.shape[x_axes[0]] // batch_group_count, len(sizes)
     if 0 in (*out_shape, *x.shape, *kernel.shape):
         return _zeros(b)
-    padded = _padded(b, x, x_axes[2:], padding, lhs_dilation)
+    surrounded = _padded(b, x, x_axes[2:], padding, lhs_dilation)
 
     def window(k: LoopNest, index: tuple[Index, ...]) -> str:
         """Of a group and of an example: the number at a place, of a channel, under the kernel."""
@@ -41,7 +42,7 @@ def _(
         steps = zip(index[2:], index[3 + n_spatial :], window_strides, rhs_dilation, strict=False)
         for axis, (i, j, stride, dilation) in zip(x_axes[2:], steps, strict=True):
             places[axis] = i * stride + j * dilation
-        return k.read(padded, [places[axis] for axis in range(padded.ndim)])
+        return k.read(surrounded, [places[axis] for axis in range(surrounded.ndim)])
 
     def weight(k: LoopNest, index: tuple[Index, ...]) -> str:
         """Of a group: the number of an output, of a channel, at a place in the kernel."""
@@ -50,7 +51,7 @@ def _(
         return k.read(kernel, [places[axis] for axis in range(kernel.ndim)])
 
     shape = (groups, n_batch, *sizes, inputs, *extents)
-    windows = b.lazy(window, padded, shape=shape, dtype=x.dtype)
+    windows = b.lazy(window, surrounded, shape=shape, dtype=x.dtype)
     shape = (groups, outputs // groups, inputs, *extents)
     weights = b.lazy(weight, kernel, shape=shape, dtype=kernel.dtype)
 
@@ -81,18 +82,7 @@ def _padded(
     config = [(0, 0, 0)] * x.ndim
     for axis, (low, high), step in zip(axes, padding, dilation, strict=True):
         config[axis] = (int(low), int(high), int(step) - 1)
-    return padded(b, x, 0, config)
-
-
-def padded(
-    b: Builder, x: ArrayExpr, filling: Any, config: Sequence[tuple[int, int, int]]
-) -> ArrayExpr:
-    """As lax.pad has it; the value itself, if there is nothing to add."""
-    if not any(any(amounts) for amounts in config):
-        return b.cheap(x)
-    f = lambda x: lax.pad(x, np.asarray(filling, x.dtype), config)
-    (result,) = b.inline(jax.make_jaxpr(f)(jax.ShapeDtypeStruct(x.shape, x.dtype)), x)
-    return result
+    return padded(b, x, b.constant(0, x.dtype), config)
 
 
 @perform.register("conv_general_dilated")
