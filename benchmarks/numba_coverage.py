@@ -20,7 +20,8 @@ import numpy as np
 from jax import lax
 
 import veneer as vn
-from veneer.numba.compiler import source_of, traced
+from veneer.numba.compiler import source_of
+from veneer.numba.front.graph import traced
 from veneer.numba.registry import funcify, perform
 
 PAGE = Path(__file__).parent.parent / "docs" / "numba_coverage.md"

@@ -11,7 +11,8 @@ import pytest
 from jax import lax
 
 import veneer as vn
-from veneer.numba import compiler, entry
+from veneer.numba import compiler
+from veneer.numba.front.graph import traced
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
 
@@ -28,7 +29,7 @@ def long():
 
 
 def is_long(f, *args):
-    return entry._is_long(compiler.source_of(compiler.traced(f, args)[0]))
+    return compiler.source_of(traced(f, args)[0]).is_long
 
 
 def test_long_calls_are_told_from_short_ones():

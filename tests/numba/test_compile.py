@@ -14,6 +14,7 @@ from jax.extend.core import Primitive
 
 import veneer as vn
 from veneer.numba import compiler
+from veneer.numba.front.graph import traced
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
 W = np.ones(3, jnp.float8_e4m3fn)
@@ -108,7 +109,7 @@ def test_a_quantised_weight_that_is_closed_over_stays_packed(qtype, wrap):
     weight = jax.random.normal(jax.random.key(0), (16, 8))
     weight = jax.tree.map(wrap, vn.quant.quantize(weight, qtype, channelwise_axes=(1,)))
     f = lambda x: x @ weight
-    graph, _, _ = compiler.traced(f, (np.ones((2, 16), np.float32),))
+    graph, _, _ = traced(f, (np.ones((2, 16), np.float32),))
     source = compiler.source_of(graph)
     assert sum(array.nbytes for array in source.constants) == weight.nbytes
 
@@ -127,7 +128,7 @@ def test_equal_layers_share_their_kernels():
         return x
 
     weights = [np.eye(3, dtype=np.float32)] * 4
-    graph, _, _ = compiler.traced(f, (X, weights))
+    graph, _, _ = traced(f, (X, weights))
     text = compiler.source_of(graph).text
     assert re.findall(r"^def (\w+)", text, re.M) == ["dot_general_0", "tanh_0", "program"]
     assert __file__ in text  # beside each call, where it comes from

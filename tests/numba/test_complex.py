@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import veneer as vn
-from veneer.numba import complex_maths
+from veneer.numba.maths import complex as complex_maths
 
 #: By how much results may differ, of their absolute value: JAX's own are that far from the exact.
 RTOL = {"complex64": 4e-6, "complex128": 4e-15}

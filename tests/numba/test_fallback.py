@@ -9,8 +9,9 @@ import pytest
 
 import veneer as vn
 from veneer.numba import compiler
-from veneer.numba.fallback import Fallbacks
-from veneer.numba.interpreted import interpreted
+from veneer.numba.backend.interpreted import interpreted
+from veneer.numba.codegen.fallback import Fallbacks
+from veneer.numba.front.graph import traced
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
 
@@ -91,7 +92,7 @@ def test_numba_code_cannot_call_it(compiled):
 
 def test_python_runs_the_program_too():
     fallbacks = Fallbacks()
-    source = compiler.source_of(compiler.traced(f, (X,))[0], fallbacks)
+    source = compiler.source_of(traced(f, (X,))[0], fallbacks)
     *results, finished = interpreted(source)(X)
     jax.tree.map(np.testing.assert_array_equal, tuple(results), f(X))
     assert finished == 1

@@ -8,7 +8,7 @@ from jax import lax
 
 import veneer as vn
 
-#: Units in the last place that results may be off, as `veneer.numba.maths` has it.
+#: Units in the last place that results may be off, as `veneer.numba.maths.elementary` has it.
 ULPS = {
     "float32": {"exp": 2, "exp2": 2, "log": 2, "log1p": 2, "expm1": 5, "tanh": 5, "logistic": 5,
                 "erf": 6, "rsqrt": 2, "erf_inv": 6},

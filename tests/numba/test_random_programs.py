@@ -14,8 +14,9 @@ from hypothesis import HealthCheck, Phase, given, note, seed, settings
 from hypothesis import strategies as st
 from jax import lax
 
-from veneer.numba.compiler import compile, source_of, traced
-from veneer.numba.interpreted import interpreted
+from veneer.numba.backend.interpreted import interpreted
+from veneer.numba.compiler import compile, source_of
+from veneer.numba.front.graph import traced
 
 PROGRAMS = int(os.environ.get("VENEER_RANDOM_PROGRAMS", "8"))
 NATIVE = int(os.environ.get("VENEER_RANDOM_NATIVE", "2"))

@@ -1,24 +1,23 @@
 """`compile`: a JAX function as one of NumPy arrays, which calls nothing of JAX."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
-from .._core.transform import implicit
-from . import keys, storage
 from . import ops as ops
-from .builder import Builder
-from .cache import cached
-from .entry import ENTRY, PROGRAM, function_at
-from .fallback import Fallbacks
-from .graph import Graph, graph_of
-from .program import Source, finished
-from .symbols import name_symbols
-from .trees import caller
-from .values import Buffer, Value
+from .backend.cache import cached
+from .backend.entry import ENTRY, PROGRAM, function_at, name_symbols
+from .codegen import storage
+from .codegen.arrays import ArrayExpr, Buffer
+from .codegen.builder import Builder
+from .codegen.fallback import Fallbacks
+from .codegen.program import Source, finished
+from .front import keys
+from .front.graph import Graph, traced
+from .front.trees import caller
 
 
 class Compiled:
@@ -52,7 +51,7 @@ class Compiled:
                 "compiled code may hold Python's lock, or handle no errors of Python's. Register "
                 "rules with @vn.numba.funcify.register."
             )
-        from .raw import raw_function  # which imports Numba
+        from .backend.raw import raw_function
 
         return raw_function(self._source, self._address, self._entry)
 
@@ -119,33 +118,6 @@ def compile(
     return _callable(compiled)
 
 
-def traced(f: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Graph, Any, Any]:
-    """A function as a graph, with the trees of its arguments and of its results."""
-    examples, in_tree = jax.tree.flatten(args)
-    _require_static(examples)
-    out_trees = []
-
-    def flat(*leaves: Any) -> Any:
-        own = [keys.like(x, example) for x, example in zip(leaves, examples, strict=True)]
-        results, tree = jax.tree.flatten(implicit(f)(*jax.tree.unflatten(in_tree, own)))
-        out_trees.append(tree)
-        return [keys.data(x) for x in results]
-
-    jaxpr = jax.make_jaxpr(flat)(*(keys.data(x) for x in examples))
-    return graph_of(jaxpr), in_tree, out_trees[-1]
-
-
-def _require_static(examples: Sequence[Any]) -> None:
-    for number, example in enumerate(examples):
-        shape = getattr(example, "shape", ())
-        if not all(isinstance(n, int) for n in shape):
-            raise NotImplementedError(
-                f"argument {number} is of the shape {shape}, and vn.numba compiles for shapes that "
-                "are known: its loops have their lengths written in them, and the memory of a "
-                "program is laid out when it is compiled. Compile once for each shape."
-            )
-
-
 def source_of(graph: Graph, fallbacks: Fallbacks | None = None) -> Source:
     """Compiles a graph to source, in which JAX may be called."""
     b = Builder(fallbacks)
@@ -163,7 +135,7 @@ def source_of(graph: Graph, fallbacks: Fallbacks | None = None) -> Source:
     return finished(b.program)
 
 
-def _result(b: Builder, value: Value) -> Buffer:
+def _result(b: Builder, value: ArrayExpr) -> Buffer:
     """A result of a program: all of a piece of work memory, which nothing else is."""
     buffer = b.force(value)
     memory = buffer.memory
@@ -204,7 +176,7 @@ def _callable(compiled: Compiled) -> Any:
 
 
 def _object_code(source: Source) -> bytes:
-    from .machine import object_code  # which imports Numba
+    from .backend.machine import object_code
 
     return object_code(source)
 

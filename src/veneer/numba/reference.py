@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from .graph import Graph, Variable, graph_of
-from .keys import data
+from .front.graph import Graph, Variable, graph_of, traced
+from .front.keys import data
 from .registry import SHOWN, perform
 
 
@@ -15,8 +15,6 @@ def performed(f: Callable[..., Any]) -> Callable[..., Any]:
     """The function `f` of JAX, run primitive by primitive in NumPy, as `perform` has them."""
 
     def run(*args: Any) -> Any:
-        from .compiler import traced
-
         graph, _, out_tree = traced(f, args)
         leaves = [np.asarray(data(x)) for x in jax.tree.leaves(args)]
         typed = [x.astype(v.aval.dtype) for x, v in zip(leaves, graph.inputs, strict=True)]

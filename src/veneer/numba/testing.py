@@ -7,9 +7,10 @@ import jax
 import numpy as np
 
 from .._core.transform import implicit
-from .compiler import compile, source_of, traced
-from .interpreted import interpreted
-from .keys import data
+from .backend.interpreted import interpreted
+from .compiler import compile, source_of
+from .front.graph import traced
+from .front.keys import data
 from .reference import performed
 
 #: By how much results of a dtype may differ, relatively: some units in their last place.
@@ -107,8 +108,8 @@ def assert_trees_equal(
     ):
         where = f"result{jax.tree_util.keystr(path)}, {how}"
         x, y = np.asarray(data(x)), np.asarray(data(y))
-        found, wanted = (x.dtype, x.shape), (y.dtype, y.shape)
-        assert found == wanted, f"{where}: {found}, and not {wanted}"
+        actual, wanted = (x.dtype, x.shape), (y.dtype, y.shape)
+        assert actual == wanted, f"{where}: {actual}, and not {wanted}"
         _assert_close(x, y, rtol, atol, where)
 
 

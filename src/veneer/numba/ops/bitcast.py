@@ -8,33 +8,34 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .. import bits, storage
-from ..builder import Builder
-from ..index import Index
-from ..kernel import Kernel
+from ..codegen import storage
+from ..codegen.arrays import ArrayExpr
+from ..codegen.builder import Builder
+from ..codegen.index import Index
+from ..codegen.loop_nest import LoopNest
+from ..maths import instructions
 from ..reference import evaluate_jaxpr
 from ..registry import Unsupported, fused, perform
-from ..values import Value
 
 
-def _as_bits(k: Kernel, text: str, dtype: np.dtype) -> str:
+def _as_bits(k: LoopNest, text: str, dtype: np.dtype) -> str:
     """The bits of a number, as an unsigned one."""
     text = storage.stored(k, text, dtype)
     like = np.dtype(f"u{dtype.itemsize}")
     if storage.stored_dtype(dtype) == like:
         return k.let(text)
-    return k.let(k.call(bits.reinterpreted, text, storage.literal(0, like)))
+    return k.let(k.call(instructions.reinterpreted, text, storage.literal(0, like)))
 
 
-def _of_bits(k: Kernel, text: str, dtype: np.dtype) -> str:
+def _of_bits(k: LoopNest, text: str, dtype: np.dtype) -> str:
     kept = storage.stored_dtype(dtype)
     if kept != np.dtype(f"u{dtype.itemsize}"):
-        text = k.call(bits.reinterpreted, text, storage.literal(0, kept))
+        text = k.call(instructions.reinterpreted, text, storage.literal(0, kept))
     return k.let(storage.loaded(k, text, dtype))
 
 
 @fused("bitcast_convert_type")
-def _(b: Builder, x: Value, *, new_dtype: Any) -> Value:
+def _(b: Builder, x: ArrayExpr, *, new_dtype: Any) -> ArrayExpr:
     source, target = x.dtype, np.dtype(new_dtype)
     if "c" in (source.kind, target.kind):
         raise Unsupported("new_dtype", "bits of complex numbers are not supported.")
@@ -42,15 +43,15 @@ def _(b: Builder, x: Value, *, new_dtype: Any) -> Value:
     width, count = 8 * narrow.itemsize, wide.itemsize // narrow.itemsize
     unsigned = storage.type_name(np.dtype(f"u{target.itemsize}"))
 
-    def same(k: Kernel, index: tuple[Index, ...]) -> str:
+    def same(k: LoopNest, index: tuple[Index, ...]) -> str:
         return _of_bits(k, _as_bits(k, k.read(x, index), source), target)
 
-    def narrowed(k: Kernel, index: tuple[Index, ...]) -> str:
+    def narrowed(k: LoopNest, index: tuple[Index, ...]) -> str:
         whole = _as_bits(k, k.read(x, index[:-1]), source)
         part = f"np.uint64({whole}) >> np.uint64({index[-1] * width})"
         return _of_bits(k, k.let(f"{unsigned}({part})"), target)
 
-    def widened(k: Kernel, index: tuple[Index, ...]) -> str:
+    def widened(k: LoopNest, index: tuple[Index, ...]) -> str:
         parts = [_as_bits(k, k.read(x, (*index, Index((), n))), source) for n in range(count)]
         shifted = [f"(np.uint64({part}) << np.uint64({n * width}))" for n, part in enumerate(parts)]
         return _of_bits(k, k.let(f"{unsigned}({' | '.join(shifted)})"), target)
@@ -98,7 +99,7 @@ def _steps(x: Any, params: Any) -> Any:
 
 
 @fused("reduce_precision")
-def _(b: Builder, x: Value, **params: Any) -> list[Value]:
+def _(b: Builder, x: ArrayExpr, **params: Any) -> list[ArrayExpr]:
     return b.inline(_steps(x, params), b.cheap(x))
 
 

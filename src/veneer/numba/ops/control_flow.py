@@ -6,26 +6,26 @@ from typing import Any
 import numpy as np
 
 from ..._jax.primitives import scan_counts
-from .. import bits
-from ..assignment import assign
-from ..builder import Builder
-from ..graph import Graph, graph_of
-from ..index import Index
-from ..kernel import Kernel
+from ..codegen.arrays import ArrayExpr, Buffer, LazyArray
+from ..codegen.assignment import assign
+from ..codegen.builder import Builder
+from ..codegen.index import Index
+from ..codegen.loop_nest import LoopNest
+from ..front.graph import Graph, graph_of
+from ..maths import instructions
 from ..reference import evaluate, evaluate_jaxpr
 from ..registry import funcify, fused, perform
-from ..values import Buffer, Lazy, Value
 
 
-def _read_in_loop(b: Builder, value: Value) -> Value:
+def _read_in_loop(b: Builder, value: ArrayExpr) -> ArrayExpr:
     """A value that each round of a loop may read: computed now, unless it is a view of memory."""
-    return b.force(value) if isinstance(value, Lazy) and value.cost > 0 else value
+    return b.force(value) if isinstance(value, LazyArray) and value.cost > 0 else value
 
 
 class _Carried:
     """The values that a loop carries: those that change are in memory of their own."""
 
-    def __init__(self, b: Builder, values: Sequence[Value], changing: Sequence[bool]):
+    def __init__(self, b: Builder, values: Sequence[ArrayExpr], changing: Sequence[bool]):
         self.b, self.changing = b, changing
         self.values = [
             b.buffer(v.shape, v.dtype) if changes else _read_in_loop(b, v)
@@ -37,11 +37,14 @@ class _Carried:
     def _buffers(self) -> list[Buffer]:
         return [v for v in self._those_that_change(self.values) if isinstance(v, Buffer)]
 
-    def _those_that_change(self, values: Sequence[Value]) -> list[Value]:
+    def _those_that_change(self, values: Sequence[ArrayExpr]) -> list[ArrayExpr]:
         return [v for v, changes in zip(values, self.changing, strict=True) if changes]
 
     def become(
-        self, values: Sequence[Value], ys: Sequence[Buffer] = (), of_ys: Sequence[Value] = ()
+        self,
+        values: Sequence[ArrayExpr],
+        ys: Sequence[Buffer] = (),
+        of_ys: Sequence[ArrayExpr] = (),
     ) -> None:
         """Puts what a round has computed in the place of the values, and in `ys`."""
         targets = [*self._buffers, *ys]
@@ -55,8 +58,8 @@ def _changing(graph: Graph, first: int, n: int) -> list[bool]:
 
 @funcify.register("scan")
 def _(
-    b: Builder, *operands: Value, jaxpr: Any, length: int, reverse: bool, **params: Any
-) -> list[Value]:
+    b: Builder, *operands: ArrayExpr, jaxpr: Any, length: int, reverse: bool, **params: Any
+) -> list[ArrayExpr]:
     n_consts, n_carry = scan_counts(params)
     graph = graph_of(jaxpr)
     outs = b.outs
@@ -92,13 +95,13 @@ def _(*operands: Any, jaxpr: Any, length: int, reverse: bool, **params: Any) -> 
 @funcify.register("while")
 def _(
     b: Builder,
-    *operands: Value,
+    *operands: ArrayExpr,
     cond_jaxpr: Any,
     cond_nconsts: int,
     body_jaxpr: Any,
     body_nconsts: int,
     **_: Any,
-) -> list[Value]:
+) -> list[ArrayExpr]:
     body, n_consts = graph_of(body_jaxpr), cond_nconsts + body_nconsts
     consts = [_read_in_loop(b, x) for x in operands[:n_consts]]
     changing = _changing(body, body_nconsts, len(operands) - n_consts)
@@ -114,7 +117,7 @@ def _(
     return carried.values
 
 
-def _any(b: Builder, x: Value) -> Value:
+def _any(b: Builder, x: ArrayExpr) -> ArrayExpr:
     """Whether one of the loops of a batch goes on."""
     if x.ndim == 0:
         return x
@@ -127,12 +130,12 @@ def _any(b: Builder, x: Value) -> Value:
     return out
 
 
-def _where(b: Builder, goes_on: Value, new: Value, old: Value) -> Value:
+def _where(b: Builder, goes_on: ArrayExpr, new: ArrayExpr, old: ArrayExpr) -> ArrayExpr:
     """What loops of a batch have computed, or what they had where they have ended."""
 
-    def entry(k: Kernel, index: tuple[Index, ...]) -> str:
+    def entry(k: LoopNest, index: tuple[Index, ...]) -> str:
         condition = k.read(goes_on, index[: goes_on.ndim])
-        return k.let(k.call(bits.select, condition, k.read(new, index), k.read(old, index)))
+        return k.let(k.call(instructions.select, condition, k.read(new, index), k.read(old, index)))
 
     return b.lazy(entry, new, old, shape=new.shape, dtype=new.dtype, cost=1)
 
@@ -158,7 +161,9 @@ def _(
 
 
 @funcify.register("cond")
-def _(b: Builder, which: Value, *operands: Value, branches: Any, **params: Any) -> list[Value]:
+def _(
+    b: Builder, which: ArrayExpr, *operands: ArrayExpr, branches: Any, **params: Any
+) -> list[ArrayExpr]:
     known = _known_branch(b, branches, params)
     values = [b.cheap(x) for x in operands]
     if known is not None:
@@ -198,7 +203,7 @@ def _(which: Any, *operands: Any, branches: Any, **_: Any) -> list[Any]:
 
 
 @funcify.register("platform_index")
-def _(b: Builder, *, platforms: Any) -> Value:
+def _(b: Builder, *, platforms: Any) -> ArrayExpr:
     return b.constant(_of_cpu(platforms), b.out.dtype)
 
 
@@ -208,7 +213,7 @@ def _(*, platforms: Any) -> Any:
 
 
 @funcify.register("custom_linear_solve")
-def _(b: Builder, *operands: Value, const_lengths: Any, jaxprs: Any) -> list[Value]:
+def _(b: Builder, *operands: ArrayExpr, const_lengths: Any, jaxprs: Any) -> list[ArrayExpr]:
     values = [b.cheap(x) for x in _of_solve(operands, const_lengths)]
     return b.inline(jaxprs.solve, *values)
 
@@ -232,7 +237,7 @@ _AS_THEY_ARE = (
 
 
 @fused(*_AS_THEY_ARE)
-def _(b: Builder, *operands: Value, **_: Any) -> list[Value]:
+def _(b: Builder, *operands: ArrayExpr, **_: Any) -> list[ArrayExpr]:
     return [*operands]
 
 

@@ -5,51 +5,33 @@ from typing import Any
 
 import numpy as np
 
-from .. import bits, libm, maths, storage
-from ..builder import Builder
-from ..index import Index
-from ..kernel import Kernel
+from ..codegen import storage
+from ..codegen.arrays import ArrayExpr, Buffer
+from ..codegen.builder import Builder
+from ..codegen.index import Index
+from ..codegen.loop_nest import LoopNest
+from ..maths import elementary, instructions
 from ..registry import Unsupported, funcify, perform
-from ..values import Buffer, Value
-from .elementwise import wrapped
-
-#: Given a kernel, a dtype, the total so far and the next entry, the expression of the next total.
-Step = Callable[[Kernel, np.dtype, str, str], str]
+from .combine import Combine, extreme, operator
 
 
-def _operator(symbol: str) -> Step:
-    return lambda k, dtype, total, x: wrapped(f"{total} {symbol} {x}", dtype)
-
-
-def _extreme(function: Any) -> Step:
-    def step(k: Kernel, dtype: np.dtype, total: str, x: str) -> str:
-        if dtype.kind == "c":
-            raise Unsupported("dtype", f"{dtype} has no order here.")
-        return k.call(function, total, x)
-
-    return step
-
-
-def _logsumexp(k: Kernel, dtype: np.dtype, total: str, x: str) -> str:
+def _logsumexp(k: LoopNest, dtype: np.dtype, total: str, x: str) -> str:
     """`log(exp(total) + exp(x))`, of the greater one and the difference."""
     if dtype.kind not in "fV":
         raise Unsupported("dtype", f"{dtype} is not supported.")
-    width = 8 * storage.computed_dtype(dtype).itemsize
-    exp, log1p = (getattr(maths, f"{n}_f{width}", None) or getattr(libm, n) for n in _LOG_SUM)
+    computed = storage.computed_dtype(dtype)
+    exp, log1p = (elementary.function_of(name, computed) for name in ("exp", "log1p"))
     total, x = k.here(total), k.let(x)
-    most, gap = k.here(k.call(bits.maximum, total, x)), k.here(f"{total} - {x}")
-    below = k.here(k.call(exp, f"-{k.call(bits.fabs, gap)}"))
+    most, gap = k.here(k.call(instructions.maximum, total, x)), k.here(f"{total} - {x}")
+    below = k.here(k.call(exp, f"-{k.call(instructions.fabs, gap)}"))
     # The difference of equal infinities is no number; their sum is.
     equal = k.here(f"{total} + {x}")
-    return k.call(bits.select, f"{gap} == {gap}", f"{most} + {k.call(log1p, below)}", equal)
+    return k.call(instructions.select, f"{gap} == {gap}", f"{most} + {k.call(log1p, below)}", equal)
 
 
-_LOG_SUM = ("exp", "log1p")
-
-
-def _register(name: str, step: Step) -> None:
+def _register(name: str, step: Combine) -> None:
     @funcify.register(name)
-    def _(b: Builder, x: Value, *, axis: int, reverse: bool) -> Value:
+    def _(b: Builder, x: ArrayExpr, *, axis: int, reverse: bool) -> ArrayExpr:
         if x.size == 0:
             return x
         x = b.cheap(x)
@@ -64,11 +46,13 @@ def _place(i: Index, n: int, reverse: bool) -> Index:
     return n - 1 - i if reverse else i
 
 
-def _along_rows(k: Kernel, x: Value, out: Buffer, axis: int, reverse: bool, step: Step) -> None:
+def _along_rows(
+    k: LoopNest, x: ArrayExpr, out: Buffer, axis: int, reverse: bool, step: Combine
+) -> None:
     """Neighbours are added up, in a register."""
     n, none = x.shape[axis], [Index()] * (x.ndim - axis - 1)
-    with k.loops(x.shape[:axis]) as own:
-        place = lambda i: (*own, _place(i, n, reverse), *none)
+    with k.loops(x.shape[:axis]) as outer:
+        place = lambda i: (*outer, _place(i, n, reverse), *none)
         total = k.here(k.read(x, place(Index())), "total")
         k.store(out, place(Index()), total)
         with k.loops([n - 1]) as (i,):
@@ -76,23 +60,25 @@ def _along_rows(k: Kernel, x: Value, out: Buffer, axis: int, reverse: bool, step
             k.store(out, place(i + 1), total)
 
 
-def _row_by_row(k: Kernel, x: Value, out: Buffer, axis: int, reverse: bool, step: Step) -> None:
+def _row_by_row(
+    k: LoopNest, x: ArrayExpr, out: Buffer, axis: int, reverse: bool, step: Combine
+) -> None:
     """Whole rows are added up, each to what the one before it has become."""
     n, rest = x.shape[axis], x.shape[axis + 1 :]
-    with k.loops(x.shape[:axis]) as own:
+    with k.loops(x.shape[:axis]) as outer:
         with k.loops(rest) as inner:
-            first = (*own, _place(Index(), n, reverse), *inner)
+            first = (*outer, _place(Index(), n, reverse), *inner)
             k.store(out, first, k.read(x, first))
         with k.loops([n - 1]) as (i,), k.loops(rest) as inner:
-            before, here = ((*own, _place(j, n, reverse), *inner) for j in (i, i + 1))
+            before, here = ((*outer, _place(j, n, reverse), *inner) for j in (i, i + 1))
             total = k.load(out, before)
             k.store(out, here, step(k, x.dtype, total, k.read(x, here)))
 
 
-_register("cumsum", _operator("+"))
-_register("cumprod", _operator("*"))
-_register("cummax", _extreme(bits.maximum))
-_register("cummin", _extreme(bits.minimum))
+_register("cumsum", operator("+"))
+_register("cumprod", operator("*"))
+_register("cummax", extreme(instructions.maximum, "|"))
+_register("cummin", extreme(instructions.minimum, "&"))
 _register("cumlogsumexp", _logsumexp)
 
 

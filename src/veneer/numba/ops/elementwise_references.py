@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import bits
+from ..maths import instructions
 from ..registry import perform
 
 _UFUNCS: dict[str, Callable[..., Any]] = {
@@ -58,14 +58,14 @@ def _(x: Any, *, new_dtype: Any, **_: Any) -> Any:
 def _(x: Any, y: Any) -> Any:
     if np.asarray(x).dtype.kind not in "iu":
         return np.divide(x, y)
-    return _each(bits.quotient)(x, y)
+    return _each(instructions.quotient)(x, y)
 
 
 @perform.register("rem")
 def _(x: Any, y: Any) -> Any:
     if np.asarray(x).dtype.kind not in "iu":
         return np.fmod(x, y)
-    return _each(bits.remainder)(x, y)
+    return _each(instructions.remainder)(x, y)
 
 
 @perform.register("integer_pow")
@@ -130,10 +130,14 @@ def _each(function: Callable[..., Any]) -> Callable[..., Any]:
     return of_arrays
 
 
-for _shift in (bits.shift_left, bits.shift_right_logical, bits.shift_right_arithmetic):
+for _shift in (
+    instructions.shift_left,
+    instructions.shift_right_logical,
+    instructions.shift_right_arithmetic,
+):
     perform.register(_shift.__name__)(_each(_shift))
-perform.register("clz")(_each(bits.leading_zeros))
-perform.register("population_count")(_each(bits.bit_count))
+perform.register("clz")(_each(instructions.leading_zeros))
+perform.register("population_count")(_each(instructions.bit_count))
 for _name, _ufunc in _UFUNCS.items():
     perform.register(_name)(_perform_ufunc(_ufunc))
 
@@ -148,6 +152,28 @@ def _of_scipy(name: str) -> Callable[..., Any]:
 
 
 _SPECIAL = {"erf": "erf", "erfc": "erfc", "erf_inv": "erfinv", "lgamma": "gammaln"}
-for _name, _own in _SPECIAL.items():
-    perform.register(_name)(_of_scipy(_own))
+for _name, _scipy_name in _SPECIAL.items():
+    perform.register(_name)(_of_scipy(_scipy_name))
 perform.register("nextafter")(_perform_ufunc(np.nextafter))
+
+
+@perform.register("complex")
+def _(real: Any, imag: Any) -> Any:
+    out = np.empty(np.broadcast_shapes(np.shape(real), np.shape(imag)), np.result_type(real, 1j))
+    out.real, out.imag = real, imag
+    return out
+
+
+@perform.register("real")
+def _(x: Any) -> Any:
+    return np.real(x)
+
+
+@perform.register("imag")
+def _(x: Any) -> Any:
+    return np.imag(x)
+
+
+@perform.register("conj")
+def _(x: Any, *, input_dtype: Any) -> Any:
+    return np.conj(x).astype(np.result_type(x, np.complex64))

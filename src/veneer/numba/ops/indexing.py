@@ -5,35 +5,38 @@ from typing import Any
 
 import numpy as np
 
-from .. import bits, storage
-from ..builder import Builder
-from ..index import Index
-from ..kernel import Kernel
+from ..codegen import storage
+from ..codegen.arrays import ArrayExpr, Buffer, parts
+from ..codegen.builder import Builder
+from ..codegen.index import Index
+from ..codegen.loop_nest import LoopNest
+from ..maths import instructions
 from ..registry import Unsupported, fused, perform
-from ..values import Buffer, Value, parts
 
 Place = tuple[Index, ...]
 
 
-def clamped(k: Kernel, text: str, dtype: np.dtype, last: int) -> Index:
+def clamped(k: LoopNest, text: str, dtype: np.dtype, last: int) -> Index:
     """An index at a computed number, moved to 0 or to `last` where it is not between them."""
     most = storage.literal(min(last, np.iinfo(dtype).max), dtype)
-    below = k.call(bits.minimum, text, most)
-    inside = k.call(bits.maximum, below, storage.literal(0, dtype))
+    below = k.call(instructions.minimum, text, most)
+    inside = k.call(instructions.maximum, below, storage.literal(0, dtype))
     return k.variable(f"np.int64({inside})", last + 1)
 
 
-def _starts(k: Kernel, starts: Sequence[Value], x: Value, sizes: Sequence[int]) -> list[Index]:
+def _starts(
+    k: LoopNest, starts: Sequence[ArrayExpr], x: ArrayExpr, sizes: Sequence[int]
+) -> list[Index]:
     axes = zip(starts, x.shape, sizes, strict=True)
     return [clamped(k, k.read(s, ()), s.dtype, n - size) for s, n, size in axes]
 
 
 @fused("dynamic_slice")
-def _(b: Builder, x: Value, *starts: Value, slice_sizes: Sequence[int]) -> Value:
+def _(b: Builder, x: ArrayExpr, *starts: ArrayExpr, slice_sizes: Sequence[int]) -> ArrayExpr:
     if len(starts) > x.ndim:
         raise Unsupported("shape", "it is not static.")
 
-    def entry(k: Kernel, index: Place) -> str:
+    def entry(k: LoopNest, index: Place) -> str:
         first = _starts(k, starts, x, slice_sizes)
         return k.read(x, [i + start for i, start in zip(index, first, strict=True)])
 
@@ -54,8 +57,8 @@ def _window(starts: Any, shape: Any, sizes: Any) -> tuple[slice, ...]:
 
 
 @fused("dynamic_update_slice")
-def _(b: Builder, x: Value, update: Value, *starts: Value) -> Value:
-    def write(out: Buffer, update: Value, *starts: Value) -> None:
+def _(b: Builder, x: ArrayExpr, update: ArrayExpr, *starts: ArrayExpr) -> ArrayExpr:
+    def write(out: Buffer, update: ArrayExpr, *starts: ArrayExpr) -> None:
         with b.kernel("dynamic_update_slice") as k:
             first = _starts(k, starts, out, update.shape)
             with k.loops(update.shape) as index:
@@ -75,15 +78,15 @@ def _(x: Any, update: Any, *starts: Any) -> Any:
 @fused("gather")
 def _(
     b: Builder,
-    x: Value,
-    indices: Value,
+    x: ArrayExpr,
+    indices: ArrayExpr,
     *,
     dimension_numbers: Any,
     slice_sizes: Sequence[int],
     mode: Any,
     fill_value: Any,
     **_: Any,
-) -> Value:
+) -> ArrayExpr:
     offsets = [int(axis) for axis in dimension_numbers.offset_dims]
     dropped = {*dimension_numbers.collapsed_slice_dims, *dimension_numbers.operand_batching_dims}
     kept = [axis for axis in range(x.ndim) if axis not in dropped]
@@ -93,13 +96,13 @@ def _(
     if np.prod(b.out.shape) > x.size:
         x = b.cheap(x)
 
-    def entry(k: Kernel, index: Place) -> str:
+    def entry(k: LoopNest, index: Place) -> str:
         batch = [i for axis, i in enumerate(index) if axis not in offsets]
         place = [Index()] * x.ndim
         for axis, offset in zip(kept, offsets, strict=True):
             place[axis] = index[offset]
-        for axis, own in _batching(dimension_numbers):
-            place[axis] = batch[own]
+        for axis, batch_axis in batching_axes(dimension_numbers):
+            place[axis] = batch[batch_axis]
         inside = []
         for number, axis in enumerate(dimension_numbers.start_index_map):
             text, last = k.read(indices, (*batch, Index((), number))), x.shape[axis]
@@ -109,7 +112,7 @@ def _(
         text = k.read(x, place)
         if fill and inside:
             filling = storage.literal(fill_value, x.dtype)
-            text = k.let(k.call(bits.select, k.let(" and ".join(inside)), text, filling))
+            text = k.let(k.call(instructions.select, k.let(" and ".join(inside)), text, filling))
         return text
 
     empty = any(n < size for n, size in zip(x.shape, slice_sizes, strict=True))
@@ -118,15 +121,15 @@ def _(
     return b.lazy(entry, x, indices, cost=3)
 
 
-def _batching(dimension_numbers: Any) -> list[tuple[int, int]]:
+def batching_axes(dimension_numbers: Any) -> list[tuple[int, int]]:
     """The axes of an operand that go with axes of the indices, and those."""
     d = dimension_numbers
-    own = getattr(d, "start_indices_batching_dims", None)
-    own = d.scatter_indices_batching_dims if own is None else own
-    return [(int(x), int(y)) for x, y in zip(d.operand_batching_dims, own, strict=True)]
+    indices_axes = getattr(d, "start_indices_batching_dims", None)
+    indices_axes = d.scatter_indices_batching_dims if indices_axes is None else indices_axes
+    return [(int(x), int(y)) for x, y in zip(d.operand_batching_dims, indices_axes, strict=True)]
 
 
-def within(k: Kernel, text: str, dtype: np.dtype, last: int) -> str:
+def within(k: LoopNest, text: str, dtype: np.dtype, last: int) -> str:
     """A condition: that an index is one of 0 to `last`."""
     most = np.iinfo(dtype).max
     above = [] if dtype.kind == "u" else [f"{text} >= {storage.literal(0, dtype)}"]
@@ -150,7 +153,7 @@ def _(
     windows = []
     for batch in np.ndindex(indices.shape[:-1]):
         starts, inside = window_starts(
-            x.shape, indices[batch], batch, d.start_index_map, slice_sizes, _batching(d)
+            x.shape, indices[batch], batch, d.start_index_map, slice_sizes, batching_axes(d)
         )
         window = x[_window(starts, x.shape, slice_sizes)].squeeze(tuple(map(int, dropped)))
         outside = mode.name == "FILL_OR_DROP" and not inside
@@ -171,6 +174,6 @@ def window_starts(
     for number, axis in enumerate(axes):
         starts[axis] = int(row[number])
         inside &= 0 <= starts[axis] <= shape[axis] - sizes[axis]
-    for axis, own in batching:
-        starts[axis] = batch[own]
+    for axis, batch_axis in batching:
+        starts[axis] = batch[batch_axis]
     return starts, inside

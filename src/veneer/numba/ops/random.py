@@ -13,13 +13,13 @@ import jax
 import numpy as np
 from jax.extend.core.primitives import random_gamma_p
 
-from ..builder import Builder, broadcast_read
-from ..index import Index, flat
-from ..kernel import Kernel
+from ..codegen.arrays import ArrayExpr
+from ..codegen.builder import Builder, broadcast_read
+from ..codegen.index import Index, flat
+from ..codegen.loop_nest import LoopNest
+from ..maths.scalar import scalar
 from ..reference import evaluate_jaxpr
 from ..registry import Unsupported, funcify, fused, perform
-from ..scalar import scalar
-from ..values import Value
 
 #: About how many instructions an entry takes.
 _COST = 100
@@ -70,13 +70,8 @@ def threefry(key, place):
 @scalar
 def threefry_word(key, place):
     """Both words taken together as one."""
-    x, y = threefry_words(
-        np.uint32(key >> np.uint64(32)),
-        np.uint32(key & np.uint64(0xFFFFFFFF)),
-        np.uint32(place >> np.uint64(32)),
-        np.uint32(place & np.uint64(0xFFFFFFFF)),
-    )
-    return np.uint32(x ^ y)
+    words = threefry(key, place)
+    return np.uint32(np.uint32(words >> np.uint64(32)) ^ np.uint32(words & np.uint64(0xFFFFFFFF)))
 
 
 def _check_layout() -> None:
@@ -88,10 +83,10 @@ def _check_layout() -> None:
 
 
 @fused("random_wrap")
-def _(b: Builder, x: Value, *, impl: Any) -> Value:
+def _(b: Builder, x: ArrayExpr, *, impl: Any) -> ArrayExpr:
     x = b.cheap(x)
 
-    def entry(k: Kernel, index: tuple[Index, ...]) -> str:
+    def entry(k: LoopNest, index: tuple[Index, ...]) -> str:
         first, last = (k.read(x, (*index, Index((), n))) for n in (0, 1))
         return k.let(f"np.uint64(np.uint64({first}) << np.uint64(32)) | np.uint64({last})")
 
@@ -99,10 +94,10 @@ def _(b: Builder, x: Value, *, impl: Any) -> Value:
 
 
 @fused("random_unwrap")
-def _(b: Builder, keys: Value) -> Value:
+def _(b: Builder, keys: ArrayExpr) -> ArrayExpr:
     keys = b.cheap(keys)
 
-    def entry(k: Kernel, index: tuple[Index, ...]) -> str:
+    def entry(k: LoopNest, index: tuple[Index, ...]) -> str:
         moved = f"np.uint64({k.read(keys, index[:-1])}) >> np.uint64({(1 - index[-1]) * 32})"
         return k.let(f"np.uint32(({moved}) & np.uint64(0xFFFFFFFF))")
 
@@ -110,14 +105,14 @@ def _(b: Builder, keys: Value) -> Value:
 
 
 @fused("random_clone")
-def _(b: Builder, keys: Value) -> Value:
+def _(b: Builder, keys: ArrayExpr) -> ArrayExpr:
     return keys
 
 
 @fused("random_seed")
-def _(b: Builder, seeds: Value, *, impl: Any) -> Value:
+def _(b: Builder, seeds: ArrayExpr, *, impl: Any) -> ArrayExpr:
 
-    def entry(k: Kernel, index: tuple[Index, ...]) -> str:
+    def entry(k: LoopNest, index: tuple[Index, ...]) -> str:
         return k.let(f"np.uint64({_unsigned(k.read(seeds, index), seeds.dtype)})")
 
     return b.lazy(entry, seeds, cost=1)
@@ -129,14 +124,14 @@ def _unsigned(text: str, dtype: np.dtype) -> str:
 
 
 @fused("random_split")
-def _(b: Builder, keys: Value, *, shape: Any) -> Value:
+def _(b: Builder, keys: ArrayExpr, *, shape: Any) -> ArrayExpr:
     _check_layout()
     return _of_places(b, b.cheap(keys), shape, "np.uint64", threefry)
 
 
 @fused("random_fold_in")
-def _(b: Builder, keys: Value, data: Value) -> Value:
-    def entry(k: Kernel, index: tuple[Index, ...]) -> str:
+def _(b: Builder, keys: ArrayExpr, data: ArrayExpr) -> ArrayExpr:
+    def entry(k: LoopNest, index: tuple[Index, ...]) -> str:
         texts = [broadcast_read(k, x, index) for x in (keys, data)]
         return k.let(k.call(threefry, texts[0], k.let(f"np.uint64(np.uint32({texts[1]}))")))
 
@@ -144,18 +139,18 @@ def _(b: Builder, keys: Value, data: Value) -> Value:
 
 
 @fused("random_bits")
-def _(b: Builder, keys: Value, *, bit_width: int, shape: Any) -> Value:
+def _(b: Builder, keys: ArrayExpr, *, bit_width: int, shape: Any) -> ArrayExpr:
     _check_layout()
     function = threefry if bit_width == 64 else threefry_word
     return _of_places(b, b.cheap(keys), shape, f"np.uint{bit_width}", function)
 
 
 def _of_places(
-    b: Builder, keys: Value, shape: Any, name: str, function: Callable[..., Any]
-) -> Value:
+    b: Builder, keys: ArrayExpr, shape: Any, name: str, function: Callable[..., Any]
+) -> ArrayExpr:
     """A function of a key and of the place of each entry in an array of a shape."""
 
-    def entry(k: Kernel, index: tuple[Index, ...]) -> str:
+    def entry(k: LoopNest, index: tuple[Index, ...]) -> str:
         key = k.read(keys, index[: keys.ndim])
         place = f"np.uint64({flat(index[keys.ndim :], shape)})"
         return k.let(f"{name}({k.call(function, key, place)})")
@@ -164,17 +159,17 @@ def _of_places(
 
 
 @fused("threefry2x32")
-def _(b: Builder, *operands: Value) -> list[Value]:
-    def words(k: Kernel, index: tuple[Index, ...]) -> str:
+def _(b: Builder, *operands: ArrayExpr) -> list[ArrayExpr]:
+    def words(k: LoopNest, index: tuple[Index, ...]) -> str:
         key_a, key_b, x, y = (f"np.uint64({broadcast_read(k, v, index)})" for v in operands)
         high = [f"np.uint64({text} << np.uint64(32))" for text in (key_a, x)]
         pairs = [k.let(f"{h} | {low}") for h, low in zip(high, (key_b, y), strict=True)]
         return k.let(k.call(threefry, *pairs))
 
-    def first(k: Kernel, index: tuple[Index, ...]) -> str:
+    def first(k: LoopNest, index: tuple[Index, ...]) -> str:
         return k.let(f"np.uint32({words(k, index)} >> np.uint64(32))")
 
-    def second(k: Kernel, index: tuple[Index, ...]) -> str:
+    def second(k: LoopNest, index: tuple[Index, ...]) -> str:
         return k.let(f"np.uint32({words(k, index)} & np.uint64(0xFFFFFFFF))")
 
     return [b.lazy(entry, *operands, cost=_COST) for entry in (first, second)]
@@ -184,12 +179,12 @@ def _gamma(keys: Any, a: Any, log_space: bool) -> Any:
     """How JAX draws from gamma distributions, as a jaxpr."""
     avals = [jax.ShapeDtypeStruct(keys.shape, jax.random.key(0, impl="threefry2x32").dtype)]
     avals.append(jax.ShapeDtypeStruct(a.shape, a.dtype))
-    own = functools.partial(random_gamma_p.impl, log_space=log_space)
-    return jax.make_jaxpr(own)(*avals)
+    draw = functools.partial(random_gamma_p.impl, log_space=log_space)
+    return jax.make_jaxpr(draw)(*avals)
 
 
 @funcify.register("random_gamma")
-def _(b: Builder, keys: Value, a: Value, *, log_space: bool) -> list[Value]:
+def _(b: Builder, keys: ArrayExpr, a: ArrayExpr, *, log_space: bool) -> list[ArrayExpr]:
     return b.inline(_gamma(keys, a, log_space), b.force(keys), b.force(a))
 
 
@@ -224,8 +219,8 @@ def _joined(x: Any, y: Any) -> Any:
 
 def _at_places(keys: Any, shape: Sequence[int]) -> tuple[Any, Any]:
     places = np.arange(math.prod(shape), dtype=np.uint64).reshape(shape)
-    own = np.reshape(keys, np.shape(keys) + (1,) * len(shape))
-    return _rounds(*_halves(own), *_halves(places))
+    expanded = np.reshape(keys, np.shape(keys) + (1,) * len(shape))
+    return _rounds(*_halves(expanded), *_halves(places))
 
 
 @perform.register("random_wrap")

@@ -5,57 +5,38 @@ from typing import Any
 
 import numpy as np
 
-from .. import bits
-from ..builder import Builder, require_fused
-from ..index import Index
-from ..kernel import Kernel
+from ..codegen.arrays import ArrayExpr, Buffer, number
+from ..codegen.builder import Builder, require_fused
+from ..codegen.index import Index
+from ..codegen.loop_nest import LoopNest
+from ..maths import instructions
 from ..reference import evaluate_jaxpr
 from ..registry import Unsupported, fused, perform
-from ..values import Buffer, Value, number
-from .elementwise import wrapped
-from .indexing import _batching, clamped, window_starts, within
-
-Combine = Callable[[Kernel, np.dtype, str, str], str]
-
-
-def _operator(symbol: str, of_bools: str = "") -> Combine:
-    def combine(k: Kernel, dtype: np.dtype, old: str, new: str) -> str:
-        return wrapped(f"{old} {of_bools if dtype.kind == 'b' else symbol} {new}", dtype)
-
-    return combine
-
-
-def _extreme(function: Callable[..., Any], of_bools: str) -> Combine:
-    def combine(k: Kernel, dtype: np.dtype, old: str, new: str) -> str:
-        if dtype.kind == "c":
-            raise Unsupported("dtype", f"{dtype} has no order.")
-        return f"{old} {of_bools} {new}" if dtype.kind == "b" else k.call(function, old, new)
-
-    return combine
-
+from .combine import Combine, extreme, operator
+from .indexing import batching_axes, clamped, window_starts, within
 
 _COMBINE: dict[str, Combine] = {
-    "scatter-add": _operator("+", "|"),
-    "scatter-sub": _operator("-"),
-    "scatter-mul": _operator("*", "&"),
-    "scatter-min": _extreme(bits.minimum, "&"),
-    "scatter-max": _extreme(bits.maximum, "|"),
+    "scatter-add": operator("+", "|"),
+    "scatter-sub": operator("-"),
+    "scatter-mul": operator("*", "&"),
+    "scatter-min": extreme(instructions.minimum, "&"),
+    "scatter-max": extreme(instructions.maximum, "|"),
 }
 
 
 @fused("scatter", *_COMBINE)
 def _(
     b: Builder,
-    x: Value,
-    indices: Value,
-    updates: Value,
+    x: ArrayExpr,
+    indices: ArrayExpr,
+    updates: ArrayExpr,
     *,
     dimension_numbers: Any,
     update_jaxpr: Any,
     update_consts: Any,
     mode: Any,
     **_: Any,
-) -> Value:
+) -> ArrayExpr:
     name = b.primitive
     combine = _COMBINE.get(name)
     if name == "scatter" and update_jaxpr is not None:
@@ -64,7 +45,7 @@ def _(
         require_fused(update_jaxpr)
         combine = _applying(b, update_jaxpr)
 
-    def write(out: Buffer, indices: Value, updates: Value) -> None:
+    def write(out: Buffer, indices: ArrayExpr, updates: ArrayExpr) -> None:
         with b.kernel(name) as k:
             _scatter(k, out, indices, updates, dimension_numbers, mode.name == "CLIP", combine)
 
@@ -74,7 +55,7 @@ def _(
 def _applying(b: Builder, jaxpr: Any) -> Combine:
     """The function of `x.at[...].apply`, which takes the entry that there is."""
 
-    def combine(k: Kernel, dtype: np.dtype, old: str, new: str) -> str:
+    def combine(k: LoopNest, dtype: np.dtype, old: str, new: str) -> str:
         (result,) = b.inline_in(k, jaxpr, number(old, dtype), number(new, dtype))
         return result
 
@@ -82,10 +63,10 @@ def _applying(b: Builder, jaxpr: Any) -> Combine:
 
 
 def _scatter(
-    k: Kernel,
+    k: LoopNest,
     out: Buffer,
-    indices: Value,
-    updates: Value,
+    indices: ArrayExpr,
+    updates: ArrayExpr,
     d: Any,
     clip: bool,
     combine: Combine | None,
@@ -101,8 +82,8 @@ def _scatter(
     k.written.add(out.memory)  # what is loaded is loaded again after each store
     with k.loops(indices.shape[:-1]) as batch:
         place = [Index()] * out.ndim
-        for axis, own in _batching(d):
-            place[axis] = batch[own]
+        for axis, batch_axis in batching_axes(d):
+            place[axis] = batch[batch_axis]
         inside = []
         for number, axis in enumerate(d.scatter_dims_to_operand_dims):
             text, last = k.read(indices, (*batch, Index((), number))), out.shape[axis] - sizes[axis]
@@ -114,21 +95,21 @@ def _scatter(
 
 
 def _window(
-    k: Kernel,
+    k: LoopNest,
     out: Buffer,
     place: list[Index],
-    updates: Value,
+    updates: ArrayExpr,
     batch: tuple[Index, ...],
     axes: tuple[list[int], list[int]],
     combine: Combine | None,
 ) -> None:
     kept, windows = axes
-    with k.loops([updates.shape[window] for window in windows]) as own:
+    with k.loops([updates.shape[window] for window in windows]) as offsets:
         rest = iter(batch)
-        inner = dict(zip(windows, own, strict=True))
+        inner = dict(zip(windows, offsets, strict=True))
         index = [inner[axis] if axis in inner else next(rest) for axis in range(updates.ndim)]
         to = [*place]
-        for axis, i in zip(kept, own, strict=True):
+        for axis, i in zip(kept, offsets, strict=True):
             to[axis] = to[axis] + i
         new = k.read(updates, index)
         if combine is not None:
@@ -153,7 +134,7 @@ def _perform(function: Callable[..., Any] | None) -> Callable[..., Any]:
                 batch,
                 d.scatter_dims_to_operand_dims,
                 window.shape,
-                _batching(d),
+                batching_axes(d),
             )
             if mode.name == "CLIP":
                 limits = zip(starts, x.shape, window.shape, strict=True)

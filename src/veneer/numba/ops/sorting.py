@@ -5,70 +5,54 @@ two are equal. Wider keys, and several, are sorted with places beside them, from
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from .. import storage
-from ..bits import reinterpreted, select
-from ..builder import Builder
-from ..index import Index
-from ..kernel import Kernel
+from ..codegen import storage
+from ..codegen.arrays import ArrayExpr, Buffer
+from ..codegen.builder import Builder
+from ..codegen.index import Index
+from ..codegen.loop_nest import LoopNest
+from ..maths.instructions import reinterpreted, select
+from ..maths.precision import ByPrecision, by_precision, floats
+from ..maths.scalar import scalar
 from ..registry import Unsupported, funcify, fused, perform
-from ..scalar import scalar
-from ..values import Buffer, Value
 from .elementwise import entrywise
 
 # Keys.
 
 
-@scalar
-def total_order_f32(x):
+_UNSIGNED: Any = ByPrecision(np.uint32, np.uint64)
+_SIGN_SHIFT: Any = ByPrecision(np.uint32(31), np.uint64(63))
+_MOST: Any = ByPrecision(np.uint64(0xFFFFFFFF), np.uint64(0xFFFFFFFFFFFFFFFF))
+_ZERO = floats(0, 0)
+
+
+@by_precision
+def total_order(x):
     """By all bits: -0.0 before 0.0, and NaN first or last, by its sign."""
-    whole = reinterpreted(x, np.uint32(0))
-    sign = np.uint32(whole >> np.uint32(31))
-    ones = np.uint32(np.uint32(0) - sign)
-    return np.uint64(np.uint32(whole ^ np.uint32(ones | np.uint32(0x80000000))))
+    whole = reinterpreted(x, _UNSIGNED(0))
+    sign = _UNSIGNED(whole >> _SIGN_SHIFT)
+    ones = _UNSIGNED(_UNSIGNED(0) - sign)
+    return np.uint64(_UNSIGNED(whole ^ _UNSIGNED(ones | _UNSIGNED(_UNSIGNED(1) << _SIGN_SHIFT))))
 
 
-@scalar
-def total_order_f64(x):
-    """By all bits: -0.0 before 0.0, and NaN first or last, by its sign."""
-    whole = reinterpreted(x, np.uint64(0))
-    sign = np.uint64(whole >> np.uint64(63))
-    ones = np.uint64(np.uint64(0) - sign)
-    return np.uint64(whole ^ np.uint64(ones | np.uint64(0x8000000000000000)))
-
-
-@scalar
-def order_f32(x):
+@by_precision
+def value_order(x):
     """All NaN are equal and last, both zeros are equal."""
-    key = total_order_f32(select(x == np.float32(0), np.float32(0), x))
-    return select(x != x, np.uint64(0xFFFFFFFF), key)
+    return select(x != x, _MOST, total_order(select(x == _ZERO, _ZERO, x)))
 
 
-@scalar
-def order_f64(x):
-    """All NaN are equal and last, both zeros are equal."""
-    key = total_order_f64(select(x == np.float64(0), np.float64(0), x))
-    return select(x != x, np.uint64(0xFFFFFFFFFFFFFFFF), key)
-
-
-_ORDERS = {4: order_f32, 8: order_f64}
-_TOTAL_ORDERS = {4: total_order_f32, 8: total_order_f64}
-
-
-def _keys(
-    k: Kernel, text: str, dtype: np.dtype, of_floats: dict[int, Callable[..., Any]]
-) -> list[str]:
+def _keys(k: LoopNest, text: str, dtype: np.dtype, of_floats: ByPrecision) -> list[str]:
     """What an entry is ordered by, the first first."""
     if dtype.kind == "c":
         part = np.dtype(f"f{dtype.itemsize // 2}")
         return [key for of in ("real", "imag") for key in _keys(k, f"{text}.{of}", part, of_floats)]
     computed = storage.computed_dtype(dtype)
     if computed.kind == "f":
-        return [k.let(k.call(of_floats[computed.itemsize], text))]
+        return [k.let(k.call(of_floats.of(computed), text))]
     if computed.kind == "i":
         least = 1 << (8 * computed.itemsize - 1)
         return [k.let(f"np.uint64(np.uint64(np.int64({text})) + np.uint64({least}))")]
@@ -79,9 +63,9 @@ def _keys(
 class _Key:
     """An operand that others are sorted by."""
 
-    value: Value
+    value: ArrayExpr
     descending: bool = False
-    of_floats: dict[int, Callable[..., Any]] = field(default_factory=lambda: _ORDERS)
+    of_floats: ByPrecision = value_order
 
     @property
     def is_narrow(self) -> bool:
@@ -94,7 +78,7 @@ class _Key:
         """By how many numbers it is ordered."""
         return 2 if self.value.dtype.kind == "c" else 1
 
-    def read(self, k: Kernel, index: Sequence[Index]) -> list[str]:
+    def read(self, k: LoopNest, index: Sequence[Index]) -> list[str]:
         """Those numbers of an entry, as uint64."""
         keys = _keys(k, k.read(self.value, index), self.value.dtype, self.of_floats)
         most = 0xFFFFFFFF if self.is_narrow else 0xFFFFFFFFFFFFFFFF
@@ -173,16 +157,16 @@ def _order(b: Builder, keys: Sequence[_Key], axis: int, count: int) -> Buffer:
     shape = keys[0].value.shape
     order = b.buffer((*shape[:axis], count, *shape[axis + 1 :]), np.int32)
     sort = _sort_words if len(keys) == 1 and keys[0].is_narrow else _sort_pairs
-    with b.kernel() as k, k.loops([n for d, n in enumerate(shape) if d != axis]) as own:
-        place = lambda i: (*own[:axis], i, *own[axis:])
+    with b.kernel() as k, k.loops([n for d, n in enumerate(shape) if d != axis]) as others:
+        place = lambda i: (*others[:axis], i, *others[axis:])
         words = sort(b, k, keys, place, shape[axis])
         with k.loops([count]) as (i,):
-            found = k.load(words, (i,))
-            k.store(order, place(i), f"np.int32({found} & np.uint64(0xFFFFFFFF))")
+            word = k.load(words, (i,))
+            k.store(order, place(i), f"np.int32({word} & np.uint64(0xFFFFFFFF))")
     return order
 
 
-def _sort_words(b: Builder, k: Kernel, keys: Sequence[_Key], place: _Place, n: int) -> Buffer:
+def _sort_words(b: Builder, k: LoopNest, keys: Sequence[_Key], place: _Place, n: int) -> Buffer:
     words, other = (b.buffer((n,), np.uint64) for _ in range(2))
     with k.loops([n]) as (i,):
         (key,) = keys[0].read(k, place(i))
@@ -191,7 +175,7 @@ def _sort_words(b: Builder, k: Kernel, keys: Sequence[_Key], place: _Place, n: i
     return words
 
 
-def _sort_pairs(b: Builder, k: Kernel, keys: Sequence[_Key], place: _Place, n: int) -> Buffer:
+def _sort_pairs(b: Builder, k: LoopNest, keys: Sequence[_Key], place: _Place, n: int) -> Buffer:
     words, places, *others = (b.buffer((n,), np.uint64) for _ in range(4))
     with k.loops([n]) as (i,):
         k.store(places, (i,), f"np.uint64({i})")
@@ -205,16 +189,16 @@ def _sort_pairs(b: Builder, k: Kernel, keys: Sequence[_Key], place: _Place, n: i
     return places
 
 
-def _as_stored(b: Builder, x: Value) -> Value:
+def _as_stored(b: Builder, x: ArrayExpr) -> ArrayExpr:
     """The value as it is sorted: half precision rounded, after which some entries are equal."""
     return b.force(x) if x.dtype.kind in "fV" and x.dtype.itemsize == 2 else b.cheap(x)
 
 
-def _taken(b: Builder, x: Value, order: Value, axis: int) -> Value:
+def _taken(b: Builder, x: ArrayExpr, order: ArrayExpr, axis: int) -> ArrayExpr:
     """The entries at places along an axis."""
     n = x.shape[axis]
 
-    def entry(k: Kernel, index: tuple[Index, ...]) -> str:
+    def entry(k: LoopNest, index: tuple[Index, ...]) -> str:
         at = k.variable(k.read(order, index), n)
         return k.read(x, (*index[:axis], at, *index[axis + 1 :]))
 
@@ -222,7 +206,9 @@ def _taken(b: Builder, x: Value, order: Value, axis: int) -> Value:
 
 
 @funcify.register("sort")
-def _(b: Builder, *operands: Value, dimension: int, num_keys: int, is_stable: bool) -> list[Value]:
+def _(
+    b: Builder, *operands: ArrayExpr, dimension: int, num_keys: int, is_stable: bool
+) -> list[ArrayExpr]:
     if operands[0].size == 0:
         return [*operands]
     values = [_as_stored(b, x) for x in operands]
@@ -232,20 +218,20 @@ def _(b: Builder, *operands: Value, dimension: int, num_keys: int, is_stable: bo
 
 
 @funcify.register("top_k")
-def _(b: Builder, x: Value, *, k: int, axis: int = -1, **_: Any) -> list[Value]:
+def _(b: Builder, x: ArrayExpr, *, k: int, axis: int = -1, **_: Any) -> list[ArrayExpr]:
     axis %= x.ndim
     if 0 in b.out.shape:
         return [b.buffer(aval.shape, aval.dtype) for aval in b.outs]
     x = _as_stored(b, x)
-    order = _order(b, [_Key(x, True, _TOTAL_ORDERS)], axis, k)
+    order = _order(b, [_Key(x, True, total_order)], axis, k)
     return [b.force(_taken(b, x, order, axis)), b.converted(order, b.outs[1].dtype)]
 
 
 @funcify.register("approx_top_k")
 def _(
-    b: Builder, x: Value, *, k: int, reduction_dimension: int, is_max_k: bool,
+    b: Builder, x: ArrayExpr, *, k: int, reduction_dimension: int, is_max_k: bool,
     aggregate_to_topk: bool, **_: Any,
-) -> list[Value]:  # fmt: skip
+) -> list[ArrayExpr]:  # fmt: skip
     if not aggregate_to_topk:
         raise Unsupported("aggregate_to_topk", "False is not supported.")
     axis, x = reduction_dimension % x.ndim, _as_stored(b, x)
@@ -255,12 +241,12 @@ def _(
 
 def _register_comparison(name: str, symbol: str, ufunc: Any) -> None:
     @fused(name)
-    def _(b: Builder, x: Value, y: Value) -> Value:
+    def _(b: Builder, x: ArrayExpr, y: ArrayExpr) -> ArrayExpr:
         if x.dtype.kind == "c":
             raise Unsupported("dtype", f"{x.dtype} is not supported.")
 
-        def entry(k: Kernel, x: str, y: str) -> str:
-            (left,), (right,) = (_keys(k, text, dtype, _TOTAL_ORDERS) for text in (x, y))
+        def entry(k: LoopNest, x: str, y: str) -> str:
+            (left,), (right,) = (_keys(k, text, dtype, total_order) for text in (x, y))
             return f"{left} {symbol} {right}"
 
         dtype = x.dtype

@@ -13,13 +13,13 @@ import numpy as np
 from jax import lax
 
 from ..._jax.primitives import special_function
-from ..builder import Builder, broadcast_read
-from ..graph import graph_of
-from ..index import Index
-from ..kernel import Kernel
+from ..codegen.arrays import ArrayExpr, number
+from ..codegen.builder import Builder, broadcast_read
+from ..codegen.index import Index
+from ..codegen.loop_nest import LoopNest
+from ..front.graph import graph_of
 from ..reference import evaluate_jaxpr
 from ..registry import funcify, fused, perform
-from ..values import Lazy, Value
 
 #: About how many instructions an entry takes.
 _COST = 100
@@ -33,16 +33,12 @@ class _Steps(Builder):
     So a long chain of steps is no deep one of lazy values, which Python's recursion would end.
     """
 
-    def __init__(self, k: Kernel):
+    def __init__(self, k: LoopNest):
         super().__init__()
         self._k = k
 
-    def _kept(self, value: Value, n_readers: int) -> Value:
-        return _number(self._k.let(self._k.read(value, ())), value.dtype)
-
-
-def _number(text: str, dtype: np.dtype) -> Lazy:
-    return Lazy((), dtype, lambda k, index: text)
+    def _kept(self, value: ArrayExpr, n_readers: int) -> ArrayExpr:
+        return number(self._k.let(self._k.read(value, ())), value.dtype)
 
 
 def _traced(function: Function, *operands: Any) -> Any:
@@ -80,15 +76,15 @@ def _define(name: str, function: Function) -> None:
     _perform_as(name, function)
 
     @fused(name)
-    def _(b: Builder, *operands: Value) -> Value:
+    def _(b: Builder, *operands: ArrayExpr) -> ArrayExpr:
         dtype = operands[0].dtype
         wide = _wide(dtype)
         operands = tuple(b.converted(b.cheap(x), wide) for x in operands)
         graph = graph_of(_traced(function, *(jax.ShapeDtypeStruct((), wide) for _ in operands)))
 
-        def entry(k: Kernel, index: tuple[Index, ...]) -> str:
+        def entry(k: LoopNest, index: tuple[Index, ...]) -> str:
             texts = [broadcast_read(k, x, index) for x in operands]
-            (result,) = _Steps(k).run(graph, [_number(text, wide) for text in texts])
+            (result,) = _Steps(k).run(graph, [number(text, wide) for text in texts])
             return k.read(result, ())
 
         return b.converted(b.lazy(entry, *operands, dtype=wide, cost=_COST), dtype)
@@ -100,7 +96,7 @@ def _define_by_loops(name: str, function: Function) -> None:
     function = _widened(function)
 
     @funcify.register(name)
-    def _(b: Builder, *operands: Value) -> list[Value]:
+    def _(b: Builder, *operands: ArrayExpr) -> list[ArrayExpr]:
         return b.inline(_traced(function, *operands), *map(b.cheap, operands))
 
 
@@ -108,11 +104,11 @@ def _of_jax(name: str, *, with_dtype: bool = True) -> Function:
     """The function that JAX lowers a primitive to."""
     function = special_function(name)
 
-    def own(*operands: Any) -> Any:
+    def of_arrays(*operands: Any) -> Any:
         options = {"dtype": operands[0].dtype} if with_dtype else {}
         return function(*operands, **options)
 
-    return own
+    return of_arrays
 
 
 # The digamma function: Lanczos' approximation, with g = 7 and 9 terms, as in XLA.

@@ -1,52 +1,48 @@
 """Windows: reductions of the entries under one that moves over an array, and what pooling's
 derivatives are made of."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
-import jax
 import numpy as np
-from jax import lax
 
-from .. import bits, storage
-from ..builder import Builder, require_fused
-from ..index import Index, flat
-from ..kernel import Kernel
+from ..codegen import storage
+from ..codegen.arrays import ArrayExpr, number
+from ..codegen.builder import Builder, require_fused
+from ..codegen.index import Index, flat
+from ..codegen.loop_nest import LoopNest
+from ..codegen.storage import wrapped
+from ..maths import instructions
 from ..reference import evaluate_jaxpr
 from ..registry import Unsupported, funcify, perform
-from ..values import Value, number
-from .elementwise import wrapped
+from .combine import Combine, extreme, least, most, operator
+from .movement import padded
 
-Step = Callable[[Kernel, str, str], str]
 Sizes = Sequence[int]
 
 
-def _padded(b: Builder, x: Value, filling: Value, padding: Any, dilation: Sizes) -> Value:
+def _padded(
+    b: Builder, x: ArrayExpr, filling: ArrayExpr, padding: Any, dilation: Sizes
+) -> ArrayExpr:
     """The array with a number around it, and in between."""
     pairs = zip(padding, dilation, strict=True)
-    config = [(int(low), int(high), int(step) - 1) for (low, high), step in pairs]
-    if not any(any(amounts) for amounts in config):
-        return b.cheap(x)
-    avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (x, filling)]
-    f = lambda x, filling: lax.pad(x, filling, config)
-    (result,) = b.inline(jax.make_jaxpr(f)(*avals), x, filling)
-    return result
+    return padded(b, x, filling, [(int(low), int(high), step - 1) for (low, high), step in pairs])
 
 
 def _under(
-    own: Sequence[Index], inner: Sequence[Index], strides: Sizes, dilation: Sizes
+    window: Sequence[Index], inner: Sequence[Index], strides: Sizes, dilation: Sizes
 ) -> list[Index]:
-    axes = zip(own, inner, strides, dilation, strict=True)
+    axes = zip(window, inner, strides, dilation, strict=True)
     return [i * stride + j * step for i, j, stride, step in axes]
 
 
 def _reduced(
-    b: Builder, x: Value, start: Value, step: Callable[[np.dtype], Step], *,
+    b: Builder, x: ArrayExpr, start: ArrayExpr, step: Combine, *,
     window_dimensions: Sizes, window_strides: Sizes, padding: Any, base_dilation: Sizes,
     window_dilation: Sizes, masked: bool = False,
-) -> Value:  # fmt: skip
-    """Of each window, `total = step(k, total, entry)` of all its entries from `start` on.
+) -> ArrayExpr:  # fmt: skip
+    """Of each window, `total = step(k, dtype, total, entry)` of all its entries from `start` on.
 
     With `masked`, of those of the array alone; else `start` is to be what changes no total.
     """
@@ -56,64 +52,32 @@ def _reduced(
     mask = _padded(b, _full(b, True, x.shape), _full(b, False), *within) if masked else None
     x = _padded(b, x, start, padding, base_dilation)
     out = b.buffer(dtype=storage.computed_dtype(x.dtype))  # in which totals are kept
-    with b.kernel() as k, k.loops(out.shape) as own:
+    with b.kernel() as k, k.loops(out.shape) as window:
         total = k.here(k.read(start, ()), "total")
         with k.loops(window_dimensions) as inner:
-            place = _under(own, inner, window_strides, window_dilation)
+            place = _under(window, inner, window_strides, window_dilation)
             condition = "True" if mask is None else k.read(mask, place)
             with nullcontext() if condition == "True" else k.under(f"if {condition}:"):
-                k.line(f"{total} = {step(x.dtype)(k, total, k.read(x, place))}")
-        k.store(out, own, total)
+                k.line(f"{total} = {step(k, x.dtype, total, k.read(x, place))}")
+        k.store(out, window, total)
     return b.converted(out, x.dtype)
 
 
-def _full(b: Builder, value: bool, shape: Sizes = ()) -> Value:
+def _full(b: Builder, value: bool, shape: Sizes = ()) -> ArrayExpr:
     text = str(value)
     return b.lazy(lambda k, index: text, shape=shape, dtype=bool)
 
 
-def _sum(dtype: np.dtype) -> Step:
-    return lambda k, total, x: wrapped(f"{total} + {x}", dtype)
-
-
-def _extreme(function: Any, of_bools: str) -> Callable[[np.dtype], Step]:
-    def of(dtype: np.dtype) -> Step:
-        if dtype.kind == "b":
-            return lambda k, total, x: f"{total} {of_bools} {x}"
-        return lambda k, total, x: k.call(function, total, x)
-
-    return of
-
-
-def _check_order(dtype: np.dtype) -> None:
-    if dtype.kind == "c":
-        raise Unsupported("dtype", f"{dtype} has no order.")
-
-
-def _zero(dtype: np.dtype) -> Any:
-    return dtype.type(0)
-
-
-def _least(dtype: np.dtype) -> Any:
-    _check_order(dtype)
-    return -np.inf if dtype.kind in "fV" else dtype.kind != "b" and np.iinfo(dtype).min
-
-
-def _most(dtype: np.dtype) -> Any:
-    _check_order(dtype)
-    return np.inf if dtype.kind in "fV" else dtype.kind == "b" or np.iinfo(dtype).max
-
-
 _KINDS: dict[str, tuple[Any, Any, Any]] = {
-    "reduce_window_sum": (_zero, _sum, np.add),
-    "reduce_window_max": (_least, _extreme(bits.maximum, "|"), np.maximum),
-    "reduce_window_min": (_most, _extreme(bits.minimum, "&"), np.minimum),
+    "reduce_window_sum": (lambda dtype: 0, operator("+"), np.add),
+    "reduce_window_max": (least, extreme(instructions.maximum, "|"), np.maximum),
+    "reduce_window_min": (most, extreme(instructions.minimum, "&"), np.minimum),
 }
 
 
 def _register(name: str, first: Any, step: Any, ufunc: Any) -> None:
     @funcify.register(name)
-    def _(b: Builder, x: Value, **params: Any) -> Value:
+    def _(b: Builder, x: ArrayExpr, **params: Any) -> ArrayExpr:
         return _reduced(b, x, b.constant(first(x.dtype), x.dtype), step, **params)
 
     @perform.register(name)
@@ -126,20 +90,17 @@ for _name, _parts in _KINDS.items():
 
 
 @funcify.register("reduce_window")
-def _(b: Builder, *operands: Value, jaxpr: Any, consts: Any, **params: Any) -> Value:
+def _(b: Builder, *operands: ArrayExpr, jaxpr: Any, consts: Any, **params: Any) -> ArrayExpr:
     if len(operands) != 2 or consts:
         raise Unsupported("operands", "more than one array is not supported.")
     require_fused(jaxpr)
 
-    def of(dtype: np.dtype) -> Step:
-        def step(k: Kernel, total: str, x: str) -> str:
-            now = k.here(total)  # of which nothing moves out of the loop
-            (result,) = b.inline_in(k, jaxpr, number(now, dtype), number(x, dtype))
-            return result
+    def step(k: LoopNest, dtype: np.dtype, total: str, entry: str) -> str:
+        now = k.here(total)  # of which nothing moves out of the loop
+        (result,) = b.inline_in(k, jaxpr, number(now, dtype), number(entry, dtype))
+        return result
 
-        return step
-
-    return _reduced(b, operands[0], operands[1], of, masked=True, **params)
+    return _reduced(b, operands[0], operands[1], step, masked=True, **params)
 
 
 @perform.register("reduce_window")
@@ -201,20 +162,20 @@ def _keeps(select_prim: Any) -> str:
 
 @funcify.register("select_and_scatter_add")
 def _(
-    b: Builder, source: Value, x: Value, *, select_prim: Any, window_dimensions: Sizes,
+    b: Builder, source: ArrayExpr, x: ArrayExpr, *, select_prim: Any, window_dimensions: Sizes,
     window_strides: Sizes, padding: Any,
-) -> Value:  # fmt: skip
+) -> ArrayExpr:  # fmt: skip
     symbol, x, source = _keeps(select_prim), b.cheap(x), b.cheap(source)
     out = b.buffer(dtype=storage.computed_dtype(x.dtype))  # in which sums are kept
     entries = out.reshaped((out.size,))
     with b.kernel() as k:
         with k.loops([out.size]) as (i,):
             k.store(entries, (i,), storage.literal(0, out.dtype))
-        with k.loops(source.shape) as own:
+        with k.loops(source.shape) as window:
             best = k.here(storage.literal(0, x.dtype), "best")
             where = k.here("-1", "where")
             with k.loops(window_dimensions) as inner:
-                moved = _under(own, inner, window_strides, [1] * x.ndim)
+                moved = _under(window, inner, window_strides, [1] * x.ndim)
                 place = [i - int(low) for i, (low, _) in zip(moved, padding, strict=True)]
                 with k.under(f"if {_inside(place, x.shape)}:"):
                     entry = k.read(x, place)
@@ -224,7 +185,7 @@ def _(
             with k.under(f"if {where} >= 0:"):
                 at = (k.variable(k.here(where), out.size),)
                 total = k.load(entries, at)
-                k.store(entries, at, wrapped(f"{total} + {k.read(source, own)}", x.dtype))
+                k.store(entries, at, wrapped(f"{total} + {k.read(source, window)}", x.dtype))
     return b.converted(out, x.dtype)
 
 
@@ -258,44 +219,46 @@ def _(
 
 @funcify.register("select_and_gather_add")
 def _(
-    b: Builder, source: Value, x: Value, *, select_prim: Any, window_dimensions: Sizes,
+    b: Builder, source: ArrayExpr, x: ArrayExpr, *, select_prim: Any, window_dimensions: Sizes,
     window_strides: Sizes, padding: Any, base_dilation: Sizes, window_dilation: Sizes,
-) -> Value:  # fmt: skip
+) -> ArrayExpr:  # fmt: skip
     # Of equal entries the first counts, as in the transpose; to XLA it may be another of them.
     symbol, dtype = _keeps(select_prim), x.dtype
-    first = b.constant(_least(dtype) if symbol == ">=" else _most(dtype), dtype)
+    if dtype.kind == "c":
+        raise Unsupported("dtype", f"{dtype} has no order.")
+    first = b.constant(least(dtype) if symbol == ">=" else most(dtype), dtype)
     zero = b.constant(0, dtype)
     x = _padded(b, x, first, padding, base_dilation)
     source = _padded(b, source, zero, padding, base_dilation)
     out = b.buffer()
-    with b.kernel() as k, k.loops(out.shape) as own:
-        best, found = k.here(k.read(first, ()), "best"), k.here(k.read(zero, ()), "found")
+    with b.kernel() as k, k.loops(out.shape) as window:
+        best, gathered = k.here(k.read(first, ()), "best"), k.here(k.read(zero, ()), "gathered")
         with k.loops(window_dimensions) as inner:
-            place = _under(own, inner, window_strides, window_dilation)
+            place = _under(window, inner, window_strides, window_dilation)
             entry, other = k.read(x, place), k.read(source, place)
             with k.under(f"if not {best} {symbol} {entry}:"):
                 k.line(f"{best} = {entry}")
-                k.line(f"{found} = {other}")
-        k.store(out, own, found)
+                k.line(f"{gathered} = {other}")
+        k.store(out, window, gathered)
     return out
 
 
 @perform.register("select_and_gather_add")
 def _(source: Any, x: Any, *, select_prim: Any, **params: Any) -> Any:
-    most = select_prim.name == "ge"
-    start = np.asarray(_least(x.dtype) if most else _most(x.dtype)).astype(x.dtype)
+    greatest = select_prim.name == "ge"
+    start = np.asarray(least(x.dtype) if greatest else most(x.dtype)).astype(x.dtype)
     names = "dimensions strides".split()
     sizes = [params[f"window_{name}"] for name in names]
     rest = [params[name] for name in ("padding", "base_dilation", "window_dilation")]
     pairs = zip(
         _windows(x, start, *sizes, *rest),
-        _windows(source, _zero(x.dtype), *sizes, *rest),
+        _windows(source, 0, *sizes, *rest),
         strict=True,
     )
-    best = found = None
+    best = gathered = None
     for part, other in pairs:
         best = np.full(part.shape, start) if best is None else best
-        found = np.zeros(part.shape, x.dtype) if found is None else found
-        keep = best >= part if most else best <= part
-        best, found = np.where(keep, best, part), np.where(keep, found, other)
-    return found
+        gathered = np.zeros(part.shape, x.dtype) if gathered is None else gathered
+        keep = best >= part if greatest else best <= part
+        best, gathered = np.where(keep, best, part), np.where(keep, gathered, other)
+    return gathered

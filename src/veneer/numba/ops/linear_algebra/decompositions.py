@@ -1,0 +1,262 @@
+"""Decompositions by LAPACK, as JAX has them on the CPU: the same functions, so the same signs."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...codegen import storage
+from ...codegen.arrays import ArrayExpr
+from ...codegen.builder import Builder
+from ...codegen.index import Index
+from ...codegen.loop_nest import LoopNest
+from ...maths import instructions
+from ...registry import Unsupported, funcify, perform
+from ..indexing import clamped, within
+from . import lapack
+from .matrices import call_lapack, checked, known, of_each, stacked, transposed
+
+# Cholesky's factor.
+
+
+@funcify.register("cholesky")
+def _(b: Builder, x: ArrayExpr, **_: Any) -> ArrayExpr:
+    dtype, n = checked(x), x.shape[-1]
+    out, info = b.copy(x), b.buffer(x.shape[:-2], np.int32)
+    count, matrices = stacked(out, 2)
+    infos = stacked(info, 0)[1]
+    call_lapack(b, "potrf", dtype, count, lambda of: ["U", n, of(matrices), n, of(infos)])
+    zero = storage.literal(0, dtype)
+
+    def entry(k: LoopNest, index: tuple[Index, ...]) -> str:
+        below = f"{index[-1]} <= {index[-2]}"
+        return k.let(k.call(instructions.select, below, k.read(out, index), zero))
+
+    return known(b, b.lazy(entry, out, cost=1), info)
+
+
+@perform.register("cholesky")
+def _(x: Any, **_: Any) -> Any:
+    from scipy.linalg import lapack as scipy_lapack
+
+    def factor(x: Any) -> Any:
+        function = scipy_lapack.spotrf if x.dtype == np.float32 else scipy_lapack.dpotrf
+        c, info = function(x, lower=True, clean=True)
+        return c if info == 0 else np.full_like(x, np.nan)
+
+    return of_each(factor, 2)(x)
+
+
+# LU.
+
+
+@funcify.register("lu")
+def _(b: Builder, x: ArrayExpr) -> list[ArrayExpr]:
+    dtype, (m, n) = checked(x), x.shape[-2:]
+    batch = x.shape[:-2]
+    out = b.copy(transposed(b, x))
+    pivots, info = b.buffer((*batch, min(m, n)), np.int32), b.buffer(batch, np.int32)
+    count, matrices = stacked(out, 2)
+    per_matrix = [stacked(pivots, 1)[1], stacked(info, 0)[1]]
+    call_lapack(b, "getrf", dtype, count, lambda of: [m, n, of(matrices), m, *map(of, per_matrix)])
+    first = b.lazy(
+        lambda k, index: k.let(f"np.int32({k.read(pivots, index)} - 1)"),
+        pivots, shape=pivots.shape, dtype=np.int32, cost=1,
+    )  # fmt: skip
+    return [transposed(b, out), first, _permutation(b, first, m)]
+
+
+def _permutation(b: Builder, pivots: ArrayExpr, size: int) -> ArrayExpr:
+    """The order of rows, of which each was exchanged with that at a pivot in turn."""
+    *batch, n = pivots.shape
+    out = b.buffer((*batch, size), np.int32)
+    with b.kernel("permutation") as k, k.loops(batch) as matrix:
+        with k.loops([size]) as (i,):
+            k.store(out, (*matrix, i), f"np.int32({i})")
+        with k.loops([n]) as (i,):
+            pivot = k.read(pivots, (*matrix, i))
+            at = clamped(k, pivot, pivots.dtype, size - 1)
+            here, there = k.load(out, (*matrix, i)), k.load(out, (*matrix, at))
+            k.store(out, (*matrix, i), there)
+            with k.under(f"if {within(k, pivot, pivots.dtype, size - 1)}:"):
+                k.store(out, (*matrix, at), here)
+    return out
+
+
+@funcify.register("lu_pivots_to_permutation")
+def _(b: Builder, pivots: ArrayExpr, *, permutation_size: int) -> ArrayExpr:
+    return _permutation(b, b.cheap(pivots), permutation_size)
+
+
+@perform.register("lu_pivots_to_permutation")
+def _(pivots: Any, *, permutation_size: int) -> Any:
+    def order(pivots: Any) -> Any:
+        rows = np.arange(permutation_size, dtype=np.int32)
+        for i, at in enumerate(pivots):
+            rows[[i, at]] = rows[[at, i]]
+        return rows
+
+    return of_each(order, 1)(pivots)
+
+
+@perform.register("lu")
+def _(x: Any) -> list[Any]:
+    from scipy.linalg import lapack as scipy_lapack
+
+    function = scipy_lapack.sgetrf if x.dtype == np.float32 else scipy_lapack.dgetrf
+    results = [function(matrix)[:2] for matrix in x.reshape(-1, *x.shape[-2:])]
+    pivots = np.asarray([rows for _, rows in results], np.int32)
+    pivots = pivots.reshape(*x.shape[:-2], -1)
+    order = perform["lu_pivots_to_permutation"](pivots, permutation_size=x.shape[-2])
+    return [np.asarray([c for c, _ in results]).reshape(x.shape), pivots, order]
+
+
+# QR.
+
+
+@funcify.register("geqrf")
+def _geqrf(b: Builder, x: ArrayExpr, **_: Any) -> list[ArrayExpr]:
+    dtype, (m, n) = checked(x), x.shape[-2:]
+    batch = x.shape[:-2]
+    out = b.copy(transposed(b, x))
+    taus, info = b.buffer((*batch, min(m, n)), dtype), b.buffer((), np.int32)
+    count, matrices = stacked(out, 2)
+    scales = stacked(taus, 1)[1]
+    size = lapack.workspace("geqrf", dtype, m, n)
+    work = b.buffer((size,), dtype)
+    call_lapack(b, "geqrf", dtype, count, lambda of: [
+        m, n, of(matrices), m, of(scales), work, size, info,
+    ])  # fmt: skip
+    return [transposed(b, out), taus]
+
+
+@funcify.register("householder_product")
+def _orgqr(b: Builder, x: ArrayExpr, taus: ArrayExpr) -> ArrayExpr:
+    dtype, (m, n) = checked(x), x.shape[-2:]
+    reflections = taus.shape[-1]
+    out, info = b.copy(transposed(b, x)), b.buffer((), np.int32)
+    count, matrices = stacked(out, 2)
+    scales = stacked(b.force(taus), 1)[1]
+    size = lapack.workspace("geqrf", dtype, m, n)  # SciPy has none for it alone; it is as much
+    work = b.buffer((size,), dtype)
+    call_lapack(b, "orgqr", dtype, count, lambda of: [
+        m, n, reflections, of(matrices), m, of(scales), work, size, info,
+    ])  # fmt: skip
+    return transposed(b, out)
+
+
+@funcify.register("qr")
+def _(
+    b: Builder, x: ArrayExpr, *, pivoting: bool, full_matrices: bool, **_: Any
+) -> list[ArrayExpr]:
+    if pivoting:
+        raise Unsupported("pivoting", "True is not supported.")
+    m, n = x.shape[-2:]
+    r, taus = _geqrf(b, x)
+    rows = columns = m if full_matrices or m < n else n
+    # What of those columns is no part of `r` is written over.
+    pads = [(0, 0)] * (r.ndim - 1) + [(0, max(0, columns - n))]
+    first = _through(b, lambda r: jnp.pad(r, pads)[..., :columns], r)
+    return [_orgqr(b, first, taus), _through(b, lambda r: jnp.triu(r[..., :rows, :]), r)]
+
+
+def _through(b: Builder, f: Callable[..., Any], x: ArrayExpr) -> ArrayExpr:
+    """A function of JAX of a value."""
+    (result,) = b.inline(jax.make_jaxpr(f)(jax.ShapeDtypeStruct(x.shape, x.dtype)), x)
+    return result
+
+
+@perform.register("qr")
+def _(x: Any, *, full_matrices: bool, **_: Any) -> list[Any]:
+    return [*np.linalg.qr(x, "complete" if full_matrices else "reduced")]
+
+
+@perform.register("geqrf")
+def _(x: Any, **_: Any) -> list[Any]:
+    h, taus = np.linalg.qr(x, "raw")
+    return [np.swapaxes(h, -1, -2), taus]
+
+
+@perform.register("householder_product")
+def _(x: Any, taus: Any) -> Any:
+    *_, m, n = x.shape
+    q = np.broadcast_to(np.eye(m, n, dtype=x.dtype), x.shape)
+    for i in reversed(range(taus.shape[-1])):
+        v = np.where(np.arange(m) > i, x[..., :, i], (np.arange(m) == i).astype(x.dtype))
+        q = q - taus[..., i, None, None] * v[..., None] * (v[..., None, :] @ q)
+    return q
+
+
+# Eigenvalues and singular values.
+
+
+@funcify.register("eigh")
+def _(
+    b: Builder, x: ArrayExpr, *, lower: bool, subset_by_index: Any = None, **params: Any
+) -> list[ArrayExpr]:
+    dtype, n = checked(x), x.shape[-1]
+    _check_whole(subset_by_index, (0, n), params.get("algorithm"), ("QR", "DEFAULT"))
+    batch = x.shape[:-2]
+    v, w, info = b.copy(transposed(b, x)), b.buffer((*batch, n), dtype), b.buffer(batch, np.int32)
+    count, matrices = stacked(v, 2)
+    values, infos = stacked(w, 1)[1], stacked(info, 0)[1]
+    size = lapack.workspace("syevd", dtype, n)
+    places = 3 + 5 * n
+    work, iwork = b.buffer((size,), dtype), b.buffer((places,), np.int32)
+    call_lapack(b, "syevd", dtype, count, lambda of: [
+        "V", "L" if lower else "U", n, of(matrices), n, of(values), work, size, iwork, places,
+        of(infos),
+    ])  # fmt: skip
+    return [known(b, transposed(b, v), info), known(b, w, info)]
+
+
+def _check_whole(subset: Any, whole: tuple[int, int], algorithm: Any, known: Sequence[str]) -> None:
+    if subset is not None and tuple(subset) != whole:
+        raise Unsupported("subset_by_index", f"{subset} is not supported.")
+    if algorithm is not None and algorithm.name not in known:
+        raise Unsupported("algorithm", f"{algorithm} is not supported.")
+
+
+@perform.register("eigh")
+def _(x: Any, *, lower: bool, **_: Any) -> list[Any]:
+    w, v = np.linalg.eigh(x, "L" if lower else "U")
+    return [v, w]
+
+
+@funcify.register("svd")
+def _(
+    b: Builder, x: ArrayExpr, *, full_matrices: bool, compute_uv: bool, subset_by_index: Any = None,
+    **params: Any,
+) -> list[ArrayExpr]:  # fmt: skip
+    dtype, (m, n) = checked(x), x.shape[-2:]
+    few = min(m, n)
+    _check_whole(subset_by_index, (0, few), params.get("algorithm"), ("DEFAULT",))
+    batch, inner = x.shape[:-2], (m, n) if full_matrices else (few, few)
+    out = b.copy(transposed(b, x))
+    s, info = b.buffer((*batch, few), dtype), b.buffer(batch, np.int32)
+    # LAPACK does not look at what it is not asked for.
+    u = b.buffer((*batch, inner[0], m), dtype) if compute_uv else s
+    vt = b.buffer((*batch, n, inner[1]), dtype) if compute_uv else s
+    count, matrices = stacked(out, 2)
+    results = [stacked(u, 2)[1], stacked(vt, 2)[1]] if compute_uv else [stacked(s, 1)[1]] * 2
+    values, infos = stacked(s, 1)[1], stacked(info, 0)[1]
+    options = {"compute_uv": compute_uv, "full_matrices": full_matrices}
+    size = lapack.workspace("gesdd", dtype, m, n, **options)
+    work, iwork = b.buffer((size,), dtype), b.buffer((8 * few,), np.int32)
+    job = ("A" if full_matrices else "S") if compute_uv else "N"
+    call_lapack(b, "gesdd", dtype, count, lambda of: [
+        job, m, n, of(matrices), m, of(values), of(results[0]), m, of(results[1]), inner[1],
+        work, size, iwork, of(infos),
+    ])  # fmt: skip
+    factors = [s, transposed(b, u), transposed(b, vt)] if compute_uv else [s]
+    return [known(b, x, info) for x in factors]
+
+
+@perform.register("svd")
+def _(x: Any, *, full_matrices: bool, compute_uv: bool, **_: Any) -> list[Any]:
+    if not compute_uv:
+        return [np.linalg.svd(x, compute_uv=False)]
+    u, s, vt = np.linalg.svd(x, full_matrices)
+    return [s, u, vt]

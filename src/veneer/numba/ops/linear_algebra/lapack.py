@@ -1,0 +1,120 @@
+"""Functions of LAPACK, and BLAS's triangular solve, as instructions.
+
+In Python each is run by SciPy's wrapper of it, on the memory that it is given.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ...maths.scalar import external
+
+_LOWER, _TRANSPOSED, _UNIT, _LEFT = (ord(letter) for letter in "LTUL")
+
+
+def letter_of(dtype: np.dtype) -> str | None:
+    """The first letter of the names of functions of a dtype, if they are here."""
+    return {"float32": "s", "float64": "d"}.get(dtype.name)
+
+
+def function_of(name: str, dtype: np.dtype) -> Callable[..., Any]:
+    """The function of a name without its first letter."""
+    return _FUNCTIONS[f"{letter_of(dtype)}{name}"]
+
+
+def workspace(name: str, dtype: np.dtype, *args: Any, **options: Any) -> int:
+    """How much memory a function works on, in entries, as LAPACK says it works best."""
+    from scipy.linalg import lapack
+
+    sizes = getattr(lapack, f"{letter_of(dtype)}{name}_lwork")(*args, **options)
+    return int(np.real(sizes[0]))
+
+
+def _read(pointer: Any, rows: int, columns: int) -> np.ndarray:
+    """A matrix in memory column by column."""
+    entries = [pointer[i] for i in range(rows * columns)]
+    return np.asarray(entries).reshape(columns, rows).T.copy(order="F")
+
+
+def _write(pointer: Any, array: Any) -> None:
+    for i, x in enumerate(np.asarray(array).T.reshape(-1)):
+        pointer[i] = x
+
+
+def _potrf(routine: Any, uplo, n, a, lda, info):
+    c, info[0] = _with_info(routine(_read(a, lda, n), lower=uplo == _LOWER, clean=False))
+    _write(a, c)
+
+
+def _trsm(routine: Any, side, uplo, turn, diagonal, m, n, alpha, a, lda, b, ldb):
+    options = {"side": side != _LEFT, "lower": uplo == _LOWER, "trans_a": turn == _TRANSPOSED}
+    order = m if side == _LEFT else n
+    x = routine(alpha, _read(a, lda, order), _read(b, ldb, n), diag=diagonal == _UNIT, **options)
+    _write(b, x)
+
+
+def _getrf(routine: Any, m, n, a, lda, pivots, info):
+    c, rows, info[0] = _with_info(routine(_read(a, lda, n)))
+    _write(a, c)
+    _write(pivots, rows + np.int32(1))
+
+
+def _geqrf(routine: Any, m, n, a, lda, taus, work, lwork, info):
+    c, scales, _, info[0] = _with_info(routine(_read(a, lda, n), lwork=lwork))
+    _write(a, c)
+    _write(taus, scales)
+
+
+def _orgqr(routine: Any, m, n, k, a, lda, taus, work, lwork, info):
+    c, _, info[0] = _with_info(routine(_read(a, lda, n), _read(taus, k, 1)[:, 0], lwork=lwork))
+    _write(a, c)
+
+
+def _syevd(routine: Any, job, uplo, n, a, lda, w, work, lwork, iwork, liwork, info):
+    values, v, info[0] = _with_info(routine(_read(a, lda, n), lower=uplo == _LOWER, lwork=lwork))
+    _write(a, v)
+    _write(w, values)
+
+
+def _gesdd(routine: Any, job, m, n, a, lda, s, u, ldu, vt, ldvt, work, lwork, iwork, info):
+    options = {"compute_uv": job != ord("N"), "full_matrices": job == ord("A")}
+    left, values, right, info[0] = _with_info(routine(_read(a, lda, n), lwork=lwork, **options))
+    _write(s, values)
+    if options["compute_uv"]:
+        _write(u, left)
+        _write(vt, right)
+
+
+def _gtsv(routine: Any, n, n_right, lower, diagonal, upper, b, ldb, info):
+    if n == 1:  # which SciPy's function of Python's does not take
+        _write(b, _read(b, ldb, n_right) / _read(diagonal, n, 1))
+        info[0] = np.int32(_read(diagonal, n, 1)[0, 0] == 0)
+        return
+    bands = (_read(lower, n - 1, 1), _read(diagonal, n, 1), _read(upper, n - 1, 1))
+    *_, x, info[0] = _with_info(routine(*(band[:, 0] for band in bands), _read(b, ldb, n_right)))
+    _write(b, x)
+
+
+def _with_info(results: Any) -> list[Any]:
+    return [*results[:-1], np.int32(results[-1])]
+
+
+def _instruction(name: str, body: Callable[..., Any], module: str) -> Callable[..., Any]:
+    def run(*args):
+        import scipy.linalg
+
+        body(getattr(getattr(scipy.linalg, module), name), *args)
+
+    plain = inspect.unwrap(run)  # tests wrap all functions, to check their annotations
+    plain.__name__ = plain.__qualname__ = name
+    return external(f"scipy.linalg.cython_{module}")(plain)
+
+
+_BODIES = (_potrf, _trsm, _getrf, _geqrf, _orgqr, _syevd, _gesdd, _gtsv)
+_FUNCTIONS = {
+    name: _instruction(name, body, "blas" if body is _trsm else "lapack")
+    for body in _BODIES
+    for name in (f"{letter}{body.__name__[1:]}" for letter in "sd")
+}

@@ -1,0 +1,93 @@
+"""Products of matrices of float32 in the CPU's vectors: an object file that programs call.
+
+Imported only to make that file, once a machine. An address is an int64, and so is all else.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from ....native.functions import native, not_inlined
+from ....native.isa import ISA, LANES
+from ....native.memory import load_f32, store_f32
+from ....native.object_file import ObjectFile
+from ....native.simd import blocks as simd
+from ....native.simd.floats import load, outer, zeros
+
+#: As many rows and vectors as a CPU has registers for.
+ROWS, VECTORS = (6, 4) if ISA.startswith("avx512") else (4, 2) if ISA == "avx2" else (2, 4)
+WIDTH = LANES * VECTORS
+
+
+def object_code() -> bytes:
+    """The object file of `veneer_matrix_product`."""
+    file = ObjectFile()
+    file.export("veneer_matrix_product", matrix_product)
+    return file.code()
+
+
+@simd.instruction
+def store_rows(address, stride, block):
+    """Writes a block to rows of f32 that are `stride` bytes apart."""
+
+    def emit(builder, address, stride, values):
+        for i, value in enumerate(simd.vectors(builder, values)):
+            row, column = divmod(i, block.columns)
+            simd.store_vector(builder, value, simd.at(builder, address, column, row, stride))
+
+    return simd.types.void, emit
+
+
+def _tile(rows: int, vectors: int) -> Any:
+    """A function for so many rows of the result, and vectors of each; its strides are in bytes."""
+
+    @native
+    def tile(out, x, y, n, k, x_row, x_step, y_row):
+        not_inlined()
+        total = zeros(rows, vectors)
+        for _ in range(k):
+            total = outer(total, x, x_row, load(y, vectors))
+            x += x_step
+            y += y_row
+        store_rows(out, 4 * n, total)
+
+    return tile
+
+
+_tiles = [_tile(rows, vectors) for vectors in (VECTORS, 1) for rows in (ROWS, 1)]
+_wide_tile, _wide_row, _narrow_tile, _narrow_row = _tiles
+
+
+@native
+def _entry(out, x, y, k, x_step, y_row):
+    """A single entry, in the columns that are too few for a vector."""
+    total = np.float32(0)
+    for _ in range(k):
+        total += load_f32(x) * load_f32(y)
+        x += x_step
+        y += y_row
+    store_f32(out, total)
+
+
+@native
+def matrix_product(out, x, y, m, n, k, x_row, x_step, y_row):
+    """`out = x @ y`, row by row; strides are in entries, and columns of y are neighbours."""
+    x_row, x_step, y_row = 4 * x_row, 4 * x_step, 4 * y_row
+    wide, narrow, rows = n - n % WIDTH, n - n % LANES, m - m % ROWS
+    for j in range(0, wide, WIDTH):
+        for i in range(0, rows, ROWS):
+            to, left = out + 4 * (i * n + j), x + i * x_row
+            _wide_tile(to, left, y + 4 * j, n, k, x_row, x_step, y_row)
+        for i in range(rows, m):
+            to, left = out + 4 * (i * n + j), x + i * x_row
+            _wide_row(to, left, y + 4 * j, n, k, x_row, x_step, y_row)
+    for j in range(wide, narrow, LANES):
+        for i in range(0, rows, ROWS):
+            to, left = out + 4 * (i * n + j), x + i * x_row
+            _narrow_tile(to, left, y + 4 * j, n, k, x_row, x_step, y_row)
+        for i in range(rows, m):
+            to, left = out + 4 * (i * n + j), x + i * x_row
+            _narrow_row(to, left, y + 4 * j, n, k, x_row, x_step, y_row)
+    for i in range(m):
+        for j in range(narrow, n):
+            _entry(out + 4 * (i * n + j), x + i * x_row, y + 4 * j, k, x_step, y_row)

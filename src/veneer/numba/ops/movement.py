@@ -1,0 +1,302 @@
+"""Movement: primitives that move entries, or repeat them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+
+from ..codegen import storage
+from ..codegen.arrays import ArrayExpr
+from ..codegen.builder import Builder
+from ..codegen.index import Index
+from ..codegen.loop_nest import LoopNest
+from ..maths.instructions import select
+from ..registry import Unsupported, funcify, fused, perform
+
+Place = tuple[Index, ...]
+
+
+@fused("broadcast_in_dim")
+def _(
+    b: Builder, x: ArrayExpr, *sizes: ArrayExpr, shape: Any, broadcast_dimensions: Any, **_: Any
+) -> ArrayExpr:
+    if sizes:
+        raise Unsupported("shape", "it is not static.")
+    long_axes = [axis for axis, n in zip(broadcast_dimensions, x.shape, strict=True) if n > 1]
+    x = b.repeated(x, long_axes)
+
+    def entry(k: LoopNest, index: Place) -> str:
+        axes = zip(broadcast_dimensions, x.shape, strict=True)
+        return k.read(x, [Index() if n == 1 else index[axis] for axis, n in axes])
+
+    return b.lazy(entry, x)
+
+
+@perform.register("broadcast_in_dim")
+def _(x: Any, *, shape: Any, broadcast_dimensions: Any, **_: Any) -> Any:
+    expanded = [1] * len(shape)
+    for axis, n in zip(broadcast_dimensions, np.shape(x), strict=True):
+        expanded[axis] = n
+    return np.broadcast_to(np.reshape(x, expanded), shape)
+
+
+@fused("reshape")
+def _(b: Builder, x: ArrayExpr, *sizes: ArrayExpr, dimensions: Any = None, **_: Any) -> ArrayExpr:
+    if sizes:
+        raise Unsupported("shape", "it is not static.")
+    return b.reshaped(x if dimensions is None else _transposed(b, x, dimensions), b.out.shape)
+
+
+@perform.register("reshape")
+def _(x: Any, *, new_sizes: Any, dimensions: Any = None, **_: Any) -> Any:
+    return np.reshape(x if dimensions is None else np.transpose(x, dimensions), new_sizes)
+
+
+@fused("squeeze", "expand_dims")
+def _(b: Builder, x: ArrayExpr, **_: Any) -> ArrayExpr:
+    return b.reshaped(x, b.out.shape)
+
+
+@perform.register("squeeze")
+def _(x: Any, *, dimensions: Any) -> Any:
+    return np.squeeze(x, tuple(dimensions))
+
+
+@fused("transpose")
+def _(b: Builder, x: ArrayExpr, *, permutation: Sequence[int]) -> ArrayExpr:
+    return _transposed(b, x, permutation)
+
+
+def _transposed(b: Builder, x: ArrayExpr, permutation: Sequence[int]) -> ArrayExpr:
+    places, shape = np.argsort(permutation), [x.shape[axis] for axis in permutation]
+    entry = lambda k, index: k.read(x, [index[place] for place in places])
+    return b.lazy(entry, x, shape=shape, dtype=x.dtype)
+
+
+@perform.register("transpose")
+def _(x: Any, *, permutation: Any) -> Any:
+    return np.transpose(x, permutation)
+
+
+@fused("rev")
+def _(b: Builder, x: ArrayExpr, *, dimensions: Sequence[int]) -> ArrayExpr:
+    def entry(k: LoopNest, index: Place) -> str:
+        axes = enumerate(zip(index, x.shape, strict=True))
+        return k.read(x, [n - 1 - i if axis in dimensions else i for axis, (i, n) in axes])
+
+    return b.lazy(entry, x)
+
+
+@perform.register("rev")
+def _(x: Any, *, dimensions: Any) -> Any:
+    return np.flip(x, dimensions)
+
+
+@fused("slice")
+def _(b: Builder, x: ArrayExpr, *, start_indices: Any, strides: Any, **_: Any) -> ArrayExpr:
+    steps = strides or (1,) * x.ndim
+
+    def entry(k: LoopNest, index: Place) -> str:
+        axes = zip(index, start_indices, steps, strict=True)
+        return k.read(x, [i * step + start for i, start, step in axes])
+
+    return b.lazy(entry, x)
+
+
+@perform.register("slice")
+def _(x: Any, *, start_indices: Any, limit_indices: Any, strides: Any) -> Any:
+    steps = strides or (1,) * np.ndim(x)
+    return x[tuple(map(slice, start_indices, limit_indices, steps))]
+
+
+@fused("split")
+def _(b: Builder, x: ArrayExpr, *, sizes: Any, axis: int) -> list[ArrayExpr]:
+    x, starts = b.cheap(x), np.cumsum([0, *sizes])[:-1].tolist()
+
+    def part(start: int, aval: Any) -> ArrayExpr:
+        def entry(k: LoopNest, index: Place) -> str:
+            return k.read(x, [i + start if d == axis else i for d, i in enumerate(index)])
+
+        return b.lazy(entry, x, shape=aval.shape, dtype=aval.dtype)
+
+    return [part(start, aval) for start, aval in zip(starts, b.outs, strict=True)]
+
+
+@perform.register("split")
+def _(x: Any, *, sizes: Any, axis: int) -> Any:
+    return np.split(x, np.cumsum(sizes)[:-1], axis)
+
+
+@fused("iota")
+def _(b: Builder, *sizes: ArrayExpr, dtype: Any, dimension: int, **_: Any) -> ArrayExpr:
+    if sizes:
+        raise Unsupported("shape", "it is not static.")
+    if dtype.kind == "b":
+        raise Unsupported("dtype", "a range of bool is not supported.")
+    name = storage.type_name(np.dtype(dtype))
+    return b.lazy(lambda k, index: k.let(f"{name}({index[dimension]})"), cost=1)
+
+
+@perform.register("iota")
+def _(*, dtype: Any, shape: Any, dimension: int, **_: Any) -> Any:
+    expanded = [n if axis == dimension else 1 for axis, n in enumerate(shape)]
+    return np.broadcast_to(np.arange(shape[dimension]).astype(dtype).reshape(expanded), shape)
+
+
+@funcify.register("concatenate")
+def _(b: Builder, *operands: ArrayExpr, dimension: int) -> ArrayExpr:
+    out, start = b.buffer(), 0
+    with b.kernel() as k:
+        for x in operands:
+            with k.loops(x.shape) as index:
+                text = k.read(x, index)
+                place = [i + start if axis == dimension else i for axis, i in enumerate(index)]
+                k.store(out, place, text)
+            start += x.shape[dimension]
+    return out
+
+
+@perform.register("concatenate")
+def _(*operands: Any, dimension: int) -> Any:
+    return np.concatenate(operands, dimension)
+
+
+@funcify.register("pad")
+def _(b: Builder, x: ArrayExpr, filling: ArrayExpr, *, padding_config: Any) -> ArrayExpr:
+    out = b.buffer()
+    with b.kernel() as k:
+        fill = k.read(filling, ())
+        with k.loops(out.shape) as index:
+            k.store(out, index, fill)
+        kept = [_kept(n, *config) for n, config in zip(x.shape, padding_config, strict=True)]
+        starts = [start for start, _ in kept]
+        with k.loops([max(0, end - start) for start, end in kept]) as index:
+            source = [i + start for i, start in zip(index, starts, strict=True)]
+            to = [
+                i * (step + 1) + low
+                for i, (low, _, step) in zip(source, padding_config, strict=True)
+            ]
+            k.store(out, to, k.read(x, source))
+    return out
+
+
+def _kept(n: int, low: int, high: int, interior: int) -> tuple[int, int]:
+    """The entries of an axis that negative padding does not cut off: a first and an end."""
+    step = interior + 1
+    start = -(low // step) if low < 0 else 0
+    end = n - (-(high // step) if high < 0 else 0)
+    return start, max(start, end)
+
+
+def padded(
+    b: Builder, x: ArrayExpr, filling: ArrayExpr, config: Sequence[tuple[int, int, int]]
+) -> ArrayExpr:
+    """As `lax.pad` has it; the value itself, if there is nothing to add."""
+    if not any(any(amounts) for amounts in config):
+        return b.cheap(x)
+    avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (x, filling)]
+    f = lambda x, filling: lax.pad(x, filling, config)
+    (result,) = b.inline(jax.make_jaxpr(f)(*avals), x, filling)
+    return result
+
+
+@perform.register("pad")
+def _(x: Any, filling: Any, *, padding_config: Any) -> Any:
+    x = np.asarray(x)
+    for axis, (low, high, interior) in enumerate(padding_config):
+        n = x.shape[axis]
+        long = max(0, n + interior * max(0, n - 1))
+        spread = np.full(_with(x.shape, axis, long), filling, x.dtype)
+        spread[(slice(None),) * axis + (slice(None, None, interior + 1),)] = x
+        out = np.full(_with(x.shape, axis, long + low + high), filling, x.dtype)
+        first, last = max(0, -low), long - max(0, -high)
+        inner = spread[(slice(None),) * axis + (slice(first, max(first, last)),)]
+        at = max(0, low)
+        out[(slice(None),) * axis + (slice(at, at + inner.shape[axis]),)] = inner
+        x = out
+    return x
+
+
+def _with(shape: Sequence[int], axis: int, n: int) -> tuple[int, ...]:
+    return (*shape[:axis], n, *shape[axis + 1 :])
+
+
+@fused("select_n")
+def _(b: Builder, which: ArrayExpr, *cases: ArrayExpr) -> ArrayExpr:
+    def entry(k: LoopNest, index: Place) -> str:
+        chosen = k.read(which, index if which.ndim else ())
+        texts = [k.read(case, index) for case in cases]
+        if which.dtype.kind == "b":
+            return k.let(k.call(select, chosen, *texts[::-1])) if len(texts) == 2 else texts[0]
+        result = texts[-1]
+        for number, text in reversed([*enumerate(texts[:-1])]):
+            result = k.let(k.call(select, f"{chosen} <= {number}", text, result))
+        return result
+
+    return b.lazy(entry, which, *cases, cost=len(cases) - 1)
+
+
+@perform.register("select_n")
+def _(which: Any, *cases: Any) -> Any:
+    number = np.clip(np.asarray(which).astype(int), 0, len(cases) - 1)
+    return np.select([number == n for n in range(len(cases))], cases).astype(cases[0].dtype)
+
+
+@funcify.register("stack")
+def _(b: Builder, *operands: ArrayExpr, axis: int) -> ArrayExpr:
+    out = b.buffer()
+    with b.kernel() as k:
+        for n, x in enumerate(operands):
+            with k.loops(x.shape) as index:
+                k.store(out, (*index[:axis], Index((), n), *index[axis:]), k.read(x, index))
+    return out
+
+
+@perform.register("stack")
+def _(*operands: Any, axis: int) -> Any:
+    return np.stack(operands, axis)
+
+
+@fused("unstack")
+def _(b: Builder, x: ArrayExpr, *, axis: int) -> list[ArrayExpr]:
+    x = b.cheap(x)
+
+    def part(n: int, aval: Any) -> ArrayExpr:
+        def entry(k: LoopNest, index: Place) -> str:
+            return k.read(x, (*index[:axis], Index((), n), *index[axis:]))
+
+        return b.lazy(entry, x, shape=aval.shape, dtype=aval.dtype)
+
+    return [part(n, aval) for n, aval in enumerate(b.outs)]
+
+
+@perform.register("unstack")
+def _(x: Any, *, axis: int) -> Any:
+    return [*np.moveaxis(x, axis, 0)]
+
+
+@funcify.register("tile")
+def _(b: Builder, x: ArrayExpr, *, reps: Sequence[int]) -> ArrayExpr:
+    x, out = b.cheap(x), b.buffer()
+    with b.kernel() as k, k.loops(reps) as which, k.loops(x.shape) as index:
+        place = [i + copy * n for i, copy, n in zip(index, which, x.shape, strict=True)]
+        k.store(out, place, k.read(x, index))
+    return out
+
+
+@perform.register("tile")
+def _(x: Any, *, reps: Any) -> Any:
+    return np.tile(x, reps)
+
+
+@fused("empty", "empty2")
+def _(b: Builder, **_: Any) -> ArrayExpr:
+    zero = storage.literal(0, np.dtype(b.out.dtype))
+    return b.lazy(lambda k, index: zero)
+
+
+@perform.register("empty", "empty2")
+def _(*, dtype: Any, shape: Any = (), **_: Any) -> Any:
+    return np.zeros(shape, dtype)
