@@ -21,7 +21,7 @@ from ..straight_through import ste
 from .calibration import check_calibration
 from .conversion import quantize, quantize_with_scale
 from .formats import Format, get_format
-from .ops.native import weight_is
+from .ops.by_kernel import weight_is
 from .product_weights import ProductWeight
 from .qarray import QUANTISABLE, QArray
 from .tiles import Leaf
