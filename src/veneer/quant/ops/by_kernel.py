@@ -20,9 +20,9 @@ from jax import lax
 from ..._core.dimension_numbers import DotDimensionNumbers
 from ...kernels import BYTES, Codes, Operands, Product, matmul, select
 from ..formats import get_format
-from ..packing import Packing
+from ..formats.packing import Packing
+from ..formats.tiles import over_tiles
 from ..qarray import QArray
-from ..tiles import over_tiles
 from .by_xla import by_xla, multiplied_codes
 from .dot_params import DotParams
 from .layout import reshape

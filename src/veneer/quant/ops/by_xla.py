@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from ..formats.tiles import Shape
 from ..qarray import QUANTISABLE, QArray
-from ..tiles import Shape
 from .dot_params import DotParams
 from .operands import (
     accumulator,

@@ -19,8 +19,8 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ..._core.array import ImplicitArray
 from ..._core.rules import register
+from ..formats.tiles import over_tiles
 from ..qarray import QArray
-from ..tiles import over_tiles
 from .operands import (
     accumulator,
     as_operand,

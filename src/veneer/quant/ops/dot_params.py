@@ -11,8 +11,8 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from ..._core.dimension_numbers import DotDimensionNumbers
+from ..formats.tiles import Shape, over_tiles
 from ..qarray import QArray
-from ..tiles import Shape, over_tiles
 
 
 @dataclasses.dataclass(frozen=True)

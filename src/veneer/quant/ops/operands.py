@@ -20,8 +20,8 @@ from jax.typing import ArrayLike, DTypeLike
 from ..._core.array import ImplicitArray
 from ..._core.value import materialise_one
 from ..formats import Format
+from ..formats.tiles import over_tiles
 from ..qarray import QUANTISABLE, QArray
-from ..tiles import over_tiles
 
 INT32_MAX = 2**31 - 1
 

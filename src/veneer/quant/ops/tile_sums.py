@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..formats.tiles import Leaf, Shape
 from ..qarray import QArray
-from ..tiles import Leaf, Shape
 from .dot_params import DotParams
 
 

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..._core.dimension_numbers import DotDimensionNumbers
+from ..formats.tiles import over_tiles
 from ..ops.dot_general import dot_general
 from ..qarray import QArray
-from ..tiles import over_tiles
 from .operand import (
     OperandRecipe,
     codes_of,
@@ -68,17 +68,14 @@ quantised_dot_general.defvjp(_forward, _backward)
 def _gradient(recipe: DotRecipe, i: int, saved: Sequence[Any], g: jax.Array, key: Any) -> jax.Array:
     """The gradient of operand `i`: a product of `g` with the other one."""
     x, y = saved[i], saved[1 - i]
-    (contracted, batch), (y_contracted, y_batch) = (
-        (pair[side] for pair in recipe.dimension_numbers) for side in (i, 1 - i)
-    )
-    x_free, y_free = (
-        recipe.dimension_numbers.free(side, z.ndim) for side, z in ((i, x), (1 - i, y))
-    )
+    numbers = recipe.dimension_numbers if i == 0 else recipe.dimension_numbers.swapped  # x, then y
+    (contracted, y_contracted), (batch, y_batch) = numbers
+    x_free, y_free = numbers.free(0, x.ndim), numbers.free(1, y.ndim)
     # g has the batch axes, those left of the first operand, and those left of the second.
     of_second = range(g.ndim - (len(y_free) if i == 0 else len(x_free)), g.ndim)
     of_first = range(len(batch), of_second.start)
     g_contracted = tuple(of_second if i == 0 else of_first)
-    numbers = DotDimensionNumbers((g_contracted, y_free), (tuple(range(len(batch))), y_batch))
+    of_g = DotDimensionNumbers((g_contracted, y_free), (tuple(range(len(batch))), y_batch))
 
     wide = jnp.promote_types(g.dtype, jnp.float32)
     if isinstance(y, QArray):
@@ -88,7 +85,7 @@ def _gradient(recipe: DotRecipe, i: int, saved: Sequence[Any], g: jax.Array, key
         y = recipe.operands[1 - i].requantised(y, y_free)
         g = g.astype(y.dtype)
     q = quantise_gradient(g, recipe.grad_qtype, g_contracted, key)
-    out = dot_general(q, y, numbers, preferred_element_type=wide)
+    out = dot_general(q, y, of_g, preferred_element_type=wide)
 
     # Its axes are the batch axes, those of x that are free, and those contracted, as y has them.
     pairs = sorted(zip(y_contracted, contracted, strict=True))

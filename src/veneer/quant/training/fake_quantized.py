@@ -13,12 +13,12 @@ from jax.sharding import PartitionSpec
 from ..._core.array import ImplicitArray
 from ..._core.tree import static
 from ..._core.value import describe
-from ..calibration import check_calibration
-from ..clipping import fake_quantize
-from ..conversion import quantize
+from ..conversion.calibration import check_calibration
+from ..conversion.fake_quantize import fake_quantize
+from ..conversion.quantize import quantize
 from ..formats import Format, get_format
+from ..formats.tiles import Shape
 from ..qarray import QUANTISABLE, QArray
-from ..tiles import Shape
 from .scale_axes import ScaleAxes, from_the_end, scale_axes_of
 
 Leaf = jax.Array | np.ndarray

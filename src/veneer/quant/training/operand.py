@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..calibration import check_calibration
-from ..clipping import fake_quantize
-from ..conversion import quantize
+from ..conversion.calibration import check_calibration
+from ..conversion.fake_quantize import fake_quantize
+from ..conversion.quantize import quantize
 from ..formats import get_format
 from ..qarray import QUANTISABLE, QArray
 from .scale_axes import ScaleAxes, scale_axes_of

@@ -17,7 +17,7 @@ from ..._core.dimension_numbers import DotDimensionNumbers
 from ..._core.policy import note_how
 from ..._core.rules import register
 from ..._jax.primitives import find_primitive
-from ..clipping import fake_quantize
+from ..conversion.fake_quantize import fake_quantize
 from ..ops.plan import Plan, carry_out
 from .convolution import ConvolutionRecipe, quantised_convolution
 from .dot_general import DotRecipe, quantised_dot_general

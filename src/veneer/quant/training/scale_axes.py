@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..formats import Format
-from ..tiles import Shape
+from ..formats.tiles import Shape
 
 
 @dataclass(frozen=True)
