@@ -373,7 +373,7 @@ def test_a_value_error_after_the_work_is_a_defect_of_ours(veneer, model, tmp_pat
     def defect(*_):
         raise ValueError("a defect")
 
-    monkeypatch.setattr("veneer.quant.checkpoint.summarise", defect)
+    monkeypatch.setattr("veneer.quant.models.checkpoint.summarise", defect)
     monkeypatch.setattr(sys, "argv", ["veneer", "quantize", str(model), str(tmp_path / "o"), *INT8])
     with pytest.raises(ValueError, match="a defect"):
         cli.main()

@@ -143,7 +143,7 @@ def quantize(
     appears when it is complete.
     """
     from .interop.folder import FolderWriter, TensorFolder, copy_sidecars, write_aside
-    from .quant.checkpoint import quantize_stream
+    from .quant.models.checkpoint import quantize_stream
 
     outcomes = []
     with _kill_raises(), contextlib.ExitStack() as stack:
@@ -235,7 +235,7 @@ def _selectors(
     rules: Path | None,
 ) -> list[Any]:
     from .quant import FORMATS
-    from .quant.selection import ANY_WEIGHT, CONTRACTING_AXIS, Selector, selectors_from_json
+    from .quant.models.selection import ANY_WEIGHT, CONTRACTING_AXIS, Selector, selectors_from_json
 
     axis = None if layout is None else CONTRACTING_AXIS[layout]
     if rules is not None:
@@ -255,7 +255,7 @@ def _selectors(
 
 
 def _plan(avals: Mapping[str, Any], selectors: list[Any], *, in_file: bool) -> dict[str, Any]:
-    from .quant.selection import TileError, UnknownAxisError, plan
+    from .quant.models.selection import TileError, UnknownAxisError, plan
 
     try:
         return plan(avals, selectors)
@@ -304,7 +304,7 @@ def _with_progress(stream: Iterable[Any], total: int) -> Iterable[Any]:
 def _print_summary(outcomes: Iterable[Any]) -> None:
     from rich.filesize import decimal
 
-    from .quant.checkpoint import summarise
+    from .quant.models.checkpoint import summarise
 
     groups = summarise(outcomes)
     before = sum(group.bytes_before for group in groups)

@@ -10,7 +10,7 @@ from ._core.array import ImplicitArray
 from ._core.value import Value, is_value
 from ._report.tables import html_table, rich_table, size_of, text_of_rich, text_table
 from .quant import QArray
-from .quant.checkpoint import describe_format
+from .quant.models.checkpoint import describe_format
 from .training import trainable
 
 

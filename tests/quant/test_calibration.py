@@ -14,7 +14,7 @@ from veneer.quant import (
     quantize_with_scale,
     scale_of_range,
 )
-from veneer.quant.calibration import METHODS, check_calibration
+from veneer.quant.conversion.calibration import METHODS, check_calibration
 
 X = np.random.default_rng(0).normal(size=(4, 64)) + 0.3
 ROWS = {"channelwise_axes": [0]}

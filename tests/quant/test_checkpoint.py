@@ -11,14 +11,14 @@ import pytest
 from veneer.interop.folder import FolderWriter, TensorFolder, write_aside
 from veneer.interop.safetensors import load, save
 from veneer.quant import Rule, quantize
-from veneer.quant.checkpoint import (
+from veneer.quant.models.checkpoint import (
     Outcome,
     describe_format,
     quantize_stream,
     relative_error,
     summarise,
 )
-from veneer.quant.selection import ANY_WEIGHT, Selector, plan
+from veneer.quant.models.selection import ANY_WEIGHT, Selector, plan
 
 
 def normal(*shape, seed=0):

@@ -12,8 +12,8 @@ from stored_values import entry_of_each_value, stored_values
 
 import veneer as vn
 from veneer.quant import Packing, QArray
+from veneer.quant.formats.packing import pack
 from veneer.quant.ops.layout import _reshaped
-from veneer.quant.packing import pack
 
 IDS = jnp.array([[3, 0], [1, -1]])
 OUT_OF_BOUNDS = jnp.array([7, 2, -9])

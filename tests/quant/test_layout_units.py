@@ -12,7 +12,7 @@ from stored_values import stored_values
 
 import veneer as vn
 from veneer.quant import FORMATS, Packing, QArray
-from veneer.quant.packing import UNITS, pack
+from veneer.quant.formats.packing import UNITS, pack
 
 ROWS = jnp.array([2, 0, 5, -1])
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from stored_values import unpacked
 
 from veneer.quant import FORMATS, quantize
-from veneer.quant.packing import UNITS, Packing, pack, packed_size, unpack
+from veneer.quant.formats.packing import UNITS, Packing, pack, packed_size, unpack
 
 SHAPES = hnp.array_shapes(min_dims=1, max_dims=3, min_side=0, max_side=5)
 

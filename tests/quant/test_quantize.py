@@ -6,10 +6,11 @@ from array_types import Lora
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from veneer.quant import FORMATS, QArray, conversion, dequantize, quantize, quantize_with_scale
-from veneer.quant.chunks import CHUNK_BYTES, chunks_of
-from veneer.quant.conversion import how_to_quantize
-from veneer.quant.tiles import dividing_tiles
+from veneer.quant import FORMATS, QArray, dequantize, quantize, quantize_with_scale
+from veneer.quant.conversion import quantize as conversion
+from veneer.quant.conversion.chunks import CHUNK_BYTES, chunks_of
+from veneer.quant.conversion.quantize import how_to_quantize
+from veneer.quant.formats.tiles import dividing_tiles
 
 # Arguments of quantize for an array of shape (6, 8), and the shape of the scale that they ask for.
 TILINGS = [

@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from veneer.quant.selection import (
+from veneer.quant.models.selection import (
     ANY_WEIGHT,
     Selector,
     TileError,

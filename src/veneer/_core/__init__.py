@@ -16,6 +16,10 @@ The modules here are the heart, and what a newcomer reads, each importing those 
     transform       implicit
     array           ImplicitArray, what users subclass
 
+beside them, for rules of every type:
+
+    dimension_numbers  which axes of two operands a product sums, and which both have
+
 and in rooms of their own:
 
     surface         Python's side: operators of arrays, and captured variables

@@ -7,7 +7,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from ..quant import QArray
-from ..quant.checkpoint import describe_format, error_norms, relative_error
+from ..quant.models.checkpoint import describe_format, error_norms, relative_error
 from .folder import TensorFolder
 
 

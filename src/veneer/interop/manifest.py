@@ -19,7 +19,7 @@ import numpy as np
 
 from ..quant import FORMATS, QArray, get_format
 from ..quant.formats import Format
-from ..quant.packing import UNITS
+from ..quant.formats.packing import UNITS
 
 FILE_NAME = "veneer.json"
 LAYOUT_VERSION = 2

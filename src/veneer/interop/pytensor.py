@@ -18,9 +18,9 @@ import numpy as np
 
 from .._core.transform import implicit
 from ..quant.formats import get_format
-from ..quant.packing import Packing
+from ..quant.formats.packing import Packing
+from ..quant.formats.tiles import divides
 from ..quant.qarray import QArray
-from ..quant.tiles import divides
 
 _x64 = jax.config.values["jax_enable_x64"]  # that of the program, whatever context this is in
 try:

@@ -1,30 +1,41 @@
-"""Quantised arrays: few bits a value, dense to every JAX program."""
+"""Quantised arrays: few bits a value, dense to every JAX program.
+
+formats          how numbers become few bits: formats, packing, tiles
+qarray           QArray, the quantised array
+conversion       quantize: from dense arrays to QArrays
+ops              what JAX's primitives do on QArrays
+product_weights  weights that do something of their own in products
+activations      ActivationQuantized, whose partner in a product is quantised
+models           rules by which the parameters of a model are quantised
+observation      statistics of activations
+training         weights quantised as they are used, and products on codes
+"""
 
 from .activations import ActivationQuantized as ActivationQuantized
-from .clipping import fake_quantize as fake_quantize
-from .clipping import fake_quantize_with_scale as fake_quantize_with_scale
-from .conversion import dequantize as dequantize
-from .conversion import quantize as quantize
-from .conversion import quantize_with_scale as quantize_with_scale
+from .conversion.fake_quantize import fake_quantize as fake_quantize
+from .conversion.fake_quantize import fake_quantize_with_scale as fake_quantize_with_scale
+from .conversion.quantize import dequantize as dequantize
+from .conversion.quantize import quantize as quantize
+from .conversion.quantize import quantize_with_scale as quantize_with_scale
+from .conversion.ranges import calibration_range as calibration_range
+from .conversion.ranges import scale_of_range as scale_of_range
 from .formats import FORMATS as FORMATS
 from .formats import Format as Format
 from .formats import get_format as get_format
-from .model import Rule as Rule
-from .model import quantize_tree as quantize_tree
-from .observe import observe as observe
+from .formats.packing import Packing as Packing
+from .models.rules import Rule as Rule
+from .models.rules import quantize_tree as quantize_tree
+from .observation.observe import observe as observe
+from .observation.statistics import ActivationStatistics as ActivationStatistics
+from .observation.statistics import load_statistics as load_statistics
+from .observation.statistics import save_statistics as save_statistics
 from .ops import conv_general_dilated as conv_general_dilated
 from .ops import dot as dot
 from .ops import dot_general as dot_general
 from .ops import einsum as einsum
 from .ops import ragged_dot as ragged_dot
 from .ops import ragged_dot_general as ragged_dot_general
-from .packing import Packing as Packing
 from .qarray import QArray as QArray
-from .ranges import calibration_range as calibration_range
-from .ranges import scale_of_range as scale_of_range
-from .statistics import ActivationStatistics as ActivationStatistics
-from .statistics import load_statistics as load_statistics
-from .statistics import save_statistics as save_statistics
 from .training import FakeQuantized as FakeQuantized
 from .training import convert as convert
 from .training import with_stochastic_rounding as with_stochastic_rounding

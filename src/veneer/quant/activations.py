@@ -18,13 +18,13 @@ from .._core.tree import static
 from .._core.value import Value, materialise_one
 from .._jax.primitives import find_primitive
 from ..straight_through import ste
-from .calibration import check_calibration
-from .conversion import quantize, quantize_with_scale
+from .conversion.calibration import check_calibration
+from .conversion.quantize import quantize, quantize_with_scale
 from .formats import Format, get_format
-from .ops.native import weight_is
+from .formats.tiles import Leaf
+from .ops.by_kernel import weight_is
 from .product_weights import ProductWeight
 from .qarray import QUANTISABLE, QArray
-from .tiles import Leaf
 
 
 class ActivationQuantized(ProductWeight):

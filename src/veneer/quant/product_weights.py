@@ -20,8 +20,8 @@ from .._core.rules import register
 from .._core.transform import implicit
 from .._core.value import Value
 from .._jax.primitives import Primitive, find_primitive
+from .formats.tiles import Leaf, Shape
 from .ops.layout import _reshape_groups
-from .tiles import Leaf, Shape
 
 
 class ProductWeight(ImplicitArray, abstract=True):

@@ -12,8 +12,8 @@ from jax.typing import DTypeLike
 from .._core.array import ImplicitArray
 from .._core.tree import static
 from .formats import FORMATS, Format, get_format
-from .packing import UNITS, Packing, pack, packed_size, unpack
-from .tiles import Leaf, Shape, divides, over_tiles, tile_shape
+from .formats.packing import UNITS, Packing, pack, packed_size, unpack
+from .formats.tiles import Leaf, Shape, divides, over_tiles, tile_shape
 
 _NARROW_INTEGERS = {"int2": "int8", "int4": "int8", "uint2": "uint8", "uint4": "uint8"}
 

@@ -1,5 +1,3 @@
-import importlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,14 +10,12 @@ from veneer import kernels
 from veneer.quant import FORMATS, QArray, quantize
 from veneer.quant.ops import operands
 
-# The function has its module's name.
-module = importlib.import_module("veneer.quant.ops.dot_general")
 MATMUL = (([1], [0]), ([], []))
 
 
 @pytest.fixture(autouse=True)
 def by_xla():
-    """These are XLA's ways to a product; for kernels see test_native.py."""
+    """These are XLA's ways to a product; for kernels see test_by_kernel.py."""
     with kernels.use("xla"):
         yield
 

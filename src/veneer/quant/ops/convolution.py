@@ -18,22 +18,22 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from ..._core.array import ImplicitArray
-from ..._core.policy import note_how
 from ..._core.rules import register
+from ..formats.tiles import over_tiles
 from ..qarray import QArray
-from ..tiles import over_tiles
-from .operands import _largest_difference as largest_difference
 from .operands import (
     accumulator,
     as_operand,
     code_unit,
-    dense,
+    dequantised,
     fits_int32,
     int8_codes,
+    largest_difference,
     may_scale_outside,
     outer_scale,
     unscaled,
 )
+from .plan import Plan, carry_out
 
 # The largest sum of integers that is exact in f32, whatever the order.
 _FLOAT32_EXACT = 2**24
@@ -92,35 +92,38 @@ def conv_general_dilated(
         "precision": precision,
         "out_sharding": out_sharding,
     }
+    plan = _plan(lhs, rhs, params, preferred_element_type)
+    return plan()
+
+
+def _plan(
+    lhs: jax.Array | QArray,
+    rhs: jax.Array | QArray,
+    params: dict[str, Any],
+    preferred_element_type: DTypeLike | None,
+) -> Plan:
+    """Returns what is done: codes are convolved, or what the operands stand for."""
     conv: Callable[..., jax.Array] = functools.partial(
         lax.conv_general_dilated, preferred_element_type=preferred_element_type, **params
     )
     # It raises, too, where the operands do not fit.
     out = jax.eval_shape(conv, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (lhs, rhs)))
-    if _way(lhs, rhs, params, out.dtype) in (_INTEGERS, _CODES):
-        return _scaled_sums(lhs, rhs, tuple(params.items()), out.dtype)
-    return conv(dense(lhs), dense(rhs))
 
+    def dense(how: str) -> Plan:
+        return Plan(how, lambda *xs: conv(*map(dequantised, xs)), (lhs, rhs))
 
-# What is done, as `explain` tells it.
-_INTEGERS = "integer sums of codes, scaled outside"
-_CODES = "sums of codes in floats, scaled outside"
-_VARIES = "dequantised: a scale varies along what is summed"
-_DENSE = "dequantised"
-
-
-def _way(
-    lhs: jax.Array | QArray, rhs: jax.Array | QArray, params: dict[str, Any], out_dtype: Any
-) -> str:
     if not (isinstance(lhs, QArray) and isinstance(rhs, QArray)):
-        return _DENSE
-    if not may_scale_outside(lhs, rhs, out_dtype, params["precision"]):
-        return _DENSE
+        return dense("dequantised")
+    if not may_scale_outside(lhs, rhs, out.dtype, params["precision"]):
+        return dense("dequantised")
     if 0 in (*lhs.shape, *rhs.shape):
-        return _DENSE  # a sum of nothing is 0, whatever the scales are
+        return dense("dequantised")  # a sum of nothing is 0, whatever the scales are
     if not _sums_share_scales(lhs, rhs, params):
-        return _VARIES
-    return _INTEGERS if lhs.format.is_integer and rhs.format.is_integer else _CODES
+        return dense("dequantised: a scale varies along what is summed")
+    are_integers = lhs.format.is_integer and rhs.format.is_integer
+    sums = "integer sums of codes" if are_integers else "sums of codes in floats"
+    on_codes = functools.partial(_scaled_sums, params=tuple(params.items()), out_dtype=out.dtype)
+    return Plan(f"{sums}, scaled outside", on_codes, (lhs, rhs))
 
 
 def _sums_share_scales(lhs: QArray, rhs: QArray, params: dict[str, Any]) -> bool:
@@ -248,12 +251,11 @@ def _convolve(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any], dtype: Any
 
 @register("conv_general_dilated")
 def _conv_general_dilated(
-    lhs: ArrayLike | QArray, rhs: ArrayLike | QArray, **params: Any
+    lhs: ArrayLike | QArray,
+    rhs: ArrayLike | QArray,
+    *,
+    preferred_element_type: DTypeLike | None,
+    **params: Any,
 ) -> jax.Array:
-    operands = as_operand(lhs), as_operand(rhs)
-    note_how(_way(*operands, params, params["preferred_element_type"] or operands[0].dtype))
-    convolution: Callable[..., jax.Array] = functools.partial(conv_general_dilated, **params)
-    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(operands)):
-        # As for dot_general: a derivative dequantises once more, and keeps no dense kernel.
-        convolution = jax.checkpoint(convolution)
-    return convolution(*operands)
+    params["padding"] = tuple(map(tuple, params["padding"]))
+    return carry_out(_plan(as_operand(lhs), as_operand(rhs), params, preferred_element_type))

@@ -1,55 +1,30 @@
-"""`dot_general` with quantised operands.
-
-Where a scale does not vary along the contracting axes it can be taken out of the sum:
-`sum_k x[k] * (codes[k, n] * scale[n]) = (sum_k x[k] * codes[k, n]) * scale[n]`. Then the codes are
-contracted as they are, and it is the output that is scaled. Where it varies, and the codes of both
-operands can be multiplied, that is done for each tile. Otherwise an operand is dequantised.
-
-That is what XLA computes. Where there is a kernel for the product (`native`), it is the reference.
-"""
+"""`dot_general` with quantised operands: the ways to a product, in the order they are preferred."""
 
 import dataclasses
-import functools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from ..._core.array import ImplicitArray
-from ..._core.policy import note_how
+from ..._core.dimension_numbers import DotDimensionNumbers
 from ..._core.rules import register
-from ..qarray import QUANTISABLE, QArray
-from . import native
-from .contraction import Contraction, DotDimensionNumbers
-from .operands import (
-    accumulator,
-    as_operand,
-    code_unit,
-    dense,
-    exact_in,
-    fits_int32,
-    int8_codes,
-    is_algorithm,
-    may_scale_outside,
-    outer_scale,
-    unscaled,
-)
-from .per_tile import common_tiles, sum_over_tiles
+from ..qarray import QArray
+from .by_kernel import by_kernel
+from .by_xla import WAYS_BY_XLA
+from .dot_params import DotParams
+from .operands import as_operand
+from .plan import Plan, carry_out
 
-# Tiles that are summed by themselves. Each product of tiles is added to the whole output, which for
-# smaller ones takes longer than to dequantise the operands, unless one of these is small, too.
-_LEAST_TILE = 128
-_LEAST_TILE_OF_FEW = 16
-_FEW = 16
+# Each offers a plan or nothing: by_kernel, on_codes, by_tiles, by_values, dense.
+WAYS = (by_kernel, *WAYS_BY_XLA)
 
 
 def dot_general(
     lhs: ArrayLike | ImplicitArray,
     rhs: ArrayLike | ImplicitArray,
-    dimension_numbers: DotDimensionNumbers,
+    dimension_numbers: Any,
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
     *,
@@ -77,216 +52,27 @@ def dot_general(
     >>> y.shape, bool(jnp.allclose(y, jnp.ones((2, 3)) @ w.dequantize()))
     ((2, 3), True)
     """
-    contraction = Contraction(dimension_numbers, precision, preferred_element_type, out_sharding)
-    lhs, rhs = as_operand(lhs), as_operand(rhs)
-    found = _native(lhs, rhs, contraction)
-    return _by_xla(lhs, rhs, contraction) if found is None else found.compute()
+    numbers = DotDimensionNumbers.of(dimension_numbers)
+    params = DotParams(numbers, precision, preferred_element_type, out_sharding)
+    plan = next(_plans(as_operand(lhs), as_operand(rhs), params))
+    return plan()
 
 
-def _native(
-    lhs: jax.Array | QArray, rhs: jax.Array | QArray, contraction: Contraction
-) -> native.Native | None:
-    return native.find(
-        lhs,
-        rhs,
-        contraction,
-        by_xla=_by_xla,
-        on_codes=_on_codes(lhs, rhs, contraction) is not None,
-    )
-
-
-def _by_xla(
-    lhs: jax.Array | QArray, rhs: jax.Array | QArray, contraction: Contraction
-) -> jax.Array:
-    _, way = _way(lhs, rhs, contraction)
-    return way(lhs, rhs, contraction)
-
-
-_Product = Callable[..., jax.Array]  # of the operands and the contraction
-
-
-def _way(
-    lhs: jax.Array | QArray, rhs: jax.Array | QArray, contraction: Contraction
-) -> tuple[str, _Product]:
-    """Chooses the way to a product, by types and shapes alone; and says what it is."""
-    out_dtype = contraction.out_dtype(lhs, rhs)
-    if is_algorithm(contraction.precision):
-        return "dequantised, for precision fixes the types", _of_dense
-    if out_dtype not in QUANTISABLE or contraction.terms(lhs) == 0:
-        return "dequantised", _of_dense
-    on_codes = _on_codes(lhs, rhs, contraction)
-    if on_codes is not None:
-        return on_codes
-    if not may_scale_outside(lhs, rhs, out_dtype, contraction.precision):
-        return f"dequantised, for {lhs.dtype.name} meets {rhs.dtype.name}", _of_dense
-    sides = zip(("lhs", "rhs"), (lhs, rhs), (0, 1), strict=True)
-    kept = {name: _why_inside(x, contraction, side) for name, x, side in sides}
-    hows = [
-        f"{name} scaled outside" if why == "" else f"{name} dequantised, for {why}"
-        for name, why in kept.items()
-        if why is not None
-    ]
-    return ", ".join(hows), _of_values
-
-
-def _on_codes(
-    lhs: jax.Array | QArray, rhs: jax.Array | QArray, contraction: Contraction
-) -> tuple[str, _Product] | None:
-    """Returns the way that multiplies the codes of both operands, or None where there is none."""
-    if not (isinstance(lhs, QArray) and isinstance(rhs, QArray)) or contraction.terms(lhs) == 0:
-        return None
-    kind = _codes_multiplied(lhs, rhs, contraction.out_dtype(lhs, rhs))
-    return None if kind is None else _way_of_codes(kind, lhs, rhs, contraction)
-
-
-def _codes_multiplied(lhs: QArray, rhs: QArray, out_dtype: jnp.dtype) -> str | None:
-    """Returns what codes are multiplied as, "integer" or "float8", or None where they are not."""
-    formats = lhs.format, rhs.format
-    if all(format.is_integer for format in formats):
-        return "integer"
-    if all(format.codebook is None and not format.is_integer for format in formats):
-        dtypes = {format.code_dtype.name for format in formats}
-        multiplied = len(dtypes) == 1 or dtypes == {"float8_e4m3fn", "float8_e5m2"}  # by JAX
-        return "float8" if multiplied and accumulator(out_dtype) == jnp.float32 else None
-    return None
-
-
-def _way_of_codes(
-    kind: str, lhs: QArray, rhs: QArray, contraction: Contraction
-) -> tuple[str, _Product] | None:
-    tiles = common_tiles(lhs, rhs, contraction)
-    terms = math.prod(tiles)
-    if kind == "integer" and not fits_int32(lhs, rhs, terms):
-        return None
-    count = contraction.terms(lhs) // terms
-    if count == 1:
-        return f"{kind} product, scaled outside", _of_codes
-    few = min(contraction.free_size(lhs, 0), contraction.free_size(rhs, 1)) <= _FEW
-    if terms < (_LEAST_TILE_OF_FEW if few else _LEAST_TILE):
-        return None
-    way = functools.partial(_of_tiles, tiles=tiles)
-    return f"{kind} product of each of {count} tiles, scaled and summed", way
-
-
-def _why_inside(x: jax.Array | QArray, contraction: Contraction, side: int) -> str | None:
-    """Returns why a scale is applied within the sum, "" where it is not; None if there is none."""
-    if not isinstance(x, QArray):
-        return None
-    if not exact_in(x.format, x.dtype):
-        return f"{x.qtype} is not exact in {x.dtype.name}"
-    for axis in contraction.contracting(side):
-        if x.scale.shape[axis] > 1:
-            return f"it is tiled by {x.tile_shape[axis]} along the sum"
-    return ""
-
-
-# The ways.
-
-
-def _of_dense(
-    lhs: jax.Array | QArray, rhs: jax.Array | QArray, contraction: Contraction
-) -> jax.Array:
-    return contraction.dot(dense(lhs), dense(rhs), contraction.preferred_element_type)
-
-
-def _of_values(
-    lhs: jax.Array | QArray, rhs: jax.Array | QArray, contraction: Contraction
-) -> jax.Array:
-    """Multiplies floats, which codes become, and scales the output where that can be done."""
-    out_dtype = contraction.out_dtype(lhs, rhs)
-    values, scales = [], []
-    for side, x in enumerate((lhs, rhs)):
-        scale = None
-        if _why_inside(x, contraction, side) == "":
-            assert isinstance(x, QArray)
-            x, scale = unscaled(x, x.dtype)
-        values.append(dense(x))
-        scales.append(scale)
-    out = contraction.dot(values[0], values[1], accumulator(out_dtype))
-    return _scaled(out, scales, lhs, rhs, contraction).astype(out_dtype)
-
-
-def _of_codes(lhs: QArray, rhs: QArray, contraction: Contraction) -> jax.Array:
-    """Multiplies codes as they are; scales and zero points do not vary along the sum."""
-    out_dtype = contraction.out_dtype(lhs, rhs)
-    if lhs.format.is_integer:
-        out = _integer_product(lhs, rhs, contraction).astype(accumulator(out_dtype))
-    else:
-        out = contraction.dot(lhs.codes(), rhs.codes(), jnp.float32)
-    out *= code_unit(lhs) * code_unit(rhs)
-    scales = [outer_scale(lhs), outer_scale(rhs)]
-    return _scaled(out, scales, lhs, rhs, contraction).astype(out_dtype)
-
-
-def _of_tiles(
-    lhs: QArray, rhs: QArray, contraction: Contraction, *, tiles: tuple[int, ...]
-) -> jax.Array:
-    out_dtype = contraction.out_dtype(lhs, rhs)
-    wide = dataclasses.replace(contraction, preferred_element_type=accumulator(out_dtype))
-    product = functools.partial(_of_codes, contraction=wide)
-    return sum_over_tiles(product, lhs, rhs, wide, tiles).astype(out_dtype)
-
-
-def _scaled(
-    out: jax.Array,
-    scales: Sequence[jax.Array | None],
-    lhs: jax.Array | QArray,
-    rhs: jax.Array | QArray,
-    contraction: Contraction,
-) -> jax.Array:
-    """Returns a sum times the scales of the operands, which are multiplied with each other first.
-
-    So the product is in range wherever those of the largest values are, and the sum is then.
-    """
-    sides = zip(scales, (lhs, rhs), (0, 1), strict=True)
-    arranged = [
-        contraction.in_output(scale, side, x.shape, out.ndim).astype(out.dtype)
-        for scale, x, side in sides
-        if scale is not None
-    ]
-    return out * functools.reduce(jnp.multiply, arranged) if arranged else out
-
-
-def _integer_product(lhs: QArray, rhs: QArray, contraction: Contraction) -> jax.Array:
-    """Returns the sum of products of codes less their zero points, exactly, in int32.
-
-    `sum (a - y) (b - z) = sum a b - y sum b - z (sum a - K y)`. Parts of it may wrap around, and
-    wrap back in what they add up to.
-    """
-    codes, zero_points = zip(*(int8_codes(q) for q in (lhs, rhs)), strict=True)
-    out = contraction.dot(codes[0], codes[1], jnp.int32)
-    ndim = out.ndim
-
-    def arranged(leaf: jax.Array, side: int) -> jax.Array:
-        return contraction.in_output(leaf, side, (lhs, rhs)[side].shape, ndim)
-
-    def summed(side: int) -> jax.Array:
-        axes = contraction.contracting(side)
-        return arranged(codes[side].sum(axes, keepdims=True, dtype=jnp.int32), side)
-
-    if zero_points[0] is not None:
-        out -= arranged(zero_points[0], 0) * summed(1)
-    if zero_points[1] is not None:
-        of_lhs = summed(0)
-        if zero_points[0] is not None:
-            of_lhs -= contraction.terms(lhs) * arranged(zero_points[0], 0)
-        out -= arranged(zero_points[1], 1) * of_lhs
-    return out
+def _plans(lhs: jax.Array | QArray, rhs: jax.Array | QArray, params: DotParams) -> Iterator[Plan]:
+    """Yields what the ways offer, the plan to carry out first; no way is asked twice."""
+    for way in WAYS:
+        plan = way(lhs, rhs, params)
+        if plan is not None:
+            yield plan
 
 
 @register("dot_general")
-def _dot_general(lhs: ArrayLike | QArray, rhs: ArrayLike | QArray, **params: Any) -> jax.Array:
-    contraction = Contraction(**params)
-    lhs, rhs = as_operand(lhs), as_operand(rhs)
-    how, way = _way(lhs, rhs, contraction)
-    found = _native(lhs, rhs, contraction)
-    if found is not None:
-        note_how(f"CPU kernel {found.target.removeprefix('veneer_')}, else {how}")
-        return found.compute()
-    note_how(how)
-    product: Callable[..., jax.Array] = functools.partial(way, contraction=contraction)
-    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((lhs, rhs))):
-        # A derivative dequantises once more, instead of keeping the dense weights of a whole model
-        # from the forward pass to the backward one.
-        product = jax.checkpoint(product)
-    return product(lhs, rhs)
+def _dot_general(
+    lhs: ArrayLike | QArray, rhs: ArrayLike | QArray, *, dimension_numbers: Any, **others: Any
+) -> jax.Array:
+    params = DotParams(DotDimensionNumbers.of(dimension_numbers), **others)
+    plans = _plans(as_operand(lhs), as_operand(rhs), params)
+    plan = next(plans)
+    if plan.is_kernel:
+        plan = dataclasses.replace(plan, how=f"{plan.how}, else {next(plans).how}")
+    return carry_out(plan)

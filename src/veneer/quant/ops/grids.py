@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..packing import UNITS, Packing, unpack
+from ..formats.packing import UNITS, Packing, unpack
+from ..formats.tiles import Leaf, Shape
 from ..qarray import QArray
-from ..tiles import Leaf, Shape
 
 
 class Grid(NamedTuple):

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from ..._core.dimension_numbers import DotDimensionNumbers, without
 from ..qarray import QArray
 from .dot_general import dot_general
 
@@ -28,46 +29,32 @@ _MOST_ROWS = 256
 _Operand = TypeVar("_Operand", bound=jax.Array | QArray)
 
 
-class Dimensions(NamedTuple):
-    """The axes of a product of groups, as in `jax.lax.RaggedDotDimensionNumbers`."""
+class GroupedDotParams(NamedTuple):
+    """What `jax.lax.ragged_dot_general` is told beside operands, of a ragged axis that is kept.
 
-    lhs_contracting: tuple[int, ...]
-    rhs_contracting: tuple[int, ...]
-    lhs_batch: tuple[int, ...]
-    rhs_batch: tuple[int, ...]
+    **Arguments:**
+
+    - `dimension_numbers`: of the product of a row.
+    - `lhs_ragged`, `rhs_group`: the axis of lhs that is cut in groups, and that of groups of rhs.
+    - `precision`, `preferred_element_type`: for `vn.quant.dot_general`, of each tile.
+    """
+
+    dimension_numbers: DotDimensionNumbers
     lhs_ragged: int
     rhs_group: int
+    precision: Any
+    preferred_element_type: DTypeLike
 
-    def lhs_free(self, ndim: int) -> list[int]:
-        """Returns the axes of lhs that the output has and rhs has not, in order."""
-        taken = {*self.lhs_contracting, *self.lhs_batch}
-        return [axis for axis in range(ndim) if axis not in taken]
-
-    def without(self, lhs_axis: int | None, rhs_axis: int | None) -> "Dimensions":
-        """Returns the numbers that axes have when one of lhs, or of rhs, or both, are gone."""
-        return Dimensions(
-            _without(self.lhs_contracting, lhs_axis),
-            _without(self.rhs_contracting, rhs_axis),
-            _without(self.lhs_batch, lhs_axis),
-            _without(self.rhs_batch, rhs_axis),
-            *_without((self.lhs_ragged,), lhs_axis),
-            *(_without((self.rhs_group,), rhs_axis) or (-1,)),
-        )
-
-
-def _without(axes: tuple[int, ...], gone: int | None) -> tuple[int, ...]:
-    if gone is None:
-        return axes
-    return tuple(axis - (axis > gone) for axis in axes if axis != gone)
+    def without(self, lhs_axis: int, rhs_axis: int | None) -> "GroupedDotParams":
+        """Returns those of a product of which one axis of lhs, or of both, is gone."""
+        (lhs_ragged,) = without((self.lhs_ragged,), lhs_axis)
+        (rhs_group,) = without((self.rhs_group,), rhs_axis)
+        numbers = self.dimension_numbers.without(lhs_axis, rhs_axis)
+        return self._replace(dimension_numbers=numbers, lhs_ragged=lhs_ragged, rhs_group=rhs_group)
 
 
 def multiply_groups(
-    lhs: jax.Array | QArray,
-    rhs: QArray,
-    group_sizes: jax.Array,
-    dimensions: Dimensions,
-    precision: Any,
-    preferred_element_type: DTypeLike,
+    lhs: jax.Array | QArray, rhs: QArray, group_sizes: jax.Array, params: GroupedDotParams
 ) -> jax.Array:
     """Returns `ragged_dot_general` where the ragged axis is one that is not summed.
 
@@ -75,18 +62,18 @@ def multiply_groups(
 
     - `lhs`, `rhs`: of any shapes but with an empty ragged or group axis.
     - `group_sizes`: `[G]`, or with the axes before it that the groups of lhs depend on.
-    - `dimensions`: the axes.
-    - `precision`, `preferred_element_type`: for `vn.quant.dot_general`, of each tile.
+    - `params`: the axes, and the types.
     """
     if group_sizes.ndim == 1:
-        return _by_tiles(lhs, rhs, group_sizes, dimensions, precision, preferred_element_type)
+        return _by_tiles(lhs, rhs, group_sizes, params)
     # Groups differ along the first axis of the output: one product after the other.
-    if dimensions.lhs_batch:
-        lhs_axis, rhs_axis = dimensions.lhs_batch[0], dimensions.rhs_batch[0]
+    lhs_batch, rhs_batch = params.dimension_numbers.batch
+    if lhs_batch:
+        lhs_axis, rhs_axis = lhs_batch[0], rhs_batch[0]
         rhs = _with_leading_codes(rhs, rhs_axis)
         rhs_leaves = _take(rhs, rhs_axis, jnp.arange(rhs.shape[rhs_axis]))
     else:
-        lhs_axis, rhs_axis = dimensions.lhs_free(lhs.ndim)[0], None
+        lhs_axis, rhs_axis = params.dimension_numbers.free(0, lhs.ndim)[0], None
         rhs_leaves = None
     lhs = _with_leading_codes(lhs, lhs_axis)
     lhs_leaves = _take(lhs, lhs_axis, jnp.arange(lhs.shape[lhs_axis]))
@@ -97,44 +84,36 @@ def multiply_groups(
             _rebuild(lhs, left),
             rhs if right is None else _rebuild(rhs, right),
             sizes,
-            dimensions.without(lhs_axis, rhs_axis),
-            precision,
-            preferred_element_type,
+            params.without(lhs_axis, rhs_axis),
         )
 
     return lax.map(one, (lhs_leaves, rhs_leaves, group_sizes))
 
 
 def _by_tiles(
-    lhs: jax.Array | QArray,
-    rhs: QArray,
-    group_sizes: jax.Array,
-    dimensions: Dimensions,
-    precision: Any,
-    preferred_element_type: DTypeLike,
+    lhs: jax.Array | QArray, rhs: QArray, group_sizes: jax.Array, params: GroupedDotParams
 ) -> jax.Array:
-    axis = dimensions.lhs_ragged
+    numbers, axis, group_axis = params[:3]
     lhs = _with_leading_codes(lhs, axis)
-    rhs = _with_leading_codes(rhs, dimensions.rhs_group)
+    rhs = _with_leading_codes(rhs, group_axis)
     packed = rhs.format.bits < 8
-    count = _rows_of_tile(lhs.shape[axis], rhs.shape[dimensions.rhs_group], packed=packed)
+    count = _rows_of_tile(lhs.shape[axis], rhs.shape[group_axis], packed=packed)
     tiles = _tiles(group_sizes, lhs.shape[axis], count)
 
     lhs_leaves = _take(lhs, axis, tiles.rows)
     # Codes are taken within the loop, for a matrix would be copied for each of its tiles, but not
     # what has a derivative: in a loop it would be added up over all groups at each step.
-    rhs_leaves = _take(rhs, dimensions.rhs_group, tiles.group, first=1)
-    within = dimensions.without(None, dimensions.rhs_group)
-    numbers = ((within.lhs_contracting, within.rhs_contracting), (within[2], within[3]))
+    rhs_leaves = _take(rhs, group_axis, tiles.group, first=1)
+    of_tile = numbers.without(None, group_axis)
 
     def product(left: list, right: list, group: jax.Array) -> jax.Array:
-        packed = lax.dynamic_index_in_dim(rhs.packed, group, dimensions.rhs_group, keepdims=False)
+        packed = lax.dynamic_index_in_dim(rhs.packed, group, group_axis, keepdims=False)
         return dot_general(
             _rebuild(lhs, left),
             _rebuild(rhs, [packed, *right]),
-            numbers,
-            precision,
-            preferred_element_type,
+            of_tile,
+            params.precision,
+            params.preferred_element_type,
         )
 
     def nothing(left: list, right: list, group: jax.Array) -> jax.Array:
@@ -152,7 +131,7 @@ def _by_tiles(
 
     steps = (tiles.used, lhs_leaves, rhs_leaves, tiles.group)
     _, out = lax.scan(lambda _, args: (None, product_if_used(*args)), None, steps)
-    row_axis = len(dimensions.lhs_batch) + dimensions.lhs_free(lhs.ndim).index(axis)
+    row_axis = len(numbers.batch[0]) + numbers.free(0, lhs.ndim).index(axis)
     out = jnp.moveaxis(out, 0, row_axis)
     out = lax.collapse(out, row_axis, row_axis + 2)
     return jnp.take(out, tiles.place, row_axis, mode="fill", fill_value=0)

@@ -15,8 +15,8 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from ..._core.rules import register
+from ..formats.tiles import Shape
 from ..qarray import QUANTISABLE, QArray
-from ..tiles import Shape
 from .grids import (
     Grid,
     Step,

@@ -20,8 +20,8 @@ from jax.typing import ArrayLike, DTypeLike
 from ..._core.array import ImplicitArray
 from ..._core.value import materialise_one
 from ..formats import Format
+from ..formats.tiles import over_tiles
 from ..qarray import QUANTISABLE, QArray
-from ..tiles import over_tiles
 
 INT32_MAX = 2**31 - 1
 
@@ -31,7 +31,7 @@ def as_operand(x: ArrayLike | ImplicitArray) -> jax.Array | QArray:
     return x if isinstance(x, QArray) else jnp.asarray(materialise_one(x))
 
 
-def dense(x: jax.Array | QArray) -> jax.Array:
+def dequantised(x: jax.Array | QArray) -> jax.Array:
     """Returns what an operand stands for."""
     return x.dequantize() if isinstance(x, QArray) else x
 
@@ -89,10 +89,11 @@ def fits_int32(lhs: QArray, rhs: QArray, terms: int) -> bool:
     It is enough that the result fits: on the way there, sums of codes and their corrections may
     wrap around, and wrap back.
     """
-    return terms * _largest_difference(lhs) * _largest_difference(rhs) <= INT32_MAX
+    return terms * largest_difference(lhs) * largest_difference(rhs) <= INT32_MAX
 
 
-def _largest_difference(q: QArray) -> int:
+def largest_difference(q: QArray) -> int:
+    """Returns the largest magnitude of an integer code less its zero point."""
     if q.zero_point is None:
         return int(largest(q.format))
     return 255  # whatever the codes and zero points of 8 bits are, of the same sign or not

@@ -13,13 +13,14 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from ..._core.array import ImplicitArray
-from ..._core.policy import note_how
+from ..._core.dimension_numbers import DotDimensionNumbers
 from ..._core.rules import register
 from ..._core.value import materialise_one
 from ..qarray import QUANTISABLE, QArray
 from .dot_general import dot_general
-from .group_tiles import Dimensions, multiply_groups
-from .operands import accumulator, as_operand, dense, is_algorithm
+from .group_tiles import GroupedDotParams, multiply_groups
+from .operands import accumulator, as_operand, dequantised, is_algorithm
+from .plan import Plan, carry_out
 
 _MATRICES = lax.RaggedDotDimensionNumbers((([1], [1]), ([], [])), [0], [0])
 
@@ -86,8 +87,28 @@ def ragged_dot_general(
     >>> y.shape, [round(float(v), 1) for v in y[:, 0, 0]]
     ((2, 1, 3), [2.0, 0.0])
     """
-    lhs, rhs = as_operand(lhs), as_operand(rhs)
-    group_sizes = jnp.asarray(materialise_one(group_sizes))
+    plan = _plan(
+        as_operand(lhs),
+        as_operand(rhs),
+        jnp.asarray(materialise_one(group_sizes)),
+        dimension_numbers,
+        precision,
+        preferred_element_type,
+        group_offset,
+    )
+    return plan()
+
+
+def _plan(
+    lhs: jax.Array | QArray,
+    rhs: jax.Array | QArray,
+    group_sizes: jax.Array,
+    dimension_numbers: lax.RaggedDotDimensionNumbers,
+    precision: Any,
+    preferred_element_type: DTypeLike | None,
+    group_offset: ArrayLike | None,
+) -> Plan:
+    """Returns what is done: groups are multiplied one at a time, or what operands stand for."""
     product: Callable[..., jax.Array] = functools.partial(
         lax.ragged_dot_general,
         ragged_dot_dimension_numbers=dimension_numbers,
@@ -97,44 +118,30 @@ def ragged_dot_general(
     # It raises, too, where the operands do not fit.
     avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (lhs, rhs, group_sizes)]
     out = jax.eval_shape(product, *avals)
-    if _way(lhs, rhs, dimension_numbers, group_offset) is _DENSE:
-        return product(dense(lhs), dense(rhs), group_sizes, group_offset=group_offset)
+    operands = lhs, rhs, group_sizes
+
+    def dense(lhs: Any, rhs: Any, group_sizes: Any) -> jax.Array:
+        lhs, rhs = dequantised(lhs), dequantised(rhs)
+        return product(lhs, rhs, group_sizes, group_offset=group_offset)
+
+    if group_offset is not None:
+        return Plan("dequantised", dense, operands)
     if _is_batch(dimension_numbers):
         numbers = dimension_numbers.dot_dimension_numbers
-        return dot_general(lhs, rhs, numbers, precision, preferred_element_type)
-    if 0 in (lhs.shape[dimension_numbers.lhs_ragged_dimensions[0]], group_sizes.size):
-        return jnp.zeros(out.shape, out.dtype)
-    return _of_groups(
-        lhs,
-        rhs,
-        group_sizes,
-        dimension_numbers=dimension_numbers,
-        precision=precision,
-        out_dtype=out.dtype,
-    )
-
-
-# What is done, as `explain` tells it.
-_GROUPS = "one group at a time on CPU, dequantised elsewhere"
-_BATCH = "as dot_general"
-_DENSE = "dequantised"
-
-
-def _way(
-    lhs: jax.Array | QArray,
-    rhs: jax.Array | QArray,
-    dimension_numbers: lax.RaggedDotDimensionNumbers,
-    group_offset: ArrayLike | None,
-) -> str:
-    if group_offset is not None:
-        return _DENSE
-    if _is_batch(dimension_numbers):
-        return _BATCH
-    if not isinstance(rhs, QArray) or not dimension_numbers.rhs_group_dimensions:
-        return _DENSE
+        compute = lambda lhs, rhs: dot_general(lhs, rhs, numbers, precision, preferred_element_type)
+        return Plan("as dot_general", compute, (lhs, rhs))
     # Sizes that are not known while it is traced have no tiles.
-    sizes = (*lhs.shape, *rhs.shape)
-    return _GROUPS if all(isinstance(size, int) for size in sizes) else _DENSE
+    are_known = all(isinstance(size, int) for size in (*lhs.shape, *rhs.shape))
+    has_groups = isinstance(rhs, QArray) and bool(dimension_numbers.rhs_group_dimensions)
+    if not (has_groups and are_known):
+        return Plan("dequantised", dense, operands)
+    how = "one group at a time on CPU, dequantised elsewhere"
+    if 0 in (lhs.shape[dimension_numbers.lhs_ragged_dimensions[0]], group_sizes.size):
+        return Plan(how, lambda: jnp.zeros(out.shape, out.dtype), ())
+    compute = functools.partial(
+        _of_groups, dimension_numbers=dimension_numbers, precision=precision, out_dtype=out.dtype
+    )
+    return Plan(how, compute, operands)
 
 
 def _is_batch(dimension_numbers: lax.RaggedDotDimensionNumbers) -> bool:
@@ -154,17 +161,12 @@ def _of_groups(
     precision: Any,
     out_dtype: Any,
 ) -> jax.Array:
-    # Under vmap, JAX makes them NumPy integers.
-    contracting, batch = (
-        [tuple(map(int, axes)) for axes in pair] for pair in dimension_numbers.dot_dimension_numbers
-    )
-    dimensions = Dimensions(
-        contracting[0],
-        contracting[1],
-        batch[0],
-        batch[1],
+    params = GroupedDotParams(
+        DotDimensionNumbers.of(dimension_numbers.dot_dimension_numbers),
         int(dimension_numbers.lhs_ragged_dimensions[0]),
         int(dimension_numbers.rhs_group_dimensions[0]),
+        precision,
+        out_dtype,
     )
 
     def one_at_a_time(lhs: Any, rhs: Any, group_sizes: Any) -> jax.Array:
@@ -175,11 +177,11 @@ def _of_groups(
                 jnp.promote_types, (lhs.dtype, rhs.dtype, accumulator(out_dtype))
             )
             lhs, rhs = (_as_dtype(x, wide) for x in (lhs, rhs))
-        out = multiply_groups(lhs, rhs, group_sizes, dimensions, precision, wide)
-        return out.astype(out_dtype)
+        wide_params = params._replace(preferred_element_type=wide)
+        return multiply_groups(lhs, rhs, group_sizes, wide_params).astype(out_dtype)
 
     def at_once(lhs: Any, rhs: Any, group_sizes: Any) -> jax.Array:
-        lhs, rhs, group_sizes = _mapped_together(dense(lhs), dense(rhs), group_sizes)
+        lhs, rhs, group_sizes = _mapped_together(dequantised(lhs), dequantised(rhs), group_sizes)
         return lax.ragged_dot_general(
             lhs,
             rhs,
@@ -224,15 +226,13 @@ def _ragged_dot_general(
 ) -> Any:
     if out_sharding is not None:
         return NotImplemented
-    numbers = ragged_dot_dimension_numbers
-    note_how(_way(as_operand(lhs), as_operand(rhs), numbers, group_offset))
-    product: Callable[..., jax.Array] = functools.partial(
-        ragged_dot_general,
-        dimension_numbers=numbers,
-        precision=precision,
-        preferred_element_type=preferred_element_type,
-        group_offset=group_offset,
+    plan = _plan(
+        as_operand(lhs),
+        as_operand(rhs),
+        jnp.asarray(group_sizes),
+        ragged_dot_dimension_numbers,
+        precision,
+        preferred_element_type,
+        group_offset,
     )
-    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((lhs, rhs))):
-        product = jax.checkpoint(product)  # as dot_general
-    return product(lhs, rhs, group_sizes)
+    return carry_out(plan)

@@ -16,94 +16,82 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..ops.dot_general import DotDimensionNumbers, dot_general
+from ..._core.dimension_numbers import DotDimensionNumbers
+from ..formats.tiles import over_tiles
+from ..ops.dot_general import dot_general
 from ..qarray import QArray
-from ..tiles import over_tiles
-from .operand import Operand, codes_of, has_scale_along, keys_for, quantise_gradient
+from .operand import (
+    OperandRecipe,
+    codes_of,
+    keys_for,
+    quantise_gradient,
+    quantised_operands,
+    saved_operands,
+)
 
 
 @dataclass(frozen=True)
-class Product:
-    """A product, and how its operands and gradients are quantised. Hashable, for it is static."""
+class DotRecipe:
+    """How the operands and gradients of a product are quantised. Hashable, for it is static."""
 
-    dimension_numbers: Any
+    dimension_numbers: DotDimensionNumbers
     params: tuple[tuple[str, Any], ...]
-    operands: tuple[Operand, Operand]
+    operands: tuple[OperandRecipe, OperandRecipe]
     grad_qtype: str
-
-    def contracted(self, i: int) -> tuple[int, ...]:
-        """The axes of an operand that are contracted."""
-        return self.dimension_numbers[0][i]
-
-    def batch(self, i: int) -> tuple[int, ...]:
-        """Its batch axes."""
-        return self.dimension_numbers[1][i]
-
-    def free(self, i: int, ndim: int) -> tuple[int, ...]:
-        """Its other axes."""
-        taken = (*self.contracted(i), *self.batch(i))
-        return tuple(axis for axis in range(ndim) if axis not in taken)
-
-
-def normalised(dimension_numbers: DotDimensionNumbers) -> Any:
-    """Dimension numbers that can be hashed."""
-    return tuple(tuple(tuple(map(int, axes)) for axes in pair) for pair in dimension_numbers)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
-def quantised_dot_general(lhs: Any, rhs: Any, key: Any, product: Product) -> jax.Array:
+def quantised_dot_general(lhs: Any, rhs: Any, key: Any, recipe: DotRecipe) -> jax.Array:
     """The product of two arrays, on their codes."""
-    return _forward(lhs, rhs, key, product)[0]
+    return _forward(lhs, rhs, key, recipe)[0]
 
 
-def _forward(lhs: Any, rhs: Any, key: Any, product: Product) -> tuple[jax.Array, Any]:
-    given = lhs, rhs
-    taken = [of.quantised(x) for of, x in zip(product.operands, given, strict=True)]
-    x, w = taken
-    out = dot_general(x, w, product.dimension_numbers, **dict(product.params))
-    saved = []
-    for i, (x, q) in enumerate(zip(given, taken, strict=True)):
-        outer = (*product.batch(i), *product.free(i, x.ndim))
-        saved.append(q if has_scale_along(q, outer) else x)
-    return out, (saved, key)
+def _forward(lhs: Any, rhs: Any, key: Any, recipe: DotRecipe) -> tuple[jax.Array, Any]:
+    numbers = recipe.dimension_numbers
+    x, w = quantised = quantised_operands(recipe.operands, (lhs, rhs))
+    out = dot_general(x, w, numbers, **dict(recipe.params))
+    # The axes that a derivative may sum over.
+    outer = [(*numbers.batch[i], *numbers.free(i, q.ndim)) for i, q in enumerate(quantised)]
+    return out, (saved_operands((lhs, rhs), quantised, outer), key)
 
 
-def _backward(product: Product, residuals: Any, g: jax.Array) -> tuple[Any, Any, None]:
+def _backward(recipe: DotRecipe, residuals: Any, g: jax.Array) -> tuple[Any, Any, None]:
     saved, key = residuals
     keys = keys_for(key, g)
-    gradients = [_gradient(product, i, saved, g, keys[i]) for i in range(2)]
+    gradients = [_gradient(recipe, i, saved, g, keys[i]) for i in range(2)]
     return gradients[0], gradients[1], None
 
 
 quantised_dot_general.defvjp(_forward, _backward)
 
 
-def _gradient(product: Product, i: int, saved: Sequence[Any], g: jax.Array, key: Any) -> jax.Array:
+def _gradient(recipe: DotRecipe, i: int, saved: Sequence[Any], g: jax.Array, key: Any) -> jax.Array:
     """The gradient of operand `i`: a product of `g` with the other one."""
     x, y = saved[i], saved[1 - i]
-    batch = len(product.batch(i))
-    x_free, y_free = product.free(i, x.ndim), product.free(1 - i, y.ndim)
+    numbers = recipe.dimension_numbers if i == 0 else recipe.dimension_numbers.swapped  # x, then y
+    (contracted, y_contracted), (batch, y_batch) = numbers
+    x_free, y_free = numbers.free(0, x.ndim), numbers.free(1, y.ndim)
     # g has the batch axes, those left of the first operand, and those left of the second.
     of_second = range(g.ndim - (len(y_free) if i == 0 else len(x_free)), g.ndim)
-    of_first = range(batch, of_second.start)
+    of_first = range(len(batch), of_second.start)
     g_contracted = tuple(of_second if i == 0 else of_first)
-    dimension_numbers = ((g_contracted, y_free), (tuple(range(batch)), product.batch(1 - i)))
+    of_g = DotDimensionNumbers((g_contracted, y_free), (tuple(range(len(batch))), y_batch))
 
     wide = jnp.promote_types(g.dtype, jnp.float32)
     if isinstance(y, QArray):
-        g = _scaled(g.astype(wide), y, product.batch(1 - i), y_free, g_contracted)
+        g = _scaled(g.astype(wide), y, y_batch, y_free, g_contracted)
         y = codes_of(y, wide)
     else:
-        y = product.operands[1 - i].requantised(y, y_free)
+        y = recipe.operands[1 - i].requantised(y, y_free)
         g = g.astype(y.dtype)
-    q = quantise_gradient(g, product.grad_qtype, g_contracted, key)
-    out = dot_general(q, y, dimension_numbers, preferred_element_type=wide)
+    q = quantise_gradient(g, recipe.grad_qtype, g_contracted, key)
+    out = dot_general(q, y, of_g, preferred_element_type=wide)
 
     # Its axes are the batch axes, those of x that are free, and those contracted, as y has them.
-    pairs = sorted(zip(product.contracted(1 - i), product.contracted(i), strict=True))
-    labels = (*product.batch(i), *x_free, *(axis for _, axis in pairs))
+    pairs = sorted(zip(y_contracted, contracted, strict=True))
+    labels = (*batch, *x_free, *(axis for _, axis in pairs))
     order = sorted(range(len(labels)), key=labels.__getitem__)
-    return lax.transpose(out, order).astype(product.operands[i].dtype)
+    return lax.transpose(out, order).astype(recipe.operands[i].dtype)
 
 
 def _scaled(

@@ -13,13 +13,13 @@ from jax.sharding import PartitionSpec
 from ..._core.array import ImplicitArray
 from ..._core.tree import static
 from ..._core.value import describe
-from ..calibration import check_calibration
-from ..clipping import fake_quantize
-from ..conversion import quantize
+from ..conversion.calibration import check_calibration
+from ..conversion.fake_quantize import fake_quantize
+from ..conversion.quantize import quantize
 from ..formats import Format, get_format
+from ..formats.tiles import Shape
 from ..qarray import QUANTISABLE, QArray
-from ..tiles import Shape
-from .axes import Grid, from_the_end, grid_of
+from .scale_axes import ScaleAxes, from_the_end, scale_axes_of
 
 Leaf = jax.Array | np.ndarray
 
@@ -133,9 +133,9 @@ class FakeQuantized(ImplicitArray):
         return tuple(axis % self.w.ndim for axis in axes)
 
     @property
-    def grid(self) -> Grid:
+    def scale_axes(self) -> ScaleAxes:
         """Which values of `w` share a scale."""
-        return grid_of(self.w.ndim, self.tile_axes, self.format, self.tile_size)
+        return scale_axes_of(self.w.ndim, self.tile_axes, self.format, self.tile_size)
 
     @property
     def lead(self) -> int:
@@ -172,7 +172,7 @@ class FakeQuantized(ImplicitArray):
             self.w,
             self.qtype,
             calibration_method=self.calibration_method,
-            **self.grid.axes,
+            **self.scale_axes.arguments,
         )
         return q.replace(dense_dtype=self.dense_dtype)
 
@@ -181,7 +181,10 @@ class FakeQuantized(ImplicitArray):
         if self.qtype is None:
             return jnp.asarray(self.w).astype(self.dtype)
         dense = fake_quantize(
-            self.w, self.qtype, calibration_method=self.calibration_method, **self.grid.axes
+            self.w,
+            self.qtype,
+            calibration_method=self.calibration_method,
+            **self.scale_axes.arguments,
         )
         return dense.astype(self.dtype)
 
@@ -189,7 +192,7 @@ class FakeQuantized(ImplicitArray):
         """The weight is cut where no tile is."""
         whole = shape == self.shape
         for axis in range(self.ndim):
-            size = self.grid.size(axis)
+            size = self.scale_axes.size(axis)
             cut = spec[axis] is not None and not whole
             if cut and (size is None or shape[axis] % size or self.scales_are_quantised):
                 return None

@@ -10,16 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..calibration import check_calibration
-from ..clipping import fake_quantize
-from ..conversion import quantize
+from ..conversion.calibration import check_calibration
+from ..conversion.fake_quantize import fake_quantize
+from ..conversion.quantize import quantize
 from ..formats import get_format
 from ..qarray import QUANTISABLE, QArray
-from .axes import Grid, grid_of
+from .scale_axes import ScaleAxes, scale_axes_of
 
 
 @dataclass(frozen=True)
-class Operand:
+class OperandRecipe:
     """How an operand of a product is quantised.
 
     **Arguments:**
@@ -28,20 +28,20 @@ class Operand:
     - `dense_dtype`: in which the product takes it.
     - `qtype`: the format; None leaves it as it is.
     - `method`: of calibration; None is the format's own.
-    - `grid`: which values share a scale.
+    - `scale_axes`: which values share a scale.
     """
 
     dtype: str
     dense_dtype: str
     qtype: str | None
     method: str | None
-    grid: Grid
+    scale_axes: ScaleAxes
 
     def quantised(self, x: jax.Array) -> jax.Array | QArray:
         """Returns what the product takes."""
         if self.qtype is None:
             return x.astype(self.dense_dtype)
-        q = quantize(x, self.qtype, calibration_method=self.method, **self.grid.axes)
+        q = quantize(x, self.qtype, calibration_method=self.method, **self.scale_axes.arguments)
         return q.replace(dense_dtype=self.dense_dtype)
 
     def clipped(self, x: Any) -> Any:
@@ -51,7 +51,9 @@ class Operand:
         format = get_format(self.qtype)
         if not check_calibration(self.method or format.calibration, format).clips:
             return x
-        fake = fake_quantize(x, self.qtype, calibration_method=self.method, **self.grid.axes)
+        fake = fake_quantize(
+            x, self.qtype, calibration_method=self.method, **self.scale_axes.arguments
+        )
         return lax.stop_gradient(x) + (fake - lax.stop_gradient(fake))
 
     def requantised(self, x: jax.Array, contracted: Sequence[int]) -> jax.Array | QArray:
@@ -59,19 +61,21 @@ class Operand:
         if self.qtype is None:
             return x.astype(self.dense_dtype)
         format = get_format(self.qtype)
-        grid = grid_of(x.ndim, contracted, format)
-        if any(x.shape[axis] % size for axis, size in grid.tiled):
+        axes = scale_axes_of(x.ndim, contracted, format)
+        if any(x.shape[axis] % size for axis, size in axes.tiled):
             return x.astype(self.dense_dtype)
-        q = quantize(x, self.qtype, calibration_method=self.method, **grid.axes)
+        q = quantize(x, self.qtype, calibration_method=self.method, **axes.arguments)
         return q.replace(dense_dtype=self.dense_dtype)
 
 
-def activation(x: Any, qtype: str | None, method: str | None, shared: Sequence[int]) -> Operand:
+def activation(
+    x: Any, qtype: str | None, method: str | None, shared: Sequence[int]
+) -> OperandRecipe:
     """How the other operand of a product is quantised: not at all, if it is not floating."""
     if qtype is None or x.dtype not in QUANTISABLE:
-        return Operand(x.dtype.name, x.dtype.name, None, None, Grid(()))
-    grid = grid_of(x.ndim, shared, get_format(qtype))
-    return Operand(x.dtype.name, x.dtype.name, qtype, method, grid)
+        return OperandRecipe(x.dtype.name, x.dtype.name, None, None, ScaleAxes(()))
+    axes = scale_axes_of(x.ndim, shared, get_format(qtype))
+    return OperandRecipe(x.dtype.name, x.dtype.name, qtype, method, axes)
 
 
 def has_scale_along(q: jax.Array | QArray, axes: Sequence[int]) -> bool:
@@ -84,6 +88,26 @@ def has_scale_along(q: jax.Array | QArray, axes: Sequence[int]) -> bool:
     if isinstance(q.scale, QArray):
         return False
     return all(count == 1 or axis in axes for axis, count in enumerate(q.scale.shape))
+
+
+def quantised_operands(
+    recipes: Sequence[OperandRecipe], operands: Sequence[jax.Array]
+) -> list[jax.Array | QArray]:
+    """Returns what a product takes for its operands."""
+    return [recipe.quantised(x) for recipe, x in zip(recipes, operands, strict=True)]
+
+
+def saved_operands(
+    operands: Sequence[Any], quantised: Sequence[Any], axes: Sequence[Sequence[int]]
+) -> list[Any]:
+    """Returns what derivatives take for operands: as quantised where that will do.
+
+    **Arguments:**
+
+    - `axes`: of each, those that a derivative sums over.
+    """
+    triples = zip(operands, quantised, axes, strict=True)
+    return [q if has_scale_along(q, outer) else x for x, q, outer in triples]
 
 
 def codes_of(q: QArray, dtype: Any) -> QArray:
@@ -106,14 +130,14 @@ def quantise_gradient(g: jax.Array, qtype: str, contracted: Sequence[int], key: 
     **Raises:** `ValueError` where the format's own tile does not divide a contracted axis.
     """
     format = get_format(qtype)
-    grid = grid_of(g.ndim, contracted, format)
+    axes = scale_axes_of(g.ndim, contracted, format)
     method = None
     if key is not None and format.is_integer and format.signed and format.bits >= 2:
         # Half a step beyond the largest code, the magnitude that is scaled to the bound would
         # always be rounded down.
         method = f"absmax,{format.bound / format.code_range[1]}"
     try:
-        return quantize(g, qtype, calibration_method=method, key=key, **grid.axes)
+        return quantize(g, qtype, calibration_method=method, key=key, **axes.arguments)
     except ValueError as error:
         error.add_note(f"While quantising a gradient of shape {g.shape} by grad_qtype {qtype!r}.")
         raise

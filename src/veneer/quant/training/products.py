@@ -13,14 +13,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
+from ..._core.dimension_numbers import DotDimensionNumbers
 from ..._core.policy import note_how
 from ..._core.rules import register
 from ..._jax.primitives import find_primitive
-from ..clipping import fake_quantize
-from .convolution import Convolution, quantised_convolution
-from .dot_general import Product, normalised, quantised_dot_general
+from ..conversion.fake_quantize import fake_quantize
+from ..ops.plan import Plan, carry_out
+from .convolution import ConvolutionRecipe, quantised_convolution
+from .dot_general import DotRecipe, quantised_dot_general
 from .fake_quantized import FakeQuantized
-from .operand import Operand, activation, one_key, with_quantised_gradient
+from .operand import OperandRecipe, activation, one_key, with_quantised_gradient
 
 
 @register("dot_general")
@@ -49,21 +51,21 @@ def _dot_general(
             shared if meant else None,
         )
     note_how("on codes, forward and backward")
-    product = Product(
-        normalised(dimension_numbers),
+    recipe = DotRecipe(
+        DotDimensionNumbers.of(dimension_numbers),
         tuple(params.items()),
         arrange(_activation(x, w, shared), _weight(w)),
         w.grad_qtype,
     )
-    pair = zip(product.operands, arrange(x, w.w), strict=True)
-    return quantised_dot_general(*(of.clipped(y) for of, y in pair), one_key(w.key), product)
+    pair = zip(recipe.operands, arrange(x, w.w), strict=True)
+    return quantised_dot_general(*(of.clipped(y) for of, y in pair), one_key(w.key), recipe)
 
 
-def _weight(w: FakeQuantized) -> Operand:
-    return Operand(w.w.dtype.name, w.dtype.name, w.qtype, w.calibration_method, w.grid)
+def _weight(w: FakeQuantized) -> OperandRecipe:
+    return OperandRecipe(w.w.dtype.name, w.dtype.name, w.qtype, w.calibration_method, w.scale_axes)
 
 
-def _activation(x: Any, w: FakeQuantized, shared: Sequence[int] | None) -> Operand:
+def _activation(x: Any, w: FakeQuantized, shared: Sequence[int] | None) -> OperandRecipe:
     qtype = None if shared is None else w.act_qtype
     return activation(x, qtype, w.act_calibration_method, shared or ())
 
@@ -72,21 +74,17 @@ def _fake_product(
     product: Callable[[Any, Any], jax.Array], x: Any, w: FakeQuantized, shared: Sequence[int] | None
 ) -> jax.Array:
     """A product in floating point, of operands as quantised; `shared` are the axes of a row."""
-    how = _activation(x, w, shared)
-    operands = "weight" if how.qtype is None else "operands"
-    note_how(f"{operands} as quantised, in floating point")
+    recipe = _activation(x, w, shared)
+    operands = "weight" if recipe.qtype is None else "operands"
 
-    def run(x: Any, w: FakeQuantized) -> jax.Array:
-        if how.qtype is not None:
-            axes = how.grid.axes
-            x = fake_quantize(x, how.qtype, calibration_method=how.method, **axes)
+    def compute(x: Any, w: FakeQuantized) -> jax.Array:
+        if recipe.qtype is not None:
+            axes = recipe.scale_axes.arguments
+            x = fake_quantize(x, recipe.qtype, calibration_method=recipe.method, **axes)
         return product(x, w.materialise())
 
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((x, w))):
-        # A derivative quantises once more, instead of keeping the weights of a whole model from the
-        # forward pass to the backward one.
-        run = jax.checkpoint(run)
-    return run(x, w.changed(key=None))
+    how = f"{operands} as quantised, in floating point"
+    return carry_out(Plan(how, compute, (x, w.changed(key=None))))
 
 
 @register("conv_general_dilated")
@@ -103,14 +101,14 @@ def _convolution(x: ArrayLike, w: FakeQuantized, **params: Any) -> Any:
     more = ("precision", "preferred_element_type", "out_sharding")
     grouped = params["feature_group_count"] != 1 or params["batch_group_count"] != 1
     note_how(f"on codes, forward {'only, for it is grouped' if grouped else 'and backward'}")
-    convolution = Convolution(
+    recipe = ConvolutionRecipe(
         operands=(_activation(x, w, shared), _weight(w)),
         grad_qtype=w.grad_qtype,
         more=tuple((name, params.pop(name)) for name in more if name in params),
         **params,
     )
-    pair = zip(convolution.operands, (x, w.w), strict=True)
-    return quantised_convolution(*(of.clipped(y) for of, y in pair), one_key(w.key), convolution)
+    pair = zip(recipe.operands, (x, w.w), strict=True)
+    return quantised_convolution(*(of.clipped(y) for of, y in pair), one_key(w.key), recipe)
 
 
 @register("ragged_dot_general")

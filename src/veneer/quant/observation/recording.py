@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from ..formats.tiles import Shape
 from .statistics import ActivationStatistics
-from .tiles import Shape
 
 
 class Recording:

@@ -6,9 +6,9 @@ Codes are found from the scale as stored, so whatever a scale loses here, no cod
 import jax
 import jax.numpy as jnp
 
-from .formats import get_format
-from .qarray import QArray
-from .tiles import Shape, over_tiles, split_tiles
+from ..formats import get_format
+from ..formats.tiles import Shape, over_tiles, split_tiles
+from ..qarray import QArray
 
 
 def usable(scale: jax.Array) -> jax.Array:

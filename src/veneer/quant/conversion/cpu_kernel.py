@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
-from ..kernels.quantize import Quantizer, quantize, serves
+from ...kernels.quantize import Quantizer, quantize, serves
+from ..formats import FORMATS
+from ..formats.packing import Packing
+from ..formats.tiles import Shape
+from ..qarray import QArray
 from .calibration import Calibration
-from .formats import FORMATS
-from .packing import Packing
-from .qarray import QArray
-from .tiles import Shape
 
 if TYPE_CHECKING:
-    from .conversion import How
+    from .quantize import How
 
 Reference = Callable[[jax.Array, Shape], tuple[jax.Array, jax.Array]]
 

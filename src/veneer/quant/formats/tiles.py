@@ -58,7 +58,7 @@ def _count(shape: Shape, axis: int, tile: int) -> int:
 def dividing_tiles(size: int, tile: int, limit: int = 6) -> list[int]:
     """Returns the sizes nearest to `tile`, by ratio, that divide an axis of `size`; in order.
 
-    >>> from veneer.quant.tiles import dividing_tiles
+    >>> from veneer.quant.formats.tiles import dividing_tiles
     >>> dividing_tiles(384, 100)
     [32, 48, 64, 96, 128, 192]
     """

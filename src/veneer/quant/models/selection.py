@@ -12,10 +12,10 @@ from typing import Any
 
 import jax
 
-from .formats import get_format
-from .model import Rule, can_be_quantised
-from .qarray import QUANTISABLE
-from .tiles import dividing_tiles
+from ..formats import get_format
+from ..formats.tiles import dividing_tiles
+from ..qarray import QUANTISABLE
+from .rules import Rule, can_be_quantised
 
 # torch stores a `weight` as [out, in], and JAX libraries store a `kernel` as [..., in, out].
 CONTRACTING_AXIS = {"torch": -1, "jax": -2}
@@ -85,7 +85,7 @@ def selectors_from_json(text: str, *, tile_axis: int | None = None) -> list[Sele
 
     **Raises:** `ValueError` naming the rule that is wrong.
 
-    >>> from veneer.quant.selection import selectors_from_json
+    >>> from veneer.quant.models.selection import selectors_from_json
     >>> selectors_from_json('[{"path": ".*kernel", "qtype": "int8"}]')[0].qtype
     'int8'
     """
@@ -139,7 +139,7 @@ def plan(
     `UnknownAxisError` where the contracting axis is unknown.
 
     >>> import jax, jax.numpy as jnp
-    >>> from veneer.quant.selection import Selector, plan
+    >>> from veneer.quant.models.selection import Selector, plan
     >>> avals = {"proj.weight": jax.ShapeDtypeStruct((8, 64), jnp.float32)}
     >>> plan(avals, [Selector(".*weight", "nf4", tile_size=32)])["proj.weight"].tile_axis
     -1

@@ -11,9 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from .._core.array import ImplicitArray
-from .._core.value import materialise_one
-from .by_kernel import has_kernel, quantize_by_kernel
+from ..._core.array import ImplicitArray
+from ..._core.value import materialise_one
+from ..formats import FORMATS, Format, get_format
+from ..formats.rounding import encode_stochastically
+from ..formats.tiles import Leaf, Shape, divides, over_tiles, split_tiles, tile_counts
+from ..qarray import QUANTISABLE, QArray, pack_codes
 from .calibration import (
     Calibration,
     Range,
@@ -23,11 +26,8 @@ from .calibration import (
     range_to_scale,
 )
 from .chunks import Chunks, chunks_of, in_chunks
-from .formats import FORMATS, Format, get_format
-from .qarray import QUANTISABLE, QArray, pack_codes
-from .rounding import encode_stochastically
+from .cpu_kernel import has_kernel, quantize_by_kernel
 from .scales import store_scale, usable
-from .tiles import Leaf, Shape, divides, over_tiles, split_tiles, tile_counts
 
 Axes = Sequence[SupportsIndex]
 TiledAxes = Mapping[SupportsIndex, SupportsIndex | float]

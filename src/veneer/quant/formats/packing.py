@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from ..kernels.bit_planes import pack_bits, unpack_bits
+from ...kernels.bit_planes import pack_bits, unpack_bits
 
 # Codes and bytes of a unit, by the bits of a code.
 UNITS: dict[int | float, tuple[int, int]] = {
@@ -50,7 +50,7 @@ class Packing(NamedTuple):
 def packed_size(size: int, bits: int | float) -> int:
     """Returns the bytes that `size` codes take; the last unit may be partly empty.
 
-    >>> from veneer.quant.packing import packed_size
+    >>> from veneer.quant.formats.packing import packed_size
     >>> packed_size(5, 4), packed_size(9, 3), packed_size(11, 1.6)
     (3, 6, 3)
     """
@@ -70,7 +70,7 @@ def pack(fields: ArrayLike, bits: int | float, axis: int = -1) -> tuple[jax.Arra
     undo it.
 
     >>> import jax.numpy as jnp
-    >>> from veneer.quant.packing import pack, unpack
+    >>> from veneer.quant.formats.packing import pack, unpack
     >>> packed, packing = pack(jnp.array([1, 2, 15], jnp.uint8), 4)
     >>> packed.tolist(), packing
     ([33, 15], Packing(axis=-1, size=3))

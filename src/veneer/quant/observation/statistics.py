@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .calibration import check_calibration
-from .conversion import quantize
-from .formats import get_format
-from .tiles import Shape
+from ..conversion.calibration import check_calibration
+from ..conversion.quantize import quantize
+from ..formats import get_format
+from ..formats.tiles import Shape
 
 
 @jax.tree_util.register_dataclass

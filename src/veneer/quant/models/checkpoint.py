@@ -12,8 +12,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from .model import Rule
-from .qarray import QArray
+from ..qarray import QArray
+from .rules import Rule
 
 
 class Outcome(NamedTuple):
@@ -45,7 +45,7 @@ def quantize_stream(
     float64 weights are quantised in float32 unless `jax_enable_x64` is set, as all else in JAX.
 
     >>> import numpy as np, veneer as vn
-    >>> from veneer.quant.checkpoint import quantize_stream
+    >>> from veneer.quant.models.checkpoint import quantize_stream
     >>> rules = {"w": vn.quant.Rule("w", "int8")}
     >>> [(q, outcome)] = quantize_stream([("w", np.ones((4, 8), np.float32))], rules)
     >>> outcome.bytes_before, outcome.bytes_after

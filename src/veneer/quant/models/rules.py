@@ -9,13 +9,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._core.value import is_value
-from .activations import ActivationQuantized, check_activation_format
-from .calibration import check_calibration
-from .conversion import quantize
-from .formats import get_format
-from .qarray import QUANTISABLE
-from .statistics import ActivationStatistics, static_range
+from ..._core.value import is_value
+from ..activations import ActivationQuantized, check_activation_format
+from ..conversion.calibration import check_calibration
+from ..conversion.quantize import quantize
+from ..formats import get_format
+from ..observation.statistics import ActivationStatistics, static_range
+from ..qarray import QUANTISABLE
 
 RANGES = ("dynamic", "mean", "exponential", "widest")
 
@@ -285,7 +285,7 @@ def _quantize_leaf(
         return leaf
     try:
         if train:
-            from .training import FakeQuantized  # it knows of rules
+            from ..training import FakeQuantized
 
             wanted = rule.qtype or rule.act_qtype or rule.grad_qtype
             return FakeQuantized.from_rule(leaf, rule) if wanted else leaf

@@ -1,4 +1,4 @@
-"""Products of QArrays by kernels: from any contraction to one of matrices, and back.
+"""Products by kernels, `by_kernel`: from any product to one of matrices, and back.
 
 Activations are dense, of f32, bf16 or f16; or int8 codes with a scale for each row, as those that
 `act_qtype="int8"` makes, where the weight's codes are integers. Codes are summed before they are
@@ -8,7 +8,7 @@ scaled, in f32, or exactly where both are integers.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -17,25 +17,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..._core.dimension_numbers import DotDimensionNumbers
 from ...kernels import BYTES, Codes, MatmulOperands, MatmulProblem, matmul, select
 from ..formats import get_format
-from ..packing import Packing
+from ..formats.packing import Packing
+from ..formats.tiles import over_tiles
 from ..qarray import QArray
-from ..tiles import over_tiles
-from .contraction import Contraction
-from .matrices import Stored, as_matrix, in_rows
+from .by_xla import by_xla, multiplied_codes
+from .dot_params import DotParams
+from .layout import reshape
 from .operands import fits_int32, is_algorithm
-
-Way = Callable[[Any, Any, Contraction], jax.Array]
+from .plan import Plan
 
 _DTYPES = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
-
-
-class Native(NamedTuple):
-    """A product by a kernel: the name that it has on CPU, and what computes the product."""
-
-    target: str
-    compute: Callable[[], jax.Array]
 
 
 # Which operand is the weight, 0 or 1, where both are QArrays and it is known.
@@ -56,28 +50,13 @@ def weight_is(side: int) -> Iterator[None]:
         _weight.reset(token)
 
 
-def find(
-    lhs: jax.Array | QArray,
-    rhs: jax.Array | QArray,
-    contraction: Contraction,
-    *,
-    by_xla: Way,
-    on_codes: bool,
-) -> Native | None:
-    """Returns a product by a kernel, or None where there is none for it.
-
-    **Arguments:**
-
-    - `by_xla`: the way to the same product by XLA: a function of a module, for programs are cached
-      by it.
-    - `on_codes`: whether that multiplies the codes of both operands, which then are not to be
-      dequantised.
-    """
-    if select.chosen() == "xla" or is_algorithm(contraction.precision):
+def by_kernel(lhs: jax.Array | QArray, rhs: jax.Array | QArray, params: DotParams) -> Plan | None:
+    """Reads codes as they are stored, if a CPU has a kernel for them."""
+    if select.chosen() == "xla" or is_algorithm(params.precision):
         return None
-    if contraction.out_sharding is not None or _is_cut(lhs, rhs):
+    if params.out_sharding is not None or _is_cut(lhs, rhs):
         return None
-    if contraction.out_dtype(lhs, rhs) not in _DTYPES:
+    if params.out_dtype(lhs, rhs) not in _DTYPES:
         return None
     operands = lhs, rhs
     known = _weight.get()
@@ -85,15 +64,13 @@ def find(
         q: Any = operands[side]
         if not isinstance(q, QArray):
             continue
-        batch = math.prod(_sizes(q, contraction.batch(side)))
+        batch = math.prod(_sizes(q, params.dimension_numbers.batch[side]))
         if q.size == 0 or not select.may_serve("cpu", q.size // batch):
             continue
-        x = _activations(operands[1 - side], q, contraction.contracting(1 - side), on_codes)
-        if x is not None:
-            out_dtype = contraction.out_dtype(lhs, rhs)
-            found = _of_stored(x, in_rows(q), side, contraction, out_dtype, by_xla)
-            if found is not None:
-                return found
+        x = _activations(lhs, rhs, side, params)
+        plan = None if x is None else _plan(x, q, side, params, params.out_dtype(lhs, rhs))
+        if plan is not None:
+            return plan
     return None
 
 
@@ -124,14 +101,20 @@ class Activations(NamedTuple):
 
 
 def _activations(
-    x: jax.Array | QArray, q: QArray, summed: Sequence[int], on_codes: bool
+    lhs: jax.Array | QArray, rhs: jax.Array | QArray, side: int, params: DotParams
 ) -> Activations | None:
-    """Returns the operand that meets the weight `q` as kernels take it, or None."""
+    """Returns what the weight, which is the operand of a side, meets, as kernels take it; or None.
+
+    Codes that XLA would multiply with those of the weight are not dequantised for a kernel.
+    """
+    q: Any
+    x, q = (lhs, rhs) if side else (rhs, lhs)
     if isinstance(x, QArray):
+        summed = params.dimension_numbers.contracting[1 - side]
         if q.format.is_integer and _has_rows(x, summed):
             terms = math.prod(_sizes(x, summed))
             return _rows(x, summed) if fits_int32(x, q, terms) else None
-        if on_codes:
+        if multiplied_codes(lhs, rhs, params) is not None:
             return None
         x = x.dequantize()
     return Activations(x) if x.dtype == q.dtype and x.dtype in _DTYPES else None
@@ -178,12 +161,10 @@ class Reference:
 
     **Arguments:**
 
-    - `by_xla`: the way to any product.
     - `qtype`, `dense_dtype`: of the weight.
     - `precision`: of the product.
     """
 
-    by_xla: Way
     qtype: str
     dense_dtype: str
     precision: Any
@@ -207,27 +188,22 @@ class Reference:
             scale = x_scale[..., None]
             x = QArray.from_packed(x, scale, qtype="int8", dense_dtype=self.dense_dtype)
         summed = (x.ndim - 1,), (x.ndim - (2 if product.contracting == "rows" else 1),)
-        batch = ((0,), (0,)) if batched else ((), ())
-        contraction = Contraction((summed, batch), self.precision, product.out_dtype)
-        out = self.by_xla(x, q, contraction)
+        numbers = DotDimensionNumbers(summed, ((0,), (0,)) if batched else ((), ()))
+        out = by_xla(x, q, DotParams(numbers, self.precision, product.out_dtype))
         return out if batched else jnp.expand_dims(out, 0)
 
 
-def _of_stored(
-    x: Activations,
-    array: Stored,
-    side: int,
-    contraction: Contraction,
-    out_dtype: jnp.dtype,
-    by_xla: Way,
-) -> Native | None:
-    """Returns the product of activations with a weight, as it is stored; or None."""
-    q, axes = array
+def _plan(
+    x: Activations, weight: QArray, side: int, params: DotParams, out_dtype: jnp.dtype
+) -> Plan | None:
+    """Returns the product of activations with a weight, the operand of a side; or None."""
+    q, axes = _in_rows(weight)
+    # From the axes of what is stored to those of the activations.
     summed, batch = (
         {axes[of_q]: of_x for of_x, of_q in zip(pair[1 - side], pair[side], strict=True)}
-        for pair in contraction.dimension_numbers
+        for pair in params.dimension_numbers
     )
-    matrix = as_matrix(q, tuple(summed), tuple(batch))
+    matrix = _as_matrix(q, tuple(summed), tuple(batch))
     codes = None if matrix is None else codes_of(q.qtype, q.zero_point is not None)
     if matrix is None or codes is None:
         return None
@@ -240,7 +216,7 @@ def _of_stored(
         matrix.q.zero_point,
         None if x.scale is None else _as_rows(x.scale, first, last)[..., 0],
     )
-    reference = Reference(by_xla, q.qtype, q.dense_dtype, contraction.precision)
+    reference = Reference(q.qtype, q.dense_dtype, params.precision)
     product = MatmulProblem(
         codes[0], matrix.q.shape[2], matrix.contracting, out_dtype.name, codes[1], reference
     )
@@ -248,19 +224,19 @@ def _of_stored(
     if target is None:
         return None
 
-    def compute() -> jax.Array:
-        out = matmul(operands, product)
+    def compute(*operands: Any) -> jax.Array:
+        out = matmul(MatmulOperands(*operands), product)
         of_x = [axis for axis in range(x.values.ndim) if axis not in (*first, *last)]
         of_q = [axis for axis in range(q.ndim) if axis not in (*summed, *batch)]
         sizes = _sizes(q, sorted(batch)) + _sizes(x.values, of_x) + _sizes(q, of_q)
         # Where each axis of the result is now: those of the batch, and those of either operand.
-        order = [sorted(batch).index(axes[axis]) for axis in contraction.batch(side)]
+        order = [sorted(batch).index(axes[axis]) for axis in params.dimension_numbers.batch[side]]
         x_order = [len(batch) + i for i in range(len(of_x))]
         q_order = [len(batch) + len(of_x) + of_q.index(axis) for axis in axes if axis in of_q]
         order += x_order + q_order if side else q_order + x_order
         return lax.transpose(out.reshape(sizes), order)
 
-    return Native(target, compute)
+    return Plan(f"CPU kernel {target.removeprefix('veneer_')}", compute, operands, is_kernel=True)
 
 
 def _as_rows(x: jax.Array, first: Sequence[int], last: Sequence[int]) -> jax.Array:
@@ -268,3 +244,70 @@ def _as_rows(x: jax.Array, first: Sequence[int], last: Sequence[int]) -> jax.Arr
     others = [axis for axis in range(x.ndim) if axis not in (*first, *last)]
     sizes = [math.prod(_sizes(x, axes)) for axes in (first, others, last)]
     return lax.transpose(x, [*first, *others, *last]).reshape(sizes)
+
+
+# A weight as the matrix that kernels multiply: seen so, with no code moved. They take a batch of
+# matrices `[B, R, C]` as they are stored, and sum one side. An array is one where its axes lie so
+# in memory: those of the batch, and then those that are summed, on either side of those that are
+# left.
+
+
+def _in_rows(q: QArray) -> tuple[QArray, tuple[int, ...]]:
+    """Returns an array that is packed along its last axis but one with the last two swapped.
+
+    That is what a transposition leaves behind. XLA drops two that undo each other; and the product
+    sums the other side.
+
+    **Returns:** the array, with its codes in rows, and where the axes of the one given are in it.
+    """
+    order = list(range(q.ndim))
+    if q.packing is None or q.packing.axis != -2:
+        return q, tuple(order)
+    order[-2:] = q.ndim - 1, q.ndim - 2
+    packed, scale = (lax.transpose(leaf, order) for leaf in (q.packed, q.scales()))
+    zero_point = None if q.zero_point is None else lax.transpose(q.zero_point, order)
+    packing = q.packing._replace(axis=-1)
+    leaves = {"packed": packed, "scale": scale, "zero_point": zero_point}
+    return q.replace(**leaves, packing=packing), tuple(order)
+
+
+class StoredMatrix(NamedTuple):
+    """A batch of matrices, `[B, R, C]`, and the side that a product sums: "rows" or "columns"."""
+
+    q: QArray
+    contracting: str
+
+
+def _as_matrix(q: QArray, summed: Sequence[int], batch: Sequence[int]) -> StoredMatrix | None:
+    """Returns an array as matrices for a product, or None where it does not lie so in memory.
+
+    **Arguments:**
+
+    - `summed`, `batch`: axes of the array.
+    """
+    first, end = len(batch), len(batch) + len(summed)
+    if sorted(batch) != list(range(first)) or not summed:
+        return None
+    if sorted(summed) == list(range(q.ndim - len(summed), q.ndim)):
+        contracting, cut = "columns", q.ndim - len(summed)
+    elif sorted(summed) == list(range(first, end)):
+        contracting, cut = "rows", end
+    else:
+        return None
+    scale = q.scales()
+    if scale.dtype != jnp.float32 or not _go_together(q):
+        return None
+    sizes = [math.prod(part) for part in (q.shape[:first], q.shape[first:cut], q.shape[cut:])]
+    matrix = reshape(q.replace(scale=scale), tuple(sizes))
+    if matrix is NotImplemented:
+        return None
+    as_kernels_read = None if q.format.bits == 8 else Packing(-1, sizes[2])
+    return StoredMatrix(matrix, contracting) if matrix.packing == as_kernels_read else None
+
+
+def _go_together(q: QArray) -> bool:
+    """Whether zero points are for tiles of scales, or several of these, along each axis."""
+    if q.zero_point is None:
+        return True
+    counts = zip(q.scale.shape, q.zero_point.shape, strict=True)
+    return all(1 in pair or pair[0] == pair[1] for pair in counts)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .formats import Format
+from ..formats import Format
 from .scales import usable
 
 
@@ -191,7 +191,7 @@ def check_calibration(method: str, format: Format) -> Calibration:
     cannot follow it.
 
     >>> import veneer as vn
-    >>> from veneer.quant.calibration import check_calibration
+    >>> from veneer.quant.conversion.calibration import check_calibration
     >>> check_calibration("fixed,-1,3", vn.quant.get_format("int8"))
     Calibration(name='fixed', numbers=(-1.0, 3.0))
     """

@@ -1,9 +1,8 @@
-"""A contraction: what `dot_general` is told, and where an operand's axes are in its output."""
+"""What `dot_general` is told beside its operands, and where their axes are in its output."""
 
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,17 +10,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from ..._core.dimension_numbers import DotDimensionNumbers
+from ..formats.tiles import Shape, over_tiles
 from ..qarray import QArray
-from ..tiles import Shape, over_tiles
-
-DotDimensionNumbers = tuple[
-    tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]
-]
 
 
 @dataclasses.dataclass(frozen=True)
-class Contraction:
-    """The arguments of `jax.lax.dot_general` beside the operands."""
+class DotParams:
+    """The arguments of `jax.lax.dot_general` beside the operands, which are the sides 0 and 1."""
 
     dimension_numbers: DotDimensionNumbers
     precision: Any = None
@@ -49,22 +45,13 @@ class Contraction:
         dot = functools.partial(lax.dot_general, dimension_numbers=self.dimension_numbers)
         return jax.eval_shape(dot, *avals).dtype
 
-    def contracting(self, side: int) -> tuple[int, ...]:
-        """Returns the axes of an operand, 0 or 1, that are summed."""
-        return tuple(self.dimension_numbers[0][side])
-
-    def batch(self, side: int) -> tuple[int, ...]:
-        """Returns the axes of an operand that both have."""
-        return tuple(self.dimension_numbers[1][side])
-
     def terms(self, lhs: jax.Array | QArray) -> int:
         """Returns how many products are summed in an entry of the output."""
-        return math.prod(lhs.shape[axis] for axis in self.contracting(0))
+        return math.prod(lhs.shape[axis] for axis in self.dimension_numbers.contracting[0])
 
     def free_size(self, x: jax.Array | QArray, side: int) -> int:
-        """Returns how many entries of the output an operand's own axes make."""
-        shared = {*self.contracting(side), *self.batch(side)}
-        return math.prod(size for axis, size in enumerate(x.shape) if axis not in shared)
+        """Returns how many entries of the output an operand's free axes make."""
+        return math.prod(x.shape[axis] for axis in self.dimension_numbers.free(side, x.ndim))
 
     def in_output(self, leaf: jax.Array, side: int, shape: Shape, ndim: int) -> jax.Array:
         """Returns an operand's scale or zero point so that it broadcasts against the output.
@@ -77,7 +64,7 @@ class Contraction:
         - `ndim`: of the output, whose axes are the batch axes, those left of the first operand, and
           those left of the second.
         """
-        contracting, batch = self.contracting(side), self.batch(side)
+        contracting, batch = (pair[side] for pair in self.dimension_numbers)
         kept = [axis for axis in range(leaf.ndim) if axis not in contracting]
         counts = [leaf.shape[axis] for axis in kept]
         sizes = [n if n == 1 else shape[axis] for n, axis in zip(counts, kept, strict=True)]

@@ -27,7 +27,7 @@ def minifloat(exponent_bits: int, mantissa_bits: int, bias: int) -> tuple[float,
     The highest bit is the sign, so the second half is the first one negated. An exponent of 0 is
     that of subnormal numbers.
 
-    >>> from veneer.quant.codebooks import minifloat
+    >>> from veneer.quant.formats.codebooks import minifloat
     >>> minifloat(exponent_bits=2, mantissa_bits=1, bias=1)[:8]
     (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
     """

@@ -10,7 +10,7 @@ import veneer as vn
 from veneer import kernels
 from veneer.kernels import BYTES
 from veneer.quant import FORMATS, QArray, quantize
-from veneer.quant.ops.native import codes_of
+from veneer.quant.ops.by_kernel import codes_of
 
 # A side of the weight is odd, so that rows end within a byte and within a vector. Its tiles divide
 # the other.

@@ -11,24 +11,25 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..formats.tiles import Leaf, Shape
 from ..qarray import QArray
-from ..tiles import Leaf, Shape
-from .contraction import Contraction
+from .dot_params import DotParams
 
 
-def common_tiles(lhs: QArray, rhs: QArray, contraction: Contraction) -> Shape:
+def common_tiles(lhs: QArray, rhs: QArray, params: DotParams) -> Shape:
     """Returns the sizes, along the contracting axes, in which no scale and zero point varies.
 
     >>> import jax.numpy as jnp, veneer as vn
-    >>> from veneer.quant.ops.contraction import Contraction
+    >>> from veneer._core.dimension_numbers import DotDimensionNumbers
+    >>> from veneer.quant.ops.dot_params import DotParams
+    >>> from veneer.quant.ops.tile_sums import common_tiles
     >>> w = jnp.ones((1, 12))
     >>> q, r = (vn.quant.quantize(w, "int8", tiled_axes={1: tile}) for tile in (6, 4))
-    >>> common_tiles(q, r, Contraction((([1], [1]), ([], []))))
+    >>> common_tiles(q, r, DotParams(DotDimensionNumbers.of((([1], [1]), ([], [])))))
     (2,)
     """
     tiles = []
-    axes = zip(contraction.contracting(0), contraction.contracting(1), strict=True)
-    for pair in axes:
+    for pair in zip(*params.dimension_numbers.contracting, strict=True):
         size = lhs.shape[pair[0]]
         counts = [
             leaf.shape[axis]
@@ -44,7 +45,7 @@ def sum_over_tiles(
     product: Callable[[QArray, QArray], jax.Array],
     lhs: QArray,
     rhs: QArray,
-    contraction: Contraction,
+    params: DotParams,
     tiles: Shape,
 ) -> jax.Array:
     """Returns the sum of `product(lhs_tile, rhs_tile)` over the tiles that the sum is cut into.
@@ -54,8 +55,8 @@ def sum_over_tiles(
     - `product`: of two QArrays whose scales do not vary along the contracting axes, as large along
       these as `tiles` says; a float array.
     """
-    counts = [lhs.shape[a] // n for a, n in zip(contraction.contracting(0), tiles, strict=True)]
-    axes = [contraction.contracting(side) for side in (0, 1)]
+    axes = params.dimension_numbers.contracting
+    counts = [lhs.shape[axis] // size for axis, size in zip(axes[0], tiles, strict=True)]
     operands = [_unpacked_along(q, a) for q, a in zip((lhs, rhs), axes, strict=True)]
     scales = [
         tuple(

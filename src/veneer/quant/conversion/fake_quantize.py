@@ -13,9 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from .._core.array import ImplicitArray
-from ..straight_through import ste
-from .conversion import (
+from ..._core.array import ImplicitArray
+from ...straight_through import ste
+from ..formats import FORMATS
+from ..formats.tiles import Leaf, over_tiles
+from ..qarray import QArray
+from .quantize import (
     Axes,
     How,
     TiledAxes,
@@ -24,9 +27,6 @@ from .conversion import (
     quantize_tiles,
     quantize_with_scale,
 )
-from .formats import FORMATS
-from .qarray import QArray
-from .tiles import Leaf, over_tiles
 
 Ends = tuple[jax.Array, jax.Array]
 

@@ -9,7 +9,7 @@ import itertools
 import jax
 import jax.numpy as jnp
 
-from .formats import Format
+from .table import Format
 
 
 def encode_stochastically(x: jax.Array, format: Format, key: jax.Array) -> jax.Array:

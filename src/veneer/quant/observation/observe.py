@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._core.transform import implicit
-from .model import Rule, flatten_with_paths, rule_for, warn_of_unmatched
+from ..._core.transform import implicit
+from ..models.rules import Rule, flatten_with_paths, rule_for, warn_of_unmatched
 from .observed import Observed, boxes_of, recordings_of, tokens
 from .recording import Recording
 from .statistics import ActivationStatistics

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from .._core.array import ImplicitArray
+from ..._core.array import ImplicitArray
+from ..formats import FORMATS, get_format
+from ..formats.tiles import split_tiles
 from .calibration import Range, find_range, has_zero_point, range_to_scale
-from .conversion import Axes, How, TiledAxes, floating, how_to_quantize
-from .formats import FORMATS, get_format
+from .quantize import Axes, How, TiledAxes, floating, how_to_quantize
 from .scales import usable
-from .tiles import split_tiles
 
 
 def calibration_range(

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .formats import Format
-from .packing import UNITS
-from .tiles import Shape, tile_shape
+from ..formats import Format
+from ..formats.packing import UNITS
+from ..formats.tiles import Shape, tile_shape
 
 # Of a chunk in f32. Several may be held at once, and all of them fit in a cache that cores share.
 CHUNK_BYTES = 2**22

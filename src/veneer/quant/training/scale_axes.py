@@ -1,22 +1,22 @@
-"""Grids: which values of an operand share a scale, by the axes that a product contracts."""
+"""Which values of an operand share a scale, by the axes that a product contracts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..formats import Format
-from ..tiles import Shape
+from ..formats.tiles import Shape
 
 
 @dataclass(frozen=True)
-class Grid:
+class ScaleAxes:
     """The axes that have a scale an index, and those that have one a tile; others share one."""
 
     channelwise: tuple[int, ...]
     tiled: tuple[tuple[int, int], ...] = ()
 
     @property
-    def axes(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, Any]:
         """What `quantize` takes."""
         return {"channelwise_axes": self.channelwise, "tiled_axes": dict(self.tiled) or None}
 
@@ -25,10 +25,10 @@ class Grid:
         return 1 if axis in self.channelwise else dict(self.tiled).get(axis)
 
 
-def grid_of(
+def scale_axes_of(
     ndim: int, shared: Sequence[int], format: Format | None, tile_size: int | None = None
-) -> Grid:
-    """Returns the grid in which values share a scale along some axes, and along no others.
+) -> ScaleAxes:
+    """Returns those with which values share a scale along some axes, and along no others.
 
     **Arguments:**
 
@@ -43,7 +43,7 @@ def grid_of(
     if format is not None and format.tile_size is not None:
         whole, tile_size = [], tile_size or format.tile_size
     tiled = () if tile_size is None or last is None else ((last, int(tile_size)),)
-    return Grid(tuple(axis for axis in range(ndim) if axis not in (*whole, last)), tiled)
+    return ScaleAxes(tuple(axis for axis in range(ndim) if axis not in (*whole, last)), tiled)
 
 
 def from_the_end(axes: int | Sequence[int], shape: Shape) -> tuple[int, ...]:
@@ -55,7 +55,7 @@ def from_the_end(axes: int | Sequence[int], shape: Shape) -> tuple[int, ...]:
     for axis in named:
         if not -len(shape) <= axis < len(shape):
             raise ValueError(f"tile_axis {axis} is out of range for shape {shape}")
-    found = tuple(int(axis) % len(shape) - len(shape) for axis in named)
-    if not found or len(set(found)) < len(found):
+    from_end = tuple(int(axis) % len(shape) - len(shape) for axis in named)
+    if not from_end or len(set(from_end)) < len(from_end):
         raise ValueError(f"tile_axis {axes!r} names an axis of shape {shape} twice, or none")
-    return found
+    return from_end

@@ -15,12 +15,12 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from .._core.rules import register
-from .._core.tree import static
-from .activations import bind, sums_over_features
-from .product_weights import ProductWeight
+from ..._core.rules import register
+from ..._core.tree import static
+from ..activations import bind, sums_over_features
+from ..formats.tiles import Leaf
+from ..product_weights import ProductWeight
 from .recording import Recording
-from .tiles import Leaf
 from .totals import added
 
 tokens = itertools.count()
