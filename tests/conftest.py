@@ -9,7 +9,7 @@ import jaxtyping
 from hypothesis import HealthCheck, settings
 
 # How a run is divided among machines.
-from shares import (  # noqa: F401
+from support.shares import (  # noqa: F401
     pytest_addoption,
     pytest_collection_modifyitems,
     pytest_configure,

@@ -4,7 +4,7 @@ from itertools import product
 from types import SimpleNamespace
 
 import pytest
-from shares import cases_of_share
+from support.shares import cases_of_share
 
 
 class Case:

@@ -21,7 +21,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line(
-        "markers", "divided: each case, or file, is in one share alone; see shares.py"
+        "markers", "divided: each case, or file, is in one share alone; see support/shares.py"
     )
 
 
