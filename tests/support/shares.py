@@ -1,21 +1,31 @@
-"""A share of the cases of each test, where other runs take the others.
+"""What a run has of the cases of each test, where it need not have all.
 
+    pytest --quick
     pytest --share 1/2
 
-A test of formats by shapes by transformations is run for every format, every shape and every
-transformation, and for every second combination of them; what is left out, `--share 2/2` runs. So
-a test of one parameter is run whole by both, and a test of none; but where it is marked as
-`divided`, each of its cases is in one share alone, or `divided(by="file")` with all of its file.
+A quick run has every test, and every value of a parameter once in each file: where ten tests of a
+file are parametrised over the same formats, each format is tried by one or two of them. It has few
+cases of a test, or none, that is marked as `long`: those that stand for the others.
+
+A share is for where other runs take the others. A test of formats by shapes by transformations is
+run for every format, every shape and every transformation, and for every second combination of
+them; what is left out, `--share 2/2` runs. So a test of one parameter is run whole by both, and a
+test of none; but where it is marked as `divided`, each of its cases is in one share alone, or
+`divided(by="file")` with all of its file.
 """
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from zlib import crc32
 
 import pytest
 
+#: As many cases a quick run has of a test that has more.
+FEW = 2
+
 
 def pytest_addoption(parser):
+    parser.addoption("--quick", action="store_true", help="run a few cases of each test")
     parser.addoption("--share", metavar="I/N", help="run a share of the cases of each test")
 
 
@@ -23,18 +33,42 @@ def pytest_configure(config):
     config.addinivalue_line(
         "markers", "divided: each case, or file, is in one share alone; see support/shares.py"
     )
+    config.addinivalue_line(
+        "markers", "long(quick=1): a quick run has so many of its cases; see support/shares.py"
+    )
 
 
 def pytest_collection_modifyitems(config, items):
-    if config.getoption("share") is None:
-        return
-    share, n_shares = _parsed(config.getoption("share"))
-    tests = defaultdict(list)
+    kept = items
+    if config.getoption("share") is not None:
+        share, n_shares = _parsed(config.getoption("share"))
+        kept = _union(cases_of_share(cases, share, n_shares) for cases in _by(_test, kept))
+    if config.getoption("quick"):
+        kept = _union(quick_cases(list(_by(_test, of_file))) for of_file in _by(_file, kept))
+    if len(kept) < len(items):
+        kept = set(kept)
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
+
+
+def _by(key, items):
+    """The items in lists, by their test or file."""
+    groups = defaultdict(list)
     for item in items:
-        tests[item.nodeid.partition("[")[0]].append(item)
-    kept = set().union(*(cases_of_share(cases, share, n_shares) for cases in tests.values()))
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    items[:] = [item for item in items if item in kept]
+        groups[key(item)].append(item)
+    return groups.values()
+
+
+def _test(item):
+    return item.nodeid.partition("[")[0]
+
+
+def _file(item):
+    return item.nodeid.partition("::")[0]
+
+
+def _union(sets):
+    return list(set().union(*sets))
 
 
 def _parsed(text):
@@ -48,8 +82,7 @@ def cases_of_share(cases, share, n_shares):
     """The cases of one test that are of a share."""
     marker = cases[0].get_closest_marker("divided")
     if marker:
-        whole = marker.kwargs.get("by") == "file"
-        name = lambda case: case.nodeid.partition("::")[0] if whole else case.nodeid
+        name = _file if marker.kwargs.get("by") == "file" else lambda case: case.nodeid
         return {case for case in cases if crc32(name(case).encode()) % n_shares == share - 1}
     if not hasattr(cases[0], "callspec"):
         return set(cases)
@@ -67,9 +100,44 @@ def cases_of_share(cases, share, n_shares):
     return kept
 
 
+def quick_cases(tests):
+    """The cases, of all tests of a file, that a quick run has.
+
+    The tests take turns, each with the case that has the most values that no case has had; of
+    such, with the one whose values have been had the fewest times.
+    """
+    kept, times = set(), Counter()
+    turns = []
+    for cases in tests:
+        marker = cases[0].get_closest_marker("long")
+        if marker:
+            kept.update(cases[: marker.kwargs.get("quick", 1)])
+        elif len(cases) <= FEW:
+            kept.update(cases)
+            times.update(pair for case in cases for pair in _values(case))
+        else:
+            turns.append([0, {case: _values(case) for case in cases}])
+    while turns:
+        for turn in list(turns):
+            taken, left = turn
+            rank = lambda case, values=left: (
+                -sum(not times[pair] for pair in values[case]),
+                sum(times[pair] for pair in values[case]),
+            )
+            best = min(left, key=rank, default=None)
+            if best is None or (taken >= FEW and rank(best)[0] == 0):
+                turns.remove(turn)
+                continue
+            kept.add(best)
+            times.update(left.pop(best))
+            turn[0] += 1
+    return kept
+
+
 def _values(case):
     """The parameters of a case and their values, by identity where a value has no hash."""
-    return [(name, _key(value)) for name, value in case.callspec.params.items()]
+    params = case.callspec.params if hasattr(case, "callspec") else {}
+    return [(name, _key(value)) for name, value in params.items()]
 
 
 def _key(value):
