@@ -45,7 +45,7 @@ MUTATIONS = [
     Mutation(
         "first = max((kind.default_precedence for kind in kinds), default=0)",
         "first = min((kind.default_precedence for kind in kinds), default=0)",
-        "core/test_rules.py interop/test_quax.py",
+        "types/labels types/test_frozen.py core/test_straight_through.py",
     ),
     Mutation(
         "with policy_in_force(policy):\n                wrapped",
