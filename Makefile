@@ -21,18 +21,27 @@ DEMO := $(VENV)/.demo-$(BUILT_ON)
 DEV := $(VENV)/.dev-$(BUILT_ON)
 BENCH := $(VENV)/.bench-$(BUILT_ON)
 
+# It is compiling that takes the time of tests. What XLA made of a program is kept, in a file by the
+# name of all that it depends on, for the other workers and for the next run.
+COMPILING := XLA_FLAGS='--xla_backend_optimization_level=0 $(XLA_FLAGS)' \
+	JAX_COMPILATION_CACHE_DIR='$(abspath $(VENV))/programs' \
+	JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench setup lint format clean
+.PHONY: help demo test test-all bench setup lint format clean
 .NOTPARALLEL: # one pip at a time in an environment
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
 
 demo: $(DEMO) ## quantise a real model, and print a table and draw a picture of what it costs
 	$(BIN)/veneer demo $(ARGS)
 
-test: $(DEV) ## run the tests
-	$(BIN)/python -m pytest -n auto $(ARGS)
+test: $(DEV) ## run every test with a few of its cases, in minutes
+	$(COMPILING) $(BIN)/python -m pytest -n auto --dist worksteal --quick $(ARGS)
+
+test-all: $(DEV) ## run every test with all of its cases, in an hour
+	$(COMPILING) $(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
 bench: $(BENCH) ## time the benchmarks, and write the tables of docs/benchmarks.md, performance.md and numba.md
 	$(BIN)/python benchmarks/report.py $(ARGS)

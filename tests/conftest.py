@@ -7,13 +7,7 @@ from pathlib import Path
 import jax
 import jaxtyping
 from hypothesis import HealthCheck, settings
-
-# How a run is divided among machines.
-from shares import (  # noqa: F401
-    pytest_addoption,
-    pytest_collection_modifyitems,
-    pytest_configure,
-)
+from support import shares
 
 # pyproject.toml has the annotations of veneer checked at run time, by a hook on its import. pytest
 # itself imports a package without hooks when it comes to look for examples in docstrings.
@@ -38,7 +32,18 @@ settings.register_profile(
 settings.register_profile(
     "ci", settings.get_profile("veneer"), derandomize=True, database=None, max_examples=6
 )
-settings.load_profile("ci" if os.environ.get("CI") else "veneer")
+settings.register_profile("quick", settings.get_profile("ci"), max_examples=3)
+
+
+# Which of the cases of each test a run has.
+pytest_addoption = shares.pytest_addoption
+pytest_collection_modifyitems = shares.pytest_collection_modifyitems
+
+
+def pytest_configure(config):
+    shares.pytest_configure(config)
+    quick = "quick" if config.getoption("quick") else None
+    settings.load_profile(quick or ("ci" if os.environ.get("CI") else "veneer"))
 
 
 def pytest_collection_finish(session):

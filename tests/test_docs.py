@@ -11,7 +11,6 @@ import jax.experimental.compute_on
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from array_types import MAKERS, Tagged, assert_close, lora
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import io_callback, pallas
 from jax.experimental.custom_partitioning import custom_partitioning
@@ -19,6 +18,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from support.array_types import MAKERS, Tagged, assert_close, lora
 
 import veneer as vn
 import veneer.types  # whose rules are not those of a page

@@ -8,8 +8,8 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
-from array_types import Diagonal, Lora
 from rich.console import Console
+from support.array_types import Diagonal, Lora
 
 import veneer as vn
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from array_types import assert_close, lora, quantized
+from support.array_types import assert_close, lora, quantized
 
 import veneer as vn
 from veneer.types.frozen import Frozen

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from array_types import Diagonal, Lora, lora_of_int8
+from support.array_types import Diagonal, Lora, lora_of_int8
 
 import veneer as vn
 

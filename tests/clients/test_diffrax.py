@@ -6,7 +6,7 @@ import diffrax as dfx
 import jax
 import jax.numpy as jnp
 import pytest
-from array_types import Lora, assert_close, lora, lora_of_int8
+from support.array_types import Lora, assert_close, lora, lora_of_int8
 
 import veneer as vn
 

@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from array_types import MAKERS, OneHot, Tagged, assert_close
+from support.array_types import MAKERS, OneHot, Tagged, assert_close
 
 import veneer as vn
 

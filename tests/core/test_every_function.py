@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax_functions import FUNCTIONS, LISTED, NEEDS_VALUES, STATIC, Example, example_of
-from probes import Opaque, bare
+from support.jax_functions import FUNCTIONS, LISTED, NEEDS_VALUES, STATIC, Example, example_of
+from support.probes import Opaque, bare
 
 import veneer as vn
 

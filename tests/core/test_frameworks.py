@@ -7,7 +7,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import pytest
-from array_types import assert_close
+from support.array_types import assert_close
 
 import veneer as vn
 

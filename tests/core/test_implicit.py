@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from array_types import Lora, OneHot, Tagged, assert_close, lora
 from jaxtyping import TypeCheckError
+from support.array_types import Lora, OneHot, Tagged, assert_close, lora
 
 import veneer as vn
 

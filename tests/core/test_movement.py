@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from array_types import Diagonal, Metres, Normed, Tagged, lora
-from claims import Claim, claims
+from support.array_types import Diagonal, Metres, Normed, Tagged, lora
+from support.claims import Claim, claims
 
 import veneer as vn
 

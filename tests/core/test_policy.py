@@ -6,7 +6,7 @@ import warnings
 import jax
 import jax.numpy as jnp
 import pytest
-from array_types import lora
+from support.array_types import lora
 
 import veneer as vn
 from veneer._core.primitives import staging

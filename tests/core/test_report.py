@@ -5,7 +5,7 @@ import html.parser
 import jax
 import jax.numpy as jnp
 import pytest
-from array_types import lora
+from support.array_types import lora
 
 import veneer as vn
 

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from array_types import OneHot
 from jax.extend.core import Primitive
 from jaxtyping import Array, Float, TypeCheckError
+from support.array_types import OneHot
 
 import veneer as vn
 

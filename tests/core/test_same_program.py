@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 import transformer
-from array_types import Diagonal, quantized
 from lora import VENEER
+from support.array_types import Diagonal, quantized
 
 import veneer as vn
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from array_types import Tagged, assert_close, lora, lora_of_int8
+from support.array_types import Tagged, assert_close, lora, lora_of_int8
 
 import veneer as vn
 

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
-from array_types import MAKERS, assert_close
+from support.array_types import MAKERS, assert_close
 
 import veneer as vn
 from veneer._core.primitives import calls, staging

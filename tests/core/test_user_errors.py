@@ -7,8 +7,8 @@ import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from array_types import MAKERS, Tagged
 from jaxtyping import TypeCheckError
+from support.array_types import MAKERS, Tagged
 
 import veneer as vn
 

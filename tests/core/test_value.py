@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from array_types import Diagonal, Lora, Tagged, assert_close, lora
+from support.array_types import Diagonal, Lora, Tagged, assert_close, lora
 
 import veneer as vn
 

@@ -5,8 +5,8 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from array_types import assert_close
-from implicit_weights import WEIGHTS, cases, lora, nf4, qlora
+from support.array_types import assert_close
+from support.implicit_weights import WEIGHTS, cases, lora, nf4, qlora
 
 import veneer as vn
 

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from array_types import assert_close
 from flax.training.train_state import TrainState
-from implicit_weights import cases, lora, qlora
+from support.array_types import assert_close
+from support.implicit_weights import cases, lora, qlora
 
 import veneer as vn
 

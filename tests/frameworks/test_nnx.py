@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from array_types import assert_close
 from flax import nnx
-from implicit_weights import cases, lora, nf4, qlora
+from support.array_types import assert_close
+from support.implicit_weights import cases, lora, nf4, qlora
 
 import veneer as vn
 

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from array_types import assert_close
 from jax import lax
 from jaxtyping import Array, ArrayLike, Float, Int
+from support.array_types import assert_close
 
 import veneer as vn
 import veneer.interop.quax as quax

@@ -6,8 +6,8 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
-from array_types import assert_close
 from jax import lax
+from support.array_types import assert_close
 
 import veneer as vn
 import veneer.interop.quax as quax

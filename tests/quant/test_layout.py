@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
-from stored_values import entry_of_each_value, stored_values
+from support.stored_values import entry_of_each_value, stored_values
 
 import veneer as vn
 from veneer.quant import Packing, QArray

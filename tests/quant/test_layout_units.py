@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from stored_values import stored_values
+from support.stored_values import stored_values
 
 import veneer as vn
 from veneer.quant import FORMATS, Packing, QArray

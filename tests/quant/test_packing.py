@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from stored_values import unpacked
+from support.stored_values import unpacked
 
 from veneer.quant import FORMATS, quantize
 from veneer.quant.formats.packing import UNITS, Packing, pack, packed_size, unpack

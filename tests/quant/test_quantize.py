@@ -2,9 +2,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from array_types import Lora
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from support.array_types import Lora
 
 from veneer.quant import FORMATS, QArray, dequantize, quantize, quantize_with_scale
 from veneer.quant.conversion import quantize as conversion

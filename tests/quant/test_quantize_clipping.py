@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from array_types import Lora
+from support.array_types import Lora
 
 from veneer.quant import (
     calibration_range,

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from array_types import Diagonal, assert_close, lora
+from support.array_types import Diagonal, assert_close, lora
 
 import veneer as vn
 

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from array_types import MAKERS, Tagged, assert_close, lora
 from jax.experimental import io_callback
+from support.array_types import MAKERS, Tagged, assert_close, lora
 
 import veneer as vn
 

@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from array_types import MAKERS, assert_close
 from jax.extend.core import primitives
 from jax.sharding import AxisType, PartitionSpec
+from support.array_types import MAKERS, assert_close
 
 import veneer as vn
 

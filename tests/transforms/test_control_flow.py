@@ -6,8 +6,8 @@ What they compute: matrix/test_control_flow.py; where types meet in them: test_m
 import jax
 import jax.numpy as jnp
 import pytest
-from array_types import MAKERS, Lora, assert_close
 from jax import lax
+from support.array_types import MAKERS, Lora, assert_close
 
 import veneer as vn
 

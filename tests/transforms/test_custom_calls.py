@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from array_types import MAKERS, Tagged, assert_close, lora
 from jax.custom_batching import custom_vmap, sequential_vmap
 from jax.custom_derivatives import linear_call
+from support.array_types import MAKERS, Tagged, assert_close, lora
 
 import veneer as vn
 

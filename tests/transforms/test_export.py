@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from array_types import MAKERS, Lora, OneHot, Tagged, assert_close, lora
 from jax import export
+from support.array_types import MAKERS, Lora, OneHot, Tagged, assert_close, lora
 
 import veneer as vn
 

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from array_types import MAKERS, assert_close
+from support.array_types import MAKERS, assert_close
 
 import veneer as vn
 

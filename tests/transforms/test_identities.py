@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from array_types import MAKERS, OneHot, Tagged, assert_close, lora
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
+from support.array_types import MAKERS, OneHot, Tagged, assert_close, lora
 
 import veneer as vn
 

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from array_types import MAKERS, Lora, assert_close
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from support.array_types import MAKERS, Lora, assert_close
 
 import veneer as vn
 from veneer._core.primitives import staging

@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from array_types import MAKERS, Lora, assert_close
-from probes import Quantity, unit
+from support.array_types import MAKERS, Lora, assert_close
+from support.probes import Quantity, unit
 
 import veneer as vn
 

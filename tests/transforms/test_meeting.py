@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from array_types import Lora, Metres, Normed, assert_close, lora, lora_of_int8
 from jax import lax
-from probes import Quantity, UnitError, unit
+from support.array_types import Lora, Metres, Normed, assert_close, lora, lora_of_int8
+from support.probes import Quantity, UnitError, unit
 
 import veneer as vn
 

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from array_types import Metres, Tagged, quantized
-from probes import Opaque
+from support.array_types import Metres, Tagged, quantized
+from support.probes import Opaque
 
 import veneer as vn
 

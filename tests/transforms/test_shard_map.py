@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from array_types import MAKERS, Lora, Normed, OneHot, Tagged, assert_close
 from jax.sharding import PartitionSpec as P
-from meshes import (
+from support.array_types import MAKERS, Lora, Normed, OneHot, Tagged, assert_close
+from support.meshes import (
     AUTO,
     EXPLICIT,
     KEY,

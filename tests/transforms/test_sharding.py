@@ -3,10 +3,10 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from array_types import MAKERS, assert_close
 from jax.sharding import NamedSharding, auto_axes, explicit_axes, reshard
 from jax.sharding import PartitionSpec as P
-from meshes import (
+from support.array_types import MAKERS, assert_close
+from support.meshes import (
     AUTO,
     EXPLICIT,
     KEY,

@@ -6,7 +6,7 @@ Its places beside other transformations: matrix/test_batching.py.
 import jax
 import jax.numpy as jnp
 import pytest
-from array_types import MAKERS, assert_close
+from support.array_types import MAKERS, assert_close
 
 import veneer as vn
 

@@ -1,4 +1,4 @@
-"""Of the formats, shapes and programs of a test here, a share of a run has some: see shares.py."""
+"""Of the formats, shapes and programs of a test here, a share has some: see support/shares.py."""
 
 import pytest
 

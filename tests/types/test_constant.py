@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from claims import Claim, claims
 from jax import lax
+from support.claims import Claim, claims
 
 import veneer as vn
 from veneer.types.constant import Constant

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from array_types import Diagonal, Lora, assert_close, lora_of_int8
-from claims import Claim, claims
 from jax.sharding import PartitionSpec as P
+from support.array_types import Diagonal, Lora, assert_close, lora_of_int8
+from support.claims import Claim, claims
 
 import veneer as vn
 from veneer.types.frozen import Frozen

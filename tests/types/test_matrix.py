@@ -1,6 +1,6 @@
 """The types of the package in the matrix of transformations: a cell of each transformation."""
 
-from matrix import TYPES, matrix
+from support.matrix import TYPES, matrix
 from transforms.matrix import (
     test_batching,
     test_boundaries,

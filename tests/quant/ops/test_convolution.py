@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from array_types import Lora
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
+from support.array_types import Lora
 
 import veneer as vn
 from veneer.quant import FORMATS, QArray, quantize

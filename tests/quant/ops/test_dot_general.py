@@ -2,8 +2,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from array_types import Lora
 from jax import lax
+from support.array_types import Lora
 
 import veneer as vn
 from veneer import kernels

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from array_types import assert_close
 from flax import nnx
+from support.array_types import assert_close
 
 import veneer as vn
 from veneer.quant import FakeQuantized, Rule, fake_quantize, quantize_tree

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from array_types import assert_close
+from support.array_types import assert_close
 
 import veneer as vn
 from veneer.quant import FakeQuantized, quantize

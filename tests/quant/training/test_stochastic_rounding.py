@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from array_types import assert_close
+from support.array_types import assert_close
 
 import veneer as vn
 from veneer.quant import FakeQuantized, with_stochastic_rounding

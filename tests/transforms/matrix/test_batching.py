@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 from jax import lax
-from matrix import OTHERS, cells, matrix
+from support.matrix import OTHERS, cells, matrix
 
 last = lambda c: jax.tree.map(lambda x: jnp.moveaxis(x, 0, -1), c)  # the batch axis goes there
 OVER_WS = (None, 0)

@@ -10,8 +10,8 @@ from jax import export
 from jax.experimental import io_callback
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from matrix import N, cells, matrix
-from probes import bare
+from support.matrix import N, cells, matrix
+from support.probes import bare
 
 MESH = jax.make_mesh((2,), ("d",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
 ROWS, BATCH = NamedSharding(MESH, P("d")), P("d")

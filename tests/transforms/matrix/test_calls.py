@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
-from matrix import PROBES, VALUES, cells, matrix
+from support.matrix import PROBES, VALUES, cells, matrix
 
 copied = lambda tree: jax.tree.map(jnp.copy, tree)
 

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 from jax import lax
-from matrix import OTHERS, Refusal, cells, matrix
+from support.matrix import OTHERS, Refusal, cells, matrix
 
 empty = lambda ws: jax.tree.map(lambda x: x[:0], ws)
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
-from matrix import Cell, cells, matrix
+from support.matrix import Cell, cells, matrix
 
 POLICIES = {
     "everything saved": jax.checkpoint_policies.everything_saveable,

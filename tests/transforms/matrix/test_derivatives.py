@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from matrix import PROBES, N, Refusal, cells, matrix
+from support.matrix import PROBES, N, Refusal, cells, matrix
 
 
 def tangents(tree):

@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from array_types import quantized
-from claims import Claim, claims
-from probes import Opaque
+from support.array_types import quantized
+from support.claims import Claim, claims
+from support.probes import Opaque
 
 import veneer as vn
 from veneer.types.labels.named import Named

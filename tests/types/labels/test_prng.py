@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from claims import Claim, claims
+from support.claims import Claim, claims
 
 import veneer as vn
 from veneer.types.labels.prng import PRNGKey

@@ -6,8 +6,8 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
-from array_types import quantized
-from claims import Claim, claims
+from support.array_types import quantized
+from support.claims import Claim, claims
 
 import veneer as vn
 from veneer._jax.primitives import find_primitive

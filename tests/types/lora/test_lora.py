@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import transformer
-from array_types import assert_close
-from claims import Claim, claims
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from support.array_types import assert_close
+from support.claims import Claim, claims
 
 import veneer as vn
 from veneer.types import lora

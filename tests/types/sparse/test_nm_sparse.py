@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from claims import Claim, claims
+from support.claims import Claim, claims
 
 import veneer as vn
 from veneer.kernels.bit_planes import pack_bits, planes_size, unpack_bits

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from claims import Claim, claims
 from jax.experimental import sparse as jax_sparse
+from support.claims import Claim, claims
 
 import veneer as vn
 from veneer.types.sparse import SparseArray

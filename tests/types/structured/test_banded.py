@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.linalg
-from claims import Claim, claims
+from support.claims import Claim, claims
 
 import veneer as vn
 from veneer.types.structured import linear_algebra as linear_algebra

@@ -5,10 +5,10 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 import pytest
-from claims import Claim, claims
 from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
+from support.claims import Claim, claims
 
 import veneer as vn
 from veneer.types.structured.diagonal import Diagonal

@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 import pytest
-from claims import Claim, claims
+from support.claims import Claim, claims
 
 import veneer as vn
 from veneer.types.structured import linear_algebra as linear_algebra

@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from claims import Claim, claims
 from jax.scipy.linalg import solve_triangular
+from support.claims import Claim, claims
 
 import veneer as vn
 from veneer.types.structured import linear_algebra as linear_algebra

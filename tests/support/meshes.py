@@ -3,11 +3,11 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from array_types import MAKERS, Lora, assert_close
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import veneer as vn
+from support.array_types import MAKERS, Lora, assert_close
 
 if jax.device_count() < 8:
     pytest.skip("needs 8 devices", allow_module_level=True)

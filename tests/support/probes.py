@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import jax
 import numpy as np
-from array_types import lora, quantized
 from jax.extend.core import Primitive, primitives
 
 import veneer as vn
+from support.array_types import lora, quantized
 from veneer._jax.primitives import find_primitive
 
 

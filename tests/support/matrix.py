@@ -13,10 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from array_types import lora, lora_of_int8, quantized
-from probes import Opaque, Quantity, bare, doubly_scaled, lora_of_lora, unit
 
 import veneer as vn
+from support.array_types import lora, lora_of_int8, quantized
+from support.probes import Opaque, Quantity, bare, doubly_scaled, lora_of_lora, unit
 
 N = 4
 VALUES = {"is_leaf": lambda x: isinstance(x, vn.Value)}

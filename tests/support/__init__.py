@@ -1,0 +1,12 @@
+"""What tests share: types to probe with, tables of claims, and how a run is divided.
+
+array_types       implicit arrays, and when two trees agree
+probes            types that refuse to be dense, or to lose their metadata
+matrix            the table of probes by transformations
+claims            the table of a type's operations by transformations
+implicit_weights  implicit arrays in the place of a layer's weights
+jax_functions     arguments for every public function of JAX
+meshes            a mesh of eight devices, and values that say how they are cut
+stored_values     what a QArray stands for, found by NumPy alone
+shares            which cases of each test a run has
+"""

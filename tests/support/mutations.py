@@ -1,0 +1,246 @@
+"""Breaks the package, a line at a time, and says which of the breaks `make test` catches.
+
+    python tests/support/mutations.py                  # all, from an environment with veneer[dev]
+    python tests/support/mutations.py -k levinson      # those whose text or tests have this
+    python tests/support/mutations.py --check          # only that each text is there, and once
+
+Each is made in a copy of the project. The quick tests that are most likely to see it run first, and
+all others only if those pass. The exit status is 0 where all but two are caught.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+
+#: As many may survive.
+SURVIVORS = 2
+
+
+class Mutation(NamedTuple):
+    """A text that is somewhere in the package, once; what takes its place; and tests to try first.
+
+    Found by the text alone: a module may move.
+    """
+
+    old: str
+    new: str
+    tests: str  # paths under tests/, separated by spaces
+
+
+MUTATIONS = [
+    # The heart.
+    Mutation(
+        "return not says_no and all(map(_transparent, tree.children()))",
+        "return all(map(_transparent, tree.children()))",
+        "transforms/test_batch_axes.py transforms/test_meeting.py core/test_movement.py",
+    ),
+    Mutation(
+        "first = max((kind.default_precedence for kind in kinds), default=0)",
+        "first = min((kind.default_precedence for kind in kinds), default=0)",
+        "types/labels types/test_frozen.py core/test_straight_through.py",
+    ),
+    Mutation(
+        "with policy_in_force(policy):\n                wrapped",
+        "with policy_in_force(current_policy()):\n                wrapped",
+        "core/test_policy.py transforms/test_custom_derivatives.py",
+    ),
+    Mutation(
+        "chosen = [is_value(x) and a for x, a in",
+        "chosen = [is_value(x) for x, a in",
+        "core/test_implicit.py",
+    ),
+    # Primitives.
+    Mutation(
+        "value.aval().shape[:1] == (length,) and has_batch_axes(value, 1)",
+        "value.aval().shape[:1] == (length,)",
+        "transforms/test_control_flow.py transforms/test_batch_axes.py types",
+    ),
+    Mutation(
+        "return [None if x.unit is None else unit for x in operands], unit",
+        "return [None if x.unit is None else unit for x in operands], None",
+        "types/labels",
+    ),
+    Mutation(
+        "both[: len(both) // 2])\n        moved",
+        "both[len(both) // 2 :])\n        moved",
+        "transforms/test_custom_derivatives.py transforms/matrix",
+    ),
+    # Quantisation.
+    Mutation(
+        "exponent - (fraction == 0.5)",
+        "exponent - (fraction > 0.5)",
+        "quant/test_formats.py quant/test_quantize.py quant/test_qarray.py",
+    ),
+    Mutation("(u < x - below)", "(u > x - below)", "quant/test_rounding.py"),
+    Mutation("if tile < 1 or size % tile:", "if tile < 1:", "quant/test_quantize.py"),
+    Mutation("pad = -packing.size % count", "pad = packing.size % count", "quant/test_packing.py"),
+    Mutation(
+        "x = over_tiles(jnp.subtract, x, self.zero_point",
+        "x = over_tiles(jnp.add, x, self.zero_point",
+        "quant/test_qarray.py quant/test_quantize.py",
+    ),
+    Mutation(
+        "return Range(jnp.minimum(low, 0), jnp.maximum(high, 0))",
+        "return Range(low, high)",
+        "quant/test_calibration.py",
+    ),
+    Mutation(
+        "low = -format.bound if format.signed or not format.is_integer else 0",
+        "low = -format.bound",
+        "quant/test_quantize_clipping.py quant/training",
+    ),
+    # Types.
+    Mutation(
+        "return x - lora.scale * jnp.matrix_transpose(low) @ of_a",
+        "return x + lora.scale * jnp.matrix_transpose(low) @ of_a",
+        "types/lora",
+    ),
+    Mutation(
+        "return of_w[0] * sign, of_w[1] + logabsdet",
+        "return of_w[0], of_w[1] + logabsdet",
+        "types/lora",
+    ),
+    Mutation(
+        "return b / (entries[..., None] if left_side else entries[..., None, :])",
+        "return b / entries[..., None]",
+        "types/structured/test_diagonal.py types/structured/test_linear_algebra.py",
+    ),
+    Mutation(
+        "odd = (self.indices.shape[-1] - _cycles(jnp.asarray(self.indices))) % 2",
+        "odd = _cycles(jnp.asarray(self.indices)) % 2",
+        "types/structured/test_permutation.py",
+    ),
+    Mutation(
+        "smaller = y.unit if factor(x.unit, y.unit) >= 1 else x.unit",
+        "smaller = x.unit if factor(x.unit, y.unit) >= 1 else y.unit",
+        "types/labels",
+    ),
+    # Kernels.
+    Mutation(
+        "planes = [(((eights >> bit) & 1) << places)",
+        "planes = [(((eights >> bit) & 1) << places[::-1])",
+        "quant/test_packing.py kernels",
+    ),
+    Mutation(
+        "x = word(job, X) + batch * m * x_stride + 4 * row",
+        "x = word(job, X) + 4 * row",
+        "kernels/cpu/test_rows.py",
+    ),
+    Mutation(
+        "run = min(shared - within, count - i)\n                fill",
+        "run = min(shared, count - i)\n                fill",
+        "kernels/cpu/test_integer.py",
+    ),
+    # High types.
+    Mutation(
+        "x.accum(_sum(x.aval, ct) if d is None else ct)",
+        "x.accum(ct[0] if d is None else ct)",
+        "hijax/test_vmap.py hijax",
+    ),
+    Mutation(
+        "return canonical(after) if isinstance(after, Value) else after", "return after", "hijax"
+    ),
+    # Native code.
+    Mutation("return n - 1 - i if reverse else i", "return i", "numba/test_cumulative.py"),
+    Mutation(
+        'symbol = ">" if b.primitive == "argmax" else "<"',
+        'symbol = ">=" if b.primitive == "argmax" else "<="',
+        "numba/test_reduce.py numba",
+    ),
+    Mutation(
+        '"U" if lower else "L",\n        "T" if transpose_a',
+        '"L" if lower else "U",\n        "T" if transpose_a',
+        "numba/test_linear_algebra.py",
+    ),
+    Mutation(
+        "return [i * stride + j * step for i, j, stride, step in axes]",
+        "return [i * stride + j for i, j, stride, step in axes]",
+        "numba/test_windows.py",
+    ),
+    # Other libraries.
+    Mutation(
+        "while name in leaves:  #",
+        "while False and name in leaves:  #",
+        "interop/test_safetensors.py",
+    ),
+    Mutation(
+        "return implicit(self.fn, self.filter_spec)(*args, **kwargs)",
+        "return implicit(self.fn)(*args, **kwargs)",
+        "interop/test_quax.py",
+    ),
+]
+
+
+def found_in(root: Path, mutation: Mutation) -> Path:
+    """The module that has the text, which must be there once."""
+    counts = {p: p.read_text("utf-8").count(mutation.old) for p in (root / "src").rglob("*.py")}
+    where = [path for path, count in counts.items() for _ in range(count)]
+    if len(where) != 1:
+        raise SystemExit(f"{len(where)} times in src, and not once: {mutation.old!r}")
+    return where[0]
+
+
+def is_caught(copy: Path, mutation: Mutation) -> str | None:
+    """What tests caught it: its own, or all; None if none did."""
+    path = found_in(copy, mutation)
+    text = path.read_text("utf-8")
+    path.write_text(text.replace(mutation.old, mutation.new), "utf-8")
+    try:
+        own = [f"tests/{name}" for name in mutation.tests.split()]
+        for which, paths in (("its tests", own), ("all tests", [])):
+            if not passes(copy, paths):
+                return which
+        return None
+    finally:
+        path.write_text(text, "utf-8")
+
+
+def passes(copy: Path, paths: list[str]) -> bool:
+    """Whether quick tests of the copy pass; the first that fails ends them."""
+    environment = os.environ | {"CI": "true", "PYTHONPATH": str(copy / "src")}
+    options = ["--quick", "-x", "-q", "-p", "no:cacheprovider", *([] if paths else ["-n", "auto"])]
+    command = [sys.executable, "-m", "pytest", *options, *paths]
+    done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
+    if done.returncode not in (0, 1, 2, 3) and done.returncode > 0:  # below 0, a test crashed
+        raise SystemExit(f"pytest did not run:\n{done.stdout}\n{done.stderr}")
+    return done.returncode == 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("-k", default="", help="only those whose text or tests have this")
+    parser.add_argument("--check", action="store_true", help="only look for the texts")
+    options = parser.parse_args()
+    chosen = [m for m in MUTATIONS if options.k in f"{m.old} {m.tests}"]
+    for mutation in chosen:
+        found_in(ROOT, mutation)
+    if options.check:
+        print(f"each of {len(chosen)} texts is there, and once")
+        return 0
+    caught = 0
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "veneer"
+        unneeded = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", ".hypothesis")
+        shutil.copytree(ROOT, copy, ignore=unneeded)
+        if not passes(copy, []):
+            raise SystemExit("the quick tests fail with nothing broken")
+        for mutation in chosen:
+            start, name = time.monotonic(), found_in(copy, mutation).relative_to(copy / "src")
+            by = is_caught(copy, mutation)
+            caught += by is not None
+            seconds = time.monotonic() - start
+            print(f"{by or 'SURVIVES':10} {seconds:5.0f} s  {name}: {mutation.new!r}", flush=True)
+    print(f"{caught} of {len(chosen)} caught")
+    return int(len(chosen) - caught > SURVIVORS)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
