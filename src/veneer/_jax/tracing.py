@@ -1,5 +1,6 @@
 """JAX's traces: which one is current, and what one knows of the arrays in it."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -8,6 +9,8 @@ from jax._src import array, core
 from jax._src.config import trace_context as trace_context
 from jax._src.interpreters.batching import BatchTracer
 from jax._src.interpreters.partial_eval import DynamicJaxprTracer
+
+from .primitives import find_primitive
 
 ConcreteArray = array.ArrayImpl
 Trace = core.Trace
@@ -66,3 +69,22 @@ def mapped_axis(x: Any) -> Any:
 def is_eager() -> bool:
     """Whether a primitive bound here would be computed at once."""
     return type(core.trace_ctx.trace) is core.EvalTrace
+
+
+def varying_axes(x: Any) -> frozenset[str]:
+    """The manual mesh axes along which an array inside a shard_map may differ, by its type."""
+    return jax.typeof(x).mat.varying
+
+
+def vary_together(arrays: Sequence[Any]) -> list[Any]:
+    """Arrays that vary along the same manual axes: those along which any of them does.
+
+    As JAX has the operands of its own primitives, where a shard_map keeps account of that.
+    """
+    axes = [varying_axes(x) for x in arrays]
+    union = frozenset[str]().union(*axes)
+    pvary = find_primitive("pvary")
+    return [
+        pvary.bind(x, axes=tuple(sorted(union - varying))) if varying != union else x
+        for x, varying in zip(arrays, axes, strict=True)
+    ]

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 
 from .._jax.primitives import Primitive, lowered_with_devices
-from .._jax.sharding import vary_together
+from .._jax.tracing import vary_together
 from .problem import MatmulOperands, MatmulProblem, operands_of
 from .sharding import lowered_p
 

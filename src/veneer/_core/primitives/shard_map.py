@@ -12,7 +12,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..._jax.primitives import find_primitive
-from ..._jax.sharding import flat_tree, varying_axes
+from ..._jax.sharding import flat_tree
+from ..._jax.tracing import varying_axes
 from ..policy import current_policy, policy_in_force
 from ..reentering import reentering
 from ..rules import add_rule, structural
