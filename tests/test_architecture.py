@@ -80,7 +80,7 @@ def mapped_modules(text: str) -> set[str]:
 def test_a_package_maps_its_modules(path):
     inside = {p.stem for p in path.parent.glob("*.py")} - {"__init__", "__main__"}
     inside |= {p.parent.name for p in path.parent.glob("*/__init__.py")}
-    assert mapped_modules(ast.get_docstring(TREES[path]) or "") == inside
+    assert mapped_modules(ast.get_docstring(TREES[path], clean=False) or "") == inside
 
 
 def test_the_heart_is_read_in_one_sitting():
@@ -94,6 +94,7 @@ def test_a_class_has_its_name_for_itself():
         for node in tree.body:
             if isinstance(node, ast.ClassDef):
                 places[node.name.lstrip("_")].append(relative_name(path))
+    del places["Value"]  # which has that name in Quax, too, and so in `interop/quax.py`
     assert {name: files for name, files in places.items() if len(files) > 1} == {}
 
 

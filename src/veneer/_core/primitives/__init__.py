@@ -17,6 +17,7 @@ and others:
     identities          those that return their operand
     movement            those that move batch axes: transpose, slice, reshape, gather, ...
     sharding            those that place an array on devices
+    dimension_numbers   which axes of two operands a product sums, and which both have
 """
 
 from . import callbacks as callbacks

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..._core.dimension_numbers import DotDimensionNumbers
+from ..._core.primitives.dimension_numbers import DotDimensionNumbers
 from ...kernels import BYTES, Codes, MatmulOperands, MatmulProblem, matmul, select
 from ..formats import get_format
 from ..formats.packing import Packing

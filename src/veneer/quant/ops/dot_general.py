@@ -8,7 +8,7 @@ import jax
 from jax.typing import ArrayLike, DTypeLike
 
 from ..._core.array import ImplicitArray
-from ..._core.dimension_numbers import DotDimensionNumbers
+from ..._core.primitives.dimension_numbers import DotDimensionNumbers
 from ..._core.rules import register
 from ..qarray import QArray
 from .by_kernel import by_kernel

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from ..._core.dimension_numbers import DotDimensionNumbers
+from ..._core.primitives.dimension_numbers import DotDimensionNumbers
 from ..formats.tiles import Shape, over_tiles
 from ..qarray import QArray
 

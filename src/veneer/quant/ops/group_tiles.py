@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from ..._core.dimension_numbers import DotDimensionNumbers, without
+from ..._core.primitives.dimension_numbers import DotDimensionNumbers, without
 from ..qarray import QArray
 from .dot_general import dot_general
 

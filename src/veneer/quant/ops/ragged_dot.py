@@ -13,7 +13,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from ..._core.array import ImplicitArray
-from ..._core.dimension_numbers import DotDimensionNumbers
+from ..._core.primitives.dimension_numbers import DotDimensionNumbers
 from ..._core.rules import register
 from ..._core.value import materialise_one
 from ..qarray import QUANTISABLE, QArray

@@ -20,7 +20,7 @@ def common_tiles(lhs: QArray, rhs: QArray, params: DotParams) -> Shape:
     """Returns the sizes, along the contracting axes, in which no scale and zero point varies.
 
     >>> import jax.numpy as jnp, veneer as vn
-    >>> from veneer._core.dimension_numbers import DotDimensionNumbers
+    >>> from veneer._core.primitives.dimension_numbers import DotDimensionNumbers
     >>> from veneer.quant.ops.dot_params import DotParams
     >>> from veneer.quant.ops.tile_sums import common_tiles
     >>> w = jnp.ones((1, 12))

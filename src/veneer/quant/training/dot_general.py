@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..._core.dimension_numbers import DotDimensionNumbers
+from ..._core.primitives.dimension_numbers import DotDimensionNumbers
 from ..formats.tiles import over_tiles
 from ..ops.dot_general import dot_general
 from ..qarray import QArray

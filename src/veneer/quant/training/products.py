@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from ..._core.dimension_numbers import DotDimensionNumbers
 from ..._core.policy import note_how
+from ..._core.primitives.dimension_numbers import DotDimensionNumbers
 from ..._core.rules import register
 from ..._jax.primitives import find_primitive
 from ..conversion.fake_quantize import fake_quantize

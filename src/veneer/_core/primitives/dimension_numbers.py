@@ -14,7 +14,7 @@ class DotDimensionNumbers(NamedTuple):
     - `contracting`: the axes that are summed.
     - `batch`: the axes that both have, and the output first.
 
-    >>> from veneer._core.dimension_numbers import DotDimensionNumbers
+    >>> from veneer._core.primitives.dimension_numbers import DotDimensionNumbers
     >>> numbers = DotDimensionNumbers.of((([2], [1]), ([0], [0])))
     >>> numbers.free(0, 3), numbers.swapped.contracting
     ((1,), ((1,), (2,)))
@@ -53,7 +53,7 @@ class DotDimensionNumbers(NamedTuple):
 def without(axes: Axes, gone: int | None) -> Axes:
     """Returns the numbers that axes have when one, which may be of them, is gone.
 
-    >>> from veneer._core.dimension_numbers import without
+    >>> from veneer._core.primitives.dimension_numbers import without
     >>> without((0, 1, 3), 1)
     (0, 2)
     """
