@@ -44,10 +44,8 @@ def _shared() -> bytes:
     from . import handlers
 
     file = ObjectFile()
-    for name, function in zip(
-        HANDLERS, (handlers.handle_product, handlers.handle_quantize), strict=True
-    ):
-        file.export(name, function)
+    file.export(_PRODUCT, handlers.handle_product)
+    file.export(_QUANTIZE, handlers.handle_quantize)
     return file.code()
 
 

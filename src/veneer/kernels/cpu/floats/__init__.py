@@ -1,12 +1,15 @@
 """Products of f32 activations with stored matrices: codes become f32 in registers, or nearby.
 
-rows            rows contracted, for any number of rows of x
-rows_few        for few: the matrix is read once, as it lies
-rows_many       for many: blocks of the matrix are decoded first
-decode          neighbours in a row of codes, as vectors
-columns         columns contracted, for any number of rows of x
-columns_few     for few: panels of the matrix are decoded in registers
-columns_many    for many: blocks of the matrix are decoded, scaled and transposed first
-columns_x       x in the order that panels are decoded in
-panels          the product with a panel, and its scales
+`rows.py` and `columns.py` are the kernels; which side of the matrix is contracted decides how it is
+read, and how many rows of x there are, what counts.
+
+    rows            rows contracted, for any number of rows of x
+    rows_few        for few: the matrix is read once, as it lies
+    rows_many       for many: blocks of the matrix are decoded first
+    decode          neighbours in a row of codes, as vectors
+    columns         columns contracted, for any number of rows of x
+    columns_few     for few: panels of the matrix are decoded in registers
+    columns_many    for many: blocks of the matrix are decoded, scaled and transposed first
+    columns_x       x in the order that panels are decoded in
+    panels          the product with a panel, and its scales
 """

@@ -1,8 +1,10 @@
 """Products of int8 activations with stored integers, exact in int32 within a tile.
 
-kernels         rows or columns contracted, for any number of rows of x
-blocks          the matrix in panels, block by block, for any of them
-few             few rows of x, and columns contracted: the matrix is read as it lies
-panel           a panel of bytes, and the product of activations with it
-rows, columns   where a panel comes from, by what is contracted
+`kernels.py` has the kernels, made of what the others have.
+
+    kernels         rows or columns contracted, for any number of rows of x
+    blocks          the matrix in panels, block by block, for any of them
+    few             few rows of x, and columns contracted: the matrix is read as it lies
+    panel           a panel of bytes, and the product of activations with it
+    rows, columns   where a panel comes from, by what is contracted
 """
