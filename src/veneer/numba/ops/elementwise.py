@@ -241,11 +241,12 @@ def _(b: Builder, x: ArrayExpr, y: ArrayExpr) -> ArrayExpr:
 
 def _of_floats(name: str) -> Entry:
     """The function for the dtype."""
+    functions = elementary.functions_of(name)
 
     def entry(k: LoopNest, dtype: np.dtype, *texts: str, **_: Any) -> str:
         if dtype.kind not in "fV":
             raise Unsupported("dtype", f"{dtype} is not supported.")
-        return k.call(elementary.function_of(name, storage.computed_dtype(dtype)), *texts)
+        return k.call(functions[storage.computed_dtype(dtype)], *texts)
 
     return entry
 
