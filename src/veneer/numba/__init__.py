@@ -1,16 +1,18 @@
 """JAX functions compiled to native ones, whose call takes a microsecond.
 
-compiler        `compile`: from a function of JAX to one of NumPy arrays
-front           a function as a graph of primitives
-registry        `funcify` and `perform`: the rules, by primitive
-ops             the rules
-codegen         a graph as source: loop nests, and the program that calls them
-maths           functions of numbers that generated code calls
-machine         source as machine code, by Numba and LLVM
-cache           machine code on disk
-backend         what stands between machine code and Python
-reference       programs run by NumPy
-testing         compiled programs compared with NumPy, and that with JAX
+On the way from a function of JAX to machine code, and beside it:
+
+    compiler        `compile`: from a function of JAX to one of NumPy arrays
+    front           a function as a graph of primitives
+    registry        `funcify` and `perform`: the rules, by primitive
+    ops             the rules
+    codegen         a graph as source: kernels, and the program that calls them
+    maths           functions of numbers that generated code calls
+    machine         source as machine code, by Numba and LLVM
+    cache           machine code on disk
+    backend         what stands between machine code and Python
+    reference       programs run by NumPy
+    testing         compiled programs compared with NumPy, and that with JAX
 """
 
 from .compiler import compile

@@ -51,7 +51,7 @@ class Compiled:
                 "compiled code may hold Python's lock, or handle no errors of Python's. Register "
                 "rules with @vn.numba.funcify.register."
             )
-        from .backend.raw import raw_function
+        from .backend.raw import raw_function  # which imports Numba
 
         return raw_function(self._source, self._address, self._entry)
 

@@ -82,11 +82,6 @@ def copysign(typing_context, x, y):
 
 
 @intrinsic
-def fma(typing_context, x, y, z):
-    return x(x, y, z), _calling("llvm.fma")
-
-
-@intrinsic
 def polynomial(typing_context, x, coefficients):
     def emit(context, builder, signature, args):
         total, *rest = cgutils.unpack_tuple(builder, args[1])

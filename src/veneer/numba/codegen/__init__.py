@@ -1,11 +1,13 @@
 """Code generation: a graph as source, of loop nests and of a function that calls them.
 
-builder         what rules are given: it makes loop nests, and the program that calls them
-arrays          arrays in memory, and arrays that are computed where they are read
-loop_nest       loops over buffers, as the source of a function
-index           indices as sums of loop variables
-storage         dtypes: how an entry is kept in memory, and what it is computed in
-program         statements, where their memory is, and the finished source
-assignment      many arrays written at once, where the new ones read the old
-fallback        primitives that have no rule, run by JAX
+From what is imported to what imports it:
+
+    index           indices as sums of loop variables
+    storage         dtypes: how an entry is kept in memory, and what it is computed in
+    arrays          arrays in memory, and arrays that are computed where they are read
+    loop_nest       loops over buffers, as the source of a function: a kernel
+    program         statements, where their memory is, and the finished source
+    fallback        primitives that have no rule, run by JAX
+    builder         what rules are given: it makes kernels, and the program that calls them
+    assignment      many arrays written at once, where the new ones read the old
 """

@@ -13,12 +13,6 @@ from .instructions import copysign, fabs, maximum, minimum, select, sqrt
 from .libm import asinh, atan2, cos, cosh, sin, sinh, tan
 from .scalar import scalar
 
-#: Primitives with such a function of one number, called `..._c128`; `pow_c128` is of two.
-NAMES = (
-    "abs acos acosh asin asinh atan atanh cos cosh exp exp2 expm1 log log1p log2 logistic rsqrt "
-    "sign sin sinh sqrt tan tanh"
-).split()
-
 log_f64, log1p_f64 = log.f64, log1p.f64
 _LN_2, _LOG2_E = np.float64(0.69314718055994530942), np.float64(1.44269504088896340736)
 _HALF_PI = np.float64(1.57079632679489661923)
@@ -322,3 +316,14 @@ def atan_c128(z):
     """The inverse of the tangent."""
     of = atanh_c128(complex(-z.imag, z.real))
     return complex(of.imag, -of.real)
+
+
+#: Those of one number, by the names of primitives.
+FUNCTIONS = {
+    "abs": abs_c128, "acos": acos_c128, "acosh": acosh_c128, "asin": asin_c128,
+    "asinh": asinh_c128, "atan": atan_c128, "atanh": atanh_c128, "cos": cos_c128,
+    "cosh": cosh_c128, "exp": exp_c128, "exp2": exp2_c128, "expm1": expm1_c128, "log": log_c128,
+    "log1p": log1p_c128, "log2": log2_c128, "logistic": logistic_c128, "rsqrt": rsqrt_c128,
+    "sign": sign_c128, "sin": sin_c128, "sinh": sinh_c128, "sqrt": sqrt_c128, "tan": tan_c128,
+    "tanh": tanh_c128,
+}  # fmt: skip

@@ -345,6 +345,7 @@ FUNCTIONS: dict[str, ByPrecision] = {
 }  # fmt: skip
 
 
-def function_of(name: str, dtype: np.dtype) -> Callable[..., Any]:
-    """That of a primitive for numbers computed in a dtype, which may be one of the C library."""
-    return FUNCTIONS[name].of(dtype) if name in FUNCTIONS else getattr(libm, name)
+def functions_of(name: str) -> dict[np.dtype, Callable[..., Any]]:
+    """Those of a primitive, by the dtype of numbers; where there is none, that of the C library."""
+    functions = FUNCTIONS[name] if name in FUNCTIONS else (getattr(libm, name),) * 2
+    return dict(zip(map(np.dtype, _FLOAT), functions, strict=True))

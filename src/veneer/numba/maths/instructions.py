@@ -80,12 +80,6 @@ def copysign(x, y):
 
 
 @instruction
-def fma(x, y, z):
-    """`x * y + z`, rounded once, or twice in Python."""
-    return x * y + z
-
-
-@instruction
 def polynomial(x, coefficients):
     """That of a number by Horner's rule; the coefficient of the highest power is first."""
     total = coefficients[0]

@@ -20,7 +20,7 @@ def _logsumexp(k: LoopNest, dtype: np.dtype, total: str, x: str) -> str:
     if dtype.kind not in "fV":
         raise Unsupported("dtype", f"{dtype} is not supported.")
     computed = storage.computed_dtype(dtype)
-    exp, log1p = (elementary.function_of(name, computed) for name in ("exp", "log1p"))
+    exp, log1p = (elementary.functions_of(name)[computed] for name in ("exp", "log1p"))
     total, x = k.here(total), k.let(x)
     most, gap = k.here(k.call(instructions.maximum, total, x)), k.here(f"{total} - {x}")
     below = k.here(k.call(exp, f"-{k.call(instructions.fabs, gap)}"))

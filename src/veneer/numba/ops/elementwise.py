@@ -44,9 +44,9 @@ def register(name: str, entry: Callable[..., str], cost: int = 1) -> None:
     @fused(name)
     def _(b: Builder, *operands: ArrayExpr, **params: Any) -> ArrayExpr:
         if operands[0].dtype.kind == "c":
-            if name in complex_maths.NAMES:
-                of_complex = getattr(complex_maths, f"{name}_c128")
-                return entrywise(b, _widened(of_complex, b.out.dtype), *operands, cost=40)
+            if name in complex_maths.FUNCTIONS:
+                of_complex = _widened(complex_maths.FUNCTIONS[name], b.out.dtype)
+                return entrywise(b, of_complex, *operands, cost=40)
             if name not in _COMPLEX:
                 raise Unsupported("dtype", f"{operands[0].dtype} is not supported.")
         if params.get("out_dtype") is not None:  # of products, which are computed in it
@@ -241,11 +241,12 @@ def _(b: Builder, x: ArrayExpr, y: ArrayExpr) -> ArrayExpr:
 
 def _of_floats(name: str) -> Entry:
     """The function for the dtype."""
+    functions = elementary.functions_of(name)
 
     def entry(k: LoopNest, dtype: np.dtype, *texts: str, **_: Any) -> str:
         if dtype.kind not in "fV":
             raise Unsupported("dtype", f"{dtype} is not supported.")
-        return k.call(elementary.function_of(name, storage.computed_dtype(dtype)), *texts)
+        return k.call(functions[storage.computed_dtype(dtype)], *texts)
 
     return entry
 
