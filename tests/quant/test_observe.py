@@ -10,8 +10,7 @@ from flax import linen as nn
 from jax import lax
 
 import veneer as vn
-from veneer.quant import Rule, quantize_tree
-from veneer.quant.observation import observe
+from veneer.quant import Rule, observe, quantize_tree
 
 ANY = [Rule(".*", "int8")]
 

@@ -9,7 +9,7 @@ from support.array_types import Lora
 from veneer.quant import FORMATS, QArray, dequantize, quantize, quantize_with_scale
 from veneer.quant.conversion import quantize as conversion
 from veneer.quant.conversion.chunks import CHUNK_BYTES, chunks_of
-from veneer.quant.conversion.quantize import how_to_quantize
+from veneer.quant.conversion.quantize import quantize_params
 from veneer.quant.formats.tiles import dividing_tiles
 
 # Arguments of quantize for an array of shape (6, 8), and the shape of the scale that they ask for.
@@ -189,9 +189,9 @@ def test_formats_of_a_tile_take_empty_arrays(qtype, shape):
 @pytest.mark.parametrize("qtype", ["int4", "uint8", "nf4", "mxfp4", "nvfp4"])
 def test_quantising_under_jit_is_the_same(qtype, key):
     x = normal(3, 4, 64)
-    how = {"channelwise_axes": [0, 1], "tiled_axes": {2: FORMATS[qtype].tile_size or 32}}
-    expected = quantize(x, qtype, **how, key=key)
-    compiled = jax.jit(lambda x: quantize(x, qtype, **how, key=key))(x)
+    params = {"channelwise_axes": [0, 1], "tiled_axes": {2: FORMATS[qtype].tile_size or 32}}
+    expected = quantize(x, qtype, **params, key=key)
+    compiled = jax.jit(lambda x: quantize(x, qtype, **params, key=key))(x)
     assert jax.tree.structure(compiled) == jax.tree.structure(expected)
     jax.tree.map(np.testing.assert_array_equal, compiled, expected)
 
@@ -211,10 +211,10 @@ def test_quantising_under_vmap_is_the_same(qtype):
 @pytest.mark.parametrize("qtype", ["int4", "uint8", "nf4"])
 def test_quantising_by_shards_is_the_same(qtype):
     x = normal(64, 6)
-    how = {"channelwise_axes": [1], "tiled_axes": {0: 8}}
-    expected = quantize(x, qtype, **how)
+    params = {"channelwise_axes": [1], "tiled_axes": {0: 8}}
+    expected = quantize(x, qtype, **params)
     mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    whole = jax.jit(lambda x: quantize(x, qtype, **how))
+    whole = jax.jit(lambda x: quantize(x, qtype, **params))
     sharded = whole(jax.device_put(x, NamedSharding(mesh, P("x"))))
     by_shard = jax.shard_map(whole, mesh=mesh, in_specs=P("x"), out_specs=P("x"))(x)
     for q in (sharded, by_shard):
@@ -238,13 +238,13 @@ def test_quantising_by_shards_is_the_same(qtype):
 )
 def test_large_arrays_are_quantised_in_chunks_of_tiles(qtype, tiling):
     x = normal(2100, 2080)
-    how = how_to_quantize(
+    params = quantize_params(
         x, qtype, tiling.get("channelwise_axes", ()), tiling.get("tiled_axes"), None, None
     )
-    chunks = chunks_of(x, how.counts, FORMATS[qtype])
+    chunks = chunks_of(x, params.counts, FORMATS[qtype])
     assert chunks is not None
-    whole = conversion._quantize(x, None, how, None)
-    in_chunks = conversion._quantize.lower(x, None, how, chunks).compile()
+    whole = conversion._quantize(x, None, params, None)
+    in_chunks = conversion._quantize.lower(x, None, params, chunks).compile()
     jax.tree.map(np.testing.assert_array_equal, in_chunks(x, None), whole)
     # A chunk, and what is found from it; not the 17 MB of the array.
     assert in_chunks.memory_analysis().temp_size_in_bytes < 2.5 * CHUNK_BYTES

@@ -1,14 +1,16 @@
 """Quantised arrays: few bits a value, dense to every JAX program.
 
-formats          how numbers become few bits: formats, packing, tiles
-qarray           QArray, the quantised array
-conversion       quantize: from dense arrays to QArrays
-ops              what JAX's primitives do on QArrays
-product_weights  weights that do something of their own in products
-activations      ActivationQuantized, whose partner in a product is quantised
-models           rules by which the parameters of a model are quantised
-observation      statistics of activations
-training         weights quantised as they are used, and products on codes
+The modules here, and rooms of several:
+
+    formats          how numbers become few bits: formats, packing, tiles
+    qarray           QArray, the quantised array
+    conversion       quantize: from dense arrays to QArrays
+    ops              what JAX's primitives do on QArrays
+    product_weights  weights that do something of their own in products
+    activations      ActivationQuantized, whose partner in a product is quantised
+    models           rules by which the parameters of a model are quantised
+    observation      statistics of activations
+    training         weights quantised as they are used, and products on codes
 """
 
 from .activations import ActivationQuantized as ActivationQuantized

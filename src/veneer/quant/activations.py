@@ -11,6 +11,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jax.typing import ArrayLike
 
+from .._core.dimension_numbers import DotDimensionNumbers
 from .._core.policy import note_how
 from .._core.rules import register
 from .._core.transform import implicit
@@ -24,7 +25,7 @@ from .formats import Format, get_format
 from .formats.tiles import Leaf
 from .ops.by_kernel import weight_is
 from .product_weights import ProductWeight
-from .qarray import QUANTISABLE, QArray
+from .qarray import QUANTIZABLE, QArray
 
 
 class ActivationQuantized(ProductWeight):
@@ -128,7 +129,7 @@ class ActivationQuantized(ProductWeight):
         """Notes that codes are stored the other way round."""
         return self.changed(turned=not self.turned)
 
-    def quantise_activations(
+    def quantize_activations(
         self, x: jax.Array, shared: Sequence[int], batch: Sequence[tuple[int, int]] = ()
     ) -> QArray:
         """Returns the other operand of a product, quantised; without a derivative.
@@ -180,13 +181,13 @@ class ActivationQuantized(ProductWeight):
         assert self.scale is not None
         scale, zero_point = jnp.asarray(self.scale), self.zero_point
         scale = scale.astype(jnp.promote_types(scale.dtype, jnp.float32))
-        own = [axis for axis in range(self.ndim) if axis not in {w for _, w in batch}]
-        if math.prod(scale.shape[axis] for axis in own) > 1:
-            scale, zero_point = self._widest(scale, zero_point, own)
+        apart = [axis for axis in range(self.ndim) if axis not in {w for _, w in batch}]
+        if math.prod(scale.shape[axis] for axis in apart) > 1:
+            scale, zero_point = self._widest(scale, zero_point, apart)
         shape = [1] * ndim
         for axis, of_weight in batch:
             shape[axis] = scale.shape[of_weight]
-        order = [*(of_weight for _, of_weight in sorted(batch)), *own]
+        order = [*(of_weight for _, of_weight in sorted(batch)), *apart]
         arrange = lambda leaf: lax.transpose(jnp.asarray(leaf), order).reshape(shape)
         return arrange(scale), None if zero_point is None else arrange(zero_point)
 
@@ -226,8 +227,8 @@ def _fits(leaf: tuple[int, ...], shape: tuple[int, ...]) -> bool:
 
 def bind(primitive: str, operands: Sequence[Any], params: dict[str, Any]) -> Any:
     """Returns what a primitive gives on operands that may be implicit."""
-    found = find_primitive(primitive)
-    return implicit(lambda *xs: found.bind(*xs, **params))(*operands)
+    bound = find_primitive(primitive).bind
+    return implicit(lambda *xs: bound(*xs, **params))(*operands)
 
 
 def _on_the_weight(
@@ -252,19 +253,19 @@ def _straight_through(
     **Arguments:**
 
     - `product`: of activations, dense or quantised, and of the weight.
-    - `x`, `shared`, `batch`: as for `quantise_activations`.
+    - `x`, `shared`, `batch`: as for `quantize_activations`.
     """
-    if isinstance(x, Value) or jnp.result_type(x) not in QUANTISABLE:
+    if isinstance(x, Value) or jnp.result_type(x) not in QUANTIZABLE:
         return product(x, w.array)
 
     @jax.custom_jvp
     def call(x: jax.Array, w: ActivationQuantized) -> Any:
-        return product(w.quantise_activations(x, shared, batch), w.array)
+        return product(w.quantize_activations(x, shared, batch), w.array)
 
     def jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
         x, w = primals
         out = call(x, w)
-        dense = ste(lambda x: materialise_one(w.quantise_activations(x, shared, batch)))
+        dense = ste(lambda x: materialise_one(w.quantize_activations(x, shared, batch)))
         leaves, treedef = jax.tree.flatten((dense(x), w.array))
         # What is no variable has no tangent, and costs no product.
         moves = jax.tree.leaves((tangents[0], tangents[1].array), is_leaf=_is_zero)
@@ -291,35 +292,32 @@ def _is_zero(tangent: Any) -> bool:
 
 @register("dot_general")
 def _dot_general(x: ArrayLike | QArray, w: ActivationQuantized, **params: Any) -> Any:
-    x_axes, w_axes = zip(*params["dimension_numbers"], strict=True)
-    return _product(x, w, x_axes, w_axes, params, activations_first=True)
+    numbers = DotDimensionNumbers.of(params["dimension_numbers"])
+    return _product(x, w, numbers, params, activations_first=True)
 
 
 @register("dot_general")
 def _dot_general_swapped(w: ActivationQuantized, x: ArrayLike | QArray, **params: Any) -> Any:
-    w_axes, x_axes = zip(*params["dimension_numbers"], strict=True)
-    return _product(x, w, x_axes, w_axes, params, activations_first=False)
-
-
-Axes = tuple[Sequence[int], Sequence[int]]  # those that are contracted, and those of the batch
+    numbers = DotDimensionNumbers.of(params["dimension_numbers"]).swapped
+    return _product(x, w, numbers, params, activations_first=False)
 
 
 def _product(
     x: Any,
     w: ActivationQuantized,
-    x_axes: Axes,
-    w_axes: Axes,
+    numbers: DotDimensionNumbers,
     params: dict[str, Any],
     *,
     activations_first: bool,
 ) -> Any:
-    (x_summed, x_batch), (w_summed, w_batch) = x_axes, w_axes
+    """The product, by the numbers of that of activations, which come first, with the weight."""
+    (x_summed, w_summed), (x_batch, w_batch) = numbers
     if not w.sums_over(w_summed):
         operands = (x, w) if activations_first else (w, x)
         return _on_the_weight("dot_general", operands, params, w)
     stacked = w.stacked_axes(w_summed, w_batch)
     if stacked and params["out_sharding"] is None:
-        return _one_by_one(x, w, x_axes, w_axes, stacked, params, activations_first)
+        return _one_by_one(x, w, numbers, stacked, params, activations_first)
 
     batch = list(zip(x_batch, w_batch, strict=True))
     last = w.ndim - 2, w.ndim - 1
@@ -328,9 +326,11 @@ def _product(
         # the weight comes from, for there is no seeing through a function with its own derivative.
         swap = dict(zip(last, last[::-1], strict=True))
         w = w.changed(array=implicit(lambda array: jnp.swapaxes(array, -1, -2))(w.array))
-        stored = [[swap.get(axis, axis) for axis in axes] for axes in w_axes]
-        pairs = zip(*((x_axes, stored) if activations_first else (stored, x_axes)), strict=True)
-        params = params | {"dimension_numbers": tuple(pairs)}
+        of_x, of_w = zip(*numbers, strict=True)
+        stored = [tuple(swap.get(axis, axis) for axis in axes) for axes in of_w]
+        numbers = DotDimensionNumbers(*zip(of_x, stored, strict=True))
+        in_order = numbers if activations_first else numbers.swapped
+        params = params | {"dimension_numbers": tuple(in_order)}
 
     def product(x: Any, w: Any) -> Any:
         with weight_is(1 if activations_first else 0):
@@ -342,8 +342,7 @@ def _product(
 def _one_by_one(
     x: Any,
     w: ActivationQuantized,
-    x_axes: Axes,
-    w_axes: Axes,
+    numbers: DotDimensionNumbers,
     stacked: Sequence[int],
     params: dict[str, Any],
     activations_first: bool,
@@ -352,9 +351,9 @@ def _one_by_one(
 
     So the activations are one operand for each: the axes of the stack become batch axes.
     """
-    shared = dict(zip((*x_axes[0], *x_axes[1]), (*w_axes[0], *w_axes[1]), strict=True))
+    shared = {of_x: of_w for pair in numbers for of_x, of_w in zip(*pair, strict=True)}
     x_labels = [shared.get(axis, w.ndim + axis) for axis in range(x.ndim)]
-    batch = [shared[axis] for axis in x_axes[1]]
+    batch = [shared[axis] for axis in numbers.batch[0]]
     x_free = [label for label in x_labels if label >= w.ndim]
     w_free = [axis for axis in range(w.ndim) if axis not in shared.values()]
     last = [*x_free, *w_free] if activations_first else [*w_free, *x_free]

@@ -18,7 +18,7 @@ from .formats.tiles import Leaf, Shape, divides, over_tiles, tile_shape
 _NARROW_INTEGERS = {"int2": "int8", "int4": "int8", "uint2": "uint8", "uint4": "uint8"}
 
 # Narrower floats are codes already.
-QUANTISABLE = tuple(map(jnp.dtype, (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)))
+QUANTIZABLE = tuple(map(jnp.dtype, (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)))
 
 
 # As jaxprs show them: q8[4096,11008].
@@ -154,7 +154,7 @@ class QArray(ImplicitArray):
     ) -> None:
         _check_arrays(packed=packed, scale=scale, zero_point=zero_point)
         if dense_dtype is None:
-            dense_dtype = scale.dtype if scale.dtype in QUANTISABLE else jnp.float32
+            dense_dtype = scale.dtype if scale.dtype in QUANTIZABLE else jnp.float32
         dense_dtype = jnp.dtype(dense_dtype).name
         self._assign(packed, scale, zero_point, qtype, packing, dense_dtype)
         _validate(self)

@@ -1,10 +1,13 @@
 """From dense arrays to QArrays.
 
-quantize        quantize, quantize_with_scale, dequantize
-fake_quantize   what an array is worth once quantised, with a derivative
-calibration     from the values of a tile to the range that its codes cover: the methods
-ranges          ranges on their own, as they are recorded and kept
-scales          scales as they are stored
-chunks          tiles, a few at a time
-cpu_kernel      quantising by a kernel for CPUs
+The modules here:
+
+    quantize        quantize, quantize_with_scale, dequantize
+    fake_quantize   what an array is worth once quantised, with a derivative
+    scale_axes      which values share a scale, by the axes that a product contracts
+    calibration     from the values of a tile to the range that its codes cover: the methods
+    ranges          ranges on their own, as they are recorded and kept
+    scales          scales as they are stored
+    chunks          tiles, a few at a time
+    cpu_kernel      quantising by a kernel for CPUs
 """

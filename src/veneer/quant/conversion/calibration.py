@@ -195,13 +195,13 @@ def check_calibration(method: str, format: Format) -> Calibration:
     >>> check_calibration("fixed,-1,3", vn.quant.get_format("int8"))
     Calibration(name='fixed', numbers=(-1.0, 3.0))
     """
-    name, *given = (part.strip() for part in method.lower().split(","))
+    name, *written = (part.strip() for part in method.lower().split(","))
     if name not in METHODS:
         known = "; ".join(row.forms for row in METHODS.values())
         raise ValueError(f"unknown calibration_method {method!r}; the methods are {known}")
     row = METHODS[name]
     try:
-        numbers = tuple(map(float, given))
+        numbers = tuple(map(float, written))
     except ValueError:
         numbers = (math.nan,)
     if (
@@ -242,14 +242,14 @@ def find_range(
         nothing = jnp.zeros(shape, values.dtype)
         return Range(None if calibration.symmetric else nothing, nothing)
     tiles = Tiles(values, axes, format, stored_worth)
-    found = METHODS[calibration.name].find(tiles, *calibration.numbers)
+    ends = METHODS[calibration.name].find(tiles, *calibration.numbers)
     finite = jnp.isfinite(_largest(tiles))
-    return jax.tree.map(lambda end: jnp.where(finite, end, jnp.nan), found)
+    return jax.tree.map(lambda end: jnp.where(finite, end, jnp.nan), ends)
 
 
-def range_to_scale(found: Range, format: Format) -> tuple[jax.Array, jax.Array | None]:
+def range_to_scale(ends: Range, format: Format) -> tuple[jax.Array, jax.Array | None]:
     """Returns the scale, and the zero point as a whole number, of codes that cover a range."""
-    low, high = found
+    low, high = ends
     scale, zero_point = high / format.bound, None
     least, largest = format.code_range if format.is_integer else (0, 0)
     if low is not None:

@@ -14,33 +14,33 @@ from ..qarray import QArray
 from .calibration import Calibration
 
 if TYPE_CHECKING:
-    from .quantize import How
+    from .quantize import QuantizeParams
 
-Reference = Callable[[jax.Array, Shape], tuple[jax.Array, jax.Array]]
+CodesByXla = Callable[[jax.Array, Shape], tuple[jax.Array, jax.Array]]
 
 
-def has_kernel(array: jax.Array, how: "How") -> bool:
+def has_kernel(array: jax.Array, params: "QuantizeParams") -> bool:
     """Whether a kernel finds the same codes and scales, bit by bit, on a CPU."""
     spec = getattr(jax.typeof(array).sharding, "spec", ())
     return (
         array.dtype == np.float32
-        and how.scale_dtype == "float32"
-        and how.calibration == Calibration("absmax", ())
+        and params.scale_dtype == "float32"
+        and params.calibration == Calibration("absmax", ())
         and all(entry is None for entry in spec)
-        and serves(how.format, array.shape, how.counts)
+        and serves(params.format, array.shape, params.counts)
     )
 
 
-def quantize_by_kernel(array: jax.Array, how: "How", xla: Reference) -> QArray:
-    """Quantises by a kernel on a CPU, and elsewhere by `xla`, which gives codes and scales."""
-    format = FORMATS[how.format]
+def quantize_by_kernel(array: jax.Array, params: "QuantizeParams", by_xla: CodesByXla) -> QArray:
+    """Quantises by a kernel on a CPU, and elsewhere by XLA, which gives codes and scales."""
+    format = FORMATS[params.format]
     table = [np.float32(1) / np.float32(format.bound)]
     if format.codebook is not None:
         table += [
             np.float32(at) if is_beyond else np.nextafter(np.float32(at), np.float32(np.inf))
             for at, is_beyond, _ in format.thresholds(np.float32)
         ]
-    quantizer = Quantizer(how.format, tuple(map(float, table)), how.counts, xla)
+    quantizer = Quantizer(params.format, tuple(map(float, table)), params.counts, by_xla)
     packed, scale = quantize(array, quantizer)
     packing = Packing(-1, array.shape[-1]) if format.bits < 8 else None
     return QArray.from_packed(

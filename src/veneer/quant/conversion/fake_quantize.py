@@ -20,10 +20,10 @@ from ..formats.tiles import Leaf, over_tiles
 from ..qarray import QArray
 from .quantize import (
     Axes,
-    How,
+    QuantizeParams,
     TiledAxes,
     floating,
-    how_to_quantize,
+    quantize_params,
     quantize_tiles,
     quantize_with_scale,
 )
@@ -59,17 +59,19 @@ def fake_quantize(
     [1.0, 1.0, 0.0]
     """
     dense = floating(array)
-    how = how_to_quantize(
+    params = quantize_params(
         dense, qtype, channelwise_axes, tiled_axes, calibration_method, scale_dtype
     )
-    value, ends = _rounded(dense, key, how)
-    return _straight_through(value, dense, ends if how.calibration.clips else None)
+    value, ends = _rounded(dense, key, params)
+    return _straight_through(value, dense, ends if params.calibration.clips else None)
 
 
-@functools.partial(jax.jit, static_argnames="how")
-def _rounded(array: jax.Array, key: jax.Array | None, how: How) -> tuple[jax.Array, Ends]:
-    q, (low, high) = quantize_tiles(array, key, how)
-    format = FORMATS[how.format]
+@functools.partial(jax.jit, static_argnames="params")
+def _rounded(
+    array: jax.Array, key: jax.Array | None, params: QuantizeParams
+) -> tuple[jax.Array, Ends]:
+    q, (low, high) = quantize_tiles(array, key, params)
+    format = FORMATS[params.format]
     if low is None and format.scale_dtype is not None:
         # A scale that was rounded up reaches beyond the range that was asked for.
         high = jnp.maximum(high, q.scales().astype(high.dtype) * format.bound)

@@ -16,7 +16,7 @@ from ..._core.value import materialise_one
 from ..formats import FORMATS, Format, get_format
 from ..formats.rounding import encode_stochastically
 from ..formats.tiles import Leaf, Shape, divides, over_tiles, split_tiles, tile_counts
-from ..qarray import QUANTISABLE, QArray, pack_codes
+from ..qarray import QUANTIZABLE, QArray, pack_codes
 from .calibration import (
     Calibration,
     Range,
@@ -93,14 +93,16 @@ def quantize(
     True
     """
     dense = floating(array)
-    how = how_to_quantize(
+    params = quantize_params(
         dense, qtype, channelwise_axes, tiled_axes, calibration_method, scale_dtype
     )
-    return _quantize(dense, key, how, chunks_of(dense, how.counts, format=FORMATS[how.format]))
+    return _quantize(
+        dense, key, params, chunks_of(dense, params.counts, format=FORMATS[params.format])
+    )
 
 
 @dataclasses.dataclass(frozen=True)
-class How:
+class QuantizeParams:
     """What `quantize` is asked to do, checked: hashable, for `jax.jit`."""
 
     format: str
@@ -109,14 +111,14 @@ class How:
     scale_dtype: str
 
 
-def how_to_quantize(
+def quantize_params(
     array: jax.Array,
     qtype: DTypeLike,
     channelwise_axes: Axes,
     tiled_axes: TiledAxes | None,
     calibration_method: str | None,
     scale_dtype: DTypeLike | None,
-) -> How:
+) -> QuantizeParams:
     """Returns the arguments of `quantize`, checked."""
     format = get_format(qtype)
     calibration = check_calibration(calibration_method or format.calibration, format)
@@ -125,7 +127,7 @@ def how_to_quantize(
     if tiled_axes is not None:
         sizes = {int(axis): _size(shape, int(axis), tile) for axis, tile in tiled_axes.items()}
     channelwise, tiled = _tiles_of(format, shape, [int(axis) for axis in channelwise_axes], sizes)
-    return How(
+    return QuantizeParams(
         format.name,
         tile_counts(shape, channelwise, tiled),
         calibration,
@@ -140,8 +142,8 @@ def floating(array: ArrayLike | ImplicitArray) -> jax.Array:
     """
     dense = materialise_one(array)
     dtype = jnp.result_type(dense)
-    if dtype not in QUANTISABLE:
-        raise TypeError(f"array is {dtype.name}; quantize takes {_names(QUANTISABLE)}")
+    if dtype not in QUANTIZABLE:
+        raise TypeError(f"array is {dtype.name}; quantize takes {_names(QUANTIZABLE)}")
     return jnp.asarray(dense)
 
 
@@ -180,73 +182,79 @@ def _tiles_of(
     return channelwise, tiled
 
 
-def _scale_dtype(format: Format, dtype: jnp.dtype, given: DTypeLike | None) -> str:
+def _scale_dtype(format: Format, dtype: jnp.dtype, wanted: DTypeLike | None) -> str:
     if format.scale_dtype is not None:
-        if given is not None and jnp.dtype(given).name != format.scale_dtype:
+        if wanted is not None and jnp.dtype(wanted).name != format.scale_dtype:
             raise ValueError(
                 f"{format.name} is defined with scales of {format.scale_dtype}, "
-                f"not {jnp.dtype(given).name}"
+                f"not {jnp.dtype(wanted).name}"
             )
         return format.scale_dtype
-    name = jnp.dtype(dtype if given is None else given).name
-    if jnp.dtype(name) not in (*QUANTISABLE, jnp.float8_e8m0fnu):
-        raise TypeError(f"scale_dtype is {name}; quantize takes {_names(QUANTISABLE)}")
+    name = jnp.dtype(dtype if wanted is None else wanted).name
+    if jnp.dtype(name) not in (*QUANTIZABLE, jnp.float8_e8m0fnu):
+        raise TypeError(f"scale_dtype is {name}; quantize takes {_names(QUANTIZABLE)}")
     return name
 
 
 # Compiled as one, for no temporary of it then has the size of the array in f32.
-@functools.partial(jax.jit, static_argnames=("how", "chunks"))
-def _quantize(array: jax.Array, key: jax.Array | None, how: How, chunks: Chunks | None) -> QArray:
-    if key is None and has_kernel(array, how):
-        return quantize_by_kernel(jax.lax.stop_gradient(array), how, _Reference(how, chunks))
-    return _quantize_by_xla(array, key, how, chunks)
+@functools.partial(jax.jit, static_argnames=("params", "chunks"))
+def _quantize(
+    array: jax.Array, key: jax.Array | None, params: QuantizeParams, chunks: Chunks | None
+) -> QArray:
+    if key is None and has_kernel(array, params):
+        return quantize_by_kernel(
+            jax.lax.stop_gradient(array), params, _QuantizedByXla(params, chunks)
+        )
+    return _quantize_by_xla(array, key, params, chunks)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Reference:
+class _QuantizedByXla:
     """XLA's way to what a kernel computes."""
 
-    how: How
+    params: QuantizeParams
     chunks: Chunks | None
 
     def __call__(self, array: jax.Array, counts: Shape) -> tuple[jax.Array, jax.Array]:
         """Returns codes and scales."""
-        how = dataclasses.replace(self.how, counts=counts)
-        chunks = self.chunks if counts == self.how.counts else None  # if not, it was mapped
-        packed, scale = jax.tree.leaves(_quantize_by_xla(array, None, how, chunks))
+        params = dataclasses.replace(self.params, counts=counts)
+        chunks = self.chunks if counts == self.params.counts else None  # if not, it was mapped
+        packed, scale = jax.tree.leaves(_quantize_by_xla(array, None, params, chunks))
         return packed, scale
 
 
 def _quantize_by_xla(
-    array: jax.Array, key: jax.Array | None, how: How, chunks: Chunks | None
+    array: jax.Array, key: jax.Array | None, params: QuantizeParams, chunks: Chunks | None
 ) -> QArray:
-    def whole(array: jax.Array, key: jax.Array | None, counts: Shape = how.counts) -> QArray:
-        return quantize_tiles(array, key, dataclasses.replace(how, counts=counts))[0]
+    def whole(array: jax.Array, key: jax.Array | None, counts: Shape = params.counts) -> QArray:
+        return quantize_tiles(array, key, dataclasses.replace(params, counts=counts))[0]
 
     if chunks is None:
         return whole(array, key)
 
     def cut(array: jax.Array, key: jax.Array | None) -> QArray:
-        leaves = in_chunks(whole, array, key, how.counts, chunks)
+        leaves = in_chunks(whole, array, key, params.counts, chunks)
         return jax.tree.unflatten(jax.tree.structure(jax.eval_shape(whole, array, key)), leaves)
 
     return jax.lax.platform_dependent(jax.lax.stop_gradient(array), key, cpu=cut, default=whole)
 
 
-def quantize_tiles(array: jax.Array, key: jax.Array | None, how: How) -> tuple[QArray, Range]:
+def quantize_tiles(
+    array: jax.Array, key: jax.Array | None, params: QuantizeParams
+) -> tuple[QArray, Range]:
     """Returns the quantised array, and the ranges that its tiles were found to have."""
-    format = FORMATS[how.format]
+    format = FORMATS[params.format]
     array = jax.lax.stop_gradient(array)
-    tiles = split_tiles(array.astype(jnp.promote_types(array.dtype, jnp.float32)), how.counts)
+    tiles = split_tiles(array.astype(jnp.promote_types(array.dtype, jnp.float32)), params.counts)
 
     def store(scale: jax.Array) -> tuple[jax.Array | QArray, jax.Array]:
-        return store_scale(scale, how.scale_dtype, format.scale_tile, has_zero=format.has_zero)
+        return store_scale(scale, params.scale_dtype, format.scale_tile, has_zero=format.has_zero)
 
     axes = tuple(range(1, tiles.ndim, 2))
-    found = find_range(how.calibration, tiles, axes, format, lambda scale: store(scale)[1])
-    scale, zero_point = range_to_scale(found, format)
+    ends = find_range(params.calibration, tiles, axes, format, lambda scale: store(scale)[1])
+    scale, zero_point = range_to_scale(ends, format)
     stored, worth = store(scale)
-    return _round(array, format, stored, worth, zero_point, key), found
+    return _round(array, format, stored, worth, zero_point, key), ends
 
 
 def _round(
@@ -261,7 +269,7 @@ def _round(
     scaled = over_tiles(jnp.divide, array.astype(worth.dtype), worth)
     if zero_point is not None:
         scaled = over_tiles(jnp.add, scaled, zero_point.astype(worth.dtype))
-        zero_point = zero_point.astype(jnp.int8 if format.signed else jnp.uint8)
+        zero_point = zero_point.astype(format.byte_dtype)
     codes = format.encode(scaled) if key is None else encode_stochastically(scaled, format, key)
     packed, packing = pack_codes(codes, format)
     return QArray.from_packed(
@@ -314,7 +322,7 @@ def check_scale(
 ) -> tuple[jax.Array | QArray, jax.Array | None]:
     """Returns the scale and the zero point of `quantize_with_scale`, checked, of one rank."""
     if not isinstance(scale, QArray):
-        scale = _with_rank(jnp.asarray(scale, _own_dtype(scale) or array.dtype), array)
+        scale = _with_rank(jnp.asarray(scale, _dtype_of(scale) or array.dtype), array)
         _scale_dtype(format, scale.dtype, None)
     _check_tiles("scale", scale.shape, array.shape)
     if zero_point is None:
@@ -326,7 +334,7 @@ def check_scale(
     return scale, zero_point
 
 
-def _own_dtype(part: Leaf | float) -> np.dtype | None:
+def _dtype_of(part: Leaf | float) -> np.dtype | None:
     return getattr(part, "dtype", None)
 
 
@@ -358,7 +366,7 @@ def _quantize_with_scale(
         scale = scale.replace(packed=jnp.where(finite, scale.packed, jnp.nan))
         worth = usable(scale.dequantize().astype(dtype))
         return _round(array, format, scale, worth, zero_point, key)
-    if scale.dtype in QUANTISABLE:
+    if scale.dtype in QUANTIZABLE:
         dtype = jnp.promote_types(dtype, scale.dtype)
     wide = jnp.where(finite, scale.astype(dtype), jnp.nan)
     stored_in = format.scale_dtype or scale.dtype.name

@@ -10,7 +10,7 @@ from ..._core.array import ImplicitArray
 from ..formats import FORMATS, get_format
 from ..formats.tiles import split_tiles
 from .calibration import Range, find_range, has_zero_point, range_to_scale
-from .quantize import Axes, How, TiledAxes, floating, how_to_quantize
+from .quantize import Axes, QuantizeParams, TiledAxes, floating, quantize_params
 from .scales import usable
 
 
@@ -39,15 +39,17 @@ def calibration_range(
     ([-1.0], [3.0])
     """
     dense = floating(array)
-    how = how_to_quantize(dense, qtype, channelwise_axes, tiled_axes, calibration_method, None)
-    return _find(dense, how)
+    params = quantize_params(dense, qtype, channelwise_axes, tiled_axes, calibration_method, None)
+    return _find(dense, params)
 
 
-@functools.partial(jax.jit, static_argnames="how")
-def _find(array: jax.Array, how: How) -> Range:
+@functools.partial(jax.jit, static_argnames="params")
+def _find(array: jax.Array, params: QuantizeParams) -> Range:
     array = jax.lax.stop_gradient(array)
-    tiles = split_tiles(array.astype(jnp.promote_types(array.dtype, jnp.float32)), how.counts)
-    return find_range(how.calibration, tiles, tuple(range(1, tiles.ndim, 2)), FORMATS[how.format])
+    tiles = split_tiles(array.astype(jnp.promote_types(array.dtype, jnp.float32)), params.counts)
+    return find_range(
+        params.calibration, tiles, tuple(range(1, tiles.ndim, 2)), FORMATS[params.format]
+    )
 
 
 def scale_of_range(
@@ -81,5 +83,5 @@ def scale_of_range(
     ends = Range(None if low is None else jnp.minimum(wide(low), 0), jnp.maximum(wide(high), 0))
     scale, zero_point = range_to_scale(jax.lax.stop_gradient(ends), format)
     if zero_point is not None:
-        zero_point = zero_point.astype(jnp.int8 if format.signed else jnp.uint8)
+        zero_point = zero_point.astype(format.byte_dtype)
     return usable(scale), zero_point

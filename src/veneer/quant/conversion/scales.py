@@ -38,8 +38,8 @@ def store_scale(
     if scale_tile is not None:
         # Rounded up, it can still be divided by.
         largest = 0.5 / jnp.finfo(scale.dtype).tiny
-        quantised = _quantise(jnp.where(scale > largest, jnp.nan, scale), dtype, scale_tile)
-        return quantised, quantised.dequantize().astype(scale.dtype)
+        quantized = _quantize(jnp.where(scale > largest, jnp.nan, scale), dtype, scale_tile)
+        return quantized, quantized.dequantize().astype(scale.dtype)
     if dtype == "float8_e8m0fnu":
         power = _power_of_two(scale)
         least = jnp.asarray(2.0**-126, scale.dtype)
@@ -59,7 +59,7 @@ def _power_of_two(scale: jax.Array) -> jax.Array:
     return jnp.where(jnp.isnan(scale), jnp.nan, jnp.ldexp(jnp.ones((), scale.dtype), exponent))
 
 
-def _quantise(scale: jax.Array, qtype: str, tile: int) -> QArray:
+def _quantize(scale: jax.Array, qtype: str, tile: int) -> QArray:
     """Returns scales in a float format of 8 bits, `tile` of them to a scale in f32."""
     format = get_format(qtype)
     outer_counts = _outer_counts(scale.shape, tile)

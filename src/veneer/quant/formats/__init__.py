@@ -1,10 +1,12 @@
 """How numbers become few bits: the formats, and what each does with codes, bytes and tiles.
 
-table           Format, FORMATS, get_format: a row for each format
-codebooks       the value of each code, where that is not the code itself
-packing         codes of fewer than 8 bits, without gaps, in bytes
-tiles           the groups of values that share a scale
-rounding        stochastic rounding, up or down
+The modules here:
+
+    table           Format, FORMATS, get_format: a row for each format
+    codebooks       the value of each code, where that is not the code itself
+    packing         codes of fewer than 8 bits, without gaps, in bytes
+    tiles           the groups of values that share a scale
+    rounding        stochastic rounding, up or down
 """
 
 from .table import FORMATS as FORMATS

@@ -27,11 +27,10 @@ def encode_stochastically(x: jax.Array, format: Format, key: jax.Array) -> jax.A
         return _in_codebook(x, format.codebook, u)
     if not format.is_integer:
         return _in_float8(x, format, u)
-    code = jnp.int8 if format.signed else jnp.uint8
     if format.bits == 1:
-        return jnp.where(2 * u < x + 1, 1, -1).astype(code)
+        return jnp.where(2 * u < x + 1, 1, -1).astype(format.byte_dtype)
     below = jnp.floor(x)
-    return jnp.clip(below + (u < x - below), *format.code_range).astype(code)
+    return jnp.clip(below + (u < x - below), *format.code_range).astype(format.byte_dtype)
 
 
 def _in_codebook(x: jax.Array, codebook: tuple[float, ...], u: jax.Array) -> jax.Array:

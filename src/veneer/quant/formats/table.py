@@ -63,6 +63,11 @@ class Format:
         return np.dtype(np.uint8) if self.bits < 8 else self.code_dtype
 
     @property
+    def byte_dtype(self) -> np.dtype:
+        """The dtype of codes that are integers a byte each, and of zero points."""
+        return np.dtype(np.int8 if self.signed else np.uint8)
+
+    @property
     def is_integer(self) -> bool:
         """Whether the codes are integers that are their own values."""
         return self.codebook is None and jnp.issubdtype(self.code_dtype, jnp.integer)
@@ -105,10 +110,9 @@ class Format:
         if not self.is_integer:
             largest = float(jnp.finfo(self.code_dtype).max)
             return jnp.clip(x, -largest, largest).astype(self.code_dtype)
-        code = jnp.int8 if self.signed else jnp.uint8
         if self.bits == 1:
-            return jnp.where(x > 0, 1, -1).astype(code)
-        return jnp.clip(jnp.round(x), *self.code_range).astype(code)
+            return jnp.where(x > 0, 1, -1).astype(self.byte_dtype)
+        return jnp.clip(jnp.round(x), *self.code_range).astype(self.byte_dtype)
 
     def _nearest(self, x: jax.Array) -> jax.Array:
         code = jnp.full(x.shape, self._ascending()[0][1], jnp.uint8)
@@ -129,14 +133,14 @@ class Format:
         With each, whether it is nearer to the value above, and by how much the code is more there,
         of 256.
         """
-        found = []
+        thresholds = []
         for (below, low), (above, high) in itertools.pairwise(self._ascending()):
             middle = (below + above) / 2
             threshold = float(np.asarray(middle, dtype))
             # Where the dtype has no such number, the values on either side of it are no ties.
             is_beyond = high % 2 == 0 if threshold == middle else threshold > middle
-            found.append((threshold, is_beyond, (high - low) % 256))
-        return found
+            thresholds.append((threshold, is_beyond, (high - low) % 256))
+        return thresholds
 
     def decode(self, codes: ArrayLike, dtype: DTypeLike) -> jax.Array:
         """Returns the values that codes stand for, before the scale; in `dtype`, of any shape."""
@@ -187,8 +191,8 @@ def _unsigned(bits: int) -> Format:
 
 
 def _code_dtype(name: str) -> np.dtype:
-    own = {"int4": jnp.int4, "uint4": jnp.uint4}
-    return np.dtype(own.get(name, np.int8 if name.startswith("int") else np.uint8))
+    narrow = {"int4": jnp.int4, "uint4": jnp.uint4}
+    return np.dtype(narrow.get(name, np.int8 if name.startswith("int") else np.uint8))
 
 
 def _float8(

@@ -27,11 +27,11 @@ def tile_counts(
     sizes = [(axis, 1) for axis in channelwise_axes] + list(tiled_axes.items())
     counts = [1] * len(shape)
     seen: set[int] = set()
-    for given, tile in sizes:
-        axis = _normalise_axis(given, shape)
+    for named, tile in sizes:
+        axis = _normalise_axis(named, shape)
         if axis in seen:
             raise ValueError(
-                f"axis {given} of shape {shape} is named twice; an axis is either channelwise or "
+                f"axis {named} of shape {shape} is named twice; an axis is either channelwise or "
                 f"tiled: channelwise_axes={tuple(channelwise_axes)}, tiled_axes={dict(tiled_axes)}"
             )
         seen.add(axis)

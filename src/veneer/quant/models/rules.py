@@ -13,9 +13,10 @@ from ..._core.value import is_value
 from ..activations import ActivationQuantized, check_activation_format
 from ..conversion.calibration import check_calibration
 from ..conversion.quantize import quantize
+from ..conversion.scale_axes import scale_axes_of
 from ..formats import get_format
 from ..observation.statistics import ActivationStatistics, static_range
-from ..qarray import QUANTISABLE
+from ..qarray import QUANTIZABLE
 
 RANGES = ("dynamic", "mean", "exponential", "widest")
 
@@ -90,10 +91,10 @@ class Rule:
                 raise TypeError(f"tile_size is a whole number of values, not {self.tile_size!r}")
             if self.tile_size < 1:
                 raise ValueError(f"tile_size is a number of values, not {self.tile_size}")
-        own = None if self.qtype is None else get_format(self.qtype).tile_size
-        if own is not None and self.tile_size not in (None, own):
+        size = None if self.qtype is None else get_format(self.qtype).tile_size
+        if size is not None and self.tile_size not in (None, size):
             raise ValueError(
-                f"{self.qtype} is defined for tiles of {own}, not {self.tile_size}: leave out "
+                f"{self.qtype} is defined for tiles of {size}, not {self.tile_size}: leave out "
                 "tile_size, or take a format without a tile of its own"
             )
 
@@ -140,23 +141,21 @@ class Rule:
         for axis in axes:
             if not -ndim <= axis < ndim:
                 raise ValueError(f"tile_axis {axis} is out of range for {ndim} axes")
-        found = tuple(axis % ndim - ndim for axis in axes)
-        if len(set(found)) < len(found):
+        from_end = tuple(axis % ndim - ndim for axis in axes)
+        if len(set(from_end)) < len(from_end):
             raise ValueError(f"tile_axis {self.tile_axis} names an axis twice, of {ndim} axes")
-        return found
+        return from_end
 
     def axes(self, ndim: int) -> tuple[tuple[int, ...], dict[int, int]]:
         """Returns the `channelwise_axes` and the `tiled_axes` for an array of `ndim` axes.
 
         **Raises:** `ValueError` for a tile axis that is out of range or named twice.
         """
-        *whole, last = (axis + ndim for axis in self.contracting(ndim))
-        own = None if self.qtype is None else get_format(self.qtype).tile_size
-        tile = self.tile_size if own is None else own
-        if own is not None:
-            whole = []  # a tile of such a format holds just so many values
-        channelwise = tuple(axis for axis in range(ndim) if axis not in (*whole, last))
-        return channelwise, {} if tile is None else {last: int(tile)}
+        contracting = [axis + ndim for axis in self.contracting(ndim)]
+        format = None if self.qtype is None else get_format(self.qtype)
+        size = None if self.tile_size is None else int(self.tile_size)
+        axes = scale_axes_of(ndim, contracting, format, size)
+        return axes.channelwise, dict(axes.tiled)
 
     def quantize(self, array: Any) -> Any:
         """Quantises a floating array of rank 2 and up; leaves it as it is if `qtype` is None."""
@@ -266,11 +265,11 @@ def quantize_tree(
         warnings.warn(message, UserWarning, stacklevel=2)
     paths, leaves, treedef = flatten_with_paths(params)
     warn_of_unmatched(rules, paths, stacklevel=3)
-    quantised = [
+    quantized = [
         _quantize_leaf(path, leaf, rules, train, statistics)
         for path, leaf in zip(paths, leaves, strict=True)
     ]
-    return jax.tree.unflatten(treedef, quantised)
+    return jax.tree.unflatten(treedef, quantized)
 
 
 def _quantize_leaf(
@@ -289,13 +288,13 @@ def _quantize_leaf(
 
             wanted = rule.qtype or rule.act_qtype or rule.grad_qtype
             return FakeQuantized.from_rule(leaf, rule) if wanted else leaf
-        own = None if statistics is None else statistics.get(path)
-        if statistics is not None and own is None and rule.act_range != "dynamic":
+        of_leaf = None if statistics is None else statistics.get(path)
+        if statistics is not None and of_leaf is None and rule.act_range != "dynamic":
             raise ValueError(
                 f"there are no statistics of it, and {rule} asks for them; they are of "
                 f"{_some(list(statistics))}. Give it a rule of its own, before this one"
             )
-        return rule.with_activations(rule.quantize(leaf), own)
+        return rule.with_activations(rule.quantize(leaf), of_leaf)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
@@ -310,12 +309,12 @@ def flatten_with_paths(tree: Any) -> tuple[list[str], list[Any], Any]:
 def rule_for(path: str, leaf: Any, rules: Sequence[Rule]) -> Rule | None:
     """Returns the first rule that matches, of a leaf that rules apply to."""
     rule = next((rule for rule in rules if rule.matches(path)), None)
-    return rule if can_be_quantised(leaf) else None
+    return rule if can_be_quantized(leaf) else None
 
 
-def can_be_quantised(leaf: Any) -> bool:
+def can_be_quantized(leaf: Any) -> bool:
     """Returns whether rules apply to a leaf (or its aval): it is floating, and of rank 2 and up."""
-    return not is_value(leaf) and getattr(leaf, "ndim", 0) >= 2 and leaf.dtype in QUANTISABLE
+    return not is_value(leaf) and getattr(leaf, "ndim", 0) >= 2 and leaf.dtype in QUANTIZABLE
 
 
 def warn_of_unmatched(rules: Sequence[Rule], paths: Sequence[str], *, stacklevel: int) -> None:

@@ -14,8 +14,8 @@ import jax
 
 from ..formats import get_format
 from ..formats.tiles import dividing_tiles
-from ..qarray import QUANTISABLE
-from .rules import Rule, can_be_quantised
+from ..qarray import QUANTIZABLE
+from .rules import Rule, can_be_quantized
 
 # torch stores a `weight` as [out, in], and JAX libraries store a `kernel` as [..., in, out].
 CONTRACTING_AXIS = {"torch": -1, "jax": -2}
@@ -151,9 +151,9 @@ def plan(
         if not names:
             raise ValueError(f"{selector} matches no tensor; the names are such as {_some(avals)}")
         if selector.qtype is not None:
-            able = [name for name in names if can_be_quantised(avals[name])]
+            able = [name for name in names if can_be_quantized(avals[name])]
             if not able:
-                allowed = ", ".join(dtype.name for dtype in QUANTISABLE)
+                allowed = ", ".join(dtype.name for dtype in QUANTIZABLE)
                 raise ValueError(
                     f"{selector} matches no tensor that can be quantised: {names[0]!r} is "
                     f"{_describe(avals[names[0]])}, and {allowed} of rank 2 and up can be"
@@ -183,12 +183,12 @@ def _rule(selector: Selector, name: str, shape: tuple[int, ...]) -> Rule:
     tile = rule.tile_size
     if tile is not None and shape[axis] % tile:
         fitting = ", ".join(map(str, dividing_tiles(shape[axis], int(tile))))
-        way = f"tiles that do are {fitting}"
+        remedy = f"tiles that do are {fitting}"
         if selector.tile_size is None:
-            way = f"{selector.qtype} has no other, so choose another format"
+            remedy = f"{selector.qtype} has no other, so choose another format"
         raise TileError(
-            f"tile {tile} does not divide axis {axis} of {name!r} {list(shape)}: {way}, or leave "
-            "it dense",
+            f"tile {tile} does not divide axis {axis} of {name!r} {list(shape)}: {remedy}, or "
+            "leave it dense",
             name,
         )
     return rule

@@ -1,8 +1,10 @@
 """What the activations of a model are, as it runs.
 
-observe         observe: the model with its weights replaced
-observed        a weight that records its activations
-recording       what the host keeps of the activations of a weight
-totals          what a Box keeps of them
-statistics      ActivationStatistics, what comes of it, and the static ranges that follow
+The modules here:
+
+    observe         observe: the model with its weights replaced
+    observed        a weight that records its activations
+    recording       what the host keeps of the activations of a weight
+    totals          what a Box keeps of them
+    statistics      ActivationStatistics, what comes of it, and the static ranges that follow
 """

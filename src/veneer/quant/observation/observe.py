@@ -161,29 +161,29 @@ class ObservedModel:
         self._token = next(tokens)
         self._recordings: dict[str, Recording] = {}
         self._observed(parts)
-        self.boxes = {path: box(totals_of(own)) for path, own in self._recordings.items()}
+        self.boxes = {path: box(totals_of(one)) for path, one in self._recordings.items()}
         recordings_of[self._token], boxes_of[self._token] = self._recordings, self.boxes
         for kept in (recordings_of, boxes_of):
             weakref.finalize(self, kept.pop, self._token)
 
     def _observed(self, parts: Sequence[Any]) -> list[Any]:
-        found: dict[str, Recording] = {}
+        recordings: dict[str, Recording] = {}
         trees = [
             _observed_tree(
                 flatten_with_paths(part),
                 self._rules,
                 self._token,
-                found,
+                recordings,
                 gram=self._gram,
                 decay=self._decay,
             )
             for part in parts
         ]
-        self._recordings = self._recordings or found
-        if found.keys() != self._recordings.keys():
+        self._recordings = self._recordings or recordings
+        if recordings.keys() != self._recordings.keys():
             raise ValueError(
-                f"the parameters have weights at {', '.join(found)}, and those that observe was "
-                f"given at {', '.join(self._recordings)}"
+                f"the parameters have weights at {', '.join(recordings)}, and those that observe "
+                f"was given at {', '.join(self._recordings)}"
             )
         return trees
 
@@ -193,8 +193,8 @@ class ObservedModel:
             raise TypeError("the model takes its params first, by position")
         parts, args = ([args[0]], args[1:]) if self._takes_params else (self._parts, args)
         out = implicit(self._call)(self._observed(parts), *args, **kwargs)
-        for own in self.boxes.values():
-            own.update(lambda totals: ended(totals, self._decay))
+        for box in self.boxes.values():
+            box.update(lambda totals: ended(totals, self._decay))
         return out
 
     def statistics(self) -> dict[str, ActivationStatistics]:
@@ -203,8 +203,8 @@ class ObservedModel:
         **Raises:** `ValueError` where no activations have met any of the weights. Warns with
         `UserWarning` of those that met none.
         """
-        for path, own in self.boxes.items():
-            store(own.get(), self._recordings[path])
+        for path, box in self.boxes.items():
+            store(box.get(), self._recordings[path])
         return _results(self._recordings)
 
 
@@ -272,15 +272,15 @@ def _observed_tree(
 def _results(observed: Mapping[str, Recording]) -> dict[str, ActivationStatistics]:
     if not observed:
         raise ValueError("no rule has a format for any weight of the model, so none was observed")
-    found = {path: recording for path, recording in observed.items() if recording.has_met}
-    unmet = {path: recording for path, recording in observed.items() if path not in found}
+    met = {path: recording for path, recording in observed.items() if recording.has_met}
+    unmet = {path: recording for path, recording in observed.items() if path not in met}
     if unmet:
         some = "; ".join(
             f"{path} ({recording.why_not()})"
             for path, recording in itertools.islice(unmet.items(), 4)
         )
         message = f"no activations met {some}{'; ...' if len(unmet) > 4 else ''}"
-        if not found:
+        if not met:
             raise ValueError(message)
         warnings.warn(message, UserWarning, stacklevel=3)
-    return {path: recording.statistics() for path, recording in found.items()}
+    return {path: recording.statistics() for path, recording in met.items()}

@@ -100,17 +100,17 @@ class Recording:
             np.minimum.at(self.low, stack, low.ravel())
             np.maximum.at(self.high, stack, high.ravel())
             if self.grams is not None and len(sums) > 3:
-                for own, product in zip(positions, sums[3], strict=True):
-                    self._add_gram(own, product.astype(float))
+                for at, product in zip(positions, sums[3], strict=True):
+                    self._add_gram(at, product.astype(float))
 
     def _add_gram(self, positions: np.ndarray, product: np.ndarray) -> None:
         assert self.grams is not None
         stacks, size = self.stack[positions], self.channel.max(initial=0) + 1
         for stack in np.unique(stacks).tolist():
-            (own,) = np.nonzero(stacks == stack)
-            at = self.channel[positions[own]]
+            (members,) = np.nonzero(stacks == stack)
+            at = self.channel[positions[members]]
             gram = self.grams.setdefault(stack, np.zeros((size, size)))
-            np.add.at(gram, np.ix_(at, at), product[np.ix_(own, own)])
+            np.add.at(gram, np.ix_(at, at), product[np.ix_(members, members)])
 
     def end_batch(self) -> None:
         """Takes the ranges of a batch, which is over, into the averages."""

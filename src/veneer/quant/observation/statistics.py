@@ -165,17 +165,17 @@ def load_statistics(file: str | Path) -> dict[str, ActivationStatistics]:
 
     **Raises:** `ValueError` where the file holds anything else.
     """
-    found: dict[str, dict[str, Any]] = {}
+    fields: dict[str, dict[str, Any]] = {}
     with np.load(file) as arrays:
         for name in arrays.files:
             path, _, field = name.rpartition(":")
-            values = found.setdefault(path, {"lows": {}, "highs": {}})
+            values = fields.setdefault(path, {"lows": {}, "highs": {}})
             whole, _, part = field.partition(".")
             if part:
                 values.setdefault(whole, {})[part] = arrays[name]
             else:
                 values[whole] = arrays[name]
     try:
-        return {path: ActivationStatistics(**values) for path, values in found.items()}
+        return {path: ActivationStatistics(**values) for path, values in fields.items()}
     except TypeError as error:
         raise ValueError(f"{file} holds no statistics of activations: {error}") from None

@@ -156,7 +156,7 @@ def codes_of(qtype: str, has_zero_point: bool) -> tuple[Codes, int] | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Reference:
+class ProductByXla:
     """The product of matrices by XLA, from the operands that a kernel takes.
 
     **Arguments:**
@@ -216,7 +216,7 @@ def _plan(
         matrix.q.zero_point,
         None if x.scale is None else _as_rows(x.scale, first, last)[..., 0],
     )
-    reference = Reference(q.qtype, q.dense_dtype, params.precision)
+    reference = ProductByXla(q.qtype, q.dense_dtype, params.precision)
     product = MatmulProblem(
         codes[0], matrix.q.shape[2], matrix.contracting, out_dtype.name, codes[1], reference
     )

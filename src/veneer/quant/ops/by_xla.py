@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 
 from ..formats.tiles import Shape
-from ..qarray import QUANTISABLE, QArray
+from ..qarray import QUANTIZABLE, QArray
 from .dot_params import DotParams
 from .operands import (
     accumulator,
     code_unit,
-    dequantised,
+    dequantized,
     exact_in,
     fits_int32,
     int8_codes,
@@ -100,7 +100,7 @@ WAYS_BY_XLA = (on_codes, by_tiles, by_values, dense)
 
 
 def _is_sum_of_floats(lhs: jax.Array | QArray, rhs: jax.Array | QArray, params: DotParams) -> bool:
-    return params.out_dtype(lhs, rhs) in QUANTISABLE and params.terms(lhs) != 0
+    return params.out_dtype(lhs, rhs) in QUANTIZABLE and params.terms(lhs) != 0
 
 
 def multiplied_codes(
@@ -161,7 +161,7 @@ def _why_inside(x: jax.Array | QArray, params: DotParams, side: int) -> str | No
 def _product_of_dense(
     lhs: jax.Array | QArray, rhs: jax.Array | QArray, params: DotParams
 ) -> jax.Array:
-    return params.dot(dequantised(lhs), dequantised(rhs), params.preferred_element_type)
+    return params.dot(dequantized(lhs), dequantized(rhs), params.preferred_element_type)
 
 
 def _product_of_values(
@@ -178,7 +178,7 @@ def _product_of_values(
         if is_outside:
             assert isinstance(x, QArray)
             x, scale = unscaled(x, x.dtype)
-        values.append(dequantised(x))
+        values.append(dequantized(x))
         scales.append(scale)
     out = params.dot(values[0], values[1], accumulator(out_dtype))
     return _scaled(out, scales, lhs, rhs, params).astype(out_dtype)

@@ -25,7 +25,7 @@ from .operands import (
     accumulator,
     as_operand,
     code_unit,
-    dequantised,
+    dequantized,
     fits_int32,
     int8_codes,
     largest_difference,
@@ -110,7 +110,7 @@ def _plan(
     out = jax.eval_shape(conv, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (lhs, rhs)))
 
     def dense(how: str) -> Plan:
-        return Plan(how, lambda *xs: conv(*map(dequantised, xs)), (lhs, rhs))
+        return Plan(how, lambda *xs: conv(*map(dequantized, xs)), (lhs, rhs))
 
     if not (isinstance(lhs, QArray) and isinstance(rhs, QArray)):
         return dense("dequantised")

@@ -152,7 +152,7 @@ def _rows_of_tile(rows: int, groups: int, *, packed: bool) -> int:
     return min(max(1 << (wanted - 1).bit_length(), _LEAST_ROWS), _MOST_ROWS, rows)
 
 
-class _Tiles(NamedTuple):
+class _RowTiles(NamedTuple):
     """Tiles of at most `count` rows each, all of one group, in the order of rows.
 
     - `used`: `[steps]`, whether there is such a tile.
@@ -168,7 +168,7 @@ class _Tiles(NamedTuple):
     place: jax.Array
 
 
-def _tiles(group_sizes: jax.Array, rows: int, count: int) -> _Tiles:
+def _tiles(group_sizes: jax.Array, rows: int, count: int) -> _RowTiles:
     groups = group_sizes.shape[0]
     ends = jnp.minimum(jnp.cumsum(group_sizes.astype(jnp.int32)), rows)
     starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
@@ -191,7 +191,7 @@ def _tiles(group_sizes: jax.Array, rows: int, count: int) -> _Tiles:
     of_row = jnp.minimum(of_row, groups - 1)
     place = (last - tiles)[of_row] * count + row - starts[of_row]
     place = jnp.where(in_any, place, steps.size * count)
-    return _Tiles(used, group, jnp.where(in_group, tile_rows, rows), place)
+    return _RowTiles(used, group, jnp.where(in_group, tile_rows, rows), place)
 
 
 # Parts of QArrays. Of an array, they do the same.

@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 
 from ..._core.rules import register
 from ..formats.tiles import Shape
-from ..qarray import QUANTISABLE, QArray
+from ..qarray import QUANTIZABLE, QArray
 from .grids import (
     Grid,
     Step,
@@ -36,7 +36,7 @@ def _step(function: Callable, rule: Callable, *operands: Any, **params: Any) -> 
 @register("convert_element_type")
 def _convert_element_type(q: QArray, *, new_dtype, weak_type, sharding) -> Any:
     # To fewer bits, it is meant to round.
-    if weak_type or sharding is not None or new_dtype not in QUANTISABLE:
+    if weak_type or sharding is not None or new_dtype not in QUANTIZABLE:
         return NotImplemented
     return q.replace(dense_dtype=new_dtype)
 

@@ -21,7 +21,7 @@ from ..._core.array import ImplicitArray
 from ..._core.value import materialise_one
 from ..formats import Format
 from ..formats.tiles import over_tiles
-from ..qarray import QUANTISABLE, QArray
+from ..qarray import QUANTIZABLE, QArray
 
 INT32_MAX = 2**31 - 1
 
@@ -31,7 +31,7 @@ def as_operand(x: ArrayLike | ImplicitArray) -> jax.Array | QArray:
     return x if isinstance(x, QArray) else jnp.asarray(materialise_one(x))
 
 
-def dequantised(x: jax.Array | QArray) -> jax.Array:
+def dequantized(x: jax.Array | QArray) -> jax.Array:
     """Returns what an operand stands for."""
     return x.dequantize() if isinstance(x, QArray) else x
 
@@ -52,7 +52,7 @@ def may_scale_outside(
     caller does not say what to multiply.
     """
     dtypes = {lhs.dtype, rhs.dtype, jnp.dtype(out_dtype)}
-    return lhs.dtype == rhs.dtype and dtypes <= set(QUANTISABLE) and not is_algorithm(precision)
+    return lhs.dtype == rhs.dtype and dtypes <= set(QUANTIZABLE) and not is_algorithm(precision)
 
 
 def accumulator(out_dtype: DTypeLike) -> jnp.dtype:

@@ -16,10 +16,10 @@ from ..._core.array import ImplicitArray
 from ..._core.primitives.dimension_numbers import DotDimensionNumbers
 from ..._core.rules import register
 from ..._core.value import materialise_one
-from ..qarray import QUANTISABLE, QArray
+from ..qarray import QUANTIZABLE, QArray
 from .dot_general import dot_general
 from .group_tiles import GroupedDotParams, multiply_groups
-from .operands import accumulator, as_operand, dequantised, is_algorithm
+from .operands import accumulator, as_operand, dequantized, is_algorithm
 from .plan import Plan, carry_out
 
 _MATRICES = lax.RaggedDotDimensionNumbers((([1], [1]), ([], [])), [0], [0])
@@ -121,7 +121,7 @@ def _plan(
     operands = lhs, rhs, group_sizes
 
     def dense(lhs: Any, rhs: Any, group_sizes: Any) -> jax.Array:
-        lhs, rhs = dequantised(lhs), dequantised(rhs)
+        lhs, rhs = dequantized(lhs), dequantized(rhs)
         return product(lhs, rhs, group_sizes, group_offset=group_offset)
 
     if group_offset is not None:
@@ -171,7 +171,7 @@ def _of_groups(
 
     def one_at_a_time(lhs: Any, rhs: Any, group_sizes: Any) -> jax.Array:
         wide = out_dtype
-        if {lhs.dtype, rhs.dtype, out_dtype} <= set(QUANTISABLE) and not is_algorithm(precision):
+        if {lhs.dtype, rhs.dtype, out_dtype} <= set(QUANTIZABLE) and not is_algorithm(precision):
             # A CPU multiplies floats of 16 bits several times slower than those of 32.
             wide = functools.reduce(
                 jnp.promote_types, (lhs.dtype, rhs.dtype, accumulator(out_dtype))
@@ -181,7 +181,7 @@ def _of_groups(
         return multiply_groups(lhs, rhs, group_sizes, wide_params).astype(out_dtype)
 
     def at_once(lhs: Any, rhs: Any, group_sizes: Any) -> jax.Array:
-        lhs, rhs, group_sizes = _mapped_together(dequantised(lhs), dequantised(rhs), group_sizes)
+        lhs, rhs, group_sizes = _mapped_together(dequantized(lhs), dequantized(rhs), group_sizes)
         return lax.ragged_dot_general(
             lhs,
             rhs,

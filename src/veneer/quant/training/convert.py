@@ -30,11 +30,11 @@ def convert(params: Any) -> Any:
 
 
 def _converted(w: FakeQuantized) -> Any:
-    quantised = w.quantize()
+    quantized = w.quantize()
     if w.act_qtype is None:
-        return quantised
+        return quantized
     return ActivationQuantized(
-        quantised,
+        quantized,
         qtype=w.act_qtype,
         calibration_method=w.act_calibration_method,
         contracting=tuple(axis - w.ndim for axis in w.tile_axes),

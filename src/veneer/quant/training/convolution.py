@@ -22,8 +22,8 @@ from .operand import (
     OperandRecipe,
     codes_of,
     keys_for,
-    quantise_gradient,
-    quantised_operands,
+    quantize_gradient,
+    quantized_operands,
     reversed_codes,
     saved_operands,
 )
@@ -60,20 +60,20 @@ class ConvolutionRecipe:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
-def quantised_convolution(lhs: Any, rhs: Any, key: Any, recipe: ConvolutionRecipe) -> jax.Array:
+def quantized_convolution(lhs: Any, rhs: Any, key: Any, recipe: ConvolutionRecipe) -> jax.Array:
     """The convolution of two arrays, on their codes."""
     return _forward(lhs, rhs, key, recipe)[0]
 
 
 def _forward(lhs: Any, rhs: Any, key: Any, recipe: ConvolutionRecipe) -> tuple[jax.Array, Any]:
-    x, w = quantised = quantised_operands(recipe.operands, (lhs, rhs))
+    x, w = quantized = quantized_operands(recipe.operands, (lhs, rhs))
     out = conv_general_dilated(x, w, **recipe.numbers, **dict(recipe.more))
     if recipe.is_grouped:
-        return out, (quantised, key)
+        return out, (quantized, key)
     numbers = recipe.dimension_numbers
     # The axes that a derivative sums over: the batch, and the output channels.
     outer = (numbers.lhs_spec[0],), (numbers.rhs_spec[0],)
-    return out, (saved_operands((lhs, rhs), quantised, outer), key)
+    return out, (saved_operands((lhs, rhs), quantized, outer), key)
 
 
 def _backward(recipe: ConvolutionRecipe, residuals: Any, g: jax.Array) -> tuple[Any, Any, None]:
@@ -89,13 +89,13 @@ def _backward(recipe: ConvolutionRecipe, residuals: Any, g: jax.Array) -> tuple[
     return by_lhs.astype(of_lhs.dtype), by_rhs.astype(of_rhs.dtype), None
 
 
-quantised_convolution.defvjp(_forward, _backward)
+quantized_convolution.defvjp(_forward, _backward)
 
 
 def _grouped(recipe: ConvolutionRecipe, saved: Any, g: jax.Array, key: Any) -> list[jax.Array]:
     """Both derivatives in floating point, of one gradient with a scale for each of the batch."""
     out = recipe.dimension_numbers.out_spec
-    q = quantise_gradient(g, recipe.grad_qtype, (*out[2:], out[1]), key)
+    q = quantize_gradient(g, recipe.grad_qtype, (*out[2:], out[1]), key)
     dense = [materialise_one(x) for x in saved]
     conv = partial(lax.conv_general_dilated, **recipe.numbers, **dict(recipe.more))
     gradients = jax.vjp(conv, *dense)[1](q.dequantize())
@@ -112,9 +112,9 @@ def _by_lhs(recipe: ConvolutionRecipe, x: Any, w: Any, g: jax.Array, key: Any) -
         g = _scaled(g.astype(wide), w, rhs[0], out[1])
         w = reversed_codes(w, wide, spatial)
     else:
-        w = recipe.operands[1].requantised(lax.rev(w, spatial), (*spatial, rhs[0]))
+        w = recipe.operands[1].requantized(lax.rev(w, spatial), (*spatial, rhs[0]))
         g = g.astype(w.dtype)
-    q = quantise_gradient(g, recipe.grad_qtype, (*out[2:], out[1]), key)
+    q = quantize_gradient(g, recipe.grad_qtype, (*out[2:], out[1]), key)
     return conv_general_dilated(
         q,
         w,
@@ -137,9 +137,9 @@ def _by_rhs(recipe: ConvolutionRecipe, x: Any, w: Any, g: jax.Array, key: Any) -
         g = _scaled(g.astype(wide), x, lhs[0], out[0])
         x = codes_of(x, wide)
     else:
-        x = recipe.operands[0].requantised(x, (*lhs[2:], lhs[0]))
+        x = recipe.operands[0].requantized(x, (*lhs[2:], lhs[0]))
         g = g.astype(x.dtype)
-    q = quantise_gradient(g, recipe.grad_qtype, (*out[2:], out[0]), key)
+    q = quantize_gradient(g, recipe.grad_qtype, (*out[2:], out[0]), key)
     return conv_general_dilated(
         x,
         q,

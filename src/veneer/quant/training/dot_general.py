@@ -24,8 +24,8 @@ from .operand import (
     OperandRecipe,
     codes_of,
     keys_for,
-    quantise_gradient,
-    quantised_operands,
+    quantize_gradient,
+    quantized_operands,
     saved_operands,
 )
 
@@ -41,18 +41,18 @@ class DotRecipe:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
-def quantised_dot_general(lhs: Any, rhs: Any, key: Any, recipe: DotRecipe) -> jax.Array:
+def quantized_dot_general(lhs: Any, rhs: Any, key: Any, recipe: DotRecipe) -> jax.Array:
     """The product of two arrays, on their codes."""
     return _forward(lhs, rhs, key, recipe)[0]
 
 
 def _forward(lhs: Any, rhs: Any, key: Any, recipe: DotRecipe) -> tuple[jax.Array, Any]:
     numbers = recipe.dimension_numbers
-    x, w = quantised = quantised_operands(recipe.operands, (lhs, rhs))
+    x, w = quantized = quantized_operands(recipe.operands, (lhs, rhs))
     out = dot_general(x, w, numbers, **dict(recipe.params))
     # The axes that a derivative may sum over.
-    outer = [(*numbers.batch[i], *numbers.free(i, q.ndim)) for i, q in enumerate(quantised)]
-    return out, (saved_operands((lhs, rhs), quantised, outer), key)
+    outer = [(*numbers.batch[i], *numbers.free(i, q.ndim)) for i, q in enumerate(quantized)]
+    return out, (saved_operands((lhs, rhs), quantized, outer), key)
 
 
 def _backward(recipe: DotRecipe, residuals: Any, g: jax.Array) -> tuple[Any, Any, None]:
@@ -62,7 +62,7 @@ def _backward(recipe: DotRecipe, residuals: Any, g: jax.Array) -> tuple[Any, Any
     return gradients[0], gradients[1], None
 
 
-quantised_dot_general.defvjp(_forward, _backward)
+quantized_dot_general.defvjp(_forward, _backward)
 
 
 def _gradient(recipe: DotRecipe, i: int, saved: Sequence[Any], g: jax.Array, key: Any) -> jax.Array:
@@ -82,9 +82,9 @@ def _gradient(recipe: DotRecipe, i: int, saved: Sequence[Any], g: jax.Array, key
         g = _scaled(g.astype(wide), y, y_batch, y_free, g_contracted)
         y = codes_of(y, wide)
     else:
-        y = recipe.operands[1 - i].requantised(y, y_free)
+        y = recipe.operands[1 - i].requantized(y, y_free)
         g = g.astype(y.dtype)
-    q = quantise_gradient(g, recipe.grad_qtype, g_contracted, key)
+    q = quantize_gradient(g, recipe.grad_qtype, g_contracted, key)
     out = dot_general(q, y, of_g, preferred_element_type=wide)
 
     # Its axes are the batch axes, those of x that are free, and those contracted, as y has them.

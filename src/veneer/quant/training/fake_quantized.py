@@ -16,10 +16,10 @@ from ..._core.value import describe
 from ..conversion.calibration import check_calibration
 from ..conversion.fake_quantize import fake_quantize
 from ..conversion.quantize import quantize
+from ..conversion.scale_axes import ScaleAxes, from_the_end, scale_axes_of
 from ..formats import Format, get_format
 from ..formats.tiles import Shape
-from ..qarray import QUANTISABLE, QArray
-from .scale_axes import ScaleAxes, from_the_end, scale_axes_of
+from ..qarray import QUANTIZABLE, QArray
 
 Leaf = jax.Array | np.ndarray
 
@@ -79,9 +79,9 @@ class FakeQuantized(ImplicitArray):
     dense_dtype: str | None = static(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.w, Leaf) or self.w.dtype not in QUANTISABLE:
-            found = f"of {self.w.dtype}" if hasattr(self.w, "dtype") else repr(self.w)
-            raise TypeError(f"FakeQuantized trains a floating array, not one {found}")
+        if not isinstance(self.w, Leaf) or self.w.dtype not in QUANTIZABLE:
+            described = f"of {self.w.dtype}" if hasattr(self.w, "dtype") else repr(self.w)
+            raise TypeError(f"FakeQuantized trains a floating array, not one {described}")
         self.__dict__["tile_axis"] = from_the_end(self.tile_axis, self.w.shape)
         formats = {name: getattr(self, name) for name in ("qtype", "act_qtype", "grad_qtype")}
         self.__dict__.update(
@@ -122,7 +122,7 @@ class FakeQuantized(ImplicitArray):
         return None if self.qtype is None else get_format(self.qtype)
 
     @property
-    def scales_are_quantised(self) -> bool:
+    def scales_are_quantized(self) -> bool:
         """Whether scales of a matrix have scales of their own, so that it is not to be parted."""
         return self.format is not None and self.format.scale_tile is not None
 
@@ -153,7 +153,7 @@ class FakeQuantized(ImplicitArray):
         """Returns the shape of `w`, and the dense dtype."""
         aval = jax.typeof(self.w)
         axes: Any = self.tile_axis
-        least = max(2 if self.scales_are_quantised else 1, -min(axes))
+        least = max(2 if self.scales_are_quantized else 1, -min(axes))
         if aval.ndim < least:
             raise ValueError(f"w of shape {aval.shape} has no tile_axis {self.tile_axis}")
         if self.key is not None and self.key.shape != aval.shape[: self.lead]:
@@ -194,7 +194,7 @@ class FakeQuantized(ImplicitArray):
         for axis in range(self.ndim):
             size = self.scale_axes.size(axis)
             cut = spec[axis] is not None and not whole
-            if cut and (size is None or shape[axis] % size or self.scales_are_quantised):
+            if cut and (size is None or shape[axis] % size or self.scales_are_quantized):
                 return None
         key = None if self.key is None else PartitionSpec(*spec[: self.lead])
         return self.changed(w=spec, key=key)

@@ -13,9 +13,9 @@ from jax import lax
 from ..conversion.calibration import check_calibration
 from ..conversion.fake_quantize import fake_quantize
 from ..conversion.quantize import quantize
+from ..conversion.scale_axes import ScaleAxes, scale_axes_of
 from ..formats import get_format
-from ..qarray import QUANTISABLE, QArray
-from .scale_axes import ScaleAxes, scale_axes_of
+from ..qarray import QUANTIZABLE, QArray
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class OperandRecipe:
     method: str | None
     scale_axes: ScaleAxes
 
-    def quantised(self, x: jax.Array) -> jax.Array | QArray:
+    def quantized(self, x: jax.Array) -> jax.Array | QArray:
         """Returns what the product takes."""
         if self.qtype is None:
             return x.astype(self.dense_dtype)
@@ -56,7 +56,7 @@ class OperandRecipe:
         )
         return lax.stop_gradient(x) + (fake - lax.stop_gradient(fake))
 
-    def requantised(self, x: jax.Array, contracted: Sequence[int]) -> jax.Array | QArray:
+    def requantized(self, x: jax.Array, contracted: Sequence[int]) -> jax.Array | QArray:
         """Returns what a product takes that contracts other axes; dense where no tile divides."""
         if self.qtype is None:
             return x.astype(self.dense_dtype)
@@ -72,7 +72,7 @@ def activation(
     x: Any, qtype: str | None, method: str | None, shared: Sequence[int]
 ) -> OperandRecipe:
     """How the other operand of a product is quantised: not at all, if it is not floating."""
-    if qtype is None or x.dtype not in QUANTISABLE:
+    if qtype is None or x.dtype not in QUANTIZABLE:
         return OperandRecipe(x.dtype.name, x.dtype.name, None, None, ScaleAxes(()))
     axes = scale_axes_of(x.ndim, shared, get_format(qtype))
     return OperandRecipe(x.dtype.name, x.dtype.name, qtype, method, axes)
@@ -90,15 +90,15 @@ def has_scale_along(q: jax.Array | QArray, axes: Sequence[int]) -> bool:
     return all(count == 1 or axis in axes for axis, count in enumerate(q.scale.shape))
 
 
-def quantised_operands(
+def quantized_operands(
     recipes: Sequence[OperandRecipe], operands: Sequence[jax.Array]
 ) -> list[jax.Array | QArray]:
     """Returns what a product takes for its operands."""
-    return [recipe.quantised(x) for recipe, x in zip(recipes, operands, strict=True)]
+    return [recipe.quantized(x) for recipe, x in zip(recipes, operands, strict=True)]
 
 
 def saved_operands(
-    operands: Sequence[Any], quantised: Sequence[Any], axes: Sequence[Sequence[int]]
+    operands: Sequence[Any], quantized: Sequence[Any], axes: Sequence[Sequence[int]]
 ) -> list[Any]:
     """Returns what derivatives take for operands: as quantised where that will do.
 
@@ -106,7 +106,7 @@ def saved_operands(
 
     - `axes`: of each, those that a derivative sums over.
     """
-    triples = zip(operands, quantised, axes, strict=True)
+    triples = zip(operands, quantized, axes, strict=True)
     return [q if has_scale_along(q, outer) else x for x, q, outer in triples]
 
 
@@ -124,7 +124,7 @@ def reversed_codes(q: QArray, dtype: Any, axes: Sequence[int]) -> QArray:
     return QArray.from_packed(fields, one, qtype=q.qtype, dense_dtype=jnp.dtype(dtype).name)
 
 
-def quantise_gradient(g: jax.Array, qtype: str, contracted: Sequence[int], key: Any) -> QArray:
+def quantize_gradient(g: jax.Array, qtype: str, contracted: Sequence[int], key: Any) -> QArray:
     """Returns a gradient with a scale for each index of the axes that a product does not contract.
 
     **Raises:** `ValueError` where the format's own tile does not divide a contracted axis.
@@ -162,15 +162,15 @@ def one_key(key: Any) -> Any:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
-def with_quantised_gradient(out: jax.Array, key: Any, grad_qtype: str) -> jax.Array:
+def with_quantized_gradient(out: jax.Array, key: Any, grad_qtype: str) -> jax.Array:
     """A result of a product in floating point, whose gradient is quantised, row by row."""
     del key, grad_qtype
     return out
 
 
-def _quantise_rows(grad_qtype: str, key: Any, g: jax.Array) -> tuple[jax.Array, None]:
+def _quantize_rows(grad_qtype: str, key: Any, g: jax.Array) -> tuple[jax.Array, None]:
     key, _ = keys_for(key, g)
-    return quantise_gradient(g, grad_qtype, (g.ndim - 1,), key).dequantize(), None
+    return quantize_gradient(g, grad_qtype, (g.ndim - 1,), key).dequantize(), None
 
 
-with_quantised_gradient.defvjp(lambda out, key, grad_qtype: (out, key), _quantise_rows)
+with_quantized_gradient.defvjp(lambda out, key, grad_qtype: (out, key), _quantize_rows)

@@ -19,10 +19,10 @@ from ..._core.rules import register
 from ..._jax.primitives import find_primitive
 from ..conversion.fake_quantize import fake_quantize
 from ..ops.plan import Plan, carry_out
-from .convolution import ConvolutionRecipe, quantised_convolution
-from .dot_general import DotRecipe, quantised_dot_general
+from .convolution import ConvolutionRecipe, quantized_convolution
+from .dot_general import DotRecipe, quantized_dot_general
 from .fake_quantized import FakeQuantized
-from .operand import OperandRecipe, activation, one_key, with_quantised_gradient
+from .operand import OperandRecipe, activation, one_key, with_quantized_gradient
 
 
 @register("dot_general")
@@ -58,7 +58,7 @@ def _dot_general(
         w.grad_qtype,
     )
     pair = zip(recipe.operands, arrange(x, w.w), strict=True)
-    return quantised_dot_general(*(of.clipped(y) for of, y in pair), one_key(w.key), recipe)
+    return quantized_dot_general(*(of.clipped(y) for of, y in pair), one_key(w.key), recipe)
 
 
 def _weight(w: FakeQuantized) -> OperandRecipe:
@@ -108,7 +108,7 @@ def _convolution(x: ArrayLike, w: FakeQuantized, **params: Any) -> Any:
         **params,
     )
     pair = zip(recipe.operands, (x, w.w), strict=True)
-    return quantised_convolution(*(of.clipped(y) for of, y in pair), one_key(w.key), recipe)
+    return quantized_convolution(*(of.clipped(y) for of, y in pair), one_key(w.key), recipe)
 
 
 @register("ragged_dot_general")
@@ -125,4 +125,4 @@ def _ragged_dot(x: ArrayLike, w: FakeQuantized, group_sizes: ArrayLike, **params
     out = _fake_product(dot, x, w, shared if meant else None)
     if not meant or w.grad_qtype is None:
         return out
-    return with_quantised_gradient(out, one_key(w.key), w.grad_qtype)
+    return with_quantized_gradient(out, one_key(w.key), w.grad_qtype)

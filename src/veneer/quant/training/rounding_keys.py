@@ -50,9 +50,9 @@ def with_stochastic_rounding(params: Any, key: jax.Array) -> Any:
         nonlocal count
         if not isinstance(x, FakeQuantized) or x.grad_qtype is None:
             return x
-        own = jax.random.fold_in(key, count)
+        key_of_weight = jax.random.fold_in(key, count)
         count += 1
         lead = x.w.shape[: x.lead]
-        return x.changed(key=jax.random.split(own, lead) if lead else own)
+        return x.changed(key=jax.random.split(key_of_weight, lead) if lead else key_of_weight)
 
     return jax.tree.map(keyed, params, is_leaf=lambda x: isinstance(x, FakeQuantized))
