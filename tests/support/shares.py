@@ -18,6 +18,7 @@ test of none; but where it is marked as `divided`, each of its cases is in one s
 
 import re
 from collections import Counter, defaultdict
+from dataclasses import dataclass
 from itertools import combinations
 from zlib import crc32
 
@@ -134,28 +135,34 @@ def quick_cases(tests):
     turns = []
     for cases in tests:
         marker = cases[0].get_closest_marker("long")
-        if marker:
-            kept.update(cases[: marker.kwargs.get("quick", 1)])
-        elif len(cases) <= FEW:
-            kept.update(cases)
-            times.update(pair for case in cases for pair in _values(case))
-        else:
-            turns.append([0, {case: _values(case) for case in cases}])
+        most = marker.kwargs.get("quick", 1) if marker else len(cases)
+        turns.append(_Turn({case: _values(case) for case in cases}, min(FEW, most), most))
     while turns:
         for turn in list(turns):
-            taken, left = turn
-            rank = lambda case, values=left: (
+            if turn.most == 0 or not turn.left:
+                turns.remove(turn)
+                continue
+            rank = lambda case, values=turn.left: (
                 -sum(not times[pair] for pair in values[case]),
                 sum(times[pair] for pair in values[case]),
             )
-            best = min(left, key=rank, default=None)
-            if best is None or (taken >= FEW and rank(best)[0] == 0):
+            best = min(turn.left, key=rank)
+            if turn.least <= 0 and rank(best)[0] == 0:
                 turns.remove(turn)
                 continue
             kept.add(best)
-            times.update(left.pop(best))
-            turn[0] += 1
+            times.update(turn.left.pop(best))
+            turn.least, turn.most = turn.least - 1, turn.most - 1
     return kept
+
+
+@dataclass
+class _Turn:
+    """The cases that a test has left, and how many of them, at least and at most, are to be had."""
+
+    left: dict
+    least: int
+    most: int
 
 
 def _values(case):
