@@ -4,8 +4,8 @@
     pytest --pairs --share 1/2
 
 A quick run has every test, and every value of a parameter once in each file: where ten tests of a
-file are parametrised over the same formats, each format is tried by one or two of them. It has few
-cases of a test, or none, that is marked as `long`: those that stand for the others.
+file are parametrised over the same formats, each format is tried by one or two of them. Of a test
+that is marked as `long` it has but one case, or as many as `long(quick=0)` says.
 
 A run of pairs has, of a test of three parameters or more, every pair of values of two of them.
 
@@ -18,14 +18,10 @@ test of none; but where it is marked as `divided`, each of its cases is in one s
 
 import re
 from collections import Counter, defaultdict
-from dataclasses import dataclass
 from itertools import combinations
 from zlib import crc32
 
 import pytest
-
-#: As many cases a quick run has of a test that has more.
-FEW = 2
 
 
 def pytest_addoption(parser):
@@ -132,37 +128,27 @@ def quick_cases(tests):
     such, with the one whose values have been had the fewest times.
     """
     kept, times = set(), Counter()
-    turns = []
+    turns = []  # of each test, its cases that are left, and how many of them it may have
     for cases in tests:
         marker = cases[0].get_closest_marker("long")
         most = marker.kwargs.get("quick", 1) if marker else len(cases)
-        turns.append(_Turn({case: _values(case) for case in cases}, min(FEW, most), most))
+        turns.append(({case: _values(case) for case in cases}, len(cases) - most))
+    first = True
     while turns:
         for turn in list(turns):
-            if turn.most == 0 or not turn.left:
-                turns.remove(turn)
-                continue
-            rank = lambda case, values=turn.left: (
-                -sum(not times[pair] for pair in values[case]),
-                sum(times[pair] for pair in values[case]),
+            left, end = turn
+            rank = lambda case, left=left: (
+                -sum(not times[pair] for pair in left[case]),
+                sum(times[pair] for pair in left[case]),
             )
-            best = min(turn.left, key=rank)
-            if turn.least <= 0 and rank(best)[0] == 0:
+            best = min(left, key=rank) if len(left) > end else None
+            if best is None or (not first and rank(best)[0] == 0):
                 turns.remove(turn)
-                continue
-            kept.add(best)
-            times.update(turn.left.pop(best))
-            turn.least, turn.most = turn.least - 1, turn.most - 1
+            else:
+                kept.add(best)
+                times.update(left.pop(best))
+        first = False
     return kept
-
-
-@dataclass
-class _Turn:
-    """The cases that a test has left, and how many of them, at least and at most, are to be had."""
-
-    left: dict
-    least: int
-    most: int
 
 
 def _values(case):
