@@ -63,6 +63,7 @@ def registry(monkeypatch):
         clear()
 
 
+@pytest.mark.long(quick=4)
 @pytest.mark.usefixtures("registry")
 @pytest.mark.parametrize("page", TUTORIALS + TYPES, ids=lambda page: page.stem)
 def test_the_programs_run_and_print_what_is_shown(page, capsys):

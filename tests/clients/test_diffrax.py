@@ -10,7 +10,7 @@ from support.array_types import Lora, assert_close, lora, lora_of_int8
 
 import veneer as vn
 
-pytestmark = pytest.mark.divided  # it takes long
+pytestmark = [pytest.mark.divided, pytest.mark.long]
 
 
 class Weight(Lora):

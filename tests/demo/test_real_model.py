@@ -8,7 +8,7 @@ from veneer.demo.fetch import fetch
 from veneer.demo.measure import DENSE, VARIANTS, Variant
 from veneer.demo.sentences import sentences
 
-pytestmark = pytest.mark.divided  # it takes long
+pytestmark = [pytest.mark.divided, pytest.mark.long(quick=0)]
 
 # Mean cosine of the embeddings of 512 English sentences to those of f32.
 EXPECTED = {

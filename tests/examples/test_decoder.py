@@ -12,7 +12,7 @@ import pytest
 
 import veneer as vn
 
-pytestmark = pytest.mark.divided(by="file")  # it takes long
+pytestmark = [pytest.mark.divided(by="file"), pytest.mark.long(quick=0)]
 
 CONFIG = example.SMALL
 LENGTH = 12

@@ -14,7 +14,7 @@ import row_transformer
 
 import veneer as vn
 
-pytestmark = pytest.mark.divided(by="file")  # it takes long
+pytestmark = [pytest.mark.divided(by="file"), pytest.mark.long(quick=0)]
 
 
 @pytest.fixture(scope="module")

@@ -48,6 +48,17 @@ def test_the_range_is_what_numpy_finds(method):
             np.testing.assert_allclose(ours, expected[:, None], rtol=1e-5)
 
 
+def test_percentiles_of_numbers_of_one_sign_reach_to_zero():
+    x = np.abs(X).astype(np.float32) + 1
+    method = {"calibration_method": "percentile,5,99"}
+    low, high = calibration_range(x, "int4", **ROWS, **method)
+    assert (low == 0).all()
+    assert (high > 1).all()
+    low, high = calibration_range(-x, "int4", **ROWS, **method)
+    assert (low < -1).all()
+    assert (high == 0).all()
+
+
 @pytest.mark.parametrize("method", RANGES)
 def test_quantize_takes_the_scale_of_that_range(method):
     x = X.astype(np.float32)

@@ -4,8 +4,8 @@
     pytest --pairs --share 1/2
 
 A quick run has every test, and every value of a parameter once in each file: where ten tests of a
-file are parametrised over the same formats, each format is tried by one or two of them. It has few
-cases of a test, or none, that is marked as `long`: those that stand for the others.
+file are parametrised over the same formats, each format is tried by one or two of them. Of a test
+that is marked as `long` it has but one case, or as many as `long(quick=0)` says.
 
 A run of pairs has, of a test of three parameters or more, every pair of values of two of them.
 
@@ -22,9 +22,6 @@ from itertools import combinations
 from zlib import crc32
 
 import pytest
-
-#: As many cases a quick run has of a test that has more.
-FEW = 2
 
 
 def pytest_addoption(parser):
@@ -131,30 +128,26 @@ def quick_cases(tests):
     such, with the one whose values have been had the fewest times.
     """
     kept, times = set(), Counter()
-    turns = []
+    turns = []  # of each test, its cases that are left, and how many of them it may have
     for cases in tests:
         marker = cases[0].get_closest_marker("long")
-        if marker:
-            kept.update(cases[: marker.kwargs.get("quick", 1)])
-        elif len(cases) <= FEW:
-            kept.update(cases)
-            times.update(pair for case in cases for pair in _values(case))
-        else:
-            turns.append([0, {case: _values(case) for case in cases}])
+        most = marker.kwargs.get("quick", 1) if marker else len(cases)
+        turns.append(({case: _values(case) for case in cases}, len(cases) - most))
+    first = True
     while turns:
         for turn in list(turns):
-            taken, left = turn
-            rank = lambda case, values=left: (
-                -sum(not times[pair] for pair in values[case]),
-                sum(times[pair] for pair in values[case]),
+            left, end = turn
+            rank = lambda case, left=left: (
+                -sum(not times[pair] for pair in left[case]),
+                sum(times[pair] for pair in left[case]),
             )
-            best = min(left, key=rank, default=None)
-            if best is None or (taken >= FEW and rank(best)[0] == 0):
+            best = min(left, key=rank) if len(left) > end else None
+            if best is None or (not first and rank(best)[0] == 0):
                 turns.remove(turn)
-                continue
-            kept.add(best)
-            times.update(left.pop(best))
-            turn[0] += 1
+            else:
+                kept.add(best)
+                times.update(left.pop(best))
+        first = False
     return kept
 
 

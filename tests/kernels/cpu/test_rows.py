@@ -52,6 +52,7 @@ def check(kind, shape):
     assert np.max(np.abs(product(x, w) - expected) / size) < 1e-6
 
 
+@pytest.mark.long(quick=4)  # each kind is compiled
 @pytest.mark.parametrize("kind", BITS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_product_is_that_of_the_dense_matrix(kind, shape):
@@ -101,6 +102,7 @@ def test_what_is_not_finite_spreads_as_in_a_dense_product(m, number):
 OTHERS = [isa for isa in ISAS if isa not in (ISA, "avx512")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("isa", OTHERS)
 def test_other_instructions_give_the_same(isa):
     try:
