@@ -16,7 +16,8 @@ and others:
 
     callbacks           those that call the host
     identities          those that return their operand
-    movement            those that move batch axes: transpose, slice, reshape, gather, ...
+    movement            those that move entries about: transpose, slice, gather, ...
+    reshaping           the shapes of leaves in blocks, when the dense array is reshaped
     sharding            those that place an array on devices
 """
 

@@ -1,6 +1,6 @@
 """What JAX's primitives do on quantised arrays: functions, and the rules of `implicit`."""
 
-from . import layout as layout
+from . import movement as movement
 from .convolution import conv_general_dilated as conv_general_dilated
 from .dot_general import dot_general as dot_general
 from .einsum import dot as dot

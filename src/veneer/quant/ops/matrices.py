@@ -12,9 +12,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
+from ..._core.primitives.movement import reshape
 from ..packing import Packing
 from ..qarray import QArray
-from .layout import reshape
 
 
 class Stored(NamedTuple):
