@@ -17,6 +17,7 @@ and others:
     callbacks           those that call the host
     identities          those that return their operand
     movement            those that move entries about: transpose, slice, gather, ...
+    leaf_by_leaf        what such a primitive does to a leaf, by the axes that it follows
     reshaping           the shapes of leaves in blocks, when the dense array is reshaped
     sharding            those that place an array on devices
 """

@@ -5,117 +5,22 @@ the axes that it follows. A rule that names a type wins over these, and they dec
 a block of entries in two, or touches an axis that no leaf follows.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from ..._jax.primitives import find_primitive
-from ..batch_axes import LeafAxes, aval_of, leaf_axes, takes_batch_axis
-from ..labels import is_label
+from ..batch_axes import aval_of, leaf_axes
 from ..leaf_axes import Axes, LeafAxis, Movement, Shape
 from ..rules import add_rule
 from ..transform import implicit
-from ..tree import has_metadata
 from ..value import Value
+from .leaf_by_leaf import RULES, AsItIs, Leaf, Plan, Step, allows, move
 from .reshaping import axis_of_units, reshaped
-
-Step = tuple[Sequence[Any], dict[str, Any]]  # further operands and parameters of the primitive
-AsItIs: Step = ((), {})
-
-
-class Leaf(NamedTuple):
-    """A leaf's shape, the axes that it follows, counted from the front here, and its number."""
-
-    shape: Shape
-    axes: Axes
-    number: int
-
-    def places(self) -> dict[int, int]:
-        """By an axis of the dense array, the axis of the leaf that follows it."""
-        return {axis.axis: i for i, axis in enumerate(self.axes) if axis is not None}
-
-    def order(self, result: Sequence[int | None]) -> list[int | None]:
-        """The axes of the leaf as those of the dense array are in a result; None is a new axis.
-
-        What follows no axis comes before the axis that it is before, or at the end.
-        """
-        order: list[int | None] = []
-        places, left = self.places(), 0
-        for i in result:
-            if i is None:
-                order.append(None)
-            elif i in places:
-                order += [j for j in range(left, places[i] + 1) if self._stays(j, result)]
-                left = places[i] + 1
-        return [*order, *(j for j in range(left, len(self.axes)) if self._stays(j, result))]
-
-    def _stays(self, j: int, result: Sequence[int | None]) -> bool:
-        axis = self.axes[j]
-        return axis is None or axis.axis in result
-
-
-class Plan(NamedTuple):
-    """What a primitive does to a dense array, and what to a leaf.
-
-    **Arguments:**
-
-    - `movement`: what becomes of the axes.
-    - `step`: from a leaf to the operands and parameters with which it goes through the same
-      primitive; `AsItIs`, or NotImplemented.
-    - `touched`: axes that a leaf must follow though they stay where they are.
-    - `rule`: the rule that moves an array of the same type among the fields, if not the one here.
-    """
-
-    movement: Movement
-    step: Callable[[Leaf], Any]
-    touched: Collection[int] = ()
-    rule: Callable[..., Any] | None = None
-
-
-def _allows(x: Value, layout: LeafAxes, plan: Plan) -> bool:
-    """Whether a plan leaves alone what no leaf follows, and what metadata may speak of."""
-    old, (new, axes, _), followed = x.aval().shape, plan.movement, layout.followed(x.aval().ndim)
-    for i, j in enumerate(axes):
-        stays = j is not None and j - len(new) == i - len(old) and new[j] == old[i]
-        if i not in followed and not (stays and i not in plan.touched):
-            return False
-    if layout.stated:
-        return True
-    # Of a label every axis looks like one of a batch, and its metadata may speak of any.
-    if has_metadata(x) and is_label(x):
-        return False
-    return bool(followed) or new == old or takes_batch_axis(x)
-
-
-def move(x: Value, primitive: str, plan: Plan) -> Any:
-    """A value with each leaf moved, or NotImplemented."""
-    x = x.movable()
-    layout, ndim = leaf_axes(x), x.aval().ndim
-    if not _allows(x, layout, plan):
-        return NotImplemented
-    moved = []
-    for i, (part, axes) in enumerate(zip(layout.parts, layout.axes, strict=True)):
-        in_front = [axis and axis._replace(axis=axis.axis + ndim) for axis in axes]
-        step = plan.step(Leaf(aval_of(part).shape, in_front, i))
-        if step is NotImplemented:
-            return NotImplemented
-        moved.append(part if step is AsItIs else _moved_part(x, primitive, part, step, plan))
-    return jax.tree.unflatten(layout.structure, moved).moved(plan.movement)
-
-
-def _moved_part(x: Value, primitive: str, part: Any, step: Step, plan: Plan) -> Any:
-    operands, params = step
-    bind = partial(find_primitive(primitive).bind, **params)
-    if not isinstance(part, Value):
-        return bind(part, *operands)
-    if isinstance(part, type(x)):  # a matter of how x is stored (quantised scales): dense, no news
-        moved = (plan.rule or _RULES[primitive])(part, *operands, **params)
-        return bind(part.materialise(), *operands) if moved is NotImplemented else moved
-    return implicit(bind)(part, *operands)
 
 
 def _stay(shape: Shape) -> tuple[int, ...]:
@@ -393,7 +298,7 @@ def _concatenate(*operands: Value, dimension: int) -> Any:
     new = (*shapes[0][:dimension], sum(sizes), *shapes[0][dimension + 1 :])
     layouts = [leaf_axes(x) for x in operands]
     plan = Plan(Movement(new, _stay(new)), lambda leaf: AsItIs, (dimension,))
-    if not all(map(partial(_allows, plan=plan), operands, layouts)):
+    if not all(map(partial(allows, plan=plan), operands, layouts)):
         return NotImplemented
     if layouts[0].stated and 0 in (*shapes[0], *sizes):
         return NotImplemented
@@ -456,7 +361,7 @@ def _select(which: Any, *cases: Value) -> Any:
     return jax.tree.map(lambda *leaves: lax.select_n(which, *leaves), *cases)
 
 
-_RULES: dict[str, Callable] = {
+RULES |= {
     "squeeze": _squeeze,
     "transpose": _transpose,
     "reshape": _reshape,
@@ -471,5 +376,5 @@ _RULES: dict[str, Callable] = {
     "unstack": _unstack,
     "select_n": _select,
 }
-for _name, _rule in _RULES.items():
+for _name, _rule in RULES.items():
     add_rule(_rule, [find_primitive(_name)], conditional=True)
