@@ -176,7 +176,7 @@ def is_value(x: Any) -> bool:
     return isinstance(x, Value)
 
 
-def is_part(value: Value) -> Callable[[Any], bool]:
+def is_part(value: Any) -> Callable[[Any], bool]:
     """Whether something is an implicit array among the fields of `value`, for tree functions."""
     return lambda x: isinstance(x, Value) and x is not value
 
