@@ -11,9 +11,9 @@ from jax import lax
 from support.stored_values import entry_of_each_value, stored_values
 
 import veneer as vn
+from veneer._core.primitives.reshaping import reshaped
 from veneer.quant import Packing, QArray
 from veneer.quant.formats.packing import pack
-from veneer.quant.ops.layout import _reshaped
 
 IDS = jnp.array([[3, 0], [1, -1]])
 OUT_OF_BOUNDS = jnp.array([7, 2, -9])
@@ -259,7 +259,7 @@ def numbered(counts, shape):
 @given(reshapes())
 def test_a_reshaped_leaf_covers_the_values_that_it_covered(case):
     old, new, counts = case
-    new_counts = _reshaped(counts, old, new)
+    new_counts = reshaped(counts, old, new)
     possible = [
         grid
         for grid in itertools.product(*map(divisors, new))

@@ -4,6 +4,7 @@ The modules here are the heart, and what a newcomer reads, each importing those 
 
     tree            classes as pytrees, and flat lists of leaves
     policy          who is told what happens to implicit operands
+    leaf_axes       which dense axis each axis of a leaf follows, and in blocks of what size
     value           Value, and materialise
     labels          types whose one leaf is the dense array itself
     batch_axes      which leading axes every leaf carries

@@ -1,10 +1,58 @@
-"""Batch axes: leading axes that every leaf carries, so that slices of leaves stand for slices."""
+"""Batch axes: leading axes that every leaf carries, so that slices of leaves stand for slices.
 
-from typing import Any
+They are seen from outside, and are the leaf axes of a type that states none.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 
-from .value import Value
+from .leaf_axes import Axes, aligned
+from .value import Value, is_part
+
+
+class LeafAxes(NamedTuple):
+    """A value's parts, which are its leaves or the implicit arrays among its fields, and axes."""
+
+    parts: list[Any]
+    structure: Any
+    axes: Sequence[Axes]
+    stated: bool  # by the type
+
+    def followed(self, ndim: int) -> set[int]:
+        """The axes of the dense array, of `ndim`, that a leaf follows; counted from the front."""
+        return {axis.axis + ndim for axes in self.axes for axis in axes if axis is not None}
+
+
+def leaf_axes(value: Value) -> LeafAxes:
+    """The leaf axes of a value, as its type states them, or those of a batch."""
+    stated = value.leaf_axes()
+    if stated is not None:
+        parts, structure = jax.tree.flatten(value, is_part(value))
+        if [len(axes) for axes in stated] != [aval_of(part).ndim for part in parts]:
+            raise TypeError(
+                f"{type(value).__name__}.leaf_axes returns {stated!r}, and should have an entry "
+                f"for each axis of each leaf: {value!r}"
+            )
+        return LeafAxes(parts, structure, stated, True)
+    leaves, structure = jax.tree.flatten(value)
+    ndim, count = value.aval().ndim, _count_batch_axes(value)
+    axes = [(*aligned(ndim)[:count], *[None] * (jax.typeof(x).ndim - count)) for x in leaves]
+    return LeafAxes(leaves, structure, axes, False)
+
+
+def aval_of(part: Any) -> Any:
+    """The shape and dtype of a leaf, or of an implicit array among the fields."""
+    return part.aval() if isinstance(part, Value) else jax.typeof(part)
+
+
+def _count_batch_axes(value: Value) -> int:
+    """How many leading axes every leaf carries; none of a type with a `default`, which knows."""
+    if type(value).default is not Value.default:
+        return 0
+    ndim = value.aval().ndim
+    return next((n for n in range(ndim, 0, -1) if has_batch_axes(value, n)), 0)
 
 
 def has_batch_axes(value: Value, count: int) -> bool:

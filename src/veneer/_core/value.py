@@ -2,7 +2,7 @@
 
 import dataclasses
 from abc import ABCMeta
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any, ClassVar, dataclass_transform
@@ -13,8 +13,9 @@ from jax.sharding import PartitionSpec
 
 from .._jax.primitives import Primitive
 from .._jax.source_lines import user_line
+from .leaf_axes import Axes, Movement, partition
 from .policy import ALLOW, note_materialised, policy_in_force
-from .tree import check_fields, make_dataclass, make_pytree, static
+from .tree import check_fields, has_metadata, make_dataclass, make_pytree, static
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field, static))
@@ -115,7 +116,7 @@ class Value:
 
         **Returns:** a value of this type with a `PartitionSpec` in the place of each array; or
         None, as types do that do not say, if it cannot be cut so and is to be made dense. Labels
-        and batch axes are cut without asking.
+        and batch axes are cut without asking. By default it follows from `leaf_axes`.
 
         >>> import jax, veneer as vn
         >>> from jax.sharding import PartitionSpec as P
@@ -128,8 +129,35 @@ class Value:
         ...         *batch, k, n = spec
         ...         return Scaled(P(*batch, k, n), P(*batch, None, n))
         """
-        del spec, shape
+        axes = self.leaf_axes()
+        specs = None if axes is None else partition(axes, spec, self.aval().shape, shape)
+        if specs is None:
+            return None
+        structure = jax.tree.structure(self, is_part(self))
+        return jax.tree.unflatten(structure, specs).moved(Movement(shape, tuple(range(len(shape)))))
+
+    def leaf_axes(self) -> Sequence[Axes] | None:
+        """Which axis of the dense array each axis of each leaf follows, in blocks of what size.
+
+        How the leaves are cut, moved and sharded follows from it. None, as types return that do not
+        say, is of batch axes alone, which are seen from outside.
+
+        **Returns:** for each leaf, or implicit array among the fields, a `LeafAxis` or None for
+        each of its axes.
+        """
         return None
+
+    def movable(self) -> "Value":
+        """This value, stored in such a way that its leaves can be moved."""
+        return self
+
+    def moved(self, movement: Movement) -> Any:
+        """This value, whose leaves were moved, with metadata that says where its axes are now.
+
+        **Returns:** NotImplemented if the type has no such array. Axes that metadata count from the
+        end stay right, as long as they keep their order; where they do not, a type must say more.
+        """
+        return NotImplemented if movement.reorders and has_metadata(self) else self
 
     @staticmethod
     def default(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]) -> Any:
@@ -146,6 +174,11 @@ class Value:
 def is_value(x: Any) -> bool:
     """Whether `x` is an implicit value: the `is_leaf` of tree functions that keep them whole."""
     return isinstance(x, Value)
+
+
+def is_part(value: Any) -> Callable[[Any], bool]:
+    """Whether something is an implicit array among the fields of `value`, for tree functions."""
+    return lambda x: isinstance(x, Value) and x is not value
 
 
 class Kept:

@@ -11,7 +11,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jax.typing import ArrayLike
 
-from .._core.dimension_numbers import DotDimensionNumbers
+from .._core.primitives.dimension_numbers import DotDimensionNumbers
 from .._core.policy import note_how
 from .._core.rules import register
 from .._core.transform import implicit

@@ -16,12 +16,13 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from .._core.array import ImplicitArray
+from .._core.leaf_axes import LeafAxis, Movement, aligned
+from .._core.primitives.reshaping import reshape_groups
 from .._core.rules import register
 from .._core.transform import implicit
 from .._core.value import Value
 from .._jax.primitives import Primitive, find_primitive
 from .formats.tiles import Leaf, Shape
-from .ops.layout import _reshape_groups
 
 
 class ProductWeight(ImplicitArray, abstract=True):
@@ -64,6 +65,24 @@ class ProductWeight(ImplicitArray, abstract=True):
 
         return self.changed(array=array, **{k: of(v) for k, v in self._companions().items()})
 
+    def leaf_axes(self) -> list[Sequence[LeafAxis]]:
+        """A companion of size 1 goes with all of an axis."""
+        axes, shape = aligned(self.ndim), self.shape
+
+        def of(leaf: Leaf) -> list[LeafAxis]:
+            pairs = zip(axes, leaf.shape, strict=True)
+            return [a if n == shape[a.axis] else a._replace(block="shared") for a, n in pairs]
+
+        return [axes, *map(of, self._companions().values())]
+
+    def moved(self, movement: Movement) -> Any:
+        """This weight, with the contracted axes where they are now."""
+        ndim, before = len(movement.shape), len(movement.axes)
+        axes = (movement.axes[axis] for axis in self.contracting)
+        new = self.changed(contracting=tuple(i - ndim for i in axes if i is not None))
+        swapped = (*range(before - 2), before - 1, before - 2)
+        return new.turned_over() if movement.axes == swapped else new
+
     def changed(self, **changes: Any) -> Any:
         """Returns a copy of which some fields are others, unchecked."""
         new = object.__new__(type(self))
@@ -96,7 +115,7 @@ class ProductWeight(ImplicitArray, abstract=True):
         return implicit(bind)(*(x.array if isinstance(x, ProductWeight) else x for x in values))
 
 
-# Rules for what moves entries about. `_moved` is given what to do with a companion, and where each
+# Rules for what leaf axes do not say. `_moved` is given what to do with a companion, and where each
 # contracted axis goes.
 
 
@@ -128,71 +147,6 @@ def _convert_element_type(w: ProductWeight, **params: Any) -> Any:
     return _moved(w, "convert_element_type", params, lambda leaf: leaf)
 
 
-@register("transpose")
-def _transpose(w: ProductWeight, *, permutation: Sequence[int]) -> Any:
-    axes = lambda axis: tuple(permutation).index(axis)
-    move = lambda leaf: lax.transpose(leaf, permutation)
-    moved = _moved(w, "transpose", {"permutation": permutation}, move, axes)
-    if (*permutation,) == (*range(w.ndim - 2), w.ndim - 1, w.ndim - 2):
-        return moved.turned_over()
-    return moved
-
-
-@register("rev")
-def _rev(w: ProductWeight, *, dimensions: Sequence[int]) -> Any:
-    return _moved(w, "rev", {"dimensions": dimensions}, lambda leaf: lax.rev(leaf, dimensions))
-
-
-@register("squeeze")
-def _squeeze(w: ProductWeight, *, dimensions: Sequence[int]) -> Any:
-    left = [axis for axis in range(w.ndim) if axis not in dimensions]
-    axes = lambda axis: left.index(axis) if axis in left else None
-    move = lambda leaf: lax.squeeze(leaf, dimensions)
-    return _moved(w, "squeeze", {"dimensions": dimensions}, move, axes)
-
-
-@register("broadcast_in_dim")
-def _broadcast_in_dim(w: ProductWeight, **params: Any) -> Any:
-    shape, dimensions = params["shape"], params["broadcast_dimensions"]
-    if params["sharding"] is not None:
-        return NotImplemented
-
-    def move(leaf: Leaf) -> jax.Array:
-        sizes = list(shape)  # new axes in full, so that vmap and scan may take them off again
-        for i, axis in enumerate(dimensions):
-            if w.shape[i] != 1:
-                sizes[axis] = leaf.shape[i]
-        return lax.broadcast_in_dim(leaf, sizes, dimensions)
-
-    return _moved(w, "broadcast_in_dim", params, move, lambda axis: dimensions[axis])
-
-
-@register("slice")
-def _slice(w: ProductWeight, **params: Any) -> Any:
-    starts, limits = params["start_indices"], params["limit_indices"]
-    strides = params["strides"] or (1,) * w.ndim
-
-    def move(leaf: Leaf) -> jax.Array:
-        spans = [
-            (0, 1, 1) if n == 1 else span
-            for n, span in zip(leaf.shape, zip(starts, limits, strides, strict=True), strict=True)
-        ]
-        return lax.slice(jnp.asarray(leaf), *zip(*spans, strict=True))
-
-    return _moved(w, "slice", params, move)
-
-
-@register("dynamic_slice")
-def _dynamic_slice(w: ProductWeight, *start_indices: ArrayLike, slice_sizes: Sequence[int]) -> Any:
-    def move(leaf: Leaf) -> jax.Array:
-        # A start that is not 0 is clamped to it on an axis of size 1.
-        sizes = [min(n, size) for n, size in zip(leaf.shape, slice_sizes, strict=True)]
-        return lax.dynamic_slice(leaf, start_indices, sizes)
-
-    params = {"slice_sizes": slice_sizes}
-    return _moved(w, "dynamic_slice", params, move, lambda axis: axis, *start_indices)
-
-
 @register("gather")
 def _gather(w: ProductWeight, indices: ArrayLike, **params: Any) -> Any:
     """One index, as of one of several layers. Rows that are looked up are no weight."""
@@ -200,10 +154,10 @@ def _gather(w: ProductWeight, indices: ArrayLike, **params: Any) -> Any:
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     left = [axis for axis in range(w.ndim) if axis not in gone]
     whole = all(sizes[axis] == w.shape[axis] for axis in left)
-    if jnp.ndim(indices) != 1 or len(left) < 2 or not whole:
-        return NotImplemented
-    axes = lambda axis: left.index(axis) if axis in left else None
     bind = find_primitive("gather").bind
+    if jnp.ndim(indices) != 1 or len(left) < 2 or not whole:
+        return implicit(lambda x, i: bind(x, i, **params))(w.array, indices)
+    axes = lambda axis: left.index(axis) if axis in left else None
     move = lambda leaf: bind(_in_full(w, leaf), indices, **params)
     return _moved(w, "gather", params, move, axes, indices)
 
@@ -214,8 +168,9 @@ def _reshape(w: ProductWeight, **params: Any) -> Any:
     if params["sharding"] is not None or w.size == 0:
         return NotImplemented
     if order is not None:
-        w, params = _transpose(w, permutation=order), params | {"dimensions": None}
-    groups = list(_reshape_groups(w.shape, sizes))
+        w = implicit(lambda w: lax.transpose(w, order))(w)
+        params |= {"dimensions": None}
+    groups = list(reshape_groups(w.shape, sizes))
     contracting = {axis + w.ndim for axis in w.contracting}
     new = [i for old, new in groups for i in new if contracting.intersection(old)]
 
@@ -227,24 +182,6 @@ def _reshape(w: ProductWeight, **params: Any) -> Any:
 
     moved = _moved(w, "reshape", params, move, lambda axis: None)
     return moved.changed(contracting=tuple(axis - len(sizes) for axis in new))
-
-
-@register("split")
-def _split(w: ProductWeight, *, sizes: Any, axis: int) -> list[Any]:
-    pieces, start = [], 0
-    for size in map(int, sizes):
-        starts, limits = [0] * w.ndim, list(w.shape)
-        starts[axis], limits[axis] = start, start + size
-        spans = {"start_indices": tuple(starts), "limit_indices": tuple(limits), "strides": None}
-        pieces.append(_slice(w, **spans))
-        start += size
-    return pieces
-
-
-@register("unstack")
-def _unstack(w: ProductWeight, *, axis: int) -> list[Any]:
-    pieces = _split(w, sizes=(1,) * w.shape[axis], axis=axis)
-    return [_squeeze(piece, dimensions=(axis,)) for piece in pieces]
 
 
 @register("concatenate")
@@ -267,12 +204,6 @@ def _concatenate(*operands: ProductWeight, dimension: int) -> Any:
     columns = zip(*(w._companions().values() for w in operands), strict=True)
     companions = dict(zip(first._companions(), (joined(*c) for c in columns), strict=True))
     return first.changed(array=join(*(w.array for w in operands)), **companions)
-
-
-@register("stack")
-def _stack(*operands: ProductWeight, axis: int) -> Any:
-    with_axis = [implicit(jnp.expand_dims)(w, axis) for w in operands]
-    return implicit(lambda *xs: lax.concatenate(xs, axis))(*with_axis)
 
 
 def _kind(w: ProductWeight) -> Any:

@@ -6,10 +6,10 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from .._core.array import ImplicitArray
+from .._core.leaf_axes import LeafAxis, Movement, aligned
 from .._core.tree import static
 from .formats import FORMATS, Format, get_format
 from .formats.packing import UNITS, Packing, pack, packed_size, unpack
@@ -212,42 +212,47 @@ class QArray(ImplicitArray):
         dtype = jax.dtypes.canonicalize_dtype(self.dense_dtype)
         return stored.update(shape=tuple(shape), dtype=dtype, weak_type=False)
 
-    def partition(self, spec: PartitionSpec, shape: Shape) -> "QArray | None":
-        """Returns a spec for each leaf: all are cut along the same axes as the dense array.
+    def leaf_axes(self) -> list[list[LeafAxis]]:
+        """Returns which values each entry goes with: a tile has a scale, a unit of codes bytes."""
+        ndim = self.ndim
 
-        An entry of the scale that all blocks share goes to each of them; blocks that are put
-        together keep the entries that each has. None where a unit of codes would be cut.
-        """
-        packing = self.packing
-        if packing is not None:
-            axis, old = packing
-            # All blocks are of the smaller size, and must end with a unit: sizes in bytes may fit
-            # where codes do not, as those of two blocks of 6 codes, in units of 8.
-            if old != shape[axis] and min(old, shape[axis]) % UNITS[self.format.bits][0]:
-                return None
-            packing = packing._replace(size=shape[axis])
-
-        axes = [*zip(spec, self.shape, shape, strict=True)]
-
-        def of(leaf: "Leaf | QArray") -> Any:
-            counts = [*zip(leaf.shape, axes, strict=True)]
-            is_cut = [count > 1 or new >= old for count, (_, old, new) in counts]
-            entries = [e if cut else None for cut, (e, _, _) in zip(is_cut, axes, strict=True)]
-            if not isinstance(leaf, QArray):
-                return PartitionSpec(*entries)
-            sizes = [
-                count * new // max(old, 1) if cut else count
-                for cut, (count, (_, old, new)) in zip(is_cut, counts, strict=True)
+        def of(leaf: "Leaf | QArray") -> list[LeafAxis]:
+            counts = enumerate(zip(self.shape, leaf.shape, strict=True))
+            # An axis of size 0 may have a scale of size 0, too.
+            return [
+                LeafAxis(i - ndim, "shared" if count == 1 else max(1, size // max(1, count)))
+                for i, (size, count) in counts
             ]
-            return leaf.partition(PartitionSpec(*entries), tuple(sizes))
 
-        zero_point = None if self.zero_point is None else of(self.zero_point)
-        scale = of(self.scale)
-        if scale is None:
-            return None
-        specs = type(self).__new__(type(self))
-        specs._assign(spec, scale, zero_point, self.qtype, packing, self.dense_dtype)
-        return specs
+        packed = list(aligned(ndim))
+        if self.packing is not None:
+            axis = self.packing.axis
+            packed[axis] = LeafAxis(axis, *UNITS[self.format.bits])
+        return [packed, *(of(x) for x in (self.scale, self.zero_point) if x is not None)]
+
+    def movable(self) -> "QArray":
+        """Returns this array with a code a byte where a packed axis has size 1: it is no larger."""
+        if self.packing is None or self.packing.size != 1:
+            return self
+        return self._assigned(
+            packed=unpack(self.packed, self.packing, self.format.bits), packing=None
+        )
+
+    def moved(self, movement: Movement) -> "QArray":
+        """Returns this array, whose leaves were moved, packed along the axis that now is."""
+        if self.packing is None:
+            return self
+        axis = movement.axes[self.packing.axis]
+        assert axis is not None
+        packing = Packing(axis - len(movement.shape), movement.shape[axis])
+        return self._assigned(packing=packing)
+
+    def _assigned(self, **changes: Any) -> "QArray":
+        """Returns a copy of which some parts are others, unchecked."""
+        new = type(self).__new__(type(self))
+        new.__dict__.update({f.name: getattr(self, f.name) for f in dataclasses.fields(self)})
+        new.__dict__.update(changes)
+        return new
 
     def dequantize(self) -> jax.Array:
         """Returns the dense array, as `vn.quant.dequantize`."""

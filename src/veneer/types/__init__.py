@@ -1,7 +1,19 @@
 """The array types, each a model of how to write one.
 
-`lora`, `sparse` and `structured` are weights and matrices, `labels` arrays with something said of
-them; the rest are a file each.
+    lora            a weight and a low-rank update
+    structured      matrices: diagonal, banded, triangular, ...
+    sparse          arrays most of whose entries are zero
+    masked          arrays some of whose entries are left out
+    labels          arrays of which something is said: names of axes, a unit, that they are keys
+    constant        `Constant`
+    frozen          `Frozen`
+    lazy            `Lazy`
+
+and what they share:
+
+    axes            the check of the axes of a type's leaves
+    elementwise     which primitives are elementwise
+    zero_preserving  which of them give 0 for 0
 """
 
 from . import lora

@@ -15,7 +15,9 @@ and others:
 
     callbacks           those that call the host
     identities          those that return their operand
-    movement            those that move batch axes: transpose, slice, reshape, gather, ...
+    movement            those that move entries about: transpose, slice, gather, ...
+    leaf_by_leaf        what such a primitive does to a leaf, by the axes that it follows
+    reshaping           the shapes of leaves in blocks, when the dense array is reshaped
     sharding            those that place an array on devices
     dimension_numbers   which axes of two operands a product sums, and which both have
 """

@@ -1,11 +1,12 @@
-"""Rules for what moves batch axes alone: leaf by leaf, for every type.
+"""Rules for what moves entries about: leaf by leaf, for every type, as its leaf axes say.
 
-A stack of values is one value whose leaves have a leading axis more. To take one of them out, to
-turn the stack round or to join two is to do so with the leaves. A rule that names a type wins over
-these, and they decline what touches an axis that the leaves do not all carry.
+Each primitive is a function from what is done to the dense array to what is done to a leaf, along
+the axes that it follows. A rule that names a type wins over these, and they decline what would cut
+a block of entries in two, or touches an axis that no leaf follows.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,177 +14,274 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..._jax.primitives import find_primitive
-from ..batch_axes import has_batch_axes, takes_batch_axis
-from ..labels import is_label
+from ..batch_axes import aval_of, leaf_axes
+from ..leaf_axes import Axes, LeafAxis, Movement, Shape
 from ..rules import add_rule
 from ..transform import redispatch
-from ..tree import has_metadata
 from ..value import Value
+from .leaf_by_leaf import RULES, AsItIs, Leaf, Plan, Step, allows, move
+from .reshaping import axis_of_units, reshaped
 
 
-def _batch_axes(x: Value) -> int:
-    """How many leading axes every leaf carries; none of a type with a `default`, which knows."""
-    if type(x).default is not Value.default:
-        return 0
-    ndim = x.aval().ndim
-    return next((n for n in range(ndim, 0, -1) if has_batch_axes(x, n)), 0)
-
-
-def _moved(
-    x: Value,
-    count: int,
-    function: Callable[[Any], Any],
-    *,
-    reorders: bool = False,
-    shape: Sequence[int] | None = None,
-) -> Any:
-    """`function` of each leaf, if it touches the first `count` axes alone and these are a batch's.
-
-    Of a label every axis looks like one of a batch, and its metadata may speak of any. Of another
-    type, metadata speaks of axes counted from the end: they come and go, and keep their order.
-    """
-    if has_metadata(x) and (reorders or is_label(x)):
-        return NotImplemented
-    if count > _batch_axes(x):
-        return NotImplemented
-    if shape is not None and not (count or takes_batch_axis(x)):
-        return NotImplemented
-    return jax.tree.map(function, x)
+def _stay(shape: Shape) -> tuple[int, ...]:
+    return tuple(range(len(shape)))
 
 
 def _squeeze(x: Value, *, dimensions: Sequence[int]) -> Any:
-    return _moved(x, max(dimensions, default=-1) + 1, lambda leaf: lax.squeeze(leaf, dimensions))
+    old = x.aval().shape
+    kept = [i for i in _stay(old) if i not in dimensions]
+    axes = tuple(kept.index(i) if i in kept else None for i in _stay(old))
+
+    def step(leaf: Leaf) -> Step:
+        gone = tuple(j for i, j in leaf.places().items() if i in dimensions)
+        return ((), {"dimensions": gone}) if gone else AsItIs
+
+    return move(x, "squeeze", Plan(Movement(tuple(old[i] for i in kept), axes), step))
 
 
 def _transpose(x: Value, *, permutation: Sequence[int]) -> Any:
-    count = 1 + max((i for i, axis in enumerate(permutation) if i != axis), default=-1)
-    lead = tuple(permutation[:count])
+    old = x.aval().shape
+    movement = Movement(
+        tuple(old[i] for i in permutation), tuple(map([*permutation].index, _stay(old))), True
+    )
 
-    def of(leaf: Any) -> Any:
-        return lax.transpose(leaf, (*lead, *range(count, jnp.ndim(leaf))))
+    def step(leaf: Leaf) -> Step:
+        places = leaf.places()
+        order = iter([places[i] for i in permutation if i in places])
+        # What follows no axis stays in its place.
+        own = tuple(j if axis is None else next(order) for j, axis in enumerate(leaf.axes))
+        return ((), {"permutation": own}) if own != _stay(own) else AsItIs
 
-    return _moved(x, count, of, reorders=True)
-
-
-def _trailing(old: Sequence[int], new: Sequence[int]) -> int:
-    """How many trailing axes two shapes have in common."""
-    count = 0
-    while count < min(len(old), len(new)) and old[-1 - count] == new[-1 - count]:
-        count += 1
-    return count
+    return move(x, "transpose", Plan(movement, step))
 
 
 def _reshape(x: Value, *, new_sizes: Sequence[int], dimensions: Any, sharding: Any) -> Any:
-    shape = x.aval().shape
-    # Of axes of size 1 it cannot be told which are kept: as few as can be are taken for moved.
-    kept = _trailing(shape, new_sizes)
-    moved, made = len(shape) - kept, tuple(new_sizes[: len(new_sizes) - kept])
     if dimensions is not None or sharding is not None:
         return NotImplemented
+    return reshape(x, tuple(new_sizes))
 
-    def of(leaf: Any) -> Any:
-        return lax.reshape(leaf, (*made, *jnp.shape(leaf)[moved:]))
 
-    return _moved(x, moved, of, reorders=True, shape=new_sizes)
+def reshape(x: Value, new: Shape) -> Any:
+    """A value of another shape, or NotImplemented where a block of entries would be cut."""
+    x = x.movable()
+    old, layout = x.aval().shape, leaf_axes(x)
+    outer = 1 + max(layout.followed(len(old)), default=-1)  # the axes after them stay as they are
+    made = len(new) - (len(old) - outer)
+    if made < 0 or old[outer:] != new[made:] or (layout.stated and 0 in old):
+        return NotImplemented
+    sizes = old[:outer], new[:made]
+    axes: list[int | None] = [None] * outer
+    for axes_of_leaf, part in zip(layout.axes, layout.parts, strict=True):
+        for i, axis in enumerate(axes_of_leaf):
+            if axis is not None and axis.packed_in:
+                at, block = axis.axis + len(old), int(axis.block)
+                units = (*old[:at], aval_of(part).shape[i] // axis.packed_in, *old[at + 1 : outer])
+                axes[at] = axis_of_units(units, *sizes, at, block)
+                if axes[at] is None:
+                    return NotImplemented
+
+    def step(leaf: Leaf) -> Any:
+        follows: Any = leaf.axes[:outer]
+        if [axis and axis.axis for axis in follows] != [*range(outer)]:
+            return NotImplemented
+        if any(axis.block == "whole" for axis in follows):
+            return NotImplemented
+        widths = [axis.packed_in or 1 for axis in follows]
+        counts = tuple(n // width for n, width in zip(leaf.shape, widths, strict=False))
+        entries = reshaped(counts, *sizes)
+        if entries is None:
+            return NotImplemented
+        own = [*entries, *leaf.shape[outer:]]
+        for i, width in zip(axes, widths, strict=True):
+            if width > 1 and i is not None:
+                own[i] *= width
+        return (), {"new_sizes": tuple(own), "dimensions": None, "sharding": None}
+
+    kept = range(made, len(new))
+    return move(x, "reshape", Plan(Movement(new, (*axes, *kept), True), step))
 
 
 def _broadcast_in_dim(
-    x: Value, *, shape: Sequence[int], broadcast_dimensions: Any, sharding: Any
+    x: Value, *operands: Any, shape: Sequence[int], broadcast_dimensions: Any, sharding: Any
 ) -> Any:
-    old = x.aval().shape
-    # The trailing axes that stay where they are, counted from the end, and of their size.
-    kept = 0
-    while (
-        kept < len(old)
-        and broadcast_dimensions[-1 - kept] == len(shape) - 1 - kept
-        and old[-1 - kept] == shape[len(shape) - 1 - kept]
-    ):
-        kept += 1
-    moved, made = len(old) - kept, tuple(shape[: len(shape) - kept])
-    if sharding is not None:
+    if sharding is not None or operands:
         return NotImplemented
+    old, to = x.aval().shape, tuple(broadcast_dimensions)
+    dense = [to.index(j) if j in to else None for j in range(len(shape))]
 
-    def of(leaf: Any) -> Any:
-        inner = jnp.shape(leaf)[moved:]
-        inside = range(len(made), len(made) + len(inner))
-        return lax.broadcast_in_dim(leaf, (*made, *inner), (*broadcast_dimensions[:moved], *inside))
+    def step(leaf: Leaf) -> Any:
+        # Every leaf has the new axes in full, so that vmap and scan may take them off again.
+        new = iter(size for size, i in zip(shape, dense, strict=True) if i is None)
+        order = leaf.order(dense)
+        sizes = [next(new) if j is None else leaf.shape[j] for j in order]
+        for i, j in leaf.places().items():
+            axis: Any = leaf.axes[j]
+            if shape[to[i]] != old[i] and axis.block != "shared":
+                if axis.block == "whole" or axis.packed_in:
+                    return NotImplemented
+                sizes[order.index(j)] = shape[to[i]]
+        dimensions = tuple(k for k, j in enumerate(order) if j is not None)
+        params = {"shape": tuple(sizes), "broadcast_dimensions": dimensions}
+        return (), {**params, "sharding": None}
 
-    return _moved(x, moved, of, shape=shape)
+    return move(x, "broadcast_in_dim", Plan(Movement(tuple(shape), to), step))
+
+
+def _slices(x: Value, spans: Sequence[tuple[int, int, int]]) -> Plan:
+    old = x.aval().shape
+    cut = {i: span for i, span in enumerate(spans) if span != (0, old[i], 1)}
+
+    def step(leaf: Leaf) -> Any:
+        own = []
+        for axis, size in zip(leaf.axes, leaf.shape, strict=True):
+            span: Any = 0, size, 1
+            if axis is not None and axis.axis in cut and axis.block != "shared":
+                span = axis.span(*cut[axis.axis], old[axis.axis])
+                if span is None:
+                    return NotImplemented
+            own.append(span)
+        if all(span == (0, n, 1) for span, n in zip(own, leaf.shape, strict=True)):
+            return AsItIs
+        starts, limits, strides = zip(*own, strict=True)
+        steps = None if set(strides) == {1} else strides
+        return (), {"start_indices": starts, "limit_indices": limits, "strides": steps}
+
+    new = tuple(len(range(*span)) for span in spans)
+    return Plan(Movement(new, _stay(old)), step, cut)
 
 
 def _slice(x: Value, *, start_indices: Any, limit_indices: Any, strides: Any) -> Any:
-    shape = x.aval().shape
-    strides = strides or (1,) * len(shape)
-    whole = [(0, size, 1) for size in shape]
-    cut = list(zip(start_indices, limit_indices, strides, strict=True))
-    count = 1 + max((i for i in range(len(shape)) if cut[i] != whole[i]), default=-1)
+    strides = strides or (1,) * len(start_indices)
+    return move(x, "slice", _slices(x, [*zip(start_indices, limit_indices, strides, strict=True)]))
 
-    def of(leaf: Any) -> Any:
-        inner = jnp.shape(leaf)[count:]
-        return lax.slice(
-            leaf,
-            (*start_indices[:count], *(0 for _ in inner)),
-            (*limit_indices[:count], *inner),
-            (*strides[:count], *(1 for _ in inner)),
-        )
 
-    return _moved(x, count, of)
+def _split(x: Value, *, sizes: Any, axis: int) -> Any:
+    pieces, start = [], 0
+    for size in map(int, sizes):
+        spans = [(0, n, 1) for n in x.aval().shape]
+        spans[axis] = start, start + size, 1
+        pieces.append(move(x, "slice", _slices(x, spans)))
+        start += size
+    return NotImplemented if any(piece is NotImplemented for piece in pieces) else pieces
+
+
+def _unstack(x: Value, *, axis: int) -> Any:
+    pieces = _split(x, sizes=(1,) * x.aval().shape[axis], axis=axis)
+    if pieces is NotImplemented:
+        return pieces
+    pieces = [_squeeze(piece, dimensions=(axis,)) for piece in pieces]
+    return NotImplemented if any(piece is NotImplemented for piece in pieces) else pieces
 
 
 def _dynamic_slice(x: Value, *indices: Any, slice_sizes: Sequence[int]) -> Any:
-    shape = x.aval().shape
-    sizes = tuple(slice_sizes)
-    count = 1 + max((i for i, size in enumerate(shape) if sizes[i] != size), default=-1)
+    old, new = x.aval().shape, tuple(slice_sizes)
+    cut = {i for i in _stay(old) if new[i] != old[i]}
     if any(isinstance(i, Value) for i in indices):
         return NotImplemented
 
-    def of(leaf: Any) -> Any:
-        inner = jnp.shape(leaf)[count:]
-        zeros = (jnp.zeros_like(indices[0]),) * len(inner)
-        return lax.dynamic_slice(leaf, (*indices[:count], *zeros), (*sizes[:count], *inner))
+    def step(leaf: Leaf) -> Any:
+        starts, sizes = [], list(leaf.shape)
+        for j, axis in enumerate(leaf.axes):
+            # What is taken whole starts at 0, whatever the index says.
+            starts.append(jnp.zeros_like(indices[0]) if axis is None else indices[axis.axis])
+            if axis is not None and axis.axis in cut and axis.block != "shared":
+                if axis.block != 1:
+                    return NotImplemented
+                sizes[j] = new[axis.axis]
+        return AsItIs if tuple(sizes) == leaf.shape else (starts, {"slice_sizes": tuple(sizes)})
 
-    return _moved(x, count, of)
+    return move(x, "dynamic_slice", Plan(Movement(new, _stay(old)), step))
 
 
 def _rev(x: Value, *, dimensions: Sequence[int]) -> Any:
-    return _moved(x, max(dimensions, default=-1) + 1, lambda leaf: lax.rev(leaf, dimensions))
+    old = x.aval().shape
+
+    def step(leaf: Leaf) -> Any:
+        own = [j for i, j in leaf.places().items() if i in dimensions and leaf.shape[j] > 1]
+        axes: Any = [leaf.axes[j] for j in own]
+        if any(axis.block != 1 for axis in axes):
+            return NotImplemented
+        return ((), {"dimensions": tuple(own)}) if own else AsItIs
+
+    return move(x, "rev", Plan(Movement(old, _stay(old)), step, dimensions))
 
 
-def _gather(
-    x: Value, indices: Any, *, dimension_numbers: Any, slice_sizes: Any, mode: Any, **params: Any
-) -> Any:
-    """`x[indices]`, of which the trailing axes are taken whole and come last."""
-    numbers, shape = dimension_numbers, x.aval().shape
-    # An axis that is taken whole starts at 0, whatever the indices say.
-    cut = [i for i, size in enumerate(shape) if slice_sizes[i] != size]
-    count = int(max([*cut, *numbers.collapsed_slice_dims, *numbers.operand_batching_dims, -1])) + 1
-    starts = [i for i, axis in enumerate(numbers.start_index_map) if axis < count]
-    rest = len(shape) - count
-    first = len(numbers.offset_dims) + jnp.ndim(indices) - 1 - rest
-    offsets = tuple(numbers.offset_dims)
-    split = len(offsets) - rest
-    comes_last = offsets[split:] == tuple(range(first, first + rest))
+def _gather(x: Value, indices: Any, **params: Any) -> Any:
     # Where something outside is filled, a leaf that is filled may mean anything.
-    fills = mode == lax.GatherScatterMode.FILL_OR_DROP
-    if isinstance(indices, Value) or fills or not comes_last:
+    fills = params["mode"] == lax.GatherScatterMode.FILL_OR_DROP
+    return NotImplemented if fills else gather(x, indices, **params)
+
+
+def gather(
+    x: Value,
+    indices: Any,
+    *,
+    dimension_numbers: Any,
+    slice_sizes: Any,
+    unique_indices: bool,
+    fill_value: Any,
+    fills: Sequence[Any] | None = None,
+    rule: Callable[..., Any] | None = None,
+    **params: Any,
+) -> Any:
+    """`x[indices]`; what lies outside is filled, in each leaf, by the one of `fills`."""
+    numbers, old = dimension_numbers, x.aval().shape
+    if isinstance(indices, Value) or 0 in old:
         return NotImplemented
+    indices = jnp.asarray(indices)
+    collapsed, batching = numbers.collapsed_slice_dims, numbers.operand_batching_dims
+    kept = [i for i in _stay(old) if i not in (*collapsed, *batching)]
+    axes = dict(zip(kept, numbers.offset_dims, strict=True))
+    dense: list[int | None] = [None] * (len(kept) + indices.ndim - 1)
+    for i, j in axes.items():
+        dense[j] = i
+    batch = iter(indices.shape[:-1])
+    new = tuple(next(batch) if i is None else slice_sizes[i] for i in dense)
 
-    def of(leaf: Any) -> Any:
-        inner = jnp.shape(leaf)[count:]
-        own = numbers._replace(
-            offset_dims=(*offsets[:split], *range(first, first + len(inner))),
-            start_index_map=tuple(numbers.start_index_map[i] for i in starts),
-        )
-        return find_primitive("gather").bind(
-            leaf,
-            indices[..., jnp.array(starts, int)],
-            dimension_numbers=own,
-            slice_sizes=(*slice_sizes[:count], *inner),
-            mode=mode,
+    def step(leaf: Leaf) -> Any:
+        places = leaf.places()
+        sizes, blocks = list(leaf.shape), dict.fromkeys(places, 1)
+        for i, j in places.items():
+            axis: Any = leaf.axes[j]
+            if slice_sizes[i] == old[i]:
+                continue
+            blocks[i] = old[i] if axis.block == "shared" else axis.block
+            one = slice_sizes[i] == 1 and i not in batching and not axis.packed_in
+            if blocks[i] == "whole" or (blocks[i] > 1 and not one):
+                return NotImplemented
+            sizes[j] = slice_sizes[i]
+        columns = [k for k, i in enumerate(numbers.start_index_map) if i in places]
+        mapped = [numbers.start_index_map[k] for k in columns]
+        own = lambda dims: tuple(places[i] for i in dims if i in places)
+        pairs = zip(batching, numbers.start_indices_batching_dims, strict=True)
+        offsets = (k for k, j in enumerate(leaf.order(dense)) if j is not None)
+        return (_entries(indices, columns, [blocks[i] for i in mapped]),), {
+            "dimension_numbers": lax.GatherDimensionNumbers(
+                offset_dims=tuple(offsets),
+                collapsed_slice_dims=own(collapsed),
+                start_index_map=own(mapped),
+                operand_batching_dims=own(batching),
+                start_indices_batching_dims=tuple(k for i, k in pairs if i in places),
+            ),
+            "slice_sizes": tuple(sizes),
+            "unique_indices": unique_indices and max(blocks.values(), default=1) == 1,
+            "fill_value": fill_value if fills is None else fills[leaf.number],
             **params,
-        )
+        }
 
-    return _moved(x, count, of)
+    movement = Movement(new, tuple(map(axes.get, _stay(old))))
+    return move(x, "gather", Plan(movement, step, rule=rule))
+
+
+def _entries(indices: jax.Array, columns: Sequence[int], blocks: list[int]) -> jax.Array:
+    """The entries that cover what is looked up. Floor division keeps out of bounds what is."""
+    if [*columns] != [*range(indices.shape[-1])]:
+        indices = indices[..., jnp.array(columns, int)]
+    if set(blocks) <= {1}:
+        return indices
+    if jnp.iinfo(indices.dtype).bits < 32:  # too few for the divisors, perhaps
+        indices = indices.astype(jnp.int32)
+    return indices // jnp.array(blocks, indices.dtype)
 
 
 def _same_type(values: Sequence[Any]) -> bool:
@@ -191,17 +289,62 @@ def _same_type(values: Sequence[Any]) -> bool:
     return len({(jax.tree.structure(v), dtypes(v)) for v in values}) == 1
 
 
-def _inner_shapes(x: Value, count: int) -> list[tuple[int, ...]]:
-    return [jnp.shape(leaf)[count:] for leaf in jax.tree.leaves(x)]
-
-
 def _concatenate(*operands: Value, dimension: int) -> Any:
-    alike = _same_type(operands) and all(dimension < _batch_axes(x) for x in operands)
-    alike = alike and not (has_metadata(operands[0]) and is_label(operands[0]))
-    inner = [_inner_shapes(x, dimension + 1) for x in operands]
-    if not alike or any(shapes != inner[0] for shapes in inner):
+    if len({type(x) for x in operands}) > 1:
         return NotImplemented
-    return jax.tree.map(lambda *leaves: lax.concatenate(leaves, dimension), *operands)
+    operands = tuple(x.movable() for x in operands)
+    shapes = [x.aval().shape for x in operands]
+    sizes = [shape[dimension] for shape in shapes]
+    new = (*shapes[0][:dimension], sum(sizes), *shapes[0][dimension + 1 :])
+    layouts = [leaf_axes(x) for x in operands]
+    plan = Plan(Movement(new, _stay(new)), lambda leaf: AsItIs, (dimension,))
+    if not all(map(partial(allows, plan=plan), operands, layouts)):
+        return NotImplemented
+    if layouts[0].stated and 0 in (*shapes[0], *sizes):
+        return NotImplemented
+    # Where all share one entry, that is a block of their number.
+    blocks = [
+        [[_in_numbers(axis, shape) for axis in axes] for axes in layout.axes]
+        for layout, shape in zip(layouts, shapes, strict=True)
+    ]
+    if any(other != blocks[0] for other in blocks):
+        return NotImplemented
+    columns = zip(*(layout.parts for layout in layouts), strict=True)
+    joined = [
+        _joined(type(operands[0]), axes, parts, sizes, dimension - len(new))
+        for axes, parts in zip(blocks[0], columns, strict=True)
+    ]
+    if any(part is NotImplemented for part in joined):
+        return NotImplemented
+    wholes = [jax.tree.unflatten(x.structure, joined).moved(plan.movement) for x in layouts]
+    return wholes[0] if _same_type(wholes) else NotImplemented
+
+
+def _in_numbers(axis: LeafAxis | None, shape: Shape) -> LeafAxis | None:
+    if axis is None or axis.block != "shared":
+        return axis
+    return axis._replace(block=shape[axis.axis])
+
+
+def _joined(
+    kind: type[Value], axes: Axes, parts: Sequence[Any], sizes: Sequence[int], dimension: int
+) -> Any:
+    """The leaves of several values side by side, if no block but the last is a partial one."""
+    at = next((j for j, axis in enumerate(axes) if axis and axis.axis == dimension), None)
+    if at is None:
+        return NotImplemented
+    block: Any = axes[at].block  # type: ignore[union-attr]
+    others = {(*shape[:at], *shape[at + 1 :]) for shape in (aval_of(part).shape for part in parts)}
+    if block == "whole" or len(others) > 1 or any(size % block for size in sizes[:-1]):
+        return NotImplemented
+    if all(isinstance(part, kind) for part in parts):
+        whole = _concatenate(*parts, dimension=at)
+        if whole is not NotImplemented:
+            return whole
+    parts = [part.materialise() if isinstance(part, kind) else part for part in parts]
+    if len({aval_of(part).dtype for part in parts}) > 1:
+        return NotImplemented
+    return redispatch(lambda *xs: lax.concatenate(xs, at), *parts)
 
 
 def _stack(*operands: Value, axis: int) -> Any:
@@ -209,28 +352,16 @@ def _stack(*operands: Value, axis: int) -> Any:
     return redispatch(jnp.concatenate, with_axis, axis)
 
 
-def _split(x: Value, *, sizes: Any, axis: int) -> Any:
-    if axis >= _batch_axes(x) or (has_metadata(x) and is_label(x)):
-        return NotImplemented
-    leaves, treedef = jax.tree.flatten(x)
-    pieces = zip(*(lax.split(leaf, sizes, axis) for leaf in leaves), strict=True)
-    return [jax.tree.unflatten(treedef, piece) for piece in pieces]
-
-
-def _unstack(x: Value, *, axis: int) -> Any:
-    pieces = _split(x, sizes=(1,) * x.aval().shape[axis], axis=axis)
-    return pieces if pieces is NotImplemented else [_squeeze(y, dimensions=(axis,)) for y in pieces]
-
-
 def _select(which: Any, *cases: Value) -> Any:
     """By one predicate for all of the entries."""
-    alike = _same_type(cases) and len({tuple(_inner_shapes(x, 0)) for x in cases}) == 1
+    shapes = lambda x: tuple(map(jnp.shape, jax.tree.leaves(x)))
+    alike = _same_type(cases) and len({shapes(x) for x in cases}) == 1
     if isinstance(which, Value) or jnp.ndim(which) or not alike:
         return NotImplemented
     return jax.tree.map(lambda *leaves: lax.select_n(which, *leaves), *cases)
 
 
-_RULES: dict[str, Callable] = {
+RULES |= {
     "squeeze": _squeeze,
     "transpose": _transpose,
     "reshape": _reshape,
@@ -245,5 +376,5 @@ _RULES: dict[str, Callable] = {
     "unstack": _unstack,
     "select_n": _select,
 }
-for _name, _rule in _RULES.items():
+for _name, _rule in RULES.items():
     add_rule(_rule, [find_primitive(_name)], conditional=True)

@@ -18,7 +18,7 @@ from ..._jax.primitives import find_primitive
 from ..batch_axes import has_batch_axes
 from ..labels import is_label
 from ..rules import add_rule
-from ..value import Value, is_value, make_dense
+from ..value import Value, is_part, make_dense
 
 _NAMES = ("device_put", "reshard", "sharding_constraint")
 device_put_p, reshard_p, sharding_constraint_p = map(find_primitive, _NAMES)
@@ -54,16 +54,17 @@ def leaf_specs(value: Value, spec: P, sizes: Sizes, resize: Resize) -> Any:
 
 def _complete(value: Value, stated: Any, sizes: Sizes, resize: Resize) -> Any:
     """What a type states, with the implicit arrays among its fields leaf by leaf."""
-    parts = jax.tree.leaves(value, is_leaf=lambda x: is_value(x) and x is not value)
-    specs, structure = jax.tree.flatten(stated, is_leaf=lambda x: is_value(x) and x is not stated)
+    parts = jax.tree.leaves(value, is_leaf=is_part(value))
+    specs, structure = jax.tree.flatten(stated, is_leaf=is_part(stated))
     if type(stated) is not type(value) or len(specs) != len(parts):
         raise TypeError(
             f"{type(value).__name__}.partition returns {stated!r}; it returns None, or a "
             f"{type(value).__name__} with a jax.sharding.PartitionSpec in the place of each array"
         )
     for i, part in enumerate(parts):
-        if isinstance(part, Value) and isinstance(specs[i], P):
-            specs[i] = leaf_specs(part, specs[i], sizes, resize)
+        if isinstance(part, Value):
+            complete = leaf_specs if isinstance(specs[i], P) else _complete
+            specs[i] = complete(part, specs[i], sizes, resize)
             if specs[i] is None:
                 return None
     return jax.tree.unflatten(structure, specs)

@@ -16,7 +16,7 @@ The modules here:
     layout, grids   what moves values about, and the leaves as grids
 """
 
-from . import layout as layout
+from . import movement as movement
 from .convolution import conv_general_dilated as conv_general_dilated
 from .dot_general import dot_general as dot_general
 from .einsum import dot as dot

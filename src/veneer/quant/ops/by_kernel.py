@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..._core.primitives.dimension_numbers import DotDimensionNumbers
+from ..._core.primitives.movement import reshape
 from ...kernels import BYTES, Codes, MatmulOperands, MatmulProblem, matmul, select
 from ..formats import get_format
 from ..formats.packing import Packing
@@ -25,7 +26,6 @@ from ..formats.tiles import over_tiles
 from ..qarray import QArray
 from .by_xla import by_xla, multiplied_codes
 from .dot_params import DotParams
-from .layout import reshape
 from .operands import fits_int32, is_algorithm
 from .plan import Plan
 

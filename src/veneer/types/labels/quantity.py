@@ -17,7 +17,7 @@ from ..._core.value import Value
 from ..._jax.primitives import Primitive, find_primitive, jaxpr_as_fun
 from ..axes import Leaf, check_axes
 from .label import Label, bind
-from .unit_laws import LAWS, Operand
+from .unit_laws import LAWS, Measured
 from .units import Unit, as_unit, factor, is_convertible, show
 
 
@@ -138,13 +138,13 @@ class Quantity(Label):
         return [_with_unit(x, unit) for x, unit in zip(out, units, strict=False)]
 
 
-def _operand(x: Any) -> Operand:
+def _operand(x: Any) -> Measured:
     if isinstance(x, Quantity):
-        return Operand(x.value, x.unit, x.shape)
-    return Operand(x, None, tuple(jnp.shape(x)) if not isinstance(x, Value) else x.aval().shape)
+        return Measured(x.value, x.unit, x.shape)
+    return Measured(x, None, tuple(jnp.shape(x)) if not isinstance(x, Value) else x.aval().shape)
 
 
-def _in_unit(x: Operand, unit: Unit | None) -> Any:
+def _in_unit(x: Measured, unit: Unit | None) -> Any:
     same = x.unit is unit or (x.unit is None and x.is_free)
     return x.array if same else _converted(x.array, x.unit, unit)
 

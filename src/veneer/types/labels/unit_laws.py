@@ -13,7 +13,7 @@ from .units import Unit, factor, is_convertible, product, radians, show
 
 
 @dataclass(frozen=True)
-class Operand:
+class Measured:
     """An operand's array and its unit, which is None for a number."""
 
     array: Any
@@ -38,69 +38,69 @@ Outcome = tuple[Sequence[Unit | None], Any]
 Law = Callable[..., Outcome]
 
 
-def _meeting(operands: Sequence[Operand]) -> Unit | None:
+def _meeting(operands: Sequence[Measured]) -> Unit | None:
     """The unit in which operands meet: that of the first, unless it is the same in every unit."""
     units = [x.unit for x in operands if x.unit is not None or not x.is_free]
     return units[0] if units else None
 
 
-def _same(*operands: Operand, **params: Any) -> Outcome:
+def _same(*operands: Measured, **params: Any) -> Outcome:
     unit = _meeting(operands)
     return [unit] * len(operands), unit
 
 
-def _sum_of_cotangents(*operands: Operand, **params: Any) -> Outcome:
+def _sum_of_cotangents(*operands: Measured, **params: Any) -> Outcome:
     # JAX starts one over a loop at a dense zero, which cannot be seen to be zero there.
     unit = next(x.unit for x in operands if x.unit is not None)
     return [None if x.unit is None else unit for x in operands], unit
 
 
-def _comparison(*operands: Operand, **params: Any) -> Outcome:
+def _comparison(*operands: Measured, **params: Any) -> Outcome:
     return [_meeting(operands)] * len(operands), None
 
 
-def _first(x: Operand, *others: Operand, **params: Any) -> Outcome:
+def _first(x: Measured, *others: Measured, **params: Any) -> Outcome:
     return [x.unit, *(None for _ in others)], x.unit
 
 
-def _each(*operands: Operand, **params: Any) -> Outcome:
+def _each(*operands: Measured, **params: Any) -> Outcome:
     units = [x.unit for x in operands]
     return units, units
 
 
-def _forgotten(x: Operand, **params: Any) -> Outcome:
+def _forgotten(x: Measured, **params: Any) -> Outcome:
     return [x.unit], None
 
 
-def _number(*operands: Operand, **params: Any) -> Outcome:
+def _number(*operands: Measured, **params: Any) -> Outcome:
     return [None] * len(operands), None
 
 
-def _angle(x: Operand, **params: Any) -> Outcome:
+def _angle(x: Measured, **params: Any) -> Outcome:
     return [radians(x.unit)], None
 
 
-def _choice(which: Operand, *cases: Operand, **params: Any) -> Outcome:
+def _choice(which: Measured, *cases: Measured, **params: Any) -> Outcome:
     unit = _meeting(cases[::-1])  # jnp.where gives its first case as the last
     return [None, *(unit for _ in cases)], unit
 
 
-def _update(x: Operand, update: Operand, *starts: Operand, **params: Any) -> Outcome:
+def _update(x: Measured, update: Measured, *starts: Measured, **params: Any) -> Outcome:
     unit = _meeting([x, update])
     return [unit, unit, *(None for _ in starts)], unit
 
 
-def _scatter(x: Operand, indices: Operand, update: Operand, **params: Any) -> Outcome:
+def _scatter(x: Measured, indices: Measured, update: Measured, **params: Any) -> Outcome:
     unit = _meeting([x, update])
     return [unit, None, unit], unit
 
 
-def _product(x: Operand, y: Operand, *others: Operand, **params: Any) -> Outcome:
+def _product(x: Measured, y: Measured, *others: Measured, **params: Any) -> Outcome:
     unit = product((x.unit, 1), (y.unit, 1))
     return [x.unit, y.unit, *(None for _ in others)], unit
 
 
-def _quotient(x: Operand, y: Operand, **params: Any) -> Outcome:
+def _quotient(x: Measured, y: Measured, **params: Any) -> Outcome:
     if x.unit is not None and y.unit is not None and is_convertible(x.unit, y.unit):
         smaller = y.unit if factor(x.unit, y.unit) >= 1 else x.unit  # where integers stay such
         return [smaller, smaller], None
@@ -111,11 +111,11 @@ def _power(exponent: SupportsFloat) -> Law:
     return lambda x, **params: ([x.unit], product((x.unit, exponent)))
 
 
-def _integer_pow(x: Operand, *, y: Any, **params: Any) -> Outcome:
+def _integer_pow(x: Measured, *, y: Any, **params: Any) -> Outcome:
     return [x.unit], product((x.unit, y))
 
 
-def _pow(x: Operand, y: Operand, **params: Any) -> Outcome:
+def _pow(x: Measured, y: Measured, **params: Any) -> Outcome:
     if x.unit is None or is_convertible(x.unit, None):
         return [None, None], None
     exponents = y.entries
@@ -126,11 +126,11 @@ def _pow(x: Operand, y: Operand, **params: Any) -> Outcome:
     return [x.unit, None], product((x.unit, float(exponents.flat[0])))
 
 
-def _reduce_prod(x: Operand, *, axes: Any, **params: Any) -> Outcome:
+def _reduce_prod(x: Measured, *, axes: Any, **params: Any) -> Outcome:
     return [x.unit], product((x.unit, math.prod(x.shape[i] for i in axes)))
 
 
-def _triangular_solve(a: Operand, b: Operand, *, unit_diagonal: Any, **params: Any) -> Outcome:
+def _triangular_solve(a: Measured, b: Measured, *, unit_diagonal: Any, **params: Any) -> Outcome:
     matrix = None if unit_diagonal else a.unit  # there are ones on the diagonal
     return [matrix, b.unit], product((b.unit, 1), (matrix, -1))
 

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike, DTypeLike
 
 from ..._core.array import ImplicitArray
+from ..._core.leaf_axes import Axes, LeafAxis, Movement
 from ..._core.transform import implicit
 from ..._core.tree import check_metadata, static
 from ..._core.value import describe, materialise_one
@@ -226,21 +226,25 @@ class LoraArray(Matrix):
             out = out * over_norm(self.magnitude, norm(out, self.norm_axes))
         return out.astype(dense.dtype)
 
-    def partition(self, spec: P, shape: tuple[int, ...]) -> "LoraArray | None":
-        """The leaves are cut along the axes that they have; a norm is not taken of a part."""
-        if shape != self.shape and any(spec[i] is not None for i in self.norm_axes):
-            return None
-        of = lambda labels: P(*(None if label == RANK else spec[label] for label in labels))
-        of_magnitude = [None if i in self.norm_axes else spec[i] for i in self.w_labels]
-        lead = [spec[i] for i in self.lead]
-        raw = self.dropout_key is not None and self.dropout_key.ndim > len(lead)
-        return self.changed(
-            w=spec,
-            a=of(self.a_labels),
-            b=of(self.b_labels),
-            magnitude=None if self.magnitude is None else P(*of_magnitude),
-            dropout_key=None if self.dropout_key is None else P(*lead, *[None] * raw),
-        )
+    def leaf_axes(self) -> list[Axes]:
+        """A norm is that of a whole row or column, and no part of one is taken."""
+        follows = [LeafAxis(axis - self.w.ndim) for axis in self.w_labels]
+        whole = [LeafAxis(axis - self.w.ndim, "whole") for axis in self.w_labels]
+        split, at = len(self.lead), len(self.lead) + self.in_ndim
+        lead, ins, outs = follows[:split], follows[split:at], follows[at:]
+        norms = (whole[split:at], outs) if self.normed == "in" else (ins, whole[at:])
+        axes: list[Axes] = [follows, [*lead, *ins, None], [*lead, None, *outs]]
+        if self.magnitude is not None:
+            axes.append([*lead, *norms[0], *norms[1]])
+        if self.dropout_key is not None:
+            axes.append([*lead, *[None] * (self.dropout_key.ndim - split)])
+        return axes
+
+    def moved(self, movement: Movement) -> Any:
+        """Leading axes come and go; those that come in or go out stay."""
+        ndim, inner = len(movement.shape), self.in_ndim + self.out_ndim
+        stay = movement.axes[-inner:] == tuple(range(ndim - inner, ndim))
+        return self if stay else NotImplemented
 
     # As a structured matrix, of one axis that comes in and one that goes out.
 

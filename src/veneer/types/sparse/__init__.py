@@ -1,4 +1,12 @@
-"""Arrays most of whose entries are zero: `SparseArray` and `NMSparse`."""
+"""Arrays most of whose entries are zero.
+
+array           `SparseArray`: the entries that are not zero, and where they are
+entries         of each its value and its index along every axis
+axes            what moves, drops, adds and cuts axes of a `SparseArray`
+elementwise     functions of its entries
+dot_general     products with it
+nm_sparse       `NMSparse`: n of every m neighbours are kept
+"""
 
 from . import axes as axes
 from . import dot_general as dot_general

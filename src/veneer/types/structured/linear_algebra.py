@@ -20,7 +20,7 @@ from ..._core.array import ImplicitArray
 from ..._core.rules import register
 from ..._core.tree import split_list
 from ..lazy import Lazy
-from .contraction import Contraction, contraction
+from .by_vectors import ByVectors, by_vectors
 from .matrix import Matrix, overrides
 
 _FACTORISATIONS = ("lu", "cholesky")
@@ -101,7 +101,7 @@ def _is_deferred_factor(x: Any) -> bool:
 class _Product:
     """A program that multiplies a matrix and its operand, and permutes the axes of the result."""
 
-    contraction: Contraction
+    contraction: ByVectors
     undo: tuple[int, ...]  # the permutation that takes the axes back
 
 
@@ -115,7 +115,7 @@ def _product_with(matrix: Matrix, program: Any) -> _Product | None:
     if not matrix_first and list(dot.invars) != list(reversed(jaxpr.invars)):
         return None
     dimension_numbers, x = dot.params["dimension_numbers"], jaxpr.invars[1].aval
-    found = contraction(dimension_numbers, matrix.ndim, x.ndim, matrix_first=matrix_first)
+    found = by_vectors(dimension_numbers, matrix.ndim, x.ndim, matrix_first=matrix_first)
     if found is None or not all(found.lead):
         return None
     (result,) = dot.outvars

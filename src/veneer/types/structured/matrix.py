@@ -19,7 +19,7 @@ from ..._core.array import ImplicitArray
 from ..._core.rules import register
 from ..._core.transform import implicit
 from ..._core.value import Value
-from .contraction import accumulated, contraction
+from .by_vectors import accumulated, by_vectors
 
 
 class Matrix(ImplicitArray, abstract=True):
@@ -104,7 +104,7 @@ def _times(
     preferred_element_type: Any,
     out_sharding: Any,
 ) -> Any:
-    found = contraction(dimension_numbers, matrix.ndim, jnp.ndim(x), matrix_first=matrix_first)
+    found = by_vectors(dimension_numbers, matrix.ndim, jnp.ndim(x), matrix_first=matrix_first)
     if found is None or out_sharding is not None or not overrides(matrix, "matvec"):
         return NotImplemented
     acting = matrix.transposed() if found.transposed else matrix

@@ -12,7 +12,7 @@ Axes = Sequence[int]
 
 
 @dataclass(frozen=True)
-class Contraction:
+class ByVectors:
     """How the axes of a dense array come to be vectors, and those of the result from them.
 
     A matrix `[*lead, m, n]` takes vectors `[*lead, free, n]` to `[*lead, free, m]`; `lead` of the
@@ -58,9 +58,9 @@ def _inverse(permutation: Axes) -> tuple[int, ...]:
     return tuple(permutation.index(i) for i in range(len(permutation)))
 
 
-def contraction(
+def by_vectors(
     dimension_numbers: Any, matrix_ndim: int, dense_ndim: int, *, matrix_first: bool
-) -> Contraction | None:
+) -> ByVectors | None:
     """The contraction that a dot_general is, if it is one of either axis of the matrix.
 
     None if it contracts both, or none, or a leading one.
@@ -82,7 +82,7 @@ def contraction(
     in_order += (
         of_matrix_alone + of_dense_alone if matrix_first else of_dense_alone + of_matrix_alone
     )
-    return Contraction(
+    return ByVectors(
         transposed=of_matrix[0] == matrix_ndim - 2,
         lead=tuple(i in partner for i in leading),
         into=(*(partner[i] for i in leading if i in partner), *free, *of_dense),

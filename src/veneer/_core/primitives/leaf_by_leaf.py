@@ -1,0 +1,112 @@
+"""What a primitive that moves entries about does to each leaf of a value."""
+
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+
+from ..._jax.primitives import find_primitive
+from ..batch_axes import LeafAxes, aval_of, leaf_axes, takes_batch_axis
+from ..labels import is_label
+from ..leaf_axes import Axes, Movement, Shape
+from ..transform import implicit
+from ..tree import has_metadata
+from ..value import Value
+
+Step = tuple[Sequence[Any], dict[str, Any]]  # further operands and parameters of the primitive
+AsItIs: Step = ((), {})
+
+#: The rule of each primitive, for an array of the same type among the fields of a value.
+RULES: dict[str, Callable[..., Any]] = {}
+
+
+class Leaf(NamedTuple):
+    """A leaf's shape, the axes that it follows, counted from the front here, and its number."""
+
+    shape: Shape
+    axes: Axes
+    number: int
+
+    def places(self) -> dict[int, int]:
+        """By an axis of the dense array, the axis of the leaf that follows it."""
+        return {axis.axis: i for i, axis in enumerate(self.axes) if axis is not None}
+
+    def order(self, result: Sequence[int | None]) -> list[int | None]:
+        """The axes of the leaf as those of the dense array are in a result; None is a new axis.
+
+        What follows no axis comes before the axis that it is before, or at the end.
+        """
+        order: list[int | None] = []
+        places, left = self.places(), 0
+        for i in result:
+            if i is None:
+                order.append(None)
+            elif i in places:
+                order += [j for j in range(left, places[i] + 1) if self._stays(j, result)]
+                left = places[i] + 1
+        return [*order, *(j for j in range(left, len(self.axes)) if self._stays(j, result))]
+
+    def _stays(self, j: int, result: Sequence[int | None]) -> bool:
+        axis = self.axes[j]
+        return axis is None or axis.axis in result
+
+
+class Plan(NamedTuple):
+    """What a primitive does to a dense array, and what to a leaf.
+
+    **Arguments:**
+
+    - `movement`: what becomes of the axes.
+    - `step`: from a leaf to the operands and parameters with which it goes through the same
+      primitive; `AsItIs`, or NotImplemented.
+    - `touched`: axes that a leaf must follow though they stay where they are.
+    - `rule`: the rule that moves an array of the same type among the fields, if not the one here.
+    """
+
+    movement: Movement
+    step: Callable[[Leaf], Any]
+    touched: Collection[int] = ()
+    rule: Callable[..., Any] | None = None
+
+
+def allows(x: Value, layout: LeafAxes, plan: Plan) -> bool:
+    """Whether a plan leaves alone what no leaf follows, and what metadata may speak of."""
+    old, (new, axes, _), followed = x.aval().shape, plan.movement, layout.followed(x.aval().ndim)
+    for i, j in enumerate(axes):
+        stays = j is not None and j - len(new) == i - len(old) and new[j] == old[i]
+        if i not in followed and not (stays and i not in plan.touched):
+            return False
+    if layout.stated:
+        return True
+    # Of a label every axis looks like one of a batch, and its metadata may speak of any.
+    if has_metadata(x) and is_label(x):
+        return False
+    return bool(followed) or new == old or takes_batch_axis(x)
+
+
+def move(x: Value, primitive: str, plan: Plan) -> Any:
+    """A value with each leaf moved, or NotImplemented."""
+    x = x.movable()
+    layout, ndim = leaf_axes(x), x.aval().ndim
+    if not allows(x, layout, plan):
+        return NotImplemented
+    moved = []
+    for i, (part, axes) in enumerate(zip(layout.parts, layout.axes, strict=True)):
+        in_front = [axis and axis._replace(axis=axis.axis + ndim) for axis in axes]
+        step = plan.step(Leaf(aval_of(part).shape, in_front, i))
+        if step is NotImplemented:
+            return NotImplemented
+        moved.append(part if step is AsItIs else _moved_part(x, primitive, part, step, plan))
+    return jax.tree.unflatten(layout.structure, moved).moved(plan.movement)
+
+
+def _moved_part(x: Value, primitive: str, part: Any, step: Step, plan: Plan) -> Any:
+    operands, params = step
+    bind = partial(find_primitive(primitive).bind, **params)
+    if not isinstance(part, Value):
+        return bind(part, *operands)
+    if isinstance(part, type(x)):  # a matter of how x is stored (quantised scales): dense, no news
+        moved = (plan.rule or RULES[primitive])(part, *operands, **params)
+        return bind(part.materialise(), *operands) if moved is NotImplemented else moved
+    return implicit(bind)(part, *operands)
