@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from . import tree as vtree
-from ._core.array import ImplicitArray
+from ._core.surface.array import ImplicitArray
 from ._core.value import Value, is_value
 from ._report.tables import html_table, rich_table, size_of, text_of_rich, text_table
 from .quant import QArray

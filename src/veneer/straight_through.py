@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import zero_from_primal
 
-from ._core.array import ImplicitArray
 from ._core.labels import dense_unless
+from ._core.surface.array import ImplicitArray
 from ._core.transform import redispatch
 from ._core.value import Value, describe, is_value, materialise_one
 from ._jax.primitives import Primitive

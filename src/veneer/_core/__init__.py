@@ -13,17 +13,11 @@ The modules here are the heart, and what a newcomer reads, each importing those 
     results         the check of what a rule returns
     dispatch        what a primitive gives: by a rule, a default, or made dense
     trace           the trace, which wraps implicit values and no others
-    reentering      functions that JAX runs later, in a trace of its own
-    transform       implicit
-    array           ImplicitArray, what users subclass
-
-beside them, for rules of every type:
-
-    dimension_numbers  which axes of two operands a product sums, and which both have
+    transform       implicit, and redispatch, by which rules of ours call functions of ours
 
 and in rooms of their own:
 
-    surface         Python's side: operators of arrays, and captured variables
+    surface         Python's side: ImplicitArray, its operators, annotations, captured variables
     primitives      what values of any type do at JAX's own primitives
 """
 

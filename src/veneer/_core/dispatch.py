@@ -12,7 +12,8 @@ from .._jax.tracing import is_eager
 from .functions import JittedFunction
 from .policy import note_rule
 from .results import check_result
-from .rules import Dense, Target, location_of, resolve
+from .rules import Target, location_of, resolve
+from .surface.annotations import Dense
 from .value import Value, describe, is_value
 
 

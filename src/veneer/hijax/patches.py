@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from .._core.array import ImplicitArray
+from .._core.surface.array import ImplicitArray
 from .._core.value import Value, is_value
 from .._jax.hijax import (
     FlatTree,

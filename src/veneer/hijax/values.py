@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._core.array import ImplicitArray
+from .._core.surface.array import ImplicitArray
 from .._core.value import Value
 
 if TYPE_CHECKING:

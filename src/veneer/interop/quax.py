@@ -26,8 +26,8 @@ from typing import Any, TypeVar
 from jax.core import ShapedArray
 from jax.typing import ArrayLike
 
-from .._core.array import Shaped
 from .._core.rules import add_rule
+from .._core.surface.array import Shaped
 from .._core.transform import FilterSpec, implicit
 from .._core.value import Value as _CoreValue
 from .._jax.primitives import Primitive, find_primitive, inlines_early, jaxpr_as_fun

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._core.array import ImplicitArray
+from .._core.surface.array import ImplicitArray
 from ..quant import ActivationQuantized, QArray
 from .folder import DTYPES, FolderWriter, TensorFolder, as_jax, write_aside
 from .manifest import BYTE_FLOATS

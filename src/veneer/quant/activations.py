@@ -11,10 +11,10 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jax.typing import ArrayLike
 
-from .._core.primitives.dimension_numbers import DotDimensionNumbers
 from .._core.policy import note_how
+from .._core.primitives.dimension_numbers import DotDimensionNumbers
 from .._core.rules import register
-from .._core.transform import implicit
+from .._core.transform import redispatch
 from .._core.tree import static
 from .._core.value import Value, materialise_one
 from .._jax.primitives import find_primitive
@@ -228,7 +228,7 @@ def _fits(leaf: tuple[int, ...], shape: tuple[int, ...]) -> bool:
 def bind(primitive: str, operands: Sequence[Any], params: dict[str, Any]) -> Any:
     """Returns what a primitive gives on operands that may be implicit."""
     bound = find_primitive(primitive).bind
-    return implicit(lambda *xs: bound(*xs, **params))(*operands)
+    return redispatch(lambda *xs: bound(*xs, **params), *operands)
 
 
 def _on_the_weight(
@@ -325,7 +325,7 @@ def _product(
         # The product sums the other side of what is stored. That is not left to be seen from where
         # the weight comes from, for there is no seeing through a function with its own derivative.
         swap = dict(zip(last, last[::-1], strict=True))
-        w = w.changed(array=implicit(lambda array: jnp.swapaxes(array, -1, -2))(w.array))
+        w = w.changed(array=redispatch(lambda array: jnp.swapaxes(array, -1, -2), w.array))
         of_x, of_w = zip(*numbers, strict=True)
         stored = [tuple(swap.get(axis, axis) for axis in axes) for axes in of_w]
         numbers = DotDimensionNumbers(*zip(of_x, stored, strict=True))
@@ -364,7 +364,7 @@ def _one_by_one(
         numeric = {name: params[name] for name in ("precision", "preferred_element_type")}
         return jnp.einsum(x, labels[0], w, labels[1], labels[2], **numeric)
 
-    return implicit(product)(apart, w)
+    return redispatch(product, apart, w)
 
 
 @register("ragged_dot_general")

@@ -6,6 +6,7 @@ its axes. A companion has the rank of the weight, and along each axis its size o
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import jax
@@ -15,11 +16,11 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from .._core.array import ImplicitArray
 from .._core.leaf_axes import LeafAxis, Movement, aligned
 from .._core.primitives.reshaping import reshape_groups
 from .._core.rules import register
-from .._core.transform import implicit
+from .._core.surface.array import ImplicitArray
+from .._core.transform import redispatch
 from .._core.value import Value
 from .._jax.primitives import Primitive, find_primitive
 from .formats.tiles import Leaf, Shape
@@ -112,7 +113,7 @@ class ProductWeight(ImplicitArray, abstract=True):
     def default(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]) -> Any:
         """What the primitive gives on the weights themselves."""
         bind = lambda *xs: primitive.bind(*xs, **primitive.get_bind_params(params))
-        return implicit(bind)(*(x.array if isinstance(x, ProductWeight) else x for x in values))
+        return redispatch(bind, *(x.array if isinstance(x, ProductWeight) else x for x in values))
 
 
 # Rules for what leaf axes do not say. `_moved` is given what to do with a companion, and where each
@@ -128,7 +129,7 @@ def _moved(
     *operands: Any,
 ) -> Any:
     bind = find_primitive(primitive).bind
-    array = implicit(lambda x, *others: bind(x, *others, **params))(w.array, *operands)
+    array = redispatch(lambda x, *others: bind(x, *others, **params), w.array, *operands)
     companions = {name: companion(leaf) for name, leaf in w._companions().items()}
     ndim = array.ndim
     kept = (axes(axis + w.ndim) for axis in w.contracting)
@@ -156,7 +157,7 @@ def _gather(w: ProductWeight, indices: ArrayLike, **params: Any) -> Any:
     whole = all(sizes[axis] == w.shape[axis] for axis in left)
     bind = find_primitive("gather").bind
     if jnp.ndim(indices) != 1 or len(left) < 2 or not whole:
-        return implicit(lambda x, i: bind(x, i, **params))(w.array, indices)
+        return redispatch(lambda x, i: bind(x, i, **params), w.array, indices)
     axes = lambda axis: left.index(axis) if axis in left else None
     move = lambda leaf: bind(_in_full(w, leaf), indices, **params)
     return _moved(w, "gather", params, move, axes, indices)
@@ -168,7 +169,7 @@ def _reshape(w: ProductWeight, **params: Any) -> Any:
     if params["sharding"] is not None or w.size == 0:
         return NotImplemented
     if order is not None:
-        w = implicit(lambda w: lax.transpose(w, order))(w)
+        w = redispatch(lambda w: lax.transpose(w, order), w)
         params |= {"dimensions": None}
     groups = list(reshape_groups(w.shape, sizes))
     contracting = {axis + w.ndim for axis in w.contracting}
@@ -200,7 +201,7 @@ def _concatenate(*operands: ProductWeight, dimension: int) -> Any:
             parts.append(jnp.broadcast_to(leaf, sizes))
         return lax.concatenate(parts, dimension)
 
-    join = implicit(lambda *xs: lax.concatenate(xs, dimension))
+    join = partial(redispatch, lambda *xs: lax.concatenate(xs, dimension))
     columns = zip(*(w._companions().values() for w in operands), strict=True)
     companions = dict(zip(first._companions(), (joined(*c) for c in columns), strict=True))
     return first.changed(array=join(*(w.array for w in operands)), **companions)

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from .._core.array import ImplicitArray
 from .._core.leaf_axes import LeafAxis, Movement, aligned
+from .._core.surface.array import ImplicitArray
 from .._core.tree import static
 from .formats import FORMATS, Format, get_format
 from .formats.packing import UNITS, Packing, pack, packed_size, unpack

@@ -10,8 +10,8 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from .._core.array import ImplicitArray
 from .._core.rules import register
+from .._core.surface.array import ImplicitArray
 from .._core.tree import static
 from .._jax.primitives import Primitive, find_primitive
 from .elementwise import ELEMENTWISE

@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 import jax
 from jax.sharding import PartitionSpec
 
-from .._core.array import ImplicitArray
-from .._core.transform import implicit
+from .._core.surface.array import ImplicitArray
+from .._core.transform import redispatch
 from .._core.value import Value
 from .._jax.primitives import Primitive
 from .axes import Leaf, check_axes
@@ -64,4 +64,4 @@ class Frozen(ImplicitArray):
     def default(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]) -> Any:
         """What the primitive gives on what is held."""
         bind = lambda *xs: primitive.bind(*xs, **primitive.get_bind_params(params))
-        return implicit(bind)(*(x.materialise() if isinstance(x, Frozen) else x for x in values))
+        return redispatch(bind, *(x.materialise() if isinstance(x, Frozen) else x for x in values))

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 from jax.typing import ArrayLike
 
-from .._core.array import ImplicitArray
 from .._core.rules import add_rule, register
-from .._core.transform import implicit
+from .._core.surface.array import ImplicitArray
+from .._core.transform import implicit, redispatch
 from .._core.tree import check_fields, static
 from .._core.value import Value, is_value, make_dense, materialise_one
 from .._jax.primitives import Primitive, find_primitive
@@ -240,7 +240,7 @@ def _bind_with(primitive: Primitive, needed: Sequence[bool], operands: Sequence[
     ready = make_dense(primitive, [x for x, n in zip(operands, needed, strict=True) if n])
     dense = iter(ready)
     operands = [next(dense) if n else x for x, n in zip(operands, needed, strict=True)]
-    return implicit(lambda *xs: primitive.bind(*xs, **params))(*operands)
+    return redispatch(lambda *xs: primitive.bind(*xs, **params), *operands)
 
 
 def _loop(name: str) -> None:

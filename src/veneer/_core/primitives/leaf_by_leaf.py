@@ -10,7 +10,7 @@ from ..._jax.primitives import find_primitive
 from ..batch_axes import LeafAxes, aval_of, leaf_axes, takes_batch_axis
 from ..labels import is_label
 from ..leaf_axes import Axes, Movement, Shape
-from ..transform import implicit
+from ..transform import redispatch
 from ..tree import has_metadata
 from ..value import Value
 
@@ -109,4 +109,4 @@ def _moved_part(x: Value, primitive: str, part: Any, step: Step, plan: Plan) -> 
     if isinstance(part, type(x)):  # a matter of how x is stored (quantised scales): dense, no news
         moved = (plan.rule or RULES[primitive])(part, *operands, **params)
         return bind(part.materialise(), *operands) if moved is NotImplemented else moved
-    return implicit(bind)(part, *operands)
+    return redispatch(bind, part, *operands)

@@ -15,9 +15,9 @@ from ..._jax.primitives import find_primitive
 from ..._jax.sharding import flat_tree
 from ..._jax.tracing import varying_axes
 from ..policy import current_policy, policy_in_force
-from ..reentering import reentering
 from ..rules import add_rule, structural
 from ..value import Value, make_dense
+from .reentering import reentering
 from .sharding import Sizes, axes_of, entries_of, join, map_leaves, split
 
 _shard_map_p, _pvary_p = map(find_primitive, ("shard_map", "pvary"))

@@ -1,5 +1,7 @@
-"""Where Python meets the heart: operators of arrays, and the variables that a function captures.
+"""Where Python meets the heart: what users subclass, annotate and capture.
 
-operators   the operators and methods of `jax.Array`, as `implicit` of them
-captures    what a function closes over, opened so that it is as an argument
+array           ImplicitArray, what users subclass
+operators       its operators and methods, those of `jax.Array`
+annotations     those of a rule, as the classes of operands that it takes
+captures        what a function closes over, opened so that it is as an argument
 """

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from ..._core.array import ImplicitArray
+from ..._core.surface.array import ImplicitArray
 from ...straight_through import ste
 from ..formats import FORMATS
 from ..formats.tiles import Leaf, over_tiles

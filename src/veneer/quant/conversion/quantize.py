@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from ..._core.array import ImplicitArray
+from ..._core.surface.array import ImplicitArray
 from ..._core.value import materialise_one
 from ..formats import FORMATS, Format, get_format
 from ..formats.rounding import encode_stochastically

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from ..._core.array import ImplicitArray
+from ..._core.surface.array import ImplicitArray
 from ..formats import FORMATS, get_format
 from ..formats.tiles import split_tiles
 from .calibration import Range, find_range, has_zero_point, range_to_scale

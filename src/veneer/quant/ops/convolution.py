@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from ..._core.array import ImplicitArray
 from ..._core.rules import register
+from ..._core.surface.array import ImplicitArray
 from ..formats.tiles import over_tiles
 from ..qarray import QArray
 from .operands import (

@@ -7,9 +7,9 @@ from typing import Any
 import jax
 from jax.typing import ArrayLike, DTypeLike
 
-from ..._core.array import ImplicitArray
 from ..._core.primitives.dimension_numbers import DotDimensionNumbers
 from ..._core.rules import register
+from ..._core.surface.array import ImplicitArray
 from ..qarray import QArray
 from .by_kernel import by_kernel
 from .by_xla import WAYS_BY_XLA

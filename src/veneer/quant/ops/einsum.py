@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from ..._core.array import ImplicitArray
-from ..._core.transform import implicit
+from ..._core.surface.array import ImplicitArray
+from ..._core.transform import redispatch
 from ..._core.value import materialise
 from .operands import as_operand
 
@@ -34,7 +34,7 @@ def einsum(*args: Any, preferred_element_type: DTypeLike | None = None, **kwargs
     options = {"preferred_element_type": preferred_element_type, **kwargs}
     operands = [as_operand(x) if isinstance(x, ImplicitArray) else x for x in args]
     # A result that is no product, such as an operand transposed, may be quantised itself.
-    return materialise(implicit(lambda operands: jnp.einsum(*operands, **options))(operands))
+    return materialise(redispatch(lambda operands: jnp.einsum(*operands, **options), operands))
 
 
 def dot(
@@ -68,4 +68,4 @@ def dot(
             out_sharding=out_sharding,
         )
 
-    return materialise(implicit(of_arrays)(*map(as_operand, (a, b))))
+    return materialise(redispatch(of_arrays, *map(as_operand, (a, b))))

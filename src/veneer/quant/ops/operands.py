@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from ..._core.array import ImplicitArray
+from ..._core.surface.array import ImplicitArray
 from ..._core.value import materialise_one
 from ..formats import Format
 from ..formats.tiles import over_tiles

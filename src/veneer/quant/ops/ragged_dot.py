@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from ..._core.array import ImplicitArray
 from ..._core.primitives.dimension_numbers import DotDimensionNumbers
 from ..._core.rules import register
+from ..._core.surface.array import ImplicitArray
 from ..._core.value import materialise_one
 from ..qarray import QUANTIZABLE, QArray
 from .dot_general import dot_general

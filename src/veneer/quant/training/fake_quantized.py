@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from ..._core.array import ImplicitArray
+from ..._core.surface.array import ImplicitArray
 from ..._core.tree import static
 from ..._core.value import describe
 from ..conversion.calibration import check_calibration

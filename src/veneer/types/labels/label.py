@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from ..._core.array import ImplicitArray
-from ..._core.transform import implicit
+from ..._core.surface.array import ImplicitArray
+from ..._core.transform import redispatch
 from ..._jax.primitives import Primitive
 
 
@@ -41,4 +41,4 @@ class Label(ImplicitArray, abstract=True):
 def bind(primitive: Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:
     """Binds a primitive on operands some of which may be implicit, for their rules to run."""
     of_bind = primitive.get_bind_params(params)
-    return implicit(lambda *operands: primitive.bind(*operands, **of_bind))(*operands)
+    return redispatch(lambda *operands: primitive.bind(*operands, **of_bind), *operands)

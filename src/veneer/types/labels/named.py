@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from ..._core.transform import implicit
+from ..._core.transform import redispatch
 from ..._core.tree import static
 from ..._core.value import Value, materialise_one
 from ..._jax.primitives import Primitive
@@ -103,7 +103,7 @@ class Named(Label):
         if len(names) != len(self.names):
             raise ValueError(f"order takes all the names {self.names}, got {names}")
         axes = [self.axis(name) for name in names]
-        return implicit(lambda x: jnp.transpose(x, axes))(self)
+        return redispatch(lambda x: jnp.transpose(x, axes), self)
 
     def rename(self, **names: str | None) -> "Named":
         """The same array, with axes renamed: `x.rename(old="new")`. None takes a name away.

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from ..._core.array import ImplicitArray
 from ..._core.rules import register
+from ..._core.surface.array import ImplicitArray
 from ..._core.tree import static
 from ..._core.value import materialise_one
 from ..._jax.primitives import find_primitive

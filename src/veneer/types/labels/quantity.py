@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 from ..._core.labels import refuses_to_be_dense
 from ..._core.primitives.calls import is_plain
 from ..._core.rules import add_rule
-from ..._core.transform import implicit
+from ..._core.transform import redispatch
 from ..._core.tree import static
 from ..._core.value import Value
 from ..._jax.primitives import Primitive, find_primitive, jaxpr_as_fun
@@ -177,7 +177,7 @@ def _converted(value: Any, unit: Unit | None, to: Unit | None) -> Any:
             f"from {show(unit)} to {show(to)} is a factor of {by}, which is no {dtype}; use astype "
             "first"
         )
-    return implicit(lambda x: x * np.asarray(by, dtype))(value)
+    return redispatch(lambda x: x * np.asarray(by, dtype), value)
 
 
 # A jitted function of a few primitives (jnp.where, jnp.power) is opened and not called, for a call
@@ -192,7 +192,7 @@ def _open_call(*operands: Label | ArrayLike, jaxpr: Any, **params: Any) -> Any:
         return NotImplemented
     if not any(map(refuses_to_be_dense, operands)):
         return NotImplemented
-    return implicit(jaxpr_as_fun(jaxpr))(*operands)
+    return redispatch(jaxpr_as_fun(jaxpr), *operands)
 
 
 add_rule(_open_call, [find_primitive("jit")], structural=True, conditional=True)

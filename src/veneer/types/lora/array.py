@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from ..._core.array import ImplicitArray
 from ..._core.leaf_axes import Axes, LeafAxis, Movement
-from ..._core.transform import implicit
+from ..._core.surface.array import ImplicitArray
+from ..._core.transform import redispatch
 from ..._core.tree import check_metadata, static
 from ..._core.value import describe, materialise_one
 from ..axes import Leaf, check_axes
@@ -277,7 +277,7 @@ class LoraArray(Matrix):
         a, b = (self.a, self.a_labels), (self.b, self.b_labels)
         if swapped:
             a, b = b, a
-        turned = implicit(lambda x: lax.transpose(x, permutation))
+        turned = partial(redispatch, lambda x: lax.transpose(x, permutation))
         key = self.dropout_key
         if key is not None:
             key = lax.transpose(key, (*lead, *range(split, key.ndim)))
@@ -301,14 +301,14 @@ class LoraArray(Matrix):
         return replace(self, w=scale(self.w), b=scale(self.b))
 
     def converted(self, dtype: Any) -> "LoraArray":
-        cast = lambda x: None if x is None else implicit(lambda x: x.astype(dtype))(x)
+        cast = lambda x: None if x is None else redispatch(lambda x: x.astype(dtype), x)
         names = ("w", "a", "b", "magnitude")
         return self.changed(**{name: cast(getattr(self, name)) for name in names})
 
     def main_diagonal(self) -> Any:
         if not self.is_sum:
             return NotImplemented
-        of_w = implicit(partial(jnp.diagonal, axis1=-2, axis2=-1))(self.w)
+        of_w = redispatch(partial(jnp.diagonal, axis1=-2, axis2=-1), self.w)
         n = of_w.shape[-1]
         a, b = self.a[..., :n, :], jnp.matrix_transpose(self.b)[..., :n, :]
         return of_w + scaled((a * b).sum(-1), self.scale).astype(of_w.dtype)

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ..._core.rules import register
-from ..._core.transform import implicit
+from ..._core.transform import redispatch
 from .array import LoraArray
 
 
@@ -31,7 +31,7 @@ def _reshape(x: LoraArray, *, new_sizes: Any, dimensions: Any, sharding: Any) ->
     magnitude = x.magnitude
     rank = x.a.shape[-1]
     return x.changed(
-        w=implicit(lambda w: w.reshape(*lead, *ins, *outs))(x.w),
+        w=redispatch(lambda w: w.reshape(*lead, *ins, *outs), x.w),
         a=jnp.reshape(x.a, (*lead, *ins, rank)),
         b=jnp.reshape(x.b, (*lead, rank, *outs)),
         magnitude=magnitude

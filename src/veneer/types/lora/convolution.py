@@ -7,7 +7,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from ..._core.rules import register
-from ..._core.transform import implicit
+from ..._core.transform import redispatch
 from ..._jax.primitives import find_primitive
 from .array import LoraArray, scaled
 from .dropout import drop_any
@@ -54,7 +54,7 @@ def _conv(
         )
 
     x = jnp.asarray(x)
-    out = implicit(conv)(x, kernel.w)
+    out = redispatch(conv, x, kernel.w)
     dtype = jnp.result_type(x, near)
     x = drop_any(x, kernel) if kernel.drops else x
     low = conv(x.astype(dtype), jnp.asarray(near, dtype))

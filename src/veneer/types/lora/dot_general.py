@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from ..._core.rules import register
-from ..._core.transform import implicit
+from ..._core.transform import redispatch
 from .array import LoraArray, scaled
 from .dropout import drop
 from .labels import RANK, Label, Labels, arrange, contract
@@ -105,7 +106,7 @@ def _dot_general(
     numbers: Any = (
         dimension_numbers if dense_first else tuple(pair[::-1] for pair in dimension_numbers)
     )
-    dot = implicit(lambda x, y: lax.dot_general(x, y, numbers, **params))
+    dot = partial(redispatch, lambda x, y: lax.dot_general(x, y, numbers, **params))
     out = dot(x, lora.w) if dense_first else dot(lora.w, x)
     update, update_labels = product.update(x, labels)
     total = out + arrange(update, update_labels, wanted).astype(out.dtype)

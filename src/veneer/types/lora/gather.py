@@ -7,7 +7,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from ..._core.rules import register
-from ..._core.transform import implicit
+from ..._core.transform import redispatch
 from ..._core.value import materialise_one
 from ..._jax.primitives import find_primitive
 from .array import LoraArray, scaled
@@ -53,7 +53,7 @@ def _gather(
             **params,
         )
 
-    of_w = implicit(lambda w: rows(w, x.shape[at + 1 :], fill_value))(x.w)
+    of_w = redispatch(lambda w: rows(w, x.shape[at + 1 :], fill_value), x.w)
     of_w = jnp.asarray(materialise_one(of_w))  # the rows alone, where w is quantised
     # What is filled in is not updated.
     low = rows(scaled(jnp.asarray(x.a), x.scale), x.a.shape[-1:], 0)

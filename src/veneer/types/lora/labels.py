@@ -5,12 +5,13 @@ it. Contractions are `lax.dot_general`, and nothing more where no axis is out of
 """
 
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
-from ..._core.transform import implicit
+from ..._core.transform import redispatch
 
 Label = int | str | tuple[str, int]
 Labels = tuple[Label, ...]
@@ -44,10 +45,11 @@ def contract(
     dimension_numbers = places(contracted), places(batch)
     dtype = jnp.result_type(x.dtype, y.dtype)
     preferred = widened(preferred_element_type, dtype)
-    dot = implicit(
+    dot = partial(
+        redispatch,
         lambda x, y: lax.dot_general(
             x, y, dimension_numbers, precision=precision, preferred_element_type=preferred
-        )
+        ),
     )
     product = dot(_in_dtype(x, dtype), _in_dtype(y, dtype))
     free = [label for label in (*x_labels, *y_labels) if label not in shared]
@@ -73,4 +75,4 @@ def _check_labels(x: Any, labels: Labels) -> None:
 
 
 def _in_dtype(x: Any, dtype: Any) -> Any:
-    return x if x.dtype == dtype else implicit(lambda x: x.astype(dtype))(x)
+    return x if x.dtype == dtype else redispatch(lambda x: x.astype(dtype), x)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from ..._core.rules import register
-from ..._core.transform import implicit
+from ..._core.transform import redispatch
 from ..axes import Leaf, check_axes
 from ..structured.factors import applied, transposed
 from ..structured.matrix import Matrix, product
@@ -50,7 +50,7 @@ class LowRank(Matrix):
 
     def materialise(self) -> Any:
         """The dense matrix."""
-        return implicit(jnp.matmul)(self.a, self.b)
+        return redispatch(jnp.matmul, self.a, self.b)
 
     def partition(self, spec: P, shape: tuple[int, ...]) -> "LowRank":
         """Cut along the axes of the matrix; the rank is not cut."""
@@ -70,11 +70,11 @@ class LowRank(Matrix):
             n = min(a.shape[-2], b.shape[-1])
             return (a[..., :n, :] * jnp.matrix_transpose(b)[..., :n, :]).sum(-1)
 
-        return implicit(of)(self.a, self.b)
+        return redispatch(of, self.a, self.b)
 
 
 def _first(x: LowRank, y: Matrix) -> LowRank:
-    return LowRank(x.a, implicit(jnp.matmul)(x.b, y))
+    return LowRank(x.a, redispatch(jnp.matmul, x.b, y))
 
 
 product(_first, precedence=-1)  # or it would tie with the next where the one of two declines
@@ -82,20 +82,20 @@ product(_first, precedence=-1)  # or it would tie with the next where the one of
 
 @product
 def _(x: Matrix, y: LowRank) -> LowRank:
-    return LowRank(implicit(jnp.matmul)(x, y.a), y.b)
+    return LowRank(redispatch(jnp.matmul, x, y.a), y.b)
 
 
 @product
 def _(x: LowRank, y: LowRank) -> LowRank:
     """Of the smaller of the two ranks."""
-    between = implicit(jnp.matmul)(x.b, y.a)
+    between = redispatch(jnp.matmul, x.b, y.a)
     if x.b.shape[-2] < y.a.shape[-1]:
-        return LowRank(x.a, implicit(jnp.matmul)(between, y.b))
-    return LowRank(implicit(jnp.matmul)(x.a, between), y.b)
+        return LowRank(x.a, redispatch(jnp.matmul, between, y.b))
+    return LowRank(redispatch(jnp.matmul, x.a, between), y.b)
 
 
 def _side_by_side(x: Any, y: Any, axis: int) -> Any:
-    return implicit(lambda *xs: jnp.concatenate(xs, axis))(x, y)
+    return redispatch(lambda *xs: jnp.concatenate(xs, axis), x, y)
 
 
 @register("add")

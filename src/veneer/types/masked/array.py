@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from ..._core.array import ImplicitArray
+from ..._core.surface.array import ImplicitArray
 
 Axis = int | Sequence[int] | None
 

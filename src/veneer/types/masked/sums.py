@@ -5,7 +5,7 @@ from typing import Any
 from jax.typing import ArrayLike
 
 from ..._core.rules import add_rule
-from ..._core.transform import implicit
+from ..._core.transform import redispatch
 from ..._jax.primitives import find_primitive, jaxpr_as_fun
 from ..._jax.tracing import is_eager, known_entries
 from .array import Masked
@@ -50,7 +50,7 @@ def _jit(*operands: Masked | ArrayLike, name: str, jaxpr: Any, **params: Any) ->
         raise TypeError(_counts_all(f"jax.numpy.{name.strip('_')}", _STATISTICS[name]))
     # Compiled for itself, a sum would come back as an object that knows nothing of its entries.
     if is_eager() and len(jaxpr.eqns) <= _SMALL:
-        return implicit(jaxpr_as_fun(jaxpr))(*operands)
+        return redispatch(jaxpr_as_fun(jaxpr), *operands)
     return NotImplemented
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from ..._core.array import ImplicitArray
+from ..._core.surface.array import ImplicitArray
 from ..._core.tree import static
 from ..._core.value import Value, materialise_one
 from ..axes import check_axes

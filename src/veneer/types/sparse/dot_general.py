@@ -9,7 +9,7 @@ from jax.typing import ArrayLike
 
 from ..._core.labels import dense_unless
 from ..._core.rules import register
-from ..._core.transform import implicit
+from ..._core.transform import redispatch
 from ..._jax.primitives import find_primitive
 from .array import SparseArray
 
@@ -36,7 +36,7 @@ def _sparse_sparse(x: SparseArray, y: SparseArray, **params: Any) -> Any:
     smaller = min(x, y, key=lambda z: z.size)
     primitive = find_primitive("dot_general")
     x, y = dense_unless(lambda z: z is not smaller, primitive, [x, y])
-    return implicit(primitive.bind)(x, y, **params)
+    return redispatch(primitive.bind, x, y, **params)
 
 
 def _product(

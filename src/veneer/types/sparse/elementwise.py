@@ -9,7 +9,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from ..._core.rules import register
-from ..._core.transform import implicit
+from ..._core.transform import redispatch
 from ..._core.value import make_dense
 from ..._jax.primitives import find_primitive
 from ..zero_preserving import LINEAR, NONLINEAR
@@ -91,7 +91,7 @@ _register_by_dense("div")
 @register("div")
 def _div_sparse(x: SparseArray, y: SparseArray, **params: Any) -> Any:
     div = find_primitive("div")
-    return implicit(div.bind)(x, *make_dense(div, [y]), **params)
+    return redispatch(div.bind, x, *make_dense(div, [y]), **params)
 
 
 @register("mul")

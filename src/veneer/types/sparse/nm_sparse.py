@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import jax
@@ -11,9 +12,9 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from ..._core.array import ImplicitArray
 from ..._core.rules import register
-from ..._core.transform import implicit
+from ..._core.surface.array import ImplicitArray
+from ..._core.transform import redispatch
 from ..._core.tree import static
 from ..._core.value import materialise_one
 from ..._jax.primitives import find_primitive
@@ -210,13 +211,13 @@ def _transpose(x: NMSparse, *, permutation: Any) -> Any:
     if last != {x.ndim - 2, x.ndim - 1}:
         return NotImplemented
     flipped = permutation[-1] == x.ndim - 2
-    move = implicit(lambda leaf: lax.transpose(leaf, (*lead, *permutation[-2:])))
+    move = partial(redispatch, lambda leaf: lax.transpose(leaf, (*lead, *permutation[-2:])))
     axis = -3 - x.axis if flipped else x.axis
     return NMSparse(move(x.values), move(x.indices), x.n, x.m, axis)
 
 
 def _of_values(x: NMSparse, function: Callable, *others: Any) -> NMSparse:
-    return dataclasses.replace(x, values=implicit(function)(x.values, *others))
+    return dataclasses.replace(x, values=redispatch(function, x.values, *others))
 
 
 def _register_elementwise(name: str) -> None:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from ..._core.rules import register
-from ..._core.transform import implicit
+from ..._core.transform import redispatch
 from ..._core.value import materialise_one
 from ..axes import Leaf, check_axes
 from .diagonal import Diagonal
@@ -66,7 +66,7 @@ class BlockDiagonal(Matrix):
                 f"BlockDiagonal takes matrices of one shape, got {shapes}; pad them to one, or "
                 "apply each to its part of the vector"
             )
-        return cls(implicit(lambda ws: jnp.stack(ws, -3))(matrices))
+        return cls(redispatch(lambda ws: jnp.stack(ws, -3), matrices))
 
     def materialise(self) -> Any:
         """The dense matrix."""
@@ -105,19 +105,19 @@ class BlockDiagonal(Matrix):
     def slogdet(self) -> Any:
         if not is_square(self.blocks):
             return NotImplemented
-        signs, logs = implicit(jnp.linalg.slogdet)(self.blocks)
+        signs, logs = redispatch(jnp.linalg.slogdet, self.blocks)
         return signs.prod(-1), logs.sum(-1)
 
     def main_diagonal(self) -> Any:
         if not is_square(self.blocks):
             return NotImplemented
-        entries = implicit(jnp.linalg.diagonal)(self.blocks)
+        entries = redispatch(jnp.linalg.diagonal, self.blocks)
         return entries.reshape(*self.shape[:-2], self.shape[-1])
 
     def _of_blocks(self, function: Callable) -> Any:
         if not is_square(self.blocks):
             return NotImplemented
-        return BlockDiagonal(implicit(function)(self.blocks))
+        return BlockDiagonal(redispatch(function, self.blocks))
 
 
 @product
@@ -125,21 +125,21 @@ def _(x: BlockDiagonal, y: BlockDiagonal) -> Any:
     (*_, k, _, n), (*_, others, m, _) = x.blocks.shape, y.blocks.shape
     if (k, n) != (others, m):
         return NotImplemented
-    return BlockDiagonal(implicit(jnp.matmul)(x.blocks, y.blocks))
+    return BlockDiagonal(redispatch(jnp.matmul, x.blocks, y.blocks))
 
 
 @product
 def _(x: Diagonal, y: BlockDiagonal) -> BlockDiagonal:
     *lead, k, m, _ = y.blocks.shape
     rows = jnp.reshape(x.diagonal, (*lead, k, m, 1))
-    return BlockDiagonal(implicit(jnp.multiply)(rows, y.blocks))
+    return BlockDiagonal(redispatch(jnp.multiply, rows, y.blocks))
 
 
 @product
 def _(x: BlockDiagonal, y: Diagonal) -> BlockDiagonal:
     *lead, k, _, n = x.blocks.shape
     columns = jnp.reshape(y.diagonal, (*lead, k, 1, n))
-    return BlockDiagonal(implicit(jnp.multiply)(x.blocks, columns))
+    return BlockDiagonal(redispatch(jnp.multiply, x.blocks, columns))
 
 
 def _of_two(name: str, operation: Callable) -> None:
@@ -148,7 +148,7 @@ def _of_two(name: str, operation: Callable) -> None:
         del params
         if x.blocks.shape[-3:] != y.blocks.shape[-3:]:
             return NotImplemented
-        return BlockDiagonal(implicit(operation)(x.blocks, y.blocks))
+        return BlockDiagonal(redispatch(operation, x.blocks, y.blocks))
 
 
 _of_two("add", jnp.add)
@@ -164,4 +164,4 @@ def _(x: BlockDiagonal, y: ArrayLike, **params: Any) -> Any:
     *_, k, m, n = x.blocks.shape
     y = jnp.asarray(y)
     blocks = jnp.diagonal(y.reshape(*y.shape[:-2], k, m, k, n), axis1=-4, axis2=-2)
-    return BlockDiagonal(implicit(jnp.multiply)(x.blocks, jnp.moveaxis(blocks, -1, -3)))
+    return BlockDiagonal(redispatch(jnp.multiply, x.blocks, jnp.moveaxis(blocks, -1, -3)))

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from ..._core.rules import register
-from ..._core.transform import implicit
+from ..._core.transform import redispatch
 from ..axes import Array, check_axes
 from .matrix import Matrix, product
 from .stored_entries import stores_entries
@@ -95,7 +95,7 @@ def _(x: Diagonal, y: Matrix | ArrayLike, **params: Any) -> Any:
     del params
     if jnp.shape(y)[-2:] != x.shape[-2:]:
         return NotImplemented
-    return Diagonal(x.diagonal * implicit(jnp.linalg.diagonal)(y))
+    return Diagonal(x.diagonal * redispatch(jnp.linalg.diagonal, y))
 
 
 @register("triangular_solve")

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ..._core.transform import implicit
+from ..._core.transform import redispatch
 from .half_precision import computing_dtype
 
 
@@ -15,22 +15,22 @@ def applied(w: Any, x: Any, *, precision: Any = None) -> Any:
     def product(w: Any, x: Any) -> Any:
         return jnp.matmul(x, w.mT, precision=precision, preferred_element_type=dtype)
 
-    return implicit(product)(w, x)
+    return redispatch(product, w, x)
 
 
 def solved(w: Any, b: Any) -> Any:
     """x such that `w @ x = v` for each vector v of b: `[*lead, k, n]`."""
-    return implicit(lambda w, b: jnp.linalg.solve(w, b.mT).mT)(w, b)
+    return redispatch(lambda w, b: jnp.linalg.solve(w, b.mT).mT, w, b)
 
 
 def transposed(w: Any) -> Any:
     """The transpose `[*lead, n, m]`."""
-    return implicit(jnp.matrix_transpose)(w)
+    return redispatch(jnp.matrix_transpose, w)
 
 
 def converted(w: Any, dtype: Any) -> Any:
     """The matrix in another dtype."""
-    return implicit(lambda w: w.astype(dtype))(w)
+    return redispatch(lambda w: w.astype(dtype), w)
 
 
 def is_square(w: Any) -> bool:

@@ -11,7 +11,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from ..._core.rules import register
-from ..._core.transform import implicit
+from ..._core.transform import redispatch
 from ..._jax.primitives import find_primitive
 from ..axes import Leaf
 from ..zero_preserving import LINEAR, NONLINEAR
@@ -128,7 +128,7 @@ def _as_diagonal(name: str) -> None:
 
     @register(primitive)
     def _(x: Identity, **params: Any) -> Any:
-        return implicit(lambda x: primitive.bind(x, **params))(x.as_diagonal())
+        return redispatch(lambda x: primitive.bind(x, **params), x.as_diagonal())
 
 
 for _primitive in (*LINEAR, *NONLINEAR, "integer_pow"):
@@ -139,7 +139,7 @@ def _as_diagonal_beside(name: str) -> None:
     operation = find_primitive(name)
 
     def of_both(x: Identity, y: Any, params: dict[str, Any]) -> Any:
-        return implicit(lambda x, y: operation.bind(x, y, **params))(x.as_diagonal(), y)
+        return redispatch(lambda x, y: operation.bind(x, y, **params), x.as_diagonal(), y)
 
     # After the rules of other types for a sum with any matrix.
     @register(operation, precedence=-1)
@@ -158,4 +158,4 @@ _as_diagonal_beside("mul")
 @register("mul")
 def _(x: Identity, y: ArrayLike, **params: Any) -> Any:
     del params
-    return implicit(lax.mul)(x.as_diagonal(), y)
+    return redispatch(lax.mul, x.as_diagonal(), y)

@@ -1,12 +1,13 @@
 """`Kronecker`: the Kronecker product of two matrices."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
 
 from ..._core.rules import register
-from ..._core.transform import implicit
+from ..._core.transform import redispatch
 from ..._core.value import materialise_one
 from ..._jax.primitives import find_primitive
 from ..axes import Leaf, check_axes
@@ -96,21 +97,23 @@ class Kronecker(Matrix):
     def slogdet(self) -> Any:
         if not self._of_square_ones():
             return NotImplemented
-        (sign_a, log_a), (sign_b, log_b) = map(implicit(jnp.linalg.slogdet), (self.a, self.b))
+        (sign_a, log_a), (sign_b, log_b) = map(
+            partial(redispatch, jnp.linalg.slogdet), (self.a, self.b)
+        )
         n1, n2 = self.a.shape[-1], self.b.shape[-1]
         return sign_a**n2 * sign_b**n1, n2 * log_a + n1 * log_b
 
     def main_diagonal(self) -> Any:
         if not self._of_square_ones():
             return NotImplemented
-        a, b = map(implicit(jnp.linalg.diagonal), (self.a, self.b))
+        a, b = map(partial(redispatch, jnp.linalg.diagonal), (self.a, self.b))
         entries = a[..., :, None] * b[..., None, :]
         return entries.reshape(*a.shape[:-1], self.shape[-1])
 
     def _of_each(self, function: Callable) -> Any:
         if not self._of_square_ones():
             return NotImplemented
-        return Kronecker(implicit(function)(self.a), implicit(function)(self.b))
+        return Kronecker(redispatch(function, self.a), redispatch(function, self.b))
 
     def _of_square_ones(self) -> bool:
         return is_square(self.a) and is_square(self.b)
@@ -123,14 +126,14 @@ def _same_factors(x: Kronecker, y: Kronecker) -> bool:
 @product
 def _(x: Kronecker, y: Kronecker) -> Any:
     fit = x.a.shape[-1] == y.a.shape[-2] and x.b.shape[-1] == y.b.shape[-2]
-    multiply = implicit(jnp.matmul)
+    multiply = partial(redispatch, jnp.matmul)
     return Kronecker(multiply(x.a, y.a), multiply(x.b, y.b)) if fit else NotImplemented
 
 
 @register("mul")
 def _(x: Kronecker, y: Kronecker, **params: Any) -> Any:
     del params
-    multiply = implicit(jnp.multiply)
+    multiply = partial(redispatch, jnp.multiply)
     same = _same_factors(x, y)
     return Kronecker(multiply(x.a, y.a), multiply(x.b, y.b)) if same else NotImplemented
 
@@ -141,7 +144,7 @@ def _multiplicative(name: str) -> None:
 
     @register(primitive)
     def _(x: Kronecker, **params: Any) -> Kronecker:
-        of = implicit(lambda w: primitive.bind(w, **params))
+        of = partial(redispatch, lambda w: primitive.bind(w, **params))
         return Kronecker(of(x.a), of(x.b))
 
 

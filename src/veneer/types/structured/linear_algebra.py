@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from ..._core.array import ImplicitArray
 from ..._core.rules import register
+from ..._core.surface.array import ImplicitArray
 from ..._core.tree import split_list
 from ..lazy import Lazy
 from .by_vectors import ByVectors, by_vectors

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from ..._core.array import ImplicitArray
 from ..._core.rules import register
-from ..._core.transform import implicit
+from ..._core.surface.array import ImplicitArray
+from ..._core.transform import redispatch
 from ..._core.value import Value
 from .by_vectors import accumulated, by_vectors
 
@@ -58,7 +58,7 @@ class Matrix(ImplicitArray, abstract=True):
 
         def cast(x: Any) -> Any:
             floating = jnp.issubdtype(x.dtype, jnp.inexact)
-            return implicit(lambda x: x.astype(dtype))(x) if floating else x
+            return redispatch(lambda x: x.astype(dtype), x) if floating else x
 
         below = lambda x: x is not self and isinstance(x, Value)
         return jax.tree.map(cast, self, is_leaf=below)
@@ -170,7 +170,7 @@ def product(rule: Callable, *, precedence: int = 0) -> Callable:
         if matmuls is None:
             return NotImplemented
         if type(left) is not type(x) or type(right) is not type(y):  # a rule of other types
-            return implicit(partial(jnp.matmul, precision=precision))(left, right)
+            return redispatch(partial(jnp.matmul, precision=precision), left, right)
         with matmuls:
             out = rule(left, right)
         if out is NotImplemented or preferred_element_type in (None, out.dtype):
@@ -197,7 +197,7 @@ def _rescaled(operation: Callable, x: Matrix, by: Any) -> Any:
 
     def scale(leaf: Any) -> Any:
         own = jnp.reshape(by, shape[:-2] + (1,) * (leaf.ndim - len(shape) + 2)) if shape else by
-        return implicit(operation)(leaf, own)
+        return redispatch(operation, leaf, own)
 
     return x.rescaled(scale)
 
@@ -219,19 +219,19 @@ def _over_number(x: Matrix, y: ArrayLike, **params: Any) -> Any:
 @_shared("neg")
 def _neg(x: Matrix, **params: Any) -> Any:
     del params
-    return x.rescaled(implicit(jnp.negative))
+    return x.rescaled(partial(redispatch, jnp.negative))
 
 
 @_shared("sub")
 def _sub(x: Matrix, y: Matrix, **params: Any) -> Any:
     del params
-    negative = y.rescaled(implicit(jnp.negative))
-    return negative if negative is NotImplemented else implicit(lax.add)(x, negative)
+    negative = y.rescaled(partial(redispatch, jnp.negative))
+    return negative if negative is NotImplemented else redispatch(lax.add, x, negative)
 
 
 @_shared("add_any")
 def _add_any(x: Matrix, y: Matrix) -> Any:
-    return implicit(lax.add)(x, y)
+    return redispatch(lax.add, x, y)
 
 
 @_shared("convert_element_type")

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ..._core.rules import register
-from ..._core.transform import implicit
+from ..._core.transform import redispatch
 from ..._core.value import make_dense, materialise_one
 from ..._jax.primitives import find_primitive
 from ..axes import check_axes
@@ -59,7 +59,7 @@ class Product(Matrix):
 
     def materialise(self) -> Any:
         """The dense matrix: `left` applied to the columns of `right`."""
-        return implicit(jnp.matmul)(self.left, materialise_one(self.right))
+        return redispatch(jnp.matmul, self.left, materialise_one(self.right))
 
     def matvec(self, x: Any, *, precision: Any = None) -> Any:
         dtype = jnp.result_type(x, self.dtype)
@@ -117,7 +117,7 @@ def _of(left: Any, right: Any) -> Any:
 
 def _joined(x: Matrix, y: Matrix) -> Matrix:
     """`x @ y` by a rule for the two, or else as a product of them."""
-    out = implicit(jnp.matmul)(x, y) if _pays([x, y], x, y) else None
+    out = redispatch(jnp.matmul, x, y) if _pays([x, y], x, y) else None
     return out if isinstance(out, Matrix) else Product(x, y)
 
 
@@ -156,4 +156,4 @@ def _one_applied_to_the_other(x: Matrix, y: Matrix, **params: Any) -> Any:
     if not overrides(x, "matvec"):
         return NotImplemented
     primitive = find_primitive("dot_general")
-    return implicit(primitive.bind)(x, *make_dense(primitive, [y]), **params)
+    return redispatch(primitive.bind, x, *make_dense(primitive, [y]), **params)

@@ -1,12 +1,13 @@
 """Elementwise functions of matrices that store each entry which is not a structural zero, once."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from jax import lax
 
 from ..._core.rules import register
-from ..._core.transform import implicit
+from ..._core.transform import redispatch
 from ..._jax.primitives import find_primitive
 from ..zero_preserving import LINEAR, NONLINEAR
 from .matrix import Matrix
@@ -38,4 +39,4 @@ def _register(kind: type[Matrix], name: str) -> None:
 
 
 def _of_entries(x: Any, function: Callable) -> Any:
-    return x.rescaled(implicit(function))
+    return x.rescaled(partial(redispatch, function))

@@ -5,8 +5,8 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
-from .surface.operators import ArrayOperators
-from .value import Value
+from ..value import Value
+from .operators import ArrayOperators
 
 
 class Shaped:

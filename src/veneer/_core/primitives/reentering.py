@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from .._jax.tracing import current_trace, set_current_trace
-from .policy import current_policy, policy_in_force
+from ..._jax.tracing import current_trace, set_current_trace
+from ..policy import current_policy, policy_in_force
 
 
 def reentering(trace: Any) -> Callable[[Callable], Callable[..., list[Any]]]:

@@ -1,0 +1,76 @@
+"""The annotations of a rule, as the classes of operands that it takes."""
+
+import inspect
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.typing import ArrayLike
+
+from ..value import Value
+
+
+class Dense:
+    """The class of every operand that is not an implicit value."""
+
+
+# An operand's annotation as classes: `Dense`, subclasses of Value, or `object` for anything.
+Alternatives = frozenset[type]
+
+_DENSE_TYPES = (*typing.get_args(ArrayLike), np.generic, bool, int, float, complex)
+
+
+def _names_around(function: Callable) -> dict[str, Any]:
+    """The names that a function's annotations may use: of its module and of where it is defined."""
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None and frame.f_globals is not function.__globals__:
+        frame = frame.f_back
+    return {**function.__globals__, **(frame.f_locals if frame else {})}
+
+
+def operand_types(function: Callable) -> tuple[tuple[Alternatives, ...], Alternatives | None]:
+    """The classes of each operand that a rule takes, and of any number of further ones."""
+    operands: list[Alternatives] = []
+    more: Alternatives | None = None
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind in (parameter.KEYWORD_ONLY, parameter.VAR_KEYWORD):
+            continue  # a parameter of the primitive
+        annotation = parameter.annotation
+        if isinstance(annotation, str):  # from __future__ import annotations
+            annotation = eval(annotation, _names_around(function))
+        alternatives = frozenset(_alternatives(annotation, function, parameter.name))
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            more = alternatives
+        else:
+            operands.append(alternatives)
+    return tuple(operands), more
+
+
+def _alternatives(annotation: Any, function: Callable, name: str) -> Iterable[type]:
+    if annotation in (inspect.Parameter.empty, Any, object):
+        return (object,)
+    annotation = getattr(annotation, "__value__", annotation)  # a `type` statement's alias
+    if isinstance(annotation, TypeVar):
+        return _alternatives(annotation.__bound__ or object, function, name)
+    origin = typing.get_origin(annotation)
+    if origin in (typing.Union, types.UnionType):
+        parts = (_alternatives(a, function, name) for a in typing.get_args(annotation))
+        return [alternative for part in parts for alternative in part]
+    if origin is typing.Annotated:
+        return _alternatives(typing.get_args(annotation)[0], function, name)
+    if hasattr(annotation, "array_type"):  # jaxtyping: Float[Array, "m n"]
+        return _alternatives(annotation.array_type, function, name)
+    if isinstance(origin or annotation, type):
+        cls = origin or annotation
+        if issubclass(cls, Value):
+            return (cls,)
+        if cls in _DENSE_TYPES or issubclass(cls, jax.Array | np.ndarray | np.generic):
+            return (Dense,)
+    raise TypeError(
+        f"{function.__qualname__}: operand {name!r} is annotated {annotation!r}, which is neither "
+        "dense (vn.ArrayLike, jax.Array) nor a subclass of vn.ImplicitArray, nor a union of those."
+    )
