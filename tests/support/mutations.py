@@ -1,7 +1,7 @@
 """Breaks the package, a line at a time, and says which of the breaks `make test` catches.
 
     python tests/support/mutations.py                  # all, from an environment with veneer[dev]
-    python tests/support/mutations.py -k levinson      # those whose text or tests have this
+    python tests/support/mutations.py -k numba         # those whose text or tests have this
     python tests/support/mutations.py --check          # only that each text is there, and once
 
 Each is made in a copy of the project. The quick tests that are most likely to see it run first, and

@@ -219,6 +219,14 @@ def test_a_quantity_is_asked_for_in_a_unit():
         METRES.to("s")
 
 
+def test_integers_are_divided_in_the_smaller_of_two_units():
+    metres, millimetres = Quantity(jnp.array([5, 7]), "m"), Quantity(jnp.array([40, 3000]), "mm")
+    div = strict(jax.lax.div)
+    assert div(metres, millimetres).tolist() == [125, 2]
+    assert div(millimetres, metres).tolist() == [0, 0]
+    assert div(millimetres, metres).dtype == metres.dtype
+
+
 def test_integers_are_converted_where_they_stay_such():
     one = Quantity(jnp.array(1), "km")
     assert (one.to("m").value == 1000, one.to("m").dtype) == (True, one.dtype)
