@@ -70,7 +70,7 @@ def mapped_modules(text: str) -> set[str]:
     """The modules that a package's docstring maps: `    name, other   what they are`."""
     names: set[str] = set()
     for line in text.split("\n"):
-        entry = re.match(r" {4}(\w+(?:, \w+)*)(?:  |$)", line)
+        entry = re.match(r"(?: {4})?(\w+(?:, \w+)*) {2,}\S", line)
         if entry:
             names.update(entry[1].split(", "))
     return names

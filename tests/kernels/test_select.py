@@ -13,6 +13,7 @@ import veneer as vn
 from veneer import kernels
 from veneer.kernels import Codes, select
 from veneer.kernels.cpu import build
+from veneer.kernels.problem import MatmulShape
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(2, 128)), jnp.float32)
 W = vn.quant.quantize(
@@ -25,7 +26,7 @@ BY_KERNEL = "CPU kernel rows_int8, else rhs scaled outside"
 
 def shape(**changes):
     sizes = {"contracting": "rows", "activations": "float", "m": 1, "k": 256, "n": 256, "tile": 256}
-    return select.MatmulShape(**sizes | changes)
+    return MatmulShape(**sizes | changes)
 
 
 def how():

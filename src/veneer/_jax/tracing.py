@@ -71,6 +71,9 @@ def is_eager() -> bool:
     return type(core.trace_ctx.trace) is core.EvalTrace
 
 
+_pvary_p = find_primitive("pvary")
+
+
 def varying_axes(x: Any) -> frozenset[str]:
     """The manual mesh axes along which an array inside a shard_map may differ, by its type."""
     return jax.typeof(x).mat.varying
@@ -83,8 +86,7 @@ def vary_together(arrays: Sequence[Any]) -> list[Any]:
     """
     axes = [varying_axes(x) for x in arrays]
     union = frozenset[str]().union(*axes)
-    pvary = find_primitive("pvary")
     return [
-        pvary.bind(x, axes=tuple(sorted(union - varying))) if varying != union else x
+        _pvary_p.bind(x, axes=tuple(sorted(union - varying))) if varying != union else x
         for x, varying in zip(arrays, axes, strict=True)
     ]

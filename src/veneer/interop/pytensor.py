@@ -134,14 +134,14 @@ def _check_kind(x: Any, declared: Any, name: str) -> None:
         raise TypeError(f"the input {name} of the graph is {declared}, and was given {x}")
 
 
-class _Codes(NamedTuple):
+class _CodeTable(NamedTuple):
     """What `QuantizedDot` knows of a format: the values of its codes, `[2**bits]`."""
 
     values: np.ndarray
     bits: int
 
 
-def _codes(qtype: str) -> _Codes:
+def _codes(qtype: str) -> _CodeTable:
     format = get_format(qtype)
     if format.bits not in (1, 2, 4, 8) or format.storage_dtype.name not in ("int8", "uint8"):
         raise TypeError(
@@ -156,7 +156,7 @@ def _codes(qtype: str) -> _Codes:
             codes = jnp.asarray(fields.view(format.code_dtype))
         else:
             codes = format.from_fields(jnp.asarray(fields))
-        return _Codes(np.asarray(format.decode(codes, jnp.float32)), bits)
+        return _CodeTable(np.asarray(format.decode(codes, jnp.float32)), bits)
 
 
 class QuantizedDot(Op):

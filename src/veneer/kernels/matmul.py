@@ -24,8 +24,8 @@ from jax.interpreters import ad, batching, mlir
 
 from .._jax.primitives import Primitive, lowered_with_devices
 from .._jax.tracing import vary_together
+from .lowering import lowered_p
 from .problem import MatmulOperands, MatmulProblem, operands_of
-from .sharding import lowered_p
 
 
 def matmul(operands: MatmulOperands, problem: MatmulProblem) -> jax.Array:

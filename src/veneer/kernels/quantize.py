@@ -19,7 +19,7 @@ from .._jax.primitives import Primitive, lowered_with_devices
 from . import select
 from .cpu import build
 from .cpu.kinds import MOST_COLUMNS, QUANTIZED_BITS, WITHIN_ROWS
-from .one_device import is_on_one_device
+from .lowering import is_on_one_device
 
 Shape = tuple[int, ...]
 

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import jax
 
-from .codes import Codes
 from .cpu import build
 from .cpu.kinds import BITS, INTEGERS
+from .problem import Codes, MatmulShape
 
 Choice = Literal["auto", "xla"]
 
@@ -61,26 +61,6 @@ def _checked(choice: str, source: str) -> Choice:
 
 
 @dataclass(frozen=True)
-class MatmulShape:
-    """What a choice depends on, beside the codes: the product, as one of matrices.
-
-    **Arguments:**
-
-    - `contracting`: the side of the stored matrix that is summed over, "rows" or "columns".
-    - `activations`: what it meets, "float" or "int8".
-    - `m`, `k`, `n`: the sizes of the product `[m, k] x [k, n]`; m may be symbolic.
-    - `tile`: how many neighbours share a scale along the sum.
-    """
-
-    contracting: str
-    activations: str
-    m: Any
-    k: int
-    n: int
-    tile: int
-
-
-@dataclass(frozen=True)
 class Candidate:
     """A row of the table: a kernel, and the products that it is used for.
 
@@ -120,8 +100,8 @@ def find(platform: str, codes: Codes, shape: MatmulShape) -> str | None:
     """Returns the target of the kernel for a product, or None where XLA computes it.
 
     >>> from veneer.kernels import select
-    >>> from veneer.kernels.codes import Codes
-    >>> shape = select.MatmulShape("rows", "float", m=1, k=4096, n=4096, tile=4096)
+    >>> from veneer.kernels.problem import Codes, MatmulShape
+    >>> shape = MatmulShape("rows", "float", m=1, k=4096, n=4096, tile=4096)
     >>> select.find("cpu", Codes(8, "int8"), shape)
     'veneer_rows_int8'
     """

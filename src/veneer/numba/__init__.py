@@ -8,9 +8,7 @@ On the way from a function of JAX to machine code, and beside it:
     ops             the rules
     codegen         a graph as source: kernels, and the program that calls them
     maths           functions of numbers that generated code calls
-    machine         source as machine code, by Numba and LLVM
-    cache           machine code on disk
-    backend         what stands between machine code and Python
+    backend         source as machine code, and what stands between that and Python
     reference       programs run by NumPy
     testing         compiled programs compared with NumPy, and that with JAX
 """

@@ -52,7 +52,7 @@ class Leaf(NamedTuple):
         return axis is None or axis.axis in result
 
 
-class Plan(NamedTuple):
+class MovementPlan(NamedTuple):
     """What a primitive does to a dense array, and what to a leaf.
 
     **Arguments:**
@@ -70,7 +70,7 @@ class Plan(NamedTuple):
     rule: Callable[..., Any] | None = None
 
 
-def allows(x: Value, layout: LeafAxes, plan: Plan) -> bool:
+def allows(x: Value, layout: LeafAxes, plan: MovementPlan) -> bool:
     """Whether a plan leaves alone what no leaf follows, and what metadata may speak of."""
     old, (new, axes, _), followed = x.aval().shape, plan.movement, layout.followed(x.aval().ndim)
     for i, j in enumerate(axes):
@@ -85,7 +85,7 @@ def allows(x: Value, layout: LeafAxes, plan: Plan) -> bool:
     return bool(followed) or new == old or takes_batch_axis(x)
 
 
-def move(x: Value, primitive: str, plan: Plan) -> Any:
+def move(x: Value, primitive: str, plan: MovementPlan) -> Any:
     """A value with each leaf moved, or NotImplemented."""
     x = x.movable()
     layout, ndim = leaf_axes(x), x.aval().ndim
@@ -101,7 +101,7 @@ def move(x: Value, primitive: str, plan: Plan) -> Any:
     return jax.tree.unflatten(layout.structure, moved).moved(plan.movement)
 
 
-def _moved_part(x: Value, primitive: str, part: Any, step: Step, plan: Plan) -> Any:
+def _moved_part(x: Value, primitive: str, part: Any, step: Step, plan: MovementPlan) -> Any:
     operands, params = step
     bind = partial(find_primitive(primitive).bind, **params)
     if not isinstance(part, Value):

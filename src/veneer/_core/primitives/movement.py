@@ -19,7 +19,7 @@ from ..leaf_axes import Axes, LeafAxis, Movement, Shape
 from ..rules import add_rule
 from ..transform import redispatch
 from ..value import Value
-from .leaf_by_leaf import RULES, AsItIs, Leaf, Plan, Step, allows, move
+from .leaf_by_leaf import RULES, AsItIs, Leaf, MovementPlan, Step, allows, move
 from .reshaping import axis_of_units, reshaped
 
 
@@ -36,7 +36,7 @@ def _squeeze(x: Value, *, dimensions: Sequence[int]) -> Any:
         gone = tuple(j for i, j in leaf.places().items() if i in dimensions)
         return ((), {"dimensions": gone}) if gone else AsItIs
 
-    return move(x, "squeeze", Plan(Movement(tuple(old[i] for i in kept), axes), step))
+    return move(x, "squeeze", MovementPlan(Movement(tuple(old[i] for i in kept), axes), step))
 
 
 def _transpose(x: Value, *, permutation: Sequence[int]) -> Any:
@@ -52,7 +52,7 @@ def _transpose(x: Value, *, permutation: Sequence[int]) -> Any:
         own = tuple(j if axis is None else next(order) for j, axis in enumerate(leaf.axes))
         return ((), {"permutation": own}) if own != _stay(own) else AsItIs
 
-    return move(x, "transpose", Plan(movement, step))
+    return move(x, "transpose", MovementPlan(movement, step))
 
 
 def _reshape(x: Value, *, new_sizes: Sequence[int], dimensions: Any, sharding: Any) -> Any:
@@ -98,7 +98,7 @@ def reshape(x: Value, new: Shape) -> Any:
         return (), {"new_sizes": tuple(own), "dimensions": None, "sharding": None}
 
     kept = range(made, len(new))
-    return move(x, "reshape", Plan(Movement(new, (*axes, *kept), True), step))
+    return move(x, "reshape", MovementPlan(Movement(new, (*axes, *kept), True), step))
 
 
 def _broadcast_in_dim(
@@ -124,10 +124,10 @@ def _broadcast_in_dim(
         params = {"shape": tuple(sizes), "broadcast_dimensions": dimensions}
         return (), {**params, "sharding": None}
 
-    return move(x, "broadcast_in_dim", Plan(Movement(tuple(shape), to), step))
+    return move(x, "broadcast_in_dim", MovementPlan(Movement(tuple(shape), to), step))
 
 
-def _slices(x: Value, spans: Sequence[tuple[int, int, int]]) -> Plan:
+def _slices(x: Value, spans: Sequence[tuple[int, int, int]]) -> MovementPlan:
     old = x.aval().shape
     cut = {i: span for i, span in enumerate(spans) if span != (0, old[i], 1)}
 
@@ -147,7 +147,7 @@ def _slices(x: Value, spans: Sequence[tuple[int, int, int]]) -> Plan:
         return (), {"start_indices": starts, "limit_indices": limits, "strides": steps}
 
     new = tuple(len(range(*span)) for span in spans)
-    return Plan(Movement(new, _stay(old)), step, cut)
+    return MovementPlan(Movement(new, _stay(old)), step, cut)
 
 
 def _slice(x: Value, *, start_indices: Any, limit_indices: Any, strides: Any) -> Any:
@@ -190,7 +190,7 @@ def _dynamic_slice(x: Value, *indices: Any, slice_sizes: Sequence[int]) -> Any:
                 sizes[j] = new[axis.axis]
         return AsItIs if tuple(sizes) == leaf.shape else (starts, {"slice_sizes": tuple(sizes)})
 
-    return move(x, "dynamic_slice", Plan(Movement(new, _stay(old)), step))
+    return move(x, "dynamic_slice", MovementPlan(Movement(new, _stay(old)), step))
 
 
 def _rev(x: Value, *, dimensions: Sequence[int]) -> Any:
@@ -203,7 +203,7 @@ def _rev(x: Value, *, dimensions: Sequence[int]) -> Any:
             return NotImplemented
         return ((), {"dimensions": tuple(own)}) if own else AsItIs
 
-    return move(x, "rev", Plan(Movement(old, _stay(old)), step, dimensions))
+    return move(x, "rev", MovementPlan(Movement(old, _stay(old)), step, dimensions))
 
 
 def _gather(x: Value, indices: Any, **params: Any) -> Any:
@@ -270,7 +270,7 @@ def gather(
         }
 
     movement = Movement(new, tuple(map(axes.get, _stay(old))))
-    return move(x, "gather", Plan(movement, step, rule=rule))
+    return move(x, "gather", MovementPlan(movement, step, rule=rule))
 
 
 def _entries(indices: jax.Array, columns: Sequence[int], blocks: list[int]) -> jax.Array:
@@ -297,7 +297,7 @@ def _concatenate(*operands: Value, dimension: int) -> Any:
     sizes = [shape[dimension] for shape in shapes]
     new = (*shapes[0][:dimension], sum(sizes), *shapes[0][dimension + 1 :])
     layouts = [leaf_axes(x) for x in operands]
-    plan = Plan(Movement(new, _stay(new)), lambda leaf: AsItIs, (dimension,))
+    plan = MovementPlan(Movement(new, _stay(new)), lambda leaf: AsItIs, (dimension,))
     if not all(map(partial(allows, plan=plan), operands, layouts)):
         return NotImplemented
     if layouts[0].stated and 0 in (*shapes[0], *sizes):

@@ -2,6 +2,8 @@
 
 A program may be run by machine code, or by Python:
 
+    machine         source as machine code, by Numba and LLVM
+    cache           machine code on disk
     intrinsics      instructions and functions of numbers, as Numba is given them
     entry           the function of a program that Python calls, and what it calls by address
     raw             a program as a function for other Numba code

@@ -25,9 +25,8 @@ from ..formats.packing import Packing
 from ..formats.tiles import over_tiles
 from ..qarray import QArray
 from .by_xla import by_xla, multiplied_codes
-from .dot_params import DotParams
 from .operands import fits_int32, is_algorithm
-from .plan import Plan
+from .product import DotParams, Plan
 
 _DTYPES = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
 
@@ -297,12 +296,17 @@ def _as_matrix(q: QArray, summed: Sequence[int], batch: Sequence[int]) -> Stored
     scale = q.scales()
     if scale.dtype != jnp.float32 or not _go_together(q):
         return None
-    sizes = [math.prod(part) for part in (q.shape[:first], q.shape[first:cut], q.shape[cut:])]
-    matrix = reshape(q.replace(scale=scale), tuple(sizes))
-    if matrix is NotImplemented:
-        return None
+    parts = q.shape[:first], q.shape[first:cut], q.shape[cut:]
+    sizes = tuple(map(math.prod, parts))
     as_kernels_read = None if q.format.bits == 8 else Packing(-1, sizes[2])
-    return StoredMatrix(matrix, contracting) if matrix.packing == as_kernels_read else None
+    q = q.replace(scale=scale)
+    if sizes == (1, *q.shape) and q.packing == as_kernels_read:  # as most are
+        matrix = jax.tree.map(lambda leaf: leaf.reshape(1, *leaf.shape), q)
+    else:
+        matrix = reshape(q, sizes)
+    if matrix is NotImplemented or matrix.packing != as_kernels_read:
+        return None
+    return StoredMatrix(matrix, contracting)
 
 
 def _go_together(q: QArray) -> bool:

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 
 from ..formats.tiles import Shape
 from ..qarray import QUANTIZABLE, QArray
-from .dot_params import DotParams
 from .operands import (
     accumulator,
     code_unit,
@@ -29,7 +28,7 @@ from .operands import (
     outer_scale,
     unscaled,
 )
-from .plan import Plan
+from .product import DotParams, Plan
 from .tile_sums import common_tiles, sum_over_tiles
 
 # Tiles that are summed by themselves. Each product of tiles is added to the whole output, which for

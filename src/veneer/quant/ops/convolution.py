@@ -33,7 +33,7 @@ from .operands import (
     outer_scale,
     unscaled,
 )
-from .plan import Plan, carry_out
+from .product import Plan, carry_out
 
 # The largest sum of integers that is exact in f32, whatever the order.
 _FLOAT32_EXACT = 2**24

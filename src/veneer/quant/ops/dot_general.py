@@ -13,9 +13,8 @@ from ..._core.surface.array import ImplicitArray
 from ..qarray import QArray
 from .by_kernel import by_kernel
 from .by_xla import WAYS_BY_XLA
-from .dot_params import DotParams
 from .operands import as_operand
-from .plan import Plan, carry_out
+from .product import DotParams, Plan, carry_out
 
 # Each offers a plan or nothing: by_kernel, on_codes, by_tiles, by_values, dense.
 WAYS = (by_kernel, *WAYS_BY_XLA)

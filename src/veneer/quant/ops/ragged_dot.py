@@ -20,7 +20,7 @@ from ..qarray import QUANTIZABLE, QArray
 from .dot_general import dot_general
 from .group_tiles import GroupedDotParams, multiply_groups
 from .operands import accumulator, as_operand, dequantized, is_algorithm
-from .plan import Plan, carry_out
+from .product import Plan, carry_out
 
 _MATRICES = lax.RaggedDotDimensionNumbers((([1], [1]), ([], [])), [0], [0])
 

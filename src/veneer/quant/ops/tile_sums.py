@@ -13,7 +13,7 @@ from jax import lax
 
 from ..formats.tiles import Leaf, Shape
 from ..qarray import QArray
-from .dot_params import DotParams
+from .product import DotParams
 
 
 def common_tiles(lhs: QArray, rhs: QArray, params: DotParams) -> Shape:
@@ -21,7 +21,7 @@ def common_tiles(lhs: QArray, rhs: QArray, params: DotParams) -> Shape:
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> from veneer._core.primitives.dimension_numbers import DotDimensionNumbers
-    >>> from veneer.quant.ops.dot_params import DotParams
+    >>> from veneer.quant.ops.product import DotParams
     >>> from veneer.quant.ops.tile_sums import common_tiles
     >>> w = jnp.ones((1, 12))
     >>> q, r = (vn.quant.quantize(w, "int8", tiled_axes={1: tile}) for tile in (6, 4))

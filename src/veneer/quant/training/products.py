@@ -18,7 +18,7 @@ from ..._core.primitives.dimension_numbers import DotDimensionNumbers
 from ..._core.rules import register
 from ..._jax.primitives import find_primitive
 from ..conversion.fake_quantize import fake_quantize
-from ..ops.plan import Plan, carry_out
+from ..ops.product import Plan, carry_out
 from .convolution import ConvolutionRecipe, quantized_convolution
 from .dot_general import DotRecipe, quantized_dot_general
 from .fake_quantized import FakeQuantized

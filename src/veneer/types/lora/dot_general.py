@@ -30,7 +30,7 @@ def _lora_dense(w: LoraArray, x: ArrayLike, *, dimension_numbers: Any, **params:
 
 
 @dataclass(frozen=True)
-class _Product:
+class _LoraProduct:
     """A product of a dense array and a `LoraArray`, by labels of their axes."""
 
     lora: LoraArray
@@ -87,7 +87,7 @@ def _dot_general(
     shared = dict(zip((*x_summed, *x_batch), (*w_summed, *w_batch), strict=True))
     labels: Labels = tuple(shared.get(i, ("x", i)) for i in range(x.ndim))
     sizes = dict(zip((*lora.w_labels, *labels), (*lora.shape, *x.shape), strict=True))
-    product = _Product(lora, frozenset(w_summed), sizes, params, dense_first)
+    product = _LoraProduct(lora, frozenset(w_summed), sizes, params, dense_first)
     neither = product.summed.isdisjoint((*lora.ins, *lora.outs))
     if neither or product.drops() is None:
         return NotImplemented

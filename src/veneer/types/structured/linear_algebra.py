@@ -98,14 +98,14 @@ def _is_deferred_factor(x: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class _Product:
+class _MatrixProduct:
     """A program that multiplies a matrix and its operand, and permutes the axes of the result."""
 
     contraction: ByVectors
     undo: tuple[int, ...]  # the permutation that takes the axes back
 
 
-def _product_with(matrix: Matrix, program: Any) -> _Product | None:
+def _product_with(matrix: Matrix, program: Any) -> _MatrixProduct | None:
     """What a linear program does, if it is a product with the matrix, its first operand."""
     jaxpr = program.jaxpr
     dot, *rest = jaxpr.eqns
@@ -130,7 +130,7 @@ def _product_with(matrix: Matrix, program: Any) -> _Product | None:
         (result,) = equation.outvars
     if jaxpr.outvars != [result]:
         return None
-    return _Product(found, tuple(map(order.index, range(x.ndim))))
+    return _MatrixProduct(found, tuple(map(order.index, range(x.ndim))))
 
 
 def _of_floats(function: Any) -> Callable[[Callable], Callable]:

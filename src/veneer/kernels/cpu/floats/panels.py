@@ -108,7 +108,7 @@ def multiply(sums, x, stride, table, scales, w, row_bytes, kind, way):
             tables = [[builder.fmul(part, by) for part in table] for by in scales]
         rows = [
             # For one row, it is less work to read dwords again, a byte on, than to shift them.
-            _Row(builder, kind, at(builder, w, 0, c, row_bytes), table, rereads=sums.rows == 1)
+            _PanelRow(builder, kind, at(builder, w, 0, c, row_bytes), table, rereads=sums.rows == 1)
             for c, table in enumerate(tables)
         ]
         for j in range(VECTORS[kind]):
@@ -125,7 +125,7 @@ def multiply(sums, x, stride, table, scales, w, row_bytes, kind, way):
     return sums, emit
 
 
-class _Row:
+class _PanelRow:
     """The panel at an address, of which vectors are asked for from the first to the last."""
 
     def __init__(self, builder: Any, kind: str, address: Any, table: Any, rereads: bool):

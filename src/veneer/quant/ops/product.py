@@ -1,8 +1,14 @@
-"""What `dot_general` is told beside its operands, and where their axes are in its output."""
+"""A product: what is asked for, and the plan by which it is computed.
+
+What is asked for is said by the parameters of `dot_general`, which know where the axes of operands
+are in the output. A way to a product looks at types and shapes alone, and offers a plan or nothing:
+it is chosen once, so that what is told is what is done.
+"""
 
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from ..._core.policy import note_how
 from ..._core.primitives.dimension_numbers import DotDimensionNumbers
 from ..formats.tiles import Shape, over_tiles
 from ..qarray import QArray
@@ -79,3 +86,41 @@ class DotParams:
 
 def _spread(values: jax.Array, tiles: jax.Array) -> jax.Array:
     return jnp.broadcast_to(tiles, values.shape)
+
+
+# The answer.
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is to be done for a product.
+
+    **Arguments:**
+
+    - `how`: what it is, as `vn.explain` tells it.
+    - `compute`: from the operands to the product.
+    - `operands`: arrays, and QArrays.
+    - `is_kernel`: whether it is a kernel, which makes nothing dense. It is for some platforms, and
+      on others what the next way plans is done.
+    """
+
+    how: str
+    compute: Callable[..., jax.Array]
+    operands: tuple[Any, ...]
+    is_kernel: bool = False
+
+    def __call__(self) -> jax.Array:
+        """Returns the product."""
+        return self.compute(*self.operands)
+
+
+def carry_out(plan: Plan) -> jax.Array:
+    """Does what a rule does with a plan: says what it is, and computes the product."""
+    note_how(plan.how)
+    compute = plan.compute
+    leaves = jax.tree.leaves(plan.operands)
+    if not plan.is_kernel and any(isinstance(x, jax.core.Tracer) for x in leaves):
+        # A derivative dequantises once more, instead of keeping the dense weights of a whole model
+        # from the forward pass to the backward one.
+        compute = jax.checkpoint(compute)
+    return compute(*plan.operands)
