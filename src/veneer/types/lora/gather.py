@@ -53,7 +53,8 @@ def _gather(
             **params,
         )
 
-    of_w = redispatch(lambda w: rows(w, x.shape[at + 1 :], fill_value), x.w)
+    sizes = x.shape[at + 1 :]
+    of_w = redispatch(lambda w: rows(w, sizes, fill_value), x.w)
     of_w = jnp.asarray(materialise_one(of_w))  # the rows alone, where w is quantised
     # What is filled in is not updated.
     low = rows(scaled(jnp.asarray(x.a), x.scale), x.a.shape[-1:], 0)
