@@ -80,3 +80,10 @@ def test_leaves_of_different_dtypes_are_not_joined():
     of = lambda dtype: vn.types.Permutation(jnp.array([[0, 1]], dtype))
     out = vn.implicit(lambda x, y: jnp.concatenate([x, y]))(of("int32"), of("int8"))
     assert jnp.array_equal(vn.materialise(out), jnp.stack([jnp.eye(2)] * 2))
+
+
+def test_a_split_along_a_batch_axis_is_one_equation_a_leaf():
+    d = Diagonal(jnp.ones((4, 3)))  # [4, 3, 3]
+    jaxpr = jax.make_jaxpr(vn.implicit(lambda d: jnp.split(d, 2)))(d)
+    assert str(jaxpr).count(" = split[") == 1
+    assert " slice[" not in str(jaxpr)

@@ -156,6 +156,13 @@ def _slice(x: Value, *, start_indices: Any, limit_indices: Any, strides: Any) ->
 
 
 def _split(x: Value, *, sizes: Any, axis: int) -> Any:
+    layout = leaf_axes(x)
+    if not layout.stated:  # each leaf has the axis, or none: one equation a leaf
+        whole = Movement(x.aval().shape, _stay(x.aval().shape))
+        if not allows(x, layout, MovementPlan(whole, lambda leaf: AsItIs, (axis,))):
+            return NotImplemented
+        of_leaves = zip(*(lax.split(leaf, sizes, axis) for leaf in layout.parts), strict=True)
+        return [jax.tree.unflatten(layout.structure, piece) for piece in of_leaves]
     pieces, start = [], 0
     for size in map(int, sizes):
         spans = [(0, n, 1) for n in x.aval().shape]
