@@ -8,6 +8,7 @@ import pytest
 from support.array_types import MAKERS, OneHot, Tagged, assert_close
 
 import veneer as vn
+from veneer._core import transform
 
 W = MAKERS["lora"](jax.random.key(0))
 X = jnp.linspace(-1.0, 1.0, 18).reshape(3, 6)
@@ -265,3 +266,15 @@ def _imports_and_defines(x):
 
 def test_imports_and_classes_within_a_function_that_is_opened():
     assert_close(vn.implicit(_imports_and_defines)(X), EXPECTED * jnp.pi, 1e-4)
+
+
+def test_functions_of_our_own_rules_are_not_opened(monkeypatch):
+    opened = []
+    monkeypatch.setattr(transform, "open_closure", lambda fn: opened.append(fn) or fn)
+
+    def loss(w, x):
+        return jnp.sum((x @ w).T * 2)
+
+    w = vn.types.LoraArray(jnp.ones((4, 4)), jnp.ones((4, 2)), jnp.ones((2, 4)))
+    jax.grad(vn.implicit(loss))(w, jnp.ones((3, 4)))
+    assert opened == [loss]
