@@ -268,3 +268,27 @@ def test_a_rule_that_redispatches_meets_types_it_does_not_know():
         return vn.implicit(lambda a, b: jax.lax.dot_general_p.bind(a, b, **params))(x.x, y) * x.by
 
     assert vn.implicit(jnp.dot)(Scaled(X), OneHot(jnp.float32(3), 1, 3)) == 6.0
+
+
+@pytest.mark.parametrize("highest_first", [True, False])
+def test_of_several_defaults_that_of_the_highest_precedence_runs(highest_first):
+    class Low(vn.ImplicitArray):
+        x: jax.Array
+
+        def materialise(self):
+            return self.x + 0
+
+        @staticmethod
+        def default(primitive, values, params):
+            return jnp.array(1.0)
+
+    class High(Low):
+        default_precedence = 1
+
+        @staticmethod
+        def default(primitive, values, params):
+            return jnp.array(2.0)
+
+    operands = High(jnp.array(0.0)), Low(jnp.array(0.0))
+    run = vn.implicit(jax.lax.atan2)
+    assert run(*(operands if highest_first else operands[::-1])) == 2

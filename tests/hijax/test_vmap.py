@@ -75,3 +75,10 @@ def test_gradients_mapped(x, weight, high, agree_by_leaves):
         expected = transform(lambda v: loss(v.materialise()))(weight.stack)
     agree_by_leaves(transform(loss)(weight.stack), expected)
     agree_by_leaves(jax.jit(transform(loss))(weight.stack), expected)
+
+
+def test_a_derivative_by_what_is_not_mapped_sums_over_the_axis(x, weight, agree):
+    loss = lambda product: lambda w: jnp.sum(product(w) ** 2)
+    by_rows = loss(lambda w: jax.vmap(lambda row: jnp.dot(row, w))(x))
+    expected = weight.reference(jax.grad, loss(lambda w: jnp.dot(x, w)))
+    agree(jax.grad(by_rows)(weight.value), expected)

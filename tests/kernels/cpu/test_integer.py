@@ -79,6 +79,11 @@ class TestProduct:
         np.testing.assert_array_equal(once, again)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_of_rows_whose_strips_begin_within_a_scale(kind):
+    check("rows", kind, (1, 64, 700), (64, 100), 3)
+
+
 @pytest.mark.parametrize("contracted", CONTRACTED)
 class TestExactness:
     def test_sums_of_a_long_tile_do_not_overflow(self, contracted):
