@@ -353,4 +353,4 @@ def is_of_the_core(rule):
 
 def test_the_reference_names_what_moves_batch_axes():
     text = (DOCS / "reference_primitives.md").read_text("utf-8")
-    assert all(f"`{name}`" in text for name in movement._RULES)
+    assert all(f"`{name}`" in text for name in movement.RULES)
