@@ -24,7 +24,7 @@ PUBLIC = [
     *("freeze", "ste", "summary", "trainable", "tree", "types", "unfreeze"),
 ]
 
-# The arrows of DESIGN.md, section 1: the rooms that a room may import from. Below `cli` and `demo`,
+# The arrows of docs/architecture.md: the rooms that a room may import from. Below `cli` and `demo`,
 # nobody imports from `veneer` itself, which imports them all.
 MAY_IMPORT = {
     "_jax": set(),

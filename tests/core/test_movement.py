@@ -87,3 +87,16 @@ def test_a_split_along_a_batch_axis_is_one_equation_a_leaf():
     jaxpr = jax.make_jaxpr(vn.implicit(lambda d: jnp.split(d, 2)))(d)
     assert str(jaxpr).count(" = split[") == 1
     assert " slice[" not in str(jaxpr)
+
+
+def test_a_field_may_have_any_name():
+    class Marked(vn.ImplicitArray):
+        x: jax.Array
+        moved: jax.Array
+        movable: jax.Array
+
+        def materialise(self):
+            return self.x + self.moved * self.movable
+
+    x = Marked(jnp.ones((2, 3)), jnp.ones((2, 3)), jnp.ones((2, 3)))
+    assert vn.materialise(vn.implicit(lambda x: x.T[0])(x)).tolist() == [2.0, 2.0]

@@ -205,7 +205,12 @@ def is_caught(copy: Path, mutation: Mutation) -> str | None:
 
 def passes(copy: Path, paths: list[str]) -> bool:
     """Whether quick tests of the copy pass; the first that fails ends them."""
-    environment = os.environ | {"CI": "true", "PYTHONPATH": str(copy / "src")}
+    environment = os.environ | {
+        "CI": "true",
+        "PYTHONPATH": str(copy / "src"),
+        "JAXTYPING_DISABLE": "1",  # as in `make test`
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+    }
     options = ["--quick", "-x", "-q", "-p", "no:cacheprovider", *([] if paths else ["-n", "auto"])]
     command = [sys.executable, "-m", "pytest", *options, *paths]
     done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)

@@ -5,7 +5,8 @@
 
 A quick run has every test, and every value of a parameter once in each file: where ten tests of a
 file are parametrised over the same formats, each format is tried by one or two of them. Of a test
-that is marked as `long` it has but one case, or as many as `long(quick=0)` says.
+that is marked as `long` it has but one case, or as many as `long(quick=0)` says: none of the long
+examples, and nothing of the real model.
 
 A run of pairs has, of a test of three parameters or more, every pair of values of two of them.
 

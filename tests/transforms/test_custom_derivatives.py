@@ -6,6 +6,7 @@ import pytest
 from support.array_types import MAKERS, Tagged, assert_close
 
 import veneer as vn
+from veneer._core import rules
 
 X = jnp.linspace(-1.0, 1.0, 18).reshape(3, 6)
 KEY = jax.random.key(5)
@@ -192,3 +193,17 @@ def test_metadata_that_a_derivative_loses_is_refused():
 
     with pytest.raises(TypeError, match="whose metadata differs"):
         jax.jvp(vn.implicit(f), (Fickle(X, "m"),), (Fickle(X, "m"),))
+
+
+@pytest.mark.parametrize("name", ["custom_jvp_call", "custom_vjp_call"])
+def test_a_rule_of_a_user_does_not_take_the_place_of_an_authors(name, monkeypatch):
+    table = {p: list(of_primitive) for p, of_primitive in rules._rules.items()}
+    monkeypatch.setattr(rules, "_rules", table)
+
+    @vn.register(name)
+    def _(*operands: type(LORA), **params):
+        raise AssertionError("JAX gives it functions")
+
+    function = {"custom_jvp_call": twisted, "custom_vjp_call": bent}[name]
+    grad = jax.grad(vn.implicit(lambda x, w: function(x, w).sum()))
+    assert_close(grad(X, LORA), jax.grad(lambda x, w: function(x, w).sum())(X, LORA.materialise()))

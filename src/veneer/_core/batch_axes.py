@@ -12,7 +12,7 @@ from .leaf_axes import Axes, aligned
 from .value import Value, is_part
 
 
-class LeafAxes(NamedTuple):
+class LeafLayout(NamedTuple):
     """A value's parts, which are its leaves or the implicit arrays among its fields, and axes."""
 
     parts: list[Any]
@@ -25,7 +25,7 @@ class LeafAxes(NamedTuple):
         return {axis.axis + ndim for axes in self.axes for axis in axes if axis is not None}
 
 
-def leaf_axes(value: Value) -> LeafAxes:
+def layout_of(value: Value) -> LeafLayout:
     """The leaf axes of a value, as its type states them, or those of a batch."""
     stated = value.leaf_axes()
     if stated is not None:
@@ -35,11 +35,11 @@ def leaf_axes(value: Value) -> LeafAxes:
                 f"{type(value).__name__}.leaf_axes returns {stated!r}, and should have an entry "
                 f"for each axis of each leaf: {value!r}"
             )
-        return LeafAxes(parts, structure, stated, True)
+        return LeafLayout(parts, structure, stated, True)
     leaves, structure = jax.tree.flatten(value)
     ndim, count = value.aval().ndim, _count_batch_axes(value)
     axes = [(*aligned(ndim)[:count], *[None] * (jax.typeof(x).ndim - count)) for x in leaves]
-    return LeafAxes(leaves, structure, axes, False)
+    return LeafLayout(leaves, structure, axes, False)
 
 
 def aval_of(part: Any) -> Any:

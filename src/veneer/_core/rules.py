@@ -213,6 +213,14 @@ def structural(name: str) -> Callable[[_F], _F]:
     return add
 
 
+def structural_rule(primitive: Primitive) -> Callable:
+    """The function of the rule that `structural` added to a primitive, for any type.
+
+    For what JAX hands to a trace with functions: there a rule of a user's has no place.
+    """
+    return next(rule.function for rule in _rules[primitive] if rule.structural)
+
+
 def resolve(
     primitive: Target, classes: tuple[type, ...], tried: tuple[RegisteredRule, ...] = ()
 ) -> RegisteredRule | None:

@@ -11,7 +11,8 @@ import jax
 
 from .._jax.primitives import Primitive
 from .._jax.tracing import Trace, Tracer, set_current_trace, swap_trace
-from .dispatch import apply_rules, dispatch
+from .dispatch import dispatch
+from .rules import structural_rule
 from .value import Value
 
 
@@ -128,7 +129,7 @@ class ImplicitTrace(Trace):
             return self._by_rule(primitive, tracers, {"f": f, **params}).map(self.wrap)
 
     def _by_rule(self, primitive: Primitive, tracers: Sequence[Any], params: dict[str, Any]) -> Any:
-        return apply_rules(primitive, list(map(self.unwrap, tracers)), {"trace": self, **params})
+        return structural_rule(primitive)(*map(self.unwrap, tracers), trace=self, **params)
 
     def stage_value(self, val: Any) -> Any:
         return val if self.unwrap(val) is not val else self.parent.stage_value(val)

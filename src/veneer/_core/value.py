@@ -134,7 +134,8 @@ class Value:
         if specs is None:
             return None
         structure = jax.tree.structure(self, is_part(self))
-        return jax.tree.unflatten(structure, specs).moved(Movement(shape, tuple(range(len(shape)))))
+        stays = Movement(shape, tuple(range(len(shape))))
+        return jax.tree.unflatten(structure, specs)._moved(stays)
 
     def leaf_axes(self) -> Sequence[Axes] | None:
         """Which axis of the dense array each axis of each leaf follows, in blocks of what size.
@@ -147,11 +148,11 @@ class Value:
         """
         return None
 
-    def movable(self) -> "Value":
+    def _movable(self) -> "Value":
         """This value, stored in such a way that its leaves can be moved."""
         return self
 
-    def moved(self, movement: Movement) -> Any:
+    def _moved(self, movement: Movement) -> Any:
         """This value, whose leaves were moved, with metadata that says where its axes are now.
 
         **Returns:** NotImplemented if the type has no such array. Axes that metadata count from the

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._core.transform import implicit
+from .._core.transform import redispatch
 from ..quant.formats import get_format
 from ..quant.formats.packing import Packing
 from ..quant.formats.tiles import divides
@@ -283,7 +283,7 @@ def _(op: Any, node: Any = None, **_: Any) -> Callable[..., Any]:
     def quantized_dot(x: Any, packed: Any, scale: Any, *zero_point: Any) -> Any:
         leaves = [jnp.asarray(leaf) for leaf in (packed, scale, *zero_point)]
         q = QArray.from_packed(*leaves, qtype=op.qtype, packing=packing)
-        return implicit(jnp.matmul)(x, q)
+        return redispatch(jnp.matmul, x, q)
 
     return quantized_dot
 

@@ -28,7 +28,7 @@ from jax.typing import ArrayLike
 
 from .._core.rules import add_rule
 from .._core.surface.array import Shaped
-from .._core.transform import FilterSpec, implicit
+from .._core.transform import FilterSpec, implicit, redispatch
 from .._core.value import Value as _CoreValue
 from .._jax.primitives import Primitive, find_primitive, inlines_early, jaxpr_as_fun
 
@@ -204,7 +204,7 @@ def _inlined(*values: Value | ArrayLike, jaxpr: Any, inline: Any, **params: Any)
     # As Quax does, so that a rule sees what concrete values the functions of jax.numpy are called
     # with: the unit of a power depends on the exponent.
     del params
-    return implicit(jaxpr_as_fun(jaxpr))(*values) if inlines_early(inline) else NotImplemented
+    return redispatch(jaxpr_as_fun(jaxpr), *values) if inlines_early(inline) else NotImplemented
 
 
 add_rule(_inlined, [find_primitive("jit")], structural=True)

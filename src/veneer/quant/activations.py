@@ -129,7 +129,7 @@ class ActivationQuantized(ProductWeight):
         """Notes that codes are stored the other way round."""
         return self.changed(turned=not self.turned)
 
-    def quantize_activations(
+    def quantise_activations(
         self, x: jax.Array, shared: Sequence[int], batch: Sequence[tuple[int, int]] = ()
     ) -> QArray:
         """Returns the other operand of a product, quantised; without a derivative.
@@ -253,19 +253,19 @@ def _straight_through(
     **Arguments:**
 
     - `product`: of activations, dense or quantised, and of the weight.
-    - `x`, `shared`, `batch`: as for `quantize_activations`.
+    - `x`, `shared`, `batch`: as for `quantise_activations`.
     """
     if isinstance(x, Value) or jnp.result_type(x) not in QUANTIZABLE:
         return product(x, w.array)
 
     @jax.custom_jvp
     def call(x: jax.Array, w: ActivationQuantized) -> Any:
-        return product(w.quantize_activations(x, shared, batch), w.array)
+        return product(w.quantise_activations(x, shared, batch), w.array)
 
     def jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
         x, w = primals
         out = call(x, w)
-        dense = ste(lambda x: materialise_one(w.quantize_activations(x, shared, batch)))
+        dense = ste(lambda x: materialise_one(w.quantise_activations(x, shared, batch)))
         leaves, treedef = jax.tree.flatten((dense(x), w.array))
         # What is no variable has no tangent, and costs no product.
         moves = jax.tree.leaves((tangents[0], tangents[1].array), is_leaf=_is_zero)

@@ -76,7 +76,7 @@ class ProductWeight(ImplicitArray, abstract=True):
 
         return [axes, *map(of, self._companions().values())]
 
-    def moved(self, movement: Movement) -> Any:
+    def _moved(self, movement: Movement) -> Any:
         """This weight, with the contracted axes where they are now."""
         ndim, before = len(movement.shape), len(movement.axes)
         axes = (movement.axes[axis] for axis in self.contracting)

@@ -230,7 +230,7 @@ class QArray(ImplicitArray):
             packed[axis] = LeafAxis(axis, *UNITS[self.format.bits])
         return [packed, *(of(x) for x in (self.scale, self.zero_point) if x is not None)]
 
-    def movable(self) -> "QArray":
+    def _movable(self) -> "QArray":
         """Returns this array with a code a byte where a packed axis has size 1: it is no larger."""
         if self.packing is None or self.packing.size != 1:
             return self
@@ -238,7 +238,7 @@ class QArray(ImplicitArray):
             packed=unpack(self.packed, self.packing, self.format.bits), packing=None
         )
 
-    def moved(self, movement: Movement) -> "QArray":
+    def _moved(self, movement: Movement) -> "QArray":
         """Returns this array, whose leaves were moved, packed along the axis that now is."""
         if self.packing is None:
             return self

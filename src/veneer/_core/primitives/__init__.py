@@ -17,9 +17,12 @@ and others:
     callbacks           those that call the host
     identities          those that return their operand
     movement            those that move entries about: transpose, slice, gather, ...
-    leaf_by_leaf        what such a primitive does to a leaf, by the axes that it follows
-    reshaping           the shapes of leaves in blocks, when the dense array is reshaped
     sharding            those that place an array on devices
+
+and what rules are written with:
+
+    leaf_by_leaf        what moves entries about, done to each leaf by the axes that it follows
+    reshaping           the shapes of leaves in blocks, when the dense array is reshaped
     dimension_numbers   which axes of two operands a product sums, and which both have
 """
 

@@ -5,6 +5,9 @@ from typing import Any, NamedTuple
 
 Axes = tuple[int, ...]
 
+#: `dimension_numbers` as `jax.lax.dot_general` takes them.
+NestedAxes = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
+
 
 class DotDimensionNumbers(NamedTuple):
     """`dimension_numbers` of `jax.lax.dot_general`, which takes this as it is; hashable.

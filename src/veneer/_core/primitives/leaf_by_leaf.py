@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 
 from ..._jax.primitives import find_primitive
-from ..batch_axes import LeafAxes, aval_of, leaf_axes, takes_batch_axis
+from ..batch_axes import LeafLayout, aval_of, layout_of, takes_batch_axis
 from ..labels import is_label
 from ..leaf_axes import Axes, Movement, Shape
 from ..transform import redispatch
@@ -70,7 +70,7 @@ class MovementPlan(NamedTuple):
     rule: Callable[..., Any] | None = None
 
 
-def allows(x: Value, layout: LeafAxes, plan: MovementPlan) -> bool:
+def allows(x: Value, layout: LeafLayout, plan: MovementPlan) -> bool:
     """Whether a plan leaves alone what no leaf follows, and what metadata may speak of."""
     old, (new, axes, _), followed = x.aval().shape, plan.movement, layout.followed(x.aval().ndim)
     for i, j in enumerate(axes):
@@ -87,8 +87,8 @@ def allows(x: Value, layout: LeafAxes, plan: MovementPlan) -> bool:
 
 def move(x: Value, primitive: str, plan: MovementPlan) -> Any:
     """A value with each leaf moved, or NotImplemented."""
-    x = x.movable()
-    layout, ndim = leaf_axes(x), x.aval().ndim
+    x = x._movable()
+    layout, ndim = layout_of(x), x.aval().ndim
     if not allows(x, layout, plan):
         return NotImplemented
     moved = []
@@ -98,7 +98,7 @@ def move(x: Value, primitive: str, plan: MovementPlan) -> Any:
         if step is NotImplemented:
             return NotImplemented
         moved.append(part if step is AsItIs else _moved_part(x, primitive, part, step, plan))
-    return jax.tree.unflatten(layout.structure, moved).moved(plan.movement)
+    return jax.tree.unflatten(layout.structure, moved)._moved(plan.movement)
 
 
 def _moved_part(x: Value, primitive: str, part: Any, step: Step, plan: MovementPlan) -> Any:

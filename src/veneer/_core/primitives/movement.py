@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..._jax.primitives import find_primitive
-from ..batch_axes import aval_of, leaf_axes
+from ..batch_axes import aval_of, layout_of
 from ..leaf_axes import Axes, LeafAxis, Movement, Shape
 from ..rules import add_rule
 from ..transform import redispatch
@@ -63,8 +63,8 @@ def _reshape(x: Value, *, new_sizes: Sequence[int], dimensions: Any, sharding: A
 
 def reshape(x: Value, new: Shape) -> Any:
     """A value of another shape, or NotImplemented where a block of entries would be cut."""
-    x = x.movable()
-    old, layout = x.aval().shape, leaf_axes(x)
+    x = x._movable()
+    old, layout = x.aval().shape, layout_of(x)
     outer = 1 + max(layout.followed(len(old)), default=-1)  # the axes after them stay as they are
     made = len(new) - (len(old) - outer)
     if made < 0 or old[outer:] != new[made:] or (layout.stated and 0 in old):
@@ -156,7 +156,7 @@ def _slice(x: Value, *, start_indices: Any, limit_indices: Any, strides: Any) ->
 
 
 def _split(x: Value, *, sizes: Any, axis: int) -> Any:
-    layout = leaf_axes(x)
+    layout = layout_of(x)
     if not layout.stated:  # each leaf has the axis, or none: one equation a leaf
         whole = Movement(x.aval().shape, _stay(x.aval().shape))
         if not allows(x, layout, MovementPlan(whole, lambda leaf: AsItIs, (axis,))):
@@ -299,11 +299,11 @@ def _same_type(values: Sequence[Any]) -> bool:
 def _concatenate(*operands: Value, dimension: int) -> Any:
     if len({type(x) for x in operands}) > 1:
         return NotImplemented
-    operands = tuple(x.movable() for x in operands)
+    operands = tuple(x._movable() for x in operands)
     shapes = [x.aval().shape for x in operands]
     sizes = [shape[dimension] for shape in shapes]
     new = (*shapes[0][:dimension], sum(sizes), *shapes[0][dimension + 1 :])
-    layouts = [leaf_axes(x) for x in operands]
+    layouts = [layout_of(x) for x in operands]
     plan = MovementPlan(Movement(new, _stay(new)), lambda leaf: AsItIs, (dimension,))
     if not all(map(partial(allows, plan=plan), operands, layouts)):
         return NotImplemented
@@ -323,7 +323,7 @@ def _concatenate(*operands: Value, dimension: int) -> Any:
     ]
     if any(part is NotImplemented for part in joined):
         return NotImplemented
-    wholes = [jax.tree.unflatten(x.structure, joined).moved(plan.movement) for x in layouts]
+    wholes = [jax.tree.unflatten(x.structure, joined)._moved(plan.movement) for x in layouts]
     return wholes[0] if _same_type(wholes) else NotImplemented
 
 

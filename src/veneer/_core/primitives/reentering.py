@@ -5,20 +5,20 @@ from typing import Any
 
 from ..._jax.tracing import current_trace, set_current_trace
 from ..policy import current_policy, policy_in_force
+from ..trace import ImplicitTrace
 
 
-def reentering(trace: Any) -> Callable[[Callable], Callable[..., list[Any]]]:
+def reentering(trace: ImplicitTrace) -> Callable[[Callable], Callable[..., list[Any]]]:
     """Wraps a flat function of tracers as one of values, which may run later, under any trace.
 
     It runs with the rules and the policy that are in force now. The values of `trace` that the
     function closes over are known by its tag.
     """
-    # The class is that of the trace, and not imported: its module imports those that use this.
-    kind, tag, policy = type(trace), trace.tag, current_policy()
+    tag, policy = trace.tag, current_policy()
 
     def run_later(function: Callable) -> Callable[..., list[Any]]:
         def run(*args: Any) -> list[Any]:
-            inner = kind(current_trace(), tag)
+            inner = ImplicitTrace(current_trace(), tag)
             with policy_in_force(policy):
                 wrapped = list(map(inner.wrap, args))
                 with set_current_trace(inner):

@@ -52,6 +52,8 @@ class ImplicitArray(ArrayOperators, Shaped, Value, abstract=True):
       fits, instead of making operands dense.
     - `default_precedence`: of operands of several types with a `default`, that of the highest runs.
     - `partition(spec, shape)`: how its leaves are cut when the dense array is sharded.
+    - `leaf_axes()`: which axis of the dense array each axis of each leaf follows; how leaves are
+      sliced, moved and sharded follows from it.
     - `metadata_is_meaning = False`: static fields only say how a value is stored; two that differ
       in them meet at the dense form in a loop or a branch. By default that is refused.
     - `batch_transparent = False`: entries depend on each other (`x / norm(x)`), so a slice of the

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.typing import ArrayLike, DTypeLike
 
-from ..._core.primitives.dimension_numbers import DotDimensionNumbers
+from ..._core.primitives.dimension_numbers import DotDimensionNumbers, NestedAxes
 from ..._core.rules import register
 from ..._core.surface.array import ImplicitArray
 from ..qarray import QArray
@@ -23,7 +23,7 @@ WAYS = (by_kernel, *WAYS_BY_XLA)
 def dot_general(
     lhs: ArrayLike | ImplicitArray,
     rhs: ArrayLike | ImplicitArray,
-    dimension_numbers: Any,
+    dimension_numbers: NestedAxes,
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
     *,

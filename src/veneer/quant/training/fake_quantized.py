@@ -122,7 +122,7 @@ class FakeQuantized(ImplicitArray):
         return None if self.qtype is None else get_format(self.qtype)
 
     @property
-    def scales_are_quantized(self) -> bool:
+    def scales_are_quantised(self) -> bool:
         """Whether scales of a matrix have scales of their own, so that it is not to be parted."""
         return self.format is not None and self.format.scale_tile is not None
 
@@ -133,7 +133,7 @@ class FakeQuantized(ImplicitArray):
         return tuple(axis % self.w.ndim for axis in axes)
 
     @property
-    def scale_axes(self) -> ScaleAxes:
+    def grid(self) -> ScaleAxes:
         """Which values of `w` share a scale."""
         return scale_axes_of(self.w.ndim, self.tile_axes, self.format, self.tile_size)
 
@@ -153,7 +153,7 @@ class FakeQuantized(ImplicitArray):
         """Returns the shape of `w`, and the dense dtype."""
         aval = jax.typeof(self.w)
         axes: Any = self.tile_axis
-        least = max(2 if self.scales_are_quantized else 1, -min(axes))
+        least = max(2 if self.scales_are_quantised else 1, -min(axes))
         if aval.ndim < least:
             raise ValueError(f"w of shape {aval.shape} has no tile_axis {self.tile_axis}")
         if self.key is not None and self.key.shape != aval.shape[: self.lead]:
@@ -172,7 +172,7 @@ class FakeQuantized(ImplicitArray):
             self.w,
             self.qtype,
             calibration_method=self.calibration_method,
-            **self.scale_axes.arguments,
+            **self.grid.arguments,
         )
         return q.replace(dense_dtype=self.dense_dtype)
 
@@ -184,7 +184,7 @@ class FakeQuantized(ImplicitArray):
             self.w,
             self.qtype,
             calibration_method=self.calibration_method,
-            **self.scale_axes.arguments,
+            **self.grid.arguments,
         )
         return dense.astype(self.dtype)
 
@@ -192,9 +192,9 @@ class FakeQuantized(ImplicitArray):
         """The weight is cut where no tile is."""
         whole = shape == self.shape
         for axis in range(self.ndim):
-            size = self.scale_axes.size(axis)
+            size = self.grid.size(axis)
             cut = spec[axis] is not None and not whole
-            if cut and (size is None or shape[axis] % size or self.scales_are_quantized):
+            if cut and (size is None or shape[axis] % size or self.scales_are_quantised):
                 return None
         key = None if self.key is None else PartitionSpec(*spec[: self.lead])
         return self.changed(w=spec, key=key)

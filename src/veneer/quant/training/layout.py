@@ -28,7 +28,7 @@ def _convert_element_type(
 def _transpose(w: FakeQuantized, *, permutation: Sequence[int]) -> Any:
     ndim = w.ndim
     matrix = {ndim - 2, ndim - 1}
-    if w.format is not None and w.scales_are_quantized:
+    if w.format is not None and w.scales_are_quantised:
         # Which scales have one in common depends on the order of axes, if not all of a matrix do.
         same = w.format.scale_tile == 0 and {permutation[-2], permutation[-1]} == matrix
         if not same:

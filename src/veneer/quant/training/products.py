@@ -62,7 +62,7 @@ def _dot_general(
 
 
 def _weight(w: FakeQuantized) -> OperandRecipe:
-    return OperandRecipe(w.w.dtype.name, w.dtype.name, w.qtype, w.calibration_method, w.scale_axes)
+    return OperandRecipe(w.w.dtype.name, w.dtype.name, w.qtype, w.calibration_method, w.grid)
 
 
 def _activation(x: Any, w: FakeQuantized, shared: Sequence[int] | None) -> OperandRecipe:

@@ -240,7 +240,7 @@ class LoraArray(Matrix):
             axes.append([*lead, *[None] * (self.dropout_key.ndim - split)])
         return axes
 
-    def moved(self, movement: Movement) -> Any:
+    def _moved(self, movement: Movement) -> Any:
         """Leading axes come and go; those that come in or go out stay."""
         ndim, inner = len(movement.shape), self.in_ndim + self.out_ndim
         stay = movement.axes[-inner:] == tuple(range(ndim - inner, ndim))

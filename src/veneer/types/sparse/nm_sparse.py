@@ -44,7 +44,7 @@ class NMSparse(ImplicitArray):
 
     - `values`: `[..., K/m·n, N]` for axis -2, `[..., N, K/m·n]` for -1: n in each group.
     - `indices`: uint8, the positions of the values in their groups, each other ones, packed along
-      the same axis by `veneer._core.bit_planes.pack_bits`.
+      the same axis by `veneer.kernels.bit_planes.pack_bits`.
     - `n`, `m`: `1 <= n <= m`, with m from 2 to 256.
     - `axis`: -2 or -1.
 
