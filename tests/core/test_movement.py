@@ -7,6 +7,7 @@ from support.array_types import Diagonal, Metres, Normed, Tagged, lora
 from support.claims import Claim, claims
 
 import veneer as vn
+from veneer._core.leaf_axes import LeafAxis
 
 stack = lambda draw: Diagonal(draw(3, 2, draw.n))  # [..., 3, 2, n, n]
 loras = lambda draw: lora(draw.key, (*draw.batch, 3, 4, 4))
@@ -100,3 +101,49 @@ def test_a_field_may_have_any_name():
 
     x = Marked(jnp.ones((2, 3)), jnp.ones((2, 3)), jnp.ones((2, 3)))
     assert vn.materialise(vn.implicit(lambda x: x.T[0])(x)).tolist() == [2.0, 2.0]
+
+
+class Outer(vn.ImplicitArray):
+    """A type that states its leaf axes, and no more; each leaf lacks an axis."""
+
+    u: jax.Array  # [m]
+    v: jax.Array  # [n]
+
+    def materialise(self):
+        return self.u[:, None] * self.v
+
+    def leaf_axes(self):
+        return [[LeafAxis(-2)], [LeafAxis(-1)]]
+
+
+@pytest.mark.parametrize(
+    "move", [lambda x: x.T, lambda x: x[1], lambda x: x[:, ::-1], lambda x: x[1:], jnp.ravel]
+)
+def test_leaves_that_lack_an_axis_are_moved_only_where_they_may_be(move):
+    x = Outer(jnp.arange(3.0), jnp.arange(1.0, 4.0))
+    assert jnp.array_equal(vn.materialise(vn.implicit(move)(x)), move(x.materialise()))
+
+
+@pytest.mark.parametrize("qtype", ["int4", "uint2", "int1", "ternary", "nf4", "int8"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_values_that_share_a_byte_are_reversed(qtype, size):
+    q = vn.quant.quantize(jnp.array([-1.0, 7.0, 3.0])[:size], qtype)
+    assert jnp.array_equal(vn.materialise(vn.implicit(jnp.flip)(q)), jnp.flip(vn.materialise(q)))
+
+
+def test_an_empty_part_leaves_the_rest_as_it_is():
+    q = vn.quant.quantize(jnp.eye(4), "int4", channelwise_axes=[0])
+    out = vn.implicit(lambda q: jnp.concatenate([q[:0], q, q[:0]]))(q)
+    assert isinstance(out, vn.quant.QArray)
+    assert jnp.array_equal(vn.materialise(out), vn.materialise(q))
+
+
+def test_what_is_said_of_indices_is_not_said_of_those_that_leaves_share():
+    w = lora(jax.random.key(0), (4, 6))
+    numbers = jax.lax.GatherDimensionNumbers((1, 2), (), (0, 1))
+    said = {"unique_indices": True, "indices_are_sorted": True, "mode": "clip"}
+    at = jnp.array([[0, 0], [0, 1], [2, 2]])
+    program = lambda w: jax.lax.gather(w, at, numbers, (2, 3), **said)
+    jaxpr = str(jax.make_jaxpr(vn.implicit(program))(w))
+    assert jaxpr.count("unique_indices=True") == 1  # of `w` itself, and not of `a` and `b`
+    assert jaxpr.count("indices_are_sorted=True") == 1

@@ -78,7 +78,10 @@ def allows(x: Value, layout: LeafLayout, plan: MovementPlan) -> bool:
         if i not in followed and not (stays and i not in plan.touched):
             return False
     if layout.stated:
-        return True
+        # A leaf without one of the axes is spread along it by where it stands: the type must say.
+        spread = any(len({*filter(None, axes)}) < len(old) for axes in layout.axes)
+        moves = plan.movement.reorders or None in plan.movement.axes
+        return not (spread and moves and type(x)._moved is Value._moved)
     # Of a label every axis looks like one of a batch, and its metadata may speak of any.
     if has_metadata(x) and is_label(x):
         return False

@@ -204,11 +204,15 @@ def _rev(x: Value, *, dimensions: Sequence[int]) -> Any:
     old = x.aval().shape
 
     def step(leaf: Leaf) -> Any:
-        own = [j for i, j in leaf.places().items() if i in dimensions and leaf.shape[j] > 1]
-        axes: Any = [leaf.axes[j] for j in own]
-        if any(axis.block != 1 for axis in axes):
-            return NotImplemented
-        return ((), {"dimensions": tuple(own)}) if own else AsItIs
+        reversed_axes = []
+        for i, j in leaf.places().items():
+            axis: Any = leaf.axes[j]
+            if i not in dimensions or (leaf.shape[j] == 1 and not axis.packed_in):
+                continue  # one entry, whichever way round
+            if axis.block != 1:
+                return NotImplemented
+            reversed_axes.append(j)
+        return ((), {"dimensions": tuple(reversed_axes)}) if reversed_axes else AsItIs
 
     return move(x, "rev", MovementPlan(Movement(old, _stay(old)), step, dimensions))
 
@@ -226,6 +230,7 @@ def gather(
     dimension_numbers: Any,
     slice_sizes: Any,
     unique_indices: bool,
+    indices_are_sorted: bool,
     fill_value: Any,
     fills: Sequence[Any] | None = None,
     rule: Callable[..., Any] | None = None,
@@ -259,19 +264,23 @@ def gather(
             sizes[j] = slice_sizes[i]
         columns = [k for k, i in enumerate(numbers.start_index_map) if i in places]
         mapped = [numbers.start_index_map[k] for k in columns]
-        own = lambda dims: tuple(places[i] for i in dims if i in places)
+        in_leaf = lambda dims: tuple(places[i] for i in dims if i in places)
+        # What is said of all indices holds of those of entries if none is left out or shared.
+        all_columns = columns == [*range(indices.shape[-1])] and {*batching} <= {*places}
+        are_entries = all_columns and max(blocks.values(), default=1) == 1
         pairs = zip(batching, numbers.start_indices_batching_dims, strict=True)
         offsets = (k for k, j in enumerate(leaf.order(dense)) if j is not None)
         return (_entries(indices, columns, [blocks[i] for i in mapped]),), {
             "dimension_numbers": lax.GatherDimensionNumbers(
                 offset_dims=tuple(offsets),
-                collapsed_slice_dims=own(collapsed),
-                start_index_map=own(mapped),
-                operand_batching_dims=own(batching),
+                collapsed_slice_dims=in_leaf(collapsed),
+                start_index_map=in_leaf(mapped),
+                operand_batching_dims=in_leaf(batching),
                 start_indices_batching_dims=tuple(k for i, k in pairs if i in places),
             ),
             "slice_sizes": tuple(sizes),
-            "unique_indices": unique_indices and max(blocks.values(), default=1) == 1,
+            "unique_indices": unique_indices and are_entries,
+            "indices_are_sorted": indices_are_sorted and are_entries,
             "fill_value": fill_value if fills is None else fills[leaf.number],
             **params,
         }
@@ -299,6 +308,9 @@ def _same_type(values: Sequence[Any]) -> bool:
 def _concatenate(*operands: Value, dimension: int) -> Any:
     if len({type(x) for x in operands}) > 1:
         return NotImplemented
+    some = tuple(x for x in operands if x.aval().shape[dimension])
+    if some and _same_type(operands):  # what is empty adds nothing
+        operands = some
     operands = tuple(x._movable() for x in operands)
     shapes = [x.aval().shape for x in operands]
     sizes = [shape[dimension] for shape in shapes]
