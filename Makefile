@@ -37,7 +37,7 @@ help: ## list the targets
 demo: $(DEMO) ## quantise a real model, and print a table and draw a picture of what it costs
 	$(BIN)/veneer demo $(ARGS)
 
-test: $(DEV) ## run every test with a few of its cases, in minutes
+test: $(DEV) ## run each test but the longest with a few of its cases
 	JAXTYPING_DISABLE=1 $(COMPILING) $(BIN)/python -m pytest -n auto --dist worksteal --quick $(ARGS)
 
 test-all: $(DEV) ## run every test with all of its cases, and check annotations, in an hour
