@@ -38,7 +38,7 @@ demo: $(DEMO) ## quantise a real model, and print a table and draw a picture of 
 	$(BIN)/veneer demo $(ARGS)
 
 test: $(DEV) ## run each test but the longest with a few of its cases
-	JAXTYPING_DISABLE=1 $(COMPILING) $(BIN)/python -m pytest -n auto --dist worksteal --quick $(ARGS)
+	JAXTYPING_DISABLE=1 $(COMPILING) $(BIN)/python -m pytest -n auto --dist worksteal --quick --jaxtyping-packages= $(ARGS)
 
 test-all: $(DEV) ## run every test with all of its cases, and check annotations, in an hour
 	$(COMPILING) $(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)

@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import jaxtyping
 from hypothesis import HealthCheck, settings
-from support import shares
+from support import contexts, shares
 
 # pyproject.toml has the annotations of veneer checked at run time, by a hook on its import. pytest
 # itself imports a package without hooks when it comes to look for examples in docstrings.
@@ -22,6 +22,8 @@ hide_frames_of(Path("<@beartype("))  # how the names of the files that it genera
 if jax.config.jax_platforms is None:
     jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)  # enough for a 2 x 4 mesh
+
+contexts.reuse()
 
 # The first example of a property compiles, so a time limit on an example would fail by chance.
 settings.register_profile(

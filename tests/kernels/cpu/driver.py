@@ -1,9 +1,11 @@
 """Runs a kernel of the CPU over NumPy arrays, and says what it should have computed.
 
-No JAX: a job is filled by hand, and its parts run in any order, on any number of threads.
+The kernel is that of the target, out of the object file that XLA calls. A job is filled by hand
+here, and its parts run in any order, on any number of threads.
 """
 
 import ctypes
+import functools
 import mmap
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -11,8 +13,9 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from veneer.kernels.cpu import job
+from veneer.kernels.cpu import build, job, targets
 from veneer.kernels.cpu.kinds import BITS
+from veneer.native import machine_code
 
 
 class Stored(NamedTuple):
@@ -60,13 +63,26 @@ def stored(kind: str, shape: tuple[int, int, int], tile: tuple[int, int], seed: 
     return Stored(kind, columns, packed, scale.astype(np.float32), table)
 
 
-def run(kernel: Any, x: Any, w: Stored, out: Any, x_scale: Any = None, threads: int = 1) -> None:
-    """Writes what a kernel computes to `out`, f32[B, M, N]; `x` is f32 or int8[B, M, K].
+@functools.cache
+def _functions(name: str) -> list[Any]:
+    """The functions of a target: `prepare(job)`, `count(job)`, `work(job, part)`, `finish(job)`."""
+    build.target(name)  # from here on it is in the cache, and what it calls has its name
+    code = build.CACHE.cached(name, lambda: targets.object_code(name))
+    parts = {"prepare": 1, "count": 1, "work": 2, "finish": 1}
+    addresses = machine_code.load(code, *(f"{name}_{part}" for part in parts))
+    return [
+        ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * n_args)(address)
+        for n_args, address in zip(parts.values(), addresses, strict=True)
+    ]
+
+
+def run(target: str, x: Any, w: Stored, out: Any, x_scale: Any = None, threads: int = 1) -> None:
+    """Writes what a target's kernel computes to `out`, f32[B, M, N]; `x` is f32 or int8[B, M, K].
 
     One thread runs the first parts, and then the others, from the last to the first. Arrays may be
     anywhere in memory, but must be contiguous.
     """
-    prepare, count, work, finish = kernel
+    prepare, count, work, finish = _functions(target)
     arrays = (x, w.packed, w.scale, w.table, out)
     assert all(array.flags.c_contiguous for array in arrays)
     batch, rows, row_bytes = w.packed.shape

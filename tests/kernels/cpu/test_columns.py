@@ -12,7 +12,6 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from veneer.kernels.cpu.floats import columns
 from veneer.native import isa
 from veneer.native.memory import I8, pointer
 from veneer.native.simd.blocks import call_llvm
@@ -23,7 +22,7 @@ TOLERANCE = 1e-6
 
 def product(kind, x, w, threads=1):
     out = np.full((x.shape[0], x.shape[1], w.packed.shape[1]), np.nan, np.float32)
-    run(columns.kernel(kind), x, w, out, threads=threads)
+    run(f"veneer_columns_{kind}", x, w, out, threads=threads)
     return out
 
 
@@ -102,7 +101,7 @@ def test_nothing_outside_of_arrays_is_touched(kind, width, tile, m):
         fields = {"packed": w.packed, "scale": w.scale, "table": w.table}
         inside = w._replace(**{name: guarded(a, at_end) for name, a in fields.items()})
         out = guarded(np.full((2, m, 50), np.nan, np.float32), at_end)
-        run(columns.kernel(kind), guarded(x, at_end), inside, out)
+        run(f"veneer_columns_{kind}", guarded(x, at_end), inside, out)
         assert np.all(np.abs(out - expected) <= TOLERANCE * sizes)
 
 
@@ -167,7 +166,7 @@ def test_small_codes_where_denormals_are_zeros(kind):
     w = stored(kind, (1, 8, 1), (1, 1))._replace(packed=codes, scale=np.ones((1, 8, 1), np.float32))
     default, zeros = np.array([0x1F80], np.int32), np.array([0x1F80 | 0x8040], np.int32)
     x = np.ones((1, 1, 1), np.float32)
-    product(kind, x, w)  # compiles
+    product(kind, x, w)  # compiled
     _control_floats(default.ctypes.data)
     _control_floats(zeros.ctypes.data)
     found = product(kind, x, w)

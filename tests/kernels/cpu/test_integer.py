@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from kernels.cpu.driver import columns_contracted, guarded, rows_contracted, run, stored
 
-from veneer.kernels.cpu.integers import kernels
 from veneer.native import isa
 
 KINDS = ["int8", "uint8", "lookup4", "lookup2", "lookup1"]
@@ -29,8 +28,8 @@ def product(contracted, x, x_scale, w, threads=1, guard=lambda array: array):
     n = w.packed.shape[1] if contracted == "columns" else w.columns
     out = guard(np.full((*x.shape[:2], n), np.nan, np.float32))
     w = w._replace(packed=guard(w.packed), scale=guard(w.scale), table=guard(w.table))
-    kernel = getattr(kernels, f"{contracted}_kernel")(w.kind)
-    run(kernel, guard(x), w, out, guard(x_scale), threads)
+    target = f"veneer_integer_{contracted}_{w.kind}"
+    run(target, guard(x), w, out, guard(x_scale), threads)
     return out
 
 

@@ -3,17 +3,13 @@
 import os
 import subprocess
 import sys
-from functools import cache
 
 import numpy as np
 import pytest
 from kernels.cpu.driver import guarded, rows_contracted, run, stored
 
-from veneer.kernels.cpu.floats import rows
 from veneer.kernels.cpu.kinds import BITS
 from veneer.native.isa import ISA, ISAS, chosen
-
-kernel = cache(rows.kernel)
 
 #: B, M, R, C, TR, TC: few rows of x and many, tiles of all shapes, and tails of every dimension.
 SHAPES = [
@@ -37,7 +33,7 @@ def product(x, w, **how):
     """What the kernel computes, each array right before memory that may not be touched."""
     out = guarded(np.full((*x.shape[:2], w.columns), np.nan, np.float32))
     w = w._replace(packed=guarded(w.packed), scale=guarded(w.scale))
-    run(kernel(w.kind), guarded(x), w, out, **how)
+    run(f"veneer_rows_{w.kind}", guarded(x), w, out, **how)
     return out
 
 
@@ -52,7 +48,6 @@ def check(kind, shape):
     assert np.max(np.abs(product(x, w) - expected) / size) < 1e-6
 
 
-@pytest.mark.long(quick=4)  # each kind is compiled
 @pytest.mark.parametrize("kind", BITS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_product_is_that_of_the_dense_matrix(kind, shape):
@@ -74,7 +69,7 @@ def test_arrays_at_odd_addresses(m, offset, at_end):
         **{name: guarded(getattr(w, name), at_end, offset) for name in ("packed", "scale", "table")}
     )
     out = guarded(np.empty((1, m, 259), np.float32), at_end, offset)
-    run(kernel("lookup4"), guarded(x, at_end, offset), w, out)
+    run("veneer_rows_lookup4", guarded(x, at_end, offset), w, out)
     assert np.max(np.abs(out - expected) / size) < 1e-6
 
 
