@@ -211,7 +211,15 @@ def passes(copy: Path, paths: list[str]) -> bool:
         "JAXTYPING_DISABLE": "1",  # as in `make test`
         "XLA_FLAGS": "--xla_backend_optimization_level=0",
     }
-    options = ["--quick", "-x", "-q", "-p", "no:cacheprovider", *([] if paths else ["-n", "auto"])]
+    options = [
+        "--quick",
+        "--jaxtyping-packages=",
+        "-x",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        *([] if paths else ["-n", "auto"]),
+    ]
     command = [sys.executable, "-m", "pytest", *options, *paths]
     done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
     if done.returncode not in (0, 1, 2, 3) and done.returncode > 0:  # below 0, a test crashed
