@@ -196,15 +196,15 @@ def is_caught(copy: Path, mutation: Mutation) -> str | None:
     try:
         own = [f"tests/{name}" for name in mutation.tests.split()]
         for which, paths in (("its tests", own), ("all tests", [])):
-            if not passes(copy, paths):
+            if failures(copy, paths) is not None:
                 return which
         return None
     finally:
         path.write_text(text, "utf-8")
 
 
-def passes(copy: Path, paths: list[str]) -> bool:
-    """Whether quick tests of the copy pass; the first that fails ends them."""
+def failures(copy: Path, paths: list[str]) -> str | None:
+    """What pytest says of quick tests of the copy, or None if they pass; the first ends them."""
     environment = os.environ | {
         "CI": "true",
         "PYTHONPATH": str(copy / "src"),
@@ -224,7 +224,7 @@ def passes(copy: Path, paths: list[str]) -> bool:
     done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
     if done.returncode not in (0, 1, 2, 3) and done.returncode > 0:  # below 0, a test crashed
         raise SystemExit(f"pytest did not run:\n{done.stdout}\n{done.stderr}")
-    return done.returncode == 0
+    return None if done.returncode == 0 else done.stdout[-2000:]
 
 
 def main() -> int:
@@ -240,11 +240,11 @@ def main() -> int:
         return 0
     caught = 0
     with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / "veneer"
+        copy = Path(folder) / "copy"  # tests look for the name of the package in texts
         unneeded = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", ".hypothesis")
         shutil.copytree(ROOT, copy, ignore=unneeded)
-        if not passes(copy, []):
-            raise SystemExit("the quick tests fail with nothing broken")
+        if said := failures(copy, []):
+            raise SystemExit(f"the quick tests fail with nothing broken:\n{said}")
         for mutation in chosen:
             start, name = time.monotonic(), found_in(copy, mutation).relative_to(copy / "src")
             by = is_caught(copy, mutation)

@@ -1,0 +1,91 @@
+"""Whether a program gives of an implicit array what it gives of the dense one."""
+
+import warnings
+from contextlib import nullcontext
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import veneer as vn
+
+from .operands import undressed
+from .programs import HIGH, Program
+
+#: What is refused by what a type means: units that do not fit, names of axes that would be lost.
+REFUSALS = {
+    "Quantity": ("unit", "dimension", "cannot be converted"),
+    "Named": ("name", "axis", "axes"),
+}
+
+
+_EPS = float(jnp.finfo("float32").eps)
+
+
+class Disagreement(AssertionError):
+    """A program that gives something else of the dense array."""
+
+
+def check(program: Program) -> str:
+    """Runs a program both ways.
+
+    **Returns:** "agrees"; "refused", by what its type means; or "invalid", as it is of the dense
+    array as well.
+
+    **Raises:** `Disagreement`.
+    """
+    with jax.enable_x64(program.x64), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        x, dense = program.operands()
+        if program.is_stacked and (not jnp.shape(dense) or len(dense) != 3):
+            return "invalid"  # nothing of it is stored, or could be stacked
+        try:
+            of = dense if program.transformation in HIGH else x
+            expected, rounding = jax.jit(lambda *xs: _of_dense(program, *xs))(of, dense)
+        except Exception:  # JAX does not take it
+            return "invalid"
+        high = program.transformation in HIGH
+        try:
+            with vn.hijax.enabled() if high else nullcontext():
+                result = program.run((lambda f: f) if high else vn.implicit, x)
+        except Exception as error:
+            if _is_refusal(program.kind, error):
+                return "refused"
+            raise Disagreement(f"{type(error).__name__}: {error}") from error
+        try:
+            _compare(undressed(result), expected, float(rounding))
+        except TypeError as error:
+            raise Disagreement(f"{result!r}: {error}") from error
+        return "agrees"
+
+
+def _is_refusal(kind: str, error: Exception) -> bool:
+    words = REFUSALS.get(kind, ())
+    return isinstance(error, (TypeError, ValueError)) and any(w in str(error) for w in words)
+
+
+def _of_dense(program: Program, x: Any, dense: Any) -> tuple[Any, Any]:
+    """What a program gives if `m` makes arrays dense, and what a rounding on the way is off by.
+
+    That is of the largest number there, in the coarsest dtype: a conversion to a finer one may come
+    before the rounding that a dense array has had.
+    """
+    expected = program.run(lambda f: lambda *xs: f(*map(undressed, xs)), x)
+    results = (jax.vmap if program.is_stacked else lambda f: f)(program.results)(dense)
+    results = [of for of in results if jnp.issubdtype(of.dtype, jnp.floating)]
+    eps = max(float(jnp.finfo(of.dtype).eps) for of in results)
+    return expected, max(eps, _EPS) * jnp.stack([*map(_size, [*results, expected]), 1.0]).max()
+
+
+def _size(x: Any) -> Any:
+    return jnp.max(jnp.abs(x), initial=0, where=jnp.isfinite(x)).astype("float32")
+
+
+def _compare(found: Any, expected: Any, rounding: float) -> None:
+    found, expected = jnp.asarray(found), jnp.asarray(expected)
+    if (found.shape, found.dtype) != (expected.shape, expected.dtype):
+        raise Disagreement(f"{found.aval} where dense arrays give {expected.aval}")
+    one, other = (np.asarray(a, np.float64) for a in (found, expected))
+    if not np.allclose(one, other, rtol=0, atol=300 * rounding, equal_nan=True):
+        raise Disagreement(f"{one.tolist()} where dense arrays give {other.tolist()}")

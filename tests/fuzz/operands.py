@@ -1,0 +1,178 @@
+"""Texts that make arrays: dense ones, and those of every type and format.
+
+Each is an expression in `i`, a number: those of other numbers are of the same structure, and can be
+stacked.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache
+from random import Random
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import veneer as vn
+
+SIZES = (1, 2, 3, 4, 6)
+
+
+def normal(seed: Any, *shape: int, dtype: str = "float32") -> jax.Array:
+    """Normal numbers of deviation 1/2."""
+    return jnp.asarray(np.random.default_rng(seed).normal(0, 0.5, shape), dtype)
+
+
+def permuted(seed: Any, n: int) -> jax.Array:
+    """The numbers below n in some order."""
+    return jnp.asarray(np.random.default_rng(seed).permutation(n), jnp.int32)
+
+
+def stacked(make: Callable[[int], Any], count: int = 3) -> Any:
+    """Arrays of one structure as a stack."""
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(make, range(count)))
+
+
+def undressed(x: Any) -> Any:
+    """The dense array of a result; of a label or a mask, the array that it is of."""
+    while isinstance(x, vn.Value):
+        if isinstance(x, vn.types.Masked):
+            x = x.filled(jnp.nan)
+        elif isinstance(x, (vn.types.Named, vn.types.Quantity)):
+            (x,) = jax.tree.leaves(x, is_leaf=lambda part, x=x: part is not x)
+        else:
+            x = x.materialise()
+    return x
+
+
+class _Texts:
+    """Texts of random arrays, no two of them alike."""
+
+    def __init__(self, random: Random, dtype: str):
+        self._random, self.dtype, self._count = random, dtype, 0
+
+    def one_of(self, *choices: Any) -> Any:
+        return self._random.choice(choices)
+
+    def size(self) -> int:
+        return self.one_of(*SIZES)
+
+    def shape(self, least: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(self.one_of(*sizes) for _ in range(self.one_of(*range(least, 4))))
+
+    def seed(self) -> str:
+        self._count += 1
+        return f"(i, {self._count})"
+
+    def dense(self, *shape: int) -> str:
+        dtype = [] if self.dtype == "float32" else [f"dtype={self.dtype!r}"]
+        return f"normal({', '.join([self.seed(), *map(str, shape), *dtype])})"
+
+
+def dense(t: _Texts) -> str:
+    return t.dense(*t.shape(0, (*SIZES, 0)))
+
+
+def quantized(t: _Texts, format: str, shape: tuple[int, ...] | None = None) -> str:
+    """An array in some format, with scales of its own for channels and tiles."""
+    if shape is None:
+        shape = t.shape(1, (*SIZES, 32))
+    described = vn.quant.FORMATS[format]
+    axis = t.one_of(*range(len(shape)))
+    channels = [a for a in range(len(shape)) if a != axis and t.one_of(True, False)]
+    tiles = [d for d in range(1, shape[axis] + 1) if shape[axis] % d == 0]
+    if described.tile_size is not None:  # a format that is tiled, and has no other scales
+        tile, channels = described.tile_size, [a for a in range(len(shape)) if a != axis]
+        shape = (*shape[:axis], 2 * tile, *shape[axis + 1 :])
+    else:
+        tile = t.one_of(None, *tiles)
+    tiled = "" if tile is None else f", tiled_axes={{{axis}: {tile}}}"
+    return f"vn.quant.quantize({t.dense(*shape)}, {format!r}, channelwise_axes={channels}{tiled})"
+
+
+def _lora(t: _Texts) -> str:
+    m, n = t.size(), t.size()
+    w = t.one_of(t.dense(m, n), quantized(t, t.one_of("int8", "nf4", "int4"), (m, n)))
+    return f"vn.types.LoraArray({w}, {t.dense(m, 2)}, {t.dense(2, n)}, scale=0.5)"
+
+
+def _square(t: _Texts) -> str:
+    n = t.size()
+    return t.dense(n, n)
+
+
+#: The array types, beside the formats of QArray.
+TYPES: dict[str, Callable[[_Texts], str]] = {
+    "Banded": lambda t: (
+        lambda n, lower, upper: (
+            f"vn.types.Banded({t.dense(lower + upper + 1, n)}, {lower}, {upper})"
+        )
+    )(t.one_of(3, 4, 6), t.one_of(0, 1, 2), t.one_of(0, 1)),
+    "BlockDiagonal": lambda t: f"vn.types.BlockDiagonal({t.dense(t.size(), t.size(), t.size())})",
+    "Circulant": lambda t: f"vn.types.Circulant({t.dense(t.size())})",
+    "Constant": lambda t: f"vn.types.Constant({t.dense(*t.one_of((), (3,)))}, ({t.size()}, 2))",
+    "Diagonal": lambda t: f"vn.types.Diagonal({t.dense(t.size())})",
+    "Frozen": lambda t: f"vn.freeze({t.dense(t.size(), t.size())})",
+    "Identity": lambda t: f"vn.types.Identity({t.size()}, {t.dtype!r})",
+    "Kronecker": lambda t: f"vn.types.Kronecker({t.dense(2, t.size())}, {t.dense(t.size(), 2)})",
+    "Lazy": lambda t: f"vn.types.Lazy(jnp.tanh, {t.dense(t.size(), t.size())})",
+    "Lazy reversed": lambda t: f"vn.types.Lazy(jnp.flipud, {t.dense(t.size(), t.size())})",
+    "LoraArray": _lora,
+    "LowRank": lambda t: f"vn.types.LowRank({t.dense(t.size(), 2)}, {t.dense(2, t.size())})",
+    "Masked": lambda t: (
+        lambda shape: f"vn.types.Masked({t.dense(*shape)}, jnp.ones({shape}, bool))"
+    )((t.size(), t.size())),
+    "Named": lambda t: f"vn.types.Named({t.dense(t.size(), t.size())}, ('a', 'b'))",
+    "NMSparse": lambda t: (
+        f"vn.types.NMSparse.prune({t.dense(4, t.one_of(4, 8))}, 2, 4, {t.one_of(-1, -2)})"
+    ),
+    "Permutation": lambda t: f"vn.types.Permutation(permuted({t.seed()}, {t.size()}), {t.dtype!r})",
+    "PRNGKey": lambda t: "vn.types.PRNGKey(jax.random.key(i + 1))",
+    "Product": lambda t: (
+        lambda n: (
+            f"vn.types.Product(vn.types.Diagonal({t.dense(n)}), "
+            f"vn.types.Permutation(permuted({t.seed()}, {n}), {t.dtype!r}))"
+        )
+    )(t.size()),
+    "Quantity": lambda t: f"vn.types.Quantity({t.dense(t.size(), t.size())}, 'm')",
+    "SparseArray": lambda t: (
+        lambda m, n: (
+            f"vn.types.SparseArray({t.dense(2)}, jnp.array([[0, {n - 1}], [{m - 1}, 0]]), "
+            f"({m}, {n}))"
+        )
+    )(t.size(), t.size()),
+    "Symmetric": lambda t: f"vn.types.Symmetric.of({_square(t)})",
+    "Toeplitz": lambda t: f"vn.types.Toeplitz({t.dense(t.size())}, {t.dense(t.size())})",
+    "Triangular": lambda t: (
+        f"vn.types.Triangular({_square(t)}, {t.one_of(True, False)}, {t.one_of(True, False)})"
+    ),
+    "Tridiagonal": lambda t: (
+        lambda n: f"vn.types.Tridiagonal({t.dense(n - 1)}, {t.dense(n)}, {t.dense(n - 1)})"
+    )(t.one_of(2, 3, 4)),
+}
+
+
+def operand(random: Random, kind: str, dtype: str = "float32") -> str:
+    """The text of an operand of a type, of a format, or a dense one.
+
+    There are a few of each kind, for it takes longer to compile what makes one than what uses it.
+    """
+    texts = _Texts(Random(f"{kind} {random.randrange(12)}"), dtype)
+    if kind in vn.quant.FORMATS:
+        return quantized(texts, kind)
+    return TYPES[kind](texts) if kind in TYPES else dense(texts)
+
+
+KINDS = (*TYPES, *vn.quant.FORMATS)
+ENVIRONMENT = {"jax": jax, "jnp": jnp, "lax": lax, "vn": vn}
+ENVIRONMENT |= {f.__name__: f for f in (normal, permuted, stacked, undressed)}
+
+
+@lru_cache(maxsize=4096)
+def made(text: str, is_stacked: bool, x64: bool) -> tuple[Any, Any]:
+    """What a text says, or a stack of such; and the dense array that it stands for."""
+    with jax.enable_x64(x64):
+        one = lambda i: eval(text, ENVIRONMENT | {"i": i})
+        x = stacked(one) if is_stacked else one(0)
+        return x, jax.jit(undressed)(x)

@@ -1,0 +1,15 @@
+"""A few programs, the same in every run. `python -m fuzz`, in tests/, runs as many as one likes."""
+
+import random
+
+import pytest
+
+from fuzz.checks import check
+from fuzz.operands import KINDS
+from fuzz.programs import program
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_programs_give_what_they_give_of_dense_arrays(kind):
+    counts = [check(program(random.Random(f"{kind} {n}"), [kind])) for n in range(2)]
+    assert set(counts) <= {"agrees", "refused", "invalid"}
