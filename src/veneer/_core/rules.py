@@ -44,6 +44,7 @@ class RegisteredRule:
     precedence: int
     structural: bool = False  # it contains programs, whose primitives are checked and reported
     conditional: bool = False  # it may decline: asked before one of the same types that does not
+    swapped: bool = False  # it serves the operands of another rule in the other order
     eager: Callable[[Sequence[Any], dict[str, Any]], Any] | None = None
     order: int = field(default_factory=itertools.count().__next__)
 
@@ -116,8 +117,8 @@ def register(
       batched or differentiated from within, the function is opened, and its primitives are met.
     - `precedence`: breaks ties between rules of which neither is more specific.
 
-    A rule for `(T, U)` of a commutative primitive (`COMMUTATIVE`) also serves `(U, T)`, where none
-    is registered for that, unless a type says `commute_ops = False`.
+    A rule for `(T, U)` of a commutative primitive (`COMMUTATIVE`) also serves `(U, T)`, where
+    nothing is registered that fits, unless a type says `commute_ops = False`.
 
     **Raises:** ValueError for an unknown name; TypeError for an annotation that is not a type of
     operand. Two rules that tie raise `AmbiguousLookupError` when operands meet them.
@@ -199,8 +200,7 @@ def _swapped(rule: RegisteredRule) -> RegisteredRule:
     def function(x: Any, y: Any, **params: Any) -> Any:
         return rule.function(y, x, **params)
 
-    # Of the same types in this order, one that is registered as such comes first.
-    return replace(rule, function=function, operands=rule.operands[::-1], order=-1)
+    return replace(rule, function=function, operands=rule.operands[::-1], swapped=True)
 
 
 def structural(name: str) -> Callable[[_F], _F]:
@@ -236,6 +236,8 @@ def _most_specific(
     primitive: Target, classes: tuple[type, ...], tried: tuple[RegisteredRule, ...]
 ) -> RegisteredRule | None:
     fitting = [r for r in _rules.get(primitive, ()) if r.fits(classes) and r not in tried]
+    # What is registered comes first, so that copies change nothing of what it means.
+    fitting = [r for r in fitting if not r.swapped] or fitting
     best = [r for r in fitting if not any(_beats(s, r, len(classes)) for s in fitting)]
     if len(best) > 1:
         highest = max(rule.precedence for rule in best)

@@ -281,6 +281,12 @@ def _(x: Tridiagonal, y: Diagonal, **params: Any) -> Tridiagonal:
 
 
 @register("add")
+def _(x: Diagonal, y: Tridiagonal, **params: Any) -> Tridiagonal:
+    del params
+    return Tridiagonal(y.lower, x.diagonal + y.diagonal, y.upper)
+
+
+@register("add")
 def _(x: Band, y: Band, **params: Any) -> Banded:
     del params
     a, b = _as_banded(x), _as_banded(y)

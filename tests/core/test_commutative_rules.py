@@ -1,0 +1,129 @@
+"""A rule for `(x, y)` of a commutative primitive serves `(y, x)`, and changes nothing else."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.extend.core import Primitive
+
+import veneer as vn
+
+X = jnp.arange(3.0)
+
+
+class Animal(vn.ImplicitArray):
+    x: jax.Array
+
+    def materialise(self):
+        return self.x
+
+
+class Dog(Animal):
+    pass
+
+
+class Cat(Animal):
+    pass
+
+
+class Puppy(Dog):
+    pass
+
+
+class Wild(vn.ImplicitArray):
+    x: jax.Array
+    commute_ops = False
+
+    def materialise(self):
+        return self.x
+
+
+@pytest.fixture
+def add():
+    """A primitive that goes by the name of a commutative one, without rules of others."""
+    return _primitive("add")
+
+
+def _primitive(name):
+    p = Primitive(name)
+    p.def_impl(jnp.add)
+    return p
+
+
+def _rule(primitive, left, right, result):
+    def function(x, y):
+        return result
+
+    function.__annotations__ = {"x": left, "y": right}
+    vn.register(primitive)(function)
+
+
+def _apply(primitive, x, y):
+    return vn.implicit(lambda x, y: primitive.bind(x, y))(x, y)
+
+
+def test_a_rule_serves_the_other_order(add):
+    _rule(add, Dog, vn.ArrayLike, 1)
+    assert _apply(add, X, Dog(X)) == 1
+
+
+def test_a_rule_that_is_registered_for_the_other_order_comes_first(add):
+    _rule(add, vn.ArrayLike, Dog, 2)
+    _rule(add, Dog, vn.ArrayLike, 1)
+    assert _apply(add, X, Dog(X)) == 2
+
+
+def test_a_type_that_says_no_is_made_dense(add):
+    _rule(add, Wild, vn.ArrayLike, 1)
+    assert _apply(add, X, Wild(X)).tolist() == (X + X).tolist()
+
+
+def test_a_rule_for_itself_or_a_dense_operand_meets_itself(add):
+    _rule(add, Dog, Dog | vn.ArrayLike, 1)
+    assert _apply(add, Dog(X), Dog(X)) == _apply(add, X, Dog(X)) == 1
+
+
+def test_a_rule_that_is_registered_again_replaces_its_copy(add):
+    _rule(add, Dog, vn.ArrayLike, 1)
+    _rule(add, Dog, vn.ArrayLike, 2)
+    assert _apply(add, X, Dog(X)) == 2
+
+
+def test_a_copy_is_asked_where_all_that_is_registered_declines(add):
+    _rule(add, vn.ArrayLike, Animal, NotImplemented)
+    _rule(add, Animal, vn.ArrayLike, 1)
+    assert _apply(add, X, Dog(X)) == 1
+
+
+_SIGNATURES = [
+    (Dog, Dog | vn.ArrayLike),
+    (Dog | vn.ArrayLike, Dog),
+    (Dog, vn.ImplicitArray),
+    (vn.ImplicitArray, Cat),
+    (Animal, vn.ArrayLike),
+    (Puppy, Animal | vn.ArrayLike),
+    (Animal, Animal),
+]
+_OPERANDS = {"dense": X, "Dog": Dog(X), "Cat": Cat(X), "Puppy": Puppy(X)}
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_copies_change_nothing_of_what_registered_rules_give(count):
+    """For any rules and operands: a primitive that is not commutative gives the same, or none."""
+    for signatures in itertools.combinations(_SIGNATURES, count):
+        commutative, plain = _primitive("add"), _primitive("sub")
+        for number, signature in enumerate(signatures):
+            _rule(commutative, *signature, number)
+            _rule(plain, *signature, number)
+        for x, y in itertools.product(_OPERANDS.values(), repeat=2):
+            if x is y is X:
+                continue
+            try:
+                expected = _apply(plain, x, y)
+            except vn.AmbiguousLookupError:
+                with pytest.raises(vn.AmbiguousLookupError):
+                    _apply(commutative, x, y)
+            else:
+                if isinstance(expected, int):
+                    assert _apply(commutative, x, y) == expected, (signatures, x, y)
