@@ -107,6 +107,78 @@ def test_a_mistaken_number_of_results():
         vn.implicit(lambda x: jax.lax.split(x, (1, 2)))(odd)
 
 
+class Endless:
+    """Has no end to those who iterate over it, as an object that clamps its indices has none."""
+
+    def __repr__(self):
+        return "Endless"
+
+    def __getitem__(self, index):
+        raise AssertionError("it is iterated over")
+
+    __iter__ = __len__ = __getitem__
+
+
+class EndlessArray(Endless, vn.ImplicitArray):
+    x: jax.Array  # [n]
+
+    def materialise(self):
+        return self.x
+
+
+def register_endless(kind, result):
+    @vn.register(["split", "cosh"])
+    def _(x: kind, **params):
+        return result
+
+
+def endless_default(result):
+    return typed(default=staticmethod(lambda primitive, values, params: result))
+
+
+RESULTS_OF_SEVERAL = [Endless(), EndlessArray(X), X]
+
+
+@pytest.mark.parametrize("result", RESULTS_OF_SEVERAL, ids=["object", "value", "array"])
+@pytest.mark.parametrize("by", ["rule", "default"])
+def test_what_is_no_list_of_results_is_not_iterated_over(by, result):
+    odd = typed() if by == "rule" else endless_default(result)
+    if by == "rule":
+        register_endless(type(odd), result)
+    with pytest.raises(TypeError, match=r"for split\(Odd.* gives a sequence of arrays"):
+        vn.implicit(lambda x: jax.lax.split(x, (1, 2)))(odd)
+
+
+@pytest.mark.parametrize("by", ["rule", "default"])
+def test_what_is_no_array_is_not_iterated_over(by):
+    odd = typed() if by == "rule" else endless_default(Endless())
+    if by == "rule":
+        register_endless(type(odd), Endless())
+    with pytest.raises(TypeError, match=r"for cosh\(Odd.* returns Endless; cosh gives one array"):
+        vn.implicit(jnp.cosh)(odd)
+
+
+METHODS = {
+    "materialise": jnp.sin,
+    "aval": jnp.sin,
+    "leaf_axes": lambda x: jnp.flip(x) + x[:2].sum(),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_a_method_gives_is_not_iterated_over(method):
+    odd = typed(**{method: lambda self: Endless()})
+    with pytest.raises(TypeError, match=rf"Odd\.{method}"):
+        vn.implicit(METHODS[method])(odd)
+
+
+def test_a_value_that_has_no_end_is_one_operand():
+    w = EndlessArray(X)
+    for program in (jnp.sin, lambda x: jnp.where(x > 1, x, 0) + jnp.ones(3), jnp.flip, jnp.sum):
+        np.testing.assert_allclose(vn.implicit(program)(w), program(X), rtol=1e-6)
+        np.testing.assert_allclose(jax.jit(vn.implicit(program))(w), program(X), rtol=1e-6)
+
+
 def test_a_mistaken_result_of_a_default():
     odd = typed(default=staticmethod(lambda primitive, values, params: jnp.zeros(5)))
     with pytest.raises(TypeError, match=r"the default of Odd for cosh\(Odd.* f32\[5\], where cosh"):

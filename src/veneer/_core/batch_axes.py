@@ -30,7 +30,8 @@ def layout_of(value: Value) -> LeafLayout:
     stated = value.leaf_axes()
     if stated is not None:
         parts, structure = jax.tree.flatten(value, is_part(value))
-        if [len(axes) for axes in stated] != [aval_of(part).ndim for part in parts]:
+        ndims = [aval_of(part).ndim for part in parts]
+        if not isinstance(stated, list | tuple) or [len(axes) for axes in stated] != ndims:
             raise TypeError(
                 f"{type(value).__name__}.leaf_axes returns {stated!r}, and should have an entry "
                 f"for each axis of each leaf: {value!r}"

@@ -1,6 +1,7 @@
 """Checks what a rule returns against what JAX says that its primitive gives."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -24,11 +25,11 @@ def check_result(
     """
     several = primitive.multiple_results
     results = out if several else [out]
-    try:
-        found = [_shape_and_dtype(_aval(x)) for x in results]
-    except TypeError:
-        found = None
-    if found is None or (several and not isinstance(out, list | tuple)):
+    found = None
+    if isinstance(results, list | tuple):  # to iterate over anything else may never end
+        with suppress(TypeError):
+            found = [_shape_and_dtype(_aval(x)) for x in results]
+    if found is None:
         kind = "a sequence of arrays" if several else "one array"
         raise TypeError(
             f"{source} for {primitive.name}({', '.join(describe(values))}) returns {out!r}; "
