@@ -8,5 +8,6 @@ implicit_weights  implicit arrays in the place of a layer's weights
 jax_functions     arguments for every public function of JAX
 meshes            a mesh of eight devices, and values that say how they are cut
 stored_values     what a QArray stands for, found by NumPy alone
+every_type        a value of every array type, in any floating dtype
 shares            which cases of each test a run has
 """

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 
 from .leaf_axes import Axes, aligned
-from .value import Value, is_part
+from .value import Value, is_part, stands_for
 
 
 class LeafLayout(NamedTuple):
@@ -83,11 +83,8 @@ def _has_shape(value: Value, old: int, new: int, inner: tuple[int, ...]) -> bool
     avals = list(map(jax.typeof, leaves))
     unlike = 1 + max((size for aval in avals for size in aval.shape), default=0)
     batch = tuple(unlike + i for i in range(new))
-    abstract = [jax.ShapeDtypeStruct((*batch, *a.shape[old:]), a.dtype) for a in avals]
-    try:
-        return jax.tree.unflatten(treedef, abstract).aval().shape == (*batch, *inner)
-    except Exception:  # whatever a type's own code raises on leaves that make no sense to it
-        return False
+    abstract = (jax.ShapeDtypeStruct((*batch, *a.shape[old:]), a.dtype) for a in avals)
+    return stands_for(treedef, tuple(abstract)) == (*batch, *inner)
 
 
 def _transparent(tree: Any) -> bool:

@@ -13,7 +13,7 @@ import jax
 from .._jax.primitives import Primitive
 from .._jax.tracing import is_zero
 from .tree import has_metadata
-from .value import Value, make_dense
+from .value import DEFECTS, Value, make_dense
 
 
 def is_label(value: Any) -> bool:
@@ -62,10 +62,6 @@ def _kind(value: Value) -> str:
     return "holds" if kind == "other" and type(value).is_label else kind
 
 
-# Raised by a type with a defect, or by one that needs concrete leaves: these are no refusals.
-_DEFECTS = (jax.errors.JAXTypeError, AttributeError, NameError)
-
-
 @lru_cache(maxsize=4096)
 def _kind_of(treedef: Any, leaf: Any) -> str:
     kind = "other"
@@ -74,7 +70,7 @@ def _kind_of(treedef: Any, leaf: Any) -> str:
         nonlocal kind
         try:
             kind = "holds" if jax.tree.unflatten(treedef, [x]).materialise() is x else "other"
-        except _DEFECTS:
+        except DEFECTS:
             kind = "other"
         except Exception:  # whatever a type raises that refuses to be dense
             kind = "refuses"

@@ -1,10 +1,12 @@
 """Implicit values: pytrees that stand for a dense array they do not store."""
 
 import dataclasses
+import inspect
 from abc import ABCMeta
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, ClassVar, dataclass_transform
 
 import jax
@@ -180,6 +182,34 @@ def is_value(x: Any) -> bool:
 def is_part(value: Any) -> Callable[[Any], bool]:
     """Whether something is an implicit array among the fields of `value`, for tree functions."""
     return lambda x: isinstance(x, Value) and x is not value
+
+
+# Raised by a type with a defect, or by one that needs concrete leaves: these are no refusals.
+DEFECTS = (jax.errors.JAXTypeError, AttributeError, NameError)
+
+
+@lru_cache(maxsize=4096)
+def stands_for(tree: Any, leaves: tuple[jax.ShapeDtypeStruct, ...]) -> tuple[int, ...] | None:
+    """The dense shape of a value of this structure with abstract leaves, or None.
+
+    Its class may refuse it in `__post_init__`, which nothing asks that puts a pytree together; or
+    have no dense form of such leaves.
+    """
+    try:
+        with suppress(DEFECTS):
+            jax.eval_shape(partial(_post_init, tree), *leaves)
+        return jax.tree.unflatten(tree, leaves).aval().shape
+    except Exception:  # whatever a type's own code raises on leaves that make no sense to it
+        return None
+
+
+def _post_init(tree: Any, *leaves: Any) -> None:
+    values = [jax.tree.unflatten(tree, leaves)]
+    for value in values:
+        values += filter(is_value, jax.tree.leaves(value, is_leaf=is_part(value)))
+        post_init = getattr(value, "__post_init__", None)
+        if post_init and not inspect.signature(post_init).parameters:  # it sees the fields alone
+            post_init()
 
 
 class Kept:

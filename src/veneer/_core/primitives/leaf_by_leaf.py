@@ -12,7 +12,7 @@ from ..labels import is_label
 from ..leaf_axes import Axes, Movement, Shape
 from ..transform import redispatch
 from ..tree import has_metadata
-from ..value import Value
+from ..value import Value, stands_for
 
 Step = tuple[Sequence[Any], dict[str, Any]]  # further operands and parameters of the primitive
 AsItIs: Step = ((), {})
@@ -101,7 +101,18 @@ def move(x: Value, primitive: str, plan: MovementPlan) -> Any:
         if step is NotImplemented:
             return NotImplemented
         moved.append(part if step is AsItIs else _moved_part(x, primitive, part, step, plan))
-    return jax.tree.unflatten(layout.structure, moved)._moved(plan.movement)
+    return rebuilt(layout.structure, moved, plan.movement)
+
+
+def rebuilt(structure: Any, parts: Sequence[Any], movement: Movement) -> Any:
+    """The value of parts that were moved; NotImplemented if its type has none such."""
+    value = jax.tree.unflatten(structure, parts)._moved(movement)
+    if isinstance(value, Value):
+        leaves, tree = jax.tree.flatten(value)
+        avals = map(jax.typeof, leaves)
+        if stands_for(tree, tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals)) is None:
+            return NotImplemented
+    return value
 
 
 def _moved_part(x: Value, primitive: str, part: Any, step: Step, plan: MovementPlan) -> Any:

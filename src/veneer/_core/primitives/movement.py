@@ -19,7 +19,7 @@ from ..leaf_axes import Axes, LeafAxis, Movement, Shape
 from ..rules import add_rule
 from ..transform import redispatch
 from ..value import Value
-from .leaf_by_leaf import RULES, AsItIs, Leaf, MovementPlan, Step, allows, move
+from .leaf_by_leaf import RULES, AsItIs, Leaf, MovementPlan, Step, allows, move, rebuilt
 from .reshaping import axis_of_units, reshaped
 
 
@@ -162,13 +162,14 @@ def _split(x: Value, *, sizes: Any, axis: int) -> Any:
         if not allows(x, layout, MovementPlan(whole, lambda leaf: AsItIs, (axis,))):
             return NotImplemented
         of_leaves = zip(*(lax.split(leaf, sizes, axis) for leaf in layout.parts), strict=True)
-        return [jax.tree.unflatten(layout.structure, piece) for piece in of_leaves]
-    pieces, start = [], 0
-    for size in map(int, sizes):
-        spans = [(0, n, 1) for n in x.aval().shape]
-        spans[axis] = start, start + size, 1
-        pieces.append(move(x, "slice", _slices(x, spans)))
-        start += size
+        pieces = [rebuilt(layout.structure, piece, whole) for piece in of_leaves]
+    else:
+        pieces, start = [], 0
+        for size in map(int, sizes):
+            spans = [(0, n, 1) for n in x.aval().shape]
+            spans[axis] = start, start + size, 1
+            pieces.append(move(x, "slice", _slices(x, spans)))
+            start += size
     return NotImplemented if any(piece is NotImplemented for piece in pieces) else pieces
 
 
@@ -335,7 +336,9 @@ def _concatenate(*operands: Value, dimension: int) -> Any:
     ]
     if any(part is NotImplemented for part in joined):
         return NotImplemented
-    wholes = [jax.tree.unflatten(x.structure, joined)._moved(plan.movement) for x in layouts]
+    wholes = [rebuilt(layout.structure, joined, plan.movement) for layout in layouts]
+    if any(whole is NotImplemented for whole in wholes):
+        return NotImplemented
     return wholes[0] if _same_type(wholes) else NotImplemented
 
 

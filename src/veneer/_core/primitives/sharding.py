@@ -18,7 +18,7 @@ from ..._jax.primitives import find_primitive
 from ..batch_axes import has_batch_axes
 from ..labels import is_label
 from ..rules import add_rule
-from ..value import Value, is_part, make_dense
+from ..value import Value, is_part, make_dense, stands_for
 
 _NAMES = ("device_put", "reshard", "sharding_constraint")
 device_put_p, reshard_p, sharding_constraint_p = map(find_primitive, _NAMES)
@@ -96,11 +96,7 @@ def _fits(value: Value, specs: Any, spec: P, sizes: Sizes, resize: Resize) -> bo
         avals.append(jax.ShapeDtypeStruct(shape, aval.dtype))
     wanted = value.aval().shape
     blocks = [_blocks(e, sizes) for e in entries_of(spec, len(wanted))]
-    try:
-        got = jax.tree.unflatten(jax.tree.structure(specs), avals).aval().shape
-    except Exception:  # whatever a type's own code raises on leaves that do not fit together
-        return False
-    return got == tuple(map(resize, wanted, blocks))
+    return stands_for(jax.tree.structure(specs), tuple(avals)) == tuple(map(resize, wanted, blocks))
 
 
 def entries_of(spec: P, ndim: int) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 from ..._core.rules import register
 from ..._core.transform import redispatch
 from ..._jax.primitives import find_primitive
-from ..axes import Leaf
+from ..axes import Leaf, check_axes
 from ..zero_preserving import LINEAR, NONLINEAR
 from .diagonal import Diagonal
 from .matrix import Matrix, product
@@ -52,6 +52,9 @@ class Identity(Matrix):
             raise ValueError(f"Identity takes a size, and {n} is negative")
         shape = (*leading, operator.index(n), 0)
         self.__dict__["empty"] = np.zeros(shape, jax.dtypes.canonicalize_dtype(dtype))
+
+    def __post_init__(self) -> None:
+        check_axes(self, empty="n 0")
 
     def materialise(self) -> Any:
         """The dense matrix."""
