@@ -1,6 +1,6 @@
 """`PRNGKey`: random keys that are stored as plain integers."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +45,8 @@ class PRNGKey(ImplicitArray):
     >>> bool((draw(first) == jax.random.normal(jax.random.split(jax.random.key(0))[0], (3,))).all())
     True
     """
+
+    metadata_is_meaning: ClassVar[bool] = False  # the dense keys have it in their dtype
 
     data: Leaf  # uint32[..., w]
     impl: Any = static(default=None)

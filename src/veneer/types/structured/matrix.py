@@ -29,6 +29,9 @@ class Matrix(ImplicitArray, abstract=True):
     here, means that the matrix is made dense for it, visibly.
     """
 
+    #: Which triangle or how many bands there are is a matter of storage: the dense matrix says all.
+    metadata_is_meaning: ClassVar[bool] = False
+
     #: The leaves by which the matrix is multiplied if all of them are.
     linear_in: ClassVar[tuple[str, ...]] = ()
 

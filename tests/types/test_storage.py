@@ -1,0 +1,140 @@
+"""What static fields are: storage, of which the dense array has the whole meaning, or meaning."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from support.every_type import EVERY_TYPE, T, value
+
+import veneer as vn
+
+A = jnp.arange(1.0, 17).reshape(4, 4)
+LORA = value("LoraArray")
+
+
+def nm_sparse(n, m, axis):
+    return T.NMSparse.prune(A, n, m, axis)
+
+
+#: By type and field, two values of one dense shape and dtype that differ in it.
+STORAGE = {
+    ("Triangular", "lower"): (T.Triangular(A), T.Triangular(A, lower=False)),
+    ("Triangular", "unit_diagonal"): (T.Triangular(A), T.Triangular(A, unit_diagonal=True)),
+    ("Banded", "lower"): (T.Banded(A[:2], 1, 0), T.Banded(A[:3], 2, 0)),
+    ("Banded", "upper"): (T.Banded(A[:2], 0, 1), T.Banded(A[:3], 0, 2)),
+    ("Symmetric", "positive_definite"): (
+        T.Symmetric.of(A),
+        T.Symmetric.of(A, positive_definite=True),
+    ),
+    ("LoraArray", "scale"): (LORA, dataclasses.replace(LORA, scale=2.0)),
+    ("LoraArray", "normed"): (
+        T.LoraArray(LORA.w, LORA.a, LORA.b, jnp.ones((1, 4))),
+        T.LoraArray(LORA.w, LORA.a, LORA.b, jnp.ones((4, 1)), normed="out"),
+    ),
+    ("LoraArray", "dropped"): (LORA, dataclasses.replace(LORA, dropped="out")),
+    ("SparseArray", "sparse_shape"): (
+        T.SparseArray.from_dense(A),
+        T.SparseArray.from_dense(A, n_batch=1),
+    ),
+    ("SparseArray", "unique_indices"): (
+        T.SparseArray.from_dense(A),
+        dataclasses.replace(T.SparseArray.from_dense(A), unique_indices=False),
+    ),
+    ("NMSparse", "n"): (nm_sparse(1, 4, -1), nm_sparse(2, 4, -1)),
+    ("NMSparse", "m"): (nm_sparse(1, 2, -1), nm_sparse(1, 4, -1)),
+    ("NMSparse", "axis"): (nm_sparse(2, 4, -1), nm_sparse(2, 4, -2)),
+    ("Constant", "trailing"): (T.Constant(2.0, (4, 4)), T.Constant(jnp.ones(4), (4,))),
+    ("Lazy", "function"): (T.Lazy(jnp.sin, A), T.Lazy(jnp.cos, A)),
+}
+
+#: Two that are refused: what differs is in no dense array.
+MEANING = {
+    ("Named", "names"): (T.Named(A, ("a", "b")), T.Named(A, ("a", "c"))),
+    ("Quantity", "unit"): (T.Quantity(A, "m"), T.Quantity(A, "s")),
+}
+
+#: Those in which no two values of one dense shape, dtype and meaning differ, by why.
+NEITHER = {
+    ("Permutation", "dtype"): "the dense array's own",
+    ("PRNGKey", "impl"): "of the dense array's own dtype",
+    ("LoraArray", "dropout"): "has no dense form",
+    ("LoraArray", "in_ndim"): "of more axes than two, as the next",
+    ("LoraArray", "out_ndim"): "of more axes than two",
+    ("Lazy", "output"): "of functions of several results",
+}
+
+PROGRAMS = {
+    "cond": lambda a, b: lax.cond(jnp.array(False), lambda a, b: a, lambda a, b: b, a, b),
+    "fori_loop": lambda a, b: lax.fori_loop(0, 3, lambda i, c: b, a),
+    "while_loop": lambda a, b: lax.while_loop(lambda s: s[0] < 2, lambda s: (s[0] + 1, b), (0, a))[
+        1
+    ],
+    "scan": lambda a, b: lax.scan(lambda c, _: (b, None), a, None, length=2)[0],
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("field", STORAGE, ids=".".join)
+def test_storage_that_changes_becomes_dense_visibly(field, program):
+    one, other = STORAGE[field]
+    events = []
+    run = vn.implicit(PROGRAMS[program], on_materialise=events.append)
+    out = run(one, other)
+    np.testing.assert_allclose(out, vn.materialise(other), rtol=1e-6)
+    assert events
+    assert not isinstance(out, vn.Value)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("field", MEANING, ids=".".join)
+def test_meaning_that_changes_is_refused(field, program):
+    with pytest.raises(TypeError, match="metadata differs, and would be lost"):
+        vn.implicit(PROGRAMS[program])(*MEANING[field])
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("name", [name for name in EVERY_TYPE if name != "Lazy"])  # which is run
+def test_what_agrees_stays(name, program):
+    w = value(name)
+    out = jax.eval_shape(vn.implicit(PROGRAMS[program], on_materialise="error"), w, w)
+    assert jax.tree.structure(out) == jax.tree.structure(w)
+
+
+def test_generators_are_refused_as_in_the_dense_program():
+    one, other = (T.PRNGKey(jax.random.key(0, impl=impl)) for impl in ("threefry2x32", "rbg"))
+    with pytest.raises(TypeError, match=r"key<fry>.*key<rbg>|key<rbg>.*key<fry>|impl='rbg'"):
+        vn.implicit(PROGRAMS["scan"])(one, other)
+
+
+def test_a_carry_whose_triangle_or_bands_change():
+    turned = vn.implicit(lambda a: lax.fori_loop(0, 3, lambda i, c: c.T, a))
+    np.testing.assert_array_equal(turned(T.Triangular(A)), jnp.tril(A).T)
+    powers = vn.implicit(lambda a: lax.fori_loop(0, 2, lambda i, c: c @ a, a))
+    band = T.Banded(A[:2], 1, 0)
+    dense = vn.materialise(band)
+    np.testing.assert_allclose(powers(band), dense @ dense @ dense, rtol=1e-5)
+
+
+DOCS = Path(__file__).parents[2] / "docs" / "loops_and_metadata.md"
+KINDS = {name: getattr(T, name) for name in T.__all__ if isinstance(getattr(T, name), type)}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_each_static_field_is_decided(name):
+    fields = dataclasses.fields(KINDS[name])
+    static = {(name, f.name) for f in fields if f.metadata.get("static")}
+    decided = {of for of in (*STORAGE, *MEANING, *NEITHER) if of[0] == name}
+    assert static == decided
+    rows = [line for line in DOCS.read_text().splitlines() if line.startswith(f"| `{name}` |")]
+    assert len(rows) == bool(static)
+    for row in rows:
+        assert all(f"`{field}`" in row for _, field in static)
+        assert KINDS[name].metadata_is_meaning == ("they are meaning" in _sentence(row))
+
+
+def _sentence(row):
+    return f"they are {row.split('|')[3].strip()}"
