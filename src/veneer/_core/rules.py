@@ -44,8 +44,8 @@ class RegisteredRule:
     precedence: int
     structural: bool = False  # it contains programs, whose primitives are checked and reported
     conditional: bool = False  # it may decline: asked before one of the same types that does not
-    swapped: bool = False  # it serves the operands of another rule in the other order
     eager: Callable[[Sequence[Any], dict[str, Any]], Any] | None = None
+    swapped: bool = False  # it serves the operands of another rule in the other order
     order: int = field(default_factory=itertools.count().__next__)
 
     def _operand(self, i: int) -> Alternatives | None:

@@ -196,7 +196,7 @@ def stands_for(tree: Any, leaves: tuple[jax.ShapeDtypeStruct, ...]) -> tuple[int
     have no dense form of such leaves.
     """
     try:
-        with suppress(DEFECTS):
+        with suppress(*DEFECTS):
             jax.eval_shape(partial(_post_init, tree), *leaves)
         return jax.tree.unflatten(tree, leaves).aval().shape
     except Exception:  # whatever a type's own code raises on leaves that make no sense to it
