@@ -94,6 +94,29 @@ def test_floats_are_those_of_jax(dtype, ulps):
         assert _differences(result, expected, ulps) == []
 
 
+#: Where functions are at their limits in either precision; not where XLA has 0 for a denormal.
+LIMITS = [1e-30, 1e-20, 8, 9, 20, 40, 200, 800, 1e4, 1e30, np.inf]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_functions_reach_their_limits_where_those_of_jax_do(dtype):
+    def f(x):
+        functions = {name: getattr(lax, name) for name in [*UNARY, "erf_inv", "lgamma"]}
+        functions |= {name: getattr(jax.nn, name) for name in ("gelu", "silu", "softplus", "elu")}
+        return {name: function(x) for name, function in functions.items()}
+
+    with jax.enable_x64(dtype == "float64"):
+        limits = jnp.finfo(dtype)
+        x = np.array([*LIMITS, 8 * float(limits.tiny), float(limits.max)], dtype)
+        x = np.concatenate([x, -x, [np.nan]], dtype=dtype)
+        result, expected = vn.numba.compile(f, x)(x), jax.jit(f)(x)
+    for name, want in expected.items():
+        want = np.asarray(want, np.float64)
+        reached = np.isin(want, [0, 1, -1, np.inf, -np.inf]) | np.isnan(want)
+        found = result[name][reached].astype(np.float64)
+        np.testing.assert_array_equal(found, want[reached], name)
+
+
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "uint32", "int64", "uint64"])
 def test_integers_are_those_of_jax(dtype):
     limits = np.iinfo(dtype)

@@ -49,6 +49,14 @@ def test_special_functions_are_those_of_jax(dtype, rtol):
         _assert_close(result, jax.jit(of_each)(*args), rtol)
 
 
+def test_zeta_far_from_its_pole_and_at_poles():
+    """Where the terms of its series are infinities by zeros, and those that are even poles."""
+    grids = np.meshgrid([50, 88, 150, 2, 0, -2, -3, 1], [1, 0.5, 2, 30, 1e4, 0, -1, -2, -0.5])
+    args = [x.reshape(-1).astype(np.float32) for x in grids]
+    result = vn.numba.compare_numba_and_py(lax.zeta, args, native=False)
+    np.testing.assert_allclose(result, jax.jit(lax.zeta)(*args), 1e-4)
+
+
 def test_special_functions_with_loops_are_those_of_jax():
     args = [np.array(v, np.float32) for v in ([0.3, 2.5, -1.0], [0.5, 4.0, 1.0])]
     result = vn.numba.compare_numba_and_py(of_loops, args, native=False, rtol=1e-4)

@@ -2,8 +2,9 @@
 
 Those by precision have no branches. exp, exp2, log, log1p and rsqrt lie within 2 units in the last
 place of the exact result, denormals included; expm1, tanh and logistic within 5, and so do erf of
-float32 and erf_inv of float64 within 6. All are exact at infinities, zeros and NaN. Others are
-those of the C library. The polynomials and rational functions are those of Cephes (Moshier, 1989),
+float32 and erf_inv of float64 within 6. All are exact at infinities, zeros and NaN, and reach their
+limits where XLA's do: a bound of the argument alone leaves what the approximation is there. Others
+are those of the C library. The polynomials and rational functions are those of Cephes (Moshier, 1989),
 and for tanh and erf of float32 those that XLA has from Eigen.
 """
 
@@ -243,7 +244,8 @@ def tanh_f32(x):
     c = select(x > bound, bound, select(x < -bound, -bound, x))
     z = c * c
     far = c * polynomial(z, _TANH_P32) / polynomial(z, _TANH_Q32)
-    return select(fabs(x) < np.float32(0.0004), x, far)
+    far = select(fabs(x) < np.float32(0.0004), x, far)
+    return select(fabs(x) > np.float32(7.99881172180175781), copysign(np.float32(1), x), far)
 
 
 @scalar
@@ -267,7 +269,8 @@ def erf_f32(x):
     bound = np.float32(3.7439211627767994)
     c = select(x > bound, bound, select(x < -bound, -bound, x))
     z = c * c
-    return c * polynomial(z, _ERF_P32) / polynomial(z, _ERF_Q32)
+    near = c * polynomial(z, _ERF_P32) / polynomial(z, _ERF_Q32)
+    return select(fabs(x) >= bound, copysign(np.float32(1), x), near)
 
 
 @scalar

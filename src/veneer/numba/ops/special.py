@@ -152,17 +152,20 @@ def _zeta(x: Any, q: Any) -> Any:
         a = a + 1
         power = a**-x
         total = total + power
+    # The rest is nothing to the sum where x is large; and there it is an infinity times 0.
+    done, last = jnp.abs(power) <= jnp.abs(total) * jnp.finfo(total.dtype).eps, total
     total = total + power * a / (x - 1) - power / 2
     factor, power = x, power / a
     for n, coefficient in enumerate(_EULER_MACLAURIN):
         total = total + factor * power / coefficient
         factor = factor * (x + (2 * n + 1)) * (x + (2 * n + 2))
         power = power / (a * a)
+    total = jnp.where(x < 1, jnp.nan, jnp.where(done, last, total))
     whole = q == jnp.floor(q)
-    at_poles = jnp.where(whole & (x == jnp.floor(x)) & (x % 2 == 0), jnp.inf, jnp.nan)
+    at_poles = jnp.where(x % 2 == 0, jnp.inf, jnp.nan)
     total = jnp.where((q <= 0) & whole, at_poles, total)
     total = jnp.where((q <= 0) & ~whole & (x != jnp.floor(x)), jnp.nan, total)
-    return jnp.where(x == 1, jnp.inf, jnp.where(x < 1, jnp.nan, total))
+    return jnp.where(x == 1, jnp.inf, total)
 
 
 def _polygamma(n: Any, x: Any) -> Any:
