@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import jax
 import numpy as np
 
 from ..._jax.source_lines import user_place
@@ -240,6 +241,11 @@ class Builder:
         """Compiles a jaxpr here, for operands that are as cheap to read as they should be."""
         return self.run(graph_of(jaxpr), operands)
 
+    def traced(self, f: Callable[..., Any], *operands: ArrayExpr) -> list[ArrayExpr]:
+        """Compiles a function of JAX here, that returns a list."""
+        avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
+        return self.inline(jax.make_jaxpr(f)(*avals), *operands)
+
     def inline_in(self, k: LoopNest, jaxpr: Any, *operands: ArrayExpr) -> list[str]:
         """Writes a function of numbers into a kernel, and returns expressions of its results.
 
@@ -281,6 +287,8 @@ class Builder:
         name = equation.primitive
         for v in [*equation.inputs, *equation.outputs]:
             self._check(v.aval)
+        if equation.gives_no_entries:
+            return [self.buffer(aval.shape, aval.dtype) for aval in self.outs]
         if name not in funcify:
             if self.fallbacks is not None:
                 return [*self.fallbacks.compile(self, operands)]

@@ -64,6 +64,12 @@ class Equation:
         lines = [equation_line(e.source_info) for e in (self.origin, *self.callers)]
         return next((line for line in lines if line != UNKNOWN_LINE), UNKNOWN_LINE)
 
+    @property
+    def gives_no_entries(self) -> bool:
+        """Whether there is nothing in its results, so that no rule needs to know of such shapes."""
+        shapes = [getattr(v.aval, "shape", (1,)) for v in self.outputs]
+        return bool(shapes) and not self.origin.effects and all(0 in shape for shape in shapes)
+
 
 @dataclass(eq=False)
 class Graph:
