@@ -6,6 +6,7 @@ something is compiled.
 
     cache           object files on disk, named after all that they depend on
     machine_code    object files in this process: LLVM loads them, and finds their functions
+    forks           compiling and forking, one at a time
     ffi_header      XLA's C header: where the members of its structs are
 
     cpu             the CPU that is compiled for, as Numba's settings have it

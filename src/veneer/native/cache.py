@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from .forks import COMPILING
+
 _KEPT = 30 * 24 * 3600  # seconds
 
 
@@ -47,15 +49,17 @@ class Cache:
 
         A cache that cannot be read or written, or is damaged, only costs time.
         """
-        file = self.directory / f"{name}-{self.fingerprint}.o"
-        with contextlib.suppress(OSError, ValueError):
-            return _read(file)
-        content = make()
-        if sources(self._packages) == self._sources:  # or who edits them would find what was before
-            with contextlib.suppress(OSError):
-                _write(file, content)
-                _remove_old(file)
-        return content
+        with COMPILING:
+            file = self.directory / f"{name}-{self.fingerprint}.o"
+            with contextlib.suppress(OSError, ValueError):
+                return _read(file)
+            content = make()
+            # Or who edits them would find what was before.
+            if sources(self._packages) == self._sources:
+                with contextlib.suppress(OSError):
+                    _write(file, content)
+                    _remove_old(file)
+            return content
 
     @functools.cached_property
     def fingerprint(self) -> str:

@@ -4,6 +4,8 @@ from typing import Any
 
 import llvmlite.binding as llvm
 
+from .forks import COMPILING
+
 
 def target_machine(cpu: str = "", features: str = "") -> Any:
     """Returns LLVM's machine that compiles for a CPU, or that loads what was compiled."""
@@ -23,17 +25,19 @@ def target_machine(cpu: str = "", features: str = "") -> Any:
 
 def load(object_code: bytes, *names: str) -> list[int]:
     """Returns the addresses of functions of an object file, which stays loaded for good."""
-    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target_machine())
-    engine.add_object_file(llvm.ObjectFileRef.from_data(object_code))
-    engine.finalize_object()
-    addresses = [engine.get_function_address(name) for name in names]
-    engine.detach()  # or its code would go as Python ends, while threads of XLA may still run it
-    return addresses
+    with COMPILING:
+        engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target_machine())
+        engine.add_object_file(llvm.ObjectFileRef.from_data(object_code))
+        engine.finalize_object()
+        addresses = [engine.get_function_address(name) for name in names]
+        engine.detach()  # or its code would go as Python ends, while XLA's threads may still run it
+        return addresses
 
 
 def name_address(name: str, address: int) -> None:
     """Lets object files that are loaded from now on call a function by name."""
-    llvm.add_symbol(name, address)
+    with COMPILING:
+        llvm.add_symbol(name, address)
 
 
 def host() -> str:

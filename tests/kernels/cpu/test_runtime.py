@@ -117,13 +117,13 @@ def test_a_process_that_has_used_kernels_may_fork():
     plain.target()
     run(
         """
-import os, threading, numpy as np
-from veneer.kernels.cpu import build
+import os, threading, time, numpy as np
+from veneer.native.forks import COMPILING
 plain.check(m=8, r=512, c=256)
 locked = threading.Event()
 def hold():
-    with build._lock:
-        locked.set(); threading.Event().wait()
+    with COMPILING:
+        locked.set(); time.sleep(0.5)
 threading.Thread(target=hold, daemon=True).start()
 locked.wait()
 child = os.fork()

@@ -8,29 +8,18 @@ import functools
 import importlib.util
 import os
 import sys
-import threading
 from collections.abc import Callable
 
 import jax
 
 from ...native.cache import Cache
 from ...native.ffi_header import header, header_text
+from ...native.forks import COMPILING
 from . import targets
 
 CACHE = Cache("kernels", __package__, header_text)
 
-_lock = threading.RLock()
 _registered: set[str] = set()
-
-
-def _unlock_child() -> None:
-    """In the child of a fork, nobody is left to unlock what another thread had locked."""
-    global _lock
-    _lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_unlock_child)
 
 
 @functools.cache
@@ -82,7 +71,7 @@ def registered(name: str, compile: Callable[[], bytes]) -> str:
 
     - `compile`: returns the object file, if the cache has none.
     """
-    with _lock:
+    with COMPILING:
         if name not in _registered:
             from ...native import machine_code  # which imports LLVM
 
