@@ -103,6 +103,53 @@ def test_arguments_are_taken_as_what_they_are_for_or_refused():
         added(np.ma.array(x, mask=x > 2))
 
 
+PAIRS = {"i4": "i8", "u4": "u8", "f4": "f8", "c8": "c16"}
+
+
+@pytest.mark.parametrize(("narrow", "wide"), PAIRS.items(), ids=PAIRS)
+@pytest.mark.parametrize("shape", [(), (3,), (0, 2), (2, 5000)], ids=str)
+def test_arguments_of_64_bits_are_taken_as_jit_takes_them(narrow, wide, shape):
+    f = vn.numba.compile(lambda x: x, jax.ShapeDtypeStruct(shape, narrow))
+    low = 0 if narrow == "u4" else -(2**31)
+    x = np.asarray(np.random.default_rng(0).integers(low, 2**31, size=shape)).astype(wide)
+    expected = jax.jit(lambda x: x)(x)
+    assert expected.dtype == narrow
+    for same in (x, x[()], x.astype(x.dtype.newbyteorder(">")), x.copy("F")):
+        np.testing.assert_array_equal(f(same), expected)
+        assert f(same).dtype == narrow
+
+
+@pytest.mark.parametrize("wide", [2**31, -(2**31) - 1, 2**40, -(2**63)])
+def test_an_integer_of_64_bits_that_does_not_fit_is_refused(wide):
+    f = vn.numba.compile(lambda x: x, np.zeros(3, np.int32))
+    with pytest.raises(OverflowError, match=rf"argument 0 is int64\[3\], .* does not hold {wide}"):
+        f(np.array([1, wide, 2]))
+    scalar = vn.numba.compile(lambda x: x, np.uint32(0))
+    with pytest.raises(OverflowError, match="does not hold 4294967296"):
+        scalar(np.uint64(2**32))
+
+
+def test_a_call_with_arguments_of_64_bits_enters_no_python():
+    """They are converted as they are checked, not by Python, which takes far longer."""
+    f = vn.numba.compile(lambda n, x: n * x, np.zeros((2, 3), np.int32), np.float32(1))
+    entered = []
+    sys.setprofile(lambda frame, event, of: entered.append(event) if event == "call" else None)
+    try:
+        result = f(np.arange(6).reshape(2, 3), np.float64(0.5))
+    finally:
+        sys.setprofile(None)
+    np.testing.assert_array_equal(result, np.arange(6).reshape(2, 3) * 0.5)
+    assert entered == []
+
+
+def test_with_x64_arguments_of_64_bits_are_not_those_of_32():
+    with jax.enable_x64(True):
+        f = vn.numba.compile(lambda x: x, np.zeros(3, np.float32))
+    for x64 in (True, False):
+        with jax.enable_x64(x64), pytest.raises(TypeError, match="argument 0 is float64"):
+            f(np.zeros(3))
+
+
 @pytest.mark.parametrize("kind", ["result", "work"])
 def test_a_call_without_enough_memory_releases_its_results(kind):
     """Of one with more bytes than any process has addresses for."""

@@ -1,12 +1,12 @@
 """`compile`: a JAX function as one of NumPy arrays, which calls nothing of JAX."""
 
-import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
-import jax
 import numpy as np
 
+from ..native.forks import COMPILING
+from ..native.machine_code import load
 from . import ops as ops
 from .backend.cache import cached
 from .backend.entry import ENTRY, PROGRAM, function_at, name_symbols
@@ -28,7 +28,7 @@ class Compiled:
     def __init__(self, name: str, source: Source, in_tree: Any, out_tree: Any):
         self._name, self._source = name, source
         self._in_tree, self._out_tree = in_tree, out_tree
-        self._address, self._entry = 0, None
+        self._address, self._entry, self._raw = 0, None, None
         self._fallbacks: Fallbacks | None = None
 
     @property
@@ -36,7 +36,7 @@ class Compiled:
         """The program: Python that Numba compiles, a function a kernel."""
         return self._source.text
 
-    @functools.cached_property
+    @property
     def raw(self) -> Any:
         """The program as a Numba dispatcher, to be called by functions under `numba.njit`.
 
@@ -51,9 +51,12 @@ class Compiled:
                 "compiled code may hold Python's lock, or handle no errors of Python's. Register "
                 "rules with @vn.numba.funcify.register."
             )
-        from .backend.raw import raw_function  # which imports Numba
+        with COMPILING:
+            if self._raw is None:
+                from .backend.raw import raw_function  # which imports Numba
 
-        return raw_function(self._source, self._address, self._entry)
+                self._raw = raw_function(self._source, self._address, self._entry)
+            return self._raw
 
     def __copy__(self) -> "Compiled":
         return self
@@ -95,6 +98,9 @@ def compile(
 
     A callable with the arguments of `f` and the tree of its results, of NumPy arrays.
     Arguments are never copied where they are C-contiguous NumPy arrays, and never written to.
+    Where it was traced without x64, arrays of 64 bits are taken for those of 32 and converted, as
+    `jax.jit` does: floats are rounded, and of integers one that does not fit raises
+    `OverflowError`. Other shapes or dtypes raise `TypeError`.
 
     **Raises:** `NotImplementedError` for a primitive or a parameter without a rule, and for shapes
     that are not static. Where a shape within `f` depends on values, as that of `jnp.nonzero(x)`, it
@@ -145,12 +151,11 @@ def _result(b: Builder, value: ArrayExpr) -> Buffer:
 
 
 def _callable(compiled: Compiled) -> Any:
-    from ..native.machine_code import load
-
     source = compiled._source
-    name_symbols(source.names.values())
-    code = cached(source.key, lambda: _object_code(source))
-    address, compiled._address = load(code, ENTRY, PROGRAM)
+    with COMPILING:
+        name_symbols(source.names.values())
+        code = cached(source.key, lambda: _object_code(source))
+        address, compiled._address = load(code, ENTRY, PROGRAM)
     entry = function_at(
         address, compiled._name, source, lambda *args, **named: slow(*args, **named)
     )
@@ -196,8 +201,8 @@ def _as_given(x: Any, number: int, compiled: Compiled) -> np.ndarray:
     if type(x) in _KINDS:
         fits = _KINDS[type(x)] <= _KIND_OF.get(dtype.kind, 0)  # 1.5 is no integer
     else:
-        native = array.dtype.newbyteorder("=")
-        fits = dtype in (native, _canonical(native))
+        wide = source.wide(dtype) or dtype
+        fits = array.dtype.newbyteorder("=") in (dtype, wide)
     if array.shape != shape or not fits:
         raise TypeError(
             f"argument {number} is {array.dtype}{[*array.shape]}, and {compiled} is for "
@@ -209,6 +214,11 @@ def _as_given(x: Any, number: int, compiled: Compiled) -> np.ndarray:
         if viewed.dtype is dtype and type(viewed) is np.ndarray:
             return viewed
     exact[...] = array
+    if dtype.kind in "iu" and not np.array_equal(exact, array):
+        raise OverflowError(
+            f"argument {number} is {array.dtype}{[*shape]}, and {compiled} is for {dtype} there, "
+            f"which does not hold {array[exact != array].flat[0]}."
+        )
     return exact
 
 
@@ -220,7 +230,3 @@ _KIND_OF = {"b": 1, "i": 2, "u": 2, "f": 3, "V": 3, "c": 4}
 def _holds(dtype: np.dtype, number: int) -> bool:
     limits = np.iinfo(dtype)
     return bool(limits.min <= number <= limits.max)
-
-
-def _canonical(dtype: np.dtype) -> np.dtype:
-    return np.dtype(jax.dtypes.canonicalize_dtype(dtype))

@@ -1,12 +1,14 @@
 """The function of a program that Python calls: it takes arrays, and makes those that it returns.
 
 It is written in LLVM's terms, with what CPython and NumPy promise of how their objects lie in
-memory, so that a call costs a tenth of a microsecond. Arguments that are not exactly the arrays
-that the program is for, it hands to a function of Python's.
+memory, so that a call costs a tenth of a microsecond. Arguments of 64 bits, NumPy's defaults, it
+converts as JAX does without x64. What else is not exactly the arrays that the program is for, it
+hands to a function of Python's.
 """
 
 import ctypes
 import functools
+import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
@@ -33,7 +35,7 @@ _CONTIGUOUS_ALIGNED = 0x1 | 0x100
 _METH_FASTCALL_KEYWORDS = 0x80 | 0x2
 _PYARRAY_EMPTY = 184  # its place in NumPy's table of functions
 
-#: Work memory of so many bytes may be on the stack.
+#: Work memory of so many bytes may be on the stack; and arguments that are converted there.
 _MOST_STACK = 32768
 
 #: What the table that the function is given starts with, by name.
@@ -51,8 +53,10 @@ _TABLE = ("slow", "array_type", "float_type", "PyArray_Empty", *_FUNCTIONS)
 
 
 def _dtypes(source: "Source") -> list[np.dtype]:
-    """Those of arguments and results, each once."""
-    return [*dict.fromkeys(memory.dtype for memory in (*source.inputs, *source.outputs))]
+    """Those of arguments and results, and those that are taken for them, each once."""
+    exact = [memory.dtype for memory in (*source.inputs, *source.outputs)]
+    wide = [source.wide(memory.dtype) for memory in source.inputs]
+    return [*dict.fromkeys([*exact, *(dtype for dtype in wide if dtype is not None)])]
 
 
 # Writing it.
@@ -111,11 +115,11 @@ def write_entry(module: "ir.Module", source: "Source", call: Callable[..., None]
     _require(w, builder.icmp_unsigned("==", n_args, word(len(source.inputs))), slow)
     _require(w, builder.icmp_unsigned("==", names, word(0)), slow)  # of arguments given by name
     dtypes = _dtypes(source)
-    inputs = []
+    inputs, room = [], _MOST_STACK
     for n, memory in enumerate(source.inputs):
-        array = w.load(args, 8 * n)
-        number = dtypes.index(memory.dtype)
-        inputs.append(_address(w, array, number, source.input_shapes[n], memory.dtype, slow))
+        wide = source.wide(memory.dtype) if memory.nbytes <= room else None
+        room -= memory.nbytes if wide is not None else 0
+        inputs.append(_address(w, w.load(args, 8 * n), n, source, wide, slow))
     outputs: list[Any] = []
     for memory, shape in zip(source.outputs, source.output_shapes, strict=True):
         outputs.append(_new_array(w, dtypes.index(memory.dtype), shape, outputs))
@@ -166,31 +170,41 @@ def _require(w: _Writer, condition: Any, otherwise: Any) -> None:
 
 
 def _address(
-    w: _Writer, array: Any, dtype: int, shape: Sequence[int], kind: np.dtype, slow: Any
+    w: _Writer, x: Any, number: int, source: "Source", wide: np.dtype | None, slow: Any
 ) -> Any:
-    """Where the entries of an argument are, if it is an array of this dtype and shape."""
-    builder, kind_of_object = w.builder, w.load(array, _TYPE)
-    is_array = builder.icmp_unsigned("==", kind_of_object, w.entry("array_type"))
-    addresses = []
+    """Where the entries of an argument are, if it is an array of its dtype and shape, or a wide."""
+    builder, same, kind = w.builder, w.builder.icmp_unsigned, w.load(x, _TYPE)
+    dtype, shape = source.inputs[number].dtype, source.input_shapes[number]
+    n_of = _dtypes(source).index
     done = builder.append_basic_block()
-    if shape:
-        _require(w, is_array, slow)
-    else:
-        numbers = builder.append_basic_block()
-        arrays = builder.append_basic_block()
-        builder.cbranch(is_array, arrays, numbers)
-        builder.position_at_end(numbers)
-        is_scalar = builder.icmp_unsigned("==", kind_of_object, w.entry(f"scalar{dtype}"))
-        if kind in (np.float32, np.float64):
-            addresses.append(_from_float(w, array, kind, kind_of_object, is_scalar, slow, done))
-        else:
-            _require(w, is_scalar, slow)
-            addresses.append((builder.add(array, w.word(_SCALAR)), builder.block))
-            builder.branch(done)
-        builder.position_at_end(arrays)
-    _require_layout(w, array, dtype, shape, slow)
-    addresses.append((w.load(array, _DATA), builder.block))
-    builder.branch(done)
+    addresses = []
+
+    def take(condition: Any, place: Any, actual: np.dtype) -> None:
+        here, next_one = builder.append_basic_block(), builder.append_basic_block()
+        builder.cbranch(condition, here, next_one)
+        builder.position_at_end(here)
+        address = place if actual == dtype else _narrowed(w, place, dtype, math.prod(shape), slow)
+        addresses.append((address, builder.block))
+        builder.branch(done)
+        builder.position_at_end(next_one)
+
+    dtypes = [dtype] if wide is None else [dtype, wide]
+    arrays, numbers = builder.append_basic_block(), builder.append_basic_block()
+    builder.cbranch(same("==", kind, w.entry("array_type")), arrays, numbers)
+    builder.position_at_end(arrays)
+    _require_layout(w, x, shape, slow)
+    descr, data = w.load(x, _DESCR), w.load(x, _DATA)
+    for actual in dtypes:
+        take(same("==", descr, w.entry(f"dtype{n_of(actual)}")), data, actual)
+    builder.branch(slow)
+    builder.position_at_end(numbers)
+    if not shape:
+        place = builder.add(x, w.word(_SCALAR))
+        for actual in dtypes:
+            take(same("==", kind, w.entry(f"scalar{n_of(actual)}")), place, actual)
+        if dtype in (np.float32, np.float64):  # as which a float of Python's is taken, always
+            take(same("==", kind, w.entry("float_type")), place, np.dtype(np.float64))
+    builder.branch(slow)
     builder.position_at_end(done)
     phi = builder.phi(w.word)
     for value, block in addresses:
@@ -198,30 +212,44 @@ def _address(
     return phi
 
 
-def _from_float(
-    w: _Writer, number: Any, kind: np.dtype, of: Any, is_scalar: Any, slow: Any, done: Any
-) -> tuple[Any, Any]:
-    """A float of Python's, or a scalar of NumPy's."""
+def _narrowed(w: _Writer, place: Any, dtype: np.dtype, size: int, slow: Any) -> Any:
+    """Entries of 64 bits as such of 32, on the stack; integers that do not fit are none."""
     ir, builder = w.ir, w.builder
-    is_float = builder.icmp_unsigned("==", of, w.entry("float_type"))
-    _require(w, builder.or_(is_float, is_scalar), slow)
-    place = builder.add(number, w.word(_SCALAR))
-    if kind == np.float64:
-        builder.branch(done)
-        return place, builder.block
-    single = ir.FloatType()
+    floats = dtype.kind in "fc"
+    size *= 2 if dtype.kind == "c" else 1
+    narrow, wide = (ir.FloatType(), ir.DoubleType()) if floats else (w.int, w.word)
     with builder.goto_entry_block():
-        slot = builder.alloca(single)
-    value = w.load(number, _SCALAR, ir.DoubleType())
-    builder.store(builder.fptrunc(value, single), slot)
-    address = builder.select(is_float, builder.ptrtoint(slot, w.word), place)
-    builder.branch(done)
-    return address, builder.block
+        slot = builder.alloca(ir.ArrayType(narrow, max(1, size)))
+    start, address = builder.block, builder.ptrtoint(slot, w.word)
+    head, body, after = (builder.append_basic_block() for _ in range(3))
+    builder.branch(head)
+    builder.position_at_end(head)
+    i, fit = builder.phi(w.word), builder.phi(ir.IntType(1))
+    builder.cbranch(builder.icmp_unsigned("<", i, w.word(size)), body, after)
+    builder.position_at_end(body)
+    x = w.load(builder.add(place, builder.mul(i, w.word(8))), 0, wide)
+    cut = builder.fptrunc(x, narrow) if floats else builder.trunc(x, narrow)
+    to = builder.add(address, builder.mul(i, w.word(4)))
+    builder.store(cut, builder.inttoptr(to, narrow.as_pointer()))
+    if floats:
+        same = ir.IntType(1)(1)
+    else:
+        again = (builder.sext if dtype.kind == "i" else builder.zext)(cut, wide)
+        same = builder.icmp_unsigned("==", again, x)
+    for phi, first, later in (
+        (i, w.word(0), builder.add(i, w.word(1))),
+        (fit, ir.IntType(1)(1), builder.and_(fit, same)),
+    ):
+        phi.add_incoming(first, start)
+        phi.add_incoming(later, body)
+    builder.branch(head)
+    builder.position_at_end(after)
+    _require(w, fit, slow)
+    return address
 
 
-def _require_layout(w: _Writer, array: Any, dtype: int, shape: Sequence[int], slow: Any) -> None:
+def _require_layout(w: _Writer, array: Any, shape: Sequence[int], slow: Any) -> None:
     builder, same = w.builder, w.builder.icmp_unsigned
-    _require(w, same("==", w.load(array, _DESCR), w.entry(f"dtype{dtype}")), slow)
     _require(w, same("==", w.load(array, _NDIM, w.int), w.int(len(shape))), slow)
     flags = builder.and_(w.load(array, _FLAGS, w.int), w.int(_CONTIGUOUS_ALIGNED))
     good = same("==", flags, w.int(_CONTIGUOUS_ALIGNED))

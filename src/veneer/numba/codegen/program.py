@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import numpy as np
 
 from ..maths import instructions
@@ -226,8 +227,9 @@ class ProgramDraft:
 class Source:
     """The text of a program, and what it takes to run it.
 
-    `functions` are the kernels and, last, the one that calls them. `key` is equal for programs of
-    the same text, shapes and dtypes.
+    `functions` are the kernels and, last, the one that calls them. `narrows` says that arguments of
+    64 bits are taken for those of 32, as JAX did where it was traced. `key` is equal for programs
+    of the same text, shapes and dtypes.
     """
 
     text: str
@@ -240,7 +242,12 @@ class Source:
     constants: tuple[np.ndarray, ...]
     work_nbytes: int
     work_sizes: tuple[int, ...]
+    narrows: bool
     key: str
+
+    def wide(self, dtype: np.dtype) -> np.dtype | None:
+        """What else than arrays of a dtype is taken for them, and converted."""
+        return storage.WIDE.get(dtype) if self.narrows else None
 
     @property
     def is_long(self) -> bool:
@@ -284,6 +291,7 @@ def finished(program: ProgramDraft) -> Source:
     main = Function("program", "\n".join(body), (*dtypes, np.dtype(np.uint8)))
     always = (instructions.memory, instructions.at, instructions.no_aliases)
     functions = {**program.functions, **{function.__name__: function for function in always}}
+    narrows = jax.dtypes.canonicalize_dtype(np.float64) == np.float32
     return Source(
         text="\n\n\n".join([*(kernel.source for kernel in kernels), main.source]) + "\n",
         functions=(*kernels, main),
@@ -295,7 +303,8 @@ def finished(program: ProgramDraft) -> Source:
         constants=tuple(array for _, array in program.constants),
         work_nbytes=places.nbytes,
         work_sizes=tuple(memory.size for memory in places.offsets),
-        key=_key(program, places.nbytes, [*kernels, main], functions.values()),
+        narrows=narrows,
+        key=_key(program, places.nbytes, narrows, [*kernels, main], functions.values()),
     )
 
 
@@ -306,13 +315,15 @@ def _example(dtype: np.dtype) -> str:
 def _key(
     program: ProgramDraft,
     work_nbytes: int,
+    narrows: bool,
     functions: Iterable[Function],
     called: Iterable[Callable[..., Any]],
 ) -> str:
     """Of all that makes a program what it is; not of the lines of the user's that it notes."""
     digest = hashlib.sha256()
     # The function for Python checks these of arguments, and gives them to results.
-    digest.update(f"{program.input_shapes}{program.output_shapes}{work_nbytes}".encode())
+    shapes = f"{program.input_shapes}{program.output_shapes}"
+    digest.update(f"{shapes}{work_nbytes}{narrows}".encode())
     for memory in (*program.inputs, *program.outputs):
         digest.update(str(memory.dtype).encode())
     for function in functions:

@@ -39,6 +39,13 @@ _OTHERS = {
 _NATIVE = {np.dtype(name) for name in "f4 f8 i1 i2 i4 i8 u1 u2 u4 u8 c8 c16".split()}
 
 
+#: What JAX without 64 bits takes for arrays of a dtype: NumPy's numbers are of these by default.
+WIDE = {
+    np.dtype(narrow): np.dtype(wide)
+    for narrow, wide in {"i4": "i8", "u4": "u8", "f4": "f8", "c8": "c16"}.items()
+}
+
+
 def supported(dtype: Any) -> bool:
     """Whether arrays of a dtype may be in a program."""
     return isinstance(dtype, np.dtype) and (dtype in _NATIVE or dtype in _OTHERS)
@@ -88,11 +95,7 @@ def literal(value: Any, dtype: np.dtype) -> str:
     if dtype.kind == "c":
         part = np.dtype(f"f{dtype.itemsize // 2}")
         real, imag = (literal(x, part) for x in (number.real, number.imag))
-        return (
-            f"complex({real}, {imag})"
-            if dtype == np.complex128
-            else f"{name}(complex({real}, {imag}))"
-        )
+        return f"{name}(complex({real}, {imag}))"
     wide = float(number)
     if np.isfinite(wide):
         return f"{name}({wide!r})"
