@@ -4,8 +4,8 @@ Those by precision have no branches. exp, exp2, log, log1p and rsqrt lie within 
 place of the exact result, denormals included; expm1, tanh and logistic within 5, and so do erf of
 float32 and erf_inv of float64 within 6. All are exact at infinities, zeros and NaN, and reach their
 limits where XLA's do: a bound of the argument alone leaves what the approximation is there. Others
-are those of the C library. The polynomials and rational functions are those of Cephes (Moshier, 1989),
-and for tanh and erf of float32 those that XLA has from Eigen.
+are those of the C library. The polynomials and rational functions are those of Cephes (Moshier,
+1989), and for tanh and erf of float32 those that XLA has from Eigen.
 """
 
 from collections.abc import Callable

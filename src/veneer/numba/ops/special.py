@@ -153,7 +153,8 @@ def _zeta(x: Any, q: Any) -> Any:
         power = a**-x
         total = total + power
     # The rest is nothing to the sum where x is large; and there it is an infinity times 0.
-    done, last = jnp.abs(power) <= jnp.abs(total) * jnp.finfo(total.dtype).eps, total
+    small = jnp.abs(power) <= jnp.abs(total) * jnp.finfo(total.dtype).eps
+    done, last = small & (q < jnp.inf), total
     total = total + power * a / (x - 1) - power / 2
     factor, power = x, power / a
     for n, coefficient in enumerate(_EULER_MACLAURIN):
