@@ -15,6 +15,7 @@ Each has what its primitives are in native code, and what they are in NumPy:
     reductions      sums, extremes and any function over axes, and where extremes are
     cumulative      sums and the like of all entries up to each
     windows         reductions under a window that moves over an array
+    fourier         Fourier transforms
     linear_algebra  products, convolutions, decompositions
     control_flow    scan, while, cond, and calls whose derivatives are known
 """
@@ -24,6 +25,7 @@ from . import control_flow as control_flow
 from . import cumulative as cumulative
 from . import elementwise as elementwise
 from . import elementwise_references as elementwise_references
+from . import fourier as fourier
 from . import indexing as indexing
 from . import movement as movement
 from . import random as random
