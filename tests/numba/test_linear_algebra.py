@@ -24,6 +24,7 @@ def both(f, args, native=False):
 
 
 def triangular(a, y):
+    options = itertools.product((False, True), repeat=5)
     return [
         linalg.triangular_solve(
             a,
@@ -32,8 +33,9 @@ def triangular(a, y):
             lower=lower,
             transpose_a=turned,
             unit_diagonal=unit,
+            conjugate_a=conjugate,
         )
-        for left, lower, turned, unit in itertools.product((False, True), repeat=4)
+        for conjugate, left, lower, turned, unit in options
     ]
 
 
@@ -87,11 +89,12 @@ def test_compiled():
     def f(a, positive, y):
         return {
             "cholesky": linalg.cholesky(positive),
-            "triangular": [triangular(a, y)[n] for n in (0, 15)],
+            "triangular": [triangular(a, y)[n] for n in (0, 15, 18)],
             "lu": linalg.lu(a),
             "qr": linalg.qr(a),
             "svd": [linalg.svd(a), linalg.svd(a[:, :3], compute_uv=False)],
             "eigh": linalg.eigh(positive),
+            "schur": linalg.schur(a),
             "tridiagonal": linalg.tridiagonal_solve(a[:, 0], a[:, 1], a[:, 2], y),
         }
 
@@ -101,12 +104,13 @@ def test_compiled():
 def test_float64():
     def f(positive, y):
         factor = linalg.cholesky(positive)
-        return factor, linalg.triangular_solve(factor, y, left_side=True, lower=True)
+        solved = linalg.triangular_solve(factor, y, left_side=True, lower=True)
+        return factor, solved, linalg.schur(positive), linalg.eig(positive)
 
     with jax.enable_x64(True):
         args = [x.astype(np.float64) for x in (POSITIVE, Y)]
-        vn.numba.compare_jax_and_py(f, args)
-        vn.numba.compare_numba_and_py(f, args)
+        vn.numba.compare_jax_and_py(f, args, rtol=1e-10)
+        vn.numba.compare_numba_and_py(f, args, rtol=1e-10)
 
 
 def test_a_gradient_of_a_log_density():
@@ -120,9 +124,9 @@ def test_a_gradient_of_a_log_density():
     np.testing.assert_allclose(result, f(POSITIVE, Y), rtol=1e-3, atol=1e-4)
 
 
-def test_complex_matrices_are_refused():
-    with pytest.raises(NotImplementedError, match="complex64 is not supported"):
-        vn.numba.compile(linalg.cholesky, np.eye(2, dtype=np.complex64))
+def test_matrices_of_integers_are_refused():
+    with pytest.raises(NotImplementedError, match="float16 is not supported"):
+        vn.numba.compile(lambda x: linalg.cholesky_p.bind(x), np.eye(2, dtype=np.float16))
 
 
 @pytest.mark.parametrize("pivots", [[2, 1], [7, 1], [10**9, 1], [-5, 1]], ids=str)
@@ -136,3 +140,81 @@ def test_a_tridiagonal_system_of_one_equation():
     d = np.full(1, 2, np.float32)
     solve = lambda d: linalg.tridiagonal_solve(d * 0, d, d * 0, d[:, None])
     vn.numba.compare_numba_and_py(solve, [d], native=False)
+
+
+DTYPES = {"float32": 3e-4, "float64": 1e-10, "complex64": 3e-4, "complex128": 1e-10}
+
+
+@pytest.fixture(params=DTYPES)
+def dtype(request):
+    with jax.enable_x64(request.param in ("float64", "complex128")):
+        yield request.param
+
+
+def matrices(dtype, *shape):
+    random = np.random.default_rng(1)
+    parts = random.normal(size=(2, *shape))
+    return (parts[0] + 1j * parts[1] if "complex" in dtype else parts[0]).astype(dtype)
+
+
+def factors(a):
+    positive = a @ jnp.conj(a.mT) + jnp.eye(a.shape[-1], dtype=a.dtype)
+    return {
+        "cholesky": linalg.cholesky(positive),
+        "lu": [linalg.lu(a), linalg.lu(a[..., :2]), linalg.lu(a * 0)],
+        "qr": [linalg.qr(x, full_matrices=f) for f in (False, True) for x in (a, a[..., :2])],
+        "svd": [linalg.svd(a[..., :2, :]), linalg.svd(a, compute_uv=False)],
+        "eigh": [linalg.eigh(positive, lower=low, symmetrize_input=False) for low in (True, False)],
+        "schur": [linalg.schur(a), linalg.schur(a, compute_schur_vectors=False)],
+        "eig": [
+            linalg.eig(a, compute_left_eigenvectors=left, compute_right_eigenvectors=right)
+            for left, right in itertools.product((False, True), repeat=2)
+        ],
+        "solved": [jnp.linalg.solve(a, positive), jnp.linalg.det(a), jnp.linalg.inv(positive)],
+        "triangular": triangular(a, a[..., :2]),
+        "tridiagonal": linalg.tridiagonal_solve(a[..., 0], a[..., 1], a[..., 2], a),
+    }
+
+
+def test_factors_of_all_dtypes(dtype):
+    args, rtol = [matrices(dtype, 2, 3, 3)], DTYPES[dtype]
+    vn.numba.compare_jax_and_py(factors, args, rtol=rtol)
+    native = dtype.startswith("complex")  # real ones are compiled above
+    vn.numba.compare_numba_and_py(factors, args, rtol=rtol, native=native)
+
+
+def test_eigenvectors_of_conjugate_values_and_of_what_is_not_finite():
+    turn = np.array([[0, -1, 0], [1, 0, 0], [0, 0, 2]], np.float32)
+    nan = np.full((3, 3), np.nan, np.float32)
+    infinite = np.where(np.eye(3) == 1, np.inf, turn).astype(np.float32)
+    values, *vectors = both(linalg.eig, [np.stack([turn, nan, turn, infinite])], native=True)
+    assert np.isfinite(values[[0, 2]]).all()
+    assert np.isnan(values[[1, 3]]).all()
+    assert all(np.isnan(v[[1, 3]]).all() for v in vectors)
+
+
+@pytest.mark.parametrize("shape", [(0, 0), (0, 3), (3, 0), (2, 3, 0), (0, 3, 3)], ids=str)
+def test_factors_of_empty_matrices(shape, dtype):
+    def f(x):
+        results = [linalg.lu(x), linalg.svd(x), linalg.svd(x, full_matrices=False)]
+        results += [linalg.svd(x, compute_uv=False)]
+        if x.shape[0]:
+            results += [linalg.qr(x), linalg.qr(x, full_matrices=False)]
+        if x.shape[-1] == x.shape[-2]:
+            results += [g(x) for g in (linalg.cholesky, linalg.eigh, linalg.schur, linalg.eig)]
+            results += [g(x) for g in (jnp.linalg.det, jnp.linalg.inv)]
+            results += [linalg.triangular_solve(x, x, left_side=True)]
+        return results
+
+    both(f, [np.zeros(shape, dtype)])
+
+
+def test_systems_without_right_sides_or_reflections():
+    solve = lambda a: [linalg.triangular_solve(a, a[..., :0], left_side=True)]
+    both(solve, [A])
+    both(linalg.householder_product, [A, np.zeros((2, 0), np.float32)])
+
+
+def test_what_is_not_supported_is_refused_by_name():
+    with pytest.raises(NotImplementedError, match="sort_eig_vals: True"):
+        vn.numba.compile(lambda a: linalg.schur(a, sort_eig_vals=True), A[0])

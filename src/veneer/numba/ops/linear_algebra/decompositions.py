@@ -1,6 +1,6 @@
 """Decompositions by LAPACK, as JAX has them on the CPU: the same functions, so the same signs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...codegen import storage
-from ...codegen.arrays import ArrayExpr
+from ...codegen.arrays import ArrayExpr, Buffer
 from ...codegen.builder import Builder
 from ...codegen.index import Index
 from ...codegen.loop_nest import LoopNest
@@ -39,11 +39,8 @@ def _(b: Builder, x: ArrayExpr, **_: Any) -> ArrayExpr:
 
 @perform.register("cholesky")
 def _(x: Any, **_: Any) -> Any:
-    from scipy.linalg import lapack as scipy_lapack
-
     def factor(x: Any) -> Any:
-        function = scipy_lapack.spotrf if x.dtype == np.float32 else scipy_lapack.dpotrf
-        c, info = function(x, lower=True, clean=True)
+        c, info = lapack.scipy_function("potrf", x.dtype)(x, lower=True, clean=True)
         return c if info == 0 else np.full_like(x, np.nan)
 
     return of_each(factor, 2)(x)
@@ -60,6 +57,8 @@ def _(b: Builder, x: ArrayExpr) -> list[ArrayExpr]:
     pivots, info = b.buffer((*batch, min(m, n)), np.int32), b.buffer(batch, np.int32)
     count, matrices = stacked(out, 2)
     per_matrix = [stacked(pivots, 1)[1], stacked(info, 0)[1]]
+    if x.size == 0:
+        return [b.buffer(x.shape, dtype), pivots, _permutation(b, pivots, m)]
     call_lapack(b, "getrf", dtype, count, lambda of: [m, n, of(matrices), m, *map(of, per_matrix)])
     first = b.lazy(
         lambda k, index: k.let(f"np.int32({k.read(pivots, index)} - 1)"),
@@ -103,14 +102,13 @@ def _(pivots: Any, *, permutation_size: int) -> Any:
 
 @perform.register("lu")
 def _(x: Any) -> list[Any]:
-    from scipy.linalg import lapack as scipy_lapack
-
-    function = scipy_lapack.sgetrf if x.dtype == np.float32 else scipy_lapack.dgetrf
-    results = [function(matrix)[:2] for matrix in x.reshape(-1, *x.shape[-2:])]
-    pivots = np.asarray([rows for _, rows in results], np.int32)
-    pivots = pivots.reshape(*x.shape[:-2], -1)
-    order = perform["lu_pivots_to_permutation"](pivots, permutation_size=x.shape[-2])
-    return [np.asarray([c for c, _ in results]).reshape(x.shape), pivots, order]
+    *batch, m, n = x.shape
+    function = lapack.scipy_function("getrf", x.dtype)
+    stack = x.reshape(-1, m, n) if x.size else ()  # which SciPy takes none of
+    results = [function(matrix)[:2] for matrix in stack]
+    pivots = np.asarray([rows for _, rows in results], np.int32).reshape(*batch, min(m, n))
+    order = perform["lu_pivots_to_permutation"](pivots, permutation_size=m)
+    return [np.asarray([c for c, _ in results], x.dtype).reshape(x.shape), pivots, order]
 
 
 # QR.
@@ -154,18 +152,20 @@ def _(
     if pivoting:
         raise Unsupported("pivoting", "True is not supported.")
     m, n = x.shape[-2:]
+    if x.size == 0:
+        shapes, dtype = [v.shape for v in b.outs], x.dtype
+        return [_identity(b, shapes[0], dtype), b.constant(np.zeros(shapes[1], dtype))]
     r, taus = _geqrf(b, x)
     rows = columns = m if full_matrices or m < n else n
     # What of those columns is no part of `r` is written over.
     pads = [(0, 0)] * (r.ndim - 1) + [(0, max(0, columns - n))]
-    first = _through(b, lambda r: jnp.pad(r, pads)[..., :columns], r)
-    return [_orgqr(b, first, taus), _through(b, lambda r: jnp.triu(r[..., :rows, :]), r)]
+    (first,) = b.traced(lambda r: [jnp.pad(r, pads)[..., :columns]], r)
+    return [_orgqr(b, first, taus), *b.traced(lambda r: [jnp.triu(r[..., :rows, :])], r)]
 
 
-def _through(b: Builder, f: Callable[..., Any], x: ArrayExpr) -> ArrayExpr:
-    """A function of JAX of a value."""
-    (result,) = b.inline(jax.make_jaxpr(f)(jax.ShapeDtypeStruct(x.shape, x.dtype)), x)
-    return result
+def _identity(b: Builder, shape: Sequence[int], dtype: np.dtype) -> ArrayExpr:
+    """What factors of matrices without rows or columns are."""
+    return b.constant(np.broadcast_to(np.eye(*shape[-2:], dtype=dtype), shape))
 
 
 @perform.register("qr")
@@ -185,7 +185,7 @@ def _(x: Any, taus: Any) -> Any:
     q = np.broadcast_to(np.eye(m, n, dtype=x.dtype), x.shape)
     for i in reversed(range(taus.shape[-1])):
         v = np.where(np.arange(m) > i, x[..., :, i], (np.arange(m) == i).astype(x.dtype))
-        q = q - taus[..., i, None, None] * v[..., None] * (v[..., None, :] @ q)
+        q = q - taus[..., i, None, None] * v[..., None] * (np.conj(v[..., None, :]) @ q)
     return q
 
 
@@ -199,15 +199,17 @@ def _(
     dtype, n = checked(x), x.shape[-1]
     _check_whole(subset_by_index, (0, n), params.get("algorithm"), ("QR", "DEFAULT"))
     batch = x.shape[:-2]
-    v, w, info = b.copy(transposed(b, x)), b.buffer((*batch, n), dtype), b.buffer(batch, np.int32)
+    real = lapack.real_of(dtype)
+    v, w, info = b.copy(transposed(b, x)), b.buffer((*batch, n), real), b.buffer(batch, np.int32)
     count, matrices = stacked(v, 2)
     values, infos = stacked(w, 1)[1], stacked(info, 0)[1]
     size = lapack.workspace("syevd", dtype, n)
-    places = 3 + 5 * n
+    places, parts = 3 + 5 * n, 1 + 5 * n + 2 * n * n
     work, iwork = b.buffer((size,), dtype), b.buffer((places,), np.int32)
+    rwork = [b.buffer((parts,), real), parts] if dtype.kind == "c" else []
     call_lapack(b, "syevd", dtype, count, lambda of: [
-        "V", "L" if lower else "U", n, of(matrices), n, of(values), work, size, iwork, places,
-        of(infos),
+        "V", "L" if lower else "U", n, of(matrices), n, of(values), work, size, *rwork, iwork,
+        places, of(infos),
     ])  # fmt: skip
     return [known(b, transposed(b, v), info), known(b, w, info)]
 
@@ -221,8 +223,10 @@ def _check_whole(subset: Any, whole: tuple[int, int], algorithm: Any, known: Seq
 
 @perform.register("eigh")
 def _(x: Any, *, lower: bool, **_: Any) -> list[Any]:
-    w, v = np.linalg.eigh(x, "L" if lower else "U")
-    return [v, w]
+    function = lapack.scipy_function("syevd", x.dtype)
+    results = [function(matrix, lower=lower) for matrix in x.reshape(-1, *x.shape[-2:])]
+    able = lambda n: [np.full_like(r[n], np.nan) if r[-1] else r[n] for r in results]
+    return [np.asarray(able(1)).reshape(x.shape), np.asarray(able(0)).reshape(x.shape[:-1])]
 
 
 @funcify.register("svd")
@@ -234,8 +238,11 @@ def _(
     few = min(m, n)
     _check_whole(subset_by_index, (0, few), params.get("algorithm"), ("DEFAULT",))
     batch, inner = x.shape[:-2], (m, n) if full_matrices else (few, few)
+    real = lapack.real_of(dtype)
     out = b.copy(transposed(b, x))
-    s, info = b.buffer((*batch, few), dtype), b.buffer(batch, np.int32)
+    s, info = b.buffer((*batch, few), real), b.buffer(batch, np.int32)
+    if x.size == 0:
+        return [s, *(_identity(b, v.shape, dtype) for v in b.outs[1:])]
     # LAPACK does not look at what it is not asked for.
     u = b.buffer((*batch, inner[0], m), dtype) if compute_uv else s
     vt = b.buffer((*batch, n, inner[1]), dtype) if compute_uv else s
@@ -245,10 +252,12 @@ def _(
     options = {"compute_uv": compute_uv, "full_matrices": full_matrices}
     size = lapack.workspace("gesdd", dtype, m, n, **options)
     work, iwork = b.buffer((size,), dtype), b.buffer((8 * few,), np.int32)
+    parts = few * max(5 * few + 7, 2 * max(m, n) + 2 * few + 1)
+    rwork = [b.buffer((parts,), real)] if dtype.kind == "c" else []
     job = ("A" if full_matrices else "S") if compute_uv else "N"
     call_lapack(b, "gesdd", dtype, count, lambda of: [
         job, m, n, of(matrices), m, of(values), of(results[0]), m, of(results[1]), inner[1],
-        work, size, iwork, of(infos),
+        work, size, *rwork, iwork, of(infos),
     ])  # fmt: skip
     factors = [s, transposed(b, u), transposed(b, vt)] if compute_uv else [s]
     return [known(b, x, info) for x in factors]
@@ -260,3 +269,116 @@ def _(x: Any, *, full_matrices: bool, compute_uv: bool, **_: Any) -> list[Any]:
         return [np.linalg.svd(x, compute_uv=False)]
     u, s, vt = np.linalg.svd(x, full_matrices)
     return [s, u, vt]
+
+
+# What is not symmetric: Schur's form, eigenvalues and eigenvectors.
+
+
+@funcify.register("schur")
+def _(
+    b: Builder, x: ArrayExpr, *, compute_schur_vectors: bool, sort_eig_vals: bool, **_: Any
+) -> list[ArrayExpr]:
+    if sort_eig_vals:
+        raise Unsupported("sort_eig_vals", "True is not supported.")
+    dtype, n, batch = checked(x), x.shape[-1], x.shape[:-2]
+    form, info = b.copy(transposed(b, x)), b.buffer(batch, np.int32)
+    vectors = b.buffer(x.shape, dtype) if compute_schur_vectors else form
+    count, matrices = stacked(form, 2)
+    columns, infos = stacked(vectors, 2)[1], stacked(info, 0)[1]
+    unsorted, some = b.buffer((), np.int32), b.buffer((n,), np.int32)
+    size = lapack.workspace_of_schur(dtype, n)
+    work, values = b.buffer((size,), dtype), _eigenvalues(b, (n,), dtype)
+    rwork = [b.buffer((n,), lapack.real_of(dtype))] if dtype.kind == "c" else []
+    call_lapack(b, "gees", dtype, count, lambda of: [
+        "V" if compute_schur_vectors else "N", "N", some, n, of(matrices), n, unsorted, *values,
+        of(columns), n, work, size, *rwork, some, of(infos),
+    ])  # fmt: skip
+    results = [form, vectors] if compute_schur_vectors else [form]
+    return [known(b, transposed(b, x), info) for x in results]
+
+
+def _eigenvalues(b: Builder, shape: Sequence[int], dtype: np.dtype) -> list[Buffer]:
+    """Memory for eigenvalues; of real matrices their parts are apart."""
+    return [b.buffer(shape, dtype) for _ in range(1 if dtype.kind == "c" else 2)]
+
+
+@funcify.register("eig")
+def _(
+    b: Builder, x: ArrayExpr, *, compute_left_eigenvectors: bool, compute_right_eigenvectors: bool,
+    **_: Any,
+) -> list[ArrayExpr]:  # fmt: skip
+    dtype, n, batch = checked(x), x.shape[-1], x.shape[:-2]
+    infinite = _infinite(b, x)
+    matrix, info = b.copy(known(b, transposed(b, x), infinite, 0)), b.buffer(batch, np.int32)
+    asked = [compute_left_eigenvectors, compute_right_eigenvectors]
+    vectors = [b.buffer(x.shape, dtype) if wanted else matrix for wanted in asked]
+    values = _eigenvalues(b, x.shape[:-1], dtype)
+    count, matrices = stacked(matrix, 2)
+    sides = [stacked(buffer, 2)[1] for buffer in vectors]
+    parts, infos = [stacked(buffer, 1)[1] for buffer in values], stacked(info, 0)[1]
+    size = lapack.workspace("geev", dtype, n)
+    work = b.buffer((size,), dtype)
+    rwork = [b.buffer((2 * n,), lapack.real_of(dtype))] if dtype.kind == "c" else []
+    call_lapack(b, "geev", dtype, count, lambda of: [
+        *("V" if wanted else "N" for wanted in asked), n, of(matrices), n, *map(of, parts),
+        of(sides[0]), n, of(sides[1]), n, work, size, *rwork, of(infos),
+    ])  # fmt: skip
+    results: list[ArrayExpr] = [_complex_values(b, values)]
+    results += [
+        _complex_vectors(b, v, values) for v, wanted in zip(vectors, asked, strict=True) if wanted
+    ]
+    return [known(b, known(b, x, info), infinite) for x in results]
+
+
+def _infinite(b: Builder, x: ArrayExpr) -> Buffer:
+    """1 for matrices with a number that is not finite, over which LAPACK may not end; or else 0."""
+    (result,) = b.traced(lambda x: [jnp.any(~jnp.isfinite(x), axis=(-1, -2)).astype(jnp.int32)], x)
+    return b.force(result)
+
+
+def _complex_values(b: Builder, values: list[Buffer]) -> ArrayExpr:
+    if len(values) == 1:
+        return values[0]
+    (result,) = b.traced(lambda x, y: [jax.lax.complex(x, y)], *values)
+    return result
+
+
+def _complex_vectors(b: Builder, columns: Buffer, values: list[Buffer]) -> ArrayExpr:
+    """Eigenvectors, of which LAPACK has those of two conjugate values as real and imaginary."""
+
+    def unpacked(v: Any, imag: Any) -> list[Any]:
+        after, before = jnp.roll(v, -1, -2), jnp.roll(v, 1, -2)  # a vector is a row here
+        imag = imag[..., None]
+        real = jnp.where(imag < 0, before, v)
+        return [jax.lax.complex(real, jnp.where(imag > 0, after, jnp.where(imag < 0, -v, 0)))]
+
+    if len(values) == 1:
+        return transposed(b, columns)
+    return transposed(b, b.traced(unpacked, columns, values[1])[0])
+
+
+@perform.register("schur")
+def _(x: Any, *, compute_schur_vectors: bool, **_: Any) -> list[Any]:
+    function = lapack.scipy_function("gees", x.dtype)
+    results = [function(lambda *_: 0, matrix) for matrix in x.reshape(-1, *x.shape[-2:])]
+    form, vectors = (np.asarray([r[n] for r in results]).reshape(x.shape) for n in (0, -3))
+    return [form, vectors] if compute_schur_vectors else [form]
+
+
+@perform.register("eig")
+def _(
+    x: Any, *, compute_left_eigenvectors: bool, compute_right_eigenvectors: bool, **_: Any
+) -> list[Any]:
+    import scipy.linalg
+
+    asked = [True, compute_left_eigenvectors, compute_right_eigenvectors]
+    parts: list[list[Any]] = [[], [], []]
+    for matrix in x.reshape(-1, *x.shape[-2:]):
+        finite = np.isfinite(matrix).all()
+        factors = scipy.linalg.eig(np.where(finite, matrix, 0), left=True, right=True)
+        for part, factor in zip(parts, factors, strict=True):
+            part.append(np.where(finite, factor, np.nan))
+    dtype = np.result_type(x.dtype, np.complex64)
+    shapes = (x.shape[:-1], x.shape, x.shape)
+    arrays = [np.asarray(p, dtype).reshape(s) for p, s in zip(parts, shapes, strict=True)]
+    return [array for array, wanted in zip(arrays, asked, strict=True) if wanted]

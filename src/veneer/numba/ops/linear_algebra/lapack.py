@@ -11,25 +11,51 @@ import numpy as np
 
 from ...maths.scalar import external
 
-_LOWER, _TRANSPOSED, _UNIT, _LEFT = (ord(letter) for letter in "LTUL")
+#: What functions are called of complex numbers, where it is not as of real ones.
+_OF_COMPLEX = {"orgqr": "ungqr", "syevd": "heevd"}
+
+_LOWER, _UNIT, _LEFT = (ord(letter) for letter in "LUL")
 
 
 def letter_of(dtype: np.dtype) -> str | None:
     """The first letter of the names of functions of a dtype, if they are here."""
-    return {"float32": "s", "float64": "d"}.get(dtype.name)
+    return {"float32": "s", "float64": "d", "complex64": "c", "complex128": "z"}.get(dtype.name)
+
+
+def real_of(dtype: np.dtype) -> np.dtype:
+    """The dtype of the parts of numbers, if they have parts; and of their absolute values."""
+    return np.dtype(f"f{dtype.itemsize // 2}") if dtype.kind == "c" else dtype
 
 
 def function_of(name: str, dtype: np.dtype) -> Callable[..., Any]:
     """The function of a name without its first letter."""
-    return _FUNCTIONS[f"{letter_of(dtype)}{name}"]
+    return _FUNCTIONS[_name_of(name, dtype)]
+
+
+def scipy_function(name: str, dtype: np.dtype) -> Callable[..., Any]:
+    """SciPy's wrapper of it, for Python."""
+    from scipy.linalg import lapack
+
+    return getattr(lapack, _name_of(name, dtype))
+
+
+def _name_of(name: str, dtype: np.dtype) -> str:
+    if dtype.kind == "c":
+        plain, _, end = name.partition("_")
+        name = f"{_OF_COMPLEX.get(plain, plain)}{'_' if end else ''}{end}"
+    return f"{letter_of(dtype)}{name}"
 
 
 def workspace(name: str, dtype: np.dtype, *args: Any, **options: Any) -> int:
     """How much memory a function works on, in entries, as LAPACK says it works best."""
-    from scipy.linalg import lapack
-
-    sizes = getattr(lapack, f"{letter_of(dtype)}{name}_lwork")(*args, **options)
+    sizes = scipy_function(f"{name}_lwork", dtype)(*args, **options)
     return int(np.real(sizes[0]))
+
+
+def workspace_of_schur(dtype: np.dtype, n: int) -> int:
+    """That of gees, which SciPy has no function for."""
+    *_, work, _ = scipy_function("gees", dtype)(lambda *_: 0, np.eye(n, dtype=dtype), lwork=-1)
+    return int(np.real(work[0]))
 
 
 def _read(pointer: Any, rows: int, columns: int) -> np.ndarray:
@@ -49,7 +75,8 @@ def _potrf(routine: Any, uplo, n, a, lda, info):
 
 
 def _trsm(routine: Any, side, uplo, turn, diagonal, m, n, alpha, a, lda, b, ldb):
-    options = {"side": side != _LEFT, "lower": uplo == _LOWER, "trans_a": turn == _TRANSPOSED}
+    turns = {ord("N"): 0, ord("T"): 1, ord("C"): 2}
+    options = {"side": side != _LEFT, "lower": uplo == _LOWER, "trans_a": turns[turn]}
     order = m if side == _LEFT else n
     x = routine(alpha, _read(a, lda, order), _read(b, ldb, n), diag=diagonal == _UNIT, **options)
     _write(b, x)
@@ -72,19 +99,47 @@ def _orgqr(routine: Any, m, n, k, a, lda, taus, work, lwork, info):
     _write(a, c)
 
 
+def _ungqr(routine: Any, *args):
+    _orgqr(routine, *args)
+
+
 def _syevd(routine: Any, job, uplo, n, a, lda, w, work, lwork, iwork, liwork, info):
     values, v, info[0] = _with_info(routine(_read(a, lda, n), lower=uplo == _LOWER, lwork=lwork))
     _write(a, v)
     _write(w, values)
 
 
-def _gesdd(routine: Any, job, m, n, a, lda, s, u, ldu, vt, ldvt, work, lwork, iwork, info):
+def _heevd(routine: Any, job, uplo, n, a, lda, w, work, lwork, rwork, lrwork, iwork, liwork, info):
+    _syevd(routine, job, uplo, n, a, lda, w, work, lwork, iwork, liwork, info)
+
+
+def _gesdd(routine: Any, job, m, n, a, lda, s, u, ldu, vt, ldvt, work, lwork, *rest):
+    info = rest[-1]
     options = {"compute_uv": job != ord("N"), "full_matrices": job == ord("A")}
     left, values, right, info[0] = _with_info(routine(_read(a, lda, n), lwork=lwork, **options))
     _write(s, values)
     if options["compute_uv"]:
         _write(u, left)
         _write(vt, right)
+
+
+def _gees(routine: Any, job, sort, chosen, n, a, lda, sdim, *rest):
+    matrix = _read(a, lda, n)
+    t, *_, vectors, _, rest[-1][0] = _with_info(routine(lambda *_: 0, matrix))
+    _write(a, t)
+    if job == ord("V"):
+        _write(rest[-7 if np.iscomplexobj(matrix) else -6], vectors)
+
+
+def _geev(routine: Any, left, right, n, a, lda, *rest):
+    matrix = _read(a, lda, n)
+    n_values = 1 if np.iscomplexobj(matrix) else 2
+    asked = [job == ord("V") for job in (left, right)]
+    *results, rest[-1][0] = _with_info(routine(matrix, *asked))
+    targets = [*rest[:n_values], rest[n_values], rest[n_values + 2]]
+    for to, x, wanted in zip(targets, results, [True] * n_values + asked, strict=True):
+        if wanted:
+            _write(to, x)
 
 
 def _gtsv(routine: Any, n, n_right, lower, diagonal, upper, b, ldb, info):
@@ -112,9 +167,17 @@ def _instruction(name: str, body: Callable[..., Any], module: str) -> Callable[.
     return external(f"scipy.linalg.cython_{module}")(plain)
 
 
-_BODIES = (_potrf, _trsm, _getrf, _geqrf, _orgqr, _syevd, _gesdd, _gtsv)
+#: By the letters of the dtypes that have them.
+_BODIES = {
+    "sdcz": (_potrf, _trsm, _getrf, _geqrf, _gesdd, _gees, _geev, _gtsv),
+    "sd": (_orgqr, _syevd),
+    "cz": (_ungqr, _heevd),
+}
 _FUNCTIONS = {
-    name: _instruction(name, body, "blas" if body is _trsm else "lapack")
-    for body in _BODIES
-    for name in (f"{letter}{body.__name__[1:]}" for letter in "sd")
+    f"{letter}{body.__name__[1:]}": _instruction(
+        f"{letter}{body.__name__[1:]}", body, "blas" if body is _trsm else "lapack"
+    )
+    for letters, bodies in _BODIES.items()
+    for body in bodies
+    for letter in letters
 }

@@ -8,16 +8,18 @@ from ...codegen import storage
 from ...codegen.arrays import ArrayExpr
 from ...codegen.builder import Builder
 from ...registry import Unsupported, funcify, perform
-from .matrices import Text, call_lapack, checked, known, stacked, transposed
+from .matrices import Text, call_lapack, checked, conjugate, known, stacked, transposed
 
 
 @funcify.register("triangular_solve")
 def _(
     b: Builder, a: ArrayExpr, y: ArrayExpr, *, left_side: bool, lower: bool, transpose_a: bool,
-    unit_diagonal: bool, **_: Any,
+    unit_diagonal: bool, conjugate_a: bool = False, **_: Any,
 ) -> ArrayExpr:  # fmt: skip
-    dtype, (rows, columns) = checked(a, y), y.shape[-2:]
+    dtype, (rows, columns) = checked(a), y.shape[-2:]
     n = a.shape[-1]
+    if conjugate_a and not transpose_a:  # for which LAPACK has no letter
+        a = conjugate(b, a)
     out = b.copy(y)
     count, results = stacked(out, 2)
     matrices = stacked(b.force(a), 2)[1]
@@ -25,7 +27,7 @@ def _(
     letters = [
         "R" if left_side else "L",
         "U" if lower else "L",
-        "T" if transpose_a else "N",
+        ("C" if conjugate_a and dtype.kind == "c" else "T") if transpose_a else "N",
         "U" if unit_diagonal else "N",
     ]
     one = storage.literal(1, dtype)
@@ -44,8 +46,10 @@ def _(
     lower: bool,
     transpose_a: bool,
     unit_diagonal: bool,
+    conjugate_a: bool = False,
     **_: Any,
 ) -> Any:
+    a = np.conj(a) if conjugate_a else a
     if not left_side:
         a, y = np.swapaxes(a, -1, -2), np.swapaxes(y, -1, -2)
         lower = not lower
@@ -64,7 +68,7 @@ def _(
 def _(
     b: Builder, lower: ArrayExpr, diagonal: ArrayExpr, upper: ArrayExpr, y: ArrayExpr, **params: Any
 ) -> ArrayExpr:
-    dtype, (n, n_right) = checked(lower, y), y.shape[-2:]
+    dtype, (n, n_right) = checked(lower), y.shape[-2:]
     if params.get("perturb_singular"):
         raise Unsupported("perturb_singular", "True is not supported.")
     out, info = b.copy(transposed(b, y)), b.buffer(y.shape[:-2], np.int32)

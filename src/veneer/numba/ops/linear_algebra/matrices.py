@@ -20,12 +20,10 @@ from ...registry import Unsupported
 from . import lapack
 
 
-def checked(*operands: ArrayExpr) -> np.dtype:
-    dtype = operands[0].dtype
+def checked(x: ArrayExpr) -> np.dtype:
+    dtype = x.dtype
     if lapack.letter_of(dtype) is None:
-        raise Unsupported("dtype", f"{dtype} is not supported, float32 and float64 are.")
-    if any(x.size == 0 for x in operands):
-        raise Unsupported("operand", "it is empty.")
+        raise Unsupported("dtype", f"{dtype} is not supported, numbers of 32 and 64 bits are.")
     return dtype
 
 
@@ -61,14 +59,29 @@ def transposed(b: Builder, x: ArrayExpr) -> ArrayExpr:
     return b.lazy(entry, x, shape=(*x.shape[:-2], x.shape[-1], x.shape[-2]), dtype=x.dtype)
 
 
-def known(b: Builder, x: ArrayExpr, info: Buffer) -> ArrayExpr:
-    """The value where LAPACK was able to, and NaN elsewhere."""
+def conjugate(b: Builder, x: ArrayExpr) -> ArrayExpr:
+    """The value, with the imaginary part of complex numbers negated."""
+    if x.dtype.kind != "c":
+        return x
+    name = storage.type_name(x.dtype)
+
+    def entry(k: LoopNest, index: tuple[Index, ...]) -> str:
+        text = k.let(k.read(x, index))
+        return f"{name}(complex({text}.real, -{text}.imag))"
+
+    return b.lazy(entry, x, shape=x.shape, dtype=x.dtype, cost=1)
+
+
+def known(b: Builder, x: ArrayExpr, info: Buffer, other: Any = np.nan) -> ArrayExpr:
+    """The value where LAPACK was able to, and NaN elsewhere, or `other`."""
     n_batch = info.ndim
-    nan = storage.literal(np.nan, x.dtype)
+    filler = storage.literal(complex(other, other) if x.dtype.kind == "c" else other, x.dtype)
 
     def entry(k: LoopNest, index: tuple[Index, ...]) -> str:
         able = f"{k.read(info, index[:n_batch])} == 0"
-        return k.let(k.call(instructions.select, able, k.read(x, index), nan))
+        if x.dtype.kind == "c":  # which `select` is not of
+            return k.let(f"{k.read(x, index)} if {able} else {filler}")
+        return k.let(k.call(instructions.select, able, k.read(x, index), filler))
 
     return b.lazy(entry, x, info, shape=x.shape, dtype=x.dtype, cost=1)
 
@@ -88,7 +101,8 @@ def of_each(function: Callable[..., Any], n_axes: int) -> Callable[..., Any]:
 
     def of_all(x: Any) -> Any:
         inner = x.shape[x.ndim - n_axes :]
-        results = [function(part) for part in x.reshape(-1, *inner)]
-        return np.asarray(results).reshape(*x.shape[: x.ndim - n_axes], *results[0].shape)
+        batch = x.shape[: x.ndim - n_axes]
+        results = [function(part) for part in x.reshape(math.prod(batch), *inner)]
+        return np.asarray(results).reshape(*batch, *results[0].shape)
 
     return of_all
