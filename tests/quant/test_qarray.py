@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.stored_values import stored_values
 
 import veneer as vn
 from veneer.quant import FORMATS, Packing, QArray, dequantize, quantize
@@ -185,3 +186,25 @@ def test_it_passes_through_jit_and_abstract_evaluation():
 def test_materialise_is_dequantize():
     q = quantize(normal(3, 5), "nf4")
     np.testing.assert_array_equal(vn.materialise({"w": q})["w"], dequantize(q))
+
+
+# One number everywhere. However a value is decoded, in however many steps, it has the same bits.
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale_dtype"),
+    [("bfloat16", None), ("float32", None), ("float64", None), ("float64", "float32")],
+)
+@pytest.mark.parametrize("qtype", FORMATS)
+def test_a_value_has_the_same_bits_eagerly_compiled_and_by_numpy(qtype, dtype, scale_dtype):
+    format = FORMATS[qtype]
+    if scale_dtype is not None and format.scale_dtype is not None:
+        pytest.skip("its scales have one dtype")
+    with jax.enable_x64(dtype == "float64"):
+        x = normal(2, 64, dtype=dtype)
+        tiled = {1: format.tile_size or 4}
+        q = quantize(x, qtype, channelwise_axes=[0], tiled_axes=tiled, scale_dtype=scale_dtype)
+        expected = stored_values(q)
+        assert expected.dtype == dtype
+        np.testing.assert_array_equal(q.dequantize(), expected)
+        np.testing.assert_array_equal(jax.jit(dequantize)(q), expected)

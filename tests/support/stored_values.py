@@ -50,10 +50,12 @@ def stored_values(x: object) -> np.ndarray:
     values = codes_of(x)
     if x.format.codebook is not None:
         values = np.array(x.format.codebook, np.float32)[values]
-    values = values.astype(np.float32)
-    for leaf, op in ((x.zero_point, np.subtract), (x.scale, np.multiply)):
+    scale = stored_values(x.scale)
+    wide = np.float64 if np.float64 in (scale.dtype, x.dtype) else np.float32
+    values = values.astype(wide)
+    for leaf, op in ((x.zero_point, np.subtract), (scale, np.multiply)):
         if leaf is not None:
-            entries = stored_values(leaf).astype(np.float32)
+            entries = np.asarray(leaf).astype(wide)
             values = op(values, entry_of_each_value(entries, x.shape))
     return values.astype(x.dtype)
 

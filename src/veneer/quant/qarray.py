@@ -257,10 +257,12 @@ class QArray(ImplicitArray):
     def dequantize(self) -> jax.Array:
         """Returns the dense array, as `vn.quant.dequantize`."""
         scale = self.scales()
-        x = self.format.decode(self.codes(), scale.dtype)
+        # A scale in f32 does not make numbers in f64 less: products scale sums of these in f64.
+        wide = jnp.promote_types(scale.dtype, self.dtype)
+        x = self.format.decode(self.codes(), wide)
         if self.zero_point is not None:
-            x = over_tiles(jnp.subtract, x, self.zero_point.astype(scale.dtype))
-        return over_tiles(jnp.multiply, x, scale).astype(self.dtype)
+            x = over_tiles(jnp.subtract, x, self.zero_point.astype(wide))
+        return over_tiles(jnp.multiply, x, scale.astype(wide)).astype(self.dtype)
 
     def materialise(self) -> jax.Array:
         """Does for `vn.materialise` what `dequantize` does."""

@@ -85,10 +85,15 @@ def contracted(lhs, rhs, dimension_numbers):
     return np.einsum(f"{left},{right}->{out}", lhs, rhs)
 
 
-def check(data, dtype):
+def check_any(data, dtype):
     lhs_shape, rhs_shape, dimension_numbers = data.draw(st.sampled_from(CONTRACTIONS))
     lhs = make(data.draw(operands(lhs_shape, dimension_numbers[0][0])), lhs_shape, dtype)
     rhs = make(data.draw(operands(rhs_shape, dimension_numbers[0][1])), rhs_shape, dtype)
+    check(lhs, rhs, dimension_numbers)
+
+
+def check(lhs, rhs, dimension_numbers):
+    dtype = lhs.dtype
     actual = jax.jit(
         lambda lhs, rhs: vn.implicit(lax.dot_general)(lhs, rhs, dimension_numbers, "highest")
     )(lhs, rhs)
@@ -110,11 +115,24 @@ def check(data, dtype):
 @FEW
 @given(data=st.data())
 def test_any_operands(data, dtype):
-    check(data, jnp.dtype(dtype))
+    check_any(data, jnp.dtype(dtype))
 
 
 @FEW
 @given(data=st.data())
 def test_any_operands_in_float64(data):
     with jax.enable_x64(True):
-        check(data, jnp.dtype(jnp.float64))
+        check_any(data, jnp.dtype(jnp.float64))
+
+
+# One scale, and tiles along the sum, of scales that share one and of scales that do not.
+GRANULARITIES = ({}, {2: 2}, {0: 1, 2: 32})
+
+
+@pytest.mark.parametrize("tiled", GRANULARITIES, ids=str)
+@pytest.mark.parametrize("qtype", UNTILED)
+def test_each_format_in_float64(qtype, tiled):
+    lhs_shape, rhs_shape, dimension_numbers = CONTRACTIONS[2]
+    with jax.enable_x64(True):
+        lhs = make((0, 0, (qtype, [], tiled, None)), lhs_shape, jnp.float64)
+        check(lhs, make((1, 0, None), rhs_shape, jnp.float64), dimension_numbers)

@@ -377,7 +377,8 @@ def _quantize_with_scale(
 def dequantize(q: QArray) -> jax.Array:
     """Returns the dense array that `q` stands for.
 
-    It is computed in the precision of the scale, f32 at least, and rounded once to `q.dtype`.
+    It is computed in the precision of the scale or of `q.dtype`, whichever is the wider, f32 at
+    least, and then rounded to `q.dtype`: the same bits eagerly and within a compiled program.
 
     **Raises:** `TypeError` if `q` is not a QArray.
 
