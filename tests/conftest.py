@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import jaxtyping
 from hypothesis import HealthCheck, settings
-from support import contexts, shares
+from support import contexts, fixed_examples, shares
 
 # pyproject.toml has the annotations of veneer checked at run time, by a hook on its import. pytest
 # itself imports a package without hooks when it comes to look for examples in docstrings.
@@ -24,16 +24,21 @@ if jax.config.jax_platforms is None:
 jax.config.update("jax_num_cpu_devices", 8)  # enough for a 2 x 4 mesh
 
 contexts.reuse()
+fixed_examples.from_no_modules()
 
+# The same examples in every run: a change is not failed by a property it did not touch, and no
+# fresh clone by chance. To look for new ones is what a fuzzer is for.
 # The first example of a property compiles, so a time limit on an example would fail by chance.
 settings.register_profile(
-    "veneer", deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow]
+    "veneer",
+    derandomize=True,
+    database=None,
+    deadline=None,
+    max_examples=25,
+    suppress_health_check=[HealthCheck.too_slow],
 )
-# The same examples in every run: a change is not failed by a property it did not touch.
 # Fewer there: it is compiling that takes the time, and almost every example is a new program.
-settings.register_profile(
-    "ci", settings.get_profile("veneer"), derandomize=True, database=None, max_examples=6
-)
+settings.register_profile("ci", settings.get_profile("veneer"), max_examples=6)
 settings.register_profile("quick", settings.get_profile("ci"), max_examples=3)
 
 
