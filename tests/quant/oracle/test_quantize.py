@@ -1,5 +1,8 @@
 """`quantize` and `dequantize` against Qwix 0.1.8's: the same codes, scales and zero points."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -93,6 +96,52 @@ ODD_WIDTHS = {"int3", "int5", "int6", "int7"}  # what holds for the others holds
 def test_absmax_gives_the_scales_and_codes_of_qwix(qtype, tiling, dtype):
     x = normal(DTYPES[dtype])
     assert_same_to_rounding(x, *both(x, qtype, **TILINGS[tiling]))
+
+
+EXACT = ["int8", "int6", "int4", "int3", "nf4", "float8_e4m3fn"]
+
+
+@pytest.mark.parametrize("tiling", TILINGS)
+@pytest.mark.parametrize("qtype", EXACT)
+def test_absmax_gives_the_bits_of_qwix_compiled(qtype, tiling):
+    # The largest of a tile is a tie, of which a bit of the scale decides.
+    quantise_compiled = jax.jit(
+        functools.partial(qwix.quantize, qtype=QWIX_NAMES[qtype], **TILINGS[tiling])
+    )
+    for seed in range(20 if tiling == "one scale" else 2):
+        x = normal(jnp.float32, seed)
+        ours, theirs = quantize(x, qtype, **TILINGS[tiling]), from_qwix(quantise_compiled(x))
+        np.testing.assert_array_equal(ours.scale, theirs.scale)
+        np.testing.assert_array_equal(ours.codes(), theirs.codes())
+
+
+def test_one_scale_of_qwix_eager_is_not_its_own_compiled():
+    eager = functools.partial(qwix.quantize, qtype=jnp.int4)
+    compiled = jax.jit(eager)
+    pairs = [
+        (eager(x).scale, compiled(x).scale) for x in (normal(jnp.float32, s) for s in range(20))
+    ]
+    apart = [abs(float((a / b).item()) - 1) for a, b in pairs]
+    assert 0 < max(apart) < 2 * float(jnp.finfo(jnp.float32).eps)
+
+
+def test_unsigned_codes_by_absmax_reach_below_zero_as_those_of_qwix_do_not():
+    x = jnp.abs(normal(jnp.float32))
+    options = {"channelwise_axes": [1], "calibration_method": "absmax"}
+    ours, theirs = quantize(x, "uint8", **options), qwix.quantize(x, jnp.uint8, **options)
+    assert theirs.zero_point is None
+    assert (np.asarray(ours.zero_point) == 128).all()
+    np.testing.assert_allclose(ours.scale, theirs.scale * (255.5 / 127.5), rtol=1e-6)
+    error = lambda x, values: rms(float64(values) - float64(x))
+    # Of what is never negative, minmax, which is meant where no method is named, is as near.
+    assert error(x, dequantize(quantize(x, "uint8", channelwise_axes=[1]))) < 1.01 * error(
+        x, qwix.dequantize(theirs)
+    )
+    # Of what is, all that is below zero becomes 0 in Qwix.
+    x = normal(jnp.float32)
+    theirs = qwix.dequantize(qwix.quantize(x, jnp.uint8, **options))
+    assert (theirs >= 0).all()
+    assert error(x, dequantize(quantize(x, "uint8", **options))) < 0.02 * error(x, theirs)
 
 
 @pytest.mark.parametrize("qtype", TOO_SMALL_IN_F16)
