@@ -1,7 +1,7 @@
 """What happens to implicit operands, and who is told: events and policies.
 
-A policy says what to do when an implicit array is about to be made dense because no rule fits.
-It holds for the dynamic extent of a call, so that rules which redispatch, and loops, obey it too.
+A policy says what to do when an implicit array is made dense, for no rule fits or by what a rule
+does. It holds for the dynamic extent of a call, so rules which redispatch, and loops, obey it too.
 """
 
 import warnings
@@ -19,20 +19,20 @@ OnMaterialise = Literal["allow", "warn", "error"] | Callable[["Event"], None]
 
 
 class MaterialiseError(TypeError):
-    """No rule fits, and the policy in force forbids making the operand dense."""
+    """An operand is to be made dense, which the policy in force forbids."""
 
 
 class MaterialiseWarning(UserWarning):
-    """No rule fits, and an implicit array was made dense."""
+    """An implicit array was made dense."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
     """One primitive that met an implicit operand.
 
-    `rule` is the file and line of the rule that ran, or None where the operands were made dense;
-    `nbytes` is the size of those dense arrays, in bytes; `line` is the user's own line. `how` is
-    what a rule says of the way that it chose, where it has several.
+    `rule` is the file and line of the rule that ran, or None where no rule fitted and the operands
+    were made dense; `nbytes` is the size in bytes of what was made dense, by the way that a rule
+    chose, too; `line` is the user's own line. `how` is what a rule says of that way.
     """
 
     primitive: str
@@ -42,10 +42,16 @@ class Event:
     line: str
     how: str = ""
 
+    @property
+    def made_dense(self) -> bool:
+        """Whether an operand was made dense, as a whole array in memory."""
+        return self.rule is None or self.nbytes > 0
+
     def __str__(self) -> str:
         met = f"{self.primitive}({', '.join(self.operands)}) at {self.line}"
         if self.rule is not None:
-            return f"{met}: rule {self.rule}" + (f", {self.how}" if self.how else "")
+            dense = f"{self.nbytes:,} bytes are made dense" if self.nbytes else ""
+            return f"{met}: " + ", ".join(filter(None, (f"rule {self.rule}", self.how, dense)))
         return f"{met}: no rule fits, so {self.nbytes:,} bytes are made dense"
 
 
@@ -127,37 +133,38 @@ def tell(events: Iterable[Event]) -> None:
             _recorded.get().append(event)
         if policy.events is not None:
             policy.events.append(event)
-        if event.rule is not None:
+        if not event.made_dense:
             continue
         if policy.on_materialise == "warn":
             file, line = user_place()
             warnings.warn_explicit(str(event), MaterialiseWarning, file, line)
         elif policy.on_materialise == "error":
-            raise MaterialiseError(
-                f"{event}. Register a rule for these types, or allow it with "
-                "on_materialise='allow'."
-            )
+            remedy = "Allow it" if event.rule else "Register a rule for these types, or allow it"
+            raise MaterialiseError(f"{event}. {remedy} with on_materialise='allow'.")
         elif callable(policy.on_materialise):
             policy.on_materialise(event)
 
 
-# What the rule that is running says of itself, until it is told that it ran.
-_how: ContextVar[str] = ContextVar("how", default="")
+# What the rule that is running says of itself, and the bytes that it makes dense, until it is told
+# that it ran.
+_how: ContextVar[tuple[str, int]] = ContextVar("how", default=("", 0))
 
 
-def note_how(how: str) -> None:
-    """Called by a rule: says which way it goes, for the report. It must be one that it finishes."""
-    policy = _policy.value
-    if policy is RECORD or policy.events is not None:
-        _how.set(how)
+def note_how(how: str, nbytes: int = 0) -> None:
+    """Called by a rule at its end: which way it went, and how many bytes that makes dense."""
+    if _policy.value is not ALLOW:
+        _how.set((how, nbytes))
 
 
 def note_rule(primitive: str, operands: Callable[[], tuple[str, ...]], rule: str) -> None:
-    """Tells that a rule ran, where someone asked for a report."""
+    """Tells that a rule ran, where someone asked for a report or it makes something dense."""
     policy = _policy.value
-    if policy is RECORD or policy.events is not None:
-        tell([Event(primitive, operands(), rule, 0, user_line(), _how.get())])
-        _how.set("")
+    if policy is ALLOW:
+        return
+    how, nbytes = _how.get()
+    _how.set(("", 0))
+    if nbytes or policy is RECORD or policy.events is not None:
+        tell([Event(primitive, operands(), rule, nbytes, user_line(), how)])
 
 
 def note_materialised(primitive: str, operands: Callable[[], tuple[str, ...]], nbytes: int) -> None:

@@ -20,13 +20,13 @@ def explain(fn: Callable) -> Callable[..., Report]:
 
     **Returns:** a function of `fn`'s arguments that gives a `Report`: every primitive that met an
     implicit operand, with the rule that ran (file and line), or that it was materialised, and how
-    many bytes that makes dense.
+    many bytes either makes dense on the platform that JAX runs on.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> w = vn.quant.quantize(jnp.eye(2), "nf4")
     >>> report = vn.explain(lambda x, w: jnp.sin(x @ w) + w)(jnp.ones(2), w)
     >>> [(e.primitive, e.rule is not None, e.nbytes) for e in report.events]
-    [('dot_general', True, 0), ('add', False, 16)]
+    [('dot_general', True, 16), ('add', False, 16)]
     """
 
     @wraps(fn, updated=())

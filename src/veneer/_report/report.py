@@ -13,7 +13,8 @@ class Report:
     """The events of one traced call: `print` it for a table; `to_html` gives a page.
 
     `events` holds every `Event` in the order of the program; `materialised` those of them in
-    which no rule fitted. Tables show equal events once, with their number.
+    which an operand was made dense, for no rule fitted or by the way that a rule went. Tables show
+    equal events once, with their number.
     """
 
     events: tuple[Event, ...]
@@ -21,7 +22,7 @@ class Report:
     @property
     def materialised(self) -> tuple[Event, ...]:
         """The events in which an operand was made dense."""
-        return tuple(event for event in self.events if event.rule is None)
+        return tuple(event for event in self.events if event.made_dense)
 
     @property
     def summary(self) -> str:
@@ -42,7 +43,7 @@ class Report:
         """The same table as a page of HTML, which needs nothing else."""
         import html  # which takes a while
 
-        kinds = ["" if event.rule else "dense" for event in Counter(self.events)]
+        kinds = ["dense" if event.made_dense else "" for event in Counter(self.events)]
         table = html_table(_HEADINGS, self._rows(), right=("times", "dense"), kinds=kinds)
         return _PAGE.format(summary=html.escape(self.summary), table=table)
 
@@ -59,7 +60,7 @@ def _cells(event: Event, times: int) -> tuple[str, ...]:
         ", ".join(event.operands),
         str(times),
         _what_ran(event),
-        "" if event.rule else size_of(event.nbytes * times),
+        size_of(event.nbytes * times) if event.made_dense else "",
         _short(event.line),
     )
 

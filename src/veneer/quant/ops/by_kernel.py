@@ -26,7 +26,7 @@ from ..formats.tiles import over_tiles
 from ..qarray import QArray
 from .by_xla import by_xla, multiplied_codes
 from .operands import fits_int32, is_algorithm
-from .product import DotParams, Plan
+from .product import DotParams, Plan, dense_nbytes
 
 _DTYPES = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
 
@@ -68,8 +68,10 @@ def by_kernel(lhs: jax.Array | QArray, rhs: jax.Array | QArray, params: DotParam
             continue
         x = _activations(lhs, rhs, side, params)
         plan = None if x is None else _plan(x, q, side, params, params.out_dtype(lhs, rhs))
-        if plan is not None:
-            return plan
+        if plan is not None and x is not None:
+            # Activations that were quantised may have been made floats.
+            made_dense = dense_nbytes(operands[1 - side]) if x.scale is None else 0
+            return dataclasses.replace(plan, dense_nbytes=made_dense)
     return None
 
 

@@ -4,6 +4,9 @@ Where a scale does not vary along the contracting axes it can be taken out of th
 `sum_k x[k] * (codes[k, n] * scale[n]) = (sum_k x[k] * codes[k, n]) * scale[n]`. Then the codes are
 contracted as they are, and it is the output that is scaled. Where it varies, and the codes of both
 operands can be multiplied, that is done for each tile. Otherwise an operand is dequantised.
+
+XLA multiplies arrays that lie in memory. So where codes become floats, by values or dense, all of
+an operand is there in floats, and each plan says how many bytes that is.
 """
 
 import dataclasses
@@ -28,7 +31,7 @@ from .operands import (
     outer_scale,
     unscaled,
 )
-from .product import DotParams, Plan
+from .product import DotParams, Plan, dense_nbytes, runs_on_cpu
 from .tile_sums import common_tiles, sum_over_tiles
 
 # Tiles that are summed by themselves. Each product of tiles is added to the whole output, which for
@@ -51,7 +54,9 @@ def on_codes(lhs: jax.Array | QArray, rhs: jax.Array | QArray, params: DotParams
         return None
     kind, _, _ = codes
     compute = functools.partial(_product_of_codes, params=params)
-    return Plan(f"{kind} product, scaled outside", compute, (lhs, rhs))
+    # On a CPU XLA multiplies no float8: it makes f32 of both operands.
+    nbytes = dense_nbytes(lhs, rhs, dtype="float32") if kind == "float8" and runs_on_cpu() else 0
+    return Plan(f"{kind} product, scaled outside", compute, (lhs, rhs), nbytes)
 
 
 def by_tiles(lhs: jax.Array | QArray, rhs: jax.Array | QArray, params: DotParams) -> Plan | None:
@@ -79,7 +84,7 @@ def by_values(lhs: jax.Array | QArray, rhs: jax.Array | QArray, params: DotParam
     ]
     are_outside = tuple(reason == "" for reason in reasons)
     compute = functools.partial(_product_of_values, params=params, are_outside=are_outside)
-    return Plan(", ".join(hows), compute, (lhs, rhs))
+    return Plan(", ".join(hows), compute, (lhs, rhs), dense_nbytes(lhs, rhs))
 
 
 def dense(lhs: jax.Array | QArray, rhs: jax.Array | QArray, params: DotParams) -> Plan:
@@ -89,7 +94,8 @@ def dense(lhs: jax.Array | QArray, rhs: jax.Array | QArray, params: DotParams) -
         how += ", for precision fixes the types"
     elif _is_sum_of_floats(lhs, rhs, params):
         how += f", for {lhs.dtype.name} meets {rhs.dtype.name}"
-    return Plan(how, functools.partial(_product_of_dense, params=params), (lhs, rhs))
+    compute = functools.partial(_product_of_dense, params=params)
+    return Plan(how, compute, (lhs, rhs), dense_nbytes(lhs, rhs))
 
 
 WAYS_BY_XLA = (on_codes, by_tiles, by_values, dense)

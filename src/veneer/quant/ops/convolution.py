@@ -27,13 +27,14 @@ from .operands import (
     code_unit,
     dequantized,
     fits_int32,
+    has_int8_zero_point,
     int8_codes,
     largest_difference,
     may_scale_outside,
     outer_scale,
     unscaled,
 )
-from .product import Plan, carry_out
+from .product import Plan, carry_out, dense_nbytes
 
 # The largest sum of integers that is exact in f32, whatever the order.
 _FLOAT32_EXACT = 2**24
@@ -110,7 +111,8 @@ def _plan(
     out = jax.eval_shape(conv, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (lhs, rhs)))
 
     def dense(how: str) -> Plan:
-        return Plan(how, lambda *xs: conv(*map(dequantized, xs)), (lhs, rhs))
+        compute = lambda *xs: conv(*map(dequantized, xs))
+        return Plan(how, compute, (lhs, rhs), dense_nbytes(lhs, rhs))
 
     if not (isinstance(lhs, QArray) and isinstance(rhs, QArray)):
         return dense("dequantised")
@@ -123,7 +125,11 @@ def _plan(
     are_integers = lhs.format.is_integer and rhs.format.is_integer
     sums = "integer sums of codes" if are_integers else "sums of codes in floats"
     on_codes = functools.partial(_scaled_sums, params=tuple(params.items()), out_dtype=out.dtype)
-    return Plan(f"{sums}, scaled outside", on_codes, (lhs, rhs))
+    nbytes = dense_nbytes(lhs, rhs, dtype=accumulator(out.dtype))
+    if are_integers:
+        stays = _is_in_integers(lhs, rhs, params, jax.default_backend())
+        nbytes = 0 if stays else dense_nbytes(lhs, rhs, dtype="float32")
+    return Plan(f"{sums}, scaled outside", on_codes, (lhs, rhs), nbytes)
 
 
 def _sums_share_scales(lhs: QArray, rhs: QArray, params: dict[str, Any]) -> bool:
@@ -202,11 +208,24 @@ def _integer_sums(lhs: QArray, rhs: QArray, params: dict[str, Any], dtype: Any) 
     fits = fits_int32(lhs, rhs, features * terms)
     total = jnp.int32 if fits and size < features else dtype
     codes = int8_codes(lhs), int8_codes(rhs)
-    if not fits or any(zero_point is not None for _, zero_point in codes):
+    if not _is_in_integers(lhs, rhs, params):
         return floats(*codes)
-    on_cpu = integers if _fast_on_cpu(features, params) else floats
-    # A GPU has no convolution from int8 to int32: github.com/jax-ml/jax/issues/7637.
+    on_cpu = integers if _is_in_integers(lhs, rhs, params, "cpu") else floats
     return lax.platform_dependent(*codes, cpu=on_cpu, cuda=floats, rocm=floats, default=integers)
+
+
+def _is_in_integers(
+    lhs: QArray, rhs: QArray, params: dict[str, Any], platform: str | None = None
+) -> bool:
+    """Whether codes of integer formats are convolved as integers: on a platform, or on any."""
+    features, *window = (rhs.shape[axis] for axis in params["dimension_numbers"].rhs_spec[1:])
+    fits = fits_int32(lhs, rhs, features * math.prod(window))
+    if not fits or has_int8_zero_point(lhs) or has_int8_zero_point(rhs):
+        return False
+    if platform == "cpu":
+        return _fast_on_cpu(features, params)
+    # A GPU has no convolution from int8 to int32: github.com/jax-ml/jax/issues/7637.
+    return platform not in ("gpu", "cuda", "rocm")
 
 
 def _less_zero_point(codes: jax.Array, zero_point: jax.Array | None) -> jax.Array:

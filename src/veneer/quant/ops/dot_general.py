@@ -14,7 +14,7 @@ from ..qarray import QArray
 from .by_kernel import by_kernel
 from .by_xla import WAYS_BY_XLA
 from .operands import as_operand
-from .product import DotParams, Plan, carry_out
+from .product import DotParams, Plan, carry_out, runs_on_cpu
 
 # Each offers a plan or nothing: by_kernel, on_codes, by_tiles, by_values, dense.
 WAYS = (by_kernel, *WAYS_BY_XLA)
@@ -57,6 +57,20 @@ def dot_general(
     return plan()
 
 
+def plan_of(lhs: jax.Array | QArray, rhs: jax.Array | QArray, params: DotParams) -> Plan:
+    """Returns the first plan that there is; of a kernel, with what is done on other platforms."""
+    plans = _plans(lhs, rhs, params)
+    plan = next(plans)
+    if not plan.is_kernel:
+        return plan
+    otherwise = next(plans)
+    return dataclasses.replace(
+        plan,
+        how=f"{plan.how}, else {otherwise.how}",
+        dense_nbytes=(plan if runs_on_cpu() else otherwise).dense_nbytes,
+    )
+
+
 def _plans(lhs: jax.Array | QArray, rhs: jax.Array | QArray, params: DotParams) -> Iterator[Plan]:
     """Yields what the ways offer, the plan to carry out first; no way is asked twice."""
     for way in WAYS:
@@ -70,8 +84,4 @@ def _dot_general(
     lhs: ArrayLike | QArray, rhs: ArrayLike | QArray, *, dimension_numbers: Any, **others: Any
 ) -> jax.Array:
     params = DotParams(DotDimensionNumbers.of(dimension_numbers), **others)
-    plans = _plans(as_operand(lhs), as_operand(rhs), params)
-    plan = next(plans)
-    if plan.is_kernel:
-        plan = dataclasses.replace(plan, how=f"{plan.how}, else {next(plans).how}")
-    return carry_out(plan)
+    return carry_out(plan_of(as_operand(lhs), as_operand(rhs), params))

@@ -119,6 +119,11 @@ def int8_codes(q: QArray) -> tuple[jax.Array, jax.Array | None]:
     return moved, zero_point - 128
 
 
+def has_int8_zero_point(q: QArray) -> bool:
+    """Whether a zero point goes with what `int8_codes` returns."""
+    return q.zero_point is not None or (q.format.byte_dtype == np.uint8 and q.format.bits == 8)
+
+
 def outer_scale(q: QArray) -> jax.Array:
     """Returns the scale that goes with codes divided by `code_unit`; f32 or f64."""
     return q.scales() * 2.0 ** _exponent(q.format)

@@ -100,13 +100,16 @@ class Plan:
     - `how`: what it is, as `vn.explain` tells it.
     - `compute`: from the operands to the product.
     - `operands`: arrays, and QArrays.
-    - `is_kernel`: whether it is a kernel, which makes nothing dense. It is for some platforms, and
-      on others what the next way plans is done.
+    - `dense_nbytes`: the bytes of what it makes dense on the platform that JAX runs on:
+      `dense_nbytes` of operands.
+    - `is_kernel`: whether it is a kernel, which makes no weight dense. It is for some platforms,
+      and on others what the next way plans is done.
     """
 
     how: str
     compute: Callable[..., jax.Array]
     operands: tuple[Any, ...]
+    dense_nbytes: int = 0
     is_kernel: bool = False
 
     def __call__(self) -> jax.Array:
@@ -116,11 +119,32 @@ class Plan:
 
 def carry_out(plan: Plan) -> jax.Array:
     """Does what a rule does with a plan: says what it is, and computes the product."""
-    note_how(plan.how)
     compute = plan.compute
     leaves = jax.tree.leaves(plan.operands)
     if not plan.is_kernel and any(isinstance(x, jax.core.Tracer) for x in leaves):
         # A derivative dequantises once more, instead of keeping the dense weights of a whole model
         # from the forward pass to the backward one.
         compute = jax.checkpoint(compute)
-    return compute(*plan.operands)
+    out = compute(*plan.operands)
+    note_how(plan.how, plan.dense_nbytes)
+    return out
+
+
+def dense_nbytes(*operands: jax.Array | QArray, dtype: DTypeLike | None = None) -> int:
+    """Returns the bytes of quantised operands as whole arrays of floats.
+
+    **Arguments:**
+
+    - `operands`: those that become floats; what is dense already does not count.
+    - `dtype`: of the floats, or None for that of each operand.
+    """
+    return sum(
+        x.size * jnp.dtype(x.dtype if dtype is None else dtype).itemsize
+        for x in operands
+        if isinstance(x, QArray)
+    )
+
+
+def runs_on_cpu() -> bool:
+    """Whether the platform that JAX runs on, where nobody says another, is a CPU."""
+    return jax.default_backend() == "cpu"

@@ -3,6 +3,7 @@
 A mixture of experts is one: tokens sorted by their expert, and a matrix `[K, N]` for each.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -17,10 +18,10 @@ from ..._core.rules import register
 from ..._core.surface.array import ImplicitArray
 from ..._core.value import materialise_one
 from ..qarray import QUANTIZABLE, QArray
-from .dot_general import dot_general
+from .dot_general import plan_of
 from .group_tiles import GroupedDotParams, multiply_groups
 from .operands import accumulator, as_operand, dequantized, is_algorithm
-from .product import Plan, carry_out
+from .product import DotParams, Plan, carry_out, dense_nbytes, runs_on_cpu
 
 _MATRICES = lax.RaggedDotDimensionNumbers((([1], [1]), ([], [])), [0], [0])
 
@@ -125,23 +126,24 @@ def _plan(
         return product(lhs, rhs, group_sizes, group_offset=group_offset)
 
     if group_offset is not None:
-        return Plan("dequantised", dense, operands)
+        return Plan("dequantised", dense, operands, dense_nbytes(lhs, rhs))
     if _is_batch(dimension_numbers):
-        numbers = dimension_numbers.dot_dimension_numbers
-        compute = lambda lhs, rhs: dot_general(lhs, rhs, numbers, precision, preferred_element_type)
-        return Plan("as dot_general", compute, (lhs, rhs))
+        numbers = DotDimensionNumbers.of(dimension_numbers.dot_dimension_numbers)
+        plan = plan_of(lhs, rhs, DotParams(numbers, precision, preferred_element_type))
+        return dataclasses.replace(plan, how=f"as dot_general: {plan.how}")
     # Sizes that are not known while it is traced have no tiles.
     are_known = all(isinstance(size, int) for size in (*lhs.shape, *rhs.shape))
     has_groups = isinstance(rhs, QArray) and bool(dimension_numbers.rhs_group_dimensions)
     if not (has_groups and are_known):
-        return Plan("dequantised", dense, operands)
+        return Plan("dequantised", dense, operands, dense_nbytes(lhs, rhs))
     how = "one group at a time on CPU, dequantised elsewhere"
     if 0 in (lhs.shape[dimension_numbers.lhs_ragged_dimensions[0]], group_sizes.size):
         return Plan(how, lambda: jnp.zeros(out.shape, out.dtype), ())
     compute = functools.partial(
         _of_groups, dimension_numbers=dimension_numbers, precision=precision, out_dtype=out.dtype
     )
-    return Plan(how, compute, operands)
+    nbytes = 0 if runs_on_cpu() else dense_nbytes(lhs, rhs)
+    return Plan(how, compute, operands, nbytes)
 
 
 def _is_batch(dimension_numbers: lax.RaggedDotDimensionNumbers) -> bool:

@@ -118,6 +118,10 @@ def _tile(
     zero_point: jax.Array | None,
 ) -> QArray:
     packed = jnp.asarray(q.packed)
+    if not jnp.issubdtype(packed.dtype, jnp.integer):
+        # As bytes: of all float8 from which tiles are sliced XLA for a CPU would make f16.
+        packed = lax.bitcast_convert_type(packed, jnp.uint8)
     for axis, index, size in zip(axes, at, tiles, strict=True):
         packed = lax.dynamic_slice_in_dim(packed, index * size, size, axis)
+    packed = lax.bitcast_convert_type(packed, q.packed.dtype)
     return q.replace(packed=packed, scale=scale, zero_point=zero_point)

@@ -1,0 +1,162 @@
+"""What a way to a product makes dense: what its plan says, against the program that XLA makes."""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import veneer as vn
+from veneer._core.primitives.dimension_numbers import DotDimensionNumbers
+from veneer.kernels import select
+from veneer.quant import FORMATS, QArray, quantize
+from veneer.quant.ops.dot_general import WAYS
+from veneer.quant.ops.product import DotParams
+
+MATMUL = DotParams(DotDimensionNumbers.of((([1], [0]), ([], []))))
+ITEMSIZE = {"f16": 2, "bf16": 2, "f32": 4, "f64": 8}
+
+
+def normal(*shape, dtype=jnp.float32):
+    return jnp.asarray(np.random.default_rng(0).normal(size=shape), dtype)
+
+
+def dense_nbytes(f, *operands):
+    """The bytes of the floats in memory that are as many as a quantised operand has values."""
+    compiled = jax.jit(f).lower(*operands).compile()
+    sizes = {x.size: 0 for x in operands if isinstance(x, QArray)}
+    for computation in re.split(r"\n(?=\S.*\{\n)", compiled.as_text()):
+        if "fused" in computation.partition("(")[0]:
+            continue  # what is computed there is nowhere in memory
+        for dtype, shape, op in re.findall(r"= (\w+)\[([\d,]*)\]\S* ([\w-]+)\(", computation):
+            size = math.prod(map(int, filter(None, shape.split(","))))
+            if size in sizes and op not in ("parameter", "bitcast"):
+                sizes[size] = max(sizes[size], size * ITEMSIZE.get(dtype, 0))
+    return sum(sizes.values())
+
+
+def operands_in(qtype, dtype=jnp.float32):
+    """Pairs of operands, of a weight in a format: with dense activations, and quantised ones."""
+    x, w = normal(32, 256, dtype=dtype), normal(256, 96, dtype=dtype)
+    tile = FORMATS[qtype].tile_size
+    tiled = quantize(w, qtype, channelwise_axes=[1], tiled_axes={0: tile or 128})
+    yield x, tiled
+    if tile is not None:
+        yield quantize(x, qtype, channelwise_axes=[0], tiled_axes={1: tile}), tiled
+    else:
+        yield x, quantize(w, qtype, channelwise_axes=[1])
+        yield quantize(x, qtype, channelwise_axes=[0], tiled_axes={1: 128}), tiled
+        rows = quantize(x, qtype, channelwise_axes=[0])
+        yield rows, quantize(w, qtype, channelwise_axes=[1])
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("qtype", FORMATS)
+def test_a_plan_counts_the_floats_that_are_in_memory(qtype, way):
+    for lhs, rhs in operands_in(qtype):
+        plan = way(lhs, rhs, MATMUL)
+        if plan is not None:
+            nbytes = dense_nbytes(lambda lhs, rhs: way(lhs, rhs, MATMUL)(), lhs, rhs)
+            assert plan.dense_nbytes == nbytes, plan.how
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_a_plan_of_16_bits_says_whether_there_are_floats(way, dtype):
+    for lhs, rhs in operands_in("int8", dtype):
+        plan = way(lhs, rhs, MATMUL)
+        if plan is not None:  # a CPU may multiply them in f32, and hold these
+            nbytes = dense_nbytes(lambda lhs, rhs: way(lhs, rhs, MATMUL)(), lhs, rhs)
+            assert plan.dense_nbytes in (nbytes, nbytes // 2), plan.how
+
+
+def test_the_operands_above_go_every_way():
+    with select.use("auto"):
+        taken = {
+            way.__name__
+            for qtype in FORMATS
+            for lhs, rhs in operands_in(qtype)
+            for way in WAYS
+            if way(lhs, rhs, MATMUL) is not None
+        }
+    everywhere = {way.__name__ for way in WAYS}
+    assert taken | {"by_kernel"} == everywhere  # there are CPUs that have none
+
+
+# What a user is told.
+
+X, W = normal(4, 256), quantize(normal(256, 96), "int3", tiled_axes={0: 32})
+PROGRAMS = {
+    "dot_general": (lambda x, w: x @ w, X, W),
+    "conv_general_dilated": (
+        lambda x, w: lax.conv_general_dilated(x, w, (1, 1), "SAME"),
+        normal(1, 8, 9, 9),
+        quantize(normal(4, 8, 3, 3), "int8", channelwise_axes=[0]),
+    ),
+    "ragged_dot_general": (
+        lambda x, w: lax.ragged_dot(w, x, jnp.array([3, 1])),
+        normal(2, 8, 5),
+        quantize(normal(4, 8), "int8"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_a_way_makes_dense_is_an_event(name):
+    f, x, w = PROGRAMS[name]
+    with select.use("xla"):
+        report = vn.explain(f)(x, w)
+        [event] = [e for e in report.events if e.primitive == name]
+        assert event.rule
+        assert event.nbytes == 4 * w.size
+        assert event.made_dense
+        assert f"{4 * w.size:,} bytes are made dense" in str(event)
+        assert report.materialised == (event,)
+        assert "1 of them made it dense" in report.summary
+        assert re.search(r"  [\d,.]+ (bytes|kB)  ", str(report).splitlines()[1])
+        told = []
+        vn.implicit(f, on_materialise=told.append)(x, w)
+        assert told == [event]
+        with pytest.raises(vn.MaterialiseError, match=f"^{name}.*dense. Allow it with on_mater"):
+            vn.implicit(f, on_materialise="error")(x, w)
+        with pytest.warns(vn.MaterialiseWarning, match=name):
+            jax.jit(vn.implicit(f, on_materialise="warn"))(x, w)
+
+
+def test_a_loop_tells_each_time_that_it_is_traced():
+    with select.use("xla"):
+        stack = quantize(normal(3, 256, 256), "int4", channelwise_axes=[0, 2])
+        run = lambda x, ws: lax.scan(lambda x, w: (x @ w, None), x, ws)[0]
+        assert sum(e.nbytes for e in vn.explain(run)(X, stack).materialised) == 4 * 256 * 256
+        for _ in range(2):
+            with pytest.raises(vn.MaterialiseError, match="dot_general"):
+                vn.implicit(run, on_materialise="error")(X, stack)
+
+
+def test_integers_are_codes_still():
+    with select.use("xla"):
+        x = quantize(X, "int8", channelwise_axes=[0])
+        w = quantize(normal(256, 96), "int4", channelwise_axes=[1])
+        [event] = vn.explain(jnp.matmul)(x, w).events
+        assert not event.made_dense
+        vn.implicit(jnp.matmul, on_materialise="error")(x, w)
+
+
+def test_a_rule_that_fails_says_nothing_of_the_next():
+    told = []
+    with select.use("xla"):
+        wide = quantize(normal(256, 96).astype(jnp.float32), "int3", tiled_axes={0: 32})
+        with pytest.raises((TypeError, ValueError)):
+            vn.implicit(jnp.matmul, on_materialise=told.append)(normal(4, 7), wide)
+        vn.implicit(lambda w: w.T, on_materialise=told.append)(wide)
+    assert not told
+
+
+def test_what_one_rule_says_is_not_said_of_another():
+    w = quantize(normal(256, 96), "int4", channelwise_axes=[1])
+    vn.implicit(jnp.matmul, on_materialise="error")(normal(4, 256), w)
+    [event] = vn.explain(lambda w: w.T)(w).events
+    assert event.how == ""
