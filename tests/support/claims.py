@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import veneer as vn
+from support.policies import only_by_rules
 
 VALUES = {"is_leaf": lambda x: isinstance(x, vn.Value)}
 
@@ -137,7 +138,7 @@ def scalar_of_arrays(tree: Any) -> jax.Array:
 
 
 def _of_structured(claim: Claim) -> Callable:
-    policy = "allow" if claim.made_dense else "error"
+    policy = "allow" if claim.made_dense else only_by_rules
     return lambda f: vn.implicit(f, on_materialise=policy)
 
 

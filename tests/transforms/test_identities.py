@@ -6,6 +6,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
 from support.array_types import MAKERS, OneHot, Tagged, assert_close, lora
+from support.policies import only_by_rules
 
 import veneer as vn
 
@@ -23,7 +24,7 @@ REFUSING = {
 
 
 def strict(f):
-    return vn.implicit(f, on_materialise="error")
+    return vn.implicit(f, on_materialise=only_by_rules)
 
 
 @pytest.mark.parametrize("name", IDENTITIES)
