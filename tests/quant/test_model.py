@@ -84,12 +84,16 @@ def test_arrays_that_are_quantised_already_stay_as_they_are():
         (4, -2, (3, 2, 4)),
         (2, -1, (3, 8, 2)),
         (3, 0, (1, 8, 4)),
+        (0.25, -2, (3, 4, 4)),
+        (1.0, -1, (3, 8, 1)),
     ],
 )
 def test_scales_are_channelwise_on_every_axis_but_the_tiled_one(tile_size, tile_axis, scale_shape):
     rule = Rule("", "int8", tile_size=tile_size, tile_axis=tile_axis)
     q = quantize_tree(jnp.ones((3, 8, 4)), [rule])
     assert q.scale.shape == scale_shape
+    trained = quantize_tree(jnp.ones((3, 8, 4)), [rule], train=True)
+    assert trained.quantize().scale.shape == scale_shape
 
 
 def test_a_rule_that_matches_nothing_is_told_with_paths_that_it_might_have_meant():
@@ -124,6 +128,9 @@ def test_a_tile_that_does_not_fit_is_refused_with_the_path(rule, message):
         (("(", "int8"), {}, r"path_regex '\(' is not a regex"),
         ((".*", "int9"), {}, "unknown format 'int9'"),
         ((".*", "int8"), {"tile_size": 0}, "tile_size is a number of values, not 0"),
+        ((".*", "int8"), {"tile_size": 1.5}, "tile_size is a share of the axis up to 1, not 1.5"),
+        ((".*", "int8"), {"tile_size": 0.0}, "tile_size is a share of the axis up to 1, not 0.0"),
+        ((".*", "mxfp4"), {"tile_size": 0.5}, "mxfp4 is defined for tiles of 32, not 0.5"),
         ((".*", "mxfp4"), {"tile_size": 64}, "mxfp4 is defined for tiles of 32, not 64"),
         ((".*", "int8"), {"tile_axis": ()}, "tile_axis names no axis"),
         ((".*", "int8"), {"calibration_method": "middle"}, "unknown calibration_method"),
@@ -152,7 +159,7 @@ def test_a_rule_that_cannot_work_is_refused_where_it_is_written(args, kwargs, me
 
 
 @pytest.mark.parametrize(
-    "kwargs", [{"tile_size": 1.5}, {"tile_axis": 0.5}, {"tile_axis": (0, "1")}]
+    "kwargs", [{"tile_size": "4"}, {"tile_axis": 0.5}, {"tile_axis": (0, "1")}]
 )
 def test_what_is_no_integer_is_refused_where_it_is_written(kwargs):
     (name,) = kwargs

@@ -125,7 +125,7 @@ def quantize_params(
     shape = array.shape
     sizes = None
     if tiled_axes is not None:
-        sizes = {int(axis): _size(shape, int(axis), tile) for axis, tile in tiled_axes.items()}
+        sizes = {int(axis): tile_in(shape, int(axis), tile) for axis, tile in tiled_axes.items()}
     channelwise, tiled = _tiles_of(format, shape, [int(axis) for axis in channelwise_axes], sizes)
     return QuantizeParams(
         format.name,
@@ -151,7 +151,11 @@ def _names(dtypes: Sequence) -> str:
     return ", ".join(jnp.dtype(dtype).name for dtype in dtypes)
 
 
-def _size(shape: Shape, axis: int, tile: SupportsIndex | float) -> int:
+def tile_in(shape: Shape, axis: int, tile: SupportsIndex | float) -> int:
+    """Returns how many values a tile has, which may be given as its share of an axis.
+
+    **Raises:** `ValueError` for a share that is not above 0 and up to 1.
+    """
     if not isinstance(tile, float):
         return operator.index(tile)
     if not 0 < tile <= 1:

@@ -12,9 +12,10 @@ import numpy as np
 from ..._core.value import is_value
 from ..activations import ActivationQuantized, check_activation_format
 from ..conversion.calibration import check_calibration
-from ..conversion.quantize import quantize
+from ..conversion.quantize import quantize, tile_in
 from ..conversion.scale_axes import scale_axes_of
 from ..formats import get_format
+from ..formats.tiles import Shape
 from ..observation.statistics import ActivationStatistics, static_range
 from ..qarray import QUANTIZABLE
 
@@ -30,8 +31,9 @@ class Rule:
     - `path_regex`: matched in full against the keys of a leaf joined with dots, as in
       `layers.0.attention.query.kernel`.
     - `qtype`: the format, or None to leave the parameter dense.
-    - `tile_size`: how many values along `tile_axis` share a scale; None is all of them, or the tile
-      that the format is defined for.
+    - `tile_size`: how many values along `tile_axis` share a scale; a float is the share of the axis
+      that they take, so that 0.25 is four tiles. None is all of them, or the tile that the format
+      is defined for.
     - `tile_axis`: the contracting axis: -2 for a JAX kernel `[..., in, out]`, -1 for a torch weight
       `[out, in]` or an embedding table `[rows, features]`. Every other axis is channelwise. Where a
       product contracts several, which then share a scale, all of them, the one that is tiled last:
@@ -48,8 +50,8 @@ class Rule:
       backward pass; None leaves them as they are.
 
     **Raises:** `ValueError` for a regex that does not compile, an unknown format, method or range,
-    a tile below 1 or that is not the format's, and a field that says how to do what the rule does
-    not do; `TypeError` for a tile or an axis that is not an integer.
+    a tile below 1, a share above 1, one that is not the format's, and a field that says how to do
+    what the rule does not do; `TypeError` for a tile that is no number, or an axis no integer.
 
     >>> import veneer as vn
     >>> vn.quant.Rule(r"layers\\.\\d+\\.kernel", "nf4", tile_size=64)
@@ -59,7 +61,7 @@ class Rule:
     path_regex: str
     qtype: str | None
     _: dataclasses.KW_ONLY
-    tile_size: int | np.integer | None = None
+    tile_size: int | np.integer | float | None = None
     tile_axis: int | np.integer | Sequence[int | np.integer] = -2
     calibration_method: str | None = None
     act_qtype: str | None = None
@@ -87,9 +89,14 @@ class Rule:
             if not isinstance(axis, int | np.integer):
                 raise TypeError(f"tile_axis is an axis, or a sequence of them, not {axes!r}")
         if self.tile_size is not None:
-            if not isinstance(self.tile_size, int | np.integer):
-                raise TypeError(f"tile_size is a whole number of values, not {self.tile_size!r}")
-            if self.tile_size < 1:
+            if not isinstance(self.tile_size, int | np.integer | float):
+                raise TypeError(
+                    "tile_size is a whole number of values, or as a float the share of the axis, "
+                    f"not {self.tile_size!r}"
+                )
+            if isinstance(self.tile_size, float) and not 0 < self.tile_size <= 1:
+                raise ValueError(f"tile_size is a share of the axis up to 1, not {self.tile_size}")
+            if not isinstance(self.tile_size, float) and self.tile_size < 1:
                 raise ValueError(f"tile_size is a number of values, not {self.tile_size}")
         size = None if self.qtype is None else get_format(self.qtype).tile_size
         if size is not None and self.tile_size not in (None, size):
@@ -146,15 +153,24 @@ class Rule:
             raise ValueError(f"tile_axis {self.tile_axis} names an axis twice, of {ndim} axes")
         return from_end
 
-    def axes(self, ndim: int) -> tuple[tuple[int, ...], dict[int, int]]:
-        """Returns the `channelwise_axes` and the `tiled_axes` for an array of `ndim` axes.
+    def tile(self, shape: Shape) -> int | None:
+        """Returns how many values of an array of this shape share a scale along `tile_axis`.
+
+        **Returns:** None where it is all of them, or the tile that the format is defined for.
+        """
+        if self.tile_size is None:
+            return None
+        return tile_in(shape, self.contracting(len(shape))[-1], self.tile_size)
+
+    def axes(self, shape: Shape) -> tuple[tuple[int, ...], dict[int, int]]:
+        """Returns the `channelwise_axes` and the `tiled_axes` for an array of a shape.
 
         **Raises:** `ValueError` for a tile axis that is out of range or named twice.
         """
+        ndim = len(shape)
         contracting = [axis + ndim for axis in self.contracting(ndim)]
         format = None if self.qtype is None else get_format(self.qtype)
-        size = None if self.tile_size is None else int(self.tile_size)
-        axes = scale_axes_of(ndim, contracting, format, size)
+        axes = scale_axes_of(ndim, contracting, format, self.tile(shape))
         return axes.channelwise, dict(axes.tiled)
 
     def quantize(self, array: Any) -> Any:
@@ -162,7 +178,7 @@ class Rule:
         if self.qtype is None:
             return array
         try:
-            channelwise, tiled = self.axes(array.ndim)
+            channelwise, tiled = self.axes(array.shape)
         except ValueError as error:
             raise ValueError(f"{error}: the shape is {array.shape}") from None
         return quantize(

@@ -108,7 +108,7 @@ class FakeQuantized(ImplicitArray):
         return cls(
             array,
             qtype=rule.qtype,
-            tile_size=rule.tile_size,
+            tile_size=rule.tile(array.shape),
             tile_axis=rule.tile_axis,
             calibration_method=rule.calibration_method,
             act_qtype=rule.act_qtype,
