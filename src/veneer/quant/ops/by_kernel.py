@@ -69,9 +69,10 @@ def by_kernel(lhs: jax.Array | QArray, rhs: jax.Array | QArray, params: DotParam
         x = _activations(lhs, rhs, side, params)
         plan = None if x is None else _plan(x, q, side, params, params.out_dtype(lhs, rhs))
         if plan is not None and x is not None:
-            # Activations that were quantised may have been made floats.
-            made_dense = dense_nbytes(operands[1 - side]) if x.scale is None else 0
-            return dataclasses.replace(plan, dense_nbytes=made_dense)
+            other = operands[1 - side]
+            if isinstance(other, QArray) and x.scale is None:  # it was made floats
+                return dataclasses.replace(plan, dense_nbytes=dense_nbytes(other))
+            return plan
     return None
 
 
