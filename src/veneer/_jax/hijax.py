@@ -43,6 +43,7 @@ __all__ = [
     "ad_checkpoint",
     "api",
     "aval_property",
+    "batching",
     "call_jvp_rule",
     "call_transpose_rule",
     "conditionals",

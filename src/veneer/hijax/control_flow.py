@@ -11,22 +11,36 @@ from typing import Any
 import jax
 
 from .._core.value import Value, is_value
+from .mapping import is_stackable, stackable
 from .types import HighType, canonical, is_typed, opened
 from .values import flatten_value
 
 
-def loop_body(function: Callable, in_avals: Any) -> Callable:
-    """The function of a loop, whose carry has the form on its way out that it had on its way in."""
-    if not any(_is_typed_or_value(x) for x in _leaves(in_avals.unflatten())):
-        return function
-    return _kept_on(function, "_veneer_loop_body", _with_carry)
+def trace_loop(trace: Callable, function: Callable, in_avals: Any, *args: Any, **kw: Any) -> Any:
+    """JAX traces the function of a loop, whose carry goes out in the form that it comes in with.
+
+    What a scan stacks is made dense if it cannot be.
+    """
+    operands = in_avals.unflatten()
+    if any(_is_typed_or_value(x) for x in _leaves(operands)):
+        function = _kept_on(function, "_veneer_loop_body", _with_carry)
+    jaxpr, out_avals = trace(function, in_avals, *args, **kw)
+    out = out_avals.unflatten()
+    if _is_of_scan(operands[0], out) and not is_stackable(out[1]):
+        function = _kept_on(function, "_veneer_scan_body", _with_stackable)
+        return trace(function, in_avals, *args, **kw)
+    return jaxpr, out_avals
 
 
-def branch(function: Callable, in_avals: Any) -> Callable:
-    """A branch, whose results are trees if of the class of an operand that is one."""
-    if not any(map(is_value, _leaves(in_avals.unflatten()))):
-        return function
-    return _kept_on(function, "_veneer_branch", _with_trees)
+def trace_branch(trace: Callable, function: Callable, in_avals: Any, *args: Any, **kw: Any) -> Any:
+    """JAX traces a branch, whose results are trees if of the class of an operand that is one."""
+    if any(map(is_value, _leaves(in_avals.unflatten()))):
+        function = _kept_on(function, "_veneer_branch", _with_trees)
+    return trace(function, in_avals, *args, **kw)
+
+
+def _is_of_scan(args: Any, out: Any) -> bool:
+    return len(args) == 2 and isinstance(out, tuple) and len(out) == 2
 
 
 def _leaves(tree: Any) -> list[Any]:
@@ -54,9 +68,17 @@ def _with_carry(function: Callable) -> Callable:
         out = function(*args)
         if len(args) == 1:  # of while_loop
             return _as_before(args[0], out)
-        if isinstance(out, tuple) and len(out) == 2:  # of scan
+        if _is_of_scan(args, out):
             return _as_before(args[0], out[0]), out[1]
         return out
+
+    return body
+
+
+def _with_stackable(function: Callable) -> Callable:
+    def body(*args: Any) -> Any:
+        carry, results = function(*args)
+        return carry, jax.tree.map(stackable, results, is_leaf=is_value)
 
     return body
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from .._core.dispatch import dispatch
-from .._core.value import Value, is_value, materialise_one
+from .._core.value import Value, is_value, make_dense, materialise_one
 from .._jax.primitives import Primitive
 from .high import Operation
 from .types import (
@@ -29,6 +29,9 @@ from .types import (
     type_of_leaf,
 )
 from .values import Tangent, is_inexact, leaves_of, value_of, with_leaves
+
+#: Names what is made dense because `vmap` cannot go over its leaves; it is never bound.
+VMAP = Primitive("vmap")
 
 
 class Parameters:
@@ -199,7 +202,7 @@ def _result(x: Any) -> Any:
 def _stackable(x: Any) -> Any:
     """A result of one application: dense, if a stack of its leaves is none of it."""
     x = value_of(x)
-    return materialise_one(x) if isinstance(x, Value) and not takes_axis(type_of(x)) else x
+    return make_dense(VMAP, [x])[0] if isinstance(x, Value) and not takes_axis(type_of(x)) else x
 
 
 def _stacked(x: Any, leaves: Sequence[Any]) -> Any:

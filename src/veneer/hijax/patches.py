@@ -5,6 +5,7 @@ loops and `shard_map` are in their modules. `mode` sets what is listed, and rest
 """
 
 from collections.abc import Callable
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -16,6 +17,7 @@ from .._jax.hijax import (
     FlatTree,
     ad_checkpoint,
     api,
+    batching,
     conditionals,
     core,
     custom_derivatives,
@@ -27,13 +29,22 @@ from .._jax.hijax import (
 )
 from .._jax.primitives import find_primitive
 from .._jax.tracing import is_eager, set_current_trace
-from .control_flow import branch, loop_body
+from .control_flow import trace_branch, trace_loop
 from .high import apply
+from .mapping import (
+    axes_of_arrays,
+    from_mapped,
+    is_mapped_whole,
+    map_of_derivatives,
+    scan_arrays,
+    scan_slices,
+    to_mapped,
+)
 from .mode import is_enabled, jax_patches
 from .operations import Apply, Parameters
 from .results import check_shardings, of_leaves, run_jit
 from .shard_map import bind_leaves, brought_in, take_dense_specs
-from .types import HighType, canonical, type_of
+from .types import HighType, canonical, is_complete, type_of
 from .values import HighArray, Tangent, exposed, flatten_value, value_of
 
 # Values as operands.
@@ -100,21 +111,12 @@ def _with_dense_tangents(tree: Any) -> Any:
 
 
 def _as_one_leaf(x: Any) -> Any:
-    if not isinstance(x, Value) or not _is_complete(x):
+    if not isinstance(x, Value) or not is_complete(x):
         return x
     if x.dense_tangent:
         return canonical(x)
     leaves, treedef = flatten_value(x)
     return jax.tree.unflatten(treedef, list(map(_as_one_leaf, leaves)))
-
-
-def _is_complete(value: Value) -> bool:
-    """Whether it is a value and not a part of one, as `equinox.partition` makes them."""
-    try:
-        type_of(value)
-    except Exception:  # whatever a type's own code raises where leaves are missing
-        return False
-    return True
 
 
 def _typed_arguments(argnums_partial2: Callable) -> Callable:
@@ -172,12 +174,9 @@ def _scan_length(infer: Callable) -> Callable:
 class _Tracing:
     """JAX's functions that trace, as its loops and branches use them."""
 
-    def __init__(self, tracing: Any, prepared: Callable[[Callable, Any], Callable]):
-        self._tracing, self._prepared = tracing, prepared
-
-    def trace_to_jaxpr(self, function: Any, in_avals: Any, *args: Any, **kwargs: Any) -> Any:
-        function = self._prepared(function, in_avals)
-        return self._tracing.trace_to_jaxpr(function, in_avals, *args, **kwargs)
+    def __init__(self, tracing: Any, by: Callable):
+        self._tracing = tracing
+        self.trace_to_jaxpr = partial(by, tracing.trace_to_jaxpr)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tracing, name)
@@ -226,10 +225,19 @@ jax_patches.attribute(pjit, "_run_python_pjit", run_jit)
 jax_patches.attribute(pjit, "pjit_check_aval_sharding", check_shardings)
 for _name in ("lojax", "out_info"):
     jax_patches.attribute(stages.Traced, _name, of_leaves)
+# vmap, and what else goes over an axis: the values, and their axes, are those of arrays.
+jax_patches.attribute(batching, "is_vmappable", is_mapped_whole)
+jax_patches.attribute(batching, "to_elt", to_mapped)
+jax_patches.attribute(batching, "from_elt", from_mapped)
+jax_patches.attribute(api, "flatten_axes", axes_of_arrays)
+jax_patches.attribute(api, "vmap", map_of_derivatives(api))
+jax_patches.boundary(loops.scan, scan_slices)
+jax_patches.boundary(loops.map, scan_slices)
+jax_patches.boundary(loops.associative_scan, scan_arrays)
 # Loops and branches. JAX infers no length of a scan over high types.
 jax_patches.attribute(loops, "_infer_scan_length", _scan_length)
-jax_patches.attribute(loops, "pe", lambda tracing: _Tracing(tracing, loop_body))
-jax_patches.attribute(conditionals, "pe", lambda tracing: _Tracing(tracing, branch))
+jax_patches.attribute(loops, "pe", lambda tracing: _Tracing(tracing, trace_loop))
+jax_patches.attribute(conditionals, "pe", lambda tracing: _Tracing(tracing, trace_branch))
 jax_patches.attribute(jax_shard_map, "_shard_map", take_dense_specs)
 jax_patches.attribute(type(find_primitive("shard_map")), "bind_with_trace", bind_leaves)
 jax_patches.attribute(find_primitive("remat"), "to_lojax", lambda _: _run_checkpoint)

@@ -20,6 +20,11 @@ class Patches:
         """An attribute in the place of another, from which it is made; None if there is none."""
         self._setters.append(partial(_set_attribute, owner, name, make))
 
+    def boundary(self, function: Any, make: Callable[[Any], Any]) -> None:
+        """What one of JAX's public functions calls, under whatever name someone has imported it."""
+        cell = function.__closure__[function.__code__.co_freevars.index("fun")]
+        self.attribute(cell, "cell_contents", make)
+
     def item(self, owner: dict, key: Any, value: Any) -> None:
         """An item that a dict does not have."""
         self._setters.append(partial(_set_item, owner, key, value))
@@ -40,7 +45,7 @@ class Patches:
 
 
 def _set_attribute(owner: Any, name: str, make: Callable[[Any], Any]) -> Callable[[], None]:
-    before = vars(owner).get(name, _ABSENT)
+    before = vars(owner).get(name, _ABSENT) if hasattr(owner, "__dict__") else getattr(owner, name)
     setattr(owner, name, make(None if before is _ABSENT else before))
     if before is _ABSENT:
         return partial(delattr, owner, name)

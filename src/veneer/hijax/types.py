@@ -16,7 +16,7 @@ from weakref import ref
 
 import jax
 
-from .._core.batch_axes import takes_batch_axis
+from .._core.batch_axes import has_batch_axes, takes_batch_axis
 from .._core.value import Value
 from .._jax.hijax import HiType, aval_property, copy_shaped_array, holds_tracers
 from .._jax.tracing import current_trace
@@ -172,6 +172,11 @@ class HighType(StructuredType, jax.core.ShapedArray):  # type: ignore[misc]
         """The type of a stack of values, along an axis of each leaf."""
         if spec is None:
             return self
+        if (spec > 0 and not has_axes(self, spec)) or not takes_axis(self):
+            raise TypeError(
+                f"{self} cannot be stacked along axis {spec}: with an axis more on each leaf it is "
+                "no batch of such values. Use vn.materialise of it"
+            )
         more = lambda a: a.update(shape=_insert(a.shape, spec, size))
         return self._moved([_along(a, "inc_rank", size, spec, more) for a in self.leaves], 1)
 
@@ -179,10 +184,11 @@ class HighType(StructuredType, jax.core.ShapedArray):  # type: ignore[misc]
         """The type of one value out of a stack."""
         if spec is None:
             return self
-        if any(a.ndim <= spec or a.shape[spec] != size for a in self.leaves):
+        if self.shape[spec : spec + 1] != (size,) or not has_axes(self, spec + 1):
             raise TypeError(
-                f"{self} cannot be mapped along axis {spec}: not all of its leaves have one of "
-                f"size {size} there ({', '.join(map(str, self.leaves))})"
+                f"{self} cannot be mapped along axis {spec}: it is no batch of values with an axis "
+                f"of size {size} there in each leaf ({', '.join(map(str, self.leaves))}). Use "
+                "vn.materialise of it"
             )
         fewer = lambda a: a.update(shape=_remove(a.shape, spec))
         return self._moved([_along(a, "dec_rank", size, spec, fewer) for a in self.leaves], -1)
@@ -270,6 +276,15 @@ def type_of_leaf(leaf: Any) -> Any:
     return jax.typeof(leaf).strip_weak_type()
 
 
+def is_complete(value: Value) -> bool:
+    """Whether it is a value and not a part of one, as `equinox.partition` makes them."""
+    try:
+        type_of(value)
+    except Exception:  # whatever a type's own code raises where leaves are missing
+        return False
+    return True
+
+
 def _high_type(treedef: Any, leaves: tuple[Any, ...]) -> HighType:
     return high_type(treedef, leaves, jax.config.jax_enable_x64)  # type: ignore[attr-defined]
 
@@ -283,10 +298,11 @@ def high_type(treedef: Any, leaves: tuple[Any, ...], x64: bool) -> HighType:
 
 def abstract(treedef: Any, leaves: Sequence[Any]) -> Any:
     """A value without data, of a structure and types of leaves."""
-    return jax.tree.unflatten(treedef, list(map(_abstract_leaf, leaves)))
+    return jax.tree.unflatten(treedef, list(map(abstract_of, leaves)))
 
 
-def _abstract_leaf(a: Any) -> Any:
+def abstract_of(a: Any) -> Any:
+    """What has no data, of a type: a value of a high one."""
     if type(a) is HighType:
         return abstract(a.treedef, a.leaves)
     return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding, manual_axis_type=a.mat)
@@ -296,6 +312,12 @@ def _abstract_leaf(a: Any) -> Any:
 def takes_axis(type: HighType) -> bool:
     """Whether a new first axis on each leaf makes a stack of values."""
     return takes_batch_axis(abstract(type.treedef, type.leaves))
+
+
+@lru_cache(maxsize=4096)
+def has_axes(type: HighType, count: int) -> bool:
+    """Whether the first axes are those of a batch, so that slices of leaves are slices."""
+    return has_batch_axes(abstract(type.treedef, type.leaves), count)
 
 
 def short_name(value: Any) -> str:

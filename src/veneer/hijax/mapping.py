@@ -1,0 +1,233 @@
+"""What goes over an axis of a value: `jax.vmap`, `lax.scan`, `lax.map`, `lax.associative_scan`.
+
+JAX goes over the leaves of a tree. That is right for a batch of values, which has the axis in every
+leaf. Any other value is for these functions one array, and an axis is one of the dense array: it is
+brought to the front by the rules, and what still is no batch then is made dense, visibly.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._core.policy import note_materialised
+from .._core.value import Value, describe, is_value, make_dense
+from .._jax.primitives import Primitive, find_primitive
+from .high import apply
+from .mode import is_enabled
+from .operations import VMAP, Materialise
+from .types import HighType, abstract_of, canonical, has_axes, is_complete, is_typed, takes_axis
+from .types import type_of as type_of_value
+from .values import value_of
+
+# Which values are one array.
+
+#: Set while a derivative of JAX's own is mapped, whose tangents are trees of leaves.
+_by_leaves = jax.make_user_context(False)
+
+
+def is_mapped_whole(is_vmappable: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Whether `vmap` takes an argument or a result for one, and not for a tree."""
+
+    def is_whole(x: Any) -> bool:
+        return is_vmappable(x) or (_is_array(x) and is_enabled() and not _by_leaves.value)
+
+    return is_whole
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, Value) and is_complete(x)
+
+
+def _is_implicit(x: Any) -> bool:
+    return isinstance(value_of(x), Value) or is_typed(x)
+
+
+def _type_of(x: Any) -> HighType:
+    return x.aval if is_typed(x) else type_of_value(x)
+
+
+def made_dense(primitive: Primitive, x: Any) -> Any:
+    """A value made dense, or a tracer of one, telling whoever wants to know."""
+    value = value_of(x)
+    if isinstance(value, Value) and not any(map(is_typed, jax.tree.leaves(value))):
+        return make_dense(primitive, [value])[0]
+    t = _type_of(value)
+    shown = lambda: describe([value]) if isinstance(value, Value) else (str(t),)
+    note_materialised(primitive.name, shown, t.size * t.dtype.itemsize)
+    return apply(Materialise(t), canonical(value) if isinstance(value, Value) else value)[0]
+
+
+# Of `vmap`.
+
+
+def to_mapped(to_elt: Callable) -> Callable:
+    """JAX's function that gives an argument of `vmap` to the function that is mapped."""
+
+    def to_elt_of_any(trace: Any, get_idx: Any, x: Any, axis: Any) -> Any:
+        if not isinstance(axis, int) or not _is_implicit(x) or not is_enabled():
+            return to_elt(trace, get_idx, x, axis)
+        axis %= x.ndim
+        to = partial(to_elt_of_any, trace, get_idx)
+        if has_axes(_type_of(x), axis + 1):
+            if is_value(x):
+                return jax.tree.map(lambda leaf: to(leaf, axis), x)
+            return to_elt(trace, get_idx, x, axis)
+        front = jnp.moveaxis(x, axis, 0) if axis else x
+        if _is_implicit(front) and not has_axes(_type_of(front), 1):
+            front = made_dense(VMAP, front)
+        return to(front, 0)
+
+    return to_elt_of_any
+
+
+def from_mapped(from_elt: Callable) -> Callable:
+    """JAX's function that stacks a result of `vmap`, along an axis of the dense array."""
+
+    def from_elt_of_any(
+        trace: Any, size: Any, mesh_axis: Any, sum_match: bool, i: int, x: Any, axis: Any
+    ) -> Any:
+        one = partial(from_elt, trace, size, mesh_axis, sum_match, i)
+        if not isinstance(x, Value) or not is_enabled():
+            return one(x, axis)
+        is_mapped = any(trace.to_batch_info(leaf)[1] is not None for leaf in jax.tree.leaves(x))
+        if not isinstance(axis, int):
+            return one(canonical(x), axis) if is_mapped else (x, None)
+        if not takes_axis(_type_of(x)):
+            raise TypeError(_not_stacked("vmap", _type_of(x)))
+        stack = jax.tree.map(lambda leaf: one(leaf, 0)[0], x)
+        return jnp.moveaxis(stack, 0, axis) if axis else stack, axis
+
+    return from_elt_of_any
+
+
+def _not_stacked(what: str, t: Any) -> str:
+    return (
+        f"{what} cannot stack a {t.cls.__name__} of the type {t}, which a function that it maps "
+        "returns: a stack of the leaves is no stack of such values. Return vn.materialise of it, "
+        "or, where it holds derivatives, its leaves, by jax.tree.leaves"
+    )
+
+
+def axes_of_arrays(flatten_axes: Callable) -> Callable:
+    """JAX's function of `in_axes` and `out_axes`, which may have an axis for each leaf."""
+
+    def flatten(name: str, treedef: Any, axes: Any, **kwargs: Any) -> Any:
+        if name.startswith("vmap") and is_enabled():
+            axes = _axes_of_arrays(name, treedef, axes)
+        return flatten_axes(name, treedef, axes, **kwargs)
+
+    return flatten
+
+
+def _axes_of_arrays(name: str, treedef: Any, axes: Any) -> Any:
+    if not any(map(is_value, jax.tree.leaves(axes, is_leaf=is_value))):
+        return axes
+    places = jax.tree.unflatten(treedef, [0] * treedef.num_leaves)
+    paths = {path for path, _ in jax.tree_util.tree_leaves_with_path(places)}
+    of_array = lambda path, of: isinstance(of, Value) and path in paths
+    one = lambda path, of: _axis_of_array(name, of) if of_array(path, of) else of
+    is_leaf = lambda path, of: of is None or of_array(path, of)
+    return jax.tree_util.tree_map_with_path(one, axes, is_leaf=is_leaf, is_leaf_takes_path=True)
+
+
+def _axis_of_array(name: str, axes: Value) -> Any:
+    """The axis of an array of which the axes of its leaves are given."""
+    several = set(jax.tree.leaves(axes, is_leaf=lambda x: x is None))
+    if len(several) > 1:
+        raise TypeError(
+            f"{name} has several axes for the leaves of one array, {axes!r}, and maps one axis of "
+            "the array: give one for the array; or map its fields as arguments of their own, and "
+            f"make a {type(axes).__name__} of them in the function"
+        )
+    return several.pop() if several else None
+
+
+def map_of_derivatives(api: Any) -> Callable:
+    """JAX's `vmap` as its Jacobians use it, with tangents for arguments and results."""
+
+    def of_vmap(vmap: Callable) -> Callable:
+        def vmap_of_any(function: Any, *args: Any, **kwargs: Any) -> Any:
+            pushes = isinstance(function, partial) and function.func is api._jvp
+            if not pushes and not isinstance(function, api.VJP):
+                return vmap(function, *args, **kwargs)
+
+            def one(*tangents: Any) -> Any:
+                with _by_leaves(False):
+                    return function(*tangents)
+
+            mapped = vmap(one, *args, **kwargs)
+
+            def of_leaves(*tangents: Any) -> Any:
+                with _by_leaves(True):
+                    return mapped(*tangents)
+
+            return of_leaves
+
+        return vmap_of_any
+
+    return of_vmap
+
+
+# Of loops.
+
+
+def scan_slices(function: Callable) -> Callable:
+    """`lax.scan`, and `lax.map`, which take slices of their second argument."""
+
+    def over_slices(f: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_enabled():
+            which = _SLICED[function.__name__]
+            if len(args) >= which:
+                args = (*args[: which - 1], _sliceable(args[which - 1]), *args[which:])
+            elif "xs" in kwargs:
+                kwargs["xs"] = _sliceable(kwargs["xs"])
+        return function(f, *args, **kwargs)
+
+    return over_slices
+
+
+_SLICED = {"map": 1, "scan": 2}  # the number of `xs` among the arguments after the function
+
+
+def _sliceable(xs: Any) -> Any:
+    is_sliced = lambda x: not _is_implicit(x) or has_axes(_type_of(x), 1)
+    one = lambda x: x if is_sliced(x) else made_dense(find_primitive("scan"), x)
+    return jax.tree.map(one, xs, is_leaf=_is_array)
+
+
+def scan_arrays(function: Callable) -> Callable:
+    """`lax.associative_scan`, of which each value is one array."""
+
+    def over_arrays(f: Any, elems: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_enabled():
+            return function(f, elems, *args, **kwargs)
+        combine = lambda a, b: _as_arrays(f(a, b))
+        return function(combine, _as_arrays(elems), *args, **kwargs)
+
+    return over_arrays
+
+
+def _as_arrays(tree: Any) -> Any:
+    one = lambda x: canonical(x) if isinstance(x, Value) else x
+    return jax.tree.map(one, tree, is_leaf=_is_array)
+
+
+def stackable(x: Any) -> Any:
+    """A result of the body of a scan, made dense if a stack of its leaves is none of it.
+
+    A tree of leaves may be of derivatives, and has no dense form that is sure to be meant.
+    """
+    if not _is_implicit(x) or takes_axis(_type_of(x)):
+        return x
+    if isinstance(x, Value):
+        raise TypeError(_not_stacked("scan", _type_of(x)))
+    return made_dense(find_primitive("scan"), x)
+
+
+def is_stackable(results: Any) -> bool:
+    """Whether results can be stacked, of which the types are known."""
+    leaves = jax.tree.leaves(jax.tree.map(abstract_of, results), is_leaf=_is_array)
+    return all(takes_axis(type_of_value(x)) for x in leaves if isinstance(x, Value))

@@ -1,0 +1,243 @@
+"""What goes over an axis of a value: right for every type and axis, for a batch of them or none."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.lax import scan as lax_scan
+from support.matrix import TYPES, N, of
+
+import veneer as vn
+from veneer.hijax.types import type_of
+
+T = vn.types
+
+# Sizes that fit by chance: each axis of a value, and of its batches, is of size N.
+MAKERS = {name: probe.make for name, probe in TYPES.items()} | {
+    "Lazy": of(lambda a: T.Lazy(lambda x: x[..., ::-1, :] * 2, a(N, N))),
+    "Lazy, in an order of batches": of(lambda a: T.Lazy(lambda x: x[::-1], a(N, N))),
+    "Frozen Diagonal": of(lambda a: T.Frozen(T.Diagonal(a(N)))),
+    "LoraArray of Diagonal": of(lambda a: T.LoraArray(T.Diagonal(a(N)), a(N, N), a(N, N))),
+    "square LowRank": of(lambda a: T.LowRank(a(N, N), a(N, N))),
+    "square Banded": of(lambda a: T.Banded(a(N, N), N - 1, 0)),
+    "Kronecker of one": of(lambda a: T.Kronecker(a(1, 1), a(N, N))),
+}
+
+
+def quantised(qtype, *axes, tile=None):
+    """A maker of quantised arrays, with a scale for each entry of some of the last axes."""
+
+    def make(key, shape):
+        channelwise = (*range(len(shape) - 2), *(a % len(shape) for a in axes))
+        tiles = tile and {len(shape) - 2: tile}
+        x = jax.random.normal(key, shape)
+        return vn.quant.quantize(x, qtype, channelwise_axes=channelwise, tiled_axes=tiles)
+
+    return make
+
+
+MAKERS |= {
+    "int8 by columns": quantised("int8", -1),
+    "int8 by rows": quantised("int8", -2),
+    "int8 by entries": quantised("int8", -1, -2),
+    "int4 in tiles": quantised("int4", -1, tile=2),
+    "nf4 with a scale": quantised("nf4"),
+    "LoraArray of int8": of(
+        lambda a: T.LoraArray(
+            vn.quant.quantize(a(N, N), "int8", channelwise_axes=range(a(N).ndim)), a(N, 2), a(2, N)
+        )
+    ),
+}
+
+
+@pytest.fixture(params=MAKERS)
+def make(request):
+    return MAKERS[request.param]
+
+
+@pytest.fixture(params=[(), (N,)], ids=["alone", "batch"])
+def value(request, make):
+    return make(jax.random.key(1), (*request.param, N, N))
+
+
+def agree(out, expected):
+    out, expected = map(vn.materialise, (out, expected))
+    assert jax.tree.structure(out) == jax.tree.structure(expected)
+    for x, y in zip(jax.tree.leaves(out), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=1e-4, atol=1e-5)
+
+
+def total(x):
+    return jnp.sum(jnp.sin(x)) + jnp.tanh(x)
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jitted"])
+def test_vmap_along_any_axis(jit, value):
+    dense = vn.materialise(value)
+    for axis in (0, -1) if jit else range(1, value.ndim):
+        run = jax.vmap(total, in_axes=axis, out_axes=axis)
+        agree((jax.jit(run) if jit else run)(value), run(dense))
+
+
+@pytest.mark.parametrize("qtype", vn.quant.FORMATS)
+def test_every_format(qtype):
+    tile = vn.quant.get_format(qtype).tile_size or 2
+    axes = () if vn.quant.get_format(qtype).tile_size else (-1,)
+    value = quantised(qtype, *axes, tile=tile)(jax.random.key(1), (N, 32, N))
+    for axis in range(3):
+        run = jax.vmap(total, in_axes=axis, out_axes=axis)
+        agree(run(value), run(vn.materialise(value)))
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_what_has_no_dense_form_has_its_axes_moved(axis):
+    x = jax.random.normal(jax.random.key(1), (3, 2))
+    out = jax.vmap(lambda row: row * 2, axis, axis)(T.Masked(x, x > 0))
+    agree((out.filled(0.0), out.mask), (jnp.maximum(2 * x, 0), x > 0))
+
+
+def test_nested_vmaps(value):
+    run = jax.vmap(jax.vmap(total, in_axes=-1, out_axes=0))
+    agree(run(value), run(vn.materialise(value)))
+
+
+def test_an_argument_that_comes_back(value):
+    """Whether it is a stack of values or a dense array, it is the same numbers."""
+    for axis in (0, -1):
+        agree(jax.vmap(lambda x: x, in_axes=axis, out_axes=axis)(value), vn.materialise(value))
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jitted"])
+def test_loops_over_slices(jit, value):
+    def run(x):
+        carry, rows = lax.scan(lambda c, row: (c + jnp.sum(jnp.sin(row)), row * 2), 0.0, x)
+        return carry, rows, lax.map(total, x), lax.map(total, x, batch_size=3)
+
+    agree((jax.jit(run) if jit else run)(value), run(vn.materialise(value)))
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jitted"])
+def test_an_associative_scan(jit, value):
+    for axis in (0, value.ndim - 1):
+        run = lambda x, axis=axis: lax.associative_scan(jnp.add, x, axis=axis)
+        agree((jax.jit(run) if jit else run)(value), run(vn.materialise(value)))
+
+
+GOES_OVER = {
+    "vmap": lambda x: jax.vmap(lambda row: jnp.sin(row) * row)(x),
+    "vmap along the last": lambda x: jax.vmap(lambda row: jnp.sin(row) * row, -1)(x),
+    "scan": lambda x: lax.scan(lambda c, row: (c, jnp.sin(row) * row), 0.0, x)[1],
+    "associative_scan": lambda x: lax.associative_scan(jnp.add, jnp.sin(x)),
+}
+
+
+@pytest.mark.parametrize("name", GOES_OVER)
+def test_gradients(name, value):
+    loss = lambda v: jnp.sum(GOES_OVER[name](v) ** 2)
+    grad = lambda f: jax.jit(jax.grad(f, allow_int=True))
+    if value.dense_tangent:
+        expected = grad(loss)(vn.materialise(value))
+    else:
+        expected = jax.grad(lambda v: loss(vn.materialise(v)), allow_int=True)(value)
+    for x, y in zip(*map(jax.tree.leaves, (grad(loss)(value), expected)), strict=True):
+        assert x.dtype == y.dtype
+        if x.dtype != jax.dtypes.float0:
+            np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-4)
+
+
+# Batches, and what is none.
+
+
+def test_a_batch_stays_what_it_is(weight, x):
+    """A value that has the axis in each leaf is not made dense, and results are none either."""
+    goes = lambda f: vn.implicit(f, False, on_materialise="error")
+    out = goes(jax.vmap(lambda w: w))(weight.stack)
+    assert jax.tree.structure(out) == jax.tree.structure(weight.stack)
+    agree(goes(jax.vmap(lambda w: x @ w))(weight.stack), x @ weight.dense_stack)
+    agree(goes(lambda w: lax.map(lambda w: x @ w, w))(weight.stack), x @ weight.dense_stack)
+
+
+@pytest.mark.parametrize("name", GOES_OVER)
+def test_what_is_none_is_made_dense_visibly(name):
+    a = jnp.arange(1.0, 5).reshape(2, 2)
+    with pytest.raises(vn.MaterialiseError, match=r"LowRank:f32\[2,2\]"):
+        vn.implicit(GOES_OVER[name], False, on_materialise="error")(T.LowRank(a, a))
+
+
+def test_typed_values_are_as_arguments(high):
+    """Of what a primitive made, under jit, the leaves are no slices either."""
+    a = jnp.arange(1.0, 5).reshape(2, 2)
+    rows = jax.jit(lambda r: (jax.vmap(jnp.sum)(high(r)), lax.map(jnp.sum, high(r))))
+    agree(rows(T.LowRank(a, a)), (jnp.array([17.0, 37.0]),) * 2)
+    rows = jax.jit(lambda r: lax.map(lambda row: row * 2, high(r)))
+    agree(rows(T.Lazy(lambda x: x[::-1], a)), 2 * a[::-1])
+
+
+def test_an_axis_for_each_leaf_is_that_of_the_array():
+    """As `equinox.filter_vmap` gives them, of any tree."""
+    eqx = pytest.importorskip("equinox")
+    a = jnp.arange(1.0, 5).reshape(2, 2)
+    value = T.LowRank(a, a)
+    agree(eqx.filter_vmap(lambda r: r.sum())(value), jnp.array([17.0, 37.0]))
+    axes = lambda *axes: jax.tree.unflatten(jax.tree.structure(value), axes)
+    agree(jax.vmap(lambda r: r.sum(), (axes(1, 1),))(value), (a @ a).sum(0))
+    two = jax.vmap(lambda r, x: r["w"].sum() + x, ({"w": axes(0, 0)}, None))
+    agree(two({"w": value}, 1.0), jnp.array([18.0, 38.0]))
+    with pytest.raises(TypeError, match="several axes for the leaves of one array"):
+        jax.vmap(lambda r: r.sum(), (axes(0, None),))(value)
+
+
+def test_out_axes_for_each_leaf_are_those_of_the_array(high):
+    a = jnp.arange(12.0).reshape(3, 2, 2)
+    value = T.LowRank(a, a)
+    axes = lambda *axes: jax.tree.unflatten(jax.tree.structure(value), axes)
+    for see in (high, lambda x: x):
+        out = jax.vmap(see, out_axes=axes(0, 0))(value)
+        assert type(out) is T.LowRank
+        agree(out, a @ a)
+        agree(jax.vmap(see, out_axes=1)(T.LowRank(a, a)), jnp.swapaxes(a @ a, 0, 1))
+        with pytest.raises(TypeError, match="several axes for the leaves of one array"):
+            jax.vmap(see, out_axes=axes(0, 1))(value)
+
+
+def test_results_that_are_no_stack_are_refused_by_name():
+    x = jnp.ones((3, 2))
+    reversed_rows = lambda row: T.Lazy(lambda x: x[::-1], row)
+    for goes in (lambda f: jax.vmap(f)(x), lambda f: lax.map(f, x)):
+        with pytest.raises(TypeError, match="cannot stack a Lazy of the type lazy"):
+            goes(reversed_rows)
+        assert goes(lambda row: vn.materialise(reversed_rows(row))).shape == (3, 2)
+
+
+def test_types_are_never_mapped_by_what_fits_by_chance():
+    a = jnp.ones((2, 2))
+    for value in (T.LowRank(a, a), T.Lazy(lambda x: x[::-1], a)):
+        with pytest.raises(TypeError, match="no batch of values"):
+            type_of(value).dec_rank(2, 0)
+    with pytest.raises(TypeError, match="no batch of such values"):
+        type_of(T.Lazy(lambda x: x[::-1], a)).inc_rank(2, 0)
+
+
+def test_jacobians_are_trees_of_leaves():
+    """Tangents are no values, and have the axes that JAX gives to their leaves."""
+    a = jnp.arange(1.0, 5).reshape(2, 2)
+    value = T.LowRank(a, a + 1)
+    f = lambda v: jnp.sin(jnp.sum(v, 0))
+    for transform in (jax.jacrev, jax.jacfwd, lambda f: jax.hessian(lambda v: f(v).sum())):
+        found, expected = transform(f)(value), transform(lambda v: f(vn.materialise(v)))(value)
+        assert jax.tree.structure(found) == jax.tree.structure(expected)
+        for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+    made = jax.jacfwd(lambda x: T.LowRank(x, x * 2))(a)
+    agree(jax.tree.leaves(made), jax.tree.leaves(jax.jacfwd(lambda x: (x, x * 2))(a)))
+    lazy = T.Lazy(lambda x: x[::-1], a)
+    agree(
+        jax.tree.leaves(jax.jacrev(lambda v: jnp.sum(v * v, 0))(lazy)),
+        jax.tree.leaves(jax.jacrev(lambda a: jnp.sum(a * a, 0))(a)),
+    )
+
+
+def test_a_function_that_was_imported_before_the_mode_was_on():
+    a = jnp.arange(1.0, 5).reshape(2, 2)
+    agree(lax_scan(lambda c, row: (c, row.sum()), 0.0, xs=T.LowRank(a, a))[1], (a @ a).sum(1))
