@@ -117,3 +117,65 @@ def test_the_leaves_of_a_dense_tangent_have_none(x):
     q = vn.quant.quantize(jnp.ones((4, 6)), "int8")
     with pytest.raises(NotImplementedError, match=r"unpack\(q8\[4,6\]\) cannot be differentiated"):
         jax.grad(lambda w: apply(Unpack(type_of(q)), w)[1].sum())(q)
+
+
+# Leaves that have no derivative.
+
+WITH_INTEGERS = {
+    "SparseArray": lambda: vn.types.SparseArray.from_dense(jnp.tri(4) + 1.0),
+    "Permutation": lambda: vn.types.Permutation(jnp.array([2, 0, 1, 3])),
+    "NMSparse": lambda: vn.types.NMSparse.prune(jnp.arange(16.0).reshape(4, 4), 2, 4),
+}
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jitted"])
+@pytest.mark.parametrize("name", WITH_INTEGERS)
+def test_by_a_value_with_integers(jit, name, x, high):
+    value = WITH_INTEGERS[name]()
+    see = high if name != "NMSparse" else lambda w: w
+    loss = lambda w: jnp.sum(jnp.sin(x @ see(w)))
+    grad = lambda f: jax.grad(f, allow_int=True)
+    found = (jax.jit(grad(loss)) if jit else grad(loss))(value)
+    expected = grad(lambda w: loss(vn.materialise(w)))(value)
+    assert jax.tree.structure(found) == jax.tree.structure(value)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert one.dtype == other.dtype
+        if one.dtype != jax.dtypes.float0:
+            assert jnp.allclose(one, other, atol=1e-4)
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jitted"])
+@pytest.mark.parametrize("name", WITH_INTEGERS)
+@pytest.mark.parametrize("use", [lambda g: g * 2.0, jnp.sum], ids=["operator", "function"])
+def test_derivatives_by_leaves_are_no_array(jit, name, use, x):
+    value = WITH_INTEGERS[name]()
+    run = lambda w: use(jax.grad(lambda w: jnp.sum(jnp.sin(x @ w)), allow_int=True)(w))
+    with pytest.raises(TypeError, match=f"this {name} holds derivatives by leaves"):
+        (jax.jit(run) if jit else run)(value)
+
+
+@pytest.mark.parametrize("name", ["LoraArray", *WITH_INTEGERS])
+def test_mapped_over_a_branch_that_has_none(name, x):
+    """The derivative by one branch is mapped, and by the other it is zero, which is not."""
+    lora = lambda: vn.types.LoraArray(jnp.ones((4, 4)), jnp.ones((4, 2)), jnp.ones((2, 4)))
+    value = {"LoraArray": lora, **WITH_INTEGERS}[name]()
+    see = (lambda w: w.T) if name != "NMSparse" else lambda w: w
+    branches = lambda w: jax.lax.cond(x[0, 0] > -9, lambda w: jnp.sum(x @ w), lambda w: 1.0, w)
+    grads = lambda f: jax.vmap(lambda s: jax.grad(lambda w: f(w) * s, allow_int=True)(value))
+    found = jax.jit(grads(lambda w: branches(see(w))))(jnp.arange(3.0))
+    expected = grads(lambda w: branches(see(vn.materialise(w))))(jnp.arange(3.0))
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert one.dtype == jax.dtypes.float0 or jnp.allclose(one, other, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["LoraArray", "SparseArray", "NMSparse"])
+def test_a_custom_vjp_is_not_differentiated_forwards(name, x):
+    lora = lambda: vn.types.LoraArray(jnp.ones((4, 4)), jnp.ones((4, 2)), jnp.ones((2, 4)))
+    value = {"LoraArray": lora, **WITH_INTEGERS}[name]()
+    f = jax.custom_vjp(lambda w: jnp.sum(x @ w))
+    f.defvjp(lambda w: (f(w), None), lambda residuals, ct: (None,))
+    scaled = lambda w, s: jax.tree.map(lambda a: a * s if a.dtype == jnp.float32 else a, w)
+    see = (lambda w: w.T) if name != "NMSparse" else lambda w: w
+    with pytest.raises(TypeError, match="forward-mode autodiff"):
+        jax.jit(lambda s: jax.jvp(lambda s: f(see(scaled(value, s))), (s,), (s,)))(1.0)
+    assert jnp.allclose(jax.jit(jax.grad(lambda s: f(see(scaled(value, s)))))(1.0), 0)

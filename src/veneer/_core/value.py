@@ -290,6 +290,17 @@ def make_dense(primitive: Primitive, values: Sequence[Any]) -> list[Any]:
         raise
 
 
+def refuse_derivatives(values: Sequence[Any], error: Exception | None = None) -> None:
+    """Refuses trees of derivatives by the leaves of a value, where one of those is no number."""
+    for value in filter(is_value, values):
+        if any(jax.typeof(leaf).dtype == jax.dtypes.float0 for leaf in jax.tree.leaves(value)):
+            raise TypeError(
+                f"this {type(value).__name__} holds derivatives by leaves, of which those of "
+                "integers are float0, and stands for no array: compute on its leaves, by "
+                "jax.tree.map"
+            ) from error
+
+
 def _checked(value: Value) -> Any:
     dense = materialise_one(value)
     stated, found = value.aval(), _aval_of_dense(value, dense)

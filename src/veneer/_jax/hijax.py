@@ -50,6 +50,7 @@ __all__ = [
     "copy_shaped_array",
     "core",
     "custom_derivatives",
+    "custom_lin",
     "define_high_primitive",
     "dtypes",
     "high_primitive",
@@ -68,6 +69,7 @@ __all__ = [
 GradAccum = ad.GradAccum
 ValAccum = ad.ValAccum
 Zero = ad_util.Zero
+custom_lin = ad.custom_lin_p
 aval_property = core.aval_property
 no_effects = core.no_effects
 

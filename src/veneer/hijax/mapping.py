@@ -17,8 +17,17 @@ from .._core.value import Value, describe, is_value, make_dense
 from .._jax.primitives import Primitive, find_primitive
 from .high import apply
 from .mode import is_enabled
-from .operations import VMAP, Materialise
-from .types import HighType, abstract_of, canonical, has_axes, is_complete, is_typed, takes_axis
+from .operations import VMAP, Materialise, stacked
+from .types import (
+    HighType,
+    TangentType,
+    abstract_of,
+    canonical,
+    has_axes,
+    is_complete,
+    is_typed,
+    takes_axis,
+)
 from .types import type_of as type_of_value
 from .values import value_of
 
@@ -101,6 +110,19 @@ def from_mapped(from_elt: Callable) -> Callable:
         return jnp.moveaxis(stack, 0, axis) if axis else stack, axis
 
     return from_elt_of_any
+
+
+def broadcast_values(broadcast: Callable) -> Callable:
+    """JAX's function that gives an axis to what is not mapped, where other things are."""
+
+    def broadcast_any(x: Any, size: int, axis: int, mesh_axis: Any) -> Any:
+        t = jax.typeof(x)
+        of = t.of if isinstance(t, TangentType) else t
+        if not isinstance(of, HighType) or axis or not takes_axis(of):
+            return broadcast(x, size, axis, mesh_axis)
+        return stacked(x, size)
+
+    return broadcast_any
 
 
 def _not_stacked(what: str, t: Any) -> str:

@@ -15,10 +15,12 @@ import jax.numpy as jnp
 
 from .._core.dispatch import dispatch
 from .._core.value import Value, is_value, make_dense, materialise_one
+from .._jax.hijax import Zero
 from .._jax.primitives import Primitive
-from .high import Operation
+from .high import Operation, apply
 from .types import (
     HighType,
+    StructuredType,
     TangentType,
     as_high_array,
     is_typed,
@@ -186,6 +188,31 @@ class Vmap(Operation):
         mapped = jax.vmap(one, in_axes=self.dims, axis_size=self.size, **name)
         flats = mapped(*map(leaves_of, operands))
         return [_stacked(x, flat) for x, flat in zip(treedefs, flats, strict=True)]
+
+
+@dataclass(frozen=True)
+class Stack(Operation):
+    """A value or a tangent that is the same along a new first axis of each leaf."""
+
+    size: int
+    name = "stack"
+
+    def run(self, x: Any) -> list[Any]:
+        return [_stacked(value_of(x), [stacked(leaf, self.size) for leaf in leaves_of(x)])]
+
+    def jvp(self, primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+        (out,), (tangent,) = apply(self, *primals), tangents
+        if type(tangent) is Zero:
+            return [out], [Zero(jax.typeof(out).to_tangent_aval())]
+        return [out], [stacked(tangent, self.size)]
+
+
+def stacked(x: Any, size: int) -> Any:
+    """An array, a value or a tangent repeated along a new first axis."""
+    x = as_high_array(x)
+    if isinstance(jax.typeof(x), StructuredType):
+        return apply(Stack(size), x)[0]
+    return jnp.broadcast_to(x, (size, *jnp.shape(x)))
 
 
 def _result(x: Any) -> Any:

@@ -21,6 +21,7 @@ from .._jax.hijax import (
     conditionals,
     core,
     custom_derivatives,
+    custom_lin,
     jax_shard_map,
     loops,
     pe,
@@ -33,6 +34,7 @@ from .control_flow import trace_branch, trace_loop
 from .high import apply
 from .mapping import (
     axes_of_arrays,
+    broadcast_values,
     from_mapped,
     is_mapped_whole,
     map_of_derivatives,
@@ -44,7 +46,7 @@ from .mode import is_enabled, jax_patches
 from .operations import Apply, Parameters
 from .results import check_shardings, of_leaves, run_jit
 from .shard_map import bind_leaves, brought_in, take_dense_specs
-from .types import HighType, canonical, is_complete, type_of
+from .types import HighType, TangentType, canonical, is_complete, type_of
 from .values import HighArray, Tangent, exposed, flatten_value, value_of
 
 # Values as operands.
@@ -63,8 +65,15 @@ def _bind(bind: Any) -> Callable:
     def met(self: Any, trace: Any, args: Any, avals: Any, params: Any) -> Any:
         if jax.sharding.get_abstract_mesh().manual_axes:
             args = brought_in(trace, args)
+        if self is custom_lin:  # is high where it is lowered alone, and raises an error there
+            return trace.process_primitive(self, args, params)
         if self.name in _TAKE_HIGH_TYPES:
             return bind(self, trace, args, avals, params)
+        if TangentType in map(type, avals):
+            raise TypeError(
+                f"{self.name}({', '.join(map(str, avals))}): derivatives by the leaves of a value "
+                "are no array. Compute on the leaves, by jax.tree.map"
+            )
         with set_current_trace(trace):
             out = apply(Apply(self, Parameters(params)), *args)
             if is_eager():  # the value itself, to who computes at top level
@@ -73,13 +82,13 @@ def _bind(bind: Any) -> Callable:
 
     def around(self: Any, trace: Any, args: Any, avals: Any, params: Any, /) -> Any:
         for aval in avals:
-            if type(aval) is HighType:
+            if type(aval) is HighType or type(aval) is TangentType:
                 return met(self, trace, args, avals, params)
         return bind(self, trace, args, avals, params)
 
     def in_place(self: Any, trace: Any, args: Any, avals: Any, params: Any, /) -> Any:
         for aval in avals:
-            if type(aval) is HighType:
+            if type(aval) is HighType or type(aval) is TangentType:
                 return met(self, trace, args, avals, params)
         if self.is_high(*avals, **params) and trace.requires_low:
             with set_current_trace(trace):
@@ -95,7 +104,7 @@ _CALLED_BY_BIND = ("is_high", "requires_low", "set_current_trace", "to_lojax", "
 
 #: Our own primitive, and those of JAX's that take operands of high types themselves.
 _TAKE_HIGH_TYPES = frozenset(
-    "high jit scan while cond checkpoint remat2 custom_jvp_call custom_vjp_call custom_lin "
+    "high jit scan while cond checkpoint remat2 custom_jvp_call custom_vjp_call "
     "remat_opt core_call "
     "closed_call call_hi_primitive call_hi_primitive_linearized program_order run_state ref "
     "empty_ref get swap freeze accum_grad_in_ref addupdate".split()
@@ -198,6 +207,11 @@ def _run_checkpoint(*args: Any, jaxpr: Any, **params: Any) -> list[Any]:
     return [aval.raise_val(*islice(out, len(aval.lo_ty()))) for aval in avals]
 
 
+def _has_high_types(*avals: Any, **params: Any) -> bool:
+    del params
+    return any(aval.is_high for aval in avals)
+
+
 # The list.
 
 # Values have types, and are operands.
@@ -229,6 +243,7 @@ for _name in ("lojax", "out_info"):
 jax_patches.attribute(batching, "is_vmappable", is_mapped_whole)
 jax_patches.attribute(batching, "to_elt", to_mapped)
 jax_patches.attribute(batching, "from_elt", from_mapped)
+jax_patches.attribute(batching, "broadcast", broadcast_values)
 jax_patches.attribute(api, "flatten_axes", axes_of_arrays)
 jax_patches.attribute(api, "vmap", map_of_derivatives(api))
 jax_patches.boundary(loops.scan, scan_slices)
@@ -241,3 +256,6 @@ jax_patches.attribute(conditionals, "pe", lambda tracing: _Tracing(tracing, trac
 jax_patches.attribute(jax_shard_map, "_shard_map", take_dense_specs)
 jax_patches.attribute(type(find_primitive("shard_map")), "bind_with_trace", bind_leaves)
 jax_patches.attribute(find_primitive("remat"), "to_lojax", lambda _: _run_checkpoint)
+# A custom_vjp that is differentiated forwards, on values: the error that JAX has for arrays.
+jax_patches.attribute(custom_lin, "is_high", lambda _: _has_high_types)
+jax_patches.attribute(custom_lin, "to_lojax", lambda _: custom_lin.impl)
