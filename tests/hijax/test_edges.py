@@ -189,3 +189,18 @@ def test_a_copy_with_other_fields_is_another_value(weight, x, agree, agree_by_le
 
 def test_a_value_that_has_been_used_is_copied(weight, x):
     jax.jit(lambda x, w: (x @ w, copy.deepcopy(w))[0])(x, weight.value)
+
+
+REFERENCES = {
+    "new_ref": lambda w: jax.new_ref(w)[...],
+    "swap": lambda w: jax.ref.swap(jax.new_ref(jnp.zeros(w.shape)), (), w),
+    "empty_ref": lambda w: jax.empty_ref(jax.typeof(w))[...],
+}
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jitted"])
+@pytest.mark.parametrize("name", REFERENCES)
+def test_a_reference_to_a_value_is_refused_by_name(jit, name, weight):
+    run = jax.jit(REFERENCES[name]) if jit else REFERENCES[name]
+    with pytest.raises(TypeError, match=rf"{name}\(.*\[4,6\].*\): a jax.Ref holds no implicit"):
+        run(weight.value)

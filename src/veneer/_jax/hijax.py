@@ -15,6 +15,7 @@ from jax._src import (
     source_info_util,
     stages,
 )
+from jax._src import pmap as jax_pmap
 from jax._src import shard_map as jax_shard_map
 from jax._src.hijax import HiType
 from jax._src.interpreters import ad, batching
@@ -55,6 +56,7 @@ __all__ = [
     "dtypes",
     "high_primitive",
     "holds_tracers",
+    "jax_pmap",
     "jax_shard_map",
     "loops",
     "no_effects",

@@ -193,6 +193,30 @@ def map_of_derivatives(api: Any) -> Callable:
     return of_vmap
 
 
+def refuse_no_batches(in_axes_of: Callable) -> Callable:
+    """JAX's function of the axes that `pmap` takes leaves apart along."""
+
+    def checked(in_axes: Any, argnums: Any, args: Any, kwargs: Any, count: int, tree: Any) -> Any:
+        axes = in_axes_of(in_axes, argnums, args, kwargs, count, tree)
+        if is_enabled():
+            of_leaves = jax.tree.unflatten(tree, axes)
+            jax.tree.map(_check_batch, (args, kwargs), of_leaves, is_leaf=_is_array)
+        return axes
+
+    return checked
+
+
+def _check_batch(x: Any, axes: Any) -> None:
+    if not _is_implicit(x):
+        return
+    for axis in set(jax.tree.leaves(axes, is_leaf=lambda x: x is None)) - {None}:
+        if not has_axes(_type_of(x), axis % x.ndim + 1):
+            raise TypeError(
+                f"pmap cannot map a {_type_of(x)} along axis {axis}, which not each of its leaves "
+                "has. Use vn.materialise of it, or jax.shard_map"
+            )
+
+
 # Of loops.
 
 

@@ -22,6 +22,7 @@ from .._jax.hijax import (
     core,
     custom_derivatives,
     custom_lin,
+    jax_pmap,
     jax_shard_map,
     loops,
     pe,
@@ -38,6 +39,7 @@ from .mapping import (
     from_mapped,
     is_mapped_whole,
     map_of_derivatives,
+    refuse_no_batches,
     scan_arrays,
     scan_slices,
     to_mapped,
@@ -67,6 +69,8 @@ def _bind(bind: Any) -> Callable:
             args = brought_in(trace, args)
         if self is custom_lin:  # is high where it is lowered alone, and raises an error there
             return trace.process_primitive(self, args, params)
+        if self.name in _OF_REFERENCES and HighType in map(type, avals):
+            raise _no_reference(self.name, *avals)
         if self.name in _TAKE_HIGH_TYPES:
             return bind(self, trace, args, avals, params)
         if TangentType in map(type, avals):
@@ -107,8 +111,28 @@ _TAKE_HIGH_TYPES = frozenset(
     "high jit scan while cond checkpoint remat2 custom_jvp_call custom_vjp_call "
     "remat_opt core_call "
     "closed_call call_hi_primitive call_hi_primitive_linearized program_order run_state ref "
-    "empty_ref get swap freeze accum_grad_in_ref addupdate".split()
+    "new_ref empty_ref get swap freeze accum_grad_in_ref addupdate".split()
 )
+
+
+#: Those of a `jax.Ref`, which holds the tangents of values, and no values.
+_OF_REFERENCES = frozenset("new_ref ref swap run_state".split())
+
+
+def _no_reference(name: str, *types: Any) -> TypeError:
+    return TypeError(
+        f"{name}({', '.join(map(str, types))}): a jax.Ref holds no implicit array. Use "
+        "vn.hijax.Box, which does; or a jax.Ref of each leaf, or of vn.materialise of it"
+    )
+
+
+def _refuse_empty(is_high: Callable) -> Callable:
+    def of_type(*, ty: Any, **params: Any) -> bool:
+        if type(ty) is HighType:
+            raise _no_reference("empty_ref", ty)
+        return is_high(ty=ty, **params)
+
+    return of_type
 
 
 # Arguments of derivatives.
@@ -246,6 +270,7 @@ jax_patches.attribute(batching, "from_elt", from_mapped)
 jax_patches.attribute(batching, "broadcast", broadcast_values)
 jax_patches.attribute(api, "flatten_axes", axes_of_arrays)
 jax_patches.attribute(api, "vmap", map_of_derivatives(api))
+jax_patches.attribute(jax_pmap, "_get_in_axes_flat", refuse_no_batches)
 jax_patches.boundary(loops.scan, scan_slices)
 jax_patches.boundary(loops.map, scan_slices)
 jax_patches.boundary(loops.associative_scan, scan_arrays)
@@ -259,3 +284,4 @@ jax_patches.attribute(find_primitive("remat"), "to_lojax", lambda _: _run_checkp
 # A custom_vjp that is differentiated forwards, on values: the error that JAX has for arrays.
 jax_patches.attribute(custom_lin, "is_high", lambda _: _has_high_types)
 jax_patches.attribute(custom_lin, "to_lojax", lambda _: custom_lin.impl)
+jax_patches.attribute(find_primitive("empty_ref"), "is_high", _refuse_empty)
