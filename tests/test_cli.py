@@ -304,6 +304,10 @@ BAD_INPUTS = {
     "out_exists": (lambda f: (f.parent / "out").mkdir(), "exists already"),
     "out_is_a_file": (lambda f: (f.parent / "out").write_text("mine"), "exists already"),
     "bad_index": (lambda f: (f / "model.safetensors.index.json").write_text("{"), "not JSON"),
+    "deep_index": (
+        lambda f: (f / "model.safetensors.index.json").write_text("[" * 9999 + "]" * 9999),
+        "nest too deeply",
+    ),
 }
 
 
@@ -331,6 +335,9 @@ def test_a_rules_file_that_is_wrong_is_named(veneer, model, tmp_path):
     (tmp_path / "rules.json").write_text('[{"path": ".*", "format": "int8"}]')
     result = veneer("quantize", model, tmp_path / "out", "--rules", tmp_path / "rules.json")
     assert_bad_input(result, "rules.json: a rule is an object with 'path', 'qtype'")
+    (tmp_path / "rules.json").write_text("[" * 200_000 + "]" * 200_000)
+    result = veneer("quantize", model, tmp_path / "out", "--rules", tmp_path / "rules.json")
+    assert_bad_input(result, "rules.json: the rules are not JSON")
 
 
 @pytest.mark.parametrize(
@@ -476,6 +483,17 @@ def without_table(folder):
 def test_inspect_refuses_another_model_as_the_original(veneer, out, model, spoil, message):
     spoil(model)
     assert_bad_input(veneer("inspect", out, "--against", model), message)
+
+
+def test_inspect_verifies_what_quantize_wrote(veneer, out, model):
+    code, stdout, _ = veneer("inspect", out, "--verify")
+    assert code == 0
+    assert stdout.endswith(f"verified: the checksums of {len(MODEL)} tensors and of veneer.json\n")
+    assert "verified" not in veneer("inspect", out)[1]
+    data = (out / "model.safetensors").read_bytes()
+    (out / "model.safetensors").write_bytes(data[:-1] + bytes([data[-1] ^ 128]))
+    assert_bad_input(veneer("inspect", out, "--verify"), "is damaged: the checksum of")
+    assert_bad_input(veneer("inspect", model, "--verify"), "has no checksums")
 
 
 def test_inspect_refuses_a_name_that_is_not_there(veneer, out):

@@ -174,11 +174,16 @@ def inspect(
         Path | None,
         typer.Option(metavar="ORIGINAL", help="The original, to show the error of each tensor."),
     ] = None,
+    verify: Annotated[
+        bool,
+        typer.Option("--verify", help="Compare the bytes of each tensor with its checksum."),
+    ] = False,
 ) -> None:
     """Show what PATH holds, tensor by tensor.
 
     For each its format, shape, bytes, the statistics of its scales, and with --against the error
-    ||original - quantised|| / ||original||.
+    ||original - quantised|| / ||original||. With --verify, a tensor whose checksum is not that in
+    veneer.json is an error, and so is a PATH without checksums.
     """
     from rich.filesize import decimal
 
@@ -186,7 +191,7 @@ def inspect(
     from .interop.inspect import inspect
 
     with contextlib.ExitStack() as stack, _bad_input():
-        source = stack.enter_context(TensorFolder(path))
+        source = stack.enter_context(TensorFolder(path, verify=verify))
         original = stack.enter_context(TensorFolder(against)) if against else None
         reports = list(inspect(source, [tensor] if tensor else list(source), original))
     columns = ["tensor", "format", "shape", "bytes", "scale: min", "median", "max"]
@@ -205,6 +210,8 @@ def inspect(
             for report in reports
         ],
     )
+    if verify:
+        print(f"verified: the checksums of {len(reports)} tensors and of veneer.json")
 
 
 @app.command()

@@ -4,6 +4,7 @@ import collections
 import json
 import os
 import sys
+import zlib
 
 import jax
 import jax.numpy as jnp
@@ -464,6 +465,10 @@ def edit_entry(folder, name, **changes):
     edit_json(folder / "veneer.json", tensors=tensors)
 
 
+def nested(opening, closing, levels):
+    return json.loads(opening * levels + "0" + closing * levels)
+
+
 DAMAGES = {
     "truncated": lambda f: damage(f / "model.safetensors", lambda data: data[:-5]),
     "truncated_header": lambda f: damage(f / "model.safetensors", lambda data: data[:20]),
@@ -494,6 +499,9 @@ DAMAGES = {
     "tree": lambda f: edit_json(f / "veneer.json", tree={"tensor": "gone"}),
     "tree_kind": lambda f: edit_json(f / "veneer.json", tree={"set": []}),
     "tree_list": lambda f: edit_json(f / "veneer.json", tree=["w"]),
+    "deep": lambda f: (f / "veneer.json").write_text("[" * 200_000 + "]" * 200_000),
+    "deep_tree": lambda f: edit_json(f / "veneer.json", tree=nested('{"list": [', "]}", 400)),
+    "deep_scale": lambda f: edit_entry(f, "w", scale=nested('{"scale": ', "}", 900)),
 }
 
 
@@ -504,6 +512,69 @@ def test_a_damaged_folder_is_refused_in_one_line_that_names_it(tmp_path, damages
     with pytest.raises(ValueError, match=str(folder)) as error:
         vn.load(folder)
     assert "\n" not in str(error.value)
+
+
+def test_a_tree_comes_back_from_as_many_levels_as_are_taken(tmp_path):
+    tree = X
+    for level in range(100):
+        tree = {"k": tree} if level % 2 else [tree]
+    vn.save(tmp_path / "out", tree)
+    assert_same(vn.load(tmp_path / "out", verify=True), tree)
+    with pytest.raises(ValueError, match=r"more than 100 levels, at tree\[0\]\['k'\]\[0\]"):
+        vn.save(tmp_path / "deeper", [tree])
+    assert not (tmp_path / "deeper").exists()
+
+
+# Checksums.
+
+
+def test_no_flipped_bit_is_loaded_when_verified(tmp_path):
+    tree = {"w": QARRAYS["every nvfp4"], "b": [X]}
+    folder = tmp_path / "out"
+    vn.save(folder, tree)
+    assert_same(vn.load(folder, verify=True), tree)
+    for file in folder.iterdir():
+        data = file.read_bytes()
+        for i in range(0, len(data), max(1, len(data) // 400)):
+            flipped = bytearray(data)
+            flipped[i] ^= 1 << i % 8
+            file.write_bytes(flipped)
+            with pytest.raises(ValueError, match=str(folder)) as error:
+                vn.load(folder, verify=True)
+            assert "\n" not in str(error.value)
+        file.write_bytes(data)
+
+
+def test_a_flipped_bit_of_a_tensor_is_told_with_its_name(tmp_path):
+    vn.save(tmp_path / "out", {"w": X})
+    damage(tmp_path / "out" / "model.safetensors", lambda data: data[:-1] + bytes([data[-1] ^ 1]))
+    vn.load(tmp_path / "out")
+    with pytest.raises(ValueError, match=r"out: tensor 'w' is damaged: the checksum of 'w' is"):
+        vn.load(tmp_path / "out", verify=True)
+
+
+@pytest.mark.parametrize("array", ARRAYS.values(), ids=ARRAYS)
+def test_a_checksum_is_of_the_bytes_in_the_file(tmp_path, array):
+    vn.save(tmp_path / "out", {"x": array, "swapped": np.arange(3, dtype=">f4")})
+    layout = json.loads((tmp_path / "out" / "veneer.json").read_text())
+    for name, stored in load_file(tmp_path / "out" / "model.safetensors").items():
+        assert layout["checksums"][name] == f"{zlib.crc32(stored.tobytes()):08x}"
+    assert_same(vn.load(tmp_path / "out", verify=True), vn.load(tmp_path / "out"))
+
+
+def without_checksums(folder):
+    content = json.loads((folder / "veneer.json").read_text())
+    del content["checksum"], content["checksums"]
+    (folder / "veneer.json").write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("spoil", [without_checksums, lambda f: (f / "veneer.json").unlink()])
+def test_what_has_no_checksums_loads_and_is_not_called_verified(tmp_path, spoil):
+    vn.save(tmp_path / "out", {"w": X})
+    spoil(tmp_path / "out")
+    assert_same(vn.load(tmp_path / "out"), {"w": vn.load(tmp_path / "out")["w"]})
+    with pytest.raises(ValueError, match=r"out.* has no checksums, so nothing can be verified"):
+        vn.load(tmp_path / "out", verify=True)
 
 
 def test_a_newer_layout_says_so(tmp_path):

@@ -140,7 +140,7 @@ def _existing(file: Path) -> Path:
 def _read_config(file: Path) -> dict[str, Any]:
     try:
         config = _EXPECTED | json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{file} is not a JSON object: {error}") from error
     for key, expected in _EXPECTED.items():
         if config[key] != expected:

@@ -55,13 +55,17 @@ class TensorFolder:
     **Arguments:**
 
     - `path`: a `.safetensors` file, or a folder with one, or with shards and their index.
+    - `verify`: whether `veneer.json`, now, and each tensor, when it is read, must have the checksum
+      that `veneer.json` gives.
 
     **Raises:** `FileNotFoundError` where there is nothing; `ValueError`, in one line that names the
-    file, where it is truncated, pickled, or something else altogether.
+    file, where it is truncated, pickled, or something else altogether, and with `verify` where
+    there are no checksums.
     """
 
-    def __init__(self, path: str | os.PathLike[str]):
+    def __init__(self, path: str | os.PathLike[str], *, verify: bool = False):
         self.path = Path(path)
+        self._verify = verify
         self._handles = contextlib.ExitStack()
         self._file_of: dict[str, Any] = {}  # safetensors name -> open file
         self.manifest: manifest.Manifest
@@ -82,8 +86,13 @@ class TensorFolder:
             self._file_of |= dict.fromkeys(names, handle)
         described = self.path / manifest.FILE_NAME
         if self.path.is_dir() and described.exists():
-            self.manifest = manifest.read(described)
+            self.manifest = manifest.read(described, verify=self._verify)
             self._check_stored()
+        elif self._verify:
+            raise ValueError(
+                f"{self.path} has no checksums, so nothing can be verified: they are in the "
+                f"{manifest.FILE_NAME} of a folder that veneer saved"
+            )
         else:
             entries = {name: self._dense_entry(name) for name in sorted(self._file_of)}
             self.manifest = manifest.Manifest(entries)
@@ -114,7 +123,8 @@ class TensorFolder:
     def read(self, name: str) -> np.ndarray | QArray:
         """Reads one tensor, to the bit: a NumPy array where it is stored dense, else a QArray.
 
-        **Raises:** `ValueError` where what is stored is not what `veneer.json` says.
+        **Raises:** `ValueError` where what is stored is not what `veneer.json` says, and, if this
+        was opened with `verify`, where its bytes are not those that were written.
         """
         entry = self.manifest.entries[name]
         try:
@@ -148,7 +158,16 @@ class TensorFolder:
         )
 
     def _read_stored(self, stored: str) -> np.ndarray:
-        return self._file_of[stored].get_tensor(stored)
+        array = self._file_of[stored].get_tensor(stored)
+        if self._verify:
+            stated = (self.manifest.checksums or {}).get(stored)
+            actual = manifest.checksum(array)
+            if stated != actual:
+                where = manifest.FILE_NAME
+                raise ValueError(
+                    f"the checksum of {stored!r} is {actual}, and {where} says {stated}"
+                )
+        return array
 
     def _dense_entry(self, name: str) -> manifest.DenseEntry:
         header = self._file_of[name].get_slice(name)
@@ -200,6 +219,7 @@ class FolderWriter:
         self._shard: dict[str, np.ndarray] = {}
         self._shards: list[dict[str, int]] = []  # bytes of the tensors of each written file
         self._entries: dict[str, manifest.Entry] = {}
+        self._checksums: dict[str, str] = {}
 
     def add(self, name: str, value: np.ndarray | jax.Array | QArray) -> None:
         """Writes one tensor: dense arrays `[...]` of the dtypes in `DTYPES`, or a QArray."""
@@ -214,6 +234,7 @@ class FolderWriter:
         self._entries[name] = entry
         # `save_file` reads memory from its first byte on, whatever the strides.
         contiguous = {k: _as_bytes(np.asarray(x, order="C")) for k, x in arrays.items()}
+        self._checksums |= {k: manifest.checksum(x) for k, x in contiguous.items()}
         if self._shard and _nbytes(self._shard) + _nbytes(contiguous) > self._shard_bytes:
             self._write_shard()
         self._shard |= contiguous
@@ -252,7 +273,7 @@ class FolderWriter:
             total = sum(sum(shard.values()) for shard in self._shards)
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             (self._folder / INDEX_NAME).write_text(json.dumps(index, indent=1), encoding="utf-8")
-        manifest.write(self._folder, manifest.Manifest(self._entries, tree))
+        manifest.write(self._folder, manifest.Manifest(self._entries, tree, self._checksums))
 
     def _unused(self, wanted: str) -> str:
         while wanted in self._taken:

@@ -11,7 +11,8 @@ Requirements, and why:
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,6 +60,8 @@ HOW_TO_READ = (
     "'contracting', is quantised to the format 'qtype', with 'scale' and 'zero_point' or, where "
     "these are none, with those that 'calibration_method' finds. Without 'tree', the tensors are a "
     "flat dict by name.",
+    "'checksums', if there, has the CRC-32 of the bytes of each safetensors tensor, in "
+    "hexadecimal, and 'checksum', which ends this file, that of all lines before its own.",
 )
 
 # 8-bit floats, which NumPy does not have, are stored as the bytes that they are.
@@ -112,11 +115,22 @@ _STORAGE: dict[str, type[Entry]] = {"dense": DenseEntry, "quantised": QuantisedE
 _STORAGE_OF = {entry: storage for storage, entry in _STORAGE.items()}
 
 
+# Dicts, lists and tuples in each other in a saved tree, and objects and lists in the JSON of it,
+# three for a level at most: parsers may stop at a few hundred, as recursive functions do.
+MAX_LEVELS = 100
+_MAX_JSON_LEVELS = 3 * MAX_LEVELS + 10
+
+
 class Manifest(NamedTuple):
-    """What `veneer.json` says: an entry for each tensor, and how they nest (None: a flat dict)."""
+    """What `veneer.json` says.
+
+    `entries` has one for each tensor, and `tree` how they nest (None: a flat dict). `checksums` has
+    one for each safetensors tensor, or is None where the folder was written without.
+    """
 
     entries: Mapping[str, Entry]
     tree: Any = None
+    checksums: Mapping[str, str] | None = None
 
 
 def quantised_entry(
@@ -153,8 +167,11 @@ def write(folder: Path, manifest: Manifest) -> None:
     }
     if manifest.tree is not None:
         content["tree"] = json.dumps(manifest.tree)
-    text = ",\n".join(f'"{key}": {value}' for key, value in content.items())
-    (folder / FILE_NAME).write_text(f"{{\n{text}\n}}\n", encoding="utf-8")
+    if manifest.checksums is not None:
+        content["checksums"] = json.dumps(manifest.checksums, indent=1)
+    text = "".join(f'"{key}": {value},\n' for key, value in content.items())
+    lines = f"{{\n{text}".encode()
+    (folder / FILE_NAME).write_bytes(lines + f'"checksum": "{checksum(lines)}"\n}}\n'.encode())
 
 
 def _formats_of(entry: str | Entry) -> set[str]:
@@ -163,10 +180,11 @@ def _formats_of(entry: str | Entry) -> set[str]:
     return {entry.format} | _formats_of(entry.scale)
 
 
-def read(file: Path) -> Manifest:
-    """Reads a `veneer.json`.
+def read(file: Path, *, verify: bool = False) -> Manifest:
+    """Reads a `veneer.json`; with `verify`, only if it has the bytes that were written.
 
-    **Raises:** `ValueError` where it is not one, or is of a newer layout version.
+    **Raises:** `ValueError` where it is not one, or is of a newer layout version, and, with
+    `verify`, where its checksum is another or it has none.
     """
     content = read_json(file)
     version = content.get("layout_version") if isinstance(content, dict) else None
@@ -177,11 +195,34 @@ def read(file: Path) -> Manifest:
             f"{file} has layout version {version}, and this veneer reads versions up to "
             f"{LAYOUT_VERSION}: read it with a newer veneer"
         )
+    if verify:
+        _verify(file, content)
     try:
         entries = {name: _entry(**fields) for name, fields in content["tensors"].items()}
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{file} is damaged: {type(error).__name__}: {error}") from error
-    return Manifest(entries, content.get("tree"))
+    return Manifest(entries, content.get("tree"), content.get("checksums"))
+
+
+def _verify(file: Path, content: dict[str, Any]) -> None:
+    if "checksum" not in content:
+        raise ValueError(
+            f"{file} has no checksums, so nothing can be verified: it was written by a veneer that "
+            "made none. Load it and save it anew to have them from now on"
+        )
+    lines = file.read_bytes().splitlines(keepends=True)
+    stated, actual = content["checksum"], checksum(b"".join(lines[:-2]))
+    if stated != actual:
+        raise ValueError(f"{file} is damaged: its checksum is {actual}, and it says {stated}")
+
+
+def checksum(data: bytes | np.ndarray) -> str:
+    """Returns the CRC-32, in hexadecimal, of bytes, or of an array as safetensors stores it."""
+    if isinstance(data, np.ndarray):
+        little = np.ascontiguousarray(data, data.dtype.newbyteorder("<"))
+        data = little.reshape(-1).view(np.uint8)
+    # Of disks that fail, not of people who forge: SHA-256 takes three times as long.
+    return f"{zlib.crc32(data):08x}"
 
 
 def _entry(storage: str, **fields: Any) -> Entry:
@@ -224,12 +265,28 @@ _IS_VALID: dict[str, Callable[[Any], bool]] = {
 def read_json(file: Path) -> Any:
     """Returns the content of a JSON file.
 
-    **Raises:** `ValueError` naming the file where it is not JSON.
+    **Raises:** `ValueError` naming the file where it is not JSON, or has more objects and lists in
+    each other than anything that is written as it should be.
     """
+    too_deep = f"{file} is damaged: its objects and lists nest too deeply"
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:  # a JSONDecodeError or a UnicodeDecodeError
         raise ValueError(f"{file} is not JSON, or is truncated: {error}") from error
+    except RecursionError as error:
+        raise ValueError(too_deep) from error
+    nodes = [content]
+    for _ in range(_MAX_JSON_LEVELS):
+        nodes = [child for node in nodes for child in _children(node)]
+    if nodes:
+        raise ValueError(too_deep)
+    return content
+
+
+def _children(node: Any) -> Iterable[Any]:
+    if isinstance(node, dict):
+        return node.values()
+    return node if isinstance(node, list) else ()
 
 
 def _one_a_line(content: dict[str, Any]) -> str:

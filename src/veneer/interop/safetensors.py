@@ -10,7 +10,7 @@ import numpy as np
 from .._core.surface.array import ImplicitArray
 from ..quant import ActivationQuantized, QArray
 from .folder import DTYPES, FolderWriter, TensorFolder, as_jax, write_aside
-from .manifest import BYTE_FLOATS
+from .manifest import BYTE_FLOATS, MAX_LEVELS
 
 _HOLDS = (
     "a saved tree holds dicts, lists, tuples, None, NumPy and JAX arrays, QArrays, and these in an "
@@ -27,12 +27,14 @@ def save(path: str | os.PathLike[str], tree: Any) -> None:
     **Arguments:**
 
     - `path`: the folder to make. It appears when it is complete.
-    - `tree`: dicts (of string or integer keys), lists, tuples and None, nested; the leaves are
-      QArrays, alone or in an `ActivationQuantized`, and NumPy or JAX arrays of any shape, of the
-      dtypes bool, [u]int8 to [u]int64, float16, bfloat16, float32, float64 and complex64.
+    - `tree`: dicts (of string or integer keys), lists, tuples and None, nested in at most 100
+      levels; the leaves are QArrays, alone or in an `ActivationQuantized`, and NumPy or JAX arrays
+      of any shape, of the dtypes bool, [u]int8 to [u]int64, float16, bfloat16, float32, float64 and
+      complex64.
 
     **Raises:** `FileExistsError` where `path` exists. `TypeError` naming the path in the tree and
-    the type of anything else, before anything is written.
+    the type of anything else, and `ValueError` for a tree of more levels, before anything is
+    written.
 
     >>> import tempfile, jax.numpy as jnp, veneer as vn
     >>> q = vn.quant.quantize(jnp.ones((4, 8)), "nf4", channelwise_axes=[0])
@@ -50,19 +52,23 @@ def save(path: str | os.PathLike[str], tree: Any) -> None:
         writer.finish(structure)
 
 
-def load(path: str | os.PathLike[str]) -> Any:
+def load(path: str | os.PathLike[str], *, verify: bool = False) -> Any:
     """Loads what `save` or `veneer quantize` wrote, or any safetensors file or Hugging Face folder.
 
     **Arguments:**
 
     - `path`: a folder or a file.
+    - `verify`: whether to compare the checksums of all that is read with those in `veneer.json`, in
+      which `save` and `veneer quantize` write them.
 
     **Returns:** the tree that was saved; for other files, a flat dict from names to arrays. Leaves
     are JAX arrays and QArrays of them, and NumPy arrays where JAX would drop bits (64-bit dtypes
     without `jax_enable_x64`).
 
     **Raises:** `FileNotFoundError` where there is nothing. `ValueError`, in one line, where a file
-    is truncated, is not what it claims, is pickled, or has a newer layout than this version reads.
+    is truncated, is not what it claims, is pickled, or has a newer layout than this version reads;
+    with `verify`, also where a single bit is not what was written, and where there are no
+    checksums.
 
     >>> import tempfile, numpy as np, safetensors.numpy, veneer as vn
     >>> path = tempfile.mkdtemp() + "/model.safetensors"
@@ -70,7 +76,7 @@ def load(path: str | os.PathLike[str]) -> Any:
     >>> vn.load(path)["encoder.weight"].shape
     (2, 3)
     """
-    with TensorFolder(path) as source:
+    with TensorFolder(path, verify=verify) as source:
         values = {name: _as_jax(source.read(name)) for name in source}
         structure = source.manifest.tree
     if structure is None:
@@ -87,6 +93,8 @@ def _as_jax(value: np.ndarray | QArray) -> jax.Array | np.ndarray | QArray:
 
 def _encode(node: Any, path: tuple[str | int, ...], leaves: dict[str, Any]) -> dict[str, Any]:
     """Returns the JSON of a node of the tree; its leaves are put into `leaves` under new names."""
+    if len(path) > MAX_LEVELS:
+        raise ValueError(f"the tree has more than {MAX_LEVELS} levels, at {_where(path[:3])}...")
     # Exact types: a subclass (a namedtuple, an OrderedDict) would come back as something else.
     if node is None:
         return {"none": True}

@@ -91,7 +91,7 @@ def selectors_from_json(text: str, *, tile_axis: int | None = None) -> list[Sele
     """
     try:
         rules = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"the rules are not JSON: {error}") from error
     if not isinstance(rules, list):
         raise ValueError("the rules are a JSON list of objects")
