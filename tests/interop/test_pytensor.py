@@ -113,6 +113,65 @@ def test_what_the_graph_depends_on_must_be_given():
         to_jax(x * 2)
 
 
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("shape", [(), (3,), (2, 2)], ids=str)
+@pytest.mark.parametrize("how", ["constant", "argument", "shape of another"])
+def test_unravel_index_in_any_order_and_of_any_shape(order, shape, how):
+    index = np.resize(np.array([5, 23, 0, 7], np.int32), shape)
+    i = pt.tensor("i", dtype="int32", shape=(None,) * len(shape))
+    dims, more, values = {
+        "constant": ((2, 3, 4), [], []),
+        "argument": (d := pt.tensor("d", dtype="int32", shape=(3,)), [d], [np.array([2, 3, 4])]),
+        "shape of another": ((x := pt.tensor3("x", dtype="float32")).shape, [x], [None]),
+    }[how]
+    values = [np.zeros((2, 3, 4), np.float32) if v is None else v.astype(np.int32) for v in values]
+    f = jax.jit(to_jax(list(pt.unravel_index(i, dims, order=order)), [i, *more]))
+    for result, expected in zip(
+        f(index, *values), np.unravel_index(index, (2, 3, 4), order=order), strict=True
+    ):
+        np.testing.assert_array_equal(result, expected)
+
+
+def test_what_pytensor_would_ignore_is_refused():
+    x = pt.matrix("x", dtype="float32")
+    with pytest.raises(NotImplementedError, match=r"sort argument is ignored"):
+        to_jax(list(pt.linalg.schur(x, sort="lhp")), [x])
+
+
+def test_a_random_generator_is_no_input():
+    for rng in (
+        pt.random.type.random_generator_type("rng"),
+        pytensor.shared(np.random.default_rng()),
+    ):
+        numbers = pt.random.normal(0, 1, size=(3,), rng=rng, return_next_rng=True)[1]
+        with pytest.raises(TypeError, match=r"is RandomGeneratorType.* with jax.random"):
+            to_jax(numbers, [rng])
+
+
+SIZE = pt.scalar("k", dtype="int32")
+MATRIX = pt.matrix("x", dtype="float32")
+SIZED = {
+    "alloc": pt.zeros((SIZE, 3)) + 1,
+    "eye": pt.eye(SIZE),
+    "arange": pt.arange(SIZE),
+    "reshape": MATRIX.reshape((SIZE, 2)),
+    "reshape to a vector": MATRIX.reshape(pt.stack([SIZE, 2 * SIZE]), ndim=2),
+    "broadcast": pt.broadcast_to(MATRIX[0], (SIZE, 6)),
+}
+
+
+@pytest.mark.parametrize("static", [[], [0]], ids=["traced", "static"])
+@pytest.mark.parametrize("name", SIZED)
+def test_an_input_that_decides_a_shape_is_named(name, static):
+    with pytest.raises(TypeError, match=r"the value of the input k \(.*\) .* decides a shape"):
+        jax.jit(to_jax(SIZED[name], [SIZE, MATRIX]), static_argnums=static)(3, X)
+
+
+def test_shapes_of_inputs_may_decide_shapes():
+    f = to_jax(MATRIX.T.reshape(MATRIX.shape) + pt.zeros_like(MATRIX), [MATRIX])
+    assert_close(jax.jit(f)(X), X.T.reshape(X.shape))
+
+
 def test_an_op_without_an_implementation_is_named():
     class Unknown(Op):
         def make_node(self, x):

@@ -7,9 +7,10 @@ Importing PyTensor's dispatch for JAX sets `jax_enable_x64`. Importing this modu
 the setting stays what it was.
 """
 
+import contextlib
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -29,10 +30,13 @@ try:
     from pytensor.graph.basic import Apply, Constant, Variable
     from pytensor.graph.fg import FunctionGraph
     from pytensor.graph.op import Op
-    from pytensor.graph.traversal import graph_inputs
+    from pytensor.graph.traversal import ancestors, graph_inputs
     from pytensor.link.jax.dispatch import jax_funcify
     from pytensor.link.numba.dispatch import basic as numba_dispatch
     from pytensor.scalar import upcast
+    from pytensor.tensor.basic import Alloc, AllocEmpty, ARange, Eye
+    from pytensor.tensor.extra_ops import UnravelIndex
+    from pytensor.tensor.shape import Reshape, Shape, Shape_i
 except ImportError as error:
     raise ImportError(
         "graphs of PyTensor need the extra: pip install 'veneer[pytensor]'"
@@ -60,8 +64,10 @@ def to_jax(graph: Any, inputs: Sequence[Any] | None = None) -> Callable[..., Any
     A function of arrays, of the dtypes and ranks of `inputs`. It gives an array for a variable,
     else a tuple of them. It raises `TypeError` for arguments that are not as the graph says.
 
-    **Raises:** `TypeError` where the graph depends on a variable that is not an input.
-    `NotImplementedError`, of PyTensor, for an `Op` without an implementation in JAX.
+    **Raises:** `TypeError` where the graph depends on a variable that is not an input, where an
+    input is a random generator, and, here or in the call, where the value of an input decides a
+    shape. `NotImplementedError` for an `Op` without an implementation in JAX, or with one that
+    ignores what the graph asks for.
 
     >>> import jax.numpy as jnp, pytensor.tensor as pt, veneer as vn
     >>> from veneer.interop.pytensor import to_jax
@@ -74,15 +80,19 @@ def to_jax(graph: Any, inputs: Sequence[Any] | None = None) -> Callable[..., Any
     fgraph = _own_graph(graph, inputs)
     types = [variable.type for variable in fgraph.inputs]
     names = [str(variable) for variable in fgraph.inputs]
+    _check_inputs(fgraph.inputs)
+    _write_out_unravel_index(fgraph)
     get_mode("JAX").optimizer.rewrite(fgraph)
-    run = jax_funcify(fgraph)
+    with _name_what_decides_shapes(fgraph):
+        run = _in_jax(fgraph)
     is_one = isinstance(graph, Variable)
 
     def of_graph(*args: Any) -> Any:
         if len(args) != len(types):
             raise TypeError(f"the graph takes {len(types)} arrays, {names}, and got {len(args)}")
         given = [_as_declared(*x) for x in zip(args, types, names, strict=True)]
-        with warnings.catch_warnings():  # PyTensor adds up float32 in float64
+        with warnings.catch_warnings(), _name_what_decides_shapes(fgraph):
+            # PyTensor adds up float32 in float64.
             warnings.filterwarnings("ignore", "Explicitly requested dtype", UserWarning)
             results = run(*given)
         return results[0] if is_one else tuple(results)
@@ -105,6 +115,78 @@ def _own_graph(graph: Any, inputs: Sequence[Any] | None) -> Any:
         listed = ", ".join(missing)
         raise TypeError(f"the graph depends on {listed}: list them in the inputs of to_jax")
     return FunctionGraph(list(inputs), outputs, clone=True)
+
+
+def _check_inputs(inputs: Sequence[Any]) -> None:
+    for variable in inputs:
+        if not hasattr(variable.type, "dtype"):
+            raise TypeError(
+                f"the input {variable} of the graph is {variable.type}, and those of to_jax are "
+                "arrays: draw random numbers with jax.random, and give them as an input"
+            )
+
+
+def _in_jax(fgraph: Any) -> Callable[..., Any]:
+    """PyTensor's function in JAX, refused where PyTensor warns that it ignores a parameter."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*(ignores the|is ignored)", UserWarning)
+        try:
+            return jax_funcify(fgraph)
+        except UserWarning as error:
+            raise NotImplementedError(f"the graph is not computed as it says: {error}") from error
+
+
+def _write_out_unravel_index(fgraph: Any) -> None:
+    """Replaces `UnravelIndex`, whose implementation in JAX takes any order for "C"."""
+    for node in [node for node in fgraph.toposort() if isinstance(node.op, UnravelIndex)]:
+        indices, dims = node.inputs
+        axes = range(len(node.outputs))
+        places = {}
+        for axis in axes if node.op.order == "F" else reversed(axes):
+            places[axis] = pt.mod(indices, dims[axis])
+            indices = indices // dims[axis]
+        news = [places[axis].astype(out.dtype) for axis, out in enumerate(node.outputs)]
+        fgraph.replace_all(list(zip(node.outputs, news, strict=True)), import_missing=True)
+
+
+@contextlib.contextmanager
+def _name_what_decides_shapes(fgraph: Any) -> Iterator[None]:
+    """Says of errors of JAX and PyTensor which inputs decide shapes, where there are any."""
+    try:
+        yield
+    except (AttributeError, NotImplementedError, TypeError) as error:
+        if not (deciding := _decide_shapes(fgraph)):
+            raise
+        names = " and ".join(f"{variable} ({variable.type})" for variable in deciding)
+        raise TypeError(
+            f"the value of the input {names} of the graph decides a shape, and a program of JAX "
+            "has the shapes that it was traced with: make it a constant of the graph, and a graph "
+            "for each, or give what has that shape as an input"
+        ) from error
+
+
+# The operands that say how large the result is.
+_SIZES: dict[type, slice] = {
+    ARange: slice(None),
+    Alloc: slice(1, None),
+    AllocEmpty: slice(None),
+    Eye: slice(None),
+    Reshape: slice(1, None),
+}
+
+
+def _decide_shapes(fgraph: Any) -> list[Any]:
+    """The inputs on whose values, and not only their shapes, the size of a result depends."""
+    sizes = [
+        size
+        for node in fgraph.toposort()
+        for op, where in _SIZES.items()
+        if isinstance(node.op, op)
+        for size in node.inputs[where]
+    ]
+    known = [v for v in ancestors(sizes) if v.owner and isinstance(v.owner.op, Shape | Shape_i)]
+    reached = set(ancestors(sizes, blockers=known))
+    return [variable for variable in fgraph.inputs if variable in reached]
 
 
 def _as_declared(x: Any, declared: Any, name: str) -> Any:
