@@ -20,6 +20,7 @@ CREATED := $(VENV)/.created-$(BUILT_ON)
 DEMO := $(VENV)/.demo-$(BUILT_ON)
 DEV := $(VENV)/.dev-$(BUILT_ON)
 BENCH := $(VENV)/.bench-$(BUILT_ON)
+PEERS := $(VENV)/.peers-$(BUILT_ON)
 
 # It is compiling that takes the time of tests. What XLA made of a program is kept, in a file by the
 # name of all that it depends on, for the other workers and for the next run.
@@ -28,11 +29,11 @@ COMPILING := XLA_FLAGS='--xla_backend_optimization_level=0 $(XLA_FLAGS)' \
 	JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all bench setup lint format clean
+.PHONY: help demo test test-all test-peers bench setup lint format clean
 .NOTPARALLEL: # one pip at a time in an environment
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
 
 demo: $(DEMO) ## quantise a real model, and print a table and draw a picture of what it costs
 	$(BIN)/veneer demo $(ARGS)
@@ -42,6 +43,9 @@ test: $(DEV) ## run each test but the longest with a few of its cases
 
 test-all: $(DEV) ## run every test with all of its cases, and check annotations, in an hour
 	$(COMPILING) $(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
+
+test-peers: $(PEERS) ## run the suites of Quax, quaxed and unxt on our core
+	$(COMPILING) $(BIN)/python tests/peers/run.py -n auto --dist worksteal $(ARGS)
 
 bench: $(BENCH) ## time the benchmarks, and write the tables of docs/benchmarks.md, performance.md and numba.md
 	$(BIN)/python benchmarks/report.py $(ARGS)
@@ -82,4 +86,9 @@ $(DEV): pyproject.toml | $(CREATED)
 $(BENCH): pyproject.toml | $(CREATED)
 	@echo "Installing veneer[bench] into $(VENV); a minute or two the first time"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[bench]' '$(JAX)'
+	@touch $(DEMO) $(DEV) $@ # what the demo and the tests need is part of it
+
+$(PEERS): pyproject.toml | $(CREATED)
+	@echo "Installing veneer[peers] into $(VENV); a minute or two the first time"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[peers]' '$(JAX)'
 	@touch $(DEMO) $(DEV) $@ # what the demo and the tests need is part of it

@@ -1,0 +1,71 @@
+"""The suites of Quax, quaxed and unxt on our core: `make test-peers`.
+
+Their sources are fetched by pip, as data, in the versions that are installed here (of which
+`pyproject.toml` names each in the extra `peers`), into the environment that runs this. Arguments
+are passed on to pytest: `make test-peers ARGS='-k matmul'`.
+"""
+
+import os
+import subprocess
+import sys
+import tarfile
+import tomllib
+from importlib.metadata import version
+from pathlib import Path
+
+HERE = Path(__file__).parent
+SOURCES = Path(sys.prefix) / "peers"
+
+# Where the tests of each lie; of unxt, the benchmarks do too.
+SUITES = {
+    "quax": ["tests/unit", "tests/usage"],
+    "quaxed": ["tests/unit"],
+    "unxt": ["tests/unit", "tests/integration"],
+}
+
+
+def source(name: str) -> Path:
+    """The folder of a package's sources, fetched if they are not there."""
+    folder = SOURCES / f"{name}-{version(name)}"
+    if not folder.exists():
+        # pip asks the package's build for its metadata, and what that needs is in the extra.
+        fetch = ["download", "--quiet", "--disable-pip-version-check", "--no-deps", "--dest"]
+        fetch += [str(SOURCES), "--no-binary", name, "--no-build-isolation"]
+        subprocess.run(
+            [sys.executable, "-m", "pip", *fetch, f"{name}=={version(name)}"], check=True
+        )
+        with tarfile.open(folder.with_name(f"{folder.name}.tar.gz")) as archive:
+            archive.extractall(SOURCES, filter="data")
+    return folder
+
+
+def run(name: str, arguments: list[str]) -> int:
+    """Runs the suite of a package on ours; returns the exit status of pytest."""
+    expected = HERE / "expected" / f"{name}.toml"
+    left_out = tomllib.loads(expected.read_text(encoding="utf-8")).get("left_out", [])
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "stand_in"]
+    command += ["--expected", str(expected), "--quax", str(source("quax") / "src" / "quax")]
+    # Their settings hold, but for the plugins that their options name, and for the examples in
+    # their documentation.
+    command += ["-c", "pyproject.toml", "-o", "addopts=", "-o", "pythonpath="]
+    command += ["--rootdir", ".", "--confcutdir", "tests"]
+    # Another worker is writing the file of that program: JAX compiles it again.
+    command += ["-W", "ignore:Error (reading|writing) persistent compilation cache entry"]
+    command += [f"--ignore={path}" for group in left_out for path in group["files"]]
+    paths = [str(HERE), os.environ.get("PYTHONPATH", "")]
+    environment = {
+        "JAX_PLATFORMS": "cpu",
+        "UNXT_ENABLE_RUNTIME_TYPECHECKING": "beartype.beartype",  # as unxt's own settings have it
+        "PYTHONHASHSEED": "0",  # quaxed takes cases from sets, and workers must agree on them
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+    }
+    print(f"\n{name} {version(name)}", flush=True)
+    command += [*arguments, *SUITES[name]]
+    return subprocess.run(command, cwd=source(name), env=environment, check=False).returncode
+
+
+if __name__ == "__main__":
+    # All are run, whatever fails. 5 is that -k left no test.
+    codes = [run(name, sys.argv[1:]) for name in SUITES]
+    sys.exit(any(code not in (0, 5) for code in codes))
