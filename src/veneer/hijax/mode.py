@@ -1,5 +1,6 @@
 """Whether high types are on: `install`, `uninstall`, `enabled`."""
 
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import RLock
@@ -12,6 +13,17 @@ from .patching import Patches
 jax_patches = Patches()
 
 _lock = RLock()
+
+
+def _unlock_child() -> None:
+    """In the child of a fork, nobody is left to unlock what another thread had locked."""
+    global _lock
+    _lock = RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_unlock_child)
+
 _uses = 0  # one for `install`, and one for each block of `enabled` that is open
 
 # Whether the mode is on, in this thread. A jitted function is traced anew where that changes, so

@@ -12,6 +12,7 @@ Those made inside of a function may be differentiated with it or not, which is o
 derivative is taken; `_carried` tells by the tangent of what was there before.
 """
 
+import os
 from collections.abc import Sequence
 from functools import partial
 from threading import RLock
@@ -41,6 +42,16 @@ from .traces import (
 
 # Threads that trace with a Box at once are to find the same references, of what was written last.
 _lock = RLock()
+
+
+def _unlock_child() -> None:
+    """In the child of a fork, nobody is left to unlock what another thread had locked."""
+    global _lock
+    _lock = RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_unlock_child)
 
 
 class Contents:
