@@ -1,5 +1,6 @@
 """What tests share: types to probe with, tables of claims, and how a run is divided.
 
+contexts          a context of MLIR for many programs
 array_types       implicit arrays, and when two trees agree
 probes            types that refuse to be dense, or to lose their metadata
 matrix            the table of probes by transformations
