@@ -20,6 +20,7 @@ from ..._core.surface.array import ImplicitArray
 from ..._core.transform import redispatch
 from ..._core.value import Value
 from .by_vectors import accumulated, by_vectors
+from .half_precision import computing_dtype
 
 
 class Matrix(ImplicitArray, abstract=True):
@@ -39,7 +40,7 @@ class Matrix(ImplicitArray, abstract=True):
         """`self @ v` for each vector of x: `[*lead, k, n]` to `[*lead, k, m]`.
 
         A leading axis of x may be 1 where that of the matrix is not, and is broadcast. `precision`
-        is for the dense products inside.
+        is for the dense products inside. Halves may come back in the f32 that they are computed in.
         """
         del x, precision
         return NotImplemented
@@ -256,9 +257,9 @@ def _sum(x: Matrix, *, axes: Any, out_sharding: Any) -> Any:
     acting = x if x.ndim - 1 in within else x.transposed()
     if acting is NotImplemented:
         return NotImplemented
-    ones = jnp.ones((*x.shape[:-2], 1, acting.shape[-1]), x.dtype)
+    ones = jnp.ones((*x.shape[:-2], 1, acting.shape[-1]), computing_dtype(x.dtype))
     sums = acting.matvec(ones, precision=lax.Precision.HIGHEST)  # as that of a sum
     if sums is NotImplemented:
         return NotImplemented
     sums = sums[..., 0, :].sum(-1) if len(within) == 2 else sums[..., 0, :]
-    return sums.sum([axis for axis in axes if axis not in within])
+    return sums.sum([axis for axis in axes if axis not in within]).astype(x.dtype)
