@@ -1,7 +1,7 @@
 """What happens to implicit operands, and who is told: events and policies.
 
-A policy says what to do when an implicit array is made dense, for no rule fits or by what a rule
-does. It holds for the dynamic extent of a call, so rules which redispatch, and loops, obey it too.
+A policy says what to do when an implicit array is made dense. It holds for the dynamic extent of a
+call, so rules which redispatch, and loops, obey it too.
 """
 
 import warnings
@@ -30,9 +30,8 @@ class MaterialiseWarning(UserWarning):
 class Event:
     """One primitive that met an implicit operand.
 
-    `rule` is the file and line of the rule that ran, or None where no rule fitted and the operands
-    were made dense; `nbytes` is the size in bytes of what was made dense, by the way that a rule
-    chose, too; `line` is the user's own line. `how` is what a rule says of that way.
+    `rule` is the file and line of the rule that ran, or None where none fitted; `how` is the way it
+    went; `nbytes` is the size of what that, or the lack of a rule, made dense; `line` is the user's.
     """
 
     primitive: str
@@ -44,7 +43,7 @@ class Event:
 
     @property
     def made_dense(self) -> bool:
-        """Whether an operand was made dense, as a whole array in memory."""
+        """Whether an operand was made dense, all of it in memory."""
         return self.rule is None or self.nbytes > 0
 
     def __str__(self) -> str:
@@ -145,8 +144,7 @@ def tell(events: Iterable[Event]) -> None:
             policy.on_materialise(event)
 
 
-# What the rule that is running says of itself, and the bytes that it makes dense, until it is told
-# that it ran.
+# What the rule that is running says of itself, and the bytes that it makes dense.
 _how: ContextVar[tuple[str, int]] = ContextVar("how", default=("", 0))
 
 

@@ -236,8 +236,7 @@ def _most_specific(
     primitive: Target, classes: tuple[type, ...], tried: tuple[RegisteredRule, ...]
 ) -> RegisteredRule | None:
     fitting = [r for r in _rules.get(primitive, ()) if r.fits(classes) and r not in tried]
-    # What is registered comes first, so that copies change nothing of what it means.
-    fitting = [r for r in fitting if not r.swapped] or fitting
+    fitting = [r for r in fitting if not r.swapped] or fitting  # a copy beats nothing registered
     best = [r for r in fitting if not any(_beats(s, r, len(classes)) for s in fitting)]
     if len(best) > 1:
         highest = max(rule.precedence for rule in best)

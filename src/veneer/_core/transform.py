@@ -40,9 +40,9 @@ def implicit(
     - `filter_spec`: which implicit arrays take part: a bool, a predicate on values, or a pytree
       of them that is a prefix of `(fn, args, kwargs)`. Those left out pass through as they are,
       for a nested `implicit`.
-    - `on_materialise`: what to do where an operand is made dense, for no rule fits or by the way
-      that a rule goes: `"allow"` it, `"warn"`, `"error"`, or a callable that is given the
-      `Event`. Choices other than `"allow"` hold for the calls of `implicit` inside this one too.
+    - `on_materialise`: what to do where an operand is made dense, by a rule or for want of one:
+      `"allow"` it, `"warn"`, `"error"`, or a callable that is given the `Event`. Choices other
+      than `"allow"` hold for the calls of `implicit` inside this one too.
 
     **Returns:** a function of the same arguments, which may return implicit arrays.
 

@@ -119,17 +119,6 @@ class Value:
         **Returns:** a value of this type with a `PartitionSpec` in the place of each array; or
         None, as types do that do not say, if it cannot be cut so and is to be made dense. Labels
         and batch axes are cut without asking. By default it follows from `leaf_axes`.
-
-        >>> import jax, veneer as vn
-        >>> from jax.sharding import PartitionSpec as P
-        >>> class Scaled(vn.ImplicitArray):
-        ...     codes: jax.Array  # [..., K, N]
-        ...     scale: jax.Array  # [..., 1, N]
-        ...     def materialise(self):
-        ...         return self.codes * self.scale
-        ...     def partition(self, spec, shape):
-        ...         *batch, k, n = spec
-        ...         return Scaled(P(*batch, k, n), P(*batch, None, n))
         """
         axes = self.leaf_axes()
         specs = None if axes is None else partition(axes, spec, self.aval().shape, shape)
@@ -192,8 +181,7 @@ DEFECTS = (jax.errors.JAXTypeError, AttributeError, NameError)
 def stands_for(tree: Any, leaves: tuple[jax.ShapeDtypeStruct, ...]) -> tuple[int, ...] | None:
     """The dense shape of a value of this structure with abstract leaves, or None.
 
-    Its class may refuse it in `__post_init__`, which nothing asks that puts a pytree together; or
-    have no dense form of such leaves.
+    Its class may refuse them in `__post_init__`, which no tree function calls, or as it is asked.
     """
     try:
         with suppress(*DEFECTS):
@@ -295,9 +283,8 @@ def refuse_derivatives(values: Sequence[Any], error: Exception | None = None) ->
     for value in filter(is_value, values):
         if any(jax.typeof(leaf).dtype == jax.dtypes.float0 for leaf in jax.tree.leaves(value)):
             raise TypeError(
-                f"this {type(value).__name__} holds derivatives by leaves, of which those of "
-                "integers are float0, and stands for no array: compute on its leaves, by "
-                "jax.tree.map"
+                f"this {type(value).__name__} holds derivatives by leaves, float0 for integers, and "
+                "stands for no array: compute on its leaves, by jax.tree.map"
             ) from error
 
 
