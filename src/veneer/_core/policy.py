@@ -31,7 +31,7 @@ class Event:
     """One primitive that met an implicit operand.
 
     `rule` is the file and line of the rule that ran, or None where none fitted; `how` is the way it
-    went; `nbytes` is the size of what that, or the lack of a rule, made dense; `line` is the user's.
+    went; `nbytes` the size of what that, or the lack of a rule, made dense; `line` the user's own.
     """
 
     primitive: str

@@ -283,8 +283,8 @@ def refuse_derivatives(values: Sequence[Any], error: Exception | None = None) ->
     for value in filter(is_value, values):
         if any(jax.typeof(leaf).dtype == jax.dtypes.float0 for leaf in jax.tree.leaves(value)):
             raise TypeError(
-                f"this {type(value).__name__} holds derivatives by leaves, float0 for integers, and "
-                "stands for no array: compute on its leaves, by jax.tree.map"
+                f"this {type(value).__name__} holds derivatives by leaves, float0 for integers, "
+                "and stands for no array: compute on its leaves, by jax.tree.map"
             ) from error
 
 
