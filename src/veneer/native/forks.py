@@ -1,7 +1,7 @@
 """Compiling and forking, one at a time.
 
 The child of a fork has one thread, and no other is left to unlock what it held: a fork waits for
-Numba and LLVM, whose locks are not ours.
+Numba, LLVM and tracing by JAX, whose locks are not ours.
 """
 
 import os

@@ -113,8 +113,14 @@ def compile(
     """
     if fallback not in (None, "jax"):
         raise ValueError(f"fallback is None or 'jax', and not {fallback!r}")
+    with COMPILING:  # tracing too, for which JAX has locks of its own
+        return _compiled(f, example_args, None if fallback is None else Fallbacks())
+
+
+def _compiled(
+    f: Callable[..., Any], example_args: tuple[Any, ...], fallbacks: Fallbacks | None
+) -> Compiled:
     graph, in_tree, out_tree = traced(f, example_args)
-    fallbacks = None if fallback is None else Fallbacks()
     source = source_of(graph, fallbacks)
     name = getattr(f, "__name__", type(f).__name__)
     compiled = Compiled(name, source, in_tree, out_tree)
@@ -152,10 +158,9 @@ def _result(b: Builder, value: ArrayExpr) -> Buffer:
 
 def _callable(compiled: Compiled) -> Any:
     source = compiled._source
-    with COMPILING:
-        name_symbols(source.names.values())
-        code = cached(source.key, lambda: _object_code(source))
-        address, compiled._address = load(code, ENTRY, PROGRAM)
+    name_symbols(source.names.values())
+    code = cached(source.key, lambda: _object_code(source))
+    address, compiled._address = load(code, ENTRY, PROGRAM)
     entry = function_at(
         address, compiled._name, source, lambda *args, **named: slow(*args, **named)
     )
