@@ -216,11 +216,11 @@ def _verify(file: Path, content: dict[str, Any]) -> None:
         raise ValueError(f"{file} is damaged: its checksum is {actual}, and it says {stated}")
 
 
-def checksum(data: bytes | np.ndarray) -> str:
+def checksum(data: bytes | memoryview | np.ndarray) -> str:
     """Returns the CRC-32, in hexadecimal, of bytes, or of an array as safetensors stores it."""
     if isinstance(data, np.ndarray):
         little = np.ascontiguousarray(data, data.dtype.newbyteorder("<"))
-        data = little.reshape(-1).view(np.uint8)
+        return checksum(little.reshape(-1).view(np.uint8).data)
     # Of disks that fail, not of people who forge: SHA-256 takes three times as long.
     return f"{zlib.crc32(data):08x}"
 
