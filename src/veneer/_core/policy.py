@@ -82,7 +82,8 @@ def current_policy() -> Policy:
 
 def policy_in_force(policy: Policy) -> AbstractContextManager[None]:
     """Puts a policy in force, for functions that run later than the call that set it."""
-    return nullcontext() if policy is _policy.value else _policy(policy)
+    stale = policy is RECORD and _recorded.get(None) is None  # what it recorded has been told
+    return nullcontext() if stale or policy is _policy.value else _policy(policy)
 
 
 def policy_of(choice: OnMaterialise) -> Policy:

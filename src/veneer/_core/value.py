@@ -281,7 +281,7 @@ def make_dense(primitive: Primitive, values: Sequence[Any]) -> list[Any]:
 def refuse_derivatives(values: Sequence[Any], error: Exception | None = None) -> None:
     """Refuses trees of derivatives by the leaves of a value, where one of those is no number."""
     for value in filter(is_value, values):
-        if any(jax.typeof(leaf).dtype == jax.dtypes.float0 for leaf in jax.tree.leaves(value)):
+        if jax.dtypes.float0 in [getattr(x, "dtype", None) for x in jax.tree.leaves(value)]:
             raise TypeError(
                 f"this {type(value).__name__} holds derivatives by leaves, float0 for integers, "
                 "and stands for no array: compute on its leaves, by jax.tree.map"

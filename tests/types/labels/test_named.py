@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 from support.array_types import quantized
 from support.claims import Claim, claims
+from support.policies import only_by_rules
 from support.probes import Opaque
 
 import veneer as vn
@@ -144,7 +145,7 @@ def names_of(x):
 
 
 def strict(f):
-    return vn.implicit(f, on_materialise="error")
+    return vn.implicit(f, on_materialise=only_by_rules)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
