@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 import veneer.interop.quax as quax
 
@@ -25,8 +26,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # unxt draws, and a plugin that is not here would compare the pictures.
+    # unxt draws, and a plugin that is not here would compare the pictures that its tests return.
     config.addinivalue_line("markers", "mpl_image_compare: compares nothing here")
+    config.addinivalue_line("filterwarnings", "ignore::pytest.PytestReturnNotNoneWarning")
+    # The same examples in every run; and the first of a property compiles, however long that takes.
+    settings.register_profile("peers", derandomize=True, database=None, deadline=None)
+    settings.load_profile("peers")
     sys.modules["quax"] = quax
     for name, file in BESIDE_THE_CORE.items():
         spec = importlib.util.spec_from_file_location(
