@@ -186,7 +186,7 @@ def _reshape(w: ProductWeight, **params: Any) -> Any:
 
 
 @register("concatenate")
-def _concatenate(*operands: ProductWeight, dimension: int) -> Any:
+def _concatenate(*operands: ProductWeight, dimension: Any) -> Any:
     """Of weights of one kind, as of those of query, key and value, which meet the same operand."""
     first = operands[0]
     if any(_kind(w) != _kind(first) for w in operands):

@@ -306,7 +306,8 @@ def _same_type(values: Sequence[Any]) -> bool:
     return len({(jax.tree.structure(v), dtypes(v)) for v in values}) == 1
 
 
-def _concatenate(*operands: Value, dimension: int) -> Any:
+def _concatenate(*operands: Value, dimension: Any) -> Any:
+    dimension = int(dimension)  # of jnp.roll a number of NumPy's
     if len({type(x) for x in operands}) > 1:
         return NotImplemented
     some = tuple(x for x in operands if x.aval().shape[dimension])
