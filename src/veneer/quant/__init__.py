@@ -25,8 +25,8 @@ from .formats import FORMATS as FORMATS
 from .formats import Format as Format
 from .formats import get_format as get_format
 from .formats.packing import Packing as Packing
+from .models.quantize_tree import quantize_tree as quantize_tree
 from .models.rules import Rule as Rule
-from .models.rules import quantize_tree as quantize_tree
 from .observation.observe import observe as observe
 from .observation.statistics import ActivationStatistics as ActivationStatistics
 from .observation.statistics import load_statistics as load_statistics

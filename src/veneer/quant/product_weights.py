@@ -78,9 +78,9 @@ class ProductWeight(ImplicitArray, abstract=True):
 
     def _moved(self, movement: Movement) -> Any:
         """This weight, with the contracted axes where they are now."""
-        ndim, before = len(movement.shape), len(movement.axes)
-        axes = (movement.axes[axis] for axis in self.contracting)
-        new = self.changed(contracting=tuple(i - ndim for i in axes if i is not None))
+        before = len(movement.axes)
+        places = [() if i is None else (i,) for i in movement.axes]
+        new = self.with_axes(places, len(movement.shape))
         swapped = (*range(before - 2), before - 1, before - 2)
         return new.turned_over() if movement.axes == swapped else new
 
@@ -90,6 +90,17 @@ class ProductWeight(ImplicitArray, abstract=True):
         for field in dataclasses.fields(self):
             object.__setattr__(new, field.name, changes.get(field.name, getattr(self, field.name)))
         return new
+
+    def with_axes(self, places: Sequence[Sequence[int]], ndim: int) -> Any:
+        """Returns the weight with what it says of axes said of where they are now.
+
+        **Arguments:**
+
+        - `places`: for each old axis, the new ones that have taken its place; from the front.
+        - `ndim`: how many axes there are now.
+        """
+        axes = [i - ndim for axis in self.contracting for i in places[axis]]
+        return self.changed(contracting=tuple(dict.fromkeys(axes)))
 
     def turned_over(self) -> Any:
         """Returns a weight whose last two axes have just been swapped; types may note that."""
@@ -116,8 +127,8 @@ class ProductWeight(ImplicitArray, abstract=True):
         return redispatch(bind, *(x.array if isinstance(x, ProductWeight) else x for x in values))
 
 
-# Rules for what leaf axes do not say. `_moved` is given what to do with a companion, and where each
-# contracted axis goes.
+# Rules for what leaf axes do not say. `_moved` is given what to do with a companion, and where the
+# axes go; None is where they were.
 
 
 def _moved(
@@ -125,16 +136,14 @@ def _moved(
     primitive: str,
     params: dict[str, Any],
     companion: Callable[[Leaf], Any],
-    axes: Callable[[int], int | None] = lambda axis: axis,
+    places: Sequence[Sequence[int]] | None = None,
     *operands: Any,
 ) -> Any:
     bind = find_primitive(primitive).bind
     array = redispatch(lambda x, *others: bind(x, *others, **params), w.array, *operands)
     companions = {name: companion(leaf) for name, leaf in w._companions().items()}
-    ndim = array.ndim
-    kept = (axes(axis + w.ndim) for axis in w.contracting)
-    contracting = tuple(axis - ndim for axis in kept if axis is not None)
-    return w.changed(array=array, contracting=contracting, **companions)
+    new = w if places is None else w.with_axes(places, array.ndim)
+    return new.changed(array=array, **companions)
 
 
 def _in_full(w: ProductWeight, leaf: Leaf) -> jax.Array:
@@ -158,9 +167,9 @@ def _gather(w: ProductWeight, indices: ArrayLike, **params: Any) -> Any:
     bind = find_primitive("gather").bind
     if jnp.ndim(indices) != 1 or len(left) < 2 or not whole:
         return redispatch(lambda x, i: bind(x, i, **params), w.array, indices)
-    axes = lambda axis: left.index(axis) if axis in left else None
+    places = [(left.index(axis),) if axis in left else () for axis in range(w.ndim)]
     move = lambda leaf: bind(_in_full(w, leaf), indices, **params)
-    return _moved(w, "gather", params, move, axes, indices)
+    return _moved(w, "gather", params, move, places, indices)
 
 
 @register("reshape")
@@ -171,9 +180,7 @@ def _reshape(w: ProductWeight, **params: Any) -> Any:
     if order is not None:
         w = redispatch(lambda w: lax.transpose(w, order), w)
         params |= {"dimensions": None}
-    groups = list(reshape_groups(w.shape, sizes))
-    contracting = {axis + w.ndim for axis in w.contracting}
-    new = [i for old, new in groups for i in new if contracting.intersection(old)]
+    places = {axis: new for old, new in reshape_groups(w.shape, sizes) for axis in old}
 
     def move(leaf: Leaf) -> jax.Array:
         if leaf.size == 1:
@@ -181,8 +188,7 @@ def _reshape(w: ProductWeight, **params: Any) -> Any:
             return jnp.broadcast_to(jnp.reshape(leaf, ()), (*leading, 1, 1)[-len(sizes) or 4 :])
         return lax.reshape(_in_full(w, leaf), sizes)
 
-    moved = _moved(w, "reshape", params, move, lambda axis: None)
-    return moved.changed(contracting=tuple(axis - len(sizes) for axis in new))
+    return _moved(w, "reshape", params, move, [places.get(axis, []) for axis in range(w.ndim)])
 
 
 @register("concatenate")

@@ -2,7 +2,10 @@
 
 The modules here:
 
-    rules           Rule and quantize_tree: parameters by their paths
+    rules           Rule: parameters by their paths
+    quantize_tree   the parameters of a tree, by rules
+    uses            which axes of its weights the products of a program contract
+    usual_rules     what is usually done with the weights of a language model
     selection       tensors of a checkpoint by their names, before any work is done
     checkpoint      a checkpoint quantised, one tensor after the other
 """

@@ -1,9 +1,10 @@
 """Quantising a model: rules that say which of its parameters take which format."""
 
 import dataclasses
+import math
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -37,7 +38,8 @@ class Rule:
     - `tile_axis`: the contracting axis: -2 for a JAX kernel `[..., in, out]`, -1 for a torch weight
       `[out, in]` or an embedding table `[rows, features]`. Every other axis is channelwise. Where a
       product contracts several, which then share a scale, all of them, the one that is tiled last:
-      `(-4, -3, -2)` for the kernel `[height, width, in, out]` of a convolution.
+      `(-4, -3, -2)` for the kernel `[height, width, in, out]` of a convolution. None is what the
+      program says that `quantize_tree` is given, and -2 without one.
     - `calibration_method`: of the weights; None is the format's own.
     - `act_qtype`: the format that activations are quantised to, as they meet the weight in a
       product; None leaves them as they are.
@@ -62,7 +64,7 @@ class Rule:
     qtype: str | None
     _: dataclasses.KW_ONLY
     tile_size: int | np.integer | float | None = None
-    tile_axis: int | np.integer | Sequence[int | np.integer] = -2
+    tile_axis: int | np.integer | Sequence[int | np.integer] | None = None
     calibration_method: str | None = None
     act_qtype: str | None = None
     act_calibration_method: str | None = None
@@ -137,6 +139,8 @@ class Rule:
         return re.fullmatch(self.path_regex, path) is not None
 
     def _tile_axes(self) -> tuple[Any, ...]:
+        if self.tile_axis is None:
+            return (-2,)
         return self.tile_axis if isinstance(self.tile_axis, tuple) else (self.tile_axis,)
 
     def contracting(self, ndim: int) -> tuple[int, ...]:
@@ -161,6 +165,35 @@ class Rule:
         if self.tile_size is None:
             return None
         return tile_in(shape, self.contracting(len(shape))[-1], self.tile_size)
+
+    def along(self, axes: Collection[int], shape: Shape) -> "Rule":
+        """Returns the rule for an array whose products contract these axes, counted from the end.
+
+        A tile is of so many of the values that a product sums, which may lie along several axes.
+        Where there are no more of them, they share one scale.
+
+        **Raises:** `ValueError` for a tile that does not divide them.
+        """
+        ordered = sorted(axes)
+        format = None if self.qtype is None else get_format(self.qtype)
+        tile = self.tile_size or (format and format.tile_size)
+        if tile is None or isinstance(tile, Mapping | tuple):
+            return dataclasses.replace(self, tile_axis=ordered)
+        sizes = [shape[axis] for axis in ordered]
+        tile = tile_in((math.prod(sizes),), 0, tile)
+        if format and format.tile_size is not None:
+            ordered.sort(key=lambda axis: shape[axis] % tile == 0)  # the last is the one with tiles
+            return dataclasses.replace(self, tile_axis=ordered)
+        if math.prod(sizes) <= tile:
+            return dataclasses.replace(self, tile_axis=ordered, tile_size=None)
+        cut = cut_in_tiles(sizes, tile)
+        if cut is None:
+            raise ValueError(
+                f"a tile of {tile} does not divide the axes {ordered} of shape {shape}, which its "
+                "products contract: state another tile_size, or by tile_axis other axes"
+            )
+        tiles = dict(zip(ordered, cut, strict=True))
+        return dataclasses.replace(self, tile_axis=ordered, tile_size=tiles)
 
     def axes(self, shape: Shape) -> tuple[tuple[int, ...], dict[int, int]]:
         """Returns the `channelwise_axes` and the `tiled_axes` for an array of a shape.
@@ -234,85 +267,25 @@ class Rule:
         )
 
 
-def quantize_tree(
-    params: Any,
-    rules: Sequence[Rule],
-    *,
-    train: bool = False,
-    statistics: Mapping[str, ActivationStatistics] | None = None,
-) -> Any:
-    """Quantises the parameters of a model, whichever library made them.
+def cut_in_tiles(shape: Shape, tile: int) -> list[int] | None:
+    """Returns how many values along each of several axes make a tile of so many, or None.
 
-    **Arguments:**
+    All along one axis, the last that they divide; else as many as there are of the last axes.
 
-    - `params`: any pytree of arrays.
-    - `rules`: the first that matches the path of a leaf is the one that counts.
-    - `train`: whether weights are to be trained: then each is kept, as `vn.quant.FakeQuantized`,
-      and quantised as it is used.
-    - `statistics`: of activations by the path of their weight, as `vn.quant.observe` gives them;
-      for rules with an `act_range` that is static.
-
-    **Returns:** the tree with a `QArray` in place of each floating array of rank 2 and up that a
-    rule with a format matches; in an `ActivationQuantized` where the rule has an `act_qtype`, which
-    may do without a format for weights. Biases, norms and integers stay dense if they match, and so
-    does what no rule matches; arrays that are implicit already stay as they are.
-
-    **Raises:** `ValueError`, naming the path, where a tile does not divide its axis, or where
-    statistics are asked for and missing; for a `grad_qtype` without `train`. Warns with
-    `UserWarning` of a rule that matches no path, and of statistics that no rule asks for.
-
-    >>> import jax.numpy as jnp, veneer as vn
-    >>> params = {"dense": {"kernel": jnp.ones((64, 8)), "bias": jnp.ones(8)}}
-    >>> vn.quant.quantize_tree(params, [vn.quant.Rule("dense.*", "int8")])["dense"]["kernel"].nbytes
-    544
+    >>> from veneer.quant.models.rules import cut_in_tiles
+    >>> cut_in_tiles((8, 64), 32), cut_in_tiles((8, 64), 128), cut_in_tiles((64, 3, 3), 32)
+    ([1, 32], [2, 64], [32, 1, 1])
     """
-    for rule in rules:
-        if rule.grad_qtype is not None and not train:
-            raise ValueError(
-                f"grad_qtype is for training, by quantize_tree(..., train=True): {rule}"
-            )
-        if rule.act_range != "dynamic" and train:
-            raise ValueError(
-                f"train=True quantises activations dynamically, and act_range is "
-                f"{rule.act_range!r}: {rule}"
-            )
-    if statistics is not None and all(rule.act_range == "dynamic" for rule in rules):
-        message = "no rule takes the statistics: its act_range says so, as 'mean'"
-        warnings.warn(message, UserWarning, stacklevel=2)
-    paths, leaves, treedef = flatten_with_paths(params)
-    warn_of_unmatched(rules, paths, stacklevel=3)
-    quantized = [
-        _quantize_leaf(path, leaf, rules, train, statistics)
-        for path, leaf in zip(paths, leaves, strict=True)
-    ]
-    return jax.tree.unflatten(treedef, quantized)
-
-
-def _quantize_leaf(
-    path: str,
-    leaf: Any,
-    rules: Sequence[Rule],
-    train: bool,
-    statistics: Mapping[str, ActivationStatistics] | None,
-) -> Any:
-    rule = rule_for(path, leaf, rules)
-    if rule is None:
-        return leaf
-    try:
-        if train:
-            from ..training import FakeQuantized
-
-            wanted = rule.qtype or rule.act_qtype or rule.grad_qtype
-            return FakeQuantized.from_rule(leaf, rule) if wanted else leaf
-        of_leaf = None if statistics is None else statistics.get(path)
-        if statistics is not None and of_leaf is None and rule.act_range != "dynamic":
-            raise ValueError(
-                f"there are no statistics of it, and {rule} asks for them; they are of "
-                f"{_some(list(statistics))}. Give it a rule of its own, before this one"
-            )
-        return rule.with_activations(rule.quantize(leaf), of_leaf)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+    for axis in reversed(range(len(shape))):
+        if shape[axis] % tile == 0:
+            return [tile if i == axis else 1 for i in range(len(shape))]
+    sizes: list[int] = []
+    for size in reversed(shape):
+        sizes.insert(0, math.gcd(size, tile))
+        if sizes[0] not in (size, tile):
+            return None
+        tile //= sizes[0]
+    return sizes if tile == 1 else None
 
 
 def flatten_with_paths(tree: Any) -> tuple[list[str], list[Any], Any]:
@@ -339,11 +312,12 @@ def warn_of_unmatched(rules: Sequence[Rule], paths: Sequence[str], *, stacklevel
         if not any(map(rule.matches, paths)):
             message = (
                 f"the rule {rule.path_regex!r} matches no parameter; it is matched in full against "
-                f"paths such as {_some(paths)}"
+                f"paths such as {some_of(paths)}"
             )
             warnings.warn(message, UserWarning, stacklevel=stacklevel)
 
 
-def _some(paths: Sequence[str], shown: int = 4) -> str:
+def some_of(paths: Sequence[str], shown: int = 4) -> str:
+    """Returns a few of the paths, for messages."""
     some = ", ".join(paths[:shown]) + (", ..." if len(paths) > shown else "")
     return some or "(the tree is empty)"

@@ -109,7 +109,7 @@ class FakeQuantized(ImplicitArray):
             array,
             qtype=rule.qtype,
             tile_size=rule.tile(array.shape),
-            tile_axis=rule.tile_axis,
+            tile_axis=rule.contracting(array.ndim),
             calibration_method=rule.calibration_method,
             act_qtype=rule.act_qtype,
             act_calibration_method=rule.act_calibration_method,

@@ -1,0 +1,163 @@
+"""LoRA by rules on paths: updates of low rank for the weights of a model.
+
+`init_tree` gives the weights that a rule names a `vn.types.LoraArray` each; which of their axes come
+in and which go out is seen in the program. Beside it are the functions of trees that hold some.
+"""
+
+import dataclasses
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from ._core.value import Value, is_value
+from .quant.models.program import program_of
+from .quant.models.rules import flatten_with_paths, some_of, warn_of_unmatched
+from .quant.models.uses import Use, uses_of
+from .quant.qarray import QUANTIZABLE
+from .types.lora import LoraArray, join, merge, split, with_dropout, without_dropout
+
+__all__ = [
+    "LoraArray",
+    "Rule",
+    "init_tree",
+    "join",
+    "merge",
+    "split",
+    "with_dropout",
+    "without_dropout",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """Which weights are updated, and how.
+
+    **Arguments:**
+
+    - `path_regex`: matched in full against the keys of a leaf joined with dots, as in
+      `layers.0.attention.query.kernel`.
+    - `rank`: of the update; None leaves the weight as it is.
+    - `alpha`, `rs_lora`, `dora`, `dropout`, `dtype`: as for `vn.types.LoraArray.init`.
+
+    **Raises:** `ValueError` for a regex that does not compile, or a rank below 1.
+
+    >>> import veneer as vn
+    >>> vn.lora.Rule(r".*attention.*", rank=8).alpha is None
+    True
+    """
+
+    path_regex: str
+    _: dataclasses.KW_ONLY
+    rank: int | None
+    alpha: float | int | None = None
+    rs_lora: bool = False
+    dora: bool = False
+    dropout: float = 0.0
+    dtype: Any = None
+
+    def __post_init__(self) -> None:
+        try:
+            re.compile(self.path_regex)
+        except re.error as error:
+            raise ValueError(f"path_regex {self.path_regex!r} is not a regex: {error}") from None
+        if self.rank is not None and self.rank < 1:
+            raise ValueError(f"a low-rank update has a rank of 1 or more, not {self.rank}")
+
+    def matches(self, path: str) -> bool:
+        """Returns whether the whole of `path` matches."""
+        return re.fullmatch(self.path_regex, path) is not None
+
+
+def init_tree(
+    params: Any,
+    rules: Sequence[Rule],
+    *,
+    key: jax.Array,
+    model: Callable | None = None,
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+) -> Any:
+    """Gives weights of a model updates of low rank, which are zero to begin with.
+
+    **Arguments:**
+
+    - `params`: any pytree, whose weights may be dense, quantised, or implicit in another way.
+    - `rules`: the first that matches the path of a leaf is the one that counts.
+    - `key`: a PRNG key; each weight has one of its own of it.
+    - `model`, `args`, `kwargs`: the program, as for `vn.quant.quantize_tree`: an update goes from
+      the axes that its products contract to those that they leave, and a weight that stands for
+      several, as of layers or of experts, has as many. Without it, each is a matrix
+      `[..., in, out]`.
+
+    **Returns:** the tree with a `LoraArray` in place of each floating array of rank 2 and up that a
+    rule with a rank matches. `vn.trainable` says which leaves to train.
+
+    **Raises:** `ValueError`, naming the path, where the axes do not lie as a `LoraArray` has them.
+    Warns with `UserWarning` of a rule that matches no path, of a weight that the program has in no
+    product, which stays as it is, and of an update that is as large as its weight.
+
+    >>> import jax, jax.numpy as jnp, veneer as vn
+    >>> params = {"query": jnp.ones((512, 8, 64)), "norm": jnp.ones(512)}
+    >>> def model(params, x):
+    ...     return jnp.einsum("td,dhk->thk", x * params["norm"], params["query"])
+    >>> rules = [vn.lora.Rule(".*", rank=4)]
+    >>> x = jnp.ones((3, 512))
+    >>> tuned = vn.lora.init_tree(params, rules, key=jax.random.key(0), model=model, args=(x,))
+    >>> tuned["query"].a.shape, tuned["query"].b.shape
+    ((512, 4), (4, 8, 64))
+    """
+    paths, leaves, treedef = flatten_with_paths(params)
+    warn_of_unmatched(rules, paths, stacklevel=3)
+    chosen = {}
+    for path, leaf in zip(paths, leaves, strict=True):
+        rule = next((rule for rule in rules if rule.matches(path)), None)
+        if rule is not None and rule.rank is not None and _can_be_updated(leaf):
+            chosen[path] = rule
+    program = program_of(params, model, args, kwargs)
+    if program is not None:
+        uses = uses_of(program, params, lambda path, _: path in chosen, args or (), kwargs)
+        unused = [path for path, of_path in uses.items() if not _telling(of_path)]
+        large = [path for path in unused if any(len(use.free) > 1 for use in uses[path])]
+        if large:
+            message = f"no product of the program has {some_of(large)}, so it has no update"
+            warnings.warn(message, UserWarning, stacklevel=2)
+        chosen = {path: rule for path, rule in chosen.items() if path not in unused}
+    keys = dict(zip(chosen, jax.random.split(key, max(1, len(chosen))), strict=False))
+    new, larger = [], []
+    for path, leaf in zip(paths, leaves, strict=True):
+        if path not in chosen:
+            new.append(leaf)
+            continue
+        axes = {} if program is None else _axes(path, leaf, _telling(uses[path])[0])
+        options = dataclasses.asdict(chosen[path])
+        del options["path_regex"]
+        new.append(LoraArray.init(leaf, **options, key=keys[path], **axes))
+        if new[-1].a.size + new[-1].b.size >= leaf.size:
+            larger.append(f"{path} {list(leaf.shape)}")
+    if larger:
+        remedy = "a lower rank" + ("" if program else ", or the program, as model= and args=")
+        message = f"an update is as large as its weight: {some_of(larger)}; pass {remedy}"
+        warnings.warn(message, UserWarning, stacklevel=2)
+    return jax.tree.unflatten(treedef, new)
+
+
+def _can_be_updated(leaf: Any) -> bool:
+    aval = leaf.aval() if isinstance(leaf, Value) else leaf
+    floating = getattr(aval, "ndim", 0) >= 2 and aval.dtype in QUANTIZABLE
+    return floating and not isinstance(leaf, LoraArray)
+
+
+def _telling(uses: Sequence[Use]) -> list[Use]:
+    """The uses that say which axes come in: products before look-ups."""
+    return sorted((use for use in uses if use.says_axes), key=lambda use: not use.is_product)
+
+
+def _axes(path: str, leaf: Any, use: Use) -> dict[str, Any]:
+    """How many axes of a weight come in and go out, and which of the two are contracted."""
+    kinds = ["in" if i in use.contracted else "out" if i in use.free else "" for i in range(-leaf.ndim, 0)]
+    last = kinds[-1]
+    count = 0
+    raise NotImplementedError

@@ -1,0 +1,266 @@
+"""What a program does with its weights: which of their axes its products contract.
+
+The program is traced, on shapes and dtypes alone. In place of each weight stands a `TrackedWeight`,
+which remembers where its axes have gone, and notes each product and each look-up that it meets.
+"""
+
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+from jax.typing import ArrayLike
+
+from ..._core.primitives.dimension_numbers import DotDimensionNumbers
+from ..._core.rules import register
+from ..._core.transform import implicit, redispatch
+from ..._core.tree import static
+from ..._core.value import is_value
+from ..._jax.primitives import Primitive, find_primitive
+from ..._jax.source_lines import user_line
+from ..product_weights import ProductWeight
+from .rules import flatten_with_paths
+
+LOOK_UP = "gather"
+
+Axes = frozenset[int]  # of a weight as it is stored, counted from the end
+
+
+class Use(NamedTuple):
+    """What a program does with a weight, at a line.
+
+    **Arguments:**
+
+    - `primitive`: a product; `LOOK_UP`, of rows; or another, which makes it dense.
+    - `contracted`: the axes that a product sums over; of a look-up, those of what is looked up.
+    - `free`: those that the result has, or along which something is looked up. All others are of a
+      batch, or of a stack of weights of which this is one.
+    - `line`: the user's.
+    """
+
+    primitive: str
+    contracted: Axes
+    free: Axes
+    line: str
+
+    @property
+    def is_product(self) -> bool:
+        """Whether it is a product."""
+        return self.primitive in _CONTRACTIONS
+
+    @property
+    def says_axes(self) -> bool:
+        """Whether it says which axes should share a scale."""
+        return self.is_product or self.primitive == LOOK_UP
+
+    def __str__(self) -> str:
+        axes = ", ".join(map(str, sorted(self.contracted)))
+        if self.is_product:
+            return f"{self.primitive} sums over axis {axes} at {self.line}"
+        if self.primitive == LOOK_UP:
+            return f"rows along axis {axes} are looked up at {self.line}"
+        return f"{self.primitive} at {self.line}"
+
+
+_tokens = itertools.count()
+_uses: dict[int, dict[str, list[Use]]] = {}
+
+
+class Source(NamedTuple):
+    """Where the axes of a tracked array come from.
+
+    **Arguments:**
+
+    - `path`: of the weight.
+    - `origins`: for each axis of the array, those of the weight that it was. A scan takes axes off
+      the front, and may put new ones there: both are counted from the end.
+    - `looked_up`: axes along which rows have been looked up.
+    """
+
+    path: str
+    origins: tuple[Axes, ...]
+    looked_up: Axes = Axes()
+
+    def of(self, axes: Collection[int], ndim: int) -> Axes:
+        """Returns the axes of the weight that some of `ndim` were, counted from the front."""
+        before = len(self.origins) - ndim
+        return Axes().union(*(self.origins[before + i] for i in axes if before + i >= 0))
+
+    def moved(self, places: Sequence[Sequence[int]], ndim: int) -> "Source":
+        """Returns the source of an array of other axes, as `ProductWeight.with_axes` is told."""
+        origins = [Axes()] * ndim
+        for axis, new in enumerate(places):
+            for i in new:
+                origins[i] |= self.of([axis], len(places))
+        return self._replace(origins=tuple(origins))
+
+
+class TrackedWeight(ProductWeight):
+    """A weight, or some put together, that notes what a program does with it."""
+
+    array: Any
+    contracting: tuple[int, ...] = static()  # none: sources say more of the axes
+    token: int = static()
+    sources: tuple[Source, ...] = static()
+
+    def with_axes(self, places: Sequence[Sequence[int]], ndim: int) -> "TrackedWeight":
+        """Returns the weight with the sources of the axes that there are now."""
+        return self.changed(sources=tuple(source.moved(places, ndim) for source in self.sources))
+
+    def note(
+        self, primitive: str, contracted: Collection[int] = (), batch: Collection[int] = ()
+    ) -> None:
+        """Notes a product, by axes counted from the front; or another use.
+
+        That is a look-up where there was one before, whose rows something takes.
+        """
+        line = user_line()
+        for source in self.sources:
+            summed = source.of(contracted, self.ndim)
+            free = source.of([i for i in range(self.ndim) if i not in batch], self.ndim) - summed
+            if source.looked_up and primitive not in _CONTRACTIONS:
+                primitive, summed, free = LOOK_UP, free, source.looked_up
+            use = Use(primitive, summed, free, line)
+            uses = _uses[self.token][source.path]
+            if use not in uses:
+                uses.append(use)
+
+    def materialise(self) -> Any:
+        """The weight, which something takes that knows no other."""
+        self.note("materialise")
+        return super().materialise()
+
+    @staticmethod
+    def default(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]) -> Any:
+        """Notes what the primitive does with each weight, and gives what it gives of them."""
+        for i, x in enumerate(values):
+            if isinstance(x, TrackedWeight):
+                axes_of = _CONTRACTIONS.get(primitive.name, lambda i, params: ())
+                x.note(primitive.name, *axes_of(i, params))
+        return ProductWeight.default(primitive, values, params)
+
+
+def _of_dot_general(i: int, params: Mapping[str, Any]) -> Sequence[Collection[int]]:
+    contracted, batch = DotDimensionNumbers.of(params["dimension_numbers"])
+    return contracted[i], batch[i]
+
+
+def _of_ragged_dot_general(i: int, params: Mapping[str, Any]) -> Sequence[Collection[int]]:
+    numbers = params["ragged_dot_dimension_numbers"]
+    contracted, batch = numbers.dot_dimension_numbers
+    return contracted[i], (*batch[i], *(numbers.rhs_group_dimensions if i == 1 else ()))
+
+
+def _of_convolution(i: int, params: Mapping[str, Any]) -> Sequence[Collection[int]]:
+    spec = params["dimension_numbers"][i]
+    return (spec[1:],) if i == 1 else (spec[1:2],)
+
+
+#: By product, the axes that it contracts of an operand of a number, and those of a batch.
+_CONTRACTIONS: dict[str, Callable[..., Sequence[Collection[int]]]] = {
+    "dot_general": _of_dot_general,
+    "ragged_dot_general": _of_ragged_dot_general,
+    "conv_general_dilated": _of_convolution,
+}
+
+
+@register("gather")
+def _gather(w: TrackedWeight, indices: ArrayLike, **params: Any) -> Any:
+    """What is looked up is one weight of a stack, an expert's or a row: what follows will tell."""
+    numbers = params["dimension_numbers"]
+    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    places: list[Sequence[int]] = [() for _ in range(w.ndim)]
+    left = (axis for axis in range(w.ndim) if axis not in gone)
+    for i, axis in zip(numbers.offset_dims, left, strict=True):
+        places[axis] = (i,)
+    bind = find_primitive("gather").bind
+    array = redispatch(lambda x, i: bind(x, i, **params), w.array, indices)
+    rows = numbers.collapsed_slice_dims
+    sources = [
+        source.moved(places, array.ndim)._replace(
+            looked_up=source.looked_up | source.of(rows, w.ndim)
+        )
+        for source in w.sources
+    ]
+    return w.changed(array=array, sources=tuple(sources))
+
+
+@register("concatenate")
+def _concatenate(*operands: TrackedWeight, dimension: int) -> TrackedWeight:
+    """Of weights, as of those of query, key and value, which meet the same operand."""
+    join = partial(redispatch, lambda *xs: lax.concatenate(xs, dimension))
+    array = join(*(w.array for w in operands))
+    sources = (source for w in operands for source in w.sources)
+    return operands[0].changed(array=array, sources=tuple(dict.fromkeys(sources)))
+
+
+def uses_of(
+    call: Callable,
+    params: Any,
+    is_weight: Callable[[str, Any], bool],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> dict[str, list[Use]]:
+    """Returns what a program does with its weights, by their paths, in the order of the program.
+
+    **Arguments:**
+
+    - `call`: the program, a function of the parameters and of `args` and `kwargs`. It is traced on
+      the shapes and dtypes of arrays; other leaves are as they are.
+    - `params`: a tree.
+    - `is_weight`: of the path and the leaf, which may be implicit, whether its uses are asked for.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from veneer.quant.models.uses import uses_of
+    >>> params = {"table": jnp.ones((50, 8)), "kernel": jnp.ones((8, 2, 4))}
+    >>> def model(params, ids):
+    ...     return jnp.einsum("td,dhk->thk", params["table"][ids], params["kernel"])
+    >>> uses = uses_of(model, params, lambda path, leaf: True, (jnp.arange(3),))
+    >>> {path: [sorted(use.contracted) for use in uses] for path, uses in uses.items()}
+    {'kernel': [[-3]], 'table': [[-1]]}
+    """
+    paths, leaves, treedef = flatten_with_paths(params)
+    token = next(_tokens)
+    weights = {
+        i for i, (path, leaf) in enumerate(zip(paths, leaves, strict=True)) if is_weight(path, leaf)
+    }
+    uses: dict[str, list[Use]] = {path: [] for i, path in enumerate(paths) if i in weights}
+
+    def tracked(i: int, x: Any) -> Any:
+        if i not in weights:
+            return x
+        origins = tuple(Axes([axis]) for axis in range(-x.ndim, 0))
+        return TrackedWeight(x, (), token, (Source(paths[i], origins),))
+
+    def run(leaves: Any, args: Any, kwargs: Any) -> None:
+        params = jax.tree.unflatten(treedef, [tracked(i, x) for i, x in enumerate(leaves)])
+        out = implicit(call)(params, *args, **kwargs)
+        for x in jax.tree.leaves(out, is_leaf=is_value):
+            if isinstance(x, TrackedWeight):
+                x.note("return")
+
+    stand_ins = [
+        leaf.aval() if is_value(leaf) and i in weights else leaf for i, leaf in enumerate(leaves)
+    ]
+    _uses[token] = uses
+    try:
+        _traced(run, stand_ins, tuple(args), dict(kwargs or {}))
+    finally:
+        del _uses[token]
+    return uses
+
+
+def _traced(function: Callable, *trees: Any) -> None:
+    """Traces a function of trees, whose arrays are abstract and whose other leaves are not."""
+    leaves, treedef = jax.tree.flatten(trees)
+    at = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
+
+    def of_arrays(arrays: Sequence[Any]) -> None:
+        full = list(leaves)
+        for i, array in zip(at, arrays, strict=True):
+            full[i] = array
+        function(*jax.tree.unflatten(treedef, full))
+
+    jax.eval_shape(of_arrays, [jax.ShapeDtypeStruct(leaves[i].shape, leaves[i].dtype) for i in at])
