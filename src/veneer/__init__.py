@@ -10,6 +10,7 @@
     hijax               high types: implicit arrays as operands of plain JAX functions
     numba               JAX functions as native ones
     interop             files, and other libraries
+    lora                updates of low rank, by rules on paths
     tree                trees in which an implicit array is one leaf
     straight_through    `ste`: the value of a function, with the derivative of the identity
     training            which arrays are trained: `freeze`, `trainable`
@@ -35,7 +36,7 @@ from ._report.explain import explain
 from ._report.report import Report
 
 if TYPE_CHECKING:
-    from . import hijax, numba, quant, tree, types
+    from . import hijax, lora, numba, quant, tree, types
     from .hijax.jit import jit
     from .interop.safetensors import load, save
     from .parameter_table import summary
@@ -59,6 +60,7 @@ __all__ = [
     "implicit",
     "jit",
     "load",
+    "lora",
     "materialise",
     "numba",
     "quant",
@@ -82,6 +84,7 @@ _LAZY = {
     "hijax": "hijax",
     "jit": "hijax.jit",
     "load": "interop.safetensors",
+    "lora": "lora",
     "numba": "numba",
     "quant": "quant",
     "save": "interop.safetensors",

@@ -1,10 +1,11 @@
 """LoRA by rules on paths: updates of low rank for the weights of a model.
 
-`init_tree` gives the weights that a rule names a `vn.types.LoraArray` each; which of their axes come
-in and which go out is seen in the program. Beside it are the functions of trees that hold some.
+`init_tree` gives the weights that a rule names a `vn.types.LoraArray` each. Which of their axes
+come in and which go out is seen in the program. Beside it are the functions of trees of such.
 """
 
 import dataclasses
+import itertools
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -12,10 +13,9 @@ from typing import Any
 
 import jax
 
-from ._core.value import Value, is_value
-from .quant.models.program import program_of
+from ._core.value import Value
 from .quant.models.rules import flatten_with_paths, some_of, warn_of_unmatched
-from .quant.models.uses import Use, uses_of
+from .quant.models.uses import Use, program_of, uses_of
 from .quant.qarray import QUANTIZABLE
 from .types.lora import LoraArray, join, merge, split, with_dropout, without_dropout
 
@@ -156,8 +156,13 @@ def _telling(uses: Sequence[Use]) -> list[Use]:
 
 
 def _axes(path: str, leaf: Any, use: Use) -> dict[str, Any]:
-    """How many axes of a weight come in and go out, and which of the two are contracted."""
-    kinds = ["in" if i in use.contracted else "out" if i in use.free else "" for i in range(-leaf.ndim, 0)]
-    last = kinds[-1]
-    count = 0
-    raise NotImplementedError
+    """How many axes of a weight go in and out, and on which side a product contracts."""
+    sides = [(i in use.contracted) - (i in use.free) for i in range(-leaf.ndim, 0)]
+    runs = [(side, len(list(run))) for side, run in itertools.groupby(sides)]
+    if len(runs) < 2 or 0 in (runs[-1][0], runs[-2][0]):
+        raise ValueError(
+            f"no update of low rank of {path} {list(leaf.shape)}: axes that products contract do not "
+            f"lie beside those that they leave, at its end: {use}"
+        )
+    (_, ins), (last, outs) = runs[-2:]
+    return {"in_ndim": ins, "out_ndim": outs, "dropped": "in" if last < 0 else "out"}

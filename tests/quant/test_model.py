@@ -1,3 +1,4 @@
+import dataclasses
 import warnings
 from typing import NamedTuple
 
@@ -5,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import veneer as vn
 from veneer.quant import ActivationQuantized, QArray, Rule, quantize, quantize_tree
 
 
@@ -86,14 +88,25 @@ def test_arrays_that_are_quantised_already_stay_as_they_are():
         (3, 0, (1, 8, 4)),
         (0.25, -2, (3, 4, 4)),
         (1.0, -1, (3, 8, 1)),
+        ({-2: 4, -1: 2}, -2, (3, 2, 2)),
+        ({1: 0.25, -1: 1.0}, -2, (3, 4, 1)),
+        ({-1: 2}, -2, (3, 1, 2)),
+        ({0: 3}, -2, (1, 1, 4)),
+        ({-3: 3, -2: 2}, (-3, -2), (1, 4, 4)),
+        ({-2: 2}, (-3, -2), (1, 4, 4)),
+        ({}, -2, (3, 1, 4)),
     ],
 )
-def test_scales_are_channelwise_on_every_axis_but_the_tiled_one(tile_size, tile_axis, scale_shape):
+def test_scales_are_channelwise_on_every_axis_but_the_tiled_ones(tile_size, tile_axis, scale_shape):
     rule = Rule("", "int8", tile_size=tile_size, tile_axis=tile_axis)
     q = quantize_tree(jnp.ones((3, 8, 4)), [rule])
     assert q.scale.shape == scale_shape
     trained = quantize_tree(jnp.ones((3, 8, 4)), [rule], train=True)
     assert trained.quantize().scale.shape == scale_shape
+    turned = vn.implicit(lambda w: w.transpose(0, 2, 1))(trained)
+    order = scale_shape[0], scale_shape[2], scale_shape[1]
+    assert turned.quantize().scale.shape == order
+    assert trained.changed(key=None).quantize().tile_shape == q.tile_shape
 
 
 def test_a_rule_that_matches_nothing_is_told_with_paths_that_it_might_have_meant():
@@ -114,6 +127,9 @@ def test_a_rule_that_an_earlier_one_overrides_is_not_told_of():
             Rule(".*kernel", "int4", tile_size=3),
             r"layers\.0\.kernel: a tile of 3 .* sizes that do: 1, 2, 4",
         ),
+        (Rule(".*kernel", "int4", tile_size={-2: 4, 1: 3}), r"kernel: a tile of 3 .* sizes that"),
+        (Rule(".*kernel", "int4", tile_size={-3: 4}), r"kernel: .*-3.*\(4, 8\)"),
+        (Rule(".*kernel", "int4", tile_size={-2: 4, 0: 4}), r"kernel: .*\(4, 8\).* twice"),
         (Rule(".*kernel", "int4", tile_axis=-3), r"layers\.0\.kernel: tile_axis -3 .* \(4, 8\)"),
     ],
 )
@@ -130,6 +146,9 @@ def test_a_tile_that_does_not_fit_is_refused_with_the_path(rule, message):
         ((".*", "int8"), {"tile_size": 0}, "tile_size is a number of values, not 0"),
         ((".*", "int8"), {"tile_size": 1.5}, "tile_size is a share of the axis up to 1, not 1.5"),
         ((".*", "int8"), {"tile_size": 0.0}, "tile_size is a share of the axis up to 1, not 0.0"),
+        ((".*", "int8"), {"tile_size": {-1: 0}}, "tile_size is a number of values, not 0"),
+        ((".*", "int8"), {"tile_size": {-1: 2.0}}, "tile_size is a share of the axis up to 1"),
+        ((".*", "mxfp4"), {"tile_size": {-2: 32, -1: 2}}, "mxfp4 is defined for tiles of 32"),
         ((".*", "mxfp4"), {"tile_size": 0.5}, "mxfp4 is defined for tiles of 32, not 0.5"),
         ((".*", "mxfp4"), {"tile_size": 64}, "mxfp4 is defined for tiles of 32, not 64"),
         ((".*", "int8"), {"tile_axis": ()}, "tile_axis names no axis"),
@@ -159,7 +178,8 @@ def test_a_rule_that_cannot_work_is_refused_where_it_is_written(args, kwargs, me
 
 
 @pytest.mark.parametrize(
-    "kwargs", [{"tile_size": "4"}, {"tile_axis": 0.5}, {"tile_axis": (0, "1")}]
+    "kwargs",
+    [{"tile_size": "4"}, {"tile_size": {"a": 4}}, {"tile_axis": 0.5}, {"tile_axis": (0, "1")}],
 )
 def test_what_is_no_integer_is_refused_where_it_is_written(kwargs):
     (name,) = kwargs
@@ -176,6 +196,10 @@ def test_a_rule_is_shown_as_it_is_written():
     rule = Rule("w", "int8", tile_axis=[-3, -2], act_qtype="int8")
     assert repr(rule) == "Rule('w', 'int8', tile_axis=(-3, -2), act_qtype='int8')"
     assert eval(repr(rule)) == rule
+    assert hash(rule) == hash(eval(repr(rule)))
+    rule = Rule("w", "int8", tile_size={-2: 128, -1: 64})
+    assert repr(rule) == "Rule('w', 'int8', tile_size={-2: 128, -1: 64})"
+    assert eval(repr(rule)) == rule == dataclasses.replace(rule)
     assert hash(rule) == hash(eval(repr(rule)))
 
 

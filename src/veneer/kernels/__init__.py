@@ -8,6 +8,7 @@ Kernels know no types: a matrix is codes in bytes, scales and zero points.
     quantize        codes and scales of an array, as a JAX primitive
     select          which kernel computes which product, and `use`
     bit_planes      small numbers of any bits in bytes, without gaps
+    pruning         which entries of a group are largest
     cpu             kernels for the CPU
 """
 

@@ -38,6 +38,9 @@ from .ops import einsum as einsum
 from .ops import ragged_dot as ragged_dot
 from .ops import ragged_dot_general as ragged_dot_general
 from .qarray import QArray as QArray
+from .training import BackwardProduct as BackwardProduct
 from .training import FakeQuantized as FakeQuantized
 from .training import convert as convert
+from .training import sparsity_masks as sparsity_masks
+from .training import with_masks as with_masks
 from .training import with_stochastic_rounding as with_stochastic_rounding

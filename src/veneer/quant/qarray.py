@@ -12,7 +12,7 @@ from .._core.leaf_axes import LeafAxis, Movement, aligned
 from .._core.surface.array import ImplicitArray
 from .._core.tree import static
 from .formats import FORMATS, Format, get_format
-from .formats.packing import UNITS, Packing, pack, packed_size, unpack
+from .formats.packing import UNITS, Packing, axis_to_pack, pack, packed_size, unpack
 from .formats.tiles import Leaf, Shape, divides, over_tiles, tile_shape
 
 _NARROW_INTEGERS = {"int2": "int8", "int4": "int8", "uint2": "uint8", "uint4": "uint8"}
@@ -270,11 +270,13 @@ class QArray(ImplicitArray):
 
 
 def pack_codes(codes: jax.Array, format: Format) -> tuple[jax.Array, Packing | None]:
-    """Returns codes as they are stored: packed along the last axis where they are below 8 bits."""
+    """Returns codes as they are stored: packed where they are below 8 bits."""
     if format.bits == 8:
         return codes.astype(format.code_dtype), None
     fields = format.to_fields(codes)
-    return pack(fields, format.bits) if codes.ndim else (fields, None)
+    if not codes.ndim:
+        return fields, None
+    return pack(fields, format.bits, axis_to_pack(codes.shape, format.bits))
 
 
 def _format_of_codes(qvalue: Leaf, qtype: DTypeLike | None) -> Format:

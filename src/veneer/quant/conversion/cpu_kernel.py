@@ -8,7 +8,7 @@ import numpy as np
 
 from ...kernels.quantize import Quantizer, quantize, serves
 from ..formats import FORMATS
-from ..formats.packing import Packing
+from ..formats.packing import Packing, axis_to_pack
 from ..formats.tiles import Shape
 from ..qarray import QArray
 from .calibration import Calibration
@@ -22,11 +22,13 @@ CodesByXla = Callable[[jax.Array, Shape], tuple[jax.Array, jax.Array]]
 def has_kernel(array: jax.Array, params: "QuantizeParams") -> bool:
     """Whether a kernel finds the same codes and scales, bit by bit, on a CPU."""
     spec = getattr(jax.typeof(array).sharding, "spec", ())
+    format = FORMATS[params.format]
     return (
         array.dtype == np.float32
         and params.scale_dtype == "float32"
         and params.calibration == Calibration("absmax", ())
         and all(entry is None for entry in spec)
+        and (format.bits >= 8 or axis_to_pack(array.shape, format.bits) == -1)
         and serves(params.format, array.shape, params.counts)
     )
 

@@ -1,11 +1,16 @@
 """Which values of an operand share a scale, by the axes that a product contracts."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..formats import Format
 from ..formats.tiles import Shape
+from .quantize import tile_in
+
+# How many values share a scale along the last axis that is contracted; or along each axis, counted
+# from the end.
+TileSize = int | tuple[tuple[int, int], ...] | None
 
 
 @dataclass(frozen=True)
@@ -26,24 +31,48 @@ class ScaleAxes:
 
 
 def scale_axes_of(
-    ndim: int, shared: Sequence[int], format: Format | None, tile_size: int | None = None
+    ndim: int, shared: Sequence[int], format: Format | None, tile_size: TileSize = None
 ) -> ScaleAxes:
     """Returns those with which values share a scale along some axes, and along no others.
 
     **Arguments:**
 
     - `ndim`: how many axes there are.
-    - `shared`: those along which a scale is shared, which a product contracts; the last of them is
-      the one that tiles cut.
-    - `format`: one that is defined for a tile (mxfp4) has it along that axis, and nothing else
-      shares.
-    - `tile_size`: how many values along that axis share a scale; None is all of them.
+    - `shared`: those along which a scale is shared, which a product contracts, from the front.
+    - `format`: one that is defined for a tile (mxfp4) has it along the last of these, and nothing
+      else shares.
+    - `tile_size`: how many values share a scale, along the last of `shared` or along each axis; an
+      axis that has tiles need not be contracted. None is all of them.
     """
-    *whole, last = shared if shared else [None]
     if format is not None and format.tile_size is not None:
-        whole, tile_size = [], tile_size or format.tile_size
-    tiled = () if tile_size is None or last is None else ((last, int(tile_size)),)
-    return ScaleAxes(tuple(axis for axis in range(ndim) if axis not in (*whole, last)), tiled)
+        shared, tile_size = shared[-1:], tile_size or format.tile_size
+    if isinstance(tile_size, tuple):
+        tiled = tuple((axis % ndim, size) for axis, size in tile_size)
+    else:
+        tiled = () if tile_size is None or not shared else ((shared[-1], int(tile_size)),)
+    parted = {*shared, *(axis for axis, _ in tiled)}
+    return ScaleAxes(tuple(axis for axis in range(ndim) if axis not in parted), tiled)
+
+
+def tile_size_in(shape: Shape, shared: Sequence[int], tile_size: Any) -> TileSize:
+    """Returns a size of tiles, or one for each of several axes, as whole numbers of values.
+
+    **Arguments:**
+
+    - `shape`: of the array.
+    - `shared`: the contracting axes; a single size is that along the last.
+    - `tile_size`: a number of values, or as a float a share of the axis; or `{axis: such a size}`.
+
+    **Raises:** `ValueError` for an axis out of range or named twice, and a share above 1.
+    """
+    if tile_size is None:
+        return None
+    if not isinstance(tile_size, Mapping | tuple):
+        return tile_in(shape, shared[-1], tile_size)
+    sizes = dict(tile_size)
+    axes = from_the_end(tuple(sizes), shape) if sizes else ()
+    pairs = zip(axes, sizes.values(), strict=True)
+    return tuple(sorted((axis, tile_in(shape, axis, size)) for axis, size in pairs))
 
 
 def from_the_end(axes: int | Sequence[int], shape: Shape) -> tuple[int, ...]:

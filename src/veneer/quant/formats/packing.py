@@ -8,6 +8,7 @@ XLA's own int4 arrays take one byte a value on CPU and are refused by some of it
 codes are uint8 in storage, and int8 or uint8 in arithmetic.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -56,6 +57,25 @@ def packed_size(size: int, bits: int | float) -> int:
     """
     codes, bytes_ = UNITS[bits]
     return -(-size // codes) * bytes_
+
+
+def axis_to_pack(shape: Sequence[int], bits: int | float) -> int:
+    """Returns the axis, counted from the end, along which codes of an array are packed.
+
+    The last; or another but the first, where units that are partly empty are an eighth more there,
+    as for a convolution's kernel `[out, in, 3, 3]`.
+
+    >>> from veneer.quant.formats.packing import axis_to_pack
+    >>> axis_to_pack((64, 33), 4), axis_to_pack((128, 64, 3, 3), 4)
+    (-1, -3)
+    """
+    codes, bytes_ = UNITS[bits]
+
+    def excess(axis: int) -> float:
+        return packed_size(shape[axis], bits) * codes / (bytes_ * max(shape[axis], 1))
+
+    others = range(-2, -len(shape), -1)
+    return -1 if excess(-1) < 1.125 else min((-1, *others), key=excess)
 
 
 def pack(fields: ArrayLike, bits: int | float, axis: int = -1) -> tuple[jax.Array, Packing]:

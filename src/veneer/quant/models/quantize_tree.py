@@ -15,6 +15,7 @@ from ..observation.statistics import ActivationStatistics
 from ..qarray import QArray
 from ..training import FakeQuantized
 from .rules import (
+    TRAINING,
     Rule,
     can_be_quantized,
     flatten_with_paths,
@@ -22,7 +23,7 @@ from .rules import (
     some_of,
     warn_of_unmatched,
 )
-from .uses import Use, uses_of
+from .uses import Use, program_of, uses_of
 from .usual_rules import usual_rules
 
 
@@ -59,8 +60,8 @@ def quantize_tree(
     does what no rule matches; arrays that are implicit already stay as they are.
 
     **Raises:** `ValueError`, naming the path, where a tile does not divide its axis, or where
-    statistics are asked for and missing; for a `grad_qtype` without `train`; for the name of a
-    format without a program. Warns with `UserWarning` of a rule that matches no path, and of
+    statistics are asked for and missing; for what is for training without `train`; for the name of
+    a format without a program. Warns with `UserWarning` of a rule that matches no path, and of
     statistics that no rule asks for; of a weight that two products contract along different axes,
     of one that stays dense as the program adds to it or the like, and of one that quantising makes
     hardly smaller.
@@ -81,7 +82,7 @@ def quantize_tree(
     ((8, 8, 64), 4.5)
     """
     paths, leaves, treedef = flatten_with_paths(params)
-    program = _program(params, model, args, kwargs)
+    program = program_of(params, model, args, kwargs)
     uses = None
     if program is not None:
         is_weight = lambda path, leaf: can_be_quantized(leaf)
@@ -108,33 +109,14 @@ def quantize_tree(
     return jax.tree.unflatten(treedef, quantized)
 
 
-def _program(params: Any, model: Callable | None, args: Any, kwargs: Any) -> Callable | None:
-    if isinstance(args, str) or not isinstance(args, Sequence | None):
-        raise TypeError(
-            f"args are those that the model takes after its parameters, as a tuple (x,), not "
-            f"{type(args).__name__}"
-        )
-    if model is not None:
-        if not callable(model):
-            raise TypeError(f"model is a function of params and of args, not {model!r}")
-        return model
-    if args is None and kwargs is None:
-        return None
-    if not callable(params):
-        raise TypeError(
-            f"args are for a program: pass it, as model=, for {type(params).__name__} cannot be "
-            "called"
-        )
-    return lambda params, *args, **kwargs: params(*args, **kwargs)
-
-
 def _check(
     rules: Sequence[Rule], train: bool, statistics: Mapping[str, ActivationStatistics] | None
 ) -> None:
     for rule in rules:
-        if rule.grad_qtype is not None and not train:
+        stated = [name for name in TRAINING if getattr(rule, name) is not None]
+        if stated and not train:
             raise ValueError(
-                f"grad_qtype is for training, by quantize_tree(..., train=True): {rule}"
+                f"{stated[0]} is for training, by quantize_tree(..., train=True): {rule}"
             )
         if rule.act_range != "dynamic" and train:
             raise ValueError(
@@ -155,8 +137,7 @@ def _quantized(
 ) -> Any:
     try:
         if train:
-            wanted = rule.qtype or rule.act_qtype or rule.grad_qtype
-            return FakeQuantized.from_rule(leaf, rule) if wanted else leaf
+            return FakeQuantized.from_rule(leaf, rule) if _has_format(rule) else leaf
         of_leaf = None if statistics is None else statistics.get(path)
         if statistics is not None and of_leaf is None and rule.act_range != "dynamic":
             raise ValueError(
@@ -199,7 +180,7 @@ def _along_the_program(
 
 
 def _has_format(rule: Rule) -> bool:
-    return any((rule.qtype, rule.act_qtype, rule.grad_qtype))
+    return any(getattr(rule, name) is not None for name in ("qtype", "act_qtype", *TRAINING))
 
 
 def _use_for_axes(path: str, uses: Sequence[Use]) -> Use | None:
@@ -226,7 +207,7 @@ def _warn_of_large(
     large = []
     for path, x in zip(paths, quantized, strict=True):
         q = x.array if isinstance(x, ActivationQuantized) else x
-        if path not in chosen or not isinstance(q, QArray) or q.size == 0:
+        if path not in chosen or not isinstance(q, QArray) or q.size < _MATTERS:
             continue
         scales = sum(leaf.size for leaf in jax.tree.leaves(q.scale))
         asked = located or chosen[path].tile_size is not None or q.format.tile_size is not None
@@ -245,3 +226,5 @@ def _warn_of_large(
 
 #: So few values that share a scale are a mistake.
 _FEW = 8
+#: What is smaller than this may be as large as it likes.
+_MATTERS = 1024

@@ -14,13 +14,17 @@ from ..._core.value import is_value
 from ..activations import ActivationQuantized, check_activation_format
 from ..conversion.calibration import check_calibration
 from ..conversion.quantize import quantize, tile_in
-from ..conversion.scale_axes import scale_axes_of
+from ..conversion.scale_axes import scale_axes_of, tile_size_in
 from ..formats import get_format
 from ..formats.tiles import Shape
 from ..observation.statistics import ActivationStatistics, static_range
 from ..qarray import QUANTIZABLE
+from ..training import BackwardProduct
+from ..training.backward import check_tile_size
+from ..training.sparsity import check_sparsity
 
 RANGES = ("dynamic", "mean", "exponential", "widest")
+TRAINING = ("grad_qtype", "grad_input", "grad_weight", "sparsity")  # what is for training alone
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -34,7 +38,8 @@ class Rule:
     - `qtype`: the format, or None to leave the parameter dense.
     - `tile_size`: how many values along `tile_axis` share a scale; a float is the share of the axis
       that they take, so that 0.25 is four tiles. None is all of them, or the tile that the format
-      is defined for.
+      is defined for. `{axis: size}` has a tile along each axis that it names, contracting or not:
+      `{-2: 128, -1: 128}` is a scale for each block of 128 by 128.
     - `tile_axis`: the contracting axis: -2 for a JAX kernel `[..., in, out]`, -1 for a torch weight
       `[out, in]` or an embedding table `[rows, features]`. Every other axis is channelwise. Where a
       product contracts several, which then share a scale, all of them, the one that is tiled last:
@@ -50,6 +55,11 @@ class Rule:
       the `"widest"` of them.
     - `grad_qtype`: for training, the format that gradients are quantised to in the products of the
       backward pass; None leaves them as they are.
+    - `grad_input`, `grad_weight`: for training, how the product is quantised that gives the
+      gradient of the activations, and the one that gives that of the weight; None is
+      `BackwardProduct(grad_qtype)`.
+    - `sparsity`: for training, `(n, m)`: of each m neighbours along the last contracting axis the
+      n largest are kept, and the others are 0; None keeps all.
 
     **Raises:** `ValueError` for a regex that does not compile, an unknown format, method or range,
     a tile below 1, a share above 1, one that is not the format's, and a field that says how to do
@@ -63,13 +73,16 @@ class Rule:
     path_regex: str
     qtype: str | None
     _: dataclasses.KW_ONLY
-    tile_size: int | np.integer | float | None = None
+    tile_size: int | np.integer | float | Mapping[int, int | float] | None = None
     tile_axis: int | np.integer | Sequence[int | np.integer] | None = None
     calibration_method: str | None = None
     act_qtype: str | None = None
     act_calibration_method: str | None = None
     act_range: str = "dynamic"
     grad_qtype: str | None = None
+    grad_input: BackwardProduct | None = None
+    grad_weight: BackwardProduct | None = None
+    sparsity: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         try:
@@ -80,6 +93,9 @@ class Rule:
         self._check_methods()
         if self.grad_qtype is not None:
             get_format(self.grad_qtype)
+        if self.sparsity is not None:
+            pattern = check_sparsity(self.sparsity, self.qtype)
+            object.__setattr__(self, "sparsity", pattern)
 
     def _check_tiles(self) -> None:
         axes = self.tile_axis
@@ -90,16 +106,15 @@ class Rule:
         for axis in self._tile_axes():
             if not isinstance(axis, int | np.integer):
                 raise TypeError(f"tile_axis is an axis, or a sequence of them, not {axes!r}")
-        if self.tile_size is not None:
-            if not isinstance(self.tile_size, int | np.integer | float):
-                raise TypeError(
-                    "tile_size is a whole number of values, or as a float the share of the axis, "
-                    f"not {self.tile_size!r}"
-                )
-            if isinstance(self.tile_size, float) and not 0 < self.tile_size <= 1:
-                raise ValueError(f"tile_size is a share of the axis up to 1, not {self.tile_size}")
-            if not isinstance(self.tile_size, float) and self.tile_size < 1:
-                raise ValueError(f"tile_size is a number of values, not {self.tile_size}")
+        if isinstance(self.tile_size, Mapping | tuple):
+            pairs = tuple(sorted(dict(self.tile_size).items()))  # hashable, as above
+            object.__setattr__(self, "tile_size", pairs)
+            for axis, tile in pairs:
+                if not isinstance(axis, int | np.integer):
+                    raise TypeError(f"tile_size is of axes, which are integers, not {axis!r}")
+                check_tile_size(tile)
+        elif self.tile_size is not None:
+            check_tile_size(self.tile_size)
         size = None if self.qtype is None else get_format(self.qtype).tile_size
         if size is not None and self.tile_size not in (None, size):
             raise ValueError(
@@ -130,7 +145,9 @@ class Rule:
         """Returns the call that makes the rule."""
         first, second, *others = (f for f in dataclasses.fields(self) if f.init)
         parts = [repr(getattr(self, field.name)) for field in (first, second)]
-        values = ((field, getattr(self, field.name)) for field in others)
+        values = [(field, getattr(self, field.name)) for field in others]
+        if isinstance(self.tile_size, tuple):
+            values = [(f, dict(v) if f.name == "tile_size" else v) for f, v in values]
         parts += [f"{field.name}={value!r}" for field, value in values if value != field.default]
         return f"Rule({', '.join(parts)})"
 
@@ -157,22 +174,13 @@ class Rule:
             raise ValueError(f"tile_axis {self.tile_axis} names an axis twice, of {ndim} axes")
         return from_end
 
-    def tile(self, shape: Shape) -> int | None:
-        """Returns how many values of an array of this shape share a scale along `tile_axis`.
-
-        **Returns:** None where it is all of them, or the tile that the format is defined for.
-        """
-        if self.tile_size is None:
-            return None
-        return tile_in(shape, self.contracting(len(shape))[-1], self.tile_size)
-
     def along(self, axes: Collection[int], shape: Shape) -> "Rule":
         """Returns the rule for an array whose products contract these axes, counted from the end.
 
-        A tile is of so many of the values that a product sums, which may lie along several axes.
-        Where there are no more of them, they share one scale.
+        A tile is of so many of the values that a product sums, which may lie along several axes; of
+        as many up to that as divide them. Where there are no more of them, they share one scale.
 
-        **Raises:** `ValueError` for a tile that does not divide them.
+        **Raises:** `ValueError` where none divides them.
         """
         ordered = sorted(axes)
         format = None if self.qtype is None else get_format(self.qtype)
@@ -187,10 +195,10 @@ class Rule:
         if math.prod(sizes) <= tile:
             return dataclasses.replace(self, tile_axis=ordered, tile_size=None)
         cut = cut_in_tiles(sizes, tile)
-        if cut is None:
+        if math.prod(cut) < min(tile, LEAST_TILE):
             raise ValueError(
-                f"a tile of {tile} does not divide the axes {ordered} of shape {shape}, which its "
-                "products contract: state another tile_size, or by tile_axis other axes"
+                f"no tile of {tile} or near it divides the axes {ordered} of shape {shape}, which "
+                "products contract: state another tile_size, or None, or by tile_axis other axes"
             )
         tiles = dict(zip(ordered, cut, strict=True))
         return dataclasses.replace(self, tile_axis=ordered, tile_size=tiles)
@@ -198,12 +206,13 @@ class Rule:
     def axes(self, shape: Shape) -> tuple[tuple[int, ...], dict[int, int]]:
         """Returns the `channelwise_axes` and the `tiled_axes` for an array of a shape.
 
-        **Raises:** `ValueError` for a tile axis that is out of range or named twice.
+        **Raises:** `ValueError` for an axis that is out of range or named twice.
         """
         ndim = len(shape)
-        contracting = [axis + ndim for axis in self.contracting(ndim)]
+        contracting = self.contracting(ndim)
         format = None if self.qtype is None else get_format(self.qtype)
-        axes = scale_axes_of(ndim, contracting, format, self.tile(shape))
+        tile_size = tile_size_in(shape, contracting, self.tile_size)
+        axes = scale_axes_of(ndim, [axis + ndim for axis in contracting], format, tile_size)
         return axes.channelwise, dict(axes.tiled)
 
     def quantize(self, array: Any) -> Any:
@@ -267,25 +276,31 @@ class Rule:
         )
 
 
-def cut_in_tiles(shape: Shape, tile: int) -> list[int] | None:
-    """Returns how many values along each of several axes make a tile of so many, or None.
+#: What is still a tile. Of fewer values a scale takes too much.
+LEAST_TILE = 8
 
-    All along one axis, the last that they divide; else as many as there are of the last axes.
+
+def cut_in_tiles(shape: Shape, tile: int) -> list[int]:
+    """Returns how many values along each of several axes are a tile of so many, or nearly.
+
+    Those along one axis; or along the last ones, where there are too few along each.
 
     >>> from veneer.quant.models.rules import cut_in_tiles
     >>> cut_in_tiles((8, 64), 32), cut_in_tiles((8, 64), 128), cut_in_tiles((64, 3, 3), 32)
     ([1, 32], [2, 64], [32, 1, 1])
+    >>> cut_in_tiles((96,), 64)
+    [32]
     """
-    for axis in reversed(range(len(shape))):
-        if shape[axis] % tile == 0:
-            return [tile if i == axis else 1 for i in range(len(shape))]
-    sizes: list[int] = []
+    along_last: list[int] = []
+    left = tile
     for size in reversed(shape):
-        sizes.insert(0, math.gcd(size, tile))
-        if sizes[0] not in (size, tile):
-            return None
-        tile //= sizes[0]
-    return sizes if tile == 1 else None
+        along_last.insert(0, math.gcd(size, left))
+        left = left // size if along_last[0] == size else 1
+    along_one = [
+        [math.gcd(size, tile) if i == axis else 1 for i in range(len(shape))]
+        for axis, size in reversed([*enumerate(shape)])
+    ]
+    return max([*along_one, along_last], key=math.prod)
 
 
 def flatten_with_paths(tree: Any) -> tuple[list[str], list[Any], Any]:

@@ -196,6 +196,30 @@ def _concatenate(*operands: TrackedWeight, dimension: int) -> TrackedWeight:
     return operands[0].changed(array=array, sources=tuple(dict.fromkeys(sources)))
 
 
+def program_of(params: Any, model: Callable | None, args: Any, kwargs: Any) -> Callable | None:
+    """Returns the program of parameters and arguments that a caller gives, or None for none.
+
+    **Raises:** `TypeError` for what is no program, or no sequence of arguments.
+    """
+    if isinstance(args, str) or not isinstance(args, Sequence | None):
+        raise TypeError(
+            f"args are those that the model takes after its parameters, as a tuple (x,), not "
+            f"{type(args).__name__}"
+        )
+    if model is not None:
+        if not callable(model):
+            raise TypeError(f"model is a function of params and of args, not {model!r}")
+        return model
+    if args is None and kwargs is None:
+        return None
+    if not callable(params):
+        raise TypeError(
+            f"args are for a program: pass it, as model=, for {type(params).__name__} cannot be "
+            "called"
+        )
+    return lambda params, *args, **kwargs: params(*args, **kwargs)
+
+
 def uses_of(
     call: Callable,
     params: Any,

@@ -6,15 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..formats import get_format
-from .rules import Rule, can_be_quantized, cut_in_tiles
+from .rules import LEAST_TILE, Rule, can_be_quantized, cut_in_tiles
 from .uses import LOOK_UP, Use
 
 #: What embeddings and heads take, where the others take fewer bits.
 OF_VOCABULARIES = "int8"
 #: So few values are not worth quantising.
 SMALL = 4096
-#: Least tile: of fewer values a scale takes too much.
-LEAST_TILE = 16
 
 
 def usual_rules(
@@ -28,9 +26,8 @@ def usual_rules(
       formats of fewer. So has a head, which has a free axis as long as an embedding.
     - What no product contracts, such as norms, and what has fewer than 4,096 values stays dense.
 
-    Where a tile does not divide what a product sums, it is half as large, and so on down to 16; if
-    none does, there is a scale a channel. Where the format is defined for a tile that does not, it
-    is `int8`.
+    Where the format is defined for a tile that does not divide what a product sums, it is `int8`;
+    where no tile does, there is a scale a channel.
 
     **Arguments:**
 
@@ -67,6 +64,6 @@ def _usual_rule(
         fits = any(size % format.tile_size == 0 for size in summed)
         return Rule(regex, qtype if fits else OF_VOCABULARIES).along(use.contracted, shape)
     tile = None if format.bits >= 8 else 64 if format.bits >= 4 else 32
-    while tile is not None and cut_in_tiles(summed, tile) is None:
-        tile = tile // 2 if tile > LEAST_TILE else None
+    if tile is not None and math.prod(cut_in_tiles(summed, tile)) < LEAST_TILE:
+        tile = None
     return Rule(regex, qtype, tile_size=tile).along(use.contracted, shape)

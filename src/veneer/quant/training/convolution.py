@@ -18,9 +18,12 @@ from ..._core.value import materialise_one
 from ..formats.tiles import over_tiles
 from ..ops.convolution import conv_general_dilated
 from ..qarray import QArray
+from .backward import BackwardProduct
 from .operand import (
     OperandRecipe,
     codes_of,
+    dense_residual,
+    has_scale_along,
     keys_for,
     quantize_gradient,
     quantized_operands,
@@ -44,7 +47,7 @@ class ConvolutionRecipe:
     batch_group_count: int
     more: tuple[tuple[str, Any], ...]  # precision, preferred_element_type, out_sharding
     operands: tuple[OperandRecipe, OperandRecipe]
-    grad_qtype: str
+    backward: tuple[BackwardProduct, BackwardProduct]  # for the gradients of the operands
 
     @property
     def is_grouped(self) -> bool:
@@ -68,19 +71,18 @@ def quantized_convolution(lhs: Any, rhs: Any, key: Any, recipe: ConvolutionRecip
 def _forward(lhs: Any, rhs: Any, key: Any, recipe: ConvolutionRecipe) -> tuple[jax.Array, Any]:
     x, w = quantized = quantized_operands(recipe.operands, (lhs, rhs))
     out = conv_general_dilated(x, w, **recipe.numbers, **dict(recipe.more))
-    if recipe.is_grouped:
-        return out, (quantized, key)
-    numbers = recipe.dimension_numbers
-    # The axes that a derivative sums over: the batch, and the output channels.
-    outer = (numbers.lhs_spec[0],), (numbers.rhs_spec[0],)
-    return out, (saved_operands((lhs, rhs), quantized, outer), key)
+    # Of the axes that a derivative sums over, those that may have scales: the batch, and the
+    # output channels.
+    outer = (recipe.dimension_numbers.lhs_spec[0],), (recipe.dimension_numbers.rhs_spec[0],)
+    fits = [recipe.is_grouped or has_scale_along(*of) for of in zip(quantized, outer, strict=True)]
+    return out, (saved_operands((lhs, rhs), quantized, fits, recipe.backward), key)
 
 
 def _backward(recipe: ConvolutionRecipe, residuals: Any, g: jax.Array) -> tuple[Any, Any, None]:
     saved, key = residuals
     keys = keys_for(key, g)
     if recipe.is_grouped:
-        by_lhs, by_rhs = _grouped(recipe, saved, g, keys[0])
+        by_lhs, by_rhs = _grouped(recipe, saved, g, keys)
         return by_lhs, by_rhs, None
     x, w = saved
     by_lhs = _by_lhs(recipe, x, w, g, keys[0])
@@ -92,13 +94,21 @@ def _backward(recipe: ConvolutionRecipe, residuals: Any, g: jax.Array) -> tuple[
 quantized_convolution.defvjp(_forward, _backward)
 
 
-def _grouped(recipe: ConvolutionRecipe, saved: Any, g: jax.Array, key: Any) -> list[jax.Array]:
-    """Both derivatives in floating point, of one gradient with a scale for each of the batch."""
-    out = recipe.dimension_numbers.out_spec
-    q = quantize_gradient(g, recipe.grad_qtype, (*out[2:], out[1]), key)
-    dense = [materialise_one(x) for x in saved]
+def _grouped(recipe: ConvolutionRecipe, saved: Any, g: jax.Array, keys: Any) -> list[jax.Array]:
+    """Both derivatives in floating point, of a gradient as it is quantised for each of them."""
+    out, rhs = recipe.dimension_numbers.out_spec, recipe.dimension_numbers.rhs_spec
+    lhs = recipe.dimension_numbers.lhs_spec
+    # What is summed over: of the gradient, and of the other operand.
+    summed = ((*out[2:], out[1]), (*rhs[2:], rhs[0])), ((*out[2:], out[0]), (*lhs[2:], lhs[0]))
     conv = partial(lax.conv_general_dilated, **recipe.numbers, **dict(recipe.more))
-    gradients = jax.vjp(conv, *dense)[1](q.dequantize())
+    gradients = []
+    for i, (of_g, of_other) in enumerate(summed):
+        product = recipe.backward[i]
+        other = dense_residual(recipe.operands[1 - i], saved[1 - i], of_other, product)
+        of_operand = lambda x, i=i, other=other: conv(*((x, other) if i == 0 else (other, x)))
+        x = jnp.zeros(saved[i].shape, recipe.operands[i].dense_dtype)  # it is linear in x
+        q = materialise_one(quantize_gradient(g, product, of_g, keys[i]))
+        gradients += jax.vjp(of_operand, x)[1](q)
     return [x.astype(of.dtype) for x, of in zip(gradients, recipe.operands, strict=True)]
 
 
@@ -106,15 +116,18 @@ def _by_lhs(recipe: ConvolutionRecipe, x: Any, w: Any, g: jax.Array, key: Any) -
     """The gradient of the input: that of the output, dilated, with the reversed kernel."""
     lhs, rhs, out = recipe.dimension_numbers.lhs_spec, *_specs(recipe)
     dimension_numbers = lax.ConvDimensionNumbers(out, _swapped(rhs), lhs)
+    product = recipe.backward[0]
     wide = jnp.promote_types(g.dtype, jnp.float32)
     spatial = rhs[2:]
-    if isinstance(w, QArray):
+    if not isinstance(w, QArray):
+        w = recipe.operands[1].requantized(lax.rev(w, spatial), (*spatial, rhs[0]), product)
+        g = g.astype(w.dtype)
+    elif product.qtype is not None:
         g = _scaled(g.astype(wide), w, rhs[0], out[1])
         w = reversed_codes(w, wide, spatial)
     else:
-        w = recipe.operands[1].requantized(lax.rev(w, spatial), (*spatial, rhs[0]))
-        g = g.astype(w.dtype)
-    q = quantize_gradient(g, recipe.grad_qtype, (*out[2:], out[1]), key)
+        g, w = g.astype(wide), lax.rev(w.dequantize().astype(wide), spatial)
+    q = quantize_gradient(g, product, (*out[2:], out[1]), key)
     return conv_general_dilated(
         q,
         w,
@@ -129,17 +142,20 @@ def _by_lhs(recipe: ConvolutionRecipe, x: Any, w: Any, g: jax.Array, key: Any) -
 
 def _by_rhs(recipe: ConvolutionRecipe, x: Any, w: Any, g: jax.Array, key: Any) -> jax.Array:
     """The gradient of the kernel: the input with that of the output, the batch as its channels."""
+    product = recipe.backward[1]
     lhs, rhs, out = recipe.dimension_numbers.lhs_spec, *_specs(recipe)
     dimension_numbers = lax.ConvDimensionNumbers(_swapped(lhs), _swapped(out), _swapped(rhs))
     wide = jnp.promote_types(g.dtype, jnp.float32)
     padding = _pads_by_rhs(recipe, _sizes(x, lhs), _sizes(w, rhs), _sizes(g, out))
-    if isinstance(x, QArray):
+    if not isinstance(x, QArray):
+        x = recipe.operands[0].requantized(x, (*lhs[2:], lhs[0]), product)
+        g = g.astype(x.dtype)
+    elif product.qtype is not None:
         g = _scaled(g.astype(wide), x, lhs[0], out[0])
         x = codes_of(x, wide)
     else:
-        x = recipe.operands[0].requantized(x, (*lhs[2:], lhs[0]))
-        g = g.astype(x.dtype)
-    q = quantize_gradient(g, recipe.grad_qtype, (*out[2:], out[0]), key)
+        g, x = g.astype(wide), x.dequantize().astype(wide)
+    q = quantize_gradient(g, product, (*out[2:], out[0]), key)
     return conv_general_dilated(
         x,
         q,

@@ -1,10 +1,10 @@
 """`dot_general` on codes, forward and backward: quantised training.
 
 Forward, `q(x) · q(w)`. Backward, `dx = q(g) · q(w)ᵀ` and `dw = q(x)ᵀ · q(g)`, each with `g`
-quantised by its own channels. A scale that varies along what such a product contracts cannot be
-taken out of its sum: that of the other operand is multiplied with `g` before it is quantised, if it
-is channelwise; an operand with tiles, a zero point or a codebook is quantised anew, from what it
-was.
+quantised by its own channels, as its `BackwardProduct` says. A scale that varies along what such a
+product contracts cannot be taken out of its sum: that of the other operand is multiplied with `g`
+before it is quantised, if it is channelwise; an operand with tiles along the other axis, a zero
+point or a codebook is quantised anew, from what it was.
 """
 
 from collections.abc import Sequence
@@ -20,9 +20,12 @@ from ..._core.primitives.dimension_numbers import DotDimensionNumbers
 from ..formats.tiles import over_tiles
 from ..ops.dot_general import dot_general
 from ..qarray import QArray
+from .backward import BackwardProduct
 from .operand import (
     OperandRecipe,
     codes_of,
+    has_scale_along,
+    has_tiles_along,
     keys_for,
     quantize_gradient,
     quantized_operands,
@@ -37,7 +40,7 @@ class DotRecipe:
     dimension_numbers: DotDimensionNumbers
     params: tuple[tuple[str, Any], ...]
     operands: tuple[OperandRecipe, OperandRecipe]
-    grad_qtype: str
+    backward: tuple[BackwardProduct, BackwardProduct]  # for the gradients of the operands
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -50,9 +53,13 @@ def _forward(lhs: Any, rhs: Any, key: Any, recipe: DotRecipe) -> tuple[jax.Array
     numbers = recipe.dimension_numbers
     x, w = quantized = quantized_operands(recipe.operands, (lhs, rhs))
     out = dot_general(x, w, numbers, **dict(recipe.params))
-    # The axes that a derivative may sum over.
-    outer = [(*numbers.batch[i], *numbers.free(i, q.ndim)) for i, q in enumerate(quantized)]
-    return out, (saved_operands((lhs, rhs), quantized, outer), key)
+    fits = [_fits(q, numbers.batch[i], numbers.free(i, q.ndim)) for i, q in enumerate(quantized)]
+    return out, (saved_operands((lhs, rhs), quantized, fits, recipe.backward), key)
+
+
+def _fits(q: Any, batch: Sequence[int], summed: Sequence[int]) -> bool:
+    """Whether a product on codes that sums over other axes can be one of these codes."""
+    return has_scale_along(q, (*batch, *summed)) or has_tiles_along(q, summed)
 
 
 def _backward(recipe: DotRecipe, residuals: Any, g: jax.Array) -> tuple[Any, Any, None]:
@@ -77,14 +84,17 @@ def _gradient(recipe: DotRecipe, i: int, saved: Sequence[Any], g: jax.Array, key
     g_contracted = tuple(of_second if i == 0 else of_first)
     of_g = DotDimensionNumbers((g_contracted, y_free), (tuple(range(len(batch))), y_batch))
 
+    product = recipe.backward[i]
     wide = jnp.promote_types(g.dtype, jnp.float32)
-    if isinstance(y, QArray):
+    if not isinstance(y, QArray):
+        y = recipe.operands[1 - i].requantized(y, y_free, product)
+        g = g.astype(y.dtype)
+    elif product.qtype is not None and has_scale_along(y, (*y_batch, *y_free)):
         g = _scaled(g.astype(wide), y, y_batch, y_free, g_contracted)
         y = codes_of(y, wide)
     else:
-        y = recipe.operands[1 - i].requantized(y, y_free)
-        g = g.astype(y.dtype)
-    q = quantize_gradient(g, recipe.grad_qtype, g_contracted, key)
+        g, y = g.astype(wide), y.replace(dense_dtype=wide.name)
+    q = quantize_gradient(g, product, g_contracted, key)
     out = dot_general(q, y, of_g, preferred_element_type=wide)
 
     # Its axes are the batch axes, those of x that are free, and those contracted, as y has them.

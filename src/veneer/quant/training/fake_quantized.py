@@ -1,7 +1,6 @@
 """`FakeQuantized`: a weight in training, which the program sees quantised."""
 
 import dataclasses
-import operator
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -13,13 +12,16 @@ from jax.sharding import PartitionSpec
 from ..._core.surface.array import ImplicitArray
 from ..._core.tree import static
 from ..._core.value import describe
+from ...straight_through import ste
 from ..conversion.calibration import check_calibration
 from ..conversion.fake_quantize import fake_quantize
 from ..conversion.quantize import quantize
-from ..conversion.scale_axes import ScaleAxes, from_the_end, scale_axes_of
+from ..conversion.scale_axes import ScaleAxes, TileSize, from_the_end, scale_axes_of, tile_size_in
 from ..formats import Format, get_format
 from ..formats.tiles import Shape
 from ..qarray import QUANTIZABLE, QArray
+from .backward import BackwardProduct
+from .sparsity import check_groups, check_sparsity, mask_of
 
 Leaf = jax.Array | np.ndarray
 
@@ -35,8 +37,12 @@ class FakeQuantized(ImplicitArray):
     A product that contracts `tile_axis` does more, where its recipe says so:
 
     - with `act_qtype`, the other operand is quantised as well, each row by its own scale;
-    - with `grad_qtype`, products run on codes, forward and backward, and the gradient that comes
-      back is quantised, too. Forward-mode derivatives (`jax.jvp`) of these are refused by JAX.
+    - with `grad_qtype`, `grad_input` or `grad_weight`, products run on codes, forward and backward,
+      and the gradient that comes back is quantised, too. Forward-mode derivatives (`jax.jvp`) of
+      these are refused by JAX.
+
+    With `sparsity` it stands for the weight that is pruned and then quantised, and gradients go
+    straight through that as well: what is not kept moves on, and is kept once it is large enough.
 
     `vn.quant.quantize_tree(params, rules, train=True)` makes them.
 
@@ -45,14 +51,16 @@ class FakeQuantized(ImplicitArray):
     - `w`: the weight, `[..., in, out]`, floating.
     - `key`: a typed PRNG key for each index of the axes before `tile_axis`; with it, gradients are
       rounded stochastically. See `vn.quant.with_stochastic_rounding`.
+    - `mask`: bool, of the shape of `w`: what is kept. None is what `sparsity` keeps of `w` as it is
+      wherever it is used. See `vn.quant.with_masks`.
     - `qtype`, `tile_size`, `tile_axis`, `calibration_method`, `act_qtype`,
-      `act_calibration_method`, `grad_qtype`: as in `vn.quant.Rule`; with `qtype=None` the weight
-      itself is not quantised.
+      `act_calibration_method`, `grad_qtype`, `grad_input`, `grad_weight`, `sparsity`: as in
+      `vn.quant.Rule`; with `qtype=None` the weight itself is not quantised.
     - `dense_dtype`: of the array that it stands for; that of `w` if None.
 
     **Raises:** `TypeError` where `w` is no floating array. `ValueError` for an unknown format or
-    method, an axis that `w` does not have, a tile that does not divide it, or a key of another
-    shape.
+    method, an axis that `w` does not have, a tile or a group that does not divide it, and a key or
+    a mask of another shape.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> w = vn.quant.FakeQuantized(jnp.array([[0.3, -1.0], [1.5, 0.1]]), qtype="int2")
@@ -69,13 +77,17 @@ class FakeQuantized(ImplicitArray):
 
     w: Leaf
     key: Any = None
+    mask: Any = None
     qtype: str | None = static(default=None, kw_only=True)
-    tile_size: int | None = static(default=None, kw_only=True)
+    tile_size: TileSize = static(default=None, kw_only=True)
     tile_axis: int | Sequence[int] = static(default=-2, kw_only=True)
     calibration_method: str | None = static(default=None, kw_only=True)
     act_qtype: str | None = static(default=None, kw_only=True)
     act_calibration_method: str | None = static(default=None, kw_only=True)
     grad_qtype: str | None = static(default=None, kw_only=True)
+    grad_input: BackwardProduct | None = static(default=None, kw_only=True)
+    grad_weight: BackwardProduct | None = static(default=None, kw_only=True)
+    sparsity: tuple[int, int] | None = static(default=None, kw_only=True)
     dense_dtype: str | None = static(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -86,11 +98,14 @@ class FakeQuantized(ImplicitArray):
         formats = {name: getattr(self, name) for name in ("qtype", "act_qtype", "grad_qtype")}
         self.__dict__.update(
             dense_dtype=jnp.dtype(self.dense_dtype or self.w.dtype).name,
-            tile_size=None if self.tile_size is None else operator.index(self.tile_size),
+            tile_size=tile_size_in(self.w.shape, self.tile_axis, self.tile_size),
             **{name: qtype and get_format(qtype).name for name, qtype in formats.items()},
         )
         if self.act_qtype is not None and self.act_calibration_method is not None:
             check_calibration(self.act_calibration_method, get_format(self.act_qtype))
+        if self.sparsity is not None:
+            self.__dict__["sparsity"] = check_sparsity(self.sparsity, self.qtype)
+            check_groups(self.sparsity, self.w.shape, self.tile_axes[-1])
         self.aval()
         jax.eval_shape(self.quantize)  # raises where a tile or a method does not fit
 
@@ -108,12 +123,15 @@ class FakeQuantized(ImplicitArray):
         return cls(
             array,
             qtype=rule.qtype,
-            tile_size=rule.tile(array.shape),
+            tile_size=rule.tile_size,
             tile_axis=rule.contracting(array.ndim),
             calibration_method=rule.calibration_method,
             act_qtype=rule.act_qtype,
             act_calibration_method=rule.act_calibration_method,
             grad_qtype=rule.grad_qtype,
+            grad_input=rule.grad_input,
+            grad_weight=rule.grad_weight,
+            sparsity=rule.sparsity,
         )
 
     @property
@@ -138,6 +156,15 @@ class FakeQuantized(ImplicitArray):
         return scale_axes_of(self.w.ndim, self.tile_axes, self.format, self.tile_size)
 
     @property
+    def backward(self) -> tuple[BackwardProduct, BackwardProduct] | None:
+        """How products give the gradients of the input and of the weight; None is: as JAX does."""
+        products = self.grad_input, self.grad_weight
+        if self.grad_qtype is None and products == (None, None):
+            return None
+        usual = BackwardProduct(self.grad_qtype)
+        return products[0] or usual, products[1] or usual
+
+    @property
     def lead(self) -> int:
         """How many axes come before those of `tile_axis`: `key` has them."""
         return min(self.tile_axes)
@@ -153,9 +180,16 @@ class FakeQuantized(ImplicitArray):
         """Returns the shape of `w`, and the dense dtype."""
         aval = jax.typeof(self.w)
         axes: Any = self.tile_axis
+        if isinstance(self.tile_size, tuple):
+            axes = (*axes, *(axis for axis, _ in self.tile_size))
         least = max(2 if self.scales_are_quantised else 1, -min(axes))
         if aval.ndim < least:
-            raise ValueError(f"w of shape {aval.shape} has no tile_axis {self.tile_axis}")
+            raise ValueError(f"w of shape {aval.shape} has no axis {min(axes)} for its tiles")
+        if self.mask is not None and (self.mask.shape, self.mask.dtype) != (aval.shape, bool):
+            raise ValueError(
+                f"mask is {self.mask.dtype} of shape {self.mask.shape}; that of w of shape "
+                f"{aval.shape} is bool and of the same"
+            )
         if self.key is not None and self.key.shape != aval.shape[: self.lead]:
             raise ValueError(
                 f"key has shape {self.key.shape}; w of shape {aval.shape} with tile_axis "
@@ -164,12 +198,34 @@ class FakeQuantized(ImplicitArray):
         dtype = jax.dtypes.canonicalize_dtype(self.dense_dtype)
         return aval.update(dtype=dtype, weak_type=False)
 
+    def with_mask(self, mask: Leaf) -> "FakeQuantized":
+        """Returns this weight, of which a mask says what is kept.
+
+        **Raises:** `ValueError` for one of another shape or dtype.
+        """
+        new = self.changed(mask=mask)
+        new.aval()
+        return new
+
+    @property
+    def kept(self) -> Leaf | None:
+        """What is kept, a bool for each value of `w`; None is all of it."""
+        if self.mask is not None or self.sparsity is None:
+            return self.mask
+        return mask_of(jax.lax.stop_gradient(self.w), self.sparsity, self.tile_axes[-1])
+
+    @property
+    def pruned(self) -> jax.Array:
+        """Those values of `w` that are kept, 0 for the others; derivatives go straight through."""
+        w, kept = jnp.asarray(self.w), self.kept
+        return w if kept is None else ste(lambda w: jnp.where(kept, w, jnp.zeros_like(w)))(w)
+
     def quantize(self) -> jax.Array | QArray:
         """Returns the QArray that it becomes, without derivatives; dense if `qtype` is None."""
         if self.qtype is None:
-            return jnp.asarray(self.w).astype(self.dtype)
+            return self.pruned.astype(self.dtype)
         q = quantize(
-            self.w,
+            self.pruned,
             self.qtype,
             calibration_method=self.calibration_method,
             **self.grid.arguments,
@@ -179,9 +235,9 @@ class FakeQuantized(ImplicitArray):
     def materialise(self) -> jax.Array:
         """Returns the weight as quantised, with derivatives that go straight through."""
         if self.qtype is None:
-            return jnp.asarray(self.w).astype(self.dtype)
+            return self.pruned.astype(self.dtype)
         dense = fake_quantize(
-            self.w,
+            self.pruned,
             self.qtype,
             calibration_method=self.calibration_method,
             **self.grid.arguments,
@@ -196,15 +252,23 @@ class FakeQuantized(ImplicitArray):
             cut = spec[axis] is not None and not whole
             if cut and (size is None or shape[axis] % size or self.scales_are_quantised):
                 return None
+        at = self.tile_axes[-1]
+        if (
+            self.sparsity is not None
+            and shape[at] != self.shape[at]
+            and shape[at] % self.sparsity[1]
+        ):
+            return None  # a group would be cut
         key = None if self.key is None else PartitionSpec(*spec[: self.lead])
-        return self.changed(w=spec, key=key)
+        return self.changed(w=spec, key=key, mask=None if self.mask is None else spec)
 
     def __repr__(self) -> str:
         """With what is not as it is by default."""
+        leaves = ("w", "key", "mask")
         usual = {"tile_axis": (-2,), "dense_dtype": str(getattr(self.w, "dtype", None))}
         values = {f.name: getattr(self, f.name, None) for f in dataclasses.fields(self)}
         parts = [
-            f"{name}={describe([x])[0] if name in ('w', 'key') else repr(x)}"
+            f"{name}={describe([x])[0] if name in leaves else repr(x)}"
             for name, x in values.items()
             if x is not None and usual.get(name) != x
         ]

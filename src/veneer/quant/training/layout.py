@@ -33,11 +33,16 @@ def _transpose(w: FakeQuantized, *, permutation: Sequence[int]) -> Any:
         same = w.format.scale_tile == 0 and {permutation[-2], permutation[-1]} == matrix
         if not same:
             return NotImplemented
-    axes = tuple(list(permutation).index(axis) for axis in w.tile_axes)
+    moved = lambda axis: list(permutation).index(axis % ndim) - ndim
+    tile_size = w.tile_size
+    if isinstance(tile_size, tuple):
+        tile_size = tuple(sorted((moved(axis), size) for axis, size in tile_size))
     new = w.changed(
         w=jax.lax.transpose(w.w, permutation),
-        tile_axis=tuple(axis - ndim for axis in axes),
+        tile_axis=tuple(map(moved, w.tile_axes)),
+        tile_size=tile_size,
         key=None,
+        mask=None if w.mask is None else jax.lax.transpose(w.mask, permutation),
     )
     return new if w.key is None else new.changed(key=_transposed_key(w, new, permutation))
 

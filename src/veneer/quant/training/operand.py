@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -10,12 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ..._core.value import materialise_one
 from ..conversion.calibration import check_calibration
 from ..conversion.fake_quantize import fake_quantize
 from ..conversion.quantize import quantize
-from ..conversion.scale_axes import ScaleAxes, scale_axes_of
+from ..conversion.scale_axes import ScaleAxes, scale_axes_of, tile_size_in
 from ..formats import get_format
 from ..qarray import QUANTIZABLE, QArray
+from .backward import BackwardProduct
 
 
 @dataclass(frozen=True)
@@ -56,15 +57,26 @@ class OperandRecipe:
         )
         return lax.stop_gradient(x) + (fake - lax.stop_gradient(fake))
 
-    def requantized(self, x: jax.Array, contracted: Sequence[int]) -> jax.Array | QArray:
-        """Returns what a product takes that contracts other axes; dense where no tile divides."""
-        if self.qtype is None:
+    def requantized(
+        self, x: jax.Array, contracted: Sequence[int], product: BackwardProduct
+    ) -> jax.Array | QArray:
+        """Returns what a product of the backward pass takes, which contracts other axes.
+
+        In the format of the forward pass it is dense where that has a tile which does not divide.
+        """
+        again = product.reuses_forward
+        qtype = self.qtype if again else product.residual_qtype
+        if qtype is None or x.dtype not in QUANTIZABLE:
             return x.astype(self.dense_dtype)
-        format = get_format(self.qtype)
-        axes = scale_axes_of(x.ndim, contracted, format)
-        if any(x.shape[axis] % size for axis, size in axes.tiled):
+        format = get_format(qtype)
+        tile_size = None
+        if format.tile_size is None and contracted:
+            tile_size = tile_size_in(x.shape, contracted, product.tile_size)
+        axes = scale_axes_of(x.ndim, contracted, format, tile_size)
+        if again and any(x.shape[axis] % size for axis, size in axes.tiled):
             return x.astype(self.dense_dtype)
-        q = quantize(x, self.qtype, calibration_method=self.method, **axes.arguments)
+        method = self.method if again else None
+        q = quantize(x, qtype, calibration_method=method, **axes.arguments)
         return q.replace(dense_dtype=self.dense_dtype)
 
 
@@ -97,17 +109,38 @@ def quantized_operands(
     return [recipe.quantized(x) for recipe, x in zip(recipes, operands, strict=True)]
 
 
+def has_tiles_along(q: jax.Array | QArray, axes: Sequence[int]) -> bool:
+    """Whether an operand is codes of which neighbours along each of these axes share a scale.
+
+    Then a product which contracts these sums tiles of the codes as they are, as that of the
+    forward pass does: blocks of a matrix are the same blocks of its transpose.
+    """
+    if not isinstance(q, QArray) or q.format.codebook is not None:
+        return False
+    leaves = [q.scale, *([] if q.zero_point is None else [q.zero_point])]
+    pairs = [(q.shape[axis], leaf.shape[axis]) for axis in axes for leaf in leaves]
+    return all(count == 1 or count < size for size, count in pairs)
+
+
 def saved_operands(
-    operands: Sequence[Any], quantized: Sequence[Any], axes: Sequence[Sequence[int]]
+    operands: Sequence[Any],
+    quantized: Sequence[Any],
+    fits: Sequence[bool],
+    backward: Sequence[BackwardProduct],
 ) -> list[Any]:
-    """Returns what derivatives take for operands: as quantised where that will do.
+    """Returns what derivatives take for operands: as they were multiplied, or as they were.
 
     **Arguments:**
 
-    - `axes`: of each, those that a derivative sums over.
+    - `fits`: of each, whether it will do for a product of the backward pass as it was multiplied.
+    - `backward`: the products that give the gradients of the operands, of which each takes the
+      other operand.
     """
-    triples = zip(operands, quantized, axes, strict=True)
-    return [q if has_scale_along(q, outer) else x for x, q, outer in triples]
+    of_each = zip(operands, quantized, fits, reversed(backward), strict=True)
+    return [
+        q if product.reuses_forward and (fit or product.qtype is None) else x
+        for x, q, fit, product in of_each
+    ]
 
 
 def codes_of(q: QArray, dtype: Any) -> QArray:
@@ -124,23 +157,38 @@ def reversed_codes(q: QArray, dtype: Any, axes: Sequence[int]) -> QArray:
     return QArray.from_packed(fields, one, qtype=q.qtype, dense_dtype=jnp.dtype(dtype).name)
 
 
-def quantize_gradient(g: jax.Array, qtype: str, contracted: Sequence[int], key: Any) -> QArray:
-    """Returns a gradient with a scale for each index of the axes that a product does not contract.
+def quantize_gradient(
+    g: jax.Array, product: BackwardProduct, contracted: Sequence[int], key: Any
+) -> jax.Array | QArray:
+    """Returns a gradient as a product takes it: with a scale for each index that it does not sum.
 
-    **Raises:** `ValueError` where the format's own tile does not divide a contracted axis.
+    **Raises:** `ValueError` where a tile does not divide the last contracted axis.
     """
-    format = get_format(qtype)
-    axes = scale_axes_of(g.ndim, contracted, format)
-    method = None
-    if key is not None and format.is_integer and format.signed and format.bits >= 2:
+    if product.qtype is None:
+        return g
+    format = get_format(product.qtype)
+    method = product.calibration_method
+    integers = format.is_integer and format.signed and format.bits >= 2
+    if key is not None and method is None and integers:
         # Half a step beyond the largest code, the magnitude that is scaled to the bound would
         # always be rounded down.
         method = f"absmax,{format.bound / format.code_range[1]}"
     try:
-        return quantize(g, qtype, calibration_method=method, key=key, **axes.arguments)
+        tile_size = tile_size_in(g.shape, contracted, product.tile_size) if contracted else None
+        axes = scale_axes_of(g.ndim, contracted, format, tile_size)
+        return quantize(g, product.qtype, calibration_method=method, key=key, **axes.arguments)
     except ValueError as error:
-        error.add_note(f"While quantising a gradient of shape {g.shape} by grad_qtype {qtype!r}.")
+        error.add_note(f"While quantising a gradient of shape {g.shape} by {product}.")
         raise
+
+
+def dense_residual(
+    recipe: OperandRecipe, saved: Any, contracted: Sequence[int], product: BackwardProduct
+) -> jax.Array:
+    """Returns a saved operand for a product of the backward pass in floating point."""
+    if not isinstance(saved, QArray):
+        saved = recipe.requantized(saved, contracted, product)
+    return materialise_one(saved)
 
 
 def keys_for(key: Any, g: jax.Array) -> tuple[Any, Any]:
@@ -159,18 +207,3 @@ def keys_for(key: Any, g: jax.Array) -> tuple[Any, Any]:
 def one_key(key: Any) -> Any:
     """The key of a product, of the keys of its weight."""
     return None if key is None or np.prod(key.shape) == 0 else key.reshape(-1)[0]
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def with_quantized_gradient(out: jax.Array, key: Any, grad_qtype: str) -> jax.Array:
-    """A result of a product in floating point, whose gradient is quantised, row by row."""
-    del key, grad_qtype
-    return out
-
-
-def _quantize_rows(grad_qtype: str, key: Any, g: jax.Array) -> tuple[jax.Array, None]:
-    key, _ = keys_for(key, g)
-    return quantize_gradient(g, grad_qtype, (g.ndim - 1,), key).dequantize(), None
-
-
-with_quantized_gradient.defvjp(lambda out, key, grad_qtype: (out, key), _quantize_rows)

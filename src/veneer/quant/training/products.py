@@ -22,7 +22,8 @@ from ..ops.product import Plan, carry_out
 from .convolution import ConvolutionRecipe, quantized_convolution
 from .dot_general import DotRecipe, quantized_dot_general
 from .fake_quantized import FakeQuantized
-from .operand import OperandRecipe, activation, one_key, with_quantized_gradient
+from .operand import OperandRecipe, activation, one_key
+from .ragged_dot import RaggedDotRecipe, quantized_ragged_dot
 
 
 @register("dot_general")
@@ -43,7 +44,7 @@ def _dot_general(
     contracted = dimension_numbers[0]
     meant = set(w.tile_axes) <= set(contracted[at])
     shared = contracted[1 - at]
-    if not meant or w.grad_qtype is None:
+    if not meant or w.backward is None:
         return _fake_product(
             lambda x, w: lax.dot_general(*arrange(x, w), dimension_numbers, **params),
             x,
@@ -55,9 +56,9 @@ def _dot_general(
         DotDimensionNumbers.of(dimension_numbers),
         tuple(params.items()),
         arrange(_activation(x, w, shared), _weight(w)),
-        w.grad_qtype,
+        arrange(*w.backward),
     )
-    pair = zip(recipe.operands, arrange(x, w.w), strict=True)
+    pair = zip(recipe.operands, arrange(x, w.pruned), strict=True)
     return quantized_dot_general(*(of.clipped(y) for of, y in pair), one_key(w.key), recipe)
 
 
@@ -94,7 +95,7 @@ def _convolution(x: ArrayLike, w: FakeQuantized, **params: Any) -> Any:
     meant = set(w.tile_axes) <= set(numbers.rhs_spec[1:])
     # One scale for each of the batch, for all that a convolution sums over.
     shared = (*numbers.lhs_spec[2:], numbers.lhs_spec[1])
-    if not meant or w.grad_qtype is None:
+    if not meant or w.backward is None:
         conv = find_primitive("conv_general_dilated").bind
         bind = lambda x, w: conv(x, w, **params)
         return _fake_product(bind, x, w, shared if meant else None)
@@ -103,11 +104,11 @@ def _convolution(x: ArrayLike, w: FakeQuantized, **params: Any) -> Any:
     note_how(f"on codes, forward {'only, for it is grouped' if grouped else 'and backward'}")
     recipe = ConvolutionRecipe(
         operands=(_activation(x, w, shared), _weight(w)),
-        grad_qtype=w.grad_qtype,
+        backward=w.backward,
         more=tuple((name, params.pop(name)) for name in more if name in params),
         **params,
     )
-    pair = zip(recipe.operands, (x, w.w), strict=True)
+    pair = zip(recipe.operands, (x, w.pruned), strict=True)
     return quantized_convolution(*(of.clipped(y) for of, y in pair), one_key(w.key), recipe)
 
 
@@ -120,9 +121,13 @@ def _ragged_dot(x: ArrayLike, w: FakeQuantized, group_sizes: ArrayLike, **params
     meant = set(w.tile_axes) <= set(contracted) and not set(numbers.lhs_ragged_dimensions) & {
         *shared
     }
-    bind = find_primitive("ragged_dot_general").bind
-    dot = lambda x, w: bind(x, w, group_sizes, **params)
-    out = _fake_product(dot, x, w, shared if meant else None)
-    if not meant or w.grad_qtype is None:
-        return out
-    return with_quantized_gradient(out, one_key(w.key), w.grad_qtype)
+    if not meant or w.backward is None:
+        bind = find_primitive("ragged_dot_general").bind
+        dot = lambda x, w: bind(x, w, group_sizes, **params)
+        return _fake_product(dot, x, w, shared if meant else None)
+    note_how("operands and gradients as quantised, in floating point")
+    operands = (_activation(x, w, shared), _weight(w))
+    recipe = RaggedDotRecipe(tuple(params.items()), operands, w.backward)
+    pair = zip(operands, (x, w.pruned), strict=True)
+    clipped = (of.clipped(y) for of, y in pair)
+    return quantized_ragged_dot(*clipped, group_sizes, one_key(w.key), recipe)

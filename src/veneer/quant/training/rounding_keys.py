@@ -9,7 +9,7 @@ from .fake_quantized import FakeQuantized
 
 
 def with_stochastic_rounding(params: Any, key: jax.Array) -> Any:
-    """The tree with a key in each `FakeQuantized` that has a `grad_qtype`: another in each.
+    """The tree with a key in each `FakeQuantized` that quantises gradients: another in each.
 
     With it, products of the backward pass round gradients up or down at random, to the format's
     neighbours, so that the mean of what is rounded is what it was. Without, they round to nearest,
@@ -48,7 +48,7 @@ def with_stochastic_rounding(params: Any, key: jax.Array) -> Any:
 
     def keyed(x: Any) -> Any:
         nonlocal count
-        if not isinstance(x, FakeQuantized) or x.grad_qtype is None:
+        if not isinstance(x, FakeQuantized) or x.backward is None:
             return x
         key_of_weight = jax.random.fold_in(key, count)
         count += 1

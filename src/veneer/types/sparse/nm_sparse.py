@@ -19,6 +19,7 @@ from ..._core.tree import static
 from ..._core.value import materialise_one
 from ..._jax.primitives import find_primitive
 from ...kernels.bit_planes import pack_bits, planes_size, unpack_bits
+from ...kernels.pruning import largest_positions
 from ..axes import check_axes
 from ..zero_preserving import LINEAR, NONLINEAR
 
@@ -187,12 +188,8 @@ def _merge(x: jax.Array, axis: int) -> jax.Array:
 def _pruned(w: jax.Array, n: int, m: int, axis: int) -> tuple[jax.Array, jax.Array]:
     """The values that are kept, and their packed positions, in order."""
     groups = _split(w, axis, m)
-    at = groups.ndim + axis
-    magnitude = jnp.abs(groups)
-    magnitude = jnp.where(jnp.isnan(magnitude), jnp.inf, magnitude)
-    largest = lax.slice_in_dim(jnp.argsort(-magnitude, at, stable=True), 0, n, axis=at)
-    positions = jnp.sort(largest, at)
-    values = _merge(jnp.take_along_axis(groups, positions, at), axis)
+    positions = largest_positions(groups, n, axis)
+    values = _merge(jnp.take_along_axis(groups, positions, axis), axis)
     return values, pack_bits(_merge(positions.astype(jnp.uint8), axis), _bits(m), axis)
 
 

@@ -1,0 +1,95 @@
+"""`BackwardProduct`: how a product of the backward pass is quantised."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from ..conversion.calibration import check_calibration
+from ..formats import get_format
+
+FORWARD = "forward"
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardProduct:
+    """How a product of the backward pass is quantised: that of the gradient with an operand.
+
+    Of `y = x @ w` there are two: `g @ w.T` is the gradient of the input, which sums over the
+    channels of `y`, and `x.T @ g` that of the weight, which sums over its rows.
+
+    **Arguments:**
+
+    - `qtype`: the format of the gradient `g`; None leaves it as it is.
+    - `tile_size`: how many values of `g`, along the last axis that the product sums over, share a
+      scale; a float is the share of that axis. None is all of them, or the tile that the format is
+      defined for. The other operand has the same, where it is quantised for this product.
+    - `calibration_method`: of `g`; None is the format's own.
+    - `residual_qtype`: what the other operand is, which the forward pass keeps. "forward": as it
+      was multiplied there, by its codes; where these are of no use for a product on codes, since
+      tiles, zero points or a codebook go with the other axis, it is quantised anew in their format.
+      None: as it was before it was quantised. Or a format, in which that is quantised.
+
+    **Raises:** `ValueError` for an unknown format or method, a tile below 1, a share above 1, and a
+    tile that is not the format's; `TypeError` for a tile that is no number.
+
+    >>> import veneer as vn
+    >>> vn.quant.Rule(
+    ...     ".*kernel", "int8", act_qtype="int8", grad_qtype="int8",
+    ...     grad_weight=vn.quant.BackwardProduct("float8_e5m2", tile_size=128),
+    ... ).grad_weight
+    BackwardProduct('float8_e5m2', tile_size=128)
+    """
+
+    qtype: str | None
+    _: dataclasses.KW_ONLY
+    tile_size: int | np.integer | float | None = None
+    calibration_method: str | None = None
+    residual_qtype: str | None = FORWARD
+
+    def __post_init__(self) -> None:
+        if self.tile_size is not None:
+            check_tile_size(self.tile_size)
+        if self.residual_qtype not in (None, FORWARD):
+            object.__setattr__(self, "residual_qtype", get_format(self.residual_qtype).name)
+        if self.qtype is None:
+            if self.calibration_method is not None:
+                raise ValueError(
+                    "calibration_method says how the gradient is quantised, which qtype=None "
+                    "leaves as it is"
+                )
+            return
+        format = get_format(self.qtype)
+        object.__setattr__(self, "qtype", format.name)
+        if self.calibration_method is not None:
+            check_calibration(self.calibration_method, format)
+        if format.tile_size is not None and self.tile_size not in (None, format.tile_size):
+            raise ValueError(
+                f"{format.name} is defined for tiles of {format.tile_size}, not {self.tile_size}: "
+                "leave out tile_size, or take a format without a tile of its own"
+            )
+
+    @property
+    def reuses_forward(self) -> bool:
+        """Whether the other operand is what the forward pass multiplied."""
+        return self.residual_qtype == FORWARD
+
+    def __repr__(self) -> str:
+        """Returns the call that makes it."""
+        _, *others = (f for f in dataclasses.fields(self) if f.init)
+        values = ((field, getattr(self, field.name)) for field in others)
+        parts = [f"{field.name}={value!r}" for field, value in values if value != field.default]
+        return f"BackwardProduct({', '.join([repr(self.qtype), *parts])})"
+
+
+def check_tile_size(size: Any) -> None:
+    """Raises where a size of tiles is neither a number of values nor the share of an axis."""
+    if not isinstance(size, int | np.integer | float):
+        raise TypeError(
+            "tile_size is a whole number of values, or as a float the share of the axis, "
+            f"not {size!r}"
+        )
+    if isinstance(size, float) and not 0 < size <= 1:
+        raise ValueError(f"tile_size is a share of the axis up to 1, not {size}")
+    if not isinstance(size, float) and size < 1:
+        raise ValueError(f"tile_size is a number of values, not {size}")

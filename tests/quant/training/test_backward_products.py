@@ -1,0 +1,339 @@
+"""Other formats, tiles and residuals for each product of the backward pass."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from support.array_types import assert_close
+
+import veneer as vn
+from veneer.quant import BackwardProduct, FakeQuantized, Rule, quantize, quantize_tree
+
+KEYS = jax.random.split(jax.random.key(0), 4)
+X = jax.random.normal(KEYS[0], (32, 64))
+W = jax.random.normal(KEYS[1], (64, 48))
+G = jax.random.normal(KEYS[2], (32, 48))
+INT8 = {"qtype": "int8", "act_qtype": "int8", "grad_qtype": "int8"}
+
+CASES = {
+    "other formats": {
+        "grad_input": BackwardProduct("float8_e5m2", residual_qtype="float8_e4m3fn"),
+        "grad_weight": BackwardProduct("int4"),
+    },
+    "tiles of the rows": {"grad_weight": BackwardProduct("int8", tile_size=8)},
+    "tiles of both": {
+        "grad_input": BackwardProduct("int8", tile_size=16),
+        "grad_weight": BackwardProduct("int8", tile_size=0.25),
+    },
+    "one product": {"grad_qtype": None, "grad_weight": BackwardProduct("int8")},
+    "calibrated": {
+        "grad_input": BackwardProduct("int4", calibration_method="rms,2"),
+        "grad_weight": BackwardProduct("int8", calibration_method="absmax,0.5"),
+    },
+    "residuals as they were": {
+        "grad_input": BackwardProduct("int8", residual_qtype=None),
+        "grad_weight": BackwardProduct("int8", residual_qtype=None),
+    },
+    "residuals quantised anew": {
+        "grad_input": BackwardProduct("int8", residual_qtype="int8"),
+        "grad_weight": BackwardProduct("int8", residual_qtype="int4", tile_size=16),
+    },
+    "nothing but residuals as they were": {
+        "grad_qtype": None,
+        "grad_input": BackwardProduct(None, residual_qtype=None),
+        "grad_weight": BackwardProduct(None, residual_qtype=None),
+    },
+    "nothing but the products": {
+        "grad_qtype": None,
+        "grad_input": BackwardProduct(None),
+    },
+    "blocks of weights": {"tile_size": {0: 16, 1: 16}},
+    "blocks and tiles": {
+        "tile_size": {0: 16, 1: 16},
+        "grad_input": BackwardProduct("int8", tile_size=16),
+    },
+    "tiles of weights": {"tile_size": 16, "grad_input": BackwardProduct("int8", tile_size=16)},
+    "tiles of weights, no format": {
+        "tile_size": 16,
+        "grad_input": BackwardProduct(None),
+    },
+    "a format with tiles": {"grad_weight": BackwardProduct("mxfp8")},
+}
+
+
+def dense(x, qtype, axis, tile=None, method=None):
+    """A matrix as quantised for a product that sums over an axis, as one would write it."""
+    if qtype is None:
+        return x
+    tile = 32 if qtype == "mxfp8" else tile
+    tile = round(tile * x.shape[axis]) if isinstance(tile, float) else tile
+    channels = {"channelwise_axes": [1 - axis]}
+    tiles = {"tiled_axes": None if tile is None else {axis: tile}}
+    return quantize(x, qtype, calibration_method=method, **channels, **tiles).dequantize()
+
+
+def by_hand(x, w, g, *, qtype, act_qtype, grad_qtype, tile_size=None, **products):
+    """The product and both gradients of `x @ w`, in floating point."""
+    blocks = isinstance(tile_size, dict)
+    if blocks:
+        q = quantize(w, qtype, tiled_axes=tile_size)
+    else:
+        tiles = None if tile_size is None else {0: tile_size}
+        q = quantize(w, qtype, channelwise_axes=[1], tiled_axes=tiles)
+    rows = quantize(x, act_qtype, channelwise_axes=[0])
+
+    def gradient(name, summed, residual, scale, original):
+        """`summed` is the axis of g, and of the other operand as [summed, kept]."""
+        of = products.get(name) or BackwardProduct(grad_qtype)
+        quantised = lambda g: dense(g, of.qtype, summed, of.tile_size, of.calibration_method)
+        if of.residual_qtype != "forward":
+            y = dense(original, of.residual_qtype, 0, of.tile_size)
+            return quantised(g), y
+        if of.qtype is None or (blocks and name == "grad_input"):
+            return quantised(g), residual
+        if scale is None:
+            return quantised(g), dense(original, qtype, 0, of.tile_size)
+        by_scale = scale if summed == 1 else scale.T
+        return quantised(g * by_scale), residual / scale.T
+
+    scale = None if tile_size is not None else q.scales()
+    gx, y = gradient("grad_input", 1, q.dequantize().T, scale, w.T)
+    by_x = gx @ y
+    gw, y = gradient("grad_weight", 0, rows.dequantize(), rows.scales().T, x)
+    return rows.dequantize() @ q.dequantize(), by_x, y.T @ gw
+
+
+@pytest.mark.parametrize("of", CASES.values(), ids=CASES)
+def test_values_and_gradients_are_those_of_quantised_operands(of):
+    of = INT8 | of
+
+    @jax.jit
+    def ours(x, w, g):
+        dot = lambda x, w: vn.implicit(jnp.matmul)(x, FakeQuantized(w, **of))
+        out, pull = jax.vjp(dot, x, w)
+        return out, *pull(g)
+
+    found, wanted = ours(X, W, G), jax.jit(lambda *args: by_hand(*args, **of))(X, W, G)
+    assert_close(found, wanted, 1e-4)
+
+
+QWIX = {
+    "tiles of the rows": (
+        {"drhs_tile_size": 8},
+        {"grad_weight": BackwardProduct("int8", tile_size=8)},
+    ),
+    "a tile as a share": (
+        {"dlhs_tile_size": 0.25},
+        {"grad_input": BackwardProduct("int8", tile_size=0.25)},
+    ),
+    "another format for each": (
+        {"dlhs_grad_qtype": "float8_e5m2", "drhs_grad_qtype": None},
+        {"grad_input": BackwardProduct("float8_e5m2"), "grad_weight": BackwardProduct(None)},
+    ),
+    "calibrated": (
+        {"dlhs_grad_calibration_method": "rms,3", "drhs_grad_calibration_method": "absmax,0.5"},
+        {
+            "grad_input": BackwardProduct("int8", calibration_method="rms,3"),
+            "grad_weight": BackwardProduct("int8", calibration_method="absmax,0.5"),
+        },
+    ),
+    "residuals as they were": (
+        {"use_original_residuals": True},
+        dict.fromkeys(("grad_input", "grad_weight"), BackwardProduct("int8", residual_qtype=None)),
+    ),
+    "residuals as they were, and gradients": (
+        {"use_original_residuals": True, "dlhs_grad_qtype": None, "drhs_grad_qtype": None},
+        dict.fromkeys(("grad_input", "grad_weight"), BackwardProduct(None, residual_qtype=None)),
+    ),
+    "residuals quantised anew": (
+        {
+            "use_original_residuals": True,
+            "dlhs_residual_qtype": "int8",
+            "drhs_residual_qtype": "int8",
+            "drhs_tile_size": 16,
+        },
+        {
+            "grad_input": BackwardProduct("int8", residual_qtype="int8"),
+            "grad_weight": BackwardProduct("int8", residual_qtype="int8", tile_size=16),
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("case", QWIX.values(), ids=QWIX)
+def test_it_equals_qwix(case):
+    core = pytest.importorskip("qwix._src.core.dot_general_qt")
+    theirs, of = case
+    names = "lhs_qtype rhs_qtype dlhs_grad_qtype drhs_grad_qtype".split()
+    config = core.DotGeneralQtConfig(**dict.fromkeys(names, "int8") | theirs)
+    numbers = (((1,), (0,)), ((), ()))
+
+    def run(x, w, g):
+        ours = lambda x, w: vn.implicit(jnp.matmul)(x, FakeQuantized(w, **INT8 | of))
+        of_qwix = lambda x, w: core.dot_general_qt(x, w, numbers, config)
+        pairs = [jax.vjp(f, x, w) for f in (ours, of_qwix)]
+        return [(out, *pull(g)) for out, pull in pairs]
+
+    found, wanted = jax.jit(run)(X, W, G)
+    assert_close(found, wanted, 1e-5)
+
+
+def residuals_of(of):
+    """The dtypes that the forward pass keeps for the backward pass."""
+    dot = lambda x, w: vn.implicit(jnp.matmul)(x, FakeQuantized(w, **INT8 | of))
+    leaves = jax.tree.leaves(jax.vjp(dot, X, W)[1])
+    return sorted({x.dtype.name for x in leaves if x.size > max(*X.shape, *W.shape)})
+
+
+def test_what_is_kept_for_the_backward_pass():
+    kept = BackwardProduct("int8", residual_qtype=None)
+    assert residuals_of({}) == ["int8"]
+    assert residuals_of({"tile_size": {0: 16, 1: 16}}) == ["int8"]
+    assert residuals_of({"grad_input": kept}) == ["float32", "int8"]
+    assert residuals_of({"grad_input": kept, "grad_weight": kept}) == ["float32"]
+
+
+def test_grad_qtype_is_that_of_both():
+    both = FakeQuantized(W, qtype="int8", grad_qtype="int8")
+    assert both.backward == (BackwardProduct("int8"), BackwardProduct("int8"))
+    one = FakeQuantized(W, qtype="int8", grad_qtype="int8", grad_weight=BackwardProduct("int4"))
+    assert one.backward == (BackwardProduct("int8"), BackwardProduct("int4"))
+    assert FakeQuantized(W, qtype="int8").backward is None
+
+
+def test_the_weight_may_come_first():
+    of = INT8 | {
+        "grad_input": BackwardProduct("int8", tile_size=16),
+        "grad_weight": BackwardProduct("int4", tile_size=8),
+    }
+    swapped = lambda x, w: vn.implicit(lambda w, x: w @ x)(
+        FakeQuantized(w.T, tile_axis=-1, **of), x.T
+    )
+    plain = lambda x, w: vn.implicit(jnp.matmul)(x, FakeQuantized(w, **of))
+
+    @jax.jit
+    def both(x, w, g):
+        return jax.vjp(plain, x, w)[1](g), jax.vjp(swapped, x, w)[1](g.T)
+
+    found, wanted = both(X, W, G)
+    assert_close(found, wanted, 1e-5)
+
+
+OF_LAYERS = INT8 | {
+    "grad_input": BackwardProduct("int8", tile_size=8),
+    "grad_weight": BackwardProduct("int4", tile_size=8, residual_qtype="int8"),
+}
+
+
+def test_scan_vmap_and_checkpoint():
+    layers = jax.random.normal(KEYS[3], (2, 16, 16)) / 4
+    x = X[:8, :16]
+
+    def loss(layers, x):
+        layer = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None))
+        return jax.lax.scan(layer, x, layers)[0].sum()
+
+    def unrolled(layers, x):
+        for w in layers:
+            x = jnp.tanh(vn.implicit(jnp.matmul)(x, FakeQuantized(w, **OF_LAYERS)))
+        return x.sum()
+
+    ours = lambda layers, x: vn.implicit(loss)(FakeQuantized(layers, **OF_LAYERS), x)
+    xs = jnp.stack([x, 2 * x])
+    both = lambda *args: [jax.vmap(jax.grad(f, (0, 1)), (None, 0))(*args) for f in (ours, unrolled)]
+    found, wanted = jax.jit(both)(layers, xs)
+    assert_close(found, wanted, 1e-5)
+
+
+CONVOLUTIONS = {
+    "plain": {},
+    "in groups": {"feature_group_count": 2},
+}
+
+
+@pytest.mark.parametrize("more", CONVOLUTIONS.values(), ids=CONVOLUTIONS)
+def test_convolutions_take_each_product_as_it_says(more):
+    count = more.get("feature_group_count", 1)
+    images = jax.random.normal(KEYS[0], (4, 5, 6, 4))
+    kernel = jax.random.normal(KEYS[1], (3, 2, 4 // count, 8))
+
+    def conv(x, w):
+        layout = ("NHWC", "HWIO", "NHWC")
+        numbers = {"window_strides": (1, 1), "padding": "SAME", "dimension_numbers": layout}
+        return jax.lax.conv_general_dilated(x, w, **numbers, **more)
+
+    g = jax.random.normal(KEYS[2], (4, 5, 6, 8))
+    of = {"qtype": "int8", "act_qtype": "int8", "tile_axis": (-4, -3, -2)}
+    of |= {
+        "grad_input": BackwardProduct("int8", tile_size=4, residual_qtype=None),
+        "grad_weight": BackwardProduct("int4", tile_size=2, residual_qtype=None),
+    }
+
+    @jax.jit
+    def both(x, w, g):
+        ours = lambda x, w: vn.implicit(conv)(x, FakeQuantized(w, **of))
+        found = jax.vjp(ours, x, w)[1](g)
+        per_image = quantize(g, "int8", channelwise_axes=[0], tiled_axes={3: 4}).dequantize()
+        per_channel = quantize(g, "int4", channelwise_axes=[3], tiled_axes={0: 2}).dequantize()
+        pull = jax.vjp(conv, x, w)[1]
+        return found, (pull(per_image)[0], pull(per_channel)[1])
+
+    found, wanted = both(images, kernel, g)
+    assert_close(found, wanted, 1e-4)
+
+
+def test_ragged_products_take_each_product_as_it_says():
+    sizes = jnp.array([12, 20])
+    w = jax.random.normal(KEYS[1], (2, 64, 48))
+    dot = lambda x, w: jax.lax.ragged_dot(x, w, sizes)
+    of = INT8 | {
+        "grad_input": BackwardProduct("int8", tile_size=16),
+        "grad_weight": BackwardProduct("int4", residual_qtype="float8_e4m3fn"),
+    }
+
+    @jax.jit
+    def both(x, w, g):
+        ours = lambda x, w: vn.implicit(dot)(x, FakeQuantized(w, **of))
+        out, pull = jax.vjp(ours, x, w)
+        quantised = quantize(w, "int8", channelwise_axes=[0, 2]).dequantize()
+        rows = dense(x, "int8", 1)
+        by_x = jax.vjp(dot, x, quantised)[1](dense(g, "int8", 1, 16))[0]
+        by_w = jax.vjp(dot, dense(x, "float8_e4m3fn", 0), w)[1](dense(g, "int4", 0))[1]
+        return (out, *pull(g)), (dot(rows, quantised), by_x, by_w)
+
+    found, wanted = both(X, w, G)
+    assert_close(found, wanted, 1e-4)
+
+
+def test_a_rule_says_it():
+    rule = Rule("w", "int8", grad_weight=BackwardProduct("int4", tile_size=8))
+    trained = quantize_tree({"w": W}, [rule], train=True)["w"]
+    assert trained.backward == (BackwardProduct(None), BackwardProduct("int4", tile_size=8))
+    assert "grad_weight=BackwardProduct('int4', tile_size=8)" in repr(trained)
+    assert eval(repr(rule), vars(vn.quant)) == rule
+    with pytest.raises(ValueError, match="grad_weight is for training"):
+        quantize_tree({"w": W}, [rule])
+
+
+@pytest.mark.parametrize(
+    ("error", "says", "args"),
+    [
+        (ValueError, "unknown format", {"qtype": "int9"}),
+        (ValueError, "unknown format", {"qtype": "int8", "residual_qtype": "int9"}),
+        (ValueError, "unknown calibration_method", {"qtype": "int8", "calibration_method": "no"}),
+        (ValueError, "leaves as it is", {"qtype": None, "calibration_method": "absmax"}),
+        (ValueError, "number of values", {"qtype": "int8", "tile_size": 0}),
+        (ValueError, "share of the axis", {"qtype": "int8", "tile_size": 1.5}),
+        (TypeError, "whole number", {"qtype": "int8", "tile_size": "8"}),
+        (ValueError, "defined for tiles", {"qtype": "mxfp8", "tile_size": 8}),
+    ],
+)
+def test_what_does_not_fit_is_refused(error, says, args):
+    with pytest.raises(error, match=says):
+        BackwardProduct(**args)
+
+
+def test_a_tile_that_does_not_divide_says_whose_it_is():
+    w = FakeQuantized(W, grad_weight=BackwardProduct("int8", tile_size=5))
+    with pytest.raises(ValueError, match="does not divide") as caught:
+        jax.grad(vn.implicit(lambda w: (X @ w).sum()))(w)
+    assert "BackwardProduct('int8', tile_size=5)" in caught.value.__notes__[0]

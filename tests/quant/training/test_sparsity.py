@@ -1,0 +1,236 @@
+"""N:M sparsity in training: what is kept, gradients that go straight through, and kept masks."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from support.array_types import assert_close
+
+import veneer as vn
+from veneer.quant import (
+    FakeQuantized,
+    Rule,
+    fake_quantize,
+    quantize_tree,
+    sparsity_masks,
+    with_masks,
+)
+from veneer.types.sparse.nm_sparse import NMSparse
+
+KEYS = jax.random.split(jax.random.key(0), 3)
+X = jax.random.normal(KEYS[0], (6, 16))
+W = jax.random.normal(KEYS[1], (16, 8))
+LAYERS = jax.random.normal(KEYS[2], (2, 16, 16)) / 4
+
+
+def mask_by_hand(w, n, m, axis=-2):
+    """Which n of each m neighbours are largest, by their ranks."""
+    last = jnp.moveaxis(w, axis, -1)
+    groups = abs(last).reshape(*last.shape[:-1], -1, m)
+    ranks = jnp.argsort(jnp.argsort(-groups, -1, stable=True), -1)
+    return jnp.moveaxis((ranks < n).reshape(last.shape), -1, axis)
+
+
+def pruned(w, n, m, axis=-2):
+    """With gradients that go straight through."""
+    return w + jax.lax.stop_gradient(jnp.where(mask_by_hand(w, n, m, axis), w, 0) - w)
+
+
+@pytest.mark.parametrize("pattern", [(2, 4), (1, 4), (3, 8), (4, 4)], ids=str)
+@pytest.mark.parametrize("qtype", [None, "int8", "nf4"])
+def test_it_stands_for_what_is_pruned_and_then_quantised(pattern, qtype):
+    of = {"qtype": qtype, "sparsity": pattern}
+    quantised = lambda w: w if qtype is None else fake_quantize(w, qtype, channelwise_axes=[1])
+
+    def both(w, x):
+        ours = lambda w, x: jnp.sin(vn.implicit(jnp.matmul)(x, FakeQuantized(w, **of))).sum()
+        theirs = lambda w, x: jnp.sin(x @ quantised(pruned(w, *pattern))).sum()
+        return [jax.value_and_grad(f, (0, 1))(w, x) for f in (ours, theirs)]
+
+    found, wanted = jax.jit(both)(W, X)
+    assert_close(found, wanted, 1e-5)
+    (_, (by_w, _)), _ = found, wanted
+    assert (by_w != 0).all()  # what is not kept moves on
+
+
+def test_what_is_kept_is_what_nm_sparse_keeps():
+    tied = jnp.round(W).at[2, 3].set(jnp.nan)
+    for axis in (-2, -1):
+        for n, m in [(2, 4), (1, 4), (3, 8)]:
+            ours = FakeQuantized(tied, sparsity=(n, m), tile_axis=axis).kept
+            assert (ours == NMSparse.prune(tied, n, m, axis).mask()).all()
+
+
+def test_it_is_what_qwix_keeps():
+    core = pytest.importorskip("qwix._src.core.sparsity")
+    for axis, order in [(-2, "C"), (-1, "R")]:
+        theirs = core.get_sparsity_mask(W, 2, 4, order=order)
+        assert (FakeQuantized(W, sparsity=(2, 4), tile_axis=axis).kept == theirs).all()
+
+
+def test_products_on_codes_are_of_what_is_kept():
+    of = {"qtype": "int8", "act_qtype": "int8", "grad_qtype": "int8"}
+
+    def both(w, x):
+        ours = lambda w, x: vn.implicit(jnp.matmul)(x, FakeQuantized(w, sparsity=(2, 4), **of))
+        theirs = lambda w, x: vn.implicit(jnp.matmul)(x, FakeQuantized(pruned(w, 2, 4), **of))
+        return [
+            jax.value_and_grad(lambda *a, f=f: jnp.sin(f(*a)).sum(), (0, 1))(w, x)
+            for f in (ours, theirs)
+        ]
+
+    found, wanted = jax.jit(both)(W, X)
+    assert_close(found, wanted, 1e-5)
+
+
+def test_qwix_computes_the_same_on_codes():
+    core = pytest.importorskip("qwix._src.core.dot_general_qt")
+    sparsity = pytest.importorskip("qwix._src.core.sparsity")
+    rule = sparsity.SparsityRule(
+        weight_sparsity_n=2, weight_sparsity_m=4, weight_sparsity_order="C"
+    )
+    names = "lhs_qtype rhs_qtype dlhs_grad_qtype drhs_grad_qtype".split()
+    config = core.DotGeneralQtConfig(**dict.fromkeys(names, "int8"), sparsity_rule=rule)
+    of = {"qtype": "int8", "act_qtype": "int8", "grad_qtype": "int8", "sparsity": (2, 4)}
+
+    @jax.jit
+    def run(x, w, g):
+        ours = lambda x, w: vn.implicit(jnp.matmul)(x, FakeQuantized(w, **of))
+        theirs = lambda x, w: core.dot_general_qt(x, w, (((1,), (0,)), ((), ())), config)
+        pairs = [jax.vjp(f, x, w) for f in (ours, theirs)]
+        return [(out, *pull(g)) for out, pull in pairs]
+
+    (out, by_x, by_w), wanted = run(X, W, jax.random.normal(KEYS[2], (6, 8)))
+    assert_close((out, by_x), wanted[:2], 1e-5)
+    # Theirs does not go straight through the mask: what is pruned stays.
+    assert_close(jnp.where(mask_by_hand(W, 2, 4), by_w, 0), wanted[2], 1e-5)
+
+
+def program(params, x):
+    x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["layers"])
+    return (x @ params["out"].T).sum()
+
+
+RULES = [
+    Rule("layers", "int4", sparsity=(2, 4)),
+    Rule("out", None, tile_axis=-1, sparsity=(1, 4)),
+]
+
+
+@pytest.mark.parametrize("with_kept", [False, True], ids=["found at each use", "kept"])
+def test_stacks_transposes_and_batches(with_kept):
+    params = {"layers": LAYERS, "out": W.T}
+
+    def ours(params, x):
+        params = quantize_tree(params, RULES, train=True)
+        if with_kept:
+            params = with_masks(params, sparsity_masks(params))
+        return vn.implicit(program)(params, x)
+
+    def theirs(params, x):
+        for w in params["layers"]:
+            dense = fake_quantize(pruned(w, 2, 4), "int4", channelwise_axes=[1])
+            x = jnp.tanh(x @ dense)
+        return (x @ pruned(params["out"], 1, 4, -1).T).sum()
+
+    xs = jnp.stack([X, 2 * X])
+    both = lambda *args: [jax.vmap(jax.grad(f, (0, 1)), (None, 0))(*args) for f in (ours, theirs)]
+    found, wanted = jax.jit(both)(params, xs)
+    assert_close(found, wanted, 1e-4)
+
+
+def test_kept_masks_stay_until_they_are_found_again():
+    params = quantize_tree(
+        {"w": W, "b": jnp.zeros(8)}, [Rule("w", "int8", sparsity=(2, 4))], train=True
+    )
+    masks = sparsity_masks(params)
+    assert masks["b"] is None
+    assert (masks["w"] == mask_by_hand(W, 2, 4)).all()
+    turned = jax.tree.map(lambda x: x[::-1], params)
+    assert (vn.materialise(with_masks(turned, masks)["w"])[~masks["w"]] == 0).all()
+    assert (sparsity_masks(turned)["w"] == mask_by_hand(W[::-1], 2, 4)).all()
+    assert (sparsity_masks(with_masks(turned, masks))["w"] == mask_by_hand(W[::-1], 2, 4)).all()
+    all_kept = jax.tree.map(jnp.ones_like, masks)
+    dense = quantize_tree({"w": W}, [Rule("w", "int8")])["w"]
+    assert_close(vn.materialise(with_masks(params, all_kept)["w"]), dense.dequantize(), 0)
+
+
+def test_training_by_a_schedule():
+    target = X @ jnp.where(mask_by_hand(W, 2, 4), W, 0)
+    rule = Rule("w", "int8", sparsity=(2, 4))
+    params = quantize_tree({"w": W + 0.3}, [rule], train=True)
+    tx = optax.adam(0.02)
+
+    @jax.jit
+    def step(i, params, masks, state):
+        masks = jax.lax.cond(i % 10 == 5, lambda: sparsity_masks(params), lambda: masks)
+
+        def loss(params):
+            return vn.implicit(lambda p: ((X @ p["w"] - target) ** 2).mean())(
+                with_masks(params, masks)
+            )
+
+        value, gradient = jax.value_and_grad(loss)(params)
+        updates, state = tx.update(gradient, state, params)
+        return optax.apply_updates(params, updates), masks, state, value
+
+    masks = jax.tree.map(jnp.ones_like, sparsity_masks(params))
+    state, values, changes = tx.init(params), [], []
+    for i in range(60):
+        before = masks["w"]
+        params, masks, state, value = step(i, params, masks, state)
+        values.append(value)
+        changes += [i] if (before != masks["w"]).any() else []
+    assert changes[0] == 5
+    assert {i % 10 for i in changes} == {5}
+    assert masks["w"].sum(0).tolist() == [8] * 8
+    assert values[-1] < values[6] / 2
+
+
+def test_what_comes_out_of_training_has_the_zeros():
+    trained = quantize_tree(
+        {"w": W}, [Rule("w", "int4", act_qtype="int8", sparsity=(2, 4))], train=True
+    )
+    out = vn.quant.convert(trained)["w"]
+    assert ((out.array.codes() == 0) >= ~mask_by_hand(W, 2, 4)).all()
+    assert (vn.materialise(out) == vn.materialise(trained["w"])).all()
+
+
+def test_a_group_is_not_cut_over_devices():
+    P = jax.sharding.PartitionSpec
+    w = FakeQuantized(W, sparsity=(2, 4))
+    w = w.with_mask(w.kept)
+    cut = w.partition(P(None, "x"), (16, 4))
+    assert (cut.w, cut.mask) == (P(None, "x"), P(None, "x"))
+    tiled = FakeQuantized(W, qtype="int8", tile_size=2, sparsity=(2, 4))
+    assert tiled.partition(P("x", None), (8, 8)).w == P("x", None)
+    assert tiled.partition(P("x", None), (2, 8)) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "says", "fields"),
+    [
+        (TypeError, "sparsity is", {"sparsity": "2:4"}),
+        (TypeError, "sparsity is", {"sparsity": 2}),
+        (ValueError, "keeps 1 <= n", {"sparsity": (5, 4)}),
+        (ValueError, "keeps 1 <= n", {"sparsity": (0, 4)}),
+        (ValueError, "groups of 3", {"sparsity": (1, 3)}),
+        (ValueError, "no code for 0", {"qtype": "int1", "sparsity": (2, 4)}),
+        (ValueError, "mask is", {"mask": jnp.ones((16, 8))}),
+        (ValueError, "mask is", {"mask": jnp.ones((8, 16), bool)}),
+    ],
+)
+def test_what_does_not_fit_is_refused(error, says, fields):
+    with pytest.raises(error, match=says):
+        FakeQuantized(W, **fields)
+
+
+def test_masks_of_other_trees_are_refused():
+    params = quantize_tree({"w": W}, [Rule("w", "int4", sparsity=(2, 4))], train=True)
+    masks = sparsity_masks(params)
+    with pytest.raises(ValueError, match="mask is"):
+        with_masks(params, jax.tree.map(lambda m: m[:4], masks))
+    with pytest.raises(ValueError, match="where params has"):
+        with_masks({"w": W}, masks)
+    with pytest.raises(ValueError, match="sparsity is for training"):
+        quantize_tree({"w": W}, [Rule("w", "int4", sparsity=(2, 4))])
