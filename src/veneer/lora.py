@@ -161,8 +161,8 @@ def _axes(path: str, leaf: Any, use: Use) -> dict[str, Any]:
     runs = [(side, len(list(run))) for side, run in itertools.groupby(sides)]
     if len(runs) < 2 or 0 in (runs[-1][0], runs[-2][0]):
         raise ValueError(
-            f"no update of low rank of {path} {list(leaf.shape)}: axes that products contract do not "
-            f"lie beside those that they leave, at its end: {use}"
+            f"no update of low rank of {path} {list(leaf.shape)}: the axes that products contract "
+            f"and those that they leave are not side by side at its end: {use}"
         )
     (_, ins), (last, outs) = runs[-2:]
     return {"in_ndim": ins, "out_ndim": outs, "dropped": "in" if last < 0 else "out"}

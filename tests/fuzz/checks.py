@@ -17,7 +17,7 @@ from .programs import HIGH, Program
 REFUSALS = {
     "Quantity": ("unit", "dimension", "cannot be converted"),
     "Named": ("name", "axis", "axes", "metadata"),
-    "Masked": ("has no dense form",),
+    "Masked": ("has no dense form", "counts all entries"),
 }
 #: With high types, JAX compares the types of a carry, or of branches, before anything can be made
 #: dense; and functions of keys ask for arrays of keys.

@@ -21,7 +21,8 @@ TRANSFORMATIONS: dict[str, str] = {
     "implicit of scan": "m(lambda xs: lax.scan(lambda c, x: (c, f(x)), 0, xs)[1])(xs)",
     "implicit of map": "m(lambda xs: lax.map(f, xs))(xs)",
     "grad by another": (
-        "jax.grad(lambda s: undressed(m(lambda x, s: jnp.sum(jax.nn.softplus(f(x) * s)))(x, s)))(0.5)"
+        "jax.grad(lambda s: undressed("
+        "m(lambda x, s: jnp.sum(jax.nn.softplus(f(x) * s)))(x, s)))(0.5)"
     ),
     "implicit of grad": "m(jax.grad(lambda x: jnp.sum(jax.nn.softplus(f(x)))))(x)",
     "implicit of jvp": "m(lambda x: jax.jvp(f, (x,), (jnp.ones_like(x),))[1])(x)",

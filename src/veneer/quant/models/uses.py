@@ -114,14 +114,16 @@ class TrackedWeight(ProductWeight):
     ) -> None:
         """Notes a product, by axes counted from the front; or another use.
 
-        That is a look-up where there was one before, whose rows something takes.
+        That is a look-up where there was one before, whose rows something takes now.
         """
         line = user_line()
         for source in self.sources:
             summed = source.of(contracted, self.ndim)
             free = source.of([i for i in range(self.ndim) if i not in batch], self.ndim) - summed
-            if source.looked_up and primitive not in _CONTRACTIONS:
-                primitive, summed, free = LOOK_UP, free, source.looked_up
+            left = summed | free
+            # A row is data, whatever it meets. What has more axes is a weight of a stack.
+            if source.looked_up and (len(left) < 2 or primitive not in _CONTRACTIONS):
+                primitive, summed, free = LOOK_UP, left, source.looked_up
             use = Use(primitive, summed, free, line)
             uses = _uses[self.token][source.path]
             if use not in uses:
@@ -177,7 +179,8 @@ def _gather(w: TrackedWeight, indices: ArrayLike, **params: Any) -> Any:
         places[axis] = (i,)
     bind = find_primitive("gather").bind
     array = redispatch(lambda x, i: bind(x, i, **params), w.array, indices)
-    rows = numbers.collapsed_slice_dims
+    sizes, shape = params["slice_sizes"], w.shape
+    rows = {i for i in range(w.ndim) if sizes[i] < shape[i]} - {*numbers.operand_batching_dims}
     sources = [
         source.moved(places, array.ndim)._replace(
             looked_up=source.looked_up | source.of(rows, w.ndim)
