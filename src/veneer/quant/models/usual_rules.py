@@ -35,6 +35,7 @@ def usual_rules(
 
     **Raises:** `ValueError` for an unknown format.
     """
+    get_format(qtype)
     rules = {}
     shapes = {path: leaf.shape for path, leaf in weights.items() if can_be_quantized(leaf)}
     looked_up = {path: [use for use in uses[path] if use.primitive == LOOK_UP] for path in shapes}

@@ -1,0 +1,189 @@
+"""Axes found from a program: what it does with its weights, and what is said of those."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import veneer as vn
+from veneer.quant import Rule
+from veneer.quant.models.uses import uses_of
+
+IDS = jnp.arange(3)
+X = jnp.ones((3, 64))
+
+
+def w(*shape):
+    return jax.random.normal(jax.random.key(len(shape)), shape)
+
+
+def contracted(model, weight, *args):
+    """The axes of a weight that each of its uses contracts, in order."""
+    uses = uses_of(model, {"w": weight}, lambda path, leaf: True, args)["w"]
+    return [sorted(use.contracted) for use in uses if use.says_axes]
+
+
+# What a model does with a weight, its shape, and the axes that are contracted.
+PROGRAMS = {
+    "product": (lambda p, x: x @ p["w"], (64, 8), [[-2]]),
+    "of a transpose": (lambda p, x: x @ p["w"].T, (8, 64), [[-1]]),
+    "the weight first": (lambda p, x: p["w"] @ x.T, (8, 64), [[-1]]),
+    "in a jitted function": (lambda p, x: jax.jit(jnp.dot)(x, p["w"]), (64, 8), [[-2]]),
+    "einsum": (lambda p, x: jnp.einsum("td,hdk->thk", x, p["w"]), (2, 64, 4), [[-2]]),
+    "merged axes": (lambda p, x: x @ p["w"].reshape(64, -1), (64, 2, 4), [[-3]]),
+    "merged axes, contracted": (lambda p, x: x @ p["w"].reshape(64, -1), (4, 16, 8), [[-3, -2]]),
+    "split axes": (
+        lambda p, x: jnp.einsum("td,dhk->thk", x, p["w"].reshape(64, 2, 4)),
+        (64, 8),
+        [[-2]],
+    ),
+    "a batch": (lambda p, x: jnp.einsum("td,edf->etf", x, p["w"]), (2, 64, 8), [[-2]]),
+    "vmap": (lambda p, x: jax.vmap(jnp.dot, (None, 0))(x, p["w"]), (2, 64, 8), [[-2]]),
+    "scan": (
+        lambda p, x: jax.lax.scan(lambda x, w: (x @ w, None), x, p["w"])[0],
+        (2, 64, 64),
+        [[-2]],
+    ),
+    "one layer": (lambda p, x: x @ p["w"][1], (2, 64, 8), [[-2]]),
+    "a layer of a number": (
+        lambda p, x: jax.lax.fori_loop(0, 2, lambda i, x: x @ p["w"][i], x),
+        (2, 64, 64),
+        [[-2]],
+    ),
+    "a half": (lambda p, x: x @ p["w"][:, :4], (64, 8), [[-2]]),
+    "halves": (lambda p, x: [x @ h for h in jnp.split(p["w"], 2, 1)], (64, 8), [[-2], [-2]]),
+    "checkpoint and grad": (
+        lambda p, x: jax.grad(lambda x: jax.checkpoint(jnp.dot)(x, p["w"]).sum())(x),
+        (64, 8),
+        [[-2], [-1]],
+    ),
+    "looked up": (lambda p, x: p["w"][IDS], (9, 64), [[-1]]),
+    "looked up, one by one": (lambda p, x: jax.vmap(lambda i: p["w"][i])(IDS), (9, 64), [[-1]]),
+    "looked up, then a product": (lambda p, x: p["w"][IDS] @ x.T, (9, 64), [[-1]]),
+    "experts looked up": (
+        lambda p, x: jnp.einsum("td,tdf->tf", x, p["w"][IDS % 2]),
+        (2, 64, 8),
+        [[-2]],
+    ),
+    "ragged": (
+        lambda p, x: jax.lax.ragged_dot(x, p["w"], jnp.array([1, 2])),
+        (2, 64, 8),
+        [[-2]],
+    ),
+    "converted": (
+        lambda p, x: x.astype("bfloat16") @ p["w"].astype("bfloat16"),
+        (64, 8),
+        [[-2]],
+    ),
+    "nothing": (lambda p, x: x + p["w"], (3, 64), []),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_axes_that_a_program_contracts(name):
+    model, shape, axes = PROGRAMS[name]
+    found = contracted(model, w(*shape), X)
+    assert [list(x) for x in dict.fromkeys(map(tuple, found))] == [
+        list(x) for x in dict.fromkeys(map(tuple, axes))
+    ]
+
+
+def test_weights_put_together_are_each_in_the_product():
+    params = {"q": w(64, 8), "k": w(64, 4)}
+    model = lambda p, x: x @ jnp.concatenate([p["q"], p["k"]], 1)
+    uses = uses_of(model, params, lambda path, leaf: True, (X,))
+    assert all(set(use.contracted) == {-2} for path in "qk" for use in uses[path])
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_tile_axis_that_a_rule_states_is_taken():
+    rules = [Rule(".*", "int8", tile_axis=-1)]
+    model = lambda p, x: x @ p["w"]
+    small = vn.quant.quantize_tree({"w": w(64, 64)}, rules, model=model, args=(X,))
+    assert small["w"].scale.shape == (64, 1)
+
+
+def test_training_takes_the_axes_of_the_program():
+    model = lambda p, x: jnp.einsum("td,dhk->thk", x, p["w"])
+    params, rules = {"w": w(64, 2, 4)}, [Rule(".*", "int8", act_qtype="int8")]
+    trained = vn.quant.quantize_tree(params, rules, model=model, args=(X,), train=True)
+    assert trained["w"].tile_axis == (-3,)
+    small = vn.quant.quantize_tree(params, rules, model=model, args=(X,))
+    assert small["w"].contracting == (-3,)
+    assert jnp.allclose(vn.implicit(model)(trained, X), vn.implicit(model)(small, X), atol=1e-5)
+
+
+def test_a_model_may_be_given_abstract_arguments_and_others():
+    def model(params, x, *, double):
+        return x @ params["w"] * (2 if double else 1)
+
+    args = (jax.ShapeDtypeStruct((3, 64), "float32"),)
+    small = vn.quant.quantize_tree(
+        {"w": w(64, 8)}, [Rule(".*", "int8")], model=model, args=args, kwargs={"double": True}
+    )
+    assert small["w"].scale.shape == (1, 8)
+
+
+def test_a_weight_used_in_two_ways_is_said_with_both_lines():
+    def model(params, x):
+        y = x @ params["w"]
+        return y @ params["w"].T
+
+    with pytest.warns(UserWarning, match=r"w is used in two ways.* axis -2 .*axis -1") as caught:
+        vn.quant.quantize_tree({"w": w(64, 32)}, [Rule(".*", "int8")], model=model, args=(X,))
+    line = model.__code__.co_firstlineno
+    assert f"test_uses.py:{line + 1} " in str(caught[0].message)
+    assert f"test_uses.py:{line + 2} " in str(caught[0].message)
+    assert caught[0].filename == __file__
+
+
+def test_what_is_in_no_product_stays_dense_and_is_told_if_it_is_no_vector():
+    params = {"norms": w(2, 64), "positions": w(3, 64), "w": w(2, 64, 64)}
+
+    def model(params, x):
+        step = lambda x, layer: (x * layer[0] @ layer[1], None)
+        return jax.lax.scan(step, x + params["positions"], (params["norms"], params["w"]))[0]
+
+    with pytest.warns(UserWarning, match="left dense.* positions .*test_uses.py") as caught:
+        small = vn.quant.quantize_tree(params, [Rule(".*", "int8")], model=model, args=(X,))
+    assert "norms" not in str(caught[0].message)
+    assert [isinstance(small[name], vn.quant.QArray) for name in small] == [False, False, True]
+
+
+def test_without_a_program_scales_that_few_values_share_are_told():
+    with pytest.warns(
+        UserWarning, match=r"w \[64, 8, 16\] takes 8 bits a value.*tile_axis.*model="
+    ):
+        vn.quant.quantize_tree({"w": w(64, 8, 16)}, [Rule(".*", "nf4")])
+
+
+@pytest.mark.parametrize(
+    ("rules", "arguments", "error", "message"),
+    [
+        ("nf4", {}, ValueError, "model=f, args="),
+        ("nf5", {"model": lambda p: p}, ValueError, "nf5"),
+        ([], {"args": X}, TypeError, r"as a tuple \(x,\)"),
+        ([], {"args": (X,)}, TypeError, "dict cannot be called"),
+        ([], {"model": "f", "args": (X,)}, TypeError, "model is a function"),
+    ],
+)
+def test_what_is_no_program_is_refused(rules, arguments, error, message):
+    with pytest.raises(error, match=message):
+        vn.quant.quantize_tree({"w": w(64, 8)}, rules, **arguments)
+
+
+def test_a_tile_near_the_one_that_is_asked_for_is_taken_and_none_below_eight():
+    rule = Rule(".*", "int4", tile_size=64)
+    assert rule.along([-2], (96, 8)).axes((96, 8)) == ((1,), {0: 32})
+    assert rule.along([-3, -2], (4, 16, 8)).axes((4, 16, 8)) == ((2,), {})
+    assert rule.along([-3, -2], (4, 32, 8)).axes((4, 32, 8)) == ((2,), {0: 2, 1: 32})
+    with pytest.raises(ValueError, match=r"no tile of 64 .* \(101, 8\)"):
+        rule.along([-2], (101, 8))
+
+
+def test_updates_say_where_they_do_not_fit():
+    rules, key = [vn.lora.Rule(".*", rank=2)], jax.random.key(0)
+    model = lambda p, x: jnp.einsum("tah,adh->tdh", x, p["w"])
+    with pytest.raises(ValueError, match=r"w \[4, 5, 6\].*side by side"):
+        vn.lora.init_tree({"w": w(4, 5, 6)}, rules, key=key, model=model, args=(w(3, 4, 6),))
+    with pytest.warns(UserWarning, match=r"as large as its weight: w \[64, 8, 16\].*model="):
+        vn.lora.init_tree({"w": w(64, 8, 16)}, [vn.lora.Rule(".*", rank=6)], key=key)
