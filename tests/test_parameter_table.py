@@ -129,3 +129,17 @@ def test_a_notebook_shows_a_table(table):
 
 def test_html_is_escaped():
     assert "<b>" not in vn.summary({"<b>": jnp.ones(2)})._repr_html_()
+
+
+def test_bits_and_errors_beside_the_tree_of_which_it_was_made():
+    dense = {"w": jnp.array([[0.5, 1.0], [2.0, 4.0]]), "zero": jnp.zeros((2, 2)), "b": jnp.ones(2)}
+    small = dense | {name: vn.quant.quantize(dense[name], "int4") for name in ("w", "zero")}
+    rows = {row.path: row for row in vn.summary(small, like=dense).rows}
+    off = small["w"].dequantize() - dense["w"]
+    assert rows["w"].error == pytest.approx(jnp.linalg.norm(off) / jnp.linalg.norm(dense["w"]))
+    assert (rows["zero"].error, rows["b"].error) == (0, None)
+    assert (rows["w"].bits, rows["b"].bits) == (8 * (2 + 4) / 4, 32)
+    assert f"{rows['w'].error:.2%}" in str(vn.summary(small, like=dense))
+    for like in ({}, {"w": jnp.ones(2), "zero": jnp.ones(2)}):
+        with pytest.raises(ValueError, match=r"like has .* at 'w'.*QArray:f32\[2,2\]"):
+            vn.summary(small, like=like)

@@ -15,7 +15,7 @@ import jax
 
 from ._core.value import Value
 from .quant.models.rules import flatten_with_paths, some_of, warn_of_unmatched
-from .quant.models.uses import Use, program_of, uses_of
+from .quant.models.uses import Use, program_of, telling, uses_of
 from .quant.qarray import QUANTIZABLE
 from .types.lora import LoraArray, join, merge, split, with_dropout, without_dropout
 
@@ -65,6 +65,13 @@ class Rule:
             raise ValueError(f"path_regex {self.path_regex!r} is not a regex: {error}") from None
         if self.rank is not None and self.rank < 1:
             raise ValueError(f"a low-rank update has a rank of 1 or more, not {self.rank}")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What `vn.types.LoraArray.init` takes."""
+        fields = dataclasses.asdict(self)
+        del fields["path_regex"]
+        return fields
 
     def matches(self, path: str) -> bool:
         """Returns whether the whole of `path` matches."""
@@ -117,29 +124,28 @@ def init_tree(
         if rule is not None and rule.rank is not None and _can_be_updated(leaf):
             chosen[path] = rule
     program = program_of(params, model, args, kwargs)
+    uses = {}
     if program is not None:
         uses = uses_of(program, params, lambda path, _: path in chosen, args or (), kwargs)
-        unused = [path for path, of_path in uses.items() if not _telling(of_path)]
-        large = [path for path in unused if any(len(use.free) > 1 for use in uses[path])]
-        if large:
-            message = f"no product of the program has {some_of(large)}, so it has no update"
-            warnings.warn(message, UserWarning, stacklevel=2)
+        unused = [path for path in chosen if not telling(uses[path])]
         chosen = {path: rule for path, rule in chosen.items() if path not in unused}
-    keys = dict(zip(chosen, jax.random.split(key, max(1, len(chosen))), strict=False))
-    new, larger = [], []
+        unused = [path for path in unused if any(len(use.free) > 1 for use in uses[path])]
+        if unused:
+            message = f"no product of the program has {some_of(unused)}, so they have no update"
+            warnings.warn(message, UserWarning, stacklevel=2)
+    keys = iter(jax.random.split(key, max(1, len(chosen))))
+    new, large = [], []
     for path, leaf in zip(paths, leaves, strict=True):
         if path not in chosen:
             new.append(leaf)
             continue
-        axes = {} if program is None else _axes(path, leaf, _telling(uses[path])[0])
-        options = dataclasses.asdict(chosen[path])
-        del options["path_regex"]
-        new.append(LoraArray.init(leaf, **options, key=keys[path], **axes))
-        if new[-1].a.size + new[-1].b.size >= leaf.size:
-            larger.append(f"{path} {list(leaf.shape)}")
-    if larger:
-        remedy = "a lower rank" + ("" if program else ", or the program, as model= and args=")
-        message = f"an update is as large as its weight: {some_of(larger)}; pass {remedy}"
+        axes = _axes(path, leaf.shape, telling(uses[path])[0]) if uses else {}
+        w = LoraArray.init(leaf, key=next(keys), **chosen[path].options, **axes)
+        large += [f"{path} {list(w.shape)}"] if w.a.size + w.b.size >= w.size else []
+        new.append(w)
+    if large:
+        remedy = "a lower rank" if program else "the program, as model= and args=, or a lower rank"
+        message = f"an update is as large as its weight: {some_of(large)}; pass {remedy}"
         warnings.warn(message, UserWarning, stacklevel=2)
     return jax.tree.unflatten(treedef, new)
 
@@ -150,18 +156,13 @@ def _can_be_updated(leaf: Any) -> bool:
     return floating and not isinstance(leaf, LoraArray)
 
 
-def _telling(uses: Sequence[Use]) -> list[Use]:
-    """The uses that say which axes come in: products before look-ups."""
-    return sorted((use for use in uses if use.says_axes), key=lambda use: not use.is_product)
-
-
-def _axes(path: str, leaf: Any, use: Use) -> dict[str, Any]:
+def _axes(path: str, shape: Sequence[int], use: Use) -> dict[str, Any]:
     """How many axes of a weight go in and out, and on which side a product contracts."""
-    sides = [(i in use.contracted) - (i in use.free) for i in range(-leaf.ndim, 0)]
+    sides = [(i in use.contracted) - (i in use.free) for i in range(-len(shape), 0)]
     runs = [(side, len(list(run))) for side, run in itertools.groupby(sides)]
     if len(runs) < 2 or 0 in (runs[-1][0], runs[-2][0]):
         raise ValueError(
-            f"no update of low rank of {path} {list(leaf.shape)}: the axes that products contract "
+            f"no update of low rank of {path} {list(shape)}: the axes that products contract "
             f"and those that they leave are not side by side at its end: {use}"
         )
     (_, ins), (last, outs) = runs[-2:]

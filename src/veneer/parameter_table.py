@@ -1,14 +1,17 @@
 """`summary`: what the arrays of a tree are, what they cost, and which are trained."""
 
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from . import tree as vtree
 from ._core.surface.array import ImplicitArray
-from ._core.value import Value, is_value
-from ._report.tables import html_table, rich_table, size_of, text_of_rich, text_table
+from ._core.value import Value, describe, is_value, materialise
+from ._report.tables import Cells, html_table, rich_table, size_of, text_of_rich, text_table
 from .quant import QArray
 from .quant.models.checkpoint import describe_format
 from .training import trainable
@@ -22,7 +25,8 @@ class Row:
     stored: as a dtype, a quantised format and its tiles, or a class, with its `rank` if it has one
     and the formats of implicit arrays that it holds. `nbytes` are those that are stored,
     `dense_nbytes` those of the dense array, and `trainable` is the number of stored values that are
-    trained, by `vn.trainable`.
+    trained, by `vn.trainable`. `error` is how far the array is from the one that it was made of, of
+    which it is a share: the root of the mean square of the one by that of the other.
     """
 
     path: str
@@ -33,6 +37,12 @@ class Row:
     nbytes: int
     dense_nbytes: int
     trainable: int
+    error: float | None = None
+
+    @property
+    def bits(self) -> float:
+        """How many bits are stored for each value of the array; 0 where it has none."""
+        return 8 * self.nbytes / max(1, math.prod(self.shape))
 
 
 @dataclass(frozen=True, repr=False)
@@ -63,49 +73,55 @@ class Summary:
         try:
             return text_of_rich(self.__rich__())
         except ImportError:  # without the extra `cli`
-            return text_table(_HEADINGS, self._cells(), self._total(), _NUMBERS)
+            return text_table(*self._table())
 
     __repr__ = __str__
 
     def __rich__(self) -> Any:
-        return rich_table(_HEADINGS, self._cells(), self._total(), _NUMBERS)
+        return rich_table(*self._table())
 
     def _repr_html_(self) -> str:
-        return html_table(_HEADINGS, self._cells(), self._total(), _NUMBERS)
+        return html_table(*self._table())
 
-    def _cells(self) -> list[tuple[str, ...]]:
-        return [
-            (
-                row.path,
-                row.format,
-                str(list(row.shape)),
-                row.dtype.name,
-                size_of(row.nbytes),
-                size_of(row.dense_nbytes),
-                f"{row.trainable:,}" if row.trainable else "no",
-            )
-            for row in self.rows
-        ]
+    def _table(self) -> tuple[Cells, list[Cells], Cells, Cells]:
+        """The headings, the rows, the last row, and which columns are of numbers."""
+        columns: dict[str, tuple[Callable[[Row], str], str]] = {
+            "path": (lambda row: row.path, "total"),
+            "format": (lambda row: row.format, ""),
+            "shape": (lambda row: str(list(row.shape)), ""),
+            "dtype": (lambda row: row.dtype.name, ""),
+            "bits": (lambda row: f"{row.bits:.3g}", ""),
+            "error": (lambda row: "" if row.error is None else f"{row.error:.2%}", ""),
+            "bytes": (lambda row: size_of(row.nbytes), size_of(self.nbytes)),
+            "dense bytes": (lambda row: size_of(row.dense_nbytes), size_of(self.dense_nbytes)),
+            "trainable": (
+                lambda row: f"{row.trainable:,}" if row.trainable else "no",
+                f"{self.trainable:,}",
+            ),
+        }
+        if all(row.error is None for row in self.rows):
+            del columns["error"]
+        cells = [tuple(cell(row) for cell, _ in columns.values()) for row in self.rows]
+        return tuple(columns), cells, tuple(total for _, total in columns.values()), _NUMBERS
 
-    def _total(self) -> tuple[str, ...]:
-        sizes = size_of(self.nbytes), size_of(self.dense_nbytes), f"{self.trainable:,}"
-        return ("total", *[""] * (len(_HEADINGS) - 4), *sizes)
+
+_NUMBERS = ("bits", "error", "bytes", "dense bytes", "trainable")
 
 
-_NUMBERS = ("bytes", "dense bytes", "trainable")
-_HEADINGS = ("path", "format", "shape", "dtype", *_NUMBERS)
-
-
-def summary(tree: Any) -> Summary:
+def summary(tree: Any, like: Any = None) -> Summary:
     """The arrays of a tree, by path: what they are, what they cost, and which are trained.
 
     **Arguments:**
 
     - `tree`: any pytree; leaves that are no arrays are left out. They may be abstract
       (`jax.ShapeDtypeStruct`), of a model that is not loaded.
+    - `like`: the tree of which it was made, as the parameters before they were quantised: then
+      there is an error for each array that is not what it was.
 
     **Returns:** a `Summary`: print it for a table, or take its `rows` and totals as data. An array
     that two paths share is counted at each.
+
+    **Raises:** `ValueError` if `like` has no array at a path, or one of another shape.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> params = {"w": vn.quant.quantize(jnp.ones((64, 8)), "nf4"), "b": jnp.zeros(8)}
@@ -114,19 +130,27 @@ def summary(tree: Any) -> Summary:
     [('b', 'dense', 'float32', 32, 8), ('w', 'QArray', 'nf4, one scale', 260, 0)]
     >>> table.nbytes, table.dense_nbytes, table.trainable
     (292, 2080, 8)
+    >>> ones = {"w": jnp.ones((64, 8)), "b": jnp.zeros(8)}
+    >>> [(row.path, row.bits, row.error) for row in vn.summary(params, like=ones).rows]
+    [('b', 32.0, None), ('w', 4.0625, 0.0)]
     """
     marks = vtree.leaves(trainable(tree))
     leaves = vtree.leaves_with_path(tree)
+    before = {} if like is None else dict(_paths(like))
     return Summary(
         tuple(
-            _row(vtree.path_string(path), x, mark)
+            _row(vtree.path_string(path), x, mark, before if like is not None else None)
             for (path, x), mark in zip(leaves, marks, strict=True)
             if is_value(x) or (hasattr(x, "shape") and hasattr(x, "dtype"))
         )
     )
 
 
-def _row(path: str, x: Any, mark: Any) -> Row:
+def _paths(tree: Any) -> list[tuple[str, Any]]:
+    return [(vtree.path_string(path), x) for path, x in vtree.leaves_with_path(tree)]
+
+
+def _row(path: str, x: Any, mark: Any, before: Mapping[str, Any] | None) -> Row:
     aval = x.aval() if isinstance(x, Value) else x
     parts = jax.tree.leaves(x)
     trained = [p.size for p, m in zip(parts, jax.tree.leaves(mark), strict=True) if m]
@@ -139,7 +163,21 @@ def _row(path: str, x: Any, mark: Any) -> Row:
         nbytes=x.nbytes if isinstance(x, ImplicitArray) else sum(map(_nbytes, parts)),
         dense_nbytes=_nbytes(aval),
         trainable=sum(trained),
+        error=_error(path, x, before) if before is not None and isinstance(x, Value) else None,
     )
+
+
+def _error(path: str, x: Value, before: Mapping[str, Any]) -> float:
+    shape = getattr(before.get(path), "shape", None)
+    if shape != x.aval().shape:
+        raise ValueError(
+            f"like has {'nothing' if shape is None else list(shape)} at {path!r}, which is "
+            f"{describe((x,))[0]}: pass the tree that this one was made of"
+        )
+    wide = jnp.promote_types(x.aval().dtype, jnp.float32)
+    after, dense = (jnp.asarray(a).astype(wide) for a in materialise((x, before[path])))
+    size = float(jnp.linalg.norm(dense))
+    return float(jnp.linalg.norm(after - dense)) / size if size else 0.0
 
 
 def _nbytes(x: Any) -> int:

@@ -23,7 +23,7 @@ from .rules import (
     some_of,
     warn_of_unmatched,
 )
-from .uses import Use, program_of, uses_of
+from .uses import Use, program_of, use_for_axes, uses_of
 from .usual_rules import usual_rules
 
 
@@ -161,7 +161,7 @@ def _along_the_program(
         if rule.tile_axis is not None or not _has_format(rule):
             located[path] = rule
             continue
-        first = _use_for_axes(path, uses[path])
+        first = use_for_axes(path, uses[path], stacklevel=4)
         if first is None:
             # A vector of a stack is a bias or a norm. What has more axes could have been smaller.
             left += [f"{path} ({use})" for use in uses[path][:1] if len(use.free) > 1]
@@ -181,23 +181,6 @@ def _along_the_program(
 
 def _has_format(rule: Rule) -> bool:
     return any(getattr(rule, name) is not None for name in ("qtype", "act_qtype", *TRAINING))
-
-
-def _use_for_axes(path: str, uses: Sequence[Use]) -> Use | None:
-    """The use whose axes share scales: a product, or else a look-up. Warns where two disagree."""
-    telling = sorted((use for use in uses if use.says_axes), key=lambda use: not use.is_product)
-    if not telling:
-        return None
-    first, *others = telling
-    for other in others:
-        if other.contracted != first.contracted:
-            message = (
-                f"{path} is used in two ways, and scales serve the first: {first}, and {other}. "
-                "State a tile_axis in a rule of its own to choose"
-            )
-            warnings.warn(message, UserWarning, stacklevel=4)
-            break
-    return first
 
 
 def _warn_of_large(

@@ -5,6 +5,7 @@ which remembers where its axes have gone, and notes each product and each look-u
 """
 
 import itertools
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -277,6 +278,28 @@ def uses_of(
     finally:
         del _uses[token]
     return uses
+
+
+def telling(uses: Sequence[Use]) -> list[Use]:
+    """Returns the uses that say which axes are contracted: products, and then look-ups."""
+    return sorted((use for use in uses if use.says_axes), key=lambda use: not use.is_product)
+
+
+def use_for_axes(path: str, uses: Sequence[Use], *, stacklevel: int) -> Use | None:
+    """Returns the first of the uses that say which axes are contracted, or None.
+
+    Warns with `UserWarning` where another disagrees.
+    """
+    first, *others = telling(uses) or [None]
+    for other in others:
+        if first is not None and other.contracted != first.contracted:
+            message = (
+                f"{path} is used in two ways, and the first counts: {first}, and {other}. "
+                "State a tile_axis in a rule of its own to choose"
+            )
+            warnings.warn(message, UserWarning, stacklevel=stacklevel)
+            break
+    return first
 
 
 def _traced(function: Callable, *trees: Any) -> None:

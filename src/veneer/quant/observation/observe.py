@@ -20,6 +20,7 @@ import numpy as np
 
 from ..._core.transform import implicit
 from ..models.rules import Rule, flatten_with_paths, rule_for, warn_of_unmatched
+from ..models.uses import telling, uses_of
 from .observed import Observed, boxes_of, recordings_of, tokens
 from .recording import Recording
 from .statistics import ActivationStatistics
@@ -59,10 +60,10 @@ def observe(
     activations are those of the model as it is.
 
     Activations are the operands of products (`dot_general`, a convolution, `ragged_dot`) that
-    contract the rule's `tile_axis`, in loops and compiled functions, too. Rows that are looked up
-    in an embedding are none; tokens of padding are counted as any other. In a model that takes
-    gradients within itself, what `jax.checkpoint` computes again is counted again, which changes
-    no mean.
+    contract the rule's `tile_axis`, in loops and compiled functions, too; where a rule has none,
+    what the program contracts, or -2 with a `box`. Rows that are looked up in an embedding are
+    none; tokens of padding are counted as any other. In a model that takes gradients within itself,
+    what `jax.checkpoint` computes again is counted again, which changes no mean.
 
     **Raises:** `TypeError` for a model of which the parameters are not known. `ValueError` where
     there are no batches, or no activations met any of the weights, and where two arguments of a
@@ -112,20 +113,22 @@ def observe(
         observed: dict[str, Recording] = {}
         recordings_of[token] = observed
         try:
-            parts = [
-                _observed_tree(part, rules, token, observed, gram=gram, decay=decay)
-                for part in leaves
-            ]
-            empty = True
+            parts = None
             for batch in batches:
-                empty = False
-                implicit(call)(parts, *(batch if type(batch) is tuple else (batch,)))
+                args = batch if type(batch) is tuple else (batch,)
+                if parts is None:
+                    axes = _contracted(program, call, rules, args)
+                    parts = [
+                        _observed_tree(part, rules, axes, token, observed, gram=gram, decay=decay)
+                        for part in leaves
+                    ]
+                implicit(call)(parts, *args)
                 jax.effects_barrier()
                 for recording in observed.values():
                     recording.end_batch()
         finally:
             del recordings_of[token]
-        if empty:
+        if parts is None:
             raise ValueError("there are no batches to observe")
         return _results(observed)
 
@@ -172,6 +175,7 @@ class ObservedModel:
             _observed_tree(
                 flatten_with_paths(part),
                 self._rules,
+                {},
                 self._token,
                 recordings,
                 gram=self._gram,
@@ -236,9 +240,30 @@ def _program(model: Callable, params: Any) -> Program:
     )
 
 
+def _contracted(
+    program: Sequence[Any], call: Callable, rules: Sequence[Rule], args: Sequence[Any]
+) -> dict[str, Sequence[int]]:
+    """The axes that the program contracts, by path, where no rule states them."""
+    axes: dict[str, Sequence[int]] = {}
+
+    def asks(path: str, leaf: Any) -> bool:
+        rule = rule_for(path.split(".", 1)[-1], leaf, rules)  # the first key is that of the part
+        return rule is not None and rule.tile_axis is None
+
+    try:
+        found = uses_of(call, list(program), asks, args)
+    except jax.errors.JAXTypeError:  # a program that runs, and cannot be traced
+        return {}
+    for path, uses in found.items():
+        for use in telling(uses)[:1]:
+            axes[path.split(".", 1)[-1]] = sorted(use.contracted)
+    return axes
+
+
 def _observed_tree(
     flat: tuple[list[str], list[Any], Any],
     rules: Sequence[Rule],
+    axes: Mapping[str, Sequence[int]],
     token: int,
     observed: dict[str, Recording],
     *,
@@ -255,7 +280,7 @@ def _observed_tree(
             raise ValueError(
                 f"two arguments of the partial have a parameter at {path!r}: pass params=, one tree"
             )
-        contracting = rule.contracting(leaf.ndim)
+        contracting = tuple(axes.get(path, rule.contracting(leaf.ndim)))
         recording = Recording(leaf.shape, contracting, gram=gram, decay=decay)
         observed[path] = recording
         replaced[i] = Observed(
