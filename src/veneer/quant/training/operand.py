@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 
 from ..._core.value import materialise_one
+from ..activations import row_axes
 from ..conversion.calibration import check_calibration
 from ..conversion.fake_quantize import fake_quantize
 from ..conversion.quantize import quantize
@@ -81,12 +82,16 @@ class OperandRecipe:
 
 
 def activation(
-    x: Any, qtype: str | None, method: str | None, shared: Sequence[int]
+    x: Any,
+    qtype: str | None,
+    method: str | None,
+    tile_size: int | float | None,
+    shared: Sequence[int],
 ) -> OperandRecipe:
     """How the other operand of a product is quantised: not at all, if it is not floating."""
     if qtype is None or x.dtype not in QUANTIZABLE:
         return OperandRecipe(x.dtype.name, x.dtype.name, None, None, ScaleAxes(()))
-    axes = scale_axes_of(x.ndim, shared, get_format(qtype))
+    axes = row_axes(x.shape, shared, get_format(qtype), tile_size)
     return OperandRecipe(x.dtype.name, x.dtype.name, qtype, method, axes)
 
 
