@@ -106,7 +106,7 @@ def test_scales_are_channelwise_on_every_axis_but_the_tiled_ones(tile_size, tile
     turned = vn.implicit(lambda w: w.transpose(0, 2, 1))(trained)
     order = scale_shape[0], scale_shape[2], scale_shape[1]
     assert turned.quantize().scale.shape == order
-    assert trained.changed(key=None).quantize().tile_shape == q.tile_shape
+    assert trained.quantize().tile_shape == q.tile_shape
 
 
 def test_a_rule_that_matches_nothing_is_told_with_paths_that_it_might_have_meant():

@@ -29,6 +29,8 @@ class BackwardProduct:
       was multiplied there, by its codes; where these are of no use for a product on codes, since
       tiles, zero points or a codebook go with the other axis, it is quantised anew in their format.
       None: as it was before it was quantised. Or a format, in which that is quantised.
+    - `stochastic`: whether `g` is rounded at random where its weight has a key, by
+      `vn.quant.with_stochastic_rounding`; or to nearest all the same.
 
     **Raises:** `ValueError` for an unknown format or method, a tile below 1, a share above 1, and a
     tile that is not the format's; `TypeError` for a tile that is no number.
@@ -46,6 +48,7 @@ class BackwardProduct:
     tile_size: int | np.integer | float | None = None
     calibration_method: str | None = None
     residual_qtype: str | None = FORWARD
+    stochastic: bool = True
 
     def __post_init__(self) -> None:
         check_tile_size(self.tile_size, None if self.qtype is None else get_format(self.qtype))

@@ -95,11 +95,12 @@ class FakeQuantized(ImplicitArray):
         if not isinstance(self.w, Leaf) or self.w.dtype not in QUANTIZABLE:
             described = f"of {self.w.dtype}" if hasattr(self.w, "dtype") else repr(self.w)
             raise TypeError(f"FakeQuantized trains a floating array, not one {described}")
-        self.__dict__["tile_axis"] = from_the_end(self.tile_axis, self.w.shape)
+        axes = from_the_end(self.tile_axis, self.w.shape)
         formats = {name: getattr(self, name) for name in ("qtype", "act_qtype", "grad_qtype")}
         self.__dict__.update(
             dense_dtype=jnp.dtype(self.dense_dtype or self.w.dtype).name,
-            tile_size=tile_size_in(self.w.shape, self.tile_axis, self.tile_size),
+            tile_axis=axes,
+            tile_size=tile_size_in(self.w.shape, axes, self.tile_size),
             **{name: qtype and get_format(qtype).name for name, qtype in formats.items()},
         )
         if self.act_qtype is not None:
@@ -215,7 +216,9 @@ class FakeQuantized(ImplicitArray):
         """What is kept, a bool for each value of `w`; None is all of it."""
         if self.mask is not None or self.sparsity is None:
             return self.mask
-        return mask_of(jax.lax.stop_gradient(self.w), self.sparsity, self.tile_axes[-1])
+        return mask_of(
+            jax.lax.stop_gradient(jnp.asarray(self.w)), self.sparsity, self.tile_axes[-1]
+        )
 
     @property
     def pruned(self) -> jax.Array:
@@ -224,7 +227,11 @@ class FakeQuantized(ImplicitArray):
         return w if kept is None else ste(lambda w: jnp.where(kept, w, jnp.zeros_like(w)))(w)
 
     def quantize(self) -> jax.Array | QArray:
-        """Returns the QArray that it becomes, without derivatives; dense if `qtype` is None."""
+        """Returns the QArray that it becomes, without derivatives; dense if `qtype` is None.
+
+        **Raises:** `ValueError` where it is a member of a stack that has tiles along its axis.
+        """
+        self.aval()
         if self.qtype is None:
             return self.pruned.astype(self.dtype)
         q = quantize(
@@ -270,6 +277,8 @@ class FakeQuantized(ImplicitArray):
         leaves = ("w", "key", "mask")
         usual = {"tile_axis": (-2,), "dense_dtype": str(getattr(self.w, "dtype", None))}
         values = {f.name: getattr(self, f.name, None) for f in dataclasses.fields(self)}
+        if isinstance(values["tile_size"], tuple):
+            values["tile_size"] = dict(values["tile_size"])
         parts = [
             f"{name}={describe([x])[0] if name in leaves else repr(x)}"
             for name, x in values.items()

@@ -172,6 +172,7 @@ def quantize_gradient(
     if product.qtype is None:
         return g
     format = get_format(product.qtype)
+    key = key if product.stochastic else None
     method = product.calibration_method
     integers = format.is_integer and format.signed and format.bits >= 2
     if key is not None and method is None and integers:
