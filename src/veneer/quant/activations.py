@@ -22,9 +22,9 @@ from .._jax.primitives import find_primitive
 from ..straight_through import ste
 from .conversion.calibration import check_calibration
 from .conversion.quantize import quantize, quantize_with_scale
-from .conversion.scale_axes import ScaleAxes, check_tile_size, scale_axes_of, tile_size_in
+from .conversion.scale_axes import check_tile_size, row_axes
 from .formats import Format, get_format
-from .formats.tiles import Leaf, Shape
+from .formats.tiles import Leaf
 from .ops.by_kernel import weight_is
 from .product_weights import ProductWeight
 from .qarray import QUANTIZABLE, QArray
@@ -208,20 +208,6 @@ class ActivationQuantized(ProductWeight):
         scale = (high - low) / (largest - least)
         zero = jnp.clip(jnp.round(least - low / scale), least, largest)
         return scale, zero.astype(zero_point.dtype)
-
-
-def row_axes(
-    shape: Shape, shared: Sequence[int], format: Format, tile_size: int | float | None
-) -> ScaleAxes:
-    """Returns which activations share a dynamic scale: those of a row, or of a tile of it.
-
-    **Arguments:**
-
-    - `shape`: of the activations.
-    - `shared`: their axes that a product contracts; tiles are along the last.
-    """
-    size = tile_size_in(shape, shared, tile_size) if shared else None
-    return scale_axes_of(len(shape), shared, format, size)
 
 
 def check_activation_format(

@@ -300,6 +300,9 @@ def test_only_leading_axes_without_tiles_are_cut_over_devices():
     assert q.partition(P(None, "x", None), (2, 8, 16)).w == P(None, "x", None)
     assert q.partition(P(None, "x", None), (2, 4, 16)) is None
     assert FakeQuantized(W, qtype="int4").partition(P(None, "x", None), (2, 8, 16)) is None
+    blocks = FakeQuantized(W, qtype="int4", tile_size={-2: 8, -1: 4})
+    assert blocks.partition(P(None, None, "x"), (2, 16, 8)).w == P(None, None, "x")
+    assert blocks.partition(P(None, None, "x"), (2, 16, 2)) is None
 
 
 @pytest.mark.parametrize(

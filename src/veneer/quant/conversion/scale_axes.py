@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 
@@ -54,6 +54,21 @@ def scale_axes_of(
         tiled = () if tile_size is None or not shared else ((shared[-1], int(tile_size)),)
     parted = {*shared, *(axis for axis, _ in tiled)}
     return ScaleAxes(tuple(axis for axis in range(ndim) if axis not in parted), tiled)
+
+
+def row_axes(
+    shape: Shape, shared: Sequence[int], format: Format, tile_size: SupportsIndex | float | None
+) -> ScaleAxes:
+    """Returns which activations share a scale: those of a row, or of a tile of it.
+
+    **Arguments:**
+
+    - `shape`: of the activations, or of a gradient.
+    - `shared`: the axes that a product contracts; tiles are along the last.
+    - `tile_size`: a number of values, or as a float a share of that axis; None is all of it.
+    """
+    size = tile_size_in(shape, shared, tile_size) if shared else None
+    return scale_axes_of(len(shape), shared, format, size)
 
 
 def tile_size_in(shape: Shape, shared: Sequence[int], tile_size: Any) -> TileSize:

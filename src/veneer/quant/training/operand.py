@@ -10,11 +10,10 @@ import numpy as np
 from jax import lax
 
 from ..._core.value import materialise_one
-from ..activations import row_axes
 from ..conversion.calibration import check_calibration
 from ..conversion.fake_quantize import fake_quantize
 from ..conversion.quantize import quantize
-from ..conversion.scale_axes import ScaleAxes, scale_axes_of, tile_size_in
+from ..conversion.scale_axes import ScaleAxes, row_axes
 from ..formats import get_format
 from ..qarray import QUANTIZABLE, QArray
 from .backward import BackwardProduct
@@ -70,10 +69,8 @@ class OperandRecipe:
         if qtype is None or x.dtype not in QUANTIZABLE:
             return x.astype(self.dense_dtype)
         format = get_format(qtype)
-        tile_size = None
-        if format.tile_size is None and contracted:
-            tile_size = tile_size_in(x.shape, contracted, product.tile_size)
-        axes = scale_axes_of(x.ndim, contracted, format, tile_size)
+        tile_size = product.tile_size if format.tile_size is None else None
+        axes = row_axes(x.shape, contracted, format, tile_size)
         if again and any(x.shape[axis] % size for axis, size in axes.tiled):
             return x.astype(self.dense_dtype)
         method = self.method if again else None
@@ -180,8 +177,7 @@ def quantize_gradient(
         # always be rounded down.
         method = f"absmax,{format.bound / format.code_range[1]}"
     try:
-        tile_size = tile_size_in(g.shape, contracted, product.tile_size) if contracted else None
-        axes = scale_axes_of(g.ndim, contracted, format, tile_size)
+        axes = row_axes(g.shape, contracted, format, product.tile_size)
         return quantize(g, product.qtype, calibration_method=method, key=key, **axes.arguments)
     except ValueError as error:
         error.add_note(f"While quantising a gradient of shape {g.shape} by {product}.")
