@@ -38,6 +38,11 @@ class OperandRecipe:
     method: str | None
     scale_axes: ScaleAxes
 
+    @property
+    def has_gradient(self) -> bool:
+        """Whether there is a derivative by it: not by integers."""
+        return jnp.issubdtype(self.dtype, jnp.floating)
+
     def quantized(self, x: jax.Array) -> jax.Array | QArray:
         """Returns what the product takes."""
         if self.qtype is None:
