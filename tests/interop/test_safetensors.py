@@ -292,7 +292,10 @@ TREES = {
     "dots_and_slashes": {"a.b": X, "a": {"b": 2 * X}, "c/d": 3 * X, "": 4 * X, "ü\n": 5 * X},
     "reserved": {"__metadata__": X},
     "names_of_parts": {"w": QARRAYS["int8"], "w.scale": X, "w.packed": 2 * X, "w.scale_": 3 * X},
-    "dynamic_activations": [vn.quant.ActivationQuantized(QARRAYS["int4"], qtype="int8")],
+    "dynamic_activations": [
+        vn.quant.ActivationQuantized(QARRAYS["int4"], qtype="int8", tile_size=tile)
+        for tile in (None, 2, 0.5)
+    ],
     "static_activations": {
         "w": vn.quant.ActivationQuantized(
             jnp.asarray(W),
@@ -305,6 +308,16 @@ TREES = {
     },
     "names_of_nested_parts": {"w": QARRAYS["every nvfp4"], "w.scale.packed": X, "w.scale": X},
 }
+
+
+def test_activations_of_a_file_without_tiles_have_none(tmp_path):
+    tree = TREES["dynamic_activations"][0]
+    vn.save(tmp_path / "out", tree)
+    manifest = tmp_path / "out" / "veneer.json"
+    content = json.loads(manifest.read_text("utf-8"))
+    del content["tree"]["activation_quantized"]["tile_size"]
+    manifest.write_text(json.dumps(content), "utf-8")
+    assert_same(vn.load(tmp_path / "out"), tree)
 
 
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES)

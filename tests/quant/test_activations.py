@@ -99,6 +99,29 @@ def test_the_calibration_method_is_that_of_the_rule():
     assert_near(x @ w, exact("mk,kn->mn", expected, vn.materialise(w)))
 
 
+@pytest.mark.parametrize("tile", [16, 0.5])
+@pytest.mark.parametrize("tile_size", [None, 16, {-2: 16, -1: 2}])
+def test_tiles_of_a_row_have_scales_of_their_own(tile, tile_size):
+    x = normal(3, 64).at[1, 40].multiply(1e3)
+    w = weight("int8", 64, 6, tile_size=tile_size, act_qtype="int8", act_tile_size=tile)
+    size = 16 if tile == 16 else 32
+    tiles = quantize(x, "int8", channelwise_axes=[0], tiled_axes={1: size}).dequantize()
+    expected = exact("mk,kn->mn", tiles, vn.materialise(w))
+    y, gradient = with_gradient(lambda x: vn.implicit(matmul)(x, w), x)
+    assert_near(y, expected)
+    cotangent = np.cos(np.arange(y.size)).reshape(y.shape)
+    assert_near(gradient, exact("mn,kn->mk", cotangent, vn.materialise(w)))
+    turned = vn.implicit(lambda x, w: jnp.einsum("nk,mk->mn", w.T, x))(x, w)
+    assert_near(turned, expected)
+
+
+def test_a_tile_of_activations_that_does_not_divide_is_refused_with_the_path():
+    with pytest.raises(ValueError, match="w: activations in int8 have tiles of 5"):
+        quantize_tree(
+            {"w": normal(64, 6)}, [vn.quant.Rule("w", "int8", act_qtype="int8", act_tile_size=5)]
+        )
+
+
 def test_every_row_has_a_scale_of_its_own():
     w = weight("int8", 16, 6, act_qtype="int8")
     x = normal(2, 3, 16)

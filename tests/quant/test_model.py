@@ -106,7 +106,7 @@ def test_scales_are_channelwise_on_every_axis_but_the_tiled_ones(tile_size, tile
     turned = vn.implicit(lambda w: w.transpose(0, 2, 1))(trained)
     order = scale_shape[0], scale_shape[2], scale_shape[1]
     assert turned.quantize().scale.shape == order
-    assert trained.changed(key=None).quantize().tile_shape == q.tile_shape
+    assert trained.quantize().tile_shape == q.tile_shape
 
 
 def test_a_rule_that_matches_nothing_is_told_with_paths_that_it_might_have_meant():
@@ -159,6 +159,14 @@ def test_a_tile_that_does_not_fit_is_refused_with_the_path(rule, message):
         ((".*", "int8"), {"grad_qtype": "int9"}, "unknown format 'int9'"),
         ((".*", "int8"), {"act_calibration_method": "absmax"}, "act_qtype=None leaves"),
         ((".*", "int8"), {"act_range": "mean"}, "act_qtype=None leaves"),
+        ((".*", "int8"), {"act_tile_size": 4}, "act_qtype=None leaves"),
+        ((".*", "int8"), {"act_qtype": "int8", "act_tile_size": 0}, "number of values, not 0"),
+        ((".*", "int8"), {"act_qtype": "mxfp8", "act_tile_size": 8}, "mxfp8 is defined for tiles"),
+        (
+            (".*", "int8"),
+            {"act_qtype": "int8", "act_tile_size": 8, "act_range": "mean"},
+            "a static range is one scale",
+        ),
         (
             (".*", "int8"),
             {"act_qtype": "int8", "act_range": "static"},

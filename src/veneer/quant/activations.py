@@ -2,8 +2,9 @@
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from .._jax.primitives import find_primitive
 from ..straight_through import ste
 from .conversion.calibration import check_calibration
 from .conversion.quantize import quantize, quantize_with_scale
+from .conversion.scale_axes import check_tile_size, row_axes
 from .formats import Format, get_format
 from .formats.tiles import Leaf
 from .ops.by_kernel import weight_is
@@ -36,8 +38,8 @@ class ActivationQuantized(ProductWeight):
     with a `QArray` for a weight the product is one of codes:
 
     - without a `scale` dynamically: each row, which is an index of the axes that are not
-      contracted, by a scale of its own; in a convolution, each entry of the batch. A format with a
-      tile of its own has it along the contracted axis.
+      contracted, by a scale of its own; in a convolution, each entry of the batch. With a
+      `tile_size`, or a format with a tile of its own, it has one for each tile of a row.
     - with a `scale` by that one, whatever the values are: a static range. What lies beyond is
       clipped.
 
@@ -62,11 +64,14 @@ class ActivationQuantized(ProductWeight):
     - `zero_point`: the code that stands for 0, of the same shape; of integer formats only.
     - `qtype`: the format of activations.
     - `calibration_method`: of dynamic scales; None is the format's own.
+    - `tile_size`: how many activations, along the last axis that is contracted, share a dynamic
+      scale; a float is the share of that axis. None is all of them, or the tile of the format.
     - `contracting`: the axes of the weight that are contracted with activations, counted from the
       end.
 
     **Raises:** `ValueError` for an unknown format or method, a shape that does not fit, a scale for
-    a format with tiles or scales of its own, and an axis that is not negative or out of range.
+    tiles or a format with scales of its own, a tile that is none or not the format's, and an axis
+    that is not negative or out of range.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> w = vn.quant.quantize(jnp.eye(4), "int8", channelwise_axes=[1])
@@ -86,6 +91,7 @@ class ActivationQuantized(ProductWeight):
     zero_point: Leaf | None  # [..., 1, 1]
     qtype: str = static()
     calibration_method: str | None = static()
+    tile_size: int | float | None = static()
     contracting: tuple[int, ...] = static()
     turned: bool = static()  # whether codes were stored with the last two axes the other way round
 
@@ -97,10 +103,13 @@ class ActivationQuantized(ProductWeight):
         *,
         qtype: str,
         calibration_method: str | None = None,
+        tile_size: SupportsIndex | float | None = None,
         contracting: Sequence[int] = (-2,),
     ):
         format = get_format(qtype)
-        check_activation_format(format, calibration_method, is_static=scale is not None)
+        check_activation_format(format, calibration_method, tile_size, is_static=scale is not None)
+        if tile_size is not None and not isinstance(tile_size, float):
+            tile_size = operator.index(tile_size)
         array = array if isinstance(array, Value) else jnp.asarray(array)
         shape = array.shape
         for name, leaf in (("scale", scale), ("zero_point", zero_point)):
@@ -116,7 +125,8 @@ class ActivationQuantized(ProductWeight):
             raise ValueError(
                 f"contracting axes are counted from the end of {shape}, as -2, not {contracting}"
             )
-        values = (array, scale, zero_point, format.name, calibration_method, contracting, False)
+        how = (format.name, calibration_method, tile_size, contracting, False)
+        values = (array, scale, zero_point, *how)
         for field, value in zip(dataclasses.fields(self), values, strict=True):
             object.__setattr__(self, field.name, value)  # the dataclass is frozen
 
@@ -146,16 +156,10 @@ class ActivationQuantized(ProductWeight):
             rows = [1 if axis in shared else n for axis, n in enumerate(x.shape)]
             scale = jnp.broadcast_to(scale, rows)
             return quantize_with_scale(x, self.qtype, scale, zero_point)
-        tile = self.format.tile_size
-        whole = shared if tile is None else shared[-1:]
+        axes = row_axes(x.shape, shared, self.format, self.tile_size)
+        method = self.calibration_method
         try:
-            return quantize(
-                x,
-                self.qtype,
-                channelwise_axes=[axis for axis in range(x.ndim) if axis not in whole],
-                tiled_axes=None if tile is None else {shared[-1]: tile},
-                calibration_method=self.calibration_method,
-            )
+            return quantize(x, self.qtype, calibration_method=method, **axes.arguments)
         except ValueError as error:
             error.add_note(f"While quantising activations of shape {x.shape} for {self!r}.")
             raise
@@ -206,10 +210,25 @@ class ActivationQuantized(ProductWeight):
         return scale, zero.astype(zero_point.dtype)
 
 
-def check_activation_format(format: Format, method: str | None, *, is_static: bool) -> None:
-    """Raises `ValueError` for a method that a format cannot follow, or a scale it cannot have."""
+def check_activation_format(
+    format: Format,
+    method: str | None,
+    tile_size: SupportsIndex | float | None,
+    *,
+    is_static: bool,
+) -> None:
+    """Raises `ValueError` for a method, a tile or a scale that activations in a format cannot have.
+
+    `TypeError` for a tile that is no number.
+    """
     if method is not None:
         check_calibration(method, format)
+    check_tile_size(tile_size, format)
+    if tile_size is not None and is_static:
+        raise ValueError(
+            "a static range is one scale for all activations, and a tile size one for each tile of "
+            "them: leave act_range 'dynamic', or leave out the tile"
+        )
     if is_static and (format.tile_size is not None or format.scale_dtype is not None):
         raise ValueError(
             f"activations in {format.name} have scales of their own in each tile, and no static "

@@ -56,6 +56,18 @@ CASES = {
         "tile_size": 16,
         "grad_input": BackwardProduct(None),
     },
+    "tiles of activations": {
+        "act_tile_size": 16,
+        "grad_weight": BackwardProduct("int8", tile_size=8),
+    },
+    "as fp8 training has it": {
+        "qtype": "float8_e4m3fn",
+        "act_qtype": "float8_e4m3fn",
+        "act_tile_size": 16,
+        "tile_size": {0: 16, 1: 16},
+        "grad_input": BackwardProduct("float8_e4m3fn", tile_size=16),
+        "grad_weight": BackwardProduct("float8_e4m3fn", tile_size=16),
+    },
     "a format with tiles": {"grad_weight": BackwardProduct("mxfp8")},
 }
 
@@ -71,7 +83,9 @@ def dense(x, qtype, axis, tile=None, method=None):
     return quantize(x, qtype, calibration_method=method, **channels, **tiles).dequantize()
 
 
-def by_hand(x, w, g, *, qtype, act_qtype, grad_qtype, tile_size=None, **products):
+def by_hand(
+    x, w, g, *, qtype, act_qtype, grad_qtype, tile_size=None, act_tile_size=None, **products
+):
     """The product and both gradients of `x @ w`, in floating point."""
     blocks = isinstance(tile_size, dict)
     if blocks:
@@ -79,7 +93,8 @@ def by_hand(x, w, g, *, qtype, act_qtype, grad_qtype, tile_size=None, **products
     else:
         tiles = None if tile_size is None else {0: tile_size}
         q = quantize(w, qtype, channelwise_axes=[1], tiled_axes=tiles)
-    rows = quantize(x, act_qtype, channelwise_axes=[0])
+    tiles = None if act_tile_size is None else {1: act_tile_size}
+    rows = quantize(x, act_qtype, channelwise_axes=[0], tiled_axes=tiles)
 
     def gradient(name, summed, residual, scale, original):
         """`summed` is the axis of g, and of the other operand as [summed, kept]."""
@@ -98,7 +113,8 @@ def by_hand(x, w, g, *, qtype, act_qtype, grad_qtype, tile_size=None, **products
     scale = None if tile_size is not None else q.scales()
     gx, y = gradient("grad_input", 1, q.dequantize().T, scale, w.T)
     by_x = gx @ y
-    gw, y = gradient("grad_weight", 0, rows.dequantize(), rows.scales().T, x)
+    scale = None if act_tile_size is not None else rows.scales().T
+    gw, y = gradient("grad_weight", 0, rows.dequantize(), scale, x)
     return rows.dequantize() @ q.dequantize(), by_x, y.T @ gw
 
 
@@ -143,6 +159,32 @@ QWIX = {
     "residuals as they were, and gradients": (
         {"use_original_residuals": True, "dlhs_grad_qtype": None, "drhs_grad_qtype": None},
         dict.fromkeys(("grad_input", "grad_weight"), BackwardProduct(None, residual_qtype=None)),
+    ),
+    "tiles of both operands": (
+        {"tile_size": 16, "dlhs_tile_size": 8},
+        {
+            "tile_size": 16,
+            "act_tile_size": 16,
+            "grad_input": BackwardProduct("int8", tile_size=8, residual_qtype=None),
+            "grad_weight": BackwardProduct("int8", residual_qtype=None),
+        },
+    ),
+    "tiles as shares": (
+        {"tile_size": 0.5},
+        {
+            "tile_size": 0.5,
+            "act_tile_size": 0.5,
+            "grad_input": BackwardProduct("int8", residual_qtype=None),
+            "grad_weight": BackwardProduct("int8", residual_qtype=None),
+        },
+    ),
+    "blocks of weights": (
+        {"lhs_qtype": None, "tile_size": {0: 16, 1: 16}},
+        {
+            "act_qtype": None,
+            "tile_size": {0: 16, 1: 16},
+            "grad_input": BackwardProduct("int8", residual_qtype=None),
+        },
     ),
     "residuals quantised anew": (
         {

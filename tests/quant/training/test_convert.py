@@ -25,6 +25,7 @@ def program(params, x):
         Rule("layers|out", "int8", act_qtype="int8", grad_qtype="int8"),
         Rule("layers|out", "int4", tile_size=8, act_qtype="int8", calibration_method="mse"),
         Rule("layers|out", "nvfp4"),
+        Rule("layers|out", "int8", tile_size={-2: 8, -1: 16}, act_qtype="int8", act_tile_size=8),
         Rule("layers|out", None, act_qtype="int8"),
     ],
     ids=lambda rule: f"{rule.qtype}, {rule.act_qtype}, {rule.grad_qtype}",

@@ -269,6 +269,21 @@ def test_a_slice_along_a_tile_is_one_of_the_weight_as_quantised():
     assert (vn.materialise(layer) == vn.materialise(FakeQuantized(W[1], qtype="int4"))).all()
 
 
+def test_tiles_along_a_leading_axis_are_of_a_stack_and_not_of_its_members():
+    w = jax.random.normal(KEYS[0], (4, 16, 8))
+    q = FakeQuantized(w, qtype="int8", tile_size={0: 2, -1: 4})
+    assert repr(q) == "FakeQuantized(w=f32[4,16,8], qtype='int8', tile_size={-3: 2, -1: 4})"
+    loss = lambda w, x: jnp.sin(jax.vmap(lambda w: x @ w)(w)).sum()
+    dense = lambda w: fake_quantize(w, "int8", tiled_axes={0: 2, 2: 4})
+    found = jax.value_and_grad(vn.implicit(loss))(q, X)
+    wanted = jax.value_and_grad(lambda w: loss(dense(w), X))(w)
+    assert_close((found[0], found[1].w), wanted, 1e-5)
+    assert_close(vn.implicit(lambda w: w[1])(q), dense(w)[1], 0)
+    for use in (vn.materialise, vn.quant.convert, lambda q: q + 1):
+        with pytest.raises(ValueError, match="no axis -3 for its tiles"):
+            jax.vmap(use)(q)
+
+
 @pytest.mark.parametrize("qtype", ["nvfp4", "nf4_dq", "mxfp4"])
 def test_a_transpose_stands_for_the_transpose(qtype):
     w = jax.random.normal(KEYS[0], (2, 32, 64))
@@ -285,6 +300,9 @@ def test_only_leading_axes_without_tiles_are_cut_over_devices():
     assert q.partition(P(None, "x", None), (2, 8, 16)).w == P(None, "x", None)
     assert q.partition(P(None, "x", None), (2, 4, 16)) is None
     assert FakeQuantized(W, qtype="int4").partition(P(None, "x", None), (2, 8, 16)) is None
+    blocks = FakeQuantized(W, qtype="int4", tile_size={-2: 8, -1: 4})
+    assert blocks.partition(P(None, None, "x"), (2, 16, 8)).w == P(None, None, "x")
+    assert blocks.partition(P(None, None, "x"), (2, 16, 2)) is None
 
 
 @pytest.mark.parametrize(

@@ -233,6 +233,16 @@ def test_clipped_values_have_no_gradient():
     assert (by_x[0] != 0).tolist() == [True, True, False, True]
 
 
+@pytest.mark.parametrize("of", ["int8", "weights alone"])
+@pytest.mark.parametrize("dtype", ["int32", "uint8", "bool"])
+def test_activations_may_be_integers(of, dtype):
+    x = (jnp.arange(96).reshape(6, 16) % 7 % 3).astype(dtype)
+    loss = lambda w, x: jnp.sin(x @ w).sum()
+    found = jax.grad(vn.implicit(loss))(FakeQuantized(W, **FORMATS[of]), x).w
+    wanted = jax.grad(vn.implicit(loss))(FakeQuantized(W, qtype="int8"), x).w
+    assert_close(found, wanted, 0.02)
+
+
 def test_in_bf16_gradients_have_the_dtypes_of_what_they_are_of():
     w = FakeQuantized(W, dense_dtype="bfloat16", **FORMATS["int8"])
     loss = lambda w, x: (x @ w).astype(jnp.float32).sum()

@@ -8,6 +8,7 @@ from support.array_types import assert_close
 
 import veneer as vn
 from veneer.quant import (
+    BackwardProduct,
     FakeQuantized,
     Rule,
     fake_quantize,
@@ -185,6 +186,21 @@ def test_training_by_a_schedule():
     assert {i % 10 for i in changes} == {5}
     assert masks["w"].sum(0).tolist() == [8] * 8
     assert values[-1] < values[6] / 2
+
+
+def test_it_is_the_same_in_plain_jax_with_high_types():
+    of = {"qtype": "int8", "act_qtype": "int8", "grad_weight": BackwardProduct("int4")}
+    w = FakeQuantized(W, sparsity=(2, 4), **of)
+    masks = sparsity_masks(w)
+    loss = lambda w, x: jnp.sin(x @ w).sum()
+    wanted = jax.jit(jax.value_and_grad(vn.implicit(loss)))(w, X)
+
+    with vn.hijax.enabled():
+        found = jax.jit(jax.value_and_grad(loss))(w, X)
+        kept = jax.jit(jax.value_and_grad(lambda w, m: loss(with_masks(w, m), X)))(w, masks)
+
+    for value, gradient in (found, kept):
+        assert_close((value, gradient.w), (wanted[0], wanted[1].w), 1e-5)
 
 
 def test_what_comes_out_of_training_has_the_zeros():

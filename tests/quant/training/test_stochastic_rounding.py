@@ -6,7 +6,7 @@ import pytest
 from support.array_types import assert_close
 
 import veneer as vn
-from veneer.quant import FakeQuantized, with_stochastic_rounding
+from veneer.quant import BackwardProduct, FakeQuantized, with_stochastic_rounding
 
 X = jax.random.normal(jax.random.key(1), (6, 8))
 W = jax.random.normal(jax.random.key(2), (2, 8, 8)) / 3
@@ -104,6 +104,20 @@ def test_members_of_a_batch_are_rounded_in_their_own_way():
     gradient = gradient_of(batched, w=W[0])(jax.random.key(0))
     alone = gradient_of(one, w=W[0])(jax.random.key(0))
     assert (abs(gradient - 2 * alone) > 1e-2).mean() > 0.5
+
+
+def test_a_product_may_round_to_nearest_all_the_same():
+    both = lambda key: jax.jit(jax.grad(by_both, (0, 1)))(W[0], X, key)
+
+    def by_both(w, x, key):
+        of = OF | {"grad_input": BackwardProduct("int4", stochastic=False)}
+        q = FakeQuantized(w, **of)
+        q = q if key is None else with_stochastic_rounding(q, key)
+        return vn.implicit(one)(q, x)
+
+    (by_w, by_x), (nearest_w, nearest_x) = both(jax.random.key(0)), both(None)
+    assert (by_x == nearest_x).all()
+    assert (by_w != nearest_w).mean() > 0.3
 
 
 def test_a_transposed_weight_keeps_its_keys():

@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsIndex
+
+import numpy as np
 
 from ..formats import Format
 from ..formats.tiles import Shape
@@ -54,6 +56,21 @@ def scale_axes_of(
     return ScaleAxes(tuple(axis for axis in range(ndim) if axis not in parted), tiled)
 
 
+def row_axes(
+    shape: Shape, shared: Sequence[int], format: Format, tile_size: SupportsIndex | float | None
+) -> ScaleAxes:
+    """Returns which activations share a scale: those of a row, or of a tile of it.
+
+    **Arguments:**
+
+    - `shape`: of the activations, or of a gradient.
+    - `shared`: the axes that a product contracts; tiles are along the last.
+    - `tile_size`: a number of values, or as a float a share of that axis; None is all of it.
+    """
+    size = tile_size_in(shape, shared, tile_size) if shared else None
+    return scale_axes_of(len(shape), shared, format, size)
+
+
 def tile_size_in(shape: Shape, shared: Sequence[int], tile_size: Any) -> TileSize:
     """Returns a size of tiles, or one for each of several axes, as whole numbers of values.
 
@@ -73,6 +90,42 @@ def tile_size_in(shape: Shape, shared: Sequence[int], tile_size: Any) -> TileSiz
     axes = from_the_end(tuple(sizes), shape) if sizes else ()
     pairs = zip(axes, sizes.values(), strict=True)
     return tuple(sorted((axis, tile_in(shape, axis, size)) for axis, size in pairs))
+
+
+def check_tile_size(tile_size: Any, format: Format | None, *, by_axis: bool = False) -> None:
+    """Checks a size of tiles before it is known of what shape they are.
+
+    **Arguments:**
+
+    - `tile_size`: None, a number of values, or as a float the share of an axis.
+    - `format`: of the values, if they have one.
+    - `by_axis`: whether it may be `{axis: size}` as well.
+
+    **Raises:** `TypeError` for what is none of these. `ValueError` for a number below 1, a share
+    that is not above 0 and up to 1, and where the format is defined for another tile.
+    """
+    if by_axis and isinstance(tile_size, Mapping | tuple):
+        sizes = dict(tile_size)
+        if wrong := [axis for axis in sizes if not isinstance(axis, int | np.integer)]:
+            raise TypeError(f"tile_size is of axes, which are integers, not {wrong[0]!r}")
+    else:
+        sizes = {} if tile_size is None else {-1: tile_size}
+    for size in sizes.values():
+        if not isinstance(size, int | np.integer | float):
+            raise TypeError(
+                "tile_size is a whole number of values, or as a float the share of the axis, "
+                f"not {size!r}"
+            )
+        if isinstance(size, float) and not 0 < size <= 1:
+            raise ValueError(f"tile_size is a share of the axis up to 1, not {size}")
+        if not isinstance(size, float) and size < 1:
+            raise ValueError(f"tile_size is a number of values, not {size}")
+    usual = None if format is None else format.tile_size
+    if format is not None and usual is not None and tile_size not in (None, usual):
+        raise ValueError(
+            f"{format.name} is defined for tiles of {usual}, not {tile_size}: leave out "
+            "tile_size, or take a format without a tile of its own"
+        )
 
 
 def from_the_end(axes: int | Sequence[int], shape: Shape) -> tuple[int, ...]:

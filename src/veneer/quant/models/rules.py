@@ -14,13 +14,12 @@ from ..._core.value import is_value
 from ..activations import ActivationQuantized, check_activation_format
 from ..conversion.calibration import check_calibration
 from ..conversion.quantize import quantize, tile_in
-from ..conversion.scale_axes import scale_axes_of, tile_size_in
+from ..conversion.scale_axes import check_tile_size, scale_axes_of, tile_size_in
 from ..formats import get_format
 from ..formats.tiles import Shape
 from ..observation.statistics import ActivationStatistics, static_range
 from ..qarray import QUANTIZABLE
 from ..training import BackwardProduct
-from ..training.backward import check_tile_size
 from ..training.sparsity import check_sparsity
 
 RANGES = ("dynamic", "mean", "exponential", "widest")
@@ -49,6 +48,8 @@ class Rule:
     - `act_qtype`: the format that activations are quantised to, as they meet the weight in a
       product; None leaves them as they are.
     - `act_calibration_method`: of the activations; None is that of `act_qtype`.
+    - `act_tile_size`: how many activations, along the last axis that a product contracts, share a
+      scale; a float is the share of the axis. None is all of them, or the tile of `act_qtype`.
     - `act_range`: where the scale of activations comes from. `"dynamic"`: from themselves, a scale
       a row. Or static, one scale for all, from statistics that `observe` has recorded: of the range
       of values in a batch the `"mean"` over the batches, their `"exponential"` moving average, or
@@ -78,6 +79,7 @@ class Rule:
     calibration_method: str | None = None
     act_qtype: str | None = None
     act_calibration_method: str | None = None
+    act_tile_size: int | np.integer | float | None = None
     act_range: str = "dynamic"
     grad_qtype: str | None = None
     grad_input: BackwardProduct | None = None
@@ -106,21 +108,11 @@ class Rule:
         for axis in self._tile_axes():
             if not isinstance(axis, int | np.integer):
                 raise TypeError(f"tile_axis is an axis, or a sequence of them, not {axes!r}")
-        if isinstance(self.tile_size, Mapping | tuple):
-            pairs = tuple(sorted(dict(self.tile_size).items()))  # hashable, as above
-            object.__setattr__(self, "tile_size", pairs)
-            for axis, tile in pairs:
-                if not isinstance(axis, int | np.integer):
-                    raise TypeError(f"tile_size is of axes, which are integers, not {axis!r}")
-                check_tile_size(tile)
-        elif self.tile_size is not None:
-            check_tile_size(self.tile_size)
-        size = None if self.qtype is None else get_format(self.qtype).tile_size
-        if size is not None and self.tile_size not in (None, size):
-            raise ValueError(
-                f"{self.qtype} is defined for tiles of {size}, not {self.tile_size}: leave out "
-                "tile_size, or take a format without a tile of its own"
-            )
+        format = None if self.qtype is None else get_format(self.qtype)
+        check_tile_size(self.tile_size, format, by_axis=True)
+        if isinstance(self.tile_size, Mapping):
+            pairs = tuple(sorted(self.tile_size.items()))
+            object.__setattr__(self, "tile_size", pairs)  # hashable, as above
 
     def _check_methods(self) -> None:
         if self.act_range not in RANGES:
@@ -132,13 +124,18 @@ class Rule:
                 raise ValueError("calibration_method is of weights, which qtype=None leaves dense")
             check_calibration(self.calibration_method, get_format(self.qtype))
         if self.act_qtype is not None:
-            format = get_format(self.act_qtype)
-            is_static = self.act_range != "dynamic"
-            check_activation_format(format, self.act_calibration_method, is_static=is_static)
-        elif self.act_calibration_method is not None or self.act_range != "dynamic":
+            check_activation_format(
+                get_format(self.act_qtype),
+                self.act_calibration_method,
+                self.act_tile_size,
+                is_static=self.act_range != "dynamic",
+            )
+            return
+        how = self.act_calibration_method, self.act_tile_size
+        if how != (None, None) or self.act_range != "dynamic":
             raise ValueError(
-                "act_calibration_method and act_range say how activations are quantised, which "
-                "act_qtype=None leaves as they are"
+                "act_calibration_method, act_tile_size and act_range say how activations are "
+                "quantised, which act_qtype=None leaves as they are"
             )
 
     def __repr__(self) -> str:
@@ -247,9 +244,10 @@ class Rule:
         contracting = self.contracting(weight.ndim)
         format = get_format(self.act_qtype)
         size = weight.shape[contracting[-1]]
-        if format.tile_size is not None and size % format.tile_size:
+        tile = format.tile_size or tile_size_in(weight.shape, contracting, self.act_tile_size)
+        if isinstance(tile, int) and size % max(tile, 1):
             raise ValueError(
-                f"activations in {format.name} have tiles of {format.tile_size}, which do not "
+                f"activations in {format.name} have tiles of {tile}, which do not "
                 f"divide axis {contracting[-1]} (size {size}) of the weight of shape {weight.shape}"
             )
         scale = zero_point = None
@@ -272,6 +270,7 @@ class Rule:
             zero_point,
             qtype=self.act_qtype,
             calibration_method=self.act_calibration_method,
+            tile_size=self.act_tile_size,
             contracting=contracting,
         )
 

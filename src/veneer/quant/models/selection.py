@@ -180,9 +180,9 @@ def _rule(selector: Selector, name: str, shape: tuple[int, ...]) -> Rule:
     if not -len(shape) <= axis < len(shape):
         raise ValueError(f"{selector} tiles axis {axis}, and {name!r} {list(shape)} has none")
     rule = selector.rule(axis)
-    tile = rule.tile_size
+    tile = rule.axes(shape)[1].get(axis % len(shape))
     if tile is not None and shape[axis] % tile:
-        fitting = ", ".join(map(str, dividing_tiles(shape[axis], int(tile))))
+        fitting = ", ".join(map(str, dividing_tiles(shape[axis], tile)))
         remedy = f"tiles that do are {fitting}"
         if selector.tile_size is None:
             remedy = f"{selector.qtype} has no other, so choose another format"

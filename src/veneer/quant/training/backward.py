@@ -1,11 +1,11 @@
 """`BackwardProduct`: how a product of the backward pass is quantised."""
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 
 from ..conversion.calibration import check_calibration
+from ..conversion.scale_axes import check_tile_size
 from ..formats import get_format
 
 FORWARD = "forward"
@@ -29,6 +29,8 @@ class BackwardProduct:
       was multiplied there, by its codes; where these are of no use for a product on codes, since
       tiles, zero points or a codebook go with the other axis, it is quantised anew in their format.
       None: as it was before it was quantised. Or a format, in which that is quantised.
+    - `stochastic`: whether `g` is rounded at random where its weight has a key, by
+      `vn.quant.with_stochastic_rounding`; or to nearest all the same.
 
     **Raises:** `ValueError` for an unknown format or method, a tile below 1, a share above 1, and a
     tile that is not the format's; `TypeError` for a tile that is no number.
@@ -46,10 +48,10 @@ class BackwardProduct:
     tile_size: int | np.integer | float | None = None
     calibration_method: str | None = None
     residual_qtype: str | None = FORWARD
+    stochastic: bool = True
 
     def __post_init__(self) -> None:
-        if self.tile_size is not None:
-            check_tile_size(self.tile_size)
+        check_tile_size(self.tile_size, None if self.qtype is None else get_format(self.qtype))
         if self.residual_qtype not in (None, FORWARD):
             object.__setattr__(self, "residual_qtype", get_format(self.residual_qtype).name)
         if self.qtype is None:
@@ -63,11 +65,6 @@ class BackwardProduct:
         object.__setattr__(self, "qtype", format.name)
         if self.calibration_method is not None:
             check_calibration(self.calibration_method, format)
-        if format.tile_size is not None and self.tile_size not in (None, format.tile_size):
-            raise ValueError(
-                f"{format.name} is defined for tiles of {format.tile_size}, not {self.tile_size}: "
-                "leave out tile_size, or take a format without a tile of its own"
-            )
 
     @property
     def reuses_forward(self) -> bool:
@@ -80,16 +77,3 @@ class BackwardProduct:
         values = ((field, getattr(self, field.name)) for field in others)
         parts = [f"{field.name}={value!r}" for field, value in values if value != field.default]
         return f"BackwardProduct({', '.join([repr(self.qtype), *parts])})"
-
-
-def check_tile_size(size: Any) -> None:
-    """Raises where a size of tiles is neither a number of values nor the share of an axis."""
-    if not isinstance(size, int | np.integer | float):
-        raise TypeError(
-            "tile_size is a whole number of values, or as a float the share of the axis, "
-            f"not {size!r}"
-        )
-    if isinstance(size, float) and not 0 < size <= 1:
-        raise ValueError(f"tile_size is a share of the axis up to 1, not {size}")
-    if not isinstance(size, float) and size < 1:
-        raise ValueError(f"tile_size is a number of values, not {size}")

@@ -37,5 +37,6 @@ def _converted(w: FakeQuantized) -> Any:
         quantized,
         qtype=w.act_qtype,
         calibration_method=w.act_calibration_method,
+        tile_size=w.act_tile_size,
         contracting=tuple(axis - w.ndim for axis in w.tile_axes),
     )

@@ -105,7 +105,7 @@ def _grouped(recipe: ConvolutionRecipe, saved: Any, g: jax.Array, keys: Any) -> 
     for i, (of_g, of_other) in enumerate(summed):
         product = recipe.backward[i]
         other = dense_residual(recipe.operands[1 - i], saved[1 - i], of_other, product)
-        of_operand = lambda x, i=i, other=other: conv(*((x, other) if i == 0 else (other, x)))
+        of_operand = partial(conv, rhs=other) if i == 0 else partial(conv, other)
         x = jnp.zeros(saved[i].shape, recipe.operands[i].dense_dtype)  # it is linear in x
         q = materialise_one(quantize_gradient(g, product, of_g, keys[i]))
         gradients += jax.vjp(of_operand, x)[1](q)

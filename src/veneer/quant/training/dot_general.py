@@ -19,7 +19,7 @@ from jax import lax
 from ..._core.primitives.dimension_numbers import DotDimensionNumbers
 from ..formats.tiles import over_tiles
 from ..ops.dot_general import dot_general
-from ..qarray import QArray
+from ..qarray import QUANTIZABLE, QArray
 from .backward import BackwardProduct
 from .operand import (
     OperandRecipe,
@@ -65,7 +65,10 @@ def _fits(q: Any, batch: Sequence[int], summed: Sequence[int]) -> bool:
 def _backward(recipe: DotRecipe, residuals: Any, g: jax.Array) -> tuple[Any, Any, None]:
     saved, key = residuals
     keys = keys_for(key, g)
-    gradients = [_gradient(recipe, i, saved, g, keys[i]) for i in range(2)]
+    gradients = [
+        _gradient(recipe, i, saved, g, keys[i]) if operand.has_gradient else None
+        for i, operand in enumerate(recipe.operands)
+    ]
     return gradients[0], gradients[1], None
 
 
@@ -88,6 +91,7 @@ def _gradient(recipe: DotRecipe, i: int, saved: Sequence[Any], g: jax.Array, key
     wide = jnp.promote_types(g.dtype, jnp.float32)
     if not isinstance(y, QArray):
         y = recipe.operands[1 - i].requantized(y, y_free, product)
+        y = y if y.dtype in QUANTIZABLE else y.astype(wide)  # lest g be rounded to integers
         g = g.astype(y.dtype)
     elif product.qtype is not None and has_scale_along(y, (*y_batch, *y_free)):
         g = _scaled(g.astype(wide), y, y_batch, y_free, g_contracted)

@@ -13,7 +13,7 @@ from ..._core.surface.array import ImplicitArray
 from ..._core.tree import static
 from ..._core.value import describe
 from ...straight_through import ste
-from ..conversion.calibration import check_calibration
+from ..activations import check_activation_format
 from ..conversion.fake_quantize import fake_quantize
 from ..conversion.quantize import quantize
 from ..conversion.scale_axes import ScaleAxes, TileSize, from_the_end, scale_axes_of, tile_size_in
@@ -54,8 +54,8 @@ class FakeQuantized(ImplicitArray):
     - `mask`: bool, of the shape of `w`: what is kept. None is what `sparsity` keeps of `w` as it is
       wherever it is used. See `vn.quant.with_masks`.
     - `qtype`, `tile_size`, `tile_axis`, `calibration_method`, `act_qtype`,
-      `act_calibration_method`, `grad_qtype`, `grad_input`, `grad_weight`, `sparsity`: as in
-      `vn.quant.Rule`; with `qtype=None` the weight itself is not quantised.
+      `act_calibration_method`, `act_tile_size`, `grad_qtype`, `grad_input`, `grad_weight`,
+      `sparsity`: as in `vn.quant.Rule`; with `qtype=None` the weight itself is not quantised.
     - `dense_dtype`: of the array that it stands for; that of `w` if None.
 
     **Raises:** `TypeError` where `w` is no floating array. `ValueError` for an unknown format or
@@ -84,6 +84,7 @@ class FakeQuantized(ImplicitArray):
     calibration_method: str | None = static(default=None, kw_only=True)
     act_qtype: str | None = static(default=None, kw_only=True)
     act_calibration_method: str | None = static(default=None, kw_only=True)
+    act_tile_size: int | float | None = static(default=None, kw_only=True)
     grad_qtype: str | None = static(default=None, kw_only=True)
     grad_input: BackwardProduct | None = static(default=None, kw_only=True)
     grad_weight: BackwardProduct | None = static(default=None, kw_only=True)
@@ -94,15 +95,17 @@ class FakeQuantized(ImplicitArray):
         if not isinstance(self.w, Leaf) or self.w.dtype not in QUANTIZABLE:
             described = f"of {self.w.dtype}" if hasattr(self.w, "dtype") else repr(self.w)
             raise TypeError(f"FakeQuantized trains a floating array, not one {described}")
-        self.__dict__["tile_axis"] = from_the_end(self.tile_axis, self.w.shape)
+        axes = from_the_end(self.tile_axis, self.w.shape)
         formats = {name: getattr(self, name) for name in ("qtype", "act_qtype", "grad_qtype")}
         self.__dict__.update(
             dense_dtype=jnp.dtype(self.dense_dtype or self.w.dtype).name,
-            tile_size=tile_size_in(self.w.shape, self.tile_axis, self.tile_size),
+            tile_axis=axes,
+            tile_size=tile_size_in(self.w.shape, axes, self.tile_size),
             **{name: qtype and get_format(qtype).name for name, qtype in formats.items()},
         )
-        if self.act_qtype is not None and self.act_calibration_method is not None:
-            check_calibration(self.act_calibration_method, get_format(self.act_qtype))
+        if self.act_qtype is not None:
+            method, tile_size = self.act_calibration_method, self.act_tile_size
+            check_activation_format(get_format(self.act_qtype), method, tile_size, is_static=False)
         if self.sparsity is not None:
             self.__dict__["sparsity"] = check_sparsity(self.sparsity, self.qtype)
             check_groups(self.sparsity, self.w.shape, self.tile_axes[-1])
@@ -128,6 +131,7 @@ class FakeQuantized(ImplicitArray):
             calibration_method=rule.calibration_method,
             act_qtype=rule.act_qtype,
             act_calibration_method=rule.act_calibration_method,
+            act_tile_size=rule.act_tile_size,
             grad_qtype=rule.grad_qtype,
             grad_input=rule.grad_input,
             grad_weight=rule.grad_weight,
@@ -212,7 +216,9 @@ class FakeQuantized(ImplicitArray):
         """What is kept, a bool for each value of `w`; None is all of it."""
         if self.mask is not None or self.sparsity is None:
             return self.mask
-        return mask_of(jax.lax.stop_gradient(self.w), self.sparsity, self.tile_axes[-1])
+        return mask_of(
+            jax.lax.stop_gradient(jnp.asarray(self.w)), self.sparsity, self.tile_axes[-1]
+        )
 
     @property
     def pruned(self) -> jax.Array:
@@ -221,7 +227,11 @@ class FakeQuantized(ImplicitArray):
         return w if kept is None else ste(lambda w: jnp.where(kept, w, jnp.zeros_like(w)))(w)
 
     def quantize(self) -> jax.Array | QArray:
-        """Returns the QArray that it becomes, without derivatives; dense if `qtype` is None."""
+        """Returns the QArray that it becomes, without derivatives; dense if `qtype` is None.
+
+        **Raises:** `ValueError` where it is a member of a stack that has tiles along its axis.
+        """
+        self.aval()
         if self.qtype is None:
             return self.pruned.astype(self.dtype)
         q = quantize(
@@ -267,6 +277,8 @@ class FakeQuantized(ImplicitArray):
         leaves = ("w", "key", "mask")
         usual = {"tile_axis": (-2,), "dense_dtype": str(getattr(self.w, "dtype", None))}
         values = {f.name: getattr(self, f.name, None) for f in dataclasses.fields(self)}
+        if isinstance(values["tile_size"], tuple):
+            values["tile_size"] = dict(values["tile_size"])
         parts = [
             f"{name}={describe([x])[0] if name in leaves else repr(x)}"
             for name, x in values.items()

@@ -13,7 +13,7 @@ from ..._core.value import materialise_one
 from ..conversion.calibration import check_calibration
 from ..conversion.fake_quantize import fake_quantize
 from ..conversion.quantize import quantize
-from ..conversion.scale_axes import ScaleAxes, scale_axes_of, tile_size_in
+from ..conversion.scale_axes import ScaleAxes, row_axes
 from ..formats import get_format
 from ..qarray import QUANTIZABLE, QArray
 from .backward import BackwardProduct
@@ -37,6 +37,11 @@ class OperandRecipe:
     qtype: str | None
     method: str | None
     scale_axes: ScaleAxes
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether there is a derivative by it: not by integers."""
+        return jnp.issubdtype(self.dtype, jnp.floating)
 
     def quantized(self, x: jax.Array) -> jax.Array | QArray:
         """Returns what the product takes."""
@@ -69,10 +74,8 @@ class OperandRecipe:
         if qtype is None or x.dtype not in QUANTIZABLE:
             return x.astype(self.dense_dtype)
         format = get_format(qtype)
-        tile_size = None
-        if format.tile_size is None and contracted:
-            tile_size = tile_size_in(x.shape, contracted, product.tile_size)
-        axes = scale_axes_of(x.ndim, contracted, format, tile_size)
+        tile_size = product.tile_size if format.tile_size is None else None
+        axes = row_axes(x.shape, contracted, format, tile_size)
         if again and any(x.shape[axis] % size for axis, size in axes.tiled):
             return x.astype(self.dense_dtype)
         method = self.method if again else None
@@ -81,12 +84,16 @@ class OperandRecipe:
 
 
 def activation(
-    x: Any, qtype: str | None, method: str | None, shared: Sequence[int]
+    x: Any,
+    qtype: str | None,
+    method: str | None,
+    tile_size: int | float | None,
+    shared: Sequence[int],
 ) -> OperandRecipe:
     """How the other operand of a product is quantised: not at all, if it is not floating."""
     if qtype is None or x.dtype not in QUANTIZABLE:
         return OperandRecipe(x.dtype.name, x.dtype.name, None, None, ScaleAxes(()))
-    axes = scale_axes_of(x.ndim, shared, get_format(qtype))
+    axes = row_axes(x.shape, shared, get_format(qtype), tile_size)
     return OperandRecipe(x.dtype.name, x.dtype.name, qtype, method, axes)
 
 
@@ -167,6 +174,7 @@ def quantize_gradient(
     if product.qtype is None:
         return g
     format = get_format(product.qtype)
+    key = key if product.stochastic else None
     method = product.calibration_method
     integers = format.is_integer and format.signed and format.bits >= 2
     if key is not None and method is None and integers:
@@ -174,8 +182,7 @@ def quantize_gradient(
         # always be rounded down.
         method = f"absmax,{format.bound / format.code_range[1]}"
     try:
-        tile_size = tile_size_in(g.shape, contracted, product.tile_size) if contracted else None
-        axes = scale_axes_of(g.ndim, contracted, format, tile_size)
+        axes = row_axes(g.shape, contracted, format, product.tile_size)
         return quantize(g, product.qtype, calibration_method=method, key=key, **axes.arguments)
     except ValueError as error:
         error.add_note(f"While quantising a gradient of shape {g.shape} by {product}.")

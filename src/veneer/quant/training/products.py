@@ -68,7 +68,7 @@ def _weight(w: FakeQuantized) -> OperandRecipe:
 
 def _activation(x: Any, w: FakeQuantized, shared: Sequence[int] | None) -> OperandRecipe:
     qtype = None if shared is None else w.act_qtype
-    return activation(x, qtype, w.act_calibration_method, shared or ())
+    return activation(x, qtype, w.act_calibration_method, w.act_tile_size, shared or ())
 
 
 def _fake_product(

@@ -54,7 +54,8 @@ def _forward(
     lhs: Any, rhs: Any, group_sizes: Any, key: Any, recipe: RaggedDotRecipe
 ) -> tuple[jax.Array, Any]:
     quantized = quantized_operands(recipe.operands, (lhs, rhs))
-    out = recipe.product(*map(materialise_one, quantized), group_sizes)
+    x, w = map(materialise_one, quantized)
+    out = recipe.product(x, w, group_sizes)
     saved = saved_operands((lhs, rhs), quantized, (True, True), recipe.backward)
     return out, (saved, group_sizes, key)
 
@@ -90,7 +91,8 @@ def _gradient(
     q = materialise_one(quantize_gradient(g, product, tuple(summed), key))
 
     def of(x: jax.Array) -> jax.Array:
-        return recipe.product(*((x, other) if i == 0 else (other, x)), group_sizes)
+        lhs, rhs = (x, other) if i == 0 else (other, x)
+        return recipe.product(lhs, rhs, group_sizes)
 
     x = jnp.zeros(saved[i].shape, of_operand.dense_dtype)  # the product is linear in it
     return jax.vjp(of, x)[1](q)[0].astype(of_operand.dtype)
