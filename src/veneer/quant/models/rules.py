@@ -3,7 +3,7 @@
 import dataclasses
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -257,7 +257,8 @@ def quantize_tree(
     may do without a format for weights. Biases, norms and integers stay dense if they match, and so
     does what no rule matches; arrays that are implicit already stay as they are.
 
-    **Raises:** `ValueError`, naming the path, where a tile does not divide its axis, or where
+    **Raises:** `TypeError` for rules that are no sequence of `Rule`; `ValueError`, naming the path,
+    where a tile does not divide its axis, or where
     statistics are asked for and missing; for a `grad_qtype` without `train`. Warns with
     `UserWarning` of a rule that matches no path, and of statistics that no rule asks for.
 
@@ -266,6 +267,7 @@ def quantize_tree(
     >>> vn.quant.quantize_tree(params, [vn.quant.Rule("dense.*", "int8")])["dense"]["kernel"].nbytes
     544
     """
+    rules = rules_in(rules)
     for rule in rules:
         if rule.grad_qtype is not None and not train:
             raise ValueError(
@@ -286,6 +288,22 @@ def quantize_tree(
         for path, leaf in zip(paths, leaves, strict=True)
     ]
     return jax.tree.unflatten(treedef, quantized)
+
+
+def rules_in(rules: Any) -> tuple[Rule, ...]:
+    """Returns the rules of a sequence; refuses anything else with what was meant."""
+    if isinstance(rules, Rule):
+        raise TypeError(f"rules are a sequence, of which the first that matches counts: [{rules}]")
+    if not isinstance(rules, Iterable) or isinstance(rules, str | Mapping):
+        meant = f"[Rule('.*', {rules!r})]" if isinstance(rules, str) else "[Rule('.*', 'int8')]"
+        raise TypeError(f"rules are a sequence of Rules, as {meant}, and not {rules!r}")
+    rules = tuple(rules)
+    for i, rule in enumerate(rules):
+        if not isinstance(rule, Rule):
+            raise TypeError(
+                f"rules[{i}] is {rule!r}, and no Rule(path_regex, qtype), as Rule('.*', 'int8')"
+            )
+    return rules
 
 
 def _quantize_leaf(
