@@ -38,6 +38,7 @@ TUTORIALS = [
         "loops_and_metadata",
         "what_materialised",
         "training",
+        "saving",
         "calibration",
         "quantised_training",
         "formats",

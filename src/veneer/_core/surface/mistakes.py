@@ -94,7 +94,7 @@ def endless_rule(error: RecursionError, call: Callable) -> RecursionError:
     frame: FrameType | None = sys._getframe(1)
     last: dict[Callable, dict[str, Any]] = {}
     while frame is not None:
-        if frame.f_code is call.__code__:  # type: ignore[attr-defined]
+        if frame.f_code is call.__code__:
             calls[frame.f_locals["function"]] += 1
             last.setdefault(frame.f_locals["function"], frame.f_locals)
         frame = frame.f_back
