@@ -39,6 +39,7 @@ TUTORIALS = [
         "what_materialised",
         "training",
         "saving",
+        "sharding",
         "calibration",
         "quantised_training",
         "formats",
