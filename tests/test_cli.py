@@ -239,7 +239,7 @@ INT8 = ["--format", "int8"]
 
 BAD_OPTIONS = {
     "format_missing": ([], "--format is missing: one of int8, int7, int6"),
-    "format_unknown": (["--format", "int9"], "unknown format 'int9'; the formats are int8"),
+    "format_unknown": (["--format", "int9"], "unknown format 'int9'; did you mean 'int8'"),
     "tile": (
         ["--format", "int8", "--tile", "3"],
         "tile 3 does not divide axis -1 of 'embed.weight' [10, 8]: tiles that do are 1, 2, 4, 8",
@@ -520,6 +520,27 @@ def test_help_names_the_commands(veneer, arguments):
     code, stdout, _ = veneer(*arguments)
     assert code == 0
     assert all(command in stdout for command in ("quantize", "inspect", "demo"))
+
+
+def test_the_version(veneer):
+    code, stdout, stderr = veneer("--version")
+    assert (code, stderr) == (0, "")
+    assert stdout.startswith(f"veneer {vn.__version__} (JAX {jax.__version__}, Python ")
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich", "safetensors"])
+def test_a_missing_extra_is_named_before_anything_is_done(missing):
+    program = (
+        "import sys, importlib.util as util; find = util.find_spec\n"
+        f"util.find_spec = lambda name: None if name == {missing!r} else find(name)\n"
+        "from veneer.cli import main"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr == (
+        f"veneer: error: the command line needs {missing}, of the extra: "
+        "pip install 'veneer[cli]'\n"
+    )
 
 
 def test_importing_the_command_line_loads_nothing_that_help_does_not_need():

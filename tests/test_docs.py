@@ -38,6 +38,8 @@ TUTORIALS = [
         "loops_and_metadata",
         "what_materialised",
         "training",
+        "saving",
+        "sharding",
         "calibration",
         "quantised_training",
         "formats",

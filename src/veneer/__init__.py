@@ -13,6 +13,7 @@
     lora                updates of low rank, by rules on paths
     tree                trees in which an implicit array is one leaf
     straight_through    `ste`: the value of a function, with the derivative of the identity
+    placement           where arrays are: `device_put`, by shardings that speak of dense arrays
     training            which arrays are trained: `freeze`, `trainable`
     parameter_table     what the arrays of a tree are and cost: `summary`
     cli, demo           the command line, and its demonstration on a real model
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from .hijax.jit import jit
     from .interop.safetensors import load, save
     from .parameter_table import summary
+    from .placement import device_put
     from .straight_through import ste
     from .training import freeze, trainable, unfreeze
 
@@ -54,6 +56,7 @@ __all__ = [
     "MaterialiseWarning",
     "Report",
     "Value",
+    "device_put",
     "explain",
     "freeze",
     "hijax",
@@ -80,6 +83,7 @@ __all__ = [
 # wait for what it does not use. A module is named after none but itself: the import of another
 # would put the module in the place of the name.
 _LAZY = {
+    "device_put": "placement",
     "freeze": "training",
     "hijax": "hijax",
     "jit": "hijax.jit",

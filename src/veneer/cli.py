@@ -5,21 +5,24 @@ The commands import what they need when they run, so that `veneer --help` is qui
 
 import contextlib
 import math
+import platform
 import re
 import signal
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
-try:
-    import typer
-    from typer.core import TyperGroup
-except ImportError as error:
+if missing := [name for name in ("typer", "rich", "safetensors") if find_spec(name) is None]:
     raise SystemExit(
-        "veneer: error: the command line needs the extra: pip install 'veneer[cli]'"
-    ) from error
+        f"veneer: error: the command line needs {missing[0]}, of the extra: "
+        "pip install 'veneer[cli]'"
+    )
+
+import typer
+from typer.core import TyperGroup
 
 # typer's own copy of click's class, or click's, as its version has it.
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
@@ -69,11 +72,33 @@ def _complain(message: str) -> int:
 
 app = typer.Typer(
     cls=_OneLineErrors,
-    help="Quantise models and look inside them.",
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        import jax
+
+        import veneer as vn
+
+        print(
+            f"veneer {vn.__version__} (JAX {jax.__version__}, Python {platform.python_version()})"
+        )
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Quantise models and look inside them."""
+    del version  # which its callback has printed
 
 
 def main() -> None:

@@ -33,7 +33,32 @@ class Unregistered:
     pass
 
 
+class Sized(vn.ImplicitArray):
+    """Its fields that no array is are declared as if they were leaves."""
+
+    x: jax.Array
+    n: int = 3
+    flag: bool = True
+    axes: tuple = (0,)
+
+
+def sized(materialise):
+    return type("Odd", (Sized,), {"materialise": materialise})(X)
+
+
 MISTAKES = {
+    "a size that is no metadata": (
+        lambda: sized(lambda self: jnp.zeros(self.n)),
+        r"Odd\.n is .*, a leaf.* n: \.\.\. = vn\.static\(\)",
+    ),
+    "a flag that is no metadata": (
+        lambda: sized(lambda self: self.x if self.flag else -self.x),
+        r"Odd\.(n|flag) is .*, a leaf.* = vn\.static\(\)",
+    ),
+    "axes that are no metadata": (
+        lambda: sized(lambda self: self.x.sum(self.axes)),
+        r"Odd\.(n|axes\[0\]) is .*, a leaf.* = vn\.static\(\)",
+    ),
     "a field that is no array": (lambda: Held(Unregistered()), r"Held\.x is <.*Unregistered"),
     "a field that is a string": (lambda: Held("x"), r"Held\.x is 'x'.*vn\.static\(\)"),
     "a static list": (lambda: Held(X, [1]), r"Held\.note is static.*\[1\] is a list.*tuple"),
@@ -264,3 +289,100 @@ def test_what_is_staged_follows_the_configuration():
 def test_a_dense_form_of_the_same_kind_is_refused():
     with pytest.raises(TypeError, match=r"Odd\.materialise\(\) returns itself"):
         vn.materialise(typed(lambda self: type(self)(self.x)))
+
+
+def test_a_rule_that_would_never_be_asked():
+    for wrong in (lambda x, y, **params: x, lambda *xs, **params: xs, lambda **params: 0):
+        names = [n for n in wrong.__code__.co_varnames if n != "params"]
+        wrong.__annotations__ = dict.fromkeys(names, vn.ArrayLike)
+        with pytest.raises(TypeError, match=r"takes dense operands alone.*annotate that one"):
+            vn.register("cosh")(wrong)
+
+
+def rule_of(module, kind):
+    def rule(x, **params):
+        return x
+
+    rule.__annotations__, rule.__module__ = {"x": kind}, module
+    return rule
+
+
+def test_a_rule_that_another_module_has_registered():
+    kind = type(typed())
+    first, second = (rule_of(module, kind) for module in ("one", "two"))
+    vn.register("cosh")(first)
+    message = r"cosh has a rule for these .*\n.*, of one\n.*, of two\n.* higher precedence"
+    with pytest.raises(ValueError, match=message):
+        vn.register("cosh")(second)
+    vn.register("cosh")(rule_of("one", kind))  # a cell of a notebook, run again
+    vn.register("cosh", precedence=1)(second)
+    vn.register("cosh")(rule_of("two", type(typed())))  # of another type
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_rule_that_calls_itself(wrap):
+    kind = type(typed())
+
+    @vn.register("cosh")
+    def _(x: kind, **params):
+        return vn.implicit(jnp.cosh)(x)
+
+    message = r"test_user_errors\.py:\d+ for cosh calls itself without an end.* leaves"
+    with pytest.raises(RecursionError, match=message):
+        wrap(vn.implicit(jnp.cosh))(kind(X))
+
+
+def test_rules_that_call_each_other():
+    kind = type(typed())
+
+    @vn.register("cosh")
+    def _(x: kind, **params):
+        return vn.implicit(jnp.sinh)(x)
+
+    @vn.register("sinh")
+    def _(x: kind, **params):
+        return vn.implicit(jnp.cosh)(x)
+
+    with pytest.raises(RecursionError, match=r"for (sinh|cosh) calls itself without an end"):
+        vn.implicit(jnp.cosh)(kind(X))
+
+
+def test_a_recursion_that_is_no_rule_s_is_as_it_was():
+    def endless():
+        return endless()
+
+    kind = type(typed())
+
+    @vn.register("cosh")
+    def _(x: kind, **params):
+        return endless()
+
+    with pytest.raises(RecursionError, match="maximum recursion depth"):
+        vn.implicit(jnp.cosh)(kind(X))
+
+
+@pytest.mark.parametrize("name", ["no_such_primitive", "matmul"])
+def test_a_primitive_that_is_none(name):
+    with pytest.raises(ValueError, match=rf"no primitive named '{name}' .*jax\.make_jaxpr"):
+        vn.register(name)
+
+
+@pytest.mark.parametrize("wrong", [3, lambda x: x])
+def test_what_has_no_rules(wrong):
+    with pytest.raises((TypeError, TypeCheckError)):
+        vn.register(wrong)
+
+
+def test_implicit_as_a_decorator_with_arguments():
+    @vn.implicit(on_materialise="error")
+    def model(w, x):
+        """What it does."""
+        return jnp.cosh(w) + x
+
+    assert model.__doc__ == "What it does."
+    with pytest.raises(vn.MaterialiseError, match="cosh"):
+        model(typed(), 1.0)
+    with pytest.raises(ValueError, match="on_materialise must be"):
+        vn.implicit(on_materialise="eror")
+    only_first = vn.implicit(filter_spec=lambda v: False)(lambda w: w)
+    assert type(only_first(typed())).__name__ == "Odd"

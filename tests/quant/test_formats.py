@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jaxtyping import TypeCheckError
 
 from veneer.quant import FORMATS, get_format
 from veneer.quant.formats.packing import UNITS
@@ -185,10 +186,28 @@ def test_a_format_is_found_by_name_and_by_dtype():
 
 
 def test_an_unknown_format_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"unknown format 'int9'; the formats are int8, .*nvfp4"):
+    with pytest.raises(
+        ValueError, match=r"unknown format 'int9'; .* the formats are int8, .*nvfp4"
+    ):
         get_format("int9")
 
 
 def test_codes_that_are_floats_have_no_range():
     with pytest.raises(TypeError, match="codes of mxfp8 are float8_e4m3fn"):
         _ = FORMATS["mxfp8"].code_range
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("NF4", "nf4"), ("e4m3", "float8_e4m3fn"), ("fp8_e4m3", "fp8_e4m3fn"), ("nf44", "nf4")],
+)
+def test_the_format_that_was_meant(name, meant):
+    message = rf"unknown format '{name}'; did you mean '{meant}'.*by shorter names fp8, .*b1\.58"
+    with pytest.raises(ValueError, match=message):
+        get_format(name)
+
+
+@pytest.mark.parametrize("wrong", [4, ["nf4"]])
+def test_what_is_no_name_of_a_format(wrong):
+    with pytest.raises((TypeError, TypeCheckError), match=r"a format is a name|get_format"):
+        get_format(wrong)

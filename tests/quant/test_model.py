@@ -3,11 +3,13 @@ import warnings
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
+from jaxtyping import TypeCheckError
 
 import veneer as vn
-from veneer.quant import ActivationQuantized, QArray, Rule, quantize, quantize_tree
+from veneer.quant import ActivationQuantized, QArray, Rule, observe, quantize, quantize_tree
 
 
 class Layer(NamedTuple):
@@ -183,6 +185,38 @@ def test_a_tile_that_does_not_fit_is_refused_with_the_path(rule, message):
 def test_a_rule_that_cannot_work_is_refused_where_it_is_written(args, kwargs, message):
     with pytest.raises(ValueError, match=message):
         Rule(*args, **kwargs)
+
+
+WRONG_RULES = {
+    "a rule": (Rule(".*", "int8"), r"rules are a sequence.*: \[Rule\('\.\*', 'int8'\)\]"),
+    "formats": (["nf4"], r"rules\[0\] is 'nf4', and no Rule\(path_regex, qtype\)"),
+    "pairs": ([(".*", "nf4")], r"rules\[0\] is \('\.\*', 'nf4'\), and no Rule"),
+    "a dict": ({".*": "nf4"}, r"rules are a sequence of Rules, as .*, and not \{"),
+    "nothing": (None, "rules are a sequence of Rules, as .*, and not None"),
+}
+
+
+@pytest.mark.parametrize(("rules", "message"), WRONG_RULES.values(), ids=WRONG_RULES)
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda rules: quantize_tree(params(), rules),
+        lambda rules: observe(lambda params, x: x, rules, params=params()),
+    ],
+    ids=["quantize_tree", "observe"],
+)
+def test_what_are_no_rules_is_refused_where_it_is_passed(take, rules, message):
+    with pytest.raises((TypeError, TypeCheckError), match=f"{message}|rules"):
+        take(rules)
+    if jaxtyping.config.jaxtyping_disable:
+        with pytest.raises(TypeError, match=message):
+            take(rules)
+
+
+@pytest.mark.skipif(not jaxtyping.config.jaxtyping_disable, reason="it is no Sequence")
+def test_rules_that_can_be_gone_through_once_are_rules_all_the_same():
+    rules = (Rule(path, "int8") for path in ("layers.*", "embedding"))
+    assert len(formats(quantize_tree(params(), rules))) == 3
 
 
 @pytest.mark.parametrize(

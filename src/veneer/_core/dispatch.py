@@ -14,6 +14,7 @@ from .policy import note_rule
 from .results import check_result
 from .rules import Target, location_of, resolve
 from .surface.annotations import Dense
+from .surface.mistakes import endless_rule
 from .value import Value, describe, is_value
 
 
@@ -70,6 +71,8 @@ def apply_rules(target: Target, values: Sequence[Any], params: dict[str, Any]) -
 def _call(function: Callable, target: Target, values: Sequence[Any], params: dict[str, Any]) -> Any:
     try:
         return function(*values, **params)
+    except RecursionError as error:
+        raise endless_rule(error, _call) from None
     except TypeError as error:
         if error.__traceback__ is None or error.__traceback__.tb_next is not None:
             raise  # within the function

@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 
 from .._jax.primitives import Primitive, find_primitive
 from .functions import JittedFunction, is_jitted, jitted_function
-from .surface.annotations import Alternatives, operand_types
+from .surface.annotations import Alternatives, check_is_asked, operand_types
+from .surface.mistakes import check_is_first
 from .value import Value
 
 _F = TypeVar("_F", bound=Callable)
@@ -120,8 +121,9 @@ def register(
     A rule for `(T, U)` of a commutative primitive (`COMMUTATIVE`) also serves `(U, T)`, where
     nothing is registered that fits, unless a type says `commute_ops = False`.
 
-    **Raises:** ValueError for an unknown name; TypeError for an annotation that is not a type of
-    operand. Two rules that tie raise `AmbiguousLookupError` when operands meet them.
+    **Raises:** ValueError for an unknown name, and where another module has a rule for the same
+    operands; TypeError for an annotation that is not a type of operand, and where all are dense.
+    Two rules that tie raise `AmbiguousLookupError` when operands meet them.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> class Zero(vn.ImplicitArray):
@@ -134,10 +136,11 @@ def register(
     >>> Zero(jnp.ones(3)) * jnp.arange(3.0)
     Zero(like=f32[3])
     """
-    one = isinstance(primitive, str | Primitive) or callable(primitive)
+    one = isinstance(primitive, str) or not isinstance(primitive, Iterable)
     targets = [_target(p) for p in ((primitive,) if one else primitive)]  # type: ignore[union-attr]
 
     def add(function: _F) -> _F:
+        check_is_asked(function)
         add_rule(function, targets, precedence)
         return function
 
@@ -178,7 +181,8 @@ def add_rule(
     operands, more = operand_types(function)
     rule = RegisteredRule(function, operands, more, precedence, structural, conditional, eager)
     for primitive in primitives:
-        _rules.setdefault(primitive, []).append(rule)
+        check_is_first(rule, _rules.setdefault(primitive, []), primitive.name)
+        _rules[primitive].append(rule)
         if primitive.name in COMMUTATIVE and _may_swap(rule):
             _rules[primitive].append(_swapped(rule))
     for clear in _forget:

@@ -1,7 +1,7 @@
 """`implicit`: runs a JAX function with the rules in force."""
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import jax
@@ -22,8 +22,15 @@ from .value import Kept, Value, is_kept, is_value
 FilterSpec = Any  # bool | Callable[[Value], bool] | a pytree of them
 
 
+def _left_out() -> None:
+    """In the place of the function that a decorator with arguments has yet to be given."""
+
+
 def implicit(
-    fn: Callable, filter_spec: FilterSpec = True, *, on_materialise: OnMaterialise = "allow"
+    fn: Callable = _left_out,
+    filter_spec: FilterSpec = True,
+    *,
+    on_materialise: OnMaterialise = "allow",
 ) -> Callable:
     """`fn` with the rules in force for the implicit arrays among its arguments.
 
@@ -36,7 +43,8 @@ def implicit(
 
     - `fn`: any function of pytrees. Implicit arrays that it captures, as variables of enclosing
       scopes, are as its arguments. It may itself be a pytree, such as a module; so is the result
-      then, with the same leaves.
+      then, with the same leaves. Left out, the result is a decorator, as in
+      `@vn.implicit(on_materialise="error")`.
     - `filter_spec`: which implicit arrays take part: a bool, a predicate on values, or a pytree
       of them that is a prefix of `(fn, args, kwargs)`. Those left out pass through as they are,
       for a nested `implicit`.
@@ -56,6 +64,8 @@ def implicit(
     veneer.MaterialiseError: sin(QArray:f32[2,2]) at ...
     """
     policy = policy_of(on_materialise)
+    if fn is _left_out:
+        return partial(implicit, filter_spec=filter_spec, on_materialise=on_materialise)
     if not callable(fn):
         raise TypeError(f"implicit takes a function, got {fn!r}")
     if not treedef_is_leaf(jax.tree.structure(fn)):

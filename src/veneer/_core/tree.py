@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from .._jax.export import make_exportable
+from .surface.mistakes import check_metadata
 
 
 def static(**kwargs: Any) -> Any:
@@ -32,34 +33,6 @@ def static(**kwargs: Any) -> Any:
     # jax.tree_util.register_dataclass and Equinox read "static"; flax.struct reads "pytree_node".
     metadata = {**kwargs.pop("metadata", {}), "static": True, "pytree_node": False}
     return dataclasses.field(metadata=metadata, **kwargs)
-
-
-def check_metadata(value: Any) -> None:
-    """Refuses static fields that cannot be hashed, as JAX must."""
-    for field in dataclasses.fields(value):
-        if field.metadata.get("static", False):
-            data = getattr(value, field.name, None)
-            try:
-                hash(data)
-            except TypeError:
-                raise TypeError(
-                    f"{type(value).__name__}.{field.name} is static, so it must be hashable, and "
-                    f"{data!r} is a {type(data).__name__}. Give a tuple for a list or an array."
-                ) from None
-
-
-def check_fields(value: Any) -> None:
-    """Refuses metadata that cannot be hashed, and leaves that are no arrays."""
-    check_metadata(value)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(value):
-        try:
-            jax.typeof(leaf)
-        except TypeError:
-            raise TypeError(
-                f"{type(value).__name__}{jax.tree_util.keystr(path)} is {leaf!r}, and a field must "
-                "hold arrays or pytrees of them. Mark metadata with vn.static(); register a class "
-                "of its own as a pytree."
-            ) from None
 
 
 def has_metadata(value: Any) -> bool:

@@ -17,7 +17,8 @@ from .._jax.primitives import Primitive
 from .._jax.source_lines import user_line
 from .leaf_axes import Axes, Movement, partition
 from .policy import ALLOW, note_materialised, policy_in_force
-from .tree import check_fields, has_metadata, make_dataclass, make_pytree, static
+from .surface.mistakes import check_fields
+from .tree import has_metadata, make_dataclass, make_pytree, static
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field, static))
@@ -337,7 +338,7 @@ def _aval_of_materialise(value: Value, x64: bool) -> jax.core.ShapedArray:
     try:
         return _find_aval(treedef, tuple(map(jax.typeof, leaves)), x64)
     except Exception as error:
-        check_fields(value)
+        check_fields(value, error)
         error.add_note(
             f"While finding the shape and dtype of {value!r} from its materialise(); "
             "define aval() to state them."

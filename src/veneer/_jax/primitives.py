@@ -36,11 +36,13 @@ def find_primitive(name: str) -> Primitive:
     try:
         return _primitives[name]
     except KeyError:
-        close = " or ".join(map(repr, difflib.get_close_matches(name, _primitives)))
+        public = [known for known in _primitives if not known.startswith("_")]
+        close = " or ".join(map(repr, difflib.get_close_matches(name, public, cutoff=0.75)))
         raise ValueError(
             f"no primitive named {name!r} is known"
             + (f"; did you mean {close}? " if close else ". ")
-            + "One of another library can be passed as an object."
+            + "jax.make_jaxpr(f)(x) shows the primitives of a function. One of another library can "
+            "be passed as an object, and so can a function that jax.jit has made."
         ) from None
 
 

@@ -1,6 +1,7 @@
 """Bridges to other libraries and to files; each imports what it needs when it is first used.
 
 safetensors     trees of arrays in safetensors files: `save` and `load`
+structure       how the tensors of a saved tree nest, and its tree made again
 folder          files and folders of named tensors, written whole or not at all
 manifest        `veneer.json`: how each tensor of a saved folder is stored
 inspect         what a file or folder holds, tensor by tensor

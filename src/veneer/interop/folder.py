@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Collection, Iterator
@@ -287,7 +288,7 @@ class FolderWriter:
         try:
             safetensors.numpy.save_file(self._shard, file)
         except safetensors.SafetensorError as error:  # a full disk, most likely
-            raise OSError(f"{file} cannot be written: {error}") from error
+            raise OSError(f"{file}: {error}") from error
         # safetensors 0.8 makes files that only their owner may read, whatever the umask.
         file.chmod(self._folder.stat().st_mode & 0o666)
         self._shards.append({name: array.nbytes for name, array in self._shard.items()})
@@ -295,17 +296,26 @@ class FolderWriter:
 
 
 @contextlib.contextmanager
-def write_aside(path: str | os.PathLike[str]) -> Iterator[Path]:
+def write_aside(path: str | os.PathLike[str], *, overwrite: bool = False) -> Iterator[Path]:
     """Makes a new folder that becomes `path` when the block ends, and vanishes when it fails.
 
     Whatever stops the block (an error, Ctrl-C), `path` is whole or absent. What is there already is
-    never replaced.
+    never replaced, but with `overwrite` a folder of which each file is one that `FolderWriter`
+    writes; until the block ends, it stays.
 
-    **Raises:** `FileExistsError` where `path` exists.
+    **Raises:** `FileExistsError` where `path` exists. Other errors of the file system name `path`,
+    and not the folder aside.
     """
     path = Path(path)
-    if os.path.lexists(path):
-        raise FileExistsError(f"{path} exists already and is left as it is: choose another name")
+    exists = os.path.lexists(path)
+    if exists and not overwrite:
+        raise FileExistsError(
+            f"{path} exists already and is left as it is: choose another name, or overwrite=True"
+        )
+    if exists and (foreign := _not_written_here(path)):
+        raise FileExistsError(
+            f"{path} is not overwritten, for {foreign} was not saved by veneer: choose another name"
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     # A sibling is on the same file system, so the rename is atomic. `tempfile` would make a folder
     # that only its owner may read.
@@ -313,10 +323,32 @@ def write_aside(path: str | os.PathLike[str]) -> Iterator[Path]:
     try:
         aside.mkdir()
         yield aside
-        os.rename(aside, path)
-    except BaseException:
+        if exists:
+            # No file system exchanges two folders for us; whole ones are there at every moment.
+            replaced = path.with_name(f".{path.name}.{secrets.token_hex(4)}.replaced")
+            os.rename(path, replaced)
+            os.rename(aside, path)
+            shutil.rmtree(replaced)
+        else:
+            os.rename(aside, path)
+    except BaseException as error:
         shutil.rmtree(aside, ignore_errors=True)
+        if isinstance(error, OSError) and str(aside) in str(error):
+            what = error.strerror or str(error).replace(str(aside), str(path))
+            raise type(error)(f"{path} cannot be written: {what}") from error
         raise
+
+
+def _not_written_here(path: Path) -> str | None:
+    """Names something at `path` that `FolderWriter` does not write; None if there is nothing."""
+    if path.is_symlink() or not path.is_dir():
+        return "it"
+    names = sorted(file.name for file in path.iterdir())
+    known = re.compile(r"model(-\d+-of-\d+)?\.safetensors|" + re.escape(INDEX_NAME))
+    foreign = [n for n in names if n != manifest.FILE_NAME and not known.fullmatch(n)]
+    if manifest.FILE_NAME not in names:
+        return foreign[0] if foreign else "it"
+    return foreign[0] if foreign else None
 
 
 def copy_sidecars(source: Path, target: Path) -> None:

@@ -23,10 +23,11 @@ from ..quant.formats import Format
 from ..quant.formats.packing import UNITS
 
 FILE_NAME = "veneer.json"
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 
 # Version 1 had integers of 4 and 8 bits and nf4, in the same bytes, and neither 'scale_dtype' nor
-# scales that are quantised.
+# scales that are quantised. Version 2 had trees of dicts, lists, tuples, tensors, and weights with
+# quantised activations, each an 'activation_quantized'.
 HOW_TO_READ = (
     "The safetensors tensors named below are in model.safetensors or, where there is a "
     "model.safetensors.index.json, in the file that its 'weight_map' names.",
@@ -55,11 +56,13 @@ HOW_TO_READ = (
     "the full shape.",
     "6. value = (code - zero_point) * scale, computed in float32 or wider, rounded to 'dtype'.",
     "'tree', if there, is how the tensors nest: {'none': true}; {'tensor': name}; {'dict': [[key, "
-    "node], ...]}; {'list': [node, ...]}; {'tuple': [node, ...]}; {'activation_quantized': {...}}: "
-    "the weight is the node 'array', and what is multiplied with it, summed over its axes "
-    "'contracting', is quantised to the format 'qtype', with 'scale' and 'zero_point' or, where "
-    "these are none, with those that 'calibration_method' finds. Without 'tree', the tensors are a "
-    "flat dict by name.",
+    "node], ...]}; {'list': [node, ...]}; {'tuple': [node, ...]}; {'value': a bool, number or "
+    "string}; {'keys': generator, 'data': name}: keys of random numbers, by the integers of the "
+    "tensor; {'children': [[key, node], ...], 'of': class}: an object of a program's class, by the "
+    "names of its parts; {'opaque': name}: a function of the program's, which is not stored; "
+    "{'array': type, 'fields': [[name, node], ...], 'static': {...}}: an array of a type; what it "
+    "stands for is on that type's page of veneer's documentation: 'LoraArray' is w + scale * a @ b."
+    " Without 'tree', the tensors are a flat dict by name.",
     "'checksums', if there, has the CRC-32 of the bytes of each safetensors tensor, in "
     "hexadecimal, and 'checksum', which ends this file, that of all lines before its own.",
 )

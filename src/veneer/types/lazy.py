@@ -11,8 +11,9 @@ from jax.typing import ArrayLike
 
 from .._core.rules import add_rule, register
 from .._core.surface.array import ImplicitArray
+from .._core.surface.mistakes import check_fields
 from .._core.transform import implicit, redispatch
-from .._core.tree import check_fields, static
+from .._core.tree import static
 from .._core.value import Value, is_value, make_dense, materialise_one
 from .._jax.primitives import Primitive, find_primitive
 from .._jax.tracing import Tracer, is_eager

@@ -23,8 +23,9 @@ from ..policy import (
     tells_each_time,
 )
 from ..rules import forget_with_rules
+from ..surface.mistakes import check_fields
 from ..transform import redispatch
-from ..tree import check_fields, split_list
+from ..tree import split_list
 from ..value import Value, is_value, make_dense
 
 Typed = tuple[Any, Sequence[Any]]  # a value's structure and its abstract leaves

@@ -50,6 +50,16 @@ def operand_types(function: Callable) -> tuple[tuple[Alternatives, ...], Alterna
     return tuple(operands), more
 
 
+def check_is_asked(function: Callable) -> None:
+    """Refuses a rule of which no operand may be implicit."""
+    operands, more = operand_types(function)
+    if all(kinds == {Dense} for kinds in (*operands, more or {Dense})):
+        raise TypeError(
+            f"{function.__qualname__} takes dense operands alone, and a rule is asked only where "
+            "one is implicit: annotate that one with its type, a subclass of vn.ImplicitArray."
+        )
+
+
 def _alternatives(annotation: Any, function: Callable, name: str) -> Iterable[type]:
     if annotation in (inspect.Parameter.empty, Any, object):
         return (object,)

@@ -13,8 +13,8 @@ from ..._jax.tracing import is_eager
 from ..policy import ALLOW, current_policy
 from ..rules import forget_with_rules
 from ..transform import implicit, redispatch
-from ..tree import check_fields
 from ..value import Value, materialise_one
+from .mistakes import check_fields
 
 _OPERANDS = (Value, jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 
@@ -34,10 +34,10 @@ def _at_top_level(function: Callable) -> Callable[..., Any]:
             return transformed(*operands)
         try:
             return compiled()(*operands)
-        except TypeError:  # of jit, for a leaf or for metadata: ours names the field
+        except TypeError as error:  # for a leaf or for metadata: ours names the field
             for x in operands:
                 if isinstance(x, Value):
-                    check_fields(x)
+                    check_fields(x, error)
             raise
 
     return apply

@@ -8,6 +8,7 @@ A value is stored as a code and its tile's scale. What a code is worth before th
 """
 
 import dataclasses
+import difflib
 import itertools
 
 import jax
@@ -304,7 +305,8 @@ ALIASES = {
 def get_format(qtype: DTypeLike) -> Format:
     """Returns the format of this name (or alias), or of this dtype's name.
 
-    **Raises:** `ValueError`, naming the known formats, where there is none.
+    **Raises:** `ValueError`, naming the known formats, where there is none; `TypeError` for what is
+    neither a name nor a dtype.
 
     >>> import veneer as vn
     >>> vn.quant.get_format("nf4").bits, vn.quant.get_format("int8").bound
@@ -312,8 +314,19 @@ def get_format(qtype: DTypeLike) -> Format:
     >>> vn.quant.get_format("fp8").name
     'float8_e4m3fn'
     """
-    name = qtype if isinstance(qtype, str) else jnp.dtype(qtype).name
-    name = ALIASES.get(name, name)
-    if name not in FORMATS:
-        raise ValueError(f"unknown format {name!r}; the formats are {', '.join(FORMATS)}")
-    return FORMATS[name]
+    try:
+        name = qtype if isinstance(qtype, str) else jnp.dtype(qtype).name
+    except TypeError:
+        raise TypeError(f"a format is a name, as 'nf4', or a dtype, not {qtype!r}") from None
+    if name in FORMATS:
+        return FORMATS[name]
+    if name in ALIASES:
+        return FORMATS[ALIASES[name]]
+    names = (*FORMATS, *ALIASES)
+    within = [known for known in names if name.lower() in known]
+    close = within[:3] or difflib.get_close_matches(name.lower(), names)
+    raise ValueError(
+        f"unknown format {name!r}"
+        + (f"; did you mean {' or '.join(map(repr, close))}? " if close else "; ")
+        + f"the formats are {', '.join(FORMATS)}, and by shorter names {', '.join(ALIASES)}"
+    )

@@ -20,6 +20,7 @@ from .rules import (
     can_be_quantized,
     flatten_with_paths,
     rule_for,
+    rules_in,
     some_of,
     warn_of_unmatched,
 )
@@ -59,12 +60,13 @@ def quantize_tree(
     may do without a format for weights. Biases, norms and integers stay dense if they match, and so
     does what no rule matches; arrays that are implicit already stay as they are.
 
-    **Raises:** `ValueError`, naming the path, where a tile does not divide its axis, or where
-    statistics are asked for and missing; for what is for training without `train`; for the name of
-    a format without a program. Warns with `UserWarning` of a rule that matches no path, and of
-    statistics that no rule asks for; of a weight that two products contract along different axes,
-    of one that stays dense as the program adds to it or the like, and of one that quantising makes
-    hardly smaller.
+    **Raises:** `TypeError` for rules that are no sequence of `Rule`, and what is no program;
+    `ValueError`, naming the path, where a tile does not divide its axis, or where statistics are
+    asked for and missing; for what is for training without `train`; for the name of a format
+    without a program. Warns with `UserWarning` of a rule that matches no path, and of statistics
+    that no rule asks for; of a weight that two products contract along different axes, of one that
+    stays dense as the program adds to it or the like, and of one that quantising makes hardly
+    smaller.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> params = {"dense": {"kernel": jnp.ones((64, 8)), "bias": jnp.ones(8)}}
@@ -95,6 +97,7 @@ def quantize_tree(
             )
         chosen = usual_rules(rules, dict(zip(paths, leaves, strict=True)), uses)
     else:
+        rules = rules_in(rules)
         _check(rules, train, statistics)
         warn_of_unmatched(rules, paths, stacklevel=3)
         pairs = zip(paths, leaves, strict=True)

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import re
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -300,6 +300,22 @@ def cut_in_tiles(shape: Shape, tile: int) -> list[int]:
         for axis, size in reversed([*enumerate(shape)])
     ]
     return max([*along_one, along_last], key=math.prod)
+
+
+def rules_in(rules: Any) -> tuple[Rule, ...]:
+    """Returns the rules of a sequence; refuses anything else with what was meant."""
+    if isinstance(rules, Rule):
+        raise TypeError(f"rules are a sequence, of which the first that matches counts: [{rules}]")
+    if not isinstance(rules, Iterable) or isinstance(rules, str | Mapping):
+        meant = f"[Rule('.*', {rules!r})]" if isinstance(rules, str) else "[Rule('.*', 'int8')]"
+        raise TypeError(f"rules are a sequence of Rules, as {meant}, and not {rules!r}")
+    rules = tuple(rules)
+    for i, rule in enumerate(rules):
+        if not isinstance(rule, Rule):
+            raise TypeError(
+                f"rules[{i}] is {rule!r}, and no Rule(path_regex, qtype), as Rule('.*', 'int8')"
+            )
+    return rules
 
 
 def flatten_with_paths(tree: Any) -> tuple[list[str], list[Any], Any]:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._core.transform import implicit
-from ..models.rules import Rule, flatten_with_paths, rule_for, warn_of_unmatched
+from ..models.rules import Rule, flatten_with_paths, rule_for, rules_in, warn_of_unmatched
 from ..models.uses import telling, uses_of
 from .observed import Observed, boxes_of, recordings_of, tokens
 from .recording import Recording
@@ -65,10 +65,10 @@ def observe(
     none; tokens of padding are counted as any other. In a model that takes gradients within itself,
     what `jax.checkpoint` computes again is counted again, which changes no mean.
 
-    **Raises:** `TypeError` for a model of which the parameters are not known. `ValueError` where
-    there are no batches, or no activations met any of the weights, and where two arguments of a
-    partial have the same path. Warns with `UserWarning` of a rule that matches no path, and of
-    weights that met no activations.
+    **Raises:** `TypeError` for a model of which the parameters are not known, and for rules that
+    are no sequence of `Rule`. `ValueError` where there are no batches, or no activations met any of
+    the weights, and where two arguments of a partial have the same path. Warns with `UserWarning`
+    of a rule that matches no path, and of weights that met no activations.
 
     >>> import functools, jax, jax.numpy as jnp, veneer as vn
     >>> def model(params, x):
@@ -94,6 +94,7 @@ def observe(
     """
     if not 0 <= decay < 1:
         raise ValueError(f"decay is what is kept of an average, from 0 to below 1, not {decay}")
+    rules = rules_in(rules)
     program, call = _program(model, params)
     leaves = [flatten_with_paths(part) for part in program]
     paths = [path for part, _, _ in leaves for path in part]

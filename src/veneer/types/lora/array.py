@@ -14,8 +14,9 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ..._core.leaf_axes import Axes, LeafAxis, Movement
 from ..._core.surface.array import ImplicitArray
+from ..._core.surface.mistakes import check_metadata
 from ..._core.transform import redispatch
-from ..._core.tree import check_metadata, static
+from ..._core.tree import static
 from ..._core.value import describe, materialise_one
 from ..axes import Leaf, check_axes
 from ..structured.factors import applied

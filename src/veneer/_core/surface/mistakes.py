@@ -1,0 +1,112 @@
+"""Mistakes in a type or a rule, told by the names that its author gave.
+
+What they are told of (fields, rules, calls) comes as it is: nothing here knows more of the core.
+"""
+
+import dataclasses
+import inspect
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import Any
+
+import jax
+
+
+def check_metadata(value: Any) -> None:
+    """Refuses static fields that cannot be hashed, as JAX must."""
+    for field in dataclasses.fields(value):
+        if field.metadata.get("static", False):
+            data = getattr(value, field.name, None)
+            try:
+                hash(data)
+            except TypeError:
+                raise TypeError(
+                    f"{type(value).__name__}.{field.name} is static, so it must be hashable, and "
+                    f"{data!r} is a {type(data).__name__}. Give a tuple for a list or an array."
+                ) from None
+
+
+def check_fields(value: Any, error: Exception | None = None) -> None:
+    """Refuses metadata that cannot be hashed, and leaves that are no arrays.
+
+    After an `error` that says that a traced number must be known, leaves that may be it as well.
+    """
+    check_metadata(value)
+    leaves = jax.tree_util.tree_leaves_with_path(value)
+    for path, leaf in leaves:
+        try:
+            jax.typeof(leaf)
+        except TypeError:
+            raise TypeError(
+                f"{_named(value, path)} is {leaf!r}, and a field must hold arrays or pytrees of "
+                "them. Mark metadata with vn.static(); register a class of its own as a pytree."
+            ) from None
+    counts = [(path, leaf) for path, leaf in leaves if _is_count(leaf)]
+    if counts and isinstance(error, TypeError) and "concrete" in str(error):
+        path, leaf = counts[0]
+        field = jax.tree_util.keystr(path[:1])[1:]
+        raise TypeError(
+            f"{_named(value, path)} is {leaf!r}, a leaf, which JAX traces, and the type must know "
+            f"it. If it is metadata, declare it as such: {field}: ... = vn.static()"
+        ) from error
+
+
+def _named(value: Any, path: Any) -> str:
+    return f"{type(value).__name__}{jax.tree_util.keystr(path)}"
+
+
+def _is_count(leaf: Any) -> bool:
+    """Whether a leaf is a bool or an integer by itself, as sizes, axes and flags are."""
+    aval = jax.typeof(leaf)
+    return getattr(aval, "shape", None) == () and aval.dtype.kind in "biu"
+
+
+def check_is_first(rule: Any, registered: Iterable[Any], primitive: str) -> None:
+    """Refuses a rule that would take the place of one of another module, as they are imported."""
+    signature = lambda r: (r.operands, r.more, r.precedence, r.conditional, r.swapped)
+    for other in registered:
+        if signature(other) == signature(rule):
+            modules = [r.function.__module__ for r in (other, rule)]
+            if modules[0] != modules[1]:
+                raise ValueError(
+                    f"{primitive} has a rule for these operands already, and which of the two were "
+                    f"asked would be a matter of which module is imported last:\n  {other}, of "
+                    f"{modules[0]}\n  {rule}, of {modules[1]}\nTo replace it, register this one "
+                    "with a higher precedence."
+                )
+
+
+class EndlessRule(RecursionError):
+    """A rule that calls itself without an end."""
+
+
+def endless_rule(error: RecursionError, call: Callable) -> RecursionError:
+    """The error of a recursion without an end, with the rule that calls itself.
+
+    `call` is the function that calls rules, from which this is called, and whose frames have the
+    `function` and what it was called for.
+    """
+    if isinstance(error, EndlessRule):  # told further in
+        return error
+    calls: Counter[Callable] = Counter()
+    frame: FrameType | None = sys._getframe(1)
+    last: dict[Callable, dict[str, Any]] = {}
+    while frame is not None:
+        if frame.f_code is call.__code__:
+            calls[frame.f_locals["function"]] += 1
+            last.setdefault(frame.f_locals["function"], frame.f_locals)
+        frame = frame.f_back
+    again = [function for function, count in calls.items() if count > 1]
+    if not again:
+        return error
+    # Between two calls of it lie rules of ours: those of jit, for one.
+    function = max(again, key=lambda f: (not f.__module__.startswith("veneer."), calls[f]))
+    name, code = last[function]["target"].name, inspect.unwrap(function).__code__
+    return EndlessRule(
+        f"the rule at {code.co_filename}:{code.co_firstlineno} for {name} calls itself without an "
+        f"end: within it, {name} meets operands of the same types again, {calls[function]} times "
+        "over. Have it compute on the leaves of its operands, or on what vn.materialise gives of "
+        "them; or return NotImplemented."
+    )

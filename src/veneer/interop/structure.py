@@ -1,0 +1,387 @@
+"""The structure of a saved tree as JSON: how its tensors nest, and what else its leaves are.
+
+An array type is written with its metadata, which say what its leaves mean. Of other classes
+(modules, states of optimisers) the names of the children are: what else such a class holds is the
+program's, which has a tree of it to load into.
+"""
+
+import dataclasses
+import enum
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
+
+from .._core.primitives.sharding import places
+from .._core.value import Value
+from ..quant import ActivationQuantized, Packing, QArray
+from .folder import DTYPES
+from .manifest import BYTE_FLOATS, MAX_LEVELS
+
+Path = tuple[str | int, ...]
+Node = dict[str, Any]
+Leaves = Mapping[str, Any]  # tensors by name
+
+_HOLDS = (
+    "a saved tree holds NumPy and JAX arrays, those of every array type, and Python's bools, "
+    "numbers and strings, in containers of every kind that JAX knows as a pytree"
+)
+
+_SEQUENCES: dict[str, Callable[[Any], Any]] = {"list": list, "tuple": tuple}
+
+
+# What is written.
+
+
+def encode(tree: Any) -> tuple[Node, dict[str, Any]]:
+    """Returns the JSON of a tree, and its tensors by the names that it calls them.
+
+    **Raises:** `TypeError`, naming the path, for what cannot be stored; `ValueError` for a tree of
+    too many levels.
+    """
+    leaves: dict[str, Any] = {}
+    return _encode(tree, (), leaves), leaves
+
+
+def _encode(node: Any, path: Path, leaves: dict[str, Any]) -> Node:
+    if len(path) > MAX_LEVELS:
+        raise ValueError(f"the tree has more than {MAX_LEVELS} levels, at {_where(path[:3])}...")
+    if node is None:
+        return {"none": True}
+    if type(node) is QArray and _is_whole(node):
+        return _tensor(node, path, leaves)
+    opened = _open(node, path)
+    if opened is None:
+        return _encode_leaf(node, path, leaves)
+    # A dict has an order of its own, and JAX's is that of the keys.
+    children = node if type(node) is dict else dict(zip(*opened[:2], strict=True))
+    pairs = [[key, _encode(child, (*path, key), leaves)] for key, child in children.items()]
+    if type(node) is dict:
+        return {"dict": pairs}  # pairs, because JSON would turn integer keys into strings
+    for kind, constructor in _SEQUENCES.items():
+        if type(node) is constructor:
+            return {kind: [child for _, child in pairs]}
+    if isinstance(node, Value):
+        static = _metadata(node, opened[0])
+        return {"array": _name(type(node)), "fields": pairs, "static": static}
+    return {"children": pairs, "of": _name(type(node))}
+
+
+def _open(node: Any, path: Path) -> tuple[list[str | int], list[Any], Any] | None:
+    """The keys and the children of a node, and its structure; None of a leaf."""
+    treedef: Any
+    below, treedef = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
+    if treedef.node_data() is None:
+        return None
+    keys = [_key(at[0]) for at, _ in below]
+    for key in keys:
+        if type(key) not in (str, int):
+            raise TypeError(f"{_where(path)} has the key {key!r}: keys are strings or integers")
+    return keys, [child for _, child in below], treedef
+
+
+def _key(entry: Any) -> Any:
+    if isinstance(entry, DictKey | FlattenedIndexKey):
+        return entry.key
+    if isinstance(entry, SequenceKey):
+        return entry.idx
+    return entry.name if isinstance(entry, GetAttrKey) else str(entry)
+
+
+def _encode_leaf(leaf: Any, path: Path, leaves: dict[str, Any]) -> Node:
+    if type(leaf) in (bool, int, str) or (type(leaf) is float and math.isfinite(leaf)):
+        return {"value": leaf}
+    if _is_array(leaf) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        _check_not_traced(leaf, path)
+        data = _tensor(jax.random.key_data(leaf), path, leaves)
+        return {"keys": str(jax.random.key_impl(leaf)), "data": data["tensor"]}
+    if _is_opaque(leaf):
+        return {"opaque": _describe(leaf)}
+    return _tensor(leaf, path, leaves)
+
+
+def _tensor(leaf: Any, path: Path, leaves: dict[str, Any]) -> Node:
+    _check_leaf(leaf, path)
+    name = ".".join(map(str, path)) or "array"
+    while name in leaves:  # {"a.b": x, "a": {"b": y}}
+        name += "_"
+    leaves[name] = np.asarray(leaf) if isinstance(leaf, np.generic) else leaf
+    return {"tensor": name}
+
+
+def _check_leaf(leaf: Any, path: Path) -> None:
+    parts = jax.tree.leaves(leaf) if type(leaf) is QArray else [leaf]
+    dtypes = [*DTYPES.values(), *(BYTE_FLOATS if type(leaf) is QArray else ())]
+    for array in parts:
+        if not _is_array(array):
+            raise TypeError(
+                f"{_where(path)} is {_type(array)}: {_HOLDS}. Make it an array of NumPy's "
+                "(numpy.asarray), or register its class as a pytree"
+            )
+        _check_not_traced(array, path)
+        if array.dtype.name not in dtypes:
+            raise TypeError(
+                f"{_where(path)} has dtype {array.dtype}, which is not stored as it is: cast it to "
+                f"one of {', '.join(DTYPES.values())}; a QArray stores integers of 1 to 8 bits and "
+                "floats of 4 to 8"
+            )
+
+
+def _check_not_traced(array: Any, path: Path) -> None:
+    if isinstance(array, jax.core.Tracer):
+        raise TypeError(f"{_where(path)} is traced: save outside jit, grad and vmap")
+
+
+def _is_array(x: Any) -> bool:
+    return type(x) is np.ndarray or isinstance(x, jax.Array | np.generic)
+
+
+def _is_opaque(x: Any) -> bool:
+    """Whether something is a leaf of the program's, and no array."""
+    return isinstance(x, np.dtype | enum.Enum) or (callable(x) and not _is_array(x))
+
+
+def _is_whole(q: QArray) -> bool:
+    """Whether a QArray has all of its leaves: in a part of a tree, some are missing."""
+    scale, zero_point = q.scale, q.zero_point
+    has_scale = _is_whole(scale) if type(scale) is QArray else _is_array(scale)
+    return _is_array(q.packed) and has_scale and (zero_point is None or _is_array(zero_point))
+
+
+# Metadata: what a type's static fields say. `load` compares them, for they are what leaves mean.
+
+
+def _metadata(value: Value, children: Sequence[str | int]) -> dict[str, Any]:
+    fields = dataclasses.fields(value)  # type: ignore[arg-type]
+    names = [field.name for field in fields if field.name not in children]
+    return {name: _encode_static(getattr(value, name, None)) for name in names}
+
+
+def _encode_static(x: Any) -> Any:
+    if x is None or type(x) in (bool, int, str) or (type(x) is float and math.isfinite(x)):
+        return x
+    if type(x) is tuple:
+        return {"tuple": [_encode_static(item) for item in x]}
+    if type(x) is Packing:
+        return {"packing": [*x]}
+    if isinstance(x, np.dtype):
+        return {"dtype": x.name}
+    return {"opaque": _describe(x)}
+
+
+def _decode_static(x: Any, what: str) -> Any:
+    if not isinstance(x, dict):
+        return x
+    ((kind, content),) = x.items()
+    if kind == "tuple":
+        return tuple(_decode_static(item, what) for item in content)
+    if kind == "packing":
+        return Packing(*content)
+    if kind == "dtype":
+        return np.dtype(content)
+    _wants_like(f"{what} is {content}")
+
+
+def _describe(x: Any) -> str:
+    """What is said of an object that is not stored: the same in another process."""
+    text = getattr(x, "__qualname__", None) or repr(x)
+    return _type(x) if " at 0x" in text else text
+
+
+def _name(cls: type) -> str:
+    """The name of a class: of ours, which have a name each, without the module."""
+    ours = cls.__module__.startswith("veneer.")
+    return cls.__name__ if ours else f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _class_named(name: str, where: str) -> type[Value]:
+    """The array type of this name: one of ours, or one that the program has defined by now."""
+    from .. import types as types  # so that all of ours are
+
+    classes: list[type[Value]] = [Value]
+    for cls in classes:
+        classes += cls.__subclasses__()
+    matching = [cls for cls in dict.fromkeys(classes) if _name(cls) == name]
+    if len(matching) != 1:
+        _wants_like(f"{where} is of the type {name}, of which {len(matching)} are imported")
+    return matching[0]
+
+
+# What is read.
+
+
+def decode(node: Node, leaves: Leaves) -> Any:
+    """Returns the tree of a node by itself; dicts in the place of classes that are not known."""
+    return _decode(node, (), leaves)
+
+
+def _decode(node: Node, path: Path, leaves: Leaves) -> Any:
+    kind, content = next(iter(node.items()))
+    if kind == "none":
+        return None
+    if kind == "tensor":
+        return leaves[content]
+    if kind == "value":
+        return content
+    if kind == "keys":
+        return jax.random.wrap_key_data(leaves[node["data"]], impl=content)
+    if kind == "opaque":
+        _wants_like(f"{_where(path)} is {content}")
+    if kind == "activation_quantized":  # as it was written up to layout version 2
+        parts = (_decode(content[k], (*path, k), leaves) for k in _ACTIVATION_LEAVES)
+        return ActivationQuantized(*parts, **{k: content[k] for k in _ACTIVATION_METADATA})
+    children = {key: _decode(child, (*path, key), leaves) for key, child in _pairs(node)}
+    if kind == "array":
+        return _array(_class_named(content, _where(path)), node["static"], children, path)
+    if kind in _SEQUENCES:
+        return _SEQUENCES[kind](children.values())
+    if kind not in ("dict", "children"):
+        raise KeyError(kind)
+    return children
+
+
+_ACTIVATION_LEAVES = ("array", "scale", "zero_point")
+_ACTIVATION_METADATA = ("qtype", "calibration_method", "contracting")
+
+
+def _pairs(node: Node) -> Iterable[tuple[str | int, Node]]:
+    """The keys and the nodes of the children of a node."""
+    kind, content = next(iter(node.items()))
+    if kind == "array":
+        return [(key, child) for key, child in node["fields"]]
+    if kind in _SEQUENCES:
+        return list(enumerate(content))
+    return [(key, child) for key, child in content] if kind in ("dict", "children") else []
+
+
+def _array(cls: type[Value], static: Any, children: Mapping[Any, Any], path: Path) -> Value:
+    """A value of a type from its fields. Not by the constructor: leaves may be missing."""
+    names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    if {*names} != {*children, *static}:
+        raise ValueError(f"{_where(path)}: {cls.__name__} has the fields {', '.join(names)}")
+    value = cls.__new__(cls)
+    for name in names:
+        is_static = name in static
+        what = f"{_where(path)}.{name}"
+        x = _decode_static(static[name], what) if is_static else children[name]
+        object.__setattr__(value, name, x)
+    return value
+
+
+def restore(node: Node, leaves: Leaves, like: Any) -> Any:
+    """Returns the tree of a node with the classes of `like`, and what of them is not stored.
+
+    **Raises:** `ValueError`, naming the path, where it is not what was saved.
+    """
+    return _restore(node, like, (), leaves)
+
+
+def _restore(node: Node, like: Any, path: Path, leaves: Leaves) -> Any:
+    kind, content = next(iter(node.items()))
+    refuse = lambda: _differs(path, _shown(node, leaves), _shown_leaf(like))
+    if kind == "activation_quantized":  # its fields are those of the array that it decodes to
+        node, more = encode(_decode(node, path, leaves))
+        return _restore(node, like, path, {**leaves, **more})
+    if like is None or kind == "none":
+        return like if like is None and kind == "none" else refuse()
+    if kind == "value":
+        return content if type(like) is type(content) else refuse()
+    if kind == "opaque":
+        return like if _is_opaque(like) and _describe(like) == content else refuse()
+    if kind in ("tensor", "keys"):
+        return _like_array(_decode(node, path, leaves), like, refuse)
+    if kind == "array" and not isinstance(like, Value):
+        return _like_array(_decode(node, path, leaves), like, refuse)
+    opened = _open(like, path)
+    if opened is None or (isinstance(like, Value) and kind != "array"):
+        refuse()
+    keys, children, treedef = opened
+    saved = dict(_pairs(node))
+    if kind == "array":
+        if _name(type(like)) != content:
+            refuse()
+        static = _metadata(like, keys)
+        for name in dict.fromkeys([*static, *node["static"]]):
+            one, other = node["static"].get(name), static.get(name)
+            if one != other:
+                _differs((*path, name), _shown_static(one), _shown_static(other))
+    if lacking := [key for key in [*saved, *keys] if key not in saved or key not in keys]:
+        has, lacks = ("saved", "in like") if lacking[0] in saved else ("in like", "saved")
+        raise ValueError(f"{_where((*path, lacking[0]))} is {has}, and is not {lacks}")
+    restored = [
+        _restore(saved[key], child, (*path, key), leaves)
+        for key, child in zip(keys, children, strict=True)
+    ]
+    return treedef.unflatten(restored)
+
+
+def _like_array(value: Any, like: Any, refuse: Callable[[], NoReturn]) -> Any:
+    """A saved array in the place of one that is dense, of its own type, or abstract."""
+    implicit = isinstance(like, Value)
+    structures: list[Any] = [jax.tree.structure(x) for x in (value, like)]
+    if implicit and structures[0] != structures[1]:
+        refuse()
+    kind = lambda x: (getattr(x, "shape", None), getattr(x, "dtype", None))
+    if kind(value) != kind(like):
+        refuse()
+    if implicit:
+        return jax.tree.map(lambda x, y: _like_array(x, y, refuse), value, like)
+    if isinstance(like, np.ndarray | np.generic) and not isinstance(value, Value):
+        return np.asarray(value)[()] if isinstance(like, np.generic) else np.asarray(value)
+    sharding = getattr(like, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return value
+    parts, treedef = jax.tree.flatten(value)
+    placed = map(jax.device_put, parts, places(value, sharding))
+    return jax.tree.unflatten(treedef, placed)
+
+
+def _shown(node: Node, leaves: Leaves) -> str:
+    """What a node is, as messages say it."""
+    kind, content = next(iter(node.items()))
+    if kind == "tensor":
+        return _shown_leaf(leaves[content])
+    if kind == "value":
+        return repr(content)
+    return {"none": "None", "array": content, "children": node.get("of"), "opaque": content}.get(
+        kind, f"a {kind}"
+    )
+
+
+def _shown_static(x: Any) -> str:
+    return str(next(iter(x.values()))) if isinstance(x, dict) else repr(x)
+
+
+def _shown_leaf(x: Any) -> str:
+    if hasattr(x, "shape") and hasattr(x, "dtype") and not _is_opaque(x):
+        name = f"{type(x).__name__} " if isinstance(x, Value) else ""
+        return f"{name}{x.dtype}{list(x.shape)}"
+    is_plain = x is None or isinstance(x, bool | int | float | str)
+    return repr(x) if is_plain else _type(x)
+
+
+def _differs(path: Path, saved: str, found: str) -> NoReturn:
+    raise ValueError(f"{_where(path)} was saved as {saved}, and in like it is {found}")
+
+
+class NotStored(ValueError):
+    """What was saved has something that is not stored, and `like` is to say what it is."""
+
+
+def _wants_like(what: str) -> NoReturn:
+    raise NotStored(
+        f"{what}, which is not stored: pass a tree that has it, as vn.load(path, like=tree)"
+    )
+
+
+def _where(path: Path) -> str:
+    return "tree" + "".join(f"[{key!r}]" for key in path)
+
+
+def _type(value: Any) -> str:
+    return f"a {type(value).__module__}.{type(value).__qualname__}"

@@ -1,0 +1,167 @@
+"""Where the arrays of a tree are: `device_put`, by shardings that speak of dense arrays."""
+
+import math
+import re
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from . import tree as vtree
+from ._core.primitives.sharding import leaf_specs, places
+from ._core.value import is_value
+
+
+def device_put(tree: Any, shardings: Any) -> Any:
+    """The tree with each array where a sharding of the dense array says.
+
+    `jax.device_put` takes an implicit array for its leaves, of which each would be cut as the dense
+    array is: a scale of one row cannot be. Here each leaf goes along with what it is of: of a
+    quantised weight that is cut along its columns, the codes are, and the scales of those columns.
+
+    **Arguments:**
+
+    - `tree`: any pytree, a whole model. An implicit array is one array in it. What is no array
+      stays as it is.
+    - `shardings`: a sharding (or device) for all; a tree of them that is a prefix of `tree`, with
+      None for what is to stay where it is; or rules, a sequence of pairs of a regex and a sharding:
+      the first that matches the path of an array in full is the one that counts, as for
+      `vn.quant.quantize_tree`, and what no rule matches stays where it is.
+
+    **Returns:** the tree, of the same structure. A leaf that cannot be cut, as through a tile or a
+    byte, is whole on each device.
+
+    **Raises:** `ValueError`, naming the path, for a sharding that does not fit the dense shape, a
+    regex that does not compile, and a tree that is no prefix; `TypeError` for what is no sharding.
+    Warns with `UserWarning` of an array whose largest leaf cannot be cut as asked, and of a rule
+    that matches no path.
+
+    >>> import jax, jax.numpy as jnp, veneer as vn
+    >>> from jax.sharding import NamedSharding, PartitionSpec as P
+    >>> mesh = jax.make_mesh((1,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
+    >>> on = lambda *spec: NamedSharding(mesh, P(*spec))
+    >>> w = vn.quant.quantize(jnp.ones((64, 8)), "nf4", channelwise_axes=[1], tiled_axes={0: 32})
+    >>> params = {"up": {"kernel": w, "bias": jnp.zeros(8)}}
+    >>> params = vn.device_put(params, [(r".*kernel", on(None, "model")), (r".*", on())])
+    >>> w = params["up"]["kernel"]
+    >>> w.packed.sharding.spec, w.scale.sharding.spec, params["up"]["bias"].sharding.spec
+    (P(None, 'model'), P(None, 'model'), P())
+    """
+    found, treedef = vtree.flatten_with_path(tree)
+    paths, arrays = [vtree.path_string(path) for path, _ in found], [x for _, x in found]
+    asked = _by_rules(shardings, paths) if _are_rules(shardings) else _by_prefix(shardings, tree)
+    leaves: list[Any] = []
+    devices: list[Any] = []
+    for path, x, device in zip(paths, arrays, asked, strict=True):
+        if device is not None and _is_array(x):
+            _check(path, x, device)
+            leaves += jax.tree.leaves(x)
+            devices += places(x, device)
+    placed = iter(jax.device_put(leaves, devices))  # in one transfer
+    for i, (x, device) in enumerate(zip(arrays, asked, strict=True)):
+        if device is not None and _is_array(x):
+            parts, structure = jax.tree.flatten(x)
+            arrays[i] = jax.tree.unflatten(structure, [next(placed) for _ in parts])
+    return vtree.unflatten(treedef, arrays)
+
+
+def _is_array(x: Any) -> bool:
+    return is_value(x) or (hasattr(x, "shape") and hasattr(x, "dtype"))
+
+
+def _are_rules(shardings: Any) -> bool:
+    return isinstance(shardings, list | tuple) and any(map(_is_rule, shardings))
+
+
+def _is_rule(x: Any) -> bool:
+    return isinstance(x, list | tuple) and len(x) == 2 and isinstance(x[0], str)
+
+
+def _by_rules(rules: Sequence[Any], paths: Sequence[str]) -> list[Any]:
+    """The sharding of each path, or None."""
+    compiled = []
+    for rule in rules:
+        if not _is_rule(rule):
+            raise TypeError(f"a rule is a pair of a regex and a sharding, not {rule!r}")
+        regex, device = rule
+        try:
+            compiled.append((re.compile(regex), _checked(device, regex)))
+        except re.error as error:
+            raise ValueError(f"{regex!r} is not a regex: {error}") from None
+        if not any(map(compiled[-1][0].fullmatch, paths)):
+            some = ", ".join(paths[:4]) + (", ..." if len(paths) > 4 else "")
+            warnings.warn(
+                f"the rule {regex!r} matches no array; it is matched in full against paths such as "
+                f"{some or '(the tree is empty)'}",
+                UserWarning,
+                stacklevel=3,
+            )
+    return [next((to for regex, to in compiled if regex.fullmatch(path)), None) for path in paths]
+
+
+def _by_prefix(shardings: Any, tree: Any) -> list[Any]:
+    """The sharding of each array, by a tree of them that is a prefix; None where it has None."""
+    asked: list[Any] = []
+
+    def of_part(path: Any, device: Any, part: Any) -> None:
+        device = None if device is None else _checked(device, vtree.path_string(path))
+        asked.extend([device] * len(vtree.leaves(part)))
+
+    # Leaves within implicit arrays are no arrays here: a prefix has one sharding for all of them.
+    whole = vtree.map(lambda x: _Whole() if is_value(x) else x, tree)
+    try:
+        jax.tree.map_with_path(of_part, shardings, whole, is_leaf=lambda x: x is None)
+    except ValueError as error:
+        raise ValueError(f"the tree of shardings is no prefix of the tree: {error}") from None
+    return asked
+
+
+class _Whole:
+    """In the place of an implicit array: one leaf."""
+
+
+def _checked(device: Any, of: str) -> Any:
+    if isinstance(device, PartitionSpec) or not (
+        isinstance(device, jax.sharding.Sharding | jax.Device) or hasattr(device, "sharding")
+    ):
+        where = f" for {of!r}" if of else ""
+        raise TypeError(
+            f"a sharding{where} is one of jax.sharding, as NamedSharding(mesh, "
+            f"PartitionSpec(...)), or a device, not {device!r}"
+        )
+    return device
+
+
+def _check(path: str, x: Any, device: Any) -> None:
+    """Refuses a sharding that does not fit the dense array, and warns if its leaves stay whole."""
+    sharding, shape = getattr(device, "sharding", device), tuple(x.shape)
+    if not isinstance(sharding, NamedSharding):
+        return
+    name = path or "the array"
+    if len(sharding.spec) > len(shape):
+        raise ValueError(f"{name} has shape {shape}, and {sharding.spec} is of more axes")
+    try:
+        block = sharding.shard_shape(shape)
+    except ValueError as error:
+        raise ValueError(f"{name} has shape {shape}: {error}") from None
+    if is_value(x) and block != shape and _stays_whole(x, sharding):
+        warnings.warn(
+            f"{name} is whole on each device: {x!r} has no blocks of shape {list(block)}, as "
+            f"{sharding.spec} asks for, that end where its tiles and bytes do",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
+def _stays_whole(x: Any, sharding: NamedSharding) -> bool:
+    """Whether the largest leaf is not cut, though it should be, to follow the dense array."""
+    leaves = jax.tree.leaves(x)
+    specs = leaf_specs(x, sharding.spec, sharding.mesh.shape, lambda size, _: size)
+    asked = [None] * len(leaves) if specs is None else jax.tree.leaves(specs)
+    size = lambda part: math.prod(part[0].shape) * part[0].dtype.itemsize
+    of_leaves = zip(leaves, asked, places(x, sharding), strict=True)
+    leaf, spec, place = max(of_leaves, key=size)
+    follows = spec is None or any(entry is not None for entry in spec)
+    return follows and size((leaf,)) > 0 and place.shard_shape(leaf.shape) == leaf.shape

@@ -1,0 +1,51 @@
+"""Orbax saves and restores trees with implicit arrays, which are pytrees of arrays to it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from support.every_type import EVERY_TYPE, value
+
+import veneer as vn
+
+
+def restored(tree, path, like):
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path, tree)
+        checkpointer.wait_until_finished()
+        return checkpointer.restore(path, like)
+
+
+def assert_same(found, tree):
+    assert jax.tree.structure(found) == jax.tree.structure(tree)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(tree), strict=True):
+        assert (x.dtype, np.asarray(x).tobytes()) == (y.dtype, np.asarray(y).tobytes())
+
+
+# Orbax takes no array without entries, which the leaf of an Identity is.
+@pytest.mark.parametrize("name", [name for name in EVERY_TYPE if name != "Identity"])
+def test_every_type(name, tmp_path):
+    tree = {"w": value(name)}
+    assert_same(restored(tree, tmp_path / "saved", jax.eval_shape(lambda: tree)), tree)
+
+
+def test_adapters_and_the_state_of_their_optimiser(tmp_path):
+    w = vn.quant.quantize(jnp.ones((64, 8)), "nf4", channelwise_axes=[1], tiled_axes={0: 32})
+    params = {"w": vn.types.LoraArray.init(w, 2, key=jax.random.key(0)), "b": jnp.zeros(8)}
+    adapters, _ = vn.tree.partition(params, vn.trainable(params))
+    tree = {"adapters": adapters, "state": optax.adam(1e-3).init(adapters)}
+    assert_same(restored(tree, tmp_path / "saved", jax.eval_shape(lambda: tree)), tree)
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
+def test_what_is_cut_is_restored_as_it_was_cut(tmp_path):
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    q = vn.quant.quantize(jnp.ones((64, 8)), "nf4", channelwise_axes=[1], tiled_axes={0: 16})
+    tree = {"w": jax.device_put(q, NamedSharding(mesh, P("x")))}
+    found = restored(tree, tmp_path / "saved", tree)
+    assert_same(found, tree)
+    assert found["w"].packed.sharding.spec == P("x")

@@ -1,0 +1,370 @@
+"""`vn.save` and `vn.load(path, like=tree)`: any tree, of the classes that it is of."""
+
+import collections
+import json
+from functools import partial
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx, struct
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from support.every_type import EVERY_TYPE, value
+
+import veneer as vn
+from veneer.interop.folder import TensorFolder
+
+X = jnp.arange(8.0)
+W = jax.random.normal(jax.random.key(0), (64, 8))
+NF4 = vn.quant.quantize(W, "nf4", channelwise_axes=[1], tiled_axes={0: 32})
+
+
+def assert_same(found, tree, *, numpy=True):
+    """The same classes, metadata, and leaves to the bit, NumPy's as such."""
+    assert jax.tree.structure(found) == jax.tree.structure(tree)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(tree), strict=True):
+        if not isinstance(y, jax.Array | np.ndarray | np.generic):
+            assert x is y or (x == y and type(x) is type(y))
+            continue
+        assert (x.dtype, x.shape) == (y.dtype, y.shape)
+        assert type(x) is type(y) or not numpy
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x, y = jax.random.key_data(x), jax.random.key_data(y)
+        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
+def loaded(tree, folder, **how):
+    vn.save(folder / "saved", tree)
+    return vn.load(folder / "saved", **how)
+
+
+# Those whose metadata are no numbers or strings, but objects of the program's or of a library's.
+NEED_LIKE = {"Lazy": r"\.function is sin, which is not", "Quantity": r"\.unit is Unit\(\"m\"\)"}
+
+
+@pytest.mark.parametrize("name", EVERY_TYPE)
+def test_every_array_type(name, tmp_path):
+    tree = {"w": value(name), "batch": [value(name, (2,))]}
+    assert_same(loaded(tree, tmp_path, like=tree), tree)
+    if name in NEED_LIKE:
+        with pytest.raises(ValueError, match=NEED_LIKE[name] + r".*vn\.load\(path, like=tree\)"):
+            vn.load(tmp_path / "saved")
+    else:
+        assert_same(vn.load(tmp_path / "saved"), tree, numpy=False)
+
+
+class Scaled(vn.ImplicitArray):
+    x: jax.Array
+    by: float = vn.static(default=1.0)
+
+    def materialise(self):
+        return self.x * self.by
+
+
+class ScaledModule(eqx.Module, vn.ImplicitArray):
+    x: jax.Array
+    by: float = eqx.field(static=True)
+
+    def materialise(self):
+        return self.x * self.by
+
+
+@struct.dataclass
+class ScaledStruct(vn.ImplicitArray):
+    x: jax.Array
+    by: float = struct.field(pytree_node=False)
+
+    def materialise(self):
+        return self.x * self.by
+
+
+@pytest.mark.parametrize("cls", [Scaled, ScaledModule, ScaledStruct])
+def test_a_type_of_a_user_s(cls, tmp_path):
+    tree = [cls(X, 2.0), cls(NF4, 3.0)]
+    assert_same(loaded(tree, tmp_path), tree)
+    assert_same(vn.load(tmp_path / "saved", like=tree), tree)
+    assert (vn.load(tmp_path / "saved")[0] + 1).tolist() == (2 * X + 1).tolist()
+
+
+def test_a_type_of_which_there_are_several_wants_to_be_told(tmp_path):
+    make = lambda: type("Local", (Scaled,), {"__qualname__": "Local"})
+    first, _second = make(), make()
+    with pytest.raises(ValueError, match=r"tree\[0\] is of the type .*Local, of which 2 are imp"):
+        loaded([first(X)], tmp_path)
+    assert_same(vn.load(tmp_path / "saved", like=[first(X)]), [first(X)])
+
+
+LORA = vn.types.LoraArray(NF4, jnp.ones((64, 2)), jnp.zeros((2, 8)), scale=0.5)
+PARAMS = {"kernel": LORA, "bias": X}
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(64, 8, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(self.norm(self.linear(x)))
+
+
+def quantised_state():
+    state = nnx.state(Net(nnx.Rngs(0)))
+    return vn.quant.quantize_tree(state, [vn.quant.Rule(".*kernel.*", "nf4", tile_size=32)])
+
+
+def quantised_module():
+    module = eqx.nn.MLP(8, 4, 16, 1, key=jax.random.key(0))
+    return vn.quant.quantize_tree(module, [vn.quant.Rule(".*weight", "int8", tile_axis=-1)])
+
+
+Pair = collections.namedtuple("Pair", ["x", "y"])
+ADAPTERS, REST = vn.tree.partition(PARAMS, vn.trainable(PARAMS))
+
+TREES = {
+    "nnx state": quantised_state(),
+    "nnx module": Net(nnx.Rngs(0)),
+    "equinox module": quantised_module(),
+    "equinox module, in part": eqx.filter(quantised_module(), eqx.is_array),
+    "adam": optax.adam(1e-3).init(X),
+    "adam of adapters": optax.adam(1e-3).init(ADAPTERS),
+    "masked": optax.masked(optax.adam(1e-3), vn.trainable(PARAMS)).init(PARAMS),
+    "chain": optax.chain(optax.clip(1.0), optax.sgd(0.1, momentum=0.9)).init(ADAPTERS),
+    "adapters": ADAPTERS,
+    "the rest": REST,
+    "while training": vn.quant.quantize_tree(
+        {"w": W}, [vn.quant.Rule(".*", "int4", act_qtype="int8", grad_qtype="int8")], train=True
+    ),
+    "namedtuple": {"a": [Pair(X, Pair(None, 2 * X))]},
+    "ordered dict": collections.OrderedDict(b=X, a=2 * X),
+    "plain values": {"steps": 3, "rate": 0.1, "name": "bert", "done": False, "none": None},
+    "keys": [jax.random.key(0), jax.random.split(jax.random.key(1, impl="rbg"), 3)],
+    "functions": (jax.nn.relu, jnp.tanh, np.dtype("float32"), jnp.bfloat16),
+    "nothing in it": (optax.EmptyState(), optax.MaskedNode(), {}, [], ()),
+    "numpy": {"x": np.arange(3.0), "n": np.float32(2)},
+}
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_a_tree_comes_back_as_it_was(name, tmp_path):
+    assert_same(loaded(TREES[name], tmp_path, like=TREES[name], verify=True), TREES[name])
+
+
+def test_what_comes_back_goes_on(tmp_path):
+    optimiser = optax.adam(1e-2)
+    loss = lambda adapters: jnp.sum((W.T @ vn.tree.combine(adapters, REST)["kernel"] - 1) ** 2)
+
+    def step(adapters, state):
+        updates, state = optimiser.update(jax.grad(loss)(adapters), state, adapters)
+        return optax.apply_updates(adapters, updates), state
+
+    first = step(ADAPTERS, optimiser.init(ADAPTERS))
+    again = loaded(first, tmp_path, like=first)
+    assert_same(step(*again), step(*first))
+
+
+def test_an_abstract_tree_says_what_the_classes_are(tmp_path):
+    optimiser = optax.adam(1e-3)
+    state = optimiser.init(ADAPTERS)
+    assert_same(loaded(state, tmp_path, like=jax.eval_shape(optimiser.init, ADAPTERS)), state)
+
+
+@pytest.mark.parametrize("abstract", [False, True])
+def test_a_dense_model_is_like_its_quantised_one(abstract, tmp_path):
+    make = lambda: eqx.nn.MLP(8, 4, 16, 1, key=jax.random.key(0))
+    like = eqx.filter_eval_shape(make) if abstract else make()
+    model = quantised_module()
+    found = loaded(model, tmp_path, like=like)
+    assert_same(found, model)
+    assert vn.implicit(found)(X).tolist() == vn.implicit(model)(X).tolist()
+
+
+def test_a_state_goes_into_the_model(tmp_path):
+    model = Net(nnx.Rngs(0))
+    state = quantised_state()
+    nnx.update(model, loaded(state, tmp_path, like=nnx.state(Net(nnx.Rngs(1)))))
+    assert_same(nnx.state(model), state)
+
+
+def test_without_like_there_are_dicts_for_what_is_no_array(tmp_path):
+    found = loaded(quantised_state(), tmp_path)
+    assert list(found) == ["dropout", "linear", "norm"]
+    assert found["linear"]["kernel"]["value"].qtype == "nf4"
+    found = vn.load(tmp_path / "saved")["linear"]["bias"]
+    assert_same(found, {"value": jnp.zeros(8)})
+
+
+def test_the_names_of_tensors_are_the_paths(tmp_path):
+    vn.save(tmp_path / "saved", optax.adam(1e-3).init(ADAPTERS))
+    with TensorFolder(tmp_path / "saved") as folder:
+        assert list(folder)[:3] == ["0.count", "0.mu.bias", "0.mu.kernel.a"]
+
+
+def test_packed_stays_packed(tmp_path):
+    vn.save(tmp_path / "saved", PARAMS)
+    stored = (tmp_path / "saved" / "model.safetensors").stat().st_size
+    assert stored < sum(x.nbytes for x in jax.tree.leaves(PARAMS)) + 1500
+
+
+scaled = partial(vn.types.LoraArray, NF4, jnp.ones((64, 2)), jnp.zeros((2, 8)))
+
+# What was saved, what it is loaded as, and what is said.
+DIFFERENT = {
+    "metadata": (
+        {"w": scaled(scale=0.5)},
+        {"w": scaled(scale=1.0)},
+        r"tree\['w'\]\['scale'\] was saved as 0\.5, and in like it is 1\.0",
+    ),
+    "a function": (
+        [vn.types.Lazy(jnp.sin, X)],
+        [vn.types.Lazy(jnp.cos, X)],
+        r"tree\[0\]\['function'\] was saved as sin, and in like it is cos",
+    ),
+    "a unit": (
+        [vn.types.Quantity(X, "m")],
+        [vn.types.Quantity(X, "km")],
+        r"tree\[0\]\['unit'\] was saved as Unit\(\"m\"\), and in like it is Unit\(\"km\"\)",
+    ),
+    "a type": (
+        [vn.types.Diagonal(X)],
+        [vn.types.Circulant(X)],
+        r"tree\[0\] was saved as Diagonal, and in like it is Circulant float32\[8, 8\]",
+    ),
+    "a format": (
+        [NF4],
+        [vn.quant.quantize(W, "int8")],
+        r"tree\[0\] was saved as QArray float32\[64, 8\], and in like it is QArray",
+    ),
+    "a dense array for a type": ([X], [vn.freeze(X)], r"saved as float32\[8\], .* it is Frozen"),
+    "a type for another shape": ([NF4], [X], r"QArray float32\[64, 8\], .* it is float32\[8\]"),
+    "a shape": ({"x": X}, {"x": X[1:]}, r"saved as float32\[8\], .* it is float32\[7\]"),
+    "a dtype": ({"x": X}, {"x": X.astype(int)}, r"saved as float32\[8\], .* it is int32\[8\]"),
+    "a name": ({"x": X}, {"y": X}, r"tree\['x'\] is saved, and is not in like"),
+    "one more": ({"x": X}, {"x": X, "y": X}, r"tree\['y'\] is in like, and is not saved"),
+    "fewer": ([X, X], [X], r"tree\[1\] is saved, and is not in like"),
+    "none": ([None], [X], r"tree\[0\] was saved as None, and in like it is float32\[8\]"),
+    "some": ([X], [None], r"tree\[0\] was saved as float32\[8\], and in like it is None"),
+    "a container": ([[X]], [X], r"tree\[0\] was saved as a list, and in like it is float32\[8\]"),
+    "another function": ([jnp.sin], [jnp.cos], r"was saved as sin, and in like"),
+    "a number": ([3], [3.0], r"tree\[0\] was saved as 3, and in like it is 3\.0"),
+    "keys": (
+        [jax.random.key(0)],
+        [jax.random.key(0, impl="rbg")],
+        r"tree\[0\] was saved as a keys, and in like it is key<rbg>",
+    ),
+}
+
+
+@pytest.mark.parametrize(("tree", "like", "message"), DIFFERENT.values(), ids=DIFFERENT)
+def test_what_is_not_like_it_is_refused_with_its_path(tree, like, message, tmp_path):
+    with pytest.raises(ValueError, match=message) as error:
+        loaded(tree, tmp_path, like=like)
+    assert str(tmp_path / "saved") in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_function_is_the_program_s(tmp_path):
+    with pytest.raises(ValueError, match=r"tree\[0\] is relu, which is not stored.*like=tree"):
+        loaded([jax.nn.relu], tmp_path)
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
+@pytest.mark.parametrize("dense", [False, True])
+def test_what_is_read_goes_where_like_has_it(dense, tmp_path):
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = NamedSharding(mesh, P(None, "x"))
+    of_dense = jax.ShapeDtypeStruct(NF4.shape, NF4.dtype, sharding=sharding)
+    like = of_dense if dense else jax.device_put(NF4, sharding)
+    found = loaded([NF4], tmp_path, like=[like])
+    assert_same(found, [NF4])
+    assert found[0].packed.sharding.spec == found[0].scale.sharding.spec == P(None, "x")
+
+
+def test_a_tree_of_layout_version_2_is_still_read(tmp_path):
+    tree = {"w": vn.quant.ActivationQuantized(NF4, qtype="int8")}
+    vn.save(tmp_path / "saved", tree)
+    file = tmp_path / "saved" / "veneer.json"
+    content = json.loads(file.read_text("utf-8"))
+    parts = {"array": {"tensor": "w.array"}, "scale": {"none": True}, "zero_point": {"none": True}}
+    how = {"qtype": "int8", "calibration_method": None, "contracting": [-2]}
+    node = {"activation_quantized": parts | how}
+    content |= {"layout_version": 2, "tree": {"dict": [["w", node]]}}
+    file.write_text(json.dumps(content), "utf-8")
+    assert_same(vn.load(tmp_path / "saved"), tree)
+    assert_same(vn.load(tmp_path / "saved", like=tree), tree)
+
+
+DAMAGES = {
+    "a field less": lambda node: node["fields"].pop(),
+    "metadata less": lambda node: node["static"].pop("scale"),
+    "a field more": lambda node: node["fields"].append(["c", {"none": True}]),
+    "no type": lambda node: node.update(array="os.system"),
+    "no metadata": lambda node: node.update(static=3),
+    "another kind": lambda node: node.update({"fields": [["w", {"what": 1}]]}),
+    "no node": lambda node: node.update({"fields": [["w", {}]]}),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+@pytest.mark.parametrize("how", [{}, {"like": [LORA]}], ids=["by itself", "like"])
+def test_a_damaged_tree_is_refused_in_one_line(damage, how, tmp_path):
+    vn.save(tmp_path / "saved", [LORA])
+    file = tmp_path / "saved" / "veneer.json"
+    content = json.loads(file.read_text("utf-8"))
+    damage(content["tree"]["list"][0])
+    file.write_text(json.dumps(content), "utf-8")
+    with pytest.raises(ValueError, match=str(tmp_path / "saved")) as error:
+        vn.load(tmp_path / "saved", **how)
+    assert "\n" not in str(error.value)
+
+
+def contents(folder):
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def test_a_saved_folder_is_overwritten(tmp_path):
+    vn.save(tmp_path / "saved", {"x": X, "more": [W]})
+    vn.save(tmp_path / "saved", {"x": 2 * X}, overwrite=True)
+    assert_same(vn.load(tmp_path / "saved", verify=True), {"x": 2 * X})
+    assert [file.name for file in tmp_path.iterdir()] == ["saved"]
+    vn.save(tmp_path / "new", X, overwrite=True)
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_what_is_overwritten_stays_until_the_new_one_is_complete(tmp_path, error, monkeypatch):
+    vn.save(tmp_path / "saved", {"x": X})
+    before = contents(tmp_path / "saved")
+
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr("veneer.interop.folder.FolderWriter.finish", fail)
+    with pytest.raises(error):
+        vn.save(tmp_path / "saved", {"x": 2 * X}, overwrite=True)
+    assert contents(tmp_path / "saved") == before
+    assert [file.name for file in tmp_path.iterdir()] == ["saved"]
+
+
+THEIRS = {
+    "a file": (lambda path: path.write_text("mine"), "it"),
+    "a folder": (lambda path: path.mkdir(), "it"),
+    "a folder with a file": (lambda path: (path.mkdir(), (path / "a").write_text("mine")), "a"),
+    "a file beside ours": (
+        lambda path: (vn.save(path, X), (path / "notes.txt").write_text("mine")),
+        "notes.txt",
+    ),
+    "a link": (lambda path: path.symlink_to(path.parent / "nowhere"), "it"),
+}
+
+
+@pytest.mark.parametrize(("make", "what"), THEIRS.values(), ids=THEIRS)
+def test_what_veneer_did_not_write_is_not_overwritten(make, what, tmp_path):
+    make(tmp_path / "out")
+    before = sorted(file.name for file in tmp_path.rglob("*"))
+    with pytest.raises(FileExistsError, match=f"out is not overwritten, for {what} was not saved"):
+        vn.save(tmp_path / "out", X, overwrite=True)
+    assert sorted(file.name for file in tmp_path.rglob("*")) == before
