@@ -58,7 +58,8 @@ HOW_TO_READ = (
     "node], ...]}; {'list': [node, ...]}; {'tuple': [node, ...]}; {'activation_quantized': {...}}: "
     "the weight is the node 'array', and what is multiplied with it, summed over its axes "
     "'contracting', is quantised to the format 'qtype', with 'scale' and 'zero_point' or, where "
-    "these are none, with those that 'calibration_method' finds. Without 'tree', the tensors are a "
+    "these are none, with those that 'calibration_method' finds; in products by the primitives of "
+    "'op_names', or if there are none named in all. Without 'tree', the tensors are a "
     "flat dict by name.",
     "'checksums', if there, has the CRC-32 of the bytes of each safetensors tensor, in "
     "hexadecimal, and 'checksum', which ends this file, that of all lines before its own.",

@@ -122,7 +122,7 @@ def _encode(node: Any, path: tuple[str | int, ...], leaves: dict[str, Any]) -> d
 _SEQUENCES: dict[str, Callable[[Any], Any]] = {"list": list, "tuple": tuple}
 
 _ACTIVATION_LEAVES = ("array", "scale", "zero_point")
-_ACTIVATION_METADATA = ("qtype", "calibration_method", "contracting")
+_ACTIVATION_METADATA = ("qtype", "calibration_method", "contracting", "op_names")
 
 
 def _decode(node: Any, leaves: dict[str, Any]) -> Any:
@@ -135,7 +135,9 @@ def _decode(node: Any, leaves: dict[str, Any]) -> Any:
         return {key: _decode(child, leaves) for key, child in content}
     if kind == "activation_quantized":
         parts = (_decode(content[k], leaves) for k in _ACTIVATION_LEAVES)
-        return ActivationQuantized(*parts, **{k: content[k] for k in _ACTIVATION_METADATA})
+        return ActivationQuantized(
+            *parts, **{k: content[k] for k in _ACTIVATION_METADATA if k in content}
+        )
     return _SEQUENCES[kind](_decode(child, leaves) for child in content)
 
 

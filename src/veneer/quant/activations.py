@@ -64,9 +64,12 @@ class ActivationQuantized(ProductWeight):
     - `calibration_method`: of dynamic scales; None is the format's own.
     - `contracting`: the axes of the weight that are contracted with activations, counted from the
       end.
+    - `op_names`: the primitives in whose products they are quantised, as in a `Rule`; none named is
+      all of them.
 
-    **Raises:** `ValueError` for an unknown format or method, a shape that does not fit, a scale for
-    a format with tiles or scales of its own, and an axis that is not negative or out of range.
+    **Raises:** `ValueError` for an unknown format, method or primitive, a shape that does not fit,
+    a scale for a format with tiles or scales of its own, and an axis that is not negative or out of
+    range.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> w = vn.quant.quantize(jnp.eye(4), "int8", channelwise_axes=[1])
@@ -87,6 +90,7 @@ class ActivationQuantized(ProductWeight):
     qtype: str = static()
     calibration_method: str | None = static()
     contracting: tuple[int, ...] = static()
+    op_names: tuple[str, ...] = static()
     turned: bool = static()  # whether codes were stored with the last two axes the other way round
 
     def __init__(
@@ -98,6 +102,7 @@ class ActivationQuantized(ProductWeight):
         qtype: str,
         calibration_method: str | None = None,
         contracting: Sequence[int] = (-2,),
+        op_names: Sequence[str] = (),
     ):
         format = get_format(qtype)
         check_activation_format(format, calibration_method, is_static=scale is not None)
@@ -116,7 +121,8 @@ class ActivationQuantized(ProductWeight):
             raise ValueError(
                 f"contracting axes are counted from the end of {shape}, as -2, not {contracting}"
             )
-        values = (array, scale, zero_point, format.name, calibration_method, contracting, False)
+        how = format.name, calibration_method, contracting, products_named(op_names), False
+        values = (array, scale, zero_point, *how)
         for field, value in zip(dataclasses.fields(self), values, strict=True):
             object.__setattr__(self, field.name, value)  # the dataclass is frozen
 
@@ -124,6 +130,10 @@ class ActivationQuantized(ProductWeight):
     def format(self) -> Format:
         """The row of `FORMATS` that `qtype` names."""
         return get_format(self.qtype)
+
+    def is_for(self, primitive: str) -> bool:
+        """Whether activations are quantised in products by a primitive."""
+        return not self.op_names or primitive in self.op_names
 
     def turned_over(self) -> "ActivationQuantized":
         """Notes that codes are stored the other way round."""
@@ -217,6 +227,27 @@ def check_activation_format(format: Format, method: str | None, *, is_static: bo
         )
 
 
+#: The primitives that are products, and of which rules may be for some.
+PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
+
+
+def products_named(names: Sequence[str]) -> tuple[str, ...]:
+    """Returns the primitives that `op_names` names.
+
+    **Raises:** `TypeError` for what is no sequence of names, `ValueError` for an unknown one.
+    """
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"op_names is a sequence of names of primitives, not {names!r}")
+    for name in names:
+        if name not in PRODUCTS:
+            raise ValueError(
+                f"unknown product {name!r} in op_names: these are {', '.join(PRODUCTS)}. To a "
+                "program dot, matmul and einsum are dot_general, and ragged_dot is "
+                "ragged_dot_general"
+            )
+    return tuple(names)
+
+
 def _fits(leaf: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     pairs = zip(leaf, shape, strict=False)
     return len(leaf) == len(shape) and all(n in (1, size) for n, size in pairs)
@@ -237,7 +268,10 @@ def _on_the_weight(
     """The product on the weight itself, and tells `explain`: a rule may name the wrong axis."""
     out = bind(primitive, [w.array if x is w else x for x in operands], params)
     axes = " and ".join(map(str, w.contracting)) or "one that is gone"
-    note_how(f"activations not in {w.qtype}: not a product over axis {axes} of the weight")
+    why = f"not a product over axis {axes} of the weight"
+    if not w.is_for(primitive):
+        why = f"op_names has {', '.join(w.op_names)}"
+    note_how(f"activations not in {w.qtype}: {why}")
     return out
 
 
@@ -312,7 +346,7 @@ def _product(
 ) -> Any:
     """The product, by the numbers of that of activations, which come first, with the weight."""
     (x_summed, w_summed), (x_batch, w_batch) = numbers
-    if not w.sums_over(w_summed):
+    if not (w.sums_over(w_summed) and w.is_for("dot_general")):
         operands = (x, w) if activations_first else (w, x)
         return _on_the_weight("dot_general", operands, params, w)
     stacked = w.stacked_axes(w_summed, w_batch)
@@ -373,7 +407,7 @@ def _ragged_dot_general(
 ) -> Any:
     numbers = params["ragged_dot_dimension_numbers"]
     (x_summed, w_summed), (x_batch, w_batch) = numbers.dot_dimension_numbers
-    if not w.sums_over(w_summed):
+    if not (w.sums_over(w_summed) and w.is_for("ragged_dot_general")):
         return _on_the_weight("ragged_dot_general", (x, w, group_sizes), params, w)
     product = lambda x, w: bind("ragged_dot_general", (x, w, group_sizes), params)
     return _straight_through(product, x, w, x_summed, list(zip(x_batch, w_batch, strict=True)))
@@ -382,7 +416,7 @@ def _ragged_dot_general(
 @register("conv_general_dilated")
 def _conv_general_dilated(x: ArrayLike | QArray, w: ActivationQuantized, **params: Any) -> Any:
     _, features, *space = params["dimension_numbers"].lhs_spec
-    if not sums_over_features(w, params):
+    if not (sums_over_features(w, params) and w.is_for("conv_general_dilated")):
         return _on_the_weight("conv_general_dilated", (x, w), params, w)
     product = lambda x, w: bind("conv_general_dilated", (x, w), params)
     return _straight_through(product, x, w, [*space, features])

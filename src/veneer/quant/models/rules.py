@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from ..._core.value import is_value
-from ..activations import ActivationQuantized, check_activation_format
+from ..activations import ActivationQuantized, check_activation_format, products_named
 from ..conversion.calibration import check_calibration
 from ..conversion.quantize import quantize, tile_in
 from ..conversion.scale_axes import scale_axes_of
@@ -48,6 +48,9 @@ class Rule:
       the `"widest"` of them.
     - `grad_qtype`: for training, the format that gradients are quantised to in the products of the
       backward pass; None leaves them as they are.
+    - `op_names`: the primitives in whose products activations are quantised: of `"dot_general"`,
+      `"ragged_dot_general"` and `"conv_general_dilated"`. None named is all of them. `x @ w` and
+      any `einsum` are `dot_general` to a program.
 
     **Raises:** `ValueError` for a regex that does not compile, an unknown format, method or range,
     a tile below 1, a share above 1, one that is not the format's, and a field that says how to do
@@ -68,6 +71,7 @@ class Rule:
     act_calibration_method: str | None = None
     act_range: str = "dynamic"
     grad_qtype: str | None = None
+    op_names: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         try:
@@ -76,6 +80,7 @@ class Rule:
             raise ValueError(f"path_regex {self.path_regex!r} is not a regex: {error}") from None
         self._check_tiles()
         self._check_methods()
+        object.__setattr__(self, "op_names", products_named(self.op_names))
         if self.grad_qtype is not None:
             get_format(self.grad_qtype)
 
@@ -135,6 +140,10 @@ class Rule:
     def matches(self, path: str) -> bool:
         """Returns whether the whole of `path` matches."""
         return re.fullmatch(self.path_regex, path) is not None
+
+    def is_for(self, op: str) -> bool:
+        """Returns whether the rule is for products by a primitive."""
+        return not self.op_names or op in self.op_names
 
     def _tile_axes(self) -> tuple[Any, ...]:
         return self.tile_axis if isinstance(self.tile_axis, tuple) else (self.tile_axis,)
@@ -231,6 +240,7 @@ class Rule:
             qtype=self.act_qtype,
             calibration_method=self.act_calibration_method,
             contracting=contracting,
+            op_names=self.op_names,
         )
 
 
@@ -258,8 +268,9 @@ def quantize_tree(
     does what no rule matches; arrays that are implicit already stay as they are.
 
     **Raises:** `ValueError`, naming the path, where a tile does not divide its axis, or where
-    statistics are asked for and missing; for a `grad_qtype` without `train`. Warns with
-    `UserWarning` of a rule that matches no path, and of statistics that no rule asks for.
+    statistics are asked for and missing; for a `grad_qtype` without `train`, and `op_names` with
+    it. Warns with `UserWarning` of a rule that matches no path, and of statistics that no rule asks
+    for.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> params = {"dense": {"kernel": jnp.ones((64, 8)), "bias": jnp.ones(8)}}
@@ -276,6 +287,8 @@ def quantize_tree(
                 f"train=True quantises activations dynamically, and act_range is "
                 f"{rule.act_range!r}: {rule}"
             )
+        if rule.op_names and train:
+            raise ValueError(f"train=True quantises activations in every product: {rule}")
     if statistics is not None and all(rule.act_range == "dynamic" for rule in rules):
         message = "no rule takes the statistics: its act_range says so, as 'mean'"
         warnings.warn(message, UserWarning, stacklevel=2)
