@@ -304,6 +304,7 @@ TREES = {
             qtype="uint8",
             calibration_method="percentile,1,99",
             contracting=(-1, -2),
+            op_names=("dot_general",),
         )
     },
     "names_of_nested_parts": {"w": QARRAYS["every nvfp4"], "w.scale.packed": X, "w.scale": X},

@@ -54,6 +54,12 @@ def close_jaxpr(jaxpr: Any) -> Any:
     return jaxpr if hasattr(jaxpr, "consts") else core.ClosedJaxpr(jaxpr, ())
 
 
+def is_inlined(params: dict[str, Any]) -> bool:
+    """Whether JAX puts the program of a jit in the place of the call: up to JAX 0.11 a bool."""
+    inline = params["inline"]
+    return inline is True or getattr(inline, "name", "").startswith("JAX_")
+
+
 def open_jaxpr(closed: Any) -> tuple[Any, list[Any]]:
     """A closed jaxpr as one that takes its constants first, and those constants."""
     return convert_constvars_jaxpr(closed.jaxpr), list(closed.consts)

@@ -52,3 +52,11 @@ def _user_frame() -> FrameType | None:
     while frame and not source_info_util.is_user_filename(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
+
+
+def current_scopes() -> list[tuple[str, str]]:
+    """The scopes and transformations around what is bound now, as ("scope", name) or ("transform",
+    name), the outermost first; in a program that another contains, from its start on.
+    """
+    stack = source_info_util.current_name_stack().stack
+    return [(type(entry).__name__.lower(), entry.name) for entry in stack]

@@ -2,17 +2,19 @@
 
 The modules here, and rooms of several:
 
-    formats          how numbers become few bits: formats, packing, tiles
-    qarray           QArray, the quantised array
-    conversion       quantize: from dense arrays to QArrays
-    ops              what JAX's primitives do on QArrays
-    product_weights  weights that do something of their own in products
-    activations      ActivationQuantized, whose partner in a product is quantised
-    models           rules by which the parameters of a model are quantised
-    observation      statistics of activations
-    training         weights quantised as they are used, and products on codes
+    formats              how numbers become few bits: formats, packing, tiles
+    qarray               QArray, the quantised array
+    conversion           quantize: from dense arrays to QArrays
+    ops                  what JAX's primitives do on QArrays
+    product_weights      weights that do something of their own in products
+    activations          ActivationQuantized, whose partner in a product is quantised
+    activation_products  products of two activations, quantised by their place in a program
+    models               rules by which the parameters of a model are quantised
+    observation          statistics of activations
+    training             weights quantised as they are used, and products on codes
 """
 
+from .activation_products import quantize_products as quantize_products
 from .activations import ActivationQuantized as ActivationQuantized
 from .conversion.fake_quantize import fake_quantize as fake_quantize
 from .conversion.fake_quantize import fake_quantize_with_scale as fake_quantize_with_scale

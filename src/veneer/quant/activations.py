@@ -68,10 +68,12 @@ class ActivationQuantized(ProductWeight):
       scale; a float is the share of that axis. None is all of them, or the tile of the format.
     - `contracting`: the axes of the weight that are contracted with activations, counted from the
       end.
+    - `op_names`: the primitives in whose products they are quantised, as in a `Rule`; none named is
+      all of them.
 
-    **Raises:** `ValueError` for an unknown format or method, a shape that does not fit, a scale for
-    tiles or a format with scales of its own, a tile that is none or not the format's, and an axis
-    that is not negative or out of range.
+    **Raises:** `ValueError` for an unknown format, method or primitive, a shape that does not fit,
+    a scale for tiles or a format with scales of its own, a tile that is none or not the format's,
+    and an axis that is not negative or out of range.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> w = vn.quant.quantize(jnp.eye(4), "int8", channelwise_axes=[1])
@@ -93,6 +95,7 @@ class ActivationQuantized(ProductWeight):
     calibration_method: str | None = static()
     tile_size: int | float | None = static()
     contracting: tuple[int, ...] = static()
+    op_names: tuple[str, ...] = static()
     turned: bool = static()  # whether codes were stored with the last two axes the other way round
 
     def __init__(
@@ -105,6 +108,7 @@ class ActivationQuantized(ProductWeight):
         calibration_method: str | None = None,
         tile_size: SupportsIndex | float | None = None,
         contracting: Sequence[int] = (-2,),
+        op_names: Sequence[str] = (),
     ):
         format = get_format(qtype)
         check_activation_format(format, calibration_method, tile_size, is_static=scale is not None)
@@ -125,7 +129,8 @@ class ActivationQuantized(ProductWeight):
             raise ValueError(
                 f"contracting axes are counted from the end of {shape}, as -2, not {contracting}"
             )
-        how = (format.name, calibration_method, tile_size, contracting, False)
+        static = calibration_method, tile_size, contracting, products_named(op_names), False
+        how = format.name, *static
         values = (array, scale, zero_point, *how)
         for field, value in zip(dataclasses.fields(self), values, strict=True):
             object.__setattr__(self, field.name, value)  # the dataclass is frozen
@@ -134,6 +139,10 @@ class ActivationQuantized(ProductWeight):
     def format(self) -> Format:
         """The row of `FORMATS` that `qtype` names."""
         return get_format(self.qtype)
+
+    def is_for(self, primitive: str) -> bool:
+        """Whether activations are quantised in products by a primitive."""
+        return not self.op_names or primitive in self.op_names
 
     def turned_over(self) -> "ActivationQuantized":
         """Notes that codes are stored the other way round."""
@@ -236,6 +245,27 @@ def check_activation_format(
         )
 
 
+#: The primitives that are products, and of which rules may be for some.
+PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
+
+
+def products_named(names: Sequence[str]) -> tuple[str, ...]:
+    """Returns the primitives that `op_names` names.
+
+    **Raises:** `TypeError` for what is no sequence of names, `ValueError` for an unknown one.
+    """
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"op_names is a sequence of names of primitives, not {names!r}")
+    for name in names:
+        if name not in PRODUCTS:
+            raise ValueError(
+                f"unknown product {name!r} in op_names: these are {', '.join(PRODUCTS)}. To a "
+                "program dot, matmul and einsum are dot_general, and ragged_dot is "
+                "ragged_dot_general"
+            )
+    return tuple(names)
+
+
 def _fits(leaf: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     pairs = zip(leaf, shape, strict=False)
     return len(leaf) == len(shape) and all(n in (1, size) for n, size in pairs)
@@ -256,7 +286,10 @@ def _on_the_weight(
     """The product on the weight itself, and tells `explain`: a rule may name the wrong axis."""
     out = bind(primitive, [w.array if x is w else x for x in operands], params)
     axes = " and ".join(map(str, w.contracting)) or "one that is gone"
-    note_how(f"activations not in {w.qtype}: not a product over axis {axes} of the weight")
+    why = f"not a product over axis {axes} of the weight"
+    if not w.is_for(primitive):
+        why = f"op_names has {', '.join(w.op_names)}"
+    note_how(f"activations not in {w.qtype}: {why}")
     return out
 
 
@@ -331,7 +364,7 @@ def _product(
 ) -> Any:
     """The product, by the numbers of that of activations, which come first, with the weight."""
     (x_summed, w_summed), (x_batch, w_batch) = numbers
-    if not w.sums_over(w_summed):
+    if not (w.sums_over(w_summed) and w.is_for("dot_general")):
         operands = (x, w) if activations_first else (w, x)
         return _on_the_weight("dot_general", operands, params, w)
     stacked = w.stacked_axes(w_summed, w_batch)
@@ -392,7 +425,7 @@ def _ragged_dot_general(
 ) -> Any:
     numbers = params["ragged_dot_dimension_numbers"]
     (x_summed, w_summed), (x_batch, w_batch) = numbers.dot_dimension_numbers
-    if not w.sums_over(w_summed):
+    if not (w.sums_over(w_summed) and w.is_for("ragged_dot_general")):
         return _on_the_weight("ragged_dot_general", (x, w, group_sizes), params, w)
     product = lambda x, w: bind("ragged_dot_general", (x, w, group_sizes), params)
     return _straight_through(product, x, w, x_summed, list(zip(x_batch, w_batch, strict=True)))
@@ -401,7 +434,7 @@ def _ragged_dot_general(
 @register("conv_general_dilated")
 def _conv_general_dilated(x: ArrayLike | QArray, w: ActivationQuantized, **params: Any) -> Any:
     _, features, *space = params["dimension_numbers"].lhs_spec
-    if not sums_over_features(w, params):
+    if not (sums_over_features(w, params) and w.is_for("conv_general_dilated")):
         return _on_the_weight("conv_general_dilated", (x, w), params, w)
     product = lambda x, w: bind("conv_general_dilated", (x, w), params)
     return _straight_through(product, x, w, [*space, features])

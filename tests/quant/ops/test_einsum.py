@@ -67,6 +67,85 @@ def test_einsum_multiplies_codes(name):
     assert all(primitive in ("dot_general", "transpose") for primitive, _ in ways)
 
 
+def heads(count, *shape, tiles=False, seed=0):
+    x = normal(*shape[:-1], count, shape[-1], seed=seed)
+    tiled = {x.ndim - 1: 16} if tiles else {}
+    return quantize(x, "int8", channelwise_axes=range(x.ndim - 1), tiled_axes=tiled)
+
+
+GROUPS = {
+    "queries in groups": ("bthd,bshd->bhts", heads(6, 2, 3, 32), heads(2, 2, 5, 32, seed=1)),
+    "keys in groups": ("bthd,bshd->bhts", heads(2, 2, 3, 32), heads(6, 2, 5, 32, seed=1)),
+    "one key": ("bthd,bshd->bhts", heads(6, 2, 3, 32), heads(1, 2, 5, 32, seed=1)),
+    "tiles": ("bthd,bshd->bhts", heads(6, 2, 3, 32, tiles=True), heads(2, 2, 5, 32, tiles=True)),
+    "ellipsis": ("...td,...sd->...ts", heads(3, 2, 6, 32), heads(5, 2, 2, 32, seed=1)),
+    "two axes": ("hgd,hgd->gh", heads(4, 6, 32), heads(2, 3, 32, seed=1)),
+    "order of results": ("bthd,bshd->tshb", heads(6, 4, 3, 32), heads(2, 2, 5, 32, seed=1)),
+}
+
+
+def repeated(subscripts, *operands):
+    """The einsum of dense operands, with each entry repeated for its group."""
+    terms = subscripts.split("->")[0].replace("...", "bh").split(",")
+    most = {}
+    for term, x in zip(terms, operands, strict=True):
+        for label, size in zip(term, x.shape, strict=True):
+            most[label] = max(size, most.get(label, 0))
+    for i, (term, x) in enumerate(zip(terms, operands, strict=True)):
+        for axis, label in enumerate(term):
+            x = jnp.repeat(x, most[label] // x.shape[axis], axis)
+        operands = (*operands[:i], x, *operands[i + 1 :])
+    return jnp.einsum(subscripts, *operands)
+
+
+@pytest.mark.parametrize("dense", [None, 0, 1])
+@pytest.mark.parametrize("name", GROUPS)
+def test_an_entry_stands_for_a_group(name, dense):
+    subscripts, *operands = GROUPS[name]
+    operands = [x.dequantize() if i == dense else x for i, x in enumerate(operands)]
+    stands_for = vn.materialise(operands)
+    run = lambda *operands: vn.quant.einsum(subscripts, *operands)
+    run_dense = lambda *operands: repeated(subscripts, *operands)
+    expected = run_dense(*stands_for)
+    assert_close(run(*operands), expected)
+    assert_close(jax.jit(run)(*operands), expected)
+    stack = lambda operands: jax.tree.map(lambda x: jnp.stack([x, x]), operands)
+    assert_close(jax.vmap(run)(*stack(operands))[1], expected)
+    step = lambda carry, operands: (carry, run(*operands))
+    assert_close(lax.scan(step, 0, stack(operands))[1][1], expected)
+    if dense is not None:
+        others = lambda x, operands: [x if i == dense else y for i, y in enumerate(operands)]
+        loss = lambda f, operands: lambda x: (f(*others(x, operands)) ** 2).sum()
+        gradient = jax.jit(jax.grad(loss(run, operands)))(operands[dense])
+        np.testing.assert_allclose(
+            gradient, jax.grad(loss(run_dense, stands_for))(stands_for[dense]), rtol=1e-4, atol=1e-2
+        )
+    else:
+        ways = events(run, *operands)
+        assert not any(event.made_dense for event in vn.explain(run)(*operands).events)
+        assert any(how.startswith("integer product") for _, how in ways)
+
+
+def test_groups_by_lists_of_axes():
+    _, q, k = GROUPS["queries in groups"]
+    expected = vn.quant.einsum("bthd,bshd->bhts", q, k)
+    assert_close(vn.quant.einsum(q, [0, 1, 2, 3], k, [0, 4, 2, 3], [0, 2, 1, 4]), expected)
+
+
+@pytest.mark.parametrize(
+    ("subscripts", "shapes"),
+    [
+        ("hd,hd->h", [(6, 4), (4, 4)]),  # no multiple
+        ("hd,hd->h", [(6, 4), (6, 2)]),  # an axis that is summed
+        ("hd,hd->h", [(6, 4), (6, 4, 2)]),
+        ("hd,hd->h", [(6, 4), (3, 4), (2, 4)]),
+    ],
+)
+def test_other_sizes_are_refused_as_jax_refuses_them(subscripts, shapes):
+    with pytest.raises((ValueError, TypeError)):
+        vn.quant.einsum(subscripts, *map(jnp.ones, shapes))
+
+
 def test_einsum_takes_axes_and_options():
     expected = jnp.einsum(X.dequantize(), [0, 1, 2], W.dequantize(), [2, 3], [3, 0, 1])
     options = {"precision": "highest", "preferred_element_type": jnp.float32, "optimize": True}

@@ -4,6 +4,7 @@ Primitives that contain programs:
 
     staging             those programs, traced anew with the rules in force, on leaves
     reentering          functions that JAX runs later, in a trace of its own
+    scopes              where in a program a primitive is, for who asks
     calls               programs that are called once: jit, remat, closed_call
     control_flow        loops and branches
     custom_calls        programs brought for a transformation, a backend or a memory

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary, ref
 import jax
 from jax.tree_util import treedef_is_leaf
 
-from ..._jax.primitives import find_primitive, open_jaxpr
+from ..._jax.primitives import find_primitive, is_inlined, open_jaxpr
 from ..._jax.sharding import UNSPECIFIED
 from ..batch_axes import has_batch_axes
 from ..dispatch import apply_rules
@@ -22,6 +22,7 @@ from ..functions import JittedFunction, functions_named
 from ..policy import current_policy, tells_each_time
 from ..rules import add_rule, forget_with_rules, structural
 from ..value import Value
+from .scopes import ASKED, inside
 from .staging import references, stage, taking
 
 # An eager jit is one call of a compiled function of values. It is found by its jaxpr, which JAX
@@ -38,7 +39,16 @@ def _jit_eagerly(values: Sequence[Any], params: dict[str, Any]) -> Any:
     function = _functions.get(jaxpr)
     if function is None:
         function = _functions.setdefault(jaxpr, _compiled(ref(jaxpr), params["name"]))
-    return function(*values)
+    if ASKED.value is None:
+        return function(*values)
+    with inside(_name_of(params)):
+        return function(*values)
+
+
+def _name_of(params: dict[str, Any]) -> str | None:
+    """The name of a function, if it has one; not of one that JAX inlines in some programs."""
+    name = params["name"]
+    return None if name == "<lambda>" or is_inlined(params) else name
 
 
 def _compiled(jaxpr: ref, name: str) -> Callable[..., list[Any]]:
@@ -117,7 +127,7 @@ def _jit(*values: Any, jaxpr: Any, **params: Any) -> Any:
     out = _by_a_rule(params["name"], jaxpr, values)
     if out is not NotImplemented:
         return out
-    staged = stage("jit", jaxpr, values)
+    staged = stage("jit", jaxpr, values, name=_name_of(params))
     refs = references(staged.jaxpr)
     in_trees: list[Any] = [jax.tree.structure(v) for v in values]
     out_trees = staged.out_trees

@@ -24,6 +24,7 @@ from ..rules import structural
 from ..tree import split_list
 from ..value import Value, make_dense, materialise_one
 from .reentering import reentering
+from .scopes import asked
 
 _custom_jvp_p, _custom_vjp_p = map(find_primitive, ("custom_jvp_call", "custom_vjp_call"))
 
@@ -35,10 +36,11 @@ def _custom_jvp_call(
     """A `custom_jvp` function at `values`, in the trace below `trace`."""
     primitive = _custom_jvp_p
     run_later = reentering(trace)
+    run_jvp = _run_jvp(run_later, fun)
     if not any(isinstance(v, Value) for v in values):  # it may close over implicit ones
         outputs = _Outputs(primitive)
+        jvp = transform_flat_function(jvp, lambda f: outputs.flat(run_jvp(f), tangents=True))
         fun = transform_flat_function(fun, lambda f: outputs.flat(run_later(f)))
-        jvp = transform_flat_function(jvp, lambda f: outputs.flat(run_later(f), tangents=True))
         out = trace.parent.process_custom_jvp_call(
             primitive, fun, jvp, values, symbolic_zeros=symbolic_zeros
         )
@@ -57,7 +59,7 @@ def _custom_jvp_call(
             for primal, tangent in zip(primals, _by_value(treedef, tangents), strict=True)
         ]
         reset_stores(jvp)
-        both = run_later(jvp.call_wrapped)(*primals, *moves)
+        both = run_jvp(jvp.call_wrapped)(*primals, *moves)
         out = dense_unless(is_label, primitive, both[: len(both) // 2])
         moved = [
             _tangent_of_output(primitive, primal, tangent)
@@ -67,6 +69,28 @@ def _custom_jvp_call(
 
     call.defjvp(call_jvp, symbolic_zeros=True)
     return call(*leaves)
+
+
+def _run_jvp(run_later: Callable, fun: Any) -> Callable[[Callable], Callable]:
+    """What runs a derivative rule later, from a function of primals and tangents to the outputs.
+
+    Where somebody asks for places, products of tangents are told from others by where they are: the
+    rule is then run for the tangents alone, and the outputs are those of the function itself.
+    """
+    if asked() is None:
+        return run_later
+
+    def run_jvp(jvp: Callable) -> Callable[..., list[Any]]:
+        def run(*args: Any) -> list[Any]:
+            both = run_later(jvp, is_derivative=True)(*args)
+            reset_stores(fun)
+            out = run_later(fun.call_wrapped)(*args[: len(args) // 2])
+            reset_stores(fun)  # JAX reads those of one of the two functions
+            return [*out, *both[len(out) :]]
+
+        return run
+
+    return run_jvp
 
 
 @structural("custom_vjp_call")
@@ -115,7 +139,7 @@ def _custom_vjp_call(
         residuals, operands = saved
         cotangents = [_settle(ct, symbolic_zeros) for ct in cotangents]
         run: Callable = lambda *args: call_bwd(bwd, *split_list(args, len(residuals)))
-        found = run_later(run)(*residuals, *cotangents)
+        found = run_later(run, is_derivative=True)(*residuals, *cotangents)
         return tuple(
             leaf_ct
             for operand, ct in zip(operands, found, strict=True)

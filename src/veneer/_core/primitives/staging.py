@@ -27,6 +27,7 @@ from ..surface.mistakes import check_fields
 from ..transform import redispatch
 from ..tree import split_list
 from ..value import Value, is_value, make_dense
+from .scopes import ASKED, inside
 
 Typed = tuple[Any, Sequence[Any]]  # a value's structure and its abstract leaves
 
@@ -98,25 +99,40 @@ NO_FORMS: Forms = MappingProxyType({})
 DENSE = object()
 
 
-def stage(primitive: str, jaxpr: Any, values: Sequence[Any], forms: Forms = NO_FORMS) -> Staged:
-    """`jaxpr` staged for the types of `values`, with some outputs brought into other forms."""
-    staged = find_staged(primitive, jaxpr, values, forms)
+def stage(
+    primitive: str,
+    jaxpr: Any,
+    values: Sequence[Any],
+    forms: Forms = NO_FORMS,
+    name: str | None = None,
+) -> Staged:
+    """`jaxpr` staged for the types of `values`, with some outputs brought into other forms.
+
+    `name` is that of a function whose program it is.
+    """
+    staged = find_staged(primitive, jaxpr, values, forms, name)
     tell(staged.events_here())
     return staged
 
 
 def find_staged(
-    primitive: str, jaxpr: Any, values: Sequence[Any], forms: Forms = NO_FORMS
+    primitive: str,
+    jaxpr: Any,
+    values: Sequence[Any],
+    forms: Forms = NO_FORMS,
+    name: str | None = None,
 ) -> Staged:
     """`stage`, telling nobody yet of what happened: for an attempt that may be dropped."""
     treedef, avals = typed(list(values))
     policy = current_policy()
-    # Policies under which events are recorded, and told each time, stage alike.
-    with policy_in_force(RECORD) if tells_each_time(policy) else nullcontext():
-        key = treedef, avals, frozenset(forms.items()), current_policy(), trace_context()
-    known = _staged.setdefault(jaxpr, {})
-    if key not in known:
-        known[key] = _stage(find_primitive(primitive), close_jaxpr(jaxpr), treedef, avals, forms)
+    with inside(name) if ASKED.value else nullcontext():
+        # Policies under which events are recorded, and told each time, stage alike.
+        with policy_in_force(RECORD) if tells_each_time(policy) else nullcontext():
+            key = treedef, avals, frozenset(forms.items()), current_policy(), trace_context()
+        known = _staged.setdefault(jaxpr, {})
+        if key not in known:
+            closed = close_jaxpr(jaxpr)
+            known[key] = _stage(find_primitive(primitive), closed, treedef, avals, forms)
     return known[key]
 
 

@@ -62,11 +62,11 @@ def quantize_tree(
 
     **Raises:** `TypeError` for rules that are no sequence of `Rule`, and what is no program;
     `ValueError`, naming the path, where a tile does not divide its axis, or where statistics are
-    asked for and missing; for what is for training without `train`; for the name of a format
-    without a program. Warns with `UserWarning` of a rule that matches no path, and of statistics
-    that no rule asks for; of a weight that two products contract along different axes, of one that
-    stays dense as the program adds to it or the like, and of one that quantising makes hardly
-    smaller.
+    asked for and missing; for what is for training without `train`, and `op_names` with it; for the
+    name of a format without a program. Warns with `UserWarning` of a rule that matches no path, and
+    of statistics that no rule asks for; of a weight that two products contract along different
+    axes, of one that stays dense as the program adds to it or the like, and of one that quantising
+    makes hardly smaller.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> params = {"dense": {"kernel": jnp.ones((64, 8)), "bias": jnp.ones(8)}}
@@ -126,6 +126,8 @@ def _check(
                 f"train=True quantises activations dynamically, and act_range is "
                 f"{rule.act_range!r}: {rule}"
             )
+        if rule.op_names and train:
+            raise ValueError(f"train=True quantises activations in every product: {rule}")
     if statistics is not None and all(rule.act_range == "dynamic" for rule in rules):
         message = "no rule takes the statistics: its act_range says so, as 'mean'"
         warnings.warn(message, UserWarning, stacklevel=3)

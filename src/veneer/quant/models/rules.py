@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from ..._core.value import is_value
-from ..activations import ActivationQuantized, check_activation_format
+from ..activations import ActivationQuantized, check_activation_format, products_named
 from ..conversion.calibration import check_calibration
 from ..conversion.quantize import quantize, tile_in
 from ..conversion.scale_axes import check_tile_size, scale_axes_of, tile_size_in
@@ -61,6 +61,9 @@ class Rule:
       `BackwardProduct(grad_qtype)`.
     - `sparsity`: for training, `(n, m)`: of each m neighbours along the last contracting axis the
       n largest are kept, and the others are 0; None keeps all.
+    - `op_names`: the primitives in whose products activations are quantised: of `"dot_general"`,
+      `"ragged_dot_general"` and `"conv_general_dilated"`. None named is all of them. `x @ w` and
+      any `einsum` are `dot_general` to a program.
 
     **Raises:** `ValueError` for a regex that does not compile, an unknown format, method or range,
     a tile below 1, a share above 1, one that is not the format's, and a field that says how to do
@@ -85,6 +88,7 @@ class Rule:
     grad_input: BackwardProduct | None = None
     grad_weight: BackwardProduct | None = None
     sparsity: tuple[int, int] | None = None
+    op_names: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         try:
@@ -93,6 +97,7 @@ class Rule:
             raise ValueError(f"path_regex {self.path_regex!r} is not a regex: {error}") from None
         self._check_tiles()
         self._check_methods()
+        object.__setattr__(self, "op_names", products_named(self.op_names))
         if self.grad_qtype is not None:
             get_format(self.grad_qtype)
         if self.sparsity is not None:
@@ -151,6 +156,10 @@ class Rule:
     def matches(self, path: str) -> bool:
         """Returns whether the whole of `path` matches."""
         return re.fullmatch(self.path_regex, path) is not None
+
+    def is_for(self, op: str) -> bool:
+        """Returns whether the rule is for products by a primitive."""
+        return not self.op_names or op in self.op_names
 
     def _tile_axes(self) -> tuple[Any, ...]:
         if self.tile_axis is None:
@@ -272,6 +281,7 @@ class Rule:
             calibration_method=self.act_calibration_method,
             tile_size=self.act_tile_size,
             contracting=contracting,
+            op_names=self.op_names,
         )
 
 

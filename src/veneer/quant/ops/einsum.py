@@ -1,10 +1,13 @@
 """`einsum` and `dot`: jax.numpy's own, whose products meet the rule for `dot_general`."""
 
+import itertools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
+from opt_einsum import get_symbol
+from opt_einsum.parser import parse_einsum_input
 
 from ..._core.surface.array import ImplicitArray
 from ..._core.transform import redispatch
@@ -18,6 +21,10 @@ def einsum(*args: Any, preferred_element_type: DTypeLike | None = None, **kwargs
     Operands are contracted two at a time, each time as `dot_general` does it. What stands in no
     product, as the sum over an axis of one operand alone, dequantises.
 
+    An axis of the result may have a size in one operand that is a multiple of that in another: each
+    entry there stands for a group of neighbours here, as a head of keys does for several heads of
+    queries. Nothing is repeated for it, and codes stay codes.
+
     **Arguments:** those of `jax.numpy.einsum`: the subscripts and operands, or operands each with a
     list of its axes; and `optimize`, `precision`, `preferred_element_type`, `out_sharding`.
     Implicit arrays of other types are materialised.
@@ -30,11 +37,56 @@ def einsum(*args: Any, preferred_element_type: DTypeLike | None = None, **kwargs
     >>> w = vn.quant.quantize(jnp.eye(3), "int4", channelwise_axes=[1])
     >>> vn.quant.einsum("...k,kn->n...", jnp.ones((2, 3)), w).shape
     (3, 2)
+
+    Eight heads of queries, and two of keys:
+
+    >>> q, k = jnp.ones((5, 8, 16)), vn.quant.quantize(jnp.ones((7, 2, 16)), "int8")
+    >>> vn.quant.einsum("qhd,khd->hqk", q, k).shape
+    (8, 5, 7)
     """
     options = {"preferred_element_type": preferred_element_type, **kwargs}
     operands = [as_operand(x) if isinstance(x, ImplicitArray) else x for x in args]
     # A result that is no product, such as an operand transposed, may be quantised itself.
-    return materialise(redispatch(lambda operands: jnp.einsum(*operands, **options), operands))
+    return materialise(redispatch(lambda operands: _of_groups(operands, options), operands))
+
+
+def _of_groups(args: list[Any], options: dict[str, Any]) -> jax.Array:
+    """What einsum gives, with an axis that has groups in one operand alone split in two there."""
+    if len(args) < 2:
+        return jnp.einsum(*args, **options)  # which refuses it
+    is_string = isinstance(args[0], str)
+    operands = args[1:] if is_string else args[: len(args) // 2 * 2 : 2]
+    shapes = iter(map(jnp.shape, operands))
+    # Of what is said by lists, those are at the odd places, and the last says the result.
+    is_said = lambda i: i == 0 if is_string else i % 2 or i == 2 * len(operands)
+    said = [x if is_said(i) else next(shapes) for i, x in enumerate(args)]
+    inputs, output, _ = parse_einsum_input(said, shapes=True)
+    terms = inputs.split(",")
+    sizes: dict[str, set[int]] = {}
+    for term, x in zip(terms, operands, strict=True):
+        for label, size in zip(term, jnp.shape(x), strict=False):  # or JAX refuses it
+            sizes.setdefault(label, set()).add(size)
+    groups = {}
+    for label in output:
+        several = sizes.get(label, set()) - {1}
+        if len(several) == 2 and all(isinstance(size, int) for size in several):
+            few, many = sorted(several)
+            if few and many % few == 0:
+                groups[label] = few, many
+    if not groups:
+        return jnp.einsum(*args, **options)
+    unused = (name for i in itertools.count() if (name := get_symbol(i)) not in sizes)
+    inner = dict(zip(groups, unused, strict=False))
+    for i, (term, x) in enumerate(zip(terms, operands, strict=True)):
+        for axis, label in reversed([*enumerate(term)]):
+            few, many = groups.get(label, (0, 0))
+            if many and x.shape[axis] == many:
+                x = x.reshape(*x.shape[:axis], few, many // few, *x.shape[axis + 1 :])
+                term = term[: axis + 1] + inner[label] + term[axis + 1 :]
+        terms[i], operands[i] = term, x
+    split = "".join(label + inner.get(label, "") for label in output)
+    out = jnp.einsum(f"{','.join(terms)}->{split}", *operands, **options)
+    return out.reshape([max(sizes[label]) for label in output])
 
 
 def dot(

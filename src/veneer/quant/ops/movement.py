@@ -1,13 +1,24 @@
-"""Rules of a QArray for what its leaf axes do not say: another dtype, and rows out of bounds."""
+"""Rules of a QArray for what its leaf axes do not say.
 
+Leaf by leaf, a slice cuts no tile and no byte of several codes. But what is cut to one entry along
+an axis, or to a part of one tile, has one scale there, and its codes are in one unit: they stay
+codes. So does an array of another floating dtype, and so do rows out of bounds.
+"""
+
+from collections.abc import Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
 from ..._core.primitives.movement import gather
 from ..._core.rules import register
+from ..._core.transform import redispatch
+from ..formats.packing import UNITS, Packing, unpack
+from ..formats.tiles import Leaf
 from ..qarray import QUANTIZABLE, QArray
 
 
@@ -26,7 +37,76 @@ def _gather(q: QArray, indices: ArrayLike, *, mode, fill_value, **params) -> Any
         return NotImplemented
     if mode == modes.FILL_OR_DROP and fill_value is not None and not np.isnan(fill_value):
         return NotImplemented
+    if _is_packed(q, [axis for axis, size in enumerate(params["slice_sizes"]) if size == 1]):
+        fields = unpack(q.packed, q.packing, q.format.bits)
+        q = q._assigned(packed=fields, packing=None)  # of which one is a byte, packed or not
     # What a scale of NaN multiplies does not matter.
     fills = (0, np.nan, 0) if mode == modes.FILL_OR_DROP else None
     params |= {"mode": mode, "fill_value": None, "fills": fills, "rule": _gather}
     return gather(q, indices, **params)
+
+
+@register("slice")
+def _slice(q: QArray, *, start_indices, limit_indices, strides) -> Any:
+    part, spans = q, []
+    strides = strides or [1] * q.ndim
+    for axis, span in enumerate(zip(start_indices, limit_indices, strides, strict=True)):
+        start, limit, stride = span
+        size, tile = q.shape[axis], q.tile_shape[axis]
+        if limit - start == 1 < size and (tile > 1 or _is_packed(q, [axis])):
+            part = _entry(part, axis, start)
+            span = 0, 1, 1
+        elif start // tile == (limit - 1) // tile and 1 < tile < size and stride == 1:
+            part = _in_one_tile(part, axis, start // tile)
+        spans.append(span)
+    if part is q:
+        return NotImplemented
+    return redispatch(lambda part: lax.slice(part, *zip(*spans, strict=True)), part)
+
+
+@register("dynamic_slice")
+def _dynamic_slice(q: QArray, *indices: ArrayLike, slice_sizes) -> Any:
+    part, starts = q, list(indices)
+    for axis, size in enumerate(slice_sizes):
+        is_cut = q.tile_shape[axis] > 1 or _is_packed(q, [axis])
+        if size == 1 < q.shape[axis] and is_cut:
+            # As wide as numbers of entries are, and within bounds, as JAX has it.
+            start = jnp.clip(indices[axis], 0, q.shape[axis] - 1).astype(jnp.int32)
+            part = _entry(part, axis, start)
+            starts[axis] = 0
+    if part is q:
+        return NotImplemented
+    return redispatch(lambda part: lax.dynamic_slice(part, starts, slice_sizes), part)
+
+
+def _is_packed(q: QArray, axes: Sequence[int]) -> bool:
+    """Whether codes are packed along one of some axes, in units of several."""
+    return q.packing is not None and q.packing.axis + q.ndim in axes and q.packing.size > 1
+
+
+def _one(x: Leaf, axis: int, at: Any, size: int = 1) -> jax.Array:
+    cut = lax.slice_in_dim if isinstance(at, int) else lax.dynamic_slice_in_dim
+    return cut(jnp.asarray(x), at, at + size if isinstance(at, int) else size, axis=axis)
+
+
+def _entry(q: QArray, axis: int, at: Any) -> QArray:
+    """Returns what is at a place along an axis, which then has size 1: of the codes one unit."""
+    part = _in_one_tile(q, axis, at // q.tile_shape[axis])
+    if not _is_packed(q, [axis]):
+        return part._assigned(packed=_one(part.packed, axis, at))
+    codes, bytes_ = UNITS[q.format.bits]
+    unit = _one(part.packed, axis, at // codes * bytes_, bytes_)
+    fields = unpack(unit, Packing(axis - q.ndim, codes), q.format.bits)
+    return part._assigned(packed=_one(fields, axis, at % codes), packing=None)
+
+
+def _in_one_tile(q: QArray, axis: int, tile: Any) -> QArray:
+    """Returns an array with the scale of one tile, by its number, for all along an axis."""
+
+    def of(leaf: "Leaf | QArray") -> Any:
+        if leaf.shape[axis] <= 1:
+            return leaf
+        return _entry(leaf, axis, tile) if isinstance(leaf, QArray) else _one(leaf, axis, tile)
+
+    zero_point = None if q.zero_point is None else of(q.zero_point)
+    return q._assigned(scale=of(q.scale), zero_point=zero_point)

@@ -1,0 +1,101 @@
+"""Where in a program a primitive is bound: the scopes and functions that it is in.
+
+JAX keeps the names of the scopes around an equation (`jax.named_scope`), and starts anew in each
+program that another contains. Here they are kept from there on, with the names of jitted functions,
+while somebody asks: what is staged then is staged for a place, by a user context.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+
+from ..._jax.source_lines import current_scopes
+
+
+class Place(NamedTuple):
+    """Where a primitive is bound.
+
+    **Arguments:**
+
+    - `names`: of the scopes and jitted functions around it, the outermost first.
+    - `is_derivative`: whether it is bound as a program is transposed, and is no part of the forward
+      pass that is computed again; or in what a user wrote for the derivative of a function.
+    """
+
+    names: tuple[str, ...] = ()
+    is_derivative: bool = False
+
+
+@dataclass(frozen=True)
+class _Asked:
+    what: Any  # whatever the one who asks wants to find again; hashable
+    outside: Place  # of the program that is being staged
+
+
+#: What somebody asks for, if anybody does. A user context, for JAX to trace anew where it changes.
+ASKED: Any = jax.make_user_context(None)
+
+# What JAX names what a `jax.checkpoint` computes again.
+_COMPUTED_AGAIN = "rematted_computation"
+
+
+def asked() -> Any:
+    """What somebody who asks for places has put in force, or None."""
+    return None if ASKED.value is None else ASKED.value.what
+
+
+def asking(what: Any) -> AbstractContextManager[None]:
+    """Puts something in force, to be found at any place within; None hides what there is."""
+    return ASKED(_Asked(what, Place() if ASKED.value is None else ASKED.value.outside))
+
+
+def place() -> Place:
+    """Where a primitive that is bound now is, for who asks."""
+    names, is_derivative = ASKED.value.outside
+    names = list(names)
+    for kind, name in current_scopes():
+        if kind == "transform":
+            is_derivative = is_derivative or name == "transpose"
+        elif name == _COMPUTED_AGAIN:
+            is_derivative = False
+        else:
+            names.append(name)
+    return Place(tuple(names), is_derivative)
+
+
+@contextmanager
+def inside(name: str | None = None) -> Iterator[None]:
+    """Has what JAX traces within, as a program of its own, know where it is; for who asks.
+
+    **Arguments:**
+
+    - `name`: of the function that is traced, where it has one.
+    """
+    here = place()
+    if name is not None:
+        here = here._replace(names=(*here.names, name))
+    with ASKED(_Asked(asked(), here)):
+        yield
+
+
+def returning() -> Callable[[bool], AbstractContextManager[None]]:
+    """Returns what is entered where a function runs later, for it to be where the program is now.
+
+    The context is told whether the function is the derivative of another.
+    """
+    if ASKED.value is None:
+        return lambda is_derivative: nullcontext()
+    what, here = asked(), place()
+
+    def enter(is_derivative: bool) -> AbstractContextManager[None]:
+        if is_derivative:
+            return ASKED(_Asked(what, here._replace(is_derivative=True)))
+        is_asked = ASKED.value is not None and asked() is what
+        if is_asked and place().names[: len(here.names)] == here.names:
+            return nullcontext()  # it runs at once, in the same program
+        return ASKED(_Asked(what, here))
+
+    return enter

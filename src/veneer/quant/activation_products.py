@@ -1,0 +1,281 @@
+"""`quantize_products`: products of two activations, quantised by their place in a program.
+
+An activation is what depends on an argument. A type marks it, and goes through any primitive; its
+rules for products look up where in the program they are.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from functools import lru_cache, wraps
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._core.policy import note_how
+from .._core.primitives.scopes import Place, asked, asking, place
+from .._core.rules import add_rule, register
+from .._core.surface.array import ImplicitArray
+from .._core.transform import redispatch
+from .._core.value import MATERIALISE, Value, is_kept
+from .._jax.primitives import Primitive, find_primitive
+from ..straight_through import ste
+from .conversion.quantize import quantize, tile_in
+from .conversion.scale_axes import scale_axes_of
+from .formats import get_format
+from .models.rules import Rule
+from .qarray import QUANTIZABLE
+
+
+def quantize_products(fn: Callable, rules: Sequence[Rule]) -> Callable:
+    """`fn` with products of two activations quantised, by rules on their place in the program.
+
+    Activations are what depends on the arguments: in attention `q @ k.T`, and `p @ v`. What `fn`
+    holds or closes over, as a module, a `functools.partial` or a lambda does its parameters, are
+    weights; how these are multiplied is a matter of `quantize_tree`.
+
+    A place is what profiles show: the names of the scopes (`jax.named_scope`, and so modules of
+    Flax and Equinox) and of the jitted functions around a product, joined with "/"; those of an
+    `einsum` end with its subscripts. Both operands are quantised with a scale for each index of the
+    axes that are not contracted, and for each tile of the last that is, if the rule or the format
+    has tiles. Derivatives of the function go straight through, as those of `vn.ste`. Of derivatives
+    that `fn` takes itself, the products of a backward pass are left as they are, and so are those
+    in a `custom_jvp` or `custom_vjp` rule; but the tangents of `jax.jvp` are taken for activations.
+
+    **Arguments:**
+
+    - `fn`: any function of pytrees. Arguments may be implicit, and stay so.
+    - `rules`: the first counts whose `path_regex` matches the place in full, and whose `op_names`
+      have the primitive. Its `act_qtype` is the format, and None leaves products as they are.
+
+    **Returns:** a function of the same arguments, for any transformation of JAX's.
+
+    **Raises:** `ValueError` for a rule that says more than `act_qtype`, `act_calibration_method`,
+    `tile_size` and `op_names`, and where a tile does not divide what is contracted. Warns with
+    `UserWarning` of a rule that no product has matched.
+
+    >>> import jax, jax.numpy as jnp, veneer as vn
+    >>> def attention(q, k, v):
+    ...     with jax.named_scope("attention"):
+    ...         scores = jnp.einsum("qd,kd->qk", q, k)
+    ...         return jax.nn.softmax(scores) @ v
+    >>> rules = [vn.quant.Rule("attention.*", None, act_qtype="int8")]
+    >>> quantised = vn.quant.quantize_products(attention, rules)
+    >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 8, 4))
+    >>> bool(jnp.abs(quantised(q, k, v) - attention(q, k, v)).max() < 0.05)
+    True
+    """
+    rules = tuple(rules)
+    _products_of(rules, None)  # to refuse at once what it cannot do
+
+    @wraps(fn, updated=())
+    def of_activations(*args: Any, **kwargs: Any) -> Any:
+        leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_kept)
+        products = _products_of(rules, asked())
+
+        def run(*leaves: Any) -> Any:
+            args, kwargs = jax.tree.unflatten(treedef, leaves)
+            return fn(*args, **kwargs)
+
+        with asking(products):
+            out = redispatch(run, *map(_marked, leaves))
+        products.warn_of_unmatched()
+        is_ours = lambda x: isinstance(x, Activation)
+        return jax.tree.map(lambda x: x.array if is_ours(x) else x, out, is_leaf=is_kept)
+
+    return of_activations
+
+
+@lru_cache(maxsize=256)  # for what is traced for one is found again for another with its rules
+def _products_of(rules: tuple[Rule, ...], around: "_Products | None") -> "_Products":
+    return _Products(rules, around)
+
+
+class _Products:
+    """The rules of a call, before those of a call around it, and what they have matched."""
+
+    def __init__(self, rules: tuple[Rule, ...], around: "_Products | None"):
+        for rule in rules:
+            _check(rule)
+        self.rules, self.around = rules, around
+        self.unmatched = set(rules)
+        self.met: dict[tuple[str, str], Rule | None] = {}
+
+    def rule_for(self, at: Place, op: str) -> Rule | None:
+        """Returns the rule of a product at a place."""
+        key = "/".join(at.names), op
+        if key not in self.met:
+            self.met[key] = next(
+                (r for r in self.rules if r.matches(key[0]) and r.is_for(op)), None
+            )
+        rule = self.met[key]
+        self.unmatched.discard(rule)
+        return self.around.rule_for(at, op) if rule is None and self.around else rule
+
+    def warn_of_unmatched(self) -> None:
+        """Warns once of the rules that nothing has matched yet."""
+        unmatched, self.unmatched = self.unmatched, set()
+        for rule in self.rules:
+            if rule in unmatched:
+                places = ", ".join(f"{at!r} ({op})" for at, op in list(self.met)[:4])
+                message = (
+                    f"the rule {rule.path_regex!r} matches no product of two activations; it is "
+                    f"matched in full against places such as {places or '(there are none)'}"
+                )
+                warnings.warn(message, UserWarning, stacklevel=3)
+
+
+def _check(rule: Rule) -> None:
+    if not isinstance(rule, Rule):
+        raise TypeError(f"quantize_products takes a sequence of vn.quant.Rule, got {rule!r}")
+    default = Rule(
+        rule.path_regex,
+        None,
+        act_qtype=rule.act_qtype,
+        act_calibration_method=rule.act_calibration_method,
+        tile_size=rule.tile_size,
+        op_names=rule.op_names,
+    )
+    if rule != default:
+        raise ValueError(
+            f"products of activations are quantised by act_qtype, act_calibration_method and "
+            f"tile_size; weights, static ranges and gradients are not: {rule} says more than "
+            f"{default}"
+        )
+
+
+class Activation(ImplicitArray):
+    """An array that depends on an argument of a function under `quantize_products`.
+
+    It is the array to every primitive but products, and its results are activations. It has no
+    metadata, and no other dense form than its leaf, so that where it meets a dense array in a loop,
+    that is taken for an activation.
+    """
+
+    default_precedence: ClassVar[int] = 100  # it stands around whatever else there is
+
+    array: Any  # [...]
+
+    def aval(self) -> Any:
+        """The shape and dtype of the array."""
+        return jax.typeof(self.array)
+
+    def materialise(self) -> Any:
+        """Refuses, so that it is an activation wherever it goes."""
+        raise TypeError("an activation under vn.quant.quantize_products is not made dense")
+
+    @staticmethod
+    def default(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]) -> Any:
+        """What the primitive gives on the arrays, as activations."""
+        bind = lambda *xs: primitive.bind(*xs, **primitive.get_bind_params(params))
+        out = redispatch(bind, *map(_array, values))
+        return list(map(_marked, out)) if primitive.multiple_results else _marked(out)
+
+
+def _array(x: Any) -> Any:
+    return x.array if isinstance(x, Activation) else x
+
+
+def _marked(x: Any) -> Any:
+    """An array as an activation: numbers of any kind, for tokens are looked up in embeddings."""
+    if not isinstance(x, jax.Array | np.ndarray) or isinstance(x, Value):
+        return x
+    return Activation(x) if jnp.issubdtype(x.dtype, np.generic) else x
+
+
+# Products.
+
+Axes = Sequence[int]
+
+
+def _summed_in_dot(x: Any, y: Any, params: dict[str, Any]) -> tuple[Axes, Axes]:
+    return params["dimension_numbers"][0]
+
+
+def _summed_in_ragged_dot(x: Any, y: Any, params: dict[str, Any]) -> tuple[Axes, Axes]:
+    return params["ragged_dot_dimension_numbers"].dot_dimension_numbers[0]
+
+
+def _summed_in_convolution(x: Any, y: Any, params: dict[str, Any]) -> tuple[Axes, Axes]:
+    of_x, of_y = params["dimension_numbers"].lhs_spec, params["dimension_numbers"].rhs_spec
+    return (*of_x[2:], of_x[1]), (*of_y[2:], of_y[1])
+
+
+#: Of each product, from the operands and parameters to the axes of either that are summed.
+SUMMED = {
+    "dot_general": _summed_in_dot,
+    "ragged_dot_general": _summed_in_ragged_dot,
+    "conv_general_dilated": _summed_in_convolution,
+}
+
+
+def _rule_of(name: str) -> None:
+    primitive = find_primitive(name)
+
+    def product(x: Activation, y: Activation, *others: Any, **params: Any) -> Any:
+        at, products = place(), asked()
+        rule = None if products is None or at.is_derivative else products.rule_for(at, name)
+        operands = x.array, y.array
+        dtypes = {jax.typeof(operand).dtype for operand in operands}
+        if rule is None or rule.act_qtype is None or not dtypes <= set(QUANTIZABLE):
+            return NotImplemented
+        summed = SUMMED[name](*operands, params)
+        pair = [_quantized(*of, rule, at) for of in zip(operands, summed, strict=True)]
+        bind = lambda *xs: primitive.bind(*xs, **params)
+        with asking(None):  # the operands may be activations of a call around this one
+            out = redispatch(bind, *pair, *map(_array, others))
+        note_how(f"activations in {rule.act_qtype}, as they are at {'/'.join(at.names)!r}")
+        return _marked(out)
+
+    register(name)(product)
+
+
+for _name in SUMMED:
+    _rule_of(_name)
+
+
+def _quantized(x: Any, summed: Axes, rule: Rule, at: Place) -> Any:
+    assert rule.act_qtype is not None
+    last = summed[-1] if summed else 0
+    tile = None if rule.tile_size is None else tile_in(x.shape, last, rule.tile_size)
+    axes = scale_axes_of(x.ndim, summed, get_format(rule.act_qtype), tile)
+    method = rule.act_calibration_method
+    try:
+        return ste(quantize)(x, rule.act_qtype, calibration_method=method, **axes.arguments)
+    except ValueError as error:
+        where = "/".join(at.names)
+        error.add_note(f"While quantising an activation of shape {x.shape} at {where!r}, by {rule}")
+        raise
+
+
+# What takes arrays alone, and no implicit ones.
+
+
+def _branch(index: Activation, *operands: Any, branches: Any, **params: Any) -> Any:
+    bind = lambda *xs: find_primitive("cond").bind(*xs, branches=branches, **params)
+    return redispatch(bind, index.array, *operands)
+
+
+add_rule(_branch, [find_primitive("cond")], structural=True)
+
+
+def _opens(primitive: Primitive) -> None:
+    def rule(*operands: Any, **params: Any) -> Any:
+        if not any(isinstance(x, Activation) for x in operands):
+            return NotImplemented
+        return Activation.default(primitive, operands, params)
+
+    add_rule(rule, [primitive], structural=True, conditional=True)
+
+
+for _name in ("pure_callback", "io_callback", "debug_callback", "debug_print"):
+    _opens(find_primitive(_name))
+
+
+def _named(x: Activation, *, name: str) -> Any:
+    # It is what it stands for already, of vn.materialise.
+    return x if name == MATERIALISE else NotImplemented
+
+
+add_rule(_named, [find_primitive("name")], precedence=0)

@@ -1,0 +1,437 @@
+"""Products of two activations, quantised by their place: the dense program, rounded there."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec
+
+import veneer as vn
+from veneer.quant import Rule, quantize_products
+
+HEAD = 8
+# No largest value of a row lies half-way between two codes, where the last bit of it decides.
+METHOD = "absmax,1.1"
+RULES = [Rule("(.*/)?attention(/.*)?", None, act_qtype="int8", act_calibration_method=METHOD)]
+RULES_ALL = [Rule(".*", None, act_qtype="int8", act_calibration_method=METHOD)]
+
+
+def arrays(*shapes, seed=0):
+    keys = jax.random.split(jax.random.key(seed), len(shapes))
+    return [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+
+
+def rounded(x, axis, qtype="int8"):
+    """What the operand of a product stands for that sums an axis; derivatives go through."""
+    how = {"channelwise_axes": [i for i in range(x.ndim) if i != axis % x.ndim]}
+    if qtype.startswith("int"):
+        how["calibration_method"] = METHOD
+    return vn.ste(lambda x: vn.quant.quantize(x, qtype, **how).dequantize())(x)
+
+
+def attention(q, k, v, rounded=lambda x, axis: x):
+    """`[b, t, h, d]`, all of them."""
+    with jax.named_scope("attention"):
+        scores = jnp.einsum("bqhd,bkhd->bhqk", rounded(q, -1), rounded(k, -1))
+        p = jax.nn.softmax(scores / np.sqrt(q.shape[-1]))
+        return jnp.einsum("bhqk,bkhd->bqhd", rounded(p, -1), rounded(v, 1))
+
+
+reference = functools.partial(attention, rounded=rounded)
+QKV = arrays(*[(2, 6, 3, HEAD)] * 3)
+
+
+def loss(f):
+    return lambda *args: (f(*args) ** 2).sum()
+
+
+def mapped(f):
+    return lambda *args: jax.vmap(f)(*(x[:, None] for x in args))
+
+
+def in_a_loop(f):
+    """With a carry that starts as a constant, and does not depend on an argument."""
+
+    def run(q, k, v):
+        def step(total, q):
+            out = f(q[None], k[:1], v[:1])
+            return total + out * jnp.cos(total), out
+
+        total, out = lax.scan(step, jnp.ones((1, *q.shape[1:])), q)
+        return total + out.sum(0)
+
+    return run
+
+
+def in_a_while(f):
+    def run(q, k, v):
+        step = lambda state: (state[0] + 1, f(state[1], k, v))
+        return lax.while_loop(lambda state: state[0] < 2, step, (0, q))[1]
+
+    return run
+
+
+def in_a_branch(f):
+    """By a predicate that is an activation itself."""
+    return lambda q, k, v: lax.cond(q.sum() > -1e9, f, lambda q, k, v: q, q, k, v)
+
+
+def custom_jvp(f):
+    @jax.custom_jvp
+    def call(q, k, v):
+        return f(q, k, v)
+
+    call.defjvp(lambda primals, tangents: (f(*primals), jax.jvp(attention, primals, tangents)[1]))
+    return call
+
+
+def custom_vjp(f):
+    @jax.custom_vjp
+    def call(q, k, v):
+        return f(q, k, v)
+
+    call.defvjp(lambda *args: (f(*args), args), lambda args, g: jax.vjp(attention, *args)[1](g))
+    return call
+
+
+def on_blocks(f):
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = {"in_specs": PartitionSpec("x"), "out_specs": PartitionSpec("x")}
+    return lambda *args: jax.shard_map(f, mesh=mesh, **specs)(*args)
+
+
+PROGRAMS = {
+    "as it is": lambda f: f,
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "vmap": mapped,
+    "scan": in_a_loop,
+    "while": in_a_while,
+    "cond": in_a_branch,
+    "custom_jvp": custom_jvp,
+    "custom_vjp": custom_vjp,
+    "shard_map": on_blocks,
+    "jit in scan": lambda f: in_a_loop(jax.jit(f)),
+    "checkpoint in scan": lambda f: in_a_loop(jax.checkpoint(f)),
+}
+TRANSFORMATIONS = {
+    "none": lambda f: f,
+    "jit": jax.jit,
+    "grad": lambda f: jax.grad(loss(f), (0, 1, 2)),
+    "jit of grad": lambda f: jax.jit(jax.grad(loss(f), (0, 1, 2))),
+    "grad of jit": lambda f: jax.grad(jax.jit(loss(f)), (0, 1, 2)),
+    "grad of checkpoint": lambda f: jax.grad(jax.checkpoint(loss(f)), (0, 1, 2)),
+    "jvp": lambda f: lambda *args: jax.jvp(f, args, args[::-1]),
+    "vmap": lambda f: lambda *args: jax.vmap(f)(*(jnp.stack([x, x[::-1]]) for x in args)),
+    "scan": lambda f: (
+        lambda *args: lax.scan(lambda c, x: (c, f(x, *args[1:])), 0, args[0][None])[1]
+    ),
+}
+
+
+def assert_close(out, expected, tolerance=2e-5):
+    for one, other in zip(jax.tree.leaves(out), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance)
+
+
+def differs(out, other):
+    return max(float(jnp.abs(a - b).max()) for a, b in zip(out, other, strict=True)) > 1e-4
+
+
+CELLS = [("as it is", name) for name in TRANSFORMATIONS]
+CELLS += [(p, t) for p in PROGRAMS for t in ("none", "jit of grad", "vmap") if p != "as it is"]
+
+
+@pytest.mark.parametrize(("program", "transformation"), CELLS)
+def test_the_program_of_rounded_operands_is_computed(program, transformation):
+    wrap, transform = PROGRAMS[program], TRANSFORMATIONS[transformation]
+    if program == "while" and "grad" in transformation:
+        pytest.skip("JAX has no reverse-mode derivative of a while loop")
+    out = transform(quantize_products(wrap(attention), RULES))(*QKV)
+    assert_close(out, transform(wrap(reference))(*QKV))
+    assert differs(jax.tree.leaves(out), jax.tree.leaves(transform(wrap(attention))(*QKV)))
+
+
+def quantised_products(f, *args):
+    report = vn.explain(f)(*args)
+    return [e for e in report.events if "activations in" in e.how]
+
+
+def test_every_product_is_on_codes():
+    text = str(jax.make_jaxpr(quantize_products(attention, RULES))(*QKV))
+    assert text.count("preferred_element_type=int32") == 2
+
+
+def test_derivatives_that_the_function_takes_leave_backward_products_as_they_are():
+    for f in (loss(attention), jax.checkpoint(loss(attention))):
+        program = jax.value_and_grad(f)
+        value, gradient = quantize_products(program, RULES)(*QKV)
+        assert_close(value, loss(reference)(*QKV))
+        assert_close(gradient, jax.grad(loss(attention))(*QKV), 0.2)
+
+
+def test_a_function_called_at_two_places_is_staged_for_each():
+    inner = jax.jit(lambda q, k: q @ k.T)
+
+    def f(q, k):
+        with jax.named_scope("first"):
+            a = inner(q, k)
+        with jax.named_scope("second"):
+            return a, inner(q, k)
+
+    q, k = arrays((4, 8), (5, 8))
+    for transform in (lambda f: f, jax.jit):
+        one, other = transform(
+            quantize_products(
+                f, [Rule("first", None, act_qtype="int8", act_calibration_method=METHOD)]
+            )
+        )(q, k)
+        np.testing.assert_allclose(one, rounded(q, -1) @ rounded(k, -1).T, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(other, q @ k.T, rtol=1e-5, atol=1e-5)
+
+
+def test_names_of_jitted_functions_are_of_a_place_and_those_that_jax_inlines_are_not():
+    @jax.jit
+    def scores(q, k):
+        return q @ k.T
+
+    q, k = arrays((4, 8), (5, 8))
+    expected = rounded(q, -1) @ rounded(k, -1).T
+    for f in (scores, lambda q, k: lax.map(lambda q: scores(q[None], k)[0], q)):
+        out = quantize_products(
+            f, [Rule("scores", None, act_qtype="int8", act_calibration_method=METHOD)]
+        )(q, k)
+        np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_weights_are_left_as_they_are_dense_or_quantised():
+    # To two bits, of which the effect is larger than that of a code that rounds the other way.
+    rules = [Rule(".*", None, act_qtype="int2", act_calibration_method=METHOD)]
+    (w,) = arrays((HEAD, HEAD), seed=1)
+    q, k = arrays((4, HEAD), (5, HEAD))
+
+    def model(w, q, k):
+        return (q @ w) @ (k @ w).T
+
+    for weight in (w, vn.quant.quantize(w, "int4", channelwise_axes=[1])):
+        x, y = (vn.implicit(jnp.matmul)(z, weight) for z in (q, k))
+        expected = rounded(x, -1, "int2") @ rounded(y, -1, "int2").T
+        holding = functools.partial(model, weight)
+        for of in (
+            quantize_products(vn.implicit(holding), rules),
+            vn.implicit(quantize_products(holding, rules)),
+            jax.jit(vn.implicit(quantize_products(holding, rules))),
+        ):
+            assert len(quantised_products(of, q, k)) == 1
+            np.testing.assert_allclose(of(q, k), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_quantised_arguments_stay_what_they_are():
+    (w,) = arrays((HEAD, HEAD), seed=1)
+    q, k = arrays((4, HEAD), (5, HEAD))
+    weight = vn.quant.quantize(w, "int4", channelwise_axes=[1])
+    f = quantize_products(lambda w, q, k: (q @ w) @ k.T, RULES_ALL)
+    expected = rounded(vn.implicit(jnp.matmul)(q, weight), -1) @ rounded(k, -1).T
+    np.testing.assert_allclose(f(weight, q, k), expected, rtol=1e-4, atol=1e-4)
+    assert isinstance(quantize_products(lambda w: w, RULES)(weight), vn.quant.QArray)
+
+
+def test_what_tokens_look_up_is_an_activation():
+    (table,) = arrays((10, HEAD))
+    f = lambda tokens: table[tokens] @ table[tokens].T
+    tokens = jnp.array([3, 1, 4])
+    x = rounded(table[tokens], -1)
+    out = quantize_products(f, RULES_ALL)(tokens)
+    np.testing.assert_allclose(out, x @ x.T, rtol=1e-5, atol=1e-5)
+
+
+def test_the_first_rule_that_matches_counts():
+    q, k, v = QKV
+    rules = [Rule(r".*bqhd,bkhd.*", None), Rule(".*", None, act_qtype="float8_e4m3fn")]
+    p = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(HEAD))
+    fp8 = functools.partial(rounded, qtype="float8_e4m3fn")
+    expected = jnp.einsum("bhqk,bkhd->bqhd", fp8(p, -1), fp8(v, 1))
+    assert_close(quantize_products(attention, rules)(q, k, v), expected)
+
+
+def test_op_names_choose_products():
+    (x,), (kernel,) = arrays((2, 3, 8)), arrays((4, 3, 3), seed=1)
+
+    def f(x, kernel):
+        y = lax.conv_general_dilated(x, kernel, (1,), "SAME")  # [b, c, t]
+        return y, jnp.einsum("bct,bdt->bcd", x, x)
+
+    dense = f(x, kernel)
+    how = {"act_qtype": "int8", "act_calibration_method": METHOD}
+    rules = lambda *ops: [Rule(".*", None, op_names=ops, **how)]
+    of_conv = quantize_products(f, rules("conv_general_dilated"))(x, kernel)
+    of_dot = quantize_products(f, rules("dot_general"))(x, kernel)
+    of_both = quantize_products(f, rules())(x, kernel)
+    how = {"channelwise_axes": [0], "calibration_method": METHOD}
+    per = lambda x: vn.quant.quantize(x, "int8", **how).dequantize()
+    convolved = lax.conv_general_dilated(per(x), per(kernel), (1,), "SAME")
+    product = jnp.einsum("bct,bdt->bcd", rounded(x, -1), rounded(x, -1))
+    assert_close(of_conv, (convolved, dense[1]))
+    assert_close(of_dot, (dense[0], product))
+    assert_close(of_both, (convolved, product))
+
+
+def test_groups_of_a_ragged_product():
+    x, w = arrays((6, 8), (2, 8, 3))
+    sizes = jnp.array([2, 3])
+    out = quantize_products(lax.ragged_dot, RULES_ALL)(x, w, sizes)
+    expected = lax.ragged_dot(rounded(x, -1), rounded(w, 1), sizes)
+    assert_close(out, expected)
+
+
+@pytest.mark.parametrize(("qtype", "tile"), [("int8", 4), ("int8", 0.5), ("mxfp8", None)])
+def test_tiles_lie_along_what_is_contracted(qtype, tile):
+    q, k = arrays((4, 64), (5, 64))
+    rule = Rule(".*", None, act_qtype=qtype, tile_size=tile)
+    size = {4: 4, 0.5: 32, None: 32}[tile]
+    of = lambda x: vn.quant.quantize(x, qtype, channelwise_axes=[0], tiled_axes={1: size})
+    out = quantize_products(lambda q, k: q @ k.T, [rule])(q, k)
+    assert_close(out, of(q).dequantize() @ of(k).dequantize().T)
+
+
+def test_groups_of_heads():
+    q, k = arrays((2, 4, 2, 3, 8), (2, 5, 2, 8))  # queries share keys by threes
+    f = lambda q, k: jnp.einsum("btkgd,bskd->bkgts", q, k)
+    assert_close(quantize_products(f, RULES_ALL)(q, k), f(rounded(q, -1), rounded(k, -1)))
+
+
+def test_the_host_is_given_arrays():
+    seen = []
+
+    def f(q, k):
+        jax.debug.callback(lambda x: seen.append(type(x)), q)
+        jax.debug.print("{}", k.sum())
+        q = jax.pure_callback(
+            lambda x: np.asarray(x) * 2, jax.ShapeDtypeStruct(q.shape, q.dtype), q
+        )
+        return vn.materialise(q) @ k.T
+
+    q, k = arrays((4, 8), (5, 8))
+    out = quantize_products(f, RULES_ALL)(q, k)
+    jax.effects_barrier()
+    assert not issubclass(seen[0], vn.Value)
+    assert_close(out, rounded(2 * q, -1) @ rounded(k, -1).T)
+
+
+def test_calls_nest_and_the_inner_rules_come_first():
+    q, k = arrays((4, 8), (5, 8))
+    f = lambda q, k: q @ k.T
+    inner = quantize_products(f, [Rule(".*", None, act_qtype="float8_e4m3fn")])
+    fp8 = functools.partial(rounded, qtype="float8_e4m3fn")
+    out = quantize_products(inner, RULES_ALL)(q, k)
+    assert_close(out, fp8(q, -1) @ fp8(k, -1).T)
+    unmatched = quantize_products(f, [Rule("elsewhere", None)])
+    with pytest.warns(UserWarning, match="elsewhere"):
+        out = quantize_products(unmatched, RULES_ALL)(q, k)
+    assert_close(out, f(rounded(q, -1), rounded(k, -1)))
+    g = lambda q, k: inner(q, k) @ (q @ q.T @ q @ k.T).T
+    expected = inner(q, k)
+    qq = rounded(rounded(q, -1) @ rounded(q, -1).T, -1) @ rounded(q, 0)
+    other = rounded(qq, -1) @ rounded(k, -1).T
+    assert_close(
+        quantize_products(g, RULES_ALL)(q, k), rounded(expected, -1) @ rounded(other, -1).T
+    )
+
+
+def test_trees_keywords_and_what_is_no_array():
+    q, k = arrays((4, 8), (5, 8))
+
+    def f(tree, *, k, name, flag=True):
+        assert (name, flag) == ("a", True)
+        return {"out": tree["q"] @ k.T, "n": tree["n"]}
+
+    out = quantize_products(f, RULES_ALL)({"q": q, "n": 3}, k=k, name="a")
+    assert out["n"] == 3
+    assert_close(out["out"], rounded(q, -1) @ rounded(k, -1).T)
+
+
+def test_dtypes():
+    for dtype in (jnp.bfloat16, jnp.float16):
+        q, k = (x.astype(dtype) for x in arrays((4, 8), (5, 8)))
+        out = quantize_products(lambda q, k: q @ k.T, RULES_ALL)(q, k)
+        assert out.dtype == dtype
+        expected = rounded(q, -1).astype(jnp.float32) @ rounded(k, -1).astype(jnp.float32).T
+        np.testing.assert_allclose(out.astype(jnp.float32), expected, rtol=2e-2, atol=2e-2)
+    n = jnp.arange(4)
+    assert quantize_products(lambda x: x @ x, RULES_ALL[:0])(n) == 14
+
+
+def test_explain_says_where():
+    (event, _) = quantised_products(quantize_products(attention, RULES), *QKV)
+    assert event.how == "activations in int8, as they are at 'attention/bqhd,bkhd->bhqk'"
+
+
+def test_a_rule_that_matches_nothing_warns_with_the_places():
+    f = quantize_products(attention, [Rule("mlp", None, act_qtype="int6")])
+    with pytest.warns(UserWarning, match=r"'mlp' matches no product.*'attention/bqhd,bkhd->bhqk'"):
+        f(*QKV)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        Rule(".*", "int8", act_qtype="int8"),
+        Rule(".*", None, act_qtype="int8", act_range="mean"),
+        Rule(".*", None, grad_qtype="int8"),
+        Rule(".*", None, act_qtype="int8", tile_axis=-1),
+    ],
+)
+def test_a_rule_that_says_more_is_refused(rule):
+    with pytest.raises(ValueError, match="says more than"):
+        quantize_products(attention, [rule])
+
+
+def test_errors_name_the_place():
+    q, k = arrays((4, 9), (5, 9))
+    f = quantize_products(lambda q, k: q @ k.T, [Rule(".*", None, act_qtype="int8", tile_size=4)])
+    with pytest.raises(ValueError, match="tile of 4") as error:
+        f(q, k)
+    assert any("quantising an activation of shape (4, 9)" in note for note in error.value.__notes__)
+    with pytest.raises(TypeError, match=r"sequence of vn\.quant\.Rule"):
+        quantize_products(attention, [".*"])
+
+
+@pytest.mark.parametrize("name", ["einsum", "ragged_dot", "matmul"])
+def test_op_names_are_those_of_primitives(name):
+    with pytest.raises(ValueError, match="unknown product"):
+        Rule(".*", None, act_qtype="int8", op_names=(name,))
+    with pytest.raises(TypeError, match="sequence of names"):
+        Rule(".*", None, op_names="dot_general")
+
+
+def test_op_names_of_a_weight():
+    (kernel,), (x,) = arrays((1, 8, 4)), arrays((2, 3, 8), seed=1)
+
+    def f(kernel, x):
+        spec = ("NWC", "WIO", "NWC")
+        convolved = lax.conv_general_dilated(x, kernel, (1,), "SAME", dimension_numbers=spec)
+        return convolved, x @ kernel[0]
+
+    out = {}
+    for ops in ((), ("dot_general",), ("conv_general_dilated",)):
+        rule = Rule(".*", "int8", act_qtype="int8", op_names=ops)
+        out[ops] = vn.implicit(f)(vn.quant.quantize_tree(kernel, [rule]), x)
+    weight = vn.quant.quantize(kernel, "int8", channelwise_axes=[0, 2]).dequantize()
+    dense = f(weight, x)
+    assert_close(out["dot_general",], (dense[0], out[()][1]))
+    assert_close(out["conv_general_dilated",], (out[()][0], dense[1]))
+    assert differs(out[()], dense)
+    with pytest.raises(ValueError, match="every product"):
+        vn.quant.quantize_tree(kernel, [rule], train=True)
+
+
+def test_with_high_types():
+    q, k, v = QKV
+    with vn.hijax.enabled():
+        out = jax.jit(quantize_products(attention, RULES))(q, k, v)
+        gradient = jax.grad(loss(quantize_products(attention, RULES)))(q, k, v)
+    assert_close(out, reference(q, k, v))
+    assert_close(gradient, jax.grad(loss(reference))(q, k, v))
