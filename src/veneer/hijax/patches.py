@@ -47,7 +47,7 @@ from .mapping import (
 from .mode import is_enabled, jax_patches
 from .operations import Apply, Parameters
 from .results import check_shardings, of_leaves, run_jit
-from .shard_map import bind_leaves, brought_in, take_dense_specs
+from .shard_map import bind_leaves, brought_in, refuse_by_leaf, take_dense_specs
 from .types import HighType, TangentType, canonical, is_complete, type_of
 from .values import HighArray, Tangent, exposed, flatten_value, value_of
 
@@ -279,6 +279,7 @@ jax_patches.attribute(loops, "_infer_scan_length", _scan_length)
 jax_patches.attribute(loops, "pe", lambda tracing: _Tracing(tracing, trace_loop))
 jax_patches.attribute(conditionals, "pe", lambda tracing: _Tracing(tracing, trace_branch))
 jax_patches.attribute(jax_shard_map, "_shard_map", take_dense_specs)
+jax_patches.attribute(jax_shard_map, "broadcast_prefix", refuse_by_leaf)
 jax_patches.attribute(type(find_primitive("shard_map")), "bind_with_trace", bind_leaves)
 jax_patches.attribute(find_primitive("remat"), "to_lojax", lambda _: _run_checkpoint)
 # A custom_vjp that is differentiated forwards, on values: the error that JAX has for arrays.
