@@ -278,13 +278,18 @@ def make_dense(primitive: Primitive, values: Sequence[Any]) -> list[Any]:
         raise
 
 
-def refuse_derivatives(values: Sequence[Any], error: Exception | None = None) -> None:
-    """Refuses trees of derivatives by the leaves of a value, where one of those is no number."""
+def refuse_leaves(values: Sequence[Any], error: Exception | None = None) -> None:
+    """Refuses values of which a leaf, or its type, is of no numbers."""
     for value in filter(is_value, values):
-        if jax.dtypes.float0 in [getattr(x, "dtype", None) for x in jax.tree.leaves(value)]:
+        what, leaves = "", jax.tree.leaves(value)
+        if any(isinstance(x, jax.Ref | jax.ref.AbstractRef) for x in leaves):
+            what = "a jax.Ref for each leaf"
+        elif jax.dtypes.float0 in [getattr(x, "dtype", None) for x in leaves]:
+            what = "derivatives by leaves, float0 for integers,"
+        if what:
             raise TypeError(
-                f"this {type(value).__name__} holds derivatives by leaves, float0 for integers, "
-                "and stands for no array: compute on its leaves, by jax.tree.map"
+                f"this {type(value).__name__} holds {what} and stands for no array: compute on its "
+                "leaves, by jax.tree.map"
             ) from error
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 
 from .._core.surface.array import ImplicitArray
-from .._core.value import Value, is_value
 from .._jax.hijax import (
     FlatTree,
     ad_checkpoint,
@@ -32,13 +31,20 @@ from .._jax.hijax import (
 from .._jax.primitives import find_primitive
 from .._jax.tracing import is_eager, set_current_trace
 from .control_flow import trace_branch, trace_loop
+from .derivatives import (
+    Flattening,
+    conform_cotangents,
+    map_by_leaves,
+    pair_tangents,
+    pull_to_leaves,
+    typed_arguments,
+)
 from .high import apply
 from .mapping import (
     axes_of_arrays,
     broadcast_values,
     from_mapped,
     is_mapped_whole,
-    map_of_derivatives,
     refuse_no_batches,
     scan_arrays,
     scan_slices,
@@ -48,8 +54,8 @@ from .mode import is_enabled, jax_patches
 from .operations import Apply, Parameters
 from .results import check_shardings, of_leaves, run_jit
 from .shard_map import bind_leaves, brought_in, refuse_by_leaf, take_dense_specs
-from .types import HighType, TangentType, canonical, is_complete, type_of
-from .values import HighArray, Tangent, exposed, flatten_value, value_of
+from .types import HighType, TangentType, canonical, type_of
+from .values import HighArray, Tangent, exposed, value_of
 
 # Values as operands.
 
@@ -135,55 +141,13 @@ def _refuse_empty(is_high: Callable) -> Callable:
     return of_type
 
 
-# Arguments of derivatives.
-
-
-def _with_dense_tangents(tree: Any) -> Any:
-    """The arguments of a derivative, of which a value with a dense tangent is one leaf."""
-    return jax.tree.map(_as_one_leaf, tree, is_leaf=is_value) if is_enabled() else tree
-
-
-def _as_one_leaf(x: Any) -> Any:
-    if not isinstance(x, Value) or not is_complete(x):
-        return x
-    if x.dense_tangent:
-        return canonical(x)
-    leaves, treedef = flatten_value(x)
-    return jax.tree.unflatten(treedef, list(map(_as_one_leaf, leaves)))
-
-
-def _typed_arguments(argnums_partial2: Callable) -> Callable:
-    def typed(*args: Any) -> Any:
-        function, dynamic = argnums_partial2(*args)
-        return function, _with_dense_tangents(dynamic)
-
-    return typed
-
-
-class _Flattening:
-    """JAX's functions of flat trees, as `jax.vjp`, `jvp` and `linearize` use them."""
-
-    def __init__(self, flat_trees: Any):
-        self._flat_trees = flat_trees
-
-    def flatten(self, tree: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._flat_trees.flatten(_with_dense_tangents(tree), *args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._flat_trees, name)
-
-
 # Results.
-
-
-def _value_of_array(x: Any) -> Any:
-    return exposed(x) if type(x) is HighArray else x
 
 
 def _unflatten_values(unflatten: Callable) -> Callable:
     def unflatten_values(self: Any) -> Any:
         has_values = HighArray in map(type, self.vals)
-        return unflatten(self.map(_value_of_array) if has_values else self)
+        return unflatten(self.map(value_of) if has_values else self)
 
     return unflatten_values
 
@@ -248,14 +212,19 @@ jax_patches.canonical(Tangent, lambda x: x)
 jax_patches.attribute(ImplicitArray, "__jax_array__", lambda _: property(_jax_array))
 jax_patches.attribute(core.Primitive, "bind_with_trace", _bind)
 # Derivatives: a value with a dense tangent is one leaf of the arguments.
-jax_patches.attribute(api, "argnums_partial2", _typed_arguments)
+jax_patches.attribute(api, "argnums_partial2", typed_arguments)
 _trees = "FlatTree" if hasattr(api, "FlatTree") else "ft"  # JAX < 0.12, or not
-jax_patches.attribute(api, _trees, _Flattening)
+jax_patches.attribute(api, _trees, Flattening)
+# Jacobians are of leaves, and so is what rules of users are given and give.
+jax_patches.attribute(api, "vjp", pull_to_leaves)
+jax_patches.attribute(api, "vmap", map_by_leaves)
+jax_patches.attribute(custom_derivatives, "_flatten_bwd", conform_cotangents)
+jax_patches.attribute(custom_derivatives, "_flatten_jvp", pair_tangents)
 # Results that JAX hands to users hold values, and not what stands for them inside.
 jax_patches.attribute(FlatTree, "unflatten", _unflatten_values)
-for _module in (custom_derivatives, ad_checkpoint):
-    jax_patches.attribute(_module, "tree_unflatten", _unflatten_with(_value_of_array))
-jax_patches.attribute(api, "tree_unflatten", _unflatten_with(exposed))
+jax_patches.attribute(ad_checkpoint, "tree_unflatten", _unflatten_with(value_of))
+for _module in (custom_derivatives, api):
+    jax_patches.attribute(_module, "tree_unflatten", _unflatten_with(exposed))
 for _name in ("_jvp", "_lift_linearized"):
     jax_patches.attribute(api, _name, _exposed_results)
 # Jitted functions give leaves, called or compiled ahead of time.
@@ -269,7 +238,6 @@ jax_patches.attribute(batching, "to_elt", to_mapped)
 jax_patches.attribute(batching, "from_elt", from_mapped)
 jax_patches.attribute(batching, "broadcast", broadcast_values)
 jax_patches.attribute(api, "flatten_axes", axes_of_arrays)
-jax_patches.attribute(api, "vmap", map_of_derivatives(api))
 jax_patches.attribute(jax_pmap, "_get_in_axes_flat", refuse_no_batches)
 jax_patches.boundary(loops.scan, scan_slices)
 jax_patches.boundary(loops.map, scan_slices)
