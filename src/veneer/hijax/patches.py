@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from .._core.surface.array import ImplicitArray
+from .._core.value import Value, is_value
 from .._jax.hijax import (
     FlatTree,
     ad_checkpoint,
@@ -28,23 +29,18 @@ from .._jax.hijax import (
     pjit,
     stages,
 )
-from .._jax.primitives import find_primitive
+from .._jax.primitives import Primitive, find_primitive
 from .._jax.tracing import is_eager, set_current_trace
 from .control_flow import trace_branch, trace_loop
-from .derivatives import (
-    Flattening,
-    conform_cotangents,
-    map_by_leaves,
-    pair_tangents,
-    pull_to_leaves,
-    typed_arguments,
-)
+from .custom_derivatives import conform_cotangents, pair_tangents
 from .high import apply
 from .mapping import (
     axes_of_arrays,
     broadcast_values,
+    by_leaves,
     from_mapped,
     is_mapped_whole,
+    made_dense,
     refuse_no_batches,
     scan_arrays,
     scan_slices,
@@ -54,8 +50,8 @@ from .mode import is_enabled, jax_patches
 from .operations import Apply, Parameters
 from .results import check_shardings, of_leaves, run_jit
 from .shard_map import bind_leaves, brought_in, refuse_by_leaf, take_dense_specs
-from .types import HighType, TangentType, canonical, type_of
-from .values import HighArray, Tangent, exposed, value_of
+from .types import HighType, TangentType, canonical, is_complete, is_typed, opened, type_of
+from .values import HighArray, Tangent, exposed, flatten_value, value_of
 
 # Values as operands.
 
@@ -141,6 +137,109 @@ def _refuse_empty(is_high: Callable) -> Callable:
     return of_type
 
 
+# Arguments of derivatives.
+
+
+def _with_dense_tangents(tree: Any) -> Any:
+    """The arguments of a derivative, of which a value with a dense tangent is one leaf."""
+    return jax.tree.map(_as_one_leaf, tree, is_leaf=is_value) if is_enabled() else tree
+
+
+def _as_one_leaf(x: Any) -> Any:
+    if not isinstance(x, Value) or not is_complete(x):
+        return x
+    if x.dense_tangent:
+        return canonical(x)
+    leaves, treedef = flatten_value(x)
+    return jax.tree.unflatten(treedef, list(map(_as_one_leaf, leaves)))
+
+
+def _typed_arguments(argnums_partial2: Callable) -> Callable:
+    def typed(*args: Any) -> Any:
+        function, dynamic = argnums_partial2(*args)
+        return function, _with_dense_tangents(dynamic)
+
+    return typed
+
+
+class _Flattening:
+    """JAX's functions of flat trees, as `jax.vjp`, `jvp` and `linearize` use them."""
+
+    def __init__(self, flat_trees: Any):
+        self._flat_trees = flat_trees
+
+    def flatten(self, tree: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._flat_trees.flatten(_with_dense_tangents(tree), *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._flat_trees, name)
+
+
+# Jacobians.
+
+#: Names what is made dense for one; it is never bound.
+_JACOBIAN = Primitive("jacobian")
+
+
+def _pull_to_leaves(vjp: Callable) -> Callable:
+    """JAX's `vjp` as `jax.jacrev` uses it."""
+
+    def vjp_of_leaves(function: Callable, *primals: Any, has_aux: bool = False, **kw: Any) -> Any:
+        return vjp(_to_leaves(function, has_aux), *primals, has_aux=has_aux, **kw)
+
+    return vjp_of_leaves
+
+
+def _map_by_leaves(vmap: Callable) -> Callable:
+    """JAX's `vmap` as its Jacobians use it, with tangents for arguments and results."""
+
+    def vmap_of_any(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(function, partial) and function.func is api._jvp:
+            of, *primals = function.args
+            of = _to_leaves(of, function.keywords["has_aux"])
+            function = partial(function.func, of, *primals, **function.keywords)
+        elif not isinstance(function, api.VJP):
+            return vmap(function, *args, **kwargs)
+
+        def one(*tangents: Any) -> Any:
+            with by_leaves(False):
+                return function(*tangents)
+
+        mapped = vmap(one, *args, **kwargs)
+
+        def of_leaves(*tangents: Any) -> Any:
+            with by_leaves(True):
+                return mapped(*tangents)
+
+        return of_leaves
+
+    return vmap_of_any
+
+
+def _to_leaves(function: Callable, has_aux: bool) -> Callable:
+    """A function whose Jacobian is taken: its results are arrays, each with an axis for itself."""
+
+    def arrays_of(*args: Any) -> Any:
+        out = function(*args)
+        if not is_enabled():
+            return out
+        if has_aux:
+            return jax.tree.map(_for_jacobian, out[0], is_leaf=is_value), *out[1:]
+        return jax.tree.map(_for_jacobian, out, is_leaf=is_value)
+
+    return arrays_of
+
+
+def _for_jacobian(x: Any) -> Any:
+    x = exposed(x)
+    if not is_typed(x) and not (isinstance(x, Value) and is_complete(x)):
+        return x
+    if (x.aval.cls if is_typed(x) else x).dense_tangent:
+        return made_dense(_JACOBIAN, x)
+    leaves, treedef = flatten_value(opened(x))
+    return jax.tree.unflatten(treedef, list(map(_for_jacobian, leaves)))
+
+
 # Results.
 
 
@@ -212,12 +311,12 @@ jax_patches.canonical(Tangent, lambda x: x)
 jax_patches.attribute(ImplicitArray, "__jax_array__", lambda _: property(_jax_array))
 jax_patches.attribute(core.Primitive, "bind_with_trace", _bind)
 # Derivatives: a value with a dense tangent is one leaf of the arguments.
-jax_patches.attribute(api, "argnums_partial2", typed_arguments)
+jax_patches.attribute(api, "argnums_partial2", _typed_arguments)
 _trees = "FlatTree" if hasattr(api, "FlatTree") else "ft"  # JAX < 0.12, or not
-jax_patches.attribute(api, _trees, Flattening)
+jax_patches.attribute(api, _trees, _Flattening)
 # Jacobians are of leaves, and so is what rules of users are given and give.
-jax_patches.attribute(api, "vjp", pull_to_leaves)
-jax_patches.attribute(api, "vmap", map_by_leaves)
+jax_patches.attribute(api, "vjp", _pull_to_leaves)
+jax_patches.attribute(api, "vmap", _map_by_leaves)
 jax_patches.attribute(custom_derivatives, "_flatten_bwd", conform_cotangents)
 jax_patches.attribute(custom_derivatives, "_flatten_jvp", pair_tangents)
 # Results that JAX hands to users hold values, and not what stands for them inside.

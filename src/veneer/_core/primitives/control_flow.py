@@ -14,11 +14,11 @@ from jax.tree_util import treedef_is_leaf
 
 from ..._jax.primitives import bind_scan, find_primitive, scan_counts
 from ..batch_axes import has_batch_axes, takes_batch_axis
-from ..labels import dense_unless, is_label, may_be_labelled, refuses_to_be_dense
 from ..policy import tell
 from ..rules import structural
 from ..tree import split_list
 from ..value import Value, describe, is_value, make_dense
+from .labels import dense_unless, is_label, may_be_labelled, refuses_to_be_dense
 from .staging import (
     DENSE,
     Staged,
