@@ -31,7 +31,14 @@ from .._jax.hijax import (
 )
 from .._jax.primitives import Primitive, find_primitive
 from .._jax.tracing import is_eager, set_current_trace
-from .control_flow import trace_branch, trace_loop
+from .control_flow import (
+    check_branches,
+    check_carry,
+    meet_in_branches,
+    meet_in_carry,
+    trace_branch,
+    trace_loop,
+)
 from .custom_derivatives import conform_cotangents, pair_tangents
 from .high import apply
 from .mapping import (
@@ -338,6 +345,8 @@ jax_patches.attribute(batching, "from_elt", from_mapped)
 jax_patches.attribute(batching, "broadcast", broadcast_values)
 jax_patches.attribute(api, "flatten_axes", axes_of_arrays)
 jax_patches.attribute(jax_pmap, "_get_in_axes_flat", refuse_no_batches)
+jax_patches.boundary(loops.scan, meet_in_carry)
+jax_patches.boundary(loops.while_loop, meet_in_carry)
 jax_patches.boundary(loops.scan, scan_slices)
 jax_patches.boundary(loops.map, scan_slices)
 jax_patches.boundary(loops.associative_scan, scan_arrays)
@@ -345,6 +354,10 @@ jax_patches.boundary(loops.associative_scan, scan_arrays)
 jax_patches.attribute(loops, "_infer_scan_length", _scan_length)
 jax_patches.attribute(loops, "pe", lambda tracing: _Tracing(tracing, trace_loop))
 jax_patches.attribute(conditionals, "pe", lambda tracing: _Tracing(tracing, trace_branch))
+jax_patches.attribute(loops, "_check_carry_type", check_carry)
+jax_patches.boundary(conditionals.cond, meet_in_branches)
+jax_patches.boundary(conditionals.switch, meet_in_branches)
+jax_patches.attribute(conditionals, "_check_branch_outputs", check_branches)
 jax_patches.attribute(jax_shard_map, "_shard_map", take_dense_specs)
 jax_patches.attribute(jax_shard_map, "broadcast_prefix", refuse_by_leaf)
 jax_patches.attribute(type(find_primitive("shard_map")), "bind_with_trace", bind_leaves)
