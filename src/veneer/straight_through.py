@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import zero_from_primal
 
-from ._core.labels import dense_unless
+from ._core.primitives.labels import dense_unless
 from ._core.surface.array import ImplicitArray
 from ._core.transform import redispatch
 from ._core.value import Value, describe, is_value, materialise_one

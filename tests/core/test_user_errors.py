@@ -197,6 +197,21 @@ def test_what_a_method_gives_is_not_iterated_over(method):
         vn.implicit(METHODS[method])(odd)
 
 
+MESH = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+PLACED = jax.sharding.NamedSharding(MESH, jax.sharding.PartitionSpec("x"))
+
+
+@pytest.mark.parametrize("axes", [Endless(), [Endless()], [[Endless()]], 3, [[0]]], ids=str)
+@pytest.mark.parametrize("program", ["moved", "placed"])
+def test_leaf_axes_that_are_none_are_refused(axes, program):
+    odd = typed(leaf_axes=lambda self: axes, materialise=lambda self: self.x + 0)  # no label
+    place = lambda x: jax.lax.with_sharding_constraint(x, PLACED)
+    with pytest.raises(
+        TypeError, match=r"Odd\.leaf_axes returns .* an entry for each axis of each"
+    ):
+        vn.implicit({"moved": jnp.flip, "placed": place}[program])(odd)
+
+
 def test_a_value_that_has_no_end_is_one_operand():
     w = EndlessArray(X)
     for program in (jnp.sin, lambda x: jnp.where(x > 1, x, 0) + jnp.ones(3), jnp.flip, jnp.sum):

@@ -179,3 +179,94 @@ def test_a_custom_vjp_is_not_differentiated_forwards(name, x):
     with pytest.raises(TypeError, match="forward-mode autodiff"):
         jax.jit(lambda s: jax.jvp(lambda s: f(see(scaled(value, s))), (s,), (s,)))(1.0)
     assert jnp.allclose(jax.jit(jax.grad(lambda s: f(see(scaled(value, s)))))(1.0), 0)
+
+
+# Results and rules of values that are typed, or trees.
+
+both_ways = pytest.mark.parametrize("jit", [False, True], ids=["eager", "jitted"])
+
+
+@both_ways
+@pytest.mark.parametrize("transform", [jax.jacrev, jax.jacfwd])
+def test_the_jacobian_of_a_typed_result(transform, jit, weight, high, agree_by_leaves):
+    """It is that of the dense array, or of each leaf, and of both kinds it is an array."""
+    by_weight = transform(high)
+    found = (jax.jit(by_weight) if jit else by_weight)(weight.value)
+    plain = (lambda w: 1 * w) if weight.dense_tangent else lambda w: jax.tree.map(jnp.copy, w)
+    agree_by_leaves(found, transform(plain)(weight.dense if weight.dense_tangent else weight.value))
+
+    by_scalar = lambda w: transform(lambda s: {"w": high(w) * s})(2.0)["w"]
+    found = (jax.jit(by_scalar) if jit else by_scalar)(weight.value)
+    if weight.dense_tangent:
+        agree_by_leaves(found, weight.dense)
+    else:
+        agree_by_leaves(
+            found, jax.jacfwd(lambda s: vn.implicit(jnp.multiply)(weight.value, s))(2.0)
+        )
+
+
+@both_ways
+def test_what_comes_with_a_jacobian_stays_as_it_is(jit, weight, high):
+    jacobian = jax.jacrev(lambda w: (high(w), w), has_aux=True)
+    _, aux = (jax.jit(jacobian) if jit else jacobian)(weight.value)
+    assert type(aux) is type(weight.value)
+
+
+GIVEN = {"typed": lambda high: high, "a tree": lambda high: lambda w: w}
+
+
+@both_ways
+@pytest.mark.parametrize("argument", GIVEN)
+@pytest.mark.parametrize("cotangent", GIVEN)
+def test_what_a_backward_rule_gives(cotangent, argument, jit, weight, x, high, agree_by_leaves):
+    plain = lambda w: jnp.sum(jnp.sin(jnp.dot(x, w)))
+
+    def implicit(ct):
+        if not weight.dense_tangent:
+            return ct
+        return vn.types.LoraArray(ct, jnp.zeros((4, 1)), jnp.zeros((1, 6)))
+
+    f = jax.custom_vjp(plain)
+    given = GIVEN[cotangent](high)
+    pull = lambda _, ct: (given(implicit(jax.vjp(plain, weight.value)[1](ct)[0])),)
+    f.defvjp(lambda w: (f(w), None), pull)
+    loss = lambda w: f(GIVEN[argument](high)(w))
+    found = (jax.jit(jax.grad(loss)) if jit else jax.grad(loss))(weight.value)
+    agree_by_leaves(found, weight.reference(jax.grad, plain))
+    assert type(found) is type(weight.reference(jax.grad, plain))
+
+
+@both_ways
+def test_a_dense_cotangent_of_leaves_is_refused(jit):
+    """JAX gives it to each of the leaves, whose shapes it fits here."""
+    w = vn.types.LoraArray(*[jnp.eye(4)] * 3)
+    f = jax.custom_vjp(lambda w: jnp.sum(w))
+    f.defvjp(lambda w: (f(w), w), lambda w, ct: (jnp.full((4, 4), ct),))
+    grad = lambda f: jax.jit(jax.grad(f)) if jit else jax.grad(f)
+    with pytest.raises(TypeError, match=r"gives float32\[4,4\] for the argument LoraArray\("):
+        grad(f)(w)
+    with pytest.raises(TypeError, match=r"gives float32\[4,4\] for the argument (lora|Lora)"):
+        grad(lambda w: f(w.T))(w)
+
+
+RULED = {
+    "grad": lambda f, t: jax.grad(f),
+    "jvp": lambda f, t: lambda w: jax.jvp(f, (w,), (t,)),
+    "jacfwd": lambda f, t: jax.jacfwd(f),
+}
+
+
+@both_ways
+@pytest.mark.parametrize("argument", GIVEN)
+@pytest.mark.parametrize("typed_result", [False, True], ids=["dense result", "typed result"])
+@pytest.mark.parametrize("name", RULED)
+def test_a_jvp_in_a_rule(name, typed_result, argument, jit, weight, x, high, agree_by_leaves):
+    inner = high if typed_result else lambda w: jnp.sin(jnp.dot(x, w))
+    f = jax.custom_jvp(inner)
+    f.defjvp(lambda primals, tangents: jax.jvp(inner, primals, tangents))
+    see = GIVEN[argument](high)
+    last = lambda y: jnp.sum(jnp.sin(jnp.dot(x, y)) if typed_result else y)
+    run = RULED[name](lambda w: last(f(see(w))), tangent_of(weight))
+    found = (jax.jit(run) if jit else run)(weight.value)
+    plain = RULED[name](lambda w: last(inner(w)), tangent_of(weight))
+    agree_by_leaves(found, plain(weight.value))

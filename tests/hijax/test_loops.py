@@ -154,8 +154,110 @@ def test_a_body_wrapped_by_functools_is_itself(weight):
     assert lax.cond(True, negated, branch, weight.value) == -first
 
 
-def test_a_carry_that_becomes_dense_is_refused_by_name():
-    q = vn.quant.quantize(jnp.eye(4), "int8")
-    loss = lambda w: jnp.sum(lax.fori_loop(0, 3, lambda i, c: c * 0.5, w))
-    with pytest.raises(TypeError, match=r"comes in as q8\[4,4\] and goes out as a dense array"):
-        jax.grad(loss)(q)
+# What meets is of two types: it is made dense there, as under vn.implicit.
+
+
+def halves(c):
+    return 0.5 * jnp.sin(c)
+
+
+MEET = {
+    "scan": lambda w, see: lax.scan(lambda c, _: (halves(c), None), see(w), None, length=3)[0],
+    "scan, by keywords": lambda w, see: lax.scan(
+        f=lambda c, _: (halves(c), c.sum()), init=see(w), length=3
+    )[1],
+    "fori_loop": lambda w, see: lax.fori_loop(0, 3, lambda i, c: halves(c), see(w)),
+    "a loop of unknown length": lambda w, see: lax.fori_loop(
+        0, jnp.int32(3), lambda i, c: halves(c), see(w)
+    ),
+    "while_loop": lambda w, see: lax.while_loop(
+        lambda c: jnp.sum(c**2) > 0.1, lambda c: halves(c), see(w)
+    ),
+    "while_loop, by keywords": lambda w, see: lax.while_loop(
+        cond_fun=lambda c: c[0] < 3,
+        body_fun=lambda c: (c[0] + 1, halves(c[1])),
+        init_val=(0, see(w)),
+    )[1],
+    "one after another": lambda w, see: lax.scan(
+        lambda c, _: ((c[1], halves(c[2]), c[0]), None), (see(w), see(w), see(w)), None, length=4
+    )[0][2],
+    "one that begins dense": lambda w, see: lax.scan(
+        lambda c, _: (see(w), jnp.sum(c)), jnp.ones(w.shape), None, length=2
+    )[0],
+    "nested": lambda w, see: lax.fori_loop(
+        0, 2, lambda i, c: lax.fori_loop(0, 2, lambda i, c: halves(c), c), see(w)
+    ),
+    "cond": lambda w, see: lax.cond(True, lambda w: see(w), halves, w),
+    "cond, by keywords": lambda w, see: lax.cond(
+        pred=True, true_fun=lambda w: halves(w), false_fun=lambda w: see(w), operand=w
+    ),
+    "cond without operands": lambda w, see: lax.cond(
+        False, lambda: (see(w), 1.0), lambda: (halves(w), 2.0)
+    )[0],
+    "one side a tree": lambda w, see: lax.cond(False, lambda: see(w), lambda: w),
+    "switch": lambda w, see: lax.switch(
+        1, [lambda w: see(w), lambda w: see(w), lambda w: halves(w)], see(w)
+    ),
+}
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jitted"])
+@pytest.mark.parametrize("typed", [False, True], ids=["a tree", "typed"])
+@pytest.mark.parametrize("name", MEET)
+def test_two_types_meet(name, typed, jit, weight, high, agree):
+    program = lambda w: MEET[name](w, high if typed else lambda w: w)
+    agree((jax.jit(program) if jit else program)(weight.value), program(weight.dense))
+
+
+@pytest.mark.parametrize("typed", [False, True], ids=["a tree", "typed"])
+@pytest.mark.parametrize("name", [n for n in MEET if "while" not in n and "unknown" not in n])
+def test_gradients_where_two_types_meet(name, typed, weight, high, agree_by_leaves):
+    loss = lambda w: jnp.sum(jnp.sin(MEET[name](w, high if typed else lambda w: w)))
+    agree_by_leaves(jax.jit(jax.grad(loss))(weight.value), weight.reference(jax.grad, loss))
+
+
+@pytest.mark.parametrize("name", ["scan", "while_loop", "cond"])
+def test_what_meets_is_made_dense_visibly(name, weight, high):
+    program = lambda w: MEET[name](w, high)
+    with pytest.raises(vn.MaterialiseError, match=f"{name.removesuffix('_loop')}\\("):
+        vn.implicit(jax.jit(program), False, on_materialise="error")(weight.value)
+
+
+def test_types_of_storage_meet_dense(high):
+    upper = vn.types.Triangular(jnp.ones((4, 4)), lower=False)
+    flipped = lambda w: lax.scan(lambda c, _: (c.T, None), high(w), None, length=3)[0]
+    assert (jax.jit(flipped)(upper) == vn.materialise(upper).T).all()
+
+
+def test_metadata_that_is_meaning_is_refused_by_name():
+    m = vn.types.Quantity(jnp.ones(3), "m")
+    squares = lambda c: c * c
+    for loop, name in (
+        (
+            lambda m: lax.scan(lambda c, _: (squares(c), None), m, None, length=3)[0],
+            "carry 0 of scan",
+        ),
+        (lambda m: lax.while_loop(lambda c: True, squares, m), "carry 0 of while_loop"),
+        (lambda m: lax.cond(True, squares, lambda m: m, m), "output 0 of cond"),
+        (lambda m: lax.switch(0, [squares, lambda m: m], m), "output 0 of switch"),
+    ):
+        with pytest.raises(TypeError, match=rf"{name} is Quantity.*: their metadata differs"):
+            jax.jit(loop)(m)
+
+
+def test_a_zero_is_one_of_any_unit():
+    m = vn.types.Quantity(jnp.arange(3.0), "m")
+    last = lambda m: lax.scan(lambda c, v: (v, None), jnp.zeros(()), m)[0]
+    assert str(jax.jit(last)(m)) == str(m[2])
+    with pytest.raises(TypeError, match=r"carry 0 of scan .* Quantity refuses to be dense"):
+        jax.jit(lambda m: lax.scan(lambda c, v: (v, None), jnp.ones(()), m)[0])(m)
+
+
+def test_a_program_that_does_not_agree_is_refused_as_it_is(weight, high):
+    """In JAX's words, as of dense arrays."""
+    for program in (
+        lambda w: lax.scan(lambda c, _: (c[0], None), high(w), None, length=2),
+        lambda w: lax.cond(True, lambda: high(w), lambda: (w, w)),
+    ):
+        with pytest.raises(TypeError, match=r"carry input and carry output|same pytree structure"):
+            jax.jit(program)(weight.value)

@@ -92,6 +92,66 @@ def test_a_tree_of_specs_has_one_for_each_leaf(x, agree):
     agree(mapped(jnp.dot, (P(), specs), P(None, "y"))(x, w), x @ vn.materialise(w))
 
 
+def in_eights(w):
+    return vn.quant.quantize(w, "int8", channelwise_axes=(1,))
+
+
+MADE_OF_BLOCKS = {
+    "lora": lambda w, a, b: vn.types.LoraArray(w, a, b),
+    "quantised": lambda w, a, b: in_eights(w),
+    "lora of quantised": lambda w, a, b: vn.types.LoraArray(in_eights(w), a, b),
+    "typed": lambda w, a, b: vn.types.LoraArray(2 * w, a, b).T.T,  # of a high type
+}
+
+
+@both_ways
+@pytest.mark.parametrize("spec", [P("x"), P(None, "y"), P("x", "y"), P()], ids=str)
+@pytest.mark.parametrize("name", MADE_OF_BLOCKS)
+def test_a_tree_that_the_body_returns_is_joined_as_its_array_is(jit, spec, name, agree):
+    """A leaf that does not follow an axis of the array is not put together along it."""
+    if "quantised" in name and "x" in spec:
+        pytest.skip("columns are quantised as a whole")
+    make, leaves = MADE_OF_BLOCKS[name], (lora().w, lora().a, lora().b)
+    rows, columns = (*spec, None, None)[:2]
+    blocks = spec, P(rows), P(None, columns)
+    program = mapped(lambda *leaves: {"w": make(*leaves)}, blocks, {"w": spec})
+    out = (jax.jit(program) if jit else program)(*leaves)["w"]
+    agree(out, make(*leaves))
+    assert isinstance(out, vn.ImplicitArray)
+
+
+def test_a_tree_that_cannot_be_joined_is_refused(agree):
+    w = lora()
+    body = lambda w, a, b: vn.types.LoraArray(w, a, b)
+    with pytest.raises(TypeError, match=r"cannot join a LoraArray of the type lora\[4,8\] by"):
+        mapped(body, (P("x"), P("x"), P("x")), P("x"))(w.w, w.a, jnp.tile(w.b, (2, 1)))
+    cut = mapped(body, (P("x"), P("x"), P()), P("x"))
+    agree(cut(w.w, w.a, w.b), w)
+    part = jax.tree.unflatten(jax.tree.structure(w), [None, w.a, w.b])
+    with pytest.raises(TypeError, match=r"in_specs of shard_map has .*, which stands for no array"):
+        mapped(lambda part: part.a, P("x"), P("x"))(part)
+
+
+@both_ways
+def test_specs_by_leaf_of_typed_values(jit, agree, high):
+    w = lora()
+    by_leaf = jax.tree.unflatten(jax.tree.structure(w), [P("x"), P("x"), P()])
+    program = lambda w: mapped(lambda w: high(w), (by_leaf,), by_leaf)(high(w))
+    agree((jax.jit(program) if jit else program)(w), w)
+    with pytest.raises(TypeError, match=r"out_specs .* each leaf of a LoraArray, and .* float32"):
+        mapped(lambda w: vn.materialise(w), (by_leaf,), by_leaf)(high(w))
+
+
+def test_a_map_made_without_high_types_cuts_no_leaves(mode_off):
+    w = lora()
+    turned = mapped(lambda w: w, P("x"), P("x"))
+    made = mapped(lambda *leaves: vn.types.LoraArray(*leaves), (P("x"), P("x"), P()), P("x"))
+    with vn.hijax.enabled():
+        for run in (lambda: turned(w), lambda: made(w.w, w.a, w.b)):
+            with pytest.raises(TypeError, match="made before high types were turned on"):
+                run()
+
+
 @pytest.mark.parametrize("f", [whole, closed_over])
 def test_derivatives_through_shard_map(f, x, high, agree, agree_by_leaves):
     w = lora()

@@ -1,5 +1,6 @@
 """No move gives a value that its own constructor refuses: every type, every rule, every axis."""
 
+import inspect
 import itertools
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from support.every_type import EVERY_TYPE, T, plain, value
 
 import veneer as vn
 from veneer._core.trace import ImplicitTracer
+from veneer._core.value import stands_for
 
 
 @pytest.fixture(autouse=True)
@@ -184,3 +186,85 @@ def test_a_constructor_that_wants_known_entries_refuses_nothing():
 
     out = vn.implicit(lambda w: w[1:])(Sorted(jnp.arange(3.0)))
     assert isinstance(out, Sorted)
+
+
+class OwnConstructor(vn.ImplicitArray):
+    """The same with a constructor of its own, which takes something else than the fields."""
+
+    x: jax.Array
+    count: int = vn.static()
+
+    def __init__(self, rows):
+        self.__dict__.update(x=jnp.stack(rows), count=len(rows[0]))
+
+    __post_init__ = Matrices.__post_init__
+    materialise = Matrices.materialise
+
+
+@pytest.mark.parametrize(("move", "program"), list(moves(2)))
+def test_a_type_with_a_constructor_of_its_own(move, program):
+    w = OwnConstructor(list(jnp.arange(16.0).reshape(4, 4)))
+    out = vn.implicit(program)(w)
+    jax.tree.map(np.testing.assert_array_equal, plain(out), program(w.x))
+    jax.tree.map(check, out, is_leaf=lambda x: isinstance(x, vn.Value))
+
+
+def test_a_constructor_of_ones_own_is_followed_by_the_check():
+    with pytest.raises(ValueError, match="two axes"):
+        OwnConstructor([jnp.ones((2, 2))])
+
+    class Sub(OwnConstructor):
+        y: jax.Array
+
+        def __init__(self, rows, y):
+            super().__init__(rows)
+            self.__dict__["y"] = y
+
+        def __post_init__(self):
+            super().__post_init__()
+            assert self.y is not None  # not asked before it is there
+
+    Sub([jnp.ones(2)], jnp.ones(2))
+
+
+def test_the_checks_of_equinox_modules_are_asked():
+    eqx = pytest.importorskip("equinox")
+
+    class Module(eqx.Module, vn.ImplicitArray):
+        x: jax.Array
+
+        def __check_init__(self):
+            if self.x.ndim != 2:
+                raise ValueError("two axes")
+
+        def materialise(self):
+            return self.x + 0
+
+    w = Module(jnp.arange(16.0).reshape(4, 4))
+    np.testing.assert_array_equal(vn.implicit(lambda w: w[0])(w), w.x[0])  # dense, and no error
+
+
+def _classes(cls):
+    for sub in cls.__subclasses__():
+        yield sub
+        yield from _classes(sub)
+
+
+def test_every_type_of_ours_with_a_constructor_of_its_own_states_its_checks():
+    made = [c for c in _classes(vn.Value) if c.__module__.startswith("veneer.") and c._made_here]
+    own = [c for c in made if inspect.unwrap(c.__init__).__code__.co_filename != "<string>"]
+    assert {"QArray", "ActivationQuantized", "Toeplitz", "Lazy"} <= {c.__name__ for c in own}
+    assert [c for c in own if c.__post_init__.__module__ != c.__module__] == []
+
+
+@pytest.mark.parametrize("name", ["QArray", "ActivationQuantized"])
+def test_a_block_with_another_number_of_scales_is_none(name):
+    """Such as an outer function, or a rule of a user's, might put together."""
+    q = vn.quant.quantize(jnp.ones((4, 6)), "int8", channelwise_axes=(1,))
+    if name == "ActivationQuantized":
+        q = vn.quant.ActivationQuantized(jnp.ones((4, 6)), jnp.ones((1, 6)), qtype="int8")
+    codes, scale = map(jax.typeof, jax.tree.leaves(q))
+    block = jax.ShapeDtypeStruct((4, 3), codes.dtype)
+    of = lambda *shape: jax.ShapeDtypeStruct(shape, scale.dtype)
+    assert stands_for(jax.tree.structure(q), (block, of(1, 3))) == (4, 3)
+    assert stands_for(jax.tree.structure(q), (block, of(1, 2))) is None

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 
 from .leaf_axes import Axes, aligned
-from .value import Value, is_part, stands_for
+from .value import Value, stands_for, stated_layout
 
 
 class LeafLayout(NamedTuple):
@@ -27,25 +27,13 @@ class LeafLayout(NamedTuple):
 
 def layout_of(value: Value) -> LeafLayout:
     """The leaf axes of a value, as its type states them, or those of a batch."""
-    stated = value.leaf_axes()
-    if stated is not None:
-        parts, structure = jax.tree.flatten(value, is_part(value))
-        ndims = [aval_of(part).ndim for part in parts]
-        if not isinstance(stated, list | tuple) or [len(axes) for axes in stated] != ndims:
-            raise TypeError(
-                f"{type(value).__name__}.leaf_axes returns {stated!r}, and should have an entry "
-                f"for each axis of each leaf: {value!r}"
-            )
-        return LeafLayout(parts, structure, stated, True)
+    parts, structure, axes = stated_layout(value)
+    if axes is not None:
+        return LeafLayout(parts, structure, axes, True)
     leaves, structure = jax.tree.flatten(value)
     ndim, count = value.aval().ndim, _count_batch_axes(value)
     axes = [(*aligned(ndim)[:count], *[None] * (jax.typeof(x).ndim - count)) for x in leaves]
     return LeafLayout(leaves, structure, axes, False)
-
-
-def aval_of(part: Any) -> Any:
-    """The shape and dtype of a leaf, or of an implicit array among the fields."""
-    return part.aval() if isinstance(part, Value) else jax.typeof(part)
 
 
 def _count_batch_axes(value: Value) -> int:

@@ -66,6 +66,14 @@ def aligned(ndim: int) -> tuple[LeafAxis, ...]:
     return tuple(map(LeafAxis, range(-ndim, 0)))
 
 
+def are_axes(stated: Any, ndims: list[int]) -> bool:
+    """Whether a type states an entry for each axis of each leaf; nothing else is iterated over."""
+    lists = isinstance(stated, list | tuple) and all(isinstance(a, list | tuple) for a in stated)
+    if not lists or [len(axes) for axes in stated] != ndims:
+        return False
+    return all(axis is None or isinstance(axis, LeafAxis) for axes in stated for axis in axes)
+
+
 def partition(
     axes: Sequence[Axes], spec: PartitionSpec, old: Shape, new: Shape
 ) -> list[PartitionSpec] | None:

@@ -13,7 +13,7 @@ from .._jax.primitives import Primitive
 from .._jax.tracing import Trace, Tracer, set_current_trace, swap_trace
 from .dispatch import dispatch
 from .rules import structural_rule
-from .value import Value, refuse_derivatives
+from .value import Value, refuse_leaves
 
 
 class ImplicitTracer(Tracer):
@@ -25,7 +25,7 @@ class ImplicitTracer(Tracer):
         try:
             aval = value.aval()
         except Exception as error:
-            refuse_derivatives([value], error)
+            refuse_leaves([value], error)
             if any(x is None for x in jax.tree.leaves(value, is_leaf=lambda x: x is None)):
                 error.add_note(
                     f"{value!r} lacks leaves. If it is a part, by vn.tree.partition, put the parts "
@@ -83,7 +83,7 @@ class ImplicitTrace(Trace):
             # Here, for a type's aval() may compute, and a primitive leaves no trace current.
             return list(map(self.wrap, out)) if primitive.multiple_results else self.wrap(out)
         except Exception as error:
-            refuse_derivatives(values, error)
+            refuse_leaves(values, error)
             raise
         finally:
             swap_trace(previous)

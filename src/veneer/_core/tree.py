@@ -55,6 +55,7 @@ def make_dataclass(cls: type) -> None:
         if name not in vars(cls) and hasattr(cls, name):  # or the base's method becomes its default
             setattr(cls, name, dataclasses.field())
     declared = {k: v for k, v in vars(cls).items() if isinstance(v, dataclasses.Field)}
+    checks_itself = "__init__" not in vars(cls)  # as dataclass() makes them
     dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
     # A second decorator (flax.struct.dataclass, say) must find the class as its author wrote it:
     # with the declarations, which dataclass() takes off, and with no __setattr__ of its own.
@@ -62,12 +63,15 @@ def make_dataclass(cls: type) -> None:
         setattr(cls, name, declaration)
     for name in ("__setattr__", "__delattr__"):  # Value's refuse as well
         delattr(cls, name)
-    cls.__init__ = _takes_claims(cls.__init__)  # type: ignore[misc]
+    cls.__init__ = _checked(cls.__init__, checks_itself)  # type: ignore[misc]
     make_exportable(cls)
 
 
-def _takes_claims(init: Callable) -> Callable:
-    """A constructor that also takes the shape and dtype that its caller expects."""
+def _checked(init: Callable, checks_itself: bool) -> Callable:
+    """A constructor that also takes the shape and dtype that its caller expects.
+
+    A class's own is followed by `__post_init__`, as the one that `dataclass()` makes is.
+    """
     parameters = inspect.signature(init).parameters
     claimable = [name for name in ("shape", "dtype") if name not in parameters]
 
@@ -75,6 +79,8 @@ def _takes_claims(init: Callable) -> Callable:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         claims = {name: kwargs.pop(name) for name in claimable if name in kwargs}
         init(self, *args, **kwargs)
+        if not checks_itself and type(self).__init__ is __init__:  # and not called by a subclass
+            self.__post_init__()
         for name, claim in claims.items():
             claim = tuple(claim) if name == "shape" else jax.numpy.dtype(claim)
             if claim != getattr(self.aval(), name):
@@ -84,6 +90,16 @@ def _takes_claims(init: Callable) -> Callable:
                 )
 
     return __init__
+
+
+def checks_of(value: Any) -> list[Callable[[], None]]:
+    """What its class asks of the fields of a value, once they are set."""
+    checks = [vars(c)["__check_init__"] for c in type(value).__mro__ if "__check_init__" in vars(c)]
+    checks = [functools.partial(check, value) for check in checks]  # of an equinox.Module
+    post_init = getattr(value, "__post_init__", None)
+    if post_init and not inspect.signature(post_init).parameters:  # it sees the fields alone
+        checks.append(post_init)
+    return checks
 
 
 Metadata = tuple[tuple[Any, ...], tuple[type, ...]]  # the values of static fields, and their types

@@ -1,7 +1,6 @@
 """Implicit values: pytrees that stand for a dense array they do not store."""
 
 import dataclasses
-import inspect
 from abc import ABCMeta
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -15,10 +14,10 @@ from jax.sharding import PartitionSpec
 
 from .._jax.primitives import Primitive
 from .._jax.source_lines import user_line
-from .leaf_axes import Axes, Movement, partition
+from .leaf_axes import Axes, Movement, are_axes, partition
 from .policy import ALLOW, note_materialised, policy_in_force
 from .surface.mistakes import check_fields
-from .tree import has_metadata, make_dataclass, make_pytree, static
+from .tree import checks_of, has_metadata, make_dataclass, make_pytree, static
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field, static))
@@ -121,11 +120,10 @@ class Value:
         None, as types do that do not say, if it cannot be cut so and is to be made dense. Labels
         and batch axes are cut without asking. By default it follows from `leaf_axes`.
         """
-        axes = self.leaf_axes()
+        _, structure, axes = stated_layout(self)
         specs = None if axes is None else partition(axes, spec, self.aval().shape, shape)
         if specs is None:
             return None
-        structure = jax.tree.structure(self, is_part(self))
         stays = Movement(shape, tuple(range(len(shape))))
         return jax.tree.unflatten(structure, specs)._moved(stays)
 
@@ -174,6 +172,23 @@ def is_part(value: Any) -> Callable[[Any], bool]:
     return lambda x: isinstance(x, Value) and x is not value
 
 
+def aval_of(part: Any) -> Any:
+    """The shape and dtype of a leaf, or of an implicit array among the fields."""
+    return part.aval() if isinstance(part, Value) else jax.typeof(part)
+
+
+def stated_layout(value: Value) -> tuple[list[Any], Any, Sequence[Axes] | None]:
+    """The parts of a value, their structure, and the axes that its type states, or None."""
+    parts, structure = jax.tree.flatten(value, is_part(value))
+    stated = value.leaf_axes()
+    if stated is not None and not are_axes(stated, [aval_of(part).ndim for part in parts]):
+        raise TypeError(
+            f"{type(value).__name__}.leaf_axes returns {stated!r}, and should have an entry for "
+            f"each axis of each leaf, a vn.types.LeafAxis or None: {value!r}"
+        )
+    return parts, structure, stated
+
+
 # Raised by a type with a defect, or by one that needs concrete leaves: these are no refusals.
 DEFECTS = (jax.errors.JAXTypeError, AttributeError, NameError)
 
@@ -182,23 +197,22 @@ DEFECTS = (jax.errors.JAXTypeError, AttributeError, NameError)
 def stands_for(tree: Any, leaves: tuple[jax.ShapeDtypeStruct, ...]) -> tuple[int, ...] | None:
     """The dense shape of a value of this structure with abstract leaves, or None.
 
-    Its class may refuse them in `__post_init__`, which no tree function calls, or as it is asked.
+    Its class may refuse them by a check, which no tree function calls, or as it is asked.
     """
     try:
         with suppress(*DEFECTS):
-            jax.eval_shape(partial(_post_init, tree), *leaves)
+            jax.eval_shape(partial(_check, tree), *leaves)
         return jax.tree.unflatten(tree, leaves).aval().shape
     except Exception:  # whatever a type's own code raises on leaves that make no sense to it
         return None
 
 
-def _post_init(tree: Any, *leaves: Any) -> None:
+def _check(tree: Any, *leaves: Any) -> None:
     values = [jax.tree.unflatten(tree, leaves)]
     for value in values:
         values += filter(is_value, jax.tree.leaves(value, is_leaf=is_part(value)))
-        post_init = getattr(value, "__post_init__", None)
-        if post_init and not inspect.signature(post_init).parameters:  # it sees the fields alone
-            post_init()
+        for check in checks_of(value):
+            check()
 
 
 class Kept:
@@ -279,13 +293,18 @@ def make_dense(primitive: Primitive, values: Sequence[Any]) -> list[Any]:
         raise
 
 
-def refuse_derivatives(values: Sequence[Any], error: Exception | None = None) -> None:
-    """Refuses trees of derivatives by the leaves of a value, where one of those is no number."""
+def refuse_leaves(values: Sequence[Any], error: Exception | None = None) -> None:
+    """Refuses values of which a leaf, or its type, is of no numbers."""
     for value in filter(is_value, values):
-        if jax.dtypes.float0 in [getattr(x, "dtype", None) for x in jax.tree.leaves(value)]:
+        what, leaves = "", jax.tree.leaves(value)
+        if any(isinstance(x, jax.Ref | jax.ref.AbstractRef) for x in leaves):
+            what = "a jax.Ref for each leaf"
+        elif jax.dtypes.float0 in [getattr(x, "dtype", None) for x in leaves]:
+            what = "derivatives by leaves, float0 for integers,"
+        if what:
             raise TypeError(
-                f"this {type(value).__name__} holds derivatives by leaves, float0 for integers, "
-                "and stands for no array: compute on its leaves, by jax.tree.map"
+                f"this {type(value).__name__} holds {what} and stands for no array: compute on its "
+                "leaves, by jax.tree.map"
             ) from error
 
 

@@ -34,14 +34,14 @@ from .values import value_of
 # Which values are one array.
 
 #: Set while a derivative of JAX's own is mapped, whose tangents are trees of leaves.
-_by_leaves = jax.make_user_context(False)
+by_leaves = jax.make_user_context(False)
 
 
 def is_mapped_whole(is_vmappable: Callable[[Any], bool]) -> Callable[[Any], bool]:
     """Whether `vmap` takes an argument or a result for one, and not for a tree."""
 
     def is_whole(x: Any) -> bool:
-        return is_vmappable(x) or (_is_array(x) and is_enabled() and not _by_leaves.value)
+        return is_vmappable(x) or (_is_array(x) and is_enabled() and not by_leaves.value)
 
     return is_whole
 
@@ -165,32 +165,6 @@ def _axis_of_array(name: str, axes: Value) -> Any:
             f"make a {type(axes).__name__} of them in the function"
         )
     return several.pop() if several else None
-
-
-def map_of_derivatives(api: Any) -> Callable:
-    """JAX's `vmap` as its Jacobians use it, with tangents for arguments and results."""
-
-    def of_vmap(vmap: Callable) -> Callable:
-        def vmap_of_any(function: Any, *args: Any, **kwargs: Any) -> Any:
-            pushes = isinstance(function, partial) and function.func is api._jvp
-            if not pushes and not isinstance(function, api.VJP):
-                return vmap(function, *args, **kwargs)
-
-            def one(*tangents: Any) -> Any:
-                with _by_leaves(False):
-                    return function(*tangents)
-
-            mapped = vmap(one, *args, **kwargs)
-
-            def of_leaves(*tangents: Any) -> Any:
-                with _by_leaves(True):
-                    return mapped(*tangents)
-
-            return of_leaves
-
-        return vmap_of_any
-
-    return of_vmap
 
 
 def refuse_no_batches(in_axes_of: Callable) -> Callable:

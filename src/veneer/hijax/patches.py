@@ -29,16 +29,25 @@ from .._jax.hijax import (
     pjit,
     stages,
 )
-from .._jax.primitives import find_primitive
+from .._jax.primitives import Primitive, find_primitive
 from .._jax.tracing import is_eager, set_current_trace
-from .control_flow import trace_branch, trace_loop
+from .control_flow import (
+    check_branches,
+    check_carry,
+    meet_in_branches,
+    meet_in_carry,
+    trace_branch,
+    trace_loop,
+)
+from .custom_derivatives import conform_cotangents, pair_tangents
 from .high import apply
 from .mapping import (
     axes_of_arrays,
     broadcast_values,
+    by_leaves,
     from_mapped,
     is_mapped_whole,
-    map_of_derivatives,
+    made_dense,
     refuse_no_batches,
     scan_arrays,
     scan_slices,
@@ -47,8 +56,8 @@ from .mapping import (
 from .mode import is_enabled, jax_patches
 from .operations import Apply, Parameters
 from .results import check_shardings, of_leaves, run_jit
-from .shard_map import bind_leaves, brought_in, take_dense_specs
-from .types import HighType, TangentType, canonical, is_complete, type_of
+from .shard_map import bind_leaves, brought_in, refuse_by_leaf, take_dense_specs
+from .types import HighType, TangentType, canonical, is_complete, is_typed, opened, type_of
 from .values import HighArray, Tangent, exposed, flatten_value, value_of
 
 # Values as operands.
@@ -173,17 +182,78 @@ class _Flattening:
         return getattr(self._flat_trees, name)
 
 
+# Jacobians.
+
+#: Names what is made dense for one; it is never bound.
+_JACOBIAN = Primitive("jacobian")
+
+
+def _pull_to_leaves(vjp: Callable) -> Callable:
+    """JAX's `vjp` as `jax.jacrev` uses it."""
+
+    def vjp_of_leaves(function: Callable, *primals: Any, has_aux: bool = False, **kw: Any) -> Any:
+        return vjp(_to_leaves(function, has_aux), *primals, has_aux=has_aux, **kw)
+
+    return vjp_of_leaves
+
+
+def _map_by_leaves(vmap: Callable) -> Callable:
+    """JAX's `vmap` as its Jacobians use it, with tangents for arguments and results."""
+
+    def vmap_of_any(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(function, partial) and function.func is api._jvp:
+            of, *primals = function.args
+            of = _to_leaves(of, function.keywords["has_aux"])
+            function = partial(function.func, of, *primals, **function.keywords)
+        elif not isinstance(function, api.VJP):
+            return vmap(function, *args, **kwargs)
+
+        def one(*tangents: Any) -> Any:
+            with by_leaves(False):
+                return function(*tangents)
+
+        mapped = vmap(one, *args, **kwargs)
+
+        def of_leaves(*tangents: Any) -> Any:
+            with by_leaves(True):
+                return mapped(*tangents)
+
+        return of_leaves
+
+    return vmap_of_any
+
+
+def _to_leaves(function: Callable, has_aux: bool) -> Callable:
+    """A function whose Jacobian is taken: its results are arrays, each with an axis for itself."""
+
+    def arrays_of(*args: Any) -> Any:
+        out = function(*args)
+        if not is_enabled():
+            return out
+        if has_aux:
+            return jax.tree.map(_for_jacobian, out[0], is_leaf=is_value), *out[1:]
+        return jax.tree.map(_for_jacobian, out, is_leaf=is_value)
+
+    return arrays_of
+
+
+def _for_jacobian(x: Any) -> Any:
+    x = exposed(x)
+    if not is_typed(x) and not (isinstance(x, Value) and is_complete(x)):
+        return x
+    if (x.aval.cls if is_typed(x) else x).dense_tangent:
+        return made_dense(_JACOBIAN, x)
+    leaves, treedef = flatten_value(opened(x))
+    return jax.tree.unflatten(treedef, list(map(_for_jacobian, leaves)))
+
+
 # Results.
-
-
-def _value_of_array(x: Any) -> Any:
-    return exposed(x) if type(x) is HighArray else x
 
 
 def _unflatten_values(unflatten: Callable) -> Callable:
     def unflatten_values(self: Any) -> Any:
         has_values = HighArray in map(type, self.vals)
-        return unflatten(self.map(_value_of_array) if has_values else self)
+        return unflatten(self.map(value_of) if has_values else self)
 
     return unflatten_values
 
@@ -251,11 +321,16 @@ jax_patches.attribute(core.Primitive, "bind_with_trace", _bind)
 jax_patches.attribute(api, "argnums_partial2", _typed_arguments)
 _trees = "FlatTree" if hasattr(api, "FlatTree") else "ft"  # JAX < 0.12, or not
 jax_patches.attribute(api, _trees, _Flattening)
+# Jacobians are of leaves, and so is what rules of users are given and give.
+jax_patches.attribute(api, "vjp", _pull_to_leaves)
+jax_patches.attribute(api, "vmap", _map_by_leaves)
+jax_patches.attribute(custom_derivatives, "_flatten_bwd", conform_cotangents)
+jax_patches.attribute(custom_derivatives, "_flatten_jvp", pair_tangents)
 # Results that JAX hands to users hold values, and not what stands for them inside.
 jax_patches.attribute(FlatTree, "unflatten", _unflatten_values)
-for _module in (custom_derivatives, ad_checkpoint):
-    jax_patches.attribute(_module, "tree_unflatten", _unflatten_with(_value_of_array))
-jax_patches.attribute(api, "tree_unflatten", _unflatten_with(exposed))
+jax_patches.attribute(ad_checkpoint, "tree_unflatten", _unflatten_with(value_of))
+for _module in (custom_derivatives, api):
+    jax_patches.attribute(_module, "tree_unflatten", _unflatten_with(exposed))
 for _name in ("_jvp", "_lift_linearized"):
     jax_patches.attribute(api, _name, _exposed_results)
 # Jitted functions give leaves, called or compiled ahead of time.
@@ -269,8 +344,9 @@ jax_patches.attribute(batching, "to_elt", to_mapped)
 jax_patches.attribute(batching, "from_elt", from_mapped)
 jax_patches.attribute(batching, "broadcast", broadcast_values)
 jax_patches.attribute(api, "flatten_axes", axes_of_arrays)
-jax_patches.attribute(api, "vmap", map_of_derivatives(api))
 jax_patches.attribute(jax_pmap, "_get_in_axes_flat", refuse_no_batches)
+jax_patches.boundary(loops.scan, meet_in_carry)
+jax_patches.boundary(loops.while_loop, meet_in_carry)
 jax_patches.boundary(loops.scan, scan_slices)
 jax_patches.boundary(loops.map, scan_slices)
 jax_patches.boundary(loops.associative_scan, scan_arrays)
@@ -278,7 +354,12 @@ jax_patches.boundary(loops.associative_scan, scan_arrays)
 jax_patches.attribute(loops, "_infer_scan_length", _scan_length)
 jax_patches.attribute(loops, "pe", lambda tracing: _Tracing(tracing, trace_loop))
 jax_patches.attribute(conditionals, "pe", lambda tracing: _Tracing(tracing, trace_branch))
+jax_patches.attribute(loops, "_check_carry_type", check_carry)
+jax_patches.boundary(conditionals.cond, meet_in_branches)
+jax_patches.boundary(conditionals.switch, meet_in_branches)
+jax_patches.attribute(conditionals, "_check_branch_outputs", check_branches)
 jax_patches.attribute(jax_shard_map, "_shard_map", take_dense_specs)
+jax_patches.attribute(jax_shard_map, "broadcast_prefix", refuse_by_leaf)
 jax_patches.attribute(type(find_primitive("shard_map")), "bind_with_trace", bind_leaves)
 jax_patches.attribute(find_primitive("remat"), "to_lojax", lambda _: _run_checkpoint)
 # A custom_vjp that is differentiated forwards, on values: the error that JAX has for arrays.

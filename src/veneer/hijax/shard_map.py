@@ -6,7 +6,7 @@ is opened outside of it, as JAX has no specs for types of ours.
 """
 
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import jax
@@ -14,39 +14,107 @@ from jax.sharding import PartitionSpec as P
 
 from .._core.primitives.shard_map import joined, placed
 from .._core.primitives.sharding import map_leaves, split
-from .._core.value import Value, is_value
+from .._core.value import Value, is_part, is_value
 from .._jax.primitives import Primitive
 from .._jax.sharding import flat_tree
 from .._jax.tracing import Trace, set_current_trace
 from .high import Unpack, apply
-from .types import HighType, canonical, is_traced_high, type_of
+from .mode import is_enabled
+from .types import HighType, canonical, is_complete, is_traced_high, type_of
 from .values import value_of
 
 
 def take_dense_specs(shard_map: Callable) -> Callable:
-    """JAX's function that makes one of blocks, of arguments that are whole where their spec is."""
+    """JAX's function that makes one of blocks, whose values are whole where their spec is."""
 
-    def make(f: Any, *, in_specs: Any, **kwargs: Any) -> Any:
-        of_blocks = shard_map(f, in_specs=in_specs, **kwargs)
+    def make(f: Any, *, in_specs: Any, out_specs: Any, **kwargs: Any) -> Any:
+        if not callable(f):
+            return shard_map(f, in_specs=in_specs, out_specs=out_specs, **kwargs)
+
+        @wraps(f)
+        def of_block(*args: Any) -> Any:
+            out = f(*args)
+            return _as_specified("out_specs", out_specs, out) if is_enabled() else out
+
+        of_blocks = shard_map(of_block, in_specs=in_specs, out_specs=out_specs, **kwargs)
 
         @wraps(of_blocks)
         def mapped(*args: Any) -> Any:
-            return of_blocks(*_as_specified(in_specs, args))
+            return of_blocks(*_as_specified("in_specs", in_specs, args) if is_enabled() else args)
 
         return mapped
 
     return make
 
 
-def _as_specified(specs: Any, args: Any) -> Any:
-    """The arguments, of which a value is one leaf if one spec that cuts it stands for it."""
-    cuts = lambda spec: isinstance(spec, P) and any(entry is not None for entry in spec.partitions)
-    typed = lambda x: canonical(x) if isinstance(x, Value) else x
-    one = lambda spec, x: jax.tree.map(typed, x, is_leaf=is_value) if cuts(spec) else x
+def refuse_by_leaf(broadcast_prefix: Callable) -> Callable:
+    """JAX's function that gives each leaf of a tree the spec that stands for all of it.
+
+    What `take_dense_specs` has made has taken the arrays out of the tree before.
+    """
+
+    def broadcast(specs: Any, tree: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_enabled() and any(is_value(x) for x in jax.tree.leaves(tree, is_leaf=is_value)):
+            jax.tree.map(_refuse_cut, specs, tree, is_leaf=_is_spec)
+        return broadcast_prefix(specs, tree, *args, **kwargs)
+
+    return broadcast
+
+
+def _refuse_cut(spec: Any, tree: Any) -> None:
+    for x in jax.tree.leaves(tree, is_leaf=is_value):
+        if _cuts(spec) and is_value(x):
+            raise TypeError(
+                f"shard_map would cut each leaf of {x!r} by {spec}, which is meant for the dense "
+                "array: the function was made before high types were turned on. Make it within"
+            )
+
+
+def _is_spec(x: Any) -> bool:
+    return x is None or isinstance(x, P)
+
+
+def _cuts(spec: Any) -> bool:
+    """Whether a spec says more of an array than that each device has all of it."""
+    if not isinstance(spec, P):
+        return False
+    return spec.partitions != (None,) * len(spec.partitions) or bool(spec.unreduced | spec.reduced)
+
+
+def _as_specified(name: str, specs: Any, tree: Any) -> Any:
+    """Arguments or results, of which a value is one leaf if one spec that cuts it stands for it.
+
+    If there is a spec for each of its leaves, it is a tree.
+    """
+
+    def typed(spec: Any, x: Any) -> Any:
+        if not isinstance(x, Value):
+            return x
+        if not is_complete(x):
+            raise TypeError(
+                f"{name} of shard_map has {spec} for {x!r}, which stands for no array: give a spec "
+                "for each leaf"
+            )
+        return canonical(x)
+
+    def one(spec: Any, x: Any) -> Any:
+        if not is_value(spec):
+            each = partial(typed, spec)
+            return jax.tree.map(each, x, is_leaf=is_value) if _cuts(spec) else x
+        opened = fully_opened(x)
+        if type(opened) is not type(spec):
+            what = f"a {type(opened).__name__}" if is_value(opened) else f"{jax.typeof(opened)}"
+            raise TypeError(
+                f"{name} of shard_map has a spec for each leaf of a {type(spec).__name__}, and "
+                f"stands for {what}, of which there is one spec alone"
+            )
+        is_leaf = lambda s: _is_spec(s) or is_part(spec)(s)
+        return jax.tree.map(one, spec, opened, is_leaf=is_leaf)
+
     try:
-        return jax.tree.map(one, specs, args, is_leaf=lambda x: x is None or isinstance(x, P))
+        return jax.tree.map(one, specs, tree, is_leaf=lambda s: _is_spec(s) or is_value(s))
     except ValueError:  # as JAX will say
-        return args
+        return tree
 
 
 def bind_leaves(bind: Callable) -> Callable:

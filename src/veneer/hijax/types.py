@@ -17,7 +17,7 @@ from weakref import ref
 import jax
 
 from .._core.batch_axes import has_batch_axes, takes_batch_axis
-from .._core.value import Value, refuse_derivatives
+from .._core.value import Value, refuse_leaves
 from .._jax.hijax import HiType, aval_property, copy_shaped_array, holds_tracers
 from .._jax.tracing import current_trace
 from .high import Add, Pack, Unpack, Zeros, apply, is_staged, packed
@@ -293,9 +293,8 @@ def _high_type(treedef: Any, leaves: tuple[Any, ...]) -> HighType:
 def high_type(treedef: Any, leaves: tuple[Any, ...], x64: bool) -> HighType:
     """The high type of the values with this structure and these types of leaves."""
     del x64  # of the key
-    value = abstract(treedef, leaves)
-    refuse_derivatives([value])
-    return HighType(treedef, leaves, value)
+    refuse_leaves([jax.tree.unflatten(treedef, leaves)])
+    return HighType(treedef, leaves, abstract(treedef, leaves))
 
 
 def abstract(treedef: Any, leaves: Sequence[Any]) -> Any:

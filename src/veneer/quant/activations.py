@@ -110,30 +110,34 @@ class ActivationQuantized(ProductWeight):
         contracting: Sequence[int] = (-2,),
         op_names: Sequence[str] = (),
     ):
-        format = get_format(qtype)
-        check_activation_format(format, calibration_method, tile_size, is_static=scale is not None)
+        array = array if isinstance(array, Value) else jnp.asarray(array)
         if tile_size is not None and not isinstance(tile_size, float):
             tile_size = operator.index(tile_size)
-        array = array if isinstance(array, Value) else jnp.asarray(array)
-        shape = array.shape
-        for name, leaf in (("scale", scale), ("zero_point", zero_point)):
+        axes, op_names = tuple(int(axis) for axis in contracting), products_named(op_names)
+        how = (get_format(qtype).name, calibration_method, tile_size, axes, op_names, False)
+        values = (array, scale, zero_point, *how)
+        for field, value in zip(dataclasses.fields(self), values, strict=True):
+            object.__setattr__(self, field.name, value)  # the dataclass is frozen
+
+    def __post_init__(self) -> None:
+        is_static = self.scale is not None
+        method, tile_size = self.calibration_method, self.tile_size
+        check_activation_format(self.format, method, tile_size, is_static=is_static)
+        shape = self.array.shape
+        for name in self.companions:
+            leaf = getattr(self, name)
             if leaf is not None and not _fits(leaf.shape, shape):
                 raise ValueError(
                     f"{name} has shape {leaf.shape}, and for a weight of shape {shape} it has the "
                     "same rank, and axes of the same size or of 1"
                 )
-        if zero_point is not None and (scale is None or not format.is_integer):
+        if self.zero_point is not None and not (is_static and self.format.is_integer):
             raise ValueError("a zero_point goes with a scale, and with an integer format")
-        contracting = tuple(int(axis) for axis in contracting)
-        if not all(-len(shape) <= axis < 0 for axis in contracting):
+        if not all(-len(shape) <= axis < 0 for axis in self.contracting):
             raise ValueError(
-                f"contracting axes are counted from the end of {shape}, as -2, not {contracting}"
+                f"contracting axes are counted from the end of {shape}, as -2, not "
+                f"{self.contracting}"
             )
-        static = calibration_method, tile_size, contracting, products_named(op_names), False
-        how = format.name, *static
-        values = (array, scale, zero_point, *how)
-        for field, value in zip(dataclasses.fields(self), values, strict=True):
-            object.__setattr__(self, field.name, value)  # the dataclass is frozen
 
     @property
     def format(self) -> Format:

@@ -121,6 +121,7 @@ class QArray(ImplicitArray):
         """
         new = cls.__new__(cls)
         new._set(packed, scale, zero_point, get_format(qtype).name, packing, dense_dtype)
+        new.__post_init__()
         return new
 
     def replace(self, **changes: Any) -> "QArray":
@@ -157,6 +158,8 @@ class QArray(ImplicitArray):
             dense_dtype = scale.dtype if scale.dtype in QUANTIZABLE else jnp.float32
         dense_dtype = jnp.dtype(dense_dtype).name
         self._assign(packed, scale, zero_point, qtype, packing, dense_dtype)
+
+    def __post_init__(self) -> None:
         _validate(self)
 
     def _assign(self, *values: Any) -> None:

@@ -128,6 +128,8 @@ class Lazy(ImplicitArray):
                 "as an operand."
             )
         self.__dict__.update(operands=operands, function=function, output=None)
+
+    def __post_init__(self) -> None:
         check_fields(self)
         self.aval()  # so that a function that does not fit its operands fails here
 

@@ -22,6 +22,7 @@ and others:
 
 and what rules are written with:
 
+    labels              types whose one leaf is the dense array itself
     leaf_by_leaf        what moves entries about, done to each leaf by the axes that it follows
     reshaping           the shapes of leaves in blocks, when the dense array is reshaped
     dimension_numbers   which axes of two operands a product sums, and which both have

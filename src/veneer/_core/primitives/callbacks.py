@@ -17,9 +17,9 @@ import jax
 import numpy as np
 
 from ..._jax.primitives import Primitive, find_primitive
-from ..labels import dense_unless, refuses_to_be_dense
 from ..rules import add_rule
 from ..value import Value
+from .labels import dense_unless, refuses_to_be_dense
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ from jax.tree_util import treedef_is_leaf
 
 from ..._jax.primitives import bind_scan, find_primitive, scan_counts
 from ..batch_axes import has_batch_axes, takes_batch_axis
-from ..labels import dense_unless, is_label, may_be_labelled, refuses_to_be_dense
 from ..policy import tell
 from ..rules import structural
 from ..tree import split_list
 from ..value import Value, describe, is_value, make_dense
+from .labels import dense_unless, is_label, may_be_labelled, refuses_to_be_dense
 from .staging import (
     DENSE,
     Staged,
@@ -43,7 +43,7 @@ def _cond(index: Any, *values: Any, branches: Sequence[Any], **params: Any) -> l
         for i in range(len(first.out_trees)):
             for other in others:
                 what, tried = f"output {i} of cond", forms.get(i)
-                form = _meeting(what, first.output(i), other.output(i), tried)
+                form = meeting(what, first.output(i), other.output(i), tried)
                 if form is not None:
                     change[i] = form
         if not change:
@@ -116,11 +116,11 @@ def _fixed_point(
         change: dict[int, Any] = {}
         for i, value in enumerate(carry):
             what, enters, leaves = f"carry {i} of {primitive}", typed(value), staged.output(i)
-            form = _meeting(what, enters, leaves, forms.get(i))
+            form = meeting(what, enters, leaves, forms.get(i))
             if form is not None and form is not DENSE and not isinstance(value, Value):
                 carry[i] = jax.tree.unflatten(form, [value])
                 if not may_be_labelled(value, carry[i]):
-                    form = _meeting(what, enters, leaves, form)
+                    form = meeting(what, enters, leaves, form)
             if form is DENSE:
                 (carry[i],) = make_dense(find_primitive(primitive), [value])
             if form is not None:
@@ -140,7 +140,7 @@ def _strong(leaf: Any) -> Any:
     return jax.lax.convert_element_type(leaf, aval.dtype) if aval.weak_type else leaf
 
 
-def _meeting(what: str, one: Typed, other: Typed, tried: Any = None) -> Any:
+def meeting(what: str, one: Typed, other: Typed, tried: Any = None) -> Any:
     """The form that two ends of a loop, or two branches, must take to agree; None if they do.
 
     A dense array may be taken for a label, if it is a zero; else both are made dense. Refused where

@@ -13,13 +13,13 @@ from jax.tree_util import treedef_is_leaf
 
 from ..._jax.custom_functions import structure_of_operands
 from ..._jax.primitives import close_jaxpr, contained_jaxpr, find_primitive, open_jaxpr
-from ..labels import dense_unless, is_label
 from ..policy import current_policy, policy_in_force
 from ..rules import structural
 from ..trace import ImplicitTracer
 from ..transform import implicit
 from ..tree import split_list
 from ..value import describe, make_dense
+from .labels import dense_unless, is_label
 from .staging import stage, stage_to_labels
 
 

@@ -19,10 +19,10 @@ from jax.custom_derivatives import SymbolicZero
 
 from ..._jax.custom_functions import call_bwd, reset_stores, transform_flat_function
 from ..._jax.primitives import Primitive, find_primitive
-from ..labels import dense_unless, is_label
 from ..rules import structural
 from ..tree import split_list
 from ..value import Value, make_dense, materialise_one
+from .labels import dense_unless, is_label
 from .reentering import reentering
 from .scopes import asked
 

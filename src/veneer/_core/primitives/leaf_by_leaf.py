@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import jax
 
 from ..._jax.primitives import find_primitive
-from ..batch_axes import LeafLayout, aval_of, layout_of, takes_batch_axis
-from ..labels import is_label
+from ..batch_axes import LeafLayout, layout_of, takes_batch_axis
 from ..leaf_axes import Axes, Movement, Shape
 from ..transform import redispatch
 from ..tree import has_metadata
-from ..value import Value, stands_for
+from ..value import Value, aval_of, stands_for
+from .labels import is_label
 
 Step = tuple[Sequence[Any], dict[str, Any]]  # further operands and parameters of the primitive
 AsItIs: Step = ((), {})

@@ -12,10 +12,10 @@ from typing import Any
 import jax
 
 from ..._jax.primitives import find_primitive
-from ..labels import dense_unless, is_label
 from ..rules import structural
 from ..tree import split_list
 from ..value import Value
+from .labels import dense_unless, is_label
 from .staging import Staged, stage_to_labels
 
 

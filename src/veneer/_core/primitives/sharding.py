@@ -16,9 +16,9 @@ from jax.sharding import PartitionSpec as P
 
 from ..._jax.primitives import find_primitive
 from ..batch_axes import has_batch_axes
-from ..labels import is_label
 from ..rules import add_rule
 from ..value import Value, is_part, make_dense, stands_for
+from .labels import is_label
 
 _NAMES = ("device_put", "reshard", "sharding_constraint")
 device_put_p, reshard_p, sharding_constraint_p = map(find_primitive, _NAMES)

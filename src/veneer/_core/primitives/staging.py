@@ -12,7 +12,6 @@ import jax
 from ..._jax.primitives import close_jaxpr, find_primitive, jaxpr_as_fun, open_jaxpr
 from ..._jax.source_lines import user_line
 from ..._jax.tracing import trace_context
-from ..labels import is_label, may_be_labelled
 from ..policy import (
     RECORD,
     Event,
@@ -27,6 +26,7 @@ from ..surface.mistakes import check_fields
 from ..transform import redispatch
 from ..tree import split_list
 from ..value import Value, is_value, make_dense
+from .labels import is_label, may_be_labelled
 from .scopes import ASKED, inside
 
 Typed = tuple[Any, Sequence[Any]]  # a value's structure and its abstract leaves

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from ..._core.labels import refuses_to_be_dense
 from ..._core.primitives.calls import is_plain
+from ..._core.primitives.labels import refuses_to_be_dense
 from ..._core.rules import add_rule
 from ..._core.transform import redispatch
 from ..._core.tree import static

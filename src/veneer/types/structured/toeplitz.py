@@ -60,7 +60,6 @@ class Toeplitz(Matrix):
 
     def __init__(self, column: Array, row: Array | None = None):
         self.__dict__.update(column=column, row=jnp.conj(column) if row is None else row)
-        self.__post_init__()
 
     def __post_init__(self) -> None:
         check_axes(self, Array, column="m", row="n")

@@ -10,10 +10,10 @@ from typing import Any
 
 import jax
 
-from .._jax.primitives import Primitive
-from .._jax.tracing import is_zero
-from .tree import has_metadata
-from .value import DEFECTS, Value, make_dense
+from ..._jax.primitives import Primitive
+from ..._jax.tracing import is_zero
+from ..tree import has_metadata
+from ..value import DEFECTS, Value, make_dense
 
 
 def is_label(value: Any) -> bool:
