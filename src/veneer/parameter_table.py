@@ -1,7 +1,7 @@
 """`summary`: what the arrays of a tree are, what they cost, and which are trained."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,7 +83,7 @@ class Summary:
     def _repr_html_(self) -> str:
         return html_table(*self._table())
 
-    def _table(self) -> tuple[Cells, list[Cells], Cells, Cells]:
+    def _table(self) -> tuple[Cells, Sequence[Cells], Cells, Cells]:
         """The headings, the rows, the last row, and which columns are of numbers."""
         columns: dict[str, tuple[Callable[[Row], str], str]] = {
             "path": (lambda row: row.path, "total"),

@@ -180,7 +180,7 @@ class Rule:
             raise ValueError(f"tile_axis {self.tile_axis} names an axis twice, of {ndim} axes")
         return from_end
 
-    def along(self, axes: Collection[int], shape: Shape) -> "Rule":
+    def along(self, axes: Collection[int], shape: Sequence[int]) -> "Rule":
         """Returns the rule for an array whose products contract these axes, counted from the end.
 
         A tile is of so many of the values that a product sums, which may lie along several axes; of
@@ -190,7 +190,7 @@ class Rule:
         """
         ordered = sorted(axes)
         format = None if self.qtype is None else get_format(self.qtype)
-        tile = self.tile_size or (format and format.tile_size)
+        tile = self.tile_size if format is None else self.tile_size or format.tile_size
         if tile is None or isinstance(tile, Mapping | tuple):
             return dataclasses.replace(self, tile_axis=ordered)
         sizes = [shape[axis] for axis in ordered]
@@ -289,7 +289,7 @@ class Rule:
 LEAST_TILE = 8
 
 
-def cut_in_tiles(shape: Shape, tile: int) -> list[int]:
+def cut_in_tiles(shape: Sequence[int], tile: int) -> list[int]:
     """Returns how many values along each of several axes are a tile of so many, or nearly.
 
     Those along one axis; or along the last ones, where there are too few along each.
@@ -346,7 +346,7 @@ def can_be_quantized(leaf: Any) -> bool:
     return not is_value(leaf) and getattr(leaf, "ndim", 0) >= 2 and leaf.dtype in QUANTIZABLE
 
 
-def warn_of_unmatched(rules: Sequence[Rule], paths: Sequence[str], *, stacklevel: int) -> None:
+def warn_of_unmatched(rules: Sequence[Any], paths: Sequence[str], *, stacklevel: int) -> None:
     """Warns of each rule that matches none of the paths."""
     for rule in rules:
         if not any(map(rule.matches, paths)):

@@ -290,16 +290,17 @@ def use_for_axes(path: str, uses: Sequence[Use], *, stacklevel: int) -> Use | No
 
     Warns with `UserWarning` where another disagrees.
     """
-    first, *others = telling(uses) or [None]
-    for other in others:
-        if first is not None and other.contracted != first.contracted:
+    found = telling(uses)
+    for other in found[1:]:
+        first = found[0]
+        if other.contracted != first.contracted:
             message = (
                 f"{path} is used in two ways, and the first counts: {first}, and {other}. "
                 "State a tile_axis in a rule of its own to choose"
             )
             warnings.warn(message, UserWarning, stacklevel=stacklevel)
             break
-    return first
+    return found[0] if found else None
 
 
 def _traced(function: Callable, *trees: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..formats import get_format
 from .rules import LEAST_TILE, Rule, can_be_quantized, cut_in_tiles
-from .uses import LOOK_UP, Use
+from .uses import LOOK_UP, Use, telling
 
 #: What embeddings and heads take, where the others take fewer bits.
 OF_VOCABULARIES = "int8"
@@ -46,7 +46,7 @@ def usual_rules(
         for axis in use.free
     }
     for path, shape in shapes.items():
-        use = next((use for use in uses[path] if use.is_product), *looked_up[path][:1] or [None])
+        use = next(iter(telling(uses[path])), None)
         if use is None or math.prod(shape) < SMALL:
             continue
         of_vocabulary = looked_up[path] or any(shape[axis] in vocabularies for axis in use.free)
