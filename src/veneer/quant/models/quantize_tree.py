@@ -169,7 +169,8 @@ def _along_the_program(
         first = use_for_axes(path, uses[path], stacklevel=4)
         if first is None:
             # A vector of a stack is a bias or a norm. What has more axes could have been smaller.
-            left += [f"{path} ({use})" for use in uses[path][:1] if len(use.free) > 1]
+            if all(len(use.free) > 1 for use in uses[path]):
+                left.append(f"{path} ({next(iter(uses[path]), 'it has no use')})")
             continue
         try:
             located[path] = rule.along(first.contracted, leaves[path].shape)

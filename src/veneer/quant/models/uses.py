@@ -24,7 +24,7 @@ from ..._jax.source_lines import user_line
 from ..product_weights import ProductWeight
 from .rules import flatten_with_paths
 
-LOOK_UP = "gather"
+LOOK_UP = "gather"  # the primitive that a look-up is
 
 Axes = frozenset[int]  # of a weight as it is stored, counted from the end
 
@@ -118,14 +118,14 @@ class TrackedWeight(ProductWeight):
         That is a look-up where there was one before, whose rows something takes now.
         """
         line = user_line()
+        is_product = primitive in _CONTRACTIONS
         for source in self.sources:
             summed = source.of(contracted, self.ndim)
             free = source.of([i for i in range(self.ndim) if i not in batch], self.ndim) - summed
-            left = summed | free
-            # A row is data, whatever it meets. What has more axes is a weight of a stack.
-            if source.looked_up and (len(left) < 2 or primitive not in _CONTRACTIONS):
-                primitive, summed, free = LOOK_UP, left, source.looked_up
             use = Use(primitive, summed, free, line)
+            # A row is data, whatever it meets. What has more axes is a weight of a stack.
+            if source.looked_up and (len(summed | free) < 2 or not is_product):
+                use = Use(LOOK_UP, summed | free, source.looked_up, line)
             uses = _uses[self.token][source.path]
             if use not in uses:
                 uses.append(use)
