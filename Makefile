@@ -56,6 +56,7 @@ lint: $(DEV) ## check style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
 format: $(DEV) ## mend what ruff can
 	$(BIN)/ruff check --fix .

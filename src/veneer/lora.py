@@ -9,7 +9,7 @@ import itertools
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
@@ -29,6 +29,8 @@ __all__ = [
     "with_dropout",
     "without_dropout",
 ]
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,14 +81,14 @@ class Rule:
 
 
 def init_tree(
-    params: Any,
+    params: T,
     rules: Sequence[Rule],
     *,
     key: jax.Array,
     model: Callable | None = None,
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
-) -> Any:
+) -> T:
     """Gives weights of a model updates of low rank, which are zero to begin with.
 
     **Arguments:**

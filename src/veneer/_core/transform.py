@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial, wraps
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
 from jax.tree_util import tree_flatten, tree_unflatten, treedef_is_leaf
@@ -19,11 +19,28 @@ from .surface.captures import close, may_capture, open_closure, refuse_assignmen
 from .trace import ImplicitTrace, ImplicitTracer
 from .value import Kept, Value, is_kept, is_value
 
+P = ParamSpec("P")
+R = TypeVar("R")
 FilterSpec = Any  # bool | Callable[[Value], bool] | a pytree of them
 
 
 def _left_out() -> None:
     """In the place of the function that a decorator with arguments has yet to be given."""
+
+
+@overload
+def implicit(
+    fn: Callable[P, R],
+    filter_spec: FilterSpec = True,
+    *,
+    on_materialise: OnMaterialise = "allow",
+) -> Callable[P, R]: ...
+
+
+@overload
+def implicit(
+    *, filter_spec: FilterSpec = True, on_materialise: OnMaterialise = "allow"
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 
 
 def implicit(

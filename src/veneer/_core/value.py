@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from functools import lru_cache, partial
-from typing import Any, ClassVar, dataclass_transform
+from typing import Any, ClassVar, TypeVar, dataclass_transform, overload
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -18,6 +18,8 @@ from .leaf_axes import Axes, Movement, are_axes, partition
 from .policy import ALLOW, note_materialised, policy_in_force
 from .surface.mistakes import check_fields
 from .tree import checks_of, has_metadata, make_dataclass, make_pytree, static
+
+T = TypeVar("T")
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field, static))
@@ -253,6 +255,14 @@ def _same_type(one: Value, other: Value) -> bool:
 
 #: The name by which `materialise` marks a traced value, for `implicit` to make it dense.
 MATERIALISE = "veneer.materialise"
+
+
+@overload
+def materialise(tree: "Value") -> jax.Array: ...
+
+
+@overload
+def materialise(tree: T) -> T: ...
 
 
 def materialise(tree: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, ParamSpec
 
 import jax
 import numpy as np
@@ -11,8 +11,10 @@ from .._core.policy import Event, Policy, policy_in_force
 from .._core.transform import implicit
 from .report import Report
 
+P = ParamSpec("P")
 
-def explain(fn: Callable) -> Callable[..., Report]:
+
+def explain(fn: Callable[P, Any]) -> Callable[P, Report]:
     """A function that traces `fn`, with the rules in force, and reports what they did.
 
     `fn` may be an ordinary function, or one already made by `implicit` or `jax.jit` of it. Nothing

@@ -6,7 +6,7 @@ products contract.
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
@@ -27,9 +27,11 @@ from .rules import (
 from .uses import Use, program_of, use_for_axes, uses_of
 from .usual_rules import usual_rules
 
+T = TypeVar("T")
+
 
 def quantize_tree(
-    params: Any,
+    params: T,
     rules: Sequence[Rule] | str,
     *,
     model: Callable | None = None,
@@ -37,7 +39,7 @@ def quantize_tree(
     kwargs: Mapping[str, Any] | None = None,
     train: bool = False,
     statistics: Mapping[str, ActivationStatistics] | None = None,
-) -> Any:
+) -> T:
     """Quantises the parameters of a model, whichever library made them.
 
     **Arguments:**
