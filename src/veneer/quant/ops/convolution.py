@@ -103,7 +103,7 @@ def conv_general_dilated(
 def _in_dtype_of(other: jax.Array | QArray, x: jax.Array | QArray) -> jax.Array | QArray:
     """Dense integers that meet a QArray in its dtype, as a product has them."""
     is_met = isinstance(other, QArray) and jnp.issubdtype(x.dtype, jnp.integer)
-    return x.astype(other.dtype) if is_met else x  # type: ignore[union-attr]
+    return x.astype(other.dtype) if is_met else x
 
 
 def _plan(
