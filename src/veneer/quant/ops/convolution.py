@@ -31,6 +31,7 @@ from .operands import (
     int8_codes,
     largest_difference,
     may_scale_outside,
+    operand_pair,
     outer_scale,
     unscaled,
 )
@@ -60,7 +61,8 @@ def conv_general_dilated(
     scale varies along what is summed: quantise a kernel `[h, w, in, out]` with
     `channelwise_axes=[-1]`, and what it is convolved with channelwise along its batch axis.
     Otherwise both are dequantised. What is padded, or lies between dilated values, is 0 and not
-    the code 0: they differ where there is a zero point.
+    the code 0: they differ where there is a zero point. A dense operand of int8 or uint8 that meets
+    an integer format is convolved as codes are; one of other integers, in the dtype of the QArray.
 
     **Arguments:** those of `jax.lax.conv_general_dilated`. Implicit arrays of other types are
     materialised. Two QArrays may be of different dtypes, which are promoted.
@@ -78,7 +80,8 @@ def conv_general_dilated(
     >>> y.shape, [round(float(value)) for value in y[0, 0, :2, 0]]
     ((1, 8, 8, 4), [8, 12])
     """
-    lhs, rhs = as_operand(lhs), as_operand(rhs)
+    lhs, rhs = operand_pair(lhs, rhs, precision, preferred_element_type)
+    lhs, rhs = _in_dtype_of(rhs, lhs), _in_dtype_of(lhs, rhs)
     if isinstance(lhs, QArray) and isinstance(rhs, QArray):
         dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
         lhs, rhs = lhs.replace(dense_dtype=dtype), rhs.replace(dense_dtype=dtype)
@@ -95,6 +98,12 @@ def conv_general_dilated(
     }
     plan = _plan(lhs, rhs, params, preferred_element_type)
     return plan()
+
+
+def _in_dtype_of(other: jax.Array | QArray, x: jax.Array | QArray) -> jax.Array | QArray:
+    """Dense integers that meet a QArray in its dtype, as a product has them."""
+    is_met = isinstance(other, QArray) and jnp.issubdtype(x.dtype, jnp.integer)
+    return x.astype(other.dtype) if is_met else x
 
 
 def _plan(

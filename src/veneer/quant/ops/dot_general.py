@@ -13,7 +13,7 @@ from ..._core.surface.array import ImplicitArray
 from ..qarray import QArray
 from .by_kernel import by_kernel
 from .by_xla import WAYS_BY_XLA
-from .operands import as_operand
+from .operands import operand_pair
 from .product import DotParams, Plan, carry_out, runs_on_cpu
 
 # Each offers a plan or nothing: by_kernel, on_codes, by_tiles, by_values, dense.
@@ -35,8 +35,8 @@ def dot_general(
     operands of integer formats are multiplied as integers and summed exactly, with their zero
     points; two of float8 formats as they are. Where an axis that is summed is tiled, that is done
     for each tile, if tiles are large, and of whatever size on the two sides. Otherwise operands are
-    dequantised within the product. Those of 16 bits are summed in f32. `vn.explain` shows what is
-    done.
+    dequantised within the product. Those of 16 bits are summed in f32. A dense operand of int8 or
+    uint8 that meets an integer format is multiplied as codes are. `vn.explain` shows what is done.
 
     **Arguments:** those of `jax.lax.dot_general`. Implicit arrays of other types are materialised.
 
@@ -53,7 +53,8 @@ def dot_general(
     """
     numbers = DotDimensionNumbers.of(dimension_numbers)
     params = DotParams(numbers, precision, preferred_element_type, out_sharding)
-    plan = next(_plans(as_operand(lhs), as_operand(rhs), params))
+    pair = operand_pair(lhs, rhs, precision, preferred_element_type)
+    plan = next(_plans(*pair, params))
     return plan()
 
 
@@ -84,4 +85,5 @@ def _dot_general(
     lhs: ArrayLike | QArray, rhs: ArrayLike | QArray, *, dimension_numbers: Any, **others: Any
 ) -> jax.Array:
     params = DotParams(DotDimensionNumbers.of(dimension_numbers), **others)
-    return carry_out(plan_of(as_operand(lhs), as_operand(rhs), params))
+    pair = operand_pair(lhs, rhs, params.precision, params.preferred_element_type)
+    return carry_out(plan_of(*pair, params))

@@ -31,6 +31,32 @@ def as_operand(x: ArrayLike | ImplicitArray) -> jax.Array | QArray:
     return x if isinstance(x, QArray) else jnp.asarray(materialise_one(x))
 
 
+def operand_pair(
+    lhs: ArrayLike | ImplicitArray,
+    rhs: ArrayLike | ImplicitArray,
+    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+) -> tuple[jax.Array | QArray, jax.Array | QArray]:
+    """Returns the operands of a product; dense bytes that meet integer codes as codes themselves.
+
+    They are worth what they are: their scale is 1, and their dtype that of what they meet. So it is
+    in a product of floats, whose types `precision` does not fix.
+    """
+    x, y = as_operand(lhs), as_operand(rhs)
+    wanted = preferred_element_type
+    if is_algorithm(precision) or (wanted is not None and jnp.dtype(wanted) not in QUANTIZABLE):
+        return x, y
+    return _as_codes_beside(y, x), _as_codes_beside(x, y)
+
+
+def _as_codes_beside(other: jax.Array | QArray, x: jax.Array | QArray) -> jax.Array | QArray:
+    is_met = isinstance(other, QArray) and other.format.is_integer
+    if isinstance(x, QArray) or not is_met or x.dtype not in (jnp.int8, jnp.uint8):
+        return x
+    one = jnp.ones([1] * x.ndim, jnp.float32)
+    return QArray.from_packed(x, one, qtype=x.dtype, dense_dtype=other.dtype)
+
+
 def dequantized(x: jax.Array | QArray) -> jax.Array:
     """Returns what an operand stands for."""
     return x.dequantize() if isinstance(x, QArray) else x

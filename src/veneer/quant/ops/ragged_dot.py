@@ -20,7 +20,7 @@ from ..._core.value import materialise_one
 from ..qarray import QUANTIZABLE, QArray
 from .dot_general import plan_of
 from .group_tiles import GroupedDotParams, multiply_groups
-from .operands import accumulator, as_operand, dequantized, is_algorithm
+from .operands import accumulator, dequantized, is_algorithm, operand_pair
 from .product import DotParams, Plan, carry_out, dense_nbytes, runs_on_cpu
 
 _MATRICES = lax.RaggedDotDimensionNumbers((([1], [1]), ([], [])), [0], [0])
@@ -89,8 +89,7 @@ def ragged_dot_general(
     ((2, 1, 3), [2.0, 0.0])
     """
     plan = _plan(
-        as_operand(lhs),
-        as_operand(rhs),
+        *operand_pair(lhs, rhs, precision, preferred_element_type),
         jnp.asarray(materialise_one(group_sizes)),
         dimension_numbers,
         precision,
@@ -229,8 +228,7 @@ def _ragged_dot_general(
     if out_sharding is not None:
         return NotImplemented
     plan = _plan(
-        as_operand(lhs),
-        as_operand(rhs),
+        *operand_pair(lhs, rhs, precision, preferred_element_type),
         jnp.asarray(group_sizes),
         ragged_dot_dimension_numbers,
         precision,
