@@ -225,8 +225,10 @@ def test_what_meets_is_made_dense_visibly(name, weight, high):
 
 def test_types_of_storage_meet_dense(high):
     upper = vn.types.Triangular(jnp.ones((4, 4)), lower=False)
-    flipped = lambda w: lax.scan(lambda c, _: (c.T, None), high(w), None, length=3)[0]
-    assert (jax.jit(flipped)(upper) == vn.materialise(upper).T).all()
+    sparse = vn.types.NMSparse.prune(jnp.arange(16.0).reshape(4, 4), 2, 4)
+    flipped = lambda w: lax.scan(lambda c, _: (c.T, None), w, None, length=3)[0]
+    assert (jax.jit(lambda w: flipped(high(w)))(upper) == vn.materialise(upper).T).all()
+    assert (jax.jit(flipped)(sparse) == vn.materialise(sparse).T).all()
 
 
 def test_metadata_that_is_meaning_is_refused_by_name():
