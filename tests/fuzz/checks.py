@@ -15,12 +15,13 @@ from .programs import HIGH, Program
 
 #: What is refused by what a type means: units that do not fit, names of axes that would be lost.
 REFUSALS = {
-    "Quantity": ("unit", "dimension", "cannot be converted"),
-    "Named": ("name", "axis", "axes", "metadata"),
+    "Quantity": ("unit", "dimension", "cannot be converted", "metadata differs"),
+    "Named": ("name", "axis", "axes", "metadata differs"),
     "Masked": ("has no dense form", "counts all entries"),
 }
-#: With high types, JAX's functions of keys ask for arrays of keys.
-HIGH_REFUSALS = ("PRNG",)
+#: With high types, JAX's functions of keys ask for arrays of keys, and the tangent of a value that
+#: has one for each leaf is no array.
+HIGH_REFUSALS = ("PRNG", "derivatives by the leaves of a value are no array")
 
 
 _EPS = float(jnp.finfo("float32").eps)

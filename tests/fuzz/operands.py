@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 
 import veneer as vn
+from veneer.hijax.types import is_typed, opened
 
 SIZES = (1, 2, 3, 4, 6)
 
@@ -36,6 +37,8 @@ def stacked(make: Callable[[int], Any], count: int = 3) -> Any:
 
 def undressed(x: Any) -> Any:
     """The dense array of a result; of a label or a mask, the array that it is of."""
+    if is_typed(x) and x.aval.cls in (vn.types.Masked, vn.types.Named, vn.types.Quantity):
+        x = opened(x)
     while isinstance(x, vn.Value):
         if isinstance(x, vn.types.Masked):
             x = x.filled(jnp.nan)

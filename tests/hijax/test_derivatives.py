@@ -270,3 +270,13 @@ def test_a_jvp_in_a_rule(name, typed_result, argument, jit, weight, x, high, agr
     found = (jax.jit(run) if jit else run)(weight.value)
     plain = RULED[name](lambda w: last(inner(w)), tangent_of(weight))
     agree_by_leaves(found, plain(weight.value))
+
+
+@pytest.mark.parametrize("use", [lambda t: t[..., None], lambda t: 2 * t, jnp.sum])
+def test_the_tangent_of_a_typed_value_is_no_array(use, weight, high):
+    if weight.dense_tangent:
+        pytest.skip("its tangent is an array")
+    tangent = lambda w: jax.jvp(lambda s: high(w) * s, (1.0,), (1.0,))[1]
+    with pytest.raises(TypeError, match=r"lora\[4,6\]ᵀ.*: derivatives by the leaves of"):
+        jax.jit(lambda w: use(tangent(w)))(weight.value)
+    assert type(jax.jit(tangent)(weight.value)) is type(weight.value)

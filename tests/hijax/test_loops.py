@@ -223,10 +223,39 @@ def test_what_meets_is_made_dense_visibly(name, weight, high):
         vn.implicit(jax.jit(program), False, on_materialise="error")(weight.value)
 
 
+CONDITIONS = {
+    "cond": lambda p, x: lax.cond(p(x), jnp.sin, jnp.cos, x),
+    "cond, by keywords": lambda p, x: lax.cond(
+        pred=p(x), true_fun=jnp.sin, false_fun=jnp.cos, operand=x
+    ),
+    "switch": lambda p, x: lax.switch(p(x).astype("int32"), [jnp.sin, jnp.cos], x),
+    "while_loop": lambda p, x: lax.while_loop(p, lambda x: x + 1, x),
+    "while_loop of several": lambda p, x: lax.while_loop(
+        lambda c: p(c[1]), lambda c: (c[0], c[1] + 1), (0, x)
+    )[1],
+}
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jitted"])
+@pytest.mark.parametrize("name", CONDITIONS)
+def test_an_implicit_condition_is_made_dense(name, jit):
+    x = vn.types.Masked(jnp.arange(3.0), jnp.array([True, False, True]))
+    run = lambda p: lambda x: CONDITIONS[name](p, x)
+    refused = run(lambda x: jnp.sum(x) < 9)  # it may be invalid, so it has no dense form
+    with pytest.raises(TypeError, match=r"Masked.* has no dense form"):
+        (jax.jit(refused) if jit else refused)(x)
+    lazy = run(lambda x: jnp.sum(vn.types.Lazy(lambda x: x, x)) < 9)
+    run_dense = run(lambda x: jnp.sum(x) < 9)
+    found = (jax.jit(lazy) if jit else lazy)(x.value)
+    assert (found == run_dense(x.value)).all()
+
+
 def test_types_of_storage_meet_dense(high):
     upper = vn.types.Triangular(jnp.ones((4, 4)), lower=False)
-    flipped = lambda w: lax.scan(lambda c, _: (c.T, None), high(w), None, length=3)[0]
-    assert (jax.jit(flipped)(upper) == vn.materialise(upper).T).all()
+    sparse = vn.types.NMSparse.prune(jnp.arange(16.0).reshape(4, 4), 2, 4)
+    flipped = lambda w: lax.scan(lambda c, _: (c.T, None), w, None, length=3)[0]
+    assert (jax.jit(lambda w: flipped(high(w)))(upper) == vn.materialise(upper).T).all()
+    assert (jax.jit(flipped)(sparse) == vn.materialise(sparse).T).all()
 
 
 def test_metadata_that_is_meaning_is_refused_by_name():

@@ -12,6 +12,7 @@ from support.every_type import EVERY_TYPE, T, plain, value
 import veneer as vn
 from veneer._core import dispatch, rules
 from veneer._jax.primitives import find_primitive
+from veneer.types.structured.matrix import Matrix
 from veneer.types.zero_preserving import NONLINEAR
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -154,3 +155,20 @@ def test_sums_of_halves(name, dtype):
     for axes in (0, 1, 2, (1, 2), (0, 2), None):
         out, expected = vn.implicit(lambda w, i=axes: w.sum(i))(w), plain(w).sum(axes)
         _check(f"sum over {axes}", dtype, out, expected)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", EVERY_TYPE)
+def test_a_wide_product_of_matrices_is_not_rounded_to_halves(name, dtype):
+    w = value(name)
+    if not isinstance(w, Matrix) or isinstance(w, T.LoraArray) or w.dtype != jnp.float32:
+        pytest.skip("no matrix of floats with structure")
+    cast = lambda to: lambda x: x.astype(to) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    halves = jax.tree.map(cast(dtype), w)
+    wide = plain(jax.tree.map(cast("float32"), halves))
+    other = vn.types.Diagonal(jnp.array([1.1, 0.7, 1.3, 0.9], dtype))  # a rule of two types
+    by = plain(jax.tree.map(cast("float32"), other))
+    products = lambda w, d: [jnp.matmul(*p, **_wide) for p in ((w, w), (w.T, w), (w, d), (d, w.T))]
+    for out, expected in zip(vn.implicit(products)(halves, other), products(wide, by), strict=True):
+        assert out.dtype == jnp.float32
+        np.testing.assert_allclose(plain(out), expected, rtol=1e-5, atol=1e-5)

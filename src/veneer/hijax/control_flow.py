@@ -188,12 +188,19 @@ def _with_carry(function: Callable) -> Callable:
     def body(*args: Any) -> Any:
         out = function(*args)
         if len(args) == 1:  # of while_loop
-            return _as_before(find_primitive("while"), args[0], out)
+            while_p = find_primitive("while")
+            if _is_array(out) and _is_predicate(out) and not _is_predicate(args[0]):
+                return made_dense(while_p, out)
+            return _as_before(while_p, args[0], out)
         if _is_of_scan(args, out):
             return _as_before(find_primitive("scan"), args[0], out[0]), out[1]
         return out
 
     return body
+
+
+def _is_predicate(x: Any) -> bool:
+    return hasattr(x, "dtype") and (x.shape, x.dtype) == ((), bool)
 
 
 def _with_stackable(function: Callable) -> Callable:
@@ -244,7 +251,17 @@ def meet_in_branches(choose: Callable) -> Callable:
             return [agreeing(forms, one) for one in branch]
         return _kept_on(branch, f"_veneer_branch {forms}", partial(_with_forms, dict(forms)))
 
-    return _retried(choose, names, agreeing)
+    retried = _retried(choose, names, agreeing)
+
+    @wraps(choose)
+    def by_number(which: Any = None, *args: Any, **kwargs: Any) -> Any:
+        for name in {"pred", "index"} & kwargs.keys():
+            which = kwargs.pop(name)
+        if is_enabled() and _is_array(which):
+            which = made_dense(find_primitive("cond"), which)
+        return retried(which, *args, **kwargs)
+
+    return by_number
 
 
 def check_branches(check: Callable) -> Callable:

@@ -57,7 +57,16 @@ from .mode import is_enabled, jax_patches
 from .operations import Apply, Parameters
 from .results import check_shardings, of_leaves, run_jit
 from .shard_map import bind_leaves, brought_in, refuse_by_leaf, take_dense_specs
-from .types import HighType, TangentType, canonical, is_complete, is_typed, opened, type_of
+from .types import (
+    HighType,
+    TangentType,
+    canonical,
+    is_complete,
+    is_typed,
+    no_array,
+    opened,
+    type_of,
+)
 from .values import HighArray, Tangent, exposed, flatten_value, value_of
 
 # Values as operands.
@@ -83,10 +92,7 @@ def _bind(bind: Any) -> Callable:
         if self.name in _TAKE_HIGH_TYPES:
             return bind(self, trace, args, avals, params)
         if TangentType in map(type, avals):
-            raise TypeError(
-                f"{self.name}({', '.join(map(str, avals))}): derivatives by the leaves of a value "
-                "are no array. Compute on the leaves, by jax.tree.map"
-            )
+            raise no_array(self.name, *avals)
         with set_current_trace(trace):
             out = apply(Apply(self, Parameters(params)), *args)
             if is_eager():  # the value itself, to who computes at top level

@@ -222,6 +222,12 @@ class TangentType(StructuredType):
         self.leaves = tuple(a.to_tangent_aval() for a in of.leaves if is_inexact(a))
         self.shape, self.dtype, self.ndim, self.mat = of.shape, of.dtype, of.ndim, of.mat
 
+    def __getattr__(self, name: str) -> Any:
+        # What a tracer is asked for and has not itself, it asks its type.
+        if name in _OPERATORS:
+            raise no_array(name.strip("_"), self)
+        raise AttributeError(f"{self} has no attribute {name!r}")
+
     def _key(self) -> Any:
         return type(self), self.of
 
@@ -261,6 +267,19 @@ class TangentType(StructuredType):
 
     def dec_rank(self, size: int | None, spec: Any) -> Any:
         return TangentType(self.of.dec_rank(size, spec))
+
+
+#: The names by which a tracer asks its type for operators, and functions for an array.
+_OPERATORS = {name for name in vars(jax.core.ShapedArray) if name[:1] == "_" != name[1:2]}
+_OPERATORS = _OPERATORS - {"_copy", "_create", "_deepcopy"} | {"__jax_array__"}  # of jax.numpy's
+
+
+def no_array(what: str, *types: Any) -> TypeError:
+    """The error where derivatives by leaves are operands."""
+    return TypeError(
+        f"{what}({', '.join(map(str, types))}): derivatives by the leaves of a value are no array. "
+        "Differentiate vn.materialise of it; or compute on the leaves, by jax.tree.map"
+    )
 
 
 def type_of(value: Any) -> HighType:

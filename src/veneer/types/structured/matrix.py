@@ -174,14 +174,23 @@ def product(rule: Callable, *, precedence: int = 0) -> Callable:
         if matmuls is None:
             return NotImplemented
         if type(left) is not type(x) or type(right) is not type(y):  # a rule of other types
-            return redispatch(partial(jnp.matmul, precision=precision), left, right)
+            of_preferred = {"preferred_element_type": preferred_element_type}
+            return redispatch(partial(jnp.matmul, precision=precision, **of_preferred), left, right)
         with matmuls:
-            out = rule(left, right)
+            out = rule(*(_widened(one, preferred_element_type) for one in (left, right)))
         if out is NotImplemented or preferred_element_type in (None, out.dtype):
             return out
         return out.converted(preferred_element_type)
 
     return rule
+
+
+def _widened(x: Matrix, preferred: Any) -> Matrix:
+    """A factor in the dtype that a product is to have, lest that be rounded to a narrower one."""
+    if preferred is None or not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    dtype = jnp.promote_types(x.dtype, preferred)
+    return x if dtype == x.dtype else x.converted(dtype)
 
 
 @_shared("transpose")
