@@ -290,7 +290,7 @@ def test_groups_of_a_ragged_product():
 @pytest.mark.parametrize(("qtype", "tile"), [("int8", 4), ("int8", 0.5), ("mxfp8", None)])
 def test_tiles_lie_along_what_is_contracted(qtype, tile):
     q, k = arrays((4, 64), (5, 64))
-    rule = Rule(".*", None, act_qtype=qtype, tile_size=tile)
+    rule = Rule(".*", None, act_qtype=qtype, act_tile_size=tile)
     size = {4: 4, 0.5: 32, None: 32}[tile]
     of = lambda x: vn.quant.quantize(x, qtype, channelwise_axes=[0], tiled_axes={1: size})
     out = quantize_products(lambda q, k: q @ k.T, [rule])(q, k)
@@ -391,7 +391,9 @@ def test_a_rule_that_says_more_is_refused(rule):
 
 def test_errors_name_the_place():
     q, k = arrays((4, 9), (5, 9))
-    f = quantize_products(lambda q, k: q @ k.T, [Rule(".*", None, act_qtype="int8", tile_size=4)])
+    f = quantize_products(
+        lambda q, k: q @ k.T, [Rule(".*", None, act_qtype="int8", act_tile_size=4)]
+    )
     with pytest.raises(ValueError, match="tile of 4") as error:
         f(q, k)
     assert any("quantising an activation of shape (4, 9)" in note for note in error.value.__notes__)

@@ -52,7 +52,7 @@ def quantize_products(fn: Callable, rules: Sequence[Rule]) -> Callable:
     **Returns:** a function of the same arguments, for any transformation of JAX's.
 
     **Raises:** `ValueError` for a rule that says more than `act_qtype`, `act_calibration_method`,
-    `tile_size` and `op_names`, and where a tile does not divide what is contracted. Warns with
+    `act_tile_size` and `op_names`, and where a tile does not divide what is contracted. Warns with
     `UserWarning` of a rule that no product has matched.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
@@ -134,13 +134,13 @@ def _check(rule: Rule) -> None:
         None,
         act_qtype=rule.act_qtype,
         act_calibration_method=rule.act_calibration_method,
-        tile_size=rule.tile_size,
+        act_tile_size=rule.act_tile_size,
         op_names=rule.op_names,
     )
     if rule != default:
         raise ValueError(
             f"products of activations are quantised by act_qtype, act_calibration_method and "
-            f"tile_size; weights, static ranges and gradients are not: {rule} says more than "
+            f"act_tile_size; weights, static ranges and gradients are not: {rule} says more than "
             f"{default}"
         )
 
@@ -238,7 +238,8 @@ for _name in SUMMED:
 def _quantized(x: Any, summed: Axes, rule: Rule, at: Place) -> Any:
     assert rule.act_qtype is not None
     last = summed[-1] if summed else 0
-    tile = None if rule.tile_size is None else tile_in(x.shape, last, rule.tile_size)
+    size = rule.act_tile_size
+    tile = None if size is None else tile_in(x.shape, last, size)
     axes = scale_axes_of(x.ndim, summed, get_format(rule.act_qtype), tile)
     method = rule.act_calibration_method
     try:
