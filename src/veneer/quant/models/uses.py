@@ -69,7 +69,7 @@ _tokens = itertools.count()
 _uses: dict[int, dict[str, list[Use]]] = {}
 
 
-class Source(NamedTuple):
+class TrackedAxes(NamedTuple):
     """Where the axes of a tracked array come from.
 
     **Arguments:**
@@ -89,8 +89,8 @@ class Source(NamedTuple):
         before = len(self.origins) - ndim
         return Axes().union(*(self.origins[before + i] for i in axes if before + i >= 0))
 
-    def moved(self, places: Sequence[Sequence[int]], ndim: int) -> "Source":
-        """Returns the source of an array of other axes, as `ProductWeight.with_axes` is told."""
+    def moved(self, places: Sequence[Sequence[int]], ndim: int) -> "TrackedAxes":
+        """Returns the axes of an array that has been moved, as `ProductWeight.with_axes` is told."""
         origins = [Axes()] * ndim
         for axis, new in enumerate(places):
             for i in new:
@@ -102,13 +102,13 @@ class TrackedWeight(ProductWeight):
     """A weight, or some put together, that notes what a program does with it."""
 
     array: Any
-    contracting: tuple[int, ...] = static()  # none: sources say more of the axes
+    contracting: tuple[int, ...] = static()  # none: tracks say more of the axes
     token: int = static()
-    sources: tuple[Source, ...] = static()
+    tracks: tuple[TrackedAxes, ...] = static()
 
     def with_axes(self, places: Sequence[Sequence[int]], ndim: int) -> "TrackedWeight":
-        """Returns the weight with the sources of the axes that there are now."""
-        return self.changed(sources=tuple(source.moved(places, ndim) for source in self.sources))
+        """Returns the weight with where its axes are now."""
+        return self.changed(tracks=tuple(track.moved(places, ndim) for track in self.tracks))
 
     def note(
         self, primitive: str, contracted: Collection[int] = (), batch: Collection[int] = ()
@@ -119,14 +119,14 @@ class TrackedWeight(ProductWeight):
         """
         line = user_line()
         is_product = primitive in _CONTRACTIONS
-        for source in self.sources:
-            summed = source.of(contracted, self.ndim)
-            free = source.of([i for i in range(self.ndim) if i not in batch], self.ndim) - summed
+        for track in self.tracks:
+            summed = track.of(contracted, self.ndim)
+            free = track.of([i for i in range(self.ndim) if i not in batch], self.ndim) - summed
             use = Use(primitive, summed, free, line)
             # A row is data, whatever it meets. What has more axes is a weight of a stack.
-            if source.looked_up and (len(summed | free) < 2 or not is_product):
-                use = Use(LOOK_UP, summed | free, source.looked_up, line)
-            uses = _uses[self.token][source.path]
+            if track.looked_up and (len(summed | free) < 2 or not is_product):
+                use = Use(LOOK_UP, summed | free, track.looked_up, line)
+            uses = _uses[self.token][track.path]
             if use not in uses:
                 uses.append(use)
 
@@ -182,13 +182,13 @@ def _gather(w: TrackedWeight, indices: ArrayLike, **params: Any) -> Any:
     array = redispatch(lambda x, i: bind(x, i, **params), w.array, indices)
     sizes, shape = params["slice_sizes"], w.shape
     rows = {i for i in range(w.ndim) if sizes[i] < shape[i]} - {*numbers.operand_batching_dims}
-    sources = [
-        source.moved(places, array.ndim)._replace(
-            looked_up=source.looked_up | source.of(rows, w.ndim)
+    tracks = [
+        track.moved(places, array.ndim)._replace(
+            looked_up=track.looked_up | track.of(rows, w.ndim)
         )
-        for source in w.sources
+        for track in w.tracks
     ]
-    return w.changed(array=array, sources=tuple(sources))
+    return w.changed(array=array, tracks=tuple(tracks))
 
 
 @register("concatenate")
@@ -196,8 +196,8 @@ def _concatenate(*operands: TrackedWeight, dimension: int) -> TrackedWeight:
     """Of weights, as of those of query, key and value, which meet the same operand."""
     join = partial(redispatch, lambda *xs: lax.concatenate(xs, dimension))
     array = join(*(w.array for w in operands))
-    sources = (source for w in operands for source in w.sources)
-    return operands[0].changed(array=array, sources=tuple(dict.fromkeys(sources)))
+    tracks = (track for w in operands for track in w.tracks)
+    return operands[0].changed(array=array, tracks=tuple(dict.fromkeys(tracks)))
 
 
 def program_of(params: Any, model: Callable | None, args: Any, kwargs: Any) -> Callable | None:
@@ -260,7 +260,7 @@ def uses_of(
         if i not in weights:
             return x
         origins = tuple(Axes([axis]) for axis in range(-x.ndim, 0))
-        return TrackedWeight(x, (), token, (Source(paths[i], origins),))
+        return TrackedWeight(x, (), token, (TrackedAxes(paths[i], origins),))
 
     def run(leaves: Any, args: Any, kwargs: Any) -> None:
         params = jax.tree.unflatten(treedef, [tracked(i, x) for i, x in enumerate(leaves)])
