@@ -401,3 +401,16 @@ def test_implicit_as_a_decorator_with_arguments():
         vn.implicit(on_materialise="eror")
     only_first = vn.implicit(filter_spec=lambda v: False)(lambda w: w)
     assert type(only_first(typed())).__name__ == "Odd"
+
+
+WEIGHTS = {"w": vn.quant.quantize(jnp.ones((4, 4)), "int8")}
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
+def test_a_value_in_a_container_of_the_module_is_to_be_passed(transform):
+    f = transform(vn.implicit(lambda x: jnp.dot(x, WEIGHTS["w"])))
+    with pytest.raises(TypeError, match="QArray") as caught:
+        f(jnp.ones((2, 4)))
+    (note,) = [n for n in caught.value.__notes__ if "vn.implicit" in n]
+    assert "not in a container" in note
+    assert note.endswith("Pass what holds it as an argument.")

@@ -16,6 +16,7 @@ from .policy import (
     policy_of,
 )
 from .surface.captures import close, may_capture, open_closure, refuse_assignments
+from .surface.mistakes import note_unseen
 from .trace import ImplicitTrace, ImplicitTracer
 from .value import Kept, Value, is_kept, is_value
 
@@ -93,10 +94,14 @@ def implicit(
     @wraps(fn, updated=())
     def implicit_fn(*args: Any, **kwargs: Any) -> Any:
         opened = open_closure(fn) if captures else fn
-        if policy is ALLOW:
-            return _run(opened, filter_spec, args, kwargs)
-        with overridden_by(policy):
-            return _run(opened, filter_spec, args, kwargs)
+        try:
+            if policy is ALLOW:
+                return _run(opened, filter_spec, args, kwargs)
+            with overridden_by(policy):
+                return _run(opened, filter_spec, args, kwargs)
+        except TypeError as error:
+            note_unseen(error, Value)
+            raise
 
     return implicit_fn
 

@@ -90,7 +90,7 @@ class TrackedAxes(NamedTuple):
         return Axes().union(*(self.origins[before + i] for i in axes if before + i >= 0))
 
     def moved(self, places: Sequence[Sequence[int]], ndim: int) -> "TrackedAxes":
-        """Returns the axes of an array that has been moved, as `ProductWeight.with_axes` is told."""
+        """Returns the axes of an array that was moved, as `ProductWeight.with_axes` is told."""
         origins = [Axes()] * ndim
         for axis, new in enumerate(places):
             for i in new:
@@ -183,9 +183,7 @@ def _gather(w: TrackedWeight, indices: ArrayLike, **params: Any) -> Any:
     sizes, shape = params["slice_sizes"], w.shape
     rows = {i for i in range(w.ndim) if sizes[i] < shape[i]} - {*numbers.operand_batching_dims}
     tracks = [
-        track.moved(places, array.ndim)._replace(
-            looked_up=track.looked_up | track.of(rows, w.ndim)
-        )
+        track.moved(places, array.ndim)._replace(looked_up=track.looked_up | track.of(rows, w.ndim))
         for track in w.tracks
     ]
     return w.changed(array=array, tracks=tuple(tracks))
