@@ -9,5 +9,6 @@ made.
     operands    texts that make arrays of every type and format
     lines       texts that compute something of an array
     programs    programs of these, and their transformations
+    run         programs, one after the other, and what fails made small
     checks      whether a program gives what it gives of dense arrays
 """

@@ -1,0 +1,75 @@
+"""Runs programs in processes of their own: XLA ends one now and then, and memory fills up."""
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
+from random import Random
+
+import jax
+from support import contexts
+
+from .checks import Disagreement, check
+from .programs import Program, program
+
+
+def smallest(failing: Program) -> tuple[Program, str]:
+    """A program that fails as one does, with as little as can be, and what is wrong."""
+    said = failure(failing)
+    for simpler in failing.smaller():
+        if failure(simpler) is not None:
+            return smallest(simpler)
+    return failing, str(said)
+
+
+def failure(of: Program) -> str | None:
+    """What is wrong with what a program gives."""
+    try:
+        check(of)
+    except Disagreement as error:
+        return str(error)
+    return None
+
+
+def tried(number: int, seed: int, kinds: Sequence[str], mode: str) -> tuple[str, str]:
+    """What comes of the program of a number, and of one that fails a text."""
+    one = program(Random(f"{seed} {number}"), kinds, mode)
+    try:
+        return check(one), ""
+    except Disagreement:
+        small, said = smallest(one)
+        return "fails", f"{small}\n# {number}: {said[:600]}\n"
+
+
+def prepare() -> None:
+    """Sets JAX up for many small programs."""
+    jax.config.update("jax_platforms", "cpu")
+    contexts.reuse()
+
+
+def new_process() -> ProcessPoolExecutor:
+    """A process that runs programs, for a while: or memory fills up with them."""
+    return ProcessPoolExecutor(1, get_context("spawn"), prepare, max_tasks_per_child=1000)
+
+
+def run(numbers: range, seed: int, kinds: Sequence[str], mode: str, seconds: float) -> Counter[str]:
+    """Runs the programs of these numbers, and prints what fails, and what XLA does not survive."""
+    end, counts, printed = time.monotonic() + seconds, Counter[str](), set[str]()
+    process = new_process()
+    for number in numbers:
+        if time.monotonic() > end:
+            break
+        try:
+            result, text = process.submit(tried, number, seed, kinds, mode).result()
+        except BrokenProcessPool:
+            process = new_process()
+            one = program(Random(f"{seed} {number}"), kinds, mode)
+            result, text = "ends the process", f"{one}\n# {number}: ends the process\n"
+        counts[result] += 1
+        if text and text.partition("# ")[0] not in printed:
+            printed.add(text.partition("# ")[0])
+            print(text, flush=True)
+    process.shutdown()
+    return counts
