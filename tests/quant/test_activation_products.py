@@ -236,7 +236,7 @@ def test_quantised_arguments_stay_what_they_are():
     f = quantize_products(lambda w, q, k: (q @ w) @ k.T, RULES_ALL)
     expected = rounded(vn.implicit(jnp.matmul)(q, weight), -1) @ rounded(k, -1).T
     np.testing.assert_allclose(f(weight, q, k), expected, rtol=1e-4, atol=1e-4)
-    assert isinstance(quantize_products(lambda w: w, RULES)(weight), vn.quant.QArray)
+    assert isinstance(quantize_products(lambda w: w, [])(weight), vn.quant.QArray)
 
 
 def test_what_tokens_look_up_is_an_activation():
@@ -326,7 +326,8 @@ def test_calls_nest_and_the_inner_rules_come_first():
     f = lambda q, k: q @ k.T
     inner = quantize_products(f, [Rule(".*", None, act_qtype="float8_e4m3fn")])
     fp8 = functools.partial(rounded, qtype="float8_e4m3fn")
-    out = quantize_products(inner, RULES_ALL)(q, k)
+    with pytest.warns(UserWarning, match="matches no product"):  # for none is left
+        out = quantize_products(inner, RULES_ALL)(q, k)
     assert_close(out, fp8(q, -1) @ fp8(k, -1).T)
     unmatched = quantize_products(f, [Rule("elsewhere", None)])
     with pytest.warns(UserWarning, match="elsewhere"):
@@ -373,6 +374,11 @@ def test_a_rule_that_matches_nothing_warns_with_the_places():
     f = quantize_products(attention, [Rule("mlp", None, act_qtype="int6")])
     with pytest.warns(UserWarning, match=r"'mlp' matches no product.*'attention/bqhd,bkhd->bhqk'"):
         f(*QKV)
+    # Though they have matched in another function.
+    quantize_products(attention, RULES)(*QKV)
+    other = quantize_products(lambda q, k: jnp.vdot(q, k), RULES)
+    with pytest.warns(UserWarning, match="matches no product"):
+        other(*QKV[:2])
 
 
 @pytest.mark.parametrize(
@@ -437,3 +443,26 @@ def test_with_high_types():
         gradient = jax.grad(loss(quantize_products(attention, RULES)))(q, k, v)
     assert_close(out, reference(q, k, v))
     assert_close(gradient, jax.grad(loss(reference))(q, k, v))
+
+
+def test_modules_of_flax_and_equinox_are_places():
+    linen, equinox = pytest.importorskip("flax.linen"), pytest.importorskip("equinox")
+    (x,) = arrays((2, 5, 16))
+
+    class Block(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            return linen.MultiHeadDotProductAttention(num_heads=4, name="attention")(x, x)
+
+    block = Block()
+    params = block.init(jax.random.key(0), x)
+    module = equinox.nn.MultiheadAttention(4, 16, key=jax.random.key(0))
+    models = {
+        r"Block/attention/.*": functools.partial(block.apply, params),
+        r"eqx\.nn\.MultiheadAttention/.*": jax.vmap(lambda x: module(x, x, x)),
+    }
+    for place, model in models.items():
+        run = quantize_products(model, [Rule(place, None, act_qtype="int8")])
+        assert len(quantised_products(run, x)) == 2  # and none of those with weights
+        assert differs([run(x)], [model(x)])
+        np.testing.assert_allclose(run(x), model(x), atol=0.05)

@@ -4,9 +4,10 @@ An activation is what depends on an argument. A type marks it, and goes through 
 rules for products look up where in the program they are.
 """
 
+import inspect
 import warnings
 from collections.abc import Callable, Sequence
-from functools import lru_cache, wraps
+from functools import lru_cache, partial, wraps
 from typing import Any, ClassVar
 
 import jax
@@ -36,12 +37,14 @@ def quantize_products(fn: Callable, rules: Sequence[Rule]) -> Callable:
     weights; how these are multiplied is a matter of `quantize_tree`.
 
     A place is what profiles show: the names of the scopes (`jax.named_scope`, and so modules of
-    Flax and Equinox) and of the jitted functions around a product, joined with "/"; those of an
-    `einsum` end with its subscripts. Both operands are quantised with a scale for each index of the
-    axes that are not contracted, and for each tile of the last that is, if the rule or the format
-    has tiles. Derivatives of the function go straight through, as those of `vn.ste`. Of derivatives
-    that `fn` takes itself, the products of a backward pass are left as they are, and so are those
-    in a `custom_jvp` or `custom_vjp` rule; but the tangents of `jax.jvp` are taken for activations.
+    Flax linen and Equinox) and of the jitted functions around a product, joined with "/"; that of
+    an `einsum` ends with its subscripts. Both operands are quantised with a scale for each index of
+    the axes that are not contracted, and for each tile of the last that is, if the rule or the
+    format has tiles.
+
+    Derivatives of the function go straight through, as those of `vn.ste`. Of derivatives that `fn`
+    takes itself, the products of a backward pass are left as they are, and so are those in a
+    `custom_jvp` or `custom_vjp` rule; but the tangents of `jax.jvp` are taken for activations.
 
     **Arguments:**
 
@@ -66,13 +69,13 @@ def quantize_products(fn: Callable, rules: Sequence[Rule]) -> Callable:
     >>> bool(jnp.abs(quantised(q, k, v) - attention(q, k, v)).max() < 0.05)
     True
     """
-    rules = tuple(rules)
-    _products_of(rules, None)  # to refuse at once what it cannot do
+    rules, code = tuple(rules), _code_of(fn)
+    _products_of(rules, None, code)  # to refuse at once what it cannot do
 
     @wraps(fn, updated=())
     def of_activations(*args: Any, **kwargs: Any) -> Any:
         leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_kept)
-        products = _products_of(rules, asked())
+        products = _products_of(rules, asked(), code)
 
         def run(*leaves: Any) -> Any:
             args, kwargs = jax.tree.unflatten(treedef, leaves)
@@ -87,8 +90,17 @@ def quantize_products(fn: Callable, rules: Sequence[Rule]) -> Callable:
     return of_activations
 
 
-@lru_cache(maxsize=256)  # for what is traced for one is found again for another with its rules
-def _products_of(rules: tuple[Rule, ...], around: "_Products | None") -> "_Products":
+def _code_of(fn: Any) -> Any:
+    """What stays the same where a function is made anew for each call: its code, or its class."""
+    while isinstance(fn, partial):
+        fn = fn.func
+    fn = inspect.unwrap(getattr(fn, "__func__", fn))
+    return getattr(fn, "__code__", type(fn))
+
+
+@lru_cache(maxsize=256)  # for what is traced with one is found again with an equal one
+def _products_of(rules: tuple[Rule, ...], around: "_Products | None", code: Any) -> "_Products":
+    del code  # of the key: which rules have matched is said of a function
     return _Products(rules, around)
 
 
