@@ -280,3 +280,13 @@ def test_the_tangent_of_a_typed_value_is_no_array(use, weight, high):
     with pytest.raises(TypeError, match=r"lora\[4,6\]ᵀ.*: derivatives by the leaves of"):
         jax.jit(lambda w: use(tangent(w)))(weight.value)
     assert type(jax.jit(tangent)(weight.value)) is type(weight.value)
+
+
+@both_ways
+def test_the_gradient_of_a_number_that_is_implicit(jit):
+    x = vn.types.Constant(jnp.arange(1.0, 4.0), (1, 2))
+    loss = lambda see: lambda s: jnp.sum(jnp.sin(see(x) * s))
+    for transform in (jax.grad, jax.jacrev, jax.jacfwd):
+        run = transform(loss(lambda x: x))
+        expected = transform(loss(vn.materialise))(0.5)
+        assert jnp.allclose((jax.jit(run) if jit else run)(0.5), expected)

@@ -118,3 +118,17 @@ def test_a_failing_rule_says_where(x):
     with pytest.raises(ValueError, match="never dense") as error:
         jax.jit(jnp.dot)(x, Failing(jnp.ones((4, 6))))
     assert any("no rule fits" in note for note in error.value.__notes__)
+
+
+def test_an_operator_of_a_tree_and_a_typed_value_is_one_of_two_values(agree):
+    """`x - y` is the operator of the class, which runs rules: `y` is no dense operand of those."""
+    x = vn.types.Masked(jnp.arange(6.0).reshape(2, 3), jnp.arange(6).reshape(2, 3) > 1)
+    for program in (
+        lambda x: x - jnp.max(x, 1, keepdims=True),
+        lambda x: jnp.max(x, 1, keepdims=True) * x,
+        lambda x: jax.nn.softmax(x, 1),
+    ):
+        out, expected = jax.jit(program)(x), vn.implicit(program)(x)
+        assert jax.tree.structure(out) == jax.tree.structure(expected)
+        agree(out.filled(0.0), expected.filled(0.0))
+        assert (out.mask == expected.mask).all()

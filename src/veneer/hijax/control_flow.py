@@ -47,8 +47,7 @@ def _check_types(what: str, one: Any, other: Any) -> None:
     forms = {}
     for i, pair in enumerate(zip(some, others, strict=True)):
         if any(map(_is_type, pair)) and all(map(_has_type, pair)):
-            abstract = (typed(jax.tree.map(abstract_of, x)) for x in pair)
-            another = partial(meeting, what.format(i), *abstract)
+            another = _meeting(what.format(i), *pair)
             form = another(None)
             if form is None and len(set(map(is_value, pair))) > 1:
                 form = _TYPED
@@ -56,6 +55,11 @@ def _check_types(what: str, one: Any, other: Any) -> None:
                 forms[i] = form, another
     if forms:
         raise Disagreement(forms)
+
+
+def _meeting(what: str, *pair: Any) -> Callable[[Any], Any]:
+    one, other = (typed(jax.tree.map(abstract_of, x)) for x in pair)
+    return lambda tried: meeting(what, one, other, tried)
 
 
 def _flat(tree: Any) -> tuple[list[Any], Any]:

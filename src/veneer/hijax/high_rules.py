@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from .._core.rules import add_rule, forget_with_rules
-from .._core.value import Value
+from .._core.value import Value, is_value
 from .._jax.hijax import (
     GradAccum,
     RefEffect,
@@ -31,7 +31,16 @@ from .._jax.hijax import (
 from .high import Operation, Pack, Unpack, apply, high
 from .mode import in_force
 from .operations import Apply, Jvp, Materialise, Transpose, Vjp, Vmap
-from .types import HighType, TangentType, as_high_array, is_traced_high, of_arrays, type_of
+from .types import (
+    HighType,
+    TangentType,
+    as_high_array,
+    canonical,
+    is_traced_high,
+    is_typed,
+    of_arrays,
+    type_of,
+)
 from .values import Tangent, is_inexact, leaves_of, strong_leaf, value_of, with_leaves
 
 
@@ -283,6 +292,8 @@ def batch(
 
 
 def _under_implicit(*operands: Any, operation: Operation) -> list[Any]:
+    if any(map(is_typed, operands)):  # of a value outside, which no rule would take for one
+        return apply(operation, *(canonical(x) if is_value(x) else x for x in operands))
     return operation.rerun(*operands)
 
 

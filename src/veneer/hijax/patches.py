@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from .._core.primitives.labels import is_label
 from .._core.surface.array import ImplicitArray
 from .._core.value import Value, is_value
 from .._jax.hijax import (
@@ -248,6 +249,8 @@ def _for_jacobian(x: Any) -> Any:
     if not is_typed(x) and not (isinstance(x, Value) and is_complete(x)):
         return x
     if (x.aval.cls if is_typed(x) else x).dense_tangent:
+        return made_dense(_JACOBIAN, x)
+    if not x.shape and not is_label(opened(x)):  # of grad, too
         return made_dense(_JACOBIAN, x)
     leaves, treedef = flatten_value(opened(x))
     return jax.tree.unflatten(treedef, list(map(_for_jacobian, leaves)))
