@@ -21,7 +21,17 @@ LAZY = {"beartype", "matplotlib", "numba", "plum", "rich", "safetensors", "token
 PUBLIC = [
     *("AmbiguousLookupError", "ArrayLike", "ImplicitArray", "Value"),
     *("explain", "implicit", "jit", "load", "materialise", "quant", "register", "save", "static"),
-    *("device_put", "freeze", "ste", "summary", "trainable", "tree", "types", "unfreeze"),
+    *(
+        "device_put",
+        "freeze",
+        "ste",
+        "summary",
+        "testing",
+        "trainable",
+        "tree",
+        "types",
+        "unfreeze",
+    ),
 ]
 
 # The arrows of docs/architecture.md: the rooms that a room may import from. Below `cli` and `demo`,
@@ -43,11 +53,12 @@ MAY_IMPORT = {
     "straight_through": {"_jax", "_core"},
     "tree": {"_core"},
     "placement": {"_core", "tree"},
+    "testing": {"_core", "_jax"},
     "training": {"_core", "types", "tree"},
     "parameter_table": {"_core", "_report", "quant", "tree", "training"},
     "veneer": {
         *("_core", "_report", "kernels", "types", "quant", "numba", "hijax", "interop"),
-        *("straight_through", "tree", "training", "parameter_table", "placement"),
+        *("straight_through", "tree", "training", "parameter_table", "placement", "testing"),
     },
 }
 

@@ -15,6 +15,7 @@
     straight_through    `ste`: the value of a function, with the derivative of the identity
     placement           where arrays are: `device_put`, by shardings that speak of dense arrays
     training            which arrays are trained: `freeze`, `trainable`
+    testing             checks for the tests of those who write array types
     parameter_table     what the arrays of a tree are and cost: `summary`
     cli, demo           the command line, and its demonstration on a real model
 
@@ -37,7 +38,7 @@ from ._report.explain import explain
 from ._report.report import Report
 
 if TYPE_CHECKING:
-    from . import hijax, lora, numba, quant, tree, types
+    from . import hijax, lora, numba, quant, testing, tree, types
     from .hijax.jit import jit
     from .interop.safetensors import load, save
     from .parameter_table import summary
@@ -72,6 +73,7 @@ __all__ = [
     "static",
     "ste",
     "summary",
+    "testing",
     "trainable",
     "tree",
     "types",
@@ -94,6 +96,7 @@ _LAZY = {
     "save": "interop.safetensors",
     "ste": "straight_through",
     "summary": "parameter_table",
+    "testing": "testing",
     "trainable": "training",
     "tree": "tree",
     "types": "types",

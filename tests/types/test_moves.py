@@ -1,19 +1,21 @@
-"""No move gives a value that its own constructor refuses: every type, every rule, every axis."""
+"""No move gives a value that its own constructor refuses: every type, every rule, every axis.
+
+What moves of matrices give is compared with those of dense arrays in `test_dtypes.py`.
+"""
 
 import inspect
-import itertools
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 from support.every_type import EVERY_TYPE, T, plain, value
 
 import veneer as vn
 from veneer._core.trace import ImplicitTracer
 from veneer._core.value import stands_for
+from veneer.testing.programs import moves
 
 
 @pytest.fixture(autouse=True)
@@ -43,67 +45,8 @@ def test_the_check_finds_what_a_constructor_refuses():
         check(jax.tree.map(lambda leaf: leaf[0], rows))
 
 
-def moves(ndim):
-    """Programs that move entries of an array of so many axes, each of size 4 or 2 or 3."""
-    for axis in range(ndim):
-        yield f"one along {axis}", lambda w, i=axis: jnp.take(w, 1, i)
-        yield f"squeezed {axis}", lambda w, i=axis: lax.slice_in_dim(w, 1, 2, axis=i).squeeze(i)
-        yield f"one, as an axis, {axis}", lambda w, i=axis: lax.slice_in_dim(w, 1, 2, axis=i)
-        yield f"every other along {axis}", lambda w, i=axis: lax.slice_in_dim(w, 0, None, 2, i)
-        yield f"none along {axis}", lambda w, i=axis: lax.slice_in_dim(w, 0, 0, axis=i)
-        yield f"backwards along {axis}", lambda w, i=axis: jnp.flip(w, i)
-        yield f"rolled along {axis}", lambda w, i=axis: jnp.roll(w, 1, i)
-        yield (
-            f"at an index along {axis}",
-            lambda w, i=axis: lax.dynamic_index_in_dim(w, jnp.int32(1), i, keepdims=False),
-        )
-        yield (
-            f"at indices along {axis}",
-            lambda w, i=axis: jnp.take(w, jnp.array([[1, 0], [0, 0]]), i, mode="clip"),
-        )
-        yield f"filled along {axis}", lambda w, i=axis: jnp.take(w, jnp.array([1, 9]), i)
-        yield f"split along {axis}", lambda w, i=axis: jnp.split(w, [1], i)
-        yield f"unstacked along {axis}", lambda w, i=axis: jnp.unstack(w, axis=i)
-        yield f"concatenated along {axis}", lambda w, i=axis: jnp.concatenate([w, w], i)
-        yield f"vmap over {axis}", lambda w, i=axis: jax.vmap(lambda r: r[None], i)(w)
-        yield f"vmap along {axis}", lambda w, i=axis: jax.vmap(lambda r: r, i, i)(w)
-    for axis in range(ndim + 1):
-        yield f"a new axis {axis}", lambda w, i=axis: jnp.expand_dims(w, i)
-        yield f"stacked along {axis}", lambda w, i=axis: jnp.stack([w, w], i)
-        yield (
-            f"repeated along {axis}",
-            lambda w, i=axis: jnp.broadcast_to(
-                jnp.expand_dims(w, i), (*w.shape[:i], 3, *w.shape[i:])
-            ),
-        )
-    for order in itertools.permutations(range(ndim)):
-        if order != tuple(range(ndim)):
-            yield f"transposed {order}", lambda w, p=order: w.transpose(p)
-    for axis in range(ndim - 1):
-        yield (
-            f"{axis} and the next merged",
-            lambda w, i=axis: w.reshape(*w.shape[:i], -1, *w.shape[i + 2 :]),
-        )
-    if ndim:
-        yield "raveled", lambda w: w.reshape(-1)
-        yield "a scan", lambda w: lax.scan(lambda c, r: (c, r), 0, w)[1]
-        yield "a scan, each with an axis", lambda w: lax.scan(lambda c, r: (c, r[None]), 0, w)[1]
-        yield "a scan that stacks", lambda w: lax.scan(lambda c, _: (c, w), 0, None, length=2)[1]
-        yield "a map", lambda w: lax.map(lambda r: r, w)
-    yield "chosen", lambda w: jnp.where(jnp.array(True), w, w)
-
-
 #: These have no dense form, and refuse by name what they do not keep.
 REFUSING = (T.Masked, T.Named, T.Quantity)
-
-
-@pytest.mark.parametrize("name", EVERY_TYPE)
-def test_moves_of_a_matrix(name):
-    w = value(name)
-    results, refused = jax.jit(_moved)(w, plain(w))  # in one program, which is compiled once
-    for move, (out, expected) in results.items():
-        assert all(jax.tree.leaves(jax.tree.map(_same, plain(out), expected))), move
-    _check_refused(w, refused)
 
 
 @pytest.mark.parametrize("name", EVERY_TYPE)
@@ -118,7 +61,7 @@ def test_moves_of_a_batch(name):
 def _moved(w, x):
     """What each move gives, of an implicit and of a dense array, and what refusals say."""
     results, refused = {}, {}
-    for move, program in moves(w.ndim):
+    for move, program in moves(w.shape):
         if move.startswith("filled") and isinstance(w, T.Masked):
             continue  # what lies outside is not valid there, and no NaN
         try:
@@ -141,12 +84,6 @@ def _check_refused(w, refused):
     assert all(named in message.text for message in refused.values()), refused
 
 
-def _same(x, y):
-    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-        x, y = jax.random.key_data(x), jax.random.key_data(y)
-    return (x.shape, x.dtype) == (y.shape, y.dtype) and np.allclose(x, y, atol=1e-5, equal_nan=True)
-
-
 def test_rows_of_a_sparse_matrix_are_dense():
     m = jax.random.normal(jax.random.key(0), (8, 8))
     w = T.NMSparse.prune(m, 2, 4, -1)
@@ -166,7 +103,7 @@ class Matrices(vn.ImplicitArray):
         return self.x + 0
 
 
-@pytest.mark.parametrize(("move", "program"), list(moves(2)))
+@pytest.mark.parametrize(("move", "program"), list(moves((4, 4))))
 def test_a_type_of_which_only_the_constructor_says_what_it_is(move, program):
     w = Matrices(jnp.arange(16.0).reshape(4, 4))
     out = vn.implicit(program)(w)

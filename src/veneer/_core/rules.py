@@ -225,6 +225,13 @@ def structural_rule(primitive: Primitive) -> Callable:
     return next(rule.function for rule in _rules[primitive] if rule.structural)
 
 
+def rules_of(cls: type[Value]) -> list[tuple[Target, RegisteredRule]]:
+    """The rules of which an operand by itself is annotated with a type, but structural ones."""
+    takes = lambda rule: any(cls in kinds for kinds in rule.operands)
+    every = ((target, rule) for target, rules in _rules.items() for rule in rules)
+    return [(target, rule) for target, rule in every if takes(rule) and not rule.structural]
+
+
 def resolve(
     primitive: Target, classes: tuple[type, ...], tried: tuple[RegisteredRule, ...] = ()
 ) -> RegisteredRule | None:

@@ -1,6 +1,8 @@
 """Symmetric matrices: half the bytes, and Cholesky's factorisation for definite ones."""
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from support.claims import Claim, claims
 
@@ -83,3 +85,9 @@ def test_half_the_bytes_are_stored():
 def test_what_is_no_symmetric_matrix_is_refused(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+def test_what_makes_its_entries_complex_makes_it_dense():
+    w = Symmetric(jnp.arange(1.0, 7))
+    for program in (jax.lax.conj, lambda w: w * 2j, lambda w: w.astype("complex64")):
+        np.testing.assert_array_equal(vn.implicit(program)(w), program(w.materialise()))

@@ -5,9 +5,9 @@ Primitives that contain programs:
     staging             those programs, traced anew with the rules in force, on leaves
     reentering          functions that JAX runs later, in a trace of its own
     scopes              where in a program a primitive is, for who asks
-    calls               programs that are called once: jit, remat, closed_call
+    calls               programs that are called once: jit, remat
     control_flow        loops and branches
-    custom_calls        programs brought for a transformation, a backend or a memory
+    custom_calls        closed calls, and those for a transformation, a backend or a memory
     custom_derivatives  custom_jvp and custom_vjp
     linear_solve        custom_linear_solve
     hi_primitives       those that JAX defines as high ones

@@ -1,4 +1,4 @@
-"""Rules for primitives that call another program once: jit, remat (`jax.checkpoint`), closed_call.
+"""Rules for primitives that call another program once: jit, remat (`jax.checkpoint`).
 
 Each is bound again, with the jaxpr it contains staged anew for implicit operands: the rules run
 inside it, on the leaves.
@@ -184,9 +184,3 @@ def _checkpoint(*values: Any, jaxpr: Any, **params: Any) -> list[Any]:
     return staged.unflatten(
         find_primitive("remat").bind(*constants, *leaves, jaxpr=opened, **params)
     )
-
-
-@structural("closed_call")
-def _closed_call(*values: Any, call_jaxpr: Any, **params: Any) -> list[Any]:
-    del params
-    return stage("closed_call", call_jaxpr, values)(*values)

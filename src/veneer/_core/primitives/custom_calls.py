@@ -1,4 +1,4 @@
-"""Rules for calls that bring a program of their own for a transformation, a backend or a memory.
+"""Rules for closed calls, and those whose program is for a transformation, a backend or a memory.
 
 Where that program speaks of the dense operands alone (composite, whose name promises a backend
 their number; remat_opt), the call is replaced by the program that it stands for.
@@ -29,7 +29,7 @@ def _inline(name: str) -> None:
         return stage(name, contained_jaxpr(params), values)(*values)
 
 
-for _primitive in ("composite", "eval_jaxpr"):
+for _primitive in ("closed_call", "composite", "eval_jaxpr"):  # in JAX >= 0.12, two of them are one
     _inline(_primitive)
 
 

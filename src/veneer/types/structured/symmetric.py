@@ -98,8 +98,10 @@ class Symmetric(Matrix):
     def transposed(self) -> "Symmetric":
         return self
 
-    def rescaled(self, scale: Callable[[Any], Any]) -> "Symmetric":
-        return Symmetric(scale(self.packed))  # by a number that may be negative
+    def rescaled(self, scale: Callable[[Any], Any]) -> Any:
+        packed = scale(self.packed)  # by a number that may be negative
+        is_complex = jnp.issubdtype(packed.dtype, jnp.complexfloating)  # as those of lax.conj are
+        return NotImplemented if is_complex else Symmetric(packed)
 
     def solve(self, b: Any) -> Any:
         if not self.positive_definite:
