@@ -52,8 +52,8 @@ class Rule:
     """
 
     path_regex: str
-    _: dataclasses.KW_ONLY
     rank: int | None
+    _: dataclasses.KW_ONLY
     alpha: float | int | None = None
     rs_lora: bool = False
     dora: bool = False
@@ -104,9 +104,10 @@ def init_tree(
     **Returns:** the tree with a `LoraArray` in place of each floating array of rank 2 and up that a
     rule with a rank matches. `vn.trainable` says which leaves to train.
 
-    **Raises:** `ValueError`, naming the path, where the axes do not lie as a `LoraArray` has them.
-    Warns with `UserWarning` of a rule that matches no path, of a weight that the program has in no
-    product, which stays as it is, and of an update that is as large as its weight.
+    **Raises:** `TypeError` for rules that are no sequence of `Rule`; `ValueError`, naming the path,
+    where the axes do not lie as a `LoraArray` has them. Warns with `UserWarning` of a rule that
+    matches no path, or nothing that can be updated; of a weight that the program has in no product,
+    which stays as it is, unless it is a bias; and of an update that is as large as its weight.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> params = {"query": jnp.ones((512, 8, 64)), "norm": jnp.ones(512)}
@@ -118,6 +119,7 @@ def init_tree(
     >>> tuned["query"].a.shape, tuned["query"].b.shape
     ((512, 4), (4, 8, 64))
     """
+    _check(rules)
     paths, leaves, treedef = flatten_with_paths(params)
     warn_of_unmatched(rules, paths, stacklevel=3)
     chosen = {}
@@ -130,10 +132,12 @@ def init_tree(
     if program is not None:
         uses = uses_of(program, params, lambda path, _: path in chosen, args or (), kwargs)
         unused = [path for path in chosen if not telling(uses[path])]
-        chosen = {path: rule for path, rule in chosen.items() if path not in unused}
-        unused = [path for path in unused if any(len(use.free) > 1 for use in uses[path])]
-        if unused:
-            message = f"no product of the program has {some_of(unused)}, so they have no update"
+        rule_of = chosen
+        chosen = {path: rule for path, rule in rule_of.items() if path not in unused}
+        at_work = list(chosen.values())
+        told = [x for x in unused if rule_of[x] not in at_work or not _is_bias_or_norm(uses[x])]
+        if told:
+            message = f"no product of the program has {some_of(told)}, so they have no update"
             warnings.warn(message, UserWarning, stacklevel=2)
     keys = iter(jax.random.split(key, max(1, len(chosen))))
     new, large = [], []
@@ -150,6 +154,21 @@ def init_tree(
         message = f"an update is as large as its weight: {some_of(large)}; pass {remedy}"
         warnings.warn(message, UserWarning, stacklevel=2)
     return jax.tree.unflatten(treedef, new)
+
+
+def _check(rules: Any) -> None:
+    is_sequence = isinstance(rules, Sequence) and not isinstance(rules, str)
+    for rule in rules if is_sequence else [rules]:
+        if not is_sequence or not isinstance(rule, Rule):
+            raise TypeError(
+                f"rules are a sequence of vn.lora.Rule, as [vn.lora.Rule('.*', rank=8)], and not "
+                f"{rule!r}"
+            )
+
+
+def _is_bias_or_norm(uses: Sequence[Use]) -> bool:
+    """Whether a program only adds a weight, or has it as a vector, of each layer of a stack say."""
+    return bool(uses) and all(use.primitive == "add" or len(use.free) < 2 for use in uses)
 
 
 def _can_be_updated(leaf: Any) -> bool:

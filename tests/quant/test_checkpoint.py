@@ -72,6 +72,7 @@ def test_float64_weights_are_quantised_in_float32_as_jax_does_without_x64():
         ({"channelwise_axes": [0]}, "int8, channelwise"),
         ({"channelwise_axes": [0], "tiled_axes": {1: 4}}, "int8, tile 4"),
         ({"tiled_axes": {0: 2, 1: 4}}, "int8, tile 2×4"),
+        ({"tiled_axes": {0: 2, 1: 8}}, "int8, tile 2×8"),  # two rows, whole
     ],
 )
 def test_a_format_is_described_with_its_tiles(options, expected):

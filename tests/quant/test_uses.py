@@ -195,3 +195,49 @@ def test_updates_say_where_they_do_not_fit():
         vn.lora.init_tree({"w": w(4, 5, 6)}, rules, key=key, model=model, args=(w(3, 4, 6),))
     with pytest.warns(UserWarning, match=r"as large as its weight: w \[64, 8, 16\].*model="):
         vn.lora.init_tree({"w": w(64, 8, 16)}, [vn.lora.Rule(".*", rank=6)], key=key)
+
+
+def updates_of(*rules):
+    params = {"w": w(64, 4, 16), "bias": w(4, 16), "norm": w(3, 64), "factor": w(4, 16)}
+    model = lambda p, x: (
+        jnp.einsum("td,dhk->thk", x * p["norm"][0], p["w"]) * p["factor"] + p["bias"]
+    )
+    key = jax.random.key(0)
+    return vn.lora.init_tree(params, rules, key=key, model=model, args=(w(5, 64),))
+
+
+def test_a_bias_beside_the_weight_of_a_product_has_no_update_and_all_else_is_told():
+    with pytest.warns(UserWarning, match=r"no product of the program has factor, so"):
+        tuned = updates_of(vn.lora.Rule(".*", 2))
+    assert [isinstance(tuned[name], vn.types.LoraArray) for name in ("w", "bias")] == [True, False]
+
+
+@pytest.mark.parametrize("name", ["bias", "norm"])
+def test_a_rule_that_updates_nothing_is_told(name):
+    with pytest.warns(UserWarning, match=rf"no product of the program has {name}, so"):
+        updates_of(vn.lora.Rule("w", rank=2), vn.lora.Rule(name, rank=2))
+
+
+@pytest.mark.parametrize(
+    "rules", [vn.lora.Rule("w", rank=2), ".*", None, [".*"], [Rule(".*", "int8")]]
+)
+def test_rules_for_updates_that_are_none_are_refused(rules):
+    with pytest.raises(TypeError, match=r"a sequence of vn.lora.Rule, as \[.*\], and not"):
+        vn.lora.init_tree({"w": w(64, 8)}, rules, key=jax.random.key(0))
+
+
+@pytest.mark.parametrize("rules", [[Rule(".*", "int8")], "int8"])
+def test_a_weight_that_another_type_holds_dense_is_told(rules):
+    lora = vn.types.LoraArray.init(w(64, 8), 2, key=jax.random.key(0))
+    model = {"model": lambda p, x: x @ p["w"], "args": (X,)}
+    with pytest.warns(UserWarning, match=r"not quantised.* w \(LoraArray\)\. Quantise first"):
+        vn.quant.quantize_tree({"w": lora}, rules, **model)
+
+
+@pytest.mark.filterwarnings("error")
+def test_weights_that_are_quantised_or_to_stay_dense_may_be_held():
+    lora = vn.types.LoraArray.init(w(64, 8), 2, key=jax.random.key(0))
+    rules = [Rule("w", None), Rule(".*", "int8")]
+    q = vn.quant.quantize_tree({"q": lora.w}, [Rule(".*", "int8")])["q"]
+    params = {"w": lora, "of q": lora.changed(w=q), "q": q}
+    assert vn.quant.quantize_tree(params, rules) == params

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import jax
 
+from ..._core.value import is_value
 from ..activations import ActivationQuantized
 from ..observation.statistics import ActivationStatistics
 from ..qarray import QArray
@@ -67,8 +68,8 @@ def quantize_tree(
     asked for and missing; for what is for training without `train`, and `op_names` with it; for the
     name of a format without a program. Warns with `UserWarning` of a rule that matches no path, and
     of statistics that no rule asks for; of a weight that two products contract along different
-    axes, of one that stays dense as the program adds to it or the like, and of one that quantising
-    makes hardly smaller.
+    axes, of one that stays dense as the program adds to it or the like, or as an array of another
+    type holds it, and of one that quantising makes hardly smaller.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> params = {"dense": {"kernel": jnp.ones((64, 8)), "bias": jnp.ones(8)}}
@@ -106,6 +107,7 @@ def quantize_tree(
         chosen = {path: rule for path, leaf in pairs if (rule := rule_for(path, leaf, rules))}
         if uses is not None:
             chosen = _along_the_program(chosen, dict(zip(paths, leaves, strict=True)), uses)
+    _warn_of_held(paths, leaves, rules)
     quantized = []
     for path, leaf in zip(paths, leaves, strict=True):
         rule = chosen.get(path)
@@ -189,6 +191,25 @@ def _along_the_program(
 
 def _has_format(rule: Rule) -> bool:
     return any(getattr(rule, name) is not None for name in ("qtype", "act_qtype", *TRAINING))
+
+
+def _warn_of_held(paths: Sequence[str], leaves: Sequence[Any], rules: Sequence[Rule] | str) -> None:
+    """Warns of weights that are meant, and within arrays of other types, as that of a LoRA is."""
+    held = []
+    for path, leaf in zip(paths, leaves, strict=True):
+        if not is_value(leaf) or isinstance(leaf, QArray | FakeQuantized | ActivationQuantized):
+            continue
+        within = jax.tree.leaves(leaf, is_leaf=lambda x, leaf=leaf: x is not leaf)
+        if any(can_be_quantized(x) and x.shape == leaf.shape for x in within):
+            of_leaf = [] if isinstance(rules, str) else [r for r in rules if r.matches(path)][:1]
+            if isinstance(rules, str) or any(map(_has_format, of_leaf)):
+                held.append(f"{path} ({type(leaf).__name__})")
+    if held:
+        message = (
+            f"not quantised, as an array of another type holds the weight: {some_of(held)}. "
+            "Quantise first, and make such arrays of the quantised weights"
+        )
+        warnings.warn(message, UserWarning, stacklevel=3)
 
 
 def _warn_of_large(
