@@ -104,11 +104,12 @@ def endless_rule(error: RecursionError, call: Callable) -> RecursionError:
     """
     if isinstance(error, EndlessRule):  # told further in
         return error
+    code = inspect.unwrap(call).__code__
     calls: Counter[Callable] = Counter()
     frame: FrameType | None = sys._getframe(1)
     last: dict[Callable, dict[str, Any]] = {}
     while frame is not None:
-        if frame.f_code is call.__code__:
+        if frame.f_code is code:
             calls[frame.f_locals["function"]] += 1
             last.setdefault(frame.f_locals["function"], frame.f_locals)
         frame = frame.f_back
