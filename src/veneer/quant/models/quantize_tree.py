@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from ..._core.value import is_value
+from ..._core.value import is_part, is_value
 from ..activations import ActivationQuantized
 from ..observation.statistics import ActivationStatistics
 from ..qarray import QArray
@@ -199,7 +199,7 @@ def _warn_of_held(paths: Sequence[str], leaves: Sequence[Any], rules: Sequence[R
     for path, leaf in zip(paths, leaves, strict=True):
         if not is_value(leaf) or isinstance(leaf, QArray | FakeQuantized | ActivationQuantized):
             continue
-        within = jax.tree.leaves(leaf, is_leaf=lambda x, leaf=leaf: x is not leaf)
+        within = jax.tree.leaves(leaf, is_leaf=is_part(leaf))
         if any(can_be_quantized(x) and x.shape == leaf.shape for x in within):
             of_leaf = [] if isinstance(rules, str) else [r for r in rules if r.matches(path)][:1]
             if isinstance(rules, str) or any(map(_has_format, of_leaf)):
