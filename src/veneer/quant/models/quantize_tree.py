@@ -196,7 +196,8 @@ def _warn_of_held(paths: Sequence[str], leaves: Sequence[Any], rules: Sequence[R
     for path, leaf in zip(paths, leaves, strict=True):
         if not is_value(leaf) or isinstance(leaf, QArray | FakeQuantized | ActivationQuantized):
             continue
-        if any(can_be_quantized(x) and x.shape == leaf.shape for x in _fields(leaf)):
+        within = jax.tree.leaves(leaf, is_leaf=lambda x, leaf=leaf: x is not leaf)
+        if any(can_be_quantized(x) and x.shape == leaf.shape for x in within):
             of_leaf = [] if isinstance(rules, str) else [r for r in rules if r.matches(path)][:1]
             if isinstance(rules, str) or any(map(_has_format, of_leaf)):
                 held.append(f"{path} ({type(leaf).__name__})")
@@ -206,10 +207,6 @@ def _warn_of_held(paths: Sequence[str], leaves: Sequence[Any], rules: Sequence[R
             "Quantise first, and make such arrays of the quantised weights"
         )
         warnings.warn(message, UserWarning, stacklevel=3)
-
-
-def _fields(value: Any) -> list[Any]:
-    return jax.tree.leaves(value, is_leaf=lambda x: x is not value)
 
 
 def _warn_of_large(
