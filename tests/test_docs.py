@@ -28,7 +28,8 @@ from veneer._jax.primitives import find_primitive
 
 DOCS = Path(__file__).parent.parent / "docs"
 TYPES = sorted(path for path in DOCS.glob("types/*.md") if path.stem != "README")
-PAGES = sorted(DOCS.glob("*.md")) + sorted(DOCS.glob("types/*.md"))
+YOUR_MODEL = sorted(DOCS.glob("your_model/*.md"))
+PAGES = [*sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("types/*.md")), *YOUR_MODEL]
 TUTORIALS = [
     DOCS / f"{name}.md"
     for name in (
@@ -67,7 +68,7 @@ def registry(monkeypatch):
 
 @pytest.mark.long(quick=4)
 @pytest.mark.usefixtures("registry")
-@pytest.mark.parametrize("page", TUTORIALS + TYPES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", TUTORIALS + YOUR_MODEL + TYPES, ids=lambda page: page.stem)
 def test_the_programs_run_and_print_what_is_shown(page, capsys):
     programs = PROGRAM.findall(page.read_text("utf-8"))
     assert any(shown for _, shown in programs)
@@ -85,10 +86,17 @@ def test_the_programs_run_and_print_what_is_shown(page, capsys):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_link_leads_somewhere(page):
-    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text("utf-8"))
-    assert links or page.stem not in {"README", *(tutorial.stem for tutorial in TUTORIALS)}
+    text = re.sub(r"```.*?```", "", page.read_text("utf-8"), flags=re.DOTALL)  # layers[0](x)
+    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", text)
+    assert links or page.stem not in {"README", *(p.stem for p in TUTORIALS + YOUR_MODEL)}
     for link in links:
         assert (page.parent / link).exists(), link
+
+
+def test_the_index_names_every_page():
+    index = (DOCS / "README.md").read_text("utf-8")
+    named = {DOCS / link for link in re.findall(r"\]\(([^:)#]+)\)", index)}
+    assert named >= {*PAGES} - {*TYPES, DOCS / "README.md"}
 
 
 def test_every_type_has_a_page_in_the_index():
