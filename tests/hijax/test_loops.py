@@ -218,9 +218,9 @@ def test_gradients_where_two_types_meet(name, typed, weight, high, agree_by_leav
 
 @pytest.mark.parametrize("name", ["scan", "while_loop", "cond"])
 def test_what_meets_is_made_dense_visibly(name, weight, high):
-    program = lambda w: MEET[name](w, high)
-    with pytest.raises(vn.MaterialiseError, match=f"{name.removesuffix('_loop')}\\("):
-        vn.implicit(jax.jit(program), False, on_materialise="error")(weight.value)
+    program, events = lambda w: MEET[name](w, high), []
+    vn.implicit(jax.jit(program), False, on_materialise=events.append)(weight.value)
+    assert name.removesuffix("_loop") in {event.primitive for event in events}
 
 
 CONDITIONS = {

@@ -311,16 +311,6 @@ TREES = {
 }
 
 
-def test_activations_of_a_file_without_tiles_have_none(tmp_path):
-    tree = TREES["dynamic_activations"][0]
-    vn.save(tmp_path / "out", tree)
-    manifest = tmp_path / "out" / "veneer.json"
-    content = json.loads(manifest.read_text("utf-8"))
-    del content["tree"]["activation_quantized"]["tile_size"]
-    manifest.write_text(json.dumps(content), "utf-8")
-    assert_same(vn.load(tmp_path / "out"), tree)
-
-
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
 def test_the_structure_comes_back(tmp_path, tree):
     vn.save(tmp_path / "out", tree)

@@ -138,7 +138,7 @@ class OwnConstructor(vn.ImplicitArray):
     materialise = Matrices.materialise
 
 
-@pytest.mark.parametrize(("move", "program"), list(moves(2)))
+@pytest.mark.parametrize(("move", "program"), list(moves((4, 4))))
 def test_a_type_with_a_constructor_of_its_own(move, program):
     w = OwnConstructor(list(jnp.arange(16.0).reshape(4, 4)))
     out = vn.implicit(program)(w)

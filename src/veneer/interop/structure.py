@@ -8,6 +8,7 @@ program's, which has a tree of it to load into.
 import dataclasses
 import enum
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -207,9 +208,15 @@ def _class_named(name: str, where: str) -> type[Value]:
     for cls in classes:
         classes += cls.__subclasses__()
     matching = [cls for cls in dict.fromkeys(classes) if _name(cls) == name]
+    if len(matching) > 1:  # of those that a module has defined anew, as in a notebook, the last
+        matching = [cls for cls in matching if _is_in_its_module(cls)] or matching
     if len(matching) != 1:
         _wants_like(f"{where} is of the type {name}, of which {len(matching)} are imported")
     return matching[0]
+
+
+def _is_in_its_module(cls: type) -> bool:
+    return getattr(sys.modules.get(cls.__module__), cls.__name__, None) is cls
 
 
 # What is read.

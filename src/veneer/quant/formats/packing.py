@@ -69,6 +69,8 @@ def axis_to_pack(shape: Sequence[int], bits: int | float) -> int:
     >>> axis_to_pack((64, 33), 4), axis_to_pack((128, 64, 3, 3), 4)
     (-1, -3)
     """
+    if not shape:
+        return -1
     codes, bytes_ = UNITS[bits]
 
     def excess(axis: int) -> float:
