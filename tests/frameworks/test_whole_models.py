@@ -187,7 +187,6 @@ def weights(params):
     return {vn.tree.path_string(path): x for path, x in paths if isinstance(x, vn.Value)}
 
 
-@pytest.mark.filterwarnings("ignore:left dense")
 def test_one_rule_finds_the_axes_that_one_would_state_by_hand(model):
     small = quantized(model, [Rule(".*", "nf4", tile_size=64)])
     rules = [
@@ -204,7 +203,6 @@ def test_one_rule_finds_the_axes_that_one_would_state_by_hand(model):
     assert_close(out, call(model, vn.materialise(small)))
 
 
-@pytest.mark.filterwarnings("ignore:left dense")
 @pytest.mark.parametrize("qtype", ["int8", "int3", "mxfp4"])
 def test_formats_take_the_bits_that_are_theirs(model, qtype):
     small = quantized(model, [Rule(".*", qtype)])
@@ -225,7 +223,6 @@ def test_the_usual_rules_keep_what_is_looked_up_in_8_bits(model):
         assert 8 * w.nbytes / w.size == pytest.approx(4.5, rel=0.01)
 
 
-@pytest.mark.filterwarnings("ignore:left dense", "ignore:no product")
 def test_updates_of_low_rank_go_from_what_is_contracted_to_what_is_left(model):
     small = quantized(model, "nf4")
     rules = [vn.lora.Rule(".*", rank=2)]

@@ -4,6 +4,7 @@ Where the program is given, too, the axes along which a weight is quantised are 
 products contract.
 """
 
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -26,7 +27,7 @@ from .rules import (
     warn_of_unmatched,
 )
 from .uses import Use, program_of, use_for_axes, uses_of
-from .usual_rules import usual_rules
+from .usual_rules import SMALL, usual_rules
 
 T = TypeVar("T")
 
@@ -172,8 +173,9 @@ def _along_the_program(
             continue
         first = use_for_axes(path, uses[path], stacklevel=4)
         if first is None:
-            # A vector of a stack is a bias or a norm. What has more axes could have been smaller.
-            if all(len(use.free) > 1 for use in uses[path]):
+            # A vector of a stack is a norm, and what is small a bias: those are expected to.
+            is_small = math.prod(leaves[path].shape) < SMALL
+            if not uses[path] or not (is_small or any(len(use.free) < 2 for use in uses[path])):
                 left.append(f"{path} ({next(iter(uses[path]), 'it has no use')})")
             continue
         try:
