@@ -17,8 +17,8 @@ from jax.typing import ArrayLike
 
 from ..._core.rules import register
 from ..._core.tree import static
-from ..activations import bind, sums_over_features
 from ..formats.tiles import Leaf
+from ..ops.activations import bind, sums_over_features
 from ..product_weights import ProductWeight
 from .recording import Recording
 from .totals import added

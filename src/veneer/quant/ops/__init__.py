@@ -12,9 +12,11 @@ The modules here:
     convolution     conv_general_dilated
     ragged_dot      ragged_dot and ragged_dot_general
     group_tiles     products of groups of rows, a tile of rows at a time
+    activations     products of weights that quantise what they meet
     movement        casts, and look-ups that fill what is out of bounds
 """
 
+from . import activations as activations
 from . import movement as movement
 from .convolution import conv_general_dilated as conv_general_dilated
 from .dot_general import dot_general as dot_general
