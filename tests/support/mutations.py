@@ -48,8 +48,8 @@ MUTATIONS = [
         "types/labels types/test_frozen.py core/test_straight_through.py",
     ),
     Mutation(
-        "with policy_in_force(policy):\n                wrapped",
-        "with policy_in_force(current_policy()):\n                wrapped",
+        "with policy_in_force(policy), place_of(is_derivative):",
+        "with policy_in_force(current_policy()), place_of(is_derivative):",
         "core/test_policy.py transforms/test_custom_derivatives.py",
     ),
     Mutation(
