@@ -52,13 +52,22 @@ MAY_IMPORT = {
     "__main__": {"cli"},
     "straight_through": {"_jax", "_core"},
     "tree": {"_core"},
+    "lora": {"_core", "quant", "types"},
     "placement": {"_core", "tree"},
     "testing": {"_core", "_jax"},
     "training": {"_core", "types", "tree"},
     "parameter_table": {"_core", "_report", "quant", "tree", "training"},
     "veneer": {
         *("_core", "_report", "kernels", "types", "quant", "numba", "hijax", "interop"),
-        *("straight_through", "tree", "training", "parameter_table", "placement", "testing"),
+        *(
+            "straight_through",
+            "tree",
+            "training",
+            "parameter_table",
+            "placement",
+            "testing",
+            "lora",
+        ),
     },
 }
 

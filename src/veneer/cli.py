@@ -78,7 +78,7 @@ app = typer.Typer(
 )
 
 
-def _print_version(wanted: bool) -> None:
+def _print_version(wanted: bool | None) -> None:
     if wanted:
         import jax
 
@@ -93,9 +93,9 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool,
+        bool | None,  # None where it is left out
         typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
-    ] = False,
+    ] = None,
 ) -> None:
     """Quantise models and look inside them."""
     del version  # which its callback has printed

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
+from support.annotations import unless_checked
 
 import veneer as vn
 from veneer.quant import Rule, quantize_products
@@ -403,6 +404,10 @@ def test_errors_name_the_place():
     with pytest.raises(ValueError, match="tile of 4") as error:
         f(q, k)
     assert any("quantising an activation of shape (4, 9)" in note for note in error.value.__notes__)
+
+
+@unless_checked
+def test_rules_that_are_none_are_refused():
     with pytest.raises(TypeError, match=r"sequence of vn\.quant\.Rule"):
         quantize_products(attention, [".*"])
 

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from support.annotations import ARE_CHECKED, unless_checked
 
 import veneer as vn
 from veneer.quant import Rule
@@ -133,7 +134,7 @@ def test_a_weight_used_in_two_ways_is_said_with_both_lines():
     line = model.__code__.co_firstlineno
     assert f"test_uses.py:{line + 1} " in str(caught[0].message)
     assert f"test_uses.py:{line + 2} " in str(caught[0].message)
-    assert caught[0].filename == __file__
+    assert ARE_CHECKED or caught[0].filename == __file__  # else the caller is the check
 
 
 def test_what_is_in_no_product_stays_dense_and_is_told_if_it_is_no_vector():
@@ -170,9 +171,11 @@ def test_without_a_program_scales_that_few_values_share_are_told():
     [
         ("nf4", {}, ValueError, "model=f, args="),
         ("nf5", {"model": lambda p: p}, ValueError, "nf5"),
-        ([], {"args": X}, TypeError, r"as a tuple \(x,\)"),
         ([], {"args": (X,)}, TypeError, "dict cannot be called"),
-        ([], {"model": "f", "args": (X,)}, TypeError, "model is a function"),
+        pytest.param([], {"args": X}, TypeError, r"as a tuple \(x,\)", marks=unless_checked),
+        pytest.param(
+            [], {"model": "f", "args": ()}, TypeError, "model is a function", marks=unless_checked
+        ),
     ],
 )
 def test_what_is_no_program_is_refused(rules, arguments, error, message):
@@ -219,6 +222,7 @@ def test_a_rule_that_updates_nothing_is_told(name):
         updates_of(vn.lora.Rule("w", rank=2), vn.lora.Rule(name, rank=2))
 
 
+@unless_checked
 @pytest.mark.parametrize(
     "rules", [vn.lora.Rule("w", rank=2), ".*", None, [".*"], [Rule(".*", "int8")]]
 )

@@ -11,6 +11,7 @@ meshes            a mesh of eight devices, and values that say how they are cut
 stored_values     what a QArray stands for, found by NumPy alone
 every_type        a value of every array type, in any floating dtype
 fixed_examples    examples of properties that are the same in every run
+annotations       whether they are checked in this run
 policies          what to make of an operand that is made dense
 shares            which cases of each test a run has
 """

@@ -77,7 +77,7 @@ class Rule:
     path_regex: str
     qtype: str | None
     _: dataclasses.KW_ONLY
-    tile_size: int | np.integer | float | Mapping[int, int | float] | None = None
+    tile_size: int | np.integer | float | Mapping[int, int | float] | tuple[Any, ...] | None = None
     tile_axis: int | np.integer | Sequence[int | np.integer] | None = None
     calibration_method: str | None = None
     act_qtype: str | None = None
