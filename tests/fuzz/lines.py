@@ -65,7 +65,7 @@ ALONG_ENTRIES = (  # an axis that has some
     "jax.nn.logsumexp(x, {axis})",
     "jnp.take(x, 0, {axis})",
     "jnp.take(x, jnp.array([0, -1, 0]), {axis})",
-    "jnp.take(x, jnp.array([7, 0]), {axis}, mode='fill')",
+    "jnp.take(x, jnp.array([7, 0]), {axis}, mode='fill', fill_value=0.5)",
     "lax.index_in_dim(x, 0, {axis})",
     "lax.dynamic_index_in_dim(x, jnp.int32(1), {axis}, False)",
     "lax.slice_in_dim(x, 0, 1, axis={axis})",
