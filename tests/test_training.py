@@ -70,11 +70,12 @@ def test_floating_arrays_are_trained_that_no_type_excludes():
         ("quantised", {"quantised.a", "quantised.b"}),
         (r".*\bba.*|weight|steps", {"frozen base.a", "frozen base.b"}),
         (lambda path, x: isinstance(x, Adapted), ADAPTERS),
+        (Adapted, ADAPTERS),
         (lambda path, x: getattr(x, "dtype", None) == jnp.bfloat16, {"half"}),
         (lambda path, x: path == "plain", PLAIN),
         (lambda path, x: False, set()),
     ],
-    ids=["paths", "an implicit array", "excluded anyway", "type", "dtype", "path", "none"],
+    ids=["paths", "an implicit array", "excluded anyway", "type", "class", "dtype", "path", "none"],
 )
 def test_where_restricts_it(where, paths):
     assert trained_paths(vn.trainable(model(), where)) == paths

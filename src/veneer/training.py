@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from . import tree as vtree
 from ._core.value import Value, is_value
 
-Where = str | Callable[[str, Any], Any] | None
+Where = str | type | Callable[[str, Any], Any] | None
 
 
 def trainable(tree: Any, where: Where = None) -> Any:
@@ -30,8 +30,8 @@ def trainable(tree: Any, where: Where = None) -> Any:
 
     - `tree`: any pytree. Its leaves may be abstract (`jax.ShapeDtypeStruct`).
     - `where`: chooses among those further: a regex, matched in full against the keys of an array's
-      path joined with dots; or a predicate of such a path and the array. An implicit array is one
-      array here.
+      path joined with dots; a class; or a predicate of such a path and the array. An implicit array
+      is one array here.
 
     **Returns:** a tree with True or False for each leaf, within implicit arrays too: a mask for
     `vn.tree.partition` and `optax.masked`.
@@ -55,7 +55,7 @@ def trainable(tree: Any, where: Where = None) -> Any:
 
     To train the LoRAs and nothing beside them:
 
-    >>> mask = vn.trainable(params, where=lambda path, x: isinstance(x, Lora))
+    >>> mask = vn.trainable(params, where=Lora)
     >>> mask["kernel"].a, mask["bias"]
     (True, False)
     >>> trained, rest = vn.tree.partition(params, mask)
@@ -76,8 +76,9 @@ def freeze(tree: Any, where: Where = None) -> Any:
 
     - `tree`: any pytree.
     - `where`: which arrays: a regex, matched in full against the keys of an array's path joined
-      with dots, or a predicate of such a path and the array; None is all. An implicit array is one
-      array here. Those that are not floating (or complex) have no gradient and stay as they are.
+      with dots, a class, or a predicate of such a path and the array; None is all. An implicit
+      array is one here. Those that are not floating (or complex) have no gradient and stay as they
+      are.
 
     **Returns:** a tree that stands for the same arrays, with which the model runs under
     `vn.implicit`. `vn.unfreeze` undoes it.
@@ -166,6 +167,8 @@ def _map_arrays(f: Callable[[Any, bool], Any], tree: Any, where: Where) -> Any:
 def _chosen(paths: Sequence[str], arrays: Sequence[Any], where: Where) -> list[bool]:
     if where is None:
         return [True] * len(paths)
+    if isinstance(where, type):
+        return [isinstance(x, where) for x in arrays]
     if callable(where):
         return [bool(where(path, x)) for path, x in zip(paths, arrays, strict=True)]
     try:
