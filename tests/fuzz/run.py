@@ -68,8 +68,9 @@ def run(numbers: range, seed: int, kinds: Sequence[str], mode: str, seconds: flo
             one = program(Random(f"{seed} {number}"), kinds, mode)
             result, text = "ends the process", f"{one}\n# {number}: ends the process\n"
         counts[result] += 1
-        if text and text.partition("# ")[0] not in printed:
-            printed.add(text.partition("# ")[0])
+        source, _, _ = text.rpartition("\n# ")
+        if text and source not in printed:
+            printed.add(source)
             print(text, flush=True)
     process.shutdown()
     return counts
