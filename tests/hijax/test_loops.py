@@ -290,3 +290,12 @@ def test_a_program_that_does_not_agree_is_refused_as_it_is(weight, high):
     ):
         with pytest.raises(TypeError, match=r"carry input and carry output|same pytree structure"):
             jax.jit(program)(weight.value)
+
+
+def test_branches_for_platforms_agree(high):
+    """`jnp.diagonal` has such, of which one gives another type than the other."""
+    halves = vn.types.SparseArray(jnp.ones(2, "float16"), jnp.array([[0, 2], [2, 2]]), (3, 3))
+    dense = vn.materialise(halves)
+    assert (vn.materialise(jnp.diagonal(high(halves))) == jnp.diagonal(dense)).all()
+    jitted = jax.jit(lambda w: jnp.diagonal(w) * 2)(halves)
+    assert (vn.materialise(jitted) == 2 * jnp.diagonal(dense)).all()

@@ -247,8 +247,11 @@ def _with_leaves_of(primitive: Primitive, before: Any, after: Any) -> Any:
 
 
 def meet_in_branches(choose: Callable) -> Callable:
-    """`lax.cond` or `lax.switch`, whose branches give the same types."""
-    names = {"cond": ["true_fun", "false_fun"], "switch": ["branches"]}[choose.__name__]
+    """`lax.cond` or `lax.switch`, whose branches give the same types.
+
+    Or the function by which JAX stages a switch, whose branches may be for platforms.
+    """
+    names = ["true_fun", "false_fun"] if choose.__name__ == "cond" else ["branches"]
 
     def agreeing(forms: Forms, branch: Any) -> Any:
         if not callable(branch):
@@ -256,7 +259,6 @@ def meet_in_branches(choose: Callable) -> Callable:
         return _kept_on(branch, f"_veneer_branch {forms}", partial(_with_forms, dict(forms)))
 
     retried = _retried(choose, names, agreeing)
-
     @wraps(choose)
     def by_number(which: Any = None, *args: Any, **kwargs: Any) -> Any:
         for name in {"pred", "index"} & kwargs.keys():

@@ -366,6 +366,7 @@ jax_patches.attribute(conditionals, "pe", lambda tracing: _Tracing(tracing, trac
 jax_patches.attribute(loops, "_check_carry_type", check_carry)
 jax_patches.boundary(conditionals.cond, meet_in_branches)
 jax_patches.boundary(conditionals.switch, meet_in_branches)
+jax_patches.attribute(conditionals, "_switch_internal", meet_in_branches)
 jax_patches.attribute(conditionals, "_check_branch_outputs", check_branches)
 jax_patches.attribute(jax_shard_map, "_shard_map", take_dense_specs)
 jax_patches.attribute(jax_shard_map, "broadcast_prefix", refuse_by_leaf)
