@@ -125,7 +125,8 @@ def test_a_gradient_of_a_log_density():
 
 
 def test_matrices_of_integers_are_refused():
-    with pytest.raises(NotImplementedError, match="float16 is not supported"):
+    # Newer JAX refuses them itself, before there is a program.
+    with pytest.raises((NotImplementedError, TypeError), match="float16"):
         vn.numba.compile(lambda x: linalg.cholesky_p.bind(x), np.eye(2, dtype=np.float16))
 
 
