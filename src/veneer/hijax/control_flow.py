@@ -259,6 +259,7 @@ def meet_in_branches(choose: Callable) -> Callable:
         return _kept_on(branch, f"_veneer_branch {forms}", partial(_with_forms, dict(forms)))
 
     retried = _retried(choose, names, agreeing)
+
     @wraps(choose)
     def by_number(which: Any = None, *args: Any, **kwargs: Any) -> Any:
         for name in {"pred", "index"} & kwargs.keys():
