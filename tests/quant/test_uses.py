@@ -76,6 +76,8 @@ PROGRAMS = {
         [[-2]],
     ),
     "nothing": (lambda p, x: x + p["w"], (3, 64), []),
+    "an outer product": (lambda p, x: jnp.einsum("td,ef->tdef", x, p["w"]), (64, 8), []),
+    "entries looked up": (lambda p, x: p["w"][IDS, IDS], (64, 8), []),
 }
 
 
@@ -86,6 +88,16 @@ def test_the_axes_that_a_program_contracts(name):
     assert [list(x) for x in dict.fromkeys(map(tuple, found))] == [
         list(x) for x in dict.fromkeys(map(tuple, axes))
     ]
+
+
+@pytest.mark.parametrize("rules", [[Rule(".*", "int8")], "int8"])
+@pytest.mark.parametrize("name", ["an outer product", "entries looked up"])
+@pytest.mark.filterwarnings("ignore:left dense")
+def test_a_weight_of_which_nothing_is_summed_stays_dense(name, rules):
+    model, _, _ = PROGRAMS[name]
+    params = {"w": w(128, 64)}
+    small = vn.quant.quantize_tree(params, rules, model=model, args=(X,))
+    assert small["w"] is params["w"]
 
 
 def test_weights_put_together_are_each_in_the_product():

@@ -53,8 +53,8 @@ class Use(NamedTuple):
 
     @property
     def says_axes(self) -> bool:
-        """Whether it says which axes should share a scale."""
-        return self.is_product or self.primitive == LOOK_UP
+        """Whether it says which axes should share a scale; an outer product, say, sums none."""
+        return bool(self.contracted) and (self.is_product or self.primitive == LOOK_UP)
 
     def __str__(self) -> str:
         axes = ", ".join(map(str, sorted(self.contracted)))
