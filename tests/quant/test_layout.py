@@ -278,3 +278,23 @@ def test_a_reshaped_leaf_covers_the_values_that_it_covered(case):
         and (numbered(grid, new).ravel() == numbered(counts, old).ravel()).all()
     ]
     assert possible == ([] if new_counts is None else [new_counts])
+
+
+# What moves arrays whose last axis is too short to be packed along, and empty ones.
+SHORT = {
+    "transposed": lambda w: w.T,
+    "a slice": lambda w: w[:, 1:],
+    "a slice of the last": lambda w: w[..., :2],
+    "reversed": lambda w: jnp.flip(w, 1),
+    "joined": lambda w: jnp.concatenate([w, w], -1),
+    "swapped": lambda w: jnp.swapaxes(w, 0, -1),
+}
+
+
+@pytest.mark.parametrize("shape", [(6, 4, 3, 3), (0, 8, 3), (6, 0, 3), (4, 7, 1)], ids=str)
+@pytest.mark.parametrize("qtype", ["int4", "int3", "ternary"])
+def test_arrays_of_short_and_of_empty_axes_move(qtype, shape):
+    w = vn.quant.quantize(jax.random.normal(jax.random.key(0), shape), qtype, channelwise_axes=[0])
+    for name, program in SHORT.items():
+        found, expected = vn.materialise(vn.implicit(program)(w)), program(w.dequantize())
+        np.testing.assert_allclose(found, expected, rtol=1e-5, err_msg=name)

@@ -56,7 +56,7 @@ def _slice(q: QArray, *, start_indices, limit_indices, strides) -> Any:
         if limit - start == 1 < size and (tile > 1 or _is_packed(q, [axis])):
             part = _entry(part, axis, start)
             span = 0, 1, 1
-        elif start // tile == (limit - 1) // tile and 1 < tile < size and stride == 1:
+        elif 1 < tile < size and stride == 1 and start // tile == (limit - 1) // tile:
             part = _in_one_tile(part, axis, start // tile)
         spans.append(span)
     if part is q:
