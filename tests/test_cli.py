@@ -13,9 +13,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from support import quantised_folders
+from support.gguf_files import blocks_of
 
 import veneer as vn
 from veneer import cli
+from veneer.interop.checkpoints.gguf import write_gguf
 from veneer.interop.folder import FolderWriter
 
 
@@ -356,7 +359,7 @@ def test_an_interrupted_run_leaves_nothing(veneer, model, tmp_path, monkeypatch,
 
 
 def test_a_full_disk_gets_one_line_and_leaves_nothing(veneer, model, tmp_path, monkeypatch):
-    def full(*_):
+    def full(*_, **__):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("safetensors.numpy.save_file", full)
@@ -502,13 +505,20 @@ def test_inspect_refuses_a_name_that_is_not_there(veneer, out):
 
 def test_demo_hands_its_options_on(veneer, monkeypatch, tmp_path):
     calls = []
-    run = types.SimpleNamespace(
-        load=lambda folder: folder, main=lambda model, output: calls.append((model, output))
-    )
-    monkeypatch.setitem(sys.modules, "veneer.demo.run", run)
-    monkeypatch.setattr("veneer.demo.run", run, raising=False)
-    assert veneer("demo", "--model", tmp_path, "--output", tmp_path / "o")[0] == 0
-    assert calls == [(tmp_path, tmp_path / "o")]
+    acts = {
+        name: types.SimpleNamespace(
+            load=lambda path: path, main=lambda *args: calls.append(args), QUESTION="?"
+        )
+        for name in ("run", "talk")
+    }
+    for name, act in acts.items():
+        monkeypatch.setitem(sys.modules, f"veneer.demo.{name}", act)
+        monkeypatch.setattr(f"veneer.demo.{name}", act, raising=False)
+    options = ["--model", tmp_path, "--gguf", tmp_path / "g", "--output", tmp_path / "o"]
+    assert veneer("demo", *options)[0] == 0
+    assert veneer("demo", *options, "--ask", "why")[0] == 0
+    asked = [(tmp_path / "g", "?"), (tmp_path / "g", "why")]
+    assert calls == [(tmp_path, tmp_path / "o"), asked[0], (tmp_path, tmp_path / "o"), asked[1]]
 
 
 def test_demo_refuses_what_is_no_model_in_one_line(veneer, tmp_path):
@@ -548,3 +558,84 @@ def test_importing_the_command_line_loads_nothing_that_help_does_not_need():
     program = f"import sys, veneer.cli; print([x for x in {heavy} if x in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+def packed_folder(path, name="gptq"):
+    tensors, _ = getattr(quantised_folders, name)(np.random.default_rng(0))
+    return quantised_folders.write(path, tensors, quantization_config={"quant_method": name})
+
+
+def test_inspect_shows_what_another_library_quantised(veneer, tmp_path):
+    code, stdout, stderr = veneer("inspect", packed_folder(tmp_path / "in"))
+    assert (code, stderr) == (0, "")
+    assert re.search(r"m\.weight +uint4, tile 32 +\[32, 96\]", stdout)
+    assert "gptq: 2 tensors" in stdout
+
+
+def test_quantize_says_what_is_quantised_already(veneer, tmp_path):
+    result = veneer("quantize", packed_folder(tmp_path / "in"), tmp_path / "out", *INT8)
+    assert_bad_input(result, "is quantised already, by gptq: vn.load reads it packed")
+    assert not (tmp_path / "out").exists()
+
+
+def test_quantize_says_what_of_a_saved_folder_is_quantised_already(veneer, tmp_path):
+    q = vn.quant.quantize(normal(4, 8), "int8")
+    vn.save(tmp_path / "in", {"a": {"weight": q}, "b": {"weight": normal(4, 8)}})
+    code, stdout, _ = veneer("quantize", tmp_path / "in", tmp_path / "out", *INT8)
+    assert code == 0
+    assert "veneer: 1 tensors were quantised already, and are as they were" in stdout
+
+
+def test_convert_writes_what_another_library_reads(veneer, tmp_path):
+    source = packed_folder(tmp_path / "in", "awq")
+    (source / "tokenizer.json").write_text("{}")
+    code, _, stderr = veneer("convert", source, tmp_path / "out", "--format", "gptq")
+    assert (code, stderr) == (0, "")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == "gptq"
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+    x, y = (vn.load(path)["m.weight"] for path in (source, tmp_path / "out"))
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, x, y))
+
+
+def test_what_stands_beside_the_tensors_of_a_gguf_file_goes_along(veneer, tmp_path):
+    said = {"embedding_length": 64, "feed_forward_length": 64, "block_count": 1}
+    said |= {"context_length": 256, "vocab_size": 32, "attention.head_count": 2}
+    said |= {"attention.layer_norm_rms_epsilon": 1e-5}
+    metadata = {f"llama.{key}": value for key, value in said.items()}
+    metadata |= {"general.architecture": "llama", "tokenizer.ggml.tokens": ["a", "b"]}
+    source = tmp_path / "in.gguf"
+    tensors = {"token_embd.weight": blocks_of("Q4_1", 32, 64)}
+    write_gguf(source, tensors | {"blk.0.attn_q.weight": blocks_of("Q8_0", 64, 64)}, metadata)
+    assert veneer("convert", source, tmp_path / "out.gguf", "--format", "gguf")[0] == 0
+    assert (tmp_path / "out.gguf").read_bytes() == source.read_bytes()
+    assert veneer("convert", source, tmp_path / "mlx", "--format", "mlx")[0] == 0
+    assert json.loads((tmp_path / "mlx" / "config.json").read_text())["hidden_size"] == 64
+    read, dense = vn.load(tmp_path / "mlx"), vn.materialise(vn.load(source, names="huggingface"))
+    assert read.keys() == dense.keys()
+    assert all(np.array_equal(vn.materialise(read[name]), dense[name]) for name in dense)
+    vn.save(
+        tmp_path / "back.gguf",
+        vn.load(source, names="huggingface"),
+        format="gguf",
+        config=metadata,
+        names="huggingface",
+    )
+    assert (tmp_path / "back.gguf").read_bytes() == source.read_bytes()
+
+
+def test_convert_names_what_a_format_cannot_hold(veneer, tmp_path):
+    source = packed_folder(tmp_path / "in")
+    result = veneer("convert", source, tmp_path / "out", "--format", "mlx")
+    assert_bad_input(result, "format 'mlx' cannot hold 'm.weight': it is of zero points")
+    result = veneer("convert", source, tmp_path / "out", "--format", "onnx")
+    assert_bad_input(result, "format is one of gptq, awq, compressed-tensors, mlx and gguf")
+    assert not (tmp_path / "out").exists()
+
+
+def test_inspect_shows_the_error_of_packed_weights_against_the_dense_ones(veneer, tmp_path):
+    packed = packed_folder(tmp_path / "in")
+    dense = {k: np.asarray(vn.materialise(v)) for k, v in vn.load(packed).items()}
+    save_file(dense, tmp_path / "dense.safetensors")
+    rows = rows_of(veneer("inspect", packed, "--against", tmp_path / "dense.safetensors")[1])
+    assert rows["m.weight"][-1] == "0.0000"

@@ -1,4 +1,4 @@
-"""The command line: `veneer quantize`, `veneer inspect`, `veneer demo`.
+"""The command line: `veneer quantize`, `veneer inspect`, `veneer convert`, `veneer demo`.
 
 The commands import what they need when they run, so that `veneer --help` is quick.
 """
@@ -167,6 +167,7 @@ def quantize(
     embeddings included; the others are kept as they are. Memory holds a few tensors at a time. OUT
     appears when it is complete.
     """
+    from .interop.checkpoints.opened import open_checkpoint
     from .interop.folder import FolderWriter, TensorFolder, copy_sidecars, write_aside
     from .quant.models.checkpoint import quantize_stream
 
@@ -174,7 +175,13 @@ def quantize(
     with _kill_raises(), contextlib.ExitStack() as stack:
         with _bad_input():
             selectors = _selectors(format, tile, include or [], exclude or [], layout, rules)
-            tensors = stack.enter_context(TensorFolder(source))
+            tensors = stack.enter_context(open_checkpoint(source))
+            if not isinstance(tensors, TensorFolder):
+                family = getattr(tensors, "family", "GGUF")
+                raise ValueError(
+                    f"{source} is quantised already, by {family}: vn.load reads it packed, "
+                    "'veneer inspect' shows what it holds, and 'veneer convert' writes it otherwise"
+                )
             chosen = _plan(tensors.dense_avals(), selectors, in_file=rules is not None)
         with _bad_input((OSError,)), write_aside(target) as folder:
             copy_sidecars(source, folder)
@@ -185,6 +192,8 @@ def quantize(
                 outcomes.append(outcome)
             writer.finish(tensors.manifest.tree)
     _print_summary(outcomes)
+    if already := len(tensors) - len(tensors.dense_avals()):
+        print(f"veneer: {already} tensors were quantised already, and are as they were")
     if damaged := [o.name for o in outcomes if o.error is not None and not math.isfinite(o.error)]:
         print(f"veneer: warning: NaN or infinity in {', '.join(damaged)}", file=sys.stderr)
 
@@ -204,7 +213,7 @@ def inspect(
         typer.Option("--verify", help="Compare the bytes of each tensor with its checksum."),
     ] = False,
 ) -> None:
-    """Show what PATH holds, tensor by tensor.
+    """Show what PATH holds, tensor by tensor, and which library quantised it.
 
     For each its format, shape, bytes, the statistics of its scales, and with --against the error
     ||original - quantised|| / ||original||. With --verify, a tensor whose checksum is not that in
@@ -212,12 +221,12 @@ def inspect(
     """
     from rich.filesize import decimal
 
-    from .interop.folder import TensorFolder
+    from .interop.checkpoints.opened import open_checkpoint
     from .interop.inspect import inspect
 
     with contextlib.ExitStack() as stack, _bad_input():
-        source = stack.enter_context(TensorFolder(path, verify=verify))
-        original = stack.enter_context(TensorFolder(against)) if against else None
+        source = stack.enter_context(open_checkpoint(path, verify=verify))
+        original = stack.enter_context(open_checkpoint(against)) if against else None
         reports = list(inspect(source, [tensor] if tensor else list(source), original))
     columns = ["tensor", "format", "shape", "bytes", "scale: min", "median", "max"]
     _print_table(
@@ -235,8 +244,40 @@ def inspect(
             for report in reports
         ],
     )
+    family = getattr(source, "family", None)
+    if family is not None:  # another library wrote it
+        total = sum(report.nbytes for report in reports)
+        print(f"{family}: {len(reports)} tensors, {decimal(total)}")
     if verify:
         print(f"verified: the checksums of {len(reports)} tensors and of veneer.json")
+
+
+@app.command()
+def convert(
+    source: Annotated[
+        Path, typer.Argument(metavar="IN", help="A folder or file that vn.load reads.")
+    ],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to make.")],
+    format: Annotated[
+        str, typer.Option(help="gptq, awq, compressed-tensors, mlx or gguf (a file).")
+    ],
+) -> None:
+    """Write the quantised weights of IN in the format of another library, none of them rounded.
+
+    A tensor that the format cannot hold to the bit is an error that names it. Memory holds a few
+    tensors at a time. OUT appears when it is complete.
+    """
+    from .interop.checkpoints.gguf import GgufFile
+    from .interop.checkpoints.opened import OnReading, open_checkpoint
+    from .interop.checkpoints.writing import convert
+
+    with _kill_raises(), contextlib.ExitStack() as stack, _bad_input():
+        names = None if format == "gguf" else "huggingface"
+        tensors = stack.enter_context(open_checkpoint(source, names=names))
+        said = None
+        if isinstance(tensors, GgufFile):  # what stands beside its tensors goes along
+            said = tensors.metadata if format == "gguf" else tensors.config
+        convert(target, OnReading(tensors), format, config=said, sidecars=source)
 
 
 @app.command()
@@ -245,17 +286,22 @@ def demo(
         Path | None,
         typer.Option(metavar="DIR", help="A BERT encoder's Hugging Face folder of your own."),
     ] = None,
+    gguf: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A GGUF file of your own, of a Llama.")
+    ] = None,
+    ask: Annotated[str | None, typer.Option(help="A question to the language model.")] = None,
     output: Annotated[Path, typer.Option(metavar="DIR", help="Where the picture goes.")] = Path(
         "demo-output"
     ),
 ) -> None:
-    """Quantise a sentence encoder, and show what it costs."""
+    """Run a sentence encoder and a language model packed, and show what it costs."""
     with _bad_input():
-        from .demo import run
+        from .demo import run, talk
 
-        encoder = run.load(model)
+        encoder, language_model = run.load(model), talk.load(gguf)
     with _bad_input((OSError,)):
         run.main(encoder, output)
+        talk.main(language_model, talk.QUESTION if ask is None else ask)
 
 
 def _selectors(

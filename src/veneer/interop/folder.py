@@ -1,7 +1,6 @@
 """Folders and files of named tensors: read one at a time, written in shards, renamed into place."""
 
 import contextlib
-import json
 import os
 import re
 import secrets
@@ -16,30 +15,8 @@ import numpy as np
 
 from ..quant import Packing, QArray, get_format
 from . import manifest
-
-# Large enough for few files, small enough that a shard in memory is not what limits anyone.
-SHARD_BYTES = 256 * 2**20
-
-INDEX_NAME = "model.safetensors.index.json"
-
-# safetensors' names of the dtypes that it reads into NumPy. (Reading its 8-bit floats stops at
-# `module 'numpy' has no attribute 'float8_e4m3fn'`, in safetensors 0.8.)
-DTYPES = {
-    "BOOL": "bool",
-    "I8": "int8",
-    "U8": "uint8",
-    "I16": "int16",
-    "U16": "uint16",
-    "I32": "int32",
-    "U32": "uint32",
-    "I64": "int64",
-    "U64": "uint64",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F32": "float32",
-    "F64": "float64",
-    "C64": "complex64",
-}
+from .shards import INDEX_NAME, SHARD_BYTES, ShardWriter
+from .tensor_file import TensorFile
 
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
@@ -68,7 +45,7 @@ class TensorFolder:
         self.path = Path(path)
         self._verify = verify
         self._handles = contextlib.ExitStack()
-        self._file_of: dict[str, Any] = {}  # safetensors name -> open file
+        self._file_of: dict[str, TensorFile] = {}  # by safetensors name
         self.manifest: manifest.Manifest
         try:
             self._open()
@@ -79,14 +56,14 @@ class TensorFolder:
     def _open(self) -> None:
         weight_map = _weight_map(self.path)
         for file, expected in weight_map.items():
-            handle = self._handles.enter_context(_safe_open(file))
-            names = set(handle.keys())
+            handle = self._handles.enter_context(TensorFile(file))
+            names = set(handle)
             if expected is not None and names != expected:
                 name = min(names ^ expected)
                 raise ValueError(f"{file} and the index next to it disagree about tensor {name!r}")
             self._file_of |= dict.fromkeys(names, handle)
         described = self.path / manifest.FILE_NAME
-        if self.path.is_dir() and described.exists():
+        if self.is_ours:
             self.manifest = manifest.read(described, verify=self._verify)
             self._check_stored()
         elif self._verify:
@@ -97,6 +74,18 @@ class TensorFolder:
         else:
             entries = {name: self._dense_entry(name) for name in sorted(self._file_of)}
             self.manifest = manifest.Manifest(entries)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether veneer wrote it, so that `veneer.json` says how each tensor is stored."""
+        return self.path.is_dir() and (self.path / manifest.FILE_NAME).exists()
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """What the headers of the files say besides their tensors."""
+        return {
+            k: text for file in set(self._file_of.values()) for k, text in file.metadata.items()
+        }
 
     def __enter__(self) -> "TensorFolder":
         return self
@@ -141,25 +130,28 @@ class TensorFolder:
 
     def _read_entry(self, entry: manifest.Entry) -> np.ndarray | QArray:
         if isinstance(entry, manifest.DenseEntry):
-            return self._read_stored(entry.tensor)
+            narrow = entry.dtype if entry.dtype in manifest.BYTE_FLOATS else None
+            return _from_bytes(self._read_stored(entry.tensor), narrow)
         code_dtype = get_format(entry.format).code_dtype.name
         packed = self._read_stored(entry.packed)
-        scale: Any
-        if isinstance(entry.scale, str):
-            scale = as_jax(_from_bytes(self._read_stored(entry.scale), entry.scale_dtype))
-        else:
-            scale = self._read_entry(entry.scale)
+        minimum = None if entry.minimum is None else self._read_floats(entry.minimum)
         return QArray.from_packed(
             as_jax(_from_bytes(packed, code_dtype if code_dtype in manifest.BYTE_FLOATS else None)),
-            scale,
+            self._read_floats(entry.scale, entry.scale_dtype),
             None if entry.zero_point is None else as_jax(self._read_stored(entry.zero_point)),
+            minimum=minimum,
             qtype=entry.format,
             packing=None if entry.packing is None else Packing(**entry.packing),
             dense_dtype=entry.dtype,
         )
 
+    def _read_floats(self, entry: str | manifest.QuantisedEntry, dtype: str | None = None) -> Any:
+        if isinstance(entry, str):
+            return as_jax(_from_bytes(self._read_stored(entry), dtype))
+        return self._read_entry(entry)
+
     def _read_stored(self, stored: str) -> np.ndarray:
-        array = self._file_of[stored].get_tensor(stored)
+        array = self._file_of[stored].read(stored)
         if self._verify:
             stated = (self.manifest.checksums or {}).get(stored)
             actual = manifest.checksum(array)
@@ -171,13 +163,8 @@ class TensorFolder:
         return array
 
     def _dense_entry(self, name: str) -> manifest.DenseEntry:
-        header = self._file_of[name].get_slice(name)
-        if header.get_dtype() not in DTYPES:
-            raise ValueError(
-                f"{self.path}: tensor {name!r} is {header.get_dtype()}, which NumPy cannot hold; "
-                f"the dtypes that can be read are {', '.join(DTYPES)}"
-            )
-        return manifest.DenseEntry(name, header.get_shape(), DTYPES[header.get_dtype()])
+        header = self._file_of[name].headers[name]
+        return manifest.DenseEntry(name, list(header.shape), header.dtype.name)
 
     def _check_stored(self) -> None:
         stored = {name for entry in self.manifest.entries.values() for name in entry.stored()}
@@ -187,7 +174,7 @@ class TensorFolder:
             )
 
 
-def as_jax(array: np.ndarray) -> jax.Array | np.ndarray:
+def as_jax(array: np.ndarray | jax.Array) -> jax.Array | np.ndarray:
     """Makes a JAX array where it holds the same bits; 64-bit dtypes without x64 stay in NumPy."""
     exact = jax.dtypes.canonicalize_dtype(array.dtype) == array.dtype
     return jnp.asarray(array) if exact else array
@@ -216,14 +203,13 @@ class FolderWriter:
         self._folder = folder
         # The one name that the file format itself has taken.
         self._taken = {*names, "__metadata__"}
-        self._shard_bytes = shard_bytes
-        self._shard: dict[str, np.ndarray] = {}
-        self._shards: list[dict[str, int]] = []  # bytes of the tensors of each written file
+        self._shards = ShardWriter(folder, shard_bytes=shard_bytes)
         self._entries: dict[str, manifest.Entry] = {}
         self._checksums: dict[str, str] = {}
 
     def add(self, name: str, value: np.ndarray | jax.Array | QArray) -> None:
-        """Writes one tensor: dense arrays `[...]` of the dtypes in `DTYPES`, or a QArray."""
+        """Writes one tensor: dense arrays `[...]` of a dtype that the file format has, or a
+        QArray."""
         entry: manifest.Entry
         arrays: dict[str, Any] = {}
         if isinstance(value, QArray):
@@ -233,12 +219,9 @@ class FolderWriter:
             arrays = {stored_name: value}
             entry = manifest.DenseEntry(stored_name, list(value.shape), value.dtype.name)
         self._entries[name] = entry
-        # `save_file` reads memory from its first byte on, whatever the strides.
         contiguous = {k: _as_bytes(np.asarray(x, order="C")) for k, x in arrays.items()}
         self._checksums |= {k: manifest.checksum(x) for k, x in contiguous.items()}
-        if self._shard and _nbytes(self._shard) + _nbytes(contiguous) > self._shard_bytes:
-            self._write_shard()
-        self._shard |= contiguous
+        self._shards.add(contiguous)
 
     def _quantised_entry(
         self, name: str, value: QArray, arrays: dict[str, Any]
@@ -250,30 +233,22 @@ class FolderWriter:
             arrays[stored] = leaf
             return stored
 
-        packed = store("packed", value.packed)
-        scale: str | manifest.QuantisedEntry
-        if isinstance(value.scale, QArray):
-            scale = self._quantised_entry(f"{name}.scale", value.scale, arrays)
-        else:
-            scale = store("scale", value.scale)
-        zero_point = None if value.zero_point is None else store("zero_point", value.zero_point)
-        return manifest.quantised_entry(value, packed=packed, scale=scale, zero_point=zero_point)
+        def store_floats(part: str, leaf: Any) -> str | manifest.QuantisedEntry:
+            if isinstance(leaf, QArray):
+                return self._quantised_entry(f"{name}.{part}", leaf, arrays)
+            return store(part, leaf)
+
+        return manifest.quantised_entry(
+            value,
+            packed=store("packed", value.packed),
+            scale=store_floats("scale", value.scale),
+            zero_point=None if value.zero_point is None else store("zero_point", value.zero_point),
+            minimum=None if value.minimum is None else store_floats("minimum", value.minimum),
+        )
 
     def finish(self, tree: Any = None) -> None:
         """Writes the last shard, the index of the shards if they are several, and `veneer.json`."""
-        if self._shard or not self._shards:
-            self._write_shard()
-        count = len(self._shards)
-        final = "model.safetensors" if count == 1 else "model-{:05}-of-{:05}.safetensors"
-        weight_map: dict[str, str] = {}
-        for i, shard in enumerate(self._shards, start=1):
-            name = final.format(i, count)
-            os.rename(self._folder / _unfinished(i), self._folder / name)
-            weight_map |= dict.fromkeys(shard, name)
-        if count > 1:
-            total = sum(sum(shard.values()) for shard in self._shards)
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            (self._folder / INDEX_NAME).write_text(json.dumps(index, indent=1), encoding="utf-8")
+        self._shards.finish()
         manifest.write(self._folder, manifest.Manifest(self._entries, tree, self._checksums))
 
     def _unused(self, wanted: str) -> str:
@@ -281,18 +256,6 @@ class FolderWriter:
             wanted += "_"
         self._taken.add(wanted)
         return wanted
-
-    def _write_shard(self) -> None:
-        safetensors = _safetensors()
-        file = self._folder / _unfinished(len(self._shards) + 1)
-        try:
-            safetensors.numpy.save_file(self._shard, file)
-        except safetensors.SafetensorError as error:  # a full disk, most likely
-            raise OSError(f"{file}: {error}") from error
-        # safetensors 0.8 makes files that only their owner may read, whatever the umask.
-        file.chmod(self._folder.stat().st_mode & 0o666)
-        self._shards.append({name: array.nbytes for name, array in self._shard.items()})
-        self._shard = {}
 
 
 @contextlib.contextmanager
@@ -406,32 +369,3 @@ def _read_index(index: Path) -> dict[Path, set[str] | None]:
         assert names is not None
         names.add(name)
     return shards
-
-
-def _safe_open(file: Path) -> Any:
-    safetensors = _safetensors()
-    if not file.is_file():
-        raise FileNotFoundError(f"{file} does not exist")
-    try:
-        return safetensors.safe_open(file, framework="numpy")
-    except safetensors.SafetensorError as error:
-        raise ValueError(f"{file} is not a safetensors file, or is truncated: {error}") from error
-
-
-def _safetensors() -> Any:
-    try:
-        import safetensors.numpy
-    except ImportError as error:
-        raise ImportError(
-            "reading and writing safetensors needs the extra: pip install 'veneer[interop]'"
-        ) from error
-    return safetensors
-
-
-def _nbytes(arrays: dict[str, np.ndarray]) -> int:
-    return sum(array.nbytes for array in arrays.values())
-
-
-def _unfinished(number: int) -> str:
-    # How many there will be is known at the end.
-    return f"model-{number:05}.safetensors"

@@ -1,14 +1,15 @@
 """What a file or folder of tensors holds, tensor by tensor."""
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.typing import ArrayLike
 
+from .._core.value import materialise
 from ..quant import QArray
 from ..quant.models.checkpoint import describe_format, error_norms, relative_error
-from .folder import TensorFolder
+from ..types.permuted import Permuted
 
 
 class TensorReport(NamedTuple):
@@ -25,10 +26,10 @@ class TensorReport(NamedTuple):
     relative_error: float | None
 
 
-def inspect(
-    source: TensorFolder, names: Sequence[str], against: TensorFolder | None = None
-) -> Iterator[TensorReport]:
+def inspect(source: Any, names: Sequence[str], against: Any = None) -> Iterator[TensorReport]:
     """Reports on the tensors `names` of `source`, reading one at a time.
+
+    `source` and `against` are checkpoints that `open_checkpoint` opened.
 
     **Raises:** `ValueError` where `source` or `against` lacks a name, before anything is read, and
     where a tensor has another shape in `against`.
@@ -40,9 +41,12 @@ def inspect(
     return (_report(name, source, against) for name in names)
 
 
-def _report(name: str, source: TensorFolder, against: TensorFolder | None) -> TensorReport:
+def _report(name: str, source: Any, against: Any) -> TensorReport:
     value = source.read(name)
-    scale = _statistics(value.scales()) if isinstance(value, QArray) else None
+    is_permuted = isinstance(value, Permuted)
+    stored = value.array if is_permuted else value
+    scale = _statistics(stored.scales()) if isinstance(stored, QArray) else None
+    format = describe_format(stored) + ", permuted" * is_permuted
     error = None
     if against is not None:
         original = against.read(name)
@@ -51,8 +55,10 @@ def _report(name: str, source: TensorFolder, against: TensorFolder | None) -> Te
                 f"{name!r} is {list(value.shape)} in {source.path} and {list(original.shape)} in "
                 f"{against.path}: they are not of the same model"
             )
-        error = relative_error(*error_norms(original, value))
-    return TensorReport(name, describe_format(value), value.shape, value.nbytes, scale, error)
+        error = relative_error(
+            *error_norms(*(np.asarray(materialise(x)) for x in (original, value)))
+        )
+    return TensorReport(name, format, value.shape, value.nbytes, scale, error)
 
 
 def _statistics(scale: ArrayLike) -> tuple[float, float, float] | None:

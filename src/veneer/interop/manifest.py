@@ -23,18 +23,19 @@ from ..quant.formats import Format
 from ..quant.formats.packing import UNITS
 
 FILE_NAME = "veneer.json"
-LAYOUT_VERSION = 3
+LAYOUT_VERSION = 4
 
 # Version 1 had integers of 4 and 8 bits and nf4, in the same bytes, and neither 'scale_dtype' nor
 # scales that are quantised. Version 2 had trees of dicts, lists, tuples, tensors, and weights with
-# quantised activations, each an 'activation_quantized'.
+# quantised activations, each an 'activation_quantized'. Version 3 had no 'minimum'.
 HOW_TO_READ = (
     "The safetensors tensors named below are in model.safetensors or, where there is a "
     "model.safetensors.index.json, in the file that its 'weight_map' names.",
-    "storage 'dense': the value is the safetensors tensor named by 'tensor'.",
+    "storage 'dense': the value is the safetensors tensor named by 'tensor'; where 'dtype' is an "
+    "8-bit float, the bytes of that tensor are those of the value.",
     "storage 'quantised': the value has the given 'shape' and 'dtype', and is computed from the "
-    "safetensors tensors named by 'packed', 'scale' and 'zero_point' (null: none), and the row of "
-    "'formats' that 'format' names.",
+    "safetensors tensors named by 'packed', 'scale', 'zero_point' and 'minimum' (null: none), and "
+    "the row of 'formats' that 'format' names.",
     "1. 'packed' holds fields: small integers that are not negative, of 'bits' bits. Where 'bits' "
     "is 8, a byte is a field. Where 'packing' is null, each byte holds one field in its lowest "
     "bits (byte % 3 where 'bits' is 1.6). Elsewhere the 'axis' of 'packing' (counted from the "
@@ -48,13 +49,15 @@ HOW_TO_READ = (
     "whose bit pattern it is: float8_e4m3fn and float8_e5m2 of the OCP 8-bit Floating Point "
     "Specification, and others as the Python package ml_dtypes defines them.",
     "3. Where the format has a 'codebook', each code is replaced by codebook[code].",
-    "4. Where 'scale' is an object, it describes scales that are a quantised value themselves, to "
-    "be computed first. Where 'scale_dtype' is not null, the bytes of the scale are 8-bit floats: "
-    "those above, or float8_e8m0fnu, of which byte b is 2.0**(b - 127), and 255 is NaN.",
-    "5. scale and zero_point have the rank of the value; one element covers shape[i] / "
+    "4. Where 'scale' or 'minimum' is an object, it describes numbers that are a quantised value "
+    "themselves, to be computed first, and not rounded. Where 'scale_dtype' is not null, the bytes "
+    "of the scale are 8-bit floats: those above, or float8_e8m0fnu, of which byte b is "
+    "2.0**(b - 127), and 255 is NaN.",
+    "5. scale, zero_point and minimum have the rank of the value; one element covers shape[i] / "
     "scale.shape[i] neighbours along axis i (for the scale, this is 'tile_shape'). Repeat them to "
     "the full shape.",
-    "6. value = (code - zero_point) * scale, computed in float32 or wider, rounded to 'dtype'.",
+    "6. value = (code - zero_point) * scale + minimum, computed in float32 or wider, rounded to "
+    "'dtype'.",
     "'tree', if there, is how the tensors nest: {'none': true}; {'tensor': name}; {'dict': [[key, "
     "node], ...]}; {'list': [node, ...]}; {'tuple': [node, ...]}; {'value': a bool, number or "
     "string}; {'keys': generator, 'data': name}: keys of random numbers, by the integers of the "
@@ -89,12 +92,12 @@ class DenseEntry:
 
 @dataclasses.dataclass(frozen=True)
 class QuantisedEntry:
-    """A tensor stored as codes and scales; the strings `packed`, `scale`, `zero_point` name them.
+    """A tensor stored as codes and scales; strings name the safetensors tensors of its leaves.
 
     `packing` has the `axis` that is packed (negative) and its `size` before, or is None where
     `packed` holds one code an element. `tile_shape` says how many neighbours share a scale along
-    each axis. `scale` is an entry itself where scales are quantised, and `scale_dtype` is theirs
-    where they are stored as bytes (`BYTE_FLOATS`).
+    each axis. `scale` is an entry itself where scales are quantised, and so is `minimum`;
+    `scale_dtype` is that of scales which are stored as bytes (`BYTE_FLOATS`).
     """
 
     format: str
@@ -106,11 +109,13 @@ class QuantisedEntry:
     tile_shape: Sequence[int]
     zero_point: str | None
     scale_dtype: str | None = None
+    minimum: "str | QuantisedEntry | None" = None
 
     def stored(self) -> set[str]:
         """Returns the safetensors names of its parts."""
-        scale = {self.scale} if isinstance(self.scale, str) else self.scale.stored()
-        return scale | {name for name in (self.packed, self.zero_point) if name is not None}
+        parts = (self.packed, self.zero_point, self.scale, self.minimum)
+        nested = (part.stored() for part in parts if isinstance(part, QuantisedEntry))
+        return {part for part in parts if isinstance(part, str)}.union(*nested)
 
 
 Entry = DenseEntry | QuantisedEntry
@@ -137,7 +142,12 @@ class Manifest(NamedTuple):
 
 
 def quantised_entry(
-    value: QArray, *, packed: str, scale: str | QuantisedEntry, zero_point: str | None
+    value: QArray,
+    *,
+    packed: str,
+    scale: str | QuantisedEntry,
+    zero_point: str | None,
+    minimum: str | QuantisedEntry | None,
 ) -> QuantisedEntry:
     """Returns the entry of a QArray whose leaves are stored under the names given."""
     packing = value.packing
@@ -152,6 +162,7 @@ def quantised_entry(
         tile_shape=list(value.tile_shape),
         zero_point=zero_point,
         scale_dtype=scale_dtype if scale_dtype in BYTE_FLOATS else None,
+        minimum=minimum,
     )
 
 
@@ -177,10 +188,10 @@ def write(folder: Path, manifest: Manifest) -> None:
     (folder / FILE_NAME).write_bytes(lines + f'"checksum": "{checksum(lines)}"\n}}\n'.encode())
 
 
-def _formats_of(entry: str | Entry) -> set[str]:
+def _formats_of(entry: str | Entry | None) -> set[str]:
     if not isinstance(entry, QuantisedEntry):
         return set()
-    return {entry.format} | _formats_of(entry.scale)
+    return {entry.format, *_formats_of(entry.scale), *_formats_of(entry.minimum)}
 
 
 def read(file: Path, *, verify: bool = False) -> Manifest:
@@ -232,8 +243,9 @@ def _entry(storage: str, **fields: Any) -> Entry:
     for key, value in fields.items():
         if key in _IS_VALID and not _IS_VALID[key](value):
             raise TypeError(f"{key} is {value!r}")
-    if isinstance(fields.get("scale"), dict):
-        fields["scale"] = _entry("quantised", **fields["scale"])
+    for part in ("scale", "minimum"):
+        if isinstance(fields.get(part), dict):
+            fields[part] = _entry("quantised", **fields[part])
     return _STORAGE[storage](**fields)
 
 
@@ -257,6 +269,7 @@ def _is_dtype(value: Any) -> bool:
 _IS_VALID: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("tensor", "format", "packed"), _is_name),
     "scale": lambda value: isinstance(value, str | dict),
+    "minimum": lambda value: value is None or isinstance(value, str | dict),
     "scale_dtype": lambda value: value is None or value in BYTE_FLOATS,
     **dict.fromkeys(("shape", "tile_shape"), _is_sizes),
     "dtype": _is_dtype,

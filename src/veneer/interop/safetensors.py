@@ -1,17 +1,28 @@
 """Trees of arrays in safetensors files: `save` and `load`."""
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import jax
-import numpy as np
 
-from ..quant import QArray
+from .. import tree as vtree
+from ..placement import device_put, put, shardings_of
 from . import structure
+from .checkpoints.opened import open_checkpoint
+from .checkpoints.writing import convert
 from .folder import FolderWriter, TensorFolder, as_jax, write_aside
 
 
-def save(path: str | os.PathLike[str], tree: Any, *, overwrite: bool = False) -> None:
+def save(
+    path: str | os.PathLike[str],
+    tree: Any,
+    *,
+    overwrite: bool = False,
+    format: str | None = None,
+    config: Mapping[str, Any] | None = None,
+    names: str | None = None,
+) -> None:
     """Saves a tree of arrays as the folder `path`; `load` is the inverse, exact to the bit.
 
     The folder holds safetensors, in which a QArray is stored packed, and `veneer.json`, which says
@@ -28,8 +39,15 @@ def save(path: str | os.PathLike[str], tree: Any, *, overwrite: bool = False) ->
       metadata. Of functions and other objects that are no arrays the name is saved.
     - `overwrite`: whether a folder that `save` has written may be replaced. The one that is there
       stays until the new one is complete.
+    - `format`: "gptq", "awq", "compressed-tensors", "mlx" or "gguf", for a folder (of GGUF, a file)
+      as other libraries read it, of arrays by the names that their paths make. A `QArray`
+      `[out, in]` is stored packed, if that format has its bits; nothing is rounded.
+    - `config`: what else the `config.json` of such a folder says, of the model; of GGUF, metadata.
+    - `names`: "huggingface" where a GGUF file is made of arrays by those names, in that order of
+      rows; None where they are GGUF's own.
 
-    **Raises:** `FileExistsError` where `path` exists; with `overwrite`, where it holds something
+    **Raises:** `ValueError` naming a tensor that `format` cannot hold, and why.
+    `FileExistsError` where `path` exists; with `overwrite`, where it holds something
     that `save` does not write. `TypeError` naming the path in the tree and the type of anything
     else, and `ValueError` for a tree of more levels, before anything is written.
 
@@ -40,6 +58,15 @@ def save(path: str | os.PathLike[str], tree: Any, *, overwrite: bool = False) ->
     >>> vn.load(path)["layers"][0]["b"].shape
     (8,)
     """
+    if format is not None:
+        found, _ = vtree.flatten_with_path(tree)
+        tensors = {vtree.path_string(path): x for path, x in found}
+        if len(tensors) < len(found):
+            raise ValueError("two arrays of the tree have paths that make one name")
+        convert(path, tensors, format, config=config, overwrite=overwrite, names=names)
+        return
+    if config is not None or names is not None:
+        raise ValueError("config and names are those of another format: pass format, too")
     encoded, leaves = structure.encode(tree)
     with write_aside(path, overwrite=overwrite) as folder:
         writer = FolderWriter(folder, leaves)
@@ -48,8 +75,20 @@ def save(path: str | os.PathLike[str], tree: Any, *, overwrite: bool = False) ->
         writer.finish(encoded)
 
 
-def load(path: str | os.PathLike[str], *, like: Any = None, verify: bool = False) -> Any:
+def load(
+    path: str | os.PathLike[str],
+    *,
+    like: Any = None,
+    verify: bool = False,
+    raw: bool = False,
+    names: str | None = None,
+    shardings: Any = None,
+) -> Any:
     """Loads what `save` or `veneer quantize` wrote, or any safetensors file or Hugging Face folder.
+
+    What another library quantised (GGUF, GPTQ, AWQ, compressed-tensors, FP8, bitsandbytes, MXFP4,
+    MLX) gives the names and shapes of the dense checkpoint, and each quantised weight is one
+    array, packed. Packed codes that no family explains are refused.
 
     **Arguments:**
 
@@ -60,6 +99,12 @@ def load(path: str | os.PathLike[str], *, like: Any = None, verify: bool = False
       of that shape and dtype. Those with a `NamedSharding` say where what is read goes.
     - `verify`: whether to compare the checksums of all that is read with those in `veneer.json`, in
       which `save` and `veneer quantize` write them.
+    - `raw`: whether to give the tensors of others' files as they are stored, whatever they mean.
+    - `names`: "huggingface" for the names and the order of rows of that checkpoint of which a GGUF
+      file was made; None for GGUF's. Folders have no others.
+    - `shardings`: where arrays go, as for `vn.device_put`: a sharding for all, a tree of them, or
+      rules by name. Each tensor of a flat dict goes to its devices as it is read, so that memory
+      holds the result and one tensor.
 
     **Returns:** the tree that was saved: with `like`, of its classes; else with a dict in the place
     of each object of a class that is no array type. For other files, a flat dict from names to
@@ -88,9 +133,13 @@ def load(path: str | os.PathLike[str], *, like: Any = None, verify: bool = False
     >>> type(state[0]).__name__
     'ScaleByAdamState'
     """
-    with TensorFolder(path, verify=verify) as source:
+    if like is not None and shardings is not None:
+        raise ValueError("like has shardings of its arrays, and shardings cannot go with it")
+    with open_checkpoint(path, raw=raw, verify=verify, names=names) as source:
+        node = source.manifest.tree if isinstance(source, TensorFolder) else None
+        if node is None and like is None:
+            return _flat(source, shardings)
         values = {name: _as_jax(source.read(name)) for name in source}
-        node = source.manifest.tree
     if node is None:
         node = {"dict": [[name, {"tensor": name}] for name in values]}
     try:
@@ -100,7 +149,7 @@ def load(path: str | os.PathLike[str], *, like: Any = None, verify: bool = False
     except (AttributeError, KeyError, StopIteration, TypeError, ValueError) as error:
         raise ValueError(f"{path}: the 'tree' of veneer.json is damaged: {error!r}") from error
     if like is None:
-        return tree
+        return tree if shardings is None else device_put(tree, shardings)
     try:
         return structure.restore(node, values, like)
     except ValueError as error:
@@ -109,5 +158,21 @@ def load(path: str | os.PathLike[str], *, like: Any = None, verify: bool = False
         raise ValueError(f"{path}: the 'tree' of veneer.json is damaged: {error!r}") from error
 
 
-def _as_jax(value: np.ndarray | QArray) -> jax.Array | np.ndarray | QArray:
-    return value if isinstance(value, QArray) else as_jax(value)
+def _flat(source: Any, shardings: Any) -> dict[str, Any]:
+    """The tensors by name, each where it goes before the next is read."""
+    # Rules and prefixes are of paths, and a name is the path of its array in a flat dict.
+    names = dict.fromkeys(source, 0)
+    asked = [] if shardings is None else shardings_of(names, shardings)
+    device_of = dict(zip(sorted(names), asked, strict=False))
+    out = {}
+    for name in names:
+        value = source.read(name)
+        device = device_of.get(name)
+        out[name] = _as_jax(value) if device is None else put([name], [value], [device])[0]
+        del value  # not while the next one is read
+    return out
+
+
+def _as_jax(value: Any) -> Any:
+    """The array with leaves of JAX's, where it holds the same bits."""
+    return jax.tree.map(as_jax, value)

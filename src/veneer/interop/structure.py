@@ -21,8 +21,8 @@ from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 from .._core.primitives.sharding import places
 from .._core.value import Value
 from ..quant import ActivationQuantized, Packing, QArray
-from .folder import DTYPES
 from .manifest import BYTE_FLOATS, MAX_LEVELS
+from .tensor_file import DTYPES
 
 Path = tuple[str | int, ...]
 Node = dict[str, Any]
@@ -117,7 +117,7 @@ def _tensor(leaf: Any, path: Path, leaves: dict[str, Any]) -> Node:
 
 def _check_leaf(leaf: Any, path: Path) -> None:
     parts = jax.tree.leaves(leaf) if type(leaf) is QArray else [leaf]
-    dtypes = [*DTYPES.values(), *(BYTE_FLOATS if type(leaf) is QArray else ())]
+    dtypes = [*DTYPES.values(), *BYTE_FLOATS]
     for array in parts:
         if not _is_array(array):
             raise TypeError(
@@ -149,9 +149,8 @@ def _is_opaque(x: Any) -> bool:
 
 def _is_whole(q: QArray) -> bool:
     """Whether a QArray has all of its leaves: in a part of a tree, some are missing."""
-    scale, zero_point = q.scale, q.zero_point
-    has_scale = _is_whole(scale) if type(scale) is QArray else _is_array(scale)
-    return _is_array(q.packed) and has_scale and (zero_point is None or _is_array(zero_point))
+    leaves = [q.packed, q.scale, *(x for x in (q.zero_point, q.minimum) if x is not None)]
+    return all(_is_whole(x) if type(x) is QArray else _is_array(x) for x in leaves)
 
 
 # Metadata: what a type's static fields say. `load` compares them, for they are what leaves mean.

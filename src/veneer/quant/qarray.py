@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 
 from .._core.leaf_axes import LeafAxis, Movement, aligned
 from .._core.surface.array import ImplicitArray
+from .._core.surface.shown import has_title, title
 from .._core.tree import static
 from .formats import FORMATS, Format, get_format
 from .formats.packing import UNITS, Packing, axis_to_pack, pack, packed_size, unpack
@@ -26,7 +27,10 @@ _SHORT_NAMES = {f"int{bits}": f"q{bits}" for bits in range(1, 9)}
 
 
 class QArray(ImplicitArray):
-    """A quantised array: `(qvalue - zero_point) * scale`, or `codebook[qvalue] * scale`.
+    """A quantised array: `(qvalue - zero_point) * scale + minimum`.
+
+    `codebook[qvalue]` stands for `qvalue` in a format that has one; most arrays have no zero point,
+    and most no minimum.
 
     Codes of fewer than 8 bits are stored without gaps (two of 4 bits a byte, eight of 3 bits in
     three), packed along the last axis: `packed` is the stored array, `qvalue` its unpacked view,
@@ -47,6 +51,8 @@ class QArray(ImplicitArray):
     - `zero_point`: the code that stands for 0, with the same rule for its shape. Integer formats
       only.
     - `qtype`: the format. None takes it from the dtype of `qvalue`, where that is one's name.
+    - `minimum`: what a code worth 0 stands for, with the rule of `scale` for its shape and dtype,
+      and quantised itself where that is: of formats of files which have one, as GGUF's Q4_1.
 
     **Raises:** `TypeError` where a part is not an array. `ValueError` where a shape, a dtype or the
     format does not fit.
@@ -63,10 +69,12 @@ class QArray(ImplicitArray):
     trainable: ClassVar[tuple[str, ...] | None] = ()
     dense_tangent: ClassVar[bool] = True  # straight through the rounding
     type_name = property(lambda self: _SHORT_NAMES.get(self.qtype, self.qtype))
+    storage_name = property(lambda self: self._tiles())
 
     packed: Leaf
     scale: "Leaf | QArray"
     zero_point: Leaf | None
+    minimum: "Leaf | QArray | None"
     qtype: str = static()
     packing: Packing | None = static()
     dense_dtype: str = static()
@@ -77,8 +85,10 @@ class QArray(ImplicitArray):
         scale: "Leaf | QArray",
         zero_point: Leaf | None = None,
         qtype: DTypeLike | None = None,
+        *,
+        minimum: "Leaf | QArray | None" = None,
     ):
-        _check_arrays(qvalue=qvalue, scale=scale, zero_point=zero_point)
+        _check_arrays(qvalue=qvalue, scale=scale, zero_point=zero_point, minimum=minimum)
         format = _format_of_codes(qvalue, qtype)
         packing = None
         if format.bits < 8:
@@ -88,7 +98,7 @@ class QArray(ImplicitArray):
         if zero_point is not None and zero_point.dtype.name in _NARROW_INTEGERS:
             # A leaf that is stored as it is, so of a dtype that files have.
             zero_point = zero_point.astype(_NARROW_INTEGERS[zero_point.dtype.name])
-        self._set(qvalue, scale, zero_point, format.name, packing, None)
+        self._set(qvalue, scale, zero_point, minimum, format.name, packing, None)
 
     @classmethod
     def from_packed(
@@ -97,6 +107,7 @@ class QArray(ImplicitArray):
         scale: "Leaf | QArray",
         zero_point: Leaf | None = None,
         *,
+        minimum: "Leaf | QArray | None" = None,
         qtype: DTypeLike,
         packing: Packing | None = None,
         dense_dtype: DTypeLike | None = None,
@@ -120,7 +131,7 @@ class QArray(ImplicitArray):
         [1.0, 2.0, -1.0]
         """
         new = cls.__new__(cls)
-        new._set(packed, scale, zero_point, get_format(qtype).name, packing, dense_dtype)
+        new._set(packed, scale, zero_point, minimum, get_format(qtype).name, packing, dense_dtype)
         new.__post_init__()
         return new
 
@@ -129,8 +140,8 @@ class QArray(ImplicitArray):
 
         **Arguments:**
 
-        - `changes`: leaves (`packed`, `scale`, `zero_point`) and metadata (`qtype`, `packing`,
-          `dense_dtype`) by name. The other parts are kept as they are.
+        - `changes`: leaves (`packed`, `scale`, `zero_point`, `minimum`) and metadata (`qtype`,
+          `packing`, `dense_dtype`) by name. The other parts are kept as they are.
 
         **Raises:** `TypeError` for a name that is none of these. What `from_packed` raises.
 
@@ -149,15 +160,16 @@ class QArray(ImplicitArray):
         packed: Leaf,
         scale: "Leaf | QArray",
         zero_point: Leaf | None,
+        minimum: "Leaf | QArray | None",
         qtype: str,
         packing: Packing | None,
         dense_dtype: DTypeLike | None,
     ) -> None:
-        _check_arrays(packed=packed, scale=scale, zero_point=zero_point)
+        _check_arrays(packed=packed, scale=scale, zero_point=zero_point, minimum=minimum)
         if dense_dtype is None:
             dense_dtype = scale.dtype if scale.dtype in QUANTIZABLE else jnp.float32
         dense_dtype = jnp.dtype(dense_dtype).name
-        self._assign(packed, scale, zero_point, qtype, packing, dense_dtype)
+        self._assign(packed, scale, zero_point, minimum, qtype, packing, dense_dtype)
 
     def __post_init__(self) -> None:
         _validate(self)
@@ -181,6 +193,18 @@ class QArray(ImplicitArray):
         """How many neighbours share one scale, along each axis."""
         return tile_shape(self.shape, self.scale.shape)
 
+    def _tiles(self) -> str:
+        """Returns what shares a scale: `tile 64`."""
+        sizes = [*zip(self.tile_shape, self.scale.shape, strict=True)]
+        if any(tile > 1 and count > 1 for tile, count in sizes):
+            # Of an axis that one tile takes, too.
+            return f"tile {'×'.join(str(tile) for tile, _ in sizes if tile > 1)}"
+        return "channelwise" if self.scale.size > 1 else "one scale"
+
+    def __repr__(self) -> str:
+        """By its title; of parts that are no arrays, by its fields."""
+        return f"QArray({title(self)})" if has_title(self) else super().__repr__()
+
     def codes(self) -> jax.Array:
         """Returns the unpacked codes a byte each: int8, uint8 or a float of 8 bits.
 
@@ -193,10 +217,11 @@ class QArray(ImplicitArray):
 
     def scales(self) -> jax.Array:
         """Returns what the scales are worth, in f32 or f64: `[...]` of the shape of `scale`."""
-        scale = self.scale.dequantize() if isinstance(self.scale, QArray) else self.scale
-        # JAX promotes no floats of 8 bits.
-        wide = scale.dtype if scale.dtype == jnp.float64 else jnp.float32
-        return jnp.asarray(scale).astype(jax.dtypes.canonicalize_dtype(wide))
+        return _wide(self.scale)
+
+    def minima(self) -> jax.Array | None:
+        """Returns what the minima are worth, as `scales` does; None where there are none."""
+        return None if self.minimum is None else _wide(self.minimum)
 
     def aval(self) -> jax.core.ShapedArray:
         """Returns the shape of the codes, before packing, and the dense dtype."""
@@ -231,7 +256,8 @@ class QArray(ImplicitArray):
         if self.packing is not None:
             axis = self.packing.axis
             packed[axis] = LeafAxis(axis, *UNITS[self.format.bits])
-        return [packed, *(of(x) for x in (self.scale, self.zero_point) if x is not None)]
+        others = (self.scale, self.zero_point, self.minimum)
+        return [packed, *(of(x) for x in others if x is not None)]
 
     def _movable(self) -> "QArray":
         """Returns this array with a code a byte where a packed axis has size 1: it is no larger."""
@@ -265,11 +291,22 @@ class QArray(ImplicitArray):
         x = self.format.decode(self.codes(), wide)
         if self.zero_point is not None:
             x = over_tiles(jnp.subtract, x, self.zero_point.astype(wide))
-        return over_tiles(jnp.multiply, x, scale.astype(wide)).astype(self.dtype)
+        x = over_tiles(jnp.multiply, x, scale.astype(wide))
+        if (minimum := self.minima()) is not None:
+            x = over_tiles(jnp.add, x, minimum.astype(wide))
+        return x.astype(self.dtype)
 
     def materialise(self) -> jax.Array:
         """Does for `vn.materialise` what `dequantize` does."""
         return self.dequantize()
+
+
+def _wide(leaf: "Leaf | QArray") -> jax.Array:
+    """Returns floats, which may be quantised, in f32 or f64; JAX promotes none of 8 bits."""
+    wide = jax.dtypes.canonicalize_dtype(jnp.float64 if leaf.dtype == jnp.float64 else jnp.float32)
+    if isinstance(leaf, QArray):  # not rounded to what it stands for, which may be of 16 bits
+        return leaf._assigned(dense_dtype=wide.name).dequantize()
+    return jnp.asarray(leaf).astype(wide)
 
 
 def pack_codes(codes: jax.Array, format: Format) -> tuple[jax.Array, Packing | None]:
@@ -321,9 +358,11 @@ def _check_codes(qvalue: Leaf, format: Format) -> None:
 
 def _check_arrays(**parts: Any) -> None:
     for name, part in parts.items():
-        if isinstance(part, jax.Array | np.ndarray) or (name == "zero_point" and part is None):
+        if isinstance(part, jax.Array | np.ndarray):
             continue
-        if name == "scale" and isinstance(part, QArray):
+        if name in ("zero_point", "minimum") and part is None:
+            continue
+        if name in ("scale", "minimum") and isinstance(part, QArray):
             continue
         raise TypeError(
             f"{name} must be a JAX or NumPy array, of the rank of the values, and is of type "
@@ -333,13 +372,15 @@ def _check_arrays(**parts: Any) -> None:
 
 def _validate(q: QArray) -> None:
     _validate_packed(q)
-    if not jnp.issubdtype(q.scale.dtype, jnp.floating):
-        raise ValueError(f"scale is floating, not {q.scale.dtype.name}")
+    for name, leaf in (("scale", q.scale), ("minimum", q.minimum)):
+        if leaf is not None and not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise ValueError(f"{name} is floating, not {leaf.dtype.name}")
     if not jnp.issubdtype(jnp.dtype(q.dense_dtype), jnp.floating):
         raise ValueError(f"a QArray stands for a floating array, not {q.dense_dtype}")
     if q.zero_point is not None and not q.format.is_integer:
         raise ValueError(f"{q.qtype} is no integer format and has no zero_point")
-    for name, leaf in (("scale", q.scale), ("zero_point", q.zero_point)):
+    for name in ("scale", "zero_point", "minimum"):
+        leaf = getattr(q, name)
         if leaf is not None and not divides(leaf.shape, q.shape):
             raise ValueError(
                 f"{name} has shape {leaf.shape}, which does not tile values of shape {q.shape}: "

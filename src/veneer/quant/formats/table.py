@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from .codebooks import NF4, minifloat
+from .codebooks import FP4_BNB, IQ4_NL, NF4, dynamic_map, minifloat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,8 +80,8 @@ class Format:
 
     @property
     def has_zero(self) -> bool:
-        """Whether a code stands for 0; int1 has -1 and 1 alone."""
-        return self.bits != 1
+        """Whether a code stands for 0; int1 has -1 and 1 alone, and iq4_nl 1 and -10."""
+        return self.bits != 1 if self.codebook is None else 0 in self.codebook
 
     @property
     def code_range(self) -> tuple[int, int]:
@@ -116,6 +116,14 @@ class Format:
         return jnp.clip(jnp.round(x), *self.code_range).astype(self.byte_dtype)
 
     def _nearest(self, x: jax.Array) -> jax.Array:
+        if self.bits == 8:  # a search takes fewer steps than there are thresholds
+            x = x.astype(jnp.promote_types(x.dtype, jnp.float32))  # in which these differ
+            highest = [
+                np.nextafter(at, -np.inf, dtype=x.dtype) if is_beyond else at
+                for at, is_beyond, _ in self.thresholds(x.dtype)
+            ]
+            place = jnp.searchsorted(jnp.asarray(highest, x.dtype), x)
+            return jnp.asarray([code for _, code in self._ascending()], jnp.uint8)[place]
         code = jnp.full(x.shape, self._ascending()[0][1], jnp.uint8)
         # Adding up comparisons needs no array of [..., 16], compiled or not.
         for threshold, is_beyond, step in self.thresholds(x.dtype):
@@ -272,6 +280,16 @@ FORMATS: dict[str, Format] = {
             source="QLoRA, arXiv 2305.14314, section 3: double quantisation",
             scale_dtype="float8_e4m3fn",
             scale_tile=256,
+        ),
+        Format("fp4_bnb", 4, np.dtype(jnp.uint4), 1.0, FP4_BNB, "bitsandbytes 0.45, fp4"),
+        Format("iq4_nl", 4, np.dtype(jnp.uint4), 113.0, IQ4_NL, "llama.cpp, IQ4_NL and IQ4_XS"),
+        Format(
+            "dynamic8",
+            8,
+            np.dtype(np.uint8),
+            1.0,
+            dynamic_map(),
+            "8-bit Optimizers, arXiv 2110.02861: dynamic tree quantisation, as bitsandbytes has it",
         ),
         _microscaling("mxfp8", _E4M3),
         _microscaling("mxfp8_e5m2", _E5M2),

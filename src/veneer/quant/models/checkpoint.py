@@ -111,10 +111,4 @@ def relative_error(error: float, norm: float) -> float:
 
 def describe_format(value: np.ndarray | QArray) -> str:
     """Names the dtype of a dense array; the format and the tiles of a QArray (`nf4, tile 64`)."""
-    if not isinstance(value, QArray):
-        return str(value.dtype)
-    sizes = [*zip(value.tile_shape, value.scale.shape, strict=True)]
-    if any(tile > 1 and count > 1 for tile, count in sizes):
-        tiles = [str(tile) for tile, _ in sizes if tile > 1]  # of an axis that one tile takes, too
-        return f"{value.qtype}, tile {'×'.join(tiles)}"
-    return f"{value.qtype}, {'channelwise' if value.scale.size > 1 else 'one scale'}"
+    return f"{value.qtype}, {value.storage_name}" if isinstance(value, QArray) else str(value.dtype)

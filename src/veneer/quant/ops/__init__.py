@@ -7,6 +7,7 @@ The modules here:
     by_kernel       the way by a kernel, as one of matrices
     by_xla          the ways by XLA: on codes, by tiles, by values, dense
     tile_sums       a sum cut in tiles
+    minima          minima of tiles, a sum apart from that of the codes
     operands        from a QArray to what arithmetic takes
     einsum          einsum and dot, of such products
     convolution     conv_general_dilated

@@ -10,7 +10,9 @@ from jax.typing import ArrayLike
 
 from ..._core.policy import note_how
 from ..._core.primitives.dimension_numbers import DotDimensionNumbers
+from ..._core.primitives.scopes import may_be_tangents
 from ..._core.rules import register
+from ..._core.surface.weights import keep_sources
 from ..._core.transform import redispatch
 from ..._core.value import Value, materialise_one
 from ..._jax.primitives import find_primitive
@@ -36,7 +38,9 @@ def _on_the_weight(
     out = bind(primitive, [w.array if x is w else x for x in operands], params)
     axes = " and ".join(map(str, w.contracting)) or "one that is gone"
     why = f"not a product over axis {axes} of the weight"
-    if not w.is_for(primitive):
+    if may_be_tangents():
+        why = "for an operand that may be a tangent"
+    elif not w.is_for(primitive):
         why = f"op_names has {', '.join(w.op_names)}"
     note_how(f"activations not in {w.qtype}: {why}")
     return out
@@ -59,8 +63,11 @@ def _straight_through(
     if isinstance(x, Value) or jnp.result_type(x) not in QUANTIZABLE:
         return product(x, w.array)
 
+    weight = w
+
     @jax.custom_jvp
     def call(x: jax.Array, w: ActivationQuantized) -> Any:
+        keep_sources([weight], [w])
         return product(w.quantise_activations(x, shared, batch), w.array)
 
     def jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:

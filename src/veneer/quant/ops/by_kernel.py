@@ -71,7 +71,8 @@ def by_kernel(lhs: jax.Array | QArray, rhs: jax.Array | QArray, params: DotParam
         if plan is not None and x is not None:
             other = operands[1 - side]
             if isinstance(other, QArray) and x.scale is None:  # it was made floats
-                return dataclasses.replace(plan, dense_nbytes=dense_nbytes(other))
+                (nbytes,) = dense_nbytes(other)
+                return dataclasses.replace(plan, dense=(nbytes, 0) if side else (0, nbytes))
             return plan
     return None
 
@@ -143,7 +144,7 @@ def codes_of(qtype: str, has_zero_point: bool) -> tuple[Codes, int] | None:
     format = get_format(qtype)
     if format.bits == 8:
         name = format.code_dtype.name
-        return (Codes(8, name), 0) if name in BYTES else None
+        return (Codes(8, name), 0) if name in BYTES and format.codebook is None else None
     if format.bits not in (1, 2, 4):
         return None
     bits = int(format.bits)

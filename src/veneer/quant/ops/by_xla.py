@@ -25,6 +25,7 @@ from .operands import (
     dequantized,
     exact_in,
     fits_int32,
+    has_minimum,
     int8_codes,
     is_algorithm,
     may_scale_outside,
@@ -55,8 +56,9 @@ def on_codes(lhs: jax.Array | QArray, rhs: jax.Array | QArray, params: DotParams
     kind, _, _ = codes
     compute = functools.partial(_product_of_codes, params=params)
     # On a CPU XLA multiplies no float8: it makes f32 of both operands.
-    nbytes = dense_nbytes(lhs, rhs, dtype="float32") if kind == "float8" and runs_on_cpu() else 0
-    return Plan(f"{kind} product, scaled outside", compute, (lhs, rhs), nbytes)
+    is_widened = kind == "float8" and runs_on_cpu()
+    made = dense_nbytes(lhs, rhs, dtype="float32") if is_widened else ()
+    return Plan(f"{kind} product, scaled outside", compute, (lhs, rhs), made)
 
 
 def by_tiles(lhs: jax.Array | QArray, rhs: jax.Array | QArray, params: DotParams) -> Plan | None:
@@ -117,6 +119,8 @@ def multiplied_codes(
     large these are along the contracting axes.
     """
     if not (isinstance(lhs, QArray) and isinstance(rhs, QArray)):
+        return None
+    if has_minimum(lhs) or has_minimum(rhs):
         return None
     if is_algorithm(params.precision) or not _is_sum_of_floats(lhs, rhs, params):
         return None

@@ -28,6 +28,7 @@ from .operands import (
     dequantized,
     fits_int32,
     has_int8_zero_point,
+    has_minimum,
     int8_codes,
     largest_difference,
     may_scale_outside,
@@ -129,16 +130,18 @@ def _plan(
         return dense("dequantised")
     if 0 in (*lhs.shape, *rhs.shape):
         return dense("dequantised")  # a sum of nothing is 0, whatever the scales are
+    if has_minimum(lhs) or has_minimum(rhs):
+        return dense("dequantised: codes have minima")
     if not _sums_share_scales(lhs, rhs, params):
         return dense("dequantised: a scale varies along what is summed")
     are_integers = lhs.format.is_integer and rhs.format.is_integer
     sums = "integer sums of codes" if are_integers else "sums of codes in floats"
     on_codes = functools.partial(_scaled_sums, params=tuple(params.items()), out_dtype=out.dtype)
-    nbytes = dense_nbytes(lhs, rhs, dtype=accumulator(out.dtype))
+    made = dense_nbytes(lhs, rhs, dtype=accumulator(out.dtype))
     if are_integers:
         stays = _is_in_integers(lhs, rhs, params, jax.default_backend())
-        nbytes = 0 if stays else dense_nbytes(lhs, rhs, dtype="float32")
-    return Plan(f"{sums}, scaled outside", on_codes, (lhs, rhs), nbytes)
+        made = () if stays else dense_nbytes(lhs, rhs, dtype="float32")
+    return Plan(f"{sums}, scaled outside", on_codes, (lhs, rhs), made)
 
 
 def _sums_share_scales(lhs: QArray, rhs: QArray, params: dict[str, Any]) -> bool:

@@ -13,7 +13,8 @@ from ..._core.surface.array import ImplicitArray
 from ..qarray import QArray
 from .by_kernel import by_kernel
 from .by_xla import WAYS_BY_XLA
-from .operands import operand_pair
+from .minima import minima_apart
+from .operands import has_minimum, operand_pair
 from .product import DotParams, Plan, carry_out, runs_on_cpu
 
 # Each offers a plan or nothing: by_kernel, on_codes, by_tiles, by_values, dense.
@@ -68,12 +69,17 @@ def plan_of(lhs: jax.Array | QArray, rhs: jax.Array | QArray, params: DotParams)
     return dataclasses.replace(
         plan,
         how=f"{plan.how}, else {otherwise.how}",
-        dense_nbytes=(plan if runs_on_cpu() else otherwise).dense_nbytes,
+        dense=(plan if runs_on_cpu() else otherwise).dense,
     )
 
 
 def _plans(lhs: jax.Array | QArray, rhs: jax.Array | QArray, params: DotParams) -> Iterator[Plan]:
     """Yields what the ways offer, the plan to carry out first; no way is asked twice."""
+    has_minima = has_minimum(lhs) or has_minimum(rhs)
+    apart = minima_apart(lhs, rhs, params) if has_minima else None
+    if apart is not None:
+        yield from map(apart.whole, _plans(apart.lhs, apart.rhs, apart.params))
+        return
     for way in WAYS:
         plan = way(lhs, rhs, params)
         if plan is not None:

@@ -41,7 +41,8 @@ def _gather(q: QArray, indices: ArrayLike, *, mode, fill_value, **params) -> Any
         fields = unpack(q.packed, q.packing, q.format.bits)
         q = q._assigned(packed=fields, packing=None)  # of which one is a byte, packed or not
     # What a scale of NaN multiplies does not matter.
-    fills = (0, np.nan, 0) if mode == modes.FILL_OR_DROP else None
+    of_zero_point = () if q.zero_point is None else (0,)
+    fills = (0, np.nan, *of_zero_point, np.nan) if mode == modes.FILL_OR_DROP else None
     params |= {"mode": mode, "fill_value": None, "fills": fills, "rule": _gather}
     return gather(q, indices, **params)
 
@@ -108,5 +109,5 @@ def _in_one_tile(q: QArray, axis: int, tile: Any) -> QArray:
             return leaf
         return _entry(leaf, axis, tile) if isinstance(leaf, QArray) else _one(leaf, axis, tile)
 
-    zero_point = None if q.zero_point is None else of(q.zero_point)
-    return q._assigned(scale=of(q.scale), zero_point=zero_point)
+    leaves = {name: getattr(q, name) for name in ("scale", "zero_point", "minimum")}
+    return q._assigned(**{k: of(leaf) for k, leaf in leaves.items() if leaf is not None})

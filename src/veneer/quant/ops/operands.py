@@ -57,6 +57,11 @@ def _as_codes_beside(other: jax.Array | QArray, x: jax.Array | QArray) -> jax.Ar
     return QArray.from_packed(x, one, qtype=x.dtype, dense_dtype=other.dtype)
 
 
+def has_minimum(x: jax.Array | QArray) -> bool:
+    """Whether an operand is more than codes times a scale."""
+    return isinstance(x, QArray) and x.minimum is not None
+
+
 def dequantized(x: jax.Array | QArray) -> jax.Array:
     """Returns what an operand stands for."""
     return x.dequantize() if isinstance(x, QArray) else x

@@ -100,8 +100,8 @@ class Plan:
     - `how`: what it is, as `vn.explain` tells it.
     - `compute`: from the operands to the product.
     - `operands`: arrays, and QArrays.
-    - `dense_nbytes`: the bytes of what it makes dense on the platform that JAX runs on:
-      `dense_nbytes` of operands.
+    - `dense`: the bytes of each operand that it makes dense on the platform that JAX runs on:
+      `dense_nbytes` of the operands.
     - `is_kernel`: whether it is a kernel, which makes no weight dense. It is for some platforms,
       and on others what the next way plans is done.
     """
@@ -109,8 +109,13 @@ class Plan:
     how: str
     compute: Callable[..., jax.Array]
     operands: tuple[Any, ...]
-    dense_nbytes: int = 0
+    dense: tuple[int, ...] = ()
     is_kernel: bool = False
+
+    @property
+    def dense_nbytes(self) -> int:
+        """The bytes that it makes dense altogether."""
+        return sum(self.dense)
 
     def __call__(self) -> jax.Array:
         """Returns the product."""
@@ -126,23 +131,20 @@ def carry_out(plan: Plan) -> jax.Array:
         # from the forward pass to the backward one.
         compute = jax.checkpoint(compute)
     out = compute(*plan.operands)
-    note_how(plan.how, plan.dense_nbytes)
+    note_how(plan.how, plan.dense)
     return out
 
 
-def dense_nbytes(*operands: jax.Array | QArray, dtype: DTypeLike | None = None) -> int:
-    """Returns the bytes of quantised operands as whole arrays of floats.
+def dense_nbytes(*operands: jax.Array | QArray, dtype: DTypeLike | None = None) -> tuple[int, ...]:
+    """Returns the bytes of each operand as a whole array of floats, 0 of what is dense already.
 
     **Arguments:**
 
-    - `operands`: those that become floats; what is dense already does not count.
+    - `operands`: those that become floats.
     - `dtype`: of the floats, or None for that of each operand.
     """
-    return sum(
-        x.size * jnp.dtype(x.dtype if dtype is None else dtype).itemsize
-        for x in operands
-        if isinstance(x, QArray)
-    )
+    sizes = (x.size * jnp.dtype(x.dtype if dtype is None else dtype).itemsize for x in operands)
+    return tuple(n if isinstance(x, QArray) else 0 for x, n in zip(operands, sizes, strict=True))
 
 
 def runs_on_cpu() -> bool:

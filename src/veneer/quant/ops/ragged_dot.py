@@ -141,8 +141,8 @@ def _plan(
     compute = functools.partial(
         _of_groups, dimension_numbers=dimension_numbers, precision=precision, out_dtype=out.dtype
     )
-    nbytes = 0 if runs_on_cpu() else dense_nbytes(lhs, rhs)
-    return Plan(how, compute, operands, nbytes)
+    made = () if runs_on_cpu() else dense_nbytes(lhs, rhs)
+    return Plan(how, compute, operands, made)
 
 
 def _is_batch(dimension_numbers: lax.RaggedDotDimensionNumbers) -> bool:

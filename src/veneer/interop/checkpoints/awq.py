@@ -1,0 +1,118 @@
+"""AWQ of the order "gemm": codes and zero points of 4 bits in words along the output.
+
+As AutoAWQ writes them: `qweight` i32 `[in, out / 8]`, `qzeros` i32 `[groups, out / 8]`, `scales`
+`[groups, out]`. The value is `(q - z) * s`.
+"""
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from . import codes
+from .affine import Stored, Unfit, affine, affine_parts, most_common
+from .source import FLOATS, StoredTensors, Weight
+from .tiling import tiled_axis
+
+# The outputs of a word, from its lowest bits on, and the place of each output.
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+PLACES = tuple(map(ORDER.index, range(8)))
+
+_WORDS = ("int32", "uint32")
+
+
+def weights(source: StoredTensors) -> Iterator[Weight]:
+    """The weights of a folder of AWQ's."""
+    version = source.quantisation.get("version", "gemm")
+    if not isinstance(version, str) or version.lower() != "gemm":
+        raise ValueError(
+            f"{source.folder.path} holds AWQ weights of version {version!r:.20}, and of those "
+            "gemm can be read; vn.load(..., raw=True) gives the stored tensors"
+        )
+    for module in source.modules(".qweight"):
+        yield _weight(source, module)
+
+
+def is_stored(source: StoredTensors, module: str) -> bool:
+    """Whether `qweight` lies as AWQ's does: with words along the output."""
+    headers = source.headers
+    qweight, scales = headers.get(f"{module}.qweight"), headers.get(f"{module}.scales")
+    if qweight is None or scales is None or len(qweight.shape) != 2 or len(scales.shape) != 2:
+        return False
+    return qweight.shape[1] * 8 == scales.shape[1]
+
+
+def _weight(source: StoredTensors, module: str) -> Weight:
+    qweight, qzeros, scales = (f"{module}.{part}" for part in ("qweight", "qzeros", "scales"))
+    size, words = source.shape(qweight, rank=2, dtypes=_WORDS)
+    groups, _ = source.shape(scales, rank=2, dtypes=FLOATS)
+    source.check(scales, (groups, words * 8), FLOATS, qweight)
+    source.check(qzeros, (groups, words), _WORDS, scales)
+    tile = source.number(source.quantisation, "group_size", -1, least=-1)
+    if groups and size % groups == 0:
+        tile = size // groups
+    if tile < 1 or -(-size // tile) != groups:
+        raise source.error(scales, f"has {groups} groups, which are not those of {size} inputs")
+    dtype = source.dense_dtype(source.header(scales).dtype.name)
+    read = partial(_read, source, module, size, tile, dtype)
+    return Weight(f"{module}.weight", (words * 8, size), dtype, (qweight, qzeros, scales), read)
+
+
+def _read(source: StoredTensors, module: str, size: int, tile: int, dtype: str) -> Any:
+    packed = codes.from_fields(_fields(source.read(f"{module}.qweight")).T, 4)
+    zero = _fields(source.read(f"{module}.qzeros")).T
+    scale = source.read(f"{module}.scales").T
+    scale, zero = (tiled_axis(x, 1, size, tile) for x in (scale, zero))
+    return affine(packed, scale, zero, bits=4, size=size, dtype=dtype)
+
+
+def _fields(words: np.ndarray) -> np.ndarray:
+    fields = codes.fields_of_stream(codes.bytes_of(words), 4, words.shape[-1] * 8)
+    return fields.reshape(-1, 8)[:, PLACES].reshape(fields.shape)
+
+
+def stored(value: Any) -> Stored:
+    """A weight as AWQ has it.
+
+    **Raises:** `Unfit` where it cannot be.
+    """
+    parts = affine_parts(value)
+    out, size = parts.fields.shape
+    if parts.bits != 4 or parts.group_of is not None:
+        raise Unfit(f"of {parts.bits} bits, not of 4" if parts.bits != 4 else "permuted")
+    if out % 8:
+        raise Unfit(f"of {out} outputs, which fill no words of 8 codes")
+    tensors = {
+        ".qweight": _words(parts.fields.T),
+        ".qzeros": _words(parts.zero.T.astype(np.uint8)),
+        ".scales": parts.scale.T,
+    }
+    return Stored(tensors, {"group_size": parts.tile, "inputs": size})
+
+
+def _words(fields: np.ndarray) -> np.ndarray:
+    placed = fields.reshape(len(fields), -1, 8)[..., ORDER].reshape(fields.shape)
+    return codes.stream_of_fields(np.ascontiguousarray(placed), 4).view(np.int32)
+
+
+def configuration(stated: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """The `quantization_config` of weights, of which this is what `stored` says, by module.
+
+    **Raises:** `Unfit` where they differ in what the configuration says of all.
+    """
+    sizes = {
+        module: x["group_size"] if x["group_size"] < x["inputs"] else -1
+        for module, x in stated.items()
+    }
+    usual = most_common([*sizes.values()])
+    for module, size in sizes.items():
+        if size != usual:
+            raise Unfit(f"one of groups of {size} ({module!r}), and others are of {usual}")
+    return {
+        "quant_method": "awq",
+        "version": "gemm",
+        "bits": 4,
+        "group_size": usual,
+        "zero_point": True,
+    }

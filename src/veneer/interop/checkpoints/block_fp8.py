@@ -1,0 +1,114 @@
+"""Floats of 8 bits under scales: of blocks, as DeepSeek's, of channels, or of the whole.
+
+`weight` e4m3 or e5m2 `[out, in]`, and `weight_scale_inv` `[ceil(out / 128), ceil(in / 128)]`, the
+numbers to multiply by, for blocks of `weight_block_size`, which DeepSeek's own files call `scale`;
+or `weight_scale` `[]`, `[1]` or `[out, 1]`. Stacks of matrices, as of experts, have leading axes.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from .source import FLOATS, StoredTensors, Weight, quantised
+from .tiling import tiled_axis
+
+FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
+
+
+def weights(source: StoredTensors) -> Iterator[Weight]:
+    """The weights of a folder of floats of 8 bits."""
+    block = block_size(source, source.quantisation.get("weight_block_size"), (128, 128))
+    for name, scale_name in pairs(source):
+        yield scaled(source, name, scale_name, block)
+
+
+def pairs(source: StoredTensors) -> Iterator[tuple[str, str]]:
+    """The names of weights, each with that of its scale; without one, it is an array of floats."""
+    for name, header in source.headers.items():
+        if header.dtype.name in FLOAT8:
+            beside = (f"{name}_scale_inv", f"{name}_scale", f"{name.removesuffix('weight')}scale")
+            scale_name = next((x for x in beside if x in source.headers), None)
+            if scale_name is not None:
+                yield name, scale_name
+
+
+def block_size(source: StoredTensors, stated: Any, default: tuple[int, int]) -> tuple[int, int]:
+    """The sizes of a block, of which the configuration says two."""
+    if stated is None:
+        return default
+    if not (isinstance(stated, list) and [type(x) is int and x > 0 for x in stated] == [True] * 2):
+        raise ValueError(f"{source.folder.path}: blocks of sizes {stated!r:.40} are none")
+    return stated[0], stated[1]
+
+
+def scaled(
+    source: StoredTensors,
+    name: str,
+    scale_name: str,
+    block: Sequence[int],
+    *,
+    zero_name: str | None = None,
+    dtype: str | None = None,
+) -> Weight:
+    """The weight `name`, a code a byte, whose scales are for blocks, rows, groups, or the whole."""
+    shape = tuple(source.header(name).shape)
+    counts = tuple(source.header(scale_name).shape)
+    if source.header(scale_name).dtype.name not in (*FLOATS, "float8_e8m0fnu"):
+        raise source.error(scale_name, "is no scale: it is no float of 16 bits, 32, or e8m0")
+    tiles = _tiles(shape, counts, block)
+    if tiles is None:
+        raise source.error(
+            scale_name, f"of shape {list(counts)} is no scale of {list(shape)} in blocks {block}"
+        )
+    if zero_name is not None:
+        source.check(zero_name, counts, ("int8", "uint8", "int32", "int64", *FLOATS), scale_name)
+    dtype = dtype or source.dense_dtype(source.header(scale_name).dtype.name)
+    parts = (name, scale_name, *([] if zero_name is None else [zero_name]))
+    read = partial(_read, source, parts, tiles, dtype)
+    return Weight(name, shape, dtype, parts, read)
+
+
+def _tiles(
+    shape: tuple[int, ...], counts: tuple[int, ...], block: Sequence[int]
+) -> tuple[int, ...] | None:
+    """How many values share a scale along each axis; None for a scale of other values."""
+    if counts in ((), (1,)):
+        return shape
+    if len(counts) == 1 and len(shape) == 2:
+        counts = (*counts, 1)
+    if len(counts) != len(shape):
+        return None
+    stated = (*[1] * (len(shape) - 2), *block)[-len(shape) :]
+    tiles = []
+    for size, count, tile in zip(shape, counts, stated, strict=True):
+        if count == 1:
+            tile = size
+        elif count != -(-size // tile):
+            tile = size // max(count, 1)
+            if not count or tile * count != size:
+                return None
+        tiles.append(tile)
+    return tuple(tiles)
+
+
+def _read(source: StoredTensors, parts: tuple[str, ...], tiles: tuple[int, ...], dtype: str) -> Any:
+    packed, *others = (source.read(name) for name in parts)
+    ones = [1] * packed.ndim
+    spread = []
+    for entries in others:
+        entries = entries.reshape(
+            [*entries.shape, *ones][: packed.ndim] if entries.size > 1 else ones
+        )
+        for axis, tile in enumerate(tiles):
+            if entries.shape[axis] > 1:
+                entries = tiled_axis(entries, axis, packed.shape[axis], tile)
+        spread.append(entries)
+    scale, zero = spread[0], spread[1] if len(spread) > 1 else None
+    if zero is not None:
+        if not zero.any():
+            zero = None
+        elif not np.issubdtype(zero.dtype, np.integer):
+            raise source.error(parts[2], f"is of {zero.dtype.name}, and a zero point is an integer")
+    return quantised(packed, scale, zero, qtype=packed.dtype.name, packing=None, dtype=dtype)

@@ -1,0 +1,299 @@
+"""compressed-tensors, as llm-compressor writes: integers in words, and codes of 8 and 4 bits.
+
+What is stored tells the formats apart. Of a matrix `[out, in]`:
+
+- pack-quantized: `weight_packed` i32, with whole codes in words along the input, each plus
+  `2**(bits - 1)`; `weight_scale` `[out, groups]`; `weight_shape`; and where it is not symmetric
+  `weight_zero_point`, packed likewise along the *output*; `weight_g_idx` `[in]`.
+- int-quantized, float-quantized: `weight` i8 or e4m3, and `weight_scale` of the whole, of rows, of
+  groups or of blocks.
+- nvfp4-pack-quantized: `weight_packed` u8, e2m1, the first of two in the low half of a byte;
+  `weight_scale` e4m3 for each 16, which `weight_global_scale` f32 **divides**. We multiply by its
+  reciprocal, which may differ by two units in the last place.
+- mxfp4-pack-quantized: `weight_scale` u8 for each 32, the exponent plus 127.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ...quant import Packing, QArray
+from ...types.permuted import Permuted
+from . import codes
+from .affine import Stored, Unfit, affine, affine_parts, by_rows, matrix, most_common
+from .block_fp8 import FLOAT8, block_size, scaled
+from .mxfp4 import E8M0
+from .source import FLOATS, StoredTensors, Weight, quantised
+from .tiling import sorted_groups, tiled_axis
+
+_SPARSE = ("_compressed", "_bitmask", ".compressed", ".bitmask")
+
+
+def weights(source: StoredTensors) -> Iterator[Weight]:
+    """The weights of a folder of compressed-tensors'."""
+    for suffix in _SPARSE:
+        for module in source.modules(suffix):
+            raise source.error(
+                module + suffix,
+                "is of a sparse layout, which is not read: vn.load(..., raw=True) gives it so",
+            )
+    for module in source.modules(".weight_packed"):
+        yield _packed(source, module)
+    for module in source.modules(".weight_scale"):
+        name = f"{module}.weight"
+        if name in source.headers and source.header(name).dtype.name in ("int8", *FLOAT8):
+            zero = f"{module}.weight_zero_point"
+            zero_name = zero if zero in source.headers else None
+            block = block_size(source, _of_weights(source).get("block_structure"), (128, 128))
+            yield scaled(source, name, f"{module}.weight_scale", block, zero_name=zero_name)
+
+
+def _of_weights(source: StoredTensors) -> Mapping[str, Any]:
+    """What the configuration says of weights; of the first group that says so."""
+    groups = source.quantisation.get("config_groups")
+    for group in groups.values() if isinstance(groups, Mapping) else ():
+        stated = group.get("weights") if isinstance(group, Mapping) else None
+        if isinstance(stated, Mapping):
+            return stated
+    return {}
+
+
+def _packed(source: StoredTensors, module: str) -> Weight:
+    dtype = source.header(f"{module}.weight_packed").dtype.name
+    if dtype == "int32":
+        return _words(source, module)
+    return _floats(source, module)
+
+
+def _floats(source: StoredTensors, module: str) -> Weight:
+    packed, scale = f"{module}.weight_packed", f"{module}.weight_scale"
+    above = f"{module}.weight_global_scale"
+    out, width = source.shape(packed, rank=2, dtypes=("uint8",))
+    nvidia = above in source.headers
+    tile = 16 if nvidia else 32
+    if 2 * width % tile:
+        raise source.error(packed, f"has {2 * width} columns, of which a tile is {tile}")
+    of_scale = ("float8_e4m3fn",) if nvidia else ("uint8", "float8_e8m0fnu")
+    source.check(scale, (out, 2 * width // tile), of_scale, packed)
+    if nvidia and source.header(above).shape not in ((), (1,)):
+        raise source.error(above, "is not one number")
+    parts = (packed, scale, *([above] if nvidia else []))
+    dtype = source.dense_dtype("float32")
+    read = partial(_read_floats, source, parts, dtype)
+    return Weight(f"{module}.weight", (out, 2 * width), dtype, parts, read)
+
+
+def _read_floats(source: StoredTensors, parts: tuple[str, ...], dtype: str) -> Any:
+    packed, scale = source.read(parts[0]), source.read(parts[1])
+    packing = Packing(-1, 2 * packed.shape[1])
+    if len(parts) == 2:
+        return quantised(packed, scale.view(E8M0), qtype="mxfp4", packing=packing, dtype=dtype)
+    one = np.float32(1) / source.read(parts[2]).astype(np.float32).reshape(1, 1)
+    nested = quantised(scale, one, qtype="float8_e4m3fn", packing=None, dtype="float32")
+    return quantised(packed, nested, qtype="nvfp4", packing=packing, dtype=dtype)
+
+
+def _words(source: StoredTensors, module: str) -> Weight:
+    packed, scale, zero, g_idx, shape_name = (
+        f"{module}.weight_{part}" for part in ("packed", "scale", "zero_point", "g_idx", "shape")
+    )
+    out, words = source.shape(packed, rank=2, dtypes=("int32",))
+    source.shape(shape_name, rank=1, dtypes=("int64", "int32"))
+    source.check(shape_name, (2,), ("int64", "int32"), packed)
+    rows, size = map(int, source.read(shape_name))
+    bits = _bits(source, words, size)
+    if rows != out or bits is None:
+        raise source.error(packed, f"has no codes of [{rows}, {size}] in {[out, words]} words")
+    source.shape(scale, rank=2, dtypes=FLOATS)
+    groups = source.header(scale).shape[1]
+    source.check(scale, (out, groups), FLOATS, packed)
+    tile = source.number(_of_weights(source), "group_size", -1, least=-1)
+    if groups and size % groups == 0:
+        tile = size // groups
+    parts = [packed, scale, shape_name]
+    if zero in source.headers:
+        if source.header(zero).dtype.name == "int8":
+            source.check(zero, (out, groups), ("int8",), scale)
+        else:
+            source.check(zero, (-(-out // (32 // bits)), groups), ("int32",), scale)
+        parts.append(zero)
+    if g_idx in source.headers:
+        source.check(g_idx, (size,), ("int32", "int64"), packed)
+        parts.append(g_idx)
+    elif tile < 1 or -(-size // tile) != groups:
+        raise source.error(scale, f"has {groups} groups, which are not those of {size} inputs")
+    dtype = source.dense_dtype(source.header(scale).dtype.name)
+    read = partial(_read_words, source, module, bits, (out, size), tile, dtype)
+    return Weight(f"{module}.weight", (out, size), dtype, tuple(parts), read)
+
+
+def _bits(source: StoredTensors, words: int, size: int) -> int | None:
+    """How many a code has: what a group of the configuration says, if words and codes go so.
+
+    None where no group does, or several of other bits.
+    """
+    groups = source.quantisation.get("config_groups")
+    of_groups = groups.values() if isinstance(groups, Mapping) else ()
+    weights = [group.get("weights") for group in of_groups if isinstance(group, Mapping)]
+    numbers = [of.get("num_bits") for of in weights if isinstance(of, Mapping)]
+    stated = {bits for bits in numbers if type(bits) is int}
+    found = [
+        bits
+        for bits in stated or (4, 8)
+        if 1 < bits <= 8 and size > 0 and words == -(-size // (32 // bits))
+    ]
+    return found[0] if len(found) == 1 else None
+
+
+def _read_words(
+    source: StoredTensors, module: str, bits: int, shape: tuple[int, int], tile: int, dtype: str
+) -> Any:
+    size = shape[1]
+    words = source.read(f"{module}.weight_packed")
+    if 32 % bits == 0:
+        packed = codes.from_stream(codes.bytes_of(words), bits, size)
+    else:
+        packed = codes.from_fields(codes.fields_of_words(words, bits, size), bits)
+    scale = source.read(f"{module}.weight_scale")
+    zero = _zero_points(source, module, bits, scale.shape)
+    order = None
+    if f"{module}.weight_g_idx" in source.headers:
+        groups = source.read(f"{module}.weight_g_idx")
+        if (groups < 0).all():  # what it is before it is set
+            groups = np.arange(size) // max(tile, 1)
+        if groups.min() < 0 or groups.max() >= scale.shape[1]:
+            raise source.error(f"{module}.weight_g_idx", "names groups that are not there")
+        order, of_tile = sorted_groups(groups)
+        scale, zero = scale[:, of_tile], zero[:, of_tile]
+        if order is not None:
+            packed = codes.from_fields(codes.to_fields(packed, bits, size)[:, order], bits)
+    else:
+        scale, zero = (tiled_axis(x, 1, size, tile) for x in (scale, zero))
+    weight = affine(packed, scale, zero, bits=bits, size=size, dtype=dtype)
+    return weight if order is None else Permuted(weight, order[None])
+
+
+def _zero_points(
+    source: StoredTensors, module: str, bits: int, shape: tuple[int, ...]
+) -> np.ndarray:
+    """Of codes that are not negative: those of a symmetric weight are `2**(bits - 1)`."""
+    name, half = f"{module}.weight_zero_point", 2 ** (bits - 1)
+    if name not in source.headers:
+        return np.full(shape, half, np.uint8)
+    zero = source.read(name)
+    if zero.dtype == np.int8:
+        return (zero.astype(np.int16) + half).astype(np.uint8)
+    return codes.fields_of_words(zero.T, bits, shape[0]).T
+
+
+def stored(value: Any) -> Stored:
+    """A weight as compressed-tensors has it, in the layout that has its codes.
+
+    **Raises:** `Unfit` where none has.
+    """
+    q = matrix(value.array if isinstance(value, Permuted) else value)
+    if q.qtype in ("nvfp4", "mxfp4"):
+        return _stored_floats(q)
+    if q is value and q.qtype in ("int8", "float8_e4m3fn") and q.zero_point is None:
+        return _stored_bytes(q)
+    parts = affine_parts(value)
+    bits = parts.bits
+    tensors = {
+        ".weight_packed": codes.words_of_fields(parts.fields, bits),
+        ".weight_scale": parts.scale,
+        ".weight_shape": np.array(parts.fields.shape, np.int64),
+    }
+    if not parts.is_symmetric:
+        zero = np.ascontiguousarray(parts.zero.T.astype(np.uint8))
+        tensors[".weight_zero_point"] = codes.words_of_fields(zero, bits).T
+    if parts.group_of is not None:
+        tensors[".weight_g_idx"] = parts.group_of
+    whole = parts.scale.shape[1] == 1
+    stated = _stated("pack-quantized", bits, "int", parts.is_symmetric)
+    stated |= {"strategy": "channel"} if whole else {"strategy": "group", "group_size": parts.tile}
+    stated |= {"actorder": "group"} if parts.group_of is not None else {}
+    return Stored(tensors, stated)
+
+
+def _stored_bytes(q: QArray) -> Stored:
+    if q.minimum is not None:
+        raise Unfit("of a minimum for each group, which no layout has")
+    (out, size), (rows, groups) = q.shape, q.scale.shape
+    layout = "int-quantized" if q.qtype == "int8" else "float-quantized"
+    of_tiles: dict[str, Any]
+    stated = _stated(layout, 8, "int" if q.qtype == "int8" else "float", True)
+    if (rows, groups) == (1, 1):
+        scale, of_tiles = by_rows(q.scale, 1, size).reshape(1), {"strategy": "tensor"}
+    elif groups == 1 and rows == out:
+        scale, of_tiles = by_rows(q.scale, out, size), {"strategy": "channel"}
+    elif rows == out:
+        scale = by_rows(q.scale, out, size)
+        of_tiles = {"strategy": "group", "group_size": size // groups}
+    else:
+        scale = by_rows(q.scale, rows, size)
+        of_tiles = {"strategy": "block", "block_structure": [out // rows, size // groups]}
+    return Stored({".weight": np.asarray(q.packed), ".weight_scale": scale}, stated | of_tiles)
+
+
+def _stored_floats(q: QArray) -> Stored:
+    if q.packing is None or q.packing.axis != -1 or q.shape[1] % 2:
+        raise Unfit("not packed along its inputs, two a byte")
+    tile = 16 if q.qtype == "nvfp4" else 32
+    scale: Any = q.scale
+    tensors = {".weight_packed": np.asarray(q.packed)}
+    if q.qtype == "nvfp4":
+        if not isinstance(scale, QArray) or scale.scale.size != 1:
+            raise Unfit("of scales that have no one scale above them")
+        one = np.asarray(scale.scale, np.float32).reshape(1)
+        above = np.float32(1) / one
+        if not np.array_equal(np.float32(1) / above, one):
+            raise Unfit("of a scale above the others that is not the reciprocal of a number")
+        tensors[".weight_global_scale"] = above
+        scale = scale.packed
+    if tuple(scale.shape) != (q.shape[0], q.shape[1] // tile):
+        raise Unfit(f"of scales that are not for {tile} inputs each")
+    scale = np.asarray(scale)
+    tensors[".weight_scale"] = scale.view(np.uint8) if q.qtype == "mxfp4" else scale
+    stated = _stated(f"{q.qtype}-pack-quantized", 4, "float", True)
+    strategy = "tensor_group" if q.qtype == "nvfp4" else "group"
+    return Stored(tensors, stated | {"strategy": strategy, "group_size": tile})
+
+
+def _stated(layout: str, bits: int, kind: str, symmetric: bool) -> dict[str, Any]:
+    return {"format": layout, "num_bits": bits, "type": kind, "symmetric": symmetric}
+
+
+def configuration(
+    stated: Mapping[str, dict[str, Any]], *, dense: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The `quantization_config` of weights, of which this is what `stored` says, by module.
+
+    **Arguments:**
+
+    - `dense`: the modules whose weights are matrices and not quantised.
+    """
+    kinds: list[dict[str, Any]] = []
+    modules: list[list[str]] = []
+    for module, weights in stated.items():
+        if weights not in kinds:
+            kinds.append(weights)
+            modules.append([])
+        modules[kinds.index(weights)].append(module)
+    layouts = {weights["format"] for weights in kinds}
+    groups = {
+        f"group_{i}": {
+            "targets": ["Linear"] if len(kinds) == 1 else names,
+            "weights": {k: v for k, v in weights.items() if k != "format"},
+            **({"format": weights["format"]} if len(layouts) > 1 else {}),
+        }
+        for i, (weights, names) in enumerate(zip(kinds, modules, strict=True))
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": most_common([*layouts]) if len(layouts) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": [*dense],
+    }

@@ -1,0 +1,173 @@
+"""Hugging Face's names of the tensors of a GGUF file, and the order that rows have there."""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class Origin(NamedTuple):
+    """Where a tensor is: GGUF's name, and which of the experts there; None for the whole."""
+
+    stored: str
+    expert: int | None = None
+
+
+_OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+
+_IN_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+_MIXTRAL = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+}
+
+_QWEN_MOE = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+
+# What a layer has, by architecture. Mistral's and Mixtral's models are of architecture llama.
+_ARCHITECTURES = {
+    "llama": _IN_LAYER | _MIXTRAL,
+    "granite": _IN_LAYER,
+    "smollm3": _IN_LAYER,
+    "qwen2": _IN_LAYER,
+    "qwen3": _IN_LAYER,
+    "qwen2moe": _IN_LAYER | _QWEN_MOE,
+    "qwen3moe": _IN_LAYER | _QWEN_MOE,
+}
+
+# Architectures in whose files the two halves of a head, which the rotary embedding turns together,
+# lie side by side in pairs.
+_PAIRED = ("llama", "granite", "smollm3")
+
+
+def names_of(
+    metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Origin]:
+    """Returns where each tensor is, by Hugging Face's name, or GGUF's for what has none there.
+
+    The experts of a layer, which GGUF stacks, are a tensor each.
+
+    **Raises:** `ValueError` for an architecture whose names are not known.
+    """
+    in_layer = _names_in_layer(metadata)
+    origins: dict[str, Origin] = {}
+    for stored, shape in shapes.items():
+        name = _name(stored, in_layer)
+        experts = range(shape[0]) if "{}" in name and shape else [None]
+        for expert in experts:
+            origins[name.format(expert) if "{}" in name else name] = Origin(stored, expert)
+    return origins
+
+
+def stored_names(metadata: Mapping[str, Any], names: Iterable[str]) -> dict[str, str | list[str]]:
+    """Undoes `names_of`: returns by GGUF's names those of Hugging Face, of experts a list.
+
+    **Raises:** `ValueError` for an architecture whose names are not known, where two names are
+    those of one tensor, and where one of the experts is missing.
+    """
+    in_layer = _names_in_layer(metadata)
+    whole: dict[str, str | list[str]] = {}
+    experts: dict[str, dict[int, str]] = {}
+    for name in names:
+        stored, expert = _origin(name, in_layer)
+        if expert is not None:
+            experts.setdefault(stored, {})[expert] = name
+        elif stored in whole:
+            raise ValueError(f"there are two tensors for {stored!r}")
+        else:
+            whole[stored] = name
+    for stored, found in experts.items():
+        if found.keys() != set(range(len(found))):
+            raise ValueError(
+                f"of the {max(found) + 1} experts of {stored!r}, {len(found)} are here"
+            )
+        whole[stored] = [found[i] for i in range(len(found))]
+    return whole
+
+
+def _origin(name: str, in_layer: Mapping[str, str]) -> Origin:
+    """Where a tensor of Hugging Face's name is; by the same name, where that is none of these."""
+    module, _, kind = name.rpartition(".")
+    if kind not in ("weight", "bias"):
+        return Origin(name)
+    for stored, outside in _OUTSIDE.items():
+        if module == outside:
+            return Origin(f"{stored}.{kind}")
+    if match := re.fullmatch(r"model\.layers\.(\d+)\.(.+)", module):
+        for stored, inside in in_layer.items():
+            pattern = re.escape(inside).replace(r"\{\}", r"(\d+)")
+            if expert := re.fullmatch(pattern, match[2]):
+                index = int(expert[1]) if expert.groups() else None
+                return Origin(f"blk.{match[1]}.{stored}.{kind}", index)
+    return Origin(name)
+
+
+def _names_in_layer(metadata: Mapping[str, Any]) -> dict[str, str]:
+    architecture = metadata.get("general.architecture")
+    if architecture not in _ARCHITECTURES:
+        raise ValueError(
+            f"the names that Hugging Face has for architecture {architecture!r} are not known, but "
+            f"for {', '.join(_ARCHITECTURES)}; without names='huggingface' they are GGUF's"
+        )
+    return _ARCHITECTURES[architecture]
+
+
+def _name(stored: str, in_layer: Mapping[str, str]) -> str:
+    module, _, kind = stored.rpartition(".")
+    match = re.fullmatch(r"blk\.(\d+)\.(\w+)", module)
+    if kind not in ("weight", "bias"):
+        return stored
+    if match and match[2] in in_layer:
+        return f"model.layers.{match[1]}.{in_layer[match[2]]}.{kind}"
+    return f"{_OUTSIDE[module]}.{kind}" if module in _OUTSIDE else stored
+
+
+def order_of_rows(
+    stored: str, shape: tuple[int, ...], metadata: Mapping[str, Any]
+) -> np.ndarray | None:
+    """Returns which of GGUF's rows comes at each place of Hugging Face's; None for all in order.
+
+    **Arguments:**
+
+    - `stored`: GGUF's name of the tensor, of `shape`.
+
+    **Raises:** `ValueError` where the rows are not those of so many heads.
+    """
+    architecture = metadata.get("general.architecture")
+    match = re.fullmatch(r"blk\.(\d+)\.attn_([qk])\.(weight|bias)", stored)
+    if architecture not in _PAIRED or match is None:
+        return None
+    heads = metadata.get(f"{architecture}.attention.head_count")
+    if match[2] == "k":
+        heads = metadata.get(f"{architecture}.attention.head_count_kv", heads)
+    if isinstance(heads, np.ndarray):  # one for each layer
+        layer = int(match[1])
+        heads = heads[layer] if layer < len(heads) else None
+    rows = shape[0] if shape else 0
+    if not isinstance(heads, int | np.integer) or heads < 1 or rows % (2 * heads):
+        raise ValueError(f"its {rows} rows are not those of heads of pairs: {heads!r} heads")
+    return np.arange(rows).reshape(heads, rows // heads // 2, 2).swapaxes(1, 2).reshape(rows)

@@ -1,0 +1,208 @@
+"""GPTQ: codes in words along the input, zero points in words along the output.
+
+As AutoGPTQ and GPTQModel write them: `qweight` i32 `[in * bits / 32, out]` and `qzeros` i32
+`[groups, out * bits / 32]` are bit streams along their packed axis, `scales` is `[groups, out]`,
+and `g_idx` i32 `[in]` says the group of each input, in any order where `desc_act` is set. The value
+is `(q - z) * s`, z being the stored zero point, plus one in the first version of the format.
+"""
+
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ...types.permuted import Permuted
+from . import codes
+from .affine import AffineParts, Stored, Unfit, affine, affine_parts, most_common
+from .source import FLOATS, StoredTensors, Weight
+from .tiling import sorted_groups
+
+# Of which the zero points are looked at to tell the versions of a symmetric folder apart.
+_MODULES_LOOKED_AT = 4
+
+
+def weights(source: StoredTensors) -> Iterator[Weight]:
+    """The weights of a folder of GPTQ's."""
+    layout = source.quantisation.get("checkpoint_format", "gptq")
+    if layout not in ("gptq", "gptq_v2"):
+        raise ValueError(
+            f"{source.folder.path} says 'checkpoint_format': {layout!r:.20}, and of GPTQ's layouts "
+            "gptq and gptq_v2 can be read; vn.load(..., raw=True) gives the stored tensors"
+        )
+    plus_one = _plus_one(source)
+    for module in source.modules(".qweight"):
+        yield _weight(source, module, plus_one)
+
+
+def is_stored(source: StoredTensors, module: str) -> bool:
+    """Whether `qweight` lies as GPTQ's: AWQ's, of the same name, has words along the output."""
+    headers = source.headers
+    qweight, scales = headers.get(f"{module}.qweight"), headers.get(f"{module}.scales")
+    return bool(qweight and scales and qweight.shape[1:] == scales.shape[1:])
+
+
+def _weight(source: StoredTensors, module: str, plus_one: bool) -> Weight:
+    qweight, qzeros = f"{module}.qweight", f"{module}.qzeros"
+    scales, g_idx = f"{module}.scales", f"{module}.g_idx"
+    words, out = source.shape(qweight, rank=2, dtypes=("int32", "uint32"))
+    groups, _ = source.shape(scales, rank=2, dtypes=FLOATS)
+    bits = _bits(source, module, out)
+    size = words * 32 // bits
+    source.check(scales, (groups, out), FLOATS, qweight)
+    source.check(qzeros, (groups, out * bits // 32), ("int32", "uint32"), scales)
+    if words * 32 % bits or not size or not groups:
+        raise source.error(qweight, f"has {words} words, which are no codes of {bits} bits")
+    if g_idx in source.headers:
+        source.check(g_idx, (size,), ("int32", "int64"), qweight)
+    elif size % groups and _group_size(source) is None:
+        raise source.error(scales, f"has {groups} groups for {size} inputs, and 'g_idx' is missing")
+    dtype = source.dense_dtype(source.header(scales).dtype.name)
+    stored = [name for name in (qweight, qzeros, scales, g_idx) if name in source.headers]
+    read = partial(_read, source, module, bits, size, plus_one, dtype)
+    return Weight(f"{module}.weight", (out, size), dtype, tuple(stored), read)
+
+
+def _read(
+    source: StoredTensors, module: str, bits: int, size: int, plus_one: bool, dtype: str
+) -> Any:
+    packed = source.read(f"{module}.qweight").T
+    packed = codes.from_stream(codes.bytes_of(packed), bits, size)
+    scale = source.read(f"{module}.scales").T
+    zero = _zero_points(source, module, bits, plus_one).T
+    order = None
+    groups = _groups(source, module, size, scale.shape[1])
+    if groups is not None:
+        order, of_tile = sorted_groups(groups)
+        if not np.array_equal(of_tile, np.arange(scale.shape[1])):
+            scale, zero = scale[:, of_tile], zero[:, of_tile]
+    if order is not None:
+        fields = codes.to_fields(packed, bits, size)[:, order]
+        packed = codes.from_fields(fields, bits)
+    weight = affine(packed, scale, zero, bits=bits, size=size, dtype=dtype)
+    return weight if order is None else Permuted(weight, order[None])
+
+
+def _groups(source: StoredTensors, module: str, size: int, groups: int) -> np.ndarray | None:
+    """The group of each input, or None where they are of one size in their order."""
+    if f"{module}.g_idx" not in source.headers:
+        tile = size // groups if size % groups == 0 else _group_size(source)
+        assert tile is not None  # checked when the folder was opened
+        index = np.arange(size) // tile
+    else:
+        index = source.read(f"{module}.g_idx")
+    if index.min() < 0 or index.max() >= groups:
+        raise source.error(f"{module}.g_idx", f"names groups that are not in 0 to {groups - 1}")
+    even = size % groups == 0 and np.array_equal(index, np.arange(size) // (size // groups))
+    return None if even else index
+
+
+def _zero_points(source: StoredTensors, module: str, bits: int, plus_one: bool) -> np.ndarray:
+    out = source.header(f"{module}.scales").shape[1]
+    stored = codes.bytes_of(source.read(f"{module}.qzeros"))
+    zeros = codes.fields_of_stream(stored, bits, out) + np.int16(plus_one)
+    return zeros.astype(np.uint8) if zeros.max(initial=0) < 256 else zeros
+
+
+def _bits(source: StoredTensors, module: str, out: int) -> int:
+    """By the sizes of what is stored: some folders have layers of several."""
+    _, words = source.shape(f"{module}.qzeros", rank=2, dtypes=("int32", "uint32"))
+    bits, rest = divmod(words * 32, max(out, 1))
+    if rest or bits not in (2, 3, 4, 8):
+        raise source.error(
+            f"{module}.qzeros", f"has {words} words for {out} outputs: no 2, 3, 4 or 8 bits each"
+        )
+    return bits
+
+
+def _group_size(source: StoredTensors) -> int | None:
+    size = source.quantisation.get("group_size")
+    return size if type(size) is int and size > 0 else None
+
+
+def _plus_one(source: StoredTensors) -> bool:
+    """Whether zero points are stored less one, as they are in the first version of the format.
+
+    Of a symmetric folder the zero points themselves say so, against the label if need be.
+    """
+    stated = source.quantisation.get("checkpoint_format", "gptq") != "gptq_v2"
+    if source.quantisation.get("sym") is False:
+        return stated
+    found = set()
+    for module in list(source.modules(".qweight"))[:_MODULES_LOOKED_AT]:
+        if not is_stored(source, module):
+            return stated
+        bits = _bits(source, module, source.header(f"{module}.scales").shape[1])
+        zeros = np.unique(_zero_points(source, module, bits, plus_one=False))
+        found.add(2 ** (bits - 1) - int(zeros[0]) if len(zeros) == 1 else None)
+    if len(found) != 1 or not found <= {0, 1} or found == {int(stated)}:
+        return stated
+    label, version = ("gptq", 2) if stated else ("gptq_v2", 1)
+    warnings.warn(
+        f"{source.folder.path} says 'checkpoint_format': {label!r}, and its zero points are those "
+        f"of version {version} of a symmetric folder: it is read as that",
+        UserWarning,
+        stacklevel=2,
+    )
+    return not stated
+
+
+def stored(value: Any, *, plus_one: bool = True) -> Stored:
+    """A weight as GPTQ has it; with `plus_one`, in the first version of the format.
+
+    **Raises:** `Unfit` where it cannot be.
+    """
+    parts = affine_parts(value)
+    bits, (out, size) = parts.bits, parts.fields.shape
+    if bits not in (2, 3, 4, 8):
+        raise Unfit(f"of {bits} bits, not of 2, 3, 4 or 8")
+    if out * bits % 32 or size * bits % 32:
+        raise Unfit(f"of shape {[out, size]}, whose codes fill no words of 32 bits")
+    group_of = np.arange(size) // parts.tile if parts.group_of is None else parts.group_of
+    zero = (parts.zero - plus_one).T.astype(np.uint8)
+    words = lambda rows: codes.stream_of_fields(np.ascontiguousarray(rows), bits).view(np.int32)
+    tensors = {
+        ".qweight": words(parts.fields).T,
+        ".qzeros": words(zero),
+        ".scales": parts.scale.T,
+        ".g_idx": group_of.astype(np.int32),
+    }
+    return Stored(tensors, _stated(parts))
+
+
+def _stated(parts: AffineParts) -> dict[str, Any]:
+    return {
+        "bits": parts.bits,
+        "group_size": parts.tile if parts.scale.shape[1] > 1 else -1,
+        "sym": parts.is_symmetric,
+        "desc_act": parts.group_of is not None,
+    }
+
+
+def configuration(stated: Mapping[str, dict[str, Any]], *, plus_one: bool) -> dict[str, Any]:
+    """The `quantization_config` of weights, of which this is what `stored` says, by module."""
+    usual = most_common([(x["bits"], x["group_size"]) for x in stated.values()])
+    others = {
+        f"+:^{re.escape(module)}$": {"bits": x["bits"], "group_size": x["group_size"]}
+        for module, x in stated.items()
+        if (x["bits"], x["group_size"]) != usual
+    }
+    return {
+        "quant_method": "gptq",
+        "checkpoint_format": "gptq" if plus_one else "gptq_v2",
+        "bits": usual[0],
+        "group_size": usual[1],
+        "sym": all(x["sym"] for x in stated.values()),
+        "desc_act": any(x["desc_act"] for x in stated.values()),
+        **({"dynamic": others} if others else {}),
+    }
+
+
+def fits_first_version(value: Any) -> bool:
+    """Whether no zero point is 0, which less one is no code."""
+    try:
+        return bool((affine_parts(value).zero > 0).all())
+    except Unfit:
+        return True  # which is said when it is stored

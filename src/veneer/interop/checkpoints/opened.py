@@ -1,0 +1,131 @@
+"""A checkpoint of any kind, opened: tensors by the names of the dense one, read one at a time."""
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from ...quant import QArray
+from ..folder import TensorFolder
+from .families import FamilyWeights, read_family
+
+
+class QuantisedFolder:
+    """The tensors of a folder that another library quantised; as a `TensorFolder`.
+
+    `read` gives an array of the dense shape, packed, where a family's tensors make one weight, and
+    other tensors as they are stored. Its leaves are NumPy arrays.
+
+    **Arguments:**
+
+    - `folder`: open, and closed with this.
+    - `found`: what `read_family` found in it.
+    """
+
+    def __init__(self, folder: TensorFolder, found: FamilyWeights):
+        self.path = folder.path
+        self.family = found.family
+        self._folder = folder
+        self._weights = found.weights
+        parts = {part for weight in found.weights.values() for part in weight.parts}
+        self._names = [name for name in folder if name not in parts]
+        self._names += found.weights
+
+    def __enter__(self) -> "QuantisedFolder":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._folder.__exit__(*exception)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self._names))
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._weights or name in self._names
+
+    def dense_avals(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns shape and dtype of each tensor that is stored dense, by name."""
+        stored = self._folder.dense_avals()
+        return {name: stored[name] for name in self._names if name not in self._weights}
+
+    def read(self, name: str) -> np.ndarray | QArray | Any:
+        """Reads one tensor.
+
+        **Raises:** `ValueError` where what is stored is not what the family has.
+        """
+        if name not in self._weights:
+            return self._folder.read(name)
+        try:
+            return self._weights[name].read()
+        except (TypeError, ValueError, OverflowError) as error:
+            what = " ".join(str(error).split())
+            if what.startswith(str(self.path)):
+                raise ValueError(what) from error
+            raise ValueError(f"{self.path}: tensor {name!r} is damaged: {what}") from error
+
+
+class OnReading(Mapping[str, Any]):
+    """The tensors of an open checkpoint as a mapping, each read when it is looked up."""
+
+    def __init__(self, source: Any):
+        self._source = source
+
+    def __getitem__(self, name: str) -> Any:
+        return self._source.read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._source)
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+
+def open_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    raw: bool = False,
+    verify: bool = False,
+    names: str | None = None,
+) -> Any:
+    """Opens a checkpoint by what is there: a context manager of tensors by name.
+
+    **Arguments:**
+
+    - `path`: a folder or a file: of veneer, of Hugging Face, of safetensors, or GGUF.
+    - `raw`: whether to give the tensors of safetensors as they are stored, packed codes for what
+      they are, whatever the family.
+    - `verify`: as for `TensorFolder`.
+    - `names`: as for `GgufFile`, and of no other kind.
+
+    **Returns:** a `TensorFolder`, a `QuantisedFolder` or a `GgufFile`.
+
+    **Raises:** `FileNotFoundError` where there is nothing, and `ValueError`, in one line, where a
+    file is not what it claims, or holds packed codes that no family explains.
+    """
+    path = Path(path)
+    if path.is_file() and _starts_with(path, b"GGUF"):
+        from .gguf import GgufFile
+
+        return GgufFile(path, names=names)
+    if names not in (None, "huggingface"):
+        raise ValueError(f"names is 'huggingface' or None, not {names!r}")
+    folder = TensorFolder(path, verify=verify)
+    try:
+        if raw or verify or folder.is_ours:
+            return folder
+        found = read_family(folder)
+    except BaseException:
+        folder.__exit__()
+        raise
+    return folder if found is None else QuantisedFolder(folder, found)
+
+
+def _starts_with(path: Path, magic: bytes) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(magic)) == magic

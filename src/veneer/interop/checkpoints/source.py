@@ -1,0 +1,145 @@
+"""What a family looks at: the stored tensors of a folder and its configuration; what it makes."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from ...quant import Packing, QArray
+from ..folder import TensorFolder
+
+
+class Weight(NamedTuple):
+    """One array of the dense checkpoint, and the stored tensors that it is made of.
+
+    `shape` and `dtype` are those of the dense array, known before anything is read.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    parts: tuple[str, ...]
+    read: Callable[[], Any]
+
+
+class StoredTensors:
+    """The stored tensors of a folder, by name, and what its `config.json` says.
+
+    **Arguments:**
+
+    - `folder`: open, and read as it is stored.
+    - `config`: of the model.
+    - `quantisation`: what `config` says of the weights.
+    """
+
+    def __init__(
+        self, folder: TensorFolder, config: Mapping[str, Any], quantisation: Mapping[str, Any]
+    ):
+        self.folder = folder
+        self.config = config
+        self.quantisation = quantisation
+        self.headers = folder.dense_avals()
+
+    def modules(self, suffix: str) -> Iterator[str]:
+        """The names of stored tensors that end in `suffix`, without it; in order."""
+        for name in self.headers:
+            if name.endswith(suffix):
+                yield name.removesuffix(suffix)
+
+    def shape(self, name: str, *, rank: int, dtypes: Sequence[str]) -> tuple[int, ...]:
+        """The shape of a stored tensor.
+
+        **Raises:** `ValueError` where there is none, or it is of another rank or dtype.
+        """
+        header = self.header(name)
+        if len(header.shape) != rank or header.dtype.name not in dtypes:
+            raise self.error(
+                name, f"is {describe(header)}, not of rank {rank} and {' or '.join(dtypes)}"
+            )
+        return tuple(header.shape)
+
+    def check(self, name: str, shape: Sequence[int], dtypes: Sequence[str], of: str) -> None:
+        """Refuses a stored tensor that is not as that next to it asks for.
+
+        **Raises:** `ValueError`, naming both.
+        """
+        header = self.header(name)
+        if tuple(header.shape) != tuple(shape) or header.dtype.name not in dtypes:
+            what = f"{' or '.join(dtypes)}{list(shape)}"
+            raise self.error(name, f"is {describe(header)}, and {of!r} next to it asks for {what}")
+
+    def read(self, name: str) -> np.ndarray:
+        """Reads a stored tensor as it is."""
+        return np.asarray(self.folder.read(name))
+
+    def number(self, of: Mapping[str, Any], key: str, default: int, *, least: int = 1) -> int:
+        """An integer of the configuration.
+
+        **Raises:** `ValueError` where it is something else, or too small.
+        """
+        value = of.get(key, default)
+        value = default if value is None else value
+        if type(value) is not int or value < least:
+            raise ValueError(f"{self.folder.path}: {key!r} of its configuration is {value!r:.40}")
+        return value
+
+    def dense_dtype(self, scale_dtype: str) -> str:
+        """The dtype of the dense checkpoint: as the configuration says, or else as scales suggest.
+
+        Scales of 8 bits or of f32 suggest nothing: then it is that of tensors that are dense.
+        """
+        parts = [self.config, self.config.get("text_config")]
+        for part in (part for part in parts if isinstance(part, Mapping)):
+            for stated in (part.get("dtype"), part.get("torch_dtype")):
+                if stated in _DENSE:
+                    return stated
+        dense = {x.dtype.name for x in self.headers.values() if len(x.shape) == 1}
+        narrow = sorted(dense & {"bfloat16", "float16"})
+        if scale_dtype in ("bfloat16", "float16"):
+            return scale_dtype
+        return narrow[0] if len(narrow) == 1 else "float32"
+
+    def error(self, name: str, what: str) -> ValueError:
+        """A `ValueError` in one line, about the stored tensor `name`."""
+        return ValueError(f"{self.folder.path}: tensor {name!r} {what}")
+
+    def header(self, name: str) -> jax.ShapeDtypeStruct:
+        """The shape and dtype of a stored tensor.
+
+        **Raises:** `ValueError` where there is none.
+        """
+        if name not in self.headers:
+            raise ValueError(f"{self.folder.path}: tensor {name!r} is missing")
+        return self.headers[name]
+
+
+_DENSE = ("bfloat16", "float16", "float32")
+FLOATS = ("float16", "bfloat16", "float32")
+
+
+def describe(header: Any) -> str:
+    """As `int32[4, 8]`."""
+    return f"{header.dtype.name}{list(header.shape)}"
+
+
+def quantised(
+    packed: np.ndarray,
+    scale: Any,
+    zero_point: np.ndarray | None = None,
+    *,
+    qtype: str,
+    packing: Packing | None,
+    dtype: str,
+    **others: Any,
+) -> QArray:
+    """A `QArray` of leaves in NumPy, which are contiguous."""
+    whole: Any = lambda x: x if isinstance(x, QArray) else np.ascontiguousarray(x)
+    zero_point = None if zero_point is None else whole(zero_point)
+    return QArray.from_packed(
+        *(whole(packed), whole(scale), zero_point),
+        qtype=qtype,
+        packing=packing,
+        dense_dtype=dtype,
+        **others,
+    )

@@ -1,0 +1,177 @@
+"""Folders as other libraries write them: `write_folder`, by a table of formats."""
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from ..._core.value import Value
+from ..folder import copy_sidecars, write_aside
+from ..shards import ShardWriter
+from ..tensor_file import DTYPES
+from . import awq, compressed_tensors, gptq, mlx
+from .affine import Stored, Unfit, most_common
+
+
+class FolderFormat(NamedTuple):
+    """A row: how a weight is stored, what the configuration says of all, and under what name.
+
+    `stored` takes a weight and options, and `configuration` what it said of each, by module, the
+    modules that are dense matrices, and the options; `options` looks at all weights beforehand.
+    """
+
+    stored: Callable[..., Stored]
+    configuration: Callable[..., dict[str, Any]]
+    key: str = "quantization_config"
+    options: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda tensors: {}
+
+
+def _version(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    weights = (tensors[name] for name in tensors)
+    fits = all(gptq.fits_first_version(x) for x in weights if isinstance(x, Value))
+    return {"plus_one": fits}
+
+
+FORMATS = {
+    "gptq": FolderFormat(
+        gptq.stored,
+        lambda stated, dense, **options: gptq.configuration(stated, **options),
+        options=_version,
+    ),
+    "awq": FolderFormat(
+        awq.stored,
+        lambda stated, dense: awq.configuration(stated) | {"modules_to_not_convert": dense},
+    ),
+    "compressed-tensors": FolderFormat(
+        compressed_tensors.stored,
+        lambda stated, dense: compressed_tensors.configuration(stated, dense=dense),
+    ),
+    "mlx": FolderFormat(
+        mlx.stored, lambda stated, dense: mlx.configuration(stated), key="quantization"
+    ),
+}
+
+
+def convert(
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, Any],
+    format: str,
+    *,
+    config: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    sidecars: Path | None = None,
+    names: str | None = None,
+) -> None:
+    """Writes tensors by name as another library has them: what `write_folder` does, and GGUF.
+
+    `config` and `names` are, for GGUF, the metadata and the names of `write_gguf`.
+
+    **Raises:** `ValueError` for a format that there is none, for names of another format than GGUF,
+    and what those raise.
+    """
+    if format == "gguf":
+        from .gguf import write_gguf
+
+        write_gguf(path, tensors, config, names=names, overwrite=overwrite)
+    elif names not in (None, "huggingface"):
+        raise ValueError(f"names is 'huggingface' or None, not {names!r}")
+    elif format in FORMATS:
+        write_folder(path, tensors, format, config=config, overwrite=overwrite, sidecars=sidecars)
+    else:
+        raise ValueError(f"format is one of {', '.join(FORMATS)} and gguf, not {format!r}")
+
+
+def write_folder(
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, Any],
+    format: str,
+    *,
+    config: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    sidecars: Path | None = None,
+) -> None:
+    """Writes the folder `path` as another library has it, so that `vn.load` gives the same again.
+
+    **Arguments:**
+
+    - `path`: the folder to make. It appears when it is complete.
+    - `tensors`: by name; each is looked up when it is written. Quantised ones are matrices
+      `[out, in]` whose names end in `.weight`.
+    - `format`: a row of `FORMATS`.
+    - `config`: what else `config.json` says.
+    - `overwrite`: as for `write_aside`.
+    - `sidecars`: a folder whose configuration and tokenizer go along; of a file there are none.
+
+    **Raises:** `ValueError` naming the tensor that the format cannot hold, and why; `TypeError` for
+    one that is no array. Nothing is written then.
+    """
+    row = FORMATS[format]
+    with write_aside(path, overwrite=overwrite) as folder:
+        if sidecars is not None:
+            copy_sidecars(sidecars, folder)
+        # Hugging Face's loader asks for which library a file is, and takes none that does not say.
+        writer = ShardWriter(folder, metadata={"format": "mlx" if format == "mlx" else "pt"})
+        stated: dict[str, dict[str, Any]] = {}
+        dense: list[str] = []
+        dtypes: list[str] = []
+        taken: set[str] = set()
+        options = row.options(tensors)
+        for name in tensors:
+            value = tensors[name]
+            if isinstance(value, Value):
+                module, stored = _stored(name, value, format, options)
+                stated[module] = stored.stated
+                dtypes.append(np.dtype(value.aval().dtype).name)
+                arrays = {module + suffix: np.asarray(x) for suffix, x in stored.tensors.items()}
+            else:
+                arrays = {name: _dense(name, value)}
+                if name.endswith(".weight") and np.ndim(arrays[name]) == 2:
+                    dense.append(name.removesuffix(".weight"))
+            if twice := taken & arrays.keys():
+                raise ValueError(f"two tensors would be stored as {min(twice)!r}")
+            taken |= arrays.keys()
+            writer.add(arrays)
+        writer.finish()
+        if not stated:
+            raise ValueError(f"nothing in it is quantised, so that there is nothing of {format}")
+        try:
+            said = row.configuration(stated, dense, **options)
+        except Unfit as error:
+            raise ValueError(f"format {format!r} cannot hold it: {error}") from None
+        _write_config(folder / "config.json", {row.key: said}, config, most_common(dtypes))
+
+
+def _stored(name: str, value: Any, format: str, options: Mapping[str, Any]) -> tuple[str, Stored]:
+    module = name.removesuffix(".weight")
+    if module == name:
+        raise ValueError(
+            f"format {format!r} cannot hold {name!r}: names of quantised tensors end in '.weight'"
+        )
+    try:
+        return module, FORMATS[format].stored(value, **options)
+    except Unfit as error:
+        raise ValueError(f"format {format!r} cannot hold {name!r}: it is {error}") from None
+
+
+def _dense(name: str, value: Any) -> np.ndarray:
+    if not isinstance(value, jax.Array | np.ndarray | np.generic):
+        raise TypeError(f"{name!r} is a {type(value).__name__}, and no array")
+    if isinstance(value, jax.core.Tracer) or value.dtype.name not in DTYPES.values():
+        raise TypeError(f"{name!r} is {value!r:.60}, and arrays are known and of a stored dtype")
+    return np.asarray(value)
+
+
+def _write_config(
+    file: Path, said: dict[str, Any], config: Mapping[str, Any] | None, dtype: str
+) -> None:
+    before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    content = {**before, **(config or {})}
+    for key in ("quantization_config", "quantization"):
+        content.pop(key, None)
+    if not content.keys() & {"dtype", "torch_dtype"}:
+        content["torch_dtype"] = dtype
+    file.write_text(json.dumps({**content, **said}, indent=2) + "\n", encoding="utf-8")

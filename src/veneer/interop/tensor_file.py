@@ -1,0 +1,163 @@
+"""A safetensors file: its header checked as it is opened, and its tensors read one at a time.
+
+A header comes from anywhere. So each tensor's bytes must be as many as its shape and dtype say, and
+all of them the file's, before any memory is taken for one.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+# The format's names of dtypes. Its floats of 4 and 6 bits are no dtype of NumPy's.
+DTYPES = {
+    "BOOL": "bool",
+    "I8": "int8",
+    "U8": "uint8",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "I16": "int16",
+    "U16": "uint16",
+    "I32": "int32",
+    "U32": "uint32",
+    "I64": "int64",
+    "U64": "uint64",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+    "C64": "complex64",
+}
+
+_METADATA = "__metadata__"
+# What the format's reference takes at most: an index of millions of tensors.
+_MOST_HEADER_BYTES = 100_000_000
+_MOST_AXES = 32  # NumPy takes 64
+
+
+class TensorHeader(NamedTuple):
+    """What the header says of a tensor; `start` counts bytes from the beginning of the file."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    start: int
+    nbytes: int
+
+
+class TensorFile:
+    """The tensors of one file, by name; a context manager.
+
+    **Arguments:**
+
+    - `path`: the file.
+
+    **Raises:** `FileNotFoundError` where there is none, and `ValueError`, in one line, where it is
+    no safetensors file, is truncated, or holds what its header does not say.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = Path(path)
+        if not self.path.is_file():
+            raise FileNotFoundError(f"{self.path} does not exist")
+        self._file = open(self.path, "rb")  # noqa: SIM115  # closed by __exit__
+        try:
+            self.headers, self.metadata = self._read_header()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> "TensorFile":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._file.close()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.headers)
+
+    def read(self, name: str) -> np.ndarray:
+        """Reads one tensor into memory of its own.
+
+        **Raises:** `ValueError` where the file has become shorter meanwhile.
+        """
+        header = self.headers[name]
+        data = np.empty(header.nbytes, np.uint8)
+        self._file.seek(header.start)
+        if self._file.readinto(data.data) != header.nbytes:
+            raise ValueError(f"{self.path} ends within tensor {name!r}")
+        return data.view(header.dtype).reshape(header.shape)
+
+    def _read_header(self) -> tuple[dict[str, TensorHeader], dict[str, str]]:
+        size = self._file.seek(0, os.SEEK_END)
+        self._file.seek(0)
+        length = int.from_bytes(self._file.read(8), "little")
+        if size < 8 or length > min(size - 8, _MOST_HEADER_BYTES):
+            raise self._alien("its header does not end within it")
+        try:
+            content = json.loads(self._file.read(length), object_pairs_hook=_distinct)
+        except (ValueError, RecursionError) as error:
+            raise self._alien(f"its header is no JSON: {_first_line(error)}") from error
+        if not isinstance(content, dict):
+            raise self._alien("its header is no object")
+        metadata = content.pop(_METADATA, None) or {}
+        if not isinstance(metadata, dict) or not all(
+            isinstance(text, str) for text in metadata.values()
+        ):
+            raise self._alien(f"its {_METADATA} is no object of strings")
+        headers = {name: self._header(name, fields) for name, fields in content.items()}
+        end = 0
+        for name, header in sorted(headers.items(), key=lambda item: item[1].start):
+            if header.start != end:
+                raise self._alien(f"tensor {name!r} does not begin where the one before it ends")
+            end += header.nbytes
+        if end != size - 8 - length:
+            raise self._alien(f"its tensors take {end} bytes, and it has {size - 8 - length}")
+        begin = 8 + length
+        return {k: x._replace(start=begin + x.start) for k, x in headers.items()}, metadata
+
+    def _header(self, name: str, fields: Any) -> TensorHeader:
+        keys = {"dtype", "shape", "data_offsets"}
+        if not isinstance(fields, dict) or fields.keys() != keys:
+            raise self._alien(f"of tensor {name!r} its header says other than {sorted(keys)}")
+        dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+        if not isinstance(dtype, str) or dtype not in DTYPES:
+            raise ValueError(
+                f"{self.path}: tensor {name!r} is {dtype!s:.20}, which NumPy cannot hold; the "
+                f"dtypes that can be read are {', '.join(DTYPES)}"
+            )
+        if not (_are_sizes(shape) and len(shape) <= _MOST_AXES and _are_sizes(offsets)):
+            raise self._alien(f"the shape or the offsets of tensor {name!r} are no sizes")
+        of = jnp.dtype(DTYPES[dtype])
+        nbytes = math.prod(shape) * of.itemsize
+        if len(offsets) != 2 or offsets[1] - offsets[0] != nbytes:
+            raise self._alien(
+                f"tensor {name!r} of {dtype}{shape} takes {nbytes} bytes, not as said"
+            )
+        return TensorHeader(tuple(shape), of, offsets[0], nbytes)
+
+    def _alien(self, what: str) -> ValueError:
+        return ValueError(f"{self.path} is not a safetensors file, or is truncated: {what}")
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> Mapping[str, Any]:
+    content = dict(pairs)
+    if len(content) != len(pairs):
+        raise ValueError("a name is there twice")
+    return content
+
+
+def _are_sizes(value: Any) -> bool:
+    # NumPy's sizes end below 2**63.
+    return isinstance(value, list) and all(type(x) is int and 0 <= x < 2**62 for x in value)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
