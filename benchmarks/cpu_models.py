@@ -20,7 +20,7 @@ from measure import Claim, Side, markdown_table, measure, medians, parser
 import veneer as vn
 from veneer.demo import measure as demo
 from veneer.demo import model
-from veneer.demo.fetch import fetch
+from veneer.demo.fetch import ENCODER, fetch
 from veneer.demo.sentences import sentences
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
@@ -33,7 +33,7 @@ DECODING_TARGETS = {"int4": 3.0}  # times the tokens a second of f32
 
 def encoder_table(rounds: int) -> str:
     """Milliseconds of MiniLM for a sentence and for 64 of them."""
-    bert = model.load(fetch())
+    bert = model.load(fetch(ENCODER))
     encode = demo.compiled(bert)
     _, batch = next(bert.batches(sentences()))
     batches = {1: model.Batch(batch.ids[:1], batch.mask[:1]), len(batch.ids): batch}

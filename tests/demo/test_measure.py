@@ -7,6 +7,7 @@ import pytest
 import veneer as vn
 from veneer.demo import measure, model
 from veneer.demo.measure import DENSE, NF4, VARIANTS, Variant
+from veneer.demo.programs import program
 from veneer.demo.sentences import sentences
 
 
@@ -74,10 +75,10 @@ def test_cosine_and_neighbours_of_rows_known_by_hand():
 def test_of_the_weights_only_the_rows_looked_up_are_made_dense(bert, variant):
     params = measure.quantise(bert, variant)
     _, batch = next(bert.batches(sentences(8)))
-    program, made_dense = model.sentence_encoder().encode, []
-    observed = jax.jit(vn.implicit(program, on_materialise=made_dense.append), static_argnums=1)
+    encode, made_dense = program("sentence_encoder").encode, []
+    observed = jax.jit(vn.implicit(encode, on_materialise=made_dense.append), static_argnums=1)
     found = observed(params, bert.config, *batch)
-    expected = jax.jit(program, static_argnums=1)(vn.materialise(params), bert.config, *batch)
+    expected = jax.jit(encode, static_argnums=1)(vn.materialise(params), bert.config, *batch)
     np.testing.assert_allclose(found, expected, atol=1e-5)  # f32, sums in another order
     looked_up = [event for event in made_dense if event.rule is None]
     assert {event.primitive for event in looked_up} == {"add"}

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from veneer.demo import measure, model
-from veneer.demo.fetch import fetch
+from veneer.demo.fetch import ENCODER, fetch
 from veneer.demo.measure import DENSE, VARIANTS, Variant
 from veneer.demo.sentences import sentences
 
@@ -13,16 +13,16 @@ pytestmark = [pytest.mark.divided, pytest.mark.long(quick=0)]
 # Mean cosine of the embeddings of 512 English sentences to those of f32.
 EXPECTED = {
     Variant("int8"): 0.9996,
-    Variant("nf4", 64): 0.970,
-    Variant("int4", 32): 0.955,
-    Variant("int4", 128): 0.933,
+    Variant("nf4", 64): 0.9716,
+    Variant("int4", 32): 0.9597,
+    Variant("int4", 128): 0.9422,
 }
 
 
 @pytest.fixture(scope="module")
 def bert():
     try:
-        folder = fetch()
+        folder = fetch(ENCODER)
     except FileNotFoundError as error:  # neither a cache nor a network
         pytest.skip(str(error))
     return model.load(folder)
@@ -45,8 +45,8 @@ def test_the_expected_figures_are_of_the_variants_shown():
 
 @pytest.mark.parametrize("variant", EXPECTED, ids=str)
 def test_quantised_embeddings_are_as_near_to_f32_as_expected(embed, dense, variant):
-    # The sentences differ from one Python to the next; 0.005 leaves room for that.
-    assert measure.mean_cosine(embed(variant), dense) == pytest.approx(EXPECTED[variant], abs=0.005)
+    # Sums go in another order from one machine to the next.
+    assert measure.mean_cosine(embed(variant), dense) == pytest.approx(EXPECTED[variant], abs=0.001)
 
 
 def test_rounding_activations_to_8_bits_costs_less_than_rounding_weights_to_4(embed, dense):

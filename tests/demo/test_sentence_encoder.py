@@ -10,10 +10,10 @@ import jax
 import numpy as np
 import pytest
 
-from veneer.demo.model import sentence_encoder
+from veneer.demo.programs import program
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "sentence_encoder.py"
-example = sentence_encoder()
+example = program("sentence_encoder")
 config = example.Config(num_layers=2, num_heads=4, layer_norm_eps=1e-12)
 encode = jax.jit(example.encode, static_argnums=1)
 

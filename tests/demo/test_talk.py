@@ -1,0 +1,117 @@
+"""The second act of the demo, on a language model small enough for a test."""
+
+import jax
+import numpy as np
+import pytest
+
+import veneer as vn
+from veneer.demo import language_model, talk
+from veneer.demo.programs import program
+from veneer.interop.checkpoints.gguf import write_gguf
+
+HIDDEN, WIDE, LAYERS, HEADS, GROUPS = 64, 96, 2, 4, 2
+END = "<|end|>"
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{{ '\n' }}"
+
+
+def alphabet():
+    """The letters that stand for bytes, as GPT-2 has them."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    return sorted(ByteLevel.alphabet())
+
+
+@pytest.fixture(scope="module")
+def gguf(tmp_path_factory):
+    """A GGUF file of a Llama with random weights, whose tokens are bytes."""
+    rng = np.random.default_rng(0)
+    tokens = [*alphabet(), "Ġt", END]
+
+    def weight(*shape):
+        w = rng.normal(size=shape).astype(np.float16) * shape[-1] ** -0.5
+        return vn.quant.quantize(w, "int8", channelwise_axes=[0], tiled_axes={1: 32})
+
+    half = HIDDEN * GROUPS // HEADS
+    tensors = {"token_embd.weight": weight(len(tokens), HIDDEN)}
+    tensors["output_norm.weight"] = np.ones(HIDDEN, np.float32)
+    for i in range(LAYERS):
+        shapes = {"attn_q": (HIDDEN, HIDDEN), "attn_k": (half, HIDDEN), "attn_v": (half, HIDDEN)}
+        shapes |= {"attn_output": (HIDDEN, HIDDEN), "ffn_gate": (WIDE, HIDDEN)}
+        shapes |= {"ffn_up": (WIDE, HIDDEN), "ffn_down": (HIDDEN, WIDE)}
+        for name, shape in shapes.items():
+            tensors[f"blk.{i}.{name}.weight"] = weight(*shape)
+        for name in ("attn_norm", "ffn_norm"):
+            tensors[f"blk.{i}.{name}.weight"] = np.ones(HIDDEN, np.float32)
+    metadata = {
+        "general.architecture": "llama",
+        "llama.block_count": LAYERS,
+        "llama.context_length": 512,
+        "llama.embedding_length": HIDDEN,
+        "llama.feed_forward_length": WIDE,
+        "llama.attention.head_count": HEADS,
+        "llama.attention.head_count_kv": GROUPS,
+        "llama.attention.layer_norm_rms_epsilon": 1e-5,
+        "llama.rope.freq_base": 10_000.0,
+        "llama.vocab_size": len(tokens),
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.merges": ["Ġ t"],
+        "tokenizer.ggml.token_type": [1] * (len(tokens) - 1) + [3],
+        "tokenizer.ggml.eos_token_id": len(tokens) - 1,
+        "tokenizer.chat_template": TEMPLATE,
+    }
+    path = tmp_path_factory.mktemp("gguf") / "small.gguf"
+    write_gguf(path, tensors, metadata)
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(gguf):
+    return language_model.load(gguf)
+
+
+def test_it_is_loaded_packed(model, gguf):
+    packed = [w for w in model.params.values() if isinstance(w, vn.ImplicitArray)]
+    assert len(packed) == 1 + 7 * LAYERS
+    assert sum(x.nbytes for x in jax.tree.leaves(model.params)) <= 1.02 * gguf.stat().st_size
+    assert model.types[0] == "Q8_0"
+
+
+def test_a_chat_follows_the_template(model):
+    assert model.tokenizer.decode(model.prompt("why {{ 1 }}?")) == "why {{ 1 }}?\n"
+
+
+def test_an_answer_is_that_of_the_dense_model_and_is_shown_as_it_comes(model):
+    shown = []
+    packed, dense = language_model.Speaker(model, shown.append), language_model.Speaker(model)
+    answer = packed.answer(model.params, "the text", 12)
+    assert answer.startswith("".join(shown))  # but for a letter that was begun
+    assert len(shown) > 1
+    assert dense.answer(vn.materialise(model.params), "the text", 12) == answer
+    assert packed.tokens_a_second > 0
+
+
+def test_perplexity_is_that_of_the_dense_model(model):
+    tokens = language_model.windows(model, ["some words, and others. "] * 50, 2)
+    losses = jax.jit(vn.implicit(program("llama").losses), static_argnums=1)
+    packed = language_model.perplexity(losses, model, model.params, tokens)
+    dense = language_model.perplexity(losses, model, vn.materialise(model.params), tokens)
+    assert packed == pytest.approx(dense, rel=1e-4)
+    with pytest.raises(ValueError, match="the text has 10 tokens, and 512 are wanted"):
+        language_model.windows(model, ["ten words."], 1)
+
+
+def test_the_act(model, monkeypatch, capsys):
+    monkeypatch.setattr(talk, "all_sentences", lambda: ("A sentence of some words.",) * 100)
+    monkeypatch.setattr(talk, "_WINDOWS", 1)
+    monkeypatch.setattr(language_model, "LONGEST", 8)
+    talk.main(model, "the text")
+    printed = capsys.readouterr().out
+    for said in ("Q8_0, as in the file", "int8, channelwise", "No weight was made dense"):
+        assert said in printed
+
+
+def test_what_is_missing_is_said(tmp_path):
+    with pytest.raises(FileNotFoundError, match="holds no GGUF file"):
+        language_model.load(tmp_path)

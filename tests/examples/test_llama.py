@@ -1,0 +1,227 @@
+"""The Llama of `examples/`: what it computes, how it writes, and what it reads."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import llama
+import numpy as np
+import pytest
+
+import veneer as vn
+
+CONFIG = llama.Config(
+    vocab_size=50,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+)
+LENGTH = 12
+
+
+@pytest.fixture(scope="module")
+def params():
+    return llama.init(jax.random.key(0), CONFIG)
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    return jax.random.randint(jax.random.key(1), (2, LENGTH), 0, CONFIG.vocab_size)
+
+
+def forward(params, config, tokens):
+    """The logits of all positions, as the definitions have them: no cache, heads one by one."""
+    p = {name: np.asarray(w, np.float64) for name, w in params.items()}
+    rms = lambda x, w: w * x / np.sqrt((x * x).mean(-1, keepdims=True) + config.rms_norm_eps)
+    half = config.head_dim // 2
+    found = []
+    for row in np.asarray(tokens):
+        x = p["model.embed_tokens.weight"][row]
+        turns = np.arange(len(row))[:, None] * config.rope_theta ** (-np.arange(half) / half)
+        turn = np.exp(1j * turns)
+        for i in range(config.num_hidden_layers):
+            w = lambda name, i=i: p[f"model.layers.{i}.{name}.weight"]
+            b = lambda name, i=i: p.get(f"model.layers.{i}.{name}.bias", 0.0)
+            y = rms(x, w("input_layernorm"))
+            heads = []
+            for h in range(config.num_attention_heads):
+                shared = h * config.num_key_value_heads // config.num_attention_heads
+
+                def of(name, head, y=y, w=w, b=b, i=i, turn=turn):
+                    at = slice(head * config.head_dim, (head + 1) * config.head_dim)
+                    z = (y @ w(f"self_attn.{name}_proj").T + b(f"self_attn.{name}_proj"))[:, at]
+                    scale = p.get(f"model.layers.{i}.self_attn.{name}_norm.weight")
+                    z = z if scale is None else rms(z, scale)
+                    if name == "v":
+                        return z
+                    turned = (z[:, :half] + 1j * z[:, half:]) * turn
+                    return np.concatenate([turned.real, turned.imag], 1)
+
+                scores = of("q", h) @ of("k", shared).T / np.sqrt(config.head_dim)
+                seen = np.tril(np.ones_like(scores))
+                if config.sliding_window:
+                    seen = np.triu(seen, 1 - config.sliding_window)
+                scores = np.exp(np.where(seen, scores, -np.inf))
+                heads.append(scores / scores.sum(1, keepdims=True) @ of("v", shared))
+            x = x + np.concatenate(heads, 1) @ w("self_attn.o_proj").T
+            y = rms(x, w("post_attention_layernorm"))
+            gate = y @ w("mlp.gate_proj").T
+            x = x + (gate / (1 + np.exp(-gate)) * (y @ w("mlp.up_proj").T)) @ w("mlp.down_proj").T
+        head = p.get("lm_head.weight", p["model.embed_tokens.weight"])
+        found.append(rms(x, p["model.norm.weight"]) @ head.T)
+    return np.stack(found)
+
+
+def logits(params, config, tokens):
+    cache = llama.empty_cache(config, *tokens.shape)
+    return llama.logits(params, llama.hidden(params, config, tokens, cache)[0])
+
+
+def with_biases(params):
+    rng = np.random.default_rng(0)
+    names = [n for n in params if n.split(".")[-2] in ("q_proj", "k_proj", "v_proj")]
+    biases = {n.replace("weight", "bias"): rng.normal(size=len(params[n])) for n in names}
+    return params | {n: jnp.asarray(b, jnp.float32) for n, b in biases.items()}
+
+
+def with_normed_heads(params):
+    scales = jnp.linspace(0.5, 1.5, CONFIG.head_dim)
+    layers = [f"model.layers.{i}.self_attn" for i in range(CONFIG.num_hidden_layers)]
+    return params | {f"{n}.{x}_norm.weight": scales for n in layers for x in "qk"}
+
+
+KINDS = {
+    "llama": (lambda p: p, {}),
+    "tied": (lambda p: {k: v for k, v in p.items() if k != "lm_head.weight"}, {}),
+    "qwen2": (with_biases, {"rope_theta": 1e6}),
+    "qwen3": (with_normed_heads, {}),
+    "mistral": (lambda p: p, {"sliding_window": 4}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_computes_what_the_definitions_say(params, tokens, kind):
+    change, of = KINDS[kind]
+    config, params = dataclasses.replace(CONFIG, **of), change(params)
+    found = jax.jit(logits, static_argnums=1)(params, config, tokens)
+    np.testing.assert_allclose(found, forward(params, config, tokens), rtol=1e-4, atol=1e-5)
+
+
+def test_slow_turns_are_slowed_by_their_factor():
+    scaled = dataclasses.replace(CONFIG, head_dim=64, rope_scaling=(8.0, 1.0, 4.0, 8192.0))
+    plain = dataclasses.replace(scaled, rope_scaling=None)
+    ours, before = (llama.angles(c, jnp.arange(2))[1] for c in (scaled, plain))
+    waves = 8192 * np.asarray(before) / (2 * np.pi)
+    np.testing.assert_allclose(ours[waves > 4], before[waves > 4], rtol=1e-6)
+    np.testing.assert_allclose(ours[waves < 1], before[waves < 1] / 8, rtol=1e-6)
+    between = (waves > 1) & (waves < 4)
+    assert between.any()
+    assert ((ours < before) & (ours > before / 8))[between].all()
+
+
+def greedy(params, tokens, count):
+    """Writes on by computing everything anew for each token."""
+    for _ in range(count):
+        following = logits(params, CONFIG, tokens)[:, -1].argmax(-1)
+        tokens = jnp.concatenate([tokens, following[:, None]], 1)
+    return tokens[:, -count:]
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+def test_the_loop_writes_what_is_likeliest(params, tokens, padding):
+    prompt = jnp.pad(tokens, ((0, 0), (0, padding)), constant_values=7)
+    write = llama.compiled()
+    found = write(params, CONFIG, prompt, LENGTH, jax.random.key(0), count=5)
+    np.testing.assert_array_equal(found, greedy(params, tokens, 5))
+
+
+def test_a_text_ends_at_a_stop_and_tokens_are_shown_as_they_come(params, tokens):
+    expected = np.asarray(greedy(params, tokens, 6))
+    stop = int(expected[0, 2])
+    shown = []
+    found = llama.compiled()(
+        params,
+        CONFIG,
+        tokens,
+        LENGTH,
+        jax.random.key(0),
+        count=6,
+        stop=(stop,),
+        show=lambda token: shown.append(np.asarray(token)),
+    )
+    jax.effects_barrier()
+    for row, whole in zip(np.asarray(found), expected, strict=True):
+        end = int(np.argmax(whole == stop)) if stop in whole else len(whole)
+        np.testing.assert_array_equal(row[: end + 1], whole[: end + 1])
+        assert (row[end:] == stop).all()
+    np.testing.assert_array_equal(np.stack(shown, 1), found[:, : len(shown)])
+
+
+def test_at_a_temperature_tokens_are_drawn(params, tokens):
+    write = lambda key, t: llama.compiled()(
+        params, CONFIG, tokens, LENGTH, jax.random.key(key), count=8, temperature=t
+    )
+    assert (write(0, 2.0) != write(1, 2.0)).any()
+    np.testing.assert_array_equal(write(0, 2.0), write(0, 2.0))
+    np.testing.assert_array_equal(write(0, 1e-6), greedy(params, tokens, 8))
+
+
+def test_losses_are_those_of_the_logits(params, tokens):
+    found = jax.nn.log_softmax(forward(params, CONFIG, tokens)[:, :-1])
+    expected = -np.take_along_axis(np.asarray(found), np.asarray(tokens)[:, 1:, None], -1)[..., 0]
+    np.testing.assert_allclose(llama.losses(params, CONFIG, tokens), expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize("format", ["int8", "nf4"])
+def test_it_runs_packed_and_makes_no_weight_dense(params, tokens, format):
+    matrices = r".*(proj|embed_tokens|lm_head)\.weight"
+    rule = vn.quant.Rule(matrices, format, tile_size=16, tile_axis=-1)
+    packed = vn.quant.quantize_tree(params, [rule])
+    write = llama.compiled(vn.implicit(llama.generate))
+    found = write(packed, CONFIG, tokens, LENGTH, jax.random.key(0), count=5)
+    np.testing.assert_array_equal(found, greedy(vn.materialise(packed), tokens, 5))
+
+
+def test_config_json():
+    said = {
+        "model_type": "llama",
+        "vocab_size": 50,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    assert llama.Config.of(json.loads(json.dumps(said))) == CONFIG
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
+    scaling |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    assert llama.Config.of(said | {"rope_scaling": scaling}).rope_scaling == (8, 1, 4, 8192)
+    window = {"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": False}
+    assert llama.Config.of(said | window).sliding_window is None
+    with pytest.raises(ValueError, match="a 'gemma' model; this program runs llama, mistral"):
+        llama.Config.of(said | {"model_type": "gemma"})
+    with pytest.raises(ValueError, match="scaled as 'yarn'"):
+        llama.Config.of(said | {"rope_scaling": {"rope_type": "yarn"}})
+
+
+@pytest.mark.long(quick=0)
+def test_the_perplexity_of_a_real_model_packed_is_that_of_its_values():
+    # As gguf 0.19 dequantises them, read by a program of its own.
+    expected = 17.5526
+    from veneer.demo import fetch, language_model
+    from veneer.demo.sentences import all_sentences
+
+    try:
+        model = language_model.load(fetch.fetch(fetch.LANGUAGE_MODEL))
+        text = language_model.windows(model, all_sentences(), 1)
+    except FileNotFoundError as error:  # neither a cache nor a network
+        pytest.skip(str(error))
+    losses = jax.jit(vn.implicit(llama.losses), static_argnums=1)
+    packed = language_model.perplexity(losses, model, model.params, text)
+    dense = language_model.perplexity(losses, model, vn.materialise(model.params), text)
+    assert packed == pytest.approx(dense, abs=0.05)
+    assert dense == pytest.approx(expected, abs=0.01)
