@@ -272,3 +272,24 @@ def test_what_does_not_fit_is_refused():
         quantized_dot(x, vn.quant.quantize(DENSE, "int3"))
     with pytest.raises(ValueError, match="QuantizedDot"):
         compiled(QUANTISED["int8"], Mode("py", None))(XS[:, :4])
+
+
+@pytest.mark.parametrize("how", [jax.jit, lambda f: lambda x: vn.numba.compile(f, x)(x)])
+def test_what_lapack_and_sparse_products_give_natively(how):
+    """Where JAX compiles the function that a graph becomes, so does vn.numba."""
+    from pytensor import sparse
+    from scipy.sparse import csr_matrix
+
+    entries = np.array([[0, 1.5, 0], [2, 0, 0.5]], np.float32)
+    x = pt.matrix("x", dtype="float32", shape=(3, 4))
+    value = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
+    product = to_jax(sparse.dot(csr_matrix(entries), x), [x])
+    assert_close(how(product)(value), entries @ value)
+    q, r, order = how(to_jax(pt.linalg.qr(x, pivoting=True), [x]))(value)
+    assert_close(q @ r, value[:, order])
+    (r_alone, order_alone) = how(to_jax(pt.linalg.qr(x[:2], "r", pivoting=True), [x]))(value)
+    assert_close(abs(np.diag(r_alone)), np.sort(abs(np.diag(r_alone)))[::-1])
+    assert sorted(order_alone.tolist()) == [0, 1, 2, 3]
+    batch = pt.stack([x, 2 * x])
+    q, r, order = how(to_jax(pt.linalg.qr(batch, "economic", pivoting=True), [x]))(value)
+    assert_close(q[1] @ r[1], 2 * value[:, order[1]])

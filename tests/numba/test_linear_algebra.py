@@ -59,6 +59,7 @@ def test_factors_of_all_shapes(a):
             "lu": linalg.lu(a),
             "raw": jnp.linalg.qr(a, mode="raw"),
             "qr": [linalg.qr(a, full_matrices=full) for full in (False, True)],
+            "pivoted": [linalg.qr(a, pivoting=True, full_matrices=full) for full in (False, True)],
             "svd": [linalg.svd(a, full_matrices=full) for full in (False, True)],
             "values": linalg.svd(a, compute_uv=False),
         }
@@ -91,7 +92,7 @@ def test_compiled():
             "cholesky": linalg.cholesky(positive),
             "triangular": [triangular(a, y)[n] for n in (0, 15, 18)],
             "lu": linalg.lu(a),
-            "qr": linalg.qr(a),
+            "qr": [linalg.qr(a), linalg.qr(a, pivoting=True)],
             "svd": [linalg.svd(a), linalg.svd(a[:, :3], compute_uv=False)],
             "eigh": linalg.eigh(positive),
             "schur": linalg.schur(a),
@@ -164,6 +165,7 @@ def factors(a):
         "cholesky": linalg.cholesky(positive),
         "lu": [linalg.lu(a), linalg.lu(a[..., :2]), linalg.lu(a * 0)],
         "qr": [linalg.qr(x, full_matrices=f) for f in (False, True) for x in (a, a[..., :2])],
+        "pivoted": [linalg.qr(x, pivoting=True) for x in (a, a[..., :2], a[..., :2, :])],
         "svd": [linalg.svd(a[..., :2, :]), linalg.svd(a, compute_uv=False)],
         "eigh": [linalg.eigh(positive, lower=low, symmetrize_input=False) for low in (True, False)],
         "schur": [linalg.schur(a), linalg.schur(a, compute_schur_vectors=False)],
@@ -200,7 +202,11 @@ def test_factors_of_empty_matrices(shape, dtype):
         results = [linalg.lu(x), linalg.svd(x), linalg.svd(x, full_matrices=False)]
         results += [linalg.svd(x, compute_uv=False)]
         if x.shape[0]:
-            results += [linalg.qr(x), linalg.qr(x, full_matrices=False)]
+            results += [
+                linalg.qr(x),
+                linalg.qr(x, pivoting=True),
+                linalg.qr(x, full_matrices=False),
+            ]
         if x.shape[-1] == x.shape[-2]:
             results += [g(x) for g in (linalg.cholesky, linalg.eigh, linalg.schur, linalg.eig)]
             results += [g(x) for g in (jnp.linalg.det, jnp.linalg.inv)]

@@ -35,7 +35,9 @@ try:
     from pytensor.link.numba.dispatch import basic as numba_dispatch
     from pytensor.scalar import upcast
     from pytensor.tensor.basic import Alloc, AllocEmpty, ARange, Eye
+    from pytensor.tensor.blockwise import Blockwise
     from pytensor.tensor.extra_ops import UnravelIndex
+    from pytensor.tensor.linalg import QR
     from pytensor.tensor.shape import Reshape, Shape, Shape_i
 except ImportError as error:
     raise ImportError(
@@ -82,6 +84,7 @@ def to_jax(graph: Any, inputs: Sequence[Any] | None = None) -> Callable[..., Any
     names = [str(variable) for variable in fgraph.inputs]
     _check_inputs(fgraph.inputs)
     _write_out_unravel_index(fgraph)
+    _replace_pivoted_qr(fgraph)
     get_mode("JAX").optimizer.rewrite(fgraph)
     with _name_what_decides_shapes(fgraph):
         run = _in_jax(fgraph)
@@ -147,6 +150,26 @@ def _write_out_unravel_index(fgraph: Any) -> None:
             indices = indices // dims[axis]
         news = [places[axis].astype(out.dtype) for axis, out in enumerate(node.outputs)]
         fgraph.replace_all(list(zip(node.outputs, news, strict=True)), import_missing=True)
+
+
+class _PivotedQR(QR):
+    """`QR` of columns in another order, where PyTensor's implementation in JAX keeps theirs."""
+
+
+@jax_funcify.register(_PivotedQR)
+def _(op: _PivotedQR, **_: Any) -> Callable[..., Any]:
+    return lambda x: jax.scipy.linalg.qr(x, mode=op.mode, pivoting=True)
+
+
+def _replace_pivoted_qr(fgraph: Any) -> None:
+    for node in fgraph.toposort():
+        core = node.op.core_op if isinstance(node.op, Blockwise) else node.op
+        if isinstance(core, QR) and core.pivoting:
+            pivoted = _PivotedQR(core.mode, pivoting=True)
+            op = Blockwise(pivoted) if core is not node.op else pivoted
+            fgraph.replace_all(
+                list(zip(node.outputs, op(*node.inputs, return_list=True), strict=True))
+            )
 
 
 @contextlib.contextmanager
@@ -348,8 +371,10 @@ def quantized_dot(x: Any, w: QArray) -> Any:
     >>> quantized_dot(pt.matrix("x", dtype="float32"), q).type.shape
     (None, 4)
     """
-    if len(w.shape) != 2 or isinstance(w.scale, QArray):
-        raise TypeError(f"quantized_dot takes a matrix whose scale is an array, not {w}")
+    if len(w.shape) != 2 or isinstance(w.scale, QArray) or w.minimum is not None:
+        raise TypeError(
+            f"quantized_dot takes a matrix whose scale is an array, with no minimum, not {w}"
+        )
     if w.packing is not None and w.packing.axis != -1:
         raise TypeError(f"quantized_dot takes codes packed along the last axis, not {w.packing}")
     size = None if w.packing is None else w.packing.size

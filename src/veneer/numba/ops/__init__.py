@@ -38,3 +38,4 @@ from .linear_algebra import convolution as convolution
 from .linear_algebra import decompositions as decompositions
 from .linear_algebra import linear_systems as linear_systems
 from .linear_algebra import products as products
+from .linear_algebra import sparse as sparse

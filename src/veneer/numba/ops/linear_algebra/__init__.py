@@ -6,6 +6,7 @@ Rules, and what their code calls:
     convolution     convolutions, as products with windows
     decompositions  those that LAPACK has
     linear_systems  triangular and tridiagonal systems
+    sparse          products with arrays of `jax.experimental.sparse`
     matrices        stacks of matrices as LAPACK takes them
     blas, lapack    functions of these libraries, as instructions
     simd_products   products of float32 in the CPU's vectors: an object file

@@ -130,6 +130,24 @@ def _geqrf(b: Builder, x: ArrayExpr, **_: Any) -> list[ArrayExpr]:
     return [transposed(b, out), taus]
 
 
+def _geqp3(b: Builder, x: ArrayExpr) -> list[ArrayExpr]:
+    """As geqrf, of columns in an order of LAPACK's; and that order."""
+    dtype, (m, n) = checked(x), x.shape[-2:]
+    batch = x.shape[:-2]
+    out = b.copy(transposed(b, x))
+    taus, info = b.buffer((*batch, min(m, n)), dtype), b.buffer((), np.int32)
+    columns = b.copy(b.constant(np.zeros((*batch, n), np.int32)))  # none of which is to be first
+    count, matrices = stacked(out, 2)
+    scales, orders = stacked(taus, 1)[1], stacked(columns, 1)[1]
+    size = lapack.workspace_for("geqp3", dtype, np.zeros((m, n), dtype))
+    work = b.buffer((size,), dtype)
+    rwork = [b.buffer((2 * n,), lapack.real_of(dtype))] if dtype.kind == "c" else []
+    call_lapack(b, "geqp3", dtype, count, lambda of: [
+        m, n, of(matrices), m, of(orders), of(scales), work, size, *rwork, info,
+    ])  # fmt: skip
+    return [transposed(b, out), taus, *b.traced(lambda order: [order - 1], columns)]
+
+
 @funcify.register("householder_product")
 def _orgqr(b: Builder, x: ArrayExpr, taus: ArrayExpr) -> ArrayExpr:
     dtype, (m, n) = checked(x), x.shape[-2:]
@@ -149,18 +167,17 @@ def _orgqr(b: Builder, x: ArrayExpr, taus: ArrayExpr) -> ArrayExpr:
 def _(
     b: Builder, x: ArrayExpr, *, pivoting: bool, full_matrices: bool, **_: Any
 ) -> list[ArrayExpr]:
-    if pivoting:
-        raise Unsupported("pivoting", "True is not supported.")
     m, n = x.shape[-2:]
     if x.size == 0:
-        shapes, dtype = [v.shape for v in b.outs], x.dtype
-        return [_identity(b, shapes[0], dtype), b.constant(np.zeros(shapes[1], dtype))]
-    r, taus = _geqrf(b, x)
+        rest = [b.constant(np.zeros(v.shape, v.dtype)) for v in b.outs[1:]]
+        return [_identity(b, b.outs[0].shape, x.dtype), *rest]
+    r, taus, *order = _geqp3(b, x) if pivoting else _geqrf(b, x)
     rows = columns = m if full_matrices or m < n else n
     # What of those columns is no part of `r` is written over.
     pads = [(0, 0)] * (r.ndim - 1) + [(0, max(0, columns - n))]
     (first,) = b.traced(lambda r: [jnp.pad(r, pads)[..., :columns]], r)
-    return [_orgqr(b, first, taus), *b.traced(lambda r: [jnp.triu(r[..., :rows, :])], r)]
+    (upper,) = b.traced(lambda r: [jnp.triu(r[..., :rows, :])], r)
+    return [_orgqr(b, first, taus), upper, *order]
 
 
 def _identity(b: Builder, shape: Sequence[int], dtype: np.dtype) -> ArrayExpr:
@@ -169,8 +186,16 @@ def _identity(b: Builder, shape: Sequence[int], dtype: np.dtype) -> ArrayExpr:
 
 
 @perform.register("qr")
-def _(x: Any, *, full_matrices: bool, **_: Any) -> list[Any]:
-    return [*np.linalg.qr(x, "complete" if full_matrices else "reduced")]
+def _(x: Any, *, pivoting: bool, full_matrices: bool, **_: Any) -> list[Any]:
+    how: Any = "complete" if full_matrices else "reduced"
+    if not pivoting:
+        return [*np.linalg.qr(x, how)]
+    *batch, n = x.shape[:-2] + x.shape[-1:]
+    function = lapack.scipy_function("geqp3", x.dtype)
+    stack = x.reshape(-1, *x.shape[-2:]) if x.size else ()  # which SciPy takes none of
+    orders = [function(matrix)[1] - 1 for matrix in stack] or np.zeros((*batch, n))
+    order = np.asarray(orders, np.int32).reshape(*batch, n)
+    return [*np.linalg.qr(np.take_along_axis(x, order[..., None, :], -1), how), order]
 
 
 @perform.register("geqrf")
@@ -286,7 +311,7 @@ def _(
     count, matrices = stacked(form, 2)
     columns, infos = stacked(vectors, 2)[1], stacked(info, 0)[1]
     unsorted, some = b.buffer((), np.int32), b.buffer((n,), np.int32)
-    size = lapack.workspace_of_schur(dtype, n)
+    size = lapack.workspace_for("gees", dtype, lambda *_: 0, np.eye(n, dtype=dtype))
     work, values = b.buffer((size,), dtype), _eigenvalues(b, (n,), dtype)
     rwork = [b.buffer((n,), lapack.real_of(dtype))] if dtype.kind == "c" else []
     call_lapack(b, "gees", dtype, count, lambda of: [

@@ -52,9 +52,9 @@ def workspace(name: str, dtype: np.dtype, *args: Any, **options: Any) -> int:
     return int(np.real(sizes[0]))
 
 
-def workspace_of_schur(dtype: np.dtype, n: int) -> int:
-    """That of gees, which SciPy has no function for."""
-    *_, work, _ = scipy_function("gees", dtype)(lambda *_: 0, np.eye(n, dtype=dtype), lwork=-1)
+def workspace_for(name: str, dtype: np.dtype, *args: Any) -> int:
+    """That of what SciPy has no such function for, which is asked on its arguments."""
+    *_, work, _ = scipy_function(name, dtype)(*args, lwork=-1)
     return int(np.real(work[0]))
 
 
@@ -91,6 +91,13 @@ def _getrf(routine: Any, m, n, a, lda, pivots, info):
 def _geqrf(routine: Any, m, n, a, lda, taus, work, lwork, info):
     c, scales, _, info[0] = _with_info(routine(_read(a, lda, n), lwork=lwork))
     _write(a, c)
+    _write(taus, scales)
+
+
+def _geqp3(routine: Any, m, n, a, lda, pivots, taus, work, lwork, *rest):
+    c, columns, scales, _, rest[-1][0] = _with_info(routine(_read(a, lda, n), lwork=lwork))
+    _write(a, c)
+    _write(pivots, columns)
     _write(taus, scales)
 
 
@@ -169,7 +176,7 @@ def _instruction(name: str, body: Callable[..., Any], module: str) -> Callable[.
 
 #: By the letters of the dtypes that have them.
 _BODIES = {
-    "sdcz": (_potrf, _trsm, _getrf, _geqrf, _gesdd, _gees, _geev, _gtsv),
+    "sdcz": (_potrf, _trsm, _getrf, _geqrf, _geqp3, _gesdd, _gees, _geev, _gtsv),
     "sd": (_orgqr, _syevd),
     "cz": (_ungqr, _heevd),
 }
