@@ -49,6 +49,11 @@ def undressed(x: Any) -> Any:
     return x
 
 
+def without_leaves(x: Any) -> Any:
+    """The dense array of a value with a high type, whose tangent would be a tree of its leaves'."""
+    return undressed(opened(x)) if is_typed(x) else x
+
+
 class _Texts:
     """Texts of random arrays, no two of them alike."""
 
@@ -169,7 +174,7 @@ def operand(random: Random, kind: str, dtype: str = "float32") -> str:
 
 KINDS = (*TYPES, *vn.quant.FORMATS)
 ENVIRONMENT = {"jax": jax, "jnp": jnp, "lax": lax, "vn": vn}
-ENVIRONMENT |= {f.__name__: f for f in (normal, permuted, stacked, undressed)}
+ENVIRONMENT |= {f.__name__: f for f in (normal, permuted, stacked, undressed, without_leaves)}
 
 
 @lru_cache(maxsize=4096)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.lax import scan as lax_scan
+from jax.sharding import PartitionSpec as P
 from support.matrix import TYPES, N, of
 from support.policies import only_by_rules
 
@@ -123,6 +124,94 @@ def test_an_associative_scan(jit, value):
     for axis in (0, value.ndim - 1):
         run = lambda x, axis=axis: lax.associative_scan(jnp.add, x, axis=axis)
         agree((jax.jit(run) if jit else run)(value), run(vn.materialise(value)))
+
+
+def stacks(x):
+    """What a scan stacks: values of the types of slices, and of others."""
+    return lax.scan(lambda c, row: (c + 1, (row * 2, jnp.stack([row, row]))), 0, x)[1]
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jitted"])
+def test_vmap_of_what_a_scan_stacks(jit, value):
+    for out_axis in (0, 1):
+        run = jax.vmap(stacks, out_axes=out_axis)
+        agree((jax.jit(run) if jit else run)(value), run(vn.materialise(value)))
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jitted"])
+def test_vmap_of_names_that_a_scan_adds(jit):
+    values = T.Named(jax.random.normal(jax.random.key(1), (3, 6, 1)), (None, "a", "b"))
+    run = jax.vmap(lambda x: lax.scan(lambda c, x: (c + 1, jnp.pad(x, 1)), 0, x)[1])
+    out = (jax.jit(run) if jit else run)(values)
+    assert out.names == (None, None, "b")
+    agree(out, run(values.array))
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jitted"])
+def test_vmap_of_tangents_that_a_scan_stacks(jit):
+    """Those of leaves, which have the axis of the vmap after that of the scan."""
+    a = jax.random.normal(jax.random.key(1), (3, N, N, N))
+    for value in (T.LowRank(a, a), T.BlockDiagonal(a[..., None, :, :]), T.Diagonal(a)):
+        tangent_of = lambda f: lambda along: jax.jvp(f, (along,), (along,))[1]
+        inside, outside = jax.vmap(tangent_of(stacks)), tangent_of(jax.vmap(stacks))
+        agree((jax.jit(inside) if jit else inside)(value), outside(value))
+        loss = lambda x: sum(jnp.sum(jnp.sin(y)) for y in stacks(x))
+        each = [jax.grad(loss)(jax.tree.map(lambda leaf, i=i: leaf[i], value)) for i in range(3)]
+        one = jax.vmap(jax.grad(loss))
+        found = (jax.jit(one) if jit else one)(value)
+        expected = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
+        for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "goes",
+    [
+        lambda f: lambda x: f(jax.tree.map(lambda leaf: leaf[0], x)),
+        jax.vmap,
+        lambda f: lambda x: lax.map(f, x),
+        lambda f: lambda x: lax.scan(lambda c, x: (c, f(x)), 0, x)[1],
+        lambda f: lambda x: lax.cond(True, f, f, x),
+        lambda f: lambda x: lax.switch(1, [f, f, f], x),
+        jax.jit,
+    ],
+    ids=["at once", "vmap", "map", "scan", "cond", "switch", "jit"],
+)
+def test_a_tangent_of_leaves_comes_out_as_a_tree(goes):
+    a = jax.random.normal(jax.random.key(1), (N, N, N))
+    for value in (T.LowRank(a, a), T.BlockDiagonal(a[..., None, :, :]), T.Diagonal(a)):
+        out = goes(lambda x: jax.jvp(lambda s: s * x * 2, (0.5,), (1.0,))[1])(value)
+        assert type(out) is type(value)
+        assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(out))
+
+
+DECIDED = {
+    "a branch": lambda x, n: lax.cond(n > 1, lambda x: x * 0.5, lambda x: x, x),
+    "dense branches": lambda x, n: lax.cond(n > 1, jnp.sin, jnp.tanh, x),
+    "jitted branches": lambda x, n: lax.cond(
+        n > 1, jax.jit(jnp.triu), jax.jit(lambda x: jnp.sin(x) + x), jnp.flip(x, 0)
+    ),
+    "one of three": lambda x, n: lax.switch(n, [jnp.sin, lambda x: x, lambda x: -x], x),
+    "within a loop": lambda x, n: lax.scan(
+        lambda x, _: (lax.cond(n > 1, lambda x: x * 0.5, lambda x: x, x), None), x, None, length=2
+    )[0],
+    "turns of a loop": lambda x, n: lax.while_loop(
+        lambda c: c[0] < n, lambda c: (c[0] + 1, c[1] * 0.5), (0, x)
+    )[1],
+}
+
+
+@pytest.mark.parametrize("name", DECIDED)
+def test_vmap_of_what_is_decided_for_each(make, name):
+    """A mapped `cond` runs all branches, on what it chooses among operands of one type."""
+    value, which = make(jax.random.key(1), (N, N, N)), jnp.arange(N)
+    dense = vn.materialise(value)
+    run = jax.vmap(DECIDED[name])
+    agree(run(value, which), run(dense, which))
+    if name != "turns of a loop":
+        loss = lambda s, x: jnp.sum(jax.vmap(lambda x, n: DECIDED[name](s * x, n))(x, which))
+        for goes in (lambda f: f, jax.jit):
+            agree(goes(jax.grad(loss))(0.5, value), jax.grad(loss)(0.5, dense))
 
 
 GOES_OVER = {
@@ -252,3 +341,60 @@ def test_pmap_refuses_what_is_no_batch():
     agree(
         over_devices(T.LowRank(a[:, None], a[:, :, None])), (a[:, None] @ a[:, :, None]).sum((1, 2))
     )
+
+
+@pytest.mark.parametrize(
+    "value",
+    [T.Toeplitz(jnp.arange(3.0), jnp.arange(3.0)), T.Named(jnp.ones((3, 4)), ("a", "b"))],
+    ids=["Toeplitz", "Named"],
+)
+def test_pmap_refuses_to_stack_leaves_along_another_axis(value):
+    give = lambda x: jax.tree.map(lambda leaf: leaf + x, value)
+    zero = jnp.zeros(1)
+    agree(jax.pmap(give)(zero), vn.materialise(value)[None])
+    agree(jax.pmap(give, out_axes=None)(zero), vn.materialise(value))
+    for axis in (1, -1):
+        with pytest.raises(TypeError, match=rf"pmap cannot stack .* along axis {axis}"):
+            jax.pmap(give, out_axes=axis)(zero)
+
+
+def test_pmap_refuses_to_stack_what_takes_no_axis():
+    lazy = lambda x: T.Lazy(lambda x: x[::-1], jnp.ones((3, 4)) + x)
+    with pytest.raises(TypeError, match=r"pmap cannot stack a Lazy .*vn.materialise"):
+        jax.pmap(lazy)(jnp.zeros(1))
+
+
+REDUCE = {
+    "psum": lambda x: lax.psum(x, "i"),
+    "pmean": lambda x: x - lax.pmean(x, "i"),
+    "pmax": lambda x: lax.pmax(x, "i"),
+    "pmin": lambda x: lax.pmin(x, "i"),
+    "psum_scatter": lambda x: lax.psum_scatter(x, "i"),
+}
+
+
+@pytest.mark.parametrize("name", REDUCE)
+@pytest.mark.parametrize("qtype", ["int8", "nf4"])
+def test_collectives_of_codes_are_those_of_numbers(name, qtype):
+    value = quantised(qtype, -1)(jax.random.key(1), (2, 2, 64))
+    run = jax.vmap(REDUCE[name], axis_name="i")
+    for goes in (run, jax.jit(run)):
+        agree(goes(value), run(value.dequantize()))
+    mesh = jax.make_mesh((1,), ("i",))
+    blocks = jax.shard_map(
+        lambda x: lax.psum(x * 2, "i") + lax.psum(x, "i"), mesh=mesh, in_specs=P(), out_specs=P()
+    )
+    agree(blocks(value), 3 * value.dequantize())
+
+
+def test_collectives_of_derivatives_are_of_leaves():
+    """Gradients that devices add up are trees; a value with a mask is none."""
+    a = jax.random.normal(jax.random.key(1), (N, N, N))
+    weights = T.LowRank(a, a)
+    gradient = jax.grad(lambda w: jnp.sum(jnp.sin(w)))
+    found = jax.vmap(lambda w: lax.pmean(gradient(w), "i"), axis_name="i", out_axes=None)(weights)
+    each = jax.vmap(gradient)(weights)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(each), strict=True):
+        np.testing.assert_allclose(x, y.mean(0), rtol=1e-4, atol=1e-5)
+    with pytest.raises(TypeError, match="has no dense form"):
+        jax.vmap(lambda x: lax.psum(x, "i"), axis_name="i")(T.Masked(a, a > 0))

@@ -123,7 +123,7 @@ def test_a_tree_that_the_body_returns_is_joined_as_its_array_is(jit, spec, name,
 def test_a_tree_that_cannot_be_joined_is_refused(agree):
     w = lora()
     body = lambda w, a, b: vn.types.LoraArray(w, a, b)
-    with pytest.raises(TypeError, match=r"cannot join a LoraArray of the type lora\[4,8\] by"):
+    with pytest.raises(TypeError, match=r"cannot join a LoraArray .* by .*Return vn.materialise"):
         mapped(body, (P("x"), P("x"), P("x")), P("x"))(w.w, w.a, jnp.tile(w.b, (2, 1)))
     cut = mapped(body, (P("x"), P("x"), P()), P("x"))
     agree(cut(w.w, w.a, w.b), w)

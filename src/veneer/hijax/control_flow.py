@@ -6,17 +6,19 @@ then still is of two types takes the form that it takes under `vn.implicit`: den
 of a label; or it is refused. JAX's comparison tells of it, and all is traced once more.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial, wraps
 from inspect import signature
 from typing import Any
 
 import jax
 
+from .._core.policy import ALLOW, current_policy, recording, tell
 from .._core.primitives.control_flow import meeting
 from .._core.primitives.labels import may_be_labelled, refuses_to_be_dense
 from .._core.primitives.staging import DENSE, typed
+from .._core.surface.event import Event
 from .._core.value import Value, is_value
 from .._jax.primitives import Primitive, find_primitive
 from .mapping import is_stackable, made_dense, stackable
@@ -105,6 +107,17 @@ def _in_form(form: Any, primitive: Primitive, x: Any) -> Any:
     return labelled if may_be_labelled(x, labelled) else x
 
 
+@contextmanager
+def _attempt() -> Iterator[list[Event]]:
+    """What happens within is told at its end, and nobody hears of what is dropped."""
+    if current_policy() is ALLOW:
+        yield []
+        return
+    with recording() as events:
+        yield events
+    tell(events)
+
+
 def _retried(
     function: Callable, names: Sequence[str], put: Callable[[Forms, Any], Any]
 ) -> Callable:
@@ -119,7 +132,8 @@ def _retried(
         given = args, kwargs
         while True:
             try:
-                return function(*given[0], **given[1])
+                with _attempt():
+                    return function(*given[0], **given[1])
             except Disagreement as disagreement:
                 changed = disagreement.forms
             for i, (form, another) in changed.items():
@@ -173,14 +187,17 @@ def trace_loop(trace: Callable, function: Callable, in_avals: Any, *args: Any, *
     holds_arrays = lambda tree: any(map(_is_type, _flat(tree)[0]))
     if holds_arrays(operands):
         function = _kept_on(function, "_veneer_loop_body", _with_carry)
-    jaxpr, out_avals = trace(function, in_avals, *args, **kw)
-    out = out_avals.unflatten()
-    if holds_arrays(out) and not holds_arrays(operands):
-        function = _kept_on(function, "_veneer_loop_body", _with_carry)
+    with _attempt() as events:
         jaxpr, out_avals = trace(function, in_avals, *args, **kw)
-    if _is_of_scan(operands, out) and not is_stackable(out[1]):
-        function = _kept_on(function, "_veneer_scan_body", _with_stackable)
-        return trace(function, in_avals, *args, **kw)
+        out = out_avals.unflatten()
+        if holds_arrays(out) and not holds_arrays(operands):
+            function = _kept_on(function, "_veneer_loop_body", _with_carry)
+            events.clear()
+            jaxpr, out_avals = trace(function, in_avals, *args, **kw)
+        if _is_of_scan(operands, out) and not is_stackable(out[1]):
+            function = _kept_on(function, "_veneer_scan_body", _with_stackable)
+            events.clear()
+            jaxpr, out_avals = trace(function, in_avals, *args, **kw)
     return jaxpr, out_avals
 
 

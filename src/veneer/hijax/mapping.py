@@ -13,13 +13,15 @@ import jax
 import jax.numpy as jnp
 
 from .._core.policy import note_materialised
-from .._core.value import Value, describe, is_value, make_dense
+from .._core.primitives.labels import is_label
+from .._core.value import Value, describe, is_value, make_dense, source_of
 from .._jax.primitives import Primitive, find_primitive
 from .high import apply
 from .mode import is_enabled
-from .operations import VMAP, Materialise, stacked
+from .operations import VMAP, Materialise, MoveAxis, Select, stacked
 from .types import (
     HighType,
+    StructuredType,
     TangentType,
     abstract_of,
     canonical,
@@ -29,7 +31,7 @@ from .types import (
     takes_axis,
 )
 from .types import type_of as type_of_value
-from .values import value_of
+from .values import flatten_value, is_inexact, value_of
 
 # Which values are one array.
 
@@ -64,8 +66,9 @@ def made_dense(primitive: Primitive, x: Any) -> Any:
     if isinstance(value, Value) and not any(map(is_typed, jax.tree.leaves(value))):
         return make_dense(primitive, [value])[0]
     t = _type_of(value)
-    shown = lambda: describe([value]) if isinstance(value, Value) else (str(t),)
-    note_materialised(primitive.name, shown, t.size * t.dtype.itemsize)
+    shown = describe([value]) if isinstance(value, Value) else (str(t),)
+    nbytes = t.size * t.dtype.itemsize
+    note_materialised(primitive.name, lambda: (shown, (source_of(value),), (nbytes,)))
     return apply(Materialise(t), canonical(value) if isinstance(value, Value) else value)[0]
 
 
@@ -123,6 +126,32 @@ def broadcast_values(broadcast: Callable) -> Callable:
         return stacked(x, size)
 
     return broadcast_any
+
+
+def move_axes(moveaxis: Callable) -> Callable:
+    """JAX's function that moves a mapped axis; of a tangent, that of each leaf."""
+
+    def move_any(x: Any, source: Any, destination: Any) -> Any:
+        if source == destination or not isinstance(jax.typeof(x), TangentType):
+            return moveaxis(x, source, destination)
+        return apply(MoveAxis(source, destination), x)[0]
+
+    return move_any
+
+
+def select_leaves(select: Callable) -> Callable:
+    """JAX's function that chooses between the branches of a `cond`, where that is mapped.
+
+    Among values of one type it keeps the type, which is that of operands of the branches.
+    """
+
+    def select_any(which: Any, *cases: Any) -> Any:
+        types = set(map(jax.typeof, cases))
+        if len(types) == 1 and isinstance(types.pop(), StructuredType):
+            return apply(Select(select), which, *cases)[0]
+        return select(which, *cases)
+
+    return select_any
 
 
 def _not_stacked(what: str, t: Any) -> str:
@@ -191,6 +220,51 @@ def _check_batch(x: Any, axes: Any) -> None:
             )
 
 
+def refuse_no_stacks(broadcast_prefix: Callable) -> Callable:
+    """JAX's function of the axes that `pmap` puts leaves of results together along."""
+
+    def checked(axes: Any, out: Any, **kwargs: Any) -> Any:
+        flat = broadcast_prefix(axes, out, **kwargs)
+        if is_enabled():
+            of_leaves = jax.tree.unflatten(jax.tree.structure(out), flat)
+            jax.tree.map(_check_stack, out, of_leaves, is_leaf=_is_array)
+        return flat
+
+    return checked
+
+
+def _check_stack(x: Any, axes: Any) -> None:
+    several = set(jax.tree.leaves(axes, is_leaf=lambda x: x is None))
+    if not isinstance(x, Value) or several <= {None}:
+        return
+    t = _type_of(x)
+    if several != {0} or not takes_axis(t):
+        shown = " and ".join(map(str, several))
+        raise TypeError(
+            f"pmap cannot stack a {t.cls.__name__} of the type {t} along axis {shown}, which a "
+            "function that it maps returns: leaves of a stack have a new first axis each. Give "
+            "out_axes=0, or return vn.materialise of it"
+        )
+
+
+# Of collectives.
+
+
+def reducible(tree: Any) -> Any:
+    """A tree that devices reduce, of which each value that is no derivative is one array.
+
+    Derivatives are reduced by the leaves, and all of those are floating.
+    """
+    one = lambda x: canonical(x) if _is_array(x) and not _may_be_derivative(x) else x
+    return jax.tree.map(one, tree, is_leaf=_is_array)
+
+
+def _may_be_derivative(x: Value) -> bool:
+    parts = flatten_value(x)[0]
+    floating = (not isinstance(p, Value) and is_inexact(jax.typeof(p)) for p in parts)
+    return is_label(x) or (not x.dense_tangent and all(floating))
+
+
 # Of loops.
 
 
@@ -249,5 +323,6 @@ def stackable(x: Any) -> Any:
 
 def is_stackable(results: Any) -> bool:
     """Whether results can be stacked, of which the types are known."""
-    leaves = jax.tree.leaves(jax.tree.map(abstract_of, results), is_leaf=_is_array)
+    primal = lambda t: abstract_of(t.of if isinstance(t, TangentType) else t)
+    leaves = jax.tree.leaves(jax.tree.map(primal, results), is_leaf=_is_array)
     return all(takes_axis(type_of_value(x)) for x in leaves if isinstance(x, Value))

@@ -14,7 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from .._core.dispatch import dispatch
-from .._core.value import Value, is_value, make_dense, materialise_one
+from .._core.policy import ALLOW, current_policy
+from .._core.surface.weights import with_source
+from .._core.value import Value, is_value, make_dense, materialise_one, source_of
 from .._jax.hijax import Zero
 from .._jax.primitives import Primitive
 from .high import Operation, apply
@@ -72,6 +74,9 @@ class Apply(Operation):
 
     def run(self, *values: Any) -> list[Any]:
         params = self.parameters.params
+        if current_policy() is not ALLOW:
+            for value in filter(is_value, values):  # from where, a typed value does not tell
+                with_source(value, source_of(value) or (str(type_of(value)),))
         if any(map(is_value, values)):
             out = dispatch(self.primitive, values, params)
         else:  # what was implicit has been made dense meanwhile
@@ -205,6 +210,41 @@ class Stack(Operation):
         if type(tangent) is Zero:
             return [out], [Zero(jax.typeof(out).to_tangent_aval())]
         return [out], [stacked(tangent, self.size)]
+
+
+@dataclass(frozen=True)
+class MoveAxis(Operation):
+    """A stack of tangents of which an axis of each leaf comes to another place."""
+
+    source: int
+    destination: int
+    name = "moveaxis"
+
+    def run(self, x: Any) -> list[Any]:
+        size = x.shape[self.source]
+        moved = x.aval.dec_rank(size, self.source).inc_rank(size, self.destination)
+        to = (self.source, self.destination)
+        return [Tangent(moved, [jnp.moveaxis(leaf, *to) for leaf in x.leaves])]
+
+
+@dataclass(frozen=True)
+class Select(Operation):
+    """One of some stacks of a type, for each entry of the first axis of each leaf.
+
+    `select` is the function that does it for arrays, and takes what decides first.
+    """
+
+    select: Callable
+    name = "select"
+
+    def run(self, which: Any, *cases: Any) -> list[Any]:
+        return [self._selected(which, *map(value_of, cases))]
+
+    def _selected(self, which: Any, *cases: Any) -> Any:
+        if not isinstance(cases[0], Value | Tangent):
+            return self.select(which, *cases)
+        parts = zip(*map(leaves_of, cases), strict=True)
+        return with_leaves(cases[0], [self.run(which, *each)[0] for each in parts])
 
 
 def stacked(x: Any, size: int) -> Any:

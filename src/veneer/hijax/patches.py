@@ -1,9 +1,10 @@
-"""What the mode of high types changes in JAX: all of it, in the list at the end.
+"""What the mode of high types changes in JAX, and once in Flax: all of it, in the list at the end.
 
 Each function makes what takes the place of one of JAX's, which it is given; those for results,
 loops and `shard_map` are in their modules. `mode` sets what is listed, and restores it.
 """
 
+import re
 from collections.abc import Callable
 from functools import partial
 from itertools import islice
@@ -26,12 +27,14 @@ from .._jax.hijax import (
     jax_pmap,
     jax_shard_map,
     loops,
+    parallel,
     pe,
     pjit,
     stages,
+    tree_util,
 )
 from .._jax.primitives import Primitive, find_primitive
-from .._jax.tracing import is_eager, set_current_trace
+from .._jax.tracing import an_operator_asks, is_eager, set_current_trace
 from .control_flow import (
     check_branches,
     check_carry,
@@ -41,6 +44,7 @@ from .control_flow import (
     trace_loop,
 )
 from .custom_derivatives import conform_cotangents, pair_tangents
+from .frameworks import with_values_as_arrays, with_way_out
 from .high import apply
 from .mapping import (
     axes_of_arrays,
@@ -49,9 +53,13 @@ from .mapping import (
     from_mapped,
     is_mapped_whole,
     made_dense,
+    move_axes,
+    reducible,
     refuse_no_batches,
+    refuse_no_stacks,
     scan_arrays,
     scan_slices,
+    select_leaves,
     to_mapped,
 )
 from .mode import is_enabled, jax_patches
@@ -73,11 +81,17 @@ from .values import HighArray, Tangent, exposed, flatten_value, value_of
 # Values as operands.
 
 
-def _jax_array(value: Any) -> Any:
+def _jax_array(without: property) -> property:
     """The method `__jax_array__` of implicit arrays, by which `jax.numpy` asks for an array."""
-    if not is_enabled():
-        raise AttributeError("__jax_array__")
-    return lambda: canonical(value)
+
+    def asked(value: Any) -> Any:
+        if is_enabled():
+            return partial(canonical, value)
+        if an_operator_asks():
+            raise AttributeError("__jax_array__")
+        return without.fget(value)  # type: ignore[misc]
+
+    return property(asked)
 
 
 def _bind(bind: Any) -> Callable:
@@ -196,10 +210,15 @@ _JACOBIAN = Primitive("jacobian")
 
 
 def _pull_to_leaves(vjp: Callable) -> Callable:
-    """JAX's `vjp` as `jax.jacrev` uses it."""
+    """JAX's `vjp` as `jax.grad` and `jax.jacrev` use it."""
 
     def vjp_of_leaves(function: Callable, *primals: Any, has_aux: bool = False, **kw: Any) -> Any:
-        return vjp(_to_leaves(function, has_aux), *primals, has_aux=has_aux, **kw)
+        out = vjp(_to_leaves(function, has_aux), *primals, has_aux=has_aux, **kw)
+        if not (has_aux and is_enabled()):
+            return out
+        # What a function gives besides is the user's: trees of leaves, where it is traced too.
+        *out, aux = out
+        return (*out, jax.tree.map(lambda x: opened(exposed(x)), aux))
 
     return vjp_of_leaves
 
@@ -259,10 +278,13 @@ def _for_jacobian(x: Any) -> Any:
 # Results.
 
 
+_STANDING_FOR_VALUES = {HighArray, Tangent}
+
+
 def _unflatten_values(unflatten: Callable) -> Callable:
     def unflatten_values(self: Any) -> Any:
-        has_values = HighArray in map(type, self.vals)
-        return unflatten(self.map(value_of) if has_values else self)
+        stand_for_values = not _STANDING_FOR_VALUES.isdisjoint(map(type, self.vals))
+        return unflatten(self.map(exposed) if stand_for_values else self)
 
     return unflatten_values
 
@@ -273,6 +295,28 @@ def _unflatten_with(shown: Callable[[Any], Any]) -> Callable:
 
 def _exposed_results(function: Callable) -> Callable:
     return lambda *args, **kwargs: jax.tree.map(exposed, function(*args, **kwargs))
+
+
+# Collectives.
+
+
+class _Trees:
+    """JAX's functions of trees, as its collectives use them."""
+
+    def __init__(self, trees: Any):
+        self._trees = trees
+
+    def tree_map(self, function: Any, tree: Any, *rest: Any, **kwargs: Any) -> Any:
+        if is_enabled() and _REDUCE.search(function.__qualname__):
+            tree = reducible(tree)
+        return self._trees.tree_map(function, tree, *rest, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trees, name)
+
+
+#: The functions that combine what devices have, by the name of what they map.
+_REDUCE = re.compile("psum|pmax|pmin")
 
 
 # Loops, branches and checkpoints.
@@ -324,7 +368,7 @@ jax_patches.item(core.pytype_aval_mappings, ImplicitArray, type_of)
 jax_patches.canonical(ImplicitArray, canonical)
 jax_patches.canonical(HighArray, canonical)
 jax_patches.canonical(Tangent, lambda x: x)
-jax_patches.attribute(ImplicitArray, "__jax_array__", lambda _: property(_jax_array))
+jax_patches.attribute(ImplicitArray, "__jax_array__", _jax_array)
 jax_patches.attribute(core.Primitive, "bind_with_trace", _bind)
 # Derivatives: a value with a dense tangent is one leaf of the arguments.
 jax_patches.attribute(api, "argnums_partial2", _typed_arguments)
@@ -342,6 +386,8 @@ for _module in (custom_derivatives, api):
     jax_patches.attribute(_module, "tree_unflatten", _unflatten_with(exposed))
 for _name in ("_jvp", "_lift_linearized"):
     jax_patches.attribute(api, _name, _exposed_results)
+# An update that is none of leaves is refused with the way out.
+jax_patches.attribute(tree_util, "_prefix_error", with_way_out)
 # Jitted functions give leaves, called or compiled ahead of time.
 jax_patches.attribute(pjit, "_run_python_pjit", run_jit)
 jax_patches.attribute(pjit, "pjit_check_aval_sharding", check_shardings)
@@ -352,8 +398,13 @@ jax_patches.attribute(batching, "is_vmappable", is_mapped_whole)
 jax_patches.attribute(batching, "to_elt", to_mapped)
 jax_patches.attribute(batching, "from_elt", from_mapped)
 jax_patches.attribute(batching, "broadcast", broadcast_values)
+jax_patches.attribute(batching, "moveaxis", move_axes)
+for _name in ("_bcast_select", "_bcast_select_n"):
+    jax_patches.attribute(conditionals, _name, select_leaves)
 jax_patches.attribute(api, "flatten_axes", axes_of_arrays)
 jax_patches.attribute(jax_pmap, "_get_in_axes_flat", refuse_no_batches)
+jax_patches.attribute(jax_pmap, "broadcast_prefix", refuse_no_stacks)
+jax_patches.attribute(parallel, "tree_util", _Trees)
 jax_patches.boundary(loops.scan, meet_in_carry)
 jax_patches.boundary(loops.while_loop, meet_in_carry)
 jax_patches.boundary(loops.scan, scan_slices)
@@ -376,3 +427,5 @@ jax_patches.attribute(find_primitive("remat"), "to_lojax", lambda _: _run_checkp
 jax_patches.attribute(custom_lin, "is_high", lambda _: _has_high_types)
 jax_patches.attribute(custom_lin, "to_lojax", lambda _: custom_lin.impl)
 jax_patches.attribute(find_primitive("empty_ref"), "is_high", _refuse_empty)
+# Flax linen takes a parameter for an array.
+jax_patches.attribute_if_imported("flax.core.scope", "Scope", "get_variable", with_values_as_arrays)

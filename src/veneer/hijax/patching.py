@@ -1,10 +1,11 @@
 """Changing what is another package's, and restoring it exactly."""
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from .._jax.hijax import dtypes
+from .._jax.tracing import InvalidInputException, set_operand_of
 
 _ABSENT = object()
 
@@ -20,6 +21,12 @@ class Patches:
         """An attribute in the place of another, from which it is made; None if there is none."""
         self._setters.append(partial(_set_attribute, owner, name, make))
 
+    def attribute_if_imported(
+        self, module: str, owner: str, name: str, make: Callable[[Any], Any]
+    ) -> None:
+        """An attribute of a class of a module that nobody need have imported."""
+        self._setters.append(partial(_set_if_imported, module, owner, name, make))
+
     def boundary(self, function: Any, make: Callable[[Any], Any]) -> None:
         """What one of JAX's public functions calls, under whatever name someone has imported it."""
         cell = function.__closure__[function.__code__.co_freevars.index("fun")]
@@ -29,9 +36,9 @@ class Patches:
         """An item that a dict does not have."""
         self._setters.append(partial(_set_item, owner, key, value))
 
-    def canonical(self, cls: type, handler: Callable[[Any], Any]) -> None:
+    def canonical(self, cls: type, operand: Callable[[Any], Any]) -> None:
         """What primitives are given for the values of a class."""
-        self._setters.append(partial(_set_handler, cls, handler))
+        self._setters.append(partial(_set_operand, cls, operand))
 
     def apply(self) -> None:
         """Sets all of them."""
@@ -52,27 +59,28 @@ def _set_attribute(owner: Any, name: str, make: Callable[[Any], Any]) -> Callabl
     return partial(setattr, owner, name, before)
 
 
+def _set_if_imported(
+    module: str, owner: str, name: str, make: Callable[[Any], Any]
+) -> Callable[[], None]:
+    if module not in sys.modules:
+        return lambda: None
+    return _set_attribute(getattr(sys.modules[module], owner), name, make)
+
+
 def _set_item(owner: dict, key: Any, value: Any) -> Callable[[], None]:
     owner[key] = value
     return partial(owner.pop, key)
 
 
-def _set_handler(cls: type, handler: Callable[[Any], Any]) -> Callable[[], None]:
-    """JAX keeps handlers in C++ and forgets none, so one stays, which asks here for another."""
-    if cls not in _handlers:
-        dtypes.register_canonicalize_value_handler(cls, partial(_canonical, cls))
-    _handlers[cls] = handler
-    return partial(_handlers.__setitem__, cls, None)
+def _set_operand(cls: type, operand: Callable[[Any], Any]) -> Callable[[], None]:
+    before = set_operand_of(cls, operand) or _refuse
+
+    def undo() -> None:
+        set_operand_of(cls, before)
+
+    return undo
 
 
-_handlers: dict[type, Callable[[Any], Any] | None] = {}
-
-
-def _canonical(cls: type, x: Any) -> Any:
-    """Without a handler, a value is refused as JAX does."""
-    handler = _handlers[cls]
-    if handler is None:
-        raise dtypes.InvalidInputException(
-            f"Argument '{x}' of type {type(x)} is not a valid JAX type."
-        )
-    return handler(x)
+def _refuse(x: Any) -> Any:
+    """As JAX does what is of a type that it does not know."""
+    raise InvalidInputException(f"Argument '{x}' of type {type(x)} is not a valid JAX type.")

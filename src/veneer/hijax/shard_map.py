@@ -163,7 +163,7 @@ class _Body:
             value = fully_opened(x)
             block = split(value, spec, self._mesh.shape)
             if block is None:
-                raise _refused("cut", t, spec)
+                raise _refused("cut", t, spec, "Give it the spec P(), or vn.materialise of it")
             place = lambda leaf, spec: placed(leaf, spec, self._mesh, self._manual)
             leaves += jax.tree.leaves(map_leaves(place, value, block))
             leaf_specs += jax.tree.leaves(block)
@@ -183,7 +183,7 @@ class _Body:
                 results[i] = fully_opened(x)
                 joint = joined(results[i], spec, self._mesh.shape, self._check_vma)
                 if joint is None:
-                    raise _refused("join", t, spec)
+                    raise _refused("join", t, spec, "Return vn.materialise of it")
                 leaf_specs[i] = self._joined[i] = joint
         flat_specs = tuple(jax.tree.leaves(leaf_specs))
         return flat_tree(jax.tree.leaves(results)).with_aux(flat_specs)
@@ -238,9 +238,9 @@ def _high_type_of(x: Any) -> Any:
     return t if isinstance(t, HighType) else None
 
 
-def _refused(verb: str, t: HighType, spec: Any) -> TypeError:
+def _refused(verb: str, t: HighType, spec: Any, remedy: str) -> TypeError:
     return TypeError(
         f"shard_map cannot {verb} a {t.cls.__name__} of the type {t} by {spec}, which does not fit "
-        "the leaves, or of which its class does not say how (ImplicitArray.partition). Give it the "
-        "spec P(), or vn.materialise of it."
+        "the leaves, or of which its class does not say how (ImplicitArray.partition). "
+        f"{remedy}."
     )

@@ -17,9 +17,11 @@ from weakref import ref
 import jax
 
 from .._core.batch_axes import has_batch_axes, takes_batch_axis
-from .._core.value import Value, refuse_leaves
+from .._core.surface.parts import refuse_leaves, warn_of_leaves_by_dtype
+from .._core.surface.shown import short_name
+from .._core.value import Value, is_whole
 from .._jax.hijax import HiType, aval_property, copy_shaped_array, holds_tracers
-from .._jax.tracing import current_trace
+from .._jax.tracing import current_trace, is_in_derivative, is_of_numbers
 from .high import Add, Pack, Unpack, Zeros, apply, is_staged, packed
 from .values import (
     HighArray,
@@ -54,6 +56,21 @@ class StructuredType(HiType):
     def of_arrays(self, arrays: Sequence[Any]) -> Any:
         """The value that consists of these arrays."""
         raise NotImplementedError
+
+    def raise_val(self, *lo_vals: Any) -> Any:
+        """What stands for the value that consists of these arrays, where JAX handles it.
+
+        Where JAX lowers a scan, it asks the type of one value for the stack of them (0.10.2 to
+        0.12.0): the type of what is made is that of its arrays.
+        """
+        pairs = zip(self.lo_ty(), lo_vals, strict=True)
+        sizes = {x.shape[0] for t, x in pairs if x.ndim > t.ndim}
+        type: Any = self.inc_rank(sizes.pop(), 0) if sizes else self  # type: ignore[arg-type]
+        return packed(type, lo_vals) if is_staged(lo_vals) else type.standing_for(lo_vals)
+
+    def standing_for(self, arrays: Sequence[Any]) -> Any:
+        """The value that consists of these arrays, as JAX handles it where it computes."""
+        return self.of_arrays(arrays)
 
     def parts(self, arrays: Sequence[Any], make: Callable[[Any, list[Any]], Any]) -> Sequence[Any]:
         """The leaves that consist of these arrays; `make` gives those of a high type."""
@@ -93,7 +110,6 @@ class HighType(StructuredType, jax.core.ShapedArray):  # type: ignore[misc]
     """
 
     dense_tangent: bool
-    short_name: str
 
     def __new__(cls, treedef: Any, leaves: Any, example: Any) -> "HighType":
         self = object.__new__(cls)
@@ -104,7 +120,6 @@ class HighType(StructuredType, jax.core.ShapedArray):  # type: ignore[misc]
             leaves=leaves,
             _dense=dense,
             dense_tangent=example.dense_tangent,
-            short_name=short_name(example),
         )
         return self
 
@@ -115,7 +130,8 @@ class HighType(StructuredType, jax.core.ShapedArray):  # type: ignore[misc]
         return high_type, (self.treedef, self.leaves, jax.config.jax_enable_x64)  # type: ignore[attr-defined]
 
     def __str__(self) -> str:
-        return f"{self.short_name}[{','.join(map(str, self.shape))}]"
+        name = short_name(abstract(self.treedef, self.leaves))
+        return f"{name}[{','.join(map(str, self.shape))}]"
 
     @property
     def cls(self) -> type:
@@ -125,7 +141,7 @@ class HighType(StructuredType, jax.core.ShapedArray):  # type: ignore[misc]
     def __getattr__(self, name: str) -> Any:
         # What a tracer is asked for and has not itself, it asks its type.
         if name.startswith("_") or not _has(self.cls, name):
-            raise AttributeError(f"{self} has no attribute {name!r}")
+            raise AttributeError(f"a {self.cls.__name__} has no attribute {name!r}")
         return aval_property(lambda tracer: getattr(opened(tracer), name))
 
     def dense(self) -> jax.core.ShapedArray:
@@ -142,11 +158,9 @@ class HighType(StructuredType, jax.core.ShapedArray):  # type: ignore[misc]
         """The leaves of a value."""
         return list(map(strong_leaf, jax.tree.leaves(value_of(hi_val))))
 
-    def raise_val(self, *lo_vals: Any) -> Any:
-        """What stands for the value that consists of these arrays, where JAX handles it."""
-        if is_staged(lo_vals):
-            return packed(self, lo_vals)
-        return HighArray(self.of_arrays(lo_vals), self)
+    def standing_for(self, arrays: Sequence[Any]) -> Any:
+        """A `HighArray` of the value that consists of these arrays."""
+        return HighArray(self.of_arrays(arrays), self)
 
     def of_arrays(self, arrays: Sequence[Any]) -> Any:
         """The value that consists of these arrays: an implicit array."""
@@ -238,10 +252,6 @@ class TangentType(StructuredType):
         """The tangents of the floating leaves."""
         return list(map(strong_leaf, hi_val.leaves))
 
-    def raise_val(self, *lo_vals: Any) -> Any:
-        """What stands for the tangent that has these parts, where JAX handles it."""
-        return packed(self, lo_vals) if is_staged(lo_vals) else self.of_arrays(lo_vals)
-
     def of_arrays(self, leaves: Sequence[Any]) -> Any:
         """The tangent that has these parts."""
         return Tangent(self, list(leaves))
@@ -297,6 +307,8 @@ def type_of_leaf(leaf: Any) -> Any:
 
 def is_complete(value: Value) -> bool:
     """Whether it is a value and not a part of one, as `equinox.partition` makes them."""
+    if not is_whole(value):
+        return False
     try:
         type_of(value)
     except Exception:  # whatever a type's own code raises where leaves are missing
@@ -312,7 +324,8 @@ def _high_type(treedef: Any, leaves: tuple[Any, ...]) -> HighType:
 def high_type(treedef: Any, leaves: tuple[Any, ...], x64: bool) -> HighType:
     """The high type of the values with this structure and these types of leaves."""
     del x64  # of the key
-    refuse_leaves([jax.tree.unflatten(treedef, leaves)])
+    if not all(map(is_of_numbers, leaves)):
+        refuse_leaves([jax.tree.unflatten(treedef, leaves)])
     return HighType(treedef, leaves, abstract(treedef, leaves))
 
 
@@ -338,17 +351,6 @@ def takes_axis(type: HighType) -> bool:
 def has_axes(type: HighType, count: int) -> bool:
     """Whether the first axes are those of a batch, so that slices of leaves are slices."""
     return has_batch_axes(abstract(type.treedef, type.leaves), count)
-
-
-def short_name(value: Any) -> str:
-    """The name that jaxprs show for a value's type: `lora` of a `LoraArray`.
-
-    A class may say another, by an attribute or a property `type_name`.
-    """
-    if value.type_name is not None:
-        return value.type_name
-    name = type(value).__name__
-    return (name.removesuffix("Array") or name).lower()
 
 
 def _along(a: Any, method: str, size: Any, spec: Any, of_array: Callable[[Any], Any]) -> Any:
@@ -379,6 +381,8 @@ def canonical(x: Any) -> Any:
     computed at once, a tracer of its type, whose leaves are operands and so are seen by the trace.
     """
     value = value_of(x)
+    if is_in_derivative(current_trace()):
+        warn_of_leaves_by_dtype(value)
     if current_trace().requires_low:
         return x if x is not value else as_high_array(value)
     leaves = [canonical(x) if isinstance(x, Value) else x for x in leaves_of(value)]

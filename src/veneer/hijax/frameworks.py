@@ -1,0 +1,46 @@
+"""Where frameworks take trees apart: parameters of Flax linen, and updates by optimisers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from .._core.value import is_value
+from .mode import is_enabled
+from .types import canonical, is_complete
+
+
+def with_values_as_arrays(get_variable: Callable) -> Callable:
+    """`Scope.get_variable` of linen, which compares the shapes of the leaves of a parameter."""
+
+    def get(*args: Any, **kwargs: Any) -> Any:
+        variable = get_variable(*args, **kwargs)
+        return jax.tree.map(_as_array, variable, is_leaf=is_value) if is_enabled() else variable
+
+    return get
+
+
+def _as_array(x: Any) -> Any:
+    return canonical(x) if is_value(x) and is_complete(x) else x
+
+
+def with_way_out(prefix_error: Callable) -> Callable:
+    """The errors of `jax.tree.map`, as optimisers use it: of a value beside what is no value."""
+
+    def errors(path: Any, tree: Any, other: Any, *args: Any) -> Any:
+        words = _of_update(type(tree).__name__) if is_value(tree) and not is_value(other) else ""
+        for error in prefix_error(path, tree, other, *args):
+            yield lambda name, error=error: ValueError(f"{error(name)}{words}")
+
+    return errors
+
+
+def _of_update(kind: str) -> str:
+    return (
+        f"\nIf this is an update of parameters: a {kind} is a tree of leaves, and a gradient by "
+        "the dense array is no such tree. vn.trainable says which leaves are trained, and of a "
+        "QArray none is. Differentiate by those, that is by the first tree of "
+        "vn.tree.partition(params, vn.trainable(params)), or by what vn.lora.split gives, and have "
+        "the optimiser update them. An nnx.Optimizer is given a `wrt` that leaves such parameters "
+        "out."
+    )
