@@ -113,7 +113,8 @@ def test_private_names_stay_in_their_files(path):
 
 
 # The files that a journey visited when all of the core was one flat room.
-VISITED_BEFORE = dict(zip(journeys.JOURNEYS, (33, 35, 27), strict=True))
+# (The last has 27 again since values that a program builds are seen: it is traced from the start.)
+VISITED_BEFORE = dict(zip(journeys.JOURNEYS, (33, 35, 28), strict=True))
 
 
 def journeys_of_the_page() -> dict[str, list[str]]:

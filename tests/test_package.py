@@ -46,7 +46,7 @@ MAY_IMPORT = {
     "quant": {"_jax", "_core", "kernels", "straight_through"},
     "numba": {"_jax", "_core", "native", "types", "quant"},
     "hijax": {"_jax", "_core", "kernels", "types", "quant"},
-    "interop": {"_jax", "_core", "kernels", "types", "quant"},
+    "interop": {"_jax", "_core", "kernels", "types", "quant", "placement", "tree"},
     "demo": {"veneer", "_core", "quant", "interop"},
     "cli": {"veneer", "_core", "_report", "quant", "interop", "demo"},
     "__main__": {"cli"},

@@ -89,21 +89,43 @@ CELLS = [
 ]
 
 
-@pytest.mark.parametrize("rich", [True, False], ids=["with rich", "without rich"])
-def test_it_prints_a_table(table, rich, monkeypatch):
-    if not rich:
-        monkeypatch.setitem(sys.modules, "rich", None)
+def test_it_prints_a_table_without_rich(table, monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich", None)
     text = str(table)
     assert set(CELLS) <= set(text.split())
-    assert ("─" in text) == rich
-    assert "\x1b" not in text
     assert repr(table) == text
+
+
+@pytest.mark.parametrize("columns", [70, 80, 140])
+def test_it_fits_the_screen(table, columns, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert max(map(len, str(table).splitlines())) <= columns
+    assert set(CELLS) <= set(str(table).split())
+
+
+def test_without_a_terminal_it_has_80_columns(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    name = "blocks.11.attention.out_projection.kernel"
+    table = vn.summary({name: NF4, "b": jnp.ones(2)}, like={name: jnp.ones((64, 8))})
+    lines = str(table).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert name in lines  # over its row
+    assert "error" in str(table)
+    assert "bits" in str(table)
 
 
 def test_no_cell_is_cut(monkeypatch):
     monkeypatch.setenv("COLUMNS", "20")
-    path = "a" * 300
-    assert path in str(vn.summary({path: jnp.ones(2)}))
+    path = "ab" * 150
+    assert path in "".join(str(vn.summary({path: jnp.ones(2)})).split())
+
+
+def test_weights_that_are_trained_as_quantised_show_their_format():
+    w = vn.quant.FakeQuantized(jnp.ones((64, 8)), qtype="nf4", tile_size=32)
+    (row,) = vn.summary(w).rows
+    assert row.format == "FakeQuantized as nf4, tile 32"
+    lora = vn.types.LoraArray.init(NF4, 2, key=jax.random.key(0))
+    assert vn.summary(lora).rows[0].format == "LoraArray rank 2 over nf4, tile 32"
 
 
 def test_rich_draws_it(table):

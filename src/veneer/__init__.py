@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING, Any
 from jax.typing import ArrayLike
 
 from . import _core as _core
-from ._core.policy import Event, MaterialiseError, MaterialiseWarning
 from ._core.rules import AmbiguousLookupError, register
 from ._core.surface.array import ImplicitArray
+from ._core.surface.event import Event, MaterialiseError, MaterialiseWarning
 from ._core.transform import implicit
 from ._core.tree import static
 from ._core.value import Value, materialise

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from . import tree as vtree
 from ._core.surface.array import ImplicitArray
 from ._core.value import Value, describe, is_value, materialise
-from ._report.tables import Cells, html_table, rich_table, size_of, text_of_rich, text_table
+from ._report.tables import Cells, html_table, rich_table, short_size_of, text_table
 from .quant import QArray
 from .quant.models.checkpoint import describe_format
 from .training import trainable
@@ -70,10 +70,7 @@ class Summary:
         return sum(row.trainable for row in self.rows)
 
     def __str__(self) -> str:
-        try:
-            return text_of_rich(self.__rich__())
-        except ImportError:  # without the extra `cli`
-            return text_table(*self._table())
+        return text_table(*self._table(), may_stack=True)
 
     __repr__ = __str__
 
@@ -92,8 +89,11 @@ class Summary:
             "dtype": (lambda row: row.dtype.name, ""),
             "bits": (lambda row: f"{row.bits:.3g}", ""),
             "error": (lambda row: "" if row.error is None else f"{row.error:.2%}", ""),
-            "bytes": (lambda row: size_of(row.nbytes), size_of(self.nbytes)),
-            "dense bytes": (lambda row: size_of(row.dense_nbytes), size_of(self.dense_nbytes)),
+            "bytes": (lambda row: short_size_of(row.nbytes), short_size_of(self.nbytes)),
+            "dense bytes": (
+                lambda row: short_size_of(row.dense_nbytes),
+                short_size_of(self.dense_nbytes),
+            ),
             "trainable": (
                 lambda row: f"{row.trainable:,}" if row.trainable else "no",
                 f"{self.trainable:,}",
@@ -189,6 +189,8 @@ def _format(x: Any) -> str:
         return x.dtype.name
     if isinstance(x, QArray):
         return describe_format(x)
+    if x.storage_name is not None:
+        return f"{type(x).__name__} {x.storage_name}"
     rank = [f"rank {x.rank}"] if hasattr(x, "rank") else []
     held = [_format(y) for y in vtree.flatten_one_layer(x)[0] if is_value(y)]
     return " ".join([type(x).__name__, *rank, *(["over", ", ".join(held)] if held else [])])

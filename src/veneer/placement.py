@@ -51,7 +51,19 @@ def device_put(tree: Any, shardings: Any) -> Any:
     """
     found, treedef = vtree.flatten_with_path(tree)
     paths, arrays = [vtree.path_string(path) for path, _ in found], [x for _, x in found]
-    asked = _by_rules(shardings, paths) if _are_rules(shardings) else _by_prefix(shardings, tree)
+    asked = shardings_of(tree, shardings)
+    return vtree.unflatten(treedef, put(paths, arrays, asked))
+
+
+def shardings_of(tree: Any, shardings: Any) -> list[Any]:
+    """The sharding of each array of a tree, or None, as `device_put` takes them; in order."""
+    paths = [vtree.path_string(path) for path, _ in vtree.flatten_with_path(tree)[0]]
+    return _by_rules(shardings, paths) if _are_rules(shardings) else _by_prefix(shardings, tree)
+
+
+def put(paths: Sequence[str], arrays: Sequence[Any], asked: Sequence[Any]) -> list[Any]:
+    """The arrays, each of a path, where a sharding says or, for None, where they are."""
+    arrays = list(arrays)
     leaves: list[Any] = []
     devices: list[Any] = []
     for path, x, device in zip(paths, arrays, asked, strict=True):
@@ -64,7 +76,7 @@ def device_put(tree: Any, shardings: Any) -> Any:
         if device is not None and _is_array(x):
             parts, structure = jax.tree.flatten(x)
             arrays[i] = jax.tree.unflatten(structure, [next(placed) for _ in parts])
-    return vtree.unflatten(treedef, arrays)
+    return arrays
 
 
 def _is_array(x: Any) -> bool:
@@ -96,7 +108,7 @@ def _by_rules(rules: Sequence[Any], paths: Sequence[str]) -> list[Any]:
                 f"the rule {regex!r} matches no array; it is matched in full against paths such as "
                 f"{some or '(the tree is empty)'}",
                 UserWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
     return [next((to for regex, to in compiled if regex.fullmatch(path)), None) for path in paths]
 
@@ -151,7 +163,7 @@ def _check(path: str, x: Any, device: Any) -> None:
             f"{name} is whole on each device: {x!r} has no blocks of shape {list(block)}, as "
             f"{sharding.spec} asks for, that end where its tiles and bytes do",
             UserWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
 
 

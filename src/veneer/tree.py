@@ -179,7 +179,7 @@ def partition(tree: Any, mask: Any) -> tuple[Any, Any]:
     >>> trained, rest = vn.tree.partition(params, vn.trainable(params))
     >>> trained
     {'b': Array([0., 0.], dtype=float32), 'w': QArray(packed=None, scale=None, zero_point=None,
-    qtype='int8', packing=None, dense_dtype='float32')}
+    minimum=None, qtype='int8', packing=None, dense_dtype='float32')}
     >>> def loss(trained, x):
     ...     params = vn.tree.combine(trained, rest)
     ...     return (x @ params["w"] + params["b"]).sum()
@@ -209,5 +209,23 @@ def combine(*trees: Any) -> Any:
     >>> vn.tree.combine({"a": 1, "b": None}, {"a": None, "b": 2})
     {'a': 1, 'b': 2}
     """
-    first = lambda *xs: next((x for x in xs if x is not None), None)
-    return jax.tree.map(first, *trees, is_leaf=lambda x: x is None)
+    return jax.tree.map(_first, *trees, is_leaf=_is_empty)
+
+
+def _first(*xs: Any) -> Any:
+    held = [x for x in xs if not _is_empty(x)]
+    if len(held) > 1 and any(isinstance(x, Value) for x in held):
+        raise TypeError(
+            f"{held[0]!r} is one array here, and {held[1]!r} has leaves of its place: a part that "
+            "lacks an optional leaf is taken for a whole array under vn.implicit. Put such parts "
+            "together before it"
+        )
+    return held[0] if held else xs[0]
+
+
+def _is_empty(x: Any) -> bool:
+    """Whether it is None, or an implicit array all of whose leaves are elsewhere.
+
+    Under `implicit` it may be one operand there, which has no leaves to be put beside these.
+    """
+    return x is None or (isinstance(x, Value) and not jax.tree.leaves(x))

@@ -1,6 +1,7 @@
 """The report of `explain`, as text and as a page."""
 
 import html.parser
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import pytest
 from support.array_types import lora
 
 import veneer as vn
+from veneer._report.tables import wrapped
 
 W = lora(jax.random.key(0))
 X = jnp.ones((3, 6))
@@ -27,16 +29,70 @@ def test_it_shows_itself(report):
     assert repr(report) == str(report)
 
 
-def test_equal_events_are_shown_once_with_their_number(report):
+def test_equal_events_are_shown_once_with_their_number(report, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
     lines = str(report).splitlines()
-    (line,) = [line for line in lines if line.startswith("dot_general")]
-    assert line.split()[1:5] == ["f32[3,6],", "Lora:f32[6,6]", "4", "rule"]
+    (i,) = [i for i, line in enumerate(lines) if "dot_general" in line]
+    assert lines[i].split()[:3] == ["4", "dot_general(f32[3,6],", "Lora:f32[6,6])"]
+    assert lines[i + 1].split()[0] == "rule"
     assert len(report.events) == 5
+
+
+def test_they_are_grouped_by_weight_and_those_of_none_come_last():
+    def model(layers, x):
+        for layer in layers:
+            x = jnp.sin(W + W)[:3] + x @ layer["kernel"]
+        return vn.implicit(jnp.exp)(vn.quant.quantize(x, "int8"))
+
+    report = vn.explain(model)([{"kernel": W}, {"kernel": W}], X)
+    over = [line for line in str(report).splitlines()[1:] if not line.startswith(" ")]
+    assert over[:3] == [
+        "W: 576 bytes made dense",
+        "layers.*.kernel",
+        "in passing: 72 bytes made dense",
+    ]
+    assert (report.nbytes, report.weight_nbytes) == (576 + 72, 576)
+
+
+@pytest.mark.parametrize("columns", [50, 80, 200])
+def test_it_fits_the_screen(report, columns, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    text = str(report)
+    assert max(map(len, text.splitlines())) <= columns
+
+
+@pytest.mark.parametrize("width", [7, 20, 60])
+def test_text_that_is_wrapped_is_all_there(width):
+    text = "  rule veneer/quant/ops/dot_general.py:83: rhs scaled outside, f32[128,128]"
+    lines = wrapped(text, width)
+    assert max(map(len, lines)) <= width
+    assert all(line.startswith("  ") for line in lines)
+    assert "".join("".join(lines).split()) == "".join(text.split())
+
+
+def test_without_a_terminal_it_has_80_columns(report, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert max(map(len, str(report).splitlines())) <= 80
+
+
+def test_files_are_named_from_where_one_works_and_from_where_modules_are_found(
+    report, tmp_path, monkeypatch
+):
+    package = Path(vn.__file__).parent
+    monkeypatch.chdir(tmp_path)
+    rule = str(package / "quant" / "qarray.py") + ":1"
+    lines = [f"{tmp_path}/model.py:3 (f.<locals>.g)", f"{jax.__file__}:1 (f)", "/elsewhere/f.py:1"]
+    shown = str(vn.Report(tuple(vn.Event("sin", (), rule, 0, line) for line in lines)))
+    assert " veneer/quant/qarray.py:1" in shown
+    assert " model.py:3 (f.g)" in shown
+    assert " jax/__init__.py:1 (f)" in shown
+    assert " /elsewhere/f.py:1" in shown
 
 
 def test_the_summary_counts(report):
     assert report.summary == (
-        "5 primitives met an implicit array, and 1 of them made it dense: 144 bytes in all."
+        "5 primitives met an implicit array, and 1 of them made it dense: 144 bytes in all, of "
+        "weights alone."
     )
     nothing = vn.explain(jnp.matmul)(X, W)
     assert nothing.summary == "1 primitive met an implicit array, and none made it dense."
@@ -48,7 +104,7 @@ def test_the_summary_counts(report):
 )
 def test_sizes(nbytes, shown):
     report = vn.Report((vn.Event("exp", ("W:f32[]",), None, nbytes, "f.py:1"),))
-    assert f"made it dense: {shown} in all" in str(report)
+    assert f"made it dense: {shown} in all" in report.summary
 
 
 class Rows(html.parser.HTMLParser):
@@ -71,9 +127,18 @@ class Rows(html.parser.HTMLParser):
 def test_the_page_has_the_rows_and_marks_the_dense_ones(report):
     page = Rows()
     page.feed(report.to_html())
-    assert [row[0] for row in page.rows] == ["primitive", "dot_general", "exp"]
-    assert page.classes == [None, None, "dense"]
+    over = "w: 144 bytes made dense"
+    assert [row[0] for row in page.rows] == ["primitive", over, "dot_general", "exp"]
+    assert page.classes == [None, "over", None, "dense"]
     assert report.summary in report.to_html()
+
+
+def test_a_notebook_shows_the_table(report):
+    page = Rows()
+    page.feed(report._repr_html_())
+    assert [row[0] for row in page.rows][-2:] == ["dot_general", "exp"]
+    assert report.summary in report._repr_html_()
+    assert "<table>" in vn.Report(())._repr_html_()
 
 
 def test_the_page_escapes_what_it_shows():

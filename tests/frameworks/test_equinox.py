@@ -106,13 +106,56 @@ def test_the_gradient_by_the_dense_array_is_dense(make):
     assert_close(gradient.weight, eqx.filter_grad(loss)(vn.materialise(layer), X).weight)
 
 
+def told_of_scales():
+    return pytest.warns(UserWarning, match=r"QArray:f32\[6,8\] by the scales.*vn\.trainable")
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, eqx.filter_jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("make", [nf4, qlora], ids=["nf4", "qlora"])
+def test_a_derivative_by_scales_that_nobody_chose_is_told(make, jit):
+    layer = eqx.tree_at(lambda layer: layer.weight, LAYERS["Linear"][0], replace_fn=make)
+    with told_of_scales():
+        jit(eqx.filter_grad(vn.implicit(loss)))(layer, X)
+    with vn.hijax.enabled(), told_of_scales():
+        jit(eqx.filter_grad(loss))(layer, X)
+    trained, frozen = vn.tree.partition(layer, vn.trainable(layer))
+    jit(eqx.filter_grad(lambda t: vn.implicit(loss)(eqx.combine(t, frozen), X)))(trained)
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, eqx.filter_jit], ids=["eager", "jit"])
+def test_an_update_by_a_dense_gradient_is_refused(jit):
+    layer = eqx.tree_at(lambda layer: layer.weight, LAYERS["Linear"][0], replace_fn=nf4)
+    gradient = vn.implicit(eqx.filter_grad(loss))(layer, X)
+    with pytest.raises(TypeError, match=r"QArray:f32\[6,8\] by a dense array.*vn\.trainable"):
+        jit(eqx.apply_updates)(layer, gradient)
+
+
 def test_codes_have_no_gradient_and_do_not_move():
     layer = eqx.tree_at(lambda layer: layer.weight, LAYERS["Linear"][0], replace_fn=nf4)
-    gradient = eqx.filter_grad(vn.implicit(loss))(layer, X)
+    with told_of_scales():
+        gradient = eqx.filter_grad(vn.implicit(loss))(layer, X)
     assert gradient.weight.packed is None
     new = eqx.apply_updates(layer, jax.tree.map(lambda g: -0.1 * g, gradient))
     assert (new.weight.packed == layer.weight.packed).all()
     assert (new.bias != layer.bias).any()
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, eqx.filter_jit], ids=["eager", "jit"])
+def test_parts_may_be_combined_within_implicit(jit):
+    layer = eqx.tree_at(lambda layer: layer.weight, LAYERS["Linear"][0], replace_fn=qlora)
+    trained, frozen = vn.tree.partition(layer, vn.trainable(layer))
+    of_parts = vn.implicit(lambda trained, frozen: loss(eqx.combine(trained, frozen), X))
+    expected = eqx.filter_grad(lambda t: vn.implicit(loss)(eqx.combine(t, frozen), X))(trained)
+    found = jit(eqx.filter_grad(of_parts))(trained, frozen)
+    assert jax.tree.all(jax.tree.map(jnp.allclose, found, expected))
+
+
+def test_a_layer_without_implicit_is_refused_and_never_made_dense():
+    layer, weights, call, x = LAYERS["Conv2d"]
+    layer = eqx.tree_at(weights, layer, [nf4(w) for w in weights(layer)])
+    with pytest.raises(TypeError, match="QArray") as raised:
+        call(layer, x)
+    assert "call the function under vn.implicit" in str(raised.value.__cause__)
 
 
 def test_a_training_loop_moves_what_is_trainable_alone():

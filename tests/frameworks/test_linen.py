@@ -8,7 +8,7 @@ import optax
 import pytest
 from flax.training.train_state import TrainState
 from support.array_types import assert_close
-from support.implicit_weights import cases, lora, qlora
+from support.implicit_weights import cases, lora, nf4, qlora
 from support.policies import only_by_rules
 
 import veneer as vn
@@ -64,6 +64,32 @@ def test_a_kernel_of_a_product_is_never_made_dense(case):
     vn.implicit(layer.apply, on_materialise=only_by_rules)(params, X)
 
 
+def test_with_high_types_a_parameter_is_one_array(case):
+    layer, params = case
+    expected = layer.apply(vn.materialise(params), X)
+    with vn.hijax.enabled():
+        assert_close(layer.apply(params, X), expected)
+        assert_close(jax.jit(layer.apply)(params, X), expected)
+        assert_close(vn.implicit(layer.apply)(params, X), expected)
+
+
+def test_with_high_types_the_gradient_by_a_quantised_kernel_is_dense():
+    layer, kernels = LAYERS["Dense"]
+    params = with_implicit(layer.init(jax.random.key(0), X), kernels, nf4)
+    loss = lambda params: jnp.sin(layer.apply(params, X)).sum()
+    with vn.hijax.enabled():
+        gradient = jax.jit(jax.grad(loss))(params)
+    expected = jax.grad(loss)(vn.materialise(params))
+    assert jax.tree.all(jax.tree.map(jnp.allclose, gradient, expected))
+
+
+def test_a_layer_without_implicit_is_refused_and_never_made_dense():
+    layer, kernels = LAYERS["Dense"]
+    params = with_implicit(layer.init(jax.random.key(0), X), kernels, lora)
+    with pytest.raises(TypeError, match=r"LoraArray:f32\[8,6\] is no array to JAX.*vn\.implicit"):
+        layer.apply(params, X)
+
+
 def test_a_bound_module_runs_too():
     layer, kernels = LAYERS["Dense"]
     params = with_implicit(layer.init(jax.random.key(0), X), kernels, qlora)
@@ -105,6 +131,27 @@ def test_a_train_state_moves_what_is_trainable_alone():
     assert values == sorted(values, reverse=True)
     kernel = vn.tree.combine(state.params, frozen)["params"]["kernel"]
     assert (kernel.w.packed == params["params"]["kernel"].w.packed).all()
+
+
+def test_a_train_state_may_be_closed_over():
+    layer, kernels = LAYERS["Dense"]
+    params = with_implicit(layer.init(jax.random.key(0), X), kernels, qlora)
+    trained, frozen = vn.tree.partition(params, vn.trainable(params))
+    state = TrainState.create(apply_fn=layer.apply, params=trained, tx=optax.adam(0.05))
+    expected = layer.apply(vn.materialise(params), X)
+
+    def loss(params):
+        return state.apply_fn(params, X)
+
+    def of_trained(trained):
+        return state.apply_fn(vn.tree.combine(trained, frozen), X)
+
+    whole = vn.tree.combine(state.params, frozen)
+    for jit in (lambda f: f, jax.jit):
+        assert_close(jit(vn.implicit(loss))(whole), expected)
+        assert_close(jit(lambda state: vn.implicit(loss)(whole))(state), expected)
+        with vn.hijax.enabled():
+            assert_close(jit(of_trained)(state.params), expected)
 
 
 def test_statistics_of_a_batch_norm_come_back_as_from_any_apply():

@@ -1,5 +1,7 @@
 """Layers of flax.nnx, as they are, with implicit arrays in their `nnx.Param`s."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -123,6 +125,65 @@ def test_the_optimiser_of_nnx_takes_dense_variables_alone():
     optimiser.update(layer, gradient)
     with pytest.raises(ValueError, match="different types at key path"):
         optimiser.update(layer, gradient)
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, nnx.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("tx", [optax.sgd(0.1), optax.adam(0.1)], ids=["sgd", "adam"])
+@pytest.mark.parametrize("make", [nf4, qlora], ids=["nf4", "qlora"])
+def test_with_high_types_the_optimiser_of_nnx_undoes_nothing_and_says_what_to_do(make, tx, jit):
+    layer = put_in(*new_linear(), make)
+    before = jax.tree.leaves(layer)
+    optimiser = nnx.Optimizer(layer, tx, wrt=nnx.Param)
+
+    @jit
+    def step(layer, optimiser):
+        optimiser.update(layer, nnx.grad(loss)(layer))
+
+    with vn.hijax.enabled(), pytest.raises(ValueError, match=r"\['kernel'\]") as raised:
+        step(layer, optimiser)
+    assert "vn.tree.partition(params, vn.trainable(params))" in str(raised.value)
+    for one, other in zip(before, jax.tree.leaves(layer), strict=True):
+        assert (one == other).all()
+
+
+@pytest.mark.parametrize("mode", ["implicit", "high types"])
+@pytest.mark.parametrize("jit", [lambda f: f, nnx.jit], ids=["eager", "jit"])
+def test_the_optimiser_of_nnx_trains_what_is_beside_quantised_weights(jit, mode):
+    layer = put_in(*new_linear(), nf4)
+    is_dense = lambda path, x: isinstance(x, nnx.Param) and not isinstance(x[...], vn.ImplicitArray)
+    optimiser = nnx.Optimizer(layer, optax.adam(0.1), wrt=is_dense)
+    f = vn.implicit(loss) if mode == "implicit" else loss
+
+    @jit
+    def step(layer, optimiser):
+        value, gradient = nnx.value_and_grad(f, argnums=nnx.DiffState(0, is_dense))(layer)
+        optimiser.update(layer, gradient)
+        return value
+
+    before = layer.kernel[...]
+    with vn.hijax.enabled() if mode == "high types" else contextlib.nullcontext():
+        values = [step(layer, optimiser) for _ in range(5)]
+    assert values == sorted(values, reverse=True)
+    assert (layer.kernel[...].packed == before.packed).all()
+
+
+def test_a_layer_that_a_function_merges_is_seen():
+    layer = put_in(*new_linear(), qlora)
+    graph, state = nnx.split(layer)
+    trained, rest = vn.tree.partition(state, vn.trainable(state))
+
+    def call(trained, rest):
+        return nnx.merge(graph, vn.tree.combine(trained, rest))(X)
+
+    assert_close(vn.implicit(call)(trained, rest), vn.implicit(layer)(X))
+    assert_close(jax.jit(vn.implicit(call))(trained, rest), vn.implicit(layer)(X))
+
+
+@pytest.mark.parametrize("make", [nf4, lora])
+def test_a_layer_without_implicit_is_refused_and_never_made_dense(make):
+    layer = put_in(*new_linear(), make)
+    with pytest.raises(TypeError, match=r"f32\[8,6\] is no array to JAX.*vn\.implicit"):
+        layer(X)
 
 
 def test_a_training_loop_moves_what_is_trainable_alone():

@@ -245,6 +245,67 @@ def test_cotangents_are_no_activations():
     assert_near(grad, exact("mn,kn->mk", 2 * y * np.asarray(seen), dense))
 
 
+def sin_of(product, how=lambda f: f):
+    """`sin(x @ w)`, whose author says how it moves with x."""
+
+    @jax.custom_jvp
+    def f(x, w):
+        return jnp.sin(product(x, w))
+
+    @f.defjvp
+    def _(primals, tangents):
+        x, w = primals
+        return f(x, w), jnp.cos(how(product)(x, w)) * how(product)(tangents[0], w)
+
+    return f
+
+
+PRODUCTS_IN_RULES = {
+    "at once": lambda w: (sin_of(jnp.matmul), (w,)),
+    "in a jit": lambda w: (sin_of(jnp.matmul, jax.jit), (w,)),
+    "in a jit around it": lambda w: (jax.jit(sin_of(jnp.matmul)), (w,)),
+    "in a loop": lambda w: (sin_of(lambda x, w: lax.map(lambda row: row @ w, x)), (w,)),
+    "of a weight that it closes over": lambda w: (
+        lambda x, w: sin_of(lambda x, _: x @ w)(x, jnp.zeros(())),
+        (w,),
+    ),
+}
+
+WEIGHTS_IN_RULES = {
+    "int8": lambda w: vn.quant.ActivationQuantized(w, qtype="int8"),
+    "in a static range": lambda w: vn.quant.ActivationQuantized(
+        w, jnp.full((1, 1), 0.02), qtype="int8"
+    ),
+    "in training": lambda w: vn.quant.FakeQuantized(
+        w, qtype="int8", act_qtype="int8", tile_axis=-2
+    ),
+    "in training on codes": lambda w: vn.quant.FakeQuantized(
+        w, qtype="int8", act_qtype="int8", tile_axis=-2, grad_qtype="int8"
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", WEIGHTS_IN_RULES)
+@pytest.mark.parametrize("name", PRODUCTS_IN_RULES)
+def test_tangents_of_an_authors_rule_are_no_activations(name, kind):
+    """Its outputs are those of the function, and its tangents go by the weight itself."""
+    x, t = normal(3, 8), 0.3 * normal(3, 8, seed=2)
+    w = WEIGHTS_IN_RULES[kind](normal(8, 4, seed=1))
+    f, more = PRODUCTS_IN_RULES[name](w)
+    run = lambda x: vn.implicit(f)(x, *more)
+    stands_for = np.asarray(vn.materialise(w), np.float64)
+    x64, t64 = np.asarray(x, np.float64), np.asarray(t, np.float64)
+    slope = np.cos(x64 @ stands_for)
+    expected = run(x)
+    for goes in (lambda f: f, jax.jit):
+        out, moved = goes(lambda x: jax.jvp(run, (x,), (t,)))(x)
+        np.testing.assert_allclose(out, expected, rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(moved, slope * (t64 @ stands_for), rtol=1e-4, atol=1e-5)
+        value, grad = goes(jax.value_and_grad(lambda x: run(x).sum()))(x)
+        np.testing.assert_allclose(value, expected.sum(), rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(grad, slope @ stands_for.T, rtol=1e-4, atol=1e-5)
+
+
 def test_two_weights_that_meet_are_both_weights():
     one, other = (
         weight("int8", 8, 8, act_qtype="int4"),

@@ -315,3 +315,13 @@ def test_a_static_range_takes_statistics_of_the_weight():
         quantize_tree(tree, [STATIC], train=True)
     with pytest.warns(UserWarning, match="no rule takes the statistics"):
         quantize_tree(tree, [Rule("w", "int8")], statistics={})
+
+
+def test_what_is_quantised_in_another_format_already_is_told():
+    tree = {"w": quantize(jnp.ones((64, 8)), "int8")}
+    with pytest.warns(UserWarning, match=r"quantised already, and left as they are: w \(int8\)"):
+        assert vn.quant.quantize_tree(tree, [Rule("w", "nf4")])["w"] is tree["w"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        vn.quant.quantize_tree(tree, [Rule("w", "int8")])
+        vn.quant.quantize_tree(tree, [Rule("w", None)])

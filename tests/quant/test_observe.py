@@ -172,6 +172,25 @@ def test_gradients_within_a_model_are_no_activations():
             )
 
 
+def test_tangents_of_an_authors_rule_are_no_activations():
+    @jax.custom_jvp
+    def layer(w, x):
+        return jnp.tanh(x @ w)
+
+    @layer.defjvp
+    def _(primals, tangents):
+        (w, x), (dw, dx) = primals, tangents
+        out = layer(w, x)
+        return out, (1 - out**2) * (dx @ w + x @ dw)
+
+    def model(w, x):
+        return jax.grad(lambda x: layer(w, x).sum())(x)
+
+    for run in (model, jax.jit(model)):
+        found = observe(run, ANY, params=W)(X)
+        assert_of(found[""], *X, gram=False)
+
+
 def test_outputs_are_those_of_the_model():
     outputs = []
 
@@ -314,9 +333,9 @@ def test_a_sentence_encoder(sentence_encoder):
 @pytest.fixture
 def sentence_encoder():
     """The encoder of the demo, of one layer, with parameters from a random number generator."""
-    from veneer.demo.model import sentence_encoder as module_of
+    from veneer.demo.programs import program
 
-    module = module_of()
+    module = program("sentence_encoder")
 
     hidden, wide, vocabulary = 32, 64, 20
     shapes = {

@@ -197,7 +197,8 @@ def test_what_is_no_program_is_refused(rules, arguments, error, message):
 
 def test_a_tile_near_the_one_that_is_asked_for_is_taken_and_none_below_eight():
     rule = Rule(".*", "int4", tile_size=64)
-    assert rule.along([-2], (96, 8)).axes((96, 8)) == ((1,), {0: 32})
+    for size, tile in ((96, 48), (1000, 40), (300, 60), (4304, 16)):
+        assert rule.along([-2], (size, 8)).axes((size, 8)) == ((1,), {0: tile})
     assert rule.along([-3, -2], (4, 16, 8)).axes((4, 16, 8)) == ((2,), {})
     assert rule.along([-3, -2], (4, 32, 8)).axes((4, 32, 8)) == ((2,), {0: 2, 1: 32})
     with pytest.raises(ValueError, match=r"no tile of 64 .* \(101, 8\)"):

@@ -8,6 +8,7 @@ claims            the table of a type's operations by transformations
 implicit_weights  implicit arrays in the place of a layer's weights
 jax_functions     arguments for every public function of JAX
 meshes            a mesh of eight devices, and values that say how they are cut
+gguf_files        GGUF files of random blocks
 stored_values     what a QArray stands for, found by NumPy alone
 every_type        a value of every array type, in any floating dtype
 fixed_examples    examples of properties that are the same in every run

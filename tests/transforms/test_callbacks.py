@@ -138,8 +138,8 @@ PRINTED = {
     "a label": (Tagged(jnp.arange(2.0), "kg"), "Tagged(x=[0. 1.], label='kg')"),
     "a codebook": (
         vn.quant.QArray(jnp.array([1, -2], jnp.int8), jnp.array([0.5]), qtype="int8"),
-        "QArray(packed=[ 1 -2], scale=[0.5], zero_point=None, qtype='int8', packing=None, "
-        "dense_dtype='float32')",
+        "QArray(packed=[ 1 -2], scale=[0.5], zero_point=None, minimum=None, qtype='int8', "
+        "packing=None, dense_dtype='float32')",
     ),
 }
 

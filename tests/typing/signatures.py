@@ -29,7 +29,7 @@ def doubled(x: jax.Array) -> tuple[jax.Array, int]:
     return x + x, 2
 
 
-@vn.implicit(on_materialise="warn")
+@vn.implicit(on_materialise="warn_weights")
 def tripled(x: jax.Array) -> jax.Array:
     return x + x + x
 

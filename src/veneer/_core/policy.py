@@ -5,70 +5,45 @@ call, so rules which redispatch, and loops, obey it too.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import jax
 
 from .._jax.source_lines import user_line, user_place
+from .surface.event import Event, MaterialiseError, MaterialiseWarning, Source
 
-OnMaterialise = Literal["allow", "warn", "error"] | Callable[["Event"], None]
-
-
-class MaterialiseError(TypeError):
-    """An operand is to be made dense, which the policy in force forbids."""
-
-
-class MaterialiseWarning(UserWarning):
-    """An implicit array was made dense."""
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """One primitive that met an implicit operand.
-
-    `rule` is the file and line of the rule that ran, or None where none fitted; `how` is the way it
-    went; `nbytes` the size of what that, or the lack of a rule, made dense; `line` the user's own.
-    """
-
-    primitive: str
-    operands: tuple[str, ...]
-    rule: str | None
-    nbytes: int
-    line: str
-    how: str = ""
-
-    @property
-    def made_dense(self) -> bool:
-        """Whether an operand was made dense, all of it in memory."""
-        return self.rule is None or self.nbytes > 0
-
-    def __str__(self) -> str:
-        met = f"{self.primitive}({', '.join(self.operands)}) at {self.line}"
-        if self.rule is not None:
-            dense = f"{self.nbytes:,} bytes are made dense" if self.nbytes else ""
-            return f"{met}: " + ", ".join(filter(None, (f"rule {self.rule}", self.how, dense)))
-        return f"{met}: no rule fits, so {self.nbytes:,} bytes are made dense"
+OnMaterialise = (
+    Literal["allow", "warn", "error", "warn_weights", "error_weights"] | Callable[[Event], None]
+)
 
 
 @dataclass(frozen=True, eq=False)
 class Policy:
     """What to do on materialisation, and the list to which all events are added, if any.
 
+    With `weights_alone`, that is done where a weight is made dense, and no other implicit array.
     Compared by identity: what was staged under one policy says nothing under another.
     """
 
     on_materialise: OnMaterialise = "allow"
     events: list[Event] | None = None
+    weights_alone: bool = False
 
 
 ALLOW = Policy()
 ERROR = Policy("error")
 RECORD = Policy()  # in force while events are recorded, to be told later
-_NAMED = {"allow": ALLOW, "warn": Policy("warn"), "error": ERROR}
+_NAMED = {
+    "allow": ALLOW,
+    "warn": Policy("warn"),
+    "error": ERROR,
+    "warn_weights": Policy("warn", weights_alone=True),
+    "error_weights": Policy("error", weights_alone=True),
+}
 
 # A user context and not a context variable: JAX traces a jitted function anew when it changes, so
 # that no function traced under one policy is silent under another.
@@ -92,7 +67,7 @@ def policy_of(choice: OnMaterialise) -> Policy:
         return _NAMED[choice]
     if not callable(choice):
         raise ValueError(
-            f"on_materialise must be 'allow', 'warn', 'error' or a callable, got {choice!r}"
+            f"on_materialise must be {', '.join(map(repr, _NAMED))} or a callable, got {choice!r}"
         )
     return Policy(choice)
 
@@ -102,7 +77,7 @@ def overridden_by(policy: Policy) -> AbstractContextManager[None]:
     if policy is ALLOW:
         return nullcontext()
     events = _policy.value.events
-    return policy_in_force(policy if events is None else Policy(policy.on_materialise, events))
+    return policy_in_force(policy if events is None else replace(policy, events=events))
 
 
 _recorded: ContextVar[list[Event]] = ContextVar("recorded")
@@ -133,7 +108,7 @@ def tell(events: Iterable[Event]) -> None:
             _recorded.get().append(event)
         if policy.events is not None:
             policy.events.append(event)
-        if not event.made_dense:
+        if not (event.weight_nbytes if policy.weights_alone else event.made_dense):
             continue
         if policy.on_materialise == "warn":
             file, line = user_place()
@@ -145,28 +120,31 @@ def tell(events: Iterable[Event]) -> None:
             policy.on_materialise(event)
 
 
-# What the rule that is running says of itself, and the bytes that it makes dense.
-_how: ContextVar[tuple[str, int]] = ContextVar("how", default=("", 0))
+# What the rule that is running says of itself, and the bytes of each operand that it makes dense.
+_how: ContextVar[tuple[str, Sequence[int]]] = ContextVar("how", default=("", ()))
+
+#: What an event says of operands: as they are shown, where they come from, and their dense bytes.
+Operands = tuple[tuple[str, ...], tuple[Source, ...], tuple[int, ...]]
 
 
-def note_how(how: str, nbytes: int = 0) -> None:
-    """Called by a rule at its end: which way it went, and how many bytes that makes dense."""
+def note_how(how: str, dense: Sequence[int] = ()) -> None:
+    """Called by a rule at its end: its way, and how many bytes of each operand that makes dense."""
     if _policy.value is not ALLOW:
-        _how.set((how, nbytes))
+        _how.set((how, dense))
 
 
-def note_rule(primitive: str, operands: Callable[[], tuple[str, ...]], rule: str) -> None:
+def note_rule(primitive: str, operands: Callable[[], Operands], rule: str) -> None:
     """Tells that a rule ran, where someone asked for a report or it makes something dense."""
-    policy = _policy.value
-    if policy is ALLOW:
-        return
-    how, nbytes = _how.get()
-    _how.set(("", 0))
-    if nbytes or policy is RECORD or policy.events is not None:
-        tell([Event(primitive, operands(), rule, nbytes, user_line(), how)])
+    policy, (how, dense) = _policy.value, _how.get()
+    _how.set(("", ()))
+    if any(dense) or policy is RECORD or policy.events is not None:
+        shown, sources, _ = operands()
+        dense = (*dense, *[0] * (len(shown) - len(dense)))
+        tell([Event(primitive, shown, rule, sum(dense), user_line(), how, sources, dense)])
 
 
-def note_materialised(primitive: str, operands: Callable[[], tuple[str, ...]], nbytes: int) -> None:
+def note_materialised(primitive: str, operands: Callable[[], Operands]) -> None:
     """Tells whoever asked that operands are about to be made dense."""
     if _policy.value is not ALLOW:
-        tell([Event(primitive, operands(), None, nbytes, user_line())])
+        shown, sources, dense = operands()
+        tell([Event(primitive, shown, None, sum(dense), user_line(), "", sources, dense)])

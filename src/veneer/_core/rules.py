@@ -89,6 +89,7 @@ Target = Primitive | JittedFunction
 
 _rules: dict[Target, list[RegisteredRule]] = {}
 _resolutions: dict[Any, RegisteredRule | None] = {}
+MAY_MAKE_VALUES: set[Primitive] = set()  # as their programs do
 _forget: list[Callable[[], None]] = [_resolutions.clear]
 
 
@@ -181,6 +182,8 @@ def add_rule(
     operands, more = operand_types(function)
     rule = RegisteredRule(function, operands, more, precedence, structural, conditional, eager)
     for primitive in primitives:
+        if structural and isinstance(primitive, Primitive):
+            MAY_MAKE_VALUES.add(primitive)
         check_is_first(rule, _rules.setdefault(primitive, []), primitive.name)
         _rules[primitive].append(rule)
         if primitive.name in COMMUTATIVE and _may_swap(rule):

@@ -9,11 +9,15 @@ from typing import Any
 
 import jax
 
-from .._jax.primitives import Primitive
-from .._jax.tracing import Trace, Tracer, set_current_trace, swap_trace
+from .._jax.primitives import Primitive, is_or_contains
+from .._jax.tracing import Trace, Tracer, is_in_derivative, set_current_trace, swap_trace
 from .dispatch import dispatch
-from .rules import structural_rule
-from .value import Value, refuse_leaves
+from .rules import MAY_MAKE_VALUES, structural_rule
+from .surface.parts import refuse_leaves, warn_of_leaves_by_dtype
+from .value import Value
+
+#: The name of the primitive that makes a value of its leaves.
+PACK = "pack_value"
 
 
 class ImplicitTracer(Tracer):
@@ -26,17 +30,14 @@ class ImplicitTracer(Tracer):
             aval = value.aval()
         except Exception as error:
             refuse_leaves([value], error)
-            if any(x is None for x in jax.tree.leaves(value, is_leaf=lambda x: x is None)):
-                error.add_note(
-                    f"{value!r} lacks leaves. If it is a part, by vn.tree.partition, put the parts "
-                    "together with vn.tree.combine before vn.implicit, and not within."
-                )
             raise
         if not isinstance(aval, jax.core.ShapedArray):
             raise TypeError(
                 f"{type(value).__name__}.aval() gives {aval!r} and must give a "
                 "jax.core.ShapedArray, as jax.typeof(array) does"
             )
+        if is_in_derivative(trace.parent):
+            warn_of_leaves_by_dtype(value)
         super().__init__(trace, aval)
         self.value = value
 
@@ -51,12 +52,12 @@ class ImplicitTrace(Trace):
     later, in a trace of its own, takes the tag along and so knows the values that it closes over.
     """
 
-    __slots__ = ("parent", "tag")
+    __slots__ = ("parent", "tag", "takes_any")
 
-    def __init__(self, parent: Trace, tag: object):
+    def __init__(self, parent: Trace, tag: object, takes_any: bool = True):
         super().__init__()
         self.parent: Any = parent
-        self.tag = tag
+        self.tag, self.takes_any = tag, takes_any  # any value, or what a filter has chosen
         self.requires_low = parent.requires_low
 
     def wrap(self, x: Any) -> Any:
@@ -73,13 +74,16 @@ class ImplicitTrace(Trace):
         tag, parent = self.tag, self.parent
         for x in tracers:
             if type(x) is ImplicitTracer and x._trace.tag is tag:
+                run = dispatch
                 break
         else:
-            return parent.process_primitive(primitive, tracers, params)
+            if primitive not in MAY_MAKE_VALUES or not is_or_contains(primitive, params, PACK):
+                return parent.process_primitive(primitive, tracers, params)
+            run = lambda primitive, values, params: structural_rule(primitive)(*values, **params)
         values = list(map(self.unwrap, tracers))
         previous = swap_trace(parent)
         try:
-            out = dispatch(primitive, values, params)
+            out = run(primitive, values, params)
             # Here, for a type's aval() may compute, and a primitive leaves no trace current.
             return list(map(self.wrap, out)) if primitive.multiple_results else self.wrap(out)
         except Exception as error:

@@ -1,24 +1,25 @@
 """`implicit`: runs a JAX function with the rules in force."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
 from jax.tree_util import tree_flatten, tree_unflatten, treedef_is_leaf
 
-from .._jax.tracing import ConcreteArray, current_trace, swap_trace
+from .._jax.tracing import ConcreteArray, current_trace, is_eager, swap_trace
 from .policy import (
     ALLOW,
     OnMaterialise,
     Policy,
+    current_policy,
     overridden_by,
     policy_of,
 )
 from .surface.captures import close, may_capture, open_closure, refuse_assignments
-from .surface.mistakes import note_unseen
+from .surface.weights import name_weights
 from .trace import ImplicitTrace, ImplicitTracer
-from .value import Kept, Value, is_kept, is_value
+from .value import Kept, Value, is_kept, is_whole
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -60,15 +61,18 @@ def implicit(
     **Arguments:**
 
     - `fn`: any function of pytrees. Implicit arrays that it captures, as variables of enclosing
-      scopes, are as its arguments. It may itself be a pytree, such as a module; so is the result
-      then, with the same leaves. Left out, the result is a decorator, as in
+      scopes, are as its arguments; others that it comes to, or builds, are operands where it uses
+      them. Parts, which lack leaves, stay trees. It may itself be a pytree, such as a module; so is
+      the result then, with the same leaves. Left out, the result is a decorator, as in
       `@vn.implicit(on_materialise="error")`.
     - `filter_spec`: which implicit arrays take part: a bool, a predicate on values, or a pytree
       of them that is a prefix of `(fn, args, kwargs)`. Those left out pass through as they are,
       for a nested `implicit`.
     - `on_materialise`: what to do where an operand is made dense, by a rule or for want of one:
-      `"allow"` it, `"warn"`, `"error"`, or a callable that is given the `Event`. Choices other
-      than `"allow"` hold for the calls of `implicit` inside this one too.
+      `"allow"` it, `"warn"`, `"error"`, or a callable that is given the `Event`. `"warn_weights"`
+      and `"error_weights"` do so for weights alone: the implicit arrays that the program is given,
+      moved or not, and none that are implicit in passing, as rows of an embedding are. Choices
+      other than `"allow"` hold for the calls of `implicit` inside this one too.
 
     **Returns:** a function of the same arguments, which may return implicit arrays.
 
@@ -94,14 +98,9 @@ def implicit(
     @wraps(fn, updated=())
     def implicit_fn(*args: Any, **kwargs: Any) -> Any:
         opened = open_closure(fn) if captures else fn
-        try:
-            if policy is ALLOW:
-                return _run(opened, filter_spec, args, kwargs)
-            with overridden_by(policy):
-                return _run(opened, filter_spec, args, kwargs)
-        except TypeError as error:
-            note_unseen(error, Value)
-            raise
+        if policy is ALLOW and current_policy() is ALLOW:
+            return _run(opened, filter_spec, args, kwargs)
+        return _run_under(policy, opened, filter_spec, args, kwargs)
 
     return implicit_fn
 
@@ -123,8 +122,7 @@ class Implicit:
         self.fn, self.filter_spec, self.policy = fn, filter_spec, policy
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with overridden_by(self.policy):
-            return _run(self.fn, self.filter_spec, args, kwargs)
+        return _run_under(self.policy, self.fn, self.filter_spec, args, kwargs)
 
     def __repr__(self) -> str:
         return f"implicit({self.fn!r})"
@@ -137,17 +135,23 @@ class Implicit:
         return cls(*children, *settings)
 
 
+def _run_under(policy: Policy, fn: Any, filter_spec: FilterSpec, args: Any, kwargs: Any) -> Any:
+    run = lambda fn, args, kwargs: _run(fn, filter_spec, args, kwargs)
+    with overridden_by(policy):
+        named = current_policy() is not ALLOW and filter_spec is not False
+        return name_weights(fn, args, kwargs, run) if named else run(fn, args, kwargs)
+
+
 def _run(fn: Any, filter_spec: FilterSpec, args: Any, kwargs: Any) -> Any:
     program = fn, args, kwargs
     leaves, treedef = tree_flatten(program, is_kept)
     if filter_spec is True:
-        chosen = [isinstance(x, Value) for x in leaves]
+        chosen = [isinstance(x, Value) and is_whole(x) for x in leaves]
     else:
-        among = jax.tree.leaves(_broadcast(filter_spec, program))
-        chosen = [is_value(x) and a for x, a in zip(leaves, among, strict=True)]
-    if True not in chosen:
+        chosen = jax.tree.leaves(_broadcast(filter_spec, program))
+    if True not in chosen and (filter_spec is not True or _computes_at_once(leaves)):
         return close(fn)(*args, **kwargs)
-    trace = ImplicitTrace(current_trace(), tag=object())
+    trace = ImplicitTrace(current_trace(), object(), filter_spec is True)
     wrapped = [ImplicitTracer(trace, x) if c else x for c, x in zip(chosen, leaves, strict=True)]
     previous = swap_trace(trace)
     try:
@@ -158,13 +162,18 @@ def _run(fn: Any, filter_spec: FilterSpec, args: Any, kwargs: Any) -> Any:
         swap_trace(previous)
     refuse_assignments(fn)
     if type(out) is not ConcreteArray:  # as most results are
-        out = jax.tree.map(trace.unwrap, out, is_leaf=_is_whole)
+        out = jax.tree.map(trace.unwrap, out, is_leaf=lambda x: isinstance(x, Kept))
     trace.invalidate()
     return out
 
 
-def _is_whole(x: Any) -> bool:
-    return isinstance(x, Kept)
+def _computes_at_once(leaves: Sequence[Any]) -> bool:
+    """Whether a call is of dense arrays alone, each operation of which is computed as it is met.
+
+    A trace would take several times as long. A value that such a function makes, or finds in a
+    container, is refused where it is met.
+    """
+    return is_eager() and not any(isinstance(x, Value) for x in leaves)
 
 
 def _broadcast(spec: FilterSpec, tree: Any) -> Any:
@@ -172,7 +181,7 @@ def _broadcast(spec: FilterSpec, tree: Any) -> Any:
 
     def mark(spec: Any, subtree: Any) -> Any:
         choose = spec if callable(spec) else lambda _: bool(spec)
-        decide = lambda x: is_value(x) and bool(choose(x))
+        decide = lambda x: isinstance(x, Value) and is_whole(x) and bool(choose(x))
         return jax.tree.map(decide, subtree, is_leaf=is_kept)
 
     is_spec = lambda x: isinstance(x, bool) or callable(x)

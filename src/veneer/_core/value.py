@@ -15,15 +15,18 @@ from jax.sharding import PartitionSpec
 from .._jax.primitives import Primitive
 from .._jax.source_lines import user_line
 from .leaf_axes import Axes, Movement, are_axes, partition
-from .policy import ALLOW, note_materialised, policy_in_force
+from .policy import ALLOW, Operands, note_materialised, policy_in_force
+from .surface.event import Source
+from .surface.fields import Fields, fields_of
 from .surface.mistakes import check_fields
+from .surface.shown import Shown
 from .tree import checks_of, has_metadata, make_dataclass, make_pytree, static
 
 T = TypeVar("T")
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field, static))
-class Value:
+class Value(Shown):
     """What `implicit` wraps: a pytree with an abstract value and a dense form.
 
     Subclassing makes a frozen dataclass and registers a pytree with keys, unless the class is
@@ -62,11 +65,9 @@ class Value:
     #: it is differentiated as one (`vn.hijax`): so for a quantised array, whose codes have none.
     dense_tangent: ClassVar[bool] = False
 
-    #: What jaxprs show for the type (`vn.hijax`); None is the class's name, shortened.
-    type_name: Any = None
-
     _made_here: ClassVar[bool] = False
     _pytree: ClassVar[bool] = False
+    _fields: ClassVar[Fields] = Fields(frozenset(), tell=True)
 
     def __init_subclass__(cls, *, abstract: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -82,6 +83,7 @@ class Value:
         # register the class first.
         if not cls._pytree:
             make_pytree(cls)
+            cls._fields = fields_of(cls)
         return super().__new__(cls)
 
     # Of the classes made dataclasses here; other frameworks see to theirs.
@@ -169,9 +171,33 @@ def is_value(x: Any) -> bool:
     return isinstance(x, Value)
 
 
+def is_whole(value: Value) -> bool:
+    """Whether no array is lacking, as in the parts that `vn.tree.partition` makes: those are trees.
+
+    Of a field whose annotation does not tell, None counts where no dense form follows from it.
+    """
+    fields = type(value)._fields
+    for name, held in value.__dict__.items():
+        if held is None and name in fields.arrays:
+            return False
+        if isinstance(held, Value) and not is_whole(held):
+            return False
+    is_none = lambda x: x is None
+    if fields.tell or not any(map(is_none, jax.tree.leaves(value, is_leaf=is_none))):
+        return True
+    with suppress(Exception):  # whatever a type's own code raises where leaves are missing
+        return value.aval() is not None
+    return False
+
+
 def is_part(value: Any) -> Callable[[Any], bool]:
     """Whether something is an implicit array among the fields of `value`, for tree functions."""
     return lambda x: isinstance(x, Value) and x is not value
+
+
+def source_of(x: Any) -> Source:
+    """The weights that a value is, or is made of, where somebody asks; nothing of other values."""
+    return x.__dict__.get("_source", ()) if isinstance(x, Value) else ()
 
 
 def aval_of(part: Any) -> Any:
@@ -290,8 +316,7 @@ def make_dense(primitive: Primitive, values: Sequence[Any]) -> list[Any]:
     implicit = [v for v in values if isinstance(v, Value)]
     if not implicit:
         return list(values)
-    nbytes = sum(v.aval().size * v.aval().dtype.itemsize for v in implicit)
-    note_materialised(primitive.name, lambda: describe(values), nbytes)
+    note_materialised(primitive.name, lambda: operands_met(values))
     try:
         return [_checked(v) if isinstance(v, Value) else v for v in values]
     except Exception as error:
@@ -301,21 +326,6 @@ def make_dense(primitive: Primitive, values: Sequence[Any]) -> list[Any]:
             "where calls of implicit are nested, nest them the other way round."
         )
         raise
-
-
-def refuse_leaves(values: Sequence[Any], error: Exception | None = None) -> None:
-    """Refuses values of which a leaf, or its type, is of no numbers."""
-    for value in filter(is_value, values):
-        what, leaves = "", jax.tree.leaves(value)
-        if any(isinstance(x, jax.Ref | jax.ref.AbstractRef) for x in leaves):
-            what = "a jax.Ref for each leaf"
-        elif jax.dtypes.float0 in [getattr(x, "dtype", None) for x in leaves]:
-            what = "derivatives by leaves, float0 for integers,"
-        if what:
-            raise TypeError(
-                f"this {type(value).__name__} holds {what} and stands for no array: compute on its "
-                "leaves, by jax.tree.map"
-            ) from error
 
 
 def _checked(value: Value) -> Any:
@@ -336,6 +346,13 @@ def _aval_of_dense(value: Value, dense: Any) -> Any:
         raise TypeError(
             f"{type(value).__name__}.materialise() gives {dense!r}, which is no array: {value!r}"
         ) from None
+
+
+def operands_met(values: Sequence[Any]) -> Operands:
+    """What an event says of operands; dense bytes are those of implicit ones."""
+    avals = [v.aval() if isinstance(v, Value) else None for v in values]
+    dense = [0 if a is None else a.size * a.dtype.itemsize for a in avals]
+    return describe(values), tuple(map(source_of, values)), tuple(dense)
 
 
 def describe(values: Sequence[Any]) -> tuple[str, ...]:

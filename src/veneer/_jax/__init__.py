@@ -7,6 +7,7 @@ can be deleted.
     tracing             which trace is current, and what one knows of the arrays in it
     primitives          primitives by name, and the jaxprs that some of them contain
     custom_functions    functions with derivatives, solvers or batching rules of their own
+    sparse              what the primitives of `jax.experimental.sparse` compute
     sharding            shardings, and the trees that functions of a shard_map return
     source_lines        the user's place in the program
     export              the classes of values, as jax.export writes them

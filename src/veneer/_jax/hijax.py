@@ -14,12 +14,14 @@ from jax._src import (
     pjit,
     source_info_util,
     stages,
+    tree_util,
 )
 from jax._src import pmap as jax_pmap
 from jax._src import shard_map as jax_shard_map
 from jax._src.hijax import HiType
 from jax._src.interpreters import ad, batching
 from jax._src.interpreters import partial_eval as pe
+from jax._src.lax import parallel
 from jax._src.lax.control_flow import conditionals, loops
 from jax._src.sharding_impls import UnspecifiedValue as Unspecified
 from jax._src.state.types import RefEffect
@@ -60,12 +62,14 @@ __all__ = [
     "jax_shard_map",
     "loops",
     "no_effects",
+    "parallel",
     "pe",
     "pjit",
     "print_as",
     "stages",
     "to_staged",
     "tracing_registry",
+    "tree_util",
 ]
 
 GradAccum = ad.GradAccum

@@ -4,6 +4,7 @@ import difflib
 import sys
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import jax
 from jax._src import core, dispatch
@@ -63,6 +64,22 @@ def is_inlined(params: dict[str, Any]) -> bool:
 def open_jaxpr(closed: Any) -> tuple[Any, list[Any]]:
     """A closed jaxpr as one that takes its constants first, and those constants."""
     return convert_constvars_jaxpr(closed.jaxpr), list(closed.consts)
+
+
+def is_or_contains(primitive: Primitive, params: dict[str, Any], name: str) -> bool:
+    """Whether a primitive is of this name, or a program in its parameters has an equation of it."""
+    programs = core.jaxprs_in_params(params)
+    return primitive.name == name or any(_has_equation(jaxpr, name) for jaxpr in programs)
+
+
+def _has_equation(jaxpr: Any, name: str) -> bool:
+    known = _with_equations.setdefault(jaxpr, {})
+    if name not in known:
+        known[name] = any(is_or_contains(e.primitive, e.params, name) for e in jaxpr.eqns)
+    return known[name]
+
+
+_with_equations: WeakKeyDictionary[Any, dict[str, bool]] = WeakKeyDictionary()
 
 
 def contained_jaxpr(params: dict[str, Any]) -> Any:

@@ -1,12 +1,14 @@
 """JAX's traces: which one is current, and what one knows of the arrays in it."""
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax._src import array, core
+from jax._src import array, core, dtypes
 from jax._src.config import trace_context as trace_context
+from jax._src.interpreters import ad
 from jax._src.interpreters.batching import BatchTracer
 from jax._src.interpreters.partial_eval import DynamicJaxprTracer
 
@@ -15,6 +17,7 @@ from .primitives import find_primitive
 ConcreteArray = array.ArrayImpl
 Trace = core.Trace
 Tracer = core.Tracer
+InvalidInputException = dtypes.InvalidInputException
 set_current_trace = core.set_current_trace
 
 
@@ -29,6 +32,12 @@ def swap_trace(trace: Any) -> Any:
     previous = context.trace
     context.set_trace(trace)
     return previous
+
+
+def is_of_numbers(x: Any) -> bool:
+    """Whether an array, or its type, is of numbers: no reference, and no derivative by integers."""
+    is_reference = isinstance(x, jax.Ref | jax.ref.AbstractRef)
+    return not is_reference and getattr(x, "dtype", None) != jax.dtypes.float0
 
 
 def is_zero(x: Any) -> bool:
@@ -64,6 +73,64 @@ _NEVER_READ = {"empty", "empty2"}  # what a branch gives for a residual of anoth
 def mapped_axis(x: Any) -> Any:
     """The axis that `jax.vmap` has just taken off an array, or None if it has taken none."""
     return x.batch_dim if isinstance(x, BatchTracer) else None
+
+
+def traces_around(trace: Any) -> Iterator[Any]:
+    """A trace, and those within which it runs, from the innermost on."""
+    while trace is not None:
+        yield trace
+        trace = getattr(trace, "parent_trace", None)
+
+
+def set_operand_of(cls: type, operand: Callable[[Any], Any]) -> Callable[[Any], Any] | None:
+    """Has primitives take an object of a class for what `operand` makes of it.
+
+    JAX keeps such functions in C++ and forgets none, so one stays, which asks here for another.
+
+    **Returns:** the function that was in its place.
+    """
+    before = _operand_of.get(cls)
+    _operand_of[cls] = operand
+    if before is None:
+        dtypes.register_canonicalize_value_handler(cls, lambda x: _operand_of[cls](x))
+    return before
+
+
+_operand_of: dict[type, Callable[[Any], Any]] = {}
+
+
+def set_type_of(cls: type, type_of: Callable[[Any], Any]) -> None:
+    """Has `jax.typeof` ask a function for the type of an object of a class."""
+    core.pytype_aval_mappings[cls] = type_of
+
+
+def an_operator_asks() -> bool:
+    """Whether the property that calls this is read by an operator of `jax.Array`.
+
+    Those ask for `__jax_array__` too, and leave what has none to the operators of its class.
+    """
+    frame: Any = sys._getframe(1)
+    # Between may be an equinox.Module's __getattribute__, and what checks annotations.
+    while frame is not None and not frame.f_globals.get("__name__", "").startswith("jax."):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name.startswith("_operator_")
+
+
+def is_in_derivative(trace: Any) -> bool:
+    """Whether a derivative is taken in a trace, or in one around it."""
+    while trace is not None:
+        if type(trace) in _DERIVATIVES:
+            return True
+        trace = getattr(trace, "parent_trace", None)
+    return False
+
+
+def is_differentiated(x: Any) -> bool:
+    """Whether a derivative is taken by an array, or by one that it depends on."""
+    return isinstance(x, Tracer) and type(x._trace) in _DERIVATIVES
+
+
+_DERIVATIVES = {ad.JVPTrace, ad.LinearizeTrace}
 
 
 def is_eager() -> bool:

@@ -7,7 +7,8 @@ from typing import Any, ParamSpec
 import jax
 import numpy as np
 
-from .._core.policy import Event, Policy, policy_in_force
+from .._core.policy import Policy, policy_in_force
+from .._core.surface.event import Event
 from .._core.transform import implicit
 from .report import Report
 
@@ -22,13 +23,16 @@ def explain(fn: Callable[P, Any]) -> Callable[P, Report]:
 
     **Returns:** a function of `fn`'s arguments that gives a `Report`: every primitive that met an
     implicit operand, with the rule that ran (file and line), or that it was materialised, and how
-    many bytes either makes dense on the platform that JAX runs on.
+    many bytes either makes dense on the platform that JAX runs on. Of operands that are weights,
+    and not implicit in passing, an event has the paths in the arguments.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> w = vn.quant.quantize(jnp.eye(2), "nf4")
     >>> report = vn.explain(lambda x, w: jnp.sin(x @ w) + w)(jnp.ones(2), w)
     >>> [(e.primitive, e.rule is not None, e.nbytes) for e in report.events]
     [('dot_general', True, 16), ('add', False, 16)]
+    >>> [e.weights for e in report.events], report.weight_nbytes
+    ([('w',), ('w',)], 32)
     """
 
     @wraps(fn, updated=())

@@ -38,7 +38,11 @@ class ActivationQuantized(ProductWeight):
     those of the product of what the two operands stand for. Take them outside, as in
     `jax.grad(vn.implicit(f))`; `vn.implicit(jax.grad(f))` differentiates the program instead, in
     which activations are as they were. There, cotangents contract other axes, and are left alone;
-    but the tangents of `vn.implicit(jax.jvp(f))` are taken for activations.
+    but the tangents of `vn.implicit(jax.jvp(f))` are taken for activations. In the rule that the
+    author of a `jax.custom_jvp` function has written, under `jax.grad(vn.implicit(f))`, operands
+    may be tangents, and none is quantised: the outputs are those of the function, and the tangents
+    are taken at the weight. Without `vn.implicit`, with high types too, such a rule runs unseen,
+    and what it multiplies with the weight is quantised.
 
     Two of them that meet are both weights, and neither is quantised for the other. An operand that
     is a `QArray`, or of integers, is left as it is; one of another type is multiplied with the

@@ -18,6 +18,7 @@ from jax.typing import ArrayLike
 
 from .._core.leaf_axes import LeafAxis, Movement, aligned
 from .._core.primitives.reshaping import reshape_groups
+from .._core.primitives.scopes import may_be_tangents
 from .._core.rules import register
 from .._core.surface.array import ImplicitArray
 from .._core.transform import redispatch
@@ -109,12 +110,14 @@ class ProductWeight(ImplicitArray, abstract=True):
     def sums_over(self, axes: Sequence[int]) -> bool:
         """Whether a product that contracts `axes` of the weight is the one that the type is about.
 
+        One whose other operand may be a tangent is none.
+
         **Arguments:**
 
         - `axes`: of the weight as it is, counted from the front.
         """
         contracting = {axis + self.ndim for axis in self.contracting}
-        return bool(contracting) and contracting <= set(axes)
+        return bool(contracting) and contracting <= set(axes) and not may_be_tangents()
 
     def _companions(self) -> dict[str, Leaf]:
         found = {name: getattr(self, name) for name in self.companions}

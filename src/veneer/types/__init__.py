@@ -8,6 +8,7 @@
     constant        `Constant`
     frozen          `Frozen`
     lazy            `Lazy`
+    permuted        `Permuted`: entries along an axis in another order
 
 and what they share:
 

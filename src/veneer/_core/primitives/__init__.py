@@ -17,6 +17,7 @@ and others:
 
     callbacks           those that call the host
     identities          those that return their operand
+    packing             the one of ours that makes a value of its leaves
     movement            those that move entries about: transpose, slice, gather, ...
     sharding            those that place an array on devices
 
@@ -37,5 +38,6 @@ from . import hi_primitives as hi_primitives
 from . import identities as identities
 from . import linear_solve as linear_solve
 from . import movement as movement
+from . import packing as packing
 from . import shard_map as shard_map
 from . import sharding as sharding

@@ -21,8 +21,9 @@ from ..dispatch import apply_rules
 from ..functions import JittedFunction, functions_named
 from ..policy import current_policy, tells_each_time
 from ..rules import add_rule, forget_with_rules, structural
+from ..surface.event import MaterialiseError
 from ..value import Value
-from .scopes import ASKED, inside
+from .scopes import ASKED, OF_TANGENTS, inside
 from .staging import references, stage, taking
 
 # An eager jit is one call of a compiled function of values. It is found by its jaxpr, which JAX
@@ -33,16 +34,20 @@ forget_with_rules(_functions.clear)
 
 
 def _jit_eagerly(values: Sequence[Any], params: dict[str, Any]) -> Any:
-    if not is_plain(params) or tells_each_time(current_policy()):
+    # A function that is compiled tells nobody what it does.
+    if not is_plain(params) or tells_each_time(current_policy()) or OF_TANGENTS.value:
         return NotImplemented
     jaxpr = params["jaxpr"]
     function = _functions.get(jaxpr)
     if function is None:
         function = _functions.setdefault(jaxpr, _compiled(ref(jaxpr), params["name"]))
-    if ASKED.value is None:
-        return function(*values)
-    with inside(_name_of(params)):
-        return function(*values)
+    try:
+        if ASKED.value is None:
+            return function(*values)
+        with inside(_name_of(params)):
+            return function(*values)
+    except MaterialiseError:  # raised again where it is known which weights the operands are
+        return NotImplemented
 
 
 def _name_of(params: dict[str, Any]) -> str | None:

@@ -7,6 +7,7 @@ would change, that is an error, unless the type says that metadata is not meanin
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -16,6 +17,8 @@ from ..._jax.primitives import bind_scan, find_primitive, scan_counts
 from ..batch_axes import has_batch_axes, takes_batch_axis
 from ..policy import tell
 from ..rules import structural
+from ..surface.event import joined
+from ..surface.weights import keep_sources
 from ..tree import split_list
 from ..value import Value, describe, is_value, make_dense
 from .labels import dense_unless, is_label, may_be_labelled, refuses_to_be_dense
@@ -50,7 +53,9 @@ def _cond(index: Any, *values: Any, branches: Sequence[Any], **params: Any) -> l
             break
         forms |= change
     for branch in staged:
-        tell(branch.events_here())
+        tell(branch.events)
+    sources = map(joined, zip(*(branch.out_sources for branch in staged), strict=True))
+    first = replace(first, out_sources=tuple(sources))
     refs = references(*(branch.jaxpr for branch in staged))
     branches = tuple(taking(branch.jaxpr, refs) for branch in staged)
     leaves = [*refs, *jax.tree.leaves(values)]
@@ -88,7 +93,7 @@ def _scan(*values: Any, jaxpr: Any, length: int, **params: Any) -> list[Any]:
     num_consts, num_carry = scan_counts(params)
     consts, carry, xs = split_list(values, num_consts, num_carry)
     xs = dense_unless(lambda x: _may_be_sliced(x, length), find_primitive("scan"), xs)
-    slices = [_slice_of(x) for x in xs]
+    slices = keep_sources(xs, [_slice_of(x) for x in xs])
     body, carry = _fixed_point("scan", jaxpr, consts, carry, slices, stack=True)
     refs = references(body.jaxpr)
     leaves = [jax.tree.leaves(part) for part in ([refs, consts], carry, xs)]
@@ -109,7 +114,9 @@ def _fixed_point(
 
     With `stack`, an output after the carry that cannot be stacked is made dense.
     """
-    carry = [jax.tree.map(_strong, v) if isinstance(v, Value) else v for v in carry]
+    begun = carry
+    carry = [jax.tree.map(_strong, v) if isinstance(v, Value) else v for v in begun]
+    keep_sources(begun, carry)
     forms: dict[int, Any] = {}
     while True:
         staged = find_staged(primitive, jaxpr, [*consts, *carry, *xs], forms)
@@ -129,7 +136,7 @@ def _fixed_point(
             if stack and i >= len(carry) and is_value(output) and not takes_batch_axis(output):
                 change[i] = DENSE
         if not change:
-            tell(staged.events_here())
+            tell(staged.events)
             return staged, carry
         forms |= change
 

@@ -15,6 +15,7 @@ from ..._jax.custom_functions import structure_of_operands
 from ..._jax.primitives import close_jaxpr, contained_jaxpr, find_primitive, open_jaxpr
 from ..policy import current_policy, policy_in_force
 from ..rules import structural
+from ..surface.weights import keep_sources
 from ..trace import ImplicitTracer
 from ..transform import implicit
 from ..tree import split_list
@@ -107,7 +108,7 @@ def _custom_vmap(*values: Any, call: Any, rule: Any, in_tree: Any, out_tree: Any
             return jax.tree.leaves(out)
 
         with policy_in_force(policy):
-            out = implicit(run)(*jax.tree.unflatten(treedef, leaves))
+            out = implicit(run)(*keep_sources(values, jax.tree.unflatten(treedef, leaves)))
             out = [
                 x if not treedef_is_leaf(tree) else make_dense(primitive, [x])[0]
                 for x, tree in zip(out, staged.out_trees, strict=True)

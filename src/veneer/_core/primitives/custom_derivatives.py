@@ -20,11 +20,12 @@ from jax.custom_derivatives import SymbolicZero
 from ..._jax.custom_functions import call_bwd, reset_stores, transform_flat_function
 from ..._jax.primitives import Primitive, find_primitive
 from ..rules import structural
+from ..surface.weights import keep_sources
 from ..tree import split_list
 from ..value import Value, make_dense, materialise_one
 from .labels import dense_unless, is_label
 from .reentering import reentering
-from .scopes import asked
+from .scopes import OF_TANGENTS, answers_noted, asked
 
 _custom_jvp_p, _custom_vjp_p = map(find_primitive, ("custom_jvp_call", "custom_vjp_call"))
 
@@ -45,15 +46,16 @@ def _custom_jvp_call(
             primitive, fun, jvp, values, symbolic_zeros=symbolic_zeros
         )
         return outputs.rebuild(out)
-    leaves, treedef = jax.tree.flatten(list(values))
+    leaves, treedef = jax.tree.flatten(operands := list(values))
+    together = lambda leaves: keep_sources(operands, jax.tree.unflatten(treedef, leaves))
 
     @jax.custom_jvp
     def call(*leaves: Any) -> list[Any]:
-        out = run_later(fun.call_wrapped)(*jax.tree.unflatten(treedef, leaves))
+        out = run_later(fun.call_wrapped)(*together(leaves))
         return dense_unless(is_label, primitive, out)
 
     def call_jvp(leaves: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
-        primals = jax.tree.unflatten(treedef, leaves)
+        primals = together(leaves)
         moves = [
             _tangent(primal, tangent, symbolic_zeros)
             for primal, tangent in zip(primals, _by_value(treedef, tangents), strict=True)
@@ -74,15 +76,17 @@ def _custom_jvp_call(
 def _run_jvp(run_later: Callable, fun: Any) -> Callable[[Callable], Callable]:
     """What runs a derivative rule later, from a function of primals and tangents to the outputs.
 
-    Where somebody asks for places, products of tangents are told from others by where they are: the
-    rule is then run for the tangents alone, and the outputs are those of the function itself.
+    Where a product of tangents differs from one of activations, or somebody asks for places, the
+    rule is run for the tangents alone, and the outputs are those of the function itself.
     """
-    if asked() is None:
-        return run_later
+    is_asked = asked() is not None
 
     def run_jvp(jvp: Callable) -> Callable[..., list[Any]]:
         def run(*args: Any) -> list[Any]:
-            both = run_later(jvp, is_derivative=True)(*args)
+            with answers_noted() as differs, OF_TANGENTS(True):
+                both = run_later(jvp, is_derivative=True)(*args)
+            if not (is_asked or differs):
+                return both
             reset_stores(fun)
             out = run_later(fun.call_wrapped)(*args[: len(args) // 2])
             reset_stores(fun)  # JAX reads those of one of the two functions
@@ -114,15 +118,16 @@ def _custom_vjp_call(
             primitive, fun, fwd, bwd, values, out_trees=out_trees, symbolic_zeros=symbolic_zeros
         )
         return outputs.rebuild(out)
-    leaves, treedef = jax.tree.flatten(list(values))
+    leaves, treedef = jax.tree.flatten(operands := list(values))
+    together = lambda leaves: keep_sources(operands, jax.tree.unflatten(treedef, leaves))
 
     @jax.custom_vjp
     def call(*leaves: Any) -> list[Any]:
-        out = run_later(fun.call_wrapped)(*jax.tree.unflatten(treedef, leaves))
+        out = run_later(fun.call_wrapped)(*together(leaves))
         return dense_unless(is_label, primitive, out)
 
     def call_fwd(*primals: Any) -> tuple[list[Any], Any]:
-        values = jax.tree.unflatten(treedef, [p.value for p in primals])
+        values = together([p.value for p in primals])
         perturbed = _by_value(treedef, [p.perturbed for p in primals])
         flagged = [x for value, p in zip(values, perturbed, strict=True) for x in (value, any(p))]
         reset_stores(fwd)
@@ -201,7 +206,7 @@ def _settle(tangent: Any, symbolic_zeros: bool) -> Any:
     return tangent if symbolic_zeros else _instantiate(tangent)
 
 
-def _materialise_along(value: Value, moving: Sequence[bool]) -> tuple[Callable, list[Any]]:
+def materialise_along(value: Value, moving: Sequence[bool]) -> tuple[Callable, list[Any]]:
     """The dense array as a function of some of the leaves, and those leaves."""
     leaves, treedef = jax.tree.flatten(value)
 
@@ -223,7 +228,7 @@ def _tangent(value: Any, tangents: Sequence[Any], symbolic_zeros: bool) -> Any:
     elif not any(moving):
         tangent = SymbolicZero(value.aval().to_tangent_aval())
     else:
-        dense, primals = _materialise_along(value, moving)
+        dense, primals = materialise_along(value, moving)
         moves = [t for m, t in zip(moving, tangents, strict=True) if m]
         tangent = jax.jvp(dense, primals, moves)[1]
     return _settle(tangent, symbolic_zeros)
@@ -255,6 +260,6 @@ def _leaf_cotangents(primitive: Primitive, operand: Value | None, cotangent: Any
     if cotangent is None:
         return [None] * len(leaves)
     moving = [jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in leaves]
-    dense, primals = _materialise_along(operand, moving)
+    dense, primals = materialise_along(operand, moving)
     cts = iter(jax.vjp(dense, *primals)[1](cotangent))
     return [next(cts) if m else None for m in moving]

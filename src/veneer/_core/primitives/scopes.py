@@ -7,6 +7,7 @@ while somebody asks: what is staged then is staged for a place, by a user contex
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -99,3 +100,36 @@ def returning() -> Callable[[bool], AbstractContextManager[None]]:
         return ASKED(_Asked(what, here))
 
     return enter
+
+
+# Products that quantise or record activations, and leave tangents alone.
+
+#: Whether what runs is what a user wrote for the tangents of a function. A user context, for JAX to
+#: trace anew where it changes.
+OF_TANGENTS: Any = jax.make_user_context(False)
+
+#: What `may_be_tangents` notes of being asked, while somebody wants to know.
+_ANSWERS: ContextVar[list[bool] | None] = ContextVar("_ANSWERS", default=None)
+
+
+def may_be_tangents() -> bool:
+    """Whether an operand may be a tangent, in what a user wrote for the derivative of a function.
+
+    There the outputs are not those of the function, which is run beside it for who asks.
+    """
+    if OF_TANGENTS.value and (answers := _ANSWERS.get()) is not None:
+        answers.append(True)
+    return bool(OF_TANGENTS.value)
+
+
+@contextmanager
+def answers_noted() -> Iterator[list[bool]]:
+    """Gives a list with an entry for each time that `may_be_tangents` says so within."""
+    answers: list[bool] = []
+    token = _ANSWERS.set(answers)
+    try:
+        yield answers
+    finally:
+        _ANSWERS.reset(token)
+        if answers and (outer := _ANSWERS.get()) is not None:
+            outer.append(True)

@@ -16,6 +16,7 @@ from ..._jax.sharding import flat_tree
 from ..._jax.tracing import varying_axes
 from ..policy import current_policy, policy_in_force
 from ..rules import add_rule, structural
+from ..surface.weights import keep_sources
 from ..value import Value, make_dense
 from .reentering import reentering
 from .sharding import Sizes, axes_of, entries_of, join, map_leaves, split
@@ -37,7 +38,7 @@ def _shard_map(
     """A function of blocks at `values`, in the trace below `trace`."""
     run_later, policy = reentering(trace), current_policy()
     manual = params["newly_manual_axes"]
-    operands, blocks = list(values), list(in_specs)
+    operands, specs = list(values), list(in_specs)
     for i, (value, spec) in enumerate(zip(values, in_specs, strict=True)):
         if isinstance(value, Value):
             block = split(value, spec, mesh.shape)
@@ -45,9 +46,10 @@ def _shard_map(
                 (operands[i],) = make_dense(_shard_map_p, [value])
             else:
                 place = lambda leaf, leaf_spec: placed(leaf, leaf_spec, mesh, manual)
-                operands[i], blocks[i] = map_leaves(place, value, block), block
+                operands[i], specs[i] = map_leaves(place, value, block), block
+                keep_sources([value], [operands[i]])
     leaves = jax.tree.leaves(operands)
-    specs, treedef = jax.tree.flatten(blocks)
+    leaf_specs, treedef = jax.tree.flatten(specs)
     if len(leaves) != len(values):
         debug_info = debug_info.with_unknown_names()
     out: Any = None  # what the body returns: a tree of JAX's, and then our own
@@ -61,7 +63,8 @@ def _shard_map(
             out, out_specs = f(*args).unpack_aux()
             return list(out)
 
-        results = run_later(body)(*jax.tree.unflatten(treedef, leaves))
+        blocks = keep_sources(operands, jax.tree.unflatten(treedef, leaves))
+        results = run_later(body)(*blocks)
         with policy_in_force(policy):
             wholes = list(out_specs)
             for i, (result, spec) in enumerate(zip(results, out_specs, strict=True)):
@@ -81,7 +84,7 @@ def _shard_map(
         on_leaves,
         leaves,
         mesh=mesh,
-        in_specs=tuple(specs),
+        in_specs=tuple(leaf_specs),
         check_vma=check_vma,
         debug_info=debug_info,
         **params,

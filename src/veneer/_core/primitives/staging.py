@@ -1,6 +1,6 @@
 """Staging: the program inside a primitive, traced anew with the rules in force, on leaves."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -11,10 +11,10 @@ import jax
 
 from ..._jax.primitives import close_jaxpr, find_primitive, jaxpr_as_fun, open_jaxpr
 from ..._jax.source_lines import user_line
-from ..._jax.tracing import trace_context
+from ..._jax.tracing import current_trace, set_current_trace, trace_context
 from ..policy import (
+    ALLOW,
     RECORD,
-    Event,
     current_policy,
     policy_in_force,
     recording,
@@ -22,12 +22,14 @@ from ..policy import (
     tells_each_time,
 )
 from ..rules import forget_with_rules
+from ..surface.event import Event, Source, paths_of, resolved
 from ..surface.mistakes import check_fields
-from ..transform import redispatch
+from ..surface.weights import with_source
+from ..trace import ImplicitTrace
 from ..tree import split_list
-from ..value import Value, is_value, make_dense
+from ..value import Value, is_value, make_dense, source_of
 from .labels import is_label, may_be_labelled
-from .scopes import ASKED, inside
+from .scopes import ASKED, OF_TANGENTS, answers_noted, inside, may_be_tangents
 
 Typed = tuple[Any, Sequence[Any]]  # a value's structure and its abstract leaves
 
@@ -41,15 +43,24 @@ class Staged:
     out_avals: tuple[tuple[Any, ...], ...]  # the abstract leaves of each output
     events: tuple[Event, ...]  # what to tell each time, if anyone asks
     line: str  # of the call for which it was staged
+    out_sources: tuple[Source, ...]  # the weights of which each output is made, if anyone asks
+    differs: bool  # for what may be tangents
 
-    def events_here(self) -> Iterable[Event]:
-        """The events, of which those that have no line but that of the call have the present one.
+    def met_by(self, values: Sequence[Any]) -> "Staged":
+        """This, as it is met here, with operands that may be weights.
 
-        So they are in functions of JAX's own, which it traces once (`x @ w`).
+        Events that have no line but that of the call have the present one. So they are in functions
+        of JAX's own, which it traces once (`x @ w`).
         """
-        if self.events and (here := user_line()) != self.line:
-            return [replace(e, line=here) if e.line == self.line else e for e in self.events]
-        return self.events
+        if not (self.events or any(self.out_sources)):
+            return self
+        sources, here = list(map(source_of, values)), user_line()
+        at = lambda line: here if line == self.line else line
+        return replace(
+            self,
+            events=tuple(event.met_by(sources, at(event.line)) for event in self.events),
+            out_sources=tuple(resolved(source, sources) for source in self.out_sources),
+        )
 
     def output(self, i: int) -> tuple[Any, tuple[Any, ...]]:
         """What must agree for two outputs to be of one type."""
@@ -62,10 +73,14 @@ class Staged:
     def unflatten(self, leaves: Sequence[Any]) -> list[Any]:
         """The outputs, from all of their leaves."""
         pieces = split_list(leaves, *(tree.num_leaves for tree in self.out_trees))
-        return [
+        outputs = [
             jax.tree.unflatten(tree, piece)
             for tree, piece in zip(self.out_trees, pieces, strict=False)
         ]
+        if any(self.out_sources):
+            for output, source in zip(outputs, self.out_sources, strict=True):
+                with_source(output, source)
+        return outputs
 
     def __call__(self, *values: Any) -> list[Any]:
         return self.unflatten(jaxpr_as_fun(self.jaxpr)(*jax.tree.leaves(values)))
@@ -111,7 +126,7 @@ def stage(
     `name` is that of a function whose program it is.
     """
     staged = find_staged(primitive, jaxpr, values, forms, name)
-    tell(staged.events_here())
+    tell(staged.events)
     return staged
 
 
@@ -132,8 +147,11 @@ def find_staged(
         known = _staged.setdefault(jaxpr, {})
         if key not in known:
             closed = close_jaxpr(jaxpr)
-            known[key] = _stage(find_primitive(primitive), closed, treedef, avals, forms)
-    return known[key]
+            sources = tuple(map(source_of, values))
+            known[key] = _stage(find_primitive(primitive), closed, treedef, avals, forms, sources)
+    if known[key].differs:
+        may_be_tangents()
+    return known[key].met_by(values)
 
 
 def stage_to_labels(
@@ -146,20 +164,36 @@ def stage_to_labels(
     return stage(primitive, jaxpr, values, dict.fromkeys(others, DENSE))
 
 
-def _stage(primitive: Any, jaxpr: Any, treedef: Any, avals: Sequence[Any], forms: Forms) -> Staged:
+def _stage(
+    primitive: Any,
+    jaxpr: Any,
+    treedef: Any,
+    avals: Sequence[Any],
+    forms: Forms,
+    sources: Sequence[Source],
+) -> Staged:
     out_trees: list[Any] = []
+    out_sources: list[Source] = []
 
     def on_leaves(*leaves: Any) -> list[Any]:
-        outputs = redispatch(jaxpr_as_fun(jaxpr), *jax.tree.unflatten(treedef, leaves))
+        values = jax.tree.unflatten(treedef, leaves)
+        if current_policy() is not ALLOW:
+            # By number, for the next time; and by name, if an error is raised here.
+            for i, (value, source) in enumerate(zip(values, sources, strict=True)):
+                with_source(value, (i, *paths_of(source)))
+        outputs = _run(jaxpr_as_fun(jaxpr), values)
         for i, form in forms.items():
             outputs[i] = _in_form(primitive, outputs[i], form)
+        out_sources.extend(map(source_of, outputs))
         flat = [jax.tree.flatten(out) for out in outputs]
         out_trees.extend(tree for _, tree in flat)
         return [leaf for leaves, _ in flat for leaf in leaves]
 
     events: list[Event] = []
+    noted: Any = answers_noted() if OF_TANGENTS.value else nullcontext([])
+    recorded: Any = recording() if tells_each_time(current_policy()) else nullcontext(events)
     try:
-        with recording() if tells_each_time(current_policy()) else nullcontext(events) as events:
+        with noted as differs, recorded as events:
             staged = jax.make_jaxpr(on_leaves)(*avals)
     except BaseException:
         tell(events)
@@ -167,7 +201,24 @@ def _stage(primitive: Any, jaxpr: Any, treedef: Any, avals: Sequence[Any], forms
     counts: list[int] = [tree.num_leaves for tree in out_trees]
     out_avals = [tuple(piece) for piece in split_list(staged.out_avals, *counts)][:-1]
     line = user_line() if events else ""
-    return Staged(staged, tuple(out_trees), tuple(out_avals), tuple(events), line)
+    return Staged(
+        staged,
+        tuple(out_trees),
+        tuple(out_avals),
+        tuple(events),
+        line,
+        tuple(out_sources),
+        bool(differs),
+    )
+
+
+def _run(program: Callable, values: Sequence[Any]) -> list[Any]:
+    """A program in a trace of its own, though all values be dense: it may make others."""
+    trace = ImplicitTrace(current_trace(), object())
+    wrapped = list(map(trace.wrap, values))
+    with set_current_trace(trace):
+        out = program(*wrapped)
+    return list(map(trace.unwrap, out))
 
 
 def _in_form(primitive: Any, output: Any, form: Any) -> Any:

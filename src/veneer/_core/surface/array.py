@@ -1,11 +1,15 @@
 """`ImplicitArray`: what users subclass."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import jax
 import numpy as np
 
+from ..._jax.tracing import an_operator_asks, set_operand_of, set_type_of
 from ..value import Value
+from .operands import as_operand, type_of
 from .operators import ArrayOperators
 
 
@@ -54,6 +58,8 @@ class ImplicitArray(ArrayOperators, Shaped, Value, abstract=True):
     - `partition(spec, shape)`: how its leaves are cut when the dense array is sharded.
     - `leaf_axes()`: which axis of the dense array each axis of each leaf follows; how leaves are
       sliced, moved and sharded follows from it.
+    - `storage_name`: how it is stored, `tile 64` say, where notebooks, treescope and `vn.summary`
+      show it; `type_name`: the name of the type that they and jaxprs show.
     - `metadata_is_meaning = False`: static fields only say how a value is stored; two that differ
       in them meet at the dense form in a loop or a branch. By default that is refused.
     - `batch_transparent = False`: entries depend on each other (`x / norm(x)`), so a slice of the
@@ -69,7 +75,7 @@ class ImplicitArray(ArrayOperators, Shaped, Value, abstract=True):
     derivatives, loops and shardings keep it, and never ask for the dense form.
 
     At top level `.shape`, `.dtype`, operators and array methods work: each is `implicit` of the
-    `jax.numpy` function.
+    `jax.numpy` function. Those functions themselves want `implicit` around them, and say so.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> class Diagonal(vn.ImplicitArray):
@@ -85,6 +91,13 @@ class ImplicitArray(ArrayOperators, Shaped, Value, abstract=True):
     [0.0, 1.0, 2.0]
     """
 
+    @property
+    def __jax_array__(self) -> Callable[[], Any]:
+        """What `jax.numpy` asks for, of an object that it is to take for an array."""
+        if an_operator_asks():  # ours is next
+            raise AttributeError("__jax_array__")
+        return partial(as_operand, self)
+
     #: The names of the fields whose floating leaves are trained; None is all of them.
     trainable: ClassVar[tuple[str, ...] | None] = None
 
@@ -94,3 +107,7 @@ class ImplicitArray(ArrayOperators, Shaped, Value, abstract=True):
         leaves = jax.tree.leaves(self)
         arrays = [x if hasattr(x, "dtype") else jax.typeof(x) for x in leaves]  # a Python scalar
         return sum(x.size * x.dtype.itemsize for x in arrays)
+
+
+set_operand_of(ImplicitArray, as_operand)
+set_type_of(Value, type_of)

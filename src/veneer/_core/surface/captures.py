@@ -8,8 +8,7 @@ with the functions and containers among them; those variables of its module that
 defaults, the arguments of `functools.partial`, and the object of a bound method. A function that
 captures no implicit array is left as it is; variables that functions assign stay what they are, and
 containers are copied as those of arguments are. Wrapped ones (`jax.jit`, `jax.custom_vjp`) are not
-opened: there, operators and methods of a captured implicit array work, and `jax.numpy` refuses it
-by name.
+opened: what they capture is an operand where they come to it (`operands`).
 """
 
 import dis
@@ -21,23 +20,29 @@ from typing import Any
 
 import jax
 
-from ..value import Kept, Value, is_kept, is_value
+from ..value import Kept, Value, is_kept, is_whole
 
 
-@jax.tree_util.register_pytree_node_class
+@jax.tree_util.register_pytree_with_keys_class
 @dataclass(frozen=True)
 class Closure:
     """An opened function: what it captures, as children, and the function that puts it back."""
 
-    captured: Any
-    close: Callable[[Any], Callable]
+    captured: list[Any]
+    close: Callable[[list[Any]], Callable]
+    names: tuple[str, ...]  # of what is captured
+    function: Callable  # as it was
 
-    def tree_flatten(self) -> tuple[tuple[Any], Callable]:
-        return (self.captured,), self.close
+    def tree_flatten(self) -> tuple[list[Any], Any]:
+        return self.captured, (self.close, self.names, self.function)
+
+    def tree_flatten_with_keys(self) -> tuple[list[Any], Any]:
+        keys = map(jax.tree_util.DictKey, self.names)
+        return list(zip(keys, self.captured, strict=True)), self.tree_flatten()[1]
 
     @classmethod
-    def tree_unflatten(cls, close: Callable, children: tuple[Any]) -> "Closure":
-        return cls(*children, close)
+    def tree_unflatten(cls, settings: Any, children: Iterable[Any]) -> "Closure":
+        return cls(list(children), *settings)
 
 
 def may_capture(function: Any) -> bool:
@@ -94,7 +99,8 @@ def _open_all(items: Iterable[Any], within: tuple[Any, ...]) -> list[Any] | None
 
 
 def _holds_values(tree: Any) -> bool:
-    return any(map(is_value, jax.tree.leaves(tree, is_leaf=is_kept)))
+    leaves = jax.tree.leaves(tree, is_leaf=is_kept)
+    return any(isinstance(x, Value) and is_whole(x) for x in leaves)
 
 
 def _open_function(function: FunctionType, within: tuple[Any, ...]) -> Any:
@@ -118,7 +124,9 @@ def _open_captures(function: FunctionType, names: list[str], within: tuple[Any, 
     captured = [*opened.values(), *(open_closure(item, within) for item in rest)]
     if not _holds_values(captured):
         return function
-    return Closure(captured, _Remake(function, list(opened), names))
+    free = function.__code__.co_freevars
+    named = (*(free[i] for i in opened), *names, "defaults", "keyword defaults")
+    return Closure(captured, _Remake(function, list(opened), names), named, function)
 
 
 def _written_cells(function: Any, seen: set[int]) -> set[int]:
@@ -186,14 +194,17 @@ class _Remake:
 
 def _open_method(method: MethodType, within: tuple[Any, ...]) -> Any:
     captured = _open_all([method.__self__, method.__func__], within)
-    return method if captured is None else Closure(captured, lambda c: MethodType(c[1], c[0]))
+    if captured is None:
+        return method
+    return Closure(captured, lambda c: MethodType(c[1], c[0]), ("self", "method"), method)
 
 
 def _open_partial(function: partial, within: tuple[Any, ...]) -> Any:
     captured = _open_all([function.func, function.args, function.keywords], within)
-    return (
-        function if captured is None else Closure(captured, lambda c: partial(c[0], *c[1], **c[2]))
-    )
+    if captured is None:
+        return function
+    remake = lambda c: partial(c[0], *c[1], **c[2])
+    return Closure(captured, remake, ("function", "args", "keywords"), function)
 
 
 _OPENERS: dict[type, Callable[[Any, tuple[Any, ...]], Any]] = {

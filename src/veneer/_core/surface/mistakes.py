@@ -78,18 +78,8 @@ def check_is_first(rule: Any, registered: Iterable[Any], primitive: str) -> None
                 )
 
 
-def note_unseen(error: TypeError, base: type) -> None:
-    """Adds what to do to JAX's refusal of an object of a subclass of `base`: nobody saw it."""
-    classes = [base]
-    for cls in classes:
-        classes += cls.__subclasses__()
-        if f"<class '{cls.__module__}.{cls.__qualname__}'>" in str(error):
-            error.add_note(
-                f"vn.implicit sees a {cls.__qualname__} among the arguments of a function, and in "
-                "variables that it closes over; not in a container that is a variable of its "
-                "module, or in an object. Pass what holds it as an argument."
-            )
-            return
+class UnseenError(TypeError):
+    """A value is an operand of a function of JAX's where no `implicit` is in force."""
 
 
 class EndlessRule(RecursionError):

@@ -12,16 +12,22 @@ import numpy as np
 from ..._jax.tracing import is_eager
 from ..policy import ALLOW, current_policy
 from ..rules import forget_with_rules
-from ..transform import implicit, redispatch
+from ..transform import redispatch
 from ..value import Value, materialise_one
 from .mistakes import check_fields
+from .parts import refuse_dense_update, refuse_part
 
 _OPERANDS = (Value, jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 
 
 def _at_top_level(function: Callable) -> Callable[..., Any]:
-    """`implicit` of an operator; compiled, where it is computed at once."""
-    transformed = implicit(function)
+    """An operator with the rules in force; compiled, where it is computed at once."""
+
+    def transformed(*operands: Any) -> Any:
+        for x in operands:
+            if isinstance(x, Value):
+                refuse_part(x)
+        return redispatch(function, *operands)
 
     @cache
     def compiled() -> Callable:
@@ -69,6 +75,7 @@ def _reflected(function: Callable) -> Callable[[Any, Any], Any]:
 
 def _method(name: str) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        refuse_part(self)
         return redispatch(
             lambda x, args, kwargs: getattr(x, name)(*args, **kwargs), self, args, kwargs
         )
@@ -120,6 +127,9 @@ class _IndexUpdater:
         return _IndexUpdate(self._array, index)
 
 
+_add = _binary(operator.add)
+
+
 class ArrayOperators:
     """The operators of `jax.Array`, and its methods for arithmetic, shape and reductions."""
 
@@ -128,7 +138,10 @@ class ArrayOperators:
     __abs__ = _unary(operator.abs)
     __invert__ = _unary(operator.invert)
 
-    __add__ = _binary(operator.add)
+    def __add__(self, other: Any) -> Any:
+        refuse_dense_update(self)
+        return _add(self, other)
+
     __sub__ = _binary(operator.sub)
     __mul__ = _binary(operator.mul)
     __truediv__ = _binary(operator.truediv)

@@ -13,6 +13,7 @@ import jax
 
 from ..._core.value import is_part, is_value
 from ..activations import ActivationQuantized
+from ..formats import get_format
 from ..observation.statistics import ActivationStatistics
 from ..qarray import QArray
 from ..training import FakeQuantized
@@ -109,6 +110,7 @@ def quantize_tree(
         if uses is not None:
             chosen = _along_the_program(chosen, dict(zip(paths, leaves, strict=True)), uses)
     _warn_of_held(paths, leaves, rules)
+    _warn_of_quantised(paths, leaves, rules)
     quantized = []
     for path, leaf in zip(paths, leaves, strict=True):
         rule = chosen.get(path)
@@ -212,6 +214,30 @@ def _warn_of_held(paths: Sequence[str], leaves: Sequence[Any], rules: Sequence[R
             "Quantise first, and make such arrays of the quantised weights"
         )
         warnings.warn(message, UserWarning, stacklevel=3)
+
+
+def _warn_of_quantised(
+    paths: Sequence[str], leaves: Sequence[Any], rules: Sequence[Rule] | str
+) -> None:
+    """Warns of weights in another format than is asked for, which stay as they are."""
+    kept = []
+    for path, leaf in zip(paths, leaves, strict=True):
+        if isinstance(leaf, QArray):
+            asked: list[Any] = [rules, "int8"]  # as tables and heads are
+            if not isinstance(rules, str):
+                asked = [rule.qtype for rule in rules if rule.matches(path)][:1]
+            if asked and None not in asked and leaf.qtype not in map(_name_of, asked):
+                kept.append(f"{path} ({leaf.qtype})")
+    if kept:
+        message = (
+            f"quantised already, and left as they are: {some_of(kept)}. Quantise the dense "
+            "weights, or what vn.materialise gives, which is rounded twice"
+        )
+        warnings.warn(message, UserWarning, stacklevel=3)
+
+
+def _name_of(qtype: Any) -> str:
+    return get_format(qtype).name
 
 
 def _warn_of_large(

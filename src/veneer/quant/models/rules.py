@@ -297,8 +297,8 @@ def cut_in_tiles(shape: Sequence[int], tile: int) -> list[int]:
     >>> from veneer.quant.models.rules import cut_in_tiles
     >>> cut_in_tiles((8, 64), 32), cut_in_tiles((8, 64), 128), cut_in_tiles((64, 3, 3), 32)
     ([1, 32], [2, 64], [32, 1, 1])
-    >>> cut_in_tiles((96,), 64)
-    [32]
+    >>> cut_in_tiles((96,), 64), cut_in_tiles((1000,), 64), cut_in_tiles((300,), 64)
+    ([48], [40], [60])
     """
     along_last: list[int] = []
     left = tile
@@ -306,10 +306,16 @@ def cut_in_tiles(shape: Sequence[int], tile: int) -> list[int]:
         along_last.insert(0, math.gcd(size, left))
         left = left // size if along_last[0] == size else 1
     along_one = [
-        [math.gcd(size, tile) if i == axis else 1 for i in range(len(shape))]
+        [_part(size, tile) if i == axis else 1 for i in range(len(shape))]
         for axis, size in reversed([*enumerate(shape)])
     ]
     return max([*along_one, along_last], key=math.prod)
+
+
+def _part(size: int, tile: int) -> int:
+    """The largest tile up to one of so many that divides an axis; of whole bytes, if half is."""
+    parts = [n for n in range(1, min(size, tile) + 1) if size % n == 0]
+    return max([n for n in parts if n % 8 == 0 and 2 * n >= tile] or parts)
 
 
 def rules_in(rules: Any) -> tuple[Rule, ...]:

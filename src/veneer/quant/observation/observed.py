@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
+from ..._core.primitives.scopes import may_be_tangents
 from ..._core.rules import register
 from ..._core.tree import static
 from ..formats.tiles import Leaf
@@ -141,6 +142,8 @@ def _ragged_dot_general(x: ArrayLike, w: Observed, group_sizes: ArrayLike, **par
 
 
 def _record_product(x: ArrayLike, w: Observed, x_axes: Any, axes: Any) -> None:
+    if may_be_tangents():
+        return
     if not w.sums_over(axes[1]):
         w.recording.met_along(axis - w.ndim for axis in axes[1])
     elif jnp.issubdtype(jnp.result_type(x), jnp.floating):
@@ -152,7 +155,9 @@ def _conv_general_dilated(x: ArrayLike, w: Observed, **params: Any) -> Any:
     numbers, groups = params["dimension_numbers"], params["feature_group_count"]
     _, x_features, *_ = numbers.lhs_spec
     _, features, *_ = numbers.rhs_spec
-    if not sums_over_features(w, params):
+    if may_be_tangents():
+        pass
+    elif not sums_over_features(w, params):
         w.recording.met_along([features - w.ndim])
     elif jnp.issubdtype(jnp.result_type(x), jnp.floating):
         # Groups go side by side along the features, and channels are those of one.

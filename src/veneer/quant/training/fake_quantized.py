@@ -1,5 +1,6 @@
 """`FakeQuantized`: a weight in training, which the program sees quantised."""
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -210,6 +211,19 @@ class FakeQuantized(ImplicitArray):
         new = self.changed(mask=mask)
         new.aval()
         return new
+
+    @property
+    def storage_name(self) -> str | None:
+        """What it becomes, as displays and `vn.summary` show it: `as nf4, tile 64`."""
+        sparse = [] if self.sparsity is None else ["{} of {} kept".format(*self.sparsity)]
+        if self.qtype is None:
+            return sparse[0] if sparse else None
+        tiles = []
+        with contextlib.suppress(
+            ValueError
+        ):  # of a member of a stack that has tiles along its axis
+            tiles.append(jax.eval_shape(FakeQuantized.quantize, self).storage_name)
+        return ", ".join([f"as {self.qtype}", *tiles, *sparse])
 
     @property
     def kept(self) -> Leaf | None:

@@ -102,9 +102,9 @@ def has_scale_along(q: jax.Array | QArray, axes: Sequence[int]) -> bool:
 
     Then that scale can be multiplied with the gradient in its place, where these are contracted.
     """
-    if not isinstance(q, QArray) or q.zero_point is not None or q.format.codebook is not None:
+    if not isinstance(q, QArray) or q.format.codebook is not None:
         return False
-    if isinstance(q.scale, QArray):
+    if q.zero_point is not None or q.minimum is not None or isinstance(q.scale, QArray):
         return False
     return all(count == 1 or axis in axes for axis, count in enumerate(q.scale.shape))
 
@@ -124,7 +124,7 @@ def has_tiles_along(q: jax.Array | QArray, axes: Sequence[int]) -> bool:
     """
     if not isinstance(q, QArray) or q.format.codebook is not None:
         return False
-    leaves = [q.scale, *([] if q.zero_point is None else [q.zero_point])]
+    leaves = [leaf for leaf in (q.scale, q.zero_point, q.minimum) if leaf is not None]
     pairs = [(q.shape[axis], leaf.shape[axis]) for axis in axes for leaf in leaves]
     return all(count == 1 or count < size for size, count in pairs)
 

@@ -2,7 +2,8 @@
 
 Where a product does not contract the axes along which a weight has its tiles, it is not the one
 that the recipe is for: in `implicit(grad(f))` it is that of the backward pass, whose other operand
-is a gradient. There, and for what is no product, the weight is as quantised, and no more.
+is a gradient. There, in what a user wrote for tangents, and for what is no product, the weight is
+as quantised, and no more.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from jax.typing import ArrayLike
 
 from ..._core.policy import note_how
 from ..._core.primitives.dimension_numbers import DotDimensionNumbers
+from ..._core.primitives.scopes import may_be_tangents
 from ..._core.rules import register
 from ..._jax.primitives import find_primitive
 from ..conversion.fake_quantize import fake_quantize
@@ -42,7 +44,7 @@ def _dot_general(
     x = jnp.asarray(x)
     arrange = lambda x, w: (x, w) if at == 1 else (w, x)
     contracted = dimension_numbers[0]
-    meant = set(w.tile_axes) <= set(contracted[at])
+    meant = _is_meant(w, contracted[at])
     shared = contracted[1 - at]
     if not meant or w.backward is None:
         return _fake_product(
@@ -60,6 +62,11 @@ def _dot_general(
     )
     pair = zip(recipe.operands, arrange(x, w.pruned), strict=True)
     return quantized_dot_general(*(of.clipped(y) for of, y in pair), one_key(w.key), recipe)
+
+
+def _is_meant(w: FakeQuantized, contracted: Sequence[int]) -> bool:
+    """Whether a product that contracts these axes is the one that the recipe is for."""
+    return set(w.tile_axes) <= set(contracted) and not may_be_tangents()
 
 
 def _weight(w: FakeQuantized) -> OperandRecipe:
@@ -92,7 +99,7 @@ def _fake_product(
 def _convolution(x: ArrayLike, w: FakeQuantized, **params: Any) -> Any:
     x = jnp.asarray(x)
     numbers = params["dimension_numbers"]
-    meant = set(w.tile_axes) <= set(numbers.rhs_spec[1:])
+    meant = _is_meant(w, numbers.rhs_spec[1:])
     # One scale for each of the batch, for all that a convolution sums over.
     shared = (*numbers.lhs_spec[2:], numbers.lhs_spec[1])
     if not meant or w.backward is None:
@@ -118,9 +125,8 @@ def _ragged_dot(x: ArrayLike, w: FakeQuantized, group_sizes: ArrayLike, **params
     numbers = params["ragged_dot_dimension_numbers"]
     shared, contracted = numbers.dot_dimension_numbers[0]
     # Where groups are contracted, it is the backward pass.
-    meant = set(w.tile_axes) <= set(contracted) and not set(numbers.lhs_ragged_dimensions) & {
-        *shared
-    }
+    groups = {*numbers.lhs_ragged_dimensions}
+    meant = groups.isdisjoint(shared) and _is_meant(w, contracted)
     if not meant or w.backward is None:
         bind = find_primitive("ragged_dot_general").bind
         dot = lambda x, w: bind(x, w, group_sizes, **params)

@@ -324,6 +324,11 @@ class LoraArray(Matrix):
     def slogdet(self) -> Any:
         return woodbury.slogdet(self) if woodbury.can(self, "slogdet") else NotImplemented
 
+    @property
+    def rank(self) -> int:
+        """The rank of the update."""
+        return self.a.shape[-1]
+
     def __repr__(self) -> str:
         """With what is not as it is by default."""
         values = ((f, getattr(self, f.name, None)) for f in fields(self))

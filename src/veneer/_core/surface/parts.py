@@ -1,0 +1,94 @@
+"""Values that stand for no array: parts, and those of which a leaf is of no numbers.
+
+And those of which a part is differentiated by, though nobody chose it.
+"""
+
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from ..._jax.source_lines import user_place
+from ..._jax.tracing import is_differentiated
+from ..value import Value, describe, is_value, is_whole
+
+
+def refuse_part(value: Value) -> None:
+    """Refuses a value that lacks leaves, where an array is asked for."""
+    if not is_whole(value):
+        raise TypeError(
+            f"{value!r} lacks leaves, as a part of an array does: put the parts together by "
+            "vn.tree.combine, or what has made them, and compute with that"
+        )
+
+
+def refuse_leaves(values: Sequence[Any], error: Exception | None = None) -> None:
+    """Refuses values of which a leaf, or its type, is of no numbers."""
+    for value in filter(is_value, values):
+        what, leaves = "", jax.tree.leaves(value)
+        if any(isinstance(x, jax.Ref | jax.ref.AbstractRef) for x in leaves):
+            what = "a jax.Ref for each leaf"
+        elif jax.dtypes.float0 in [getattr(x, "dtype", None) for x in leaves]:
+            what = "derivatives by leaves, float0 for integers,"
+        if what:
+            raise TypeError(
+                f"this {type(value).__name__} holds {what} and stands for no array: compute on its "
+                "leaves, by jax.tree.map"
+            ) from error
+
+
+def warn_of_leaves_by_dtype(value: Value) -> None:
+    """Warns of a derivative by leaves, of a value or a part that has one by the dense array alone.
+
+    Not where they are chosen: `equinox.filter_grad` takes whatever leaf is floating, and so the
+    scales of a quantised array without its codes.
+    """
+    for part in filter(is_value, jax.tree.leaves(value, is_leaf=_has_dense_tangent)):
+        if any(map(is_differentiated, jax.tree.leaves(part))) and _is_called_from("equinox._ad"):
+            (name,) = describe([part])
+            warnings.warn_explicit(
+                f"equinox.filter_grad differentiates by each floating leaf, and of {name} by the "
+                "scales, which would be trained without the codes. vn.trainable leaves them out: "
+                "differentiate by the first tree of vn.tree.partition(model, vn.trainable(model)).",
+                UserWarning,
+                *user_place(),
+            )
+
+
+def refuse_dense_update(value: Any) -> None:
+    """Refuses that `equinox.apply_updates` puts a dense array in the place of a quantised one.
+
+    It adds whatever is in the place of a parameter, where optax compares the trees.
+    """
+    if value.dense_tangent and _calls_us() == "equinox._update":
+        (name,) = describe([value])
+        raise TypeError(
+            f"equinox.apply_updates: an update of {name} by a dense array would make it dense. "
+            "vn.trainable says what is trained, and of a QArray nothing is: differentiate by the "
+            "first tree of vn.tree.partition(model, vn.trainable(model)), or by what vn.lora.split "
+            "gives, and update that"
+        )
+
+
+def _calls_us() -> str:
+    """The module of the innermost function that is none of ours, nor checks annotations."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_OURS):
+        frame = frame.f_back
+    return frame.f_globals.get("__name__", "")
+
+
+_OURS = ("veneer", "jaxtyping", "beartype")
+
+
+def _has_dense_tangent(x: Any) -> bool:
+    return isinstance(x, Value) and x.dense_tangent
+
+
+def _is_called_from(module: str) -> bool:
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != module:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None

@@ -1,0 +1,337 @@
+"""A value is an operand wherever a program under `implicit` comes to it, and nowhere else."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from support.array_types import assert_close
+from support.implicit_weights import lora, nf4, qlora
+from support.policies import only_by_rules
+
+import veneer as vn
+
+KEYS = jax.random.split(jax.random.key(0), 3)
+DENSE = jax.random.normal(KEYS[0], (8, 6))
+X = jax.random.normal(KEYS[1], (4, 8))
+VALUES = {"nf4": nf4(DENSE), "lora": lora(DENSE), "qlora": qlora(DENSE)}
+CONTAINER = {}
+
+
+@pytest.fixture(params=VALUES)
+def value(request):
+    CONTAINER["w"] = VALUES[request.param]
+    return CONTAINER["w"]
+
+
+def built(leaves):
+    return jax.tree.unflatten(jax.tree.structure(CONTAINER["w"]), leaves)
+
+
+def combined(leaves):
+    whole = built(leaves)
+    return vn.tree.combine(*vn.tree.partition(whole, vn.trainable(whole)))
+
+
+def from_a_container(leaves):
+    del leaves
+    return CONTAINER["w"]
+
+
+WAYS = {"built": built, "combined": combined, "from a container": from_a_container}
+
+# What a function does with an array, in functions of jax.numpy and jax.lax.
+USES = {
+    "dot": lambda x, w: jnp.dot(x, w),
+    "operator": lambda x, w: x @ w,
+    "lax": lambda x, w: jax.lax.dot(x, w),
+    "einsum": lambda x, w: jnp.einsum("ij,jk->ik", x, w),
+    "elementwise": lambda x, w: jnp.tanh(w),
+    "several": lambda x, w: jnp.concatenate([x @ w, jnp.asarray(w)[:2]]),
+}
+
+
+def scanned(f):
+    return lambda x: jax.lax.scan(lambda c, _: (c, f(x)), 0, None, length=2)[1]
+
+
+def looped(f):
+    return lambda x: jax.lax.fori_loop(0, 2, lambda _, y: y + f(x).sum(), 0.0)
+
+
+def branched(f):
+    return lambda x: jax.lax.cond(x.sum() > 100, lambda: 2 * f(x), lambda: f(x))
+
+
+def with_custom_jvp(f):
+    g = jax.custom_jvp(f)
+    g.defjvp(lambda primals, tangents: (f(*primals), f(*tangents)))
+    return g
+
+
+# What JAX runs the function in, under `implicit`.
+WITHIN = {
+    "nothing": lambda f: f,
+    "jit": jax.jit,
+    "jit in jit": lambda f: jax.jit(lambda x: jax.jit(f)(x) + 1),
+    "checkpoint": jax.checkpoint,
+    "scan": scanned,
+    "loop": looped,
+    "cond": branched,
+    "custom_jvp": with_custom_jvp,
+    "jit of scan": lambda f: jax.jit(scanned(f)),
+    "vmap": lambda f: jax.vmap(f, axis_size=2, in_axes=None),
+    "grad": lambda f: jax.grad(lambda x: jnp.sin(f(x)).sum()),
+    "jit of grad": lambda f: jax.jit(jax.grad(lambda x: jnp.sin(f(x)).sum())),
+    "grad of jit": lambda f: jax.grad(jax.jit(lambda x: jnp.sin(f(x)).sum())),
+}
+AROUND = {"nothing": lambda f: f, "jit": jax.jit}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("use", USES)
+def test_what_a_function_builds_or_finds_is_an_operand(value, way, use):
+    leaves = jax.tree.leaves(value)
+    f = lambda x, leaves: USES[use](x, WAYS[way](leaves))
+    assert_close(jax.jit(vn.implicit(f))(X, leaves), USES[use](X, vn.materialise(value)))
+
+
+@pytest.mark.parametrize("within", WITHIN)
+def test_in_whatever_runs_the_function(value, within):
+    f = lambda x: jnp.dot(x, CONTAINER["w"])
+    dense = vn.materialise(value)
+    found = jax.jit(vn.implicit(WITHIN[within](f)))(X)
+    assert_close(found, WITHIN[within](lambda x: jnp.dot(x, dense))(X))
+
+
+@pytest.mark.parametrize("within", ["nothing", "jit", "scan", "checkpoint"])
+def test_it_stays_as_it_is_stored(value, within):
+    f = WITHIN[within](lambda x: jnp.dot(x, CONTAINER["w"]))
+    jax.jit(vn.implicit(f, on_materialise=only_by_rules))(X)
+
+
+def test_at_once_on_dense_arrays_alone_it_is_refused_and_nothing_runs_twice(value):
+    ran = []
+
+    def f(x):
+        ran.append(x)
+        return jnp.dot(x, CONTAINER["w"])
+
+    with pytest.raises(TypeError, match=r"pass what holds it as an argument, or compile"):
+        vn.implicit(f)(X)
+    assert len(ran) == 1
+    assert_close(jax.jit(vn.implicit(f))(X), jnp.dot(X, vn.materialise(value)))
+    assert len(ran) == 2
+
+
+def test_state_is_written_once(value):
+    box = vn.hijax.Box(jnp.zeros(()))
+
+    def f(box, x):
+        box.set(box.get() + 1)
+        return jnp.dot(x, CONTAINER["w"])
+
+    for _ in range(2):
+        assert_close(vn.jit(f)(box, X), jnp.dot(X, vn.materialise(value)))
+    assert box.get() == 2
+
+
+def test_a_call_within_another_leaves_nothing_behind_for_later_ones(value):
+    f = vn.implicit(lambda x: jnp.dot(x, CONTAINER["w"]))
+    expected = jnp.dot(X, vn.materialise(value))
+    outer = lambda x: f(x)
+    assert_close(jax.jit(outer)(X), expected)
+    both = vn.implicit(lambda w, x: f(x) + jnp.dot(x, w))
+    assert_close(both(value, X), 2 * expected)
+    assert_close(jax.jit(outer)(X), expected)
+    assert_close(jax.jit(vn.implicit(lambda x: 1 + jnp.dot(x, CONTAINER["w"])))(X), 1 + expected)
+
+
+def test_beside_values_that_are_arguments(value):
+    f = lambda x, w: jnp.dot(x, CONTAINER["w"]) + jnp.dot(x, w)
+    assert_close(vn.implicit(f)(X, value), 2 * jnp.dot(X, vn.materialise(value)))
+
+
+@pytest.mark.parametrize("within", WITHIN)
+def test_a_value_may_be_made_of_one(value, within):
+    leaves, _ = vn.tree.flatten_one_layer(VALUES["lora"])
+    f = lambda x, w: WITHIN[within](
+        lambda x: jnp.dot(x, vn.types.LoraArray(w, *leaves[1:]))  # of one that is an argument
+    )(x)
+    dense = vn.materialise(value) + leaves[1] @ leaves[2]
+    expected = WITHIN[within](lambda x: jnp.dot(x, dense))(X)
+    assert_close(vn.implicit(f)(X, value), expected)
+    assert_close(jax.jit(vn.implicit(f))(X, value), expected)
+
+
+@pytest.mark.parametrize("jit", AROUND.values(), ids=AROUND)
+def test_derivatives_within_are_those_of_the_dense_array_by_the_leaves(jit):
+    w, a, b = jax.tree.leaves(VALUES["lora"])
+    of_leaves = lambda a, b: jnp.sin(jnp.dot(X, vn.types.LoraArray(w, a, b))).sum()
+    dense = lambda a, b: jnp.sin(X @ (w + a @ b)).sum()
+    expected = jax.grad(dense, argnums=(0, 1))(a, b)
+    found = jax.jit(vn.implicit(jit(jax.grad(of_leaves, argnums=(0, 1)))))(a, b)
+    assert_close(found[0], expected[0])
+    assert_close(found[1], expected[1])
+
+
+def test_mapped_it_is_a_batch_of_values(value):
+    many = jax.tree.map(lambda x: jnp.stack([x, x]), jax.tree.leaves(value))
+    f = lambda leaves: jnp.dot(X, built(leaves))
+    found = jax.jit(vn.implicit(jax.vmap(f), on_materialise=only_by_rules))(many)
+    assert_close(found, jnp.stack(2 * [jnp.dot(X, vn.materialise(value))]))
+
+
+def test_what_cannot_be_a_batch_is_made_dense_where_it_is_mapped():
+    class Normed(vn.ImplicitArray):
+        x: jax.Array
+        batch_transparent = False
+
+        def materialise(self):
+            return self.x / jnp.linalg.norm(self.x)
+
+    xs = jax.random.normal(KEYS[2], (3, 8))
+    found = jax.jit(vn.implicit(jax.vmap(lambda x: jnp.cos(Normed(x)))))(xs)
+    assert_close(found, jnp.cos(xs / jnp.linalg.norm(xs, axis=1, keepdims=True)))
+
+
+# Parts.
+
+
+def parts(name):
+    params = {"w": VALUES[name], "b": jnp.ones(6)}
+    return vn.tree.partition(params, vn.trainable(params))
+
+
+def loss(params):
+    return jnp.sin(jnp.dot(X, params["w"]) + params["b"]).sum()
+
+
+CALLS = {
+    "an argument and a captured one": lambda t, r: vn.implicit(
+        lambda t: loss(vn.tree.combine(t, r))
+    )(t),
+    "two arguments": lambda t, r: vn.implicit(lambda t, r: loss(vn.tree.combine(t, r)))(t, r),
+    "combined before": lambda t, r: vn.implicit(loss)(vn.tree.combine(t, r)),
+    "beside one that is captured": lambda t, r: vn.implicit(lambda p: (t, loss(p))[1])(
+        vn.tree.combine(t, r)
+    ),
+    "in a jitted function": lambda t, r: vn.implicit(
+        jax.jit(lambda t, r: loss(vn.tree.combine(t, r)))
+    )(t, r),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("jit", AROUND.values(), ids=AROUND)
+def test_parts_are_the_trees_that_they_are(call, name, jit):
+    trained, rest = parts(name)
+    expected = loss(vn.materialise(vn.tree.combine(trained, rest)))
+    assert_close(jit(CALLS[call])(trained, rest), expected)
+
+
+@pytest.mark.parametrize("order", ["grad of implicit", "implicit of grad"])
+@pytest.mark.parametrize("name", VALUES)
+def test_the_gradient_by_a_part_is_one_of_the_same_leaves(name, order):
+    trained, rest = parts(name)
+    f = lambda trained: loss(vn.tree.combine(trained, rest))
+    before = jax.grad(lambda trained: vn.implicit(loss)(vn.tree.combine(trained, rest)))(trained)
+    f = jax.grad(vn.implicit(f)) if order == "grad of implicit" else vn.implicit(jax.grad(f))
+    found = f(trained)
+    assert jax.tree.structure(found) == jax.tree.structure(trained)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(before), strict=True):
+        assert_close(one, other)
+
+
+def test_a_part_of_a_type_whose_annotations_do_not_tell():
+    class Shifted(vn.ImplicitArray):
+        parts: tuple
+
+        def materialise(self):
+            return self.parts[0] + self.parts[1]
+
+    w = Shifted((DENSE, jnp.ones(())))
+    trained, rest = vn.tree.partition(w, lambda x: x.ndim > 0)
+    f = lambda trained, rest: jnp.dot(X, vn.tree.combine(trained, rest))
+    assert_close(vn.implicit(f)(trained, rest), X @ (DENSE + 1))
+
+
+@pytest.mark.parametrize("mode", [lambda f: f, vn.implicit, jax.jit])
+def test_a_part_is_no_operand(mode):
+    trained, _ = parts("lora")
+    with pytest.raises(TypeError, match=r"LoraArray\(w=None.*lacks leaves.*vn\.tree\.combine"):
+        mode(lambda trained: jnp.dot(X, trained["w"]))(trained)
+
+
+# Without `implicit`.
+
+REFUSED = {
+    "dot": lambda w: jnp.dot(X, w),
+    "sin": lambda w: jnp.sin(w),
+    "asarray": lambda w: jnp.asarray(w),
+    "relu": lambda w: jax.nn.relu(w),
+    "einsum": lambda w: jnp.einsum("ij,jk->ik", X, w),
+    "stack": lambda w: jnp.stack([w, w]),
+}
+
+
+@pytest.mark.parametrize("jit", AROUND.values(), ids=AROUND)
+@pytest.mark.parametrize("name", REFUSED)
+def test_nothing_is_made_dense_unasked(name, jit):
+    f = jit(functools.partial(REFUSED[name], VALUES["nf4"]))
+    with pytest.raises(TypeError, match=r"QArray:f32\[8,6\] is no array to JAX.*vn\.implicit"):
+        f()
+
+
+def test_functions_of_lax_refuse_it_too_and_say_why():
+    with pytest.raises(TypeError) as raised:
+        jax.lax.dot(X, VALUES["nf4"])
+    assert "call the function under vn.implicit" in str(raised.value.__cause__)
+
+
+def test_a_program_traced_under_implicit_is_refused_without_it():
+    f = jax.jit(lambda x: jnp.dot(x, CONTAINER["w"]))
+    CONTAINER["w"] = VALUES["nf4"]
+    assert_close(jax.jit(vn.implicit(f))(X), X @ vn.materialise(VALUES["nf4"]))
+    with pytest.raises(TypeError, match=r"vn\.implicit"):
+        f(X)
+
+
+def test_operators_and_methods_take_it_as_it_is(value):
+    dense = vn.materialise(value)
+    assert_close(X @ value, X @ dense)
+    assert_close(DENSE - value, DENSE - dense)
+    assert ((value == DENSE) == (dense == DENSE)).all()
+    assert_close(jax.jit(lambda x: x @ value)(X), X @ dense)
+
+
+def test_a_part_that_looks_whole_is_not_put_together_wrongly():
+    lora = vn.types.LoraArray(DENSE, jnp.ones((8, 2)), jnp.ones((2, 6)), magnitude=jnp.ones((1, 6)))
+    rest, magnitude = vn.tree.partition(
+        {"w": lora}, jax.tree.map(lambda x: x is not lora.magnitude, {"w": lora})
+    )
+    dense = vn.materialise(lora)
+    assert_close(vn.materialise(vn.tree.combine(rest, magnitude)["w"]), dense)
+    f = lambda p, q: jnp.dot(X, vn.tree.combine(p, q)["w"])
+    with pytest.raises(TypeError, match="Put such parts together before"):
+        vn.implicit(f)(rest, magnitude)
+
+
+def test_a_field_whose_default_is_none_may_be_none():
+    class Sum(vn.ImplicitArray):
+        a: jax.Array
+        b: jax.Array = None
+
+        def materialise(self):
+            return self.a if self.b is None else self.a + self.b
+
+    assert_close(vn.implicit(lambda w: jnp.dot(X, w))(Sum(DENSE)), X @ DENSE)
+    assert_close(X @ Sum(DENSE, DENSE), 2 * X @ DENSE)
+
+
+@pytest.mark.parametrize("use", [lambda w: X @ w, lambda w: w + w, lambda w: -w, lambda w: w.sum()])
+def test_operators_of_a_part_say_what_it_lacks(use):
+    part, _ = parts("lora")
+    with pytest.raises(TypeError, match="lacks leaves"):
+        use(part["w"])

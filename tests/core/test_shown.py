@@ -1,0 +1,140 @@
+"""How implicit arrays are shown: in a line, in a notebook, and by treescope."""
+
+import html.parser
+
+import jax
+import jax.numpy as jnp
+import pytest
+import treescope
+from flax import nnx
+from support.array_types import MAKERS
+
+import veneer as vn
+from veneer._core.surface.shown import title
+
+# Of treescope, with a NumPy that is newer than it.
+pytestmark = pytest.mark.filterwarnings("ignore:The chararray class:DeprecationWarning")
+
+W = jnp.arange(1.0, 64 * 128 + 1).reshape(64, 128)
+Q4 = vn.quant.quantize(W, "int4", channelwise_axes=(1,), tiled_axes={0: 32})
+LORA = vn.types.LoraArray.init(Q4, 8, key=jax.random.key(0))
+KEY = jax.random.key(1)
+
+TITLES = {
+    "q4[64,128] tile 32, 5 bits": Q4,
+    "nf4[64,128] channelwise, bfloat16, 4.25 bits": vn.quant.quantize(
+        W.astype("bfloat16"), "nf4", channelwise_axes=(1,)
+    ),
+    "nvfp4[64,128] tile 16, 4.5 bits": vn.quant.quantize(W, "nvfp4"),
+    "lora[64,128] rank 8 over q4[64,128] tile 32, 11 bits": LORA,
+    "fakequantized[64,128] as nf4, tile 32, 32 bits": vn.quant.FakeQuantized(
+        W, qtype="nf4", tile_size=32
+    ),
+    "frozen[64,128] over q4[64,128] tile 32, 5 bits": vn.freeze(Q4),
+    "diagonal[4,4], 8 bits": vn.types.Diagonal(jnp.ones(4)),
+}
+
+
+class Page(html.parser.HTMLParser):
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.text = [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data.strip())
+
+
+@pytest.mark.parametrize("shown", TITLES)
+def test_titles(shown):
+    value = TITLES[shown]
+    assert title(value) == shown
+    assert title(jax.eval_shape(lambda: value)) == shown
+    assert shown in Page(value._repr_html_()).text
+    assert shown in treescope.render_to_text(value)
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_every_type_is_shown_without_a_line_of_its_own(make):
+    value = MAKERS[make](KEY)
+    page = Page(value._repr_html_())
+    assert not page.open
+    assert title(value) in page.text
+    assert type(value).__name__ != title(value)
+    assert title(value) in treescope.render_to_text(value)
+    assert title(value) in treescope.render_to_text([value])
+
+
+def test_treescope_unfolds_to_codes_and_scales():
+    text = treescope.render_to_text(LORA)
+    for part in ("uint8(64, 64)", "float32(2, 128)", "a=", "b=", "qtype='int4'"):
+        assert part in text
+    assert "HTML" not in text
+
+
+def test_an_nnx_module_shows_its_weights():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.kernel = nnx.Param(Q4)
+            self.adapted = nnx.Param(LORA)
+
+    text = treescope.render_to_text(Model())
+    assert "value=q4[64,128] tile 32, 5 bits" in text
+    assert "value=lora[64,128] rank 8 over q4[64,128]" in text
+    assert "value=QArray(q4[64,128] tile 32, 5 bits)" in repr(Model())
+
+
+def test_reprs_are_short_in_a_tree():
+    assert repr(Q4) == "QArray(q4[64,128] tile 32, 5 bits)"
+    assert repr({"kernel": Q4}) == "{'kernel': QArray(q4[64,128] tile 32, 5 bits)}"
+    assert "q4[64,128] tile 32" in repr(jax.eval_shape(lambda: Q4))
+
+
+@pytest.mark.parametrize("leaf", [None, True, "a string", jax.sharding.PartitionSpec("x")])
+def test_what_is_not_of_arrays_is_shown_by_its_fields(leaf):
+    part = jax.tree.map(lambda _: leaf, LORA)
+    assert title(part) == "LoraArray"
+    assert repr(part.w).startswith(f"QArray(packed={leaf!r}, scale={leaf!r}")
+    assert not Page(part._repr_html_()).open
+    assert "LoraArray" in treescope.render_to_text(part)
+
+
+def test_html_is_escaped():
+    class Tagged(vn.ImplicitArray):
+        x: jax.Array
+        tag: str = vn.static()
+
+        def materialise(self):
+            return self.x
+
+    assert "<b>" not in Tagged(jnp.ones(2), "<b>")._repr_html_()
+
+
+def test_a_field_may_have_the_name_of_what_is_shown():
+    class Stored(vn.ImplicitArray):
+        rank: jax.Array
+        title: jax.Array
+
+        def materialise(self):
+            return self.rank * self.title
+
+    assert Stored(jnp.ones(2), jnp.ones(2))._repr_html_()
+
+
+def test_a_class_says_how_it_is_stored():
+    class Halved(vn.ImplicitArray):
+        half: jax.Array
+        type_name = "h"
+        storage_name = property(lambda self: f"of {self.half.shape[-1]}")
+
+        def materialise(self):
+            return jnp.concatenate([self.half, self.half], -1)
+
+    assert title(Halved(jnp.ones(4))) == "h[8] of 4, 16 bits"
+    assert vn.summary(Halved(jnp.ones(4))).rows[0].format == "Halved of 4"
