@@ -9,6 +9,7 @@ from pathlib import Path
 
 import journeys
 import pytest
+from support.mutations import MUTATIONS, ROOT, found_in
 from test_package import PACKAGE, SOURCES, imported_by, module_of, relative_name
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -149,3 +150,10 @@ def test_the_page_names_every_room():
 def test_what_the_page_names_exists():
     files = set(re.findall(r"`([\w/]+\.py)(?::[\w.]+)?`", ARCHITECTURE))
     assert {name for name in files if not (PACKAGE / name).exists()} == set()
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.new[:40])
+def test_what_the_mutations_break_is_there(mutation):
+    """A change that moves a text takes its mutation along: `tests/support/mutations.py`."""
+    assert found_in(ROOT, mutation).is_file()
+    assert all((ROOT / "tests" / path).exists() for path in mutation.tests.split())

@@ -45,7 +45,7 @@ MUTATIONS = [
     Mutation(
         "first = max((kind.default_precedence for kind in kinds), default=0)",
         "first = min((kind.default_precedence for kind in kinds), default=0)",
-        "types/labels types/test_frozen.py core/test_straight_through.py",
+        "core/test_rules.py types/labels",
     ),
     Mutation(
         "with policy_in_force(policy), place_of(is_derivative):",
@@ -53,8 +53,8 @@ MUTATIONS = [
         "core/test_policy.py transforms/test_custom_derivatives.py",
     ),
     Mutation(
-        "chosen = [is_value(x) and a for x, a in",
-        "chosen = [is_value(x) for x, a in",
+        "ImplicitTracer(trace, x) if c else x for c, x in",
+        "ImplicitTracer(trace, x) if isinstance(x, Value) else x for c, x in",
         "core/test_implicit.py",
     ),
     # Primitives.
@@ -210,6 +210,8 @@ def failures(copy: Path, paths: list[str]) -> str | None:
         "PYTHONPATH": str(copy / "src"),
         "JAXTYPING_DISABLE": "1",  # as in `make test`
         "XLA_FLAGS": "--xla_backend_optimization_level=0",
+        "JAX_COMPILATION_CACHE_DIR": str(copy.with_name("programs")),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
     options = [
         "--quick",
