@@ -44,6 +44,7 @@ settings.register_profile("quick", settings.get_profile("ci"), max_examples=3)
 
 # Which of the cases of each test a run has.
 pytest_addoption = shares.pytest_addoption
+pytest_itemcollected = shares.pytest_itemcollected
 pytest_collection_modifyitems = shares.pytest_collection_modifyitems
 
 

@@ -24,6 +24,19 @@ from zlib import crc32
 
 import pytest
 
+#: Of the tests of these, little depends on the version of JAX: what does is in most of them
+#: together, and in the tests of the transformations. A share has some of their cases, or files.
+DIVIDED = {
+    "interop": "case",
+    "kernels/cpu": "file",  # compiled by Numba, and tests of a file share what was compiled
+    "native": "case",
+    "numba": "case",
+    "quant": "case",
+    "types": "case",
+    "test_architecture.py": "file",  # of the sources, which are the same on each
+    "test_package.py": "case",
+}
+
 
 def pytest_addoption(parser):
     parser.addoption("--quick", action="store_true", help="run a few cases of each test")
@@ -40,6 +53,14 @@ def pytest_configure(config):
     config.addinivalue_line(
         "markers", "long(quick=1): a quick run has so many of its cases; see support/shares.py"
     )
+
+
+def pytest_itemcollected(item):
+    """Mark as divided what is in a folder or file that is."""
+    path = item.nodeid.partition("::")[0].removeprefix("tests/")
+    by = next((DIVIDED[name] for name in DIVIDED if path.startswith(name)), None)
+    if by == "file" or (by == "case" and hasattr(item, "callspec")):
+        item.add_marker(pytest.mark.divided(by=by))
 
 
 def pytest_collection_modifyitems(config, items):
