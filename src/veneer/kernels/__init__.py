@@ -14,6 +14,7 @@ Kernels know no types: a matrix is codes in bytes, scales and zero points.
 
 from .matmul import matmul as matmul
 from .problem import BYTES as BYTES
+from .problem import FLOATS as FLOATS
 from .problem import Codes as Codes
 from .problem import MatmulOperands as MatmulOperands
 from .problem import MatmulProblem as MatmulProblem

@@ -52,13 +52,13 @@ def by_kernel(*arrays: Any, problem: MatmulProblem, present: Sequence[bool]) -> 
     target = select.find("cpu", problem.codes, shape) if shape.m else None
     if target is None or not select.built(target):
         return problem.reference(operands, problem)
-    x, packed, scale, zero_point, x_scale = operands
+    x, packed, scale, zero_point, x_scale, minimum = operands
     call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(problem.out_shape(x, packed), jnp.float32))
     table = np.asarray(problem.codes.table, np.float32)
     out: Any = (
-        call(x.astype(jnp.float32), packed, scale, table)
+        call(x.astype(jnp.float32), packed, scale, table, *(() if minimum is None else (minimum,)))
         if x_scale is None
-        else call(x, x_scale, packed, scale, table)
+        else call(x, x_scale, packed, scale.astype(jnp.float32), table)
     )
     if zero_point is not None:
         out -= _of_zero_points(operands, problem)
@@ -67,10 +67,10 @@ def by_kernel(*arrays: Any, problem: MatmulProblem, present: Sequence[bool]) -> 
 
 def _of_zero_points(operands: MatmulOperands, problem: MatmulProblem) -> jax.Array:
     """What a product with codes is larger by than one with codes less their zero points."""
-    x, _, scale, zero_point, x_scale = operands
+    x, _, scale, zero_point, x_scale, _ = operands
     assert zero_point is not None
     # Of the sizes of `scale` or, if there are more, of `zero_point`.
-    worth = scale * (zero_point.astype(jnp.float32) - problem.offset)
+    worth = scale.astype(jnp.float32) * (zero_point.astype(jnp.float32) - problem.offset)
     if problem.contracting == "columns":
         worth = jnp.swapaxes(worth, 1, 2)
     b, m, k = x.shape
@@ -180,7 +180,7 @@ def _axes(problem: MatmulProblem, present: Sequence[bool]) -> list[tuple[str, ..
     other = {"rows": "columns", "columns": "rows"}[problem.contracting]
     matrix = ("b", "rows", "columns")
     of_operands = MatmulOperands(
-        ("b", "m", problem.contracting), matrix, matrix, matrix, ("b", "m")
+        ("b", "m", problem.contracting), matrix, matrix, matrix, ("b", "m"), matrix
     )
     here = [axes for axes, there in zip(of_operands, present, strict=True) if there]
     return [*here, ("b", "m", other)]

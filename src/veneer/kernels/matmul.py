@@ -6,8 +6,8 @@ transformation, and a platform's way is chosen as it is lowered.
 
 - It is linear in the activations, and their cotangent is the product with the same bytes by the
   other side. So no dense matrix appears in a derivative.
-- It is linear in the scales of both operands, too. The cotangent of the matrix's is by the
-  reference: a sum over tiles of a matrix of that size.
+- It is linear in the scales of both operands, too; in the matrix's together with its minima.
+  Their cotangents are by the reference: a sum over tiles of a matrix of that size.
 - Mapped activations are more rows; mapped matrices a batch.
 - Lowered for CPU it is a call of a kernel, where there is one. Elsewhere, and in a program that is
   exported, which other processes run, it is the reference: XLA's way, on the same bytes.
@@ -32,8 +32,8 @@ def matmul(operands: MatmulOperands, problem: MatmulProblem) -> jax.Array:
     """Returns the product of activations with a stored matrix, by a kernel where there is one.
 
     `x @ W` if `problem.contracting` is "rows" and `x @ W.T` if it is "columns", of W `[R, C]`: what
-    the codes are worth, less their zero points, times their scales. Sums are in f32, or of integer
-    activations exact for each tile.
+    the codes are worth, less their zero points, times their scales, and minima. Sums are in f32, or
+    of integer activations exact for each tile.
 
     **Returns:** `[B, M, N]`, of `problem.out_dtype`.
     """
@@ -61,16 +61,28 @@ def _typed(*avals: Any, problem: MatmulProblem, present: Sequence[bool]) -> Any:
     return problem.out_aval(*avals[:2])
 
 
-# Derivatives. It is linear in each of x, scale and x_scale.
+# Derivatives. It is linear in each of x, x_scale, and scale with minimum.
 
 
-def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
+def _jvp(
+    primals: Any, tangents: Any, *, problem: MatmulProblem, present: Sequence[bool]
+) -> tuple[Any, Any]:
+    operands, along = operands_of(primals, present), operands_of(tangents, present)
     moved = [
-        matmul_p.bind(*primals[:i], tangent, *primals[i + 1 :], **params)
-        for i, tangent in enumerate(tangents)
-        if type(tangent) is not ad.Zero
+        matmul(_along(operands, name, tangent), problem)
+        for name, tangent in zip(operands._fields, along, strict=True)
+        if tangent is not None and type(tangent) is not ad.Zero
     ]
-    return matmul_p.bind(*primals, **params), functools.reduce(ad.add_tangents, moved)
+    return matmul(operands, problem), functools.reduce(ad.add_tangents, moved)
+
+
+def _along(operands: MatmulOperands, name: str, tangent: jax.Array) -> MatmulOperands:
+    """The operands of the derivative by one of them."""
+    if name == "scale":
+        operands = operands._replace(minimum=None)
+    elif name == "minimum":
+        operands = operands._replace(scale=jnp.zeros_like(operands.scale, jnp.float32))
+    return operands._replace(**{name: tangent})
 
 
 ad.primitive_jvps[matmul_p] = _jvp
@@ -86,7 +98,9 @@ def _transpose(
     if ad.is_undefined_primal(operands.x):
         transposed = _of_x(cotangent, operands, problem)
     elif ad.is_undefined_primal(operands.scale):
-        transposed = _of_scale(cotangent, operands, problem)
+        transposed = _of_leaf("scale", cotangent, operands, problem)
+    elif ad.is_undefined_primal(operands.minimum):
+        transposed = _of_leaf("minimum", cotangent, operands, problem)
     else:
         transposed = _of_x_scale(cotangent, operands, problem)
     return [transposed if j == i else None for j in range(len(arrays))]
@@ -101,10 +115,12 @@ def _of_x(cotangent: jax.Array, operands: MatmulOperands, problem: MatmulProblem
     return matmul(operands._replace(x=cotangent), back)
 
 
-def _of_scale(cotangent: jax.Array, operands: MatmulOperands, problem: MatmulProblem) -> jax.Array:
-    aval = operands.scale.aval
-    by_scale = lambda scale: problem.reference(operands._replace(scale=scale), problem)
-    return jax.vjp(by_scale, jnp.ones(aval.shape, aval.dtype))[1](cotangent)[0]
+def _of_leaf(
+    name: str, cotangent: jax.Array, operands: MatmulOperands, problem: MatmulProblem
+) -> jax.Array:
+    aval = getattr(operands, name).aval
+    by_leaf = lambda leaf: problem.reference(operands._replace(**{name: leaf}), problem)
+    return jax.vjp(by_leaf, jnp.ones(aval.shape, aval.dtype))[1](cotangent)[0]
 
 
 def _of_x_scale(
@@ -125,7 +141,7 @@ def _batch(
     (size,) = {x.shape[d] for x, d in zip(arrays, dims, strict=True) if d is not None}
     operands, axes = operands_of(arrays, present), operands_of(dims, present)
     each = [n for axis, n in enumerate(operands.x.shape) if axis != axes.x]  # [B, M, K]
-    of_matrix = (axes.packed, axes.scale, axes.zero_point)
+    of_matrix = (axes.packed, axes.scale, axes.zero_point, axes.minimum)
     if all(axis is None for axis in of_matrix):
         rows = [(x, axis) for x, axis in ((operands.x, axes.x), (operands.x_scale, axes.x_scale))]
         x, x_scale = (None if x is None else _as_rows(x, axis, size) for x, axis in rows)
@@ -201,13 +217,13 @@ def _turned(
     operands: MatmulOperands, problem: MatmulProblem
 ) -> tuple[MatmulProblem, list[jax.Array]]:
     """A product and its arrays, by the matrix that the one given is the transposition of."""
-    x, packed, scale, zero_point, x_scale = operands
-    packed = packed.reshape(x.shape[0], *packed.shape[-2:])
-    scale, zero_point = (
-        None if leaf is None else jnp.swapaxes(leaf, 1, 2) for leaf in (scale, zero_point)
-    )
+    packed = operands.packed.reshape(operands.x.shape[0], *operands.packed.shape[-2:])
+    leaves = ("scale", "zero_point", "minimum")
+    others = {name: leaf for name in leaves if (leaf := getattr(operands, name)) is not None}
+    swapped = {name: jnp.swapaxes(leaf, 1, 2) for name, leaf in others.items()}
+    operands = operands._replace(packed=packed, **swapped)
     turned = dataclasses.replace(problem.transposed, columns=packed.shape[2])
-    return turned, [x for x in (x, packed, scale, zero_point, x_scale) if x is not None]
+    return turned, [x for x in operands if x is not None]
 
 
 # Not cached, for what an operand is made of is not part of the key. What follows is cached; and has

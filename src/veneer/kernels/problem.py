@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from .cpu.kinds import BYTES as BYTES
+from .cpu.kinds import FLOATS as FLOATS
 from .cpu.kinds import LOOKUP_BITS
 
 
@@ -79,10 +80,12 @@ class MatmulOperands(NamedTuple):
 
     - `x`: activations, `[B, M, K]`: f32, bf16 or f16, or int8 codes.
     - `packed`: the stored matrix, `[B, R, bytes]`.
-    - `scale`: of its tiles, f32 `[B, R / tr, C / tc]`.
+    - `scale`: of its tiles, `[B, R / tr, C / tc]`: f32, f16, bf16 or float8_e8m0fnu.
     - `zero_point`: the code that stands for 0, of any integer dtype; along each axis of the size of
       `scale` or of 1, or the other way round. Or None.
     - `x_scale`: of integer activations, f32 `[B, M]`; else None.
+    - `minimum`: what a code that is worth 0 stands for, of the shape of `scale` and of one of its
+      dtypes; with activations that are floats. Or None.
     """
 
     x: Any
@@ -90,6 +93,7 @@ class MatmulOperands(NamedTuple):
     scale: Any
     zero_point: Any = None
     x_scale: Any = None
+    minimum: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +156,7 @@ class MatmulProblem:
 
     def shape(self, operands: MatmulOperands) -> MatmulShape:
         """Returns what the choice of a kernel depends on."""
-        x, packed, scale, _, x_scale = operands
+        x, packed, scale, _, x_scale, _ = operands
         k = x.shape[2]
         return MatmulShape(
             contracting=self.contracting,

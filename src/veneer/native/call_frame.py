@@ -17,7 +17,9 @@ _frame = functools.partial(header().offset, "XLA_FFI_CallFrame")
 _buffer = functools.partial(header().offset, "XLA_FFI_Buffer")
 _api = functools.partial(header().offset, "XLA_FFI_Api")
 
-F32, S8 = header().value("XLA_FFI_DataType_F32"), header().value("XLA_FFI_DataType_S8")
+F32, F16, BF16, E8M0, S8 = (
+    header().value(f"XLA_FFI_DataType_{name}") for name in ("F32", "F16", "BF16", "F8E8M0FNU", "S8")
+)
 INVALID_ARGUMENT = header().value("XLA_FFI_Error_Code_INVALID_ARGUMENT")
 RESOURCE_EXHAUSTED = header().value("XLA_FFI_Error_Code_RESOURCE_EXHAUSTED")
 
@@ -94,7 +96,7 @@ def data(buffer):
 
 @native
 def dtype(buffer):
-    """Returns what a buffer's entries are: `F32`, `S8`, or another number."""
+    """Returns what a buffer's entries are: `F32`, `F16`, `S8` and so on, or another number."""
     return load_i32(buffer + _DTYPE)
 
 

@@ -5,6 +5,9 @@ to know of each.
 """
 
 from ...native.call_frame import (
+    BF16,
+    E8M0,
+    F16,
     F32,
     INVALID_ARGUMENT,
     RESOURCE_EXHAUSTED,
@@ -84,6 +87,29 @@ def _is_array(buffer, entry, axes):
 
 
 @native
+def _type(buffer):
+    """Which of `kinds.FLOATS` a buffer has, or -1."""
+    entry = dtype(buffer)
+    if entry == F32:
+        return 0
+    if entry == F16:
+        return 1
+    if entry == BF16:
+        return 2
+    return 3 if entry == E8M0 else -1
+
+
+@native
+def _are_numbers(buffer):
+    return _type(buffer) >= 0 and rank(buffer) == 3
+
+
+@native
+def _are_alike(a, b):
+    return dim(a, 0) == dim(b, 0) and dim(a, 1) == dim(b, 1) and dim(a, 2) == dim(b, 2)
+
+
+@native
 def _share(size, scales):
     """How many of `size` share each of so many scales; 0 where they cannot."""
     if scales <= 0 or size % scales != 0:
@@ -95,14 +121,15 @@ def _share(size, scales):
 def _read(frame, job, bits, contracts_rows, is_integer):
     """Fills in a job, and returns whether the operands of a call fit together."""
     first = 2 if is_integer else 1  # the matrix, after the activations and maybe their scales
-    if not has_buffers(frame, first + 3, 1):
+    has_minima = has_buffers(frame, first + 4, 1)
+    if not has_minima and not has_buffers(frame, first + 3, 1):
         return False
     x, matrix, out = argument(frame, 0), argument(frame, first), result(frame, 0)
     scale, table = argument(frame, first + 1), argument(frame, first + 2)
     if not (
         _is_array(x, S8 if is_integer else F32, 3)
         and rank(matrix) == 3
-        and _is_array(scale, F32, 3)
+        and _are_numbers(scale)
         and _is_array(table, F32, 1)
         and _is_array(out, F32, 3)
     ):
@@ -124,7 +151,16 @@ def _read(frame, job, bits, contracts_rows, is_integer):
         x_scale = argument(frame, 1)
         if not (_is_array(x_scale, F32, 2) and dim(x_scale, 0) == batch and dim(x_scale, 1) == m):
             return False
+        if _type(scale) != 0 or has_minima:
+            return False
         set_word(job, words.X_SCALE, data(x_scale))
+    if has_minima:
+        minimum = argument(frame, first + 3)
+        if not (_are_numbers(minimum) and _are_alike(minimum, scale)):
+            return False
+        set_word(job, words.MINIMUM, data(minimum))
+        set_word(job, words.MINIMUM_TYPE, _type(minimum))
+    set_word(job, words.SCALE_TYPE, _type(scale))
     set_word(job, words.X, data(x))
     set_word(job, words.W, data(matrix))
     set_word(job, words.M, m)

@@ -5,11 +5,11 @@ count entries, not bytes.
 """
 
 #: Words that a job has, and where each is.
-WORDS = 17
+WORDS = 20
 (
     X,  # address of the activations, [BATCH, M, K]
     W,  # of the stored matrix, [BATCH, R, ROW_BYTES]
-    SCALE,  # of its scales, f32 [BATCH, R / TR, C / TC]
+    SCALE,  # of its scales, [BATCH, R / TR, C / TC]
     TABLE,  # of what fields are worth, f32 [16]
     OUT,  # of the result, f32 [BATCH, M, N]
     X_SCALE,  # of the scales of integer activations, f32 [BATCH, M]; 0 if there are none
@@ -23,5 +23,8 @@ WORDS = 17
     SCRATCH,  # what `prepare` allocates for all parts, and `finish` frees; 0 if nothing
     THREADS,  # how many there are for the parts
     FIRST,  # so many of the parts are done before the others begin: they make what those read
+    SCALE_TYPE,  # of the scales, f32 or smaller: see `floats/scales.py`
+    MINIMUM,  # address of what a code worth 0 stands for, as many as there are scales; 0 if none
+    MINIMUM_TYPE,
     FAILED,  # 1 where there was no memory for what the kernel needs
 ) = range(WORDS)

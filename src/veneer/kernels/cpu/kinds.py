@@ -15,3 +15,6 @@ QUANTIZED_BITS = {"int8": 8, "int4": 4, "nf4": 4}
 #: Where tiles lie within a row, such a kernel takes so many columns, or a multiple of it: they are
 #: whole vectors of any CPU. Else it has space for tiles of so many columns at most.
 WITHIN_ROWS, MOST_COLUMNS = 32, 4096
+
+#: What scales and minima may be stored as, in the order of their types in jobs.
+FLOATS = ("float32", "float16", "bfloat16", "float8_e8m0fnu")

@@ -6,6 +6,7 @@ knows of it how many numbers a vector has, and how many vectors there are regist
     blocks          the type of a block, how an instruction is made, and what emits its code
     floats          f32: made, read, written, multiplied and added up
     order           neighbours parted among vectors, and brought together
+    small_floats    f32 of floats of 16 and 8 bits
     codes           what codes are worth, as f32
     integers        products of bytes, four at once, in int32
     bytes           what codes are worth, as bytes, and the order that products of them need

@@ -94,6 +94,17 @@ def scaled(block, scale):
 
 
 @instruction
+def moved(block, scale, offset):
+    """`block * scale + offset`, of three blocks alike."""
+
+    def emit(builder, *blocks):
+        terms = zip(*(vectors(builder, block) for block in blocks), strict=True)
+        return block_of(builder, [multiply_add(builder, *each) for each in terms])
+
+    return block, emit
+
+
+@instruction
 def outer(total, x, stride, w):
     """`total[r][c] + x[r] * w[c]`: a number at `x`, `stride` bytes apart, times vectors."""
 

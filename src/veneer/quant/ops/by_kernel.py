@@ -19,7 +19,7 @@ from jax import lax
 
 from ..._core.primitives.dimension_numbers import DotDimensionNumbers
 from ..._core.primitives.movement import reshape
-from ...kernels import BYTES, Codes, MatmulOperands, MatmulProblem, matmul, select
+from ...kernels import BYTES, FLOATS, Codes, MatmulOperands, MatmulProblem, matmul, select
 from ..formats import get_format
 from ..formats.packing import Packing
 from ..formats.tiles import over_tiles
@@ -177,12 +177,13 @@ class ProductByXla:
         batched = operands.x.shape[0] != 1
         if not batched:  # which not all that XLA has for products is as fast with
             operands = MatmulOperands(*(None if x is None else jnp.squeeze(x, 0) for x in operands))
-        x, packed, scale, zero_point, x_scale = operands
+        x, packed, scale, zero_point, x_scale, minimum = operands
         is_narrow = get_format(self.qtype).bits < 8
         q = QArray.from_packed(
             packed,
             scale,
             zero_point,
+            minimum=minimum,
             qtype=self.qtype,
             packing=Packing(-1, product.columns) if is_narrow else None,
             dense_dtype=x.dtype if x_scale is None else self.dense_dtype,
@@ -210,6 +211,9 @@ def _plan(
     codes = None if matrix is None else codes_of(q.qtype, q.zero_point is not None)
     if matrix is None or codes is None:
         return None
+    minimum = matrix.q.minimum
+    if minimum is not None and (x.scale is not None or minimum.shape != matrix.q.scale.shape):
+        return None
     # In the order in which the axes of the stored array follow each other.
     first, last = ([pairs[axis] for axis in sorted(pairs)] for pairs in (batch, summed))
     operands = MatmulOperands(
@@ -218,6 +222,7 @@ def _plan(
         jnp.asarray(matrix.q.scale),
         matrix.q.zero_point,
         None if x.scale is None else _as_rows(x.scale, first, last)[..., 0],
+        minimum,
     )
     reference = ProductByXla(q.qtype, q.dense_dtype, params.precision)
     product = MatmulProblem(
@@ -267,11 +272,22 @@ def _in_rows(q: QArray) -> tuple[QArray, tuple[int, ...]]:
     if q.packing is None or q.packing.axis != -2:
         return q, tuple(order)
     order[-2:] = q.ndim - 1, q.ndim - 2
-    packed, scale = (lax.transpose(leaf, order) for leaf in (q.packed, q.scales()))
-    zero_point = None if q.zero_point is None else lax.transpose(q.zero_point, order)
-    packing = q.packing._replace(axis=-1)
-    leaves = {"packed": packed, "scale": scale, "zero_point": zero_point}
-    return q.replace(**leaves, packing=packing), tuple(order)
+    leaves = {"packed": q.packed, "zero_point": q.zero_point} | _floats(q)
+    swapped = {
+        k: None if leaf is None else lax.transpose(leaf, order) for k, leaf in leaves.items()
+    }
+    return q.replace(**swapped, packing=q.packing._replace(axis=-1)), tuple(order)
+
+
+def _floats(q: QArray) -> dict[str, Any]:
+    """Returns scales and minima as kernels read them: as they are stored, or else in f32."""
+    leaves = {"scale": (q.scale, q.scales), "minimum": (q.minimum, q.minima)}
+    return {
+        name: leaf
+        if leaf is not None and leaf.dtype.name in FLOATS and not isinstance(leaf, QArray)
+        else wide()
+        for name, (leaf, wide) in leaves.items()
+    }
 
 
 class StoredMatrix(NamedTuple):
@@ -297,13 +313,14 @@ def _as_matrix(q: QArray, summed: Sequence[int], batch: Sequence[int]) -> Stored
         contracting, cut = "rows", end
     else:
         return None
-    scale = q.scales()
-    if scale.dtype != jnp.float32 or not _go_together(q):
+    floats = _floats(q)
+    are_read = all(leaf is None or leaf.dtype.name in FLOATS for leaf in floats.values())
+    if not are_read or not _go_together(q):
         return None
     parts = q.shape[:first], q.shape[first:cut], q.shape[cut:]
     sizes = tuple(map(math.prod, parts))
     as_kernels_read = None if q.format.bits == 8 else Packing(-1, sizes[2])
-    q = q.replace(scale=scale)
+    q = q.replace(**floats)
     if sizes == (1, *q.shape) and q.packing == as_kernels_read:  # as most are
         matrix = jax.tree.map(lambda leaf: leaf.reshape(1, *leaf.shape), q)
     else:

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from ..formats.tiles import Shape
 from ..qarray import QUANTIZABLE, QArray
+from .minima import minima_apart
 from .operands import (
     accumulator,
     code_unit,
@@ -44,8 +45,12 @@ _FEW = 16
 
 def by_xla(lhs: jax.Array | QArray, rhs: jax.Array | QArray, params: DotParams) -> jax.Array:
     """Returns the product by the first of these ways that there is."""
+    apart = minima_apart(lhs, rhs, params)
+    if apart is not None:
+        lhs, rhs, params = apart.lhs, apart.rhs, apart.params
     plans = (way(lhs, rhs, params) for way in WAYS_BY_XLA)
-    return next(plan for plan in plans if plan is not None)()
+    plan = next(plan for plan in plans if plan is not None)
+    return (plan if apart is None else apart.whole(plan))()
 
 
 def on_codes(lhs: jax.Array | QArray, rhs: jax.Array | QArray, params: DotParams) -> Plan | None:

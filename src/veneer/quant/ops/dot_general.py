@@ -78,7 +78,12 @@ def _plans(lhs: jax.Array | QArray, rhs: jax.Array | QArray, params: DotParams) 
     has_minima = has_minimum(lhs) or has_minimum(rhs)
     apart = minima_apart(lhs, rhs, params) if has_minima else None
     if apart is not None:
-        yield from map(apart.whole, _plans(apart.lhs, apart.rhs, apart.params))
+        whole = by_kernel(lhs, rhs, params)
+        if whole is not None:
+            yield whole
+        for without in _plans(apart.lhs, apart.rhs, apart.params):
+            if whole is None or not without.is_kernel:
+                yield apart.whole(without)
         return
     for way in WAYS:
         plan = way(lhs, rhs, params)

@@ -2,7 +2,8 @@
 
 `sum_k x[k] * (codes[k, n] * scale[t, n] + minimum[t, n])`, where t is the tile of k, is what it is
 without a minimum, and `sum_t (sum of x over t) * minimum[t, n]`: a product that is smaller by the
-size of a tile. So the ways to a product know codes and scales alone. Where x is infinite the sum is
+size of a tile. So the ways to a product by XLA, and kernels of integers, know codes and scales
+alone. Those of floats add it themselves, in the same way. Where x is infinite the sum is
 NaN if its parts are of opposite signs, or a code is worth 0, as it is with zero points.
 """
 

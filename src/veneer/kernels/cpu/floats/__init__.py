@@ -11,5 +11,7 @@ read, and how many rows of x there are, what counts.
     columns_few     for few: panels of the matrix are decoded in registers
     columns_many    for many: blocks of the matrix are decoded, scaled and transposed first
     columns_x       x in the order that panels are decoded in
+    scales          scales and minima, as f32
+    minima          what minima add, for few rows of x
     panels          the product with a panel, and its scales
 """

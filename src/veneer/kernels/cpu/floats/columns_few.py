@@ -22,6 +22,7 @@ from ....native.memory import prefetch, stack, store_f32, store_i64, word
 from ....native.simd.codes import load_table
 from ....native.simd.floats import load, store, store_sums
 from ..job import BATCH, OUT, ROW_BYTES, SCALE, TABLE, TC, TR, C, M, R, W
+from . import minima
 from .columns_x import MOST, order, rows_of_block
 from .panels import (
     BYTES,
@@ -38,6 +39,7 @@ from .panels import (
     multiply,
     panel_scales,
 )
+from .scales import are_f32, has_minima, read_tiles
 
 #: How many rows of W are multiplied by so many rows of x at once: as many as registers hold sums
 #: of, next to what is decoded.
@@ -49,6 +51,8 @@ PART = 48
 #: holds them, and some rows of W.
 _X_BYTES = 32 * 1024
 _VECTOR = 4 * LANES
+#: Bytes of the scales of a row of W that meet so many columns of x, at most: one for 8 columns.
+_SCALES = _X_BYTES // 8 + _VECTOR
 #: Bytes of sums, at most: those of a part, in groups, and the last rows one by one.
 _SUMS_BYTES = _VECTOR * max(
     rows * (PART + together * (together - 1)) for rows, together in _TOGETHER.items()
@@ -58,7 +62,8 @@ _SUMS_BYTES = _VECTOR * max(
 def worker(kind: str) -> Any:
     """Makes what computes a part, for codes of a kind."""
     x_order = order(kind)
-    block_of_x, fold, add_products = x_order.block, x_order.fold, _products(kind)
+    block_of_x, sums_of_x, fold = x_order.block, x_order.sums, x_order.fold
+    add_products = _products(kind)
     way_of = _way(kind)
     PANEL, X_PANEL = COLUMNS[kind], 4 * COLUMNS[kind]
     FOLDED_BYTES = max(_X_BYTES, X_PANEL * MOST)
@@ -70,19 +75,18 @@ def worker(kind: str) -> Any:
         store_f32(neutral, 1)
         for i in range(_SUMS_BYTES // 8):
             store_i64(sums + 8 * i, 0)
-        columns, tile = word(job, C), word(job, TC)
-        panels = (columns + PANEL - 1) // PANEL
+        panels = (word(job, C) + PANEL - 1) // PANEL
         at_once = max(1, _X_BYTES // (X_PANEL * rows))
-        row_of_scales = (batch * word(job, R) + first) // word(job, TR)
-        scale = word(job, SCALE) + 4 * row_of_scales * (columns // tile)
+        number = (batch * word(job, R) + first) // word(job, TR)  # of the row of scales
         for begin in range(0, panels, at_once):
             end = min(begin + at_once, panels)
             x = block_of_x(job, batch, m) + X_PANEL * rows * begin
             if way == FOLDED:
-                fold(folded, x, rows, scale, columns, tile, begin, end)
+                fold(job, folded, x, rows, number, begin, end)
                 x = folded
-            numbers = neutral if way == FOLDED else scale
-            add_products(job, rows, sums, x, batch, first, last, begin, end, numbers, way)
+            add_products(job, rows, sums, x, batch, first, last, begin, end, number, neutral, way)
+        if has_minima(job):
+            _add_minima(job, rows, sums, sums_of_x(job, batch, m), first, last, number)
         _write(job, rows, sums, batch, first, last, m)
 
     @native
@@ -124,25 +128,36 @@ def _products(kind: str) -> Any:
     PANEL, W_BYTES = COLUMNS[kind], BYTES[kind]
     READ_BEHIND = 3 if kind.startswith("lookup") else 0  # bytes, of a panel; see `multiply`
     TAIL = W_BYTES * max(_TOGETHER.values()) + READ_BEHIND
-    X_PANEL = 4 * PANEL
+    X_PANEL, SCALES_OF_ROW = 4 * PANEL, _SCALES
+    SCALES = SCALES_OF_ROW * max(_TOGETHER.values())
     one_1, one_2, one_4, one_most = (_panels(kind, min(i, MOST), ONE) for i in (1, 2, 4, 8))
     other = SOME if kind.startswith("lookup") else ONE  # bytes are lanes, which never are tiles
     some_1, some_2, some_4, some_most = (_panels(kind, min(i, MOST), other) for i in (1, 2, 4, 8))
 
     @native
-    def add_products(job, rows, sums, x, batch, first, last, begin, end, scale, way):
-        tail = stack(TAIL)
+    def add_products(job, rows, sums, x, batch, first, last, begin, end, number, neutral, way):
+        tail, numbers = stack(TAIL), stack(SCALES)
         row_bytes, columns, r = word(job, ROW_BYTES), word(job, C), word(job, R)
-        scale_row = 0
-        if word(job, TR) == 1 and way != FOLDED:
-            scale_row = 4 * (columns // word(job, TC))
+        tile, step = word(job, TC), 1 if word(job, TR) == 1 else 0  # from a row of scales to a next
+        tiles = columns // tile
+        first_tile = begin * PANEL // tile
+        some = (min(end * PANEL, columns) + tile - 1) // tile - first_tile
         w = word(job, W) + row_bytes * (batch * r + first)
         while first < last:
             # The last rows are taken one by one: all that are taken together are the same one.
             count = _together(rows)
-            next_row, next_scale = row_bytes, scale_row
+            next_row, scale, next_scale = row_bytes, neutral, 0
             if first + count > last:
-                count, next_row, next_scale = 1, 0, 0
+                count, next_row = 1, 0
+            if way != FOLDED and are_f32(job):
+                scale, next_scale = word(job, SCALE) + 4 * tiles * number, 4 * tiles * step
+            elif way != FOLDED:
+                scale, next_scale = numbers - 4 * first_tile, SCALES_OF_ROW * step
+                for c in range(count if step else 1):
+                    to = numbers + c * SCALES_OF_ROW
+                    read_tiles(job, SCALE, number + c, first_tile, some, to)
+            if count == 1:
+                next_scale = 0
             whole = columns // PANEL
             if first + count == r and batch + 1 == word(job, BATCH):  # nothing is behind them
                 whole = min(whole, max(0, row_bytes - READ_BEHIND) // W_BYTES)
@@ -155,8 +170,8 @@ def _products(kind: str) -> Any:
                         row, existing = w + c * next_row + W_BYTES * at, row_bytes - W_BYTES * at
                         copy(tail + c * W_BYTES, row, existing, W_BYTES)
                 place = x + X_PANEL * rows * (at - begin)
-                step = W_BYTES if at >= whole else next_row
-                args = (job, sums, place, panel, step, scale, next_scale, at, stop)
+                next_panel = W_BYTES if at >= whole else next_row
+                args = (job, sums, place, panel, next_panel, scale, next_scale, at, stop)
                 if way != SOME and rows == 1:
                     one_1(*args)
                 elif way != SOME and rows == 2:
@@ -176,7 +191,7 @@ def _products(kind: str) -> Any:
                 at = stop
             first += count
             w += count * row_bytes
-            scale += count * scale_row
+            number += count * step
             sums += _VECTOR * rows * _together(rows)
 
     return add_products
@@ -228,6 +243,32 @@ def _together(rows):
     if rows == 2:
         return _BY_2
     return _BY_4 if rows < MOST else _BY_MOST
+
+
+_minima_1, _minima_2, _minima_4, _minima_most = (
+    minima.adder(min(i, MOST), _TOGETHER[min(i, MOST)]) for i in (1, 2, 4, 8)
+)
+
+
+@native
+def _add_minima(job, rows, sums, of_x, first, last, number):
+    """Adds the products of the sums of a block of rows of x with the minima of some rows of W."""
+    next = 1 if word(job, TR) == 1 else 0
+    while first < last:
+        count, step = _together(rows), next
+        if first + count > last:
+            count, step = 1, 0
+        if rows == 1:
+            _minima_1(job, sums, of_x, number, step)
+        elif rows == 2:
+            _minima_2(job, sums, of_x, number, step)
+        elif rows < MOST:
+            _minima_4(job, sums, of_x, number, step)
+        else:
+            _minima_most(job, sums, of_x, number, step)
+        first += count
+        number += count * next
+        sums += _VECTOR * rows * _together(rows)
 
 
 @native

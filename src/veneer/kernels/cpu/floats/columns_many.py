@@ -7,14 +7,17 @@ the next. Sums are in memory meanwhile.
 
 from typing import Any
 
+import numpy as np
+
 from ....native.functions import native
 from ....native.isa import LANES
-from ....native.memory import load_f32, prefetch, set_word, stack, store_f32, word
+from ....native.memory import load_f32, prefetch, stack, store_f32, word
 from ....native.simd.codes import load_table
-from ....native.simd.floats import load, outer, store, store_block, zeros
-from ..job import BATCH, OUT, ROW_BYTES, SCALE, TABLE, TC, TR, C, M, R, W, X
+from ....native.simd.floats import load, outer, splat, store, store_block, zeros
+from ..job import BATCH, MINIMUM, OUT, ROW_BYTES, SCALE, TABLE, TC, TR, C, M, R, W, X
 from ..kinds import BITS
 from .panels import copy, load_block, store_bytes, store_fields, transpose
+from .scales import has_minima, read_tiles
 
 #: Rows of x that are multiplied at once by so many vectors: as many sums as registers hold.
 ROWS = 6
@@ -22,10 +25,14 @@ _ACROSS = 4 if LANES == 16 else 2
 #: Rows of W in a part, and groups of ROWS of x at most.
 _PART, _GROUPS = _ACROSS * LANES, 64
 _VECTOR, _ROW = 4 * LANES, 4 * _PART
+_ZERO = np.float32(0)
 _GROUP = ROWS * _ROW
 #: Columns that are decoded at once.
 _DEPTH = 128
-_DECODED, _SUMS, _ADDRESSES = _DEPTH * _ROW, _GROUPS * _GROUP, 8 * LANES
+_DECODED, _SUMS = _DEPTH * _ROW, _GROUPS * _GROUP
+#: Bytes of the scales of a row of W that meet these columns, at most.
+_NUMBERS = 4 * (_DEPTH + LANES)
+_ALL_NUMBERS = LANES * _NUMBERS
 
 
 @native
@@ -109,7 +116,7 @@ def _decode(kind: str) -> Any:
 
     @native
     def decode(job, to, batch, first, last, k, depth):
-        scales, copied = stack(SCALES), stack(COPIED)
+        scales, minima, copied = stack(SCALES), stack(SCALES), stack(COPIED)
         row_bytes, table = word(job, ROW_BYTES), load_table(word(job, TABLE))
         # One scale is for as many columns as are decoded together, or for a unit of them.
         tile, first_row = word(job, TC), batch * word(job, R) + first
@@ -118,10 +125,15 @@ def _decode(kind: str) -> Any:
             unit = _DEPTH
         last_row = first_row + last - first - 1
         alike = first_row // word(job, TR) == last_row // word(job, TR)
+        if not has_minima(job):
+            for i in range(0, SCALES, _VECTOR):
+                store(minima + i, splat(_ZERO))
         for r in range(first, last, LANES):
             existing, row = min(LANES, last - r), batch * word(job, R) + r
             if r == first or not alike:
-                _write_scales(job, scales, row, existing, k, depth, unit)
+                _write_tiles(job, SCALE, scales, row, existing, k, depth, unit)
+                if has_minima(job):
+                    _write_tiles(job, MINIMUM, minima, row, existing, k, depth, unit)
             for column in range(0, depth, SQUARE):
                 begin = (k + column) // SQUARE * SQUARE_BYTES
                 w, next_row = word(job, W) + row_bytes * row + begin, row_bytes
@@ -132,30 +144,26 @@ def _decode(kind: str) -> Any:
                         size = min(READ, row_bytes - begin) if i < existing else 0
                         copy(copied + i * READ, w + i * row_bytes, size, READ)
                     w, next_row = copied, READ
-                place, scale = to + _ROW * column + 4 * (r - first), scales
+                place, scale, behind = to + _ROW * column + 4 * (r - first), scales, minima - scales
                 if unit < _DEPTH:
                     scale += column // unit * _VECTOR
-                decode_square(place, w, next_row, table, scale, unit)
+                decode_square(place, w, next_row, table, scale, behind, unit)
 
     return decode
 
 
 @native
-def _write_scales(job, to, row, rows, k, depth, unit):
-    """Writes the scales of LANES rows of W, a lane each, for every so many columns."""
-    addresses = stack(_ADDRESSES)
-    tile = word(job, TC)
-    tiles, number = word(job, C) // tile, k // tile
-    for i in range(LANES):
-        of = (row + min(i, rows - 1)) // word(job, TR)
-        set_word(addresses, i, word(job, SCALE) + 4 * (tiles * of + number))
-    end, offset = (number + 1) * tile - k, 0
+def _write_tiles(job, leaf, to, row, rows, k, depth, unit):
+    """Writes the scales, or minima, of LANES rows of W, a lane each, for every so many columns."""
+    numbers, tile = stack(_ALL_NUMBERS), word(job, TC)
+    first, last = k // tile, (k + depth - 1) // tile
+    for i in range(rows):
+        of = (row + i) // word(job, TR)
+        read_tiles(job, leaf, of, first, last + 1 - first, numbers + i * _NUMBERS)
     for column in range(0, depth, unit):
-        if column >= end:
-            end += tile
-            offset += 4
+        place = numbers + 4 * ((k + column) // tile - first)
         for i in range(LANES):
-            store_f32(to + 4 * i, load_f32(word(addresses, i) + offset))
+            store_f32(to + 4 * i, load_f32(place + min(i, rows - 1) * _NUMBERS))
         to += _VECTOR
 
 
@@ -167,9 +175,9 @@ def _square(kind: str) -> tuple[Any, int, int, int]:
     if BITS[kind] == 8:
 
         @native
-        def decode_bytes(to, w, next_row, table, scale, unit):
+        def decode_bytes(to, w, next_row, table, scale, behind, unit):
             next_scale = 0 if unit == _DEPTH else _VECTOR
-            store_bytes(to, _ROW, w, next_row, scale, next_scale, kind)
+            store_bytes(to, _ROW, w, next_row, scale, next_scale, behind, kind)
 
         return decode_bytes, LANES, LANES, LANES
 
@@ -178,12 +186,13 @@ def _square(kind: str) -> tuple[Any, int, int, int]:
     SQUARE = LANES * _VECTOR
 
     @native
-    def decode_fields(to, w, next_row, table, scale, unit):
+    def decode_fields(to, w, next_row, table, scale, behind, unit):
         dwords = stack(SQUARE)
         transpose(dwords, next_row, w)
         next_scale = _VECTOR if unit == 1 else 0
         for d in range(DWORDS):
-            store_fields(to, _ROW, dwords + d * _VECTOR, table, scale, next_scale, kind)
+            dword = dwords + d * _VECTOR
+            store_fields(to, _ROW, dword, table, scale, next_scale, behind, kind)
             to += FIELDS * _ROW
             if unit < _DEPTH:
                 scale += FIELDS // unit * _VECTOR

@@ -2,7 +2,7 @@
 
 They are stored in blocks of at most `MOST` rows, one after the other, with a power of two in the
 last: of each a panel of all its rows, then the next panel. Behind the last row and the last column,
-x is 0.
+x is 0. Where there are minima, the sums of x over tiles follow.
 """
 
 import functools
@@ -13,8 +13,10 @@ from ....native.isa import LANES
 from ....native.memory import load_f32, malloc, set_word, stack, store_f32, word
 from ....native.simd.floats import load, scaled, store
 from ....native.simd.order import deinterleave
-from ..job import BATCH, FAILED, SCRATCH, C, M, X
+from ..job import BATCH, FAILED, SCALE, SCRATCH, TC, C, M, X
+from .minima import sums_size, write_sums
 from .panels import COLUMNS, VECTORS
+from .scales import has_minima, read_tiles
 
 MOST = 8 if LANES == 16 else 4
 
@@ -26,10 +28,10 @@ class Order(NamedTuple):
     prepare: Any
     #: `block(job, batch, m)` is the address of the block of x that begins with row m.
     block: Any
-    #: `expand(to, scale, columns, tile, panel)` writes what scales columns of a panel, in order.
-    expand: Any
-    #: `fold(to, x, rows, scale, columns, tile, first, last)` multiplies panels of a block of x,
-    #: from the first to the last, by a row of scales.
+    #: `sums(job, batch, m)` is the address of the sums of row m of x over tiles.
+    sums: Any
+    #: `fold(job, to, x, rows, number, first, last)` multiplies panels of a block of x, from the
+    #: first to the last, by the row of scales of this number.
     fold: Any
 
 
@@ -37,6 +39,7 @@ class Order(NamedTuple):
 def order(kind: str) -> Order:
     """Returns what orders x for codes of this kind."""
     COUNT, PANEL, BYTES = VECTORS[kind], COLUMNS[kind], 4 * COLUMNS[kind]
+    NUMBERS = BYTES + 4 * LANES
     in_order = deinterleave if kind.startswith("lookup") else _same
 
     @native
@@ -56,10 +59,16 @@ def order(kind: str) -> Order:
         store(to, in_order(load(x, COUNT)))
 
     @native
+    def sums(job, batch, m):
+        behind = block(job, word(job, BATCH), 0)
+        return behind + sums_size(job) * (batch * padded_rows(word(job, M)) + m)
+
+    @native
     def prepare(job):
         rows, columns = word(job, M), word(job, C)
         panels, padded = (columns + PANEL - 1) // PANEL, padded_rows(rows)
-        memory = malloc(64 + BYTES * panels * padded * word(job, BATCH))
+        size = BYTES * panels + (sums_size(job) if has_minima(job) else 0)
+        memory = malloc(64 + size * padded * word(job, BATCH))
         if memory == 0:
             set_word(job, FAILED, 1)
             return
@@ -73,29 +82,37 @@ def order(kind: str) -> Order:
                 for panel in range(panels):
                     count = min(PANEL, columns - panel * PANEL) if m < rows else 0
                     store_panel(to + step * panel, x + BYTES * panel, count)
+                if has_minima(job):
+                    write_sums(job, x, m < rows, sums(job, batch, m))
 
     @native
-    def expand(to, scale, columns, tile, panel):
-        repeated = stack(BYTES)
-        count, numbers = min(PANEL, columns - panel * PANEL), scale + BYTES * panel
+    def expand(job, to, number, panel):
+        """Writes what scales the columns of a panel, in order."""
+        numbers = stack(NUMBERS)
+        columns, tile = word(job, C), word(job, TC)
+        begin = panel * PANEL
+        count = min(PANEL, columns - begin)
+        first = begin // tile
+        read_tiles(job, SCALE, number, first, (begin + count - 1) // tile + 1 - first, numbers)
         if tile > 1:
-            numbers = repeated
+            each = stack(BYTES)
             for i in range(count):
-                store_f32(repeated + 4 * i, load_f32(scale + 4 * ((panel * PANEL + i) // tile)))
+                store_f32(each + 4 * i, load_f32(numbers + 4 * ((begin + i) // tile - first)))
+            numbers = each
         store_panel(to, numbers, count)
 
     @native
-    def fold(to, x, rows, scale, columns, tile, first, last):
+    def fold(job, to, x, rows, number, first, last):
         scales = stack(BYTES)
         for panel in range(first, last):
-            expand(scales, scale, columns, tile, panel)
+            expand(job, scales, number, panel)
             by = load(scales, COUNT)
             for _ in range(rows):
                 store(to, scaled(load(x, COUNT), by))
                 x += BYTES
                 to += BYTES
 
-    return Order(prepare, block, expand, fold)
+    return Order(prepare, block, sums, fold)
 
 
 @native

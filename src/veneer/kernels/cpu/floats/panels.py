@@ -165,39 +165,45 @@ def transpose(to, stride, address):
 
 
 @instruction
-def store_fields(to, stride, dwords, table, scales, next_scale, kind):
-    """Writes the columns that a vector of dwords holds, scaled: a vector of LANES rows each.
+def store_fields(to, stride, dwords, table, scales, next_scale, behind, kind):
+    """Writes the columns that a vector of dwords holds: a vector of LANES rows each.
 
-    Those are `stride` bytes apart, and the scales of them `next_scale` bytes.
+    Those are `stride` bytes apart, and the scales of them `next_scale` bytes. What is added to
+    each is `behind` bytes behind its scale.
     """
     bits = LOOKUP_BITS[kind.literal_value]
 
-    def emit(builder, to, stride, dwords, table, scales, next_scale, _):
+    def emit(builder, to, stride, dwords, table, scales, next_scale, behind, _):
         table = vectors(builder, table)
         dwords = load_vector(builder, dwords, INTS)
         for j in range(32 // bits):
             indices = builder.lshr(dwords, constant(INTS, bits * j)) if j else dwords
-            scale = load_vector(builder, at(builder, scales, 0, j, next_scale))
-            column = builder.fmul(look_up(builder, table, indices), scale)
+            column = look_up(builder, table, indices)
+            column = _worth(builder, column, at(builder, scales, 0, j, next_scale), behind)
             store_vector(builder, column, at(builder, to, 0, j, stride))
 
     return types.void, emit
 
 
 @instruction
-def store_bytes(to, stride, codes, next_codes, scales, next_scale, kind):
+def store_bytes(to, stride, codes, next_codes, scales, next_scale, behind, kind):
     """The same of LANES bytes of each of LANES rows, which are `next_codes` bytes apart."""
     convert = CONVERSIONS[kind.literal_value]
 
-    def emit(builder, to, stride, codes, next_codes, scales, next_scale, _):
+    def emit(builder, to, stride, codes, next_codes, scales, next_scale, behind, _):
         places = [at(builder, codes, 0, i, next_codes) for i in range(LANES)]
         rows = [load_vector(builder, place, ir.VectorType(I8, LANES)) for place in places]
         for j, column in enumerate(apart(builder, [convert(builder, row) for row in rows])):
-            scale = load_vector(builder, at(builder, scales, 0, j, next_scale))
-            place = at(builder, to, 0, j, stride)
-            store_vector(builder, builder.fmul(column, scale), place)
+            column = _worth(builder, column, at(builder, scales, 0, j, next_scale), behind)
+            store_vector(builder, column, at(builder, to, 0, j, stride))
 
     return types.void, emit
+
+
+def _worth(builder: Any, codes: Any, scale: Any, behind: Any) -> Any:
+    """Codes times the scales at an address, and what is so many bytes behind them."""
+    minimum = load_vector(builder, builder.add(scale, behind))
+    return multiply_add(builder, codes, load_vector(builder, scale), minimum)
 
 
 @instruction

@@ -12,6 +12,8 @@ the last parts add them up.
 
 from typing import Any
 
+import numpy as np
+
 from ....native.functions import native, not_inlined
 from ....native.isa import LANES
 from ....native.memory import (
@@ -26,10 +28,29 @@ from ....native.memory import (
 )
 from ....native.simd.codes import load_table
 from ....native.simd.floats import add_scaled, load, outer, store, zeros
-from ..job import BATCH, FAILED, FIRST, OUT, ROW_BYTES, SCRATCH, TABLE, THREADS, TR, C, M, R, W, X
+from ..job import (
+    BATCH,
+    FAILED,
+    FIRST,
+    MINIMUM,
+    OUT,
+    ROW_BYTES,
+    SCALE,
+    SCRATCH,
+    TABLE,
+    THREADS,
+    TR,
+    C,
+    M,
+    R,
+    W,
+    X,
+)
 from ..kinds import BITS
 from .decode import reader
+from .minima import sum_of
 from .rows_many import PANEL, Multiplier, add, add_rows, clear, copy_rows, expand
+from .scales import has_minima
 
 #: Rows of x that this is made for, at most; and rows that tiles have, at least.
 MOST, LEAST = 16, 16
@@ -43,6 +64,7 @@ _WIDTH = 8192
 _PARTS, _PART_ROWS = 2, 64
 #: Numbers of the result that a part adds up.
 _ADDED = 4096
+_ONE = np.float32(1)
 _SCALE_BYTES, _SUMS_BYTES = 4 * (_WIDTH + PANEL), 4 * MOST * PANEL
 
 
@@ -114,7 +136,7 @@ def _add_up(job, part):
     count = min(_ADDED, size - first)
     for other in range(_depths(job) - 1):
         product = word(job, SCRATCH) + 4 * (size * other + first)
-        add(product, count, word(job, OUT) + 4 * first)
+        add(product, count, _ONE, word(job, OUT) + 4 * first)
 
 
 @native
@@ -192,12 +214,17 @@ def worker(kind: str, multiplier: Multiplier) -> Any:
         y += 4 * (batch * m * c + first)
         clear(y, 4 * c, m, last - first)
         row, end = depth * rows, min(r, (depth + 1) * rows)
-        scales = stack(_SCALE_BYTES)
+        scales, minima = stack(_SCALE_BYTES), stack(_SCALE_BYTES)
         block_rows = _BLOCK if m <= _DIRECT else _DEEP
         while row < end:
             tile = row // word(job, TR)
             tile_end = min(end, (tile + 1) * word(job, TR))
-            if expand(job, batch, tile, first, last - first, scales):
+            if expand(job, SCALE, batch, tile, first, last - first, scales):
+                if has_minima(job):
+                    expand(job, MINIMUM, batch, tile, first, last - first, minima)
+                    for i in range(m):
+                        x = word(job, X) + 4 * ((batch * m + i) * r + row)
+                        add(minima, last - first, sum_of(x, tile_end - row), y + 4 * c * i)
                 while row < tile_end:
                     block = min(block_rows, tile_end - row)
                     sweep(job, batch, row, block, first, last, y, scales)

@@ -17,16 +17,17 @@ from ....native.simd.floats import (
     add_scaled,
     inner,
     load,
+    moved,
     outer,
-    scaled,
     splat,
     store,
     store_sums,
     zeros,
 )
-from ..job import BATCH, OUT, ROW_BYTES, SCALE, TABLE, TC, TR, C, M, R, W, X
+from ..job import BATCH, MINIMUM, OUT, ROW_BYTES, SCALE, TABLE, TC, TR, C, M, R, W, X
 from ..kinds import BITS
 from .decode import reader
+from .scales import has_minima, read_tiles
 
 #: Columns that are worked on together, and rows that are decoded at once: 24 KB of f32.
 PANEL, BLOCK = 128, 48
@@ -37,6 +38,9 @@ _PART = 192
 
 _BLOCK_BYTES, _ROW_BYTES, _SUMS_BYTES = (4 * rows * PANEL for rows in (BLOCK, 1, _ROWS))
 _ZERO, _ONE = np.float32(0), np.float32(1)
+#: Scales that are read at once, where they are repeated.
+_NUMBERS = 64
+_NUMBERS_BYTES = 4 * _NUMBERS
 
 
 class Multiplier(NamedTuple):
@@ -55,36 +59,29 @@ class Multiplier(NamedTuple):
 
 
 @native
-def expand(job, batch, tile, column, columns, to):
-    """Writes the scale of each of some columns, of a row of tiles; returns if all are finite."""
+def expand(job, leaf, batch, tile, column, columns, to):
+    """Writes the scale, or minimum, of each of some columns, of a row of tiles.
+
+    There has to be space for whole vectors. It returns whether all numbers are finite.
+    """
     not_inlined()
-    tc = word(job, TC)
-    tiles = word(job, C) // tc
-    scale = word(job, SCALE) + 4 * tiles * (batch * (word(job, R) // word(job, TR)) + tile)
+    numbers, tc = stack(_NUMBERS_BYTES), word(job, TC)
+    row = batch * (word(job, R) // word(job, TR)) + tile
     if tc == 1:
-        copy(scale + 4 * column, columns, to)
+        read_tiles(job, leaf, row, column, columns, to)
     else:
-        c = 0
-        while c < columns:
-            number = (column + c) // tc
-            value = load_f32(scale + 4 * number)
-            end = min(columns, (number + 1) * tc - column)
-            while c < end:
-                store_f32(to + 4 * c, value)
-                c += 1
+        c, number, end = 0, column // tc, (column + columns - 1) // tc + 1
+        while number < end:
+            some = min(_NUMBERS, end - number)
+            read_tiles(job, leaf, row, number, some, numbers)
+            for i in range(some):
+                value = load_f32(numbers + 4 * i)
+                last = min(columns, (number + i + 1) * tc - column)
+                while c < last:
+                    store_f32(to + 4 * c, value)
+                    c += 1
+            number += some
     return _all_finite(to, columns)
-
-
-@native
-def copy(address, count, to):
-    """Copies numbers of f32."""
-    i = 0
-    while i + LANES <= count:
-        store(to + 4 * i, load(address + 4 * i, 1))
-        i += LANES
-    while i < count:
-        store_f32(to + 4 * i, load_f32(address + 4 * i))
-        i += 1
 
 
 @native
@@ -112,14 +109,14 @@ def copy_rows(w, stride, rows, size, to, to_stride):
 
 
 @native
-def add(address, count, y):
-    """Adds numbers of f32 to others."""
+def add(address, count, by, y):
+    """Adds numbers of f32, times one, to others."""
     i = 0
     while i + LANES <= count:
-        add_scaled(y + 4 * i, 0, load(address + 4 * i, 1), splat(_ONE))
+        add_scaled(y + 4 * i, 0, load(address + 4 * i, 1), splat(by))
         i += LANES
     while i < count:
-        store_f32(y + 4 * i, load_f32(y + 4 * i) + load_f32(address + 4 * i))
+        store_f32(y + 4 * i, load_f32(y + 4 * i) + load_f32(address + 4 * i) * by)
         i += 1
 
 
@@ -128,7 +125,7 @@ def add_rows(address, stride, rows, columns, y, y_stride):
     """Adds rows of f32 to others."""
     not_inlined()
     for row in range(rows):
-        add(address + row * stride, columns, y + row * y_stride)
+        add(address + row * stride, columns, _ONE, y + row * y_stride)
 
 
 @native
@@ -206,18 +203,22 @@ def multiplier(kind: str) -> Multiplier:
             copy_rows(w, stride, rows, (columns * bits + 7) // 8, tail, panel_bytes)
             w, stride = tail, panel_bytes
         table = load_table(word(job, TABLE))
-        scales = stack(_ROW_BYTES)
+        scales, minima = stack(_ROW_BYTES), stack(_ROW_BYTES)
+        for c in range(0, PANEL, LANES):
+            store(minima + 4 * c, splat(_ZERO))
         start = 0
         while start < rows:
             tile = (row + start) // tr
             end = min(rows, (tile + 1) * tr - row)
-            expand(job, batch, tile, column, columns, scales)
+            expand(job, SCALE, batch, tile, column, columns, scales)
+            if has_minima(job):
+                expand(job, MINIMUM, batch, tile, column, columns, minima)
             for c in range(0, PANEL, step * LANES):
-                scale = load(scales + 4 * c, step)
+                scale, minimum = load(scales + 4 * c, step), load(minima + 4 * c, step)
                 for k in range(start, end):
                     prefetch(w + (k + BLOCK) * stride + c * bits // 8)
                     codes = ordered(decoded(table, w + k * stride + c * bits // 8, step))
-                    store(to + 4 * (k * PANEL + c), scaled(codes, scale))
+                    store(to + 4 * (k * PANEL + c), moved(codes, scale, minimum))
             start = end
 
     @native

@@ -1,0 +1,130 @@
+"""What checkpoints bring, read by kernels as it lies: scales of few bits, and minima."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import veneer as vn
+from veneer.quant import QArray
+
+# A side is odd, so that rows of scales end within a vector.
+N, K = 131, 320
+
+
+def stored(qtype, tile, scale_dtype, minimum_dtype, *, shape=(N, K), seed=0):
+    """A weight `[..., N, K]` with tiles along K."""
+    rng, format = np.random.default_rng(seed), vn.quant.get_format(qtype)
+    low, high = format.code_range
+    codes = jnp.asarray(rng.integers(low, high + 1, shape), format.code_dtype)
+    counts = (*shape[:-1], shape[-1] // tile)
+    scale = jnp.asarray(rng.uniform(0.5, 2, counts), "float32").astype(scale_dtype)
+    minimum = None
+    if minimum_dtype is not None:
+        minimum = jnp.asarray(rng.normal(size=counts), minimum_dtype)
+    return QArray(codes, scale, qtype=qtype, minimum=minimum).replace(dense_dtype="float32")
+
+
+def normal(*shape, seed=1):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def how(f, *args):
+    return [event.how for event in vn.explain(f)(*args).events if event.primitive == "dot_general"]
+
+
+def assert_close(actual, exact, tolerance=1e-5):
+    """By the norm of the error."""
+    exact = np.asarray(exact, np.float64)
+    assert actual.shape == exact.shape
+    error = np.linalg.norm(np.asarray(actual, np.float64) - exact) / np.linalg.norm(exact)
+    assert error <= tolerance, error
+
+
+CASES = {
+    "Q4_1": ("uint4", 32, "float16", "float16"),
+    "MLX": ("uint4", 64, "bfloat16", "bfloat16"),
+    "Q8_0": ("int8", 32, "float16", None),
+    "MXFP4": ("float4_e2m1fn", 32, "float8_e8m0fnu", None),
+    "a minimum of other floats": ("int8", 16, "float32", "bfloat16"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_both_sides_by_any_number_of_rows(name):
+    q = stored(*CASES[name])
+    dense = np.asarray(q.dequantize(), np.float64)
+    xs = [(normal(m, K), normal(m, N)) for m in (1, 3, 8, 33)]
+
+    @jax.jit
+    @vn.implicit
+    def run(xs, q):
+        return [(x @ q.T, y @ q) for x, y in xs]
+
+    assert all(re.match(r"CPU kernel \w+, else", said) for said in how(run, xs, q))
+    for (x, y), (by_columns, by_rows) in zip(xs, run(xs, q), strict=True):
+        assert_close(by_columns, np.asarray(x, np.float64) @ dense.T)
+        assert_close(by_rows, np.asarray(y, np.float64) @ dense)
+
+
+def test_every_scale_of_16_and_8_bits_is_worth_what_it_is():
+    counts = {"float16": 2**16, "bfloat16": 2**16, "float8_e8m0fnu": 2**8}
+    for dtype, count in counts.items():
+        bits = np.arange(count, dtype=np.uint16 if count > 256 else np.uint8)
+        scale = jnp.asarray(bits).view(dtype)[:, None]  # a row each, of codes that are 1
+        q = QArray(jnp.ones((count, 64), jnp.int8), scale).replace(dense_dtype="float32")
+        x = jnp.zeros((1, 64)).at[0, 0].set(1)
+        actual = jax.jit(vn.implicit(lambda x, q: x @ q.T))(x, q)[0]
+        exact = scale[:, 0].astype(jnp.float32)
+        finite = np.isfinite(exact) & (np.abs(exact) >= np.finfo(np.float32).tiny)
+        np.testing.assert_array_equal(actual[finite], exact[finite])
+        assert not np.isfinite(actual[~np.isfinite(exact)]).any()
+
+
+def test_nothing_is_widened_before_the_kernel():
+    q, x = stored("uint4", 32, "float16", "float16"), normal(2, K)
+    compiled = jax.jit(vn.implicit(lambda x, q: x @ q.T)).lower(x, q).compile().as_text()
+    assert "custom-call" in compiled
+    for shape in (q.shape, q.scale.shape):
+        for side in (shape, shape[::-1]):
+            assert f"f32[{side[0]},{side[1]}]" not in compiled
+            assert f"f32[1,{side[0]},{side[1]}]" not in compiled
+
+
+def test_derivatives_batches_and_loops():
+    q, x = stored("uint4", 32, "float16", "float16"), normal(3, K)
+    dense = q.dequantize()
+    product = lambda x, w: x @ w.T
+    gradient = jax.grad(lambda x: (vn.implicit(product)(x, q) ** 2).sum())(x)
+    assert_close(gradient, jax.grad(lambda x: (product(x, dense) ** 2).sum())(x))
+    mapped = jax.jit(jax.vmap(vn.implicit(lambda x, w: w @ x), (0, None)))(x, q)
+    assert_close(mapped, x @ dense.T)
+    layers = stored("uint4", 32, "float16", "float16", shape=(2, 256, 256))
+    step = lambda x, w: (jnp.tanh(0.01 * (x @ w.T)), None)
+    run = lambda x, w: jax.lax.scan(step, x, w)[0]
+    x = normal(2, 256)
+    assert all(said.startswith("CPU kernel columns_lookup4, else") for said in how(run, x, layers))
+    assert_close(jax.jit(vn.implicit(run))(x, layers), run(x, layers.dequantize()))
+
+
+@pytest.mark.parametrize("name", ["scale", "minimum"])
+def test_derivatives_by_scales_and_by_minima(name):
+    q, x = stored("uint4", 32, "float32", "float32"), normal(3, K)
+
+    loss = vn.implicit(lambda q: ((x @ q.T) ** 2).sum())
+    by_kernel = lambda leaf: loss(q.replace(**{name: leaf}))
+    dense = lambda leaf: ((x @ q.replace(**{name: leaf}).dequantize().T) ** 2).sum()
+    leaf = getattr(q, name)
+    assert_close(jax.grad(by_kernel)(leaf), jax.grad(dense)(leaf))
+    _, along = jax.jvp(by_kernel, (leaf,), (leaf,))
+    assert_close(along, jax.jvp(dense, (leaf,), (leaf,))[1])
+
+
+def test_a_minimum_of_nan_is_seen_in_its_own_row():
+    q = stored("uint4", 32, "float16", "float16")
+    q = q.replace(minimum=q.minimum.at[5, 2].set(jnp.nan))
+    for m in (3, 33):
+        y = jax.jit(vn.implicit(lambda x, q: x @ q.T))(normal(m, K), q)
+        assert np.isnan(y).all(axis=0).tolist() == [i == 5 for i in range(N)]
