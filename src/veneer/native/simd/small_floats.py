@@ -9,8 +9,18 @@ from typing import Any
 from llvmlite import ir
 
 from ..isa import ISA, LANES
-from ..memory import I8, I16
-from .blocks import FLOATS, INTS, Block, block_of, constant, instruction, load_vector
+from ..memory import I8, I16, I32
+from .blocks import (
+    FLOATS,
+    INTS,
+    Block,
+    block_of,
+    constant,
+    instruction,
+    load_vector,
+    repeated,
+    vectors,
+)
 
 _HALVES = ir.VectorType(I16, LANES)
 
@@ -31,6 +41,19 @@ def load_as_floats(address, dtype):
         return block_of(builder, [_WIDENED[name](builder, bits)])
 
     return Block("f32", 1, 1), emit
+
+
+@instruction
+def first_lanes(vector, count):
+    """The first lanes of a vector of f32, and 0 in the others, whatever is there."""
+
+    def emit(builder, vector, count):
+        count = repeated(builder, builder.trunc(count, I32))
+        is_first = builder.icmp_signed("<", ir.Constant(INTS, [*range(LANES)]), count)
+        (value,) = vectors(builder, vector)
+        return block_of(builder, [builder.select(is_first, value, constant(FLOATS, 0.0))])
+
+    return vector, emit
 
 
 def _from_f16(builder: Any, bits: Any) -> Any:
