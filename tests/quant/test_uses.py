@@ -165,10 +165,60 @@ def test_what_is_in_no_product_stays_dense_and_is_told_if_it_is_no_vector():
 
 def test_weights_that_a_program_does_not_take_from_its_parameters_are_told():
     params = {"w": w(64, 8)}
-    with pytest.warns(UserWarning, match=r"left dense.* w \(it has no use\)"):
+    with pytest.warns(UserWarning, match=r"left dense.* w at 32 bits a value \(it has no"):
         vn.quant.quantize_tree(
             params, [Rule(".*", "int8")], model=lambda _, x: x @ params["w"], args=(X,)
         )
+
+
+@pytest.mark.parametrize("rules", [[Rule(".*", "nf4")], "nf4"])
+def test_a_large_weight_that_a_program_adds_is_told_with_its_bits(rules):
+    params = {"w": w(64, 64), "positions": w(99, 64).astype("bfloat16")}
+    model = lambda p, x: (x + p["positions"][:3]) @ p["w"]
+    message = r"left dense.* positions at 16 bits a value \((add|convert).*test_uses.py.*tile_axis"
+    with pytest.warns(UserWarning, match=message):
+        small = vn.quant.quantize_tree(params, rules, model=model, args=(X,))
+    assert small["positions"] is params["positions"]
+
+
+def test_a_width_as_long_as_an_embedding_is_no_vocabulary():
+    def model(p, ids):
+        x = p["words"][ids] + p["positions"][ids]
+        return (x @ p["up"]) @ p["down"] @ p["head"]
+
+    shapes = {"words": (96, 64), "positions": (64, 64), "up": (64, 128), "down": (128, 64)}
+    params = {name: w(*shape) for name, shape in (*shapes.items(), ("head", (64, 96)))}
+    small = vn.quant.quantize_tree(params, "nf4", model=model, args=(IDS,))
+    of_words = dict.fromkeys(("words", "positions", "head"), "int8")
+    assert {name: x.qtype for name, x in small.items()} == of_words | {"up": "nf4", "down": "nf4"}
+
+
+@pytest.mark.parametrize(
+    ("rules", "rows", "message"),
+    [
+        (
+            [Rule(".*", "nf4", tile_size=64)],
+            96,
+            r"w \[96, 64\] has tiles of 48, not 64, at 4.67 bits",
+        ),
+        ([Rule(".*", "nf4", tile_size=128)], 64, r"w \[64, 64\] has tiles of 64, not 128, at 4.5 "),
+        ("nf4", 127, r"w \[127, 64\] has tiles of 127, not 64, at 4.25 bits"),
+        ("mxfp4", 72, r"w \[72, 64\] is in int8, not mxfp4, at 8.44 bits a value"),
+    ],
+)
+def test_tiles_that_are_not_as_asked_for_are_told_with_their_bits(rules, rows, message):
+    args = {"model": lambda p, x: x @ p["w"], "args": (w(3, rows),)}
+    with pytest.warns(UserWarning, match=rf"do not fit.* {message}.*A rule of its own"):
+        vn.quant.quantize_tree({"w": w(rows, 64)}, rules, **args)
+
+
+def test_rules_that_leave_out_most_values_are_told_unless_one_says_so():
+    params = {"attention": w(64, 64), "mlp": w(64, 128)}
+    rules = [Rule("att.*", "int8")]
+    with pytest.warns(UserWarning, match=r"most values stay dense.* mlp at 32 bits.*'\.\*', None"):
+        vn.quant.quantize_tree(params, rules)
+    small = vn.quant.quantize_tree(params, [*rules, Rule(".*", None)])
+    assert small["mlp"] is params["mlp"]
 
 
 def test_without_a_program_scales_that_few_values_share_are_told():

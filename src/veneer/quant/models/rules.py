@@ -157,6 +157,11 @@ class Rule:
         """Returns whether the whole of `path` matches."""
         return re.fullmatch(self.path_regex, path) is not None
 
+    @property
+    def has_format(self) -> bool:
+        """Whether the rule has anything quantised: weights, activations, gradients."""
+        return any(getattr(self, name) is not None for name in ("qtype", "act_qtype", *TRAINING))
+
     def is_for(self, op: str) -> bool:
         """Returns whether the rule is for products by a primitive."""
         return not self.op_names or op in self.op_names

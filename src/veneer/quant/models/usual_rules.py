@@ -1,8 +1,9 @@
 """`usual_rules`: what is usually done with the weights of a language model."""
 
+import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ..formats import get_format
@@ -23,11 +24,11 @@ def usual_rules(
     - A weight that products contract is in `qtype`: in tiles of 64 (QLoRA, arXiv 2305.14314), of 3
       bits and fewer in tiles of 32, and of 8 bits with a scale a channel.
     - An embedding, of which rows are looked up, has a scale a row, and 8 bits at least: `int8` for
-      formats of fewer. So has a head, which has a free axis as long as an embedding.
+      formats of fewer. So has a head, of which a product gives as many values as an embedding has
+      rows. Where other products sum so many, it is a width of the model, and says nothing.
     - What no product contracts, such as norms, and what has fewer than 4,096 values stays dense.
 
-    Where the format is defined for a tile that does not divide what a product sums, it is `int8`;
-    where no tile does, there is a scale a channel.
+    The axes are still to be found, by `fit_usual`.
 
     **Arguments:**
 
@@ -35,36 +36,38 @@ def usual_rules(
 
     **Raises:** `ValueError` for an unknown format.
     """
-    get_format(qtype)
-    rules = {}
+    bits = get_format(qtype).bits
+    tile = None if bits >= 8 or get_format(qtype).tile_size else 64 if bits >= 4 else 32
     shapes = {path: leaf.shape for path, leaf in weights.items() if can_be_quantized(leaf)}
-    looked_up = {path: [use for use in uses[path] if use.primitive == LOOK_UP] for path in shapes}
-    vocabularies = {
-        shapes[path][axis]
-        for path, found in looked_up.items()
-        for use in found
-        for axis in use.free
+    first = {path: found[0] for path in shapes if (found := telling(uses[path]))}
+    count = lambda path, axes: math.prod(shapes[path][axis] for axis in axes)
+    looked_up = {path: use for path in shapes for use in uses[path] if use.primitive == LOOK_UP}
+    vocabularies = {count(path, use.free) for path, use in looked_up.items()} - {
+        count(path, use.contracted) for path, use in first.items() if use.is_product
     }
+    rules = {}
     for path, shape in shapes.items():
-        use = next(iter(telling(uses[path])), None)
-        if use is None or math.prod(shape) < SMALL:
+        if math.prod(shape) < SMALL:
             continue
-        of_vocabulary = looked_up[path] or any(shape[axis] in vocabularies for axis in use.free)
-        rules[path] = _usual_rule(path, qtype, shape, use, of_vocabulary=bool(of_vocabulary))
+        rule = Rule(re.escape(path), qtype, tile_size=tile)
+        is_head = path in first and count(path, first[path].free) in vocabularies
+        if bits < 8 and (path in looked_up or is_head):
+            rule = Rule(rule.path_regex, OF_VOCABULARIES)
+        rules[path] = rule
     return rules
 
 
-def _usual_rule(
-    path: str, qtype: str, shape: Sequence[int], use: Use, *, of_vocabulary: bool
-) -> Rule:
-    regex, format = re.escape(path), get_format(qtype)
-    summed = [shape[axis] for axis in sorted(use.contracted)]
-    if of_vocabulary and format.bits < 8:
-        return Rule(regex, OF_VOCABULARIES).along(use.contracted, shape)
-    if format.tile_size is not None:
-        fits = any(size % format.tile_size == 0 for size in summed)
-        return Rule(regex, qtype if fits else OF_VOCABULARIES).along(use.contracted, shape)
-    tile = None if format.bits >= 8 else 64 if format.bits >= 4 else 32
-    if tile is not None and math.prod(cut_in_tiles(summed, tile)) < LEAST_TILE:
-        tile = None
-    return Rule(regex, qtype, tile_size=tile).along(use.contracted, shape)
+def fit_usual(rule: Rule, contracted: Collection[int], shape: Sequence[int]) -> Rule:
+    """Returns a usual rule along the axes that products contract, counted from the end.
+
+    Where the format is defined for a tile that does not divide what they sum, it is `int8`; where
+    no tile does, there is a scale a channel.
+    """
+    block = get_format(rule.qtype or OF_VOCABULARIES).tile_size
+    summed = [shape[axis] for axis in sorted(contracted)]
+    if block is not None and not any(size % block == 0 for size in summed):
+        rule = dataclasses.replace(rule, qtype=OF_VOCABULARIES)
+    tile = rule.tile_size
+    if isinstance(tile, int) and math.prod(cut_in_tiles(summed, tile)) < LEAST_TILE:
+        rule = dataclasses.replace(rule, tile_size=None)
+    return rule.along(contracted, shape)

@@ -1,0 +1,165 @@
+"""What `quantize_tree` tells of: weights that are not as someone who asked for a format thinks.
+
+Each warning names paths, with what they take, why, and the way out.
+"""
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..._core.value import is_part, is_value
+from ..activations import ActivationQuantized
+from ..formats import get_format
+from ..qarray import QArray
+from ..training import FakeQuantized
+from .rules import Rule, can_be_quantized, some_of
+from .uses import Use
+from .usual_rules import SMALL
+
+_STACKLEVEL = 4  # who calls quantize_tree
+
+
+def bits_of(array: Any) -> str:
+    """Returns how many bits a value an array takes, to be shown."""
+    return f"{8 * array.nbytes / array.size:.3g} bits a value"
+
+
+def _tell(message: str) -> None:
+    warnings.warn(message, UserWarning, stacklevel=_STACKLEVEL)
+
+
+def tell_of_unused(weights: Mapping[str, Any], uses: Mapping[str, Sequence[Use]]) -> None:
+    """Warns of weights, meant to be quantised, that stay dense as no product has them."""
+    # A vector of a stack is a norm, and what is small a bias: those are expected to.
+    large = [
+        (path, x)
+        for path, x in weights.items()
+        if not uses[path]
+        or (math.prod(x.shape) >= SMALL and all(len(use.free) >= 2 for use in uses[path]))
+    ]
+    left = [
+        f"{path} at {bits_of(x)} ({next(iter(uses[path]), 'it has no use')})" for path, x in large
+    ]
+    if left:
+        _tell(
+            f"left dense, as the program has them in no product: {some_of(left)}. A rule with a "
+            "tile_axis quantises them all the same"
+        )
+
+
+def tell_of_unmatched(weights: Mapping[str, Any], chosen: Mapping[str, Rule]) -> None:
+    """Warns where rules leave out more values than they quantise."""
+    missed = {
+        path: x for path, x in weights.items() if path not in chosen and math.prod(x.shape) >= SMALL
+    }
+    count = lambda paths: sum(math.prod(weights[path].shape) for path in paths)
+    if count(missed) > count(path for path, rule in chosen.items() if rule.has_format) > 0:
+        left = [f"{path} at {bits_of(x)}" for path, x in missed.items()]
+        _tell(
+            f"most values stay dense, as no rule matches them: {some_of(left)}. A last rule "
+            "Rule('.*', None) says that they are to"
+        )
+
+
+def tell_of_tiles(
+    asked: Mapping[str, Rule], chosen: Mapping[str, Rule], weights: Mapping[str, Any]
+) -> None:
+    """Warns of weights whose tiles or formats are others than those that are asked for."""
+    unlike = []
+    for path, rule in chosen.items():
+        wanted, x = asked[path], weights[path]
+        if rule.qtype != wanted.qtype:
+            form = f"is in {rule.qtype}, not {wanted.qtype}"
+        elif isinstance(wanted.tile_size, int | np.integer) and _tile(rule, x) != wanted.tile_size:
+            form = f"has tiles of {_tile(rule, x)}, not {wanted.tile_size}"
+        else:
+            continue
+        takes = bits_of(jax.eval_shape(rule.quantize, x))
+        unlike.append(f"{path} {list(x.shape)} {form}, at {takes}")
+    if unlike:
+        _tell(
+            f"tiles as asked for do not fit what products sum: {some_of(unlike)}. A rule of its "
+            "own states another tile_size or format, or leaves it dense"
+        )
+
+
+def _tile(rule: Rule, array: Any) -> Any:
+    """How many values share a scale, by a rule that says so of each axis."""
+    sizes = rule.tile_size
+    if sizes is None:
+        return math.prod(array.shape[axis] for axis in rule.contracting(array.ndim))
+    return math.prod(dict(sizes).values()) if isinstance(sizes, tuple) else sizes
+
+
+def tell_of_held(paths: Sequence[str], leaves: Sequence[Any], rules: Sequence[Rule] | str) -> None:
+    """Warns of weights that are meant, and within arrays of other types, as that of a LoRA is."""
+    held = []
+    for path, leaf in zip(paths, leaves, strict=True):
+        if not is_value(leaf) or isinstance(leaf, QArray | FakeQuantized | ActivationQuantized):
+            continue
+        within = jax.tree.leaves(leaf, is_leaf=is_part(leaf))
+        if any(can_be_quantized(x) and x.shape == leaf.shape for x in within):
+            of_leaf = [] if isinstance(rules, str) else [r for r in rules if r.matches(path)][:1]
+            if isinstance(rules, str) or any(rule.has_format for rule in of_leaf):
+                held.append(f"{path} ({type(leaf).__name__})")
+    if held:
+        _tell(
+            f"not quantised, as an array of another type holds the weight: {some_of(held)}. "
+            "Quantise first, and make such arrays of the quantised weights"
+        )
+
+
+def tell_of_quantised(
+    paths: Sequence[str], leaves: Sequence[Any], rules: Sequence[Rule] | str
+) -> None:
+    """Warns of weights in another format than is asked for, which stay as they are."""
+    kept = []
+    for path, leaf in zip(paths, leaves, strict=True):
+        if isinstance(leaf, QArray):
+            asked: list[Any] = [rules, "int8"]  # as tables and heads are
+            if not isinstance(rules, str):
+                asked = [rule.qtype for rule in rules if rule.matches(path)][:1]
+            if asked and None not in asked and leaf.qtype not in map(_name_of, asked):
+                kept.append(f"{path} ({leaf.qtype})")
+    if kept:
+        _tell(
+            f"quantised already, and left as they are: {some_of(kept)}. Quantise the dense "
+            "weights, or what vn.materialise gives, which is rounded twice"
+        )
+
+
+def _name_of(qtype: Any) -> str:
+    return get_format(qtype).name
+
+
+def tell_of_large(
+    paths: Sequence[str], quantized: Sequence[Any], chosen: Mapping[str, Rule], *, located: bool
+) -> None:
+    """Warns of what is not smaller, or of which few values share a scale that nobody asked for."""
+    large = []
+    for path, x in zip(paths, quantized, strict=True):
+        q = x.array if isinstance(x, ActivationQuantized) else x
+        if path not in chosen or not isinstance(q, QArray) or q.size < _MATTERS:
+            continue
+        scales = sum(leaf.size for leaf in jax.tree.leaves(q.scale))
+        asked = located or chosen[path].tile_size is not None or q.format.tile_size is not None
+        if q.nbytes >= q.size * q.dtype.itemsize or (not asked and q.size <= _FEW * scales):
+            large.append(f"{path} {list(q.shape)} takes {bits_of(q)}")
+    if large:
+        remedy = (
+            "leave it dense, by a rule with qtype=None"
+            if located
+            else "say by tile_axis which axes the products contract, or pass the program, as "
+            "model= and args="
+        )
+        _tell(f"hardly smaller, for few values share a scale: {some_of(large)}; {remedy}")
+
+
+#: So few values that share a scale are a mistake.
+_FEW = 8
+#: What is smaller than this may be as large as it likes.
+_MATTERS = 1024
