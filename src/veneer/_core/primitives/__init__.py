@@ -20,6 +20,7 @@ and others:
     packing             the one of ours that makes a value of its leaves
     movement            those that move entries about: transpose, slice, gather, ...
     sharding            those that place an array on devices
+    collectives         those that send entries to other devices
 
 and what rules are written with:
 
@@ -31,6 +32,7 @@ and what rules are written with:
 
 from . import callbacks as callbacks
 from . import calls as calls
+from . import collectives as collectives
 from . import control_flow as control_flow
 from . import custom_calls as custom_calls
 from . import custom_derivatives as custom_derivatives

@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
+from ..._core.primitives.collectives import permute
 from ..._core.primitives.movement import gather
 from ..._core.rules import register
 from ..._core.transform import redispatch
@@ -45,6 +46,13 @@ def _gather(q: QArray, indices: ArrayLike, *, mode, fill_value, **params) -> Any
     fills = (0, np.nan, *of_zero_point, np.nan) if mode == modes.FILL_OR_DROP else None
     params |= {"mode": mode, "fill_value": None, "fills": fills, "rule": _gather}
     return gather(q, indices, **params)
+
+
+@register("ppermute")
+def _ppermute(q: QArray, *, perm, axis_name) -> Any:
+    if any(x.dtype == jnp.float8_e8m0fnu for x in jax.tree.leaves(q)):
+        return NotImplemented  # who is sent nothing has zeros, which such a scale is not
+    return permute(q, perm, axis_name)
 
 
 @register("slice")
