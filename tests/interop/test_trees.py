@@ -284,6 +284,33 @@ def test_what_is_read_goes_where_like_has_it(dense, tmp_path):
     assert found[0].packed.sharding.spec == found[0].scale.sharding.spec == P(None, "x")
 
 
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
+def test_arrays_of_a_tree_go_to_their_devices_one_at_a_time(tmp_path, monkeypatch):
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    on = lambda *spec: NamedSharding(mesh, P(*spec))
+    tree = {"z": [LORA, {"step": 3, "w": np.ones((4, 8), np.float32)}], "bias": X, "none": None}
+    vn.save(tmp_path / "saved", tree)
+    events = []
+    read, put = TensorFolder.read, vn.interop.safetensors.put
+    placed = lambda names, *others: events.extend(names) or put(names, *others)
+    monkeypatch.setattr(TensorFolder, "read", lambda self, n: events.append(n) or read(self, n))
+    monkeypatch.setattr("veneer.interop.safetensors.put", placed)
+    rules = [(r"z\.0|z\.1\.w", on(None, "x")), (r"bias", on())]
+    found = vn.load(tmp_path / "saved", shardings=rules)
+    names = ["z.0.w", "z.0.a", "z.0.b", "z.0", "z.1.w", "z.1.w", "bias", "bias"]
+    assert events == names
+    assert_same(found, tree, numpy=False)
+    assert list(found) == [*tree]
+    kernel, w = found["z"][0], found["z"][1]["w"]
+    specs = [x.sharding.spec for x in (kernel.w.packed, kernel.w.scale, kernel.b, w)]
+    assert specs == [P(None, "x")] * 4
+    assert found["bias"].sharding == on()
+    by_prefix = vn.load(tmp_path / "saved", shardings={"z": on(), "bias": None, "none": None})
+    assert len(by_prefix["z"][0].w.packed.sharding.device_set) == 4
+    with pytest.raises(ValueError, match=r"bias has shape \(8,\), and"):
+        vn.load(tmp_path / "saved", shardings=on(None, "x"))
+
+
 def test_a_tree_of_layout_version_2_is_still_read(tmp_path):
     tree = {"w": vn.quant.ActivationQuantized(NF4, qtype="int8")}
     vn.save(tmp_path / "saved", tree)

@@ -111,7 +111,8 @@ class TensorFolder:
         }
 
     def read(self, name: str) -> np.ndarray | QArray:
-        """Reads one tensor, to the bit: a NumPy array where it is stored dense, else a QArray.
+        """Reads one tensor, to the bit: a NumPy array where it is stored dense, else a QArray of
+        them.
 
         **Raises:** `ValueError` where what is stored is not what `veneer.json` says, and, if this
         was opened with `verify`, where its bytes are not those that were written.
@@ -136,9 +137,9 @@ class TensorFolder:
         packed = self._read_stored(entry.packed)
         minimum = None if entry.minimum is None else self._read_floats(entry.minimum)
         return QArray.from_packed(
-            as_jax(_from_bytes(packed, code_dtype if code_dtype in manifest.BYTE_FLOATS else None)),
+            _from_bytes(packed, code_dtype if code_dtype in manifest.BYTE_FLOATS else None),
             self._read_floats(entry.scale, entry.scale_dtype),
-            None if entry.zero_point is None else as_jax(self._read_stored(entry.zero_point)),
+            None if entry.zero_point is None else self._read_stored(entry.zero_point),
             minimum=minimum,
             qtype=entry.format,
             packing=None if entry.packing is None else Packing(**entry.packing),
@@ -147,7 +148,7 @@ class TensorFolder:
 
     def _read_floats(self, entry: str | manifest.QuantisedEntry, dtype: str | None = None) -> Any:
         if isinstance(entry, str):
-            return as_jax(_from_bytes(self._read_stored(entry), dtype))
+            return _from_bytes(self._read_stored(entry), dtype)
         return self._read_entry(entry)
 
     def _read_stored(self, stored: str) -> np.ndarray:
@@ -174,10 +175,13 @@ class TensorFolder:
             )
 
 
-def as_jax(array: np.ndarray | jax.Array) -> jax.Array | np.ndarray:
-    """Makes a JAX array where it holds the same bits; 64-bit dtypes without x64 stay in NumPy."""
-    exact = jax.dtypes.canonicalize_dtype(array.dtype) == array.dtype
-    return jnp.asarray(array) if exact else array
+def as_jax(leaf: Any) -> Any:
+    """Makes a JAX array of NumPy's where it holds the same bits, which of 64 without x64 it does
+    not."""
+    if not isinstance(leaf, np.ndarray):
+        return leaf
+    exact = jax.dtypes.canonicalize_dtype(leaf.dtype) == leaf.dtype
+    return jnp.asarray(leaf) if exact else leaf
 
 
 def _as_bytes(array: np.ndarray) -> np.ndarray:

@@ -1,15 +1,16 @@
 """Trees of arrays in safetensors files: `save` and `load`."""
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 
 from .. import tree as vtree
-from ..placement import device_put, put, shardings_of
+from ..placement import put, shardings_of
 from . import structure
-from .checkpoints.opened import open_checkpoint
+from .checkpoints.opened import OnReading, open_checkpoint
 from .checkpoints.writing import convert
 from .folder import FolderWriter, TensorFolder, as_jax, write_aside
 
@@ -103,8 +104,8 @@ def load(
     - `names`: "huggingface" for the names and the order of rows of that checkpoint of which a GGUF
       file was made; None for GGUF's. Folders have no others.
     - `shardings`: where arrays go, as for `vn.device_put`: a sharding for all, a tree of them, or
-      rules by name. Each tensor of a flat dict goes to its devices as it is read, so that memory
-      holds the result and one tensor.
+      rules by name. Each array goes to its devices as it is read, so that memory holds the result
+      and one array.
 
     **Returns:** the tree that was saved: with `like`, of its classes; else with a dict in the place
     of each object of a class that is no array type. For other files, a flat dict from names to
@@ -136,43 +137,70 @@ def load(
     if like is not None and shardings is not None:
         raise ValueError("like has shardings of its arrays, and shardings cannot go with it")
     with open_checkpoint(path, raw=raw, verify=verify, names=names) as source:
+        leaves = _TensorsByName(source)
         node = source.manifest.tree if isinstance(source, TensorFolder) else None
-        if node is None and like is None:
-            return _flat(source, shardings)
-        values = {name: _as_jax(source.read(name)) for name in source}
-    if node is None:
-        node = {"dict": [[name, {"tensor": name}] for name in values]}
+        if node is None:
+            node = {"dict": [[name, {"tensor": name}] for name in leaves]}
+        if like is None:
+            return _placed(path, node, leaves, shardings)
+        with _told_of(path, ValueError):
+            return structure.restore(node, leaves, like)
+
+
+class _Unreadable(ValueError):
+    """What is wrong with a tensor, said of its file already."""
+
+
+class _TensorsByName(OnReading):
+    """The tensors of a checkpoint by name, each read when it is looked up."""
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self.source:
+            raise KeyError(name)
+        try:
+            return self.source.read(name)
+        except ValueError as error:
+            raise _Unreadable(*error.args) from error
+
+
+def _placed(path: Any, node: Any, leaves: Mapping[str, Any], shardings: Any) -> Any:
+    """The tree of a node, each array where it goes before the next is read."""
+    with _told_of(path, structure.NotStored):
+        tree = structure.decode(node, lambda at, _: _Awaited(at))
+    found, _ = vtree.flatten_with_path(tree)
+    asked = [None] * len(found) if shardings is None else shardings_of(tree, shardings)
+    goes = {
+        awaited.at: (vtree.path_string(at), device)
+        for (at, awaited), device in zip(found, asked, strict=True)
+        if isinstance(awaited, _Awaited)
+    }
+
+    def array(at: structure.Path, node: Any) -> Any:
+        with _told_of(path, structure.NotStored):
+            value = structure.array_of(at, node, leaves)
+        name, device = goes[at]
+        if device is None:
+            return jax.tree.map(as_jax, value)
+        return put([name], [value], [device])[0]
+
+    return structure.decode(node, array)
+
+
+class _Awaited:
+    """In the place of an array that has not been read: where in the tree it is."""
+
+    def __init__(self, at: structure.Path):
+        self.at = at
+
+
+@contextlib.contextmanager
+def _told_of(path: Any, plain: type[Exception]) -> Iterator[None]:
+    """Says of which folder a tree is that is wrong; errors other than `plain` are damage."""
     try:
-        tree = structure.decode(node, values) if like is None else None
-    except structure.NotStored as error:
+        yield
+    except _Unreadable:
+        raise
+    except plain as error:
         raise ValueError(f"{path}: {error}") from None
     except (AttributeError, KeyError, StopIteration, TypeError, ValueError) as error:
         raise ValueError(f"{path}: the 'tree' of veneer.json is damaged: {error!r}") from error
-    if like is None:
-        return tree if shardings is None else device_put(tree, shardings)
-    try:
-        return structure.restore(node, values, like)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-    except (AttributeError, KeyError, StopIteration, TypeError) as error:
-        raise ValueError(f"{path}: the 'tree' of veneer.json is damaged: {error!r}") from error
-
-
-def _flat(source: Any, shardings: Any) -> dict[str, Any]:
-    """The tensors by name, each where it goes before the next is read."""
-    # Rules and prefixes are of paths, and a name is the path of its array in a flat dict.
-    names = dict.fromkeys(source, 0)
-    asked = [] if shardings is None else shardings_of(names, shardings)
-    device_of = dict(zip(sorted(names), asked, strict=False))
-    out = {}
-    for name in names:
-        value = source.read(name)
-        device = device_of.get(name)
-        out[name] = _as_jax(value) if device is None else put([name], [value], [device])[0]
-        del value  # not while the next one is read
-    return out
-
-
-def _as_jax(value: Any) -> Any:
-    """The array with leaves of JAX's, where it holds the same bits."""
-    return jax.tree.map(as_jax, value)

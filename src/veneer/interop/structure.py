@@ -10,6 +10,7 @@ import enum
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import jax
@@ -21,6 +22,7 @@ from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 from .._core.primitives.sharding import places
 from .._core.value import Value
 from ..quant import ActivationQuantized, Packing, QArray
+from .folder import as_jax
 from .manifest import BYTE_FLOATS, MAX_LEVELS
 from .tensor_file import DTYPES
 
@@ -221,29 +223,45 @@ def _is_in_its_module(cls: type) -> bool:
 # What is read.
 
 
-def decode(node: Node, leaves: Leaves) -> Any:
-    """Returns the tree of a node by itself; dicts in the place of classes that are not known."""
-    return _decode(node, (), leaves)
+def decode(node: Node, array: Callable[[Path, Node], Any]) -> Any:
+    """Returns the tree of a node by itself; dicts in the place of classes that are not known.
+
+    **Arguments:**
+
+    - `array`: what is put in the place of each array, by its path and its node; see `array_of`.
+    """
+    return _decode(node, (), array)
 
 
-def _decode(node: Node, path: Path, leaves: Leaves) -> Any:
+def array_of(path: Path, node: Node, leaves: Leaves) -> Any:
+    """Returns the array of a node that `decode` comes to."""
     kind, content = next(iter(node.items()))
-    if kind == "none":
-        return None
     if kind == "tensor":
         return leaves[content]
+    if kind == "keys":
+        return jax.random.wrap_key_data(jnp.asarray(leaves[node["data"]]), impl=content)
+    part = partial(array_of, leaves=leaves)
+    if kind == "activation_quantized":  # as it was written up to layout version 2
+        parts = (_decode(content[k], (*path, k), part) for k in _ACTIVATION_LEAVES)
+        return ActivationQuantized(*parts, **{k: content[k] for k in _ACTIVATION_METADATA})
+    children = {key: _decode(child, (*path, key), part) for key, child in _pairs(node)}
+    return _array(_class_named(content, _where(path)), node["static"], children, path)
+
+
+_ARRAYS = ("tensor", "keys", "array", "activation_quantized")
+
+
+def _decode(node: Node, path: Path, array: Callable[[Path, Node], Any]) -> Any:
+    kind, content = next(iter(node.items()))
+    if kind in _ARRAYS:
+        return array(path, node)
+    if kind == "none":
+        return None
     if kind == "value":
         return content
-    if kind == "keys":
-        return jax.random.wrap_key_data(leaves[node["data"]], impl=content)
     if kind == "opaque":
         _wants_like(f"{_where(path)} is {content}")
-    if kind == "activation_quantized":  # as it was written up to layout version 2
-        parts = (_decode(content[k], (*path, k), leaves) for k in _ACTIVATION_LEAVES)
-        return ActivationQuantized(*parts, **{k: content[k] for k in _ACTIVATION_METADATA})
-    children = {key: _decode(child, (*path, key), leaves) for key, child in _pairs(node)}
-    if kind == "array":
-        return _array(_class_named(content, _where(path)), node["static"], children, path)
+    children = {key: _decode(child, (*path, key), array) for key, child in _pairs(node)}
     if kind in _SEQUENCES:
         return _SEQUENCES[kind](children.values())
     if kind not in ("dict", "children"):
@@ -291,8 +309,8 @@ def _restore(node: Node, like: Any, path: Path, leaves: Leaves) -> Any:
     kind, content = next(iter(node.items()))
     refuse = lambda: _differs(path, _shown(node, leaves), _shown_leaf(like))
     if kind == "activation_quantized":  # its fields are those of the array that it decodes to
-        node, more = encode(_decode(node, path, leaves))
-        return _restore(node, like, path, {**leaves, **more})
+        node, more = encode(array_of(path, node, leaves))
+        return _restore(node, like, path, more)
     if like is None or kind == "none":
         return like if like is None and kind == "none" else refuse()
     if kind == "value":
@@ -300,9 +318,9 @@ def _restore(node: Node, like: Any, path: Path, leaves: Leaves) -> Any:
     if kind == "opaque":
         return like if _is_opaque(like) and _describe(like) == content else refuse()
     if kind in ("tensor", "keys"):
-        return _like_array(_decode(node, path, leaves), like, refuse)
+        return _like_array(array_of(path, node, leaves), like, refuse)
     if kind == "array" and not isinstance(like, Value):
-        return _like_array(_decode(node, path, leaves), like, refuse)
+        return _like_array(array_of(path, node, leaves), like, refuse)
     opened = _open(like, path)
     if opened is None or (isinstance(like, Value) and kind != "array"):
         refuse()
@@ -341,7 +359,7 @@ def _like_array(value: Any, like: Any, refuse: Callable[[], NoReturn]) -> Any:
         return np.asarray(value)[()] if isinstance(like, np.generic) else np.asarray(value)
     sharding = getattr(like, "sharding", None)
     if not isinstance(sharding, NamedSharding):
-        return value
+        return jax.tree.map(as_jax, value)
     parts, treedef = jax.tree.flatten(value)
     placed = map(jax.device_put, parts, places(value, sharding))
     return jax.tree.unflatten(treedef, placed)

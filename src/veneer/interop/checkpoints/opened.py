@@ -74,16 +74,16 @@ class OnReading(Mapping[str, Any]):
     """The tensors of an open checkpoint as a mapping, each read when it is looked up."""
 
     def __init__(self, source: Any):
-        self._source = source
+        self.source = source
 
     def __getitem__(self, name: str) -> Any:
-        return self._source.read(name)
+        return self.source.read(name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._source)
+        return iter(self.source)
 
     def __len__(self) -> int:
-        return len(self._source)
+        return len(self.source)
 
 
 def open_checkpoint(
