@@ -263,6 +263,14 @@ REFUSED = {
         lambda tensors: tensors.update({"n.weight_packed": np.ones((2, 2), np.int32)}),
         r"'n.weight_packed' \(int32\[2, 2\]\) looks like a part of a packed.*raw=True",
     ),
+    "of_no_module": (
+        lambda tensors: tensors.update({"qweight": np.ones((2, 2), np.int32)}),
+        r"'qweight' \(int32\[2, 2\]\) looks like a part of a packed.*raw=True",
+    ),
+    "codes_of_no_module": (
+        lambda tensors: tensors.update({"weight": np.ones((2, 2), np.uint8)}),
+        r"'weight' \(uint8\[2, 2\]\) looks like a part of a packed",
+    ),
     "codes_as_weight": (
         lambda tensors: tensors.update({"n.weight": np.ones((2, 2), np.int8)}),
         r"'n.weight' \(int8\[2, 2\]\) looks like a part of a packed",
@@ -279,6 +287,15 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path, change, message):
         vn.load(path)
     assert str(path) in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_float_of_8_bits_without_its_scale_is_refused(tmp_path):
+    tensors, _ = CASES["fp8"][0](rng())
+    tensors["n.weight"] = np.ones((2, 3), E4M3)
+    path = folders.write(tmp_path / "m", tensors, quantization_config=FP8)
+    message = r"'n.weight' \(float8_e4m3fn\[2, 3\]\) has no scale beside it .*raw=True"
+    with pytest.raises(ValueError, match=message):
+        vn.load(path)
 
 
 def test_a_method_that_is_not_known_is_refused(tmp_path):

@@ -11,16 +11,27 @@ from typing import Any
 
 import numpy as np
 
-from .source import FLOATS, StoredTensors, Weight, quantised
+from .source import FLOATS, StoredTensors, Weight, describe, quantised
 from .tiling import tiled_axis
 
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 
 
 def weights(source: StoredTensors) -> Iterator[Weight]:
-    """The weights of a folder of floats of 8 bits."""
+    """The weights of a folder of floats of 8 bits.
+
+    **Raises:** `ValueError` for one without a scale, which would be read as numbers that it is not.
+    """
     block = block_size(source, source.quantisation.get("weight_block_size"), (128, 128))
-    for name, scale_name in pairs(source):
+    scale_of = dict(pairs(source))
+    for name, header in source.headers.items():
+        if header.dtype.name in FLOAT8 and len(header.shape) > 1 and name not in scale_of:
+            raise source.error(
+                name,
+                f"({describe(header)}) has no scale beside it ({name}_scale_inv or {name}_scale): "
+                "vn.load(..., raw=True) gives it as it is stored",
+            )
+    for name, scale_name in scale_of.items():
         yield scaled(source, name, scale_name, block)
 
 

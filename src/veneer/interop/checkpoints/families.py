@@ -109,9 +109,10 @@ def read_family(folder: TensorFolder) -> FamilyWeights | None:
         weights[weight.name] = weight
     parts = {part for weight in weights.values() for part in weight.parts}
     for name, header in source.headers.items():
-        packed = name.endswith(".weight") and len(header.shape) > 1
+        dotted = f".{name}"  # a part may have the name of no module before its own
+        packed = dotted.endswith(".weight") and len(header.shape) > 1
         packed = packed and header.dtype.name in _INTEGERS
-        if name not in parts and (packed or name.endswith(_PARTS)):
+        if name not in parts and (packed or dotted.endswith(_PARTS)):
             known = "no family that is known" if family is None else f"no weight of {family.name}"
             raise source.error(
                 name,
