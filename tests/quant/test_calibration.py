@@ -95,6 +95,39 @@ def test_the_error_is_least_of_all_parts_that_were_tried(qtype):
     np.testing.assert_allclose(found, best, rtol=1e-4)
 
 
+@pytest.mark.parametrize("qtype", ["int3", "uint2"])
+def test_the_error_is_least_to_a_power_of_ones_own(qtype):
+    x = X.astype(np.float32)
+    error = lambda method: (
+        np.abs(quantize(x, qtype, **ROWS, calibration_method=method).dequantize() - x) ** 3.5
+    ).mean(1)
+    whole = "minmax" if qtype.startswith("uint") else "absmax"
+    best = np.min([error(f"{whole},{part / 8}") for part in range(1, 9)], axis=0)
+    np.testing.assert_allclose(error("mse,8,3.5"), best, rtol=1e-4)
+
+
+@pytest.mark.parametrize("qtype", ["int4", "uint3", "nf4"])
+def test_half_quadratic_splitting_leaves_fewer_errors_where_there_are_outliers(qtype):
+    # On a grid but for a tenth, which spoils the range from least to largest.
+    rng = np.random.default_rng(1)
+    grid = np.asarray(FORMATS[qtype].codebook or np.arange(-3, 4)) / 7
+    x = rng.choice(grid, (8, 64)) + rng.standard_t(2, (8, 64)) * (rng.random((8, 64)) < 0.1)
+    x = x.astype(np.float32)
+    error = lambda method: (
+        np.abs(quantize(x, qtype, **ROWS, calibration_method=method).dequantize() - x) ** 0.7
+    ).sum(1)
+    whole = "minmax" if qtype.startswith("uint") else "absmax"
+    found, before = error("hqq"), error(whole)
+    assert (found <= before * 1.0001).all()
+    assert found.sum() < 0.85 * before.sum()
+
+
+def test_half_quadratic_splitting_does_not_depend_on_the_unit():
+    x = X.astype(np.float32)
+    codes = lambda x: quantize(x, "uint3", **ROWS, calibration_method="hqq").qvalue
+    np.testing.assert_array_equal(codes(x), codes(x * 2.0**-30))
+
+
 def test_outliers_are_cut_off_where_that_costs_least():
     x = np.append(X.reshape(1, -1), [[9.0]], axis=1).astype(np.float32)
     error = lambda method: float(
@@ -111,6 +144,7 @@ METHOD_OF_EACH = {
     "fixed": "fixed,2",
     "percentile": "percentile,80",
     "mse": "mse,4",
+    "hqq": "hqq",
 }
 assert METHOD_OF_EACH.keys() == METHODS.keys()
 
@@ -144,7 +178,9 @@ def test_every_method_takes_any_shape(method, shape):
 numbers = st.floats(-(2.0**120), 2.0**120, width=32)
 
 
-@pytest.mark.parametrize("method", ["absmax", "minmax", "rms,4", "percentile,99", "mse,3"])
+@pytest.mark.parametrize(
+    "method", ["absmax", "minmax", "rms,4", "percentile,99", "mse,3", "mse,3,2.4", "hqq"]
+)
 @given(x=arrays.arrays(np.float32, (2, 8), elements=numbers))
 def test_finite_values_never_give_nan_nor_grow(method, x):
     q = quantize(x, "int4", **ROWS, calibration_method=method)
@@ -184,11 +220,18 @@ def test_calibrating_under_jit_and_vmap_is_the_same(method):
         ("percentile,0", "not of the form"),
         ("mse,2.5", "not of the form"),
         ("mse,0", "not of the form"),
+        ("mse,8,0", "not of the form"),
+        ("hqq,1.5", "not of the form hqq"),
     ],
 )
 def test_what_is_no_method_is_refused(method, message):
     with pytest.raises(ValueError, match=message):
         check_calibration(method, get_format("int8"))
+
+
+def test_scales_that_are_powers_of_two_are_not_split_for():
+    with pytest.raises(ValueError, match=r"mxfp4 has powers of two for scales.*take 'mse'"):
+        check_calibration("hqq", get_format("mxfp4"))
 
 
 @pytest.mark.parametrize("method", ["minmax", "fixed,-1,3", "percentile,1,99"])
