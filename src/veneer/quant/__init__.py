@@ -11,6 +11,7 @@ The modules here, and rooms of several:
     activation_products  products of two activations, quantised by their place in a program
     models               rules by which the parameters of a model are quantised
     observation          statistics of activations
+    ptq                  weights rounded by the activations that they meet
     training             weights quantised as they are used, and products on codes
 """
 

@@ -1,0 +1,138 @@
+import numpy as np
+import pytest
+
+from veneer.quant import FORMATS, quantize
+from veneer.quant.ptq.gptq import damped, gptq, inverse_factor
+from veneer.quant.ptq.moments import Moments
+
+RNG = np.random.default_rng(0)
+MIX = RNG.normal(size=(96, 96)) / 10
+X = RNG.normal(size=(512, 96)) @ MIX * np.linspace(0.3, 3, 96)
+W = RNG.normal(size=(96, 24)).astype(np.float32)
+
+
+def grid(w, qtype, tile=32):
+    """The nearest codes in tiles of rows, and the scale and the zero point of each entry."""
+    q = quantize(w, qtype, channelwise_axes=[1], tiled_axes={0: tile})
+    of_entries = lambda x: np.repeat(np.asarray(x, np.float32), tile, axis=0)
+    zero = None if q.zero_point is None else of_entries(q.zero_point)
+    return q, of_entries(q.scales()), zero
+
+
+def gptq_in_numpy(w, gram, scale, zero, low, high, damping=0.01):
+    w = w.astype(float).copy()
+    gram = gram + damping * np.mean(np.diag(gram)) * np.eye(len(gram))
+    order = np.argsort(-np.diag(gram))
+    inverse = np.linalg.inv(gram[np.ix_(order, order)])
+    upper = np.linalg.cholesky(inverse).T
+    w, scale, zero, codes = w[order], scale[order], zero[order], np.zeros(w.shape)
+    for i in range(len(w)):
+        codes[i] = np.clip(np.round(w[i] / scale[i] + zero[i]), low, high)
+        error = (w[i] - (codes[i] - zero[i]) * scale[i]) / upper[i, i]
+        w[i:] -= np.outer(upper[i, i:], error)
+    return codes[np.argsort(order)]
+
+
+@pytest.mark.parametrize("qtype", ["int4", "uint3"])
+def test_codes_are_those_of_ten_lines_of_numpy(qtype):
+    _, scale, zero = grid(W, qtype)
+    gram = X.T @ X / len(X)
+    codes = gptq(W, Moments(gram), scale, zero, qtype)
+    zeros = np.zeros_like(W) if zero is None else zero
+    expected = gptq_in_numpy(W, gram, scale, zeros, *FORMATS[qtype].code_range)
+    # float32 may fall on the other side of a tie, after which a column goes its own way.
+    assert (codes.astype(int) == expected).all(0).mean() > 0.9
+
+
+def lost(w, q, x=X):
+    return np.square(x @ (np.asarray(q, float) - w)).mean(0)
+
+
+def value(codes, scale, zero, qtype):
+    decoded = np.asarray(FORMATS[qtype].decode(np.asarray(codes), np.float32))
+    return (decoded - (0 if zero is None else zero)) * scale
+
+
+@pytest.mark.parametrize("qtype", ["int4", "uint2", "nf4", "float8_e4m3fn", "ternary"])
+def test_no_output_loses_more_than_by_rounding_to_nearest_and_all_of_them_less(qtype):
+    q, scale, zero = grid(W, qtype)
+    codes = gptq(W, Moments(X.T @ X / len(X)), scale, zero, qtype)
+    assert codes.dtype == FORMATS[qtype].code_dtype
+    before, after = lost(W, q.dequantize()), lost(W, value(codes, scale, zero, qtype))
+    assert (after <= before * 1.0001).all()
+    assert after.sum() < 0.75 * before.sum()
+
+
+def test_what_no_activation_meets_is_rounded_to_nearest():
+    x = X * (np.arange(96) % 3 > 0)
+    q, scale, zero = grid(W, "int4")
+    codes = gptq(W, Moments(x.T @ x / len(x)), scale, zero, "int4")
+    assert_as_near(value(codes, scale, zero, "int4")[::3], q.dequantize()[::3], W[::3])
+    nothing = gptq(W, Moments(np.zeros((96, 96))), scale, zero, "int4")
+    assert_as_near(value(nothing, scale, zero, "int4"), q.dequantize(), W)
+
+
+def assert_as_near(ours, nearest, w):
+    """The largest magnitude of a tile is half a step beyond its code: a tie, near as it is."""
+    np.testing.assert_allclose(np.abs(ours - w), np.abs(nearest - w), atol=1e-5)
+
+
+def test_activations_without_correlation_leave_nothing_to_make_up_for():
+    q, scale, zero = grid(W, "int4")
+    codes = gptq(W, Moments(np.diag(np.linspace(1, 2, 96))), scale, zero, "int4")
+    assert_as_near(value(codes, scale, zero, "int4"), q.dequantize(), W)
+
+
+def test_fewer_rows_than_channels_are_damped():
+    few = X[:20]
+    q, scale, zero = grid(W, "int4")
+    codes = gptq(W, Moments(few.T @ few), scale, zero, "int4")
+    before = lost(W, q.dequantize(), few).sum()
+    assert lost(W, value(codes, scale, zero, "int4"), few).sum() < 0.3 * before
+
+
+def test_a_matrix_makes_up_for_the_error_of_its_activations():
+    t, x = X, X + 0.3 * RNG.normal(size=X.shape) @ MIX
+    moments = Moments(*(a.T @ b / len(x) for a, b in ((x, x), (x, t), (t, t))))
+    _, scale, zero = grid(W, "int4")
+
+    def error(moments, **options):
+        codes = gptq(W, moments, scale, zero, "int4", **options)
+        return np.square(t @ W - x @ value(codes, scale, zero, "int4")).mean()
+
+    half, none = error(moments), error(Moments(moments.gram))
+    assert error(moments, correction=1.0) < half < none
+    rounded = value(gptq(W, moments, scale, zero, "int4"), scale, zero, "int4")
+    np.testing.assert_allclose(
+        moments.loss(W, rounded), np.square(t @ W - x @ rounded).mean(0), rtol=1e-6
+    )
+    np.testing.assert_allclose(moments.power(W), np.square(t @ W).mean(0), rtol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_weight_that_is_no_number_spoils_its_own_tile_alone(bad):
+    w = W.copy()
+    w[40, 3] = bad
+    _, scale, zero = grid(w, "int4")
+    gram = Moments(X.T @ X)
+    codes = gptq(w, gram, scale, zero, "int4")
+    _, good, _ = grid(W, "int4")
+    others = np.arange(24) != 3
+    np.testing.assert_array_equal(codes[:, others], gptq(W, gram, good, None, "int4")[:, others])
+    assert np.isnan(value(codes, scale, zero, "int4")[32:64, 3]).all()
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0), (1, 1), (65, 2)])
+def test_matrices_of_any_size(shape):
+    x = RNG.normal(size=(7, shape[0]))
+    w = np.ones(shape, np.float32)
+    assert gptq(w, Moments(x.T @ x), w, None, "int4").tolist() == w.astype(int).tolist()
+
+
+def test_factors_of_an_inverse():
+    metric = damped(X.T @ X, 0.01)
+    upper = inverse_factor(metric)
+    np.testing.assert_allclose(upper.T @ upper @ metric, np.eye(96), atol=1e-9)
+    assert (np.tril(upper, -1) == 0).all()
+    # None at all, to working precision.
+    assert np.isfinite(inverse_factor(np.ones((8, 8)))).all()
