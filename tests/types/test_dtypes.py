@@ -29,6 +29,7 @@ BY_TYPE = {
     "Constant": "reshape transpose",  # of a fill of more axes
     "Lazy": "transpose",  # within a product
     "LoraArray": "add reshape",  # of a LowRank, and of more axes than two
+    "QArray": "ppermute",  # which takes a mesh
     "Symmetric": "conj",  # complex entries, which it has none of
 }
 

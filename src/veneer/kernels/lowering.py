@@ -141,7 +141,7 @@ def sharding_rule(
     >>> problem = MatmulProblem(Codes(4, values=(0.0,) * 16), 64, "rows", "float32", 0, print)
     >>> shapes = ((1, 2, 256), "float32"), ((1, 256, 32), "uint8"), ((1, 8, 64), "float32")
     >>> arrays = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
-    >>> sharding_rule(arrays, problem, (True, True, True, False, False))
+    >>> sharding_rule(arrays, problem, (True, True, True, False, False, False))
     ('b m (r0 r1), b (r0 r1) c0, b r0 (c0 c1) -> b m (c0 c1)', {'r1': 32, 'c1': 2}, ('r0', 'r1'))
     """
     operands = operands_of(arrays, present)
