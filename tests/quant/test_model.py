@@ -157,6 +157,8 @@ def test_a_tile_that_does_not_fit_is_refused_with_the_path(rule, message):
         ((".*", "int8"), {"calibration_method": "middle"}, "unknown calibration_method"),
         ((".*", None), {"calibration_method": "absmax"}, "qtype=None leaves dense"),
         ((".*", "nf4"), {"calibration_method": "minmax"}, "nf4 has no zero_point"),
+        ((".*", None), {"scale_dtype": "float16"}, "scale_dtype is of weights, which qtype=None"),
+        ((".*", "mxfp4"), {"scale_dtype": "float16"}, "mxfp4 is defined with scales of float8_e8"),
         ((".*", "int8"), {"act_qtype": "int9"}, "unknown format 'int9'"),
         ((".*", "int8"), {"grad_qtype": "int9"}, "unknown format 'int9'"),
         ((".*", "int8"), {"act_calibration_method": "absmax"}, "act_qtype=None leaves"),
@@ -221,9 +223,15 @@ def test_rules_that_can_be_gone_through_once_are_rules_all_the_same():
 
 @pytest.mark.parametrize(
     "kwargs",
-    [{"tile_size": "4"}, {"tile_size": {"a": 4}}, {"tile_axis": 0.5}, {"tile_axis": (0, "1")}],
+    [
+        {"tile_size": "4"},
+        {"tile_size": {"a": 4}},
+        {"tile_axis": 0.5},
+        {"tile_axis": (0, "1")},
+        {"scale_dtype": "int8"},
+    ],
 )
-def test_what_is_no_integer_is_refused_where_it_is_written(kwargs):
+def test_what_is_of_another_type_is_refused_where_it_is_written(kwargs):
     (name,) = kwargs
     with pytest.raises(TypeError, match=name):
         Rule(".*", "int8", **kwargs)
@@ -239,6 +247,8 @@ def test_a_rule_is_shown_as_it_is_written():
     assert repr(rule) == "Rule('w', 'int8', tile_axis=(-3, -2), act_qtype='int8')"
     assert eval(repr(rule)) == rule
     assert hash(rule) == hash(eval(repr(rule)))
+    rule = Rule("w", "nf4", scale_dtype=jnp.bfloat16)
+    assert repr(rule) == "Rule('w', 'nf4', scale_dtype='bfloat16')"
     rule = Rule("w", "int8", tile_size={-2: 128, -1: 64})
     assert repr(rule) == "Rule('w', 'int8', tile_size={-2: 128, -1: 64})"
     assert eval(repr(rule)) == rule == dataclasses.replace(rule)
@@ -274,6 +284,25 @@ def test_the_calibration_method_is_that_of_the_rule():
     assert q.zero_point is not None
     expected = quantize(w, "int8", channelwise_axes=[1], calibration_method="minmax")
     np.testing.assert_array_equal(q.dequantize(), expected.dequantize())
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_scales_are_of_the_dtype_that_the_rule_says(train):
+    w = jnp.linspace(-1.0, 1.3, 64 * 6).reshape(64, 6)
+    x = jnp.linspace(-0.5, 2.0, 3 * 64).reshape(3, 64)
+    rule = Rule("w", "int4", tile_size=32, scale_dtype=jnp.float16, act_qtype="int8")
+    tree = quantize_tree({"w": w}, [rule], model=lambda p, x: x @ p["w"], args=(x,), train=train)
+    asked = quantize(w, "int4", channelwise_axes=[1], tiled_axes={0: 32}, scale_dtype="float16")
+    stored = tree["w"].quantize() if train else tree["w"].array
+    np.testing.assert_array_equal(stored.scale, asked.scale)
+    assert stored.scale.dtype == jnp.float16
+    assert 8 * stored.nbytes == 4.5 * w.size
+    rows = vn.materialise(quantize(x, "int8", channelwise_axes=[0]))
+    y = vn.implicit(jnp.matmul)(x, tree["w"])
+    assert y.dtype == jnp.float32
+    np.testing.assert_allclose(y, rows @ vn.materialise(asked), rtol=1e-5, atol=1e-5)
+    observed = observe(lambda p, x: x @ p["w"], [rule], params={"w": w})([x])
+    np.testing.assert_allclose(max(map(np.max, observed["w"].highs.values())), x.max())
 
 
 def test_activations_go_with_weights_that_are_quantised_or_dense():

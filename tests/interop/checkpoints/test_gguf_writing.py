@@ -68,6 +68,11 @@ def test_a_disk_that_is_full(path, monkeypatch):
             r"'w', a QArray of nf4 \[2, 32\] in tiles of \[2, 32\], .* has no type with codes of "
             r"nf4\. Quantise it so .* or save vn\.materialise of it",
         ),
+        (
+            {"w": vn.quant.quantize(jnp.ones((2, 32)), "int4", channelwise_axes=[0])},
+            ValueError,
+            r"its scale is float16.*vn\.quant\.Rule has tile_size, tile_axis and scale_dtype",
+        ),
     ],
 )
 def test_what_gguf_cannot_hold_is_refused_by_name(path, tensors, error, match):

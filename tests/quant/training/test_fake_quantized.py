@@ -19,7 +19,7 @@ W = jax.random.normal(KEYS[1], (2, 16, 16))
 RULES = {
     "int4": Rule(".*", "int4"),
     "int4 in tiles": Rule(".*", "int4", tile_size=8),
-    "nf4": Rule(".*", "nf4"),
+    "nf4, scales of 16 bits": Rule(".*", "nf4", scale_dtype="bfloat16"),
     "int2, clipped": Rule(".*", "int2", calibration_method="rms,1.5"),
     "int4 and int8": Rule(".*", "int4", act_qtype="int8"),
     "activations, clipped": Rule(".*", None, act_qtype="int4", act_calibration_method="rms,1"),
@@ -46,6 +46,7 @@ def fake(w, rule, axis):
         channelwise_axes=[i for i in range(w.ndim) if i != axis % w.ndim],
         tiled_axes=None if rule.tile_size is None else {axis: rule.tile_size},
         calibration_method=rule.calibration_method,
+        scale_dtype=rule.scale_dtype,
     )
 
 
@@ -89,8 +90,8 @@ def test_gradients_are_those_of_the_fake_quantised_program(rule):
 
 
 def _fields(rule):
-    names = "qtype tile_size calibration_method act_qtype act_calibration_method".split()
-    return {name: getattr(rule, name) for name in names}
+    names = "qtype tile_size calibration_method scale_dtype act_qtype act_calibration_method"
+    return {name: getattr(rule, name) for name in names.split()}
 
 
 def test_clipping_takes_the_gradient_of_what_it_clips():

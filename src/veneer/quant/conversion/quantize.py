@@ -134,7 +134,7 @@ def quantize_params(
         format.name,
         tile_counts(shape, channelwise, tiled),
         calibration,
-        _scale_dtype(format, array.dtype, scale_dtype),
+        scale_dtype_in(format, array.dtype, scale_dtype),
     )
 
 
@@ -189,7 +189,11 @@ def _tiles_of(
     return channelwise, tiled
 
 
-def _scale_dtype(format: Format, dtype: jnp.dtype, wanted: DTypeLike | None) -> str:
+def scale_dtype_in(format: Format, dtype: DTypeLike, wanted: DTypeLike | None) -> str:
+    """Returns the dtype of scales: what the format says, or what is wanted, or that of the array.
+
+    **Raises:** `ValueError` for another than the format's, `TypeError` for one that is no float.
+    """
     if format.scale_dtype is not None:
         if wanted is not None and jnp.dtype(wanted).name != format.scale_dtype:
             raise ValueError(
@@ -330,7 +334,7 @@ def check_scale(
     """Returns the scale and the zero point of `quantize_with_scale`, checked, of one rank."""
     if not isinstance(scale, QArray):
         scale = _with_rank(jnp.asarray(scale, _dtype_of(scale) or array.dtype), array)
-        _scale_dtype(format, scale.dtype, None)
+        scale_dtype_in(format, scale.dtype, None)
     _check_tiles("scale", scale.shape, array.shape)
     if zero_point is None:
         return scale, None

@@ -54,7 +54,7 @@ class FakeQuantized(ImplicitArray):
       rounded stochastically. See `vn.quant.with_stochastic_rounding`.
     - `mask`: bool, of the shape of `w`: what is kept. None is what `sparsity` keeps of `w` as it is
       wherever it is used. See `vn.quant.with_masks`.
-    - `qtype`, `tile_size`, `tile_axis`, `calibration_method`, `act_qtype`,
+    - `qtype`, `tile_size`, `tile_axis`, `calibration_method`, `scale_dtype`, `act_qtype`,
       `act_calibration_method`, `act_tile_size`, `grad_qtype`, `grad_input`, `grad_weight`,
       `sparsity`: as in `vn.quant.Rule`; with `qtype=None` the weight itself is not quantised.
     - `dense_dtype`: of the array that it stands for; that of `w` if None.
@@ -83,6 +83,7 @@ class FakeQuantized(ImplicitArray):
     tile_size: TileSize = static(default=None, kw_only=True)
     tile_axis: int | Sequence[int] = static(default=-2, kw_only=True)
     calibration_method: str | None = static(default=None, kw_only=True)
+    scale_dtype: str | None = static(default=None, kw_only=True)
     act_qtype: str | None = static(default=None, kw_only=True)
     act_calibration_method: str | None = static(default=None, kw_only=True)
     act_tile_size: int | float | None = static(default=None, kw_only=True)
@@ -102,6 +103,7 @@ class FakeQuantized(ImplicitArray):
             dense_dtype=jnp.dtype(self.dense_dtype or self.w.dtype).name,
             tile_axis=axes,
             tile_size=tile_size_in(self.w.shape, axes, self.tile_size),
+            scale_dtype=self.scale_dtype and jnp.dtype(self.scale_dtype).name,
             **{name: qtype and get_format(qtype).name for name, qtype in formats.items()},
         )
         if self.act_qtype is not None:
@@ -130,6 +132,7 @@ class FakeQuantized(ImplicitArray):
             tile_size=rule.tile_size,
             tile_axis=rule.contracting(array.ndim),
             calibration_method=rule.calibration_method,
+            scale_dtype=rule.scale_dtype,
             act_qtype=rule.act_qtype,
             act_calibration_method=rule.act_calibration_method,
             act_tile_size=rule.act_tile_size,
@@ -252,6 +255,7 @@ class FakeQuantized(ImplicitArray):
             self.pruned,
             self.qtype,
             calibration_method=self.calibration_method,
+            scale_dtype=self.scale_dtype,
             **self.grid.arguments,
         )
         return q.replace(dense_dtype=self.dense_dtype)
@@ -264,6 +268,7 @@ class FakeQuantized(ImplicitArray):
             self.pruned,
             self.qtype,
             calibration_method=self.calibration_method,
+            scale_dtype=self.scale_dtype,
             **self.grid.arguments,
         )
         return dense.astype(self.dtype)

@@ -1,7 +1,7 @@
 """The operands of a product that runs on codes: how each is quantised, and its derivative."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -30,6 +30,7 @@ class OperandRecipe:
     - `qtype`: the format; None leaves it as it is.
     - `method`: of calibration; None is the format's own.
     - `scale_axes`: which values share a scale.
+    - `scale_dtype`: of the scale; None is that of `x`, or the format's own.
     """
 
     dtype: str
@@ -37,17 +38,23 @@ class OperandRecipe:
     qtype: str | None
     method: str | None
     scale_axes: ScaleAxes
+    scale_dtype: str | None = None
 
     @property
     def has_gradient(self) -> bool:
         """Whether there is a derivative by it: not by integers."""
         return jnp.issubdtype(self.dtype, jnp.floating)
 
+    @property
+    def _how(self) -> dict[str, Any]:
+        method, scale = self.method, self.scale_dtype
+        return {"calibration_method": method, "scale_dtype": scale} | self.scale_axes.arguments
+
     def quantized(self, x: jax.Array) -> jax.Array | QArray:
         """Returns what the product takes."""
         if self.qtype is None:
             return x.astype(self.dense_dtype)
-        q = quantize(x, self.qtype, calibration_method=self.method, **self.scale_axes.arguments)
+        q = quantize(x, self.qtype, **self._how)
         return q.replace(dense_dtype=self.dense_dtype)
 
     def clipped(self, x: Any) -> Any:
@@ -57,9 +64,7 @@ class OperandRecipe:
         format = get_format(self.qtype)
         if not check_calibration(self.method or format.calibration, format).clips:
             return x
-        fake = fake_quantize(
-            x, self.qtype, calibration_method=self.method, **self.scale_axes.arguments
-        )
+        fake = fake_quantize(x, self.qtype, **self._how)
         return lax.stop_gradient(x) + (fake - lax.stop_gradient(fake))
 
     def requantized(
@@ -78,8 +83,8 @@ class OperandRecipe:
         axes = row_axes(x.shape, contracted, format, tile_size)
         if again and any(x.shape[axis] % size for axis, size in axes.tiled):
             return x.astype(self.dense_dtype)
-        method = self.method if again else None
-        q = quantize(x, qtype, calibration_method=method, **axes.arguments)
+        how = replace(self, scale_axes=axes)._how if again else axes.arguments
+        q = quantize(x, qtype, **how)
         return q.replace(dense_dtype=self.dense_dtype)
 
 

@@ -70,7 +70,8 @@ def _is_meant(w: FakeQuantized, contracted: Sequence[int]) -> bool:
 
 
 def _weight(w: FakeQuantized) -> OperandRecipe:
-    return OperandRecipe(w.w.dtype.name, w.dtype.name, w.qtype, w.calibration_method, w.grid)
+    method, grid = w.calibration_method, w.grid
+    return OperandRecipe(w.w.dtype.name, w.dtype.name, w.qtype, method, grid, w.scale_dtype)
 
 
 def _activation(x: Any, w: FakeQuantized, shared: Sequence[int] | None) -> OperandRecipe:

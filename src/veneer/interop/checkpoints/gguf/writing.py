@@ -161,7 +161,8 @@ def _encoded(name: str, value: "QArray | np.ndarray") -> "Encoded | np.ndarray":
             raise ValueError(
                 f"tensor {name!r}, a QArray of {value.qtype} {list(value.shape)} in tiles of "
                 f"{list(value.tile_shape)}, is not what GGUF can hold: {error}. Quantise it so "
-                "(vn.quant.quantize has tiled_axes and scale_dtype), or save vn.materialise of it"
+                "(vn.quant.Rule has tile_size, tile_axis and scale_dtype='float16'), or save "
+                "vn.materialise of it"
             ) from None
     if value.dtype not in _NUMBER_OF:
         raise ValueError(
