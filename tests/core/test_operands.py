@@ -117,7 +117,7 @@ def test_at_once_on_dense_arrays_alone_it_is_refused_and_nothing_runs_twice(valu
         ran.append(x)
         return jnp.dot(x, CONTAINER["w"])
 
-    with pytest.raises(TypeError, match=r"pass what holds it as an argument, or compile"):
+    with pytest.raises(RuntimeError, match=r"pass what holds it as an argument, or compile"):
         vn.implicit(f)(X)
     assert len(ran) == 1
     assert_close(jax.jit(vn.implicit(f))(X), jnp.dot(X, vn.materialise(value)))
@@ -280,21 +280,20 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_nothing_is_made_dense_unasked(name, jit):
     f = jit(functools.partial(REFUSED[name], VALUES["nf4"]))
-    with pytest.raises(TypeError, match=r"QArray:f32\[8,6\] is no array to JAX.*vn\.implicit"):
+    with pytest.raises(RuntimeError, match=r"QArray:f32\[8,6\] is no array to JAX.*vn\.implicit"):
         f()
 
 
-def test_functions_of_lax_refuse_it_too_and_say_why():
-    with pytest.raises(TypeError) as raised:
+def test_functions_of_lax_refuse_it_in_the_same_words():
+    with pytest.raises(RuntimeError, match=r"^QArray:f32\[8,6\] is no array to JAX: call the"):
         jax.lax.dot(X, VALUES["nf4"])
-    assert "call the function under vn.implicit" in str(raised.value.__cause__)
 
 
 def test_a_program_traced_under_implicit_is_refused_without_it():
     f = jax.jit(lambda x: jnp.dot(x, CONTAINER["w"]))
     CONTAINER["w"] = VALUES["nf4"]
     assert_close(jax.jit(vn.implicit(f))(X), X @ vn.materialise(VALUES["nf4"]))
-    with pytest.raises(TypeError, match=r"vn\.implicit"):
+    with pytest.raises(RuntimeError, match=r"vn\.implicit"):
         f(X)
 
 

@@ -56,7 +56,7 @@ class Constant(ImplicitArray):
     def __post_init__(self) -> None:
         try:
             jax.typeof(self.fill)
-        except TypeError:
+        except (TypeError, RuntimeError):  # the latter of an implicit array
             raise TypeError(
                 f"Constant takes a number or an array to fill with, not {self.fill!r}"
             ) from None

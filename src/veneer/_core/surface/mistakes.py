@@ -78,8 +78,12 @@ def check_is_first(rule: Any, registered: Iterable[Any], primitive: str) -> None
                 )
 
 
-class UnseenError(TypeError):
-    """A value is an operand of a function of JAX's where no `implicit` is in force."""
+class UnseenError(RuntimeError):
+    """A value is an operand of a function of JAX's where no `implicit` is in force.
+
+    It is no TypeError: JAX catches that in `bind`, and says in its place that the value is of a
+    type that it does not know.
+    """
 
 
 class EndlessRule(RecursionError):

@@ -34,7 +34,7 @@ pack = Primitive(PACK)
 def as_operand(value: Value) -> Any:
     """What a function of JAX's is given for a value that it is called with.
 
-    **Raises:** `TypeError` where no `implicit` is in force, and for a part of a value.
+    **Raises:** `UnseenError` where no `implicit` is in force, `TypeError` for a part of a value.
     """
     refuse_part(value)
     trace = current_trace()
