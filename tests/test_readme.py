@@ -3,8 +3,11 @@
 import re
 from pathlib import Path
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
+import pytest
+from flax import linen, nnx
 
 import veneer as vn
 
@@ -29,6 +32,75 @@ def test_the_programs_run(capsys):
     at, force = names["at"], names["force"](names["w"], names["at"])
     assert jnp.allclose(force, 2 * jnp.tanh(at) / jnp.cosh(at) ** 2, rtol=1e-5)
     assert "dot_general" in capsys.readouterr().out
+
+
+X = jax.random.normal(jax.random.key(0), (8, 128))
+
+
+class Nnx(nnx.Module):
+    def __init__(self):
+        self.up = nnx.Linear(128, 256, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return jnp.tanh(self.up(x))
+
+
+class Linen(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return jnp.tanh(linen.Dense(256)(x))
+
+
+class Equinox(eqx.Module):
+    up: eqx.nn.Linear
+
+    def __call__(self, x):
+        return jnp.tanh(jax.vmap(self.up)(x))
+
+
+def linen_model():
+    module = Linen()
+    variables = module.init(jax.random.key(1), X)
+    return {"module": module, "variables": variables}, lambda: module.apply(variables, X)
+
+
+def plain_model():
+    model = lambda params, x: jnp.tanh(x @ params["up"])
+    params = {"up": jax.random.normal(jax.random.key(1), (128, 256)) / 128**0.5}
+    return {"model": model, "params": params}, lambda: model(params, X)
+
+
+def module_of(make):
+    module = make()
+    return {"module": module}, lambda: module(X)
+
+
+#: What a reader has before a row of the table, and what the dense model gives.
+MODELS = {
+    "Flax nnx": lambda: module_of(Nnx),
+    "Flax linen": linen_model,
+    "Equinox": lambda: module_of(lambda: Equinox(eqx.nn.Linear(128, 256, key=jax.random.key(1)))),
+    "plain JAX": plain_model,
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_of_each_framework_is_quantised_as_the_table_says(name):
+    row = next(line for line in README.read_text("utf-8").split("\n") if f"| [{name}]" in line)
+    has, run_dense = MODELS[name]()
+    names = {"vn": vn, "jax": jax, "nnx": nnx, "eqx": eqx, "x": X, **has}
+    programs = re.findall("`(.*?)`", row)
+    assert len(programs) == 2
+    for program in programs:
+        exec(program, names)
+    (weight,) = filter(_is_array, jax.tree.leaves(names["small"], is_leaf=_is_array))
+    assert 8 * weight.nbytes == 4.5 * weight.size
+    error = jnp.linalg.norm(names["y"] - run_dense()) / jnp.linalg.norm(run_dense())
+    assert 0 < error < 0.12
+
+
+def _is_array(x):
+    return isinstance(x, vn.quant.QArray)
 
 
 def test_nothing_is_left_open_and_every_link_leads_somewhere():
