@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import veneer as vn
-from veneer.types.permuted import Permuted
+from veneer.types import Permuted
 
 X = jax.random.normal(jax.random.key(1), (5, 16))
 

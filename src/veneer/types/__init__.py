@@ -24,6 +24,7 @@ from .labels import Named, PRNGKey, Quantity
 from .lazy import Lazy
 from .lora import LoraArray, LowRank
 from .masked import Masked
+from .permuted import Permuted
 from .sparse import NMSparse, SparseArray
 from .structured import (
     Banded,
@@ -57,6 +58,7 @@ __all__ = [
     "Named",
     "PRNGKey",
     "Permutation",
+    "Permuted",
     "Product",
     "Quantity",
     "SparseArray",

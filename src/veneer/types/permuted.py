@@ -39,9 +39,8 @@ class Permuted(ImplicitArray):
     **Raises:** `TypeError` for an order that is no array of integers; `ValueError` where its shape
     does not fit, or the axis is none.
 
-    >>> import jax.numpy as jnp
-    >>> from veneer.types.permuted import Permuted
-    >>> w = Permuted(jnp.array([[1.0, 2.0, 3.0]]), jnp.array([[2, 0, 1]]))
+    >>> import jax.numpy as jnp, veneer as vn
+    >>> w = vn.types.Permuted(jnp.array([[1.0, 2.0, 3.0]]), jnp.array([[2, 0, 1]]))
     >>> w.materialise().tolist(), (jnp.array([10.0, 1.0, 0.1]) @ w.T).tolist()
     ([[2.0, 3.0, 1.0]], [23.1...])
     """

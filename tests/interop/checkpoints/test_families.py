@@ -14,7 +14,7 @@ from support import quantised_folders as folders
 
 import veneer as vn
 from veneer.quant import QArray
-from veneer.types.permuted import Permuted
+from veneer.types import Permuted
 
 GPTQ = {"quant_method": "gptq", "checkpoint_format": "gptq"}
 GPTQ_V2 = {"quant_method": "gptq", "checkpoint_format": "gptq_v2"}

@@ -9,7 +9,7 @@ import pytest
 from support import quantised_folders as folders
 
 import veneer as vn
-from veneer.types.permuted import Permuted
+from veneer.types import Permuted
 
 from .test_families import CONFIGS, f32
 
