@@ -17,4 +17,5 @@ The modules here:
 from .config import huggingface_config as huggingface_config
 from .file import GgufFile as GgufFile
 from .tokenizer import tokenizer as tokenizer
+from .tokenizer import tokenizer_files as tokenizer_files
 from .writing import write_gguf as write_gguf
