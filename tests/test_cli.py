@@ -598,12 +598,20 @@ def test_convert_writes_what_another_library_reads(veneer, tmp_path):
     assert jax.tree.all(jax.tree.map(jnp.array_equal, x, y))
 
 
+_LLAMA = {
+    "general.architecture": "llama",
+    "llama.embedding_length": 64,
+    "llama.feed_forward_length": 64,
+    "llama.block_count": 1,
+    "llama.context_length": 256,
+    "llama.vocab_size": 32,
+    "llama.attention.head_count": 2,
+    "llama.attention.layer_norm_rms_epsilon": 1e-5,
+}
+
+
 def test_what_stands_beside_the_tensors_of_a_gguf_file_goes_along(veneer, tmp_path):
-    said = {"embedding_length": 64, "feed_forward_length": 64, "block_count": 1}
-    said |= {"context_length": 256, "vocab_size": 32, "attention.head_count": 2}
-    said |= {"attention.layer_norm_rms_epsilon": 1e-5}
-    metadata = {f"llama.{key}": value for key, value in said.items()}
-    metadata |= {"general.architecture": "llama", "tokenizer.ggml.tokens": ["a", "b"]}
+    metadata = _LLAMA | {"tokenizer.ggml.tokens": ["a", "b"]}
     source = tmp_path / "in.gguf"
     tensors = {"token_embd.weight": blocks_of("Q4_1", 32, 64)}
     write_gguf(source, tensors | {"blk.0.attn_q.weight": blocks_of("Q8_0", 64, 64)}, metadata)
@@ -639,3 +647,42 @@ def test_inspect_shows_the_error_of_packed_weights_against_the_dense_ones(veneer
     save_file(dense, tmp_path / "dense.safetensors")
     rows = rows_of(veneer("inspect", packed, "--against", tmp_path / "dense.safetensors")[1])
     assert rows["m.weight"][-1] == "0.0000"
+
+
+def test_a_dense_gguf_file_becomes_a_folder_with_its_tokenizer(veneer, tmp_path):
+    source = tmp_path / "in.gguf"
+    embedding = np.arange(256, dtype=np.float32).reshape(4, 64)
+    metadata = _LLAMA | {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": ["a", "b", "ab", "<end>"],
+        "tokenizer.ggml.merges": ["a b"],
+        "tokenizer.ggml.token_type": [1, 1, 1, 3],
+    }
+    write_gguf(source, {"token_embd.weight": embedding}, metadata)
+    code, _, stderr = veneer("quantize", source, tmp_path / "out", "--format", "int8")
+    assert (code, stderr) == (0, "")
+    assert vn.load(tmp_path / "out")["model.embed_tokens.weight"].qtype == "int8"
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        assert json.loads((tmp_path / "out" / name).read_text())
+
+
+def test_a_gguf_file_without_a_tokenizer_that_is_known_says_so(veneer, tmp_path):
+    source = tmp_path / "in.gguf"
+    metadata = _LLAMA | {"tokenizer.ggml.model": "bert"}
+    write_gguf(source, {"token_embd.weight": np.ones((4, 64), np.float32)}, metadata)
+    code, _, stderr = veneer("quantize", source, tmp_path / "out", "--format", "int8")
+    assert code == 0
+    assert "warning: no tokenizer goes along" in stderr
+    assert not (tmp_path / "out" / "tokenizer.json").exists()
+
+
+def test_convert_replaces_what_it_wrote_where_that_is_asked(veneer, tmp_path):
+    source = tmp_path / "in.gguf"
+    write_gguf(source, {"token_embd.weight": blocks_of("Q4_1", 32, 64)}, _LLAMA)
+    convert = ("convert", source, tmp_path / "out", "--format", "mlx")
+    assert veneer(*convert)[0] == 0
+    code, _, stderr = veneer(*convert)
+    assert code == 2
+    assert "exists already" in stderr
+    assert veneer(*convert, "--overwrite")[0] == 0

@@ -4,6 +4,7 @@ The commands import what they need when they run, so that `veneer --help` is qui
 """
 
 import contextlib
+import json
 import math
 import platform
 import re
@@ -116,7 +117,10 @@ class Layout(StrEnum):
 @app.command()
 def quantize(
     source: Annotated[
-        Path, typer.Argument(metavar="IN", help="A safetensors file or a Hugging Face folder.")
+        Path,
+        typer.Argument(
+            metavar="IN", help="A safetensors file, a Hugging Face folder, or a dense GGUF file."
+        ),
     ],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to make.")],
     format: Annotated[
@@ -168,31 +172,32 @@ def quantize(
     appears when it is complete.
     """
     from .interop.checkpoints.opened import open_checkpoint
-    from .interop.folder import FolderWriter, TensorFolder, copy_sidecars, write_aside
+    from .interop.folder import FolderWriter, TensorFolder, write_aside, write_beside
     from .quant.models.checkpoint import quantize_stream
 
     outcomes = []
     with _kill_raises(), contextlib.ExitStack() as stack:
         with _bad_input():
             selectors = _selectors(format, tile, include or [], exclude or [], layout, rules)
-            tensors = stack.enter_context(open_checkpoint(source))
-            if not isinstance(tensors, TensorFolder):
-                family = getattr(tensors, "family", "GGUF")
+            tensors = stack.enter_context(open_checkpoint(source, names="huggingface"))
+            dense = tensors.dense_avals()
+            if not isinstance(tensors, TensorFolder) and len(dense) < len(tensors):
                 raise ValueError(
-                    f"{source} is quantised already, by {family}: vn.load reads it packed, "
+                    f"{source} is quantised already, by {tensors.family}: vn.load reads it packed, "
                     "'veneer inspect' shows what it holds, and 'veneer convert' writes it otherwise"
                 )
-            chosen = _plan(tensors.dense_avals(), selectors, in_file=rules is not None)
+            chosen = _plan(dense, selectors, in_file=rules is not None)
+            beside = _beside(source, tensors)
         with _bad_input((OSError,)), write_aside(target) as folder:
-            copy_sidecars(source, folder)
+            write_beside(beside, folder)
             writer = FolderWriter(folder, tensors)
             stream = quantize_stream((_read(tensors, name) for name in tensors), chosen)
             for value, outcome in _with_progress(stream, len(tensors)):
                 writer.add(outcome.name, value)
                 outcomes.append(outcome)
-            writer.finish(tensors.manifest.tree)
+            writer.finish(tensors.manifest.tree if isinstance(tensors, TensorFolder) else None)
     _print_summary(outcomes)
-    if already := len(tensors) - len(tensors.dense_avals()):
+    if already := len(outcomes) - len(dense):
         print(f"veneer: {already} tensors were quantised already, and are as they were")
     if damaged := [o.name for o in outcomes if o.error is not None and not math.isfinite(o.error)]:
         print(f"veneer: warning: NaN or infinity in {', '.join(damaged)}", file=sys.stderr)
@@ -261,23 +266,28 @@ def convert(
     format: Annotated[
         str, typer.Option(help="gptq, awq, compressed-tensors, mlx or gguf (a file).")
     ],
+    overwrite: Annotated[
+        bool,
+        typer.Option("--overwrite", help="Replace an OUT that veneer wrote, or a GGUF file."),
+    ] = False,
 ) -> None:
     """Write the quantised weights of IN in the format of another library, none of them rounded.
 
-    A tensor that the format cannot hold to the bit is an error that names it. Memory holds a few
-    tensors at a time. OUT appears when it is complete.
+    A tensor that the format cannot hold to the bit is an error that names it. Configuration and
+    tokenizer go along. Memory holds a few tensors at a time. OUT appears when it is complete.
     """
     from .interop.checkpoints.gguf import GgufFile
     from .interop.checkpoints.opened import OnReading, open_checkpoint
     from .interop.checkpoints.writing import convert
 
     with _kill_raises(), contextlib.ExitStack() as stack, _bad_input():
-        names = None if format == "gguf" else "huggingface"
-        tensors = stack.enter_context(open_checkpoint(source, names=names))
-        said = None
-        if isinstance(tensors, GgufFile):  # what stands beside its tensors goes along
-            said = tensors.metadata if format == "gguf" else tensors.config
-        convert(target, OnReading(tensors), format, config=said, sidecars=source)
+        as_gguf = format == "gguf"
+        tensors = stack.enter_context(
+            open_checkpoint(source, names=None if as_gguf else "huggingface")
+        )
+        said = tensors.metadata if as_gguf and isinstance(tensors, GgufFile) else None
+        beside = None if as_gguf else _beside(source, tensors)
+        convert(target, OnReading(tensors), format, config=said, overwrite=overwrite, beside=beside)
 
 
 @app.command()
@@ -345,6 +355,20 @@ def _plan(avals: Mapping[str, Any], selectors: list[Any], *, in_file: bool) -> d
         exclude = f"--exclude '{re.escape(error.tensor)}'"
         way = "a rule before the others whose qtype is null" if in_file else exclude
         raise ValueError(f"{error} by {way}") from error
+
+
+def _beside(source: Path, tensors: Any) -> Any:
+    """What goes along with tensors: of a folder its files, and of GGUF what they would say."""
+    from .interop.checkpoints.gguf import GgufFile, tokenizer_files
+
+    if not isinstance(tensors, GgufFile):
+        return source
+    files = {"config.json": json.dumps(tensors.config, indent=2) + "\n"}
+    try:
+        return files | tokenizer_files(tensors.metadata)
+    except (ValueError, ImportError) as error:
+        print(f"veneer: warning: no tokenizer goes along: {error}", file=sys.stderr)
+        return files
 
 
 def _read(tensors: Any, name: str) -> tuple[str, Any]:

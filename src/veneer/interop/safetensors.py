@@ -38,8 +38,8 @@ def save(
       [u]int8 to [u]int64, float16, bfloat16, float32, float64 and complex64; keys of random
       numbers; bools, finite numbers and strings of Python's; and arrays of every type, with their
       metadata. Of functions and other objects that are no arrays the name is saved.
-    - `overwrite`: whether a folder that `save` has written may be replaced. The one that is there
-      stays until the new one is complete.
+    - `overwrite`: whether a folder that `save` has written, of whatever format, may be replaced, or
+      by a GGUF file another. What is there stays until the new one is complete.
     - `format`: "gptq", "awq", "compressed-tensors", "mlx" or "gguf", for a folder (of GGUF, a file)
       as other libraries read it, of arrays by the names that their paths make. A `QArray`
       `[out, in]` is stored packed, if that format has its bits; nothing is rounded.

@@ -13,6 +13,10 @@ SHARD_BYTES = 256 * 2**20
 
 INDEX_NAME = "model.safetensors.index.json"
 
+# In the header of each file of a folder as other libraries have it: the files beside the tensors
+# that were written with them. It is how such a folder is known to be ours.
+WRITTEN_WITH = "veneer.written_with"
+
 
 class ShardWriter:
     """Writes tensors into `folder`, holding one shard of at most `shard_bytes` in memory.

@@ -151,3 +151,43 @@ def test_mlx_reads_what_is_written_for_it(tmp_path, name):
         parts[1:] = [x.astype(mx.float32) for x in parts[1:]]
     value = mx.dequantize(*parts, **said)
     np.testing.assert_array_equal(f32(w), np.array(value.astype(mx.float32)))
+
+
+def _tree(value):
+    w = jnp.full((8, 64), value, jnp.float32)
+    tiles = {"channelwise_axes": [0], "tiled_axes": {1: 32}}
+    return {"m.weight": vn.quant.quantize(w, "int4", scale_dtype="float16", **tiles)}
+
+
+@pytest.mark.parametrize("format", ["gptq", "gguf"])
+def test_what_was_written_is_replaced_where_that_is_asked(tmp_path, format):
+    path, other = tmp_path / "out", tmp_path / "other"
+    vn.save(path, _tree(1), format=format)
+    with pytest.raises(FileExistsError, match="overwrite=True"):
+        vn.save(path, _tree(2), format=format)
+    vn.save(path, _tree(2), format=format, overwrite=True)
+    np.testing.assert_array_equal(f32(vn.load(path)["m.weight"]), f32(_tree(2)["m.weight"]))
+    assert [file.name for file in tmp_path.iterdir()] == ["out"]
+    other.mkdir()
+    (other / "mine.txt").write_text("")
+    with pytest.raises(FileExistsError, match="is not overwritten"):
+        vn.save(other, _tree(1), format=format, overwrite=True)
+
+
+@pytest.mark.parametrize("added", ["notes.txt", "config.json.bak", "sub/config.json"])
+def test_a_folder_with_something_of_the_users_is_not_replaced(tmp_path, added):
+    path = tmp_path / "out"
+    vn.save(path, _tree(1), format="gptq")
+    (path / added).parent.mkdir(exist_ok=True)
+    (path / added).write_text("mine")
+    with pytest.raises(FileExistsError, match=f"for {added.split('/')[0]} was not saved"):
+        vn.save(path, _tree(1), format="gptq", overwrite=True)
+    assert (path / added).read_text() == "mine"
+
+
+def test_a_folder_that_another_library_wrote_is_not_replaced(tmp_path):
+    tensors = {"m.weight": np.ones(3, np.float32)}
+    path = folders.write(tmp_path / "theirs", tensors, torch_dtype="bfloat16")
+    with pytest.raises(FileExistsError, match="was not saved by veneer"):
+        vn.save(path, _tree(1), format="gptq", overwrite=True)
+    assert (path / "model.safetensors").exists()

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 
 from ..._core.value import Value
-from ..folder import copy_sidecars, write_aside
-from ..shards import ShardWriter
+from ..folder import write_aside, write_beside
+from ..shards import WRITTEN_WITH, ShardWriter
 from ..tensor_file import DTYPES
 from . import awq, compressed_tensors, gptq, mlx
 from .affine import Stored, Unfit, most_common
@@ -63,7 +63,7 @@ def convert(
     *,
     config: Mapping[str, Any] | None = None,
     overwrite: bool = False,
-    sidecars: Path | None = None,
+    beside: Path | Mapping[str, str] | None = None,
     names: str | None = None,
 ) -> None:
     """Writes tensors by name as another library has them: what `write_folder` does, and GGUF.
@@ -80,7 +80,7 @@ def convert(
     elif names not in (None, "huggingface"):
         raise ValueError(f"names is 'huggingface' or None, not {names!r}")
     elif format in FORMATS:
-        write_folder(path, tensors, format, config=config, overwrite=overwrite, sidecars=sidecars)
+        write_folder(path, tensors, format, config=config, overwrite=overwrite, beside=beside)
     else:
         raise ValueError(f"format is one of {', '.join(FORMATS)} and gguf, not {format!r}")
 
@@ -92,7 +92,7 @@ def write_folder(
     *,
     config: Mapping[str, Any] | None = None,
     overwrite: bool = False,
-    sidecars: Path | None = None,
+    beside: Path | Mapping[str, str] | None = None,
 ) -> None:
     """Writes the folder `path` as another library has it, so that `vn.load` gives the same again.
 
@@ -104,17 +104,19 @@ def write_folder(
     - `format`: a row of `FORMATS`.
     - `config`: what else `config.json` says.
     - `overwrite`: as for `write_aside`.
-    - `sidecars`: a folder whose configuration and tokenizer go along; of a file there are none.
+    - `beside`: a folder whose configuration and tokenizer go along, or the contents of such files;
+      as for `write_beside`.
 
     **Raises:** `ValueError` naming the tensor that the format cannot hold, and why; `TypeError` for
     one that is no array. Nothing is written then.
     """
     row = FORMATS[format]
     with write_aside(path, overwrite=overwrite) as folder:
-        if sidecars is not None:
-            copy_sidecars(sidecars, folder)
+        written = {"config.json", *write_beside(beside, folder)}
         # Hugging Face's loader asks for which library a file is, and takes none that does not say.
-        writer = ShardWriter(folder, metadata={"format": "mlx" if format == "mlx" else "pt"})
+        metadata = {"format": "mlx" if format == "mlx" else "pt"}
+        metadata[WRITTEN_WITH] = json.dumps(sorted(written))
+        writer = ShardWriter(folder, metadata=metadata)
         stated: dict[str, dict[str, Any]] = {}
         dense: list[str] = []
         dtypes: list[str] = []

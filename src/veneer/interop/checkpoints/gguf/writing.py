@@ -51,7 +51,7 @@ def write_gguf(
     - `names`: None where the names are GGUF's, or "huggingface" where they, and the order of rows
       of queries and keys, are those of the model's own checkpoint, of the architecture that
       `metadata` says. Vectors of 16 bits, norms and biases, are then f32, as llama.cpp has them.
-    - `overwrite`: whether a file that is there may be replaced.
+    - `overwrite`: whether a GGUF file that is there may be replaced.
 
     **Raises:** `ValueError` naming the tensor that GGUF cannot hold, and why; `TypeError` for what
     is no array and for metadata that GGUF does not have; `FileExistsError` where `path` exists. In
@@ -201,6 +201,10 @@ def _aside(path: Path, overwrite: bool) -> Iterator[BinaryIO]:
         raise FileExistsError(
             f"{path} exists already and is left as it is: choose another name, or overwrite=True"
         )
+    if os.path.lexists(path) and not _is_gguf(path):
+        raise FileExistsError(
+            f"{path} is not overwritten, for it is no GGUF file: choose another name"
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     # A sibling is on the same file system, so the rename is atomic.
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
@@ -213,3 +217,10 @@ def _aside(path: Path, overwrite: bool) -> Iterator[BinaryIO]:
         if isinstance(error, OSError):
             raise type(error)(f"{path} cannot be written: {error.strerror or error}") from error
         raise
+
+
+def _is_gguf(path: Path) -> bool:
+    if path.is_symlink() or not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
