@@ -128,3 +128,30 @@ def test_a_minimum_of_nan_is_seen_in_its_own_row():
     for m in (3, 33):
         y = jax.jit(vn.implicit(lambda x, q: x @ q.T))(normal(m, K), q)
         assert np.isnan(y).all(axis=0).tolist() == [i == 5 for i in range(N)]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_activations_of_16_bits_meet_minima(dtype):
+    q = stored("uint4", 32, "float16", "float16").replace(dense_dtype=dtype)
+    x = normal(2, K).astype(dtype)
+    y = jax.jit(vn.implicit(lambda x, q: x @ q.T))(x, q)
+    assert y.dtype == dtype
+    exact = np.asarray(x, np.float64) @ np.asarray(q.replace(dense_dtype="float32").dequantize()).T
+    assert_close(y, exact, float(jnp.finfo(dtype).eps))
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(0, N, K), (2, 0, K), (2, N, 0)])
+def test_of_nothing_with_minima(m, n, k):
+    q = stored("uint4", 32, "float16", "float16", shape=(n, k))
+    y = jax.jit(vn.implicit(lambda x, q: x @ q.T))(normal(m, k), q)
+    np.testing.assert_array_equal(y, np.zeros((m, n)))
+
+
+@pytest.mark.parametrize("name", ["scale", "minimum"])
+def test_what_is_infinite_is_seen_in_its_own_row(name):
+    """As infinity or NaN: the sum of what is times infinity may be either, in another order."""
+    q = stored("uint4", 32, "float16", "float16")
+    q = q.replace(**{name: getattr(q, name).at[5, 2].set(jnp.inf)})
+    for m in (3, 33):
+        y = jax.jit(vn.implicit(lambda x, q: x @ q.T))(normal(m, K).at[0].set(0), q)
+        assert (~np.isfinite(y)).all(axis=0).tolist() == [i == 5 for i in range(N)]

@@ -90,6 +90,24 @@ def test_a_weight_that_is_summed_by_its_columns(qtype, tiled):
         assert "veneer_columns" in compiled.as_text()
 
 
+@pytest.mark.parametrize("of_w", [P("y"), P(None, "y"), P("x", "y")], ids=str)
+def test_minima_are_cut_as_scales_are(of_w):
+    """Along the sum each device adds those of its own tiles, which are added up."""
+    x, w = normal(8, K, seed=1), normal(N, K, seed=2)
+    q = quantize(w, "uint4", channelwise_axes=[0], tiled_axes={1: 32})
+    q = q.replace(zero_point=None, minimum=normal(*q.scale.shape).astype("float16"))
+    product = lambda x, w: x @ w.T
+    operands = put(x, P(None, of_w[1] if len(of_w) > 1 else None)), put(q, of_w)
+    compiled = jax.jit(vn.implicit(product)).lower(*operands).compile()
+    assert_close(compiled(*operands), x, q.dequantize().T)
+    assert "veneer_columns" in compiled.as_text()
+    assert collectives(compiled) == ({"all-reduce"} if len(of_w) > 1 else set())
+    if of_w == P(None, "y"):
+        added = lambda x, w: jax.lax.psum(product(x, w), "y")
+        run = jax.shard_map(added, mesh=MESH, in_specs=(P(None, "y"), of_w), out_specs=P())
+        assert_close(jax.jit(vn.implicit(run))(x, q), x, q.dequantize().T)
+
+
 # A weight of which something that lies together would be cut, along an axis.
 TOGETHER = {
     "a byte": (quantize(normal(K, 4 * 33, seed=2), "int4", channelwise_axes=[1]), P(None, "y")),
