@@ -8,9 +8,10 @@ import sys
 import ml_dtypes
 import numpy as np
 import pytest
+from kernels.cpu.driver import fields_of_planes
 
 from veneer.kernels.cpu.floats.decode import reader
-from veneer.kernels.cpu.kinds import BITS
+from veneer.kernels.cpu.kinds import BITS, LOOKUP_BITS, PLANE_BITS
 from veneer.native.functions import compiled, not_inlined
 from veneer.native.isa import ISA, ISAS, LANES, chosen
 from veneer.native.simd.codes import load_table
@@ -55,13 +56,24 @@ def decode(kind, packed, table, count):
     return out
 
 
-@pytest.mark.parametrize("kind", [kind for kind in BITS if BITS[kind] < 8])
+@pytest.mark.parametrize("kind", LOOKUP_BITS)
 def test_narrow_codes_are_decoded_in_order(kind):
     bits = BITS[kind]
     packed = np.random.default_rng(1).integers(0, 256, 64 * bits, np.uint8)
     table = np.resize(TABLE[: 2**bits], 16)
     expected = table[fields(packed, bits)]
     np.testing.assert_array_equal(decode(kind, packed, table, expected.size), expected)
+
+
+@pytest.mark.parametrize("kind", PLANE_BITS)
+def test_bit_planes_are_decoded_in_order(kind):
+    bits, half = PLANE_BITS[kind], 2 ** (PLANE_BITS[kind] - 1)
+    packed = np.random.default_rng(1).integers(0, 256, 32 * bits, np.uint8)
+    fields = fields_of_planes(packed, bits)
+    for flipped, less in ((0, 0), (half, half), (0, half)):
+        table = np.array([flipped, less, *[0] * 14], np.float32)
+        actual = decode(kind, packed, table, fields.size)
+        np.testing.assert_array_equal(actual, (fields ^ flipped) - less)
 
 
 def check_codes_of_8_bits(kind):

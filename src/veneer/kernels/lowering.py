@@ -147,9 +147,11 @@ def sharding_rule(
     operands = operands_of(arrays, present)
     tiles = _tiles(operands)
     _, rows, row_bytes = operands.packed.shape
+    # Bytes that bit planes of the same codes are in are one entry.
+    planes = problem.codes.bits if 8 % problem.codes.bits else 1
     factors = {
         "rows": _factors("r", {rows, tiles[0]}),
-        "columns": _factors("c", {problem.columns, row_bytes, tiles[1]}),
+        "columns": _factors("c", {problem.columns, row_bytes // planes, tiles[1]}),
     }
     axes = _axes(problem, present)
     _, m, n = problem.out_shape(operands.x, operands.packed)
@@ -160,7 +162,11 @@ def sharding_rule(
         dimensions = []
         for j, (name, size) in enumerate(zip(names, shape, strict=True)):
             # An axis of 1 is never cut, and goes with no other.
-            made_of = factors[name].get(size, {f"one{i}{j}": 1}) if name in factors else {name: 0}
+            made_of = {name: 0}
+            if name in factors:
+                each = planes if (i, name) == (1, "columns") else 1  # the stored matrix
+                made_of = factors[name].get(size // each, {f"one{i}{j}": 1})
+                made_of = made_of if each == 1 else made_of | {"planes": each}
             sizes |= made_of
             dimensions.append(made_of)
         written.append(dimensions)
@@ -255,8 +261,8 @@ def _cuts(
     for name, count in zip(("rows", "columns"), _tiles(operands), strict=True):
         if count > 1:
             counts[name].append(count)
-    if problem.columns % (8 // problem.codes.bits):
-        counts["columns"].append(1)  # the last byte is partly empty
+    codes = 8 if 8 % problem.codes.bits else 8 // problem.codes.bits  # that are not parted
+    counts["columns"].append(1 if problem.columns % codes else problem.columns // codes)
     of = functools.partial(_asked, mesh)
     asked = {
         "b": (of(result, 0), of(operands.packed, 0), of(operands.x, 0)),

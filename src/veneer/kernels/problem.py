@@ -9,21 +9,23 @@ import jax.numpy as jnp
 
 from .cpu.kinds import BYTES as BYTES
 from .cpu.kinds import FLOATS as FLOATS
-from .cpu.kinds import LOOKUP_BITS
+from .cpu.kinds import LOOKUP_BITS, PLANE_BITS, row_bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class Codes:
     """How the codes of a matrix `[R, C]` are stored, and what each is worth before its scale.
 
-    Codes of 8 bits are numbers of a dtype. Narrower ones share bytes with their neighbours along C,
-    the first in the lowest bits, and are looked up.
+    Codes of 8 bits are numbers of a dtype. Those of 1, 2 and 4 share bytes with their neighbours
+    along C, the first in the lowest bits, and are looked up. Others are bit planes of 8 neighbours
+    (`bit_planes.py`), and integers in order.
 
     **Arguments:**
 
-    - `bits`: of a code: 1, 2, 4 or 8.
+    - `bits`: of a code: 1 to 8.
     - `dtype`: of codes of 8 bits: int8, uint8, float8_e4m3fn or float8_e5m2; else "".
-    - `values`: what each narrower code is worth, as the field that is stored, `2**bits` of them.
+    - `values`: what each narrower code is worth, as the field that is stored, `2**bits` of them. In
+      bit planes they are fields with or without a sign, less any integer.
 
     **Raises:** `ValueError` where these do not fit together.
 
@@ -32,6 +34,8 @@ class Codes:
     'lookup2'
     >>> Codes(8, "int8").is_integer
     True
+    >>> Codes(3, values=(0.0, 1.0, 2.0, 3.0, -4.0, -3.0, -2.0, -1.0)).kind
+    'planes3'
     """
 
     bits: int
@@ -40,21 +44,21 @@ class Codes:
 
     def __post_init__(self) -> None:
         narrow = (
-            self.bits in LOOKUP_BITS.values()
-            and not self.dtype
+            not self.dtype
             and len(self.values) == 2**self.bits
+            and (self.bits in LOOKUP_BITS.values() or self._of_planes is not None)
         )
         if not narrow and not (self.bits == 8 and self.dtype in BYTES and not self.values):
             raise ValueError(
                 f"no kernel has codes of {self.bits} bits with dtype {self.dtype!r} and "
-                f"{len(self.values)} values: 8 bits have one of {', '.join(BYTES)}, and 1, 2 and "
-                "4 have no dtype and a value a code"
+                f"{len(self.values)} values: 8 bits have one of {', '.join(BYTES)}, fewer have "
+                "no dtype and a value a code, and those of 3, 5, 6 and 7 are integers in order"
             )
 
     @property
     def kind(self) -> str:
-        """What kernels are named after: the dtype, or lookup1, lookup2, lookup4."""
-        return self.dtype or f"lookup{self.bits}"
+        """What kernels are named after: the dtype, or lookup1, 2 or 4, or planes3, 5, 6 or 7."""
+        return self.dtype or f"{'planes' if 8 % self.bits else 'lookup'}{self.bits}"
 
     @property
     def is_integer(self) -> bool:
@@ -65,12 +69,31 @@ class Codes:
 
     @property
     def table(self) -> tuple[float, ...]:
-        """What fields are worth, repeated to 16 entries; zeros where nothing is looked up."""
-        return self.values * (16 // len(self.values)) if self.values else (0.0,) * 16
+        """What fields are worth, repeated to 16 entries; zeros where nothing is looked up.
+
+        Of bit planes, what is flipped in a field, and how much less it is then worth; and zeros.
+        """
+        if self.dtype:
+            return (0.0,) * 16
+        if self._of_planes is not None:
+            return (*self._of_planes, *(0.0,) * 14)
+        return self.values * (16 // len(self.values))
+
+    @property
+    def _of_planes(self) -> tuple[float, float] | None:
+        """For bit planes, the numbers by which a value is `(field ^ flipped) - less`; or None."""
+        if self.bits not in PLANE_BITS.values() or len(self.values) != 2**self.bits:
+            return None
+        for flipped in (0, 2 ** (self.bits - 1)):
+            less = flipped - self.values[0]
+            worth = tuple((field ^ flipped) - less for field in range(2**self.bits))
+            if worth == self.values and abs(less) <= 2 ** (self.bits - 1) and less == int(less):
+                return float(flipped), float(less)
+        return None
 
     def row_bytes(self, columns: int) -> int:
         """Returns the bytes that a row of so many codes takes."""
-        return -(-columns * self.bits // 8)
+        return row_bytes(columns, self.bits)
 
 
 class MatmulOperands(NamedTuple):

@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 import pytest
-from kernels.cpu.driver import BITS, columns_contracted, guarded, run, stored
+from kernels.cpu.driver import KINDS, columns_contracted, guarded, run, stored
 from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
@@ -59,7 +59,7 @@ def check(kind, batch, m, shape, tile):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("kind", BITS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_tiles_of_all_shapes(kind, shape, tile):
     for m in (1, 8, 26):
         check(kind, 1, m, shape, tile)
@@ -79,7 +79,7 @@ def test_rows_of_x_that_no_cache_holds(kind, m):
     check(kind, 1, m, (5, 16400), (5, 1))
 
 
-@pytest.mark.parametrize("kind", ["lookup2", "lookup4", "int8", "float8_e5m2"])
+@pytest.mark.parametrize("kind", ["lookup2", "lookup4", "planes3", "int8", "float8_e5m2"])
 @pytest.mark.parametrize(
     ("width", "tile"),
     [

@@ -6,9 +6,8 @@ import sys
 
 import numpy as np
 import pytest
-from kernels.cpu.driver import guarded, rows_contracted, run, stored
+from kernels.cpu.driver import KINDS, guarded, rows_contracted, run, stored
 
-from veneer.kernels.cpu.kinds import BITS
 from veneer.native.isa import ISA, ISAS, chosen
 
 #: B, M, R, C, TR, TC: few rows of x and many, tiles of all shapes, and tails of every dimension.
@@ -48,7 +47,7 @@ def check(kind, shape):
     assert np.max(np.abs(product(x, w) - expected) / size) < 1e-6
 
 
-@pytest.mark.parametrize("kind", BITS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_product_is_that_of_the_dense_matrix(kind, shape):
     check(kind, shape)
@@ -62,14 +61,15 @@ def test_any_number_of_rows(m):
 @pytest.mark.parametrize("at_end", [True, False])
 @pytest.mark.parametrize("offset", [1, 3])
 @pytest.mark.parametrize("m", [2, 20])
-def test_arrays_at_odd_addresses(m, offset, at_end):
-    x, w = random(1, m, 66), stored("lookup4", (1, 66, 259), (33, 7))
+@pytest.mark.parametrize("kind", ["lookup4", "planes3"])
+def test_arrays_at_odd_addresses(kind, m, offset, at_end):
+    x, w = random(1, m, 66), stored(kind, (1, 66, 259), (33, 7))
     expected, size = rows_contracted(x, w)
     w = w._replace(
         **{name: guarded(getattr(w, name), at_end, offset) for name in ("packed", "scale", "table")}
     )
     out = guarded(np.empty((1, m, 259), np.float32), at_end, offset)
-    run("veneer_rows_lookup4", guarded(x, at_end, offset), w, out)
+    run(f"veneer_rows_{kind}", guarded(x, at_end, offset), w, out)
     assert np.max(np.abs(out - expected) / size) < 1e-6
 
 

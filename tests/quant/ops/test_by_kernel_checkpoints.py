@@ -46,6 +46,9 @@ def assert_close(actual, exact, tolerance=1e-5):
 CASES = {
     "Q4_1": ("uint4", 32, "float16", "float16"),
     "MLX": ("uint4", 64, "bfloat16", "bfloat16"),
+    "Q5_1": ("uint5", 32, "float16", "float16"),
+    "Q6_K, but for its scales": ("int6", 16, "float32", None),
+    "GPTQ of 3 bits": ("uint3", 64, "float16", None),
     "Q8_0": ("int8", 32, "float16", None),
     "MXFP4": ("float4_e2m1fn", 32, "float8_e8m0fnu", None),
     "a minimum of other floats": ("int8", 16, "float32", "bfloat16"),

@@ -47,6 +47,7 @@ WEIGHTS = {
     "int4, tiled": ("int4", {0: 32}),
     "uint4, tiled": ("uint4", {0: 32}),
     "uint8": ("uint8", {}),
+    "int3, tiled": ("int3", {0: 32}),
 }
 of_each_weight = pytest.mark.parametrize(("qtype", "tiled"), WEIGHTS.values(), ids=WEIGHTS)
 
@@ -117,6 +118,10 @@ TOGETHER = {
     ),
     "tiles of columns": (
         quantize(normal(K, N, seed=2), "int4", tiled_axes={0: 32, 1: 128}),
+        P(None, "y"),
+    ),
+    "bit planes of the same codes": (
+        quantize(normal(K, 132, seed=2), "int3", channelwise_axes=[1]),
         P(None, "y"),
     ),
     "an odd last byte": (quantize(normal(K, 131, seed=2), "int4", channelwise_axes=[1]), P("y")),

@@ -27,6 +27,9 @@ from ...native.functions import call, native
 from ...native.memory import set_word, store_i32, word
 from ...native.threads import new_job, release, run
 from . import job as words
+from . import kinds
+
+_row_bytes = native(kinds.row_bytes)
 
 #: A job of fewer products than this is done before another thread has woken up.
 _WORTH_SHARING = 1 << 18
@@ -136,7 +139,7 @@ def _read(frame, job, bits, contracts_rows, is_integer):
         return False
     batch, m, k, n = dim(x, 0), dim(x, 1), dim(x, 2), dim(out, 2)
     r, c = (k, n) if contracts_rows else (n, k)
-    row_bytes = (c * bits + 7) // 8
+    row_bytes = _row_bytes(c, bits)
     if not (
         dim(matrix, 0) == batch
         and dim(matrix, 1) == r
@@ -220,7 +223,7 @@ def _read_quantize(frame, job, bits):
     ):
         return False
     batch, r, c = dim(x, 0), dim(x, 1), dim(x, 2)
-    row_bytes = (c * bits + 7) // 8
+    row_bytes = _row_bytes(c, bits)
     if not (
         dim(table, 0) == 16
         and dim(out, 0) == batch

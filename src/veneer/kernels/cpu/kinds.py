@@ -1,14 +1,15 @@
 """The kinds of codes that kernels are made for, by the names that they have in targets."""
 
-#: The bits of codes that are looked up, and of those that are numbers of a dtype.
+#: The bits of codes that are looked up, of those in bit planes, and what numbers of a dtype are.
 LOOKUP_BITS = {"lookup1": 1, "lookup2": 2, "lookup4": 4}
+PLANE_BITS = {"planes3": 3, "planes5": 5, "planes6": 6, "planes7": 7}
 BYTES = ("int8", "uint8", "float8_e4m3fn", "float8_e5m2")
 
 #: The bits of a code of each kind.
-BITS = LOOKUP_BITS | dict.fromkeys(BYTES, 8)
+BITS = LOOKUP_BITS | PLANE_BITS | dict.fromkeys(BYTES, 8)
 
-#: Those whose codes are worth integers, or may be.
-INTEGERS = tuple(kind for kind in BITS if not kind.startswith("float8"))
+#: Those that there are kernels for whose activations are integers, too.
+INTEGERS = (*LOOKUP_BITS, "int8", "uint8")
 
 #: The formats that there are kernels to quantise to, and the bits of their codes.
 QUANTIZED_BITS = {"int8": 8, "int4": 4, "nf4": 4}
@@ -18,3 +19,17 @@ WITHIN_ROWS, MOST_COLUMNS = 32, 4096
 
 #: What scales and minima may be stored as, in the order of their types in jobs.
 FLOATS = ("float32", "float16", "bfloat16", "float8_e8m0fnu")
+
+
+def row_bytes(columns: int, bits: int) -> int:
+    """Returns the bytes that a row of codes takes.
+
+    Those of bits that divide 8 share bytes; of others, 8 neighbours are as many bytes as they have
+    bits.
+
+    >>> row_bytes(9, 4), row_bytes(9, 3)
+    (5, 6)
+    """
+    if 8 % bits:
+        return (columns + 7) // 8 * bits
+    return (columns * bits + 7) // 8

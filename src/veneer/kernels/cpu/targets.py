@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from .kinds import BITS, QUANTIZED_BITS
+from .kinds import BITS, INTEGERS, QUANTIZED_BITS
 
 #: The object file of what all kernels share, and its functions.
 SHARED, HANDLERS = "veneer_shared", ("veneer_handle_product", "veneer_handle_quantise")
@@ -27,7 +27,7 @@ def object_code(name: str) -> bytes:
     if name.startswith("veneer_quantise_"):
         return _quantizer(name, name.removeprefix("veneer_quantise_"))
     match = _NAME.fullmatch(name)
-    if match is None or match[3] not in BITS:
+    if match is None or match[3] not in (INTEGERS if match[1] else BITS):
         raise KeyError(f"there is no kernel {name}")
     integer, orientation, kind = match.groups()
     return code_of(

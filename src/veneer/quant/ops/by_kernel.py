@@ -145,7 +145,7 @@ def codes_of(qtype: str, has_zero_point: bool) -> tuple[Codes, int] | None:
     if format.bits == 8:
         name = format.code_dtype.name
         return (Codes(8, name), 0) if name in BYTES and format.codebook is None else None
-    if format.bits not in (1, 2, 4):
+    if format.bits not in (1, 2, 4) and not (format.is_integer and format.bits in (3, 5, 6, 7)):
         return None
     bits = int(format.bits)
     with jax.ensure_compile_time_eval():

@@ -14,8 +14,9 @@ from ....native.isa import LANES
 from ....native.memory import load_f32, prefetch, stack, store_f32, word
 from ....native.simd.codes import load_table
 from ....native.simd.floats import load, outer, splat, store, store_block, zeros
+from ....native.simd.planes import store_codes_of_planes
 from ..job import BATCH, MINIMUM, OUT, ROW_BYTES, SCALE, TABLE, TC, TR, C, M, R, W, X
-from ..kinds import BITS
+from ..kinds import BITS, LOOKUP_BITS, PLANE_BITS
 from .panels import copy, load_block, store_bytes, store_fields, transpose
 from .scales import has_minima, read_tiles
 
@@ -27,8 +28,8 @@ _PART, _GROUPS = _ACROSS * LANES, 64
 _VECTOR, _ROW = 4 * LANES, 4 * _PART
 _ZERO = np.float32(0)
 _GROUP = ROWS * _ROW
-#: Columns that are decoded at once.
-_DEPTH = 128
+#: Columns that are decoded at once, and those of bit planes that are unpacked at once.
+_DEPTH, _PLANES = 128, 16
 _DECODED, _SUMS = _DEPTH * _ROW, _GROUPS * _GROUP
 #: Bytes of the scales of a row of W that meet these columns, at most.
 _NUMBERS = 4 * (_DEPTH + LANES)
@@ -111,7 +112,7 @@ def _write(y, next_y, total, columns):
 def _decode(kind: str) -> Any:
     """What writes some columns of the rows of a part: the numbers of a column are neighbours."""
     decode_square, SQUARE, SQUARE_BYTES, READ = _square(kind)
-    UNIT = 32 // BITS[kind] if BITS[kind] < 8 else 1
+    UNIT = _PLANES if kind in PLANE_BITS else 32 // LOOKUP_BITS.get(kind, 32)
     SCALES, COPIED = _DEPTH * _VECTOR, LANES * READ
 
     @native
@@ -180,6 +181,22 @@ def _square(kind: str) -> tuple[Any, int, int, int]:
             store_bytes(to, _ROW, w, next_row, scale, next_scale, behind, kind)
 
         return decode_bytes, LANES, LANES, LANES
+
+    if kind in PLANE_BITS:
+        bits, CODES = BITS[kind], LANES * _PLANES
+
+        @native
+        def decode_planes(to, w, next_row, table, scale, behind, unit):
+            codes = stack(CODES)
+            for i in range(LANES):
+                store_codes_of_planes(codes + _PLANES * i, w + i * next_row, 2, bits, table)
+            next_scale = _VECTOR if unit == 1 else 0
+            for c in range(0, _PLANES, LANES):
+                place = to + _ROW * c
+                store_bytes(place, _ROW, codes + c, _PLANES, scale, next_scale, behind, "int8")
+                scale += next_scale * LANES
+
+        return decode_planes, _PLANES, 2 * bits, 2 * bits
 
     FIELDS = 32 // BITS[kind]
     DWORDS = min(LANES, _DEPTH // FIELDS)

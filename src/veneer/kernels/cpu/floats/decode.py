@@ -9,6 +9,7 @@ from typing import Any
 
 from llvmlite import ir
 
+from ....native.functions import native
 from ....native.isa import LANES
 from ....native.memory import I8, I32, I64, pointer
 from ....native.simd.blocks import (
@@ -22,7 +23,11 @@ from ....native.simd.blocks import (
     vectors,
 )
 from ....native.simd.codes import CONVERSIONS, look_up
-from ..kinds import BITS
+from ....native.simd.planes import unpacked
+from .. import kinds
+from ..kinds import BITS, LOOKUP_BITS, PLANE_BITS
+
+row_bytes = native(kinds.row_bytes)
 
 
 def reader(kind: str) -> tuple[Any, Any]:
@@ -32,11 +37,15 @@ def reader(kind: str) -> tuple[Any, Any]:
     lanes may not be in order: `ordered(block)` puts them right, in what is computed of them, too.
     """
     bits = BITS[kind]
-    paired = bits < 8 and bits * LANES == 64  # see `_fields`
+    paired = kind in LOOKUP_BITS and bits * LANES == 64  # see `_fields`
 
     @instruction
     def decoded(table, address, columns):
         def emit(builder, table, address, _):
+            if kind in PLANE_BITS:
+                units, tables = block.columns * LANES // 8, vectors(builder, table)
+                codes = unpacked(builder, [address], units, bits, tables)
+                return block_of(builder, [CONVERSIONS["int8"](builder, each) for each in codes])
             if bits < 8:
                 tables = vectors(builder, table)
                 indices = [_fields(builder, address, bits, c) for c in range(block.columns)]

@@ -31,19 +31,27 @@ from ....native.simd.blocks import (
 )
 from ....native.simd.codes import CONVERSIONS, look_up
 from ....native.simd.order import apart
-from ..kinds import BITS, LOOKUP_BITS
+from ....native.simd.planes import unpacked
+from ..kinds import BITS, LOOKUP_BITS, PLANE_BITS
 
 #: How scales meet panels: ONE number for a panel; SOME, one for each lane; or FOLDED into x.
 ONE, SOME, FOLDED = range(3)
 
-#: Vectors of a panel. Fields of a dword each have one; of bytes, 32 columns are a panel.
-VECTORS = dict.fromkeys(BITS, 32 // LANES) | {
-    kind: 32 // bits for kind, bits in LOOKUP_BITS.items()
-}
+#: Vectors of a panel. Fields of a dword each have one; of bytes, 32 columns are a panel. Of bit
+#: planes it is 16, as tiles of GGUF's K-quants may be.
+VECTORS = (
+    dict.fromkeys(BITS, 32 // LANES)
+    | {kind: 32 // bits for kind, bits in LOOKUP_BITS.items()}
+    | dict.fromkeys(PLANE_BITS, 16 // LANES)
+)
 #: Columns of a panel.
 COLUMNS = {kind: count * LANES for kind, count in VECTORS.items()}
 #: Bytes of a panel.
-BYTES = dict.fromkeys(BITS, 32) | dict.fromkeys(LOOKUP_BITS, 4 * LANES)
+BYTES = (
+    dict.fromkeys(BITS, 32)
+    | dict.fromkeys(LOOKUP_BITS, 4 * LANES)
+    | {kind: 16 * bits // 8 for kind, bits in PLANE_BITS.items()}
+)
 
 
 @native
@@ -106,13 +114,18 @@ def multiply(sums, x, stride, table, scales, w, row_bytes, kind, way):
         tables = [table] * len(scales)
         if sums.rows > 1 and is_table:  # which has one scale a panel
             tables = [[builder.fmul(part, by) for part in table] for by in scales]
-        rows = [
-            # For one row, it is less work to read dwords again, a byte on, than to shift them.
-            _PanelRow(builder, kind, at(builder, w, 0, c, row_bytes), table, rereads=sums.rows == 1)
-            for c, table in enumerate(tables)
-        ]
+        places = [at(builder, w, 0, c, row_bytes) for c in range(len(tables))]
+        if kind in PLANE_BITS:
+            vector = _planes(builder, kind, places, table)
+        else:
+            rows = [
+                # For one row, it is less work to read dwords again, a byte on, than to shift them.
+                _PanelRow(builder, kind, place, table, rereads=sums.rows == 1)
+                for place, table in zip(places, tables, strict=True)
+            ]
+            vector = lambda c, j: rows[c].vector(j)
         for j in range(VECTORS[kind]):
-            values = [row.vector(j) for row in rows]
+            values = [vector(c, j) for c in range(len(places))]
             if sums.rows > 1 and not is_table:
                 values = [builder.fmul(*pair) for pair in zip(values, scales, strict=True)]
             for r in range(sums.rows):
@@ -123,6 +136,13 @@ def multiply(sums, x, stride, table, scales, w, row_bytes, kind, way):
         return block_of(builder, totals)
 
     return sums, emit
+
+
+def _planes(builder: Any, kind: str, places: Any, table: Any) -> Any:
+    """What gives vector j of row c of a panel: those of all rows are unpacked together."""
+    count = VECTORS[kind]
+    codes = unpacked(builder, places, COLUMNS[kind] // 8, BITS[kind], table)
+    return lambda c, j: CONVERSIONS["int8"](builder, codes[c * count + j])
 
 
 class _PanelRow:

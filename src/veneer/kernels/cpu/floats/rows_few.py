@@ -47,7 +47,7 @@ from ..job import (
     X,
 )
 from ..kinds import BITS
-from .decode import reader
+from .decode import reader, row_bytes
 from .minima import sum_of
 from .rows_many import PANEL, Multiplier, add, add_rows, clear, copy_rows, expand
 from .scales import has_minima
@@ -149,9 +149,9 @@ def worker(kind: str, multiplier: Multiplier) -> Any:
     """Makes what computes a part, for codes of a kind."""
     bits = BITS[kind]
     add_product = multiplier.add_product
-    row_bytes = PANEL * bits // 8
-    panel_bytes = _DEEP * row_bytes
-    copy_panel = _copy_of_panel(row_bytes)
+    panel_row = PANEL * bits // 8
+    panel_bytes = _DEEP * panel_row
+    copy_panel = _copy_of_panel(panel_row)
     product_of_1, product_of_2, product_of_4, product_of_8 = (
         _product(kind, rows) for rows in (1, 2, 4, 8)
     )
@@ -169,16 +169,16 @@ def worker(kind: str, multiplier: Multiplier) -> Any:
             is_tail = columns < PANEL
             later = (place + _DEEP * stride, stride)
             if is_tail:  # what is behind the last column may be no memory at all
-                copy_rows(place, stride, depth, (columns * bits + 7) // 8, panel, row_bytes)
+                copy_rows(place, stride, depth, row_bytes(columns, bits), panel, panel_row)
                 clear(sums, 4 * PANEL, m, PANEL)
-                from_here, to_there = (panel, row_bytes), (sums, 4 * PANEL)
+                from_here, to_there = (panel, panel_row), (sums, 4 * PANEL)
             elif m <= _DIRECT:
                 columns = columns // PANEL * PANEL
                 later = (place + _BLOCK * stride, stride)
             else:
                 columns = PANEL
                 copy_panel(place, stride, depth, panel)
-                from_here = (panel, row_bytes)
+                from_here = (panel, panel_row)
             size, done = (depth, max(PANEL, columns)), 0
             while done < m:
                 top = (x + done * x_stride, x_stride)
@@ -248,6 +248,7 @@ def worker(kind: str, multiplier: Multiplier) -> Any:
 def _copy_of_panel(row_bytes: int) -> Any:
     """Makes what copies a panel's bytes, row after row."""
     vectors, words = row_bytes // (4 * LANES), row_bytes % (4 * LANES) // 8
+    behind = 4 * LANES * vectors
 
     @native
     def copy_panel(w, stride, rows, to):
@@ -255,9 +256,8 @@ def _copy_of_panel(row_bytes: int) -> Any:
         for _ in range(rows):
             if vectors:
                 store(to, load(w, vectors))
-            else:
-                for i in range(words):
-                    store_i64(to + 8 * i, load_i64(w + 8 * i))
+            for i in range(words):
+                store_i64(to + behind + 8 * i, load_i64(w + behind + 8 * i))
             w, to = w + stride, to + row_bytes
 
     return copy_panel

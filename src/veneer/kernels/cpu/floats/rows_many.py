@@ -26,7 +26,7 @@ from ....native.simd.floats import (
 )
 from ..job import BATCH, MINIMUM, OUT, ROW_BYTES, SCALE, TABLE, TC, TR, C, M, R, W, X
 from ..kinds import BITS
-from .decode import reader
+from .decode import reader, row_bytes
 from .scales import has_minima, read_tiles
 
 #: Columns that are worked on together, and rows that are decoded at once: 24 KB of f32.
@@ -200,7 +200,7 @@ def multiplier(kind: str) -> Multiplier:
         columns = min(PANEL, word(job, C) - column)
         if columns < PANEL:  # what is behind the last column may be no memory at all
             tail = stack(tail_bytes)
-            copy_rows(w, stride, rows, (columns * bits + 7) // 8, tail, panel_bytes)
+            copy_rows(w, stride, rows, row_bytes(columns, bits), tail, panel_bytes)
             w, stride = tail, panel_bytes
         table = load_table(word(job, TABLE))
         scales, minima = stack(_ROW_BYTES), stack(_ROW_BYTES)

@@ -1,0 +1,71 @@
+"""Bit planes as bytes: codes of b bits, of which 8 neighbours are b bytes, made int8 each.
+
+Byte p of such a unit has bit p of each code, that of the first in the lowest place. In a register
+it is a matrix of 8 x 8 bits, and codes are its columns: it is transposed, many units at once.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+
+from ..isa import LANES
+from ..memory import I8, I32, I64, pointer
+from .blocks import constant, instruction, repeated, shuffled, store_vector, vectors
+
+#: Steps of the transposition (Hacker's Delight, 7-3): how far bits are moved, and which.
+_STEPS = ((7, 0x00AA00AA00AA00AA), (14, 0x0000CCCC0000CCCC), (28, 0x00000000F0F0F0F0))
+
+
+def unpacked(
+    builder: Any, addresses: Sequence[Any], units: int, bits: int, tables: Sequence[Any]
+) -> list[Any]:
+    """The codes of so many units at each address: vectors of LANES bytes, int8, in order.
+
+    What a field stands for is `(field ^ flipped) - less`, by the first two numbers of a table. No
+    byte is read but those of the units.
+    """
+    size = units * bits
+    word = ir.IntType(min(64, 8 * size))
+    type = ir.VectorType(I64, units * len(addresses))
+    value, shifts = ir.Constant(type, ir.Undefined), list[int]()
+    for address in addresses:
+        for unit in range(units):
+            first = min(unit * bits, size - word.width // 8)  # of a word that ends within
+            place = builder.add(address, I64(first))
+            read = builder.load(pointer(builder, place, word))
+            read.align = 1
+            read = builder.zext(read, I64) if word.width < 64 else read
+            value = builder.insert_element(value, read, I32(len(shifts)))
+            shifts.append(8 * (unit * bits - first))
+    if any(shifts):
+        value = builder.lshr(value, ir.Constant(type, shifts))
+    value = builder.and_(value, constant(type, 2 ** (8 * bits) - 1))
+    for shift, mask in _STEPS:
+        far = builder.lshr(value, constant(type, shift))
+        differ = builder.and_(builder.xor(value, far), constant(type, mask))
+        back = builder.shl(differ, constant(type, shift))
+        value = builder.xor(builder.xor(value, differ), back)
+    count = 8 * type.count
+    fields = builder.bitcast(value, ir.VectorType(I8, count))
+    numbers = (builder.extract_element(tables[0], I32(i)) for i in range(2))
+    flipped, less = (repeated(builder, builder.fptosi(n, I8), count) for n in numbers)
+    codes = builder.sub(builder.xor(fields, flipped), less)
+    return [
+        shuffled(builder, codes, codes, range(i, i + LANES)) if count > LANES else codes
+        for i in range(0, count, LANES)
+    ]
+
+
+@instruction
+def store_codes_of_planes(to, address, units, bits, table):
+    """Writes the codes of so many units as bytes."""
+    units, bits = units.literal_value, bits.literal_value
+
+    def emit(builder, to, address, _units, _bits, table):
+        codes = unpacked(builder, [address], units, bits, vectors(builder, table))
+        for i, some in enumerate(codes):
+            store_vector(builder, some, builder.add(to, I64(LANES * i)))
+
+    return types.void, emit
