@@ -86,8 +86,9 @@ def test_every_scale_of_16_and_8_bits_is_worth_what_it_is():
         assert not np.isfinite(actual[~np.isfinite(exact)]).any()
 
 
-def test_nothing_is_widened_before_the_kernel():
-    q, x = stored("uint4", 32, "float16", "float16"), normal(2, K)
+@pytest.mark.parametrize("qtype", ["uint4", "uint5"])
+def test_nothing_is_widened_before_the_kernel(qtype):
+    q, x = stored(qtype, 32, "float16", "float16"), normal(2, K)
     compiled = jax.jit(vn.implicit(lambda x, q: x @ q.T)).lower(x, q).compile().as_text()
     assert "custom-call" in compiled
     for shape in (q.shape, q.scale.shape):
@@ -96,19 +97,20 @@ def test_nothing_is_widened_before_the_kernel():
             assert f"f32[1,{side[0]},{side[1]}]" not in compiled
 
 
-def test_derivatives_batches_and_loops():
-    q, x = stored("uint4", 32, "float16", "float16"), normal(3, K)
+@pytest.mark.parametrize(("qtype", "kind"), [("uint4", "lookup4"), ("uint5", "planes5")])
+def test_derivatives_batches_and_loops(qtype, kind):
+    q, x = stored(qtype, 32, "float16", "float16"), normal(3, K)
     dense = q.dequantize()
     product = lambda x, w: x @ w.T
     gradient = jax.grad(lambda x: (vn.implicit(product)(x, q) ** 2).sum())(x)
     assert_close(gradient, jax.grad(lambda x: (product(x, dense) ** 2).sum())(x))
     mapped = jax.jit(jax.vmap(vn.implicit(lambda x, w: w @ x), (0, None)))(x, q)
     assert_close(mapped, x @ dense.T)
-    layers = stored("uint4", 32, "float16", "float16", shape=(2, 256, 256))
+    layers = stored(qtype, 32, "float16", "float16", shape=(2, 256, 256))
     step = lambda x, w: (jnp.tanh(0.01 * (x @ w.T)), None)
     run = lambda x, w: jax.lax.scan(step, x, w)[0]
     x = normal(2, 256)
-    assert all(said.startswith("CPU kernel columns_lookup4, else") for said in how(run, x, layers))
+    assert all(said.startswith(f"CPU kernel columns_{kind}, else") for said in how(run, x, layers))
     assert_close(jax.jit(vn.implicit(run))(x, layers), run(x, layers.dequantize()))
 
 

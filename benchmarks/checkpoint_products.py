@@ -1,0 +1,104 @@
+"""Products of activations with weights as checkpoints store them, beside XLA's in f32, on a CPU.
+
+A matmul of M rows with the transposed weight, which is stored as `[N, K]` in tiles along K, is
+timed as a program under `jax.jit` with the weight as an argument. All run in one process, in each
+round in another order, and every call takes another copy of the weight. XLA has the dense weight
+both as `[N, K]` and as `[K, N]`; × is the faster median of these over ours. Each result is compared
+with one in f64 first, and no program may hold a dense weight.
+"""
+
+import itertools
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from measure import Side, markdown_table, medians, parser
+
+import veneer as vn
+from veneer.quant import QArray
+
+# Name, qtype, tile, dtypes of scale and of minimum: those of a format, or of nothing.
+FORMATS = (
+    ("Q8_0", "int8", 32, "float16", None),
+    ("Q6_K", "int6", 16, "int8 by 16", None),
+    ("Q5_0", "int5", 32, "float16", None),
+    ("Q5_1", "uint5", 32, "float16", "float16"),
+    ("Q4_0", "int4", 32, "float16", None),
+    ("Q4_1", "uint4", 32, "float16", "float16"),
+    ("Q4_K", "uint4", 32, "uint6 by 8", "uint6 by 8"),
+    ("MLX, 4 bits", "uint4", 64, "bfloat16", "bfloat16"),
+    ("MXFP4", "float4_e2m1fn", 32, "float8_e8m0fnu", None),
+    ("3 bits", "int3", 128, "float16", None),
+)
+
+
+def numbers(counts: tuple[int, int], stored_as: str, seed: int) -> Any:
+    """Scales or minima `[N, K / tile]`: floats of a dtype, or codes of few bits under scales."""
+    rng = np.random.default_rng(seed)
+    if " by " not in stored_as:
+        return jnp.asarray(2.0 ** rng.integers(-3, 1, counts), stored_as)
+    qtype, tile = stored_as.split(" by ")
+    format = vn.quant.get_format(qtype)
+    codes = jnp.asarray(rng.integers(1, format.code_range[1] + 1, counts), format.code_dtype)
+    scale = rng.uniform(0.01, 0.02, (counts[0], counts[1] // int(tile)))
+    return QArray(codes, jnp.asarray(scale, "float16"), qtype=qtype).replace(dense_dtype="float32")
+
+
+def stored(n: int, k: int, qtype: str, tile: int, scale: str, minimum: str | None) -> QArray:
+    format = vn.quant.get_format(qtype)
+    low, high = format.code_range
+    codes = np.random.default_rng(0).integers(low, high + 1, (n, k))
+    counts = n, k // tile
+    return QArray(
+        jnp.asarray(codes, format.code_dtype),
+        numbers(counts, scale, 1),
+        qtype=qtype,
+        minimum=None if minimum is None else numbers(counts, minimum, 2),
+    ).replace(dense_dtype="float32")
+
+
+def side(name: str, product: Any, x: jax.Array, w: Any, dense: np.ndarray, rotated: int) -> Side:
+    """The program on an activation, compiled and found right, and without a dense weight."""
+    compiled = jax.jit(product).lower(x, w).compile()
+    if isinstance(w, QArray):
+        n, k = w.shape
+        assert not re.search(rf"f32\[(1,)?({n},{k}|{k},{n})\]", compiled.as_text()), name
+    expected = np.asarray(x, np.float64) @ dense.T
+    error = np.linalg.norm(compiled(x, w) - expected) / np.linalg.norm(expected)
+    assert error < 1e-5, (name, error)
+    nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(w))
+    copies = [jax.tree.map(jnp.copy, w) for _ in range(max(2, -(-rotated // nbytes)))]
+    turns = itertools.cycle(copies)
+    return Side(name, lambda: compiled(x, next(turns)))
+
+
+def rows_of_table(m: int, size: int, rotated: int, rounds: int) -> Iterator[list[str]]:
+    rng = np.random.default_rng(3)
+    x = jnp.asarray(rng.normal(size=(m, size)), jnp.float32)
+    w = jnp.asarray(rng.normal(size=(size, size)), jnp.float32)
+    turned = vn.implicit(lambda x, w: x @ w.T)
+    dense = [
+        side("[N, K]", lambda x, w: x @ w.T, x, w, np.asarray(w, np.float64), rotated),
+        side("[K, N]", lambda x, w: x @ w, x, w, np.asarray(w.T, np.float64), rotated),
+    ]
+    for name, *how in FORMATS:
+        q = stored(size, size, *how)
+        ours = side(name, turned, x, q, np.asarray(q.dequantize(), np.float64), rotated)
+        seconds = medians([*dense, ours], rounds=rounds)
+        f32 = min(seconds[each.name] for each in dense)
+        figures = f"{1e3 * seconds[name]:.2f}", f"{1e3 * f32:.2f}", f"{f32 / seconds[name]:.1f} ×"
+        yield [name, str(m), *figures]
+
+
+if __name__ == "__main__":
+    options = parser(__doc__)
+    options.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
+    options.add_argument("--rows", type=int, nargs="+", default=[1, 8], help="M")
+    arguments = options.parse_args()
+    size, rotated = (512, 1_000_000) if arguments.quick else (4096, 150_000_000)
+    rows = (rows_of_table(m, size, rotated, arguments.rounds) for m in arguments.rows)
+    header = ["", "M", "ms", "XLA f32, ms", "times as fast"]
+    print(markdown_table(header, itertools.chain.from_iterable(rows)))
