@@ -46,6 +46,7 @@ def check(kind, batch, m, shape, tile):
         ((7, 1024), (1, 128)),
         ((7, 1024), (1, 64)),  # a panel is tiles, but for few bits
         ((50, 640), (1, 32)),
+        ((7, 640), (1, 16)),
         ((8, 64), (1, 8)),
         ((6, 96), (1, 3)),  # they have nothing to do with each other
         ((6, 480), (1, 96)),

@@ -37,18 +37,16 @@ from ..kinds import BITS, LOOKUP_BITS, PLANE_BITS
 #: How scales meet panels: ONE number for a panel; SOME, one for each lane; or FOLDED into x.
 ONE, SOME, FOLDED = range(3)
 
-#: Vectors of a panel. Fields of a dword each have one; of bytes, 32 columns are a panel. Of bit
-#: planes it is 16, as tiles of GGUF's K-quants may be.
-VECTORS = (
-    dict.fromkeys(BITS, 32 // LANES)
-    | {kind: 32 // bits for kind, bits in LOOKUP_BITS.items()}
-    | dict.fromkeys(PLANE_BITS, 16 // LANES)
-)
+#: Vectors of a panel. Fields of a dword each have one; of others, 16 columns are a panel, as few as
+#: share a scale in GGUF's K-quants.
+VECTORS = dict.fromkeys(BITS, 16 // LANES) | {
+    kind: 32 // bits for kind, bits in LOOKUP_BITS.items()
+}
 #: Columns of a panel.
 COLUMNS = {kind: count * LANES for kind, count in VECTORS.items()}
 #: Bytes of a panel.
 BYTES = (
-    dict.fromkeys(BITS, 32)
+    dict.fromkeys(BITS, 16)
     | dict.fromkeys(LOOKUP_BITS, 4 * LANES)
     | {kind: 16 * bits // 8 for kind, bits in PLANE_BITS.items()}
 )
