@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.lax import scan as lax_scan
-from jax.sharding import PartitionSpec as P
 from support.matrix import TYPES, N, of
 from support.policies import only_by_rules
 
@@ -362,39 +361,3 @@ def test_pmap_refuses_to_stack_what_takes_no_axis():
     lazy = lambda x: T.Lazy(lambda x: x[::-1], jnp.ones((3, 4)) + x)
     with pytest.raises(TypeError, match=r"pmap cannot stack a Lazy .*vn.materialise"):
         jax.pmap(lazy)(jnp.zeros(1))
-
-
-REDUCE = {
-    "psum": lambda x: lax.psum(x, "i"),
-    "pmean": lambda x: x - lax.pmean(x, "i"),
-    "pmax": lambda x: lax.pmax(x, "i"),
-    "pmin": lambda x: lax.pmin(x, "i"),
-    "psum_scatter": lambda x: lax.psum_scatter(x, "i"),
-}
-
-
-@pytest.mark.parametrize("name", REDUCE)
-@pytest.mark.parametrize("qtype", ["int8", "nf4"])
-def test_collectives_of_codes_are_those_of_numbers(name, qtype):
-    value = quantised(qtype, -1)(jax.random.key(1), (2, 2, 64))
-    run = jax.vmap(REDUCE[name], axis_name="i")
-    for goes in (run, jax.jit(run)):
-        agree(goes(value), run(value.dequantize()))
-    mesh = jax.make_mesh((1,), ("i",))
-    blocks = jax.shard_map(
-        lambda x: lax.psum(x * 2, "i") + lax.psum(x, "i"), mesh=mesh, in_specs=P(), out_specs=P()
-    )
-    agree(blocks(value), 3 * value.dequantize())
-
-
-def test_collectives_of_derivatives_are_of_leaves():
-    """Gradients that devices add up are trees; a value with a mask is none."""
-    a = jax.random.normal(jax.random.key(1), (N, N, N))
-    weights = T.LowRank(a, a)
-    gradient = jax.grad(lambda w: jnp.sum(jnp.sin(w)))
-    found = jax.vmap(lambda w: lax.pmean(gradient(w), "i"), axis_name="i", out_axes=None)(weights)
-    each = jax.vmap(gradient)(weights)
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(each), strict=True):
-        np.testing.assert_allclose(x, y.mean(0), rtol=1e-4, atol=1e-5)
-    with pytest.raises(TypeError, match="has no dense form"):
-        jax.vmap(lambda x: lax.psum(x, "i"), axis_name="i")(T.Masked(a, a > 0))

@@ -70,9 +70,9 @@ class Pack(Operation):
 
 @dataclass(frozen=True)
 class Unpack(Operation):
-    """A value into its leaves."""
+    """A value or a tangent into its leaves."""
 
-    type: "HighType"
+    type: "HighType | TangentType"
     name = "unpack"
 
     def run(self, value: Any) -> list[Any]:

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 
 from .._core.policy import note_materialised
-from .._core.primitives.labels import is_label
 from .._core.value import Value, describe, is_value, make_dense, source_of
 from .._jax.primitives import Primitive, find_primitive
 from .high import apply
@@ -31,7 +30,7 @@ from .types import (
     takes_axis,
 )
 from .types import type_of as type_of_value
-from .values import flatten_value, is_inexact, value_of
+from .values import value_of
 
 # Which values are one array.
 
@@ -245,24 +244,6 @@ def _check_stack(x: Any, axes: Any) -> None:
             "function that it maps returns: leaves of a stack have a new first axis each. Give "
             "out_axes=0, or return vn.materialise of it"
         )
-
-
-# Of collectives.
-
-
-def reducible(tree: Any) -> Any:
-    """A tree that devices reduce, of which each value that is no derivative is one array.
-
-    Derivatives are reduced by the leaves, and all of those are floating.
-    """
-    one = lambda x: canonical(x) if _is_array(x) and not _may_be_derivative(x) else x
-    return jax.tree.map(one, tree, is_leaf=_is_array)
-
-
-def _may_be_derivative(x: Value) -> bool:
-    parts = flatten_value(x)[0]
-    floating = (not isinstance(p, Value) and is_inexact(jax.typeof(p)) for p in parts)
-    return is_label(x) or (not x.dense_tangent and all(floating))
 
 
 # Of loops.

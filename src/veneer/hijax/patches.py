@@ -4,7 +4,6 @@ Each function makes what takes the place of one of JAX's, which it is given; tho
 loops and `shard_map` are in their modules. `mode` sets what is listed, and restores it.
 """
 
-import re
 from collections.abc import Callable
 from functools import partial
 from itertools import islice
@@ -35,6 +34,7 @@ from .._jax.hijax import (
 )
 from .._jax.primitives import Primitive, find_primitive
 from .._jax.tracing import an_operator_asks, is_eager, set_current_trace
+from .collectives import Trees, marked_cotangents, marked_linear, marked_tangents
 from .control_flow import (
     check_branches,
     check_carry,
@@ -54,7 +54,6 @@ from .mapping import (
     is_mapped_whole,
     made_dense,
     move_axes,
-    reducible,
     refuse_no_batches,
     refuse_no_stacks,
     scan_arrays,
@@ -297,28 +296,6 @@ def _exposed_results(function: Callable) -> Callable:
     return lambda *args, **kwargs: jax.tree.map(exposed, function(*args, **kwargs))
 
 
-# Collectives.
-
-
-class _Trees:
-    """JAX's functions of trees, as its collectives use them."""
-
-    def __init__(self, trees: Any):
-        self._trees = trees
-
-    def tree_map(self, function: Any, tree: Any, *rest: Any, **kwargs: Any) -> Any:
-        if is_enabled() and _REDUCE.search(function.__qualname__):
-            tree = reducible(tree)
-        return self._trees.tree_map(function, tree, *rest, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._trees, name)
-
-
-#: The functions that combine what devices have, by the name of what they map.
-_REDUCE = re.compile("psum|pmax|pmin")
-
-
 # Loops, branches and checkpoints.
 
 
@@ -386,6 +363,10 @@ for _module in (custom_derivatives, api):
     jax_patches.attribute(_module, "tree_unflatten", _unflatten_with(exposed))
 for _name in ("_jvp", "_lift_linearized"):
     jax_patches.attribute(api, _name, _exposed_results)
+# Derivatives by leaves are known as such, to collectives.
+jax_patches.attribute(api.VJP, "__call__", marked_cotangents)
+jax_patches.attribute(api, "_jvp", marked_tangents)
+jax_patches.attribute(api, "_lift_linearized", marked_linear)
 # An update that is none of leaves is refused with the way out.
 jax_patches.attribute(tree_util, "_prefix_error", with_way_out)
 # Jitted functions give leaves, called or compiled ahead of time.
@@ -404,7 +385,7 @@ for _name in ("_bcast_select", "_bcast_select_n"):
 jax_patches.attribute(api, "flatten_axes", axes_of_arrays)
 jax_patches.attribute(jax_pmap, "_get_in_axes_flat", refuse_no_batches)
 jax_patches.attribute(jax_pmap, "broadcast_prefix", refuse_no_stacks)
-jax_patches.attribute(parallel, "tree_util", _Trees)
+jax_patches.attribute(parallel, "tree_util", Trees)
 jax_patches.boundary(loops.scan, meet_in_carry)
 jax_patches.boundary(loops.while_loop, meet_in_carry)
 jax_patches.boundary(loops.scan, scan_slices)

@@ -419,3 +419,10 @@ def is_traced_high(x: Any) -> bool:
 def opened(x: Any) -> Any:
     """What is of a high type as a value whose leaves are traced; anything else as it is."""
     return x.aval.of_leaves(apply(Unpack(x.aval), x)) if is_typed(x) else x
+
+
+def opened_derivatives(x: Any) -> Any:
+    """A tangent as a value whose leaves are those of the tangent; anything else as it is."""
+    if not isinstance(getattr(x, "aval", None), TangentType):
+        return x
+    return x.aval.of_leaves(apply(Unpack(x.aval), x)).value

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._core.surface.array import ImplicitArray
-from .._core.value import Value
+from .._core.value import Value, is_part
 
 if TYPE_CHECKING:
     from .types import HighType, TangentType
@@ -78,10 +78,24 @@ class Tangent:
         tangents = iter(self.leaves)
         no_tangent = lambda a: np.zeros(a.shape, jax.dtypes.float0)
         full = [next(tangents) if is_inexact(a) else no_tangent(a) for a in self.aval.of.leaves]
-        return jax.tree.unflatten(self.aval.treedef, full)
+        return mark_derivatives(jax.tree.unflatten(self.aval.treedef, full))
 
     def __repr__(self) -> str:
         return f"Tangent({self.value!r})"
+
+
+def mark_derivatives(x: Any) -> Any:
+    """What has a derivative by each leaf in the places of the leaves, known as such from now on."""
+    if isinstance(x, Value) and not x.dense_tangent:
+        object.__setattr__(x, "_holds_derivatives", True)
+        for part in jax.tree.leaves(x, is_leaf=is_part(x)):
+            mark_derivatives(part)
+    return x
+
+
+def is_derivative(x: Any) -> bool:
+    """Whether it is known to hold derivatives by the leaves of a value."""
+    return isinstance(x, Value) and "_holds_derivatives" in x.__dict__
 
 
 def value_of(x: Any) -> Any:

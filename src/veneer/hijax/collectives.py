@@ -1,0 +1,130 @@
+"""What devices combine: arrays, and derivatives by the leaves of one.
+
+JAX's collectives take trees, and combine leaf by leaf, as is right for the derivatives of a value
+that has one for each leaf. They look like values: what `jax.grad`, `vjp`, `jvp` and `linearize`
+give bears a mark, which whatever makes another tree of it drops. Any other value is one array.
+"""
+
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+
+from .._core.primitives.labels import is_label
+from .._core.value import Value, is_value
+from .._jax.primitives import find_primitive
+from .mapping import made_dense
+from .mode import is_enabled
+from .types import canonical, is_complete, is_typed, opened, opened_derivatives, type_of
+from .values import flatten_value, is_derivative, is_inexact, mark_derivatives
+
+
+class Trees:
+    """JAX's functions of trees, as its collectives use them."""
+
+    def __init__(self, trees: Any):
+        self._trees = trees
+
+    def tree_map(self, function: Any, tree: Any, *rest: Any, **kwargs: Any) -> Any:
+        name = _name_of(function)
+        if rest or not is_enabled() or name == "pcast":
+            return self._trees.tree_map(function, tree, *rest, **kwargs)
+        one = partial(_combined, name, function)
+        return self._trees.tree_map(one, tree, is_leaf=_is_array, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trees, name)
+
+
+def _name_of(function: Any) -> str:
+    """The public name of the collective that has a function mapped."""
+    return function.__qualname__.split(".")[0].strip("_").removesuffix("_is_async")
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, Value) and is_complete(x)
+
+
+#: Those of which a value whose one leaf is the dense array, with a label, is a tree like others.
+_REDUCE = re.compile("psum|pmean|pmax|pmin")
+
+
+def _combined(name: str, function: Callable, x: Any) -> Any:
+    x = opened_derivatives(x)
+    if not isinstance(x, Value):
+        return function(_as_operand(name, x) if is_typed(x) else x)
+    if is_derivative(x):
+        return mark_derivatives(jax.tree.map(function, x))
+    if is_label(x):
+        return jax.tree.map(function, x) if _REDUCE.search(name) else function(canonical(x))
+    if _may_be_derivative(x):
+        raise TypeError(
+            f"{name}({type_of(x)}): a tree with these leaves may be an array, or its derivatives "
+            "by each leaf, as of jax.grad, and devices would combine other numbers. Of arrays, "
+            f"give vn.materialise of it, or call it as vn.implicit(lambda x: lax.{name}(x, ...)); "
+            f"of derivatives, each leaf: jax.tree.map(lambda leaf: lax.{name}(leaf, ...), x)"
+        )
+    return function(_as_operand(name, x))
+
+
+def _as_operand(name: str, x: Any) -> Any:
+    """A value as one operand, dense if the result is: JAX knows that all devices have that one."""
+    if name in ("psum", "pmax", "pmin") and not is_label(opened(x)):
+        return made_dense(find_primitive(name), x)
+    return x if is_typed(x) else canonical(x)
+
+
+def _may_be_derivative(x: Value) -> bool:
+    parts = flatten_value(x)[0]
+    floating = (not isinstance(p, Value) and is_inexact(jax.typeof(p)) for p in parts)
+    return not x.dense_tangent and all(floating)
+
+
+# What is marked.
+
+
+def marked_cotangents(call: Callable) -> Callable:
+    """The method `__call__` of what `jax.vjp` gives, which `jax.grad` calls too."""
+
+    def pull(self: Any, *cotangents: Any) -> Any:
+        out = call(self, *cotangents)
+        if not is_enabled() or getattr(self, "want_logs", False):
+            return out
+        return _marked_as(jax.tree.unflatten(self.in_tree, [0] * self.in_tree.num_leaves), out)
+
+    return pull
+
+
+def marked_tangents(jvp: Callable) -> Callable:
+    """JAX's function of results and their tangents."""
+
+    def push(*args: Any, **kwargs: Any) -> Any:
+        out, tangents, *aux = jvp(*args, **kwargs)
+        return out, _marked_as(out, tangents) if is_enabled() else tangents, *aux
+
+    return push
+
+
+def marked_linear(lifted: Callable) -> Callable:
+    """The function of tangents that `jax.linearize` gives, whose third argument are the types."""
+
+    def push(jaxpr: Any, in_avals: Any, out_avals: Any, *args: Any) -> Any:
+        tangents = lifted(jaxpr, in_avals, out_avals, *args)
+        if not is_enabled():
+            return tangents
+        return _marked_as(jax.tree.unflatten(out_avals.tree, [0] * len(out_avals)), tangents)
+
+    return push
+
+
+def _marked_as(primals: Any, tangents: Any) -> Any:
+    """Derivatives, of which those of values with one for each leaf are marked.
+
+    A dense one may be a value as well, and stands for an array.
+    """
+    if any(map(is_value, jax.tree.leaves(primals, is_leaf=is_value))):
+        one = lambda p, t: mark_derivatives(t) if is_value(p) and not p.dense_tangent else t
+        jax.tree.map(one, primals, tangents, is_leaf=is_value)
+    return tangents
