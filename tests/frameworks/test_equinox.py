@@ -153,9 +153,8 @@ def test_parts_may_be_combined_within_implicit(jit):
 def test_a_layer_without_implicit_is_refused_and_never_made_dense():
     layer, weights, call, x = LAYERS["Conv2d"]
     layer = eqx.tree_at(weights, layer, [nf4(w) for w in weights(layer)])
-    with pytest.raises(TypeError, match="QArray") as raised:
+    with pytest.raises(RuntimeError, match=r"QArray.* call the function under vn\.implicit"):
         call(layer, x)
-    assert "call the function under vn.implicit" in str(raised.value.__cause__)
 
 
 def test_a_training_loop_moves_what_is_trainable_alone():

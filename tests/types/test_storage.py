@@ -14,6 +14,7 @@ import veneer as vn
 
 A = jnp.arange(1.0, 17).reshape(4, 4)
 LORA = value("LoraArray")
+ORDER = jnp.array([[2, 0, 1, 3]])
 
 
 def nm_sparse(n, m, axis):
@@ -47,6 +48,7 @@ STORAGE = {
     ("NMSparse", "n"): (nm_sparse(1, 4, -1), nm_sparse(2, 4, -1)),
     ("NMSparse", "m"): (nm_sparse(1, 2, -1), nm_sparse(1, 4, -1)),
     ("NMSparse", "axis"): (nm_sparse(2, 4, -1), nm_sparse(2, 4, -2)),
+    ("Permuted", "axis"): (T.Permuted(A, ORDER), T.Permuted(A, ORDER.T, -2)),
     ("Constant", "trailing"): (T.Constant(2.0, (4, 4)), T.Constant(jnp.ones(4), (4,))),
     ("Lazy", "function"): (T.Lazy(jnp.sin, A), T.Lazy(jnp.cos, A)),
 }
