@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from .._core.primitives.labels import is_label
-from .._core.value import Value, is_value
+from .._core.value import Value
 from .._jax.primitives import find_primitive
 from .mapping import made_dense
 from .mode import is_enabled
@@ -80,51 +80,3 @@ def _may_be_derivative(x: Value) -> bool:
     parts = flatten_value(x)[0]
     floating = (not isinstance(p, Value) and is_inexact(jax.typeof(p)) for p in parts)
     return not x.dense_tangent and all(floating)
-
-
-# What is marked.
-
-
-def marked_cotangents(call: Callable) -> Callable:
-    """The method `__call__` of what `jax.vjp` gives, which `jax.grad` calls too."""
-
-    def pull(self: Any, *cotangents: Any) -> Any:
-        out = call(self, *cotangents)
-        if not is_enabled() or getattr(self, "want_logs", False):
-            return out
-        return _marked_as(jax.tree.unflatten(self.in_tree, [0] * self.in_tree.num_leaves), out)
-
-    return pull
-
-
-def marked_tangents(jvp: Callable) -> Callable:
-    """JAX's function of results and their tangents."""
-
-    def push(*args: Any, **kwargs: Any) -> Any:
-        out, tangents, *aux = jvp(*args, **kwargs)
-        return out, _marked_as(out, tangents) if is_enabled() else tangents, *aux
-
-    return push
-
-
-def marked_linear(lifted: Callable) -> Callable:
-    """The function of tangents that `jax.linearize` gives, whose third argument are the types."""
-
-    def push(jaxpr: Any, in_avals: Any, out_avals: Any, *args: Any) -> Any:
-        tangents = lifted(jaxpr, in_avals, out_avals, *args)
-        if not is_enabled():
-            return tangents
-        return _marked_as(jax.tree.unflatten(out_avals.tree, [0] * len(out_avals)), tangents)
-
-    return push
-
-
-def _marked_as(primals: Any, tangents: Any) -> Any:
-    """Derivatives, of which those of values with one for each leaf are marked.
-
-    A dense one may be a value as well, and stands for an array.
-    """
-    if any(map(is_value, jax.tree.leaves(primals, is_leaf=is_value))):
-        one = lambda p, t: mark_derivatives(t) if is_value(p) and not p.dense_tangent else t
-        jax.tree.map(one, primals, tangents, is_leaf=is_value)
-    return tangents

@@ -34,7 +34,7 @@ from .._jax.hijax import (
 )
 from .._jax.primitives import Primitive, find_primitive
 from .._jax.tracing import an_operator_asks, is_eager, set_current_trace
-from .collectives import Trees, marked_cotangents, marked_linear, marked_tangents
+from .collectives import Trees
 from .control_flow import (
     check_branches,
     check_carry,
@@ -75,7 +75,16 @@ from .types import (
     opened,
     type_of,
 )
-from .values import HighArray, Tangent, exposed, flatten_value, value_of
+from .values import (
+    HighArray,
+    Tangent,
+    exposed,
+    flatten_value,
+    marked_cotangents,
+    marked_linear,
+    marked_tangents,
+    value_of,
+)
 
 # Values as operands.
 

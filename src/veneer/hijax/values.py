@@ -1,10 +1,11 @@
 """What stands for an implicit array where JAX handles it, and values taken apart.
 
-A `HighArray` is a value, and a `Tangent` a tangent or a cotangent of one; each knows its type.
+A `HighArray` is a value, and a `Tangent` a tangent or a cotangent of one; each knows its type. What
+JAX gives of derivatives by leaf is marked as such.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._core.surface.array import ImplicitArray
-from .._core.value import Value, is_part
+from .._core.value import Value, is_part, is_value
+from .mode import is_enabled
 
 if TYPE_CHECKING:
     from .types import HighType, TangentType
@@ -154,3 +156,51 @@ def strong_leaf(leaf: Any) -> Any:
     if not hasattr(leaf, "aval"):
         leaf = jnp.asarray(leaf)
     return jax.lax.convert_element_type(leaf, aval.dtype) if aval.weak_type else leaf
+
+
+# What JAX gives of derivatives is marked.
+
+
+def marked_cotangents(call: Callable) -> Callable:
+    """The method `__call__` of what `jax.vjp` gives, which `jax.grad` calls too."""
+
+    def pull(self: Any, *cotangents: Any) -> Any:
+        out = call(self, *cotangents)
+        if not is_enabled() or getattr(self, "want_logs", False):
+            return out
+        return _marked_as(jax.tree.unflatten(self.in_tree, [0] * self.in_tree.num_leaves), out)
+
+    return pull
+
+
+def marked_tangents(jvp: Callable) -> Callable:
+    """JAX's function of results and their tangents."""
+
+    def push(*args: Any, **kwargs: Any) -> Any:
+        out, tangents, *aux = jvp(*args, **kwargs)
+        return out, _marked_as(out, tangents) if is_enabled() else tangents, *aux
+
+    return push
+
+
+def marked_linear(lifted: Callable) -> Callable:
+    """The function of tangents that `jax.linearize` gives, whose third argument are the types."""
+
+    def push(jaxpr: Any, in_avals: Any, out_avals: Any, *args: Any) -> Any:
+        tangents = lifted(jaxpr, in_avals, out_avals, *args)
+        if not is_enabled():
+            return tangents
+        return _marked_as(jax.tree.unflatten(out_avals.tree, [0] * len(out_avals)), tangents)
+
+    return push
+
+
+def _marked_as(primals: Any, tangents: Any) -> Any:
+    """Derivatives, of which those of values with one for each leaf are marked.
+
+    A dense one may be a value as well, and stands for an array.
+    """
+    if any(map(is_value, jax.tree.leaves(primals, is_leaf=is_value))):
+        one = lambda p, t: mark_derivatives(t) if is_value(p) and not p.dense_tangent else t
+        jax.tree.map(one, primals, tangents, is_leaf=is_value)
+    return tangents
