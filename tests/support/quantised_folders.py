@@ -31,9 +31,12 @@ def bit_stream(codes, bits, axis):
     """Words of 32 bits along an axis, code after code, the lowest bit first."""
     codes = np.moveaxis(codes, axis, -1)
     separate = (codes[..., None] >> np.arange(bits)) & 1
-    separate = separate.reshape(*codes.shape[:-1], -1, 32).astype(np.uint64)
+    separate = separate.reshape(*codes.shape[:-1], -1).astype(np.uint64)
+    lack = -separate.shape[-1] % 32
+    separate = np.pad(separate, [(0, 0)] * (codes.ndim - 1) + [(0, lack)])
+    separate = separate.reshape(*codes.shape[:-1], -1, 32)
     words = (separate << np.arange(32, dtype=np.uint64)).sum(-1).astype(np.uint32)
-    return np.moveaxis(words, -1, axis).view(np.int32)
+    return np.ascontiguousarray(np.moveaxis(words, -1, axis)).view(np.int32)
 
 
 def words_of(codes, bits, axis):
@@ -83,7 +86,11 @@ def awq(rng, *, out=32, groups=3, tile=32, sym=False):
     return tensors, value.T
 
 
-def pack_quantized(rng, *, bits=4, out=12, size=96, tile=32, sym=False, desc_act=False):
+def pack_quantized(
+    rng, *, bits=4, out=12, size=96, tile=32, sym=False, desc_act=False, whole=False
+):
+    """With `whole`, as before version 0.18: each word has whole codes."""
+    pack = words_of if whole else bit_stream
     groups = -(-size // tile)
     q = rng.integers(0, 2**bits, (out, size))
     z = np.full((out, groups), 2 ** (bits - 1))
@@ -93,11 +100,11 @@ def pack_quantized(rng, *, bits=4, out=12, size=96, tile=32, sym=False, desc_act
     if desc_act:
         group = group[rng.permutation(size)]
     tensors = {
-        "m.weight_packed": words_of(q, bits, 1),
+        "m.weight_packed": pack(q, bits, 1),
         "m.weight_scale": s,
         "m.weight_shape": np.array([out, size]),
     }
-    tensors |= {} if sym else {"m.weight_zero_point": words_of(z, bits, 0)}
+    tensors |= {} if sym else {"m.weight_zero_point": pack(z, bits, 0)}
     tensors |= {"m.weight_g_idx": group.astype(np.int32)} if desc_act else {}
     return tensors, (q - z[:, group]) * s[:, group].astype(np.float32)
 
@@ -137,11 +144,19 @@ def nvfp4(rng, *, shape=(6, 64)):
     return tensors, E2M1[q] * np.repeat(s.astype(np.float32) / above, 16, 1)
 
 
-def mxfp4_packed(rng, *, shape=(6, 64)):
-    q = rng.integers(0, 16, shape)
+def microscaling(rng, *, bits=4, shape=(6, 64)):
+    """mxfp4, mxfp6 of e2m3, and mxfp8, as compressed-tensors has them."""
+    q = rng.integers(0, 127 if bits == 8 else 2**bits, shape)
     s = rng.integers(100, 140, (shape[0], shape[1] // 32)).astype(np.uint8)
-    tensors = {"m.weight_packed": nibbles(q), "m.weight_scale": s}
-    return tensors, E2M1[q] * np.repeat(2.0 ** (s.astype(np.float32) - 127), 32, 1)
+    if bits == 8:
+        codes, value = "weight", q.astype(np.uint8).view(ml_dtypes.float8_e4m3fn)
+        stored = value
+    else:
+        of = ml_dtypes.float4_e2m1fn if bits == 4 else ml_dtypes.float6_e2m3fn
+        codes, value = "weight_packed", q.astype(np.uint8).view(of)
+        stored = bit_stream(q, bits, 1).view(np.uint8)
+    tensors = {f"m.{codes}": stored, "m.weight_scale": s}
+    return tensors, value.astype(np.float32) * np.repeat(2.0 ** (s.astype(np.float32) - 127), 32, 1)
 
 
 def mxfp4_experts(rng, *, experts=2, out=6, groups=3):

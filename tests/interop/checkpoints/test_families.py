@@ -53,6 +53,13 @@ CASES = {
         f"pack_quantized_{bits}": (partial(folders.pack_quantized, bits=bits), ct(bits))
         for bits in range(2, 9)
     },
+    **{
+        f"pack_quantized_{bits}_whole": (
+            partial(folders.pack_quantized, bits=bits, whole=True),
+            ct(bits),
+        )
+        for bits in (3, 5, 6, 7)
+    },
     "pack_quantized_symmetric": (partial(folders.pack_quantized, sym=True), ct()),
     "pack_quantized_odd": (partial(folders.pack_quantized, out=5, size=39, tile=13), ct()),
     "pack_quantized_last_group_small": (partial(folders.pack_quantized, size=80), ct()),
@@ -72,7 +79,10 @@ CASES = {
         ct(8, block_structure=[16, 16]),
     ),
     "nvfp4": (folders.nvfp4, ct()),
-    "mxfp4_packed": (folders.mxfp4_packed, ct()),
+    **{
+        f"mxfp{bits}_packed": (partial(folders.microscaling, bits=bits), ct(bits))
+        for bits in (4, 6, 8)
+    },
     "fp8": (
         partial(
             folders.scaled_bytes,
@@ -318,12 +328,36 @@ def test_a_layout_that_is_for_one_kind_of_device_is_refused(tmp_path, stated):
 
 def test_bits_that_the_configuration_leaves_open_are_not_guessed(tmp_path):
     """A word holds four codes, of 7 bits or of 8."""
-    tensors, _ = folders.pack_quantized(rng(), bits=7)
+    tensors, _ = folders.pack_quantized(rng(), bits=7, whole=True)
     groups = ct(7)["config_groups"] | {"group_1": ct(8)["config_groups"]["group_0"]}
     path = folders.write(
         tmp_path / "m", tensors, quantization_config=ct() | {"config_groups": groups}
     )
     with pytest.raises(ValueError, match=r"'m.weight_packed' has no codes of \[12, 96\]"):
+        vn.load(path)
+
+
+@pytest.mark.parametrize("bits", [3, 5, 6, 7])
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_version_says_how_codes_lie_where_both_layouts_have_as_many_words(
+    tmp_path, bits, whole
+):
+    make = partial(folders.pack_quantized, bits=bits, size=16, out=16, tile=16, whole=whole)
+    tensors, value = make(rng())
+    stated = ct(bits, 16) | {"version": "0.17.1" if whole else "0.18.0"}
+    path = folders.write(tmp_path / "said", tensors, quantization_config=stated)
+    np.testing.assert_array_equal(f32(vn.load(path)["m.weight"]), value.astype(np.float32))
+    if len({make(rng(), whole=x)[0]["m.weight_packed"].shape for x in (True, False)}) == 1:
+        path = folders.write(tmp_path / "unsaid", tensors, quantization_config=ct(bits, 16))
+        with pytest.raises(ValueError, match=r"'m.weight_packed' has no codes of \[16, 16\]"):
+            vn.load(path)
+
+
+def test_small_floats_with_zero_points_are_refused(tmp_path):
+    tensors, _ = folders.nvfp4(rng())
+    tensors["m.weight_zero_point"] = tensors["m.weight_scale"]
+    path = folders.write(tmp_path / "model", tensors, quantization_config=ct())
+    with pytest.raises(ValueError, match=r"'m.weight_zero_point' is of small floats"):
         vn.load(path)
 
 

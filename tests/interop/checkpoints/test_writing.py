@@ -19,7 +19,7 @@ OF_FORMAT = {
     "awq": ["awq", "awq_symmetric", "gptq_4", "gptq_4_symmetric"],
     "compressed-tensors": [
         *(name for name in CONFIGS if name.startswith(("pack_", "int_", "float_"))),
-        *("nvfp4", "mxfp4_packed", "awq", "gptq_3_desc_act"),
+        *("nvfp4", "mxfp4_packed", "mxfp6_packed", "mxfp8_packed", "awq", "gptq_3_desc_act"),
     ],
     "mlx": [*(name for name in CONFIGS if name.startswith("mlx")), "gptq_8_symmetric"],
 }

@@ -102,16 +102,9 @@ def fields_of_words(words: np.ndarray, bits: int, size: int) -> np.ndarray:
 
 
 def words_of_fields(fields: np.ndarray, bits: int) -> np.ndarray:
-    """Undoes `fields_of_words`: `int32[..., words]`, the last filled up with zeros."""
-    count = 32 // bits
-    words = -(-fields.shape[-1] // count)
-    places = np.arange(count, dtype=np.uint32) * np.uint32(bits)
-
-    def pack(rows: np.ndarray) -> np.ndarray:
-        parts = rows.reshape(*rows.shape[:-1], words, count).astype(np.uint32)
-        return np.bitwise_or.reduce(parts << places, axis=-1).view(np.int32)
-
-    return _by_rows(pack, _padded(fields, words * count), words, np.int32)
+    """Packs codes, `uint8[..., n]`, each row a bit stream of words: `int32[..., words]`."""
+    width = -(-fields.shape[-1] * bits // 32) * 4
+    return np.ascontiguousarray(_padded(stream_of_fields(fields, bits), width)).view(np.int32)
 
 
 def with_high_bit_flipped(packed: np.ndarray, bits: int) -> np.ndarray:
@@ -147,11 +140,10 @@ def _by_rows(
     change: Callable[[np.ndarray], np.ndarray],
     data: np.ndarray,
     width: int,
-    dtype: type[np.generic] = np.uint8,
 ) -> np.ndarray:
     """Changes rows to rows of `width`, few at a time."""
     rows = np.ascontiguousarray(data).reshape(-1, data.shape[-1])
-    out = np.empty((len(rows), width), dtype)
+    out = np.empty((len(rows), width), np.uint8)
     step = max(1, _ROWS_BYTES // max(rows.shape[-1] * rows.itemsize, 1))
     for start in range(0, len(rows), step):
         out[start : start + step] = change(rows[start : start + step])

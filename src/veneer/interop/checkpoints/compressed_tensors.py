@@ -2,24 +2,27 @@
 
 What is stored tells the formats apart. Of a matrix `[out, in]`:
 
-- pack-quantized: `weight_packed` i32, with whole codes in words along the input, each plus
-  `2**(bits - 1)`; `weight_scale` `[out, groups]`; `weight_shape`; and where it is not symmetric
-  `weight_zero_point`, packed likewise along the *output*; `weight_g_idx` `[in]`.
+- pack-quantized: `weight_packed` i32, with codes along the input, each plus `2**(bits - 1)`;
+  `weight_scale` `[out, groups]`; `weight_shape`; and where it is not symmetric
+  `weight_zero_point`, packed likewise along the *output*; `weight_g_idx` `[in]`. Codes are a bit
+  stream since version 0.18; before, words had whole codes, as many as they hold.
 - int-quantized, float-quantized: `weight` i8 or e4m3, and `weight_scale` of the whole, of rows, of
   groups or of blocks.
 - nvfp4-pack-quantized: `weight_packed` u8, e2m1, the first of two in the low half of a byte;
   `weight_scale` e4m3 for each 16, which `weight_global_scale` f32 **divides**. We multiply by its
   reciprocal, which may differ by two units in the last place.
-- mxfp4-pack-quantized: `weight_scale` u8 for each 32, the exponent plus 127.
+- mxfp4-pack-quantized, and mxfp6 of e2m3, a bit stream: `weight_scale` u8 for each 32, the exponent
+  plus 127. mxfp8-quantized has `weight` e4m3.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...quant import Packing, QArray
+from ...quant import QArray
 from ...types.permuted import Permuted
 from . import codes
 from .affine import Stored, Unfit, affine, affine_parts, by_rows, matrix, most_common
@@ -28,6 +31,7 @@ from .mxfp4 import E8M0
 from .source import FLOATS, StoredTensors, Weight, quantised
 from .tiling import sorted_groups, tiled_axis
 
+_FLOATS = ("nvfp4", "mxfp4", "mxfp6", "mxfp8")
 _SPARSE = ("_compressed", "_bitmask", ".compressed", ".bitmask")
 
 
@@ -43,7 +47,11 @@ def weights(source: StoredTensors) -> Iterator[Weight]:
         yield _packed(source, module)
     for module in source.modules(".weight_scale"):
         name = f"{module}.weight"
-        if name in source.headers and source.header(name).dtype.name in ("int8", *FLOAT8):
+        if name not in source.headers:
+            continue
+        if source.header(f"{module}.weight_scale").dtype.name == "uint8":
+            yield _floats(source, module, name)
+        elif source.header(name).dtype.name in ("int8", *FLOAT8):
             zero = f"{module}.weight_zero_point"
             zero_name = zero if zero in source.headers else None
             block = block_size(source, _of_weights(source).get("block_structure"), (128, 128))
@@ -64,35 +72,62 @@ def _packed(source: StoredTensors, module: str) -> Weight:
     dtype = source.header(f"{module}.weight_packed").dtype.name
     if dtype == "int32":
         return _words(source, module)
-    return _floats(source, module)
+    return _floats(source, module, f"{module}.weight_packed")
 
 
-def _floats(source: StoredTensors, module: str) -> Weight:
-    packed, scale = f"{module}.weight_packed", f"{module}.weight_scale"
-    above = f"{module}.weight_global_scale"
-    out, width = source.shape(packed, rank=2, dtypes=("uint8",))
+def _floats(source: StoredTensors, module: str, packed: str) -> Weight:
+    """Small floats, by the bytes that a tile of them has."""
+    scale, above = f"{module}.weight_scale", f"{module}.weight_global_scale"
+    out, width = source.shape(packed, rank=2, dtypes=("uint8", "float8_e4m3fn"))
     nvidia = above in source.headers
-    tile = 16 if nvidia else 32
-    if 2 * width % tile:
-        raise source.error(packed, f"has {2 * width} columns, of which a tile is {tile}")
     of_scale = ("float8_e4m3fn",) if nvidia else ("uint8", "float8_e8m0fnu")
-    source.check(scale, (out, 2 * width // tile), of_scale, packed)
+    _, groups = source.shape(scale, rank=2, dtypes=of_scale)
+    source.check(scale, (out, groups), of_scale, packed)
+    kinds = ("nvfp4",) if nvidia else ("mxfp4", "mxfp6", "mxfp8")
+    size = groups * (16 if nvidia else 32)
+    qtype = next((kind for kind in kinds if width * 8 == size * int(kind[-1])), None)
+    eight = source.header(packed).dtype.name != "uint8"
+    if qtype is None or eight != (qtype == "mxfp8"):
+        raise source.error(packed, f"has {width} columns, no codes of {' or '.join(kinds)}")
+    if f"{module}.weight_zero_point" in source.headers:
+        raise source.error(f"{module}.weight_zero_point", "is of small floats, which have none")
     if nvidia and source.header(above).shape not in ((), (1,)):
         raise source.error(above, "is not one number")
     parts = (packed, scale, *([above] if nvidia else []))
     dtype = source.dense_dtype("float32")
-    read = partial(_read_floats, source, parts, dtype)
-    return Weight(f"{module}.weight", (out, 2 * width), dtype, parts, read)
+    read = partial(_read_floats, source, parts, qtype, size, dtype)
+    return Weight(f"{module}.weight", (out, size), dtype, parts, read)
 
 
-def _read_floats(source: StoredTensors, parts: tuple[str, ...], dtype: str) -> Any:
+def _read_floats(
+    source: StoredTensors, parts: tuple[str, ...], qtype: str, size: int, dtype: str
+) -> Any:
     packed, scale = source.read(parts[0]), source.read(parts[1])
-    packing = Packing(-1, 2 * packed.shape[1])
+    bits = int(qtype[-1])
+    packed = codes.from_stream(packed, bits, size)
+    packing = codes.packing_of(size, bits)
     if len(parts) == 2:
-        return quantised(packed, scale.view(E8M0), qtype="mxfp4", packing=packing, dtype=dtype)
+        return quantised(packed, scale.view(E8M0), qtype=qtype, packing=packing, dtype=dtype)
     one = np.float32(1) / source.read(parts[2]).astype(np.float32).reshape(1, 1)
     nested = quantised(scale, one, qtype="float8_e4m3fn", packing=None, dtype="float32")
-    return quantised(packed, nested, qtype="nvfp4", packing=packing, dtype=dtype)
+    return quantised(packed, nested, qtype=qtype, packing=packing, dtype=dtype)
+
+
+class _Layout(NamedTuple):
+    """How words of 32 bits hold codes: as a bit stream, or each whole codes alone."""
+
+    bits: int
+    whole: bool
+
+    def words(self, size: int) -> int:
+        """How many words hold `size` codes."""
+        return -(-size // (32 // self.bits)) if self.whole else -(-size * self.bits // 32)
+
+    def fields(self, words: np.ndarray, size: int) -> np.ndarray:
+        """The first `size` codes of each row of words: `uint8[..., size]`."""
+        if self.whole:
+            return codes.fields_of_words(words, self.bits, size)
+        return codes.fields_of_stream(codes.bytes_of(words), self.bits, size)
 
 
 def _words(source: StoredTensors, module: str) -> Weight:
@@ -103,8 +138,8 @@ def _words(source: StoredTensors, module: str) -> Weight:
     source.shape(shape_name, rank=1, dtypes=("int64", "int32"))
     source.check(shape_name, (2,), ("int64", "int32"), packed)
     rows, size = map(int, source.read(shape_name))
-    bits = _bits(source, words, size)
-    if rows != out or bits is None:
+    layout = _layout(source, words, size)
+    if rows != out or layout is None:
         raise source.error(packed, f"has no codes of [{rows}, {size}] in {[out, words]} words")
     source.shape(scale, rank=2, dtypes=FLOATS)
     groups = source.header(scale).shape[1]
@@ -117,7 +152,7 @@ def _words(source: StoredTensors, module: str) -> Weight:
         if source.header(zero).dtype.name == "int8":
             source.check(zero, (out, groups), ("int8",), scale)
         else:
-            source.check(zero, (-(-out // (32 // bits)), groups), ("int32",), scale)
+            source.check(zero, (layout.words(out), groups), ("int32",), scale)
         parts.append(zero)
     if g_idx in source.headers:
         source.check(g_idx, (size,), ("int32", "int64"), packed)
@@ -125,39 +160,49 @@ def _words(source: StoredTensors, module: str) -> Weight:
     elif tile < 1 or -(-size // tile) != groups:
         raise source.error(scale, f"has {groups} groups, which are not those of {size} inputs")
     dtype = source.dense_dtype(source.header(scale).dtype.name)
-    read = partial(_read_words, source, module, bits, (out, size), tile, dtype)
+    read = partial(_read_words, source, module, layout, (out, size), tile, dtype)
     return Weight(f"{module}.weight", (out, size), dtype, tuple(parts), read)
 
 
-def _bits(source: StoredTensors, words: int, size: int) -> int | None:
-    """How many a code has: what a group of the configuration says, if words and codes go so.
+def _layout(source: StoredTensors, words: int, size: int) -> _Layout | None:
+    """That of a group of the configuration, if words and codes go so, and one only.
 
-    None where no group does, or several of other bits.
+    Of a few small sizes both layouts have as many words: then the version tells them apart.
     """
     groups = source.quantisation.get("config_groups")
     of_groups = groups.values() if isinstance(groups, Mapping) else ()
     weights = [group.get("weights") for group in of_groups if isinstance(group, Mapping)]
     numbers = [of.get("num_bits") for of in weights if isinstance(of, Mapping)]
-    stated = {bits for bits in numbers if type(bits) is int}
+    stated = {bits for bits in numbers if type(bits) is int and 1 < bits <= 8}
     found = [
-        bits
+        layout
         for bits in stated or (4, 8)
-        if 1 < bits <= 8 and size > 0 and words == -(-size // (32 // bits))
+        for layout in (_Layout(bits, False), _Layout(bits, True))
+        if size > 0 and words == layout.words(size) and not (layout.whole and 32 % bits == 0)
     ]
+    version = re.fullmatch(r"(\d{1,4})\.(\d{1,4})\.\d+", str(source.quantisation.get("version")))
+    if len(found) > 1 and version:
+        whole = (int(version[1]), int(version[2])) < (0, 18)
+        found = [layout for layout in found if layout.whole == whole or 32 % layout.bits == 0]
     return found[0] if len(found) == 1 else None
 
 
 def _read_words(
-    source: StoredTensors, module: str, bits: int, shape: tuple[int, int], tile: int, dtype: str
+    source: StoredTensors,
+    module: str,
+    layout: _Layout,
+    shape: tuple[int, int],
+    tile: int,
+    dtype: str,
 ) -> Any:
-    size = shape[1]
+    bits, size = layout.bits, shape[1]
     words = source.read(f"{module}.weight_packed")
-    if 32 % bits == 0:
-        packed = codes.from_stream(codes.bytes_of(words), bits, size)
+    if layout.whole:
+        packed = codes.from_fields(layout.fields(words, size), bits)
     else:
-        packed = codes.from_fields(codes.fields_of_words(words, bits, size), bits)
+        packed = codes.from_stream(codes.bytes_of(words), bits, size)
     scale = source.read(f"{module}.weight_scale")
-    zero = _zero_points(source, module, bits, scale.shape)
+    zero = _zero_points(source, module, layout, scale.shape)
     order = None
     if f"{module}.weight_g_idx" in source.headers:
         groups = source.read(f"{module}.weight_g_idx")
@@ -176,16 +221,16 @@ def _read_words(
 
 
 def _zero_points(
-    source: StoredTensors, module: str, bits: int, shape: tuple[int, ...]
+    source: StoredTensors, module: str, layout: _Layout, shape: tuple[int, ...]
 ) -> np.ndarray:
     """Of codes that are not negative: those of a symmetric weight are `2**(bits - 1)`."""
-    name, half = f"{module}.weight_zero_point", 2 ** (bits - 1)
+    name, half = f"{module}.weight_zero_point", 2 ** (layout.bits - 1)
     if name not in source.headers:
         return np.full(shape, half, np.uint8)
     zero = source.read(name)
     if zero.dtype == np.int8:
         return (zero.astype(np.int16) + half).astype(np.uint8)
-    return codes.fields_of_words(zero.T, bits, shape[0]).T
+    return layout.fields(zero.T, shape[0]).T
 
 
 def stored(value: Any) -> Stored:
@@ -194,7 +239,7 @@ def stored(value: Any) -> Stored:
     **Raises:** `Unfit` where none has.
     """
     q = matrix(value.array if isinstance(value, Permuted) else value)
-    if q.qtype in ("nvfp4", "mxfp4"):
+    if q.qtype in _FLOATS:
         return _stored_floats(q)
     if q is value and q.qtype in ("int8", "float8_e4m3fn") and q.zero_point is None:
         return _stored_bytes(q)
@@ -238,11 +283,12 @@ def _stored_bytes(q: QArray) -> Stored:
 
 
 def _stored_floats(q: QArray) -> Stored:
-    if q.packing is None or q.packing.axis != -1 or q.shape[1] % 2:
-        raise Unfit("not packed along its inputs, two a byte")
     tile = 16 if q.qtype == "nvfp4" else 32
+    bits, packed = int(q.qtype[-1]), np.asarray(q.packed)
+    if bits < 8 and (q.packing is None or q.packing.axis != -1):
+        raise Unfit("not packed along its inputs")
     scale: Any = q.scale
-    tensors = {".weight_packed": np.asarray(q.packed)}
+    tensors = {".weight_packed" if bits < 8 else ".weight": codes.to_stream(packed, bits)}
     if q.qtype == "nvfp4":
         if not isinstance(scale, QArray) or scale.scale.size != 1:
             raise Unfit("of scales that have no one scale above them")
@@ -255,8 +301,9 @@ def _stored_floats(q: QArray) -> Stored:
     if tuple(scale.shape) != (q.shape[0], q.shape[1] // tile):
         raise Unfit(f"of scales that are not for {tile} inputs each")
     scale = np.asarray(scale)
-    tensors[".weight_scale"] = scale.view(np.uint8) if q.qtype == "mxfp4" else scale
-    stated = _stated(f"{q.qtype}-pack-quantized", 4, "float", True)
+    tensors[".weight_scale"] = scale if q.qtype == "nvfp4" else scale.view(np.uint8)
+    layout = f"{q.qtype}-pack-quantized" if bits < 8 else f"{q.qtype}-quantized"
+    stated = _stated(layout, bits, "float", True)
     strategy = "tensor_group" if q.qtype == "nvfp4" else "group"
     return Stored(tensors, stated | {"strategy": strategy, "group_size": tile})
 
@@ -292,6 +339,7 @@ def configuration(
     }
     return {
         "quant_method": "compressed-tensors",
+        "version": "0.18.0",  # the first that has codes of 3, 5, 6 and 7 bits as a bit stream
         "format": most_common([*layouts]) if len(layouts) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "config_groups": groups,
