@@ -4,6 +4,9 @@ As AutoGPTQ and GPTQModel write them: `qweight` i32 `[in * bits / 32, out]` and 
 `[groups, out * bits / 32]` are bit streams along their packed axis, `scales` is `[groups, out]`,
 and `g_idx` i32 `[in]` says the group of each input, in any order where `desc_act` is set. The value
 is `(q - z) * s`, z being the stored zero point, plus one in the first version of the format.
+
+AutoGPTQ takes 1 from each zero point and has none of 0. GPTQModel has, and takes 1 from each place
+of a word as of one number, so that a 0 borrows from the next; of 3 bits, from each alone, modulo 8.
 """
 
 import re
@@ -101,9 +104,11 @@ def _groups(source: StoredTensors, module: str, size: int, groups: int) -> np.nd
 
 def _zero_points(source: StoredTensors, module: str, bits: int, plus_one: bool) -> np.ndarray:
     out = source.header(f"{module}.scales").shape[1]
-    stored = codes.bytes_of(source.read(f"{module}.qzeros"))
-    zeros = codes.fields_of_stream(stored, bits, out) + np.int16(plus_one)
-    return zeros.astype(np.uint8) if zeros.max(initial=0) < 256 else zeros
+    words = source.read(f"{module}.qzeros").view(np.uint32)
+    if plus_one and bits != 3:
+        words = words + np.uint32(sum(1 << place for place in range(0, 32, bits)))
+    zeros = codes.fields_of_stream(codes.bytes_of(words), bits, out)
+    return (zeros + np.uint8(1)) & np.uint8(7) if plus_one and bits == 3 else zeros
 
 
 def _bits(source: StoredTensors, module: str, out: int) -> int:

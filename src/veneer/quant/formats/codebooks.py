@@ -37,7 +37,8 @@ def dynamic_map() -> tuple[float, ...]:
     """Returns bitsandbytes' 256 values for 8 bits, ascending: signed, an exponent of any width.
 
     A value has the sign, zeros, a one, and what is left as a fraction: 7 powers of ten, and of the
-    i-th 2**i values that lie evenly from 0.1 to 1. They are computed in float32, as there.
+    i-th 2**i values that lie evenly from 0.1 to 1. They are computed in float32, as there by torch
+    where a processor multiplies and adds in one step; where not, some differ in the last place.
 
     >>> from veneer.quant.formats.codebooks import dynamic_map
     >>> len(dynamic_map()), dynamic_map()[127], dynamic_map()[255]
@@ -46,12 +47,12 @@ def dynamic_map() -> tuple[float, ...]:
     values = [0.0, 1.0]
     for i in range(7):
         count = 2**i + 1
-        step = np.float32(0.9) / np.float32(count - 1)
+        step = np.float64(np.float32(0.9) / np.float32(count - 1))
         # Each half of the bounds from its own end.
-        near, far = np.arange(count, dtype=np.float32), np.arange(count, dtype=np.float32)[::-1]
+        near, far = np.arange(count), np.arange(count)[::-1]
         low = np.float32(0.1) + step * near
         high = np.float32(1.0) - step * far
-        bounds = np.where(np.arange(count) < count // 2, low, high)
+        bounds = np.where(near < count // 2, low, high).astype(np.float32)
         means = (bounds[:-1] + bounds[1:]) / np.float32(2)
         of_power = np.float32(10.0 ** (i - 6)) * means
         values += [*map(float, of_power), *map(float, -of_power)]
