@@ -1,29 +1,94 @@
-"""The perplexity of the demo's language model on a text, packed as in its file and dense.
+"""The perplexity of the demo's language model on a text, here and in llama.cpp, by the same files.
 
-    python benchmarks/perplexity.py wikitext2-test.txt    # a text of your own; two minutes
+    python benchmarks/perplexity.py wikitext2-test.txt    # a text of your own; five minutes
 
-Windows of 512 tokens are read each by itself, and `exp` of the mean loss is told. On the first
-4,096 tokens of the test set of WikiText-2 it is 27.61.
+The files are the model's own, in Q4_1, and three of its values that veneer writes. Windows of 512
+tokens are read each by itself, and `exp` of the mean loss is told. On the first 4,096 tokens of the
+test set of WikiText-2 it is 27.61. llama.cpp rounds activations to 8 bits, in blocks of 32, where
+weights are quantised; there is its column if llama-cpp-python is installed, which takes ten minutes
+to compile.
 """
 
 import argparse
+import importlib.util
+import math
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
+import numpy as np
 
 import veneer as vn
 from veneer.demo.fetch import LANGUAGE_MODEL, fetch
-from veneer.demo.language_model import load, perplexity, windows
+from veneer.demo.language_model import LanguageModel, load, perplexity, windows
 from veneer.demo.programs import program
+from veneer.interop.checkpoints.gguf import GgufFile, write_gguf
+
+WINDOW = 512
+BLOCKS: dict[str, Any] = {
+    "channelwise_axes": [0],
+    "tiled_axes": {1: 32},
+    "scale_dtype": "float16",
+}
+
+
+def files(original: Path, folder: Path) -> Iterator[tuple[str, Path]]:
+    """The model's own file, and those that are written of its values."""
+    yield "as in the model's file", original
+    with GgufFile(original, names="huggingface") as source:
+        metadata, tensors = source.metadata, {name: source.read(name) for name in source}
+    params = jax.tree.map(jax.numpy.asarray, tensors)
+    dense = {name: vn.materialise(x) for name, x in params.items()}
+    for format in ("int8", "uint4"):
+        of = lambda name, format=format: "int8" if "embed" in name else format
+        written = {
+            name: x if x.ndim < 2 else vn.quant.quantize(x, of(name), **BLOCKS)
+            for name, x in dense.items()
+        }
+        path = folder / f"{format}.gguf"
+        write_gguf(path, written, metadata, names="huggingface")
+        yield f"{format}, tile 32", path
+    path = folder / "float32.gguf"
+    write_gguf(path, dense, metadata, names="huggingface")
+    yield "f32, the same values", path
+
+
+def by_llama_cpp(file: Path, tokens: list[int]) -> str:
+    """The same of llama.cpp; a dash where it is not installed."""
+    if importlib.util.find_spec("llama_cpp") is None:
+        return "-"
+    import llama_cpp
+
+    model = llama_cpp.Llama(str(file), n_ctx=WINDOW, n_batch=WINDOW, logits_all=True, verbose=False)
+    losses = []
+    for window in np.reshape(tokens, (-1, WINDOW)):
+        model.reset()
+        model.eval(window.tolist())
+        logits = model.scores[: WINDOW - 1].astype(np.float64)
+        logits -= logits.max(-1, keepdims=True)
+        chosen = np.take_along_axis(logits, window[1:, None], -1)[:, 0]
+        losses.append(np.log(np.exp(logits).sum(-1)) - chosen)
+    return f"{math.exp(np.mean(losses)):.2f}"
 
 
 def main(text: Path, count: int) -> None:
-    """Prints the perplexity of `count` windows of a text, of the packed and the dense weights."""
-    model = load(fetch(LANGUAGE_MODEL))
-    tokens = windows(model, [text.read_text(encoding="utf-8")[: 20_000 * count]], count)
+    """Prints a row for each file, of `count` windows of a text."""
+    original = next(fetch(LANGUAGE_MODEL).glob("*.gguf"))
     losses = jax.jit(vn.implicit(program("llama").losses), static_argnums=1)
-    for name, params in {"packed": model.params, "dense": vn.materialise(model.params)}.items():
-        print(f"{name}: {perplexity(losses, model, params, tokens):.4f}", flush=True)
+    read = text.read_text(encoding="utf-8")[: 20_000 * count]
+    print("| weights | types in the file | bytes | perplexity | in llama.cpp |")
+    print("|---|---|---:|---:|---:|", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for name, file in files(original, Path(folder)):
+            model: LanguageModel = load(file)
+            tokens = windows(model, [read], count)
+            here = perplexity(losses, model, model.params, tokens)
+            types = " and ".join(t for t in model.types if len(model.types) == 1 or t != "F32")
+            there = by_llama_cpp(file, tokens)
+            size = file.stat().st_size
+            print(f"| {name} | {types} | {size:,} | {here:.2f} | {there} |", flush=True)
 
 
 if __name__ == "__main__":
