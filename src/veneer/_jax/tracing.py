@@ -10,7 +10,7 @@ from jax._src import array, core, dtypes
 from jax._src.config import trace_context as trace_context
 from jax._src.interpreters import ad
 from jax._src.interpreters.batching import BatchTracer
-from jax._src.interpreters.partial_eval import DynamicJaxprTracer
+from jax._src.interpreters.partial_eval import DynamicJaxprTrace, DynamicJaxprTracer
 
 from .primitives import find_primitive
 
@@ -68,6 +68,13 @@ def known_entries(x: Any) -> np.ndarray | None:
 
 _COPIES = {"broadcast_in_dim", "convert_element_type", "copy", "copy_p", "reshape"}  # two copies
 _NEVER_READ = {"empty", "empty2"}  # what a branch gives for a residual of another
+
+
+def primal_of(x: Any) -> Any:
+    """The array that is mapped, or by which a derivative is taken, where `x` is one such."""
+    while isinstance(x, ad.JVPTracer | ad.LinearizeTracer | BatchTracer):
+        x = x.val if isinstance(x, BatchTracer) else x.primal
+    return x
 
 
 def mapped_axis(x: Any) -> Any:
@@ -131,6 +138,14 @@ def is_differentiated(x: Any) -> bool:
 
 
 _DERIVATIVES = {ad.JVPTrace, ad.LinearizeTrace}
+
+
+def is_staged() -> bool:
+    """Whether a primitive bound here becomes an equation of a program, whatever trace it meets."""
+    trace: Any = core.trace_ctx.trace
+    while trace is not None and not isinstance(trace, DynamicJaxprTrace):
+        trace = getattr(trace, "parent", None) or getattr(trace, "parent_trace", None)
+    return trace is not None
 
 
 def is_eager() -> bool:

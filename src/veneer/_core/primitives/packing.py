@@ -12,13 +12,14 @@ from jax.interpreters import ad, batching, mlir
 
 from ..batch_axes import takes_batch_axis
 from ..rules import add_rule
+from ..surface.found import found
 from ..surface.operands import pack, unseen
 from ..value import make_dense
 from .custom_derivatives import materialise_along
 
 
 def _pack(*leaves: Any, structure: Any) -> Any:
-    return jax.tree.unflatten(structure, leaves)
+    return found(jax.tree.unflatten(structure, leaves))
 
 
 add_rule(_pack, [pack], structural=True)

@@ -22,9 +22,9 @@ from ..policy import (
     tells_each_time,
 )
 from ..rules import forget_with_rules
-from ..surface.event import Event, Source, paths_of, resolved
+from ..surface.event import FOUND, Event, Source, paths_of, resolved
+from ..surface.found import leaves_from, origin_of, with_source
 from ..surface.mistakes import check_fields
-from ..surface.weights import with_source
 from ..trace import ImplicitTrace
 from ..tree import split_list
 from ..value import Value, is_value, make_dense, source_of
@@ -54,7 +54,7 @@ class Staged:
         """
         if not (self.events or any(self.out_sources)):
             return self
-        sources, here = list(map(source_of, values)), user_line()
+        sources, here = list(map(origin_of, values)), user_line()
         at = lambda line: here if line == self.line else line
         return replace(
             self,
@@ -147,7 +147,7 @@ def find_staged(
         known = _staged.setdefault(jaxpr, {})
         if key not in known:
             closed = close_jaxpr(jaxpr)
-            sources = tuple(map(source_of, values))
+            sources = tuple(map(origin_of, values))
             known[key] = _stage(find_primitive(primitive), closed, treedef, avals, forms, sources)
     if known[key].differs:
         may_be_tangents()
@@ -177,11 +177,13 @@ def _stage(
 
     def on_leaves(*leaves: Any) -> list[Any]:
         values = jax.tree.unflatten(treedef, leaves)
+        # By number, for the next time; and by name, if an error is raised here.
+        names = [[x for x in paths_of(source) if x != FOUND] for source in sources]
+        numbered: list[Source] = [(i, *paths) for i, paths in enumerate(names)]
         if current_policy() is not ALLOW:
-            # By number, for the next time; and by name, if an error is raised here.
-            for i, (value, source) in enumerate(zip(values, sources, strict=True)):
-                with_source(value, (i, *paths_of(source)))
-        outputs = _run(jaxpr_as_fun(jaxpr), values)
+            list(map(with_source, values, numbered))
+        with leaves_from(zip(values, numbered, strict=True)):
+            outputs = _run(jaxpr_as_fun(jaxpr), values)
         for i, form in forms.items():
             outputs[i] = _in_form(primitive, outputs[i], form)
         out_sources.extend(map(source_of, outputs))

@@ -10,5 +10,6 @@ operands        values as operands of JAX's functions where nobody has wrapped t
 mistakes        those in a type or a rule, told by the names that its author gave
 shown           how values are shown: in a line, in a notebook, by treescope
 weights         which implicit arrays are weights, and their paths
+found           weights that no argument holds, told by what their leaves are
 captures        what a function closes over, opened so that it is as an argument
 """

@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 
-from ..value import Kept, Value, is_kept, is_whole
+from ..value import Kept, Value, is_kept
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -100,7 +100,7 @@ def _open_all(items: Iterable[Any], within: tuple[Any, ...]) -> list[Any] | None
 
 def _holds_values(tree: Any) -> bool:
     leaves = jax.tree.leaves(tree, is_leaf=is_kept)
-    return any(isinstance(x, Value) and is_whole(x) for x in leaves)
+    return any(isinstance(x, Value) for x in leaves)
 
 
 def _open_function(function: FunctionType, within: tuple[Any, ...]) -> Any:

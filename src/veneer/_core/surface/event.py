@@ -8,6 +8,9 @@ from typing import Any
 #: stand for its operands, of which it is known when it is met what they are.
 Source = tuple[str | int, ...]
 
+#: In the place of the path of a weight that is neither in an argument nor captured.
+FOUND = "an array that the program found"
+
 
 class MaterialiseError(TypeError):
     """An operand is to be made dense, which the policy in force forbids."""
@@ -71,8 +74,8 @@ def paths_of(source: Source) -> tuple[str, ...]:
 
 def resolved(source: Source, operands: Sequence[Source]) -> Source:
     """The source of what comes of the operands of a staged program, by those of the operands."""
-    met = (operands[i] for i in source if isinstance(i, int))
-    return tuple(dict.fromkeys(x for one in met for x in one))
+    met = [operands[i] for i in source if isinstance(i, int)]
+    return joined([*met, (FOUND,)] if FOUND in source else met)
 
 
 def joined(sources: Sequence[Any]) -> Source:

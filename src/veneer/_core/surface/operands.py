@@ -24,6 +24,7 @@ from ..._jax.tracing import (
 )
 from ..trace import PACK, ImplicitTrace
 from ..value import Value, describe
+from .found import found
 from .mistakes import UnseenError
 from .parts import refuse_part
 
@@ -40,7 +41,7 @@ def as_operand(value: Value) -> Any:
     trace = current_trace()
     if isinstance(trace, ImplicitTrace) and trace.takes_any:
         with set_current_trace(trace.parent):  # for a type's aval() may compute
-            return trace.wrap(jax.tree.map(trace.unwrap, value))
+            return trace.wrap(found(jax.tree.map(trace.unwrap, value)))
     if _implicit_trace() is None:
         raise unseen(value)
     leaves, structure = jax.tree.flatten(value)

@@ -14,6 +14,7 @@ from ..policy import ALLOW, current_policy
 from ..rules import forget_with_rules
 from ..transform import redispatch
 from ..value import Value, materialise_one
+from .found import found
 from .mistakes import check_fields
 from .parts import refuse_dense_update, refuse_part
 
@@ -27,7 +28,7 @@ def _at_top_level(function: Callable) -> Callable[..., Any]:
         for x in operands:
             if isinstance(x, Value):
                 refuse_part(x)
-        return redispatch(function, *operands)
+        return redispatch(function, *found(operands))
 
     @cache
     def compiled() -> Callable:
@@ -77,7 +78,7 @@ def _method(name: str) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         refuse_part(self)
         return redispatch(
-            lambda x, args, kwargs: getattr(x, name)(*args, **kwargs), self, args, kwargs
+            lambda x, args, kwargs: getattr(x, name)(*args, **kwargs), *found((self, args, kwargs))
         )
 
     return method
@@ -108,7 +109,7 @@ class _IndexUpdate:
 def _update(name: str) -> Callable[..., Any]:
     def update(self: _IndexUpdate, *args: Any, **kwargs: Any) -> Any:
         call = lambda x, i, args, kwargs: getattr(x.at[i], name)(*args, **kwargs)
-        return redispatch(call, self._array, self._index, args, kwargs)
+        return redispatch(call, *found((self._array, self._index, args, kwargs)))
 
     return update
 
@@ -149,8 +150,8 @@ class ArrayOperators:
     __mod__ = _binary(operator.mod)
     __divmod__ = _binary(divmod)
     # Not compiled: jax.numpy has a way of its own for an exponent that it knows.
-    __pow__ = lambda self, other: redispatch(operator.pow, self, other)
-    __rpow__ = lambda self, other: redispatch(operator.pow, other, self)
+    __pow__ = lambda self, other: redispatch(operator.pow, *found((self, other)))
+    __rpow__ = lambda self, other: redispatch(operator.pow, *found((other, self)))
     __matmul__ = _binary(operator.matmul)
     __and__ = _binary(operator.and_)
     __or__ = _binary(operator.or_)

@@ -1,10 +1,10 @@
 """Which implicit arrays of a program are weights, where a policy or a report asks.
 
-A *weight* is an implicit array that the program is given: an argument, or a variable that it
-captures. So is what primitives make of one that move its entries (slices, transposes, a matrix that
-an index looks up of a stack), or that compute an array of its shape of it (`2 * w`), and what goes
-of it into loops, branches and functions. All else that is implicit is so *in passing*: rows that
-are looked up by an index, products, quantised activations.
+A *weight* is an implicit array that the program is given: an argument, a variable that it captures,
+or one that it finds (`found`). So is what primitives make of one that move its entries (slices,
+transposes, a matrix that an index looks up of a stack), or that compute an array of its shape of it
+(`2 * w`), and what goes of it into loops, branches and functions. All else that is implicit is so
+*in passing*: rows that are looked up by an index, products, quantised activations.
 
 A weight bears its source, which tree functions do not keep: whoever takes values apart and puts
 them together again says which they were, by `keep_sources`.
@@ -18,9 +18,10 @@ from typing import Any, TypeVar
 
 import jax
 
-from ..value import Value, is_kept, is_part, is_value, source_of
+from ..value import Value, is_kept, is_value, source_of
 from .captures import Closure
-from .event import Source, joined
+from .event import joined
+from .found import found, leaves_from, with_source
 
 T = TypeVar("T", bound=Sequence)
 
@@ -30,15 +31,6 @@ _MOVES = frozenset(
     "squeeze stack transpose unstack".split()
 )
 _PRODUCTS = frozenset(("dot_general", "ragged_dot_general", "conv_general_dilated"))
-
-
-def with_source(value: Any, source: Source) -> Any:
-    """The value, which was just made and now bears a source, as do the values that it holds."""
-    if source and isinstance(value, Value):
-        object.__setattr__(value, "_source", source)
-        for part in jax.tree.leaves(value, is_leaf=is_part(value)):
-            with_source(part, source)
-    return value
 
 
 def keep_sources(before: Sequence[Any], after: T) -> T:
@@ -79,17 +71,16 @@ def name_weights(fn: Any, args: Any, kwargs: Any, run: Callable[..., Any]) -> An
 
     Within, no more are named: what a program makes of arrays and gives to a function is no weight.
     """
-    if _is_named.get():
-        return run(fn, args, kwargs)
     program = fn, args, kwargs
+    if _is_named.get():
+        return run(*found(program))
     leaves, treedef = jax.tree.flatten_with_path(program, is_leaf=is_kept)
-    if not any(is_value(x) for _, x in leaves):
-        return run(fn, args, kwargs)
     names = _argument_names(fn.function if isinstance(fn, Closure) else fn, len(args))
     named = [_named(x, path, names) for path, x in leaves]
     token = _is_named.set(True)
     try:
-        return run(*jax.tree.unflatten(treedef, named))
+        with leaves_from((x, source_of(x)) for x in named):
+            return run(*jax.tree.unflatten(treedef, named))
     finally:
         _is_named.reset(token)
 
