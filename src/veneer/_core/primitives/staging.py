@@ -147,7 +147,7 @@ def find_staged(
         known = _staged.setdefault(jaxpr, {})
         if key not in known:
             closed = close_jaxpr(jaxpr)
-            sources = tuple(map(origin_of, values))
+            sources = tuple(map(origin_of, values)) if current_policy() is not ALLOW else ()
             known[key] = _stage(find_primitive(primitive), closed, treedef, avals, forms, sources)
     if known[key].differs:
         may_be_tangents()
@@ -179,10 +179,10 @@ def _stage(
         values = jax.tree.unflatten(treedef, leaves)
         # By number, for the next time; and by name, if an error is raised here.
         names = [[x for x in paths_of(source) if x != FOUND] for source in sources]
-        numbered: list[Source] = [(i, *paths) for i, paths in enumerate(names)]
-        if current_policy() is not ALLOW:
-            list(map(with_source, values, numbered))
-        with leaves_from(zip(values, numbered, strict=True)):
+        numbered = [(i, *paths) for i, paths in enumerate(names)]
+        for value, source in zip(values, numbered, strict=False):  # none, where nobody asks
+            with_source(value, source)
+        with leaves_from(zip(values, numbered, strict=True)) if sources else nullcontext():
             outputs = _run(jaxpr_as_fun(jaxpr), values)
         for i, form in forms.items():
             outputs[i] = _in_form(primitive, outputs[i], form)

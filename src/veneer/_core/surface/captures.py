@@ -6,9 +6,10 @@ a function of them, as the original but for that. Captured are the variables of 
 with the functions and containers among them; those variables of its module that are implicit arrays
 (and no functions or containers that hold one: a module is too large to search in each call);
 defaults, the arguments of `functools.partial`, and the object of a bound method. A function that
-captures no implicit array is left as it is; variables that functions assign stay what they are, and
-containers are copied as those of arguments are. Wrapped ones (`jax.jit`, `jax.custom_vjp`) are not
-opened: what they capture is an operand where they come to it (`operands`).
+captures no implicit array, and no part of one, is left as it is; variables that functions assign
+stay what they are, and containers are copied as those of arguments are. Wrapped ones (`jax.jit`,
+`jax.custom_vjp`) are not opened: what they capture is an operand where they come to it
+(`operands`).
 """
 
 import dis
