@@ -135,6 +135,24 @@ def test_a_train_state_moves_what_is_trainable_alone():
     assert (kernel.w.packed == params["params"]["kernel"].w.packed).all()
 
 
+PARAMS = {}
+
+
+@pytest.mark.parametrize("make", [nf4, qlora], ids=["nf4", "qlora"])
+def test_a_dict_of_parameters_of_the_module_is_found(make):
+    layer, kernels = LAYERS["Dense"]
+    PARAMS.update(with_implicit(layer.init(jax.random.key(0), X), kernels, make))
+    product = lambda x: jnp.dot(x, PARAMS["params"]["kernel"])
+    expected = jnp.dot(X, vn.materialise(PARAMS)["params"]["kernel"])
+    assert_close(jax.jit(vn.implicit(product))(X), expected)
+    with pytest.raises(RuntimeError, match=r"pass what holds it as an argument, or compile"):
+        vn.implicit(product)(X)
+    with vn.hijax.enabled():
+        assert_close(jax.jit(product)(X), expected)
+        of_layer = jax.jit(lambda x: layer.apply(PARAMS, x))(X)
+    assert_close(of_layer, layer.apply(vn.materialise(PARAMS), X))
+
+
 def test_a_train_state_may_be_closed_over():
     layer, kernels = LAYERS["Dense"]
     params = with_implicit(layer.init(jax.random.key(0), X), kernels, qlora)

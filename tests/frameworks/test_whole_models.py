@@ -1,7 +1,8 @@
 """Transformers of each framework, quantised and updated by one rule: axes are seen in the program.
 
 Each has an embedding that is tied to its head, a convolution, attention and a feed-forward block,
-norms and dropout.
+norms of layers and of batches, and dropout, which all but nnx's, of which a call changes the state,
+have drop entries.
 """
 
 from functools import partial
@@ -75,22 +76,25 @@ class LinenModel(linen.Module):
         x = linen.Conv(WIDTH, (3,), name="conv")(embed(ids)[None])
         x = linen.BatchNorm(use_running_average=True)(x)
         attention = linen.MultiHeadDotProductAttention(
-            HEADS, dropout_rate=0.1, deterministic=True, name="attention"
+            HEADS, dropout_rate=0.1, deterministic=False, name="attention"
         )
         x = x + attention(linen.LayerNorm()(x))
         y = jax.nn.gelu(linen.Dense(2 * WIDTH, name="up")(x))
-        x = x + linen.Dropout(0.1, deterministic=True)(linen.Dense(WIDTH, name="down")(y))
+        x = x + linen.Dropout(0.1, deterministic=False)(linen.Dense(WIDTH, name="down")(y))
         return embed.attend(x)
 
 
 def of_linen():
     model = LinenModel()
-    return Model(jax.jit(model.init)(KEYS[0], IDS), model.apply, (IDS,), OF_FLAX)
+    rngs = {"dropout": KEYS[1]}
+    variables = jax.jit(model.init)({"params": KEYS[0], **rngs}, IDS)
+    return Model(variables, partial(model.apply, rngs=rngs), (IDS,), OF_FLAX)
 
 
 class EquinoxModel(eqx.Module):
     embed: eqx.nn.Embedding
     conv: eqx.nn.Conv1d
+    batch_norm: eqx.nn.BatchNorm
     norm: eqx.nn.LayerNorm
     attention: eqx.nn.MultiheadAttention
     feed_forward: eqx.nn.MLP
@@ -99,30 +103,37 @@ class EquinoxModel(eqx.Module):
     def __init__(self):
         self.embed = eqx.nn.Embedding(VOCABULARY, WIDTH, key=KEYS[0])
         self.conv = eqx.nn.Conv1d(WIDTH, WIDTH, 3, padding=1, key=KEYS[1])
+        self.batch_norm = eqx.nn.BatchNorm(WIDTH, "batch", inference=True, mode="ema")
         self.norm = eqx.nn.LayerNorm(WIDTH)
         self.attention = eqx.nn.MultiheadAttention(HEADS, WIDTH, key=KEYS[2])
         self.feed_forward = eqx.nn.MLP(WIDTH, WIDTH, 2 * WIDTH, 1, key=KEYS[3])
-        self.dropout = eqx.nn.Dropout(0.1, inference=True)
+        self.dropout = eqx.nn.Dropout(0.1)
 
-    def __call__(self, ids):
-        x = self.conv(jax.vmap(self.embed)(ids).T).T
+    def __call__(self, ids, state):
+        x = self.conv(jax.vmap(self.embed)(ids).T)
+        x = self.batch_norm(x, state)[0].T
         y = jax.vmap(self.norm)(x)
         x = x + self.attention(y, y, y)
-        x = x + self.dropout(jax.vmap(self.feed_forward)(x))
+        x = x + self.dropout(jax.vmap(self.feed_forward)(x), key=KEYS[4])
         return x @ self.embed.weight.T
 
 
 def of_equinox():
     by_hand = {path: {-1: 64} for path in ("embed.weight", r"proj.weight", r"\d.weight")}
-    return Model(EquinoxModel(), None, (IDS,), {"conv.weight": {-2: 64}, **by_hand})
+    model, state = eqx.nn.make_with_state(EquinoxModel)()
+    state = jax.tree.map(jnp.ones_like, state)  # as after some batches
+    return Model(model, None, (IDS, state), {"conv.weight": {-2: 64}, **by_hand})
 
 
 def plain(params, ids, *, heads):
-    """Layers that a scan goes through, experts, and a convolution, in plain JAX."""
+    """Layers that a scan goes through, experts, a convolution and the rest, in plain JAX."""
     x = params["embed"][ids] * 8
     x = jax.lax.conv_general_dilated(
         x[None], params["conv"], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
     )[0]
+    statistics = params["batch_norm"]
+    x = (x - statistics["mean"]) * jax.lax.rsqrt(1 + jnp.square(statistics["deviation"]))
+    x = jnp.where(jax.random.bernoulli(KEYS[1], 0.9, x.shape), x / 0.9, 0)
 
     def layer(x, weights):
         y = x * weights["norm"]
@@ -143,6 +154,7 @@ def of_plain():
     shapes = {
         "embed": (VOCABULARY, width),
         "conv": (3, width, width),
+        "batch_norm": {"mean": (width,), "deviation": (width,)},
         "experts": (2, width, width),
         "layers": {
             **dict.fromkeys("qkv", (3, width, HEADS, head)),
