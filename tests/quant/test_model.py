@@ -354,3 +354,20 @@ def test_what_is_quantised_in_another_format_already_is_told():
         warnings.simplefilter("error")
         vn.quant.quantize_tree(tree, [Rule("w", "int8")])
         vn.quant.quantize_tree(tree, [Rule("w", None)])
+
+
+def test_a_format_whose_usual_rules_take_no_weight_says_so():
+    small = {"kernel": jnp.ones((16, 32)), "bias": jnp.ones(32)}
+    model = lambda params, x: x @ params["kernel"] + params["bias"]
+    given = {"model": model, "args": (jnp.ones((2, 16)),)}
+    message = r"nothing is quantised, for 'nf4' leaves dense .* fewer than 4,096 values: .*kernel"
+    with pytest.warns(UserWarning, match=message) as caught:
+        assert quantize_tree(small, "nf4", **given) == small
+    assert caught[0].filename == __file__
+    assert isinstance(quantize_tree(small, [Rule(".*", "nf4")], **given)["kernel"], QArray)
+
+
+def test_a_program_that_is_called_otherwise_says_how_it_was_called():
+    with pytest.raises(TypeError, match="missing 1 required") as error:
+        quantize_tree(params(), "nf4", model=lambda params, x, *, train: x, args=(jnp.ones(2),))
+    assert "model(params, *args, **kwargs)" in "".join(error.value.__notes__)

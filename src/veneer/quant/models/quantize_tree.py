@@ -16,6 +16,7 @@ from .notices import (
     tell_of_held,
     tell_of_large,
     tell_of_quantised,
+    tell_of_small,
     tell_of_tiles,
     tell_of_unmatched,
     tell_of_unused,
@@ -75,7 +76,8 @@ def quantize_tree(
     value takes, of a weight that stays dense as no product has it, or as an array of another type
     holds it; where no rule matches most of the values; of tiles that are others than asked for, as
     those do not fit; of what is hardly smaller; of a weight that two products contract along
-    different axes; of a rule that matches no path, and of statistics that no rule asks for.
+    different axes; of a rule that matches no path, and of statistics that no rule asks for;
+    and where all weights are too small for the usual rules.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> params = {"dense": {"kernel": jnp.ones((64, 8)), "bias": jnp.ones(8)}}
@@ -97,7 +99,12 @@ def quantize_tree(
     uses = None
     if program is not None:
         is_weight = lambda path, leaf: can_be_quantized(leaf)
-        uses = uses_of(program, params, is_weight, args or (), kwargs)
+        try:
+            uses = uses_of(program, params, is_weight, args or (), kwargs)
+        except Exception as error:
+            called = "params(" if model is None else "model(params, "
+            error.add_note(f"quantize_tree called {called}*args, **kwargs) to trace it.")
+            raise
     weights = {path: x for path, x in zip(paths, leaves, strict=True) if can_be_quantized(x)}
     if isinstance(rules, str):
         if uses is None:
@@ -106,6 +113,7 @@ def quantize_tree(
                 f"as quantize_tree(params, {rules!r}, model=f, args=(x,)), or a list of Rules"
             )
         asked = usual_rules(rules, weights, uses)
+        tell_of_small(weights, asked, rules)
     else:
         rules = rules_in(rules)
         _check(rules, train, statistics)
