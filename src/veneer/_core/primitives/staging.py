@@ -179,7 +179,7 @@ def _stage(
         values = jax.tree.unflatten(treedef, leaves)
         # By number, for the next time; and by name, if an error is raised here.
         names = [[x for x in paths_of(source) if x != FOUND] for source in sources]
-        numbered = [(i, *paths) for i, paths in enumerate(names)]
+        numbered: list[Source] = [(i, *paths) for i, paths in enumerate(names)]
         for value, source in zip(values, numbered, strict=False):  # none, where nobody asks
             with_source(value, source)
         with leaves_from(zip(values, numbered, strict=True)) if sources else nullcontext():
