@@ -21,6 +21,8 @@ FAMILIES = {
     "gptq": "gptq_3_desc_act",
     "awq": "awq",
     "pack_quantized": "pack_quantized_3",
+    "pack_quantized_whole": "pack_quantized_3_whole",
+    "mxfp6": "mxfp6_packed",
     "float_quantized": "float_quantized_blocks",
     "nvfp4": "nvfp4",
     "fp8": "fp8_last_block_odd",
@@ -29,6 +31,7 @@ FAMILIES = {
     "mxfp4": "mxfp4",
     "mlx": "mlx_5",
     "torchao": "torchao_intx_3",
+    "torchao_int4": "torchao_int4",
 }
 MUTATIONS = 1000
 

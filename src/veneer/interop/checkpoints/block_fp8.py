@@ -118,7 +118,7 @@ def _read(source: StoredTensors, parts: tuple[str, ...], tiles: tuple[int, ...],
         spread.append(entries)
     scale, zero = spread[0], spread[1] if len(spread) > 1 else None
     if zero is not None:
-        if not zero.any():
+        if not np.count_nonzero(zero):  # `any` warns of a signalling NaN
             zero = None
         elif not np.issubdtype(zero.dtype, np.integer):
             raise source.error(parts[2], f"is of {zero.dtype.name}, and a zero point is an integer")

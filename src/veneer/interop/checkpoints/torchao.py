@@ -61,7 +61,8 @@ def _int4(source: StoredTensors, name: str, prefix: str, data: Mapping[str, Any]
 
 def _read_int4(source: StoredTensors, parts: tuple[str, ...], dtype: str) -> Any:
     packed, scale, zero = (source.read(part) for part in parts)
-    minimum = np.ascontiguousarray(zero.T) if zero.any() else None
+    # Of a signalling NaN, `any` warns.
+    minimum = np.ascontiguousarray(zero.T) if np.count_nonzero(zero) else None
     packing = codes.packing_of(2 * packed.shape[1], 4)
     return quantised(
         packed.view(np.uint8), scale.T, qtype="int4", packing=packing, dtype=dtype, minimum=minimum
