@@ -172,7 +172,8 @@ def quantize(
     appears when it is complete.
     """
     from .interop.checkpoints.opened import open_checkpoint
-    from .interop.folder import FolderWriter, TensorFolder, write_aside, write_beside
+    from .interop.folder import FolderWriter, TensorFolder
+    from .interop.new_folder import write_aside, write_beside
     from .quant.models.checkpoint import quantize_stream
 
     outcomes = []

@@ -14,7 +14,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import veneer as vn
-from veneer.interop.folder import FolderWriter, TensorFolder, write_aside
+from veneer.interop.folder import FolderWriter, TensorFolder
+from veneer.interop.new_folder import write_aside
 from veneer.interop.tensor_file import DTYPES
 from veneer.quant import Packing, QArray
 

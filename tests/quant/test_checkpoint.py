@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from veneer.interop.folder import FolderWriter, TensorFolder, write_aside
+from veneer.interop.folder import FolderWriter, TensorFolder
+from veneer.interop.new_folder import write_aside
 from veneer.interop.safetensors import load, save
 from veneer.quant import Rule, quantize
 from veneer.quant.models.checkpoint import (

@@ -5,9 +5,9 @@ tensor_file     one safetensors file: its header checked, its tensors read
 safetensors     trees of arrays in safetensors files: `save` and `load`
 structure       how the tensors of a saved tree nest, and its tree made again
 checkpoints     what other libraries quantised: a module for each family of folders
-folder          files and folders of named tensors, written whole or not at all
+folder          files and folders of named tensors, read one at a time and written in shards
+new_folder      folders that are there whole or not at all, and what is in one besides weights
 manifest        `veneer.json`: how each tensor of a saved folder is stored
-checkpoints     quantised checkpoints of others, each weight as one packed array
 inspect         what a file or folder holds, tensor by tensor
 quax            the names of Quax, for code that is written for it
 pytensor        PyTensor graphs as JAX functions, and products with quantised matrices in them

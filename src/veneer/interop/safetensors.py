@@ -12,7 +12,8 @@ from ..placement import put, shardings_of
 from . import structure
 from .checkpoints.opened import OnReading, open_checkpoint
 from .checkpoints.writing import convert
-from .folder import FolderWriter, TensorFolder, as_jax, write_aside
+from .folder import FolderWriter, TensorFolder, as_jax
+from .new_folder import write_aside
 
 
 def save(

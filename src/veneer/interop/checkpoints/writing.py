@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from ..._core.value import Value
-from ..folder import write_aside, write_beside
+from ..new_folder import write_aside, write_beside
 from ..shards import WRITTEN_WITH, ShardWriter
 from ..tensor_file import DTYPES
 from . import awq, compressed_tensors, gptq, mlx
