@@ -113,7 +113,7 @@ def _read_floats(
     return quantised(packed, nested, qtype=qtype, packing=packing, dtype=dtype)
 
 
-class _Layout(NamedTuple):
+class _WordLayout(NamedTuple):
     """How words of 32 bits hold codes: as a bit stream, or each whole codes alone."""
 
     bits: int
@@ -164,7 +164,7 @@ def _words(source: StoredTensors, module: str) -> Weight:
     return Weight(f"{module}.weight", (out, size), dtype, tuple(parts), read)
 
 
-def _layout(source: StoredTensors, words: int, size: int) -> _Layout | None:
+def _layout(source: StoredTensors, words: int, size: int) -> _WordLayout | None:
     """That of a group of the configuration, if words and codes go so, and one only.
 
     Of a few small sizes both layouts have as many words: then the version tells them apart.
@@ -177,7 +177,7 @@ def _layout(source: StoredTensors, words: int, size: int) -> _Layout | None:
     found = [
         layout
         for bits in stated or (4, 8)
-        for layout in (_Layout(bits, False), _Layout(bits, True))
+        for layout in (_WordLayout(bits, False), _WordLayout(bits, True))
         if size > 0 and words == layout.words(size) and not (layout.whole and 32 % bits == 0)
     ]
     version = re.fullmatch(r"(\d{1,4})\.(\d{1,4})\.\d+", str(source.quantisation.get("version")))
@@ -190,7 +190,7 @@ def _layout(source: StoredTensors, words: int, size: int) -> _Layout | None:
 def _read_words(
     source: StoredTensors,
     module: str,
-    layout: _Layout,
+    layout: _WordLayout,
     shape: tuple[int, int],
     tile: int,
     dtype: str,
@@ -221,7 +221,7 @@ def _read_words(
 
 
 def _zero_points(
-    source: StoredTensors, module: str, layout: _Layout, shape: tuple[int, ...]
+    source: StoredTensors, module: str, layout: _WordLayout, shape: tuple[int, ...]
 ) -> np.ndarray:
     """Of codes that are not negative: those of a symmetric weight are `2**(bits - 1)`."""
     name, half = f"{module}.weight_zero_point", 2 ** (layout.bits - 1)
