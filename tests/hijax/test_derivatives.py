@@ -150,7 +150,7 @@ def test_by_a_value_with_integers(jit, name, x, high):
 def test_derivatives_by_leaves_are_no_array(jit, name, use, x):
     value = WITH_INTEGERS[name]()
     run = lambda w: use(jax.grad(lambda w: jnp.sum(jnp.sin(x @ w)), allow_int=True)(w))
-    with pytest.raises(TypeError, match=f"this {name} holds derivatives by leaves"):
+    with pytest.raises(TypeError, match=r"derivatives by (the )?leaves"):
         (jax.jit(run) if jit else run)(value)
 
 

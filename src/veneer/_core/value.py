@@ -18,7 +18,7 @@ from .leaf_axes import Axes, Movement, are_axes, partition
 from .policy import ALLOW, Operands, note_materialised, policy_in_force
 from .surface.event import Source
 from .surface.fields import Fields, fields_of
-from .surface.mistakes import check_fields
+from .surface.mistakes import check_fields, no_array
 from .surface.shown import Shown
 from .tree import checks_of, has_metadata, make_dataclass, make_pytree, static
 
@@ -67,6 +67,7 @@ class Value(Shown):
 
     _made_here: ClassVar[bool] = False
     _pytree: ClassVar[bool] = False
+    _holds_derivatives: ClassVar[bool] = False  # by each leaf, in its place: it is no array
     _fields: ClassVar[Fields] = Fields(frozenset(), tell=True)
 
     def __init_subclass__(cls, *, abstract: bool = False, **kwargs: Any) -> None:
@@ -306,6 +307,8 @@ def materialise(tree: Any) -> Any:
     def dense(x: Any) -> Any:
         if isinstance(x, jax.core.Tracer) and not _materialising.get():
             return checkpoint_name(x, MATERIALISE)  # it may be implicit in a trace further out
+        if isinstance(x, Value) and x._holds_derivatives:
+            raise no_array(type(x).__name__)
         return materialise_one(x)
 
     return jax.tree.map(dense, tree, is_leaf=is_value)

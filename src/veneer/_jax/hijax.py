@@ -23,6 +23,7 @@ from jax._src.interpreters import ad, batching
 from jax._src.interpreters import partial_eval as pe
 from jax._src.lax import parallel
 from jax._src.lax.control_flow import conditionals, loops
+from jax._src.linear_util import StoreException
 from jax._src.sharding_impls import UnspecifiedValue as Unspecified
 from jax._src.state.types import RefEffect
 from jax._src.tree_util import tracing_registry
@@ -40,6 +41,7 @@ __all__ = [
     "GradAccum",
     "HiType",
     "RefEffect",
+    "StoreException",
     "Unspecified",
     "ValAccum",
     "Zero",

@@ -39,7 +39,7 @@ The modules, each of which imports those above it alone:
     operations          a primitive by its rule, and its derivatives and maps
     high_rules          what JAX asks of the primitive: evaluation, types, derivatives, batching
     mapping             what goes over an axis of a value: vmap, and scans
-    collectives         what devices combine: arrays, and derivatives by leaves
+    collectives         what devices combine
     custom_derivatives  the rules of jax.custom_vjp and jax.custom_jvp
     control_flow        loops and branches, where values meet in both forms
     shard_map           operands of `jax.shard_map`, leaf by leaf

@@ -1,8 +1,7 @@
 """What devices combine: arrays, and derivatives by the leaves of one.
 
 JAX's collectives take trees, and combine leaf by leaf, as is right for the derivatives of a value
-that has one for each leaf. They look like values: what `jax.grad`, `vjp`, `jvp` and `linearize`
-give bears a mark, which whatever makes another tree of it drops. Any other value is one array.
+that has one for each leaf, which are known by their mark. Any other value is one array.
 """
 
 import re

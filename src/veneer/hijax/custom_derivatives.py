@@ -5,17 +5,26 @@ tangent, or one leaf, where a value is traced with its type; and dense where the
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import wraps
 from typing import Any
 
 import jax
 
 from .._core.value import Value, is_part, is_value
+from .._jax.hijax import StoreException
 from .._jax.primitives import Primitive
 from .mapping import made_dense
 from .mode import is_enabled
-from .types import HighType, TangentType, canonical, is_typed, opened
-from .values import exposed, is_inexact, leaves_of
+from .types import HighType, TangentType, canonical, is_typed, opened, opened_derivatives
+from .values import (
+    carried,
+    exposed,
+    has_derivatives,
+    is_inexact,
+    leaves_of,
+    mark_derivatives,
+    within_rule,
+)
 
 #: Names what is made dense as a cotangent; it is never bound.
 COTANGENT = Primitive("custom_vjp")
@@ -37,7 +46,9 @@ def conform_cotangents(flatten_bwd: Callable) -> Callable:
 
 
 def _in_form(bwd: Callable, in_tree: Any, in_avals: Any, with_logs: bool, *args: Any) -> Any:
-    out = bwd(*args)
+    if not is_enabled():
+        return bwd(*args)
+    out = call_rule(bwd, *args)
     if with_logs:
         return _conformed(out[0], in_tree, in_avals), *out[1:]
     return _conformed(out, in_tree, in_avals)
@@ -46,7 +57,7 @@ def _in_form(bwd: Callable, in_tree: Any, in_avals: Any, with_logs: bool, *args:
 def _conformed(cotangents: Any, in_tree: Any, in_avals: Any) -> Any:
     """The cotangents of arguments, in the form that the types of their leaves ask for."""
     of = jax.tree.unflatten(in_tree, in_avals)
-    if not is_enabled() or not isinstance(cotangents, tuple | list):
+    if not isinstance(cotangents, tuple | list):
         return cotangents
     is_leaf = lambda ct: ct is None or is_value(ct)
     try:
@@ -75,9 +86,14 @@ def _by_leaves(ct: Any, of: Any) -> Any:
     if is_value(of):
         is_leaf = lambda x: x is None or is_part(value)(x)
         return jax.tree.map(_cotangent, value, of, is_leaf=is_leaf)
-    each = zip(leaves_of(value), of.leaves, strict=True)
-    tangents = [_cotangent(leaf, t) for leaf, t in each if is_inexact(t)]
-    return TangentType(of).raise_val(*tangents)
+    return _typed(value, of)
+
+
+def _typed(derivatives: Any, of: HighType) -> Any:
+    """A tree of derivatives as one leaf."""
+    each = zip(leaves_of(derivatives), of.leaves, strict=True)
+    leaves = [_cotangent(leaf, t) for leaf, t in each if is_inexact(t)]
+    return TangentType(of).raise_val(*leaves)
 
 
 def _misfit(ct: Any, of: Any) -> TypeError:
@@ -89,20 +105,77 @@ def _misfit(ct: Any, of: Any) -> TypeError:
 
 def pair_tangents(flatten_jvp: Callable) -> Callable:
     """JAX's function that has the rule of a `custom_jvp` be one of leaves."""
-    return lambda rule, *args: flatten_jvp(rule.wrap(_in_pairs, (), None), *args)
+
+    def flatten(rule: Any, *args: Any) -> Any:
+        return flatten_jvp(rule.wrap(_in_pairs, (args[-1],), None), *args)
+
+    return flatten
 
 
-def _in_pairs(rule: Callable, primals: Any, tangents: Any) -> Any:
-    """A rule at values, each of which is a tree if its tangent is, and else one leaf."""
-    is_high = lambda t: isinstance(getattr(t, "aval", None), TangentType)
-    out = rule(jax.tree.map(partial(_paired, is_high), tangents, primals), tangents)
-    if not is_enabled() or not isinstance(out, tuple | list) or len(out) != 2:
+def _in_pairs(rule: Callable, types_of_results: Callable, primals: Any, tangents: Any) -> Any:
+    """A rule at values, each of which is a tree, as its tangent is, or one leaf."""
+    if not is_enabled():
+        return rule(primals, tangents)
+    out = call_rule(rule, jax.tree.map(_with_tangent, tangents, primals), tangents)
+    if not isinstance(out, tuple | list) or len(out) != 2:
         return out
     try:
-        return jax.tree.map(partial(_paired, lambda t: not is_value(t)), *out[::-1]), out[1]
+        tree, avals, *_ = types_of_results()
+    except StoreException:  # the function itself has not run, so that they may be any
+        pairs: list[Any] = [out[1], out[1]]
+    else:
+        pairs = [jax.tree.unflatten(tree, avals)] * 2
+    try:
+        each = zip((_result, _tangent), pairs, out, strict=True)
+        return tuple(jax.tree.map(one, of, x, is_leaf=is_value) for one, of, x in each)
     except ValueError:  # as JAX will say
         return out
 
 
-def _paired(is_one_leaf: Callable[[Any], bool], tangent: Any, primal: Any) -> Any:
-    return canonical(primal) if isinstance(primal, Value) and is_one_leaf(tangent) else primal
+def _with_tangent(tangent: Any, primal: Any) -> Any:
+    return opened(primal) if type(getattr(tangent, "aval", None)) is TangentType else primal
+
+
+def _result(of: Any, primal: Any) -> Any:
+    """A result in the form of a type, or of its tangent."""
+    if is_value(of):
+        return opened(primal)
+    return canonical(primal) if isinstance(primal, Value) else primal
+
+
+def _tangent(of: Any, tangent: Any) -> Any:
+    """The tangent of a result in the form of a type; or as it is."""
+    if is_value(of):
+        return opened_derivatives(tangent)
+    if type(of) is not HighType or of.dense_tangent or type(tangent) is not of.cls:
+        return tangent
+    return _typed(tangent, of)
+
+
+# What rules are given.
+
+
+def call_rule(rule: Callable, others: Any, derivatives: Any) -> Any:
+    """What a rule gives of other things and of derivatives, which are trees with a mark."""
+    one = lambda x: mark_derivatives(opened_derivatives(x))
+    derivatives = jax.tree.map(one, derivatives, is_leaf=is_value)
+    with within_rule(within_rule.value or has_derivatives(derivatives)):
+        return rule(others, derivatives)
+
+
+def carry_to_call(call: Callable) -> Callable:
+    """The method `__call__` of a function with derivatives of its own."""
+    return wraps(call)(lambda self, *args, **kwargs: call(self, *carried(args), **carried(kwargs)))
+
+
+class CarryToCheckpoint:
+    """JAX's registry of trees, as its checkpoints use it."""
+
+    def __init__(self, registry: Any):
+        self._registry = registry
+
+    def flatten(self, tree: Any, *args: Any) -> Any:
+        return self._registry.flatten(carried(tree), *args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._registry, name)

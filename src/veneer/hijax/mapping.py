@@ -6,13 +6,14 @@ brought to the front by the rules, and what still is no batch then is made dense
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from .._core.policy import note_materialised
+from .._core.surface.mistakes import no_array
 from .._core.value import Value, describe, is_value, make_dense, source_of
 from .._jax.primitives import Primitive, find_primitive
 from .high import apply
@@ -30,7 +31,27 @@ from .types import (
     takes_axis,
 )
 from .types import type_of as type_of_value
-from .values import value_of
+from .values import has_derivatives, value_of, within_rule
+
+# Derivatives.
+
+
+def refuse_derivatives(function: Callable) -> Callable:
+    """One of JAX's functions that go over an axis, or choose."""
+
+    @wraps(function)
+    def of_arrays(*args: Any, **kwargs: Any) -> Any:
+        refuse_within_rule(function.__name__, (args, kwargs))
+        return function(*args, **kwargs)
+
+    return of_arrays
+
+
+def refuse_within_rule(name: str, x: Any) -> None:
+    """Refuses derivatives that a rule gives to one of JAX's functions."""
+    if within_rule.value and has_derivatives(x):
+        raise no_array(name)
+
 
 # Which values are one array.
 
@@ -42,6 +63,8 @@ def is_mapped_whole(is_vmappable: Callable[[Any], bool]) -> Callable[[Any], bool
     """Whether `vmap` takes an argument or a result for one, and not for a tree."""
 
     def is_whole(x: Any) -> bool:
+        if not by_leaves.value:
+            refuse_within_rule("vmap", x)
         return is_vmappable(x) or (_is_array(x) and is_enabled() and not by_leaves.value)
 
     return is_whole

@@ -43,7 +43,12 @@ from .control_flow import (
     trace_branch,
     trace_loop,
 )
-from .custom_derivatives import conform_cotangents, pair_tangents
+from .custom_derivatives import (
+    CarryToCheckpoint,
+    carry_to_call,
+    conform_cotangents,
+    pair_tangents,
+)
 from .frameworks import with_values_as_arrays, with_way_out
 from .high import apply
 from .mapping import (
@@ -54,6 +59,7 @@ from .mapping import (
     is_mapped_whole,
     made_dense,
     move_axes,
+    refuse_derivatives,
     refuse_no_batches,
     refuse_no_stacks,
     scan_arrays,
@@ -73,13 +79,17 @@ from .types import (
     is_typed,
     no_array,
     opened,
+    operand_of,
     type_of,
 )
 from .values import (
     HighArray,
     Tangent,
+    carry_to_jit,
     exposed,
+    find_no_fast_path,
     flatten_value,
+    mark_mapped,
     marked_cotangents,
     marked_linear,
     marked_tangents,
@@ -351,7 +361,7 @@ def _has_high_types(*avals: Any, **params: Any) -> bool:
 for _cls in (HighArray, Tangent):
     jax_patches.item(core.pytype_aval_mappings, _cls, lambda x: x.aval)
 jax_patches.item(core.pytype_aval_mappings, ImplicitArray, type_of)
-jax_patches.canonical(ImplicitArray, canonical)
+jax_patches.canonical(ImplicitArray, operand_of)
 jax_patches.canonical(HighArray, canonical)
 jax_patches.canonical(Tangent, lambda x: x)
 jax_patches.attribute(ImplicitArray, "__jax_array__", _jax_array)
@@ -372,10 +382,17 @@ for _module in (custom_derivatives, api):
     jax_patches.attribute(_module, "tree_unflatten", _unflatten_with(exposed))
 for _name in ("_jvp", "_lift_linearized"):
     jax_patches.attribute(api, _name, _exposed_results)
-# Derivatives by leaves are known as such, to collectives.
+# Derivatives by leaves are known as such, and within rules of users whatever they are given to.
 jax_patches.attribute(api.VJP, "__call__", marked_cotangents)
 jax_patches.attribute(api, "_jvp", marked_tangents)
 jax_patches.attribute(api, "_lift_linearized", marked_linear)
+for _module in (tree_util, jax.tree_util):
+    jax_patches.attribute(_module, "tree_map", mark_mapped)
+jax_patches.attribute(pjit, "_infer_params", carry_to_jit)
+jax_patches.attribute(pjit, "_get_fastpath_data", find_no_fast_path)
+jax_patches.attribute(ad_checkpoint, "tracing_registry", CarryToCheckpoint)
+for _cls in (jax.custom_jvp, jax.custom_vjp):
+    jax_patches.attribute(_cls, "__call__", carry_to_call)
 # An update that is none of leaves is refused with the way out.
 jax_patches.attribute(tree_util, "_prefix_error", with_way_out)
 # Jitted functions give leaves, called or compiled ahead of time.
@@ -400,6 +417,10 @@ jax_patches.boundary(loops.while_loop, meet_in_carry)
 jax_patches.boundary(loops.scan, scan_slices)
 jax_patches.boundary(loops.map, scan_slices)
 jax_patches.boundary(loops.associative_scan, scan_arrays)
+for _function in (loops.scan, loops.while_loop, loops.map, loops.associative_scan):
+    jax_patches.boundary(_function, refuse_derivatives)
+for _function in (conditionals.cond, conditionals.switch):
+    jax_patches.boundary(_function, refuse_derivatives)
 # Loops and branches. JAX infers no length of a scan over high types.
 jax_patches.attribute(loops, "_infer_scan_length", _scan_length)
 jax_patches.attribute(loops, "pe", lambda tracing: _Tracing(tracing, trace_loop))

@@ -10,13 +10,14 @@ import copyreg
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import islice
+from itertools import compress, islice
 from typing import Any
 from weakref import ref
 
 import jax
 
 from .._core.batch_axes import has_batch_axes, takes_batch_axis
+from .._core.surface import mistakes
 from .._core.surface.parts import refuse_leaves, warn_of_leaves_by_dtype
 from .._core.surface.shown import short_name
 from .._core.value import Value, is_whole
@@ -285,11 +286,8 @@ _OPERATORS = _OPERATORS - {"_copy", "_create", "_deepcopy"} | {"__jax_array__"} 
 
 
 def no_array(what: str, *types: Any) -> TypeError:
-    """The error where derivatives by leaves are operands."""
-    return TypeError(
-        f"{what}({', '.join(map(str, types))}): derivatives by the leaves of a value are no array. "
-        "Differentiate vn.materialise of it; or compute on the leaves, by jax.tree.map"
-    )
+    """The error where tangents are operands."""
+    return mistakes.no_array(f"{what}({', '.join(map(str, types))})")
 
 
 def type_of(value: Any) -> HighType:
@@ -381,6 +379,8 @@ def canonical(x: Any) -> Any:
     computed at once, a tracer of its type, whose leaves are operands and so are seen by the trace.
     """
     value = value_of(x)
+    if value._holds_derivatives:
+        raise mistakes.no_array(str(type_of(value)))
     if is_in_derivative(current_trace()):
         warn_of_leaves_by_dtype(value)
     if current_trace().requires_low:
@@ -426,3 +426,11 @@ def opened_derivatives(x: Any) -> Any:
     if not isinstance(getattr(x, "aval", None), TangentType):
         return x
     return x.aval.of_leaves(apply(Unpack(x.aval), x)).value
+
+
+def operand_of(value: Value) -> Any:
+    """What a primitive is given; of derivatives a tangent, of which it is refused by name."""
+    if not value._holds_derivatives:
+        return canonical(value)
+    t = TangentType(type_of(value))
+    return Tangent(t, list(compress(leaves_of(value), map(is_inexact, t.of.leaves))))

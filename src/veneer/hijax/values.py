@@ -97,7 +97,71 @@ def mark_derivatives(x: Any) -> Any:
 
 def is_derivative(x: Any) -> bool:
     """Whether it is known to hold derivatives by the leaves of a value."""
-    return isinstance(x, Value) and "_holds_derivatives" in x.__dict__
+    return isinstance(x, Value) and x._holds_derivatives
+
+
+def values_of(tree: Any) -> list[Any]:
+    """The implicit arrays in a tree."""
+    return list(filter(is_value, jax.tree.leaves(tree, is_leaf=is_value)))
+
+
+def has_derivatives(tree: Any) -> bool:
+    """Whether some in a tree are known."""
+    return any(map(is_derivative, values_of(tree)))
+
+
+#: Whether a rule of a user's runs that is given derivatives by leaves.
+within_rule = jax.make_user_context(False)
+
+
+@jax.tree_util.register_pytree_node_class
+class _KeepsMark:
+    """A node in the place of derivatives, which comes out of a tree as those, with their mark.
+
+    JAX takes arguments apart, and its caches do not tell trees with a mark from those without.
+    """
+
+    def __init__(self, value: Value):
+        self._value = value
+
+    def tree_flatten(self) -> tuple[tuple[Value], None]:
+        """The value."""
+        return (self._value,), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: tuple[Any]) -> Any:
+        """The value itself, marked."""
+        return mark_derivatives(children[0])
+
+
+def carried(tree: Any) -> Any:
+    """Arguments, in which derivatives keep their mark where JAX takes them apart."""
+    if not within_rule.value or not has_derivatives(tree):
+        return tree
+    return jax.tree.map(lambda x: _KeepsMark(x) if is_derivative(x) else x, tree, is_leaf=is_value)
+
+
+def carry_to_jit(infer: Callable) -> Callable:
+    """JAX's function that has the arguments of a jitted function."""
+    return lambda function, info, *args: infer(function, info, *map(carried, args))
+
+
+def mark_mapped(tree_map: Callable) -> Callable:
+    """`jax.tree.map`: what it makes of derivatives alone are derivatives, in a rule."""
+
+    def of_marked(function: Any, tree: Any, *rest: Any, **kwargs: Any) -> Any:
+        out = tree_map(function, tree, *rest, **kwargs)
+        if within_rule.value and not rest:
+            pairs = zip(values_of(tree), values_of(out), strict=False)
+            [mark_derivatives(x) for of, x in pairs if is_derivative(of) and type(x) is type(of)]
+        return out
+
+    return of_marked
+
+
+def find_no_fast_path(find: Callable) -> Callable:
+    """JAX's function by which C++ calls what is compiled, with arguments that it takes apart."""
+    return lambda *args: None if within_rule.value else find(*args)
 
 
 def value_of(x: Any) -> Any:

@@ -86,6 +86,14 @@ class UnseenError(RuntimeError):
     """
 
 
+def no_array(what: str) -> TypeError:
+    """The error where derivatives by the leaves of a value are an operand."""
+    return TypeError(
+        f"{what}: derivatives by the leaves of a value are no array. Differentiate vn.materialise "
+        "of it; or compute on the leaves, by jax.tree.map"
+    )
+
+
 class EndlessRule(RecursionError):
     """A rule that calls itself without an end."""
 

@@ -13,7 +13,7 @@ from ..._jax.tracing import is_eager
 from ..policy import ALLOW, current_policy
 from ..rules import forget_with_rules
 from ..transform import redispatch
-from ..value import Value, materialise_one
+from ..value import Value, materialise
 from .found import found
 from .mistakes import check_fields
 from .parts import refuse_dense_update, refuse_part
@@ -54,7 +54,7 @@ def _are_arrays(operands: Sequence[Any]) -> bool:
     for x in operands:  # in each eager operation: faster than all()
         if not isinstance(x, _OPERANDS):
             return False
-        if isinstance(x, Value) and not x.compiles_operators:
+        if isinstance(x, Value) and (not x.compiles_operators or x._holds_derivatives):
             return False
     return True
 
@@ -90,13 +90,13 @@ def _property(name: str) -> property:
 
 def _on_dense(name: str) -> Callable[..., Any]:
     """A method whose result is no array, or of a shape that only the values tell."""
-    return lambda self, *args, **kwargs: getattr(jnp.asarray(materialise_one(self)), name)(
+    return lambda self, *args, **kwargs: getattr(jnp.asarray(materialise(self)), name)(
         *args, **kwargs
     )
 
 
 def _scalar(convert: Callable) -> Callable[[Any], Any]:
-    return lambda self: convert(self.materialise())
+    return lambda self: convert(materialise(self))
 
 
 class _IndexUpdate:

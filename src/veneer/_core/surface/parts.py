@@ -1,4 +1,4 @@
-"""Values that stand for no array: parts, and those of which a leaf is of no numbers.
+"""Values that stand for no array: parts, derivatives, and those of which a leaf is no number.
 
 And those of which a part is differentiated by, though nobody chose it.
 """
@@ -13,10 +13,13 @@ import jax
 from ..._jax.source_lines import user_place
 from ..._jax.tracing import is_differentiated
 from ..value import Value, describe, is_value, is_whole
+from .mistakes import no_array
 
 
 def refuse_part(value: Value) -> None:
-    """Refuses a value that lacks leaves, where an array is asked for."""
+    """Refuses a value that lacks leaves, or holds derivatives, where an array is asked for."""
+    if value._holds_derivatives:
+        raise no_array(type(value).__name__)
     if not is_whole(value):
         raise TypeError(
             f"{value!r} lacks leaves, as a part of an array does: put the parts together by "
