@@ -7,13 +7,13 @@ come in and which go out is seen in the program. Beside it are the functions of 
 import dataclasses
 import itertools
 import re
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
 
 from ._core.value import Value
+from ._jax.source_lines import warn_user
 from .quant.models.rules import flatten_with_paths, some_of, warn_of_unmatched
 from .quant.models.uses import Use, program_of, telling, uses_of
 from .quant.qarray import QUANTIZABLE
@@ -121,7 +121,7 @@ def init_tree(
     """
     _check(rules)
     paths, leaves, treedef = flatten_with_paths(params)
-    warn_of_unmatched(rules, paths, stacklevel=3)
+    warn_of_unmatched(rules, paths)
     chosen = {}
     for path, leaf in zip(paths, leaves, strict=True):
         rule = next((rule for rule in rules if rule.matches(path)), None)
@@ -137,8 +137,7 @@ def init_tree(
         at_work = list(chosen.values())
         told = [x for x in unused if rule_of[x] not in at_work or not _is_bias_or_norm(uses[x])]
         if told:
-            message = f"no product of the program has {some_of(told)}, so they have no update"
-            warnings.warn(message, UserWarning, stacklevel=2)
+            warn_user(f"no product of the program has {some_of(told)}, so they have no update")
     keys = iter(jax.random.split(key, max(1, len(chosen))))
     new, large = [], []
     for path, leaf in zip(paths, leaves, strict=True):
@@ -151,8 +150,7 @@ def init_tree(
         new.append(w)
     if large:
         remedy = "a lower rank" if program else "the program, as model= and args=, or a lower rank"
-        message = f"an update is as large as its weight: {some_of(large)}; pass {remedy}"
-        warnings.warn(message, UserWarning, stacklevel=2)
+        warn_user(f"an update is as large as its weight: {some_of(large)}; pass {remedy}")
     return jax.tree.unflatten(treedef, new)
 
 

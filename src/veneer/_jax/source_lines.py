@@ -1,6 +1,7 @@
 """The user's place in the program: source lines, with veneer's own frames left out."""
 
 import sys
+import warnings
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -45,6 +46,11 @@ def user_place() -> tuple[str, int]:
     """File and line of the user's call that is running."""
     frame = _user_frame()
     return (frame.f_code.co_filename, frame.f_lineno) if frame else ("<unknown>", 0)
+
+
+def warn_user(message: str) -> None:
+    """Warns with `UserWarning`, at the user's call that is running."""
+    warnings.warn_explicit(message, UserWarning, *user_place())
 
 
 def _user_frame() -> FrameType | None:

@@ -122,6 +122,15 @@ def test_a_weight_that_is_no_number_spoils_its_own_tile_alone(bad):
     assert np.isnan(value(codes, scale, zero, "int4")[32:64, 3]).all()
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_moments_that_are_not_finite_are_refused(bad):
+    gram = X.T @ X
+    gram[3, 5] = bad
+    _, scale, zero = grid(W, "int4")
+    with pytest.raises(ValueError, match="activations have NaN or infinity"):
+        gptq(W, Moments(gram), scale, zero, "int4")
+
+
 @pytest.mark.parametrize("shape", [(0, 3), (3, 0), (1, 1), (65, 2)])
 def test_matrices_of_any_size(shape):
     x = RNG.normal(size=(7, shape[0]))

@@ -4,7 +4,6 @@ Each warning names paths, with what they take, why, and the way out.
 """
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ import jax
 import numpy as np
 
 from ..._core.value import is_part, is_value
+from ..._jax.source_lines import warn_user
 from ..activations import ActivationQuantized
 from ..formats import get_format
 from ..qarray import QArray
@@ -20,16 +20,10 @@ from .rules import Rule, can_be_quantized, some_of
 from .uses import Use
 from .usual_rules import SMALL
 
-_STACKLEVEL = 4  # who calls quantize_tree
-
 
 def bits_of(array: Any) -> str:
     """Returns how many bits a value an array takes, to be shown."""
     return f"{8 * array.nbytes / array.size:.3g} bits a value"
-
-
-def _tell(message: str) -> None:
-    warnings.warn(message, UserWarning, stacklevel=_STACKLEVEL)
 
 
 def tell_of_unused(weights: Mapping[str, Any], uses: Mapping[str, Sequence[Use]]) -> None:
@@ -45,7 +39,7 @@ def tell_of_unused(weights: Mapping[str, Any], uses: Mapping[str, Sequence[Use]]
         f"{path} at {bits_of(x)} ({next(iter(uses[path]), 'it has no use')})" for path, x in large
     ]
     if left:
-        _tell(
+        warn_user(
             f"left dense, as the program has them in no product: {some_of(left)}. A rule with a "
             "tile_axis quantises them all the same"
         )
@@ -69,7 +63,7 @@ def tell_of_unmatched(weights: Mapping[str, Any], chosen: Mapping[str, Rule]) ->
     count = lambda paths: sum(math.prod(weights[path].shape) for path in paths)
     if count(missed) > count(path for path, rule in chosen.items() if rule.has_format) > 0:
         left = [f"{path} at {bits_of(x)}" for path, x in missed.items()]
-        _tell(
+        warn_user(
             f"most values stay dense, as no rule matches them: {some_of(left)}. A last rule "
             "Rule('.*', None) says that they are to"
         )
@@ -91,7 +85,7 @@ def tell_of_tiles(
         takes = bits_of(jax.eval_shape(rule.quantize, x))
         unlike.append(f"{path} {list(x.shape)} {form}, at {takes}")
     if unlike:
-        _tell(
+        warn_user(
             f"tiles as asked for do not fit what products sum: {some_of(unlike)}. A rule of its "
             "own states another tile_size or format, or leaves it dense"
         )
@@ -117,7 +111,7 @@ def tell_of_held(paths: Sequence[str], leaves: Sequence[Any], rules: Sequence[Ru
             if isinstance(rules, str) or any(rule.has_format for rule in of_leaf):
                 held.append(f"{path} ({type(leaf).__name__})")
     if held:
-        _tell(
+        warn_user(
             f"not quantised, as an array of another type holds the weight: {some_of(held)}. "
             "Quantise first, and make such arrays of the quantised weights"
         )
@@ -136,7 +130,7 @@ def tell_of_quantised(
             if asked and None not in asked and leaf.qtype not in map(_name_of, asked):
                 kept.append(f"{path} ({leaf.qtype})")
     if kept:
-        _tell(
+        warn_user(
             f"quantised already, and left as they are: {some_of(kept)}. Quantise the dense "
             "weights, or what vn.materialise gives, which is rounded twice"
         )
@@ -166,7 +160,7 @@ def tell_of_large(
             else "say by tile_axis which axes the products contract, or pass the program, as "
             "model= and args="
         )
-        _tell(f"hardly smaller, for few values share a scale: {some_of(large)}; {remedy}")
+        warn_user(f"hardly smaller, for few values share a scale: {some_of(large)}; {remedy}")
 
 
 #: So few values that share a scale are a mistake.

@@ -4,12 +4,12 @@ Where the program is given, too, the axes along which a weight is quantised are 
 products contract.
 """
 
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
 
+from ..._jax.source_lines import warn_user
 from ..observation.statistics import ActivationStatistics
 from ..training import FakeQuantized
 from .notices import (
@@ -117,7 +117,7 @@ def quantize_tree(
     else:
         rules = rules_in(rules)
         _check(rules, train, statistics)
-        warn_of_unmatched(rules, paths, stacklevel=3)
+        warn_of_unmatched(rules, paths)
         asked = {path: rule for path, x in weights.items() if (rule := rule_for(path, x, rules))}
         tell_of_unmatched(weights, asked)
     chosen: Mapping[str, Rule] = asked
@@ -151,8 +151,7 @@ def _check(
         if rule.op_names and train:
             raise ValueError(f"train=True quantises activations in every product: {rule}")
     if statistics is not None and all(rule.act_range == "dynamic" for rule in rules):
-        message = "no rule takes the statistics: its act_range says so, as 'mean'"
-        warnings.warn(message, UserWarning, stacklevel=3)
+        warn_user("no rule takes the statistics: its act_range says so, as 'mean'")
 
 
 def _quantized(
@@ -188,7 +187,7 @@ def _along_the_program(
         if rule.tile_axis is not None or not rule.has_format:
             located[path] = rule
             continue
-        first = use_for_axes(path, uses[path], stacklevel=4)
+        first = use_for_axes(path, uses[path])
         if first is None:
             unused[path] = weights[path]
             continue

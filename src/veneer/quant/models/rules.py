@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import re
-import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import jax
 import numpy as np
 
 from ..._core.value import is_value
+from ..._jax.source_lines import warn_user
 from ..activations import ActivationQuantized, check_activation_format, products_named
 from ..conversion.calibration import check_calibration
 from ..conversion.quantize import quantize, scale_dtype_in, tile_in
@@ -370,15 +370,14 @@ def can_be_quantized(leaf: Any) -> bool:
     return not is_value(leaf) and getattr(leaf, "ndim", 0) >= 2 and leaf.dtype in QUANTIZABLE
 
 
-def warn_of_unmatched(rules: Sequence[Any], paths: Sequence[str], *, stacklevel: int) -> None:
+def warn_of_unmatched(rules: Sequence[Any], paths: Sequence[str]) -> None:
     """Warns of each rule that matches none of the paths."""
     for rule in rules:
         if not any(map(rule.matches, paths)):
-            message = (
+            warn_user(
                 f"the rule {rule.path_regex!r} matches no parameter; it is matched in full against "
                 f"paths such as {some_of(paths)}"
             )
-            warnings.warn(message, UserWarning, stacklevel=stacklevel)
 
 
 def some_of(paths: Sequence[str], shown: int = 4) -> str:

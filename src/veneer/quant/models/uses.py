@@ -5,7 +5,6 @@ which remembers where its axes have gone, and notes each product and each look-u
 """
 
 import itertools
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from ..._core.transform import implicit, redispatch
 from ..._core.tree import static
 from ..._core.value import is_value
 from ..._jax.primitives import Primitive, find_primitive
-from ..._jax.source_lines import user_line
+from ..._jax.source_lines import user_line, warn_user
 from ..product_weights import ProductWeight
 from .rules import flatten_with_paths
 
@@ -283,7 +282,7 @@ def telling(uses: Sequence[Use]) -> list[Use]:
     return sorted((use for use in uses if use.says_axes), key=lambda use: not use.is_product)
 
 
-def use_for_axes(path: str, uses: Sequence[Use], *, stacklevel: int) -> Use | None:
+def use_for_axes(path: str, uses: Sequence[Use]) -> Use | None:
     """Returns the first of the uses that say which axes are contracted, or None.
 
     Warns with `UserWarning` where another disagrees.
@@ -292,11 +291,10 @@ def use_for_axes(path: str, uses: Sequence[Use], *, stacklevel: int) -> Use | No
     for other in found[1:]:
         first = found[0]
         if other.contracted != first.contracted:
-            message = (
+            warn_user(
                 f"{path} is used in two ways, and the first counts: {first}, and {other}. "
                 "State a tile_axis in a rule of its own to choose"
             )
-            warnings.warn(message, UserWarning, stacklevel=stacklevel)
             break
     return found[0] if found else None
 

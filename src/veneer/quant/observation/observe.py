@@ -9,7 +9,6 @@ no JAX, which would wait for the very threads that run it.
 
 import functools
 import itertools
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -19,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._core.transform import implicit
+from ..._jax.source_lines import warn_user
 from ..models.rules import Rule, flatten_with_paths, rule_for, rules_in, warn_of_unmatched
 from ..models.uses import telling, uses_of
 from .observed import Observed, boxes_of, recordings_of, tokens
@@ -98,7 +98,7 @@ def observe(
     program, call = _program(model, params)
     leaves = [flatten_with_paths(part) for part in program]
     paths = [path for part, _, _ in leaves for path in part]
-    warn_of_unmatched(rules, paths, stacklevel=2)
+    warn_of_unmatched(rules, paths)
     if box is not None:
         return ObservedModel(
             program, call, rules, box, takes_params=params is not None, gram=gram, decay=decay
@@ -308,5 +308,5 @@ def _results(observed: Mapping[str, Recording]) -> dict[str, ActivationStatistic
         message = f"no activations met {some}{'; ...' if len(unmet) > 4 else ''}"
         if not met:
             raise ValueError(message)
-        warnings.warn(message, UserWarning, stacklevel=3)
+        warn_user(message)
     return {path: recording.statistics() for path, recording in met.items()}

@@ -49,6 +49,8 @@ def gptq(
 
     **Returns:** the codes, a byte each, `[K, N]`.
 
+    **Raises:** `ValueError` for moments that are not finite, as of activations with a NaN.
+
     >>> import numpy as np
     >>> from veneer.quant.ptq.gptq import gptq
     >>> from veneer.quant.ptq.moments import Moments
@@ -59,6 +61,11 @@ def gptq(
     """
     w, scale = np.asarray(w, np.float32), np.asarray(scale, np.float32)
     zero = np.zeros_like(w) if zero_point is None else np.asarray(zero_point, np.float32)
+    if not all(np.isfinite(moment).all() for moment in moments if moment is not None):
+        raise ValueError(
+            "the second moments of the activations have NaN or infinity in them: so had some "
+            "activations, or their squares overflow"
+        )
     if 0 in w.shape:
         return np.zeros(w.shape, FORMATS[qtype].byte_dtype)
     metric = damped(moments.gram, damping)
@@ -94,7 +101,8 @@ def damped(gram: np.ndarray, damping: float) -> np.ndarray:
 def inverse_factor(metric: np.ndarray) -> np.ndarray:
     """Returns U, upper triangular, of which `U.T @ U` is the inverse of a positive matrix.
 
-    More is put on the diagonal where the matrix is not positive to working precision.
+    More is put on the diagonal where the matrix, which is finite, is not positive to working
+    precision.
     """
     from scipy.linalg.lapack import dpotrf, dtrtri  # of JAX's own dependencies
 
