@@ -43,6 +43,7 @@ TUTORIALS = [
         "saving",
         "sharding",
         "calibration",
+        "ptq",
         "quantised_training",
         "formats",
         "performance",

@@ -52,7 +52,7 @@ MAY_IMPORT = {
     "__main__": {"cli"},
     "straight_through": {"_jax", "_core"},
     "tree": {"_core"},
-    "lora": {"_core", "quant", "types"},
+    "lora": {"_jax", "_core", "quant", "types"},
     "placement": {"_core", "tree"},
     "testing": {"_core", "_jax"},
     "training": {"_core", "types", "tree"},

@@ -48,7 +48,7 @@ def tell_of_unused(weights: Mapping[str, Any], uses: Mapping[str, Sequence[Use]]
 def tell_of_small(weights: Mapping[str, Any], chosen: Mapping[str, Rule], qtype: str) -> None:
     """Warns where all weights are so small that the usual rules leave them dense."""
     if weights and not chosen:
-        _tell(
+        warn_user(
             f"nothing is quantised, for {qtype!r} leaves dense what has fewer than {SMALL:,} "
             f"values: {some_of(list(weights))}. [vn.quant.Rule('.*', {qtype!r})] takes all that "
             "a product contracts"

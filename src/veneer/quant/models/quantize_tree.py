@@ -5,7 +5,7 @@ products contract.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 
@@ -94,16 +94,65 @@ def quantize_tree(
     >>> small["query"].scale.shape, 8 * small["query"].nbytes / small["query"].size
     ((8, 8, 64), 4.5)
     """
-    paths, leaves, treedef = flatten_with_paths(params)
     program = program_of(params, model, args, kwargs)
+    if not isinstance(rules, str):
+        rules = rules_in(rules)
+        check_rules(rules, train=train, statistics=statistics)
+    chosen = choose(params, rules, program, args or (), kwargs)
+    return chosen.replaced(lambda path, leaf, rule: _quantized(path, leaf, rule, train, statistics))
+
+
+class Chosen(NamedTuple):
+    """A tree, and what rules make of it.
+
+    **Arguments:**
+
+    - `paths`, `leaves`, `treedef`: of the tree.
+    - `rules`: by the path of each leaf that is quantised, along the axes that products contract.
+    - `uses`: what the program does with each leaf that rules apply to; None without a program.
+    """
+
+    paths: Sequence[str]
+    leaves: Sequence[Any]
+    treedef: Any
+    rules: Mapping[str, Rule]
+    uses: Mapping[str, Sequence[Use]] | None
+
+    def replaced(self, quantized: Callable[[str, Any, Rule], Any]) -> Any:
+        """Returns the tree with what a function makes of each leaf that is quantised.
+
+        Warns of what is hardly smaller.
+        """
+        new = [
+            quantized(path, leaf, self.rules[path]) if path in self.rules else leaf
+            for path, leaf in zip(self.paths, self.leaves, strict=True)
+        ]
+        tell_of_large(self.paths, new, self.rules, located=self.uses is not None)
+        return jax.tree.unflatten(self.treedef, new)
+
+
+def choose(
+    params: Any,
+    rules: Sequence[Rule] | str,
+    program: Callable | None,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+) -> Chosen:
+    """Finds the rule of each leaf of a tree, and the axes along which it is quantised.
+
+    Warns and raises as `quantize_tree`, to which the arguments belong.
+    """
+    paths, leaves, treedef = flatten_with_paths(params)
     uses = None
     if program is not None:
         is_weight = lambda path, leaf: can_be_quantized(leaf)
         try:
-            uses = uses_of(program, params, is_weight, args or (), kwargs)
+            uses = uses_of(program, params, is_weight, args, kwargs)
         except Exception as error:
-            called = "params(" if model is None else "model(params, "
-            error.add_note(f"quantize_tree called {called}*args, **kwargs) to trace it.")
+            error.add_note(
+                "The program was called to trace it, as model(params, *args, **kwargs), or as "
+                "params(*args, **kwargs) where there is no model."
+            )
             raise
     weights = {path: x for path, x in zip(paths, leaves, strict=True) if can_be_quantized(x)}
     if isinstance(rules, str):
@@ -115,8 +164,6 @@ def quantize_tree(
         asked = usual_rules(rules, weights, uses)
         tell_of_small(weights, asked, rules)
     else:
-        rules = rules_in(rules)
-        _check(rules, train, statistics)
         warn_of_unmatched(rules, paths)
         asked = {path: rule for path, x in weights.items() if (rule := rule_for(path, x, rules))}
         tell_of_unmatched(weights, asked)
@@ -126,17 +173,16 @@ def quantize_tree(
         chosen = _along_the_program(asked, weights, uses, fit)
     tell_of_held(paths, leaves, rules)
     tell_of_quantised(paths, leaves, rules)
-    quantized = []
-    for path, leaf in zip(paths, leaves, strict=True):
-        rule = chosen.get(path)
-        quantized.append(leaf if rule is None else _quantized(path, leaf, rule, train, statistics))
-    tell_of_large(paths, quantized, chosen, located=uses is not None)
-    return jax.tree.unflatten(treedef, quantized)
+    return Chosen(paths, leaves, treedef, chosen, uses)
 
 
-def _check(
-    rules: Sequence[Rule], train: bool, statistics: Mapping[str, ActivationStatistics] | None
+def check_rules(
+    rules: Sequence[Rule],
+    *,
+    train: bool = False,
+    statistics: Mapping[str, ActivationStatistics] | None = None,
 ) -> None:
+    """Refuses rules that say how to train without `train`, and the other way round."""
     for rule in rules:
         stated = [name for name in TRAINING if getattr(rule, name) is not None]
         if stated and not train:

@@ -125,7 +125,10 @@ class TrackedWeight(ProductWeight):
             # A row is data, whatever it meets. What has more axes is a weight of a stack.
             if track.looked_up and (len(summed | free) < 2 or not is_product):
                 use = Use(LOOK_UP, summed | free, track.looked_up, line)
-            uses = _uses[self.token][track.path]
+            of_all = _uses[self.token]
+            uses = of_all[track.path]
+            if not uses:  # so that weights are in the order of the program
+                of_all[track.path] = of_all.pop(track.path)
             if use not in uses:
                 uses.append(use)
 
@@ -228,7 +231,9 @@ def uses_of(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> dict[str, list[Use]]:
-    """Returns what a program does with its weights, by their paths, in the order of the program.
+    """Returns what a program does with its weights, by their paths, each in its order.
+
+    What it does nothing with comes first.
 
     **Arguments:**
 
@@ -244,7 +249,7 @@ def uses_of(
     ...     return jnp.einsum("td,dhk->thk", params["table"][ids], params["kernel"])
     >>> uses = uses_of(model, params, lambda path, leaf: True, (jnp.arange(3),))
     >>> {path: [sorted(use.contracted) for use in uses] for path, uses in uses.items()}
-    {'kernel': [[-3]], 'table': [[-1]]}
+    {'table': [[-1]], 'kernel': [[-3]]}
     """
     paths, leaves, treedef = flatten_with_paths(params)
     token = next(_tokens)

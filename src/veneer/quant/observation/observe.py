@@ -105,35 +105,73 @@ def observe(
         )
 
     def run(batches: Iterable[Any]) -> dict[str, ActivationStatistics]:
-        if isinstance(batches, Mapping | jax.Array | np.ndarray):
-            raise TypeError(
-                f"observe goes through an iterable of batches, as a list of them, and not through "
-                f"{type(batches).__name__}"
-            )
-        token = next(tokens)
-        observed: dict[str, Recording] = {}
-        recordings_of[token] = observed
-        try:
-            parts = None
-            for batch in batches:
-                args = batch if type(batch) is tuple else (batch,)
-                if parts is None:
-                    axes = _contracted(program, call, rules, args)
-                    parts = [
-                        _observed_tree(part, rules, axes, token, observed, gram=gram, decay=decay)
-                        for part in leaves
-                    ]
-                implicit(call)(parts, *args)
-                jax.effects_barrier()
-                for recording in observed.values():
-                    recording.end_batch()
-        finally:
-            del recordings_of[token]
-        if parts is None:
-            raise ValueError("there are no batches to observe")
-        return _results(observed)
+        check_batches(batches)
+
+        def contracting(args: Sequence[Any]) -> dict[str, tuple[int, ...]]:
+            return _contracting(leaves, rules, _contracted(program, call, rules, args))
+
+        return statistics_of(record(call, leaves, contracting, batches, gram=gram, decay=decay))
 
     return run
+
+
+Flat = tuple[Sequence[str], Sequence[Any], Any]  # paths, leaves and structure of a tree
+
+
+def record(
+    call: Callable,
+    trees: Sequence[Flat],
+    contracting: Callable[[Sequence[Any]], Mapping[str, tuple[int, ...]]],
+    batches: Iterable[Any],
+    *,
+    gram: bool,
+    decay: float,
+) -> dict[str, Recording]:
+    """Records the activations that weights meet, by their paths.
+
+    **Arguments:**
+
+    - `call`: a function of the trees, as a list, and of the arguments that a batch is.
+    - `contracting`: of the arguments of the first batch, which weights are observed, by their paths
+      with the axes that are contracted with activations, counted from the end.
+
+    **Raises:** `ValueError` where there are no batches.
+    """
+    token = next(tokens)
+    observed: dict[str, Recording] = {}
+    recordings_of[token] = observed
+    try:
+        parts = None
+        for batch in batches:
+            args = arguments_of(batch)
+            if parts is None:
+                axes = contracting(args)
+                parts = [
+                    _observed_tree(tree, axes, token, observed, gram=gram, decay=decay)
+                    for tree in trees
+                ]
+            implicit(call)(parts, *args)
+            jax.effects_barrier()
+            for recording in observed.values():
+                recording.end_batch()
+    finally:
+        del recordings_of[token]
+    if parts is None:
+        raise ValueError("there are no batches to observe")
+    return observed
+
+
+def check_batches(batches: Any) -> None:
+    """Refuses what is one batch rather than an iterable of them."""
+    if isinstance(batches, Mapping | jax.Array | np.ndarray):
+        raise TypeError(
+            f"batches are an iterable of them, as a list, and not {type(batches).__name__}"
+        )
+
+
+def arguments_of(batch: Any) -> tuple[Any, ...]:
+    """Returns the arguments of the model that a batch is."""
+    return batch if type(batch) is tuple else (batch,)
 
 
 class ObservedModel:
@@ -172,17 +210,12 @@ class ObservedModel:
 
     def _observed(self, parts: Sequence[Any]) -> list[Any]:
         recordings: dict[str, Recording] = {}
+        flat = [flatten_with_paths(part) for part in parts]
+        axes = _contracting(flat, self._rules, {})
+        gram, decay = self._gram, self._decay
         trees = [
-            _observed_tree(
-                flatten_with_paths(part),
-                self._rules,
-                {},
-                self._token,
-                recordings,
-                gram=self._gram,
-                decay=self._decay,
-            )
-            for part in parts
+            _observed_tree(tree, axes, self._token, recordings, gram=gram, decay=decay)
+            for tree in flat
         ]
         self._recordings = self._recordings or recordings
         if recordings.keys() != self._recordings.keys():
@@ -210,7 +243,7 @@ class ObservedModel:
         """
         for path, box in self.boxes.items():
             store(box.get(), self._recordings[path])
-        return _results(self._recordings)
+        return statistics_of(self._recordings)
 
 
 Program = tuple[Sequence[Any], Callable]
@@ -261,10 +294,28 @@ def _contracted(
     return axes
 
 
+def _contracting(
+    trees: Sequence[Flat], rules: Sequence[Rule], axes: Mapping[str, Sequence[int]]
+) -> dict[str, tuple[int, ...]]:
+    """Which axes of each weight are contracted: as the program says, or else as its rule does."""
+    contracting: dict[str, tuple[int, ...]] = {}
+    for paths, leaves, _ in trees:
+        for path, leaf in zip(paths, leaves, strict=True):
+            rule = rule_for(path, leaf, rules)
+            if rule is None or not (rule.qtype or rule.act_qtype):
+                continue
+            if path in contracting:
+                raise ValueError(
+                    f"two arguments of the partial have a parameter at {path!r}: pass params=, one "
+                    "tree"
+                )
+            contracting[path] = tuple(axes.get(path, rule.contracting(leaf.ndim)))
+    return contracting
+
+
 def _observed_tree(
-    flat: tuple[list[str], list[Any], Any],
-    rules: Sequence[Rule],
-    axes: Mapping[str, Sequence[int]],
+    flat: Flat,
+    contracting: Mapping[str, tuple[int, ...]],
     token: int,
     observed: dict[str, Recording],
     *,
@@ -274,20 +325,14 @@ def _observed_tree(
     paths, leaves, treedef = flat
     replaced = list(leaves)
     for i, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
-        rule = rule_for(path, leaf, rules)
-        if rule is None or not (rule.qtype or rule.act_qtype):
+        if path not in contracting:
             continue
-        if path in observed:
-            raise ValueError(
-                f"two arguments of the partial have a parameter at {path!r}: pass params=, one tree"
-            )
-        contracting = tuple(axes.get(path, rule.contracting(leaf.ndim)))
-        recording = Recording(leaf.shape, contracting, gram=gram, decay=decay)
+        recording = Recording(leaf.shape, contracting[path], gram=gram, decay=decay)
         observed[path] = recording
         replaced[i] = Observed(
             array=jnp.asarray(leaf),
             position=recording.positions(),
-            contracting=contracting,
+            contracting=contracting[path],
             path=path,
             token=token,
             gram=gram,
@@ -295,7 +340,11 @@ def _observed_tree(
     return jax.tree.unflatten(treedef, replaced)
 
 
-def _results(observed: Mapping[str, Recording]) -> dict[str, ActivationStatistics]:
+def statistics_of(observed: Mapping[str, Recording]) -> dict[str, ActivationStatistics]:
+    """Returns what was recorded, by the path of the weight.
+
+    **Raises:** `ValueError` where no activations met any of them. Warns of those that met none.
+    """
     if not observed:
         raise ValueError("no rule has a format for any weight of the model, so none was observed")
     met = {path: recording for path, recording in observed.items() if recording.has_met}

@@ -1,6 +1,7 @@
 """Statistics of activations: what is recorded of them, and the static range that follows."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -69,8 +70,24 @@ class ActivationStatistics:
             raise ValueError(f"unknown average {average!r}; the averages are {names}")
         return self.lows[average], self.highs[average]
 
+    def of_stacks(self, of_channels: Any) -> np.ndarray:
+        """Returns an array of channels, or what is made of one, as `[S, K]`, of so many weights."""
+        order = [*self.stacked_axes, *self._contracted()]
+        others = [i for i in range(np.ndim(of_channels)) if i not in order]
+        return np.transpose(of_channels, [*order, *others]).reshape(self.stacks, -1)
+
+    @property
+    def stacks(self) -> int:
+        """Of how many weights these are, as of layers or experts, which are stacked in one."""
+        return math.prod(np.shape(self.lows["mean"]))
+
+    @property
+    def stacked_axes(self) -> tuple[int, ...]:
+        """The axes, from the front, along which they are."""
+        return tuple(i for i, n in enumerate(np.shape(self.lows["mean"])) if n > 1)
+
     def _contracted(self) -> tuple[int, ...]:
-        ranges = np.shape(next(iter(self.lows.values())))
+        ranges = np.shape(self.lows["mean"])
         return tuple(i for i, n in enumerate(np.shape(self.minimum)) if n != ranges[i])
 
 

@@ -1,0 +1,244 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import veneer as vn
+from veneer.quant import Rule, calibrate, quantize_tree
+from veneer.quant.ptq.gptq import gptq
+from veneer.quant.ptq.moments import Moments
+from veneer.quant.ptq.report import percent
+
+INT4 = [Rule(".*", "int4", tile_size=16)]
+
+
+def array(*shape, scale=None, seed=0):
+    values = np.random.default_rng([seed, *shape]).normal(size=shape)
+    return jnp.asarray(values * (scale or shape[0] ** -0.5), jnp.float32)
+
+
+MIX = array(64, 64, seed=1)
+BATCHES = [array(96, 64, scale=1, seed=i) @ MIX for i in range(3)]
+HELD = array(200, 64, scale=1) @ MIX
+
+
+def mlp(params, x):
+    return jax.nn.relu(x @ params["up"]) @ params["down"]
+
+
+MLP = {"up": array(64, 96), "down": array(96, 48)}
+
+
+def error(model, small, params, x=HELD):
+    expected = model(params, x)
+    return float(jnp.linalg.norm(vn.implicit(model)(small, x) - expected))
+
+
+def test_the_codes_are_those_of_gptq_on_the_second_moments():
+    small = calibrate(mlp, INT4, params=MLP)(BATCHES)
+    x = np.concatenate(BATCHES)
+    met = {"up": x, "down": np.maximum(x @ np.asarray(MLP["up"]), 0)}
+    for path, q in small.items():
+        scale = np.repeat(np.asarray(q.scale), 16, axis=0)
+        moments = Moments(met[path].T @ met[path] / len(x))
+        codes = gptq(np.asarray(MLP[path]), moments, scale, None, "int4")
+        assert (codes == np.asarray(q.qvalue)).mean() > 0.98  # sums are in another order
+
+
+@pytest.mark.parametrize("sequential", [False, True])
+@pytest.mark.parametrize("qtype", ["int4", "uint3", "nf4", "mxfp4", "int8"])
+def test_a_model_loses_less_than_by_rounding_to_nearest(qtype, sequential):
+    rules = [Rule(".*", qtype, tile_size=None if qtype == "mxfp4" else 16)]
+    calibration = calibrate(jax.jit(mlp), rules, params=MLP, sequential=sequential)
+    small = calibration(BATCHES)
+    nearest = quantize_tree(MLP, rules, model=mlp, args=(HELD,))
+    assert error(mlp, small, MLP) < 0.85 * error(mlp, nearest, MLP)
+    assert vn.tree.structure(small) == vn.tree.structure(nearest)
+    for loss in calibration.report.rows:
+        x = np.concatenate(BATCHES)
+        if loss.path == "down":
+            up = vn.materialise(small["up"]) if sequential else MLP["up"]
+            x = np.maximum(x @ np.asarray(up), 0)
+        w, q = (np.asarray(vn.materialise(p[loss.path])) for p in (MLP, small))
+        expected = np.linalg.norm(x @ (q - w)) / np.linalg.norm(x @ w)
+        np.testing.assert_allclose(loss.after, expected, rtol=1e-3)
+        assert (loss.method, loss.shape, loss.qtype) == ("gptq", w.shape, qtype)
+        assert loss.after < loss.before
+
+
+def test_what_comes_before_is_rounded_first():
+    passes = []
+
+    class Batches(list):
+        def __iter__(self):
+            passes.append(self)
+            return super().__iter__()
+
+    attention = {name: array(64, 64, seed=ord(name)) for name in "qkvo"}
+
+    def model(params, x):
+        q, k, v = (x @ params[name] for name in "qkv")
+        return jax.nn.softmax(q @ k.T) @ v @ params["o"]
+
+    small = calibrate(model, INT4, params=attention, sequential=True)(Batches(BATCHES))
+    assert len(passes) == 4  # the first batch, all of them, q with k and v, and o
+    once = calibrate(model, INT4, params=attention)(BATCHES)
+    assert not (small["o"].codes() == once["o"].codes()).all()
+    for name in "qkv":
+        np.testing.assert_array_equal(small[name].codes(), once[name].codes())
+
+
+def test_rows_that_are_looked_up_and_heads_that_are_tied():
+    params = {"table": array(50, 32, scale=1), "w": array(32, 32), "norm": jnp.ones(32)}
+
+    def model(params, ids):
+        x = params["table"][ids] * params["norm"]
+        return (x + x @ params["w"]) @ params["table"].T
+
+    batches = [jnp.asarray(np.random.default_rng(i).integers(0, 50, 64)) for i in range(2)]
+    small = calibrate(model, INT4, params=params, sequential=True)(batches)
+    assert small["table"].scale.shape == (50, 2)
+    assert small["w"].scale.shape == (2, 32)
+    nearest = quantize_tree(params, INT4, model=model, args=(batches[0],))
+    assert error(model, small, params, batches[1]) < error(model, nearest, params, batches[1])
+
+
+@pytest.mark.parametrize("sequential", [False, True])
+def test_layers_of_a_scan_are_as_those_one_after_the_other(sequential):
+    ups, downs = array(3, 64, 32, scale=0.2), array(3, 32, 64, scale=0.2)
+
+    def scanned(params, x):
+        step = lambda x, layer: (x + jnp.tanh(x @ layer[0]) @ layer[1], None)
+        return lax.scan(step, x, (params["up"], params["down"]))[0]
+
+    def unrolled(params, x):
+        for i in range(3):
+            x = x + jnp.tanh(x @ params[f"up{i}"]) @ params[f"down{i}"]
+        return x
+
+    apart = {f"{name}{i}": w[i] for name, w in (("up", ups), ("down", downs)) for i in range(3)}
+    stacked = {"up": ups, "down": downs}
+    small = calibrate(scanned, INT4, params=stacked, sequential=sequential)(BATCHES)
+    each = calibrate(unrolled, INT4, params=apart, sequential=sequential)(BATCHES)
+    for name, q in small.items():
+        codes = np.stack([each[f"{name}{i}"].codes() for i in range(3)])
+        assert (codes == np.asarray(q.codes())).mean() > 0.97  # of other orders of sums
+    assert error(scanned, small, stacked) < 0.9 * error(
+        scanned, quantize_tree(stacked, INT4, model=scanned, args=(HELD,)), stacked
+    )
+
+
+def test_heads_and_experts_one_of_which_meets_nothing():
+    params = {"q": array(64, 4, 16), "o": array(4, 16, 64), "experts": array(3, 64, 32)}
+
+    def model(params, x):
+        heads = jnp.einsum("td,dhk->thk", x, params["q"])
+        x = x + jnp.einsum("thk,hkd->td", heads, params["o"])
+        return x @ params["experts"][0] - x @ params["experts"][2]
+
+    small = calibrate(model, INT4, params=params)(BATCHES)
+    nearest = quantize_tree(params, INT4, model=model, args=(HELD,))
+    for name, q in small.items():
+        assert q.scale.shape == nearest[name].scale.shape
+    assert error(model, small, params) < 0.9 * error(model, nearest, params)
+    unmet = vn.quant.quantize(
+        params["experts"][1],
+        "int4",
+        channelwise_axes=[1],
+        tiled_axes={0: 16},
+        calibration_method="mse,40,2.4",
+    )
+    far = lambda x: np.abs(np.asarray(x) - np.asarray(params["experts"][1]))  # but for ties
+    np.testing.assert_allclose(
+        far(vn.materialise(small["experts"])[1]), far(unmet.dequantize()), atol=1e-6
+    )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Layer:
+    weight: jax.Array
+    kernel: jax.Array
+
+    def __call__(self, x, gain):
+        image = (x @ self.weight.T).reshape(-1, 8, 8, 1)
+        dims = ("NHWC", "HWIO", "NHWC")
+        return gain * lax.conv_general_dilated(image, self.kernel, (1, 1), "SAME", None, None, dims)
+
+
+def test_a_module_is_called_itself_and_kernels_of_convolutions_are_rounded_to_nearest():
+    layer = Layer(array(64, 64), array(3, 3, 1, 8))
+    calibration = calibrate(layer, [Rule(".*", "int8")])
+    small = calibration((x, jnp.ones(8)) for x in BATCHES)
+    assert isinstance(small, Layer)
+    assert [type(x).__name__ for x in (small.weight, small.kernel)] == ["QArray"] * 2
+    assert [loss.path for loss in calibration.report.rows] == ["weight"]
+
+
+def test_activations_have_static_ranges_of_the_same_batches():
+    rules = [Rule(".*", "int8", act_qtype="int8", act_range="mean")]
+    small = calibrate(mlp, rules, params=MLP)(BATCHES)
+    statistics = vn.quant.observe(mlp, rules, params=MLP)(BATCHES)
+    other = quantize_tree(MLP, rules, statistics=statistics)
+    for name in MLP:
+        np.testing.assert_allclose(small[name].scale, other[name].scale, rtol=1e-6)
+    only = [Rule(".*", None, act_qtype="int8")]
+    assert jax.tree.leaves(calibrate(mlp, only, params=MLP)(BATCHES)["up"])[0] is MLP["up"]
+
+
+def test_the_usual_choices_by_the_name_of_a_format():
+    params = {"w": array(64, 128), "norm": jnp.ones(64)}
+    model = lambda params, x: (x * params["norm"]) @ params["w"]
+    small = calibrate(model, "nf4", params=params)(BATCHES)
+    assert small["w"].qtype == "nf4"
+    assert small["norm"] is params["norm"]
+
+
+def test_what_is_no_better_than_rounding_to_nearest_is_told():
+    rules = [Rule(".*", "int4", calibration_method="absmax")]
+    params = {"w": MLP["up"]}
+    calibration = calibrate(lambda params, x: x @ params["w"], rules, params=params)
+    with pytest.warns(UserWarning, match="no better than rounding to nearest for w"):
+        small = calibration([jnp.eye(64)])  # channels that have nothing to do with each other
+    [loss] = calibration.report.rows
+    assert loss.method == "nearest"
+    assert loss.after == loss.before
+    nearest = quantize_tree(params, rules)
+    np.testing.assert_array_equal(small["w"].codes(), nearest["w"].codes())
+
+
+def test_the_report_is_a_table():
+    calibration = calibrate(mlp, INT4, params=MLP)
+    calibration(BATCHES)
+    table = str(calibration.report)
+    for loss in calibration.report.rows:
+        assert percent(loss.before) in table
+        assert percent(loss.after) in table
+    assert "mean" in table
+    assert "<table" in calibration.report._repr_html_()
+
+
+def test_mistakes():
+    with pytest.raises(ValueError, match="unknown method 'gptp'; the methods are gptq, nearest"):
+        calibrate(mlp, INT4, params=MLP, method="gptp")
+    with pytest.raises(ValueError, match="damping is a share"):
+        calibrate(mlp, INT4, params=MLP, damping=-1.0)
+    with pytest.raises(TypeError, match=r"no parameters in .*params=params"):
+        calibrate(lambda x: mlp(MLP, x), INT4)
+    with pytest.raises(TypeError, match="a sequence of Rules"):
+        calibrate(mlp, 4, params=MLP)
+    calibration = calibrate(mlp, INT4, params=MLP)
+    with pytest.raises(ValueError, match="no batches to calibrate with"):
+        calibration([])
+    with pytest.raises(TypeError, match="an iterable of them, as a list"):
+        calibration(HELD)
+    with pytest.raises(TypeError, match="several times"):
+        calibrate(mlp, INT4, params=MLP, sequential=True)(iter(BATCHES))
+    with pytest.raises(ValueError, match=r"(up|down): .*activations have NaN"):
+        calibration([HELD.at[3, 5].set(jnp.nan)])
+    looked_up = lambda params, ids: params["table"][ids]
+    with pytest.raises(ValueError, match="nothing to calibrate"):
+        calibrate(looked_up, INT4, params={"table": array(50, 32)})([jnp.arange(3)])
