@@ -391,8 +391,8 @@ for _module in (tree_util, jax.tree_util):
 jax_patches.attribute(pjit, "_infer_params", carry_to_jit)
 jax_patches.attribute(pjit, "_get_fastpath_data", find_no_fast_path)
 jax_patches.attribute(ad_checkpoint, "tracing_registry", CarryToCheckpoint)
-for _cls in (jax.custom_jvp, jax.custom_vjp):
-    jax_patches.attribute(_cls, "__call__", carry_to_call)
+for _custom in (jax.custom_jvp, jax.custom_vjp):
+    jax_patches.attribute(_custom, "__call__", carry_to_call)
 # An update that is none of leaves is refused with the way out.
 jax_patches.attribute(tree_util, "_prefix_error", with_way_out)
 # Jitted functions give leaves, called or compiled ahead of time.
@@ -417,10 +417,10 @@ jax_patches.boundary(loops.while_loop, meet_in_carry)
 jax_patches.boundary(loops.scan, scan_slices)
 jax_patches.boundary(loops.map, scan_slices)
 jax_patches.boundary(loops.associative_scan, scan_arrays)
-for _function in (loops.scan, loops.while_loop, loops.map, loops.associative_scan):
-    jax_patches.boundary(_function, refuse_derivatives)
-for _function in (conditionals.cond, conditionals.switch):
-    jax_patches.boundary(_function, refuse_derivatives)
+for _loop in (loops.scan, loops.while_loop, loops.map, loops.associative_scan):
+    jax_patches.boundary(_loop, refuse_derivatives)
+for _branches in (conditionals.cond, conditionals.switch):
+    jax_patches.boundary(_branches, refuse_derivatives)
 # Loops and branches. JAX infers no length of a scan over high types.
 jax_patches.attribute(loops, "_infer_scan_length", _scan_length)
 jax_patches.attribute(loops, "pe", lambda tracing: _Tracing(tracing, trace_loop))
