@@ -9,6 +9,7 @@ made.
     operands    texts that make arrays of every type and format
     lines       texts that compute something of an array
     programs    programs of these, and their transformations
+    by_numpy    programs run without being compiled
     run         programs, one after the other, and what fails made small
     checks      whether a program gives what it gives of dense arrays
 """

@@ -2,6 +2,7 @@
 
 import warnings
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import veneer as vn
+from veneer.hijax.types import opened
 
+from .by_numpy import by_numpy
 from .operands import undressed
 from .programs import HIGH, Program
 
@@ -21,9 +24,11 @@ REFUSALS = {
 }
 #: Part of the lines of which something else is meant: what is read out of bounds is not valid.
 MEANT_OTHERWISE = {"Masked": "mode='fill'"}
-#: With high types, JAX's functions of keys ask for arrays of keys, and the tangent of a value that
-#: has one for each leaf is no array.
-HIGH_REFUSALS = ("PRNG", "derivatives by the leaves of a value are no array")
+#: With high types, JAX's functions of keys ask for arrays of keys, the tangent of a value that has
+#: one for each leaf is no array, and what may be such a tangent is not combined. The rules of JAX's
+#: own functions, as of `jnp.logaddexp`, ask for arrays, and no halves are of what cannot be cut.
+HIGH_REFUSALS = ("PRNG", "derivatives by the leaves of a value are no array", "may be an array, or")
+HIGH_REFUSALS += ("shard_map cannot cut", "expected ArrayLike, got")
 
 
 _EPS = float(jnp.finfo("float32").eps)
@@ -33,8 +38,8 @@ class Disagreement(AssertionError):
     """A program that gives something else of the dense array."""
 
 
-def check(program: Program) -> str:
-    """Runs a program both ways.
+def check(program: Program, compiled: bool = True) -> str:
+    """Runs a program both ways: compiled, or by NumPy.
 
     **Returns:** "agrees"; "refused", by what its type means; or "invalid", as it is of the dense
     array as well.
@@ -49,14 +54,16 @@ def check(program: Program) -> str:
         if program.is_stacked and (not jnp.shape(dense) or len(dense) != 3):
             return "invalid"  # nothing of it is stored, or could be stacked
         try:
-            of = dense if program.transformation in HIGH else x
-            expected, rounding = jax.jit(lambda *xs: _of_dense(program, *xs))(of, dense)
+            run = jax.jit(partial(_of_dense, program)) if compiled else None
+            run = run or partial(by_numpy, partial(_of_dense, program))
+            expected, rounding = run(program.reference(), dense)
         except Exception:  # JAX does not take it
             return "invalid"
         high = program.transformation in HIGH
         try:
             with vn.hijax.enabled() if high else nullcontext():
-                result = program.run((lambda f: f) if high else vn.implicit, x)
+                of = lambda x: opened(program.run((lambda f: f) if high else vn.implicit, x))
+                result = of(x) if compiled else by_numpy(undressed, by_numpy(of, x))
         except Exception as error:
             refusals = (*REFUSALS.get(program.kind, ()), *(HIGH_REFUSALS if high else ()))
             if isinstance(error, (TypeError, ValueError)) and any(

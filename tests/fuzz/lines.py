@@ -147,6 +147,21 @@ MAPPED = (
     "jax.vmap(lambda x: {each}, in_axes={axis})(x)",
     "jax.vmap(lambda x: {each}, in_axes={axis}, out_axes=-1)(x)",
 )
+MAPPED += tuple(
+    f"jax.vmap(lambda x: {combined}, axis_name='i', in_axes={{axis}})(x)"
+    for combined in ("lax.psum({each}, 'i')", "x - lax.pmean(x, 'i')", "lax.all_gather(x, 'i')")
+)
+# Of one half along an axis: {half} is any line of that.
+OVER_DEVICES = tuple(
+    f"over_devices(lambda x: {combined}, x, {{axis}})"
+    for combined in (
+        "lax.psum({half}, 'i')",
+        "lax.all_gather({half}, 'i')",
+        "lax.all_gather(x, 'i', axis={axis}, tiled=True)",
+        "lax.pmax({half}, 'i')",
+        "lax.psum(x * (lax.axis_index('i') + 1).astype(x.dtype), 'i')",
+    )
+)
 MAPPED_FIRST = (
     "lax.map(lambda x: {each}, x)",
     "lax.scan(lambda c, x: (c + 1, {each}), 0, x)[1]",
@@ -198,6 +213,7 @@ def line(random: Random, aval: Any, depth: int = 2) -> tuple[str, Any]:
         choices += [KEEPING, INSIDE]
         choices += [MAPPED] if shape and 0 not in shape else []
         choices += [MAPPED_FIRST] if shape and shape[0] else []
+        choices += [OVER_DEVICES] if any(size and size % 2 == 0 for size in shape) else []
     text = random.choice(random.choice(choices))
     axis = random.randrange(len(shape)) if shape else 0
     fields: dict[str, Any] = {"axis": axis, "size": shape[axis] if shape else 1}
@@ -211,6 +227,12 @@ def line(random: Random, aval: Any, depth: int = 2) -> tuple[str, Any]:
         along = axis if "{axis}" in text else 0
         of_one = jax.ShapeDtypeStruct((*shape[:along], *shape[along + 1 :]), aval.dtype)
         fields["each"] = line(random, of_one, depth - 1)[0]
+    if text in OVER_DEVICES:
+        axis = random.choice([a for a, size in enumerate(shape) if size and size % 2 == 0])
+        block = jax.ShapeDtypeStruct(
+            (*shape[:axis], shape[axis] // 2, *shape[axis + 1 :]), aval.dtype
+        )
+        fields |= {"axis": axis, "half": line(random, block, 0)[0]}
     text = text.format(**fields)
     result = result_type(text, aval)
     return (text, result) if result is not None else ("x * 2", aval)

@@ -13,9 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import veneer as vn
 from veneer.hijax.types import is_typed, opened
+
+from .by_numpy import by_numpy
 
 SIZES = (1, 2, 3, 4, 6)
 
@@ -52,6 +56,26 @@ def undressed(x: Any) -> Any:
 def without_leaves(x: Any) -> Any:
     """The dense array of a value with a high type, whose tangent would be a tree of its leaves'."""
     return undressed(opened(x)) if is_typed(x) else x
+
+
+def by_leaves(loss: Callable, x: Any) -> jax.Array:
+    """The derivatives of a number by all floating leaves, one after the other."""
+    leaves = jax.tree.leaves(jax.grad(loss, allow_int=True)(x))
+    flat = [jnp.ravel(g).astype("float32") for g in leaves if g.dtype != jax.dtypes.float0]
+    return jnp.concatenate([*flat, jnp.zeros(1)])
+
+
+def with_dense_parts(x: Any) -> Any:
+    """A value in which what has one derivative as an array is one."""
+    has_one = lambda x: isinstance(x, vn.Value) and x.dense_tangent
+    return jax.tree.map(lambda x: undressed(x) if has_one(x) else x, x, is_leaf=has_one)
+
+
+def over_devices(f: Callable, x: Any, axis: int) -> Any:
+    """A function of the halves of an array, that two devices have, and whose results agree."""
+    mesh = jax.make_mesh((2,), ("i",), (AxisType.Auto,), devices=jax.devices()[:2])
+    specs = {"in_specs": P(*[None] * axis, "i"), "out_specs": P()}
+    return jax.shard_map(f, mesh=mesh, check_vma=False, **specs)(x)
 
 
 class _Texts:
@@ -175,6 +199,7 @@ def operand(random: Random, kind: str, dtype: str = "float32") -> str:
 KINDS = (*TYPES, *vn.quant.FORMATS)
 ENVIRONMENT = {"jax": jax, "jnp": jnp, "lax": lax, "vn": vn}
 ENVIRONMENT |= {f.__name__: f for f in (normal, permuted, stacked, undressed, without_leaves)}
+ENVIRONMENT |= {f.__name__: f for f in (by_leaves, over_devices)}
 
 
 @lru_cache(maxsize=4096)
@@ -182,5 +207,5 @@ def made(text: str, is_stacked: bool, x64: bool) -> tuple[Any, Any]:
     """What a text says, or a stack of such; and the dense array that it stands for."""
     with jax.enable_x64(x64):
         one = lambda i: eval(text, ENVIRONMENT | {"i": i})
-        x = stacked(one) if is_stacked else one(0)
-        return x, jax.jit(undressed)(x)
+        x = by_numpy(lambda: stacked(one) if is_stacked else one(0))
+        return x, by_numpy(undressed, x)

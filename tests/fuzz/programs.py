@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from .lines import line, lines_within
-from .operands import ENVIRONMENT, KINDS, made, operand
+from .operands import ENVIRONMENT, KINDS, made, operand, with_dense_parts
 
 #: Of a function `f` of an array `x`, or of a stack `xs` of such, and of `m`: `vn.implicit`; or what
 #: makes arguments dense at that place. With high types, `m` is nothing.
@@ -33,6 +33,8 @@ HIGH = {
     for name, text in TRANSFORMATIONS.items()
     if name not in ("implicit of grad", "implicit of jvp", "implicit of jit")
 }
+BY_LEAVES = "high: grad by leaves"
+HIGH[BY_LEAVES] = "by_leaves(m(lambda x: jnp.sum(jax.nn.softplus(f(x)))), x)"
 
 
 class Program(NamedTuple):
@@ -68,6 +70,13 @@ class Program(NamedTuple):
     def operands(self) -> tuple[Any, Any]:
         """The operand, or a stack of such, and the dense array that it stands for."""
         return made(self.operand, self.is_stacked, self.x64)
+
+    def reference(self) -> Any:
+        """What stands for the operand where `m` makes it dense, or nothing does."""
+        x, dense = self.operands()
+        if self.transformation == BY_LEAVES:
+            return with_dense_parts(x)
+        return dense if self.transformation in HIGH else x
 
     def run(self, m: Callable[[Callable], Callable], x: Any) -> Any:
         """What it gives of an operand, or of a stack, by a transformation `m`."""

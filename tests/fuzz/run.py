@@ -14,20 +14,23 @@ from support import contexts
 from .checks import Disagreement, check
 from .programs import Program, program
 
+#: One program in so many is compiled, and the others are run by NumPy, many times as fast.
+COMPILED = 32
 
-def smallest(failing: Program) -> tuple[Program, str]:
+
+def smallest(failing: Program, compiled: bool) -> tuple[Program, str]:
     """A program that fails as one does, with as little as can be, and what is wrong."""
-    said = failure(failing)
+    said = failure(failing, compiled)
     for simpler in failing.smaller():
-        if failure(simpler) is not None:
-            return smallest(simpler)
+        if failure(simpler, compiled) is not None:
+            return smallest(simpler, compiled)
     return failing, str(said)
 
 
-def failure(of: Program) -> str | None:
+def failure(of: Program, compiled: bool) -> str | None:
     """What is wrong with what a program gives."""
     try:
-        check(of)
+        check(of, compiled)
     except Disagreement as error:
         return str(error)
     return None
@@ -36,16 +39,18 @@ def failure(of: Program) -> str | None:
 def tried(number: int, seed: int, kinds: Sequence[str], mode: str) -> tuple[str, str]:
     """What comes of the program of a number, and of one that fails a text."""
     one = program(Random(f"{seed} {number}"), kinds, mode)
+    compiled = number % COMPILED == 0
     try:
-        return check(one), ""
+        return check(one, compiled), ""
     except Disagreement:
-        small, said = smallest(one)
+        small, said = smallest(one, compiled)
         return "fails", f"{small}\n# {number}: {said[:600]}\n"
 
 
 def prepare() -> None:
     """Sets JAX up for many small programs."""
     jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 2)
     contexts.reuse()
 
 

@@ -1,0 +1,33 @@
+"""Programs run by NumPy, for what takes time of a small program is to compile it.
+
+One is traced, and lowered from high types, as for XLA, and the references of `vn.numba` run its
+primitives. What they do not know has to be compiled.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from veneer._jax.hijax import pe
+from veneer.numba.front.keys import data
+from veneer.numba.reference import evaluate_jaxpr
+
+
+def by_numpy(f: Callable[..., Any], *args: Any) -> Any:
+    """What a function gives; what tracing it raises, it raises."""
+    leaves, tree = jax.tree.flatten(args)
+    trees = []
+
+    def of_leaves(*leaves: Any) -> list[Any]:
+        out, out_tree = jax.tree.flatten(f(*jax.tree.unflatten(tree, leaves)))
+        trees.append(out_tree)
+        return out
+
+    closed = jax.jit(of_leaves).trace(*leaves).jaxpr
+    try:
+        lowered = pe.lower_jaxpr2(closed) if closed.is_high else closed
+        out = [jax.device_put(x) for x in evaluate_jaxpr(lowered, *map(data, leaves))]
+    except Exception:  # what is not known there: a collective, say
+        return jax.jit(f)(*args)
+    return jax.tree.unflatten(trees[-1], out)
