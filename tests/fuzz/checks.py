@@ -25,10 +25,10 @@ REFUSALS = {
 #: Part of the lines of which something else is meant: what is read out of bounds is not valid.
 MEANT_OTHERWISE = {"Masked": "mode='fill'"}
 #: With high types, JAX's functions of keys ask for arrays of keys, the tangent of a value that has
-#: one for each leaf is no array, and what may be such a tangent is not combined. The rules of JAX's
-#: own functions, as of `jnp.logaddexp`, ask for arrays, and no halves are of what cannot be cut.
+#: one for each leaf is no array, and what may be such a tangent is not combined. No halves are of
+#: what cannot be cut.
 HIGH_REFUSALS = ("PRNG", "derivatives by the leaves of a value are no array", "may be an array, or")
-HIGH_REFUSALS += ("shard_map cannot cut", "expected ArrayLike, got")
+HIGH_REFUSALS += ("shard_map cannot cut",)
 
 
 _EPS = float(jnp.finfo("float32").eps)

@@ -134,6 +134,16 @@ def test_a_rule_by_leaves_gives_the_derivative(typed, jit):
         np.testing.assert_allclose(x, y, rtol=1e-5)
 
 
+@pytest.mark.parametrize("f", [jax.nn.softplus, jax.nn.relu, lambda w: jnp.logaddexp(1.0, w)])
+def test_functions_of_jax_that_have_rules_take_values_and_no_derivatives_by_leaves(f):
+    np.testing.assert_allclose(f(LORA), f(vn.materialise(LORA)), rtol=1e-5)
+    np.testing.assert_allclose(jax.jit(f)(LORA), f(vn.materialise(LORA)), rtol=1e-5)
+    with pytest.raises(TypeError, match=r"no array\. Differentiate vn\.materialise"):
+        jax.grad(lambda w: jnp.sum(f(w)))(LORA)
+    by_leaf = jax.grad(lambda w: jnp.sum(f(vn.materialise(w))))(LORA)
+    assert type(by_leaf) is type(LORA)
+
+
 def test_gradients_are_no_arrays():
     gradient = jax.grad(lambda w: jnp.sum(jnp.tanh(w)))(LORA)
     for use in (lax.neg, lambda g: g * 2, lambda g: LORA - 0.1 * g, vn.materialise):

@@ -21,7 +21,7 @@ from jax._src import shard_map as jax_shard_map
 from jax._src.hijax import HiType
 from jax._src.interpreters import ad, batching
 from jax._src.interpreters import partial_eval as pe
-from jax._src.lax import parallel
+from jax._src.lax import lax, parallel
 from jax._src.lax.control_flow import conditionals, loops
 from jax._src.linear_util import StoreException
 from jax._src.sharding_impls import UnspecifiedValue as Unspecified
@@ -62,6 +62,7 @@ __all__ = [
     "holds_tracers",
     "jax_pmap",
     "jax_shard_map",
+    "lax",
     "loops",
     "no_effects",
     "parallel",

@@ -25,6 +25,7 @@ from .._jax.hijax import (
     custom_lin,
     jax_pmap,
     jax_shard_map,
+    lax,
     loops,
     parallel,
     pe,
@@ -110,6 +111,11 @@ def _jax_array(without: property) -> property:
         return without.fget(value)  # type: ignore[misc]
 
     return property(asked)
+
+
+def _asarray(asarray: Callable) -> Callable:
+    """JAX's functions of `jax.lax` that ask for an array, of an operand, do it so."""
+    return lambda x: asarray(canonical(x) if isinstance(x, Value) and is_enabled() else x)
 
 
 def _bind(bind: Any) -> Callable:
@@ -365,6 +371,8 @@ jax_patches.canonical(ImplicitArray, operand_of)
 jax_patches.canonical(HighArray, canonical)
 jax_patches.canonical(Tangent, lambda x: x)
 jax_patches.attribute(ImplicitArray, "__jax_array__", _jax_array)
+for _module in (lax, jax.lax):
+    jax_patches.attribute(_module, "asarray", _asarray)
 jax_patches.attribute(core.Primitive, "bind_with_trace", _bind)
 # Derivatives: a value with a dense tangent is one leaf of the arguments.
 jax_patches.attribute(api, "argnums_partial2", _typed_arguments)
