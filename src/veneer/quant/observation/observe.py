@@ -165,7 +165,8 @@ def check_batches(batches: Any) -> None:
     """Refuses what is one batch rather than an iterable of them."""
     if isinstance(batches, Mapping | jax.Array | np.ndarray):
         raise TypeError(
-            f"batches are an iterable of them, as a list, and not {type(batches).__name__}"
+            f"a model is run on an iterable of batches, as a list of them, and not on "
+            f"{type(batches).__name__}"
         )
 
 
