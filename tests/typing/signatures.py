@@ -15,8 +15,8 @@ def model(params: Params, x: jax.Array, *, scale: float = 1.0) -> jax.Array:
     return x @ params["w"] * scale
 
 
-params: Params = {"w": jnp.ones((8, 8))}
-x = jnp.ones((2, 8))
+params: Params = {"w": jnp.ones((64, 64))}
+x = jnp.ones((2, 64))
 
 # A function keeps its signature, however it is made implicit.
 assert_type(vn.implicit(model)(params, x, scale=2.0), jax.Array)
