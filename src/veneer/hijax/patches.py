@@ -371,8 +371,7 @@ jax_patches.canonical(ImplicitArray, operand_of)
 jax_patches.canonical(HighArray, canonical)
 jax_patches.canonical(Tangent, lambda x: x)
 jax_patches.attribute(ImplicitArray, "__jax_array__", _jax_array)
-for _module in (lax, jax.lax):
-    jax_patches.attribute(_module, "asarray", _asarray)
+jax_patches.attribute(lax, "asarray", _asarray)
 jax_patches.attribute(core.Primitive, "bind_with_trace", _bind)
 # Derivatives: a value with a dense tangent is one leaf of the arguments.
 jax_patches.attribute(api, "argnums_partial2", _typed_arguments)
