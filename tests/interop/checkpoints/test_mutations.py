@@ -90,8 +90,6 @@ def spoil(random_, header, data, config):
     return length.to_bytes(8, "little") + text + bytes(data), config
 
 
-@pytest.mark.long(quick=2)
-@pytest.mark.parametrize("family", FAMILIES)
 def read_all(path):
     """How a folder is refused, if it is, and the most bytes that were allocated on the way."""
     tracemalloc.reset_peak()
@@ -105,6 +103,8 @@ def read_all(path):
     return message, tracemalloc.get_traced_memory()[1]
 
 
+@pytest.mark.long(quick=2)
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.filterwarnings("ignore:.*checkpoint_format:UserWarning")
 def test_a_damaged_folder_is_read_or_refused_in_one_line(tmp_path, family):
     make, config = CONFIGS[FAMILIES[family]]
