@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from support.annotations import ARE_CHECKED
 
 import veneer as vn
 from veneer.hijax import mode
@@ -102,8 +101,6 @@ BY_LEAVES = {
 def test_it_has_the_fields_of_the_class(name, rule, run):
     if name == "vjp" and rule is with_jvp and run not in ("jvp", "linearize"):
         pytest.skip("a transpose is not transposed again")
-    if ARE_CHECKED and rule is with_vjp and run == "of a typed value":
-        pytest.skip("it stays typed where annotations are checked")
     expected = jax.tree.map(lambda _: 0.0, LORA)
 
     def of_leaves(w, t):

@@ -45,13 +45,21 @@ def conform_cotangents(flatten_bwd: Callable) -> Callable:
     return flatten
 
 
-def _in_form(bwd: Callable, in_tree: Any, in_avals: Any, with_logs: bool, *args: Any) -> Any:
+def _in_form(
+    bwd: Callable, in_tree: Any, in_avals: Any, with_logs: bool, kept: Any, cotangents: Any
+) -> Any:
     if not is_enabled():
-        return bwd(*args)
-    out = call_rule(bwd, *args)
+        return bwd(kept, cotangents)
+    out = call_rule(bwd, jax.tree.map(_with_leaves, kept, is_leaf=is_value), cotangents)
     if with_logs:
         return _conformed(out[0], in_tree, in_avals), *out[1:]
     return _conformed(out, in_tree, in_avals)
+
+
+def _with_leaves(kept: Any) -> Any:
+    """What the forward pass has kept: a tree, where its cotangent is one."""
+    t = getattr(kept, "aval", None)
+    return opened(kept) if type(t) is HighType and not t.dense_tangent else kept
 
 
 def _conformed(cotangents: Any, in_tree: Any, in_avals: Any) -> Any:
