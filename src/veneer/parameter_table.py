@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from . import tree as vtree
 from ._core.surface.array import ImplicitArray
 from ._core.value import Value, describe, is_value, materialise
-from ._report.tables import Cells, html_table, rich_table, short_size_of, text_table
+from ._report.tables import Cells, Tabular, short_size_of
 from .quant import QArray
 from .quant.models.checkpoint import describe_format
 from .training import trainable
@@ -46,7 +46,7 @@ class Row:
 
 
 @dataclass(frozen=True, repr=False)
-class Summary:
+class Summary(Tabular):
     """The arrays of a tree: `print` it for a table; a notebook shows one of HTML.
 
     `rows` holds a `Row` for each array, in the order of the tree.
@@ -69,19 +69,7 @@ class Summary:
         """The number of values that are trained."""
         return sum(row.trainable for row in self.rows)
 
-    def __str__(self) -> str:
-        return text_table(*self._table(), may_stack=True)
-
-    __repr__ = __str__
-
-    def __rich__(self) -> Any:
-        return rich_table(*self._table())
-
-    def _repr_html_(self) -> str:
-        return html_table(*self._table())
-
     def _table(self) -> tuple[Cells, Sequence[Cells], Cells, Cells]:
-        """The headings, the rows, the last row, and which columns are of numbers."""
         columns: dict[str, tuple[Callable[[Row], str], str]] = {
             "path": (lambda row: row.path, "total"),
             "format": (lambda row: row.format, ""),

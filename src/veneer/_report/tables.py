@@ -190,3 +190,22 @@ def size_of(nbytes: int) -> str:
 def short_size_of(nbytes: int) -> str:
     """The same for a cell of a table: `9,999 B`."""
     return f"{nbytes:,} B" if nbytes < 10_000 else size_of(nbytes)
+
+
+class Tabular:
+    """What is a table wherever it is shown: by `print`, by rich, in a notebook."""
+
+    def _table(self) -> tuple[Cells, Sequence[Cells], Cells, Cells]:
+        """The headings, the rows, the last row, and which columns are of numbers."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return text_table(*self._table(), may_stack=True)
+
+    __repr__ = __str__
+
+    def __rich__(self) -> Any:
+        return rich_table(*self._table())
+
+    def _repr_html_(self) -> str:
+        return html_table(*self._table())

@@ -65,11 +65,10 @@ def calibrate(
     rounded to nearest, with the scales of the least error.
 
     **Raises:** `TypeError` for a model of which the parameters are not known, and for batches that
-    can be gone through but once if `sequential`; `ValueError` for an
-    unknown method, where there are no batches or activations met none of the weights, and where
-    they have a NaN or infinity in them; and what `quantize_tree` raises. Warns with `UserWarning`
-    of weights that met no activations and of those for which the method was no better than rounding
-    to nearest.
+    can be gone through but once if `sequential`; `ValueError` for an unknown method, where there
+    are no batches or activations met none of the weights, and where they have a NaN or infinity in
+    them; and what `quantize_tree` raises. Warns with `UserWarning` of weights that met no
+    activations and of those for which the method was no better than rounding to nearest.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> keys = jax.random.split(jax.random.key(0), 3)

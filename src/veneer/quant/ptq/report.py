@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from ..._report.tables import Cells, html_table, rich_table, text_table
+from ..._report.tables import Cells, Tabular
 
 
 class WeightLoss(NamedTuple):
@@ -28,24 +28,12 @@ class WeightLoss(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class CalibrationReport:
+class CalibrationReport(Tabular):
     """The weights whose outputs are known: `print` it for a table; a notebook shows one of HTML."""
 
     rows: tuple[WeightLoss, ...]
 
-    def __str__(self) -> str:
-        return text_table(*self._table(), may_stack=True)
-
-    __repr__ = __str__
-
-    def __rich__(self) -> Any:
-        return rich_table(*self._table())
-
-    def _repr_html_(self) -> str:
-        return html_table(*self._table())
-
     def _table(self) -> tuple[Cells, Sequence[Cells], Cells, Cells]:
-        """The headings, the rows, the last row, and which columns are of numbers."""
         names = ("path", "format", "shape", "nearest loses", "loses", "method")
         cells = [
             (
