@@ -1,10 +1,10 @@
 """What a share of the tests has in it."""
 
-from itertools import combinations, product
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
-from support.shares import cases_of_pairs, cases_of_share, quick_cases
+from support.shares import cases_of_share, quick_cases
 
 
 class Case:
@@ -57,27 +57,6 @@ def test_a_case_of_a_divided_test_is_in_one_share():
 def test_a_file_that_is_divided_from_others_is_in_one_share_alone():
     cases = all_of({"divided": {"by": "file"}}, format=range(20))
     assert sorted(map(len, shares_of(cases, 2))) == [0, 20]
-
-
-# Pairs.
-
-
-def test_every_pair_of_values_is_tried():
-    cases = all_of(
-        format=["int8", "int4", "nf4"], tile=[None, 4], shape=range(5), jit=[True, False]
-    )
-    kept = cases_of_pairs(cases)
-    assert 15 <= len(kept) <= 20
-    for one, other in combinations(cases[0].callspec.params, 2):
-        pairs = lambda of, names=(one, other): {
-            tuple(case.callspec.params[n] for n in names) for case in of
-        }
-        assert pairs(kept) == pairs(cases)
-
-
-@pytest.mark.parametrize("cases", [[Case()], all_of(x=range(3)), all_of(x=range(3), y=range(4))])
-def test_a_test_of_two_parameters_has_all_of_its_cases(cases):
-    assert cases_of_pairs(cases) == set(cases)
 
 
 # A quick run.

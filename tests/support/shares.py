@@ -1,25 +1,22 @@
 """What a run has of the cases of each test, where it need not have all.
 
     pytest --quick
-    pytest --pairs --share 1/2
+    pytest --quick --share 1/2
 
 A quick run has every test, and every value of a parameter once in each file: where ten tests of a
 file are parametrised over the same formats, each format is tried by one or two of them. Of a test
 that is marked as `long` it has but one case, or as many as `long(quick=0)` says: none of the long
 examples, and nothing of the real model.
 
-A run of pairs has, of a test of three parameters or more, every pair of values of two of them.
-
 A share is for where other runs take the others. A test of formats by shapes by transformations is
 run for every format, every shape and every transformation, and for every second combination of
 them; what is left out, `--share 2/2` runs. So a test of one parameter is run whole by both, and a
 test of none; but where it is marked as `divided`, each of its cases is in one share alone, or
-`divided(by="file")` with all of its file.
+`divided(by="file")` with all of its file. The shares of a quick run are of the cases that it has.
 """
 
 import re
 from collections import Counter, defaultdict
-from itertools import combinations
 from zlib import crc32
 
 import pytest
@@ -40,9 +37,6 @@ DIVIDED = {
 
 def pytest_addoption(parser):
     parser.addoption("--quick", action="store_true", help="run a few cases of each test")
-    parser.addoption(
-        "--pairs", action="store_true", help="run each pair of values, not each product"
-    )
     parser.addoption("--share", metavar="I/N", help="run a share of the cases of each test")
 
 
@@ -65,13 +59,11 @@ def pytest_itemcollected(item):
 
 def pytest_collection_modifyitems(config, items):
     kept = items
-    if config.getoption("pairs"):
-        kept = _kept(kept, map(cases_of_pairs, _by(_test, kept)))
+    if config.getoption("quick"):
+        kept = _kept(kept, (quick_cases(list(_by(_test, of))) for of in _by(_file, kept)))
     if config.getoption("share") is not None:
         share, n_shares = _parsed(config.getoption("share"))
         kept = _kept(kept, (cases_of_share(of, share, n_shares) for of in _by(_test, kept)))
-    if config.getoption("quick"):
-        kept = _kept(kept, (quick_cases(list(_by(_test, of))) for of in _by(_file, kept)))
     if len(kept) < len(items):
         chosen = set(kept)
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
@@ -105,20 +97,6 @@ def _parsed(text):
     if not match or match[1] > match[2]:
         raise pytest.UsageError(f"--share is one such as 1/2, not {text}")
     return int(match[1]), int(match[2])
-
-
-def cases_of_pairs(cases):
-    """Of the cases of one test, as few as have every pair of values, and every value."""
-    values = {case: _values(case) for case in cases}
-    if len(values[cases[0]]) < 3:
-        return set(cases)
-    pairs = {case: set(combinations(values[case], 2)) for case in cases}
-    left, kept = set().union(*pairs.values()), set()
-    while left:
-        best = max(pairs, key=lambda case: len(pairs[case] & left))
-        kept.add(best)
-        left -= pairs.pop(best)
-    return kept
 
 
 def cases_of_share(cases, share, n_shares):
