@@ -1,6 +1,7 @@
 """Whether a program gives of an implicit array what it gives of the dense one."""
 
 import warnings
+from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ REFUSALS = {
     "Quantity": ("unit", "dimension", "cannot be converted", "metadata differs"),
     "Named": ("name", "axis", "axes", "metadata differs"),
     "Masked": ("has no dense form", "counts all entries"),
+    "PRNGKey": ("key<",),  # of arithmetic with keys, in the words of JAX
 }
 #: Part of the lines of which something else is meant: what is read out of bounds is not valid.
 MEANT_OTHERWISE = {"Masked": "mode='fill'"}
@@ -28,7 +30,7 @@ MEANT_OTHERWISE = {"Masked": "mode='fill'"}
 #: one for each leaf is no array, and what may be such a tangent is not combined. No halves are of
 #: what cannot be cut.
 HIGH_REFUSALS = ("PRNG", "derivatives by the leaves of a value are no array", "may be an array, or")
-HIGH_REFUSALS += ("shard_map cannot cut",)
+HIGH_REFUSALS += ("shard_map cannot cut", "holds derivatives by leaves")
 
 
 _EPS = float(jnp.finfo("float32").eps)
@@ -66,9 +68,7 @@ def check(program: Program, compiled: bool = True) -> str:
                 result = of(x) if compiled else by_numpy(undressed, by_numpy(of, x))
         except Exception as error:
             refusals = (*REFUSALS.get(program.kind, ()), *(HIGH_REFUSALS if high else ()))
-            if isinstance(error, (TypeError, ValueError)) and any(
-                text in str(error) for text in refusals
-            ):
+            if any(text in message for message in _messages(error) for text in refusals):
                 return "refused"
             raise Disagreement(f"{type(error).__name__}: {error}") from error
         try:
@@ -91,6 +91,14 @@ def _of_dense(program: Program, x: Any, dense: Any) -> tuple[Any, Any]:
     eps = max(float(jnp.finfo(of.dtype).eps) * max(16, of.size / 8) for of in results)
     size = jnp.stack([*map(_size, [*results, expected]), 1.0]).max()
     return expected, max(eps, 300 * _EPS) * size
+
+
+def _messages(error: BaseException | None) -> Iterator[str]:
+    """What is said of an error and of those that it came from, of the types for bad arguments."""
+    while error is not None:
+        if isinstance(error, (TypeError, ValueError)):
+            yield str(error)
+        error = error.__cause__ or error.__context__
 
 
 def _size(x: Any) -> Any:

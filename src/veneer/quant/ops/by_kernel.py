@@ -21,7 +21,7 @@ from ..._core.primitives.dimension_numbers import DotDimensionNumbers
 from ..._core.primitives.movement import reshape
 from ...kernels import BYTES, FLOATS, Codes, MatmulOperands, MatmulProblem, matmul, select
 from ..formats import get_format
-from ..formats.packing import Packing
+from ..formats.packing import Packing, packed_size
 from ..formats.tiles import over_tiles
 from ..qarray import QArray
 from .by_xla import by_xla, multiplied_codes
@@ -208,7 +208,7 @@ def _plan(
         for pair in params.dimension_numbers
     )
     matrix = _as_matrix(q, tuple(summed), tuple(batch))
-    codes = None if matrix is None else codes_of(q.qtype, q.zero_point is not None)
+    codes = None if matrix is None else codes_of(matrix.q.qtype, q.zero_point is not None)
     if matrix is None or codes is None:
         return None
     minimum = matrix.q.minimum
@@ -224,7 +224,7 @@ def _plan(
         None if x.scale is None else _as_rows(x.scale, first, last)[..., 0],
         minimum,
     )
-    reference = ProductByXla(q.qtype, q.dense_dtype, params.precision)
+    reference = ProductByXla(matrix.q.qtype, q.dense_dtype, params.precision)
     product = MatmulProblem(
         codes[0], matrix.q.shape[2], matrix.contracting, out_dtype.name, codes[1], reference
     )
@@ -327,7 +327,34 @@ def _as_matrix(q: QArray, summed: Sequence[int], batch: Sequence[int]) -> Stored
         matrix = reshape(q, sizes)
     if matrix is NotImplemented or matrix.packing != as_kernels_read:
         return None
-    return StoredMatrix(matrix, contracting)
+    return StoredMatrix(_in_bits(matrix), contracting)
+
+
+def _in_bits(q: QArray) -> QArray:
+    """Returns an array of digits of base 3, five in a byte, with codes of 2 bits; others as given.
+
+    No kernel reads such digits: five that share a byte are in two vectors.
+    """
+    if q.format.bits != 1.6:
+        return q
+    return q.replace(packed=_two_bits(q.packed, q.shape[-1]), qtype="int2")
+
+
+@functools.partial(jax.jit, static_argnames="size")
+def _two_bits(packed: jax.Array, size: int) -> jax.Array:
+    """Packs -1, 0 and 1, which lie five in a byte, four in a byte: of each 4 bytes, 5."""
+    bits = get_format("int2").bits
+    units = jnp.pad(packed, [(0, 0)] * (packed.ndim - 1) + [(0, -packed.shape[-1] % 4)])
+    units = units.reshape(*packed.shape[:-1], -1, 4)
+
+    def field(place: int) -> jax.Array:
+        byte, digit = divmod(place, 5)
+        return (units[..., byte] // jnp.uint8(3**digit) % 3 + 3) & 3
+
+    bytes_ = [sum(field(4 * i + k) << 2 * k for k in range(4)) for i in range(5)]
+    bytes_ = lax.optimization_barrier(bytes_)  # XLA would ask for each byte which of 5 it is
+    out = jnp.stack(bytes_, -1).reshape(*packed.shape[:-1], -1)
+    return out[..., : packed_size(size, bits)]
 
 
 def _go_together(q: QArray) -> bool:
