@@ -27,7 +27,15 @@ def by_numpy(f: Callable[..., Any], *args: Any) -> Any:
     closed = jax.jit(of_leaves).trace(*leaves).jaxpr
     try:
         lowered = pe.lower_jaxpr2(closed) if closed.is_high else closed
-        out = [jax.device_put(x) for x in evaluate_jaxpr(lowered, *map(data, leaves))]
+        out = evaluate_jaxpr(lowered, *map(data, leaves))
+        out = [_array(x, aval) for x, aval in zip(out, lowered.out_avals, strict=True)]
     except Exception:  # what is not known there: a collective, say
         return jax.jit(f)(*args)
     return jax.tree.unflatten(trees[-1], out)
+
+
+def _array(x: Any, aval: Any) -> jax.Array:
+    """What was computed, as JAX has it: keys are integers there."""
+    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(x, impl=jax.random.key_impl(aval))
+    return jax.device_put(x)
