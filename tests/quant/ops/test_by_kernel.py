@@ -71,6 +71,35 @@ def test_every_format_by_every_granularity_and_side(qtype):
         assert_accurate(actual, x, dense if case[1] == "rows" else dense.T)
 
 
+def test_digits_of_base_3_that_end_anywhere_within_bytes():
+    sizes = range(128, 148)  # five in a byte, of which four are made five
+    x, y = normal(3, max(sizes), seed=1), normal(3, 200, seed=2)
+    ws = {n: quantize(normal(200, n, seed=n), "ternary", channelwise_axes=[0]) for n in sizes}
+
+    @jax.jit
+    @vn.implicit
+    def run(x, y, ws):
+        return {n: (x[:, :n] @ w.T, y @ w) for n, w in ws.items()}
+
+    assert all(said.startswith("CPU kernel") for said in how(run, x, y, ws))
+    for n, (over_columns, over_rows) in run(x, y, ws).items():
+        dense = ws[n].dequantize()
+        assert_accurate(over_columns, x[:, :n], dense.T)
+        assert_accurate(over_rows, y, dense)
+
+
+@pytest.mark.parametrize("qtype", ["int4", "ternary"])
+def test_a_stack_by_a_scan_and_by_its_batch(qtype):
+    x, w = normal(3, 4, 192, seed=1), normal(3, 192, 192, seed=2)
+    q = quantize(w, qtype, channelwise_axes=[0, 2])
+    batch = lambda x, w: jnp.einsum("ebk,ekn->ebn", x, w)
+    scanned = lambda x, w: jax.lax.scan(lambda c, xw: (c, xw[0] @ xw[1]), 0, (x, w))[1]
+    for f in (batch, scanned, jax.vmap(jnp.matmul)):
+        assert all(said.startswith("CPU kernel") for said in how(f, x, q))
+        actual = jax.jit(vn.implicit(f))(x, q)
+        assert_accurate(actual, x, q.dequantize())
+
+
 def test_codes_are_worth_what_formats_say():
     for qtype in SERVED:
         format = FORMATS[qtype]
@@ -181,7 +210,7 @@ SWAPPED = {
 }
 
 
-@pytest.mark.parametrize("qtype", ["int4", "int8"])
+@pytest.mark.parametrize("qtype", ["int4", "int8", "ternary"])
 @pytest.mark.parametrize("name", SWAPPED)
 def test_swapped_axes_that_are_joined_with_others(name, qtype):
     f, x_shape, channelwise = SWAPPED[name]
@@ -278,7 +307,7 @@ def test_integer_products_are_exact_but_for_scales(qtype):
     assert_accurate(second, x.dequantize(), turned.dequantize().T, 1e-6)
 
 
-@pytest.mark.parametrize("qtype", ["nf4", "int8", "uint4"])
+@pytest.mark.parametrize("qtype", ["nf4", "int8", "uint4", "ternary"])
 def test_activations_quantised_as_they_come(qtype):
     w = vn.quant.ActivationQuantized(
         quantize(normal(K, N, seed=2), qtype, channelwise_axes=[1], tiled_axes={0: 32}),
@@ -376,7 +405,7 @@ def test_derivatives_by_scales_are_those_by_xla():
             np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4 * np.abs(b).max())
 
 
-@pytest.mark.parametrize("qtype", ["int4", "int8"])
+@pytest.mark.parametrize("qtype", ["int4", "int8", "ternary"])
 def test_no_dense_weight_in_a_gradient(qtype):
     x, q = normal(3, K, seed=1), quantize(normal(K, 136), qtype, channelwise_axes=[1])
     loss = vn.implicit(lambda x, w: jnp.sum(jnp.sin(x @ w)))

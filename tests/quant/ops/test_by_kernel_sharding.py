@@ -124,6 +124,10 @@ TOGETHER = {
         quantize(normal(K, 132, seed=2), "int3", channelwise_axes=[1]),
         P(None, "y"),
     ),
+    "digits of base 3": (
+        quantize(normal(K, 140, seed=2), "ternary", channelwise_axes=[1]),
+        P(None, "y"),
+    ),
     "an odd last byte": (quantize(normal(K, 131, seed=2), "int4", channelwise_axes=[1]), P("y")),
 }
 
