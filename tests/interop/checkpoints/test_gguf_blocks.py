@@ -1,5 +1,7 @@
 """Each type of GGUF's blocks: packed, and worth to the bit what the `gguf` package makes of it."""
 
+import re
+
 import jax
 import ml_dtypes
 import numpy as np
@@ -65,6 +67,32 @@ def test_random_blocks_are_worth_what_the_reference_says(row, shape):
     assert q.shape == (*shape[:-1], shape[-1] * row.values)
     assert q.nbytes <= 1.02 * blocks.nbytes
     assert_equal(row, q, oracle(row, blocks))
+
+
+@pytest.mark.parametrize("row", TYPES)
+def test_products_are_by_kernels_and_nothing_is_dense(row):
+    n, k = 192, 512
+    blocks = random_blocks(row, n, k // row.values)
+    for place in (row.scale, row.minimum):
+        if place is not None and place.dtype == np.float16:
+            scales = np.random.default_rng(1).uniform(0.5, 1, (*blocks.shape[:-1], 1))
+            bytes_ = scales.astype(np.float16).view(np.uint8)
+            blocks[..., place.start : place.start + 2] = bytes_
+        elif place is not None and place.dtype in LARGEST_SCALES:
+            scales = blocks[..., place.start : place.start + place.count]
+            scales[:] = LARGEST_SCALES[place.dtype] // 2 + scales % 2  # about 1
+    w = read(row, blocks)
+    product = vn.implicit(lambda x, w: x @ w.T)
+    for m in (1, 8):
+        x = np.random.default_rng(2).normal(size=(m, k)).astype(np.float32)
+        said = [e.how for e in vn.explain(product)(x, w).events if e.primitive == "dot_general"]
+        assert len(said) == 1
+        assert said[0].startswith("CPU kernel")
+        compiled = jax.jit(product).lower(x, w).compile()
+        assert not re.search(rf"(f32|bf16|f16)\[(1,)?({n},{k}|{k},{n})\]", compiled.as_text())
+        exact = x.astype(np.float64) @ np.asarray(vn.materialise(w), np.float64).T
+        error = np.linalg.norm(compiled(x, w) - exact) / np.linalg.norm(exact)
+        assert error < 1e-5
 
 
 F16_TYPES = [p for p in TYPES if p.values[0].scale.dtype == np.float16]
