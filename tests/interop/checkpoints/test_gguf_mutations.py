@@ -131,7 +131,7 @@ def mutated(content, rng):
     return bytes(content)
 
 
-def test_a_thousand_mutations_are_read_or_refused(tmp_path):
+def test_mutations_are_read_or_refused(tmp_path, mutations):
     good = small_file(tmp_path / "good.gguf")
     dense = read_all(tmp_path / "good.gguf")["b.weight"]
     rng = np.random.default_rng(0)
@@ -139,7 +139,7 @@ def test_a_thousand_mutations_are_read_or_refused(tmp_path):
     outcomes = {"refused": 0, "read": 0}
     tracemalloc.start()
     try:
-        for i in range(1000):
+        for i in range(mutations):
             path.write_bytes(mutated(good, rng))
             tracemalloc.reset_peak()
             before, _ = tracemalloc.get_traced_memory()
@@ -162,4 +162,4 @@ def test_a_thousand_mutations_are_read_or_refused(tmp_path):
             assert tracemalloc.get_traced_memory()[1] - before < 2**20
     finally:
         tracemalloc.stop()
-    assert min(outcomes.values()) > 100
+    assert min(outcomes.values()) > mutations // 10
