@@ -159,6 +159,15 @@ TYPES: dict[str, Callable[[_Texts], str]] = {
     "NMSparse": lambda t: (
         f"vn.types.NMSparse.prune({t.dense(4, t.one_of(4, 8))}, 2, 4, {t.one_of(-1, -2)})"
     ),
+    "Permuted": lambda t: (
+        lambda m, n: f"vn.types.Permuted({t.dense(m, n)}, permuted({t.seed()}, {n})[None])"
+    )(t.size(), t.size()),
+    "Rotated": lambda t: f"vn.types.Rotated({t.dense(t.size(), t.size())}, ({t.one_of(-1, -2)},))",
+    "Scaled": lambda t: (
+        lambda m, n: (
+            f"vn.types.Scaled({t.dense(m, n)}, {t.dense(*t.one_of((m, 1), (1, n), (1, 1)))})"
+        )
+    )(t.size(), t.size()),
     "Permutation": lambda t: f"vn.types.Permutation(permuted({t.seed()}, {t.size()}), {t.dtype!r})",
     "PRNGKey": lambda t: "vn.types.PRNGKey(jax.random.key(i + 1))",
     "Product": lambda t: (

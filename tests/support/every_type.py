@@ -64,10 +64,13 @@ EVERY_TYPE: dict[str, Callable[[Arrays], Any]] = {
     "Named": lambda a: T.Named(a(4, 4), (*"abc"[: len(a.lead)], "m", "n")),
     "PRNGKey": lambda a: T.PRNGKey(jax.random.split(a.key, a.lead)),
     "Permutation": lambda a: T.Permutation(a.order(4), a.dtype),
+    "Permuted": lambda a: T.Permuted(a(4, 4), a.order(4)[..., None, :]),
     "Product": lambda a: T.Product(T.Diagonal(a(4)), T.Circulant(a(4))),
     "QArray, int8": _quantized("int8", channelwise_axes=[-1]),
     "QArray, nf4 in tiles": _quantized("nf4", tiled_axes={-2: 2}, channelwise_axes=[-1]),
     "Quantity": lambda a: T.Quantity(a(4, 4), "m"),
+    "Rotated": lambda a: T.Rotated(a(4, 4)),
+    "Scaled": lambda a: T.Scaled(a(4, 4), a(4, 1)),
     "SparseArray": lambda a: T.SparseArray.from_dense(a.some(4, 4), n_batch=len(a.lead)),
     "Symmetric": lambda a: T.Symmetric(a(10)),
     "Symmetric, positive definite": lambda a: T.Symmetric.of(

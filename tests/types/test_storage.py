@@ -49,6 +49,7 @@ STORAGE = {
     ("NMSparse", "m"): (nm_sparse(1, 2, -1), nm_sparse(1, 4, -1)),
     ("NMSparse", "axis"): (nm_sparse(2, 4, -1), nm_sparse(2, 4, -2)),
     ("Permuted", "axis"): (T.Permuted(A, ORDER), T.Permuted(A, ORDER.T, -2)),
+    ("Rotated", "axes"): (T.Rotated(A), T.Rotated(A, (-1,))),
     ("Constant", "trailing"): (T.Constant(2.0, (4, 4)), T.Constant(jnp.ones(4), (4,))),
     ("Lazy", "function"): (T.Lazy(jnp.sin, A), T.Lazy(jnp.cos, A)),
 }

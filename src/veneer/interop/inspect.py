@@ -9,7 +9,7 @@ from jax.typing import ArrayLike
 from .._core.value import materialise
 from ..quant import QArray
 from ..quant.models.checkpoint import describe_format, error_norms, relative_error
-from ..types.permuted import Permuted
+from ..types.basis import Permuted
 
 
 class TensorReport(NamedTuple):

@@ -5,10 +5,10 @@
     sparse          arrays most of whose entries are zero
     masked          arrays some of whose entries are left out
     labels          arrays of which something is said: names of axes, a unit, that they are keys
+    basis           arrays that are stored in another basis: permuted, rotated, scaled
     constant        `Constant`
     frozen          `Frozen`
     lazy            `Lazy`
-    permuted        `Permuted`: entries along an axis in another order
 
 and what they share:
 
@@ -18,13 +18,13 @@ and what they share:
 """
 
 from . import lora
+from .basis import Permuted, Rotated, Scaled
 from .constant import Constant
 from .frozen import Frozen
 from .labels import Named, PRNGKey, Quantity
 from .lazy import Lazy
 from .lora import LoraArray, LowRank
 from .masked import Masked
-from .permuted import Permuted
 from .sparse import NMSparse, SparseArray
 from .structured import (
     Banded,
@@ -61,6 +61,8 @@ __all__ = [
     "Permuted",
     "Product",
     "Quantity",
+    "Rotated",
+    "Scaled",
     "SparseArray",
     "Symmetric",
     "Toeplitz",

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...quant import QArray
-from ...types.permuted import Permuted
+from ...types.basis import Permuted
 from . import codes
 from .source import quantised
 

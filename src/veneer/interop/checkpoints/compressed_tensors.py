@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...quant import QArray
-from ...types.permuted import Permuted
+from ...types.basis import Permuted
 from . import codes
 from .affine import Stored, Unfit, affine, affine_parts, by_rows, matrix, most_common
 from .block_fp8 import FLOAT8, block_size, scaled

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ...types.permuted import Permuted
+from ...types.basis import Permuted
 from . import codes
 from .affine import AffineParts, Stored, Unfit, affine, affine_parts, most_common
 from .source import FLOATS, StoredTensors, Weight

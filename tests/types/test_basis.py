@@ -1,0 +1,163 @@
+"""`Permuted`, `Rotated`, `Scaled`: held to the dense program, and never dense in a product."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import veneer as vn
+from veneer.types import Permuted, Rotated, Scaled
+from veneer.types.basis.rotation import factors, rotated, rotated_back
+
+X = np.random.RandomState(1).standard_normal((5, 12)).astype(np.float32)
+
+
+def array(*shape, quantised=False, seed=0):
+    w = np.random.RandomState(seed).standard_normal(shape).astype(np.float32)
+    if not quantised:
+        return w
+    return vn.quant.quantize(w, "int4", channelwise_axes=[0], tiled_axes={1: 4})
+
+
+def order(n, *others, seed=0):
+    return np.stack(
+        [np.random.RandomState([seed, i]).permutation(n) for i in range(max(1, *others, 0))]
+        if others
+        else [np.random.RandomState(seed).permutation(n)]
+    ).astype(np.int32)
+
+
+FACTORS = np.linspace(0.5, 2, 12, dtype=np.float32)
+
+VALUES = {
+    "permuted": Permuted(array(8, 12), order(12)),
+    "permuted rows": Permuted(array(12, 8), order(12).T, -2),
+    "rotated": Rotated(array(8, 12), (-1,)),
+    "rotated rows": Rotated(array(12, 8)),
+    "scaled": Scaled(array(8, 12), FACTORS[None]),
+    "scaled rows": Scaled(array(12, 8), FACTORS[:, None]),
+}
+QUANTISED = {
+    "permuted": Permuted(array(8, 12, quantised=True), order(12)),
+    "rotated": Rotated(array(8, 12, quantised=True), (-1,)),
+    "scaled": Scaled(array(8, 12, quantised=True), FACTORS[None]),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_it_is_held_to_the_dense_program(name):
+    value = VALUES[name]
+    heads = (2, 4, 12) if value.shape == (8, 12) else (12, 2, 4)
+    vn.testing.check_rules(type(value), value, programs={"heads": lambda w, _: w.reshape(heads)})
+
+
+PROGRAMS = {
+    "x @ w.T": lambda w, x: x @ w.T,
+    "w @ x.T": lambda w, x: w @ x.T,
+    "w.T is contracted": lambda w, x: x[:, :8] @ w,
+    "from the left": lambda w, x: w.T @ x[:, :8].T,
+    "heads": lambda w, x: jnp.einsum("bi,hdi->bhd", x, w.reshape(2, 4, 12)),
+    "half of the rows": lambda w, x: x @ w[:4].T,
+    "rows looked up": lambda w, x: w[jnp.array([3, 0, 3])] + x[:3],
+    "gradient": jax.grad(lambda w, x: jnp.sum((x @ w.T) ** 2), argnums=1),
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("name", QUANTISED)
+def test_a_product_takes_its_operand_into_the_basis_and_is_not_dense(program, name):
+    w, f = QUANTISED[name], PROGRAMS[program]
+    report = vn.explain(f)(w, X)
+    assert not [row for row in report.materialised if type(w).__name__ in str(row)]
+    y, dense = jax.jit(vn.implicit(f))(w, X), f(vn.materialise(w), X)
+    assert (y.shape, y.dtype) == (dense.shape, dense.dtype)
+    np.testing.assert_allclose(vn.materialise(y), dense, 1e-4, 1e-4)
+
+
+STACKS = {
+    "permuted": Permuted(array(3, 8, 12), order(12, 3)[:, None]),
+    "rotated": Rotated(array(3, 8, 12), (-1,)),
+    "scaled": Scaled(array(3, 8, 12), FACTORS * np.arange(1, 4, dtype=np.float32)[:, None, None]),
+    "scaled, a factor each": Scaled(array(3, 8, 12), np.ones((3, 1, 1), np.float32)),
+}
+
+
+@pytest.mark.parametrize("w", STACKS.values(), ids=STACKS)
+def test_matrices_of_a_stack_have_bases_of_their_own(w):
+    x = array(3, 5, 12, seed=1)
+    program = lambda w, x: jnp.einsum("lbi,loi->lbo", x, w)
+    dense = program(w.materialise(), x)
+    report = vn.explain(program)(w, x)
+    assert not report.materialised
+    np.testing.assert_allclose(vn.implicit(program)(w, x), dense, 1e-5, 1e-5)
+
+    def scanned(w, x):
+        return jax.lax.scan(lambda c, wx: (c, wx[1] @ wx[0].T), 0, (w, x))[1]
+
+    np.testing.assert_allclose(vn.implicit(scanned)(w, x), dense, 1e-5, 1e-5)
+
+
+def test_several_axes_that_a_product_contracts():
+    w, x = array(4, 6, 8), array(5, 4, 6, seed=1)
+    program = lambda w, x: jnp.einsum("thk,hkd->td", x, w)
+    for value in (
+        Rotated.of(w, (-3, -2)),
+        Scaled(w / FACTORS[:6, None], np.broadcast_to(FACTORS[:6, None], (4, 6, 1))),
+    ):
+        np.testing.assert_allclose(vn.materialise(value), w, 1e-5, 1e-6)
+        assert not vn.explain(program)(value, x).materialised
+        np.testing.assert_allclose(vn.implicit(program)(value, x), program(w, x), 1e-5, 1e-5)
+    # Of axes one of which is contracted, the result is taken out of the basis of the others.
+    both = Scaled(w[0], np.outer(FACTORS[:6], FACTORS[:8]))
+    np.testing.assert_allclose(
+        vn.implicit(jnp.matmul)(x[0], both), x[0] @ vn.materialise(both), 1e-5, 1e-5
+    )
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 12, 67, 384, 1000])
+def test_a_rotation_keeps_lengths_and_is_undone(n):
+    assert np.prod(factors(n)) == n
+    identity = np.eye(n, dtype=np.float32)
+    matrix = np.asarray(rotated(identity, 0))
+    np.testing.assert_allclose(matrix @ matrix.T, identity, atol=2e-6)
+    np.testing.assert_allclose(rotated_back(matrix, 0), identity, atol=2e-6)
+    np.testing.assert_array_equal(rotated(identity, 1), matrix.T)
+    # Entries of Hadamard matrices are alike; Hartley's, of each odd prime, are up to sqrt(2) of it.
+    odd = {1: 0, 2: 0, 3: 1, 12: 1, 67: 1, 384: 1, 1000: 3}[n]
+    assert abs(matrix).max() <= (2**odd / n) ** 0.5 + 1e-6
+
+
+def test_a_rotation_of_halves_is_that_of_floats_rounded():
+    x = array(64, 6).astype(jnp.bfloat16)
+    wide = rotated(x.astype(np.float32), 0)
+    np.testing.assert_array_equal(rotated(x, 0), wide.astype(jnp.bfloat16))
+
+
+def test_what_stands_out_is_spread_and_few_bits_lose_less():
+    w = np.array(array(256, 64))
+    w[::50] *= 30  # channels that stand out
+    x = array(100, 256, seed=1)
+    quantize = lambda w: vn.quant.quantize(w, "int4", channelwise_axes=[1])
+    lost = lambda q: np.linalg.norm(x @ (vn.materialise(q) - w))
+    turned = Rotated.of(w)
+    assert lost(turned.with_array(quantize(turned.array))) < 0.6 * lost(quantize(w))
+
+
+ORDER = np.arange(12, dtype=np.int32)
+REFUSED = {
+    "floats": (lambda: Permuted(array(8, 12), FACTORS[None]), TypeError, "of integers, not float"),
+    "short": (lambda: Permuted(array(8, 12), ORDER[None, :9]), ValueError, r"has shape \(1, 9\)"),
+    "rank": (lambda: Permuted(array(8, 12), ORDER), ValueError, r"order has shape \(12,\)"),
+    "axis": (lambda: Permuted(array(8, 12), ORDER[None], 1), ValueError, "axis is negative"),
+    "codes": (lambda: Rotated(ORDER[None]), TypeError, "is rotated is floating, not int32"),
+    "no axis": (lambda: Rotated(array(8, 12), (1,)), ValueError, "axes are negative"),
+    "twice": (lambda: Rotated(array(8, 12), (-1, -1)), ValueError, "differ"),
+    "factors": (lambda: Scaled(array(8, 12), FACTORS), ValueError, r"factor has shape \(12,\)"),
+    "integers": (lambda: Scaled(array(8, 12), ORDER[None]), TypeError, "factor is floating"),
+}
+
+
+@pytest.mark.parametrize(("make", "error", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_does_not_fit_is_refused(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
