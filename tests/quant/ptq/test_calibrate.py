@@ -10,7 +10,7 @@ import veneer as vn
 from veneer.quant import Rule, calibrate, quantize_tree
 from veneer.quant.ptq.gptq import gptq
 from veneer.quant.ptq.moments import Moments
-from veneer.quant.ptq.report import percent
+from veneer.quant.ptq.report import CalibrationReport, WeightLoss, percent
 
 INT4 = [Rule(".*", "int4", tile_size=16)]
 
@@ -222,7 +222,7 @@ def test_the_report_is_a_table():
 
 
 def test_mistakes():
-    with pytest.raises(ValueError, match="unknown method 'gptp'; the methods are gptq, nearest"):
+    with pytest.raises(ValueError, match="unknown method 'gptp'; the methods are nearest, gptq"):
         calibrate(mlp, INT4, params=MLP, method="gptp")
     with pytest.raises(ValueError, match="damping is a share"):
         calibrate(mlp, INT4, params=MLP, damping=-1.0)
@@ -242,3 +242,115 @@ def test_mistakes():
     looked_up = lambda params, ids: params["table"][ids]
     with pytest.raises(ValueError, match="nothing to calibrate"):
         calibrate(looked_up, INT4, params={"table": array(50, 32)})([jnp.arange(3)])
+
+
+PEAKS = jnp.ones(64).at[jnp.array([3, 20, 41])].set(30.0)  # channels of large activations
+PEAKED = [x * PEAKS for x in BATCHES]
+
+
+@pytest.mark.parametrize("rule", [{}, {"rotate": True}, {"act_qtype": "int8", "rotate": True}])
+@pytest.mark.parametrize("method", ["gptq", "awq", "awq+gptq", "nearest"])
+def test_methods_and_bases_lose_less_where_channels_stand_out(method, rule):
+    params = {"w": array(64, 48), "heads": array(64, 4, 8), "out": array(4, 8, 32)}
+
+    def model(params, x):
+        y = jnp.tanh(jnp.einsum("td,dhk->thk", x, params["heads"]) / 30)
+        return x @ params["w"], jnp.einsum("thk,hkd->td", y, params["out"])
+
+    def lost(small, x=HELD * PEAKS):
+        outs = zip(model(params, x), vn.implicit(model)(small, x), strict=True)
+        return [float(jnp.linalg.norm(y - z) / jnp.linalg.norm(y)) for y, z in outs]
+
+    rules = [Rule(".*", "int3", tile_size=16, **rule)]
+    small = calibrate(model, rules, params=params, method=method)(PEAKED)
+    plain = {k: v for k, v in rule.items() if k != "rotate"}
+    nearest = quantize_tree(
+        params, [Rule(".*", "int3", tile_size=16, **plain)], model=model, args=(HELD,)
+    )
+    dense = [
+        name for event in vn.explain(model)(small, HELD).materialised for name in event.operands
+    ]
+    assert not [name for name in dense if name.startswith(("Rotated", "Scaled"))]
+    bound = 0.8 if rule or method != "nearest" else 0.97
+    assert lost(small)[0] < bound * lost(nearest)[0]
+    assert lost(small)[1] < 1.02 * lost(nearest)[1]
+
+
+def test_layers_have_factors_of_their_own_and_are_scanned():
+    ws = array(3, 64, 64, scale=0.1)
+
+    def scanned(params, x):
+        return lax.scan(lambda x, w: (jnp.tanh(x @ w / 9) * PEAKS, None), x, params["w"])[0]
+
+    rules = [Rule("w", "int3", tile_size=32, method="awq+gptq")]
+    nearest = quantize_tree(
+        {"w": ws}, [Rule("w", "int3", tile_size=32)], model=scanned, args=(HELD,)
+    )
+    for sequential in (False, True):
+        calibration = calibrate(scanned, rules, params={"w": ws}, sequential=sequential)
+        small = calibration(PEAKED)
+        assert small["w"].factor.shape == (3, 64, 1)
+        assert calibration.report.rows[0].method == "awq+gptq"
+        lost = lambda small: error(scanned, small, {"w": ws}, HELD * PEAKS)
+        assert lost(small) < 0.8 * lost(nearest)
+
+
+def test_smoothquant_gives_what_activations_have_to_weights():
+    params, model = {"w": array(64, 48)}, lambda params, x: x @ params["w"]
+    rules = [Rule("w", "int8", act_qtype="int8")]
+    nearest = quantize_tree(params, rules, model=model, args=(HELD,))
+    small = calibrate(model, rules, params=params, method="smoothquant")(PEAKED)
+    x, w = np.concatenate(PEAKED), np.asarray(params["w"])
+    factors = (np.abs(x).max(0) / np.abs(w).max(1)) ** 0.5
+    np.testing.assert_allclose(small["w"].factor[:, 0], 1 / factors, 1e-5)
+    lost = lambda small: error(model, small, params, HELD * PEAKS)
+    assert lost(small) < 0.5 * lost(nearest)
+
+
+def test_methods_that_do_not_go_with_a_rule():
+    with pytest.raises(ValueError, match="method 'gptq' goes by activations"):
+        quantize_tree(MLP, [Rule(".*", "int4", method="gptq")])
+    with pytest.raises(ValueError, match="unknown method 'gpt'"):
+        Rule(".*", "int4", method="gpt")
+    with pytest.raises(ValueError, match="choose one of them"):
+        Rule(".*", "int4", method="awq", rotate=True)
+    with pytest.raises(ValueError, match="act_qtype=None leaves them"):
+        Rule(".*", "int4", method="smoothquant")
+    with pytest.raises(ValueError, match="no rule has an act_qtype"):
+        calibrate(mlp, INT4, params=MLP, method="smoothquant")
+    with pytest.raises(ValueError, match="qtype=None leaves dense"):
+        Rule(".*", None, method="gptq")
+    with pytest.raises(ValueError, match="leave act_range 'dynamic'"):
+        Rule(".*", "int4", rotate=True, act_qtype="int8", act_range="mean")
+    with pytest.raises(ValueError, match="rotate=True"):
+        quantize_tree(MLP, [Rule(".*", "int4", rotate=True)], train=True)
+
+
+def test_what_a_convolution_takes_is_not_rotated():
+    params = {"kernel": array(3, 3, 4, 8), "w": array(8, 16)}
+
+    def model(params, x):
+        y = lax.conv_general_dilated(
+            x, params["kernel"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        return y @ params["w"]
+
+    x = array(2, 6, 6, 4, scale=1)
+    with pytest.warns(UserWarning, match=r"not rotated, as .*: kernel \(conv_general_dilated sums"):
+        small = quantize_tree(params, [Rule(".*", "int8", rotate=True)], model=model, args=(x,))
+    assert [type(small[path]).__name__ for path in ("kernel", "w")] == ["QArray", "Rotated"]
+    np.testing.assert_allclose(vn.implicit(model)(small, x), model(params, x), atol=0.2)
+
+
+def test_the_report_is_drawn():
+    plt = pytest.importorskip("matplotlib.pyplot")
+    rows = [
+        WeightLoss("a", (2, 3), "int4", 0.2, 0.1, "gptq"),
+        WeightLoss("b", (2, 3), "int4", 0, 0, "nearest"),
+    ]
+    _, given = plt.subplots()
+    axes = CalibrationReport(tuple(rows)).plot(given)
+    assert axes is given
+    assert [bar.get_width() for bar in axes.patches] == [20, 0, 10, 0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["a", "b"]
+    plt.close("all")

@@ -91,6 +91,16 @@ def tell_of_tiles(
         )
 
 
+def tell_of_unrotated(paths: Sequence[str], uses: Mapping[str, Sequence[Use]]) -> None:
+    """Warns of weights that are not rotated, as something takes them that would undo it."""
+    if paths:
+        left = [f"{path} ({uses[path][0]})" for path in paths]
+        warn_user(
+            f"not rotated, as what takes them would rotate them back each time: {some_of(left)}. "
+            "A rule of their own, without rotate, says so"
+        )
+
+
 def _tile(rule: Rule, array: Any) -> Any:
     """How many values share a scale, by a rule that says so of each axis."""
     sizes = rule.tile_size

@@ -4,6 +4,7 @@ Where the program is given, too, the axes along which a weight is quantised are 
 products contract.
 """
 
+import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,6 +20,7 @@ from .notices import (
     tell_of_small,
     tell_of_tiles,
     tell_of_unmatched,
+    tell_of_unrotated,
     tell_of_unused,
 )
 from .rules import (
@@ -31,7 +33,7 @@ from .rules import (
     some_of,
     warn_of_unmatched,
 )
-from .uses import Use, program_of, use_for_axes, uses_of
+from .uses import Use, can_be_rotated, program_of, use_for_axes, uses_of
 from .usual_rules import fit_usual, usual_rules
 
 T = TypeVar("T")
@@ -65,19 +67,21 @@ def quantize_tree(
       for rules with an `act_range` that is static.
 
     **Returns:** the tree with a `QArray` in place of each floating array of rank 2 and up that a
-    rule with a format matches; in an `ActivationQuantized` where the rule has an `act_qtype`, which
-    may do without a format for weights. Biases, norms and integers stay dense if they match, and so
-    does what no rule matches; arrays that are implicit already stay as they are.
+    rule with a format matches; in an `ActivationQuantized` where the rule has an `act_qtype`,
+    which may do without a format for weights, and in a `vn.types.Rotated` where it says
+    `rotate`. Biases, norms and integers stay dense if they match, and so does what no rule
+    matches; arrays that are implicit already stay as they are.
 
     **Raises:** `TypeError` for rules that are no sequence of `Rule`, and what is no program;
-    `ValueError`, naming the path, where a tile does not divide its axis, or where statistics are
-    asked for and missing; for what is for training without `train`, and `op_names` with it; for the
-    name of a format without a program. Warns with `UserWarning`, naming paths and the bits that a
-    value takes, of a weight that stays dense as no product has it, or as an array of another type
-    holds it; where no rule matches most of the values; of tiles that are others than asked for, as
-    those do not fit; of what is hardly smaller; of a weight that two products contract along
-    different axes; of a rule that matches no path, and of statistics that no rule asks for;
-    and where all weights are too small for the usual rules.
+    `ValueError`, naming the path, where a tile does not divide its axis, or where statistics
+    are asked for and missing; for what is for training without `train`, and `op_names` with it;
+    for the name of a format without a program. Warns with `UserWarning`, naming paths and the
+    bits that a value takes, of a weight that stays dense as no product has it, or as an array
+    of another type holds it; where no rule matches most of the values; of tiles that are others
+    than asked for, as those do not fit; of what is hardly smaller; of what a convolution takes,
+    which is not rotated; of a weight that two products contract along different axes; of a rule
+    that matches no path, and of statistics that no rule asks for; and where all weights are too
+    small for the usual rules.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> params = {"dense": {"kernel": jnp.ones((64, 8)), "bias": jnp.ones(8)}}
@@ -180,10 +184,18 @@ def check_rules(
     rules: Sequence[Rule],
     *,
     train: bool = False,
+    calibrated: bool = False,
     statistics: Mapping[str, ActivationStatistics] | None = None,
 ) -> None:
-    """Refuses rules that say how to train without `train`, and the other way round."""
+    """Refuses rules that say how to train without `train`, and the other way round.
+
+    And those that say how to calibrate, where nothing is `calibrated`.
+    """
     for rule in rules:
+        if rule.method is not None and not calibrated:
+            raise ValueError(
+                f"method {rule.method!r} goes by activations: vn.quant.calibrate takes it: {rule}"
+            )
         stated = [name for name in TRAINING if getattr(rule, name) is not None]
         if stated and not train:
             raise ValueError(
@@ -194,6 +206,8 @@ def check_rules(
                 f"train=True quantises activations dynamically, and act_range is "
                 f"{rule.act_range!r}: {rule}"
             )
+        if rule.rotate and train:
+            raise ValueError(f"train=True trains weights as they are, and rotate=True: {rule}")
         if rule.op_names and train:
             raise ValueError(f"train=True quantises activations in every product: {rule}")
     if statistics is not None and all(rule.act_range == "dynamic" for rule in rules):
@@ -243,4 +257,7 @@ def _along_the_program(
             raise ValueError(f"{path}: {error}") from None
     tell_of_unused(unused, uses)
     tell_of_tiles(asked, located, weights)
-    return located
+    turned = [path for path, rule in located.items() if rule.rotate]
+    fixed = [path for path in turned if not all(map(can_be_rotated, uses[path]))]
+    tell_of_unrotated(fixed, uses)
+    return located | {path: dataclasses.replace(located[path], rotate=False) for path in fixed}

@@ -287,6 +287,11 @@ def telling(uses: Sequence[Use]) -> list[Use]:
     return sorted((use for use in uses if use.says_axes), key=lambda use: not use.is_product)
 
 
+def can_be_rotated(use: Use) -> bool:
+    """Returns whether a use takes a weight that is stored rotated, and does not make it dense."""
+    return use.primitive in ("dot_general", LOOK_UP)
+
+
 def use_for_axes(path: str, uses: Sequence[Use]) -> Use | None:
     """Returns the first of the uses that say which axes are contracted, or None.
 

@@ -3,8 +3,12 @@
 The modules here:
 
     calibrate       the parameters of a model, by one of these methods
+    methods         the methods, by name
+    tune            scales and codes, trained until outputs are the dense model's
+    tuned_tree      what of a tree is trained, and how it is stored in the end
     weight          a weight that is being rounded: one matrix, or a stack of them
     report          what weights lost, as a table
     moments         second moments of activations, and what a weight's outputs lose
+    factors         of channels, by which weights are multiplied and activations divided
     gptq            codes of a matrix, one row after the other, each making up for those before
 """

@@ -19,10 +19,9 @@ from ..models.uses import program_of
 from ..observation.observe import arguments_of, check_batches, record, statistics_of
 from ..observation.statistics import ActivationStatistics
 from .gptq import DAMPING
+from .methods import get_method, method_for
 from .report import CalibrationReport
 from .weight import RoundedWeight
-
-METHODS = ("gptq", "nearest")
 
 
 def calibrate(
@@ -46,8 +45,15 @@ def calibrate(
         - "gptq": codes are found one after the other, each making up for the errors of those before
           (Frantar et al., arXiv 2210.17323), the channels of the largest activations first.
         - "nearest": each value to the nearest code.
+        - "awq": channels are multiplied by a power of the mean magnitude of their activations, of
+          21 the one by which the outputs lose least, and kept in a `vn.types.Scaled` (Lin et al.,
+          arXiv 2306.00978). "awq+gptq" finds codes as "gptq" does, then.
+        - "smoothquant": for activations in few bits, which are divided by factors of channels, in a
+          `vn.types.Scaled`, that make them and the weight alike (Xiao et al., arXiv 2211.10438).
+          It is kept whatever weights lose. "smoothquant+gptq" likewise.
 
-      With both, a rule that has no `calibration_method` of its own takes the scales of the least
+      A rule may name its own. What a rule rotates is rounded as it is rotated, and has no factors.
+      With all, a rule that has no `calibration_method` of its own takes the scales of the least
       error to the power 2.4 ("mse,40,2.4").
     - `sequential`: whether weights are rounded in the order of the program, each by the activations
       of the model in which those before are rounded. The batches are gone through once more for
@@ -103,13 +109,18 @@ class Calibrator:
         sequential: bool,
         damping: float,
     ):
-        if method not in METHODS:
-            raise ValueError(f"unknown method {method!r}; the methods are {', '.join(METHODS)}")
+        get_method(method)
         if not damping >= 0:
             raise ValueError(f"damping is a share of the mean second moment, not {damping}")
         if not isinstance(rules, str):
             rules = rules_in(rules)
-            check_rules(rules)
+            check_rules(rules, calibrated=True)
+            acts = [rule for rule in rules if rule.act_qtype is not None]
+            if get_method(method).factors == "smoothquant" and not acts:
+                raise ValueError(
+                    f"method {method!r} is for activations in few bits, and no rule has an "
+                    "act_qtype: name their format, or choose 'awq'"
+                )
         if params is None and jax.tree_util.treedef_is_leaf(jax.tree.structure(model)):
             raise TypeError(
                 f"calibrate finds no parameters in {model!r}: pass them, as calibrate(model, "
@@ -147,10 +158,12 @@ class Calibrator:
                 return rule.with_activations(q, met.get(path))
 
         new = chosen.replaced(quantized)
-        useless = [loss.path for loss in losses if loss.method == "nearest" != self._method]
+        asked = {path: self._method_for(rule) for path, rule in chosen.rules.items()}
+        useless = [x.path for x in losses if x.method == "nearest" != asked[x.path]]
         if useless:
+            names = " and ".join(sorted({asked[path] for path in useless}))
             warn_user(
-                f"{self._method} was no better than rounding to nearest for {some_of(useless)}, "
+                f"{names} was no better than rounding to nearest for {some_of(useless)}, "
                 "which are rounded so: more batches, or others, may tell more of the activations"
             )
         return new
@@ -177,13 +190,14 @@ class Calibrator:
             met |= self._observed(chosen, leaves, of_stage, batches, gram=True)
             for path, stacks in stage.items():
                 if path in weights and path in met:
-                    weight, by_gptq = weights[path], self._method == "gptq"
+                    weight, method = weights[path], self._method_for(chosen.rules[path])
                     with _naming(path):
-                        weight.round(
-                            met[path], by_gptq=by_gptq, damping=self._damping, stacks=stacks
-                        )
+                        weight.round(met[path], method=method, damping=self._damping, stacks=stacks)
                     leaves[path] = weight.values
         return weights, met
+
+    def _method_for(self, rule: Rule) -> str:
+        return method_for(rule.method, self._method, rotate=rule.rotate, act_qtype=rule.act_qtype)
 
     def _observed(
         self,

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..._report.tables import Cells, Tabular
 
@@ -29,7 +29,10 @@ class WeightLoss(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class CalibrationReport(Tabular):
-    """The weights whose outputs are known: `print` it for a table; a notebook shows one of HTML."""
+    """The weights whose outputs are known: `print` it for a table; a notebook shows one of HTML.
+
+    `plot` draws it.
+    """
 
     rows: tuple[WeightLoss, ...]
 
@@ -46,9 +49,36 @@ class CalibrationReport(Tabular):
             )
             for row in self.rows
         ]
-        mean = lambda x: percent(sum(x) / max(1, len(x)))
-        before, after = ([getattr(row, x) for row in self.rows] for x in ("before", "after"))
-        return names, cells, ("mean", "", "", mean(before), mean(after), ""), _NUMBERS
+        mean = "mean", "", "", self.mean("before"), self.mean("after"), ""
+        return names, cells, mean, _NUMBERS
+
+    def plot(self, axes: Any = None) -> Any:
+        """Draws a bar for each weight, rounded to nearest and as it is now; needs matplotlib.
+
+        **Arguments:**
+
+        - `axes`: of matplotlib, to draw on; None makes a figure.
+
+        **Returns:** the axes.
+        """
+        if axes is None:
+            import matplotlib.pyplot as plt
+
+            _, axes = plt.subplots(figsize=(8, 1 + 0.25 * len(self.rows)), layout="constrained")
+        places = range(len(self.rows))
+        for label, field, colour in (("nearest", "before", "0.8"), ("as it is", "after", "C0")):
+            values = [100 * getattr(row, field) for row in self.rows]
+            axes.barh(places, values, color=colour, label=label)
+        axes.set_yticks(places, [row.path for row in self.rows])
+        axes.invert_yaxis()
+        axes.set_xlabel("error of the outputs, % of their norm")
+        axes.legend()
+        return axes
+
+    def mean(self, field: str) -> str:
+        """Returns the mean over the weights of `before` or `after`, as a percentage."""
+        values = [getattr(row, field) for row in self.rows]
+        return percent(sum(values) / max(1, len(values)))
 
 
 def percent(share: float) -> str:

@@ -9,12 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..._core.value import materialise_one
+from ...types.basis import InBasis, Scaled
 from ..formats import get_format
 from ..formats.tiles import tile_shape
 from ..models.rules import Rule
 from ..observation.statistics import ActivationStatistics
-from ..qarray import QArray, pack_codes
+from ..qarray import pack_codes
+from .factors import awq_factors, smoothquant_factors
 from .gptq import gptq
+from .methods import get_method
 from .moments import Moments
 from .report import WeightLoss
 
@@ -42,6 +46,7 @@ class MatrixStack:
         self._sizes = [shape[axis] for axis in self._order]
         count = lambda axes: math.prod(shape[axis] for axis in axes)
         self.shape = count(stacked), count(contracted), count(free)
+        self._stacks, self._met = len(stacked), len(stacked) + len(contracted)
 
     def of(self, array: Any) -> np.ndarray:
         """Returns the matrices of an array."""
@@ -50,6 +55,28 @@ class MatrixStack:
     def together(self, matrices: np.ndarray) -> np.ndarray:
         """Returns the array of matrices."""
         return matrices.reshape(self._sizes).transpose(np.argsort(self._order))
+
+    def channels(self, of_channels: np.ndarray) -> np.ndarray:
+        """Returns what channels have, `[S, K]`, in the rank of the array."""
+        free = len(self._order) - self._met
+        shape = [*self._sizes[: self._met], *[1] * free]
+        return of_channels.reshape(shape).transpose(np.argsort(self._order))
+
+    def grams_in(self, basis: InBasis, grams: np.ndarray) -> np.ndarray:
+        """Returns second moments of activations as they are when taken into a basis, `[S, K, K]`.
+
+        **Arguments:**
+
+        - `basis`: of an array of this shape.
+        """
+        stacked, sizes = self._sizes[: self._stacks], self._sizes[self._stacks : self._met]
+        moments = jnp.asarray(grams.reshape(*stacked, *sizes, *sizes))
+        for first in (self._stacks, self._met):
+            places = dict(zip(self._order, range(self._stacks), strict=False))
+            contracted = self._order[self._stacks : self._met]
+            places |= {axis: first + i for i, axis in enumerate(contracted)}
+            moments = basis.into_basis(moments, places)
+        return np.asarray(moments, float).reshape(grams.shape)
 
 
 class RoundedWeight:
@@ -65,9 +92,12 @@ class RoundedWeight:
 
     def __init__(self, dense: Any, rule: Rule):
         self._dense, self._contracting = dense, rule.contracting(dense.ndim)
+        self._stored_by = dataclasses.replace(with_least_error(rule), rotate=False)
         self._nearest = rule.quantize(dense)
-        self._rounded: QArray = with_least_error(rule).quantize(dense)
+        self._rounded = self._quantized(rule.in_basis(dense))
         self._method = "nearest"
+        self._factors = np.ones((), np.float32)  # of channels, `[S, K]`
+        self._codes: dict[int, np.ndarray] = {}  # that make up for others, of each matrix
         self._lost = np.zeros(3)  # by rounding to nearest, as rounded, and all there is
         self.values = dense
 
@@ -75,7 +105,7 @@ class RoundedWeight:
         self,
         statistics: ActivationStatistics,
         *,
-        by_gptq: bool,
+        method: str,
         damping: float,
         stacks: Sequence[int] | None = None,
     ) -> None:
@@ -84,8 +114,8 @@ class RoundedWeight:
         **Arguments:**
 
         - `statistics`: of its activations; without second moments nothing is known.
-        - `by_gptq`: whether to look for other codes than the nearest.
-        - `damping`: of these.
+        - `method`: how, of `METHODS`.
+        - `damping`: of second moments.
         - `stacks`: the numbers of the matrices; None is all.
         """
         if statistics.gram is None or not self._dense.size:
@@ -94,37 +124,97 @@ class RoundedWeight:
         matrices = MatrixStack(self._dense.shape, self._contracting, statistics.stacked_axes)
         moments = _moments(statistics, matrices)
         stacks = range(len(moments)) if stacks is None else stacks
-        dense = matrices.of(self._dense)
-        if by_gptq:
-            self._rounded = _with_other_codes(
-                self._rounded, dense, matrices, {i: moments[i] for i in stacks}, damping
-            )
-            self._method = "gptq"
-        nearest, rounded = (matrices.of(q.dequantize()) for q in (self._nearest, self._rounded))
+        dense, of = _finite(matrices.of(self._dense)), get_method(method)
+        if of.factors is not None:
+            factors = self._found_factors(of.factors, statistics, matrices, moments)
+            self._factors = np.broadcast_to(self._factors, factors.shape).copy()
+            self._factors[stacks] = factors[stacks]
+            basis = Scaled(self._dense, jnp.asarray(matrices.channels(1 / self._factors)))
+            self._rounded = self._quantized(basis.with_array(basis.stored(self._dense)))
+        if of.makes_up:
+            self._make_up(matrices, moments, stacks, damping)
+        self._method = method
+        nearest, rounded = (matrices.of(_dense(q)) for q in (self._nearest, self._rounded))
         values = matrices.of(self.values).copy()
         for i in stacks:
-            w, values[i] = _finite(dense[i]), rounded[i]
-            losses = (moments[i].loss(w, _finite(x[i])).sum() for x in (nearest, rounded))
-            self._lost += [*losses, moments[i].power(w).sum()]
+            values[i] = rounded[i]
+            losses = (moments[i].loss(dense[i], _finite(x[i])).sum() for x in (nearest, rounded))
+            self._lost += [*losses, moments[i].power(dense[i]).sum()]
         self.values = jnp.asarray(matrices.together(values))
 
     def nearest(self) -> jax.Array:
         """Returns what it is worth with scales of the least error, each value to the nearest."""
-        return self._rounded.dequantize()
+        return _dense(self._rounded)
 
-    def result(self, path: str) -> tuple[QArray, WeightLoss | None]:
+    def result(self, path: str) -> tuple[Any, WeightLoss | None]:
         """Returns the weight as rounded, or to nearest if that loses no more; and what it lost.
 
-        Nothing is known of the latter where no activations were met, or zeros.
+        Nothing is known of the latter where no activations were met, or zeros. What SmoothQuant
+        gains is in activations, so that what weights lose is no reason to leave it.
         """
         before, after, power = self._lost
         q, method = self._rounded, self._method
         if not power:
             return q, None
-        if not after < _WORTH * before:
+        if not after < _WORTH * before and get_method(method).factors != "smoothquant":
             q, method, after = self._nearest, "nearest", before
         share = lambda loss: float(np.sqrt(loss / power))
-        return q, WeightLoss(path, q.shape, q.qtype, share(before), share(after), method)
+        qtype = _stored(q).qtype
+        return q, WeightLoss(path, q.shape, qtype, share(before), share(after), method)
+
+    def _quantized(self, in_basis: Any) -> Any:
+        """A QArray, or one in the basis that a dense array is in."""
+        q = self._stored_by.quantize(_stored(in_basis))
+        return in_basis.with_array(q) if isinstance(in_basis, InBasis) else q
+
+    def _found_factors(
+        self,
+        kind: str,
+        statistics: ActivationStatistics,
+        matrices: MatrixStack,
+        moments: Sequence[Moments],
+    ) -> np.ndarray:
+        dense = _finite(matrices.of(self._dense))
+        if kind == "smoothquant":
+            return smoothquant_factors(dense, statistics.of_stacks(statistics.absmax))
+        plain = dataclasses.replace(self._stored_by, calibration_method=None)
+        rounded = lambda w: matrices.of(_dense(plain.quantize(jnp.asarray(matrices.together(w)))))
+        return awq_factors(dense, moments, statistics.of_stacks(statistics.absmean), rounded)
+
+    def _make_up(
+        self,
+        matrices: MatrixStack,
+        moments: Sequence[Moments],
+        stacks: Sequence[int],
+        damping: float,
+    ) -> None:
+        """Finds codes, of the scales that there are, of which some matrices lose less."""
+        basis, q = self._rounded, _stored(self._rounded)
+        scale = matrices.of(_of_entries(q.scales(), q.shape))
+        zero = None if q.zero_point is None else matrices.of(_of_entries(q.zero_point, q.shape))
+        dense, grams = self._dense, np.stack([moment.gram for moment in moments])
+        if isinstance(basis, InBasis):
+            dense = basis.stored(dense)
+            grams = matrices.grams_in(basis, grams)
+        dense = matrices.of(dense)
+        for i in stacks:
+            z = None if zero is None else zero[i]
+            moment = Moments(grams[i])
+            self._codes[i] = gptq(dense[i], moment, scale[i], z, q.qtype, damping=damping)
+        codes = matrices.of(q.codes()).copy()
+        for i, of_matrix in self._codes.items():
+            codes[i] = of_matrix
+        packed, _ = pack_codes(jnp.asarray(matrices.together(codes)), q.format)
+        q = q.replace(packed=packed)
+        self._rounded = basis.with_array(q) if isinstance(basis, InBasis) else q
+
+
+def _stored(x: Any) -> Any:
+    return x.array if isinstance(x, InBasis) else x
+
+
+def _dense(x: Any) -> jax.Array:
+    return materialise_one(x)
 
 
 def with_least_error(rule: Rule) -> Rule:
@@ -142,24 +232,6 @@ def _moments(statistics: ActivationStatistics, matrices: MatrixStack) -> list[Mo
     grams = np.reshape(statistics.gram, (count, size, size))
     met = statistics.of_stacks(statistics.count > 0).max(1)
     return [Moments(gram if m else np.zeros_like(gram)) for gram, m in zip(grams, met, strict=True)]
-
-
-def _with_other_codes(
-    q: QArray,
-    dense: np.ndarray,
-    matrices: MatrixStack,
-    moments: dict[int, Moments],
-    damping: float,
-) -> QArray:
-    """A quantised weight with codes of the same scales of which some matrices lose less."""
-    scale = matrices.of(_of_entries(q.scales(), q.shape))
-    zero = None if q.zero_point is None else matrices.of(_of_entries(q.zero_point, q.shape))
-    codes = matrices.of(q.codes()).copy()
-    for i, m in moments.items():
-        z = None if zero is None else zero[i]
-        codes[i] = gptq(dense[i], m, scale[i], z, q.qtype, damping=damping)
-    packed, _ = pack_codes(jnp.asarray(matrices.together(codes)), q.format)
-    return q.replace(packed=packed)
 
 
 def _of_entries(part: Any, shape: Sequence[int]) -> np.ndarray:
