@@ -42,6 +42,7 @@ from .ops import ragged_dot as ragged_dot
 from .ops import ragged_dot_general as ragged_dot_general
 from .ptq.calibrate import Calibrator as Calibrator
 from .ptq.calibrate import calibrate as calibrate
+from .ptq.tune import tune as tune
 from .qarray import QArray as QArray
 from .training import BackwardProduct as BackwardProduct
 from .training import FakeQuantized as FakeQuantized

@@ -1,0 +1,138 @@
+"""`tune`: what is stored is what was trained, in every format and basis, and loses less."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import veneer as vn
+from veneer.quant import QArray, Rule, quantize_tree, tune
+from veneer.quant.ptq.tune import relative_error
+
+
+def array(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng([seed, *shape]).normal(size=shape), jnp.float32)
+
+
+X = [array(24, 32, seed=i) for i in range(3)]
+PARAMS = {"w": array(32, 32) / 6, "v": array(32, 16) / 6, "bias": 0.1 * array(16)}
+
+
+def model(params, x):
+    return jnp.tanh(x @ params["w"]) @ params["v"] + params["bias"]
+
+
+def quantised(qtype, params=PARAMS, **how):
+    tile = None if vn.quant.FORMATS[qtype].tile_size else 16
+    return quantize_tree(
+        params, [Rule("[wv]", qtype, tile_size=tile, **how)], model=model, args=X[:1]
+    )
+
+
+def loss_of(small, params=PARAMS):
+    run = jax.jit(vn.implicit(model))
+    return float(np.mean([relative_error(run(small, x), model(params, x)) for x in X]))
+
+
+FORMS = {
+    "int2": {},
+    "uint3": {},
+    "nf4": {},
+    "mxfp4": {},
+    "ternary": {},
+    "int3": {"rotate": True},
+    "uint2": {"act_qtype": "int8"},
+    "int4": {"scale_dtype": "bfloat16", "act_qtype": "int8", "rotate": True},
+}
+
+
+@pytest.mark.parametrize("qtype", FORMS)
+def test_what_is_stored_is_what_was_trained_and_loses_less(qtype):
+    small = quantised(qtype, **FORMS[qtype])
+    tuning = tune(model, small, params=PARAMS, epochs=12, learning_rate=0.02)
+    better = tuning(X)
+    assert vn.tree.structure(better) == vn.tree.structure(small)
+    like = lambda tree: [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
+    assert like(better) == like(small)
+    assert len(tuning.losses) == 14
+    np.testing.assert_allclose(tuning.losses[0], loss_of(small), rtol=0.02)
+    np.testing.assert_allclose(tuning.losses[-1], loss_of(better), rtol=0.05)
+    assert tuning.losses[-1] < 0.9 * tuning.losses[0]
+    np.testing.assert_array_equal(better["bias"], PARAMS["bias"])
+
+
+@pytest.mark.parametrize("part", ["codes", "scales", "dense"])
+def test_only_what_is_named_is_trained(part):
+    small = quantised("int2")
+    better = tune(model, small, params=PARAMS, train=[part], epochs=8, learning_rate=0.03)(X)
+    changed = {
+        "codes": bool((better["w"].codes() != small["w"].codes()).any()),
+        "scales": bool((better["w"].scale != small["w"].scale).any()),
+        "dense": bool((better["bias"] != small["bias"]).any()),
+    }
+    assert changed == {name: name == part for name in changed}
+    assert loss_of(better) < loss_of(small)
+
+
+def test_codes_begin_where_a_method_has_put_them_and_near_what_they_stand_for():
+    calibrated = vn.quant.calibrate(model, [Rule("[wv]", "int3")], params=PARAMS)(X)
+    tuning = tune(model, calibrated, params=PARAMS, epochs=1, learning_rate=1e-9)
+    with pytest.warns(UserWarning, match="did not make the loss less"):
+        same = tuning(X)
+    assert same is calibrated
+    np.testing.assert_allclose(tuning.losses, tuning.losses[0], rtol=1e-5)
+
+
+def test_weights_that_were_transposed_since_and_updates_of_low_rank():
+    params = {"w": PARAMS["w"].T, "v": PARAMS["v"], "bias": PARAMS["bias"]}
+    turned = lambda params, x: model(params | {"w": params["w"].T}, x)
+    small = quantised("int2")
+    small = {"w": vn.implicit(jnp.transpose)(small["w"]), "v": small["v"], "bias": small["bias"]}
+    assert isinstance(small["w"], QArray)
+    better = tune(turned, small, params=params, epochs=8, learning_rate=0.02)(X)
+    unturned = better | {"w": vn.implicit(jnp.transpose)(better["w"])}
+    assert loss_of(unturned) < 0.8 * loss_of(quantised("int2"))
+
+    lora = quantised("int2")
+    lora["w"] = vn.types.LoraArray.init(lora["w"], rank=4, key=jax.random.key(0))
+    tuned = tune(model, lora, params=PARAMS, train=["dense"], epochs=20, learning_rate=0.02)(X)
+    assert (tuned["w"].w.packed == lora["w"].w.packed).all()
+    assert loss_of(tuned) < 0.9 * loss_of(lora)
+
+
+def test_a_module_and_a_loss_of_ones_own():
+    module = eqx.nn.MLP(32, 8, 16, 1, key=jax.random.key(0))
+    call = eqx.filter_vmap(lambda module, x: module(x), in_axes=(None, 0))
+    small = quantize_tree(module, [Rule(".*weight", "int2", tile_axis=-1)])
+    seen = []
+
+    def loss(outputs, expected):
+        seen.append(outputs.shape)
+        return jnp.abs(outputs - expected).mean()
+
+    tuning = tune(call, small, params=module, epochs=10, learning_rate=0.02, loss=loss)
+    better = tuning(X)
+    assert isinstance(better, eqx.nn.MLP)
+    assert seen
+    assert tuning.losses[-1] < 0.9 * tuning.losses[0]
+
+
+def test_mistakes():
+    small = quantised("int2")
+    with pytest.raises(TypeError, match="gone through but once: pass a list"):
+        tune(model, small, params=PARAMS)(iter(X))
+    with pytest.raises(ValueError, match="there are no batches to tune with"):
+        tune(model, small, params=PARAMS)([])
+    with pytest.raises(ValueError, match="train names some of"):
+        tune(model, small, params=PARAMS, train="codes")
+    with pytest.raises(ValueError, match="train names some of"):
+        tune(model, small, params=PARAMS, train=["code"])
+    with pytest.raises(ValueError, match="epochs are 1 or more"):
+        tune(model, small, params=PARAMS, epochs=0)
+    with pytest.raises(ValueError, match=r"nothing is to be trained: of \['scales'\]"):
+        tune(model, quantised("mxfp4"), params=PARAMS, train=["scales"])(X)
+    with pytest.raises(ValueError, match="the loss is nan"):
+        tune(model, small, params=PARAMS)([X[0].at[0, 0].set(jnp.nan)])
+    with pytest.raises(ValueError, match="no floating output"):
+        tune(lambda params, x: model(params, x) > 0, small, params=PARAMS)(X)
