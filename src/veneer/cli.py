@@ -164,12 +164,23 @@ def quantize(
             '"tile_axis": N}, the first match winning, instead of the options above.',
         ),
     ] = None,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="TEXT",
+            help="Run the model on a text, and round by what it meets: a BERT encoder, a sentence "
+            "a line, or a Llama.",
+        ),
+    ] = None,
+    method: Annotated[
+        str | None, typer.Option(help="With --calibrate: gptq (the default) or nearest.")
+    ] = None,
 ) -> None:
     """Quantise the weights of IN into the folder OUT.
 
     Floating tensors of rank 2 and up whose name ends in 'weight' or 'kernel' are quantised,
-    embeddings included; the others are kept as they are. Memory holds a few tensors at a time. OUT
-    appears when it is complete.
+    embeddings included; the others are kept as they are. Memory holds a few tensors at a time, and
+    with --calibrate the model. OUT appears when it is complete.
     """
     from .interop.checkpoints.opened import open_checkpoint
     from .interop.folder import FolderWriter, TensorFolder
@@ -188,16 +199,20 @@ def quantize(
                     "'veneer inspect' shows what it holds, and 'veneer convert' writes it otherwise"
                 )
             chosen = _plan(dense, selectors, in_file=rules is not None)
+            made, report = _calibrated(source, calibrate, chosen, method)
             beside = _beside(source, tensors)
         with _bad_input((OSError,)), write_aside(target) as folder:
             write_beside(beside, folder)
             writer = FolderWriter(folder, tensors)
-            stream = quantize_stream((_read(tensors, name) for name in tensors), chosen)
+            stream = quantize_stream((_read(tensors, name) for name in tensors), chosen, made)
             for value, outcome in _with_progress(stream, len(tensors)):
                 writer.add(outcome.name, value)
                 outcomes.append(outcome)
             writer.finish(tensors.manifest.tree if isinstance(tensors, TensorFolder) else None)
     _print_summary(outcomes)
+    if report is not None:
+        after, before = report.mean("after"), report.mean("before")
+        print(f"on the text, outputs of products lose {after}, and {before} rounded to nearest")
     if already := len(outcomes) - len(dense):
         print(f"veneer: {already} tensors were quantised already, and are as they were")
     if damaged := [o.name for o in outcomes if o.error is not None and not math.isfinite(o.error)]:
@@ -356,6 +371,23 @@ def _plan(avals: Mapping[str, Any], selectors: list[Any], *, in_file: bool) -> d
         exclude = f"--exclude '{re.escape(error.tensor)}'"
         way = "a rule before the others whose qtype is null" if in_file else exclude
         raise ValueError(f"{error} by {way}") from error
+
+
+def _calibrated(
+    source: Path, text: Path | None, rules: Mapping[str, Any], method: str | None
+) -> tuple[Mapping[str, Any], Any]:
+    """What is rounded by a text, and what it lost; nothing without one."""
+    if text is None:
+        if method is not None:
+            raise ValueError("--method goes by activations: give a text, by --calibrate TEXT")
+        return {}, None
+    if method not in (None, "gptq", "nearest"):
+        raise ValueError(f"--method {method}: what a folder holds is by gptq or nearest")
+    if not text.is_file():
+        raise FileNotFoundError(f"{text} is not a file: --calibrate takes a text")
+    from .demo.calibrated import calibrated
+
+    return calibrated(source, text, rules, method or "gptq")
 
 
 def _beside(source: Path, tensors: Any) -> Any:

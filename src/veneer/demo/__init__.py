@@ -4,6 +4,7 @@ run             the first act: a sentence encoder
 talk            the second act: a language model
 fetch           models and a text as data, into a cache
 programs        the programs of `examples/`, which do not import veneer
+calibrated      weights of a checkpoint, rounded by a text
 model           a Hugging Face BERT folder, and the program that runs it
 language_model  a GGUF file, and the program that runs it
 sentences       English sentences

@@ -65,6 +65,22 @@ class Model:
     contracted: tuple[int, ...]
     longest: int
 
+    def unpadded(self, sentences: Sequence[str]) -> list[Batch]:
+        """Returns batches of sentences of as many tokens, cut to multiples of 8, at most 64 each.
+
+        For calibration, which would count the activations of padding.
+        """
+        by_length: dict[int, list[list[int]]] = {}
+        for encoding in self.tokenizer.encode_batch(list(sentences)):
+            length = len(encoding.ids) // 8 * 8
+            by_length.setdefault(length, []).append(encoding.ids[:length])
+        batches = []
+        for length in sorted(length for length in by_length if length):
+            ids = np.array(by_length[length], np.int32)
+            parts = [ids[i : i + BATCH] for i in range(0, len(ids), BATCH)]
+            batches += [Batch(part, np.ones(part.shape, bool)) for part in parts]
+        return batches
+
     def batches(self, sentences: Sequence[str]) -> Iterator[tuple[np.ndarray, Batch]]:
         """Yields the sentences in batches of 64 (of 1 if there is but one), shortest first.
 
@@ -151,11 +167,21 @@ def _read_params(folder: Path) -> dict[str, np.ndarray]:
             raise ValueError(
                 f"{folder} is quantised already ({name}); the demo starts from dense weights."
             )
-        for pattern, replacement in _RENAMED:
-            name = pattern.sub(replacement, name)
         if jnp.issubdtype(value.dtype, jnp.floating):  # the rest are buffers, such as position_ids
-            params[name] = np.asarray(value, np.float32)
+            params[name_in_program(name)] = np.asarray(value, np.float32)
     return params
+
+
+def name_in_program(name: str) -> str:
+    """Returns what the encoder calls a tensor of a checkpoint.
+
+    >>> from veneer.demo.model import name_in_program
+    >>> name_in_program("bert.embeddings.LayerNorm.gamma")
+    'embeddings.LayerNorm.weight'
+    """
+    for pattern, replacement in _RENAMED:
+        name = pattern.sub(replacement, name)
+    return name
 
 
 def _check_fits(model: Model, folder: Path) -> None:

@@ -7,6 +7,7 @@ in memory is quantised as one that does.
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -32,7 +33,9 @@ class Outcome(NamedTuple):
 
 
 def quantize_stream(
-    tensors: Iterable[tuple[str, np.ndarray | QArray]], rules: Mapping[str, Rule]
+    tensors: Iterable[tuple[str, np.ndarray | QArray]],
+    rules: Mapping[str, Rule],
+    calibrated: Mapping[str, QArray] = MappingProxyType({}),
 ) -> Iterator[tuple[np.ndarray | QArray, Outcome]]:
     """Quantises the tensors that have a rule and passes the others through, one at a time.
 
@@ -40,6 +43,7 @@ def quantize_stream(
 
     - `tensors`: names and arrays. Values that are quantised already pass through.
     - `rules`: by name, as `selection.plan` makes them.
+    - `calibrated`: what is quantised by now, and taken instead.
 
     **Returns:** an iterator of the values to store, in the same order, each with its `Outcome`.
     float64 weights are quantised in float32 unless `jax_enable_x64` is set, as all else in JAX.
@@ -55,7 +59,11 @@ def quantize_stream(
         before = value.nbytes
         error = norm = None
         if name in rules and not isinstance(value, QArray):
-            original, value = value, rules[name].quantize(jnp.asarray(value))
+            original = value
+            if name in calibrated:
+                value = calibrated[name]
+            else:
+                value = rules[name].quantize(jnp.asarray(original))
             error, norm = error_norms(original, value)
             del original  # not while the next one is read
         yield value, Outcome(name, describe_format(value), before, value.nbytes, error, norm)
