@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 
-class Method(NamedTuple):
+class RoundingMethod(NamedTuple):
     """A way to round a weight by what it meets.
 
     **Arguments:**
@@ -19,16 +19,16 @@ class Method(NamedTuple):
 
 
 METHODS = {
-    "nearest": Method(),
-    "gptq": Method(makes_up=True),
-    "awq": Method("awq"),
-    "awq+gptq": Method("awq", makes_up=True),
-    "smoothquant": Method("smoothquant"),
-    "smoothquant+gptq": Method("smoothquant", makes_up=True),
+    "nearest": RoundingMethod(),
+    "gptq": RoundingMethod(makes_up=True),
+    "awq": RoundingMethod("awq"),
+    "awq+gptq": RoundingMethod("awq", makes_up=True),
+    "smoothquant": RoundingMethod("smoothquant"),
+    "smoothquant+gptq": RoundingMethod("smoothquant", makes_up=True),
 }
 
 
-def get_method(name: str) -> Method:
+def get_method(name: str) -> RoundingMethod:
     """Returns a row of `METHODS`.
 
     **Raises:** `ValueError` for an unknown name.
