@@ -43,7 +43,7 @@ MAY_IMPORT = {
     "native": set(),
     "kernels": {"_jax", "native"},
     "types": {"_jax", "_core", "kernels"},
-    "quant": {"_jax", "_core", "_report", "kernels", "straight_through"},
+    "quant": {"_jax", "_core", "_report", "kernels", "straight_through", "types"},
     "numba": {"_jax", "_core", "native", "types", "quant"},
     "hijax": {"_jax", "_core", "kernels", "types", "quant"},
     "interop": {"_jax", "_core", "kernels", "types", "quant", "placement", "tree"},

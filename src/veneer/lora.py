@@ -2,10 +2,11 @@
 
 `init_tree` gives the weights that a rule names a `vn.types.LoraArray` each. Which of their axes
 come in and which go out is seen in the program. Beside it are the functions of trees of such.
+Weights that are quantised, and in few bits, begin closer to the dense ones by LoftQ, which
+`vn.quant.quantize_tree` has: `vn.quant.Rule(..., correction_rank=16, correction_steps=5)`.
 """
 
 import dataclasses
-import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -14,6 +15,7 @@ import jax
 
 from ._core.value import Value
 from ._jax.source_lines import warn_user
+from .quant.models.correction import low_rank_axes
 from .quant.models.rules import flatten_with_paths, some_of, warn_of_unmatched
 from .quant.models.uses import Use, program_of, telling, uses_of
 from .quant.qarray import QUANTIZABLE
@@ -177,12 +179,10 @@ def _can_be_updated(leaf: Any) -> bool:
 
 def _axes(path: str, shape: Sequence[int], use: Use) -> dict[str, Any]:
     """How many axes of a weight go in and out, and on which side a product contracts."""
-    sides = [(i in use.contracted) - (i in use.free) for i in range(-len(shape), 0)]
-    runs = [(side, len(list(run))) for side, run in itertools.groupby(sides)]
-    if len(runs) < 2 or 0 in (runs[-1][0], runs[-2][0]):
+    axes = low_rank_axes(len(shape), use.contracted, use.free)
+    if axes is None:
         raise ValueError(
             f"no update of low rank of {path} {list(shape)}: the axes that products contract "
             f"and those that they leave are not side by side at its end: {use}"
         )
-    (_, ins), (last, outs) = runs[-2:]
-    return {"in_ndim": ins, "out_ndim": outs, "dropped": "in" if last < 0 else "out"}
+    return {"in_ndim": axes.in_ndim, "out_ndim": axes.out_ndim, "dropped": axes.contracted}

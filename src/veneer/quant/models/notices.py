@@ -12,6 +12,7 @@ import numpy as np
 
 from ..._core.value import is_part, is_value
 from ..._jax.source_lines import warn_user
+from ...types.lora import LoraArray
 from ..activations import ActivationQuantized
 from ..formats import get_format
 from ..qarray import QArray
@@ -154,15 +155,22 @@ def tell_of_large(
     paths: Sequence[str], quantized: Sequence[Any], chosen: Mapping[str, Rule], *, located: bool
 ) -> None:
     """Warns of what is not smaller, or of which few values share a scale that nobody asked for."""
-    large = []
+    large, corrected = [], []
     for path, x in zip(paths, quantized, strict=True):
         q = x.array if isinstance(x, ActivationQuantized) else x
+        if path in chosen and isinstance(q, LoraArray) and _is_large(q):
+            corrected.append(f"{path} {list(q.shape)} takes {bits_of(q)}")
         if path not in chosen or not isinstance(q, QArray) or q.size < _MATTERS:
             continue
         scales = sum(leaf.size for leaf in jax.tree.leaves(q.scale))
         asked = located or chosen[path].tile_size is not None or q.format.tile_size is not None
-        if q.nbytes >= q.size * q.dtype.itemsize or (not asked and q.size <= _FEW * scales):
+        if _is_large(q) or (not asked and q.size <= _FEW * scales):
             large.append(f"{path} {list(q.shape)} takes {bits_of(q)}")
+    if corrected:
+        warn_user(
+            f"hardly smaller, with the corrections of low rank: {some_of(corrected)}; take a "
+            "smaller correction_rank"
+        )
     if large:
         remedy = (
             "leave it dense, by a rule with qtype=None"
@@ -171,6 +179,10 @@ def tell_of_large(
             "model= and args="
         )
         warn_user(f"hardly smaller, for few values share a scale: {some_of(large)}; {remedy}")
+
+
+def _is_large(x: Any) -> bool:
+    return x.size >= _MATTERS and x.nbytes >= x.size * x.dtype.itemsize
 
 
 #: So few values that share a scale are a mistake.

@@ -13,6 +13,7 @@ import jax
 from ..._jax.source_lines import warn_user
 from ..observation.statistics import ActivationStatistics
 from ..training import FakeQuantized
+from .correction import LowRankAxes, free_without_program, low_rank_axes, quantize_corrected
 from .notices import (
     tell_of_held,
     tell_of_large,
@@ -33,7 +34,7 @@ from .rules import (
     some_of,
     warn_of_unmatched,
 )
-from .uses import Use, can_be_rotated, program_of, use_for_axes, uses_of
+from .uses import Use, can_be_rotated, program_of, telling, use_for_axes, uses_of
 from .usual_rules import fit_usual, usual_rules
 
 T = TypeVar("T")
@@ -68,9 +69,10 @@ def quantize_tree(
 
     **Returns:** the tree with a `QArray` in place of each floating array of rank 2 and up that a
     rule with a format matches; in an `ActivationQuantized` where the rule has an `act_qtype`,
-    which may do without a format for weights, and in a `vn.types.Rotated` where it says
-    `rotate`. Biases, norms and integers stay dense if they match, and so does what no rule
-    matches; arrays that are implicit already stay as they are.
+    which may do without a format for weights, in a `vn.types.Rotated` where it says `rotate`,
+    and all of it in a `vn.types.LoraArray` where there is a `correction_rank`. Biases, norms and
+    integers stay dense if they match, and so does what no rule matches; arrays that are implicit
+    already stay as they are.
 
     **Raises:** `TypeError` for rules that are no sequence of `Rule`, and what is no program;
     `ValueError`, naming the path, where a tile does not divide its axis, or where statistics
@@ -97,13 +99,24 @@ def quantize_tree(
     >>> small = vn.quant.quantize_tree(params, rules, model=model, args=(jnp.ones((3, 512)),))
     >>> small["query"].scale.shape, 8 * small["query"].nbytes / small["query"].size
     ((8, 8, 64), 4.5)
+
+    A LoRA of a quantised model that begins close to the dense one, by LoftQ:
+
+    >>> w = jax.random.normal(jax.random.key(0), (64, 64))
+    >>> rules = [vn.quant.Rule(".*", "int2", correction_rank=8, correction_steps=5)]
+    >>> vn.quant.quantize_tree({"w": w}, rules)["w"]
+    LoraArray(w=QArray:f32[64,64], a=f32[64,8], b=f32[8,64], scale=1.0)
     """
     program = program_of(params, model, args, kwargs)
     if not isinstance(rules, str):
         rules = rules_in(rules)
         check_rules(rules, train=train, statistics=statistics)
     chosen = choose(params, rules, program, args or (), kwargs)
-    return chosen.replaced(lambda path, leaf, rule: _quantized(path, leaf, rule, train, statistics))
+    return chosen.replaced(
+        lambda path, leaf, rule: _quantized(
+            path, leaf, rule, chosen.corrected_axes(path), train, statistics
+        )
+    )
 
 
 class Chosen(NamedTuple):
@@ -121,6 +134,29 @@ class Chosen(NamedTuple):
     treedef: Any
     rules: Mapping[str, Rule]
     uses: Mapping[str, Sequence[Use]] | None
+
+    def corrected_axes(self, path: str) -> LowRankAxes | None:
+        """Returns the axes of the correction of a leaf, or None where its rule asks for none.
+
+        **Raises:** `ValueError`, naming the path, where no `LoraArray` has the axes as they lie.
+        """
+        rule = self.rules[path]
+        if rule.correction_rank is None:
+            return None
+        shape = self.leaves[self.paths.index(path)].shape
+        contracted = set(rule.contracting(len(shape)))
+        uses = telling(self.uses[path]) if self.uses is not None else []
+        fitting = [use.free for use in uses if use.contracted == contracted]
+        free = fitting[0] if fitting else free_without_program(len(shape), contracted)
+        axes = low_rank_axes(len(shape), contracted, free)
+        if axes is None:
+            raise ValueError(
+                f"{path}: no correction of low rank of shape {list(shape)}: the axes "
+                f"{sorted(contracted)} that products contract and {sorted(free)} that they leave "
+                "are not side by side at its end. Give it a rule of its own, without "
+                "correction_rank"
+            )
+        return axes
 
     def replaced(self, quantized: Callable[[str, Any, Rule], Any]) -> Any:
         """Returns the tree with what a function makes of each leaf that is quantised.
@@ -206,6 +242,16 @@ def check_rules(
                 f"train=True quantises activations dynamically, and act_range is "
                 f"{rule.act_range!r}: {rule}"
             )
+        if rule.correction_rank is not None and train:
+            raise ValueError(
+                f"train=True rounds weights anew as they are used, and correction_rank corrects "
+                f"what rounding lost: quantise without train, and train the correction: {rule}"
+            )
+        if rule.correction_steps > 1 and calibrated:
+            raise ValueError(
+                f"correction_steps are for weights that meet no activations, as by quantize_tree; "
+                f"calibrate finds the best correction by activations in one: {rule}"
+            )
         if rule.rotate and train:
             raise ValueError(f"train=True trains weights as they are, and rotate=True: {rule}")
         if rule.op_names and train:
@@ -218,6 +264,7 @@ def _quantized(
     path: str,
     leaf: Any,
     rule: Rule,
+    axes: LowRankAxes | None,
     train: bool,
     statistics: Mapping[str, ActivationStatistics] | None,
 ) -> Any:
@@ -230,7 +277,7 @@ def _quantized(
                 f"there are no statistics of it, and {rule} asks for them; they are of "
                 f"{some_of(list(statistics))}. Give it a rule of its own, before this one"
             )
-        return rule.with_activations(rule.quantize(leaf), of_leaf)
+        return rule.with_activations(quantize_corrected(leaf, rule, axes), of_leaf)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 

@@ -12,6 +12,7 @@ import numpy as np
 from ..._core.value import is_value
 from ..._jax.source_lines import warn_user
 from ...types.basis import InBasis, Rotated
+from ...types.lora import LoraArray
 from ..activations import ActivationQuantized, check_activation_format, products_named
 from ..conversion.calibration import check_calibration
 from ..conversion.quantize import quantize, scale_dtype_in, tile_in
@@ -56,6 +57,14 @@ class Rule:
       `vn.types.Rotated`, and activations are rotated as they meet it: what stands out in either is
       spread, so that few bits lose less. It costs an activation some `2 * sqrt(K)` products.
     - `method`: how `vn.quant.calibrate` rounds the weight; None is as it rounds the others.
+    - `correction_rank`: of the correction of what rounding lost, with which the weight is a
+      `vn.types.LoraArray`: the nearest matrix of that rank, by the sum of squares, or in
+      `calibrate` by the outputs on its activations. It takes `rank * (in + out)` values more, in
+      the dtype of the weight. None is no correction.
+    - `correction_steps`: how many times the weight, without its correction so far, is rounded and
+      corrected anew, of which the best is kept. More than one, five say, are for a LoRA that is to
+      be trained in a format of few bits: it then begins closer to the weight (LoftQ). For a model
+      that is only run, `calibrate` with one step loses less.
     - `act_qtype`: the format that activations are quantised to, as they meet the weight in a
       product; None leaves them as they are.
     - `act_calibration_method`: of the activations; None is that of `act_qtype`.
@@ -95,6 +104,8 @@ class Rule:
     scale_dtype: Any = None
     rotate: bool = False
     method: str | None = None
+    correction_rank: int | None = None
+    correction_steps: int = 1
     act_qtype: str | None = None
     act_calibration_method: str | None = None
     act_tile_size: int | np.integer | float | None = None
@@ -112,6 +123,7 @@ class Rule:
             raise ValueError(f"path_regex {self.path_regex!r} is not a regex: {error}") from None
         self._check_tiles()
         self._check_methods()
+        self._check_correction()
         object.__setattr__(self, "op_names", products_named(self.op_names))
         if self.grad_qtype is not None:
             get_format(self.grad_qtype)
@@ -171,6 +183,16 @@ class Rule:
                 "act_calibration_method, act_tile_size and act_range say how activations are "
                 "quantised, which act_qtype=None leaves as they are"
             )
+
+    def _check_correction(self) -> None:
+        rank, steps = self.correction_rank, self.correction_steps
+        for name, count in (("correction_rank", rank), ("correction_steps", steps)):
+            if count is not None and not (isinstance(count, int | np.integer) and count >= 1):
+                raise ValueError(f"{name} is an integer of 1 or more, not {count!r}")
+        if rank is not None and self.qtype is None:
+            raise ValueError("correction_rank is of weights, which qtype=None leaves dense")
+        if rank is None and steps != 1:
+            raise ValueError("correction_steps says how to find a correction: give its rank")
 
     def __repr__(self) -> str:
         """Returns the call that makes the rule."""
@@ -262,7 +284,8 @@ class Rule:
     def quantize(self, array: Any) -> Any:
         """Quantises a floating array of rank 2 and up; `qtype` None leaves its values as they are.
 
-        **Returns:** a `QArray`, in a `vn.types.Rotated` if the rule has it rotated.
+        **Returns:** a `QArray`, in a `vn.types.Rotated` if the rule has it rotated. A correction
+        takes more than a rule knows: `quantize_corrected` adds it.
         """
         array = self.in_basis(array)
         if isinstance(array, InBasis):
@@ -298,6 +321,8 @@ class Rule:
         """
         if self.act_qtype is None:
             return weight
+        if isinstance(weight, LoraArray):  # a correction meets them as they are
+            return weight.changed(w=self.with_activations(weight.w, statistics))
         if isinstance(weight, InBasis):  # they are quantised as they meet what it stores
             return weight.with_array(self.with_activations(weight.array, statistics))
         contracting = self.contracting(weight.ndim)

@@ -10,5 +10,6 @@ The modules here:
     report          what weights lost, as a table
     moments         second moments of activations, and what a weight's outputs lose
     factors         of channels, by which weights are multiplied and activations divided
+    low_rank        corrections of low rank of what rounding lost
     gptq            codes of a matrix, one row after the other, each making up for those before
 """

@@ -55,6 +55,9 @@ def calibrate(
       A rule may name its own. What a rule rotates is rounded as it is rotated, and has no factors.
       With all, a rule that has no `calibration_method` of its own takes the scales of the least
       error to the power 2.4 ("mse,40,2.4").
+      A rule with a `correction_rank` has what rounding lost made up for by as few products more
+      as that: by the matrix of this rank with which outputs lose least (QERA: Zhang et al., arXiv
+      2410.06040). The weight is a `vn.types.LoraArray` then.
     - `sequential`: whether weights are rounded in the order of the program, each by the activations
       of the model in which those before are rounded. The batches are gone through once more for
       each set of weights that meet the same activations, in each layer.
@@ -176,8 +179,9 @@ class Calibrator:
         weights = {}
         for path, rule in chosen.rules.items():
             if rule.qtype is not None:
+                of_correction = chosen.corrected_axes(path)
                 with _naming(path):
-                    weights[path] = RoundedWeight(leaves[path], rule)
+                    weights[path] = RoundedWeight(leaves[path], rule, of_correction)
         axes = _contracting(chosen)
         stages: Sequence[Stage] = [dict.fromkeys(axes)]
         if self._sequential:

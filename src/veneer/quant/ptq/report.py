@@ -17,6 +17,7 @@ class WeightLoss(NamedTuple):
       the same activations, as a share of these: the root of the mean square of the one by that of
       the other. Rounded to nearest as `quantize_tree` does it, and as it is now.
     - `method`: by which it was rounded.
+    - `correction_rank`: of its correction of low rank, which `after` counts; None without one.
     """
 
     path: str
@@ -25,6 +26,7 @@ class WeightLoss(NamedTuple):
     before: float
     after: float
     method: str
+    correction_rank: int | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -45,7 +47,7 @@ class CalibrationReport(Tabular):
                 str(list(row.shape)),
                 percent(row.before),
                 percent(row.after),
-                row.method,
+                _how(row),
             )
             for row in self.rows
         ]
@@ -84,6 +86,11 @@ class CalibrationReport(Tabular):
 def percent(share: float) -> str:
     """Returns a share as it is shown, by two digits."""
     return f"{100 * share:.2g}%"
+
+
+def _how(row: WeightLoss) -> str:
+    rank = row.correction_rank
+    return row.method if rank is None else f"{row.method}, rank {rank}"
 
 
 _NUMBERS = ("nearest loses", "loses")

@@ -11,13 +11,16 @@ import numpy as np
 
 from ..._core.value import materialise_one
 from ...types.basis import InBasis, Scaled
+from ...types.lora import LoraArray
 from ..formats import get_format
 from ..formats.tiles import tile_shape
+from ..models.correction import LowRankAxes, corrected
 from ..models.rules import Rule
 from ..observation.statistics import ActivationStatistics
 from ..qarray import pack_codes
 from .factors import awq_factors, smoothquant_factors
 from .gptq import gptq
+from .low_rank import Correction
 from .methods import get_method
 from .moments import Moments
 from .report import WeightLoss
@@ -86,16 +89,19 @@ class RoundedWeight:
 
     - `dense`: of two axes and more.
     - `rule`: with a format, and the axes that are contracted.
+    - `axes`: of its correction of low rank; None where the rule asks for none.
 
     `values` is what it is worth so far: as it was, where it has met nothing yet.
     """
 
-    def __init__(self, dense: Any, rule: Rule):
+    def __init__(self, dense: Any, rule: Rule, axes: LowRankAxes | None = None):
         self._dense, self._contracting = dense, rule.contracting(dense.ndim)
         self._stored_by = dataclasses.replace(with_least_error(rule), rotate=False)
         self._nearest = rule.quantize(dense)
         self._rounded = self._quantized(rule.in_basis(dense))
         self._method = "nearest"
+        self._rank, self._axes = rule.correction_rank, axes
+        self._correction: Correction | None = None  # of the activations met, once there are any
         self._factors = np.ones((), np.float32)  # of channels, `[S, K]`
         self._codes: dict[int, np.ndarray] = {}  # that make up for others, of each matrix
         self._lost = np.zeros(3)  # by rounding to nearest, as rounded, and all there is
@@ -122,9 +128,9 @@ class RoundedWeight:
             self.values = self.nearest()  # as the kernel of a convolution
             return
         matrices = MatrixStack(self._dense.shape, self._contracting, statistics.stacked_axes)
-        moments = _moments(statistics, matrices)
+        moments = moments_of(statistics, matrices)
         stacks = range(len(moments)) if stacks is None else stacks
-        dense, of = _finite(matrices.of(self._dense)), get_method(method)
+        dense, of = finite(matrices.of(self._dense)), get_method(method)
         if of.factors is not None:
             factors = self._found_factors(of.factors, statistics, matrices, moments)
             self._factors = np.broadcast_to(self._factors, factors.shape).copy()
@@ -134,33 +140,56 @@ class RoundedWeight:
         if of.makes_up:
             self._make_up(matrices, moments, stacks, damping)
         self._method = method
-        nearest, rounded = (matrices.of(_dense(q)) for q in (self._nearest, self._rounded))
+        self._correct(moments, statistics.stacked_axes, stacks)
+        rounded = matrices.of(_dense(self._corrected(self._rounded)))
+        nearest = matrices.of(_dense(self._nearest))
         values = matrices.of(self.values).copy()
         for i in stacks:
             values[i] = rounded[i]
-            losses = (moments[i].loss(dense[i], _finite(x[i])).sum() for x in (nearest, rounded))
+            losses = (moments[i].loss(dense[i], finite(x[i])).sum() for x in (nearest, rounded))
             self._lost += [*losses, moments[i].power(dense[i]).sum()]
         self.values = jnp.asarray(matrices.together(values))
 
     def nearest(self) -> jax.Array:
         """Returns what it is worth with scales of the least error, each value to the nearest."""
-        return _dense(self._rounded)
+        return _dense(self._corrected(self._rounded))
 
     def result(self, path: str) -> tuple[Any, WeightLoss | None]:
         """Returns the weight as rounded, or to nearest if that loses no more; and what it lost.
 
         Nothing is known of the latter where no activations were met, or zeros. What SmoothQuant
-        gains is in activations, so that what weights lose is no reason to leave it.
+        gains is in activations, so that what weights lose is no reason to leave it; and a
+        correction is of the codes that it was found for.
         """
         before, after, power = self._lost
         q, method = self._rounded, self._method
         if not power:
-            return q, None
-        if not after < _WORTH * before and get_method(method).factors != "smoothquant":
+            return self._corrected(q), None
+        keeps = self._correction is not None or get_method(method).factors == "smoothquant"
+        if not keeps and not after < _WORTH * before:
             q, method, after = self._nearest, "nearest", before
         share = lambda loss: float(np.sqrt(loss / power))
-        qtype = _stored(q).qtype
-        return q, WeightLoss(path, q.shape, qtype, share(before), share(after), method)
+        qtype, found = _stored(q).qtype, self._corrected(q)
+        rank = found.rank if isinstance(found, LoraArray) else None
+        return found, WeightLoss(path, q.shape, qtype, share(before), share(after), method, rank)
+
+    def _correct(
+        self, moments: Sequence[Moments], stacked_axes: Sequence[int], stacks: Sequence[int]
+    ) -> None:
+        """Finds the correction of some matrices, as they are rounded."""
+        if self._rank is None or self._axes is None:
+            return
+        if self._correction is None:
+            self._correction = Correction(self._dense, self._rank, self._axes, self._contracting)
+        self._correction.find(_dense(self._rounded), moments, stacked_axes, stacks)
+
+    def _corrected(self, q: Any) -> Any:
+        """A rounded weight with its correction, which is that of least squares without moments."""
+        if self._rank is None or self._axes is None:
+            return q
+        if self._correction is None:
+            return corrected(q, self._dense, self._rank, self._axes)
+        return self._correction.held(q)
 
     def _quantized(self, in_basis: Any) -> Any:
         """A QArray, or one in the basis that a dense array is in."""
@@ -174,7 +203,7 @@ class RoundedWeight:
         matrices: MatrixStack,
         moments: Sequence[Moments],
     ) -> np.ndarray:
-        dense = _finite(matrices.of(self._dense))
+        dense = finite(matrices.of(self._dense))
         if kind == "smoothquant":
             return smoothquant_factors(dense, statistics.of_stacks(statistics.absmax))
         plain = dataclasses.replace(self._stored_by, calibration_method=None)
@@ -226,8 +255,8 @@ def with_least_error(rule: Rule) -> Rule:
     return dataclasses.replace(rule, calibration_method=SCALES)
 
 
-def _moments(statistics: ActivationStatistics, matrices: MatrixStack) -> list[Moments]:
-    """Those of each matrix; zeros for one that has met nothing, as an expert may."""
+def moments_of(statistics: ActivationStatistics, matrices: MatrixStack) -> list[Moments]:
+    """Returns those of each matrix; zeros for one that has met nothing, as an expert may."""
     count, size, _ = matrices.shape
     grams = np.reshape(statistics.gram, (count, size, size))
     met = statistics.of_stacks(statistics.count > 0).max(1)
@@ -242,6 +271,6 @@ def _of_entries(part: Any, shape: Sequence[int]) -> np.ndarray:
     return part
 
 
-def _finite(x: np.ndarray) -> np.ndarray:
-    """An array without what is no number, which spoils its own tile alone."""
+def finite(x: np.ndarray) -> np.ndarray:
+    """Returns an array without what is no number, which spoils its own tile alone."""
     return np.nan_to_num(x.astype(np.float32), nan=0, posinf=0, neginf=0)
