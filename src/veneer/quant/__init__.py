@@ -40,6 +40,8 @@ from .ops import dot_general as dot_general
 from .ops import einsum as einsum
 from .ops import ragged_dot as ragged_dot
 from .ops import ragged_dot_general as ragged_dot_general
+from .ptq.allocate_bits import BitAllocator as BitAllocator
+from .ptq.allocate_bits import allocate_bits as allocate_bits
 from .ptq.calibrate import Calibrator as Calibrator
 from .ptq.calibrate import calibrate as calibrate
 from .ptq.tune import tune as tune

@@ -1,5 +1,6 @@
-"""What the weights of a model lost by being rounded: a table."""
+"""What the weights of a model lost by being rounded, and the bits they were given: tables."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -81,6 +82,56 @@ class CalibrationReport(Tabular):
         """Returns the mean over the weights of `before` or `after`, as a percentage."""
         values = [getattr(row, field) for row in self.rows]
         return percent(sum(values) / max(1, len(values)))
+
+
+class WeightBits(NamedTuple):
+    """How one weight is stored.
+
+    **Arguments:**
+
+    - `path`, `shape`, `qtype`: of the weight.
+    - `bits`: of all of it, scales and corrections included.
+    - `loses`: how far the outputs of its products are from those of the dense weight, as a share of
+      these, rounded to nearest.
+    - `model_loses`: how far those of the model are, by this weight alone.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    qtype: str
+    bits: int
+    loses: float
+    model_loses: float
+
+
+@dataclass(frozen=True, repr=False)
+class AllocationReport(Tabular):
+    """The weights that bits were given to: `print` it for a table; a notebook shows one of HTML."""
+
+    rows: tuple[WeightBits, ...]
+
+    @property
+    def bits(self) -> float:
+        """Bits a value, of all weights."""
+        values = sum(math.prod(row.shape) for row in self.rows)
+        return sum(row.bits for row in self.rows) / max(1, values)
+
+    def _table(self) -> tuple[Cells, Sequence[Cells], Cells, Cells]:
+        names = ("path", "format", "shape", "bits a value", "loses", "model loses")
+        cells = [
+            (
+                row.path,
+                row.qtype,
+                str(list(row.shape)),
+                f"{row.bits / max(1, math.prod(row.shape)):.3g}",
+                percent(row.loses),
+                percent(row.model_loses),
+            )
+            for row in self.rows
+        ]
+        together = percent(math.hypot(*(row.model_loses for row in self.rows)))
+        total = ("together", "", "", f"{self.bits:.3g}", "", together)
+        return names, cells, total, ("bits a value", "loses", "model loses")
 
 
 def percent(share: float) -> str:
