@@ -1,0 +1,73 @@
+"""The perplexity of SmolLM2-135M in few bits: to nearest, by GPTQ, rotated, with int8 activations.
+
+    python benchmarks/ptq_language_model.py wikitext2-test.txt    # twenty minutes on two cores
+
+The model is the demo's, from its file's values in f32, its embeddings in int8. It is measured on
+the first 8 windows of 512 tokens of the text, and calibrated with windows that lie far behind them.
+"""
+
+import argparse
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from measure import markdown_table
+from report import made_with
+
+import veneer as vn
+from veneer.demo.fetch import LANGUAGE_MODEL, fetch
+from veneer.demo.language_model import load, perplexity, windows
+from veneer.demo.programs import program
+
+WINDOW, MEASURED_ON, BEHIND = 512, 8, 400_000
+#: Fields of the rule, and the method; None rounds to nearest, without the text.
+CASES: dict[str, tuple[dict[str, Any], str | None]] = {
+    "int8": ({"qtype": "int8"}, None),
+    "int8 by int8": ({"qtype": "int8", "act_qtype": "int8"}, None),
+    "int8 by int8, rotated": ({"qtype": "int8", "act_qtype": "int8", "rotate": True}, None),
+    "uint3, tile 64": ({"qtype": "uint3", "tile_size": 64}, None),
+    "uint3, tile 64, GPTQ": ({"qtype": "uint3", "tile_size": 64}, "gptq"),
+    "uint3, tile 64, rotated, GPTQ": ({"qtype": "uint3", "tile_size": 64, "rotate": True}, "gptq"),
+}
+
+
+def rows(text: str, count: int) -> Iterator[list[str]]:
+    """A row of the table for each case."""
+    model, llama = load(next(fetch(LANGUAGE_MODEL).glob("*.gguf"))), program("llama")
+    losses = jax.jit(vn.implicit(llama.losses), static_argnums=1)
+    params = {name: jnp.asarray(vn.materialise(x)) for name, x in model.params.items()}
+    held_out = windows(model, [text[: 20_000 * MEASURED_ON]], MEASURED_ON)
+    behind = np.reshape(windows(model, [text[BEHIND:]], count), (-1, 2, WINDOW)).astype(np.int32)
+    run = lambda params, tokens: llama.losses(params, model.config, tokens)
+    yield ["f32", f"{perplexity(losses, model, params, held_out):.2f}", ""]
+    for name, (fields, method) in CASES.items():
+        chosen = [
+            vn.quant.Rule(".*embed.*", "int8", tile_axis=-1),
+            vn.quant.Rule(r".*\.weight", tile_axis=-1, **fields),
+        ]
+        start = time.perf_counter()
+        if method is None:
+            small = vn.quant.quantize_tree(params, chosen)
+        else:
+            calibration = vn.quant.calibrate(run, chosen, params=params, method=method)
+            small = calibration(list(behind))
+        seconds = time.perf_counter() - start
+        cells = [name, f"{perplexity(losses, model, small, held_out):.2f}", f"{seconds:.0f}"]
+        print(*cells, sep=" | ", file=sys.stderr, flush=True)
+        yield cells
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="The perplexity of SmolLM2-135M in few bits.")
+    parser.add_argument("text", type=Path, help="the test set of WikiText-2")
+    parser.add_argument("--calibrate", type=int, default=16, help="windows to calibrate with")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore", UserWarning)
+    found = list(rows(options.text.read_text(encoding="utf-8"), options.calibrate))
+    print(made_with(), markdown_table(["matrices", "perplexity", "seconds"], found), sep="\n\n")
