@@ -21,9 +21,11 @@ def test_variants_print_as_the_table_names_them():
         "f32",
         "int8, channelwise",
         "int8 by int8",
+        "int8 by int8, rotated",
         "nf4, tile 64",
         "int4, tile 32",
         "int4, tile 128",
+        "int4, tile 128, calibrated",
     ]
 
 

@@ -1,5 +1,7 @@
 """Round to nearest on all-MiniLM-L6-v2 keeps what it is known to keep."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -16,6 +18,7 @@ EXPECTED = {
     Variant("nf4", 64): 0.9716,
     Variant("int4", 32): 0.9597,
     Variant("int4", 128): 0.9422,
+    Variant("int4", 128, rotate=True, calibrated=True): 0.9846,
 }
 
 
@@ -45,12 +48,14 @@ def test_the_expected_figures_are_of_the_variants_shown():
 
 @pytest.mark.parametrize("variant", EXPECTED, ids=str)
 def test_quantised_embeddings_are_as_near_to_f32_as_expected(embed, dense, variant):
-    # Sums go in another order from one machine to the next.
-    assert measure.mean_cosine(embed(variant), dense) == pytest.approx(EXPECTED[variant], abs=0.001)
+    # Sums go in another order from one machine to the next, and codes by what they come to.
+    near = pytest.approx(EXPECTED[variant], abs=0.003 if variant.calibrated else 0.001)
+    assert measure.mean_cosine(embed(variant), dense) == near
 
 
 def test_rounding_activations_to_8_bits_costs_less_than_rounding_weights_to_4(embed, dense):
-    variants = Variant("int8"), Variant("int8", act_qtype="int8"), Variant("nf4", 64)
+    by_int8 = Variant("int8", act_qtype="int8")
+    variants = replace(by_int8, rotate=True), Variant("int8"), by_int8, Variant("nf4", 64)
     cosines = [measure.mean_cosine(embed(variant), dense) for variant in variants]
     assert sorted(cosines, reverse=True) == cosines
 

@@ -117,10 +117,10 @@ def test_several_axes_that_a_product_contracts():
 @pytest.mark.parametrize("n", [1, 2, 3, 12, 67, 384, 1000])
 def test_a_rotation_keeps_lengths_and_is_undone(n):
     assert np.prod(factors(n)) == n
-    identity = np.eye(n, dtype=np.float32)
+    identity = jnp.eye(n)
     matrix = np.asarray(rotated(identity, 0))
     np.testing.assert_allclose(matrix @ matrix.T, identity, atol=2e-6)
-    np.testing.assert_allclose(rotated_back(matrix, 0), identity, atol=2e-6)
+    np.testing.assert_allclose(rotated_back(jnp.asarray(matrix), 0), identity, atol=2e-6)
     np.testing.assert_array_equal(rotated(identity, 1), matrix.T)
     # Entries of Hadamard matrices are alike; Hartley's, of each odd prime, are up to sqrt(2) of it.
     odd = {1: 0, 2: 0, 3: 1, 12: 1, 67: 1, 384: 1, 1000: 3}[n]
@@ -128,8 +128,8 @@ def test_a_rotation_keeps_lengths_and_is_undone(n):
 
 
 def test_a_rotation_of_halves_is_that_of_floats_rounded():
-    x = array(64, 6).astype(jnp.bfloat16)
-    wide = rotated(x.astype(np.float32), 0)
+    x = jnp.asarray(array(64, 6), jnp.bfloat16)
+    wide = rotated(x.astype(jnp.float32), 0)
     np.testing.assert_array_equal(rotated(x, 0), wide.astype(jnp.bfloat16))
 
 

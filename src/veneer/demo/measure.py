@@ -15,6 +15,7 @@ import veneer as vn
 
 from .model import Batch, Model
 from .programs import program
+from .sentences import other_sentences
 
 Params = Mapping[str, Any]
 Encode = Callable[[Params, Batch], jax.Array]
@@ -29,6 +30,8 @@ class Variant:
     - `qtype`: the format, or None for f32.
     - `tile_size`: how many values share a scale, or None for one scale a channel.
     - `act_qtype`: the format that activations are quantised to as they meet a weight, or None.
+    - `rotate`: whether weights are rotated before they are rounded.
+    - `calibrated`: whether they are rounded by the activations that they meet.
 
     >>> from veneer.demo.measure import Variant
     >>> print(Variant("nf4", 64), Variant("int8"), Variant("int8", act_qtype="int8"), sep="; ")
@@ -38,14 +41,17 @@ class Variant:
     qtype: str | None = None
     tile_size: int | None = None
     act_qtype: str | None = None
+    rotate: bool = False
+    calibrated: bool = False
 
     def __str__(self) -> str:
         if self.qtype is None:
             return "f32"
+        how = ", calibrated" if self.calibrated else ", rotated" if self.rotate else ""
         if self.act_qtype is not None:
-            return f"{self.qtype} by {self.act_qtype}"
+            return f"{self.qtype} by {self.act_qtype}{how}"
         tile = "channelwise" if self.tile_size is None else f"tile {self.tile_size}"
-        return f"{self.qtype}, {tile}"
+        return f"{self.qtype}, {tile}{how}"
 
     def fitted(self, model: Model) -> "Variant":
         """Returns it with the largest part of the tile that divides what the model contracts."""
@@ -60,9 +66,11 @@ VARIANTS = (
     DENSE,
     Variant("int8"),
     Variant("int8", act_qtype="int8"),
+    Variant("int8", act_qtype="int8", rotate=True),
     NF4,
     Variant("int4", 32),
     Variant("int4", 128),
+    Variant("int4", 128, rotate=True, calibrated=True),
 )
 
 
@@ -88,13 +96,25 @@ class Measurement:
 
 
 def quantise(model: Model, variant: Variant) -> Params:
-    """Puts the parameters on the device, every weight of rank 2 quantised, embeddings included."""
+    """Puts the parameters on the device, every weight of rank 2 quantised, embeddings included.
+
+    By sentences that the table is not measured on, where the variant is calibrated.
+    """
     params = jax.device_put(model.params)
     if variant.qtype is None:
         return params
     rule = partial(vn.quant.Rule, qtype=variant.qtype, tile_size=variant.tile_size, tile_axis=-1)
-    tables = rule(r"embeddings\..*weight")  # whose rows are looked up, and meet no activation
-    return vn.quant.quantize_tree(params, [tables, rule(".*weight", act_qtype=variant.act_qtype)])
+    rules = [  # of tables rows are looked up, which meet no activation; or slices are added
+        rule(r"embeddings\.word_embeddings\.weight", rotate=variant.rotate),
+        rule(r"embeddings\..*weight"),
+        rule(".*weight", rotate=variant.rotate, act_qtype=variant.act_qtype),
+    ]
+    if not variant.calibrated:
+        return vn.quant.quantize_tree(params, rules)
+    encode = jax.jit(program("sentence_encoder").encode, static_argnums=1)
+    run = lambda params, ids, mask: encode(params, model.config, ids, mask)
+    calibration = vn.quant.calibrate(run, rules, params=params)
+    return calibration([tuple(batch) for batch in model.unpadded(other_sentences())])
 
 
 def compiled(model: Model) -> Encode:

@@ -66,7 +66,7 @@ class Model:
     longest: int
 
     def unpadded(self, sentences: Sequence[str]) -> list[Batch]:
-        """Returns batches of sentences of as many tokens, cut to multiples of 8, at most 64 each.
+        """Returns batches of sentences of as many tokens, cut to multiples of 8, at most 256 each.
 
         For calibration, which would count the activations of padding.
         """
@@ -77,7 +77,7 @@ class Model:
         batches = []
         for length in sorted(length for length in by_length if length):
             ids = np.array(by_length[length], np.int32)
-            parts = [ids[i : i + BATCH] for i in range(0, len(ids), BATCH)]
+            parts = [ids[i : i + 256] for i in range(0, len(ids), 256)]
             batches += [Batch(part, np.ones(part.shape, bool)) for part in parts]
         return batches
 

@@ -57,3 +57,13 @@ def sentences(count: int = 512) -> list[str]:
     if len(found) < count:
         raise ValueError(f"{PROSE.name} holds {len(found)} sentences, fewer than {count}.")
     return [found[i * len(found) // count] for i in range(count)]
+
+
+def other_sentences(count: int = 256) -> list[str]:
+    """Returns `count` others than `sentences()` has, evenly spread.
+
+    **Raises:** what `sentences` raises.
+    """
+    taken = set(sentences())
+    found = [sentence for sentence in all_sentences() if sentence not in taken]
+    return [found[i * len(found) // count] for i in range(count)]

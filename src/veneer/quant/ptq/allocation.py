@@ -30,7 +30,7 @@ class Choice(NamedTuple):
     loss: float
 
 
-def allocated(choices: Mapping[str, Sequence[Choice]], budget: float) -> dict[str, Choice]:
+def allocated(choices: Mapping[str, Sequence[Choice]], budget: float | int) -> dict[str, Choice]:
     """Returns the choice of each weight, by its path, of the least loss within a budget.
 
     Of a few weights it is the least; of many, of which there are more sums than are kept, within
@@ -68,7 +68,7 @@ def allocated(choices: Mapping[str, Sequence[Choice]], budget: float) -> dict[st
     return {path: found[path] for path in choices}
 
 
-def _kept(bits: np.ndarray, losses: np.ndarray, budget: float) -> np.ndarray:
+def _kept(bits: np.ndarray, losses: np.ndarray, budget: float | int) -> np.ndarray:
     """The sums within a budget of which none of fewer bits has less loss, in the order of bits."""
     order = np.lexsort((losses, bits))
     order = order[bits[order] <= budget]

@@ -179,7 +179,8 @@ def _range(q: QArray) -> tuple[float, float]:
     if q.format.codebook is not None:
         return min(q.format.codebook), max(q.format.codebook)
     if q.format.is_integer:
-        return q.format.code_range
+        low, high = q.format.code_range
+        return float(low), float(high)
     largest = float(jnp.finfo(q.format.code_dtype).max)
     return -largest, largest
 

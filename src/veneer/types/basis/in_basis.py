@@ -157,4 +157,5 @@ def _gather(w: InBasis, indices: ArrayLike, **params: Any) -> Any:
     bind = lambda x, i: find_primitive("gather").bind(x, i, **params)
     rows = jnp.asarray(materialise_one(redispatch(bind, w.array, indices)))
     left = [axis for axis in range(w.ndim) if axis not in gone]
-    return w.out_of_basis(rows, {axis: numbers.offset_dims[left.index(axis)] for axis in axes})
+    place = lambda axis: int(numbers.offset_dims[left.index(axis)])
+    return w.out_of_basis(rows, {axis: place(axis) for axis in axes})

@@ -110,7 +110,7 @@ class Rotated(InBasis):
         """This array, whose leaves were moved, rotated along the axes that now are."""
         moved = [movement.axes[axis] for axis in self.axes]
         new = object.__new__(Rotated)  # leaves may be specs here, of which no rank is known
-        axes = tuple(axis - len(movement.shape) for axis in moved if axis is not None)
+        axes = tuple(int(axis) - len(movement.shape) for axis in moved if axis is not None)
         new.__dict__.update({"array": self.array, "axes": axes})
         return new
 
