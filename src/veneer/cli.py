@@ -387,7 +387,7 @@ def _calibrated(
         raise FileNotFoundError(f"{text} is not a file: --calibrate takes a text")
     from .demo.calibrated import calibrated
 
-    return calibrated(source, text, rules, method or "gptq")
+    return calibrated(source, text, rules, method or "gptq", progress=sys.stderr.isatty())
 
 
 def _beside(source: Path, tensors: Any) -> Any:

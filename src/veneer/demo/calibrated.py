@@ -44,7 +44,7 @@ class TextModel(NamedTuple):
 
 
 def calibrated(
-    source: Path, text: Path, rules: Mapping[str, Rule], method: str
+    source: Path, text: Path, rules: Mapping[str, Rule], method: str, *, progress: bool = False
 ) -> tuple[dict[str, Any], CalibrationReport]:
     """Quantises the weights of a checkpoint by `vn.quant.calibrate`.
 
@@ -53,7 +53,7 @@ def calibrated(
     - `source`: a Hugging Face folder with its `config.json` and `tokenizer.json`, or a GGUF file.
     - `text`: a file, in UTF-8; of an encoder, a sentence a line.
     - `rules`: by the name of each tensor that is quantised.
-    - `method`: as of `calibrate`.
+    - `method`, `progress`: as of `calibrate`.
 
     **Returns:** the quantised weights by name, and what each lost.
 
@@ -69,7 +69,9 @@ def calibrated(
     batches = found.batches(text.read_text(encoding="utf-8"))
     if not batches:
         raise ValueError(f"{text} holds no batch of text to calibrate with: it is too short")
-    calibration = quant.calibrate(found.call, chosen, params=found.params, method=method)
+    calibration = quant.calibrate(
+        found.call, chosen, params=found.params, method=method, progress=progress
+    )
     small = calibration(batches)
     return {name: small[inside] for inside, name in names.items()}, calibration.report
 

@@ -159,7 +159,7 @@ def test_mistakes_of_allocation():
         allocate_bits(model, [Rule("other", "int4")], 5.0, params=PARAMS)(BATCHES)
     with pytest.raises(ValueError, match="at least, and the budget"):
         allocated({"a": [Choice(0, 40, 1.0)]}, 30)
-    with pytest.raises(ValueError, match=r"\w+: its activations have NaN"):
+    with pytest.raises(ValueError, match=r"\w+: .* activations have NaN"):
         allocate_bits(model, CHOICES, 5.0, params=PARAMS)([BATCHES[0].at[1, 2].set(jnp.nan)])
 
 

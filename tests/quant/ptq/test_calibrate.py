@@ -244,6 +244,92 @@ def test_mistakes():
         calibrate(looked_up, INT4, params={"table": array(50, 32)})([jnp.arange(3)])
 
 
+def layers(params, x):
+    step = lambda x, layer: (x + jnp.tanh(x @ layer[0]) @ layer[1], None)
+    return lax.scan(step, x, (params["up"], params["down"]))[0] @ params["head"]
+
+
+LAYERS = {
+    "up": array(3, 64, 32, scale=0.2),
+    "down": array(3, 32, 64, scale=0.2),
+    "head": array(64, 24),
+}
+
+
+class Stopped(list):
+    """Batches that end with an error as they are gone through for the last but so many times."""
+
+    def __init__(self, batches, passes):
+        super().__init__(batches)
+        self.passes = passes
+
+    def __iter__(self):
+        self.passes -= 1
+        if self.passes == 0:
+            raise KeyboardInterrupt
+        return super().__iter__()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"method": "awq+gptq"}, {"rotate": True}, {"correction_rank": 4}, {"act_range": "mean"}],
+    ids=str,
+)
+@pytest.mark.parametrize("how", [{"sequential": True}, {"memory": 1}], ids=str)
+def test_what_was_stopped_goes_on_where_it_was(how, options, tmp_path):
+    activations = {"act_qtype": "int8"} if "act_range" in options else {}
+    rules = [Rule(".*", "int4", tile_size=16, **options, **activations)]
+    run = lambda batches, **more: calibrate(layers, rules, params=LAYERS, **how, **more)(batches)
+    with pytest.raises(KeyboardInterrupt):
+        run(Stopped(BATCHES, 5 if "sequential" in how else 3), resume=tmp_path)
+    kept = len(list(tmp_path.glob("*.npz")))
+    assert 0 < kept < (7 if "sequential" in how else 3)
+    passes = Stopped(BATCHES, 100)
+    small = run(passes, resume=tmp_path)
+    whole = Stopped(BATCHES, 100)
+    jax.tree.map(np.testing.assert_array_equal, small, run(whole))
+    assert passes.passes - whole.passes == kept
+    assert not list(tmp_path.glob("*.begun"))
+
+
+def test_a_folder_is_of_one_calibration(tmp_path):
+    first = calibrate(mlp, INT4, params=MLP, resume=tmp_path / "new" / "kept")
+    small = first(BATCHES)
+    again = calibrate(mlp, INT4, params=MLP, resume=tmp_path / "new" / "kept")
+    jax.tree.map(np.testing.assert_array_equal, small, again(iter(BATCHES[:1])))  # all is known
+    assert again.report.rows == first.report.rows
+    for params, rules, batches in (
+        (MLP, [Rule(".*", "int8")], BATCHES),
+        (MLP | {"up": 2 * MLP["up"]}, INT4, BATCHES),
+        (MLP, INT4, BATCHES[1:]),
+    ):
+        with pytest.raises(ValueError, match="other parameters, rules or batches"):
+            calibrate(mlp, rules, params=params, resume=tmp_path / "new" / "kept")(batches)
+    with pytest.raises(ValueError, match="holds no calibration to resume"):
+        calibrate(mlp, INT4, params=MLP, resume=tmp_path)(BATCHES)
+
+
+def test_moments_are_of_some_weights_at_a_time():
+    batches = Stopped(BATCHES, 100)
+    small = calibrate(mlp, INT4, params=MLP, memory=8 * 96**2)(batches)
+    assert batches.passes == 100 - 1 - 2  # the first batch, up, and down
+    jax.tree.map(np.testing.assert_array_equal, small, calibrate(mlp, INT4, params=MLP)(BATCHES))
+    with pytest.raises(TypeError, match=r"memory=1 goes through the batches several times"):
+        calibrate(mlp, INT4, params=MLP, memory=1)(iter(BATCHES))
+    with pytest.raises(ValueError, match="memory is a number of bytes above 0, not 0"):
+        calibrate(mlp, INT4, params=MLP, memory=0)
+    unmet = {**MLP, "other": array(64, 8)}
+    model = lambda params, x: mlp(params, x) + 0 * jnp.sum(params["other"].T @ jnp.ones((64, 0)))
+    with pytest.warns(UserWarning, match="no activations met other"):
+        calibrate(model, INT4, params=unmet, memory=1)(BATCHES)
+
+
+def test_a_bar_shows_what_is_done(capsys):
+    pytest.importorskip("rich")
+    calibrate(mlp, INT4, params=MLP, progress=True)(BATCHES)
+    assert "100%" in capsys.readouterr().err
+
+
 PEAKS = jnp.ones(64).at[jnp.array([3, 20, 41])].set(30.0)  # channels of large activations
 PEAKED = [x * PEAKS for x in BATCHES]
 

@@ -3,7 +3,7 @@ import pytest
 
 from veneer.quant import FORMATS, quantize
 from veneer.quant.ptq.gptq import damped, gptq, inverse_factor
-from veneer.quant.ptq.moments import Moments
+from veneer.quant.ptq.moments import Moments, cholesky
 
 RNG = np.random.default_rng(0)
 MIX = RNG.normal(size=(96, 96)) / 10
@@ -126,9 +126,8 @@ def test_a_weight_that_is_no_number_spoils_its_own_tile_alone(bad):
 def test_moments_that_are_not_finite_are_refused(bad):
     gram = X.T @ X
     gram[3, 5] = bad
-    _, scale, zero = grid(W, "int4")
     with pytest.raises(ValueError, match="activations have NaN or infinity"):
-        gptq(W, Moments(gram), scale, zero, "int4")
+        Moments(gram)
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (3, 0), (1, 1), (65, 2)])
@@ -140,8 +139,16 @@ def test_matrices_of_any_size(shape):
 
 def test_factors_of_an_inverse():
     metric = damped(X.T @ X, 0.01)
-    upper = inverse_factor(metric)
+    upper = inverse_factor(cholesky(metric[::-1, ::-1]))
     np.testing.assert_allclose(upper.T @ upper @ metric, np.eye(96), atol=1e-9)
     assert (np.tril(upper, -1) == 0).all()
     # None at all, to working precision.
-    assert np.isfinite(inverse_factor(np.ones((8, 8)))).all()
+    assert np.isfinite(inverse_factor(cholesky(np.ones((8, 8))))).all()
+
+
+def test_a_loss_has_its_precision_where_errors_make_up_for_each_other():
+    x = X + 1e3 * RNG.normal(size=(512, 1))  # of all channels at once
+    error = W - W.mean(0)
+    expected = np.square(x @ error.astype(float)).mean(0)
+    np.testing.assert_allclose(Moments(x.T @ x / len(x)).loss(error, 0 * W), expected, rtol=1e-3)
+    assert (Moments(np.zeros((96, 96))).loss(W, 0 * W) == 0).all()

@@ -341,22 +341,28 @@ def _observed_tree(
     return jax.tree.unflatten(treedef, replaced)
 
 
-def statistics_of(observed: Mapping[str, Recording]) -> dict[str, ActivationStatistics]:
+def statistics_of(
+    observed: Mapping[str, Recording], *, unmet: bool = False
+) -> dict[str, ActivationStatistics]:
     """Returns what was recorded, by the path of the weight.
 
-    **Raises:** `ValueError` where no activations met any of them. Warns of those that met none.
+    **Arguments:**
+
+    - `unmet`: whether no activations may have met any of them.
+
+    **Raises:** `ValueError` where that is so, and must not be. Warns of those that met none.
     """
     if not observed:
         raise ValueError("no rule has a format for any weight of the model, so none was observed")
     met = {path: recording for path, recording in observed.items() if recording.has_met}
-    unmet = {path: recording for path, recording in observed.items() if path not in met}
-    if unmet:
+    others = {path: recording for path, recording in observed.items() if path not in met}
+    if others:
         some = "; ".join(
             f"{path} ({recording.why_not()})"
-            for path, recording in itertools.islice(unmet.items(), 4)
+            for path, recording in itertools.islice(others.items(), 4)
         )
-        message = f"no activations met {some}{'; ...' if len(unmet) > 4 else ''}"
-        if not met:
+        message = f"no activations met {some}{'; ...' if len(others) > 4 else ''}"
+        if not met and not unmet:
             raise ValueError(message)
         warn_user(message)
     return {path: recording.statistics() for path, recording in met.items()}

@@ -101,7 +101,7 @@ class Recording:
             np.maximum.at(self.high, stack, high.ravel())
             if self.grams is not None and len(sums) > 3:
                 for at, product in zip(positions, sums[3], strict=True):
-                    self._add_gram(at, product.astype(float))
+                    self._add_gram(at, product)
 
     def _add_gram(self, positions: np.ndarray, product: np.ndarray) -> None:
         assert self.grams is not None
@@ -109,8 +109,13 @@ class Recording:
         for stack in np.unique(stacks).tolist():
             (members,) = np.nonzero(stacks == stack)
             at = self.channel[positions[members]]
-            gram = self.grams.setdefault(stack, np.zeros((size, size)))
-            np.add.at(gram, np.ix_(at, at), product[np.ix_(members, members)])
+            if stack not in self.grams:
+                self.grams[stack] = np.zeros((size, size))
+            if np.array_equal(at, np.arange(size)) and len(members) == len(positions):
+                self.grams[stack] += product
+            else:
+                of_members = product[np.ix_(members, members)].astype(float)
+                np.add.at(self.grams[stack], np.ix_(at, at), of_members)
 
     def end_batch(self) -> None:
         """Takes the ranges of a batch, which is over, into the averages."""

@@ -164,11 +164,11 @@ def save_statistics(file: str | Path, statistics: Mapping[str, ActivationStatist
     ...     vn.quant.load_statistics(f"{folder}/activations.npz")["w"].mean.ravel().tolist()
     [1.0, 1.0]
     """
-    arrays: dict[str, Any] = {}
-    for path, one in statistics.items():
-        for keys, leaf in jax.tree_util.tree_leaves_with_path(one):
-            field = jax.tree_util.keystr(keys, simple=True, separator=".")
-            arrays[f"{path}:{field}"] = np.asarray(leaf)
+    arrays: dict[str, Any] = {
+        f"{path}:{field}": array
+        for path, one in statistics.items()
+        for field, array in arrays_of(one).items()
+    }
     with Path(file).open("wb") as stream:  # savez would add a suffix to a name
         np.savez_compressed(stream, **arrays)
 
@@ -186,13 +186,31 @@ def load_statistics(file: str | Path) -> dict[str, ActivationStatistics]:
     with np.load(file) as arrays:
         for name in arrays.files:
             path, _, field = name.rpartition(":")
-            values = fields.setdefault(path, {"lows": {}, "highs": {}})
-            whole, _, part = field.partition(".")
-            if part:
-                values.setdefault(whole, {})[part] = arrays[name]
-            else:
-                values[whole] = arrays[name]
+            fields.setdefault(path, {})[field] = arrays[name]
     try:
-        return {path: ActivationStatistics(**values) for path, values in fields.items()}
+        return {path: statistics_in(arrays) for path, arrays in fields.items()}
     except TypeError as error:
         raise ValueError(f"{file} holds no statistics of activations: {error}") from None
+
+
+def arrays_of(statistics: ActivationStatistics) -> dict[str, np.ndarray]:
+    """Returns the arrays of statistics, by name: `lows.mean` is one of those of `lows`."""
+    return {
+        jax.tree_util.keystr(keys, simple=True, separator="."): np.asarray(leaf)
+        for keys, leaf in jax.tree_util.tree_leaves_with_path(statistics)
+    }
+
+
+def statistics_in(arrays: Mapping[str, Any]) -> ActivationStatistics:
+    """Returns the statistics of which these are the arrays, by name.
+
+    **Raises:** `TypeError` where they are of anything else.
+    """
+    fields: dict[str, Any] = {"lows": {}, "highs": {}}
+    for name, array in arrays.items():
+        field, _, average = name.partition(".")
+        if average:
+            fields.setdefault(field, {})[average] = array
+        else:
+            fields[field] = array
+    return ActivationStatistics(**fields)

@@ -8,6 +8,7 @@ The modules here:
     methods         the methods, by name
     tune            scales and codes, trained until outputs are the dense model's
     tuned_tree      what of a tree is trained, and how it is stored in the end
+    kept            what was found so far, in a folder, from which the same calibration goes on
     weight          a weight that is being rounded: one matrix, or a stack of them
     report          what weights lost, as a table
     moments         second moments of activations, and what a weight's outputs lose

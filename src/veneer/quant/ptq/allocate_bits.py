@@ -22,7 +22,7 @@ from ..observation.observe import arguments_of, check_batches, record, statistic
 from ..observation.statistics import ActivationStatistics
 from .allocation import Choice, allocated
 from .report import AllocationReport, WeightBits
-from .weight import MatrixStack, finite, moments_of
+from .weight import MatrixStack, finite, moments_of, naming
 
 
 def allocate_bits(
@@ -266,9 +266,8 @@ def _lost(
     if not met or statistics is None:
         power = np.square(dense).sum()
         return float(np.square(dense - rounded).sum() / power) if power else 0.0
-    moments = moments_of(statistics, matrices)
-    if not all(np.isfinite(moment.gram).all() for moment in moments):
-        raise ValueError(f"{path}: its activations have NaN or infinity in them")
+    with naming(path):
+        moments = moments_of(statistics, matrices)
     each = zip(moments, dense, rounded, strict=True)
     lost = sum(moment.loss(w, q).sum() for moment, w, q in each)
     power = sum(moment.power(w).sum() for moment, w in zip(moments, dense, strict=True))

@@ -4,9 +4,13 @@ The model is observed as `observe` does it, with second moments: once, or in sta
 sees the activations of what was rounded before it.
 """
 
+import dataclasses
+import functools
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,9 +23,10 @@ from ..models.uses import program_of
 from ..observation.observe import arguments_of, check_batches, record, statistics_of
 from ..observation.statistics import ActivationStatistics
 from .gptq import DAMPING
+from .kept import KeptCalibration
 from .methods import get_method, method_for
 from .report import CalibrationReport
-from .weight import RoundedWeight
+from .weight import RoundedWeight, naming
 
 
 def calibrate(
@@ -32,6 +37,9 @@ def calibrate(
     method: str = "gptq",
     sequential: bool = False,
     damping: float = DAMPING,
+    memory: int | None = None,
+    resume: str | Path | None = None,
+    progress: bool = False,
 ) -> "Calibrator":
     """Quantises the parameters of a model so that the outputs of their products change least.
 
@@ -63,21 +71,29 @@ def calibrate(
       each set of weights that meet the same activations, in each layer.
     - `damping`: of "gptq", what is added to the diagonal of the second moments, as a share of its
       mean.
+    - `memory`: bytes for second moments, 8 for each entry of a `[K, K]`; None is no bound. Where
+      those of all weights take more, the batches are gone through several times, for some weights
+      each; those of one weight take what they do. With `sequential` there are those of one set at a
+      time anyway.
+    - `resume`: a folder, in which what is found of each weight is kept, and from which the same
+      call goes on after it was stopped.
+    - `progress`: whether to show a bar of the weights that are done; it needs `rich`.
 
-    **Returns:** a function of the batches, any iterable of them, and if `sequential` one that can
-    be gone through again, as a list. A batch that is a tuple is the arguments of the model, and any
-    other its one argument. It returns the quantised parameters, or the module. Its `report` then
-    says what each weight lost.
+    **Returns:** a function of the batches, any iterable of them. It has to be one that can be gone
+    through again, as a list, if `sequential`, or if `memory` does not do for all at once. A batch
+    that is a tuple is the arguments of the model, and any other its one argument. It returns the
+    quantised parameters, or the module. Its `report` then says what each weight lost.
 
     Of a weight, the codes are kept that lose less, rounded to nearest or by the method, on the
     batches, for each output. Embeddings, whose rows are looked up, and kernels of convolutions are
     rounded to nearest, with the scales of the least error.
 
     **Raises:** `TypeError` for a model of which the parameters are not known, and for batches that
-    can be gone through but once if `sequential`; `ValueError` for an unknown method, where there
-    are no batches or activations met none of the weights, and where they have a NaN or infinity in
-    them; and what `quantize_tree` raises. Warns with `UserWarning` of weights that met no
-    activations and of those for which the method was no better than rounding to nearest.
+    can be gone through but once where that will not do; `ValueError` for an unknown method, where
+    there are no batches or activations met none of the weights, where they have a NaN or infinity
+    in them, and for a folder to `resume` from that is of another calibration; and what
+    `quantize_tree` raises. Warns with `UserWarning` of weights that met no activations and of those
+    for which the method was no better than rounding to nearest.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> keys = jax.random.split(jax.random.key(0), 3)
@@ -92,7 +108,7 @@ def calibrate(
     >>> row.after < 0.7 * row.before
     True
     """
-    return Calibrator(model, rules, params, method, sequential, damping)
+    return Calibrator(model, rules, params, method, sequential, damping, memory, resume, progress)
 
 
 class Calibrator:
@@ -111,8 +127,13 @@ class Calibrator:
         method: str,
         sequential: bool,
         damping: float,
+        memory: int | None,
+        resume: str | Path | None,
+        progress: bool,
     ):
         get_method(method)
+        if memory is not None and not memory > 0:
+            raise ValueError(f"memory is a number of bytes above 0, not {memory}")
         if not damping >= 0:
             raise ValueError(f"damping is a share of the mean second moment, not {damping}")
         if not isinstance(rules, str):
@@ -134,6 +155,7 @@ class Calibrator:
         assert program is not None
         self._program, self._rules = program, rules
         self._method, self._sequential, self._damping = method, sequential, damping
+        self._memory, self._resume, self._progress = memory, resume, progress
 
     def __call__(self, batches: Iterable[Any]) -> Any:
         """Returns the parameters, quantised by what the weights meet in the batches."""
@@ -141,22 +163,27 @@ class Calibrator:
         first = next(again := iter(batches), _NONE)
         if first is _NONE:
             raise ValueError("there are no batches to calibrate with")
-        if not self._sequential:
+        chosen = choose(self._params, self._rules, self._program, arguments_of(first))
+        axes = _contracting(chosen)
+        stages = _within(self._memory, chosen, axes)
+        if len(stages) == 1 and not self._sequential:
             batches = itertools.chain([first], again)
         elif again is batches:
+            many = "sequential" if self._sequential else f"memory={self._memory:,}"
             raise TypeError(
-                "sequential goes through the batches several times, and these can be gone through "
+                f"{many} goes through the batches several times, and these can be gone through "
                 "but once: pass a list, or an object whose __iter__ begins anew"
             )
-        chosen = choose(self._params, self._rules, self._program, arguments_of(first))
-        weights, met = self._round(chosen, batches)
+        called = self._rules, self._method, self._sequential, self._damping, self._memory
+        kept = KeptCalibration(self._resume, called, (self._params, first))
+        weights, met = self._round(chosen, axes, stages, batches, kept)
 
         results = {path: weight.result(path) for path, weight in weights.items()}
         losses = tuple(loss for _, loss in results.values() if loss is not None)
         self.report = CalibrationReport(losses)
 
         def quantized(path: str, leaf: Any, rule: Rule) -> Any:
-            with _naming(path):
+            with naming(path):
                 q, _ = results.get(path, (leaf, None))
                 return rule.with_activations(q, met.get(path))
 
@@ -172,7 +199,12 @@ class Calibrator:
         return new
 
     def _round(
-        self, chosen: Chosen, batches: Iterable[Any]
+        self,
+        chosen: Chosen,
+        axes: Mapping[str, tuple[int, ...]],
+        stages: Sequence["Stage"],
+        batches: Iterable[Any],
+        kept: KeptCalibration,
     ) -> tuple[Mapping[str, RoundedWeight], Mapping[str, ActivationStatistics]]:
         """The weights, rounded in stages, and the statistics of their activations."""
         leaves = dict(zip(chosen.paths, chosen.leaves, strict=True))
@@ -180,24 +212,40 @@ class Calibrator:
         for path, rule in chosen.rules.items():
             if rule.qtype is not None:
                 of_correction = chosen.corrected_axes(path)
-                with _naming(path):
+                with naming(path):
                     weights[path] = RoundedWeight(leaves[path], rule, of_correction)
-        axes = _contracting(chosen)
-        stages: Sequence[Stage] = [dict.fromkeys(axes)]
+        observed = functools.partial(self._observed, chosen, leaves)
         if self._sequential:
-            dense = self._observed(chosen, leaves, axes, batches, gram=False)
+            dense = observed(axes, batches, gram=False)
             stages = stages_of({path: dense[path] for path in chosen.uses or () if path in dense})
             leaves |= {path: w.nearest() for path, w in weights.items() if path not in axes}
         met: dict[str, ActivationStatistics] = {}
-        for stage in stages:
-            of_stage = {path: axes[path] for path in stage}
-            met |= self._observed(chosen, leaves, of_stage, batches, gram=True)
-            for path, stacks in stage.items():
-                if path in weights and path in met:
-                    weight, method = weights[path], self._method_for(chosen.rules[path])
-                    with _naming(path):
-                        weight.round(met[path], method=method, damping=self._damping, stacks=stacks)
-                    leaves[path] = weight.values
+        with _bar(sum(map(len, stages)), shown=self._progress) as tell:
+            for number, stage in enumerate(stages):
+                known = kept.restored(number, {path: weights.get(path) for path in stage})
+                tell("", len(known))
+                left = {path: axes[path] for path in stage if path not in known}
+                told = _telling(batches, f"stage {number + 1} of {len(stages)}, batch", tell)
+                new = observed(left, told, gram=True, unmet=len(left) < len(axes)) if left else {}
+                for path in new:
+                    tell(path)
+                    known[path] = dataclasses.replace(new[path], gram=None)
+                    if path in weights:
+                        rule = chosen.rules[path]
+                        with naming(path):
+                            weights[path].round(
+                                new[path],
+                                method=self._method_for(rule),
+                                damping=self._damping,
+                                stacks=stage[path],
+                            )
+                    kept.save(number, path, known[path], weights.get(path))
+                    tell(path, 1)
+                met |= known
+                if self._sequential:
+                    leaves |= {path: weights[path].values for path in known if path in weights}
+        if not met:
+            raise ValueError(f"no activations met {some_of([*axes])}")
         return weights, met
 
     def _method_for(self, rule: Rule) -> str:
@@ -211,21 +259,39 @@ class Calibrator:
         batches: Iterable[Any],
         *,
         gram: bool,
+        unmet: bool = False,
     ) -> Mapping[str, ActivationStatistics]:
+        """The statistics of some weights, of which all may be `unmet`."""
         call = lambda parts, *args: self._program(parts[0], *args)
         tree = chosen.paths, [leaves[path] for path in chosen.paths], chosen.treedef
-        return statistics_of(record(call, [tree], lambda _: axes, batches, gram=gram, decay=0.9))
+        observed = record(call, [tree], lambda _: axes, batches, gram=gram, decay=0.9)
+        return statistics_of(observed, unmet=unmet)
 
 
 _NONE = object()
 
 
+Tell = Callable[..., None]  # what is being done, and how many weights more are done
+
+
 @contextmanager
-def _naming(path: str) -> Iterator[None]:
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+def _bar(total: int, *, shown: bool) -> Iterator[Tell]:
+    """A bar of so many weights, if it is to be shown."""
+    if not shown:
+        yield lambda doing, done=0: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True)) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda doing, done=0: bar.update(task, description=doing, advance=done)
+
+
+def _telling(batches: Iterable[Any], doing: str, tell: Tell) -> Iterator[Any]:
+    for i, batch in enumerate(batches, start=1):
+        tell(f"{doing} {i}")
+        yield batch
 
 
 def _contracting(chosen: Chosen) -> dict[str, tuple[int, ...]]:
@@ -246,6 +312,24 @@ def _contracting(chosen: Chosen) -> dict[str, tuple[int, ...]]:
 
 
 Stage = Mapping[str, Sequence[int] | None]  # by path, the numbers of the matrices; None is all
+
+
+def _within(memory: int | None, chosen: Chosen, axes: Mapping[str, tuple[int, ...]]) -> list[Stage]:
+    """Sets of weights whose second moments take so many bytes together, or one that takes more."""
+    leaves = dict(zip(chosen.paths, chosen.leaves, strict=True))
+    stages: list[dict[str, None]] = [{}]
+    taken = 0
+    for path, contracted in axes.items():
+        shape = leaves[path].shape
+        places = contracted, range(-len(shape), -2)  # what is summed, and what may be stacked
+        summed, stacked = (math.prod(shape[axis] for axis in place) for place in places)
+        size = 8 * summed**2 * stacked
+        if stages[-1] and memory is not None and taken + size > memory:
+            stages.append({})
+            taken = 0
+        stages[-1][path] = None
+        taken += size
+    return [*stages]
 
 
 def stages_of(statistics: Mapping[str, ActivationStatistics]) -> list[Stage]:

@@ -13,13 +13,13 @@ import numpy as np
 from jax import lax
 
 from ..formats import FORMATS
-from .moments import Moments
+from .moments import Moments, cholesky, squares
 
 #: Of the mean of the diagonal of the moments: what is added to it (GPTQ, section 3.3).
 DAMPING = 0.01
 #: How much of the error of the activations is made up for (QEP, arXiv 2504.09629, section 5).
 CORRECTION = 0.5
-_BLOCK = 64
+_BLOCK, _PANEL = 32, 512  # of rows, the one within the other
 
 
 def gptq(
@@ -35,12 +35,12 @@ def gptq(
     """Returns codes for a matrix, by which its outputs lose least.
 
     Rows are rounded in the order of their second moments, the largest first. What no activation
-    meets is rounded to the nearest, and so is each column that would lose more.
+    meets is rounded to the nearest, and so is each column that would lose more, with the damping.
 
     **Arguments:**
 
     - `w`: the matrix `[K, N]`, of which a product contracts the first axis.
-    - `moments`: of the activations that it meets; finite.
+    - `moments`: of the activations that it meets.
     - `scale`, `zero_point`: of each entry, `[K, N]`.
     - `qtype`: the format.
     - `damping`: what is added to the diagonal of the moments, as a part of its mean.
@@ -48,8 +48,6 @@ def gptq(
       matrix makes up for.
 
     **Returns:** the codes, a byte each, `[K, N]`.
-
-    **Raises:** `ValueError` for moments that are not finite, as of activations with a NaN.
 
     >>> import numpy as np
     >>> from veneer.quant.ptq.gptq import gptq
@@ -61,28 +59,27 @@ def gptq(
     """
     w, scale = np.asarray(w, np.float32), np.asarray(scale, np.float32)
     zero = np.zeros_like(w) if zero_point is None else np.asarray(zero_point, np.float32)
-    if not all(np.isfinite(moment).all() for moment in moments if moment is not None):
-        raise ValueError(
-            "the second moments of the activations have NaN or infinity in them: so had some "
-            "activations, or their squares overflow"
-        )
     if 0 in w.shape:
         return np.zeros(w.shape, FORMATS[qtype].byte_dtype)
     metric = damped(moments.gram, damping)
     order = np.argsort(-np.diagonal(moments.gram), kind="stable")
-    upper = inverse_factor(metric[np.ix_(order, order)]).astype(np.float32)
+    lower = cholesky(metric[np.ix_(order[::-1], order[::-1])])
+    upper = inverse_factor(lower).astype(np.float32)
     wanted = w if moments.cross is None else _corrected(w, moments, metric, correction)
     pad = [(0, -len(w) % _BLOCK), (0, 0)]
-    rows = [
-        np.pad(x[order], pad, constant_values=c) for x, c in ((wanted, 0), (scale, 1), (zero, 0))
-    ]
+    padded = lambda x, value: np.pad(x[order], pad, constant_values=value)
     upper = np.pad(upper, [pad[0], pad[0]])
     upper[np.diag_indices(len(upper))] += np.arange(len(upper)) >= len(w)
-    codes = np.empty(w.shape, FORMATS[qtype].code_dtype)
-    codes[order] = np.asarray(_rounded(*rows, upper, qtype=qtype))[: len(w)]
+    rounded = _rounded(padded(wanted, 0), padded(scale, 1), padded(zero, 0), upper, qtype)
+    codes = np.empty(w.shape, rounded.dtype)
+    codes[order] = rounded[: len(w)]
     nearest, *values = map(np.asarray, _nearest(w, scale, zero, codes, qtype=qtype))
-    before, after = (moments.loss(_finite(w), _finite(x)) for x in values)
-    return np.where(after < before, codes, nearest)
+    if moments.cross is None:
+        root, wanted = lower.T.astype(np.float32), _finite(w)[order[::-1]]
+        losses = [squares(root, wanted - _finite(x)[order[::-1]]) for x in values]
+    else:
+        losses = [moments.loss(_finite(w), _finite(x)) for x in values]
+    return np.where(losses[1] < losses[0], codes, nearest)
 
 
 def damped(gram: np.ndarray, damping: float) -> np.ndarray:
@@ -98,22 +95,17 @@ def damped(gram: np.ndarray, damping: float) -> np.ndarray:
     return metric
 
 
-def inverse_factor(metric: np.ndarray) -> np.ndarray:
+def inverse_factor(lower: np.ndarray) -> np.ndarray:
     """Returns U, upper triangular, of which `U.T @ U` is the inverse of a positive matrix.
 
-    More is put on the diagonal where the matrix, which is finite, is not positive to working
-    precision.
-    """
-    from scipy.linalg.lapack import dpotrf, dtrtri  # of JAX's own dependencies
+    **Arguments:**
 
-    turned = metric[::-1, ::-1]
-    added = 0.0
-    while True:
-        lower, failed = dpotrf(turned + added * np.eye(len(turned)), lower=1, clean=1)
-        if not failed:
-            break
-        added = max(10 * added, 1e-8 * np.diagonal(turned).max())
-    upper, _ = dtrtri(np.asfortranarray(lower[::-1, ::-1]), lower=0)
+    - `lower`: the factor of Cholesky of that matrix, with rows and columns from the last to the
+      first.
+    """
+    from scipy.linalg.lapack import dtrtri  # of JAX's own dependencies
+
+    upper, _ = dtrtri(np.asfortranarray(lower[::-1, ::-1]), lower=0, overwrite_c=1)
     return upper
 
 
@@ -133,14 +125,36 @@ def _finite(x: np.ndarray) -> np.ndarray:
     return np.nan_to_num(x, nan=0, posinf=0, neginf=0)
 
 
-@functools.partial(jax.jit, static_argnames="qtype")
 def _rounded(
+    w: np.ndarray, scale: np.ndarray, zero: np.ndarray, upper: np.ndarray, qtype: str
+) -> np.ndarray:
+    """Codes of rows, the first first: in whole blocks, `[K, N]`, of upper factors `[K, K]`.
+
+    What a panel of rows has lost is made up for in all the rows that follow at once.
+    """
+    codes = np.empty(w.shape, FORMATS[qtype].code_dtype)
+    later = jnp.asarray(w)
+    for start in range(0, len(w), _PANEL):
+        panel = slice(start, start + _PANEL)
+        rows = (x[panel] for x in (scale, zero, upper[:, panel]))
+        codes[panel], errors = _rounded_panel(later[:_PANEL], *rows, qtype=qtype)
+        later = _made_up(later[_PANEL:], upper[panel, start + _PANEL :], errors)
+    return codes
+
+
+@jax.jit
+def _made_up(rows: jax.Array, factors: jax.Array, errors: jax.Array) -> jax.Array:
+    return rows - jnp.matmul(factors.T, errors, precision="highest")
+
+
+@functools.partial(jax.jit, static_argnames="qtype")
+def _rounded_panel(
     w: jax.Array, scale: jax.Array, zero: jax.Array, upper: jax.Array, *, qtype: str
-) -> jax.Array:
-    """Codes of rows, the first first: in whole blocks, `[K, N]`, of upper factors `[K, K]`."""
+) -> tuple[jax.Array, jax.Array]:
+    """Codes of a panel of rows, and the error of each."""
     format, size = FORMATS[qtype], len(w)
 
-    def block(w: jax.Array, start: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def block(w: jax.Array, start: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         of_block = lambda x: lax.dynamic_slice_in_dim(x, start, _BLOCK)
         scales, zeros, factors = of_block(scale), of_block(zero), of_block(upper)
         own = lax.dynamic_slice_in_dim(factors, start, _BLOCK, axis=1)
@@ -155,10 +169,10 @@ def _rounded(
         carry = of_block(w), jnp.zeros((_BLOCK, w.shape[1]), w.dtype)
         (_, errors), codes = lax.scan(row, carry, jnp.arange(_BLOCK))
         later = jnp.where(jnp.arange(size) >= start + _BLOCK, factors, 0)
-        return w - jnp.matmul(later.T, errors, precision="highest"), codes
+        return _made_up(w, later, errors), (codes, errors)
 
-    _, codes = lax.scan(block, w, jnp.arange(0, size, _BLOCK))
-    return codes.reshape(w.shape).astype(format.code_dtype)
+    _, (codes, errors) = lax.scan(block, w, jnp.arange(0, size, _BLOCK))
+    return codes.reshape(w.shape).astype(format.code_dtype), errors.reshape(w.shape)
 
 
 @functools.partial(jax.jit, static_argnames="qtype")

@@ -26,6 +26,8 @@ class Correction:
     - `rank`: at most.
     - `axes`: of the correction.
     - `contracting`: the axes that products contract.
+
+    `factors` are those of its matrices, `[S, in, rank]` and `[S, rank, out]`.
     """
 
     def __init__(self, dense: Any, rank: int, axes: LowRankAxes, contracting: Sequence[int]):
@@ -34,8 +36,10 @@ class Correction:
         self._contracted = sorted(axis % dense.ndim for axis in contracting)
         self._shape = math.prod(lead), math.prod(ins), math.prod(outs)
         self._rank = min(rank, *self._shape[1:])
-        self._a = np.zeros((*self._shape[:2], self._rank), np.float32)
-        self._b = np.zeros((self._shape[0], self._rank, self._shape[2]), np.float32)
+        self.factors = (
+            np.zeros((*self._shape[:2], self._rank), np.float32),
+            np.zeros((self._shape[0], self._rank, self._shape[2]), np.float32),
+        )
 
     def find(
         self,
@@ -72,7 +76,7 @@ class Correction:
                 continue
             gram = self._gram(moments[stack].gram, at)
             a, b = low_rank_factors(lost[i].T if turned else lost[i], gram, self._rank)
-            self._a[i], self._b[i] = (b.T, a.T) if turned else (a, b)
+            self.factors[0][i], self.factors[1][i] = (b.T, a.T) if turned else (a, b)
 
     def _gram(self, gram: np.ndarray, at: Sequence[int]) -> np.ndarray:
         """The moments of the rows that one matrix has, of those of all that a product contracts."""
@@ -84,7 +88,7 @@ class Correction:
 
     def held(self, q: Any) -> Any:
         """Returns a weight with the correction."""
-        return self._axes.held(q, self._a, self._b)
+        return self._axes.held(q, *self.factors)
 
 
 def low_rank_factors(

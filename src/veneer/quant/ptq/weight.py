@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -100,11 +101,14 @@ class RoundedWeight:
         self._nearest = rule.quantize(dense)
         self._rounded = self._quantized(rule.in_basis(dense))
         self._method = "nearest"
-        self._rank, self._axes = rule.correction_rank, axes
+        rank = rule.correction_rank
+        self._low_rank = None if rank is None or axes is None else (rank, axes)
         self._correction: Correction | None = None  # of the activations met, once there are any
         self._factors = np.ones((), np.float32)  # of channels, `[S, K]`
         self._codes: dict[int, np.ndarray] = {}  # that make up for others, of each matrix
         self._lost = np.zeros(3)  # by rounding to nearest, as rounded, and all there is
+        self._stacked_axes: tuple[int, ...] = ()
+        self._done: set[int] = set()  # the matrices that are rounded
         self.values = dense
 
     def round(
@@ -127,7 +131,8 @@ class RoundedWeight:
         if statistics.gram is None or not self._dense.size:
             self.values = self.nearest()  # as the kernel of a convolution
             return
-        matrices = MatrixStack(self._dense.shape, self._contracting, statistics.stacked_axes)
+        self._stacked_axes = statistics.stacked_axes
+        matrices = self._matrices()
         moments = moments_of(statistics, matrices)
         stacks = range(len(moments)) if stacks is None else stacks
         dense, of = finite(matrices.of(self._dense)), get_method(method)
@@ -135,24 +140,54 @@ class RoundedWeight:
             factors = self._found_factors(of.factors, statistics, matrices, moments)
             self._factors = np.broadcast_to(self._factors, factors.shape).copy()
             self._factors[stacks] = factors[stacks]
-            basis = Scaled(self._dense, jnp.asarray(matrices.channels(1 / self._factors)))
-            self._rounded = self._quantized(basis.with_array(basis.stored(self._dense)))
+            self._rounded = self._quantized(self._scaled(matrices))
         if of.makes_up:
             self._make_up(matrices, moments, stacks, damping)
         self._method = method
-        self._correct(moments, statistics.stacked_axes, stacks)
-        rounded = matrices.of(_dense(self._corrected(self._rounded)))
-        nearest = matrices.of(_dense(self._nearest))
-        values = matrices.of(self.values).copy()
+        self._correct(moments, stacks)
+        self._done.update(stacks)
+        self._take_values(matrices)
+        rounded, nearest = matrices.of(self.values), matrices.of(_dense(self._nearest))
         for i in stacks:
-            values[i] = rounded[i]
             losses = (moments[i].loss(dense[i], finite(x[i])).sum() for x in (nearest, rounded))
             self._lost += [*losses, moments[i].power(dense[i]).sum()]
-        self.values = jnp.asarray(matrices.together(values))
 
     def nearest(self) -> jax.Array:
         """Returns what it is worth with scales of the least error, each value to the nearest."""
         return _dense(self._corrected(self._rounded))
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Returns what was found so far, as arrays, by names, of which another is `restore`d."""
+        state = {
+            "stacked_axes": np.array(self._stacked_axes, int),
+            "done": np.array(sorted(self._done), int),
+            "lost": self._lost,
+            "method": np.array(self._method),
+            "factors": self._factors,
+            "packed": np.frombuffer(np.asarray(_stored(self._rounded).packed).tobytes(), np.uint8),
+        }
+        found = None if self._correction is None else self._correction.factors
+        return state if found is None else state | {"a": found[0], "b": found[1]}
+
+    def restore(self, state: Mapping[str, np.ndarray]) -> None:
+        """Takes over the `state` of a weight of the same values, rule and axes."""
+        self._stacked_axes = tuple(state["stacked_axes"].tolist())
+        self._done, self._lost = set(state["done"].tolist()), state["lost"]
+        if not self._done:
+            self.values = self.nearest()
+            return
+        self._method, self._factors = str(state["method"]), state["factors"]
+        matrices = self._matrices()
+        if self._factors.ndim:
+            self._rounded = self._quantized(self._scaled(matrices))
+        packed = _stored(self._rounded).packed
+        self._pack(np.frombuffer(state["packed"].tobytes(), packed.dtype).reshape(packed.shape))
+        codes = matrices.of(_stored(self._rounded).codes())
+        self._codes = {i: codes[i] for i in self._done if get_method(self._method).makes_up}
+        if "a" in state:
+            self._correction = self._no_correction()
+            self._correction.factors = state["a"], state["b"]
+        self._take_values(matrices)
 
     def result(self, path: str) -> tuple[Any, WeightLoss | None]:
         """Returns the weight as rounded, or to nearest if that loses no more; and what it lost.
@@ -173,22 +208,45 @@ class RoundedWeight:
         rank = found.rank if isinstance(found, LoraArray) else None
         return found, WeightLoss(path, q.shape, qtype, share(before), share(after), method, rank)
 
-    def _correct(
-        self, moments: Sequence[Moments], stacked_axes: Sequence[int], stacks: Sequence[int]
-    ) -> None:
+    def _matrices(self) -> MatrixStack:
+        return MatrixStack(self._dense.shape, self._contracting, self._stacked_axes)
+
+    def _take_values(self, matrices: MatrixStack) -> None:
+        """Takes the values of the matrices that are rounded."""
+        rounded, values = matrices.of(self.nearest()), matrices.of(self._dense).copy()
+        done = sorted(self._done)
+        values[done] = rounded[done]
+        self.values = jnp.asarray(matrices.together(values))
+
+    def _scaled(self, matrices: MatrixStack) -> Scaled:
+        """The weight, dense, with its factors."""
+        basis = Scaled(self._dense, jnp.asarray(matrices.channels(1 / self._factors)))
+        return basis.with_array(basis.stored(self._dense))
+
+    def _pack(self, packed: Any) -> None:
+        """Takes codes, packed, of the scales that there are."""
+        q = _stored(self._rounded).replace(packed=jnp.asarray(packed))
+        in_basis = self._rounded
+        self._rounded = in_basis.with_array(q) if isinstance(in_basis, InBasis) else q
+
+    def _no_correction(self) -> Correction:
+        assert self._low_rank is not None
+        return Correction(self._dense, *self._low_rank, self._contracting)
+
+    def _correct(self, moments: Sequence[Moments], stacks: Sequence[int]) -> None:
         """Finds the correction of some matrices, as they are rounded."""
-        if self._rank is None or self._axes is None:
+        if self._low_rank is None:
             return
         if self._correction is None:
-            self._correction = Correction(self._dense, self._rank, self._axes, self._contracting)
-        self._correction.find(_dense(self._rounded), moments, stacked_axes, stacks)
+            self._correction = self._no_correction()
+        self._correction.find(_dense(self._rounded), moments, self._stacked_axes, stacks)
 
     def _corrected(self, q: Any) -> Any:
         """A rounded weight with its correction, which is that of least squares without moments."""
-        if self._rank is None or self._axes is None:
+        if self._low_rank is None:
             return q
         if self._correction is None:
-            return corrected(q, self._dense, self._rank, self._axes)
+            return corrected(q, self._dense, *self._low_rank)
         return self._correction.held(q)
 
     def _quantized(self, in_basis: Any) -> Any:
@@ -233,9 +291,7 @@ class RoundedWeight:
         codes = matrices.of(q.codes()).copy()
         for i, of_matrix in self._codes.items():
             codes[i] = of_matrix
-        packed, _ = pack_codes(jnp.asarray(matrices.together(codes)), q.format)
-        q = q.replace(packed=packed)
-        self._rounded = basis.with_array(q) if isinstance(basis, InBasis) else q
+        self._pack(pack_codes(jnp.asarray(matrices.together(codes)), q.format)[0])
 
 
 def _stored(x: Any) -> Any:
@@ -244,6 +300,15 @@ def _stored(x: Any) -> Any:
 
 def _dense(x: Any) -> jax.Array:
     return materialise_one(x)
+
+
+@contextmanager
+def naming(path: str) -> Iterator[None]:
+    """Has the path of a weight in the message of a `ValueError`."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def with_least_error(rule: Rule) -> Rule:
