@@ -130,12 +130,16 @@ def _tuned(of: Measured, qtype: str, small: Any) -> str:
     return of.timed(lambda: tuning(few))[1]
 
 
-def main(only: str) -> None:
-    """Prints the table."""
-    bert = load(None)
+def measured() -> Measured:
+    """The demo's model, and its sentences in the order of a seed."""
     every = all_sentences()
     order = np.random.default_rng(0).permutation(len(every))[: HELD_OUT + CALIBRATED_ON]
-    of = Measured(bert, [every[i] for i in order])
+    return Measured(load(None), [every[i] for i in order])
+
+
+def main(only: str) -> None:
+    """Prints the table."""
+    of = measured()
     heading = ["weights", "activations", "embeddings", "to nearest", *WAYS, "GPTQ, tuned"]
     print(made_with(), markdown_table(heading, list(rows(of, only))), sep="\n\n")
 

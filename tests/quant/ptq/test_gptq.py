@@ -91,24 +91,6 @@ def test_fewer_rows_than_channels_are_damped():
     assert lost(W, value(codes, scale, zero, "int4"), few).sum() < 0.3 * before
 
 
-def test_a_matrix_makes_up_for_the_error_of_its_activations():
-    t, x = X, X + 0.3 * RNG.normal(size=X.shape) @ MIX
-    moments = Moments(*(a.T @ b / len(x) for a, b in ((x, x), (x, t), (t, t))))
-    _, scale, zero = grid(W, "int4")
-
-    def error(moments, **options):
-        codes = gptq(W, moments, scale, zero, "int4", **options)
-        return np.square(t @ W - x @ value(codes, scale, zero, "int4")).mean()
-
-    half, none = error(moments), error(Moments(moments.gram))
-    assert error(moments, correction=1.0) < half < none
-    rounded = value(gptq(W, moments, scale, zero, "int4"), scale, zero, "int4")
-    np.testing.assert_allclose(
-        moments.loss(W, rounded), np.square(t @ W - x @ rounded).mean(0), rtol=1e-6
-    )
-    np.testing.assert_allclose(moments.power(W), np.square(t @ W).mean(0), rtol=1e-6)
-
-
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_weight_that_is_no_number_spoils_its_own_tile_alone(bad):
     w = W.copy()

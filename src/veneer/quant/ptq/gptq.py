@@ -17,8 +17,6 @@ from .moments import Moments, cholesky, squares
 
 #: Of the mean of the diagonal of the moments: what is added to it (GPTQ, section 3.3).
 DAMPING = 0.01
-#: How much of the error of the activations is made up for (QEP, arXiv 2504.09629, section 5).
-CORRECTION = 0.5
 _BLOCK, _PANEL = 32, 512  # of rows, the one within the other
 
 
@@ -30,7 +28,6 @@ def gptq(
     qtype: str,
     *,
     damping: float = DAMPING,
-    correction: float = CORRECTION,
 ) -> np.ndarray:
     """Returns codes for a matrix, by which its outputs lose least.
 
@@ -44,8 +41,6 @@ def gptq(
     - `scale`, `zero_point`: of each entry, `[K, N]`.
     - `qtype`: the format.
     - `damping`: what is added to the diagonal of the moments, as a part of its mean.
-    - `correction`: the part of the error of the activations, where `moments` have any, that the
-      matrix makes up for.
 
     **Returns:** the codes, a byte each, `[K, N]`.
 
@@ -64,22 +59,13 @@ def gptq(
     metric = damped(moments.gram, damping)
     order = np.argsort(-np.diagonal(moments.gram), kind="stable")
     lower = cholesky(metric[np.ix_(order[::-1], order[::-1])])
-    upper = inverse_factor(lower).astype(np.float32)
-    wanted = w if moments.cross is None else _corrected(w, moments, metric, correction)
-    pad = [(0, -len(w) % _BLOCK), (0, 0)]
-    padded = lambda x, value: np.pad(x[order], pad, constant_values=value)
-    upper = np.pad(upper, [pad[0], pad[0]])
-    upper[np.diag_indices(len(upper))] += np.arange(len(upper)) >= len(w)
-    rounded = _rounded(padded(wanted, 0), padded(scale, 1), padded(zero, 0), upper, qtype)
-    codes = np.empty(w.shape, rounded.dtype)
-    codes[order] = rounded[: len(w)]
-    nearest, *values = map(np.asarray, _nearest(w, scale, zero, codes, qtype=qtype))
-    if moments.cross is None:
-        root, wanted = lower.T.astype(np.float32), _finite(w)[order[::-1]]
-        losses = [squares(root, wanted - _finite(x)[order[::-1]]) for x in values]
-    else:
-        losses = [moments.loss(_finite(w), _finite(x)) for x in values]
-    return np.where(losses[1] < losses[0], codes, nearest)
+    rows = [x[order] for x in (w, scale, zero)]
+    rounded, after = _rounded(*rows, inverse_factor(lower), qtype=qtype)
+    nearest, lost = map(np.asarray, _nearest(*rows, qtype=qtype))
+    before = squares(lower.T.astype(np.float32), lost)
+    codes = np.empty_like(rounded)
+    codes[order] = np.where(after < before, rounded, nearest)
+    return codes
 
 
 def damped(gram: np.ndarray, damping: float) -> np.ndarray:
@@ -109,37 +95,27 @@ def inverse_factor(lower: np.ndarray) -> np.ndarray:
     return upper
 
 
-def _corrected(
-    w: np.ndarray, moments: Moments, metric: np.ndarray, correction: float
-) -> np.ndarray:
-    """The matrix that gives on x what `w` gives on t, by least squares, or a part of the way."""
-    from scipy.linalg import cho_factor, cho_solve
-
-    assert moments.cross is not None
-    wide = w.astype(float)
-    missing = cho_solve(cho_factor(metric), (moments.cross - moments.gram) @ np.nan_to_num(wide))
-    return (wide + correction * missing).astype(np.float32)
-
-
-def _finite(x: np.ndarray) -> np.ndarray:
-    return np.nan_to_num(x, nan=0, posinf=0, neginf=0)
-
-
 def _rounded(
-    w: np.ndarray, scale: np.ndarray, zero: np.ndarray, upper: np.ndarray, qtype: str
-) -> np.ndarray:
-    """Codes of rows, the first first: in whole blocks, `[K, N]`, of upper factors `[K, K]`.
+    w: np.ndarray, scale: np.ndarray, zero: np.ndarray, upper: np.ndarray, *, qtype: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """Codes of rows, the first first, and what each column loses, by an upper factor `[K, K]`.
 
     What a panel of rows has lost is made up for in all the rows that follow at once.
     """
-    codes = np.empty(w.shape, FORMATS[qtype].code_dtype)
-    later = jnp.asarray(w)
+    missing = -len(w) % _BLOCK
+    if missing:
+        w, scale, zero, upper = (np.pad(x, [(0, missing), (0, 0)]) for x in (w, scale, zero, upper))
+        upper = np.hstack([upper, np.eye(len(upper), missing, missing - len(upper))])
+        scale[-missing:] = 1
+    codes, lost = np.empty(w.shape, FORMATS[qtype].code_dtype), np.zeros(w.shape[1])
+    upper, later = upper.astype(np.float32), jnp.asarray(w)
     for start in range(0, len(w), _PANEL):
         panel = slice(start, start + _PANEL)
         rows = (x[panel] for x in (scale, zero, upper[:, panel]))
         codes[panel], errors = _rounded_panel(later[:_PANEL], *rows, qtype=qtype)
         later = _made_up(later[_PANEL:], upper[panel, start + _PANEL :], errors)
-    return codes
+        lost += jnp.square(errors).sum(0)
+    return codes[: len(w) - missing], lost
 
 
 @jax.jit
@@ -162,8 +138,7 @@ def _rounded_panel(
         def row(carry: tuple, i: jax.Array) -> tuple[tuple, jax.Array]:
             rows, errors = carry
             code, value = _encoded(rows[i], scales[i], zeros[i], qtype)
-            lost = rows[i] - value
-            error = jnp.where(jnp.isfinite(lost), lost, 0) / own[i, i]
+            error = _finite(rows[i] - value) / own[i, i]
             return (rows - own[i][:, None] * error, errors.at[i].set(error)), code
 
         carry = of_block(w), jnp.zeros((_BLOCK, w.shape[1]), w.dtype)
@@ -177,12 +152,11 @@ def _rounded_panel(
 
 @functools.partial(jax.jit, static_argnames="qtype")
 def _nearest(
-    w: jax.Array, scale: jax.Array, zero: jax.Array, codes: jax.Array, *, qtype: str
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The nearest codes, what they are worth, and what others are."""
-    nearest, value = _encoded(w, scale, zero, qtype)
-    format = FORMATS[qtype]
-    return nearest.astype(format.code_dtype), value, (format.decode(codes, w.dtype) - zero) * scale
+    w: jax.Array, scale: jax.Array, zero: jax.Array, *, qtype: str
+) -> tuple[jax.Array, jax.Array]:
+    """The nearest codes, and what rows lose by them, the last first."""
+    codes, value = _encoded(w, scale, zero, qtype)
+    return codes.astype(FORMATS[qtype].code_dtype), _finite(w - value)[::-1]
 
 
 def _encoded(
@@ -191,3 +165,7 @@ def _encoded(
     format = FORMATS[qtype]
     codes = format.encode(w / scale + zero)
     return codes, (format.decode(codes, w.dtype) - zero) * scale
+
+
+def _finite(x: jax.Array) -> jax.Array:
+    return jnp.where(jnp.isfinite(x), x, 0)

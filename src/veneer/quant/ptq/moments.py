@@ -8,43 +8,30 @@ import numpy as np
 
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """Means over the rows x that a matrix `[K, N]` meets, in float64, `[K, K]` each.
+    """Means over the rows x that a matrix `[K, N]` meets, in float64.
 
     **Arguments:**
 
-    - `gram`: of `x.T @ x`.
-    - `cross`: of `x.T @ t`, where t are the rows that it would meet if nothing before it were
-      rounded. None where those are x.
-    - `target`: of `t.T @ t`; None likewise.
+    - `gram`: of `x.T @ x`, `[K, K]`.
 
     **Raises:** `ValueError` for what is not finite, as of activations with a NaN.
     """
 
     gram: np.ndarray
-    cross: np.ndarray | None = None
-    target: np.ndarray | None = None
 
     def __post_init__(self) -> None:
-        given = (self.gram, self.cross, self.target)
-        if not all(np.isfinite(moment).all() for moment in given if moment is not None):
+        if not np.isfinite(self.gram).all():
             raise ValueError(
                 "the second moments of the activations have NaN or infinity in them: so had some "
                 "activations, or their squares overflow"
             )
 
     def loss(self, w: np.ndarray, rounded: np.ndarray) -> np.ndarray:
-        """Returns the mean of `(t @ w - x @ rounded) ** 2` for each output, `[N]`."""
-        if self.cross is None or self.target is None:
-            return squares(self._root, np.asarray(w - rounded, np.float32))
-        w, rounded = np.asarray(w, float), np.asarray(rounded, float)
-        crossed = _of_columns(self.cross, rounded, w)
-        whole = _of_columns(self.target, w, w)
-        return np.maximum(_of_columns(self.gram, rounded, rounded) - 2 * crossed + whole, 0)
+        """Returns the mean of `(x @ w - x @ rounded) ** 2` for each output, `[N]`."""
+        return squares(self._root, np.asarray(w - rounded, np.float32))
 
     def power(self, w: np.ndarray) -> np.ndarray:
-        """Returns the mean of `(t @ w) ** 2` for each output, `[N]`."""
-        if self.target is not None:
-            return _of_columns(self.target, w, w)
+        """Returns the mean of `(x @ w) ** 2` for each output, `[N]`."""
         return squares(self._root, np.asarray(w, np.float32))
 
     @functools.cached_property
@@ -90,7 +77,3 @@ def squares(root: np.ndarray, x: np.ndarray) -> np.ndarray:
         return np.zeros(x.shape[1])
     columns = strmm(1, root, x.T, side=1, trans_a=1)
     return np.einsum("nk,nk->n", columns, columns, dtype=float)
-
-
-def _of_columns(moment: np.ndarray, left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    return np.einsum("kn,kn->n", left, moment @ right)
