@@ -59,9 +59,9 @@ def gptq(
     metric = damped(moments.gram, damping)
     order = np.argsort(-np.diagonal(moments.gram), kind="stable")
     lower = cholesky(metric[np.ix_(order[::-1], order[::-1])])
-    rows = [x[order] for x in (w, scale, zero)]
-    rounded, after = _rounded(*rows, inverse_factor(lower), qtype=qtype)
-    nearest, lost = map(np.asarray, _nearest(*rows, qtype=qtype))
+    w, scale, zero = w[order], scale[order], zero[order]
+    rounded, after = _rounded(w, scale, zero, inverse_factor(lower), qtype=qtype)
+    nearest, lost = map(np.asarray, _nearest(w, scale, zero, qtype=qtype))
     before = squares(lower.T.astype(np.float32), lost)
     codes = np.empty_like(rounded)
     codes[order] = np.where(after < before, rounded, nearest)
