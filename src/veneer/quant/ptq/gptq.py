@@ -13,11 +13,12 @@ import numpy as np
 from jax import lax
 
 from ..formats import FORMATS
-from .moments import Moments, cholesky, squares
+from .moments import Moments, cholesky
 
 #: Of the mean of the diagonal of the moments: what is added to it (GPTQ, section 3.3).
 DAMPING = 0.01
-_BLOCK, _PANEL = 32, 512  # of rows, the one within the other
+_BLOCK, _PANEL = 8, 64  # of rows, the one within the other: they fit in caches of a core
+_SUMMED = 512  # rows of which losses are summed at a time
 
 
 def gptq(
@@ -53,18 +54,17 @@ def gptq(
     [0, 1]
     """
     w, scale = np.asarray(w, np.float32), np.asarray(scale, np.float32)
-    zero = np.zeros_like(w) if zero_point is None else np.asarray(zero_point, np.float32)
+    zero = np.zeros((len(w), 1)) if zero_point is None else zero_point
     if 0 in w.shape:
         return np.zeros(w.shape, FORMATS[qtype].byte_dtype)
     metric = damped(moments.gram, damping)
     order = np.argsort(-np.diagonal(moments.gram), kind="stable")
     lower = cholesky(metric[np.ix_(order[::-1], order[::-1])])
-    w, scale, zero = w[order], scale[order], zero[order]
+    w, scale, zero = w[order], scale[order], np.asarray(zero, np.float32)[order]
     rounded, after = _rounded(w, scale, zero, inverse_factor(lower), qtype=qtype)
     nearest, lost = map(np.asarray, _nearest(w, scale, zero, qtype=qtype))
-    before = squares(lower.T.astype(np.float32), lost)
     codes = np.empty_like(rounded)
-    codes[order] = np.where(after < before, rounded, nearest)
+    codes[order] = np.where(_are_more(lower, lost, after), rounded, nearest)
     return codes
 
 
@@ -100,27 +100,33 @@ def _rounded(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Codes of rows, the first first, and what each column loses, by an upper factor `[K, K]`.
 
-    What a panel of rows has lost is made up for in all the rows that follow at once.
+    What the first half of rows has lost is made up for in all of the second at once, and so within
+    each half: products of large matrices, by BLAS.
     """
-    missing = -len(w) % _BLOCK
+    from scipy.linalg.blas import sgemm  # of JAX's own dependencies
+
+    count, missing = len(w), -len(w) % _BLOCK
     if missing:
         w, scale, zero, upper = (np.pad(x, [(0, missing), (0, 0)]) for x in (w, scale, zero, upper))
         upper = np.hstack([upper, np.eye(len(upper), missing, missing - len(upper))])
         scale[-missing:] = 1
-    codes, lost = np.empty(w.shape, FORMATS[qtype].code_dtype), np.zeros(w.shape[1])
-    upper, later = upper.astype(np.float32), jnp.asarray(w)
-    for start in range(0, len(w), _PANEL):
-        panel = slice(start, start + _PANEL)
-        rows = (x[panel] for x in (scale, zero, upper[:, panel]))
-        codes[panel], errors = _rounded_panel(later[:_PANEL], *rows, qtype=qtype)
-        later = _made_up(later[_PANEL:], upper[panel, start + _PANEL :], errors)
-        lost += jnp.square(errors).sum(0)
-    return codes[: len(w) - missing], lost
+    upper, later = upper.astype(np.float32), np.array(w)
+    codes, errors = np.empty(w.shape, FORMATS[qtype].code_dtype), np.empty_like(later)
 
+    def do(start: int, stop: int) -> None:
+        rows = slice(start, stop)
+        if stop - start <= _PANEL:
+            own = later[rows], scale[rows], zero[rows], upper[rows, rows]
+            codes[rows], errors[rows] = _rounded_panel(*own, qtype=qtype)
+            return
+        middle = start + -(-(stop - start) // (2 * _PANEL)) * _PANEL
+        do(start, middle)
+        factors, second = upper[start:middle, middle:stop], later[middle:stop]
+        second[:] = sgemm(-1, errors[start:middle].T, factors, beta=1, c=second.T, overwrite_c=1).T
+        do(middle, stop)
 
-@jax.jit
-def _made_up(rows: jax.Array, factors: jax.Array, errors: jax.Array) -> jax.Array:
-    return rows - jnp.matmul(factors.T, errors, precision="highest")
+    do(0, len(w))
+    return codes[:count], np.einsum("kn,kn->n", errors, errors, dtype=float)
 
 
 @functools.partial(jax.jit, static_argnames="qtype")
@@ -144,7 +150,8 @@ def _rounded_panel(
         carry = of_block(w), jnp.zeros((_BLOCK, w.shape[1]), w.dtype)
         (_, errors), codes = lax.scan(row, carry, jnp.arange(_BLOCK))
         later = jnp.where(jnp.arange(size) >= start + _BLOCK, factors, 0)
-        return _made_up(w, later, errors), (codes, errors)
+        made_up = w - jnp.matmul(later.T, errors, precision="highest")
+        return made_up, (codes, errors)
 
     _, (codes, errors) = lax.scan(block, w, jnp.arange(0, size, _BLOCK))
     return codes.reshape(w.shape).astype(format.code_dtype), errors.reshape(w.shape)
@@ -157,6 +164,23 @@ def _nearest(
     """The nearest codes, and what rows lose by them, the last first."""
     codes, value = _encoded(w, scale, zero, qtype)
     return codes.astype(FORMATS[qtype].code_dtype), _finite(w - value)[::-1]
+
+
+def _are_more(lower: np.ndarray, lost: np.ndarray, than: np.ndarray) -> np.ndarray:
+    """Whether the sum of squares of each column of `lower.T @ lost` is more than a number, `[N]`.
+
+    They are summed from the end, where activations are largest, for as long as it is not known.
+    """
+    sums, left = np.zeros(lost.shape[1]), np.arange(lost.shape[1])
+    for stop in range(len(lost), 0, -_SUMMED):
+        start = max(0, stop - _SUMMED)
+        of_left = lost[start:] if len(left) == len(sums) else lost[start:, left]
+        part = lower[start:, start:stop].T.astype(np.float32) @ of_left
+        sums[left] += np.einsum("kn,kn->n", part, part, dtype=float)
+        left = left[~(sums[left] > than[left])]
+        if not left.size:
+            break
+    return sums > than
 
 
 def _encoded(
