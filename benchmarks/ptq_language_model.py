@@ -29,6 +29,8 @@ WINDOW, MEASURED_ON, BEHIND = 512, 8, 400_000
 #: Fields of the rule, and the method; None rounds to nearest, without the text.
 CASES: dict[str, tuple[dict[str, Any], str | None]] = {
     "int8": ({"qtype": "int8"}, None),
+    "int8, GPTQ": ({"qtype": "int8"}, "gptq"),
+    "int8, rotated, GPTQ": ({"qtype": "int8", "rotate": True}, "gptq"),
     "int8 by int8": ({"qtype": "int8", "act_qtype": "int8"}, None),
     "int8 by int8, rotated": ({"qtype": "int8", "act_qtype": "int8", "rotate": True}, None),
     "uint3, tile 64": ({"qtype": "uint3", "tile_size": 64}, None),
@@ -37,8 +39,8 @@ CASES: dict[str, tuple[dict[str, Any], str | None]] = {
 }
 
 
-def rows(text: str, count: int) -> Iterator[list[str]]:
-    """A row of the table for each case."""
+def rows(text: str, count: int, only: str) -> Iterator[list[str]]:
+    """A row of the table for each case with some text in its name."""
     model, llama = load(next(fetch(LANGUAGE_MODEL).glob("*.gguf"))), program("llama")
     losses = jax.jit(vn.implicit(llama.losses), static_argnums=1)
     params = {name: jnp.asarray(vn.materialise(x)) for name, x in model.params.items()}
@@ -47,6 +49,8 @@ def rows(text: str, count: int) -> Iterator[list[str]]:
     run = lambda params, tokens: llama.losses(params, model.config, tokens)
     yield ["f32", f"{perplexity(losses, model, params, held_out):.2f}", ""]
     for name, (fields, method) in CASES.items():
+        if only not in name:
+            continue
         chosen = [
             vn.quant.Rule(".*embed.*", "int8", tile_axis=-1),
             vn.quant.Rule(r".*\.weight", tile_axis=-1, **fields),
@@ -67,7 +71,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="The perplexity of SmolLM2-135M in few bits.")
     parser.add_argument("text", type=Path, help="the test set of WikiText-2")
     parser.add_argument("--calibrate", type=int, default=16, help="windows to calibrate with")
+    parser.add_argument("--only", default="", help="cases with this in their names")
     options = parser.parse_args()
     warnings.simplefilter("ignore", UserWarning)
-    found = list(rows(options.text.read_text(encoding="utf-8"), options.calibrate))
+    found = list(rows(options.text.read_text(encoding="utf-8"), options.calibrate, options.only))
     print(made_with(), markdown_table(["matrices", "perplexity", "seconds"], found), sep="\n\n")
