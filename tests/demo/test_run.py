@@ -23,10 +23,11 @@ def test_prints_a_table_and_an_answer_and_writes_a_picture(write_bert, params, t
 
 
 def test_the_table_fits_a_terminal_of_80_columns(capsys):
-    widest = run.Measurement(VARIANTS[1], 999_999_999, 0.9996, 1.0, 9999.0, 999.9)
-    run.Console(width=80).print(run.table([widest]))
+    widest = [run.Measurement(v, 999_999_999, 0.9996, 1.0, 9999.0, 999.9) for v in VARIANTS]
+    run.Console(width=80).print(run.table(widest))
     printed = capsys.readouterr().out
-    assert "int8, channelwise" in printed
+    for said in ("int8, channelwise", "int4, tile 128,", "calibrated"):
+        assert said in printed
     assert "999,999,999" in printed
     assert "…" not in printed
 

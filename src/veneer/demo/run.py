@@ -76,7 +76,7 @@ def table(measurements: Sequence[Measurement]) -> Table:
     """Lays out the measurements, the first of which is f32, as the demo prints them."""
     dense = measurements[0]
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))  # 80 columns are enough
-    table.add_column("format", no_wrap=True)
+    table.add_column("format")  # the one that is broken where it has to be
     for heading in ("bytes", "of f32", "cosine", "neighbour\nkept", "batch\nof 64", "batch\nof 1"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in measurements:
