@@ -29,7 +29,7 @@ COMPILING := XLA_FLAGS='--xla_backend_optimization_level=0 $(XLA_FLAGS)' \
 	JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-peers fuzz bench setup lint format clean
+.PHONY: help demo test test-all test-peers test-wheel dist fuzz bench setup lint format clean
 .NOTPARALLEL: # one pip at a time in an environment
 
 help: ## list the targets
@@ -46,6 +46,13 @@ test-all: $(DEV) ## run every test with all of its cases, and check annotations,
 
 test-peers: $(PEERS) ## run the suites of Quax, quaxed and unxt on our core
 	$(COMPILING) $(BIN)/python tests/peers/run.py -n auto --dist worksteal $(ARGS)
+
+test-wheel: | $(CREATED) ## install the wheel with each extra in an empty environment, and run it there
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check build
+	$(BIN)/python tests/wheel/run.py --jax '$(JAX)' $(ARGS)
+
+dist: $(DEV) ## make the wheel and the source distribution of a release, in dist
+	$(BIN)/python -m build
 
 fuzz: $(DEV) ## run random programs for two minutes, others each day, against dense arrays
 	cd tests && JAXTYPING_DISABLE=1 XLA_FLAGS=--xla_backend_optimization_level=0 $(abspath $(BIN))/python -W ignore \

@@ -1,0 +1,63 @@
+"""What the wheel holds, made from the source distribution as a release is."""
+
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+import veneer as vn
+
+pytest.importorskip("build")
+pytest.importorskip("hatchling")
+
+ROOT = Path(__file__).parents[2]
+SOURCES = ROOT / "src"
+FROM_EXAMPLES = {"veneer/demo/llama.py", "veneer/demo/sentence_encoder.py"}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(built):
+    (path,) = built.glob("*.whl")
+    return path
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        held = {name for name in archive.namelist() if ".dist-info/" not in name}
+    package = (path for path in (SOURCES / "veneer").rglob("*") if path.is_file())
+    sources = {path.relative_to(SOURCES).as_posix() for path in package}
+    sources = {name for name in sources if "__pycache__" not in name}
+    assert held == sources | FROM_EXAMPLES
+    assert "veneer/py.typed" in held
+
+
+def test_the_wheel_is_small_and_of_one_version(wheel):
+    assert wheel.stat().st_size <= 2**20
+    assert wheel.name == f"veneer-{vn.__version__}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
+        metadata = Parser().parsestr(archive.read(name).decode())
+    assert metadata["Version"] == vn.__version__
+    needed = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
+    assert sorted(line.partition("<")[0].partition(">")[0] for line in needed) == ["jax", "numpy"]
+
+
+def test_the_sources_have_what_tests_and_pages_need(built):
+    (path,) = built.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"tests/conftest.py", "docs/README.md", "examples/llama.py", "Makefile"} <= held
+    assert not [name for name in held if "__pycache__" in name or name.startswith(".venv")]
