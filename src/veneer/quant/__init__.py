@@ -4,6 +4,7 @@ The modules here, and rooms of several:
 
     formats              how numbers become few bits: formats, packing, tiles
     qarray               QArray, the quantised array
+    qcache               zeros: a QArray that programs write into
     conversion           quantize: from dense arrays to QArrays
     ops                  what JAX's primitives do on QArrays
     product_weights      weights that do something of their own in products
@@ -46,6 +47,8 @@ from .ptq.calibrate import Calibrator as Calibrator
 from .ptq.calibrate import calibrate as calibrate
 from .ptq.tune import tune as tune
 from .qarray import QArray as QArray
+from .qcache import QCache as QCache
+from .qcache import zeros as zeros
 from .training import BackwardProduct as BackwardProduct
 from .training import FakeQuantized as FakeQuantized
 from .training import convert as convert

@@ -19,6 +19,7 @@ and others:
     identities          those that return their operand
     packing             the one of ours that makes a value of its leaves
     movement            those that move entries about: transpose, slice, gather, ...
+    writing             those that write into a value, and store what is written as it is
     sharding            those that place an array on devices
     collectives         those that send entries to other devices
 
@@ -43,3 +44,4 @@ from . import movement as movement
 from . import packing as packing
 from . import shard_map as shard_map
 from . import sharding as sharding
+from . import writing as writing

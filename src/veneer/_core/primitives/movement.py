@@ -306,7 +306,7 @@ def _same_type(values: Sequence[Any]) -> bool:
     return len({(jax.tree.structure(v), dtypes(v)) for v in values}) == 1
 
 
-def _concatenate(*operands: Value, dimension: Any) -> Any:
+def concatenate(*operands: Value, dimension: Any) -> Any:
     dimension = int(dimension)  # of jnp.roll a number of NumPy's
     if len({type(x) for x in operands}) > 1:
         return NotImplemented
@@ -361,7 +361,7 @@ def _joined(
     if block == "whole" or len(others) > 1 or any(size % block for size in sizes[:-1]):
         return NotImplemented
     if all(isinstance(part, kind) for part in parts):
-        whole = _concatenate(*parts, dimension=at)
+        whole = concatenate(*parts, dimension=at)
         if whole is not NotImplemented:
             return whole
     parts = [part.materialise() if isinstance(part, kind) else part for part in parts]
@@ -393,7 +393,7 @@ RULES |= {
     "dynamic_slice": _dynamic_slice,
     "rev": _rev,
     "gather": _gather,
-    "concatenate": _concatenate,
+    "concatenate": concatenate,
     "stack": _stack,
     "split": _split,
     "unstack": _unstack,

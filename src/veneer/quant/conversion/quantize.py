@@ -99,9 +99,7 @@ def quantize(
     params = quantize_params(
         dense, qtype, channelwise_axes, tiled_axes, calibration_method, scale_dtype
     )
-    return _quantize(
-        dense, key, params, chunks_of(dense, params.counts, format=FORMATS[params.format])
-    )
+    return quantize_by(dense, params, key)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,6 +134,21 @@ def quantize_params(
         calibration,
         scale_dtype_in(format, array.dtype, scale_dtype),
     )
+
+
+def quantize_by(
+    array: jax.Array, params: QuantizeParams, key: jax.Array | None = None
+) -> QArray:
+    """Does what `quantize` does, once its arguments are checked."""
+    chunks = chunks_of(array, params.counts, format=FORMATS[params.format])
+    return _quantize(array, key, params, chunks)
+
+
+def quantize_as(array: jax.Array, q: QArray, counts: Shape) -> QArray:
+    """Quantises an array with scales of its own, of shape `counts`, into the format of `q`."""
+    method = q.format.calibration if q.zero_point is None else "minmax"
+    calibration = check_calibration(method, q.format)
+    return quantize_by(array, QuantizeParams(q.qtype, counts, calibration, q.scale.dtype.name))
 
 
 def floating(array: ArrayLike | ImplicitArray) -> jax.Array:

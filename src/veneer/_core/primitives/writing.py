@@ -1,0 +1,159 @@
+"""Rules for what writes into a value: leaf by leaf, as its leaf axes say.
+
+What is written is first stored as the value is (`Value._stored`), and then each leaf of it goes
+where the dense primitive has it go. So what is there already is not read, and nothing is made dense.
+They decline what would write a part of a block, whose other entries an entry of a leaf speaks of.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..._jax.primitives import find_primitive
+from ..batch_axes import layout_of
+from ..leaf_axes import Shape
+from ..rules import add_rule
+from ..transform import redispatch
+from ..tree import has_metadata
+from ..value import Value, aval_of
+from .labels import is_label
+from .leaf_by_leaf import Leaf
+from .movement import concatenate
+
+
+def _dynamic_update_slice(x: Value, update: Any, *starts: Any) -> Any:
+    old, new = x.aval().shape, jnp.shape(update)
+    if any(isinstance(start, Value) for start in starts):
+        return NotImplemented
+    if 0 in new:
+        return x
+
+    def bind(leaf: Leaf, part: Any, of_update: Any) -> Any:
+        # What is written whole starts at 0, whatever the index says.
+        zero = jnp.zeros_like(starts[0]) if starts else 0
+        own = [zero if axis is None else starts[axis.axis] for axis in leaf.axes]
+        return find_primitive("dynamic_update_slice").bind(part, of_update, *own)
+
+    cut = [i for i, size in enumerate(new) if size != old[i]]
+    return _written(x, x._stored(update, range(len(old))), new, cut, bind)
+
+
+def _scatter(
+    x: Value,
+    indices: Any,
+    update: Any,
+    *,
+    dimension_numbers: Any,
+    update_jaxpr: Any,
+    update_consts: Any,
+    **params: Any,
+) -> Any:
+    old, numbers = x.aval().shape, dimension_numbers
+    if isinstance(indices, Value) or update_jaxpr is not None or 0 in old:
+        return NotImplemented
+    if 0 in jnp.shape(update):
+        return x
+    # The update with the axes of the indices first, and then all of x that are in a window.
+    inserted, batching = numbers.inserted_window_dims, numbers.operand_batching_dims
+    windows = [int(i) for i in numbers.update_window_dims]
+    of_indices = [i for i in range(len(jnp.shape(update))) if i not in windows]
+    lead = len(of_indices)
+    axes = [i for i in range(len(old)) if i not in batching]
+    ones = [lead + k for k, i in enumerate(axes) if i in inserted]
+
+    def arranged(update: Any) -> Any:
+        return jnp.expand_dims(jnp.transpose(update, [*of_indices, *windows]), ones)
+
+    update = redispatch(arranged, update)
+    numbers = lax.ScatterDimensionNumbers(
+        update_window_dims=tuple(range(lead, lead + len(axes))),
+        inserted_window_dims=(),
+        scatter_dims_to_operand_dims=tuple(map(int, numbers.scatter_dims_to_operand_dims)),
+        operand_batching_dims=batching,
+        scatter_indices_batching_dims=numbers.scatter_indices_batching_dims,
+    )
+
+    def bind(leaf: Leaf, part: Any, of_update: Any) -> Any:
+        if [axis and axis.axis for axis in leaf.axes] != [*range(len(old))]:
+            return NotImplemented
+        own = {"dimension_numbers": numbers, "update_jaxpr": None, "update_consts": ()}
+        return find_primitive("scatter").bind(part, indices, of_update, **own, **params)
+
+    sizes = jnp.shape(update)[lead:]
+    window = {i: size for i, size in zip(axes, sizes, strict=True)}
+    new = tuple(window.get(i, 1) for i in range(len(old)))
+    cut = [i for i, size in enumerate(new) if size != old[i]]
+    return _written(x, x._stored(update, [*[None] * lead, *axes]), new, cut, bind, axes)
+
+
+def _written(
+    x: Value,
+    update: Any,
+    new: Shape,
+    cut: Sequence[int],
+    bind: Any,
+    axes: Sequence[int] | None = None,
+) -> Any:
+    """The value with an update in its leaves, or NotImplemented where that is a part of a block.
+
+    **Arguments:**
+
+    - `update`: a value of the same structure, whose last axes are `axes` of `x`, or all.
+    - `new`: how much of each axis of `x` is written at a place, and `cut`, where that is not all.
+    - `bind`: of a leaf, and of one of the update, what writes that.
+    """
+    layout, ndim = layout_of(x), x.aval().ndim
+    if update is NotImplemented or (has_metadata(x) and is_label(x)):
+        return NotImplemented
+    of_update = layout_of(update)
+    if of_update.structure != layout.structure:
+        return NotImplemented
+    written = []
+    parts = zip(layout.parts, layout.axes, of_update.parts, strict=True)
+    for number, (part, stated, new_part) in enumerate(parts):
+        in_front = [axis and axis._replace(axis=axis.axis + ndim) for axis in stated]
+        leaf = Leaf(aval_of(part).shape, in_front, number)
+        if aval_of(part).dtype != aval_of(new_part).dtype or isinstance(part, Value):
+            return NotImplemented
+        places = leaf.places()
+        for i in cut:  # each leaf must have what is written of the axis, and nothing else
+            if i not in places or leaf.axes[places[i]].block != 1:  # type: ignore[union-attr]
+                return NotImplemented
+        inside = [j for j, a in enumerate(leaf.axes) if axes is None or a is None or a.axis in axes]
+        wanted = [
+            new[a.axis] if (a := leaf.axes[j]) is not None and a.axis in cut else leaf.shape[j]
+            for j in inside
+        ]
+        sizes = aval_of(new_part).shape
+        if [*sizes[len(sizes) - len(wanted) :]] != wanted:
+            return NotImplemented
+        out = bind(leaf, part, new_part)
+        if out is NotImplemented:
+            return NotImplemented
+        written.append(out)
+    return jax.tree.unflatten(layout.structure, written)
+
+
+def _concatenate(*operands: Any, dimension: int) -> Any:
+    """Of a value and of others that are stored as it is, side by side."""
+    takes = lambda x: isinstance(x, Value) and type(x)._stored is not Value._stored
+    first = next(filter(takes, operands), None)
+    if first is None:
+        return NotImplemented
+    axes = range(first.aval().ndim)
+    stored = [x if x is first else first._stored(x, axes) for x in operands]
+    if any(x is NotImplemented for x in stored):
+        return NotImplemented
+    return concatenate(*stored, dimension=dimension)
+
+
+RULES: dict[str, Callable[..., Any]] = {
+    "dynamic_update_slice": _dynamic_update_slice,
+    "scatter": _scatter,
+    "concatenate": _concatenate,
+}
+for _name, _rule in RULES.items():
+    add_rule(_rule, [find_primitive(_name)], conditional=True)
