@@ -1,0 +1,182 @@
+"""A quantised array that programs write into: what is written, and what stays."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import veneer as vn
+
+H, S, D = 2, 5, 6  # heads, tokens, width
+
+
+def cache(qtype="int8", dtype=jnp.float32, **how):
+    return vn.quant.zeros((H, S, D), qtype, dtype=dtype, channelwise_axes=(0, 1), **how)
+
+
+def rounded(x, qtype="int8", channelwise_axes=(0, 1), **how):
+    return vn.quant.quantize(x, qtype, channelwise_axes=channelwise_axes, **how)
+
+
+def draw(shape, dtype=jnp.float32, seed=0):
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+token = draw((H, 1, D))
+each = jnp.arange(H)[:, None]
+
+WRITES = {
+    "a slice": lambda c, u, i: lax.dynamic_update_slice(c, u, (0, i, 0)),
+    "at an index": lambda c, u, i: c.at[:, i].set(u[:, 0]),
+    "at two indices": lambda c, u, i: c.at[each, jnp.broadcast_to(i, (H, 1))].set(u),
+    "a row": lambda c, u, i: c.at[1, i].set(u[0, 0]),
+    "out of bounds": lambda c, u, i: c.at[:, i + S].set(u[:, 0], mode="drop"),
+    "nothing": lambda c, u, i: c.at[:, i : i + 0].set(u[:, :0]) if isinstance(i, int) else c,
+    "in a scan": lambda c, u, i: lax.scan(
+        lambda c, j: (lax.dynamic_update_slice(c, u * j, (0, j, 0)), None), c, jnp.arange(3)
+    )[0],
+    "in a while loop": lambda c, u, i: lax.fori_loop(
+        0, i, lambda j, c: c.at[:, j].set(u[:, 0]), c
+    ),
+    "in a branch": lambda c, u, i: lax.cond(i > 2, lambda: c.at[:, i].set(u[:, 0]), lambda: c),
+    "mapped": lambda c, u, i: jax.vmap(lambda c, u, i: lax.dynamic_update_slice(c, u, (i, 0)))(
+        c, u, (jnp.arange(H) + i) % S
+    ),
+    "joined": lambda c, u, i: jnp.concatenate([c, u], 1),
+}
+
+FORMATS = {
+    "int8": {},
+    "int4": {},
+    "int3": {},
+    "nf4": {},
+    "fp8": {},
+    "uint4": {"calibration_method": "minmax"},
+    "int8 in tiles": {"tiled_axes": {2: 3}},
+    "int8, scales of 16 bits": {"scale_dtype": "bfloat16"},
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_what_is_written_is_rounded_and_the_rest_stays(write):
+    c, run = cache(), WRITES[write]
+    c = vn.implicit(WRITES["a slice"])(c, 3 * draw((H, S, D), seed=1), 0)
+    expected = run(c.dequantize(), rounded(token).dequantize(), 3)
+    eager = vn.implicit(run, on_materialise="error")
+    with vn.hijax.enabled():
+        high = jax.jit(run)(c, token, 3)
+    for out in (eager(c, token, 3), jax.jit(eager)(c, token, 3), high):
+        assert isinstance(out, vn.quant.QArray)
+        np.testing.assert_array_equal(out.dequantize(), expected)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_every_position_of_every_format(name, dtype):
+    qtype, how = name.split()[0].rstrip(","), FORMATS[name]
+    c = cache(qtype, dtype, **how)
+    if "zero" not in str(c.format.calibration):
+        np.testing.assert_array_equal(c.dequantize(), 0)
+    dense = c.dequantize()
+    write = jax.jit(vn.implicit(WRITES["a slice"], on_materialise="error"))
+    for i in range(S):
+        u = draw((H, 1, D), dtype, seed=i)
+        c, dense = write(c, u, i), dense.at[:, i : i + 1].set(rounded(u, qtype, **how).dequantize())
+        np.testing.assert_array_equal(c.dequantize(), dense)
+    assert c.nbytes == cache(qtype, dtype, **how).nbytes
+
+
+def test_narrow_codes_are_packed_along_the_axis_that_shares_a_scale():
+    keys = vn.quant.zeros((H, D, S), "int4", channelwise_axes=(0, 2))
+    assert keys.packing.axis == -2
+    write = vn.implicit(
+        lambda c, u, i: lax.dynamic_update_slice(c, u, (0, 0, i)), on_materialise="error"
+    )
+    out = write(keys, draw((H, D, 1)), 3)
+    expected = rounded(draw((H, D, 1)), "int4", (0, 2)).dequantize()
+    np.testing.assert_array_equal(out.dequantize()[..., 3:4], expected)
+    np.testing.assert_array_equal(out.dequantize()[..., :3], 0)
+
+
+@pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
+def test_what_is_not_finite_is_in_its_own_group(value):
+    out = vn.implicit(WRITES["at an index"])(cache(), token.at[0, 0, 0].set(value), 2)
+    is_nan = jnp.isnan(out.dequantize()).all(-1)
+    assert [*zip(*jnp.nonzero(is_nan), strict=True)] == [(0, 2)]
+
+
+def test_part_of_a_group_makes_it_dense_visibly():
+    c = vn.quant.zeros((H, S, D), "int8", channelwise_axes=(0,))
+    run = WRITES["a slice"]
+    out = vn.implicit(run)(c, token, 1)
+    np.testing.assert_array_equal(out, run(c.dequantize(), token, 1))
+    with pytest.raises(vn.MaterialiseError, match="dynamic_update_slice"):
+        vn.implicit(run, on_materialise="error")(c, token, 1)
+
+
+def test_a_quantised_weight_is_written_into_as_before():
+    """What is written into rows of an embedding must not be rounded unasked."""
+    rows = rounded(draw((H, S, D)))
+    for name in ("a slice", "at an index", "joined"):
+        run = WRITES[name]
+        out = vn.implicit(run)(rows, token, 1)
+        np.testing.assert_array_equal(out, run(rows.dequantize(), token, 1))
+
+
+def test_codes_are_written_as_they_are():
+    u = rounded(token)
+    out = vn.implicit(WRITES["a slice"], on_materialise="error")(cache(), u, 2)
+    np.testing.assert_array_equal(out.packed[:, 2:3], u.packed)
+
+
+def test_every_type_is_written_into_by_its_own():
+    d = lambda *shape: vn.types.Diagonal(draw(shape))
+    for run in (
+        lambda x, y: lax.dynamic_update_slice(x, y, (1, 0, 0)),
+        lambda x, y: x.at[1].set(y[0]),
+    ):
+        x, y = d(3, 4), d(1, 4)
+        expected = run(vn.materialise(x), vn.materialise(y))
+        np.testing.assert_array_equal(vn.materialise(vn.implicit(run)(x, y)), expected)
+
+
+def test_only_what_is_new_is_written():
+    c = vn.quant.zeros((4, 1024, 64), "int8", channelwise_axes=(0, 1))
+    write = jax.jit(vn.implicit(WRITES["a slice"]), donate_argnums=0)
+    compiled = write.lower(c, jnp.ones((4, 1, 64)), 3).compile()
+    assert "f32[4,1024,64]" not in compiled.as_text()
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes == c.nbytes
+    assert memory.temp_size_in_bytes < c.nbytes // 8
+
+
+def test_a_cut_cache_stays_cut():
+    mesh = jax.make_mesh((2,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,))
+    c = vn.device_put(cache(), NamedSharding(mesh, P("heads")))
+    out = jax.jit(vn.implicit(WRITES["a slice"]))(c, token, 1)
+    np.testing.assert_array_equal(out.dequantize()[:, 1:2], rounded(token).dequantize())
+    assert out.packed.sharding.spec[:1] == ("heads",)
+    on_blocks = jax.shard_map(
+        lambda c, u: WRITES["a slice"](c, u, 1),
+        mesh=mesh,
+        in_specs=P("heads"),
+        out_specs=P("heads"),
+    )
+    mapped = vn.implicit(on_blocks, on_materialise="error")(cache(), token)
+    np.testing.assert_array_equal(mapped.dequantize(), out.dequantize())
+
+
+@pytest.mark.parametrize(
+    ("qtype", "how", "message"),
+    [
+        ("nvfp4", {}, "share a scale"),
+        ("int8", {"calibration_method": "mse"}, "calibration_method"),
+        ("int8", {"tiled_axes": {2: 4}}, "does not divide"),
+    ],
+)
+def test_what_no_cache_is(qtype, how, message):
+    with pytest.raises(ValueError, match=message):
+        vn.quant.zeros((H, S, D), qtype, **how)
