@@ -147,19 +147,6 @@ class Value(Shown):
         """This value, stored in such a way that its leaves can be moved."""
         return self
 
-    def _stored(self, update: Any, axes: Sequence[int | None]) -> Any:
-        """Another array, which is written into this one, stored as this is.
-
-        **Arguments:**
-
-        - `update`: dense, or implicit.
-        - `axes`: for each of its axes the one of this value that it lies along, or None.
-
-        **Returns:** NotImplemented if there is no such array.
-        """
-        del axes
-        return update if type(update) is type(self) else NotImplemented
-
     def _moved(self, movement: Movement) -> Any:
         """This value, whose leaves were moved, with metadata that says where its axes are now.
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from .._core.primitives.writing import stored_as
 from .._core.value import Value, make_dense
 from .._jax.primitives import find_primitive
 from .conversion.quantize import Axes, TiledAxes, quantize_as, quantize_by, quantize_params
@@ -34,18 +35,6 @@ class QCache(QArray):
     def __post_init__(self) -> None:
         super().__post_init__()
 
-    def _stored(self, update: Any, axes: Sequence[int | None]) -> Any:
-        """Returns what is written, quantised as this array is; NotImplemented for part of a group."""
-        counts = self._counts(jnp.shape(update), axes)
-        if counts is None or isinstance(self.scale, QArray) or self.minimum is not None:
-            return NotImplemented
-        if isinstance(update, QArray) and self._is_like(update, counts):
-            return type(self)._of(update)
-        if isinstance(update, Value):
-            (update,) = make_dense(find_primitive("dynamic_update_slice"), [update])
-        q = quantize_as(update, self, counts)
-        return type(self)._of(q if self.packing is None else _packed_along(q, self.packing.axis))
-
     def _counts(self, shape: Shape, axes: Sequence[int | None]) -> Shape | None:
         """Returns the shape of the scale of an update; None where that is a part of a group."""
         counts = []
@@ -71,6 +60,19 @@ class QCache(QArray):
         new = cls.__new__(cls)
         new.__dict__.update(q._assigned().__dict__)
         return new
+
+
+@stored_as.register
+def _(cache: QCache, update: Any, axes: Sequence[int | None]) -> Any:
+    counts = cache._counts(jnp.shape(update), axes)
+    if counts is None or isinstance(cache.scale, QArray) or cache.minimum is not None:
+        return NotImplemented
+    if isinstance(update, QArray) and cache._is_like(update, counts):
+        return QCache._of(update)
+    if isinstance(update, Value):
+        (update,) = make_dense(find_primitive("dynamic_update_slice"), [update])
+    q = quantize_as(update, cache, counts)
+    return QCache._of(q if cache.packing is None else _packed_along(q, cache.packing.axis))
 
 
 def zeros(
@@ -100,14 +102,14 @@ def zeros(
     **Returns:** a `QCache`. Codes below 8 bits are packed along the last axis where values share a
     scale, so that what is written are whole bytes.
 
-    **Raises:** what `vn.quant.quantize` raises. `ValueError` for another `calibration_method`, which
-    would not be known where something is written, and for a format whose scales share a scale.
+    **Raises:** what `vn.quant.quantize` raises. `ValueError` for another `calibration_method`,
+    which would not be known where something is written, and for a format whose scales share one.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> keys = vn.quant.zeros((8, 128, 64), "int8", channelwise_axes=[0, 1])  # a scale a token
     >>> write = vn.implicit(lambda keys, key, at: keys.at[:, at].set(key))
     >>> keys = write(keys, jnp.ones((8, 64)), 3)
-    >>> keys, keys.dequantize()[0, 2:5, 0].tolist()
+    >>> keys, keys.dequantize()[0, 2:5, 0].round(1).tolist()
     (QArray(q8[8,128,64] channelwise, 8.5 bits), [0.0, 1.0, 0.0])
     """
     format, shape = get_format(qtype), tuple(map(int, shape))
@@ -125,13 +127,19 @@ def zeros(
     if like.dtype not in QUANTIZABLE:
         raise TypeError(f"dtype is {like.dtype.name}; a QArray stands for a floating array")
     params = quantize_params(
-        like, qtype, channelwise_axes, tiled_axes, calibration_method, scale_dtype
+        like,
+        qtype,
+        channelwise_axes,
+        tiled_axes,
+        calibration_method,
+        scale_dtype,
     )
     # One tile, and all along the axis that is packed; the others are the same.
     tile = tile_shape(shape, params.counts)
     shared = [i for i, size in enumerate(tile) if size > 1] or [*range(len(shape))]
-    small = [n if [i] == shared[-1:] else t for i, (n, t) in enumerate(zip(shape, tile))]
-    counts = [n // max(t, 1) for n, t in zip(small, tile)]
+    pairs = zip(shape, tile, strict=True)
+    small = [n if [i] == shared[-1:] else t for i, (n, t) in enumerate(pairs)]
+    counts = [n // max(t, 1) for n, t in zip(small, tile, strict=True)]
     q = quantize_by(jnp.zeros(small, dtype), dataclasses.replace(params, counts=tuple(counts)))
     if q.packing is not None:
         q = _packed_along(q, shared[-1] - len(shape))
@@ -139,7 +147,7 @@ def zeros(
     if q.packing is not None:
         packed[shared[-1]] = q.packed.shape[shared[-1]]
     as_large = lambda leaf: leaf if leaf is None else jnp.broadcast_to(leaf, params.counts)
-    return QCache.from_packed(  # type: ignore[return-value]
+    return QCache.from_packed(
         jnp.broadcast_to(q.packed, packed),
         as_large(q.scale),
         as_large(q.zero_point),

@@ -1,11 +1,12 @@
 """Rules for what writes into a value: leaf by leaf, as its leaf axes say.
 
-What is written is first stored as the value is (`Value._stored`), and then each leaf of it goes
-where the dense primitive has it go. So what is there already is not read, and nothing is made dense.
+What is written is first stored as the value is (`stored_as`), and then each leaf of it goes
+where the dense primitive has it go. So what is there already is not read, and nothing made dense.
 They decline what would write a part of a block, whose other entries an entry of a leaf speaks of.
 """
 
 from collections.abc import Callable, Sequence
+from functools import singledispatch
 from typing import Any
 
 import jax
@@ -24,6 +25,22 @@ from .leaf_by_leaf import Leaf
 from .movement import concatenate
 
 
+@singledispatch
+def stored_as(x: Any, update: Any, axes: Sequence[int | None]) -> Any:
+    """Another array, which is written into `x`, stored as that is; of most types one of the same.
+
+    **Arguments:**
+
+    - `x`: the value, by whose class a type registers what it does.
+    - `update`: dense, or implicit.
+    - `axes`: for each of its axes the one of `x` that it lies along, or None.
+
+    **Returns:** NotImplemented if there is no such array.
+    """
+    del axes
+    return update if type(update) is type(x) else NotImplemented
+
+
 def _dynamic_update_slice(x: Value, update: Any, *starts: Any) -> Any:
     old, new = x.aval().shape, jnp.shape(update)
     if any(isinstance(start, Value) for start in starts):
@@ -38,7 +55,7 @@ def _dynamic_update_slice(x: Value, update: Any, *starts: Any) -> Any:
         return find_primitive("dynamic_update_slice").bind(part, of_update, *own)
 
     cut = [i for i, size in enumerate(new) if size != old[i]]
-    return _written(x, x._stored(update, range(len(old))), new, cut, bind)
+    return _written(x, stored_as(x, update, range(len(old))), new, cut, bind)
 
 
 def _scatter(
@@ -83,10 +100,10 @@ def _scatter(
         return find_primitive("scatter").bind(part, indices, of_update, **own, **params)
 
     sizes = jnp.shape(update)[lead:]
-    window = {i: size for i, size in zip(axes, sizes, strict=True)}
+    window = dict(zip(axes, sizes, strict=True))
     new = tuple(window.get(i, 1) for i in range(len(old)))
     cut = [i for i, size in enumerate(new) if size != old[i]]
-    return _written(x, x._stored(update, [*[None] * lead, *axes]), new, cut, bind, axes)
+    return _written(x, stored_as(x, update, [*[None] * lead, *axes]), new, cut, bind, axes)
 
 
 def _written(
@@ -139,12 +156,12 @@ def _written(
 
 def _concatenate(*operands: Any, dimension: int) -> Any:
     """Of a value and of others that are stored as it is, side by side."""
-    takes = lambda x: isinstance(x, Value) and type(x)._stored is not Value._stored
-    first = next(filter(takes, operands), None)
+    stores = lambda x: stored_as.dispatch(type(x)) is not stored_as.dispatch(object)
+    first = next(filter(stores, operands), None)
     if first is None:
         return NotImplemented
     axes = range(first.aval().ndim)
-    stored = [x if x is first else first._stored(x, axes) for x in operands]
+    stored = [x if x is first else stored_as(first, x, axes) for x in operands]
     if any(x is NotImplemented for x in stored):
         return NotImplemented
     return concatenate(*stored, dimension=dimension)

@@ -113,7 +113,7 @@ class QuantizeParams:
 
 
 def quantize_params(
-    array: jax.Array,
+    array: jax.Array | jax.ShapeDtypeStruct,
     qtype: DTypeLike,
     channelwise_axes: Axes,
     tiled_axes: TiledAxes | None,
@@ -136,9 +136,7 @@ def quantize_params(
     )
 
 
-def quantize_by(
-    array: jax.Array, params: QuantizeParams, key: jax.Array | None = None
-) -> QArray:
+def quantize_by(array: jax.Array, params: QuantizeParams, key: jax.Array | None = None) -> QArray:
     """Does what `quantize` does, once its arguments are checked."""
     chunks = chunks_of(array, params.counts, format=FORMATS[params.format])
     return _quantize(array, key, params, chunks)
