@@ -161,3 +161,35 @@ REFUSED = {
 def test_what_does_not_fit_is_refused(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+OF_ONE = {  # bases of an axis of size 1
+    "permuted": vn.types.Permuted(array(3, 1), order(1)),
+    "rotated": vn.types.Rotated(array(3, 1), (-1,)),
+}
+
+
+@pytest.mark.parametrize("w", OF_ONE.values(), ids=OF_ONE)
+@pytest.mark.parametrize(
+    "program",
+    [jnp.diagonal, lambda w: jax.lax.squeeze(w, (1,)), lambda w: w.reshape(3), jnp.mean],
+    ids=["diagonal", "squeeze", "reshape", "mean"],
+)
+def test_an_axis_of_size_one_may_go(program, w):
+    found = vn.materialise(vn.implicit(program)(w))
+    np.testing.assert_allclose(found, program(w.materialise()), rtol=1e-6)
+
+
+FILLED = {
+    "scaled": vn.types.Scaled(array(3, 4), jnp.full((1, 1), 3.0)),
+    "rotated": vn.types.Rotated(array(3, 4), (-1,)),
+    "permuted": vn.types.Permuted(array(3, 4), order(4)),
+}
+
+
+@pytest.mark.parametrize("fill_value", [0.5, 0, None])
+@pytest.mark.parametrize("w", FILLED.values(), ids=FILLED)
+def test_rows_out_of_bounds_are_what_fills_them(w, fill_value):
+    take = lambda w: jnp.take(w, jnp.array([7, 0]), 0, mode="fill", fill_value=fill_value)
+    found = vn.materialise(vn.implicit(take)(w))
+    np.testing.assert_allclose(found, take(w.materialise()), rtol=1e-5, atol=1e-6)

@@ -154,6 +154,10 @@ def _gather(w: InBasis, indices: ArrayLike, **params: Any) -> Any:
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     if axes is None or axes & gone or any(sizes[axis] != w.shape[axis] for axis in axes):
         return NotImplemented
+    # What is out of bounds is taken out of the basis with the rest: of what fills it, zeros and NaN
+    # alone are the same there.
+    if params["fill_value"] not in (None, 0):
+        return NotImplemented
     bind = lambda x, i: find_primitive("gather").bind(x, i, **params)
     rows = jnp.asarray(materialise_one(redispatch(bind, w.array, indices)))
     left = [axis for axis in range(w.ndim) if axis not in gone]

@@ -111,11 +111,12 @@ class Permuted(InBasis):
         assert array[axis].block == "whole"
         return [array, list(map(whole, axes, self.order.shape))]
 
-    def _moved(self, movement: Movement) -> "Permuted":
-        """This array, whose leaves were moved, permuted along the axis that now is."""
+    def _moved(self, movement: Movement) -> Any:
+        """This array, whose leaves were moved, permuted along the axis that now is, if it is."""
         # By the movement: leaves may be specs here, of which no rank is known.
         axis = movement.axes[self.axis]
-        assert axis is not None
+        if axis is None:  # of size 1, and gone
+            return NotImplemented
         new = object.__new__(Permuted)
         parts = {"array": self.array, "order": self.order, "axis": int(axis) - len(movement.shape)}
         new.__dict__.update(parts)

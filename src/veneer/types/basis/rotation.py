@@ -92,6 +92,9 @@ def _symmetric(n: int) -> np.ndarray:
 
 @functools.lru_cache(maxsize=64)
 def _signs(n: int) -> np.ndarray:
+    # A single entry stays as it is, so that an axis of size 1 may come and go.
+    if n == 1:
+        return np.ones(1, int)
     # NumPy keeps what RandomState gives by a seed; so files can be read by any later version.
     return np.random.RandomState(0).randint(0, 2, n) * 2 - 1
 
