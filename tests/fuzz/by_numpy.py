@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 
 from veneer._jax.hijax import pe
 from veneer.numba.front.keys import data
@@ -27,7 +28,7 @@ def by_numpy(f: Callable[..., Any], *args: Any) -> Any:
     closed = jax.jit(of_leaves).trace(*leaves).jaxpr
     try:
         lowered = pe.lower_jaxpr2(closed) if closed.is_high else closed
-        out = evaluate_jaxpr(lowered, *map(data, leaves))
+        out = evaluate_jaxpr(lowered, *[np.asarray(data(x)) for x in leaves])
         out = [_array(x, aval) for x, aval in zip(out, lowered.out_avals, strict=True)]
     except Exception:  # what is not known there: a collective, say
         return jax.jit(f)(*args)

@@ -26,7 +26,7 @@ SIZES = (1, 2, 3, 4, 6)
 
 def normal(seed: Any, *shape: int, dtype: str = "float32") -> jax.Array:
     """Normal numbers of deviation 1/2."""
-    return jnp.asarray(np.random.default_rng(seed).normal(0, 0.5, shape), dtype)
+    return jnp.asarray(np.random.default_rng(seed).normal(0, 0.5, shape).astype(jnp.dtype(dtype)))
 
 
 def permuted(seed: Any, n: int) -> jax.Array:
