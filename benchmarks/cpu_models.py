@@ -1,21 +1,22 @@
 """Whole models with quantised weights on a CPU, beside the same in f32; and what a call costs.
 
 The sentence encoder of the demo, and a step of `examples/decoder.py`, whose weights are random: all
-that a text of one token a step takes. Variants of a model run in one process, each round in another
-order, and × is the median for f32 over that of the variant.
+that a text of one token a step takes. And layers in a scan, beside the same written out. Variants
+of a model run in one process, each round in another order, and × is the median for f32 over that of
+the variant.
 """
 
 import statistics
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from measure import Claim, Side, markdown_table, measure, medians, parser
+from measure import Claim, Side, markdown_table, measure, medians, parser, results_table
 
 import veneer as vn
 from veneer.demo import measure as demo
@@ -29,6 +30,8 @@ import decoder
 
 TOKENS = 8  # that a text is continued by in a round
 DECODING_TARGETS = {"int4": 3.0}  # times the tokens a second of f32
+SCANNED_TARGET = 1.05  # times the time of layers that are written out
+LAYERS, WIDTH = 16, 2048
 
 
 def encoder_table(rounds: int) -> str:
@@ -80,6 +83,38 @@ def decoding_table(config: decoder.Config, rounds: int) -> str:
     return markdown_table(heading, map(row, results))
 
 
+def layers_table(layers: int, width: int, rounds: int) -> str:
+    """Milliseconds of layers of one product, M = 1, stacked for a scan and written out."""
+    x = jnp.ones((1, width))
+    stack = jax.random.normal(jax.random.key(0), (layers, width, width)) / width**0.5
+    layer: Callable[[Any, Any], Any] = lambda x, w: jnp.tanh(x @ w)
+    scanned = jax.jit(vn.implicit(lambda x, ws: jax.lax.scan(_step(layer), x, ws)[0]))
+    written = jax.jit(vn.implicit(lambda x, ws: reduce(layer, ws, x)))
+    claims = []
+    for variant in decode.VARIANTS:
+        if variant.name in ("f32", "int8", "int4", "w4a8"):
+            name = variant.name
+            stored = _quantised({"head": stack}, variant)["head"]
+            each = [_quantised({"head": w}, variant)["head"] for w in stack]
+            ours = Side(f"{name}, in a scan", partial(scanned, x, stored))
+            theirs = Side("written out", partial(written, x, each))
+            claims.append(Claim(ours, theirs, None if name == "f32" else SCANNED_TARGET))
+    return results_table(measure(claims, rounds=rounds, batches=3, calls=5), "ms")
+
+
+def _step(layer: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    return lambda x, w: (layer(x, w), None)
+
+
+def _quantised(params: Any, variant: decode.Variant) -> Any:
+    if variant.qtype is None:
+        return params
+    of_products = vn.quant.Rule(
+        "head", variant.qtype, tile_size=variant.tile_size, act_qtype=variant.act_qtype
+    )
+    return vn.quant.quantize_tree(params, [of_products])
+
+
 def call_table(rounds: int) -> str:
     """Microseconds of a product of the smallest size that has a kernel, called as users call it."""
     x, w = jnp.ones((1, 128)), jnp.ones((128, 128))
@@ -109,6 +144,7 @@ def main(*, rounds: int, quick: bool) -> None:
     tables = {
         "encoder": lambda: encoder_table(rounds),
         "decoder": lambda: decoding_table(decode.SMALL if quick else decoder.Config(), rounds),
+        "layers": lambda: layers_table(*((2, 256) if quick else (LAYERS, WIDTH)), rounds),
         "call": lambda: call_table(rounds),
     }
     for name, table in tables.items():

@@ -93,9 +93,7 @@ def logits(
     """
     x = params["embedding"][tokens]
     keys, values = [], []
-    # The layers are written out. A scan over stacked ones would cut the weights of each from the
-    # stack, and of a weight that a kernel of ours reads, which XLA does not look into, that is a
-    # copy in each step.
+    # The layers are written out: of dense weights, XLA would copy those of each from a stack.
     for p, *kept in zip(params["layers"], cache.keys, cache.values, strict=True):
         attended, key, value = attention(p, config, norm(p["attention_norm"], x), *kept, start)
         x = x + attended

@@ -2,15 +2,17 @@
 
 import difflib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import jax
-from jax._src import core, dispatch
+from jax._src import core, dispatch, source_info_util
 from jax._src import xla_metadata as xla_metadata  # for its primitive, which we name
 from jax._src.core import Primitive as Primitive
 from jax._src.core import jaxpr_as_fun as jaxpr_as_fun
+from jax._src.interpreters import mlir
 from jax._src.interpreters.partial_eval import convert_constvars_jaxpr
 from jax._src.lax import special
 
@@ -82,6 +84,25 @@ def _has_equation(jaxpr: Any, name: str) -> bool:
 _with_equations: WeakKeyDictionary[Any, dict[str, bool]] = WeakKeyDictionary()
 
 
+def evaluated(
+    jaxpr: Any, operands: Sequence[Any], run: Callable[[Any, list[Any]], Sequence[Any]]
+) -> list[Any]:
+    """What a closed jaxpr gives of operands where `run(equation, operands)` is each equation's."""
+    opened, constants = open_jaxpr(jaxpr)
+    env = dict(zip(opened.invars, [*constants, *operands], strict=True))
+    read = lambda atom: atom.val if isinstance(atom, core.Literal) else env[atom]
+    for equation in opened.eqns:
+        source = equation.source_info
+        names = source_info_util.current_name_stack() + source.name_stack
+        with (
+            source_info_util.user_context(source.traceback, name_stack=names),
+            equation.ctx.manager,
+        ):
+            results = run(equation, [read(atom) for atom in equation.invars])
+        env.update(zip(equation.outvars, results, strict=True))
+    return [read(atom) for atom in opened.outvars]
+
+
 def contained_jaxpr(params: dict[str, Any]) -> Any:
     """The jaxpr that a call of it holds in its parameters, whose name JAX 0.12 changed in some."""
     return params["call_jaxpr"] if "call_jaxpr" in params else params["jaxpr"]
@@ -128,6 +149,13 @@ def special_function(name: str) -> Callable[..., Any]:
 def lowered_with_devices(primitive: Primitive) -> None:
     """Has a primitive of ours told of the devices as it is lowered."""
     dispatch.prim_requires_devices_during_lowering.add(primitive)
+
+
+def lower_otherwise(primitive: Primitive, platform: str, rule: Callable[..., Any]) -> None:
+    """Has a primitive of JAX's lowered for a platform by a rule: `rule(JAX's own, ctx, ...)`."""
+    otherwise = mlir._platform_specific_lowerings[platform].get(primitive)
+    otherwise = otherwise or mlir._lowerings[primitive]
+    mlir.register_lowering(primitive, partial(rule, otherwise.rule), platform=platform)
 
 
 def inlines_early(inline: Any) -> bool:

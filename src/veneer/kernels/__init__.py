@@ -5,6 +5,7 @@ Kernels know no types: a matrix is codes in bytes, scales and zero points.
     problem         what a product is: its codes, its operands, and all else known of it
     matmul          the product as a JAX primitive: its derivatives, its batching, its lowering
     lowering        how it is computed on one device, and cut over several
+    stacks          with a slice of a stack, as a loop has it: read from where it lies
     quantize        codes and scales of an array, as a JAX primitive
     select          which kernel computes which product, and `use`
     bit_planes      small numbers of any bits in bytes, without gaps
@@ -12,6 +13,7 @@ Kernels know no types: a matrix is codes in bytes, scales and zero points.
     cpu             kernels for the CPU
 """
 
+from . import stacks as stacks
 from .matmul import matmul as matmul
 from .problem import BYTES as BYTES
 from .problem import FLOATS as FLOATS

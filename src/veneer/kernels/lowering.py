@@ -14,8 +14,9 @@ for what one device computes:
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,18 +49,57 @@ def by_reference(*arrays: Any, problem: MatmulProblem, present: Sequence[bool]) 
 def by_kernel(*arrays: Any, problem: MatmulProblem, present: Sequence[bool]) -> jax.Array:
     """Computes a product on one CPU: by a kernel, where there is one for it."""
     operands = operands_of(arrays, present)
+    target = kernel_for(operands, problem)
+    if target is None:
+        return problem.reference(operands, problem)
+    return call_kernel(target, operands, problem)
+
+
+def kernel_for(operands: MatmulOperands, problem: MatmulProblem) -> str | None:
+    """Returns the kernel that computes a product on one CPU, which is built; or None."""
     shape = problem.shape(operands)
     target = select.find("cpu", problem.codes, shape) if shape.m else None
-    if target is None or not select.built(target):
-        return problem.reference(operands, problem)
+    return target if target is not None and select.built(target) else None
+
+
+class Stacked(NamedTuple):
+    """Where an operand `[B, ...]` lies: in a stack `[places * B, ...]`, at this place of it."""
+
+    stack: jax.Array
+    place: Any  # an i32; the last one where there are fewer
+
+
+_NOWHERE_ELSE: Mapping[str, Stacked] = MappingProxyType({})
+
+
+def call_kernel(
+    target: str,
+    operands: MatmulOperands,
+    problem: MatmulProblem,
+    stacks: Mapping[str, Stacked] = _NOWHERE_ELSE,
+) -> jax.Array:
+    """Computes a product by a kernel.
+
+    **Arguments:**
+
+    - `stacks`: where the matrix, its scales or its minima lie, by their names: those are read from
+      there, and not from `operands`.
+    """
     x, packed, scale, zero_point, x_scale, minimum = operands
     call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(problem.out_shape(x, packed), jnp.float32))
     table = np.asarray(problem.codes.table, np.float32)
-    out: Any = (
-        call(x.astype(jnp.float32), packed, scale, table, *(() if minimum is None else (minimum,)))
-        if x_scale is None
-        else call(x, x_scale, packed, scale.astype(jnp.float32), table)
-    )
+
+    def stored(name: str) -> Stacked:
+        return stacks.get(name) or Stacked(getattr(operands, name), np.int32(0))
+
+    if x_scale is None:
+        rest = () if minimum is None else stored("minimum")
+        out = call(x.astype(jnp.float32), *stored("packed"), *stored("scale"), table, *rest)
+    else:
+        scales = stored("scale")
+        if scales.stack.dtype != jnp.float32:  # none but these are read
+            scales = Stacked(scale.astype(jnp.float32), np.int32(0))
+        out = call(x, x_scale, *stored("packed"), *scales, table)
     if zero_point is not None:
         out -= _of_zero_points(operands, problem)
     return out.astype(problem.out_dtype)

@@ -187,7 +187,10 @@ def _lowered(ctx: Any, *values: Any, problem: MatmulProblem, present: Sequence[b
     def call(*arrays: Any) -> jax.Array:
         if source is None:
             return lowered_p.bind(*arrays, problem=problem, present=present)
-        turned, moved = _turned(operands_of(arrays, present), problem)
+        operands = operands_of(arrays, present)
+        packed = operands.packed.reshape(operands.x.shape[0], *operands.packed.shape[-2:])
+        turned, operands = turned_by(operands._replace(packed=packed), problem)
+        moved = [x for x in operands if x is not None]
         return lowered_p.bind(*moved, problem=turned, present=present)
 
     if source is not None:
@@ -213,17 +216,15 @@ def _source(packed: Any) -> Any:
     return made.operands[0] if order in ([1, 0], [0, 2, 1]) else None
 
 
-def _turned(
+def turned_by(
     operands: MatmulOperands, problem: MatmulProblem
-) -> tuple[MatmulProblem, list[jax.Array]]:
-    """A product and its arrays, by the matrix that the one given is the transposition of."""
-    packed = operands.packed.reshape(operands.x.shape[0], *operands.packed.shape[-2:])
+) -> tuple[MatmulProblem, MatmulOperands]:
+    """A product by the matrix that its own is the transposition of: `packed` is that already."""
     leaves = ("scale", "zero_point", "minimum")
     others = {name: leaf for name in leaves if (leaf := getattr(operands, name)) is not None}
     swapped = {name: jnp.swapaxes(leaf, 1, 2) for name, leaf in others.items()}
-    operands = operands._replace(packed=packed, **swapped)
-    turned = dataclasses.replace(problem.transposed, columns=packed.shape[2])
-    return turned, [x for x in operands if x is not None]
+    turned = dataclasses.replace(problem.transposed, columns=operands.packed.shape[2])
+    return turned, operands._replace(**swapped)
 
 
 # Not cached, for what an operand is made of is not part of the key. What follows is cached; and has

@@ -98,12 +98,13 @@ def target() -> str:
     return build.registered(NAME, compile)
 
 
-def product(x, codes, scale, table=None):
-    """`x @ (codes * scale)` by the kernel, f32[B, M, N]."""
+def product(x, codes, scale, table=None, places=(0, 0)):
+    """`x @ (codes * scale)` by the kernel, f32[B, M, N]; of stacks, at these places of each."""
     table = jnp.zeros(16) if table is None else table
     shape = (*x.shape[:2], codes.shape[-1])
     call = jax.ffi.ffi_call(target(), jax.ShapeDtypeStruct(shape, jnp.float32))
-    return jax.jit(call)(x, codes, scale, table)
+    of_codes, of_scale = (np.asarray(place, np.int32) for place in places)
+    return jax.jit(call)(x, codes, of_codes, scale, of_scale, table)
 
 
 def operands(batch=1, m=3, r=64, c=100, tr=32, tc=4, seed=0):

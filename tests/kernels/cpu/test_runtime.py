@@ -23,6 +23,18 @@ def test_a_kernel_gets_the_operands_of_its_call(sizes):
     plain.check(**sizes)
 
 
+@pytest.mark.parametrize("place", [0, 1, 2, 5, -1])  # outside, it is the first or the last
+def test_of_a_stack_the_kernel_reads_one_place(place):
+    x, codes, scale = plain.operands(batch=6, c=33, tr=64, tc=1)
+    at = slice(2 * min(max(place, 0), 2), None)
+    part = lambda array: array[at][:2]
+    want = plain.expected(x[:2], part(codes), part(scale))
+    of_both = plain.product(x[:2], codes, scale, places=(place, place))
+    np.testing.assert_allclose(of_both, want, rtol=1e-5, atol=1e-3)
+    of_codes = plain.product(x[:2], codes, part(scale), places=(place, 0))
+    np.testing.assert_allclose(of_codes, want, rtol=1e-5, atol=1e-3)
+
+
 @pytest.mark.parametrize("empty", ["batch", "m", "r", "c"])
 def test_no_size_is_too_small(empty):
     x, codes, scale = plain.operands(**{"batch": 1, "m": 2, "r": 4, "c": 4, empty: 0}, tr=1, tc=1)
@@ -38,6 +50,8 @@ def test_no_size_is_too_small(empty):
         lambda x, codes, scale: (x.astype(np.int32), codes, scale),
         lambda x, codes, scale: (x, codes, np.zeros((1, 3, 25), np.float32)),
         lambda x, codes, scale: (x, codes, scale, np.zeros(4, np.float32)),
+        lambda x, codes, scale: (x, codes, scale, None, ([0], 0)),
+        lambda x, codes, scale: (x.repeat(2, 0), codes.repeat(3, 0), scale),
     ],
 )
 def test_operands_that_do_not_fit_are_an_error(change):
@@ -45,8 +59,9 @@ def test_operands_that_do_not_fit_are_an_error(change):
     if operands[0].ndim == 2:
         shape = jax.ShapeDtypeStruct((3, 100), jnp.float32)
         call = jax.ffi.ffi_call(plain.target(), shape)
+        x, codes, scale = operands
         with pytest.raises(jax.errors.JaxRuntimeError, match="operands do not fit together"):
-            call(*operands, jnp.zeros(16)).block_until_ready()
+            call(x, codes, np.int32(0), scale, np.int32(0), jnp.zeros(16)).block_until_ready()
         return
     with pytest.raises(jax.errors.JaxRuntimeError, match="operands do not fit together"):
         plain.product(*operands).block_until_ready()
@@ -80,11 +95,11 @@ def test_threads_may_call_at_the_same_time():
 def test_a_program_may_call_many_times_at_once():
     x, codes, scale = plain.operands(**LARGE)
     shape = jax.ShapeDtypeStruct((1, 8, 256), jnp.float32)
-    call = jax.ffi.ffi_call(plain.target(), shape)
+    call, first = jax.ffi.ffi_call(plain.target(), shape), np.int32(0)
 
     @jax.jit
     def program(x):
-        return sum(call(x + i, codes, scale, jnp.zeros(16)) for i in range(16))
+        return sum(call(x + i, codes, first, scale, first, jnp.zeros(16)) for i in range(16))
 
     want = sum(plain.expected(x + np.float32(i), codes, scale) for i in range(16))
     np.testing.assert_allclose(program(x), want, rtol=1e-4, atol=1e-1)

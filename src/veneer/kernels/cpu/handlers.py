@@ -12,6 +12,7 @@ from ...native.call_frame import (
     INVALID_ARGUMENT,
     RESOURCE_EXHAUSTED,
     S8,
+    S32,
     answers_metadata,
     argument,
     data,
@@ -24,7 +25,7 @@ from ...native.call_frame import (
     result,
 )
 from ...native.functions import call, native
-from ...native.memory import set_word, store_i32, word
+from ...native.memory import load_i32, set_word, store_i32, word
 from ...native.threads import new_job, release, run
 from . import job as words
 from . import kinds
@@ -108,8 +109,36 @@ def _are_numbers(buffer):
 
 
 @native
+def _width(buffer):
+    """The bytes of an entry of numbers."""
+    entry = dtype(buffer)
+    return 4 if entry == F32 else 1 if entry == E8M0 else 2
+
+
+@native
 def _are_alike(a, b):
-    return dim(a, 0) == dim(b, 0) and dim(a, 1) == dim(b, 1) and dim(a, 2) == dim(b, 2)
+    return dim(a, 1) == dim(b, 1) and dim(a, 2) == dim(b, 2)
+
+
+@native
+def _is_stack(frame, index, batch):
+    """Whether an operand `[places * batch, ...]` has the place of those that are meant after it."""
+    size = dim(argument(frame, index), 0)
+    fits = size == 0 if batch == 0 else size > 0 and size % batch == 0
+    return fits and _is_array(argument(frame, index + 1), S32, 0)
+
+
+@native
+def _part(frame, index, batch, width):
+    """The address of the part of a stack that is meant, of entries of so many bytes.
+
+    What is outside is the first or the last, as for XLA's dynamic slice.
+    """
+    stack = argument(frame, index)
+    if batch == 0:
+        return data(stack)
+    place = min(load_i32(data(argument(frame, index + 1))), dim(stack, 0) // batch - 1)
+    return data(stack) + max(place, 0) * batch * dim(stack, 1) * dim(stack, 2) * width
 
 
 @native
@@ -124,11 +153,11 @@ def _share(size, scales):
 def _read(frame, job, bits, contracts_rows, is_integer):
     """Fills in a job, and returns whether the operands of a call fit together."""
     first = 2 if is_integer else 1  # the matrix, after the activations and maybe their scales
-    has_minima = has_buffers(frame, first + 4, 1)
-    if not has_minima and not has_buffers(frame, first + 3, 1):
+    has_minima = has_buffers(frame, first + 7, 1)
+    if not has_minima and not has_buffers(frame, first + 5, 1):
         return False
     x, matrix, out = argument(frame, 0), argument(frame, first), result(frame, 0)
-    scale, table = argument(frame, first + 1), argument(frame, first + 2)
+    scale, table = argument(frame, first + 2), argument(frame, first + 4)
     if not (
         _is_array(x, S8 if is_integer else F32, 3)
         and rank(matrix) == 3
@@ -141,10 +170,10 @@ def _read(frame, job, bits, contracts_rows, is_integer):
     r, c = (k, n) if contracts_rows else (n, k)
     row_bytes = _row_bytes(c, bits)
     if not (
-        dim(matrix, 0) == batch
+        _is_stack(frame, first, batch)
         and dim(matrix, 1) == r
         and dim(matrix, 2) == row_bytes
-        and dim(scale, 0) == batch
+        and _is_stack(frame, first + 2, batch)
         and dim(table, 0) == 16
         and dim(out, 0) == batch
         and dim(out, 1) == m
@@ -158,14 +187,19 @@ def _read(frame, job, bits, contracts_rows, is_integer):
             return False
         set_word(job, words.X_SCALE, data(x_scale))
     if has_minima:
-        minimum = argument(frame, first + 3)
-        if not (_are_numbers(minimum) and _are_alike(minimum, scale)):
+        minimum = argument(frame, first + 5)
+        if not (
+            _are_numbers(minimum)
+            and _are_alike(minimum, scale)
+            and _is_stack(frame, first + 5, batch)
+        ):
             return False
-        set_word(job, words.MINIMUM, data(minimum))
+        set_word(job, words.MINIMUM, _part(frame, first + 5, batch, _width(minimum)))
         set_word(job, words.MINIMUM_TYPE, _type(minimum))
     set_word(job, words.SCALE_TYPE, _type(scale))
     set_word(job, words.X, data(x))
-    set_word(job, words.W, data(matrix))
+    set_word(job, words.W, _part(frame, first, batch, 1))
+    set_word(job, words.SCALE, _part(frame, first + 2, batch, _width(scale)))
     set_word(job, words.M, m)
     return _write(job, table, out, batch, r, c, row_bytes, scale) or r * c == 0
 
@@ -174,7 +208,6 @@ def _read(frame, job, bits, contracts_rows, is_integer):
 def _write(job, table, out, batch, r, c, row_bytes, scale):
     """Writes what all jobs have, and returns whether each tile has a scale."""
     tr, tc = _share(r, dim(scale, 1)), _share(c, dim(scale, 2))
-    set_word(job, words.SCALE, data(scale))
     set_word(job, words.TABLE, data(table))
     set_word(job, words.OUT, data(out))
     set_word(job, words.BATCH, batch)
@@ -233,5 +266,6 @@ def _read_quantize(frame, job, bits):
     ):
         return False
     set_word(job, words.X, data(x))
+    set_word(job, words.SCALE, data(scale))
     set_word(job, words.M, 4)  # what a value costs, in products
     return _write(job, table, out, batch, r, c, row_bytes, scale) or batch * r * c == 0
