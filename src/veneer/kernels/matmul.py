@@ -206,14 +206,15 @@ def _source(packed: Any) -> Any:
     other side. Where several share a byte, that is seen from the axis that they are packed along.
     """
     made = packed.owner
-    if getattr(made, "name", "") == "stablehlo.reshape" and packed.type.shape[0] == 1:
+    if getattr(made, "name", "") == "stablehlo.reshape":  # which gathers the axes of a batch
         made = made.operands[0].owner
     if getattr(made, "name", "") != "stablehlo.transpose":
         return None
-    if made.results[0].type.shape[-2:] != packed.type.shape[-2:]:
-        return None  # the reshape between them did more than to add a batch of one
+    if list(made.results[0].type.shape)[-2:] != list(packed.type.shape)[-2:]:
+        return None  # the reshape between them did more than that
+    *batch, rows, columns = range(len(made.results[0].type.shape))
     order = list(made.attributes["permutation"])
-    return made.operands[0] if order in ([1, 0], [0, 2, 1]) else None
+    return made.operands[0] if order == [*batch, columns, rows] else None
 
 
 def turned_by(

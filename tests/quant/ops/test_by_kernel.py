@@ -225,11 +225,24 @@ def test_swapped_axes_that_are_joined_with_others(name, qtype):
 
 
 @pytest.mark.parametrize("qtype", ["int4", "int8"])
-def test_codes_are_not_moved_for_a_transposed_weight(qtype):
-    x, q = normal(3, 130), quantize(normal(192, 130), qtype, channelwise_axes=[0])
-    program = jax.jit(vn.implicit(lambda x, w: x @ w.T)).lower(x, q).compile().as_text()
+@pytest.mark.parametrize("batch", [(), (2,), (2, 3)])
+def test_codes_are_not_moved_for_a_transposed_weight(qtype, batch):
+    x, w = normal(*batch, 3, 130), normal(*batch, 192, 130)
+    q = quantize(w, qtype, channelwise_axes=range(len(batch) + 1))
+    compiled = jax.jit(vn.implicit(lambda x, w: x @ w.swapaxes(-1, -2))).lower(x, q).compile()
+    program = compiled.as_text()
     assert "veneer_columns" in program
     assert not any(" transpose(" in line for line in program.splitlines())
+    expected = x @ q.dequantize().swapaxes(-1, -2)
+    np.testing.assert_allclose(compiled(x, q), expected, rtol=1e-4, atol=1e-3)
+
+
+def test_a_scale_is_read_for_each_matrix_that_shares_it():
+    x, w = normal(4, 3, 256), normal(4, 256, 128)
+    for axes in ((), (2,), (1, 2)):
+        q = quantize(w, "int8", channelwise_axes=axes)
+        found = vn.implicit(jnp.matmul)(x, q)
+        np.testing.assert_allclose(found, x @ q.dequantize(), rtol=1e-4, atol=1e-3)
 
 
 EXCLUDED = {

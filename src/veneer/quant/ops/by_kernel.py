@@ -327,6 +327,12 @@ def _as_matrix(q: QArray, summed: Sequence[int], batch: Sequence[int]) -> Stored
         matrix = reshape(q, sizes)
     if matrix is NotImplemented or matrix.packing != as_kernels_read:
         return None
+    # A leaf that matrices share is there for each, as kernels read it.
+    leaves = {"zero_point": matrix.zero_point, "scale": matrix.scale, "minimum": matrix.minimum}
+    shared = {k: x for k, x in leaves.items() if x is not None and len(x) < sizes[0]}
+    if shared:
+        spread = {k: jnp.broadcast_to(x, (sizes[0], *x.shape[1:])) for k, x in shared.items()}
+        matrix = matrix.replace(**spread)
     return StoredMatrix(_in_bits(matrix), contracting)
 
 

@@ -5,16 +5,19 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from ..._core.primitives.dimension_numbers import DotDimensionNumbers, NestedAxes
 from ..._core.rules import register
 from ..._core.surface.array import ImplicitArray
+from ..formats.tiles import over_tiles
 from ..qarray import QArray
 from .by_kernel import by_kernel
 from .by_xla import WAYS_BY_XLA
 from .minima import minima_apart
-from .operands import has_minimum, operand_pair
+from .operands import has_minimum, may_scale_outside, operand_pair
 from .product import DotParams, Plan, carry_out, runs_on_cpu
 
 # Each offers a plan or nothing: by_kernel, on_codes, by_tiles, by_values, dense.
@@ -87,8 +90,47 @@ def _plans(lhs: jax.Array | QArray, rhs: jax.Array | QArray, params: DotParams) 
         return
     for way in WAYS:
         plan = way(lhs, rhs, params)
+        if plan is not None and plan.is_kernel and runs_on_cpu():
+            plan = _folded(lhs, rhs, params) or plan
         if plan is not None:
             yield plan
+
+
+def _folded(lhs: jax.Array | QArray, rhs: jax.Array | QArray, params: DotParams) -> Plan | None:
+    """Reads by a kernel an operand with a scale for each term of the sum, as values of tokens have.
+
+    `sum_k x[k] * (codes[k, n] * scale[k])` is `sum_k (x[k] * scale[k]) * codes[k, n]`, and x has
+    fewer rows. A kernel is slower where it multiplies each term by its scale. Of 16 bits, x times
+    the scale is f32, as kernels sum it, so that it is not rounded.
+    """
+    side = 1 if isinstance(rhs, QArray) else 0
+    x, q = (lhs, rhs) if side else (rhs, lhs)
+    if isinstance(x, QArray) or not isinstance(q, QArray) or has_minimum(q):
+        return None
+    out_dtype = params.out_dtype(lhs, rhs)
+    if not may_scale_outside(lhs, rhs, out_dtype, params.precision) or params.terms(lhs) <= 1:
+        return None
+    counts, free = q.scale.shape, params.dimension_numbers.free(side, q.ndim)
+    summed = params.dimension_numbers.contracting[side]
+    if any(counts[i] != q.shape[i] for i in summed) or any(counts[i] > 1 for i in free):
+        return None
+    # From the axes of x to those of q. Along others of x the scale is the same.
+    axes = {
+        of_x: of_q
+        for pair in params.dimension_numbers
+        for of_x, of_q in zip(pair[1 - side], pair[side], strict=True)
+    }
+    scale = lax.transpose(q.scales(), [*(axes[i] for i in sorted(axes)), *free])
+    scale = scale.reshape([counts[axes[i]] if i in axes else 1 for i in range(x.ndim)])
+    x = over_tiles(jnp.multiply, x.astype(scale.dtype), scale)
+    one = jnp.ones([1] * q.ndim, scale.dtype)
+    q = q.replace(scale=one, dense_dtype=scale.dtype)
+    params = dataclasses.replace(params, preferred_element_type=out_dtype)
+    plan = by_kernel(x, q, params) if side else by_kernel(q, x, params)
+    if plan is None:
+        return None
+    name, other = ("rhs", "lhs") if side else ("lhs", "rhs")
+    return dataclasses.replace(plan, how=f"{plan.how}; scale of {name} multiplied into {other}")
 
 
 @register("dot_general")

@@ -1,0 +1,83 @@
+"""Products with a scale for each term of the sum, as of attention with the values of tokens."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import veneer as vn
+
+H, M, S, D = 2, 3, 512, 64
+P = jax.random.normal(jax.random.key(0), (H, M, S))
+V = jax.random.normal(jax.random.key(1), (H, S, D))
+
+PROGRAMS = {  # the weights of tokens, and the axis of `V` that is summed
+    "values": (lambda p, v: p @ v, V, (0, 1)),
+    "one scale for all heads": (lambda p, v: p @ v, V, (1,)),
+    "by the other side": (lambda p, v: jnp.einsum("hmk,hdk->hmd", p, v), V.swapaxes(1, 2), (0, 2)),
+    "swapped": (lambda p, v: p @ v.swapaxes(1, 2), V.swapaxes(1, 2), (0, 2)),
+    "on the left": (lambda p, v: jnp.einsum("hkd,hmk->hdm", v, p), V, (0, 1)),
+    "a matrix": (lambda p, v: p[0] @ v, V[0], (0,)),
+    "two axes": (lambda p, v: jnp.tensordot(p[:2].swapaxes(0, 1), v, 2), V, (0, 1)),
+}
+
+
+@pytest.mark.parametrize("qtype", ["int8", "int4", "nf4", "fp8", "uint4"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_it_is_multiplied_into_the_other_operand(name, qtype):
+    program, v, axes = PROGRAMS[name]
+    q = vn.quant.quantize(v, qtype, channelwise_axes=axes)
+    assert (q.zero_point is not None) == (qtype == "uint4")
+    (event,) = (e for e in vn.explain(program)(P, q).events if e.primitive == "dot_general")
+    assert event.how.startswith("CPU kernel")
+    assert "multiplied into" in event.how
+    found = jax.jit(vn.implicit(program, on_materialise="error"))(P, q)
+    np.testing.assert_allclose(found, program(P, q.dequantize()), rtol=1e-4, atol=1e-3)
+
+
+def test_tiles_of_several_terms_and_scales_of_channels_are_left():
+    for how in (
+        {"channelwise_axes": (0,), "tiled_axes": {1: 2}},
+        {"channelwise_axes": (0, 1, 2)},
+        {"channelwise_axes": (0, 2)},
+    ):
+        q = vn.quant.quantize(V, "int8", **how)
+        (event,) = vn.explain(jnp.matmul)(P, q).events
+        assert "multiplied into" not in event.how
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_sums_of_16_bits_are_rounded_once(dtype):
+    p, v = P.astype(dtype), V.astype(dtype)
+    q = vn.quant.quantize(v, "int8", channelwise_axes=(0, 1))
+    found = jax.jit(vn.implicit(jnp.matmul))(p, q)
+    exact = p.astype(jnp.float32) @ q.replace(dense_dtype="float32").dequantize()
+    assert found.dtype == dtype
+    eps = float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(found.astype(jnp.float32), exact, rtol=eps, atol=1e-3)
+
+
+def test_derivatives_are_those_by_the_dense_array():
+    q = vn.quant.quantize(V, "int8", channelwise_axes=(0, 1))
+    g = jax.random.normal(jax.random.key(2), (H, M, D))
+    by = lambda scale, p: (g * vn.implicit(jnp.matmul)(p, q.replace(scale=scale))).sum()
+    dense = lambda scale, p: (g * (p @ q.replace(scale=scale).dequantize())).sum()
+    found, expected = (jax.grad(f, (0, 1))(q.scale, P) for f in (by, dense))
+    for x, y in zip(found, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-2)
+
+
+def test_it_overflows_only_where_the_dense_sum_does():
+    large = 1e-3 * jnp.ones_like(V)
+    q = vn.quant.quantize(large, "int8", channelwise_axes=(0, 1))
+    found = vn.implicit(jnp.matmul)(jnp.full_like(P, 1e36), q)
+    np.testing.assert_allclose(found, 1e33 * S, rtol=0.01)
+
+
+def test_infinity_and_nan_go_where_dense_operands_take_them():
+    p = P.at[0, 0, 3].set(jnp.inf).at[0, 1, 4].set(-jnp.inf).at[1, 2, 5].set(jnp.nan)
+    q = vn.quant.quantize(
+        V.at[0, 3].set(0).at[1, 7, 0].set(jnp.inf), "int8", channelwise_axes=(0, 1)
+    )
+    found = vn.implicit(jnp.matmul)(p, q)
+    np.testing.assert_allclose(found, p @ q.dequantize(), rtol=1e-4, atol=1e-3)
