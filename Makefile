@@ -21,6 +21,7 @@ DEMO := $(VENV)/.demo-$(BUILT_ON)
 DEV := $(VENV)/.dev-$(BUILT_ON)
 BENCH := $(VENV)/.bench-$(BUILT_ON)
 PEERS := $(VENV)/.peers-$(BUILT_ON)
+DOCS := $(VENV)/.docs-$(BUILT_ON)
 
 # It is compiling that takes the time of tests. What XLA made of a program is kept, in a file by the
 # name of all that it depends on, for the other workers and for the next run.
@@ -29,7 +30,7 @@ COMPILING := XLA_FLAGS='--xla_backend_optimization_level=0 $(XLA_FLAGS)' \
 	JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-peers test-wheel dist fuzz bench setup lint format clean
+.PHONY: help demo test test-all test-peers test-wheel dist docs docs-serve fuzz bench setup lint format clean
 .NOTPARALLEL: # one pip at a time in an environment
 
 help: ## list the targets
@@ -50,6 +51,14 @@ test-peers: $(PEERS) ## run the suites of Quax, quaxed and unxt on our core
 test-wheel: | $(CREATED) ## install the wheel with each extra in an empty environment, and run it there
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check build
 	$(BIN)/python tests/wheel/run.py --jax '$(JAX)' $(ARGS)
+
+docs: $(DOCS) ## make the site, in build/html, with no warning and no link that leads nowhere
+	$(BIN)/python docs/site/stage.py
+	NO_MKDOCS_2_WARNING=1 PATH="$(abspath $(BIN)):$$PATH" $(BIN)/mkdocs build --quiet
+	$(BIN)/python docs/site/check.py build/html
+
+docs-serve: docs ## show the site at http://localhost:8000
+	$(BIN)/python -m http.server --directory build/html 8000
 
 dist: $(DEV) ## make the wheel and the source distribution of a release, in dist
 	$(BIN)/python -m build
@@ -99,6 +108,11 @@ $(BENCH): pyproject.toml | $(CREATED)
 	@echo "Installing veneer[bench] into $(VENV); a minute or two the first time"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[bench]' '$(JAX)'
 	@touch $(DEMO) $(DEV) $@ # what the demo and the tests need is part of it
+
+$(DOCS): pyproject.toml | $(CREATED)
+	@echo "Installing veneer[docs] into $(VENV)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]' '$(JAX)'
+	@touch $@
 
 $(PEERS): pyproject.toml | $(CREATED)
 	@echo "Installing veneer[peers] into $(VENV); a minute or two the first time"

@@ -1,0 +1,59 @@
+"""Holds the site that was built to what its readers need, with no network.
+
+    python docs/site/check.py build/html
+
+Pictures say what they show; nothing is fetched from other hosts as a page is read; links within the
+site lead somewhere, those in HTML too; no example of a docstring has become a quotation.
+"""
+
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+FETCHED = {"script": "src", "img": "src", "link": "href", "iframe": "src", "source": "src"}
+
+
+class Page(HTMLParser):
+    """What a page of HTML lacks, in `faults`."""
+
+    def __init__(self, path: Path, root: Path) -> None:
+        super().__init__()
+        self.path, self.root = path, root
+        self.faults: list[str] = []
+        self.feed(path.read_text("utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        attributes = dict(attrs)
+        if tag == "img" and not attributes.get("alt"):
+            self.faults.append(f"{attributes.get('src')} has no alternative text")
+        if tag == "svg" and attributes.get("role") == "img" and not attributes.get("aria-label"):
+            self.faults.append("a drawing has no label")
+        address = attributes.get(FETCHED.get(tag, ""))
+        if address and urlsplit(address).netloc and attributes.get("rel") != "canonical":
+            self.faults.append(f"{address} is fetched from another host")
+        if tag == "a":
+            address = attributes.get("href")
+        link = urlsplit(address or "")
+        if link.path and not link.scheme and not link.netloc and not link.path.startswith("/"):
+            target = self.path.parent / unquote(link.path)
+            if not (target / "index.html").exists() and not target.is_file():
+                self.faults.append(f"{address} leads nowhere")
+
+    def handle_data(self, data: str) -> None:
+        if data.lstrip().startswith(">>> ") and self.get_starttag_text() == "<p>":
+            self.faults.append(f"an example is no code: {data.strip()[:60]}")
+
+
+def main(root: Path) -> int:
+    """Prints the faults of every page; returns how many there are."""
+    pages = [Page(path, root) for path in sorted(root.rglob("*.html")) if path.name != "404.html"]
+    faults = [f"{page.path.relative_to(root)}: {fault}" for page in pages for fault in page.faults]
+    print(
+        "\n".join(faults) or f"{len(pages)} pages: pictures, links and hosts are as they should be"
+    )
+    return len(faults)
+
+
+if __name__ == "__main__":
+    sys.exit(bool(main(Path(sys.argv[1]))))

@@ -1,0 +1,17 @@
+"""Examples in docstrings, `>>>`, shown as code: Markdown would take them for quotations."""
+
+import re
+from typing import Any
+
+import griffe
+
+EXAMPLE = re.compile(r"(?:^[ \t]*(?:>>>|\.\.\.).*\n?(?:^(?![ \t]*$).*\n?)*)+", re.MULTILINE)
+
+
+class Fences(griffe.Extension):
+    """Fences each block of examples of a docstring."""
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        if obj.docstring and ">>>" in obj.docstring.value:
+            text = EXAMPLE.sub(lambda m: f"```pycon\n{m[0].rstrip()}\n```\n", obj.docstring.value)
+            obj.docstring.value = text

@@ -1,0 +1,159 @@
+"""Lays out the pages for the site, as they lie in the repository and as they are read there.
+
+    python docs/site/stage.py
+
+Pages stay where they are, with links that GitHub follows. Into build/site they are copied, with
+the files outside of docs that they lead to, each as a page, and with a reference of the public
+names, found in the sources. mkdocs.yml is of that folder.
+"""
+
+import ast
+import os
+import re
+import shutil
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+OUT = ROOT / "build" / "site"
+
+# Where a page is on the site, if it is not where it is in docs.
+MOVED = {
+    "docs/README.md": "contents.md",
+    "README.md": "project/readme.md",
+    "CHANGELOG.md": "project/changelog.md",
+    "CONTRIBUTING.md": "project/contributing.md",
+    "SECURITY.md": "project/security.md",
+    "docs/types/README.md": "types/index.md",
+    "docs/site/index.md": "index.md",
+}
+REFERENCE = (
+    "veneer",
+    *(f"veneer.{name}" for name in "quant types tree hijax numba lora testing".split()),
+    *(f"veneer.interop.{name}" for name in ("quax", "pytensor")),
+)
+LINK = re.compile(
+    r"(```.*?```|`[^`\n]*`)|\]\((?!https?:|mailto:|#)([^)\s#]+)(#[^)]*)?\)", re.DOTALL
+)
+
+
+class Site:
+    """The pages of the site; those that links lead to are added as they are met."""
+
+    def __init__(self) -> None:
+        self.done: set[Path] = set()
+
+    def place(self, source: Path) -> str:
+        """Where a file is on the site, laid there if it is not yet."""
+        name = source.relative_to(ROOT).as_posix()
+        if source.is_dir():
+            readme = source / "README.md"
+            return self.place(readme) if readme.exists() else self.listing(source)
+        inside = name.removeprefix("docs/")
+        if source.suffix in (".md", ".png", ".svg"):
+            target = MOVED.get(name, inside.replace("README.md", "index.md"))
+        else:
+            target = f"sources/{name}.md"
+        if source not in self.done:
+            self.done.add(source)
+            self.lay(source, OUT / target)
+        return target
+
+    def lay(self, source: Path, target: Path) -> None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.suffix == ".md":
+            target.write_text(self.linked(source, target), "utf-8")
+        elif source.suffix in (".png", ".svg"):
+            shutil.copyfile(source, target)
+        else:
+            name = source.relative_to(ROOT).as_posix()
+            code = source.read_text("utf-8")
+            target.write_text(f"# {name}\n\n````python\n{code}````\n", "utf-8")
+
+    def listing(self, folder: Path) -> str:
+        name = folder.relative_to(ROOT).as_posix()
+        target = f"sources/{name}/index.md"
+        if folder not in self.done:
+            self.done.add(folder)
+            rows = [f"# {name}", ""]
+            for path in sorted(folder.glob("*.py")):
+                link = os.path.relpath(self.place(path), f"sources/{name}")
+                rows.append(f"- [{path.name}]({link})")
+            (OUT / target).parent.mkdir(parents=True, exist_ok=True)
+            (OUT / target).write_text("\n".join(rows) + "\n", "utf-8")
+        return target
+
+    def linked(self, source: Path, target: Path) -> str:
+        """The text of a page, its links those of the site."""
+
+        def replaced(match: re.Match[str]) -> str:
+            code, link, anchor = match.groups()
+            if code:
+                return code
+            path = Path(os.path.normpath(source.parent / link))
+            if not path.exists():
+                raise SystemExit(f"{source.relative_to(ROOT)}: {link} leads nowhere")
+            where = os.path.relpath(OUT / self.place(path), target.parent)
+            return f"]({where}{anchor or ''})"
+
+        return LINK.sub(replaced, included(source.read_text("utf-8")))
+
+
+def included(text: str) -> str:
+    """`<!-- README.md: the line a table begins with -->` is replaced by that table."""
+
+    def table(match: re.Match[str]) -> str:
+        readme = (ROOT / match[1]).read_text("utf-8")
+        start = readme.index(match[2])
+        return readme[start : readme.index("\n\n", start)]
+
+    return re.sub(r"<!-- (\S+): (.+?) -->", table, text)
+
+
+def public_names(module: str) -> list[str]:
+    """What a module offers, from its sources: `__all__`, or the names that it gives."""
+    path = ROOT / "src" / Path(*module.split("."))
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    names: list[str] = []
+    for node in ast.parse(path.read_text("utf-8")).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
+            return ast.literal_eval(node.value)
+        if isinstance(node, ast.ImportFrom):
+            names += [a.name for a in node.names if a.asname == a.name and node.level]
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.append(node.name)
+    return [name for name in names if not name.startswith("_")]
+
+
+def reference() -> None:
+    rows = ["# Reference", "", "Every public name, by the module that offers it.", ""]
+    for module in REFERENCE:
+        modules = {name.rpartition(".")[2] for name in REFERENCE if name.startswith(f"{module}.")}
+        names = [n for n in public_names(module) if n not in modules and n != "ArrayLike"]
+        links = ", ".join(f"[`{n}`]({module}.md#{module}.{n})" for n in names)
+        rows += [f"## [{module}]({module}.md)", "", links, ""]
+        page = [f"# {module}", ""]
+        for name in names:
+            page += [f"::: {module}.{name}", ""]
+        target = OUT / "reference" / f"{module}.md"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text("\n".join(page), "utf-8")
+    (OUT / "reference" / "index.md").write_text("\n".join(rows), "utf-8")
+
+
+def main() -> None:
+    shutil.rmtree(OUT, ignore_errors=True)
+    site = Site()
+    for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"):
+        site.place(ROOT / name)
+    for folder in (DOCS, DOCS / "types", DOCS / "your_model", DOCS / "site"):
+        for page in sorted(folder.glob("*.md")):
+            site.place(page)
+    site.place(ROOT / "examples")
+    site.place(ROOT / "benchmarks")
+    reference()
+    shutil.copyfile(DOCS / "site" / "veneer.css", OUT / "veneer.css")
+
+
+if __name__ == "__main__":
+    main()
