@@ -41,6 +41,7 @@ TUTORIALS = [
         "what_materialised",
         "training",
         "saving",
+        "checkpoints",
         "sharding",
         "calibration",
         "ptq",
