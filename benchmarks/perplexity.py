@@ -6,10 +6,12 @@ The files are the model's own, in Q4_1, and three of its values that veneer writ
 tokens are read each by itself, and `exp` of the mean loss is told. On the first 4,096 tokens of the
 test set of WikiText-2 it is 27.61. llama.cpp rounds activations to 8 bits, in blocks of 32, where
 weights are quantised; there is its column if llama-cpp-python is installed, which takes ten minutes
-to compile.
+to compile. With `--caches` it is told of quantised caches instead, which attention reads all it
+sees from: by the model's own file, in two minutes.
 """
 
 import argparse
+import functools
 import importlib.util
 import math
 import tempfile
@@ -73,6 +75,34 @@ def by_llama_cpp(file: Path, tokens: list[int]) -> str:
     return f"{math.exp(np.mean(losses)):.2f}"
 
 
+def empty_cache(qtype: str, config: Any, batch: int, room: int, dtype: Any) -> Any:
+    """The cache of `examples/llama.py` in a format, with a scale for each token and head."""
+    dense = jax.eval_shape(lambda: program("llama").empty_cache(config, batch, room, dtype))
+    zeros = functools.partial(vn.quant.zeros, qtype=qtype, dtype=dtype)
+    return dense._replace(
+        keys=tuple(zeros(x.shape, channelwise_axes=(0, 2)) for x in dense.keys),
+        values=tuple(zeros(x.shape, channelwise_axes=(0, 1)) for x in dense.values),
+    )
+
+
+def caches(text: Path, count: int) -> None:
+    """Prints a row for each format of a cache."""
+    llama, model = program("llama"), load(next(fetch(LANGUAGE_MODEL).glob("*.gguf")))
+    tokens = windows(model, [text.read_text(encoding="utf-8")[: 20_000 * count]], count)
+    print("| cache | bytes a token | perplexity | to that of f32 |")
+    print("|---|---:|---:|---:|", flush=True)
+    first = None
+    for qtype in ("float32", "int8", "fp8", "int4", "nf4"):
+        empty = functools.partial(empty_cache, qtype)
+        empty = llama.empty_cache if qtype == "float32" else empty
+        kept = jax.tree.leaves(empty(model.config, 1, WINDOW, "float32"))
+        size = sum(x.nbytes for x in kept) // WINDOW
+        losses = vn.implicit(functools.partial(llama.losses, empty=empty))
+        found = perplexity(jax.jit(losses, static_argnums=1), model, model.params, tokens)
+        first = found if first is None else first
+        print(f"| {qtype} | {size:,} | {found:.3f} | {found / first - 1:+.2%} |", flush=True)
+
+
 def main(text: Path, count: int) -> None:
     """Prints a row for each file, of `count` windows of a text."""
     original = next(fetch(LANGUAGE_MODEL).glob("*.gguf"))
@@ -95,5 +125,6 @@ if __name__ == "__main__":
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("text", type=Path)
     options.add_argument("--windows", type=int, default=8)
+    options.add_argument("--caches", action="store_true", help="of formats of the cache")
     given = options.parse_args()
-    main(given.text, given.windows)
+    (caches if given.caches else main)(given.text, given.windows)

@@ -231,6 +231,7 @@ def generate(
     temperature: float = 0.0,
     stop: Sequence[int] = (),
     show: Callable[[Any], None] | None = None,
+    empty: Callable[..., Cache] = empty_cache,
 ) -> Array:
     """Continues prompts: `[batch, count]` tokens, in one loop that is compiled.
 
@@ -241,10 +242,11 @@ def generate(
     - `key`: of what is drawn, at temperatures above 0.
     - `stop`: tokens that end a text, and are repeated after it.
     - `show`: is called with each column of tokens, `[batch]`, while the loop goes on.
+    - `empty`: makes the cache, of what `empty_cache` takes.
     """
     batch, padded = prompt.shape
     dtype = params["model.norm.weight"].dtype
-    cache = empty_cache(config, batch, padded + count, dtype)
+    cache = empty(config, batch, padded + count, dtype)
     ends = jnp.array([*stop], jnp.int32)
 
     def write(step: Any, x: Array, state: Any) -> Any:
@@ -276,12 +278,15 @@ def generate(
 
 def compiled(generate: Callable = generate) -> Callable:
     """`generate`, compiled: once for each size of prompt and of what is written."""
-    return jax.jit(generate, static_argnames=("config", "count", "temperature", "stop", "show"))
+    static = ("config", "count", "temperature", "stop", "show", "empty")
+    return jax.jit(generate, static_argnames=static)
 
 
-def losses(params: Params, config: Config, tokens: Array) -> Array:
+def losses(
+    params: Params, config: Config, tokens: Array, empty: Callable[..., Cache] = empty_cache
+) -> Array:
     """How unlikely each token but the first was: `-log p`, `[batch, length - 1]`, in f32."""
-    cache = empty_cache(config, *tokens.shape, params["model.norm.weight"].dtype)
+    cache = empty(config, *tokens.shape, params["model.norm.weight"].dtype)
     x, _ = hidden(params, config, tokens, cache)
     found = jax.nn.log_softmax(logits(params, x[:, :-1]).astype(jnp.float32))
     return -jnp.take_along_axis(found, tokens[:, 1:, None], -1)[..., 0]

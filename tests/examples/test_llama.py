@@ -225,3 +225,26 @@ def test_the_perplexity_of_a_real_model_packed_is_that_of_its_values():
     dense = language_model.perplexity(losses, model, vn.materialise(model.params), text)
     assert packed == pytest.approx(dense, abs=0.05)
     assert dense == pytest.approx(expected, abs=0.01)
+
+
+@pytest.mark.parametrize(("qtype", "error"), [("int8", 0.02), ("int4", 0.2)])
+def test_a_cache_may_be_quantised(params, tokens, qtype, error):
+    def empty(config, batch, room, dtype):
+        like = llama.empty_cache(config, batch, room, dtype)
+        zeros = lambda xs, axes: tuple(
+            vn.quant.zeros(x.shape, qtype, channelwise_axes=axes) for x in xs
+        )
+        return llama.Cache(zeros(like.keys, (0, 2)), zeros(like.values, (0, 1)))
+
+    losses = vn.implicit(llama.losses)
+    found = jax.jit(losses, static_argnums=(1, 3))(params, CONFIG, tokens, empty)
+    expected = llama.losses(params, CONFIG, tokens)
+    assert np.abs(found - expected).mean() < error
+    assert (found != expected).any()
+    run = vn.implicit(llama.generate)
+    write = lambda empty: llama.compiled(run)(
+        params, CONFIG, tokens, LENGTH, jax.random.key(0), count=3, empty=empty
+    )
+    assert write(empty).shape == (2, 3)
+    if qtype == "int8":
+        np.testing.assert_array_equal(write(empty), write(llama.empty_cache))

@@ -98,6 +98,46 @@ def test_narrow_codes_are_packed_along_the_axis_that_shares_a_scale():
     np.testing.assert_array_equal(out.dequantize()[..., :3], 0)
 
 
+NOTHING = {
+    "a slice": lambda c, u: lax.dynamic_update_slice(c, u[:, :0], (0, 3, 0)),
+    "at indices": lambda c, u: c.at[:, 2:2].set(u[:, :0]),
+    "of no head": lambda c, u: c.at[:0].set(u[:0]),
+    "joined": lambda c, u: jnp.concatenate([c, u[:, :0]], 1),
+}
+
+
+@pytest.mark.parametrize("write", NOTHING)
+def test_nothing_is_written_by_an_empty_update(write):
+    c = vn.implicit(WRITES["a slice"])(cache(), token, 2)
+    out = vn.implicit(NOTHING[write], on_materialise="error")(c, token)
+    assert isinstance(out, vn.quant.QCache)
+    np.testing.assert_array_equal(out.dequantize(), c.dequantize())
+
+
+@pytest.mark.parametrize("axes", [(0, 0), (0, None), (None, 0)])
+def test_mapped_from_outside(axes):
+    caches, updates = jax.tree.map(lambda x: jnp.stack([x, x]), cache()), draw((2, H, 1, D))
+    args = tuple(
+        x if axis == 0 else jax.tree.map(lambda leaf: leaf[0], x)
+        for x, axis in zip((caches, updates), axes, strict=True)
+    )
+    run = vn.implicit(lambda c, u: WRITES["a slice"](c, u, 3), on_materialise="error")
+    out = jax.vmap(run, in_axes=axes)(*args)
+    assert out.shape == (2, H, S, D)
+    for i in range(2):
+        u = updates[i] if axes[1] == 0 else updates[0]
+        np.testing.assert_array_equal(out.dequantize()[i], run(cache(), u).dequantize())
+
+
+@pytest.mark.parametrize("name", ["a slice", "at an index", "joined"])
+def test_no_derivative_passes_what_is_quantised(name):
+    """It is zero by what is written, and right by what is beside it in a program."""
+    run = vn.implicit(lambda u, w: (WRITES[name](cache(), u, 3) * w).sum())
+    by_update, by_weight = jax.grad(run, (0, 1))(token, 2.0)
+    np.testing.assert_array_equal(by_update, 0)
+    np.testing.assert_allclose(by_weight, rounded(token).dequantize().sum(), rtol=1e-5)
+
+
 @pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
 def test_what_is_not_finite_is_in_its_own_group(value):
     out = vn.implicit(WRITES["at an index"])(cache(), token.at[0, 0, 0].set(value), 2)

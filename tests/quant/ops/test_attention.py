@@ -46,6 +46,16 @@ def test_attends_to_quantised_keys_and_values(qtype, dtype):
     )
 
 
+@pytest.mark.parametrize("qtype", ["int8", "int4"])
+def test_attends_to_a_cache_with_a_scale_for_each_token(qtype):
+    q, k, v = attention()
+    empty = vn.quant.zeros(k.shape, qtype, channelwise_axes=[0, 1, 2])
+    written = vn.implicit(lambda c, x: c.at[:, :4].set(x[:, :4]), on_materialise="error")
+    args = (q, written(empty, k), written(empty, v))
+    actual = jax.jit(vn.implicit(attend))(*args)
+    np.testing.assert_allclose(actual, attend(*vn.materialise(args)), rtol=1e-5, atol=1e-5)
+
+
 def test_quantised_queries_and_keys_are_multiplied_as_integers():
     q, k, v = attention()
     args = (quantize(q, "int8", channelwise_axes=[0, 1, 2]), *cache(k, v, "int8"))
