@@ -6,8 +6,8 @@ The files are the model's own, in Q4_1, and three of its values that veneer writ
 tokens are read each by itself, and `exp` of the mean loss is told. On the first 4,096 tokens of the
 test set of WikiText-2 it is 27.61. llama.cpp rounds activations to 8 bits, in blocks of 32, where
 weights are quantised; there is its column if llama-cpp-python is installed, which takes ten minutes
-to compile. With `--caches` it is told of quantised caches instead, which attention reads all it
-sees from: by the model's own file, in two minutes.
+to compile. With `--caches` it is told of quantised caches instead, from which attention reads all
+that it sees: by the model's own file, in five minutes.
 """
 
 import argparse
@@ -75,32 +75,59 @@ def by_llama_cpp(file: Path, tokens: list[int]) -> str:
     return f"{math.exp(np.mean(losses)):.2f}"
 
 
-def empty_cache(qtype: str, config: Any, batch: int, room: int, dtype: Any) -> Any:
-    """The cache of `examples/llama.py` in a format, with a scale for each token and head."""
-    dense = jax.eval_shape(lambda: program("llama").empty_cache(config, batch, room, dtype))
-    zeros = functools.partial(vn.quant.zeros, qtype=qtype, dtype=dtype)
+#: What caches are made of: the format of keys and of values, how many neighbours of a token's head
+#: share a scale, and how what is written gives its range. 0 is the whole head.
+CACHES: dict[str, tuple[Any, Any]] = {
+    "f32": (None, None),
+    "int8": (("int8", 0, None), ("int8", 0, None)),
+    "int8, tile 32": (("int8", 32, None), ("int8", 32, None)),
+    "fp8": (("fp8", 0, None), ("fp8", 0, None)),
+    "int8 keys, uint4 values, tile 32": (("int8", 32, None), ("uint4", 32, "minmax")),
+    "uint4, tile 16": (("uint4", 16, "minmax"), ("uint4", 16, "minmax")),
+    "int4": (("int4", 0, None), ("int4", 0, None)),
+}
+
+
+def empty_cache(name: str, config: Any, batch: int, room: int, dtype: Any) -> Any:
+    """The cache of `examples/llama.py`, with scales for each token and head."""
+    dense = program("llama").empty_cache(config, batch, room, dtype)
+
+    def zeros(x: Any, how: Any, tokens: int, width: int) -> Any:
+        if how is None:
+            return x
+        qtype, tile, method = how
+        return vn.quant.zeros(
+            x.shape,
+            qtype,
+            dtype=dtype,
+            channelwise_axes=(0, tokens),
+            tiled_axes={width: tile} if tile else None,
+            calibration_method=method,
+            scale_dtype="float16" if tile else None,
+        )
+
+    keys, values = CACHES[name]
     return dense._replace(
-        keys=tuple(zeros(x.shape, channelwise_axes=(0, 2)) for x in dense.keys),
-        values=tuple(zeros(x.shape, channelwise_axes=(0, 1)) for x in dense.values),
+        keys=tuple(zeros(x, keys, 2, 1) for x in dense.keys),
+        values=tuple(zeros(x, values, 1, 2) for x in dense.values),
     )
 
 
 def caches(text: Path, count: int) -> None:
-    """Prints a row for each format of a cache."""
+    """Prints a row for each kind of cache."""
     llama, model = program("llama"), load(next(fetch(LANGUAGE_MODEL).glob("*.gguf")))
     tokens = windows(model, [text.read_text(encoding="utf-8")[: 20_000 * count]], count)
     print("| cache | bytes a token | perplexity | to that of f32 |")
     print("|---|---:|---:|---:|", flush=True)
     first = None
-    for qtype in ("float32", "int8", "fp8", "int4", "nf4"):
-        empty = functools.partial(empty_cache, qtype)
-        empty = llama.empty_cache if qtype == "float32" else empty
+    for name in CACHES:
+        empty = functools.partial(empty_cache, name)
         kept = jax.tree.leaves(empty(model.config, 1, WINDOW, "float32"))
         size = sum(x.nbytes for x in kept) // WINDOW
         losses = vn.implicit(functools.partial(llama.losses, empty=empty))
         found = perplexity(jax.jit(losses, static_argnums=1), model, model.params, tokens)
         first = found if first is None else first
-        print(f"| {qtype} | {size:,} | {found:.3f} | {found / first - 1:+.2%} |", flush=True)
+        print(f"| {name} | {size:,} | {found:.3f} | {found / first - 1:+.2%} |", flush=True)
 
 
 def main(text: Path, count: int) -> None:

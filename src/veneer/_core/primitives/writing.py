@@ -147,11 +147,19 @@ def _written(
         sizes = aval_of(new_part).shape
         if [*sizes[len(sizes) - len(wanted) :]] != wanted:
             return NotImplemented
-        out = bind(leaf, part, new_part)
+        out = bind(leaf, *map(_as_bytes, (part, new_part)))
         if out is NotImplemented:
             return NotImplemented
-        written.append(out)
+        is_bytes = out.dtype != part.dtype
+        written.append(lax.bitcast_convert_type(out, part.dtype) if is_bytes else out)
     return jax.tree.unflatten(layout.structure, written)
+
+
+def _as_bytes(x: Any) -> Any:
+    """Returns floats of 8 bits as bytes: XLA would make all of them wider to write one, on CPUs."""
+    is_narrow = x.dtype.itemsize == 1 and jnp.issubdtype(x.dtype, jnp.floating)
+    is_narrow &= not isinstance(x, Value)
+    return lax.bitcast_convert_type(x, jnp.uint8) if is_narrow else x
 
 
 def _concatenate(*operands: Any, dimension: int) -> Any:
