@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
@@ -63,7 +64,14 @@ def by_llama_cpp(file: Path, tokens: list[int]) -> str:
         return "-"
     import llama_cpp
 
-    model = llama_cpp.Llama(str(file), n_ctx=WINDOW, n_batch=WINDOW, logits_all=True, verbose=False)
+    low = llama_cpp.llama_cpp
+    params = low.llama_model_default_params()
+    # 0.3.36: its AMX products crash in `ldtilecfg` on some machines, and `Llama` has no switch.
+    params.use_extra_bufts = False
+    with mock.patch.object(low, "llama_model_default_params", return_value=params):
+        model = llama_cpp.Llama(
+            str(file), n_ctx=WINDOW, n_batch=WINDOW, logits_all=True, verbose=False
+        )
     losses = []
     for window in np.reshape(tokens, (-1, WINDOW)):
         model.reset()
