@@ -162,7 +162,7 @@ def _as_bytes(x: Any) -> Any:
     return lax.bitcast_convert_type(x, jnp.uint8) if is_narrow else x
 
 
-def _concatenate(*operands: Any, dimension: int) -> Any:
+def _concatenate(*operands: Any, dimension: Any) -> Any:
     """Of a value and of others that are stored as it is, side by side."""
     stores = lambda x: stored_as.dispatch(type(x)) is not stored_as.dispatch(object)
     first = next(filter(stores, operands), None)
