@@ -31,8 +31,10 @@ MEANT_OTHERWISE = {"Masked": "mode='fill'"}
 #: what cannot be cut.
 HIGH_REFUSALS = ("PRNG", "derivatives by the leaves of a value are no array", "may be an array, or")
 HIGH_REFUSALS += ("shard_map cannot cut", "holds derivatives by leaves")
-#: Nor have the leaves of a value derivatives that has a dense one, where devices compute on them.
+#: Nor have the leaves of a value derivatives that has a dense one, where devices compute on them;
+#: and what is kept for a derivative at once, no way to be shared among them.
 HIGH_REFUSALS += ("a type whose tangent is the dense array gives none to its leaves",)
+HIGH_REFUSALS += ("for which JAX has no spec",)
 
 
 def _is_of_jax(error: Exception) -> bool:

@@ -209,3 +209,27 @@ def test_types_have_the_shardings_of_dense_arrays(high):
     assert str(out) == "q8[8,8]"
     assert out.sharding.spec == P(None, "y")
     assert placed(w).packed.sharding.spec == P(None, "y")
+
+
+def gathered(x):
+    """Of halves of `x` what one device has of them all."""
+    of = lambda x: lax.all_gather(jnp.mean(x, 0), "x")
+    return jax.shard_map(of, mesh=AUTO, in_specs=P("x"), out_specs=P(), check_vma=False)(x)
+
+
+def test_a_derivative_of_a_shard_map_within_another(high, agree):
+    """What the inner one transposes closes over a cotangent by leaves."""
+    inner = lambda x, s: jnp.sum(jnp.tanh(gathered(s * x)).astype("float32"))
+    outer = lambda x, s: jnp.sum(jnp.tanh(jax.grad(inner, argnums=1)(x.T, 0.5) * s))
+    x = jax.random.normal(KEY, (2, 8), "float16")
+    named = vn.types.Named(x, ("a", "b"))
+    found = jax.jit(jax.grad(lambda s: outer(high(s * named), s)))(0.5)
+    agree(found, jax.grad(lambda s: outer(s * x, s))(0.5), atol=2e-2)
+
+
+def test_what_a_derivative_keeps_has_no_spec(high):
+    """JAX asks a type for one where a `shard_map` is computed at once."""
+    named = vn.types.Named(jax.random.normal(KEY, (2, 8), "float16"), ("a", "b"))
+    inner = lambda x, s: jnp.sum(jnp.tanh(gathered(s * x)).astype("float32"))
+    with pytest.raises(NotImplementedError, match=r"shard_map .* backward .*named\[.*vn\.material"):
+        jax.grad(lambda s: jax.grad(inner, argnums=1)(high(s * named), s))(0.5)

@@ -225,7 +225,7 @@ def _brought_in(x: Any, trace: Trace) -> Any:
     with set_current_trace(x._trace):
         value = fully_opened(x)
     with set_current_trace(trace):
-        return canonical(value)
+        return canonical(value) if isinstance(value, Value) else x.aval.raise_val(*value.leaves)
 
 
 def _tree_of(values: Sequence[Any]) -> Any:

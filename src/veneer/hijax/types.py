@@ -73,6 +73,14 @@ class StructuredType(HiType):
         """The value that consists of these arrays, as JAX handles it where it computes."""
         return self.of_arrays(arrays)
 
+    def nospec(self, *_: Any) -> Any:
+        """How devices share what the derivative of a `shard_map` keeps: of this JAX has no way."""
+        raise NotImplementedError(
+            f"the derivative of a shard_map keeps for its backward pass a {self}, for which JAX "
+            "has no spec. Differentiate within the shard_map, or call vn.materialise on the value "
+            "first."
+        )
+
     def parts(self, arrays: Sequence[Any], make: Callable[[Any, list[Any]], Any]) -> Sequence[Any]:
         """The leaves that consist of these arrays; `make` gives those of a high type."""
         del make
@@ -102,7 +110,7 @@ class StructuredType(HiType):
         return 0
 
 
-class HighType(StructuredType, jax.core.ShapedArray):  # type: ignore[misc]
+class HighType(StructuredType, jax.core.ShapedArray):
     """The type of an implicit array: that of the dense array, for whoever asks for no more.
 
     Two values are of one type if their classes, their metadata and the types of their leaves
