@@ -239,9 +239,68 @@ def test_mistakes():
         calibrate(mlp, INT4, params=MLP, sequential=True)(iter(BATCHES))
     with pytest.raises(ValueError, match=r"(up|down): .*activations have NaN"):
         calibration([HELD.at[3, 5].set(jnp.nan)])
-    looked_up = lambda params, ids: params["table"][ids]
-    with pytest.raises(ValueError, match="nothing to calibrate"):
-        calibrate(looked_up, INT4, params={"table": array(50, 32)})([jnp.arange(3)])
+
+
+def raised_by(error, call):
+    """The message of an error, before which nothing was warned of: warnings are errors here."""
+    with pytest.raises(error) as raised:
+        call()
+    return str(raised.value)
+
+
+LOOKED_UP = lambda params, ids: params["table"][ids] + (params["w"] @ jnp.ones(8))[:1]
+
+
+@pytest.mark.parametrize(
+    ("rules", "said"),
+    [
+        ([Rule("un.*", "int4")], "a format for unused (it has no use)"),
+        ([Rule("table", "int4")], "a format for table (rows along axis"),
+        ([Rule("table", "int4", tile_axis=-1)], "a format for table (rows along axis"),
+        ([Rule("ww", "int4")], "a format for none"),
+        ([Rule("w", None)], "a format for none"),
+    ],
+    ids=["unused", "looked up", "as its rule says", "no path", "no format"],
+)
+def test_rules_for_nothing_that_a_product_has(rules, said):
+    params = {"table": array(50, 32), "w": array(16, 8), "unused": array(8, 8)}
+    calibration = calibrate(LOOKED_UP, rules, params=params)
+    message = raised_by(ValueError, lambda: calibration([jnp.arange(3)]))
+    assert said in message
+    assert "what products have is w. Have a rule match that" in message
+
+
+@pytest.mark.parametrize("how", [{}, {"memory": 1}, {"sequential": True}], ids=str)
+def test_products_that_the_batches_never_come_to(how):
+    def model(params, x):
+        return lax.cond(x[0, 0] > 1e9, lambda: mlp(params, x), lambda: x[:, :48])
+
+    calibration = calibrate(model, INT4, params=MLP, **how)
+    message = raised_by(ValueError, lambda: calibration(BATCHES))
+    for path in MLP:
+        assert f"{path} (it was in no product: give it batches that have it in one" in message
+    calibration = calibrate(mlp, [Rule(".*", "int4", tile_axis=-1)], params=MLP, **how)
+    message = raised_by(ValueError, lambda: calibration(BATCHES))
+    for path in MLP:
+        assert f"{path} (products contract its axis -2, which the tile_axis" in message
+
+
+@pytest.mark.parametrize("how", [{}, {"memory": 1}, {"sequential": True}], ids=str)
+def test_one_product_that_the_batches_never_come_to_is_told_once(how):
+    params = {"first": array(64, 64), **MLP, "last": array(48, 48)}
+
+    def model(params, x):
+        x = lax.cond(x[0, 0] > 1e9, lambda: x @ params["first"], lambda: x)
+        y = mlp(params, x)
+        return lax.cond(x[0, 0] > 1e9, lambda: y @ params["last"], lambda: y)
+
+    with pytest.warns(UserWarning, match="no activations met") as told:
+        small = calibrate(model, INT4, params=params, **how)(BATCHES)
+    [warning] = told
+    assert "first (it was in no product" in str(warning.message)
+    assert "last (it was in no product" in str(warning.message)
+    nearest = quantize_tree(params, INT4, model=model, args=(HELD,))
+    assert vn.tree.structure(small) == vn.tree.structure(nearest)
 
 
 def layers(params, x):

@@ -177,10 +177,16 @@ def choose(
     program: Callable | None,
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,
+    *,
+    in_products: bool = False,
 ) -> Chosen:
     """Finds the rule of each leaf of a tree, and the axes along which it is quantised.
 
     Warns and raises as `quantize_tree`, to which the arguments belong.
+
+    **Arguments:**
+
+    - `in_products`: whether to refuse rules none of which is for a weight that a product has.
     """
     paths, leaves, treedef = flatten_with_paths(params)
     uses = None
@@ -202,10 +208,15 @@ def choose(
                 f"as quantize_tree(params, {rules!r}, model=f, args=(x,)), or a list of Rules"
             )
         asked = usual_rules(rules, weights, uses)
+    else:
+        asked = {path: rule for path, x in weights.items() if (rule := rule_for(path, x, rules))}
+    if in_products:
+        assert uses is not None
+        _check_products(asked, uses)
+    if isinstance(rules, str):
         tell_of_small(weights, asked, rules)
     else:
         warn_of_unmatched(rules, paths)
-        asked = {path: rule for path, x in weights.items() if (rule := rule_for(path, x, rules))}
         tell_of_unmatched(weights, asked)
     chosen: Mapping[str, Rule] = asked
     if uses is not None:
@@ -258,6 +269,19 @@ def check_rules(
             raise ValueError(f"train=True quantises activations in every product: {rule}")
     if statistics is not None and all(rule.act_range == "dynamic" for rule in rules):
         warn_user("no rule takes the statistics: its act_range says so, as 'mean'")
+
+
+def _check_products(asked: Mapping[str, Rule], uses: Mapping[str, Sequence[Use]]) -> None:
+    """Refuses rules none of which has a format for a weight that a product sums."""
+    meant = [path for path, rule in asked.items() if rule.has_format]
+    summed = [path for path, of in uses.items() if any(x.is_product and x.contracted for x in of)]
+    if not set(meant) & set(summed):
+        others = [f"{path} ({next(iter(uses[path]), 'it has no use')})" for path in meant]
+        raise ValueError(
+            f"there is nothing to calibrate: rules have a format for {some_of(others or ['none'])},"
+            f" and what products have is {some_of(summed or ['no weight'])}. Have a rule match "
+            "that; vn.quant.quantize_tree quantises what is looked up"
+        )
 
 
 def _quantized(

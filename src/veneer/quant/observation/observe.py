@@ -341,28 +341,34 @@ def _observed_tree(
     return jax.tree.unflatten(treedef, replaced)
 
 
-def statistics_of(
-    observed: Mapping[str, Recording], *, unmet: bool = False
-) -> dict[str, ActivationStatistics]:
+def statistics_of(observed: Mapping[str, Recording]) -> dict[str, ActivationStatistics]:
     """Returns what was recorded, by the path of the weight.
 
-    **Arguments:**
-
-    - `unmet`: whether no activations may have met any of them.
-
-    **Raises:** `ValueError` where that is so, and must not be. Warns of those that met none.
+    **Raises:** `ValueError` where no activations met any of them. Warns of those that met none.
     """
     if not observed:
         raise ValueError("no rule has a format for any weight of the model, so none was observed")
-    met = {path: recording for path, recording in observed.items() if recording.has_met}
-    others = {path: recording for path, recording in observed.items() if path not in met}
-    if others:
-        some = "; ".join(
-            f"{path} ({recording.why_not()})"
-            for path, recording in itertools.islice(others.items(), 4)
-        )
-        message = f"no activations met {some}{'; ...' if len(others) > 4 else ''}"
-        if not met and not unmet:
-            raise ValueError(message)
+    met, unmet = split(observed)
+    tell_of_unmet(unmet, all=not met)
+    return met
+
+
+def split(
+    observed: Mapping[str, Recording],
+) -> tuple[dict[str, ActivationStatistics], dict[str, str]]:
+    """Returns what was recorded, by the path of the weight; and of others why nothing was."""
+    met = {path: one.statistics() for path, one in observed.items() if one.has_met}
+    return met, {path: one.why_not() for path, one in observed.items() if not one.has_met}
+
+
+def tell_of_unmet(unmet: Mapping[str, str], *, all: bool) -> None:
+    """Warns of weights that met no activations, by their paths with why; raises if those are `all`.
+
+    **Raises:** `ValueError`.
+    """
+    some = "; ".join(f"{path} ({why})" for path, why in itertools.islice(unmet.items(), 4))
+    message = f"no activations met {some}{'; ...' if len(unmet) > 4 else ''}"
+    if all:
+        raise ValueError(message)
+    if unmet:
         warn_user(message)
-    return {path: recording.statistics() for path, recording in met.items()}

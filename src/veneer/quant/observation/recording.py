@@ -72,7 +72,7 @@ class Recording:
     def why_not(self) -> str:
         """Returns why there may have been no activations."""
         if not self.other_axes:
-            return "it was in no product"
+            return "it was in no product: give it batches that have it in one, or no rule"
         axes = " and ".join(str(axes[0] if len(axes) == 1 else axes) for axes in self.other_axes)
         return f"products contract its axis {axes}, which the tile_axis of its rule should be"
 

@@ -20,7 +20,15 @@ from ..._jax.source_lines import warn_user
 from ..models.quantize_tree import Chosen, check_rules, choose
 from ..models.rules import Rule, rules_in, some_of
 from ..models.uses import program_of
-from ..observation.observe import arguments_of, check_batches, record, statistics_of
+from ..observation.observe import (
+    arguments_of,
+    check_batches,
+    record,
+    split,
+    statistics_of,
+    tell_of_unmet,
+)
+from ..observation.recording import Recording
 from ..observation.statistics import ActivationStatistics
 from .gptq import DAMPING
 from .kept import KeptCalibration
@@ -90,10 +98,11 @@ def calibrate(
 
     **Raises:** `TypeError` for a model of which the parameters are not known, and for batches that
     can be gone through but once where that will not do; `ValueError` for an unknown method, where
-    there are no batches or activations met none of the weights, where they have a NaN or infinity
-    in them, and for a folder to `resume` from that is of another calibration; and what
-    `quantize_tree` raises. Warns with `UserWarning` of weights that met no activations and of those
-    for which the method was no better than rounding to nearest.
+    there are no batches, where no product of the program has a weight with a rule or activations
+    met none of them, where they have a NaN or infinity in them, and for a folder to `resume` from
+    that is of another calibration; and what `quantize_tree` raises. Warns with `UserWarning` of
+    weights that met no activations and of those for which the method was no better than rounding to
+    nearest.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> keys = jax.random.split(jax.random.key(0), 3)
@@ -163,7 +172,8 @@ class Calibrator:
         first = next(again := iter(batches), _NONE)
         if first is _NONE:
             raise ValueError("there are no batches to calibrate with")
-        chosen = choose(self._params, self._rules, self._program, arguments_of(first))
+        args = arguments_of(first)
+        chosen = choose(self._params, self._rules, self._program, args, in_products=True)
         axes = _contracting(chosen)
         stages = _within(self._memory, chosen, axes)
         if len(stages) == 1 and not self._sequential:
@@ -216,17 +226,19 @@ class Calibrator:
                     weights[path] = RoundedWeight(leaves[path], rule, of_correction)
         observed = functools.partial(self._observed, chosen, leaves)
         if self._sequential:
-            dense = observed(axes, batches, gram=False)
+            dense = statistics_of(observed(axes, batches, gram=False))
             stages = stages_of({path: dense[path] for path in chosen.uses or () if path in dense})
             leaves |= {path: w.nearest() for path, w in weights.items() if path not in axes}
         met: dict[str, ActivationStatistics] = {}
+        unmet: dict[str, str] = {}
         with _bar(sum(map(len, stages)), shown=self._progress) as tell:
             for number, stage in enumerate(stages):
                 known = kept.restored(number, {path: weights.get(path) for path in stage})
                 tell("", len(known))
                 left = {path: axes[path] for path in stage if path not in known}
                 told = _telling(batches, f"stage {number + 1} of {len(stages)}, batch", tell)
-                new = observed(left, told, gram=True, unmet=len(left) < len(axes)) if left else {}
+                new, others = split(observed(left, told, gram=True) if left else {})
+                unmet |= others
                 for path in new:
                     tell(path)
                     known[path] = dataclasses.replace(new[path], gram=None)
@@ -244,8 +256,7 @@ class Calibrator:
                 met |= known
                 if self._sequential:
                     leaves |= {path: weights[path].values for path in known if path in weights}
-        if not met:
-            raise ValueError(f"no activations met {some_of([*axes])}")
+        tell_of_unmet(unmet, all=not met)
         return weights, met
 
     def _method_for(self, rule: Rule) -> str:
@@ -259,13 +270,11 @@ class Calibrator:
         batches: Iterable[Any],
         *,
         gram: bool,
-        unmet: bool = False,
-    ) -> Mapping[str, ActivationStatistics]:
-        """The statistics of some weights, of which all may be `unmet`."""
+    ) -> Mapping[str, Recording]:
+        """What some weights meet."""
         call = lambda parts, *args: self._program(parts[0], *args)
         tree = chosen.paths, [leaves[path] for path in chosen.paths], chosen.treedef
-        observed = record(call, [tree], lambda _: axes, batches, gram=gram, decay=0.9)
-        return statistics_of(observed, unmet=unmet)
+        return record(call, [tree], lambda _: axes, batches, gram=gram, decay=0.9)
 
 
 _NONE = object()
@@ -298,17 +307,11 @@ def _contracting(chosen: Chosen) -> dict[str, tuple[int, ...]]:
     """The axes that products contract of each weight that meets activations in one."""
     assert chosen.uses is not None
     leaves = dict(zip(chosen.paths, chosen.leaves, strict=True))
-    axes = {
+    return {
         path: rule.contracting(leaves[path].ndim)
         for path, rule in chosen.rules.items()
         if rule.has_format and any(use.is_product for use in chosen.uses[path])
     }
-    if not axes:
-        raise ValueError(
-            "no rule has a format for any weight that the program has in a product, so there is "
-            "nothing to calibrate: vn.quant.quantize_tree quantises what is looked up"
-        )
-    return axes
 
 
 Stage = Mapping[str, Sequence[int] | None]  # by path, the numbers of the matrices; None is all
