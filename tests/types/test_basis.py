@@ -127,6 +127,36 @@ def test_a_rotation_keeps_lengths_and_is_undone(n):
     assert abs(matrix).max() <= (2**odd / n) ** 0.5 + 1e-6
 
 
+SUMMED = {  # the axis of a matrix that products sum, and they
+    "x @ w": (-2, lambda w, x: x @ w),
+    "w.T @ x.T": (-2, lambda w, x: w.T @ x.T),
+    "x @ w.T": (-1, lambda w, x: x @ w.T),
+    "w @ x.T": (-1, lambda w, x: w @ x.T),
+}
+UNDER = {
+    "jit": jax.jit,
+    "vmap": lambda f: lambda w, x: jax.vmap(f, (None, 0))(w, x[:, None]),
+    "grad of x": lambda f: jax.grad(lambda w, x: (f(w, x) ** 2).sum() / 2, argnums=1),
+    "grad of w": lambda f: jax.grad(lambda w, x: (f(w, x) ** 2).sum() / 2),
+}
+
+
+@pytest.mark.parametrize("n", [1, 3, 64, 67, 105, 134, 384, 1000])  # one prime, several, Kronecker
+@pytest.mark.parametrize("under", UNDER)
+@pytest.mark.parametrize("product", SUMMED)
+def test_a_rotation_is_exact_before_anything_is_rounded(product, under, n):
+    axis, f = SUMMED[product]
+    w, x = array(*((n, 4) if axis == -2 else (4, n))), array(3, n, seed=1)
+    turned = Rotated.of(w, (axis,))
+    assert n == 1 or abs(turned.array - w).max() > 0.1
+    dense = UNDER[under](f)(w, x)
+    found = vn.implicit(UNDER[under](f))(turned, x)
+    # Sums of n terms, and of those of a rotation: their errors are as those of a walk at random.
+    each = np.linalg.norm(x, axis=1).max() * np.linalg.norm(w, axis=axis).max()
+    by = {"grad of x": np.linalg.norm(w), "grad of w": np.linalg.norm(x)}.get(under, 1)
+    np.testing.assert_allclose(found, dense, rtol=0, atol=4 * np.finfo(np.float32).eps * each * by)
+
+
 def test_a_rotation_of_halves_is_that_of_floats_rounded():
     x = jnp.asarray(array(64, 6), jnp.bfloat16)
     wide = rotated(x.astype(jnp.float32), 0)
