@@ -50,20 +50,37 @@ class Config:
         if said.get("model_type") not in ARCHITECTURES:
             names = ", ".join(ARCHITECTURES)
             raise ValueError(f"a {said.get('model_type')!r} model; this program runs {names}")
+        if said.get("hidden_act", "silu") != "silu":
+            raise ValueError(f"activations are {said['hidden_act']!r}; this program has 'silu'")
         heads = said["num_attention_heads"]
         rope = said.get("rope_parameters") or said.get("rope_scaling") or {}
-        window = said.get("sliding_window") if said.get("use_sliding_window", True) else None
         return cls(
             **{name: said[name] for name in ("vocab_size", "hidden_size", "intermediate_size")},
             num_hidden_layers=said["num_hidden_layers"],
             num_attention_heads=heads,
             num_key_value_heads=said.get("num_key_value_heads") or heads,
             head_dim=said.get("head_dim") or said["hidden_size"] // heads,
-            rms_norm_eps=said.get("rms_norm_eps", 1e-5),
+            rms_norm_eps=said.get("rms_norm_eps", 1e-6),
             rope_theta=said.get("rope_theta") or rope.get("rope_theta", 10_000.0),
             rope_scaling=_scaling(rope),
-            sliding_window=window,
+            sliding_window=_window(said),
         )
+
+
+def _window(said: Mapping[str, Any]) -> int | None:
+    """How many tokens a token sees, in all layers; None where it sees all before it."""
+    window, layers = said.get("sliding_window"), said["num_hidden_layers"]
+    is_qwen = said["model_type"].startswith("qwen")
+    if window is None or (is_qwen and not said.get("use_sliding_window", False)):
+        return None
+    see_all = min(said.get("max_window_layers", 28), layers) if is_qwen else 0
+    if said.get("layer_types"):
+        see_all = said["layer_types"].count("full_attention")
+    if 0 < see_all < layers:
+        raise ValueError(
+            f"{see_all} of {layers} layers have no sliding window; this program has one kind"
+        )
+    return None if see_all else window
 
 
 def _scaling(rope: Mapping[str, Any]) -> tuple[float, float, float, float] | None:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import llama
 import numpy as np
 import pytest
+from safetensors.flax import save_file
 
 import veneer as vn
 
@@ -41,7 +42,18 @@ def forward(params, config, tokens):
     found = []
     for row in np.asarray(tokens):
         x = p["model.embed_tokens.weight"][row]
-        turns = np.arange(len(row))[:, None] * config.rope_theta ** (-np.arange(half) / half)
+        frequency = config.rope_theta ** (-np.arange(half) / half)
+        if config.rope_scaling:  # as transformers has it
+            factor, low, high, before = config.rope_scaling
+            wave = 2 * np.pi / frequency
+            share = (before / wave - low) / (high - low)
+            between = (1 - share) * frequency / factor + share * frequency
+            frequency = np.select(
+                [wave > before / low, wave < before / high],
+                [frequency / factor, frequency],
+                between,
+            )
+        turns = np.arange(len(row))[:, None] * frequency
         turn = np.exp(1j * turns)
         for i in range(config.num_hidden_layers):
             w = lambda name, i=i: p[f"model.layers.{i}.{name}.weight"]
@@ -196,16 +208,66 @@ def test_config_json():
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
     }
-    assert llama.Config.of(json.loads(json.dumps(said))) == CONFIG
+    assert llama.Config.of(json.loads(json.dumps(said | {"rms_norm_eps": 1e-5}))) == CONFIG
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
     scaling |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     assert llama.Config.of(said | {"rope_scaling": scaling}).rope_scaling == (8, 1, 4, 8192)
-    window = {"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": False}
-    assert llama.Config.of(said | window).sliding_window is None
+    window = lambda **others: llama.Config.of(said | {"sliding_window": 64} | others).sliding_window
+    qwen = {"model_type": "qwen2", "use_sliding_window": True}
+    assert window() == window(model_type="mistral") == window(**qwen, max_window_layers=0) == 64
+    assert (
+        window(model_type="qwen2") is window(**qwen, max_window_layers=2) is window(**qwen) is None
+    )
+    assert window(**qwen, layer_types=["full_attention"] * 2) is None
+    with pytest.raises(ValueError, match="1 of 2 layers have no sliding window"):
+        window(**qwen, max_window_layers=1)
+    with pytest.raises(ValueError, match="activations are 'gelu'"):
+        llama.Config.of(said | {"hidden_act": "gelu"})
     with pytest.raises(ValueError, match="a 'gemma' model; this program runs llama, mistral"):
         llama.Config.of(said | {"model_type": "gemma"})
     with pytest.raises(ValueError, match="scaled as 'yarn'"):
         llama.Config.of(said | {"rope_scaling": {"rope_type": "yarn"}})
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 64}
+FOLDERS = {
+    "llama_3": ("llama", {"rope_theta": 5e5, "rope_scaling": LLAMA3}),
+    "llama_3_tied": ("tied", {"rope_theta": 5e5, "rope_scaling": LLAMA3, "head_dim": 8}),
+    "llama_of_version_5": ("llama", {"rope_parameters": {"rope_theta": 5e5, **LLAMA3}}),
+    "qwen2": (
+        "qwen2",
+        {"model_type": "qwen2", "rope_theta": 1e6, "sliding_window": 4, "max_window_layers": 2}
+        | {"use_sliding_window": False},
+    ),
+    "qwen3": ("qwen3", {"model_type": "qwen3", "head_dim": 8, "rope_theta": 1e6}),
+    "mistral": ("mistral", {"model_type": "mistral", "sliding_window": 4}),
+}
+
+
+@pytest.mark.parametrize("format", [None, "gptq", "compressed-tensors"])
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_folder_as_transformers_writes_it_runs(tmp_path, params, tokens, name, format):
+    """By its `config.json` and the names of its tensors, dense and as others quantise it."""
+    kind, said = FOLDERS[name]
+    said = {"model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-6} | said
+    said |= {n: getattr(CONFIG, n) for n in llama.Config.__match_args__[:6]}
+    params = KINDS[kind][0](params)
+    if format is None:
+        tmp_path.joinpath("model").mkdir()
+        save_file(params, tmp_path / "model" / "model.safetensors")
+        (tmp_path / "model" / "config.json").write_text(json.dumps(said))
+    else:
+        rule = vn.quant.Rule(r".*_proj\.weight", "int4", tile_size=16, tile_axis=-1)
+        small = vn.quant.quantize_tree(params, [rule])
+        vn.save(tmp_path / "model", small, format=format, config=said)
+    config = llama.Config.of(json.loads((tmp_path / "model" / "config.json").read_text()))
+    assert config.sliding_window == (4 if name == "mistral" else None)
+    loaded = vn.load(tmp_path / "model")
+    found = jax.jit(vn.implicit(logits), static_argnums=1)(loaded, config, tokens)
+    expected = forward(vn.materialise(loaded), config, tokens)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+    assert any(isinstance(w, vn.quant.QArray) for w in loaded.values()) == (format is not None)
 
 
 @pytest.mark.long(quick=0)
