@@ -459,10 +459,18 @@ def write_single(folder):
     return folder
 
 
+def write_shards_without_index(folder):
+    folder.mkdir()
+    for i, name in enumerate(MODEL):
+        save_file({name: MODEL[name]}, folder / f"model-{i + 1:05}-of-00003.safetensors")
+    return folder
+
+
 SOURCES = {
     "file": lambda folder: write_single(folder) / "model.safetensors",
     "folder": write_single,
     "sharded_folder": write_sharded,
+    "shards_without_index": write_shards_without_index,
 }
 
 
@@ -629,6 +637,19 @@ def write_tensors(path, headers, data=b""):
     path.write_bytes(len(header).to_bytes(8, "little") + header + data)
 
 
+def shards(*numbers):
+    def write(folder):
+        for i in numbers:
+            save_file({"x": normal(2)}, folder / f"m-{i:05}-of-00003.safetensors")
+
+    return write
+
+
+def in_a_folder(folder):
+    (folder / "unet").mkdir()
+    save_file(MODEL, folder / "unet" / "model.safetensors")
+
+
 def float4(folder):
     stored = {"x": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}
     write_tensors(folder / "model.safetensors", stored, b"\x21")
@@ -652,6 +673,22 @@ NOT_MODELS = {
         index_of({"weight_map": IN_A | {"x": "a.safetensors"}}),
         ValueError,
         "disagree about tensor 'x'",
+    ),
+    "shard_of_no_index_gone": (
+        shards(1, 3),
+        ValueError,
+        "an index is missing: name one of m-00001",
+    ),
+    "twice": (
+        shards(1, 2, 3),
+        ValueError,
+        "m-00002-of-00003.* has tensor 'x', as has another shard",
+    ),
+    "in_a_folder": (in_a_folder, FileNotFoundError, "no safetensors file: name one .* unet"),
+    "pointer": (
+        lambda f: (f / "a.safetensors").write_text("version https://git-lfs.github.com/spec/v1"),
+        ValueError,
+        "a.safetensors is a pointer of Git LFS",
     ),
     "float4": (float4, ValueError, "'x' is F4, which NumPy cannot hold"),
 }

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,8 @@ class TensorFolder:
         for file, expected in weight_map.items():
             handle = self._handles.enter_context(TensorFile(file))
             names = set(handle)
+            if twice := names & self._file_of.keys():
+                raise ValueError(f"{file} has tensor {min(twice)!r}, as has another shard")
             if expected is not None and names != expected:
                 name = min(names ^ expected)
                 raise ValueError(f"{file} and the index next to it disagree about tensor {name!r}")
@@ -60,10 +63,7 @@ class TensorFolder:
             self.manifest = manifest.read(described, verify=self._verify)
             self._check_stored()
         elif self._verify:
-            raise ValueError(
-                f"{self.path} has no checksums, so nothing can be verified: they are in the "
-                f"{manifest.FILE_NAME} of a folder that veneer saved"
-            )
+            raise no_checksums(self.path)
         else:
             entries = {name: self._dense_entry(name) for name in sorted(self._file_of)}
             self.manifest = manifest.Manifest(entries)
@@ -168,6 +168,14 @@ class TensorFolder:
             )
 
 
+def no_checksums(path: Path) -> ValueError:
+    """The error that nothing can be verified there."""
+    return ValueError(
+        f"{path} has no checksums, so nothing can be verified: they are in the "
+        f"{manifest.FILE_NAME} of a folder that veneer saved"
+    )
+
+
 def as_jax(leaf: Any) -> Any:
     """Makes a JAX array of NumPy's where it holds the same bits, which of 64 without x64 it does
     not."""
@@ -265,8 +273,8 @@ def _weight_map(path: Path) -> dict[Path, set[str] | None]:
     files = sorted(path.glob("*.safetensors"))
     if len(indices) == 1:
         return _read_index(indices[0])
-    if len(files) == 1:
-        return {files[0]: None}
+    if len(files) == 1 or (not indices and _are_all_shards(files)):
+        return dict.fromkeys(files)
     if files:
         names = ", ".join(file.name for file in files)
         raise ValueError(f"{path} holds several models or an index is missing: name one of {names}")
@@ -275,7 +283,22 @@ def _weight_map(path: Path) -> dict[Path, set[str] | None]:
             f"{path} holds a pickled checkpoint ({', '.join(pickled)}) and no safetensors: convert "
             "it to safetensors first"
         )
-    raise FileNotFoundError(f"{path} holds no safetensors file")
+    inside = sorted({file.parent.name for file in path.glob("*/*.safetensors")})
+    where = f": name one of its folders {', '.join(inside)}" if inside else ""
+    raise FileNotFoundError(f"{path} holds no safetensors file{where}")
+
+
+_SHARD = re.compile(r"(.*)-\d{5}-of-(\d{5})\.safetensors")
+
+
+def _are_all_shards(files: list[Path]) -> bool:
+    """Whether files, in order of their names, are the shards of one model, which say how many."""
+    match = _SHARD.fullmatch(files[-1].name) if files else None
+    if match is None:
+        return False
+    numbers = range(1, int(match[2]) + 1)
+    expected = [f"{match[1]}-{i:05}-of-{match[2]}.safetensors" for i in numbers]
+    return [file.name for file in files] == expected
 
 
 def _read_index(index: Path) -> dict[Path, set[str] | None]:

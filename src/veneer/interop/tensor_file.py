@@ -37,7 +37,9 @@ DTYPES = {
     "C64": "complex64",
 }
 
-_METADATA = "__metadata__"
+METADATA = "__metadata__"
+# As the text begins that is in the place of a file that Git LFS did not fetch.
+_POINTER = b"version "
 # What the format's reference takes at most: an index of millions of tensors.
 _MOST_HEADER_BYTES = 100_000_000
 _MOST_AXES = 32  # NumPy takes 64
@@ -99,6 +101,10 @@ class TensorFile:
         size = self._file.seek(0, os.SEEK_END)
         self._file.seek(0)
         length = int.from_bytes(self._file.read(8), "little")
+        if length.to_bytes(8, "little") == _POINTER:
+            raise ValueError(
+                f"{self.path} is a pointer of Git LFS: 'git lfs pull' fetches the file"
+            )
         if size < 8 or length > min(size - 8, _MOST_HEADER_BYTES):
             raise self._alien("its header does not end within it")
         try:
@@ -107,11 +113,11 @@ class TensorFile:
             raise self._alien(f"its header is no JSON: {_first_line(error)}") from error
         if not isinstance(content, dict):
             raise self._alien("its header is no object")
-        metadata = content.pop(_METADATA, None) or {}
+        metadata = content.pop(METADATA, None) or {}
         if not isinstance(metadata, dict) or not all(
             isinstance(text, str) for text in metadata.values()
         ):
-            raise self._alien(f"its {_METADATA} is no object of strings")
+            raise self._alien(f"its {METADATA} is no object of strings")
         headers = {name: self._header(name, fields) for name, fields in content.items()}
         end = 0
         for name, header in sorted(headers.items(), key=lambda item: item[1].start):

@@ -172,3 +172,35 @@ def test_parts_with_other_tensors_than_stated(tmp_path):
     path.write_bytes(path.read_bytes().replace(b"t1", b"t0"))
     with pytest.raises(ValueError, match="has tensor 't0', as has another part"):
         GgufFile(path)
+
+
+@pytest.mark.parametrize("write", [split, lambda to, x: write_gguf(to / "model.gguf", x)])
+def test_a_folder_with_one_file_is_opened_by_its_name(tmp_path, write):
+    write(tmp_path, PARTS)
+    (tmp_path / "config.json").write_text("{}")
+    loaded = vn.load(tmp_path)
+    assert sorted(loaded) == sorted(PARTS)
+    for name, value in PARTS.items():
+        assert_same_tensor(np.asarray(loaded[name]), value)
+
+
+def test_a_folder_with_several_files_has_one_named(tmp_path):
+    split(tmp_path, PARTS)
+    write_gguf(tmp_path / "other.gguf", PARTS)
+    with pytest.raises(ValueError, match=r"name one of m-00001-of-00003\.gguf, other\.gguf"):
+        vn.load(tmp_path)
+
+
+def test_nothing_is_verified_where_there_are_no_checksums(path):
+    write_gguf(path, PARTS)
+    with pytest.raises(
+        ValueError, match=r"model\.gguf has no checksums, so nothing can be verified"
+    ):
+        vn.load(path, verify=True)
+
+
+@pytest.mark.parametrize("content", [b"", b"version https://git-lfs.github.com/spec/v1"])
+def test_a_file_called_gguf_is_refused_as_one(path, content):
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"model\.gguf(: it is no GGUF file| is empty)"):
+        vn.load(path)

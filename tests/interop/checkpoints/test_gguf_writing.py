@@ -1,5 +1,6 @@
 """What is written as GGUF: whole, or refused."""
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -57,6 +58,7 @@ def test_a_disk_that_is_full(path, monkeypatch):
         ({"": np.ones(2)}, ValueError, "names have up to 63 bytes"),
         ({"w": np.ones((1,) * 5)}, ValueError, "'w' has .*, and GGUF up to 4 axes"),
         ({"w": [1.0]}, TypeError, "'w' is of type list"),
+        ({"w": jax.random.key(0)}, TypeError, "'w' is of type .*, and GGUF holds"),
         (
             {"w": vn.types.LoraArray(jnp.ones((2, 2)), jnp.ones((2, 1)), jnp.ones((1, 2)))},
             TypeError,
@@ -102,6 +104,17 @@ def test_arrays_of_jax_are_written(path):
     back = read_all(path)
     assert back["a"].dtype == ml_dtypes.bfloat16
     assert back["b"].tolist() == [0, 1, 2, 3]
+
+
+def test_numbers_in_another_byte_order_are_written(path):
+    write_gguf(path, {"a": np.arange(3, dtype=">f4"), "b": np.float32(2)})
+    back = read_all(path)
+    assert (back["a"].tolist(), back["b"].tolist()) == ([0, 1, 2], 2)
+
+
+def test_keys_of_metadata_are_strings(path):
+    with pytest.raises(TypeError, match="keys of metadata are strings, not 1"):
+        write_gguf(path, {}, {1: "a"})
 
 
 @pytest.mark.parametrize("shape", [(3, 128), (2, 3, 64)])

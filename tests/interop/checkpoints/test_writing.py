@@ -117,6 +117,20 @@ def test_what_a_format_cannot_hold_is_refused_by_name(tmp_path, format, name, va
     assert not list(tmp_path.iterdir())
 
 
+def test_a_name_that_safetensors_has_taken_is_refused(tmp_path):
+    tree = {"m.weight": quantised("int4", **ROWS), "__metadata__": np.ones(2, np.float32)}
+    with pytest.raises(ValueError, match="can have the name '__metadata__'"):
+        vn.save(tmp_path / "out", tree, format="gptq")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_configuration_that_is_no_json_is_refused(tmp_path):
+    tree = {"m.weight": quantised("int4", **ROWS)}
+    with pytest.raises(TypeError, match=r"config is what JSON has: .*float32"):
+        vn.save(tmp_path / "out", tree, format="gptq", config={"a": np.float32(1)})
+    assert not list(tmp_path.iterdir())
+
+
 def test_zero_points_of_0_are_written_in_the_second_version(tmp_path):
     zero = np.zeros((32, 1), np.uint8)
     codes = np.random.default_rng(0).integers(0, 16, (32, 64), np.uint8)

@@ -1,6 +1,7 @@
 """A checkpoint of any kind, opened: tensors by the names of the dense one, read one at a time."""
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import jax
 import numpy as np
 
 from ...quant import QArray
-from ..folder import TensorFolder
+from ..folder import TensorFolder, no_checksums
 from .families import FamilyWeights, read_family
 
 
@@ -97,7 +98,8 @@ def open_checkpoint(
 
     **Arguments:**
 
-    - `path`: a folder or a file: of veneer, of Hugging Face, of safetensors, or GGUF.
+    - `path`: a folder or a file: of veneer, of Hugging Face, of safetensors, or GGUF, which may be
+      the only one of a folder.
     - `raw`: whether to give the tensors of safetensors as they are stored, packed codes for what
       they are, whatever the family.
     - `verify`: as for `TensorFolder`.
@@ -109,10 +111,12 @@ def open_checkpoint(
     file is not what it claims, or holds packed codes that no family explains.
     """
     path = Path(path)
-    if path.is_file() and _starts_with(path, b"GGUF"):
+    if (file := _gguf(path)) is not None:
         from .gguf import GgufFile
 
-        return GgufFile(path, names=names)
+        if verify:
+            raise no_checksums(path)
+        return GgufFile(file, names=names)
     if names not in (None, "huggingface"):
         raise ValueError(f"names is 'huggingface' or None, not {names!r}")
     folder = TensorFolder(path, verify=verify)
@@ -124,6 +128,24 @@ def open_checkpoint(
         folder.__exit__()
         raise
     return folder if found is None else QuantisedFolder(folder, found)
+
+
+def _gguf(path: Path) -> Path | None:
+    """The GGUF file that a path is, or that is in a folder without safetensors; None for none."""
+    if path.is_file():
+        return path if path.suffix == ".gguf" or _starts_with(path, b"GGUF") else None
+    if not path.is_dir() or any(path.glob("*.safetensors")):
+        return None
+    files = sorted(path.glob("*.gguf"))
+    files = [file for file in files if not _LATER_PART.search(file.name)] or files
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files)
+        raise ValueError(f"{path} holds several models: name one of {names}")
+    return files[0] if files else None
+
+
+# Of a file in parts, which is opened by the name of any.
+_LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
 
 
 def _starts_with(path: Path, magic: bytes) -> bool:

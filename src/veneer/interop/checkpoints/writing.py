@@ -12,7 +12,7 @@ import numpy as np
 from ..._core.value import Value
 from ..new_folder import write_aside, write_beside
 from ..shards import WRITTEN_WITH, ShardWriter
-from ..tensor_file import DTYPES
+from ..tensor_file import DTYPES, METADATA
 from . import awq, compressed_tensors, gptq, mlx
 from .affine import Stored, Unfit, most_common
 
@@ -108,9 +108,13 @@ def write_folder(
       as for `write_beside`.
 
     **Raises:** `ValueError` naming the tensor that the format cannot hold, and why; `TypeError` for
-    one that is no array. Nothing is written then.
+    one that is no array, and for a `config` that is no JSON. Nothing is written then.
     """
     row = FORMATS[format]
+    try:
+        json.dumps(dict(config or {}))
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"config is what JSON has: {error}") from None
     with write_aside(path, overwrite=overwrite) as folder:
         written = {"config.json", *write_beside(beside, folder)}
         # Hugging Face's loader asks for which library a file is, and takes none that does not say.
@@ -163,7 +167,10 @@ def _dense(name: str, value: Any) -> np.ndarray:
     if not isinstance(value, jax.Array | np.ndarray | np.generic):
         raise TypeError(f"{name!r} is a {type(value).__name__}, and no array")
     if isinstance(value, jax.core.Tracer) or value.dtype.name not in DTYPES.values():
-        raise TypeError(f"{name!r} is {value!r:.60}, and arrays are known and of a stored dtype")
+        what = f"a {type(value).__name__} of {value.dtype}"
+        raise TypeError(f"{name!r} is {what}, and arrays are known and of a stored dtype")
+    if name == METADATA:
+        raise ValueError(f"no tensor of safetensors can have the name {name!r}")
     return np.asarray(value)
 
 

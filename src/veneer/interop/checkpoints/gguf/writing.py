@@ -69,7 +69,7 @@ def write_gguf(
     ...     file.types()
     {'w': 'Q4_0', 'b': 'F32'}
     """
-    metadata = {k: v for k, v in (metadata or {}).items() if not k.startswith("split.")}
+    metadata = {k: v for k, v in (metadata or {}).items() if not str(k).startswith("split.")}
     # Each tensor is looked up twice, and not kept: it may be one that is read when it is asked for.
     layout: dict[str, tuple[int, tuple[int, ...]]] = {}
     for name, tensor, _ in _stored(tensors, metadata, names):
@@ -132,8 +132,10 @@ def _layout(tensor: "Encoded | np.ndarray") -> tuple[int, tuple[int, ...]]:
 def _array(name: str, value: Any) -> "QArray | np.ndarray":
     if isinstance(value, QArray):
         return value
-    if isinstance(value, np.ndarray | jax.Array):
-        return np.asarray(value)
+    if isinstance(value, np.ndarray | np.generic | jax.Array):
+        with contextlib.suppress(TypeError):  # of a key, and of what is traced
+            array = np.asarray(value)
+            return array.astype(array.dtype.newbyteorder("="), copy=False)
     raise TypeError(
         f"tensor {name!r} is of type {type(value).__name__}, and GGUF holds QArrays and dense "
         "arrays: vn.materialise makes it dense"
@@ -177,6 +179,8 @@ def _header(
 ) -> bytes:
     header = [MAGIC, struct.pack("<IQQ", VERSIONS[-1], len(layout), len(metadata))]
     for key, value in metadata.items():
+        if not isinstance(key, str):
+            raise TypeError(f"keys of metadata are strings, not {key!r}")
         try:
             header += [write_string(key), write_value(value)]
         except TypeError as error:
