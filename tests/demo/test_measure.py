@@ -25,6 +25,7 @@ def test_variants_print_as_the_table_names_them():
         "nf4, tile 64",
         "int4, tile 32",
         "int4, tile 128",
+        "int4, tile 128, least error",
         "int4, tile 128, calibrated",
     ]
 

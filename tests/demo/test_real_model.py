@@ -18,6 +18,7 @@ EXPECTED = {
     Variant("nf4", 64): 0.9716,
     Variant("int4", 32): 0.9597,
     Variant("int4", 128): 0.9422,
+    Variant("int4", 128, least_error=True): 0.9512,
     Variant("int4", 128, rotate=True, calibrated=True): 0.9846,
 }
 

@@ -30,6 +30,7 @@ class Variant:
     - `qtype`: the format, or None for f32.
     - `tile_size`: how many values share a scale, or None for one scale a channel.
     - `act_qtype`: the format that activations are quantised to as they meet a weight, or None.
+    - `least_error`: whether scales are those of the least error, which cut off what stands out.
     - `rotate`: whether weights are rotated before they are rounded.
     - `calibrated`: whether they are rounded by the activations that they meet.
 
@@ -41,13 +42,15 @@ class Variant:
     qtype: str | None = None
     tile_size: int | None = None
     act_qtype: str | None = None
+    least_error: bool = False
     rotate: bool = False
     calibrated: bool = False
 
     def __str__(self) -> str:
         if self.qtype is None:
             return "f32"
-        how = ", calibrated" if self.calibrated else ", rotated" if self.rotate else ""
+        how = ", least error" if self.least_error else ", rotated" if self.rotate else ""
+        how = ", calibrated" if self.calibrated else how
         if self.act_qtype is not None:
             return f"{self.qtype} by {self.act_qtype}{how}"
         tile = "channelwise" if self.tile_size is None else f"tile {self.tile_size}"
@@ -70,6 +73,7 @@ VARIANTS = (
     NF4,
     Variant("int4", 32),
     Variant("int4", 128),
+    Variant("int4", 128, least_error=True),
     Variant("int4", 128, rotate=True, calibrated=True),
 )
 
@@ -103,7 +107,13 @@ def quantise(model: Model, variant: Variant) -> Params:
     params = jax.device_put(model.params)
     if variant.qtype is None:
         return params
-    rule = partial(vn.quant.Rule, qtype=variant.qtype, tile_size=variant.tile_size, tile_axis=-1)
+    rule = partial(
+        vn.quant.Rule,
+        qtype=variant.qtype,
+        tile_size=variant.tile_size,
+        tile_axis=-1,
+        calibration_method="mse,40,2.4" if variant.least_error else None,
+    )
     rules = [  # of tables rows are looked up, which meet no activation; or slices are added
         rule(r"embeddings\.word_embeddings\.weight", rotate=variant.rotate),
         rule(r"embeddings\..*weight"),
