@@ -106,8 +106,61 @@ def test_rows_that_are_looked_up_and_heads_that_are_tied():
     assert error(model, small, params, batches[1]) < error(model, nearest, params, batches[1])
 
 
-@pytest.mark.parametrize("sequential", [False, True])
-def test_layers_of_a_scan_are_as_those_one_after_the_other(sequential):
+def deep(params, x):
+    for name in "abc":
+        x = x + jnp.tanh(x @ params[name])
+    return x
+
+
+DEEP = {name: array(64, 64, scale=0.2, seed=ord(name)) for name in "abc"}
+INT2 = [Rule(".*", "int2", tile_size=16)]
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_a_weight_makes_up_for_what_those_before_it_lost(share):
+    run = lambda **how: calibrate(deep, INT2, params=DEEP, sequential=True, **how)(BATCHES)
+    small = run(propagation=share)
+    x = dense = np.concatenate(BATCHES).astype(float)
+    for name in "abc":  # what is rounded, by least squares of both models' activations
+        w = np.asarray(DEEP[name], float)
+        gram, cross = x.T @ x / len(x), x.T @ dense / len(x)
+        damped = gram + 0.01 * np.diagonal(gram).mean() * np.eye(64)
+        target = w + share * np.linalg.solve(damped, (cross - gram) @ w)
+        scaled = vn.quant.quantize(
+            jnp.asarray(target, jnp.float32),
+            "int2",
+            channelwise_axes=[1],
+            tiled_axes={0: 16},
+            calibration_method="mse,40,2.4",
+        )
+        scale = np.repeat(np.asarray(scaled.scale), 16, axis=0)
+        codes = gptq(target, Moments(gram), scale, None, "int2")
+        assert (codes == np.asarray(small[name].qvalue)).mean() > 0.98  # sums are in another order
+        x = x + np.tanh(x @ np.asarray(vn.materialise(small[name])))
+        dense = dense + np.tanh(dense @ w)
+    assert error(deep, small, DEEP) < 0.96 * error(deep, run(), DEEP)
+
+
+@pytest.mark.parametrize("options", [{"rotate": True}, {"correction_rank": 4}, {"method": "awq"}])
+def test_what_goes_with_propagation(options):
+    rules = [Rule(".*", "int2", tile_size=16, **options)]
+    run = lambda **how: calibrate(deep, rules, params=DEEP, sequential=True, **how)(BATCHES)
+    assert error(deep, run(propagation=0.5), DEEP) < 0.96 * error(deep, run(), DEEP)
+
+
+def test_weights_whose_activations_have_no_partners_are_as_without():
+    def model(params, x):  # each meets two
+        return jnp.tanh(jnp.tanh(x @ params["a"]) @ params["a"]) @ params["b"] + x @ params["b"]
+
+    run = lambda **how: calibrate(model, INT2, params=two, sequential=True, **how)(BATCHES)
+    two = {name: DEEP[name] for name in "ab"}
+    jax.tree.map(np.testing.assert_array_equal, run(propagation=0.5), run())
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"sequential": True}, {"sequential": True, "propagation": 0.5}], ids=str
+)
+def test_layers_of_a_scan_are_as_those_one_after_the_other(how):
     ups, downs = array(2, 64, 32, scale=0.2), array(2, 32, 64, scale=0.2)
 
     def scanned(params, x):
@@ -121,8 +174,8 @@ def test_layers_of_a_scan_are_as_those_one_after_the_other(sequential):
 
     apart = {f"{name}{i}": w[i] for name, w in (("up", ups), ("down", downs)) for i in range(2)}
     stacked = {"up": ups, "down": downs}
-    small = calibrate(scanned, INT4, params=stacked, sequential=sequential)(BATCHES)
-    each = calibrate(unrolled, INT4, params=apart, sequential=sequential)(BATCHES)
+    small = calibrate(scanned, INT4, params=stacked, **how)(BATCHES)
+    each = calibrate(unrolled, INT4, params=apart, **how)(BATCHES)
     for name, q in small.items():
         codes = np.stack([each[f"{name}{i}"].codes() for i in range(2)])
         assert (codes == np.asarray(q.codes())).mean() > 0.97  # of other orders of sums
@@ -226,6 +279,10 @@ def test_mistakes():
         calibrate(mlp, INT4, params=MLP, method="gptp")
     with pytest.raises(ValueError, match="damping is a share"):
         calibrate(mlp, INT4, params=MLP, damping=-1.0)
+    with pytest.raises(ValueError, match="propagation is a part"):
+        calibrate(mlp, INT4, params=MLP, sequential=True, propagation=2.0)
+    with pytest.raises(ValueError, match="goes with sequential=True"):
+        calibrate(mlp, INT4, params=MLP, propagation=0.5)
     with pytest.raises(TypeError, match=r"no parameters in .*params=params"):
         calibrate(lambda x: mlp(MLP, x), INT4)
     with pytest.raises(TypeError, match="rules"):
@@ -335,7 +392,9 @@ class Stopped(list):
     [{}, {"method": "awq+gptq"}, {"rotate": True}, {"correction_rank": 4}, {"act_range": "mean"}],
     ids=str,
 )
-@pytest.mark.parametrize("how", [{"sequential": True}, {"memory": 1}], ids=str)
+@pytest.mark.parametrize(
+    "how", [{"sequential": True}, {"sequential": True, "propagation": 0.5}, {"memory": 1}], ids=str
+)
 def test_what_was_stopped_goes_on_where_it_was(how, options, tmp_path):
     activations = {"act_qtype": "int8"} if "act_range" in options else {}
     rules = [Rule(".*", "int4", tile_size=16, **options, **activations)]

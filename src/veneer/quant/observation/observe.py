@@ -126,6 +126,7 @@ def record(
     *,
     gram: bool,
     decay: float,
+    beside: Flat | None = None,
 ) -> dict[str, Recording]:
     """Records the activations that weights meet, by their paths.
 
@@ -134,28 +135,33 @@ def record(
     - `call`: a function of the trees, as a list, and of the arguments that a batch is.
     - `contracting`: of the arguments of the first batch, which weights are observed, by their paths
       with the axes that are contracted with activations, counted from the end.
+    - `beside`: another tree like the first, which `call` takes after the others; then products of
+      what each weight meets with what it meets there are recorded, too.
 
     **Raises:** `ValueError` where there are no batches.
     """
-    token = next(tokens)
+    token, other = next(tokens), next(tokens)
     observed: dict[str, Recording] = {}
-    recordings_of[token] = observed
+    others: dict[str, Recording] = {}
+    recordings_of[token], recordings_of[other] = observed, others
+    how: dict[str, Any] = {"gram": gram, "decay": decay, "paired": beside is not None}
     try:
         parts = None
         for batch in batches:
             args = arguments_of(batch)
             if parts is None:
                 axes = contracting(args)
-                parts = [
-                    _observed_tree(tree, axes, token, observed, gram=gram, decay=decay)
-                    for tree in trees
-                ]
+                parts = [_observed_tree(tree, axes, token, observed, **how) for tree in trees]
+                if beside is not None:
+                    parts.append(_observed_tree(beside, axes, other, others, **how))
             implicit(call)(parts, *args)
             jax.effects_barrier()
-            for recording in observed.values():
+            for path, recording in observed.items():
+                if beside is not None:
+                    recording.pair(others[path])
                 recording.end_batch()
     finally:
-        del recordings_of[token]
+        del recordings_of[token], recordings_of[other]
     if parts is None:
         raise ValueError("there are no batches to observe")
     return observed
@@ -322,13 +328,14 @@ def _observed_tree(
     *,
     gram: bool,
     decay: float,
+    paired: bool = False,
 ) -> Any:
     paths, leaves, treedef = flat
     replaced = list(leaves)
     for i, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
         if path not in contracting:
             continue
-        recording = Recording(leaf.shape, contracting[path], gram=gram, decay=decay)
+        recording = Recording(leaf.shape, contracting[path], gram=gram, decay=decay, paired=paired)
         observed[path] = recording
         replaced[i] = Observed(
             array=jnp.asarray(leaf),

@@ -53,6 +53,7 @@ class Observed(ProductWeight):
         axes: tuple[Sequence[int], Sequence[int]],
         *,
         gram: bool,
+        whole: bool = False,
     ) -> None:
         """Records the operand of a product.
 
@@ -62,6 +63,7 @@ class Observed(ProductWeight):
         - `x_axes`, `axes`: of the operand and of the weight, those of the batch, and those of the
           channels. Along other axes of the weight, every entry meets the same.
         - `gram`: whether products of channels are recorded.
+        - `whole`: whether the recording takes the operand, too, if it is paired with another.
         """
         if x.size == 0:
             return
@@ -85,7 +87,7 @@ class Observed(ProductWeight):
             )
             return
         receive = functools.partial(_receive, self.token, self.path, shape[1])
-        jax.debug.callback(receive, *parts)
+        jax.debug.callback(receive, x if whole and self.recording.paired else None, *parts)
 
     def _positions_of(self, batch: Sequence[int], channels: Sequence[int]) -> jax.Array:
         """The positions of channels, `[batch, channels]`: of those along other axes, the first."""
@@ -109,11 +111,13 @@ def _groups(
     return batch, [axis for axis in range(ndim) if axis not in (*batch, *channels)], channels
 
 
-def _receive(token: int, path: str, rows: int, *parts: Any) -> None:
+def _receive(token: int, path: str, rows: int, x: Any, *parts: Any) -> None:
     """What the host does: with arrays of NumPy's alone."""
     recording = recordings_of.get(token, {}).get(path)
     if recording is not None:
         recording.add(rows, *map(np.asarray, parts))
+        if x is not None:
+            recording.keep(np.asarray(parts[0]), np.asarray(x))
 
 
 # Rules for products. Each is bound again, on the weight itself.
@@ -137,17 +141,20 @@ def _dot_general_swapped(w: Observed, x: ArrayLike, **params: Any) -> Any:
 def _ragged_dot_general(x: ArrayLike, w: Observed, group_sizes: ArrayLike, **params: Any) -> Any:
     numbers = params["ragged_dot_dimension_numbers"]
     (summed, w_summed), (batch, w_batch) = numbers.dot_dimension_numbers
-    _record_product(x, w, (batch, summed), (w_batch, w_summed))
+    # Rows may go to other experts in another model, so that no two belong together.
+    _record_product(x, w, (batch, summed), (w_batch, w_summed), whole=False)
     return bind("ragged_dot_general", (x, w.array, group_sizes), params)
 
 
-def _record_product(x: ArrayLike, w: Observed, x_axes: Any, axes: Any) -> None:
+def _record_product(
+    x: ArrayLike, w: Observed, x_axes: Any, axes: Any, *, whole: bool = True
+) -> None:
     if may_be_tangents():
         return
     if not w.sums_over(axes[1]):
         w.recording.met_along(axis - w.ndim for axis in axes[1])
     elif jnp.issubdtype(jnp.result_type(x), jnp.floating):
-        w.record(jnp.asarray(x), x_axes, axes, gram=w.gram)
+        w.record(jnp.asarray(x), x_axes, axes, gram=w.gram, whole=whole)
 
 
 @register("conv_general_dilated")

@@ -24,9 +24,18 @@ class Recording:
     - `contracting`: its axes that are contracted with activations, counted from the end.
     - `gram`: whether products of channels come along.
     - `decay`: of the exponential average.
+    - `paired`: whether what comes is kept until `pair` is called, at the end of each batch.
     """
 
-    def __init__(self, shape: Shape, contracting: Sequence[int], *, gram: bool, decay: float):
+    def __init__(
+        self,
+        shape: Shape,
+        contracting: Sequence[int],
+        *,
+        gram: bool,
+        decay: float,
+        paired: bool = False,
+    ):
         ndim = len(shape)
         self.contracting = sorted(axis + ndim for axis in contracting)
         self.has_positions = {*range(ndim - 2), *self.contracting}
@@ -50,6 +59,9 @@ class Recording:
         self.minimum, self.maximum = np.full(size, np.inf), np.full(size, -np.inf)
         self.sums = np.zeros((3, size))  # of values, magnitudes and squares
         self.grams: dict[int, np.ndarray] | None = {} if gram else None
+        self.paired = paired
+        self._kept: dict[bytes, list[tuple[np.ndarray, np.ndarray]]] = {}  # of this batch, by place
+        self._crosses: dict[int, np.ndarray] | None = {}
         self.low, self.high = np.full(stacks, np.inf), np.full(stacks, -np.inf)  # of this batch
         self.met = np.zeros(stacks, bool)
         self.batches = np.zeros(stacks)
@@ -101,21 +113,45 @@ class Recording:
             np.maximum.at(self.high, stack, high.ravel())
             if self.grams is not None and len(sums) > 3:
                 for at, product in zip(positions, sums[3], strict=True):
-                    self._add_gram(at, product)
+                    self._add_gram(self.grams, at, product)
 
-    def _add_gram(self, positions: np.ndarray, product: np.ndarray) -> None:
-        assert self.grams is not None
+    def keep(self, positions: np.ndarray, x: np.ndarray) -> None:
+        """Keeps activations `[batch, rows, channels]` of a place until the batch is over."""
+        with self._lock:
+            self._kept.setdefault(positions.tobytes(), []).append((positions, x))
+
+    def pair(self, other: "Recording") -> None:
+        """Adds products of the channels of this batch with those that another recording has.
+
+        Where a place meets several activations, or others, which belong together is not known:
+        then there are none at all.
+        """
+        mine, theirs = self._kept, other._kept
+        self._kept, other._kept = {}, {}
+        sizes = lambda kept: {place: [x.shape for _, x in of] for place, of in kept.items()}
+        if sizes(mine) != sizes(theirs) or any(len(of) > 1 for of in mine.values()):
+            self._crosses = None
+        if self._crosses is None:
+            return
+        for place, [(positions, x)] in mine.items():
+            [(_, y)] = theirs[place]
+            for at, product in zip(positions, np.matmul(x.swapaxes(1, 2), y), strict=True):
+                self._add_gram(self._crosses, at, product)
+
+    def _add_gram(
+        self, grams: dict[int, np.ndarray], positions: np.ndarray, product: np.ndarray
+    ) -> None:
         stacks, size = self.stack[positions], self.channel.max(initial=0) + 1
         for stack in np.unique(stacks).tolist():
             (members,) = np.nonzero(stacks == stack)
             at = self.channel[positions[members]]
-            if stack not in self.grams:
-                self.grams[stack] = np.zeros((size, size))
+            if stack not in grams:
+                grams[stack] = np.zeros((size, size))
             if np.array_equal(at, np.arange(size)) and len(members) == len(positions):
-                self.grams[stack] += product
+                grams[stack] += product
             else:
                 of_members = product[np.ix_(members, members)].astype(float)
-                np.add.at(self.grams[stack], np.ix_(at, at), of_members)
+                np.add.at(grams[stack], np.ix_(at, at), of_members)
 
     def end_batch(self) -> None:
         """Takes the ranges of a batch, which is over, into the averages."""
@@ -155,17 +191,17 @@ class Recording:
             mean_square=mean_square,
             lows=lows,
             highs=highs,
-            gram=self._gram(used) if self.grams else None,
+            gram=self._mean(self.grams, used) if self.grams else None,
+            cross=self._mean(self._crosses, used) if self._crosses else None,
         )
 
-    def _gram(self, used: Sequence[slice]) -> np.ndarray:
-        assert self.grams is not None
+    def _mean(self, grams: dict[int, np.ndarray], used: Sequence[slice]) -> np.ndarray:
         stacks = np.arange(len(self.batches)).reshape(self.ranges_shape)[tuple(used)]
         counts = self.count[np.argsort(self.stack, kind="stable")].reshape(len(self.batches), -1)
         size = counts.shape[1]
         nothing = np.full((size, size), np.nan)
         means = [
-            self.grams[stack] / np.max(counts[stack]) if stack in self.grams else nothing
+            grams[stack] / np.max(counts[stack]) if stack in grams else nothing
             for stack in stacks.ravel().tolist()
         ]
         stacked = self.has_positions.difference(self.contracting)

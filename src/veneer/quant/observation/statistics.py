@@ -34,6 +34,8 @@ class ActivationStatistics:
       name of the average, `"mean"` or `"exponential"`.
     - `gram`: `x.T @ x / count`, the mean of products of two channels, `[..., K, K]`, with the
       contracted axes as one; None where it was not asked for.
+    - `cross`: as `gram`, of products of channels with what they are where nothing is rounded, in
+      `calibrate` with `propagation`; None elsewhere.
     """
 
     count: Any
@@ -45,6 +47,7 @@ class ActivationStatistics:
     lows: dict[str, Any]
     highs: dict[str, Any]
     gram: Any = None
+    cross: Any = None
 
     @property
     def absmax(self) -> Any:

@@ -44,6 +44,7 @@ def calibrate(
     params: Any = None,
     method: str = "gptq",
     sequential: bool = False,
+    propagation: float = 0.0,
     damping: float = DAMPING,
     memory: int | None = None,
     resume: str | Path | None = None,
@@ -77,6 +78,13 @@ def calibrate(
     - `sequential`: whether weights are rounded in the order of the program, each by the activations
       of the model in which those before are rounded. The batches are gone through once more for
       each set of weights that meet the same activations, in each layer.
+    - `propagation`: with `sequential`, by how much a weight makes up for what was lost before it,
+      from 0 to 1: what is rounded is `W + propagation * H^-1 @ X.T @ (X_dense - X) @ W`, for
+      activations X of the rounded model, `H = X.T @ X`, and those of the dense one (QEP: Arai and
+      Ichikawa, arXiv 2504.09629; at 1 the outputs of GPTAQ: Li et al., arXiv 2504.02692). 0.5 does
+      for most: at 1 it follows the batches closely. Each batch runs through both models. A weight
+      that meets several activations at one place of the program, or experts that tokens are sent
+      to, are as without it. What the report says each loses is of what is rounded, too.
     - `damping`: of "gptq", what is added to the diagonal of the second moments, as a share of its
       mean.
     - `memory`: bytes for second moments, 8 for each entry of a `[K, K]`; None is no bound. Where
@@ -117,7 +125,9 @@ def calibrate(
     >>> row.after < 0.7 * row.before
     True
     """
-    return Calibrator(model, rules, params, method, sequential, damping, memory, resume, progress)
+    return Calibrator(
+        model, rules, params, method, sequential, propagation, damping, memory, resume, progress
+    )
 
 
 class Calibrator:
@@ -135,6 +145,7 @@ class Calibrator:
         params: Any,
         method: str,
         sequential: bool,
+        propagation: float,
         damping: float,
         memory: int | None,
         resume: str | Path | None,
@@ -143,6 +154,13 @@ class Calibrator:
         get_method(method)
         if memory is not None and not memory > 0:
             raise ValueError(f"memory is a number of bytes above 0, not {memory}")
+        if not 0 <= propagation <= 1:
+            raise ValueError(f"propagation is a part of what was lost, 0 to 1, not {propagation}")
+        if propagation and not sequential:
+            raise ValueError(
+                f"propagation={propagation} makes up for weights that are rounded before: it goes "
+                "with sequential=True"
+            )
         if not damping >= 0:
             raise ValueError(f"damping is a share of the mean second moment, not {damping}")
         if not isinstance(rules, str):
@@ -163,7 +181,8 @@ class Calibrator:
         program = program_of(self._params, None if params is None else model, (), None)
         assert program is not None
         self._program, self._rules = program, rules
-        self._method, self._sequential, self._damping = method, sequential, damping
+        self._method, self._sequential, self._propagation = method, sequential, propagation
+        self._damping = damping
         self._memory, self._resume, self._progress = memory, resume, progress
 
     def __call__(self, batches: Iterable[Any]) -> Any:
@@ -184,7 +203,8 @@ class Calibrator:
                 f"{many} goes through the batches several times, and these can be gone through "
                 "but once: pass a list, or an object whose __iter__ begins anew"
             )
-        called = self._rules, self._method, self._sequential, self._damping, self._memory
+        how = self._method, self._sequential, self._propagation, self._damping, self._memory
+        called = self._rules, *how
         kept = KeptCalibration(self._resume, called, (self._params, first))
         weights, met = self._round(chosen, axes, stages, batches, kept)
 
@@ -241,7 +261,7 @@ class Calibrator:
                 unmet |= others
                 for path in new:
                     tell(path)
-                    known[path] = dataclasses.replace(new[path], gram=None)
+                    known[path] = dataclasses.replace(new[path], gram=None, cross=None)
                     if path in weights:
                         rule = chosen.rules[path]
                         with naming(path):
@@ -249,6 +269,7 @@ class Calibrator:
                                 new[path],
                                 method=self._method_for(rule),
                                 damping=self._damping,
+                                propagation=self._propagation,
                                 stacks=stage[path],
                             )
                     kept.save(number, path, known[path], weights.get(path))
@@ -271,10 +292,12 @@ class Calibrator:
         *,
         gram: bool,
     ) -> Mapping[str, Recording]:
-        """What some weights meet."""
-        call = lambda parts, *args: self._program(parts[0], *args)
+        """What some weights meet; and where nothing is rounded, if errors are propagated."""
+        call = lambda parts, *args: [self._program(part, *args) for part in parts]
         tree = chosen.paths, [leaves[path] for path in chosen.paths], chosen.treedef
-        return record(call, [tree], lambda _: axes, batches, gram=gram, decay=0.9)
+        pairs = gram and self._propagation > 0
+        dense = (chosen.paths, chosen.leaves, chosen.treedef) if pairs else None
+        return record(call, [tree], lambda _: axes, batches, gram=gram, decay=0.9, beside=dense)
 
 
 _NONE = object()

@@ -22,7 +22,7 @@ class Correction:
 
     **Arguments:**
 
-    - `dense`: the weight, as it was.
+    - `shape`: of the weight.
     - `rank`: at most.
     - `axes`: of the correction.
     - `contracting`: the axes that products contract.
@@ -30,10 +30,12 @@ class Correction:
     `factors` are those of its matrices, `[S, in, rank]` and `[S, rank, out]`.
     """
 
-    def __init__(self, dense: Any, rank: int, axes: LowRankAxes, contracting: Sequence[int]):
-        lead, ins, outs = axes.matrices(dense.shape)
-        self._dense, self._axes, self._lead = np.asarray(dense, np.float32), axes, lead
-        self._contracted = sorted(axis % dense.ndim for axis in contracting)
+    def __init__(
+        self, shape: Sequence[int], rank: int, axes: LowRankAxes, contracting: Sequence[int]
+    ):
+        lead, ins, outs = axes.matrices(tuple(shape))
+        self._of_weight, self._axes, self._lead = tuple(shape), axes, lead
+        self._contracted = sorted(axis % len(shape) for axis in contracting)
         self._shape = math.prod(lead), math.prod(ins), math.prod(outs)
         self._rank = min(rank, *self._shape[1:])
         self.factors = (
@@ -43,7 +45,7 @@ class Correction:
 
     def find(
         self,
-        rounded: Any,
+        lost: Any,
         moments: Sequence[Moments],
         stacked_axes: Sequence[int],
         stacks: Collection[int],
@@ -52,7 +54,7 @@ class Correction:
 
         **Arguments:**
 
-        - `rounded`: what the weight is worth, rounded.
+        - `lost`: what the weight is worth less as it is rounded, in its shape.
         - `moments`: of the activations of each stack.
         - `stacked_axes`: the axes along which those are, from the front.
         - `stacks`: their numbers.
@@ -63,9 +65,9 @@ class Correction:
             raise ValueError(
                 f"activations differ along the axes {list(stacked_axes)}, and a correction of low "
                 f"rank has {self._axes.in_ndim + self._axes.out_ndim} axes of shape "
-                f"{list(self._dense.shape)} in one matrix: leave out correction_rank"
+                f"{list(self._of_weight)} in one matrix: leave out correction_rank"
             )
-        lost = (self._dense - np.asarray(rounded, np.float32)).reshape(self._shape)
+        lost = np.asarray(lost, np.float32).reshape(self._shape)
         lost = np.nan_to_num(lost, nan=0, posinf=0, neginf=0)
         counts = [self._lead[axis] for axis in stacked_axes]
         turned = self._axes.contracted == "out"
@@ -80,7 +82,7 @@ class Correction:
 
     def _gram(self, gram: np.ndarray, at: Sequence[int]) -> np.ndarray:
         """The moments of the rows that one matrix has, of those of all that a product contracts."""
-        sizes = [self._dense.shape[axis] for axis in self._contracted]
+        sizes = [self._of_weight[axis] for axis in self._contracted]
         count = len(self._lead)
         where = tuple(at[axis] if axis < count else slice(None) for axis in self._contracted)
         rows = self._shape[2 if self._axes.contracted == "out" else 1]

@@ -20,7 +20,7 @@ from ..models.rules import Rule
 from ..observation.statistics import ActivationStatistics
 from ..qarray import pack_codes
 from .factors import awq_factors, smoothquant_factors
-from .gptq import gptq
+from .gptq import damped, gptq
 from .low_rank import Correction
 from .methods import get_method
 from .moments import Moments
@@ -96,7 +96,8 @@ class RoundedWeight:
     """
 
     def __init__(self, dense: Any, rule: Rule, axes: LowRankAxes | None = None):
-        self._dense, self._contracting = dense, rule.contracting(dense.ndim)
+        self._dense, self._contracting, self._rule = dense, rule.contracting(dense.ndim), rule
+        self._target = dense  # that is rounded: of matrices that make up for others, another one
         self._stored_by = dataclasses.replace(with_least_error(rule), rotate=False)
         self._nearest = rule.quantize(dense)
         self._rounded = self._quantized(rule.in_basis(dense))
@@ -117,6 +118,7 @@ class RoundedWeight:
         *,
         method: str,
         damping: float,
+        propagation: float = 0,
         stacks: Sequence[int] | None = None,
     ) -> None:
         """Rounds the weight, or some of its matrices.
@@ -126,6 +128,7 @@ class RoundedWeight:
         - `statistics`: of its activations; without second moments nothing is known.
         - `method`: how, of `METHODS`.
         - `damping`: of second moments.
+        - `propagation`: by how much it makes up for what activations have lost.
         - `stacks`: the numbers of the matrices; None is all.
         """
         if statistics.gram is None or not self._dense.size:
@@ -135,7 +138,9 @@ class RoundedWeight:
         matrices = self._matrices()
         moments = moments_of(statistics, matrices)
         stacks = range(len(moments)) if stacks is None else stacks
-        dense, of = finite(matrices.of(self._dense)), get_method(method)
+        if propagation and statistics.cross is not None:
+            self._aim(matrices, statistics.cross, moments, stacks, damping, propagation)
+        target, of = finite(matrices.of(self._target)), get_method(method)
         if of.factors is not None:
             factors = self._found_factors(of.factors, statistics, matrices, moments)
             self._factors = np.broadcast_to(self._factors, factors.shape).copy()
@@ -149,8 +154,8 @@ class RoundedWeight:
         self._take_values(matrices)
         rounded, nearest = matrices.of(self.values), matrices.of(_dense(self._nearest))
         for i in stacks:
-            losses = (moments[i].loss(dense[i], finite(x[i])).sum() for x in (nearest, rounded))
-            self._lost += [*losses, moments[i].power(dense[i]).sum()]
+            losses = (moments[i].loss(target[i], finite(x[i])).sum() for x in (nearest, rounded))
+            self._lost += [*losses, moments[i].power(target[i]).sum()]
 
     def nearest(self) -> jax.Array:
         """Returns what it is worth with scales of the least error, each value to the nearest."""
@@ -166,6 +171,8 @@ class RoundedWeight:
             "factors": self._factors,
             "packed": np.frombuffer(np.asarray(_stored(self._rounded).packed).tobytes(), np.uint8),
         }
+        if self._target is not self._dense:
+            state["target"] = np.asarray(self._target)
         found = None if self._correction is None else self._correction.factors
         return state if found is None else state | {"a": found[0], "b": found[1]}
 
@@ -178,6 +185,8 @@ class RoundedWeight:
             return
         self._method, self._factors = str(state["method"]), state["factors"]
         matrices = self._matrices()
+        if "target" in state:
+            self._take_target(jnp.asarray(state["target"]))
         if self._factors.ndim:
             self._rounded = self._quantized(self._scaled(matrices))
         packed = _stored(self._rounded).packed
@@ -218,10 +227,39 @@ class RoundedWeight:
         values[done] = rounded[done]
         self.values = jnp.asarray(matrices.together(values))
 
+    def _aim(
+        self,
+        matrices: MatrixStack,
+        crosses: Any,
+        moments: Sequence[Moments],
+        stacks: Sequence[int],
+        damping: float,
+        share: float,
+    ) -> None:
+        """Has some matrices be those that make up for what activations lost, by least squares.
+
+        **Arguments:**
+
+        - `crosses`: means of products of activations and what they are in the dense model,
+          `[S, K, K]` or of more axes.
+        - `share`: of what was lost.
+        """
+        target = matrices.of(self._target).copy()
+        for i, cross in enumerate(np.reshape(crosses, (len(moments), *[len(target[0])] * 2))):
+            gram = moments[i].gram
+            if i in stacks and gram.any():
+                lost = share * (cross - gram) @ finite(target[i])
+                target[i] += np.linalg.solve(damped(gram, damping), lost).astype(target.dtype)
+        self._take_target(jnp.asarray(matrices.together(target)))
+
+    def _take_target(self, target: Any) -> None:
+        self._target = target
+        self._rounded = self._quantized(self._rule.in_basis(target))
+
     def _scaled(self, matrices: MatrixStack) -> Scaled:
         """The weight, dense, with its factors."""
-        basis = Scaled(self._dense, jnp.asarray(matrices.channels(1 / self._factors)))
-        return basis.with_array(basis.stored(self._dense))
+        basis = Scaled(self._target, jnp.asarray(matrices.channels(1 / self._factors)))
+        return basis.with_array(basis.stored(self._target))
 
     def _pack(self, packed: Any) -> None:
         """Takes codes, packed, of the scales that there are."""
@@ -231,7 +269,7 @@ class RoundedWeight:
 
     def _no_correction(self) -> Correction:
         assert self._low_rank is not None
-        return Correction(self._dense, *self._low_rank, self._contracting)
+        return Correction(self._dense.shape, *self._low_rank, self._contracting)
 
     def _correct(self, moments: Sequence[Moments], stacks: Sequence[int]) -> None:
         """Finds the correction of some matrices, as they are rounded."""
@@ -239,7 +277,8 @@ class RoundedWeight:
             return
         if self._correction is None:
             self._correction = self._no_correction()
-        self._correction.find(_dense(self._rounded), moments, self._stacked_axes, stacks)
+        lost = self._target - _dense(self._rounded)
+        self._correction.find(lost, moments, self._stacked_axes, stacks)
 
     def _corrected(self, q: Any) -> Any:
         """A rounded weight with its correction, which is that of least squares without moments."""
@@ -261,7 +300,7 @@ class RoundedWeight:
         matrices: MatrixStack,
         moments: Sequence[Moments],
     ) -> np.ndarray:
-        dense = finite(matrices.of(self._dense))
+        dense = finite(matrices.of(self._target))
         if kind == "smoothquant":
             return smoothquant_factors(dense, statistics.of_stacks(statistics.absmax))
         plain = dataclasses.replace(self._stored_by, calibration_method=None)
@@ -279,7 +318,7 @@ class RoundedWeight:
         basis, q = self._rounded, _stored(self._rounded)
         scale = matrices.of(_of_entries(q.scales(), q.shape))
         zero = None if q.zero_point is None else matrices.of(_of_entries(q.zero_point, q.shape))
-        dense, grams = self._dense, np.stack([moment.gram for moment in moments])
+        dense, grams = self._target, np.stack([moment.gram for moment in moments])
         if isinstance(basis, InBasis):
             dense = basis.stored(dense)
             grams = matrices.grams_in(basis, grams)
