@@ -10,7 +10,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from . import tree as vtree
-from ._core.primitives.sharding import leaf_specs, places
+from ._core.primitives.sharding import leaf_specs, places, why_not_cut
 from ._core.value import is_value
 
 
@@ -159,9 +159,11 @@ def _check(path: str, x: Any, device: Any) -> None:
     except ValueError as error:
         raise ValueError(f"{name} has shape {shape}: {error}") from None
     if is_value(x) and block != shape and _stays_whole(x, sharding):
+        why = why_not_cut(x, sharding.spec, sharding.mesh.shape)
         warnings.warn(
             f"{name} is whole on each device: {x!r} has no blocks of shape {list(block)}, as "
-            f"{sharding.spec} asks for, that end where its tiles and bytes do",
+            f"{sharding.spec} asks for, that end where its tiles and bytes do"
+            + (f": {why}" if why else ""),
             UserWarning,
             stacklevel=4,
         )

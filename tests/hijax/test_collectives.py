@@ -71,10 +71,15 @@ def over_devices(f, **options):
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jitted"])
 def test_values_are_sent_as_stored(jit):
     value = vn.quant.quantize(normal(8, 64), "int4", channelwise_axes=(0,), tiled_axes={1: 8})
-    body = lambda x: (lax.all_gather(x, "i", tiled=True), lax.ppermute(x, "i", SWAP), x + 1)
+    body = lambda x: (
+        lax.all_gather(x, "i", tiled=True),
+        lax.ppermute(x, "i", SWAP),
+        lax.all_to_all(x, "i", 1, 0, tiled=True),
+        x + 1,
+    )
     run = over_devices(body)
     found = (jax.jit(run) if jit else run)(value)
-    assert [type(x) for x in found[:2]] == [vn.quant.QArray] * 2
+    assert [type(x) for x in found[:3]] == [vn.quant.QArray] * 3
     agree(vn.materialise(found), run(vn.materialise(value)))
 
 

@@ -143,8 +143,8 @@ def note_rule(primitive: str, operands: Callable[[], Operands], rule: str) -> No
         tell([Event(primitive, shown, rule, sum(dense), user_line(), how, sources, dense)])
 
 
-def note_materialised(primitive: str, operands: Callable[[], Operands]) -> None:
+def note_materialised(primitive: str, operands: Callable[[], Operands], why: str = "") -> None:
     """Tells whoever asked that operands are about to be made dense."""
     if _policy.value is not ALLOW:
         shown, sources, dense = operands()
-        tell([Event(primitive, shown, None, sum(dense), user_line(), "", sources, dense)])
+        tell([Event(primitive, shown, None, sum(dense), user_line(), why, sources, dense)])

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 
 from .._jax.primitives import Primitive
 from .._jax.source_lines import user_line
+from .._jax.tracing import vary_as
 from .leaf_axes import Axes, Movement, are_axes, partition
 from .policy import ALLOW, Operands, note_materialised, policy_in_force
 from .surface.event import Source
@@ -314,12 +315,12 @@ def materialise(tree: Any) -> Any:
     return jax.tree.map(dense, tree, is_leaf=is_value)
 
 
-def make_dense(primitive: Primitive, values: Sequence[Any]) -> list[Any]:
-    """The values with implicit ones materialised, telling whoever wants to know."""
+def make_dense(primitive: Primitive, values: Sequence[Any], why: str = "") -> list[Any]:
+    """The values with implicit ones materialised, telling whoever wants to know, and `why`."""
     implicit = [v for v in values if isinstance(v, Value)]
     if not implicit:
         return list(values)
-    note_materialised(primitive.name, lambda: operands_met(values))
+    note_materialised(primitive.name, lambda: operands_met(values), why)
     try:
         return [_checked(v) if isinstance(v, Value) else v for v in values]
     except Exception as error:
@@ -339,7 +340,7 @@ def _checked(value: Value) -> Any:
             f"{type(value).__name__}.materialise() gives {_short(found)}, but its aval() states "
             f"{_short(stated)}: {value!r}"
         )
-    return dense
+    return vary_as(jax.tree.leaves(value), dense)
 
 
 def _aval_of_dense(value: Value, dense: Any) -> Any:
@@ -403,7 +404,7 @@ def _find_aval(treedef: Any, leaves: Any, x64: bool) -> jax.core.ShapedArray:
         value = jax.tree.unflatten(treedef, leaves)
         found = materialise_one(value)
         _aval_of_dense(value, found)
-        return found
+        return vary_as(leaves, found)
 
     # Not by eval_shape, whose result has lost the mesh that it is sharded over.
     (aval,) = jax.make_jaxpr(dense)(*leaves).out_avals

@@ -5,6 +5,7 @@ Pallas, which takes as long as all of our modules. A shim names the version it i
 can be deleted.
 
     tracing             which trace is current, and what one knows of the arrays in it
+    divisors            what divides an integer that a program computes
     primitives          primitives by name, and the jaxprs that some of them contain
     custom_functions    functions with derivatives, solvers or batching rules of their own
     sparse              what the primitives of `jax.experimental.sparse` compute

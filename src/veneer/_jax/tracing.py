@@ -11,6 +11,7 @@ from jax._src.config import trace_context as trace_context
 from jax._src.interpreters import ad
 from jax._src.interpreters.batching import BatchTracer
 from jax._src.interpreters.partial_eval import DynamicJaxprTrace, DynamicJaxprTracer
+from jax._src.lax.parallel import insert_collective_pvary
 
 from .primitives import find_primitive
 
@@ -156,9 +157,19 @@ def is_eager() -> bool:
 _pvary_p = find_primitive("pvary")
 
 
-def varying_axes(x: Any) -> frozenset[str]:
-    """The manual mesh axes along which an array inside a shard_map may differ, by its type."""
-    return jax.typeof(x).mat.varying
+def varying_axes(*arrays: Any) -> frozenset[str]:
+    """The manual mesh axes along which one of the arrays in a shard_map may differ, by its type."""
+    return frozenset[str]().union(*(jax.typeof(x).mat.varying for x in arrays))
+
+
+def vary_along(axes: Sequence[str], x: Any) -> Any:
+    """An array that may differ along some manual axes, as JAX has the operand of a collective."""
+    return insert_collective_pvary(tuple(axes), x) if axes else x
+
+
+def vary_as(leaves: Sequence[Any], x: Any) -> Any:
+    """An array that stands for leaves, and may differ where one does, though made without that."""
+    return vary_along(tuple(varying_axes(*leaves)), x)
 
 
 def vary_together(arrays: Sequence[Any]) -> list[Any]:

@@ -13,7 +13,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from .._core.primitives.shard_map import joined, placed
-from .._core.primitives.sharding import map_leaves, split
+from .._core.primitives.sharding import map_leaves, split, why_not_cut
 from .._core.value import Value, is_part, is_value
 from .._jax.primitives import Primitive
 from .._jax.sharding import flat_tree
@@ -163,7 +163,8 @@ class _Body:
             value = fully_opened(x)
             block = split(value, spec, self._mesh.shape)
             if block is None:
-                raise _refused("cut", t, spec, "Give it the spec P(), or vn.materialise of it")
+                remedy = "Give it the spec P(), or vn.materialise of it"
+                raise _refused("cut", t, spec, remedy, why_not_cut(value, spec, self._mesh.shape))
             place = lambda leaf, spec: placed(leaf, spec, self._mesh, self._manual)
             leaves += jax.tree.leaves(map_leaves(place, value, block))
             leaf_specs += jax.tree.leaves(block)
@@ -238,9 +239,11 @@ def _high_type_of(x: Any) -> Any:
     return t if isinstance(t, HighType) else None
 
 
-def _refused(verb: str, t: HighType, spec: Any, remedy: str) -> TypeError:
+def _refused(verb: str, t: HighType, spec: Any, remedy: str, why: str = "") -> TypeError:
+    why = why or (
+        "which does not fit the leaves, or of which its class does not say how "
+        "(ImplicitArray.partition)"
+    )
     return TypeError(
-        f"shard_map cannot {verb} a {t.cls.__name__} of the type {t} by {spec}, which does not fit "
-        "the leaves, or of which its class does not say how (ImplicitArray.partition). "
-        f"{remedy}."
+        f"shard_map cannot {verb} a {t.cls.__name__} of the type {t} by {spec}: {why}. {remedy}."
     )

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 
 from ..._jax.primitives import find_primitive
+from ..._jax.tracing import vary_together
 from ..batch_axes import LeafLayout, layout_of, takes_batch_axis
 from ..leaf_axes import Axes, Movement, Shape
 from ..transform import redispatch
@@ -117,10 +118,16 @@ def rebuilt(structure: Any, parts: Sequence[Any], movement: Movement) -> Any:
 
 def _moved_part(x: Value, primitive: str, part: Any, step: Step, plan: MovementPlan) -> Any:
     operands, params = step
-    bind = partial(find_primitive(primitive).bind, **params)
+    bind = partial(_bind, primitive, params)
     if not isinstance(part, Value):
         return bind(part, *operands)
     if isinstance(part, type(x)):  # a matter of how x is stored (quantised scales): dense, no news
         moved = (plan.rule or RULES[primitive])(part, *operands, **params)
         return bind(part.materialise(), *operands) if moved is NotImplemented else moved
     return redispatch(bind, part, *operands)
+
+
+def _bind(primitive: str, params: dict[str, Any], *operands: Any) -> Any:
+    # An index may differ between the devices of a shard_map, and a leaf that it is for may not.
+    arrays = vary_together(operands) if len(operands) > 1 else operands
+    return find_primitive(primitive).bind(*arrays, **params)

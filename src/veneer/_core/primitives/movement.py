@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..._jax.divisors import divisor_of
 from ..._jax.primitives import find_primitive
 from ..batch_axes import layout_of
 from ..leaf_axes import Axes, LeafAxis, Movement, Shape
@@ -193,12 +194,26 @@ def _dynamic_slice(x: Value, *indices: Any, slice_sizes: Sequence[int]) -> Any:
             # What is taken whole starts at 0, whatever the index says.
             starts.append(jnp.zeros_like(indices[0]) if axis is None else indices[axis.axis])
             if axis is not None and axis.axis in cut and axis.block != "shared":
-                if axis.block != 1:
+                if axis.block == "whole" or not _in_blocks(axis, starts[j], old, new):
                     return NotImplemented
-                sizes[j] = new[axis.axis]
+                width = axis.packed_in or 1
+                sizes[j] = new[axis.axis] // axis.block * width
+                if axis.block > 1:
+                    starts[j] = lax.div(starts[j], jnp.array(axis.block, starts[j].dtype))
+                if width > 1:
+                    starts[j] *= width
         return AsItIs if tuple(sizes) == leaf.shape else (starts, {"slice_sizes": tuple(sizes)})
 
     return move(x, "dynamic_slice", MovementPlan(Movement(new, _stay(old)), step))
+
+
+def _in_blocks(axis: LeafAxis, start: Any, old: Shape, new: Shape) -> bool:
+    """Whether a slice is of whole blocks wherever it starts: by how that is computed."""
+    at, block = axis.axis, int(axis.block)
+    if block == 1:
+        return True
+    is_whole = old[at] % block == new[at] % block == 0 and block <= jnp.iinfo(start.dtype).max
+    return is_whole and divisor_of(start) % block == 0
 
 
 def _rev(x: Value, *, dimensions: Sequence[int]) -> Any:

@@ -19,7 +19,7 @@ from ..rules import add_rule, structural
 from ..surface.weights import keep_sources
 from ..value import Value, make_dense
 from .reentering import reentering
-from .sharding import Sizes, axes_of, entries_of, join, map_leaves, split
+from .sharding import Sizes, axes_of, entries_of, join, map_leaves, split, why_not_cut
 
 _shard_map_p, _pvary_p = map(find_primitive, ("shard_map", "pvary"))
 
@@ -43,7 +43,8 @@ def _shard_map(
         if isinstance(value, Value):
             block = split(value, spec, mesh.shape)
             if block is None:
-                (operands[i],) = make_dense(_shard_map_p, [value])
+                why = why_not_cut(value, spec, mesh.shape)
+                (operands[i],) = make_dense(_shard_map_p, [value], why)
             else:
                 place = lambda leaf, leaf_spec: placed(leaf, leaf_spec, mesh, manual)
                 operands[i], specs[i] = map_leaves(place, value, block), block

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from ..._jax.primitives import find_primitive
 from ..batch_axes import has_batch_axes
 from ..rules import add_rule
-from ..value import Value, is_part, make_dense, stands_for
+from ..value import Value, is_part, make_dense, stands_for, stated_layout
 from .labels import is_label
 
 _NAMES = ("device_put", "reshard", "sharding_constraint")
@@ -97,6 +97,28 @@ def _fits(value: Value, specs: Any, spec: P, sizes: Sizes, resize: Resize) -> bo
     wanted = value.aval().shape
     blocks = [_blocks(e, sizes) for e in entries_of(spec, len(wanted))]
     return stands_for(jax.tree.structure(specs), tuple(avals)) == tuple(map(resize, wanted, blocks))
+
+
+def why_not_cut(value: Value, spec: P, sizes: Sizes) -> str:
+    """What of a value is stored together and would be cut in two; nothing where it is not that."""
+    parts, _, axes = stated_layout(value)
+    entries, shape = entries_of(spec, value.aval().ndim), value.aval().shape
+    for part, of_part in zip(parts, axes or [()] * len(parts), strict=True):
+        for axis in filter(None, of_part):
+            devices = _blocks(entries[axis.axis], sizes)
+            size, at = shape[axis.axis] // devices, axis.axis + len(shape)
+            if devices > 1 and axis.block == "whole":
+                return f"all of axis {at} is stored together"
+            if devices > 1 and isinstance(axis.block, int) and size % axis.block:
+                return (
+                    f"of axis {at} each of {devices} devices would have {size} values, of which "
+                    f"{axis.block} are stored together"
+                )
+        if isinstance(part, Value) and of_part:
+            own = P(*(axis and entries[axis.axis] for axis in of_part))
+            if why := why_not_cut(part, own, sizes):
+                return why
+    return ""
 
 
 def entries_of(spec: P, ndim: int) -> tuple[Any, ...]:

@@ -25,7 +25,8 @@ class Event:
     """One primitive that met an implicit operand.
 
     `rule` is the file and line of the rule that ran, or None where none fitted; `how` is the way it
-    went; `nbytes` the size of what that, or the lack of a rule, made dense; `line` the user's own.
+    went, or why none fitted, where that is known; `nbytes` the size of what that, or the lack of a
+    rule, made dense; `line` the user's own.
     `weights` are the paths of the weights among the operands, in the arguments of the program, and
     `weight_nbytes` is what was made dense of those alone.
     """
@@ -64,7 +65,8 @@ class Event:
         if self.rule is not None:
             dense = f"{self.nbytes:,} bytes are made dense" if self.nbytes else ""
             return f"{met}: " + ", ".join(filter(None, (f"rule {self.rule}", self.how, dense)))
-        return f"{met}: no rule fits, so {self.nbytes:,} bytes are made dense"
+        why = f": {self.how}" if self.how else ""
+        return f"{met}: no rule fits{why}, so {self.nbytes:,} bytes are made dense"
 
 
 def paths_of(source: Source) -> tuple[str, ...]:

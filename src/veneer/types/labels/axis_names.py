@@ -74,6 +74,15 @@ def _without(dropped: Sequence[SupportsIndex], x: Axes) -> Names:
     return tuple(name for i, name in enumerate(x.names) if i not in dropped)
 
 
+def _all_gather(x: Axes, *, all_gather_dimension: int, tiled: bool, **params: Any) -> Names:
+    new = [] if tiled else [None]
+    return (*x.names[:all_gather_dimension], *new, *x.names[all_gather_dimension:])
+
+
+def _reduce_scatter(x: Axes, *, scatter_dimension: int, tiled: bool, **params: Any) -> Names:
+    return x.names if tiled else _without([scatter_dimension], x)
+
+
 def _reduction(x: Axes, *, axes: Any, **params: Any) -> Names:
     return _without(axes, x)
 
@@ -201,10 +210,11 @@ LAWS: dict[str, Law] = {
         elementwise,
     ),
     **dict.fromkeys(
-        "cumlogsumexp cummax cummin cumprod cumsum dynamic_slice pad "
+        "all_to_all cumlogsumexp cummax cummin cumprod cumsum dynamic_slice pad "
         "pbroadcast ppermute pvary rev slice".split(),
         first,
     ),
+    **dict.fromkeys("all_gather all_gather_invariant".split(), _all_gather),
     **dict.fromkeys("pmax pmin psum psum_invariant".split(), _collective),
     **dict.fromkeys(
         "argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum "
@@ -219,6 +229,7 @@ LAWS: dict[str, Law] = {
     "dot_general": _dot_general,
     "dynamic_update_slice": _dynamic_update_slice,
     "gather": _gather,
+    "reduce_scatter": _reduce_scatter,
     "reshape": _reshape,
     "sort": _all_alike,
     "split": _split,

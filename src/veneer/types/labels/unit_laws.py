@@ -146,11 +146,12 @@ LAWS: dict[str, Law] = {
     ),
     **dict.fromkeys("atan2 eq eq_to ge gt le le_to lt lt_to ne".split(), _comparison),
     **dict.fromkeys(
-        "abs all_gather all_to_all broadcast_in_dim ceil conj convert_element_type cummax "
-        "cummin cumsum dynamic_slice fft floor gather imag neg pbroadcast pmax pmin ppermute "
-        "psum psum_invariant pvary real reduce_max reduce_min reduce_precision reduce_scatter "
-        "reduce_sum reduce_window_max reduce_window_min reduce_window_sum reshape rev round "
-        "scatter-mul slice split squeeze tile transpose unstack".split(),
+        "abs all_gather all_gather_invariant all_to_all broadcast_in_dim ceil conj "
+        "convert_element_type cummax cummin cumsum dynamic_slice fft floor gather imag neg "
+        "pbroadcast pmax pmin ppermute psum psum_invariant pvary real reduce_max reduce_min "
+        "reduce_precision reduce_scatter reduce_sum reduce_window_max reduce_window_min "
+        "reduce_window_sum reshape rev round scatter-mul slice split squeeze tile transpose "
+        "unstack".split(),
         _first,
     ),
     **dict.fromkeys("argmax argmin is_finite sign".split(), _forgotten),

@@ -8,6 +8,7 @@ from jax.typing import ArrayLike
 
 from ..._core.rules import register
 from ..._jax.primitives import find_primitive
+from ..._jax.tracing import vary_together
 from .array import Masked, mask_of, value_of
 from .sums import as_sum
 
@@ -19,7 +20,8 @@ def _layout(name: str) -> None:
 
     @register(primitive)
     def _(x: Masked, *indices: ArrayLike, **params: Any) -> Any:
-        both = [primitive.bind(jnp.asarray(v), *indices, **params) for v in (x.value, x.mask)]
+        arrays = [vary_together([jnp.asarray(v), *indices]) for v in (x.value, x.mask)]
+        both = [primitive.bind(*operands, **params) for operands in arrays]
         if primitive.multiple_results:
             return [Masked(*pair) for pair in zip(*both, strict=True)]
         return as_sum(Masked(*both), getattr(x, "_entries", None))
