@@ -66,14 +66,26 @@ class TestProduct:
     def test_of_any_shape(self, contracted, kind, k, n):
         check(contracted, kind, (2, k, n), (k, 1), 5)
 
-    @pytest.mark.parametrize("at_end", [True, False])
-    @pytest.mark.parametrize(("k", "n", "tile"), [(67, 130, 67), (256, 64, 64), (30, 77, 5)])
-    def test_reads_and_writes_nothing_else(self, contracted, kind, at_end, k, n, tile):
-        check(contracted, kind, (2, k, n), (tile, 1), 5, guard=lambda of: guarded(of, at_end))
+    @pytest.mark.parametrize("m", [1, 2, 4])
+    @pytest.mark.parametrize(
+        ("k", "tile"), [(16, 16), (300, 300), (520, 260), (1200, 400), (1216, 76), (900, 20)]
+    )
+    def test_of_tiles_of_which_each_depth_has_some_or_a_part(self, contracted, kind, k, tile, m):
+        check(contracted, kind, (2, k, 1100), (tile, 1), m, threads=3)
 
-    def test_is_the_same_on_any_number_of_threads(self, contracted, kind):
-        w = stored(kind, (2, 640, 640), (128, 128))
-        x, x_scale = activations(2, 9, 640)
+    @pytest.mark.parametrize("at_end", [True, False])
+    @pytest.mark.parametrize(
+        ("k", "n", "tile"), [(67, 130, 67), (256, 64, 64), (30, 77, 5), (300, 77, 60)]
+    )
+    @pytest.mark.parametrize("m", [3, 7])
+    def test_reads_and_writes_nothing_else(self, contracted, kind, at_end, k, n, tile, m):
+        check(contracted, kind, (2, k, n), (tile, 1), m, guard=lambda of: guarded(of, at_end))
+
+    @pytest.mark.parametrize("m", [3, 9])
+    @pytest.mark.parametrize("tile", [128, 640])
+    def test_is_the_same_on_any_number_of_threads(self, contracted, kind, tile, m):
+        w = stored(kind, (2, 640, 640), (tile, 128))
+        x, x_scale = activations(2, m, 640)
         once, again = (product(contracted, x, x_scale, w, threads) for threads in (1, 3))
         np.testing.assert_array_equal(once, again)
 
@@ -118,7 +130,7 @@ class TestExactness:
 CHECKS = """
 import test_integer
 for contracted, kind in (("rows", "uint8"), ("columns", "lookup2")):
-    for m in (9, 20):  # each in a way of its own, if columns are contracted
+    for m in (3, 9, 20):  # each in a way of its own
         test_integer.check(contracted, kind, (2, 512, 150), (32, 1), m)
 """
 

@@ -151,6 +151,26 @@ def add_sums(total, address, bytes):
 
 
 @instruction
+def beside(a, b):
+    """A row of vectors, those of `a` and then those of `b`."""
+    block = Block("i32", 1, a.columns + b.columns)
+    return block, lambda builder, *blocks: block_of(
+        builder, [value for values in blocks for value in vectors(builder, values)]
+    )
+
+
+@instruction
+def plus(a, b):
+    """The sum of two blocks alike."""
+
+    def emit(builder, *blocks):
+        pairs = zip(*(vectors(builder, block) for block in blocks), strict=True)
+        return block_of(builder, [builder.add(*pair) for pair in pairs])
+
+    return a, emit
+
+
+@instruction
 def times(block, number):
     """A block times an int32."""
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from ....native.functions import native
 from ....native.isa import LANES
-from ....native.memory import prefetch, stack, store_f32, store_i64, word
+from ....native.memory import prefetch_for_later, stack, store_f32, store_i64, word
 from ....native.simd.codes import load_table
 from ....native.simd.floats import load, store, store_sums
 from ..job import BATCH, OUT, ROW_BYTES, SCALE, TABLE, TC, TR, C, M, R, W
@@ -223,7 +223,7 @@ def _panels(kind: str, rows: int, way: int) -> Any:
             part = begun(total)
             for _ in range(begin, stop):
                 for c in range(TOGETHER):
-                    prefetch(w + c * next_row + ahead)
+                    prefetch_for_later(w + c * next_row + ahead)
                 part = multiply(part, x, X_PANEL, table, scales, w, next_row, kind, way)
                 x += rows * X_PANEL
                 w += W_BYTES

@@ -4,7 +4,8 @@
 
     kernels         rows or columns contracted, for any number of rows of x
     blocks          the matrix in panels, block by block, for any of them
-    few             few rows of x, and columns contracted: the matrix is read as it lies
+    rows_few        rows contracted by few rows of x: the matrix is read once, as it lies
+    columns_few     columns contracted by few rows of x: it is, too
     panel           a panel of bytes, and the product of activations with it
     rows, columns   where a panel comes from, by what is contracted
 """

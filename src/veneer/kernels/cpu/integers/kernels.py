@@ -7,12 +7,13 @@ taken off again: OFFSET times the sum of the activations.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 from ....native.functions import compiled, native
 from ....native.memory import free, word
 from ..job import SCRATCH
-from . import blocks, columns, few, rows
+from . import blocks, columns, columns_few, rows, rows_few
 from .panel import offset
 
 
@@ -24,34 +25,39 @@ def rows_kernel(kind: str) -> Any:
     -128 to 127.
     """
     by_blocks = blocks.kernel(rows.orientation(kind), offset(kind))
-    return (*map(compiled, by_blocks), _finish)
+    return _by_size(rows_few.kernel(kind, offset(kind)), by_blocks)
 
 
 @functools.cache
 def columns_kernel(kind: str) -> Any:
     """Returns a kernel where the columns are contracted; `kind` is as for `rows_kernel`."""
     by_blocks = blocks.kernel(columns.orientation(kind), offset(kind))
-    *by_few, few_fits = few.kernel(kind, offset(kind))
-    prepare_few, count_few, work_few = map(native, by_few)
-    prepare_all, count_all, work_all = map(native, by_blocks)
+    return _by_size(columns_few.kernel(kind, offset(kind)), by_blocks)
+
+
+def _by_size(few: Sequence[Any], many: Sequence[Any]) -> Any:
+    """Returns the functions of a job of those for few rows of activations, and of others."""
+    *few, is_few = few
+    prepare_few, count_few, work_few = map(native, few)
+    prepare_many, count_many, work_many = map(native, many)
 
     @compiled
     def prepare(job):
-        if few_fits(job):
+        if is_few(job):
             prepare_few(job)
         else:
-            prepare_all(job)
+            prepare_many(job)
 
     @compiled
     def count(job):
-        return count_few(job) if few_fits(job) else count_all(job)
+        return count_few(job) if is_few(job) else count_many(job)
 
     @compiled
     def work(job, part):
-        if few_fits(job):
+        if is_few(job):
             work_few(job, part)
         else:
-            work_all(job, part)
+            work_many(job, part)
 
     return prepare, count, work, _finish
 

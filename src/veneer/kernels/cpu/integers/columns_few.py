@@ -1,8 +1,9 @@
 """Products of few rows of int8 activations with integer codes, where columns are contracted.
 
 Rows of the matrix are read as they are stored, four at a time, and multiplied by vectors of
-activations that are in the order of their codes. The lanes of int32 sums are scaled as a tile ends,
-and added up in f32; the sums of lanes are what is looked for in the end.
+activations that are in the order of their codes. Meanwhile, the same place of the next four is
+fetched. The lanes of int32 sums are scaled as a tile ends, and added up in f32; the sums of lanes
+are what is looked for in the end.
 """
 
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 
 from ....native.functions import native
 from ....native.isa import LANES
-from ....native.memory import load_f32, malloc, prefetch, set_word, stack, store_f32, word
+from ....native.memory import load_f32, malloc, prefetch_for_later, set_word, stack, store_f32, word
 from ....native.simd.bytes import byte_table, copy_by_fields
 from ....native.simd.floats import store_block, store_sums, zeros
 from ....native.simd.integers import (
@@ -46,8 +47,6 @@ from .panel import BITS, WIDTH, reader
 
 #: How many rows of the matrix are multiplied at once.
 ROWS = 4
-#: How many bytes of a row are fetched ahead.
-AHEAD = 512
 #: How many rows of the matrix a part has; the last has the rest, too.
 PART = 64
 FEW = 16
@@ -105,7 +104,7 @@ def kernel(kind: str, offset: int) -> Any:
                 total = start_lanes(start, tiles * WIDTH, m, ROWS)
                 for _ in range(each):
                     for row in range(ROWS):
-                        prefetch(w + row * row_bytes + AHEAD)
+                        prefetch_for_later(w + (row + ROWS) * row_bytes)
                     codes = load_ints(w, row_bytes, ROWS, 1)
                     for field in range(fields):
                         total = dot_lanes(total, x, c, read(table, codes, field * bits))
