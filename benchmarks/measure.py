@@ -17,6 +17,8 @@ from typing import Any
 import jax
 
 Thunk = Callable[[], Any]
+#: Seconds for which a side waits: threads of the one before may still look for work, on its cores.
+_SETTLES = 0.005
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,7 @@ def seconds_a_call(thunk: Thunk, calls: int) -> float:
     out. To wait for each call would add the same wake-up of a thread to both sides, which flatters
     the ratio.
     """
+    time.sleep(_SETTLES)
     start = time.perf_counter()
     for _ in range(calls):
         result = thunk()
