@@ -24,11 +24,13 @@ from veneer.quant import QArray
 FORMATS = (
     ("Q8_0", "int8", 32, "float16", None),
     ("Q6_K", "int6", 16, "int8 by 16", None),
+    ("Q6_K, scales made f32 before", "int6", 16, "float32", None),
     ("Q5_0", "int5", 32, "float16", None),
     ("Q5_1", "uint5", 32, "float16", "float16"),
     ("Q4_0", "int4", 32, "float16", None),
     ("Q4_1", "uint4", 32, "float16", "float16"),
     ("Q4_K", "uint4", 32, "uint6 by 8", "uint6 by 8"),
+    ("Q4_K, scales made f32 before", "uint4", 32, "float32", "float32"),
     ("MLX, 4 bits", "uint4", 64, "bfloat16", "bfloat16"),
     ("MXFP4", "float4_e2m1fn", 32, "float8_e8m0fnu", None),
     ("3 bits", "int3", 128, "float16", None),

@@ -1,4 +1,4 @@
-"""Runs benchmarks, and writes what they print into docs/: benchmarks, performance and numba."""
+"""Runs benchmarks, and writes what they print into pages of docs/."""
 
 import os
 import platform
@@ -13,7 +13,7 @@ from measure import parser
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent / "docs"
-PAGES = ("benchmarks", "performance", "numba")
+PAGES = ("benchmarks", "performance", "numba", "checkpoints")
 
 
 def printed_by(program: str, *arguments: str) -> str:
@@ -48,13 +48,16 @@ def made_with() -> str:
 
 def main(names: list[str], folder: str, *, rounds: int | None) -> None:
     chosen = [] if rounds is None else ["--rounds", str(rounds)]
+    once = {"checkpoint_loading.py"}  # of which each figure is of one run
     for name in names:
         path = DOCS / f"{name}.md"
         page = fill(path.read_text("utf-8"), "made with", made_with())
         for program in sorted(re.findall(r"<!-- (\S+\.py) -->", page)):
             print(program, flush=True)
             extra = [folder] if program.startswith("peers/") else []
-            page = fill(page, program, printed_by(program, *chosen, *extra))
+            page = fill(
+                page, program, printed_by(program, *(chosen if program not in once else ()), *extra)
+            )
         path.write_text(page, "utf-8")
 
 

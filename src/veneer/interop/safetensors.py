@@ -1,6 +1,7 @@
 """Trees of arrays in safetensors files: `save` and `load`."""
 
 import contextlib
+import gc
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -177,12 +178,13 @@ def _placed(path: Any, node: Any, leaves: Mapping[str, Any], shardings: Any) -> 
     }
 
     def array(at: structure.Path, node: Any) -> Any:
+        # What was read is held until it has been copied, and JAX lets go of it as garbage.
+        gc.collect(0)
         with _told_of(path, structure.NotStored):
             value = structure.array_of(at, node, leaves)
         name, device = goes[at]
-        if device is None:
-            return jax.tree.map(as_jax, value)
-        return put([name], [value], [device])[0]
+        value = jax.tree.map(as_jax, value) if device is None else put([name], [value], [device])[0]
+        return jax.block_until_ready(value)
 
     return structure.decode(node, array)
 

@@ -9,8 +9,8 @@ import pytest
 
 import veneer as vn
 from veneer.interop.checkpoints.gguf.blocks import BLOCK_TYPES, LARGEST_SCALES
-from veneer.interop.checkpoints.gguf.packing import pack, unpack
 from veneer.interop.checkpoints.gguf.tensors import decode, encode
+from veneer.interop.checkpoints.packing import pack, unpack
 from veneer.quant.formats import packing as reference
 
 TYPES = [pytest.param(row, id=row.name) for row in BLOCK_TYPES.values()]

@@ -21,5 +21,6 @@ and what they have in common:
 
     affine              integers under scales and zero points, and back
     codes               codes as others pack them, and as `QArray` does
+    packing             codes packed as `QArray` does, in NumPy
     tiling              tiles of others, as those of a `QArray`
 """

@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from ...quant.formats.packing import packed_size
 from . import codes
 from .affine import Stored, Unfit, affine, affine_parts, most_common
+from .packing import pack
 from .source import FLOATS, StoredTensors, Weight
 from .tiling import tiled_axis
 
@@ -60,16 +62,20 @@ def _weight(source: StoredTensors, module: str) -> Weight:
 
 
 def _read(source: StoredTensors, module: str, size: int, tile: int, dtype: str) -> Any:
-    packed = codes.from_fields(_fields(source.read(f"{module}.qweight")).T, 4)
-    zero = _fields(source.read(f"{module}.qzeros")).T
+    words, width = source.read(f"{module}.qweight").T, packed_size(size, 4)
+    eight = lambda rows: pack(_outputs(rows), 4).reshape(-1, 8 * width)
+    packed = codes.by_rows(eight, words, 8 * width).reshape(-1, width)
+    del words
+    zero = _outputs(source.read(f"{module}.qzeros").T)
     scale = source.read(f"{module}.scales").T
     scale, zero = (tiled_axis(x, 1, size, tile) for x in (scale, zero))
     return affine(packed, scale, zero, bits=4, size=size, dtype=dtype)
 
 
-def _fields(words: np.ndarray) -> np.ndarray:
-    fields = codes.fields_of_stream(codes.bytes_of(words), 4, words.shape[-1] * 8)
-    return fields.reshape(-1, 8)[:, PLACES].reshape(fields.shape)
+def _outputs(words: np.ndarray) -> np.ndarray:
+    """The codes of words `[out / 8, n]`: `uint8[out, n]`."""
+    eight = [(words >> 4 * place).astype(np.uint8) & np.uint8(15) for place in PLACES]
+    return np.stack(eight, 1).reshape(-1, words.shape[1])
 
 
 def stored(value: Any) -> Stored:

@@ -5,14 +5,16 @@ on; little-endian words of 32 bits in order are such bytes. Of 1, 2, 4 and 8 bit
 `QArray` packs codes too (quant/formats/packing.py), and nothing is done; others become bit planes.
 """
 
+import functools
 from collections.abc import Callable
 
 import numpy as np
 
 from ...quant import Packing
-from ...quant.formats.packing import UNITS, packed_size
+from ...quant.formats.packing import packed_size
+from .packing import pack, unpack
 
-# Bits take a byte each while they are sorted: a few rows at a time.
+# Codes take up to eight bytes each while they are moved: a few rows at a time.
 _ROWS_BYTES = 2**20
 
 
@@ -38,54 +40,46 @@ def from_stream(data: np.ndarray, bits: int, size: int) -> np.ndarray:
     """
     width = packed_size(size, bits) if bits < 8 else size
     data = _padded(data, width)
-    return data if bits in (1, 2, 4, 8) else _by_rows(lambda x: _swapped(x, 8, bits), data, width)
+    if bits in (1, 2, 4, 8):
+        return data
+    return by_rows(lambda rows: _moved(rows, "stream", "planes", bits), data, width)
 
 
 def to_stream(packed: np.ndarray, bits: int) -> np.ndarray:
     """Undoes `from_stream`, but for what pads the last unit."""
     if bits in (1, 2, 4, 8):
         return packed
-    return _by_rows(lambda x: _swapped(x, bits, 8), packed, packed.shape[-1])
+    return by_rows(lambda rows: _moved(rows, "planes", "stream", bits), packed, packed.shape[-1])
 
 
 def fields_of_stream(data: np.ndarray, bits: int, size: int) -> np.ndarray:
     """Unpacks the first `size` codes of each row of bit streams: `uint8[..., size]`."""
-    codes, bytes_ = UNITS.get(bits, (1, 1))
-    units = -(-size // codes)
-
-    def unpack(rows: np.ndarray) -> np.ndarray:
-        separate = np.unpackbits(rows, axis=-1, bitorder="little")
-        separate = separate.reshape(*rows.shape[:-1], units * codes, bits)
-        fields = np.packbits(separate, axis=-1, bitorder="little")[..., 0]
-        return fields[..., :size]
-
-    if bits == 8:
-        return _padded(data, size)
-    return _by_rows(unpack, _padded(data, units * bytes_), size)
+    if bits in (1, 2, 4, 8):
+        return to_fields(from_stream(data, bits, size), bits, size)
+    change = lambda rows: _moved(rows, "stream", "fields", bits)[:, :size]
+    return by_rows(change, _padded(data, packed_size(size, bits)), size)
 
 
 def stream_of_fields(fields: np.ndarray, bits: int) -> np.ndarray:
     """Packs codes, `uint8[..., n]`, each row a bit stream of whole units of bytes."""
-    if bits == 8:
-        return np.ascontiguousarray(fields)
-    codes, bytes_ = UNITS[bits]
-    units = -(-fields.shape[-1] // codes)
-
-    def pack(rows: np.ndarray) -> np.ndarray:
-        separate = np.unpackbits(rows[..., None], axis=-1, count=bits, bitorder="little")
-        return np.packbits(separate.reshape(*rows.shape[:-1], -1), axis=-1, bitorder="little")
-
-    return _by_rows(pack, _padded(fields, units * codes), units * bytes_)
+    if bits in (1, 2, 4, 8):
+        return from_fields(fields, bits)
+    width = packed_size(fields.shape[-1], bits)
+    change = lambda rows: _moved(rows, "fields", "stream", bits)
+    return by_rows(change, _padded(fields, width // bits * 8), width)
 
 
 def from_fields(fields: np.ndarray, bits: int) -> np.ndarray:
     """Packs codes, `uint8[..., n]`, as `QArray` does along the last axis."""
-    return from_stream(stream_of_fields(fields, bits), bits, fields.shape[-1])
+    if bits == 8:
+        return np.ascontiguousarray(fields)
+    width = packed_size(fields.shape[-1], bits)
+    return by_rows(lambda rows: pack(rows, bits), fields, width)
 
 
 def to_fields(packed: np.ndarray, bits: int, size: int) -> np.ndarray:
     """Unpacks what `from_fields` packed: `uint8[..., size]`."""
-    return fields_of_stream(to_stream(packed, bits), bits, size)
+    return packed if bits == 8 else by_rows(lambda rows: unpack(rows, bits, size), packed, size)
 
 
 def fields_of_words(words: np.ndarray, bits: int, size: int) -> np.ndarray:
@@ -94,11 +88,11 @@ def fields_of_words(words: np.ndarray, bits: int, size: int) -> np.ndarray:
         return fields_of_stream(bytes_of(words), bits, size)
     places = np.arange(32 // bits, dtype=np.uint32) * np.uint32(bits)
 
-    def unpack(rows: np.ndarray) -> np.ndarray:
+    def change(rows: np.ndarray) -> np.ndarray:
         fields = (rows.view(np.uint32)[..., None] >> places) & np.uint32(2**bits - 1)
         return fields.astype(np.uint8).reshape(*rows.shape[:-1], -1)[..., :size]
 
-    return _by_rows(unpack, np.ascontiguousarray(words), size)
+    return by_rows(change, words, size)
 
 
 def words_of_fields(fields: np.ndarray, bits: int) -> np.ndarray:
@@ -122,11 +116,31 @@ def with_nibbles_swapped(data: np.ndarray) -> np.ndarray:
     return (data << np.uint8(4)) | (data >> np.uint8(4))
 
 
-def _swapped(data: np.ndarray, outer: int, inner: int) -> np.ndarray:
-    """Transposes the bits of each unit, which lie as `[outer, inner]`."""
-    separate = np.unpackbits(data, axis=-1, bitorder="little")
-    separate = separate.reshape(*data.shape[:-1], -1, outer, inner).swapaxes(-1, -2)
-    return np.packbits(separate.reshape(*data.shape[:-1], -1), axis=-1, bitorder="little")
+def _moved(data: np.ndarray, source: str, target: str, bits: int) -> np.ndarray:
+    """Rows of eight codes after the other, laid out otherwise; by what each byte of eight becomes.
+
+    A layout is "stream", "planes" (as `QArray` has them, of 3, 5, 6 and 7 bits) or "fields".
+    """
+    tables = _tables(source, target, bits)
+    units = data.reshape(len(data), data.shape[-1] // len(tables), len(tables))
+    moved = tables[0][units[..., 0]]
+    for place in range(1, len(tables)):
+        moved |= tables[place][units[..., place]]
+    wanted = 8 if target == "fields" else bits
+    separate = moved.view(np.uint8).reshape(*moved.shape, 8)[..., :wanted]
+    return separate.reshape(len(data), moved.shape[1] * wanted)
+
+
+@functools.cache
+def _tables(source: str, target: str, bits: int) -> np.ndarray:
+    """The bits of eight codes that each value of each of their bytes has: `uint64[bytes, 256]`."""
+    code, bit = np.divmod(np.arange(8 * bits), bits)
+    places = {"stream": bits * code + bit, "planes": 8 * bit + code, "fields": 8 * code + bit}
+    values = np.arange(256, dtype="<u8")
+    tables = np.zeros((8 if source == "fields" else bits, 256), "<u8")
+    for before, after in zip(places[source], places[target], strict=True):
+        tables[before // 8] |= (values >> np.uint64(before % 8) & np.uint64(1)) << np.uint64(after)
+    return tables
 
 
 def _padded(data: np.ndarray, width: int) -> np.ndarray:
@@ -136,15 +150,19 @@ def _padded(data: np.ndarray, width: int) -> np.ndarray:
     return np.pad(data, [(0, 0)] * (data.ndim - 1) + [(0, lack)]) if lack else data
 
 
-def _by_rows(
+def by_rows(
     change: Callable[[np.ndarray], np.ndarray],
     data: np.ndarray,
     width: int,
 ) -> np.ndarray:
-    """Changes rows to rows of `width`, few at a time."""
-    rows = np.ascontiguousarray(data).reshape(-1, data.shape[-1])
+    """Changes rows `[..., n]`, few at a time, to rows `uint8[..., width]`.
+
+    A matrix that is a transpose is not copied as a whole.
+    """
+    rows = data if data.ndim == 2 else np.ascontiguousarray(data).reshape(-1, data.shape[-1])
     out = np.empty((len(rows), width), np.uint8)
     step = max(1, _ROWS_BYTES // max(rows.shape[-1] * rows.itemsize, 1))
     for start in range(0, len(rows), step):
-        out[start : start + step] = change(rows[start : start + step])
+        part = np.ascontiguousarray(rows[start : start + step])
+        out[start : start + step] = change(part)
     return out.reshape(*data.shape[:-1], width)

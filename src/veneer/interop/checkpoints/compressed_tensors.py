@@ -28,6 +28,7 @@ from . import codes
 from .affine import Stored, Unfit, affine, affine_parts, by_rows, matrix, most_common
 from .block_fp8 import FLOAT8, block_size, scaled
 from .mxfp4 import E8M0
+from .packing import pack
 from .source import FLOATS, StoredTensors, Weight, quantised
 from .tiling import sorted_groups, tiled_axis
 
@@ -213,7 +214,8 @@ def _read_words(
         order, of_tile = sorted_groups(groups)
         scale, zero = scale[:, of_tile], zero[:, of_tile]
         if order is not None:
-            packed = codes.from_fields(codes.to_fields(packed, bits, size)[:, order], bits)
+            in_order = lambda rows: pack(np.take(codes.to_fields(rows, bits, size), order, 1), bits)
+            packed = codes.by_rows(in_order, packed, packed.shape[1])
     else:
         scale, zero = (tiled_axis(x, 1, size, tile) for x in (scale, zero))
     weight = affine(packed, scale, zero, bits=bits, size=size, dtype=dtype)

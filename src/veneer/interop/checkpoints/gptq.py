@@ -17,9 +17,11 @@ from typing import Any
 
 import numpy as np
 
+from ...quant.formats.packing import packed_size
 from ...types.basis import Permuted
 from . import codes
 from .affine import AffineParts, Stored, Unfit, affine, affine_parts, most_common
+from .packing import pack
 from .source import FLOATS, StoredTensors, Weight
 from .tiling import sorted_groups
 
@@ -71,8 +73,6 @@ def _weight(source: StoredTensors, module: str, plus_one: bool) -> Weight:
 def _read(
     source: StoredTensors, module: str, bits: int, size: int, plus_one: bool, dtype: str
 ) -> Any:
-    packed = source.read(f"{module}.qweight").T
-    packed = codes.from_stream(codes.bytes_of(packed), bits, size)
     scale = source.read(f"{module}.scales").T
     zero = _zero_points(source, module, bits, plus_one).T
     order = None
@@ -81,9 +81,15 @@ def _read(
         order, of_tile = sorted_groups(groups)
         if not np.array_equal(of_tile, np.arange(scale.shape[1])):
             scale, zero = scale[:, of_tile], zero[:, of_tile]
-    if order is not None:
-        fields = codes.to_fields(packed, bits, size)[:, order]
-        packed = codes.from_fields(fields, bits)
+
+    def packed_rows(words: np.ndarray) -> np.ndarray:
+        data = codes.bytes_of(words)
+        if order is None:
+            return codes.from_stream(data, bits, size)
+        return pack(np.take(codes.fields_of_stream(data, bits, size), order, 1), bits)
+
+    width = size if bits == 8 else packed_size(size, bits)
+    packed = codes.by_rows(packed_rows, source.read(f"{module}.qweight").T, width)
     weight = affine(packed, scale, zero, bits=bits, size=size, dtype=dtype)
     return weight if order is None else Permuted(weight, order[None])
 

@@ -7,7 +7,6 @@ The modules here:
     metadata    the typed values beside them
     blocks      the types of blocks: where codes, scales and minima lie. A row each
     tensors     from blocks to a QArray, and back
-    packing     codes packed as a QArray holds them, in NumPy
     names       Hugging Face's names, and the order of rows there
     config      what config.json says, of metadata
     tokenizer   the tokenizer that metadata describes

@@ -13,7 +13,7 @@ from typing import ClassVar
 import ml_dtypes
 import numpy as np
 
-from .packing import pack, unpack
+from ..packing import pack, unpack
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ....quant import Format, Packing, QArray, get_format
+from ..packing import pack, unpack
 from .blocks import BLOCK_TYPES, LARGEST_SCALES, BlockType, Floats
-from .packing import pack, unpack
 
 # Of codes a byte each: few enough to stay in a processor's cache.
 _VALUES_AT_ONCE = 2**18

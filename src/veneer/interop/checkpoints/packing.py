@@ -5,14 +5,14 @@ Files are read a part of a tensor at a time, of any size. JAX would compile for 
 
 import numpy as np
 
-from ....quant.formats.packing import UNITS, packed_size
+from ...quant.formats.packing import UNITS, packed_size
 
 
 def pack(fields: np.ndarray, bits: int | float) -> np.ndarray:
     """Packs fields, uint8 `[..., n]`, each below `2**bits` (3 for 1.6 bits): uint8 `[..., bytes]`.
 
     >>> import numpy as np
-    >>> from veneer.interop.checkpoints.gguf.packing import pack, unpack
+    >>> from veneer.interop.checkpoints.packing import pack, unpack
     >>> pack(np.array([1, 2, 15], np.uint8), 4).tolist()
     [33, 15]
     >>> unpack(np.array([33, 15], np.uint8), 4, 3).tolist()
