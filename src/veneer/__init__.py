@@ -17,6 +17,7 @@
     training            which arrays are trained: `freeze`, `trainable`
     testing             checks for the tests of those who write array types
     parameter_table     what the arrays of a tree are and cost: `summary`
+    doctor              what products run by on this machine: `veneer doctor`
     cli, demo           the command line, and its demonstration on a real model
 
 What each may import, and three journeys through them: docs/architecture.md.

@@ -1,4 +1,4 @@
-"""The command line: `veneer quantize`, `veneer inspect`, `veneer convert`, `veneer demo`.
+"""The command line: `veneer quantize`, `inspect`, `convert`, `demo` and `doctor`.
 
 The commands import what they need when they run, so that `veneer --help` is quick.
 """
@@ -328,6 +328,18 @@ def demo(
     with _bad_input((OSError,)):
         run.main(encoder, output)
         talk.main(language_model, talk.QUESTION if ask is None else ask)
+
+
+@app.command()
+def doctor() -> None:
+    """Show what products run by here, and how fast; exit code 1 where something is wrong."""
+    from .doctor import findings
+
+    is_well = True
+    for finding in findings():
+        print(f"{finding.name:<26}{finding.text}", flush=True)
+        is_well &= finding.is_well
+    raise typer.Exit(not is_well)
 
 
 def _selectors(

@@ -1,0 +1,147 @@
+"""What this machine runs products by: its CPU, its kernels, how fast they are, what is missing."""
+
+import importlib.metadata
+import os
+import platform
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import quant
+from ._core.transform import implicit
+from ._core.value import materialise
+from .kernels import select
+from .kernels.cpu import build
+from .native import cache
+
+#: Formats whose products are timed: of weights, their tiles, and of activations.
+_TIMED = (("int8", None, None), ("int4", 128, None), ("int4", 128, "int8"))
+_ROUNDS = 15
+#: What a product may be off by, where activations are f32 and where they are rounded.
+_ERRORS = {None: 1e-5, "int8": 0.03}
+#: Of extras, what a user may want; the others are for who develops.
+_EXTRAS = ("cli", "demo", "numba", "units", "pytensor")
+
+
+class Finding(NamedTuple):
+    """Something that is looked at, what is there, and whether it is as it should be."""
+
+    name: str
+    text: str
+    is_well: bool = True
+
+
+def findings(size: int = 4096) -> Iterator[Finding]:
+    """Looks at what products run by, and compares some of `size x size` with XLA's in f32.
+
+    Each finding comes as it is made: the kernels that are timed are compiled first, unless the
+    cache has them.
+
+    >>> from veneer import doctor
+    >>> [finding.name for finding in doctor.findings(256)][:3]
+    ['versions', 'devices', 'CPU']
+    """
+    yield Finding("versions", _versions())
+    yield Finding("devices", ", ".join(map(str, jax.devices())))
+    yield Finding("CPU", f"{_cpu()}, {os.cpu_count()} threads")
+    yield (kernels := _kernels())
+    yield Finding("cache", _cache())
+    if kernels.is_well:
+        yield from _timed(size)
+    for extra in _EXTRAS:
+        if missing := _missing(extra):
+            names = ", ".join(missing)
+            yield Finding(f"[{extra}]", f"not there: {names} (pip install 'veneer[{extra}]')")
+
+
+def _versions() -> str:
+    names = ("veneer", "jax", "jaxlib", "numpy", "numba")
+    found = [f"{name} {version}" for name in names if (version := _version(name))]
+    return ", ".join([*found, f"Python {platform.python_version()}"])
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu() -> str:
+    described = Path("/proc/cpuinfo")
+    models = re.findall(r"model name\s*: (.+)", described.read_text()) if described.exists() else []
+    return models[0] if models else platform.processor() or platform.machine()
+
+
+def _kernels() -> Finding:
+    if jax.default_backend() != "cpu":
+        return Finding("kernels", "there are none for this device: XLA computes all products")
+    if reason := build.available():
+        return Finding("kernels", f"none, XLA computes all products: {reason}", False)
+    if select.chosen() == "xla":
+        return Finding("kernels", "none, for VENEER_KERNELS=xla says so", False)
+    from .native.cpu import features
+    from .native.isa import ISA, ISAS
+
+    others = [name for name, needs in ISAS.items() if needs <= features() and name != ISA]
+    return Finding("kernels", f"{ISA} (VENEER_KERNELS_ISA may say {', '.join(others)})")
+
+
+def _cache() -> str:
+    files = [file for file in cache.root().rglob("*.o") if file.is_file()]
+    size = sum(file.stat().st_size for file in files)
+    writable = os.access(_existing(cache.root()), os.W_OK)
+    unwritable = "" if writable else ", which cannot be written: each process compiles anew"
+    return f"{cache.root()}: {len(files)} files, {size / 1e6:.1f} MB{unwritable}"
+
+
+def _existing(folder: Path) -> Path:
+    return next(place for place in (folder, *folder.parents) if place.exists())
+
+
+def _timed(size: int) -> Iterator[Finding]:
+    """Products of one row: right, and by turns with XLA's."""
+    rng = np.random.default_rng(0)
+    w = jnp.asarray(rng.standard_normal((size, size), np.float32))
+    x = jnp.asarray(rng.standard_normal((1, size), np.float32))
+    multiply = jax.jit(implicit(jnp.matmul))
+    for name, tile, activations in _TIMED:
+        rule = quant.Rule(".*", name, tile_size=tile, act_qtype=activations)
+        weight = rule.with_activations(rule.quantize(w))
+        expected = np.asarray(x @ materialise(weight))
+        error = np.linalg.norm(np.asarray(multiply(x, weight)) - expected)
+        error /= np.linalg.norm(expected)
+        ours, theirs = _seconds(partial(multiply, x, weight), partial(multiply, x, w))
+        text = f"{ours * 1e3:.2f} ms, {theirs / ours:.1f} times as fast as XLA in f32"
+        is_right = bool(error < _ERRORS[activations])
+        text += (
+            "" if is_right else f", and WRONG, by {error:.0e}: report it, and VENEER_KERNELS=xla"
+        )
+        yield Finding(f"{name} x {activations or 'f32'}, {size} x {size}", text, is_right)
+
+
+def _seconds(*sides: Callable[[], Any]) -> list[float]:
+    """The median time of each of some calls, which are made by turns."""
+    seconds: list[list[float]] = [[] for _ in sides]
+    for _ in range(_ROUNDS):
+        for side, times in zip(sides, seconds, strict=True):
+            start = time.perf_counter()
+            jax.block_until_ready(side())
+            times.append(time.perf_counter() - start)
+    return list(map(statistics.median, seconds))
+
+
+def _missing(extra: str) -> list[str]:
+    """The packages of an extra that are not installed."""
+    required = importlib.metadata.requires("veneer") or []
+    of_extra = [text for text in required if re.search(rf"extra == ['\"]{extra}['\"]", text)]
+    names = [re.split(r"[^\w.-]", text, maxsplit=1)[0] for text in of_extra]
+    return [name for name in names if name != "veneer" and _version(name) is None]

@@ -1,0 +1,57 @@
+"""What a machine runs products by: found, and said where it is not as it should be."""
+
+import pytest
+
+import veneer as vn
+from veneer import cli, doctor, kernels
+
+
+def found(size=256):
+    return {finding.name: finding for finding in doctor.findings(size)}
+
+
+def test_products_are_right_and_timed():
+    here = found()
+    timed = [finding for name, finding in here.items() if " x " in name]
+    assert len(timed) == 3
+    assert all("times as fast as XLA" in finding.text for finding in timed)
+    assert all(finding.is_well for finding in here.values())
+
+
+def test_a_wrong_product_is_said(monkeypatch):
+    monkeypatch.setattr(doctor, "materialise", lambda w: 1.1 * vn.materialise(w))
+    wrong = found()["int8 x f32, 256 x 256"]
+    assert not wrong.is_well
+    assert "WRONG by 9e-02: VENEER_KERNELS=xla" in wrong.text
+
+
+def test_no_kernels_are_no_good(monkeypatch):
+    with kernels.use("xla"):
+        here = found()
+    assert (here["kernels"].is_well, len(here)) == (False, len(found()) - 3)
+    monkeypatch.setattr(doctor.build, "available", lambda: "there is no Numba")
+    assert "there is no Numba" in found()["kernels"].text
+
+
+def test_a_cache_that_cannot_be_written(monkeypatch, tmp_path):
+    monkeypatch.setenv("VENEER_CACHE", str(tmp_path / "none"))
+    assert found()["cache"].text == f"{tmp_path / 'none'}: 0 files, 0.0 MB"
+    monkeypatch.setattr(doctor.os, "access", lambda *_: False)
+    assert "cannot be written" in found()["cache"].text
+
+
+def test_extras_that_are_missing(monkeypatch):
+    without = lambda name: None if name == "typer" else "1.0"
+    monkeypatch.setattr(doctor, "_version", without)
+    assert found()["[cli]"].text == "not there: typer (pip install 'veneer[cli]')"
+
+
+@pytest.mark.parametrize("is_well", [True, False])
+def test_the_command(monkeypatch, capsys, is_well):
+    findings = [doctor.Finding("CPU", "a good one"), doctor.Finding("kernels", "some", is_well)]
+    monkeypatch.setattr(doctor, "findings", lambda: iter(findings))
+    monkeypatch.setattr("sys.argv", ["veneer", "doctor"])
+    with pytest.raises(SystemExit) as exit:
+        cli.main()
+    assert exit.value.code == int(not is_well)
+    assert capsys.readouterr().out.splitlines()[0].split() == ["CPU", "a", "good", "one"]
