@@ -162,6 +162,14 @@ def varying_axes(*arrays: Any) -> frozenset[str]:
     return frozenset[str]().union(*(jax.typeof(x).mat.varying for x in arrays))
 
 
+def slice_type(x: Any) -> Any:
+    """The type of a slice of an array along its first axis: it lies, and differs, as that does."""
+    one: Any = core.mapped_aval(jax.typeof(x).shape[0], 0, jax.typeof(x))
+    return jax.ShapeDtypeStruct(
+        one.shape, one.dtype, sharding=one.sharding, manual_axis_type=one.mat
+    )
+
+
 def vary_along(axes: Sequence[str], x: Any) -> Any:
     """An array that may differ along some manual axes, as JAX has the operand of a collective."""
     return insert_collective_pvary(tuple(axes), x) if axes else x

@@ -14,6 +14,7 @@ import jax
 from jax.tree_util import treedef_is_leaf
 
 from ..._jax.primitives import bind_scan, find_primitive, scan_counts
+from ..._jax.tracing import slice_type
 from ..batch_axes import has_batch_axes, takes_batch_axis
 from ..policy import tell
 from ..rules import structural
@@ -203,6 +204,4 @@ def _may_be_sliced(value: Any, length: int) -> bool:
 
 def _slice_of(value: Any) -> Any:
     """What one turn of a scan takes of a value, with abstract leaves."""
-    leaves, treedef = jax.tree.flatten(value)
-    avals = list(map(jax.typeof, leaves))
-    return jax.tree.unflatten(treedef, [jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for a in avals])
+    return jax.tree.map(slice_type, value)

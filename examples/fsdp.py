@@ -1,0 +1,243 @@
+"""QLoRA with everything sharded: no device has more than its part, and one whole layer at a time.
+
+A decoder in int4, its LoRA and the moments of Adam lie in parts on 8 devices, and so does a batch.
+A scan over layers gathers each as it is stored, codes and scales, uses it and forgets it; the
+backward pass gathers it again (`jax.checkpoint`), and gradients are scattered to whom they belong.
+
+It is written once, for two ways to say who has what: `jax.jit` with shardings, where a constraint
+asks for a whole layer, and `jax.shard_map`, where `lax.all_gather` does.
+
+    python examples/fsdp.py              # some minutes on two cores
+    python examples/fsdp.py --quick      # small sizes, to see that it runs
+"""
+
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import veneer as vn
+
+AXIS = "devices"
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes. The widths are multiples of 64, a tile, for each of 8 devices."""
+
+    vocabulary: int = 512
+    width: int = 512
+    wide: int = 1536
+    num_layers: int = 16
+    num_heads: int = 8
+    rank: int = 8
+    batch: int = 8
+    length: int = 32
+
+
+SMALL = Config(width=512, wide=512, num_layers=2, batch=8, length=8)
+OPTIMISER = optax.adam(1e-2)
+TILE = 64
+
+
+def init(key: jax.Array, config: Config) -> tuple[dict, dict]:
+    """Random weights, of which those of layers are stacked, and an update of low rank for each."""
+    wide = {"up": (config.width, config.wide), "gate": (config.width, config.wide)}
+    square = dict.fromkeys(("query", "key", "value", "mixed"), (config.width, config.width))
+    shapes = {**square, **wide, "down": (config.wide, config.width)}
+    keys = iter(jax.random.split(key, 2 * len(shapes) + 2))
+    normal = lambda *shape: jax.random.normal(next(keys), shape) * shape[-2] ** -0.5
+    layers = {name: normal(config.num_layers, *shape) for name, shape in shapes.items()}
+    weights = {
+        "embedding": config.vocabulary**0.5 * normal(config.vocabulary, config.width),
+        "head": normal(config.width, config.vocabulary),
+        "layers": layers,
+    }
+    updates = {
+        name: {
+            "a": normal(config.num_layers, rows, config.rank),
+            "b": jnp.zeros((config.num_layers, config.rank, columns)),
+        }
+        for name, (rows, columns) in shapes.items()
+    }
+    return weights, updates
+
+
+def quantised(weights: dict) -> dict:
+    """The layers in int4, and the rest in int8."""
+    layers = vn.quant.Rule(r"layers\..*", "int4", tile_size=TILE)
+    return vn.quant.quantize_tree(weights, [layers, vn.quant.Rule(r".*", "int8")])
+
+
+# The model, in plain JAX. `whole(x, axis)` gives all of an array that lies in parts along an axis.
+
+
+def normed(x: jax.Array) -> jax.Array:
+    return x * lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6)
+
+
+def layer(p: Any, x: jax.Array, num_heads: int) -> jax.Array:
+    """One layer `[batch, length, width]`, with weights by name."""
+    heads = lambda name: (normed(x) @ p[name]).reshape(*x.shape[:2], num_heads, -1)
+    mixed = jax.nn.dot_product_attention(
+        heads("query"), heads("key"), heads("value"), is_causal=True
+    )
+    x = x + mixed.reshape(x.shape) @ p["mixed"]
+    return x + (jax.nn.silu(normed(x) @ p["gate"]) * (normed(x) @ p["up"])) @ p["down"]
+
+
+def loss(updates: Any, weights: Any, tokens: jax.Array, config: Config, whole: Callable) -> Any:
+    """The mean surprise at each next token."""
+
+    @jax.checkpoint
+    def step(x: jax.Array, parts: Any) -> Any:
+        stored, by = parts
+        p = {
+            name: vn.types.LoraArray(
+                whole(w, 0), whole(by[name]["a"], 0), whole(by[name]["b"], 1), scale=2.0
+            )
+            for name, w in stored.items()
+        }
+        return layer(p, x, config.num_heads), None
+
+    x = whole(weights["embedding"], 0)[tokens[:, :-1]]
+    x, _ = lax.scan(step, x, (weights["layers"], updates))
+    logits = normed(x) @ whole(weights["head"], 0)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+def train_step(loss: Callable, updates: Any, state: Any, weights: Any, tokens: jax.Array) -> Any:
+    """One step of Adam. What it does to parts is what it does to each entry."""
+    value, grads = jax.value_and_grad(loss)(updates, weights, tokens)
+    changes, state = OPTIMISER.update(grads, state)
+    return optax.apply_updates(updates, changes), state, value
+
+
+# Who has what.
+
+
+def specs(tree: Any) -> Any:
+    """A spec for each array: weights and `a` in parts of their rows, `b` of its columns."""
+
+    def of(path: str, x: Any) -> P:
+        if x.ndim < 2:  # the number of steps
+            return P()
+        entries = [None] * x.ndim
+        entries[-1 if path.endswith(".b") else -2] = AXIS
+        return P(*entries)
+
+    paths = [vn.tree.path_string(path) for path, _ in vn.tree.flatten_with_path(tree)[0]]
+    leaves, structure = vn.tree.flatten(tree)
+    return jax.tree.unflatten(structure, list(map(of, paths, leaves)))
+
+
+def by_jit(mesh: Mesh, config: Config, *trees: Any) -> Callable:
+    """The step as `jax.jit` divides it: by where arrays lie, and a constraint for whole layers."""
+    del trees  # where arrays lie is seen
+    everywhere = NamedSharding(mesh, P())
+    whole = lambda x, axis: lax.with_sharding_constraint(x, everywhere)
+    of_batch = lambda *args: loss(*args, config, whole)
+    return jax.jit(vn.implicit(lambda *args: train_step(of_batch, *args)), donate_argnums=(0, 1))
+
+
+def by_shard_map(mesh: Mesh, config: Config, *trees: Any) -> Callable:
+    """The step as each device takes it, with its parts of `trees` and of a batch."""
+    whole = lambda x, axis: lax.all_gather(x, AXIS, axis=axis, tiled=True)
+    of_part = lambda *args: lax.pmean(loss(*args, config, whole), AXIS)
+    updates, state, weights = map(specs, trees)
+    step = jax.shard_map(
+        lambda *args: train_step(of_part, *args),
+        mesh=mesh,
+        in_specs=(updates, state, weights, P(AXIS)),
+        out_specs=(updates, state, P()),
+    )
+    return jax.jit(vn.implicit(step), donate_argnums=(0, 1))
+
+
+def in_parts(mesh: Mesh, tree: Any) -> Any:
+    """A tree, of which each device is given its parts."""
+    return vn.device_put(tree, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs(tree)))
+
+
+def on_each(mesh: Mesh, tree: Any) -> Any:
+    """A tree, of which each device is given all."""
+    return vn.device_put(tree, NamedSharding(mesh, P()))
+
+
+def peak(compiled: Any) -> int:
+    """The bytes that a device needs at a time: what it is given, makes on the way, and returns."""
+    m = compiled.memory_analysis()
+    given = m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes
+    return given + m.temp_size_in_bytes
+
+
+@dataclass(frozen=True)
+class Way:
+    """A step that is compiled for arrays where they lie."""
+
+    name: str
+    compiled: Any
+    args: tuple[Any, ...]  # updates, state, weights
+
+    @property
+    def held(self) -> int:
+        """The bytes of weights, updates and moments on a device."""
+        first = jax.devices()[0]
+        arrays = jax.tree.leaves(self.args)
+        return sum(s.data.nbytes for x in arrays for s in x.addressable_shards if s.device == first)
+
+
+def ways(config: Config, tokens: jax.Array) -> Iterator[Way]:
+    """Weights in f32 and int4, on each device and in parts."""
+    mesh = jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(AxisType.Auto,))
+    tokens = jax.device_put(tokens, NamedSharding(mesh, P(AXIS)))
+    for name, store in (("f32", lambda weights: weights), ("int4", quantised)):
+        for how, put, make in (
+            ("on each device", on_each, by_jit),
+            ("in parts, by jit", in_parts, by_jit),
+            ("in parts, by shard_map", in_parts, by_shard_map),
+        ):
+            weights, updates = init(jax.random.key(0), config)
+            trees = updates, OPTIMISER.init(updates), store(weights)
+            args = tuple(put(mesh, tree) for tree in trees)
+            compiled = make(mesh, config, *trees).lower(*args, tokens).compile()
+            yield Way(f"{name}, {how}", compiled, args)
+
+
+def text(config: Config) -> jax.Array:
+    """Sequences that count in steps of their own: `[batch, length + 1]`."""
+    key = jax.random.key(1)
+    start, step = jax.random.randint(key, (2, config.batch, 1), 1, config.vocabulary)
+    return (start + step * jnp.arange(config.length + 1)) % config.vocabulary
+
+
+def main() -> None:
+    """Prints what each way needs of a device, and the losses of some steps."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="small sizes")
+    parser.add_argument("--steps", type=int, default=10)
+    arguments = parser.parse_args()
+    config = SMALL if arguments.quick else Config()
+    tokens = text(config)
+    print("| weights | held by a device | needed at a time | first and last loss |")
+    print("|---|---:|---:|---:|")
+    for way in ways(config, tokens):
+        updates, state, weights = way.args
+        held, losses = way.held, []
+        for _ in range(arguments.steps):
+            updates, state, value = way.compiled(updates, state, weights, tokens)
+            losses.append(float(value))
+        sizes = f"{held / 1e6:.1f} MB | {peak(way.compiled) / 1e6:.1f} MB"
+        print(f"| {way.name} | {sizes} | {losses[0]:.4f}, {losses[-1]:.4f} |", flush=True)
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", 8)
+    main()
