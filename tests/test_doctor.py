@@ -1,5 +1,9 @@
 """What a machine runs products by: found, and said where it is not as it should be."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 import veneer as vn
@@ -31,6 +35,14 @@ def test_no_kernels_are_no_good(monkeypatch):
     assert (here["kernels"].is_well, len(here)) == (False, len(found()) - 3)
     monkeypatch.setattr(doctor.build, "available", lambda: "there is no Numba")
     assert "there is no Numba" in found()["kernels"].text
+
+
+def test_an_isa_that_the_cpu_has_not():
+    code = "from veneer import doctor; print(doctor._kernels())"
+    environment = {**os.environ, "VENEER_KERNELS_ISA": "sse1"}
+    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
+    assert b"'sse1' is unknown; this CPU has" in ran.stdout, ran.stderr
+    assert b"is_well=False" in ran.stdout
 
 
 def test_a_cache_that_cannot_be_written(monkeypatch, tmp_path):
