@@ -2,9 +2,10 @@
 
 A folder of each family (a file, of GGUF) holds four matrices of 8192 by 8192 and is read, in a
 process of its own, to eight devices of the host: each matrix is cut along its outputs. Before that
-small ones are read, so that what is compiled and imported once does not count. *Above the
-result* is the most memory beside the arrays that are returned, in matrices as they are read: of the
-process's own pages, looked at every millisecond. The file's, which are mapped, are not its own.
+small ones are read, so that what is compiled and imported once does not count. Seconds are of a
+processor, for other programs do not lengthen those. *Above the result* is the most memory beside
+the arrays that are returned, in matrices as they are held: of the process's own pages, looked at
+every millisecond. The file's, which are mapped, are not its own.
 """
 
 import argparse
@@ -82,9 +83,9 @@ def read(path: str, warm: str) -> None:
     jax.block_until_ready(load(warm))
     print("ready", flush=True)
     input()
-    start = time.perf_counter()
+    start = time.process_time()
     params = jax.block_until_ready(load(path))
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     nbytes = sum(x.nbytes for x in params.values())
     print(json.dumps({"seconds": seconds, "bytes": nbytes}), flush=True)
     input()
@@ -147,5 +148,5 @@ if __name__ == "__main__":
     if arguments.read:
         read(*arguments.read)
     else:
-        header = ["", "MB of the files", "MB held", "s", "MB/s", "above the result, matrices"]
+        header = ["", "MB of the files", "MB held", "CPU s", "MB/s", "above the result, matrices"]
         print(markdown_table(header, rows_of_table(SMALL if arguments.quick else 8192)))

@@ -636,6 +636,16 @@ def test_what_stands_beside_the_tensors_of_a_gguf_file_goes_along(veneer, tmp_pa
     assert (tmp_path / "back.gguf").read_bytes() == source.read_bytes()
 
 
+def test_convert_of_a_folder_to_gguf_says_that_it_has_no_metadata(veneer, tmp_path):
+    source = tmp_path / "in"
+    w = vn.quant.quantize(jnp.ones((32, 64)), "int4", channelwise_axes=[0], scale_dtype="float16")
+    vn.save(source, {"m.weight": w}, format="gptq")
+    code, _, stderr = veneer("convert", source, tmp_path / "out.gguf", "--format", "gguf")
+    assert code == 0
+    assert "out.gguf has no metadata, which llama.cpp runs a model by" in stderr
+    assert list(vn.load(tmp_path / "out.gguf")) == ["m.weight"]
+
+
 def test_convert_names_what_a_format_cannot_hold(veneer, tmp_path):
     source = packed_folder(tmp_path / "in")
     result = veneer("convert", source, tmp_path / "out", "--format", "mlx")

@@ -303,6 +303,12 @@ def convert(
         )
         said = tensors.metadata if as_gguf and isinstance(tensors, GgufFile) else None
         beside = None if as_gguf else _beside(source, tensors)
+        if as_gguf and said is None:
+            print(
+                f"veneer: warning: {target} has no metadata, which llama.cpp runs a model by: "
+                "vn.save(..., format='gguf', names='huggingface', config=METADATA) writes them",
+                file=sys.stderr,
+            )
         convert(target, OnReading(tensors), format, config=said, overwrite=overwrite, beside=beside)
 
 
