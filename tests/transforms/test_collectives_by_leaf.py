@@ -197,6 +197,20 @@ def test_layers_are_gathered_in_a_scan_and_again_in_the_backward_pass():
     assert sorted(gathers) == ["f32", "f32", "u8", "u8"]  # codes and scales, forward and backward
 
 
+def test_what_a_scan_takes_of_a_dense_array_may_be_gathered_beside_a_packed_one():
+    layers, updates = stacked(2), jax.random.normal(KEY, (2, 64, 64))
+
+    def body(w, u):
+        whole = lambda x: lax.all_gather(x, "i", tiled=True)
+        return lax.scan(lambda x, p: (x @ (whole(p[0]) + whole(p[1])), None), u[0, :1], (w, u))[0]
+
+    f = over_rows(body, (P(None, "i"), P(None, "i")), P("i"))
+    found = jax.jit(vn.implicit(f))(layers, updates)
+    np.testing.assert_allclose(
+        found, jax.jit(f)(layers.dequantize(), updates), rtol=1e-4, atol=1e-3
+    )
+
+
 def test_the_transpose_of_a_gather_is_a_psum_scatter():
     """By `a` and `b` of a LoRA: of `b`, which is not gathered, it is a sum."""
     q, x = quantised(64, 64, tile=8), jax.random.normal(KEY, (8, 64))
