@@ -1,68 +1,114 @@
 """What MiniLM loses in few bits: rounded to nearest, and by the activations that its weights meet.
 
-    python benchmarks/ptq.py                 # half an hour on two cores
+    python benchmarks/ptq.py --write         # an hour and more on two cores
     python benchmarks/ptq.py --only int4
 
-Prints tables of the mean cosine of 128 sentences to f32, and of the seconds that calibrating took,
-with 512 other sentences. The model and the sentences are the demo's.
+Prints tables of the mean cosine of 128 sentences to f32, calibrated with 512 others; one of them
+has GPTQ and AWQ of Qwix's too, where that is installed. The model and the sentences are the demo's.
+With `--write` puts them into docs/ptq.md, and draws docs/ptq.png.
 """
 
 import argparse
+import functools
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import ptq_qwix
 from measure import markdown_table
-from report import made_with
+from report import DOCS, made_with, write
 
 import veneer as vn
-from veneer.demo.measure import compiled, embed, mean_cosine
+from veneer.demo.measure import compiled, embed, mean_cosine, nbytes
 from veneer.demo.model import Model
 from veneer.demo.programs import program
 from veneer.demo.run import load
 from veneer.demo.sentences import all_sentences
 
 HELD_OUT, CALIBRATED_ON = 128, 512
-#: The format of weights, its tile, and the format of activations.
+LEAST_ERROR = "mse,40,2.4"  # of scales, as `calibrate` has them
+
+
+class Case(NamedTuple):
+    """Formats: of weights, with the tile that shares a scale; of activations; of embeddings."""
+
+    qtype: str
+    tile: int | None = None
+    act_qtype: str | None = None
+    tables: str | None = None  # in that of the weights
+
+    def __str__(self) -> str:
+        tile = "channelwise" if self.tile is None else f"tile {self.tile}"
+        by = "" if self.act_qtype is None else f", by {self.act_qtype}"
+        return f"{self.qtype}, {tile}{by}" + (f"; embeddings {self.tables}" if self.tables else "")
+
+    def rules(self, **fields: Any) -> list[vn.quant.Rule]:
+        """Rules for all weights, with further fields."""
+        tables = (self.qtype, self.tile) if self.tables is None else (self.tables, None)
+        return [
+            vn.quant.Rule(
+                r"embeddings\..*weight", tables[0], tile_size=tables[1], tile_axis=-1, **fields
+            ),
+            vn.quant.Rule(
+                ".*weight",
+                self.qtype,
+                tile_size=self.tile,
+                tile_axis=-1,
+                act_qtype=self.act_qtype,
+                **fields,
+            ),
+        ]
+
+
 CASES = [
-    ("int4", 128, None),
-    ("int4", 32, None),
-    ("nf4", 64, None),
-    ("int3", 128, None),
-    ("int2", 32, None),
-    ("int8", None, "int8"),
-    ("int4", 128, "int8"),
-    ("int4", 128, "int4"),
+    Case("int8"),
+    Case("int4", 32),
+    Case("nf4", 64),
+    Case("int4", 128),
+    Case("int4", 128, tables="int8"),
+    Case("int4"),
+    Case("int4", tables="int8"),
+    Case("int3", 128),
+    Case("int2", 32),
+    Case("int8", act_qtype="int8"),
+    Case("int4", 128, "int8"),
+    Case("int4", 128, "int8", "int8"),
+    Case("int4", 128, "int4"),
 ]
-#: By what each column is called: fields of rules, and arguments of `calibrate`.
-WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "scales of the least error": ({}, {"method": "nearest"}),
-    "GPTQ": ({}, {"method": "gptq"}),
-    "AWQ and GPTQ": ({}, {"method": "awq+gptq"}),
-    "rotated": ({"rotate": True}, {"method": "nearest"}),
-    "rotated, GPTQ": ({"rotate": True}, {"method": "gptq"}),
+#: By what each column is called: fields of rules, and arguments of `calibrate`; None needs no data.
+WAYS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
+    "to nearest": ({}, None),
+    "least error": ({"calibration_method": LEAST_ERROR}, None),
+    "rotated": ({"calibration_method": LEAST_ERROR, "rotate": True}, None),
+    "GPTQ": ({}, {}),
+    "rotated, GPTQ": ({"rotate": True}, {}),
 }
-#: What is trained, of formats of few bits: epochs, in batches of 16, and the learning rate.
-TUNED = {"int3": (4, 0.002), "int2": (4, 0.004)}
+BESIDE_QWIX = [
+    Case("int4", tile, tables=tables) for tile in (128, None) for tables in (None, "int8")
+]
+BY_AWQ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "AWQ": ({}, {"method": "awq"}),
+    "AWQ and GPTQ": ({}, {"method": "awq+gptq"}),
+}
+IN_ORDER: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "rotated, GPTQ, propagated": ({"rotate": True}, {"sequential": True, "propagation": 0.5}),
+}
+OTHERS = BY_AWQ | IN_ORDER
+#: What is rounded in order, too, and trained, from GPTQ's: epochs, in batches of 16, and the rate.
+TUNED = {
+    Case("int4", 128): (4, 0.001),
+    Case("int3", 128): (4, 0.002),
+    Case("int2", 32): (4, 0.004),
+}
+TUNING = "GPTQ, tuned"
 
-
-def rules(case: tuple[str, int | None, str | None], tables: str | None, **fields: Any) -> list[Any]:
-    """Rules for all weights, and embedding tables in a format of their own, or the same."""
-    qtype, tile, act_qtype = case
-    of_tables = (qtype, tile) if tables is None else (tables, None)
-    return [
-        vn.quant.Rule(
-            r"embeddings\..*weight", of_tables[0], tile_size=of_tables[1], tile_axis=-1, **fields
-        ),
-        vn.quant.Rule(
-            ".*weight", qtype, tile_size=tile, tile_axis=-1, act_qtype=act_qtype, **fields
-        ),
-    ]
+Params = Mapping[str, Any]
 
 
 class Measured:
@@ -72,62 +118,130 @@ class Measured:
         self._bert, self._held_out = bert, sentences[:HELD_OUT]
         self.batches = [tuple(batch) for batch in bert.unpadded(sentences[HELD_OUT:])]
         self.params = {name: jnp.asarray(x) for name, x in bert.params.items()}
-        encoder = jax.jit(program("sentence_encoder").encode, static_argnums=1)
+        encode = program("sentence_encoder").encode
+        encoder = jax.jit(encode, static_argnums=1)
         self.model = lambda params, ids, mask: encoder(params, bert.config, ids, mask)
+        # In order, each stage observes other weights: compiled, it would be so again each time.
+        self._op_by_op = lambda params, ids, mask: encode(params, bert.config, ids, mask)
         self._encode = compiled(bert)
         self._reference = embed(bert, self._encode, self.params, self._held_out)
 
-    def cosine(self, small: Any) -> float:
+    def cosine(self, small: Params) -> float:
         """The mean cosine of what is held out to f32."""
         return mean_cosine(embed(self._bert, self._encode, small, self._held_out), self._reference)
 
-    def timed(self, make: Callable[[], Any]) -> tuple[Any, str]:
-        """What is made, and the cell of a table for it."""
+    @functools.cached_property
+    def statistics(self) -> Mapping[str, vn.quant.ActivationStatistics]:
+        """Of the activations, with second moments."""
+        rules = Case("int8").rules()
+        return vn.quant.observe(self.model, rules, params=self.params, gram=True)(self.batches)
+
+    @functools.cache  # noqa: B019 - there is one
+    def alone(self, qtype: str, tile: int | None, way: str) -> Params:
+        """The parameters in a format, rounded in a way of ours or of Qwix's."""
+        if way in ptq_qwix.WAYS:
+            small = self.alone(qtype, tile, "to nearest")
+            return dict(small) | dict(
+                ptq_qwix.rounded(self.params, self.statistics, qtype, tile, way)
+            )
+        fields, how = (WAYS | OTHERS)[way]
+        rules = Case(qtype, tile).rules(**fields)
+        if how is None:
+            return vn.quant.quantize_tree(self.params, rules)
+        model = self._op_by_op if "sequential" in how else self.model
+        calibration = vn.quant.calibrate(model, rules, params=self.params, **how)
+        return calibration(self.batches)
+
+    def rounded(self, case: Case, way: str) -> Params:
+        """The parameters as a case has them: the same matrices, whatever activations are in."""
+        fields, _ = (WAYS | OTHERS).get(way, ({}, None))
+        of_tables, of_matrices = case.rules(**fields)
+        small = dict(self.alone(case.qtype, case.tile, way))
+        tables = {path: x for path, x in self.params.items() if of_tables.matches(path)}
+        if case.tables is not None:
+            small |= vn.quant.quantize_tree(tables, [of_tables])
+        return {
+            path: x if path in tables or x.ndim < 2 else of_matrices.with_activations(x)
+            for path, x in small.items()
+        }
+
+    def tuned(self, case: Case) -> Params:
+        """Those that GPTQ rounded, trained further."""
+        few = [
+            tuple(x[i : i + 16] for x in batch)
+            for batch in self.batches
+            for i in range(0, len(batch[0]) - 15, 16)
+        ]
+        epochs, rate = TUNED[case]
+        tuning = vn.quant.tune(
+            self.model,
+            self.rounded(case, "GPTQ"),
+            params=self.params,
+            train=("codes", "scales", "dense"),
+            epochs=epochs,
+            learning_rate=rate,
+        )
+        return tuning(few)
+
+
+Row = dict[str, float]  # cosines by the column; "MB" is what the parameters take
+
+
+def row_of(of: Measured, case: Case) -> Row:
+    """The row of a case; each cell is told of as it is found."""
+    beside_qwix = [*BY_AWQ, *ptq_qwix.WAYS] if case in BESIDE_QWIX else []
+    row: Row = {}
+    for way in [*WAYS, *beside_qwix, *([*IN_ORDER, TUNING] if case in TUNED else [])]:
         start = time.perf_counter()
-        small = make()
-        return small, f"{self.cosine(small):.4f} ({time.perf_counter() - start:.0f} s)"
+        small = of.tuned(case) if way == TUNING else of.rounded(case, way)
+        row.setdefault("MB", nbytes(small) / 1e6)
+        row[way] = of.cosine(small)
+        told = case, way, f"{row[way]:.4f}", f"{time.perf_counter() - start:.0f} s"
+        print(*told, sep=" | ", file=sys.stderr, flush=True)
+    return row
 
 
-def rows(of: Measured, only: str) -> Iterator[list[str]]:
-    """A row of the table for each format, with embeddings in it and in int8."""
-    for case in CASES:
-        if only not in case[0]:
-            continue
-        for tables in (None, "int8")[: 1 if case[0] == "int8" else 2]:
-            qtype, tile, act_qtype = case
-            cells = [f"{qtype}, {'channelwise' if tile is None else f'tile {tile}'}"]
-            cells += [act_qtype or "", tables or ""]
-            cells.append(f"{of.cosine(vn.quant.quantize_tree(of.params, rules(case, tables))):.4f}")
-            for fields, how in WAYS.values():
-                chosen = rules(case, tables, **fields)
-                calibration = vn.quant.calibrate(of.model, chosen, params=of.params, **how)
-                small, cell = of.timed(lambda calibration=calibration: calibration(of.batches))
-                cells.append(cell)
-                if how["method"] == "gptq" and not fields:
-                    by_gptq = small
-            cells.append("" if act_qtype else _tuned(of, qtype, by_gptq))
-            print(*cells, sep=" | ", file=sys.stderr, flush=True)
-            yield cells
+def table(rows: Mapping[Case, Row], names: Sequence[str]) -> str:
+    """The cosines of some columns; the best of each row stands out."""
+    cells = []
+    for case, row in rows.items():
+        best = max(row.get(name, 0) for name in names)
+        shown = [f"{row[name]:.4f}" if name in row else "" for name in names]
+        bold = [row.get(name) == best for name in names]
+        shown = [f"**{x}**" if b else x for x, b in zip(shown, bold, strict=True)]
+        cells.append([str(case), f"{row['MB']:.1f}", *shown])
+    return markdown_table(["", "MB", *names], cells)
 
 
-def _tuned(of: Measured, qtype: str, small: Any) -> str:
-    if qtype not in TUNED:
-        return ""
-    epochs, rate = TUNED[qtype]
-    few = [
-        tuple(x[i : i + 16] for x in batch)
-        for batch in of.batches
-        for i in range(0, len(batch[0]) - 15, 16)
-    ]
-    tuning = vn.quant.tune(
-        of.model,
-        small,
-        params=of.params,
-        train=("codes", "scales", "dense"),
-        epochs=epochs,
-        learning_rate=rate,
-    )
-    return of.timed(lambda: tuning(few))[1]
+def draw(rows: Mapping[Case, Row], path: Path) -> None:
+    """Bytes against fidelity, of formats of weights alone."""
+    from matplotlib.figure import Figure
+
+    drawn = {
+        "to nearest": ("rounded to nearest", "0.6"),
+        "least error": ("scales of the least error, without data", "C0"),
+        "GPTQ": ("GPTQ, by 512 sentences", "C1"),
+        "rotated, GPTQ": ("rotated, GPTQ", "C3"),
+    }
+    alone = {case: row for case, row in rows.items() if case == Case(*case[:2])}
+    alone = dict(sorted(alone.items(), key=lambda item: item[1]["MB"]))
+    axes = (figure := Figure(figsize=(7.2, 4.4), dpi=160, layout="constrained")).add_subplot()
+    megabytes = [row["MB"] for row in alone.values()]
+    for name, (label, colour) in drawn.items():
+        axes.plot(megabytes, [row[name] for row in alone.values()], "o-", color=colour, label=label)
+    by_loss = (lambda y: -np.log(np.maximum(1 - y, 1e-9)), lambda z: 1 - np.exp(-z))
+    axes.set_yscale("function", functions=by_loss)
+    ticks = [0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999]
+    axes.set_yticks(ticks, map(str, ticks))
+    axes.set_xlabel("parameters as stored, scales included (MB)")
+    axes.set_ylabel("mean cosine to the f32 embeddings")
+    names = axes.secondary_xaxis("top")
+    names.set_xticks(megabytes, map(str, alone), rotation=60, ha="left", fontsize=8)
+    axes.grid(color="0.9")
+    axes.spines[:].set_visible(False)
+    names.spines[:].set_visible(False)
+    axes.legend(loc="lower right", frameon=False)
+    figure.savefig(path)
 
 
 def measured() -> Measured:
@@ -137,15 +251,30 @@ def measured() -> Measured:
     return Measured(load(None), [every[i] for i in order])
 
 
-def main(only: str) -> None:
-    """Prints the table."""
+def main() -> None:
+    """Prints the tables, and writes them."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", default="", help="cases with this in their names")
+    parser.add_argument("--write", action="store_true", help="put the tables into docs/ptq.md")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore", UserWarning)
+    if not ptq_qwix.WAYS:
+        print("Qwix is not installed: its columns are left out", file=sys.stderr)
     of = measured()
-    heading = ["weights", "activations", "embeddings", "to nearest", *WAYS, "GPTQ, tuned"]
-    print(made_with(), markdown_table(heading, list(rows(of, only))), sep="\n\n")
+    rows = {case: row_of(of, case) for case in CASES if options.only in str(case)}
+    beside = {case: row for case, row in rows.items() if case in BESIDE_QWIX}
+    of_qwix = ["to nearest", "AWQ", *list(ptq_qwix.WAYS), "GPTQ", "AWQ and GPTQ"]
+    tables = {
+        "ptq.py": table(rows, [*WAYS, *IN_ORDER, TUNING]),
+        "ptq.py, Qwix": table(beside, of_qwix),
+    }
+    for name, text in tables.items():
+        print(text, made_with(), sep="\n\n", end="\n\n")
+        if options.write:
+            write("ptq", name, f"{text}\n\n{made_with()}")
+    if options.write:
+        draw(rows, DOCS / "ptq.png")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="What MiniLM loses in few bits.")
-    parser.add_argument("--only", default="", help="formats of weights with this in their names")
-    warnings.simplefilter("ignore", UserWarning)
-    main(parser.parse_args().only)
+    main()

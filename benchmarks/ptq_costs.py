@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 from measure import Claim, Side, markdown_table, measure
-from ptq import measured, rules
+from ptq import Case, measured
 from report import made_with
 from scipy.linalg.lapack import dpotrf, dpotri
 
@@ -24,7 +24,7 @@ ROUNDS = 5
 def observing() -> Iterator[list[str]]:
     """MiniLM, on a batch: what one more takes, once the program is compiled."""
     of = measured()
-    chosen = rules(("int4", 128, None), None)
+    chosen = Case("int4", 128).rules()
     batch = max(of.batches, key=lambda batch: batch[0].size)
     run = jax.jit(of.model)
 

@@ -1,9 +1,10 @@
 """The perplexity of SmolLM2-135M in few bits: to nearest, by GPTQ, rotated, with int8 activations.
 
-    python benchmarks/ptq_language_model.py wikitext2-test.txt    # twenty minutes on two cores
+    python benchmarks/ptq_language_model.py wikitext2-test.txt --write    # 20 minutes on two cores
 
 The model is the demo's, from its file's values in f32, its embeddings in int8. It is measured on
 the first 8 windows of 512 tokens of the text, and calibrated with windows that lie far behind them.
+With `--write` puts the table into docs/ptq.md.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from measure import markdown_table
-from report import made_with
+from report import made_with, write
 
 import veneer as vn
 from veneer.demo.fetch import LANGUAGE_MODEL, fetch
@@ -47,7 +48,7 @@ def rows(text: str, count: int, only: str) -> Iterator[list[str]]:
     held_out = windows(model, [text[: 20_000 * MEASURED_ON]], MEASURED_ON)
     behind = np.reshape(windows(model, [text[BEHIND:]], count), (-1, 2, WINDOW)).astype(np.int32)
     run = lambda params, tokens: llama.losses(params, model.config, tokens)
-    yield ["f32", f"{perplexity(losses, model, params, held_out):.2f}", ""]
+    yield ["f32", f"{perplexity(losses, model, params, held_out):.2f}"]
     for name, (fields, method) in CASES.items():
         if only not in name:
             continue
@@ -62,8 +63,8 @@ def rows(text: str, count: int, only: str) -> Iterator[list[str]]:
             calibration = vn.quant.calibrate(run, chosen, params=params, method=method)
             small = calibration(list(behind))
         seconds = time.perf_counter() - start
-        cells = [name, f"{perplexity(losses, model, small, held_out):.2f}", f"{seconds:.0f}"]
-        print(*cells, sep=" | ", file=sys.stderr, flush=True)
+        cells = [name, f"{perplexity(losses, model, small, held_out):.2f}"]
+        print(*cells, f"{seconds:.0f} s", sep=" | ", file=sys.stderr, flush=True)
         yield cells
 
 
@@ -72,7 +73,11 @@ if __name__ == "__main__":
     parser.add_argument("text", type=Path, help="the test set of WikiText-2")
     parser.add_argument("--calibrate", type=int, default=16, help="windows to calibrate with")
     parser.add_argument("--only", default="", help="cases with this in their names")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/ptq.md")
     options = parser.parse_args()
     warnings.simplefilter("ignore", UserWarning)
     found = list(rows(options.text.read_text(encoding="utf-8"), options.calibrate, options.only))
-    print(made_with(), markdown_table(["matrices", "perplexity", "seconds"], found), sep="\n\n")
+    text = f"{markdown_table(['matrices', 'perplexity'], found)}\n\n{made_with()}"
+    print(text)
+    if options.write:
+        write("ptq", "ptq_language_model.py", text)

@@ -1,10 +1,11 @@
 """How likely Whisper finds what it wrote down itself, in few bits: to nearest, and by each method.
 
-    python benchmarks/ptq_speech.py    # a quarter of an hour on two cores; espeak-ng speaks
+    python benchmarks/ptq_speech.py --write    # 15 minutes on two cores; espeak-ng speaks
 
 tiny.en hears 30 seconds at a time: sentences of the demo, as espeak-ng speaks them. From its file's
 values, in f16, it writes down what it hears; the table has by how much less likely each of these
 tokens is, in nats, in the mean. It is calibrated with other sentences, and its own words for them.
+With `--write` puts the table into docs/ptq.md.
 """
 
 import argparse
@@ -19,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from measure import markdown_table
-from report import made_with
+from report import made_with, write
 
 import veneer as vn
 from veneer.demo.fetch import fetch
@@ -121,8 +122,12 @@ if __name__ == "__main__":
     parser.add_argument("--each", type=int, default=12, help="times 30 s to calibrate and measure")
     parser.add_argument("--qtype", default="int4", help="the format of the matrices")
     parser.add_argument("--tile", type=int, default=64, help="how many values share a scale")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/ptq.md")
     options = parser.parse_args()
     warnings.simplefilter("ignore", UserWarning)
     found = list(rows(options.each, options.qtype, options.tile))
     heading = ["matrices", "mean log-likelihood", "loses", "of what nearest loses"]
-    print(made_with(), markdown_table(heading, found), sep="\n\n")
+    text = f"{markdown_table(heading, found)}\n\n{made_with()}"
+    print(text)
+    if options.write:
+        write("ptq", "ptq_speech.py", text)

@@ -35,6 +35,12 @@ def fill(page: str, name: str, text: str) -> str:
     return filled
 
 
+def write(page: str, name: str, text: str) -> None:
+    """Fills the place of that name in docs/."""
+    path = DOCS / f"{page}.md"
+    path.write_text(fill(path.read_text("utf-8"), name, text), "utf-8")
+
+
 def made_with() -> str:
     """What the figures depend on beside the programs: versions, and the machine in few words."""
     from veneer.native.isa import ISA
