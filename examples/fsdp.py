@@ -7,7 +7,7 @@ backward pass gathers it again (`jax.checkpoint`), and gradients are scattered t
 It is written once, for two ways to say who has what: `jax.jit` with shardings, where a constraint
 asks for a whole layer, and `jax.shard_map`, where `lax.all_gather` does.
 
-    python examples/fsdp.py              # some minutes on two cores
+    python examples/fsdp.py              # many minutes on two cores
     python examples/fsdp.py --quick      # small sizes, to see that it runs
 """
 
