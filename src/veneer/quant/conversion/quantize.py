@@ -70,8 +70,9 @@ def quantize(
         - "mse": the part of the full range whose squared error is least, of 40 parts that are
           tried; "mse,100" tries so many; "mse,40,2.4" takes errors to the power 2.4 instead.
         - "hqq": the range that leaves few errors rather than small ones, least in the sum of their
-          power 0.7, by half-quadratic splitting; "hqq,0.5" takes another power, up to 1. Not for
-          formats whose scales are powers of two.
+          power 0.7, by half-quadratic splitting; "hqq,0.5" takes another power, up to 1. It clips
+          more than is good for formats of 4 bits and more. Not for formats whose scales are powers
+          of two.
     - `scale_dtype`: the dtype of the scale; that of the format, or else of `array`, if None. Codes
       are found from the scale as stored, whatever its precision.
     - `key`: of `jax.random`, to round up or down at random, so that the expected value of the
