@@ -133,7 +133,7 @@ def hidden(
     """
     x = params["model.embed_tokens.weight"][tokens]
     keys, values = [], []
-    # The layers are written out: in a scan over stacked ones, XLA cuts the weights of each layer
+    # The layers are written out: in a scan over stacked ones, XLA cuts dense weights of each layer
     # from the stack in each step.
     for i, kept in enumerate(zip(cache.keys, cache.values, strict=True)):
         prefix = f"model.layers.{i}."
