@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import jax
 import pytest
 
 import veneer as vn
@@ -35,6 +36,13 @@ def test_no_kernels_are_no_good(monkeypatch):
     assert (here["kernels"].is_well, len(here)) == (False, len(found()) - 3)
     monkeypatch.setattr(doctor.build, "available", lambda: "there is no Numba")
     assert "there is no Numba" in found()["kernels"].text
+
+
+def test_on_a_gpu_kernels_are_asked_for(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert "VENEER_KERNELS=pallas tries" in doctor._kernels().text
+    with kernels.use("pallas"):
+        assert doctor._kernels().text.startswith("Pallas")
 
 
 def test_an_isa_that_the_cpu_has_not():

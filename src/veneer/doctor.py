@@ -83,7 +83,9 @@ def _cpu() -> str:
 
 def _kernels() -> Finding:
     if jax.default_backend() != "cpu":
-        return Finding("kernels", "there are none for this device: XLA computes all products")
+        if select.chosen() == "pallas":
+            return Finding("kernels", "Pallas, where VENEER_KERNELS=pallas finds one: not measured")
+        return Finding("kernels", "XLA computes all products; VENEER_KERNELS=pallas tries others")
     if reason := build.available():
         return Finding("kernels", f"none, XLA computes all products: {reason}", False)
     if select.chosen() == "xla":

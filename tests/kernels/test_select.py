@@ -96,10 +96,12 @@ def test_the_environment_chooses_where_nothing_else_does(monkeypatch):
 
 
 def test_an_unknown_choice_is_refused(monkeypatch):
-    with pytest.raises(ValueError, match=r"kernels.use is 'auto' or 'xla', not 'fast'"):
+    with pytest.raises(ValueError, match=r"kernels.use is 'auto', 'xla' or 'pallas', not 'fast'"):
         kernels.use("fast").__enter__()
     monkeypatch.setenv("VENEER_KERNELS", "numba")
-    with pytest.raises(ValueError, match="VENEER_KERNELS is 'auto' or 'xla', not 'numba'"):
+    with pytest.raises(
+        ValueError, match="VENEER_KERNELS is 'auto', 'xla' or 'pallas', not 'numba'"
+    ):
         how()
 
 

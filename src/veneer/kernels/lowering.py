@@ -28,6 +28,7 @@ from jax.sharding import PartitionSpec as P
 from .._jax.primitives import Primitive
 from .._jax.sharding import spec_over
 from . import select
+from .pallas import call
 from .problem import MatmulOperands, MatmulProblem, operands_of
 
 # On one device.
@@ -46,19 +47,33 @@ def by_reference(*arrays: Any, problem: MatmulProblem, present: Sequence[bool]) 
     return problem.reference(operands_of(arrays, present), problem)
 
 
-def by_kernel(*arrays: Any, problem: MatmulProblem, present: Sequence[bool]) -> jax.Array:
-    """Computes a product on one CPU: by a kernel, where there is one for it."""
+def by_kernel(
+    *arrays: Any, problem: MatmulProblem, present: Sequence[bool], platform: str = "cpu"
+) -> jax.Array:
+    """Computes a product on one device: by a kernel, where there is one for it."""
     operands = operands_of(arrays, present)
-    target = kernel_for(operands, problem)
-    if target is None:
-        return problem.reference(operands, problem)
-    return call_kernel(target, operands, problem)
+    if platform == "cpu":
+        target = kernel_for(operands, problem)
+        if target is not None:
+            return call_kernel(target, operands, problem)
+    elif _found(platform, operands, problem) and select.lowers(platform, operands, problem):
+        out = call.product(platform, operands, problem)
+        if operands.zero_point is not None:
+            out -= _of_zero_points(operands, problem)
+        if operands.minimum is not None:
+            out += _over_tiles(operands, operands.minimum.astype(jnp.float32), problem)
+        return out.astype(problem.out_dtype)
+    return problem.reference(operands, problem)
+
+
+def _found(platform: str, operands: MatmulOperands, problem: MatmulProblem) -> str | None:
+    shape = problem.shape(operands)
+    return select.find(platform, problem.codes, shape, problem.opt_in) if shape.m else None
 
 
 def kernel_for(operands: MatmulOperands, problem: MatmulProblem) -> str | None:
     """Returns the kernel that computes a product on one CPU, which is built; or None."""
-    shape = problem.shape(operands)
-    target = select.find("cpu", problem.codes, shape) if shape.m else None
+    target = _found("cpu", operands, problem)
     return target if target is not None and select.built(target) else None
 
 
@@ -107,10 +122,16 @@ def call_kernel(
 
 def _of_zero_points(operands: MatmulOperands, problem: MatmulProblem) -> jax.Array:
     """What a product with codes is larger by than one with codes less their zero points."""
-    x, _, scale, zero_point, x_scale, _ = operands
+    zero_point = operands.zero_point
     assert zero_point is not None
     # Of the sizes of `scale` or, if there are more, of `zero_point`.
-    worth = scale.astype(jnp.float32) * (zero_point.astype(jnp.float32) - problem.offset)
+    scale = operands.scale.astype(jnp.float32)
+    return _over_tiles(operands, scale * (zero_point.astype(jnp.float32) - problem.offset), problem)
+
+
+def _over_tiles(operands: MatmulOperands, worth: jax.Array, problem: MatmulProblem) -> jax.Array:
+    """The product with a matrix that is the same all over a tile: `worth`, f32 of those tiles."""
+    x, x_scale = operands.x, operands.x_scale
     if problem.contracting == "columns":
         worth = jnp.swapaxes(worth, 1, 2)
     b, m, k = x.shape
@@ -132,33 +153,39 @@ def _typed(*avals: Any, problem: MatmulProblem, present: Sequence[bool]) -> Any:
     return problem.out_aval(*avals[:2])
 
 
-def _lowered_for_cpu(ctx: Any, *values: Any, **params: Any) -> Any:
+def _lowered_for(platform: str, ctx: Any, *values: Any, **params: Any) -> Any:
     exported = ctx.module_context.lowering_parameters.for_export
-    compute = by_reference if exported else _computation(ctx)
+    may_serve = platform == "cpu" or params["problem"].opt_in
+    compute = _computation(ctx, platform) if may_serve and not exported else by_reference
     return mlir.lower_fun(compute, multiple_results=False)(ctx, *values, **params)
 
 
 mlir.register_lowering(lowered_p, mlir.lower_fun(by_reference, multiple_results=False))
-mlir.register_lowering(lowered_p, _lowered_for_cpu, platform="cpu")
+for _platform, _lowered_as in {"cpu": "cpu", **call.LOWERED}.items():
+    mlir.register_lowering(
+        lowered_p, functools.partial(_lowered_for, _platform), platform=_lowered_as
+    )
 
 
-def _computation(ctx: Any) -> Callable[..., jax.Array]:
+def _computation(ctx: Any, platform: str) -> Callable[..., jax.Array]:
     """How a product is computed on the devices that a program is lowered for."""
     if is_on_one_device(ctx):
-        return by_kernel
+        return functools.partial(by_kernel, platform=platform)
     axes = ctx.module_context.axis_context
     known = isinstance(axes, mlir.ShardingContext) and axes.abstract_mesh is not None
-    return _partitioned if known else by_reference
+    return functools.partial(_partitioned, platform=platform) if known else by_reference
 
 
-def _partitioned(*arrays: Any, problem: MatmulProblem, present: Sequence[bool]) -> jax.Array:
+def _partitioned(
+    *arrays: Any, problem: MatmulProblem, present: Sequence[bool], platform: str
+) -> jax.Array:
     from jax.experimental.custom_partitioning import custom_partitioning  # which few programs need
 
     # What is cut is looked at for its type alone.
     cut = custom_partitioning(lambda *xs: lowered_p.bind(*xs, problem=problem, present=present))
     rule, sizes, summed = sharding_rule(arrays, problem, present)
     cut.def_partition(
-        functools.partial(_partition, problem, present),
+        functools.partial(_partition, problem, present, platform),
         decode_shardings=False,  # which fails where an axis of the mesh is cut in two
         sharding_rule=rule,
         reduction_factors=summed,
@@ -262,7 +289,12 @@ def _tiles(operands: MatmulOperands) -> tuple[int, int]:
 
 
 def _partition(
-    problem: MatmulProblem, present: Sequence[bool], mesh: Any, arg_shapes: Any, result_shape: Any
+    problem: MatmulProblem,
+    present: Sequence[bool],
+    platform: str,
+    mesh: Any,
+    arg_shapes: Any,
+    result_shape: Any,
 ) -> tuple[Any, Callable[..., jax.Array], NamedSharding, tuple[NamedSharding, ...]]:
     operands = operands_of(arg_shapes, present)
     cuts = _cuts(operands, result_shape, problem, mesh)
@@ -278,7 +310,7 @@ def _partition(
         local = dataclasses.replace(local, out_dtype="float32")
 
     def on_one_device(*arrays: jax.Array) -> jax.Array:
-        out = by_kernel(*arrays, problem=local, present=present)
+        out = by_kernel(*arrays, problem=local, present=present, platform=platform)
         return jax.lax.psum(out, summed).astype(problem.out_dtype) if summed else out
 
     placed = [NamedSharding(mesh, spec) for spec in (*of_operands, of_result)]

@@ -152,6 +152,7 @@ class MatmulProblem:
     - `offset`: what a zero point is worth more than a code of the same bits: where `codes` has
       values that are centred, it is not.
     - `reference`: XLA's way, from the operands and this; hashable, so that programs are cached.
+    - `opt_in`: whether kernels that are used only where that is asked for may compute it.
     """
 
     codes: Codes
@@ -160,6 +161,7 @@ class MatmulProblem:
     out_dtype: str
     offset: int
     reference: Callable[[MatmulOperands, "MatmulProblem"], jax.Array]
+    opt_in: bool = False
 
     @property
     def transposed(self) -> "MatmulProblem":

@@ -62,7 +62,7 @@ def serves(kind: str, shape: Shape, counts: Shape) -> bool:
     return (
         kind in QUANTIZED_BITS
         and math.prod(shape) >= _LEAST_VALUES
-        and select.chosen() == "auto"
+        and select.chosen() != "xla"
         and build.available() is None
         and _as_matrices(kind, shape, counts) is not None
     )

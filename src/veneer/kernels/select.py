@@ -1,7 +1,8 @@
 """Which implementation computes a product with a stored matrix.
 
 `TABLE` says which kernels there are, and for what each is used. Where none is, or the environment
-variable `VENEER_KERNELS` or `use` says "xla", it is XLA that computes what the reference does.
+variable `VENEER_KERNELS` or `use` says "xla", it is XLA that computes what the reference does. Rows
+that are `opt_in` are used where one of these says "pallas": those kernels were not measured yet.
 """
 
 import os
@@ -15,10 +16,11 @@ from typing import Literal, get_args
 import jax
 
 from .cpu import build
-from .cpu.kinds import BITS, INTEGERS
-from .problem import Codes, MatmulShape
+from .cpu.kinds import BITS, BYTES, INTEGERS, LOOKUP_BITS
+from .pallas import call
+from .problem import Codes, MatmulOperands, MatmulProblem, MatmulShape
 
-Choice = Literal["auto", "xla"]
+Choice = Literal["auto", "xla", "pallas"]
 
 # A user context and not a context variable: JAX traces a jitted function anew when it changes.
 _choice = jax.make_user_context(None)
@@ -30,8 +32,9 @@ def use(choice: str) -> Iterator[None]:
 
     **Arguments:**
 
-    - `choice`: "auto", by the kernels of the platform where they are faster; or "xla". Outside of
-      any `use` it is what the environment variable `VENEER_KERNELS` holds, and else "auto".
+    - `choice`: "auto", by the kernels of the platform where they are faster; "xla"; or "pallas": as
+      "auto", and on a GPU or TPU by Pallas kernels, which were not measured. Outside of any `use`
+      it is what the environment variable `VENEER_KERNELS` holds, and else "auto".
 
     **Raises:** `ValueError` for another choice.
 
@@ -56,7 +59,7 @@ def chosen() -> Choice:
 
 def _checked(choice: str, source: str) -> Choice:
     if choice not in get_args(Choice):
-        raise ValueError(f"{source} is 'auto' or 'xla', not {choice!r}")
+        raise ValueError(f"{source} is 'auto', 'xla' or 'pallas', not {choice!r}")
     return choice  # type: ignore[return-value]
 
 
@@ -69,6 +72,7 @@ class Candidate:
     - `target`: what it is called where it is built, with the place of the kind of codes.
     - `least_entries`: of the stored matrix: a smaller one is multiplied sooner by XLA.
     - `least_tile`: along the sum: each tile costs a multiplication by its scale.
+    - `opt_in`: whether it is used only where that is asked for.
     """
 
     platform: str
@@ -78,9 +82,11 @@ class Candidate:
     kinds: tuple[str, ...]
     least_entries: int
     least_tile: int = 1
+    opt_in: bool = False
 
 
 _ALL = tuple(BITS)
+_WHOLE_FIELDS = (*LOOKUP_BITS, *BYTES)
 
 #: The first row that fits is taken.
 TABLE = (
@@ -88,16 +94,31 @@ TABLE = (
     Candidate("cpu", "columns", "float", "veneer_columns_{}", _ALL, 1 << 14),
     Candidate("cpu", "rows", "int8", "veneer_integer_rows_{}", INTEGERS, 1 << 14),
     Candidate("cpu", "columns", "int8", "veneer_integer_columns_{}", INTEGERS, 1 << 14),
+    *(
+        Candidate(
+            platform, side, "float", f"veneer_{side}_{{}}", _WHOLE_FIELDS, 1 << 14, opt_in=True
+        )
+        for platform in call.MODULES
+        for side in ("rows", "columns")
+    ),
 )
 
 
-def may_serve(platform: str, entries: int) -> bool:
-    """Returns whether some kernel of a platform is for stored matrices of so many entries."""
-    return any(entries >= row.least_entries for row in TABLE if row.platform == platform)
+#: What programs may be lowered for, of which there are kernels.
+PLATFORMS = tuple(dict.fromkeys(row.platform for row in TABLE))
 
 
-def find(platform: str, codes: Codes, shape: MatmulShape) -> str | None:
+def may_serve(entries: int) -> bool:
+    """Returns whether some kernel is for stored matrices of so many entries."""
+    return any(entries >= row.least_entries for row in TABLE)
+
+
+def find(platform: str, codes: Codes, shape: MatmulShape, opt_in: bool = False) -> str | None:
     """Returns the target of the kernel for a product, or None where XLA computes it.
+
+    **Arguments:**
+
+    - `opt_in`: whether kernels that are used only where that is asked for may compute it.
 
     >>> from veneer.kernels import select
     >>> from veneer.kernels.problem import Codes, MatmulShape
@@ -106,7 +127,7 @@ def find(platform: str, codes: Codes, shape: MatmulShape) -> str | None:
     'veneer_rows_int8'
     """
     for kernel in TABLE:
-        if _serves(kernel, platform, codes, shape):
+        if kernel.opt_in <= opt_in and _serves(kernel, platform, codes, shape):
             return kernel.target.format(codes.kind)
     return None
 
@@ -119,6 +140,7 @@ def _serves(kernel: Candidate, platform: str, codes: Codes, shape: MatmulShape) 
         and (shape.activations == "float" or codes.is_integer)
         and shape.k * shape.n >= kernel.least_entries
         and shape.tile >= kernel.least_tile
+        and (platform not in call.MODULES or call.has_kernel(platform, codes, shape))
     )
 
 
@@ -134,14 +156,25 @@ def built(target: str) -> bool:
         except Exception as error:  # whatever Numba, LLVM or a file system may come up with
             reason = f"compiling {target} failed: {error!r}"
     if reason is not None:
-        _warn(reason)
+        _warn("XLA, which is slower on CPU", reason)
     return reason is None
 
 
+def lowers(platform: str, operands: MatmulOperands, problem: MatmulProblem) -> bool:
+    """Returns whether this JAX lowers the Pallas kernel for a product; a warning says why not."""
+    try:
+        call.lower(platform, operands, problem)
+    except Exception as error:  # whatever Pallas may come up with
+        summary = str(error).strip().partition("\n")[0]
+        _warn("XLA", f"no kernel for {platform.upper()}: {type(error).__name__}: {summary}")
+        return False
+    return True
+
+
 @cache
-def _warn(reason: str) -> None:
+def _warn(to: str, reason: str) -> None:
     warnings.warn(
-        f"products with quantised weights are left to XLA, which is slower on CPU: {reason} "
+        f"products with quantised weights are left to {to}: {reason} "
         "(VENEER_KERNELS=xla says that this is meant)",
         stacklevel=2,
     )

@@ -50,7 +50,7 @@ def weight_is(side: int) -> Iterator[None]:
 
 
 def by_kernel(lhs: jax.Array | QArray, rhs: jax.Array | QArray, params: DotParams) -> Plan | None:
-    """Reads codes as they are stored, if a CPU has a kernel for them."""
+    """Reads codes as they are stored, if some platform has a kernel for them."""
     if select.chosen() == "xla" or is_algorithm(params.precision):
         return None
     if params.out_sharding is not None or _is_cut(lhs, rhs):
@@ -64,7 +64,7 @@ def by_kernel(lhs: jax.Array | QArray, rhs: jax.Array | QArray, params: DotParam
         if not isinstance(q, QArray):
             continue
         batch = math.prod(_sizes(q, params.dimension_numbers.batch[side]))
-        if q.size == 0 or not select.may_serve("cpu", q.size // batch):
+        if q.size == 0 or not select.may_serve(q.size // batch):
             continue
         x = _activations(lhs, rhs, side, params)
         plan = None if x is None else _plan(x, q, side, params, params.out_dtype(lhs, rhs))
@@ -225,11 +225,17 @@ def _plan(
         minimum,
     )
     reference = ProductByXla(matrix.q.qtype, q.dense_dtype, params.precision)
+    opt_in = select.chosen() == "pallas"
     product = MatmulProblem(
-        codes[0], matrix.q.shape[2], matrix.contracting, out_dtype.name, codes[1], reference
+        codes[0], matrix.q.shape[2], matrix.contracting, out_dtype.name, codes[1], reference, opt_in
     )
-    target = select.find("cpu", product.codes, product.shape(operands))
-    if target is None:
+    shape = product.shape(operands)
+    found = {
+        platform: select.find(platform, product.codes, shape, opt_in)
+        for platform in select.PLATFORMS
+    }
+    targets = {platform: target for platform, target in found.items() if target is not None}
+    if not targets:
         return None
 
     def compute(*operands: Any) -> jax.Array:
@@ -244,7 +250,11 @@ def _plan(
         order += x_order + q_order if side else q_order + x_order
         return lax.transpose(out.reshape(sizes), order)
 
-    return Plan(f"CPU kernel {target.removeprefix('veneer_')}", compute, operands, is_kernel=True)
+    how = ", ".join(
+        f"{platform.upper()} kernel {target.removeprefix('veneer_')}"
+        for platform, target in targets.items()
+    )
+    return Plan(how, compute, operands, kernels_for=tuple(targets))
 
 
 def _as_rows(x: jax.Array, first: Sequence[int], last: Sequence[int]) -> jax.Array:

@@ -72,7 +72,7 @@ def plan_of(lhs: jax.Array | QArray, rhs: jax.Array | QArray, params: DotParams)
     return dataclasses.replace(
         plan,
         how=f"{plan.how}, else {otherwise.how}",
-        dense=(plan if runs_on_cpu() else otherwise).dense,
+        dense=(plan if jax.default_backend() in plan.kernels_for else otherwise).dense,
     )
 
 
@@ -90,7 +90,7 @@ def _plans(lhs: jax.Array | QArray, rhs: jax.Array | QArray, params: DotParams) 
         return
     for way in WAYS:
         plan = way(lhs, rhs, params)
-        if plan is not None and plan.is_kernel and runs_on_cpu():
+        if plan is not None and "cpu" in plan.kernels_for and runs_on_cpu():
             plan = _folded(lhs, rhs, params) or plan
         if plan is not None:
             yield plan

@@ -102,15 +102,20 @@ class Plan:
     - `operands`: arrays, and QArrays.
     - `dense`: the bytes of each operand that it makes dense on the platform that JAX runs on:
       `dense_nbytes` of the operands.
-    - `is_kernel`: whether it is a kernel, which makes no weight dense. It is for some platforms,
-      and on others what the next way plans is done.
+    - `kernels_for`: the platforms that it is a kernel for, which makes no weight dense. On others,
+      what the next way plans is done.
     """
 
     how: str
     compute: Callable[..., jax.Array]
     operands: tuple[Any, ...]
     dense: tuple[int, ...] = ()
-    is_kernel: bool = False
+    kernels_for: tuple[str, ...] = ()
+
+    @property
+    def is_kernel(self) -> bool:
+        """Whether it is a kernel, on some platform."""
+        return bool(self.kernels_for)
 
     @property
     def dense_nbytes(self) -> int:

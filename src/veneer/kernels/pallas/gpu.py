@@ -1,0 +1,214 @@
+"""A product on a GPU: a Pallas kernel that Triton compiles.
+
+A program computes a block of the result, `[m, n]`, over a part of the sum. It walks along k: a
+block of bytes is loaded, decoded in registers, and multiplied by tensor cores, so that no dense
+weight is anywhere in memory. Codes are summed before they are scaled where a block has one scale
+for each column; else they are scaled first. Few rows have few blocks, so that the sum is cut in
+parts, which are added up at the end.
+
+No figure here was measured: `benchmarks/gpu.py` is what they are to be chosen by.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from ..problem import Codes
+from .decode import decoder, fields_of, scales_of
+from .layout import LEAST, Entries, by_field
+
+
+class Config(NamedTuple):
+    """What a kernel is compiled with, for products of at most so many rows.
+
+    **Arguments:**
+
+    - `rows`: the most rows of activations that it is for.
+    - `m`, `n`, `k`: the sizes of a block, in codes.
+    """
+
+    rows: float
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+
+
+CONFIGS = (
+    Config(16, 16, 64, 128, warps=4, stages=4),
+    Config(64, 64, 128, 64, warps=4, stages=4),
+    Config(math.inf, 128, 128, 64, warps=8, stages=3),
+)
+
+#: Programs to have at least: a few for each of the 132 multiprocessors of an H100.
+_PROGRAMS = 512
+#: Blocks along k that a part of the sum has at least.
+_LEAST_BLOCKS = 4
+#: What offsets of 32 bits reach, in entries.
+_MOST_ENTRIES = 2**31
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """How a product is cut: blocks in entries, and parts of the sum."""
+
+    m: int
+    n: int
+    k: int
+    parts: int
+    config: Config
+
+
+def blocks_of(layout: Entries, batch: int = 1) -> Blocks | None:
+    """Returns how a product is cut, or None where its tiles do not fit into blocks.
+
+    >>> from veneer.kernels.pallas.gpu import blocks_of
+    >>> from veneer.kernels.pallas.layout import Entries
+    >>> int4 = Entries(True, fields=2, m=1, n=2048, k=4096, tile=128, tiles=32, columns=4096)
+    >>> blocks = blocks_of(int4)
+    >>> blocks.m, blocks.n, blocks.k, blocks.parts
+    (16, 32, 128, 8)
+    """
+    config = next(config for config in CONFIGS if layout.m <= config.rows)
+    of_n = max(LEAST, config.n // layout.out_fields)
+    of_k = max(LEAST, config.k * layout.out_fields // layout.fields)
+    k = layout.block_k(of_k)
+    if k is None:
+        return None
+    programs = batch * pl.cdiv(layout.m, config.m) * pl.cdiv(layout.n, of_n)
+    most = max(1, pl.cdiv(layout.k, k) // _LEAST_BLOCKS)
+    return Blocks(config.m, of_n, k, min(most, pl.cdiv(_PROGRAMS, programs)), config)
+
+
+def product(
+    x: jax.Array,
+    packed: jax.Array,
+    scale: jax.Array,
+    codes: Codes,
+    layout: Entries,
+    out_dtype: Any,
+    *,
+    interpret: bool = False,
+) -> jax.Array:
+    """Returns a product of activations with a stored matrix, `[B, M, N]`.
+
+    **Arguments:**
+
+    - `x`: `[B, M, K]`: f32, bf16 or f16.
+    - `packed`: `[B, R, bytes]`, u8.
+    - `scale`: `[B, R / tr, C / tc]`: f32, bf16, f16, or u8, the bytes of float8_e8m0fnu.
+    - `interpret`: whether JAX runs the kernel, on whatever device, and no Triton.
+
+    **Raises:** `ValueError` where there is no kernel for a product of this size.
+    """
+    batch, m, _ = x.shape
+    blocks = blocks_of(layout, batch)
+    if blocks is None or max(x.size, packed.size, batch * m * layout.columns) >= _MOST_ENTRIES:
+        raise ValueError(f"the kernel has no blocks, or no offsets, for {layout}")
+    kernel = functools.partial(_kernel, codes=codes, layout=layout, blocks=blocks)
+    grid = pl.cdiv(m, blocks.m) * pl.cdiv(layout.n, blocks.n), blocks.parts, batch
+    dtype = out_dtype if blocks.parts == 1 else jnp.float32
+    out = pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((blocks.parts, batch, m, layout.columns), dtype),
+        grid=grid,
+        interpret=interpret,
+        compiler_params=triton.CompilerParams(
+            num_warps=blocks.config.warps, num_stages=blocks.config.stages
+        ),
+        name=f"veneer_{'rows' if layout.sums_rows else 'columns'}_{codes.kind}",
+    )(by_field(x, layout), packed, scale, jnp.asarray(codes.table, jnp.float32))
+    return (out[0] if blocks.parts == 1 else out.sum(0)).astype(out_dtype)
+
+
+def _kernel(
+    x_ref: Any,
+    packed_ref: Any,
+    scale_ref: Any,
+    table_ref: Any,
+    out_ref: Any,
+    *,
+    codes: Codes,
+    layout: Entries,
+    blocks: Blocks,
+) -> None:
+    block, part, batch = (pl.program_id(axis) for axis in range(3))
+    m_blocks = pl.cdiv(layout.m, blocks.m)
+    m = block % m_blocks * blocks.m + jnp.arange(blocks.m)
+    n = block // m_blocks * blocks.n + jnp.arange(blocks.n)
+    steps = pl.cdiv(pl.cdiv(layout.k, blocks.k), blocks.parts)
+    tiles = max(1, blocks.k // layout.entries) if layout.tiles > 1 else 1  # of a block
+    decode = decoder(codes, lambda fields: triton.load(table_ref.at[fields]))
+    n_tile = layout.columns // scale_ref.shape[2 if layout.sums_rows else 1]
+
+    def scale_of(tile: jax.Array, column: jax.Array) -> jax.Array:
+        """The scales of tiles for columns of the result, `[tiles, n]`; or else the other way."""
+        tile, column = tile[:, None], column[None, :] // n_tile
+        if not layout.sums_rows:
+            tile, column = tile.T, column.T
+        here = (tile < layout.tiles) & (column < layout.columns // n_tile)
+        at = (batch, tile, column) if layout.sums_rows else (batch, column, tile)
+        scale = triton.load(scale_ref.at[at], mask=here, other=0)
+        return scales_of(scale, scale_ref.dtype == jnp.uint8)
+
+    def step(index: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        k = index * blocks.k + jnp.arange(blocks.k)
+        rows, columns = (k[:, None], n[None, :]) if layout.sums_rows else (n[:, None], k[None, :])
+        here = (rows < packed_ref.shape[1]) & (columns < packed_ref.shape[2])
+        packed = triton.load(packed_ref.at[batch, rows, columns], mask=here, other=0)
+        added = list(sums)
+        for place in range(layout.fields):
+            of_x, of_out = (0, place) if layout.sums_rows else (place, 0)
+            in_x = (m[:, None] < layout.m) & (k[None, :] < layout.k)
+            x = triton.load(x_ref.at[of_x, batch, m[:, None], k[None, :]], mask=in_x, other=0)
+            w = decode(fields_of(packed, codes.bits, place))
+            column = n * layout.out_fields + of_out
+            if layout.tiles > 1:
+                first = index * blocks.k + jnp.arange(tiles) * layout.entries
+                scale = scale_of((first * layout.k_fields + of_x) // layout.tile, column)
+            if tiles > 1:
+                w *= _spread(scale, w.shape)
+            out = _dot(x, w.astype(x.dtype), layout.sums_rows)
+            if tiles == 1 and layout.tiles > 1:
+                out *= scale if layout.sums_rows else scale.T
+            added[of_out] += out
+        return tuple(added)
+
+    zero = jnp.zeros((blocks.m, blocks.n), jnp.float32)
+    last = jnp.minimum((part + 1) * steps, pl.cdiv(layout.k, blocks.k))
+    sums = jax.lax.fori_loop(part * steps, last, step, (zero,) * layout.out_fields)
+    for place, out in enumerate(sums):
+        column = n * layout.out_fields + place
+        if layout.tiles == 1:
+            scale = scale_of(jnp.zeros(1, jnp.int32), column)
+            out *= scale if layout.sums_rows else scale.T
+        here = (m[:, None] < layout.m) & (column[None, :] < layout.columns)
+        out_ref_at = out_ref.at[part, batch, m[:, None], column[None, :]]
+        triton.store(out_ref_at, out.astype(out_ref.dtype), mask=here)
+
+
+def _spread(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The scale of each entry of a block, from those of its tiles along one axis."""
+    axis = 0 if scale.shape[0] != shape[0] else 1
+    tile = shape[axis] // scale.shape[axis]
+    wide = jnp.broadcast_to(
+        jnp.expand_dims(scale, axis + 1), (*scale.shape[: axis + 1], tile, *scale.shape[axis + 1 :])
+    )
+    return wide.reshape(shape)
+
+
+def _dot(x: jax.Array, w: jax.Array, sums_rows: bool) -> jax.Array:
+    """`x @ w`, or `x @ w.T`, in f32; of f32 without rounding to TF32."""
+    is_wide = x.dtype == jnp.float32
+    precision = jax.lax.Precision.HIGHEST if is_wide else jax.lax.Precision.DEFAULT
+    numbers = ((1,), (0 if sums_rows else 1,)), ((), ())
+    return jax.lax.dot_general(
+        x, w, numbers, precision=precision, preferred_element_type=jnp.float32
+    )
