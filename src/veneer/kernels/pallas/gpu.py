@@ -21,7 +21,7 @@ from jax.experimental.pallas import triton
 
 from ..problem import Codes
 from .decode import decoder, fields_of, scales_of
-from .layout import LEAST, Entries, by_field
+from .layout import LEAST, StoredLayout, by_field
 
 
 class Config(NamedTuple):
@@ -66,12 +66,12 @@ class Blocks:
     config: Config
 
 
-def blocks_of(layout: Entries, batch: int = 1) -> Blocks | None:
+def blocks_of(layout: StoredLayout, batch: int = 1) -> Blocks | None:
     """Returns how a product is cut, or None where its tiles do not fit into blocks.
 
     >>> from veneer.kernels.pallas.gpu import blocks_of
-    >>> from veneer.kernels.pallas.layout import Entries
-    >>> int4 = Entries(True, fields=2, m=1, n=2048, k=4096, tile=128, tiles=32, columns=4096)
+    >>> from veneer.kernels.pallas.layout import StoredLayout
+    >>> int4 = StoredLayout(True, fields=2, m=1, n=2048, k=4096, tile=128, tiles=32, columns=4096)
     >>> blocks = blocks_of(int4)
     >>> blocks.m, blocks.n, blocks.k, blocks.parts
     (16, 32, 128, 8)
@@ -92,7 +92,7 @@ def product(
     packed: jax.Array,
     scale: jax.Array,
     codes: Codes,
-    layout: Entries,
+    layout: StoredLayout,
     out_dtype: Any,
     *,
     interpret: bool = False,
@@ -136,7 +136,7 @@ def _kernel(
     out_ref: Any,
     *,
     codes: Codes,
-    layout: Entries,
+    layout: StoredLayout,
     blocks: Blocks,
 ) -> None:
     block, part, batch = (pl.program_id(axis) for axis in range(3))

@@ -19,7 +19,7 @@ LEAST = 16
 
 
 @dataclasses.dataclass(frozen=True)
-class Entries:
+class StoredLayout:
     """The sizes of a product `[m, k] x [k, n]`, in entries of what is stored, and its tiles.
 
     **Arguments:**
@@ -68,14 +68,14 @@ class Entries:
         return block if block >= LEAST else None
 
 
-def layout_of(codes: Codes, shape: MatmulShape) -> Entries | None:
+def layout_of(codes: Codes, shape: MatmulShape) -> StoredLayout | None:
     """Returns a product as kernels see it, or None where a tile ends within a byte.
 
     >>> from veneer.kernels.pallas.layout import layout_of
     >>> from veneer.kernels.problem import Codes, MatmulShape
     >>> int4 = Codes(4, values=(*map(float, range(8)), *map(float, range(-8, 0))))
     >>> layout_of(int4, MatmulShape("columns", "float", m=1, k=256, n=64, tile=32))
-    Entries(sums_rows=False, fields=2, m=1, n=64, k=128, tile=32, tiles=8, columns=64)
+    StoredLayout(sums_rows=False, fields=2, m=1, n=64, k=128, tile=32, tiles=8, columns=64)
     """
     fields, sums_rows = 8 // codes.bits, shape.contracting == "rows"
     tiles = shape.k // shape.tile
@@ -86,10 +86,10 @@ def layout_of(codes: Codes, shape: MatmulShape) -> Entries | None:
         if sums_rows
         else (shape.n, row_bytes(shape.k, codes.bits))
     )
-    return Entries(sums_rows, fields, shape.m, n, k, shape.tile, tiles, shape.n)
+    return StoredLayout(sums_rows, fields, shape.m, n, k, shape.tile, tiles, shape.n)
 
 
-def by_field(x: jax.Array, layout: Entries) -> jax.Array:
+def by_field(x: jax.Array, layout: StoredLayout) -> jax.Array:
     """Returns activations `[B, M, K]` as `[F, B, M, k]`: what each field of an entry meets."""
     if layout.sums_rows or layout.fields == 1:
         return x[None]
