@@ -23,6 +23,7 @@ PUBLIC = [
     *("explain", "implicit", "jit", "load", "materialise", "quant", "register", "save", "static"),
     *(
         "device_put",
+        "distributed",
         "freeze",
         "ste",
         "summary",
@@ -54,6 +55,7 @@ MAY_IMPORT = {
     "straight_through": {"_jax", "_core"},
     "tree": {"_core"},
     "lora": {"_jax", "_core", "quant", "types"},
+    "distributed": {"_jax", "_core", "quant"},
     "placement": {"_core", "tree"},
     "testing": {"_core", "_jax"},
     "training": {"_core", "types", "tree"},
@@ -65,6 +67,7 @@ MAY_IMPORT = {
             "tree",
             "training",
             "parameter_table",
+            "distributed",
             "placement",
             "testing",
             "lora",

@@ -29,7 +29,7 @@ MOVED = {
 }
 REFERENCE = (
     "veneer",
-    *(f"veneer.{name}" for name in "quant types tree hijax numba lora testing".split()),
+    *(f"veneer.{name}" for name in "quant types tree hijax numba lora distributed testing".split()),
     *(f"veneer.interop.{name}" for name in ("quax", "pytensor")),
 )
 LINK = re.compile(

@@ -13,6 +13,7 @@
     lora                updates of low rank, by rules on paths
     tree                trees in which an implicit array is one leaf
     straight_through    `ste`: the value of a function, with the derivative of the identity
+    distributed         collectives that send dense arrays quantised
     placement           where arrays are: `device_put`, by shardings that speak of dense arrays
     training            which arrays are trained: `freeze`, `trainable`
     testing             checks for the tests of those who write array types
@@ -39,7 +40,7 @@ from ._report.explain import explain
 from ._report.report import Report
 
 if TYPE_CHECKING:
-    from . import hijax, lora, numba, quant, testing, tree, types
+    from . import distributed, hijax, lora, numba, quant, testing, tree, types
     from .hijax.jit import jit
     from .interop.safetensors import load, save
     from .parameter_table import summary
@@ -59,6 +60,7 @@ __all__ = [
     "Report",
     "Value",
     "device_put",
+    "distributed",
     "explain",
     "freeze",
     "hijax",
@@ -87,6 +89,7 @@ __all__ = [
 # would put the module in the place of the name.
 _LAZY = {
     "device_put": "placement",
+    "distributed": "distributed",
     "freeze": "training",
     "hijax": "hijax",
     "jit": "hijax.jit",
