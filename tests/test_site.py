@@ -1,17 +1,9 @@
 """The site's pages as they are laid out, before a tool makes HTML of them: `make docs` does."""
 
 import importlib
-import importlib.util
-from pathlib import Path
 
 import pytest
-
-STAGE = Path(__file__).parent.parent / "docs" / "site" / "stage.py"
-spec = importlib.util.spec_from_file_location("stage", STAGE)
-assert spec is not None
-assert spec.loader is not None
-stage = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(stage)
+import stage
 
 
 def test_every_page_is_laid_out_with_the_sources_that_it_leads_to(tmp_path, monkeypatch):

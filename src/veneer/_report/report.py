@@ -4,7 +4,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -63,7 +63,7 @@ class Report:
 
     def __str__(self) -> str:
         rows: list[Cells | str] = []
-        for row, _ in self._rows():
+        for row in self._rows():
             if isinstance(row, str):
                 rows.append(row)
             else:
@@ -75,66 +75,75 @@ class Report:
     __repr__ = __str__
 
     def to_html(self) -> str:
-        """The same table as a page of HTML, which needs nothing else."""
-        import html  # which takes a while
+        """A page of HTML, which needs nothing else: by weight, and by line of the program.
 
-        return _PAGE.format(summary=html.escape(self.summary), table=self._html_table())
+        It is sorted by a click on a heading, and folded by one on a weight or a line. Lines are
+        shown with the source around them, as their files are now. Without JavaScript, the page is
+        two tables.
+        """
+        from .page import page_of  # what it imports takes a while
+
+        return page_of(self)
 
     def _repr_html_(self) -> str:
-        import html
+        import html  # which takes a while
 
-        return f"{self._html_table()}\n<p>{html.escape(self.summary)}</p>"
+        table = html_table(_HEADINGS, list(self._rows()), right=_NUMBERS)
+        return f"{table}\n<p>{html.escape(self.summary)}</p>"
 
-    def _html_table(self) -> str:
-        rows, kinds = zip(*self._rows(), strict=True) if self.events else ((), ())
-        return html_table(_HEADINGS, rows, right=_NUMBERS, kinds=kinds)
-
-    def _rows(self) -> Iterator[tuple[tuple[str, ...] | str, str]]:
-        """The rows, those of each weight under its path, each with its kind."""
-        groups: dict[str, Counter[Event]] = {}
-        for event in self.events:
-            group = groups.setdefault(_group_of(event), Counter())
-            group[replace(event, sources=())] += 1  # what differs in a path alone is equal here
-        in_passing = groups.pop(_IN_PASSING, None)
-        if in_passing:
-            groups[_IN_PASSING] = in_passing
-        for path, group in groups.items():
-            yield from _rows_of(path, group)
+    def _rows(self) -> Iterator[Cells | str]:
+        """The rows, those of each weight under its path."""
+        for path, group in by_weight(self.events).items():
+            nbytes = sum(event.nbytes * times for (event, _), times in group.items())
+            yield path + (f": {size_of(nbytes)} made dense" if nbytes else "")
+            for (event, _), times in group.items():
+                dense = short_size_of(event.nbytes * times) if event.made_dense else ""
+                operands, where = ", ".join(event.operands), short(event.line)
+                yield event.primitive, operands, str(times), what_ran(event), dense, where
 
 
 _HEADINGS = ("primitive", "operands", "times", "what ran", "dense", "where")
 _NUMBERS = ("times", "dense")
-_IN_PASSING = ""
+
+#: In the place of the weights of what met none.
+IN_PASSING = "in passing"
+
+#: Equal events, each with the weights that it met, and their number.
+Group = Counter[tuple[Event, str]]
 
 
-def _group_of(event: Event) -> str:
-    """The weights that an event met, with those as one whose paths differ in numbers alone."""
-    weights = (re.sub(r"(?<![^.])\d+(?![^.])", "*", path) for path in event.weights)
-    return ", ".join(dict.fromkeys(weights))
+def by_weight(events: Iterable[Event]) -> dict[str, Group]:
+    """The events of each weight, and at last those of what is implicit in passing."""
+    groups = _grouped(events, lambda event, weights: weights)
+    in_passing = groups.pop(IN_PASSING, None)
+    return groups | {IN_PASSING: in_passing} if in_passing else groups
 
 
-def _rows_of(path: str, group: Counter[Event]) -> Iterator[tuple[tuple[str, ...] | str, str]]:
-    nbytes = sum(event.nbytes * n for event, n in group.items())
-    yield (path or "in passing") + (f": {size_of(nbytes)} made dense" if nbytes else ""), ""
-    for event, times in group.items():
-        cells = (
-            event.primitive,
-            ", ".join(event.operands),
-            str(times),
-            _what_ran(event),
-            short_size_of(event.nbytes * times) if event.made_dense else "",
-            _short(event.line),
-        )
-        yield cells, "dense" if event.made_dense else ""
+def by_line(events: Iterable[Event]) -> dict[str, Group]:
+    """The events of each line of the program, in the order of its files."""
+    groups = _grouped(events, lambda event, weights: event.line)
+    place = lambda line: [int(x) if i % 2 else x for i, x in enumerate(re.split(r"(\d+)", line))]
+    return {line: groups[line] for line in sorted(groups, key=place)}
 
 
-def _what_ran(event: Event) -> str:
+def _grouped(events: Iterable[Event], name: Callable[[Event, str], str]) -> dict[str, Group]:
+    """Those of each name, of an event and its weights. Paths that differ in numbers are one."""
+    groups: dict[str, Group] = {}
+    for event in events:
+        paths = (re.sub(r"(?<![^.])\d+(?![^.])", "*", path) for path in event.weights)
+        weights = ", ".join(dict.fromkeys(paths)) or IN_PASSING
+        counted = replace(event, sources=()), weights  # what differs in a path alone is equal here
+        groups.setdefault(name(event, weights), Counter())[counted] += 1
+    return groups
+
+
+def what_ran(event: Event) -> str:
     if event.rule is None:
         return "materialised: no rule fits"
-    return f"rule {_short(event.rule)}" + (f": {event.how}" if event.how else "")
+    return f"rule {short(event.rule)}" + (f": {event.how}" if event.how else "")
 
 
-def _short(place: str) -> str:
+def short(place: str) -> str:
     """A place in a file, from where one works, or from where Python finds modules."""
     short = (place.removeprefix(folder) for folder in _folders(os.getcwd(), tuple(sys.path)))
     return min([place, *short], key=len).replace("<locals>.", "")
@@ -144,29 +153,3 @@ def _short(place: str) -> str:
 def _folders(here: str, path: tuple[str, ...]) -> tuple[str, ...]:
     folders = (os.path.abspath(folder) for folder in (here, *path) if isinstance(folder, str))
     return tuple(dict.fromkeys(folder.rstrip(os.sep) + os.sep for folder in folders))
-
-
-_PAGE = """<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width">
-<title>veneer: what happened to implicit arrays</title>
-<style>
-  :root {{ color-scheme: light dark; }}
-  body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2.5rem auto; max-width: 75rem;
-          padding: 0 1.5rem; }}
-  h1 {{ font-size: 1.3rem; margin: 0; }}
-  table {{ border-collapse: collapse; width: 100%; font-size: 13px; }}
-  th {{ text-align: left; font-weight: 600; padding: .4rem .8rem; border-bottom: 2px solid #8886; }}
-  td {{ font-family: ui-monospace, monospace; padding: .35rem .8rem; vertical-align: top;
-        border-bottom: 1px solid #8883; overflow-wrap: anywhere; }}
-  th:nth-child(3), td:nth-child(3), th:nth-child(5), td:nth-child(5) {{ white-space: nowrap; }}
-  tr.over th {{ padding-top: 1.2rem; }}
-  tr.dense td {{ background: #e8590c22; }}
-  tr.dense td:nth-child(4) {{ font-weight: 600; }}
-</style>
-<h1>What happened to implicit arrays</h1>
-<p>{summary}</p>
-{table}
-</html>
-"""

@@ -113,25 +113,23 @@ def html_table(
     rows: Rows,
     total: Cells | None = None,
     right: Collection[str] = (),
-    kinds: Cells | None = None,
 ) -> str:
-    """The table as an element of HTML; `kinds` are the classes of the rows, empty for none."""
+    """The table as an element of HTML."""
     import html  # which takes a while
 
     styles = [' style="text-align: right"' if heading in right else "" for heading in headings]
 
-    def row(tag: str, cells: Cells | str, kind: str = "") -> str:
+    def row(tag: str, cells: Cells | str) -> str:
         if isinstance(cells, str):
             return f'<tr class="over"><th colspan="{len(headings)}">{html.escape(cells)}</th></tr>'
         filled = zip(styles, cells, strict=True)
         inside = "".join(f"<{tag}{style}>{html.escape(cell)}</{tag}>" for style, cell in filled)
-        return f'<tr class="{kind}">{inside}</tr>' if kind else f"<tr>{inside}</tr>"
+        return f"<tr>{inside}</tr>"
 
-    body = map(row, ["td"] * len(rows), rows, kinds or [""] * len(rows))
     foot = f"<tfoot>{row('th', total)}</tfoot>\n" if total else ""
     return (
         f"<table>\n<thead>{row('th', headings)}</thead>\n<tbody>\n"
-        + "\n".join(body)
+        + "\n".join(row("td", cells) for cells in rows)
         + f"\n</tbody>\n{foot}</table>"
     )
 

@@ -1,0 +1,16 @@
+"""Text of a page that one may fail to read, for its colour is near to what it is on.
+
+WCAG 2.1, 1.4.3: a contrast of 4.5 to 1, and of 3 to 1 for large text.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from browser import Page
+
+SCRIPT = Path(__file__).with_suffix(".js").read_text("utf-8")
+
+
+def faults(page: Page) -> list[dict[str, Any]]:
+    """What is hard to read of what is seen of a page: the text, its contrast and its element."""
+    return page.run(SCRIPT)

@@ -1,0 +1,155 @@
+"""The page of `vn.explain`, as a reader uses it, in a headless Chromium."""
+
+import browser
+import contrast
+import pytest
+import screenshots
+
+import veneer as vn
+
+pytestmark = pytest.mark.skipif(
+    browser.found() is None,
+    reason="there is no Chromium to show the page: apt-get install chromium",
+)
+
+PROGRAM = """\
+def layer(w, x):
+    w = w / 2
+    return x @ w
+
+def model(params, x):
+    return layer(params, x)
+"""
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    with browser.started(browser.found()) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("report")
+    program = folder / "program.py"
+    program.write_text(PROGRAM)
+
+    def event(primitive, nbytes, line, weight, rule=None):
+        operands, place = ("QArray:f32[256,256]", "f32[]"), f"{program}:{line}"
+        return vn.Event(primitive, operands, rule, nbytes, place, "", ((weight,), ()), (nbytes, 0))
+
+    events = (
+        event("dot_general", 0, "3 (layer)", "params.a", "rules.py:1"),
+        event("div", 1000, "2 (layer)", "params.b"),
+        event("sqrt", 9000, "2 (layer)", "params.b"),
+        event("exp", 70_000, "6 (model)", "params.c"),
+    )
+    page = folder / "report.html"
+    page.write_text(vn.Report(events).to_html())
+    return page.as_uri()
+
+
+@pytest.fixture
+def page(chromium, address):
+    return chromium.open(address)
+
+
+def shown(page, what=".over b"):
+    """The texts that are seen of the elements that a selector names."""
+    return page.run(
+        f"[...document.querySelectorAll('{what}')].filter(e => e.checkVisibility())"
+        ".map(e => e.textContent)"
+    )
+
+
+def click(page, text, within="#weights "):
+    page.run(
+        f"[...document.querySelectorAll({within!r} + 'button')]"
+        f".find(b => b.textContent.startsWith({text!r})).click()"
+    )
+
+
+def test_a_click_on_a_heading_sorts_weights_and_what_met_each(page):
+    assert shown(page) == ["params.a", "params.b", "params.c"]
+    click(page, "dense")
+    assert shown(page) == ["params.c", "params.b", "params.a"]
+    assert shown(page, "td:first-child") == ["exp", "sqrt", "div", "dot_general"]
+    assert page.run("document.querySelector('[aria-sort]').ariaSort") == "descending"
+    click(page, "dense")
+    assert shown(page) == ["params.a", "params.b", "params.c"]
+    assert shown(page, "td:first-child") == ["dot_general", "div", "sqrt", "exp"]
+    click(page, "primitive")
+    assert shown(page, "td:first-child") == ["div", "sqrt", "dot_general", "exp"]
+    click(page, "primitive")
+    click(page, "primitive")  # as the program has them
+    assert shown(page, "td:first-child") == ["dot_general", "div", "sqrt", "exp"]
+    assert page.run("document.querySelector('[aria-sort]')") is None
+
+
+def test_a_click_on_a_weight_folds_it(page):
+    click(page, "params.b")
+    assert shown(page, "td:first-child") == ["dot_general", "exp"]
+    assert shown(page) == ["params.a", "params.b", "params.c"]
+    assert page.run("document.querySelectorAll('[aria-expanded=false]').length") == 1
+    click(page, "params.b")
+    assert len(shown(page, "td:first-child")) == 4
+    click(page, "Fold all", "")
+    assert shown(page, "td:first-child") == []
+    click(page, "Unfold all", "")
+    assert len(shown(page, "td:first-child")) == 4
+
+
+def test_by_line_it_shows_the_source(page):
+    assert shown(page, "pre") == []
+    page.run("document.querySelector('[value=lines]').click()")
+    names = [name.rpartition("/")[2] for name in shown(page)]
+    assert names == ["program.py:2 (layer)", "program.py:3 (layer)", "program.py:6 (model)"]
+    assert shown(page, "mark") == [
+        "2      w = w / 2",
+        "3      return x @ w",
+        "6      return layer(params, x)",
+    ]
+    click(page, "dense", "#lines ")
+    assert shown(page)[0].rpartition("/")[2] == "program.py:6 (model)"
+
+
+def test_it_shows_what_was_made_dense_alone(page):
+    page.run("document.querySelector('[name=dense]').click()")
+    assert shown(page, "td:first-child") == ["div", "sqrt", "exp"]
+    assert shown(page) == ["params.b", "params.c"]
+
+
+def test_without_scripts_it_is_two_tables(chromium, address):
+    page = chromium.open(address, scripts=False)
+    assert len(shown(page, "table")) == 2
+    assert len(shown(page, "td:first-child")) == 8
+    assert len(shown(page, "pre")) == 3
+    assert shown(page, "#controls") == []
+
+
+def test_it_asks_for_nothing_but_itself(page, address):
+    assert set(page.requests) == {address}
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [browser.DESKTOP, browser.PHONE])
+def test_it_is_readable(chromium, address, width, dark):
+    page = chromium.open(address, width=width, dark=dark)
+    for by in ("weights", "lines"):
+        page.run(f"document.querySelector('[value={by}]').click()")
+        assert contrast.faults(page) == []
+        assert page.run("document.documentElement.scrollWidth") <= width
+
+
+def test_the_contrast_is_measured(page):
+    page.run("document.querySelector('h1').style = 'font-size: 14px; color: #808080'")
+    (fault,) = contrast.faults(page)
+    assert (fault["text"], fault["ratio"]) == ("What happened to implicit arrays", 3.95)
+
+
+def test_the_pictures_of_the_documentation_are_of_the_page_s_own_program(chromium, tmp_path):
+    screenshots.of_report(chromium, tmp_path)
+    pictures = {path.name for path in tmp_path.glob("*.png")}
+    assert pictures == {"report.png", "report_dark.png"}
+    page = (screenshots.DOCS / "what_materialised.md").read_text("utf-8")
+    assert all(f"]({name})" in page and (screenshots.DOCS / name).exists() for name in pictures)
