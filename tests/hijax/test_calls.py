@@ -16,6 +16,15 @@ def test_checkpoint(jit, x, weight, high, agree_by_leaves):
     agree_by_leaves(found, weight.reference(jax.grad, lambda w: jnp.sum(jnp.sin(x @ w))))
 
 
+def test_a_scan_within_a_checkpoint(x, weight, high, agree_by_leaves):
+    def steps(w):
+        each = lambda c, x: (c + jnp.sum(jnp.sin(jnp.dot(x, w))), None)
+        return jax.lax.scan(each, 0.0, jnp.stack([x, 2 * x]))[0]
+
+    found = jax.jit(jax.grad(lambda w: jax.checkpoint(steps)(high(w))))(weight.value)
+    agree_by_leaves(found, weight.reference(jax.grad, steps))
+
+
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jitted"])
 def test_checkpoint_with_a_typed_result(jit, x, weight, high, agree, agree_by_leaves):
     inner = jax.checkpoint(lambda w: jnp.transpose(high(w)))

@@ -33,7 +33,7 @@ from .._jax.hijax import (
     stages,
     tree_util,
 )
-from .._jax.primitives import Primitive, find_primitive
+from .._jax.primitives import Primitive, find_primitive, jaxpr_as_fun
 from .._jax.tracing import an_operator_asks, is_eager, set_current_trace
 from .collectives import Trees
 from .control_flow import (
@@ -340,6 +340,11 @@ class _Tracing:
         return getattr(self._tracing, name)
 
 
+def _run_called(*args: Any, call_jaxpr: Any) -> list[Any]:
+    """A call lowered. A scan within a checkpoint is one, of what is the same in each step."""
+    return jaxpr_as_fun(call_jaxpr)(*args)
+
+
 def _run_checkpoint(*args: Any, jaxpr: Any, **params: Any) -> list[Any]:
     """A checkpoint lowered. JAX's own (0.10.2 to 0.12.0) returns the leaves of high results."""
     closed: Any = pe.close_jaxpr(jaxpr) if hasattr(pe, "close_jaxpr") else jaxpr  # JAX < 0.12
@@ -441,6 +446,7 @@ jax_patches.attribute(jax_shard_map, "_shard_map", take_dense_specs)
 jax_patches.attribute(jax_shard_map, "broadcast_prefix", refuse_by_leaf)
 jax_patches.attribute(type(find_primitive("shard_map")), "bind_with_trace", bind_leaves)
 jax_patches.attribute(find_primitive("remat"), "to_lojax", lambda _: _run_checkpoint)
+jax_patches.attribute(find_primitive("closed_call"), "to_lojax", lambda _: _run_called)
 # A custom_vjp that is differentiated forwards, on values: the error that JAX has for arrays.
 jax_patches.attribute(custom_lin, "is_high", lambda _: _has_high_types)
 jax_patches.attribute(custom_lin, "to_lojax", lambda _: custom_lin.impl)

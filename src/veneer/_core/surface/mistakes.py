@@ -31,8 +31,11 @@ def check_metadata(value: Any) -> None:
 def check_fields(value: Any, error: Exception | None = None) -> None:
     """Refuses metadata that cannot be hashed, and leaves that are no arrays.
 
-    After an `error` that says that a traced number must be known, leaves that may be it as well.
+    After an `error` that says that a traced number must be known, leaves that may be it as well;
+    and derivatives, of which it is asked what array they are.
     """
+    if error is not None and value._holds_derivatives:
+        raise no_array(type(value).__name__) from error
     check_metadata(value)
     leaves = jax.tree_util.tree_leaves_with_path(value)
     for path, leaf in leaves:
