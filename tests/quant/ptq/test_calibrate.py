@@ -386,7 +386,7 @@ class Stopped(list):
         return super().__iter__()
 
 
-@pytest.mark.long(quick=3)
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [{}, {"method": "awq+gptq"}, {"rotate": True}, {"correction_rank": 4}, {"act_range": "mean"}],
