@@ -11,7 +11,7 @@ import pytest
 
 import veneer as vn
 from veneer import kernels
-from veneer.kernels import MatmulOperands, MatmulProblem, select
+from veneer.kernels import Codes, MatmulOperands, MatmulProblem, select
 from veneer.kernels.lowering import by_kernel
 from veneer.kernels.pallas import call
 from veneer.quant.ops.by_kernel import ProductByXla, codes_of
@@ -131,6 +131,18 @@ def test_a_kernel_that_jax_cannot_lower_is_left_to_xla(platform, monkeypatch, wa
     monkeypatch.setattr(call, "lower", fail)
     with pytest.warns(UserWarning, match="left to XLA: no kernel for .* no such primitive"):
         assert lowered(platform, w) == expected
+
+
+def test_arrays_that_offsets_do_not_reach_are_left_to_xla(warned_of_nothing):
+    typed = jax.ShapeDtypeStruct
+    operands = MatmulOperands(
+        typed((1, 1, 2**16), jnp.bfloat16),
+        typed((1, 2**16, 2**15), jnp.int8),
+        typed((1, 1, 2**15), jnp.float32),
+    )
+    problem = MatmulProblem(Codes(8, "int8"), 2**15, "rows", "float32", 0, print, opt_in=True)
+    with pytest.warns(UserWarning, match="left to XLA: no kernel for GPU: ValueError: .* offsets"):
+        assert not select.lowers("gpu", operands, problem)
 
 
 @pytest.mark.parametrize("platform", TARGETS)
