@@ -25,6 +25,8 @@ PUBLIC = [
         "device_put",
         "distributed",
         "freeze",
+        "fully_sharded",
+        "logical_shardings",
         "ste",
         "summary",
         "testing",

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from .hijax.jit import jit
     from .interop.safetensors import load, save
     from .parameter_table import summary
-    from .placement import device_put
+    from .placement import device_put, fully_sharded, logical_shardings
     from .straight_through import ste
     from .training import freeze, trainable, unfreeze
 
@@ -63,10 +63,12 @@ __all__ = [
     "distributed",
     "explain",
     "freeze",
+    "fully_sharded",
     "hijax",
     "implicit",
     "jit",
     "load",
+    "logical_shardings",
     "lora",
     "materialise",
     "numba",
@@ -91,9 +93,11 @@ _LAZY = {
     "device_put": "placement",
     "distributed": "distributed",
     "freeze": "training",
+    "fully_sharded": "placement",
     "hijax": "hijax",
     "jit": "hijax.jit",
     "load": "interop.safetensors",
+    "logical_shardings": "placement",
     "lora": "lora",
     "numba": "numba",
     "quant": "quant",

@@ -3,14 +3,14 @@
 import math
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from . import tree as vtree
-from ._core.primitives.sharding import leaf_specs, places, why_not_cut
+from ._core.primitives.sharding import axes_of, entries_of, leaf_specs, places, split, why_not_cut
 from ._core.value import is_value
 
 
@@ -28,7 +28,9 @@ def device_put(tree: Any, shardings: Any) -> Any:
     - `shardings`: a sharding (or device) for all; a tree of them that is a prefix of `tree`, with
       None for what is to stay where it is; or rules, a sequence of pairs of a regex and a sharding:
       the first that matches the path of an array in full is the one that counts, as for
-      `vn.quant.quantize_tree`, and what no rule matches stays where it is.
+      `vn.quant.quantize_tree`, and what no rule matches stays where it is. A function of an array,
+      such as `vn.fully_sharded` gives, may be in the place of a sharding. `vn.logical_shardings`
+      makes rules of the names that a model has for its axes.
 
     **Returns:** the tree, of the same structure. A leaf that cannot be cut, as through a tile or a
     byte, is whole on each device.
@@ -55,6 +57,133 @@ def device_put(tree: Any, shardings: Any) -> Any:
     return vtree.unflatten(treedef, put(paths, arrays, asked))
 
 
+def logical_shardings(tree: Any, mesh: Mesh, rules: Any = ()) -> list[tuple[str, NamedSharding]]:
+    """Shardings of the arrays whose axes a model names, as rules on their paths.
+
+    For `vn.device_put(params, shardings)` and `vn.load(path, shardings=...)`. The arrays need not
+    be those that are placed: those of an abstract model, before weights are quantised or read, have
+    the same paths.
+
+    **Arguments:**
+
+    - `tree`: a `flax.nnx` module or state whose variables have `out_sharding`; variables of a
+      `flax.linen` module in `nn.Partitioned` or `nn.LogicallyPartitioned`; or any tree with the
+      names of the axes of an array, a `PartitionSpec` of them, in its place.
+    - `mesh`: of `jax.sharding`.
+    - `rules`: a dict or pairs of a name and an axis of the mesh, a tuple of them, or None for an
+      axis that is not cut. Of several for a name, as in flax, the first counts whose axes of the
+      mesh no other axis of the array has. The axes of the mesh stand for themselves.
+
+    **Returns:** pairs of a regex, of the path with or without the `value` of a flax variable, and a
+    `NamedSharding`. Arrays whose axes have no names have none: add `(".*", sharding)` for them.
+
+    **Raises:** `ValueError` for names without a rule, with the path of an array that has one; for
+    an axis that the mesh does not have; and where no array has names.
+
+    >>> import jax, jax.numpy as jnp, veneer as vn
+    >>> from jax.sharding import PartitionSpec as P
+    >>> mesh = jax.make_mesh((1,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
+    >>> rules = {"embed": None, "mlp": "model"}
+    >>> shardings = vn.logical_shardings({"up": P("embed", "mlp")}, mesh, rules)
+    >>> w = vn.quant.quantize_tree({"up": jnp.ones((64, 32))}, [vn.quant.Rule("up", "int8")])
+    >>> vn.device_put(w, shardings)["up"].scale.sharding.spec
+    P(None, 'model')
+    """
+    pairs = [*(rules.items() if isinstance(rules, dict) else rules)]
+    pairs += [(name, name) for name in mesh.axis_names]
+    for name, to in pairs:
+        if unknown := set(axes_of(to)) - set(mesh.axis_names):
+            raise ValueError(f"the rule for {name!r} has {unknown.pop()!r}, no axis of {mesh}")
+    found = jax.tree.flatten_with_path(tree, is_leaf=lambda x: _names_of(x) is not None)[0]
+    named = [(vtree.path_string(path), _names_of(x)) for path, x in found]
+    out = [
+        (re.escape(path) + r"(\.value)?", NamedSharding(mesh, _mesh_spec(path, names, pairs)))
+        for path, names in named
+        if names is not None
+    ]
+    if not out:
+        raise ValueError("no array of the tree has names of its axes, as flax's metadata has them")
+    return out
+
+
+def _names_of(x: Any) -> tuple[Any, ...] | None:
+    """The names of the axes of an array, where a tree has them for it."""
+    if isinstance(x, PartitionSpec):
+        return tuple(x)
+    if hasattr(x, "get_metadata"):  # flax.nnx.Variable
+        names = x.get_metadata().get("out_sharding")
+        names = getattr(getattr(names, "sharding", names), "spec", names)
+        return None if names is None else tuple(names)
+    return tuple(x.names) if hasattr(x, "get_partition_spec") else None  # flax.linen.Partitioned
+
+
+def _mesh_spec(
+    path: str, names: tuple[Any, ...], rules: Sequence[tuple[Any, Any]]
+) -> PartitionSpec:
+    """The axes of a mesh along which those with names are cut, each once."""
+    entries: dict[int, Any] = {i: None for i, name in enumerate(names) if name is None}
+    used: set[str] = set()
+    for rule, to in rules:
+        for i, name in enumerate(names):
+            if name == rule and i not in entries and not used & {*axes_of(to)}:
+                entries[i] = to
+                used |= {*axes_of(to)}
+    known = [rule for rule, _ in rules]
+    if unknown := [name for name in names if name is not None and name not in known]:
+        raise ValueError(
+            f"axis {unknown[0]!r} of {path} {names} has no rule; the rules are for "
+            f"{', '.join(map(str, dict.fromkeys(known)))}. Add ({unknown[0]!r}, None) if it is not "
+            "to be cut"
+        )
+    return PartitionSpec(*(entries.get(i) for i in range(len(names))))
+
+
+def fully_sharded(
+    mesh: Mesh, axis_name: str | tuple[str, ...], spec: PartitionSpec | None = None
+) -> Callable[[Any], NamedSharding]:
+    """A sharding for each array: cut along its longest axis of those that can be.
+
+    In the place of a sharding in `vn.device_put` and `vn.load`. An axis can be cut if all devices
+    get the same number of tiles, and of bytes of packed codes, of it.
+
+    **Arguments:**
+
+    - `mesh`: of `jax.sharding`.
+    - `axis_name`: of the mesh, over which arrays are cut, or several.
+    - `spec`: how they are cut besides: by tensor parallelism, say. Its axes are left as they are.
+
+    **Returns:** a function from an array, dense or implicit, to its sharding: by `spec` alone where
+    no axis can be cut.
+
+    >>> import jax, jax.numpy as jnp, veneer as vn
+    >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    >>> params = {"up": jnp.ones((64, 32)), "bias": jnp.ones(32)}
+    >>> placed = vn.device_put(params, [(".*", vn.fully_sharded(mesh, "data"))])
+    >>> placed["up"].sharding.spec, placed["bias"].sharding.spec
+    (P('data', None), P('data',))
+    """
+    count = math.prod(mesh.shape[name] for name in axes_of(axis_name))
+
+    stated = PartitionSpec() if spec is None else spec
+
+    def of(x: Any) -> NamedSharding:
+        shape = tuple(x.shape)
+        given = NamedSharding(mesh, stated)
+        if len(stated) > len(shape):
+            return given  # which is refused, with the path
+        entries = entries_of(stated, len(shape))
+        for axis in sorted(range(len(shape)), key=lambda axis: -shape[axis]):
+            cut = PartitionSpec(*entries[:axis], axis_name, *entries[axis + 1 :])
+            is_whole = shape[axis] % count == 0 and (
+                not is_value(x) or split(x, cut, mesh.shape) is not None
+            )
+            if entries[axis] is None and is_whole:
+                return NamedSharding(mesh, cut)
+        return given
+
+    return of
+
+
 def shardings_of(tree: Any, shardings: Any) -> list[Any]:
     """The sharding of each array of a tree, or None, as `device_put` takes them; in order."""
     paths = [vtree.path_string(path) for path, _ in vtree.flatten_with_path(tree)[0]]
@@ -64,6 +193,10 @@ def shardings_of(tree: Any, shardings: Any) -> list[Any]:
 def put(paths: Sequence[str], arrays: Sequence[Any], asked: Sequence[Any]) -> list[Any]:
     """The arrays, each of a path, where a sharding says or, for None, where they are."""
     arrays = list(arrays)
+    asked = [
+        device(x) if callable(device) and _is_array(x) else device
+        for x, device in zip(arrays, asked, strict=True)
+    ]
     leaves: list[Any] = []
     devices: list[Any] = []
     for path, x, device in zip(paths, arrays, asked, strict=True):
@@ -136,7 +269,9 @@ class _Whole:
 
 def _checked(device: Any, of: str) -> Any:
     if isinstance(device, PartitionSpec) or not (
-        isinstance(device, jax.sharding.Sharding | jax.Device) or hasattr(device, "sharding")
+        isinstance(device, jax.sharding.Sharding | jax.Device)
+        or hasattr(device, "sharding")
+        or callable(device)
     ):
         where = f" for {of!r}" if of else ""
         raise TypeError(

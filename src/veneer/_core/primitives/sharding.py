@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from ..._jax.primitives import find_primitive
 from ..batch_axes import has_batch_axes
+from ..leaf_axes import LeafAxis
 from ..rules import add_rule
 from ..value import Value, is_part, make_dense, stands_for, stated_layout
 from .labels import is_label
@@ -113,12 +114,22 @@ def why_not_cut(value: Value, spec: P, sizes: Sizes) -> str:
                 return (
                     f"of axis {at} each of {devices} devices would have {size} values, of which "
                     f"{axis.block} are stored together"
-                )
+                ) + _what_would(axis, shape[axis.axis], devices)
         if isinstance(part, Value) and of_part:
             own = P(*(axis and entries[axis.axis] for axis in of_part))
             if why := why_not_cut(part, own, sizes):
                 return why
     return ""
+
+
+def _what_would(axis: LeafAxis, size: int, devices: int) -> str:
+    """What to change, so that devices have whole blocks of an axis."""
+    assert isinstance(axis.block, int)
+    fewer = [n for n in range(2, devices) if size % (n * axis.block) == 0]
+    ways = [f"{max(fewer)} devices"] if fewer else []
+    if axis.packed_in is None:  # as a scale goes with a tile, and not as bytes hold codes
+        ways.insert(0, f"tiles of {math.gcd(size // devices, axis.block)}")
+    return f" ({' or '.join(ways)} would do)" if ways else ""
 
 
 def entries_of(spec: P, ndim: int) -> tuple[Any, ...]:
