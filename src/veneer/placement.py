@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from . import tree as vtree
@@ -204,12 +205,32 @@ def put(paths: Sequence[str], arrays: Sequence[Any], asked: Sequence[Any]) -> li
             _check(path, x, device)
             leaves += jax.tree.leaves(x)
             devices += places(x, device)
-    placed = iter(jax.device_put(leaves, devices))  # in one transfer
+    placed = iter(_put(leaves, devices))
     for i, (x, device) in enumerate(zip(arrays, asked, strict=True)):
         if device is not None and _is_array(x):
             parts, structure = jax.tree.flatten(x)
             arrays[i] = jax.tree.unflatten(structure, [next(placed) for _ in parts])
     return arrays
+
+
+def _put(leaves: list[Any], devices: list[Any]) -> list[Any]:
+    """`jax.device_put` of leaves; of those that are cut over processes, each reads its own parts.
+
+    JAX's would send each leaf to all processes, to compare it.
+    """
+    if all(getattr(device, "is_fully_addressable", True) for device in devices):
+        return jax.device_put(leaves, devices)  # in one transfer
+    return list(map(_put_own_parts, leaves, devices))
+
+
+def _put_own_parts(leaf: Any, device: Any) -> Any:
+    is_here = not isinstance(leaf, jax.core.Tracer) and getattr(leaf, "is_fully_addressable", True)
+    is_of_numbers = not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)
+    if getattr(device, "is_fully_addressable", True) or not (is_here and is_of_numbers):
+        return jax.device_put(leaf, device)
+    part = lambda index: np.asarray(leaf[index], jax.dtypes.canonicalize_dtype(leaf.dtype))
+    leaf = leaf if isinstance(leaf, np.ndarray) else np.asarray(leaf)
+    return jax.make_array_from_callback(leaf.shape, device, part)
 
 
 def _is_array(x: Any) -> bool:
