@@ -45,7 +45,8 @@ def _bad_input(
     try:
         yield
     except errors as error:
-        raise _BadInput(str(error)) from error
+        # What functions have as an argument is an option here.
+        raise _BadInput(str(error).replace("overwrite=True", "--overwrite")) from error
 
 
 class _OneLineErrors(TyperGroup):
@@ -175,6 +176,9 @@ def quantize(
     method: Annotated[
         str | None, typer.Option(help="With --calibrate: gptq (the default) or nearest.")
     ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace an OUT that veneer wrote.")
+    ] = False,
 ) -> None:
     """Quantise the weights of IN into the folder OUT.
 
@@ -201,7 +205,7 @@ def quantize(
             chosen = _plan(dense, selectors, in_file=rules is not None)
             made, report = _calibrated(source, calibrate, chosen, method)
             beside = _beside(source, tensors)
-        with _bad_input((OSError,)), write_aside(target) as folder:
+        with _bad_input((OSError,)), write_aside(target, overwrite=overwrite) as folder:
             write_beside(beside, folder)
             writer = FolderWriter(folder, tensors)
             stream = quantize_stream((_read(tensors, name) for name in tensors), chosen, made)

@@ -651,9 +651,12 @@ def in_a_folder(folder):
     save_file(MODEL, folder / "unet" / "model.safetensors")
 
 
-def float4(folder):
-    stored = {"x": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}
-    write_tensors(folder / "model.safetensors", stored, b"\x21")
+def narrow(dtype, shape, nbytes):
+    def write(folder):
+        stored = {"x": {"dtype": dtype, "shape": shape, "data_offsets": [0, nbytes]}}
+        write_tensors(folder / "model.safetensors", stored, bytes(nbytes))
+
+    return write
 
 
 IN_A = dict.fromkeys(MODEL, "a.safetensors")
@@ -691,7 +694,10 @@ NOT_MODELS = {
         ValueError,
         "a.safetensors is a pointer of Git LFS",
     ),
-    "float4": (float4, ValueError, "'x' is F4, which NumPy cannot hold"),
+    "float4_unpaired": (narrow("F4", [2, 3], 3), ValueError, "'x' of F4.* no pairs in its rows"),
+    "float4_short": (narrow("F4", [2, 4], 3), ValueError, "'x' of F4.* takes 4 bytes"),
+    "float6": (narrow("F6_E2M3", [4], 3), ValueError, "'x' is F6_E2M3, .* store it as F8_E4M3"),
+    "unknown": (narrow("F3", [8], 3), ValueError, "'x' is F3, and the dtypes that can be read"),
 }
 
 
@@ -733,6 +739,17 @@ def test_a_file_of_8_bit_floats_is_dense_to_the_bit(tmp_path, name):
     x = vn.load(tmp_path / "model.safetensors")["x"]
     assert isinstance(x, jax.Array)
     assert (x.dtype.name, x.shape, bits(x)) == (DTYPES[name], (2, 128), bytes(range(256)))
+
+
+def test_a_file_of_4_bit_floats_is_packed_to_the_bit(tmp_path):
+    data = np.arange(256, dtype=np.uint8)
+    stored = {"x": {"dtype": "F4", "shape": [4, 128], "data_offsets": [0, 256]}}
+    write_tensors(tmp_path / "model.safetensors", stored, data.tobytes())
+    x = vn.load(tmp_path / "model.safetensors")["x"]
+    pairs = np.stack([data & 15, data >> 4], -1).reshape(4, 128)
+    dense = pairs.view(jnp.float4_e2m1fn).astype(np.float32)
+    assert x.nbytes == 256 + 4
+    assert bits(vn.materialise(x)) == bits(dense)
 
 
 HEADERS = {

@@ -68,6 +68,9 @@ class TensorFolder:
             entries = {name: self._dense_entry(name) for name in sorted(self._file_of)}
             self.manifest = manifest.Manifest(entries)
 
+    def _is_packed(self, entry: manifest.DenseEntry) -> bool:
+        return self._file_of[entry.tensor].headers[entry.tensor].is_packed
+
     @property
     def is_ours(self) -> bool:
         """Whether veneer wrote it, so that `veneer.json` says how each tensor is stored."""
@@ -100,7 +103,7 @@ class TensorFolder:
         return {
             name: jax.ShapeDtypeStruct(tuple(entry.shape), np.dtype(entry.dtype))
             for name, entry in self.manifest.entries.items()
-            if isinstance(entry, manifest.DenseEntry)
+            if isinstance(entry, manifest.DenseEntry) and not self._is_packed(entry)
         }
 
     def read(self, name: str) -> np.ndarray | QArray:
@@ -124,6 +127,8 @@ class TensorFolder:
 
     def _read_entry(self, entry: manifest.Entry) -> np.ndarray | QArray:
         if isinstance(entry, manifest.DenseEntry):
+            if self._is_packed(entry):
+                return _float4(self._read_stored(entry.tensor))
             narrow = entry.dtype if entry.dtype in manifest.BYTE_FLOATS else None
             return _from_bytes(self._read_stored(entry.tensor), narrow)
         code_dtype = get_format(entry.format).code_dtype.name
@@ -158,7 +163,8 @@ class TensorFolder:
 
     def _dense_entry(self, name: str) -> manifest.DenseEntry:
         header = self._file_of[name].headers[name]
-        return manifest.DenseEntry(name, list(header.shape), header.dtype.name)
+        dtype = "float32" if header.is_packed else header.dtype.name
+        return manifest.DenseEntry(name, list(header.shape), dtype)
 
     def _check_stored(self) -> None:
         stored = {name for entry in self.manifest.entries.values() for name in entry.stored()}
@@ -166,6 +172,13 @@ class TensorFolder:
             raise ValueError(
                 f"{self.path}: tensor {min(missing)!r} of {manifest.FILE_NAME} is missing"
             )
+
+
+def _float4(packed: np.ndarray) -> QArray:
+    """Floats of 4 bits as they are packed in a file, worth what they are."""
+    one = np.ones([1] * packed.ndim, np.float32)
+    packing = Packing(-1, 2 * packed.shape[-1])
+    return QArray.from_packed(packed, one, qtype="float4_e2m1fn", packing=packing)
 
 
 def no_checksums(path: Path) -> ValueError:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-# The format's names of dtypes. Its floats of 4 and 6 bits are no dtype of NumPy's.
+# The format's names of dtypes that NumPy has, or ml_dtypes adds.
 DTYPES = {
     "BOOL": "bool",
     "I8": "int8",
@@ -37,6 +37,11 @@ DTYPES = {
     "C64": "complex64",
 }
 
+# Two in a byte, the first in the lower half, as torch's float4_e2m1fn_x2 has them.
+FLOAT4 = "F4"
+# Of these the format says how many bytes they take, and not how they lie in them.
+_FLOAT6 = ("F6_E2M3", "F6_E3M2")
+
 METADATA = "__metadata__"
 # As the text begins that is in the place of a file that Git LFS did not fetch.
 _POINTER = b"version "
@@ -46,12 +51,20 @@ _MOST_AXES = 32  # NumPy takes 64
 
 
 class TensorHeader(NamedTuple):
-    """What the header says of a tensor; `start` counts bytes from the beginning of the file."""
+    """What the header says of a tensor; `start` counts bytes from the beginning of the file.
+
+    Of `float4_e2m1fn` two of the last axis of `shape` are a byte.
+    """
 
     shape: tuple[int, ...]
     dtype: np.dtype
     start: int
     nbytes: int
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether values share bytes."""
+        return self.dtype == jnp.float4_e2m1fn
 
 
 class TensorFile:
@@ -86,7 +99,7 @@ class TensorFile:
         return iter(self.headers)
 
     def read(self, name: str) -> np.ndarray:
-        """Reads one tensor into memory of its own.
+        """Reads one tensor into memory of its own; what is packed as `uint8[..., bytes]`.
 
         **Raises:** `ValueError` where the file has become shorter meanwhile.
         """
@@ -95,6 +108,8 @@ class TensorFile:
         self._file.seek(header.start)
         if self._file.readinto(data.data) != header.nbytes:
             raise ValueError(f"{self.path} ends within tensor {name!r}")
+        if header.is_packed:
+            return data.reshape(*header.shape[:-1], header.shape[-1] // 2)
         return data.view(header.dtype).reshape(header.shape)
 
     def _read_header(self) -> tuple[dict[str, TensorHeader], dict[str, str]]:
@@ -134,15 +149,26 @@ class TensorFile:
         if not isinstance(fields, dict) or fields.keys() != keys:
             raise self._alien(f"of tensor {name!r} its header says other than {sorted(keys)}")
         dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
-        if not isinstance(dtype, str) or dtype not in DTYPES:
+        if dtype in _FLOAT6:
             raise ValueError(
-                f"{self.path}: tensor {name!r} is {dtype!s:.20}, which NumPy cannot hold; the "
-                f"dtypes that can be read are {', '.join(DTYPES)}"
+                f"{self.path}: tensor {name!r} is {dtype}, and safetensors does not say how floats "
+                "of 6 bits share bytes: store it as F8_E4M3, which has all their values, or as "
+                "mxfp6-pack-quantized of compressed-tensors, which is read packed"
+            )
+        if not isinstance(dtype, str) or dtype not in (*DTYPES, FLOAT4):
+            raise ValueError(
+                f"{self.path}: tensor {name!r} is {dtype!s:.20}, and the dtypes that can be read "
+                f"are {', '.join(DTYPES)}, {FLOAT4}"
             )
         if not (_are_sizes(shape) and len(shape) <= _MOST_AXES and _are_sizes(offsets)):
             raise self._alien(f"the shape or the offsets of tensor {name!r} are no sizes")
-        of = jnp.dtype(DTYPES[dtype])
-        nbytes = math.prod(shape) * of.itemsize
+        if dtype == FLOAT4:
+            if not shape or shape[-1] % 2:
+                raise self._alien(f"tensor {name!r} of {dtype}{shape} has no pairs in its rows")
+            of, nbytes = jnp.dtype(jnp.float4_e2m1fn), math.prod(shape) // 2
+        else:
+            of = jnp.dtype(DTYPES[dtype])
+            nbytes = math.prod(shape) * of.itemsize
         if len(offsets) != 2 or offsets[1] - offsets[0] != nbytes:
             raise self._alien(
                 f"tensor {name!r} of {dtype}{shape} takes {nbytes} bytes, not as said"

@@ -130,8 +130,8 @@ def _names_in_layer(metadata: Mapping[str, Any]) -> dict[str, str]:
     architecture = metadata.get("general.architecture")
     if architecture not in _ARCHITECTURES:
         raise ValueError(
-            f"the names that Hugging Face has for architecture {architecture!r} are not known, but "
-            f"for {', '.join(_ARCHITECTURES)}; without names='huggingface' they are GGUF's"
+            f"architecture {architecture!r} is not known: vn.load(path) reads it by GGUF's own "
+            f"names, and with names='huggingface' those of {', '.join(_ARCHITECTURES)}"
         )
     return _ARCHITECTURES[architecture]
 
