@@ -310,3 +310,20 @@ def test_what_is_made_without_its_leaf_differs_where_that_does():
     f = over_rows(lambda w: lax.psum(w + 0.0, "i"), P("i"), P())
     found = jax.jit(vn.implicit(f))(eye)
     np.testing.assert_array_equal(found, 8 * jnp.eye(4)[None])
+
+
+@pytest.mark.parametrize("how", [{"tiled": True}, {"axis": 1, "tiled": True}], ids=str)
+def test_a_value_that_the_program_builds_is_a_tree_to_a_gather_and_says_so(how):
+    w, a, b = jnp.ones((64, 64)), jnp.ones((64, 2)), jnp.ones((2, 64))
+
+    def body(w, a, b, gather=lambda x: lax.all_gather(x, "i", **how)):
+        return jnp.sum(gather(T.LoraArray(w, a, b)) ** 2)[None]
+
+    specs = {"mesh": LINE, "in_specs": (P("i"), P("i"), P()), "out_specs": P("i")}
+    told = r"LoraArray takes w.*lax\.all_gather, .* is a tree\. .* vn\.implicit\(function\)"
+    with pytest.raises(ValueError, match=told):
+        vn.implicit(jax.shard_map(body, check_vma=False, **specs))(w, a, b)
+    said = vn.implicit(lambda x: lax.all_gather(x, "i", **how))
+    run = jax.shard_map(lambda *x: body(*x, said), check_vma=False, **specs)
+    dense = jax.shard_map(lambda *x: body(*x, lambda y: said(vn.materialise(y))), **specs)
+    np.testing.assert_allclose(vn.implicit(run)(w, a, b), dense(w, a, b), rtol=1e-5)

@@ -19,7 +19,7 @@ from .leaf_axes import Axes, Movement, are_axes, partition
 from .policy import ALLOW, Operands, note_materialised, policy_in_force
 from .surface.event import Source
 from .surface.fields import Fields, fields_of
-from .surface.mistakes import check_fields, no_array
+from .surface.mistakes import check_fields, check_leaves_fit, no_array
 from .surface.shown import Shown
 from .tree import checks_of, has_metadata, make_dataclass, make_pytree, static
 
@@ -389,6 +389,7 @@ def _aval_of_materialise(value: Value, x64: bool) -> jax.core.ShapedArray:
         return _find_aval(treedef, tuple(map(jax.typeof, leaves)), x64)
     except Exception as error:
         check_fields(value, error)
+        check_leaves_fit(value, checks_of(value), error)
         error.add_note(
             f"While finding the shape and dtype of {value!r} from its materialise(); "
             "define aval() to state them."

@@ -56,6 +56,24 @@ def check_fields(value: Any, error: Exception | None = None) -> None:
         ) from error
 
 
+def check_leaves_fit(value: Any, checks: Iterable[Callable[[], None]], error: Exception) -> None:
+    """Refuses, after an `error`, a value that its type would not have made of these leaves.
+
+    Functions of trees have changed each by itself, and call no check.
+    """
+    for check in checks:
+        try:
+            check()
+        except ValueError as why:
+            raise ValueError(
+                f"{why}. Each leaf of this {type(value).__name__} was changed by itself, as by "
+                "jax.tree.map and by lax.all_gather, to which a value that a program builds is a "
+                "tree. To change the array, call the function as vn.implicit(function)(value)"
+            ) from error
+        except Exception:  # which is none about leaves that do not fit
+            return
+
+
 def _named(value: Any, path: Any) -> str:
     return f"{type(value).__name__}{jax.tree_util.keystr(path)}"
 
