@@ -16,7 +16,7 @@ INT4 = (*map(float, range(8)), *map(float, range(-8, 0)))
 FOUR_BITS = {"int4": INT4, "uint4": tuple(map(float, range(16))), "e2m1": E2M1, "lookup4": None}
 OTHERS = ("lookup1", "lookup2", "int8", "uint8", "float8_e4m3fn", "float8_e5m2")
 
-PLATFORMS = ("gpu",)
+PLATFORMS = tuple(call.MODULES)
 
 
 def example(kind, shape, tile, x, scale="float32", seed=0):

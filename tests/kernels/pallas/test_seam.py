@@ -1,6 +1,5 @@
 """Pallas kernels are lowered where they are asked for, for devices that are not here; else XLA."""
 
-import contextlib
 import functools
 import warnings
 
@@ -8,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice
 
 import veneer as vn
 from veneer import kernels
@@ -16,7 +16,8 @@ from veneer.kernels.lowering import by_kernel
 from veneer.kernels.pallas import call
 from veneer.quant.ops.by_kernel import ProductByXla, codes_of
 
-TARGETS = {"cuda": "__gpu$xla.gpu.triton"}
+TARGETS = {"cuda": "__gpu$xla.gpu.triton", "tpu": "tpu_custom_call"}
+DEVICES = {"cuda": ("NVIDIA H100", None, "gpu"), "tpu": ("TPU v5e", 1, "tpu")}
 X = jnp.asarray(np.random.default_rng(0).normal(size=(3, 256)), jnp.bfloat16)
 DENSE = jnp.asarray(np.random.default_rng(1).normal(size=(256, 128)), jnp.bfloat16)
 
@@ -29,18 +30,15 @@ def quantised(qtype="int4", tile=128):
     return vn.quant.quantize(DENSE, qtype, channelwise_axes=[1], **tiles)
 
 
-def abstract_h100():
-    """Within this, programs are lowered for an H100, which JAX 0.10 takes for granted."""
-    try:
-        from jax.sharding import AbstractDevice
-    except ImportError:
-        return contextlib.nullcontext()
-    device = AbstractDevice("NVIDIA H100", None, "gpu")
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
+def abstract_device(platform):
+    """Within this, programs are lowered for a device that is not here."""
+    device = AbstractDevice(*DEVICES[platform])
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+    return jax.sharding.use_abstract_mesh(mesh)
 
 
 def lowered(platform, w, choice="pallas", f=jnp.matmul, x=X):
-    with kernels.use(choice), abstract_h100():
+    with kernels.use(choice), abstract_device(platform):
         program = jax.jit(vn.implicit(f)).trace(x, w)
         return program.lower(lowering_platforms=(platform,)).as_text()
 
@@ -83,7 +81,11 @@ def test_it_is_opt_in(platform):
 def test_programs_for_a_cpu_are_as_ever():
     w, x = quantised(), X.astype(jnp.float32)
     run = jax.jit(vn.implicit(lambda x, w: 2 * x @ w))
-    assert lowered("cpu", w) == lowered("cpu", w, "auto")
+    programs = []
+    for choice in ("pallas", "auto"):
+        with kernels.use(choice):
+            programs.append(run.lower(x, w).as_text())
+    assert programs[0] == programs[1]
     with kernels.use("pallas"):
         y = run(x, w)
     np.testing.assert_array_equal(y, run(x, w))
@@ -92,7 +94,7 @@ def test_programs_for_a_cpu_are_as_ever():
 def test_explain_names_the_platforms():
     with kernels.use("pallas"):
         how = vn.explain(jnp.matmul)(X, quantised()).events[0].how
-    assert how.startswith("CPU kernel rows_lookup4, GPU kernel rows_lookup4")
+    assert how.startswith("CPU kernel rows_lookup4, GPU kernel rows_lookup4, TPU kernel")
 
 
 def test_the_environment_chooses_it(monkeypatch):
@@ -106,12 +108,12 @@ def test_a_derivative_by_x_reads_the_same_bytes(platform):
     assert TARGETS[platform] in lowered(platform, quantised("int8", None), f=grad)
 
 
-@pytest.mark.parametrize("platform", TARGETS)
 @pytest.mark.parametrize(
-    "w",
+    ("platform", "w"),
     [
-        vn.quant.quantize(DENSE, "int3", channelwise_axes=[1]),  # bit planes
-        vn.quant.quantize(DENSE[:240], "int4", channelwise_axes=[1], tiled_axes={0: 24}),
+        ("cuda", vn.quant.quantize(DENSE, "int3", channelwise_axes=[1])),  # bit planes
+        ("tpu", vn.quant.quantize(DENSE, "int3", channelwise_axes=[1])),
+        ("cuda", vn.quant.quantize(DENSE[:240], "int4", channelwise_axes=[1], tiled_axes={0: 24})),
     ],
 )
 def test_what_has_no_kernel_is_left_to_xla(platform, w):
@@ -148,14 +150,15 @@ def test_arrays_that_offsets_do_not_reach_are_left_to_xla(warned_of_nothing):
 @pytest.mark.parametrize("platform", TARGETS)
 def test_exported_programs_do_as_xla_does(platform):
     w = quantised()
-    with kernels.use("pallas"), abstract_h100():
+    with kernels.use("pallas"):
         program = jax.jit(vn.implicit(lambda x, w: jnp.sin(x @ w)))
         exported = jax.export.export(program, platforms=(platform,))(X, w)
     assert TARGETS[platform] not in exported.mlir_module()
 
 
+@pytest.mark.parametrize("platform", call.MODULES)
 @pytest.mark.parametrize("has_minima", [False, True])
-def test_zero_points_and_minima_are_added_to_what_a_kernel_gives(has_minima, monkeypatch):
+def test_zero_points_and_minima_are_added_to_what_a_kernel_gives(platform, has_minima, monkeypatch):
     product = call.product
     monkeypatch.setattr(call, "product", functools.partial(product, interpret=True))
     monkeypatch.setattr(call, "lower", lambda *args: None)
@@ -176,5 +179,5 @@ def test_zero_points_and_minima_are_added_to_what_a_kernel_gives(has_minima, mon
     operands = MatmulOperands(*(None if leaf is None else leaf[None] for leaf in leaves))
     present = [leaf is not None for leaf in operands]
     arrays = [leaf for leaf in operands if leaf is not None]
-    actual = by_kernel(*arrays, problem=problem, present=present, platform="gpu")
+    actual = by_kernel(*arrays, problem=problem, present=present, platform=platform)
     np.testing.assert_allclose(actual[0], leaves[0] @ q.dequantize(), rtol=1e-4, atol=1e-4)

@@ -15,7 +15,7 @@ from ..problem import Codes, MatmulOperands, MatmulProblem, MatmulShape
 from .layout import layout_of
 
 #: Platforms, and where their kernels are.
-MODULES = {"gpu": ".gpu"}
+MODULES = {"gpu": ".gpu", "tpu": ".tpu"}
 
 
 def _kernels(platform: str) -> Any:
@@ -38,7 +38,7 @@ def has_kernel(platform: str, codes: Codes, shape: MatmulShape) -> bool:
 
 
 #: What JAX calls platforms as it lowers programs.
-LOWERED = {"gpu": "cuda"}
+LOWERED = {"gpu": "cuda", "tpu": "tpu"}
 
 
 def lower(platform: str, operands: MatmulOperands, problem: MatmulProblem) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ..problem import Codes
@@ -99,7 +100,7 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -
 
 def by_selection(codes: Codes, fields: jax.Array) -> jax.Array:
     """Looks up what fields of at most 4 bits are worth by a tree of choices, a level a bit."""
-    values: list[Any] = [jnp.float32(value) for value in codes.values]
+    values: list[Any] = [np.float32(value) for value in codes.values]
     bit = 0
     while len(values) > 1:
         is_set = (fields >> bit & 1) == 1
