@@ -702,12 +702,13 @@ def test_convert_replaces_what_it_wrote_where_that_is_asked(veneer, tmp_path):
     assert veneer(*convert, "--overwrite")[0] == 0
 
 
-def test_quantize_replaces_what_it_wrote_where_that_is_asked(veneer, tmp_path):
-    save_file({"a.weight": np.ones((4, 8), np.float32)}, tmp_path / "a")
-    quantize = ("quantize", tmp_path / "a", tmp_path / "out", "--format")
+def test_quantize_replaces_what_it_wrote_where_that_is_asked(veneer, model, tmp_path):
+    quantize = ("quantize", model, tmp_path / "out", "--format")
     assert veneer(*quantize, "int8")[0] == 0
     code, _, stderr = veneer(*quantize, "int4")
     assert code == 2
     assert "choose another name, or --overwrite\n" in stderr
     assert veneer(*quantize, "int4", "--overwrite")[0] == 0
-    assert vn.load(tmp_path / "out")["a.weight"].qtype == "int4"
+    assert {qtype for qtype, _ in formats(tmp_path / "out").values()} == {"int4"}
+    (tmp_path / "out" / "mine.txt").touch()
+    assert_bad_input(veneer(*quantize, "int8", "--overwrite"), "mine.txt was not saved by veneer")

@@ -206,8 +206,7 @@ def quantize(
             made, report = _calibrated(source, calibrate, chosen, method)
             beside = _beside(source, tensors)
         with _bad_input((OSError,)), write_aside(target, overwrite=overwrite) as folder:
-            write_beside(beside, folder)
-            writer = FolderWriter(folder, tensors)
+            writer = FolderWriter(folder, tensors, beside=write_beside(beside, folder))
             stream = quantize_stream((_read(tensors, name) for name in tensors), chosen, made)
             for value, outcome in _with_progress(stream, len(tensors)):
                 writer.add(outcome.name, value)

@@ -1,6 +1,7 @@
 """Folders and files of named tensors: read one at a time, written in shards."""
 
 import contextlib
+import json
 import os
 import re
 from collections.abc import Collection, Iterator
@@ -13,7 +14,7 @@ import numpy as np
 
 from ..quant import Packing, QArray, get_format
 from . import manifest
-from .shards import SHARD_BYTES, ShardWriter
+from .shards import SHARD_BYTES, WRITTEN_WITH, ShardWriter
 from .tensor_file import TensorFile
 
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
@@ -214,14 +215,23 @@ class FolderWriter:
     - `folder`: an existing, empty folder; see `write_aside`.
     - `names`: the names of all tensors that will come, so that the names of the codes and scales of
       one cannot be those of another.
+    - `beside`: what else was written into the folder, so that all of it may be overwritten.
     - `shard_bytes`: a tensor larger than this has a file of its own.
     """
 
-    def __init__(self, folder: Path, names: Collection[str], *, shard_bytes: int = SHARD_BYTES):
+    def __init__(
+        self,
+        folder: Path,
+        names: Collection[str],
+        *,
+        beside: Collection[str] = (),
+        shard_bytes: int = SHARD_BYTES,
+    ):
         self._folder = folder
         # The one name that the file format itself has taken.
         self._taken = {*names, "__metadata__"}
-        self._shards = ShardWriter(folder, shard_bytes=shard_bytes)
+        metadata = {WRITTEN_WITH: json.dumps(sorted(beside))} if beside else None
+        self._shards = ShardWriter(folder, metadata=metadata, shard_bytes=shard_bytes)
         self._entries: dict[str, manifest.Entry] = {}
         self._checksums: dict[str, str] = {}
 
