@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
@@ -112,86 +113,114 @@ def product(
     blocks = blocks_of(layout, batch)
     if blocks is None or max(x.size, packed.size, batch * m * layout.columns) >= _MOST_ENTRIES:
         raise ValueError(f"the kernel has no blocks, or no offsets, for {layout}")
-    kernel = functools.partial(_kernel, codes=codes, layout=layout, blocks=blocks)
-    grid = pl.cdiv(m, blocks.m) * pl.cdiv(layout.n, blocks.n), blocks.parts, batch
+    x = by_field(x, layout)
+    shapes = x.shape, packed.shape, scale.shape, (blocks.parts, batch, m, layout.columns)
     dtype = out_dtype if blocks.parts == 1 else jnp.float32
     out = pl.pallas_call(
-        kernel,
-        out_shape=jax.ShapeDtypeStruct((blocks.parts, batch, m, layout.columns), dtype),
-        grid=grid,
+        functools.partial(_kernel, codes=codes, layout=layout, blocks=blocks, shapes=shapes),
+        out_shape=jax.ShapeDtypeStruct((math.prod(shapes[-1]),), dtype),
+        grid=(pl.cdiv(m, blocks.m) * pl.cdiv(layout.n, blocks.n), blocks.parts, batch),
         interpret=interpret,
         compiler_params=triton.CompilerParams(
             num_warps=blocks.config.warps, num_stages=blocks.config.stages
         ),
         name=f"veneer_{'rows' if layout.sums_rows else 'columns'}_{codes.kind}",
-    )(by_field(x, layout), packed, scale, jnp.asarray(codes.table, jnp.float32))
+    )(x.ravel(), packed.ravel(), scale.ravel(), jnp.asarray(codes.table, jnp.float32))
+    out = out.reshape(shapes[-1])
     return (out[0] if blocks.parts == 1 else out.sum(0)).astype(out_dtype)
 
 
+class _Array(NamedTuple):
+    """An array in memory, `[..., rows, columns]`, of which blocks are read and written.
+
+    It is flat for Pallas, which would find the place of each entry along each axis.
+    """
+
+    ref: Any
+    shape: tuple[int, ...]
+
+    def load(self, *at: Any) -> jax.Array:
+        """Reads a block, with zeros where it goes beyond the last two axes."""
+        ref, here = self._place(at)
+        return triton.load(ref, mask=here, other=0)
+
+    def store(self, block: jax.Array, *at: Any) -> None:
+        """Writes what of a block is within the last two axes."""
+        ref, here = self._place(at)
+        triton.store(ref, block.astype(self.ref.dtype), mask=here)
+
+    def _place(self, at: tuple[Any, ...]) -> tuple[Any, jax.Array]:
+        *_, rows, columns = at
+        offset: Any = 0
+        for size, index in zip(self.shape, at, strict=True):
+            offset = offset * size + index
+        return self.ref.at[offset], (rows < self.shape[-2]) & (columns < self.shape[-1])
+
+
 def _kernel(
-    x_ref: Any,
-    packed_ref: Any,
-    scale_ref: Any,
-    table_ref: Any,
-    out_ref: Any,
-    *,
+    *refs: Any,
     codes: Codes,
     layout: StoredLayout,
     blocks: Blocks,
+    shapes: tuple[tuple[int, ...], ...],
 ) -> None:
+    of_x, of_packed, of_scale, of_out = map(_Array, (*refs[:3], refs[4]), shapes)
+    table_ref = refs[3]
     block, part, batch = (pl.program_id(axis) for axis in range(3))
     m_blocks = pl.cdiv(layout.m, blocks.m)
-    m = block % m_blocks * blocks.m + jnp.arange(blocks.m)
-    n = block // m_blocks * blocks.n + jnp.arange(blocks.n)
+    n_block = _quotient(block, m_blocks)
+    m = (block - n_block * m_blocks) * blocks.m + jnp.arange(blocks.m)
+    n = n_block * blocks.n + jnp.arange(blocks.n)
     steps = pl.cdiv(pl.cdiv(layout.k, blocks.k), blocks.parts)
     tiles = max(1, blocks.k // layout.entries) if layout.tiles > 1 else 1  # of a block
     decode = decoder(codes, lambda fields: triton.load(table_ref.at[fields]))
-    n_tile = layout.columns // scale_ref.shape[2 if layout.sums_rows else 1]
+    n_tile = layout.columns // of_scale.shape[2 if layout.sums_rows else 1]
 
-    def scale_of(tile: jax.Array, column: jax.Array) -> jax.Array:
+    def scale_of(tile: jax.Array, place: int) -> jax.Array:
         """The scales of tiles for columns of the result, `[tiles, n]`; or else the other way."""
-        tile, column = tile[:, None], column[None, :] // n_tile
-        if not layout.sums_rows:
-            tile, column = tile.T, column.T
-        here = (tile < layout.tiles) & (column < layout.columns // n_tile)
-        at = (batch, tile, column) if layout.sums_rows else (batch, column, tile)
-        scale = triton.load(scale_ref.at[at], mask=here, other=0)
-        return scales_of(scale, scale_ref.dtype == jnp.uint8)
+        column = _quotient(n * layout.out_fields + place, n_tile)
+        pair = (tile, column) if layout.sums_rows else (column, tile)
+        scale = of_scale.load(batch, pair[0][:, None], pair[1][None, :])
+        return scales_of(scale, scale.dtype == jnp.uint8)
+
+    def along_n(scale: jax.Array) -> jax.Array:
+        """The scales of one tile, `[1, n]`."""
+        return scale if layout.sums_rows else scale.T
 
     def step(index: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         k = index * blocks.k + jnp.arange(blocks.k)
-        rows, columns = (k[:, None], n[None, :]) if layout.sums_rows else (n[:, None], k[None, :])
-        here = (rows < packed_ref.shape[1]) & (columns < packed_ref.shape[2])
-        packed = triton.load(packed_ref.at[batch, rows, columns], mask=here, other=0)
+        rows, columns = (k, n) if layout.sums_rows else (n, k)
+        packed = of_packed.load(batch, rows[:, None], columns[None, :])
+        xs = [of_x.load(place, batch, m[:, None], k[None, :]) for place in range(layout.k_fields)]
         added = list(sums)
         for place in range(layout.fields):
-            of_x, of_out = (0, place) if layout.sums_rows else (place, 0)
-            in_x = (m[:, None] < layout.m) & (k[None, :] < layout.k)
-            x = triton.load(x_ref.at[of_x, batch, m[:, None], k[None, :]], mask=in_x, other=0)
+            at_k, at_n = (0, place) if layout.sums_rows else (place, 0)
             w = decode(fields_of(packed, codes.bits, place))
-            column = n * layout.out_fields + of_out
             if layout.tiles > 1:
                 first = index * blocks.k + jnp.arange(tiles) * layout.entries
-                scale = scale_of((first * layout.k_fields + of_x) // layout.tile, column)
+                tile = _quotient(first * layout.k_fields + at_k, layout.tile)
+                scale = scale_of(tile, at_n)
             if tiles > 1:
                 w *= _spread(scale, w.shape)
-            out = _dot(x, w.astype(x.dtype), layout.sums_rows)
+            out = _dot(xs[at_k], w.astype(xs[at_k].dtype), layout.sums_rows)
             if tiles == 1 and layout.tiles > 1:
-                out *= scale if layout.sums_rows else scale.T
-            added[of_out] += out
+                out *= along_n(scale)
+            added[at_n] += out
         return tuple(added)
 
     zero = jnp.zeros((blocks.m, blocks.n), jnp.float32)
     last = jnp.minimum((part + 1) * steps, pl.cdiv(layout.k, blocks.k))
     sums = jax.lax.fori_loop(part * steps, last, step, (zero,) * layout.out_fields)
     for place, out in enumerate(sums):
-        column = n * layout.out_fields + place
         if layout.tiles == 1:
-            scale = scale_of(jnp.zeros(1, jnp.int32), column)
-            out *= scale if layout.sums_rows else scale.T
-        here = (m[:, None] < layout.m) & (column[None, :] < layout.columns)
-        out_ref_at = out_ref.at[part, batch, m[:, None], column[None, :]]
-        triton.store(out_ref_at, out.astype(out_ref.dtype), mask=here)
+            out *= along_n(scale_of(jnp.zeros(1, jnp.int32), place))
+        column = n * layout.out_fields + place
+        of_out.store(out, part, batch, m[:, None], column[None, :])
+
+
+def _quotient(x: jax.Array, by: int) -> jax.Array:
+    """Divides what is not negative; in fewer steps than `//`, that hide how numbers follow."""
+    return x if by == 1 else jax.lax.div(x, np.int32(by))
 
 
 def _spread(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
