@@ -181,3 +181,15 @@ def test_zero_points_and_minima_are_added_to_what_a_kernel_gives(platform, has_m
     arrays = [leaf for leaf in operands if leaf is not None]
     actual = by_kernel(*arrays, problem=problem, present=present, platform=platform)
     np.testing.assert_allclose(actual[0], leaves[0] @ q.dequantize(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices")
+def test_of_several_devices_each_is_to_compute_its_own_part():
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    columns = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "d"))
+    w = jax.tree.map(lambda leaf: jax.device_put(leaf, columns), quantised())
+    for choice, calls in (("auto", False), ("pallas", True)):
+        with kernels.use(choice):
+            program = jax.jit(vn.implicit(jnp.matmul)).trace(X, w)
+            text = program.lower(lowering_platforms=("cuda",)).as_text()
+        assert ("CustomSPMDPartitioning" in text) == calls
