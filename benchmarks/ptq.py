@@ -5,7 +5,7 @@
 
 Prints tables of the mean cosine of 128 sentences to f32, calibrated with 512 others; one of them
 has GPTQ and AWQ of Qwix's too, where that is installed. The model and the sentences are the demo's.
-With `--write` puts them into docs/ptq.md, and draws docs/ptq.png.
+With `--write` puts them into docs/ptq.md; docs/site/gallery.py draws the plot of it.
 """
 
 import argparse
@@ -14,7 +14,6 @@ import sys
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import ptq_qwix
 from measure import markdown_table
-from report import DOCS, made_with, write
+from report import made_with, write
 
 import veneer as vn
 from veneer.demo.measure import compiled, embed, mean_cosine, nbytes
@@ -213,37 +212,6 @@ def table(rows: Mapping[Case, Row], names: Sequence[str]) -> str:
     return markdown_table(["", "MB", *names], cells)
 
 
-def draw(rows: Mapping[Case, Row], path: Path) -> None:
-    """Bytes against fidelity, of formats of weights alone."""
-    from matplotlib.figure import Figure
-
-    drawn = {
-        "to nearest": ("rounded to nearest", "0.6"),
-        "least error": ("scales of the least error, without data", "C0"),
-        "GPTQ": ("GPTQ, by 512 sentences", "C1"),
-        "rotated, GPTQ": ("rotated, GPTQ", "C3"),
-    }
-    alone = {case: row for case, row in rows.items() if case == Case(*case[:2])}
-    alone = dict(sorted(alone.items(), key=lambda item: item[1]["MB"]))
-    axes = (figure := Figure(figsize=(7.2, 4.4), dpi=160, layout="constrained")).add_subplot()
-    megabytes = [row["MB"] for row in alone.values()]
-    for name, (label, colour) in drawn.items():
-        axes.plot(megabytes, [row[name] for row in alone.values()], "o-", color=colour, label=label)
-    by_loss = (lambda y: -np.log(np.maximum(1 - y, 1e-9)), lambda z: 1 - np.exp(-z))
-    axes.set_yscale("function", functions=by_loss)
-    ticks = [0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999]
-    axes.set_yticks(ticks, map(str, ticks))
-    axes.set_xlabel("parameters as stored, scales included (MB)")
-    axes.set_ylabel("mean cosine to the f32 embeddings")
-    names = axes.secondary_xaxis("top")
-    names.set_xticks(megabytes, map(str, alone), rotation=60, ha="left", fontsize=8)
-    axes.grid(color="0.9")
-    axes.spines[:].set_visible(False)
-    names.spines[:].set_visible(False)
-    axes.legend(loc="lower right", frameon=False)
-    figure.savefig(path)
-
-
 def measured() -> Measured:
     """The demo's model, and its sentences in the order of a seed."""
     every = all_sentences()
@@ -272,8 +240,6 @@ def main() -> None:
         print(text, made_with(), sep="\n\n", end="\n\n")
         if options.write:
             write("ptq", name, f"{text}\n\n{made_with()}")
-    if options.write:
-        draw(rows, DOCS / "ptq.png")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Solves and products by structure against the dense ones: time against size, and a plot of it.
+"""Solves and products by structure against the dense ones: time against size.
+
+The plots of the tables: python docs/site/gallery.py.
 
 A program is `jnp.linalg.solve(A, b)` or `A @ x` of one vector, under `jax.jit`, with the matrix as
 an argument. The dense side is the same program of a dense matrix, whose time depends on n alone.
@@ -7,17 +9,13 @@ an argument. The dense side is the same program of a dense matrix, whose time de
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter, StrMethodFormatter
 from measure import markdown_table, parser, seconds_a_call
 
 import veneer as vn
@@ -31,7 +29,6 @@ from veneer.types.structured.permutation import Permutation
 from veneer.types.structured.toeplitz import Circulant, Toeplitz
 from veneer.types.structured.triangular import Triangular
 
-PICTURE = Path(__file__).parent.parent / "docs" / "structured_solves.png"
 SIZES = (64, 128, 256, 512, 1024, 2048)
 BLOCK, RANK = 16, 8
 BATCHES = 3  # of calls, the fastest of which is the time of a side in a round
@@ -179,46 +176,10 @@ def table(program: str, found: Seconds) -> str:
     return markdown_table([*header, f"faster at {last}", "fewer operations"], rows)
 
 
-_INK, _MUTED, _GRID = "#1f2933", "#6b7684", "#e4e7eb"
-_COLOURS = "#2a6f97 #c8553d #588157 #8c6d46 #7b4b94 #d4a017 #3a9188 #b5446e #5c677d".split()
-
-
-def draw_picture(measured: dict[str, Seconds], path: Path) -> None:
-    """Writes a PNG with a panel for each program: time against size, both logarithmic."""
-    figure = Figure(figsize=(10.4, 4.6), dpi=160, layout="constrained")
-    FigureCanvasAgg(figure)
-    panels: Sequence[Any] = figure.subplots(1, len(measured), sharey=True)
-    styles = {"dense": (_INK, "-"), "a call": (_MUTED, ":")}
-    styles |= {s.name: (c, "-") for s, c in zip(STRUCTURES, _COLOURS, strict=True)}
-    for axes, (program, found) in zip(panels, measured.items(), strict=True):
-        for name, (colour, line) in styles.items():
-            milliseconds = [statistics.median(found[name, n]) * 1e3 for n in SIZES]
-            width = 2.4 if name == "dense" else 1.4
-            axes.loglog(SIZES, milliseconds, line, marker="o", ms=3, lw=width, color=colour)
-            axes.lines[-1].set_label(name)
-        axes.set_xticks(SIZES, [str(n) for n in SIZES])
-        axes.xaxis.set_minor_formatter(NullFormatter())
-        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-        axes.tick_params(which="both", length=0, colors=_MUTED)
-        axes.grid(color=_GRID, lw=0.8)
-        axes.spines[:].set_visible(False)
-        axes.set_xlabel("n", color=_INK)
-        title = {"solve": "jnp.linalg.solve(A, b)", "product": "A @ x"}[program]
-        axes.set_title(title, loc="left", color=_INK)
-    panels[0].set_ylabel("milliseconds", color=_INK)
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right center", frameon=False, labelcolor=_INK)
-    figure.savefig(path)
-
-
-def main(*, rounds: int, picture: Path) -> None:
+def main(*, rounds: int) -> None:
     measured = {program: times(program, rounds=rounds) for program in PROGRAMS}
     print("\n\n".join(table(program, found) for program, found in measured.items()))
-    draw_picture(measured, picture)
 
 
 if __name__ == "__main__":
-    options = parser(__doc__)
-    options.add_argument("--picture", type=Path, default=PICTURE, help="the PNG that is written")
-    arguments = options.parse_args()
-    main(rounds=arguments.rounds, picture=arguments.picture)
+    main(rounds=parser(__doc__).parse_args().rounds)

@@ -52,6 +52,7 @@ TUTORIALS = [
         "performance",
         "numba",
         "hijax",
+        "gallery",
     )
 ]
 

@@ -67,11 +67,12 @@ class Page:
 
     def screenshot(self, path: Path, *, whole: bool = False) -> None:
         """Writes what is seen as a PNG, or the `whole` of the page."""
-        clip = {"x": 0, "y": 0, "scale": 1}
-        for side in ("Width", "Height"):
-            of = f"document.body.scroll{side}" if whole else f"inner{side}"
-            clip[side.lower()] = self.run(of)
-        shot = self.send("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)
+        options: dict[str, Any] = {}
+        if whole:
+            width, height = (self.run(f"document.body.scroll{s}") for s in ("Width", "Height"))
+            clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
+            options = {"captureBeyondViewport": True, "clip": clip}
+        shot = self.send("Page.captureScreenshot", **options)
         path.write_bytes(base64.b64decode(shot["data"]))
 
 
@@ -121,7 +122,9 @@ class Browser:
         self, address: str, *, width: int = DESKTOP, dark: bool = False, scripts: bool = True
     ) -> Page:
         """A page on a screen of a width, in light or dark, and with JavaScript or without."""
-        page = Page(self, self.send("Target.createTarget", url="about:blank")["targetId"])
+        context = self.send("Target.createBrowserContext")  # in which nothing is remembered
+        target = self.send("Target.createTarget", url="about:blank", **context)
+        page = Page(self, target["targetId"])
         is_phone = width <= PHONE
         page.send(
             "Emulation.setDeviceMetricsOverride",
