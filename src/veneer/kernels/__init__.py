@@ -18,6 +18,7 @@ from . import stacks as stacks
 from .matmul import matmul as matmul
 from .problem import BYTES as BYTES
 from .problem import FLOATS as FLOATS
+from .problem import SIX_BIT_FLOATS as SIX_BIT_FLOATS
 from .problem import Codes as Codes
 from .problem import MatmulOperands as MatmulOperands
 from .problem import MatmulProblem as MatmulProblem

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from .cpu.kinds import BYTES as BYTES
 from .cpu.kinds import FLOATS as FLOATS
 from .cpu.kinds import LOOKUP_BITS, PLANE_BITS, row_bytes
+from .cpu.kinds import SIX_BIT_FLOATS as SIX_BIT_FLOATS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,14 +19,15 @@ class Codes:
 
     Codes of 8 bits are numbers of a dtype. Those of 1, 2 and 4 share bytes with their neighbours
     along C, the first in the lowest bits, and are looked up. Others are bit planes of 8 neighbours
-    (`bit_planes.py`), and integers in order.
+    (`bit_planes.py`): floats of 6 bits, and integers in order.
 
     **Arguments:**
 
     - `bits`: of a code: 1 to 8.
-    - `dtype`: of codes of 8 bits: int8, uint8, float8_e4m3fn or float8_e5m2; else "".
-    - `values`: what each narrower code is worth, as the field that is stored, `2**bits` of them. In
-      bit planes they are fields with or without a sign, less any integer.
+    - `dtype`: of codes of 8 bits: int8, uint8, float8_e4m3fn or float8_e5m2; of floats of 6 bits:
+      float6_e2m3fn or float6_e3m2fn; else "".
+    - `values`: what each of other codes is worth, as the field that is stored, `2**bits` of them.
+      In bit planes they are fields with or without a sign, less any integer.
 
     **Raises:** `ValueError` where these do not fit together.
 
@@ -48,11 +50,13 @@ class Codes:
             and len(self.values) == 2**self.bits
             and (self.bits in LOOKUP_BITS.values() or self._of_planes is not None)
         )
-        if not narrow and not (self.bits == 8 and self.dtype in BYTES and not self.values):
+        dtypes = {8: BYTES, 6: SIX_BIT_FLOATS}.get(self.bits, ())
+        if not narrow and not (self.dtype in dtypes and not self.values):
             raise ValueError(
                 f"no kernel has codes of {self.bits} bits with dtype {self.dtype!r} and "
-                f"{len(self.values)} values: 8 bits have one of {', '.join(BYTES)}, fewer have "
-                "no dtype and a value a code, and those of 3, 5, 6 and 7 are integers in order"
+                f"{len(self.values)} values: 8 bits have one of {', '.join(BYTES)}, 6 may have one "
+                f"of {', '.join(SIX_BIT_FLOATS)}, others have no dtype and a value a code, and "
+                "those of 3, 5, 6 and 7 are integers in order"
             )
 
     @property
@@ -74,7 +78,8 @@ class Codes:
         Of bit planes, what is flipped in a field, and how much less it is then worth; and zeros.
         """
         if self.dtype:
-            return (0.0,) * 16
+            of_sign = (32.0, 32.0) if self.bits == 6 else (0.0, 0.0)
+            return (*of_sign, *(0.0,) * 14)
         if self._of_planes is not None:
             return (*self._of_planes, *(0.0,) * 14)
         return self.values * (16 // len(self.values))

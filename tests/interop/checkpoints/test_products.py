@@ -50,9 +50,6 @@ LARGE |= {
     for name, (dtype, tile, scale) in WHOLE.items()
 }
 
-# No kernel reads floats of 6 bits under scales of 8.
-BY_XLA = {"mxfp6_packed"}
-
 
 def loaded(path, name):
     make, config = LARGE[name]
@@ -61,7 +58,7 @@ def loaded(path, name):
 
 
 @pytest.mark.long(quick=8)
-@pytest.mark.parametrize("name", [name for name in LARGE if name not in BY_XLA])
+@pytest.mark.parametrize("name", LARGE)
 def test_a_product_is_by_a_kernel_and_nothing_is_dense(tmp_path, name):
     _, value, tree = loaded(tmp_path / "model", name)
     w = tree["m.weight"]

@@ -4,6 +4,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -51,6 +52,8 @@ CASES = {
     "GPTQ of 3 bits": ("uint3", 64, "float16", None),
     "Q8_0": ("int8", 32, "float16", None),
     "MXFP4": ("float4_e2m1fn", 32, "float8_e8m0fnu", None),
+    "MXFP6": ("mxfp6", 32, "float8_e8m0fnu", None),
+    "MXFP6 of e3m2": ("mxfp6_e3m2", 32, "float8_e8m0fnu", None),
     "a minimum of other floats": ("int8", 16, "float32", "bfloat16"),
 }
 
@@ -70,6 +73,18 @@ def test_both_sides_by_any_number_of_rows(name):
     for (x, y), (by_columns, by_rows) in zip(xs, run(xs, q), strict=True):
         assert_close(by_columns, np.asarray(x, np.float64) @ dense.T)
         assert_close(by_rows, np.asarray(y, np.float64) @ dense)
+
+
+@pytest.mark.parametrize("qtype", ["float6_e2m3fn", "float6_e3m2fn"])
+def test_every_float_of_6_bits_is_worth_what_it_is(qtype):
+    codes = jnp.tile(jnp.arange(64, dtype=jnp.uint8)[:, None], (8, 64))
+    q = QArray(codes, jnp.ones((512, 1)), qtype=qtype)
+    for rows in (1, 33):  # which are decoded by other ways
+        x = jnp.zeros((rows, 64)).at[:, 5].set(1)
+        actual = jax.jit(vn.implicit(lambda x, q: x @ q.T))(x, q)
+        dtype = getattr(ml_dtypes, qtype)
+        exact = np.tile(np.arange(64, dtype=np.uint8).view(dtype).astype(np.float32), 8)
+        np.testing.assert_array_equal(actual, np.tile(exact, (rows, 1)))
 
 
 def test_every_scale_of_16_and_8_bits_is_worth_what_it_is():

@@ -52,7 +52,8 @@ def target(name: str) -> str:
 
     - `name`: `veneer_rows_{kind}`, `veneer_columns_{kind}`, `veneer_integer_rows_{kind}` or
       `veneer_integer_columns_{kind}`, where kind is lookup1, lookup2, lookup4, int8, uint8,
-      float8_e4m3fn or float8_e5m2, and without integer_ also planes3, 5, 6 or 7; or
+      float8_e4m3fn or float8_e5m2, and without integer_ also planes3, 5, 6 or 7, float6_e2m3fn or
+      float6_e3m2fn; or
       `veneer_quantise_{kind}` with int8, int4 or nf4.
 
     **Raises:** `KeyError` for any other name. `ValueError` where VENEER_KERNELS_ISA names what this

@@ -2,7 +2,10 @@
 
 #: The bits of codes that are looked up, of those in bit planes, and what numbers of a dtype are.
 LOOKUP_BITS = {"lookup1": 1, "lookup2": 2, "lookup4": 4}
-PLANE_BITS = {"planes3": 3, "planes5": 5, "planes6": 6, "planes7": 7}
+SIX_BIT_FLOATS = ("float6_e2m3fn", "float6_e3m2fn")  # in bit planes, too
+PLANE_BITS = {"planes3": 3, "planes5": 5, "planes6": 6, "planes7": 7} | dict.fromkeys(
+    SIX_BIT_FLOATS, 6
+)
 BYTES = ("int8", "uint8", "float8_e4m3fn", "float8_e5m2")
 
 #: The bits of a code of each kind.
@@ -19,6 +22,11 @@ WITHIN_ROWS, MOST_COLUMNS = 32, 4096
 
 #: What scales and minima may be stored as, in the order of their types in jobs.
 FLOATS = ("float32", "float16", "bfloat16", "float8_e8m0fnu")
+
+
+def byte_of_planes(kind: str) -> str:
+    """Returns what a code of bit planes is a byte of, once it is one: signed, of so many bits."""
+    return kind if kind in SIX_BIT_FLOATS else "int8"
 
 
 def row_bytes(columns: int, bits: int) -> int:

@@ -54,10 +54,24 @@ def _from_uint8(builder: Any, codes: Any) -> Any:
     return builder.sitofp(builder.zext(codes, INTS), FLOATS)
 
 
-#: What makes f32 of a vector of codes of 8 bits, by their dtype.
+def _from_e2m3(builder: Any, codes: Any) -> Any:
+    """float6_e2m3fn, of 6 bits and the sign repeated above them: e4m3 of another exponent."""
+    value = from_e4m3fn(builder, builder.and_(codes, constant(codes.type, 0x9F)))
+    return builder.fmul(value, constant(FLOATS, 2.0**6))
+
+
+def _from_e3m2(builder: Any, codes: Any) -> Any:
+    """float6_e3m2fn, likewise: e5m2 of another exponent."""
+    value = from_e5m2(builder, builder.and_(codes, constant(codes.type, 0x9F)))
+    return builder.fmul(value, constant(FLOATS, 2.0**12))
+
+
+#: What makes f32 of a vector of codes of a byte each, by their dtype.
 CONVERSIONS = {
     "int8": _from_int8,
     "uint8": _from_uint8,
     "float8_e4m3fn": from_e4m3fn,
     "float8_e5m2": from_e5m2,
+    "float6_e2m3fn": _from_e2m3,
+    "float6_e3m2fn": _from_e3m2,
 }

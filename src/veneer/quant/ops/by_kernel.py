@@ -20,7 +20,16 @@ from jax import lax
 
 from ..._core.primitives.dimension_numbers import DotDimensionNumbers
 from ..._core.primitives.movement import reshape
-from ...kernels import BYTES, FLOATS, Codes, MatmulOperands, MatmulProblem, matmul, select
+from ...kernels import (
+    BYTES,
+    FLOATS,
+    SIX_BIT_FLOATS,
+    Codes,
+    MatmulOperands,
+    MatmulProblem,
+    matmul,
+    select,
+)
 from ..formats import get_format
 from ..formats.packing import Packing, packed_size
 from ..formats.tiles import over_tiles
@@ -146,6 +155,9 @@ def codes_of(qtype: str, has_zero_point: bool) -> tuple[Codes, int] | None:
     if format.bits == 8:
         name = format.code_dtype.name
         return (Codes(8, name), 0) if name in BYTES and format.codebook is None else None
+    for name in SIX_BIT_FLOATS:
+        if format.codebook == get_format(name).codebook:
+            return Codes(6, name), 0
     if format.bits not in (1, 2, 4) and not (format.is_integer and format.bits in (3, 5, 6, 7)):
         return None
     bits = int(format.bits)

@@ -16,7 +16,7 @@ from ....native.simd.codes import load_table
 from ....native.simd.floats import load, outer, splat, store, store_block, zeros
 from ....native.simd.planes import store_codes_of_planes
 from ..job import BATCH, MINIMUM, OUT, ROW_BYTES, SCALE, TABLE, TC, TR, C, M, R, W, X
-from ..kinds import BITS, LOOKUP_BITS, PLANE_BITS
+from ..kinds import BITS, LOOKUP_BITS, PLANE_BITS, byte_of_planes
 from .panels import copy, load_block, store_bytes, store_fields, transpose
 from .scales import has_minima, read_tiles
 
@@ -183,7 +183,7 @@ def _square(kind: str) -> tuple[Any, int, int, int]:
         return decode_bytes, LANES, LANES, LANES
 
     if kind in PLANE_BITS:
-        bits, CODES = BITS[kind], LANES * _PLANES
+        bits, CODES, AS_BYTE = BITS[kind], LANES * _PLANES, byte_of_planes(kind)
 
         @native
         def decode_planes(to, w, next_row, table, scale, behind, unit):
@@ -193,7 +193,7 @@ def _square(kind: str) -> tuple[Any, int, int, int]:
             next_scale = _VECTOR if unit == 1 else 0
             for c in range(0, _PLANES, LANES):
                 place = to + _ROW * c
-                store_bytes(place, _ROW, codes + c, _PLANES, scale, next_scale, behind, "int8")
+                store_bytes(place, _ROW, codes + c, _PLANES, scale, next_scale, behind, AS_BYTE)
                 scale += next_scale * LANES
 
         return decode_planes, _PLANES, 2 * bits, 2 * bits

@@ -37,6 +37,7 @@ def reader(kind: str) -> tuple[Any, Any]:
     lanes may not be in order: `ordered(block)` puts them right, in what is computed of them, too.
     """
     bits = BITS[kind]
+    as_byte = kinds.byte_of_planes(kind)
     paired = kind in LOOKUP_BITS and bits * LANES == 64  # see `_fields`
 
     @instruction
@@ -45,7 +46,7 @@ def reader(kind: str) -> tuple[Any, Any]:
             if kind in PLANE_BITS:
                 units, tables = block.columns * LANES // 8, vectors(builder, table)
                 codes = unpacked(builder, [address], units, bits, tables)
-                return block_of(builder, [CONVERSIONS["int8"](builder, each) for each in codes])
+                return block_of(builder, [CONVERSIONS[as_byte](builder, each) for each in codes])
             if bits < 8:
                 tables = vectors(builder, table)
                 indices = [_fields(builder, address, bits, c) for c in range(block.columns)]

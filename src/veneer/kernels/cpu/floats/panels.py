@@ -32,7 +32,7 @@ from ....native.simd.blocks import (
 from ....native.simd.codes import CONVERSIONS, look_up
 from ....native.simd.order import apart
 from ....native.simd.planes import unpacked
-from ..kinds import BITS, LOOKUP_BITS, PLANE_BITS
+from ..kinds import BITS, LOOKUP_BITS, PLANE_BITS, byte_of_planes
 
 #: How scales meet panels: ONE number for a panel; SOME, one for each lane; or FOLDED into x.
 ONE, SOME, FOLDED = range(3)
@@ -140,7 +140,7 @@ def _planes(builder: Any, kind: str, places: Any, table: Any) -> Any:
     """What gives vector j of row c of a panel: those of all rows are unpacked together."""
     count = VECTORS[kind]
     codes = unpacked(builder, places, COLUMNS[kind] // 8, BITS[kind], table)
-    return lambda c, j: CONVERSIONS["int8"](builder, codes[c * count + j])
+    return lambda c, j: CONVERSIONS[byte_of_planes(kind)](builder, codes[c * count + j])
 
 
 class _PanelRow:
