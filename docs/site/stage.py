@@ -8,10 +8,14 @@ names, found in the sources. mkdocs.yml is of that folder.
 """
 
 import ast
+import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+
+from notebooks import NOTEBOOKS, notebook, offered
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -62,7 +66,13 @@ class Site:
     def lay(self, source: Path, target: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         if source.suffix == ".md":
-            target.write_text(self.linked(source, target), "utf-8")
+            text = self.linked(source, lambda page: os.path.relpath(OUT / page, target.parent))
+            for notebook, (page, _) in NOTEBOOKS.items():
+                if ROOT / page == source:
+                    up = os.path.relpath(OUT / "notebooks", target.parent)
+                    title, _, rest = text.partition("\n")
+                    text = f"{title}\n\n{offered(notebook, up)}\n{rest}"
+            target.write_text(text, "utf-8")
         elif source.suffix in (".png", ".svg"):
             shutil.copyfile(source, target)
         else:
@@ -83,8 +93,8 @@ class Site:
             (OUT / target).write_text("\n".join(rows) + "\n", "utf-8")
         return target
 
-    def linked(self, source: Path, target: Path) -> str:
-        """The text of a page, its links those of the site."""
+    def linked(self, source: Path, address: Callable[[str], str]) -> str:
+        """The text of a page, with the addresses of the pages that it links to."""
 
         def replaced(match: re.Match[str]) -> str:
             code, link, anchor = match.groups()
@@ -93,10 +103,17 @@ class Site:
             path = Path(os.path.normpath(source.parent / link))
             if not path.exists():
                 raise SystemExit(f"{source.relative_to(ROOT)}: {link} leads nowhere")
-            where = os.path.relpath(OUT / self.place(path), target.parent)
-            return f"]({where}{anchor or ''})"
+            return f"]({address(self.place(path))}{anchor or ''})"
 
         return LINK.sub(replaced, included(source.read_text("utf-8")))
+
+
+def elsewhere(page: str) -> str:
+    """The address of a page for who is not on the site, or none if it is not known."""
+    site = os.environ.get("SITE_URL", "").rstrip("/")
+    page = re.sub(r"(^|/)index\.md$", r"\1", page)
+    page = re.sub(r"\.md$", "/", page)
+    return f"{site}/{page}" if site else "#"
 
 
 def included(text: str) -> str:
@@ -151,6 +168,11 @@ def main() -> None:
             site.place(page)
     site.place(ROOT / "examples")
     site.place(ROOT / "benchmarks")
+    (OUT / "notebooks").mkdir()
+    for name, (page, needs) in NOTEBOOKS.items():
+        made = notebook(site.linked(ROOT / page, elsewhere), needs)
+        text = json.dumps(made, indent=1, ensure_ascii=False)
+        (OUT / "notebooks" / f"{name}.ipynb").write_text(f"{text}\n", "utf-8")
     reference()
     shutil.copyfile(DOCS / "site" / "veneer.css", OUT / "veneer.css")
 
