@@ -1,6 +1,7 @@
 """The demo from beginning to end, on a model small enough for a test."""
 
 import importlib.util
+import re
 
 import numpy as np
 import pytest
@@ -17,6 +18,8 @@ def test_prints_a_table_and_an_answer_and_writes_a_picture(write_bert, params, t
     printed = capsys.readouterr().out
     for said in ("f32", "int8, channelwise", "nf4, tile 32", "int4, tile 32", run.QUERY):
         assert said in printed
+    steps = re.findall(r"^(\w+) .* \.\.\.$", printed, re.MULTILINE)  # as it is no terminal
+    assert steps == ["Reading", *["Encoding"] * len(VARIANTS), "Timing"]
     picture = imread(tmp_path / "new" / "output" / "size_against_fidelity.png")
     assert picture.shape[0] > 400
     assert picture[..., :3].std() > 0.01  # something is drawn

@@ -48,15 +48,22 @@ def main(bert: model.Model, output: Path) -> None:
     """
     console = Console()
     output.mkdir(parents=True, exist_ok=True)
-    with console.status("Reading the sentences") as status:
+    with console.status("") as status:
+
+        def begins(step: str) -> None:
+            status.update(step)
+            if not console.is_terminal:  # where no status is seen
+                console.print(f"{step} ...", soft_wrap=True)
+
+        begins("Reading the sentences")
         corpus = sentences()
         encode = compiled(bert)
         params, embeddings = {}, {}
         for variant in [variant.fitted(bert) for variant in VARIANTS]:
-            status.update(f"Encoding {len(corpus)} sentences in {variant}")
+            begins(f"Encoding {len(corpus)} sentences in {variant}")
             params[variant] = quantise(bert, variant)
             embeddings[variant] = embed(bert, encode, params[variant], corpus)
-        status.update("Timing the variants in turn")
+        begins("Timing the variants in turn")
         _, batch = next(bert.batches(corpus))
         measurements = measure(encode, params, embeddings, batch)
     console.print(table(measurements))
