@@ -9,7 +9,9 @@ from functools import wraps
 from typing import Any
 
 import jax
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
+from .._core.primitives.custom_derivatives import instantiate
 from .._core.value import Value, is_part, is_value
 from .._jax.hijax import StoreException
 from .._jax.primitives import Primitive
@@ -50,6 +52,7 @@ def _in_form(
 ) -> Any:
     if not is_enabled():
         return bwd(kept, cotangents)
+    cotangents = jax.tree.map(_with_zeros, cotangents, is_leaf=is_value)
     out = call_rule(bwd, jax.tree.map(_with_leaves, kept, is_leaf=is_value), cotangents)
     if with_logs:
         return _conformed(out[0], in_tree, in_avals), *out[1:]
@@ -124,6 +127,7 @@ def _in_pairs(rule: Callable, types_of_results: Callable, primals: Any, tangents
     """A rule at values, each of which is a tree, as its tangent is, or one leaf."""
     if not is_enabled():
         return rule(primals, tangents)
+    tangents = jax.tree.map(_with_zeros, tangents, primals, is_leaf=is_value)
     out = call_rule(rule, jax.tree.map(_with_tangent, tangents, primals), tangents)
     if not isinstance(out, tuple | list) or len(out) != 2:
         return out
@@ -161,6 +165,45 @@ def _tangent(of: Any, tangent: Any) -> Any:
 
 
 # What rules are given.
+
+
+def ask_of_values(flatten_fwd: Callable) -> Callable:
+    """JAX's function that has the forward rule of a `custom_vjp` be one of leaves."""
+
+    def flatten(fwd: Any, *args: Any) -> Any:
+        return flatten_fwd(fwd.wrap(_asked_of_values, (), None), *args)
+
+    return flatten
+
+
+def _asked_of_values(fwd: Callable, *args: Any) -> Any:
+    """A rule that is told of each operand whether it moves, which JAX knows of each leaf."""
+    told = any(isinstance(leaf, CustomVJPPrimal) for leaf in jax.tree.leaves(args))
+    if not is_enabled() or not told:
+        return fwd(*args)
+    return fwd(*jax.tree.map(_one_primal, args, is_leaf=is_value))
+
+
+def _one_primal(x: Any) -> Any:
+    if not is_value(x):
+        return x
+    leaves, treedef = jax.tree.flatten(x)
+    value = jax.tree.unflatten(treedef, [leaf.value for leaf in leaves])
+    return CustomVJPPrimal(value, any(leaf.perturbed for leaf in leaves))
+
+
+def _with_zeros(derivative: Any, primal: Any = None) -> Any:
+    """A derivative by leaves that are told to be zero: told so itself where no leaf moves."""
+    if isinstance(derivative, SymbolicZero) and isinstance(derivative.aval, TangentType):
+        t = derivative.aval.of
+        return SymbolicZero(jax.core.ShapedArray(t.shape, t.dtype).to_tangent_aval())
+    leaves, treedef = jax.tree.flatten(derivative)
+    told = [isinstance(leaf, SymbolicZero) for leaf in leaves]
+    if not is_value(derivative) or not any(told):
+        return derivative
+    if is_value(primal) and all(told):
+        return SymbolicZero(primal.aval().to_tangent_aval())
+    return jax.tree.unflatten(treedef, map(instantiate, leaves))
 
 
 def call_rule(rule: Callable, others: Any, derivatives: Any) -> Any:

@@ -46,6 +46,7 @@ from .control_flow import (
 )
 from .custom_derivatives import (
     CarryToCheckpoint,
+    ask_of_values,
     carry_to_call,
     conform_cotangents,
     pair_tangents,
@@ -385,6 +386,7 @@ jax_patches.attribute(api, _trees, _Flattening)
 # Jacobians are of leaves, and so is what rules of users are given and give.
 jax_patches.attribute(api, "vjp", _pull_to_leaves)
 jax_patches.attribute(api, "vmap", _map_by_leaves)
+jax_patches.attribute(custom_derivatives, "_flatten_fwd", ask_of_values)
 jax_patches.attribute(custom_derivatives, "_flatten_bwd", conform_cotangents)
 jax_patches.attribute(custom_derivatives, "_flatten_jvp", pair_tangents)
 # Results that JAX hands to users hold values, and not what stands for them inside.

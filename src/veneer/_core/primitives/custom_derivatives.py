@@ -184,11 +184,13 @@ def _by_value(treedef: Any, leaves: Sequence[Any]) -> list[list[Any]]:
     return list(split_list(leaves, *(child.num_leaves for child in treedef.children())))[:-1]
 
 
-def _is_zero(tangent: Any) -> bool:
+def is_zero(tangent: Any) -> bool:
+    """Whether a tangent is known to be zero: told so, or that of an integer."""
     return isinstance(tangent, SymbolicZero) or jax.dtypes.float0 == tangent.dtype
 
 
-def _instantiate(tangent: Any) -> Any:
+def instantiate(tangent: Any) -> Any:
+    """A zero that is told as an array of zeros; any other tangent as it is."""
     if not isinstance(tangent, SymbolicZero):
         return tangent
     aval: Any = tangent.aval
@@ -202,8 +204,8 @@ def _settle(tangent: Any, symbolic_zeros: bool) -> Any:
         (leaf,) = jax.tree.leaves(tangent, is_leaf=lambda x: isinstance(x, SymbolicZero))
         if isinstance(leaf, SymbolicZero) and symbolic_zeros:
             return leaf
-        return jax.tree.unflatten(jax.tree.structure(tangent), [_instantiate(leaf)])
-    return tangent if symbolic_zeros else _instantiate(tangent)
+        return jax.tree.unflatten(jax.tree.structure(tangent), [instantiate(leaf)])
+    return tangent if symbolic_zeros else instantiate(tangent)
 
 
 def materialise_along(value: Value, moving: Sequence[bool]) -> tuple[Callable, list[Any]]:
@@ -222,7 +224,7 @@ def _tangent(value: Any, tangents: Sequence[Any], symbolic_zeros: bool) -> Any:
     """The tangent of an operand, from those of its leaves."""
     if is_label(value) and jnp.issubdtype(value.aval().dtype, jnp.inexact):
         return _settle(jax.tree.unflatten(jax.tree.structure(value), tangents), symbolic_zeros)
-    moving = [not _is_zero(t) for t in tangents]
+    moving = [not is_zero(t) for t in tangents]
     if not isinstance(value, Value):
         (tangent,) = tangents
     elif not any(moving):
