@@ -103,6 +103,11 @@ QARRAYS = {
         jnp.ones((2, 1)),
         jnp.array([[1], [2]], jnp.int8),
     ),
+    "zero_points_of_4_bits": QArray(
+        jnp.arange(16, dtype=jnp.uint4).reshape(2, 8),
+        jnp.ones((2, 4)),
+        QArray(jnp.arange(8, dtype=jnp.uint4).reshape(2, 4), jnp.ones((1, 1))),
+    ),
     "packed_first_axis": QArray.from_packed(
         np.array([[0x1F, 0x28], [0x0A, 0x0B]], np.uint8),
         np.array([[1.0, 2.0]], np.float32),
@@ -187,7 +192,10 @@ def decode_quantised(entry, stored, formats):
     elif entry["scale_dtype"] is not None:
         scale = scale.view(entry["scale_dtype"])
     if entry["zero_point"] is not None:
-        values = values - spread(stored[entry["zero_point"]])
+        zero_point = entry["zero_point"]
+        packed = isinstance(zero_point, dict)
+        of = decode_quantised(zero_point, stored, formats) if packed else stored[zero_point]
+        values = values - spread(of)
     dtype = {"bfloat16": ml_dtypes.bfloat16}.get(entry["dtype"], entry["dtype"])
     return (values.astype(np.float32) * spread(scale)).astype(dtype)
 

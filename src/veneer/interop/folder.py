@@ -134,18 +134,18 @@ class TensorFolder:
             return _from_bytes(self._read_stored(entry.tensor), narrow)
         code_dtype = get_format(entry.format).code_dtype.name
         packed = self._read_stored(entry.packed)
-        minimum = None if entry.minimum is None else self._read_floats(entry.minimum)
+        minimum = None if entry.minimum is None else self._read_numbers(entry.minimum)
         return QArray.from_packed(
             _from_bytes(packed, code_dtype if code_dtype in manifest.BYTE_FLOATS else None),
-            self._read_floats(entry.scale, entry.scale_dtype),
-            None if entry.zero_point is None else self._read_stored(entry.zero_point),
+            self._read_numbers(entry.scale, entry.scale_dtype),
+            None if entry.zero_point is None else self._read_numbers(entry.zero_point),
             minimum=minimum,
             qtype=entry.format,
             packing=None if entry.packing is None else Packing(**entry.packing),
             dense_dtype=entry.dtype,
         )
 
-    def _read_floats(self, entry: str | manifest.QuantisedEntry, dtype: str | None = None) -> Any:
+    def _read_numbers(self, entry: str | manifest.QuantisedEntry, dtype: str | None = None) -> Any:
         if isinstance(entry, str):
             return _from_bytes(self._read_stored(entry), dtype)
         return self._read_entry(entry)
@@ -261,7 +261,9 @@ class FolderWriter:
             arrays[stored] = leaf
             return stored
 
-        def store_floats(part: str, leaf: Any) -> str | manifest.QuantisedEntry:
+        def store_numbers(part: str, leaf: Any) -> Any:
+            if leaf is None:
+                return None
             if isinstance(leaf, QArray):
                 return self._quantised_entry(f"{name}.{part}", leaf, arrays)
             return store(part, leaf)
@@ -269,9 +271,9 @@ class FolderWriter:
         return manifest.quantised_entry(
             value,
             packed=store("packed", value.packed),
-            scale=store_floats("scale", value.scale),
-            zero_point=None if value.zero_point is None else store("zero_point", value.zero_point),
-            minimum=None if value.minimum is None else store_floats("minimum", value.minimum),
+            scale=store_numbers("scale", value.scale),
+            zero_point=store_numbers("zero_point", value.zero_point),
+            minimum=store_numbers("minimum", value.minimum),
         )
 
     def finish(self, tree: Any = None) -> None:

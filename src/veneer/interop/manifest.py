@@ -27,7 +27,8 @@ LAYOUT_VERSION = 4
 
 # Version 1 had integers of 4 and 8 bits and nf4, in the same bytes, and neither 'scale_dtype' nor
 # scales that are quantised. Version 2 had trees of dicts, lists, tuples, tensors, and weights with
-# quantised activations, each an 'activation_quantized'. Version 3 had no 'minimum'.
+# quantised activations, each an 'activation_quantized'. Version 3 had no 'minimum', and
+# 'zero_point' was no object.
 HOW_TO_READ = (
     "The safetensors tensors named below are in model.safetensors or, where there is a "
     "model.safetensors.index.json, in the file that its 'weight_map' names.",
@@ -49,10 +50,10 @@ HOW_TO_READ = (
     "whose bit pattern it is: float8_e4m3fn and float8_e5m2 of the OCP 8-bit Floating Point "
     "Specification, and others as the Python package ml_dtypes defines them.",
     "3. Where the format has a 'codebook', each code is replaced by codebook[code].",
-    "4. Where 'scale' or 'minimum' is an object, it describes numbers that are a quantised value "
-    "themselves, to be computed first, and not rounded. Where 'scale_dtype' is not null, the bytes "
-    "of the scale are 8-bit floats: those above, or float8_e8m0fnu, of which byte b is "
-    "2.0**(b - 127), and 255 is NaN.",
+    "4. Where 'scale', 'zero_point' or 'minimum' is an object, it describes numbers that are a "
+    "quantised value themselves, to be computed first, and not rounded. Where 'scale_dtype' is not "
+    "null, the bytes of the scale are 8-bit floats: those above, or float8_e8m0fnu, of which byte "
+    "b is 2.0**(b - 127), and 255 is NaN.",
     "5. scale, zero_point and minimum have the rank of the value; one element covers shape[i] / "
     "scale.shape[i] neighbours along axis i (for the scale, this is 'tile_shape'). Repeat them to "
     "the full shape.",
@@ -96,8 +97,9 @@ class QuantisedEntry:
 
     `packing` has the `axis` that is packed (negative) and its `size` before, or is None where
     `packed` holds one code an element. `tile_shape` says how many neighbours share a scale along
-    each axis. `scale` is an entry itself where scales are quantised, and so is `minimum`;
-    `scale_dtype` is that of scales which are stored as bytes (`BYTE_FLOATS`).
+    each axis. `scale` is an entry itself where scales are quantised, and so are `minimum` and, of
+    those that are packed, `zero_point`; `scale_dtype` is that of scales which are stored as bytes
+    (`BYTE_FLOATS`).
     """
 
     format: str
@@ -107,7 +109,7 @@ class QuantisedEntry:
     packing: Mapping[str, int] | None
     scale: "str | QuantisedEntry"
     tile_shape: Sequence[int]
-    zero_point: str | None
+    zero_point: "str | QuantisedEntry | None"
     scale_dtype: str | None = None
     minimum: "str | QuantisedEntry | None" = None
 
@@ -146,7 +148,7 @@ def quantised_entry(
     *,
     packed: str,
     scale: str | QuantisedEntry,
-    zero_point: str | None,
+    zero_point: str | QuantisedEntry | None,
     minimum: str | QuantisedEntry | None,
 ) -> QuantisedEntry:
     """Returns the entry of a QArray whose leaves are stored under the names given."""
@@ -191,7 +193,8 @@ def write(folder: Path, manifest: Manifest) -> None:
 def _formats_of(entry: str | Entry | None) -> set[str]:
     if not isinstance(entry, QuantisedEntry):
         return set()
-    return {entry.format, *_formats_of(entry.scale), *_formats_of(entry.minimum)}
+    parts = (entry.scale, entry.zero_point, entry.minimum)
+    return {entry.format}.union(*map(_formats_of, parts))
 
 
 def read(file: Path, *, verify: bool = False) -> Manifest:
@@ -243,7 +246,7 @@ def _entry(storage: str, **fields: Any) -> Entry:
     for key, value in fields.items():
         if key in _IS_VALID and not _IS_VALID[key](value):
             raise TypeError(f"{key} is {value!r}")
-    for part in ("scale", "minimum"):
+    for part in ("scale", "zero_point", "minimum"):
         if isinstance(fields.get(part), dict):
             fields[part] = _entry("quantised", **fields[part])
     return _STORAGE[storage](**fields)
@@ -269,12 +272,13 @@ def _is_dtype(value: Any) -> bool:
 _IS_VALID: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("tensor", "format", "packed"), _is_name),
     "scale": lambda value: isinstance(value, str | dict),
-    "minimum": lambda value: value is None or isinstance(value, str | dict),
+    **dict.fromkeys(
+        ("zero_point", "minimum"), lambda value: value is None or isinstance(value, str | dict)
+    ),
     "scale_dtype": lambda value: value is None or value in BYTE_FLOATS,
     **dict.fromkeys(("shape", "tile_shape"), _is_sizes),
     "dtype": _is_dtype,
     "packing": lambda value: value is None or _is_packing(value),
-    "zero_point": lambda value: value is None or _is_name(value),
 }
 
 

@@ -49,7 +49,7 @@ class QArray(ImplicitArray):
       entries are broadcast over tiles. float8_e8m0fnu holds powers of two. Scales may themselves be
       quantised, as those of nvfp4 are: a QArray.
     - `zero_point`: the code that stands for 0, with the same rule for its shape. Integer formats
-      only.
+      only. A QArray of scale 1 holds several in a byte, as checkpoints have them.
     - `qtype`: the format. None takes it from the dtype of `qvalue`, where that is one's name.
     - `minimum`: what a code worth 0 stands for, with the rule of `scale` for its shape and dtype,
       and quantised itself where that is: of formats of files which have one, as GGUF's Q4_1.
@@ -73,7 +73,7 @@ class QArray(ImplicitArray):
 
     packed: Leaf
     scale: "Leaf | QArray"
-    zero_point: Leaf | None
+    zero_point: "Leaf | QArray | None"
     minimum: "Leaf | QArray | None"
     qtype: str = static()
     packing: Packing | None = static()
@@ -83,7 +83,7 @@ class QArray(ImplicitArray):
         self,
         qvalue: Leaf,
         scale: "Leaf | QArray",
-        zero_point: Leaf | None = None,
+        zero_point: "Leaf | QArray | None" = None,
         qtype: DTypeLike | None = None,
         *,
         minimum: "Leaf | QArray | None" = None,
@@ -105,7 +105,7 @@ class QArray(ImplicitArray):
         cls,
         packed: Leaf,
         scale: "Leaf | QArray",
-        zero_point: Leaf | None = None,
+        zero_point: "Leaf | QArray | None" = None,
         *,
         minimum: "Leaf | QArray | None" = None,
         qtype: DTypeLike,
@@ -159,7 +159,7 @@ class QArray(ImplicitArray):
         self,
         packed: Leaf,
         scale: "Leaf | QArray",
-        zero_point: Leaf | None,
+        zero_point: "Leaf | QArray | None",
         minimum: "Leaf | QArray | None",
         qtype: str,
         packing: Packing | None,
@@ -222,6 +222,13 @@ class QArray(ImplicitArray):
     def minima(self) -> jax.Array | None:
         """Returns what the minima are worth, as `scales` does; None where there are none."""
         return None if self.minimum is None else _wide(self.minimum)
+
+    def zero_points(self) -> jax.Array | None:
+        """Returns zero points as integers, a byte each where they are packed; None for none."""
+        zero_point = self.zero_point
+        if zero_point is None:
+            return None
+        return zero_point.codes() if isinstance(zero_point, QArray) else jnp.asarray(zero_point)
 
     def aval(self) -> jax.core.ShapedArray:
         """Returns the shape of the codes, before packing, and the dense dtype."""
@@ -289,8 +296,8 @@ class QArray(ImplicitArray):
         # A scale in f32 does not make numbers in f64 less: products scale sums of these in f64.
         wide = jnp.promote_types(scale.dtype, self.dtype)
         x = self.format.decode(self.codes(), wide)
-        if self.zero_point is not None:
-            x = over_tiles(jnp.subtract, x, self.zero_point.astype(wide))
+        if (zero_point := self.zero_points()) is not None:
+            x = over_tiles(jnp.subtract, x, zero_point.astype(wide))
         x = over_tiles(jnp.multiply, x, scale.astype(wide))
         if (minimum := self.minima()) is not None:
             x = over_tiles(jnp.add, x, minimum.astype(wide))
@@ -362,7 +369,7 @@ def _check_arrays(**parts: Any) -> None:
             continue
         if name in ("zero_point", "minimum") and part is None:
             continue
-        if name in ("scale", "minimum") and isinstance(part, QArray):
+        if name in ("scale", "zero_point", "minimum") and isinstance(part, QArray):
             continue
         raise TypeError(
             f"{name} must be a JAX or NumPy array, of the rank of the values, and is of type "
@@ -379,6 +386,8 @@ def _validate(q: QArray) -> None:
         raise ValueError(f"a QArray stands for a floating array, not {q.dense_dtype}")
     if q.zero_point is not None and not q.format.is_integer:
         raise ValueError(f"{q.qtype} is no integer format and has no zero_point")
+    if isinstance(q.zero_point, QArray) and not q.zero_point.format.is_integer:
+        raise ValueError(f"zero points are integers, not {q.zero_point.qtype}")
     for name in ("scale", "zero_point", "minimum"):
         leaf = getattr(q, name)
         if leaf is not None and not divides(leaf.shape, q.shape):

@@ -6,8 +6,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...quant import QArray
+from ...quant.formats.packing import packed_size
 from ...types.basis import Permuted
 from . import codes
+from .packing import pack
 from .source import quantised
 
 
@@ -54,13 +56,23 @@ def affine(
     - `dtype`: the dense one.
     """
     qtype = f"uint{bits}"
-    zero_point: np.ndarray | None = zero
+    zero_point: Any = zero if bits == 8 else _packed_zero_points(zero, bits)
     if (zero == 2 ** (bits - 1)).all():
         qtype, zero_point = f"int{bits}", None
         packed = codes.with_high_bit_flipped(packed, bits)
         packed = packed.view(np.int8) if bits == 8 else packed
     packing = codes.packing_of(size, bits)
     return quantised(packed, scale, zero_point, qtype=qtype, packing=packing, dtype=dtype)
+
+
+def _packed_zero_points(zero: np.ndarray, bits: int) -> np.ndarray | QArray:
+    """Zero points packed as codes are, along the groups, where that takes fewer bytes."""
+    groups = zero.shape[1]
+    if packed_size(groups, bits) >= groups:
+        return zero
+    one, packing = np.ones((1, 1), np.float32), codes.packing_of(groups, bits)
+    fields = zero.astype(np.uint8)
+    return QArray.from_packed(pack(fields, bits), one, qtype=f"uint{bits}", packing=packing)
 
 
 def affine_parts(value: Any) -> AffineParts:
@@ -83,7 +95,7 @@ def affine_parts(value: Any) -> AffineParts:
     scale = by_rows(q.scale, out, size)
     zero = np.zeros((1, 1), np.int16)
     if q.zero_point is not None:
-        zero = np.asarray(q.zero_point).astype(np.int16)
+        zero = np.asarray(q.zero_points()).astype(np.int16)
     zero = zero + np.int16(2 ** (bits - 1) if q.format.signed else 0)
     if zero.size and not 0 <= zero.min() <= zero.max() < 2**bits:
         raise Unfit(f"of zero points that are no code of {bits} bits")

@@ -126,7 +126,7 @@ def describe(header: Any) -> str:
 def quantised(
     packed: np.ndarray,
     scale: Any,
-    zero_point: np.ndarray | None = None,
+    zero_point: np.ndarray | QArray | None = None,
     *,
     qtype: str,
     packing: Packing | None,

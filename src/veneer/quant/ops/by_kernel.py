@@ -295,7 +295,7 @@ def _in_rows(q: QArray) -> tuple[QArray, tuple[int, ...]]:
     if q.packing is None or q.packing.axis != -2:
         return q, tuple(order)
     order[-2:] = q.ndim - 1, q.ndim - 2
-    leaves = {"packed": q.packed, "zero_point": q.zero_point} | _floats(q)
+    leaves = {"packed": q.packed, "zero_point": q.zero_points()} | _floats(q)
     swapped = {
         k: None if leaf is None else lax.transpose(leaf, order) for k, leaf in leaves.items()
     }
@@ -343,7 +343,7 @@ def _as_matrix(q: QArray, summed: Sequence[int], batch: Sequence[int]) -> Stored
     parts = q.shape[:first], q.shape[first:cut], q.shape[cut:]
     sizes = tuple(map(math.prod, parts))
     as_kernels_read = None if q.format.bits == 8 else Packing(-1, sizes[2])
-    q = q.replace(**floats)
+    q = q.replace(**floats, zero_point=q.zero_points())
     if sizes == (1, *q.shape) and q.packing == as_kernels_read:  # as most are
         matrix = jax.tree.map(lambda leaf: leaf.reshape(1, *leaf.shape), q)
     else:

@@ -139,7 +139,8 @@ def int8_codes(q: QArray) -> tuple[jax.Array, jax.Array | None]:
     **Returns:** codes in int8, and a zero point in int32 with a shape that tiles them, or None.
     """
     codes = q.codes()
-    zero_point = None if q.zero_point is None else jnp.asarray(q.zero_point).astype(jnp.int32)
+    zero_point = q.zero_points()
+    zero_point = None if zero_point is None else zero_point.astype(jnp.int32)
     if codes.dtype == jnp.int8:
         return codes, zero_point
     if q.format.bits < 8:
@@ -193,12 +194,13 @@ def unscaled(q: QArray, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
     `dequantize` gives their product, over tiles.
     """
     dtype = jnp.dtype(dtype)
-    if q.zero_point is None:
+    zero_point = q.zero_points()
+    if zero_point is None:
         values = q.format.decode(q.codes(), dtype)
     else:
         # Differences of bytes, in any floating dtype: 16 bits for them are faster than 32.
-        codes, zero_point = q.codes().astype(jnp.int16), jnp.asarray(q.zero_point)
-        values = over_tiles(jnp.subtract, codes, zero_point.astype(jnp.int16)).astype(dtype)
+        codes, zero_point = q.codes().astype(jnp.int16), zero_point.astype(jnp.int16)
+        values = over_tiles(jnp.subtract, codes, zero_point).astype(dtype)
     if dtype == jnp.float16:
         # Its largest value times any code is far from the largest of f32, in which it is summed,
         # and the least codes of a float8 divided by their range are none of its numbers.

@@ -61,7 +61,7 @@ def sum_over_tiles(
     scales = [
         tuple(
             None if leaf is None else _tiles_first(leaf, a, counts)
-            for leaf in (q.scales(), q.zero_point)
+            for leaf in (q.scales(), q.zero_points())
         )
         for q, a in zip(operands, axes, strict=True)
     ]

@@ -119,12 +119,14 @@ def _units(q: QArray, x: jax.Array, scale: jax.Array) -> jax.Array:
     minimum = q.minima()
     x = x if minimum is None else over_tiles(jnp.subtract, x, minimum)
     x = over_tiles(jnp.divide, x, jnp.where(scale == 0, 1, scale))
-    return x if q.zero_point is None else over_tiles(jnp.add, x, q.zero_point.astype(x.dtype))
+    zero_point = q.zero_points()
+    return x if zero_point is None else over_tiles(jnp.add, x, zero_point.astype(x.dtype))
 
 
 def _worth(q: QArray, x: jax.Array, scale: jax.Array) -> jax.Array:
     """What values in steps of a code are worth: undoes `_units`."""
-    x = x if q.zero_point is None else over_tiles(jnp.subtract, x, q.zero_point.astype(x.dtype))
+    zero_point = q.zero_points()
+    x = x if zero_point is None else over_tiles(jnp.subtract, x, zero_point.astype(x.dtype))
     x, minimum = over_tiles(jnp.multiply, x, scale), q.minima()
     return x if minimum is None else over_tiles(jnp.add, x, minimum)
 

@@ -317,7 +317,8 @@ class RoundedWeight:
         """Finds codes, of the scales that there are, of which some matrices lose less."""
         basis, q = self._rounded, _stored(self._rounded)
         scale = matrices.of(_of_entries(q.scales(), q.shape))
-        zero = None if q.zero_point is None else matrices.of(_of_entries(q.zero_point, q.shape))
+        zero = q.zero_points()
+        zero = None if zero is None else matrices.of(_of_entries(zero, q.shape))
         dense, grams = self._target, np.stack([moment.gram for moment in moments])
         if isinstance(basis, InBasis):
             dense = basis.stored(dense)
