@@ -10,14 +10,18 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from string import Template
+from typing import TYPE_CHECKING
 
-from .report import Group, Report, by_line, by_weight, short, what_ran
+from .groups import Group, by_line, by_weight, short, what_ran
 from .tables import short_size_of, size_of
+
+if TYPE_CHECKING:
+    from .report import Report
 
 _CONTEXT = 2  # lines of the source before the one that is shown, and after it
 
 
-def page_of(report: Report) -> str:
+def page_of(report: "Report") -> str:
     """The page of HTML."""
     template = Template(Path(__file__).with_name("page.html").read_text("utf-8"))
     lines = by_line(report.events)

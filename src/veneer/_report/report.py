@@ -1,14 +1,10 @@
 """The report of `explain`: what happened to implicit operands, as a table and as a page."""
 
-import os
-import re
-import sys
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from .._core.surface.event import Event
+from .groups import by_weight, short, what_ran
 from .tables import (
     Cells,
     count_of,
@@ -104,52 +100,3 @@ class Report:
 
 _HEADINGS = ("primitive", "operands", "times", "what ran", "dense", "where")
 _NUMBERS = ("times", "dense")
-
-#: In the place of the weights of what met none.
-IN_PASSING = "in passing"
-
-#: Equal events, each with the weights that it met, and their number.
-Group = Counter[tuple[Event, str]]
-
-
-def by_weight(events: Iterable[Event]) -> dict[str, Group]:
-    """The events of each weight, and at last those of what is implicit in passing."""
-    groups = _grouped(events, lambda event, weights: weights)
-    in_passing = groups.pop(IN_PASSING, None)
-    return groups | {IN_PASSING: in_passing} if in_passing else groups
-
-
-def by_line(events: Iterable[Event]) -> dict[str, Group]:
-    """The events of each line of the program, in the order of its files."""
-    groups = _grouped(events, lambda event, weights: event.line)
-    place = lambda line: [int(x) if i % 2 else x for i, x in enumerate(re.split(r"(\d+)", line))]
-    return {line: groups[line] for line in sorted(groups, key=place)}
-
-
-def _grouped(events: Iterable[Event], name: Callable[[Event, str], str]) -> dict[str, Group]:
-    """Those of each name, of an event and its weights. Paths that differ in numbers are one."""
-    groups: dict[str, Group] = {}
-    for event in events:
-        paths = (re.sub(r"(?<![^.])\d+(?![^.])", "*", path) for path in event.weights)
-        weights = ", ".join(dict.fromkeys(paths)) or IN_PASSING
-        counted = replace(event, sources=()), weights  # what differs in a path alone is equal here
-        groups.setdefault(name(event, weights), Counter())[counted] += 1
-    return groups
-
-
-def what_ran(event: Event) -> str:
-    if event.rule is None:
-        return "materialised: no rule fits"
-    return f"rule {short(event.rule)}" + (f": {event.how}" if event.how else "")
-
-
-def short(place: str) -> str:
-    """A place in a file, from where one works, or from where Python finds modules."""
-    short = (place.removeprefix(folder) for folder in _folders(os.getcwd(), tuple(sys.path)))
-    return min([place, *short], key=len).replace("<locals>.", "")
-
-
-@lru_cache(maxsize=16)
-def _folders(here: str, path: tuple[str, ...]) -> tuple[str, ...]:
-    folders = (os.path.abspath(folder) for folder in (here, *path) if isinstance(folder, str))
-    return tuple(dict.fromkeys(folder.rstrip(os.sep) + os.sep for folder in folders))
