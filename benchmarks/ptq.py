@@ -1,7 +1,7 @@
 """What MiniLM loses in few bits: rounded to nearest, and by the activations that its weights meet.
 
     python benchmarks/ptq.py --write         # an hour and more on two cores
-    python benchmarks/ptq.py --only int4
+    python benchmarks/ptq.py --only int4 --write  # these rows alone
 
 Prints tables of the mean cosine of 128 sentences to f32, calibrated with 512 others; one of them
 has GPTQ and AWQ of Qwix's too, where that is installed. The model and the sentences are the demo's.
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import ptq_qwix
 from measure import markdown_table
-from report import made_with, write
+from report import made_with, write_rows
 
 import veneer as vn
 from veneer.demo.measure import compiled, embed, mean_cosine, nbytes
@@ -105,6 +105,8 @@ TUNED = {
     Case("int3", 128): (4, 0.002),
     Case("int2", 32): (4, 0.004),
 }
+#: Cases whose matrices are those of one of these, whatever else they have.
+SAME_WEIGHTS = [case for case in CASES if case[:2] in {tuned[:2] for tuned in TUNED}]
 TUNING = "GPTQ, tuned"
 
 Params = Mapping[str, Any]
@@ -190,7 +192,9 @@ def row_of(of: Measured, case: Case) -> Row:
     """The row of a case; each cell is told of as it is found."""
     beside_qwix = [*BY_AWQ, *ptq_qwix.WAYS] if case in BESIDE_QWIX else []
     row: Row = {}
-    for way in [*WAYS, *beside_qwix, *([*IN_ORDER, TUNING] if case in TUNED else [])]:
+    in_order = IN_ORDER if case in SAME_WEIGHTS else []
+    tuned = [TUNING] if case in TUNED else []
+    for way in [*WAYS, *beside_qwix, *in_order, *tuned]:
         start = time.perf_counter()
         small = of.tuned(case) if way == TUNING else of.rounded(case, way)
         row.setdefault("MB", nbytes(small) / 1e6)
@@ -227,19 +231,18 @@ def main() -> None:
     options = parser.parse_args()
     warnings.simplefilter("ignore", UserWarning)
     if not ptq_qwix.WAYS:
-        print("Qwix is not installed: its columns are left out", file=sys.stderr)
+        print("Qwix is not installed: the table of it is left out", file=sys.stderr)
     of = measured()
     rows = {case: row_of(of, case) for case in CASES if options.only in str(case)}
     beside = {case: row for case, row in rows.items() if case in BESIDE_QWIX}
     of_qwix = ["to nearest", "AWQ", *list(ptq_qwix.WAYS), "GPTQ", "AWQ and GPTQ"]
-    tables = {
-        "ptq.py": table(rows, [*WAYS, *IN_ORDER, TUNING]),
-        "ptq.py, Qwix": table(beside, of_qwix),
-    }
+    tables = {"ptq.py": table(rows, [*WAYS, *IN_ORDER, TUNING])}
+    if ptq_qwix.WAYS:
+        tables["ptq.py, Qwix"] = table(beside, of_qwix)
     for name, text in tables.items():
         print(text, made_with(), sep="\n\n", end="\n\n")
         if options.write:
-            write("ptq", name, f"{text}\n\n{made_with()}")
+            write_rows("ptq", name, text, made_with())
 
 
 if __name__ == "__main__":

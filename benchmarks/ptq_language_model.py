@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from measure import markdown_table
-from report import made_with, write
+from report import made_with, write_rows
 
 import veneer as vn
 from veneer.demo.fetch import LANGUAGE_MODEL, fetch
@@ -77,7 +77,7 @@ if __name__ == "__main__":
     options = parser.parse_args()
     warnings.simplefilter("ignore", UserWarning)
     found = list(rows(options.text.read_text(encoding="utf-8"), options.calibrate, options.only))
-    text = f"{markdown_table(['matrices', 'perplexity'], found)}\n\n{made_with()}"
-    print(text)
+    table = markdown_table(["matrices", "perplexity"], found)
+    print(table, made_with(), sep="\n\n")
     if options.write:
-        write("ptq", "ptq_language_model.py", text)
+        write_rows("ptq", "ptq_language_model.py", table, made_with())

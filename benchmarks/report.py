@@ -41,6 +41,31 @@ def write(page: str, name: str, text: str) -> None:
     path.write_text(fill(path.read_text("utf-8"), name, text), "utf-8")
 
 
+def write_rows(page: str, name: str, table: str, note: str) -> None:
+    """Writes a table and what it was made with, of which some rows may have been left out.
+
+    Those that are on the page stay there, where its columns are the same.
+    """
+    start = re.escape(f"<!-- {name} -->")
+    text = (DOCS / f"{page}.md").read_text("utf-8")
+    found = re.search(rf"{start}\n(.*?)<!-- end -->", text, flags=re.DOTALL)
+    there = "" if found is None else found[1]
+    write(page, name, f"{with_rows_of(there, table)}\n\n{note}")
+
+
+def with_rows_of(there: str, table: str) -> str:
+    """A Markdown table with those rows of another that it has not, in the order of that one.
+
+    >>> with_rows_of("| a |\\n| - |\\n| 1 |\\n| 2 |", "| a |\\n| - |\\n| 2 |\\n| 3 |").splitlines()
+    ['| a |', '| - |', '| 1 |', '| 2 |', '| 3 |']
+    """
+    old, new = ([x for x in text.splitlines() if x.startswith("|")] for text in (there, table))
+    if old[:2] != new[:2]:
+        return table
+    named = lambda lines: {line.split("|")[1].strip(): line for line in lines[2:]}
+    return "\n".join([*new[:2], *(named(old) | named(new)).values()])
+
+
 def made_with() -> str:
     """What the figures depend on beside the programs: versions, and the machine in few words."""
     from veneer.native.isa import ISA
