@@ -33,6 +33,7 @@ FORMATS = (
     ("Q4_K, scales made f32 before", "uint4", 32, "float32", "float32"),
     ("MLX, 4 bits", "uint4", 64, "bfloat16", "bfloat16"),
     ("MXFP4", "float4_e2m1fn", 32, "float8_e8m0fnu", None),
+    ("MXFP6", "float6_e2m3fn", 32, "float8_e8m0fnu", None),
     ("3 bits", "int3", 128, "float16", None),
     ("TQ2_0", "int2", 256, "float16", None),
     ("TQ1_0", "ternary", 256, "float16", None),
