@@ -221,9 +221,10 @@ class ActivationQuantized(ProductWeight):
 def check_activation_format(
     format: Format,
     method: str | None,
-    tile_size: SupportsIndex | float | None,
+    tile_size: Any,
     *,
     is_static: bool,
+    by_axis: bool = False,
 ) -> None:
     """Raises `ValueError` for a method, a tile or a scale that activations in a format cannot have.
 
@@ -231,7 +232,7 @@ def check_activation_format(
     """
     if method is not None:
         check_calibration(method, format)
-    check_tile_size(tile_size, format)
+    check_tile_size(tile_size, format, by_axis=by_axis)
     if tile_size is not None and is_static:
         raise ValueError(
             "a static range is one scale for all activations, and a tile size one for each tile of "

@@ -186,6 +186,15 @@ QWIX = {
             "grad_input": BackwardProduct("int8", residual_qtype=None),
         },
     ),
+    "blocks of both operands, and of gradients": (
+        {f"{of}tile_size": {0: 8, 1: 16} for of in ("", "dlhs_", "drhs_")},
+        {
+            "tile_size": {0: 8, 1: 16},
+            "act_tile_size": {0: 8, 1: 16},
+            "grad_input": BackwardProduct("int8", tile_size={0: 8, 1: 16}, residual_qtype=None),
+            "grad_weight": BackwardProduct("int8", tile_size={0: 8, 1: 16}, residual_qtype=None),
+        },
+    ),
     "residuals quantised anew": (
         {
             "use_original_residuals": True,
@@ -240,6 +249,9 @@ def test_grad_qtype_is_that_of_both():
     one = FakeQuantized(W, qtype="int8", grad_qtype="int8", grad_weight=BackwardProduct("int4"))
     assert one.backward == (BackwardProduct("int8"), BackwardProduct("int4"))
     assert FakeQuantized(W, qtype="int8").backward is None
+    blocks = BackwardProduct("int8", tile_size={-2: 8, -1: 0.5})
+    assert eval(repr(blocks), vars(vn.quant)) == blocks
+    assert hash(FakeQuantized(W, act_qtype="int8", act_tile_size={0: 8}).act_tile_size)
 
 
 def test_the_weight_may_come_first():
@@ -344,6 +356,12 @@ def test_ragged_products_take_each_product_as_it_says():
 
     found, wanted = both(X, w, G)
     assert_close(found, wanted, 1e-4)
+
+
+def test_blocks_of_activations_are_not_converted():
+    w = FakeQuantized(W, qtype="int8", act_qtype="int8", act_tile_size={0: 8, 1: 8})
+    with pytest.raises(ValueError, match="for training"):
+        vn.quant.convert({"w": w})
 
 
 def test_a_rule_says_it():

@@ -69,6 +69,22 @@ def test_it_is_what_qwix_keeps():
         assert (FakeQuantized(W, sparsity=(2, 4), tile_axis=axis).kept == theirs).all()
 
 
+@pytest.mark.parametrize("order", ["C", "R"])
+def test_blocks_are_kept_by_the_sums_of_their_magnitudes(order):
+    axis = {"C": -2, "R": -1}[order]
+    w = jax.random.normal(KEYS[2], (24, 24))
+    weight = FakeQuantized(w, sparsity=(2, 3, 4), tile_axis=axis)
+    blocks = jnp.moveaxis(w, axis, -1).reshape(24, 6, 4)
+    kept = mask_by_hand(abs(blocks).sum(-1), 2, 3, -1)
+    by_hand = jnp.moveaxis(jnp.repeat(kept, 4, -1), -1, axis)
+    assert (weight.kept == by_hand).all()
+    assert (vn.materialise(weight) == jnp.where(by_hand, w, 0)).all()
+    assert weight.storage_name == "2 of 3 blocks of 4 kept"
+    core = pytest.importorskip("qwix._src.core.sparsity")
+    theirs = core.get_sparsity_mask(w, 2, 3, order=order, block_size=4)
+    assert (weight.kept == theirs).all()
+
+
 def test_products_on_codes_are_of_what_is_kept():
     of = {"qtype": "int8", "act_qtype": "int8", "grad_qtype": "int8"}
 

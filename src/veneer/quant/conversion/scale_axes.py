@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, SupportsIndex
+from typing import Any
 
 import numpy as np
 
@@ -56,16 +56,15 @@ def scale_axes_of(
     return ScaleAxes(tuple(axis for axis in range(ndim) if axis not in parted), tiled)
 
 
-def row_axes(
-    shape: Shape, shared: Sequence[int], format: Format, tile_size: SupportsIndex | float | None
-) -> ScaleAxes:
+def row_axes(shape: Shape, shared: Sequence[int], format: Format, tile_size: Any) -> ScaleAxes:
     """Returns which activations share a scale: those of a row, or of a tile of it.
 
     **Arguments:**
 
     - `shape`: of the activations, or of a gradient.
     - `shared`: the axes that a product contracts; tiles are along the last.
-    - `tile_size`: a number of values, or as a float a share of that axis; None is all of it.
+    - `tile_size`: a number of values, or as a float a share of that axis; None is all of it. Or
+      `{axis: such a size}`.
     """
     size = tile_size_in(shape, shared, tile_size) if shared else None
     return scale_axes_of(len(shape), shared, format, size)

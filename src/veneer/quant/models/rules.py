@@ -23,7 +23,7 @@ from ..observation.statistics import ActivationStatistics, static_range
 from ..ptq.methods import check_method
 from ..qarray import QUANTIZABLE
 from ..training import BackwardProduct
-from ..training.sparsity import check_sparsity
+from ..training.sparsity import Sparsity, check_sparsity
 
 RANGES = ("dynamic", "mean", "exponential", "widest")
 TRAINING = ("grad_qtype", "grad_input", "grad_weight", "sparsity")  # what is for training alone
@@ -80,7 +80,8 @@ class Rule:
       gradient of the activations, and the one that gives that of the weight; None is
       `BackwardProduct(grad_qtype)`.
     - `sparsity`: for training, `(n, m)`: of each m neighbours along the last contracting axis the
-      n largest are kept, and the others are 0; None keeps all.
+      n largest are kept, and the others are 0; None keeps all. `(n, m, block)` keeps n of each m
+      blocks of so many neighbours, by the sums of their magnitudes.
     - `op_names`: the primitives in whose products activations are quantised: of `"dot_general"`,
       `"ragged_dot_general"` and `"conv_general_dilated"`. None named is all of them. `x @ w` and
       any `einsum` are `dot_general` to a program.
@@ -113,7 +114,7 @@ class Rule:
     grad_qtype: str | None = None
     grad_input: BackwardProduct | None = None
     grad_weight: BackwardProduct | None = None
-    sparsity: tuple[int, int] | None = None
+    sparsity: Sparsity | None = None
     op_names: Sequence[str] = ()
 
     def __post_init__(self) -> None:

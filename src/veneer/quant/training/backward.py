@@ -1,6 +1,8 @@
 """`BackwardProduct`: how a product of the backward pass is quantised."""
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -22,8 +24,9 @@ class BackwardProduct:
 
     - `qtype`: the format of the gradient `g`; None leaves it as it is.
     - `tile_size`: how many values of `g`, along the last axis that the product sums over, share a
-      scale; a float is the share of that axis. None is all of them, or the tile that the format is
-      defined for. The other operand has the same, where it is quantised for this product.
+      scale; a float is the share of that axis. `{axis: size}` makes blocks, of the axes of `g`.
+      None is all of them, or the tile that the format is defined for. The other operand has the
+      same, along its own axes, where it is quantised for this product.
     - `calibration_method`: of `g`; None is the format's own.
     - `residual_qtype`: what the other operand is, which the forward pass keeps. "forward": as it
       was multiplied there, by its codes; where these are of no use for a product on codes, since
@@ -45,23 +48,26 @@ class BackwardProduct:
 
     qtype: str | None
     _: dataclasses.KW_ONLY
-    tile_size: int | np.integer | float | None = None
+    tile_size: int | np.integer | float | Mapping[int, int | float] | tuple[Any, ...] | None = None
     calibration_method: str | None = None
     residual_qtype: str | None = FORWARD
     stochastic: bool = True
 
     def __post_init__(self) -> None:
-        check_tile_size(self.tile_size, None if self.qtype is None else get_format(self.qtype))
+        format = None if self.qtype is None else get_format(self.qtype)
+        check_tile_size(self.tile_size, format, by_axis=True)
+        if isinstance(self.tile_size, Mapping):
+            pairs = tuple(sorted(self.tile_size.items()))
+            object.__setattr__(self, "tile_size", pairs)  # hashable
         if self.residual_qtype not in (None, FORWARD):
             object.__setattr__(self, "residual_qtype", get_format(self.residual_qtype).name)
-        if self.qtype is None:
+        if format is None:
             if self.calibration_method is not None:
                 raise ValueError(
                     "calibration_method says how the gradient is quantised, which qtype=None "
                     "leaves as it is"
                 )
             return
-        format = get_format(self.qtype)
         object.__setattr__(self, "qtype", format.name)
         if self.calibration_method is not None:
             check_calibration(self.calibration_method, format)
@@ -75,5 +81,6 @@ class BackwardProduct:
         """Returns the call that makes it."""
         _, *others = (f for f in dataclasses.fields(self) if f.init)
         values = ((field, getattr(self, field.name)) for field in others)
+        values = ((f, dict(value) if isinstance(value, tuple) else value) for f, value in values)
         parts = [f"{field.name}={value!r}" for field, value in values if value != field.default]
         return f"BackwardProduct({', '.join([repr(self.qtype), *parts])})"

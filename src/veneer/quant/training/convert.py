@@ -33,6 +33,11 @@ def _converted(w: FakeQuantized) -> Any:
     quantized = w.quantize()
     if w.act_qtype is None:
         return quantized
+    if isinstance(w.act_tile_size, tuple):
+        raise ValueError(
+            f"act_tile_size={dict(w.act_tile_size)} makes blocks of activations, which is for "
+            "training: what it becomes has tiles along the axis that a product contracts"
+        )
     return ActivationQuantized(
         quantized,
         qtype=w.act_qtype,

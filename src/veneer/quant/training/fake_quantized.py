@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -22,7 +22,7 @@ from ..formats import Format, get_format
 from ..formats.tiles import Shape
 from ..qarray import QUANTIZABLE, QArray
 from .backward import BackwardProduct
-from .sparsity import check_groups, check_sparsity, mask_of
+from .sparsity import Sparsity, check_groups, check_sparsity, group_size, mask_of
 
 Leaf = jax.Array | np.ndarray
 
@@ -57,6 +57,7 @@ class FakeQuantized(ImplicitArray):
     - `qtype`, `tile_size`, `tile_axis`, `calibration_method`, `scale_dtype`, `act_qtype`,
       `act_calibration_method`, `act_tile_size`, `grad_qtype`, `grad_input`, `grad_weight`,
       `sparsity`: as in `vn.quant.Rule`; with `qtype=None` the weight itself is not quantised.
+      Here `act_tile_size` may also be `{axis: size}`, for blocks of the axes of the activations.
     - `dense_dtype`: of the array that it stands for; that of `w` if None.
 
     **Raises:** `TypeError` where `w` is no floating array. `ValueError` for an unknown format or
@@ -86,11 +87,11 @@ class FakeQuantized(ImplicitArray):
     scale_dtype: str | None = static(default=None, kw_only=True)
     act_qtype: str | None = static(default=None, kw_only=True)
     act_calibration_method: str | None = static(default=None, kw_only=True)
-    act_tile_size: int | float | None = static(default=None, kw_only=True)
+    act_tile_size: TileSize | float = static(default=None, kw_only=True)
     grad_qtype: str | None = static(default=None, kw_only=True)
     grad_input: BackwardProduct | None = static(default=None, kw_only=True)
     grad_weight: BackwardProduct | None = static(default=None, kw_only=True)
-    sparsity: tuple[int, int] | None = static(default=None, kw_only=True)
+    sparsity: Sparsity | None = static(default=None, kw_only=True)
     dense_dtype: str | None = static(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -108,7 +109,11 @@ class FakeQuantized(ImplicitArray):
         )
         if self.act_qtype is not None:
             method, tile_size = self.act_calibration_method, self.act_tile_size
-            check_activation_format(get_format(self.act_qtype), method, tile_size, is_static=False)
+            check_activation_format(
+                get_format(self.act_qtype), method, tile_size, is_static=False, by_axis=True
+            )
+            if isinstance(tile_size, Mapping):  # hashable
+                self.__dict__["act_tile_size"] = tuple(sorted(tile_size.items()))
         if self.sparsity is not None:
             self.__dict__["sparsity"] = check_sparsity(self.sparsity, self.qtype)
             check_groups(self.sparsity, self.w.shape, self.tile_axes[-1])
@@ -218,7 +223,10 @@ class FakeQuantized(ImplicitArray):
     @property
     def storage_name(self) -> str | None:
         """What it becomes, as displays and `vn.summary` show it: `as nf4, tile 64`."""
-        sparse = [] if self.sparsity is None else ["{} of {} kept".format(*self.sparsity)]
+        sparse = []
+        if self.sparsity is not None:
+            n, m, *block = self.sparsity
+            sparse = [f"{n} of {m} {f'blocks of {block[0]} ' if block else ''}kept"]
         if self.qtype is None:
             return sparse[0] if sparse else None
         tiles = []
@@ -285,7 +293,7 @@ class FakeQuantized(ImplicitArray):
         if (
             self.sparsity is not None
             and shape[at] != self.shape[at]
-            and shape[at] % self.sparsity[1]
+            and shape[at] % group_size(self.sparsity)
         ):
             return None  # a group would be cut
         key = None if self.key is None else PartitionSpec(*spec[: self.lead])
@@ -296,8 +304,9 @@ class FakeQuantized(ImplicitArray):
         leaves = ("w", "key", "mask")
         usual = {"tile_axis": (-2,), "dense_dtype": str(getattr(self.w, "dtype", None))}
         values = {f.name: getattr(self, f.name, None) for f in dataclasses.fields(self)}
-        if isinstance(values["tile_size"], tuple):
-            values["tile_size"] = dict(values["tile_size"])
+        for name in ("tile_size", "act_tile_size"):
+            if isinstance(sizes := values[name], tuple):
+                values[name] = dict(sizes)
         parts = [
             f"{name}={describe([x])[0] if name in leaves else repr(x)}"
             for name, x in values.items()

@@ -92,7 +92,7 @@ def activation(
     x: Any,
     qtype: str | None,
     method: str | None,
-    tile_size: int | float | None,
+    tile_size: Any,
     shared: Sequence[int],
 ) -> OperandRecipe:
     """How the other operand of a product is quantised: not at all, if it is not floating."""

@@ -10,44 +10,60 @@ from ...kernels.pruning import largest_positions
 from ..formats import get_format
 from ..formats.tiles import Shape
 
+# n kept of each m; or of each m blocks, of so many neighbours.
+Sparsity = tuple[int, int] | tuple[int, int, int]
 
-def check_sparsity(sparsity: Any, qtype: str | None) -> tuple[int, int]:
-    """Returns `(n, m)`, for weights of a format.
 
-    **Raises:** `TypeError` where it is no pair of whole numbers; `ValueError` where they do not
-    fit, or the format has no code for 0.
+def check_sparsity(sparsity: Any, qtype: str | None) -> Sparsity:
+    """Returns `(n, m)` or `(n, m, block)`, for weights of a format.
+
+    **Raises:** `TypeError` where it is not two or three whole numbers; `ValueError` where they do
+    not fit, or the format has no code for 0.
     """
     try:
-        n, m = map(operator.index, sparsity)
+        n, m, *block = map(operator.index, sparsity)
+        (size,) = block or [1]
     except (TypeError, ValueError):
         raise TypeError(
-            f"sparsity is (n, m), n values kept of each m, as (2, 4), not {sparsity!r}"
+            "sparsity is (n, m), n values kept of each m, as (2, 4), or (n, m, block), n blocks "
+            f"of each m, not {sparsity!r}"
         ) from None
     if not 1 <= n <= m or m < 2:
         raise ValueError(f"sparsity keeps 1 <= n <= m values of each 2 <= m, and is {n}:{m}")
+    if size < 1:
+        raise ValueError(f"sparsity has blocks of 1 value or more, not {size}")
     if qtype is not None and not get_format(qtype).has_zero:
         raise ValueError(f"{qtype} has no code for 0, which what sparsity does not keep would have")
-    return n, m
+    return (n, m) if size == 1 else (n, m, size)
 
 
-def check_groups(sparsity: tuple[int, int], shape: Shape, axis: int) -> None:
+def group_size(sparsity: Sparsity) -> int:
+    """How many neighbours there are in a group, of which some are kept."""
+    return sparsity[1] * (sparsity[2] if len(sparsity) == 3 else 1)
+
+
+def check_groups(sparsity: Sparsity, shape: Shape, axis: int) -> None:
     """Raises `ValueError` where groups do not divide the axis that they lie along."""
-    n, m = sparsity
-    if shape[axis] % m:
+    size = group_size(sparsity)
+    if shape[axis] % size:
         raise ValueError(
-            f"{n}:{m} sparsity has groups of {m}, which do not divide axis {axis - len(shape)} "
-            f"(size {shape[axis]}) of w of shape {shape}"
+            f"{sparsity[0]}:{sparsity[1]} sparsity has groups of {size}, which do not divide axis "
+            f"{axis - len(shape)} (size {shape[axis]}) of w of shape {shape}"
         )
 
 
-def mask_of(w: jax.Array, sparsity: tuple[int, int], axis: int) -> jax.Array:
+def mask_of(w: jax.Array, sparsity: Sparsity, axis: int) -> jax.Array:
     """Returns a mask of the shape of `w`: of each m neighbours the n largest in magnitude.
 
-    Of equal ones the first are kept, and NaN before all others: as `NMSparse.prune` does.
+    Of equal ones the first are kept, and NaN before all others: as `NMSparse.prune` does. Of blocks
+    those are largest whose magnitudes sum to the most.
     """
-    n, m = sparsity
+    n, m = sparsity[:2]
     last = jnp.moveaxis(w, axis, -1)
-    groups = last.reshape(*last.shape[:-1], last.shape[-1] // m, m)
-    places = largest_positions(groups, n, -1)
+    groups = last.reshape(*last.shape[:-1], -1, m, group_size(sparsity) // m)
+    if groups.shape[-1] > 1:
+        groups = abs(groups)
+    places = largest_positions(groups.sum(-1), n, -1)
     kept = (places[..., None] == jnp.arange(m)).any(-2)
-    return jnp.moveaxis(kept.reshape(last.shape), -1, axis)
+    spread = jnp.broadcast_to(kept[..., None], groups.shape)
+    return jnp.moveaxis(spread.reshape(last.shape), -1, axis)
