@@ -3,7 +3,8 @@
 Layers of 8 heads of 64 features, each of which 1 or 4 queries share, write a key and a value and
 attend to all tokens. Caches are updated in place, and there are so many layers that f32 takes 134
 MB at 4,096 tokens. × is the median for f32 over that of a format, all by turns in one process.
-Keys lie by their features (`[heads, width, tokens]`, as in `examples/llama.py`), or by tokens.
+Keys lie by their features (`[heads, width, tokens]`, as in `examples/llama.py`), or by tokens; or
+heads within tokens, as in Flax and `jax.nn.dot_product_attention`, which is what runs then.
 """
 
 import sys
@@ -40,9 +41,28 @@ def by_tokens(keys: Any, values: Any, new: Any, at: Any) -> Any:
     return keys, values, _mixed(jnp.einsum("hqd,hsd->hqs", query, keys), values, at)
 
 
+def within_tokens(keys: Any, values: Any, new: Any, at: Any) -> Any:
+    """A layer whose keys and values are `[batch, tokens, heads, width]`."""
+    query, key, value = (x.swapaxes(0, 1)[None] for x in new)
+    query = query.swapaxes(1, 2).reshape(1, 1, -1, WIDTH)  # those of a head are neighbours
+    keys = lax.dynamic_update_slice(keys, key, (0, at, 0, 0))
+    values = lax.dynamic_update_slice(values, value, (0, at, 0, 0))
+    is_seen = jnp.arange(keys.shape[1]) <= at
+    mixed = jax.nn.dot_product_attention(query, keys, values, mask=is_seen[None, None, None])
+    return keys, values, mixed.reshape(HEADS, -1, WIDTH)
+
+
 def _mixed(scores: Any, values: Any, at: Any) -> Any:
     is_seen = jnp.arange(scores.shape[-1]) <= at
     return jax.nn.softmax(jnp.where(is_seen, scores * WIDTH**-0.5, -jnp.inf)) @ values
+
+
+#: Of keys and of values, by how many tokens there is room for.
+SHAPES: dict[Callable[..., Any], Callable[[int], tuple[Any, Any]]] = {
+    by_features: lambda room: ((HEADS, WIDTH, room), (HEADS, room, WIDTH)),
+    by_tokens: lambda room: ((HEADS, room, WIDTH), (HEADS, room, WIDTH)),
+    within_tokens: lambda room: ((1, room, HEADS, WIDTH), (1, room, HEADS, WIDTH)),
+}
 
 
 def step(layer: Callable[..., Any], caches: Any, new: Any, at: Any) -> Any:
@@ -64,8 +84,8 @@ def side(name: str, layer: Callable[..., Any], qtype: str, room: int, queries: i
         axes = tuple(axis for axis, size in enumerate(shape) if size != WIDTH)
         return vn.quant.zeros(shape, qtype, channelwise_axes=axes)
 
-    keys = (HEADS, WIDTH, room) if layer is by_features else (HEADS, room, WIDTH)
-    caches = [(zeros(*keys), zeros(HEADS, room, WIDTH)) for _ in range(LAYERS)]
+    keys, values = SHAPES[layer](room)
+    caches = [(zeros(*keys), zeros(*values)) for _ in range(LAYERS)]
     rows = (queries, 1, 1)
     new = tuple(jax.random.normal(jax.random.key(n), (HEADS, n, WIDTH)) for n in rows)
     run = jax.jit(vn.implicit(partial(step, layer)), donate_argnums=0)
@@ -80,14 +100,14 @@ def side(name: str, layer: Callable[..., Any], qtype: str, room: int, queries: i
 
 def rows(room: int, rounds: int) -> Iterator[list[str]]:
     """A row for each layout and number of queries."""
-    for layer in (by_features, by_tokens):
+    for layer in SHAPES:
         for queries in (1, 4):
             sides = [side(qtype, layer, qtype, room, queries) for qtype in FORMATS]
             found = medians(sides, rounds=rounds)
             dense = found["float32"]
             cells = [f"{found[q] * 1e3:.1f} (**{dense / found[q]:.2f}**)" for q in FORMATS[1:]]
-            keys = layer.__name__.replace("_", " ")
-            yield [f"{room:,} tokens, keys {keys}", str(queries), f"{dense * 1e3:.1f}", *cells]
+            layout = layer.__name__.replace("_", " ")
+            yield [f"{room:,} tokens, keys {layout}", str(queries), f"{dense * 1e3:.1f}", *cells]
 
 
 def main(*, rounds: int, quick: bool) -> None:

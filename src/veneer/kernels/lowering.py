@@ -56,7 +56,9 @@ def by_kernel(
         target = kernel_for(operands, problem)
         if target is not None:
             return call_kernel(target, operands, problem)
-    elif _found(platform, operands, problem) and select.lowers(platform, operands, problem):
+    elif _found(platform, operands := operands.apart(), problem) and select.lowers(
+        platform, operands, problem
+    ):
         out = call.product(platform, operands, problem)
         if operands.zero_point is not None:
             out -= _of_zero_points(operands, problem)
@@ -181,6 +183,7 @@ def _partitioned(
 ) -> jax.Array:
     from jax.experimental.custom_partitioning import custom_partitioning  # which few programs need
 
+    arrays = tuple(x for x in operands_of(arrays, present).apart() if x is not None)
     # What is cut is looked at for its type alone.
     cut = custom_partitioning(lambda *xs: lowered_p.bind(*xs, problem=problem, present=present))
     rule, sizes, summed = sharding_rule(arrays, problem, present)

@@ -91,20 +91,31 @@ def _functions(name: str) -> list[Any]:
     ]
 
 
-def run(target: str, x: Any, w: Stored, out: Any, x_scale: Any = None, threads: int = 1) -> None:
+def run(
+    target: str,
+    x: Any,
+    w: Stored,
+    out: Any,
+    x_scale: Any = None,
+    threads: int = 1,
+    packed: Any = None,
+) -> None:
     """Writes what a target's kernel computes to `out`, f32[B, M, N]; `x` is f32 or int8[B, M, K].
 
     One thread runs the first parts, and then the others, from the last to the first. Arrays may be
-    anywhere in memory, but must be contiguous.
+    anywhere in memory, but must be contiguous. `packed` are the codes of `w` where they lie side by
+    side, uint8[B / H, R, H, bytes].
     """
     prepare, count, work, finish = _functions(target)
     arrays = (x, w.packed, w.scale, w.table, out)
     assert all(array.flags.c_contiguous for array in arrays)
     batch, rows, row_bytes = w.packed.shape
+    packed = w.packed if packed is None else packed
+    assert packed.flags.c_contiguous
     words = np.zeros(job.WORDS, np.int64)
     for index, value in {
         job.X: x.ctypes.data,
-        job.W: w.packed.ctypes.data,
+        job.W: packed.ctypes.data,
         job.SCALE: w.scale.ctypes.data,
         job.TABLE: w.table.ctypes.data,
         job.OUT: out.ctypes.data,
@@ -114,6 +125,7 @@ def run(target: str, x: Any, w: Stored, out: Any, x_scale: Any = None, threads: 
         job.R: rows,
         job.C: w.columns,
         job.ROW_BYTES: row_bytes,
+        job.NEXT_ROW: packed[0, 0].nbytes,
         job.TR: rows // w.scale.shape[1],
         job.TC: w.columns // w.scale.shape[2],
     }.items():

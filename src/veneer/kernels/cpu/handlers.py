@@ -168,11 +168,14 @@ def _read(frame, job, bits, contracts_rows, is_integer):
         return False
     batch, m, k, n = dim(x, 0), dim(x, 1), dim(x, 2), dim(out, 2)
     r, c = (k, n) if contracts_rows else (n, k)
-    row_bytes = _row_bytes(c, bits)
+    row_bytes, next_row = _row_bytes(c, bits), dim(matrix, 2)
+    beside = _share(next_row, row_bytes) if row_bytes > 0 else 1  # matrices, in a row of memory
+    if beside != 1 and (beside == 0 or batch % beside != 0 or is_integer):
+        return False
     if not (
-        _is_stack(frame, first, batch)
+        _is_stack(frame, first, batch // beside)
         and dim(matrix, 1) == r
-        and dim(matrix, 2) == row_bytes
+        and next_row == beside * row_bytes
         and _is_stack(frame, first + 2, batch)
         and dim(table, 0) == 16
         and dim(out, 0) == batch
@@ -198,7 +201,8 @@ def _read(frame, job, bits, contracts_rows, is_integer):
         set_word(job, words.MINIMUM_TYPE, _type(minimum))
     set_word(job, words.SCALE_TYPE, _type(scale))
     set_word(job, words.X, data(x))
-    set_word(job, words.W, _part(frame, first, batch, 1))
+    set_word(job, words.W, _part(frame, first, batch // beside, 1))
+    set_word(job, words.NEXT_ROW, next_row)
     set_word(job, words.SCALE, _part(frame, first + 2, batch, _width(scale)))
     set_word(job, words.M, m)
     return _write(job, table, out, batch, r, c, row_bytes, scale) or r * c == 0

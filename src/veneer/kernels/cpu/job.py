@@ -5,10 +5,10 @@ count entries, not bytes.
 """
 
 #: Words that a job has, and where each is.
-WORDS = 20
+WORDS = 21
 (
     X,  # address of the activations, [BATCH, M, K]
-    W,  # of the stored matrix, [BATCH, R, ROW_BYTES]
+    W,  # of the stored matrices, [BATCH, R, ROW_BYTES]; several may lie side by side: see NEXT_ROW
     SCALE,  # of its scales, [BATCH, R / TR, C / TC]
     TABLE,  # of what fields are worth, f32 [16]
     OUT,  # of the result, f32 [BATCH, M, N]
@@ -17,7 +17,7 @@ WORDS = 20
     M,
     R,  # rows of the matrix: K where they are contracted, else N
     C,  # columns of the matrix, as codes
-    ROW_BYTES,
+    ROW_BYTES,  # that a row of a matrix has
     TR,  # rows that share a scale
     TC,  # columns that share a scale
     SCRATCH,  # what `prepare` allocates for all parts, and `finish` frees; 0 if nothing
@@ -26,5 +26,6 @@ WORDS = 20
     SCALE_TYPE,  # of the scales, f32 or smaller: see `floats/scales.py`
     MINIMUM,  # address of what a code worth 0 stands for, as many as there are scales; 0 if none
     MINIMUM_TYPE,
+    NEXT_ROW,  # bytes from a row to the next: ROW_BYTES, or of all that lie side by side
     FAILED,  # 1 where there was no memory for what the kernel needs
 ) = range(WORDS)

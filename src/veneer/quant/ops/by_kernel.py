@@ -187,6 +187,7 @@ class ProductByXla:
 
     def __call__(self, operands: MatmulOperands, product: MatmulProblem) -> jax.Array:
         """Returns `[B, M, N]`."""
+        operands = operands.apart()
         batched = operands.x.shape[0] != 1
         if not batched:  # which not all that XLA has for products is as fast with
             operands = MatmulOperands(*(None if x is None else jnp.squeeze(x, 0) for x in operands))
@@ -227,20 +228,23 @@ def _plan(
     minimum = matrix.q.minimum
     if minimum is not None and (x.scale is not None or minimum.shape != matrix.q.scale.shape):
         return None
+    is_beside = matrix.q.ndim > 3
+    if is_beside and x.scale is not None:
+        return None
     # In the order in which the axes of the stored array follow each other.
     first, last = ([pairs[axis] for axis in sorted(pairs)] for pairs in (batch, summed))
     operands = MatmulOperands(
         _as_rows(x.values, first, last),
-        jnp.asarray(matrix.q.packed),
-        jnp.asarray(matrix.q.scale),
-        matrix.q.zero_point,
+        matrix.leaf("packed"),
+        matrix.leaf("scale"),
+        matrix.leaf("zero_point"),
         None if x.scale is None else _as_rows(x.scale, first, last)[..., 0],
-        minimum,
+        matrix.leaf("minimum"),
     )
     reference = ProductByXla(matrix.q.qtype, q.dense_dtype, params.precision)
     opt_in = select.chosen() == "pallas"
     product = MatmulProblem(
-        codes[0], matrix.q.shape[2], matrix.contracting, out_dtype.name, codes[1], reference, opt_in
+        codes[0], matrix.columns, matrix.contracting, out_dtype.name, codes[1], reference, opt_in
     )
     shape = product.shape(operands)
     found = {
@@ -314,10 +318,27 @@ def _floats(q: QArray) -> dict[str, Any]:
 
 
 class StoredMatrix(NamedTuple):
-    """A batch of matrices, `[B, R, C]`, and the side that a product sums: "rows" or "columns"."""
+    """A batch of matrices, `[B, R, C]`, and the side that a product sums: "rows" or "columns".
+
+    **Arguments:**
+
+    - `q`: the array as `[B, R, C]`; or, of matrices that lie side by side, `[B / H, R, H, C]`.
+    - `columns`: C.
+    """
 
     q: QArray
+    columns: int
     contracting: str
+
+    def leaf(self, name: str) -> Any:
+        """The codes as kernels read them, or `[B, R / tr, C / tc]` of scales and their kin."""
+        leaf = getattr(self.q, name)
+        if leaf is None or self.q.ndim == 3:
+            return leaf if leaf is None else jnp.asarray(leaf)
+        if name == "packed":
+            return leaf.reshape(*leaf.shape[:2], -1)
+        some, rows, _, columns = leaf.shape
+        return leaf.swapaxes(1, 2).reshape(some * leaf.shape[2], rows, columns)
 
 
 def _as_matrix(q: QArray, summed: Sequence[int], batch: Sequence[int]) -> StoredMatrix | None:
@@ -327,22 +348,29 @@ def _as_matrix(q: QArray, summed: Sequence[int], batch: Sequence[int]) -> Stored
 
     - `summed`, `batch`: axes of the array.
     """
-    first, end = len(batch), len(batch) + len(summed)
-    if sorted(batch) != list(range(first)) or not summed:
+    # Axes of the batch come first; others of it, such as heads, may lie within each row.
+    first = next((i for i, axis in enumerate(sorted(batch)) if axis != i), len(batch))
+    within = sorted(batch)[first:]
+    end = first + len(summed)
+    if not summed:
         return None
     if sorted(summed) == list(range(q.ndim - len(summed), q.ndim)):
-        contracting, cut = "columns", q.ndim - len(summed)
+        contracting, cut = "columns", q.ndim - len(summed) - len(within)
     elif sorted(summed) == list(range(first, end)):
         contracting, cut = "rows", end
     else:
+        return None
+    behind = cut + len(within)
+    if within and (within != [*range(cut, behind)] or behind == q.ndim or q.format.bits == 1.6):
         return None
     floats = _floats(q)
     are_read = all(leaf is None or leaf.dtype.name in FLOATS for leaf in floats.values())
     if not are_read or not _go_together(q):
         return None
-    parts = q.shape[:first], q.shape[first:cut], q.shape[cut:]
-    sizes = tuple(map(math.prod, parts))
-    as_kernels_read = None if q.format.bits == 8 else Packing(-1, sizes[2])
+    parts = q.shape[:first], q.shape[first:cut], q.shape[cut:behind], q.shape[behind:]
+    outer, rows, inner, columns = map(math.prod, parts)
+    sizes = (outer, rows, inner, columns) if within else (outer, rows, columns)
+    as_kernels_read = None if q.format.bits == 8 else Packing(-1, columns)
     q = q.replace(**floats, zero_point=q.zero_points())
     if sizes == (1, *q.shape) and q.packing == as_kernels_read:  # as most are
         matrix = jax.tree.map(lambda leaf: leaf.reshape(1, *leaf.shape), q)
@@ -351,12 +379,20 @@ def _as_matrix(q: QArray, summed: Sequence[int], batch: Sequence[int]) -> Stored
     if matrix is NotImplemented or matrix.packing != as_kernels_read:
         return None
     # A leaf that matrices share is there for each, as kernels read it.
+    of_batch = (outer, inner) if within else (outer,)
     leaves = {"zero_point": matrix.zero_point, "scale": matrix.scale, "minimum": matrix.minimum}
-    shared = {k: x for k, x in leaves.items() if x is not None and len(x) < sizes[0]}
+    shared = {
+        k: x for k, x in leaves.items() if x is not None and x.shape != _of_batch(x.shape, of_batch)
+    }
     if shared:
-        spread = {k: jnp.broadcast_to(x, (sizes[0], *x.shape[1:])) for k, x in shared.items()}
+        spread = {k: jnp.broadcast_to(x, _of_batch(x.shape, of_batch)) for k, x in shared.items()}
         matrix = matrix.replace(**spread)
-    return StoredMatrix(_in_bits(matrix), contracting)
+    return StoredMatrix(_in_bits(matrix), columns, contracting)
+
+
+def _of_batch(shape: Sequence[int], batch: Sequence[int]) -> tuple[int, ...]:
+    """The shape of a leaf of matrices, of which there is one for each of a batch."""
+    return (*batch, *shape[1:]) if len(batch) == 1 else (batch[0], shape[1], batch[1], shape[3])
 
 
 def _in_bits(q: QArray) -> QArray:

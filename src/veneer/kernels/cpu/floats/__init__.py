@@ -6,6 +6,7 @@ read, and how many rows of x there are, what counts.
     rows            rows contracted, for any number of rows of x
     rows_few        for few: the matrix is read once, as it lies
     rows_many       for many: blocks of the matrix are decoded first
+    place           where the rows of a matrix are
     decode          neighbours in a row of codes, as vectors
     columns         columns contracted, for any number of rows of x
     columns_few     for few: panels of the matrix are decoded in registers

@@ -21,7 +21,7 @@ from ....native.isa import LANES
 from ....native.memory import prefetch_for_later, stack, store_f32, store_i64, word
 from ....native.simd.codes import load_table
 from ....native.simd.floats import load, store, store_sums
-from ..job import BATCH, OUT, ROW_BYTES, SCALE, TABLE, TC, TR, C, M, R, W
+from ..job import NEXT_ROW, OUT, ROW_BYTES, SCALE, TABLE, TC, TR, C, M, R
 from . import minima
 from .columns_x import MOST, order, rows_of_block
 from .panels import (
@@ -39,6 +39,7 @@ from .panels import (
     multiply,
     panel_scales,
 )
+from .place import row_of
 from .scales import are_f32, has_minima, read_tiles
 
 #: How many rows of W are multiplied by so many rows of x at once: as many as registers hold sums
@@ -137,16 +138,17 @@ def _products(kind: str) -> Any:
     @native
     def add_products(job, rows, sums, x, batch, first, last, begin, end, number, neutral, way):
         tail, numbers = stack(TAIL), stack(SCALES)
-        row_bytes, columns, r = word(job, ROW_BYTES), word(job, C), word(job, R)
+        row_bytes, stride = word(job, ROW_BYTES), word(job, NEXT_ROW)
+        columns, r = word(job, C), word(job, R)
         tile, step = word(job, TC), 1 if word(job, TR) == 1 else 0  # from a row of scales to a next
         tiles = columns // tile
         first_tile = begin * PANEL // tile
         some = (min(end * PANEL, columns) + tile - 1) // tile - first_tile
-        w = word(job, W) + row_bytes * (batch * r + first)
+        w = row_of(job, batch, first)
         while first < last:
             # The last rows are taken one by one: all that are taken together are the same one.
             count = _together(rows)
-            next_row, scale, next_scale = row_bytes, neutral, 0
+            next_row, scale, next_scale = stride, neutral, 0
             if first + count > last:
                 count, next_row = 1, 0
             if way != FOLDED and are_f32(job):
@@ -159,7 +161,7 @@ def _products(kind: str) -> Any:
             if count == 1:
                 next_scale = 0
             whole = columns // PANEL
-            if first + count == r and batch + 1 == word(job, BATCH):  # nothing is behind them
+            if first + count == r:  # there may be nothing behind them
                 whole = min(whole, max(0, row_bytes - READ_BEHIND) // W_BYTES)
             at = begin
             while at < end:
@@ -190,7 +192,7 @@ def _products(kind: str) -> Any:
                     some_most(*args)
                 at = stop
             first += count
-            w += count * row_bytes
+            w += count * stride
             number += count * step
             sums += _VECTOR * rows * _together(rows)
 

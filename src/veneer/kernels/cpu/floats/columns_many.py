@@ -15,9 +15,10 @@ from ....native.memory import load_f32, prefetch, stack, store_f32, word
 from ....native.simd.codes import load_table
 from ....native.simd.floats import load, outer, splat, store, store_block, zeros
 from ....native.simd.planes import store_codes_of_planes
-from ..job import BATCH, MINIMUM, OUT, ROW_BYTES, SCALE, TABLE, TC, TR, C, M, R, W, X
+from ..job import BATCH, MINIMUM, NEXT_ROW, OUT, ROW_BYTES, SCALE, TABLE, TC, TR, C, M, R, X
 from ..kinds import BITS, LOOKUP_BITS, PLANE_BITS, byte_of_planes
 from .panels import copy, load_block, store_bytes, store_fields, transpose
+from .place import row_of
 from .scales import has_minima, read_tiles
 
 #: Rows of x that are multiplied at once by so many vectors: as many sums as registers hold.
@@ -118,7 +119,8 @@ def _decode(kind: str) -> Any:
     @native
     def decode(job, to, batch, first, last, k, depth):
         scales, minima, copied = stack(SCALES), stack(SCALES), stack(COPIED)
-        row_bytes, table = word(job, ROW_BYTES), load_table(word(job, TABLE))
+        row_bytes, stride = word(job, ROW_BYTES), word(job, NEXT_ROW)
+        table = load_table(word(job, TABLE))
         # One scale is for as many columns as are decoded together, or for a unit of them.
         tile, first_row = word(job, TC), batch * word(job, R) + first
         unit = UNIT if tile % UNIT == 0 else 1
@@ -137,13 +139,13 @@ def _decode(kind: str) -> Any:
                     _write_tiles(job, MINIMUM, minima, row, existing, k, depth, unit)
             for column in range(0, depth, SQUARE):
                 begin = (k + column) // SQUARE * SQUARE_BYTES
-                w, next_row = word(job, W) + row_bytes * row + begin, row_bytes
+                w, next_row = row_of(job, batch, r) + begin, stride
                 for i in range(existing):
-                    prefetch(w + i * row_bytes + READ)
+                    prefetch(w + i * stride + READ)
                 if existing < LANES or row_bytes - begin < READ:
                     for i in range(LANES):
                         size = min(READ, row_bytes - begin) if i < existing else 0
-                        copy(copied + i * READ, w + i * row_bytes, size, READ)
+                        copy(copied + i * READ, w + i * stride, size, READ)
                     w, next_row = copied, READ
                 place, scale, behind = to + _ROW * column + 4 * (r - first), scales, minima - scales
                 if unit < _DEPTH:

@@ -33,8 +33,8 @@ from ..job import (
     FAILED,
     FIRST,
     MINIMUM,
+    NEXT_ROW,
     OUT,
-    ROW_BYTES,
     SCALE,
     SCRATCH,
     TABLE,
@@ -43,12 +43,12 @@ from ..job import (
     C,
     M,
     R,
-    W,
     X,
 )
 from ..kinds import BITS
 from .decode import reader, row_bytes
 from .minima import sum_of
+from .place import row_of
 from .rows_many import PANEL, Multiplier, add, add_rows, clear, copy_rows, expand
 from .scales import has_minima
 
@@ -160,9 +160,9 @@ def worker(kind: str, multiplier: Multiplier) -> Any:
     def sweep(job, batch, row, depth, first, last, y, scales):
         """Multiplies with a block of the matrix."""
         m, x_stride, y_stride = word(job, M), 4 * word(job, R), 4 * word(job, C)
-        stride, table = word(job, ROW_BYTES), word(job, TABLE)
+        stride, table = word(job, NEXT_ROW), word(job, TABLE)
         x = word(job, X) + batch * m * x_stride + 4 * row
-        place = word(job, W) + (batch * word(job, R) + row) * stride + first * bits // 8
+        place = row_of(job, batch, row) + first * bits // 8
         panel, sums = stack(panel_bytes), stack(_SUMS_BYTES)
         while first < last:
             columns, from_here, to_there = last - first, (place, stride), (y, y_stride)

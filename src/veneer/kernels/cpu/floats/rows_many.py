@@ -24,9 +24,10 @@ from ....native.simd.floats import (
     store_sums,
     zeros,
 )
-from ..job import BATCH, MINIMUM, OUT, ROW_BYTES, SCALE, TABLE, TC, TR, C, M, R, W, X
+from ..job import BATCH, MINIMUM, NEXT_ROW, OUT, SCALE, TABLE, TC, TR, C, M, R, X
 from ..kinds import BITS
 from .decode import reader, row_bytes
+from .place import row_of
 from .scales import has_minima, read_tiles
 
 #: Columns that are worked on together, and rows that are decoded at once: 24 KB of f32.
@@ -195,8 +196,8 @@ def multiplier(kind: str) -> Multiplier:
     @native
     def decode(job, batch, row, rows, column, to):
         not_inlined()
-        stride, tr = word(job, ROW_BYTES), word(job, TR)
-        w = word(job, W) + (batch * word(job, R) + row) * stride + column * bits // 8
+        stride, tr = word(job, NEXT_ROW), word(job, TR)
+        w = row_of(job, batch, row) + column * bits // 8
         columns = min(PANEL, word(job, C) - column)
         if columns < PANEL:  # what is behind the last column may be no memory at all
             tail = stack(tail_bytes)
