@@ -9,6 +9,7 @@ read, and how many rows of x there are, what counts.
     place           where the rows of a matrix are
     decode          neighbours in a row of codes, as vectors
     columns         columns contracted, for any number of rows of x
+    columns_short   for few, of rows as short as a head: rows are summed together
     columns_few     for few: panels of the matrix are decoded in registers
     columns_many    for many: blocks of the matrix are decoded, scaled and transposed first
     columns_x       x in the order that panels are decoded in

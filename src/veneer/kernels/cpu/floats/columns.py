@@ -1,7 +1,8 @@
 """The f32 kernel that contracts columns: `y[B, M, R] = x[B, M, C] @ W[B, R, C].T`.
 
 A row of W lies in memory as it is contracted, so W is read from its first byte to its last. What
-happens depends on how many rows of x there are: see `columns_few.py` and `columns_many.py`.
+happens depends on how many rows of x there are: see `columns_few.py`, `columns_short.py`
+and `columns_many.py`.
 """
 
 import functools
@@ -10,7 +11,7 @@ from typing import Any
 from ....native.functions import compiled
 from ....native.memory import free, word
 from ..job import BATCH, SCRATCH, M, R
-from . import columns_few, columns_many
+from . import columns_few, columns_many, columns_short
 from .columns_x import order
 
 #: From so many rows of x on, W is decoded for all of them.
@@ -26,23 +27,22 @@ def kernel(kind: str) -> tuple[Any, Any, Any, Any]:
 
     **Raises:** `KeyError` for an unknown kind.
     """
-    few, many, prepare_few = (
-        columns_few.worker(kind),
-        columns_many.worker(kind),
-        order(kind).prepare,
-    )
+    few, many, short = (of.worker(kind) for of in (columns_few, columns_many, columns_short))
+    prepare_few = order(kind).prepare
 
     @compiled
     def prepare(job):
-        if word(job, M) < _MANY:
+        if word(job, M) < _MANY and not columns_short.fits(job):
             prepare_few(job)
 
     @compiled
     def work(job, part):
-        if word(job, M) < _MANY:
-            few(job, part)
-        else:
+        if word(job, M) >= _MANY:
             many(job, part)
+        elif columns_short.fits(job):
+            short(job, part)
+        else:
+            few(job, part)
 
     return prepare, _count, work, _finish
 
@@ -51,6 +51,8 @@ def kernel(kind: str) -> tuple[Any, Any, Any, Any]:
 def _count(job):
     if word(job, M) >= _MANY:
         return columns_many.count(job)
+    if columns_short.fits(job):
+        return columns_short.count(job)
     return word(job, BATCH) * ((word(job, R) + _PART - 1) // _PART)
 
 

@@ -36,32 +36,43 @@ def reader(kind: str) -> tuple[Any, Any]:
     `decoded(table, address, columns)` reads a row of vectors of codes at an address, as f32. Their
     lanes may not be in order: `ordered(block)` puts them right, in what is computed of them, too.
     """
-    bits = BITS[kind]
-    as_byte = kinds.byte_of_planes(kind)
-    paired = kind in LOOKUP_BITS and bits * LANES == 64  # see `_fields`
 
     @instruction
     def decoded(table, address, columns):
         def emit(builder, table, address, _):
-            if kind in PLANE_BITS:
-                units, tables = block.columns * LANES // 8, vectors(builder, table)
-                codes = unpacked(builder, [address], units, bits, tables)
-                return block_of(builder, [CONVERSIONS[as_byte](builder, each) for each in codes])
-            if bits < 8:
-                tables = vectors(builder, table)
-                indices = [_fields(builder, address, bits, c) for c in range(block.columns)]
-                return block_of(builder, [look_up(builder, tables, each) for each in indices])
-            codes = [_bytes(builder, address, c) for c in range(block.columns)]
-            return block_of(builder, [CONVERSIONS[kind](builder, each) for each in codes])
+            tables = vectors(builder, table)
+            return block_of(builder, _decoded(builder, kind, tables, address, block.columns))
 
         block = Block("f32", 1, columns.literal_value)
         return block, emit
 
     @instruction
     def ordered(block):
-        return block, _each(_unpaired) if paired else lambda builder, values: values
+        return block, _each(_unpaired) if _is_paired(kind) else lambda builder, values: values
 
     return decoded, ordered
+
+
+def in_order(builder: Any, kind: str, table: Any, address: Any, columns: int) -> list[Any]:
+    """A row of vectors of codes at an address, as f32, whose lanes are in order."""
+    values = _decoded(builder, kind, table, address, columns)
+    return [_unpaired(builder, each) for each in values] if _is_paired(kind) else values
+
+
+def _is_paired(kind: str) -> bool:
+    return kind in LOOKUP_BITS and BITS[kind] * LANES == 64  # see `_fields`
+
+
+def _decoded(builder: Any, kind: str, table: Any, address: Any, columns: int) -> list[Any]:
+    bits = BITS[kind]
+    if kind in PLANE_BITS:
+        codes = unpacked(builder, [address], columns * LANES // 8, bits, table)
+        return [CONVERSIONS[kinds.byte_of_planes(kind)](builder, each) for each in codes]
+    if bits < 8:
+        indices = [_fields(builder, address, bits, c) for c in range(columns)]
+        return [look_up(builder, table, each) for each in indices]
+    codes = [_bytes(builder, address, c) for c in range(columns)]
+    return [CONVERSIONS[kind](builder, each) for each in codes]
 
 
 def _bytes(builder: Any, address: Any, vector: int) -> Any:

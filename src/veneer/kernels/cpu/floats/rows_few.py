@@ -5,9 +5,9 @@ rows of the matrix, side by side in memory; it is swept from left to right, as i
 what it contributes to the result is multiplied with scales once, at its end. While it is, the same
 place of the next block is fetched.
 
-Each part has some rows of the matrix, and most or all columns: narrow ones would look up each page
-of memory again. What parts share is the result: each but the first of them has one of its own, and
-the last parts add them up.
+Each part has some rows of the matrix, and most or all columns, and those of matrices that lie
+beside it, if they are few: narrow ones would look up each page of memory again. What parts share is
+the result: each but the first of them has one of its own, and the last parts add them up.
 """
 
 from typing import Any
@@ -35,6 +35,7 @@ from ..job import (
     MINIMUM,
     NEXT_ROW,
     OUT,
+    ROW_BYTES,
     SCALE,
     SCRATCH,
     TABLE,
@@ -58,6 +59,8 @@ MOST, LEAST = 16, 16
 #: of them come back to the same codes, which are copied to where they do not drive out each other
 #: from the first cache, as rows of 4096 bytes do; then blocks may have more rows.
 _DIRECT, _BLOCK, _DEEP = 2, 16, 32
+#: The last columns are multiplied from where they are, too, if they are so many, or a multiple.
+_NARROW = 4 * LANES
 #: Columns of a part, times rows of x, at most: its results stay in the caches.
 _WIDTH = 8192
 #: Parts for each thread, if there are enough rows for each; the fewer, the less is to be added up.
@@ -79,10 +82,17 @@ def _columns(job):
 
 
 @native
+def _together(job):
+    """How many matrices that lie side by side a part has: all, or one of them."""
+    beside = word(job, NEXT_ROW) // word(job, ROW_BYTES)
+    return beside if beside * _columns(job) * word(job, M) <= _WIDTH else 1
+
+
+@native
 def _rows(job):
     """How many rows of the matrix a part has."""
     r, width = word(job, R), _columns(job)
-    others = word(job, BATCH) * ((word(job, C) + width - 1) // width)
+    others = word(job, BATCH) // _together(job) * ((word(job, C) + width - 1) // width)
     parts = _PARTS * max(2, word(job, THREADS))
     each = max(_PART_ROWS, (r * others + parts - 1) // parts)
     return (each + _BLOCK - 1) // _BLOCK * _BLOCK
@@ -120,7 +130,7 @@ def count(job):
 def _products(job):
     """How many parts multiply."""
     width = _columns(job)
-    return word(job, BATCH) * ((word(job, C) + width - 1) // width) * _depths(job)
+    return word(job, BATCH) // _together(job) * ((word(job, C) + width - 1) // width) * _depths(job)
 
 
 @native
@@ -153,8 +163,9 @@ def worker(kind: str, multiplier: Multiplier) -> Any:
     panel_bytes = _DEEP * panel_row
     copy_panel = _copy_of_panel(panel_row)
     product_of_1, product_of_2, product_of_4, product_of_8 = (
-        _product(kind, rows) for rows in (1, 2, 4, 8)
+        _product(kind, rows, 8) for rows in (1, 2, 4, 8)
     )
+    narrow_of_1, narrow_of_2 = (_product(kind, rows, _NARROW // LANES) for rows in (1, 2))
 
     @native
     def sweep(job, batch, row, depth, first, last, y, scales):
@@ -166,20 +177,21 @@ def worker(kind: str, multiplier: Multiplier) -> Any:
         panel, sums = stack(panel_bytes), stack(_SUMS_BYTES)
         while first < last:
             columns, from_here, to_there = last - first, (place, stride), (y, y_stride)
-            is_tail = columns < PANEL
+            is_narrow = columns < PANEL and columns % _NARROW == 0
+            is_tail = columns < PANEL and not is_narrow
             later = (place + _DEEP * stride, stride)
             if is_tail:  # what is behind the last column may be no memory at all
                 copy_rows(place, stride, depth, row_bytes(columns, bits), panel, panel_row)
                 clear(sums, 4 * PANEL, m, PANEL)
                 from_here, to_there = (panel, panel_row), (sums, 4 * PANEL)
-            elif m <= _DIRECT:
-                columns = columns // PANEL * PANEL
+            elif is_narrow or m <= _DIRECT:
+                columns = columns if is_narrow else columns // PANEL * PANEL
                 later = (place + _BLOCK * stride, stride)
             else:
                 columns = PANEL
                 copy_panel(place, stride, depth, panel)
                 from_here = (panel, panel_row)
-            size, done = (depth, max(PANEL, columns)), 0
+            size, done = (depth, columns if is_narrow else max(PANEL, columns)), 0
             while done < m:
                 top = (x + done * x_stride, x_stride)
                 to = (to_there[0] + done * to_there[1], to_there[1])
@@ -190,10 +202,16 @@ def worker(kind: str, multiplier: Multiplier) -> Any:
                     product_of_4(top, from_here, size, to, scales, table, later)
                     done += 4
                 elif m - done >= 2:
-                    product_of_2(top, from_here, size, to, scales, table, later)
+                    if is_narrow:
+                        narrow_of_2(top, from_here, size, to, scales, table, later)
+                    else:
+                        product_of_2(top, from_here, size, to, scales, table, later)
                     done += 2
                 else:
-                    product_of_1(top, from_here, size, to, scales, table, later)
+                    if is_narrow:
+                        narrow_of_1(top, from_here, size, to, scales, table, later)
+                    else:
+                        product_of_1(top, from_here, size, to, scales, table, later)
                     done += 1
             if is_tail:
                 add_rows(sums, 4 * PANEL, m, columns, y, y_stride)
@@ -206,33 +224,42 @@ def worker(kind: str, multiplier: Multiplier) -> Any:
         width, rows = _columns(job), _rows(job)
         depths, widths = _depths(job), (c + width - 1) // width
         depth, rest = part % depths, part // depths
-        first, batch = rest % widths * width, rest // widths
+        together, next_y = _together(job), 4 * m * c
+        first, batch = rest % widths * width, rest // widths * together
         last = min(c, first + width)
         y = word(job, OUT)
         if depth > 0:
             y = word(job, SCRATCH) + 4 * (depth - 1) * word(job, BATCH) * m * c
         y += 4 * (batch * m * c + first)
-        clear(y, 4 * c, m, last - first)
+        for i in range(together):
+            clear(y + i * next_y, 4 * c, m, last - first)
         row, end = depth * rows, min(r, (depth + 1) * rows)
         scales, minima = stack(_SCALE_BYTES), stack(_SCALE_BYTES)
         block_rows = _BLOCK if m <= _DIRECT else _DEEP
         while row < end:
             tile = row // word(job, TR)
             tile_end = min(end, (tile + 1) * word(job, TR))
-            if expand(job, SCALE, batch, tile, first, last - first, scales):
-                if has_minima(job):
-                    expand(job, MINIMUM, batch, tile, first, last - first, minima)
-                    for i in range(m):
-                        x = word(job, X) + 4 * ((batch * m + i) * r + row)
-                        add(minima, last - first, sum_of(x, tile_end - row), y + 4 * c * i)
+            are_finite = True
+            for i in range(together):
+                to = scales + 4 * width * i
+                are_finite &= expand(job, SCALE, batch + i, tile, first, last - first, to)
+            if are_finite:
+                for i in range(m * together if has_minima(job) else 0):
+                    if i % m == 0:
+                        expand(job, MINIMUM, batch + i // m, tile, first, last - first, minima)
+                    x = word(job, X) + 4 * ((batch * m + i) * r + row)
+                    add(minima, last - first, sum_of(x, tile_end - row), y + 4 * c * i)
                 while row < tile_end:
                     block = min(block_rows, tile_end - row)
-                    sweep(job, batch, row, block, first, last, y, scales)
+                    for i in range(together):
+                        of_scales = scales + 4 * width * i
+                        sweep(job, batch + i, row, block, first, last, y + i * next_y, of_scales)
                     row += block
             else:  # infinity times a sum is not the sum of what is times infinity
-                for column in range(first, last, PANEL):
-                    to = y + 4 * (column - first)
-                    add_product(job, batch, row, tile_end - row, column, 0, m, to)
+                for i in range(together):
+                    for column in range(first, last, PANEL):
+                        to = y + i * next_y + 4 * (column - first)
+                        add_product(job, batch + i, row, tile_end - row, column, 0, m, to)
                 row = tile_end
 
     @native
@@ -263,14 +290,16 @@ def _copy_of_panel(row_bytes: int) -> Any:
     return copy_panel
 
 
-def _product(kind: str, rows: int) -> Any:
-    """Makes the innermost loop: some rows of x times some columns of a block of the matrix.
+def _product(kind: str, rows: int, most: int) -> Any:
+    """Makes the innermost loop: some rows of x times a few columns of a block of the matrix.
+
+    Those are at most so many vectors at once.
 
     What is in rows is given by the address of the first, and how many bytes on the next is. `later`
     is what will be multiplied with after this.
     """
     decoded, ordered = reader(kind)
-    bits, vectors = BITS[kind], max(2, min(8, LANES // rows))
+    bits, vectors = BITS[kind], max(2, min(most, LANES // rows))
     step_bytes = vectors * LANES * bits // 8
 
     @native
