@@ -1,0 +1,94 @@
+"""Forms of a cache that plain programs have: a ring, and pages."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import veneer as vn
+
+H, D = 4, 64  # heads, width
+
+
+def draw(*shape, seed=0):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def attend(query, keys, values, is_seen):
+    mask = is_seen[:, None, None]  # [batch, 1, 1, tokens]
+    return jax.nn.dot_product_attention(query, keys, values, mask=mask)
+
+
+def each_written(tokens, qtype):
+    """The tokens as a cache has them, dense: each by its own scales."""
+    axes = [*range(tokens.ndim - 1)]
+    return vn.quant.quantize(tokens, qtype, channelwise_axes=axes).dequantize()
+
+
+def no_float_like(compiled, shape):
+    """Whether a program makes no floats as many as a cache has."""
+    shapes = re.findall(r"(?:f32|bf16|f16)\[([\d,]+)\]", compiled.as_text())
+    return max(np.prod([*map(int, s.split(","))]) for s in shapes) < np.prod(shape)
+
+
+@pytest.mark.parametrize("qtype", ["int8", "int4", "fp8"])
+def test_a_ring_has_the_last_tokens_of_a_window(qtype):
+    window, length = 256, 400
+    tokens = draw(2, length, H, D)
+    query = draw(2, 1, H, D, seed=1)
+
+    def step(cache, at):
+        new = lax.dynamic_slice_in_dim(tokens, at, 1, 1)
+        return lax.dynamic_update_slice(cache, new, (0, at % window, 0, 0)), None
+
+    def run(cache, query):
+        cache = lax.scan(step, cache, jnp.arange(length))[0]
+        return cache, attend(query, cache, cache, jnp.ones((2, window), bool))
+
+    shape = 2, window, H, D
+    empty = vn.quant.zeros(shape, qtype, channelwise_axes=(0, 1, 2))
+    run = jax.jit(vn.implicit(run, on_materialise="error"))
+    cache, out = run(empty, query)
+    last = each_written(tokens, qtype)[:, -window:]  # in another order, which attention knows not
+    expected = attend(query, last, last, jnp.ones((2, window), bool))
+    np.testing.assert_array_equal(jnp.roll(cache.dequantize(), -(length % window), 1), last)
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("qtype", ["int8", "int4", "fp8"])
+def test_pages_of_texts_of_unequal_lengths(qtype):
+    size, pages, lengths = 32, 24, np.array([300, 70])
+    table = np.random.default_rng(0).permutation(pages)[:20].reshape(2, 10)
+    tokens, query = draw(2, 320, H, D), draw(2, 1, H, D, seed=1)
+
+    def write(
+        pool, new, at
+    ):  # of each text a token, `[batch, heads, width]`, at a place of its own
+        return pool.at[table[jnp.arange(2), at // size], at % size].set(new)
+
+    def run(pool, query, lengths):
+        step = lambda i, pool: write(pool, tokens[:, i], jnp.minimum(i, lengths - 1))
+        pool = lax.fori_loop(0, 300, step, pool)
+        return pool, read(pool, query, lengths)
+
+    def read(pool, query, lengths):
+        own = pool[jnp.asarray(table)].reshape(2, -1, H, D)
+        is_seen = jnp.arange(own.shape[1]) < lengths[:, None]
+        return attend(query, own, own, is_seen)
+
+    table = jnp.asarray(table)
+    empty = vn.quant.zeros((pages, size, H, D), qtype, channelwise_axes=(0, 1, 2))
+    run = jax.jit(vn.implicit(run, on_materialise="error"))
+    pool, out = run(empty, query, lengths)
+    dense = each_written(tokens, qtype)
+    dense = dense.at[1, 69].set(dense[1, 299])  # where the shorter one was written to the end
+    expected = attend(query, dense, dense, jnp.arange(320) < lengths[:, None])
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+    reads = jax.jit(vn.implicit(read)).lower(pool, query, lengths).compile()
+    assert no_float_like(reads, (2, 320, H, D))
+    writes = jax.jit(vn.implicit(write), donate_argnums=0)
+    compiled = writes.lower(pool, tokens[:, 0], lengths).compile()
+    assert compiled.memory_analysis().alias_size_in_bytes == pool.nbytes
