@@ -80,6 +80,27 @@ def test_rows_of_x_that_no_cache_holds(kind, m):
     check(kind, 1, m, (5, 16400), (5, 1))
 
 
+@pytest.mark.parametrize(("rows", "width"), [(16, 64), (1100, 64), (35, 128), (40, 256)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_short_rows_with_a_scale_each(kind, rows, width):
+    w = stored(kind, (2, rows, width), (1, width))
+    fields = {"packed": guarded(w.packed), "scale": guarded(w.scale)}
+    for m in (1, 3, 8):
+        x = activations(2, m, width)
+        expected, sizes = columns_contracted(x, w)
+        out = guarded(np.full((2, m, rows), np.nan, np.float32))
+        run(f"veneer_columns_{kind}", guarded(x), w._replace(**fields), out, threads=3)
+        assert np.all(np.abs(out - expected) <= TOLERANCE * sizes)
+        np.testing.assert_array_equal(out, product(kind, x, w))  # alone
+        x[0, 0, 5], scale = np.nan, w.scale.copy()
+        scale[1, 7] = np.inf
+        spoilt = product(kind, x, w._replace(scale=scale))
+        assert np.isnan(spoilt[0, 0]).all()
+        np.testing.assert_array_equal(spoilt[0, 1:], out[0, 1:])
+        others = [row for row in range(rows) if row != 7]
+        np.testing.assert_array_equal(spoilt[1][:, others], out[1][:, others])
+
+
 @pytest.mark.parametrize("kind", ["lookup2", "lookup4", "planes3", "int8", "float8_e5m2"])
 @pytest.mark.parametrize(
     ("width", "tile"),
@@ -187,6 +208,7 @@ from kernels.cpu.test_columns import check
 for m in (1, 2, 3, 9, 40):
     for shape, tile in [((51, 320), (1, 64)), ((9, 300), (9, 1)), ((9, 256), (1, 128))]:
         check({kind!r}, 1, m, shape, tile)
+    check({kind!r}, 2, m, (40, 64), (1, 64))
 """
 
 

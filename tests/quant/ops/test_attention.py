@@ -1,5 +1,7 @@
 """`jax.nn.dot_product_attention` on quantised queries, keys and values."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,6 +56,26 @@ def test_attends_to_a_cache_with_a_scale_for_each_token(qtype):
     args = (q, written(empty, k), written(empty, v))
     actual = jax.jit(vn.implicit(attend))(*args)
     np.testing.assert_allclose(actual, attend(*vn.materialise(args)), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("qtype", ["int8", "int4", "fp8"])
+def test_a_long_cache_is_read_by_kernels_and_never_dense(qtype):
+    """Its heads lie behind its tokens, and two queries share a head."""
+    n, heads, width = 320, 4, 64
+    q = normal(1, 1, 2 * heads, width, seed=1)
+    empty = vn.quant.zeros((1, n, heads, width), qtype, channelwise_axes=[0, 1, 2])
+    written = vn.implicit(lambda c, x: c.at[:].set(x), on_materialise="error")
+    k, v = (written(empty, normal(*empty.shape, seed=seed)) for seed in (2, 3))
+    f = lambda *qkv: jax.nn.dot_product_attention(*qkv, mask=jnp.arange(n)[None, None, None] < 300)
+    events = [e for e in vn.explain(f)(q, k, v).events if e.primitive == "dot_general"]
+    assert all("kernel" in e.how for e in events)
+    assert len(events) == 2
+    compiled = jax.jit(vn.implicit(f)).lower(q, k, v).compile()
+    sizes = re.findall(r"f(?:32|16)\[([\d,]+)\]", compiled.as_text())
+    assert max(np.prod([int(n) for n in size.split(",")]) for size in sizes) < n * heads * width
+    np.testing.assert_allclose(
+        compiled(q, k, v), f(*vn.materialise((q, k, v))), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_quantised_queries_and_keys_are_multiplied_as_integers():
