@@ -83,8 +83,8 @@ MUTATIONS = [
     Mutation("if tile < 1 or size % tile:", "if tile < 1:", "quant/test_quantize.py"),
     Mutation("pad = -packing.size % count", "pad = packing.size % count", "quant/test_packing.py"),
     Mutation(
-        "x = over_tiles(jnp.subtract, x, self.zero_point",
-        "x = over_tiles(jnp.add, x, self.zero_point",
+        "x = over_tiles(jnp.subtract, x, zero_point.astype(wide)",
+        "x = over_tiles(jnp.add, x, zero_point.astype(wide)",
         "quant/test_qarray.py quant/test_quantize.py",
     ),
     Mutation(
