@@ -254,9 +254,6 @@ EXCLUDED = {
         x.astype(jnp.bfloat16), w, (((1,), (0,)), ((), ()))
     ),
     "few entries": lambda x, w: x[:, :8] @ w[:8],
-    "a batch that lies within": lambda x, w: lax.dot_general(
-        x.reshape(3, 1, K), jnp.broadcast_to(w[:, None], (K, 3, N)), (((2,), (0,)), ((0,), (1,)))
-    ),
 }
 
 

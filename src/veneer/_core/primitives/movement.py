@@ -75,7 +75,7 @@ def reshape(x: Value, new: Shape) -> Any:
     for axes_of_leaf, part in zip(layout.axes, layout.parts, strict=True):
         for i, axis in enumerate(axes_of_leaf):
             if axis is not None and axis.packed_in:
-                at, block = axis.axis + len(old), int(axis.block)
+                at, block = int(axis.axis) + len(old), int(axis.block)
                 units = (*old[:at], aval_of(part).shape[i] // axis.packed_in, *old[at + 1 : outer])
                 axes[at] = axis_of_units(units, *sizes, at, block)
                 if axes[at] is None:
