@@ -146,7 +146,7 @@ def test_other_products_round_at_random_too(name):
     program, w, axes = (conv, kernel, (-4, -3, -2)) if name == "conv" else (ragged, W, -2)
     gradient = gradient_of(program, w=w, of=OF | {"tile_axis": axes})
     first, other = (gradient(jax.random.key(i)) for i in (0, 1))
-    assert (first != other).mean() > 0.5
+    assert (first != other).mean() > 0.25
 
 
 def test_weights_whose_gradients_are_not_quantised_get_no_key():
