@@ -182,7 +182,7 @@ def _with_axis(x: Any, axis: int | None, size: int, to: int) -> Any:
 def _lowered(ctx: Any, *values: Any, problem: MatmulProblem, present: Sequence[bool]) -> Any:
     # Without what a shard_map says of them: all that is computed here stays on one device.
     avals = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]
-    is_turned = problem.codes.bits == 8 and operands_of(avals, present).beside == 1
+    is_turned = problem.codes.bits == 8 and operands_of(avals, present).packed.ndim == 3
     source = _source(values[1]) if is_turned else None
 
     def call(*arrays: Any) -> jax.Array:

@@ -107,7 +107,7 @@ class MatmulOperands(NamedTuple):
     **Arguments:**
 
     - `x`: activations, `[B, M, K]`: f32, bf16 or f16, or int8 codes.
-    - `packed`: the stored matrix, `[B, R, bytes]`; or `[B / H, R, H * bytes]`, of which H lie side
+    - `packed`: the stored matrix, `[B, R, bytes]`; or `[B / H, R, H, bytes]`, of which H lie side
       by side, as the heads of tokens do.
     - `scale`: of its tiles, `[B, R / tr, C / tc]`: f32, f16, bf16 or float8_e8m0fnu.
     - `zero_point`: the code that stands for 0, of any integer dtype; along each axis of the size of
@@ -124,18 +124,13 @@ class MatmulOperands(NamedTuple):
     x_scale: Any = None
     minimum: Any = None
 
-    @property
-    def beside(self) -> int:
-        """How many matrices lie side by side."""
-        return max(1, self.x.shape[0] // max(1, self.packed.shape[0]))
-
     def apart(self) -> "MatmulOperands":
         """The operands of the same product, whose matrices lie one after the other."""
-        if self.beside == 1:
+        if self.packed.ndim == 3:
             return self
-        some, rows, _ = self.packed.shape
-        packed = self.packed.reshape(some, rows, self.beside, -1).swapaxes(1, 2)
-        return self._replace(packed=packed.reshape(some * self.beside, rows, -1))
+        some, rows, beside, row_bytes = self.packed.shape
+        packed = self.packed.swapaxes(1, 2).reshape(some * beside, rows, row_bytes)
+        return self._replace(packed=packed)
 
 
 @dataclasses.dataclass(frozen=True)

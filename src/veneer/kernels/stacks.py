@@ -150,7 +150,7 @@ def _product(
         return None
     arrays = operands_of(list(map(_whole, operands)), present)
     if given.packed.turned:
-        if problem.codes.bits < 8 or arrays.beside > 1:
+        if problem.codes.bits < 8 or arrays.packed.ndim == 4:
             return None
         problem, arrays = turned_by(arrays._replace(packed=arrays.packed.swapaxes(1, 2)), problem)
     target = kernel_for(arrays, problem)

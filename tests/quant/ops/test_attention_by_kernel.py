@@ -93,6 +93,26 @@ def test_of_16_bits():
     check(attend, q, k, v, tolerance=0.03)  # scores and weights are rounded
 
 
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_a_step_writes_in_place_and_reads_from_there(name):
+    def step(caches, q, new, at):
+        k, v = (jax.lax.dynamic_update_slice(c, new, (0, at, 0, 0)) for c in caches)
+        return (k, v), attend(q, k, v, at + 1)
+
+    caches = cache(name, 2), cache(name, 3)
+    args = draw(B, 1, K, D, seed=1), draw(B, 1, K, D, seed=4), 100
+    run = jax.jit(vn.implicit(step), donate_argnums=0).lower(caches, *args).compile()
+    bytes_ = ",".join(map(str, caches[0].packed.shape))
+    assert not re.search(rf"= [su]8\[{bytes_}\]\S* copy\(", run.as_text())
+    dense = vn.materialise(caches)
+    (k, _), out = run(caches, *args)
+    np.testing.assert_array_equal(k.dequantize()[:, :100], dense[0][:, :100])
+    expected = attend(
+        args[0], *(c.at[:, 100:101].set(k.dequantize()[:, 100:101]) for c in dense), 101
+    )
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_one_text_has_no_axis_of_its_own():
     k, v = cache("int8", 2, (S, K, D)), cache("int8", 3, (S, K, D))
     assert vn.explain(attend)(draw(1, K, D, seed=1), k, v).materialised == ()

@@ -160,7 +160,7 @@ def _read(frame, job, bits, contracts_rows, is_integer):
     scale, table = argument(frame, first + 2), argument(frame, first + 4)
     if not (
         _is_array(x, S8 if is_integer else F32, 3)
-        and rank(matrix) == 3
+        and (rank(matrix) == 3 or rank(matrix) == 4)
         and _are_numbers(scale)
         and _is_array(table, F32, 1)
         and _is_array(out, F32, 3)
@@ -168,14 +168,15 @@ def _read(frame, job, bits, contracts_rows, is_integer):
         return False
     batch, m, k, n = dim(x, 0), dim(x, 1), dim(x, 2), dim(out, 2)
     r, c = (k, n) if contracts_rows else (n, k)
-    row_bytes, next_row = _row_bytes(c, bits), dim(matrix, 2)
-    beside = _share(next_row, row_bytes) if row_bytes > 0 else 1  # matrices, in a row of memory
-    if beside != 1 and (beside == 0 or batch % beside != 0 or is_integer):
-        return False
+    row_bytes, beside, width = _row_bytes(c, bits), 1, 1
+    if rank(matrix) == 4:  # matrices side by side
+        beside, width = dim(matrix, 2), row_bytes
+        if is_integer or beside == 0 or batch % beside != 0:
+            return False
     if not (
         _is_stack(frame, first, batch // beside)
         and dim(matrix, 1) == r
-        and next_row == beside * row_bytes
+        and dim(matrix, rank(matrix) - 1) == row_bytes
         and _is_stack(frame, first + 2, batch)
         and dim(table, 0) == 16
         and dim(out, 0) == batch
@@ -201,8 +202,8 @@ def _read(frame, job, bits, contracts_rows, is_integer):
         set_word(job, words.MINIMUM_TYPE, _type(minimum))
     set_word(job, words.SCALE_TYPE, _type(scale))
     set_word(job, words.X, data(x))
-    set_word(job, words.W, _part(frame, first, batch // beside, 1))
-    set_word(job, words.NEXT_ROW, next_row)
+    set_word(job, words.W, _part(frame, first, batch // beside, width))
+    set_word(job, words.NEXT_ROW, beside * row_bytes)
     set_word(job, words.SCALE, _part(frame, first + 2, batch, _width(scale)))
     set_word(job, words.M, m)
     return _write(job, table, out, batch, r, c, row_bytes, scale) or r * c == 0

@@ -333,10 +333,8 @@ class StoredMatrix(NamedTuple):
     def leaf(self, name: str) -> Any:
         """The codes as kernels read them, or `[B, R / tr, C / tc]` of scales and their kin."""
         leaf = getattr(self.q, name)
-        if leaf is None or self.q.ndim == 3:
+        if leaf is None or self.q.ndim == 3 or name == "packed":
             return leaf if leaf is None else jnp.asarray(leaf)
-        if name == "packed":
-            return leaf.reshape(*leaf.shape[:2], -1)
         some, rows, _, columns = leaf.shape
         return leaf.swapaxes(1, 2).reshape(some * leaf.shape[2], rows, columns)
 
