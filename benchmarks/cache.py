@@ -3,7 +3,7 @@
 Layers of 8 heads of 64 features, each of which 1 or 4 queries share, write a key and a value and
 attend to all tokens. Caches are updated in place, and there are so many layers that f32 takes 134
 MB at 4,096 tokens. × is the median for f32 over that of a format, all by turns in one process.
-Keys lie by their features (`[heads, width, tokens]`, as in `examples/llama.py`), or by tokens; or
+Keys lie by their features (`[heads, width, tokens]`), or by tokens (as in `examples/llama.py`); or
 heads within tokens, as in Flax and `jax.nn.dot_product_attention`, which is what runs then.
 """
 

@@ -96,28 +96,27 @@ CACHES: dict[str, tuple[Any, Any]] = {
 }
 
 
-def empty_cache(name: str, config: Any, batch: int, room: int, dtype: Any) -> Any:
+def empty_cache(name: str, config: Any) -> Any:
     """The cache of `examples/llama.py`, with scales for each token and head."""
-    dense = program("llama").empty_cache(config, batch, room, dtype)
+    dense = program("llama").empty_cache(config, 1, WINDOW)
 
-    def zeros(x: Any, how: Any, tokens: int, width: int) -> Any:
+    def zeros(x: Any, how: Any) -> Any:
         if how is None:
             return x
         qtype, tile, method = how
         return vn.quant.zeros(
             x.shape,
             qtype,
-            dtype=dtype,
-            channelwise_axes=(0, tokens),
-            tiled_axes={width: tile} if tile else None,
+            channelwise_axes=(0, 1),
+            tiled_axes={2: tile} if tile else None,
             calibration_method=method,
             scale_dtype="float16" if tile else None,
         )
 
     keys, values = CACHES[name]
     return dense._replace(
-        keys=tuple(zeros(x, keys, 2, 1) for x in dense.keys),
-        values=tuple(zeros(x, values, 1, 2) for x in dense.values),
+        keys=tuple(zeros(x, keys) for x in dense.keys),
+        values=tuple(zeros(x, values) for x in dense.values),
     )
 
 
@@ -128,12 +127,11 @@ def caches(text: Path, count: int) -> None:
     print("| cache | bytes a token | perplexity | to that of f32 |")
     print("|---|---:|---:|---:|", flush=True)
     first = None
+    losses = jax.jit(vn.implicit(llama.losses), static_argnums=1)
     for name in CACHES:
-        empty = functools.partial(empty_cache, name)
-        kept = jax.tree.leaves(empty(model.config, 1, WINDOW, "float32"))
-        size = sum(x.nbytes for x in kept) // WINDOW
-        losses = vn.implicit(functools.partial(llama.losses, empty=empty))
-        found = perplexity(jax.jit(losses, static_argnums=1), model, model.params, tokens)
+        cache = empty_cache(name, model.config)
+        size = sum(x.nbytes for x in jax.tree.leaves(cache)) // WINDOW
+        found = perplexity(functools.partial(losses, cache=cache), model, model.params, tokens)
         first = found if first is None else first
         print(f"| {name} | {size:,} | {found:.3f} | {found / first - 1:+.2%} |", flush=True)
 

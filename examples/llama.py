@@ -2,7 +2,9 @@
 
 Any Hugging Face folder of a Llama, Mistral, Qwen2 or Qwen3 runs: parameters are a flat dict by the
 names of the checkpoint, of matrices `[out, in]`. Grouped-query attention, rotary positions,
-RMSNorm, SwiGLU, a cache of keys and values; and one compiled loop that reads and writes.
+RMSNorm, SwiGLU, a cache of keys and values of whatever form the caller gives it. It writes as a
+server would: one program reads a batch of prompts of unequal lengths in chunks, and draws tokens
+until each text has stopped.
 
     python examples/llama.py MODEL_DIR "What is gravity?"
 """
@@ -77,9 +79,7 @@ def _window(said: Mapping[str, Any]) -> int | None:
     if said.get("layer_types"):
         see_all = said["layer_types"].count("full_attention")
     if 0 < see_all < layers:
-        raise ValueError(
-            f"{see_all} of {layers} layers have no sliding window; this program has one kind"
-        )
+        raise ValueError(f"{see_all} of {layers} layers have no sliding window; this has one kind")
     return None if see_all else window
 
 
@@ -97,19 +97,19 @@ def _scaling(rope: Mapping[str, Any]) -> tuple[float, float, float, float] | Non
 class Cache(NamedTuple):
     """What the layers keep of the tokens read, an array for each layer.
 
-    Its first axis is all heads of a batch; and a product takes keys by their features and values
-    by their tokens. So each lies as it is multiplied, and XLA writes in it without making a copy.
+    Its first axis is all heads of a batch, and a token of a head is a row: it is written in one
+    piece, which may be quantised by itself, and products read the matrix of a head as it lies.
     """
 
-    keys: tuple[Array, ...]  # [batch * heads, width of a head, room]
-    values: tuple[Array, ...]  # [batch * heads, room, width of a head]
+    keys: tuple[Array, ...]  # [batch * heads, room, width of a head]
+    values: tuple[Array, ...]  # the same
 
 
 def empty_cache(config: Config, batch: int, room: int, dtype: Any = jnp.float32) -> Cache:
     """Room for so many tokens of each of a batch of texts."""
-    heads, width = batch * config.num_key_value_heads, config.head_dim
-    zeros = lambda *shape: tuple(jnp.zeros(shape, dtype) for _ in range(config.num_hidden_layers))
-    return Cache(zeros(heads, width, room), zeros(heads, room, width))
+    shape = batch * config.num_key_value_heads, room, config.head_dim
+    zeros = lambda: tuple(jnp.zeros(shape, dtype) for _ in range(config.num_hidden_layers))
+    return Cache(zeros(), zeros())
 
 
 # The model.
@@ -117,34 +117,35 @@ def empty_cache(config: Config, batch: int, room: int, dtype: Any = jnp.float32)
 
 def logits(params: Params, x: Array) -> Array:
     """What speaks for each token of the vocabulary to come next, of what `hidden` returns."""
-    tied = params["model.embed_tokens.weight"]
-    return x @ params.get("lm_head.weight", tied).T
+    return x @ params.get("lm_head.weight", params["model.embed_tokens.weight"]).T
 
 
 def hidden(
-    params: Params, config: Config, tokens: Array, cache: Cache, start: Array | int = 0
+    params: Params, config: Config, tokens: Array, cache: Cache, start: Any = 0, first: Any = 0
 ) -> tuple[Array, Cache]:
     """What the model makes of tokens, `[batch, length, width]`, and the cache with these read.
 
     **Arguments:**
 
-    - `tokens`: `[batch, length]`, of which the first is number `start` of its text.
-    - `cache`: holds those before.
+    - `tokens`: `[batch, length]`.
+    - `cache`: holds those before, as many as `start`.
+    - `first`: where in the cache a text begins, or each of them, `[batch]`: texts of unequal
+      lengths end together. What comes before is not seen.
     """
     x = params["model.embed_tokens.weight"][tokens]
-    keys, values = [], []
+    written = []
     # The layers are written out: in a scan over stacked ones, XLA cuts dense weights of each layer
     # from the stack in each step.
     for i, kept in enumerate(zip(cache.keys, cache.values, strict=True)):
         prefix = f"model.layers.{i}."
         layer = {k.removeprefix(prefix): v for k, v in params.items() if k.startswith(prefix)}
         y = norm(layer["input_layernorm.weight"], x, config)
-        attended, key, value = attention(layer, config, y, *kept, start)
+        attended, *kept = attention(layer, config, y, kept, start, first)
         x = x + attended
         x = x + swiglu(layer, norm(layer["post_attention_layernorm.weight"], x, config))
-        keys.append(key)
-        values.append(value)
-    return norm(params["model.norm.weight"], x, config), Cache(tuple(keys), tuple(values))
+        written.append(kept)
+    cache = Cache(*zip(*written, strict=True))
+    return norm(params["model.norm.weight"], x, config), cache
 
 
 def linear(layer: Params, name: str, x: Array) -> Array:
@@ -155,12 +156,13 @@ def linear(layer: Params, name: str, x: Array) -> Array:
 
 
 def attention(
-    layer: Params, config: Config, x: Array, keys: Array, values: Array, start: Array | int
+    layer: Params, config: Config, x: Array, kept: Sequence[Array], start: Any, first: Any
 ) -> tuple[Array, Array, Array]:
     """Attention of `x`, `[batch, length, width]`, to itself and to all that came before it."""
-    batch, length, _ = x.shape
-    room, width = keys.shape[2], config.head_dim
-    positions = start + jnp.arange(length)
+    (keys, values), (batch, length, _) = kept, x.shape
+    room, width = keys.shape[1:]
+    places = start + jnp.arange(length)
+    first = jnp.reshape(first, (-1, 1, 1))  # [batch or 1, heads, places]
 
     def heads(name: str, count: int) -> Array:  # [batch, heads, length, width of a head]
         y = linear(layer, f"self_attn.{name}_proj", x).reshape(batch, length, count, width)
@@ -168,22 +170,24 @@ def attention(
         y = y if scale is None else norm(scale, y, config)
         return y.swapaxes(1, 2)
 
-    turn = functools.partial(rotated, angles=angles(config, positions))
+    turn = functools.partial(rotated, angles=angles(config, places - first))
     query = turn(heads("q", config.num_attention_heads))
     key = turn(heads("k", config.num_key_value_heads))
     value = heads("v", config.num_key_value_heads)
-    key, value = (y.reshape(-1, length, width) for y in (key, value))
-    keys = lax.dynamic_update_slice(keys, key.swapaxes(1, 2).astype(keys.dtype), (0, 0, start))
-    values = lax.dynamic_update_slice(values, value.astype(values.dtype), (0, start, 0))
+
+    key, value = (y.reshape(-1, length, width).astype(keys.dtype) for y in (key, value))
+    keys = lax.dynamic_update_slice(keys, key, (0, start, 0))
+    values = lax.dynamic_update_slice(values, value, (0, start, 0))
 
     # The queries that share a head of keys are neighbours: they are rows of the same product.
     query = query.reshape(len(keys), -1, width)
-    scores = (query @ keys).reshape(-1, length, room) * width**-0.5
-    distance = positions[:, None] - jnp.arange(room)
-    is_seen = distance >= 0
+    scores = jnp.einsum("hqd,hsd->hqs", query, keys).reshape(batch, -1, length, room)
+    distance = places[:, None] - jnp.arange(room)
+    is_seen = (distance >= 0) & (jnp.arange(room) >= first[..., None])
     if config.sliding_window is not None:
         is_seen &= distance < config.sliding_window
-    scores = jnp.where(is_seen, scores, -jnp.inf)  # of no row is all masked: a token sees itself
+    is_seen |= distance == 0  # a token sees itself, before its text too: of no row is all masked
+    scores = jnp.where(is_seen, scores * width**-0.5, -jnp.inf)
     weights = jax.nn.softmax(scores.astype(jnp.float32)).astype(x.dtype)
     mixed = weights.reshape(len(values), -1, room) @ values
     mixed = mixed.reshape(batch, -1, length, width).swapaxes(1, 2).reshape(batch, length, -1)
@@ -191,7 +195,7 @@ def attention(
 
 
 def angles(config: Config, positions: Array) -> Array:
-    """By how much pairs of features are turned, `[length, width of a head / 2]`.
+    """By how much pairs of features are turned, `[..., width of a head / 2]`.
 
     Llama 3.1 turns slow ones, whose wave is longer than what it was trained with at first, slower
     still by a factor, and those between `low` and `high` waves of it by something in between.
@@ -203,7 +207,7 @@ def angles(config: Config, positions: Array) -> Array:
         waves = before * frequency / (2 * math.pi)
         share = jnp.clip((waves - low) / (high - low), 0, 1)
         frequency = share * frequency + (1 - share) * frequency / factor
-    return positions[:, None] * frequency
+    return positions[..., None] * frequency
 
 
 def rotated(x: Array, angles: Array) -> Array:
@@ -230,11 +234,42 @@ def norm(scale: Array, x: Array, config: Config) -> Array:
 # Writing.
 
 
-def next_token(found: Array, key: Array, temperature: float) -> Array:
-    """The most likely token at a temperature of 0, or else one that is drawn; of `[batch, ...]`."""
+def next_token(found: Array, keys: Array, temperature: float, top_k: Any, top_p: float) -> Array:
+    """Chooses a token by the logits of each text, `[batch, vocabulary]`, and by its key.
+
+    It is the most likely one at a temperature of 0. Else it is drawn: of the `top_k` likeliest,
+    where None is all, and of these from the fewest that have `top_p` of the chance.
+    """
     if temperature == 0:
         return found.argmax(-1).astype(jnp.int32)
-    return jax.random.categorical(key, found.astype(jnp.float32) / temperature).astype(jnp.int32)
+    found = found.astype(jnp.float32) / temperature
+    if top_k is not None or top_p < 1:
+        likely, _ = lax.top_k(found, top_k or found.shape[-1])
+        chance = jax.nn.softmax(likely)
+        is_kept = jnp.cumsum(chance, -1) - chance < top_p  # by the share of those before it
+        least = likely.min(-1, keepdims=True, initial=jnp.inf, where=is_kept)
+        found = jnp.where(found >= least, found, -jnp.inf)
+    return jax.vmap(jax.random.categorical)(keys, found).astype(jnp.int32)
+
+
+def read(
+    params: Params, config: Config, tokens: Array, cache: Cache, first: Array, chunk: int
+) -> tuple[Array, Cache]:
+    """What the model makes of the last of tokens, `[batch, width]`, which are read in chunks.
+
+    Chunks in which no text has begun are not read; the first may read tokens of the second.
+    """
+    dtype, size = params["model.norm.weight"].dtype, tokens.shape[1]
+    chunks = -((first.min() - size) // chunk)
+
+    def body(i: Array, state: tuple[Array, Cache]) -> tuple[Array, Cache]:
+        start = jnp.maximum(size - (chunks - i) * chunk, 0)
+        part = lax.dynamic_slice_in_dim(tokens, start, chunk, 1)
+        x, cache = hidden(params, config, part, state[1], start, first)
+        return x[:, -1].astype(dtype), cache
+
+    nothing = jnp.zeros((len(tokens), config.hidden_size), dtype)
+    return lax.fori_loop(0, chunks, body, (nothing, cache))
 
 
 def generate(
@@ -243,67 +278,73 @@ def generate(
     prompt: Array,
     length: Array | int,
     key: Array,
+    cache: Cache | None = None,
     *,
     count: int,
     temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
     stop: Sequence[int] = (),
     show: Callable[[Any], None] | None = None,
-    empty: Callable[..., Cache] = empty_cache,
+    chunk: int = 128,
 ) -> Array:
-    """Continues prompts: `[batch, count]` tokens, in one loop that is compiled.
+    """Continues prompts: `[batch, count]` tokens, in one program that is compiled.
 
     **Arguments:**
 
-    - `prompt`: `[batch, padded]`, of which the first `length` tokens count; so a prompt of another
-      length needs no other program.
-    - `key`: of what is drawn, at temperatures above 0.
-    - `stop`: tokens that end a text, and are repeated after it.
+    - `prompt`: `[batch, padded]`, of which the first `length` tokens count, one or more: a number,
+      or one for each text, `[batch]`. So prompts of other lengths need no other program.
+    - `key`: of what is drawn, as `next_token` says: by the first text what it would draw alone.
+    - `cache`: with room for `padded + count` tokens, of any form. None is dense.
+    - `stop`: tokens that end a text. The first is repeated after it.
     - `show`: is called with each column of tokens, `[batch]`, while the loop goes on.
-    - `empty`: makes the cache, of what `empty_cache` takes.
+    - `chunk`: how many tokens of each prompt are read at once.
+
+    **Raises:** `ValueError` for a cache without the room.
     """
     batch, padded = prompt.shape
-    dtype = params["model.norm.weight"].dtype
-    cache = empty(config, batch, padded + count, dtype)
+    room = padded + count
+    cache = cache or empty_cache(config, batch, room, params["model.norm.weight"].dtype)
+    if cache.keys[0].shape[1] < room:
+        raise ValueError(f"room for {room} tokens is wanted, not for {cache.keys[0].shape[1]}")
+    # Texts are moved so that they end together: all write at one place of the cache.
+    first = padded - jnp.broadcast_to(jnp.asarray(length), batch)
     ends = jnp.array([*stop], jnp.int32)
+    keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(batch))
 
-    def write(step: Any, x: Array, state: Any) -> Any:
-        written, done, key = state
-        key, draw = jax.random.split(key)
-        token = next_token(logits(params, x), draw, temperature)
+    def write(step: Any, x: Array, written: Array, done: Array) -> tuple[Array, Array]:
+        draws = jax.vmap(lambda k: jax.random.fold_in(k, step))(keys)
+        token = next_token(logits(params, x), draws, temperature, top_k, top_p)
         token = jnp.where(done, ends[0] if stop else 0, token)
         if show is not None:
             jax.debug.callback(show, token, ordered=True)
-        done |= (token[:, None] == ends).any(1)
-        return written.at[:, step].set(token), done, key
+        return written.at[:, step].set(token), done | (token[:, None] == ends).any(1)
 
     def more(state: Any) -> Array:
-        step, (_, done, _), _ = state
-        return (step < count) & ~done.all()
+        return (state[0] < count) & ~state[1][1].all()
 
     def body(state: Any) -> Any:
-        step, (written, done, key), cache = state
+        step, (written, done), cache = state
         last = lax.dynamic_index_in_dim(written, step - 1, 1)
-        x, cache = hidden(params, config, last, cache, length + step - 1)
-        return step + 1, write(step, x[:, -1], (written, done, key)), cache
+        x, cache = hidden(params, config, last, cache, padded + step - 1, first)
+        return step + 1, write(step, x[:, -1], written, done), cache
 
-    x, cache = hidden(params, config, prompt, cache)
-    x = lax.dynamic_index_in_dim(x, length - 1, 1, keepdims=False)
-    state = jnp.full((batch, count), ends[0] if stop else 0), jnp.zeros(batch, bool), key
-    first = write(0, x, state)
-    return lax.while_loop(more, body, (jnp.int32(1), first, cache))[1][0]
+    tokens = jnp.take_along_axis(prompt, jnp.maximum(jnp.arange(padded) - first[:, None], 0), 1)
+    x, cache = read(params, config, tokens, cache, first, min(chunk, padded))
+    filled = jnp.full((batch, count), ends[0] if stop else 0)
+    written = write(0, x, filled, jnp.zeros(batch, bool))
+    return lax.while_loop(more, body, (jnp.int32(1), written, cache))[1][0]
 
 
 def compiled(generate: Callable = generate) -> Callable:
     """`generate`, compiled: once for each size of prompt and of what is written."""
-    static = ("config", "count", "temperature", "stop", "show", "empty")
+    static = "config count temperature top_k top_p stop show chunk".split()
     return jax.jit(generate, static_argnames=static)
 
 
-def losses(
-    params: Params, config: Config, tokens: Array, empty: Callable[..., Cache] = empty_cache
-) -> Array:
+def losses(params: Params, config: Config, tokens: Array, cache: Cache | None = None) -> Array:
     """How unlikely each token but the first was: `-log p`, `[batch, length - 1]`, in f32."""
-    cache = empty(config, *tokens.shape, params["model.norm.weight"].dtype)
+    cache = cache or empty_cache(config, *tokens.shape, params["model.norm.weight"].dtype)
     x, _ = hidden(params, config, tokens, cache)
     found = jax.nn.log_softmax(logits(params, x[:, :-1]).astype(jnp.float32))
     return -jnp.take_along_axis(found, tokens[:, 1:, None], -1)[..., 0]
@@ -311,23 +352,17 @@ def losses(
 
 def init(key: Array, config: Config) -> dict[str, Array]:
     """Random parameters in f32; products keep the size of what they take."""
-    c = config
+    c, names = config, ("model.embed_tokens.weight", "lm_head.weight")
     grouped, heads = c.num_key_value_heads * c.head_dim, c.num_attention_heads * c.head_dim
-    matrices = {
-        "self_attn.q_proj": (heads, c.hidden_size),
-        "self_attn.k_proj": (grouped, c.hidden_size),
-        "self_attn.v_proj": (grouped, c.hidden_size),
-        "self_attn.o_proj": (c.hidden_size, heads),
-        "mlp.gate_proj": (c.intermediate_size, c.hidden_size),
-        "mlp.up_proj": (c.intermediate_size, c.hidden_size),
-        "mlp.down_proj": (c.hidden_size, c.intermediate_size),
-    }
-    shapes = {"model.embed_tokens.weight": (c.vocab_size, c.hidden_size)}
-    shapes |= {"lm_head.weight": (c.vocab_size, c.hidden_size)}
+    matrices = {"self_attn.q": (heads, c.hidden_size), "self_attn.o": (c.hidden_size, heads)}
+    matrices |= dict.fromkeys(("self_attn.k", "self_attn.v"), (grouped, c.hidden_size))
+    matrices |= dict.fromkeys(("mlp.gate", "mlp.up"), (c.intermediate_size, c.hidden_size))
+    matrices |= {"mlp.down": (c.hidden_size, c.intermediate_size)}
+    shapes = dict.fromkeys(names, (c.vocab_size, c.hidden_size))
     norms = ["model.norm.weight"]
     for i in range(c.num_hidden_layers):
         prefix = f"model.layers.{i}."
-        shapes |= {f"{prefix}{name}.weight": shape for name, shape in matrices.items()}
+        shapes |= {f"{prefix}{name}_proj.weight": shape for name, shape in matrices.items()}
         norms += [f"{prefix}{n}.weight" for n in ("input_layernorm", "post_attention_layernorm")]
     keys = jax.random.split(key, len(shapes))
     params = {
@@ -337,10 +372,7 @@ def init(key: Array, config: Config) -> dict[str, Array]:
     return params | {name: jnp.ones(c.hidden_size) for name in norms}
 
 
-# By itself.
-
-
-def main(folder: Path, question: str, count: int) -> None:
+def main(folder: Path, text: str, count: int) -> None:
     """Answers a question with the model of a Hugging Face folder, in the dtype that it has."""
     from safetensors.flax import load_file  # which makes JAX arrays
     from tokenizers import Tokenizer
@@ -350,15 +382,13 @@ def main(folder: Path, question: str, count: int) -> None:
     for file in sorted(folder.glob("*.safetensors")):
         params |= load_file(file)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokens = tokenizer.encode(question).ids
-    padded = -(-len(tokens) // 64) * 64
-    prompt = jnp.array([tokens + [0] * (padded - len(tokens))])
+    tokens = tokenizer.encode(text).ids
+    prompt = jnp.array([tokens + [0] * (-len(tokens) % 64)])
     ends = said.get("eos_token_id")
     stop = tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,)
     show = lambda token: print(tokenizer.decode([int(token[0])]), end="", flush=True)
-    key = jax.random.key(0)
-    options = {"count": count, "stop": stop, "show": show}
-    compiled()(params, Config.of(said), prompt, len(tokens), key, **options).block_until_ready()
+    read = params, Config.of(said), prompt, len(tokens), jax.random.key(0)
+    compiled()(*read, count=count, stop=stop, show=show).block_until_ready()
     print()
 
 
@@ -367,5 +397,4 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path, help="config.json, tokenizer.json, *.safetensors")
     parser.add_argument("text")
     parser.add_argument("--count", type=int, default=64, help="how many tokens to write")
-    options = parser.parse_args()
-    main(options.folder, options.text, options.count)
+    main(**vars(parser.parse_args()))

@@ -289,24 +289,140 @@ def test_the_perplexity_of_a_real_model_packed_is_that_of_its_values():
     assert dense == pytest.approx(expected, abs=0.01)
 
 
-@pytest.mark.parametrize(("qtype", "error"), [("int8", 0.02), ("int4", 0.2)])
-def test_a_cache_may_be_quantised(params, tokens, qtype, error):
-    def empty(config, batch, room, dtype):
-        like = llama.empty_cache(config, batch, room, dtype)
-        zeros = lambda xs, axes: tuple(
-            vn.quant.zeros(x.shape, qtype, channelwise_axes=axes) for x in xs
-        )
-        return llama.Cache(zeros(like.keys, (0, 2)), zeros(like.values, (0, 1)))
+LENGTHS = (12, 5, 9)
 
-    losses = vn.implicit(llama.losses)
-    found = jax.jit(losses, static_argnums=(1, 3))(params, CONFIG, tokens, empty)
+
+@pytest.fixture(scope="module")
+def texts():
+    """A batch of texts of unequal lengths, and what fills the rest."""
+    drawn = jax.random.randint(jax.random.key(2), (len(LENGTHS), LENGTH), 0, CONFIG.vocab_size)
+    return jnp.where(jnp.arange(LENGTH) < jnp.array(LENGTHS)[:, None], drawn, 7)
+
+
+def continued(params, texts, lengths=LENGTHS, run=llama.generate, config=CONFIG, **how):
+    lengths, key = jnp.asarray(lengths), jax.random.key(0)
+    return llama.compiled(run)(params, config, texts, lengths, key, count=5, **how)
+
+
+def quantised(qtype, *sizes):
+    """A cache with a scale for each token of a head; None is dense."""
+    zeros = lambda x: vn.quant.zeros(x.shape, qtype, dtype=x.dtype, channelwise_axes=(0, 1))
+    cache = llama.empty_cache(*sizes)
+    return cache if qtype is None else jax.tree.map(zeros, cache)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_a_text_of_a_batch_goes_on_as_it_does_alone(params, texts, window):
+    config = dataclasses.replace(CONFIG, sliding_window=window)
+    found = continued(params, texts, config=config)
+    for row, text, length in zip(found, texts, LENGTHS, strict=True):
+        for alone in (text[None, :length], text[None]):  # as long as it is, and filled up
+            (expected,) = continued(params, alone, length, config=config)
+            np.testing.assert_array_equal(row, expected)
+
+
+@pytest.mark.parametrize("qtype", [None, "int8"])
+@pytest.mark.parametrize("chunk", [1, 3, 5, 8, 12])
+def test_chunks_of_any_size_are_one(params, texts, chunk, qtype):
+    """By what is made of the last tokens, and by what the cache holds of all."""
+    cache, lengths = quantised(qtype, CONFIG, 3, LENGTH + 5), jnp.array(LENGTHS)
+
+    def read(params, texts, cache, chunk):
+        first = LENGTH - lengths
+        moved = jnp.maximum(jnp.arange(LENGTH) - first[:, None], 0)
+        tokens = jnp.take_along_axis(texts, moved, 1)
+        return llama.read(params, CONFIG, tokens, cache, first, chunk)
+
+    run = jax.jit(vn.implicit(read), static_argnums=3)
+    (x, kept), (expected, at_once) = (run(params, texts, cache, n) for n in (chunk, LENGTH))
+    atol = 1e-5 if qtype is None else 0.05  # one code more or less
+    np.testing.assert_allclose(x, expected, atol=atol)
+    is_text = jnp.repeat(jnp.arange(LENGTH + 5) >= LENGTH - lengths[:, None], 2, 0)[..., None]
+    for part, other in zip(
+        jax.tree.leaves(vn.materialise(kept)), jax.tree.leaves(vn.materialise(at_once)), strict=True
+    ):
+        np.testing.assert_allclose(part * is_text, other * is_text, atol=atol)
+    generate = vn.implicit(llama.generate)
+    found, expected = (
+        continued(params, texts, cache=cache, chunk=n, run=generate) for n in (chunk, LENGTH)
+    )
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_chunks_before_all_texts_are_not_read(params, monkeypatch):
+    """What a prompt is filled up with costs nothing."""
+    read, hidden = [], llama.hidden
+
+    def seen(params, config, part, cache, start, first):
+        jax.debug.callback(lambda at: read.append(int(at)), start)
+        return hidden(params, config, part, cache, start, first)
+
+    monkeypatch.setattr(llama, "hidden", seen)
+    for length, starts in {(7, 5): [8, 12], (15, 1): [0, 3, 7, 11], (1, 1): [11]}.items():
+        size = 16 if length[0] == 7 else 15
+        cache = llama.empty_cache(CONFIG, 2, size)
+        prompt, first = jnp.ones((2, size), jnp.int32), size - jnp.array(length)
+        run = jax.jit(lambda *args: llama.read(args[0], CONFIG, *args[1:], 4))
+        jax.block_until_ready(run(params, prompt, cache, first))
+        jax.effects_barrier()
+        assert sorted(read) == starts
+        read.clear()
+
+
+def test_each_text_stops_by_itself(params, texts):
+    whole = np.asarray(continued(params, texts))
+    stop = (int(whole[0, 1]), int(whole[1, 3]))
+    found = np.asarray(continued(params, texts, stop=stop))
+    for row, expected in zip(found, whole, strict=True):
+        ends = np.flatnonzero(np.isin(expected, stop))
+        end = ends[0] + 1 if len(ends) else len(expected)
+        np.testing.assert_array_equal(row[:end], expected[:end])
+        assert (row[end:] == stop[0]).all()
+
+
+def test_what_is_drawn_is_of_the_likeliest(params):
+    chances = jnp.array([[0.05, 0.5, 0.3, 0.15]] * 400)
+    keys = jax.random.split(jax.random.key(0), 400)
+    drawn = lambda *how: set(llama.next_token(jnp.log(chances), keys, *how).tolist())
+    assert drawn(1.0, None, 1.0) == {0, 1, 2, 3}
+    assert drawn(1.0, 3, 1.0) == {1, 2, 3}
+    assert drawn(1.0, None, 0.6) == drawn(1.0, 3, 0.6) == drawn(1.0, 2, 1.0) == {1, 2}
+    assert drawn(1.0, None, 0.4) == drawn(1.0, 1, 1.0) == drawn(0, None, 1.0) == {1}
+    share = (llama.next_token(jnp.log(chances), keys, 1.0, 2, 1.0) == 1).mean()
+    assert abs(share - 0.5 / 0.8) < 0.1
+
+
+def test_what_the_first_text_draws_is_what_it_draws_alone(params, texts):
+    how = {"temperature": 2.0, "top_k": 20, "top_p": 0.9}
+    together = continued(params, texts, **how)
+    alone = continued(params, texts[:1], LENGTHS[:1], **how)
+    np.testing.assert_array_equal(together[:1], alone)
+    assert (alone != continued(params, texts[:1], LENGTHS[:1])).any()
+
+
+@pytest.mark.parametrize(("qtype", "error"), [("int8", 0.02), ("int4", 0.3)])
+def test_a_cache_may_be_quantised(params, tokens, qtype, error):
+    cache = quantised(qtype, CONFIG, *tokens.shape)
+    found = jax.jit(vn.implicit(llama.losses), static_argnums=1)(params, CONFIG, tokens, cache)
     expected = llama.losses(params, CONFIG, tokens)
     assert np.abs(found - expected).mean() < error
     assert (found != expected).any()
-    run = vn.implicit(llama.generate)
-    write = lambda empty: llama.compiled(run)(
-        params, CONFIG, tokens, LENGTH, jax.random.key(0), count=3, empty=empty
-    )
-    assert write(empty).shape == (2, 3)
+
+
+@pytest.mark.parametrize("qtype", ["int8", "int4", "fp8"])
+def test_a_quantised_cache_stays_packed(params, texts, qtype):
+    """Kernels read it, and loops carry it: nothing is made dense."""
+    config = dataclasses.replace(CONFIG, head_dim=64)
+    params = llama.init(jax.random.key(0), config)
+    cache = quantised(qtype, config, 3, 256)
+    run = vn.implicit(llama.generate, on_materialise="error")
+    found = continued(params, texts, run=run, config=config, cache=cache, chunk=4)
+    assert found.shape == (3, 5)
     if qtype == "int8":
-        np.testing.assert_array_equal(write(empty), write(llama.empty_cache))
+        np.testing.assert_array_equal(found, continued(params, texts, config=config))
+
+
+def test_a_cache_must_have_the_room(params, texts):
+    cache = llama.empty_cache(CONFIG, 3, 16)
+    with pytest.raises(ValueError, match="room for 17 tokens is wanted, not for 16"):
+        continued(params, texts, cache=cache)
