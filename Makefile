@@ -30,7 +30,7 @@ COMPILING := XLA_FLAGS='--xla_backend_optimization_level=0 $(XLA_FLAGS)' \
 	JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-peers test-wheel dist docs docs-serve fuzz bench setup lint format clean
+.PHONY: help demo test test-all test-peers test-wheel dist docs docs-look docs-serve fuzz bench setup lint format clean
 .NOTPARALLEL: # one pip at a time in an environment
 
 help: ## list the targets
@@ -56,6 +56,9 @@ docs: $(DOCS) ## make the site, in build/html, with no warning and no link that 
 	$(BIN)/python docs/site/stage.py
 	NO_MKDOCS_2_WARNING=1 PATH="$(abspath $(BIN)):$$PATH" $(BIN)/mkdocs build --quiet
 	$(BIN)/python docs/site/check.py build/html
+
+docs-look: docs ## look at every page of it in a headless Chromium: contrast, phones, the search
+	$(BIN)/python docs/site/check.py build/html --look
 
 docs-serve: docs ## show the site at http://localhost:8000
 	$(BIN)/python -m http.server --directory build/html 8000

@@ -57,7 +57,7 @@ class Page:
             raise RuntimeError(f"{script}: {answer['exceptionDetails']}")
         return answer["result"].get("value")
 
-    def wait(self, script: str, seconds: float = 20) -> None:
+    def wait(self, script: str, seconds: float = 60) -> None:
         """Returns when an expression is true."""
         end = time.monotonic() + seconds
         while not self.run(script):

@@ -1,15 +1,20 @@
 """Holds the site that was built to what its readers need, with no network.
 
-    python docs/site/check.py build/html
+    python docs/site/check.py build/html [--look]
 
 Pictures say what they show; nothing is fetched from other hosts as a page is read; links within the
-site lead somewhere, those in HTML too; no example of a docstring has become a quotation.
+site lead somewhere, those in HTML too; no example of a docstring has become a quotation. To look is
+to open every page in a headless Chromium, if there is one: text is readable in light and in dark,
+no page is wider than a phone, and the search finds what is asked for.
 """
 
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
+
+import browsed
+import browser
 
 FETCHED = {"script": "src", "img": "src", "link": "href", "iframe": "src", "source": "src"}
 
@@ -27,7 +32,7 @@ class Page(HTMLParser):
         attributes = dict(attrs)
         if tag == "img" and not attributes.get("alt"):
             self.faults.append(f"{attributes.get('src')} has no alternative text")
-        if tag == "svg" and attributes.get("role") == "img" and not attributes.get("aria-label"):
+        if attributes.get("role") == "img" and not attributes.get("aria-label"):
             self.faults.append("a drawing has no label")
         address = attributes.get(FETCHED.get(tag, ""))
         if address and urlsplit(address).netloc and attributes.get("rel") != "canonical":
@@ -45,15 +50,19 @@ class Page(HTMLParser):
             self.faults.append(f"an example is no code: {data.strip()[:60]}")
 
 
-def main(root: Path) -> int:
+def main(root: Path, *, look: bool) -> int:
     """Prints the faults of every page; returns how many there are."""
     pages = [Page(path, root) for path in sorted(root.rglob("*.html")) if path.name != "404.html"]
     faults = [f"{page.path.relative_to(root)}: {fault}" for page in pages for fault in page.faults]
-    print(
-        "\n".join(faults) or f"{len(pages)} pages: pictures, links and hosts are as they should be"
-    )
+    done = "pictures, links and hosts"
+    if look and (executable := browser.found()):
+        faults += browsed.faults(root, executable)
+        done += ", contrast, widths and the search"
+    elif look:
+        print("There is no Chromium, so contrast, widths and the search are not looked at")
+    print("\n".join(faults) or f"{len(pages)} pages: {done} are as they should be")
     return len(faults)
 
 
 if __name__ == "__main__":
-    sys.exit(bool(main(Path(sys.argv[1]))))
+    sys.exit(bool(main(Path(sys.argv[1]), look="--look" in sys.argv[2:])))

@@ -13,7 +13,9 @@
     return known.get(colour);
   };
   const over = ([r, g, b, a], [R, G, B]) => [r * a + R * (1 - a), g * a + G * (1 - a), b * a + B * (1 - a)];
-  const paper = matchMedia("(prefers-color-scheme: dark)").matches ? [18, 18, 18] : [255, 255, 255];
+  const scheme = getComputedStyle(document.documentElement).colorScheme;
+  const isDark = scheme.includes("dark") && matchMedia("(prefers-color-scheme: dark)").matches;
+  const paper = isDark ? [18, 18, 18] : [255, 255, 255];
   const under = element => {
     if (!element) return paper;
     return over(rgba(getComputedStyle(element).backgroundColor), under(element.parentElement));

@@ -72,13 +72,14 @@ class Site:
                     up = os.path.relpath(OUT / "notebooks", target.parent)
                     title, _, rest = text.partition("\n")
                     text = f"{title}\n\n{offered(notebook, up)}\n{rest}"
-            target.write_text(text, "utf-8")
+            target.write_text(f"{found_last(target)}{text}", "utf-8")
         elif source.suffix in (".png", ".svg"):
             shutil.copyfile(source, target)
         else:
             name = source.relative_to(ROOT).as_posix()
             code = source.read_text("utf-8")
-            target.write_text(f"# {name}\n\n````python\n{code}````\n", "utf-8")
+            text = f"# {name}\n\n````python\n{code}````\n"
+            target.write_text(f"{found_last(target)}{text}", "utf-8")
 
     def listing(self, folder: Path) -> str:
         name = folder.relative_to(ROOT).as_posix()
@@ -106,6 +107,16 @@ class Site:
             return f"]({address(self.place(path))}{anchor or ''})"
 
         return LINK.sub(replaced, included(source.read_text("utf-8")))
+
+
+def found_last(page: Path) -> str:
+    """What tells the search that few look for a page: of sources, and for who works on them."""
+    name = page.relative_to(OUT).as_posix()
+    if name.startswith("sources/"):
+        return "---\nsearch:\n  exclude: true\n---\n\n"
+    if name.startswith(("project/", "architecture", "contents", "examples/", "benchmarks/")):
+        return "---\nsearch:\n  boost: 0.3\n---\n\n"
+    return ""
 
 
 def elsewhere(page: str) -> str:
@@ -147,6 +158,7 @@ def reference() -> None:
     for module in REFERENCE:
         modules = {name.rpartition(".")[2] for name in REFERENCE if name.startswith(f"{module}.")}
         names = [n for n in public_names(module) if n not in modules and n != "ArrayLike"]
+        names.sort(key=str.lower)
         links = ", ".join(f"[`{n}`]({module}.md#{module}.{n})" for n in names)
         rows += [f"## [{module}]({module}.md)", "", links, ""]
         page = [f"# {module}", ""]
