@@ -96,6 +96,31 @@ def test_a_mistaken_type(mistake, use):
         USES[use](make())
 
 
+class Pair(vn.ImplicitArray):
+    """Two vectors, of which a check finds the shape, and so whether they fit."""
+
+    x: jax.Array
+    y: jax.Array
+
+    def __post_init__(self):
+        self.aval()
+
+    def materialise(self):
+        if self.x.shape != self.y.shape:
+            raise ValueError("x and y differ")
+        return self.x * self.y
+
+
+def test_a_check_that_asks_for_the_shape_says_once_why_there_is_none():
+    with pytest.raises(ValueError, match="x and y differ") as caught:
+        Pair(X, X[:2])
+    assert str(caught.value) == "x and y differ"
+    cut = jax.tree.map(lambda x: x[: round(float(x[0]))], Pair(2 + 0 * X, 1 + 0 * X))
+    with pytest.raises(ValueError, match="changed by itself") as caught:
+        cut.aval()
+    assert str(caught.value).count("x and y differ") == 1
+
+
 RESULTS = {
     "another shape": (lambda x: x.x[:2], r"returns f32\[2\], where cosh gives f32\[3\]"),
     "another dtype": (lambda x: x.x.astype(jnp.float16), r"returns f16\[3\], where cosh gives f32"),

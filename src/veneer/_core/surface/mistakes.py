@@ -13,6 +13,9 @@ from typing import Any
 
 import jax
 
+#: The methods in which a class checks the fields of a value: of dataclasses, and of Equinox.
+CHECKS = ("__post_init__", "__check_init__")
+
 
 def check_metadata(value: Any) -> None:
     """Refuses static fields that cannot be hashed, as JAX must."""
@@ -59,8 +62,11 @@ def check_fields(value: Any, error: Exception | None = None) -> None:
 def check_leaves_fit(value: Any, checks: Iterable[Callable[[], None]], error: Exception) -> None:
     """Refuses, after an `error`, a value that its type would not have made of these leaves.
 
-    Functions of trees have changed each by itself, and call no check.
+    Functions of trees have changed each by itself, and call no check. A check that asks for the
+    shape is asked already, and its own error is what there is to say.
     """
+    if _is_checked(value):
+        return
     for check in checks:
         try:
             check()
@@ -72,6 +78,19 @@ def check_leaves_fit(value: Any, checks: Iterable[Callable[[], None]], error: Ex
             ) from error
         except Exception:  # which is none about leaves that do not fit
             return
+
+
+def _is_checked(value: Any) -> bool:
+    """Whether one of its class's checks has called what calls this."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name in CHECKS and any(
+            frame.f_locals.get(name) is value for name in code.co_varnames[:1]
+        ):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _named(value: Any, path: Any) -> str:
