@@ -1,6 +1,7 @@
 """The map of the package is true: its rooms and their modules, its arrows, and three journeys."""
 
 import ast
+import functools
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -16,7 +17,11 @@ DOCS = Path(__file__).parent.parent / "docs"
 ARCHITECTURE = (DOCS / "architecture.md").read_text("utf-8")
 MODULES = {module_of(path): path for path in SOURCES}
 ROOMS = [path for path in SOURCES if path.name == "__init__.py"]
-TREES = {path: ast.parse(path.read_text("utf-8")) for path in SOURCES}
+
+
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text("utf-8"))
 
 
 def modules_imported_by(path: Path) -> set[str]:
@@ -81,7 +86,7 @@ def mapped_modules(text: str) -> set[str]:
 def test_a_package_maps_its_modules(path):
     inside = {p.stem for p in path.parent.glob("*.py")} - {"__init__", "__main__"}
     inside |= {p.parent.name for p in path.parent.glob("*/__init__.py")}
-    assert mapped_modules(ast.get_docstring(TREES[path], clean=False) or "") == inside
+    assert mapped_modules(ast.get_docstring(tree_of(path), clean=False) or "") == inside
 
 
 def test_the_heart_is_read_in_one_sitting():
@@ -91,8 +96,8 @@ def test_the_heart_is_read_in_one_sitting():
 
 def test_a_class_has_its_name_for_itself():
     places = defaultdict(list)
-    for path, tree in TREES.items():
-        for node in tree.body:
+    for path in SOURCES:
+        for node in tree_of(path).body:
             if isinstance(node, ast.ClassDef):
                 places[node.name.lstrip("_")].append(relative_name(path))
     del places["Value"]  # which has that name in Quax, too, and so in `interop/quax.py`
@@ -101,7 +106,7 @@ def test_a_class_has_its_name_for_itself():
 
 
 def private_imports(path: Path) -> Iterator[str]:
-    for node in ast.walk(TREES[path]):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ImportFrom) and (node.level or "veneer" in (node.module or "")):
             names = [alias.name for alias in node.names]
             package = MODULES.keys()

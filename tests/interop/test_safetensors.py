@@ -1,5 +1,6 @@
 """`vn.save` and `vn.load`: exact to the bit, whole or absent, readable without veneer."""
 
+import functools
 import json
 import os
 import sys
@@ -136,16 +137,24 @@ QARRAYS = {
         np.ones((4, 6), np.int8), vn.quant.quantize(np.abs(W[:4, :3]), "int4"), qtype="int8"
     ),
 }
-X64 = normal(3, 64)
-QARRAYS |= {
-    f"every {name}": vn.quant.quantize(X64, name, channelwise_axes=[0], tiled_axes={1: tile})
-    for name, format in vn.quant.FORMATS.items()
-    for tile in [format.tile_size or 64]
-}
 
 
-@pytest.mark.parametrize("q", QARRAYS.values(), ids=QARRAYS)
-def test_a_qarray_comes_back_to_the_bit(tmp_path, q):
+@functools.cache
+def qarray(name):
+    """One of `QARRAYS`, or of every format: "every int4"."""
+    if name in QARRAYS:
+        return QARRAYS[name]
+    qtype = name.removeprefix("every ")
+    tile = vn.quant.get_format(qtype).tile_size or 64
+    return vn.quant.quantize(normal(3, 64), qtype, channelwise_axes=[0], tiled_axes={1: tile})
+
+
+NAMES = [*QARRAYS, *(f"every {qtype}" for qtype in vn.quant.FORMATS)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_qarray_comes_back_to_the_bit(tmp_path, name):
+    q = qarray(name)
     vn.save(tmp_path / "out", {"w": q})
     loaded = vn.load(tmp_path / "out")
     assert_same(loaded, {"w": q})
@@ -220,8 +229,9 @@ def decode_fields(packed, packing, format):
     return np.moveaxis(fields[..., : packing["size"]], -1, packing["axis"])
 
 
-@pytest.mark.parametrize("q", QARRAYS.values(), ids=QARRAYS)
-def test_the_json_is_enough_to_read_a_tensor_without_veneer(tmp_path, q):
+@pytest.mark.parametrize("name", NAMES)
+def test_the_json_is_enough_to_read_a_tensor_without_veneer(tmp_path, name):
+    q = qarray(name)
     vn.save(tmp_path / "out", {"w": q, "bias": np.ones(3)})
     assert bits(decode_without_veneer(tmp_path / "out", "w")) == bits(q.dequantize())
     assert bits(decode_without_veneer(tmp_path / "out", "bias")) == bits(np.ones(3))
@@ -246,9 +256,9 @@ def test_the_json_says_how_the_tiles_lie_and_which_version_this_is(tmp_path):
     ],
 )
 def test_no_more_bytes_are_on_disk_than_in_memory(tmp_path, name, dtypes):
-    vn.save(tmp_path / "out", QARRAYS[name])
+    vn.save(tmp_path / "out", qarray(name))
     stored = load_file(tmp_path / "out" / "model.safetensors")
-    assert sum(array.nbytes for array in stored.values()) == QARRAYS[name].nbytes
+    assert sum(array.nbytes for array in stored.values()) == qarray(name).nbytes
     assert sorted(str(array.dtype) for array in stored.values()) == dtypes
 
 
@@ -318,7 +328,7 @@ TREES = {
             op_names=("dot_general",),
         )
     },
-    "names_of_nested_parts": {"w": QARRAYS["every nvfp4"], "w.scale.packed": X, "w.scale": X},
+    "names_of_nested_parts": {"w": qarray("every nvfp4"), "w.scale.packed": X, "w.scale": X},
 }
 
 
@@ -573,7 +583,7 @@ def test_a_tree_comes_back_from_as_many_levels_as_are_taken(tmp_path):
 
 
 def test_no_flipped_bit_is_loaded_when_verified(tmp_path):
-    tree = {"w": QARRAYS["every nvfp4"], "b": [X]}
+    tree = {"w": qarray("every nvfp4"), "b": [X]}
     folder = tmp_path / "out"
     vn.save(folder, tree)
     assert_same(vn.load(folder, verify=True), tree)
