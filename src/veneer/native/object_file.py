@@ -10,10 +10,12 @@ from numba import types
 from .cpu import target_machine
 from .functions import c_wrapper
 from .memory import I64
+from .unoptimised import modules_of, unoptimised
 
 #: What native code may call outside itself. What LLVM calls besides (memcpy, memset, functions of
 #: libm) is in every process.
-_C_LIBRARY = {"malloc", "free", "sched_yield"}
+_SCHEDULER = {"sched_yield", "sched_getcpu", "sched_getaffinity", "sched_setaffinity"}
+_C_LIBRARY = {"malloc", "free", "clock_gettime", *_SCHEDULER}
 
 
 class ObjectFile:
@@ -24,15 +26,17 @@ class ObjectFile:
 
     def __init__(self) -> None:
         self._wrappers = ir.Module()
-        self._compiled: list[str] = []
+        self._compiled: list[Any] = []  # Numba's libraries
         self._imports: set[str] = set()
 
     def export(self, name: str, function: Any) -> None:
         """Adds a native function, by a name that it has in C."""
         arguments = (types.int64,) * function.py_func.__code__.co_argcount
-        function.compile(arguments)
-        c_wrapper(self._wrappers, function.overloads[arguments], name)
-        self._compiled.append(function.inspect_llvm(arguments))
+        with unoptimised():
+            function.compile(arguments)
+        compiled = function.overloads[arguments]
+        c_wrapper(self._wrappers, compiled, name)
+        self._compiled.append(compiled.library)
 
     def export_call(self, name: str, called: str, arguments: Sequence[int | str]) -> None:
         """Adds a function of a word that calls another file's with it, and with constants.
@@ -62,16 +66,16 @@ class ObjectFile:
             function.name for function in self._wrappers.functions if not function.is_declaration
         }
         module = llvm.parse_assembly(str(self._wrappers))
-        for other in self._compiled:
-            module.link_in(llvm.parse_assembly(other))
-        code = emitted(module, exports)
+        for other in modules_of(self._compiled):
+            module.link_in(other, preserve=True)
+        code = emitted(module, exports, optimise=True)
         called = {f.name for f in module.functions if f.is_declaration and f.name[:5] != "llvm."}
         if unknown := called - _C_LIBRARY - self._imports:
             raise ValueError(f"{', '.join(exports)} call {', '.join(unknown)}, which C has not")
         return code
 
 
-def emitted(module: Any, exports: Container[str]) -> bytes:
+def emitted(module: Any, exports: Container[str], optimise: bool = False) -> bytes:
     """Returns the object file of a module of LLVM's, with what its exported functions use.
 
     It is for the CPU that Numba compiles for. The rest is removed from the module.
@@ -84,7 +88,10 @@ def emitted(module: Any, exports: Container[str]) -> bytes:
         if not variable.is_declaration:
             variable.linkage = llvm.Linkage.internal
     options = llvm.create_pipeline_tuning_options(speed_level=3)
+    builder = llvm.create_pass_builder(machine, options)
     passes = llvm.create_new_module_pass_manager()
     passes.add_global_dead_code_eliminate_pass()
-    passes.run(module, llvm.create_pass_builder(machine, options))
+    passes.run(module, builder)
+    if optimise:
+        builder.getModulePassManager().run(module, builder)
     return machine.emit_object(module)

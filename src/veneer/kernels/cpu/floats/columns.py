@@ -8,7 +8,7 @@ and `columns_many.py`.
 import functools
 from typing import Any
 
-from ....native.functions import compiled
+from ....native.functions import native
 from ....native.memory import free, word
 from ..job import BATCH, SCRATCH, M, R
 from . import columns_few, columns_many, columns_short
@@ -30,12 +30,12 @@ def kernel(kind: str) -> tuple[Any, Any, Any, Any]:
     few, many, short = (of.worker(kind) for of in (columns_few, columns_many, columns_short))
     prepare_few = order(kind).prepare
 
-    @compiled
+    @native
     def prepare(job):
         if word(job, M) < _MANY and not columns_short.fits(job):
             prepare_few(job)
 
-    @compiled
+    @native
     def work(job, part):
         if word(job, M) >= _MANY:
             many(job, part)
@@ -47,7 +47,7 @@ def kernel(kind: str) -> tuple[Any, Any, Any, Any]:
     return prepare, _count, work, _finish
 
 
-@compiled
+@native
 def _count(job):
     if word(job, M) >= _MANY:
         return columns_many.count(job)
@@ -56,6 +56,6 @@ def _count(job):
     return word(job, BATCH) * ((word(job, R) + _PART - 1) // _PART)
 
 
-@compiled
+@native
 def _finish(job):
     free(word(job, SCRATCH))

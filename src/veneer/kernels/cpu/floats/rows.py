@@ -6,7 +6,7 @@ With few rows of x, time goes into reading the matrix (`rows_few.py`); with many
 
 from typing import Any
 
-from ....native.functions import compiled, native
+from ....native.functions import native
 from ....native.memory import word
 from ..job import TR, M
 from . import rows_few, rows_many
@@ -17,23 +17,23 @@ def kernel(kind: str) -> tuple[Any, Any, Any, Any]:
     many = rows_many.multiplier(kind)
     work_of_few, count_of_many, work_of_many = rows_few.worker(kind, many), many.count, many.work
 
-    @compiled
+    @native
     def prepare(job):
         if _is_few(job):
             rows_few.prepare(job)
 
-    @compiled
+    @native
     def count(job):
         return rows_few.count(job) if _is_few(job) else count_of_many(job)
 
-    @compiled
+    @native
     def work(job, part):
         if _is_few(job):
             work_of_few(job, part)
         else:
             work_of_many(job, part)
 
-    @compiled
+    @native
     def finish(job):
         if _is_few(job):
             rows_few.finish(job)

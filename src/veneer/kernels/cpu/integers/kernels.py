@@ -10,7 +10,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from ....native.functions import compiled, native
+from ....native.functions import native
 from ....native.memory import free, word
 from ..job import SCRATCH
 from . import blocks, columns, columns_few, rows, rows_few
@@ -41,18 +41,18 @@ def _by_size(few: Sequence[Any], many: Sequence[Any]) -> Any:
     prepare_few, count_few, work_few = map(native, few)
     prepare_many, count_many, work_many = map(native, many)
 
-    @compiled
+    @native
     def prepare(job):
         if is_few(job):
             prepare_few(job)
         else:
             prepare_many(job)
 
-    @compiled
+    @native
     def count(job):
         return count_few(job) if is_few(job) else count_many(job)
 
-    @compiled
+    @native
     def work(job, part):
         if is_few(job):
             work_few(job, part)
@@ -62,6 +62,6 @@ def _by_size(few: Sequence[Any], many: Sequence[Any]) -> Any:
     return prepare, count, work, _finish
 
 
-@compiled
+@native
 def _finish(job):
     free(word(job, SCRATCH))

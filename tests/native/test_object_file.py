@@ -1,0 +1,29 @@
+"""Object files of Numba's functions, which LLVM optimises once."""
+
+import ctypes
+
+from numba.core.codegen import CPUCodeLibrary
+
+from veneer.native import machine_code
+from veneer.native.functions import native
+from veneer.native.object_file import ObjectFile
+
+
+def test_numba_neither_optimises_nor_emits_what_is_exported(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("optimised")
+
+    for name in ("_optimize_functions", "_optimize_final_module", "_finalize_final_module"):
+        monkeypatch.setattr(CPUCodeLibrary, name, refuse)
+
+    @native
+    def doubled(number):
+        return 2 * number
+
+    file = ObjectFile()
+    file.export("test_sum", native(lambda a, b: doubled(a) + doubled(b)))
+    file.export("test_double", doubled)
+    addresses = machine_code.load(file.code(), "test_sum", "test_double")
+    integer = ctypes.c_int64
+    assert ctypes.CFUNCTYPE(integer, integer, integer)(addresses[0])(3, 4) == 14
+    assert ctypes.CFUNCTYPE(integer, integer)(addresses[1])(5) == 10
