@@ -8,6 +8,9 @@ for parts that another thread has begun. So nothing here can hang on a pool that
 gone (as after `fork`). What comes too late finds no part left, in memory that whoever leaves last
 frees.
 
+A thread that comes to the CPU of the caller goes to another (`idle_cpus.py`); and if none comes,
+the caller does, for the one that it called may wait for that CPU.
+
 Of some jobs the first parts make what all others read. Parts are taken in order, so whoever takes
 one of the others waits only for parts that are begun.
 """
@@ -20,11 +23,15 @@ from numba.core.typing import signature
 
 from .call_frame import schedule
 from .functions import c_function, call, native
-from .memory import fetch_add, free, malloc, set_word, word
+from .idle_cpus import CPU_SET, come_back, leave, nanoseconds, this_cpu
+from .memory import fetch_add, free, malloc, set_word, stack, word
 
 # Words before the job in its memory. Two cache lines apart: who waits for the last part does not
-# slow down who takes one.
-_NEXT, _WORK, _COUNT, _FIRST, _REFERENCES, _DONE, _JOB = 0, 1, 2, 3, 4, 16, 24
+# slow down who takes one. Of the threads that are called, _CALLED counts down those that leave.
+_NEXT, _WORK, _COUNT, _FIRST, _REFERENCES, _CPU, _CALLED, _DONE, _JOB = 0, 1, 2, 3, 4, 5, 6, 16, 24
+
+#: For so many nanoseconds the caller waits for another thread, while it takes parts.
+_PATIENCE = 40_000
 
 _sched_yield: Any = types.ExternalFunction("sched_yield", signature(types.int32))
 
@@ -73,21 +80,33 @@ def _wait(memory, count):
 
 
 @native
-def _take_parts(memory):
-    work, count, first = word(memory, _WORK), word(memory, _COUNT), word(memory, _FIRST)
-    part = fetch_add(memory + 8 * _NEXT, 1)
-    while part < count:
-        if part >= first > 0:
-            _wait(memory, first)
-        call(work, (memory + 8 * _JOB, part))
-        fetch_add(memory + 8 * _DONE, 1)
-        part = fetch_add(memory + 8 * _NEXT, 1)
+def _next_part(memory):
+    """A part that nobody has taken, or one that is not there; after the first ones, if it must."""
+    part, first = fetch_add(memory + 8 * _NEXT, 1), word(memory, _FIRST)
+    if part < word(memory, _COUNT) and part >= first > 0:
+        _wait(memory, first)
+    return part
+
+
+@native
+def _do(memory, part):
+    call(word(memory, _WORK), (memory + 8 * _JOB, part))
+    fetch_add(memory + 8 * _DONE, 1)
 
 
 @native
 def _help(memory):
     """What a thread of the pool does."""
-    _take_parts(memory)
+    cpus, has_left, count = stack(CPU_SET), False, word(memory, _COUNT)
+    may_leave = fetch_add(memory + 8 * _CALLED, -1) > 0
+    if may_leave and fetch_add(memory + 8 * _NEXT, 0) < count:
+        has_left = leave(word(memory, _CPU), cpus)
+    part = _next_part(memory)
+    while part < count:
+        _do(memory, part)
+        part = _next_part(memory)
+    if has_left:
+        come_back(cpus)
     release(memory + 8 * _JOB)
     return 0
 
@@ -98,14 +117,28 @@ def run(frame, job, work, count, first, threads):
 
     The first parts are done before the others begin; and so many threads are enough for all.
     """
-    memory = job - 8 * _JOB
+    memory, called = job - 8 * _JOB, min(threads, count) - 1
     set_word(memory, _WORK, work)
     set_word(memory, _COUNT, count)
     set_word(memory, _FIRST, first)
-    for _ in range(min(threads, count) - 1):
+    set_word(memory, _CPU, this_cpu())
+    set_word(memory, _CALLED, called)
+    for _ in range(called):
         fetch_add(memory + 8 * _REFERENCES, 1)
         if not schedule(frame, c_function(_help, "veneer_help"), memory):
             fetch_add(memory + 8 * _REFERENCES, -1)
             break
-    _take_parts(memory)
+    cpus, has_left, begun = stack(CPU_SET), False, nanoseconds()
+    is_alone = called > 0
+    part = _next_part(memory)
+    while part < count:
+        _do(memory, part)
+        is_alone = is_alone and fetch_add(memory + 8 * _CALLED, 0) == called
+        if is_alone and nanoseconds() - begun > _PATIENCE:
+            is_alone = False
+            fetch_add(memory + 8 * _CALLED, -1)
+            has_left = leave(word(memory, _CPU), cpus)
+        part = _next_part(memory)
+    if has_left:
+        come_back(cpus)
     _wait(memory, count)
