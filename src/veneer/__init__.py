@@ -18,6 +18,7 @@
     training            which arrays are trained: `freeze`, `trainable`
     testing             checks for the tests of those who write array types
     parameter_table     what the arrays of a tree are and cost: `summary`
+    plan                how to divide a model over devices, by its config: `veneer plan`
     doctor              what products run by on this machine: `veneer doctor`
     cli, demo           the command line, and its demonstration on a real model
 

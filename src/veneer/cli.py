@@ -1,4 +1,4 @@
-"""The command line: `veneer quantize`, `inspect`, `convert`, `demo` and `doctor`.
+"""The command line: `veneer quantize`, `inspect`, `convert`, `plan`, `demo` and `doctor`.
 
 The commands import what they need when they run, so that `veneer --help` is quick.
 """
@@ -313,6 +313,68 @@ def convert(
                 file=sys.stderr,
             )
         convert(target, OnReading(tensors), format, config=said, overwrite=overwrite, beside=beside)
+
+
+@app.command()
+def plan(
+    config: Annotated[
+        Path, typer.Argument(help="A config.json of a language model, or a folder with one.")
+    ],
+    devices: Annotated[int, typer.Option(min=1, help="How many there are.")],
+    memory: Annotated[str, typer.Option(metavar="BYTES", help="Of each, as 80GB or 16GiB.")],
+    format: Annotated[
+        str, typer.Option(help="Of the weights: one of 'veneer quantize', or bf16, f16 or f32.")
+    ] = "int4",
+    tile: Annotated[
+        int | None,
+        typer.Option(min=1, help="Values that share a scale; without it, as is usual."),
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Texts on all devices; as many as devices without it.")
+    ] = None,
+    length: Annotated[int, typer.Option(min=1, help="Tokens of a text.")] = 4096,
+    cache: Annotated[
+        str | None, typer.Option(help="A format or a dtype of the cache; that of the model.")
+    ] = None,
+    rank: Annotated[int, typer.Option(min=1, help="Of the updates that are trained.")] = 16,
+    fused: Annotated[
+        bool, typer.Option("--fused", help="Scores of attention are never all in memory.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="All splits, as JSON.")] = False,
+) -> None:
+    """Show how to divide a model over devices, by its config.json, for serving and fine-tuning.
+
+    For each split into data, expert and tensor parallelism the bytes of a device, and those that it
+    receives in a step; "in parts" is fully sharded. "ms" is what reading and receiving them takes
+    at least, at the rates of an H100 with 8 devices near each other; multiplying is not in it.
+    """
+    from . import plan as planning
+
+    with _bad_input():
+        file = config / "config.json" if config.is_dir() else config
+        try:
+            said = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}") from error
+        room, model = _bytes_in(memory), planning.model_of(said)
+        step = planning.PlannedStep(batch or devices, length, cache=cache, fused=fused)
+        steps = {"serving": step, "fine-tuning": step._replace(rank=rank)}
+        of = lambda step: planning.plans(model, format, step, devices, tile=tile)
+        uses = {name: (step, of(step)) for name, step in steps.items()}
+    print((planning.as_json if as_json else planning.as_text)(model, format, uses, room))
+
+
+def _bytes_in(text: str) -> float:
+    """The bytes that `80GB` or `16GiB` are."""
+    units = {
+        unit + end: size**i
+        for end, size in (("B", 1000), ("iB", 1024))
+        for i, unit in enumerate(("", "k", "M", "G", "T"))
+    }
+    found = re.fullmatch(r"([\d.]+) *([a-zA-Z]+)", text)
+    if found is None or found[2] not in units:
+        raise ValueError(f"{text!r} is no number of bytes, as 80GB or 16GiB")
+    return float(found[1]) * units[found[2]]
 
 
 @app.command()

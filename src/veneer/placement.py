@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from . import tree as vtree
 from ._core.primitives.sharding import axes_of, entries_of, leaf_specs, places, split, why_not_cut
@@ -140,7 +140,7 @@ def _mesh_spec(
 
 
 def fully_sharded(
-    mesh: Mesh, axis_name: str | tuple[str, ...], spec: PartitionSpec | None = None
+    mesh: Mesh | AbstractMesh, axis_name: str | tuple[str, ...], spec: PartitionSpec | None = None
 ) -> Callable[[Any], NamedSharding]:
     """A sharding for each array: cut along its longest axis of those that can be.
 

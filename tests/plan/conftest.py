@@ -1,0 +1,6 @@
+"""The examples as modules."""
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[2] / "examples"))

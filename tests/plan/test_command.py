@@ -1,0 +1,102 @@
+"""`veneer plan`: what it prints, what it refuses, and that the page shows what it prints."""
+
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from support.model_configs import CONFIGS, SMALL
+
+import veneer as vn
+from veneer import cli
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "scale.md").read_text("utf-8")
+SHOWN = re.findall(r"```sh\nveneer (plan [^\n]*)\n```\n+```text\n(.*?)```", PAGE, re.DOTALL)
+
+
+@pytest.fixture
+def veneer(monkeypatch, capsys):
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["veneer", *map(str, words)])
+        monkeypatch.setenv("COLUMNS", "120")
+        with pytest.raises(SystemExit) as exit:
+            cli.main()
+        return exit.value.code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def small(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    return tmp_path
+
+
+def test_the_page_shows_three_models():
+    assert len(SHOWN) == len(list(CONFIGS.glob("*.json"))) == 3
+
+
+@pytest.mark.parametrize(("command", "shown"), SHOWN, ids=lambda text: text.split()[1])
+def test_the_page_shows_what_is_printed(command, shown, veneer, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert veneer(*shlex.split(command)) == (0, shown, "")
+
+
+def test_shardings_of_the_json_place_the_weights_of_a_checkpoint(veneer, small):
+    small_enough = ("--devices", 8, "--memory", "1MB", "--format", "int8", "--length", 64, "--json")
+    code, printed, stderr = veneer("plan", small, *small_enough)
+    assert (code, stderr) == (0, "")
+    found = json.loads(printed)
+    assert (found["architecture"], found["parameters"]) == ("llama", 41_184)
+    assert set(found) == {"architecture", "parameters", "format", "serving", "fine-tuning"}
+    best = next(s for s in found["serving"]["splits"] if s["split"]["tensor"] == 4 and s["fits"])
+    assert best["total"] == sum(best["held"].values()) <= 900_000
+    sizes = {name: best["split"][name] for name in ("data", "expert", "tensor")}
+    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * 3)
+    rules = [(r, NamedSharding(mesh, P(*spec))) for r, spec in best["shardings"].items()]
+    name = "model.layers.2.mlp.down_proj.weight"
+    w = vn.quant.quantize(jnp.ones((32, 96)), "int8", channelwise_axes=[0])
+    rules = [rule for rule in rules if re.fullmatch(rule[0], name)]
+    assert vn.device_put({name: w}, rules)[name].packed.sharding.spec == P(None, "tensor")
+
+
+def test_what_does_not_fit_is_told_with_the_least_that_would_do(veneer, small):
+    code, printed, _ = veneer("plan", small, "--devices", 2, "--memory", "10kB")
+    assert code == 0
+    assert "0 of 3 splits of 2 devices fit in 0.0 MB" in printed
+    assert printed.count("this is the least that a device needs") == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"--memory": "lots"}, "'lots' is no number of bytes, as 80GB or 16GiB"),
+        ({"--format": "int9"}, "unknown format 'int9'"),
+        ({"--devices": 3}, "take a batch that 3 divides"),
+        ({"--tile": 0}, "Invalid value for '--tile'"),
+    ],
+)
+def test_bad_input_is_one_line(given, message, veneer, small):
+    options = {"--devices": 2, "--memory": "1GB", "--batch": 2} | given
+    code, printed, stderr = veneer("plan", small, *(w for pair in options.items() for w in pair))
+    assert (code, printed) == (2, "")
+    assert message in stderr
+    assert stderr.count("\n") == 1
+
+
+def test_a_config_that_is_not_json_and_none_at_all_are_told(veneer, small):
+    options = "--devices", 1, "--memory", "1GB"
+    (small / "config.json").write_text("{")
+    assert "config.json: Expecting" in veneer("plan", small, *options)[2]
+    assert "No such file" in veneer("plan", small / "none.json", *options)[2]
+
+
+def test_binary_units_are_more():
+    assert (cli._bytes_in("80GB"), cli._bytes_in("1.5 GiB")) == (80e9, 1.5 * 2**30)

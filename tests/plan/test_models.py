@@ -1,0 +1,74 @@
+"""The shapes of models by their `config.json`: those of programs, and counts as published."""
+
+import re
+
+import jax
+import llama
+import pytest
+from support.model_configs import SMALL, config
+
+from veneer.plan import model_of
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("llama-3.1-405b", 405_853_388_800),
+        ("gpt-oss-120b", 116_829_156_672),  # 116.83 billion in its model card, arXiv 2508.10925
+        ("deepseek-v3", 671_026_419_200),  # 671 billion in arXiv 2412.19437
+    ],
+)
+def test_parameters_are_as_many_as_published(name, parameters):
+    assert model_of(config(name)).size == parameters
+
+
+def named(model):
+    """The shapes of all weights, with the number of each layer."""
+    found, first = {w.path: w.shape for w in model.outside}, 0
+    for kind in model.layers:
+        for layer in range(first, first + kind.count):
+            found |= {w.path.replace("*", str(layer)): w.shape for w in kind.weights}
+        first += kind.count
+    return found
+
+
+def test_weights_are_those_of_a_program_by_name_and_shape():
+    config = llama.Config.of(SMALL)
+    params = jax.eval_shape(lambda key: llama.init(key, config), jax.random.key(0))
+    assert named(model_of(SMALL)) == {name: x.shape for name, x in params.items()}
+
+
+def test_a_head_may_be_the_embedding():
+    outside = model_of(SMALL | {"tie_word_embeddings": True}).outside
+    assert [w.path for w in outside] == ["model.embed_tokens.weight", "model.norm.weight"]
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({"model_type": "qwen2"}, {"q_proj.bias", "k_proj.bias", "v_proj.bias"}),
+        ({"model_type": "qwen3"}, {"q_norm.weight", "k_norm.weight"}),
+        ({"attention_bias": True}, {f"{x}_proj.bias" for x in "qkvo"}),
+    ],
+)
+def test_what_some_have_besides(said, expected):
+    one, other = (named(model_of(SMALL | extra)) for extra in ({}, said))
+    assert {re.sub(r".*attn\.", "", path) for path in other.keys() - one.keys()} == expected
+
+
+def test_layers_that_see_a_window_keep_no_more():
+    said = config("gpt-oss-120b")
+    assert [(kind.count, kind.window) for kind in model_of(said).layers] == [(18, 128), (18, None)]
+    types = ["full_attention"] * 30 + ["sliding_attention"] * 6
+    kinds = model_of(said | {"layer_types": types}).layers
+    assert [(kind.count, kind.window) for kind in kinds] == [(6, 128), (30, None)]
+
+
+def test_another_architecture_is_told_which_there_are():
+    with pytest.raises(ValueError, match="a 'mamba' model; a plan is made for llama, mistral, "):
+        model_of({"model_type": "mamba"})
+
+
+def test_a_missing_entry_is_named():
+    with pytest.raises(ValueError, match="the config of a 'llama' model has no 'hidden_size'"):
+        model_of({name: n for name, n in SMALL.items() if name != "hidden_size"})

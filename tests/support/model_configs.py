@@ -1,0 +1,21 @@
+"""Models by their `config.json`: three that the pages plan, and a small one."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+CONFIGS = Path(__file__).parents[2] / "docs" / "configs"
+SMALL = {
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def config(name: str) -> dict[str, Any]:
+    """What the config of a model says."""
+    return json.loads((CONFIGS / f"{name}.json").read_text("utf-8"))
