@@ -3,8 +3,9 @@
 Layers of 8 heads of 64 features, each of which 1 or 4 queries share, write a key and a value and
 attend to all tokens. Caches are updated in place, and there are so many layers that f32 takes 134
 MB at 4,096 tokens. × is the median for f32 over that of a format, all by turns in one process.
-Keys lie by their features (`[heads, width, tokens]`), or by tokens (as in `examples/llama.py`); or
-heads within tokens, as in Flax and `jax.nn.dot_product_attention`, which is what runs then.
+Keys lie by their features (`[heads, width, tokens]`), or by tokens (as in `examples/llama.py`), and
+have a scale for each, or one for each channel of 32 tokens; or heads lie within tokens, as in Flax
+and `jax.nn.dot_product_attention`, which is what runs then.
 """
 
 import sys
@@ -41,6 +42,11 @@ def by_tokens(keys: Any, values: Any, new: Any, at: Any) -> Any:
     return keys, values, _mixed(jnp.einsum("hqd,hsd->hqs", query, keys), values, at)
 
 
+def by_channel(keys: Any, values: Any, new: Any, at: Any) -> Any:
+    """The same, whose keys have a scale for each channel of a block of tokens."""
+    return by_tokens(keys, values, new, at)
+
+
 def within_tokens(keys: Any, values: Any, new: Any, at: Any) -> Any:
     """A layer whose keys and values are `[batch, tokens, heads, width]`."""
     query, key, value = (x.swapaxes(0, 1)[None] for x in new)
@@ -61,6 +67,7 @@ def _mixed(scores: Any, values: Any, at: Any) -> Any:
 SHAPES: dict[Callable[..., Any], Callable[[int], tuple[Any, Any]]] = {
     by_features: lambda room: ((HEADS, WIDTH, room), (HEADS, room, WIDTH)),
     by_tokens: lambda room: ((HEADS, room, WIDTH), (HEADS, room, WIDTH)),
+    by_channel: lambda room: ((HEADS, room, WIDTH), (HEADS, room, WIDTH)),
     within_tokens: lambda room: ((1, room, HEADS, WIDTH), (1, room, HEADS, WIDTH)),
 }
 
@@ -84,8 +91,14 @@ def side(name: str, layer: Callable[..., Any], qtype: str, room: int, queries: i
         axes = tuple(axis for axis, size in enumerate(shape) if size != WIDTH)
         return vn.quant.zeros(shape, qtype, channelwise_axes=axes)
 
+    def in_blocks(*shape: int) -> Any:
+        if qtype == "float32" or layer is not by_channel:
+            return zeros(*shape)
+        how: Any = {"channelwise_axes": (0, 2), "tiled_axes": {1: 32}, "block_axis": 1}
+        return vn.quant.zeros(shape, qtype, **how)
+
     keys, values = SHAPES[layer](room)
-    caches = [(zeros(*keys), zeros(*values)) for _ in range(LAYERS)]
+    caches = [(in_blocks(*keys), zeros(*values)) for _ in range(LAYERS)]
     rows = (queries, 1, 1)
     new = tuple(jax.random.normal(jax.random.key(n), (HEADS, n, WIDTH)) for n in rows)
     run = jax.jit(vn.implicit(partial(step, layer)), donate_argnums=0)

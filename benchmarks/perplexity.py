@@ -83,36 +83,45 @@ def by_llama_cpp(file: Path, tokens: list[int]) -> str:
     return f"{math.exp(np.mean(losses)):.2f}"
 
 
-#: What caches are made of: the format of keys and of values, how many neighbours of a token's head
-#: share a scale, and how what is written gives its range. 0 is the whole head.
+def _by_token(qtype: str, tile: int | None = None, method: str | None = None) -> dict[str, Any]:
+    """Each head of a token has scales of its own: one, or one for so many of its values."""
+    tiles = {} if tile is None else {"tiled_axes": {2: tile}, "scale_dtype": "float16"}
+    return {"qtype": qtype, "channelwise_axes": (0, 1), "calibration_method": method, **tiles}
+
+
+def _by_channel(qtype: str, block: int, method: str | None = None) -> dict[str, Any]:
+    """Each channel of a block of tokens has a scale of its own, and the newest block none."""
+    how = {"channelwise_axes": (0, 2), "tiled_axes": {1: block}, "block_axis": 1}
+    return {"qtype": qtype, "calibration_method": method, "scale_dtype": "float16", **how}
+
+
+#: What `vn.quant.zeros` makes keys of, and values.
 CACHES: dict[str, tuple[Any, Any]] = {
     "f32": (None, None),
-    "int8": (("int8", 0, None), ("int8", 0, None)),
-    "int8, tile 32": (("int8", 32, None), ("int8", 32, None)),
-    "fp8": (("fp8", 0, None), ("fp8", 0, None)),
-    "int8 keys, uint4 values, tile 32": (("int8", 32, None), ("uint4", 32, "minmax")),
-    "uint4, tile 16": (("uint4", 16, "minmax"), ("uint4", 16, "minmax")),
-    "int4": (("int4", 0, None), ("int4", 0, None)),
+    "int8": (_by_token("int8"), _by_token("int8")),
+    "int8, tile 32": (_by_token("int8", 32), _by_token("int8", 32)),
+    "fp8": (_by_token("fp8"), _by_token("fp8")),
+    "int8 keys, uint4 values, tile 32": (
+        _by_token("int8", 32),
+        _by_token("uint4", 32, "minmax"),
+    ),
+    "uint4, tile 16": (_by_token("uint4", 16, "minmax"), _by_token("uint4", 16, "minmax")),
+    "int4": (_by_token("int4"), _by_token("int4")),
+    **{
+        f"uint4, keys by channel in blocks of {block}": (
+            _by_channel("uint4", block, "minmax"),
+            _by_token("uint4", 32, "minmax"),
+        )
+        for block in (16, 32, 64)
+    },
+    "int4, keys by channel in blocks of 32": (_by_channel("int4", 32), _by_token("int4", 32)),
 }
 
 
 def empty_cache(name: str, config: Any) -> Any:
-    """The cache of `examples/llama.py`, with scales for each token and head."""
+    """The cache of `examples/llama.py`."""
     dense = program("llama").empty_cache(config, 1, WINDOW)
-
-    def zeros(x: Any, how: Any) -> Any:
-        if how is None:
-            return x
-        qtype, tile, method = how
-        return vn.quant.zeros(
-            x.shape,
-            qtype,
-            channelwise_axes=(0, 1),
-            tiled_axes={2: tile} if tile else None,
-            calibration_method=method,
-            scale_dtype="float16" if tile else None,
-        )
-
+    zeros = lambda x, how: x if how is None else vn.quant.zeros(x.shape, **how)
     keys, values = CACHES[name]
     return dense._replace(
         keys=tuple(zeros(x, keys) for x in dense.keys),

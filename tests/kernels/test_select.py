@@ -58,12 +58,24 @@ def test_the_table_names_kernels_that_are_built():
     [
         ("tpu", Codes(8, "int8"), {}),
         ("cpu", Codes(8, "int8"), {"k": 8, "n": 8}),
+        ("cpu", Codes(8, "int8"), {"k": 8, "n": 8, "batch": 1 << 20}),
+        ("cpu", Codes(8, "int8"), {"k": 64, "n": 32, "batch": 127}),
         ("cpu", Codes(8, "float8_e4m3fn"), {"activations": "int8"}),
         ("cpu", Codes(1, values=(0.5, 1.0)), {"activations": "int8"}),
     ],
 )
 def test_the_table_has_no_kernel_for_others(platform, codes, changes):
     assert select.find(platform, codes, shape(**changes)) is None
+
+
+def test_small_matrices_have_a_kernel_where_there_are_many():
+    found = select.find("cpu", Codes(8, "int8"), shape(k=64, n=32, batch=128))
+    assert found == "veneer_rows_int8"
+    x, w = jnp.ones((128, 1, 64)), jnp.asarray(np.random.default_rng(0).normal(size=(128, 64, 32)))
+    q = vn.quant.quantize(w.astype(jnp.float32), "int4", channelwise_axes=[0, 2])
+    assert "CPU kernel" in vn.explain(jnp.matmul)(x, q).events[0].how
+    found = jax.jit(vn.implicit(jnp.matmul))(x, q)
+    np.testing.assert_allclose(found, x @ q.dequantize(), rtol=1e-4, atol=1e-4)
 
 
 def test_use_chooses_and_explain_says_what():

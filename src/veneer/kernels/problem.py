@@ -143,6 +143,7 @@ class MatmulShape:
     - `activations`: what it meets, "float" or "int8".
     - `m`, `k`, `n`: the sizes of the product `[m, k] x [k, n]`; m may be symbolic.
     - `tile`: how many neighbours share a scale along the sum.
+    - `batch`: of how many matrices; it may be symbolic.
     """
 
     contracting: str
@@ -151,6 +152,7 @@ class MatmulShape:
     k: int
     n: int
     tile: int
+    batch: Any = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,6 +206,7 @@ class MatmulProblem:
             k=k,
             n=self.out_shape(x, packed)[2],
             tile=k // max(1, scale.shape[1 if self.contracting == "rows" else 2]),
+            batch=x.shape[0],
         )
 
     def __repr__(self) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 
@@ -70,7 +70,8 @@ class Candidate:
     **Arguments:**
 
     - `target`: what it is called where it is built, with the place of the kind of codes.
-    - `least_entries`: of the stored matrix: a smaller one is multiplied sooner by XLA.
+    - `least_entries`: of the stored matrix: a smaller one is multiplied sooner by XLA, unless it is
+      one of a batch of many, as blocks of a cache are.
     - `least_tile`: along the sum: each tile costs a multiplication by its scale.
     - `opt_in`: whether it is used only where that is asked for.
     """
@@ -87,6 +88,10 @@ class Candidate:
 
 _ALL = tuple(BITS)
 _WHOLE_FIELDS = (*LOOKUP_BITS, *BYTES)
+
+#: Of the matrices of a batch, how many entries each has at least, and all of them together, where
+#: they are smaller than `least_entries`.
+_LEAST_OF_MANY, _LEAST_OF_ALL = 1 << 11, 1 << 18
 
 #: The first row that fits is taken.
 TABLE = (
@@ -108,9 +113,14 @@ TABLE = (
 PLATFORMS = tuple(dict.fromkeys(row.platform for row in TABLE))
 
 
-def may_serve(entries: int) -> bool:
-    """Returns whether some kernel is for stored matrices of so many entries."""
-    return any(entries >= row.least_entries for row in TABLE)
+def may_serve(entries: int, batch: int) -> bool:
+    """Returns whether some kernel is for a batch of stored matrices of so many entries each."""
+    return any(_is_large(row, entries, batch) for row in TABLE)
+
+
+def _is_large(kernel: Candidate, entries: int, batch: Any) -> bool:
+    is_one_of_many = entries >= _LEAST_OF_MANY and isinstance(batch, int)
+    return entries >= kernel.least_entries or (is_one_of_many and batch * entries >= _LEAST_OF_ALL)
 
 
 def find(platform: str, codes: Codes, shape: MatmulShape, opt_in: bool = False) -> str | None:
@@ -138,7 +148,7 @@ def _serves(kernel: Candidate, platform: str, codes: Codes, shape: MatmulShape) 
         == (platform, shape.contracting, shape.activations)
         and codes.kind in kernel.kinds
         and (shape.activations == "float" or codes.is_integer)
-        and shape.k * shape.n >= kernel.least_entries
+        and _is_large(kernel, shape.k * shape.n, shape.batch)
         and shape.tile >= kernel.least_tile
         and (platform not in call.MODULES or call.has_kernel(platform, codes, shape))
     )

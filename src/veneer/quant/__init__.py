@@ -4,7 +4,9 @@ The modules here, and rooms of several:
 
     formats              how numbers become few bits: formats, packing, tiles
     qarray               QArray, the quantised array
-    qcache               zeros: a QArray that programs write into
+    qcache               QCache, a QArray that programs write into
+    block_cache          BlockCache, one whose tokens share scales in blocks
+    zeros                caches of either kind, empty
     conversion           quantize: from dense arrays to QArrays
     ops                  what JAX's primitives do on QArrays
     product_weights      weights that do something of their own in products
@@ -18,6 +20,7 @@ The modules here, and rooms of several:
 
 from .activation_products import quantize_products as quantize_products
 from .activations import ActivationQuantized as ActivationQuantized
+from .block_cache import BlockCache as BlockCache
 from .conversion.fake_quantize import fake_quantize as fake_quantize
 from .conversion.fake_quantize import fake_quantize_with_scale as fake_quantize_with_scale
 from .conversion.quantize import dequantize as dequantize
@@ -48,10 +51,10 @@ from .ptq.calibrate import calibrate as calibrate
 from .ptq.tune import tune as tune
 from .qarray import QArray as QArray
 from .qcache import QCache as QCache
-from .qcache import zeros as zeros
 from .training import BackwardProduct as BackwardProduct
 from .training import FakeQuantized as FakeQuantized
 from .training import convert as convert
 from .training import sparsity_masks as sparsity_masks
 from .training import with_masks as with_masks
 from .training import with_stochastic_rounding as with_stochastic_rounding
+from .zeros import zeros as zeros

@@ -74,7 +74,7 @@ def by_kernel(lhs: jax.Array | QArray, rhs: jax.Array | QArray, params: DotParam
         if not isinstance(q, QArray):
             continue
         batch = math.prod(_sizes(q, params.dimension_numbers.batch[side]))
-        if q.size == 0 or not select.may_serve(q.size // batch):
+        if q.size == 0 or not select.may_serve(q.size // batch, batch):
             continue
         x = _activations(lhs, rhs, side, params)
         plan = None if x is None else _plan(x, q, side, params, params.out_dtype(lhs, rhs))

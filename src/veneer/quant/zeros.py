@@ -1,0 +1,115 @@
+"""`zeros`: quantised arrays that programs write into, such as a cache of keys and values."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from .block_cache import BlockCache
+from .conversion.quantize import Axes, TiledAxes, quantize_by, quantize_params
+from .formats import get_format
+from .formats.tiles import tile_shape
+from .qarray import QUANTIZABLE
+from .qcache import QCache, packed_along
+
+
+def zeros(
+    shape: Sequence[int],
+    qtype: DTypeLike,
+    *,
+    dtype: DTypeLike = jnp.float32,
+    channelwise_axes: Axes = (),
+    tiled_axes: TiledAxes | None = None,
+    calibration_method: str | None = None,
+    scale_dtype: DTypeLike | None = None,
+    block_axis: int | None = None,
+) -> QCache | BlockCache:
+    """Makes a quantised array of zeros that programs write into: a cache.
+
+    It is a `QArray` of which `jax.lax.dynamic_update_slice`, `.at[...].set` and `jnp.concatenate`
+    keep what is stored: they quantise what they write, and read nothing of the rest. An axis along
+    which single entries are written is channelwise, as that of the tokens here.
+
+    **Arguments:**
+
+    - `shape`: of the array.
+    - `qtype`, `channelwise_axes`, `tiled_axes`, `scale_dtype`: as for `vn.quant.quantize`.
+    - `dtype`: of the dense array that it stands for.
+    - `calibration_method`: how what is written gives its range: "absmax", or "minmax", with zero
+      points (integers only). None is the format's own.
+    - `block_axis`: the axis of the tokens, where tokens that follow each other share a scale: one
+      of `tiled_axes`, whose tile is the size of a block. The block that is written last is kept in
+      full, and the others are rounded.
+
+    **Returns:** a `QCache`; with `block_axis`, a `BlockCache`. Codes below 8 bits are packed along
+    the last axis where values share a scale, so that what is written are whole bytes; those of
+    blocks along the last axis.
+
+    **Raises:** what `vn.quant.quantize` raises. `ValueError` for another `calibration_method`,
+    which would not be known where something is written, for a format whose scales share one, and
+    for a `block_axis` that is none of `tiled_axes`.
+
+    >>> import jax.numpy as jnp, veneer as vn
+    >>> keys = vn.quant.zeros((8, 128, 64), "int8", channelwise_axes=[0, 1])  # a scale a token
+    >>> write = vn.implicit(lambda keys, key, at: keys.at[:, at].set(key))
+    >>> keys = write(keys, jnp.ones((8, 64)), 3)
+    >>> keys, keys.dequantize()[0, 2:5, 0].round(1).tolist()
+    (QArray(q8[8,128,64] channelwise, 8.5 bits), [0.0, 1.0, 0.0])
+    """
+    format, shape = get_format(qtype), tuple(map(int, shape))
+    if format.scale_tile is not None:
+        raise ValueError(
+            f"scales of {format.name} share a scale, so that nothing can be written by itself; "
+            "a format with scales of its own is one for a cache"
+        )
+    if calibration_method not in (None, format.calibration, "minmax"):
+        raise ValueError(
+            f"calibration_method of a {format.name} array that is written into is "
+            f"{format.calibration!r} or 'minmax', not {calibration_method!r}"
+        )
+    like = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+    if like.dtype not in QUANTIZABLE:
+        raise TypeError(f"dtype is {like.dtype.name}; a QArray stands for a floating array")
+    params = quantize_params(
+        like,
+        qtype,
+        channelwise_axes,
+        tiled_axes,
+        calibration_method,
+        scale_dtype,
+    )
+    if block_axis is not None:
+        axis = int(block_axis) % len(shape)
+        if axis not in [int(i) % len(shape) for i in tiled_axes or ()]:
+            named = [*(tiled_axes or ())]
+            raise ValueError(f"block_axis {block_axis} is none of the tiled_axes, {named}")
+        replaced = lambda sizes, size: [size if i == axis else n for i, n in enumerate(sizes)]
+        blocks = params.counts[axis]
+        newest = jnp.zeros(replaced(shape, shape[axis] // blocks), dtype)
+        one = dataclasses.replace(params, counts=tuple(replaced(params.counts, 1)))
+        q = quantize_by(newest, one)
+        repeated = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (blocks, *leaf.shape)), q)
+        return BlockCache(QCache._of(repeated), newest, jnp.int32(0), axis - len(shape))
+    # One tile, and all along the axis that is packed; the others are the same.
+    tile = tile_shape(shape, params.counts)
+    shared = [i for i, size in enumerate(tile) if size > 1] or [*range(len(shape))]
+    pairs = zip(shape, tile, strict=True)
+    small = [n if [i] == shared[-1:] else t for i, (n, t) in enumerate(pairs)]
+    counts = [n // max(t, 1) for n, t in zip(small, tile, strict=True)]
+    q = quantize_by(jnp.zeros(small, dtype), dataclasses.replace(params, counts=tuple(counts)))
+    if q.packing is not None:
+        q = packed_along(q, shared[-1] - len(shape))
+    packed = list(shape)
+    if q.packing is not None:
+        packed[shared[-1]] = q.packed.shape[shared[-1]]
+    as_large = lambda leaf: leaf if leaf is None else jnp.broadcast_to(leaf, params.counts)
+    return QCache.from_packed(
+        jnp.broadcast_to(q.packed, packed),
+        as_large(q.scale),
+        as_large(q.zero_point),
+        qtype=qtype,
+        packing=q.packing,
+        dense_dtype=dtype,
+    )
