@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from jax import lax
 
 import veneer as vn
+from veneer.kernels import use
 from veneer.quant import QArray, quantize
+from veneer.quant.ops import group_tiles
 from veneer.quant.ops import ragged_dot as function
 
 module = __import__("sys").modules["veneer.quant.ops.ragged_dot"]  # the function has its name
@@ -307,3 +309,24 @@ def test_lowers_for_a_gpu():
     run = jax.jit(lambda x: function(x, w, SIZES))
     assert "while" not in jax.export.export(run, platforms=["cuda"])(x).mlir_module()
     assert "while" in jax.export.export(run, platforms=["cpu"])(x).mlir_module()
+
+
+@pytest.mark.parametrize(
+    ("kernels", "rows", "expected"),
+    [("auto", 4, 1), ("auto", 30, 4), ("xla", 4, 4), ("xla", 30, 8)],
+)
+def test_a_tile_that_a_kernel_multiplies_has_the_rows_of_a_group(
+    kernels, rows, expected, monkeypatch
+):
+    w = quantize(normal(8, 256, 256, seed=1), "int4", channelwise_axes=[0, 2], tiled_axes={1: 64})
+    x, sizes = normal(rows, 256), jnp.full(8, rows // 8).at[2].add(rows % 8)
+    tiles, multiply = [], group_tiles.dot_general
+
+    def noted(lhs, *others):
+        tiles.append(lhs.shape)
+        return multiply(lhs, *others)
+
+    monkeypatch.setattr(group_tiles, "dot_general", noted)
+    with use(kernels):
+        assert_agrees(function(x, w, sizes), (x, w), sizes)
+    assert set(tiles) == {(expected, 256)}

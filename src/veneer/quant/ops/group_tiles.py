@@ -19,9 +19,10 @@ from jax.typing import DTypeLike
 
 from ..._core.primitives.dimension_numbers import DotDimensionNumbers, without
 from ..qarray import QArray
-from .dot_general import dot_general
+from .dot_general import dot_general, plan_of
+from .product import DotParams
 
-# Fewer rows take as long; with more of them, dequantising a matrix again takes little of the time.
+# By XLA fewer rows take as long; with more, dequantising a matrix again takes little of the time.
 _LEAST_ROWS = 8
 _MOST_ROWS = 256
 
@@ -96,7 +97,7 @@ def _by_tiles(
     numbers, axis, group_axis = params[:3]
     lhs = _with_leading_codes(lhs, axis)
     rhs = _with_leading_codes(rhs, group_axis)
-    packed = rhs.format.bits < 8
+    packed = None if _has_kernel(lhs, rhs, params) else rhs.format.bits < 8
     count = _rows_of_tile(lhs.shape[axis], rhs.shape[group_axis], packed=packed)
     tiles = _tiles(group_sizes, lhs.shape[axis], count)
 
@@ -137,19 +138,39 @@ def _by_tiles(
     return jnp.take(out, tiles.place, row_axis, mode="fill", fill_value=0)
 
 
-def _rows_of_tile(rows: int, groups: int, *, packed: bool) -> int:
+def _has_kernel(lhs: jax.Array | QArray, rhs: QArray, params: GroupedDotParams) -> bool:
+    """Whether a row meets the matrix of its group in a kernel on a CPU."""
+    numbers, axis, group_axis, precision, out_dtype = params
+    of_row = DotParams(numbers.without(None, group_axis), precision, out_dtype)
+    found = []
+
+    def row(lhs: Any, rhs: Any) -> None:
+        one = [lax.slice_in_dim(leaf, 0, 1, axis=axis) for leaf in jax.tree.leaves(lhs)]
+        matrix = [lax.index_in_dim(x, 0, group_axis, keepdims=False) for x in jax.tree.leaves(rhs)]
+        plan = plan_of(_rebuild(lhs, one), _rebuild(rhs, matrix), of_row)
+        found.append("cpu" in plan.kernels_for)
+
+    jax.eval_shape(row, lhs, rhs)
+    return found[0]
+
+
+def _rows_of_tile(rows: int, groups: int, *, packed: bool | None) -> int:
     """Chooses the rows of a tile: the least power of two that holds an average group.
 
     Where codes are unpacked for each tile, which takes as long as to multiply some ten rows, it is
-    one that holds most groups.
+    one that holds most groups. By a kernel, None, a tile takes as long as it has rows, and there
+    is no least.
 
     >>> [_rows_of_tile(rows, 8, packed=False) for rows in (3, 8, 64, 500, 4000)]
     [3, 8, 8, 64, 256]
     >>> [_rows_of_tile(rows, 8, packed=True) for rows in (3, 8, 64, 500, 4000)]
     [3, 8, 16, 128, 256]
+    >>> [_rows_of_tile(rows, 8, packed=None) for rows in (3, 8, 30, 64, 500, 4000)]
+    [1, 1, 4, 8, 64, 256]
     """
     wanted = -(-rows // groups) * (2 if packed else 1)
-    return min(max(1 << (wanted - 1).bit_length(), _LEAST_ROWS), _MOST_ROWS, rows)
+    least = 1 if packed is None else _LEAST_ROWS
+    return min(max(1 << (wanted - 1).bit_length(), least), _MOST_ROWS, rows)
 
 
 class _RowTiles(NamedTuple):
