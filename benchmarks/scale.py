@@ -1,15 +1,18 @@
-"""What a device needs, and is sent, where a model lies in parts on 8 of them; no time is measured.
+"""What a device needs, and is sent, where a model lies in parts on 8 of them; and one of experts.
 
 The first table is of collectives under `shard_map`: the bytes that a device receives of a weight in
 int4, in tiles of 128, beside one in f32. The second is of gradients that are sent quantised: a
 small decoder, trained in full with its batch in parts. *received*: bytes of a step; *loss*: of text
 that it has not seen. The third is of `examples/fsdp.py`: a step of QLoRA, with everything whole on
 each device and in parts. *held*: weights, updates and moments; *at a time*: what the compiled step
-needs besides, too, by `memory_analysis`.
+needs besides, too, by `memory_analysis`. The last is of a layer of `examples/moe.py` on one device,
+by turns, medians: one token, which 4 of 32 experts take.
 """
 
 import re
+import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -28,6 +31,7 @@ import veneer as vn
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 import fsdp
+import moe
 
 AXIS = "devices"
 
@@ -164,12 +168,52 @@ def of_training(config: fsdp.Config) -> Iterator[str]:
         yield f"| {way.name} | {way.held / 1e6:.1f} MB | {fsdp.peak(way.compiled) / 1e6:.1f} MB |"
 
 
+#: Experts in a format, and how they are multiplied: in f32, too, reading those alone that are used.
+EXPERTS: dict[str, Callable[..., jax.Array]] = {
+    "f32": moe.row_by_row,
+    "int4": lax.ragged_dot,
+    "mxfp4": lax.ragged_dot,
+}
+
+
+def of_experts(config: moe.Config, rounds: int = 15) -> Iterator[str]:
+    """The rows of the last table."""
+    config = replace(config, vocab_size=64, num_hidden_layers=1)
+    params = moe.init(jax.random.key(0), config)
+    x = jax.random.normal(jax.random.key(1), (1, 1, config.hidden_size))
+    programs, times = {}, {format: [] for format in EXPERTS}
+    for format, product in EXPERTS.items():
+        stored = params if format == "f32" else moe.quantised(params, format)
+        layer = {k.removeprefix("model.layers.0."): v for k, v in stored.items() if ".mlp." in k}
+        run = jax.jit(vn.implicit(partial(moe.experts, config=config, product=product)))
+        programs[format] = run.lower(layer, x=x).compile(), layer
+    for _ in range(rounds + 1):  # of which the first counts for nothing
+        for format, (run, layer) in programs.items():
+            start = time.perf_counter()
+            run(layer, x=x).block_until_ready()
+            times[format].append(time.perf_counter() - start)
+    of = {format: statistics.median(taken[1:]) for format, taken in times.items()}
+    size = {
+        format: run.memory_analysis().temp_size_in_bytes
+        + sum(leaf.nbytes for leaf in jax.tree.leaves(layer))
+        for format, (run, layer) in programs.items()
+    }
+    yield "| experts | bytes | of f32 | a token | times as fast |"
+    yield "|---|---:|---:|---:|---:|"
+    for format in EXPERTS:
+        smaller, faster = size[format] / size["f32"], of["f32"] / of[format]
+        numbers = f"{size[format] / 1e6:.0f} MB | {smaller:.3f} | {1e3 * of[format]:.2f} ms"
+        yield f"| {format} | {numbers} | {faster:.1f} |"
+
+
 def main() -> None:
     """Prints the tables."""
     jax.config.update("jax_num_cpu_devices", 8)
     quick = "--quick" in sys.argv
     config = fsdp.SMALL if quick else fsdp.Config()
+    experts = moe.SMALL if quick else moe.Config()
     tables = of_collectives(), of_gradients(20 if quick else 500), of_training(config)
+    tables += (of_experts(experts),)
     for line in (line for table in tables for line in (*table, "")):
         print(line, flush=True)
 
