@@ -111,7 +111,9 @@ def call_kernel(
 
     if x_scale is None:
         rest = () if minimum is None else stored("minimum")
-        out = call(x.astype(jnp.float32), *stored("packed"), *stored("scale"), table, *rest)
+        if not target.startswith("veneer_bf16_"):
+            x = x.astype(jnp.float32)
+        out = call(x, *stored("packed"), *stored("scale"), table, *rest)
     else:
         scales = stored("scale")
         if scales.stack.dtype != jnp.float32:  # none but these are read

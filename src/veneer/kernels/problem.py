@@ -140,7 +140,7 @@ class MatmulShape:
     **Arguments:**
 
     - `contracting`: the side of the stored matrix that is summed over, "rows" or "columns".
-    - `activations`: what it meets, "float" or "int8".
+    - `activations`: what it meets, "float", "bfloat16" or "int8".
     - `m`, `k`, `n`: the sizes of the product `[m, k] x [k, n]`; m may be symbolic.
     - `tile`: how many neighbours share a scale along the sum.
     - `batch`: of how many matrices; it may be symbolic.
@@ -201,7 +201,7 @@ class MatmulProblem:
         k = x.shape[2]
         return MatmulShape(
             contracting=self.contracting,
-            activations="float" if x_scale is None else "int8",
+            activations="int8" if x_scale is not None else _float(x),
             m=x.shape[1],
             k=k,
             n=self.out_shape(x, packed)[2],
@@ -211,6 +211,10 @@ class MatmulProblem:
 
     def __repr__(self) -> str:
         return f"MatmulProblem({self.codes.kind}, {self.contracting} contracted)"
+
+
+def _float(x: Any) -> str:
+    return "bfloat16" if x.dtype == jnp.bfloat16 else "float"
 
 
 def operands_of(arrays: Sequence[Any], present: Sequence[bool]) -> MatmulOperands:

@@ -73,6 +73,7 @@ class Candidate:
     - `least_entries`: of the stored matrix: a smaller one is multiplied sooner by XLA, unless it is
       one of a batch of many, as blocks of a cache are.
     - `least_tile`: along the sum: each tile costs a multiplication by its scale.
+    - `least_rows`: of the activations.
     - `opt_in`: whether it is used only where that is asked for.
     """
 
@@ -83,6 +84,7 @@ class Candidate:
     kinds: tuple[str, ...]
     least_entries: int
     least_tile: int = 1
+    least_rows: int = 0
     opt_in: bool = False
 
 
@@ -95,6 +97,10 @@ _LEAST_OF_MANY, _LEAST_OF_ALL = 1 << 11, 1 << 18
 
 #: The first row that fits is taken.
 TABLE = (
+    *(
+        Candidate("cpu", side, "bfloat16", f"veneer_bf16_{side}_{{}}", _ALL, 1 << 14, least_rows=16)
+        for side in ("rows", "columns")
+    ),
     Candidate("cpu", "rows", "float", "veneer_rows_{}", _ALL, 1 << 14),
     Candidate("cpu", "columns", "float", "veneer_columns_{}", _ALL, 1 << 14),
     Candidate("cpu", "rows", "int8", "veneer_integer_rows_{}", INTEGERS, 1 << 14),
@@ -144,13 +150,25 @@ def find(platform: str, codes: Codes, shape: MatmulShape, opt_in: bool = False) 
 
 def _serves(kernel: Candidate, platform: str, codes: Codes, shape: MatmulShape) -> bool:
     return (
-        (kernel.platform, kernel.contracting, kernel.activations)
-        == (platform, shape.contracting, shape.activations)
+        (kernel.platform, kernel.contracting) == (platform, shape.contracting)
+        and _takes(kernel, shape)
         and codes.kind in kernel.kinds
-        and (shape.activations == "float" or codes.is_integer)
+        and (shape.activations != "int8" or codes.is_integer)
         and _is_large(kernel, shape.k * shape.n, shape.batch)
         and shape.tile >= kernel.least_tile
         and (platform not in call.MODULES or call.has_kernel(platform, codes, shape))
+    )
+
+
+def _takes(kernel: Candidate, shape: MatmulShape) -> bool:
+    """Whether a kernel multiplies activations such as these, which may be made f32."""
+    if kernel.activations == "bfloat16":
+        is_many = isinstance(shape.m, int) and shape.m >= kernel.least_rows
+        # Two neighbours are multiplied at once.
+        return shape.activations == "bfloat16" and is_many and shape.k % 2 == 0 and build.has_bf16()
+    return kernel.activations == shape.activations or (kernel.activations, shape.activations) == (
+        "float",
+        "bfloat16",
     )
 
 

@@ -9,6 +9,7 @@ from .cpu import features
 
 #: What each needs of a CPU, by LLVM's names of features; the best first.
 ISAS = {
+    "avx512bf16": {"avx512f", "avx512bw", "avx512vl", "avx512vnni", "avx512bf16"},
     "avx512vnni": {"avx512f", "avx512bw", "avx512vl", "avx512vnni"},
     "avx512": {"avx512f", "avx512bw", "avx512vl"},
     "avx2": {"avx2", "fma"},
@@ -37,4 +38,6 @@ def chosen(name: str | None = None) -> str:
 
 ISA = chosen(os.environ.get("VENEER_KERNELS_ISA"))
 #: How many f32 or int32 a vector holds.
-LANES = {"avx512vnni": 16, "avx512": 16, "avx2": 8, "portable": 4}[ISA]
+LANES = 16 if ISA.startswith("avx512") else {"avx2": 8, "portable": 4}[ISA]
+#: Whether it multiplies bytes, and adds up four products; and pairs of bf16.
+HAS_VNNI, HAS_BF16 = ISA in ("avx512bf16", "avx512vnni"), ISA == "avx512bf16"

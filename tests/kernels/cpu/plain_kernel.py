@@ -90,7 +90,7 @@ def compile() -> bytes:
         free(word(job, words.SCRATCH))
 
     kernel = prepare, count, work, finish
-    return targets.code_of(kernel, NAME, bits=8, contracts_rows=True, is_integer=False)
+    return targets.code_of(kernel, NAME, bits=8, contracts_rows=True, activations="float32")
 
 
 @functools.cache

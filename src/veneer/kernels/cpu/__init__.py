@@ -7,7 +7,7 @@ What knows one CPU from another, and makes machine code of functions, is in `ven
     kinds           the kinds of codes that there are kernels for
     job             what a kernel is to compute, in words
     handlers        a call from XLA becomes a job
-    floats          products of f32 with codes
+    floats          products of f32, or bf16, with codes
     integers        products of int8 with codes
     quantize        codes and scales of f32
 """

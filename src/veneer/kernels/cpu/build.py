@@ -43,6 +43,18 @@ def available() -> str | None:
     return None
 
 
+@functools.cache
+def has_bf16() -> bool:
+    """Returns whether there are kernels that multiply bf16, as the CPU has to."""
+    if available() is not None:
+        return False
+    try:
+        from ...native.isa import HAS_BF16
+    except (ImportError, ValueError):  # which is said where a kernel is built
+        return False
+    return HAS_BF16
+
+
 def target(name: str) -> str:
     """Makes a kernel a target of `jax.ffi.ffi_call` on the CPU, and returns its name.
 
@@ -50,7 +62,8 @@ def target(name: str) -> str:
 
     **Arguments:**
 
-    - `name`: `veneer_rows_{kind}`, `veneer_columns_{kind}`, `veneer_integer_rows_{kind}` or
+    - `name`: `veneer_rows_{kind}`, `veneer_columns_{kind}`, the same with `bf16_` before rows and
+      columns where `has_bf16`, `veneer_integer_rows_{kind}` or
       `veneer_integer_columns_{kind}`, where kind is lookup1, lookup2, lookup4, int8, uint8,
       float8_e4m3fn or float8_e5m2, and without integer_ also planes3, 5, 6 or 7, float6_e2m3fn or
       float6_e3m2fn; or

@@ -30,6 +30,7 @@ from ...native.threads import new_job, release, run
 from . import job as words
 from . import kinds
 
+_, _INT8, _BF16 = range(len(kinds.ACTIVATIONS))
 _row_bytes = native(kinds.row_bytes)
 
 #: A job of fewer products than this is done before another thread has woken up.
@@ -37,7 +38,7 @@ _WORTH_SHARING = 1 << 18
 
 
 @native
-def handle_product(frame, bits, contracts_rows, is_integer, prepare, count, work, finish):
+def handle_product(frame, bits, contracts_rows, activations, prepare, count, work, finish):
     """Handles a call from XLA by a kernel's four C functions; returns an error's address, or 0."""
     if answers_metadata(frame):
         return 0
@@ -45,7 +46,7 @@ def handle_product(frame, bits, contracts_rows, is_integer, prepare, count, work
     if job == 0:
         return error(frame, RESOURCE_EXHAUSTED, "veneer: no memory for a job")
     failure = 0
-    if not _read(frame, job, bits, contracts_rows, is_integer):
+    if not _read(frame, job, bits, contracts_rows, activations):
         failure = error(frame, INVALID_ARGUMENT, "veneer: operands do not fit together")
     elif word(job, words.R) * word(job, words.C) == 0:
         _fill_zeros(job, contracts_rows)
@@ -150,8 +151,10 @@ def _share(size, scales):
 
 
 @native
-def _read(frame, job, bits, contracts_rows, is_integer):
+def _read(frame, job, bits, contracts_rows, activations):
     """Fills in a job, and returns whether the operands of a call fit together."""
+    is_integer = activations == _INT8
+    entry = S8 if is_integer else BF16 if activations == _BF16 else F32
     first = 2 if is_integer else 1  # the matrix, after the activations and maybe their scales
     has_minima = has_buffers(frame, first + 7, 1)
     if not has_minima and not has_buffers(frame, first + 5, 1):
@@ -159,7 +162,7 @@ def _read(frame, job, bits, contracts_rows, is_integer):
     x, matrix, out = argument(frame, 0), argument(frame, first), result(frame, 0)
     scale, table = argument(frame, first + 2), argument(frame, first + 4)
     if not (
-        _is_array(x, S8 if is_integer else F32, 3)
+        _is_array(x, entry, 3)
         and (rank(matrix) == 3 or rank(matrix) == 4)
         and _are_numbers(scale)
         and _is_array(table, F32, 1)

@@ -7,7 +7,7 @@ count entries, not bytes.
 #: Words that a job has, and where each is.
 WORDS = 21
 (
-    X,  # address of the activations, [BATCH, M, K]
+    X,  # address of the activations, [BATCH, M, K]: f32, int8 or bf16, by the kernel
     W,  # of the stored matrices, [BATCH, R, ROW_BYTES]; several may lie side by side: see NEXT_ROW
     SCALE,  # of its scales, [BATCH, R / TR, C / TC]
     TABLE,  # of what fields are worth, f32 [16]

@@ -14,6 +14,9 @@ BITS = LOOKUP_BITS | PLANE_BITS | dict.fromkeys(BYTES, 8)
 #: Those that there are kernels for whose activations are integers, too.
 INTEGERS = (*LOOKUP_BITS, "int8", "uint8")
 
+#: The types of activations that kernels multiply, in the order that handlers know them by.
+ACTIVATIONS = ("float32", "int8", "bfloat16")
+
 #: The formats that there are kernels to quantise to, and the bits of their codes.
 QUANTIZED_BITS = {"int8": 8, "int4": 4, "nf4": 4}
 #: Where tiles lie within a row, such a kernel takes so many columns, or a multiple of it: they are

@@ -8,13 +8,13 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from .kinds import BITS, INTEGERS, QUANTIZED_BITS
+from .kinds import ACTIVATIONS, BITS, INTEGERS, QUANTIZED_BITS
 
 #: The object file of what all kernels share, and its functions.
 SHARED, HANDLERS = "veneer_shared", ("veneer_handle_product", "veneer_handle_quantise")
 _PRODUCT, _QUANTIZE = HANDLERS
 
-_NAME = re.compile(r"veneer_(integer_)?(rows|columns)_(\w+)")
+_NAME = re.compile(r"veneer_(integer_|bf16_)?(rows|columns)_(\w+)")
 
 
 def object_code(name: str) -> bytes:
@@ -27,15 +27,16 @@ def object_code(name: str) -> bytes:
     if name.startswith("veneer_quantise_"):
         return _quantizer(name, name.removeprefix("veneer_quantise_"))
     match = _NAME.fullmatch(name)
-    if match is None or match[3] not in (INTEGERS if match[1] else BITS):
+    if match is None or match[3] not in (INTEGERS if match[1] == "integer_" else BITS):
         raise KeyError(f"there is no kernel {name}")
-    integer, orientation, kind = match.groups()
+    prefix, orientation, kind = match.groups()
+    activations = {"integer_": "int8", "bf16_": "bfloat16"}.get(prefix, "float32")
     return code_of(
-        _kernel(bool(integer), orientation, kind),
+        _kernel(activations, orientation, kind),
         name,
         bits=BITS[kind],
         contracts_rows=orientation == "rows",
-        is_integer=bool(integer),
+        activations=activations,
     )
 
 
@@ -49,22 +50,28 @@ def _shared() -> bytes:
     return file.code()
 
 
-def _kernel(is_integer: bool, orientation: str, kind: str) -> Any:
+def _kernel(activations: str, orientation: str, kind: str) -> Any:
     """The four functions of a kernel, whose module is imported only now."""
-    if is_integer:
+    if activations == "int8":
         from .integers import kernels
 
         rows_kernel, columns_kernel = kernels.rows_kernel, kernels.columns_kernel
         return (rows_kernel if orientation == "rows" else columns_kernel)(kind)
+    if activations == "bfloat16":
+        from .floats import bf16
+
+        return bf16.kernel(orientation, kind)
     from .floats import columns, rows
 
     return (rows if orientation == "rows" else columns).kernel(kind)
 
 
-def code_of(kernel: Any, name: str, *, bits: int, contracts_rows: bool, is_integer: bool) -> bytes:
+def code_of(kernel: Any, name: str, *, bits: int, contracts_rows: bool, activations: str) -> bytes:
     """Returns the object file of the kernel `(prepare, count, work, finish)`."""
     functions = dict(zip(("prepare", "count", "work", "finish"), kernel, strict=True))
-    return _code_of(functions, name, _PRODUCT, [bits, int(contracts_rows), int(is_integer)])
+    return _code_of(
+        functions, name, _PRODUCT, [bits, int(contracts_rows), ACTIVATIONS.index(activations)]
+    )
 
 
 def _quantizer(name: str, kind: str) -> bytes:

@@ -5,6 +5,7 @@ knows of it how many numbers a vector has, and how many vectors there are regist
 
     blocks          the type of a block, how an instruction is made, and what emits its code
     floats          f32: made, read, written, multiplied and added up
+    bf16            pairs of bf16, and products of them
     order           neighbours parted among vectors, and brought together
     small_floats    f32 of floats of 16 and 8 bits
     codes           what codes are worth, as f32

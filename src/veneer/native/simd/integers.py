@@ -9,7 +9,7 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
-from ..isa import ISA, LANES
+from ..isa import HAS_VNNI, ISA, LANES
 from ..memory import I32, pointer
 from .blocks import (
     FLOATS,
@@ -194,7 +194,7 @@ def sum_lanes(vector):
 
 def _dot(builder: Any, total: Any, x: Any, w: Any) -> Any:
     """Adds four products of bytes to each lane: `w` has no sign, `x` has one."""
-    if ISA == "avx512vnni":
+    if HAS_VNNI:
         return call_llvm(builder, "llvm.x86.avx512.vpdpbusd.512", INTS, total, w, x)
     if ISA == "portable":
         for i in range(4):

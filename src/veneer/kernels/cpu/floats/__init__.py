@@ -1,4 +1,4 @@
-"""Products of f32 activations with stored matrices: codes become f32 in registers, or nearby.
+"""Products of floats with stored matrices: codes become f32 in registers, or nearby; or bf16.
 
 `rows.py` and `columns.py` are the kernels; which side of the matrix is contracted decides how it is
 read, and how many rows of x there are, what counts.
@@ -13,6 +13,8 @@ read, and how many rows of x there are, what counts.
     columns_few     for few: panels of the matrix are decoded in registers
     columns_many    for many: blocks of the matrix are decoded, scaled and transposed first
     columns_x       x in the order that panels are decoded in
+    bf16            either side contracted, for many rows of bf16
+    pairs           f32, or pairs of bf16: what many rows of x may be
     scales          scales and minima, as f32
     minima          what minima add, for few rows of x
     panels          the product with a panel, and its scales

@@ -2,7 +2,8 @@
 
 A part is a few vectors of rows of W, times some rows of x. As many columns of W as the innermost
 cache holds are decoded, scaled and transposed, and multiplied by the rows of x where they lie; then
-the next. Sums are in memory meanwhile.
+the next. Sums are in memory meanwhile. Where x is bf16, and the CPU multiplies pairs of it, so is
+what is decoded, two columns in a lane (`pairs.py`).
 """
 
 from typing import Any
@@ -13,10 +14,11 @@ from ....native.functions import native
 from ....native.isa import LANES
 from ....native.memory import load_f32, prefetch, stack, store_f32, word
 from ....native.simd.codes import load_table
-from ....native.simd.floats import load, outer, splat, store, store_block, zeros
+from ....native.simd.floats import load, splat, store, store_block, zeros
 from ....native.simd.planes import store_codes_of_planes
 from ..job import BATCH, MINIMUM, NEXT_ROW, OUT, ROW_BYTES, SCALE, TABLE, TC, TR, C, M, R, X
 from ..kinds import BITS, LOOKUP_BITS, PLANE_BITS, byte_of_planes
+from .pairs import F32, Numbers
 from .panels import copy, load_block, store_bytes, store_fields, transpose
 from .place import row_of
 from .scales import has_minima, read_tiles
@@ -51,28 +53,30 @@ def count(job):
     return word(job, BATCH) * blocks * parts
 
 
-def worker(kind: str) -> Any:
-    """Makes what computes a part, of at least ROWS rows of x, for codes of a kind."""
-    decode = _decode(kind)
+def worker(kind: str, numbers: Numbers = F32) -> Any:
+    """Makes what computes a part, of at least ROWS rows of such numbers, for a kind of codes."""
+    decode, multiply, pair, SIZE, EACH = _decode(kind), _products(numbers.outer), *numbers[1:]
 
     @native
     def work(job, part):
-        sums, decoded = stack(_SUMS), stack(_DECODED)
+        sums, decoded, paired = stack(_SUMS), stack(_DECODED), stack(_DECODED)
         groups, blocks, parts = _cut(job)
         first, rest = part % parts * _PART, part // parts
         last, block, batch = min(first + _PART, word(job, R)), rest % blocks, rest // blocks
         group, end = block * groups // blocks, (block + 1) * groups // blocks
         rows, columns = word(job, M), word(job, C)
-        x = word(job, X) + 4 * batch * rows * columns
+        x, next_row = word(job, X) + SIZE * batch * rows * columns, SIZE * columns
         for k in range(0, columns, _DEPTH):
             depth = min(_DEPTH, columns - k)
             decode(job, decoded, batch, first, last, k, depth)
+            w, steps = pair(decoded, depth, _PART, paired, paired), depth // EACH
             for g in range(group, end):
                 # The last group has rows of the one before, if there are not enough.
                 row, at = min(ROWS * g, rows - ROWS), sums + (g - group) * _GROUP
-                _prefetch(x + 4 * ((row + ROWS) * columns + k), 4 * columns, depth)
+                at_x = x + row * next_row + SIZE * k
+                _prefetch(at_x + ROWS * next_row, next_row, steps)
                 total = zeros(ROWS, _ACROSS) if k == 0 else load_block(at, ROWS, _ACROSS)
-                total = _products(total, x + 4 * (row * columns + k), 4 * columns, decoded, depth)
+                total = multiply(total, at_x, next_row, w, steps)
                 if k + depth < columns:
                     store(at, total)
                 else:
@@ -89,12 +93,15 @@ def _prefetch(x, next_row, depth):
             prefetch(x + row * next_row + byte)
 
 
-@native
-def _products(total, x, next_row, w, depth):
-    """Adds the products of a group of rows of x by so many decoded columns."""
-    for k in range(depth):
-        total = outer(total, x + 4 * k, next_row, load(w + _ROW * k, _ACROSS))
-    return total
+def _products(outer: Any) -> Any:
+    @native
+    def products(total, x, next_row, w, depth):
+        """Adds the products of a group of rows of x by so many decoded columns, or pairs."""
+        for k in range(depth):
+            total = outer(total, x + 4 * k, next_row, load(w + _ROW * k, _ACROSS))
+        return total
+
+    return products
 
 
 @native

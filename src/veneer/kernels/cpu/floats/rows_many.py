@@ -3,6 +3,9 @@
 It stays in the first cache as f32, times its scales. Then it is like any product of dense matrices:
 a few rows of x times a few vectors of the block are summed up in registers. As scales are part of
 what is decoded, tiles may have any shape.
+
+Where x is bf16, and the CPU multiplies pairs of it, so is what is decoded, two rows in a lane
+(`pairs.py`).
 """
 
 from typing import Any, NamedTuple
@@ -18,7 +21,6 @@ from ....native.simd.floats import (
     inner,
     load,
     moved,
-    outer,
     splat,
     store,
     store_sums,
@@ -27,6 +29,7 @@ from ....native.simd.floats import (
 from ..job import BATCH, MINIMUM, NEXT_ROW, OUT, SCALE, TABLE, TC, TR, C, M, R, X
 from ..kinds import BITS
 from .decode import reader, row_bytes
+from .pairs import F32, Numbers
 from .place import row_of
 from .scales import has_minima, read_tiles
 
@@ -35,7 +38,7 @@ PANEL, BLOCK = 128, 48
 #: Rows of x that are multiplied at once, and vectors: as many sums as registers hold.
 _ROWS, _VECTORS = 6, {16: 4, 8: 2, 4: 2}[LANES]
 #: Rows of x in a part, at most: their results stay in the second cache.
-_PART = 192
+_PART = 256
 
 _BLOCK_BYTES, _ROW_BYTES, _SUMS_BYTES = (4 * rows * PANEL for rows in (BLOCK, 1, _ROWS))
 _ZERO, _ONE = np.float32(0), np.float32(1)
@@ -138,8 +141,11 @@ def clear(address, stride, rows, columns):
             store_f32(address + row * stride + 4 * column, 0.0)
 
 
-def _product(rows: int, columns: int) -> Any:
-    """Makes the innermost loop: some rows of x times a block, that many vectors at a time."""
+def _product(rows: int, columns: int, outer: Any) -> Any:
+    """Makes the innermost loop: some rows of x times a block, that many vectors at a time.
+
+    A row of the block, and a step in x, is of 32 bits a number: f32, or a pair.
+    """
 
     @native
     def product(x, x_stride, w, depth, y, y_stride):
@@ -154,39 +160,43 @@ def _product(rows: int, columns: int) -> Any:
     return product
 
 
-_product_of_many = _product(_ROWS, _VECTORS)
-_product_of_2 = _product(2, 2 * _VECTORS)
-_product_of_1 = _product(1, 2 * _VECTORS)
+def _multiplication(outer: Any) -> Any:
+    """Makes what multiplies rows of x with a block, by an instruction for what they are of."""
+    product_of_many = _product(_ROWS, _VECTORS, outer)
+    product_of_2, product_of_1 = (_product(rows, 2 * _VECTORS, outer) for rows in (2, 1))
+
+    @native
+    def multiply(x, x_stride, rows, w, depth, y, y_stride, columns):
+        """Multiplies with a block, of which so many columns are to be added to y."""
+        not_inlined()
+        sums = stack(_SUMS_BYTES)
+        row = 0
+        while row < rows:
+            count = _ROWS if row + _ROWS <= rows else min(2, rows - row)
+            top, to, stride = x + row * x_stride, y + row * y_stride, y_stride
+            if columns < PANEL:
+                to, stride = sums, 4 * PANEL
+                clear(sums, stride, count, PANEL)
+            if count == _ROWS:
+                for next in range(_ROWS, 2 * _ROWS):
+                    for byte in range(0, 4 * BLOCK, 64):
+                        prefetch(top + next * x_stride + byte)
+                product_of_many(top, x_stride, w, depth, to, stride)
+            elif count == 2:
+                product_of_2(top, x_stride, w, depth, to, stride)
+            else:
+                product_of_1(top, x_stride, w, depth, to, stride)
+            if columns < PANEL:
+                add_rows(sums, stride, count, columns, y + row * y_stride, y_stride)
+            row += count
+
+    return multiply
 
 
-@native
-def _multiply(x, x_stride, rows, w, depth, y, y_stride, columns):
-    """Multiplies with a block, of which so many columns are to be added to y."""
-    not_inlined()
-    sums = stack(_SUMS_BYTES)
-    row = 0
-    while row < rows:
-        count = _ROWS if row + _ROWS <= rows else min(2, rows - row)
-        top, to, stride = x + row * x_stride, y + row * y_stride, y_stride
-        if columns < PANEL:
-            to, stride = sums, 4 * PANEL
-            clear(sums, stride, count, PANEL)
-        if count == _ROWS:
-            for next in range(_ROWS, 2 * _ROWS):
-                for byte in range(0, 4 * BLOCK, 64):
-                    prefetch(top + next * x_stride + byte)
-            _product_of_many(top, x_stride, w, depth, to, stride)
-        elif count == 2:
-            _product_of_2(top, x_stride, w, depth, to, stride)
-        else:
-            _product_of_1(top, x_stride, w, depth, to, stride)
-        if columns < PANEL:
-            add_rows(sums, stride, count, columns, y + row * y_stride, y_stride)
-        row += count
-
-
-def multiplier(kind: str) -> Multiplier:
-    """Makes a kernel for codes of a kind."""
+def multiplier(kind: str, numbers: Numbers = F32) -> Multiplier:
+    """Makes a kernel for codes of a kind, and activations that are such numbers."""
+    multiply, pair, SIZE, EACH = _multiplication(numbers.outer), numbers.pair, *numbers[2:]
+    DEPTH = EACH * BLOCK  # rows that are multiplied at once
     bits = BITS[kind]
     decoded, ordered = reader(kind)
     panel_bytes = PANEL * bits // 8
@@ -225,14 +235,18 @@ def multiplier(kind: str) -> Multiplier:
     @native
     def add_product(job, batch, row, rows, column, first, last, y):
         not_inlined()
-        block = stack(_BLOCK_BYTES)
-        x_stride, y_stride = 4 * word(job, R), 4 * word(job, C)
+        block, paired = stack(_BLOCK_BYTES), stack(_BLOCK_BYTES)
+        x_stride, y_stride = SIZE * word(job, R), 4 * word(job, C)
         x = word(job, X) + (batch * word(job, M) + first) * x_stride
         columns = min(PANEL, word(job, C) - column)
-        for k in range(row, row + rows, BLOCK):
-            depth = min(BLOCK, row + rows - k)
-            decode(job, batch, k, depth, column, block)
-            _multiply(x + 4 * k, x_stride, last - first, block, depth, y, y_stride, columns)
+        for k in range(row, row + rows, DEPTH):
+            depth, w = min(DEPTH, row + rows - k), block
+            for i in range(0, depth, BLOCK):
+                some = min(BLOCK, depth - i)
+                decode(job, batch, k + i, some, column, block)
+                w = pair(block, some, PANEL, paired + 4 * PANEL * (i // EACH), paired)
+            at_x = x + SIZE * k
+            multiply(at_x, x_stride, last - first, w, depth // EACH, y, y_stride, columns)
 
     @native
     def count(job):
