@@ -5,8 +5,9 @@ int4, in tiles of 128, beside one in f32. The second is of gradients that are se
 small decoder, trained in full with its batch in parts. *received*: bytes of a step; *loss*: of text
 that it has not seen. The third is of `examples/fsdp.py`: a step of QLoRA, with everything whole on
 each device and in parts. *held*: weights, updates and moments; *at a time*: what the compiled step
-needs besides, too, by `memory_analysis`. The last is of a layer of `examples/moe.py` on one device,
-by turns, medians: one token, which 4 of 32 experts take.
+needs besides, too, by `memory_analysis`. The fourth is of `examples/offload.py`: a step on one
+device with layers in its memory, and in the host's. The last is of a layer of `examples/moe.py`, of
+32 experts of which a token takes 4. Times are medians, by turns.
 """
 
 import re
@@ -32,6 +33,7 @@ import veneer as vn
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 import fsdp
 import moe
+import offload
 
 AXIS = "devices"
 
@@ -168,6 +170,26 @@ def of_training(config: fsdp.Config) -> Iterator[str]:
         yield f"| {way.name} | {way.held / 1e6:.1f} MB | {fsdp.peak(way.compiled) / 1e6:.1f} MB |"
 
 
+def of_offload(config: fsdp.Config, rounds: int = 5) -> Iterator[str]:
+    """The rows of the fourth table."""
+    tokens = fsdp.text(config)
+    ways = list(offload.ways(config, tokens))
+    args, times = [way.args for way in ways], [list[float]() for _ in ways]
+    for _ in range(rounds + 1):  # of which the first counts for nothing
+        for i, way in enumerate(ways):
+            start = time.perf_counter()
+            updates, state, _ = jax.block_until_ready(way.compiled(*args[i], tokens))
+            times[i].append(time.perf_counter() - start)
+            args[i] = updates, state, args[i][2]
+    yield "| weights | on the host | on the device, at a time | time of a step |"
+    yield "|---|---:|---:|---:|"
+    medians = [statistics.median(taken[1:]) for taken in times]
+    for i, way in enumerate(ways):
+        one = medians[i] / medians[i - i % 2]  # those on the device come first
+        sizes = f"{way.on_host / 1e6:.1f} MB | {way.on_device / 1e6:.1f} MB"
+        yield f"| {way.name} | {sizes} | {one:.2f} |"
+
+
 #: Experts in a format, and how they are multiplied: in f32, too, reading those alone that are used.
 EXPERTS: dict[str, Callable[..., jax.Array]] = {
     "f32": moe.row_by_row,
@@ -213,7 +235,7 @@ def main() -> None:
     config = fsdp.SMALL if quick else fsdp.Config()
     experts = moe.SMALL if quick else moe.Config()
     tables = of_collectives(), of_gradients(20 if quick else 500), of_training(config)
-    tables += (of_experts(experts),)
+    tables += of_offload(config), of_experts(experts)
     for line in (line for table in tables for line in (*table, "")):
         print(line, flush=True)
 

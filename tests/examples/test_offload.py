@@ -1,0 +1,89 @@
+"""Layers in the memory of the host: the same values, sent as they are stored, and less a device."""
+
+import re
+from dataclasses import replace
+
+import fsdp
+import jax
+import jax.numpy as jnp
+import numpy as np
+import offload as example
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import veneer as vn
+
+pytestmark = [pytest.mark.divided(by="file"), pytest.mark.long(quick=0)]
+
+CONFIG = replace(fsdp.SMALL, num_layers=8)
+TOKENS = fsdp.text(CONFIG)
+
+
+@pytest.fixture(scope="module")
+def ways():
+    return {way.name: way for way in example.ways(CONFIG, TOKENS)}
+
+
+@pytest.mark.parametrize("format", ["f32", "int4"])
+def test_a_step_is_that_of_weights_on_the_device(format, ways):
+    def step(where):
+        way = ways[f"{format}, {where}"]
+        return way.compiled(*jax.tree.map(jnp.copy, way.args[:2]), way.args[2], TOKENS)
+
+    same = lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+    jax.tree.map(same, step("layers on the host"), step("on the device"))
+
+
+@pytest.mark.parametrize("format", ["f32", "int4"])
+def test_the_device_needs_all_that_less_but_two_layers(format, ways):
+    away, there = (ways[f"{format}, {where}"] for where in ("layers on the host", "on the device"))
+    layers = sum(x.nbytes for x in jax.tree.leaves(away.args[2]["layers"]))
+    assert (away.on_host, there.on_host) == (layers, 0)
+    assert there.on_device - away.on_device > (1 - 2 / CONFIG.num_layers) * layers - 1e5
+
+
+def test_layers_are_sent_packed_one_at_a_time(ways):
+    updates, _, weights = ways["int4, layers on the host"].args
+    loss = lambda *args: fsdp.loss(*args, TOKENS, CONFIG, example.sent)
+    run = jax.jit(vn.implicit(jax.grad(loss)))
+    lowered = run.trace(updates, weights).lower(lowering_platforms=("cuda",)).as_text()
+    found = re.findall(r"@annotate_device_placement\(.*?-> tensor<(.*?)>", lowered)
+    sizes = [
+        (dtype, np.prod([*map(int, shape)])) for *shape, dtype in (x.split("x") for x in found)
+    ]
+    codes = CONFIG.width * CONFIG.width // 2
+    assert [n for dtype, n in sizes if dtype == "ui8"] == [codes] * 14  # of 7 weights, and again
+    assert max(n for dtype, n in sizes if dtype == "f32") <= CONFIG.width * fsdp.TILE
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+def test_layers_may_lie_in_parts_on_the_hosts_of_devices():
+    mesh = jax.make_mesh((8,), (fsdp.AXIS,), axis_types=(AxisType.Auto,))
+    weights, updates = fsdp.init(jax.random.key(0), CONFIG)
+    weights = fsdp.quantised(weights)
+    specs = fsdp.specs(weights)
+    kind = lambda spec: NamedSharding(mesh, spec, memory_kind="pinned_host")
+    placed = vn.device_put(weights, jax.tree.map(kind, specs))
+    assert placed["layers"]["up"].packed.sharding.memory_kind == "pinned_host"
+    assert placed["layers"]["up"].packed.addressable_shards[0].data.shape[1] == CONFIG.width // 8
+    whole = lambda x, axis: lax.all_gather(example.sent(x, axis), fsdp.AXIS, axis=axis, tiled=True)
+
+    def loss(updates, weights, tokens):
+        own = lambda x, axis: x if x.ndim == 2 and CONFIG.rank in x.shape else whole(x, axis)
+        return lax.pmean(fsdp.loss(updates, weights, tokens, CONFIG, own), fsdp.AXIS)
+
+    step = jax.shard_map(loss, mesh=mesh, in_specs=(P(), specs, P(fsdp.AXIS)), out_specs=P())
+    alone = vn.implicit(fsdp.loss)(updates, weights, TOKENS, CONFIG, example.here)
+    found = jax.jit(vn.implicit(step))(updates, placed, TOKENS)
+    np.testing.assert_allclose(found, alone, rtol=1e-5)
+
+
+def test_a_checkpoint_is_read_into_the_hosts_memory(tmp_path):
+    weights, _ = fsdp.init(jax.random.key(0), fsdp.SMALL)
+    vn.save(tmp_path / "model", fsdp.quantised(weights))
+    host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    read = vn.load(tmp_path / "model", shardings=[(r"layers\..*", host)])
+    kinds = {x.sharding.memory_kind for x in jax.tree.leaves(read["layers"])}
+    assert (kinds, read["head"].packed.sharding.memory_kind) == ({"pinned_host"}, "device")
