@@ -24,7 +24,7 @@ from veneer.demo import model
 from veneer.demo.fetch import ENCODER, fetch
 from veneer.demo.sentences import sentences
 
-sys.path.append(str(Path(__file__).parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))  # whose `decode` is meant
 import decode
 import decoder
 

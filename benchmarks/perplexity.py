@@ -108,13 +108,16 @@ CACHES: dict[str, tuple[Any, Any]] = {
     "uint4, tile 16": (_by_token("uint4", 16, "minmax"), _by_token("uint4", 16, "minmax")),
     "int4": (_by_token("int4"), _by_token("int4")),
     **{
-        f"uint4, keys by channel in blocks of {block}": (
+        f"uint4, keys by channel in blocks of {block}, values in tiles of {tile}": (
             _by_channel("uint4", block, "minmax"),
-            _by_token("uint4", 32, "minmax"),
+            _by_token("uint4", tile, "minmax"),
         )
-        for block in (16, 32, 64)
+        for block, tile in ((32, 16), (16, 32), (32, 32), (64, 32))
     },
-    "int4, keys by channel in blocks of 32": (_by_channel("int4", 32), _by_token("int4", 32)),
+    "int4, keys by channel in blocks of 32, values in tiles of 32": (
+        _by_channel("int4", 32),
+        _by_token("int4", 32),
+    ),
 }
 
 

@@ -183,6 +183,30 @@ def rows(table: Table) -> Figure:
     return drawn
 
 
+def decoding(table: Table) -> Figure:
+    drawn, (axes,) = figure(6.4, 4.4)
+    formats = [name for name in table.rows if name != "reading memory"]
+    (bandwidth,) = table.numbers("reading memory", "MB a token")
+    megabytes = np.array([table.numbers(name, "MB a token")[0] for name in formats])
+    ends = np.array([megabytes.min() / 1.4, megabytes.max() * 1.4])
+    axes.loglog(ends, bandwidth / ends, color=MUTED, lw=1.2, ls=":", label="reading memory")
+    for side, said, colour, mark in (
+        ("tokens a second", "here", BLUE, "o"),
+        ("llama.cpp", "llama.cpp", RED, "s"),
+    ):
+        rates = [table.numbers(name, side)[0] for name in formats]
+        axes.plot(megabytes, rates, mark, ms=6, color=colour, label=said)
+    for name, x in zip(formats, megabytes, strict=True):
+        above = max(n for n in table.numbers(name, "tokens a second", "llama.cpp") if n == n)
+        options: dict = {"textcoords": "offset points", "ha": "center", "fontsize": 8}
+        axes.annotate(name.replace(", ", "\n"), (x, above), (0, 8), color=MUTED, **options)
+    ticks(axes.xaxis, [300, 600, 1200, 2400])
+    ticks(axes.yaxis, [2, 5, 10, 20, 50, 100])
+    axes.legend(loc="lower left", frameon=False, labelcolor=INK)
+    say(axes, x="MB that a token reads", y="tokens a second", title="A Llama, one text")
+    return drawn
+
+
 def structured(table: Table) -> Figure:
     drawn, (axes,) = figure(6.4, 4.8)
     columns = [name for name in table.headings if name.startswith("µs")]
@@ -317,6 +341,7 @@ TABLES: dict[str, tuple[Callable[[Table], Figure], str, str]] = {
     "fidelity": (fidelity, "docs/ptq.md", "|  | MB | to nearest | least error"),
     "demo": (demo, "README.md", "| format | bytes | of f32 |"),
     "rows": (rows, "docs/performance.md", "| N = 4096 | M = 1, ms |"),
+    "decoding": (decoding, "docs/performance.md", "| Llama, bounds |"),
     "solves": (structured, "docs/benchmarks.md", "| solve | operations |"),
     "products": (structured, "docs/benchmarks.md", "| product | operations |"),
 }

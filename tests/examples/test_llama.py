@@ -422,6 +422,19 @@ def test_a_quantised_cache_stays_packed(params, texts, qtype):
         np.testing.assert_array_equal(found, continued(params, texts, config=config))
 
 
+def test_keys_may_share_scales_in_blocks_of_tokens(texts):
+    """As KIVI has them, in the same program."""
+    config = dataclasses.replace(CONFIG, head_dim=64)
+    params = llama.init(jax.random.key(0), config)
+    cache = quantised("int8", config, 3, 2048)
+    how = {"channelwise_axes": (0, 2), "tiled_axes": {1: 32}, "block_axis": 1}
+    by_channel = lambda x: vn.quant.zeros(x.shape, "int8", **how)
+    cache = cache._replace(keys=tuple(map(by_channel, cache.keys)))
+    run = vn.implicit(llama.generate, on_materialise="error")
+    found = continued(params, texts, run=run, config=config, cache=cache, chunk=4)
+    np.testing.assert_array_equal(found, continued(params, texts, config=config))
+
+
 def test_a_cache_must_have_the_room(params, texts):
     cache = llama.empty_cache(CONFIG, 3, 16)
     with pytest.raises(ValueError, match="room for 17 tokens is wanted, not for 16"):

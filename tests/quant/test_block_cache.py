@@ -166,3 +166,26 @@ def test_narrow_dtypes(dtype):
 def test_what_no_blocks_are(axis, tiles, message):
     with pytest.raises(ValueError, match=message):
         vn.quant.zeros((H, S, D), "int4", channelwise_axes=(0,), tiled_axes=tiles, block_axis=axis)
+
+
+def test_high_types_keep_it():
+    tokens, x = draw(H, 7, D), draw(H, 3, D, seed=1)
+    with vn.hijax.enabled():
+        step = jax.jit(lambda c, u: lax.dynamic_update_slice(c, u, (0, 2, 0)))
+        cache = step(empty(), tokens)
+        scores = jax.jit(PRODUCTS["einsum"])(x, cache)
+    expected = write(empty(), tokens, 2)
+    np.testing.assert_allclose(cache.materialise(), expected.materialise(), atol=1e-6)
+    np.testing.assert_allclose(
+        scores, PRODUCTS["einsum"](x, expected.materialise()), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_many_are_mapped_from_outside():
+    caches = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), empty())
+    tokens, at = draw(2, H, 3, D), jnp.array([2, 11])
+    out = jax.vmap(write)(caches, tokens, at)
+    for i in range(2):
+        one = jax.tree.map(lambda leaf, i=i: leaf[i], out)
+        expected = write(empty(), tokens[i], at[i])
+        np.testing.assert_allclose(one.materialise(), expected.materialise(), atol=1e-6)

@@ -1,0 +1,142 @@
+"""What `decode.py` times, formats of weights and texts of a batch; and the tables of it."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from cpu_matmul import READING
+from measure import markdown_table
+
+import veneer as vn
+
+MATRICES = r".*(_proj|lm_head|embed_tokens)\.weight"
+PRODUCTS = r".*(_proj|lm_head)\.weight"
+
+
+@dataclass(frozen=True)
+class Format:
+    """How weights are stored, and which of llama.cpp's files has as many bits.
+
+    **Arguments:**
+
+    - `rule`: what a `vn.quant.Rule` takes beside the names; None where weights are dense.
+    - `dtype`: that of a dense one.
+    - `beside`: the format of the file that is timed beside; None is its own.
+    - `target`, `prompt_target`: of decoding at batch 1, and of reading a prompt, as many times as
+      fast as llama.cpp.
+    """
+
+    name: str
+    rule: Mapping[str, Any] | None = None
+    dtype: str = "float32"
+    beside: str | None = None
+    target: float | None = None
+    prompt_target: float | None = None
+
+    def stored(self, dense: Mapping[str, jax.Array]) -> dict[str, Any]:
+        """Parameters as this format has them."""
+        if self.rule is None:
+            is_wide = lambda x: self.dtype if x.ndim > 1 else "float32"
+            return {name: x.astype(is_wide(x)) for name, x in dense.items()}
+        rules = [vn.quant.Rule(PRODUCTS, **self.rule)]
+        rows = {k: v for k, v in self.rule.items() if k != "act_qtype"}
+        rules.append(vn.quant.Rule(MATRICES, **rows))
+        return vn.quant.quantize_tree(dict(dense), rules)
+
+
+def _blocks(qtype: str, **others: Any) -> dict[str, Any]:
+    """A scale of f16 for 32 values, as the blocks of GGUF have."""
+    return {"qtype": qtype, "tile_size": 32, "tile_axis": -1, "scale_dtype": "float16", **others}
+
+
+def _tiles(qtype: str, tile: int | None, **others: Any) -> dict[str, Any]:
+    return {"qtype": qtype, "tile_size": tile, "tile_axis": -1, **others}
+
+
+FORMATS = (
+    Format("f32"),
+    Format("bf16", dtype="bfloat16"),
+    Format("Q4_0", _blocks("int4"), target=1.1),
+    Format("Q4_1", _blocks("uint4", calibration_method="minmax"), target=1.1),
+    Format("Q8_0", _blocks("int8"), target=1.1),
+    Format("Q4_0, activations int8", _blocks("int4", act_qtype="int8"), beside="Q4_0", target=1.1),
+    Format("Q8_0, activations int8", _blocks("int8", act_qtype="int8"), beside="Q8_0", target=1.1),
+    Format("int4, tile 128", _tiles("int4", 128), beside="Q4_0", target=1.1),
+    Format("w4a8", _tiles("int4", 128, act_qtype="int8"), beside="Q4_0", prompt_target=2),
+    Format("int8", _tiles("int8", None), beside="Q8_0", target=1.1),
+    Format("w8a8", _tiles("int8", None, act_qtype="int8"), beside="Q8_0"),
+)
+#: Of SmolLM2, whose shapes no tile of 128 divides.
+SHIPPED = (
+    Format("Q4_1, as shipped", target=1.0, prompt_target=1.0),
+    Format("int4, tile 64", _tiles("int4", 64), beside="Q4_1, as shipped"),
+    Format("w4a8, tile 64", _tiles("int4", 64, act_qtype="int8"), beside="Q4_1, as shipped"),
+)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Tokens a second of texts that go on after a context; of a prompt, which is read."""
+
+    context: int
+    batch: int
+    is_prompt: bool = False
+
+    def __str__(self) -> str:
+        return f"prompt of {self.context}" if self.is_prompt else f"after {self.context:,}"
+
+
+class Kept:
+    """What was measured, now and before, of one model: by format and cell, `[ours, theirs]`."""
+
+    def __init__(self, kept: dict[str, Any], title: str):
+        self.kept, self.title = kept, title
+
+    def __getitem__(self, at: tuple[Format, Cell | str]) -> Any:
+        """None where there is nothing."""
+        return self.kept.get(self._key(*at))
+
+    def __setitem__(self, at: tuple[Format, Cell | str], found: Any) -> None:
+        self.kept[self._key(*at)] = found
+        print(self._key(*at), found, file=sys.stderr, flush=True)
+
+    def _key(self, format: Format, what: Cell | str) -> str:
+        batch = f", {what.batch}" if isinstance(what, Cell) else ""
+        return f"{self.title}, {format.name}{batch}, {what}"
+
+
+def tables(formats: Sequence[Format], cells: Sequence[Cell], kept: Kept) -> str:
+    """A table for each batch, and one of what bounds a token: the bytes that are read for it."""
+    title, printed = kept.title, []
+    every = [cell for cell in cells if any(kept[f, cell] for f in formats)]
+    formats = [f for f in formats if any(kept[f, cell] for cell in every)]
+    for batch in dict.fromkeys(cell.batch for cell in every):
+        columns = [cell for cell in every if cell.batch == batch]
+        rows = [[f.name, *(_cell(f, c, kept[f, c]) for c in columns)] for f in formats]
+        texts = "text" if batch == 1 else "texts"
+        printed.append(markdown_table([f"{title}, {batch} {texts}", *map(str, columns)], rows))
+    alone, bandwidth = Cell(0, 1), kept.kept[READING]
+    rows = [[READING, f"{bandwidth / 1e6:,.0f}", "1", "", "", ""]]
+    for format in formats:
+        if (rates := kept[format, alone]) is not None:
+            nbytes = kept[format, "bytes"]
+            row = [format.name, f"{nbytes / 1e6:,.1f}"]
+            for rate in rates:
+                share = 0 if rate is None else rate * nbytes / bandwidth
+                row += ["", ""] if rate is None else [f"{rate:.1f}", f"**{share:.0%}**"]
+            rows.append(row)
+    heading = ["tokens a second", "of bandwidth", "llama.cpp", "of bandwidth"]
+    printed.append(markdown_table([f"{title}, bounds", "MB a token", *heading], rows))
+    return "\n\n".join(printed)
+
+
+def _cell(format: Format, cell: Cell, rates: Sequence[float | None] | None) -> str:
+    """Tokens a second, and times as fast as llama.cpp."""
+    rate, other = rates or (None, None)
+    if rate is None or other is None:
+        return "" if rate is None else f"{rate:.1f}"
+    target = format.prompt_target if cell.is_prompt else format.target if cell.batch == 1 else None
+    aim = "" if target is None else f" (≥ {target:g})"
+    return f"{rate:.1f}, **{rate / other:.2f}**{aim}"

@@ -1,0 +1,124 @@
+"""Texts that llama.cpp reads and writes on, by the functions of its C library: a batch at a time.
+
+`llama_cpp.Llama` has one text. `llama-cpp-python` is not needed to import this; to compile it for a
+CPU's own instructions takes `pip install --no-binary :all: llama-cpp-python` ten minutes.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+F32, F16, Q8_0 = 0, 1, 8  # ggml's numbers of types, that caches are of
+
+
+def missing() -> list[str]:
+    """Of what this takes, the packages that are not installed."""
+    return [name for name in ("llama_cpp",) if find_spec(name) is None]
+
+
+class Model:
+    """A GGUF file, as llama.cpp loads it."""
+
+    def __init__(self, path: Path):
+        import llama_cpp
+
+        self.low: Any = llama_cpp.llama_cpp
+        quiet = self.low.llama_log_callback(lambda level, text, data: None)
+        self._quiet = quiet  # which C calls as long as there is a model
+        self.low.llama_log_set(quiet, None)
+        self.low.llama_backend_init()
+        params = self.low.llama_model_default_params()
+        # Its AMX products crash in `ldtilecfg` on some machines.
+        params.use_extra_bufts = "amx" not in Path("/proc/cpuinfo").read_text()
+        self.model = self.low.llama_model_load_from_file(str(path).encode(), params)
+        self.vocabulary = self.low.llama_vocab_n_tokens(self.low.llama_model_get_vocab(self.model))
+
+    def close(self) -> None:
+        """Frees it."""
+        self.low.llama_model_free(self.model)
+
+
+class Texts:
+    """Texts of one length, which a model has read, and goes on from there.
+
+    **Arguments:**
+
+    - `batch`, `room`: how many texts, and how many tokens of each there is room for.
+    - `cache`: the type of keys and values. One that is quantised takes their flash attention.
+    - `threads`: how many.
+    """
+
+    def __init__(self, model: Model, batch: int, room: int, *, cache: int, threads: int):
+        self.model, self.low, self.batch = model, model.low, batch
+        params = self.low.llama_context_default_params()
+        params.n_ctx, params.n_seq_max = batch * room, batch
+        params.n_batch = params.n_ubatch = 512
+        params.n_threads = params.n_threads_batch = threads
+        params.type_k = params.type_v = cache
+        params.flash_attn = cache == Q8_0
+        params.no_perf = True
+        self.context = self.low.llama_init_from_model(model.model, params)
+        if not self.context:
+            raise RuntimeError(f"llama.cpp makes no context of {batch} texts of {room} tokens")
+        self.memory = self.low.llama_get_memory(self.context)
+        self.part = self.low.llama_batch_init(512, 0, 1)
+
+    def close(self) -> None:
+        """Frees what it holds."""
+        self.low.llama_batch_free(self.part)
+        self.low.llama_free(self.context)
+
+    def read(self, count: int, start: int = 0) -> int:
+        """Reads so many tokens as the first text, and returns the likeliest to come next."""
+        for begin in range(start, start + count, 512):
+            places = range(begin, min(begin + 512, start + count))
+            self._decode([1] * len(places), places, [0] * len(places), asked=[len(places) - 1])
+        return self._likeliest(len(places) - 1)
+
+    def write(self, count: int, start: int) -> np.ndarray:
+        """Writes so many tokens, `[count, batch]`, where `start` were read; and forgets them."""
+        tokens, texts = [1] * self.batch, range(self.batch)
+        written = []
+        for place in range(start, start + count):
+            self._decode(tokens, [place] * self.batch, texts, asked=texts)
+            tokens = [self._likeliest(row) for row in texts]
+            written.append(tokens)
+        self.forget(start)
+        return np.array(written)
+
+    def forget(self, start: int) -> None:
+        """Takes from the cache what is there from a place on."""
+        for text in range(self.batch):
+            self.low.llama_memory_seq_rm(self.memory, text, start, -1)
+
+    def contents(self) -> Any:
+        """What the cache has of the first text, which `fill` takes."""
+        size = self.low.llama_state_seq_get_size(self.context, 0)
+        data = (ctypes.c_uint8 * size)()
+        self.low.llama_state_seq_get_data(self.context, data, size, 0)
+        return data
+
+    def fill(self, data: Any) -> None:
+        """Gives each text a copy of the contents of a cache of the same shape and type."""
+        for text in range(self.batch):
+            if not self.low.llama_state_seq_set_data(self.context, data, len(data), text):
+                raise RuntimeError("llama.cpp does not take the contents of a cache")
+
+    def _decode(
+        self, tokens: Sequence[int], places: Sequence[int], texts: Sequence[int], asked: Any
+    ) -> None:
+        part = self.part
+        part.n_tokens = len(tokens)
+        for i, (token, place, text) in enumerate(zip(tokens, places, texts, strict=True)):
+            part.token[i], part.pos[i], part.n_seq_id[i] = token, place, 1
+            part.seq_id[i][0], part.logits[i] = text, i in asked
+        if failed := self.low.llama_decode(self.context, part):
+            raise RuntimeError(f"llama.cpp decodes nothing: {failed}")
+
+    def _likeliest(self, row: int) -> int:
+        logits = self.low.llama_get_logits_ith(self.context, row)
+        return int(np.ctypeslib.as_array(logits, (self.model.vocabulary,)).argmax())
