@@ -115,6 +115,7 @@ def tables(formats: Sequence[Format], cells: Sequence[Cell], kept: Kept) -> str:
     for batch in dict.fromkeys(cell.batch for cell in every):
         columns = [cell for cell in every if cell.batch == batch]
         rows = [[f.name, *(_cell(f, c, kept[f, c]) for c in columns)] for f in formats]
+        rows = [row for row in rows if any(row[1:])]
         texts = "text" if batch == 1 else "texts"
         printed.append(markdown_table([f"{title}, {batch} {texts}", *map(str, columns)], rows))
     alone, bandwidth = Cell(0, 1), kept.kept[READING]

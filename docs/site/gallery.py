@@ -185,25 +185,22 @@ def rows(table: Table) -> Figure:
 
 def decoding(table: Table) -> Figure:
     drawn, (axes,) = figure(6.4, 4.4)
-    formats = [name for name in table.rows if name != "reading memory"]
+    formats = [name for name in table.rows if name != "reading memory"][::-1]
     (bandwidth,) = table.numbers("reading memory", "MB a token")
-    megabytes = np.array([table.numbers(name, "MB a token")[0] for name in formats])
-    ends = np.array([megabytes.min() / 1.4, megabytes.max() * 1.4])
-    axes.loglog(ends, bandwidth / ends, color=MUTED, lw=1.2, ls=":", label="reading memory")
-    for side, said, colour, mark in (
-        ("tokens a second", "here", BLUE, "o"),
-        ("llama.cpp", "llama.cpp", RED, "s"),
-    ):
-        rates = [table.numbers(name, side)[0] for name in formats]
-        axes.plot(megabytes, rates, mark, ms=6, color=colour, label=said)
-    for name, x in zip(formats, megabytes, strict=True):
-        above = max(n for n in table.numbers(name, "tokens a second", "llama.cpp") if n == n)
-        options: dict = {"textcoords": "offset points", "ha": "center", "fontsize": 8}
-        axes.annotate(name.replace(", ", "\n"), (x, above), (0, 8), color=MUTED, **options)
-    ticks(axes.xaxis, [300, 600, 1200, 2400])
-    ticks(axes.yaxis, [2, 5, 10, 20, 50, 100])
-    axes.legend(loc="lower left", frameon=False, labelcolor=INK)
-    say(axes, x="MB that a token reads", y="tokens a second", title="A Llama, one text")
+    rows = np.arange(len(formats))
+    column = lambda name: np.array([table.numbers(row, name)[0] for row in formats])
+    most = bandwidth / column("MB a token")
+    axes.hlines(rows, 1, most, color=GRID, lw=7, label="what reading memory allows")
+    axes.plot(column("llama.cpp"), rows, "s", ms=6, color=RED, label="llama.cpp")
+    axes.plot(column("tokens a second"), rows, "o", ms=6, color=BLUE, label="here")
+    axes.set_xscale("log")
+    ticks(axes.xaxis, [2, 5, 10, 20, 50, 100])
+    axes.set_xlim(2, 150)
+    ticks(axes.yaxis, [*rows], formats)
+    axes.grid(visible=False, axis="y")
+    options: dict = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": 3, "fontsize": 9}
+    axes.legend(frameon=False, labelcolor=INK, **options)
+    say(axes, x="tokens a second")
     return drawn
 
 
