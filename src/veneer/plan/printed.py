@@ -97,7 +97,7 @@ def _table(plans: Sequence[SplitPlan]) -> str:
     return text_table(headings, rows, right=headings)
 
 
-def _size(n: float) -> str:
+def _size(n: int | float) -> str:
     return f"{n / 1e9:,.1f} GB" if n >= 1e8 else f"{n / 1e6:,.1f} MB"
 
 

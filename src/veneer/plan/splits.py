@@ -324,4 +324,4 @@ def _read(
     missed = (1 - model.experts_per_token / model.experts) ** tokens
     used = lambda x: 1 - missed if "experts" in x.weight.axes else 1
     weights = sum(count * x.whole_nbytes * used(x) for count, x in every)
-    return weights * (1 if step.rank is None else 3)
+    return float(weights * (1 if step.rank is None else 3))

@@ -251,7 +251,7 @@ class QArray(ImplicitArray):
         """Returns which values each entry goes with: a tile has a scale, a unit of codes bytes."""
         ndim = self.ndim
 
-        def of(leaf: "Leaf | QArray") -> list[LeafAxis]:
+        def of(leaf: Any) -> list[LeafAxis]:
             counts = enumerate(zip(self.shape, leaf.shape, strict=True))
             # An axis of size 0 may have a scale of size 0, too.
             return [
