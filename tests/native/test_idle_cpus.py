@@ -10,7 +10,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from kernels.cpu.test_runtime import run
 
 import veneer as vn
 from veneer.native import machine_code
@@ -83,8 +82,3 @@ def test_products_leave_all_threads_where_they_may_be():
     while len(bound()) > 1 and time.monotonic() < give_up:
         time.sleep(0.01)
     assert bound() == {frozenset(os.sched_getaffinity(0))}
-
-
-def test_products_run_in_a_process_that_is_bound_to_one_cpu():
-    bind = "import os; os.sched_setaffinity(0, set(sorted(os.sched_getaffinity(0))[:1]))"
-    assert run(f"{bind}\nplain.check(r=512, c=4096)") == ""

@@ -1,7 +1,7 @@
 """Native code: Numba's functions as machine code, on disk, in XLA's programs, with no Python in it.
 
 A toolchain that kernels and `vn.numba` share, and that knows of neither. What is compiled already
-is loaded with LLVM alone: the modules from `cpu` on import Numba, and are imported only as
+is loaded with LLVM alone: the modules from `memory` on import Numba, and are imported only as
 something is compiled.
 
     cache           object files on disk, named after all that they depend on

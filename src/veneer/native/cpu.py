@@ -4,10 +4,12 @@ Numba reads `NUMBA_CPU_NAME` and `NUMBA_CPU_FEATURES`. What it compiles, LLVM tu
 code, which has to be for the same CPU.
 """
 
+import os
+import sys
+from pathlib import Path
 from typing import Any
 
 import llvmlite.binding as llvm
-from numba.core import config
 
 from . import machine_code
 
@@ -32,5 +34,11 @@ def features() -> set[str]:
 
 def _settings() -> tuple[str | None, str | None]:
     """The name and the features that Numba is told; None where it is told nothing."""
+    if "numba" not in sys.modules and not Path(".numba_config.yaml").exists():
+        name = os.environ.get("NUMBA_CPU_NAME")  # as Numba would, which takes long to be imported
+        of_generic = "" if (name or "").lower() == "generic" else None
+        return name, os.environ.get("NUMBA_CPU_FEATURES", of_generic)
+    from numba.core import config
+
     settings = vars(config)  # which names no settings for mypy to know
     return settings["CPU_NAME"], settings["CPU_FEATURES"]

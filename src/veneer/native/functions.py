@@ -5,7 +5,7 @@ functions, and needs Numba no more.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -25,7 +25,19 @@ def native(function: Callable[..., Any], **more_options: Any) -> Any:
     options: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "_nrt": False}
     options |= more_options
     # Tests wrap all functions, to check their annotations: that, Numba could not read.
-    return njit(inspect.unwrap(function), nogil=True, error_model="numpy", **options)
+    dispatcher: Any = njit(inspect.unwrap(function), nogil=True, error_model="numpy", **options)
+    template = dispatcher.get_call_template
+
+    def without_literals(arguments: Sequence[Any], keywords: dict[str, Any]) -> Any:
+        # Numba would compile it again for each number that it is called with.
+        return template(tuple(map(_any_number, arguments)), keywords)
+
+    dispatcher.get_call_template = without_literals
+    return dispatcher
+
+
+def _any_number(type: Any) -> Any:
+    return types.unliteral(type) if isinstance(type, types.IntegerLiteral) else type
 
 
 def compiled(function: Callable[..., Any]) -> Any:

@@ -37,3 +37,19 @@ except ValueError as error:
 def test_numba_that_is_missing_is_said_once_and_how_to_get_it(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "numba", None)
     assert build.available.__wrapped__() == "kernels need Numba: pip install 'veneer[numba]'"
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"NUMBA_CPU_NAME": "generic"}, {"NUMBA_CPU_FEATURES": ""}]
+)
+def test_whether_bf16_is_multiplied_is_known_without_numba_and_as_numba_is_told(setting):
+    code = """
+import sys
+from veneer.kernels.cpu import build
+found = build.has_bf16()
+print("numba" in sys.modules)
+import numba
+from veneer.native import cpu, isa
+print(found == isa.HAS_BF16 == ("avx512bf16" in cpu.features()))
+"""
+    assert run(code, **dict([setting] if setting else [])) == "False\nTrue\n"

@@ -161,8 +161,9 @@ def kernel(orientation: Orientation, offset: int) -> Any:
         set_word(job, SCRATCH, allocated)
         if rows > PACKED:
             set_word(job, FIRST, (rows + PACKED - 1) // PACKED)
-        else:
-            pack_rows(job, 0, rows)
+            return
+        for first in range(0, rows, PACKED):
+            pack_rows(job, first, rows)
 
     def count(job):
         strips, each = strips_of(job)

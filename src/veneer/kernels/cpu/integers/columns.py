@@ -5,6 +5,8 @@ transposed, so that a lane has four bytes of one row. Their first fields are fol
 second: activations are brought into the order that this gives.
 """
 
+import functools
+
 from ....native.functions import native
 from ....native.isa import LANES
 from ....native.memory import load_f32, load_i8, store_f32, store_i8, word
@@ -15,6 +17,7 @@ from ..job import ROW_BYTES, TC, TR, C, R
 from .panel import BITS, BLOCK, PANEL, WIDTH, Orientation, reader
 
 
+@functools.cache
 def orientation(kind: str) -> Orientation:
     """Returns the functions for a kind of codes."""
     bits, read = BITS[kind], reader(kind)

@@ -5,6 +5,8 @@ interleaved, so that a lane has four codes of one column: the scales are brought
 columns that this gives, and the sums back out of it.
 """
 
+import functools
+
 from ....native.functions import native
 from ....native.memory import load_f32, load_i8, store_f32, store_i8, word
 from ....native.simd.bytes import copy_by_fields, interleaved, neighbours, panelled
@@ -14,6 +16,7 @@ from ..job import ROW_BYTES, TC, TR, C, R
 from .panel import BITS, BLOCK, PANEL, WIDTH, Orientation, fill, reader
 
 
+@functools.cache
 def orientation(kind: str) -> Orientation:
     """Returns the functions for a kind of codes."""
     bits, read = BITS[kind], reader(kind)

@@ -99,10 +99,11 @@ def _pack(x, stride, rows, depth, to):
 
 @native
 def _copy(w, stride, rows, size, to):
-    """Copies so many bytes of each row to rows of WIDTH bytes."""
+    """Copies so many bytes of each row to rows of WIDTH bytes, which is returned."""
     for row in range(rows):
         for byte in range(size):
             store_i8(to + row * WIDTH + byte, load_i8(w + row * stride + byte))
+    return WIDTH
 
 
 @native
@@ -278,9 +279,9 @@ def kernel(kind: str, offset: int) -> Any:
                 _pack(x + row, x_stride, m, rows, packed)
                 sweep(m, packed, w, stride, rows, whole, ints, table, w + rows * stride)
                 if whole < strips:
-                    _copy(w + whole * WIDTH, stride, rows, there, copied)
+                    wide = _copy(w + whole * WIDTH, stride, rows, there, copied)
                     to = ints + whole * m * strip_size
-                    sweep(m, packed, copied, WIDTH, rows, 1, to, table, copied)
+                    sweep(m, packed, copied, wide, rows, strips - whole, to, table, copied)
                 row += rows
             if not of_tile:
                 for i in range(strips):
