@@ -26,6 +26,7 @@ from qwix_arrays import QWIX_NAMES
 
 import veneer as vn
 from veneer import kernels
+from veneer.kernels.cpu import build
 
 K = 4096
 DENSE, READING = "XLA f32", "reading memory"  # what others are compared with
@@ -40,6 +41,7 @@ class Sizes:
     rows: Sequence[int] = (1, 8, 256)  # M
     columns: Sequence[int] = (4096, 11008)  # N
     rotated: int = 300_000_000  # bytes of copies of a weight
+    brief: bool = False  # without what is there for the record
 
 
 @dataclass(frozen=True)
@@ -80,10 +82,13 @@ class Format:
     # By M, how many times as fast as XLA's f32; and how much of the memory's bandwidth at M = 1.
     targets: Mapping[int, float] = field(default_factory=dict)
     share: float | None = None
+    dtype: str = "float32"  # of activations, and of what the weight stands for
 
     @property
     def error(self) -> float:
         """What a product may miss."""
+        if self.dtype == "bfloat16":
+            return BF16
         return EXACT if self.act_qtype is None else ROUNDED
 
     def with_activations(self, weight: Any) -> Any:
@@ -96,16 +101,21 @@ class Format:
 EXACT, ROUNDED, BF16 = 1e-5, 2e-2, 1e-2
 
 _FOUR_BITS = {1: 4.5, 8: 4.0, 256: 1.0}
+# Where the CPU multiplies bf16.
+_IN_BF16 = {256: 1.8} if build.has_bf16() else {}
 FORMATS = (
     Format("int8", "int8", targets={1: 3.3, 8: 4.0, 256: 1.0}, share=0.8),
     Format("int4, tile 128", "int4", 128, targets=_FOUR_BITS, share=0.6),
     Format("int4, tile 64", "int4", 64, targets=_FOUR_BITS, share=0.6),
     Format("int4, tile 32", "int4", 32),
     Format("nf4, tile 64", "nf4", 64, targets=_FOUR_BITS, share=0.6),
+    Format("int8, x in bf16", "int8", targets=_IN_BF16, dtype="bfloat16"),
+    Format("int4, tile 128, x in bf16", "int4", 128, targets=_IN_BF16, dtype="bfloat16"),
     Format("w8a8", "int8", None, "int8", targets={1: 4.0, 8: 6.5, 256: 8.0}, share=0.8),
     Format("w4a8, tile 128", "int4", 128, "int8", targets={1: 6.0, 8: 6.0, 256: 5.0}, share=0.6),
 )
 W8A8, W4A8 = FORMATS[-2:]
+OF_F32 = [form for form in FORMATS if form.dtype == "float32"]
 OF_QWIX = (FORMATS[0], FORMATS[1], FORMATS[4], W8A8)
 # What is there for the record takes long, and runs in one round of so many.
 RECORD = 4
@@ -146,20 +156,25 @@ def ours(w: np.ndarray, sizes: Sizes) -> Iterator[Program]:
     """By kernels, and for the record with the kernels switched off; of the same weights."""
 
     @cache
-    def stored(qtype: str, tile: int | None) -> list[Any]:
-        return copies(vn.quant.quantize(jnp.asarray(w), qtype, **tiling(tile)), sizes.rotated)
+    def stored(qtype: str, tile: int | None, dtype: str) -> list[Any]:
+        weight = vn.quant.quantize(jnp.asarray(w, dtype), qtype, **tiling(tile))
+        return copies(weight, sizes.rotated)
 
     with_kernels = lambda x, weight: jax.jit(vn.implicit(matmul))
-    ways = {"": (with_kernels, 1), ", kernels off": (without_kernels, RECORD)}
+    ways = {"": (with_kernels, 1)}
+    if not sizes.brief:
+        ways[", kernels off"] = (without_kernels, RECORD)
     for off, (compiled, every) in ways.items():
-        for form in FORMATS:
+        for form in FORMATS if not off else OF_F32:
             weights = cache(
                 lambda form=form: [
-                    form.with_activations(weight) for weight in stored(form.qtype, form.tile)
+                    form.with_activations(weight)
+                    for weight in stored(form.qtype, form.tile, form.dtype)
                 ]
             )
             name = f"{form.name}{off}"
-            yield Program(name, compiled, weights, vn.materialise, form.error, every=every)
+            given = partial(jnp.asarray, dtype=form.dtype)
+            yield Program(name, compiled, weights, vn.materialise, form.error, given, every=every)
 
 
 def without_kernels(x: Any, weight: Any) -> Run:
@@ -206,7 +221,7 @@ def onnx_name(form: Format) -> str:
 
 
 def programs(w: np.ndarray, sizes: Sizes) -> list[Program]:
-    makers = [by_xla, ours, by_qwix]
+    makers = [by_xla, ours] if sizes.brief else [by_xla, ours, by_qwix]
     if not onnx_matmul.missing():
         makers.append(by_onnx_runtime)
     return [program for make in makers for program in make(w, sizes)]
@@ -288,7 +303,7 @@ def bandwidth_table(found: Sequence[Measured], rotated: int) -> str:
 
     of_each_n = [[f"N = {each.n}, GB/s", "share", "target"] for each in found]
     rows = [[READING, *itertools.chain(*([f"{rate / 1e9:.1f}", "", ""] for rate in most))]]
-    for form in FORMATS:
+    for form in OF_F32:
         if form.name in found[0].nbytes:
             row = map(cells, itertools.repeat(form), found, most)
             rows.append([form.name, *itertools.chain(*row)])
@@ -333,9 +348,10 @@ if __name__ == "__main__":
     options = parser(__doc__)
     options.set_defaults(rounds=41)
     options.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
+    options.add_argument("--brief", action="store_true", help="neither Qwix nor kernels off")
     options.add_argument("--rows", type=int, nargs="+", default=[1, 8, 256], help="M")
     options.add_argument("--columns", type=int, nargs="+", default=[4096, 11008], help="N")
     options.add_argument("--only", default="", help="the programs with this in their names")
     arguments = options.parse_args()
-    sizes = Sizes(rows=arguments.rows, columns=arguments.columns)
+    sizes = Sizes(rows=arguments.rows, columns=arguments.columns, brief=arguments.brief)
     main(QUICK if arguments.quick else sizes, rounds=arguments.rounds, only=arguments.only)
