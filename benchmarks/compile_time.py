@@ -28,9 +28,9 @@ MAKE = """
 import sys, time
 import veneer
 from veneer.kernels.cpu import build
+start = time.process_time()
 if "bf16" in sys.argv[1] and not build.has_bf16():
     sys.exit()
-start = time.process_time()
 build.target(f"veneer_{sys.argv[1]}")
 print(time.process_time() - start)
 """
