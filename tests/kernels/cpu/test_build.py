@@ -40,9 +40,9 @@ def test_numba_that_is_missing_is_said_once_and_how_to_get_it(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"NUMBA_CPU_NAME": "generic"}, {"NUMBA_CPU_FEATURES": ""}]
+    "settings", [{}, {"NUMBA_CPU_NAME": "generic"}, {"NUMBA_CPU_FEATURES": ""}], ids=str
 )
-def test_whether_bf16_is_multiplied_is_known_without_numba_and_as_numba_is_told(setting):
+def test_whether_bf16_is_multiplied_is_known_without_numba_and_as_numba_is_told(settings):
     code = """
 import sys
 from veneer.kernels.cpu import build
@@ -52,4 +52,4 @@ import numba
 from veneer.native import cpu, isa
 print(found == isa.HAS_BF16 == ("avx512bf16" in cpu.features()))
 """
-    assert run(code, **dict([setting] if setting else [])) == "False\nTrue\n"
+    assert run(code, **settings) == "False\nTrue\n"
