@@ -24,9 +24,9 @@ from veneer.demo import model
 from veneer.demo.fetch import ENCODER, fetch
 from veneer.demo.sentences import sentences
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))  # whose `decode` is meant
-import decode
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
 import decoder
+import decoder_speed
 
 TOKENS = 8  # that a text is continued by in a round
 DECODING_TARGETS = {"int4": 3.0}  # times the tokens a second of f32
@@ -63,10 +63,10 @@ def encoder_table(rounds: int) -> str:
 
 def decoding_table(config: decoder.Config, rounds: int) -> str:
     """Tokens a second of the decoder, and the bytes of its parameters."""
-    results = decode.compare(config, decode.VARIANTS, rounds=rounds, count=TOKENS)
+    results = decoder_speed.compare(config, decoder_speed.VARIANTS, rounds=rounds, count=TOKENS)
     dense = results[0]
 
-    def row(found: decode.Result) -> list[str]:
+    def row(found: decoder_speed.Result) -> list[str]:
         name, faster = found.variant.name, found.tokens_a_second / dense.tokens_a_second
         target = f"≥ {DECODING_TARGETS[name]:g}" if name in DECODING_TARGETS else ""
         share = f"{found.nbytes / dense.nbytes:.3f}"
@@ -91,7 +91,7 @@ def layers_table(layers: int, width: int, rounds: int) -> str:
     scanned = jax.jit(vn.implicit(lambda x, ws: jax.lax.scan(_step(layer), x, ws)[0]))
     written = jax.jit(vn.implicit(lambda x, ws: reduce(layer, ws, x)))
     claims = []
-    for variant in decode.VARIANTS:
+    for variant in decoder_speed.VARIANTS:
         if variant.name in ("f32", "int8", "int4", "w4a8"):
             name = variant.name
             stored = _quantised({"head": stack}, variant)["head"]
@@ -106,7 +106,7 @@ def _step(layer: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     return lambda x, w: (layer(x, w), None)
 
 
-def _quantised(params: Any, variant: decode.Variant) -> Any:
+def _quantised(params: Any, variant: decoder_speed.Variant) -> Any:
     if variant.qtype is None:
         return params
     of_products = vn.quant.Rule(
@@ -141,9 +141,10 @@ def call_table(rounds: int) -> str:
 def main(*, rounds: int, quick: bool) -> None:
     # Without its kernels, what is timed as ours would be XLA's.
     warnings.filterwarnings("error", "products with quantised weights are left to XLA")
+    config = decoder_speed.SMALL if quick else decoder.Config()
     tables = {
         "encoder": lambda: encoder_table(rounds),
-        "decoder": lambda: decoding_table(decode.SMALL if quick else decoder.Config(), rounds),
+        "decoder": lambda: decoding_table(config, rounds),
         "layers": lambda: layers_table(*((2, 256) if quick else (LAYERS, WIDTH)), rounds),
         "call": lambda: call_table(rounds),
     }

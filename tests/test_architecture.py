@@ -105,6 +105,13 @@ def test_a_class_has_its_name_for_itself():
     assert {name: files for name, files in places.items() if len(files) > 1} == {}
 
 
+def test_an_example_and_a_benchmark_have_two_names():
+    # Both are imported by their names alone.
+    names = [{path.name for path in (ROOT / of).glob("*.py")} for of in ("examples", "benchmarks")]
+    assert all(names)
+    assert not set.intersection(*names)
+
+
 def private_imports(path: Path) -> Iterator[str]:
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ImportFrom) and (node.level or "veneer" in (node.module or "")):

@@ -3,8 +3,8 @@
 import contextlib
 import io
 
-import decode as example
 import decoder
+import decoder_speed as example
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -4,9 +4,9 @@ The transformer is `decoder.py`, which knows nothing of veneer. Its weights are 
 shown is how fast each format is, and what it keeps in memory, which do not depend on what the
 weights are. To read a token, all of them are read from memory once, and so fewer bytes are faster.
 
-    python examples/decode.py                    # some minutes on two cores; 5 GB of memory
-    python examples/decode.py --quick            # small sizes, to see that it runs
-    python examples/decode.py --only f32 int4    # of the formats, these
+    python examples/decoder_speed.py                    # some minutes on two cores; 5 GB of memory
+    python examples/decoder_speed.py --quick            # small sizes, to see that it runs
+    python examples/decoder_speed.py --only f32 int4    # of the formats, these
 """
 
 import argparse
