@@ -25,11 +25,13 @@ DOCS := $(VENV)/.docs-$(BUILT_ON)
 
 # It is compiling that takes the time of tests. What XLA made of a program is kept, in a file by the
 # name of all that it depends on, for the other workers and for the next run. To tell XLA the lines
-# that each operation comes from would take a tenth of the time.
+# that each operation comes from would take a tenth of the time. There is a worker for each core, and
+# threads of OpenBLAS would but spin beside it.
 COMPILING := XLA_FLAGS='--xla_backend_optimization_level=0 $(XLA_FLAGS)' \
 	JAX_TRACEBACK_IN_LOCATIONS_LIMIT=0 \
 	JAX_COMPILATION_CACHE_DIR='$(abspath $(VENV))/programs' \
-	JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
+	JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \
+	OPENBLAS_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all test-peers test-wheel dist docs docs-look docs-serve fuzz bench setup lint format clean
