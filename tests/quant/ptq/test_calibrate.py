@@ -163,6 +163,7 @@ def test_weights_whose_activations_have_no_partners_are_as_without():
 def test_layers_of_a_scan_are_as_those_one_after_the_other(how):
     ups, downs = array(2, 64, 32, scale=0.2), array(2, 32, 64, scale=0.2)
 
+    @jax.jit  # compiled once for all batches, and not for each
     def scanned(params, x):
         step = lambda x, layer: (x + jnp.tanh(x @ layer[0]) @ layer[1], None)
         return lax.scan(step, x, (params["up"], params["down"]))[0]
@@ -360,6 +361,7 @@ def test_one_product_that_the_batches_never_come_to_is_told_once(how):
     assert vn.tree.structure(small) == vn.tree.structure(nearest)
 
 
+@jax.jit  # compiled once for all batches, and not for each
 def layers(params, x):
     step = lambda x, layer: (x + jnp.tanh(x @ layer[0]) @ layer[1], None)
     return lax.scan(step, x, (params["up"], params["down"]))[0] @ params["head"]

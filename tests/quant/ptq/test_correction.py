@@ -145,6 +145,7 @@ def test_heads_and_transposes_rotated_or_not_are_products_of_no_dense_weight(how
 def test_layers_of_a_scan_have_corrections_of_their_own(sequential):
     params = {"w": array(2, 32, 32, scale=0.2), "head": array(32, 8)}
 
+    @jax.jit
     def scanned(params, x):
         x, _ = lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, params["w"])
         return x @ params["head"]
