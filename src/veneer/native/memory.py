@@ -3,6 +3,7 @@
 An address is an int64. Nothing here checks anything.
 """
 
+import platform
 from typing import Any
 
 import numba.extending
@@ -94,6 +95,60 @@ def fetch_add(typing_context, address, value):
         return builder.atomic_rmw("add", pointer(builder, args[0], I64), args[1], "seq_cst")
 
     return types.int64(types.int64, types.int64), emit
+
+
+@intrinsic
+def load_shared(typing_context, address):
+    """Reads an int64 that threads share, and all that was written before it was."""
+
+    def emit(context, builder, signature, args):
+        return builder.load_atomic(pointer(builder, args[0], I64), "acquire", 8)
+
+    return types.int64(types.int64), emit
+
+
+@intrinsic
+def replace_shared(typing_context, address, expected, value):
+    """Writes an int64 that threads share, if it is as expected; and returns whether it was."""
+
+    def emit(context, builder, signature, args):
+        place = pointer(builder, args[0], I64)
+        found = builder.cmpxchg(place, args[1], args[2], "seq_cst", "seq_cst")
+        return builder.extract_value(found, 1)
+
+    return types.boolean(types.int64, types.int64, types.int64), emit
+
+
+@intrinsic(prefer_literal=True)
+def shared(typing_context, name, size):
+    """The address of so many bytes, 0 at first, that all functions of an object file share."""
+    label, count = f"veneer_{name.literal_value}", size.literal_value
+
+    def emit(context, builder, signature, args):
+        type = ir.ArrayType(I8, count)
+        memory = builder.module.globals.get(label)
+        if memory is None:
+            memory = ir.GlobalVariable(builder.module, type, label)
+            memory.linkage, memory.align = "linkonce_odr", 64
+            memory.initializer = ir.Constant(type, None)
+        return builder.ptrtoint(memory, I64)
+
+    return types.int64(name, size), emit
+
+
+@intrinsic
+def pause(typing_context):
+    """Tells the CPU that this thread looks for something again and again."""
+
+    def emit(context, builder, signature, args):
+        if platform.machine() in ("x86_64", "AMD64"):
+            type = ir.FunctionType(ir.VoidType(), [])
+            builder.call(
+                cgutils.get_or_insert_function(builder.module, type, "llvm.x86.sse2.pause"), []
+            )
+        return context.get_dummy_value()
+
+    return types.void(), emit
 
 
 def _prefetch(locality: int) -> Any:

@@ -24,7 +24,18 @@ from numba.core.typing import signature
 from .call_frame import schedule
 from .functions import c_function, call, native
 from .idle_cpus import CPU_SET, come_back, leave, nanoseconds, this_cpu
-from .memory import fetch_add, free, malloc, set_word, stack, word
+from .memory import (
+    fetch_add,
+    free,
+    load_shared,
+    malloc,
+    pause,
+    replace_shared,
+    set_word,
+    shared,
+    stack,
+    word,
+)
 
 # Words before the job in its memory. Two cache lines apart: who waits for the last part does not
 # slow down who takes one. Of the threads that are called, _CALLED counts down those that leave.
@@ -32,6 +43,10 @@ _NEXT, _WORK, _COUNT, _FIRST, _REFERENCES, _CPU, _CALLED, _DONE, _JOB = 0, 1, 2,
 
 #: For so many nanoseconds the caller waits for another thread, while it takes parts.
 _PATIENCE = 40_000
+
+#: Places where threads wait, a line of a cache each; and for how many nanoseconds they do.
+_PLACES, _LINE, _WAIT = 1024, 64, 50_000
+_NOBODY, _WAITING = 0, 1
 
 _sched_yield: Any = types.ExternalFunction("sched_yield", signature(types.int32))
 
@@ -96,7 +111,15 @@ def _do(memory, part):
 
 @native
 def _help(memory):
-    """What a thread of the pool does."""
+    """What a thread of the pool does, until there is nothing to do for a while."""
+    while memory != 0:
+        _help_with(memory)
+        memory = _wait_for_job()
+    return 0
+
+
+@native
+def _help_with(memory):
     cpus, has_left, count = stack(CPU_SET), False, word(memory, _COUNT)
     may_leave = fetch_add(memory + 8 * _CALLED, -1) > 0
     if may_leave and fetch_add(memory + 8 * _NEXT, 0) < count:
@@ -108,7 +131,47 @@ def _help(memory):
     if has_left:
         come_back(cpus)
     release(memory + 8 * _JOB)
-    return 0
+
+
+# Threads that have helped wait a while for the next job, each at a place of its own: to wake one
+# takes as long as a small product.
+
+
+@native
+def _places():
+    return shared("threads", _PLACES)
+
+
+@native
+def _wait_for_job():
+    """The next job to help with; or 0, if there is none for a while or no place to wait at."""
+    place, last = _places(), _places() + _PLACES
+    while place < last and not replace_shared(place, _NOBODY, _WAITING):
+        place += _LINE
+    if place == last:
+        return 0
+    limit, looks = nanoseconds() + _WAIT, 0
+    while load_shared(place) == _WAITING:
+        pause()
+        looks += 1
+        if looks % 64 == 0:
+            _let_others_run()
+            if nanoseconds() > limit and replace_shared(place, _WAITING, _NOBODY):
+                return 0
+    memory = load_shared(place)
+    replace_shared(place, memory, _NOBODY)
+    return memory
+
+
+@native
+def _call_waiting(memory):
+    """Gives a job to a thread that waits for one, if there is one."""
+    place = _places()
+    for i in range(0, _PLACES, _LINE):
+        at = place + i
+        if load_shared(at) == _WAITING and replace_shared(at, _WAITING, memory):
+            return True
+    return False
 
 
 @native
@@ -125,6 +188,8 @@ def run(frame, job, work, count, first, threads):
     set_word(memory, _CALLED, called)
     for _ in range(called):
         fetch_add(memory + 8 * _REFERENCES, 1)
+        if _call_waiting(memory):
+            continue
         if not schedule(frame, c_function(_help, "veneer_help"), memory):
             fetch_add(memory + 8 * _REFERENCES, -1)
             break
