@@ -61,7 +61,8 @@ def test_codes_and_scales_are_those_of_xla(layout, qtype):
 
 def test_a_kernel_is_used_where_it_is_worth_it():
     assert serves("int4", (256, 512), (4, 512))
-    assert not serves("int4", (16, 16), (1, 16))
+    assert serves("int8", (3, 64), (3, 1))  # a token of a small model
+    assert not serves("int4", (8, 8), (1, 8))
     assert not serves("int3", (256, 512), (4, 512))
     assert not serves("int8", (256, 512), (256, 512))  # a scale each
     assert not serves("int8", (2048, 1024), (1, 1))  # which one thread would do

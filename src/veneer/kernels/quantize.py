@@ -24,7 +24,7 @@ from .lowering import is_on_one_device
 Shape = tuple[int, ...]
 
 #: A smaller array is quantised sooner than a kernel for it is compiled.
-_LEAST_VALUES = 1 << 10
+_LEAST_VALUES = 1 << 7
 #: One thread should read no larger tile.
 _MOST_VALUES = 1 << 20
 
