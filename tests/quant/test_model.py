@@ -2,6 +2,7 @@ import dataclasses
 import warnings
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import jaxtyping
 import numpy as np
@@ -319,6 +320,35 @@ def test_activations_go_with_weights_that_are_quantised_or_dense():
     assert (second.qtype, second.contracting) == ("float8_e4m3fn", (-2,))
     assert not isinstance(second.array, QArray)
     assert not isinstance(tree["layers"][0].bias, ActivationQuantized)
+
+
+@pytest.mark.parametrize("qtype", ["int4", "int8"])
+def test_activations_of_weights_that_are_quantised_already(qtype):
+    kernel = quantize(jnp.ones((64, 8)), qtype, channelwise_axes=[1], tiled_axes={0: 32})
+    turned = quantize(jnp.ones((8, 64)), qtype, channelwise_axes=[0])
+    whole = quantize(jnp.ones((8, 64)), qtype)
+    tree = {"kernel": kernel, "turned": turned, "whole": whole}
+    rules = [
+        Rule("whole", None, act_qtype="int8", tile_axis=-1),
+        Rule(".*", None, act_qtype="int8"),
+    ]
+    small = quantize_tree(tree, rules)
+    assert {k: (w.array is tree[k], w.contracting) for k, w in small.items()} == {
+        "kernel": (True, (-2,)),
+        "turned": (True, (-1,)),
+        "whole": (True, (-1,)),
+    }
+    with pytest.raises(ValueError, match=r"whole: its scales \[1, 1\] do not tell which axes"):
+        quantize_tree(tree, rules[1:])
+    model = lambda p, x: [x @ p["kernel"], x @ p["turned"].T, x @ p["whole"].T]
+    located = quantize_tree(tree, rules[1:], model=model, args=(jnp.ones((2, 64)),))
+    assert [located[k].contracting for k in tree] == [(-2,), (-1,), (-1,)]
+    x = jax.random.normal(jax.random.key(0), (2, 64))
+    rows = quantize(x, "int8", channelwise_axes=[0]).dequantize()
+    dense = jax.tree.map(vn.materialise, tree, is_leaf=lambda w: isinstance(w, QArray))
+    for actual, expected in zip(vn.implicit(model)(located, x), model(dense, rows), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
+    assert quantize_tree(small, rules)["kernel"] is small["kernel"]
 
 
 def test_a_tile_of_activations_that_does_not_divide_is_refused_with_the_path():

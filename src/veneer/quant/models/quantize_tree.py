@@ -12,6 +12,7 @@ import jax
 
 from ..._jax.source_lines import warn_user
 from ..observation.statistics import ActivationStatistics
+from ..qarray import QArray
 from ..training import FakeQuantized
 from .correction import LowRankAxes, free_without_program, low_rank_axes, quantize_corrected
 from .notices import (
@@ -72,7 +73,8 @@ def quantize_tree(
     which may do without a format for weights, in a `vn.types.Rotated` where it says `rotate`,
     and all of it in a `vn.types.LoraArray` where there is a `correction_rank`. Biases, norms and
     integers stay dense if they match, and so does what no rule matches; arrays that are implicit
-    already stay as they are.
+    already stay as they are, but for a `QArray`, as a checkpoint has them, of a rule with an
+    `act_qtype` and no format for weights.
 
     **Raises:** `TypeError` for rules that are no sequence of `Rule`, and what is no program;
     `ValueError`, naming the path, where a tile does not divide its axis, or where statistics
@@ -111,7 +113,7 @@ def quantize_tree(
     if not isinstance(rules, str):
         rules = rules_in(rules)
         check_rules(rules, train=train, statistics=statistics)
-    chosen = choose(params, rules, program, args or (), kwargs)
+    chosen = choose(params, rules, program, args or (), kwargs, of_quantized=not train)
     return chosen.replaced(
         lambda path, leaf, rule: _quantized(
             path, leaf, rule, chosen.corrected_axes(path), train, statistics
@@ -179,6 +181,7 @@ def choose(
     kwargs: Mapping[str, Any] | None = None,
     *,
     in_products: bool = False,
+    of_quantized: bool = False,
 ) -> Chosen:
     """Finds the rule of each leaf of a tree, and the axes along which it is quantised.
 
@@ -187,11 +190,20 @@ def choose(
     **Arguments:**
 
     - `in_products`: whether to refuse rules none of which is for a weight that a product has.
+    - `of_quantized`: whether rules that are of activations alone are for quantised weights, too.
     """
     paths, leaves, treedef = flatten_with_paths(params)
+    quantized: dict[str, Rule] = {}
+    if of_quantized and not isinstance(rules, str):
+        quantized = _of_activations(paths, leaves, rules, located=program is not None)
+    weights = {
+        path: leaf
+        for path, leaf in zip(paths, leaves, strict=True)
+        if can_be_quantized(leaf) or path in quantized
+    }
     uses = None
     if program is not None:
-        is_weight = lambda path, leaf: can_be_quantized(leaf)
+        is_weight = lambda path, leaf: path in weights
         try:
             uses = uses_of(program, params, is_weight, args, kwargs)
         except Exception as error:
@@ -200,7 +212,6 @@ def choose(
                 "params(*args, **kwargs) where there is no model."
             )
             raise
-    weights = {path: x for path, x in zip(paths, leaves, strict=True) if can_be_quantized(x)}
     if isinstance(rules, str):
         if uses is None:
             raise ValueError(
@@ -210,6 +221,7 @@ def choose(
         asked = usual_rules(rules, weights, uses)
     else:
         asked = {path: rule for path, x in weights.items() if (rule := rule_for(path, x, rules))}
+    asked |= quantized
     if in_products:
         assert uses is not None
         _check_products(asked, uses)
@@ -225,6 +237,31 @@ def choose(
     tell_of_held(paths, leaves, rules)
     tell_of_quantised(paths, leaves, rules)
     return Chosen(paths, leaves, treedef, chosen, uses)
+
+
+def _of_activations(
+    paths: Sequence[str], leaves: Sequence[Any], rules: Sequence[Rule], *, located: bool
+) -> dict[str, Rule]:
+    """The rules that say of quantised weights what activations are to be.
+
+    What products contract is what shares scales, unless the rule says it or a program tells.
+    """
+    of = {}
+    for path, leaf in zip(paths, leaves, strict=True):
+        rule = next((rule for rule in rules if rule.matches(path)), None)
+        if not isinstance(leaf, QArray) or rule is None or rule.qtype or not rule.act_qtype:
+            continue
+        if rule.tile_axis is None and not located:
+            sizes = zip(leaf.shape, leaf.scale.shape, strict=True)
+            shared = [i - leaf.ndim for i, (size, scales) in enumerate(sizes) if size > scales]
+            if not 0 < len(shared) < leaf.ndim:
+                raise ValueError(
+                    f"{path}: its scales {list(leaf.scale.shape)} do not tell which axes of "
+                    f"{list(leaf.shape)} products contract: say it as tile_axis, or pass a model"
+                )
+            rule = dataclasses.replace(rule, tile_axis=shared)
+        of[path] = rule
+    return of
 
 
 def check_rules(
