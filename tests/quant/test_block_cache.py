@@ -139,6 +139,27 @@ def test_kernels_read_its_blocks_as_they_lie(qtype):
     assert cache.nbytes < 0.25 * 4 * cache.size
 
 
+@pytest.mark.parametrize("qtype", ["int8", "int4"])
+def test_no_block_is_copied_as_one_is_written_and_all_are_read(qtype):
+    cache = empty(qtype, room=2048, width=64, size=32)
+
+    def step(cache, token, x, at):
+        cache = lax.dynamic_update_slice(cache, token, (0, at, 0))
+        return cache, PRODUCTS["einsum"](x, cache)
+
+    compiled = jax.jit(vn.implicit(step, on_materialise="error"), donate_argnums=0)
+    token, x = draw(H, 1, 64), draw(H, 3, 64, seed=1)
+    lines = compiled.lower(cache, token, x, 5).compile().as_text().splitlines()
+    stored = ",".join(map(str, cache.blocks.packed.shape))
+    made = [line for line in lines if f"8[{stored}]" in line.partition(" = ")[2].partition("(")[0]]
+    assert not [line for line in made if " copy(" in line]
+    assert sum("dynamic-update-slice" in line and " fusion(" in line for line in made) == 1
+    expected = write(cache, token, 5).materialise()  # before it is given away
+    cache, found = compiled(cache, token, x, 5)
+    np.testing.assert_array_equal(cache.materialise(), expected)
+    np.testing.assert_allclose(found, PRODUCTS["einsum"](x, expected), rtol=1e-4, atol=1e-4)
+
+
 def test_a_sum_over_tokens_makes_it_dense_visibly():
     cache = write(empty(), draw(H, 13, D), 0)
     run = lambda x, c: jnp.einsum("hqs,hsd->hqd", x, c)

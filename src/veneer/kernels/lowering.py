@@ -44,7 +44,8 @@ def is_on_one_device(ctx: Any) -> bool:
 
 def by_reference(*arrays: Any, problem: MatmulProblem, present: Sequence[bool]) -> jax.Array:
     """Computes a product by XLA's way."""
-    return problem.reference(operands_of(arrays, present), problem)
+    problem, operands = problem.merged(operands_of(arrays, present))
+    return problem.reference(operands, problem)
 
 
 def by_kernel(
@@ -56,6 +57,7 @@ def by_kernel(
         target = kernel_for(operands, problem)
         if target is not None:
             return call_kernel(target, operands, problem)
+        problem, operands = problem.merged(operands)
     elif _found(platform, operands := operands.apart(), problem) and select.lowers(
         platform, operands, problem
     ):

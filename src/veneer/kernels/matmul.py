@@ -24,7 +24,7 @@ from jax.interpreters import ad, batching, mlir
 
 from .._jax.primitives import Primitive, lowered_with_devices
 from .._jax.tracing import vary_together
-from .lowering import lowered_p
+from .lowering import is_on_one_device, lowered_p
 from .problem import MatmulOperands, MatmulProblem, operands_of
 
 
@@ -184,6 +184,9 @@ def _lowered(ctx: Any, *values: Any, problem: MatmulProblem, present: Sequence[b
     avals = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]
     is_turned = problem.codes.bits == 8 and operands_of(avals, present).packed.ndim == 3
     source = _source(values[1]) if is_turned else None
+    apart = _apart(ctx, values[1]) if source is None else None
+    if apart is not None:
+        problem = dataclasses.replace(problem, leading=2)
 
     def call(*arrays: Any) -> jax.Array:
         if source is None:
@@ -194,9 +197,10 @@ def _lowered(ctx: Any, *values: Any, problem: MatmulProblem, present: Sequence[b
         moved = [x for x in operands if x is not None]
         return lowered_p.bind(*moved, problem=turned, present=present)
 
-    if source is not None:
-        values = (values[0], source, *values[2:])
-        avals[1] = avals[1].update(shape=tuple(source.type.shape))
+    stored = source or apart
+    if stored is not None:
+        values = (values[0], stored, *values[2:])
+        avals[1] = avals[1].update(shape=tuple(stored.type.shape))
     return mlir.lower_fun(call, multiple_results=False)(ctx.replace(avals_in=avals), *values)
 
 
@@ -216,6 +220,25 @@ def _source(packed: Any) -> Any:
     *batch, rows, columns = range(len(made.results[0].type.shape))
     order = list(made.attributes["permutation"])
     return made.operands[0] if order == [*batch, columns, rows] else None
+
+
+def _apart(ctx: Any, packed: Any) -> Any:
+    """What stored matrices are, in the program that is lowered, if two axes count them; or None.
+
+    Kernels of the CPU read that. XLA makes of an array that is written to, as blocks of a cache
+    are, and of the same reshaped, two arrays, and copies all of it for the second.
+    """
+    made = packed.owner
+    is_local = ctx.module_context.platforms == ("cpu",) and is_on_one_device(ctx)
+    if not is_local or ctx.module_context.lowering_parameters.for_export:
+        return None
+    if getattr(made, "name", "") != "stablehlo.reshape":
+        return None
+    (matrices,) = made.operands
+    shape, merged = list(matrices.type.shape), list(packed.type.shape)
+    is_meant = len(shape) == 4 and len(merged) == 3 and shape[2:] == merged[1:]
+    # Kernels take those of which the second axis is as long as the third for matrices side by side.
+    return matrices if is_meant and shape[1] != shape[2] else None
 
 
 def turned_by(

@@ -169,6 +169,8 @@ class MatmulProblem:
       values that are centred, it is not.
     - `reference`: XLA's way, from the operands and this; hashable, so that programs are cached.
     - `opt_in`: whether kernels that are used only where that is asked for may compute it.
+    - `leading`: how many axes of the stored matrices come before R. They are one, but where a
+      program is lowered for a kernel of the CPU, which reads `[B1, B2, R, bytes]` as it lies.
     """
 
     codes: Codes
@@ -178,6 +180,7 @@ class MatmulProblem:
     offset: int
     reference: Callable[[MatmulOperands, "MatmulProblem"], jax.Array]
     opt_in: bool = False
+    leading: int = 1
 
     @property
     def transposed(self) -> "MatmulProblem":
@@ -187,7 +190,7 @@ class MatmulProblem:
 
     def out_shape(self, x: Any, packed: Any) -> tuple[Any, ...]:
         """Returns `[B, M, N]`."""
-        n = self.columns if self.contracting == "rows" else packed.shape[1]
+        n = self.columns if self.contracting == "rows" else packed.shape[self.leading]
         return (*x.shape[:2], n)
 
     def out_aval(self, x: Any, packed: Any) -> Any:
@@ -208,6 +211,14 @@ class MatmulProblem:
             tile=k // max(1, scale.shape[1 if self.contracting == "rows" else 2]),
             batch=x.shape[0],
         )
+
+    def merged(self, operands: MatmulOperands) -> tuple["MatmulProblem", MatmulOperands]:
+        """The product with one leading axis, and its operands."""
+        if self.leading == 1:
+            return self, operands
+        *_, rows, row_bytes = operands.packed.shape
+        packed = operands.packed.reshape(operands.x.shape[0], rows, row_bytes)
+        return dataclasses.replace(self, leading=1), operands._replace(packed=packed)
 
     def __repr__(self) -> str:
         return f"MatmulProblem({self.codes.kind}, {self.contracting} contracted)"

@@ -240,6 +240,24 @@ def test_codes_are_not_moved_for_a_transposed_weight(qtype, batch):
     np.testing.assert_allclose(compiled(x, q), expected, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize("side", ["rows", "columns"])
+@pytest.mark.parametrize("counts", [(3, 4), (4, 96), (1, 5)])  # one is as long as rows
+@pytest.mark.parametrize("act_qtype", [None, "int8"])
+def test_matrices_that_two_axes_count(counts, side, act_qtype):
+    q = quantize(
+        normal(*counts, 96, 64), "int8", channelwise_axes=[0, 1, 2 if side == "columns" else 3]
+    )
+    q = jax.tree.map(jnp.asarray, q)
+    x = normal(*counts, 2, 64 if side == "columns" else 96, seed=1)
+    if act_qtype is not None:
+        x = quantize(x, act_qtype, channelwise_axes=[0, 1, 2])
+    program = lambda x, w: x @ (w.swapaxes(2, 3) if side == "columns" else w)
+    with kernels.use("auto"):
+        found = jax.jit(vn.implicit(program))(x, q)
+    expected = program(vn.materialise(x), q.dequantize())
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_a_scale_is_read_for_each_matrix_that_shares_it():
     x, w = normal(4, 3, 256), normal(4, 256, 128)
     for axes in ((), (2,), (1, 2)):

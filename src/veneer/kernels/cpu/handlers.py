@@ -172,14 +172,18 @@ def _read(frame, job, bits, contracts_rows, activations):
     batch, m, k, n = dim(x, 0), dim(x, 1), dim(x, 2), dim(out, 2)
     r, c = (k, n) if contracts_rows else (n, k)
     row_bytes, beside, width = _row_bytes(c, bits), 1, 1
-    if rank(matrix) == 4:  # matrices side by side
+    are_apart = rank(matrix) == 4 and dim(matrix, 1) != r  # [B1, B2, R, bytes]
+    if rank(matrix) == 4 and not are_apart:  # side by side: [B / H, R, H, bytes]
         beside, width = dim(matrix, 2), row_bytes
         if is_integer or beside == 0 or batch % beside != 0:
             return False
+    if are_apart:
+        if dim(matrix, 2) != r or dim(matrix, 0) * dim(matrix, 1) != batch:
+            return False
+    elif dim(matrix, 1) != r or not _is_stack(frame, first, batch // beside):
+        return False
     if not (
-        _is_stack(frame, first, batch // beside)
-        and dim(matrix, 1) == r
-        and dim(matrix, rank(matrix) - 1) == row_bytes
+        dim(matrix, rank(matrix) - 1) == row_bytes
         and _is_stack(frame, first + 2, batch)
         and dim(table, 0) == 16
         and dim(out, 0) == batch
@@ -205,7 +209,8 @@ def _read(frame, job, bits, contracts_rows, activations):
         set_word(job, words.MINIMUM_TYPE, _type(minimum))
     set_word(job, words.SCALE_TYPE, _type(scale))
     set_word(job, words.X, data(x))
-    set_word(job, words.W, _part(frame, first, batch // beside, width))
+    place = data(matrix) if are_apart else _part(frame, first, batch // beside, width)
+    set_word(job, words.W, place)
     set_word(job, words.NEXT_ROW, beside * row_bytes)
     set_word(job, words.SCALE, _part(frame, first + 2, batch, _width(scale)))
     set_word(job, words.M, m)
