@@ -104,23 +104,26 @@ def call_kernel(
     - `stacks`: where the matrix, its scales or its minima lie, by their names: those are read from
       there, and not from `operands`.
     """
-    x, packed, scale, zero_point, x_scale, minimum = operands
+    x, packed, _, zero_point, x_scale, minimum = operands
     call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(problem.out_shape(x, packed), jnp.float32))
     table = np.asarray(problem.codes.table, np.float32)
 
     def stored(name: str) -> Stacked:
         return stacks.get(name) or Stacked(getattr(operands, name), np.int32(0))
 
-    if x_scale is None:
-        rest = () if minimum is None else stored("minimum")
-        if not target.startswith("veneer_bf16_"):
-            x = x.astype(jnp.float32)
-        out = call(x, *stored("packed"), *stored("scale"), table, *rest)
-    else:
-        scales = stored("scale")
-        if scales.stack.dtype != jnp.float32:  # none but these are read
-            scales = Stacked(scale.astype(jnp.float32), np.int32(0))
-        out = call(x, x_scale, *stored("packed"), *scales, table)
+    if x_scale is None and not target.startswith("veneer_bf16_"):
+        x = x.astype(jnp.float32)
+    # Kernels of integers that contract rows leave minima to what follows.
+    is_left = minimum is not None and x_scale is not None and problem.contracting == "rows"
+    out = call(
+        *((x,) if x_scale is None else (x, x_scale)),
+        *stored("packed"),
+        *stored("scale"),
+        table,
+        *(() if minimum is None or is_left else stored("minimum")),
+    )
+    if is_left:
+        out += _over_tiles(operands, minimum.astype(jnp.float32), problem)
     if zero_point is not None:
         out -= _of_zero_points(operands, problem)
     return out.astype(problem.out_dtype)

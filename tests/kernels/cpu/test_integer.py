@@ -62,6 +62,11 @@ class TestProduct:
     def test_of_tiles_of_any_size(self, contracted, kind, tile):
         check(contracted, kind, (1, 602 if tile[0] == 301 else 42, 35), tile, 7)
 
+    @pytest.mark.parametrize("m", [1, 4, 7])
+    @pytest.mark.parametrize(("k", "tile"), [(576, 64), (96, 32), (352, 352), (32, 32), (608, 608)])
+    def test_of_rows_that_end_within_a_vector(self, contracted, kind, k, tile, m):
+        check(contracted, kind, (2, k, 70), (tile, 1), m)
+
     @pytest.mark.parametrize(("k", "n"), [(1, 1), (3, 200), (130, 3), (257, 129), (515, 64)])
     def test_of_any_shape(self, contracted, kind, k, n):
         check(contracted, kind, (2, k, n), (k, 1), 5)
@@ -75,7 +80,8 @@ class TestProduct:
 
     @pytest.mark.parametrize("at_end", [True, False])
     @pytest.mark.parametrize(
-        ("k", "n", "tile"), [(67, 130, 67), (256, 64, 64), (30, 77, 5), (300, 77, 60)]
+        ("k", "n", "tile"),
+        [(67, 130, 67), (256, 64, 64), (30, 77, 5), (300, 77, 60), (224, 70, 224), (352, 66, 32)],
     )
     @pytest.mark.parametrize("m", [3, 7])
     def test_reads_and_writes_nothing_else(self, contracted, kind, at_end, k, n, tile, m):

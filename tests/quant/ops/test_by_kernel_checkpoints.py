@@ -75,6 +75,26 @@ def test_both_sides_by_any_number_of_rows(name):
         assert_close(by_rows, np.asarray(y, np.float64) @ dense)
 
 
+@pytest.mark.parametrize("name", ["Q4_1", "MLX", "Q8_0", "a minimum of other floats"])
+def test_both_sides_by_int8_activations(name):
+    q = stored(*CASES[name])
+    dense = np.asarray(q.dequantize(), np.float64)
+    xs = [
+        tuple(vn.quant.quantize(normal(m, size), "int8", channelwise_axes=[0]) for size in (K, N))
+        for m in (1, 3, 17, 33)
+    ]
+
+    @jax.jit
+    @vn.implicit
+    def run(xs, q):
+        return [(x @ q.T, y @ q) for x, y in xs]
+
+    assert all(re.match(r"CPU kernel integer_\w+, else", said) for said in how(run, xs, q))
+    for (x, y), (by_columns, by_rows) in zip(xs, run(xs, q), strict=True):
+        assert_close(by_columns, np.asarray(x.dequantize(), np.float64) @ dense.T)
+        assert_close(by_rows, np.asarray(y.dequantize(), np.float64) @ dense)
+
+
 @pytest.mark.parametrize("qtype", ["float6_e2m3fn", "float6_e3m2fn"])
 def test_every_float_of_6_bits_is_worth_what_it_is(qtype):
     codes = jnp.tile(jnp.arange(64, dtype=jnp.uint8)[:, None], (8, 64))
@@ -129,24 +149,34 @@ def test_derivatives_batches_and_loops(qtype, kind):
     assert_close(jax.jit(vn.implicit(run))(x, layers), run(x, layers.dequantize()))
 
 
+@pytest.mark.parametrize("activations", [None, "int8"])
 @pytest.mark.parametrize("name", ["scale", "minimum"])
-def test_derivatives_by_scales_and_by_minima(name):
+def test_derivatives_by_scales_and_by_minima(name, activations):
     q, x = stored("uint4", 32, "float32", "float32"), normal(3, K)
+    if activations is not None:
+        x = vn.quant.quantize(x, activations, channelwise_axes=[0])
 
     loss = vn.implicit(lambda q: ((x @ q.T) ** 2).sum())
     by_kernel = lambda leaf: loss(q.replace(**{name: leaf}))
-    dense = lambda leaf: ((x @ q.replace(**{name: leaf}).dequantize().T) ** 2).sum()
+    values = vn.materialise(x)
+    dense = lambda leaf: ((values @ q.replace(**{name: leaf}).dequantize().T) ** 2).sum()
     leaf = getattr(q, name)
     assert_close(jax.grad(by_kernel)(leaf), jax.grad(dense)(leaf))
     _, along = jax.jvp(by_kernel, (leaf,), (leaf,))
     assert_close(along, jax.jvp(dense, (leaf,), (leaf,))[1])
 
 
-def test_a_minimum_of_nan_is_seen_in_its_own_row():
+@pytest.mark.parametrize("activations", [None, "int8"])
+@pytest.mark.parametrize("name", ["scale", "minimum"])
+@pytest.mark.parametrize("tile", [2, -1])  # the last ends within a vector
+def test_what_is_nan_is_seen_in_its_own_row(name, tile, activations):
     q = stored("uint4", 32, "float16", "float16")
-    q = q.replace(minimum=q.minimum.at[5, 2].set(jnp.nan))
+    q = q.replace(**{name: getattr(q, name).at[5, tile].set(jnp.nan)})
     for m in (3, 33):
-        y = jax.jit(vn.implicit(lambda x, q: x @ q.T))(normal(m, K), q)
+        x = normal(m, K)
+        if activations is not None:
+            x = vn.quant.quantize(x, activations, channelwise_axes=[0])
+        y = jax.jit(vn.implicit(lambda x, q: x @ q.T))(x, q)
         assert np.isnan(y).all(axis=0).tolist() == [i == 5 for i in range(N)]
 
 

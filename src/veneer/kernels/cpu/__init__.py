@@ -6,6 +6,8 @@ What knows one CPU from another, and makes machine code of functions, is in `ven
     targets         what targets there are, and the object file of each
     kinds           the kinds of codes that there are kernels for
     job             what a kernel is to compute, in words
+    scales          scales and minima, as f32
+    minima          what minima add, for few rows of x
     handlers        a call from XLA becomes a job
     floats          products of f32, or bf16, with codes
     integers        products of int8 with codes

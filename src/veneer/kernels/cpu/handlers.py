@@ -194,7 +194,7 @@ def _read(frame, job, bits, contracts_rows, activations):
         x_scale = argument(frame, 1)
         if not (_is_array(x_scale, F32, 2) and dim(x_scale, 0) == batch and dim(x_scale, 1) == m):
             return False
-        if _type(scale) != 0 or has_minima:
+        if has_minima and contracts_rows:
             return False
         set_word(job, words.X_SCALE, data(x_scale))
     if has_minima:

@@ -165,6 +165,52 @@ def store_sums(address, stride, block):
     return types.void, emit
 
 
+@instruction
+def store_fours(address, stride, block, scale):
+    """Writes the sums of the lanes of four vectors a row, times the f32 at `scale + 4 * r`."""
+
+    def emit(builder, address, stride, values, scale):
+        values = vectors(builder, values)
+        for row in range(block.rows):
+            number = builder.load(pointer(builder, builder.add(scale, I64(4 * row)), F32))
+            number.align = 4
+            sums = _sums_of_four(builder, values[4 * row : 4 * row + 4])
+            undefined = ir.Constant(sums.type, ir.Undefined)
+            by = builder.insert_element(undefined, number, I32(0))
+            by = shuffled(builder, by, undefined, [0] * 4)
+            place = pointer(builder, at(builder, address, 0, row, stride), sums.type)
+            builder.store(builder.fmul(sums, by), place).align = 4
+
+    return types.void, emit
+
+
+def _sums_of_four(builder: Any, values: list[Any]) -> Any:
+    """The sums of the lanes of each of four vectors, as a vector of four."""
+    # Of each 128 bits: the first and second of a, in turns with those of b, and the others; then
+    # the two of a and b, and those of c and d.
+    for order in ([0, 4, 1, 5], [2, 6, 3, 7]), ([0, 1, 4, 5], [2, 3, 6, 7]):
+        pairs = zip(values[::2], values[1::2], strict=True)
+        values = [
+            builder.fadd(*(shuffled(builder, a, b, _within_fours(half)) for half in order))
+            for a, b in pairs
+        ]
+    (value,) = values
+    count = LANES
+    while count > 4:
+        count //= 2
+        low = shuffled(builder, value, value, range(count))
+        high = shuffled(builder, value, value, range(count, 2 * count))
+        value = builder.fadd(low, high)
+    return value
+
+
+def _within_fours(order: list[int]) -> list[int]:
+    """An order of two times four lanes, in each four lanes of two vectors."""
+    return [
+        first + i if i < 4 else LANES + first + i - 4 for first in range(0, LANES, 4) for i in order
+    ]
+
+
 def _sum(builder: Any, value: Any) -> Any:
     """The sum of the lanes of a vector: halves are added up until one is left."""
     count = LANES

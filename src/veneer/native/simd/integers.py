@@ -45,6 +45,34 @@ def load_ints(address, stride, rows, columns):
 
 
 @instruction
+def load_first_ints(address, stride, rows, count):
+    """Reads the first lanes of a vector of i32 in each of some rows; the others are 0, unread."""
+    return _first_of("i32", INTS, rows)
+
+
+@instruction
+def load_first_floats(address, stride, rows, count):
+    """Reads the first lanes of a vector of f32 in each of some rows; the others are 0, unread."""
+    return _first_of("f32", FLOATS, rows)
+
+
+def _first_of(entry: str, vector: ir.Type, rows: Any) -> tuple[Block, Emit]:
+    block = Block(entry, rows.literal_value, 1)
+    name, others = f"llvm.masked.load.v{LANES}{entry[0]}32.p0", ir.Constant(vector, None)
+
+    def emit(builder: Any, address: Any, stride: Any, _: Any, count: Any) -> Any:
+        count = repeated(builder, builder.trunc(count, I32))
+        exists = builder.icmp_signed("<", ir.Constant(INTS, [*range(LANES)]), count)
+        values = []
+        for row in range(block.rows):
+            place = pointer(builder, at(builder, address, 0, row, stride), vector)
+            values.append(call_llvm(builder, name, vector, place, I32(1), exists, others))
+        return block_of(builder, values)
+
+    return block, emit
+
+
+@instruction
 def load_floats(address, stride, rows, columns):
     """Reads rows of vectors of f32, `stride` bytes apart."""
     return _rows_of("f32", FLOATS, rows, columns)
@@ -230,18 +258,18 @@ def add_scaled_ints(sums, total, scale):
 
 
 @instruction
-def spread(address, stride, count, shift):
-    """A row of vectors, of LANES >> shift f32 each, which stand for 1 << shift lanes, in turn.
+def spread(address, stride, count, shift, lanes):
+    """A row of vectors of f32 each of which stands for 1 << shift of so many lanes, in turn.
 
-    They are `stride` bytes apart. What is beside them is not read.
+    They are `stride` bytes apart. What is beside them is not read, and other lanes are 0.
     """
     block = Block("f32", 1, count.literal_value)
 
-    def emit(builder, address, stride, _, shift):
-        shift = repeated(builder, builder.trunc(shift, I32))
+    def emit(builder, address, stride, _, shift, count):
+        shift, count = (repeated(builder, builder.trunc(n, I32)) for n in (shift, count))
         lanes = ir.Constant(INTS, [*range(LANES)])
         indices = builder.lshr(lanes, shift)
-        there = builder.icmp_unsigned("<", builder.shl(lanes, shift), constant(INTS, LANES))
+        there = builder.icmp_unsigned("<", builder.shl(lanes, shift), count)
         values = []
         for row in range(block.columns):
             place = pointer(builder, at(builder, address, 0, row, stride), FLOATS)

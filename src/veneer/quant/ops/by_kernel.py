@@ -226,7 +226,7 @@ def _plan(
     if matrix is None or codes is None:
         return None
     minimum = matrix.q.minimum
-    if minimum is not None and (x.scale is not None or minimum.shape != matrix.q.scale.shape):
+    if minimum is not None and minimum.shape != matrix.q.scale.shape:
         return None
     is_beside = matrix.q.ndim > 3
     if is_beside and x.scale is not None:

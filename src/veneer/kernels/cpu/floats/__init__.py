@@ -15,7 +15,5 @@ read, and how many rows of x there are, what counts.
     columns_x       x in the order that panels are decoded in
     bf16            either side contracted, for many rows of bf16
     pairs           f32, or pairs of bf16: what many rows of x may be
-    scales          scales and minima, as f32
-    minima          what minima add, for few rows of x
     panels          the product with a panel, and its scales
 """

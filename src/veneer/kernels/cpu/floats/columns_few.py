@@ -21,8 +21,9 @@ from ....native.isa import LANES
 from ....native.memory import prefetch_for_later, stack, store_f32, store_i64, word
 from ....native.simd.codes import load_table
 from ....native.simd.floats import load, store, store_sums
+from .. import minima
 from ..job import NEXT_ROW, OUT, ROW_BYTES, SCALE, TABLE, TC, TR, C, M, R
-from . import minima
+from ..scales import are_f32, copy, has_minima, read_tiles
 from .columns_x import MOST, order, rows_of_block
 from .panels import (
     BYTES,
@@ -32,7 +33,6 @@ from .panels import (
     SOME,
     VECTORS,
     begun,
-    copy,
     ended,
     lanes_by,
     load_block,
@@ -40,7 +40,6 @@ from .panels import (
     panel_scales,
 )
 from .place import row_of
-from .scales import are_f32, has_minima, read_tiles
 
 #: How many rows of W are multiplied by so many rows of x at once: as many as registers hold sums
 #: of, next to what is decoded.
@@ -154,10 +153,15 @@ def _products(kind: str) -> Any:
             if way != FOLDED and are_f32(job):
                 scale, next_scale = word(job, SCALE) + 4 * tiles * number, 4 * tiles * step
             elif way != FOLDED:
+                different = (count - 1) * step + 1
                 scale, next_scale = numbers - 4 * first_tile, SCALES_OF_ROW * step
-                for c in range(count if step else 1):
-                    to = numbers + c * SCALES_OF_ROW
-                    read_tiles(job, SCALE, number + c, first_tile, some, to)
+                if some == tiles:  # then those of a row follow those of the one before
+                    next_scale = 4 * tiles * step
+                    read_tiles(job, SCALE, number, 0, different * tiles, numbers)
+                else:
+                    for c in range(different):
+                        to = numbers + c * SCALES_OF_ROW
+                        read_tiles(job, SCALE, number + c, first_tile, some, to)
             if count == 1:
                 next_scale = 0
             whole = columns // PANEL
@@ -248,7 +252,7 @@ def _together(rows):
 
 
 _minima_1, _minima_2, _minima_4, _minima_most = (
-    minima.adder(min(i, MOST), _TOGETHER[min(i, MOST)]) for i in (1, 2, 4, 8)
+    minima.reading_adder(min(i, MOST), _TOGETHER[min(i, MOST)]) for i in (1, 2, 4, 8)
 )
 
 

@@ -24,9 +24,9 @@ from ....native.simd.codes import load_table
 from ....native.simd.floats import store, zeros
 from ..job import BATCH, NEXT_ROW, OUT, ROW_BYTES, SCALE, TABLE, TC, TR, C, M, R, X
 from ..kinds import BITS
+from ..scales import has_minima, read_tiles
 from .decode import in_order
 from .place import row_of
-from .scales import has_minima, read_tiles
 
 #: Vectors that are decoded at once; and columns, of which a row has a few times as many.
 _VECTORS = 4

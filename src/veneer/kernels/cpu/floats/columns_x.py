@@ -14,9 +14,9 @@ from ....native.memory import load_f32, malloc, set_word, stack, store_f32, word
 from ....native.simd.floats import load, scaled, store
 from ....native.simd.order import deinterleave
 from ..job import BATCH, FAILED, SCALE, SCRATCH, TC, C, M, X
-from .minima import sums_size, write_sums
+from ..minima import sums_size, write_sums
+from ..scales import has_minima, read_tiles
 from .panels import COLUMNS, VECTORS
-from .scales import has_minima, read_tiles
 
 MOST = 8 if LANES == 16 else 4
 

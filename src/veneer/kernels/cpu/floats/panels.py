@@ -10,9 +10,8 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
-from ....native.functions import native
 from ....native.isa import LANES
-from ....native.memory import F32, I8, I32, I64, load_i8, pointer, store_i8
+from ....native.memory import F32, I8, I32, I64, pointer
 from ....native.simd.blocks import (
     FLOATS,
     INTS,
@@ -50,13 +49,6 @@ BYTES = (
     | dict.fromkeys(LOOKUP_BITS, 4 * LANES)
     | {kind: 16 * bits // 8 for kind, bits in PLANE_BITS.items()}
 )
-
-
-@native
-def copy(to, address, count, size):
-    """Copies so many bytes, and zeros behind them."""
-    for i in range(size):
-        store_i8(to + i, load_i8(address + i) if i < count else 0)
 
 
 @instruction

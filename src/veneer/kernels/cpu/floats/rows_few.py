@@ -47,11 +47,11 @@ from ..job import (
     X,
 )
 from ..kinds import BITS
+from ..minima import sum_of
+from ..scales import has_minima
 from .decode import reader, row_bytes
-from .minima import sum_of
 from .place import row_of
 from .rows_many import PANEL, Multiplier, add, add_rows, clear, copy_rows, expand
-from .scales import has_minima
 
 #: Rows of x that this is made for, at most; and rows that tiles have, at least.
 MOST, LEAST = 16, 16

@@ -13,12 +13,13 @@ import numpy as np
 from ....native.functions import native
 from ....native.memory import free, load_f32, malloc, set_word, store_i32, word
 from ....native.simd.bytes import byte_table
-from ....native.simd.floats import store, zeros
+from ....native.simd.floats import add_scaled, load, splat, store, zeros
 from ....native.simd.integers import add_sums, sum_lanes, zero_ints
 from ..job import (
     BATCH,
     FAILED,
     FIRST,
+    MINIMUM,
     OUT,
     ROW_BYTES,
     SCALE,
@@ -34,6 +35,8 @@ from ..job import (
     W,
     X,
 )
+from ..minima import sums_size, write_sums_of_codes
+from ..scales import has_minima, widen
 from .panel import BLOCK, PANEL, WIDTH, Orientation, multiply
 
 #: After so many codes, int32 sums go on in f32: no sum may have more than 31 bits.
@@ -100,6 +103,14 @@ def kernel(orientation: Orientation, offset: int) -> Any:
         return (length + WIDTH - 1) // WIDTH * WIDTH
 
     @native
+    def sums_of_x(job, row):
+        """Where the sums of a row of activations over tiles are: behind what is packed."""
+        tiles, _, blocks, starts = cut(job)
+        rows = word(job, BATCH) * word(job, M)
+        packed = (word(job, SCRATCH) + 63) // 64 * 64
+        return packed + rows * (blocks * stride_of(job, tiles) + starts * 4) + row * sums_size(job)
+
+    @native
     def pack(x, begin, count, to, stride):
         """Copies a block of activations to `stride` bytes."""
         # Activations are moved no further than this. Where there are none, there have to be zeros.
@@ -129,6 +140,8 @@ def kernel(orientation: Orientation, offset: int) -> Any:
         packed = (word(job, SCRATCH) + 63) // 64 * 64
         for row in range(first, last):
             batch, at_row = divmod(row, m)
+            if has_minima(job):
+                write_sums_of_codes(job, word(job, X) + row * k, sums_of_x(job, row))
             to = packed + (batch * blocks * m + at_row) * stride
             start = packed + rows * blocks * stride + (batch * starts * m + at_row) * 4
             for index in range(segments):
@@ -151,10 +164,12 @@ def kernel(orientation: Orientation, offset: int) -> Any:
 
     def prepare(job):
         m = word(job, M)
+        widen(job)
         tiles, _, blocks, starts = cut(job)
         stride = stride_of(job, tiles)
         rows = word(job, BATCH) * m
-        allocated = malloc(64 + rows * (blocks * stride + starts * 4))
+        size = blocks * stride + starts * 4 + (sums_size(job) if has_minima(job) else 0)
+        allocated = malloc(64 + rows * size)
         if allocated == 0:
             set_word(job, FAILED, 1)
             return
@@ -180,6 +195,24 @@ def kernel(orientation: Orientation, offset: int) -> Any:
             column = strip * width
             to = word(job, OUT) + 4 * (row * n + column)
             write(sums, rows * PANEL, x_scale, scratch, to, min(width, n - column))
+            sums += panels * rows * PANEL
+
+    @native
+    def add_minima(job, first_row, rows, first_strip, strips, sums, scale, scratch):
+        """Adds to a part's sums the products of minima with the sums of activations over tiles."""
+        k, _, tile = sizes(job)
+        batch = first_row // word(job, M)
+        of_batch = (word(job, R) // word(job, TR)) * (word(job, C) // word(job, TC))
+        minima = word(job, MINIMUM) + 4 * batch * of_batch
+        for strip in range(first_strip, first_strip + strips):
+            for t in range(k // tile):
+                scales(job, minima, strip, t, scratch, scale)
+                for panel in range(panels):
+                    numbers = load(scale + panel * PANEL, 4)
+                    to = sums + panel * rows * PANEL
+                    for row in range(rows):
+                        of_x = load_f32(sums_of_x(job, first_row + row) + 4 * t)
+                        add_scaled(to + row * PANEL, 0, numbers, splat(of_x))
             sums += panels * rows * PANEL
 
     @native
@@ -213,6 +246,9 @@ def kernel(orientation: Orientation, offset: int) -> Any:
         scratch = scale + size_of_scales
         for i in range(0, size_of_sums, WIDTH):
             store(sums + i, zeros(1, 1))
+        if has_minima(job):
+            row = batch * m + first_row
+            add_minima(job, row, rows, first_strip, each, sums, scale, scratch)
 
         x = (word(job, SCRATCH) + 63) // 64 * 64
         start = x + word(job, BATCH) * blocks * m * stride

@@ -1,9 +1,10 @@
 """Products of few rows of int8 activations with integer codes, where columns are contracted.
 
 Rows of the matrix are read as they are stored, four at a time, and multiplied by vectors of
-activations that are in the order of their codes. Meanwhile, the same place of the next four is
-fetched. The lanes of int32 sums are scaled as a tile ends, and added up in f32; the sums of lanes
-are what is looked for in the end.
+activations that are in the order of their codes. Meanwhile, the same place of rows some way on is
+fetched, and of scales. The lanes of int32 sums are scaled as a tile ends, and added up in f32; the
+sums of lanes are what is looked for in the end. A row may end within a vector: of what follows,
+nothing is read, and activations are 0 there.
 """
 
 from typing import Any
@@ -12,13 +13,14 @@ import numpy as np
 
 from ....native.functions import native
 from ....native.isa import LANES
-from ....native.memory import load_f32, malloc, prefetch_for_later, set_word, stack, store_f32, word
+from ....native.memory import free, malloc, prefetch_for_later, set_word, stack, word
 from ....native.simd.bytes import byte_table, copy_by_fields
-from ....native.simd.floats import store_block, store_sums, zeros
+from ....native.simd.floats import store_block, store_fours, zeros
 from ....native.simd.integers import (
     add_scaled_ints,
     add_sums,
     dot_lanes,
+    load_first_ints,
     load_ints,
     spread,
     start_lanes,
@@ -28,12 +30,16 @@ from ....native.simd.integers import (
 from ..job import (
     BATCH,
     FAILED,
+    MINIMUM,
+    MINIMUM_TYPE,
     OUT,
     ROW_BYTES,
     SCALE,
+    SCALE_TYPE,
     SCRATCH,
     TABLE,
     TC,
+    THREADS,
     TR,
     X_SCALE,
     C,
@@ -42,6 +48,8 @@ from ..job import (
     W,
     X,
 )
+from ..minima import adder, sums_size, write_sums_of_codes
+from ..scales import copy, has_minima, read_tiles, size_of
 from .blocks import LONGEST
 from .panel import BITS, WIDTH, reader
 
@@ -49,7 +57,19 @@ from .panel import BITS, WIDTH, reader
 ROWS = 4
 #: How many rows of the matrix a part has; the last has the rest, too.
 PART = 64
+#: Rows of activations, at most.
 FEW = 16
+#: Bytes on, or a few more, is what is fetched: so much is read in the time that memory takes.
+_AHEAD = 8192
+#: Codes of a group, at most.
+_GROUP = 8 * WIDTH
+
+
+@native
+def fetch(address, size):
+    """Asks for so many bytes."""
+    for i in range(0, size, 64):
+        prefetch_for_later(address + i)
 
 
 def kernel(kind: str, offset: int) -> Any:
@@ -57,63 +77,100 @@ def kernel(kind: str, offset: int) -> Any:
     bits, read = BITS[kind], reader(kind)
     fields = 8 // bits
     group = WIDTH * fields  # codes of a vector of bytes
+    LANE = 4 * fields  # and of a lane of it
 
     @native
     def fits(job):
-        c, tile = word(job, C), word(job, TC)
-        shared = word(job, TR)
-        whole = c % group == 0 and word(job, R) >= ROWS and tile <= LONGEST
-        whole = whole and (shared == 1 or (shared % ROWS == 0 and word(job, R) % ROWS == 0))
-        split = group % tile == 0 and tile % (group // LANES) == 0
-        return word(job, M) <= FEW and whole and (tile % group == 0 or split)
+        tile, rows, shared = word(job, TC), word(job, R), word(job, TR)
+        if word(job, M) > FEW or rows < ROWS or tile > LONGEST:
+            return False
+        if shared > 1 and (shared % ROWS != 0 or rows % ROWS != 0):
+            return False
+        if tile == word(job, C) or group % tile == 0:
+            return tile % LANE == 0
+        return tile % group == 0
 
     @native
     def groups_of(job):
-        """Groups of a row, and how many of them share int32 sums."""
-        return word(job, C) // group, max(1, word(job, TC) // group)
+        """Groups of a row, of which the last may have fewer codes; how many share int32 sums."""
+        return (word(job, C) + group - 1) // group, (word(job, TC) + group - 1) // group
 
     def prepare(job):
         c = word(job, C)
         groups, each = groups_of(job)
         rows = word(job, BATCH) * word(job, M)
-        allocated = malloc(64 + rows * (c + groups // each * WIDTH))
+        size = groups * group + groups // each * WIDTH
+        size += sums_size(job) if has_minima(job) else 0
+        allocated = malloc(64 + rows * size)
         if allocated == 0:
             set_word(job, FAILED, 1)
             return
         set_word(job, SCRATCH, allocated)
         to = (allocated + 63) // 64 * 64
-        start = to + rows * c
-        x = word(job, X)
-        for _ in range(rows * (groups // each)):
-            total = zero_ints()
-            for _ in range(each):
-                copy_by_fields(x, to, fields, WIDTH)
-                for i in range(0, group, WIDTH):
-                    total = add_sums(total, to + i, WIDTH)
-                x += group
-                to += group
-            store_block(start, 0, times(total, np.int32(-offset)))
-            start += WIDTH
+        start, last = to + rows * groups * group, stack(_GROUP)
+        for row in range(rows):
+            x, left = word(job, X) + row * c, c
+            for _ in range(groups // each):
+                total = zero_ints()
+                for _ in range(each):
+                    if left < group:
+                        copy(last, x, left, group)
+                        x = last
+                    copy_by_fields(x, to, fields, WIDTH)
+                    for i in range(0, group, WIDTH):
+                        total = add_sums(total, to + i, WIDTH)
+                    x += group
+                    to += group
+                    left -= group
+                store_block(start, 0, times(total, np.int32(-offset)))
+                start += WIDTH
+        if has_minima(job):
+            for row in range(rows):
+                write_sums_of_codes(job, word(job, X) + row * c, start + row * sums_size(job))
+
+    @native
+    def add_products(total, x, next_x, codes, table):
+        """Adds the products of a vector of codes in each row."""
+        for field in range(fields):
+            total = dot_lanes(total, x + field * WIDTH, next_x, read(table, codes, field * bits))
+        return total
 
     def multiply(m: int) -> Any:
+        add_minima = adder(m, ROWS)
+
         @native
-        def multiply(x, start, place, table, products):
-            c, tiles, each, w, row_bytes, scale, scales_apart, shift = place
+        def add_group(total, x, next_x, w, row_bytes, later, table):
+            for row in range(ROWS):
+                prefetch_for_later(w + row * row_bytes + later)
+            return add_products(total, x, next_x, load_ints(w, row_bytes, ROWS, 1), table)
+
+        @native
+        def multiply(x, start, of_x, place, table, to):
+            next_x, tiles, each, left, w, row_bytes, later = place[0]
+            scale, minimum, apart, shift, count, next_of_x = place[1]
+            next_start, next_scale = tiles * WIDTH, 4 * (LANES >> shift)
             sums = zeros(m, ROWS)
-            for _ in range(tiles):
-                total = start_lanes(start, tiles * WIDTH, m, ROWS)
+            if minimum != 0:
+                sums = add_minima(sums, of_x, next_of_x, minimum, apart, count)
+            for _ in range(tiles - 1 if left > 0 else tiles):
+                total = start_lanes(start, next_start, m, ROWS)
                 for _ in range(each):
-                    for row in range(ROWS):
-                        prefetch_for_later(w + (row + ROWS) * row_bytes)
-                    codes = load_ints(w, row_bytes, ROWS, 1)
-                    for field in range(fields):
-                        total = dot_lanes(total, x, c, read(table, codes, field * bits))
-                        x += WIDTH
-                    w += WIDTH
-                sums = add_scaled_ints(sums, total, spread(scale, scales_apart, ROWS, shift))
-                scale += 4 * (LANES >> shift)
+                    total = add_group(total, x, next_x, w, row_bytes, later, table)
+                    x, w = x + group, w + WIDTH
+                scales = spread(scale, apart, ROWS, shift, LANES)
+                sums = add_scaled_ints(sums, total, scales)
+                scale += next_scale
                 start += WIDTH
-            store_sums(products, ROWS * 4, sums)
+            if left > 0:  # lanes of the last group
+                total = start_lanes(start, next_start, m, ROWS)
+                for _ in range(each - 1):
+                    total = add_group(total, x, next_x, w, row_bytes, later, table)
+                    x, w = x + group, w + WIDTH
+                codes = load_first_ints(w, row_bytes, ROWS, left)
+                total = add_products(total, x, next_x, codes, table)
+                scales = spread(scale, apart, ROWS, shift, left)
+                sums = add_scaled_ints(sums, total, scales)
+            store_fours(to[0], to[1], sums, to[2])
 
         return multiply
 
@@ -122,45 +179,79 @@ def kernel(kind: str, offset: int) -> Any:
     def count(job):
         return word(job, BATCH) * max(1, word(job, R) // PART)
 
+    @native
+    def shift_of(job):
+        """A scale is for so many lanes, as a power of two."""
+        tile, shift = word(job, TC), 0
+        while LANE << shift < tile and 1 << shift < LANES:
+            shift += 1
+        return shift
+
     def work(job, part):
-        m, c, rows, row_bytes = word(job, M), word(job, C), word(job, R), word(job, ROW_BYTES)
+        m, rows, row_bytes = word(job, M), word(job, R), word(job, ROW_BYTES)
         parts = max(1, rows // PART)
         batch, part = divmod(part, parts)
         first = part * PART
         last = rows if part + 1 == parts else first + PART
         groups, each = groups_of(job)
-        tiles, row_scales, shared = groups // each, c // word(job, TC), word(job, TR)
-        shift = 0  # a scale is for so many lanes, as a power of two
-        while word(job, TC) * LANES > group << shift and 1 << shift < LANES:
-            shift += 1
+        tiles, next_x, shared = groups // each, groups * group, word(job, TR)
+        row_scales, left = word(job, C) // word(job, TC), word(job, C) % group // LANE
+        all_x = word(job, BATCH) * m
         x = (word(job, SCRATCH) + 63) // 64 * 64
-        start = x + (word(job, BATCH) * c + batch * tiles * WIDTH) * m
-        x += batch * m * c
-        scales = word(job, SCALE) + batch * (rows // shared) * row_scales * 4
-        apart = row_scales * 4 if shared == 1 else 0
+        start = x + all_x * next_x + batch * m * tiles * WIDTH
+        next_of_x = sums_size(job)
+        of_x = x + all_x * (next_x + tiles * WIDTH) + batch * m * next_of_x
+        x += batch * m * next_x
+        # Scales are read beforehand, all together: they are few, but for each row of the matrix.
+        row_of_scales = (batch * rows + first) // shared
+        numbers = ((batch * rows + last - 1) // shared + 1 - row_of_scales) * row_scales
+        size = 4 * numbers + WIDTH
+        scales = malloc(2 * size if has_minima(job) else size)
+        if scales == 0:
+            set_word(job, FAILED, 1)
+            return
+        read_tiles(job, SCALE, row_of_scales, 0, numbers, scales)
+        to_minimum = 0  # from a scale to the minimum of the same tile
+        if has_minima(job):
+            to_minimum = size
+            read_tiles(job, MINIMUM, row_of_scales, 0, numbers, scales + size)
+        # Other threads have the parts in between, up to the next of this one.
+        next_part = word(job, THREADS) * PART
+        scale_bytes, minimum_bytes = 0, 0  # of a row, if each has its own
+        if shared == 1:
+            scale_bytes = row_scales * size_of(word(job, SCALE_TYPE))
+        if shared == 1 and to_minimum:
+            minimum_bytes = row_scales * size_of(word(job, MINIMUM_TYPE))
+        ahead = (_AHEAD // row_bytes + ROWS) // ROWS * ROWS
+        shift, apart = shift_of(job), row_scales * 4 if shared == 1 else 0
         table = byte_table(word(job, TABLE))
-        products = stack(64)
         for wanted in range(first, last, ROWS):
             n = min(wanted, last - ROWS)
-            w = word(job, W) + (batch * rows + n) * row_bytes
-            scale = scales + n // shared * row_scales * 4
-            place = (c, tiles, each, w, row_bytes, scale, apart, shift)
+            number = batch * rows + n
+            w = word(job, W) + number * row_bytes
+            later = (ahead if n + ahead < last else ahead + next_part - PART) * row_bytes
+            fetch(word(job, SCALE) + (number + next_part) * scale_bytes, ROWS * scale_bytes)
+            fetch(word(job, MINIMUM) + (number + next_part) * minimum_bytes, ROWS * minimum_bytes)
+            at = (number if shared == 1 else number // shared) - row_of_scales
+            scale = scales + at * row_scales * 4
+            minimum = scale + to_minimum if to_minimum else 0
+            of_scales = (scale, minimum, apart, shift, row_scales, next_of_x)
+            place = ((next_x, tiles, each, left, w, row_bytes, later), of_scales)
             row = 0
             while row < m:
-                at_x, at_start = x + row * c, start + row * tiles * WIDTH
-                done = 4 if m - row >= 4 else 2 if m - row >= 2 else 1
-                if done == 4:
-                    multiply_4(at_x, at_start, place, table, products)
-                elif done == 2:
-                    multiply_2(at_x, at_start, place, table, products)
+                at_x, at_start = x + row * next_x, start + row * tiles * WIDTH
+                at_sums, index = of_x + row * next_of_x, batch * m + row
+                y = word(job, OUT) + 4 * (index * rows + n)
+                to = (y, 4 * rows, word(job, X_SCALE) + 4 * index)
+                if m - row >= 4:
+                    multiply_4(at_x, at_start, at_sums, place, table, to)
+                    row += 4
+                elif m - row >= 2:
+                    multiply_2(at_x, at_start, at_sums, place, table, to)
+                    row += 2
                 else:
-                    multiply_1(at_x, at_start, place, table, products)
-                for i in range(done):
-                    index = batch * m + row + i
-                    x_scale = load_f32(word(job, X_SCALE) + 4 * index)
-                    to = word(job, OUT) + 4 * (index * rows + n)
-                    for j in range(ROWS):
-                        store_f32(to + 4 * j, load_f32(products + 4 * (i * ROWS + j)) * x_scale)
-                row += done
+                    multiply_1(at_x, at_start, at_sums, place, table, to)
+                    row += 1
+        free(scales)
 
     return prepare, count, work, fits

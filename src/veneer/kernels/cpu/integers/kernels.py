@@ -13,6 +13,7 @@ from typing import Any
 from ....native.functions import native
 from ....native.memory import free, word
 from ..job import SCRATCH
+from ..scales import forget_wide
 from . import blocks, columns, columns_few, rows, rows_few
 from .panel import offset
 
@@ -65,3 +66,4 @@ def _by_size(few: Sequence[Any], many: Sequence[Any]) -> Any:
 @native
 def _finish(job):
     free(word(job, SCRATCH))
+    forget_wide(job)

@@ -59,6 +59,7 @@ from ..job import (
     W,
     X,
 )
+from ..scales import widen
 from . import rows
 from .blocks import LONGEST
 from .panel import BITS, PANEL, WIDTH, reader
@@ -144,6 +145,7 @@ def kernel(kind: str, offset: int) -> Any:
         return strips, max(1, each)
 
     def prepare(job):
+        widen(job)
         depths, _, _ = _depths(job)
         strips, each = strips_of(job)
         of_depth = word(job, BATCH) * strips * word(job, M) * strip_size

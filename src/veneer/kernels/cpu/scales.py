@@ -2,16 +2,56 @@
 
 from typing import Any
 
-from ....native.functions import native, not_inlined
-from ....native.isa import LANES
-from ....native.memory import stack, word
-from ....native.simd.floats import store
-from ....native.simd.small_floats import SIZES, first_lanes, load_as_floats
-from ..job import BATCH, MINIMUM, MINIMUM_TYPE, SCALE, SCALE_TYPE, TC, TR, C, R
-from ..kinds import FLOATS
-from .panels import copy
+from ...native.functions import native, not_inlined
+from ...native.isa import LANES
+from ...native.memory import (
+    free,
+    load_i8,
+    load_i64,
+    malloc,
+    set_word,
+    stack,
+    store_i8,
+    store_i64,
+    word,
+)
+from ...native.simd.floats import store
+from ...native.simd.small_floats import SIZES, first_lanes, load_as_floats
+from .job import (
+    BATCH,
+    FAILED,
+    MINIMUM,
+    MINIMUM_TYPE,
+    SCALE,
+    SCALE_TYPE,
+    TC,
+    TR,
+    WIDE_MINIMUM,
+    WIDE_SCALE,
+    C,
+    R,
+)
+from .kinds import FLOATS
 
 _VECTOR = 4 * LANES
+
+
+@native
+def copy(to, address, count, size):
+    """Copies so many bytes, and zeros behind them: as many as `size` in all."""
+    count = min(count, size)
+    whole = count // 8 * 8
+    for i in range(0, whole, 8):
+        store_i64(to + i, load_i64(address + i))
+    for i in range(whole, count):
+        store_i8(to + i, load_i8(address + i))
+    while count < size:
+        if count % 8 == 0 and count + 8 <= size:
+            store_i64(to + count, 0)
+            count += 8
+        else:
+            store_i8(to + count, 0)
+            count += 1
 
 
 def _reader(dtype: str) -> Any:
@@ -64,6 +104,12 @@ def read_tiles(job, leaf, row, first, count, to):
 
 
 @native
+def size_of(type):
+    """The bytes of a number of a type of `FLOATS`."""
+    return 4 if type == 0 else 1 if type == 3 else 2
+
+
+@native
 def has_minima(job):
     """Whether a code worth 0 stands for something else."""
     return word(job, MINIMUM) != 0
@@ -73,3 +119,33 @@ def has_minima(job):
 def are_f32(job):
     """Whether scales may be read from where they are."""
     return word(job, SCALE_TYPE) == 0
+
+
+@native
+def widen(job):
+    """Has scales and minima be f32 where they are not, for kernels that read no others."""
+    _widen(job, SCALE, SCALE_TYPE, WIDE_SCALE)
+    if has_minima(job):
+        _widen(job, MINIMUM, MINIMUM_TYPE, WIDE_MINIMUM)
+
+
+@native
+def _widen(job, leaf, type, wide):
+    if word(job, type) == 0:
+        return
+    tiles = word(job, BATCH) * (word(job, R) // word(job, TR)) * (word(job, C) // word(job, TC))
+    memory = malloc(4 * tiles + _VECTOR)
+    if memory == 0:
+        set_word(job, FAILED, 1)
+        return
+    read_tiles(job, leaf, 0, 0, tiles, memory)
+    set_word(job, wide, memory)
+    set_word(job, leaf, memory)
+    set_word(job, type, 0)
+
+
+@native
+def forget_wide(job):
+    """Frees what `widen` allocated."""
+    free(word(job, WIDE_SCALE))
+    free(word(job, WIDE_MINIMUM))
