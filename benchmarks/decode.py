@@ -249,7 +249,10 @@ def shipped(sizes: Sizes, only: Sequence[str], kept: Kept) -> None:
     dense = {name: vn.materialise(x) for name, x in params.items()}
 
     def params_of(format: Format) -> tuple[Any, Path | None]:
-        stored = params if format.rule is None else format.stored(dense)
+        if format.rule is None:
+            stored = params
+        else:
+            stored = format.stored(params if format.rule["qtype"] is None else dense)
         return stored, None if peer.missing() else path
 
     measure(_chosen(SHIPPED, only), params_of, _config_of(path), sizes, kept)

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 from cpu_matmul import READING
 from measure import markdown_table
 
@@ -35,15 +34,16 @@ class Format:
     target: float | None = None
     prompt_target: float | None = None
 
-    def stored(self, dense: Mapping[str, jax.Array]) -> dict[str, Any]:
+    def stored(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Parameters as this format has them."""
         if self.rule is None:
             is_wide = lambda x: self.dtype if x.ndim > 1 else "float32"
-            return {name: x.astype(is_wide(x)) for name, x in dense.items()}
-        rules = [vn.quant.Rule(PRODUCTS, **self.rule)]
+            return {name: x.astype(is_wide(x)) for name, x in params.items()}
+        is_tied = "lm_head.weight" not in params  # then the embeddings are the head
+        rules = [vn.quant.Rule(MATRICES if is_tied else PRODUCTS, **self.rule)]
         rows = {k: v for k, v in self.rule.items() if k != "act_qtype"}
         rules.append(vn.quant.Rule(MATRICES, **rows))
-        return vn.quant.quantize_tree(dict(dense), rules)
+        return vn.quant.quantize_tree(dict(params), rules)
 
 
 def _blocks(qtype: str, **others: Any) -> dict[str, Any]:
@@ -62,6 +62,12 @@ FORMATS = (
     Format("Q4_1", _blocks("uint4", calibration_method="minmax"), target=1.1),
     Format("Q8_0", _blocks("int8"), target=1.1),
     Format("Q4_0, activations int8", _blocks("int4", act_qtype="int8"), beside="Q4_0", target=1.1),
+    Format(
+        "Q4_1, activations int8",
+        _blocks("uint4", calibration_method="minmax", act_qtype="int8"),
+        beside="Q4_1",
+        target=1.1,
+    ),
     Format("Q8_0, activations int8", _blocks("int8", act_qtype="int8"), beside="Q8_0", target=1.1),
     Format("int4, tile 128", _tiles("int4", 128), beside="Q4_0", target=1.1),
     Format("w4a8", _tiles("int4", 128, act_qtype="int8"), beside="Q4_0", prompt_target=2),
@@ -71,6 +77,13 @@ FORMATS = (
 #: Of SmolLM2, whose shapes no tile of 128 divides.
 SHIPPED = (
     Format("Q4_1, as shipped", target=1.0, prompt_target=1.0),
+    Format(
+        "Q4_1, as shipped, activations int8",
+        {"qtype": None, "tile_axis": -1, "act_qtype": "int8"},
+        beside="Q4_1, as shipped",
+        target=1.0,
+        prompt_target=1.0,
+    ),
     Format("int4, tile 64", _tiles("int4", 64), beside="Q4_1, as shipped"),
     Format("w4a8, tile 64", _tiles("int4", 64, act_qtype="int8"), beside="Q4_1, as shipped"),
 )
