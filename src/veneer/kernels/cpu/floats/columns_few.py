@@ -51,6 +51,8 @@ PART = 48
 #: holds them, and some rows of W.
 _X_BYTES = 32 * 1024
 _VECTOR = 4 * LANES
+#: Bytes on, or a few more, is what is fetched: so much is read in the time that memory takes.
+_AHEAD = 8192
 #: Bytes of the scales of a row of W that meet so many columns of x, at most: one for 8 columns.
 _SCALES = _X_BYTES // 8 + _VECTOR
 #: Bytes of sums, at most: those of a part, in groups, and the last rows one by one.
@@ -211,7 +213,8 @@ def _panels(kind: str, rows: int, way: int) -> Any:
 
     @native
     def panels(job, sums, x, w, next_row, scale, next_scale, begin, end):
-        tile, ahead = word(job, TC), TOGETHER * next_row
+        tile, together = word(job, TC), TOGETHER * next_row
+        ahead = 0 if together == 0 else (_AHEAD + together - 1) // together * together
         # So many numbers scale a panel, or one scales so many panels.
         count, lasts = 1, end + 1
         if way == SOME:
