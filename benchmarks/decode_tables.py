@@ -41,7 +41,7 @@ class Format:
             return {name: x.astype(is_wide(x)) for name, x in params.items()}
         is_tied = "lm_head.weight" not in params  # then the embeddings are the head
         rules = [vn.quant.Rule(MATRICES if is_tied else PRODUCTS, **self.rule)]
-        rows = {k: v for k, v in self.rule.items() if k != "act_qtype"}
+        rows = {k: v for k, v in self.rule.items() if not k.startswith("act_")}
         rules.append(vn.quant.Rule(MATRICES, **rows))
         return vn.quant.quantize_tree(dict(params), rules)
 
@@ -55,20 +55,23 @@ def _tiles(qtype: str, tile: int | None, **others: Any) -> dict[str, Any]:
     return {"qtype": qtype, "tile_size": tile, "tile_axis": -1, **others}
 
 
+#: Activations as llama.cpp rounds them.
+_INT8: Mapping[str, Any] = {"act_qtype": "int8", "act_tile_size": 32}
+
 FORMATS = (
     Format("f32"),
     Format("bf16", dtype="bfloat16"),
     Format("Q4_0", _blocks("int4"), target=1.1),
     Format("Q4_1", _blocks("uint4", calibration_method="minmax"), target=1.1),
     Format("Q8_0", _blocks("int8"), target=1.1),
-    Format("Q4_0, activations int8", _blocks("int4", act_qtype="int8"), beside="Q4_0", target=1.1),
+    Format("Q4_0, activations int8", _blocks("int4", **_INT8), beside="Q4_0", target=1.1),
     Format(
         "Q4_1, activations int8",
-        _blocks("uint4", calibration_method="minmax", act_qtype="int8"),
+        _blocks("uint4", calibration_method="minmax", **_INT8),
         beside="Q4_1",
         target=1.1,
     ),
-    Format("Q8_0, activations int8", _blocks("int8", act_qtype="int8"), beside="Q8_0", target=1.1),
+    Format("Q8_0, activations int8", _blocks("int8", **_INT8), beside="Q8_0", target=1.1),
     Format("int4, tile 128", _tiles("int4", 128), beside="Q4_0", target=1.1),
     Format("w4a8", _tiles("int4", 128, act_qtype="int8"), beside="Q4_0", prompt_target=2),
     Format("int8", _tiles("int8", None), beside="Q8_0", target=1.1),
@@ -79,7 +82,7 @@ SHIPPED = (
     Format("Q4_1, as shipped", target=1.0, prompt_target=1.0),
     Format(
         "Q4_1, as shipped, activations int8",
-        {"qtype": None, "tile_axis": -1, "act_qtype": "int8"},
+        {"qtype": None, "tile_axis": -1, **_INT8},
         beside="Q4_1, as shipped",
         target=1.0,
         prompt_target=1.0,

@@ -5,9 +5,10 @@
 The files are the model's own, in Q4_1, and three of its values that veneer writes. Windows of 512
 tokens are read each by itself, and `exp` of the mean loss is told. On the first 4,096 tokens of the
 test set of WikiText-2 it is 27.61. llama.cpp rounds activations to 8 bits, in blocks of 32, where
-weights are quantised: beside it is what they are rounded to 8 bits here, a row at a time. There is
-its column if llama-cpp-python is installed, which takes ten minutes to compile. With `--caches` it is told of quantised caches instead, from which attention reads all
-that it sees: by the model's own file, in five minutes.
+weights are quantised: beside it is what comes of that here, with as many scales. There is
+its column if llama-cpp-python is installed, which takes ten minutes to compile. With `--caches` it
+is told of quantised caches instead, from which attention reads all that it sees: by the model's own
+file, in five minutes.
 """
 
 import argparse
@@ -37,7 +38,9 @@ BLOCKS: dict[str, Any] = {
 }
 
 #: All products of the model have activations rounded, and what is looked up stays as it is.
-IN_INT8 = vn.quant.Rule(r".*(_proj|embed_tokens)\.weight", None, act_qtype="int8", tile_axis=-1)
+IN_INT8 = vn.quant.Rule(
+    r".*(_proj|embed_tokens)\.weight", None, act_qtype="int8", act_tile_size=32, tile_axis=-1
+)
 
 
 def files(original: Path, folder: Path) -> Iterator[tuple[str, Path]]:
@@ -156,7 +159,9 @@ def main(text: Path, count: int) -> None:
     original = next(fetch(LANGUAGE_MODEL).glob("*.gguf"))
     losses = jax.jit(vn.implicit(program("llama").losses), static_argnums=1)
     read = text.read_text(encoding="utf-8")[: 20_000 * count]
-    print("| weights | types in the file | bytes | perplexity | activations in int8 | in llama.cpp |")
+    print(
+        "| weights | types in the file | bytes | perplexity | activations in int8 | in llama.cpp |"
+    )
     print("|---|---|---:|---:|---:|---:|", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         for name, file in files(original, Path(folder)):

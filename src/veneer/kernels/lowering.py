@@ -144,9 +144,12 @@ def _over_tiles(operands: MatmulOperands, worth: jax.Array, problem: MatmulProbl
     if problem.contracting == "columns":
         worth = jnp.swapaxes(worth, 1, 2)
     b, m, k = x.shape
-    tiles = x.astype(jnp.float32).reshape(b, m, worth.shape[1], k // worth.shape[1])
+    x = x.astype(jnp.float32)
+    if x_scale is not None and x_scale.ndim == 3:
+        x = (x.reshape(*x_scale.shape, -1) * x_scale[..., None]).reshape(x.shape)
+    tiles = x.reshape(b, m, worth.shape[1], k // worth.shape[1])
     out = jnp.einsum("bmt,btn->bmn", tiles.sum(3), worth, precision="highest")
-    if x_scale is not None:
+    if x_scale is not None and x_scale.ndim == 2:
         out *= x_scale[..., None]
     n = problem.out_shape(x, operands.packed)[2]
     return jnp.repeat(out, n // out.shape[2], 2, total_repeat_length=n)
@@ -190,7 +193,10 @@ def _partitioned(
 ) -> jax.Array:
     from jax.experimental.custom_partitioning import custom_partitioning  # which few programs need
 
-    arrays = tuple(x for x in operands_of(arrays, present).apart() if x is not None)
+    operands = operands_of(arrays, present).apart()
+    if operands.x_scale is not None and operands.x_scale.ndim == 3:  # which no rule is for
+        return by_reference(*arrays, problem=problem, present=present)
+    arrays = tuple(x for x in operands if x is not None)
     # What is cut is looked at for its type alone.
     cut = custom_partitioning(lambda *xs: lowered_p.bind(*xs, problem=problem, present=present))
     rule, sizes, summed = sharding_rule(arrays, problem, present)

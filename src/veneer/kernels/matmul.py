@@ -101,6 +101,8 @@ def _transpose(
         transposed = _of_leaf("scale", cotangent, operands, problem)
     elif ad.is_undefined_primal(operands.minimum):
         transposed = _of_leaf("minimum", cotangent, operands, problem)
+    elif len(operands.x_scale.aval.shape) == 3:
+        transposed = _of_leaf("x_scale", cotangent, operands, problem)
     else:
         transposed = _of_x_scale(cotangent, operands, problem)
     return [transposed if j == i else None for j in range(len(arrays))]

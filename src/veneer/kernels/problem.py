@@ -112,7 +112,8 @@ class MatmulOperands(NamedTuple):
     - `scale`: of its tiles, `[B, R / tr, C / tc]`: f32, f16, bf16 or float8_e8m0fnu.
     - `zero_point`: the code that stands for 0, of any integer dtype; along each axis of the size of
       `scale` or of 1, or the other way round. Or None.
-    - `x_scale`: of integer activations, f32 `[B, M]`; else None.
+    - `x_scale`: of integer activations, f32 `[B, M]`; or one for each of the tiles that are summed,
+      `[B, M, R / tr]` or `[B, M, C / tc]`. Else None.
     - `minimum`: what a code that is worth 0 stands for, of the shape of `scale` and of one of its
       dtypes; with activations that are floats. Or None.
     """

@@ -120,6 +120,7 @@ def run(
         job.TABLE: w.table.ctypes.data,
         job.OUT: out.ctypes.data,
         job.X_SCALE: 0 if x_scale is None else x_scale.ctypes.data,
+        job.X_SCALES: 1 if x_scale is None or x_scale.ndim == 2 else x_scale.shape[2],
         job.BATCH: batch,
         job.M: x.shape[1],
         job.R: rows,

@@ -33,14 +33,22 @@ def product(contracted, x, x_scale, w, threads=1, guard=lambda array: array):
     return out
 
 
-def check(contracted, kind, shape, tile, m, **how):
-    """`shape` and `tile` are [B, K, N], and K x N."""
+def check(contracted, kind, shape, tile, m, of_tiles=False, **how):
+    """`shape` and `tile` are [B, K, N], and K x N; activations may have scales of tiles, too."""
     batch, k, n = shape
     if contracted == "columns":
         shape, tile = (batch, n, k), tile[::-1]
     w = stored(kind, shape, tile)
     x, x_scale = activations(batch, m, k)
-    expected, size = (of * x_scale[..., None] for of in CONTRACTED[contracted](x, w))
+    each = x_scale[..., None]
+    if of_tiles:
+        rng = np.random.default_rng(2)
+        tiles = k // tile[contracted == "columns"]
+        x_scale = rng.uniform(0.5, 2, (batch, m, tiles)).astype(np.float32)
+        each = x_scale.repeat(k // tiles, 2).astype(np.float64)
+        expected, size = CONTRACTED[contracted](x * each, w)
+    else:
+        expected, size = (of * each for of in CONTRACTED[contracted](x, w))
     found = product(contracted, x, x_scale, w, **how)
     tiles = k // tile[contracted == "columns"]
     assert np.all(np.abs(found - expected) <= size * ROUNDINGS * max(1, np.sqrt(tiles)))
@@ -66,6 +74,13 @@ class TestProduct:
     @pytest.mark.parametrize(("k", "tile"), [(576, 64), (96, 32), (352, 352), (32, 32), (608, 608)])
     def test_of_rows_that_end_within_a_vector(self, contracted, kind, k, tile, m):
         check(contracted, kind, (2, k, 70), (tile, 1), m)
+
+    @pytest.mark.parametrize("m", [1, 2, 5, 17, 40])
+    @pytest.mark.parametrize(
+        ("k", "tile"), [(512, 32), (512, 128), (576, 64), (1024, 512), (300, 60), (42, 7), (96, 96)]
+    )
+    def test_activations_have_scales_of_tiles(self, contracted, kind, k, tile, m):
+        check(contracted, kind, (2, k, 70), (tile, 1), m, of_tiles=True)
 
     @pytest.mark.parametrize(("k", "n"), [(1, 1), (3, 200), (130, 3), (257, 129), (515, 64)])
     def test_of_any_shape(self, contracted, kind, k, n):

@@ -75,14 +75,19 @@ def test_both_sides_by_any_number_of_rows(name):
         assert_close(by_rows, np.asarray(y, np.float64) @ dense)
 
 
+def rounded(x, tile=None):
+    tiles = {} if tile is None else {-1: tile}
+    return vn.quant.quantize(x, "int8", channelwise_axes=range(x.ndim - 1), tiled_axes=tiles)
+
+
+@pytest.mark.parametrize("of_tiles", [False, True])
 @pytest.mark.parametrize("name", ["Q4_1", "MLX", "Q8_0", "a minimum of other floats"])
-def test_both_sides_by_int8_activations(name):
+def test_both_sides_by_int8_activations(name, of_tiles):
+    """As they are rounded in llama.cpp, with a scale for each tile; or for each row."""
     q = stored(*CASES[name])
     dense = np.asarray(q.dequantize(), np.float64)
-    xs = [
-        tuple(vn.quant.quantize(normal(m, size), "int8", channelwise_axes=[0]) for size in (K, N))
-        for m in (1, 3, 17, 33)
-    ]
+    tile = CASES[name][1] if of_tiles else None
+    xs = [(rounded(normal(m, K), tile), rounded(normal(m, N))) for m in (1, 3, 17, 33)]
 
     @jax.jit
     @vn.implicit
@@ -164,6 +169,31 @@ def test_derivatives_by_scales_and_by_minima(name, activations):
     assert_close(jax.grad(by_kernel)(leaf), jax.grad(dense)(leaf))
     _, along = jax.jvp(by_kernel, (leaf,), (leaf,))
     assert_close(along, jax.jvp(dense, (leaf,), (leaf,))[1])
+
+
+@pytest.mark.parametrize("qtype", ["int4", "int8"])
+@pytest.mark.parametrize("side", ["rows", "columns"])
+def test_programs_of_activations_with_tiles(qtype, side):
+    """Derivatives, batches, zero points, rows that are contracted, and several devices."""
+    w, x = normal(256, 128), normal(6, 128 if side == "columns" else 256, seed=2)
+    zeros = {"calibration_method": "minmax"} if qtype == "int4" else {}
+    axes = ([0], {1: 32}) if side == "columns" else ([1], {0: 32})
+    q = vn.quant.quantize(
+        w, "uint4" if zeros else qtype, channelwise_axes=axes[0], tiled_axes=axes[1], **zeros
+    )
+    a = rounded(x, 32)
+    product = lambda x, w: x @ w.T if side == "columns" else x @ w
+    values, dense = a.dequantize(), q.dequantize()
+    assert all(said.startswith("CPU kernel integer_") for said in how(product, a, q))
+    assert_close(jax.jit(vn.implicit(product))(a, q), product(values, dense))
+    mapped = jax.jit(vn.implicit(jax.vmap(lambda x, w: product(x, w), (0, None))))
+    assert_close(mapped(a, q), product(values, dense))
+    by_scale = lambda scale: (vn.implicit(product)(a.replace(scale=scale), q) ** 2).sum()
+    in_dense = lambda scale: (product(a.replace(scale=scale).dequantize(), dense) ** 2).sum()
+    assert_close(jax.grad(by_scale)(a.scale), jax.grad(in_dense)(a.scale))
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+    cut = jax.device_put(a, jax.NamedSharding(mesh, jax.P("x")))
+    assert_close(jax.jit(vn.implicit(product))(cut, q), product(values, dense))
 
 
 @pytest.mark.parametrize("activations", [None, "int8"])

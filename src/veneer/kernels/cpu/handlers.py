@@ -192,8 +192,16 @@ def _read(frame, job, bits, contracts_rows, activations):
         return False
     if is_integer:
         x_scale = argument(frame, 1)
-        if not (_is_array(x_scale, F32, 2) and dim(x_scale, 0) == batch and dim(x_scale, 1) == m):
+        are_of_tiles = rank(x_scale) == 3
+        if not (
+            _is_array(x_scale, F32, 3 if are_of_tiles else 2)
+            and dim(x_scale, 0) == batch
+            and dim(x_scale, 1) == m
+        ):
             return False
+        if are_of_tiles and dim(x_scale, 2) != dim(scale, 1 if contracts_rows else 2):
+            return False
+        set_word(job, words.X_SCALES, dim(x_scale, 2) if are_of_tiles else 1)
         if has_minima and contracts_rows:
             return False
         set_word(job, words.X_SCALE, data(x_scale))

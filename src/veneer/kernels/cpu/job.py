@@ -5,14 +5,15 @@ count entries, not bytes.
 """
 
 #: Words that a job has, and where each is.
-WORDS = 23
+WORDS = 24
 (
     X,  # address of the activations, [BATCH, M, K]: f32, int8 or bf16, by the kernel
     W,  # of the stored matrices, [BATCH, R, ROW_BYTES]; several may lie side by side: see NEXT_ROW
     SCALE,  # of its scales, [BATCH, R / TR, C / TC]
     TABLE,  # of what fields are worth, f32 [16]
     OUT,  # of the result, f32 [BATCH, M, N]
-    X_SCALE,  # of the scales of integer activations, f32 [BATCH, M]; 0 if there are none
+    X_SCALE,  # of the scales of integer activations, f32 [BATCH, M, X_SCALES]; 0 if there are none
+    X_SCALES,  # of a row of these: 1, or one for each tile
     BATCH,
     M,
     R,  # rows of the matrix: K where they are contracted, else N

@@ -64,8 +64,11 @@ def write_sums(job, x, exists, to):
 
 
 @native
-def write_sums_of_codes(job, x, to):
-    """Writes the sums of a row of int8 activations over tiles, as f32, and zeros behind them."""
+def write_sums_of_codes(job, x, scale, next_scale, to):
+    """Writes the sums of a row of int8 activations over tiles, as f32, and zeros behind them.
+
+    Each is multiplied by a scale, `next_scale` bytes from the one before it.
+    """
     tile = word(job, TC)
     count = word(job, C) // tile
     whole = tile // WIDTH * WIDTH
@@ -76,8 +79,8 @@ def write_sums_of_codes(job, x, to):
         total = sum_lanes(lanes)
         for i in range(whole, tile):
             total += load_i8(x + i)
-        store_f32(to + 4 * t, np.float32(total))
-        x += tile
+        store_f32(to + 4 * t, np.float32(total) * load_f32(scale))
+        x, scale = x + tile, scale + next_scale
     for t in range(count, sums_size(job) // 4):
         store_f32(to + 4 * t, 0.0)
 

@@ -94,6 +94,23 @@ def scaled(block, scale):
 
 
 @instruction
+def scaled_rows(block, address, stride):
+    """A block of which row r is multiplied by the f32 at `address + r * stride`."""
+
+    def emit(builder, values, address, stride):
+        values, products = vectors(builder, values), []
+        for row in range(block.rows):
+            number = builder.load(pointer(builder, at(builder, address, 0, row, stride), F32))
+            number.align = 4
+            by = repeated(builder, number)
+            some = values[row * block.columns : (row + 1) * block.columns]
+            products += [builder.fmul(value, by) for value in some]
+        return block_of(builder, products)
+
+    return block, emit
+
+
+@instruction
 def moved(block, scale, offset):
     """`block * scale + offset`, of three blocks alike."""
 
@@ -166,20 +183,15 @@ def store_sums(address, stride, block):
 
 
 @instruction
-def store_fours(address, stride, block, scale):
-    """Writes the sums of the lanes of four vectors a row, times the f32 at `scale + 4 * r`."""
+def store_fours(address, stride, block):
+    """Writes the sums of the lanes of each vector, of which a row has four."""
 
-    def emit(builder, address, stride, values, scale):
+    def emit(builder, address, stride, values):
         values = vectors(builder, values)
         for row in range(block.rows):
-            number = builder.load(pointer(builder, builder.add(scale, I64(4 * row)), F32))
-            number.align = 4
             sums = _sums_of_four(builder, values[4 * row : 4 * row + 4])
-            undefined = ir.Constant(sums.type, ir.Undefined)
-            by = builder.insert_element(undefined, number, I32(0))
-            by = shuffled(builder, by, undefined, [0] * 4)
             place = pointer(builder, at(builder, address, 0, row, stride), sums.type)
-            builder.store(builder.fmul(sums, by), place).align = 4
+            builder.store(sums, place).align = 4
 
     return types.void, emit
 

@@ -244,14 +244,16 @@ def _dot(builder: Any, total: Any, x: Any, w: Any) -> Any:
 
 
 @instruction
-def add_scaled_ints(sums, total, scale):
-    """`sums + total * scale` in f32, where scale c is for column c."""
+def add_scaled_ints(sums, total, of_rows, of_columns):
+    """`sums + total * scale` in f32, where scales are of a row times of a column."""
 
-    def emit(builder, values, totals, scales):
-        values, scales = vectors(builder, values), vectors(builder, scales)
+    def emit(builder, values, totals, of_rows, of_columns):
+        values, of_rows, of_columns = (vectors(builder, x) for x in (values, of_rows, of_columns))
         for i, number in enumerate(vectors(builder, totals)):
+            row, column = divmod(i, total.columns)
+            scale = builder.fmul(of_rows[row], of_columns[column])
             number = builder.sitofp(number, FLOATS)
-            values[i] = multiply_add(builder, number, scales[i % total.columns], values[i])
+            values[i] = multiply_add(builder, number, scale, values[i])
         return block_of(builder, values)
 
     return sums, emit

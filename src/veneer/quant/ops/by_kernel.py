@@ -106,7 +106,8 @@ class Activations(NamedTuple):
     **Arguments:**
 
     - `values`: `[...]`, with the axes of the operand.
-    - `scale`: of codes: f32, of the same shape but of size 1 along axes that are summed; else None.
+    - `scale`: of codes: f32, of the same shape but of size 1 along axes that are summed; or as many
+      along the one that is as the weight has scales. Else None.
     """
 
     values: jax.Array
@@ -124,7 +125,8 @@ def _activations(
     x, q = (lhs, rhs) if side else (rhs, lhs)
     if isinstance(x, QArray):
         summed = params.dimension_numbers.contracting[1 - side]
-        if q.format.is_integer and _has_rows(x, summed):
+        of_weight = params.dimension_numbers.contracting[side]
+        if q.format.is_integer and _has_rows(x, summed, _sizes(q.scale, of_weight)):
             terms = math.prod(_sizes(x, summed))
             return _rows(x, summed) if fits_int32(x, q, terms) else None
         if multiplied_codes(lhs, rhs, params) is not None:
@@ -133,13 +135,17 @@ def _activations(
     return Activations(x) if x.dtype == q.dtype and x.dtype in _DTYPES else None
 
 
-def _has_rows(x: QArray, summed: Sequence[int]) -> bool:
+def _has_rows(x: QArray, summed: Sequence[int], tiles: Sequence[int]) -> bool:
+    """Whether a row of activations has one scale, or as many as a weight with so many `tiles`."""
     plain = x.qtype == "int8" and x.zero_point is None and x.scale.dtype != jnp.float64
-    return plain and all(x.scale.shape[axis] == 1 for axis in summed)
+    scales = _sizes(x.scale, summed)
+    is_tiled = len(summed) == 1 and scales == [*tiles] and x.minimum is None
+    return plain and (is_tiled or all(size == 1 for size in scales))
 
 
 def _rows(x: QArray, summed: Sequence[int]) -> Activations:
-    shape = [1 if axis in summed else size for axis, size in enumerate(x.shape)]
+    scales = x.scale.shape
+    shape = [scales[axis] if axis in summed else size for axis, size in enumerate(x.shape)]
     scale = over_tiles(jnp.multiply, jnp.ones(shape, jnp.float32), x.scales())
     return Activations(x.codes(), scale)
 
@@ -203,7 +209,7 @@ class ProductByXla:
             dense_dtype=x.dtype if x_scale is None else self.dense_dtype,
         )
         if x_scale is not None:
-            scale = x_scale[..., None]
+            scale = x_scale if x_scale.ndim == x.ndim else x_scale[..., None]
             x = QArray.from_packed(x, scale, qtype="int8", dense_dtype=self.dense_dtype)
         summed = (x.ndim - 1,), (x.ndim - (2 if product.contracting == "rows" else 1),)
         numbers = DotDimensionNumbers(summed, ((0,), (0,)) if batched else ((), ()))
@@ -238,7 +244,7 @@ def _plan(
         matrix.leaf("packed"),
         matrix.leaf("scale"),
         matrix.leaf("zero_point"),
-        None if x.scale is None else _as_rows(x.scale, first, last)[..., 0],
+        None if x.scale is None else _as_scales(x.scale, first, last),
         matrix.leaf("minimum"),
     )
     reference = ProductByXla(matrix.q.qtype, q.dense_dtype, params.precision)
@@ -279,6 +285,12 @@ def _as_rows(x: jax.Array, first: Sequence[int], last: Sequence[int]) -> jax.Arr
     others = [axis for axis in range(x.ndim) if axis not in (*first, *last)]
     sizes = [math.prod(_sizes(x, axes)) for axes in (first, others, last)]
     return lax.transpose(x, [*first, *others, *last]).reshape(sizes)
+
+
+def _as_scales(scale: jax.Array, first: Sequence[int], last: Sequence[int]) -> jax.Array:
+    """Returns scales of activations as `[B, M]`, or `[B, M, tiles]` where there are several."""
+    rows = _as_rows(scale, first, last)
+    return rows[..., 0] if rows.shape[2] == 1 else rows
 
 
 # A weight as the matrix that kernels multiply: seen so, with no code moved. They take a batch of

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ....native.functions import native
-from ....native.memory import free, load_f32, malloc, set_word, store_i32, word
+from ....native.memory import free, load_f32, malloc, set_word, stack, store_f32, store_i32, word
 from ....native.simd.bytes import byte_table
 from ....native.simd.floats import add_scaled, load, splat, store, zeros
 from ....native.simd.integers import add_sums, sum_lanes, zero_ints
@@ -29,6 +29,7 @@ from ..job import (
     THREADS,
     TR,
     X_SCALE,
+    X_SCALES,
     C,
     M,
     R,
@@ -41,6 +42,7 @@ from .panel import BLOCK, PANEL, WIDTH, Orientation, multiply
 
 #: After so many codes, int32 sums go on in f32: no sum may have more than 31 bits.
 LONGEST = 32768
+_ONE = np.float32(1)
 #: Of more rows of activations than so many, a part packs so many.
 PACKED = 32
 
@@ -111,6 +113,15 @@ def kernel(orientation: Orientation, offset: int) -> Any:
         return packed + rows * (blocks * stride_of(job, tiles) + starts * 4) + row * sums_size(job)
 
     @native
+    def x_scale_of(job, row, tile, one):
+        """Where the scale of activations of a tile is, and how far on is that of the next tile.
+
+        Where all tiles of a row share one, sums are multiplied by it at last, and by 1 before.
+        """
+        scales = word(job, X_SCALES)
+        return (word(job, X_SCALE) + 4 * (row * scales + tile), 4) if scales > 1 else (one, 0)
+
+    @native
     def pack(x, begin, count, to, stride):
         """Copies a block of activations to `stride` bytes."""
         # Activations are moved no further than this. Where there are none, there have to be zeros.
@@ -135,13 +146,16 @@ def kernel(orientation: Orientation, offset: int) -> Any:
         k, _, tile = sizes(job)
         m = word(job, M)
         tiles, segments, blocks, starts = cut(job)
-        stride = stride_of(job, tiles)
+        stride, one = stride_of(job, tiles), stack(4)
+        store_f32(one, 1)
         rows = word(job, BATCH) * m
         packed = (word(job, SCRATCH) + 63) // 64 * 64
         for row in range(first, last):
             batch, at_row = divmod(row, m)
             if has_minima(job):
-                write_sums_of_codes(job, word(job, X) + row * k, sums_of_x(job, row))
+                scale, next_scale = x_scale_of(job, row, 0, one)
+                at_x, to_sums = word(job, X) + row * k, sums_of_x(job, row)
+                write_sums_of_codes(job, at_x, scale, next_scale, to_sums)
             to = packed + (batch * blocks * m + at_row) * stride
             start = packed + rows * blocks * stride + (batch * starts * m + at_row) * 4
             for index in range(segments):
@@ -190,7 +204,7 @@ def kernel(orientation: Orientation, offset: int) -> Any:
     def write_row(job, row, first_strip, strips, rows, sums, scratch):
         """Writes a row of a part's sums, the panels of which have so many rows."""
         _, n, _ = sizes(job)
-        x_scale = load_f32(word(job, X_SCALE) + 4 * row)
+        x_scale = load_f32(word(job, X_SCALE) + 4 * row) if word(job, X_SCALES) == 1 else _ONE
         for strip in range(first_strip, first_strip + strips):
             column = strip * width
             to = word(job, OUT) + 4 * (row * n + column)
@@ -246,6 +260,8 @@ def kernel(orientation: Orientation, offset: int) -> Any:
         scratch = scale + size_of_scales
         for i in range(0, size_of_sums, WIDTH):
             store(sums + i, zeros(1, 1))
+        one = stack(4)
+        store_f32(one, 1)
         if has_minima(job):
             row = batch * m + first_row
             add_minima(job, row, rows, first_strip, each, sums, scale, scratch)
@@ -283,6 +299,8 @@ def kernel(orientation: Orientation, offset: int) -> Any:
                             of = (s * panels + panel) * rows * PANEL
                             next = ahead(job, matrix, next_strip, next_at, length, panel)
                             for i in range(max(1, whole)):
+                                row = batch * m + first_row
+                                x_scale, next_tile = x_scale_of(job, row, at // tile + i, one)
                                 multiply(
                                     rows,
                                     x + at - block + i * tile,
@@ -293,6 +311,7 @@ def kernel(orientation: Orientation, offset: int) -> Any:
                                     ints + of,
                                     sums + of,
                                     scale + (i * panels + panel) * PANEL,
+                                    (x_scale, next_tile * word(job, X_SCALES)),
                                     first,
                                     last,
                                     next,

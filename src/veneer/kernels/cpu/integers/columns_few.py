@@ -42,6 +42,7 @@ from ..job import (
     THREADS,
     TR,
     X_SCALE,
+    X_SCALES,
     C,
     M,
     R,
@@ -61,6 +62,8 @@ PART = 64
 FEW = 16
 #: Bytes on, or a few more, is what is fetched: so much is read in the time that memory takes.
 _AHEAD = 8192
+#: All lanes, as a power of two.
+_ALL_LANES = LANES.bit_length() - 1
 #: Codes of a group, at most.
 _GROUP = 8 * WIDTH
 
@@ -95,6 +98,11 @@ def kernel(kind: str, offset: int) -> Any:
         """Groups of a row, of which the last may have fewer codes; how many share int32 sums."""
         return (word(job, C) + group - 1) // group, (word(job, TC) + group - 1) // group
 
+    @native
+    def x_step(job):
+        """Bytes from a scale of activations to that of the next tile."""
+        return 4 if word(job, X_SCALES) > 1 else 0
+
     def prepare(job):
         c = word(job, C)
         groups, each = groups_of(job)
@@ -126,7 +134,9 @@ def kernel(kind: str, offset: int) -> Any:
                 start += WIDTH
         if has_minima(job):
             for row in range(rows):
-                write_sums_of_codes(job, word(job, X) + row * c, start + row * sums_size(job))
+                scale, next = word(job, X_SCALE) + 4 * row * word(job, X_SCALES), x_step(job)
+                to = start + row * sums_size(job)
+                write_sums_of_codes(job, word(job, X) + row * c, scale, next, to)
 
     @native
     def add_products(total, x, next_x, codes, table):
@@ -145,9 +155,10 @@ def kernel(kind: str, offset: int) -> Any:
             return add_products(total, x, next_x, load_ints(w, row_bytes, ROWS, 1), table)
 
         @native
-        def multiply(x, start, of_x, place, table, to):
+        def multiply(x, start, of_x, of_x_scales, place, table, y, next_y):
             next_x, tiles, each, left, w, row_bytes, later = place[0]
             scale, minimum, apart, shift, count, next_of_x = place[1]
+            x_scale, x_scales_apart, x_shift, next_x_scale = of_x_scales
             next_start, next_scale = tiles * WIDTH, 4 * (LANES >> shift)
             sums = zeros(m, ROWS)
             if minimum != 0:
@@ -157,9 +168,10 @@ def kernel(kind: str, offset: int) -> Any:
                 for _ in range(each):
                     total = add_group(total, x, next_x, w, row_bytes, later, table)
                     x, w = x + group, w + WIDTH
+                x_scales = spread(x_scale, x_scales_apart, m, x_shift, LANES)
                 scales = spread(scale, apart, ROWS, shift, LANES)
-                sums = add_scaled_ints(sums, total, scales)
-                scale += next_scale
+                sums = add_scaled_ints(sums, total, x_scales, scales)
+                scale, x_scale = scale + next_scale, x_scale + next_x_scale
                 start += WIDTH
             if left > 0:  # lanes of the last group
                 total = start_lanes(start, next_start, m, ROWS)
@@ -168,9 +180,10 @@ def kernel(kind: str, offset: int) -> Any:
                     x, w = x + group, w + WIDTH
                 codes = load_first_ints(w, row_bytes, ROWS, left)
                 total = add_products(total, x, next_x, codes, table)
+                x_scales = spread(x_scale, x_scales_apart, m, x_shift, left)
                 scales = spread(scale, apart, ROWS, shift, left)
-                sums = add_scaled_ints(sums, total, scales)
-            store_fours(to[0], to[1], sums, to[2])
+                sums = add_scaled_ints(sums, total, x_scales, scales)
+            store_fours(y, next_y, sums)
 
         return multiply
 
@@ -200,7 +213,7 @@ def kernel(kind: str, offset: int) -> Any:
         x = (word(job, SCRATCH) + 63) // 64 * 64
         start = x + all_x * next_x + batch * m * tiles * WIDTH
         next_of_x = sums_size(job)
-        of_x = x + all_x * (next_x + tiles * WIDTH) + batch * m * next_of_x
+        sums_of_x = x + all_x * (next_x + tiles * WIDTH) + batch * m * next_of_x
         x += batch * m * next_x
         # Scales are read beforehand, all together: they are few, but for each row of the matrix.
         row_of_scales = (batch * rows + first) // shared
@@ -224,6 +237,9 @@ def kernel(kind: str, offset: int) -> Any:
             minimum_bytes = row_scales * size_of(word(job, MINIMUM_TYPE))
         ahead = (_AHEAD // row_bytes + ROWS) // ROWS * ROWS
         shift, apart = shift_of(job), row_scales * 4 if shared == 1 else 0
+        x_apart, x_shift, next_x_scale = 4 * word(job, X_SCALES), shift, 4 * (LANES >> shift)
+        if word(job, X_SCALES) == 1:  # for all lanes of all tiles
+            x_shift, next_x_scale = _ALL_LANES, 0
         table = byte_table(word(job, TABLE))
         for wanted in range(first, last, ROWS):
             n = min(wanted, last - ROWS)
@@ -240,17 +256,18 @@ def kernel(kind: str, offset: int) -> Any:
             row = 0
             while row < m:
                 at_x, at_start = x + row * next_x, start + row * tiles * WIDTH
-                at_sums, index = of_x + row * next_of_x, batch * m + row
-                y = word(job, OUT) + 4 * (index * rows + n)
-                to = (y, 4 * rows, word(job, X_SCALE) + 4 * index)
+                at_sums, index = sums_of_x + row * next_of_x, batch * m + row
+                y, next_y = word(job, OUT) + 4 * (index * rows + n), 4 * rows
+                x_scale = word(job, X_SCALE) + index * x_apart
+                of_x = (x_scale, x_apart, x_shift, next_x_scale)
                 if m - row >= 4:
-                    multiply_4(at_x, at_start, at_sums, place, table, to)
+                    multiply_4(at_x, at_start, at_sums, of_x, place, table, y, next_y)
                     row += 4
                 elif m - row >= 2:
-                    multiply_2(at_x, at_start, at_sums, place, table, to)
+                    multiply_2(at_x, at_start, at_sums, of_x, place, table, y, next_y)
                     row += 2
                 else:
-                    multiply_1(at_x, at_start, at_sums, place, table, to)
+                    multiply_1(at_x, at_start, at_sums, of_x, place, table, y, next_y)
                     row += 1
         free(scales)
 

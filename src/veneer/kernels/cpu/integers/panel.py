@@ -10,7 +10,7 @@ from ....native.functions import native
 from ....native.isa import HAS_VNNI, ISA
 from ....native.memory import prefetch, store_f32
 from ....native.simd.bytes import OFFSET, looked_up_bytes, without_sign
-from ....native.simd.floats import add_scaled, load, store_block
+from ....native.simd.floats import add_scaled, load, scaled_rows, store_block
 from ....native.simd.integers import WIDTH, as_floats, dot, load_ints, starts
 from .. import kinds
 
@@ -55,7 +55,7 @@ def reader(kind: str) -> Any:
 
 def _multiply(rows: int) -> Any:
     @native
-    def multiply(x, stride, codes, steps, start, ints, sums, scale, first, last):
+    def multiply(x, stride, codes, steps, start, ints, sums, scale, of_x, first, last):
         for column in range(0, PANEL, COLUMNS * WIDTH):
             if first:
                 total = starts(start, rows, COLUMNS)
@@ -68,7 +68,8 @@ def _multiply(rows: int) -> Any:
                 at_codes += PANEL
             if last:
                 by = load(scale + column, COLUMNS)
-                add_scaled(sums + column, PANEL, as_floats(total), by)
+                values = scaled_rows(as_floats(total), of_x[0], of_x[1])
+                add_scaled(sums + column, PANEL, values, by)
             else:
                 store_block(ints + column, PANEL, total)
 
@@ -79,11 +80,12 @@ _multiply_all, _multiply_4, _multiply_2, _multiply_1 = map(_multiply, (ROWS, 4, 
 
 
 @native
-def multiply(count, x, stride, codes, steps, start, ints, sums, scale, first, last, ahead):
+def multiply(count, x, stride, codes, steps, start, ints, sums, scale, x_scale, first, last, ahead):
     """Adds the product of `count` rows of activations, `stride` bytes apart, by a panel to sums.
 
     `start` has an i32 a row that int32 sums begin with, if this is the `first` block of a tile;
-    they are kept in `ints` until the `last`, where they are scaled and added to the `sums`.
+    they are kept in `ints` until the `last`, where they are scaled and added to the `sums`. That of
+    activations is at an address, and so many bytes from row to row: `x_scale`.
     Meanwhile, what is `ahead` is fetched: its address, and how many rows of how many lines.
     """
     place, apart, rows, lines = ahead
@@ -97,19 +99,26 @@ def multiply(count, x, stride, codes, steps, start, ints, sums, scale, first, la
         left = count - row
         at_x, at_start = x + row * stride, start + 4 * row
         at_ints, at_sums = ints + row * PANEL, sums + row * PANEL
+        of_x = (x_scale[0] + row * x_scale[1], x_scale[1])
         if left >= ROWS:
             _multiply_all(
-                at_x, stride, codes, steps, at_start, at_ints, at_sums, scale, first, last
+                at_x, stride, codes, steps, at_start, at_ints, at_sums, scale, of_x, first, last
             )
             row += ROWS
         elif left >= 4:
-            _multiply_4(at_x, stride, codes, steps, at_start, at_ints, at_sums, scale, first, last)
+            _multiply_4(
+                at_x, stride, codes, steps, at_start, at_ints, at_sums, scale, of_x, first, last
+            )
             row += 4
         elif left >= 2:
-            _multiply_2(at_x, stride, codes, steps, at_start, at_ints, at_sums, scale, first, last)
+            _multiply_2(
+                at_x, stride, codes, steps, at_start, at_ints, at_sums, scale, of_x, first, last
+            )
             row += 2
         else:
-            _multiply_1(at_x, stride, codes, steps, at_start, at_ints, at_sums, scale, first, last)
+            _multiply_1(
+                at_x, stride, codes, steps, at_start, at_ints, at_sums, scale, of_x, first, last
+            )
             row += 1
 
 

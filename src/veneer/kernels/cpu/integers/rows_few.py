@@ -24,12 +24,14 @@ from ....native.memory import (
     malloc,
     prefetch_for_later,
     set_word,
+    stack,
+    store_f32,
     store_i8,
     store_i32,
     word,
 )
 from ....native.simd.bytes import byte_table, interleaved
-from ....native.simd.floats import add_scaled, load, splat, store, store_block, zeros
+from ....native.simd.floats import add_scaled, load, scaled_rows, splat, store, store_block, zeros
 from ....native.simd.integers import (
     add_sums,
     as_floats,
@@ -53,6 +55,7 @@ from ..job import (
     THREADS,
     TR,
     X_SCALE,
+    X_SCALES,
     C,
     M,
     R,
@@ -231,10 +234,17 @@ def kernel(kind: str, offset: int) -> Any:
         each = word(job, C) // word(job, TC)
         scales = word(job, SCALE) + 4 * batch * (word(job, R) // word(job, TR)) * each
         orientation.scales(job, scales, strip, tile, scratch, scale)
-        for row in range(0, word(job, M) * strip_size, strip_size):
-            for at in range(0, strip_size, PANEL):
-                total = as_floats(load_ints(ints + row + at, 0, 1, 4))
-                add_scaled(sums + row + at, 0, total, load(scale + at, 4))
+        m, x_scales, one = word(job, M), word(job, X_SCALES), stack(4)
+        store_f32(one, 1)
+        for row in range(m):
+            # Where all tiles share one, sums are multiplied by it at last.
+            x_scale = word(job, X_SCALE) + 4 * ((batch * m + row) * x_scales + tile)
+            x_scale = x_scale if x_scales > 1 else one
+            to = row * strip_size
+            for at in range(to, to + strip_size, PANEL):
+                total = as_floats(load_ints(ints + at, 0, 1, 4))
+                total = scaled_rows(total, x_scale, 0)
+                add_scaled(sums + at, 0, total, load(scale + at - to, 4))
 
     @native
     def multiply(job, part):
@@ -330,7 +340,7 @@ def kernel(kind: str, offset: int) -> Any:
             set_word(job, FAILED, 1)
             return
         scale = (allocated + 63) // 64 * 64
-        scratch = scale + strip_size
+        scratch, is_one = scale + strip_size, word(job, X_SCALES) == 1
         for strip in range(first, min(first + _ADDED, strips)):
             if of_tile:
                 sums = scratch + strip_size
@@ -338,7 +348,7 @@ def kernel(kind: str, offset: int) -> Any:
             else:
                 sums = add_floats(job, batch, strip)
             for row in range(batch * m, (batch + 1) * m):
-                x_scale = load_f32(word(job, X_SCALE) + 4 * row)
+                x_scale = load_f32(word(job, X_SCALE) + 4 * row) if is_one else _ONE
                 to = word(job, OUT) + 4 * (row * c + strip * width)
                 orientation.write(sums, PANEL, x_scale, scratch, to, min(width, c - strip * width))
                 sums += strip_size
