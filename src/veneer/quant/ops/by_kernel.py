@@ -87,7 +87,7 @@ def by_kernel(lhs: jax.Array | QArray, rhs: jax.Array | QArray, params: DotParam
     return None
 
 
-def _sizes(x: jax.Array | QArray, axes: Sequence[int]) -> list[Any]:
+def _sizes(x: Any, axes: Sequence[int]) -> list[Any]:
     return [x.shape[axis] for axis in axes]
 
 
