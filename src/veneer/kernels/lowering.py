@@ -152,7 +152,8 @@ def _over_tiles(operands: MatmulOperands, worth: jax.Array, problem: MatmulProbl
     if x_scale is not None and x_scale.ndim == 2:
         out *= x_scale[..., None]
     n = problem.out_shape(x, operands.packed)[2]
-    return jnp.repeat(out, n // out.shape[2], 2, total_repeat_length=n)
+    each = jnp.broadcast_to(out[..., None], (*out.shape, n // max(1, out.shape[2])))
+    return each.reshape(b, m, n)
 
 
 # On one device, or several.

@@ -13,8 +13,8 @@ import numpy as np
 from ....native.functions import native
 from ....native.memory import free, load_f32, malloc, set_word, stack, store_f32, store_i32, word
 from ....native.simd.bytes import byte_table
-from ....native.simd.floats import add_scaled, load, splat, store, zeros
-from ....native.simd.integers import add_sums, sum_lanes, zero_ints
+from ....native.simd.floats import load, outer, store, store_block, zeros
+from ....native.simd.integers import add_sums, load_floats, sum_lanes, zero_ints
 from ..job import (
     BATCH,
     FAILED,
@@ -45,6 +45,22 @@ LONGEST = 32768
 _ONE = np.float32(1)
 #: Of more rows of activations than so many, a part packs so many.
 PACKED = 32
+
+
+def _adder(rows: int) -> Any:
+    @native
+    def add(sums, of_x, next_x, minima, next_tile, tiles):
+        """Adds the products of some rows of sums of activations with minima of a panel."""
+        total = load_floats(sums, PANEL, rows, 4)
+        for _ in range(tiles):
+            total = outer(total, of_x, next_x, load(minima, 4))
+            of_x, minima = of_x + 4, minima + next_tile
+        store_block(sums, PANEL, total)
+
+    return add
+
+
+_add_4, _add_1 = map(_adder, (4, 1))
 
 
 def kernel(orientation: Orientation, offset: int) -> Any:
@@ -212,22 +228,31 @@ def kernel(orientation: Orientation, offset: int) -> Any:
             sums += panels * rows * PANEL
 
     @native
-    def add_minima(job, first_row, rows, first_strip, strips, sums, scale, scratch):
+    def add_minima(job, first_row, rows, first_strip, strips, sums, scratch):
         """Adds to a part's sums the products of minima with the sums of activations over tiles."""
         k, _, tile = sizes(job)
-        batch = first_row // word(job, M)
+        batch, tiles = first_row // word(job, M), k // tile
         of_batch = (word(job, R) // word(job, TR)) * (word(job, C) // word(job, TC))
-        minima = word(job, MINIMUM) + 4 * batch * of_batch
+        minima, of_strip = word(job, MINIMUM) + 4 * batch * of_batch, malloc(tiles * panels * PANEL)
+        if of_strip == 0:
+            set_word(job, FAILED, 1)
+            return
+        of_x, next_x = sums_of_x(job, first_row), sums_size(job)
         for strip in range(first_strip, first_strip + strips):
-            for t in range(k // tile):
-                scales(job, minima, strip, t, scratch, scale)
-                for panel in range(panels):
-                    numbers = load(scale + panel * PANEL, 4)
-                    to = sums + panel * rows * PANEL
-                    for row in range(rows):
-                        of_x = load_f32(sums_of_x(job, first_row + row) + 4 * t)
-                        add_scaled(to + row * PANEL, 0, numbers, splat(of_x))
-            sums += panels * rows * PANEL
+            for t in range(tiles):
+                scales(job, minima, strip, t, scratch, of_strip + t * panels * PANEL)
+            for panel in range(panels):
+                place, row = of_strip + panel * PANEL, 0
+                while row < rows:
+                    to, at_x = sums + row * PANEL, of_x + row * next_x
+                    if rows - row >= 4:
+                        _add_4(to, at_x, next_x, place, panels * PANEL, tiles)
+                        row += 4
+                    else:
+                        _add_1(to, at_x, next_x, place, panels * PANEL, tiles)
+                        row += 1
+                sums += rows * PANEL
+        free(of_strip)
 
     @native
     def multiply_part(job, part):
@@ -264,7 +289,7 @@ def kernel(orientation: Orientation, offset: int) -> Any:
         store_f32(one, 1)
         if has_minima(job):
             row = batch * m + first_row
-            add_minima(job, row, rows, first_strip, each, sums, scale, scratch)
+            add_minima(job, row, rows, first_strip, each, sums, scratch)
 
         x = (word(job, SCRATCH) + 63) // 64 * 64
         start = x + word(job, BATCH) * blocks * m * stride
