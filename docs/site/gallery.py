@@ -194,8 +194,8 @@ def decoding(table: Table) -> Figure:
     axes.plot(column("llama.cpp"), rows, "s", ms=6, color=RED, label="llama.cpp")
     axes.plot(column("tokens a second"), rows, "o", ms=6, color=BLUE, label="here")
     axes.set_xscale("log")
-    ticks(axes.xaxis, [2, 5, 10, 20, 50, 100])
-    axes.set_xlim(2, 150)
+    ticks(axes.xaxis, [20, 50, 100, 200])
+    axes.set_xlim(20, 220)
     ticks(axes.yaxis, [*rows], formats)
     axes.grid(visible=False, axis="y")
     options: dict = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": 3, "fontsize": 9}
