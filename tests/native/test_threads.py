@@ -1,62 +1,74 @@
 """Threads that have helped wait a while for the next job."""
 
 import ctypes
-import time
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 
 from veneer.native import machine_code, threads
 from veneer.native.functions import native
 from veneer.native.object_file import ObjectFile
 
-PLACES = threads._PLACES // threads._LINE
 JOB = 1 << 20  # an address, of which nothing is read
 
 
 @pytest.fixture(scope="module")
 def functions():
     file = ObjectFile()
-    wait, give = threads._wait_for_job, threads._call_waiting
+    places, wait, give = threads._places, threads._wait_for_job, threads._call_waiting
+    file.export("test_places", native(lambda unused: places()))
     file.export("test_wait", native(lambda unused: wait()))
     file.export("test_give", native(lambda memory: int(give(memory))))
-    addresses = machine_code.load(file.code(), "test_wait", "test_give")
+    addresses = machine_code.load(file.code(), "test_places", "test_wait", "test_give")
     one = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)
     return tuple(map(one, addresses))
 
 
-def test_a_thread_that_nobody_calls_stops_to_wait(functions):
-    wait, give = functions
-    begin = time.perf_counter()
-    for _ in range(2 * PLACES):  # each leaves its place
+@pytest.fixture
+def places(functions):
+    """What is at each place, to read and to write; left empty."""
+    words = (ctypes.c_int64 * (threads._PLACES // 8)).from_address(functions[0](0))
+    each = np.frombuffer(words, np.int64)[:: threads._LINE // 8]
+    assert not each.any()
+    yield each
+    each[:] = threads._NOBODY
+
+
+def test_a_thread_that_nobody_calls_leaves_its_place(functions, places):
+    _, wait, give = functions
+    for _ in range(2 * len(places)):
         assert wait(0) == 0
-    assert time.perf_counter() - begin < 1
+    assert not places.any()
     assert not give(JOB)
 
 
-def test_each_job_is_given_to_one_thread_that_waits(functions):
-    wait, give = functions
+def test_each_job_is_given_to_one_thread_that_waits(functions, places):
+    _, wait, give = functions
     jobs = [JOB + 8 * i for i in range(200)]
 
-    def wait_long():
-        limit = time.perf_counter() + 20
-        while time.perf_counter() < limit:
-            if (job := wait(0)) != 0:
-                return job
-        return None
+    def wait_for_one():
+        job = 0
+        while job == 0:
+            job = wait(0)
+        return job
 
     with ThreadPoolExecutor(3) as pool:
-        waiting = [pool.submit(wait_long) for _ in jobs]
+        waiting = [pool.submit(wait_for_one) for _ in jobs]
         for job in jobs:
             while not give(job):
                 pass
         taken = [each.result() for each in waiting]
     assert sorted(taken) == jobs
+    assert not places.any()
 
 
-def test_there_is_no_place_for_more_threads(functions):
-    wait, give = functions
-    with ThreadPoolExecutor(4 * PLACES) as pool:
-        found = [pool.submit(wait, 0) for _ in range(20 * PLACES)]
-        assert not any(each.result() for each in found)
-    assert not give(JOB)
+def test_where_all_places_are_taken_nobody_waits(functions, places):
+    _, wait, give = functions
+    places[:] = JOB  # others have been given jobs, and have not come to them yet
+    assert wait(0) == 0
+    assert not give(JOB + 8)
+    assert (places == JOB).all()
+    places[-1] = threads._WAITING
+    assert give(JOB + 8)
+    assert places[-1] == JOB + 8

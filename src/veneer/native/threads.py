@@ -44,8 +44,10 @@ _NEXT, _WORK, _COUNT, _FIRST, _REFERENCES, _CPU, _CALLED, _DONE, _JOB = 0, 1, 2,
 #: For so many nanoseconds the caller waits for another thread, while it takes parts.
 _PATIENCE = 40_000
 
-#: Places where threads wait, a line of a cache each; and for how many nanoseconds they do.
+#: Bytes of all places where threads wait, and of each: a line of a cache. And for how many
+#: nanoseconds they do.
 _PLACES, _LINE, _WAIT = 1024, 64, 50_000
+#: What is at a place, where it is no job.
 _NOBODY, _WAITING = 0, 1
 
 _sched_yield: Any = types.ExternalFunction("sched_yield", signature(types.int32))
