@@ -115,7 +115,7 @@ class MatmulOperands(NamedTuple):
     - `x_scale`: of integer activations, f32 `[B, M]`; or one for each of the tiles that are summed,
       `[B, M, R / tr]` or `[B, M, C / tc]`. Else None.
     - `minimum`: what a code that is worth 0 stands for, of the shape of `scale` and of one of its
-      dtypes; with activations that are floats. Or None.
+      dtypes. Or None.
     """
 
     x: Any

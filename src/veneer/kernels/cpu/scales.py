@@ -39,7 +39,7 @@ _VECTOR = 4 * LANES
 @native
 def copy(to, address, count, size):
     """Copies so many bytes, and zeros behind them: as many as `size` in all."""
-    count = min(count, size)
+    count = max(0, min(count, size))
     whole = count // 8 * 8
     for i in range(0, whole, 8):
         store_i64(to + i, load_i64(address + i))
