@@ -4,7 +4,8 @@ A matmul of M rows with the transposed weight, which is stored as `[N, K]` in ti
 timed as a program under `jax.jit` with the weight as an argument. All run in one process, in each
 round in another order, and every call takes another copy of the weight. XLA has the dense weight
 both as `[N, K]` and as `[K, N]`; × is the faster median of these over ours. Each result is compared
-with one in f64 first, and no program may hold a dense weight.
+with one in f64 first, and no program may hold a dense weight. With *activations int8*, these are
+rounded in the program, a tile at a time, as llama.cpp does.
 """
 
 import itertools
@@ -18,17 +19,21 @@ import numpy as np
 from measure import Side, markdown_table, medians, parser
 
 import veneer as vn
-from veneer.quant import QArray
+from veneer.quant import ActivationQuantized, QArray
 
+IN_INT8 = ", activations int8"
 # Name, qtype, tile, dtypes of scale and of minimum: those of a format, or of nothing.
 FORMATS = (
     ("Q8_0", "int8", 32, "float16", None),
+    ("Q8_0" + IN_INT8, "int8", 32, "float16", None),
     ("Q6_K", "int6", 16, "int8 by 16", None),
     ("Q6_K, scales made f32 before", "int6", 16, "float32", None),
     ("Q5_0", "int5", 32, "float16", None),
     ("Q5_1", "uint5", 32, "float16", "float16"),
     ("Q4_0", "int4", 32, "float16", None),
+    ("Q4_0" + IN_INT8, "int4", 32, "float16", None),
     ("Q4_1", "uint4", 32, "float16", "float16"),
+    ("Q4_1" + IN_INT8, "uint4", 32, "float16", "float16"),
     ("Q4_K", "uint4", 32, "uint6 by 8", "uint6 by 8"),
     ("Q4_K, scales made f32 before", "uint4", 32, "float32", "float32"),
     ("MLX, 4 bits", "uint4", 64, "bfloat16", "bfloat16"),
@@ -68,10 +73,15 @@ def stored(n: int, k: int, qtype: str, tile: int, scale: str, minimum: str | Non
 def side(name: str, product: Any, x: jax.Array, w: Any, dense: np.ndarray, rotated: int) -> Side:
     """The program on an activation, compiled and found right, and without a dense weight."""
     compiled = jax.jit(product).lower(x, w).compile()
-    if isinstance(w, QArray):
+    if not isinstance(w, jax.Array):
         n, k = w.shape
         assert not re.search(rf"f32\[(1,)?({n},{k}|{k},{n})\]", compiled.as_text()), name
-    expected = np.asarray(x, np.float64) @ dense.T
+    if isinstance(w, ActivationQuantized):
+        tiles = {1: w.tile_size}
+        x_met = vn.quant.quantize(x, w.qtype, channelwise_axes=[0], tiled_axes=tiles).dequantize()
+    else:
+        x_met = x
+    expected = np.asarray(x_met, np.float64) @ dense.T
     error = np.linalg.norm(compiled(x, w) - expected) / np.linalg.norm(expected)
     assert error < 1e-5, (name, error)
     nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(w))
@@ -90,8 +100,11 @@ def rows_of_table(m: int, size: int, rotated: int, rounds: int) -> Iterator[list
         side("[K, N]", lambda x, w: x @ w, x, w, np.asarray(w.T, np.float64), rotated),
     ]
     for name, *how in FORMATS:
-        q = stored(size, size, *how)
-        ours = side(name, turned, x, q, np.asarray(q.dequantize(), np.float64), rotated)
+        q: Any = stored(size, size, *how)
+        values = np.asarray(q.dequantize(), np.float64)
+        if name.endswith(IN_INT8):
+            q = ActivationQuantized(q, qtype="int8", tile_size=how[1], contracting=(-1,))
+        ours = side(name, turned, x, q, values, rotated)
         seconds = medians([*dense, ours], rounds=rounds)
         f32 = min(seconds[each.name] for each in dense)
         figures = f"{1e3 * seconds[name]:.2f}", f"{1e3 * f32:.2f}", f"{f32 / seconds[name]:.1f} ×"
