@@ -194,10 +194,7 @@ def _partitioned(
 ) -> jax.Array:
     from jax.experimental.custom_partitioning import custom_partitioning  # which few programs need
 
-    operands = operands_of(arrays, present).apart()
-    if operands.x_scale is not None and operands.x_scale.ndim == 3:  # which no rule is for
-        return by_reference(*arrays, problem=problem, present=present)
-    arrays = tuple(x for x in operands if x is not None)
+    arrays = tuple(x for x in operands_of(arrays, present).apart() if x is not None)
     # What is cut is looked at for its type alone.
     cut = custom_partitioning(lambda *xs: lowered_p.bind(*xs, problem=problem, present=present))
     rule, sizes, summed = sharding_rule(arrays, problem, present)
@@ -237,7 +234,7 @@ def sharding_rule(
         "rows": _factors("r", {rows, tiles[0]}),
         "columns": _factors("c", {problem.columns, row_bytes // planes, tiles[1]}),
     }
-    axes = _axes(problem, present)
+    axes = _axes(operands, problem)
     _, m, n = problem.out_shape(operands.x, operands.packed)
     shapes = [x.shape for x in arrays] + [(operands.x.shape[0], m, n)]
     sizes: dict[str, int] = {"b": 0, "m": 0}  # known by arrays
@@ -265,14 +262,14 @@ def sharding_rule(
     )
 
 
-def _axes(problem: MatmulProblem, present: Sequence[bool]) -> list[tuple[str, ...]]:
+def _axes(operands: MatmulOperands, problem: MatmulProblem) -> list[tuple[str, ...]]:
     """What the axes of each operand and of the result are."""
     other = {"rows": "columns", "columns": "rows"}[problem.contracting]
     matrix = ("b", "rows", "columns")
-    of_operands = MatmulOperands(
-        ("b", "m", problem.contracting), matrix, matrix, matrix, ("b", "m"), matrix
-    )
-    here = [axes for axes, there in zip(of_operands, present, strict=True) if there]
+    rows = ("b", "m", problem.contracting)
+    of_scales = rows if operands.x_scale is not None and operands.x_scale.ndim == 3 else rows[:2]
+    of_operands = MatmulOperands(rows, matrix, matrix, matrix, of_scales, matrix)
+    here = [axes for axes, x in zip(of_operands, operands, strict=True) if x is not None]
     return [*here, ("b", "m", other)]
 
 
@@ -318,7 +315,9 @@ def _partition(
     shapes = [x.shape for x in arg_shapes]
     *of_operands, of_result = (
         P(*(cuts[name] if size != 1 else None for name, size in zip(names, shape, strict=True)))
-        for names, shape in zip(_axes(problem, present), [*shapes, result_shape.shape], strict=True)
+        for names, shape in zip(
+            _axes(operands, problem), [*shapes, result_shape.shape], strict=True
+        )
     )
     summed = cuts[problem.contracting]
     parts = _parts(cuts["columns"], mesh)

@@ -152,15 +152,26 @@ def test_a_batch_is_cut_between_its_matrices():
         assert "all-gather" not in collectives(compiled)
 
 
-def test_integer_activations_are_cut_with_their_scales():
+@pytest.mark.parametrize("tiles", [{}, {1: 32}])
+@pytest.mark.parametrize("side", ["rows", "columns"])
+def test_integer_activations_are_cut_with_their_scales(side, tiles):
     x, w = normal(8, K, seed=1), normal(K, N, seed=2)
     q = quantize(w, "int4", channelwise_axes=[1], tiled_axes={0: 32})
-    x = quantize(x, "int8", channelwise_axes=[0])
-    for of_x, of_w in ((P("x"), P(None, "y")), (P(None, "y"), P("y"))):
-        operands = put(x, of_x), put(q, of_w)
-        compiled = jax.jit(vn.implicit(jnp.matmul)).lower(*operands).compile()
-        assert_close(compiled(*operands), x.dequantize(), q.dequantize())
-        assert "veneer_integer_rows" in compiled.as_text()
+    x = quantize(x, "int8", channelwise_axes=[0], tiled_axes=tiles)
+    program = jnp.matmul
+    if side == "columns":
+        q = quantize(w.T, "int4", channelwise_axes=[0], tiled_axes={1: 32})
+        program = lambda x, w: x @ w.T
+    for of_x, of_w in (
+        (P("x"), (None, "y")),
+        (P(None, "y"), ("y", None)),
+        (P("x", "y"), (None,) * 2),
+    ):
+        operands = put(x, of_x), put(q, P(*(of_w if side == "rows" else of_w[::-1])))
+        compiled = jax.jit(vn.implicit(program)).lower(*operands).compile()
+        dense = q.dequantize()
+        assert_close(compiled(*operands), x.dequantize(), dense if side == "rows" else dense.T)
+        assert f"veneer_integer_{side}" in compiled.as_text()
 
 
 def test_gradients_stay_where_they_are():
