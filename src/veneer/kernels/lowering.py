@@ -29,7 +29,10 @@ from .._jax.primitives import Primitive
 from .._jax.sharding import spec_over
 from . import select
 from .pallas import call
-from .problem import MatmulOperands, MatmulProblem, operands_of
+from .problem import ZERO_POINTS, MatmulOperands, MatmulProblem, operands_of
+
+#: Codes that share a zero point along the sum, at least, for a kernel to read it.
+_LEAST_TILE = 16
 
 # On one device.
 
@@ -101,8 +104,8 @@ def call_kernel(
 
     **Arguments:**
 
-    - `stacks`: where the matrix, its scales or its minima lie, by their names: those are read from
-      there, and not from `operands`.
+    - `stacks`: where the matrix or leaves of it lie, by their names: those are read from there, and
+      not from `operands`.
     """
     x, packed, _, zero_point, x_scale, minimum = operands
     call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(problem.out_shape(x, packed), jnp.float32))
@@ -113,20 +116,36 @@ def call_kernel(
 
     if x_scale is None and not target.startswith("veneer_bf16_"):
         x = x.astype(jnp.float32)
-    # Kernels of integers that contract rows leave minima to what follows.
-    is_left = minimum is not None and x_scale is not None and problem.contracting == "rows"
+    added = _added(operands, problem)
     out = call(
         *((x,) if x_scale is None else (x, x_scale)),
         *stored("packed"),
         *stored("scale"),
         table,
-        *(() if minimum is None or is_left else stored("minimum")),
+        *(() if added is None else (*stored(added), np.int32(problem.offset))),
     )
-    if is_left:
+    if minimum is not None and added != "minimum":
         out += _over_tiles(operands, minimum.astype(jnp.float32), problem)
-    if zero_point is not None:
+    if zero_point is not None and added != "zero_point":
         out -= _of_zero_points(operands, problem)
     return out.astype(problem.out_dtype)
+
+
+def _added(operands: MatmulOperands, problem: MatmulProblem) -> str | None:
+    """Which leaf kernels of the CPU add to codes times scales: minima, or zero points as such.
+
+    Kernels of integers that contract rows leave both to what follows. So do all zero points of
+    short tiles, of which there are nearly as many as codes.
+    """
+    if operands.x_scale is not None and problem.contracting == "rows":
+        return None
+    if operands.minimum is not None:
+        return "minimum"
+    zero_point, scale = operands.zero_point, operands.scale
+    if zero_point is None or zero_point.shape != scale.shape:
+        return None
+    is_read = zero_point.dtype.name in ZERO_POINTS
+    return "zero_point" if is_read and problem.shape(operands).tile >= _LEAST_TILE else None
 
 
 def _of_zero_points(operands: MatmulOperands, problem: MatmulProblem) -> jax.Array:

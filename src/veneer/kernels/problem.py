@@ -11,6 +11,7 @@ from .cpu.kinds import BYTES as BYTES
 from .cpu.kinds import FLOATS as FLOATS
 from .cpu.kinds import LOOKUP_BITS, PLANE_BITS, row_bytes
 from .cpu.kinds import SIX_BIT_FLOATS as SIX_BIT_FLOATS
+from .cpu.kinds import ZERO_POINTS as ZERO_POINTS
 
 
 @dataclasses.dataclass(frozen=True)

@@ -157,7 +157,7 @@ def _product(
     if target is None:
         return None
     stacks = {}
-    for name in ("packed", "scale", "minimum"):
+    for name in ("packed", "scale", "zero_point", "minimum"):
         leaf, array = getattr(given, name), getattr(arrays, name)
         if isinstance(leaf, _Slice) and leaf.turned == given.packed.turned:
             place = leaf.place if leaf.place.dtype == jnp.int32 else leaf.place_in_bounds()

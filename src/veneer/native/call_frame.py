@@ -17,9 +17,9 @@ _frame = functools.partial(header().offset, "XLA_FFI_CallFrame")
 _buffer = functools.partial(header().offset, "XLA_FFI_Buffer")
 _api = functools.partial(header().offset, "XLA_FFI_Api")
 
-F32, F16, BF16, E8M0, S8, S32 = (
+F32, F16, BF16, E8M0, S8, U8, S32 = (
     header().value(f"XLA_FFI_DataType_{name}")
-    for name in ("F32", "F16", "BF16", "F8E8M0FNU", "S8", "S32")
+    for name in ("F32", "F16", "BF16", "F8E8M0FNU", "S8", "U8", "S32")
 )
 INVALID_ARGUMENT = header().value("XLA_FFI_Error_Code_INVALID_ARGUMENT")
 RESOURCE_EXHAUSTED = header().value("XLA_FFI_Error_Code_RESOURCE_EXHAUSTED")

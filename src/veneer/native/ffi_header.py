@@ -30,7 +30,7 @@ MEMBERS = {
 }
 #: The enumerators that it compares with, or writes.
 ENUMERATORS = (
-    "XLA_FFI_Extension_Metadata XLA_FFI_DataType_F32 XLA_FFI_DataType_S8 "
+    "XLA_FFI_Extension_Metadata XLA_FFI_DataType_F32 XLA_FFI_DataType_S8 XLA_FFI_DataType_U8 "
     "XLA_FFI_DataType_F16 XLA_FFI_DataType_BF16 XLA_FFI_DataType_F8E8M0FNU "
     "XLA_FFI_Error_Code_INVALID_ARGUMENT XLA_FFI_Error_Code_RESOURCE_EXHAUSTED"
 ).split()

@@ -1,4 +1,4 @@
-"""What checkpoints bring, read by kernels as it lies: scales of few bits, and minima."""
+"""What checkpoints bring, read by kernels as it lies: small scales, minima and zero points."""
 
 import re
 
@@ -16,16 +16,19 @@ N, K = 131, 320
 
 
 def stored(qtype, tile, scale_dtype, minimum_dtype, *, shape=(N, K), seed=0):
-    """A weight `[..., N, K]` with tiles along K."""
+    """A weight `[..., N, K]` with tiles along K. Integers for minima are zero points."""
     rng, format = np.random.default_rng(seed), vn.quant.get_format(qtype)
     low, high = format.code_range
     codes = jnp.asarray(rng.integers(low, high + 1, shape), format.code_dtype)
     counts = (*shape[:-1], shape[-1] // tile)
     scale = jnp.asarray(rng.uniform(0.5, 2, counts), "float32").astype(scale_dtype)
-    minimum = None
-    if minimum_dtype is not None:
+    minimum = zero_point = None
+    if minimum_dtype in ("uint8", "int8"):
+        zero_point = jnp.asarray(rng.integers(low, high + 1, counts), minimum_dtype)
+    elif minimum_dtype is not None:
         minimum = jnp.asarray(rng.normal(size=counts), minimum_dtype)
-    return QArray(codes, scale, qtype=qtype, minimum=minimum).replace(dense_dtype="float32")
+    q = QArray(codes, scale, zero_point, qtype=qtype, minimum=minimum)
+    return q.replace(dense_dtype="float32")
 
 
 def normal(*shape, seed=1):
@@ -55,6 +58,11 @@ CASES = {
     "MXFP6": ("mxfp6", 32, "float8_e8m0fnu", None),
     "MXFP6 of e3m2": ("mxfp6_e3m2", 32, "float8_e8m0fnu", None),
     "a minimum of other floats": ("int8", 16, "float32", "bfloat16"),
+    "AWQ": ("uint4", 32, "float16", "uint8"),
+    "GPTQ of 3 bits, not symmetric": ("uint3", 64, "bfloat16", "uint8"),
+    "GPTQ of 8 bits, not symmetric": ("uint8", 64, "float32", "uint8"),
+    "a zero point with a sign": ("int4", 64, "float16", "int8"),
+    "zero points of short tiles": ("uint4", 8, "float32", "uint8"),
 }
 
 
@@ -81,7 +89,10 @@ def rounded(x, tile=None):
 
 
 @pytest.mark.parametrize("of_tiles", [False, True])
-@pytest.mark.parametrize("name", ["Q4_1", "MLX", "Q8_0", "a minimum of other floats"])
+@pytest.mark.parametrize(
+    "name",
+    [name for name, (qtype, *_) in CASES.items() if qtype in ("uint4", "int4", "int8", "uint8")],
+)
 def test_both_sides_by_int8_activations(name, of_tiles):
     """As they are rounded in llama.cpp, with a scale for each tile; or for each row."""
     q = stored(*CASES[name])
@@ -126,11 +137,13 @@ def test_every_scale_of_16_and_8_bits_is_worth_what_it_is():
         assert not np.isfinite(actual[~np.isfinite(exact)]).any()
 
 
+@pytest.mark.parametrize("minimum", ["float16", "uint8"])
 @pytest.mark.parametrize("qtype", ["uint4", "uint5"])
-def test_nothing_is_widened_before_the_kernel(qtype):
-    q, x = stored(qtype, 32, "float16", "float16"), normal(2, K)
+def test_nothing_is_widened_before_the_kernel(qtype, minimum):
+    q, x = stored(qtype, 32, "float16", minimum), normal(2, K)
     compiled = jax.jit(vn.implicit(lambda x, q: x @ q.T)).lower(x, q).compile().as_text()
     assert "custom-call" in compiled
+    assert " dot(" not in compiled
     for shape in (q.shape, q.scale.shape):
         for side in (shape, shape[::-1]):
             assert f"f32[{side[0]},{side[1]}]" not in compiled

@@ -13,6 +13,7 @@ from ...native.call_frame import (
     RESOURCE_EXHAUSTED,
     S8,
     S32,
+    U8,
     answers_metadata,
     argument,
     data,
@@ -29,9 +30,11 @@ from ...native.memory import load_i32, set_word, store_i32, word
 from ...native.threads import new_job, release, run
 from . import job as words
 from . import kinds
+from .scales import size_of
 
 _, _INT8, _BF16 = range(len(kinds.ACTIVATIONS))
 _row_bytes = native(kinds.row_bytes)
+_ZERO_POINT = len(kinds.FLOATS)
 
 #: A job of fewer products than this is done before another thread has woken up.
 _WORTH_SHARING = 1 << 18
@@ -105,15 +108,17 @@ def _type(buffer):
 
 
 @native
-def _are_numbers(buffer):
-    return _type(buffer) >= 0 and rank(buffer) == 3
+def _minimum_type(buffer):
+    """Which of these or, behind them, of `kinds.ZERO_POINTS` a buffer has, or -1."""
+    entry = dtype(buffer)
+    if entry == S8:
+        return _ZERO_POINT
+    return _ZERO_POINT + 1 if entry == U8 else _type(buffer)
 
 
 @native
-def _width(buffer):
-    """The bytes of an entry of numbers."""
-    entry = dtype(buffer)
-    return 4 if entry == F32 else 1 if entry == E8M0 else 2
+def _are_numbers(type, buffer):
+    return type >= 0 and rank(buffer) == 3
 
 
 @native
@@ -156,7 +161,7 @@ def _read(frame, job, bits, contracts_rows, activations):
     is_integer = activations == _INT8
     entry = S8 if is_integer else BF16 if activations == _BF16 else F32
     first = 2 if is_integer else 1  # the matrix, after the activations and maybe their scales
-    has_minima = has_buffers(frame, first + 7, 1)
+    has_minima = has_buffers(frame, first + 8, 1)
     if not has_minima and not has_buffers(frame, first + 5, 1):
         return False
     x, matrix, out = argument(frame, 0), argument(frame, first), result(frame, 0)
@@ -164,7 +169,7 @@ def _read(frame, job, bits, contracts_rows, activations):
     if not (
         _is_array(x, entry, 3)
         and (rank(matrix) == 3 or rank(matrix) == 4)
-        and _are_numbers(scale)
+        and _are_numbers(_type(scale), scale)
         and _is_array(table, F32, 1)
         and _is_array(out, F32, 3)
     ):
@@ -206,21 +211,24 @@ def _read(frame, job, bits, contracts_rows, activations):
             return False
         set_word(job, words.X_SCALE, data(x_scale))
     if has_minima:
-        minimum = argument(frame, first + 5)
+        minimum, offset = argument(frame, first + 5), argument(frame, first + 7)
+        type = _minimum_type(minimum)
         if not (
-            _are_numbers(minimum)
+            _are_numbers(type, minimum)
             and _are_alike(minimum, scale)
             and _is_stack(frame, first + 5, batch)
+            and _is_array(offset, S32, 0)
         ):
             return False
-        set_word(job, words.MINIMUM, _part(frame, first + 5, batch, _width(minimum)))
-        set_word(job, words.MINIMUM_TYPE, _type(minimum))
+        set_word(job, words.MINIMUM, _part(frame, first + 5, batch, size_of(type)))
+        set_word(job, words.MINIMUM_TYPE, type)
+        set_word(job, words.OFFSET, load_i32(data(offset)))
     set_word(job, words.SCALE_TYPE, _type(scale))
     set_word(job, words.X, data(x))
     place = data(matrix) if are_apart else _part(frame, first, batch // beside, width)
     set_word(job, words.W, place)
     set_word(job, words.NEXT_ROW, beside * row_bytes)
-    set_word(job, words.SCALE, _part(frame, first + 2, batch, _width(scale)))
+    set_word(job, words.SCALE, _part(frame, first + 2, batch, size_of(_type(scale))))
     set_word(job, words.M, m)
     return _write(job, table, out, batch, r, c, row_bytes, scale) or r * c == 0
 

@@ -25,6 +25,8 @@ WITHIN_ROWS, MOST_COLUMNS = 32, 4096
 
 #: What scales and minima may be stored as, in the order of their types in jobs.
 FLOATS = ("float32", "float16", "bfloat16", "float8_e8m0fnu")
+#: And what zero points, of which minima are made, in the order of the types that follow.
+ZERO_POINTS = ("int8", "uint8")
 
 
 def byte_of_planes(kind: str) -> str:

@@ -1,6 +1,12 @@
-"""Scales and minima of a stored matrix, as f32, from whatever floats they are stored as."""
+"""Scales and minima of a stored matrix, as f32, from whatever they are stored as.
+
+Minima may be stored as zero points: the code that stands for 0, so that one worth 0 stands for
+`-zero_point * scale`.
+"""
 
 from typing import Any
+
+import numpy as np
 
 from ...native.functions import native, not_inlined
 from ...native.isa import LANES
@@ -15,13 +21,14 @@ from ...native.memory import (
     store_i64,
     word,
 )
-from ...native.simd.floats import store
+from ...native.simd.floats import load, moved, scaled, splat, store
 from ...native.simd.small_floats import SIZES, first_lanes, load_as_floats
 from .job import (
     BATCH,
     FAILED,
     MINIMUM,
     MINIMUM_TYPE,
+    OFFSET,
     SCALE,
     SCALE_TYPE,
     TC,
@@ -31,9 +38,14 @@ from .job import (
     C,
     R,
 )
-from .kinds import FLOATS
+from .kinds import FLOATS, ZERO_POINTS
 
 _VECTOR = 4 * LANES
+#: The first type of zero points.
+_ZERO_POINT = len(FLOATS)
+#: Scales that are read at once, to multiply as many zero points.
+_SOME = 256
+_BUFFER, _MINUS_ONE = 4 * _SOME, np.float32(-1)
 
 
 @native
@@ -80,6 +92,7 @@ def _reader(dtype: str) -> Any:
 
 
 _read_f32, _read_f16, _read_bf16, _read_e8m0 = map(_reader, FLOATS)
+_read_int8, _read_uint8 = map(_reader, ZERO_POINTS)
 
 
 @native
@@ -89,6 +102,27 @@ def read_tiles(job, leaf, row, first, count, to):
     `leaf` is SCALE or MINIMUM; `row`, which row of tiles, of all matrices, and `first`, from which
     tile in it.
     """
+    _read(job, leaf, row, first, count, to)
+    if leaf == MINIMUM and word(job, MINIMUM_TYPE) >= _ZERO_POINT:
+        _make_minima(job, row, first, count, to)
+
+
+@native
+def _make_minima(job, row, first, count, to):
+    """Makes minima of zero points."""
+    scales, offset = stack(_BUFFER), splat(np.float32(word(job, OFFSET)))
+    for i in range(0, count, _SOME):
+        some = min(_SOME, count - i)
+        _read(job, SCALE, row, first + i, some, scales)
+        for j in range(0, some, LANES):
+            at = to + 4 * (i + j)
+            below = moved(load(at, 1), splat(_MINUS_ONE), offset)
+            store(at, scaled(below, load(scales + 4 * j, 1)))
+
+
+@native
+def _read(job, leaf, row, first, count, to):
+    """Writes what is stored, as f32, as `read_tiles` does."""
     type = word(job, SCALE_TYPE if leaf == SCALE else MINIMUM_TYPE)
     tiles, address = word(job, C) // word(job, TC), word(job, leaf)
     number = row * tiles + first
@@ -99,14 +133,18 @@ def read_tiles(job, leaf, row, first, count, to):
         _read_f16(address + 2 * number, count, there, to)
     elif type == 2:
         _read_bf16(address + 2 * number, count, there, to)
-    else:
+    elif type == 3:
         _read_e8m0(address + number, count, there, to)
+    elif type == _ZERO_POINT:
+        _read_int8(address + number, count, there, to)
+    else:
+        _read_uint8(address + number, count, there, to)
 
 
 @native
 def size_of(type):
-    """The bytes of a number of a type of `FLOATS`."""
-    return 4 if type == 0 else 1 if type == 3 else 2
+    """The bytes of a number of a type of `FLOATS`, or of `ZERO_POINTS`."""
+    return 4 if type == 0 else 1 if type >= 3 else 2
 
 
 @native

@@ -8,7 +8,7 @@ from llvmlite import ir
 from ..isa import ISA, LANES
 from ..memory import I32
 from .blocks import FLOATS, INTS, Block, at, block_of, call_llvm, constant, instruction, load_vector
-from .small_floats import from_e4m3fn, from_e5m2
+from .small_floats import from_e4m3fn, from_e5m2, from_int8, from_uint8
 
 
 @instruction
@@ -46,14 +46,6 @@ def look_up(builder: Any, tables: Sequence[Any], indices: Any) -> Any:
     return value
 
 
-def _from_int8(builder: Any, codes: Any) -> Any:
-    return builder.sitofp(builder.sext(codes, INTS), FLOATS)
-
-
-def _from_uint8(builder: Any, codes: Any) -> Any:
-    return builder.sitofp(builder.zext(codes, INTS), FLOATS)
-
-
 def _from_e2m3(builder: Any, codes: Any) -> Any:
     """float6_e2m3fn, of 6 bits and the sign repeated above them: e4m3 of another exponent."""
     value = from_e4m3fn(builder, builder.and_(codes, constant(codes.type, 0x9F)))
@@ -68,8 +60,8 @@ def _from_e3m2(builder: Any, codes: Any) -> Any:
 
 #: What makes f32 of a vector of codes of a byte each, by their dtype.
 CONVERSIONS = {
-    "int8": _from_int8,
-    "uint8": _from_uint8,
+    "int8": from_int8,
+    "uint8": from_uint8,
     "float8_e4m3fn": from_e4m3fn,
     "float8_e5m2": from_e5m2,
     "float6_e2m3fn": _from_e2m3,

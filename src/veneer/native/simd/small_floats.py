@@ -1,6 +1,6 @@
-"""Floats of 16 and 8 bits, as vectors of f32.
+"""Numbers of 16 and 8 bits, as vectors of f32.
 
-They are made by arithmetic where a CPU has no instruction for it. None becomes f32 without a
+Floats are made by arithmetic where a CPU has no instruction for it. None becomes f32 without a
 leading 1 on the way, as XLA has CPUs take that for 0.
 """
 
@@ -24,13 +24,20 @@ from .blocks import (
 
 _HALVES = ir.VectorType(I16, LANES)
 
-#: Bytes of a float of each dtype that a vector is read from.
-SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e8m0fnu": 1}
+#: Bytes of a number of each dtype that a vector is read from.
+SIZES = {
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e8m0fnu": 1,
+    "int8": 1,
+    "uint8": 1,
+}
 
 
 @instruction
 def load_as_floats(address, dtype):
-    """Reads a vector of floats of a dtype, of `SIZES`, as f32."""
+    """Reads a vector of numbers of a dtype, of `SIZES`, as f32."""
     name = dtype.literal_value
 
     def emit(builder, address, _):
@@ -82,7 +89,23 @@ def _from_e8m0(builder: Any, bits: Any) -> Any:
     return builder.bitcast(value, FLOATS)
 
 
-_WIDENED = {"float16": _from_f16, "bfloat16": _from_bf16, "float8_e8m0fnu": _from_e8m0}
+def from_int8(builder: Any, codes: Any) -> Any:
+    """f32 of int8."""
+    return builder.sitofp(builder.sext(codes, INTS), FLOATS)
+
+
+def from_uint8(builder: Any, codes: Any) -> Any:
+    """f32 of uint8."""
+    return builder.sitofp(builder.zext(codes, INTS), FLOATS)
+
+
+_WIDENED = {
+    "float16": _from_f16,
+    "bfloat16": _from_bf16,
+    "float8_e8m0fnu": _from_e8m0,
+    "int8": from_int8,
+    "uint8": from_uint8,
+}
 
 
 def from_e4m3fn(builder: Any, codes: Any) -> Any:
