@@ -126,6 +126,7 @@ def run(
         job.R: rows,
         job.C: w.columns,
         job.ROW_BYTES: row_bytes,
+        job.THREADS: threads,
         job.NEXT_ROW: packed[0, 0].nbytes,
         job.TR: rows // w.scale.shape[1],
         job.TC: w.columns // w.scale.shape[2],

@@ -13,14 +13,34 @@ import numpy as np
 
 from ....native.functions import native
 from ....native.isa import LANES
-from ....native.memory import free, malloc, prefetch_for_later, set_word, stack, word
+from ....native.memory import (
+    free,
+    load_f32,
+    malloc,
+    prefetch_for_later,
+    set_word,
+    stack,
+    store_f32,
+    word,
+)
 from ....native.simd.bytes import byte_table, copy_by_fields
-from ....native.simd.floats import store_block, store_fours, zeros
+from ....native.simd.floats import (
+    load,
+    moved,
+    scaled,
+    splat,
+    store,
+    store_block,
+    store_fours,
+    zeros,
+)
 from ....native.simd.integers import (
     add_scaled_ints,
     add_sums,
+    as_floats,
     dot_lanes,
     load_first_ints,
+    load_floats,
     load_ints,
     spread,
     start_lanes,
@@ -66,6 +86,14 @@ _AHEAD = 8192
 _ALL_LANES = LANES.bit_length() - 1
 #: Codes of a group, at most.
 _GROUP = 8 * WIDTH
+_VECTOR, _FOUR = 4 * LANES, 4 * LANES * ROWS
+
+
+@native
+def in_stretches(part, parts, threads):
+    """Which part to do instead of one, so that what threads do in turns is a stretch for each."""
+    stretch, at = part % threads, part // threads
+    return stretch * (parts // threads) + min(stretch, parts % threads) + at
 
 
 @native
@@ -145,49 +173,103 @@ def kernel(kind: str, offset: int) -> Any:
             total = dot_lanes(total, x + field * WIDTH, next_x, read(table, codes, field * bits))
         return total
 
-    def multiply(m: int) -> Any:
-        add_minima = adder(m, ROWS)
+    def summer(m: int, together: int) -> Any:
+        """Makes what multiplies m rows of x by some rows of the matrix: sums, in lanes."""
+        add_minima = adder(m, together)
 
         @native
         def add_group(total, x, next_x, w, row_bytes, later, table):
-            for row in range(ROWS):
+            for row in range(together):
                 prefetch_for_later(w + row * row_bytes + later)
-            return add_products(total, x, next_x, load_ints(w, row_bytes, ROWS, 1), table)
+            return add_products(total, x, next_x, load_ints(w, row_bytes, together, 1), table)
+
+        if m == 1:  # then scales are multiplied by those of x already
+
+            @native
+            def add_tile(sums, total, of_x, x_scale, scales, lanes):
+                return moved(as_floats(total), scales, sums)
+
+        else:
+
+            @native
+            def add_tile(sums, total, of_x, x_scale, scales, lanes):
+                x_scales = spread(x_scale, of_x[1], m, of_x[2], lanes)
+                return add_scaled_ints(sums, total, x_scales, scales)
 
         @native
-        def multiply(x, start, of_x, of_x_scales, place, table, y, next_y):
-            next_x, tiles, each, left, w, row_bytes, later = place[0]
-            scale, minimum, apart, shift, count, next_of_x = place[1]
-            x_scale, x_scales_apart, x_shift, next_x_scale = of_x_scales
+        def summed(x, start, sums_of_x, of_x, place, of_scales, table):
+            next_x, tiles, each, left, w, row_bytes, later = place
+            scale, minimum, apart, shift, count, next_of_x = of_scales
+            x_scale, next_x_scale = of_x[0], of_x[3]
             next_start, next_scale = tiles * WIDTH, 4 * (LANES >> shift)
-            sums = zeros(m, ROWS)
+            sums = zeros(m, together)
             if minimum != 0:
-                sums = add_minima(sums, of_x, next_of_x, minimum, apart, count)
+                sums = add_minima(sums, sums_of_x, next_of_x, minimum, apart, count)
             for _ in range(tiles - 1 if left > 0 else tiles):
-                total = start_lanes(start, next_start, m, ROWS)
+                total = start_lanes(start, next_start, m, together)
                 for _ in range(each):
                     total = add_group(total, x, next_x, w, row_bytes, later, table)
                     x, w = x + group, w + WIDTH
-                x_scales = spread(x_scale, x_scales_apart, m, x_shift, LANES)
-                scales = spread(scale, apart, ROWS, shift, LANES)
-                sums = add_scaled_ints(sums, total, x_scales, scales)
+                scales = spread(scale, apart, together, shift, LANES)
+                sums = add_tile(sums, total, of_x, x_scale, scales, LANES)
                 scale, x_scale = scale + next_scale, x_scale + next_x_scale
                 start += WIDTH
             if left > 0:  # lanes of the last group
-                total = start_lanes(start, next_start, m, ROWS)
+                total = start_lanes(start, next_start, m, together)
                 for _ in range(each - 1):
                     total = add_group(total, x, next_x, w, row_bytes, later, table)
                     x, w = x + group, w + WIDTH
-                codes = load_first_ints(w, row_bytes, ROWS, left)
+                codes = load_first_ints(w, row_bytes, together, left)
                 total = add_products(total, x, next_x, codes, table)
-                x_scales = spread(x_scale, x_scales_apart, m, x_shift, left)
-                scales = spread(scale, apart, ROWS, shift, left)
-                sums = add_scaled_ints(sums, total, x_scales, scales)
-            store_fours(y, next_y, sums)
+                scales = spread(scale, apart, together, shift, left)
+                sums = add_tile(sums, total, of_x, x_scale, scales, left)
+            return sums
+
+        return summed
+
+    summed_1 = summer(1, 1)
+
+    @native
+    def multiply_1(x, start, sums_of_x, of_x, place, of_scales, table, y, next_y):
+        """A row of the matrix after the other, in the order of memory: it is read sooner so."""
+        next_x, tiles, each, left, w, row_bytes, later = place
+        scale, minimum, apart, shift, count, next_of_x = of_scales
+        sums = stack(_FOUR)
+        for row in range(ROWS):
+            place = next_x, tiles, each, left, w, row_bytes, later
+            of_scales = scale, minimum, apart, shift, count, next_of_x
+            sum = summed_1(x, start, sums_of_x, of_x, place, of_scales, table)
+            store(sums + row * _VECTOR, sum)
+            w, scale = w + row_bytes, scale + apart
+            minimum = minimum + apart if minimum != 0 else 0
+        store_fours(y, next_y, load_floats(sums, _FOUR, 1, ROWS))
+
+    def multiplier(m: int) -> Any:
+        summed = summer(m, ROWS)
+
+        @native
+        def multiply(x, start, sums_of_x, of_x, place, of_scales, table, y, next_y):
+            store_fours(y, next_y, summed(x, start, sums_of_x, of_x, place, of_scales, table))
 
         return multiply
 
-    multiply_1, multiply_2, multiply_4 = map(multiply, (1, 2, 4))
+    multiply_2, multiply_4 = map(multiplier, (2, 4))
+
+    @native
+    def scale_by_x(job, batch, scales, count):
+        """Multiplies rows of scales, so many numbers, by the scales of the only row of x."""
+        size = word(job, X_SCALES)
+        x_scale = word(job, X_SCALE) + 4 * batch * size
+        if size == 1:
+            by = splat(load_f32(x_scale))
+            for i in range(0, count, LANES):
+                store(scales + 4 * i, scaled(load(scales + 4 * i, 1), by))
+            return
+        for at in range(scales, scales + 4 * count, 4 * size):
+            for i in range(0, size // LANES * 4 * LANES, _VECTOR):
+                store(at + i, scaled(load(at + i, 1), load(x_scale + i, 1)))
+            for i in range(size // LANES * 4 * LANES, 4 * size, 4):
+                store_f32(at + i, load_f32(at + i) * load_f32(x_scale + i))
 
     def count(job):
         return word(job, BATCH) * max(1, word(job, R) // PART)
@@ -204,6 +286,7 @@ def kernel(kind: str, offset: int) -> Any:
         m, rows, row_bytes = word(job, M), word(job, R), word(job, ROW_BYTES)
         parts = max(1, rows // PART)
         batch, part = divmod(part, parts)
+        part = in_stretches(part, parts, word(job, THREADS))
         first = part * PART
         last = rows if part + 1 == parts else first + PART
         groups, each = groups_of(job)
@@ -228,8 +311,8 @@ def kernel(kind: str, offset: int) -> Any:
         if has_minima(job):
             to_minimum = size
             read_tiles(job, MINIMUM, row_of_scales, 0, numbers, scales + size)
-        # Other threads have the parts in between, up to the next of this one.
-        next_part = word(job, THREADS) * PART
+        if m == 1:
+            scale_by_x(job, batch, scales, numbers)
         scale_bytes, minimum_bytes = 0, 0  # of a row, if each has its own
         if shared == 1:
             scale_bytes = row_scales * size_of(word(job, SCALE_TYPE))
@@ -245,30 +328,30 @@ def kernel(kind: str, offset: int) -> Any:
             n = min(wanted, last - ROWS)
             number = batch * rows + n
             w = word(job, W) + number * row_bytes
-            later = (ahead if n + ahead < last else ahead + next_part - PART) * row_bytes
-            fetch(word(job, SCALE) + (number + next_part) * scale_bytes, ROWS * scale_bytes)
-            fetch(word(job, MINIMUM) + (number + next_part) * minimum_bytes, ROWS * minimum_bytes)
+            later = ahead * row_bytes
+            fetch(word(job, SCALE) + (number + PART) * scale_bytes, ROWS * scale_bytes)
+            fetch(word(job, MINIMUM) + (number + PART) * minimum_bytes, ROWS * minimum_bytes)
             at = (number if shared == 1 else number // shared) - row_of_scales
             scale = scales + at * row_scales * 4
             minimum = scale + to_minimum if to_minimum else 0
             of_scales = (scale, minimum, apart, shift, row_scales, next_of_x)
-            place = ((next_x, tiles, each, left, w, row_bytes, later), of_scales)
+            place = (next_x, tiles, each, left, w, row_bytes, later)
             row = 0
             while row < m:
+                few = 4 if m - row >= 4 else min(m, 2)
+                row = min(row, m - few)  # one that is left is multiplied with the one before it
                 at_x, at_start = x + row * next_x, start + row * tiles * WIDTH
                 at_sums, index = sums_of_x + row * next_of_x, batch * m + row
                 y, next_y = word(job, OUT) + 4 * (index * rows + n), 4 * rows
                 x_scale = word(job, X_SCALE) + index * x_apart
                 of_x = (x_scale, x_apart, x_shift, next_x_scale)
-                if m - row >= 4:
-                    multiply_4(at_x, at_start, at_sums, of_x, place, table, y, next_y)
-                    row += 4
-                elif m - row >= 2:
-                    multiply_2(at_x, at_start, at_sums, of_x, place, table, y, next_y)
-                    row += 2
+                if few == 4:
+                    multiply_4(at_x, at_start, at_sums, of_x, place, of_scales, table, y, next_y)
+                elif few == 2:
+                    multiply_2(at_x, at_start, at_sums, of_x, place, of_scales, table, y, next_y)
                 else:
-                    multiply_1(at_x, at_start, at_sums, of_x, place, table, y, next_y)
-                    row += 1
+                    multiply_1(at_x, at_start, at_sums, of_x, place, of_scales, table, y, next_y)
+                row += few
         free(scales)
 
     return prepare, count, work, fits
