@@ -70,8 +70,10 @@ from .panel import BITS, PANEL, WIDTH, reader
 #: Rows of x, at most, by the codes in a byte. Each four of them interleave the matrix again, where
 #: the fields of a byte do not fit into registers at once for each field.
 _MOST = {1: 8, 2: 6, 4: 4, 8: 4}
-#: Rows of a block, if x has more than one; else half of them.
-_BLOCK = 32
+#: Rows of a block, if x has more than one; else four, for rows are read sooner one after the other.
+_BLOCK, _BLOCK_OF_1 = 32, 4
+#: Bytes on, or a few more, is what is fetched while a block is swept, or else the next block.
+_AHEAD = 8192
 #: Depths, at most, and rows that each has at least, as has a tile.
 _DEPTHS, _DEPTH, _LEAST = 4, 128, 16
 #: Columns of a part, times rows of x, at most: their sums stay in the caches.
@@ -281,7 +283,8 @@ def kernel(kind: str, offset: int) -> Any:
         table = byte_table(word(job, TABLE))
         x = word(job, X) + batch * m * x_stride
         matrix = word(job, W) + batch * word(job, R) * stride + first_strip * WIDTH
-        block = _BLOCK if m > 1 else _BLOCK // 2
+        block = _BLOCK if m > 1 else _BLOCK_OF_1
+        ahead = max(block, (_AHEAD // stride + 3) // 4 * 4) * stride
         while row < last:
             tile = row // word(job, TR)
             tile_end = min(last, (tile + 1) * word(job, TR))
@@ -289,7 +292,7 @@ def kernel(kind: str, offset: int) -> Any:
             while row < tile_end:
                 rows, w = min(block, tile_end - row), matrix + row * stride
                 _pack(x + row, x_stride, m, rows, packed)
-                sweep(m, packed, w, stride, rows, whole, ints, table, w + rows * stride)
+                sweep(m, packed, w, stride, rows, whole, ints, table, w + ahead)
                 if whole < strips:
                     wide = _copy(w + whole * WIDTH, stride, rows, there, copied)
                     to = ints + whole * m * strip_size
