@@ -15,10 +15,12 @@ from collections.abc import Iterable, Iterator
 
 from measure import markdown_table, parser
 
+SIDES, KINDS, VARIANTS = ("rows", "columns"), ("int8", "lookup4"), ("few", "many")
 NAMES = (
-    *(f"{side}_{kind}" for side in ("rows", "columns") for kind in ("int8", "lookup4")),
-    *(f"integer_{side}_{kind}" for side in ("rows", "columns") for kind in ("int8", "lookup4")),
-    "bf16_rows_lookup4",
+    *(f"{side}_{kind}_{how}" for side in SIDES for kind in KINDS for how in VARIANTS),
+    *(f"integer_{side}_{kind}_{how}" for side in SIDES for kind in KINDS for how in VARIANTS),
+    "columns_int8_short",
+    "bf16_rows_lookup4_many",
     "quantise_int8",
 )
 SMALLEST = "quantise_nf4"

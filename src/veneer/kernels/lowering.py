@@ -28,6 +28,7 @@ from jax.sharding import PartitionSpec as P
 from .._jax.primitives import Primitive
 from .._jax.sharding import spec_over
 from . import select
+from .cpu.variants import Product
 from .pallas import call
 from .problem import ZERO_POINTS, MatmulOperands, MatmulProblem, operands_of
 
@@ -80,8 +81,13 @@ def _found(platform: str, operands: MatmulOperands, problem: MatmulProblem) -> s
 
 def kernel_for(operands: MatmulOperands, problem: MatmulProblem) -> str | None:
     """Returns the kernel that computes a product on one CPU, which is built; or None."""
-    target = _found("cpu", operands, problem)
-    return target if target is not None and select.built(target) else None
+    family = _found("cpu", operands, problem)
+    if family is None:
+        return None
+    rows, tiles = operands.packed.shape[problem.leading], operands.scale.shape[1:]
+    columns, has_minima = problem.columns, _added(operands, problem) is not None
+    tile = rows // max(1, tiles[0]), columns // max(1, tiles[1])
+    return select.built(family, Product(operands.x.shape[1], rows, columns, tile, has_minima))
 
 
 class Stacked(NamedTuple):

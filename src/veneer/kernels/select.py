@@ -17,6 +17,8 @@ import jax
 
 from .cpu import build
 from .cpu.kinds import BITS, BYTES, INTEGERS, LOOKUP_BITS
+from .cpu.targets import target_for
+from .cpu.variants import Product
 from .pallas import call
 from .problem import Codes, MatmulOperands, MatmulProblem, MatmulShape
 
@@ -172,20 +174,19 @@ def _takes(kernel: Candidate, shape: MatmulShape) -> bool:
     )
 
 
-def built(target: str) -> bool:
-    """Returns whether a kernel can be called in this process, which may compile it.
+def built(target: str, product: Product | None = None) -> str | None:
+    """Returns a kernel if it can be called in this process, which may compile it.
 
-    Where it cannot, a warning says why, once.
+    Where it cannot, a warning says why, once. Of kernels of products, it is the variant for one.
     """
     reason = build.available()
     if reason is None:
         try:
-            build.target(target)
+            return build.target(target if product is None else target_for(target, product))
         except Exception as error:  # whatever Numba, LLVM or a file system may come up with
             reason = f"compiling {target} failed: {error!r}"
-    if reason is not None:
-        _warn("XLA, which is slower on CPU", reason)
-    return reason is None
+    _warn("XLA, which is slower on CPU", reason)
+    return None
 
 
 def lowers(platform: str, operands: MatmulOperands, problem: MatmulProblem) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from veneer.kernels.cpu import build, job, targets
+from veneer.kernels.cpu import build, job, targets, variants
 from veneer.kernels.cpu.kinds import BITS, PLANE_BITS, row_bytes
 from veneer.native import machine_code
 
@@ -92,7 +92,7 @@ def _functions(name: str) -> list[Any]:
 
 
 def run(
-    target: str,
+    family: str,
     x: Any,
     w: Stored,
     out: Any,
@@ -100,13 +100,15 @@ def run(
     threads: int = 1,
     packed: Any = None,
 ) -> None:
-    """Writes what a target's kernel computes to `out`, f32[B, M, N]; `x` is f32 or int8[B, M, K].
+    """Writes what a kernel computes to `out`, f32[B, M, N]; `x` is f32 or int8[B, M, K].
 
     One thread runs the first parts, and then the others, from the last to the first. Arrays may be
     anywhere in memory, but must be contiguous. `packed` are the codes of `w` where they lie side by
     side, uint8[B / H, R, H, bytes].
     """
-    prepare, count, work, finish = _functions(target)
+    tile = w.packed.shape[1] // w.scale.shape[1], w.columns // w.scale.shape[2]
+    product = variants.Product(x.shape[1], w.packed.shape[1], w.columns, tile)
+    prepare, count, work, finish = _functions(targets.target_for(family, product))
     arrays = (x, w.packed, w.scale, w.table, out)
     assert all(array.flags.c_contiguous for array in arrays)
     batch, rows, row_bytes = w.packed.shape
@@ -126,7 +128,7 @@ def run(
         job.R: rows,
         job.C: w.columns,
         job.ROW_BYTES: row_bytes,
-        job.THREADS: threads,
+        job.THREADS: 2,  # which sums are cut by, whoever runs them
         job.NEXT_ROW: packed[0, 0].nbytes,
         job.TR: rows // w.scale.shape[1],
         job.TC: w.columns // w.scale.shape[2],

@@ -4,6 +4,7 @@ What knows one CPU from another, and makes machine code of functions, is in `ven
 
     build           kernels become FFI targets: compiled at first use, and kept on disk
     targets         what targets there are, and the object file of each
+    variants        the variants of a kernel, by how many rows of x there are
     kinds           the kinds of codes that there are kernels for
     job             what a kernel is to compute, in words
     scales          scales and minima, as f32

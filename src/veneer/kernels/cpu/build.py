@@ -62,19 +62,18 @@ def target(name: str) -> str:
 
     **Arguments:**
 
-    - `name`: `veneer_rows_{kind}`, `veneer_columns_{kind}`, the same with `bf16_` before rows and
-      columns where `has_bf16`, `veneer_integer_rows_{kind}` or
-      `veneer_integer_columns_{kind}`, where kind is lookup1, lookup2, lookup4, int8, uint8,
-      float8_e4m3fn or float8_e5m2, and without integer_ also planes3, 5, 6 or 7, float6_e2m3fn or
-      float6_e3m2fn; or
-      `veneer_quantise_{kind}` with int8, int4 or nf4.
+    - `name`: `veneer_rows_{kind}_{variant}` or `veneer_columns_{kind}_{variant}`, of `variants.py`.
+      With `integer_` before rows and columns, kind is lookup1, lookup2, lookup4, int8 or uint8;
+      without it also float8_e4m3fn, float8_e5m2, planes3, 5, 6 or 7, float6_e2m3fn or
+      float6_e3m2fn; and with `bf16_` where `has_bf16`. Or `veneer_quantise_{kind}` with int8, int4
+      or nf4.
 
     **Raises:** `KeyError` for any other name. `ValueError` where VENEER_KERNELS_ISA names what this
     CPU has not. `ImportError` where Numba is broken.
 
     >>> from veneer.kernels.cpu import build
-    >>> build.target("veneer_rows_int8")
-    'veneer_rows_int8'
+    >>> build.target("veneer_rows_int8_few")
+    'veneer_rows_int8_few'
     """
     return registered(name, lambda: targets.object_code(name))
 

@@ -9,16 +9,24 @@ from collections.abc import Sequence
 from typing import Any
 
 from .kinds import ACTIVATIONS, BITS, INTEGERS, QUANTIZED_BITS
+from .variants import VARIANTS, Product, variant_for
 
 #: The object file of what all kernels share, and its functions.
 SHARED, HANDLERS = "veneer_shared", ("veneer_handle_product", "veneer_handle_quantise")
 _PRODUCT, _QUANTIZE = HANDLERS
 
-_NAME = re.compile(r"veneer_(integer_|bf16_)?(rows|columns)_(\w+)")
+_FAMILY = re.compile(r"veneer_(integer_|bf16_|)(rows|columns)_(\w+)")
+_ACTIVATIONS = {"integer_": "int8", "bf16_": "bfloat16", "": "float32"}
+
+
+def target_for(family: str, product: Product) -> str:
+    """Returns the target for a product: the variant that it needs, of `veneer_rows_lookup4` say."""
+    activations, contracting, kind = _parts(family)
+    return f"{family}_{variant_for(activations, contracting, BITS[kind], product)}"
 
 
 def object_code(name: str) -> bytes:
-    """Returns the object file of a target, `veneer_rows_lookup4` say, or of what all share.
+    """Returns the object file of a target, `veneer_rows_lookup4_few` say, or of what all share.
 
     **Raises:** `KeyError` where there is no such target.
     """
@@ -26,18 +34,24 @@ def object_code(name: str) -> bytes:
         return _shared()
     if name.startswith("veneer_quantise_"):
         return _quantizer(name, name.removeprefix("veneer_quantise_"))
-    match = _NAME.fullmatch(name)
-    if match is None or match[3] not in (INTEGERS if match[1] == "integer_" else BITS):
+    family, _, variant = name.rpartition("_")
+    activations, contracting, kind = _parts(family)
+    kinds = INTEGERS if activations == "int8" else BITS
+    if kind not in kinds or variant not in VARIANTS.get((activations, contracting), ()):
         raise KeyError(f"there is no kernel {name}")
-    prefix, orientation, kind = match.groups()
-    activations = {"integer_": "int8", "bf16_": "bfloat16"}.get(prefix, "float32")
     return code_of(
-        _kernel(activations, orientation, kind),
+        _kernel(activations, contracting, kind, variant),
         name,
         bits=BITS[kind],
-        contracts_rows=orientation == "rows",
+        contracts_rows=contracting == "rows",
         activations=activations,
     )
+
+
+def _parts(family: str) -> tuple[str, str, str]:
+    """What a kernel's name says: its activations, what it contracts and its kind of codes."""
+    match = _FAMILY.fullmatch(family)
+    return (_ACTIVATIONS[match[1]], match[2], match[3]) if match else ("", "", "")
 
 
 def _shared() -> bytes:
@@ -50,20 +64,16 @@ def _shared() -> bytes:
     return file.code()
 
 
-def _kernel(activations: str, orientation: str, kind: str) -> Any:
+def _kernel(activations: str, contracting: str, kind: str, variant: str) -> Any:
     """The four functions of a kernel, whose module is imported only now."""
     if activations == "int8":
-        from .integers import kernels
+        from .integers import kernels as integers
 
-        rows_kernel, columns_kernel = kernels.rows_kernel, kernels.columns_kernel
-        return (rows_kernel if orientation == "rows" else columns_kernel)(kind)
-    if activations == "bfloat16":
-        from .floats import bf16
+        return integers.kernel(contracting, kind, variant)
+    from .floats import kernels as floats
+    from .floats.pairs import BF16, F32
 
-        return bf16.kernel(orientation, kind)
-    from .floats import columns, rows
-
-    return (rows if orientation == "rows" else columns).kernel(kind)
+    return floats.kernel(contracting, kind, variant, BF16 if activations == "bfloat16" else F32)
 
 
 def code_of(kernel: Any, name: str, *, bits: int, contracts_rows: bool, activations: str) -> bytes:

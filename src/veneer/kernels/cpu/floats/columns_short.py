@@ -22,27 +22,18 @@ from ....native.simd.blocks import (
 )
 from ....native.simd.codes import load_table
 from ....native.simd.floats import store, zeros
-from ..job import BATCH, NEXT_ROW, OUT, ROW_BYTES, SCALE, TABLE, TC, TR, C, M, R, X
+from ..job import BATCH, NEXT_ROW, OUT, ROW_BYTES, SCALE, TABLE, TR, C, M, R, X
 from ..kinds import BITS
-from ..scales import has_minima, read_tiles
+from ..scales import read_tiles
+from ..variants import SHORT_VECTORS
 from .decode import in_order
 from .place import row_of
 
-#: Vectors that are decoded at once; and columns, of which a row has a few times as many.
-_VECTORS = 4
-_WIDTH, _MOST = _VECTORS * LANES, 256
+#: Columns that are decoded at once, of which a row has a few times as many.
+_WIDTH = SHORT_VECTORS * LANES
 #: Rows of W in a part.
 _PART = 16 * LANES
 _VECTOR = 4 * LANES
-
-
-@native
-def fits(job):
-    """Whether rows are short, and each has one scale, its own or that of all."""
-    columns, tile = word(job, C), word(job, TR)
-    if columns > _MOST or columns % _WIDTH != 0 or word(job, R) < LANES or has_minima(job):
-        return False
-    return word(job, TC) == columns and (tile == 1 or tile == word(job, R))
 
 
 @native
@@ -119,7 +110,8 @@ def _products(kind: str, rows: int) -> Any:
         def emit(builder, totals, x, stride, table, w, next_row):
             totals, table = vectors(builder, totals), vectors(builder, table)
             for j in range(LANES // rows):
-                values = in_order(builder, kind, table, at(builder, w, 0, j, next_row), _VECTORS)
+                place = at(builder, w, 0, j, next_row)
+                values = in_order(builder, kind, table, place, SHORT_VECTORS)
                 for c, value in enumerate(values):
                     for i in range(rows):
                         number = load_vector(builder, at(builder, x, c, i, stride))

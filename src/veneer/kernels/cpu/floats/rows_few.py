@@ -49,12 +49,11 @@ from ..job import (
 from ..kinds import BITS
 from ..minima import sum_of
 from ..scales import has_minima
+from ..variants import FLOATS_BY_ROWS
 from .decode import reader, row_bytes
 from .place import row_of
 from .rows_many import PANEL, Multiplier, add, add_rows, clear, copy_rows, expand
 
-#: Rows of x that this is made for, at most; and rows that tiles have, at least.
-MOST, LEAST = 16, 16
 #: So few rows of x are multiplied with codes from where they are, by blocks of so many rows. More
 #: of them come back to the same codes, which are copied to where they do not drive out each other
 #: from the first cache, as rows of 4096 bytes do; then blocks may have more rows.
@@ -68,7 +67,7 @@ _PARTS, _PART_ROWS = 2, 64
 #: Numbers of the result that a part adds up.
 _ADDED = 4096
 _ONE = np.float32(1)
-_SCALE_BYTES, _SUMS_BYTES = 4 * (_WIDTH + PANEL), 4 * MOST * PANEL
+_SCALE_BYTES, _SUMS_BYTES = 4 * (_WIDTH + PANEL), 4 * FLOATS_BY_ROWS * PANEL
 
 
 @native

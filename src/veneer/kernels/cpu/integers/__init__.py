@@ -2,8 +2,8 @@
 
 `kernels.py` has the kernels, made of what the others have.
 
-    kernels         rows or columns contracted, for any number of rows of x
-    blocks          the matrix in panels, block by block, for any of them
+    kernels         the functions of each variant
+    blocks          by any number of rows of x: the matrix in panels, block by block
     rows_few        rows contracted by few rows of x: the matrix is read once, as it lies
     columns_few     columns contracted by few rows of x: it is, too
     panel           a panel of bytes, and the product of activations with it

@@ -38,10 +38,9 @@ from ..job import (
 )
 from ..minima import sums_size, write_sums_of_codes
 from ..scales import has_minima, widen
+from ..variants import LONGEST
 from .panel import BLOCK, PANEL, WIDTH, Orientation, multiply
 
-#: After so many codes, int32 sums go on in f32: no sum may have more than 31 bits.
-LONGEST = 32768
 _ONE = np.float32(1)
 #: Of more rows of activations than so many, a part packs so many.
 PACKED = 32

@@ -71,15 +71,11 @@ from ..job import (
 )
 from ..minima import adder, sums_size, write_sums_of_codes
 from ..scales import copy, has_minima, read_tiles, size_of
-from .blocks import LONGEST
+from ..variants import ROWS
 from .panel import BITS, WIDTH, reader
 
-#: How many rows of the matrix are multiplied at once.
-ROWS = 4
 #: How many rows of the matrix a part has; the last has the rest, too.
 PART = 64
-#: Rows of activations, at most.
-FEW = 16
 #: Bytes on, or a few more, is what is fetched: so much is read in the time that memory takes.
 _AHEAD = 8192
 #: All lanes, as a power of two.
@@ -104,22 +100,11 @@ def fetch(address, size):
 
 
 def kernel(kind: str, offset: int) -> Any:
-    """Returns (prepare, count, work), not compiled, and what says of a job whether they can."""
+    """Returns (prepare, count, work), not compiled."""
     bits, read = BITS[kind], reader(kind)
     fields = 8 // bits
     group = WIDTH * fields  # codes of a vector of bytes
     LANE = 4 * fields  # and of a lane of it
-
-    @native
-    def fits(job):
-        tile, rows, shared = word(job, TC), word(job, R), word(job, TR)
-        if word(job, M) > FEW or rows < ROWS or tile > LONGEST:
-            return False
-        if shared > 1 and (shared % ROWS != 0 or rows % ROWS != 0):
-            return False
-        if tile == word(job, C) or group % tile == 0:
-            return tile % LANE == 0
-        return tile % group == 0
 
     @native
     def groups_of(job):
@@ -354,4 +339,4 @@ def kernel(kind: str, offset: int) -> Any:
                 row += few
         free(scales)
 
-    return prepare, count, work, fits
+    return prepare, count, work

@@ -64,18 +64,14 @@ from ..job import (
 )
 from ..scales import widen
 from . import rows
-from .blocks import LONGEST
 from .panel import BITS, PANEL, WIDTH, reader
 
-#: Rows of x, at most, by the codes in a byte. Each four of them interleave the matrix again, where
-#: the fields of a byte do not fit into registers at once for each field.
-_MOST = {1: 8, 2: 6, 4: 4, 8: 4}
 #: Rows of a block, if x has more than one; else four, for rows are read sooner one after the other.
 _BLOCK, _BLOCK_OF_1 = 32, 4
 #: Bytes on, or a few more, is what is fetched while a block is swept, or else the next block.
 _AHEAD = 8192
-#: Depths, at most, and rows that each has at least, as has a tile.
-_DEPTHS, _DEPTH, _LEAST = 4, 128, 16
+#: Depths, at most, and rows that each has at least.
+_DEPTHS, _DEPTH = 4, 128
 #: Columns of a part, times rows of x, at most: their sums stay in the caches.
 _COLUMNS = 8192
 #: Strips that a part adds up.
@@ -127,18 +123,12 @@ def _depths(job):
 
 
 def kernel(kind: str, offset: int) -> Any:
-    """Returns (prepare, count, work), not compiled, and what says of a job whether they can."""
+    """Returns (prepare, count, work), not compiled."""
     bits, read = BITS[kind], reader(kind)
     fields = 8 // bits
     orientation = rows.orientation(kind)
     width = fields * WIDTH  # columns of a strip
     strip_size = fields * PANEL  # bytes of its sums, for a row of x
-    most = _MOST[fields]
-
-    @native
-    def fits(job):
-        tile = word(job, TR)
-        return word(job, M) <= most and _LEAST <= tile <= LONGEST and tile % 4 == 0
 
     @native
     def strips_of(job):
@@ -363,4 +353,4 @@ def kernel(kind: str, offset: int) -> Any:
         else:
             add_up(job, part - word(job, FIRST))
 
-    return prepare, count, work, fits
+    return prepare, count, work
