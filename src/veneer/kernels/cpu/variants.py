@@ -59,23 +59,23 @@ def variant_for(activations: str, contracting: str, bits: int, product: Product)
     if activations == "bfloat16":
         return "many"
     if activations == "int8":
-        is_few = {"rows": _few_by_rows, "columns": _few_by_columns}[contracting]
+        is_few = _integers_by_rows if contracting == "rows" else _integers_by_columns
         return "few" if is_few(product, 8 // bits) else "many"
     if contracting == "rows":
-        is_few = product.m <= FLOATS_BY_ROWS and product.tile[0] >= LEAST_TILE
-        return "few" if is_few else "many"
+        has_few = product.m <= FLOATS_BY_ROWS and product.tile[0] >= LEAST_TILE
+        return "few" if has_few else "many"
     if product.m > FLOATS_BY_COLUMNS:
         return "many"
     return "short" if _is_short(product) else "few"
 
 
-def _few_by_rows(product: Product, fields: int) -> bool:
+def _integers_by_rows(product: Product, fields: int) -> bool:
     tile = product.tile[0]
     is_tile = LEAST_TILE <= tile <= LONGEST and tile % 4 == 0
     return product.m <= INTEGERS_BY_ROWS[fields] and is_tile
 
 
-def _few_by_columns(product: Product, fields: int) -> bool:
+def _integers_by_columns(product: Product, fields: int) -> bool:
     """Tiles are of whole groups of rows, and of columns that are lanes of a vector, or vectors."""
     from ...native.isa import LANES  # which imports LLVM
 
