@@ -18,8 +18,10 @@ from . import stacks as stacks
 from .matmul import matmul as matmul
 from .problem import BYTES as BYTES
 from .problem import FLOATS as FLOATS
+from .problem import PLANE_BITS as PLANE_BITS
 from .problem import SIX_BIT_FLOATS as SIX_BIT_FLOATS
 from .problem import Codes as Codes
 from .problem import MatmulOperands as MatmulOperands
 from .problem import MatmulProblem as MatmulProblem
+from .problem import ScaleCodes as ScaleCodes
 from .select import use as use

@@ -13,6 +13,7 @@ for what one device computes:
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -49,6 +50,7 @@ def is_on_one_device(ctx: Any) -> bool:
 def by_reference(*arrays: Any, problem: MatmulProblem, present: Sequence[bool]) -> jax.Array:
     """Computes a product by XLA's way."""
     problem, operands = problem.merged(operands_of(arrays, present))
+    problem, operands = problem.plain(operands)
     return problem.reference(operands, problem)
 
 
@@ -62,12 +64,13 @@ def by_kernel(
         if target is not None:
             return call_kernel(target, operands, problem)
         problem, operands = problem.merged(operands)
-    elif _found(platform, operands := operands.apart(), problem) and select.lowers(
-        platform, operands, problem
-    ):
+        problem, operands = problem.plain(operands)
+        return problem.reference(operands, problem)
+    problem, operands = problem.plain(operands.apart())
+    if _found(platform, operands, problem) and select.lowers(platform, operands, problem):
         out = call.product(platform, operands, problem)
         if operands.zero_point is not None:
-            out -= _of_zero_points(operands, problem)
+            out -= _of_zero_points(problem, operands)
         if operands.minimum is not None:
             out += _over_tiles(operands, operands.minimum.astype(jnp.float32), problem)
         return out.astype(problem.out_dtype)
@@ -84,7 +87,7 @@ def kernel_for(operands: MatmulOperands, problem: MatmulProblem) -> str | None:
     family = _found("cpu", operands, problem)
     if family is None:
         return None
-    rows, tiles = operands.packed.shape[problem.leading], operands.scale.shape[1:]
+    rows, tiles = operands.packed.shape[problem.leading], problem.counts(operands)
     columns, has_minima = problem.columns, _added(operands, problem) is not None
     tile = rows // max(1, tiles[0]), columns // max(1, tiles[1])
     return select.built(family, Product(operands.x.shape[1], rows, columns, tile, has_minima))
@@ -113,7 +116,7 @@ def call_kernel(
     - `stacks`: where the matrix or leaves of it lie, by their names: those are read from there, and
       not from `operands`.
     """
-    x, packed, _, zero_point, x_scale, minimum = operands
+    x, packed, x_scale = operands.x, operands.packed, operands.x_scale
     call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(problem.out_shape(x, packed), jnp.float32))
     table = np.asarray(problem.codes.table, np.float32)
 
@@ -123,17 +126,21 @@ def call_kernel(
     if x_scale is None and not target.startswith("veneer_bf16_"):
         x = x.astype(jnp.float32)
     added = _added(operands, problem)
+    outer = [] if operands.outer_scale is None else ["outer_scale"]
+    outer += [] if operands.outer_minimum is None or added is None else ["outer_minimum"]
     out = call(
         *((x,) if x_scale is None else (x, x_scale)),
         *stored("packed"),
         *stored("scale"),
         table,
         *(() if added is None else (*stored(added), np.int32(problem.offset))),
+        *itertools.chain.from_iterable(map(stored, outer)),
     )
-    if minimum is not None and added != "minimum":
-        out += _over_tiles(operands, minimum.astype(jnp.float32), problem)
-    if zero_point is not None and added != "zero_point":
-        out -= _of_zero_points(operands, problem)
+    if operands.minimum is not None and added != "minimum":
+        problem, operands = problem.plain(operands)
+        out += _over_tiles(operands, operands.minimum.astype(jnp.float32), problem)
+    if operands.zero_point is not None and added != "zero_point":
+        out -= _of_zero_points(*problem.plain(operands))
     return out.astype(problem.out_dtype)
 
 
@@ -147,14 +154,14 @@ def _added(operands: MatmulOperands, problem: MatmulProblem) -> str | None:
         return None
     if operands.minimum is not None:
         return "minimum"
-    zero_point, scale = operands.zero_point, operands.scale
-    if zero_point is None or zero_point.shape != scale.shape:
+    zero_point = operands.zero_point
+    if zero_point is None or zero_point.shape[1:] != problem.counts(operands):
         return None
     is_read = zero_point.dtype.name in ZERO_POINTS
     return "zero_point" if is_read and problem.shape(operands).tile >= _LEAST_TILE else None
 
 
-def _of_zero_points(operands: MatmulOperands, problem: MatmulProblem) -> jax.Array:
+def _of_zero_points(problem: MatmulProblem, operands: MatmulOperands) -> jax.Array:
     """What a product with codes is larger by than one with codes less their zero points."""
     zero_point = operands.zero_point
     assert zero_point is not None
@@ -219,7 +226,9 @@ def _partitioned(
 ) -> jax.Array:
     from jax.experimental.custom_partitioning import custom_partitioning  # which few programs need
 
-    arrays = tuple(x for x in operands_of(arrays, present).apart() if x is not None)
+    problem, operands = problem.plain(operands_of(arrays, present).apart())
+    present = tuple(x is not None for x in operands)
+    arrays = tuple(x for x in operands if x is not None)
     # What is cut is looked at for its type alone.
     cut = custom_partitioning(lambda *xs: lowered_p.bind(*xs, problem=problem, present=present))
     rule, sizes, summed = sharding_rule(arrays, problem, present)

@@ -24,7 +24,7 @@ from jax.interpreters import ad, batching, mlir
 
 from .._jax.primitives import Primitive, lowered_with_devices
 from .._jax.tracing import vary_together
-from .lowering import is_on_one_device, lowered_p
+from .lowering import by_reference, is_on_one_device, lowered_p
 from .problem import MatmulOperands, MatmulProblem, operands_of
 
 
@@ -68,11 +68,15 @@ def _jvp(
     primals: Any, tangents: Any, *, problem: MatmulProblem, present: Sequence[bool]
 ) -> tuple[Any, Any]:
     operands, along = operands_of(primals, present), operands_of(tangents, present)
-    moved = [
-        matmul(_along(operands, name, tangent), problem)
-        for name, tangent in zip(operands._fields, along, strict=True)
-        if tangent is not None and type(tangent) is not ad.Zero
-    ]
+    plain, floats = problem.plain(operands)
+    moved = []
+    for name, tangent in zip(operands._fields, along, strict=True):
+        if tangent is None or type(tangent) is ad.Zero:
+            continue
+        if problem.tiles is not None and name.startswith("outer_"):  # what codes are scaled by
+            name = name.removeprefix("outer_")
+            tangent = problem.tiles.wide(getattr(operands, name), tangent)
+        moved.append(matmul(_along(floats, name, tangent), plain))
     return matmul(operands, problem), functools.reduce(ad.add_tangents, moved)
 
 
@@ -143,14 +147,14 @@ def _batch(
     (size,) = {x.shape[d] for x, d in zip(arrays, dims, strict=True) if d is not None}
     operands, axes = operands_of(arrays, present), operands_of(dims, present)
     each = [n for axis, n in enumerate(operands.x.shape) if axis != axes.x]  # [B, M, K]
-    of_matrix = (axes.packed, axes.scale, axes.zero_point, axes.minimum)
+    of_matrix = axes._replace(x=None, x_scale=None)
     if all(axis is None for axis in of_matrix):
         rows = [(x, axis) for x, axis in ((operands.x, axes.x), (operands.x_scale, axes.x_scale))]
         x, x_scale = (None if x is None else _as_rows(x, axis, size) for x, axis in rows)
         out = matmul(operands._replace(x=x, x_scale=x_scale), problem)
         return out.reshape(out.shape[0], size, each[1], out.shape[2]), 1
     if axes.packed is None:  # rather than as many copies of the matrix
-        of_arrays = lambda *arrays: problem.reference(operands_of(arrays, present), problem)
+        of_arrays = lambda *arrays: by_reference(*arrays, problem=problem, present=present)
         return jax.vmap(of_arrays, in_axes=tuple(dims))(*arrays), 0
     stacked = [_as_batch(x, axis, size) for x, axis in zip(arrays, dims, strict=True)]
     out = matmul(operands_of(stacked, present), problem)
@@ -185,6 +189,7 @@ def _lowered(ctx: Any, *values: Any, problem: MatmulProblem, present: Sequence[b
     # Without what a shard_map says of them: all that is computed here stays on one device.
     avals = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]
     is_turned = problem.codes.bits == 8 and operands_of(avals, present).packed.ndim == 3
+    is_turned = is_turned and problem.tiles is None
     source = _source(values[1]) if is_turned else None
     apart = _apart(ctx, values[1]) if source is None else None
     if apart is not None:

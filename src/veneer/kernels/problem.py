@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from .cpu.kinds import BYTES as BYTES
 from .cpu.kinds import FLOATS as FLOATS
-from .cpu.kinds import LOOKUP_BITS, PLANE_BITS, row_bytes
+from .cpu.kinds import LOOKUP_BITS, row_bytes
+from .cpu.kinds import PLANE_BITS as PLANE_BITS
 from .cpu.kinds import SIX_BIT_FLOATS as SIX_BIT_FLOATS
 from .cpu.kinds import ZERO_POINTS as ZERO_POINTS
 
@@ -117,6 +118,8 @@ class MatmulOperands(NamedTuple):
       `[B, M, R / tr]` or `[B, M, C / tc]`. Else None.
     - `minimum`: what a code that is worth 0 stands for, of the shape of `scale` and of one of its
       dtypes. Or None.
+    - `outer_scale`, `outer_minimum`: what scales and minima are scaled by, where these are codes:
+      `[B, R / tr, some]`, of the same dtypes, each for as many neighbours. Else None.
     """
 
     x: Any
@@ -125,6 +128,8 @@ class MatmulOperands(NamedTuple):
     zero_point: Any = None
     x_scale: Any = None
     minimum: Any = None
+    outer_scale: Any = None
+    outer_minimum: Any = None
 
     def apart(self) -> "MatmulOperands":
         """The operands of the same product, whose matrices lie one after the other."""
@@ -133,6 +138,20 @@ class MatmulOperands(NamedTuple):
         some, rows, beside, row_bytes = self.packed.shape
         packed = self.packed.swapaxes(1, 2).reshape(some * beside, rows, row_bytes)
         return self._replace(packed=packed)
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaleCodes:
+    """Scales that are codes: as int8, or as bit planes of 6 bits without a sign in uint8.
+
+    **Arguments:**
+
+    - `count`: of a row.
+    - `wide`: makes f32 of codes and what they are scaled by; hashable.
+    """
+
+    count: int
+    wide: Callable[[jax.Array, jax.Array], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,6 +190,7 @@ class MatmulProblem:
       values that are centred, it is not.
     - `reference`: XLA's way, from the operands and this; hashable, so that programs are cached.
     - `opt_in`: whether kernels that are used only where that is asked for may compute it.
+    - `tiles`: of scales that are codes, what they are; else None.
     - `leading`: how many axes of the stored matrices come before R. They are one, but where a
       program is lowered for a kernel of the CPU, which reads `[B1, B2, R, bytes]` as it lies.
     """
@@ -182,6 +202,7 @@ class MatmulProblem:
     offset: int
     reference: Callable[[MatmulOperands, "MatmulProblem"], jax.Array]
     opt_in: bool = False
+    tiles: "ScaleCodes | None" = None
     leading: int = 1
 
     @property
@@ -202,7 +223,7 @@ class MatmulProblem:
 
     def shape(self, operands: MatmulOperands) -> MatmulShape:
         """Returns what the choice of a kernel depends on."""
-        x, packed, scale, _, x_scale, _ = operands
+        x, packed, x_scale = operands.x, operands.packed, operands.x_scale
         k = x.shape[2]
         return MatmulShape(
             contracting=self.contracting,
@@ -210,9 +231,28 @@ class MatmulProblem:
             m=x.shape[1],
             k=k,
             n=self.out_shape(x, packed)[2],
-            tile=k // max(1, scale.shape[1 if self.contracting == "rows" else 2]),
+            tile=k // max(1, self.counts(operands)[self.contracting == "columns"]),
             batch=x.shape[0],
         )
+
+    def counts(self, operands: MatmulOperands) -> tuple[int, int]:
+        """How many tiles there are along rows, and along columns."""
+        _, rows, columns = operands.scale.shape
+        return rows, columns if self.tiles is None else self.tiles.count
+
+    def plain(self, operands: MatmulOperands) -> tuple["MatmulProblem", MatmulOperands]:
+        """The same product, with scales and minima that are floats; and its operands."""
+        if self.tiles is None:
+            return self, operands
+        wide = self.tiles.wide
+        minimum = operands.minimum
+        if operands.outer_minimum is not None:
+            minimum = wide(minimum, operands.outer_minimum)
+        scale = wide(operands.scale, operands.outer_scale)
+        operands = operands._replace(
+            scale=scale, minimum=minimum, outer_scale=None, outer_minimum=None
+        )
+        return dataclasses.replace(self, tiles=None), operands
 
     def merged(self, operands: MatmulOperands) -> tuple["MatmulProblem", MatmulOperands]:
         """The product with one leading axis, and its operands."""

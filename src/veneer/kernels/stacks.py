@@ -52,6 +52,9 @@ def _lowered(
 
 lower_otherwise(find_primitive("while"), "cpu", _lowered)
 
+#: What kernels read from where it lies in a stack.
+_LEAVES = ("packed", "scale", "zero_point", "minimum", "outer_scale", "outer_minimum")
+
 
 def _has_products(jaxpr: Any) -> bool:
     return is_or_contains(find_primitive("while"), {"body_jaxpr": jaxpr}, matmul_p.name)
@@ -150,14 +153,14 @@ def _product(
         return None
     arrays = operands_of(list(map(_whole, operands)), present)
     if given.packed.turned:
-        if problem.codes.bits < 8 or arrays.packed.ndim == 4:
+        if problem.codes.bits < 8 or arrays.packed.ndim == 4 or problem.tiles is not None:
             return None
         problem, arrays = turned_by(arrays._replace(packed=arrays.packed.swapaxes(1, 2)), problem)
     target = kernel_for(arrays, problem)
     if target is None:
         return None
     stacks = {}
-    for name in ("packed", "scale", "zero_point", "minimum"):
+    for name in _LEAVES:
         leaf, array = getattr(given, name), getattr(arrays, name)
         if isinstance(leaf, _Slice) and leaf.turned == given.packed.turned:
             place = leaf.place if leaf.place.dtype == jnp.int32 else leaf.place_in_bounds()

@@ -122,8 +122,18 @@ def _are_numbers(type, buffer):
 
 
 @native
-def _are_alike(a, b):
-    return dim(a, 1) == dim(b, 1) and dim(a, 2) == dim(b, 2)
+def _type_of_codes(buffer):
+    """The type of scales or minima that are codes, or -1."""
+    entry = dtype(buffer)
+    return _ZERO_POINT if entry == S8 else kinds.PLANES_TYPE if entry == U8 else -1
+
+
+@native
+def _count(type, size):
+    """How many numbers so many entries of a type are; -1 if they are not whole."""
+    if type != kinds.PLANES_TYPE:
+        return size
+    return size // kinds.PLANES * 8 if size % kinds.PLANES == 0 else -1
 
 
 @native
@@ -161,15 +171,21 @@ def _read(frame, job, bits, contracts_rows, activations):
     is_integer = activations == _INT8
     entry = S8 if is_integer else BF16 if activations == _BF16 else F32
     first = 2 if is_integer else 1  # the matrix, after the activations and maybe their scales
-    has_minima = has_buffers(frame, first + 8, 1)
-    if not has_minima and not has_buffers(frame, first + 5, 1):
+    # What follows are three of minima, two of what scales are scaled by, two of what minima are.
+    has_minima = has_buffers(frame, first + 8, 1) or has_buffers(frame, first + 10, 1)
+    has_both = has_buffers(frame, first + 12, 1)
+    are_codes = has_both or has_buffers(frame, first + 10, 1) or has_buffers(frame, first + 7, 1)
+    has_minima = has_minima or has_both
+    if not has_minima and not are_codes and not has_buffers(frame, first + 5, 1):
         return False
     x, matrix, out = argument(frame, 0), argument(frame, first), result(frame, 0)
     scale, table = argument(frame, first + 2), argument(frame, first + 4)
+    type_of_scale = _type_of_codes(scale) if are_codes else _type(scale)
+    tiles = _count(type_of_scale, dim(scale, 2)) if rank(scale) == 3 else 0
     if not (
         _is_array(x, entry, 3)
         and (rank(matrix) == 3 or rank(matrix) == 4)
-        and _are_numbers(_type(scale), scale)
+        and _are_numbers(type_of_scale, scale)
         and _is_array(table, F32, 1)
         and _is_array(out, F32, 3)
     ):
@@ -204,7 +220,7 @@ def _read(frame, job, bits, contracts_rows, activations):
             and dim(x_scale, 1) == m
         ):
             return False
-        if are_of_tiles and dim(x_scale, 2) != dim(scale, 1 if contracts_rows else 2):
+        if are_of_tiles and dim(x_scale, 2) != (dim(scale, 1) if contracts_rows else tiles):
             return False
         set_word(job, words.X_SCALES, dim(x_scale, 2) if are_of_tiles else 1)
         if has_minima and contracts_rows:
@@ -212,10 +228,11 @@ def _read(frame, job, bits, contracts_rows, activations):
         set_word(job, words.X_SCALE, data(x_scale))
     if has_minima:
         minimum, offset = argument(frame, first + 5), argument(frame, first + 7)
-        type = _minimum_type(minimum)
+        type = _type_of_codes(minimum) if has_both else _minimum_type(minimum)
         if not (
             _are_numbers(type, minimum)
-            and _are_alike(minimum, scale)
+            and dim(minimum, 1) == dim(scale, 1)
+            and _count(type, dim(minimum, 2)) == tiles
             and _is_stack(frame, first + 5, batch)
             and _is_array(offset, S32, 0)
         ):
@@ -223,20 +240,45 @@ def _read(frame, job, bits, contracts_rows, activations):
         set_word(job, words.MINIMUM, _part(frame, first + 5, batch, size_of(type)))
         set_word(job, words.MINIMUM_TYPE, type)
         set_word(job, words.OFFSET, load_i32(data(offset)))
-    set_word(job, words.SCALE_TYPE, _type(scale))
+    outer = first + 8 if has_minima else first + 5
+    if are_codes and not _read_outer(frame, job, outer, batch, scale, tiles, words.OUTER_SCALE):
+        return False
+    if has_both and not _read_outer(
+        frame, job, outer + 2, batch, scale, tiles, words.OUTER_MINIMUM
+    ):
+        return False
+    set_word(job, words.SCALE_TYPE, type_of_scale)
     set_word(job, words.X, data(x))
     place = data(matrix) if are_apart else _part(frame, first, batch // beside, width)
     set_word(job, words.W, place)
     set_word(job, words.NEXT_ROW, beside * row_bytes)
-    set_word(job, words.SCALE, _part(frame, first + 2, batch, size_of(_type(scale))))
+    set_word(job, words.SCALE, _part(frame, first + 2, batch, size_of(type_of_scale)))
     set_word(job, words.M, m)
-    return _write(job, table, out, batch, r, c, row_bytes, scale) or r * c == 0
+    return _write(job, table, out, batch, r, c, row_bytes, dim(scale, 1), tiles) or r * c == 0
 
 
 @native
-def _write(job, table, out, batch, r, c, row_bytes, scale):
+def _read_outer(frame, job, index, batch, scale, tiles, place):
+    """Fills in what codes are scaled by, from a place of a job on; whether it fits to scales."""
+    outer = argument(frame, index)
+    type, each = _type(outer), _share(tiles, dim(outer, 2)) if rank(outer) == 3 else 0
+    if not (
+        _are_numbers(type, outer)
+        and _is_stack(frame, index, batch)
+        and dim(outer, 1) == dim(scale, 1)
+        and each > 0
+    ):
+        return False
+    set_word(job, place, _part(frame, index, batch, size_of(type)))
+    set_word(job, place + 1, type)
+    set_word(job, place + 2, each)
+    return True
+
+
+@native
+def _write(job, table, out, batch, r, c, row_bytes, tile_rows, tiles):
     """Writes what all jobs have, and returns whether each tile has a scale."""
-    tr, tc = _share(r, dim(scale, 1)), _share(c, dim(scale, 2))
+    tr, tc = _share(r, tile_rows), _share(c, tiles)
     set_word(job, words.TABLE, data(table))
     set_word(job, words.OUT, data(out))
     set_word(job, words.BATCH, batch)
@@ -297,4 +339,5 @@ def _read_quantize(frame, job, bits):
     set_word(job, words.X, data(x))
     set_word(job, words.SCALE, data(scale))
     set_word(job, words.M, 4)  # what a value costs, in products
-    return _write(job, table, out, batch, r, c, row_bytes, scale) or batch * r * c == 0
+    tile_rows, tiles = dim(scale, 1), dim(scale, 2)
+    return _write(job, table, out, batch, r, c, row_bytes, tile_rows, tiles) or batch * r * c == 0

@@ -5,7 +5,7 @@ count entries, not bytes.
 """
 
 #: Words that a job has, and where each is.
-WORDS = 25
+WORDS = 31
 (
     X,  # address of the activations, [BATCH, M, K]: f32, int8 or bf16, by the kernel
     W,  # of the stored matrices, [BATCH, R, ROW_BYTES]; several may lie side by side: see NEXT_ROW
@@ -24,10 +24,16 @@ WORDS = 25
     SCRATCH,  # what `prepare` allocates for all parts, and `finish` frees; 0 if nothing
     THREADS,  # how many there are for the parts
     FIRST,  # so many of the parts are done before the others begin: they make what those read
-    SCALE_TYPE,  # of the scales, f32 or smaller: see `scales.py`
+    SCALE_TYPE,  # of the scales, f32 or smaller, or codes: see `scales.py`
     MINIMUM,  # address of what a code worth 0 stands for, as many as there are scales; 0 if none
     MINIMUM_TYPE,  # of these, or of the zero points that they are made of: see `scales.py`
     OFFSET,  # what those are worth more than codes of the same bits
+    OUTER_SCALE,  # address of what scales that are codes are scaled by; 0 if they are none
+    OUTER_SCALE_TYPE,
+    OUTER_SCALE_TILES,  # codes that share one
+    OUTER_MINIMUM,  # the same of minima
+    OUTER_MINIMUM_TYPE,
+    OUTER_MINIMUM_TILES,
     NEXT_ROW,  # bytes from a row to the next: ROW_BYTES, or of all that lie side by side
     WIDE_SCALE,  # what `widen` allocates, of `scales.py`; 0 if nothing
     WIDE_MINIMUM,

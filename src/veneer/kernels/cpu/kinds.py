@@ -25,8 +25,10 @@ WITHIN_ROWS, MOST_COLUMNS = 32, 4096
 
 #: What scales and minima may be stored as, in the order of their types in jobs.
 FLOATS = ("float32", "float16", "bfloat16", "float8_e8m0fnu")
-#: And what zero points, of which minima are made, in the order of the types that follow.
+#: And what zero points, of which minima are made, in the order of the types that follow. Scales and
+#: minima that are codes are int8, too, or of the last type: bit planes of 6 bits without a sign.
 ZERO_POINTS = ("int8", "uint8")
+PLANES_TYPE, PLANES = len(FLOATS) + len(ZERO_POINTS), 6
 
 
 def byte_of_planes(kind: str) -> str:

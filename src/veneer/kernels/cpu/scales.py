@@ -1,7 +1,8 @@
 """Scales and minima of a stored matrix, as f32, from whatever they are stored as.
 
 Minima may be stored as zero points: the code that stands for 0, so that one worth 0 stands for
-`-zero_point * scale`.
+`-zero_point * scale`. Scales and minima may be codes that have scales of their own, as those of
+GGUF's K-quants: an outer one for some neighbours.
 """
 
 from typing import Any
@@ -12,16 +13,20 @@ from ...native.functions import native, not_inlined
 from ...native.isa import LANES
 from ...native.memory import (
     free,
+    load_f32,
     load_i8,
     load_i64,
     malloc,
     set_word,
     stack,
+    store_f32,
     store_i8,
     store_i64,
     word,
 )
-from ...native.simd.floats import load, moved, scaled, splat, store
+from ...native.simd.floats import load, moved, scaled, splat, store, zeros
+from ...native.simd.integers import spread
+from ...native.simd.planes import store_codes_of_planes
 from ...native.simd.small_floats import SIZES, first_lanes, load_as_floats
 from .job import (
     BATCH,
@@ -29,6 +34,12 @@ from .job import (
     MINIMUM,
     MINIMUM_TYPE,
     OFFSET,
+    OUTER_MINIMUM,
+    OUTER_MINIMUM_TILES,
+    OUTER_MINIMUM_TYPE,
+    OUTER_SCALE,
+    OUTER_SCALE_TILES,
+    OUTER_SCALE_TYPE,
     SCALE,
     SCALE_TYPE,
     TC,
@@ -38,7 +49,7 @@ from .job import (
     C,
     R,
 )
-from .kinds import FLOATS, ZERO_POINTS
+from .kinds import FLOATS, PLANES, PLANES_TYPE, ZERO_POINTS
 
 _VECTOR = 4 * LANES
 #: The first type of zero points.
@@ -46,6 +57,8 @@ _ZERO_POINT = len(FLOATS)
 #: Scales that are read at once, to multiply as many zero points.
 _SOME = 256
 _BUFFER, _MINUS_ONE = 4 * _SOME, np.float32(-1)
+#: Units of bit planes that a vector has; and vectors of a table, which says nothing of them.
+_ONE_UNIT, _UNITS, _TABLE = 1, max(1, LANES // 8), 16 // LANES
 
 
 @native
@@ -103,7 +116,8 @@ def read_tiles(job, leaf, row, first, count, to):
     tile in it.
     """
     _read(job, leaf, row, first, count, to)
-    if leaf == MINIMUM and word(job, MINIMUM_TYPE) >= _ZERO_POINT:
+    is_zero_point = leaf == MINIMUM and word(job, MINIMUM_TYPE) >= _ZERO_POINT
+    if is_zero_point and word(job, OUTER_MINIMUM) == 0:
         _make_minima(job, row, first, count, to)
 
 
@@ -123,11 +137,76 @@ def _make_minima(job, row, first, count, to):
 @native
 def _read(job, leaf, row, first, count, to):
     """Writes what is stored, as f32, as `read_tiles` does."""
-    type = word(job, SCALE_TYPE if leaf == SCALE else MINIMUM_TYPE)
-    tiles, address = word(job, C) // word(job, TC), word(job, leaf)
+    tiles = word(job, C) // word(job, TC)
     number = row * tiles + first
     there = word(job, BATCH) * (word(job, R) // word(job, TR)) * tiles - number
-    if type == 0:
+    if leaf == SCALE:
+        _read_numbers(word(job, SCALE_TYPE), word(job, SCALE), number, count, there, to)
+        if word(job, OUTER_SCALE) != 0:
+            outer = word(job, OUTER_SCALE), word(job, OUTER_SCALE_TYPE)
+            _scale_codes(outer, word(job, OUTER_SCALE_TILES), number, count, there, to)
+    else:
+        _read_numbers(word(job, MINIMUM_TYPE), word(job, MINIMUM), number, count, there, to)
+        if word(job, OUTER_MINIMUM) != 0:
+            outer = word(job, OUTER_MINIMUM), word(job, OUTER_MINIMUM_TYPE)
+            _scale_codes(outer, word(job, OUTER_MINIMUM_TILES), number, count, there, to)
+
+
+@native
+def _scale_codes(outer, each, number, count, there, to):
+    """Multiplies codes by what so many of them share."""
+    not_inlined()
+    scales, (address, type) = stack(_BUFFER), outer
+    i, shift = 0, 0
+    while 1 << shift < each and 1 << shift < LANES:
+        shift += 1
+    while i < count:
+        first = (number + i) // each
+        some = min(_SOME - LANES, (number + count - 1) // each + 1 - first)
+        last = min(count, (first + some) * each - number)
+        _read_numbers(type, address, first, some, (number + there) // each - first, scales)
+        while i < last:
+            at, within = scales + 4 * ((number + i) // each - first), (number + i) % each
+            run = min(each - within, last - i)
+            if within == 0 and i + LANES <= last and (each == 1 << shift or each % LANES == 0):
+                store(to + 4 * i, scaled(load(to + 4 * i, 1), spread(at, 0, 1, shift, LANES)))
+                i += LANES
+            elif run >= LANES:
+                store(to + 4 * i, scaled(load(to + 4 * i, 1), splat(load_f32(at))))
+                i += LANES
+            else:
+                for _ in range(run):
+                    store_f32(to + 4 * i, load_f32(to + 4 * i) * load_f32(at))
+                    i += 1
+
+
+@native
+def _read_planes(address, number, count, there, to):
+    """Reads codes of bit planes, of which 8 neighbours are as many bytes as they have bits."""
+    not_inlined()
+    codes, table, i = stack(_VECTOR), zeros(1, _TABLE), 0
+    while i < count:
+        unit, within = divmod(number + i, 8)
+        place = address + PLANES * unit
+        if within == 0 and i + LANES <= count and LANES >= 8:
+            store_codes_of_planes(codes, place, _UNITS, PLANES, table)
+            store(to + 4 * i, load_as_floats(codes, "int8"))
+            i += LANES
+        else:
+            store_codes_of_planes(codes, place, _ONE_UNIT, PLANES, table)
+            for j in range(within, min(8, within + count - i)):
+                store_f32(to + 4 * i, np.float32(load_i8(codes + j)))
+                i += 1
+    for j in range(count, (count + LANES - 1) // LANES * LANES):
+        store_f32(to + 4 * j, 0.0)
+
+
+@native
+def _read_numbers(type, address, number, count, there, to):
+    """Reads numbers of a type, from one on."""
+    if type == PLANES_TYPE:
+        _read_planes(address, number, count, there, to)
+    elif type == 0:
         _read_f32(address + 4 * number, count, there, to)
     elif type == 1:
         _read_f16(address + 2 * number, count, there, to)
@@ -143,8 +222,14 @@ def _read(job, leaf, row, first, count, to):
 
 @native
 def size_of(type):
-    """The bytes of a number of a type of `FLOATS`, or of `ZERO_POINTS`."""
+    """The bytes of an entry of a type; several of bit planes share some."""
     return 4 if type == 0 else 1 if type >= 3 else 2
+
+
+@native
+def bytes_of(type, count):
+    """The bytes of so many numbers of a type: of bit planes, a multiple of 8."""
+    return count // 8 * PLANES if type == PLANES_TYPE else count * size_of(type)
 
 
 @native

@@ -67,7 +67,7 @@ def product(
 
     **Returns:** `[B, M, N]`, in f32 where zero points or minima are yet to be added.
     """
-    x, packed, scale, zero_point, _, minimum = operands
+    x, packed, scale, zero_point, _, minimum, *_ = operands
     layout = layout_of(problem.codes, problem.shape(operands))
     assert layout is not None
     is_whole = zero_point is None and minimum is None

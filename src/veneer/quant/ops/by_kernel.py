@@ -15,14 +15,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from ..._core.primitives.dimension_numbers import DotDimensionNumbers
-from ..._core.primitives.movement import reshape
 from ...kernels import (
     BYTES,
-    FLOATS,
+    PLANE_BITS,
     SIX_BIT_FLOATS,
     Codes,
     MatmulOperands,
@@ -31,12 +29,13 @@ from ...kernels import (
     select,
 )
 from ..formats import get_format
-from ..formats.packing import Packing, packed_size
+from ..formats.packing import Packing
 from ..formats.tiles import over_tiles
 from ..qarray import QArray
 from .by_xla import by_xla, multiplied_codes
 from .operands import fits_int32, is_algorithm
 from .product import DotParams, Plan, dense_nbytes
+from .stored_matrix import as_matrix, in_rows
 
 _DTYPES = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
 
@@ -76,9 +75,10 @@ def by_kernel(lhs: jax.Array | QArray, rhs: jax.Array | QArray, params: DotParam
         batch = math.prod(_sizes(q, params.dimension_numbers.batch[side]))
         if q.size == 0 or not select.may_serve(q.size // batch, batch):
             continue
-        x = _activations(lhs, rhs, side, params)
-        plan = None if x is None else _plan(x, q, side, params, params.out_dtype(lhs, rhs))
-        if plan is not None and x is not None:
+        for x in _activations(lhs, rhs, side, params):
+            plan = _plan(x, q, side, params, params.out_dtype(lhs, rhs))
+            if plan is None:
+                continue
             other = operands[1 - side]
             if isinstance(other, QArray) and x.scale is None:  # it was made floats
                 (nbytes,) = dense_nbytes(other)
@@ -116,23 +116,26 @@ class Activations(NamedTuple):
 
 def _activations(
     lhs: jax.Array | QArray, rhs: jax.Array | QArray, side: int, params: DotParams
-) -> Activations | None:
-    """Returns what the weight, which is the operand of a side, meets, as kernels take it; or None.
+) -> Iterator[Activations]:
+    """Yields what the weight, which is the operand of a side, meets, as kernels may take it.
 
-    Codes that XLA would multiply with those of the weight are not dequantised for a kernel.
+    Codes that XLA would multiply with those of the weight are not dequantised for a kernel, but
+    where the weight's are in bit planes, which take XLA longer to read.
     """
     q: Any
     x, q = (lhs, rhs) if side else (rhs, lhs)
     if isinstance(x, QArray):
         summed = params.dimension_numbers.contracting[1 - side]
         of_weight = params.dimension_numbers.contracting[side]
-        if q.format.is_integer and _has_rows(x, summed, _sizes(q.scale, of_weight)):
-            terms = math.prod(_sizes(x, summed))
-            return _rows(x, summed) if fits_int32(x, q, terms) else None
-        if multiplied_codes(lhs, rhs, params) is not None:
-            return None
+        has_rows = q.format.is_integer and _has_rows(x, summed, _sizes(q.scale, of_weight))
+        if has_rows and fits_int32(x, q, math.prod(_sizes(x, summed))):
+            yield _rows(x, summed)
+        is_multiplied = has_rows or multiplied_codes(lhs, rhs, params) is not None
+        if is_multiplied and q.format.bits not in PLANE_BITS.values():
+            return
         x = x.dequantize()
-    return Activations(x) if x.dtype == q.dtype and x.dtype in _DTYPES else None
+    if x.dtype == q.dtype and x.dtype in _DTYPES:
+        yield Activations(x)
 
 
 def _has_rows(x: QArray, summed: Sequence[int], tiles: Sequence[int]) -> bool:
@@ -197,7 +200,7 @@ class ProductByXla:
         batched = operands.x.shape[0] != 1
         if not batched:  # which not all that XLA has for products is as fast with
             operands = MatmulOperands(*(None if x is None else jnp.squeeze(x, 0) for x in operands))
-        x, packed, scale, zero_point, x_scale, minimum = operands
+        x, packed, scale, zero_point, x_scale, minimum, *_ = operands
         is_narrow = get_format(self.qtype).bits < 8
         q = QArray.from_packed(
             packed,
@@ -221,13 +224,13 @@ def _plan(
     x: Activations, weight: QArray, side: int, params: DotParams, out_dtype: jnp.dtype
 ) -> Plan | None:
     """Returns the product of activations with a weight, the operand of a side; or None."""
-    q, axes = _in_rows(weight)
+    q, axes = in_rows(weight)
     # From the axes of what is stored to those of the activations.
     summed, batch = (
         {axes[of_q]: of_x for of_x, of_q in zip(pair[1 - side], pair[side], strict=True)}
         for pair in params.dimension_numbers
     )
-    matrix = _as_matrix(q, tuple(summed), tuple(batch))
+    matrix = as_matrix(q, tuple(summed), tuple(batch))
     codes = None if matrix is None else codes_of(matrix.q.qtype, q.zero_point is not None)
     if matrix is None or codes is None:
         return None
@@ -246,11 +249,20 @@ def _plan(
         matrix.leaf("zero_point"),
         None if x.scale is None else _as_scales(x.scale, first, last),
         matrix.leaf("minimum"),
+        matrix.outer("scale"),
+        matrix.outer("minimum"),
     )
     reference = ProductByXla(matrix.q.qtype, q.dense_dtype, params.precision)
     opt_in = select.chosen() == "pallas"
     product = MatmulProblem(
-        codes[0], matrix.columns, matrix.contracting, out_dtype.name, codes[1], reference, opt_in
+        codes[0],
+        matrix.columns,
+        matrix.contracting,
+        out_dtype.name,
+        codes[1],
+        reference,
+        opt_in,
+        matrix.tiles,
     )
     shape = product.shape(operands)
     found = {
@@ -291,166 +303,3 @@ def _as_scales(scale: jax.Array, first: Sequence[int], last: Sequence[int]) -> j
     """Returns scales of activations as `[B, M]`, or `[B, M, tiles]` where there are several."""
     rows = _as_rows(scale, first, last)
     return rows[..., 0] if rows.shape[2] == 1 else rows
-
-
-# A weight as the matrix that kernels multiply: seen so, with no code moved. They take a batch of
-# matrices `[B, R, C]` as they are stored, and sum one side. An array is one where its axes lie so
-# in memory: those of the batch, and then those that are summed, on either side of those that are
-# left.
-
-
-def _in_rows(q: QArray) -> tuple[QArray, tuple[int, ...]]:
-    """Returns an array that is packed along its last axis but one with the last two swapped.
-
-    That is what a transposition leaves behind. XLA drops two that undo each other; and the product
-    sums the other side.
-
-    **Returns:** the array, with its codes in rows, and where the axes of the one given are in it.
-    """
-    order = list(range(q.ndim))
-    if q.packing is None or q.packing.axis != -2:
-        return q, tuple(order)
-    order[-2:] = q.ndim - 1, q.ndim - 2
-    leaves = {"packed": q.packed, "zero_point": q.zero_points()} | _floats(q)
-    swapped = {
-        k: None if leaf is None else lax.transpose(leaf, order) for k, leaf in leaves.items()
-    }
-    return q.replace(**swapped, packing=q.packing._replace(axis=-1)), tuple(order)
-
-
-def _floats(q: QArray) -> dict[str, Any]:
-    """Returns scales and minima as kernels read them: as they are stored, or else in f32."""
-    leaves = {"scale": (q.scale, q.scales), "minimum": (q.minimum, q.minima)}
-    return {
-        name: leaf
-        if leaf is not None and leaf.dtype.name in FLOATS and not isinstance(leaf, QArray)
-        else wide()
-        for name, (leaf, wide) in leaves.items()
-    }
-
-
-class StoredMatrix(NamedTuple):
-    """A batch of matrices, `[B, R, C]`, and the side that a product sums: "rows" or "columns".
-
-    **Arguments:**
-
-    - `q`: the array as `[B, R, C]`; or, of matrices that lie side by side, `[B / H, R, H, C]`.
-    - `columns`: C.
-    """
-
-    q: QArray
-    columns: int
-    contracting: str
-
-    def leaf(self, name: str) -> Any:
-        """The codes as kernels read them, or `[B, R / tr, C / tc]` of scales and their kin."""
-        leaf = getattr(self.q, name)
-        if leaf is None or self.q.ndim == 3 or name == "packed":
-            return leaf if leaf is None else jnp.asarray(leaf)
-        some, rows, _, columns = leaf.shape
-        return leaf.swapaxes(1, 2).reshape(some * leaf.shape[2], rows, columns)
-
-
-def _as_matrix(q: QArray, summed: Sequence[int], batch: Sequence[int]) -> StoredMatrix | None:
-    """Returns an array as matrices for a product, or None where it does not lie so in memory.
-
-    **Arguments:**
-
-    - `summed`, `batch`: axes of the array.
-    """
-    # Axes of the batch come first; others of it, such as heads, may lie within each row.
-    first = next((i for i, axis in enumerate(sorted(batch)) if axis != i), len(batch))
-    within = sorted(batch)[first:]
-    end = first + len(summed)
-    if not summed:
-        return None
-    if sorted(summed) == list(range(q.ndim - len(summed), q.ndim)):
-        contracting, cut = "columns", q.ndim - len(summed) - len(within)
-    elif sorted(summed) == list(range(first, end)):
-        contracting, cut = "rows", end
-    else:
-        return None
-    behind = cut + len(within)
-    if within and (within != [*range(cut, behind)] or behind == q.ndim or q.format.bits == 1.6):
-        return None
-    floats = _floats(q)
-    are_read = all(leaf is None or leaf.dtype.name in FLOATS for leaf in floats.values())
-    if not are_read or not _go_together(q):
-        return None
-    parts = q.shape[:first], q.shape[first:cut], q.shape[cut:behind], q.shape[behind:]
-    outer, rows, inner, columns = map(math.prod, parts)
-    sizes = (outer, rows, inner, columns) if within else (outer, rows, columns)
-    as_kernels_read = None if q.format.bits == 8 else Packing(-1, columns)
-    q = q.replace(**floats, zero_point=q.zero_points())
-    if sizes == (1, *q.shape) and q.packing == as_kernels_read:  # as most are
-        matrix = jax.tree.map(lambda leaf: leaf.reshape(1, *leaf.shape), q)
-    else:
-        matrix = reshape(q, sizes)
-    if matrix is NotImplemented or matrix.packing != as_kernels_read:
-        return None
-    # A leaf that matrices share is there for each, as kernels read it.
-    of_batch = (outer, inner) if within else (outer,)
-    leaves = {"zero_point": matrix.zero_point, "scale": matrix.scale, "minimum": matrix.minimum}
-    shared = {
-        k: x for k, x in leaves.items() if x is not None and x.shape != _of_batch(x.shape, of_batch)
-    }
-    if shared:
-        spread = {k: jnp.broadcast_to(x, _of_batch(x.shape, of_batch)) for k, x in shared.items()}
-        matrix = matrix.replace(**spread)
-    return StoredMatrix(_in_bits(matrix), columns, contracting)
-
-
-def _of_batch(shape: Sequence[int], batch: Sequence[int]) -> tuple[int, ...]:
-    """The shape of a leaf of matrices, of which there is one for each of a batch."""
-    return (*batch, *shape[1:]) if len(batch) == 1 else (batch[0], shape[1], batch[1], shape[3])
-
-
-def _in_bits(q: QArray) -> QArray:
-    """Returns an array of digits of base 3, five in a byte, with codes of 2 bits; others as given.
-
-    No kernel reads such digits: five that share a byte are in two vectors.
-    """
-    if q.format.bits != 1.6:
-        return q
-    return q.replace(packed=_two_bits(q.packed, q.shape[-1]), qtype="int2")
-
-
-@functools.partial(jax.jit, static_argnames="size")
-def _two_bits(packed: jax.Array, size: int) -> jax.Array:
-    """Packs -1, 0 and 1, which lie five in a byte, four in a byte: of each 4 bytes, 5.
-
-    Each byte is looked up, for XLA of JAX 0.10 does all that is here anew for each of the 5: with
-    digits that are divided out it takes three times as long.
-    """
-    units = jnp.pad(packed, [(0, 0)] * (packed.ndim - 1) + [(0, -packed.shape[-1] % 4)])
-    units = units.reshape(*packed.shape[:-1], -1, 4)
-    tens = jnp.asarray(_TEN_BITS).at[units].get(mode="promise_in_bounds")
-
-    def byte(place: int) -> jax.Array:
-        first, shift = divmod(8 * place, 10)
-        bits = tens[..., first] >> shift
-        if shift > 2:
-            bits |= tens[..., first + 1] << 10 - shift
-        return bits.astype(jnp.uint8)
-
-    bytes_ = [byte(place) for place in range(5)]
-    bytes_ = lax.optimization_barrier(bytes_)  # XLA would ask for each byte which of 5 it is
-    out = jnp.stack(bytes_, -1).reshape(*packed.shape[:-1], -1)
-    return out[..., : packed_size(size, 2)]
-
-
-def _ten_bits() -> np.ndarray:
-    """Five digits of base 3 that a byte has, as -1, 0 and 1 in 2 bits each: `uint16[256]`."""
-    digits = np.arange(256)[:, None] // 3 ** np.arange(5) % 3
-    return ((digits - 1 & 3) << 2 * np.arange(5)).sum(1).astype(np.uint16)
-
-
-_TEN_BITS = _ten_bits()
-
-
-def _go_together(q: QArray) -> bool:
-    """Whether zero points are for tiles of scales, or several of these, along each axis."""
-    if q.zero_point is None:
-        return True
-    counts = zip(q.scale.shape, q.zero_point.shape, strict=True)
-    return all(1 in pair or pair[0] == pair[1] for pair in counts)

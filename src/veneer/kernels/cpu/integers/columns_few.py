@@ -70,7 +70,7 @@ from ..job import (
     X,
 )
 from ..minima import adder, sums_size, write_sums_of_codes
-from ..scales import copy, has_minima, read_tiles, size_of
+from ..scales import bytes_of, copy, has_minima, read_tiles
 from ..variants import ROWS
 from .panel import BITS, WIDTH, reader
 
@@ -300,9 +300,9 @@ def kernel(kind: str, offset: int) -> Any:
             scale_by_x(job, batch, scales, numbers)
         scale_bytes, minimum_bytes = 0, 0  # of a row, if each has its own
         if shared == 1:
-            scale_bytes = row_scales * size_of(word(job, SCALE_TYPE))
+            scale_bytes = bytes_of(word(job, SCALE_TYPE), row_scales)
         if shared == 1 and to_minimum:
-            minimum_bytes = row_scales * size_of(word(job, MINIMUM_TYPE))
+            minimum_bytes = bytes_of(word(job, MINIMUM_TYPE), row_scales)
         ahead = (_AHEAD // row_bytes + ROWS) // ROWS * ROWS
         shift, apart = shift_of(job), row_scales * 4 if shared == 1 else 0
         x_apart, x_shift, next_x_scale = 4 * word(job, X_SCALES), shift, 4 * (LANES >> shift)

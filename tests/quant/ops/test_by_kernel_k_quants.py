@@ -1,0 +1,135 @@
+"""Scales and minima that are codes, as those of GGUF's K-quants: kernels read them as they lie."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from quant.ops.test_by_kernel_checkpoints import assert_close, how, normal, rounded
+
+import veneer as vn
+from veneer.quant import QArray
+
+# Codes, those of scales, values a tile, tiles that share an outer scale, and if there are minima.
+CASES = {
+    "Q4_K": ("uint4", "uint6", 32, 8, True),
+    "Q5_K": ("uint5", "uint6", 32, 8, True),
+    "Q6_K": ("int6", "int8", 16, 16, False),
+    "of 4 bits, by scales in 8": ("int4", "int8", 32, 4, False),
+    "of 8 bits, by scales in 6": ("int8", "uint6", 16, 24, True),
+    "one outer scale": ("uint4", "uint6", 32, 24, True),
+    "an outer scale each": ("uint4", "int8", 32, 1, True),
+}
+N, K = 70, 768
+of_each_case = pytest.mark.parametrize("name", CASES)
+
+
+def stored(name, shape=(N, K), outer_dtype="float16", seed=0):
+    """A weight `[..., N, K]` with tiles along K."""
+    qtype, scale_qtype, tile, each, has_minima = CASES[name]
+    rng = np.random.default_rng(seed)
+
+    def codes(qtype, shape):
+        format = vn.quant.get_format(qtype)
+        low, high = format.code_range
+        return jnp.asarray(rng.integers(low, high + 1, shape), format.code_dtype)
+
+    def numbers(sign):
+        tiles = (*shape[:-1], shape[-1] // tile)
+        outer = rng.uniform(0.5, 2, (*tiles[:-1], tiles[-1] // each)) * sign
+        leaf = QArray(codes(scale_qtype, tiles), jnp.asarray(outer, outer_dtype), qtype=scale_qtype)
+        return leaf.replace(dense_dtype="float32")
+
+    minimum = numbers(-1) if has_minima else None
+    q = QArray(codes(qtype, shape), numbers(1), qtype=qtype, minimum=minimum)
+    return q.replace(dense_dtype="float32")
+
+
+@of_each_case
+@pytest.mark.parametrize("of_int8", [False, True])
+def test_both_sides_by_any_number_of_rows(name, of_int8):
+    q = stored(name)
+    dense = np.asarray(q.dequantize(), np.float64)
+    xs = [(normal(m, K), normal(m, N)) for m in (1, 3, 8, 33)]
+    if of_int8:
+        xs = [(rounded(x, CASES[name][2]), rounded(y)) for x, y in xs]
+
+    @jax.jit
+    @vn.implicit
+    def run(xs, q):
+        return [(x @ q.T, y @ q) for x, y in xs]
+
+    assert all(said.startswith("CPU kernel ") for said in how(run, xs, q))
+    for (x, y), (by_columns, by_rows) in zip(xs, run(xs, q), strict=True):
+        x, y = (np.asarray(vn.materialise(values), np.float64) for values in (x, y))
+        assert_close(by_columns, x @ dense.T)
+        assert_close(by_rows, y @ dense)
+
+
+@of_each_case
+@pytest.mark.parametrize("outer_dtype", ["float32", "bfloat16"])
+def test_outer_scales_of_other_floats(name, outer_dtype):
+    q, x = stored(name, outer_dtype=outer_dtype), normal(2, K)
+    assert_close(jax.jit(vn.implicit(lambda x, q: x @ q.T))(x, q), x @ q.dequantize().T)
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K"])
+def test_nothing_is_widened_before_the_kernel(name):
+    q, x = stored(name), normal(2, K)
+    compiled = jax.jit(vn.implicit(lambda x, q: x @ q.T)).lower(x, q).compile().as_text()
+    assert "custom-call" in compiled
+    assert " dot(" not in compiled
+    for shape in (q.shape, q.scale.shape, q.scale.scale.shape):
+        assert f"f32[{shape[0]},{shape[1]}]" not in compiled
+        assert f"f32[1,{shape[0]},{shape[1]}]" not in compiled
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K"])
+@pytest.mark.parametrize("side", ["rows", "columns"])
+def test_derivatives(name, side):
+    q, x = stored(name), normal(3, N if side == "rows" else K)
+    product = lambda x, w: x @ w if side == "rows" else x @ w.T
+    loss = lambda x, w: (product(x, w) ** 2).sum()
+    dense = q.dequantize()
+    actual = jax.jit(jax.grad(vn.implicit(loss)))(x, q)
+    assert_close(actual, jax.grad(loss)(x, dense))
+    with_outer = lambda outer: q.replace(scale=q.scale.replace(scale=outer))
+    outer = q.scale.scale.astype(jnp.float32)
+    by_kernel = lambda outer: vn.implicit(loss)(x, with_outer(outer))
+    in_dense = lambda outer: loss(x, with_outer(outer).dequantize())
+    assert_close(jax.grad(by_kernel)(outer), jax.grad(in_dense)(outer))
+    moved = jax.jvp(by_kernel, (outer,), (outer,))[1]
+    assert_close(moved, jax.jvp(in_dense, (outer,), (outer,))[1])
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K"])
+def test_programs(name):
+    """Batches of activations and of weights, layers in a loop, and several devices."""
+    product = lambda x, w: x @ w.T
+    q, x = stored(name), normal(4, K)
+    dense = q.dequantize()
+    mapped = jax.jit(vn.implicit(jax.vmap(product, (0, None))))(x, q)
+    assert_close(mapped, product(x, dense))
+    layers, xs = stored(name, (3, N, K)), normal(3, 2, K)
+    of_layers = jax.vmap(product)(xs, layers.dequantize())
+    assert_close(jax.jit(vn.implicit(jax.vmap(product)))(xs, layers), of_layers)
+    step = lambda carry, pair: (carry, product(*pair))
+    scanned = jax.jit(vn.implicit(lambda xs, ws: jax.lax.scan(step, None, (xs, ws))[1]))
+    assert_close(scanned(xs, layers), of_layers)
+    program = scanned.lower(xs, layers).compile().as_text()
+    assert f"f32[1,{N},{layers.scale.shape[-1]}]" not in program  # which kernels widen
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+    for spec in (jax.P("x"), jax.P(None, "x")):
+        cut = jax.device_put(x, jax.NamedSharding(mesh, spec))
+        assert_close(jax.jit(vn.implicit(product))(cut, q), product(x, dense))
+    of_rows = jax.device_put(q, jax.NamedSharding(mesh, jax.P("x")))
+    assert_close(jax.jit(vn.implicit(product))(x, of_rows), product(x, dense))
+
+
+@pytest.mark.parametrize("tiles", [10, 12])
+def test_scales_that_end_within_a_byte_are_widened(tiles):
+    """Of which no kernel reads the codes."""
+    q, x = stored("an outer scale each", (N, 32 * tiles)), normal(2, 32 * tiles)
+    codes = jnp.clip(q.scale.qvalue, 1, 63).astype(vn.quant.get_format("uint6").code_dtype)
+    codes = QArray(codes, q.scale.scale, qtype="uint6")
+    q = q.replace(scale=codes.replace(dense_dtype="float32"), minimum=None)
+    assert_close(jax.jit(vn.implicit(lambda x, q: x @ q.T))(x, q), x @ q.dequantize().T)
