@@ -41,3 +41,5 @@ ISA = chosen(os.environ.get("VENEER_KERNELS_ISA"))
 LANES = 16 if ISA.startswith("avx512") else {"avx2": 8, "portable": 4}[ISA]
 #: Whether it multiplies bytes, and adds up four products; and pairs of bf16.
 HAS_VNNI, HAS_BF16 = ISA in ("avx512bf16", "avx512vnni"), ISA == "avx512bf16"
+#: Whether it multiplies matrices of 8 x 8 bits.
+HAS_GFNI = HAS_VNNI and "gfni" in features()

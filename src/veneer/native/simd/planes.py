@@ -10,9 +10,9 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
-from ..isa import LANES
+from ..isa import HAS_GFNI, LANES
 from ..memory import I8, I32, I64, pointer
-from .blocks import constant, instruction, repeated, shuffled, store_vector, vectors
+from .blocks import call_llvm, constant, instruction, repeated, shuffled, store_vector, vectors
 
 #: Steps of the transposition (Hacker's Delight, 7-3): how far bits are moved, and which.
 _STEPS = ((7, 0x00AA00AA00AA00AA), (14, 0x0000CCCC0000CCCC), (28, 0x00000000F0F0F0F0))
@@ -26,9 +26,46 @@ def unpacked(
     What a field stands for is `(field ^ flipped) - less`, by the first two numbers of a table. No
     byte is read but those of the units.
     """
+    type = ir.VectorType(I64, units * len(addresses))
+    in_order = _by_product if HAS_GFNI and type.count in (2, 4, 8) else _by_steps
+    value = in_order(builder, addresses, units, bits, type)
+    count = 8 * type.count
+    fields = builder.bitcast(value, ir.VectorType(I8, count))
+    numbers = (builder.extract_element(tables[0], I32(i)) for i in range(2))
+    flipped, less = (repeated(builder, builder.fptosi(n, I8), count) for n in numbers)
+    codes = builder.sub(builder.xor(fields, flipped), less)
+    return [
+        shuffled(builder, codes, codes, range(i, i + LANES)) if count > LANES else codes
+        for i in range(0, count, LANES)
+    ]
+
+
+def _by_product(builder: Any, addresses: Sequence[Any], units: int, bits: int, type: Any) -> Any:
+    """The fields of units at each address: matrices of bits, times each of 8 unit vectors.
+
+    The instruction has the rows of a matrix from the last byte to the first.
+    """
+    parts = []
+    for address in addresses:
+        read = builder.load(pointer(builder, address, ir.VectorType(I8, units * bits)))
+        read.align = 1
+        there = lambda unit, row: unit * bits + row if row < bits else units * bits
+        rows = [there(unit, 7 - i) for unit in range(units) for i in range(8)]
+        parts.append(shuffled(builder, read, ir.Constant(read.type, [0] * read.type.count), rows))
+    while len(parts) > 1:
+        order = range(2 * parts[0].type.count)
+        pairs = zip(parts[::2], parts[1::2], strict=True)
+        parts = [shuffled(builder, first, second, order) for first, second in pairs]
+    (matrices,) = parts
+    columns = ir.Constant(matrices.type, [1 << i for i in range(8)] * type.count)
+    name = f"llvm.x86.vgf2p8affineqb.{64 * type.count}"
+    return call_llvm(builder, name, matrices.type, columns, matrices, I8(0))
+
+
+def _by_steps(builder: Any, addresses: Sequence[Any], units: int, bits: int, type: Any) -> Any:
+    """The fields of units at each address."""
     size = units * bits
     word = ir.IntType(min(64, 8 * size))
-    type = ir.VectorType(I64, units * len(addresses))
     value, shifts = ir.Constant(type, ir.Undefined), list[int]()
     for address in addresses:
         for unit in range(units):
@@ -47,15 +84,7 @@ def unpacked(
         differ = builder.and_(builder.xor(value, far), constant(type, mask))
         back = builder.shl(differ, constant(type, shift))
         value = builder.xor(builder.xor(value, differ), back)
-    count = 8 * type.count
-    fields = builder.bitcast(value, ir.VectorType(I8, count))
-    numbers = (builder.extract_element(tables[0], I32(i)) for i in range(2))
-    flipped, less = (repeated(builder, builder.fptosi(n, I8), count) for n in numbers)
-    codes = builder.sub(builder.xor(fields, flipped), less)
-    return [
-        shuffled(builder, codes, codes, range(i, i + LANES)) if count > LANES else codes
-        for i in range(0, count, LANES)
-    ]
+    return value
 
 
 @instruction
