@@ -16,9 +16,9 @@ from typing import Any, Literal, get_args
 import jax
 
 from .cpu import build
-from .cpu.kinds import BITS, BYTES, INTEGERS, LOOKUP_BITS
+from .cpu.kinds import BITS, BYTES, INTEGER_PLANES, INTEGERS, LOOKUP_BITS
 from .cpu.targets import target_for
-from .cpu.variants import Product
+from .cpu.variants import INTEGERS_BY_COLUMNS, Product
 from .pallas import call
 from .problem import Codes, MatmulOperands, MatmulProblem, MatmulShape
 
@@ -75,7 +75,8 @@ class Candidate:
     - `least_entries`: of the stored matrix: a smaller one is multiplied sooner by XLA, unless it is
       one of a batch of many, as blocks of a cache are.
     - `least_tile`: along the sum: each tile costs a multiplication by its scale.
-    - `least_rows`: of the activations.
+    - `least_rows`, `most_rows`: of the activations.
+    - `whole`: what is summed is so many numbers, or a multiple; and is a tile, or a part of them.
     - `opt_in`: whether it is used only where that is asked for.
     """
 
@@ -87,6 +88,8 @@ class Candidate:
     least_entries: int
     least_tile: int = 1
     least_rows: int = 0
+    most_rows: int | None = None
+    whole: int = 1
     opt_in: bool = False
 
 
@@ -107,6 +110,11 @@ TABLE = (
     Candidate("cpu", "columns", "float", "veneer_columns_{}", _ALL, 1 << 14),
     Candidate("cpu", "rows", "int8", "veneer_integer_rows_{}", INTEGERS, 1 << 14),
     Candidate("cpu", "columns", "int8", "veneer_integer_columns_{}", INTEGERS, 1 << 14),
+    Candidate(
+        *("cpu", "columns", "int8", "veneer_integer_columns_{}", INTEGER_PLANES, 1 << 14),
+        most_rows=INTEGERS_BY_COLUMNS,
+        whole=64,
+    ),
     *(
         Candidate(
             platform, side, "float", f"veneer_{side}_{{}}", _WHOLE_FIELDS, 1 << 14, opt_in=True
@@ -158,8 +166,17 @@ def _serves(kernel: Candidate, platform: str, codes: Codes, shape: MatmulShape) 
         and (shape.activations != "int8" or codes.is_integer)
         and _is_large(kernel, shape.k * shape.n, shape.batch)
         and shape.tile >= kernel.least_tile
+        and _is_whole(kernel, shape)
         and (platform not in call.MODULES or call.has_kernel(platform, codes, shape))
     )
+
+
+def _is_whole(kernel: Candidate, shape: MatmulShape) -> bool:
+    whole, tile = kernel.whole, shape.tile
+    if whole == 1:
+        return True
+    are_parts = tile % whole == 0 or (whole % tile == 0 and tile % 4 == 0)
+    return shape.k % whole == 0 and are_parts
 
 
 def _takes(kernel: Candidate, shape: MatmulShape) -> bool:
@@ -168,6 +185,9 @@ def _takes(kernel: Candidate, shape: MatmulShape) -> bool:
         is_many = isinstance(shape.m, int) and shape.m >= kernel.least_rows
         # Two neighbours are multiplied at once.
         return shape.activations == "bfloat16" and is_many and shape.k % 2 == 0 and build.has_bf16()
+    if kernel.most_rows is not None:
+        is_few = isinstance(shape.m, int) and shape.m <= kernel.most_rows
+        return is_few and kernel.activations == shape.activations
     return kernel.activations == shape.activations or (kernel.activations, shape.activations) == (
         "float",
         "bfloat16",
@@ -182,7 +202,8 @@ def built(target: str, product: Product | None = None) -> str | None:
     reason = build.available()
     if reason is None:
         try:
-            return build.target(target if product is None else target_for(target, product))
+            name = target if product is None else target_for(target, product)
+            return None if name is None else build.target(name)
         except Exception as error:  # whatever Numba, LLVM or a file system may come up with
             reason = f"compiling {target} failed: {error!r}"
     _warn("XLA, which is slower on CPU", reason)

@@ -111,6 +111,24 @@ def test_both_sides_by_int8_activations(name, of_tiles):
         assert_close(by_rows, np.asarray(y.dequantize(), np.float64) @ dense)
 
 
+@pytest.mark.parametrize("zeros", [None, "int8"])
+@pytest.mark.parametrize(
+    "qtype", ["int3", "uint3", "int5", "uint5", "int6", "uint6", "int7", "uint7"]
+)
+def test_bit_planes_by_few_rows_of_int8(qtype, zeros):
+    """By integers; more rows, and tiles of other sizes, meet them as floats."""
+    for tile, columns, of_tiles in ((16, 256, True), (64, 256, False), (192, 192, True)):
+        q = stored(qtype, tile, "float16", zeros, shape=(N, columns))
+        dense = np.asarray(q.dequantize(), np.float64)
+        xs = [rounded(normal(m, columns), tile if of_tiles else None) for m in (1, 2, 7, 16, 17)]
+        run = jax.jit(vn.implicit(lambda xs, q: [x @ q.T for x in xs]))
+        *few, many = how(run, xs, q)
+        assert all(said.startswith("CPU kernel integer_columns_planes") for said in few)
+        assert many.startswith("CPU kernel columns_planes")
+        for x, out in zip(xs, run(xs, q), strict=True):
+            assert_close(out, np.asarray(x.dequantize(), np.float64) @ dense.T)
+
+
 @pytest.mark.parametrize("qtype", ["float6_e2m3fn", "float6_e3m2fn"])
 def test_every_float_of_6_bits_is_worth_what_it_is(qtype):
     codes = jnp.tile(jnp.arange(64, dtype=jnp.uint8)[:, None], (8, 64))

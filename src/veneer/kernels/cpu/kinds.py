@@ -11,8 +11,10 @@ BYTES = ("int8", "uint8", "float8_e4m3fn", "float8_e5m2")
 #: The bits of a code of each kind.
 BITS = LOOKUP_BITS | PLANE_BITS | dict.fromkeys(BYTES, 8)
 
-#: Those that there are kernels for whose activations are integers, too.
+#: Those that there are kernels for whose activations are integers, too; and, where few of them meet
+#: columns, of bit planes.
 INTEGERS = (*LOOKUP_BITS, "int8", "uint8")
+INTEGER_PLANES = ("planes3", "planes5", "planes6", "planes7")
 
 #: The types of activations that kernels multiply, in the order that handlers know them by.
 ACTIVATIONS = ("float32", "int8", "bfloat16")

@@ -158,26 +158,26 @@ def _scale_codes(outer, each, number, count, there, to):
     not_inlined()
     scales, (address, type) = stack(_BUFFER), outer
     i, shift = 0, 0
-    while 1 << shift < each and 1 << shift < LANES:
+    while 1 << shift < min(each, LANES):
         shift += 1
     while i < count:
-        first = (number + i) // each
+        first, within = divmod(number + i, each)
         some = min(_SOME - LANES, (number + count - 1) // each + 1 - first)
-        last = min(count, (first + some) * each - number)
+        last, at = min(count, (first + some) * each - number), scales
         _read_numbers(type, address, first, some, (number + there) // each - first, scales)
-        while i < last:
-            at, within = scales + 4 * ((number + i) // each - first), (number + i) % each
-            run = min(each - within, last - i)
-            if within == 0 and i + LANES <= last and (each == 1 << shift or each % LANES == 0):
+        if within == 0 and each == 1 << shift:  # a vector has some, of each of as many
+            while i + LANES <= last:
                 store(to + 4 * i, scaled(load(to + 4 * i, 1), spread(at, 0, 1, shift, LANES)))
+                i, at = i + LANES, at + 4 * (LANES >> shift)
+        while i < last:
+            end, by = min(i + each - within, last), load_f32(at)
+            while i + LANES <= end:
+                store(to + 4 * i, scaled(load(to + 4 * i, 1), splat(by)))
                 i += LANES
-            elif run >= LANES:
-                store(to + 4 * i, scaled(load(to + 4 * i, 1), splat(load_f32(at))))
-                i += LANES
-            else:
-                for _ in range(run):
-                    store_f32(to + 4 * i, load_f32(to + 4 * i) * load_f32(at))
-                    i += 1
+            while i < end:
+                store_f32(to + 4 * i, load_f32(to + 4 * i) * by)
+                i += 1
+            at, within = at + 4, 0
 
 
 @native

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from .kinds import ACTIVATIONS, BITS, INTEGERS, QUANTIZED_BITS
+from .kinds import ACTIVATIONS, BITS, INTEGER_PLANES, INTEGERS, QUANTIZED_BITS
 from .variants import VARIANTS, Product, variant_for
 
 #: The object file of what all kernels share, and its functions.
@@ -19,10 +19,24 @@ _FAMILY = re.compile(r"veneer_(integer_|bf16_|)(rows|columns)_(\w+)")
 _ACTIVATIONS = {"integer_": "int8", "bf16_": "bfloat16", "": "float32"}
 
 
-def target_for(family: str, product: Product) -> str:
-    """Returns the target for a product: the variant that it needs, of `veneer_rows_lookup4` say."""
+def target_for(family: str, product: Product) -> str | None:
+    """Returns the target for a product: the variant that it needs, of `veneer_rows_lookup4` say.
+
+    It is None where there is no such: of integers in bit planes, there is one for few by columns.
+    """
     activations, contracting, kind = _parts(family)
-    return f"{family}_{variant_for(activations, contracting, BITS[kind], product)}"
+    variant = variant_for(activations, contracting, BITS[kind], product)
+    return f"{family}_{variant}" if _is_there(activations, contracting, kind, variant) else None
+
+
+def _is_there(activations: str, contracting: str, kind: str, variant: str) -> bool:
+    if variant not in VARIANTS.get((activations, contracting), ()):
+        return False
+    if activations != "int8":
+        return kind in BITS
+    return kind in INTEGERS or (
+        kind in INTEGER_PLANES and (contracting, variant) == ("columns", "few")
+    )
 
 
 def object_code(name: str) -> bytes:
@@ -36,8 +50,7 @@ def object_code(name: str) -> bytes:
         return _quantizer(name, name.removeprefix("veneer_quantise_"))
     family, _, variant = name.rpartition("_")
     activations, contracting, kind = _parts(family)
-    kinds = INTEGERS if activations == "int8" else BITS
-    if kind not in kinds or variant not in VARIANTS.get((activations, contracting), ()):
+    if not _is_there(activations, contracting, kind, variant):
         raise KeyError(f"there is no kernel {name}")
     return code_of(
         _kernel(activations, contracting, kind, variant),

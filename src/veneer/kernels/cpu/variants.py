@@ -19,9 +19,9 @@ VARIANTS = {
 
 #: Rows of floats that are few, at most, by what is contracted; and of int8, where columns are.
 FLOATS_BY_ROWS, FLOATS_BY_COLUMNS, INTEGERS_BY_COLUMNS = 16, 23, 16
-#: And of int8 where rows are, by the codes in a byte. Each four of them interleave the matrix
+#: And of int8 where rows are, by the bits of a code. Each four of them interleave the matrix
 #: again, where the fields of a byte do not fit into registers at once for each field.
-INTEGERS_BY_ROWS = {1: 8, 2: 6, 4: 4, 8: 4}
+INTEGERS_BY_ROWS = {8: 8, 4: 6, 2: 4, 1: 4}
 #: Rows of a tile, at least, where few rows of activations meet rows.
 LEAST_TILE = 16
 #: After so many codes, int32 sums go on in f32: no sum may have more than 31 bits.
@@ -60,7 +60,7 @@ def variant_for(activations: str, contracting: str, bits: int, product: Product)
         return "many"
     if activations == "int8":
         is_few = _integers_by_rows if contracting == "rows" else _integers_by_columns
-        return "few" if is_few(product, 8 // bits) else "many"
+        return "few" if is_few(product, bits) else "many"
     if contracting == "rows":
         has_few = product.m <= FLOATS_BY_ROWS and product.tile[0] >= LEAST_TILE
         return "few" if has_few else "many"
@@ -69,13 +69,13 @@ def variant_for(activations: str, contracting: str, bits: int, product: Product)
     return "short" if _is_short(product) else "few"
 
 
-def _integers_by_rows(product: Product, fields: int) -> bool:
+def _integers_by_rows(product: Product, bits: int) -> bool:
     tile = product.tile[0]
     is_tile = LEAST_TILE <= tile <= LONGEST and tile % 4 == 0
-    return product.m <= INTEGERS_BY_ROWS[fields] and is_tile
+    return product.m <= INTEGERS_BY_ROWS.get(bits, 0) and is_tile
 
 
-def _integers_by_columns(product: Product, fields: int) -> bool:
+def _integers_by_columns(product: Product, bits: int) -> bool:
     """Tiles are of whole groups of rows, and of columns that are lanes of a vector, or vectors."""
     from ...native.isa import LANES  # which imports LLVM
 
@@ -84,8 +84,11 @@ def _integers_by_columns(product: Product, fields: int) -> bool:
         return False
     if shared > 1 and (shared % ROWS != 0 or product.rows % ROWS != 0):
         return False
-    lane = 4 * fields
+    in_planes = 8 % bits != 0
+    lane = 4 if in_planes else 32 // bits
     group = lane * LANES
+    if in_planes and product.columns % group != 0:  # of which vectors are whole
+        return False
     if tile == product.columns or group % tile == 0:
         return tile % lane == 0
     return tile % group == 0

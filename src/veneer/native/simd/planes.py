@@ -12,7 +12,19 @@ from numba import types
 
 from ..isa import HAS_GFNI, LANES
 from ..memory import I8, I32, I64, pointer
-from .blocks import call_llvm, constant, instruction, repeated, shuffled, store_vector, vectors
+from .blocks import (
+    INTS,
+    Block,
+    at,
+    block_of,
+    call_llvm,
+    constant,
+    instruction,
+    repeated,
+    shuffled,
+    store_vector,
+    vectors,
+)
 
 #: Steps of the transposition (Hacker's Delight, 7-3): how far bits are moved, and which.
 _STEPS = ((7, 0x00AA00AA00AA00AA), (14, 0x0000CCCC0000CCCC), (28, 0x00000000F0F0F0F0))
@@ -26,18 +38,28 @@ def unpacked(
     What a field stands for is `(field ^ flipped) - less`, by the first two numbers of a table. No
     byte is read but those of the units.
     """
-    type = ir.VectorType(I64, units * len(addresses))
-    in_order = _by_product if HAS_GFNI and type.count in (2, 4, 8) else _by_steps
-    value = in_order(builder, addresses, units, bits, type)
-    count = 8 * type.count
-    fields = builder.bitcast(value, ir.VectorType(I8, count))
-    numbers = (builder.extract_element(tables[0], I32(i)) for i in range(2))
-    flipped, less = (repeated(builder, builder.fptosi(n, I8), count) for n in numbers)
+    fields = _fields(builder, addresses, units, bits)
+    count = fields.type.count
+    flipped, less = (_number(builder, tables, i, count) for i in range(2))
     codes = builder.sub(builder.xor(fields, flipped), less)
     return [
         shuffled(builder, codes, codes, range(i, i + LANES)) if count > LANES else codes
         for i in range(0, count, LANES)
     ]
+
+
+def _number(builder: Any, tables: Sequence[Any], i: int, count: int) -> Any:
+    """One of the first two numbers of a table, as so many bytes."""
+    number = builder.extract_element(tables[0], I32(i))
+    return repeated(builder, builder.fptosi(number, I8), count)
+
+
+def _fields(builder: Any, addresses: Sequence[Any], units: int, bits: int) -> Any:
+    """The fields of so many units at each address, a byte each, in order."""
+    type = ir.VectorType(I64, units * len(addresses))
+    in_order = _by_product if HAS_GFNI and type.count in (2, 4, 8) else _by_steps
+    value = in_order(builder, addresses, units, bits, type)
+    return builder.bitcast(value, ir.VectorType(I8, 8 * type.count))
 
 
 def _by_product(builder: Any, addresses: Sequence[Any], units: int, bits: int, type: Any) -> Any:
@@ -47,11 +69,11 @@ def _by_product(builder: Any, addresses: Sequence[Any], units: int, bits: int, t
     """
     parts = []
     for address in addresses:
-        read = builder.load(pointer(builder, address, ir.VectorType(I8, units * bits)))
-        read.align = 1
-        there = lambda unit, row: unit * bits + row if row < bits else units * bits
-        rows = [there(unit, 7 - i) for unit in range(units) for i in range(8)]
-        parts.append(shuffled(builder, read, ir.Constant(read.type, [0] * read.type.count), rows))
+        read = _read_units(builder, address, units * bits)
+        count = read.type.count  # from where on there are zeros
+        planes = [range(unit * bits, (unit + 1) * bits) for unit in range(units)]
+        rows = [row for some in planes for row in [count] * (8 - bits) + [*reversed(some)]]
+        parts.append(shuffled(builder, read, ir.Constant(read.type, [0] * count), rows))
     while len(parts) > 1:
         order = range(2 * parts[0].type.count)
         pairs = zip(parts[::2], parts[1::2], strict=True)
@@ -60,6 +82,21 @@ def _by_product(builder: Any, addresses: Sequence[Any], units: int, bits: int, t
     columns = ir.Constant(matrices.type, [1 << i for i in range(8)] * type.count)
     name = f"llvm.x86.vgf2p8affineqb.{64 * type.count}"
     return call_llvm(builder, name, matrices.type, columns, matrices, I8(0))
+
+
+def _read_units(builder: Any, address: Any, size: int) -> Any:
+    """So many bytes, and no others: in a vector of as many or, for LLVM parts odd ones, of more."""
+    if size != 2 * LANES and size != 4 * LANES and size > 2 * LANES and size % 4 == 0:
+        there = ir.Constant(
+            ir.VectorType(ir.IntType(1), LANES), [i < size // 4 for i in range(LANES)]
+        )
+        zeros = ir.Constant(INTS, [0] * LANES)
+        name, place = f"llvm.masked.load.v{LANES}i32.p0", pointer(builder, address, INTS)
+        read = call_llvm(builder, name, INTS, place, I32(1), there, zeros)
+        return builder.bitcast(read, ir.VectorType(I8, 4 * LANES))
+    read = builder.load(pointer(builder, address, ir.VectorType(I8, size)))
+    read.align = 1
+    return read
 
 
 def _by_steps(builder: Any, addresses: Sequence[Any], units: int, bits: int, type: Any) -> Any:
@@ -98,3 +135,21 @@ def store_codes_of_planes(to, address, units, bits, table):
             store_vector(builder, some, builder.add(to, I64(LANES * i)))
 
     return types.void, emit
+
+
+@instruction
+def load_fields(address, stride, rows, bits, table):
+    """Fields of bit planes, flipped as a table says: a vector of bytes of each of some rows.
+
+    They are bytes without a sign, larger than what codes are worth by the table's second number.
+    """
+    block, bits = Block("i32", rows.literal_value, 1), bits.literal_value
+
+    def emit(builder, address, stride, _rows, _bits, table):
+        flipped = _number(builder, vectors(builder, table), 0, 4 * LANES)
+        places = [at(builder, address, 0, row, stride) for row in range(block.rows)]
+        fields = [_fields(builder, [place], LANES // 2, bits) for place in places]
+        bytes = [builder.xor(some, flipped) for some in fields]
+        return block_of(builder, [builder.bitcast(some, INTS) for some in bytes])
+
+    return block, emit

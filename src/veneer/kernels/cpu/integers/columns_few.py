@@ -24,6 +24,7 @@ from ....native.memory import (
     word,
 )
 from ....native.simd.bytes import byte_table, copy_by_fields
+from ....native.simd.codes import load_table
 from ....native.simd.floats import (
     load,
     moved,
@@ -47,6 +48,7 @@ from ....native.simd.integers import (
     times,
     zero_ints,
 )
+from ....native.simd.planes import load_fields
 from ..job import (
     BATCH,
     FAILED,
@@ -69,6 +71,7 @@ from ..job import (
     W,
     X,
 )
+from ..kinds import INTEGER_PLANES
 from ..minima import adder, sums_size, write_sums_of_codes
 from ..scales import bytes_of, copy, has_minima, read_tiles
 from ..variants import ROWS
@@ -101,10 +104,31 @@ def fetch(address, size):
 
 def kernel(kind: str, offset: int) -> Any:
     """Returns (prepare, count, work), not compiled."""
-    bits, read = BITS[kind], reader(kind)
-    fields = 8 // bits
+    bits, in_planes = BITS[kind], kind in INTEGER_PLANES
+    fields = 1 if in_planes else 8 // bits
     group = WIDTH * fields  # codes of a vector of bytes
+    group_bytes = group * bits // 8
     LANE = 4 * fields  # and of a lane of it
+
+    if in_planes:
+        read = native(lambda table, codes, shift: codes)
+        table_of = native(lambda job: load_table(word(job, TABLE)))
+
+        def loader(rows):
+            return native(lambda w, next_row, table: load_fields(w, next_row, rows, bits, table))
+
+        @native
+        def offset_of(job):
+            return np.int32(load_f32(word(job, TABLE) + 4))
+
+    else:
+        read = reader(kind)
+        table_of = native(lambda job: byte_table(word(job, TABLE)))
+
+        def loader(rows):
+            return native(lambda w, next_row, table: load_ints(w, next_row, rows, 1))
+
+        offset_of = native(lambda job: np.int32(offset))
 
     @native
     def groups_of(job):
@@ -143,7 +167,7 @@ def kernel(kind: str, offset: int) -> Any:
                     x += group
                     to += group
                     left -= group
-                store_block(start, 0, times(total, np.int32(-offset)))
+                store_block(start, 0, times(total, np.int32(-offset_of(job))))
                 start += WIDTH
         if has_minima(job):
             for row in range(rows):
@@ -160,13 +184,13 @@ def kernel(kind: str, offset: int) -> Any:
 
     def summer(m: int, together: int) -> Any:
         """Makes what multiplies m rows of x by some rows of the matrix: sums, in lanes."""
-        add_minima = adder(m, together)
+        add_minima, load_codes = adder(m, together), loader(together)
 
         @native
         def add_group(total, x, next_x, w, row_bytes, later, table):
             for row in range(together):
                 prefetch_for_later(w + row * row_bytes + later)
-            return add_products(total, x, next_x, load_ints(w, row_bytes, together, 1), table)
+            return add_products(total, x, next_x, load_codes(w, row_bytes, table), table)
 
         if m == 1:  # then scales are multiplied by those of x already
 
@@ -194,7 +218,7 @@ def kernel(kind: str, offset: int) -> Any:
                 total = start_lanes(start, next_start, m, together)
                 for _ in range(each):
                     total = add_group(total, x, next_x, w, row_bytes, later, table)
-                    x, w = x + group, w + WIDTH
+                    x, w = x + group, w + group_bytes
                 scales = spread(scale, apart, together, shift, LANES)
                 sums = add_tile(sums, total, of_x, x_scale, scales, LANES)
                 scale, x_scale = scale + next_scale, x_scale + next_x_scale
@@ -203,7 +227,7 @@ def kernel(kind: str, offset: int) -> Any:
                 total = start_lanes(start, next_start, m, together)
                 for _ in range(each - 1):
                     total = add_group(total, x, next_x, w, row_bytes, later, table)
-                    x, w = x + group, w + WIDTH
+                    x, w = x + group, w + group_bytes
                 codes = load_first_ints(w, row_bytes, together, left)
                 total = add_products(total, x, next_x, codes, table)
                 scales = spread(scale, apart, together, shift, left)
@@ -308,7 +332,7 @@ def kernel(kind: str, offset: int) -> Any:
         x_apart, x_shift, next_x_scale = 4 * word(job, X_SCALES), shift, 4 * (LANES >> shift)
         if word(job, X_SCALES) == 1:  # for all lanes of all tiles
             x_shift, next_x_scale = _ALL_LANES, 0
-        table = byte_table(word(job, TABLE))
+        table = table_of(job)
         for wanted in range(first, last, ROWS):
             n = min(wanted, last - ROWS)
             number = batch * rows + n

@@ -21,7 +21,7 @@ BLOCK = 256
 #: Rows x vectors of sums that registers hold, beside what they are sums of.
 ROWS, COLUMNS = (6, 4) if HAS_VNNI else (4, 4) if ISA == "avx512" else (2, 2)
 
-BITS = {kind: kinds.BITS[kind] for kind in kinds.INTEGERS}
+BITS = {kind: kinds.BITS[kind] for kind in (*kinds.INTEGERS, *kinds.INTEGER_PLANES)}
 
 
 class Orientation(NamedTuple):
