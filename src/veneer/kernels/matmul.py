@@ -189,7 +189,6 @@ def _lowered(ctx: Any, *values: Any, problem: MatmulProblem, present: Sequence[b
     # Without what a shard_map says of them: all that is computed here stays on one device.
     avals = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]
     is_turned = problem.codes.bits == 8 and operands_of(avals, present).packed.ndim == 3
-    is_turned = is_turned and problem.tiles is None
     source = _source(values[1]) if is_turned else None
     apart = _apart(ctx, values[1]) if source is None else None
     if apart is not None:
@@ -198,11 +197,12 @@ def _lowered(ctx: Any, *values: Any, problem: MatmulProblem, present: Sequence[b
     def call(*arrays: Any) -> jax.Array:
         if source is None:
             return lowered_p.bind(*arrays, problem=problem, present=present)
-        operands = operands_of(arrays, present)
+        plain, operands = problem.plain(operands_of(arrays, present))
         packed = operands.packed.reshape(operands.x.shape[0], *operands.packed.shape[-2:])
-        turned, operands = turned_by(operands._replace(packed=packed), problem)
+        turned, operands = turned_by(operands._replace(packed=packed), plain)
         moved = [x for x in operands if x is not None]
-        return lowered_p.bind(*moved, problem=turned, present=present)
+        there = tuple(x is not None for x in operands)
+        return lowered_p.bind(*moved, problem=turned, present=there)
 
     stored = source or apart
     if stored is not None:

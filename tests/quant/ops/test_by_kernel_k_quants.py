@@ -66,6 +66,15 @@ def test_both_sides_by_any_number_of_rows(name, of_int8):
 
 
 @of_each_case
+def test_activations_whose_tiles_are_longer(name):
+    """As a file in Q4_K_M has matrices in Q6_K, whose tiles are shorter."""
+    q, x = stored(name), rounded(normal(3, K), 64)
+    product = lambda x, q: x @ q.T
+    assert how(product, x, q)[0].startswith("CPU kernel integer_")
+    assert_close(jax.jit(vn.implicit(product))(x, q), x.dequantize() @ q.dequantize().T)
+
+
+@of_each_case
 @pytest.mark.parametrize("outer_dtype", ["float32", "bfloat16"])
 def test_outer_scales_of_other_floats(name, outer_dtype):
     q, x = stored(name, outer_dtype=outer_dtype), normal(2, K)

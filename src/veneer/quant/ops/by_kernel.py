@@ -127,9 +127,10 @@ def _activations(
     if isinstance(x, QArray):
         summed = params.dimension_numbers.contracting[1 - side]
         of_weight = params.dimension_numbers.contracting[side]
-        has_rows = q.format.is_integer and _has_rows(x, summed, _sizes(q.scale, of_weight))
+        tiles = _sizes(q.scale, of_weight)
+        has_rows = q.format.is_integer and _has_rows(x, summed, tiles)
         if has_rows and fits_int32(x, q, math.prod(_sizes(x, summed))):
-            yield _rows(x, summed)
+            yield _rows(x, summed, tiles)
         is_multiplied = has_rows or multiplied_codes(lhs, rhs, params) is not None
         if is_multiplied and q.format.bits not in PLANE_BITS.values():
             return
@@ -139,16 +140,17 @@ def _activations(
 
 
 def _has_rows(x: QArray, summed: Sequence[int], tiles: Sequence[int]) -> bool:
-    """Whether a row of activations has one scale, or as many as a weight with so many `tiles`."""
+    """Whether a row of activations has one scale, or some for as many `tiles` of a weight each."""
     plain = x.qtype == "int8" and x.zero_point is None and x.scale.dtype != jnp.float64
     scales = _sizes(x.scale, summed)
-    is_tiled = len(summed) == 1 and scales == [*tiles] and x.minimum is None
+    is_tiled = len(summed) == 1 and tiles[0] % max(1, scales[0]) == 0 and x.minimum is None
     return plain and (is_tiled or all(size == 1 for size in scales))
 
 
-def _rows(x: QArray, summed: Sequence[int]) -> Activations:
-    scales = x.scale.shape
-    shape = [scales[axis] if axis in summed else size for axis, size in enumerate(x.shape)]
+def _rows(x: QArray, summed: Sequence[int], tiles: Sequence[int]) -> Activations:
+    shape = [*x.shape]
+    for axis, count in zip(summed, tiles, strict=True):
+        shape[axis] = 1 if x.scale.shape[axis] == 1 else count
     scale = over_tiles(jnp.multiply, jnp.ones(shape, jnp.float32), x.scales())
     return Activations(x.codes(), scale)
 
