@@ -231,15 +231,25 @@ def random_llama(sizes: Sizes, only: Sequence[str], folder: Path, kept: Kept) ->
         if peer.missing():
             return None
         path = folder / f"{format.name}.gguf"
-        if not path.exists():
+        if not path.exists() and format.file_type is not None:
+            peer.quantise(file(by_name["f32"]), path, format.file_type)
+        elif not path.exists():
             metadata, stored = gguf_metadata(config), format.stored(dense())
             vn.save(path, stored, format="gguf", config=metadata, names="huggingface")
         return path
 
     def params_of(format: Format) -> tuple[Any, Path | None]:
-        return format.stored(dense()), file(by_name[format.beside or format.name])
+        peers = by_name[format.beside or format.name]
+        path = file(peers)
+        if peers.file_type is None:
+            return format.stored(dense()), path
+        params = vn.load(path, names="huggingface")
+        return params if format.rule is None else format.stored(params), path
 
-    measure(_chosen(FORMATS, only), params_of, config, sizes, kept)
+    chosen = _chosen(FORMATS, only)
+    if peer.missing():  # which makes the files of some
+        chosen = [x for x in chosen if by_name[x.beside or x.name].file_type is None]
+    measure(chosen, params_of, config, sizes, kept)
 
 
 def shipped(sizes: Sizes, only: Sequence[str], kept: Kept) -> None:

@@ -23,6 +23,7 @@ class Format:
     - `rule`: what a `vn.quant.Rule` takes beside the names; None where weights are dense.
     - `dtype`: that of a dense one.
     - `beside`: the format of the file that is timed beside; None is its own.
+    - `file_type`: llama.cpp's number of what a file has that it makes, and that both read.
     - `target`, `prompt_target`: of decoding at batch 1, and of reading a prompt, as many times as
       fast as llama.cpp.
     """
@@ -33,6 +34,7 @@ class Format:
     beside: str | None = None
     target: float | None = None
     prompt_target: float | None = None
+    file_type: int | None = None
 
     def stored(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Parameters as this format has them."""
@@ -57,6 +59,7 @@ def _tiles(qtype: str, tile: int | None, **others: Any) -> dict[str, Any]:
 
 #: Activations as llama.cpp rounds them.
 _INT8: Mapping[str, Any] = {"act_qtype": "int8", "act_tile_size": 32}
+_AS_STORED = {"qtype": None, "tile_axis": -1, **_INT8}
 
 FORMATS = (
     Format("f32"),
@@ -72,6 +75,10 @@ FORMATS = (
         target=1.1,
     ),
     Format("Q8_0, activations int8", _blocks("int8", **_INT8), beside="Q8_0", target=1.1),
+    Format("Q4_K_M", file_type=15),
+    Format("Q6_K", file_type=18),
+    Format("Q4_K_M, activations int8", _AS_STORED, beside="Q4_K_M"),
+    Format("Q6_K, activations int8", _AS_STORED, beside="Q6_K"),
     Format("int4, tile 128", _tiles("int4", 128), beside="Q4_0", target=1.1),
     Format("w4a8", _tiles("int4", 128, act_qtype="int8"), beside="Q4_0", prompt_target=2),
     Format("int8", _tiles("int8", None), beside="Q8_0", target=1.1),
@@ -82,7 +89,7 @@ SHIPPED = (
     Format("Q4_1, as shipped", target=1.0, prompt_target=1.0),
     Format(
         "Q4_1, as shipped, activations int8",
-        {"qtype": None, "tile_axis": -1, **_INT8},
+        _AS_STORED,
         beside="Q4_1, as shipped",
         target=1.0,
         prompt_target=1.0,

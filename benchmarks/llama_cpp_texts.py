@@ -20,6 +20,19 @@ def missing() -> list[str]:
     return [name for name in ("llama_cpp",) if find_spec(name) is None]
 
 
+def quantise(dense: Path, to: Path, file_type: int) -> None:
+    """Has llama.cpp write a GGUF file of another type from a dense one."""
+    import llama_cpp
+
+    low: Any = llama_cpp.llama_cpp
+    quiet = low.llama_log_callback(lambda level, text, data: None)
+    low.llama_log_set(quiet, None)
+    params = low.llama_model_quantize_default_params()
+    params.ftype = file_type
+    if low.llama_model_quantize(str(dense).encode(), str(to).encode(), ctypes.byref(params)) != 0:
+        raise RuntimeError(f"llama.cpp has not made {to} of {dense}")
+
+
 class Model:
     """A GGUF file, as llama.cpp loads it."""
 
