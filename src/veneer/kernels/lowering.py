@@ -29,7 +29,6 @@ from jax.sharding import PartitionSpec as P
 from .._jax.primitives import Primitive
 from .._jax.sharding import spec_over
 from . import select
-from .cpu.variants import Product
 from .pallas import call
 from .problem import ZERO_POINTS, MatmulOperands, MatmulProblem, operands_of
 
@@ -90,7 +89,9 @@ def kernel_for(operands: MatmulOperands, problem: MatmulProblem) -> str | None:
     rows, tiles = operands.packed.shape[problem.leading], problem.counts(operands)
     columns, has_minima = problem.columns, _added(operands, problem) is not None
     tile = rows // max(1, tiles[0]), columns // max(1, tiles[1])
-    return select.built(family, Product(operands.x.shape[1], rows, columns, tile, has_minima))
+    return select.built(
+        family, select.KernelSizes(operands.x.shape[1], rows, columns, tile, has_minima)
+    )
 
 
 class Stacked(NamedTuple):

@@ -11,14 +11,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 
 from .cpu import build
 from .cpu.kinds import BITS, BYTES, INTEGER_PLANES, INTEGERS, LOOKUP_BITS
-from .cpu.targets import target_for
-from .cpu.variants import INTEGERS_BY_COLUMNS, Product
+from .cpu.variants import (
+    FLOATS_BY_COLUMNS,
+    FLOATS_BY_ROWS,
+    INTEGERS_BY_COLUMNS,
+    INTEGERS_BY_ROWS,
+    LEAST_TILE,
+    LONGEST,
+    ROWS,
+    SHORT,
+    SHORT_VECTORS,
+)
 from .pallas import call
 from .problem import Codes, MatmulOperands, MatmulProblem, MatmulShape
 
@@ -99,6 +108,9 @@ _WHOLE_FIELDS = (*LOOKUP_BITS, *BYTES)
 #: Of the matrices of a batch, how many entries each has at least, and all of them together, where
 #: they are smaller than `least_entries`.
 _LEAST_OF_MANY, _LEAST_OF_ALL = 1 << 11, 1 << 18
+
+#: Lanes of the widest vectors: what suits them suits those that have fewer.
+_LANES = 16
 
 #: The first row that fits is taken.
 TABLE = (
@@ -194,7 +206,91 @@ def _takes(kernel: Candidate, shape: MatmulShape) -> bool:
     )
 
 
-def built(target: str, product: Product | None = None) -> str | None:
+class KernelSizes(NamedTuple):
+    """What the choice depends on, beside the kernel.
+
+    **Arguments:**
+
+    - `m`: rows of activations.
+    - `rows`, `columns`: of the stored matrix; and how many of each share a scale: `tile`.
+    - `has_minima`: whether the kernel adds minima.
+    """
+
+    m: int
+    rows: int
+    columns: int
+    tile: tuple[int, int]
+    has_minima: bool = False
+
+
+def target_for(family: str, sizes: KernelSizes) -> str | None:
+    """Returns the target for a product: the variant that it needs, of `veneer_rows_lookup4` say.
+
+    It is None where there is no such: of integers in bit planes, there is one for few by columns.
+
+    >>> from veneer.kernels.select import KernelSizes, target_for
+    >>> target_for("veneer_columns_lookup4", KernelSizes(1, 4096, 4096, (1, 128)))
+    'veneer_columns_lookup4_few'
+    """
+    row = next(row for row in TABLE if row.platform == "cpu" and _is_of(row, family))
+    bits = BITS[family.removeprefix(row.target.format(""))]
+    activations = "float32" if row.activations == "float" else row.activations
+    variant = _variant(activations, row.contracting, bits, sizes)
+    is_there = variant == "few" or row.most_rows is None
+    return f"{family}_{variant}" if is_there else None
+
+
+def _is_of(row: Candidate, family: str) -> bool:
+    return any(row.target.format(kind) == family for kind in row.kinds)
+
+
+def _variant(activations: str, contracting: str, bits: int, product: KernelSizes) -> str:
+    """The variant for a product."""
+    if activations == "bfloat16":
+        return "many"
+    if activations == "int8":
+        is_few = _integers_by_rows if contracting == "rows" else _integers_by_columns
+        return "few" if is_few(product, bits) else "many"
+    if contracting == "rows":
+        has_few = product.m <= FLOATS_BY_ROWS and product.tile[0] >= LEAST_TILE
+        return "few" if has_few else "many"
+    if product.m > FLOATS_BY_COLUMNS:
+        return "many"
+    return "short" if _is_short(product) else "few"
+
+
+def _integers_by_rows(product: KernelSizes, bits: int) -> bool:
+    tile = product.tile[0]
+    is_tile = LEAST_TILE <= tile <= LONGEST and tile % 4 == 0
+    return product.m <= INTEGERS_BY_ROWS.get(bits, 0) and is_tile
+
+
+def _integers_by_columns(product: KernelSizes, bits: int) -> bool:
+    """Tiles are of whole groups of rows, and of columns that are lanes of a vector, or vectors."""
+    shared, tile = product.tile
+    if product.m > INTEGERS_BY_COLUMNS or product.rows < ROWS or tile > LONGEST:
+        return False
+    if shared > 1 and (shared % ROWS != 0 or product.rows % ROWS != 0):
+        return False
+    in_planes = 8 % bits != 0
+    lane = 4 if in_planes else 32 // bits
+    group = lane * _LANES
+    if in_planes and product.columns % group != 0:  # of which vectors are whole
+        return False
+    if tile == product.columns or group % tile == 0:
+        return tile % lane == 0
+    return tile % group == 0
+
+
+def _is_short(product: KernelSizes) -> bool:
+    """Whether rows are short, and each has one scale, its own or that of all."""
+    columns, (shared, tile) = product.columns, product.tile
+    fits = columns <= SHORT and columns % (SHORT_VECTORS * _LANES) == 0 and product.rows >= _LANES
+    has_one = tile == columns and shared in (1, product.rows)
+    return fits and has_one and not product.has_minima
+
+
+def built(target: str, product: KernelSizes | None = None) -> str | None:
     """Returns a kernel if it can be called in this process, which may compile it.
 
     Where it cannot, a warning says why, once. Of kernels of products, it is the variant for one.

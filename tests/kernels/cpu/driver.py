@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from veneer.kernels.cpu import build, job, targets, variants
+from veneer.kernels import select
+from veneer.kernels.cpu import build, job, targets
 from veneer.kernels.cpu.kinds import BITS, PLANE_BITS, row_bytes
 from veneer.native import machine_code
 
@@ -107,8 +108,8 @@ def run(
     side, uint8[B / H, R, H, bytes].
     """
     tile = w.packed.shape[1] // w.scale.shape[1], w.columns // w.scale.shape[2]
-    product = variants.Product(x.shape[1], w.packed.shape[1], w.columns, tile)
-    prepare, count, work, finish = _functions(targets.target_for(family, product))
+    product = select.KernelSizes(x.shape[1], w.packed.shape[1], w.columns, tile)
+    prepare, count, work, finish = _functions(select.target_for(family, product))
     arrays = (x, w.packed, w.scale, w.table, out)
     assert all(array.flags.c_contiguous for array in arrays)
     batch, rows, row_bytes = w.packed.shape

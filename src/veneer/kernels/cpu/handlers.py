@@ -171,11 +171,11 @@ def _read(frame, job, bits, contracts_rows, activations):
     is_integer = activations == _INT8
     entry = S8 if is_integer else BF16 if activations == _BF16 else F32
     first = 2 if is_integer else 1  # the matrix, after the activations and maybe their scales
-    # What follows are three of minima, two of what scales are scaled by, two of what minima are.
-    has_minima = has_buffers(frame, first + 8, 1) or has_buffers(frame, first + 10, 1)
+    # There may follow three of minima, two of what scales are scaled by, two of what minima are.
     has_both = has_buffers(frame, first + 12, 1)
-    are_codes = has_both or has_buffers(frame, first + 10, 1) or has_buffers(frame, first + 7, 1)
-    has_minima = has_minima or has_both
+    has_either = has_both or has_buffers(frame, first + 10, 1)
+    has_minima = has_either or has_buffers(frame, first + 8, 1)
+    are_codes = has_either or has_buffers(frame, first + 7, 1)
     if not has_minima and not are_codes and not has_buffers(frame, first + 5, 1):
         return False
     x, matrix, out = argument(frame, 0), argument(frame, first), result(frame, 0)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .kinds import ACTIVATIONS, BITS, INTEGER_PLANES, INTEGERS, QUANTIZED_BITS
-from .variants import VARIANTS, Product, variant_for
+from .variants import VARIANTS
 
 #: The object file of what all kernels share, and its functions.
 SHARED, HANDLERS = "veneer_shared", ("veneer_handle_product", "veneer_handle_quantise")
@@ -19,17 +19,8 @@ _FAMILY = re.compile(r"veneer_(integer_|bf16_|)(rows|columns)_(\w+)")
 _ACTIVATIONS = {"integer_": "int8", "bf16_": "bfloat16", "": "float32"}
 
 
-def target_for(family: str, product: Product) -> str | None:
-    """Returns the target for a product: the variant that it needs, of `veneer_rows_lookup4` say.
-
-    It is None where there is no such: of integers in bit planes, there is one for few by columns.
-    """
-    activations, contracting, kind = _parts(family)
-    variant = variant_for(activations, contracting, BITS[kind], product)
-    return f"{family}_{variant}" if _is_there(activations, contracting, kind, variant) else None
-
-
 def _is_there(activations: str, contracting: str, kind: str, variant: str) -> bool:
+    """Whether there is a variant of a kernel."""
     if variant not in VARIANTS.get((activations, contracting), ()):
         return False
     if activations != "int8":
