@@ -5,6 +5,7 @@ CPU's own instructions takes `pip install --no-binary :all: llama-cpp-python` te
 """
 
 import ctypes
+import functools
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,13 +21,20 @@ def missing() -> list[str]:
     return [name for name in ("llama_cpp",) if find_spec(name) is None]
 
 
+@functools.cache
+def _silence(low: Any) -> Any:
+    """Has llama.cpp say nothing; what is returned is kept, for C calls it from now on."""
+    quiet = low.llama_log_callback(lambda level, text, data: None)
+    low.llama_log_set(quiet, None)
+    return quiet
+
+
 def quantise(dense: Path, to: Path, file_type: int) -> None:
     """Has llama.cpp write a GGUF file of another type from a dense one."""
     import llama_cpp
 
     low: Any = llama_cpp.llama_cpp
-    quiet = low.llama_log_callback(lambda level, text, data: None)
-    low.llama_log_set(quiet, None)
+    _silence(low)
     params = low.llama_model_quantize_default_params()
     params.ftype = file_type
     if low.llama_model_quantize(str(dense).encode(), str(to).encode(), ctypes.byref(params)) != 0:
@@ -40,9 +48,7 @@ class Model:
         import llama_cpp
 
         self.low: Any = llama_cpp.llama_cpp
-        quiet = self.low.llama_log_callback(lambda level, text, data: None)
-        self._quiet = quiet  # which C calls as long as there is a model
-        self.low.llama_log_set(quiet, None)
+        _silence(self.low)
         self.low.llama_backend_init()
         params = self.low.llama_model_default_params()
         # Its AMX products crash in `ldtilecfg` on some machines.

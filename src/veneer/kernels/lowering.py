@@ -60,11 +60,12 @@ def by_kernel(
     operands = operands_of(arrays, present)
     if platform == "cpu":
         target = kernel_for(operands, problem)
+        if target is None and operands.x_scale is not None:  # of many rows by bit planes, say
+            operands = operands.of_floats()
+            target = kernel_for(operands, problem)
         if target is not None:
             return call_kernel(target, operands, problem)
-        problem, operands = problem.merged(operands)
-        problem, operands = problem.plain(operands)
-        return problem.reference(operands, problem)
+        return by_reference(*arrays, problem=problem, present=present)
     problem, operands = problem.plain(operands.apart())
     if _found(platform, operands, problem) and select.lowers(platform, operands, problem):
         out = call.product(platform, operands, problem)
@@ -173,13 +174,13 @@ def _of_zero_points(problem: MatmulProblem, operands: MatmulOperands) -> jax.Arr
 
 def _over_tiles(operands: MatmulOperands, worth: jax.Array, problem: MatmulProblem) -> jax.Array:
     """The product with a matrix that is the same all over a tile: `worth`, f32 of those tiles."""
-    x, x_scale = operands.x, operands.x_scale
+    x_scale = operands.x_scale
+    if x_scale is not None and x_scale.ndim == 3:
+        operands = operands.of_floats()
     if problem.contracting == "columns":
         worth = jnp.swapaxes(worth, 1, 2)
+    x = operands.x.astype(jnp.float32)
     b, m, k = x.shape
-    x = x.astype(jnp.float32)
-    if x_scale is not None and x_scale.ndim == 3:
-        x = (x.reshape(*x_scale.shape, -1) * x_scale[..., None]).reshape(x.shape)
     tiles = x.reshape(b, m, worth.shape[1], k // worth.shape[1])
     out = jnp.einsum("bmt,btn->bmn", tiles.sum(3), worth, precision="highest")
     if x_scale is not None and x_scale.ndim == 2:

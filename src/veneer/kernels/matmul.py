@@ -68,25 +68,28 @@ def _jvp(
     primals: Any, tangents: Any, *, problem: MatmulProblem, present: Sequence[bool]
 ) -> tuple[Any, Any]:
     operands, along = operands_of(primals, present), operands_of(tangents, present)
-    plain, floats = problem.plain(operands)
-    moved = []
-    for name, tangent in zip(operands._fields, along, strict=True):
-        if tangent is None or type(tangent) is ad.Zero:
-            continue
-        if problem.tiles is not None and name.startswith("outer_"):  # what codes are scaled by
-            name = name.removeprefix("outer_")
-            tangent = problem.tiles.wide(getattr(operands, name), tangent)
-        moved.append(matmul(_along(floats, name, tangent), plain))
+    moved = [
+        _along(operands, problem, name, tangent)
+        for name, tangent in zip(operands._fields, along, strict=True)
+        if tangent is not None and type(tangent) is not ad.Zero
+    ]
     return matmul(operands, problem), functools.reduce(ad.add_tangents, moved)
 
 
-def _along(operands: MatmulOperands, name: str, tangent: jax.Array) -> MatmulOperands:
-    """The operands of the derivative by one of them."""
+def _along(
+    operands: MatmulOperands, problem: MatmulProblem, name: str, tangent: jax.Array
+) -> jax.Array:
+    """The derivative by one of the operands."""
+    if problem.tiles is not None and name.startswith("outer_"):
+        name = name.removeprefix("outer_")
+        tangent = problem.tiles.wide(getattr(operands, name), tangent)
+    if name in ("scale", "minimum"):
+        problem, operands = problem.plain(operands)
     if name == "scale":
         operands = operands._replace(minimum=None)
     elif name == "minimum":
         operands = operands._replace(scale=jnp.zeros_like(operands.scale, jnp.float32))
-    return operands._replace(**{name: tangent})
+    return matmul(operands._replace(**{name: tangent}), problem)
 
 
 ad.primitive_jvps[matmul_p] = _jvp
@@ -101,14 +104,11 @@ def _transpose(
     operands = operands_of(arrays, present)
     if ad.is_undefined_primal(operands.x):
         transposed = _of_x(cotangent, operands, problem)
-    elif ad.is_undefined_primal(operands.scale):
-        transposed = _of_leaf("scale", cotangent, operands, problem)
-    elif ad.is_undefined_primal(operands.minimum):
-        transposed = _of_leaf("minimum", cotangent, operands, problem)
-    elif len(operands.x_scale.aval.shape) == 3:
-        transposed = _of_leaf("x_scale", cotangent, operands, problem)
-    else:
+    elif ad.is_undefined_primal(operands.x_scale) and len(operands.x_scale.aval.shape) == 2:
         transposed = _of_x_scale(cotangent, operands, problem)
+    else:
+        names = (name for name, x in operands._asdict().items() if ad.is_undefined_primal(x))
+        transposed = _of_leaf(next(names), cotangent, operands, problem)
     return [transposed if j == i else None for j in range(len(arrays))]
 
 
@@ -125,7 +125,11 @@ def _of_leaf(
     name: str, cotangent: jax.Array, operands: MatmulOperands, problem: MatmulProblem
 ) -> jax.Array:
     aval = getattr(operands, name).aval
-    by_leaf = lambda leaf: problem.reference(operands._replace(**{name: leaf}), problem)
+
+    def by_leaf(leaf: jax.Array) -> jax.Array:
+        plain, others = problem.plain(operands._replace(**{name: leaf}))
+        return plain.reference(others, plain)
+
     return jax.vjp(by_leaf, jnp.ones(aval.shape, aval.dtype))[1](cotangent)[0]
 
 

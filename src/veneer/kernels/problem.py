@@ -131,6 +131,14 @@ class MatmulOperands(NamedTuple):
     outer_scale: Any = None
     outer_minimum: Any = None
 
+    def of_floats(self) -> "MatmulOperands":
+        """The operands of the same product, with activations of int8 as the f32 that they are."""
+        scale = self.x_scale if self.x_scale.ndim == 3 else self.x_scale[..., None]
+        each = self.x.shape[2] // max(1, scale.shape[2])
+        tiles = self.x.astype(jnp.float32).reshape(*scale.shape, each)
+        x = (tiles * scale[..., None]).reshape(self.x.shape)
+        return self._replace(x=x, x_scale=None)
+
     def apart(self) -> "MatmulOperands":
         """The operands of the same product, whose matrices lie one after the other."""
         if self.packed.ndim == 3:

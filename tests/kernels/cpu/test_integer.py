@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from kernels.cpu.driver import columns_contracted, guarded, rows_contracted, run, stored
 
+from veneer.kernels.cpu.integers import columns_few
 from veneer.native import isa
 
 KINDS = ["int8", "uint8", "lookup4", "lookup2", "lookup1"]
@@ -166,3 +167,14 @@ def test_every_isa_computes_the_same(name):
     path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
     environment = {**os.environ, "VENEER_KERNELS_ISA": name, "PYTHONPATH": path}
     subprocess.run([sys.executable, "-c", CHECKS], env=environment, check=True)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 8])
+def test_each_part_is_in_one_stretch(threads):
+    in_stretches = columns_few.in_stretches.py_func
+    for parts in range(1, 20):
+        done = [in_stretches(part, parts, threads) for part in range(parts)]
+        assert sorted(done) == [*range(parts)]
+        for thread in range(min(threads, parts)):  # which take them in turn
+            mine = done[thread::threads]
+            assert mine == [*range(mine[0], mine[0] + len(mine))]

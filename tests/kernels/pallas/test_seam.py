@@ -14,7 +14,8 @@ from veneer import kernels
 from veneer.kernels import Codes, MatmulOperands, MatmulProblem, select
 from veneer.kernels.lowering import by_kernel
 from veneer.kernels.pallas import call
-from veneer.quant.ops.by_kernel import ProductByXla, codes_of
+from veneer.quant.ops.by_kernel import codes_of
+from veneer.quant.ops.kernel_references import ProductByXla
 
 TARGETS = {"cuda": "__gpu$xla.gpu.triton", "tpu": "tpu_custom_call"}
 DEVICES = {"cuda": ("NVIDIA H100", None, "gpu"), "tpu": ("TPU v5e", 1, "tpu")}

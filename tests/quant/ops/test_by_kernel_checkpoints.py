@@ -129,6 +129,25 @@ def test_bit_planes_by_few_rows_of_int8(qtype, zeros):
             assert_close(out, np.asarray(x.dequantize(), np.float64) @ dense.T)
 
 
+def test_many_rows_that_vmap_makes_of_few_meet_bit_planes_as_floats():
+    q, xs = stored("int6", 16, "float16", None, shape=(N, 256)), normal(40, 1, 256)
+    product = lambda x, q: x @ q.T
+    run = jax.jit(vn.implicit(jax.vmap(lambda x, q: product(rounded(x, 16), q), (0, None))))
+    program = run.lower(xs, q).as_text()
+    assert "veneer_columns_planes6_many" in program
+    exact = product(rounded(xs[:, 0], 16).dequantize(), q.dequantize())
+    assert_close(run(xs, q)[:, 0], exact)
+
+
+def test_activations_with_minima_are_none_of_integer_kernels():
+    codes = jnp.asarray(np.random.default_rng(0).integers(-127, 128, (2, K)), jnp.int8)
+    scale, minimum = jnp.full((2, 1), 0.01), jnp.array([[1.0], [-2.0]])
+    x = QArray(codes, scale, qtype="int8", minimum=minimum).replace(dense_dtype="float32")
+    for q in (stored("int8", K, "float32", None), stored("int4", 32, "float32", None)):
+        actual = jax.jit(vn.implicit(lambda x, q: x @ q.T))(x, q)
+        assert_close(actual, x.dequantize() @ q.dequantize().T)
+
+
 @pytest.mark.parametrize("qtype", ["float6_e2m3fn", "float6_e3m2fn"])
 def test_every_float_of_6_bits_is_worth_what_it_is(qtype):
     codes = jnp.tile(jnp.arange(64, dtype=jnp.uint8)[:, None], (8, 64))

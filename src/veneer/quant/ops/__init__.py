@@ -5,7 +5,7 @@ The modules here:
     dot_general     the ways to a product, in the order they are preferred
     product         what is asked for, and the plan by which it is computed
     by_kernel       the way by a kernel, as one of matrices
-    stored_matrix   a weight as the matrix that kernels multiply
+    kernel_references  what XLA computes where a kernel does not
     by_xla          the ways by XLA: on codes, by tiles, by values, dense
     tile_sums       a sum cut in tiles
     minima          minima of tiles, a sum apart from that of the codes

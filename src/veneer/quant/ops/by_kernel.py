@@ -17,25 +17,27 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..._core.primitives.dimension_numbers import DotDimensionNumbers
+from ..._core.primitives.movement import reshape
 from ...kernels import (
     BYTES,
+    FLOATS,
     PLANE_BITS,
     SIX_BIT_FLOATS,
     Codes,
     MatmulOperands,
     MatmulProblem,
+    ScaleCodes,
     matmul,
     select,
 )
 from ..formats import get_format
-from ..formats.packing import Packing
+from ..formats.packing import Packing, two_bits
 from ..formats.tiles import over_tiles
 from ..qarray import QArray
-from .by_xla import by_xla, multiplied_codes
+from .by_xla import multiplied_codes
+from .kernel_references import ProductByXla, ScalesByXla
 from .operands import fits_int32, is_algorithm
 from .product import DotParams, Plan, dense_nbytes
-from .stored_matrix import as_matrix, in_rows
 
 _DTYPES = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
 
@@ -141,10 +143,12 @@ def _activations(
 
 def _has_rows(x: QArray, summed: Sequence[int], tiles: Sequence[int]) -> bool:
     """Whether a row of activations has one scale, or some for as many `tiles` of a weight each."""
-    plain = x.qtype == "int8" and x.zero_point is None and x.scale.dtype != jnp.float64
+    is_plain = x.qtype == "int8" and x.zero_point is None and x.minimum is None
+    if not is_plain or x.scale.dtype == jnp.float64:
+        return False
     scales = _sizes(x.scale, summed)
-    is_tiled = len(summed) == 1 and tiles[0] % max(1, scales[0]) == 0 and x.minimum is None
-    return plain and (is_tiled or all(size == 1 for size in scales))
+    is_tiled = len(summed) == 1 and tiles[0] % max(1, scales[0]) == 0
+    return is_tiled or all(size == 1 for size in scales)
 
 
 def _rows(x: QArray, summed: Sequence[int], tiles: Sequence[int]) -> Activations:
@@ -182,57 +186,17 @@ def codes_of(qtype: str, has_zero_point: bool) -> tuple[Codes, int] | None:
 # The product.
 
 
-@dataclasses.dataclass(frozen=True)
-class ProductByXla:
-    """The product of matrices by XLA, from the operands that a kernel takes.
-
-    **Arguments:**
-
-    - `qtype`, `dense_dtype`: of the weight.
-    - `precision`: of the product.
-    """
-
-    qtype: str
-    dense_dtype: str
-    precision: Any
-
-    def __call__(self, operands: MatmulOperands, product: MatmulProblem) -> jax.Array:
-        """Returns `[B, M, N]`."""
-        operands = operands.apart()
-        batched = operands.x.shape[0] != 1
-        if not batched:  # which not all that XLA has for products is as fast with
-            operands = MatmulOperands(*(None if x is None else jnp.squeeze(x, 0) for x in operands))
-        x, packed, scale, zero_point, x_scale, minimum, *_ = operands
-        is_narrow = get_format(self.qtype).bits < 8
-        q = QArray.from_packed(
-            packed,
-            scale,
-            zero_point,
-            minimum=minimum,
-            qtype=self.qtype,
-            packing=Packing(-1, product.columns) if is_narrow else None,
-            dense_dtype=x.dtype if x_scale is None else self.dense_dtype,
-        )
-        if x_scale is not None:
-            scale = x_scale if x_scale.ndim == x.ndim else x_scale[..., None]
-            x = QArray.from_packed(x, scale, qtype="int8", dense_dtype=self.dense_dtype)
-        summed = (x.ndim - 1,), (x.ndim - (2 if product.contracting == "rows" else 1),)
-        numbers = DotDimensionNumbers(summed, ((0,), (0,)) if batched else ((), ()))
-        out = by_xla(x, q, DotParams(numbers, self.precision, product.out_dtype))
-        return out if batched else jnp.expand_dims(out, 0)
-
-
 def _plan(
     x: Activations, weight: QArray, side: int, params: DotParams, out_dtype: jnp.dtype
 ) -> Plan | None:
     """Returns the product of activations with a weight, the operand of a side; or None."""
-    q, axes = in_rows(weight)
+    q, axes = _in_rows(weight)
     # From the axes of what is stored to those of the activations.
     summed, batch = (
         {axes[of_q]: of_x for of_x, of_q in zip(pair[1 - side], pair[side], strict=True)}
         for pair in params.dimension_numbers
     )
-    matrix = as_matrix(q, tuple(summed), tuple(batch))
+    matrix = _as_matrix(q, tuple(summed), tuple(batch))
     codes = None if matrix is None else codes_of(matrix.q.qtype, q.zero_point is not None)
     if matrix is None or codes is None:
         return None
@@ -305,3 +269,181 @@ def _as_scales(scale: jax.Array, first: Sequence[int], last: Sequence[int]) -> j
     """Returns scales of activations as `[B, M]`, or `[B, M, tiles]` where there are several."""
     rows = _as_rows(scale, first, last)
     return rows[..., 0] if rows.shape[2] == 1 else rows
+
+
+# A weight as the matrix that kernels multiply: seen so, with no code moved. They take a batch of
+# matrices `[B, R, C]` as they are stored, and sum one side. An array is one where its axes lie so
+# in memory: those of the batch, and then those that are summed, on either side of those that are
+# left. Scales and minima are as they are stored, where kernels read that.
+
+
+def _in_rows(q: QArray) -> tuple[QArray, tuple[int, ...]]:
+    """Returns an array that is packed along its last axis but one with the last two swapped.
+
+    That is what a transposition leaves behind. XLA drops two that undo each other; and the product
+    sums the other side.
+
+    **Returns:** the array, with its codes in rows, and where the axes of the one given are in it.
+    """
+    order = list(range(q.ndim))
+    if q.packing is None or q.packing.axis != -2:
+        return q, tuple(order)
+    order[-2:] = q.ndim - 1, q.ndim - 2
+    floats = {"scale": q.scale, "minimum": q.minimum}
+    if not _has_codes(q, axis=-2):
+        floats = _floats(q)
+    leaves = {"packed": q.packed, "zero_point": q.zero_points()} | floats
+    swapped = {name: _swapped(leaf, order) for name, leaf in leaves.items()}
+    return q.replace(**swapped, packing=q.packing._replace(axis=-1)), tuple(order)
+
+
+def _swapped(leaf: Any, order: Sequence[int]) -> Any:
+    """A leaf, or None, with its last two axes swapped; of codes, with these in rows."""
+    if not isinstance(leaf, QArray):
+        return leaf if leaf is None else lax.transpose(leaf, order)
+    packed, scale = (lax.transpose(jnp.asarray(x), order) for x in (leaf.packed, leaf.scale))
+    packing = leaf.packing and leaf.packing._replace(axis=-1)
+    return leaf.replace(packed=packed, scale=scale, packing=packing)
+
+
+def _floats(q: QArray) -> dict[str, Any]:
+    """Returns scales and minima as kernels read them: as they are stored, or else in f32."""
+    leaves = {"scale": (q.scale, q.scales), "minimum": (q.minimum, q.minima)}
+    return {
+        name: leaf
+        if leaf is not None and leaf.dtype.name in FLOATS and not isinstance(leaf, QArray)
+        else wide()
+        for name, (leaf, wide) in leaves.items()
+    }
+
+
+def _has_codes(q: QArray, axis: int = -1) -> bool:
+    """Whether scales, and minima if there are some, are codes along an axis that kernels read."""
+    leaves: list[Any] = [q.scale] if q.minimum is None else [q.scale, q.minimum]
+    if not all(_are_codes(leaf, axis) for leaf in leaves):
+        return False
+    are_alike = len({leaf.qtype for leaf in leaves}) == 1
+    return are_alike and all(leaf.shape[:-2] == q.shape[:-2] for leaf in leaves)
+
+
+def _are_codes(leaf: Any, axis: int) -> bool:
+    if not isinstance(leaf, QArray) or leaf.qtype not in ("int8", "uint6"):
+        return False
+    count, outer = leaf.shape[axis], leaf.scale
+    packing = None if leaf.qtype == "int8" else Packing(axis, count)
+    if leaf.packing != packing or (packing and count % 8) or isinstance(outer, QArray):
+        return False
+    is_plain = leaf.zero_point is None and leaf.minimum is None and outer.dtype.name in FLOATS
+    some = outer.shape[axis]
+    each = [some if i == leaf.ndim + axis else size for i, size in enumerate(leaf.shape)]
+    return is_plain and [*outer.shape] == each and some > 0 and count % some == 0
+
+
+class StoredMatrix(NamedTuple):
+    """A batch of matrices, `[B, R, C]`, and the side that a product sums: "rows" or "columns".
+
+    **Arguments:**
+
+    - `q`: the array as `[B, R, C]`; or, of matrices that lie side by side, `[B / H, R, H, C]`.
+    - `columns`: C.
+    """
+
+    q: QArray
+    columns: int
+    contracting: str
+
+    def leaf(self, name: str) -> Any:
+        """The codes as kernels read them, or `[B, R / tr, C / tc]` of scales and their kin."""
+        leaf = getattr(self.q, name)
+        if isinstance(leaf, QArray):
+            return jnp.asarray(leaf.packed)
+        if leaf is None or self.q.ndim == 3 or name == "packed":
+            return leaf if leaf is None else jnp.asarray(leaf)
+        some, rows, _, columns = leaf.shape
+        return leaf.swapaxes(1, 2).reshape(some * leaf.shape[2], rows, columns)
+
+    def outer(self, name: str) -> Any:
+        """What scales or minima that are codes are scaled by, or None."""
+        leaf = getattr(self.q, name)
+        return jnp.asarray(leaf.scale) if isinstance(leaf, QArray) else None
+
+    @property
+    def tiles(self) -> ScaleCodes | None:
+        """What scales are, where they are codes."""
+        leaf = self.q.scale
+        if not isinstance(leaf, QArray):
+            return None
+        return ScaleCodes(leaf.shape[-1], ScalesByXla(leaf.qtype, leaf.shape[-1]))
+
+
+def _as_matrix(q: QArray, summed: Sequence[int], batch: Sequence[int]) -> StoredMatrix | None:
+    """Returns an array as matrices for a product, or None where it does not lie so in memory.
+
+    **Arguments:**
+
+    - `summed`, `batch`: axes of the array.
+    """
+    # Axes of the batch come first; others of it, such as heads, may lie within each row.
+    first = next((i for i, axis in enumerate(sorted(batch)) if axis != i), len(batch))
+    within = sorted(batch)[first:]
+    end = first + len(summed)
+    if not summed:
+        return None
+    if sorted(summed) == list(range(q.ndim - len(summed), q.ndim)):
+        contracting, cut = "columns", q.ndim - len(summed) - len(within)
+    elif sorted(summed) == list(range(first, end)):
+        contracting, cut = "rows", end
+    else:
+        return None
+    behind = cut + len(within)
+    if within and (within != [*range(cut, behind)] or behind == q.ndim or q.format.bits == 1.6):
+        return None
+    parts = q.shape[:first], q.shape[first:cut], q.shape[cut:behind], q.shape[behind:]
+    outer, rows, inner, columns = map(math.prod, parts)
+    sizes = (outer, rows, inner, columns) if within else (outer, rows, columns)
+    is_matrix = sizes in (q.shape, (1, *q.shape))  # already, so that nothing of scales is moved
+    floats = {} if is_matrix and q.ndim < 4 and _has_codes(q) else _floats(q)
+    are_read = all(leaf is None or leaf.dtype.name in FLOATS for leaf in floats.values())
+    if not are_read or not _go_together(q):
+        return None
+    as_kernels_read = None if q.format.bits == 8 else Packing(-1, columns)
+    q = q.replace(**floats, zero_point=q.zero_points())
+    if sizes == (1, *q.shape) and q.packing == as_kernels_read:  # as most are
+        matrix = jax.tree.map(lambda leaf: leaf.reshape(1, *leaf.shape), q)
+    else:
+        matrix = reshape(q, sizes)
+    if matrix is NotImplemented or matrix.packing != as_kernels_read:
+        return None
+    # A leaf that matrices share is there for each, as kernels read it.
+    of_batch = (outer, inner) if within else (outer,)
+    leaves = {"zero_point": matrix.zero_point, "scale": matrix.scale, "minimum": matrix.minimum}
+    shared = {
+        k: x for k, x in leaves.items() if x is not None and x.shape != _of_batch(x.shape, of_batch)
+    }
+    if shared:
+        spread = {k: jnp.broadcast_to(x, _of_batch(x.shape, of_batch)) for k, x in shared.items()}
+        matrix = matrix.replace(**spread)
+    return StoredMatrix(_in_bits(matrix), columns, contracting)
+
+
+def _of_batch(shape: Sequence[int], batch: Sequence[int]) -> tuple[int, ...]:
+    """The shape of a leaf of matrices, of which there is one for each of a batch."""
+    return (*batch, *shape[1:]) if len(batch) == 1 else (batch[0], shape[1], batch[1], shape[3])
+
+
+def _in_bits(q: QArray) -> QArray:
+    """Returns an array of digits of base 3, five in a byte, with codes of 2 bits; others as given.
+
+    No kernel reads such digits: five that share a byte are in two vectors.
+    """
+    if q.format.bits != 1.6:
+        return q
+    return q.replace(packed=two_bits(q.packed, q.shape[-1]), qtype="int2")
+
+
+def _go_together(q: QArray) -> bool:
+    """Whether zero points are for tiles of scales, or several of these, along each axis."""
+    if q.zero_point is None:
+        return True
+    counts = zip(q.scale.shape, q.zero_point.shape, strict=True)
+    return all(1 in pair or pair[0] == pair[1] for pair in counts)
