@@ -49,8 +49,10 @@ def test_what_was_measured_of_another_model_is_not_shown(kept):
 @pytest.mark.parametrize("format", of.FORMATS, ids=lambda format: format.name)
 def test_a_format_stores_matrices_as_it_says(format):
     names = ("model.layers.0.mlp.up_proj.weight", "model.embed_tokens.weight")
-    dense = {name: jax.random.normal(jax.random.key(0), (4, 128)) for name in names}
-    stored = format.stored(dense | {"model.norm.weight": jnp.ones(128)})
+    matrix = jax.random.normal(jax.random.key(0), (4, 128))
+    if format.rule is not None and format.rule["qtype"] is None:  # as its file has it
+        matrix = vn.quant.quantize(matrix, "int4", channelwise_axes=(0,), tiled_axes={1: 32})
+    stored = format.stored(dict.fromkeys(names, matrix) | {"model.norm.weight": jnp.ones(128)})
     assert stored["model.norm.weight"].dtype == jnp.float32
     for name in names:
         if format.rule is None:
@@ -58,4 +60,6 @@ def test_a_format_stores_matrices_as_it_says(format):
         else:
             assert vn.materialise(stored[name]).shape == (4, 128)
             assert sum(x.nbytes for x in jax.tree.leaves(stored[name])) < 4 * 128 * 1.2
+            rounds = isinstance(stored[name], vn.quant.ActivationQuantized)
+            assert rounds == ("act_qtype" in format.rule)
     assert format.beside is None or format.beside in [f.name for f in of.FORMATS]
