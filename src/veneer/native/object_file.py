@@ -88,6 +88,9 @@ def emitted(module: Any, exports: Container[str], optimise: bool = False) -> byt
         if not variable.is_declaration:
             variable.linkage = llvm.Linkage.internal
     options = llvm.create_pipeline_tuning_options(speed_level=3)
+    # Vectors are written out. Of other loops, LLVM would make scatters and gathers, as it does not
+    # see that addresses that are int64 follow each other.
+    options.loop_vectorization = False
     builder = llvm.create_pass_builder(machine, options)
     passes = llvm.create_new_module_pass_manager()
     passes.add_global_dead_code_eliminate_pass()
