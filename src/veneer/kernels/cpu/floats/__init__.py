@@ -6,7 +6,6 @@ many rows of x there are, what counts.
     kernels         the functions of each variant
     rows_few        rows contracted by few rows of x: the matrix is read once, as it lies
     rows_many       by many: blocks of the matrix are decoded first
-    place           where the rows of a matrix are
     decode          neighbours in a row of codes, as vectors
     columns_short   columns contracted by few, of rows as short as a head: they are summed together
     columns_few     by few: panels of the matrix are decoded in registers

@@ -18,11 +18,12 @@ from typing import Any
 
 from ....native.functions import native
 from ....native.isa import LANES
-from ....native.memory import prefetch_for_later, stack, store_f32, store_i64, word
+from ....native.memory import prefetch_for_later, stack, store_f32, word
 from ....native.simd.codes import load_table
-from ....native.simd.floats import load, store, store_sums
+from ....native.simd.floats import load, store, store_sums, zeros
 from .. import minima
-from ..job import NEXT_ROW, OUT, ROW_BYTES, SCALE, TABLE, TC, TR, C, M, R
+from ..job import NEXT_ROW, OUT, ROW_BYTES, SCALE, TABLE, TC, THREADS, TR, C, M, R
+from ..place import in_stretches, row_of
 from ..scales import are_f32, copy, has_minima, read_tiles
 from .columns_x import MOST, order, rows_of_block
 from .panels import (
@@ -32,14 +33,11 @@ from .panels import (
     ONE,
     SOME,
     VECTORS,
-    begun,
-    ended,
     lanes_by,
     load_block,
     multiply,
     panel_scales,
 )
-from .place import row_of
 
 #: How many rows of W are multiplied by so many rows of x at once: as many as registers hold sums
 #: of, next to what is decoded.
@@ -75,8 +73,10 @@ def worker(kind: str) -> Any:
         """Multiplies a block of rows of x by the rows of W from first to last."""
         sums, folded, neutral = stack(_SUMS_BYTES), stack(FOLDED_BYTES), stack(64)
         store_f32(neutral, 1)
-        for i in range(_SUMS_BYTES // 8):
-            store_i64(sums + 8 * i, 0)
+        together = _together(rows)
+        groups = (last - first) // together + (last - first) % together
+        for i in range(rows * together * groups):
+            store(sums + _VECTOR * i, zeros(1, 1))
         panels = (word(job, C) + PANEL - 1) // PANEL
         at_once = max(1, _X_BYTES // (X_PANEL * rows))
         number = (batch * word(job, R) + first) // word(job, TR)  # of the row of scales
@@ -94,7 +94,8 @@ def worker(kind: str) -> Any:
     @native
     def work(job, part):
         parts = (word(job, R) + PART - 1) // PART
-        batch, first = part // parts, part % parts * PART
+        batch, part = divmod(part, parts)
+        first = in_stretches(part, parts, word(job, THREADS)) * PART
         last, rows = min(first + PART, word(job, R)), word(job, M)
         tile, way = word(job, TR), way_of(job)
         while first < last:
@@ -127,9 +128,8 @@ def _way(kind: str) -> Any:
 
 def _products(kind: str) -> Any:
     """What adds the products of a block of rows of x with panels of W to sums."""
-    PANEL, W_BYTES = COLUMNS[kind], BYTES[kind]
-    READ_BEHIND = 3 if kind.startswith("lookup") else 0  # bytes, of a panel; see `multiply`
-    TAIL = W_BYTES * max(_TOGETHER.values()) + READ_BEHIND
+    PANEL, W_BYTES, FIELDS = COLUMNS[kind], BYTES[kind], VECTORS[kind]
+    TAIL = W_BYTES * max(_TOGETHER.values())
     X_PANEL, SCALES_OF_ROW = 4 * PANEL, _SCALES
     SCALES = SCALES_OF_ROW * max(_TOGETHER.values())
     one_1, one_2, one_4, one_most = (_panels(kind, min(i, MOST), ONE) for i in (1, 2, 4, 8))
@@ -140,11 +140,12 @@ def _products(kind: str) -> Any:
     def add_products(job, rows, sums, x, batch, first, last, begin, end, number, neutral, way):
         tail, numbers = stack(TAIL), stack(SCALES)
         row_bytes, stride = word(job, ROW_BYTES), word(job, NEXT_ROW)
-        columns, r = word(job, C), word(job, R)
+        columns = word(job, C)
         tile, step = word(job, TC), 1 if word(job, TR) == 1 else 0  # from a row of scales to a next
         tiles = columns // tile
         first_tile = begin * PANEL // tile
         some = (min(end * PANEL, columns) + tile - 1) // tile - first_tile
+        lanes = lanes_by(FIELDS, tile)
         w = row_of(job, batch, first)
         while first < last:
             # The last rows are taken one by one: all that are taken together are the same one.
@@ -167,8 +168,6 @@ def _products(kind: str) -> Any:
             if count == 1:
                 next_scale = 0
             whole = columns // PANEL
-            if first + count == r:  # there may be nothing behind them
-                whole = min(whole, max(0, row_bytes - READ_BEHIND) // W_BYTES)
             at = begin
             while at < end:
                 stop, panel = min(whole, end), w + W_BYTES * at
@@ -179,7 +178,7 @@ def _products(kind: str) -> Any:
                         copy(tail + c * W_BYTES, row, existing, W_BYTES)
                 place = x + X_PANEL * rows * (at - begin)
                 next_panel = W_BYTES if at >= whole else next_row
-                args = (job, sums, place, panel, next_panel, scale, next_scale, at, stop)
+                args = (job, sums, place, panel, next_panel, scale, next_scale, lanes, at, stop)
                 if way != SOME and rows == 1:
                     one_1(*args)
                 elif way != SOME and rows == 2:
@@ -209,10 +208,10 @@ def _products(kind: str) -> Any:
 def _panels(kind: str, rows: int, way: int) -> Any:
     """What adds products of `rows` rows of x with panels of some rows of W to sums in memory."""
     PANEL, W_BYTES, X_PANEL = COLUMNS[kind], BYTES[kind], 4 * COLUMNS[kind]
-    TOGETHER, FIELDS = _TOGETHER[rows], VECTORS[kind]
+    TOGETHER = _TOGETHER[rows]
 
     @native
-    def panels(job, sums, x, w, next_row, scale, next_scale, begin, end):
+    def panels(job, sums, x, w, next_row, scale, next_scale, lanes, begin, end):
         tile, together = word(job, TC), TOGETHER * next_row
         ahead = 0 if together == 0 else (_AHEAD + together - 1) // together * together
         # So many numbers scale a panel, or one scales so many panels.
@@ -224,19 +223,17 @@ def _panels(kind: str, rows: int, way: int) -> Any:
         scale += 4 * count * (begin // lasts)
         left = lasts - begin % lasts
         existing = min(count, word(job, C) // tile - begin * count)
-        lanes, table = lanes_by(FIELDS, tile), load_table(word(job, TABLE))
+        table = load_table(word(job, TABLE))
         total = load_block(sums, rows, TOGETHER)
         while begin < end:
             stop = min(end, begin + left)
             scales = panel_scales(scale, next_scale, lanes, existing, TOGETHER, way)
-            part = begun(total)
             for _ in range(begin, stop):
                 for c in range(TOGETHER):
                     prefetch_for_later(w + c * next_row + ahead)
-                part = multiply(part, x, X_PANEL, table, scales, w, next_row, kind, way)
+                total = multiply(total, x, X_PANEL, table, scales, w, next_row, kind, way)
                 x += rows * X_PANEL
                 w += W_BYTES
-            total = ended(total, part, scales)
             scale += 4 * count
             begin, left = stop, lasts
         store(sums, total)

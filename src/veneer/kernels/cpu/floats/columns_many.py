@@ -18,10 +18,10 @@ from ....native.simd.floats import load, splat, store, store_block, zeros
 from ....native.simd.planes import store_codes_of_planes
 from ..job import BATCH, MINIMUM, NEXT_ROW, OUT, ROW_BYTES, SCALE, TABLE, TC, TR, C, M, R, X
 from ..kinds import BITS, LOOKUP_BITS, PLANE_BITS, byte_of_planes
+from ..place import row_of
 from ..scales import copy, has_minima, read_tiles
 from .pairs import F32, Numbers
 from .panels import load_block, store_bytes, store_fields, transpose
-from .place import row_of
 
 #: Rows of x that are multiplied at once by so many vectors: as many sums as registers hold.
 ROWS = 6

@@ -24,10 +24,10 @@ from ....native.simd.codes import load_table
 from ....native.simd.floats import store, zeros
 from ..job import BATCH, NEXT_ROW, OUT, ROW_BYTES, SCALE, TABLE, TR, C, M, R, X
 from ..kinds import BITS
+from ..place import row_of
 from ..scales import read_tiles
 from ..variants import SHORT_VECTORS
 from .decode import in_order
-from .place import row_of
 
 #: Columns that are decoded at once, of which a row has a few times as many.
 _WIDTH = SHORT_VECTORS * LANES

@@ -65,98 +65,72 @@ def load_block(address, rows, columns):
 
 
 @instruction
-def begun(total):
-    """The sums of what one scale is for: for one row of x, they start at 0, and are scaled at last.
-
-    For several rows, it is less work to scale what they are multiplied by.
-    """
-    zeros = ir.Constant(total.llvm, [constant(FLOATS, 0.0)] * total.count)
-    return total, lambda builder, sums: zeros if total.rows == 1 else sums
-
-
-@instruction
-def ended(total, sums, scales):
-    """The total with the sums that `begun` began."""
-
-    def emit(builder, totals, sums, scales):
-        if total.rows > 1:
-            return sums
-        rows = zip(*(vectors(builder, block) for block in (sums, scales, totals)), strict=True)
-        return block_of(builder, [multiply_add(builder, *terms) for terms in rows])
-
-    return total, emit
-
-
-@instruction
 def multiply(sums, x, stride, table, scales, w, row_bytes, kind, way):
-    """`sums[r][c] + x[r] * W[c] * scales[c]`, lane by lane, for a panel; with one row, unscaled.
+    """`sums[r][c] + x[r] * W[c] * scales[c]`, lane by lane, for a panel.
 
-    Rows of x are `stride` bytes apart, those of W `row_bytes`. With one row, 3 bytes behind a panel
-    may be read, too.
+    Rows of x are `stride` bytes apart, those of W `row_bytes`. For one row of x, products are added
+    up and then scaled: less work, and no sum has to wait for the panel before. For several, it is
+    less work to scale what they are multiplied by.
     """
-    kind, is_table = (
-        kind.literal_value,
-        kind.literal_value in LOOKUP_BITS and way.literal_value == ONE,
-    )
+    kind, is_one = kind.literal_value, way.literal_value == ONE
 
     def emit(builder, totals, x, stride, table, scales, w, row_bytes, *_):
         totals, table, scales = (vectors(builder, block) for block in (totals, table, scales))
-        tables = [table] * len(scales)
-        if sums.rows > 1 and is_table:  # which has one scale a panel
-            tables = [[builder.fmul(part, by) for part in table] for by in scales]
-        places = [at(builder, w, 0, c, row_bytes) for c in range(len(tables))]
+        places = [at(builder, w, 0, c, row_bytes) for c in range(len(scales))]
+        are_scaled = sums.rows > 1
         if kind in PLANE_BITS:
             vector = _planes(builder, kind, places, table)
+        elif kind in LOOKUP_BITS and are_scaled and is_one:  # a table, for a panel has one scale
+            tables = [[builder.fmul(part, by) for part in table] for by in scales]
+            vector, are_scaled = _fields(builder, kind, places, tables), False
+        elif kind in LOOKUP_BITS:
+            vector = _fields(builder, kind, places, [table] * len(places))
         else:
-            rows = [
-                # For one row, it is less work to read dwords again, a byte on, than to shift them.
-                _PanelRow(builder, kind, place, table, rereads=sums.rows == 1)
-                for place, table in zip(places, tables, strict=True)
-            ]
-            vector = lambda c, j: rows[c].vector(j)
+            vector = _bytes(builder, kind, places)
+        products = totals if sums.rows > 1 else [constant(FLOATS, 0.0)] * len(totals)
         for j in range(VECTORS[kind]):
             values = [vector(c, j) for c in range(len(places))]
-            if sums.rows > 1 and not is_table:
+            if are_scaled:
                 values = [builder.fmul(*pair) for pair in zip(values, scales, strict=True)]
             for r in range(sums.rows):
                 number = load_vector(builder, at(builder, x, j, r, stride))
                 for c, value in enumerate(values):
                     i = r * sums.columns + c
-                    totals[i] = multiply_add(builder, number, value, totals[i])
-        return block_of(builder, totals)
+                    products[i] = multiply_add(builder, number, value, products[i])
+        if sums.rows > 1:
+            return block_of(builder, products)
+        terms = zip(products, scales, totals, strict=True)
+        return block_of(builder, [multiply_add(builder, *each) for each in terms])
 
     return sums, emit
 
 
+# What gives vector j of row c of a panel, as f32.
+
+
 def _planes(builder: Any, kind: str, places: Any, table: Any) -> Any:
-    """What gives vector j of row c of a panel: those of all rows are unpacked together."""
     count = VECTORS[kind]
     codes = unpacked(builder, places, COLUMNS[kind] // 8, BITS[kind], table)
     return lambda c, j: CONVERSIONS[byte_of_planes(kind)](builder, codes[c * count + j])
 
 
-class _PanelRow:
-    """The panel at an address, of which vectors are asked for from the first to the last."""
+def _fields(builder: Any, kind: str, places: Any, tables: Any) -> Any:
+    bits = LOOKUP_BITS[kind]
+    dwords = [load_vector(builder, place, INTS) for place in places]
 
-    def __init__(self, builder: Any, kind: str, address: Any, table: Any, rereads: bool):
-        self.builder, self.kind, self.address, self.table = builder, kind, address, table
-        self.rereads = rereads
-        self.dwords = None
+    def vector(c: int, j: int) -> Any:
+        indices = builder.lshr(dwords[c], constant(INTS, bits * j)) if j else dwords[c]
+        return look_up(builder, tables[c], indices)
 
-    def vector(self, j: int) -> Any:
-        """Vector j."""
-        builder = self.builder
-        if self.kind not in LOOKUP_BITS:
-            place = builder.add(self.address, I64(LANES * j))
-            codes = load_vector(builder, place, ir.VectorType(I8, LANES))
-            return CONVERSIONS[self.kind](builder, codes)
-        byte, bit = divmod(j * LOOKUP_BITS[self.kind], 8)
-        if not self.rereads:
-            byte, bit = 0, 8 * byte + bit
-        if bit == 0:
-            self.dwords = load_vector(builder, builder.add(self.address, I64(byte)), INTS)
-        indices = builder.lshr(self.dwords, constant(INTS, bit)) if bit else self.dwords
-        return look_up(builder, self.table, indices)
+    return vector
+
+
+def _bytes(builder: Any, kind: str, places: Any) -> Any:
+    def vector(c: int, j: int) -> Any:
+        place = builder.add(places[c], I64(LANES * j))
+        return CONVERSIONS[kind](builder, load_vector(builder, place, ir.VectorType(I8, LANES)))
+
+    return vector
 
 
 # For many rows of x: panels of LANES rows of W, of which each becomes a lane.

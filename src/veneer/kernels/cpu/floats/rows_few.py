@@ -48,10 +48,10 @@ from ..job import (
 )
 from ..kinds import BITS
 from ..minima import sum_of
+from ..place import row_of
 from ..scales import has_minima
 from ..variants import FLOATS_BY_ROWS
 from .decode import reader, row_bytes
-from .place import row_of
 from .rows_many import PANEL, Multiplier, add, add_rows, clear, copy_rows, expand
 
 #: So few rows of x are multiplied with codes from where they are, by blocks of so many rows. More

@@ -28,10 +28,10 @@ from ....native.simd.floats import (
 )
 from ..job import BATCH, MINIMUM, NEXT_ROW, OUT, SCALE, TABLE, TC, TR, C, M, R, X
 from ..kinds import BITS
+from ..place import row_of
 from ..scales import has_minima, read_tiles
 from .decode import reader, row_bytes
 from .pairs import F32, Numbers
-from .place import row_of
 
 #: Columns that are worked on together, and rows that are decoded at once: 24 KB of f32.
 PANEL, BLOCK = 128, 48

@@ -73,6 +73,7 @@ from ..job import (
 )
 from ..kinds import INTEGER_PLANES
 from ..minima import adder, sums_size, write_sums_of_codes
+from ..place import in_stretches
 from ..scales import bytes_of, copy, has_minima, read_tiles
 from ..variants import ROWS
 from .panel import BITS, WIDTH, reader
@@ -86,13 +87,6 @@ _ALL_LANES = LANES.bit_length() - 1
 #: Codes of a group, at most.
 _GROUP = 8 * WIDTH
 _VECTOR, _FOUR = 4 * LANES, 4 * LANES * ROWS
-
-
-@native
-def in_stretches(part, parts, threads):
-    """Which part to do instead of one, so that what threads do in turns is a stretch for each."""
-    stretch, at = part % threads, part // threads
-    return stretch * (parts // threads) + min(stretch, parts % threads) + at
 
 
 @native
