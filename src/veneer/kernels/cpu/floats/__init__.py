@@ -8,6 +8,7 @@ many rows of x there are, what counts.
     rows_many       by many: blocks of the matrix are decoded first
     decode          neighbours in a row of codes, as vectors
     columns_short   columns contracted by few, of rows as short as a head: they are summed together
+    columns_one     by one row: sums stay in registers until they are done
     columns_few     by few: panels of the matrix are decoded in registers
     columns_many    by many: blocks of the matrix are decoded, scaled and transposed first
     columns_x       x in the order that panels are decoded in

@@ -4,6 +4,8 @@ Panels of a few rows of W are decoded in registers, and multiplied by a few rows
 (`panels.py`). Sums are vectors, whose lanes are added up at the end. For x to meet them, it is
 brought into the order that codes are decoded in (`columns_x.py`).
 
+One row of x, or one that is left, is multiplied otherwise (`columns_one.py`).
+
 Scales meet panels in three ways, by where they change:
 
 - ONE number scales a panel, where a tile is whole panels, or all columns.
@@ -25,6 +27,8 @@ from .. import minima
 from ..job import NEXT_ROW, OUT, ROW_BYTES, SCALE, TABLE, TC, THREADS, TR, C, M, R
 from ..place import in_stretches, row_of
 from ..scales import are_f32, copy, has_minima, read_tiles
+from . import columns_one
+from .columns_one import AHEAD
 from .columns_x import MOST, order, rows_of_block
 from .panels import (
     BYTES,
@@ -41,16 +45,14 @@ from .panels import (
 
 #: How many rows of W are multiplied by so many rows of x at once: as many as registers hold sums
 #: of, next to what is decoded.
-_TOGETHER = {1: 4, 2: 4, 4: 4, 8: 3} if LANES == 16 else {1: 4, 2: 3, 4: 2}
-_BY_1, _BY_2, _BY_4, _BY_MOST = (_TOGETHER[min(rows, MOST)] for rows in (1, 2, 4, 8))
+_TOGETHER = {2: 4, 4: 4, 8: 3} if LANES == 16 else {2: 3, 4: 2}
+_BY_2, _BY_4, _BY_MOST = (_TOGETHER[min(rows, MOST)] for rows in (2, 4, 8))
 #: Rows of W in a part: a multiple of all of these.
 PART = 48
 #: Bytes of x that are multiplied by all rows of a part before the next are: the innermost cache
 #: holds them, and some rows of W.
 _X_BYTES = 32 * 1024
 _VECTOR = 4 * LANES
-#: Bytes on, or a few more, is what is fetched: so much is read in the time that memory takes.
-_AHEAD = 8192
 #: Bytes of the scales of a row of W that meet so many columns of x, at most: one for 8 columns.
 _SCALES = _X_BYTES // 8 + _VECTOR
 #: Bytes of sums, at most: those of a part, in groups, and the last rows one by one.
@@ -64,7 +66,7 @@ def worker(kind: str) -> Any:
     x_order = order(kind)
     block_of_x, sums_of_x, fold = x_order.block, x_order.sums, x_order.fold
     add_products = _products(kind)
-    way_of = _way(kind)
+    way_of, multiply_row = _way(kind), columns_one.multiplier(kind, x_order)
     PANEL, X_PANEL = COLUMNS[kind], 4 * COLUMNS[kind]
     FOLDED_BYTES = max(_X_BYTES, X_PANEL * MOST)
 
@@ -105,7 +107,10 @@ def worker(kind: str) -> Any:
                 end = min(last, (first // tile + 1) * tile)
             for m in range(0, rows, MOST):
                 block = rows_of_block(rows, m)
-                multiply_block(job, block, batch, first, end, m, way)
+                if block == 1:
+                    multiply_row(job, batch, first, end, m, way)
+                else:
+                    multiply_block(job, block, batch, first, end, m, way)
             first = end
 
     return work
@@ -132,9 +137,9 @@ def _products(kind: str) -> Any:
     TAIL = W_BYTES * max(_TOGETHER.values())
     X_PANEL, SCALES_OF_ROW = 4 * PANEL, _SCALES
     SCALES = SCALES_OF_ROW * max(_TOGETHER.values())
-    one_1, one_2, one_4, one_most = (_panels(kind, min(i, MOST), ONE) for i in (1, 2, 4, 8))
+    one_2, one_4, one_most = (_panels(kind, min(i, MOST), ONE) for i in (2, 4, 8))
     other = SOME if kind.startswith("lookup") else ONE  # bytes are lanes, which never are tiles
-    some_1, some_2, some_4, some_most = (_panels(kind, min(i, MOST), other) for i in (1, 2, 4, 8))
+    some_2, some_4, some_most = (_panels(kind, min(i, MOST), other) for i in (2, 4, 8))
 
     @native
     def add_products(job, rows, sums, x, batch, first, last, begin, end, number, neutral, way):
@@ -179,16 +184,12 @@ def _products(kind: str) -> Any:
                 place = x + X_PANEL * rows * (at - begin)
                 next_panel = W_BYTES if at >= whole else next_row
                 args = (job, sums, place, panel, next_panel, scale, next_scale, lanes, at, stop)
-                if way != SOME and rows == 1:
-                    one_1(*args)
-                elif way != SOME and rows == 2:
+                if way != SOME and rows == 2:
                     one_2(*args)
                 elif way != SOME and rows < MOST:
                     one_4(*args)
                 elif way != SOME:
                     one_most(*args)
-                elif rows == 1:
-                    some_1(*args)
                 elif rows == 2:
                     some_2(*args)
                 elif rows < MOST:
@@ -213,7 +214,7 @@ def _panels(kind: str, rows: int, way: int) -> Any:
     @native
     def panels(job, sums, x, w, next_row, scale, next_scale, lanes, begin, end):
         tile, together = word(job, TC), TOGETHER * next_row
-        ahead = 0 if together == 0 else (_AHEAD + together - 1) // together * together
+        ahead = 0 if together == 0 else (AHEAD + together - 1) // together * together
         # So many numbers scale a panel, or one scales so many panels.
         count, lasts = 1, end + 1
         if way == SOME:
@@ -244,15 +245,13 @@ def _panels(kind: str, rows: int, way: int) -> Any:
 @native
 def _together(rows):
     """How many rows of W are multiplied by so many rows of x at once."""
-    if rows == 1:
-        return _BY_1
     if rows == 2:
         return _BY_2
     return _BY_4 if rows < MOST else _BY_MOST
 
 
-_minima_1, _minima_2, _minima_4, _minima_most = (
-    minima.reading_adder(min(i, MOST), _TOGETHER[min(i, MOST)]) for i in (1, 2, 4, 8)
+_minima_2, _minima_4, _minima_most = (
+    minima.reading_adder(min(i, MOST), _TOGETHER[min(i, MOST)]) for i in (2, 4, 8)
 )
 
 
@@ -264,9 +263,7 @@ def _add_minima(job, rows, sums, of_x, first, last, number):
         count, step = _together(rows), next
         if first + count > last:
             count, step = 1, 0
-        if rows == 1:
-            _minima_1(job, sums, of_x, number, step)
-        elif rows == 2:
+        if rows == 2:
             _minima_2(job, sums, of_x, number, step)
         elif rows < MOST:
             _minima_4(job, sums, of_x, number, step)

@@ -1,0 +1,137 @@
+"""Columns contracted by one row of x, as in decoding: no sum leaves a register before it is done.
+
+Four rows of W are read at a time; their scales and minima beforehand, those of a whole part at
+once. The sums of their lanes are written together.
+"""
+
+from typing import Any
+
+from ....native.functions import native
+from ....native.isa import LANES
+from ....native.memory import (
+    free,
+    load_f32,
+    malloc,
+    prefetch_for_later,
+    set_word,
+    stack,
+    store_f32,
+    word,
+)
+from ....native.simd.codes import load_table
+from ....native.simd.floats import store_fours, zeros
+from ..job import FAILED, MINIMUM, NEXT_ROW, OUT, ROW_BYTES, SCALE, TABLE, TC, TR, C, M, R
+from ..minima import adder
+from ..place import row_of
+from ..scales import are_f32, copy, has_minima, read_tiles
+from .columns_x import Order
+from .panels import BYTES, COLUMNS, FOLDED, ONE, SOME, VECTORS, lanes_by, multiply, panel_scales
+
+#: Rows of W that are read at a time: each number of x is multiplied by as many.
+ROWS = 4
+#: Bytes on, or a few more, is what is fetched: so much is read in the time that memory takes.
+AHEAD = 8192
+_VECTOR, _SIXTEEN = 4 * LANES, 16
+
+
+def multiplier(kind: str, x_order: Order) -> Any:
+    """Makes what multiplies one row of x by rows of W that have scales of their own, or share."""
+    PANEL, W_BYTES, FIELDS = COLUMNS[kind], BYTES[kind], VECTORS[kind]
+    X_PANEL = 4 * PANEL
+    block_of_x, sums_of_x, fold = x_order.block, x_order.sums, x_order.fold
+    # 0 times any code is 0, where none is NaN: then what lies behind a row may be read.
+    has_nan = kind.startswith("float8")
+    by_one = _panels(kind, ONE)
+    by_some = _panels(kind, SOME) if kind.startswith("lookup") else by_one
+    add_minima = adder(1, ROWS)
+
+    @native
+    def multiply_row(job, batch, first, last, m, way):
+        """Multiplies row m of x by the rows of W from first to last."""
+        columns, r, row_bytes = word(job, C), word(job, R), word(job, ROW_BYTES)
+        stride, tile, rows = word(job, NEXT_ROW), word(job, TC), last - first
+        panels, tiles = (columns + PANEL - 1) // PANEL, columns // tile
+        number = (batch * r + first) // word(job, TR)  # of the row of scales
+        numbers, step = tiles, 0  # from a row of W to the scales of the next
+        if word(job, TR) == 1:
+            numbers, step = tiles * rows, 4 * tiles
+        # What is made here: scales, minima, x with the scales in it, rows with zeros behind them.
+        size, folded, copied = 4 * numbers + _VECTOR, X_PANEL * panels, W_BYTES * panels
+        memory = malloc(2 * size + folded + ROWS * copied)
+        if memory == 0:
+            set_word(job, FAILED, 1)
+            return
+        scales, minima, next_scale = memory, memory + size, step
+        x, copies = block_of_x(job, batch, m), memory + 2 * size + folded
+        if way == FOLDED:
+            fold(job, memory + 2 * size, x, 1, number, 0, panels)
+            x, next_scale = memory + 2 * size, 0
+            store_f32(scales, 1)
+        elif are_f32(job):
+            scales = word(job, SCALE) + 4 * tiles * number
+        else:
+            read_tiles(job, SCALE, number, 0, numbers, scales)
+        if has_minima(job):
+            read_tiles(job, MINIMUM, number, 0, numbers, minima)
+        of_panel, lasts = 1, panels  # so many numbers scale a panel, or one so many panels
+        if way == SOME:
+            of_panel, lasts = PANEL // tile, 1
+        elif way == ONE and tile % PANEL == 0:
+            lasts = tile // PANEL
+        sums_x, fours = sums_of_x(job, batch, m), stack(_SIXTEEN)
+        lanes, table = lanes_by(FIELDS, tile), load_table(word(job, TABLE))
+        w, y = (
+            row_of(job, batch, first),
+            word(job, OUT) + 4 * ((batch * word(job, M) + m) * r + first),
+        )
+        ahead = (AHEAD // (ROWS * stride) + 1) * ROWS * stride
+        at = 0
+        while at < rows:
+            # The last rows are taken one by one: all that are taken together are the same one.
+            count, next_row, next_scales, next_minima = ROWS, stride, next_scale, step
+            if at + ROWS > rows:
+                count, next_row, next_scales, next_minima = 1, 0, 0, 0
+            total, place = zeros(1, ROWS), w
+            if has_minima(job):
+                total = add_minima(total, sums_x, 0, minima, next_minima, tiles)
+            if row_bytes < copied and (has_nan or row_bytes < W_BYTES or first + at + count == r):
+                for i in range(ROWS):
+                    copy(copies + i * copied, w + i * next_row, row_bytes, copied)
+                place, next_row = copies, copied
+            of_rows = (place, next_row, ahead, scales, next_scales)
+            if way == SOME:
+                total = by_some(total, x, table, of_rows, lanes, tiles, panels, of_panel, lasts)
+            else:
+                total = by_one(total, x, table, of_rows, lanes, tiles, panels, of_panel, lasts)
+            store_fours(fours, 0, total)
+            for i in range(count):
+                store_f32(y + 4 * i, load_f32(fours + 4 * i))
+            at, w, y = at + count, w + count * stride, y + 4 * count
+            minima += count * step
+            if next_scale != 0:
+                scales += count * next_scale
+        free(memory)
+
+    return multiply_row
+
+
+def _panels(kind: str, way: int) -> Any:
+    """Makes what adds the products of x with some rows of W to sums, which are lanes."""
+    W_BYTES, X_PANEL = BYTES[kind], 4 * COLUMNS[kind]
+
+    @native
+    def panels(total, x, table, of_rows, lanes, tiles, count, of_panel, lasts):
+        w, next_row, ahead, scale, next_scale = of_rows
+        scales, left = zeros(1, ROWS), 0
+        for _ in range(count):
+            if way == SOME or left == 0:
+                scales = panel_scales(scale, next_scale, lanes, tiles, ROWS, way)
+                scale, tiles, left = scale + 4 * of_panel, tiles - of_panel, lasts
+            left -= 1
+            for i in range(ROWS):
+                prefetch_for_later(w + i * next_row + ahead)
+            total = multiply(total, x, X_PANEL, table, scales, w, next_row, kind, way)
+            x, w = x + X_PANEL, w + W_BYTES
+        return total
+
+    return panels
