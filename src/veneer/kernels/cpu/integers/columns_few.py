@@ -17,7 +17,7 @@ from ....native.memory import (
     free,
     load_f32,
     malloc,
-    prefetch_for_later,
+    prefetch,
     set_word,
     stack,
     store_f32,
@@ -81,7 +81,7 @@ from .panel import BITS, WIDTH, reader
 #: How many rows of the matrix a part has; the last has the rest, too.
 PART = 64
 #: Bytes on, or a few more, is what is fetched: so much is read in the time that memory takes.
-_AHEAD = 8192
+_AHEAD = 4096
 #: All lanes, as a power of two.
 _ALL_LANES = LANES.bit_length() - 1
 #: Codes of a group, at most.
@@ -93,7 +93,7 @@ _VECTOR, _FOUR = 4 * LANES, 4 * LANES * ROWS
 def fetch(address, size):
     """Asks for so many bytes."""
     for i in range(0, size, 64):
-        prefetch_for_later(address + i)
+        prefetch(address + i)
 
 
 def kernel(kind: str, offset: int) -> Any:
@@ -183,7 +183,7 @@ def kernel(kind: str, offset: int) -> Any:
         @native
         def add_group(total, x, next_x, w, row_bytes, later, table):
             for row in range(together):
-                prefetch_for_later(w + row * row_bytes + later)
+                prefetch(w + row * row_bytes + later)
             return add_products(total, x, next_x, load_codes(w, row_bytes, table), table)
 
         if m == 1:  # then scales are multiplied by those of x already

@@ -22,7 +22,7 @@ from ....native.memory import (
     load_i8,
     load_i32,
     malloc,
-    prefetch_for_later,
+    prefetch,
     set_word,
     stack,
     store_f32,
@@ -179,7 +179,7 @@ def kernel(kind: str, offset: int) -> Any:
                     for _ in range(0, depth, 4):
                         if field == 0:
                             for row in range(4):
-                                prefetch_for_later(fetched + row * stride)
+                                prefetch(fetched + row * stride)
                         bytes = interleaved(place, stride)
                         codes = read(table, bytes, field * bits)
                         if together == 2:
