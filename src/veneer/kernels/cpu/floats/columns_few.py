@@ -6,11 +6,11 @@ brought into the order that codes are decoded in (`columns_x.py`).
 
 One row of x, or one that is left, is multiplied otherwise (`columns_one.py`).
 
-Scales meet panels in three ways, by where they change:
+Scales meet panels in four ways, by where they change:
 
 - ONE number scales a panel, where a tile is whole panels, or all columns.
-- SOME do, one each lane, where a panel is tiles of whole lanes. Lanes are several neighbouring
-  columns only where codes have fewer than 8 bits.
+- SOME do, one each lane, where a panel is tiles of whole lanes, as fields of dwords are.
+- EACH vector has one, where a panel is tiles of whole vectors, as of other codes.
 - FOLDED into x otherwise, for all rows of W that share scales: so it is where they change from
   column to column, in the gradient of a matrix whose tiles are along the other dimension.
 """
@@ -41,6 +41,7 @@ from .panels import (
     load_block,
     multiply,
     panel_scales,
+    ways,
 )
 
 #: How many rows of W are multiplied by so many rows of x at once: as many as registers hold sums
@@ -118,15 +119,15 @@ def worker(kind: str) -> Any:
 
 def _way(kind: str) -> Any:
     """What says how scales meet panels."""
-    PANEL = COLUMNS[kind]
-    LANE = VECTORS[kind] if kind.startswith("lookup") else PANEL
+    PANEL, (_, MORE) = COLUMNS[kind], ways(kind)
+    LANE = VECTORS[kind] if MORE == SOME else LANES
 
     @native
     def way(job):
         tile = word(job, TC)
         if tile % PANEL == 0 or tile == word(job, C):
             return ONE
-        return SOME if PANEL % tile == 0 and tile % LANE == 0 else FOLDED
+        return MORE if PANEL % tile == 0 and tile % LANE == 0 else FOLDED
 
     return way
 
@@ -134,12 +135,12 @@ def _way(kind: str) -> Any:
 def _products(kind: str) -> Any:
     """What adds the products of a block of rows of x with panels of W to sums."""
     PANEL, W_BYTES, FIELDS = COLUMNS[kind], BYTES[kind], VECTORS[kind]
-    TAIL = W_BYTES * max(_TOGETHER.values())
+    TAIL, (_, MORE) = W_BYTES * max(_TOGETHER.values()), ways(kind)
     X_PANEL, SCALES_OF_ROW = 4 * PANEL, _SCALES
     SCALES = SCALES_OF_ROW * max(_TOGETHER.values())
-    one_2, one_4, one_most = (_panels(kind, min(i, MOST), ONE) for i in (2, 4, 8))
-    other = SOME if kind.startswith("lookup") else ONE  # bytes are lanes, which never are tiles
-    some_2, some_4, some_most = (_panels(kind, min(i, MOST), other) for i in (2, 4, 8))
+    (one_2, one_4, one_most), (more_2, more_4, more_most) = (
+        [_panels(kind, min(i, MOST), way) for i in (2, 4, 8)] for way in ways(kind)
+    )
 
     @native
     def add_products(job, rows, sums, x, batch, first, last, begin, end, number, neutral, way):
@@ -184,18 +185,18 @@ def _products(kind: str) -> Any:
                 place = x + X_PANEL * rows * (at - begin)
                 next_panel = W_BYTES if at >= whole else next_row
                 args = (job, sums, place, panel, next_panel, scale, next_scale, lanes, at, stop)
-                if way != SOME and rows == 2:
+                if way != MORE and rows == 2:
                     one_2(*args)
-                elif way != SOME and rows < MOST:
+                elif way != MORE and rows < MOST:
                     one_4(*args)
-                elif way != SOME:
+                elif way != MORE:
                     one_most(*args)
                 elif rows == 2:
-                    some_2(*args)
+                    more_2(*args)
                 elif rows < MOST:
-                    some_4(*args)
+                    more_4(*args)
                 else:
-                    some_most(*args)
+                    more_most(*args)
                 at = stop
             first += count
             w += count * stride
@@ -217,7 +218,7 @@ def _panels(kind: str, rows: int, way: int) -> Any:
         ahead = 0 if together == 0 else (AHEAD + together - 1) // together * together
         # So many numbers scale a panel, or one scales so many panels.
         count, lasts = 1, end + 1
-        if way == SOME:
+        if way != ONE:
             count, lasts = PANEL // tile, 1
         elif tile % PANEL == 0:
             lasts = tile // PANEL
@@ -228,7 +229,7 @@ def _panels(kind: str, rows: int, way: int) -> Any:
         total = load_block(sums, rows, TOGETHER)
         while begin < end:
             stop = min(end, begin + left)
-            scales = panel_scales(scale, next_scale, lanes, existing, TOGETHER, way)
+            scales = panel_scales(scale, next_scale, lanes, count, existing, TOGETHER, kind, way)
             for _ in range(begin, stop):
                 for c in range(TOGETHER):
                     prefetch_for_later(w + c * next_row + ahead)

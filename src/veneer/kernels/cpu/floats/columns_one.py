@@ -25,7 +25,18 @@ from ..minima import adder
 from ..place import row_of
 from ..scales import are_f32, copy, has_minima, read_tiles
 from .columns_x import Order
-from .panels import BYTES, COLUMNS, FOLDED, ONE, SOME, VECTORS, lanes_by, multiply, panel_scales
+from .panels import (
+    BYTES,
+    COLUMNS,
+    EACH,
+    FOLDED,
+    ONE,
+    VECTORS,
+    lanes_by,
+    multiply,
+    panel_scales,
+    ways,
+)
 
 #: Rows of W that are read at a time: each number of x is multiplied by as many.
 ROWS = 4
@@ -37,12 +48,11 @@ _VECTOR, _SIXTEEN = 4 * LANES, 16
 def multiplier(kind: str, x_order: Order) -> Any:
     """Makes what multiplies one row of x by rows of W that have scales of their own, or share."""
     PANEL, W_BYTES, FIELDS = COLUMNS[kind], BYTES[kind], VECTORS[kind]
-    X_PANEL = 4 * PANEL
+    X_PANEL, (_, MORE) = 4 * PANEL, ways(kind)
     block_of_x, sums_of_x, fold = x_order.block, x_order.sums, x_order.fold
     # 0 times any code is 0, where none is NaN: then what lies behind a row may be read.
     has_nan = kind.startswith("float8")
-    by_one = _panels(kind, ONE)
-    by_some = _panels(kind, SOME) if kind.startswith("lookup") else by_one
+    by_one, by_more = (_panels(kind, way) for way in ways(kind))
     add_minima = adder(1, ROWS)
 
     @native
@@ -74,7 +84,7 @@ def multiplier(kind: str, x_order: Order) -> Any:
         if has_minima(job):
             read_tiles(job, MINIMUM, number, 0, numbers, minima)
         of_panel, lasts = 1, panels  # so many numbers scale a panel, or one so many panels
-        if way == SOME:
+        if way == MORE:
             of_panel, lasts = PANEL // tile, 1
         elif way == ONE and tile % PANEL == 0:
             lasts = tile // PANEL
@@ -99,8 +109,8 @@ def multiplier(kind: str, x_order: Order) -> Any:
                     copy(copies + i * copied, w + i * next_row, row_bytes, copied)
                 place, next_row = copies, copied
             of_rows = (place, next_row, ahead, scales, next_scales)
-            if way == SOME:
-                total = by_some(total, x, table, of_rows, lanes, tiles, panels, of_panel, lasts)
+            if way == MORE:
+                total = by_more(total, x, table, of_rows, lanes, tiles, panels, of_panel, lasts)
             else:
                 total = by_one(total, x, table, of_rows, lanes, tiles, panels, of_panel, lasts)
             store_fours(fours, 0, total)
@@ -118,14 +128,15 @@ def multiplier(kind: str, x_order: Order) -> Any:
 def _panels(kind: str, way: int) -> Any:
     """Makes what adds the products of x with some rows of W to sums, which are lanes."""
     W_BYTES, X_PANEL = BYTES[kind], 4 * COLUMNS[kind]
+    WIDTH = ROWS * (VECTORS[kind] if way == EACH else 1)
 
     @native
     def panels(total, x, table, of_rows, lanes, tiles, count, of_panel, lasts):
         w, next_row, ahead, scale, next_scale = of_rows
-        scales, left = zeros(1, ROWS), 0
+        scales, left = zeros(1, WIDTH), 0
         for _ in range(count):
-            if way == SOME or left == 0:
-                scales = panel_scales(scale, next_scale, lanes, tiles, ROWS, way)
+            if way != ONE or left == 0:
+                scales = panel_scales(scale, next_scale, lanes, of_panel, tiles, ROWS, kind, way)
                 scale, tiles, left = scale + 4 * of_panel, tiles - of_panel, lasts
             left -= 1
             for i in range(ROWS):

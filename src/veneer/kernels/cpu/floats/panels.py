@@ -33,22 +33,23 @@ from ....native.simd.order import apart
 from ....native.simd.planes import unpacked
 from ..kinds import BITS, LOOKUP_BITS, PLANE_BITS, byte_of_planes
 
-#: How scales meet panels: ONE number for a panel; SOME, one for each lane; or FOLDED into x.
-ONE, SOME, FOLDED = range(3)
+#: How scales meet panels: ONE number for a panel; SOME, one for each lane; EACH, one for each
+#: vector; or FOLDED into x.
+ONE, SOME, EACH, FOLDED = range(4)
 
-#: Vectors of a panel. Fields of a dword each have one; of others, 16 columns are a panel, as few as
-#: share a scale in GGUF's K-quants.
-VECTORS = dict.fromkeys(BITS, 16 // LANES) | {
+#: Vectors of a panel: fields of a dword have one each, and of others 64 columns are a panel.
+VECTORS = dict.fromkeys(BITS, 64 // LANES) | {
     kind: 32 // bits for kind, bits in LOOKUP_BITS.items()
 }
 #: Columns of a panel.
 COLUMNS = {kind: count * LANES for kind, count in VECTORS.items()}
 #: Bytes of a panel.
-BYTES = (
-    dict.fromkeys(BITS, 16)
-    | dict.fromkeys(LOOKUP_BITS, 4 * LANES)
-    | {kind: 16 * bits // 8 for kind, bits in PLANE_BITS.items()}
-)
+BYTES = {kind: COLUMNS[kind] * bits // 8 for kind, bits in BITS.items()}
+
+
+def ways(kind: str) -> tuple[int, int]:
+    """The ways in which scales meet panels of a kind, where they are not folded into x."""
+    return (ONE, SOME) if kind in LOOKUP_BITS else (ONE, EACH)
 
 
 @instruction
@@ -72,32 +73,39 @@ def multiply(sums, x, stride, table, scales, w, row_bytes, kind, way):
     up and then scaled: less work, and no sum has to wait for the panel before. For several, it is
     less work to scale what they are multiplied by.
     """
-    kind, is_one = kind.literal_value, way.literal_value == ONE
+    kind, way = kind.literal_value, way.literal_value
 
     def emit(builder, totals, x, stride, table, scales, w, row_bytes, *_):
         totals, table, scales = (vectors(builder, block) for block in (totals, table, scales))
-        places = [at(builder, w, 0, c, row_bytes) for c in range(len(scales))]
+        places = [at(builder, w, 0, c, row_bytes) for c in range(sums.columns)]
+        scale = lambda c, j: scales[c * VECTORS[kind] + j if way == EACH else c]
         are_scaled = sums.rows > 1
         if kind in PLANE_BITS:
             vector = _planes(builder, kind, places, table)
-        elif kind in LOOKUP_BITS and are_scaled and is_one:  # a table, for a panel has one scale
+        elif (
+            kind in LOOKUP_BITS and are_scaled and way == ONE
+        ):  # a table, for a panel has one scale
             tables = [[builder.fmul(part, by) for part in table] for by in scales]
             vector, are_scaled = _fields(builder, kind, places, tables), False
         elif kind in LOOKUP_BITS:
             vector = _fields(builder, kind, places, [table] * len(places))
         else:
             vector = _bytes(builder, kind, places)
-        products = totals if sums.rows > 1 else [constant(FLOATS, 0.0)] * len(totals)
+        is_late = sums.rows == 1 and way != EACH  # a scale is for the products of a panel
+        products = [constant(FLOATS, 0.0)] * len(totals) if is_late else totals
         for j in range(VECTORS[kind]):
             values = [vector(c, j) for c in range(len(places))]
             if are_scaled:
-                values = [builder.fmul(*pair) for pair in zip(values, scales, strict=True)]
+                values = [builder.fmul(value, scale(c, j)) for c, value in enumerate(values)]
             for r in range(sums.rows):
                 number = load_vector(builder, at(builder, x, j, r, stride))
                 for c, value in enumerate(values):
                     i = r * sums.columns + c
-                    products[i] = multiply_add(builder, number, value, products[i])
-        if sums.rows > 1:
+                    terms = number, value
+                    if sums.rows == 1 and way == EACH:
+                        terms = builder.fmul(number, value), scale(c, j)
+                    products[i] = multiply_add(builder, *terms, products[i])
+        if not is_late:
             return block_of(builder, products)
         terms = zip(products, scales, totals, strict=True)
         return block_of(builder, [multiply_add(builder, *each) for each in terms])
@@ -109,9 +117,9 @@ def multiply(sums, x, stride, table, scales, w, row_bytes, kind, way):
 
 
 def _planes(builder: Any, kind: str, places: Any, table: Any) -> Any:
-    count = VECTORS[kind]
-    codes = unpacked(builder, places, COLUMNS[kind] // 8, BITS[kind], table)
-    return lambda c, j: CONVERSIONS[byte_of_planes(kind)](builder, codes[c * count + j])
+    units, bits = COLUMNS[kind] // 8, BITS[kind]
+    codes = [unpacked(builder, [place], units, bits, table) for place in places]
+    return lambda c, j: CONVERSIONS[byte_of_planes(kind)](builder, codes[c][j])
 
 
 def _fields(builder: Any, kind: str, places: Any, tables: Any) -> Any:
@@ -191,26 +199,38 @@ def _worth(builder: Any, codes: Any, scale: Any, behind: Any) -> Any:
 
 
 @instruction
-def panel_scales(address, stride, lanes, count, rows, way):
-    """A vector of scales for each of some rows of W, whose scales are `stride` bytes apart.
+def panel_scales(address, stride, lanes, of_panel, count, rows, kind, way):
+    """Vectors of scales for each of some rows of W, whose scales are `stride` bytes apart.
 
-    With the way ONE, it has one number for the panel. With SOME, lane d has the number that
-    `lanes[d]` says of `count`; and 0 where there is none.
+    With the way ONE, it has one number for the panel; with SOME, lane d has the number that
+    `lanes[d]` says of `count`, and 0 where there is none; with EACH, there is a vector for each of
+    a panel, which has so many numbers. Those behind `count` have the last.
     """
-    read = _one_scale if way.literal_value == ONE else _some_scales
+    rows, kind, way = rows.literal_value, kind.literal_value, way.literal_value
+    each = VECTORS[kind] if way == EACH else 1
 
-    def emit(builder, address, stride, lanes, count, *_):
-        places = [at(builder, address, 0, c, stride) for c in range(rows.literal_value)]
-        return block_of(builder, read(builder, places, lanes, count))
+    def emit(builder, address, stride, lanes, of_panel, count, *_):
+        places = [at(builder, address, 0, c, stride) for c in range(rows)]
+        if way == SOME:
+            return block_of(builder, _some_scales(builder, places, lanes, count))
+        last = builder.sub(count, I64(1))
+        offsets = [I64(0)]
+        for j in range(1, each):
+            number = builder.lshr(builder.mul(of_panel, I64(j)), I64(each.bit_length() - 1))
+            is_there = builder.icmp_signed("<", number, last)
+            offsets.append(builder.mul(builder.select(is_there, number, last), I64(4)))
+        return block_of(
+            builder,
+            [_one_scale(builder, builder.add(place, by)) for place in places for by in offsets],
+        )
 
-    return Block("f32", 1, rows.literal_value), emit
+    return Block("f32", 1, rows * each), emit
 
 
-def _one_scale(builder: Any, places: Any, lanes: Any, count: Any) -> list[Any]:
-    numbers = [builder.load(pointer(builder, place, F32)) for place in places]
-    for number in numbers:
-        number.align = 1
-    return [repeated(builder, number) for number in numbers]
+def _one_scale(builder: Any, place: Any) -> Any:
+    number = builder.load(pointer(builder, place, F32))
+    number.align = 1
+    return repeated(builder, number)
 
 
 def _some_scales(builder: Any, places: Any, lanes: Any, count: Any) -> list[Any]:
