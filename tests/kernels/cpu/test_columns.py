@@ -152,12 +152,27 @@ def test_what_is_not_finite_stays_in_its_row(kind, m):
 
 
 @pytest.mark.parametrize("kind", ["float8_e4m3fn", "float8_e5m2"])
-@pytest.mark.parametrize("m", [5, 24])
+@pytest.mark.parametrize("m", [1, 5, 24])
 def test_codes_that_are_not_finite_stay_in_theirs(kind, m):
     w = stored(kind, (1, 50, 33), (1, 33))
     x = np.abs(activations(1, m, 33))
     plain = product(kind, x, w)
     w.packed[0, 20, 0] = 0x7F  # the first of its row, which follows the tail of another
+    spoilt = product(kind, x, w)
+    rows = [r for r in range(50) if r != 20]
+    np.testing.assert_array_equal(spoilt[..., rows], plain[..., rows])
+    assert np.isnan(spoilt[..., 20]).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tile", [16, 32, 96, 288])
+@pytest.mark.parametrize("m", [1, 5])
+def test_scales_that_are_not_finite_stay_in_theirs(kind, tile, m):
+    """Where a row ends in the middle of a panel, the scales of the next one follow."""
+    w = stored(kind, (1, 50, 288), (1, tile))
+    x = activations(1, m, 288)
+    plain = product(kind, x, w)
+    w.scale[0, 20, 0] = np.nan
     spoilt = product(kind, x, w)
     rows = [r for r in range(50) if r != 20]
     np.testing.assert_array_equal(spoilt[..., rows], plain[..., rows])
