@@ -90,10 +90,8 @@ def multiplier(kind: str, x_order: Order) -> Any:
             lasts = tile // PANEL
         sums_x, fours = sums_of_x(job, batch, m), stack(_SIXTEEN)
         lanes, table = lanes_by(FIELDS, tile), load_table(word(job, TABLE))
-        w, y = (
-            row_of(job, batch, first),
-            word(job, OUT) + 4 * ((batch * word(job, M) + m) * r + first),
-        )
+        w = row_of(job, batch, first)
+        y = word(job, OUT) + 4 * ((batch * word(job, M) + m) * r + first)
         ahead = (AHEAD // (ROWS * stride) + 1) * ROWS * stride
         at = 0
         while at < rows:

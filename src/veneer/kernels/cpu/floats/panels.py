@@ -101,10 +101,10 @@ def multiply(sums, x, stride, table, scales, w, row_bytes, kind, way):
                 number = load_vector(builder, at(builder, x, j, r, stride))
                 for c, value in enumerate(values):
                     i = r * sums.columns + c
-                    terms = number, value
+                    factors = number, value
                     if sums.rows == 1 and way == EACH:
-                        terms = builder.fmul(number, value), scale(c, j)
-                    products[i] = multiply_add(builder, *terms, products[i])
+                        factors = builder.fmul(number, value), scale(c, j)
+                    products[i] = multiply_add(builder, *factors, products[i])
         if not is_late:
             return block_of(builder, products)
         terms = zip(products, scales, totals, strict=True)
