@@ -5,7 +5,7 @@ count entries, not bytes.
 """
 
 #: Words that a job has, and where each is.
-WORDS = 31
+WORDS = 29
 (
     X,  # address of the activations, [BATCH, M, K]: f32, int8 or bf16, by the kernel
     W,  # of the stored matrices, [BATCH, R, ROW_BYTES]; several may lie side by side: see NEXT_ROW
@@ -35,7 +35,5 @@ WORDS = 31
     OUTER_MINIMUM_TYPE,
     OUTER_MINIMUM_TILES,
     NEXT_ROW,  # bytes from a row to the next: ROW_BYTES, or of all that lie side by side
-    WIDE_SCALE,  # what `widen` allocates, of `scales.py`; 0 if nothing
-    WIDE_MINIMUM,
     FAILED,  # 1 where there was no memory for what the kernel needs
 ) = range(WORDS)

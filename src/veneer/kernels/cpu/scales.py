@@ -12,12 +12,9 @@ import numpy as np
 from ...native.functions import native, not_inlined
 from ...native.isa import LANES
 from ...native.memory import (
-    free,
     load_f32,
     load_i8,
     load_i64,
-    malloc,
-    set_word,
     stack,
     store_f32,
     store_i8,
@@ -30,7 +27,6 @@ from ...native.simd.planes import store_codes_of_planes
 from ...native.simd.small_floats import SIZES, first_lanes, load_as_floats
 from .job import (
     BATCH,
-    FAILED,
     MINIMUM,
     MINIMUM_TYPE,
     OFFSET,
@@ -44,8 +40,6 @@ from .job import (
     SCALE_TYPE,
     TC,
     TR,
-    WIDE_MINIMUM,
-    WIDE_SCALE,
     C,
     R,
 )
@@ -239,36 +233,6 @@ def has_minima(job):
 
 
 @native
-def are_f32(job):
-    """Whether scales may be read from where they are."""
-    return word(job, SCALE_TYPE) == 0
-
-
-@native
-def widen(job):
-    """Has scales and minima be f32 where they are not, for kernels that read no others."""
-    _widen(job, SCALE, SCALE_TYPE, WIDE_SCALE)
-    if has_minima(job):
-        _widen(job, MINIMUM, MINIMUM_TYPE, WIDE_MINIMUM)
-
-
-@native
-def _widen(job, leaf, type, wide):
-    if word(job, type) == 0:
-        return
-    tiles = word(job, BATCH) * (word(job, R) // word(job, TR)) * (word(job, C) // word(job, TC))
-    memory = malloc(4 * tiles + _VECTOR)
-    if memory == 0:
-        set_word(job, FAILED, 1)
-        return
-    read_tiles(job, leaf, 0, 0, tiles, memory)
-    set_word(job, wide, memory)
-    set_word(job, leaf, memory)
-    set_word(job, type, 0)
-
-
-@native
-def forget_wide(job):
-    """Frees what `widen` allocated."""
-    free(word(job, WIDE_SCALE))
-    free(word(job, WIDE_MINIMUM))
+def are_f32(job, leaf):
+    """Whether scales, or minima, may be read from where they are."""
+    return word(job, SCALE_TYPE if leaf == SCALE else MINIMUM_TYPE) == 0

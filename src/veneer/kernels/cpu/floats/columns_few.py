@@ -159,7 +159,7 @@ def _products(kind: str) -> Any:
             next_row, scale, next_scale = stride, neutral, 0
             if first + count > last:
                 count, next_row = 1, 0
-            if way != FOLDED and are_f32(job):
+            if way != FOLDED and are_f32(job, SCALE):
                 scale, next_scale = word(job, SCALE) + 4 * tiles * number, 4 * tiles * step
             elif way != FOLDED:
                 different = (count - 1) * step + 1

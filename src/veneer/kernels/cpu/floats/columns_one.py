@@ -77,7 +77,7 @@ def multiplier(kind: str, x_order: Order) -> Any:
             fold(job, memory + 2 * size, x, 1, number, 0, panels)
             x, next_scale = memory + 2 * size, 0
             store_f32(scales, 1)
-        elif are_f32(job):
+        elif are_f32(job, SCALE):
             scales = word(job, SCALE) + 4 * tiles * number
         else:
             read_tiles(job, SCALE, number, 0, numbers, scales)

@@ -25,19 +25,16 @@ from ..job import (
     SCALE,
     SCRATCH,
     TABLE,
-    TC,
     THREADS,
-    TR,
     X_SCALE,
     X_SCALES,
-    C,
     M,
     R,
     W,
     X,
 )
 from ..minima import sums_size, write_sums_of_codes
-from ..scales import has_minima, widen
+from ..scales import has_minima
 from ..variants import LONGEST
 from .panel import BLOCK, PANEL, WIDTH, Orientation, multiply
 
@@ -64,7 +61,8 @@ _add_4, _add_1 = map(_adder, (4, 1))
 
 def kernel(orientation: Orientation, offset: int) -> Any:
     """Returns (prepare, count, work), not compiled."""
-    panels, step_of, sizes, span, copy, fetch, decode, scales, write, ahead = orientation
+    panels, step_of, sizes, span, copy, fetch, decode, *others = orientation
+    part_size, of_part, scales, write, ahead = others
     width = WIDTH * panels
 
     @native
@@ -193,7 +191,6 @@ def kernel(orientation: Orientation, offset: int) -> Any:
 
     def prepare(job):
         m = word(job, M)
-        widen(job)
         tiles, _, blocks, starts = cut(job)
         stride = stride_of(job, tiles)
         rows = word(job, BATCH) * m
@@ -231,15 +228,16 @@ def kernel(orientation: Orientation, offset: int) -> Any:
         """Adds to a part's sums the products of minima with the sums of activations over tiles."""
         k, _, tile = sizes(job)
         batch, tiles = first_row // word(job, M), k // tile
-        of_batch = (word(job, R) // word(job, TR)) * (word(job, C) // word(job, TC))
-        minima, of_strip = word(job, MINIMUM) + 4 * batch * of_batch, malloc(tiles * panels * PANEL)
+        size = tiles * panels * PANEL
+        of_strip = malloc(size + part_size(job, strips))
         if of_strip == 0:
             set_word(job, FAILED, 1)
             return
+        minima = of_part(job, MINIMUM, batch, first_strip, strips, of_strip + size)
         of_x, next_x = sums_of_x(job, first_row), sums_size(job)
         for strip in range(first_strip, first_strip + strips):
             for t in range(tiles):
-                scales(job, minima, strip, t, scratch, of_strip + t * panels * PANEL)
+                scales(job, MINIMUM, minima, strip, t, scratch, of_strip + t * panels * PANEL)
             for panel in range(panels):
                 place, row = of_strip + panel * PANEL, 0
                 while row < rows:
@@ -272,7 +270,8 @@ def kernel(orientation: Orientation, offset: int) -> Any:
         size_of_codes = (stride if step == BLOCK else step) * WIDTH
         size_of_scales = max(1, tiles) * panels * PANEL
         size = 64 + 2 * (size_of_sums + size_of_codes) + size_of_scales
-        allocated = malloc(size + WIDTH * WIDTH + panels * PANEL)
+        size += WIDTH * WIDTH + panels * PANEL
+        allocated = malloc(size + part_size(job, each))
         if allocated == 0:
             set_word(job, FAILED, 1)
             return
@@ -295,9 +294,7 @@ def kernel(orientation: Orientation, offset: int) -> Any:
         x += (batch * blocks * m + first_row) * stride
         start += (batch * starts * m + first_row) * 4
         matrix = word(job, W) + batch * word(job, R) * word(job, ROW_BYTES)
-        all_scales = word(job, SCALE) + 4 * batch * (
-            (word(job, R) // word(job, TR)) * (word(job, C) // word(job, TC))
-        )
+        all_scales = of_part(job, SCALE, batch, first_strip, each, allocated + size)
         table = byte_table(word(job, TABLE))
         for index in range(segments):
             begin, end, whole = segment_of(job, index, tiles)
@@ -312,7 +309,7 @@ def kernel(orientation: Orientation, offset: int) -> Any:
                         if last:
                             for i in range(max(1, whole)):
                                 to = scale + i * panels * PANEL
-                                scales(job, all_scales, strip, at // tile + i, scratch, to)
+                                scales(job, SCALE, all_scales, strip, at // tile + i, scratch, to)
                         next_strip, next_at = strip + 1, at
                         if step < BLOCK:
                             next_strip, next_at = strip, at + step

@@ -14,6 +14,7 @@ from ....native.simd.bytes import copy_by_fields, transposed
 from ....native.simd.floats import load, scaled, splat, store, store_block
 from ....native.simd.integers import load_ints
 from ..job import ROW_BYTES, TC, TR, C, R
+from ..scales import are_f32, read_tiles
 from .panel import BITS, BLOCK, PANEL, WIDTH, Orientation, reader
 
 
@@ -92,12 +93,27 @@ def orientation(kind: str) -> Orientation:
             to += chunk // 4 * PANEL
 
     @native
-    def scales(job, scale, strip, tile, scratch, to):
+    def part(job, strips):
+        return 4 * strips * WIDTH * (word(job, C) // word(job, TC)) + WIDTH
+
+    @native
+    def of_part(job, leaf, batch, strip, strips, to):
+        shared, tiles = word(job, TR), word(job, C) // word(job, TC)
+        row = batch * (word(job, R) // shared)
+        if are_f32(job, leaf):
+            return word(job, leaf) + 4 * row * tiles
+        first = strip * WIDTH // shared
+        last = (min(word(job, R), (strip + strips) * WIDTH) - 1) // shared
+        read_tiles(job, leaf, row + first, 0, (last + 1 - first) * tiles, to)
+        return to - 4 * first * tiles
+
+    @native
+    def scales(job, leaf, address, strip, tile, scratch, to):
         first, shared = strip * WIDTH, word(job, TR)
         stride = word(job, C) // word(job, TC) * 4
-        scale += tile * 4
+        address += tile * 4
         for i in range(min(word(job, R) - first, WIDTH)):
-            store_f32(to + 4 * i, load_f32(scale + (first + i) // shared * stride))
+            store_f32(to + 4 * i, load_f32(address + (first + i) // shared * stride))
 
     @native
     def write(sums, stride, x_scale, scratch, to, count):
@@ -107,4 +123,6 @@ def orientation(kind: str) -> Orientation:
             for i in range(count):
                 store_f32(to + 4 * i, load_f32(sums + 4 * i) * x_scale)
 
-    return Orientation(1, step, sizes, span, copy, fetch, decode, scales, write, ahead)
+    return Orientation(
+        1, step, sizes, span, copy, fetch, decode, part, of_part, scales, write, ahead
+    )

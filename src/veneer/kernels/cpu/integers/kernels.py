@@ -11,7 +11,6 @@ from typing import Any
 from ....native.functions import native
 from ....native.memory import free, word
 from ..job import SCRATCH
-from ..scales import forget_wide
 from . import blocks, columns, columns_few, rows, rows_few
 from .panel import offset
 
@@ -35,4 +34,3 @@ def kernel(contracting: str, kind: str, variant: str) -> tuple[Any, Any, Any, An
 @native
 def _finish(job):
     free(word(job, SCRATCH))
-    forget_wide(job)

@@ -8,11 +8,12 @@ columns that this gives, and the sums back out of it.
 import functools
 
 from ....native.functions import native
-from ....native.memory import load_f32, load_i8, store_f32, store_i8, word
+from ....native.memory import load_f32, load_i8, stack, store_f32, store_i8, word
 from ....native.simd.bytes import copy_by_fields, interleaved, neighbours, panelled
 from ....native.simd.floats import load, scaled, splat, store, store_block
 from ....native.simd.integers import load_floats
 from ..job import ROW_BYTES, TC, TR, C, R
+from ..scales import are_f32, read_tiles
 from .panel import BITS, BLOCK, PANEL, WIDTH, Orientation, fill, reader
 
 
@@ -22,6 +23,7 @@ def orientation(kind: str) -> Orientation:
     bits, read = BITS[kind], reader(kind)
     fields = 8 // bits
     vectors = 4 * fields
+    NUMBERS = PANEL * fields + WIDTH  # bytes of the scales of a strip, at most
 
     @native
     def step(m):
@@ -76,20 +78,31 @@ def orientation(kind: str) -> Orientation:
             to += PANEL
 
     @native
-    def scales(job, scale, strip, tile, scratch, to):
+    def part(job, strips):
+        return 0
+
+    @native
+    def of_part(job, leaf, batch, strip, strips, to):
+        return batch * (word(job, R) // word(job, TR))  # the first row of them
+
+    @native
+    def scales(job, leaf, row, strip, tile, scratch, to):
         columns, shared = word(job, C), word(job, TC)
         first = strip * WIDTH * fields
-        scale += tile * (columns // shared) * 4
         count = min(columns - first, WIDTH * fields)
-        if shared == 1 and count == WIDTH * fields:
-            address = scale + first * 4
+        address, row = scratch, row + tile
+        if shared == 1 and count == WIDTH * fields and are_f32(job, leaf):
+            address = word(job, leaf) + 4 * (row * columns + first)
+        elif shared == 1:
+            read_tiles(job, leaf, row, first, count, scratch)
         else:
-            address = scratch
-            i = 0
+            i, numbers = 0, stack(NUMBERS)
+            of = first // shared
+            read_tiles(job, leaf, row, of, (first + count - 1) // shared + 1 - of, numbers)
             while i < count:
-                of, within = divmod(first + i, shared)
+                number, within = divmod(first + i, shared)
                 run = min(shared - within, count - i)
-                fill(scratch + 4 * i, load_f32(scale + 4 * of), run)
+                fill(scratch + 4 * i, load_f32(numbers + 4 * (number - of)), run)
                 i += run
         store(to, panelled(load(address, vectors), fields))
 
@@ -104,4 +117,6 @@ def orientation(kind: str) -> Orientation:
             for i in range(count):
                 store_f32(to + 4 * i, load_f32(scratch + 4 * i))
 
-    return Orientation(fields, step, sizes, span, copy, fetch, decode, scales, write, ahead)
+    return Orientation(
+        fields, step, sizes, span, copy, fetch, decode, part, of_part, scales, write, ahead
+    )

@@ -51,7 +51,6 @@ from ..job import (
     SCALE,
     SCRATCH,
     TABLE,
-    TC,
     THREADS,
     TR,
     X_SCALE,
@@ -62,7 +61,6 @@ from ..job import (
     W,
     X,
 )
-from ..scales import widen
 from . import rows
 from .panel import BITS, PANEL, WIDTH, reader
 
@@ -140,7 +138,6 @@ def kernel(kind: str, offset: int) -> Any:
         return strips, max(1, each)
 
     def prepare(job):
-        widen(job)
         depths, _, _ = _depths(job)
         strips, each = strips_of(job)
         of_depth = word(job, BATCH) * strips * word(job, M) * strip_size
@@ -223,9 +220,8 @@ def kernel(kind: str, offset: int) -> Any:
     @native
     def end(job, batch, tile, strip, ints, sums, scale, scratch):
         """Adds int32 sums of a strip, times the scales of a tile, to f32 ones."""
-        each = word(job, C) // word(job, TC)
-        scales = word(job, SCALE) + 4 * batch * (word(job, R) // word(job, TR)) * each
-        orientation.scales(job, scales, strip, tile, scratch, scale)
+        first = batch * (word(job, R) // word(job, TR))
+        orientation.scales(job, SCALE, first, strip, tile, scratch, scale)
         m, x_scales, one = word(job, M), word(job, X_SCALES), stack(4)
         store_f32(one, 1)
         for row in range(m):
