@@ -19,6 +19,7 @@ SIDES, KINDS, VARIANTS = ("rows", "columns"), ("int8", "lookup4"), ("few", "many
 NAMES = (
     *(f"{side}_{kind}_{how}" for side in SIDES for kind in KINDS for how in VARIANTS),
     *(f"integer_{side}_{kind}_{how}" for side in SIDES for kind in KINDS for how in VARIANTS),
+    *(f"columns_{kind}_one" for kind in KINDS),
     "columns_int8_short",
     "bf16_rows_lookup4_many",
     "quantise_int8",

@@ -229,7 +229,7 @@ def target_for(family: str, sizes: KernelSizes) -> str | None:
     It is None where there is no such: of integers in bit planes, there is one for few by columns.
 
     >>> from veneer.kernels.select import KernelSizes, target_for
-    >>> target_for("veneer_columns_lookup4", KernelSizes(1, 4096, 4096, (1, 128)))
+    >>> target_for("veneer_columns_lookup4", KernelSizes(4, 4096, 4096, (1, 128)))
     'veneer_columns_lookup4_few'
     """
     row = next(row for row in TABLE if row.platform == "cpu" and _is_of(row, family))
@@ -256,7 +256,9 @@ def _variant(activations: str, contracting: str, bits: int, product: KernelSizes
         return "few" if has_few else "many"
     if product.m > FLOATS_BY_COLUMNS:
         return "many"
-    return "short" if _is_short(product) else "few"
+    if _is_short(product):
+        return "short"
+    return "one" if product.m == 1 else "few"
 
 
 def _integers_by_rows(product: KernelSizes, bits: int) -> bool:

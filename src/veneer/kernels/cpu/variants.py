@@ -1,5 +1,6 @@
 """The variants of a kernel, which are compiled apart; `select.py` says which a product needs.
 
+one     for one row of activations: no sum leaves a register before it is done
 few     for few rows of activations: what counts is how fast the matrix is read
 short   for few, by a matrix whose rows are as short as a head: to begin and to end one counts
 many    for more: what is decoded once is multiplied by all of them
@@ -8,7 +9,7 @@ many    for more: what is decoded once is multiplied by all of them
 #: Those that there are, by activations and what is contracted.
 VARIANTS = {
     ("float32", "rows"): ("few", "many"),
-    ("float32", "columns"): ("few", "short", "many"),
+    ("float32", "columns"): ("one", "few", "short", "many"),
     ("int8", "rows"): ("few", "many"),
     ("int8", "columns"): ("few", "many"),
     ("bfloat16", "rows"): ("many",),

@@ -4,8 +4,6 @@ Panels of a few rows of W are decoded in registers, and multiplied by a few rows
 (`panels.py`). Sums are vectors, whose lanes are added up at the end. For x to meet them, it is
 brought into the order that codes are decoded in (`columns_x.py`).
 
-One row of x, or one that is left, is multiplied otherwise (`columns_one.py`).
-
 Scales meet panels in four ways, by where they change:
 
 - ONE number scales a panel, where a tile is whole panels, or all columns.
@@ -24,10 +22,9 @@ from ....native.memory import prefetch_for_later, stack, store_f32, word
 from ....native.simd.codes import load_table
 from ....native.simd.floats import load, store, store_sums, zeros
 from .. import minima
-from ..job import NEXT_ROW, OUT, ROW_BYTES, SCALE, TABLE, TC, THREADS, TR, C, M, R
-from ..place import in_stretches, row_of
+from ..job import NEXT_ROW, OUT, ROW_BYTES, SCALE, TABLE, TC, TR, C, M, R
+from ..place import row_of
 from ..scales import are_f32, copy, has_minima, read_tiles
-from . import columns_one
 from .columns_one import AHEAD
 from .columns_x import MOST, order, rows_of_block
 from .panels import (
@@ -35,8 +32,9 @@ from .panels import (
     COLUMNS,
     FOLDED,
     ONE,
-    SOME,
+    PART,
     VECTORS,
+    by_tiles,
     lanes_by,
     load_block,
     multiply,
@@ -45,11 +43,9 @@ from .panels import (
 )
 
 #: How many rows of W are multiplied by so many rows of x at once: as many as registers hold sums
-#: of, next to what is decoded.
+#: of, next to what is decoded; and a divisor of a part.
 _TOGETHER = {2: 4, 4: 4, 8: 3} if LANES == 16 else {2: 3, 4: 2}
 _BY_2, _BY_4, _BY_MOST = (_TOGETHER[min(rows, MOST)] for rows in (2, 4, 8))
-#: Rows of W in a part: a multiple of all of these.
-PART = 48
 #: Bytes of x that are multiplied by all rows of a part before the next are: the innermost cache
 #: holds them, and some rows of W.
 _X_BYTES = 32 * 1024
@@ -67,7 +63,6 @@ def worker(kind: str) -> Any:
     x_order = order(kind)
     block_of_x, sums_of_x, fold = x_order.block, x_order.sums, x_order.fold
     add_products = _products(kind)
-    way_of, multiply_row = _way(kind), columns_one.multiplier(kind, x_order)
     PANEL, X_PANEL = COLUMNS[kind], 4 * COLUMNS[kind]
     FOLDED_BYTES = max(_X_BYTES, X_PANEL * MOST)
 
@@ -95,41 +90,13 @@ def worker(kind: str) -> Any:
         _write(job, rows, sums, batch, first, last, m)
 
     @native
-    def work(job, part):
-        parts = (word(job, R) + PART - 1) // PART
-        batch, part = divmod(part, parts)
-        first = in_stretches(part, parts, word(job, THREADS)) * PART
-        last, rows = min(first + PART, word(job, R)), word(job, M)
-        tile, way = word(job, TR), way_of(job)
-        while first < last:
-            # Up to here, scales are the same, or the next row of W has the next of them.
-            end = last
-            if tile > 1 or way == FOLDED:
-                end = min(last, (first // tile + 1) * tile)
-            for m in range(0, rows, MOST):
-                block = rows_of_block(rows, m)
-                if block == 1:
-                    multiply_row(job, batch, first, end, m, way)
-                else:
-                    multiply_block(job, block, batch, first, end, m, way)
-            first = end
+    def multiply_rows(job, batch, first, last, way):
+        """Multiplies x by the rows of W from first to last."""
+        rows = word(job, M)
+        for m in range(0, rows, MOST):
+            multiply_block(job, rows_of_block(rows, m), batch, first, last, m, way)
 
-    return work
-
-
-def _way(kind: str) -> Any:
-    """What says how scales meet panels."""
-    PANEL, (_, MORE) = COLUMNS[kind], ways(kind)
-    LANE = VECTORS[kind] if MORE == SOME else LANES
-
-    @native
-    def way(job):
-        tile = word(job, TC)
-        if tile % PANEL == 0 or tile == word(job, C):
-            return ONE
-        return MORE if PANEL % tile == 0 and tile % LANE == 0 else FOLDED
-
-    return way
+    return by_tiles(kind, multiply_rows)
 
 
 def _products(kind: str) -> Any:

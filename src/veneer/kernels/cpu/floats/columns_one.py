@@ -20,11 +20,11 @@ from ....native.memory import (
 )
 from ....native.simd.codes import load_table
 from ....native.simd.floats import store_fours, zeros
-from ..job import FAILED, MINIMUM, NEXT_ROW, OUT, ROW_BYTES, SCALE, TABLE, TC, TR, C, M, R
+from ..job import FAILED, MINIMUM, NEXT_ROW, OUT, ROW_BYTES, SCALE, TABLE, TC, TR, C, R
 from ..minima import adder
 from ..place import row_of
 from ..scales import are_f32, copy, has_minima, read_tiles
-from .columns_x import Order
+from .columns_x import order
 from .panels import (
     BYTES,
     COLUMNS,
@@ -32,6 +32,7 @@ from .panels import (
     FOLDED,
     ONE,
     VECTORS,
+    by_tiles,
     lanes_by,
     multiply,
     panel_scales,
@@ -45,19 +46,24 @@ AHEAD = 8192
 _VECTOR, _SIXTEEN = 4 * LANES, 16
 
 
-def multiplier(kind: str, x_order: Order) -> Any:
-    """Makes what multiplies one row of x by rows of W that have scales of their own, or share."""
+def worker(kind: str) -> Any:
+    """Makes what computes a part, for codes of a kind."""
+    return by_tiles(kind, _multiplier(kind))
+
+
+def _multiplier(kind: str) -> Any:
+    """Makes what multiplies x by rows of W that have scales of their own, or share them."""
     PANEL, W_BYTES, FIELDS = COLUMNS[kind], BYTES[kind], VECTORS[kind]
     X_PANEL, (_, MORE) = 4 * PANEL, ways(kind)
-    block_of_x, sums_of_x, fold = x_order.block, x_order.sums, x_order.fold
+    block_of_x, sums_of_x, fold = order(kind)[1:]
     # 0 times any code is 0, where none is NaN: then what lies behind a row may be read.
     has_nan = kind.startswith("float8")
     by_one, by_more = (_panels(kind, way) for way in ways(kind))
     add_minima = adder(1, ROWS)
 
     @native
-    def multiply_row(job, batch, first, last, m, way):
-        """Multiplies row m of x by the rows of W from first to last."""
+    def multiply_rows(job, batch, first, last, way):
+        """Multiplies x by the rows of W from first to last."""
         columns, r, row_bytes = word(job, C), word(job, R), word(job, ROW_BYTES)
         stride, tile, rows = word(job, NEXT_ROW), word(job, TC), last - first
         panels, tiles = (columns + PANEL - 1) // PANEL, columns // tile
@@ -72,7 +78,7 @@ def multiplier(kind: str, x_order: Order) -> Any:
             set_word(job, FAILED, 1)
             return
         scales, minima, next_scale = memory, memory + size, step
-        x, copies = block_of_x(job, batch, m), memory + 2 * size + folded
+        x, copies = block_of_x(job, batch, 0), memory + 2 * size + folded
         if way == FOLDED:
             fold(job, memory + 2 * size, x, 1, number, 0, panels)
             x, next_scale = memory + 2 * size, 0
@@ -88,10 +94,10 @@ def multiplier(kind: str, x_order: Order) -> Any:
             of_panel, lasts = PANEL // tile, 1
         elif way == ONE and tile % PANEL == 0:
             lasts = tile // PANEL
-        sums_x, fours = sums_of_x(job, batch, m), stack(_SIXTEEN)
+        sums_x, fours = sums_of_x(job, batch, 0), stack(_SIXTEEN)
         lanes, table = lanes_by(FIELDS, tile), load_table(word(job, TABLE))
         w = row_of(job, batch, first)
-        y = word(job, OUT) + 4 * ((batch * word(job, M) + m) * r + first)
+        y = word(job, OUT) + 4 * (batch * r + first)
         ahead = (AHEAD // (ROWS * stride) + 1) * ROWS * stride
         at = 0
         while at < rows:
@@ -120,7 +126,7 @@ def multiplier(kind: str, x_order: Order) -> Any:
                 scales += count * next_scale
         free(memory)
 
-    return multiply_row
+    return multiply_rows
 
 
 def _panels(kind: str, way: int) -> Any:

@@ -1,8 +1,8 @@
 """Few rows of x, in the order in which the panels of W that they are multiplied by are decoded.
 
 They are stored in blocks of at most `MOST` rows, one after the other, with a power of two in the
-last: of each a panel of all its rows, then the next panel. Behind the last row and the last column,
-x is 0. Where there are minima, the sums of x over tiles follow.
+last, which is 1 only if x has one row: of each a panel of all its rows, then the next panel. Behind
+the last row and the last column, x is 0. Where there are minima, the sums of x over tiles follow.
 """
 
 import functools
@@ -118,7 +118,7 @@ def order(kind: str) -> Order:
 @native
 def rows_of_block(rows, m):
     """How many of so many rows of x are in the block that begins with row m, with those added."""
-    count = 1
+    count = 1 if rows == 1 else 2
     while count < MOST and count < rows - m:
         count *= 2
     return count

@@ -8,9 +8,10 @@ from typing import Any
 from ....native.functions import native
 from ....native.memory import free, word
 from ..job import BATCH, SCRATCH, R
-from . import columns_few, columns_many, columns_short, rows_few, rows_many
+from . import columns_few, columns_many, columns_one, columns_short, rows_few, rows_many
 from .columns_x import order
 from .pairs import Numbers
+from .panels import PART
 
 
 def kernel(
@@ -33,7 +34,8 @@ def kernel(
         return _nothing, columns_many.count, columns_many.worker(kind, numbers), _nothing
     if variant == "short":
         return _nothing, columns_short.count, columns_short.worker(kind), _nothing
-    return order(kind).prepare, _count_columns, columns_few.worker(kind), _free_scratch
+    few = columns_one if variant == "one" else columns_few
+    return order(kind).prepare, _count_columns, few.worker(kind), _free_scratch
 
 
 @native
@@ -43,7 +45,7 @@ def _nothing(job):
 
 @native
 def _count_columns(job):
-    return word(job, BATCH) * ((word(job, R) + columns_few.PART - 1) // columns_few.PART)
+    return word(job, BATCH) * ((word(job, R) + PART - 1) // PART)
 
 
 @native

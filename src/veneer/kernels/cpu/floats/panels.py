@@ -10,8 +10,9 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
+from ....native.functions import native
 from ....native.isa import LANES
-from ....native.memory import F32, I8, I32, I64, pointer
+from ....native.memory import F32, I8, I32, I64, pointer, word
 from ....native.simd.blocks import (
     FLOATS,
     INTS,
@@ -31,7 +32,9 @@ from ....native.simd.blocks import (
 from ....native.simd.codes import CONVERSIONS, look_up
 from ....native.simd.order import apart
 from ....native.simd.planes import unpacked
+from ..job import TC, THREADS, TR, C, R
 from ..kinds import BITS, LOOKUP_BITS, PLANE_BITS, byte_of_planes
+from ..place import in_stretches
 
 #: How scales meet panels: ONE number for a panel; SOME, one for each lane; EACH, one for each
 #: vector; or FOLDED into x.
@@ -47,9 +50,51 @@ COLUMNS = {kind: count * LANES for kind, count in VECTORS.items()}
 BYTES = {kind: COLUMNS[kind] * bits // 8 for kind, bits in BITS.items()}
 
 
+#: Rows of W in a part.
+PART = 48
+
+
 def ways(kind: str) -> tuple[int, int]:
     """The ways in which scales meet panels of a kind, where they are not folded into x."""
     return (ONE, SOME) if kind in LOOKUP_BITS else (ONE, EACH)
+
+
+def by_tiles(kind: str, multiply: Any) -> Any:
+    """Makes what computes a part, `PART` rows of W.
+
+    `multiply(job, batch, first, last, way)` is for rows that share scales, or have some each.
+    """
+    way_of = _way(kind)
+
+    @native
+    def work(job, part):
+        parts = (word(job, R) + PART - 1) // PART
+        batch, part = divmod(part, parts)
+        first = in_stretches(part, parts, word(job, THREADS)) * PART
+        last, tile, way = min(first + PART, word(job, R)), word(job, TR), way_of(job)
+        while first < last:
+            end = last
+            if tile > 1 or way == FOLDED:
+                end = min(last, (first // tile + 1) * tile)
+            multiply(job, batch, first, end, way)
+            first = end
+
+    return work
+
+
+def _way(kind: str) -> Any:
+    """Makes what says how the scales of a job meet panels."""
+    PANEL, (_, MORE) = COLUMNS[kind], ways(kind)
+    LANE = VECTORS[kind] if MORE == SOME else LANES
+
+    @native
+    def way(job):
+        tile = word(job, TC)
+        if tile % PANEL == 0 or tile == word(job, C):
+            return ONE
+        return MORE if PANEL % tile == 0 and tile % LANE == 0 else FOLDED
+
+    return way
 
 
 @instruction
