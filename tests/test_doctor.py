@@ -1,5 +1,6 @@
 """What a machine runs products by: found, and said where it is not as it should be."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import pytest
 
 import veneer as vn
 from veneer import cli, doctor, kernels
+from veneer.native import isa
 
 
 def found(size=256):
@@ -64,6 +66,39 @@ def test_extras_that_are_missing(monkeypatch):
     without = lambda name: None if name == "typer" else "1.0"
     monkeypatch.setattr(doctor, "_version", without)
     assert found()["[cli]"].text == "not there: typer (pip install 'veneer[cli]')"
+
+
+def slowed(monkeypatch, factors):
+    """Products take so many times as long by the vector instructions of these names."""
+
+    class Process(contextlib.nullcontext):
+        pass
+
+    monkeypatch.setattr("veneer.native.isa.available", lambda: list(factors))
+    monkeypatch.setattr(doctor, "_measuring", lambda name, size: Process(factors[name]))
+    monkeypatch.setattr(doctor, "_round", lambda factor: [1e-3 * factor, 2e-3 * factor])
+
+
+@pytest.mark.parametrize(("other", "chosen"), [(0.99, "avx512"), (0.5, "avx2")])
+def test_the_best_that_is_as_fast_as_the_fastest_is_remembered(
+    monkeypatch, tmp_path, other, chosen
+):
+    monkeypatch.setenv("VENEER_CACHE", str(tmp_path))
+    slowed(monkeypatch, {"avx512": 1, "avx2": other})
+    lines = {finding.name: finding.text for finding in doctor.choices()}
+    assert [name for name in lines if "chosen" in lines[name]] == [chosen]
+    assert lines["avx512"].startswith(f"{1 / other:.2f} times")
+    assert isa.remembered() == chosen
+
+
+@pytest.mark.long(quick=0)  # it compiles some twenty kernels
+def test_instructions_are_measured_by_turns(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("VENEER_CACHE", str(tmp_path))
+    monkeypatch.setattr(doctor, "_ROUNDS", 2)
+    lines = {finding.name: finding.text for finding in doctor.choices(256)}
+    assert list(lines) == isa.available()
+    assert sum("and chosen" in text for text in lines.values()) == 1
+    assert not lines["portable"].startswith("1.0")
 
 
 @pytest.mark.parametrize("is_well", [True, False])

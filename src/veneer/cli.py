@@ -402,14 +402,23 @@ def demo(
 
 
 @app.command()
-def doctor() -> None:
+def doctor(
+    choose: Annotated[
+        bool,
+        typer.Option(
+            "--choose",
+            help="Measure which vector instructions are the fastest here, and keep that.",
+        ),
+    ] = False,
+) -> None:
     """Show what products run by here, and how fast; exit code 1 where something is wrong."""
-    from .doctor import findings
+    from .doctor import choices, findings
 
     is_well = True
-    for finding in findings():
-        print(f"{finding.name:<26}{finding.text}", flush=True)
-        is_well &= finding.is_well
+    with _bad_input((OSError,)):
+        for finding in choices() if choose else findings():
+            print(f"{finding.name:<26}{finding.text}", flush=True)
+            is_well &= finding.is_well
     raise typer.Exit(not is_well)
 
 

@@ -1,10 +1,15 @@
 """What this machine runs products by: its CPU, its kernels, how fast they are, what is missing."""
 
+import contextlib
 import importlib.metadata
+import json
+import math
 import os
 import platform
 import re
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -90,14 +95,18 @@ def _kernels() -> Finding:
         return Finding("kernels", f"none, XLA computes all products: {reason}", False)
     if select.chosen() == "xla":
         return Finding("kernels", "none, for VENEER_KERNELS=xla says so", False)
-    from .native.cpu import features
-
     try:
-        from .native.isa import ISA, ISAS
+        from .native import isa
     except ValueError as error:
         return Finding("kernels", str(error), False)
-    others = [name for name, needs in ISAS.items() if needs <= features() and name != ISA]
-    return Finding("kernels", f"{ISA} (VENEER_KERNELS_ISA may say {', '.join(others)})")
+    if os.environ.get("VENEER_KERNELS_ISA"):
+        why = "as VENEER_KERNELS_ISA says"
+    elif isa.remembered() == isa.ISA:
+        why = "the fastest here, as was measured"
+    else:
+        others = ", ".join(name for name in isa.available() if name != isa.ISA)
+        why = f"the best of this CPU; veneer doctor --choose measures {others}, too"
+    return Finding("kernels", f"{isa.ISA} ({why})")
 
 
 def _cache() -> str:
@@ -141,6 +150,78 @@ def _seconds(*sides: Callable[[], Any]) -> list[float]:
             jax.block_until_ready(side())
             times.append(time.perf_counter() - start)
     return list(map(statistics.median, seconds))
+
+
+#: Rows of activations, and their dtype, of products by which instructions are compared.
+_COMPARED = ((1, "float32"), (64, "float32"), (64, "bfloat16"))
+#: Who is slower by no more than this is not slower: there is noise.
+_NOISE = 1.03
+
+
+def choices(size: int = 2048) -> Iterator[Finding]:
+    """Times products by each of the vector instructions that this CPU has, and chooses.
+
+    Each has a process of its own, and all are timed by turns: 15 rounds of some products with
+    weights of `size x size`. The best of those that are as fast as the fastest is remembered, in
+    the cache, for all processes from now on that `VENEER_KERNELS_ISA` tells nothing else.
+
+    **Raises:** `OSError` where the cache cannot be written.
+    """
+    from .native.isa import available, remember
+
+    names = available()
+    with contextlib.ExitStack() as stack:
+        processes = {name: stack.enter_context(_measuring(name, size)) for name in names}
+        logs: dict[str, list[float]] = {name: [] for name in names}
+        for _ in range(_ROUNDS):
+            times = {name: _round(process) for name, process in processes.items()}
+            for i, least in enumerate(map(min, zip(*times.values(), strict=True))):
+                for name in names:
+                    logs[name].append(math.log(times[name][i] / least))
+    slower = {name: math.exp(statistics.fmean(some)) for name, some in logs.items()}
+    fastest = min(slower.values())
+    best = next(name for name in names if slower[name] <= _NOISE * fastest)
+    remember(best)
+    for name in names:
+        chosen = ", and chosen" if name == best else ""
+        yield Finding(name, f"{slower[name] / fastest:.2f} times the time of the fastest{chosen}")
+
+
+def _measuring(name: str, size: int) -> subprocess.Popen[str]:
+    """A process that times products by some instructions once for each line that it is sent."""
+    command = [sys.executable, "-c", f"from veneer import doctor; doctor._answer({size})"]
+    environment = os.environ | {"VENEER_KERNELS_ISA": name}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True)
+
+
+def _round(process: subprocess.Popen[str]) -> list[float]:
+    """Seconds of products, which a process times now."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    print(file=process.stdin, flush=True)
+    return json.loads(process.stdout.readline())
+
+
+def _answer(size: int) -> None:
+    """What such a process does."""
+    rng = np.random.default_rng(0)
+    w = jnp.asarray(rng.standard_normal((size, size), np.float32))
+    multiply = jax.jit(implicit(jnp.matmul))
+    sides = []
+    for name, tile, activations in _TIMED:
+        rule = quant.Rule(".*", name, tile_size=tile, act_qtype=activations)
+        weight = rule.with_activations(rule.quantize(w))
+        sides += [partial(multiply, jnp.ones((m, size), x), weight) for m, x in _COMPARED]
+    for side in sides:
+        jax.block_until_ready(side())  # compiled
+    for _ in sys.stdin:
+        seconds = []
+        for side in sides:
+            start = time.perf_counter()
+            jax.block_until_ready(side())
+            seconds.append(time.perf_counter() - start)
+        print(json.dumps(seconds), flush=True)
 
 
 def _missing(extra: str) -> list[str]:

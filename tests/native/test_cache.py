@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 import veneer
+import veneer.kernels.cpu
+from veneer.native import isa
 from veneer.native.cache import Cache, sources
 
 
@@ -116,6 +118,12 @@ def test_what_is_edited_meanwhile_is_not_kept(directory, tmp_path, monkeypatch):
 def test_what_it_is_compiled_for_is_in_the_fingerprint(monkeypatch, variable):
     before = new().fingerprint
     monkeypatch.setenv(variable, "portable")
+    assert new().fingerprint != before
+
+
+def test_so_are_the_instructions_that_were_measured_to_be_the_fastest(directory):
+    before = new().fingerprint
+    isa.remember("portable")
     assert new().fingerprint != before
 
 

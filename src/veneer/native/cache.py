@@ -19,6 +19,8 @@ from pathlib import Path
 from .forks import COMPILING
 
 _KEPT = 30 * 24 * 3600  # seconds
+#: Of `root()`: which vector instructions were measured to be the fastest, as `isa.py` writes it.
+CHOICES = "isa.json"
 
 
 class Cache:
@@ -101,6 +103,8 @@ def _dependencies() -> Iterator[str]:
     for key, value in sorted(os.environ.items()):
         if key == "VENEER_KERNELS_ISA" or key.startswith("NUMBA_"):
             yield f"{key}={value}"
+    with contextlib.suppress(OSError):
+        yield (root() / CHOICES).read_text(encoding="utf-8")
 
 
 def _remove_old(file: Path) -> None:

@@ -1,11 +1,17 @@
 """Which vector instructions are used in this process, and so how many numbers they take at once.
 
-`VENEER_KERNELS_ISA` names one of `ISAS`; without it, it is the best that this CPU has.
+`VENEER_KERNELS_ISA` names one of `ISAS`; without it, it is the one that was measured to be the
+fastest on this machine, or else the best that its CPU has.
 """
 
+import contextlib
+import json
 import os
+from pathlib import Path
 
+from .cache import CHOICES, root
 from .cpu import features
+from .machine_code import host
 
 #: What each needs of a CPU, by LLVM's names of features; the best first.
 ISAS = {
@@ -26,17 +32,53 @@ def chosen(name: str | None = None) -> str:
     >>> chosen("portable")
     'portable'
     """
-    has = features()
-    available = [isa for isa, needs in ISAS.items() if needs <= has]
     if not name:
-        return available[0]
-    if name not in available:
+        return available()[0]
+    if name not in available():
         what = "is not one that this CPU has" if name in ISAS else "is unknown"
-        raise ValueError(f"VENEER_KERNELS_ISA={name!r} {what}; this CPU has {', '.join(available)}")
+        has = ", ".join(available())
+        raise ValueError(f"VENEER_KERNELS_ISA={name!r} {what}; this CPU has {has}")
     return name
 
 
-ISA = chosen(os.environ.get("VENEER_KERNELS_ISA"))
+def available() -> list[str]:
+    """Returns the ISAs that this CPU has, the best first.
+
+    >>> from veneer.native.isa import available
+    >>> available()[-1]
+    'portable'
+    """
+    has = features()
+    return [isa for isa, needs in ISAS.items() if needs <= has]
+
+
+def remember(name: str) -> None:
+    """Has processes on CPUs like this one use an ISA, if `VENEER_KERNELS_ISA` names none.
+
+    **Raises:** `OSError` where the cache cannot be written.
+    """
+    _file().parent.mkdir(parents=True, exist_ok=True)
+    _file().write_text(json.dumps(_remembered() | {host(): name}, indent=1), encoding="utf-8")
+
+
+def remembered() -> str | None:
+    """Returns what `remember` was told of CPUs like this one; None where that was nothing."""
+    name = _remembered().get(host())
+    return name if name in available() else None
+
+
+def _remembered() -> dict[str, str]:
+    with contextlib.suppress(OSError, ValueError):  # nothing, or nothing that makes sense
+        found = json.loads(_file().read_text(encoding="utf-8"))
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def _file() -> Path:
+    return root() / CHOICES
+
+
+ISA = chosen(os.environ.get("VENEER_KERNELS_ISA") or remembered())
 #: How many f32 or int32 a vector holds.
 LANES = 16 if ISA.startswith("avx512") else {"avx2": 8, "portable": 4}[ISA]
 #: Whether it multiplies bytes, and adds up four products; and pairs of bf16.
