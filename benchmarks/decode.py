@@ -91,7 +91,7 @@ def read_prompt(params: Any, config: Any, tokens: Any, cache: Any, start: int) -
 
 def ours(params: Any, config: Any, format: Format, cell: Cell) -> Callable[[], Any]:
     """What a round runs: a compiled program, which keeps its cache from call to call."""
-    is_quantised = any(isinstance(w, vn.quant.QArray) for w in params.values())
+    is_quantised = any(isinstance(w, vn.ImplicitArray) for w in params.values())
     state = [empty_cache(config, cell, format.dtype, is_quantised)]
     shape = (cell.batch, cell.context) if cell.is_prompt else (cell.batch,)
     tokens, start = jnp.ones(shape, jnp.int32), 0 if cell.is_prompt else cell.context
