@@ -3,14 +3,6 @@
 Panels of a few rows of W are decoded in registers, and multiplied by a few rows of x at once
 (`panels.py`). Sums are vectors, whose lanes are added up at the end. For x to meet them, it is
 brought into the order that codes are decoded in (`columns_x.py`).
-
-Scales meet panels in four ways, by where they change:
-
-- ONE number scales a panel, where a tile is whole panels, or all columns.
-- SOME do, one each lane, where a panel is tiles of whole lanes, as fields of dwords are.
-- EACH vector has one, where a panel is tiles of whole vectors, as of other codes.
-- FOLDED into x otherwise, for all rows of W that share scales: so it is where they change from
-  column to column, in the gradient of a matrix whose tiles are along the other dimension.
 """
 
 import functools

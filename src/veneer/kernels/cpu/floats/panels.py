@@ -36,8 +36,11 @@ from ..job import TC, THREADS, TR, C, R
 from ..kinds import BITS, LOOKUP_BITS, PLANE_BITS, byte_of_planes
 from ..place import in_stretches
 
-#: How scales meet panels: ONE number for a panel; SOME, one for each lane; EACH, one for each
-#: vector; or FOLDED into x.
+#: How scales meet panels, by where they change: ONE number scales a panel, where a tile is whole
+#: panels, or all columns. SOME do, one each lane, where a panel is tiles of whole lanes, as fields
+#: of dwords are; or EACH vector has one, as of other codes. Else they are FOLDED into x, for all
+#: rows of W that share them: so it is where they change from column to column, in the gradient of a
+#: matrix whose tiles are along the other dimension.
 ONE, SOME, EACH, FOLDED = range(4)
 
 #: Vectors of a panel: fields of a dword have one each, and of others 64 columns are a panel.
@@ -48,8 +51,6 @@ VECTORS = dict.fromkeys(BITS, 64 // LANES) | {
 COLUMNS = {kind: count * LANES for kind, count in VECTORS.items()}
 #: Bytes of a panel.
 BYTES = {kind: COLUMNS[kind] * bits // 8 for kind, bits in BITS.items()}
-
-
 #: Rows of W in a part.
 PART = 48
 

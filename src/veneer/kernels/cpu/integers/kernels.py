@@ -18,8 +18,8 @@ from .panel import offset
 def kernel(contracting: str, kind: str, variant: str) -> tuple[Any, Any, Any, Any]:
     """Makes the functions of a job: `prepare, count, work, finish`.
 
-    `kind` is lookup1, lookup2, lookup4, int8 or uint8; what is looked up has to be integers from
-    -128 to 127. `variant` is few or many.
+    `kind` is one of `INTEGERS` or, for few rows that contract columns, of `INTEGER_PLANES`; what is
+    looked up has to be integers from -128 to 127. `variant` is few or many.
     """
     if variant == "few":
         few = rows_few if contracting == "rows" else columns_few
