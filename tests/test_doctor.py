@@ -1,6 +1,5 @@
 """What a machine runs products by: found, and said where it is not as it should be."""
 
-import contextlib
 import os
 import subprocess
 import sys
@@ -10,7 +9,7 @@ import pytest
 
 import veneer as vn
 from veneer import cli, doctor, kernels
-from veneer.native import isa
+from veneer.native import cache, isa
 
 
 def found(size=256):
@@ -68,37 +67,63 @@ def test_extras_that_are_missing(monkeypatch):
     assert found()["[cli]"].text == "not there: typer (pip install 'veneer[cli]')"
 
 
-def slowed(monkeypatch, factors):
-    """Products take so many times as long by the vector instructions of these names."""
+@pytest.fixture
+def slowed(monkeypatch, tmp_path):
+    """Has products take so many times as long by the vector instructions of some names."""
+    monkeypatch.setenv("VENEER_CACHE", str(tmp_path))
+    monkeypatch.delenv("VENEER_KERNELS_ISA", raising=False)
 
-    class Process(contextlib.nullcontext):
-        pass
+    def slowed(factors):
+        monkeypatch.setattr(isa, "available", lambda: list(factors))
+        monkeypatch.setattr(doctor, "_measuring", lambda name, size: subprocess.Popen("true"))
+        monkeypatch.setattr(doctor, "_round", lambda name, _: [1e-3 * factors[name], factors[name]])
 
-    monkeypatch.setattr("veneer.native.isa.available", lambda: list(factors))
-    monkeypatch.setattr(doctor, "_measuring", lambda name, size: Process(factors[name]))
-    monkeypatch.setattr(doctor, "_round", lambda factor: [1e-3 * factor, 2e-3 * factor])
+    return slowed
 
 
 @pytest.mark.parametrize(("other", "chosen"), [(0.99, "avx512"), (0.5, "avx2")])
-def test_the_best_that_is_as_fast_as_the_fastest_is_remembered(
-    monkeypatch, tmp_path, other, chosen
-):
-    monkeypatch.setenv("VENEER_CACHE", str(tmp_path))
-    slowed(monkeypatch, {"avx512": 1, "avx2": other})
+def test_the_best_that_is_as_fast_as_the_fastest_is_kept(slowed, other, chosen):
+    slowed({"avx512": 1, "avx2": other})
     lines = {finding.name: finding.text for finding in doctor.choices()}
     assert [name for name in lines if "chosen" in lines[name]] == [chosen]
     assert lines["avx512"].startswith(f"{1 / other:.2f} times")
-    assert isa.remembered() == chosen
+    assert cache.chosen() == (None if chosen == "avx512" else chosen)
+
+
+def test_nothing_is_measured_where_that_says_nothing(slowed, monkeypatch, tmp_path, capsys):
+    slowed({"avx512": 1})
+    with kernels.use("xla"), pytest.raises(ValueError, match="no kernels of the CPU to measure"):
+        doctor.choices()
+    with monkeypatch.context() as patch:
+        patch.setenv("NUMBA_CPU_NAME", "generic")
+        patch.setattr("sys.argv", ["veneer", "doctor", "--choose"])
+        with pytest.raises(SystemExit, match="2"):
+            cli.main()
+    assert "NUMBA_CPU_NAME says what kernels run by: unset it" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("VENEER_CACHE", str(tmp_path / "file"))
+    with pytest.raises(OSError, match="file"):
+        doctor.choices()
+
+
+def test_a_process_that_ends_is_told(monkeypatch, tmp_path):
+    monkeypatch.setenv("VENEER_CACHE", str(tmp_path))
+    monkeypatch.delenv("VENEER_KERNELS_ISA", raising=False)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    ended = lambda name, size: subprocess.Popen([sys.executable, "-c", "exit(3)"], **pipes)
+    monkeypatch.setattr(doctor, "_measuring", ended)
+    with pytest.raises(RuntimeError, match="ended the process with code 3"):
+        doctor.choices()
 
 
 @pytest.mark.long(quick=0)  # it compiles some twenty kernels
-def test_instructions_are_measured_by_turns(monkeypatch, tmp_path, capsys):
+def test_instructions_are_measured_by_turns(monkeypatch, tmp_path):
     monkeypatch.setenv("VENEER_CACHE", str(tmp_path))
+    monkeypatch.delenv("VENEER_KERNELS_ISA", raising=False)
     monkeypatch.setattr(doctor, "_ROUNDS", 2)
     lines = {finding.name: finding.text for finding in doctor.choices(256)}
     assert list(lines) == isa.available()
     assert sum("and chosen" in text for text in lines.values()) == 1
-    assert not lines["portable"].startswith("1.0")
 
 
 @pytest.mark.parametrize("is_well", [True, False])

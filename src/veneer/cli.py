@@ -415,10 +415,11 @@ def doctor(
     from .doctor import choices, findings
 
     is_well = True
-    with _bad_input((OSError,)):
-        for finding in choices() if choose else findings():
-            print(f"{finding.name:<26}{finding.text}", flush=True)
-            is_well &= finding.is_well
+    with _bad_input():
+        found = choices() if choose else findings()
+    for finding in found:
+        print(f"{finding.name:<26}{finding.text}", flush=True)
+        is_well &= finding.is_well
     raise typer.Exit(not is_well)
 
 

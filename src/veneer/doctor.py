@@ -3,7 +3,6 @@
 import contextlib
 import importlib.metadata
 import json
-import math
 import os
 import platform
 import re
@@ -101,11 +100,11 @@ def _kernels() -> Finding:
         return Finding("kernels", str(error), False)
     if os.environ.get("VENEER_KERNELS_ISA"):
         why = "as VENEER_KERNELS_ISA says"
-    elif isa.remembered() == isa.ISA:
+    elif isa.available()[0] != isa.ISA:
         why = "the fastest here, as was measured"
     else:
-        others = ", ".join(name for name in isa.available() if name != isa.ISA)
-        why = f"the best of this CPU; veneer doctor --choose measures {others}, too"
+        others = ", ".join(isa.available()[1:]) or "no other"
+        why = f"the best of this CPU, which has {others}, too: see veneer doctor --choose"
     return Finding("kernels", f"{isa.ISA} ({why})")
 
 
@@ -158,49 +157,62 @@ _COMPARED = ((1, "float32"), (64, "float32"), (64, "bfloat16"))
 _NOISE = 1.03
 
 
-def choices(size: int = 2048) -> Iterator[Finding]:
+def choices(size: int = 2048) -> list[Finding]:
     """Times products by each of the vector instructions that this CPU has, and chooses.
 
-    Each has a process of its own, and all are timed by turns: 15 rounds of some products with
-    weights of `size x size`. The best of those that are as fast as the fastest is remembered, in
-    the cache, for all processes from now on that `VENEER_KERNELS_ISA` tells nothing else.
+    Each has a process of its own, and all are timed by turns, with weights of `size x size`. The
+    best of those that are as fast as the fastest is kept in the cache, for all processes from now
+    on that `VENEER_KERNELS_ISA` tells nothing else.
 
-    **Raises:** `OSError` where the cache cannot be written.
+    **Raises:** `ValueError` where kernels do not run, or variables say which do. `OSError` where
+    the cache cannot be written, and `RuntimeError` where such a process ends.
     """
-    from .native.isa import available, remember
+    for variable in ("VENEER_KERNELS_ISA", "NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES"):
+        if os.environ.get(variable):
+            raise ValueError(f"{variable} says what kernels run by: unset it first")
+    if not (kernels := _kernels()).is_well or jax.default_backend() != "cpu":
+        raise ValueError(f"there are no kernels of the CPU to measure: {kernels.text}")
+    from .native.isa import available
 
+    cache.choose(cache.chosen())  # an error comes now, and not in the end
     names = available()
     with contextlib.ExitStack() as stack:
         processes = {name: stack.enter_context(_measuring(name, size)) for name in names}
-        logs: dict[str, list[float]] = {name: [] for name in names}
-        for _ in range(_ROUNDS):
-            times = {name: _round(process) for name, process in processes.items()}
-            for i, least in enumerate(map(min, zip(*times.values(), strict=True))):
-                for name in names:
-                    logs[name].append(math.log(times[name][i] / least))
-    slower = {name: math.exp(statistics.fmean(some)) for name, some in logs.items()}
+        for name, process in processes.items():
+            stack.callback(process.kill)
+            _round(name, process)  # all have compiled what they need before any is timed
+        rounds = [[_round(*each) for each in processes.items()] for _ in range(_ROUNDS)]
+    times = np.median(rounds, axis=0)  # seconds of a product, by name
+    logs = np.log(times / times.min(axis=0)).mean(axis=1)
+    slower = dict(zip(names, np.exp(logs).tolist(), strict=True))
     fastest = min(slower.values())
     best = next(name for name in names if slower[name] <= _NOISE * fastest)
-    remember(best)
-    for name in names:
-        chosen = ", and chosen" if name == best else ""
-        yield Finding(name, f"{slower[name] / fastest:.2f} times the time of the fastest{chosen}")
+    cache.choose(best if best != names[0] else None)
+    text = "{:.2f} times the time of the fastest{}"
+    return [
+        Finding(name, text.format(slower[name] / fastest, ", and chosen" if name == best else ""))
+        for name in names
+    ]
 
 
-def _measuring(name: str, size: int) -> subprocess.Popen[str]:
+def _measuring(name: str, size: int) -> subprocess.Popen[bytes]:
     """A process that times products by some instructions once for each line that it is sent."""
     command = [sys.executable, "-c", f"from veneer import doctor; doctor._answer({size})"]
     environment = os.environ | {"VENEER_KERNELS_ISA": name}
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True)
+    return subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe)
 
 
-def _round(process: subprocess.Popen[str]) -> list[float]:
+def _round(name: str, process: subprocess.Popen[bytes]) -> list[float]:
     """Seconds of products, which a process times now."""
     assert process.stdin is not None
     assert process.stdout is not None
-    print(file=process.stdin, flush=True)
-    return json.loads(process.stdout.readline())
+    with contextlib.suppress(BrokenPipeError):
+        os.write(process.stdin.fileno(), b"\n")
+    line = process.stdout.readline()
+    if not line:
+        raise RuntimeError(f"products by {name} ended the process with code {process.wait()}")
+    return json.loads(line)
 
 
 def _answer(size: int) -> None:

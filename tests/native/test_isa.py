@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from veneer.native import isa
+from veneer.kernels.cpu import build
+from veneer.native import cache, isa, machine_code
 
 
 @pytest.fixture(autouse=True)
@@ -22,32 +23,36 @@ def used(**environment):
     return subprocess.check_output(command, env=without | environment, text=True).strip()
 
 
-def test_what_is_remembered_is_used_where_nothing_else_is_asked_for():
-    assert used() == isa.available()[0]
-    isa.remember("portable")
-    assert isa.remembered() == used() == "portable"
+def test_what_was_chosen_is_used_where_nothing_else_is_asked_for():
     best = isa.available()[0]
+    assert used() == best
+    cache.choose("portable")
+    assert cache.chosen() == used() == "portable"
     assert used(VENEER_KERNELS_ISA=best) == best
+    cache.choose(None)
+    assert (cache.chosen(), used()) == (None, best)
 
 
-def test_it_is_remembered_of_a_cpu(monkeypatch):
-    isa.remember("portable")
-    monkeypatch.setattr(isa, "host", lambda: "another")
-    assert isa.remembered() is None
-    isa.remember(isa.available()[0])
-    monkeypatch.undo()
+def test_it_is_chosen_for_a_cpu(monkeypatch):
+    cache.choose("portable")
+    with monkeypatch.context() as patch:
+        patch.setattr(machine_code, "host", lambda: "another")
+        assert cache.chosen() is None
+        cache.choose("avx2")
+    assert cache.chosen() == "portable"
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", '{"HOST": "sse1"}', '{"HOST": 3}'])
+@pytest.mark.parametrize("text", [b"", b"{", b"\xff", b"[1]", b'{"HOST": 3}', b'{"HOST": "sse1"}'])
 def test_a_file_that_makes_no_sense_is_none(folder, text):
     folder.mkdir()
-    (folder / "isa.json").write_text(text.replace("HOST", isa.host()))
-    assert isa.remembered() is None
-    isa.remember("portable")
-    assert isa.remembered() == "portable"
+    (folder / "isa.json").write_bytes(text.replace(b"HOST", machine_code.host().encode()))
+    assert used() == isa.available()[0]
+    assert build.CACHE.fingerprint
+    cache.choose("portable")
+    assert used() == "portable"
 
 
 def test_a_cache_that_cannot_be_written_is_told(folder):
     folder.write_text("no folder")
     with pytest.raises(OSError, match="cache"):
-        isa.remember("portable")
+        cache.choose("portable")

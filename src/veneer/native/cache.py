@@ -8,6 +8,7 @@ import contextlib
 import functools
 import hashlib
 import importlib.metadata
+import json
 import os
 import platform
 import sys
@@ -19,15 +20,13 @@ from pathlib import Path
 from .forks import COMPILING
 
 _KEPT = 30 * 24 * 3600  # seconds
-#: Of `root()`: which vector instructions were measured to be the fastest, as `isa.py` writes it.
-CHOICES = "isa.json"
 
 
 class Cache:
     """Object files of one folder of the cache, that are compiled from one package and this one.
 
     A file is named after all that it may depend on, and made again when that changes: every source
-    of these packages, Numba, the CPU, the variables that either is told by.
+    of these packages, Numba, the CPU, the variables that either is told by, and what was chosen.
 
     **Arguments:**
 
@@ -59,7 +58,7 @@ class Cache:
             # Or who edits them would find what was before.
             if sources(self._packages) == self._sources:
                 with contextlib.suppress(OSError):
-                    _write(file, content)
+                    _write(file, hashlib.sha256(content).digest() + content)
                     _remove_old(file)
             return content
 
@@ -77,6 +76,36 @@ def root() -> Path:
     chosen = os.environ.get("VENEER_CACHE")
     shared = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(chosen) if chosen else Path(shared) / "veneer"
+
+
+def choose(isa: str | None) -> None:
+    """Has processes on CPUs like this one use these vector instructions; None: the best there are.
+
+    **Raises:** `OSError` where the cache cannot be written.
+    """
+    from . import machine_code
+
+    choices = _choices()
+    if isa is None:
+        choices.pop(machine_code.host(), None)
+    else:
+        choices[machine_code.host()] = isa
+    _write(root() / "isa.json", json.dumps(choices, indent=1).encode())
+
+
+def chosen() -> str | None:
+    """Returns what `choose` was told last on a CPU like this one, or None."""
+    from . import machine_code
+
+    return _choices().get(machine_code.host())
+
+
+def _choices() -> dict[str, str]:
+    with contextlib.suppress(OSError, ValueError):  # there are none, or none that make sense
+        found = json.loads((root() / "isa.json").read_bytes())
+        if isinstance(found, dict):
+            return {cpu: isa for cpu, isa in found.items() if isinstance(isa, str)}
+    return {}
 
 
 def sources(folders: set[Path]) -> bytes:
@@ -101,10 +130,9 @@ def _dependencies() -> Iterator[str]:
     yield f"{sys.version} {sys.platform} {platform.machine()}"
     yield machine_code.host()
     for key, value in sorted(os.environ.items()):
-        if key == "VENEER_KERNELS_ISA" or key.startswith("NUMBA_"):
+        if key.startswith("NUMBA_"):
             yield f"{key}={value}"
-    with contextlib.suppress(OSError):
-        yield (root() / CHOICES).read_text(encoding="utf-8")
+    yield os.environ.get("VENEER_KERNELS_ISA") or chosen() or ""
 
 
 def _remove_old(file: Path) -> None:
@@ -119,7 +147,7 @@ def _remove_old(file: Path) -> None:
 
 
 def _read(file: Path) -> bytes:
-    """An object file that is whole: LLVM ends the process over one that is not."""
+    """An object file after its digest: LLVM ends the process over one that is not whole."""
     content = file.read_bytes()
     digest, code = content[:32], content[32:]
     if hashlib.sha256(code).digest() != digest:
@@ -127,13 +155,13 @@ def _read(file: Path) -> bytes:
     return code
 
 
-def _write(file: Path, code: bytes) -> None:
-    """Writes an object file after its digest; who reads at the same time sees all of it or none."""
+def _write(file: Path, content: bytes) -> None:
+    """Writes a file; who reads at the same time sees all of it or none."""
     file.parent.mkdir(parents=True, exist_ok=True)
     descriptor, aside = tempfile.mkstemp(dir=file.parent)
     try:
         with os.fdopen(descriptor, "wb") as output:
-            output.write(hashlib.sha256(code).digest() + code)
+            output.write(content)
         os.replace(aside, file)
     except OSError:
         os.unlink(aside)

@@ -4,14 +4,10 @@
 fastest on this machine, or else the best that its CPU has.
 """
 
-import contextlib
-import json
 import os
-from pathlib import Path
 
-from .cache import CHOICES, root
+from . import cache
 from .cpu import features
-from .machine_code import host
 
 #: What each needs of a CPU, by LLVM's names of features; the best first.
 ISAS = {
@@ -52,33 +48,13 @@ def available() -> list[str]:
     return [isa for isa, needs in ISAS.items() if needs <= has]
 
 
-def remember(name: str) -> None:
-    """Has processes on CPUs like this one use an ISA, if `VENEER_KERNELS_ISA` names none.
-
-    **Raises:** `OSError` where the cache cannot be written.
-    """
-    _file().parent.mkdir(parents=True, exist_ok=True)
-    _file().write_text(json.dumps(_remembered() | {host(): name}, indent=1), encoding="utf-8")
-
-
-def remembered() -> str | None:
-    """Returns what `remember` was told of CPUs like this one; None where that was nothing."""
-    name = _remembered().get(host())
+def _measured() -> str | None:
+    """What was measured to be the fastest, if this process may use it."""
+    name = cache.chosen()
     return name if name in available() else None
 
 
-def _remembered() -> dict[str, str]:
-    with contextlib.suppress(OSError, ValueError):  # nothing, or nothing that makes sense
-        found = json.loads(_file().read_text(encoding="utf-8"))
-        return found if isinstance(found, dict) else {}
-    return {}
-
-
-def _file() -> Path:
-    return root() / CHOICES
-
-
-ISA = chosen(os.environ.get("VENEER_KERNELS_ISA") or remembered())
+ISA = chosen(os.environ.get("VENEER_KERNELS_ISA") or _measured())
 #: How many f32 or int32 a vector holds.
 LANES = 16 if ISA.startswith("avx512") else {"avx2": 8, "portable": 4}[ISA]
 #: Whether it multiplies bytes, and adds up four products; and pairs of bf16.

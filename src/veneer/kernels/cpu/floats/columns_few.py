@@ -17,9 +17,9 @@ from .. import minima
 from ..job import NEXT_ROW, OUT, ROW_BYTES, SCALE, TABLE, TC, TR, C, M, R
 from ..place import row_of
 from ..scales import are_f32, copy, has_minima, read_tiles
-from .columns_one import AHEAD
 from .columns_x import MOST, order, rows_of_block
 from .panels import (
+    AHEAD,
     BYTES,
     COLUMNS,
     FOLDED,
@@ -31,6 +31,7 @@ from .panels import (
     load_block,
     multiply,
     panel_scales,
+    scales_of,
     ways,
 )
 
@@ -42,7 +43,7 @@ _BY_2, _BY_4, _BY_MOST = (_TOGETHER[min(rows, MOST)] for rows in (2, 4, 8))
 #: holds them, and some rows of W.
 _X_BYTES = 32 * 1024
 _VECTOR = 4 * LANES
-#: Bytes of the scales of a row of W that meet so many columns of x, at most: one for 8 columns.
+#: Bytes of the scales of a row of W that meet so many columns of two rows of x: one for 4 of them.
 _SCALES = _X_BYTES // 8 + _VECTOR
 #: Bytes of sums, at most: those of a part, in groups, and the last rows one by one.
 _SUMS_BYTES = _VECTOR * max(
@@ -110,7 +111,7 @@ def _products(kind: str) -> Any:
         tiles = columns // tile
         first_tile = begin * PANEL // tile
         some = (min(end * PANEL, columns) + tile - 1) // tile - first_tile
-        lanes = lanes_by(FIELDS, tile)
+        lanes, of_row = lanes_by(FIELDS, tile), scales_of(job, way)
         w = row_of(job, batch, first)
         while first < last:
             # The last rows are taken one by one: all that are taken together are the same one.
@@ -143,7 +144,8 @@ def _products(kind: str) -> Any:
                         copy(tail + c * W_BYTES, row, existing, W_BYTES)
                 place = x + X_PANEL * rows * (at - begin)
                 next_panel = W_BYTES if at >= whole else next_row
-                args = (job, sums, place, panel, next_panel, scale, next_scale, lanes, at, stop)
+                of_w = (panel, next_panel, scale, next_scale, of_row, lanes)
+                args = (job, sums, place, *of_w, at, stop)
                 if way != MORE and rows == 2:
                     one_2(*args)
                 elif way != MORE and rows < MOST:
@@ -172,30 +174,26 @@ def _panels(kind: str, rows: int, way: int) -> Any:
     TOGETHER = _TOGETHER[rows]
 
     @native
-    def panels(job, sums, x, w, next_row, scale, next_scale, lanes, begin, end):
+    def panels(job, sums, x, w, next_row, scale, next_scale, of_row, lanes, begin, end):
         tile, together = word(job, TC), TOGETHER * next_row
         ahead = 0 if together == 0 else (AHEAD + together - 1) // together * together
-        # So many numbers scale a panel, or one scales so many panels.
-        count, lasts = 1, end + 1
+        lasts = end + 1  # so many panels have ONE number
         if way != ONE:
-            count, lasts = PANEL // tile, 1
+            lasts = 1
         elif tile % PANEL == 0:
             lasts = tile // PANEL
-        scale += 4 * count * (begin // lasts)
         left = lasts - begin % lasts
-        existing = min(count, word(job, C) // tile - begin * count)
         table = load_table(word(job, TABLE))
         total = load_block(sums, rows, TOGETHER)
         while begin < end:
-            stop = min(end, begin + left)
-            scales = panel_scales(scale, next_scale, lanes, count, existing, TOGETHER, kind, way)
+            stop, column = min(end, begin + left), begin * PANEL
+            scales = panel_scales(scale, next_scale, column, of_row, lanes, TOGETHER, kind, way)
             for _ in range(begin, stop):
                 for c in range(TOGETHER):
                     prefetch_for_later(w + c * next_row + ahead)
                 total = multiply(total, x, X_PANEL, table, scales, w, next_row, kind, way)
                 x += rows * X_PANEL
                 w += W_BYTES
-            scale += 4 * count
             begin, left = stop, lasts
         store(sums, total)
 

@@ -26,6 +26,7 @@ from ..place import row_of
 from ..scales import are_f32, copy, has_minima, read_tiles
 from .columns_x import order
 from .panels import (
+    AHEAD,
     BYTES,
     COLUMNS,
     EACH,
@@ -36,13 +37,12 @@ from .panels import (
     lanes_by,
     multiply,
     panel_scales,
+    scales_of,
     ways,
 )
 
 #: Rows of W that are read at a time: each number of x is multiplied by as many.
 ROWS = 4
-#: Bytes on, or a few more, is what is fetched: so much is read in the time that memory takes.
-AHEAD = 8192
 _VECTOR, _SIXTEEN = 4 * LANES, 16
 
 
@@ -89,11 +89,8 @@ def _multiplier(kind: str) -> Any:
             read_tiles(job, SCALE, number, 0, numbers, scales)
         if has_minima(job):
             read_tiles(job, MINIMUM, number, 0, numbers, minima)
-        of_panel, lasts = 1, panels  # so many numbers scale a panel, or one so many panels
-        if way == MORE:
-            of_panel, lasts = PANEL // tile, 1
-        elif way == ONE and tile % PANEL == 0:
-            lasts = tile // PANEL
+        of_row = scales_of(job, way)
+        lasts = tile // PANEL if tile % PANEL == 0 else panels  # so many panels have ONE number
         sums_x, fours = sums_of_x(job, batch, 0), stack(_SIXTEEN)
         lanes, table = lanes_by(FIELDS, tile), load_table(word(job, TABLE))
         w = row_of(job, batch, first)
@@ -112,11 +109,11 @@ def _multiplier(kind: str) -> Any:
                 for i in range(ROWS):
                     copy(copies + i * copied, w + i * next_row, row_bytes, copied)
                 place, next_row = copies, copied
-            of_rows = (place, next_row, ahead, scales, next_scales)
+            rows_of_w = (place, next_row, ahead, scales, next_scales)
             if way == MORE:
-                total = by_more(total, x, table, of_rows, lanes, tiles, panels, of_panel, lasts)
+                total = by_more(total, x, table, rows_of_w, of_row, lanes, panels, lasts)
             else:
-                total = by_one(total, x, table, of_rows, lanes, tiles, panels, of_panel, lasts)
+                total = by_one(total, x, table, rows_of_w, of_row, lanes, panels, lasts)
             store_fours(fours, 0, total)
             for i in range(count):
                 store_f32(y + 4 * i, load_f32(fours + 4 * i))
@@ -131,17 +128,19 @@ def _multiplier(kind: str) -> Any:
 
 def _panels(kind: str, way: int) -> Any:
     """Makes what adds the products of x with some rows of W to sums, which are lanes."""
-    W_BYTES, X_PANEL = BYTES[kind], 4 * COLUMNS[kind]
+    PANEL, W_BYTES, X_PANEL = COLUMNS[kind], BYTES[kind], 4 * COLUMNS[kind]
     WIDTH = ROWS * (VECTORS[kind] if way == EACH else 1)
 
     @native
-    def panels(total, x, table, of_rows, lanes, tiles, count, of_panel, lasts):
-        w, next_row, ahead, scale, next_scale = of_rows
+    def panels(total, x, table, rows, of_row, lanes, count, lasts):
+        w, next_row, ahead, scale, next_scale = rows
         scales, left = zeros(1, WIDTH), 0
-        for _ in range(count):
+        for panel in range(count):
             if way != ONE or left == 0:
-                scales = panel_scales(scale, next_scale, lanes, of_panel, tiles, ROWS, kind, way)
-                scale, tiles, left = scale + 4 * of_panel, tiles - of_panel, lasts
+                scales = panel_scales(
+                    scale, next_scale, panel * PANEL, of_row, lanes, ROWS, kind, way
+                )
+                left = lasts
             left -= 1
             for i in range(ROWS):
                 prefetch_for_later(w + i * next_row + ahead)

@@ -38,9 +38,9 @@ from ..place import in_stretches
 
 #: How scales meet panels, by where they change: ONE number scales a panel, where a tile is whole
 #: panels, or all columns. SOME do, one each lane, where a panel is tiles of whole lanes, as fields
-#: of dwords are; or EACH vector has one, as of other codes. Else they are FOLDED into x, for all
-#: rows of W that share them: so it is where they change from column to column, in the gradient of a
-#: matrix whose tiles are along the other dimension.
+#: of dwords are; or EACH vector has one, where a tile is whole vectors, as of other codes. Else
+#: they are FOLDED into x, for all rows of W that share them: so it is where they change from column
+#: to column, in the gradient of a matrix whose tiles are along the other dimension.
 ONE, SOME, EACH, FOLDED = range(4)
 
 #: Vectors of a panel: fields of a dword have one each, and of others 64 columns are a panel.
@@ -53,6 +53,11 @@ COLUMNS = {kind: count * LANES for kind, count in VECTORS.items()}
 BYTES = {kind: COLUMNS[kind] * bits // 8 for kind, bits in BITS.items()}
 #: Rows of W in a part.
 PART = 48
+#: 1 as a number of so many bits behind the point, enough for the reciprocals of tiles.
+FRACTION = 40
+ONE_FIXED = 1 << FRACTION
+#: Bytes on, or a few more, is what is fetched: so much is read in the time that memory takes.
+AHEAD = 8192
 
 
 def ways(kind: str) -> tuple[int, int]:
@@ -93,9 +98,18 @@ def _way(kind: str) -> Any:
         tile = word(job, TC)
         if tile % PANEL == 0 or tile == word(job, C):
             return ONE
-        return MORE if PANEL % tile == 0 and tile % LANE == 0 else FOLDED
+        is_whole = tile % LANE == 0 and (MORE == EACH or PANEL % tile == 0)
+        return MORE if is_whole else FOLDED
 
     return way
+
+
+@native
+def scales_of(job, way):
+    """For `panel_scales`: 1 / the columns that share a scale, and how many scales a row has."""
+    tile = word(job, TC)
+    reciprocal = (ONE_FIXED + tile - 1) // tile if way != FOLDED else 0
+    return reciprocal, word(job, C) // tile
 
 
 @instruction
@@ -245,30 +259,34 @@ def _worth(builder: Any, codes: Any, scale: Any, behind: Any) -> Any:
 
 
 @instruction
-def panel_scales(address, stride, lanes, of_panel, count, rows, kind, way):
+def panel_scales(address, stride, column, of_row, lanes, rows, kind, way):
     """Vectors of scales for each of some rows of W, whose scales are `stride` bytes apart.
 
-    With the way ONE, it has one number for the panel; with SOME, lane d has the number that
-    `lanes[d]` says of `count`, and 0 where there is none; with EACH, there is a vector for each of
-    a panel, which has so many numbers. Those behind `count` have the last.
+    The panel begins with a column, and `of_row` is what `scales_of` says. With the way ONE, it has
+    one number; with SOME, lane d has the number that is `lanes[d]` behind the first of the panel,
+    and 0 where a row has no more; with EACH, there is a vector for each of the panel, and what is
+    behind a row has its last number.
     """
     rows, kind, way = rows.literal_value, kind.literal_value, way.literal_value
     each = VECTORS[kind] if way == EACH else 1
 
-    def emit(builder, address, stride, lanes, of_panel, count, *_):
-        places = [at(builder, address, 0, c, stride) for c in range(rows)]
+    def emit(builder, address, stride, column, of_row, lanes, *_):
+        reciprocal, count = (builder.extract_value(of_row, i) for i in range(2))
+        last, numbers = builder.sub(count, I64(1)), []
+        for j in range(each):
+            at_vector = builder.add(column, I64(j * LANES))
+            number = builder.lshr(builder.mul(at_vector, reciprocal), I64(FRACTION))
+            is_there = builder.icmp_signed("<", number, count)
+            numbers.append(builder.select(is_there, number, last))
+        places = [
+            builder.add(at(builder, address, 0, c, stride), builder.mul(number, I64(4)))
+            for c in range(rows)
+            for number in numbers
+        ]
         if way == SOME:
-            return block_of(builder, _some_scales(builder, places, lanes, count))
-        last = builder.sub(count, I64(1))
-        offsets = [I64(0)]
-        for j in range(1, each):
-            number = builder.lshr(builder.mul(of_panel, I64(j)), I64(each.bit_length() - 1))
-            is_there = builder.icmp_signed("<", number, last)
-            offsets.append(builder.mul(builder.select(is_there, number, last), I64(4)))
-        return block_of(
-            builder,
-            [_one_scale(builder, builder.add(place, by)) for place in places for by in offsets],
-        )
+            left = builder.sub(count, numbers[0])
+            return block_of(builder, _some_scales(builder, places, lanes, left))
+        return block_of(builder, [_one_scale(builder, place) for place in places])
 
     return Block("f32", 1, rows * each), emit
 

@@ -229,7 +229,7 @@ def kernel(orientation: Orientation, offset: int) -> Any:
         k, _, tile = sizes(job)
         batch, tiles = first_row // word(job, M), k // tile
         size = tiles * panels * PANEL
-        of_strip = malloc(size + part_size(job, strips))
+        of_strip = malloc(size + part_size(job, MINIMUM, strips))
         if of_strip == 0:
             set_word(job, FAILED, 1)
             return
@@ -271,7 +271,7 @@ def kernel(orientation: Orientation, offset: int) -> Any:
         size_of_scales = max(1, tiles) * panels * PANEL
         size = 64 + 2 * (size_of_sums + size_of_codes) + size_of_scales
         size += WIDTH * WIDTH + panels * PANEL
-        allocated = malloc(size + part_size(job, each))
+        allocated = malloc(size + part_size(job, SCALE, each))
         if allocated == 0:
             set_word(job, FAILED, 1)
             return

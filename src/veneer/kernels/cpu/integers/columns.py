@@ -93,7 +93,9 @@ def orientation(kind: str) -> Orientation:
             to += chunk // 4 * PANEL
 
     @native
-    def part(job, strips):
+    def part(job, leaf, strips):
+        if are_f32(job, leaf):
+            return 0
         return 4 * strips * WIDTH * (word(job, C) // word(job, TC)) + WIDTH
 
     @native

@@ -34,7 +34,7 @@ class Orientation(NamedTuple):
     copy: Any  # (x, count, begin, to): brings activations into the order of the codes
     fetch: Any  # (job, matrix, strip, k, length, scratch) -> address and stride of a strip's codes
     decode: Any  # (address, stride, length, panel, table, to)
-    part: Any  # (job, strips) -> bytes for the scales, or minima, of so many strips
+    part: Any  # (job, leaf, strips) -> bytes for the scales, or minima, of so many strips
     of_part: Any  # (job, leaf, batch, strip, strips, to) -> where these are, for `scales`
     scales: Any  # (job, leaf, of_part, strip, tile, scratch, to): brings them into that order
     write: Any  # (sums, stride, x_scale, scratch, to, count): writes a row of a strip

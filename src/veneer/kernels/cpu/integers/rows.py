@@ -78,7 +78,7 @@ def orientation(kind: str) -> Orientation:
             to += PANEL
 
     @native
-    def part(job, strips):
+    def part(job, leaf, strips):
         return 0
 
     @native
