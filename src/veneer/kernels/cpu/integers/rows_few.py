@@ -23,6 +23,7 @@ from ....native.memory import (
     load_i32,
     malloc,
     prefetch,
+    prefetch_for_later,
     set_word,
     stack,
     store_f32,
@@ -163,6 +164,7 @@ def kernel(kind: str, offset: int) -> Any:
     def product(rows: int) -> Any:
         together = 2 if rows <= 2 and fields > 1 else 1  # fields whose sums registers hold
         columns = 4 * together
+        fetch = prefetch if rows == 1 else prefetch_for_later  # more rows take longer to get there
 
         @native
         def product(m, x, w, stride, depth, strips, ints, table, later):
@@ -176,7 +178,7 @@ def kernel(kind: str, offset: int) -> Any:
                     for _ in range(0, depth, 4):
                         if field == 0:
                             for row in range(4):
-                                prefetch(fetched + row * stride)
+                                fetch(fetched + row * stride)
                         bytes = interleaved(place, stride)
                         codes = read(table, bytes, field * bits)
                         if together == 2:
