@@ -4,8 +4,9 @@ import ctypes
 
 from numba.core.codegen import CPUCodeLibrary
 
-from veneer.native import machine_code
+from veneer.native import machine_code, object_file
 from veneer.native.functions import native
+from veneer.native.memory import store_f32
 from veneer.native.object_file import ObjectFile
 
 
@@ -27,3 +28,26 @@ def test_numba_neither_optimises_nor_emits_what_is_exported(monkeypatch):
     integer = ctypes.c_int64
     assert ctypes.CFUNCTYPE(integer, integer, integer)(addresses[0])(3, 4) == 14
     assert ctypes.CFUNCTYPE(integer, integer)(addresses[1])(5) == 10
+
+
+@native
+def fill(to, count):
+    for i in range(count):
+        store_f32(to + 4 * i, 1)
+
+
+def test_loops_of_scalars_are_not_made_scatters(monkeypatch):
+    """Which take several dozen cycles each, where numbers follow each other."""
+    seen, emitted = [], object_file.emitted
+
+    def kept(module, *args, **options):
+        code = emitted(module, *args, **options)
+        seen.append(str(module))
+        return code
+
+    monkeypatch.setattr(object_file, "emitted", kept)
+    file = ObjectFile()
+    file.export("fill", fill)
+    file.code()
+    assert "store float" in seen[0]
+    assert "scatter" not in seen[0]
