@@ -49,7 +49,8 @@ def check(kind, batch, m, shape, tile):
         ((7, 640), (1, 16)),
         ((8, 64), (1, 8)),
         ((6, 96), (1, 3)),  # they have nothing to do with each other
-        ((6, 480), (1, 96)),
+        ((6, 480), (1, 96)),  # vectors of bytes are within one
+        ((9, 336), (1, 48)),
         ((64, 200), (32, 1)),  # the other dimension has tiles
         ((50, 300), (50, 1)),
         ((6, 128), (2, 1)),
