@@ -15,6 +15,7 @@ from ...native.memory import (
     load_f32,
     load_i8,
     load_i64,
+    prefetch,
     stack,
     store_f32,
     store_i8,
@@ -113,6 +114,30 @@ def read_tiles(job, leaf, row, first, count, to):
     is_zero_point = leaf == MINIMUM and word(job, MINIMUM_TYPE) >= _ZERO_POINT
     if is_zero_point and word(job, OUTER_MINIMUM) == 0:
         _make_minima(job, row, first, count, to)
+
+
+@native
+def rows_of_tiles(job):
+    """For `fetch_tiles`: where scales and minima lie, and how many bytes each row of W has.
+
+    Those that rows share, or that are scales of these, are few: they have 0.
+    """
+    tiles = word(job, C) // word(job, TC)
+    scale, minimum = 0, 0
+    if word(job, TR) == 1:
+        scale = bytes_of(word(job, SCALE_TYPE), tiles)
+        minimum = bytes_of(word(job, MINIMUM_TYPE), tiles) if has_minima(job) else 0
+    return word(job, SCALE), scale, word(job, MINIMUM), minimum
+
+
+@native
+def fetch_tiles(stored, row, rows):
+    """Has scales and minima fetched of so many rows of W, which may be behind its end."""
+    scales, scale, minima, minimum = stored
+    for i in range(0, rows * scale, 64):
+        prefetch(scales + row * scale + i)
+    for i in range(0, rows * minimum, 64):
+        prefetch(minima + row * minimum + i)
 
 
 @native

@@ -16,7 +16,7 @@ from ....native.simd.floats import load, store, store_sums, zeros
 from .. import minima
 from ..job import NEXT_ROW, OUT, ROW_BYTES, SCALE, TABLE, TC, TR, C, M, R
 from ..place import row_of
-from ..scales import are_f32, copy, has_minima, read_tiles
+from ..scales import are_f32, copy, fetch_tiles, has_minima, read_tiles, rows_of_tiles
 from .columns_x import MOST, order, rows_of_block
 from .panels import (
     AHEAD,
@@ -112,7 +112,7 @@ def _products(kind: str) -> Any:
         first_tile = begin * PANEL // tile
         some = (min(end * PANEL, columns) + tile - 1) // tile - first_tile
         lanes, of_row = lanes_by(FIELDS, tile), scales_of(job, way)
-        w = row_of(job, batch, first)
+        w, stored = row_of(job, batch, first), rows_of_tiles(job)
         while first < last:
             # The last rows are taken one by one: all that are taken together are the same one.
             count = _together(rows)
@@ -133,6 +133,8 @@ def _products(kind: str) -> Any:
                         read_tiles(job, SCALE, number + c, first_tile, some, to)
             if count == 1:
                 next_scale = 0
+            if begin == 0:
+                fetch_tiles(stored, number + PART, count)
             whole = columns // PANEL
             at = begin
             while at < end:

@@ -23,7 +23,7 @@ from ....native.simd.floats import store_fours, zeros
 from ..job import FAILED, MINIMUM, NEXT_ROW, OUT, ROW_BYTES, SCALE, TABLE, TC, TR, C, R
 from ..minima import adder
 from ..place import row_of
-from ..scales import are_f32, copy, has_minima, read_tiles
+from ..scales import are_f32, copy, fetch_tiles, has_minima, read_tiles, rows_of_tiles
 from .columns_x import order
 from .panels import (
     AHEAD,
@@ -32,6 +32,7 @@ from .panels import (
     EACH,
     FOLDED,
     ONE,
+    PART,
     VECTORS,
     by_tiles,
     lanes_by,
@@ -93,7 +94,7 @@ def _multiplier(kind: str) -> Any:
         lasts = tile // PANEL if tile % PANEL == 0 else panels  # so many panels have ONE number
         sums_x, fours = sums_of_x(job, batch, 0), stack(_SIXTEEN)
         lanes, table = lanes_by(FIELDS, tile), load_table(word(job, TABLE))
-        w = row_of(job, batch, first)
+        w, stored = row_of(job, batch, first), rows_of_tiles(job)
         y = word(job, OUT) + 4 * (batch * r + first)
         ahead = (AHEAD // (ROWS * stride) + 1) * ROWS * stride
         at = 0
@@ -102,6 +103,7 @@ def _multiplier(kind: str) -> Any:
             count, next_row, next_scales, next_minima = ROWS, stride, next_scale, step
             if at + ROWS > rows:
                 count, next_row, next_scales, next_minima = 1, 0, 0, 0
+            fetch_tiles(stored, batch * r + first + at + PART, count)
             total, place = zeros(1, ROWS), w
             if has_minima(job):
                 total = add_minima(total, sums_x, 0, minima, next_minima, tiles)

@@ -53,11 +53,9 @@ from ..job import (
     BATCH,
     FAILED,
     MINIMUM,
-    MINIMUM_TYPE,
     OUT,
     ROW_BYTES,
     SCALE,
-    SCALE_TYPE,
     SCRATCH,
     TABLE,
     TC,
@@ -74,7 +72,7 @@ from ..job import (
 from ..kinds import INTEGER_PLANES
 from ..minima import adder, sums_size, write_sums_of_codes
 from ..place import in_stretches
-from ..scales import bytes_of, copy, has_minima, read_tiles
+from ..scales import copy, fetch_tiles, has_minima, read_tiles, rows_of_tiles
 from ..variants import ROWS
 from .panel import BITS, WIDTH, reader
 
@@ -87,13 +85,6 @@ _ALL_LANES = LANES.bit_length() - 1
 #: Codes of a group, at most.
 _GROUP = 8 * WIDTH
 _VECTOR, _FOUR = 4 * LANES, 4 * LANES * ROWS
-
-
-@native
-def fetch(address, size):
-    """Asks for so many bytes."""
-    for i in range(0, size, 64):
-        prefetch(address + i)
 
 
 def kernel(kind: str, offset: int) -> Any:
@@ -316,24 +307,18 @@ def kernel(kind: str, offset: int) -> Any:
             read_tiles(job, MINIMUM, row_of_scales, 0, numbers, scales + size)
         if m == 1:
             scale_by_x(job, batch, scales, numbers)
-        scale_bytes, minimum_bytes = 0, 0  # of a row, if each has its own
-        if shared == 1:
-            scale_bytes = bytes_of(word(job, SCALE_TYPE), row_scales)
-        if shared == 1 and to_minimum:
-            minimum_bytes = bytes_of(word(job, MINIMUM_TYPE), row_scales)
         ahead = (_AHEAD // row_bytes + ROWS) // ROWS * ROWS
         shift, apart = shift_of(job), row_scales * 4 if shared == 1 else 0
         x_apart, x_shift, next_x_scale = 4 * word(job, X_SCALES), shift, 4 * (LANES >> shift)
         if word(job, X_SCALES) == 1:  # for all lanes of all tiles
             x_shift, next_x_scale = _ALL_LANES, 0
-        table = table_of(job)
+        table, stored = table_of(job), rows_of_tiles(job)
         for wanted in range(first, last, ROWS):
             n = min(wanted, last - ROWS)
             number = batch * rows + n
             w = word(job, W) + number * row_bytes
             later = ahead * row_bytes
-            fetch(word(job, SCALE) + (number + PART) * scale_bytes, ROWS * scale_bytes)
-            fetch(word(job, MINIMUM) + (number + PART) * minimum_bytes, ROWS * minimum_bytes)
+            fetch_tiles(stored, number + PART, ROWS)
             at = (number if shared == 1 else number // shared) - row_of_scales
             scale = scales + at * row_scales * 4
             minimum = scale + to_minimum if to_minimum else 0
