@@ -78,7 +78,7 @@ def write_on(params: Any, config: Any, tokens: Any, cache: Any, start: int) -> A
     def body(i: Any, state: Any) -> Any:
         tokens, cache = state
         x, cache = llama.hidden(params, config, tokens[:, None], cache, start + i)
-        return llama.logits(params, x[:, 0]).argmax(-1).astype(tokens.dtype), cache
+        return llama.likeliest(llama.logits(params, x[:, 0])), cache
 
     return lax.fori_loop(0, TOKENS, body, (tokens, cache))
 
@@ -86,7 +86,7 @@ def write_on(params: Any, config: Any, tokens: Any, cache: Any, start: int) -> A
 def read_prompt(params: Any, config: Any, tokens: Any, cache: Any, start: int) -> Any:
     """Reads a prompt: which token is likeliest to come next, and the cache."""
     x, cache = llama.hidden(params, config, tokens, cache, start)
-    return llama.logits(params, x[:, -1]).argmax(-1), cache
+    return llama.likeliest(llama.logits(params, x[:, -1])), cache
 
 
 def ours(params: Any, config: Any, format: Format, cell: Cell) -> Callable[[], Any]:
