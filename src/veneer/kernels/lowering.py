@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 
 from .._jax.primitives import Primitive
 from .._jax.sharding import spec_over
-from . import select
+from . import calls, select
 from .pallas import call
 from .problem import ZERO_POINTS, MatmulOperands, MatmulProblem, operands_of
 
@@ -44,6 +44,13 @@ def is_on_one_device(ctx: Any) -> bool:
     if isinstance(axes, mlir.SPMDAxisContext):  # a shard_map
         return set(axes.manual_axes) == set(axes.mesh.axis_names)
     return not (isinstance(axes, mlir.ShardingContext) and axes.num_devices > 1)
+
+
+def is_for_this_cpu(ctx: Any) -> bool:
+    """Returns whether what is lowered is for this process, and one CPU alone."""
+    context = ctx.module_context
+    is_here = context.platforms == ("cpu",) and not context.lowering_parameters.for_export
+    return is_here and is_on_one_device(ctx)
 
 
 def by_reference(*arrays: Any, problem: MatmulProblem, present: Sequence[bool]) -> jax.Array:
@@ -119,7 +126,6 @@ def call_kernel(
       not from `operands`.
     """
     x, packed, x_scale = operands.x, operands.packed, operands.x_scale
-    call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(problem.out_shape(x, packed), jnp.float32))
     table = np.asarray(problem.codes.table, np.float32)
 
     def stored(name: str) -> Stacked:
@@ -130,13 +136,17 @@ def call_kernel(
     added = _added(operands, problem)
     outer = [] if operands.outer_scale is None else ["outer_scale"]
     outer += [] if operands.outer_minimum is None or added is None else ["outer_minimum"]
-    out = call(
-        *((x,) if x_scale is None else (x, x_scale)),
-        *stored("packed"),
-        *stored("scale"),
-        table,
-        *(() if added is None else (*stored(added), np.int32(problem.offset))),
-        *itertools.chain.from_iterable(map(stored, outer)),
+    out = calls.call(
+        target,
+        (x,) if x_scale is None else (x, x_scale),
+        (
+            *stored("packed"),
+            *stored("scale"),
+            table,
+            *(() if added is None else (*stored(added), np.int32(problem.offset))),
+            *itertools.chain.from_iterable(map(stored, outer)),
+        ),
+        problem.out_shape(x, packed),
     )
     if operands.minimum is not None and added != "minimum":
         problem, operands = problem.plain(operands)

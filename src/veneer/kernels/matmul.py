@@ -24,7 +24,7 @@ from jax.interpreters import ad, batching, mlir
 
 from .._jax.primitives import Primitive, lowered_with_devices
 from .._jax.tracing import vary_together
-from .lowering import by_reference, is_on_one_device, lowered_p
+from .lowering import by_kernel, by_reference, is_for_this_cpu, lowered_p
 from .problem import MatmulOperands, MatmulProblem, operands_of
 
 
@@ -198,15 +198,18 @@ def _lowered(ctx: Any, *values: Any, problem: MatmulProblem, present: Sequence[b
     if apart is not None:
         problem = dataclasses.replace(problem, leading=2)
 
+    # What is cached is lowered elsewhere, where no product sees those that share its x.
+    compute = by_kernel if is_for_this_cpu(ctx) else lowered_p.bind
+
     def call(*arrays: Any) -> jax.Array:
         if source is None:
-            return lowered_p.bind(*arrays, problem=problem, present=present)
+            return compute(*arrays, problem=problem, present=present)
         plain, operands = problem.plain(operands_of(arrays, present))
         packed = operands.packed.reshape(operands.x.shape[0], *operands.packed.shape[-2:])
         turned, operands = turned_by(operands._replace(packed=packed), plain)
         moved = [x for x in operands if x is not None]
         there = tuple(x is not None for x in operands)
-        return lowered_p.bind(*moved, problem=turned, present=there)
+        return compute(*moved, problem=turned, present=there)
 
     stored = source or apart
     if stored is not None:
@@ -240,10 +243,7 @@ def _apart(ctx: Any, packed: Any) -> Any:
     are, and of the same reshaped, two arrays, and copies all of it for the second.
     """
     made = packed.owner
-    is_local = ctx.module_context.platforms == ("cpu",) and is_on_one_device(ctx)
-    if not is_local or ctx.module_context.lowering_parameters.for_export:
-        return None
-    if getattr(made, "name", "") != "stablehlo.reshape":
+    if not is_for_this_cpu(ctx) or getattr(made, "name", "") != "stablehlo.reshape":
         return None
     (matrices,) = made.operands
     shape, merged = list(matrices.type.shape), list(packed.type.shape)
@@ -263,6 +263,6 @@ def turned_by(
     return turned, operands._replace(**swapped)
 
 
-# Not cached, for what an operand is made of is not part of the key. What follows is cached; and has
-# a rule for CPU, which JAX 0.10 and 0.12 do not find with others in what is not.
+# Not cached, for what an operand is made of is not part of the key. `lowered_p` is, and has a rule
+# for CPU, which JAX 0.10 and 0.12 do not find with others in what is not.
 mlir.register_lowering(matmul_p, _lowered, cacheable=False)

@@ -240,6 +240,11 @@ def target_for(family: str, sizes: KernelSizes) -> str | None:
     return f"{family}_{variant}" if is_there else None
 
 
+def are_few(target: str) -> bool:
+    """Returns whether the rows of x are few, of which a target computes products."""
+    return not target.endswith("_many")
+
+
 def _is_of(row: Candidate, family: str) -> bool:
     return any(row.target.format(kind) == family for kind in row.kinds)
 

@@ -69,12 +69,21 @@ _DTYPE, _DATA, _RANK, _DIMS = map(_buffer, ("dtype", "data", "rank", "dims"))
 
 
 @native
+def argument_count(frame):
+    """Returns how many arguments a call has."""
+    return load_i64(frame + _ARGUMENT_COUNT)
+
+
+@native
+def result_count(frame):
+    """Returns how many results a call has."""
+    return load_i64(frame + _RESULT_COUNT)
+
+
+@native
 def has_buffers(frame, arguments, results):
     """Returns whether a call has so many arguments and results."""
-    return (
-        load_i64(frame + _ARGUMENT_COUNT) == arguments
-        and load_i64(frame + _RESULT_COUNT) == results
-    )
+    return argument_count(frame) == arguments and result_count(frame) == results
 
 
 @native

@@ -64,10 +64,12 @@ def not_inlined(typing_context):
 
 @intrinsic(prefer_literal=True)
 def c_function(typing_context, function, name):
-    """The address of a C function of this name, which calls a native function of an int64."""
+    """The address of a C function of this name, which calls a native function of int64."""
 
     def emit(context, builder, signature, args):
-        result = function.dispatcher.get_compile_result(types.int64(types.int64))
+        dispatcher = function.dispatcher
+        count = dispatcher.py_func.__code__.co_argcount
+        result = dispatcher.get_compile_result(types.int64(*[types.int64] * count))
         context.add_linking_libs([result.library])
         return builder.ptrtoint(c_wrapper(builder.module, result, name.literal_value), I64)
 

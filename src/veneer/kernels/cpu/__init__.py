@@ -7,6 +7,7 @@ What knows one CPU from another, and makes machine code of functions, is in `ven
     variants        the variants of a kernel, by how many rows of x there are
     kinds           the kinds of codes that there are kernels for
     job             what a kernel is to compute, in words
+    group           the jobs of several products, whose parts are taken as one job's
     place           where the rows of a matrix lie, and which of its parts a thread does
     scales          scales and minima, as f32
     minima          what minima add, for few rows of x

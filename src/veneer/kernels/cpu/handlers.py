@@ -16,6 +16,7 @@ from ...native.call_frame import (
     U8,
     answers_metadata,
     argument,
+    argument_count,
     data,
     dim,
     dtype,
@@ -24,12 +25,14 @@ from ...native.call_frame import (
     pool_threads,
     rank,
     result,
+    result_count,
 )
 from ...native.functions import call, native
 from ...native.memory import load_i32, set_word, store_i32, word
 from ...native.threads import new_job, release, run
 from . import job as words
 from . import kinds
+from .group import job_of, new_group, run_group
 from .scales import size_of
 
 _, _INT8, _BF16 = range(len(kinds.ACTIVATIONS))
@@ -42,43 +45,55 @@ _WORTH_SHARING = 1 << 18
 
 @native
 def handle_product(frame, bits, contracts_rows, activations, prepare, count, work, finish):
-    """Handles a call from XLA by a kernel's four C functions; returns an error's address, or 0."""
+    """Handles a call from XLA by a kernel's four C functions; returns an error's address, or 0.
+
+    There is a result for each matrix that the same activations are multiplied by.
+    """
     if answers_metadata(frame):
         return 0
-    job = new_job(words.WORDS)
-    if job == 0:
+    jobs = result_count(frame)
+    group = new_group(jobs)
+    if group == 0:
         return error(frame, RESOURCE_EXHAUSTED, "veneer: no memory for a job")
-    failure = 0
-    if not _read(frame, job, bits, contracts_rows, activations):
-        failure = error(frame, INVALID_ARGUMENT, "veneer: operands do not fit together")
-    elif word(job, words.R) * word(job, words.C) == 0:
-        _fill_zeros(job, contracts_rows)
-    elif word(job, words.BATCH) * word(job, words.M) > 0:
-        _count_threads(frame, job)
-        call(prepare, (job,))
-        if word(job, words.FAILED) == 0:
-            _run(frame, job, work, count)
+    failure, products = 0, 0
+    for i in range(jobs):
+        job = job_of(group, i)
+        if not _read(frame, job, i, bits, contracts_rows, activations):
+            release(group)
+            return error(frame, INVALID_ARGUMENT, "veneer: operands do not fit together")
+        products += _products(job)
+    threads, has_failed = _threads(frame, products), False
+    for i in range(jobs):
+        job = job_of(group, i)
+        set_word(job, words.THREADS, threads)
+        if word(job, words.R) * word(job, words.C) == 0:
+            _fill_zeros(job, contracts_rows)
+        elif _products(job) > 0:
+            call(prepare, (job,))
+            set_word(job, words.PARTS, call(count, (job,)))
+        has_failed = has_failed or word(job, words.FAILED) != 0
+    if not has_failed:
+        run_group(frame, group, work, threads)
+    for i in range(jobs):
+        job = job_of(group, i)
         call(finish, (job,))
-        if word(job, words.FAILED):
-            failure = error(frame, RESOURCE_EXHAUSTED, "veneer: no memory for what a kernel needs")
-    release(job)
+        has_failed = has_failed or word(job, words.FAILED) != 0
+    if has_failed:
+        failure = error(frame, RESOURCE_EXHAUSTED, "veneer: no memory for what a kernel needs")
+    release(group)
     return failure
 
 
 @native
-def _count_threads(frame, job):
-    """Writes how many threads a job is worth."""
+def _products(job):
     rows, columns = word(job, words.R), word(job, words.C)
-    products = word(job, words.BATCH) * word(job, words.M) * rows * columns
-    threads = pool_threads(frame) if products >= _WORTH_SHARING else 1
-    set_word(job, words.THREADS, max(threads, 1))
+    return word(job, words.BATCH) * word(job, words.M) * rows * columns
 
 
 @native
-def _run(frame, job, work, count):
-    """Has all parts of a job computed, by a kernel's C functions."""
-    parts = call(count, (job,))
-    run(frame, job, work, parts, word(job, words.FIRST), word(job, words.THREADS))
+def _threads(frame, products):
+    """How many threads so many products are worth."""
+    return max(pool_threads(frame), 1) if products >= _WORTH_SHARING else 1
 
 
 @native
@@ -166,19 +181,22 @@ def _share(size, scales):
 
 
 @native
-def _read(frame, job, bits, contracts_rows, activations):
+def _read(frame, job, index, bits, contracts_rows, activations):
     """Fills in a job, and returns whether the operands of a call fit together."""
     is_integer = activations == _INT8
     entry = S8 if is_integer else BF16 if activations == _BF16 else F32
-    first = 2 if is_integer else 1  # the matrix, after the activations and maybe their scales
-    # There may follow three of minima, two of what scales are scaled by, two of what minima are.
-    has_both = has_buffers(frame, first + 12, 1)
-    has_either = has_both or has_buffers(frame, first + 10, 1)
-    has_minima = has_either or has_buffers(frame, first + 8, 1)
-    are_codes = has_either or has_buffers(frame, first + 7, 1)
-    if not has_minima and not are_codes and not has_buffers(frame, first + 5, 1):
+    lead = 2 if is_integer else 1  # the activations, and maybe their scales; the rest is each job's
+    each = (argument_count(frame) - lead) // result_count(frame)
+    if argument_count(frame) != lead + each * result_count(frame):
         return False
-    x, matrix, out = argument(frame, 0), argument(frame, first), result(frame, 0)
+    # There may follow three of minima, two of what scales are scaled by, two of what minima are.
+    has_both = each == 12
+    has_minima = has_both or each == 10 or each == 8
+    are_codes = has_both or each == 10 or each == 7
+    if not has_minima and not are_codes and each != 5:
+        return False
+    first = lead + each * index
+    x, matrix, out = argument(frame, 0), argument(frame, first), result(frame, index)
     scale, table = argument(frame, first + 2), argument(frame, first + 4)
     type_of_scale = _type_of_codes(scale) if are_codes else _type(scale)
     tiles = _count(type_of_scale, dim(scale, 2)) if rank(scale) == 3 else 0
@@ -301,9 +319,10 @@ def handle_quantize(frame, bits, count, work):
     failure = 0
     if not _read_quantize(frame, job, bits):
         failure = error(frame, INVALID_ARGUMENT, "veneer: operands do not fit together")
-    elif word(job, words.BATCH) * word(job, words.R) * word(job, words.C) > 0:
-        _count_threads(frame, job)
-        _run(frame, job, work, count)
+    elif _products(job) > 0:
+        threads = _threads(frame, _products(job))
+        set_word(job, words.THREADS, threads)
+        run(frame, job, work, call(count, (job,)), 0, threads)
     release(job)
     return failure
 

@@ -5,7 +5,7 @@ count entries, not bytes.
 """
 
 #: Words that a job has, and where each is.
-WORDS = 29
+WORDS = 30
 (
     X,  # address of the activations, [BATCH, M, K]: f32, int8 or bf16, by the kernel
     W,  # of the stored matrices, [BATCH, R, ROW_BYTES]; several may lie side by side: see NEXT_ROW
@@ -23,6 +23,7 @@ WORDS = 29
     TC,  # columns that share a scale
     SCRATCH,  # what `prepare` allocates for all parts, and `finish` frees; 0 if nothing
     THREADS,  # how many there are for the parts
+    PARTS,  # how many there are
     FIRST,  # so many of the parts are done before the others begin: they make what those read
     SCALE_TYPE,  # of the scales, f32 or smaller, or codes: see `scales.py`
     MINIMUM,  # address of what a code worth 0 stands for, as many as there are scales; 0 if none
