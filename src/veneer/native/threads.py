@@ -90,9 +90,10 @@ else:
 def _wait(memory, count):
     """Waits until so many parts are done, which other threads have begun."""
     looks = 0
-    while fetch_add(memory + 8 * _DONE, 0) < count:
+    while load_shared(memory + 8 * _DONE) < count:
+        pause()
         looks += 1
-        if looks > 100:  # a part takes long, or its thread is not running
+        if looks > 1000:  # some microseconds: a part takes long, or its thread is not running
             _let_others_run()
 
 
@@ -156,7 +157,7 @@ def _wait_for_job():
     while load_shared(place) == _WAITING:
         pause()
         looks += 1
-        if looks % 64 == 0:
+        if looks % 256 == 0:
             _let_others_run()
             if nanoseconds() > limit and replace_shared(place, _WAITING, _NOBODY):
                 return 0

@@ -45,6 +45,8 @@ from .panels import (
 #: Rows of W that are read at a time: each number of x is multiplied by as many.
 ROWS = 4
 _VECTOR, _SIXTEEN = 4 * LANES, 16
+#: Bytes that are taken from the stack: to allocate as many takes as long as to read a few rows.
+_STACK = 1 << 15
 
 
 def worker(kind: str) -> Any:
@@ -73,8 +75,12 @@ def _multiplier(kind: str) -> Any:
         if word(job, TR) == 1:
             numbers, step = tiles * rows, 4 * tiles
         # What is made here: scales, minima, x with the scales in it, rows with zeros behind them.
-        size, folded, copied = 4 * numbers + _VECTOR, X_PANEL * panels, W_BYTES * panels
-        memory = malloc(2 * size + folded + ROWS * copied)
+        size, copied = 4 * numbers + _VECTOR, W_BYTES * panels
+        folded = X_PANEL * panels if way == FOLDED else 0
+        needed = 2 * size + folded + (ROWS * copied if row_bytes < copied else 0)
+        memory = stack(_STACK)
+        if needed > _STACK:
+            memory = malloc(needed)
         if memory == 0:
             set_word(job, FAILED, 1)
             return
@@ -123,7 +129,8 @@ def _multiplier(kind: str) -> Any:
             minima += count * step
             if next_scale != 0:
                 scales += count * next_scale
-        free(memory)
+        if needed > _STACK:
+            free(memory)
 
     return multiply_rows
 

@@ -80,6 +80,8 @@ from .panel import BITS, WIDTH, reader
 PART = 64
 #: Bytes on, or a few more, is what is fetched: so much is read in the time that memory takes.
 _AHEAD = 4096
+#: Bytes that are taken from the stack: to allocate as many takes as long as to read a few rows.
+_STACK = 1 << 15
 #: All lanes, as a power of two.
 _ALL_LANES = LANES.bit_length() - 1
 #: Codes of a group, at most.
@@ -296,7 +298,10 @@ def kernel(kind: str, offset: int) -> Any:
         row_of_scales = (batch * rows + first) // shared
         numbers = ((batch * rows + last - 1) // shared + 1 - row_of_scales) * row_scales
         size = 4 * numbers + WIDTH
-        scales = malloc(2 * size if has_minima(job) else size)
+        needed = 2 * size if has_minima(job) else size
+        scales = stack(_STACK)
+        if needed > _STACK:
+            scales = malloc(needed)
         if scales == 0:
             set_word(job, FAILED, 1)
             return
@@ -340,6 +345,7 @@ def kernel(kind: str, offset: int) -> Any:
                 else:
                     multiply_1(at_x, at_start, at_sums, of_x, place, of_scales, table, y, next_y)
                 row += few
-        free(scales)
+        if needed > _STACK:
+            free(scales)
 
     return prepare, count, work
