@@ -5,6 +5,7 @@ code, which has to be for the same CPU.
 """
 
 import os
+import platform
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,13 @@ def target_machine() -> Any:
 def features() -> set[str]:
     """Returns what the CPU is known to have, by LLVM's names of features."""
     name, features = _settings()
+    # Each CPU of 64 bits of Arm's has vectors.
+    always = {"neon"} if platform.machine().lower() in ("aarch64", "arm64") else set[str]()
     if features is not None:
-        return {feature[1:] for feature in features.split(",") if feature.startswith("+")}
+        return always | {f[1:] for f in features.split(",") if f.startswith("+")}
     if name not in (None, "host"):
-        return set()  # of another CPU nothing is known but its name
-    return {feature for feature, has in llvm.get_host_cpu_features().items() if has}
+        return always  # of another CPU nothing is known but its name
+    return always | {feature for feature, has in llvm.get_host_cpu_features().items() if has}
 
 
 def _settings() -> tuple[str | None, str | None]:

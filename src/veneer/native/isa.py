@@ -15,6 +15,9 @@ ISAS = {
     "avx512vnni": {"avx512f", "avx512bw", "avx512vl", "avx512vnni"},
     "avx512": {"avx512f", "avx512bw", "avx512vl"},
     "avx2": {"avx2", "fma"},
+    "neon_i8mm": {"neon", "dotprod", "i8mm"},
+    "neon_dotprod": {"neon", "dotprod"},
+    "neon": {"neon"},
     "portable": set[str](),
 }
 
@@ -56,7 +59,11 @@ def _measured() -> str | None:
 
 ISA = chosen(os.environ.get("VENEER_KERNELS_ISA") or _measured())
 #: How many f32 or int32 a vector holds.
-LANES = 16 if ISA.startswith("avx512") else {"avx2": 8, "portable": 4}[ISA]
+LANES = 16 if ISA.startswith("avx512") else 8 if ISA == "avx2" else 4
+#: Whether it is one of Arm's; how many vectors registers hold; and whether it makes f32 of f16.
+IS_NEON = ISA.startswith("neon")
+REGISTERS = 32 if IS_NEON or LANES == 16 else 16
+CONVERTS_F16 = REGISTERS == 32
 #: Whether it multiplies bytes, and adds up four products; and pairs of bf16.
 HAS_VNNI, HAS_BF16 = ISA in ("avx512bf16", "avx512vnni"), ISA == "avx512bf16"
 #: Whether it multiplies matrices of 8 x 8 bits.

@@ -141,11 +141,16 @@ def pause(typing_context):
     """Tells the CPU that this thread looks for something again and again."""
 
     def emit(context, builder, signature, args):
-        if platform.machine() in ("x86_64", "AMD64"):
-            type = ir.FunctionType(ir.VoidType(), [])
-            builder.call(
-                cgutils.get_or_insert_function(builder.module, type, "llvm.x86.sse2.pause"), []
-            )
+        name, *arguments = {
+            "x86_64": ("llvm.x86.sse2.pause",),
+            "amd64": ("llvm.x86.sse2.pause",),
+            "aarch64": ("llvm.aarch64.hint", I32(1)),
+            "arm64": ("llvm.aarch64.hint", I32(1)),
+        }.get(platform.machine().lower(), ("",))
+        if name:
+            type = ir.FunctionType(ir.VoidType(), [argument.type for argument in arguments])
+            hint = cgutils.get_or_insert_function(builder.module, type, name)
+            builder.call(hint, arguments)
         return context.get_dummy_value()
 
     return types.void(), emit

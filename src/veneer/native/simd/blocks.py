@@ -14,7 +14,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import models, register_model
 
-from ..isa import ISA, LANES
+from ..isa import IS_NEON, ISA, LANES
 from ..memory import F32, I8, I16, I32, I64, intrinsic, pointer
 
 #: A vector of LANES numbers, and what else its bytes may be taken for.
@@ -145,12 +145,23 @@ def permuted(builder: Any, values: Any, indices: Any) -> Any:
         return call_llvm(builder, "llvm.x86.avx512.permvar.sf.512", FLOATS, values, indices)
     if ISA == "avx2":
         return call_llvm(builder, "llvm.x86.avx2.permps", FLOATS, values, indices)
+    if IS_NEON:
+        return bytes_at(builder, [values], indices)
     result = ir.Constant(FLOATS, ir.Undefined)
     for lane in range(LANES):
         index = builder.extract_element(indices, I32(lane))
         number = builder.extract_element(values, index)
         result = builder.insert_element(result, number, I32(lane))
     return result
+
+
+def bytes_at(builder: Any, table: Sequence[Any], indices: Any) -> Any:
+    """The numbers of a table of vectors of f32 at indices, found byte by byte, as Arm does."""
+    first = builder.mul(indices, constant(INTS, 0x04040404))
+    places = builder.add(first, constant(INTS, 0x03020100))
+    parts = [builder.bitcast(part, BYTES) for part in (*table, places)]
+    found = call_llvm(builder, f"llvm.aarch64.neon.tbl{len(table)}.v16i8", BYTES, *parts)
+    return builder.bitcast(found, FLOATS)
 
 
 def add_rows(builder: Any, total: Block, totals: Any, ws: Any, row: Emit, add: Emit) -> Any:

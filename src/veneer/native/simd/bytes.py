@@ -8,7 +8,7 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
-from ..isa import ISA, LANES
+from ..isa import IS_NEON, ISA, LANES
 from ..memory import F32, I8, I16, I32
 from .blocks import (
     BYTES,
@@ -77,6 +77,8 @@ def _look_up(builder: Any, table: Any, indices: Any) -> Any:
         return call_llvm(builder, "llvm.x86.avx512.pshuf.b.512", BYTES, table, indices)
     if ISA == "avx2":
         return call_llvm(builder, "llvm.x86.avx2.pshuf.b", BYTES, table, indices)
+    if IS_NEON:
+        return call_llvm(builder, "llvm.aarch64.neon.tbl1.v16i8", BYTES, table, indices)
     value = ir.Constant(BYTES, ir.Undefined)
     for lane in range(WIDTH):
         index = builder.zext(builder.extract_element(indices, I32(lane)), I32)

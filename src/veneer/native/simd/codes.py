@@ -5,9 +5,20 @@ from typing import Any
 
 from llvmlite import ir
 
-from ..isa import ISA, LANES
+from ..isa import IS_NEON, ISA, LANES
 from ..memory import I32
-from .blocks import FLOATS, INTS, Block, at, block_of, call_llvm, constant, instruction, load_vector
+from .blocks import (
+    FLOATS,
+    INTS,
+    Block,
+    at,
+    block_of,
+    bytes_at,
+    call_llvm,
+    constant,
+    instruction,
+    load_vector,
+)
 from .small_floats import from_e4m3fn, from_e5m2, from_int8, from_uint8
 
 
@@ -34,6 +45,8 @@ def look_up(builder: Any, tables: Sequence[Any], indices: Any) -> Any:
         fourth = builder.and_(indices, constant(INTS, 8))
         return builder.select(builder.icmp_signed("!=", fourth, constant(INTS, 0)), high, low)
     indices = builder.and_(indices, constant(INTS, 15))
+    if IS_NEON:
+        return bytes_at(builder, tables, indices)
     value = ir.Constant(FLOATS, ir.Undefined)
     for lane in range(LANES):
         index = builder.extract_element(indices, I32(lane))

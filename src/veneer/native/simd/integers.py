@@ -12,6 +12,7 @@ from numba import types
 from ..isa import HAS_VNNI, ISA, LANES
 from ..memory import I32, pointer
 from .blocks import (
+    BYTES,
     FLOATS,
     INTS,
     SHORTS,
@@ -224,7 +225,9 @@ def _dot(builder: Any, total: Any, x: Any, w: Any) -> Any:
     """Adds four products of bytes to each lane: `w` has no sign, `x` has one."""
     if HAS_VNNI:
         return call_llvm(builder, "llvm.x86.avx512.vpdpbusd.512", INTS, total, w, x)
-    if ISA == "portable":
+    if ISA in ("neon_i8mm", "neon_dotprod"):
+        return _dot_of_arm(builder, total, x, w)
+    if ISA in ("neon", "portable"):
         for i in range(4):
             code = builder.and_(builder.lshr(w, constant(INTS, 8 * i)), constant(INTS, 255))
             number = builder.shl(x, constant(INTS, 24 - 8 * i))
@@ -241,6 +244,19 @@ def _dot(builder: Any, total: Any, x: Any, w: Any) -> Any:
     for pair in (even, odd):
         total = builder.add(total, call_llvm(builder, f"llvm.x86.{name}", INTS, *pair))
     return total
+
+
+def _dot_of_arm(builder: Any, total: Any, x: Any, w: Any) -> Any:
+    """The same by Arm's instructions, some of which take but bytes with a sign on both sides."""
+    x, codes = builder.bitcast(x, BYTES), builder.bitcast(w, BYTES)
+    name = "llvm.aarch64.neon.{}dot.v4i32.v16i8"
+    if ISA == "neon_i8mm":
+        return call_llvm(builder, name.format("us"), INTS, total, codes, x)
+    # Codes less 128 have a sign. What that takes from the sum is -128 times that of x.
+    less = builder.xor(codes, constant(BYTES, 0x80))
+    taken = call_llvm(builder, name.format("s"), INTS, constant(INTS, 0), constant(BYTES, -128), x)
+    total = call_llvm(builder, name.format("s"), INTS, total, less, x)
+    return builder.sub(total, taken)
 
 
 @instruction

@@ -8,7 +8,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from ..isa import ISA, LANES
+from ..isa import CONVERTS_F16, LANES
 from ..memory import I8, I16, I32
 from .blocks import (
     FLOATS,
@@ -64,7 +64,7 @@ def first_lanes(vector, count):
 
 
 def _from_f16(builder: Any, bits: Any) -> Any:
-    if ISA.startswith("avx512"):
+    if CONVERTS_F16:
         return _from_half(builder, bits)
     magnitude = builder.and_(builder.zext(bits, INTS), constant(INTS, 0x7FFF))
     finite = _from_small_float(builder, magnitude, 10, 15)
@@ -112,7 +112,7 @@ def from_e4m3fn(builder: Any, codes: Any) -> Any:
     """f32 of float8_e4m3fn. It has no infinity, and NaN is all ones."""
     magnitude = builder.and_(builder.zext(codes, INTS), constant(INTS, 0x7F))
     is_nan = builder.icmp_signed("==", magnitude, constant(INTS, 0x7F))
-    if ISA.startswith("avx512"):
+    if CONVERTS_F16:
         bits = builder.shl(builder.sext(codes, _HALVES), constant(_HALVES, 7))
         bits = builder.and_(bits, constant(_HALVES, 0xBF80))
         value = builder.fmul(_from_half(builder, bits), constant(FLOATS, 2.0**8))
@@ -123,7 +123,7 @@ def from_e4m3fn(builder: Any, codes: Any) -> Any:
 
 def from_e5m2(builder: Any, codes: Any) -> Any:
     """f32 of float8_e5m2, the upper half of an f16."""
-    if ISA.startswith("avx512"):
+    if CONVERTS_F16:
         bits = builder.shl(builder.zext(codes, _HALVES), constant(_HALVES, 8))
         return _from_half(builder, bits)
     magnitude = builder.and_(builder.zext(codes, INTS), constant(INTS, 0x7F))

@@ -9,7 +9,7 @@ import functools
 from typing import Any
 
 from ....native.functions import native
-from ....native.isa import LANES
+from ....native.isa import LANES, REGISTERS
 from ....native.memory import prefetch_for_later, stack, store_f32, word
 from ....native.simd.codes import load_table
 from ....native.simd.floats import load, store, store_sums, zeros
@@ -37,7 +37,7 @@ from .panels import (
 
 #: How many rows of W are multiplied by so many rows of x at once: as many as registers hold sums
 #: of, next to what is decoded; and a divisor of a part.
-_TOGETHER = {2: 4, 4: 4, 8: 3} if LANES == 16 else {2: 3, 4: 2}
+_TOGETHER = {2: 4, 4: 4, 8: 3} if REGISTERS == 32 else {2: 3, 4: 2}
 _BY_2, _BY_4, _BY_MOST = (_TOGETHER[min(rows, MOST)] for rows in (2, 4, 8))
 #: Bytes of x that are multiplied by all rows of a part before the next are: the innermost cache
 #: holds them, and some rows of W.

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ....native.functions import native
-from ....native.isa import LANES
+from ....native.isa import LANES, REGISTERS
 from ....native.memory import load_f32, prefetch, stack, store_f32, word
 from ....native.simd.codes import load_table
 from ....native.simd.floats import load, splat, store, store_block, zeros
@@ -25,7 +25,7 @@ from .panels import load_block, store_bytes, store_fields, transpose
 
 #: Rows of x that are multiplied at once by so many vectors: as many sums as registers hold.
 ROWS = 6
-_ACROSS = 4 if LANES == 16 else 2
+_ACROSS = 4 if REGISTERS == 32 else 2
 #: Rows of W in a part, and groups of ROWS of x at most.
 _PART, _GROUPS = _ACROSS * LANES, 64
 _VECTOR, _ROW = 4 * LANES, 4 * _PART

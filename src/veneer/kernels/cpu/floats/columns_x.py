@@ -9,7 +9,7 @@ import functools
 from typing import Any, NamedTuple
 
 from ....native.functions import native
-from ....native.isa import LANES
+from ....native.isa import LANES, REGISTERS
 from ....native.memory import load_f32, malloc, set_word, stack, store_f32, word
 from ....native.simd.floats import load, scaled, store
 from ....native.simd.order import deinterleave
@@ -18,7 +18,7 @@ from ..minima import sums_size, write_sums
 from ..scales import has_minima, read_tiles
 from .panels import COLUMNS, VECTORS
 
-MOST = 8 if LANES == 16 else 4
+MOST = 8 if REGISTERS == 32 else 4
 
 
 class Order(NamedTuple):

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ....native.functions import native, not_inlined
-from ....native.isa import LANES
+from ....native.isa import LANES, REGISTERS
 from ....native.memory import (
     free,
     load_i64,
@@ -298,7 +298,7 @@ def _product(kind: str, rows: int, most: int) -> Any:
     is what will be multiplied with after this.
     """
     decoded, ordered = reader(kind)
-    bits, vectors = BITS[kind], max(2, min(most, LANES // rows))
+    bits, vectors = BITS[kind], max(2, min(most, REGISTERS // 2 // rows))
     step_bytes = vectors * LANES * bits // 8
 
     @native

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ....native.functions import native, not_inlined
-from ....native.isa import LANES
+from ....native.isa import LANES, REGISTERS
 from ....native.memory import load_f32, load_i8, prefetch, stack, store_f32, store_i8, word
 from ....native.simd.codes import load_table
 from ....native.simd.floats import (
@@ -36,7 +36,7 @@ from .pairs import F32, Numbers
 #: Columns that are worked on together, and rows that are decoded at once: 24 KB of f32.
 PANEL, BLOCK = 128, 48
 #: Rows of x that are multiplied at once, and vectors: as many sums as registers hold.
-_ROWS, _VECTORS = 6, {16: 4, 8: 2, 4: 2}[LANES]
+_ROWS, _VECTORS = 6, 4 if REGISTERS == 32 else 2
 #: Rows of x in a part, at most: their results stay in the second cache.
 _PART = 256
 
@@ -201,7 +201,7 @@ def multiplier(kind: str, numbers: Numbers = F32) -> Multiplier:
     decoded, ordered = reader(kind)
     panel_bytes = PANEL * bits // 8
     tail_bytes = BLOCK * panel_bytes
-    step = 4 if LANES == 16 else 2  # vectors that are decoded at once
+    step = 4 if REGISTERS == 32 else 2  # vectors that are decoded at once
 
     @native
     def decode(job, batch, row, rows, column, to):

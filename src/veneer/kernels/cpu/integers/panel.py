@@ -7,7 +7,7 @@ without a sign. Where these come from, `rows.py` and `columns.py` know.
 from typing import Any, NamedTuple
 
 from ....native.functions import native
-from ....native.isa import HAS_VNNI, ISA
+from ....native.isa import HAS_VNNI, REGISTERS
 from ....native.memory import prefetch, store_f32
 from ....native.simd.bytes import OFFSET, looked_up_bytes, without_sign
 from ....native.simd.floats import add_scaled, load, scaled_rows, store_block
@@ -19,7 +19,7 @@ PANEL = 4 * WIDTH
 #: How many codes of a column a panel may have. It fits the fastest cache.
 BLOCK = 256
 #: Rows x vectors of sums that registers hold, beside what they are sums of.
-ROWS, COLUMNS = (6, 4) if HAS_VNNI else (4, 4) if ISA == "avx512" else (2, 2)
+ROWS, COLUMNS = (6, 4) if HAS_VNNI else (4, 4) if REGISTERS == 32 else (2, 2)
 
 BITS = {kind: kinds.BITS[kind] for kind in (*kinds.INTEGERS, *kinds.INTEGER_PLANES)}
 

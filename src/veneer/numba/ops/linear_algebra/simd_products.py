@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 
 from ....native.functions import native, not_inlined
-from ....native.isa import ISA, LANES
+from ....native.isa import ISA, LANES, REGISTERS
 from ....native.memory import load_f32, store_f32
 from ....native.object_file import ObjectFile
 from ....native.simd import blocks as simd
 from ....native.simd.floats import load, outer, zeros
 
 #: As many rows and vectors as a CPU has registers for.
-ROWS, VECTORS = (6, 4) if ISA.startswith("avx512") else (4, 2) if ISA == "avx2" else (2, 4)
+ROWS, VECTORS = (6, 4) if REGISTERS == 32 else (4, 2) if ISA == "avx2" else (2, 4)
 WIDTH = LANES * VECTORS
 
 
