@@ -4,8 +4,10 @@ Layers of 8 heads of 64 features, each of which 1 or 4 queries share, write a ke
 attend to all tokens. Caches are updated in place, and there are so many layers that f32 takes 134
 MB at 4,096 tokens. × is the median for f32 over that of a format, all by turns in one process.
 Keys lie by their features (`[heads, width, tokens]`), or by tokens (as in `examples/llama.py`), and
-have a scale for each, or one for each channel of 32 tokens; or heads lie within tokens, as in Flax
-and `jax.nn.dot_product_attention`, which is what runs then.
+have a scale for each, or one for each channel of 32 tokens; or are in the tiles that lose the least
+(`perplexity.py --caches`): of 4 bits, uint4 keys by channel with zero points and nf4 values in
+tiles of 16, of others tiles of 32. Or heads lie within tokens, as in Flax and
+`jax.nn.dot_product_attention`, which is what runs then.
 """
 
 import sys
@@ -47,6 +49,11 @@ def by_channel(keys: Any, values: Any, new: Any, at: Any) -> Any:
     return by_tokens(keys, values, new, at)
 
 
+def in_tiles(keys: Any, values: Any, new: Any, at: Any) -> Any:
+    """The same, whose scales are for tiles."""
+    return by_tokens(keys, values, new, at)
+
+
 def within_tokens(keys: Any, values: Any, new: Any, at: Any) -> Any:
     """A layer whose keys and values are `[batch, tokens, heads, width]`."""
     query, key, value = (x.swapaxes(0, 1)[None] for x in new)
@@ -68,6 +75,7 @@ SHAPES: dict[Callable[..., Any], Callable[[int], tuple[Any, Any]]] = {
     by_features: lambda room: ((HEADS, WIDTH, room), (HEADS, room, WIDTH)),
     by_tokens: lambda room: ((HEADS, room, WIDTH), (HEADS, room, WIDTH)),
     by_channel: lambda room: ((HEADS, room, WIDTH), (HEADS, room, WIDTH)),
+    in_tiles: lambda room: ((HEADS, room, WIDTH), (HEADS, room, WIDTH)),
     within_tokens: lambda room: ((1, room, HEADS, WIDTH), (1, room, HEADS, WIDTH)),
 }
 
@@ -85,20 +93,32 @@ def step(layer: Callable[..., Any], caches: Any, new: Any, at: Any) -> Any:
 def side(name: str, layer: Callable[..., Any], qtype: str, room: int, queries: int) -> Side:
     """A format, which keeps its own caches from call to call."""
 
-    def zeros(*shape: int) -> Any:
+    def zeros(shape: tuple[int, ...], is_key: bool) -> Any:
         if qtype == "float32":
             return jnp.zeros(shape)
         axes = tuple(axis for axis, size in enumerate(shape) if size != WIDTH)
-        return vn.quant.zeros(shape, qtype, channelwise_axes=axes)
+        blocks: Any = {"channelwise_axes": (0, 2), "tiled_axes": {1: 32}, "block_axis": 1}
+        if layer is by_channel and is_key:
+            return vn.quant.zeros(shape, qtype, **blocks)
+        if layer is not in_tiles:
+            return vn.quant.zeros(shape, qtype, channelwise_axes=axes)
+        f16: Any = {"scale_dtype": "float16"}
+        if qtype == "int4" and is_key:
+            return vn.quant.zeros(shape, "uint4", calibration_method="minmax", **blocks, **f16)
+        stored, tile = ("nf4", 16) if qtype == "int4" else (qtype, 32)
+        return vn.quant.zeros(shape, stored, channelwise_axes=axes, tiled_axes={2: tile}, **f16)
 
-    def in_blocks(*shape: int) -> Any:
-        if qtype == "float32" or layer is not by_channel:
-            return zeros(*shape)
-        how: Any = {"channelwise_axes": (0, 2), "tiled_axes": {1: 32}, "block_axis": 1}
-        return vn.quant.zeros(shape, qtype, **how)
+    @jax.jit
+    @vn.implicit
+    def filled(cache: Any, key: Any) -> Any:
+        numbers = jax.random.normal(key, cache.shape)
+        return lax.dynamic_update_slice(cache, numbers, (0,) * cache.ndim)
 
-    keys, values = SHAPES[layer](room)
-    caches = [(in_blocks(*keys), zeros(*values)) for _ in range(LAYERS)]
+    shapes = SHAPES[layer](room)
+    caches = [
+        tuple(filled(zeros(shape, i == 0), jax.random.key(i)) for i, shape in enumerate(shapes))
+        for _ in range(LAYERS)
+    ]
     rows = (queries, 1, 1)
     new = tuple(jax.random.normal(jax.random.key(n), (HEADS, n, WIDTH)) for n in rows)
     run = jax.jit(vn.implicit(partial(step, layer)), donate_argnums=0)

@@ -1,9 +1,9 @@
 """Whole models with quantised weights on a CPU, beside the same in f32; and what a call costs.
 
 The sentence encoder of the demo, and a step of `examples/decoder.py`, whose weights are random: all
-that a text of one token a step takes. And layers in a scan, beside the same written out. Variants
-of a model run in one process, each round in another order, and × is the median for f32 over that of
-the variant.
+that a text of one token a step takes. And layers in a scan, beside the same written out; and those
+of which several products have the same x, beside one by one. Variants of a model run in one
+process, each round in another order, and × is the median for f32 over that of the variant.
 """
 
 import statistics
@@ -31,7 +31,9 @@ import decoder_speed
 TOKENS = 8  # that a text is continued by in a round
 DECODING_TARGETS = {"int4": 3.0}  # times the tokens a second of f32
 SCANNED_TARGET = 1.05  # times the time of layers that are written out
+SAME_X_TARGET = 0.95  # times the time of the same one by one
 LAYERS, WIDTH = 16, 2048
+OF_SAME_X, COLUMNS = 120, 768  # layers that no cache holds, and columns as of a small model
 
 
 def encoder_table(rounds: int) -> str:
@@ -102,6 +104,35 @@ def layers_table(layers: int, width: int, rounds: int) -> str:
     return results_table(measure(claims, rounds=rounds, batches=3, calls=5), "ms")
 
 
+def same_x_table(layers: int, columns: int, rounds: int) -> str:
+    """Milliseconds of layers of three products of the same x, M = 1, in one call and one by one."""
+
+    def layer(x: Any, weights: Any, each: Callable[[Any], Any] = lambda x: x) -> Any:
+        query, key, value = (each(x) @ w for w in weights)
+        return jnp.tanh(query + jnp.tile(key * value, 3))
+
+    apart = partial(
+        layer, each=jax.lax.optimization_barrier
+    )  # another x for each, as far as is seen
+    joined, one_by_one = (
+        jax.jit(vn.implicit(lambda x, ws, layer=layer: reduce(layer, ws, x)))
+        for layer in (layer, apart)
+    )
+    key, shapes = jax.random.key(0), ((columns, columns), *2 * ((columns, columns // 3),))
+    dense = [jax.random.normal(key, shape) / columns**0.5 for shape in shapes]
+    claims = []
+    for variant in decoder_speed.VARIANTS:
+        if variant.qtype is not None and variant.act_qtype is None:
+            stored = [_quantised({"head": w}, variant)["head"] for w in dense]
+            weights = [jax.tree.map(jnp.copy, stored) for _ in range(layers)]
+            ours, theirs = (
+                partial(f, jnp.ones((1, columns)), weights) for f in (joined, one_by_one)
+            )
+            sides = Side(f"{variant.name}, of the same x", ours), Side("one by one", theirs)
+            claims.append(Claim(*sides, SAME_X_TARGET))
+    return results_table(measure(claims, rounds=rounds, batches=3, calls=5), "ms")
+
+
 def _step(layer: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     return lambda x, w: (layer(x, w), None)
 
@@ -146,6 +177,7 @@ def main(*, rounds: int, quick: bool) -> None:
         "encoder": lambda: encoder_table(rounds),
         "decoder": lambda: decoding_table(config, rounds),
         "layers": lambda: layers_table(*((2, 256) if quick else (LAYERS, WIDTH)), rounds),
+        "same x": lambda: same_x_table(*((2, 384) if quick else (OF_SAME_X, COLUMNS)), rounds),
         "call": lambda: call_table(rounds),
     }
     for name, table in tables.items():

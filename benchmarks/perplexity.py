@@ -119,6 +119,10 @@ CACHES: dict[str, tuple[Any, Any]] = {
         )
         for block, tile in ((32, 16), (16, 32), (32, 32), (64, 32))
     },
+    "uint4 keys by channel in blocks of 32, nf4 values in tiles of 16": (
+        _by_channel("uint4", 32, "minmax"),
+        _by_token("nf4", 16),
+    ),
     "int4, keys by channel in blocks of 32, values in tiles of 32": (
         _by_channel("int4", 32),
         _by_token("int4", 32),

@@ -58,6 +58,51 @@ def test_a_ring_has_the_last_tokens_of_a_window(qtype):
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
 
 
+BY_CHANNEL = {"channelwise_axes": (0, 2), "tiled_axes": {1: 32}, "block_axis": 1}
+TILED = {
+    "int8": ({"qtype": "int8", "channelwise_axes": (0, 1), "tiled_axes": {2: 32}},) * 2,
+    "4 bits": (
+        {"qtype": "uint4", "calibration_method": "minmax", **BY_CHANNEL},
+        {"qtype": "nf4", "channelwise_axes": (0, 1), "tiled_axes": {2: 16}},
+    ),
+    "4 bits, with zero points": (
+        {"qtype": "uint4", "calibration_method": "minmax", **BY_CHANNEL},
+        {
+            "qtype": "uint4",
+            "calibration_method": "minmax",
+            "channelwise_axes": (0, 1),
+            "tiled_axes": {2: 16},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("queries", [1, 4])
+@pytest.mark.parametrize("name", TILED)
+def test_attention_to_tokens_in_tiles_is_by_kernels(name, queries):
+    room, length = 2048, 1500
+    tokens, query = draw(2, H, length, D), draw(H, queries, D, seed=1)
+
+    def step(keys, values, tokens, query):
+        keys, values = (
+            lax.dynamic_update_slice(cache, new, (0, 0, 0))
+            for cache, new in zip((keys, values), tokens, strict=True)
+        )
+        scores = jnp.einsum("hqd,hsd->hqs", query, keys) / D**0.5
+        chance = jax.nn.softmax(jnp.where(jnp.arange(room) < length, scores, -jnp.inf))
+        return keys, values, chance @ values
+
+    empty = [vn.quant.zeros((H, room, D), scale_dtype="float16", **how) for how in TILED[name]]
+    report = vn.explain(step)(*empty, tokens, query)
+    products = [event.how for event in report.events if event.primitive == "dot_general"]
+    assert sum("CPU kernel" in how for how in products) == 2
+    assert not report.materialised
+    *caches, out = jax.jit(vn.implicit(step, on_materialise="error"))(*empty, tokens, query)
+    dense = [cache.materialise()[:, :length] for cache in caches]
+    scores = jnp.einsum("hqd,hsd->hqs", query, dense[0]) / D**0.5
+    np.testing.assert_allclose(out, jax.nn.softmax(scores) @ dense[1], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("qtype", ["int8", "int4", "fp8"])
 def test_pages_of_texts_of_unequal_lengths(qtype):
     size, pages, lengths = 32, 24, np.array([300, 70])

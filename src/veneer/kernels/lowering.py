@@ -95,11 +95,9 @@ def kernel_for(operands: MatmulOperands, problem: MatmulProblem) -> str | None:
     if family is None:
         return None
     rows, tiles = operands.packed.shape[problem.leading], problem.counts(operands)
-    columns, has_minima = problem.columns, _added(operands, problem) is not None
+    columns = problem.columns
     tile = rows // max(1, tiles[0]), columns // max(1, tiles[1])
-    return select.built(
-        family, select.KernelSizes(operands.x.shape[1], rows, columns, tile, has_minima)
-    )
+    return select.built(family, select.KernelSizes(operands.x.shape[1], rows, columns, tile))
 
 
 class Stacked(NamedTuple):
@@ -133,7 +131,7 @@ def call_kernel(
 
     if x_scale is None and not target.startswith("veneer_bf16_"):
         x = x.astype(jnp.float32)
-    added = _added(operands, problem)
+    added = _added(target, operands, problem)
     outer = [] if operands.outer_scale is None else ["outer_scale"]
     outer += [] if operands.outer_minimum is None or added is None else ["outer_minimum"]
     out = calls.call(
@@ -156,11 +154,11 @@ def call_kernel(
     return out.astype(problem.out_dtype)
 
 
-def _added(operands: MatmulOperands, problem: MatmulProblem) -> str | None:
-    """Which leaf kernels of the CPU add to codes times scales: minima, or zero points as such.
+def _added(target: str, operands: MatmulOperands, problem: MatmulProblem) -> str | None:
+    """Which leaf a kernel of the CPU adds to codes times scales: minima, or zero points as such.
 
-    Kernels of integers that contract rows leave both to what follows. So do all zero points of
-    short tiles, of which there are nearly as many as codes.
+    Those of integers that contract rows leave both to what follows. So do all zero points of short
+    tiles, of which there are nearly as many as codes; but of short rows, that share them.
     """
     if operands.x_scale is not None and problem.contracting == "rows":
         return None
@@ -170,7 +168,8 @@ def _added(operands: MatmulOperands, problem: MatmulProblem) -> str | None:
     if zero_point is None or zero_point.shape[1:] != problem.counts(operands):
         return None
     is_read = zero_point.dtype.name in ZERO_POINTS
-    return "zero_point" if is_read and problem.shape(operands).tile >= _LEAST_TILE else None
+    is_few = problem.shape(operands).tile >= _LEAST_TILE or select.is_for_short_rows(target)
+    return "zero_point" if is_read and is_few else None
 
 
 def _of_zero_points(problem: MatmulProblem, operands: MatmulOperands) -> jax.Array:

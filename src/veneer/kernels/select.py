@@ -24,9 +24,11 @@ from .cpu.variants import (
     INTEGERS_BY_ROWS,
     LEAST_TILE,
     LONGEST,
+    MOST_TILES,
     ROWS,
     SHORT,
     SHORT_VECTORS,
+    TILED_COLUMNS,
 )
 from .pallas import call
 from .problem import Codes, MatmulOperands, MatmulProblem, MatmulShape
@@ -213,14 +215,12 @@ class KernelSizes(NamedTuple):
 
     - `m`: rows of activations.
     - `rows`, `columns`: of the stored matrix; and how many of each share a scale: `tile`.
-    - `has_minima`: whether the kernel adds minima.
     """
 
     m: int
     rows: int
     columns: int
     tile: tuple[int, int]
-    has_minima: bool = False
 
 
 def target_for(family: str, sizes: KernelSizes) -> str | None:
@@ -245,6 +245,11 @@ def are_few(target: str) -> bool:
     return not target.endswith("_many")
 
 
+def is_for_short_rows(target: str) -> bool:
+    """Returns whether a target is for a matrix whose rows are as short as a head."""
+    return target.endswith("_short")
+
+
 def _is_of(row: Candidate, family: str) -> bool:
     return any(row.target.format(kind) == family for kind in row.kinds)
 
@@ -257,13 +262,23 @@ def _variant(activations: str, contracting: str, bits: int, product: KernelSizes
         is_few = _integers_by_rows if contracting == "rows" else _integers_by_columns
         return "few" if is_few(product, bits) else "many"
     if contracting == "rows":
-        has_few = product.m <= FLOATS_BY_ROWS and product.tile[0] >= LEAST_TILE
-        return "few" if has_few else "many"
+        if product.m > FLOATS_BY_ROWS:
+            return "many"
+        if product.tile[0] >= LEAST_TILE:
+            return "few"
+        return "tiled" if _is_tiled(product) else "many"
     if product.m > FLOATS_BY_COLUMNS:
         return "many"
     if _is_short(product):
         return "short"
     return "one" if product.m == 1 else "few"
+
+
+def _is_tiled(product: KernelSizes) -> bool:
+    """Whether each row of the matrix has scales for tiles of whole vectors."""
+    columns, (shared, tile) = product.columns, product.tile
+    is_whole = columns % TILED_COLUMNS == 0 and tile >= LEAST_TILE and tile.bit_count() == 1
+    return shared == 1 and is_whole and columns <= MOST_TILES * tile
 
 
 def _integers_by_rows(product: KernelSizes, bits: int) -> bool:
@@ -290,11 +305,15 @@ def _integers_by_columns(product: KernelSizes, bits: int) -> bool:
 
 
 def _is_short(product: KernelSizes) -> bool:
-    """Whether rows are short, and each has one scale, its own or that of all."""
-    columns, (shared, tile) = product.columns, product.tile
-    fits = columns <= SHORT and columns % (SHORT_VECTORS * _LANES) == 0 and product.rows >= _LANES
-    has_one = tile == columns and shared in (1, product.rows)
-    return fits and has_one and not product.has_minima
+    """Whether rows are short, and their scales such as those of keys that a cache has."""
+    columns, rows, (shared, tile) = product.columns, product.rows, product.tile
+    if columns > SHORT or columns % (SHORT_VECTORS * _LANES) != 0 or rows < _LANES:
+        return False
+    if tile == columns:
+        return shared in (1, rows)
+    if shared == 1:  # tiles of whole vectors
+        return tile >= LEAST_TILE and tile.bit_count() == 1
+    return shared % _LANES == 0 and rows % _LANES == 0
 
 
 def built(target: str, product: KernelSizes | None = None) -> str | None:

@@ -30,6 +30,7 @@ class Stored(NamedTuple):
     packed: Any  # uint8[B, R, bytes]
     scale: Any  # f32[B, R / tr, C / tc]
     table: Any  # f32[16]
+    minimum: Any = None  # as `scale`, of what codes worth 0 stand for
 
     @property
     def codes(self) -> Any:
@@ -50,7 +51,8 @@ class Stored(NamedTuple):
         """The matrix, f64[B, R, C]."""
         codes = self.codes
         tr, tc = (codes.shape[i] // self.scale.shape[i] for i in (1, 2))
-        return codes * self.scale.repeat(tr, 1).repeat(tc, 2).astype(np.float64)
+        each = lambda tiles: tiles.repeat(tr, 1).repeat(tc, 2).astype(np.float64)
+        return codes * each(self.scale) + (0 if self.minimum is None else each(self.minimum))
 
 
 def fields_of_planes(packed: Any, bits: int) -> Any:
@@ -60,7 +62,13 @@ def fields_of_planes(packed: Any, bits: int) -> Any:
     return fields.reshape(*packed.shape[:-1], -1)
 
 
-def stored(kind: str, shape: tuple[int, int, int], tile: tuple[int, int], seed: int = 0) -> Stored:
+def stored(
+    kind: str,
+    shape: tuple[int, int, int],
+    tile: tuple[int, int],
+    seed: int = 0,
+    has_minima: bool = False,
+) -> Stored:
     """A random matrix `[B, R, C]` with a scale for each `tile` of it; no code of it is NaN.
 
     Bits that belong to no code are random, too.
@@ -76,7 +84,8 @@ def stored(kind: str, shape: tuple[int, int, int], tile: tuple[int, int], seed: 
     if kind.startswith("planes"):
         values = np.pad([2 ** (bits - 1)] * 2, (0, 14))
     table = np.resize(values, 16).astype(np.float32)
-    return Stored(kind, columns, packed, scale.astype(np.float32), table)
+    minimum = rng.normal(size=scale.shape).astype(np.float32) if has_minima else None
+    return Stored(kind, columns, packed, scale.astype(np.float32), table, minimum)
 
 
 @functools.cache
@@ -133,6 +142,7 @@ def run(
         job.NEXT_ROW: packed[0, 0].nbytes,
         job.TR: rows // w.scale.shape[1],
         job.TC: w.columns // w.scale.shape[2],
+        job.MINIMUM: 0 if w.minimum is None else w.minimum.ctypes.data,
     }.items():
         words[index] = value
     address = words.ctypes.data

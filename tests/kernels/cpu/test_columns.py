@@ -102,6 +102,35 @@ def test_short_rows_with_a_scale_each(kind, rows, width):
         np.testing.assert_array_equal(spoilt[1][:, others], out[1][:, others])
 
 
+@pytest.mark.parametrize(
+    ("shape", "tile"),
+    [
+        ((16, 64), (1, 64)),
+        ((35, 128), (1, 128)),
+        ((53, 64), (1, 16)),  # tiles within rows
+        ((300, 128), (1, 32)),
+        ((16, 256), (1, 64)),
+        ((96, 64), (32, 1)),  # a scale for each channel of some rows
+        ((64, 128), (64, 1)),
+        ((2048, 64), (512, 1)),
+        ((48, 192), (16, 3)),
+        ((32, 64), (32, 64)),
+        ((40, 64), (40, 1)),  # those that are for other variants
+        ((40, 64), (8, 1)),
+        ((32, 192), (1, 48)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("has_minima", [False, True], ids=["", "minima"])
+@pytest.mark.parametrize("kind", ["lookup4", "int8", "planes5", "float8_e4m3fn"])
+def test_short_rows_of_all_tiles(kind, has_minima, shape, tile):
+    w = stored(kind, (2, *shape), tile, has_minima=has_minima)
+    for m in (1, 2, 3, 7):
+        x = activations(2, m, shape[1])
+        expected, sizes = columns_contracted(x, w)
+        assert np.all(np.abs(product(kind, x, w) - expected) <= TOLERANCE * sizes)
+
+
 @pytest.mark.parametrize("kind", ["lookup2", "lookup4", "planes3", "int8", "float8_e5m2"])
 @pytest.mark.parametrize(
     ("width", "tile"),

@@ -29,13 +29,19 @@ SHAPES = [
     (1, 2, 100, 192, 50, 64),
     (1, 7, 48, 64, 48, 1),
     (1, 16, 40, 64, 40, 64),
+    (2, 1, 300, 64, 1, 16),  # as they are where tokens have scales for tiles
+    (1, 5, 70, 192, 1, 64),
+    (1, 3, 130, 64, 1, 64),
+    (1, 15, 37, 9216, 1, 512),
+    (3, 8, 33, 128, 1, 128),
 ]
 
 
 def product(x, w, **how):
     """What the kernel computes, each array right before memory that may not be touched."""
     out = guarded(np.full((*x.shape[:2], w.columns), np.nan, np.float32))
-    w = w._replace(packed=guarded(w.packed), scale=guarded(w.scale))
+    leaves = {name: getattr(w, name) for name in ("packed", "scale", "minimum")}
+    w = w._replace(**{name: guarded(x) for name, x in leaves.items() if x is not None})
     run(f"veneer_rows_{w.kind}", guarded(x), w, out, **how)
     return out
 
@@ -55,6 +61,16 @@ def check(kind, shape):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_product_is_that_of_the_dense_matrix(kind, shape):
     check(kind, shape)
+
+
+@pytest.mark.parametrize("kind", ["lookup4", "int8", "planes6", "float8_e5m2"])
+@pytest.mark.parametrize("tile", [(1, 16), (1, 32), (1, 192), (64, 1), (16, 48), (1, 3)], ids=str)
+def test_minima_are_added(tile, kind):
+    w = stored(kind, (2, 128, 192), tile, has_minima=True)
+    for m in (1, 2, 7, 12, 20):
+        x = random(2, m, 128)
+        expected, size = rows_contracted(x, w)
+        assert np.max(np.abs(product(x, w) - expected) / size) < 1e-6
 
 
 @pytest.mark.parametrize("m", range(1, 24))

@@ -3,12 +3,13 @@
 one     for one row of activations: no sum leaves a register before it is done
 few     for few rows of activations: what counts is how fast the matrix is read
 short   for few, by a matrix whose rows are as short as a head: to begin and to end one counts
+tiled   for few, by a matrix whose rows have scales of their own, for tiles of some columns
 many    for more: what is decoded once is multiplied by all of them
 """
 
 #: Those that there are, by activations and what is contracted.
 VARIANTS = {
-    ("float32", "rows"): ("few", "many"),
+    ("float32", "rows"): ("few", "tiled", "many"),
     ("float32", "columns"): ("one", "few", "short", "many"),
     ("int8", "rows"): ("few", "many"),
     ("int8", "columns"): ("few", "many"),
@@ -27,5 +28,7 @@ LEAST_TILE = 16
 LONGEST = 32768
 #: Rows that are multiplied at once by few of int8, where columns are contracted.
 ROWS = 4
+#: Of what a row of a matrix has that is tiled: the least part of its columns, and the most tiles.
+TILED_COLUMNS, MOST_TILES = 64, 512
 #: Vectors of columns that are decoded at once of short rows, and the columns of the longest.
 SHORT_VECTORS, SHORT = 4, 256

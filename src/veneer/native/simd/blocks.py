@@ -118,6 +118,13 @@ def repeated(builder: Any, number: Any, count: int = LANES) -> Any:
     return shuffled(builder, first, undefined, [0] * count)
 
 
+def repeated_at(builder: Any, place: Any) -> Any:
+    """A vector of the f32 at an address."""
+    number = builder.load(pointer(builder, place, F32))
+    number.align = 1
+    return repeated(builder, number)
+
+
 def constant(type: ir.VectorType, value: int | float) -> Any:
     """A vector of one constant."""
     return ir.Constant(type, [value] * type.count)

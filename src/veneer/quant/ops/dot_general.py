@@ -107,6 +107,9 @@ def _folded(lhs: jax.Array | QArray, rhs: jax.Array | QArray, params: DotParams)
     x, q = (lhs, rhs) if side else (rhs, lhs)
     if isinstance(x, QArray) or not isinstance(q, QArray) or has_minimum(q):
         return None
+    is_last = q.ndim - 1 in params.dimension_numbers.contracting[side]
+    if q.zero_point is not None and is_last:  # those are a row, as scales are: kernels read both
+        return None
     out_dtype = params.out_dtype(lhs, rhs)
     if not may_scale_outside(lhs, rhs, out_dtype, params.precision) or params.terms(lhs) <= 1:
         return None

@@ -4,6 +4,7 @@
 many rows of x there are, what counts.
 
     kernels         the functions of each variant
+    rows_tiled      the same, whose rows have scales for tiles of their own
     rows_few        rows contracted by few rows of x: the matrix is read once, as it lies
     rows_many       by many: blocks of the matrix are decoded first
     decode          neighbours in a row of codes, as vectors

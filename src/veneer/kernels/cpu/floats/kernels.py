@@ -8,7 +8,7 @@ from typing import Any
 from ....native.functions import native
 from ....native.memory import free, word
 from ..job import BATCH, SCRATCH, R
-from . import columns_few, columns_many, columns_one, columns_short, rows_few, rows_many
+from . import columns_few, columns_many, columns_one, columns_short, rows_few, rows_many, rows_tiled
 from .columns_x import order
 from .pairs import Numbers
 from .panels import PART
@@ -29,7 +29,8 @@ def kernel(
         many = rows_many.multiplier(kind, numbers)
         if variant == "many":
             return _nothing, many.count, many.work, _nothing
-        return rows_few.prepare, rows_few.count, rows_few.worker(kind, many), rows_few.finish
+        work = rows_tiled.worker(kind) if variant == "tiled" else rows_few.worker(kind, many)
+        return rows_few.prepare, rows_few.count, work, rows_few.finish
     if variant == "many":
         return _nothing, columns_many.count, columns_many.worker(kind, numbers), _nothing
     if variant == "short":

@@ -12,7 +12,7 @@ from numba import types
 
 from ....native.functions import native
 from ....native.isa import LANES
-from ....native.memory import F32, I8, I32, I64, pointer, word
+from ....native.memory import I8, I32, I64, pointer, word
 from ....native.simd.blocks import (
     FLOATS,
     INTS,
@@ -26,6 +26,7 @@ from ....native.simd.blocks import (
     multiply_add,
     permuted,
     repeated,
+    repeated_at,
     store_vector,
     vectors,
 )
@@ -286,15 +287,9 @@ def panel_scales(address, stride, column, of_row, lanes, rows, kind, way):
         if way == SOME:
             left = builder.sub(count, numbers[0])
             return block_of(builder, _some_scales(builder, places, lanes, left))
-        return block_of(builder, [_one_scale(builder, place) for place in places])
+        return block_of(builder, [repeated_at(builder, place) for place in places])
 
     return Block("f32", 1, rows * each), emit
-
-
-def _one_scale(builder: Any, place: Any) -> Any:
-    number = builder.load(pointer(builder, place, F32))
-    number.align = 1
-    return repeated(builder, number)
 
 
 def _some_scales(builder: Any, places: Any, lanes: Any, count: Any) -> list[Any]:

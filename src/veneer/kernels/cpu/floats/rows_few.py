@@ -133,6 +133,29 @@ def _products(job):
 
 
 @native
+def part_of(job, part):
+    """What a part that multiplies has, and where its result is, of which it has made zeros.
+
+    It is the first matrix and how many there are, the first row and the last, and the same of
+    columns.
+    """
+    m, r, c = word(job, M), word(job, R), word(job, C)
+    width, rows = _columns(job), _rows(job)
+    depths, widths = _depths(job), (c + width - 1) // width
+    depth, rest = part % depths, part // depths
+    together, next_y = _together(job), 4 * m * c
+    first, batch = rest % widths * width, rest // widths * together
+    last = min(c, first + width)
+    y = word(job, OUT)
+    if depth > 0:
+        y = word(job, SCRATCH) + 4 * (depth - 1) * word(job, BATCH) * m * c
+    y += 4 * (batch * m * c + first)
+    for i in range(together):
+        clear(y + i * next_y, 4 * c, m, last - first)
+    return batch, together, depth * rows, min(r, (depth + 1) * rows), first, last, y
+
+
+@native
 def _size(job):
     return word(job, BATCH) * word(job, M) * word(job, C)
 
@@ -220,19 +243,8 @@ def worker(kind: str, multiplier: Multiplier) -> Any:
     @native
     def multiply(job, part):
         m, r, c = word(job, M), word(job, R), word(job, C)
-        width, rows = _columns(job), _rows(job)
-        depths, widths = _depths(job), (c + width - 1) // width
-        depth, rest = part % depths, part // depths
-        together, next_y = _together(job), 4 * m * c
-        first, batch = rest % widths * width, rest // widths * together
-        last = min(c, first + width)
-        y = word(job, OUT)
-        if depth > 0:
-            y = word(job, SCRATCH) + 4 * (depth - 1) * word(job, BATCH) * m * c
-        y += 4 * (batch * m * c + first)
-        for i in range(together):
-            clear(y + i * next_y, 4 * c, m, last - first)
-        row, end = depth * rows, min(r, (depth + 1) * rows)
+        batch, together, row, end, first, last, y = part_of(job, part)
+        next_y, width = 4 * m * c, _columns(job)
         scales, minima = stack(_SCALE_BYTES), stack(_SCALE_BYTES)
         block_rows = _BLOCK if m <= _DIRECT else _DEEP
         while row < end:
@@ -260,6 +272,12 @@ def worker(kind: str, multiplier: Multiplier) -> Any:
                         to = y + i * next_y + 4 * (column - first)
                         add_product(job, batch + i, row, tile_end - row, column, 0, m, to)
                 row = tile_end
+
+    return worker_of(multiply)
+
+
+def worker_of(multiply: Any) -> Any:
+    """Makes what computes a part, of what multiplies: results are added up in the last parts."""
 
     @native
     def work(job, part):
