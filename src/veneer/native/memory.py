@@ -136,21 +136,23 @@ def shared(typing_context, name, size):
     return types.int64(name, size), emit
 
 
+#: LLVM's function that says so to a CPU, and its arguments.
+_HINTS: dict[str, tuple[str, tuple[int, ...]]] = {
+    **dict.fromkeys(("x86_64", "amd64"), ("llvm.x86.sse2.pause", ())),
+    **dict.fromkeys(("aarch64", "arm64"), ("llvm.aarch64.hint", (1,))),
+}
+
+
 @intrinsic
 def pause(typing_context):
     """Tells the CPU that this thread looks for something again and again."""
 
     def emit(context, builder, signature, args):
-        name, *arguments = {
-            "x86_64": ("llvm.x86.sse2.pause",),
-            "amd64": ("llvm.x86.sse2.pause",),
-            "aarch64": ("llvm.aarch64.hint", I32(1)),
-            "arm64": ("llvm.aarch64.hint", I32(1)),
-        }.get(platform.machine().lower(), ("",))
-        if name:
-            type = ir.FunctionType(ir.VoidType(), [argument.type for argument in arguments])
+        if platform.machine().lower() in _HINTS:
+            name, numbers = _HINTS[platform.machine().lower()]
+            type = ir.FunctionType(ir.VoidType(), [I32] * len(numbers))
             hint = cgutils.get_or_insert_function(builder.module, type, name)
-            builder.call(hint, arguments)
+            builder.call(hint, [I32(number) for number in numbers])
         return context.get_dummy_value()
 
     return types.void(), emit
