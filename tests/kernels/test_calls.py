@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import veneer as vn
+from veneer.kernels import Codes, MatmulOperands, MatmulProblem, matmul
 
 K = 256
 X = jax.random.normal(jax.random.key(0), (2, K))
@@ -118,6 +119,33 @@ def test_a_weight_that_depends_on_a_product_waits_for_it():
     dense = program(lambda x, w: x @ vn.materialise(w), X, *scales)
     for got, want in zip(jax.jit(by_kernels)(X, *scales), dense, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_what_takes_long_to_make_does_not_join():
+    a, b = stored(128), stored(128, seed=1)
+
+    def program(x, scale):
+        first, product = vn.implicit(jnp.matmul)(x, a), vn.implicit(jnp.matmul)
+        for _ in range(500):
+            scale = scale * 1.001
+        return first, product(x, b.replace(scale=scale))
+
+    assert calls(program, X, b.scale) == [1, 1]
+
+
+def test_there_may_be_any_number_of_products():
+    weights = [stored(64, seed=i) for i in range(20)]
+    check(each, X, *weights, joined=[16, 4])
+
+
+def test_products_of_other_widths_by_the_same_bytes_are_apart():
+    codes = Codes(4, values=tuple(map(float, range(16))))
+    packed, scale = jnp.full((1, K, 501), 0x37, jnp.uint8), jnp.ones((1, 8, 1))
+    operands = MatmulOperands(X[None], packed, scale)
+    of = lambda width: MatmulProblem(codes, width, "rows", "float32", 0, print)
+    both = lambda operands: [matmul(operands, of(width)) for width in (1001, 1002)]
+    assert calls(both, operands) == [2]
+    assert [x.shape[2] for x in jax.jit(both)(operands)] == [1001, 1002]
 
 
 def test_many_rows_are_apart():

@@ -3,7 +3,9 @@
 A call costs what a small product does: XLA and the kernel have to begin, and threads to come
 together. So where few rows of x are multiplied by several matrices, as by those of queries, keys
 and values, the second joins the first, at its place. That is when JAX has done all else: no
-derivative, batch or program that users see knows of it.
+derivative, batch or program that users see knows of it. What JAX lowers apart, as it does the body
+of a function with derivatives of its own, sees no others: so activations are rounded, outside of
+loops, which `stacks.py` has written out.
 """
 
 import itertools
@@ -60,19 +62,21 @@ def _joined(
 ) -> Any:
     """The product as a result of an earlier call, that is there or is made to be; or None."""
     activations, matrix, program = operands[:lead], operands[lead:], _Program(ctx)
-    for call in _earlier(program, target, activations, len(matrix)):
-        if (out := _found(program, call, lead, matrix)) is not None:
+    earlier = [*_earlier(program, target, activations, len(matrix))]
+    for other in earlier:
+        if (out := _found(program, other, lead, matrix, shape)) is not None:
             return out
-        if (moved := program.moved_before(call, matrix)) is None:
+    for other in earlier:
+        if len(other.results) == _MOST or (moved := program.moved_before(other, matrix)) is None:
             continue
         for operation in moved:
-            operation.move_before(call)
-        shapes = [tuple(before.type.shape) for before in call.results]
-        with ir.InsertionPoint(call):
-            results = _emitted(ctx, target, [*call.operands, *matrix], [*shapes, shape])
-        for before, now in zip(call.results, results, strict=False):
+            operation.move_before(other)
+        shapes = [tuple(before.type.shape) for before in other.results]
+        with ir.InsertionPoint(other), other.location:
+            results = _emitted(ctx, target, [*other.operands, *matrix], [*shapes, shape])
+        for before, now in zip(other.results, results, strict=False):
             before.replace_all_uses_with(now)
-        call.erase()
+        other.erase()
         return results[-1]
     return None
 
@@ -104,12 +108,14 @@ def _earlier(
                     yield call
 
 
-def _found(program: "_Program", call: Any, lead: int, matrix: Sequence[Any]) -> Any:
+def _found(
+    program: "_Program", call: Any, lead: int, matrix: Sequence[Any], shape: tuple[int, ...]
+) -> Any:
     """The result of a call that is the product with this matrix; or None."""
     for i, out in enumerate(call.results):
         first = lead + i * len(matrix)
         pairs = zip(call.operands[first : first + len(matrix)], matrix, strict=True)
-        if all(itertools.starmap(program.is_same, pairs)):
+        if tuple(out.type.shape) == shape and all(itertools.starmap(program.is_same, pairs)):
             return out
     return None
 
@@ -125,14 +131,15 @@ _PURE = {
     for name in (
         *("add", "subtract", "multiply", "divide", "minimum", "maximum", "clamp", "abs", "negate"),
         *("broadcast_in_dim", "compare", "concatenate", "constant", "convert", "dynamic_slice"),
-        *("iota", "reduce", "reshape", "round_nearest_even", "select", "slice", "transpose"),
-        "return",
+        *("iota", "reshape", "round_nearest_even", "select", "slice", "transpose"),
     )
 }
-_IN_FUNCTIONS = {*_PURE, "func.func", "func.return"}
+_IN_FUNCTIONS = {*_PURE, "stablehlo.reduce", "stablehlo.return", "func.func", "func.return"}
 
-#: How many operations in a row are looked through.
-_DEPTH = 6
+#: How many operations in a row two values are compared by, and how many are moved.
+_DEPTH, _MOST_MOVED = 6, 32
+#: Products of a call, at most.
+_MOST = 16
 
 
 class _Program:
@@ -187,15 +194,18 @@ class _Program:
         can_be = all(self._can_precede(operation, value, moved) for value in values)
         return moved if can_be else None
 
-    def _can_precede(self, operation: Any, value: Any, moved: list[Any]) -> bool:
+    def _can_precede(
+        self, operation: Any, value: Any, moved: list[Any], depth: int = _MOST_MOVED
+    ) -> bool:
         if isinstance(value.owner, ir.Block):
             return True  # of this block, or of one around it
         made = value.owner.operation
         if made.block != operation.block or made.is_before_in_block(operation) or made in moved:
             return True
-        if self._made(value) is None:
+        if self._made(value) is None or depth == 0:
             return False
-        if not all(self._can_precede(operation, operand, moved) for operand in made.operands):
+        others = (self._can_precede(operation, x, moved, depth - 1) for x in made.operands)
+        if not all(others) or len(moved) == _MOST_MOVED:
             return False
         moved.append(made)
         return True

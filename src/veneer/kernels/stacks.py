@@ -24,7 +24,7 @@ from .._jax.primitives import (
     is_or_contains,
     lower_otherwise,
 )
-from .lowering import Stacked, call_kernel, is_on_one_device, kernel_for
+from .lowering import Stacked, call_kernel, is_for_this_cpu, kernel_for
 from .matmul import matmul_p, turned_by
 from .problem import MatmulProblem, operands_of
 
@@ -62,9 +62,9 @@ def _has_products(jaxpr: Any) -> bool:
 
 def _is_local(ctx: Any) -> bool:
     """Whether a program is for this process, and one device that no type names."""
-    if ctx.module_context.lowering_parameters.for_export or not is_on_one_device(ctx):
-        return False
-    return all(aval.sharding.mesh.empty for aval in ctx.avals_in if hasattr(aval, "sharding"))
+    return is_for_this_cpu(ctx) and all(
+        aval.sharding.mesh.empty for aval in ctx.avals_in if hasattr(aval, "sharding")
+    )
 
 
 class _Slice(NamedTuple):

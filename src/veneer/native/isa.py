@@ -63,7 +63,7 @@ LANES = 16 if ISA.startswith("avx512") else 8 if ISA == "avx2" else 4
 #: Whether it is one of Arm's; how many vectors registers hold; and whether it makes f32 of f16.
 IS_NEON = ISA.startswith("neon")
 REGISTERS = 32 if IS_NEON or LANES == 16 else 16
-CONVERTS_F16 = REGISTERS == 32
+CONVERTS_F16 = IS_NEON or LANES == 16
 #: Whether it multiplies bytes, and adds up four products; and pairs of bf16.
 HAS_VNNI, HAS_BF16 = ISA in ("avx512bf16", "avx512vnni"), ISA == "avx512bf16"
 #: Whether it multiplies matrices of 8 x 8 bits.

@@ -10,13 +10,15 @@ from ...native.threads import new_job, run
 from .job import FIRST, PARTS, WORDS
 
 #: Words about all: how many jobs there are, the C function of a part, and how many parts are first.
-_JOBS, _WORK, _FIRST, _GROUP = 0, 1, 2, 3
+_JOBS, _WORK, _FIRST = 0, 1, 2
+#: How many those are.
+_HEADER = 3
 
 
 @native
 def new_group(jobs):
     """Returns the address of so many new jobs, which `release` frees; or 0 without memory."""
-    group = new_job(_GROUP + jobs * WORDS)
+    group = new_job(_HEADER + jobs * WORDS)
     if group != 0:
         set_word(group, _JOBS, jobs)
     return group
@@ -25,11 +27,11 @@ def new_group(jobs):
 @native
 def job_of(group, index):
     """Returns the address of a job."""
-    return group + 8 * (_GROUP + index * WORDS)
+    return group + 8 * (_HEADER + index * WORDS)
 
 
 @native
-def _do(group, part):
+def _do_part(group, part):
     """Computes a part of some job."""
     job = job_of(group, 0)
     if part < word(group, _FIRST):
@@ -54,4 +56,4 @@ def run_group(frame, group, work, threads):
         first += word(job_of(group, i), FIRST)
     set_word(group, _WORK, work)
     set_word(group, _FIRST, first)
-    run(frame, group, c_function(_do, "veneer_do_part"), parts, first, threads)
+    run(frame, group, c_function(_do_part, "veneer_do_part"), parts, first, threads)

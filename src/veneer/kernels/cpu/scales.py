@@ -46,6 +46,9 @@ from .job import (
 )
 from .kinds import FLOATS, PLANES, PLANES_TYPE, ZERO_POINTS
 
+#: Bytes of scales and minima of a part that are on the stack, at most: to allocate them takes as
+#: long as to read a few rows.
+ON_STACK = 1 << 15
 _VECTOR = 4 * LANES
 #: The first type of zero points.
 _ZERO_POINT = len(FLOATS)

@@ -23,7 +23,7 @@ from ....native.simd.floats import store_fours, zeros
 from ..job import FAILED, MINIMUM, NEXT_ROW, OUT, ROW_BYTES, SCALE, TABLE, TC, TR, C, R
 from ..minima import adder
 from ..place import row_of
-from ..scales import are_f32, copy, fetch_tiles, has_minima, read_tiles, rows_of_tiles
+from ..scales import ON_STACK, are_f32, copy, fetch_tiles, has_minima, read_tiles, rows_of_tiles
 from .columns_x import order
 from .panels import (
     AHEAD,
@@ -45,8 +45,6 @@ from .panels import (
 #: Rows of W that are read at a time: each number of x is multiplied by as many.
 ROWS = 4
 _VECTOR, _SIXTEEN = 4 * LANES, 16
-#: Bytes that are taken from the stack: to allocate as many takes as long as to read a few rows.
-_STACK = 1 << 15
 
 
 def worker(kind: str) -> Any:
@@ -78,8 +76,8 @@ def _multiplier(kind: str) -> Any:
         size, copied = 4 * numbers + _VECTOR, W_BYTES * panels
         folded = X_PANEL * panels if way == FOLDED else 0
         needed = 2 * size + folded + (ROWS * copied if row_bytes < copied else 0)
-        memory = stack(_STACK)
-        if needed > _STACK:
+        memory = stack(ON_STACK)
+        if needed > ON_STACK:
             memory = malloc(needed)
         if memory == 0:
             set_word(job, FAILED, 1)
@@ -129,7 +127,7 @@ def _multiplier(kind: str) -> Any:
             minima += count * step
             if next_scale != 0:
                 scales += count * next_scale
-        if needed > _STACK:
+        if needed > ON_STACK:
             free(memory)
 
     return multiply_rows

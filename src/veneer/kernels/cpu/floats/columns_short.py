@@ -42,13 +42,13 @@ _WIDTH = SHORT_VECTORS * LANES
 _PART = 16 * LANES
 _VECTOR = 4 * LANES
 #: Bytes of the scales of as many rows of W as are multiplied at once, or that rows share.
-_NUMBERS = 4 * max(SHORT, LANES * SHORT // LEAST_TILE) + _VECTOR
-_TILES = 4 * SHORT // LEAST_TILE
+_NUMBER_BYTES = 4 * max(SHORT, LANES * SHORT // LEAST_TILE) + _VECTOR
+_TILE_BYTES = 4 * SHORT // LEAST_TILE
 _ONE = np.float32(1)
 
 
 @native
-def _outer(job):
+def _groups(job):
     """How many groups of matrices that lie side by side there are, and how many a part has."""
     beside = word(job, NEXT_ROW) // word(job, ROW_BYTES)
     return word(job, BATCH) // beside, max(1, _PART // word(job, R))
@@ -57,8 +57,8 @@ def _outer(job):
 @native
 def count(job):
     """How many parts there are."""
-    outer, each = _outer(job)
-    return (outer + each - 1) // each * ((word(job, R) + _PART - 1) // _PART)
+    groups, each = _groups(job)
+    return (groups + each - 1) // each * ((word(job, R) + _PART - 1) // _PART)
 
 
 def worker(kind: str) -> Any:
@@ -90,9 +90,9 @@ def worker(kind: str) -> Any:
     @native
     def work(job, part):
         parts = (word(job, R) + _PART - 1) // _PART
-        all_outer, each = _outer(job)
+        all_groups, each = _groups(job)
         first, outer = part % parts * _PART, part // parts * each
-        for i in range(outer, min(outer + each, all_outer)):
+        for i in range(outer, min(outer + each, all_groups)):
             multiply(job, i, first, min(first + _PART, word(job, R)))
 
     return work
@@ -116,7 +116,7 @@ def _rows_by(kind: str, rows: int) -> Any:
 
     @native
     def rows_by(job, batch, row, count, m):
-        scales, minima = stack(_NUMBERS), stack(_NUMBERS)
+        scales, minima = stack(_NUMBER_BYTES), stack(_NUMBER_BYTES)
         folded, of_minima, sums = stack(X_BYTES), stack(SUMS_BYTES), stack(_VECTOR)
         r, c, stride = word(job, R), word(job, C), word(job, NEXT_ROW)
         start, table = min(row, r - LANES), load_table(word(job, TABLE))
@@ -135,19 +135,14 @@ def _rows_by(kind: str, rows: int) -> Any:
         for i in range(rows):
             store_f32(of_minima + 4 * i, 0)
         of_rows = stack(_VECTOR)  # what sums are scaled by
-        store(of_rows, splat(load_f32(scales) if tiles == 1 else _ONE))
-        if tiles == 1 and apart:
+        if tiles > 1:
+            store(of_rows, splat(_ONE))
+        elif apart:
             store(of_rows, load(scales, 1))
+        else:
+            store(of_rows, splat(load_f32(scales)))
         if is_folded:
-            _expand(job, scales)
-            if has_minima(job):
-                _expand(job, minima)
-            for i in range(rows):
-                of_x = x + 4 * c * i
-                for k in range(0, 4 * c, _VECTOR):
-                    store(folded + 4 * c * i + k, scaled(load(of_x + k, 1), load(scales + k, 1)))
-                if has_minima(job):
-                    store_f32(of_minima + 4 * i, _product(of_x, minima, c))
+            _fold(job, x, rows, scales, minima, folded, of_minima)
             x = folded
         for done in range(0, count, LANES):
             for group in range(0, LANES, GROUP):
@@ -182,6 +177,21 @@ def _rows_by(kind: str, rows: int) -> Any:
 
 
 @native
+def _fold(job, x, rows, scales, minima, to, of_minima):
+    """Writes rows of x times the scales of columns, and what minima add to each product with it."""
+    c = word(job, C)
+    _expand(job, scales)
+    if has_minima(job):
+        _expand(job, minima)
+    for i in range(rows):
+        for k in range(0, 4 * c, _VECTOR):
+            store(to + k, scaled(load(x + k, 1), load(scales + k, 1)))
+        if has_minima(job):
+            store_f32(of_minima + 4 * i, _product(x, minima, c))
+        x, to = x + 4 * c, to + 4 * c
+
+
+@native
 def _expand(job, numbers):
     """Makes numbers of tiles those of columns, from the last on."""
     tile = word(job, TC)
@@ -202,7 +212,7 @@ def _product(a, b, count):
 @native
 def _add_minima(job, x, y, rows, minima, apart, first):
     """Adds minima of LANES rows, times the sums of x over tiles."""
-    tile, tiles, of_tiles = word(job, TC), word(job, C) // word(job, TC), stack(_TILES)
+    tile, tiles, of_tiles = word(job, TC), word(job, C) // word(job, TC), stack(_TILE_BYTES)
     for _ in range(rows):
         for t in range(tiles):
             store_f32(of_tiles + 4 * t, sum_of(x + 4 * tile * t, tile))

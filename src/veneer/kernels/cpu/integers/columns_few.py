@@ -72,7 +72,7 @@ from ..job import (
 from ..kinds import INTEGER_PLANES
 from ..minima import adder, sums_size, write_sums_of_codes
 from ..place import in_stretches
-from ..scales import copy, fetch_tiles, has_minima, read_tiles, rows_of_tiles
+from ..scales import ON_STACK, copy, fetch_tiles, has_minima, read_tiles, rows_of_tiles
 from ..variants import ROWS
 from .panel import BITS, WIDTH, reader
 
@@ -80,8 +80,6 @@ from .panel import BITS, WIDTH, reader
 PART = 64
 #: Bytes on, or a few more, is what is fetched: so much is read in the time that memory takes.
 _AHEAD = 4096
-#: Bytes that are taken from the stack: to allocate as many takes as long as to read a few rows.
-_STACK = 1 << 15
 #: All lanes, as a power of two.
 _ALL_LANES = LANES.bit_length() - 1
 #: Codes of a group, at most.
@@ -299,8 +297,8 @@ def kernel(kind: str, offset: int) -> Any:
         numbers = ((batch * rows + last - 1) // shared + 1 - row_of_scales) * row_scales
         size = 4 * numbers + WIDTH
         needed = 2 * size if has_minima(job) else size
-        scales = stack(_STACK)
-        if needed > _STACK:
+        scales = stack(ON_STACK)
+        if needed > ON_STACK:
             scales = malloc(needed)
         if scales == 0:
             set_word(job, FAILED, 1)
@@ -345,7 +343,7 @@ def kernel(kind: str, offset: int) -> Any:
                 else:
                     multiply_1(at_x, at_start, at_sums, of_x, place, of_scales, table, y, next_y)
                 row += few
-        if needed > _STACK:
+        if needed > ON_STACK:
             free(scales)
 
     return prepare, count, work
