@@ -103,6 +103,31 @@ def test_attention_to_tokens_in_tiles_is_by_kernels(name, queries):
     np.testing.assert_allclose(out, jax.nn.softmax(scores) @ dense[1], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["int8", "int4", "fp8", *TILED])
+def test_attention_at_every_position_is_that_to_the_dense_cache(name):
+    heads, room = 16, 256
+    by_token = ({"qtype": name, "channelwise_axes": (0, 1)},) * 2
+    empty = [vn.quant.zeros((heads, room, D), **how) for how in TILED.get(name, by_token)]
+    tokens, queries = draw(room, 2, heads, 1, D), draw(room, heads, 2, D, seed=1)
+
+    def attend(query, keys, values, at):
+        scores = jnp.einsum("hqd,hsd->hqs", query, keys) / D**0.5
+        return jax.nn.softmax(jnp.where(jnp.arange(room) <= at, scores, -jnp.inf)) @ values
+
+    def step(caches, now):
+        at, new, query = now
+        caches = [
+            lax.dynamic_update_slice(c, x, (0, at, 0)) for c, x in zip(caches, new, strict=True)
+        ]
+        dense = [vn.materialise(cache) for cache in caches]
+        return caches, (attend(query, *caches, at), attend(query, *dense, at))
+
+    program = lambda empty: lax.scan(step, empty, (jnp.arange(room), tokens, queries))
+    assert "CPU kernel" in str(vn.explain(program)(empty))
+    _, (found, expected) = jax.jit(vn.implicit(program))(empty)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("qtype", ["int8", "int4", "fp8"])
 def test_pages_of_texts_of_unequal_lengths(qtype):
     size, pages, lengths = 32, 24, np.array([300, 70])

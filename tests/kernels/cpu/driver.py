@@ -109,11 +109,13 @@ def run(
     x_scale: Any = None,
     threads: int = 1,
     packed: Any = None,
+    cut: int = 2,
 ) -> None:
     """Writes what a kernel computes to `out`, f32[B, M, N]; `x` is f32 or int8[B, M, K].
 
     One thread runs the first parts, and then the others, from the last to the first. Arrays may be
-    anywhere in memory, but must be contiguous. `packed` are the codes of `w` where they lie side by
+    anywhere in memory, but must be contiguous. Parts and sums are those for `cut` threads, whoever
+    runs them. `packed` are the codes of `w` where they lie side by
     side, uint8[B / H, R, H, bytes].
     """
     tile = w.packed.shape[1] // w.scale.shape[1], w.columns // w.scale.shape[2]
@@ -138,7 +140,7 @@ def run(
         job.R: rows,
         job.C: w.columns,
         job.ROW_BYTES: row_bytes,
-        job.THREADS: 2,  # which sums are cut by, whoever runs them
+        job.THREADS: cut,
         job.NEXT_ROW: packed[0, 0].nbytes,
         job.TR: rows // w.scale.shape[1],
         job.TC: w.columns // w.scale.shape[2],
