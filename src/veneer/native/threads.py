@@ -93,7 +93,7 @@ def _wait(memory, count):
     while load_shared(memory + 8 * _DONE) < count:
         pause()
         looks += 1
-        if looks > 400:  # some microseconds: a part takes long, or its thread is not running
+        if looks > 100:  # a part takes long, or its thread is not running
             _let_others_run()
 
 
