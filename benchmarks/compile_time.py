@@ -21,6 +21,7 @@ NAMES = (
     *(f"integer_{side}_{kind}_{how}" for side in SIDES for kind in KINDS for how in VARIANTS),
     *(f"columns_{kind}_one" for kind in KINDS),
     "columns_int8_short",
+    "rows_int8_tiled",
     "bf16_rows_lookup4_many",
     "quantise_int8",
 )
