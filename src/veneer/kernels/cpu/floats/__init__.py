@@ -4,8 +4,8 @@
 many rows of x there are, what counts.
 
     kernels         the functions of each variant
-    rows_tiled      the same, whose rows have scales for tiles of their own
     rows_few        rows contracted by few rows of x: the matrix is read once, as it lies
+    rows_tiled      the same, whose rows have scales for tiles of their own
     rows_many       by many: blocks of the matrix are decoded first
     decode          neighbours in a row of codes, as vectors
     columns_short   columns contracted by few, of rows as short as a head: they are summed together
