@@ -9,6 +9,8 @@ import pytest
 
 import veneer as vn
 from veneer import cli, doctor, kernels
+from veneer.kernels.gpu import hopper, nvrtc
+from veneer.kernels.gpu import matmul as gpu_matmul
 from veneer.native import cache, isa
 
 
@@ -39,11 +41,53 @@ def test_no_kernels_are_no_good(monkeypatch):
     assert "there is no Numba" in found()["kernels"].text
 
 
-def test_on_a_gpu_kernels_are_asked_for(monkeypatch):
+def test_on_a_tpu_the_experimental_kernel_is_named(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    assert "VENEER_KERNELS=experimental tries" in doctor._kernels().text
+    with kernels.use("experimental"):
+        assert doctor._kernels().text.startswith("an experimental one")
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A Hopper GPU, on which both kernels compile. Products run on the CPU."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert "VENEER_KERNELS=pallas tries" in doctor._kernels().text
-    with kernels.use("pallas"):
-        assert doctor._kernels().text.startswith("Pallas")
+    monkeypatch.setattr(gpu_matmul, "compute_capability", lambda: 90)
+    monkeypatch.setattr(hopper, "is_hopper", lambda: True)
+    monkeypatch.setattr(gpu_matmul, "compile", lambda *args: None)
+    monkeypatch.setattr(hopper, "compile", lambda *args: None)
+
+
+def test_on_a_gpu_products_are_right_and_timed(gpu):
+    here = found()
+    assert here["GPU"].text.endswith(", compute capability unknown")
+    assert here["kernel for few rows"].text == "rows_int8"
+    assert here["kernel for many rows"].text == "hopper_rows_int8"
+    timed = [finding for name, finding in here.items() if " x bf16, M = " in name]
+    assert len(timed) == 4
+    assert all("times as fast as XLA in bf16" in finding.text for finding in timed)
+    assert all(finding.is_well for finding in here.values())
+
+
+def test_on_a_gpu_a_wrong_product_is_reported(gpu, monkeypatch):
+    monkeypatch.setattr(doctor, "materialise", lambda w: 1.1 * vn.materialise(w))
+    wrong = found()["int4 x bf16, M = 256, 256 x 256"]
+    assert not wrong.is_well
+    assert "WRONG by 9e-02: VENEER_KERNELS=xla" in wrong.text
+
+
+def test_on_a_gpu_missing_kernels_are_reported(gpu, monkeypatch):
+    def fail(*args):
+        raise nvrtc.CompileError("NVRTC is missing\nand more")
+
+    monkeypatch.setattr(gpu_matmul, "compile", fail)
+    monkeypatch.setattr(hopper, "is_hopper", lambda: False)
+    few, many = doctor._gpu_kernel("few", 1), doctor._gpu_kernel("many", 256)
+    assert (few.is_well, many.is_well) == (False, True)
+    assert few.text.endswith("CompileError: NVRTC is missing")
+    assert many.text.startswith("none for this GPU")
+    with kernels.use("xla"):
+        assert not found()["kernels"].is_well
 
 
 def test_an_isa_that_the_cpu_has_not():

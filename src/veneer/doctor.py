@@ -1,4 +1,4 @@
-"""What this machine runs products by: its CPU, its kernels, how fast they are, what is missing."""
+"""Report how this machine computes products: its kernels, their speed, and missing packages."""
 
 import contextlib
 import importlib.metadata
@@ -22,15 +22,20 @@ import numpy as np
 from . import quant
 from ._core.transform import implicit
 from ._core.value import materialise
-from .kernels import select
+from .kernels import Codes, MatmulOperands, MatmulProblem, select
 from .kernels.cpu import build
 from .native import cache
 
 #: Formats whose products are timed: of weights, their tiles, and of activations.
 _TIMED = (("int8", None, None), ("int4", 128, None), ("int4", 128, "int8"))
 _ROUNDS = 15
-#: What a product may be off by, where activations are f32 and where they are rounded.
-_ERRORS = {None: 1e-5, "int8": 0.03}
+#: The largest relative errors of products, by activations.
+_ERRORS = {None: 1e-5, "int8": 0.03, "bf16": 0.01}
+#: Formats whose products with bf16 are timed on a GPU, their tiles, and the rows of activations.
+_TIMED_ON_GPU = (("int8", None), ("int4", 128))
+_ROWS_ON_GPU = (1, 256)
+#: Products in a program that is timed on a GPU. Their weights are more than its cache has room for.
+_PRODUCTS_ON_GPU = 8
 #: Of extras, what a user may want; the others are for who develops.
 _EXTRAS = ("cli", "demo", "numba", "units", "pytensor")
 
@@ -44,10 +49,10 @@ class Finding(NamedTuple):
 
 
 def findings(size: int = 4096) -> Iterator[Finding]:
-    """Looks at what products run by, and compares some of `size x size` with XLA's in f32.
+    """Yield how this machine computes products, and compare some of `size x size` with XLA's.
 
-    Each finding comes as it is made: the kernels that are timed are compiled first, unless the
-    cache has them.
+    XLA's products are in f32 on a CPU, and in bf16 on a GPU. Each finding is yielded as soon as it
+    is known. Kernels that are timed are compiled first, unless the cache has them.
 
     >>> from veneer import doctor
     >>> [finding.name for finding in doctor.findings(256)][:3]
@@ -56,10 +61,13 @@ def findings(size: int = 4096) -> Iterator[Finding]:
     yield Finding("versions", _versions())
     yield Finding("devices", ", ".join(map(str, jax.devices())))
     yield Finding("CPU", f"{_cpu()}, {os.cpu_count()} threads")
-    yield (kernels := _kernels())
-    yield Finding("cache", _cache())
-    if kernels.is_well:
-        yield from _timed(size)
+    if jax.default_backend() == "gpu":
+        yield from _on_gpu(size)
+    else:
+        yield (kernels := _kernels())
+        yield Finding("cache", _cache())
+        if kernels.is_well:
+            yield from _timed(size)
     for extra in _EXTRAS:
         if missing := _missing(extra):
             names = ", ".join(missing)
@@ -87,9 +95,10 @@ def _cpu() -> str:
 
 def _kernels() -> Finding:
     if jax.default_backend() != "cpu":
-        if select.chosen() == "pallas":
-            return Finding("kernels", "Pallas, where VENEER_KERNELS=pallas finds one: not measured")
-        return Finding("kernels", "XLA computes all products; VENEER_KERNELS=pallas tries others")
+        if select.chosen() == "experimental":
+            return Finding("kernels", "an experimental one, which was never measured")
+        text = "XLA computes all products; VENEER_KERNELS=experimental tries a kernel on a TPU"
+        return Finding("kernels", text)
     if reason := build.available():
         return Finding("kernels", f"none, XLA computes all products: {reason}", False)
     if select.chosen() == "xla":
@@ -138,6 +147,75 @@ def _timed(size: int) -> Iterator[Finding]:
         if not is_right:
             text += f", and WRONG by {error:.0e}: VENEER_KERNELS=xla goes without"
         yield Finding(f"{name} x {activations or 'f32'}, {size} x {size}", text, is_right)
+
+
+def _on_gpu(size: int) -> Iterator[Finding]:
+    """Yield the kernels of a GPU, and products that are timed alternately with XLA's."""
+    device = jax.devices()[0]
+    capability = getattr(device, "compute_capability", "unknown")
+    yield Finding("GPU", f"{device.device_kind}, compute capability {capability}")
+    if select.chosen() == "xla":
+        yield Finding("kernels", "none, for VENEER_KERNELS=xla says so", False)
+        return
+    yield _gpu_kernel("kernel for few rows", 1)
+    yield _gpu_kernel("kernel for many rows", 256)
+    rng = np.random.default_rng(0)
+    dense = rng.standard_normal((size, size), np.float32) / size**0.5
+    w = jnp.asarray(dense, jnp.bfloat16)
+    for name, tile in _TIMED_ON_GPU:
+        weight = quant.Rule(".*", name, tile_size=tile).quantize(w)
+        for m in _ROWS_ON_GPU:
+            x = jnp.asarray(rng.standard_normal((m, size), np.float32), jnp.bfloat16)
+            yield _timed_on_gpu(f"{name} x bf16, M = {m}, {size} x {size}", x, weight, w)
+
+
+def _gpu_kernel(name: str, m: int) -> Finding:
+    """Return whether the kernel for a product with so many rows compiles here."""
+    k = n = 4096
+    operands = MatmulOperands(
+        jax.ShapeDtypeStruct((1, m, k), jnp.bfloat16),
+        jax.ShapeDtypeStruct((1, k, n), jnp.int8),
+        jax.ShapeDtypeStruct((1, 1, n), jnp.float32),
+    )
+    by_xla = lambda operands, problem: operands.x  # which is not called
+    problem = MatmulProblem(Codes(8, "int8"), n, "rows", "bfloat16", 0, by_xla)
+    kernel = select.candidate("gpu", problem.codes, problem.shape(operands))
+    if kernel is None or kernel.module is None or not select.has_device(kernel):
+        return Finding(name, "none for this GPU: XLA computes these products")
+    try:
+        kernel.module.compile(operands, problem)
+    except Exception as error:  # NVRTC and Pallas raise errors of many types
+        summary = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        return Finding(name, f"none, XLA computes these products: {summary}", False)
+    return Finding(name, kernel.target.format(problem.codes.kind).removeprefix("veneer_"))
+
+
+def _timed_on_gpu(name: str, x: jax.Array, weight: Any, dense: jax.Array) -> Finding:
+    """Check a product with a quantized weight, and time it alternately with XLA's in bf16."""
+    multiply = jax.jit(implicit(jnp.matmul))
+    exact = partial(jnp.matmul, precision="highest", preferred_element_type=jnp.float32)
+    expected = np.asarray(exact(x, materialise(weight)))
+    error = np.linalg.norm(np.asarray(multiply(x, weight), np.float32) - expected)
+    error /= np.linalg.norm(expected)
+    # A launch takes as long as a product, so that several are timed as one program.
+    run = jax.jit(implicit(_multiply_all))
+    copies = [[jax.tree.map(jnp.copy, w) for _ in range(_PRODUCTS_ON_GPU)] for w in (weight, dense)]
+    sides = [partial(run, x, weights) for weights in copies]
+    for side in sides:
+        jax.block_until_ready(side())  # compiled
+    ours, theirs = _seconds(*sides)
+    microseconds = ours / _PRODUCTS_ON_GPU * 1e6
+    text = f"{microseconds:.1f} µs, {theirs / ours:.1f} times as fast as XLA in bf16"
+    is_right = bool(error < _ERRORS["bf16"])
+    if not is_right:
+        text += f", and WRONG by {error:.0e}: VENEER_KERNELS=xla goes without"
+    return Finding(name, text, is_right)
+
+
+def _multiply_all(x: jax.Array, weights: list[Any]) -> jax.Array:
+    for weight in weights:
+        x = jnp.matmul(x, weight)
+    return x
 
 
 def _seconds(*sides: Callable[[], Any]) -> list[float]:

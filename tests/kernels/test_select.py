@@ -68,6 +68,33 @@ def test_the_table_has_no_kernel_for_others(platform, codes, changes):
     assert select.find(platform, codes, shape(**changes)) is None
 
 
+INT4 = Codes(4, values=(*map(float, range(8)), *map(float, range(-8, 0))))
+LARGE = {"activations": "bfloat16", "k": 4096, "n": 4096, "tile": 128, "scale_columns": 4096}
+
+
+@pytest.mark.parametrize(
+    ("codes", "changes", "target"),
+    [
+        (INT4, {}, "veneer_rows_lookup4"),
+        (INT4, {"m": select.FEW_ROWS}, "veneer_rows_lookup4"),
+        (INT4, {"m": 1 + select.MOST_ROWS}, "veneer_hopper_rows_lookup4"),
+        (INT4, {"m": 512, "contracting": "columns"}, "veneer_hopper_columns_lookup4"),
+        (Codes(8, "float8_e4m3fn"), {"m": 512}, "veneer_hopper_rows_float8_e4m3fn"),
+        (INT4, {"activations": "float16"}, "veneer_rows_lookup4"),
+        (INT4, {"activations": "float16", "m": 512}, None),
+        (INT4, {"activations": "float"}, None),
+        (INT4, {"k": 256, "n": 256}, None),  # too small
+        (INT4, {"m": 512, "n": 4096 + 64}, None),  # no whole blocks
+        (INT4, {"m": 512, "tile": 32}, None),
+        (INT4, {"m": 512, "batch": 2}, None),
+        (Codes(8, "uint8"), {"m": 512}, None),
+        (Codes(4, values=tuple(map(float, range(16)))), {"m": 512}, None),
+    ],
+)
+def test_the_table_has_kernels_for_gpus(codes, changes, target):
+    assert select.find("gpu", codes, shape(**LARGE | changes)) == target
+
+
 def test_small_matrices_have_a_kernel_where_there_are_many():
     found = select.find("cpu", Codes(8, "int8"), shape(k=64, n=32, batch=128))
     assert found == "veneer_rows_int8"
@@ -108,13 +135,17 @@ def test_the_environment_chooses_where_nothing_else_does(monkeypatch):
 
 
 def test_an_unknown_choice_is_refused(monkeypatch):
-    with pytest.raises(ValueError, match=r"kernels.use is 'auto', 'xla' or 'pallas', not 'fast'"):
+    choices = "'auto', 'xla' or 'experimental'"
+    with pytest.raises(ValueError, match=f"kernels.use is {choices}, not 'fast'"):
         kernels.use("fast").__enter__()
     monkeypatch.setenv("VENEER_KERNELS", "numba")
-    with pytest.raises(
-        ValueError, match="VENEER_KERNELS is 'auto', 'xla' or 'pallas', not 'numba'"
-    ):
+    with pytest.raises(ValueError, match=f"VENEER_KERNELS is {choices}, not 'numba'"):
         how()
+
+
+def test_the_old_name_of_a_choice_names_the_new_one():
+    with pytest.raises(ValueError, match="not 'pallas', which is now called 'experimental'"):
+        kernels.use("pallas").__enter__()
 
 
 def test_without_numba_there_is_one_hint_and_the_way_of_xla(monkeypatch, warned_of_nothing):

@@ -12,7 +12,8 @@ Kernels know no types: a matrix is codes in bytes, scales and zero points.
     bit_planes      small numbers of any bits in bytes, without gaps
     pruning         which entries of a group are largest
     cpu             kernels for the CPU
-    pallas          kernels for GPUs and TPUs, which are opt-in
+    gpu             kernels for NVIDIA GPUs
+    tpu             a kernel for TPUs, which is experimental
 """
 
 from . import stacks as stacks

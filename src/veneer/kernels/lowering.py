@@ -29,7 +29,6 @@ from jax.sharding import PartitionSpec as P
 from .._jax.primitives import Primitive
 from .._jax.sharding import spec_over
 from . import calls, select
-from .pallas import call
 from .problem import ZERO_POINTS, MatmulOperands, MatmulProblem, operands_of
 
 #: Codes that share a zero point along the sum, at least, for a kernel to read it.
@@ -74,9 +73,12 @@ def by_kernel(
             return call_kernel(target, operands, problem)
         return by_reference(*arrays, problem=problem, present=present)
     problem, operands = problem.plain(operands.apart())
-    if _found(platform, operands, problem) and select.lowers(platform, operands, problem):
-        out = call.product(platform, operands, problem)
-        if operands.zero_point is not None:
+    kernel = _candidate(platform, operands, problem)
+    if kernel is not None and select.can_lower(kernel, operands, problem):
+        assert kernel.module is not None
+        out = kernel.module.product(operands, problem)
+        is_subtracted = kernel.module.takes_zero_points(operands, problem)
+        if operands.zero_point is not None and not is_subtracted:
             out -= _of_zero_points(problem, operands)
         if operands.minimum is not None:
             out += _over_tiles(operands, operands.minimum.astype(jnp.float32), problem)
@@ -84,16 +86,19 @@ def by_kernel(
     return problem.reference(operands, problem)
 
 
-def _found(platform: str, operands: MatmulOperands, problem: MatmulProblem) -> str | None:
+def _candidate(
+    platform: str, operands: MatmulOperands, problem: MatmulProblem
+) -> select.Candidate | None:
     shape = problem.shape(operands)
-    return select.find(platform, problem.codes, shape, problem.opt_in) if shape.m else None
+    return select.candidate(platform, problem.codes, shape, problem.opt_in) if shape.m else None
 
 
 def kernel_for(operands: MatmulOperands, problem: MatmulProblem) -> str | None:
     """Returns the kernel that computes a product on one CPU, which is built; or None."""
-    family = _found("cpu", operands, problem)
-    if family is None:
+    kernel = _candidate("cpu", operands, problem)
+    if kernel is None:
         return None
+    family = kernel.target.format(problem.codes.kind)
     rows, tiles = operands.packed.shape[problem.leading], problem.counts(operands)
     columns = problem.columns
     tile = rows // max(1, tiles[0]), columns // max(1, tiles[1])
@@ -211,13 +216,27 @@ def _typed(*avals: Any, problem: MatmulProblem, present: Sequence[bool]) -> Any:
 
 def _lowered_for(platform: str, ctx: Any, *values: Any, **params: Any) -> Any:
     exported = ctx.module_context.lowering_parameters.for_export
-    may_serve = platform == "cpu" or params["problem"].opt_in
-    compute = _computation(ctx, platform) if may_serve and not exported else by_reference
+    may_serve = not exported and (platform == "cpu" or _may_serve(platform, ctx.avals_in, **params))
+    compute = _computation(ctx, platform) if may_serve else by_reference
     return mlir.lower_fun(compute, multiple_results=False)(ctx, *values, **params)
 
 
+def _may_serve(
+    platform: str, avals: Sequence[Any], problem: MatmulProblem, present: Sequence[bool]
+) -> bool:
+    """Return whether a kernel of a GPU or TPU is for a product, and its device is here.
+
+    If not, XLA gets the product at once, and can partition it as any other over several devices.
+    """
+    operands = jax.eval_shape(
+        lambda *xs: problem.plain(operands_of(xs, present).apart())[1], *avals
+    )
+    kernel = _candidate(platform, operands, dataclasses.replace(problem, tiles=None))
+    return kernel is not None and select.has_device(kernel)
+
+
 mlir.register_lowering(lowered_p, mlir.lower_fun(by_reference, multiple_results=False))
-for _platform, _lowered_as in {"cpu": "cpu", **call.LOWERED}.items():
+for _platform, _lowered_as in {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}.items():
     mlir.register_lowering(
         lowered_p, functools.partial(_lowered_for, _platform), platform=_lowered_as
     )

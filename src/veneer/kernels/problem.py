@@ -169,10 +169,11 @@ class MatmulShape:
     **Arguments:**
 
     - `contracting`: the side of the stored matrix that is summed over, "rows" or "columns".
-    - `activations`: what it meets, "float", "bfloat16" or "int8".
+    - `activations`: their type: "float" (f32), "bfloat16", "float16" or "int8".
     - `m`, `k`, `n`: the sizes of the product `[m, k] x [k, n]`; m may be symbolic.
     - `tile`: how many neighbours share a scale along the sum.
     - `batch`: of how many matrices; it may be symbolic.
+    - `scale_columns`: how many scales there are along n.
     """
 
     contracting: str
@@ -182,6 +183,7 @@ class MatmulShape:
     n: int
     tile: int
     batch: Any = 1
+    scale_columns: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,14 +235,17 @@ class MatmulProblem:
         """Returns what the choice of a kernel depends on."""
         x, packed, x_scale = operands.x, operands.packed, operands.x_scale
         k = x.shape[2]
+        counts = self.counts(operands)
+        along_k, along_n = counts if self.contracting == "rows" else counts[::-1]
         return MatmulShape(
             contracting=self.contracting,
             activations="int8" if x_scale is not None else _float(x),
             m=x.shape[1],
             k=k,
             n=self.out_shape(x, packed)[2],
-            tile=k // max(1, self.counts(operands)[self.contracting == "columns"]),
+            tile=k // max(1, along_k),
             batch=x.shape[0],
+            scale_columns=along_n,
         )
 
     def counts(self, operands: MatmulOperands) -> tuple[int, int]:
@@ -275,7 +280,7 @@ class MatmulProblem:
 
 
 def _float(x: Any) -> str:
-    return "bfloat16" if x.dtype == jnp.bfloat16 else "float"
+    return x.dtype.name if x.dtype in (jnp.bfloat16, jnp.float16) else "float"
 
 
 def operands_of(arrays: Sequence[Any], present: Sequence[bool]) -> MatmulOperands:

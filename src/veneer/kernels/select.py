@@ -1,17 +1,18 @@
 """Which implementation computes a product with a stored matrix.
 
-`TABLE` says which kernels there are, and for what each is used. Where none is, or the environment
-variable `VENEER_KERNELS` or `use` says "xla", it is XLA that computes what the reference does. Rows
-that are `opt_in` are used where one of these says "pallas": those kernels were not measured yet.
+Each row of `TABLE` is a kernel and the products that it is used for. XLA computes all other
+products, and all products if the environment variable `VENEER_KERNELS` or `use` says "xla". Rows
+with `opt_in` are used if one of these says "experimental". Their kernels were never measured.
 """
 
+import dataclasses
+import math
 import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import jax
 
@@ -30,10 +31,12 @@ from .cpu.variants import (
     SHORT_VECTORS,
     TILED_COLUMNS,
 )
-from .pallas import call
+from .gpu import hopper
+from .gpu import matmul as gpu_matmul
 from .problem import Codes, MatmulOperands, MatmulProblem, MatmulShape
+from .tpu import matmul as tpu_matmul
 
-Choice = Literal["auto", "xla", "pallas"]
+Choice = Literal["auto", "xla", "experimental"]
 
 # A user context and not a context variable: JAX traces a jitted function anew when it changes.
 _choice = jax.make_user_context(None)
@@ -41,13 +44,13 @@ _choice = jax.make_user_context(None)
 
 @contextmanager
 def use(choice: str) -> Iterator[None]:
-    """Says how products with stored matrices are computed, in what is traced within.
+    """Set how products with stored matrices are computed, in programs that are traced within.
 
     **Arguments:**
 
-    - `choice`: "auto", by the kernels of the platform where they are faster; "xla"; or "pallas": as
-      "auto", and on a GPU or TPU by Pallas kernels, which were not measured. Outside of any `use`
-      it is what the environment variable `VENEER_KERNELS` holds, and else "auto".
+    - `choice`: "auto", by the kernels of the platform where they are faster; "xla", by XLA alone;
+      or "experimental", as "auto", and on a TPU by a kernel that was never measured. Outside of
+      `use`, the environment variable `VENEER_KERNELS` sets it. The default is "auto".
 
     **Raises:** `ValueError` for another choice.
 
@@ -63,32 +66,59 @@ def use(choice: str) -> Iterator[None]:
 
 
 def chosen() -> Choice:
-    """Returns the choice in force.
+    """Return the choice in force.
 
-    **Raises:** `ValueError` where the environment variable `VENEER_KERNELS` holds none.
+    **Raises:** `ValueError` if the environment variable `VENEER_KERNELS` holds no choice.
     """
     return _choice.value or _checked(os.environ.get("VENEER_KERNELS") or "auto", "VENEER_KERNELS")
 
 
 def _checked(choice: str, source: str) -> Choice:
     if choice not in get_args(Choice):
-        raise ValueError(f"{source} is 'auto', 'xla' or 'pallas', not {choice!r}")
+        renamed = ", which is now called 'experimental'" if choice == "pallas" else ""
+        raise ValueError(f"{source} is 'auto', 'xla' or 'experimental', not {choice!r}{renamed}")
     return choice  # type: ignore[return-value]
 
 
-@dataclass(frozen=True)
+@runtime_checkable
+class DeviceKernel(Protocol):
+    """A module with a kernel for GPUs or TPUs."""
+
+    def can_compute(self, codes: Codes, shape: MatmulShape) -> bool:
+        """Return whether the kernel computes a product, by its sizes and codes."""
+        ...
+
+    def compile(self, operands: MatmulOperands, problem: MatmulProblem) -> None:
+        """Compile or lower the kernel for a product. Any error means that this is impossible."""
+        ...
+
+    def product(self, operands: MatmulOperands, problem: MatmulProblem) -> jax.Array:
+        """Return a product without minima, and without zero points that it does not take."""
+        ...
+
+    def takes_zero_points(self, operands: MatmulOperands, problem: MatmulProblem) -> bool:
+        """Return whether the kernel subtracts the zero points itself."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
 class Candidate:
     """A row of the table: a kernel, and the products that it is used for.
 
     **Arguments:**
 
-    - `target`: what it is called where it is built, with the place of the kind of codes.
-    - `least_entries`: of the stored matrix: a smaller one is multiplied sooner by XLA, unless it is
-      one of a batch of many, as blocks of a cache are.
-    - `least_tile`: along the sum: each tile costs a multiplication by its scale.
+    - `activations`: their type in `MatmulShape`; or "float" for all floats, or "16 bits" for bf16
+      and f16.
+    - `target`: the name of the kernel, with a placeholder for the kind of codes.
+    - `least_entries`: of the stored matrix. XLA multiplies a smaller one faster, unless it is one
+      of a batch of many, as blocks of a cache are.
+    - `least_tile`: codes along the contracted axis that share a scale: each tile costs a
+      multiplication by its scale.
     - `least_rows`, `most_rows`: of the activations.
-    - `whole`: what is summed is so many numbers, or a multiple; and is a tile, or a part of them.
-    - `opt_in`: whether it is used only where that is asked for.
+    - `whole`: the contracted size must be a multiple of this number. Tiles must be multiples of it,
+      or divide it.
+    - `opt_in`: whether the kernel is used only if the choice is "experimental".
+    - `module`: the module with the kernel of a GPU or TPU. It may reject further products.
     """
 
     platform: str
@@ -102,10 +132,16 @@ class Candidate:
     most_rows: int | None = None
     whole: int = 1
     opt_in: bool = False
+    module: DeviceKernel | None = None
 
 
 _ALL = tuple(BITS)
 _WHOLE_FIELDS = (*LOOKUP_BITS, *BYTES)
+#: On NVIDIA GPUs, one kernel computes products with at most so many rows of activations, and
+#: another one those with more, where it can: on Hopper GPUs, in some formats. Otherwise the first
+#: one computes up to `MOST_ROWS`. From benchmarks/gpu_all.py on an H200.
+FEW_ROWS, MOST_ROWS = 32, 64
+_LEAST_ENTRIES_GPU = 1 << 18
 
 #: Of the matrices of a batch, how many entries each has at least, and all of them together, where
 #: they are smaller than `least_entries`.
@@ -113,6 +149,17 @@ _LEAST_OF_MANY, _LEAST_OF_ALL = 1 << 11, 1 << 18
 
 #: Lanes of the widest vectors: what suits them suits those that have fewer.
 _LANES = 16
+
+
+def _gpu(side: str, most_rows: int) -> Candidate:
+    """Return the row of the kernel for few rows on NVIDIA GPUs."""
+    return Candidate(
+        *("gpu", side, "16 bits", f"veneer_{side}_{{}}"),
+        *(("lookup4", *BYTES), _LEAST_ENTRIES_GPU),
+        most_rows=most_rows,
+        module=gpu_matmul,
+    )
+
 
 #: The first row that fits is taken.
 TABLE = (
@@ -129,11 +176,23 @@ TABLE = (
         most_rows=INTEGERS_BY_COLUMNS,
         whole=64,
     ),
+    *(_gpu(side, FEW_ROWS) for side in ("rows", "columns")),
     *(
         Candidate(
-            platform, side, "float", f"veneer_{side}_{{}}", _WHOLE_FIELDS, 1 << 14, opt_in=True
+            *("gpu", side, "bfloat16", f"veneer_hopper_{side}_{{}}"),
+            *(("lookup4", "int8", "float8_e4m3fn"), _LEAST_ENTRIES_GPU),
+            least_rows=FEW_ROWS + 1,
+            module=hopper,
         )
-        for platform in call.MODULES
+        for side in ("rows", "columns")
+    ),
+    *(_gpu(side, MOST_ROWS) for side in ("rows", "columns")),
+    *(
+        Candidate(
+            *("tpu", side, "float", f"veneer_{side}_{{}}", _WHOLE_FIELDS, 1 << 14),
+            opt_in=True,
+            module=tpu_matmul,
+        )
         for side in ("rows", "columns")
     ),
 )
@@ -154,11 +213,11 @@ def _is_large(kernel: Candidate, entries: int, batch: Any) -> bool:
 
 
 def find(platform: str, codes: Codes, shape: MatmulShape, opt_in: bool = False) -> str | None:
-    """Returns the target of the kernel for a product, or None where XLA computes it.
+    """Return the name of the kernel for a product, or None if XLA computes it.
 
     **Arguments:**
 
-    - `opt_in`: whether kernels that are used only where that is asked for may compute it.
+    - `opt_in`: whether experimental kernels may compute it.
 
     >>> from veneer.kernels import select
     >>> from veneer.kernels.problem import Codes, MatmulShape
@@ -166,10 +225,25 @@ def find(platform: str, codes: Codes, shape: MatmulShape, opt_in: bool = False) 
     >>> select.find("cpu", Codes(8, "int8"), shape)
     'veneer_rows_int8'
     """
-    for kernel in TABLE:
-        if kernel.opt_in <= opt_in and _serves(kernel, platform, codes, shape):
-            return kernel.target.format(codes.kind)
-    return None
+    kernel = candidate(platform, codes, shape, opt_in)
+    return None if kernel is None else kernel.target.format(codes.kind)
+
+
+def candidate(
+    platform: str, codes: Codes, shape: MatmulShape, opt_in: bool = False
+) -> Candidate | None:
+    """Return the row of the table for a product, or None if XLA computes it."""
+    rows = (row for row in TABLE if row.opt_in <= opt_in and _serves(row, platform, codes, shape))
+    return next((row for row in rows if not _gives_way(row, shape)), None)
+
+
+def _gives_way(kernel: Candidate, shape: MatmulShape) -> bool:
+    """Return whether a kernel for Hopper GPUs cannot run here, and a later row may serve."""
+    if kernel.module is not hopper:
+        return False
+    is_other_gpu = gpu_matmul.compute_capability() is not None and not hopper.is_hopper()
+    may_be_few = isinstance(shape.m, int) and shape.m <= MOST_ROWS
+    return is_other_gpu or (may_be_few and not hopper.has_jax())
 
 
 def _serves(kernel: Candidate, platform: str, codes: Codes, shape: MatmulShape) -> bool:
@@ -181,7 +255,7 @@ def _serves(kernel: Candidate, platform: str, codes: Codes, shape: MatmulShape) 
         and _is_large(kernel, shape.k * shape.n, shape.batch)
         and shape.tile >= kernel.least_tile
         and _is_whole(kernel, shape)
-        and (platform not in call.MODULES or call.has_kernel(platform, codes, shape))
+        and (kernel.module is None or kernel.module.can_compute(codes, shape))
     )
 
 
@@ -194,18 +268,21 @@ def _is_whole(kernel: Candidate, shape: MatmulShape) -> bool:
 
 
 def _takes(kernel: Candidate, shape: MatmulShape) -> bool:
-    """Whether a kernel multiplies activations such as these, which may be made f32."""
-    if kernel.activations == "bfloat16":
-        is_many = isinstance(shape.m, int) and shape.m >= kernel.least_rows
-        # Two neighbours are multiplied at once.
-        return shape.activations == "bfloat16" and is_many and shape.k % 2 == 0 and build.has_bf16()
-    if kernel.most_rows is not None:
-        is_few = isinstance(shape.m, int) and shape.m <= kernel.most_rows
-        return is_few and kernel.activations == shape.activations
-    return kernel.activations == shape.activations or (kernel.activations, shape.activations) == (
-        "float",
-        "bfloat16",
-    )
+    """Return whether a kernel multiplies activations of this type and number of rows."""
+    if shape.activations not in _ACTIVATIONS.get(kernel.activations, (kernel.activations,)):
+        return False
+    if kernel.least_rows > 0 or kernel.most_rows is not None:
+        most_rows = math.inf if kernel.most_rows is None else kernel.most_rows
+        if not isinstance(shape.m, int) or not kernel.least_rows <= shape.m <= most_rows:
+            return False
+    if (kernel.platform, kernel.activations) == ("cpu", "bfloat16"):
+        # The kernel multiplies two neighbors at once.
+        return shape.k % 2 == 0 and build.has_bf16()
+    return True
+
+
+#: The types of activations that a kernel converts to its own.
+_ACTIVATIONS = {"float": ("float", "bfloat16", "float16"), "16 bits": ("bfloat16", "float16")}
 
 
 class KernelSizes(NamedTuple):
@@ -332,15 +409,47 @@ def built(target: str, product: KernelSizes | None = None) -> str | None:
     return None
 
 
-def lowers(platform: str, operands: MatmulOperands, problem: MatmulProblem) -> bool:
-    """Returns whether this JAX lowers the Pallas kernel for a product; a warning says why not."""
+def can_lower(kernel: Candidate, operands: MatmulOperands, problem: MatmulProblem) -> bool:
+    """Return whether the kernel of a GPU or TPU compiles here. A warning says why not, once.
+
+    There is no warning if this process has no GPU that the kernel is for.
+    """
+    if kernel.module is None or not has_device(kernel):
+        return False
     try:
-        call.lower(platform, operands, problem)
-    except Exception as error:  # whatever Pallas may come up with
+        kernel.module.compile(operands, problem)
+    except Exception as error:  # NVRTC and Pallas raise errors of many types
         summary = str(error).strip().partition("\n")[0]
-        _warn("XLA", f"no kernel for {platform.upper()}: {type(error).__name__}: {summary}")
+        _warn("XLA", f"no kernel for {kernel.platform.upper()}: {type(error).__name__}: {summary}")
         return False
     return True
+
+
+def usable(platform: str, operands: MatmulOperands, problem: MatmulProblem) -> str | None:
+    """Return the name of the kernel that a program runs on a platform, or None if XLA computes it.
+
+    The kernel of a GPU is tried, if a GPU is here. On other machines, no program runs it.
+    """
+    kernel = candidate(platform, problem.codes, problem.shape(operands), problem.opt_in)
+    if kernel is None:
+        return None
+    if kernel.platform == "gpu":
+        if not has_device(kernel):  # before any work
+            return None
+        arrays = jax.eval_shape(lambda xs: problem.plain(xs.apart())[1], operands)
+        if not can_lower(kernel, arrays, dataclasses.replace(problem, tiles=None)):
+            return None
+    return kernel.target.format(problem.codes.kind)
+
+
+def has_device(kernel: Candidate) -> bool:
+    """Return whether this process has a device for a kernel.
+
+    It need not have a TPU: programs for a TPU can be lowered on another machine.
+    """
+    if kernel.module is hopper:
+        return hopper.is_hopper()
+    return kernel.platform != "gpu" or gpu_matmul.compute_capability() is not None
 
 
 @cache

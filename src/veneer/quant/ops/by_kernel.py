@@ -219,7 +219,7 @@ def _plan(
         matrix.outer("minimum"),
     )
     reference = ProductByXla(matrix.q.qtype, q.dense_dtype, params.precision)
-    opt_in = select.chosen() == "pallas"
+    opt_in = select.chosen() == "experimental"
     product = MatmulProblem(
         codes[0],
         matrix.columns,
@@ -230,12 +230,11 @@ def _plan(
         opt_in,
         matrix.tiles,
     )
-    shape = product.shape(operands)
-    found = {
-        platform: select.find(platform, product.codes, shape, opt_in)
+    targets = {
+        platform: target
         for platform in select.PLATFORMS
+        if (target := select.usable(platform, operands, product)) is not None
     }
-    targets = {platform: target for platform, target in found.items() if target is not None}
     if not targets:
         return None
 

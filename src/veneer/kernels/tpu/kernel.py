@@ -1,15 +1,15 @@
-"""A product on a TPU: a Pallas kernel that Mosaic compiles.
+"""The Pallas kernel of a product on a TPU, which Mosaic compiles.
 
-A step of the grid has a block of the stored matrix in fast memory, decodes it, multiplies it by its
-scales and then by activations, and adds to a block of the result, which stays there while k is
-walked along. The scales of tiles are spread over a block by a product with ones and zeros, which
-moves no lane by itself; that is exact.
+A step of the grid loads a block of the stored matrix into fast memory, decodes it, and multiplies
+it by its scales and then by activations. It adds to a block of the result, which stays in fast
+memory while k advances. A product with ones and zeros spreads the scales of tiles over a block. It
+is exact, and moves no lane by itself.
 
-It has run on no TPU, and no figure here was measured.
+The kernel has run on no TPU.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,37 +18,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu
 
 from ..problem import Codes
-from .decode import by_selection, decoder, fields_of, scales_of
-from .layout import StoredLayout, by_field
-
-#: Sizes of blocks, in entries; an axis that is shorter is one block.
-_M, _N, _K = 256, 512, 512
-#: Scales along k of which fast memory has room, for a block of columns.
-_MOST_TILES = 1024
+from .decode import decoder, fields_of, scales_of, select_value
+from .layout import BlockSizes, StoredLayout, blocks_of, split_fields
 
 
-class BlockSizes(NamedTuple):
-    """The sizes of a block, in entries."""
-
-    m: int
-    n: int
-    k: int
-
-
-def blocks_of(layout: StoredLayout) -> BlockSizes | None:
-    """Returns how a product is cut, or None where there is no room for its scales.
-
-    >>> from veneer.kernels.pallas.layout import StoredLayout
-    >>> from veneer.kernels.pallas.tpu import blocks_of
-    >>> blocks_of(StoredLayout(True, 2, m=1, n=2048, k=4096, tile=128, tiles=32, columns=4096))
-    BlockSizes(m=1, n=512, k=512)
-    """
-    if layout.entries > 1 and layout.tiles > _MOST_TILES:
-        return None
-    return BlockSizes(min(layout.m, _M), min(layout.n, _N), min(layout.k, _K))
-
-
-def product(
+def multiply(
     x: jax.Array,
     packed: jax.Array,
     scale: jax.Array,
@@ -58,21 +32,28 @@ def product(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """Returns a product of activations with a stored matrix: as that for a GPU, of the same name.
+    """Return a product of activations with a stored matrix, `[B, M, N]`.
 
-    **Raises:** `ValueError` where there is no kernel for a product of this size.
+    **Arguments:**
+
+    - `x`: `[B, M, K]`: f32, bf16 or f16.
+    - `packed`: `[B, R, bytes]`, uint8.
+    - `scale`: `[B, R / tr, C / tc]`: floats, or the bytes of float8_e8m0fnu in uint8.
+    - `interpret`: let JAX run the kernel on any device.
+
+    **Raises:** `ValueError` if the scales do not fit into fast memory.
     """
     batch, m, _ = x.shape
     blocks = blocks_of(layout)
     if blocks is None:
-        raise ValueError(f"the kernel has no room for the scales of {layout}")
-    scale = _by_field(scales_of(scale, scale.dtype == jnp.uint8), layout)
-    x = by_field(x, layout)
-    along_k = layout.tiles > 1 and layout.entries == 1  # there is a scale for each entry
+        raise ValueError(f"the scales of {layout} do not fit into the memory of the kernel")
+    scale = _split_scales(scales_of(scale, scale.dtype == jnp.uint8), layout)
+    x = split_fields(x, layout)
+    along_k = layout.tiles > 1 and layout.entries == 1  # each entry has a scale
     of_scale = blocks.k if along_k else layout.tiles
 
     def spec(fields: int, axes: str) -> pl.BlockSpec:
-        """Of blocks `[fields, batch, ...]`, whose last axes are named."""
+        """Return the spec of blocks `[fields, batch, ...]` with the named last axes."""
         size = {"m": blocks.m, "n": blocks.n, "k": blocks.k, "t": of_scale}
         shape = (fields, None, *(size[axis] for axis in axes))
 
@@ -82,7 +63,7 @@ def product(
 
         return pl.BlockSpec(shape, place)
 
-    matrix, scales = ("kn", "tn") if layout.sums_rows else ("nk", "nt")
+    matrix, scales = ("kn", "tn") if layout.contracts_rows else ("nk", "nt")
     grid = batch, pl.cdiv(m, blocks.m), pl.cdiv(layout.n, blocks.n), pl.cdiv(layout.k, blocks.k)
     shape = (layout.out_fields, batch, m, layout.n)
     out = pl.pallas_call(
@@ -95,26 +76,26 @@ def product(
         compiler_params=tpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")
         ),
-        name=f"veneer_{'rows' if layout.sums_rows else 'columns'}_{codes.kind}",
+        name=f"veneer_{'rows' if layout.contracts_rows else 'columns'}_{codes.kind}",
     )(x, packed[None], scale)
     out = jnp.moveaxis(out, 0, 3).reshape(batch, m, -1)
     return out[..., : layout.columns].astype(out_dtype)
 
 
-def _by_field(scale: jax.Array, layout: StoredLayout) -> jax.Array:
-    """Scales as blocks have them, f32: a row a tile and a column an entry, or the other way.
+def _split_scales(scale: jax.Array, layout: StoredLayout) -> jax.Array:
+    """Arrange f32 scales by fields and entries.
 
-    **Returns:** `[F, B, T, n]` where rows are summed, else `[F, B, n, T]`; F is 1 where all fields
-    of an entry have the same scales.
+    **Returns:** `[F, B, T, n]` if rows are contracted, otherwise `[F, B, n, T]`. F is 1 if all
+    fields of an entry have the same scales.
     """
-    column_axis = 2 if layout.sums_rows else 1
+    column_axis = 2 if layout.contracts_rows else 1
     n_tile = layout.columns // scale.shape[column_axis]
     scale = jnp.repeat(scale, n_tile, column_axis, total_repeat_length=layout.columns)
-    if not layout.sums_rows and layout.tiles > 1 and layout.tile < layout.fields:
+    if not layout.contracts_rows and layout.tiles > 1 and layout.tile < layout.fields:
         terms = layout.tile * layout.tiles
         scale = jnp.repeat(scale, layout.tile, 2, total_repeat_length=terms)
         last = layout.k
-    elif layout.sums_rows:
+    elif layout.contracts_rows:
         last = layout.n
     else:
         return scale[None]
@@ -133,10 +114,10 @@ def _kernel(
     blocks: BlockSizes,
 ) -> None:
     first = pl.program_id(3) * blocks.k
-    decode = decoder(codes, functools.partial(by_selection, codes))
+    decode = decoder(codes, functools.partial(select_value, codes))
     packed = packed_ref[0]
-    k_axis = 0 if layout.sums_rows else 1
-    # What lies behind the end of k may be anything.
+    k_axis = 0 if layout.contracts_rows else 1
+    # Memory beyond the end of k may hold any bytes.
     in_w = first + lax.broadcasted_iota(jnp.int32, packed.shape, k_axis) < layout.k
     in_x = first + lax.broadcasted_iota(jnp.int32, (blocks.m, blocks.k), 1) < layout.k
 
@@ -145,7 +126,7 @@ def _kernel(
         out_ref[...] = jnp.zeros_like(out_ref)
 
     for place in range(layout.fields):
-        of_x, of_out = (0, place) if layout.sums_rows else (place, 0)
+        of_x, of_out = (0, place) if layout.contracts_rows else (place, 0)
         scale = scale_ref[place if scale_ref.shape[0] > 1 else 0]
         scale = _spread(scale, first, layout, blocks)
         w = decode(fields_of(packed, codes.bits, place)) * scale
@@ -155,18 +136,18 @@ def _kernel(
 
 
 def _spread(scale: jax.Array, first: Any, layout: StoredLayout, blocks: BlockSizes) -> jax.Array:
-    """The scale of each entry of a block, or what broadcasts to that."""
+    """Return the scale of each entry of a block, or an array that broadcasts to it."""
     if layout.tiles == 1 or layout.entries == 1:
         return scale
-    shape = (blocks.k, layout.tiles) if layout.sums_rows else (layout.tiles, blocks.k)
-    of_k, of_t = (0, 1) if layout.sums_rows else (1, 0)
+    shape = (blocks.k, layout.tiles) if layout.contracts_rows else (layout.tiles, blocks.k)
+    of_k, of_t = (0, 1) if layout.contracts_rows else (1, 0)
     tile = (first + lax.broadcasted_iota(jnp.int32, shape, of_k)) // layout.entries
     ones = (tile == lax.broadcasted_iota(jnp.int32, shape, of_t)).astype(jnp.float32)
-    return _dot(ones, scale, 0) if layout.sums_rows else _dot(scale, ones, 0)
+    return _dot(ones, scale, 0) if layout.contracts_rows else _dot(scale, ones, 0)
 
 
 def _dot(x: jax.Array, w: jax.Array, axis: int) -> jax.Array:
-    """The product that sums the columns of x and an axis of w, in f32."""
+    """Contract the columns of x with an axis of w, in f32."""
     is_wide = x.dtype == jnp.float32
     precision = lax.Precision.HIGHEST if is_wide else lax.Precision.DEFAULT
     return lax.dot_general(

@@ -1,7 +1,6 @@
-"""What codes are worth, computed within a kernel: a tile of bytes becomes a tile of f32.
+"""Decode codes within a kernel: a tile of bytes becomes a tile of f32.
 
-There is an entry for each way in which numbers follow from bits. What has none of its own is looked
-up, as a platform does that.
+Integers and small floats are computed from their bits. All other codes are looked up.
 """
 
 import dataclasses
@@ -16,18 +15,18 @@ from jax import lax
 
 from ..problem import Codes
 
-Decode = Callable[[jax.Array], jax.Array]  # fields, i32, to what they are worth, f32
+Decode = Callable[[jax.Array], jax.Array]  # from fields, i32, to numbers, f32
 
 
 def decoder(codes: Codes, looked_up: Decode) -> Decode:
-    """Returns what makes numbers, f32, of the fields of codes, i32 of their bits.
+    """Return a function from the fields of codes, i32, to numbers, f32.
 
     **Arguments:**
 
-    - `looked_up`: what finds them in `codes.values`, if they follow no rule.
+    - `looked_up`: the function to return if the numbers do not follow from the bits.
 
     >>> import jax.numpy as jnp
-    >>> from veneer.kernels.pallas.decode import decoder
+    >>> from veneer.kernels.tpu.decode import decoder
     >>> from veneer.kernels.problem import Codes
     >>> decoder(Codes(8, "int8"), print)(jnp.arange(127, 130)).tolist()
     [127.0, -128.0, -127.0]
@@ -36,7 +35,7 @@ def decoder(codes: Codes, looked_up: Decode) -> Decode:
         return SMALL_FLOATS[codes.dtype].decode
     if codes.values == _E2M1:
         return SMALL_FLOATS["float4_e2m1fn"].decode
-    values = codes.values or tuple(_worth_of_bytes(codes.dtype))
+    values = codes.values or tuple(_values_of_bytes(codes.dtype))
     for flipped in (0, len(values) // 2):
         less = flipped - values[0]
         if values == tuple((field ^ flipped) - less for field in range(len(values))):
@@ -44,26 +43,26 @@ def decoder(codes: Codes, looked_up: Decode) -> Decode:
     return looked_up
 
 
-def _worth_of_bytes(dtype: str) -> list[float]:
+def _values_of_bytes(dtype: str) -> list[float]:
     return [float(byte if dtype == "uint8" or byte < 128 else byte - 256) for byte in range(256)]
 
 
 def _ordered(flipped: int, less: float, fields: jax.Array) -> jax.Array:
-    """Integers in order, with a sign or without, less any number."""
+    """Decode consecutive integers, signed or unsigned, less a constant."""
     return (fields ^ flipped).astype(jnp.float32) - less
 
 
 @dataclasses.dataclass(frozen=True)
 class SmallFloat:
-    """Floats of 8 bits or fewer: a sign, an exponent and a mantissa.
+    """A float format of at most 8 bits: a sign, an exponent and a mantissa.
 
     **Arguments:**
 
-    - `bits`: of all.
-    - `mantissa`: how many of them are the mantissa.
-    - `bias`: of the exponent.
-    - `infinite`: the magnitude, without its sign, that is infinite; or None.
-    - `nan`: the first magnitude that is no number; or None.
+    - `bits`: all bits.
+    - `mantissa`: the bits of the mantissa.
+    - `bias`: the bias of the exponent.
+    - `infinite`: the bits of infinity without its sign, or None.
+    - `nan`: the smallest bits of a NaN without its sign, or None.
     """
 
     bits: int
@@ -73,9 +72,9 @@ class SmallFloat:
     nan: int | None = None
 
     def decode(self, fields: jax.Array) -> jax.Array:
-        """Returns what fields are worth: the bits moved to their places in f32.
+        """Return the numbers of fields, by moving the bits to their places in f32.
 
-        No step makes or takes what is subnormal in f32, which devices may take for 0.
+        No step uses subnormal numbers of f32, which devices may flush to 0.
         """
         magnitude = fields & (1 << self.bits - 1) - 1
         moved = (magnitude << 23 - self.mantissa) + (127 - self.bias << 23)
@@ -98,8 +97,8 @@ SMALL_FLOATS = {
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
-def by_selection(codes: Codes, fields: jax.Array) -> jax.Array:
-    """Looks up what fields of at most 4 bits are worth by a tree of choices, a level a bit."""
+def select_value(codes: Codes, fields: jax.Array) -> jax.Array:
+    """Look up fields of at most 4 bits by a tree of selects, one level per bit."""
     values: list[Any] = [np.float32(value) for value in codes.values]
     bit = 0
     while len(values) > 1:
@@ -113,22 +112,22 @@ def by_selection(codes: Codes, fields: jax.Array) -> jax.Array:
 
 
 def fields_of(tile: jax.Array, bits: int, place: int) -> jax.Array:
-    """Returns the codes at one place of each byte of a tile, as i32.
+    """Return the codes at one place of each byte of a tile, as i32.
 
     **Arguments:**
 
-    - `tile`: u8.
-    - `place`: 0 is that of the lowest bits.
+    - `tile`: uint8.
+    - `place`: 0 for the lowest bits.
     """
     return tile.astype(jnp.int32) >> place * bits & (1 << bits) - 1
 
 
 def scales_of(scale: jax.Array, is_exponent: bool) -> jax.Array:
-    """Returns scales in f32.
+    """Return scales in f32.
 
     **Arguments:**
 
-    - `scale`: floats; or the bytes of float8_e8m0fnu, u8.
+    - `scale`: floats, or the bytes of float8_e8m0fnu in uint8.
     """
     if not is_exponent:
         return scale.astype(jnp.float32)

@@ -1,0 +1,125 @@
+"""A product of many rows of activations on a Hopper GPU, by the kernel in `hopper_kernel.py`.
+
+Importing this module does not import Pallas, which is slow to import.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..problem import Codes, MatmulOperands, MatmulProblem, MatmulShape
+from .hopper_config import CODES, HopperConfig, Sizes, config_for, fits
+
+_INT4 = (*map(float, range(8)), *map(float, range(-8, 0)))
+#: The kernel of an older JAX would be another one, which was not tried.
+_LEAST_JAX = (0, 11)
+
+
+def can_compute(codes: Codes, shape: MatmulShape) -> bool:
+    """Return whether the kernel computes a product, by its sizes and codes.
+
+    >>> from veneer.kernels.gpu.hopper import can_compute
+    >>> from veneer.kernels.problem import Codes, MatmulShape
+    >>> shape = MatmulShape("rows", "bfloat16", m=512, k=4096, n=4096, tile=4096)
+    >>> can_compute(Codes(8, "int8"), shape)
+    True
+    """
+    kind = _kind(codes)
+    if kind is None or shape.activations != "bfloat16" or not isinstance(shape.m, int):
+        return False
+    if not isinstance(shape.batch, int) or shape.batch != 1:
+        return False
+    if shape.scale_columns not in (None, 1, shape.n) or shape.m * max(shape.k, shape.n) >= 2**31:
+        return False
+    sizes = Sizes(shape.m, shape.k, shape.n, codes.bits, shape.tile)
+    return shape.k * shape.n < 2**31 and config_for(sizes) is not None
+
+
+def _kind(codes: Codes) -> str | None:
+    """Return the name of codes in the kernel, or None if it cannot decode them."""
+    if codes.values == _INT4:
+        return "int4"
+    return codes.dtype if codes.dtype in CODES else None
+
+
+@functools.cache
+def is_hopper() -> bool:
+    """Return whether the GPUs of this process have compute capability 9.0."""
+    try:
+        device = jax.devices("gpu")[0]
+    except RuntimeError:  # JAX has no such platform
+        return False
+    return getattr(device, "compute_capability", "") == "9.0"
+
+
+def has_jax() -> bool:
+    """Return whether this JAX is one that the kernel was made with, or newer."""
+    return jax.__version_info__ >= _LEAST_JAX
+
+
+def compile(operands: MatmulOperands, problem: MatmulProblem) -> None:
+    """Lower the kernel for a product by itself, to see whether this JAX can.
+
+    **Raises:** any error of Pallas.
+    """
+    if not has_jax():
+        least = ".".join(map(str, _LEAST_JAX))
+        raise NotImplementedError(f"the kernel needs JAX {least}, and this is {jax.__version__}")
+    avals = (None if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands)
+    _compile(MatmulOperands(*avals), problem)
+
+
+@functools.lru_cache(maxsize=1024)
+def _compile(operands: MatmulOperands, problem: MatmulProblem) -> None:
+    compute = jax.jit(functools.partial(product, problem=problem))
+    compute.trace(operands).lower(lowering_platforms=("cuda",))
+
+
+def product(
+    operands: MatmulOperands, problem: MatmulProblem, config: HopperConfig | None = None
+) -> jax.Array:
+    """Return a product of activations with codes, without its zero points and minima.
+
+    **Arguments:**
+
+    - `operands`: `x` is `[1, M, K]`, bf16. The scales are per channel, per tile or one.
+    - `config`: the block sizes, or None for those of `config_for`.
+
+    **Returns:** `[1, M, N]`, in f32 if zero points or minima are still to be added.
+
+    **Raises:** `ValueError` if the product does not fit `config`.
+    """
+    from . import hopper_kernel
+
+    shape, kind = problem.shape(operands), _kind(problem.codes)
+    m, k, n, tile = shape.m, shape.k, shape.n, shape.tile
+    sizes = Sizes(m, k, n, problem.codes.bits, tile)
+    config = config or config_for(sizes)
+    if (
+        kind is None
+        or config is None
+        or not fits(sizes, config)
+        or not can_compute(problem.codes, shape)
+    ):
+        raise ValueError(f"the kernel for Hopper GPUs does not compute {problem} of {shape}")
+    is_rows = problem.contracting == "rows"
+    x, codes, scale = operands.x[0], operands.packed[0], operands.scale[0]
+    dtype = CODES[kind][1]
+    if codes.dtype != dtype:
+        codes = lax.bitcast_convert_type(codes, dtype).reshape((k, n) if is_rows else (n, k))
+    scale = (scale if is_rows else scale.T).astype(jnp.float32)
+    scale = jnp.broadcast_to(scale, (k // tile, n))
+    rows = -(-m // config.tile_m) * config.tile_m
+    if rows != m:
+        x = jnp.pad(x, ((0, rows - m), (0, 0)))
+    is_complete = operands.zero_point is None and operands.minimum is None
+    out_dtype = jnp.dtype(problem.out_dtype if is_complete else "float32")
+    multiply = hopper_kernel.kernel_for(sizes._replace(m=rows), kind, is_rows, out_dtype, config)
+    return multiply(x, codes, scale)[None, :m]
+
+
+def takes_zero_points(operands: MatmulOperands, problem: MatmulProblem) -> bool:
+    """Return whether the kernel subtracts the zero points itself. It does not."""
+    return False

@@ -1,0 +1,390 @@
+"""A product of few rows of activations on an NVIDIA GPU, by the kernel in `matmul.cu`.
+
+The kernel is compiled for the sizes of a product as JAX lowers a program. XLA gets its PTX inside
+the program, so that it is cached and saved with the program, and needs no library at run time.
+"""
+
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..problem import Codes, MatmulOperands, MatmulProblem, MatmulShape
+from . import nvrtc
+
+#: What activations and results may be, and scales, in the order of their numbers in `matmul.cu`.
+FLOATS = ("float32", "bfloat16", "float16")
+SCALES = (*FLOATS, "uint8")  # the last one holds the bits of float8_e8m0fnu
+#: A block may have so much shared memory without asking for more.
+_SHARED_BYTES = 48 * 1024
+#: The types of zero points that the kernel takes, in the order of their numbers; "" is none.
+ZERO_POINTS = ("", "int8", "uint8")
+#: k that a warp takes at once, before others do.
+_UNIT = 128
+#: The most rows of activations that are multiplied as digits. With more, bf16 is faster.
+MOST_DIGIT_ROWS = 2
+
+
+class Config(NamedTuple):
+    """How a product is divided.
+
+    **Arguments:**
+
+    - `n_tiles`: 16 columns of the result each, for a warp. Of stored rows along k: 4 or 8.
+    - `m_tiles`: 8 rows of the result each, for a warp.
+    - `k_warps`: warps of a block, which share a sum over k. A power of two.
+    - `stages`: parts of the weight in shared memory at once, for each warp. 0 is as many as fit.
+    - `by_digits`: multiply integers: activations as three digits of 8 bits. Else bf16 or f16.
+    """
+
+    n_tiles: int
+    m_tiles: int
+    k_warps: int
+    stages: int = 0
+    by_digits: bool = False
+
+
+class ProductSizes(NamedTuple):
+    """What a kernel is compiled for, beside how it is divided.
+
+    **Arguments:**
+
+    - `codes`: what is stored.
+    - `is_rows`: whether the stored matrix is `[K, N]`, and else `[N, K]`.
+    - `m`, `n`, `k`: the sizes of the product `[m, k] x [k, n]`.
+    - `tile`: codes along k that share a scale.
+    - `scale_columns`: scales along n: `n`, or 1.
+    - `x_dtype`, `scale_dtype`, `out_dtype`: of the arrays.
+    - `zero_dtype`: of zero points, of the shape of the scales, or "" if the kernel takes none.
+    - `zero_offset`: what a zero point is more than a code of the same bits.
+    """
+
+    codes: Codes
+    is_rows: bool
+    m: int
+    n: int
+    k: int
+    tile: int
+    scale_columns: int
+    x_dtype: str
+    scale_dtype: str
+    out_dtype: str
+    zero_dtype: str = ""
+    zero_offset: int = 0
+
+
+def can_compute(codes: Codes, shape: MatmulShape) -> bool:
+    """Return whether the kernel computes a product, by its sizes and codes.
+
+    >>> from veneer.kernels.gpu.matmul import can_compute
+    >>> from veneer.kernels.problem import Codes, MatmulShape
+    >>> shape = MatmulShape("rows", "bfloat16", m=1, k=4096, n=4096, tile=4096)
+    >>> can_compute(Codes(8, "int8"), shape)
+    True
+    """
+    m, batch = shape.m, shape.batch
+    if not isinstance(m, int) or not isinstance(batch, int) or m * batch == 0 or batch > 65535:
+        return False
+    if codes.bits not in (4, 8) or shape.activations not in ("bfloat16", "float16"):
+        return False
+    if shape.scale_columns not in (None, 1, shape.n) or shape.k * shape.n >= 2**31:
+        return False
+    if form_of(codes, shape.activations) is None:
+        return False
+    is_tiled = shape.tile < shape.k
+    codes_in_16_bytes = 128 // codes.bits
+    if shape.contracting == "rows":
+        fits_tile = not is_tiled or shape.tile % 16 == 0
+        return shape.n % codes_in_16_bytes == 0 and shape.k % 16 == 0 and fits_tile
+    stage, tile = 4 * codes_in_16_bytes, shape.tile
+    fits_tile = tile % codes_in_16_bytes == 0 and (tile % stage == 0 or stage % tile == 0)
+    return shape.k % codes_in_16_bytes == 0 and (not is_tiled or fits_tile)
+
+
+@functools.cache
+def form_of(codes: Codes, x_dtype: str) -> dict[str, int] | None:
+    """Return the macros by which `matmul.cu` decodes codes, or None if it cannot."""
+    if codes.dtype.startswith("float8"):
+        return {"FORM": 2 if codes.dtype == "float8_e4m3fn" else 3, "FLIP": 0, "LESS": 0}
+    values = codes.values
+    if not values:
+        values = tuple(
+            float(i if codes.dtype == "uint8" or i < 128 else i - 256) for i in range(256)
+        )
+    most = 2048 if x_dtype == "float16" else 256  # integers up to this one are exact
+    for flip in (0, len(values) // 2):
+        less = flip - values[0]
+        is_in_order = values == tuple((i ^ flip) - less for i in range(len(values)))
+        if is_in_order and less == int(less) and abs(_start(codes, x_dtype) + less) <= most:
+            return {"FORM": 0, "FLIP": flip, "LESS": int(less)}
+    if codes.bits != 4:
+        return None
+    bits = np.asarray(values, np.float32).astype(jnp.dtype(x_dtype)).view(np.uint16).tolist()
+    low, high = (
+        np.asarray([word >> shift & 0xFF for word in bits], np.uint8).view("<u4")
+        for shift in (0, 8)
+    )
+    tables = {f"LOW{i}": int(word) for i, word in enumerate(low)}
+    tables |= {f"HIGH{i}": int(word) for i, word in enumerate(high)}
+    return {"FORM": 1, "FLIP": 0, "LESS": 0, **tables}
+
+
+def _start(codes: Codes, x_dtype: str) -> int:
+    """Return the number that the kernel first makes of the code 0.
+
+    From there on, the bits of a number of `x_dtype` count as those of an integer do.
+    """
+    return 1024 if x_dtype == "float16" else 128 if codes.bits == 4 else -128
+
+
+def can_multiply_digits(layout: ProductSizes) -> bool:
+    """Return whether the product can be one of integers: few rows, and codes in order."""
+    form = form_of(layout.codes, layout.x_dtype)
+    is_byte = layout.codes.bits == 8 and not layout.zero_dtype  # as it is stored
+    is_in_order = form is not None and form["FORM"] == 0
+    fits_tile = layout.tile % 32 == 0 or layout.tile == layout.k
+    return (
+        is_in_order
+        and layout.m <= MOST_DIGIT_ROWS
+        and fits_tile
+        and (is_byte or layout.codes.bits == 4)
+    )
+
+
+#: More parts than these in flight do not help.
+_MOST_STAGES = 6
+
+
+def config_for(layout: ProductSizes) -> Config:
+    """Return how a product is divided.
+
+    Wide warps spend fewer instructions per code, and many warps keep more bytes in flight. So a
+    warp is as wide as it can be while there are enough warps: ten for each of the 132
+    multiprocessors of an H100 or H200. From benchmarks/gpu_all.py on an H200.
+    """
+    by_digits, is_byte = can_multiply_digits(layout), layout.codes.bits == 8
+    m_tiles = 1 if layout.m <= 8 else 2 if layout.m <= 16 else 4
+    widths = (4,) if layout.is_rows else (4, 2, 1) if by_digits else (2, 1)
+    counts: tuple[int, ...] = (4, 8, 16) if by_digits else (4, 8)
+    least_warps = 1300
+    if by_digits and layout.is_rows == is_byte:  # a warp needs fewer instructions, or more
+        least_warps = 600 if is_byte else 1700
+    if m_tiles > 1:  # narrow warps read many activations too often
+        widths = widths[:1]
+    if m_tiles == 4:
+        counts = (8,) if is_byte and layout.is_rows else (4,)
+    elif is_byte and not by_digits and not layout.is_rows:
+        counts = (8,)
+    units = -(-layout.k // _UNIT)
+    fitting = []
+    for n_tiles in widths:
+        for k_warps in counts:
+            config = _with_most_stages(
+                layout, Config(n_tiles, m_tiles, k_warps, by_digits=by_digits)
+            )
+            if config is None or k_warps > max(counts[0], units):
+                continue
+            if -(-layout.n // (16 * n_tiles)) * k_warps >= least_warps:
+                return config
+            fitting.append(config)
+    return max(fitting, key=lambda config: config.k_warps / config.n_tiles)
+
+
+def _with_most_stages(layout: ProductSizes, config: Config) -> Config | None:
+    """Return a configuration with as many stages as fit in shared memory, or None if two do not."""
+    for stages in range(_MOST_STAGES, 1, -1):
+        if shared_bytes(layout, config._replace(stages=stages)) <= _SHARED_BYTES:
+            return config._replace(stages=stages)
+    return None
+
+
+def macros(layout: ProductSizes, config: Config) -> dict[str, int]:
+    """Return what `matmul.cu` is compiled with."""
+    form = form_of(layout.codes, layout.x_dtype)
+    assert form is not None
+    start = _start(layout.codes, layout.x_dtype) if form["FORM"] == 0 else 0
+    return {
+        **form,
+        "ZERO": ZERO_POINTS.index(layout.zero_dtype),
+        "INTEGER": int(config.by_digits),
+        "LESS": form["LESS"] - layout.zero_offset + (0 if config.by_digits else start),
+        "BITS": layout.codes.bits,
+        "ROWS": int(layout.is_rows),
+        "F16": int(layout.x_dtype == "float16"),
+        "M": layout.m,
+        "N": layout.n,
+        "K": layout.k,
+        "TILE": layout.tile,
+        "SCALE": SCALES.index(layout.scale_dtype),
+        "SCALE_N": layout.scale_columns,
+        "OUT": FLOATS.index(layout.out_dtype),
+        "MT": config.n_tiles,
+        "NT": config.m_tiles,
+        "WK": config.k_warps,
+        "STAGES": config.stages,
+        "KS": _steps(layout, config),
+    }
+
+
+def _steps(layout: ProductSizes, config: Config) -> int:
+    """Return how many times 16 rows a stage has: 1 KiB, or more."""
+    if not layout.is_rows:
+        return 1
+    return max(2 if config.by_digits else 1, 8 // (config.n_tiles * layout.codes.bits // 4))
+
+
+def shared_bytes(layout: ProductSizes, config: Config) -> int:
+    """Return the bytes of shared memory that a block needs."""
+    warps = config.k_warps
+    columns = 16 * config.n_tiles
+    stage = columns * 64
+    if layout.is_rows:
+        stage = 16 * _steps(layout, config) * columns * layout.codes.bits // 8
+    sums = config.n_tiles * config.m_tiles * 4 * 128
+    digits = 3 * layout.m * (_UNIT + 32) + -(-layout.m * 4 // 16) * 16
+    return (warps * digits if config.by_digits else 0) + max(
+        warps * config.stages * stage, max(1, warps // 2) * sums
+    )
+
+
+def product(
+    operands: MatmulOperands, problem: MatmulProblem, config: Config | None = None
+) -> jax.Array:
+    """Return a product of activations with a stored matrix, without its minima.
+
+    **Arguments:**
+
+    - `operands`: `x` is `[B, M, K]`, bf16 or f16.
+    - `config`: how it is divided, or None for `config_for`.
+
+    **Returns:** `[B, M, N]`, in f32 where minima, or zero points that it does not take
+    (`takes_zero_points`), are yet to be added.
+
+    **Raises:** `nvrtc.CompileError` if the kernel cannot be compiled here.
+    """
+    layout, config, kernel = _compiled(operands, problem, config)
+    columns = 16 * config.n_tiles
+    m_blocks = 1 if config.by_digits else -(-layout.m // (8 * config.m_tiles))
+    blocks = -(-layout.n // columns) * m_blocks
+    batch = operands.x.shape[0]
+    call = jax.ffi.ffi_call(
+        "__gpu$xla.gpu.ptx",
+        jax.ShapeDtypeStruct((batch, layout.m, layout.n), jnp.dtype(layout.out_dtype)),
+        custom_call_api_version=2,
+        legacy_backend_config=_call_config(
+            name_of(layout, config),
+            kernel,
+            grid=(blocks, 1, batch),
+            threads=32 * config.k_warps,
+            operands=4 if layout.zero_dtype else 3,
+        ),
+    )
+    packed, scale = lax.bitcast_convert_type(operands.packed, jnp.uint8), operands.scale
+    if scale.dtype == jnp.float8_e8m0fnu:
+        scale = lax.bitcast_convert_type(scale, jnp.uint8)
+    zero_points = () if not layout.zero_dtype else (operands.zero_point,)
+    return call(operands.x, packed, scale, *zero_points)
+
+
+def takes_zero_points(operands: MatmulOperands, problem: MatmulProblem) -> bool:
+    """Return whether the kernel subtracts the zero points of a product itself."""
+    zero_point = operands.zero_point
+    if zero_point is None or operands.minimum is not None or not problem.codes.is_integer:
+        return False
+    form = form_of(problem.codes, operands.x.dtype.name)
+    is_known = zero_point.dtype.name in ZERO_POINTS and zero_point.shape == operands.scale.shape
+    return is_known and form is not None and form["FORM"] == 0
+
+
+def compile(operands: MatmulOperands, problem: MatmulProblem) -> None:
+    """Compile the kernel for a product, to see whether that can be done here.
+
+    **Raises:** `nvrtc.CompileError` if it cannot.
+    """
+    _compiled(operands, problem, None)
+
+
+def _compiled(
+    operands: MatmulOperands, problem: MatmulProblem, config: Config | None
+) -> tuple[ProductSizes, Config, str]:
+    shape = problem.shape(operands)
+    subtracts = takes_zero_points(operands, problem)
+    is_added = operands.minimum is not None or (operands.zero_point is not None and not subtracts)
+    scale_dtype = operands.scale.dtype.name
+    assert shape.scale_columns is not None
+    layout = ProductSizes(
+        problem.codes,
+        shape.contracting == "rows",
+        *(shape.m, shape.n, shape.k, shape.tile, shape.scale_columns),
+        operands.x.dtype.name,
+        "uint8" if scale_dtype == "float8_e8m0fnu" else scale_dtype,
+        "float32" if is_added else problem.out_dtype,
+        *((operands.zero_point.dtype.name, problem.offset) if subtracts else ()),
+    )
+    capability, least = compute_capability(), 89 if problem.codes.dtype.startswith("float8") else 80
+    if capability is None or capability < least:
+        found = "no NVIDIA GPU is here" if capability is None else f"this GPU has {capability / 10}"
+        raise nvrtc.CompileError(f"the kernel needs compute capability {least / 10}, and {found}")
+    config = config or config_for(layout)
+    if config.stages == 0:
+        config = _with_most_stages(layout, config) or config._replace(stages=2)
+    if shared_bytes(layout, config) > _SHARED_BYTES:
+        raise nvrtc.CompileError(f"{config} needs more than {_SHARED_BYTES} bytes of shared memory")
+    return layout, config, ptx(layout, config, capability)
+
+
+@functools.cache
+def compute_capability() -> int | None:
+    """Return the compute capability of the GPUs here, 90 for 9.0, as far as kernels use it.
+
+    None if there is no NVIDIA GPU.
+    """
+    try:
+        found = str(getattr(jax.devices("gpu")[0], "compute_capability", ""))
+    except RuntimeError:  # no such platform
+        return None
+    major, _, minor = found.partition(".")
+    is_nvidia = major.isdecimal() and minor.isdecimal()
+    return min(90, 10 * int(major) + int(minor)) if is_nvidia else None
+
+
+@functools.lru_cache(maxsize=1024)
+def ptx(layout: ProductSizes, config: Config, capability: int) -> str:
+    """Return the kernel for a product."""
+    source = Path(__file__).with_name("matmul.cu").read_text("utf-8")
+    defined = [
+        f"-D{name}={value}{'u' if value >= 2**31 else ''}"
+        for name, value in macros(layout, config).items()
+    ]
+    defined.append(f"-DNAME={name_of(layout, config)}")
+    return nvrtc.compile_ptx(
+        source, [*defined, f"--gpu-architecture=compute_{capability}", "--std=c++17"]
+    )
+
+
+def name_of(layout: ProductSizes, config: Config) -> str:
+    """Return the name of a kernel, as profiles show it."""
+    side = "rows" if layout.is_rows else "columns"
+    sizes = f"{layout.m}x{layout.n}x{layout.k}"
+    divided = "_".join(str(int(size)) for size in config)
+    return f"veneer_{side}_{layout.codes.kind}_{sizes}_{divided}"
+
+
+def _call_config(
+    name: str, ptx: str, grid: tuple[int, int, int], threads: int, operands: int
+) -> str:
+    """Return what XLA is told of a kernel: an MLIR dictionary. Its result follows its operands."""
+    numbers: Mapping[str, int] = {
+        **{f"grid_{axis}": size for axis, size in zip("xyz", grid, strict=True)},
+        **{"block_x": threads, "block_y": 1, "block_z": 1, "shared_mem_bytes": 0},
+    }
+    texts = {"name": name, "kernel_type": "ptx", "kernel_data": ptx}
+    entries = [f"{name} = {json.dumps(text)}" for name, text in texts.items()]
+    entries += [f"{name} = {number} : i32" for name, number in numbers.items()]
+    return "{" + ", ".join([*entries, f"output_indices = [{operands} : i32]"]) + "}"

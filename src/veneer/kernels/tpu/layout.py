@@ -1,0 +1,110 @@
+"""A product as the TPU kernel sees it: in entries of the stored matrix, cut into blocks.
+
+An entry is a byte, and the codes that share it are its fields. The kernel takes a tile of bytes,
+and decodes the tile of each field in turn, so that nothing moves from lane to lane. If rows are
+contracted, the fields of a byte belong to neighboring columns of the result. If columns are
+contracted, they are multiplied with neighboring columns of the activations, which `split_fields`
+cuts into an array per field.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ..problem import Codes, MatmulShape, row_bytes
+
+#: Sizes of blocks, in entries. An axis that is shorter is one block.
+_M, _N, _K = 256, 512, 512
+#: Scales along k that fit into fast memory, for a block of columns.
+_MOST_TILES = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredLayout:
+    """The sizes of a product `[m, k] x [k, n]` in entries, and its tiles.
+
+    **Arguments:**
+
+    - `contracts_rows`: whether the stored matrix is `[k, n]`. Otherwise it is `[n, k]`.
+    - `fields`: the codes of an entry: along n if rows are contracted, otherwise along k.
+    - `tile`: the codes along k that share a scale.
+    - `tiles`: the number of tiles along k.
+    - `columns`: the number of columns of the result.
+    """
+
+    contracts_rows: bool
+    fields: int
+    m: int
+    n: int
+    k: int
+    tile: int
+    tiles: int
+    columns: int
+
+    @property
+    def out_fields(self) -> int:
+        """The columns of the result that an entry belongs to."""
+        return self.fields if self.contracts_rows else 1
+
+    @property
+    def k_fields(self) -> int:
+        """The codes along k of an entry."""
+        return 1 if self.contracts_rows else self.fields
+
+    @property
+    def entries(self) -> int:
+        """The entries along k that share a scale: at least one, of each field."""
+        return max(1, self.tile // self.k_fields)
+
+
+class BlockSizes(NamedTuple):
+    """The sizes of a block, in entries."""
+
+    m: int
+    n: int
+    k: int
+
+
+def layout_of(codes: Codes, shape: MatmulShape) -> StoredLayout | None:
+    """Return a product as the kernel sees it, or None if a tile ends within a byte.
+
+    >>> from veneer.kernels.problem import Codes, MatmulShape
+    >>> from veneer.kernels.tpu.layout import layout_of
+    >>> int4 = Codes(4, values=(*map(float, range(8)), *map(float, range(-8, 0))))
+    >>> layout = layout_of(int4, MatmulShape("columns", "float", m=1, k=256, n=64, tile=32))
+    >>> layout.fields, layout.k, layout.tiles
+    (2, 128, 8)
+    """
+    fields, contracts_rows = 8 // codes.bits, shape.contracting == "rows"
+    tiles = shape.k // shape.tile
+    if not contracts_rows and tiles > 1 and shape.tile % fields and fields % shape.tile:
+        return None
+    n, k = shape.n, shape.k
+    if contracts_rows:
+        n = row_bytes(n, codes.bits)
+    else:
+        k = row_bytes(k, codes.bits)
+    return StoredLayout(contracts_rows, fields, shape.m, n, k, shape.tile, tiles, shape.n)
+
+
+def blocks_of(layout: StoredLayout) -> BlockSizes | None:
+    """Return the sizes of the blocks of a product, or None if its scales do not fit into memory.
+
+    >>> from veneer.kernels.tpu.layout import StoredLayout, blocks_of
+    >>> blocks_of(StoredLayout(True, 2, m=1, n=2048, k=4096, tile=128, tiles=32, columns=4096))
+    BlockSizes(m=1, n=512, k=512)
+    """
+    if layout.entries > 1 and layout.tiles > _MOST_TILES:
+        return None
+    return BlockSizes(min(layout.m, _M), min(layout.n, _N), min(layout.k, _K))
+
+
+def split_fields(x: jax.Array, layout: StoredLayout) -> jax.Array:
+    """Return activations `[B, M, K]` as `[F, B, M, k]`, an array per field of an entry."""
+    if layout.contracts_rows or layout.fields == 1:
+        return x[None]
+    batch, m, k = x.shape
+    x = jnp.pad(x, ((0, 0), (0, 0), (0, layout.k * layout.fields - k)))
+    return jnp.moveaxis(x.reshape(batch, m, layout.k, layout.fields), 3, 0)

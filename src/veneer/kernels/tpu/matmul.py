@@ -1,0 +1,77 @@
+"""A product on a TPU: which products the Pallas kernel computes, and its call.
+
+Importing this module does not import Pallas, which is slow to import.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..problem import Codes, MatmulOperands, MatmulProblem, MatmulShape
+from .layout import blocks_of, layout_of
+
+
+def can_compute(codes: Codes, shape: MatmulShape) -> bool:
+    """Return whether the kernel computes a product, by its sizes and codes.
+
+    >>> from veneer.kernels.problem import Codes, MatmulShape
+    >>> from veneer.kernels.tpu.matmul import can_compute
+    >>> can_compute(Codes(8, "int8"), MatmulShape("rows", "float", m=1, k=256, n=64, tile=32))
+    True
+    """
+    if not isinstance(shape.m, int) or shape.m == 0:  # m is symbolic in programs for export
+        return False
+    layout = layout_of(codes, shape)
+    return layout is not None and blocks_of(layout) is not None
+
+
+def compile(operands: MatmulOperands, problem: MatmulProblem) -> None:
+    """Lower the kernel for a product by itself, to see whether this JAX can.
+
+    **Raises:** any error of Pallas.
+    """
+    avals = (None if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands)
+    _compile(MatmulOperands(*avals), problem)
+
+
+@functools.cache
+def _compile(operands: MatmulOperands, problem: MatmulProblem) -> None:
+    compute = jax.jit(functools.partial(product, problem=problem))
+    compute.trace(operands).lower(lowering_platforms=("tpu",))
+
+
+def product(
+    operands: MatmulOperands, problem: MatmulProblem, *, interpret: bool = False
+) -> jax.Array:
+    """Return a product of float activations with codes, without its zero points and minima.
+
+    **Arguments:**
+
+    - `interpret`: let JAX run the kernel on any device.
+
+    **Returns:** `[B, M, N]`, in f32 if zero points or minima are still to be added.
+    """
+    from . import kernel
+
+    x, packed, scale, zero_point, _, minimum, *_ = operands
+    layout = layout_of(problem.codes, problem.shape(operands))
+    assert layout is not None
+    is_complete = zero_point is None and minimum is None
+    if scale.dtype == jnp.float8_e8m0fnu:
+        scale = lax.bitcast_convert_type(scale, jnp.uint8)
+    return kernel.multiply(
+        x,
+        lax.bitcast_convert_type(packed, jnp.uint8),
+        scale,
+        problem.codes,
+        layout,
+        jnp.dtype(problem.out_dtype if is_complete else "float32"),
+        interpret=interpret,
+    )
+
+
+def takes_zero_points(operands: MatmulOperands, problem: MatmulProblem) -> bool:
+    """Return whether the kernel subtracts the zero points itself. It does not."""
+    return False

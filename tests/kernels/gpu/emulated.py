@@ -1,0 +1,61 @@
+"""Run the CUDA kernel on a CPU: g++ takes the place of NVRTC, and `emulator.h` that of a GPU.
+
+All else is as on a GPU: `matmul.product` chooses the block sizes, the macros and the grid.
+"""
+
+import ctypes
+import hashlib
+import re
+import subprocess
+from contextlib import contextmanager
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+
+from veneer.kernels.gpu import matmul, nvrtc
+
+HERE = Path(__file__).parent
+KERNEL = Path(matmul.__file__).parent
+
+
+@contextmanager
+def emulate(monkeypatch, folder):
+    """Make `matmul.product` run kernels on this CPU. Their libraries go into `folder`."""
+
+    def compile_library(source, options):
+        defined = [option for option in options if option.startswith("-D")]
+        name = hashlib.sha256(" ".join(defined).encode()).hexdigest()
+        library = Path(folder, f"{name}.so")
+        if not library.exists():
+            command = ["g++", "-O1", "-std=c++20", "-fPIC", "-shared", "-w", f"-I{KERNEL}"]
+            command += [f"-I{HERE}", *defined, str(HERE / "emulated.cc"), "-o", str(library)]
+            subprocess.run(command, check=True)
+        return str(library)
+
+    matmul.ptx.cache_clear()
+    monkeypatch.setattr(nvrtc, "compile_ptx", compile_library)
+    monkeypatch.setattr(matmul, "compute_capability", lambda: 90)
+    monkeypatch.setattr(matmul.jax.ffi, "ffi_call", call_library)
+    yield
+    matmul.ptx.cache_clear()
+
+
+def call_library(target, out, *, legacy_backend_config, custom_call_api_version):
+    """Return a function that runs a kernel, in place of `jax.ffi.ffi_call`."""
+    assert (target, custom_call_api_version) == ("__gpu$xla.gpu.ptx", 2)
+    blocks, batch = (
+        int(re.search(rf"grid_{axis} = (\d+)", legacy_backend_config)[1]) for axis in "xz"
+    )
+    library = re.search(r'kernel_data = "(.+?)"', legacy_backend_config)[1]
+
+    def call(x, packed, scale, zero_point=None):
+        result = np.full(out.shape, jnp.nan, out.dtype)
+        arrays = [
+            np.asarray(a) for a in (x, packed, scale, scale if zero_point is None else zero_point)
+        ]
+        addresses = [ctypes.c_void_p(a.ctypes.data) for a in (*arrays, result)]
+        ctypes.CDLL(library).emulate(*addresses, blocks, batch)
+        return jnp.asarray(result)
+
+    return call

@@ -1,0 +1,119 @@
+"""The CUDA kernel for products of few rows, which an emulator runs, against dense products."""
+
+import shutil
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernels.device_products import assert_is_dense, example
+from kernels.gpu.emulated import emulate
+
+from veneer.kernels import MatmulProblem
+from veneer.kernels.gpu import matmul
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory):
+    return tmp_path_factory.mktemp("libraries")
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch, libraries):
+    with emulate(monkeypatch, libraries):
+        yield
+
+
+def check(kind, m, shape, tile, contracting, dtype="bfloat16", scale="float32"):
+    assert_is_dense(matmul, matmul.product, kind, m, shape, tile, contracting, dtype, scale)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("contracting", ["rows", "columns"])
+@pytest.mark.parametrize("kind", ["int4", "lookup4", "int8", "float8_e4m3fn"])
+def test_codes_by_layout_and_activations(kind, contracting, dtype):
+    tile = (64, 1) if contracting == "rows" else (1, 64)
+    check(kind, 3, (1, 128, 128), tile, contracting, dtype)
+
+
+@pytest.mark.parametrize(
+    ("kind", "contracting"), [("uint4", "rows"), ("uint8", "columns"), ("float8_e5m2", "rows")]
+)
+def test_codes_of_other_kinds(kind, contracting):
+    check(kind, 2, (1, 128, 128), (128, 1) if contracting == "rows" else (1, 128), contracting)
+
+
+@pytest.mark.parametrize(
+    ("kind", "contracting", "m", "shape", "tile", "scale"),
+    [
+        # Tails of m and n, a batch, and k that no block divides.
+        ("int4", "rows", 11, (2, 208, 96), (16, 1), "bfloat16"),
+        ("int4", "columns", 11, (2, 40, 224), (1, 32), "float16"),
+        ("int8", "rows", 17, (1, 400, 48), (400, 48), "float32"),  # one scale
+        ("int8", "columns", 33, (1, 24, 336), (1, 336), "bfloat16"),
+        ("e2m1", "rows", 1, (1, 160, 64), (32, 1), "float8_e8m0fnu"),
+        ("e2m1", "columns", 1, (1, 17, 160), (1, 32), "float8_e8m0fnu"),
+        ("int4", "rows", 1, (1, 2176, 32), (128, 1), "float32"),  # many warps share the sum
+        ("int4", "columns", 2, (2, 24, 544), (1, 32), "bfloat16"),
+        ("uint8", "rows", 2, (1, 96, 80), (96, 1), "float16"),
+    ],
+)
+def test_sizes_tiles_and_scales(kind, contracting, m, shape, tile, scale):
+    check(kind, m, shape, tile, contracting, scale=scale)
+
+
+@pytest.mark.parametrize("contracting", ["rows", "columns"])
+@pytest.mark.parametrize(("offset", "dtype"), [(0, "int8"), (8, "uint8")])
+def test_zero_points_are_subtracted(contracting, offset, dtype):
+    shape, tile = ((1, 128, 64), (32, 1)) if contracting == "rows" else ((1, 64, 128), (1, 32))
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(1, 2, 128)), jnp.bfloat16)
+    w, codes, operands = example("int4" if offset == 0 else "uint4", shape, tile, x)
+    # Codes with an offset have centered values.
+    codes = type(codes)(4, values=tuple(value - offset for value in codes.values))
+    zero_point = rng.integers(-8 + offset, 8 + offset, w.scale.shape).astype(dtype)
+    operands = operands._replace(zero_point=jnp.asarray(zero_point))
+    problem = MatmulProblem(codes, shape[2], contracting, "float32", offset, print)
+    assert matmul.takes_zero_points(operands, problem)
+    actual = matmul.product(operands, problem)
+    each = lambda tiles: tiles.repeat(tile[0], 1).repeat(tile[1], 2).astype(np.float64)
+    dense = (w.codes - each(zero_point)) * each(w.scale)
+    expected = np.asarray(x, np.float64) @ (dense if contracting == "rows" else dense.mT)
+    np.testing.assert_allclose(actual, expected, rtol=1e-2, atol=0.2)
+
+
+@pytest.mark.parametrize("contracting", ["rows", "columns"])
+@pytest.mark.parametrize("size", [1e-25, 1.0, 1e25])
+def test_digits_hold_activations_of_any_size(contracting, size):
+    shape, tile = ((1, 256, 64), (128, 1)) if contracting == "rows" else ((1, 64, 256), (1, 128))
+    x = size * np.random.default_rng(3).normal(size=(1, 2, 256))
+    x[0, 1, 5] *= 1000.0  # an outlier among its neighbors
+    w, codes, operands = example("int4", shape, tile, jnp.asarray(x, jnp.bfloat16))
+    problem = MatmulProblem(codes, shape[2], contracting, "float32", 0, print)
+    actual = np.asarray(matmul.product(operands, problem), np.float64)
+    dense = w.codes * w.scale.repeat(tile[0], 1).repeat(tile[1], 2)
+    exact = np.asarray(operands.x, np.float64) @ (dense if contracting == "rows" else dense.mT)
+    assert np.linalg.norm(actual - exact) <= 1e-5 * np.linalg.norm(exact)
+
+
+@pytest.mark.parametrize("contracting", ["rows", "columns"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize(("name", "m"), [("x", 2), ("x", 3), ("scale", 3)])
+def test_nan_and_infinity_stay_where_they_belong(contracting, value, name, m):
+    shape, tile = ((1, 128, 64), (64, 1)) if contracting == "rows" else ((1, 64, 128), (1, 64))
+    x = np.random.default_rng(2).normal(size=(1, m, 128))
+    _, codes, operands = example("int8", shape, tile, jnp.asarray(x, jnp.bfloat16))
+    arrays = {"x": np.array(operands.x), "scale": np.array(operands.scale)}
+    # A row of activations, or a channel of the weight, has the value once.
+    at = (0, 1, 5) if name == "x" else (0, 1, 7) if contracting == "rows" else (0, 7, 1)
+    arrays[name][at] = value
+    operands = operands._replace(**{name: jnp.asarray(array) for name, array in arrays.items()})
+    problem = MatmulProblem(codes, shape[2], contracting, "bfloat16", 0, print)
+    is_finite = np.isfinite(np.asarray(matmul.product(operands, problem), np.float32))
+    expected = np.ones((1, m, 64), bool)
+    if name == "x":
+        expected[:, 1] = False
+    else:
+        expected[:, :, 7] = False
+    np.testing.assert_array_equal(is_finite, expected)
