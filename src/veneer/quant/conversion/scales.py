@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from ..formats import get_format
+from ..formats.rounding import round_to_dtype
 from ..formats.tiles import Shape, over_tiles, split_tiles
 from ..qarray import QArray
 
@@ -46,7 +47,7 @@ def store_scale(
         stored = power if has_zero else jnp.where(scale < least, least, power)
         return stored.astype(dtype), power
     # Compared where it is divided by: a scale may be subnormal in f16, and not yet in f32.
-    rounded = scale.astype(dtype).astype(scale.dtype)
+    rounded = round_to_dtype(scale, dtype)
     worth = usable(rounded)
     stored = worth if has_zero else jnp.where(rounded < jnp.finfo(scale.dtype).tiny, 0, worth)
     return stored.astype(dtype), worth

@@ -6,7 +6,7 @@ The modules here:
     codebooks       the value of each code, where that is not the code itself
     packing         codes of fewer than 8 bits, without gaps, in bytes
     tiles           the groups of values that share a scale
-    rounding        stochastic rounding, up or down
+    rounding        rounding to the nearest value of a dtype, and stochastic rounding
 """
 
 from .table import FORMATS as FORMATS

@@ -1,18 +1,56 @@
-"""Stochastic rounding: up or down, in proportion to how near both neighbours are.
+"""Rounding to the nearest value of a dtype, and stochastic rounding to the values of a format.
 
-So the expected value is the value itself, if the format reaches so far, and a value that the format
-has is kept.
+Stochastic rounding goes up or down, in proportion to how near both neighbors are. The expected
+result is the value itself, if it is in the range of the format. Values of the format are kept.
 """
 
 import itertools
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
-from .table import Format
+if TYPE_CHECKING:
+    from .table import Format
 
 
-def encode_stochastically(x: jax.Array, format: Format, key: jax.Array) -> jax.Array:
+def round_to_dtype(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Round values to the nearest ones of a narrower float dtype, but keep the dtype of `x`.
+
+    Use this before each conversion to a narrow dtype that the same program may undo. XLA for GPUs
+    removes a conversion to 8 or 16 bits and back (`xla_allow_excess_precision`, the default), and
+    the rounding with it. Quantization in float8 would then round nothing, and codes would not match
+    a scale that is stored in 16 bits. After this function, the conversion itself is exact.
+
+    Results of 16 bits, such as those of `dequantize`, are converted as in any JAX program: a GPU
+    may keep more bits of them until they leave the program.
+
+    **Arguments:**
+
+    - `dtype`: a float dtype with a sign. Ties are rounded to even, as in a conversion. Values
+      beyond its range become infinite.
+
+    >>> import jax.numpy as jnp
+    >>> from veneer.quant.formats.rounding import round_to_dtype
+    >>> round_to_dtype(jnp.array([0.33, 300.0, 0.003, 500.0]), "float8_e4m3fn").tolist()
+    [0.34375, 288.0, 0.00390625, inf]
+    """
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    info, wide_info = jnp.finfo(dtype), jnp.finfo(wide.dtype)
+    if info.bits >= wide_info.bits:
+        return x
+    rounded = jax.lax.reduce_precision(wide, wide_info.nexp, info.nmant)
+    infinite = jnp.sign(rounded) * jnp.inf
+    rounded = jnp.where(jnp.abs(rounded) > float(info.max), infinite, rounded)
+    if info.tiny > wide_info.tiny:  # else the subnormal numbers are those of the wide dtype
+        step = float(info.smallest_subnormal)
+        subnormal = jnp.round(wide / step) * step
+        rounded = jnp.where(jnp.abs(wide) < float(info.tiny), subnormal, rounded)
+    return rounded.astype(x.dtype)
+
+
+def encode_stochastically(x: jax.Array, format: "Format", key: jax.Array) -> jax.Array:
     """Returns what `format.encode` does, but one of the two codes next to each value at random.
 
     **Arguments:**
@@ -45,14 +83,15 @@ def _in_codebook(x: jax.Array, codebook: tuple[float, ...], u: jax.Array) -> jax
     return code
 
 
-def _in_float8(x: jax.Array, format: Format, u: jax.Array) -> jax.Array:
+def _in_float8(x: jax.Array, format: "Format", u: jax.Array) -> jax.Array:
     largest = float(jnp.finfo(format.code_dtype).max)
     x = jnp.clip(x, -largest, largest)
     magnitude = jnp.abs(x)
     worth = lambda bits: jax.lax.bitcast_convert_type(bits, format.code_dtype).astype(x.dtype)
     # The bits of positive floats are in the order of their values.
-    nearest = jax.lax.bitcast_convert_type(magnitude.astype(format.code_dtype), jnp.uint8)
-    below = nearest - (worth(nearest) > magnitude).astype(jnp.uint8)
+    rounded = round_to_dtype(magnitude, format.code_dtype)
+    nearest = jax.lax.bitcast_convert_type(rounded.astype(format.code_dtype), jnp.uint8)
+    below = nearest - (rounded > magnitude).astype(jnp.uint8)
     low = worth(below)
     # Next to the largest there is no number, and nothing to go up for.
     up = (magnitude > low) & (u * (worth(below + 1) - low) < magnitude - low)

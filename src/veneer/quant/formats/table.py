@@ -17,6 +17,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from .codebooks import FP4_BNB, IQ4_NL, NF4, dynamic_map, minifloat
+from .rounding import round_to_dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +111,8 @@ class Format:
             return self._nearest(x)
         if not self.is_integer:
             largest = float(jnp.finfo(self.code_dtype).max)
-            return jnp.clip(x, -largest, largest).astype(self.code_dtype)
+            clipped = jnp.clip(x, -largest, largest)
+            return round_to_dtype(clipped, self.code_dtype).astype(self.code_dtype)
         if self.bits == 1:
             return jnp.where(x > 0, 1, -1).astype(self.byte_dtype)
         return jnp.clip(jnp.round(x), *self.code_range).astype(self.byte_dtype)
@@ -174,10 +176,13 @@ class Format:
         return codes.astype(jnp.uint8) & (2 ** int(self.bits) - 1)  # two's complement
 
     def from_fields(self, fields: jax.Array) -> jax.Array:
-        """Returns the codes, int8 where `signed`, else uint8, that `to_fields` made fields of."""
+        """Return the codes that `to_fields` made fields of, as wide as the fields.
+
+        They are int8 or int32 if the format is signed, and else the fields themselves.
+        """
         if not self.signed:
             return fields
-        codes = fields.astype(jnp.int8)
+        codes = fields.astype(f"int{8 * fields.dtype.itemsize}")
         if self.bits == 1:
             return 2 * codes - 1
         if self.bits < 2:

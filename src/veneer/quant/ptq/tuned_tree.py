@@ -10,6 +10,7 @@ import numpy as np
 from ...types.basis import InBasis
 from ..activations import ActivationQuantized
 from ..formats.packing import pack
+from ..formats.rounding import round_to_dtype
 from ..formats.tiles import over_tiles
 from ..qarray import QUANTIZABLE, QArray
 
@@ -150,7 +151,7 @@ def _scale(q: QArray, change: jax.Array | None) -> jax.Array:
     if change is None:
         return scale
     exact = scale * jnp.exp(change)
-    return exact + jax.lax.stop_gradient(exact.astype(q.scale.dtype).astype(exact.dtype) - exact)
+    return exact + jax.lax.stop_gradient(round_to_dtype(exact, q.scale.dtype) - exact)
 
 
 def _value(q: QArray, codes: jax.Array | None, change: jax.Array | None) -> jax.Array:
