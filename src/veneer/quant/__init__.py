@@ -4,6 +4,7 @@ The modules here, and rooms of several:
 
     formats              how numbers become few bits: formats, packing, tiles
     qarray               QArray, the quantised array
+    pairs                neighboring values computed in pairs, for XLA on GPUs
     qcache               QCache, a QArray that programs write into
     block_cache          BlockCache, one whose tokens share scales in blocks
     zeros                caches of either kind, empty

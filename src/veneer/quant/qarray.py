@@ -15,6 +15,7 @@ from .._core.tree import static
 from .formats import FORMATS, Format, get_format
 from .formats.packing import UNITS, Packing, axis_to_pack, pack, packed_size, unpack
 from .formats.tiles import Leaf, Shape, divides, over_tiles, tile_shape
+from .pairs import compute_elementwise, runs_on_gpu
 
 _NARROW_INTEGERS = {"int2": "int8", "int4": "int8", "uint2": "uint8", "uint4": "uint8"}
 
@@ -206,14 +207,22 @@ class QArray(ImplicitArray):
         return f"QArray({title(self)})" if has_title(self) else super().__repr__()
 
     def codes(self) -> jax.Array:
-        """Returns the unpacked codes a byte each: int8, uint8 or a float of 8 bits.
-
-        They are what arithmetic is done with, where the format has no codebook.
-        """
+        """Return the unpacked codes, one per byte: int8, uint8 or a float of 8 bits."""
         format = self.format
         if format.bits == 8:
             return jnp.asarray(self.packed)
-        return format.from_fields(unpack(self.packed, self.packing, format.bits))
+        fields = unpack(self.packed, self.packing, format.bits, by_shifts=runs_on_gpu())
+        return format.from_fields(fields)
+
+    def _decode(self, dtype: DTypeLike) -> jax.Array:
+        """Return the values of the codes, before zero points and scales, in `dtype`."""
+        format = self.format
+        if not runs_on_gpu() or format.bits not in (1, 2, 4):
+            return format.decode(self.codes(), dtype)
+        # GPUs convert integers of 32 bits to floats in one instruction, and narrower ones in more.
+        packed = jnp.asarray(self.packed).astype(jnp.uint32)
+        fields = unpack(packed, self.packing, format.bits, by_shifts=True)
+        return format.decode(format.from_fields(fields), dtype)
 
     def scales(self) -> jax.Array:
         """Returns what the scales are worth, in f32 or f64: `[...]` of the shape of `scale`."""
@@ -291,11 +300,14 @@ class QArray(ImplicitArray):
         return new
 
     def dequantize(self) -> jax.Array:
-        """Returns the dense array, as `vn.quant.dequantize`."""
+        """Return the dense array, as `vn.quant.dequantize`."""
+        return compute_elementwise(QArray._dequantize, self, self.dtype)
+
+    def _dequantize(self) -> jax.Array:
         scale = self.scales()
         # A scale in f32 does not make numbers in f64 less: products scale sums of these in f64.
         wide = jnp.promote_types(scale.dtype, self.dtype)
-        x = self.format.decode(self.codes(), wide)
+        x = self._decode(wide)
         if (zero_point := self.zero_points()) is not None:
             x = over_tiles(jnp.subtract, x, zero_point.astype(wide))
         x = over_tiles(jnp.multiply, x, scale.astype(wide))

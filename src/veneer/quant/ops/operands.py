@@ -8,6 +8,7 @@ is worth at most 2, its scale is half the largest value of a tile, and products 
 range where those of the dense arrays do.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -21,6 +22,7 @@ from ..._core.surface.array import ImplicitArray
 from ..._core.value import materialise_one
 from ..formats import Format
 from ..formats.tiles import over_tiles
+from ..pairs import compute_elementwise, runs_on_gpu
 from ..qarray import QUANTIZABLE, QArray
 
 INT32_MAX = 2**31 - 1
@@ -138,7 +140,7 @@ def int8_codes(q: QArray) -> tuple[jax.Array, jax.Array | None]:
 
     **Returns:** codes in int8, and a zero point in int32 with a shape that tiles them, or None.
     """
-    codes = q.codes()
+    codes = compute_elementwise(QArray.codes, q, q.format.byte_dtype)
     zero_point = q.zero_points()
     zero_point = None if zero_point is None else zero_point.astype(jnp.int32)
     if codes.dtype == jnp.int8:
@@ -194,16 +196,20 @@ def unscaled(q: QArray, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
     `dequantize` gives their product, over tiles.
     """
     dtype = jnp.dtype(dtype)
+    values = compute_elementwise(functools.partial(_unscaled_values, dtype=dtype), q, dtype)
+    # The largest f16 times any code is far below the largest f32, in which products are summed. The
+    # least codes of a float8, divided by the largest, are no numbers of f16.
+    return values, q.scales() if dtype == jnp.float16 else outer_scale(q)
+
+
+def _unscaled_values(q: QArray, dtype: jnp.dtype) -> jax.Array:
     zero_point = q.zero_points()
     if zero_point is None:
-        values = q.format.decode(q.codes(), dtype)
+        values = q._decode(dtype)
     else:
-        # Differences of bytes, in any floating dtype: 16 bits for them are faster than 32.
-        codes, zero_point = q.codes().astype(jnp.int16), zero_point.astype(jnp.int16)
+        # The difference of two bytes is exact. CPUs are faster with 16 bits, and GPUs with 32.
+        integer = jnp.int32 if runs_on_gpu() else jnp.int16
+        codes, zero_point = q.codes().astype(integer), zero_point.astype(integer)
         values = over_tiles(jnp.subtract, codes, zero_point).astype(dtype)
-    if dtype == jnp.float16:
-        # Its largest value times any code is far from the largest of f32, in which it is summed,
-        # and the least codes of a float8 divided by their range are none of its numbers.
-        return values, q.scales()
-    exponent = _exponent(q.format)
-    return (values * jnp.asarray(2.0**-exponent, dtype) if exponent else values), outer_scale(q)
+    exponent = 0 if dtype == jnp.float16 else _exponent(q.format)
+    return values * jnp.asarray(2.0**-exponent, dtype) if exponent else values

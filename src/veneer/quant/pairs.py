@@ -1,0 +1,131 @@
+"""Compute neighboring values in pairs, for XLA on GPUs.
+
+XLA gives each thread of a GPU four elements of a result. For packed codes, these are 2 bytes to
+read and 8 to write in bf16, too few to use the memory bandwidth. Two neighbors of 16 bits that are
+computed as one word of 32 bits make a thread read 4 bytes and write 16.
+
+Times of one weight of 4096 x 11008, dequantized to bf16 on an H200, for int4, uint4, nf4 and mxfp4
+with scales along either axis (benchmarks/gpu_all.py):
+
+    stack the fields of a byte along a new axis, as on CPUs               63 to 121 µs
+    shift a byte by each place, broadcast along a new axis                62 to 64 µs
+    compute both neighbors of a byte, and write one word                  36 to 41 µs
+
+So GPUs compute pairs if `writes_pairs` holds, and shift otherwise. The bits are always the same.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+if TYPE_CHECKING:
+    from .qarray import QArray
+
+_WORDS = {1: jnp.uint16, 2: jnp.uint32}
+
+
+def runs_on_gpu() -> bool:
+    """Return whether the default platform of JAX is a GPU."""
+    return jax.default_backend() == "gpu"
+
+
+def compute_elementwise(
+    compute: Callable[["QArray"], jax.Array], q: "QArray", dtype: DTypeLike
+) -> jax.Array:
+    """Return `compute(q)`, in pairs on a GPU if possible.
+
+    **Arguments:**
+
+    - `compute`: a function of a `QArray` that computes each element of its result, of the shape of
+      `q`, from the code, scale, zero point and minimum of that element.
+    - `dtype`: of the result.
+    """
+    if not runs_on_gpu():
+        return compute(q)
+    if q.packing is not None and q.packing.axis == -2:
+        # Matrices are packed along the last axis, so this is the transpose of a stored one. XLA
+        # removes the transposes below in a product with it, and writes no transposed leaves.
+        transposed = compute_elementwise(compute, _transposed(q), dtype)
+        return jnp.swapaxes(transposed, -1, -2)
+    if not writes_pairs(q, dtype):
+        return compute(q)
+    joined = _interleave(*map(compute, split_pairs(q)))
+    size = q.shape[-1]
+    return joined if joined.shape[-1] == size else lax.slice_in_dim(joined, 0, size, axis=-1)
+
+
+def writes_pairs(q: "QArray", dtype: DTypeLike) -> bool:
+    """Return whether a GPU can compute elements of `dtype` in pairs along the last axis."""
+    is_packed = q.packing is not None and q.packing.axis == -1 and q.format.bits in (1, 2, 4)
+    return is_packed and q.size > 0 and jnp.dtype(dtype).itemsize in _WORDS
+
+
+def _transposed(q: "QArray") -> "QArray":
+    assert q.packing is not None
+    leaves = {"packed": jnp.asarray(q.packed)} | _dense_leaves(q)
+    leaves = {
+        name: leaf if leaf is None else jnp.swapaxes(leaf, -1, -2) for name, leaf in leaves.items()
+    }
+    return q._assigned(**leaves, packing=q.packing._replace(axis=-1))
+
+
+def _dense_leaves(q: "QArray") -> dict[str, jax.Array | None]:
+    return {"scale": q.scales(), "zero_point": q.zero_points(), "minimum": q.minima()}
+
+
+def split_pairs(q: "QArray") -> list["QArray"]:
+    """Return the values at even and those at odd places of the last axis, with one code per byte.
+
+    If the size is odd, the second array has one value of padding.
+    """
+    size, bits = q.shape[-1], int(q.format.bits)
+    packed = jnp.asarray(q.packed)
+    if bits < 4:  # one byte per pair of neighbors, whose bits are the lowest
+        places = jnp.arange(0, 8, 2 * bits, dtype=jnp.uint8)
+        packed = (packed[..., None] >> places).reshape(*packed.shape[:-1], -1)
+        packed = lax.slice_in_dim(packed, 0, -(-size // 2), axis=-1)
+    leaves = _dense_leaves(q)
+    return [
+        q._assigned(
+            packed=codes,
+            packing=None,
+            **{
+                name: None if leaf is None else _every_second(leaf, place, size)
+                for name, leaf in leaves.items()
+            },
+        )
+        for place, codes in enumerate((packed, packed >> bits))
+    ]
+
+
+def _every_second(leaf: jax.Array, start: int, size: int) -> jax.Array:
+    """Return the entries of a leaf that belong to every second value of the last axis."""
+    entries = leaf.shape[-1]
+    if entries == 1 or (size // entries) % 2 == 0:
+        return leaf  # both neighbors have the same entry
+    if entries != size:
+        leaf = jnp.repeat(leaf, size // entries, -1, total_repeat_length=size)
+    if size % 2:
+        leaf = jnp.concatenate([leaf, lax.slice_in_dim(leaf, size - 1, size, axis=-1)], -1)
+    return lax.slice_in_dim(leaf, start, leaf.shape[-1], 2, axis=-1)
+
+
+@jax.custom_jvp
+def _interleave(even: jax.Array, odd: jax.Array) -> jax.Array:
+    """Return an array with the values of two arrays in turn along the last axis."""
+    bits = 8 * even.dtype.itemsize
+    word = _WORDS[even.dtype.itemsize]
+    low, high = (lax.bitcast_convert_type(x, f"uint{bits}").astype(word) for x in (even, odd))
+    pairs = lax.bitcast_convert_type(low | high << bits, even.dtype)
+    return pairs.reshape(*even.shape[:-1], 2 * even.shape[-1])
+
+
+@_interleave.defjvp
+def _(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
+    even, odd = tangents
+    stacked = jnp.stack([even, odd], -1).reshape(*even.shape[:-1], 2 * even.shape[-1])
+    return _interleave(*primals), stacked
