@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 import veneer as vn
+from veneer.kernels.gpu import hopper
+from veneer.kernels.gpu import matmul as gpu_matmul
 
 H, M, S, D = 2, 3, 512, 64
 P = jax.random.normal(jax.random.key(0), (H, M, S))
@@ -30,7 +32,8 @@ def test_it_is_multiplied_into_the_other_operand(name, qtype):
     assert (q.zero_point is not None) == (qtype == "uint4")
     (event,) = (e for e in vn.explain(program)(P, q).events if e.primitive == "dot_general")
     assert event.how.startswith("CPU kernel")
-    assert "multiplied into" in event.how
+    has_row_of_zero_points = (name, qtype) == ("by the other side", "uint4")
+    assert ("multiplied into" in event.how) != has_row_of_zero_points
     found = jax.jit(vn.implicit(program, on_materialise="error"))(P, q)
     np.testing.assert_allclose(found, program(P, q.dequantize()), rtol=1e-4, atol=1e-3)
 
@@ -81,3 +84,63 @@ def test_infinity_and_nan_go_where_dense_operands_take_them():
     )
     found = vn.implicit(jnp.matmul)(p, q)
     np.testing.assert_allclose(found, p @ q.dequantize(), rtol=1e-4, atol=1e-3)
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """Choose plans as in a process with a Hopper GPU. No kernel is compiled."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(gpu_matmul, "compute_capability", lambda: 90)
+    monkeypatch.setattr(hopper, "is_hopper", lambda: True)
+    for module in (gpu_matmul, hopper):
+        monkeypatch.setattr(module, "compile", lambda *args: None)
+
+
+BATCH = (
+    jax.random.normal(jax.random.key(3), (8, 3, 512)),
+    jax.random.normal(jax.random.key(4), (8, 512, 128)),
+)
+
+
+def how_of(p, q):
+    (event,) = vn.explain(jnp.matmul)(p, q).events
+    return event.how
+
+
+@pytest.mark.parametrize("qtype", ["int8", "int4", "fp8"])
+def test_a_gpu_multiplies_by_the_scale_in_bf16(qtype, on_hopper):
+    p, v = (x.astype(jnp.bfloat16) for x in BATCH)
+    q = vn.quant.quantize(v, qtype, channelwise_axes=(0, 1))
+    how = how_of(p, q)
+    assert "GPU kernel" in how
+    assert "scale of rhs multiplied into lhs" in how
+    assert how.count("GPU kernel") == 1  # the fallback is another plan
+    actual = jax.jit(vn.implicit(jnp.matmul))(p, q)
+    exact = p.astype(jnp.float32) @ q.replace(dense_dtype="float32").dequantize()
+    size = jnp.abs(p.astype(jnp.float32)) @ jnp.abs(q.replace(dense_dtype="float32").dequantize())
+    assert actual.dtype == jnp.bfloat16
+    assert (jnp.abs(actual - exact) <= 2**-8 * size).all()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_a_gpu_leaves_scales_of_terms_in_other_dtypes(dtype, on_hopper):
+    p, v = (x.astype(dtype) for x in BATCH)
+    q = vn.quant.quantize(v, "int8", channelwise_axes=(0, 1))
+    assert "multiplied into" not in how_of(p, q)
+
+
+def test_terms_in_f16_that_cancel_stay_finite_on_a_gpu(on_hopper):
+    # 3000 times the scale, which is 157, is no number of f16.
+    p = jnp.zeros((8, 3, 512), jnp.float16)
+    p = p.at[..., 0].set(3000.0).at[..., 1].set(-3000.0)
+    v = jnp.zeros((8, 512, 128), jnp.float16).at[:, :2].set(20000.0)
+    q = vn.quant.quantize(v, "int8", channelwise_axes=(0, 1))
+    product = vn.implicit(jnp.matmul)(p, q)
+    assert jnp.isfinite(product).all()
+
+
+def test_a_gpu_keeps_a_kernel_that_reads_the_scales(on_hopper):
+    p, v = (x.astype(jnp.bfloat16) for x in BATCH)
+    how = how_of(p, vn.quant.quantize(v, "int8", channelwise_axes=(0, 2)))
+    assert "GPU kernel" in how
+    assert "multiplied into" not in how

@@ -13,6 +13,7 @@ from ..._core.primitives.dimension_numbers import DotDimensionNumbers, NestedAxe
 from ..._core.rules import register
 from ..._core.surface.array import ImplicitArray
 from ..formats.tiles import over_tiles
+from ..pairs import runs_on_gpu
 from ..qarray import QArray
 from .by_kernel import by_kernel
 from .by_xla import WAYS_BY_XLA
@@ -90,18 +91,35 @@ def _plans(lhs: jax.Array | QArray, rhs: jax.Array | QArray, params: DotParams) 
         return
     for way in WAYS:
         plan = way(lhs, rhs, params)
-        if plan is not None and "cpu" in plan.kernels_for and runs_on_cpu():
-            plan = _folded(lhs, rhs, params) or plan
+        if way is by_kernel and _may_fold_scale(plan, lhs, rhs):
+            plan = _fold_scale_into_other(lhs, rhs, params) or plan
         if plan is not None:
             yield plan
 
 
-def _folded(lhs: jax.Array | QArray, rhs: jax.Array | QArray, params: DotParams) -> Plan | None:
-    """Reads by a kernel an operand with a scale for each term of the sum, as values of tokens have.
+def _may_fold_scale(plan: Plan | None, lhs: jax.Array | QArray, rhs: jax.Array | QArray) -> bool:
+    """Return whether `_fold_scale_into_other` may give a faster plan than a plan of `by_kernel`.
+
+    Kernels for CPUs read one scale per term of the sum, but are slow. Those for GPUs read none.
+    """
+    if runs_on_cpu():
+        return plan is not None and "cpu" in plan.kernels_for
+    # The product with the scale is rounded to the dtype of the other operand. In f16 it might
+    # overflow where the dense product does not. GPUs have no kernel for f32.
+    are_bf16 = lhs.dtype == rhs.dtype == jnp.bfloat16
+    return runs_on_gpu() and are_bf16 and (plan is None or "gpu" not in plan.kernels_for)
+
+
+def _fold_scale_into_other(
+    lhs: jax.Array | QArray, rhs: jax.Array | QArray, params: DotParams
+) -> Plan | None:
+    """Plan a product by a kernel, with the scale of each term multiplied into the other operand.
 
     `sum_k x[k] * (codes[k, n] * scale[k])` is `sum_k (x[k] * scale[k]) * codes[k, n]`, and x has
-    fewer rows. A kernel is slower where it multiplies each term by its scale. Of 16 bits, x times
-    the scale is f32, as kernels sum it, so that it is not rounded.
+    fewer rows. The values of a cache have such scales, one per token.
+
+    On CPUs, x times the scale is f32, which kernels read. On GPUs it is rounded to the dtype of x,
+    as XLA rounds codes times the scale in the dense product.
     """
     side = 1 if isinstance(rhs, QArray) else 0
     x, q = (lhs, rhs) if side else (rhs, lhs)
@@ -125,12 +143,13 @@ def _folded(lhs: jax.Array | QArray, rhs: jax.Array | QArray, params: DotParams)
     }
     scale = lax.transpose(q.scales(), [*(axes[i] for i in sorted(axes)), *free])
     scale = scale.reshape([counts[axes[i]] if i in axes else 1 for i in range(x.ndim)])
-    x = over_tiles(jnp.multiply, x.astype(scale.dtype), scale)
+    dtype = scale.dtype if runs_on_cpu() else x.dtype
+    x = over_tiles(jnp.multiply, x.astype(scale.dtype), scale).astype(dtype)
     one = jnp.ones([1] * q.ndim, scale.dtype)
-    q = q.replace(scale=one, dense_dtype=scale.dtype)
+    q = q.replace(scale=one, dense_dtype=dtype)
     params = dataclasses.replace(params, preferred_element_type=out_dtype)
     plan = by_kernel(x, q, params) if side else by_kernel(q, x, params)
-    if plan is None:
+    if plan is None or jax.default_backend() not in plan.kernels_for:
         return None
     name, other = ("rhs", "lhs") if side else ("lhs", "rhs")
     return dataclasses.replace(plan, how=f"{plan.how}; scale of {name} multiplied into {other}")
