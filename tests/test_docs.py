@@ -42,6 +42,7 @@ TUTORIALS = [
         "training",
         "saving",
         "checkpoints",
+        "gpu",
         "sharding",
         "scale",
         "calibration",

@@ -1,4 +1,4 @@
-"""The benchmark of GPUs runs here, with tiny sizes, and makes the tables of docs/gpu.md."""
+"""Run the GPU benchmark with tiny sizes, and check the tables that it makes for docs/gpu.md."""
 
 import json
 import re
