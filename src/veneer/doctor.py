@@ -26,22 +26,22 @@ from .kernels import Codes, MatmulOperands, MatmulProblem, select
 from .kernels.cpu import build
 from .native import cache
 
-#: Formats whose products are timed: of weights, their tiles, and of activations.
+#: The weight formats, tile sizes and activation formats of the products that are timed.
 _TIMED = (("int8", None, None), ("int4", 128, None), ("int4", 128, "int8"))
 _ROUNDS = 15
-#: The largest relative errors of products, by activations.
+#: The largest allowed relative error of a product, by activation format.
 _ERRORS = {None: 1e-5, "int8": 0.03, "bf16": 0.01}
-#: Formats whose products with bf16 are timed on a GPU, their tiles, and the rows of activations.
+#: The weight formats with tile sizes, and the numbers of rows, that are timed on a GPU.
 _TIMED_ON_GPU = (("int8", None), ("int4", 128))
 _ROWS_ON_GPU = (1, 256)
-#: Products in a program that is timed on a GPU. Their weights are more than its cache has room for.
+#: The number of products per timed GPU program. Together, their weights exceed the L2 cache.
 _PRODUCTS_ON_GPU = 8
-#: Of extras, what a user may want; the others are for who develops.
+#: The extras that are for users. All others are for development.
 _EXTRAS = ("cli", "demo", "numba", "units", "pytensor")
 
 
 class Finding(NamedTuple):
-    """Something that is looked at, what is there, and whether it is as it should be."""
+    """A fact about this machine: its name, a description, and whether it is as expected."""
 
     name: str
     text: str
@@ -49,10 +49,10 @@ class Finding(NamedTuple):
 
 
 def findings(size: int = 4096) -> Iterator[Finding]:
-    """Yield how this machine computes products, and compare some of `size x size` with XLA's.
+    """Report how this machine computes products, and time some of `size x size` against XLA.
 
-    XLA's products are in f32 on a CPU, and in bf16 on a GPU. Each finding is yielded as soon as it
-    is known. Kernels that are timed are compiled first, unless the cache has them.
+    XLA multiplies f32 on CPU and bf16 on GPU. Each finding is yielded as soon as it is known.
+    Kernels that are not in the cache are compiled before they are timed.
 
     >>> from veneer import doctor
     >>> [finding.name for finding in doctor.findings(256)][:3]
@@ -130,7 +130,7 @@ def _existing(folder: Path) -> Path:
 
 
 def _timed(size: int) -> Iterator[Finding]:
-    """Products of one row: right, and by turns with XLA's."""
+    """Check products of one row, and time them alternately with XLA's."""
     rng = np.random.default_rng(0)
     w = jnp.asarray(rng.standard_normal((size, size), np.float32))
     x = jnp.asarray(rng.standard_normal((1, size), np.float32))
@@ -150,7 +150,7 @@ def _timed(size: int) -> Iterator[Finding]:
 
 
 def _on_gpu(size: int) -> Iterator[Finding]:
-    """Yield the kernels of a GPU, and products that are timed alternately with XLA's."""
+    """Report the kernels for a GPU, and time products alternately with XLA's."""
     device = jax.devices()[0]
     capability = getattr(device, "compute_capability", "unknown")
     yield Finding("GPU", f"{device.device_kind}, compute capability {capability}")
@@ -170,14 +170,14 @@ def _on_gpu(size: int) -> Iterator[Finding]:
 
 
 def _gpu_kernel(name: str, m: int) -> Finding:
-    """Return whether the kernel for a product with so many rows compiles here."""
+    """Report which GPU kernel computes an int8 product with `m` rows, or why none does."""
     k = n = 4096
     operands = MatmulOperands(
         jax.ShapeDtypeStruct((1, m, k), jnp.bfloat16),
         jax.ShapeDtypeStruct((1, k, n), jnp.int8),
         jax.ShapeDtypeStruct((1, 1, n), jnp.float32),
     )
-    by_xla = lambda operands, problem: operands.x  # which is not called
+    by_xla = lambda operands, problem: operands.x  # never called
     problem = MatmulProblem(Codes(8, "int8"), n, "rows", "bfloat16", 0, by_xla)
     kernel = select.candidate("gpu", problem.codes, problem.shape(operands))
     if kernel is None or kernel.module is None or not select.has_device(kernel):
@@ -191,18 +191,18 @@ def _gpu_kernel(name: str, m: int) -> Finding:
 
 
 def _timed_on_gpu(name: str, x: jax.Array, weight: Any, dense: jax.Array) -> Finding:
-    """Check a product with a quantized weight, and time it alternately with XLA's in bf16."""
+    """Check a product with a quantized weight. Time it alternately with XLA's bf16 product."""
     multiply = jax.jit(implicit(jnp.matmul))
     exact = partial(jnp.matmul, precision="highest", preferred_element_type=jnp.float32)
     expected = np.asarray(exact(x, materialise(weight)))
     error = np.linalg.norm(np.asarray(multiply(x, weight), np.float32) - expected)
     error /= np.linalg.norm(expected)
-    # A launch takes as long as a product, so that several are timed as one program.
+    # Time several products as one program, because a launch takes as long as a product.
     run = jax.jit(implicit(_multiply_all))
     copies = [[jax.tree.map(jnp.copy, w) for _ in range(_PRODUCTS_ON_GPU)] for w in (weight, dense)]
     sides = [partial(run, x, weights) for weights in copies]
     for side in sides:
-        jax.block_until_ready(side())  # compiled
+        jax.block_until_ready(side())  # compile before timing
     ours, theirs = _seconds(*sides)
     microseconds = ours / _PRODUCTS_ON_GPU * 1e6
     text = f"{microseconds:.1f} µs, {theirs / ours:.1f} times as fast as XLA in bf16"
@@ -219,7 +219,7 @@ def _multiply_all(x: jax.Array, weights: list[Any]) -> jax.Array:
 
 
 def _seconds(*sides: Callable[[], Any]) -> list[float]:
-    """The median time of each of some calls, which are made by turns."""
+    """Return the median time of each call. The calls alternate."""
     seconds: list[list[float]] = [[] for _ in sides]
     for _ in range(_ROUNDS):
         for side, times in zip(sides, seconds, strict=True):
@@ -229,38 +229,46 @@ def _seconds(*sides: Callable[[], Any]) -> list[float]:
     return list(map(statistics.median, seconds))
 
 
-#: Rows of activations, and their dtype, of products by which instructions are compared.
+#: The numbers of rows and dtypes of activations with which instruction sets are compared.
 _COMPARED = ((1, "float32"), (64, "float32"), (64, "bfloat16"))
-#: Who is slower by no more than this is not slower: there is noise.
+#: Times within this factor count as equal, because of noise.
 _NOISE = 1.03
 
 
 def choices(size: int = 2048) -> list[Finding]:
-    """Times products by each of the vector instructions that this CPU has, and chooses.
+    """Time products with each vector instruction set of this CPU, and choose one.
 
-    Each has a process of its own, and all are timed by turns, with weights of `size x size`. The
-    best of those that are as fast as the fastest is kept in the cache, for all processes from now
-    on that `VENEER_KERNELS_ISA` tells nothing else.
+    Each instruction set has its own process. The processes take turns, with weights of
+    `size x size`. Among the sets that are as fast as the fastest, the most capable one is chosen.
+    The choice is written to the cache. Later processes use it unless `VENEER_KERNELS_ISA` is set.
 
-    **Raises:** `ValueError` where kernels do not run, or variables say which do. `OSError` where
-    the cache cannot be written, and `RuntimeError` where such a process ends.
+    **Raises:**
+
+    - `ValueError` if kernels do not run, or if an environment variable selects the instructions.
+    - `OSError` if the cache cannot be written.
+    - `RuntimeError` if a process ends early.
     """
     for variable in ("VENEER_KERNELS_ISA", "NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES"):
         if os.environ.get(variable):
             raise ValueError(f"{variable} says what kernels run by: unset it first")
-    if not (kernels := _kernels()).is_well or jax.default_backend() != "cpu":
+    if (backend := jax.default_backend()) != "cpu":
+        raise ValueError(
+            f"there are no kernels of the CPU to measure: JAX runs on {backend} here. "
+            "Set JAX_PLATFORMS=cpu to compare the instruction sets of the CPU"
+        )
+    if not (kernels := _kernels()).is_well:
         raise ValueError(f"there are no kernels of the CPU to measure: {kernels.text}")
     from .native.isa import available
 
-    cache.choose(cache.chosen())  # an error comes now, and not in the end
+    cache.choose(cache.chosen())  # fail now if the cache cannot be written
     names = available()
     with contextlib.ExitStack() as stack:
         processes = {name: stack.enter_context(_measuring(name, size)) for name in names}
         for name, process in processes.items():
             stack.callback(process.kill)
-            _round(name, process)  # all have compiled what they need before any is timed
+            _round(name, process)  # compile everything before timing
         rounds = [[_round(*each) for each in processes.items()] for _ in range(_ROUNDS)]
-    times = np.median(rounds, axis=0)  # seconds of a product, by name
+    times = np.median(rounds, axis=0)  # seconds by instruction set and product
     logs = np.log(times / times.min(axis=0)).mean(axis=1)
     slower = dict(zip(names, np.exp(logs).tolist(), strict=True))
     fastest = min(slower.values())
@@ -274,7 +282,7 @@ def choices(size: int = 2048) -> list[Finding]:
 
 
 def _measuring(name: str, size: int) -> subprocess.Popen[bytes]:
-    """A process that times products by some instructions once for each line that it is sent."""
+    """Start a process that times products with an instruction set, once per input line."""
     command = [sys.executable, "-c", f"from veneer import doctor; doctor._answer({size})"]
     environment = os.environ | {"VENEER_KERNELS_ISA": name}
     pipe = subprocess.PIPE
@@ -282,7 +290,7 @@ def _measuring(name: str, size: int) -> subprocess.Popen[bytes]:
 
 
 def _round(name: str, process: subprocess.Popen[bytes]) -> list[float]:
-    """Seconds of products, which a process times now."""
+    """Make a process time its products. Return the seconds of each product."""
     assert process.stdin is not None
     assert process.stdout is not None
     with contextlib.suppress(BrokenPipeError):
@@ -294,7 +302,7 @@ def _round(name: str, process: subprocess.Popen[bytes]) -> list[float]:
 
 
 def _answer(size: int) -> None:
-    """What such a process does."""
+    """Time products once per line of standard input. `_measuring` starts this in a process."""
     rng = np.random.default_rng(0)
     w = jnp.asarray(rng.standard_normal((size, size), np.float32))
     multiply = jax.jit(implicit(jnp.matmul))
@@ -304,7 +312,7 @@ def _answer(size: int) -> None:
         weight = rule.with_activations(rule.quantize(w))
         sides += [partial(multiply, jnp.ones((m, size), x), weight) for m, x in _COMPARED]
     for side in sides:
-        jax.block_until_ready(side())  # compiled
+        jax.block_until_ready(side())  # compile before timing
     for _ in sys.stdin:
         seconds = []
         for side in sides:
@@ -315,7 +323,7 @@ def _answer(size: int) -> None:
 
 
 def _missing(extra: str) -> list[str]:
-    """The packages of an extra that are not installed."""
+    """Return the packages of an extra that are not installed."""
     required = importlib.metadata.requires("veneer") or []
     of_extra = [text for text in required if re.search(rf"extra == ['\"]{extra}['\"]", text)]
     names = [re.split(r"[^\w.-]", text, maxsplit=1)[0] for text in of_extra]

@@ -1,4 +1,4 @@
-// A shared library that runs `matmul.cu` on a CPU. `emulated.py` compiles it.
+// Run `matmul.cu` on a CPU. `emulated.py` compiles this file to a shared library.
 
 #define THREADS_OF_BLOCK (32 * WK)
 #include "matmul.cu"

@@ -1,6 +1,6 @@
-"""Run the CUDA kernel on a CPU: g++ takes the place of NVRTC, and `emulator.h` that of a GPU.
+"""Run the CUDA kernel on a CPU. g++ replaces NVRTC, and `emulator.h` replaces the GPU.
 
-All else is as on a GPU: `matmul.product` chooses the block sizes, the macros and the grid.
+As on a GPU, `matmul.product` chooses the block sizes, the macros and the grid.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ KERNEL = Path(matmul.__file__).parent
 
 @contextmanager
 def emulate(monkeypatch, folder):
-    """Make `matmul.product` run kernels on this CPU. Their libraries go into `folder`."""
+    """Make `matmul.product` run kernels on this CPU. Write their libraries to `folder`."""
 
     def compile_library(source, options):
         defined = [option for option in options if option.startswith("-D")]
@@ -42,7 +42,7 @@ def emulate(monkeypatch, folder):
 
 
 def call_library(target, out, *, legacy_backend_config, custom_call_api_version):
-    """Return a function that runs a kernel, in place of `jax.ffi.ffi_call`."""
+    """Return a function that runs a kernel on this CPU. It replaces `jax.ffi.ffi_call`."""
     assert (target, custom_call_api_version) == ("__gpu$xla.gpu.ptx", 2)
     blocks, batch = (
         int(re.search(rf"grid_{axis} = (\d+)", legacy_backend_config)[1]) for axis in "xz"

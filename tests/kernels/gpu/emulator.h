@@ -1,6 +1,7 @@
-// What `matmul.cu` takes from a GPU, on a CPU, so that its results can be checked without one.
+// Emulate the GPU functions that `matmul.cu` calls, so that tests can run it on a CPU.
 //
-// Each GPU thread is a fiber. At a barrier it waits until all fibers of its warp or block have come.
+// Each GPU thread is a fiber. At a barrier, a fiber waits until all fibers of its warp or block
+// have arrived.
 
 #include <ucontext.h>
 
@@ -35,14 +36,15 @@ struct Fiber {
     std::deque<std::vector<Copy>> copies{1};  // the last group is not committed yet
     ucontext_t context;
     std::unique_ptr<char[]> stack;
-    Index thread, place;  // place: of the block in the grid
+    Index thread, place;  // `place` is the index of the block in the grid
     int warp = 0, turn = 0, value_turn = 0;
     bool is_done = false;
     Barrier* waits_for = nullptr;
     int waits_in = 0;
 };
 
-// The operands of a warp's tensor core instruction; two, for a lane may be one instruction ahead.
+// Hold the operands of an `mma` instruction of a warp. A warp has two of these, because a lane can
+// be one instruction ahead of another lane.
 struct Operands { u32 a[32][4], b[32][2]; };
 
 struct Block {
@@ -50,8 +52,8 @@ struct Block {
     std::vector<u8> shared;
     std::vector<Barrier> warps;
     Barrier all;
-    std::vector<Operands> operands;  // two for each warp
-    std::vector<std::array<float, 32>> values;  // two for each warp
+    std::vector<Operands> operands;  // two per warp
+    std::vector<std::array<float, 32>> values;  // two per warp
 };
 
 inline ucontext_t scheduler;
@@ -87,7 +89,7 @@ inline float of_16_bits(u16 bits) {
 #endif
 }
 
-// Rounds to nearest even; as bf16 or as f16.
+// Round to bf16, with ties to even. `to_f16` rounds in the same way.
 inline u16 to_bf16(float value) {
     u32 bits;
     std::memcpy(&bits, &value, 4);
@@ -121,7 +123,7 @@ inline u32 bytes_of(u32 a, u32 b, u32 selector) {
     return out;
 }
 
-// Copies happen as late as they may: when they are waited for.
+// Perform copies as late as possible: when the kernel waits for them. A missing wait then fails.
 inline void copy_16_bytes(void* to, const void* from, bool is_inside) {
     if ((is_inside && reinterpret_cast<u64>(from) % 16) || reinterpret_cast<u64>(to) % 16) std::abort();
     emulator::current->copies.back().push_back({to, from, is_inside});
@@ -184,7 +186,7 @@ inline u32 pair_of_float8(u32 two) {
     return out;
 }
 
-// A value of each lane of a warp, for all of them.
+// Exchange one value per lane, and return the values of all lanes of the warp.
 inline const float* of_all_lanes(float value) {
     auto& all = emulator::block->values[2 * emulator::current->warp + emulator::current->value_turn];
     emulator::current->value_turn ^= 1;
@@ -193,7 +195,7 @@ inline const float* of_all_lanes(float value) {
     return all.data();
 }
 inline float of_lane(float value, int lane) { return of_all_lanes(value)[lane]; }
-inline u32 largest_of_16(u32 value) {  // of numbers that f32 holds
+inline u32 largest_of_16(u32 value) {  // `value` must be exact in f32
     const float* all = of_all_lanes(static_cast<float>(value)) + emulator::current->thread.x % 32 / 16 * 16;
     return static_cast<u32>(*std::max_element(all, all + 16));
 }
@@ -242,7 +244,7 @@ inline void multiply_add(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, 
         int row = group + 8 * (i / 2), column = 2 * thread + i % 2;
         float sum = 0;
         for (int k = 0; k < 16; ++k) {
-            // The PTX manual's layout: a register has two k of row `group` or `group + 8`.
+            // Use the PTX manual's layout: a register has two neighbors along K of a row.
             u32 a = all.a[row % 8 * 4 + k % 8 / 2][row / 8 + 2 * (k / 8)];
             u32 b = all.b[column * 4 + k % 8 / 2][k / 8];
             sum += of_16_bits(a >> 16 * (k % 2)) * of_16_bits(b >> 16 * (k % 2));
@@ -251,7 +253,7 @@ inline void multiply_add(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, 
     }
 }
 
-// Runs a kernel: its blocks one after another.
+// Run a kernel, one block after another.
 template <typename Kernel>
 void run(Kernel kernel, int blocks, int batch, int shared_bytes) {
     using namespace emulator;

@@ -1,4 +1,7 @@
-"""The call of the kernel for Hopper GPUs, with a dense product in place of the kernel."""
+"""Check the arguments and the configuration of the Hopper kernel.
+
+A dense product replaces the kernel, because these tests run on a CPU.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +15,8 @@ from veneer.kernels.gpu.hopper_config import CONFIGS, FALLBACKS, Sizes, config_f
 
 
 def multiply_dense(sizes, kind, is_rows, out_dtype, config):
-    """Return a dense product with the arguments of the kernel."""
-    assert sizes.m % config.block_m == 0
+    """Return a function that replaces the kernel by a dense product and checks its arguments."""
+    assert sizes.m % config.tile_m == 0
     assert fits(sizes, config)
 
     def multiply(x, codes, scale):
@@ -62,7 +65,7 @@ def test_the_kernel_gets_its_operands(contracting, kind, tile, scale, has_one_sc
         (33, 4096, 4096, CONFIGS[64]),
         (128, 4096, 128, CONFIGS[128]),
         (129, 4096, 128, CONFIGS[1 << 31]),
-        (1024, 4096 + 128, 128, FALLBACKS[0]),  # a cluster of the first one takes 256 channels
+        (1024, 4096 + 128, 128, FALLBACKS[0]),  # the first config needs a multiple of 256 channels
         (1024, 4096 + 64, 128, None),
         (1024, 4096, 96, None),
     ],

@@ -1,4 +1,4 @@
-"""The CUDA kernel for products of few rows, which an emulator runs, against dense products."""
+"""Compare the CUDA kernel for few rows, run in an emulator, with dense products."""
 
 import shutil
 
@@ -47,14 +47,14 @@ def test_codes_of_other_kinds(kind, contracting):
 @pytest.mark.parametrize(
     ("kind", "contracting", "m", "shape", "tile", "scale"),
     [
-        # Tails of m and n, a batch, and k that no block divides.
+        # Sizes that the kernel's tiles do not divide, and a batch.
         ("int4", "rows", 11, (2, 208, 96), (16, 1), "bfloat16"),
         ("int4", "columns", 11, (2, 40, 224), (1, 32), "float16"),
         ("int8", "rows", 17, (1, 400, 48), (400, 48), "float32"),  # one scale
         ("int8", "columns", 33, (1, 24, 336), (1, 336), "bfloat16"),
         ("e2m1", "rows", 1, (1, 160, 64), (32, 1), "float8_e8m0fnu"),
         ("e2m1", "columns", 1, (1, 17, 160), (1, 32), "float8_e8m0fnu"),
-        ("int4", "rows", 1, (1, 2176, 32), (128, 1), "float32"),  # many warps share the sum
+        ("int4", "rows", 1, (1, 2176, 32), (128, 1), "float32"),  # many warps split K
         ("int4", "columns", 2, (2, 24, 544), (1, 32), "bfloat16"),
         ("uint8", "rows", 2, (1, 96, 80), (96, 1), "float16"),
     ],
@@ -70,7 +70,7 @@ def test_zero_points_are_subtracted(contracting, offset, dtype):
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(1, 2, 128)), jnp.bfloat16)
     w, codes, operands = example("int4" if offset == 0 else "uint4", shape, tile, x)
-    # Codes with an offset have centered values.
+    # With an offset, the values of codes are centered around 0.
     codes = type(codes)(4, values=tuple(value - offset for value in codes.values))
     zero_point = rng.integers(-8 + offset, 8 + offset, w.scale.shape).astype(dtype)
     operands = operands._replace(zero_point=jnp.asarray(zero_point))
@@ -105,7 +105,7 @@ def test_nan_and_infinity_stay_where_they_belong(contracting, value, name, m):
     x = np.random.default_rng(2).normal(size=(1, m, 128))
     _, codes, operands = example("int8", shape, tile, jnp.asarray(x, jnp.bfloat16))
     arrays = {"x": np.array(operands.x), "scale": np.array(operands.scale)}
-    # A row of activations, or a channel of the weight, has the value once.
+    # Put the value into one row of activations or into the scale of one channel.
     at = (0, 1, 5) if name == "x" else (0, 1, 7) if contracting == "rows" else (0, 7, 1)
     arrays[name][at] = value
     operands = operands._replace(**{name: jnp.asarray(array) for name, array in arrays.items()})

@@ -1,9 +1,9 @@
-"""Products on NVIDIA GPUs that read codes as they are stored.
+"""Multiply activations by packed weights on NVIDIA GPUs.
 
-matmul          which kernel computes a product of few rows, and its call
-matmul.cu       that kernel, in CUDA C++
-nvrtc           from CUDA C++ to PTX, by the compiler that `jax[cuda]` installs
-hopper          which products of many rows a kernel for Hopper GPUs computes, and its call
-hopper_config   its block sizes, and which products they fit
-hopper_kernel   that kernel, in Pallas Mosaic GPU
+matmul          configure, compile and call the kernel for few rows
+matmul.cu       the kernel for few rows, in CUDA C++
+nvrtc           compile CUDA C++ to PTX
+hopper          check and call the kernel for many rows, on Hopper GPUs
+hopper_config   select the block sizes of the kernel for many rows
+hopper_kernel   the kernel for many rows, in Pallas Mosaic GPU
 """

@@ -1,6 +1,6 @@
-"""A product of many rows of activations on a Hopper GPU, by the kernel in `hopper_kernel.py`.
+"""Multiply many rows of activations by a packed weight on a Hopper GPU.
 
-Importing this module does not import Pallas, which is slow to import.
+The kernel is in `hopper_kernel.py`. It is imported on use, because importing Pallas is slow.
 """
 
 import functools
@@ -13,12 +13,12 @@ from ..problem import Codes, MatmulOperands, MatmulProblem, MatmulShape
 from .hopper_config import CODES, HopperConfig, Sizes, config_for, fits
 
 _INT4 = (*map(float, range(8)), *map(float, range(-8, 0)))
-#: The kernel of an older JAX would be another one, which was not tried.
+#: The oldest JAX version that the kernel was tested with.
 _LEAST_JAX = (0, 11)
 
 
 def can_compute(codes: Codes, shape: MatmulShape) -> bool:
-    """Return whether the kernel computes a product, by its sizes and codes.
+    """Return whether the kernel supports the sizes and codes of a product.
 
     >>> from veneer.kernels.gpu.hopper import can_compute
     >>> from veneer.kernels.problem import Codes, MatmulShape
@@ -38,7 +38,7 @@ def can_compute(codes: Codes, shape: MatmulShape) -> bool:
 
 
 def _kind(codes: Codes) -> str | None:
-    """Return the name of codes in the kernel, or None if it cannot decode them."""
+    """Return the kernel's name for a kind of codes, or None if it cannot decode them."""
     if codes.values == _INT4:
         return "int4"
     return codes.dtype if codes.dtype in CODES else None
@@ -49,18 +49,18 @@ def is_hopper() -> bool:
     """Return whether the GPUs of this process have compute capability 9.0."""
     try:
         device = jax.devices("gpu")[0]
-    except RuntimeError:  # JAX has no such platform
+    except RuntimeError:  # JAX has no GPU platform
         return False
     return getattr(device, "compute_capability", "") == "9.0"
 
 
 def has_jax() -> bool:
-    """Return whether this JAX is one that the kernel was made with, or newer."""
+    """Return whether this JAX version is new enough for the kernel."""
     return jax.__version_info__ >= _LEAST_JAX
 
 
 def compile(operands: MatmulOperands, problem: MatmulProblem) -> None:
-    """Lower the kernel for a product by itself, to see whether this JAX can.
+    """Lower the kernel for one product, to check that this JAX version can.
 
     **Raises:** any error of Pallas.
     """
@@ -80,14 +80,14 @@ def _compile(operands: MatmulOperands, problem: MatmulProblem) -> None:
 def product(
     operands: MatmulOperands, problem: MatmulProblem, config: HopperConfig | None = None
 ) -> jax.Array:
-    """Return a product of activations with codes, without its zero points and minima.
+    """Multiply activations by a packed weight, without the terms of zero points and minima.
 
     **Arguments:**
 
-    - `operands`: `x` is `[1, M, K]`, bf16. The scales are per channel, per tile or one.
-    - `config`: the block sizes, or None for those of `config_for`.
+    - `operands`: `x` is bf16 `[1, M, K]`. Scales are per channel, per tile, or a single one.
+    - `config`: the block sizes. The default is `config_for`.
 
-    **Returns:** `[1, M, N]`, in f32 if zero points or minima are still to be added.
+    **Returns:** `[1, M, N]`. The dtype is f32 if the caller must still add zero points or minima.
 
     **Raises:** `ValueError` if the product does not fit `config`.
     """
@@ -121,5 +121,5 @@ def product(
 
 
 def takes_zero_points(operands: MatmulOperands, problem: MatmulProblem) -> bool:
-    """Return whether the kernel subtracts the zero points itself. It does not."""
+    """Return False: the caller must subtract the zero points."""
     return False

@@ -1,15 +1,15 @@
-"""The block sizes of the kernel for Hopper GPUs, and which products they fit."""
+"""Select the block sizes of the kernel for Hopper GPUs."""
 
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-#: Warpgroups of a block that compute. Another one loads.
+#: The warpgroups per block that compute. Another warpgroup loads.
 WARPGROUPS = 2
-#: The shared memory of a streaming multiprocessor that one block can have.
+#: The most bytes of shared memory that a block can have.
 _SHARED_MEMORY = 227 * 1024
-#: The kinds of codes: their bits and their dtype.
+#: The bits and the dtype of each kind of codes.
 CODES: dict[str, tuple[int, np.dtype]] = {
     "int8": (8, jnp.dtype(jnp.int8)),
     "int4": (4, jnp.dtype(jnp.int4)),
@@ -22,16 +22,15 @@ class HopperConfig(NamedTuple):
 
     **Arguments:**
 
-    - `tile_m`: the rows of `x` that a block computes.
-    - `tile_n`: the channels that one of its warpgroups computes.
-    - `tile_k`: the codes along K per pipeline step.
+    - `tile_m`: the number of result rows per block.
+    - `tile_n`: the number of result columns per warpgroup.
+    - `tile_k`: the number of codes along K per pipeline step.
     - `stages`: the number of pipeline steps in shared memory.
-    - `chunk`: the codes along K that are converted at a time.
-    - `cluster`: the number of blocks that share their loads of `x`. They are neighbors along the
-      channels.
-    - `out_rows`: the rows of the output that are copied to global memory at a time.
-    - `overlap`: convert a chunk while the product of the previous chunk runs. This needs two
-      chunks per step. Each block then computes one tile alone.
+    - `chunk`: the number of codes along K that are converted at a time.
+    - `cluster`: the number of blocks that share their loads of `x`. They are neighbors along N.
+    - `out_rows`: the number of result rows that are copied to global memory at a time.
+    - `overlap`: whether a chunk is converted while `wgmma` multiplies the previous chunk. This
+      needs two chunks per pipeline step. Each block then computes a single tile.
     """
 
     tile_m: int
@@ -45,12 +44,12 @@ class HopperConfig(NamedTuple):
 
     @property
     def block_n(self) -> int:
-        """The channels that one block computes."""
+        """The number of result columns per block."""
         return self.tile_n * WARPGROUPS
 
 
-#: By the most rows of `x` that a config is for: the fastest one on an H200 in November 2026, and
-#: the configs for products that it does not fit.
+#: The fastest config for each range of M on an H200 in November 2026. A key is the largest M of its
+#: range. `FALLBACKS` are the configs for products that the fastest config does not fit.
 CONFIGS = {
     64: HopperConfig(64, 64, 128, stages=4, out_rows=32, overlap=True),
     128: HopperConfig(128, 64, 128, stages=4, out_rows=32, overlap=True),
@@ -64,8 +63,8 @@ class Sizes(NamedTuple):
 
     **Arguments:**
 
-    - `bits`: the bits of a code.
-    - `tile`: the codes along k that share a scale; k if there is one scale per channel.
+    - `bits`: the bits per code.
+    - `tile`: the number of codes along K that share a scale. It is `k` for per-channel scales.
     """
 
     m: int
@@ -107,7 +106,7 @@ def fits(sizes: Sizes, config: HopperConfig) -> bool:
 
 
 def _shared_memory(bits: int, is_tiled: bool, config: HopperConfig) -> int:
-    """Return the bytes of shared memory of a block."""
+    """Return the bytes of shared memory that a block needs."""
     c = config
     per_stage = c.tile_m * c.tile_k * 2 + c.block_n * c.tile_k * bits // 8
     scales = c.block_n * 4 * (c.stages if is_tiled else 1)

@@ -1,9 +1,9 @@
-"""The kernel of a product of many rows with a packed weight, for Hopper GPUs.
+"""Multiply many rows by a packed weight on Hopper GPUs, with Pallas Mosaic GPU.
 
-It is written in Pallas Mosaic GPU, and computes the transposed tile `out.T[n, m] = W[n, k] @
-x.T[k, m]` with `wgmma`. The weight is operand A: each warpgroup loads codes from shared memory and
-converts them in registers. The activations are operand B, which `wgmma` reads from shared memory.
-The tile is transposed on its way to `out[M, N]`.
+The kernel computes transposed tiles `out.T[n, m] = W[n, k] @ x.T[k, m]` with `wgmma`. Operand A is
+the weight: each warpgroup loads codes from shared memory and converts them in registers. Operand B
+is the activations, which `wgmma` reads from shared memory. The kernel transposes each tile before
+it writes the tile to `out[M, N]`.
 
 The kernel was run with JAX 0.11.2, and compiled with JAX 0.11.2 and 0.12.0.1.
 """
@@ -22,9 +22,9 @@ from jax import lax
 from .hopper_config import WARPGROUPS, HopperConfig, Sizes
 
 Layout = plgpu.Layout
-#: Of an H100 or H200 (SXM).
+#: The number of streaming multiprocessors of an H100 or H200 (SXM).
 _MULTIPROCESSORS = 132
-_load: Any = plgpu.load  # JAX 0.12 has removed one of its arguments
+_load: Any = plgpu.load  # untyped, because JAX 0.12 removed an argument
 
 
 def _transforms(columns: int, bits: int) -> tuple[Any, Any]:
@@ -53,10 +53,10 @@ def _convert(codes: jax.Array, kind: str, is_rows: bool) -> jax.Array:
 def kernel_for(
     sizes: Sizes, kind: str, is_rows: bool, out_dtype: np.dtype, config: HopperConfig
 ) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
-    """Return the kernel of a product as a function of `x`, codes and scales.
+    """Return the kernel for a product, as a function of `x`, codes and scales.
 
-    `x` is `[m, k]` of bf16, and m is a multiple of `config.tile_m`. The codes are `[k, n]` if
-    `is_rows`, otherwise `[n, k]`. The scales are `[k / tile, n]` of f32. The result is `[m, n]`.
+    `x` is bf16 `[m, k]`, where `m` is a multiple of `config.tile_m`. The codes are `[k, n]` if
+    `is_rows`, otherwise `[n, k]`. The scales are f32 `[k / tile, n]`. The result is `[m, n]`.
     """
     (m, k, n, bits, tile), c = sizes, config
     columns, tiled = not is_rows, tile != k
@@ -88,7 +88,7 @@ def kernel_for(
                     factor.astype(jnp.bfloat16), (c.tile_n, c.chunk), (0,)
                 )
             if columns:
-                # One load of the whole step lets shared memory use a wide swizzle.
+                # Load the whole step at once, so that shared memory can use a wide swizzle.
                 codes = _load_codes(w_smem.at[own_n], kind, is_rows)
             for start in range(0, c.tile_k, c.chunk):
                 span = pl.ds(start, c.chunk)
@@ -123,7 +123,7 @@ def kernel_for(
         def run(allocations: Any) -> None:
             @plgpu.nd_loop((m_tiles * n_tiles,), collective_axes="block")
             def _(info: Any) -> None:
-                # Eight tiles along m follow each other, so that they share the weight in cache.
+                # Compute eight tiles along M after each other. They share the weight in cache.
                 i, j = plgpu.planar_snake(info.index[0], (m_tiles, n_tiles), 0, 8)
                 j = j * c.cluster + lax.axis_index("cluster")
                 m_span, n_span = pl.ds(i * c.tile_m, c.tile_m), pl.ds(j * c.block_n, c.block_n)
@@ -162,8 +162,9 @@ def kernel_for(
     )
     blocks = m_tiles * n_tiles
     if not c.overlap:
-        # With `delay_release`, the pipeline of JAX 0.11.2 does not wait for its last step, and the
-        # loads of a next tile would overwrite operands in flight. A block then computes one tile.
+        # Let a block compute several tiles. With `overlap`, it computes only one: because of
+        # `delay_release`, the pipeline of JAX 0.11.2 does not wait for its last step, and loading
+        # another tile would overwrite operands that `wgmma` still reads.
         blocks = min(_MULTIPROCESSORS // c.cluster, blocks)
     return plgpu.kernel(
         body,

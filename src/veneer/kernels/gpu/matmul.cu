@@ -1,35 +1,43 @@
-// A product of few rows of activations with a packed, quantized matrix, for NVIDIA GPUs.
+// Multiply a few rows of activations by a packed, quantized weight on an NVIDIA GPU.
 //
 // out[b, m, n] = sum over k of x[b, m, k] * W[b, k, n], where W is stored as codes and scales.
+// K is the length of the contracted axis, and k is an index along it.
 //
-// With few rows, the time of a product is the time to read W. So the kernel reads each byte of W
-// once, keeps many bytes in flight, and needs about one integer instruction per code:
+// With few rows, reading W takes most of the time. Therefore the kernel reads each byte of W once,
+// keeps many bytes in flight, and needs about one integer instruction per code:
 //
-// - A warp computes 16 * MT columns of the result. It copies their codes with cp.async into a ring
-//   of STAGES stages in shared memory. The ring is its own, so warps do not wait for each other.
-// - The lanes convert codes to bf16 or f16 in registers, where they are the left operand of a tensor
-//   core instruction (mma.m16n8k16). The right operand is the transposed activations: 8 rows for
-//   each of NT instructions. The order of k in a sum is free, so a lane takes neighbors in memory.
-// - With one or two rows (INTEGER), the instruction multiplies bytes instead. Codes become bytes in
-//   fewer instructions. A number of x is three digits of 8 bits, each a column of the right operand.
-// - Sums of a tile are multiplied by its scales in f32. The WK warps of a block share the sum over k
-//   and add their parts through shared memory.
+// - A warp computes 16 * MT columns of the result. It copies their codes with `cp.async` into its
+//   own ring buffer in shared memory, which has STAGES stages. Warps do not wait for each other.
+// - The lanes convert codes to bf16 or f16 in registers, as the first operand of the tensor core
+//   instruction `mma.m16n8k16`. The second operand is the transposed activations. It takes NT
+//   instructions of 8 rows each. The order of the terms of a sum is free, so a lane decodes codes
+//   that are neighbors in memory.
+// - With one or two rows (INTEGER), `mma` multiplies bytes, because codes become bytes in fewer
+//   instructions. An activation becomes three 8-bit digits, each in a column of the second operand.
+// - The accumulators of a tile are multiplied by its scales in f32. The WK warps of a block split
+//   the contracted axis, and add their results through shared memory.
 //
-// `matmul.py` compiles it with these macros:
+// `matmul.py` compiles this file with these macros:
 //
-//   M, N, K         sizes of the product
-//   ROWS            1: W is stored as [K, N]; 0: as [N, K]
-//   BITS            of a code: 4 or 8
-//   FORM            0: integers in order, (code ^ FLIP) - LESS; 1: a table of 16 numbers, whose low
-//                   bytes are in LOW0 to LOW3 and high bytes in HIGH0 to HIGH3; 2: float8_e4m3fn;
-//                   3: float8_e5m2
-//   ZERO            zero points: 0 none, 1 int8, 2 uint8
-//   TILE            codes along k that share a scale and a zero point
-//   SCALE, SCALE_N  the dtype of scales (0 f32, 1 bf16, 2 f16, 3 e8m0), and how many there are along n
-//   F16             1: x is f16; 0: it is bf16
-//   OUT             the dtype of the result: 0 f32, 1 bf16, 2 f16
-//   MT, NT, WK, STAGES, INTEGER, KS    the configuration; KS is the steps of 16 k of a stage, if ROWS
-//   NAME            of the kernel
+//   M, N, K     the sizes of the product
+//   ROWS        1: W is stored as [K, N]; 0: as [N, K]
+//   BITS        the bits per code: 4 or 8
+//   FORM        how codes are decoded: 0: consecutive integers, (code ^ FLIP) - LESS; 1: a table of
+//               16 values, with their low bytes in LOW0 to LOW3 and high bytes in HIGH0 to HIGH3;
+//               2: float8_e4m3fn; 3: float8_e5m2
+//   ZERO        the dtype of zero points: 0 none, 1 int8, 2 uint8
+//   TILE        the number of codes along K that share a scale and a zero point
+//   SCALE       the dtype of scales: 0 f32, 1 bf16, 2 f16, 3 float8_e8m0fnu
+//   SCALE_N     the number of scales along N: N, or 1 if all columns share them
+//   F16         the dtype of x: 1 f16, 0 bf16
+//   OUT         the dtype of the result: 0 f32, 1 bf16, 2 f16
+//   MT          the number of tiles of 16 result columns per warp
+//   NT          the number of tiles of 8 result rows per warp; if INTEGER, of 8 digit columns
+//   WK          the number of warps per block
+//   STAGES      the number of stages in the ring buffer of a warp
+//   INTEGER     1: split activations into digits and multiply integers; 0: multiply bf16 or f16
+//   KS          the number of 16-row groups of W per stage, if ROWS is 1
+//   NAME        the name of the kernel
 
 #if BITS == 4 && FLIP == 8 && LESS == 8 && ZERO == 0
 #define IS_SIGNED_NIBBLE true
@@ -44,7 +52,7 @@ typedef unsigned char u8;
 typedef unsigned long long u64;
 #define DEVICE __device__ __forceinline__
 
-// Picks four of the eight bytes of `a` (0 to 3) and `b` (4 to 7).
+// Select four bytes of `a` (numbered 0 to 3) and `b` (numbered 4 to 7).
 DEVICE u32 bytes_of(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
 
 DEVICE void copy_16_bytes(void* to, const void* from, bool is_inside) {
@@ -65,7 +73,7 @@ DEVICE void wait_for_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(PEN
 #define PAIR "bf16"
 #endif
 
-// Subtracts pairs of numbers. The multiplication by -1 is exact.
+// Subtract a pair of 16-bit floats from another. The multiplication by -1 is exact.
 DEVICE u32 difference(u32 a, u32 b) {
     u32 out;
     const u32 minus_one = F16 ? 0xBC00BC00u : 0xBF80BF80u;
@@ -80,7 +88,7 @@ DEVICE void multiply_add(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, 
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// Sums of products of bytes; those of the first operand have no sign if it is stored so.
+// Add an int8 `mma` product to `c`. The first operand is unsigned if BITS is 8 and FLIP is 0.
 DEVICE void multiply_add_bytes(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
 #if BITS == 8 && FLIP == 0
 #define BYTES "u8"
@@ -93,26 +101,27 @@ DEVICE void multiply_add_bytes(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// The largest number that a lane and its neighbors, 16 in all, have.
+// Return the maximum of `value` over the lane's group of 16 lanes.
 DEVICE u32 largest_of_16(u32 value) {
     for (int step = 1; step < 16; step *= 2)
         value = max(value, __shfl_xor_sync(~0u, value, step));
     return value;
 }
 
-// The larger of the low halves, and that of the high halves.
+// Return the maximum of the low halves and the maximum of the high halves.
 DEVICE u32 larger_halves(u32 a, u32 b) { return __vmaxu2(a, b); }
 
-// Has the compiler branch to what is rare, and not compute it each time.
+// Make the compiler keep a branch, so that a rare case is not computed every time.
 DEVICE void keep_branch() { asm volatile("" ::: "memory"); }
 
+// Return the `value` of another lane.
 DEVICE float of_lane(float value, int lane) { return __shfl_sync(~0u, value, lane); }
 
 DEVICE u32 to_bits(float value) { return __float_as_uint(value); }
 
 DEVICE float fused_multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 
-// Two bytes of float8, the low half of `two`, as a pair of numbers.
+// Convert the two float8 codes in the low half of `two` to a pair of 16-bit floats.
 DEVICE u32 pair_of_float8(u32 two) {
     u32 halves;
 #if FORM == 2
@@ -150,7 +159,7 @@ DEVICE u16 to_16_bits(float value) {
 
 DEVICE float from_bits(u32 bits) { return __uint_as_float(bits); }
 
-// A number of 16 bits, twice.
+// Return an integer as a pair of equal 16-bit floats.
 DEVICE u32 pair_of_number(int number) {
     u32 out;
     float wide = static_cast<float>(number);
@@ -158,63 +167,68 @@ DEVICE u32 pair_of_number(int number) {
     return out;
 }
 
-// A constant of which the compiler does not know that it is one. It stays in a register, where a
-// logical instruction of three operands would have it copied there each time. (gridDim.y is 1.)
+// Hide a constant from the compiler so that it stays in a register. Otherwise each three-operand
+// logical instruction needs an extra copy. (gridDim.y is 1.)
 DEVICE u32 opaque(u32 constant) { return constant + gridDim.y - 1; }
 
 #define SHARED_ARRAY(name, bytes) __shared__ __align__(128) u8 name[bytes]
 
 #else
-#include "emulator.h"  // of the tests: the same functions on a CPU
+#include "emulator.h"  // The tests define the same functions for a CPU.
 #endif
 
-// Sizes that follow from the macros.
+// Derive sizes from the macros.
 
 constexpr int THREADS = 32 * WK;
-constexpr int WARP_N = 16 * MT;                 // columns of the result of a warp
-constexpr int ROW_BYTES = WARP_N * BITS / 8;    // of a stored row, where k are rows
-constexpr int UNIT = 128;                       // k that a warp takes at once, before others do
-constexpr int STAGE_K = ROWS ? 16 * KS : 512 / BITS;  // k of a stage
+constexpr int WARP_N = 16 * MT;  // result columns per warp
+constexpr int ROW_BYTES = WARP_N * BITS / 8;  // bytes per stored row and warp, if ROWS is 1
+constexpr int UNIT = 128;  // codes along K that a warp processes per turn
+constexpr int STAGE_K = ROWS ? 16 * KS : 512 / BITS;  // codes along K per stage
 constexpr int STAGE_BYTES = ROWS ? 16 * KS * ROW_BYTES : 64 * WARP_N;
 constexpr int STAGES_A_UNIT = UNIT / STAGE_K;
 constexpr int UNITS = (K + UNIT - 1) / UNIT;
 constexpr int WARP_STAGES = (UNITS + WK - 1) / WK * STAGES_A_UNIT;
-constexpr int SUMS = MT * NT * 4;               // of a lane
+constexpr int SUMS = MT * NT * 4;  // accumulators per lane
 constexpr int RING_BYTES = WK * STAGES * STAGE_BYTES;
 constexpr int PARTS_BYTES = (WK > 1 ? WK / 2 : 1) * SUMS * 128;
-constexpr int DIGITS = 3;                       // of a number of x, where integers are multiplied
-constexpr int DIGITS_STRIDE = UNIT + 32;        // bytes of a digit of a row of x; banks differ
-constexpr int X_BYTES = INTEGER ? DIGITS * M * DIGITS_STRIDE + (M * 4 + 15) / 16 * 16 : 0;  // of a warp
+constexpr int DIGITS = 3;  // digits per activation, if INTEGER is 1
+// Bytes per digit and row of x. The 32 bytes of padding avoid bank conflicts.
+constexpr int DIGITS_STRIDE = UNIT + 32;
+// Bytes per warp for the digits of x and the power of two of each row.
+constexpr int X_BYTES = INTEGER ? DIGITS * M * DIGITS_STRIDE + (M * 4 + 15) / 16 * 16 : 0;
 constexpr int X_ALL_BYTES = WK * X_BYTES;
 constexpr int SHARED_BYTES = (RING_BYTES > PARTS_BYTES ? RING_BYTES : PARTS_BYTES) + X_ALL_BYTES;
 constexpr bool IS_TILED = TILE < K;
 constexpr int TILES = K / TILE;
 constexpr bool N_IS_WHOLE = N % WARP_N == 0;
 constexpr bool K_IS_WHOLE = K % UNIT == 0 && UNITS % WK == 0;
-constexpr u32 ONE_BITS = F16 ? 0x64006400u : 0x43004300u;  // 1024 and 128: one more is one more bit
+// The bits of 1024 in f16, or 128 in bf16, twice. From there on, floats have a spacing of 1, so
+// that an integer can be inserted into the low bits.
+constexpr u32 ONE_BITS = F16 ? 0x64006400u : 0x43004300u;
 
 typedef float Sums[MT][NT][4];
 
-// From codes to pairs of numbers, (first, second) in the low and high half of a word.
+// Decode codes to pairs of 16-bit floats. The first float is in the low half of a word.
+//
+// `less` is a pair of equal floats, LESS plus the zero point. The decoders subtract it.
 
-// `less` is a number, twice, that is subtracted: a zero point, and where codes count from.
-
-// The codes of 4 bits in the low nibbles of both halves; other nibbles may hold anything.
+// Decode the low nibble of each half of a word. The other nibbles are ignored.
 DEVICE u32 pair_of_nibbles(u32 halves, u32 less) {
-    // FLIP makes codes with a sign follow each other.
+    // Flip the sign bit of signed codes, so that codes and values have the same order.
     u32 numbers = (halves & opaque(0x000F000Fu)) ^ (ONE_BITS | FLIP * 0x00010001u);
     return difference(numbers, less);
 }
 
-// The codes of 8 bits in the low bytes of both halves, whose other bytes are zero.
+// Decode the low byte of each half of a word. The high bytes must be zero.
 DEVICE u32 pair_of_bytes(u32 halves, u32 less) {
 #if FORM >= 2
     return pair_of_float8(bytes_of(halves, 0, 0x4420));
 #elif F16
     return difference((halves ^ (FLIP * 0x00010001u)) | ONE_BITS, less);
 #else
-    // Integers are exact in bf16 up to 256. So the low seven bits and the eighth are two numbers,
-    // 128 more each: the second is 128, or 256 if the bit is set.
+    // Convert the low seven bits and the eighth bit separately, because bf16 represents integers
+    // exactly only up to 256. Both floats are biased by 128. The second one is 128, or 256 if the
+    // eighth bit is set.
     u32 flipped = halves ^ ((FLIP ^ 0x80) * 0x00010001u);
     u32 number = difference((flipped & opaque(0x007F007Fu)) | ONE_BITS,
                             (flipped & opaque(0x00800080u)) | ONE_BITS);
@@ -223,7 +237,7 @@ DEVICE u32 pair_of_bytes(u32 halves, u32 less) {
 }
 
 #if FORM == 1
-// Looks up four codes of 4 bits: the low bytes and the high bytes of their numbers.
+// Look up four 4-bit codes in the table. Set `low` and `high` to the bytes of their values.
 DEVICE void look_up(u32 nibbles, u32& low, u32& high) {
     u32 index = nibbles & 0x7777u;
     u32 is_upper = bytes_of(0x0000FF00u, 0, (nibbles >> 3) & 0x1111u);
@@ -232,7 +246,7 @@ DEVICE void look_up(u32 nibbles, u32& low, u32& high) {
 }
 #endif
 
-// Eight codes of 4 bits along k, as four pairs.
+// Decode eight 4-bit codes along K to four pairs.
 DEVICE void decode_eight(u32 word, u32 less, u32 (&pairs)[4]) {
 #if FORM == 1
     u32 low, high;
@@ -251,13 +265,13 @@ DEVICE void decode_eight(u32 word, u32 less, u32 (&pairs)[4]) {
 #endif
 }
 
-// Four codes of 8 bits along k, as two pairs.
+// Decode four 8-bit codes along K to two pairs.
 DEVICE void decode_four(u32 word, u32 less, u32 (&pairs)[2]) {
     pairs[0] = pair_of_bytes(bytes_of(word, 0, 0x4140), less);
     pairs[1] = pair_of_bytes(bytes_of(word, 0, 0x4342), less);
 }
 
-// Scales.
+// Load scales and zero points.
 
 DEVICE float scale_of_bits(u32 bits) {
 #if SCALE == 0
@@ -279,18 +293,20 @@ typedef u8 Scale;
 typedef u16 Scale;
 #endif
 
-constexpr int LANE_COLUMNS = 2 * MT;  // columns of the result that a lane has sums of
-constexpr int SCALES_ALIGNMENT = LANE_COLUMNS * sizeof(Scale) < 16 ? LANE_COLUMNS * sizeof(Scale) : 16;
+constexpr int LANE_COLUMNS = 2 * MT;  // result columns per lane
+constexpr int SCALES_ALIGNMENT =
+    LANE_COLUMNS * sizeof(Scale) < 16 ? LANE_COLUMNS * sizeof(Scale) : 16;
 
-// The scales of a lane's columns: two for each of its tiles of 16 columns.
+// Hold the scales of a lane's columns: two columns per tile of 16.
 struct alignas(SCALES_ALIGNMENT) Scales { Scale of[MT][2]; };
 
-// The column of the result, within those of a warp, that a lane has sums of; `half` is 0 or 1.
+// Return a result column of a lane, counted from the first column of its warp. `half` is 0 or 1.
 DEVICE int column_of(int tile, int group, int half) {
     return ROWS ? group * LANE_COLUMNS + 2 * tile + half : tile * 16 + group + 8 * half;
 }
 
-// Where the scale and zero point of a tile of k and a column are; columns may share them.
+// Return the index of the scale and zero point of a tile along K and a column. Columns beyond N
+// get the index of the last column.
 DEVICE int place_of(int tile, int n) {
     int column = SCALE_N == 1 ? 0 : N_IS_WHOLE || n < N ? n : N - 1;
     return ROWS ? tile * SCALE_N + column : column * TILES + tile;
@@ -307,7 +323,8 @@ DEVICE Scales load_scales(const Scale* scale, int tile, int n, int group) {
     return out;
 }
 
-// What is subtracted from the codes of a lane's columns: pairs of numbers, or four bytes.
+// Hold LESS plus the zero point for each column of a lane: a pair of equal floats, or four equal
+// bytes if INTEGER is 1.
 struct Less { u32 of[MT][2]; };
 
 #if ZERO == 1
@@ -324,12 +341,13 @@ DEVICE Less load_less(const ZeroPoint* zero_point, int tile, int n, int group) {
         {
             int number = LESS;
             if (ZERO) number += zero_point[place_of(tile, n + column_of(i, group, half))];
-            out.of[i][half] = INTEGER ? static_cast<u32>(number) * 0x01010101u : pair_of_number(number);
+            out.of[i][half] =
+                INTEGER ? static_cast<u32>(number) * 0x01010101u : pair_of_number(number);
         }
     return out;
 }
 
-// Adds sums of a tile times its scales to those of all tiles, and begins the next tile.
+// Add the accumulators of a tile, times its scales, to `sums`. Set them to 0 for the next tile.
 DEVICE void add_scaled(Sums& sums, Sums& part, const Scales& scales) {
     for (int i = 0; i < MT; ++i)
         for (int half = 0; half < 2; ++half) {
@@ -342,13 +360,13 @@ DEVICE void add_scaled(Sums& sums, Sums& part, const Scales& scales) {
         }
 }
 
-// Activations.
+// Load activations.
 
-struct alignas(16) Eight { u32 words[4]; };  // numbers of 16 bits
-struct alignas(8) Four { u32 words[2]; };
+struct alignas(16) Eight { u32 words[4]; };  // eight activations
+struct alignas(8) Four { u32 words[2]; };    // four activations
 
-// Numbers of a row from k on, or zeros; `x` is at the row of a lane in the first of NT tiles, and
-// `offset` after its beginning.
+// Load activations of row `row + 8 * tile` at index k, or zeros outside of the array. `x` points
+// into `row`. `offset` is added to k in the bounds check.
 template <typename Part>
 DEVICE Part load_x(const u16* x, int tile, int row, int k, int offset = 0) {
     Part out = {};
@@ -357,10 +375,10 @@ DEVICE Part load_x(const u16* x, int tile, int row, int k, int offset = 0) {
     return out;
 }
 
-// The stages of a warp: which k each has, and how its codes come to the ring.
+// Iterate over the stages of a warp, and copy their codes into its ring buffer.
 
 struct Stages {
-    int k, last;  // of the stage at hand, and its place in the unit
+    int k, last;  // the first k of the current stage, and the index of the stage in its unit
 
     DEVICE explicit Stages(int first_unit) : k(first_unit * UNIT), last(0) {}
 
@@ -373,14 +391,16 @@ struct Stages {
 
 struct Copies {
     Stages stages;
-    const u8* from;  // where a lane reads its first 16 bytes, for k = 0
-    u8* to;          // where it writes them, in the first stage of the ring
-    int slot, row;   // of the ring; of those 16 bytes: a stored row, or one of k
+    const u8* from;  // the source of the lane's first 16 bytes, for k = 0
+    u8* to;          // their destination in the first stage of the ring buffer
+    // `slot` is the index of the next stage in the ring buffer. `row` is the lane's first stored
+    // row, counted from the start of a stage if ROWS is 1, otherwise from the start of W.
+    int slot, row;
     bool is_column_inside;
 
     DEVICE Copies(u8* ring, const u8* w, int n, int first_unit, int lane)
         : stages(first_unit), slot(0) {
-        constexpr int PARTS = ROWS ? ROW_BYTES / 16 : 4;  // of 16 bytes, in a row
+        constexpr int PARTS = ROWS ? ROW_BYTES / 16 : 4;  // 16-byte parts per stored row
         row = lane / PARTS;
         int part = lane % PARTS;
         if (ROWS) {
@@ -390,23 +410,24 @@ struct Copies {
             is_column_inside = N_IS_WHOLE || column < N * BITS / 8;
         } else {
             from = w + static_cast<u64>(n + row) * (K * BITS / 8) + part * 16;
-            // Rows differ in where their parts are, so that a warp reads from all banks.
+            // Permute the parts of each row, so that a warp reads from all banks.
             to = ring + row * 64 + (part ^ ((row >> 1) & 3)) * 16;
             row += n;
             is_column_inside = true;
         }
     }
 
-    // Copies the next stage, one commit group.
+    // Copy the next stage as one commit group.
     DEVICE void next(int lane) {
         u8* stage = to + slot * STAGE_BYTES;
         int k = stages.k;
         if (ROWS) {
-            constexpr int COPIES = 16 * KS * ROW_BYTES / 512;  // of a lane
-            constexpr int STEP = 512 / ROW_BYTES;              // rows between two of them
+            constexpr int COPIES = 16 * KS * ROW_BYTES / 512;  // copies per lane and stage
+            constexpr int STEP = 512 / ROW_BYTES;  // rows between two copies of a lane
             for (int i = 0; i < COPIES; ++i) {
                 int in_stage = row + i * STEP, r = in_stage % 16;
-                // A lane reads four rows that follow each other, at four times; four lanes at once.
+                // Reorder rows in groups of 16. A lane later reads four consecutive rows one by
+                // one. In each read, four lanes then access neighboring places.
                 int place = in_stage / 16 * 16 + r % 4 * 4 + r / 4;
                 bool is_inside = is_column_inside && (K_IS_WHOLE || k + in_stage < K);
                 const u8* source = from + static_cast<u64>(k + i * STEP) * (N * BITS / 8);
@@ -431,26 +452,27 @@ DEVICE Word read_shared(const u8* at) { return *reinterpret_cast<const Word*>(at
 
 #if INTEGER
 
-// Products of few rows by integers. Tensor cores multiply bytes, which cost fewer instructions to
-// make of codes than bf16. A number of x, times a power of two for each 128 k, is three digits of
-// base 256; a digit is a column of the second operand, so three columns are one row of x.
+// Integer products for few rows. Converting codes to bytes takes fewer instructions than to bf16.
+// Each group of 128 activations is scaled by a power of two and split into three base-256 digits.
+// Each row of x therefore fills three columns of the second operand.
 
 typedef int Parts[MT][NT][4];
 
-// Four codes in the low nibbles of each byte, other nibbles anything, as bytes less `less`.
+// Convert the low nibbles of four bytes to integers and subtract `less` from each byte. High
+// nibbles are ignored. Signed nibbles come back multiplied by 16.
 DEVICE u32 bytes_of_nibbles(u32 nibbles, u32 less) {
-    if (IS_SIGNED_NIBBLE) return (nibbles << 4) & opaque(0xF0F0F0F0u);  // 16 times as much
+    if (IS_SIGNED_NIBBLE) return (nibbles << 4) & opaque(0xF0F0F0F0u);
     u32 biased = ((nibbles & opaque(0x0F0F0F0Fu)) ^ (FLIP * 0x01010101u | 0x80808080u)) - less;
     return biased ^ 0x80808080u;
 }
 
-// The same of the high nibbles.
+// Convert the high nibbles of four bytes in the same way.
 DEVICE u32 bytes_of_high_nibbles(u32 nibbles, u32 less) {
     if (IS_SIGNED_NIBBLE) return nibbles & opaque(0xF0F0F0F0u);
     return bytes_of_nibbles(nibbles >> 4, less);
 }
 
-// The largest of 8 numbers without their signs, as bits. NaN is larger than all.
+// Return the bits of the largest magnitude of 8 activations. NaN is larger than any number.
 DEVICE u32 largest_magnitude(const Eight& x) {
     u32 pairs[4];
     for (int i = 0; i < 4; ++i) pairs[i] = x.words[i] & 0x7FFF7FFFu;
@@ -458,7 +480,7 @@ DEVICE u32 largest_magnitude(const Eight& x) {
     return larger_halves(pair, pair >> 16) & 0xFFFFu;
 }
 
-// Writes the digits of 8 numbers for each lane, and the power of two of each row.
+// Write the digits of the activations in `x`, and the power of two of each row.
 DEVICE void write_digits(u8* digits, const Eight (&x)[(M + 1) / 2], int lane) {
     float* powers = reinterpret_cast<float*>(digits + DIGITS * M * DIGITS_STRIDE);
     for (int v = 0; v < (M + 1) / 2; ++v) {
@@ -466,16 +488,18 @@ DEVICE void write_digits(u8* digits, const Eight (&x)[(M + 1) / 2], int lane) {
         u32 largest = largest_of_16(largest_magnitude(x[v]));
         u32 bits = F16 ? to_bits(from_f16(static_cast<u16>(largest))) : largest << 16;
         u32 exponent = bits >> 23 < 28 ? 28 : bits >> 23;
-        float power = from_bits((274 - exponent) << 23);  // times which all are less than 2^21
+        float power = from_bits((274 - exponent) << 23);  // scales magnitudes to below 2^21
         u32 fields[8];
         for (int i = 0; i < 8; ++i) {
             u32 half = i % 2 ? x[v].words[i / 2] >> 16 : x[v].words[i / 2] & 0xFFFFu;
             float number = F16 ? from_f16(static_cast<u16>(half))
                                : from_bits(i % 2 ? x[v].words[i / 2] & 0xFFFF0000u : half << 16);
-            // 1.5 * 2^23 has an integer in its lowest bits; 0x8080 makes two digits positive.
+            // Adding 1.5 * 2^23 rounds to an integer in the low mantissa bits. Adding 0x8080 makes
+            // the two low digits nonnegative.
             fields[i] = to_bits(fused_multiply_add(number, power, 12582912.0f + 32896.0f));
         }
-        if (exponent == 255) {  // an infinite number: 1 in all three digits, and others are 0
+        if (exponent == 255) {
+            // Set all three digits to 1 or -1 for infinity and NaN, and to 0 for other activations.
             keep_branch();
             for (int i = 0; i < 8; ++i) {
                 u32 half = x[v].words[i / 2] >> 16 * (i % 2) & 0xFFFFu;
@@ -485,7 +509,7 @@ DEVICE void write_digits(u8* digits, const Eight (&x)[(M + 1) / 2], int lane) {
         }
         if (row < M) {
             for (int digit = 0; digit < DIGITS; ++digit) {
-                // Of nibbles, those with even k are one word, and those with odd k the other.
+                // If nibbles are stored along K, put even k into one word and odd k into the other.
                 constexpr bool ARE_APART = BITS == 4 && !ROWS;
                 u32 words[2];
                 for (int i = 0; i < 2; ++i) {
@@ -493,20 +517,21 @@ DEVICE void write_digits(u8* digits, const Eight (&x)[(M + 1) / 2], int lane) {
                     u32 select = digit | (digit + 4) << 4;
                     u32 low = bytes_of(fields[first], fields[first + step], select);
                     u32 high = bytes_of(fields[first + 2 * step], fields[first + 3 * step], select);
-                    u32 four = bytes_of(low, high, 0x5410) ^ (digit < 2 ? 0x80808080u : 0x40404040u);
+                    u32 four =
+                        bytes_of(low, high, 0x5410) ^ (digit < 2 ? 0x80808080u : 0x40404040u);
                     words[i] = digit < 2 ? four : four | (four & 0x40404040u) << 1;
                 }
                 u8* at = digits + (DIGITS * row + digit) * DIGITS_STRIDE + 8 * group;
                 *reinterpret_cast<Four*>(at) = Four{{words[0], words[1]}};
             }
             u32 last = (exponent - 20 - (IS_SIGNED_NIBBLE ? 4 : 0)) << 23;
-            if (exponent == 255) last = bits;  // infinite, or NaN
+            if (exponent == 255) last = bits;  // infinity or NaN
             if (group == 0) powers[row] = from_bits(last);
         }
     }
 }
 
-// 32 k of digits: the column of a lane, and zeros where there is none.
+// Load the second operand: a lane's digits of 32 activations, or zeros beyond the last column.
 DEVICE void read_digits(u32 (&b)[NT][2], const u8* digits, int k, int group, int thread) {
     for (int j = 0; j < NT; ++j) {
         int column = 8 * j + group;
@@ -521,19 +546,21 @@ DEVICE void read_digits(u32 (&b)[NT][2], const u8* digits, int k, int group, int
 
 #if ROWS
 
-struct alignas(MT * BITS / 4) GroupWords { u32 words[MT * BITS / 16]; };  // of a row, for a lane
+// Hold the codes of a stored row that belong to a lane's columns.
+struct alignas(MT * BITS / 4) GroupWords { u32 words[MT * BITS / 16]; };
 
-// Byte i of four words, for each i.
+// Transpose a 4 x 4 matrix of bytes.
 DEVICE void transpose(const u32 (&words)[4], u32 (&out)[4]) {
     u32 low01 = bytes_of(words[0], words[1], 0x5140), low23 = bytes_of(words[2], words[3], 0x5140);
-    u32 high01 = bytes_of(words[0], words[1], 0x7362), high23 = bytes_of(words[2], words[3], 0x7362);
+    u32 high01 = bytes_of(words[0], words[1], 0x7362),
+        high23 = bytes_of(words[2], words[3], 0x7362);
     out[0] = bytes_of(low01, low23, 0x5410);
     out[1] = bytes_of(low01, low23, 0x7632);
     out[2] = bytes_of(high01, high23, 0x5410);
     out[3] = bytes_of(high01, high23, 0x7632);
 }
 
-// 32 k, of which `from` holds the rows.
+// Add the product of 32 stored rows to `part`. `from` points to the first of them.
 DEVICE void multiply_bytes(Parts& part, const u8* from, const u32 (&b)[NT][2], const Less& less,
                            int group, int thread) {
     GroupWords row[8];
@@ -541,7 +568,7 @@ DEVICE void multiply_bytes(Parts& part, const u8* from, const u32 (&b)[NT][2], c
         row[i] = *reinterpret_cast<const GroupWords*>(
             from + (i / 4 * 16 + i % 4 * 4 + thread) * ROW_BYTES + group * sizeof(GroupWords));
     for (int word = 0; word < MT * BITS / 16; ++word) {
-        u32 turned[2][4];  // for 16 k each, a word with 4 k for each byte of a row
+        u32 turned[2][4];  // for each 16 rows: word i has byte i of four rows
         for (int half = 0; half < 2; ++half) {
             u32 words[4];
             for (int i = 0; i < 4; ++i) words[i] = row[4 * half + i].words[word];
@@ -567,9 +594,10 @@ DEVICE void multiply_bytes(Parts& part, const u8* from, const u32 (&b)[NT][2], c
 
 #else
 
-// 32 k, of which `from` holds the columns; `step` is their place in the stage.
-DEVICE void multiply_bytes(Parts& part, const u8* from, int step, const u32 (&b)[NT][2], const Less& less,
-                           int group, int thread) {
+// Add the product of 32 codes along K to `part`. `from` points to a stage, and `step` is the index
+// of the codes in it.
+DEVICE void multiply_bytes(Parts& part, const u8* from, int step, const u32 (&b)[NT][2],
+                           const Less& less, int group, int thread) {
     for (int i = 0; i < MT; ++i) {
         u32 a[4];
         for (int half = 0; half < 2; ++half) {
@@ -591,8 +619,9 @@ DEVICE void multiply_bytes(Parts& part, const u8* from, int step, const u32 (&b)
 
 #endif
 
-// Adds sums of digits times their powers of two, and scales.
-DEVICE void add_digits(Sums& sums, Parts& part, const float* powers, const Scales& scales, int thread) {
+// Add `part`, times the powers of two and the scales, to `sums`. Set `part` to 0.
+DEVICE void add_digits(Sums& sums, Parts& part, const float* powers, const Scales& scales,
+                       int thread) {
     float factors[NT][2];
     for (int j = 0; j < NT; ++j)
         for (int c = 0; c < 2; ++c) {
@@ -612,9 +641,10 @@ DEVICE void add_digits(Sums& sums, Parts& part, const float* powers, const Scale
         }
 }
 
-// Adds up what a warp has of the sums over k.
-DEVICE void sum_over_k(Sums& sums, u8* ring, u8* digits, const u16* x, const u8* w, const Scale* scale,
-                       const ZeroPoint* zero_point, int n, int first_unit, int lane) {
+// Accumulate this warp's share of the contracted axis into `sums`.
+DEVICE void sum_over_k(Sums& sums, u8* ring, u8* digits, const u16* x, const u8* w,
+                       const Scale* scale, const ZeroPoint* zero_point, int n, int first_unit,
+                       int lane) {
     int group = lane / 4, thread = lane % 4;
     Copies copies(ring, w, n, first_unit, lane);
     for (int s = 0; s < STAGES - 1; ++s)
@@ -641,12 +671,15 @@ DEVICE void sum_over_k(Sums& sums, u8* ring, u8* digits, const u16* x, const u8*
             for (int v = 0; v < (M + 1) / 2; ++v) {
                 int row = 2 * v + lane / 16;
                 if (k + WK * UNIT < K)
-                    xs[v] = load_x<Eight>(x + static_cast<u64>(row) * K, 0, row, k + WK * UNIT, lane % 16 * 8);
+                    xs[v] = load_x<Eight>(x + static_cast<u64>(row) * K, 0, row, k + WK * UNIT,
+                                          lane % 16 * 8);
                 else xs[v] = Eight{};
             }
         }
-        if (IS_TILED && (k % TILE == 0 || k % UNIT == 0)) scales = load_scales(scale, k / TILE, n, group);
-        if (ZERO && (k % TILE == 0 || k % UNIT == 0)) less = load_less(zero_point, IS_TILED ? k / TILE : 0, n, group);
+        if (IS_TILED && (k % TILE == 0 || k % UNIT == 0))
+            scales = load_scales(scale, k / TILE, n, group);
+        if (ZERO && (k % TILE == 0 || k % UNIT == 0))
+            less = load_less(zero_point, IS_TILED ? k / TILE : 0, n, group);
         wait_for_copies<STAGES - 2>();
         __syncwarp();
         if (s + STAGES - 1 < WARP_STAGES) copies.next(lane);
@@ -675,22 +708,25 @@ DEVICE void sum_over_k(Sums& sums, u8* ring, u8* digits, const u16* x, const u8*
 
 #elif ROWS
 
-struct alignas(MT * BITS / 4) GroupWords { u32 words[MT * BITS / 16]; };  // of a row, for the columns of a lane
+// Hold the codes of a stored row that belong to a lane's columns.
+struct alignas(MT * BITS / 4) GroupWords { u32 words[MT * BITS / 16]; };
 
-// One step of 16 k: `from` holds its rows.
+// Add the product of 16 stored rows to `part`. `from` points to the first of them.
 DEVICE void multiply_step(Sums& part, const u8* from, const Four (&x)[NT], const Less& less,
                           int group, int thread) {
     GroupWords row[4];
     for (int i = 0; i < 4; ++i)
-        row[i] = read_shared<GroupWords>(from + (i * 4 + thread) * ROW_BYTES + group * sizeof(GroupWords));
+        row[i] = read_shared<GroupWords>(from + (i * 4 + thread) * ROW_BYTES +
+                                         group * sizeof(GroupWords));
     for (int i = 0; i < MT; ++i) {
-        u32 a[4];  // (column, k 0 and 1), (next column, k 0 and 1), and k 2 and 3 of both
+        // Decode the first operand: rows 0 and 1 of two neighboring columns, then rows 2 and 3.
+        u32 a[4];
         for (int two = 0; two < 2; ++two) {
 #if BITS == 4
             u32 first = row[2 * two].words[i / 4], second = row[2 * two + 1].words[i / 4];
             u32 halves = bytes_of(first, second, i % 4 | (4 + i % 4) << 8);
 #if FORM == 1
-            // Nibbles as (column, k 0), (next column, k 0), (column, k 1), (next column, k 1).
+            // Put the nibbles of both columns in the first row before those in the second row.
             u32 low, high;
             look_up((halves & 0xFFu) | (halves >> 8 & 0xFF00u), low, high);
             a[2 * two] = bytes_of(low, high, 0x6240);
@@ -702,7 +738,8 @@ DEVICE void multiply_step(Sums& part, const u8* from, const Four (&x)[NT], const
 #else
             u32 first = row[2 * two].words[i / 2], second = row[2 * two + 1].words[i / 2];
             int byte = 2 * (i % 2);
-            u32 four = bytes_of(first, second, byte | (byte + 1) << 4 | (byte + 4) << 8 | (byte + 5) << 12);
+            u32 four = bytes_of(first, second,
+                                byte | (byte + 1) << 4 | (byte + 4) << 8 | (byte + 5) << 12);
             a[2 * two] = pair_of_bytes(bytes_of(four, 0, 0x4240), less.of[i][0]);
             a[2 * two + 1] = pair_of_bytes(bytes_of(four, 0, 0x4341), less.of[i][1]);
 #endif
@@ -712,7 +749,7 @@ DEVICE void multiply_step(Sums& part, const u8* from, const Four (&x)[NT], const
     }
 }
 
-// Adds up what a warp has of the sums over k.
+// Accumulate this warp's share of the contracted axis into `sums`.
 DEVICE void sum_over_k(Sums& sums, u8* ring, const u16* x, const u8* w, const Scale* scale,
                        const ZeroPoint* zero_point, int m, int n, int first_unit, int lane) {
     int group = lane / 4, thread = lane % 4;
@@ -745,8 +782,8 @@ DEVICE void sum_over_k(Sums& sums, u8* ring, const u16* x, const u8* w, const Sc
                 scales = load_scales(scale, at / TILE, n, group);
                 if (ZERO) less = load_less(zero_point, at / TILE, n, group);
             }
-            multiply_step(IS_TILED ? part : sums, here + step * 16 * ROW_BYTES, xs[step], less, group,
-                          thread);
+            multiply_step(IS_TILED ? part : sums, here + step * 16 * ROW_BYTES, xs[step], less,
+                          group, thread);
             if (IS_TILED && is_last) add_scaled(sums, part, scales);
         }
         slot = slot + 1 == STAGES ? 0 : slot + 1;
@@ -756,8 +793,8 @@ DEVICE void sum_over_k(Sums& sums, u8* ring, const u16* x, const u8* w, const Sc
 
 #else
 
-constexpr int WORDS = 4;                             // of a row in a stage, for a lane
-constexpr int WORD_K = 128 / BITS;                   // k of four lanes' words
+constexpr int WORDS = 4;            // 32-bit words per lane, stored row and stage
+constexpr int WORD_K = 128 / BITS;  // codes along K in one word of each of four lanes
 constexpr int STAGE_TILES = TILE < STAGE_K ? STAGE_K / TILE : 1;
 #if BITS == 4
 typedef Eight WordX;
@@ -765,7 +802,7 @@ typedef Eight WordX;
 typedef Four WordX;
 #endif
 
-// The words of 16 columns times those k of activations.
+// Add the product of WORD_K codes along K to `part`. `word` is their index in the stage.
 DEVICE void multiply_word(Sums& part, const u8* from, int word, const WordX (&x)[NT],
                           const Less& less, int group, int thread) {
     for (int i = 0; i < MT; ++i) {
@@ -780,20 +817,23 @@ DEVICE void multiply_word(Sums& part, const u8* from, int word, const WordX (&x)
         decode_eight(words[0], less.of[i][0], upper);
         decode_eight(words[1], less.of[i][1], lower);
         for (int j = 0; j < NT; ++j) {
-            multiply_add(part[i][j], upper[0], lower[0], upper[1], lower[1], x[j].words[0], x[j].words[1]);
-            multiply_add(part[i][j], upper[2], lower[2], upper[3], lower[3], x[j].words[2], x[j].words[3]);
+            multiply_add(part[i][j], upper[0], lower[0], upper[1], lower[1], x[j].words[0],
+                         x[j].words[1]);
+            multiply_add(part[i][j], upper[2], lower[2], upper[3], lower[3], x[j].words[2],
+                         x[j].words[3]);
         }
 #else
         u32 upper[2], lower[2];
         decode_four(words[0], less.of[i][0], upper);
         decode_four(words[1], less.of[i][1], lower);
         for (int j = 0; j < NT; ++j)
-            multiply_add(part[i][j], upper[0], lower[0], upper[1], lower[1], x[j].words[0], x[j].words[1]);
+            multiply_add(part[i][j], upper[0], lower[0], upper[1], lower[1], x[j].words[0],
+                         x[j].words[1]);
 #endif
     }
 }
 
-// Adds up what a warp has of the sums over k.
+// Accumulate this warp's share of the contracted axis into `sums`.
 DEVICE void sum_over_k(Sums& sums, u8* ring, const u16* x, const u8* w, const Scale* scale,
                        const ZeroPoint* zero_point, int m, int n, int first_unit, int lane) {
     int group = lane / 4, thread = lane % 4;
@@ -811,7 +851,8 @@ DEVICE void sum_over_k(Sums& sums, u8* ring, const u16* x, const u8* w, const Sc
         WordX xs[WORDS][NT];
         for (int word = 0; word < WORDS; ++word)
             for (int j = 0; j < NT; ++j)
-                xs[word][j] = load_x<WordX>(x, j, m + group, k + WORD_K * word + WORD_K / 4 * thread);
+                xs[word][j] =
+                    load_x<WordX>(x, j, m + group, k + WORD_K * word + WORD_K / 4 * thread);
         Scales scales[STAGE_TILES];
         Less less[STAGE_TILES];
         for (int tile = 0; tile < STAGE_TILES; ++tile) {
@@ -873,7 +914,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     sum_over_k(sums, ring, x, w, scale, zero_point, m, n, warp, lane);
 #endif
 
-    // Half of the warps add what the other half has, until one has all of it.
+    // Reduce the accumulators of all warps into the first warp. In each round, half of the warps
+    // add the accumulators of the other half.
     float* flat = &sums[0][0][0];
     for (int half = WK / 2; half > 0; half /= 2) {
         __syncthreads();
@@ -888,13 +930,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
     int group = lane / 4, thread = lane % 4;
 #if INTEGER
-    float rows[MT][2][M];  // the digits of each row of x, added up
+    float rows[MT][2][M];  // per row of x, the sum over its three digits
     for (int i = 0; i < MT; ++i)
         for (int half = 0; half < 2; ++half)
             for (int row = 0; row < M; ++row) {
                 rows[i][half][row] = 0;
                 for (int c = DIGITS * row + DIGITS - 1; c >= DIGITS * row; --c)
-                    rows[i][half][row] += of_lane(sums[i][c / 8][2 * half + c % 2], group * 4 + c % 8 / 2);
+                    rows[i][half][row] +=
+                        of_lane(sums[i][c / 8][2 * half + c % 2], group * 4 + c % 8 / 2);
             }
 #endif
     for (int i = 0; i < MT; ++i)
@@ -904,7 +947,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             float last = IS_TILED ? 1.0f : scale_of_bits(scale[place_of(0, column)]);
 #if INTEGER
             for (int row = 0; row < M; ++row)
-                if (thread == row % 4) store(out, (static_cast<u64>(b) * M + row) * N + column, rows[i][half][row] * last);
+                if (thread == row % 4)
+                    store(out, (static_cast<u64>(b) * M + row) * N + column,
+                          rows[i][half][row] * last);
 #else
             for (int j = 0; j < NT; ++j)
                 for (int c = 0; c < 2; ++c) {

@@ -1,7 +1,7 @@
-"""A product of few rows of activations on an NVIDIA GPU, by the kernel in `matmul.cu`.
+"""Multiply a few rows of activations by a packed weight on an NVIDIA GPU.
 
-The kernel is compiled for the sizes of a product as JAX lowers a program. XLA gets its PTX inside
-the program, so that it is cached and saved with the program, and needs no library at run time.
+NVRTC compiles `matmul.cu` for the sizes of a product when JAX lowers a program. The program
+contains the PTX. Therefore a cached or saved program includes the kernel, and needs no library.
 """
 
 import functools
@@ -18,29 +18,30 @@ from jax import lax
 from ..problem import Codes, MatmulOperands, MatmulProblem, MatmulShape
 from . import nvrtc
 
-#: What activations and results may be, and scales, in the order of their numbers in `matmul.cu`.
+#: The dtypes of activations, results and scales. Their index is their number in `matmul.cu`.
 FLOATS = ("float32", "bfloat16", "float16")
-SCALES = (*FLOATS, "uint8")  # the last one holds the bits of float8_e8m0fnu
-#: A block may have so much shared memory without asking for more.
+SCALES = (*FLOATS, "uint8")  # uint8 is for the bits of float8_e8m0fnu
+#: The most bytes of shared memory that a block can have without an opt-in.
 _SHARED_BYTES = 48 * 1024
-#: The types of zero points that the kernel takes, in the order of their numbers; "" is none.
+#: The dtypes of zero points. Their index is their number in `matmul.cu`. "" means none.
 ZERO_POINTS = ("", "int8", "uint8")
-#: k that a warp takes at once, before others do.
+#: The length along K of the units of work that are divided among warps.
 _UNIT = 128
-#: The most rows of activations that are multiplied as digits. With more, bf16 is faster.
+#: The most rows of activations that are split into digits. With more rows, bf16 is faster.
 MOST_DIGIT_ROWS = 2
 
 
 class Config(NamedTuple):
-    """How a product is divided.
+    """A configuration of the kernel.
 
     **Arguments:**
 
-    - `n_tiles`: 16 columns of the result each, for a warp. Of stored rows along k: 4 or 8.
-    - `m_tiles`: 8 rows of the result each, for a warp.
-    - `k_warps`: warps of a block, which share a sum over k. A power of two.
-    - `stages`: parts of the weight in shared memory at once, for each warp. 0 is as many as fit.
-    - `by_digits`: multiply integers: activations as three digits of 8 bits. Else bf16 or f16.
+    - `n_tiles`: the number of tiles of 16 result columns per warp. For `[K, N]`: 4 or 8.
+    - `m_tiles`: the number of tiles of 8 result rows per warp.
+    - `k_warps`: the number of warps per block, which split K. A power of two.
+    - `stages`: the number of stages in the ring buffer of a warp. 0 means as many as fit.
+    - `by_digits`: whether activations are split into three 8-bit digits, to multiply integers.
+      Otherwise the kernel multiplies bf16 or f16.
     """
 
     n_tiles: int
@@ -51,18 +52,18 @@ class Config(NamedTuple):
 
 
 class ProductSizes(NamedTuple):
-    """What a kernel is compiled for, beside how it is divided.
+    """The sizes, dtypes and layout of a product, for which a kernel is compiled.
 
     **Arguments:**
 
-    - `codes`: what is stored.
-    - `is_rows`: whether the stored matrix is `[K, N]`, and else `[N, K]`.
+    - `codes`: the codes of the weight.
+    - `is_rows`: whether the weight is stored as `[K, N]`. Otherwise it is `[N, K]`.
     - `m`, `n`, `k`: the sizes of the product `[m, k] x [k, n]`.
-    - `tile`: codes along k that share a scale.
-    - `scale_columns`: scales along n: `n`, or 1.
-    - `x_dtype`, `scale_dtype`, `out_dtype`: of the arrays.
-    - `zero_dtype`: of zero points, of the shape of the scales, or "" if the kernel takes none.
-    - `zero_offset`: what a zero point is more than a code of the same bits.
+    - `tile`: the number of codes along K that share a scale.
+    - `scale_columns`: the number of scales along N: `n` or 1.
+    - `x_dtype`, `scale_dtype`, `out_dtype`: the dtypes of activations, scales and result.
+    - `zero_dtype`: the dtype of zero points, which have the shape of the scales. "" means none.
+    - `zero_offset`: the offset of zero points. The kernel subtracts it from each zero point.
     """
 
     codes: Codes
@@ -80,7 +81,7 @@ class ProductSizes(NamedTuple):
 
 
 def can_compute(codes: Codes, shape: MatmulShape) -> bool:
-    """Return whether the kernel computes a product, by its sizes and codes.
+    """Return whether the kernel supports the sizes and codes of a product.
 
     >>> from veneer.kernels.gpu.matmul import can_compute
     >>> from veneer.kernels.problem import Codes, MatmulShape
@@ -109,7 +110,7 @@ def can_compute(codes: Codes, shape: MatmulShape) -> bool:
 
 @functools.cache
 def form_of(codes: Codes, x_dtype: str) -> dict[str, int] | None:
-    """Return the macros by which `matmul.cu` decodes codes, or None if it cannot."""
+    """Return the macros for decoding codes in `matmul.cu`, or None if it cannot decode them."""
     if codes.dtype.startswith("float8"):
         return {"FORM": 2 if codes.dtype == "float8_e4m3fn" else 3, "FLIP": 0, "LESS": 0}
     values = codes.values
@@ -117,7 +118,7 @@ def form_of(codes: Codes, x_dtype: str) -> dict[str, int] | None:
         values = tuple(
             float(i if codes.dtype == "uint8" or i < 128 else i - 256) for i in range(256)
         )
-    most = 2048 if x_dtype == "float16" else 256  # integers up to this one are exact
+    most = 2048 if x_dtype == "float16" else 256  # integers up to this one are exact in `x_dtype`
     for flip in (0, len(values) // 2):
         less = flip - values[0]
         is_in_order = values == tuple((i ^ flip) - less for i in range(len(values)))
@@ -136,17 +137,14 @@ def form_of(codes: Codes, x_dtype: str) -> dict[str, int] | None:
 
 
 def _start(codes: Codes, x_dtype: str) -> int:
-    """Return the number that the kernel first makes of the code 0.
-
-    From there on, the bits of a number of `x_dtype` count as those of an integer do.
-    """
+    """Return the float that the kernel makes of a code equal to FLIP, before subtracting LESS."""
     return 1024 if x_dtype == "float16" else 128 if codes.bits == 4 else -128
 
 
 def can_multiply_digits(layout: ProductSizes) -> bool:
-    """Return whether the product can be one of integers: few rows, and codes in order."""
+    """Return whether the kernel can multiply integers: few rows, and consecutive codes."""
     form = form_of(layout.codes, layout.x_dtype)
-    is_byte = layout.codes.bits == 8 and not layout.zero_dtype  # as it is stored
+    is_byte = layout.codes.bits == 8 and not layout.zero_dtype  # needs no conversion
     is_in_order = form is not None and form["FORM"] == 0
     fits_tile = layout.tile % 32 == 0 or layout.tile == layout.k
     return (
@@ -157,25 +155,25 @@ def can_multiply_digits(layout: ProductSizes) -> bool:
     )
 
 
-#: More parts than these in flight do not help.
+#: The most stages in a ring buffer. More stages do not help.
 _MOST_STAGES = 6
 
 
 def config_for(layout: ProductSizes) -> Config:
-    """Return how a product is divided.
+    """Return the configuration for a product.
 
-    Wide warps spend fewer instructions per code, and many warps keep more bytes in flight. So a
-    warp is as wide as it can be while there are enough warps: ten for each of the 132
-    multiprocessors of an H100 or H200. From benchmarks/gpu_all.py on an H200.
+    Wide warps need fewer instructions per code. Many warps keep more bytes in flight. Therefore
+    choose the widest warps with which there are about ten warps per multiprocessor. An H100 or H200
+    has 132 multiprocessors. The numbers are from benchmarks/gpu_all.py on an H200.
     """
     by_digits, is_byte = can_multiply_digits(layout), layout.codes.bits == 8
     m_tiles = 1 if layout.m <= 8 else 2 if layout.m <= 16 else 4
     widths = (4,) if layout.is_rows else (4, 2, 1) if by_digits else (2, 1)
     counts: tuple[int, ...] = (4, 8, 16) if by_digits else (4, 8)
     least_warps = 1300
-    if by_digits and layout.is_rows == is_byte:  # a warp needs fewer instructions, or more
+    if by_digits and layout.is_rows == is_byte:  # int8 `[K, N]` or int4 `[N, K]`
         least_warps = 600 if is_byte else 1700
-    if m_tiles > 1:  # narrow warps read many activations too often
+    if m_tiles > 1:  # narrow warps would read the activations too often
         widths = widths[:1]
     if m_tiles == 4:
         counts = (8,) if is_byte and layout.is_rows else (4,)
@@ -205,7 +203,7 @@ def _with_most_stages(layout: ProductSizes, config: Config) -> Config | None:
 
 
 def macros(layout: ProductSizes, config: Config) -> dict[str, int]:
-    """Return what `matmul.cu` is compiled with."""
+    """Return the macros for compiling `matmul.cu`."""
     form = form_of(layout.codes, layout.x_dtype)
     assert form is not None
     start = _start(layout.codes, layout.x_dtype) if form["FORM"] == 0 else 0
@@ -233,7 +231,7 @@ def macros(layout: ProductSizes, config: Config) -> dict[str, int]:
 
 
 def _steps(layout: ProductSizes, config: Config) -> int:
-    """Return how many times 16 rows a stage has: 1 KiB, or more."""
+    """Return the number of 16-row groups per stage. A stage has at least 1 KiB."""
     if not layout.is_rows:
         return 1
     return max(2 if config.by_digits else 1, 8 // (config.n_tiles * layout.codes.bits // 4))
@@ -256,17 +254,17 @@ def shared_bytes(layout: ProductSizes, config: Config) -> int:
 def product(
     operands: MatmulOperands, problem: MatmulProblem, config: Config | None = None
 ) -> jax.Array:
-    """Return a product of activations with a stored matrix, without its minima.
+    """Multiply activations by a packed weight, without the term of minima.
 
     **Arguments:**
 
-    - `operands`: `x` is `[B, M, K]`, bf16 or f16.
-    - `config`: how it is divided, or None for `config_for`.
+    - `operands`: `x` is bf16 or f16 `[B, M, K]`.
+    - `config`: the configuration. The default is `config_for`.
 
-    **Returns:** `[B, M, N]`, in f32 where minima, or zero points that it does not take
-    (`takes_zero_points`), are yet to be added.
+    **Returns:** `[B, M, N]`. The dtype is f32 if the caller must still add minima, or zero points
+    that the kernel does not subtract (see `takes_zero_points`).
 
-    **Raises:** `nvrtc.CompileError` if the kernel cannot be compiled here.
+    **Raises:** `nvrtc.CompileError` if the kernel cannot be compiled.
     """
     layout, config, kernel = _compiled(operands, problem, config)
     columns = 16 * config.n_tiles
@@ -293,7 +291,7 @@ def product(
 
 
 def takes_zero_points(operands: MatmulOperands, problem: MatmulProblem) -> bool:
-    """Return whether the kernel subtracts the zero points of a product itself."""
+    """Return whether the kernel subtracts the zero points of a product."""
     zero_point = operands.zero_point
     if zero_point is None or operands.minimum is not None or not problem.codes.is_integer:
         return False
@@ -303,9 +301,9 @@ def takes_zero_points(operands: MatmulOperands, problem: MatmulProblem) -> bool:
 
 
 def compile(operands: MatmulOperands, problem: MatmulProblem) -> None:
-    """Compile the kernel for a product, to see whether that can be done here.
+    """Compile the kernel for a product, to check that this is possible.
 
-    **Raises:** `nvrtc.CompileError` if it cannot.
+    **Raises:** `nvrtc.CompileError` if it is impossible.
     """
     _compiled(operands, problem, None)
 
@@ -341,13 +339,13 @@ def _compiled(
 
 @functools.cache
 def compute_capability() -> int | None:
-    """Return the compute capability of the GPUs here, 90 for 9.0, as far as kernels use it.
+    """Return the compute capability of this process's GPUs: 90 for 9.0 and all newer ones.
 
-    None if there is no NVIDIA GPU.
+    Return None if there is no NVIDIA GPU.
     """
     try:
         found = str(getattr(jax.devices("gpu")[0], "compute_capability", ""))
-    except RuntimeError:  # no such platform
+    except RuntimeError:  # JAX has no GPU platform
         return None
     major, _, minor = found.partition(".")
     is_nvidia = major.isdecimal() and minor.isdecimal()
@@ -356,7 +354,7 @@ def compute_capability() -> int | None:
 
 @functools.lru_cache(maxsize=1024)
 def ptx(layout: ProductSizes, config: Config, capability: int) -> str:
-    """Return the kernel for a product."""
+    """Return the PTX of the kernel for a product."""
     source = Path(__file__).with_name("matmul.cu").read_text("utf-8")
     defined = [
         f"-D{name}={value}{'u' if value >= 2**31 else ''}"
@@ -369,7 +367,7 @@ def ptx(layout: ProductSizes, config: Config, capability: int) -> str:
 
 
 def name_of(layout: ProductSizes, config: Config) -> str:
-    """Return the name of a kernel, as profiles show it."""
+    """Return the name that a kernel has in profiles."""
     side = "rows" if layout.is_rows else "columns"
     sizes = f"{layout.m}x{layout.n}x{layout.k}"
     divided = "_".join(str(int(size)) for size in config)
@@ -379,7 +377,7 @@ def name_of(layout: ProductSizes, config: Config) -> str:
 def _call_config(
     name: str, ptx: str, grid: tuple[int, int, int], threads: int, operands: int
 ) -> str:
-    """Return what XLA is told of a kernel: an MLIR dictionary. Its result follows its operands."""
+    """Return XLA's launch configuration for a kernel, an MLIR dictionary."""
     numbers: Mapping[str, int] = {
         **{f"grid_{axis}": size for axis, size in zip("xyz", grid, strict=True)},
         **{"block_x": threads, "block_y": 1, "block_z": 1, "shared_mem_bytes": 0},

@@ -1,4 +1,4 @@
-"""Compile CUDA C++ to PTX with NVRTC, a compiler that `jax[cuda12]` and `jax[cuda13]` install."""
+"""Compile CUDA C++ to PTX with NVRTC, which `jax[cuda12]` and `jax[cuda13]` install."""
 
 import ctypes
 import ctypes.util
@@ -8,12 +8,12 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-#: The version of PTX that our kernels need. NVRTC writes its own, which an older driver rejects.
+#: The PTX version that the kernel needs. NVRTC writes a newer one, which older drivers reject.
 PTX_VERSION = "8.1"
 
 
 class CompileError(RuntimeError):
-    """NVRTC is missing, or rejects a program."""
+    """An error because NVRTC is missing or rejects a program."""
 
 
 def compile_ptx(source: str, options: Sequence[str]) -> str:
@@ -44,9 +44,9 @@ def compile_ptx(source: str, options: Sequence[str]) -> str:
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """Return NVRTC: from NVIDIA's Python packages, or else from the system.
+    """Load NVRTC from NVIDIA's Python packages, or else from the system.
 
-    **Raises:** `CompileError` if it is in neither place.
+    **Raises:** `CompileError` if neither has it.
     """
     for name in _candidates():
         try:

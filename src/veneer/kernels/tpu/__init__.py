@@ -1,9 +1,9 @@
-"""Experimental products on TPUs that read codes as they are stored.
+"""Multiply activations by packed weights on TPUs, with an experimental kernel.
 
-They have run on no TPU, so they are used only if `VENEER_KERNELS=experimental` says so.
+The kernel has never run on a TPU. It is used only with `VENEER_KERNELS=experimental`.
 
-    matmul          which products the kernel computes, and its call
-    layout          a product in entries of the stored matrix, cut into blocks
+    matmul          check and call the kernel
+    layout          sizes and blocks of a product
     kernel          the kernel, in Pallas
-    decode          from codes to numbers, within the kernel
+    decode          decode codes within the kernel
 """

@@ -1,6 +1,7 @@
-"""Decode codes within a kernel: a tile of bytes becomes a tile of f32.
+"""Decode a tile of codes to f32 within a kernel.
 
-Integers and small floats are computed from their bits. All other codes are looked up.
+Integers and small floats are computed from their bits. All other codes are looked up. Codes that
+were extracted from their bytes are called fields.
 """
 
 import dataclasses
@@ -15,15 +16,15 @@ from jax import lax
 
 from ..problem import Codes
 
-Decode = Callable[[jax.Array], jax.Array]  # from fields, i32, to numbers, f32
+Decode = Callable[[jax.Array], jax.Array]  # from i32 fields to f32 values
 
 
 def decoder(codes: Codes, looked_up: Decode) -> Decode:
-    """Return a function from the fields of codes, i32, to numbers, f32.
+    """Return a function that decodes i32 fields to f32 values.
 
     **Arguments:**
 
-    - `looked_up`: the function to return if the numbers do not follow from the bits.
+    - `looked_up`: the function to return for codes that cannot be computed from their bits.
 
     >>> import jax.numpy as jnp
     >>> from veneer.kernels.tpu.decode import decoder
@@ -48,7 +49,7 @@ def _values_of_bytes(dtype: str) -> list[float]:
 
 
 def _ordered(flipped: int, less: float, fields: jax.Array) -> jax.Array:
-    """Decode consecutive integers, signed or unsigned, less a constant."""
+    """Decode consecutive integers, signed or unsigned, and subtract a constant."""
     return (fields ^ flipped).astype(jnp.float32) - less
 
 
@@ -58,11 +59,11 @@ class SmallFloat:
 
     **Arguments:**
 
-    - `bits`: all bits.
-    - `mantissa`: the bits of the mantissa.
-    - `bias`: the bias of the exponent.
-    - `infinite`: the bits of infinity without its sign, or None.
-    - `nan`: the smallest bits of a NaN without its sign, or None.
+    - `bits`: the number of bits.
+    - `mantissa`: the number of mantissa bits.
+    - `bias`: the exponent bias.
+    - `infinite`: the bits of positive infinity, or None.
+    - `nan`: the bits of the smallest positive NaN, or None.
     """
 
     bits: int
@@ -72,9 +73,9 @@ class SmallFloat:
     nan: int | None = None
 
     def decode(self, fields: jax.Array) -> jax.Array:
-        """Return the numbers of fields, by moving the bits to their places in f32.
+        """Decode fields by shifting their bits to the positions of f32.
 
-        No step uses subnormal numbers of f32, which devices may flush to 0.
+        No step uses subnormal f32 numbers, because devices may flush them to 0.
         """
         magnitude = fields & (1 << self.bits - 1) - 1
         moved = (magnitude << 23 - self.mantissa) + (127 - self.bias << 23)
@@ -88,7 +89,7 @@ class SmallFloat:
         return jnp.where(fields >> self.bits - 1 == 0, number, -number)
 
 
-#: From the OCP's "8-bit Floating Point Specification" and "Microscaling Formats Specification".
+#: See the OCP's "8-bit Floating Point Specification" and "Microscaling Formats Specification".
 SMALL_FLOATS = {
     "float8_e4m3fn": SmallFloat(8, mantissa=3, bias=7, nan=0x7F),
     "float8_e5m2": SmallFloat(8, mantissa=2, bias=15, infinite=0x7C, nan=0x7D),
@@ -98,7 +99,7 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -
 
 
 def select_value(codes: Codes, fields: jax.Array) -> jax.Array:
-    """Look up fields of at most 4 bits by a tree of selects, one level per bit."""
+    """Look up the values of fields of at most 4 bits. Use a tree of selects, one level per bit."""
     values: list[Any] = [np.float32(value) for value in codes.values]
     bit = 0
     while len(values) > 1:
@@ -112,22 +113,22 @@ def select_value(codes: Codes, fields: jax.Array) -> jax.Array:
 
 
 def fields_of(tile: jax.Array, bits: int, place: int) -> jax.Array:
-    """Return the codes at one place of each byte of a tile, as i32.
+    """Extract one code from each byte of a tile, as i32.
 
     **Arguments:**
 
     - `tile`: uint8.
-    - `place`: 0 for the lowest bits.
+    - `place`: the index of the code in its byte. 0 is the lowest bits.
     """
     return tile.astype(jnp.int32) >> place * bits & (1 << bits) - 1
 
 
 def scales_of(scale: jax.Array, is_exponent: bool) -> jax.Array:
-    """Return scales in f32.
+    """Convert scales to f32.
 
     **Arguments:**
 
-    - `scale`: floats, or the bytes of float8_e8m0fnu in uint8.
+    - `scale`: floats, or float8_e8m0fnu stored as uint8.
     """
     if not is_exponent:
         return scale.astype(jnp.float32)

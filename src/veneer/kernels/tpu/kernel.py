@@ -1,11 +1,11 @@
-"""The Pallas kernel of a product on a TPU, which Mosaic compiles.
+"""Multiply activations by a packed weight in a Pallas kernel for TPUs.
 
-A step of the grid loads a block of the stored matrix into fast memory, decodes it, and multiplies
-it by its scales and then by activations. It adds to a block of the result, which stays in fast
-memory while k advances. A product with ones and zeros spreads the scales of tiles over a block. It
-is exact, and moves no lane by itself.
+A grid step loads a block of codes into VMEM, decodes and scales it, and multiplies activations by
+it. The block of the result stays in VMEM and accumulates the steps along K. To expand the scales of
+tiles to a block, the kernel multiplies them by a matrix of ones and zeros. This product is exact,
+and needs no moves between lanes.
 
-The kernel has run on no TPU.
+The kernel has never run on a TPU.
 """
 
 import functools
@@ -32,16 +32,19 @@ def multiply(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """Return a product of activations with a stored matrix, `[B, M, N]`.
+    """Multiply activations by a packed weight. Return `[B, M, N]`.
+
+    The unpacked weight is `[R, C]`: `[K, N]` if the layout contracts rows, otherwise `[N, K]`. A
+    scale is for a tile of `[tile_rows, tile_columns]` values.
 
     **Arguments:**
 
-    - `x`: `[B, M, K]`: f32, bf16 or f16.
-    - `packed`: `[B, R, bytes]`, uint8.
-    - `scale`: `[B, R / tr, C / tc]`: floats, or the bytes of float8_e8m0fnu in uint8.
-    - `interpret`: let JAX run the kernel on any device.
+    - `x`: f32, bf16 or f16 `[B, M, K]`.
+    - `packed`: uint8 `[B, R, bytes]`.
+    - `scale`: `[B, R / tile_rows, C / tile_columns]`, floats or float8_e8m0fnu stored as uint8.
+    - `interpret`: run the kernel in Pallas's interpreter, on any device.
 
-    **Raises:** `ValueError` if the scales do not fit into fast memory.
+    **Raises:** `ValueError` if the scales do not fit into VMEM.
     """
     batch, m, _ = x.shape
     blocks = blocks_of(layout)
@@ -49,7 +52,7 @@ def multiply(
         raise ValueError(f"the scales of {layout} do not fit into the memory of the kernel")
     scale = _split_scales(scales_of(scale, scale.dtype == jnp.uint8), layout)
     x = split_fields(x, layout)
-    along_k = layout.tiles > 1 and layout.entries == 1  # each entry has a scale
+    along_k = layout.tiles > 1 and layout.entries == 1  # each entry has its own scale
     of_scale = blocks.k if along_k else layout.tiles
 
     def spec(fields: int, axes: str) -> pl.BlockSpec:
@@ -83,10 +86,10 @@ def multiply(
 
 
 def _split_scales(scale: jax.Array, layout: StoredLayout) -> jax.Array:
-    """Arrange f32 scales by fields and entries.
+    """Arrange f32 scales by field and entry.
 
-    **Returns:** `[F, B, T, n]` if rows are contracted, otherwise `[F, B, n, T]`. F is 1 if all
-    fields of an entry have the same scales.
+    **Returns:** `[F, B, T, n]` if rows are contracted, otherwise `[F, B, n, T]`. T is the number of
+    scales along K. F is the number of fields, or 1 if all fields of an entry share their scale.
     """
     column_axis = 2 if layout.contracts_rows else 1
     n_tile = layout.columns // scale.shape[column_axis]
@@ -117,7 +120,7 @@ def _kernel(
     decode = decoder(codes, functools.partial(select_value, codes))
     packed = packed_ref[0]
     k_axis = 0 if layout.contracts_rows else 1
-    # Memory beyond the end of k may hold any bytes.
+    # Mask entries beyond the end of K. Their memory is undefined.
     in_w = first + lax.broadcasted_iota(jnp.int32, packed.shape, k_axis) < layout.k
     in_x = first + lax.broadcasted_iota(jnp.int32, (blocks.m, blocks.k), 1) < layout.k
 
@@ -136,7 +139,7 @@ def _kernel(
 
 
 def _spread(scale: jax.Array, first: Any, layout: StoredLayout, blocks: BlockSizes) -> jax.Array:
-    """Return the scale of each entry of a block, or an array that broadcasts to it."""
+    """Expand scales to the entries of a block, or to a shape that broadcasts to the block."""
     if layout.tiles == 1 or layout.entries == 1:
         return scale
     shape = (blocks.k, layout.tiles) if layout.contracts_rows else (layout.tiles, blocks.k)
@@ -147,7 +150,7 @@ def _spread(scale: jax.Array, first: Any, layout: StoredLayout, blocks: BlockSiz
 
 
 def _dot(x: jax.Array, w: jax.Array, axis: int) -> jax.Array:
-    """Contract the columns of x with an axis of w, in f32."""
+    """Contract the columns of `x` with an axis of `w`, and accumulate in f32."""
     is_wide = x.dtype == jnp.float32
     precision = lax.Precision.HIGHEST if is_wide else lax.Precision.DEFAULT
     return lax.dot_general(

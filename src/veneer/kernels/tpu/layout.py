@@ -1,10 +1,9 @@
-"""A product as the TPU kernel sees it: in entries of the stored matrix, cut into blocks.
+"""Sizes and blocks of a product in the TPU kernel.
 
-An entry is a byte, and the codes that share it are its fields. The kernel takes a tile of bytes,
-and decodes the tile of each field in turn, so that nothing moves from lane to lane. If rows are
-contracted, the fields of a byte belong to neighboring columns of the result. If columns are
-contracted, they are multiplied with neighboring columns of the activations, which `split_fields`
-cuts into an array per field.
+An entry is one byte. Its codes are called fields. The kernel decodes one field of a block at a
+time, so values stay in their lanes. If rows are contracted, the fields of an entry contribute to
+neighboring columns of the result. If columns are contracted, they are multiplied by neighboring
+columns of the activations. `split_fields` splits the activations into one array per field.
 """
 
 import dataclasses
@@ -15,23 +14,23 @@ import jax.numpy as jnp
 
 from ..problem import Codes, MatmulShape, row_bytes
 
-#: Sizes of blocks, in entries. An axis that is shorter is one block.
+#: The sizes of a block, in entries. An axis that is shorter is a single block.
 _M, _N, _K = 256, 512, 512
-#: Scales along k that fit into fast memory, for a block of columns.
+#: The most scales along K that fit into VMEM for a block of columns.
 _MOST_TILES = 1024
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredLayout:
-    """The sizes of a product `[m, k] x [k, n]` in entries, and its tiles.
+    """The sizes of a product `[m, k] x [k, n]`, in entries, and of its tiles.
 
     **Arguments:**
 
     - `contracts_rows`: whether the stored matrix is `[k, n]`. Otherwise it is `[n, k]`.
-    - `fields`: the codes of an entry: along n if rows are contracted, otherwise along k.
-    - `tile`: the codes along k that share a scale.
-    - `tiles`: the number of tiles along k.
-    - `columns`: the number of columns of the result.
+    - `fields`: the number of codes per entry: along N if rows are contracted, otherwise along K.
+    - `tile`: the number of codes along K that share a scale.
+    - `tiles`: the number of tiles along K.
+    - `columns`: the number of result columns.
     """
 
     contracts_rows: bool
@@ -45,17 +44,17 @@ class StoredLayout:
 
     @property
     def out_fields(self) -> int:
-        """The columns of the result that an entry belongs to."""
+        """The number of result columns that one entry contributes to."""
         return self.fields if self.contracts_rows else 1
 
     @property
     def k_fields(self) -> int:
-        """The codes along k of an entry."""
+        """The number of codes along K in one entry."""
         return 1 if self.contracts_rows else self.fields
 
     @property
     def entries(self) -> int:
-        """The entries along k that share a scale: at least one, of each field."""
+        """The number of entries along K that share a scale, at least 1."""
         return max(1, self.tile // self.k_fields)
 
 
@@ -68,7 +67,7 @@ class BlockSizes(NamedTuple):
 
 
 def layout_of(codes: Codes, shape: MatmulShape) -> StoredLayout | None:
-    """Return a product as the kernel sees it, or None if a tile ends within a byte.
+    """Return the sizes of a product in entries, or None if a tile ends within a byte.
 
     >>> from veneer.kernels.problem import Codes, MatmulShape
     >>> from veneer.kernels.tpu.layout import layout_of
@@ -90,7 +89,7 @@ def layout_of(codes: Codes, shape: MatmulShape) -> StoredLayout | None:
 
 
 def blocks_of(layout: StoredLayout) -> BlockSizes | None:
-    """Return the sizes of the blocks of a product, or None if its scales do not fit into memory.
+    """Return the block sizes for a product, or None if its scales do not fit into VMEM.
 
     >>> from veneer.kernels.tpu.layout import StoredLayout, blocks_of
     >>> blocks_of(StoredLayout(True, 2, m=1, n=2048, k=4096, tile=128, tiles=32, columns=4096))
@@ -102,7 +101,7 @@ def blocks_of(layout: StoredLayout) -> BlockSizes | None:
 
 
 def split_fields(x: jax.Array, layout: StoredLayout) -> jax.Array:
-    """Return activations `[B, M, K]` as `[F, B, M, k]`, an array per field of an entry."""
+    """Split activations `[B, M, K]` into one array per field of an entry: `[F, B, M, k]`."""
     if layout.contracts_rows or layout.fields == 1:
         return x[None]
     batch, m, k = x.shape

@@ -1,6 +1,6 @@
-"""A product on a TPU: which products the Pallas kernel computes, and its call.
+"""Multiply activations by a packed weight on a TPU.
 
-Importing this module does not import Pallas, which is slow to import.
+The kernel is in `kernel.py`. It is imported on use, because importing Pallas is slow.
 """
 
 import functools
@@ -14,7 +14,7 @@ from .layout import blocks_of, layout_of
 
 
 def can_compute(codes: Codes, shape: MatmulShape) -> bool:
-    """Return whether the kernel computes a product, by its sizes and codes.
+    """Return whether the kernel supports the sizes and codes of a product.
 
     >>> from veneer.kernels.problem import Codes, MatmulShape
     >>> from veneer.kernels.tpu.matmul import can_compute
@@ -28,7 +28,7 @@ def can_compute(codes: Codes, shape: MatmulShape) -> bool:
 
 
 def compile(operands: MatmulOperands, problem: MatmulProblem) -> None:
-    """Lower the kernel for a product by itself, to see whether this JAX can.
+    """Lower the kernel for one product, to check that this JAX version can.
 
     **Raises:** any error of Pallas.
     """
@@ -45,13 +45,13 @@ def _compile(operands: MatmulOperands, problem: MatmulProblem) -> None:
 def product(
     operands: MatmulOperands, problem: MatmulProblem, *, interpret: bool = False
 ) -> jax.Array:
-    """Return a product of float activations with codes, without its zero points and minima.
+    """Multiply activations by a packed weight, without the terms of zero points and minima.
 
     **Arguments:**
 
-    - `interpret`: let JAX run the kernel on any device.
+    - `interpret`: run the kernel in Pallas's interpreter, on any device.
 
-    **Returns:** `[B, M, N]`, in f32 if zero points or minima are still to be added.
+    **Returns:** `[B, M, N]`. The dtype is f32 if the caller must still add zero points or minima.
     """
     from . import kernel
 
@@ -73,5 +73,5 @@ def product(
 
 
 def takes_zero_points(operands: MatmulOperands, problem: MatmulProblem) -> bool:
-    """Return whether the kernel subtracts the zero points itself. It does not."""
+    """Return False: the caller must subtract the zero points."""
     return False

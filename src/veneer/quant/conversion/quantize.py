@@ -401,7 +401,8 @@ def dequantize(q: QArray) -> jax.Array:
     """Returns the dense array that `q` stands for.
 
     It is computed in the precision of the scale or of `q.dtype`, whichever is the wider, f32 at
-    least, and then rounded to `q.dtype`: the same bits eagerly and within a compiled program.
+    least, and then rounded to `q.dtype`: the same bits eagerly and within a compiled program. XLA
+    for GPUs may skip the last rounding if the program goes on in f32.
 
     **Raises:** `TypeError` if `q` is not a QArray.
 
