@@ -194,7 +194,16 @@ inline const float* of_all_lanes(float value) {
     __syncwarp();
     return all.data();
 }
-inline float of_lane(float value, int lane) { return of_all_lanes(value)[lane]; }
+template <typename T> T of_lane(T value, int lane) {  // `value` must be exact in f32
+    return static_cast<T>(of_all_lanes(static_cast<float>(value))[lane]);
+}
+inline int of_lane_xor(int value, int mask) {
+    return of_lane(value, (emulator::current->thread.x % 32) ^ mask);
+}
+inline int add_signed_bytes(u32 word, int sum) {
+    for (int i = 0; i < 4; ++i) sum += static_cast<int8_t>(word >> 8 * i);
+    return sum;
+}
 inline u32 largest_of_16(u32 value) {  // `value` must be exact in f32
     const float* all = of_all_lanes(static_cast<float>(value)) + emulator::current->thread.x % 32 / 16 * 16;
     return static_cast<u32>(*std::max_element(all, all + 16));

@@ -1,5 +1,6 @@
 """Compare the CUDA kernel for few rows, run in an emulator, with dense products."""
 
+import dataclasses
 import shutil
 
 import jax.numpy as jnp
@@ -64,23 +65,51 @@ def test_sizes_tiles_and_scales(kind, contracting, m, shape, tile, scale):
 
 
 @pytest.mark.parametrize("contracting", ["rows", "columns"])
-@pytest.mark.parametrize(("offset", "dtype"), [(0, "int8"), (8, "uint8")])
-def test_zero_points_are_subtracted(contracting, offset, dtype):
+@pytest.mark.parametrize("m", [2, 3])  # integers, and bf16
+@pytest.mark.parametrize(
+    ("kind", "offset", "dtype"),
+    [("int4", 0, "int8"), ("uint4", 8, "uint8"), ("int8", 0, "int8"), ("uint8", 128, "uint8")],
+)
+def test_zero_points_of_any_byte_are_subtracted(contracting, m, kind, offset, dtype):
+    # Most of these zero points are outside the range of 4-bit codes.
+    zero_points = lambda shape: np.random.default_rng(0).integers(0, 256, shape).astype(dtype)
+    check_differences(contracting, m, kind, offset, zero_points)
+
+
+@pytest.mark.parametrize("contracting", ["rows", "columns"])
+@pytest.mark.parametrize("m", [2, 3])
+@pytest.mark.parametrize("offset", [-120, -8, 0, 3, 120])
+def test_values_of_codes_far_from_zero(contracting, m, offset):
+    check_differences(contracting, m, "uint4", offset)
+
+
+def check_differences(contracting, m, kind, offset, zero_points=None):
+    """Compare with the dense product of weights (code - offset - zero point + offset) * scale."""
     shape, tile = ((1, 128, 64), (32, 1)) if contracting == "rows" else ((1, 64, 128), (1, 32))
-    rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.normal(size=(1, 2, 128)), jnp.bfloat16)
-    w, codes, operands = example("int4" if offset == 0 else "uint4", shape, tile, x)
-    # With an offset, the values of codes are centered around 0.
-    codes = type(codes)(4, values=tuple(value - offset for value in codes.values))
-    zero_point = rng.integers(-8 + offset, 8 + offset, w.scale.shape).astype(dtype)
-    operands = operands._replace(zero_point=jnp.asarray(zero_point))
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, m, 128)), jnp.bfloat16)
+    w, codes, operands = example(kind, shape, tile, x)
+    values = np.asarray(w.codes, np.float64)
+    if codes.bits == 4 or zero_points is None:  # with an offset, codes are centered around 0
+        codes = type(codes)(codes.bits, values=tuple(value - offset for value in codes.values))
+    else:
+        offset = 0
+    values = values - offset
+    each = lambda tiles: np.asarray(tiles, np.float64).repeat(tile[0], 1).repeat(tile[1], 2)
+    if zero_points is not None:
+        zero_point = zero_points(w.scale.shape)
+        operands = operands._replace(zero_point=jnp.asarray(zero_point))
+        values = values - (each(zero_point) - offset)
     problem = MatmulProblem(codes, shape[2], contracting, "float32", offset, print)
-    assert matmul.takes_zero_points(operands, problem)
-    actual = matmul.product(operands, problem)
-    each = lambda tiles: tiles.repeat(tile[0], 1).repeat(tile[1], 2).astype(np.float64)
-    dense = (w.codes - each(zero_point)) * each(w.scale)
-    expected = np.asarray(x, np.float64) @ (dense if contracting == "rows" else dense.mT)
-    np.testing.assert_allclose(actual, expected, rtol=1e-2, atol=0.2)
+    if zero_points is None:
+        problem = dataclasses.replace(problem, offset=0)
+    assert matmul.can_compute(codes, problem.shape(operands))
+    assert zero_points is None or matmul.takes_zero_points(operands, problem)
+    dense = values * each(w.scale)
+    if contracting == "columns":
+        dense = dense.mT
+    x = np.asarray(x, np.float64)
+    allowed = (1e-5 if m <= matmul.MOST_DIGIT_ROWS else 2**-7) * (abs(x) @ abs(dense))
+    assert np.all(abs(np.asarray(matmul.product(operands, problem)) - x @ dense) <= allowed)
 
 
 @pytest.mark.parametrize("contracting", ["rows", "columns"])

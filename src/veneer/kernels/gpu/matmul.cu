@@ -115,7 +115,16 @@ DEVICE u32 larger_halves(u32 a, u32 b) { return __vmaxu2(a, b); }
 DEVICE void keep_branch() { asm volatile("" ::: "memory"); }
 
 // Return the `value` of another lane.
-DEVICE float of_lane(float value, int lane) { return __shfl_sync(~0u, value, lane); }
+template <typename T>
+DEVICE T of_lane(T value, int lane) { return __shfl_sync(~0u, value, lane); }
+
+// Return the `value` of the lane whose number differs in the bits of `mask`.
+DEVICE int of_lane_xor(int value, int mask) { return __shfl_xor_sync(~0u, value, mask); }
+
+// Add the four signed bytes of a word to `sum`.
+DEVICE int add_signed_bytes(u32 word, int sum) {
+    return __dp4a(static_cast<int>(word), 0x01010101, sum);
+}
 
 DEVICE u32 to_bits(float value) { return __float_as_uint(value); }
 
@@ -323,9 +332,13 @@ DEVICE Scales load_scales(const Scale* scale, int tile, int n, int group) {
     return out;
 }
 
-// Hold LESS plus the zero point for each column of a lane: a pair of equal floats, or four equal
-// bytes if INTEGER is 1.
+// Hold LESS plus the zero point for each column of a lane: a pair of equal floats, or an integer if
+// INTEGER is 1.
+#if INTEGER
+struct Less { int of[MT][2]; };
+#else
 struct Less { u32 of[MT][2]; };
+#endif
 
 #if ZERO == 1
 typedef signed char ZeroPoint;
@@ -333,16 +346,18 @@ typedef signed char ZeroPoint;
 typedef u8 ZeroPoint;
 #endif
 
+// The number to subtract from a code's byte, apart from the zero point. Bytes of 8-bit codes whose
+// sign bit must be flipped are multiplied as signed bytes, which flips it.
+constexpr int BYTE_LESS = IS_SIGNED_NIBBLE ? 0 : BITS == 8 ? LESS - FLIP : LESS;
+
 DEVICE Less load_less(const ZeroPoint* zero_point, int tile, int n, int group) {
     if (!K_IS_WHOLE && tile >= TILES) tile = TILES - 1;
     Less out;
     for (int i = 0; i < MT; ++i)
-        for (int half = 0; half < 2; ++half)
-        {
-            int number = LESS;
+        for (int half = 0; half < 2; ++half) {
+            int number = INTEGER ? BYTE_LESS : LESS;
             if (ZERO) number += zero_point[place_of(tile, n + column_of(i, group, half))];
-            out.of[i][half] =
-                INTEGER ? static_cast<u32>(number) * 0x01010101u : pair_of_number(number);
+            out.of[i][half] = INTEGER ? number : pair_of_number(number);
         }
     return out;
 }
@@ -458,18 +473,17 @@ DEVICE Word read_shared(const u8* at) { return *reinterpret_cast<const Word*>(at
 
 typedef int Parts[MT][NT][4];
 
-// Convert the low nibbles of four bytes to integers and subtract `less` from each byte. High
-// nibbles are ignored. Signed nibbles come back multiplied by 16.
-DEVICE u32 bytes_of_nibbles(u32 nibbles, u32 less) {
+// Convert the low nibbles of four bytes to bytes, from which `less` is not subtracted yet. High
+// nibbles are ignored. Signed nibbles come back as their values multiplied by 16.
+DEVICE u32 bytes_of_nibbles(u32 nibbles) {
     if (IS_SIGNED_NIBBLE) return (nibbles << 4) & opaque(0xF0F0F0F0u);
-    u32 biased = ((nibbles & opaque(0x0F0F0F0Fu)) ^ (FLIP * 0x01010101u | 0x80808080u)) - less;
-    return biased ^ 0x80808080u;
+    return (nibbles & opaque(0x0F0F0F0Fu)) ^ (FLIP * 0x01010101u);
 }
 
 // Convert the high nibbles of four bytes in the same way.
-DEVICE u32 bytes_of_high_nibbles(u32 nibbles, u32 less) {
+DEVICE u32 bytes_of_high_nibbles(u32 nibbles) {
     if (IS_SIGNED_NIBBLE) return nibbles & opaque(0xF0F0F0F0u);
-    return bytes_of_nibbles(nibbles >> 4, less);
+    return bytes_of_nibbles(nibbles >> 4);
 }
 
 // Return the bits of the largest magnitude of 8 activations. NaN is larger than any number.
@@ -561,8 +575,8 @@ DEVICE void transpose(const u32 (&words)[4], u32 (&out)[4]) {
 }
 
 // Add the product of 32 stored rows to `part`. `from` points to the first of them.
-DEVICE void multiply_bytes(Parts& part, const u8* from, const u32 (&b)[NT][2], const Less& less,
-                           int group, int thread) {
+DEVICE void multiply_bytes(Parts& part, const u8* from, const u32 (&b)[NT][2], int group,
+                           int thread) {
     GroupWords row[8];
     for (int i = 0; i < 8; ++i)
         row[i] = *reinterpret_cast<const GroupWords*>(
@@ -579,8 +593,8 @@ DEVICE void multiply_bytes(Parts& part, const u8* from, const u32 (&b)[NT][2], c
             u32 a[4];
             for (int half = 0; half < 2; ++half) {
 #if BITS == 4
-                a[2 * half] = bytes_of_nibbles(turned[half][byte], less.of[i][0]);
-                a[2 * half + 1] = bytes_of_high_nibbles(turned[half][byte], less.of[i][1]);
+                a[2 * half] = bytes_of_nibbles(turned[half][byte]);
+                a[2 * half + 1] = bytes_of_high_nibbles(turned[half][byte]);
 #else
                 a[2 * half] = turned[half][byte];
                 a[2 * half + 1] = turned[half][byte + 1];
@@ -596,8 +610,8 @@ DEVICE void multiply_bytes(Parts& part, const u8* from, const u32 (&b)[NT][2], c
 
 // Add the product of 32 codes along K to `part`. `from` points to a stage, and `step` is the index
 // of the codes in it.
-DEVICE void multiply_bytes(Parts& part, const u8* from, int step, const u32 (&b)[NT][2],
-                           const Less& less, int group, int thread) {
+DEVICE void multiply_bytes(Parts& part, const u8* from, int step, const u32 (&b)[NT][2], int group,
+                           int thread) {
     for (int i = 0; i < MT; ++i) {
         u32 a[4];
         for (int half = 0; half < 2; ++half) {
@@ -605,8 +619,8 @@ DEVICE void multiply_bytes(Parts& part, const u8* from, int step, const u32 (&b)
             const u8* at = from + row * 64 + thread * 4;
 #if BITS == 4
             u32 word = *reinterpret_cast<const u32*>(at + (step ^ turn) * 16);
-            a[half] = bytes_of_nibbles(word, less.of[i][half]);
-            a[2 + half] = bytes_of_high_nibbles(word, less.of[i][half]);
+            a[half] = bytes_of_nibbles(word);
+            a[2 + half] = bytes_of_high_nibbles(word);
 #else
             a[half] = *reinterpret_cast<const u32*>(at + ((2 * step) ^ turn) * 16);
             a[2 + half] = *reinterpret_cast<const u32*>(at + ((2 * step + 1) ^ turn) * 16);
@@ -618,6 +632,31 @@ DEVICE void multiply_bytes(Parts& part, const u8* from, int step, const u32 (&b)
 }
 
 #endif
+
+// Whether something is subtracted from the bytes of codes. It is subtracted from a tile's products
+// as `less` times the sum of the digits: exactly, for all codes and zero points.
+constexpr bool SUBTRACTS = ZERO || BYTE_LESS != 0;
+
+// Add the digits in a lane's registers to the lane's sum for each tile of 8 digit columns.
+DEVICE void sum_digits(int (&digit_sums)[NT], const u32 (&b)[NT][2]) {
+    for (int j = 0; j < NT; ++j)
+        for (int i = 0; i < 2; ++i) digit_sums[j] = add_signed_bytes(b[j][i], digit_sums[j]);
+}
+
+// Subtract `less` times the sums of the digits from `part`. Set the sums to 0.
+DEVICE void subtract_less(Parts& part, int (&digit_sums)[NT], const Less& less, int thread) {
+    for (int j = 0; j < NT; ++j) {
+        int sum = digit_sums[j];  // of a quarter of the digits in column 8 * j + lane / 4
+        for (int step = 1; step < 4; step *= 2) sum += of_lane_xor(sum, step);
+        for (int c = 0; c < 2; ++c) {
+            int column_sum = of_lane(sum, 4 * (2 * thread + c));
+            for (int i = 0; i < MT; ++i)
+                for (int half = 0; half < 2; ++half)
+                    part[i][j][2 * half + c] -= less.of[i][half] * column_sum;
+        }
+        digit_sums[j] = 0;
+    }
+}
 
 // Add `part`, times the powers of two and the scales, to `sums`. Set `part` to 0.
 DEVICE void add_digits(Sums& sums, Parts& part, const float* powers, const Scales& scales,
@@ -659,6 +698,7 @@ DEVICE void sum_over_k(Sums& sums, u8* ring, u8* digits, const u16* x, const u8*
     const float* powers = reinterpret_cast<const float*>(digits + DIGITS * M * DIGITS_STRIDE);
     Stages stages(first_unit);
     Parts part = {};
+    int digit_sums[NT] = {};
     Scales scales = {};
     Less less = load_less(zero_point, 0, n, group);
     int slot = 0;
@@ -693,12 +733,14 @@ DEVICE void sum_over_k(Sums& sums, u8* ring, u8* digits, const u16* x, const u8*
             }
             u32 b[NT][2];
             read_digits(b, digits, at % UNIT, group, thread);
+            if (SUBTRACTS) sum_digits(digit_sums, b);
 #if ROWS
-            multiply_bytes(part, here + step * 32 * ROW_BYTES, b, less, group, thread);
+            multiply_bytes(part, here + step * 32 * ROW_BYTES, b, group, thread);
 #else
-            multiply_bytes(part, here, step, b, less, group, thread);
+            multiply_bytes(part, here, step, b, group, thread);
 #endif
             bool is_last = (IS_TILED && (at + 32) % TILE == 0) || (at + 32) % UNIT == 0;
+            if (is_last && SUBTRACTS) subtract_less(part, digit_sums, less, thread);
             if (is_last) add_digits(sums, part, powers, scales, thread);
         }
         slot = slot + 1 == STAGES ? 0 : slot + 1;

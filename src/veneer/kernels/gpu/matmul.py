@@ -144,15 +144,9 @@ def _start(codes: Codes, x_dtype: str) -> int:
 def can_multiply_digits(layout: ProductSizes) -> bool:
     """Return whether the kernel can multiply integers: few rows, and consecutive codes."""
     form = form_of(layout.codes, layout.x_dtype)
-    is_byte = layout.codes.bits == 8 and not layout.zero_dtype  # needs no conversion
     is_in_order = form is not None and form["FORM"] == 0
     fits_tile = layout.tile % 32 == 0 or layout.tile == layout.k
-    return (
-        is_in_order
-        and layout.m <= MOST_DIGIT_ROWS
-        and fits_tile
-        and (is_byte or layout.codes.bits == 4)
-    )
+    return is_in_order and layout.m <= MOST_DIGIT_ROWS and fits_tile
 
 
 #: The most stages in a ring buffer. More stages do not help.
