@@ -237,3 +237,10 @@ def test_the_program_rounds_apart_from_the_conversion(qtype):
     mantissa = jnp.finfo(FORMATS[qtype].code_dtype).nmant
     assert "stablehlo.reduce_precision" in lowered
     assert f"e8m{mantissa}" in lowered
+
+
+@pytest.mark.parametrize("value", [0.003, 0.33, 500.0])  # subnormal, normal, and too large
+def test_the_derivative_is_that_of_a_conversion(value):
+    derivative = jax.grad(lambda x: round_to_dtype(x, "float8_e4m3fn"))(jnp.float32(value))
+    assert derivative == 1
+    assert jax.vmap(jax.grad(lambda x: round_to_dtype(x, "float16")))(jnp.full(2, 1e-7)).min() == 1

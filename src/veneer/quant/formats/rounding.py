@@ -5,6 +5,7 @@ result is the value itself, if it is in the range of the format. Values of the f
 """
 
 import itertools
+from functools import partial
 from typing import TYPE_CHECKING
 
 import jax
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from .table import Format
 
 
+@partial(jax.custom_jvp, nondiff_argnums=(1,))
 def round_to_dtype(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Round values to the nearest ones of a narrower float dtype, but keep the dtype of `x`.
 
@@ -22,6 +24,8 @@ def round_to_dtype(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     removes a conversion to 8 or 16 bits and back (`xla_allow_excess_precision`, the default), and
     the rounding with it. Quantization in float8 would then round nothing, and codes would not match
     a scale that is stored in 16 bits. After this function, the conversion itself is exact.
+
+    The derivative is that of a conversion: 1.
 
     Results of 16 bits, such as those of `dequantize`, are converted as in any JAX program: a GPU
     may keep more bits of them until they leave the program.
@@ -48,6 +52,13 @@ def round_to_dtype(x: jax.Array, dtype: DTypeLike) -> jax.Array:
         subnormal = jnp.round(wide / step) * step
         rounded = jnp.where(jnp.abs(wide) < float(info.tiny), subnormal, rounded)
     return rounded.astype(x.dtype)
+
+
+@round_to_dtype.defjvp
+def _round_to_dtype_jvp(
+    dtype: DTypeLike, primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    return round_to_dtype(*primals, dtype), tangents[0]
 
 
 def encode_stochastically(x: jax.Array, format: "Format", key: jax.Array) -> jax.Array:
