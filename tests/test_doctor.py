@@ -53,6 +53,7 @@ def gpu(monkeypatch):
     """A Hopper GPU, on which both kernels compile. Products run on the CPU."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(gpu_matmul, "compute_capability", lambda: 90)
+    monkeypatch.setattr(hopper, "has_jax", lambda: True)
     monkeypatch.setattr(hopper, "is_hopper", lambda: True)
     monkeypatch.setattr(gpu_matmul, "compile", lambda *args: None)
     monkeypatch.setattr(hopper, "compile", lambda *args: None)
@@ -86,6 +87,9 @@ def test_on_a_gpu_missing_kernels_are_reported(gpu, monkeypatch):
     assert (few.is_well, many.is_well) == (False, True)
     assert few.text.endswith("CompileError: NVRTC is missing")
     assert many.text.startswith("none for this GPU")
+    monkeypatch.setattr(hopper, "is_hopper", lambda: True)
+    monkeypatch.setattr(hopper, "has_jax", lambda: False)
+    assert doctor._gpu_kernel("many", 256).text.startswith("none before JAX 0.11")
     with kernels.use("xla"):
         assert not found()["kernels"].is_well
 

@@ -24,6 +24,7 @@ from ._core.transform import implicit
 from ._core.value import materialise
 from .kernels import Codes, MatmulOperands, MatmulProblem, select
 from .kernels.cpu import build
+from .kernels.gpu import hopper
 from .native import cache
 
 #: The weight formats, tile sizes and activation formats of the products that are timed.
@@ -181,7 +182,10 @@ def _gpu_kernel(name: str, m: int) -> Finding:
     problem = MatmulProblem(Codes(8, "int8"), n, "rows", "bfloat16", 0, by_xla)
     kernel = select.candidate("gpu", problem.codes, problem.shape(operands))
     if kernel is None or kernel.module is None or not select.has_device(kernel):
-        return Finding(name, "none for this GPU: XLA computes these products")
+        why = "none for this GPU"
+        if hopper.is_hopper() and not hopper.has_jax():
+            why = f"none before JAX {'.'.join(map(str, hopper.LEAST_JAX))}"
+        return Finding(name, f"{why}: XLA computes these products")
     try:
         kernel.module.compile(operands, problem)
     except Exception as error:  # NVRTC and Pallas raise errors of many types

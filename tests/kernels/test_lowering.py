@@ -3,6 +3,7 @@
 import functools
 import subprocess
 import sys
+import types
 import warnings
 
 import jax
@@ -126,6 +127,32 @@ def test_a_batch_of_many_rows_is_left_to_xla(gpu):
     assert MANY_ROWS not in lowered("cuda", w, f=f, x=jnp.zeros((2, 300, 1024), jnp.bfloat16))
 
 
+@pytest.mark.parametrize("tile", [48, 64])
+def test_explain_agrees_with_the_program_for_a_transposed_weight(gpu, tile):
+    w = jnp.ones((1024, 20 * tile), jnp.bfloat16)
+    w = vn.quant.quantize(w, "int8", channelwise_axes=[0], tiled_axes={1: tile})
+    x, f = jnp.ones((2, w.shape[1]), jnp.bfloat16), lambda x, w: x @ w.T
+    is_explained = any("GPU" in event.how for event in vn.explain(f)(x, w).events)
+    assert is_explained == has_kernel(lowered("cuda", w, f=f, x=x)) == (tile == 64)
+
+
+def test_gpus_of_several_kinds_share_what_all_can_run(monkeypatch):
+    def is_of(*capabilities):
+        gpus = [types.SimpleNamespace(compute_capability=each) for each in capabilities]
+        monkeypatch.setattr(jax, "devices", lambda platform: gpus)
+        gpu_matmul.compute_capability.cache_clear()
+        hopper.is_hopper.cache_clear()
+        return gpu_matmul.compute_capability(), hopper.is_hopper()
+
+    assert is_of("9.0", "9.0") == (90, True)
+    assert is_of("9.0", "8.0") == (80, False)
+    assert is_of("10.0") == (90, False)
+    assert is_of("9.0", "gfx90a") == (None, False)
+    monkeypatch.undo()
+    gpu_matmul.compute_capability.cache_clear()
+    hopper.is_hopper.cache_clear()
+
+
 def test_without_a_gpu_programs_for_one_are_left_to_xla(no_warnings_yet):
     gpu_matmul.compute_capability.cache_clear()
     hopper.is_hopper.cache_clear()
@@ -161,7 +188,7 @@ def test_what_jax_cannot_lower_is_left_to_xla(gpu, monkeypatch):
         raise NotImplementedError("no such primitive\nand more")
 
     monkeypatch.setattr(hopper, "_compile", fail)
-    monkeypatch.setattr(hopper, "_LEAST_JAX", (0, 10))
+    monkeypatch.setattr(hopper, "LEAST_JAX", (0, 10))
     with pytest.warns(UserWarning, match="left to XLA: no kernel for GPU: .* no such primitive"):
         assert not has_kernel(lowered("cuda", quantized(), x=rows(300)))
     assert "GPU" not in vn.explain(jnp.matmul)(rows(300), quantized()).events[0].how
@@ -175,10 +202,12 @@ def test_the_cuda_kernel_serves_up_to_64_rows_elsewhere(gpu, monkeypatch):
 
 
 def test_an_older_jax_has_no_kernel_for_many_rows(gpu, monkeypatch):
-    monkeypatch.setattr(hopper, "_LEAST_JAX", (99, 0))
-    assert FEW_ROWS in lowered("cuda", quantized(), x=rows(64))
-    with pytest.warns(UserWarning, match=r"the kernel needs JAX 99\.0, and this is"):
+    monkeypatch.setattr(hopper, "LEAST_JAX", (99, 0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert FEW_ROWS in lowered("cuda", quantized(), x=rows(64))
         assert not has_kernel(lowered("cuda", quantized(), x=rows(300)))
+    assert "GPU" not in vn.explain(jnp.matmul)(rows(300), quantized()).events[0].how
 
 
 def test_explain_names_the_kernel_of_a_gpu(gpu):

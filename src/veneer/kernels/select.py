@@ -234,16 +234,15 @@ def candidate(
 ) -> Candidate | None:
     """Return the row of the table for a product, or None if XLA computes it."""
     rows = (row for row in TABLE if row.opt_in <= opt_in and _serves(row, platform, codes, shape))
-    return next((row for row in rows if not _gives_way(row, shape)), None)
+    return next((row for row in rows if not _gives_way(row)), None)
 
 
-def _gives_way(kernel: Candidate, shape: MatmulShape) -> bool:
+def _gives_way(kernel: Candidate) -> bool:
     """Return whether a kernel for Hopper GPUs cannot run here, and a later row may serve."""
     if kernel.module is not hopper:
         return False
     is_other_gpu = gpu_matmul.compute_capability() is not None and not hopper.is_hopper()
-    may_be_few = isinstance(shape.m, int) and shape.m <= MOST_ROWS
-    return is_other_gpu or (may_be_few and not hopper.has_jax())
+    return is_other_gpu or not hopper.has_jax()
 
 
 def _serves(kernel: Candidate, platform: str, codes: Codes, shape: MatmulShape) -> bool:

@@ -11,10 +11,11 @@ from jax import lax
 
 from ..problem import Codes, MatmulOperands, MatmulProblem, MatmulShape
 from .hopper_config import CODES, HopperConfig, Sizes, config_for, fits
+from .matmul import compute_capabilities
 
 _INT4 = (*map(float, range(8)), *map(float, range(-8, 0)))
 #: The oldest JAX version that the kernel was tested with.
-_LEAST_JAX = (0, 11)
+LEAST_JAX = (0, 11)
 
 
 def can_compute(codes: Codes, shape: MatmulShape) -> bool:
@@ -46,27 +47,20 @@ def _kind(codes: Codes) -> str | None:
 
 @functools.cache
 def is_hopper() -> bool:
-    """Return whether the GPUs of this process have compute capability 9.0."""
-    try:
-        device = jax.devices("gpu")[0]
-    except RuntimeError:  # JAX has no GPU platform
-        return False
-    return getattr(device, "compute_capability", "") == "9.0"
+    """Return whether all GPUs of this process have compute capability 9.0."""
+    return compute_capabilities() == {"9.0"}
 
 
 def has_jax() -> bool:
     """Return whether this JAX version is new enough for the kernel."""
-    return jax.__version_info__ >= _LEAST_JAX
+    return jax.__version_info__ >= LEAST_JAX
 
 
 def compile(operands: MatmulOperands, problem: MatmulProblem) -> None:
-    """Lower the kernel for one product, to check that this JAX version can.
+    """Lower the kernel for one product, to check that this is possible.
 
     **Raises:** any error of Pallas.
     """
-    if not has_jax():
-        least = ".".join(map(str, _LEAST_JAX))
-        raise NotImplementedError(f"the kernel needs JAX {least}, and this is {jax.__version__}")
     avals = (None if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands)
     _compile(MatmulOperands(*avals), problem)
 

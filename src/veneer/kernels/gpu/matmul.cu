@@ -25,6 +25,7 @@
 //   FORM        how codes are decoded: 0: consecutive integers, (code ^ FLIP) - LESS; 1: a table of
 //               16 values, with their low bytes in LOW0 to LOW3 and high bytes in HIGH0 to HIGH3;
 //               2: float8_e4m3fn; 3: float8_e5m2
+//   NEGATIVE    1: 4-bit codes become negative floats before LESS is subtracted
 //   ZERO        the dtype of zero points: 0 none, 1 int8, 2 uint8
 //   TILE        the number of codes along K that share a scale and a zero point
 //   SCALE       the dtype of scales: 0 f32, 1 bf16, 2 f16, 3 float8_e8m0fnu
@@ -224,7 +225,8 @@ typedef float Sums[MT][NT][4];
 // Decode the low nibble of each half of a word. The other nibbles are ignored.
 DEVICE u32 pair_of_nibbles(u32 halves, u32 less) {
     // Flip the sign bit of signed codes, so that codes and values have the same order.
-    u32 numbers = (halves & opaque(0x000F000Fu)) ^ (ONE_BITS | FLIP * 0x00010001u);
+    constexpr u32 SIGN = NEGATIVE ? 0x8000 : 0;
+    u32 numbers = (halves & opaque(0x000F000Fu)) ^ (ONE_BITS | (SIGN | FLIP) * 0x00010001u);
     return difference(numbers, less);
 }
 

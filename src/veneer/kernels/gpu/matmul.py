@@ -5,6 +5,7 @@ contains the PTX. Therefore a cached or saved program includes the kernel, and n
 """
 
 import functools
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -96,16 +97,18 @@ def can_compute(codes: Codes, shape: MatmulShape) -> bool:
         return False
     if shape.scale_columns not in (None, 1, shape.n) or shape.k * shape.n >= 2**31:
         return False
+    if shape.k >= 2**26:  # the kernel has 32-bit offsets into 24 rows of activations
+        return False
     if form_of(codes, shape.activations) is None:
         return False
-    is_tiled = shape.tile < shape.k
     codes_in_16_bytes = 128 // codes.bits
-    if shape.contracting == "rows":
-        fits_tile = not is_tiled or shape.tile % 16 == 0
-        return shape.n % codes_in_16_bytes == 0 and shape.k % 16 == 0 and fits_tile
     stage, tile = 4 * codes_in_16_bytes, shape.tile
-    fits_tile = tile % codes_in_16_bytes == 0 and (tile % stage == 0 or stage % tile == 0)
-    return shape.k % codes_in_16_bytes == 0 and (not is_tiled or fits_tile)
+    fits_stage = tile == shape.k or tile % stage == 0 or stage % tile == 0
+    if shape.contracting == "rows":
+        if codes.bits == 8 and not fits_stage:
+            return False  # `x @ w.T` is traced as "rows", and lowered as "columns"
+        return shape.n % codes_in_16_bytes == 0 and shape.k % 16 == 0 and tile % 16 == 0
+    return shape.k % codes_in_16_bytes == 0 and tile % codes_in_16_bytes == 0 and fits_stage
 
 
 @functools.cache
@@ -185,6 +188,8 @@ def config_for(layout: ProductSizes) -> Config:
             if -(-layout.n // (16 * n_tiles)) * k_warps >= least_warps:
                 return config
             fitting.append(config)
+    if not fitting:
+        raise nvrtc.CompileError(f"no configuration fits {_SHARED_BYTES} bytes of shared memory")
     return max(fitting, key=lambda config: config.k_warps / config.n_tiles)
 
 
@@ -201,8 +206,15 @@ def macros(layout: ProductSizes, config: Config) -> dict[str, int]:
     form = form_of(layout.codes, layout.x_dtype)
     assert form is not None
     start = _start(layout.codes, layout.x_dtype) if form["FORM"] == 0 else 0
+    is_float = form["FORM"] == 0 and not config.by_digits
+    is_negative = is_float and layout.codes.bits == 4 and layout.zero_dtype == "uint8"
+    if is_negative:
+        # The float is -128 - (15 - code), or -1024 - (15 - code) in f16. It has the opposite sign
+        # of the zero point. Therefore LESS plus the zero point is small enough to be exact in bf16.
+        start, form = -start - 15, {**form, "FLIP": form["FLIP"] ^ 15}
     return {
         **form,
+        "NEGATIVE": int(is_negative),
         "ZERO": ZERO_POINTS.index(layout.zero_dtype),
         "INTEGER": int(config.by_digits),
         "LESS": form["LESS"] - layout.zero_offset + (0 if config.by_digits else start),
@@ -325,25 +337,34 @@ def _compiled(
         raise nvrtc.CompileError(f"the kernel needs compute capability {least / 10}, and {found}")
     config = config or config_for(layout)
     if config.stages == 0:
-        config = _with_most_stages(layout, config) or config._replace(stages=2)
-    if shared_bytes(layout, config) > _SHARED_BYTES:
+        config = _with_most_stages(layout, config) or config
+    if config.stages == 0 or shared_bytes(layout, config) > _SHARED_BYTES:
         raise nvrtc.CompileError(f"{config} needs more than {_SHARED_BYTES} bytes of shared memory")
     return layout, config, ptx(layout, config, capability)
 
 
 @functools.cache
 def compute_capability() -> int | None:
-    """Return the compute capability of this process's GPUs: 90 for 9.0 and all newer ones.
+    """Return the lowest compute capability of this process's GPUs: 90 for 9.0 and all newer ones.
 
     Return None if there is no NVIDIA GPU.
     """
+    found = []
+    for text in compute_capabilities():
+        major, _, minor = text.partition(".")
+        if not (major.isdecimal() and minor.isdecimal()):  # a GPU of another manufacturer
+            return None
+        found.append(10 * int(major) + int(minor))
+    return min(90, *found) if found else None
+
+
+def compute_capabilities() -> set[str]:
+    """Return the compute capabilities of this process's GPUs, such as "9.0"."""
     try:
-        found = str(getattr(jax.devices("gpu")[0], "compute_capability", ""))
+        devices = jax.devices("gpu")
     except RuntimeError:  # JAX has no GPU platform
-        return None
-    major, _, minor = found.partition(".")
-    is_nvidia = major.isdecimal() and minor.isdecimal()
-    return min(90, 10 * int(major) + int(minor)) if is_nvidia else None
+        return set()
+    return {str(getattr(device, "compute_capability", "")) for device in devices}
 
 
 @functools.lru_cache(maxsize=1024)
@@ -361,11 +382,15 @@ def ptx(layout: ProductSizes, config: Config, capability: int) -> str:
 
 
 def name_of(layout: ProductSizes, config: Config) -> str:
-    """Return the name that a kernel has in profiles."""
+    """Return the name of a kernel, as profiles show it.
+
+    It ends with a hash of the macros, because XLA may take kernels of the same name for the same.
+    """
     side = "rows" if layout.is_rows else "columns"
     sizes = f"{layout.m}x{layout.n}x{layout.k}"
     divided = "_".join(str(int(size)) for size in config)
-    return f"veneer_{side}_{layout.codes.kind}_{sizes}_{divided}"
+    digest = hashlib.sha256(json.dumps(macros(layout, config)).encode()).hexdigest()[:8]
+    return f"veneer_{side}_{layout.codes.kind}_{sizes}_{divided}_{digest}"
 
 
 def _call_config(

@@ -39,7 +39,22 @@ def compile_ptx(source: str, options: Sequence[str]) -> str:
         ptx = _text(library, program, "PTX")
     finally:
         library.nvrtcDestroyProgram(ctypes.byref(program))
-    return re.sub(r"^\.version .*$", f".version {PTX_VERSION}", ptx, count=1, flags=re.M)
+    return with_version(ptx)
+
+
+def with_version(ptx: str) -> str:
+    """Return PTX that claims to have the version `PTX_VERSION`.
+
+    **Raises:** `CompileError` if the text has no version.
+
+    >>> from veneer.kernels.gpu.nvrtc import with_version
+    >>> with_version(".version 8.8\\n.target sm_90")
+    '.version 8.1\\n.target sm_90'
+    """
+    ptx, count = re.subn(r"^\.version .*$", f".version {PTX_VERSION}", ptx, count=1, flags=re.M)
+    if count != 1:
+        raise CompileError("NVRTC returned PTX without a version")
+    return ptx
 
 
 @functools.cache
