@@ -5,11 +5,11 @@ read and 8 to write in bf16, too few to use the memory bandwidth. Two neighbors 
 computed as one word of 32 bits make a thread read 4 bytes and write 16.
 
 Times of one weight of 4096 x 11008, dequantized to bf16 on an H200, for int4, uint4, nf4 and mxfp4
-with scales along either axis (benchmarks/gpu_all.py):
+with scales along either axis (part 8 of benchmarks/gpu_all.py measures the last line):
 
     stack the fields of a byte along a new axis, as on CPUs               63 to 121 µs
     shift a byte by each place, broadcast along a new axis                62 to 64 µs
-    compute both neighbors of a byte, and write one word                  36 to 41 µs
+    compute both neighbors of a byte, and write one word                  36 to 47 µs
 
 So GPUs compute pairs if `writes_pairs` holds, and shift otherwise. The bits are always the same.
 """
