@@ -13,6 +13,7 @@ import veneer as vn
 from veneer import kernels
 from veneer.kernels import Codes, select
 from veneer.kernels.cpu import build
+from veneer.kernels.gpu import hopper
 from veneer.kernels.problem import MatmulShape
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(2, 128)), jnp.float32)
@@ -91,7 +92,8 @@ LARGE = {"activations": "bfloat16", "k": 4096, "n": 4096, "tile": 128, "scale_co
         (Codes(4, values=tuple(map(float, range(16)))), {"m": 512}, None),
     ],
 )
-def test_the_table_has_kernels_for_gpus(codes, changes, target):
+def test_the_table_has_kernels_for_gpus(codes, changes, target, monkeypatch):
+    monkeypatch.setattr(hopper, "has_jax", lambda: True)
     assert select.find("gpu", codes, shape(**LARGE | changes)) == target
 
 

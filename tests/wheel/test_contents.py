@@ -45,7 +45,8 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
 
 
 def test_the_wheel_is_small_and_of_one_version(wheel):
-    assert wheel.stat().st_size <= 2**20
+    # It has only sources. A file of data that is packed by mistake would exceed this.
+    assert wheel.stat().st_size <= 1.25 * 2**20
     assert wheel.name == f"veneer-{vn.__version__}-py3-none-any.whl"
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
