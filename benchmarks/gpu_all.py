@@ -107,7 +107,7 @@ class Method(NamedTuple):
 
     @property
     def is_general(self) -> bool:
-        """Whether part 2 checks this method, with batches and derivatives."""
+        """Return whether part 2 checks this method with batches and derivatives."""
         return self.name in (VENEER, BY_XLA)
 
 

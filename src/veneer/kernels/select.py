@@ -137,9 +137,9 @@ class Candidate:
 
 _ALL = tuple(BITS)
 _WHOLE_FIELDS = (*LOOKUP_BITS, *BYTES)
-#: On NVIDIA GPUs, one kernel computes products with at most so many rows of activations, and
-#: another one those with more, where it can: on Hopper GPUs, in some formats. Otherwise the first
-#: one computes up to `MOST_ROWS`. From benchmarks/gpu_all.py on an H200.
+#: On NVIDIA GPUs, one kernel computes products of up to `FEW_ROWS` rows of activations. For more
+#: rows, Hopper GPUs have another kernel for some formats. If it does not apply, the first kernel
+#: computes products of up to `MOST_ROWS` rows. Measured with benchmarks/gpu_all.py on an H200.
 FEW_ROWS, MOST_ROWS = 32, 64
 _LEAST_ENTRIES_GPU = 1 << 18
 

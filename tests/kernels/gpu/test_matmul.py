@@ -84,15 +84,19 @@ def test_zero_points_of_any_byte_are_subtracted(contracting, m, kind, offset, dt
 
 @pytest.mark.parametrize("contracting", ["rows", "columns"])
 @pytest.mark.parametrize("m", [2, 3])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("offset", [-120, -8, 0, 3, 120])
-def test_values_of_codes_far_from_zero(contracting, m, offset):
-    check_differences(contracting, m, "uint4", offset)
+def test_values_of_codes_far_from_zero(contracting, m, dtype, offset):
+    check_differences(contracting, m, "uint4", offset, dtype=dtype)
+    if offset != -120:  # zero points of codes beyond int8 are left to XLA
+        zero_points = lambda shape: np.random.default_rng(0).integers(0, 256, shape, "uint8")
+        check_differences(contracting, m, "uint4", offset, zero_points, dtype)
 
 
-def check_differences(contracting, m, kind, offset, zero_points=None):
+def check_differences(contracting, m, kind, offset, zero_points=None, dtype=jnp.bfloat16):
     """Compare with the dense product of weights (code - offset - zero point + offset) * scale."""
     shape, tile = ((1, 128, 64), (32, 1)) if contracting == "rows" else ((1, 64, 128), (1, 32))
-    x = jax.nn.one_hot(jnp.array([[5, 70, 127]])[:, :m], 128, dtype=jnp.bfloat16)
+    x = jax.nn.one_hot(jnp.array([[5, 70, 127]])[:, :m], 128, dtype=dtype)
     w, codes, operands = example(kind, shape, tile, x)
     values = np.asarray(w.codes, np.float64)
     if codes.bits == 4 or zero_points is None:  # with an offset, codes are centered around 0

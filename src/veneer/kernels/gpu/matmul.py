@@ -28,6 +28,8 @@ _SHARED_BYTES = 48 * 1024
 ZERO_POINTS = ("", "int8", "uint8")
 #: The length along K of the units of work that are divided among warps.
 _UNIT = 128
+#: All integers up to these are exact.
+_MOST_EXACT = {"bfloat16": 256, "float16": 2048}
 #: The most rows of activations that are split into digits. With more rows, bf16 is faster.
 MOST_DIGIT_ROWS = 2
 
@@ -121,11 +123,14 @@ def form_of(codes: Codes, x_dtype: str) -> dict[str, int] | None:
         values = tuple(
             float(i if codes.dtype == "uint8" or i < 128 else i - 256) for i in range(256)
         )
-    most = 2048 if x_dtype == "float16" else 256  # integers up to this one are exact in `x_dtype`
     for flip in (0, len(values) // 2):
         less = flip - values[0]
         is_in_order = values == tuple((i ^ flip) - less for i in range(len(values)))
-        if is_in_order and less == int(less) and abs(_start(codes, x_dtype) + less) <= most:
+        if (
+            is_in_order
+            and less == int(less)
+            and abs(_start(codes, x_dtype) + less) <= _MOST_EXACT[x_dtype]
+        ):
             return {"FORM": 0, "FLIP": flip, "LESS": int(less)}
     if codes.bits != 4:
         return None
@@ -207,11 +212,16 @@ def macros(layout: ProductSizes, config: Config) -> dict[str, int]:
     assert form is not None
     start = _start(layout.codes, layout.x_dtype) if form["FORM"] == 0 else 0
     is_float = form["FORM"] == 0 and not config.by_digits
-    is_negative = is_float and layout.codes.bits == 4 and layout.zero_dtype == "uint8"
+    # A 4-bit code can also become the float -start - (15 - code).
+    negative_start = -start - 15
+    is_negative = (
+        is_float
+        and layout.codes.bits == 4
+        and not _are_exact(layout, start + form["LESS"])
+        and _are_exact(layout, negative_start + form["LESS"])
+    )
     if is_negative:
-        # The float is -128 - (15 - code), or -1024 - (15 - code) in f16. It has the opposite sign
-        # of the zero point. Therefore LESS plus the zero point is small enough to be exact in bf16.
-        start, form = -start - 15, {**form, "FLIP": form["FLIP"] ^ 15}
+        start, form = negative_start, {**form, "FLIP": form["FLIP"] ^ 15}
     return {
         **form,
         "NEGATIVE": int(is_negative),
@@ -234,6 +244,14 @@ def macros(layout: ProductSizes, config: Config) -> dict[str, int]:
         "STAGES": config.stages,
         "KS": _steps(layout, config),
     }
+
+
+def _are_exact(layout: ProductSizes, less: int) -> bool:
+    """Return whether `less` plus any zero point is an integer that `x_dtype` represents exactly."""
+    zero_points = np.iinfo(layout.zero_dtype) if layout.zero_dtype else None
+    least, most = (zero_points.min, zero_points.max) if zero_points else (0, 0)
+    less -= layout.zero_offset
+    return max(abs(less + least), abs(less + most)) <= _MOST_EXACT[layout.x_dtype]
 
 
 def _steps(layout: ProductSizes, config: Config) -> int:

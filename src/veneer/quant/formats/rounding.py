@@ -25,10 +25,10 @@ def round_to_dtype(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     the rounding with it. Quantization in float8 would then round nothing, and codes would not match
     a scale that is stored in 16 bits. After this function, the conversion itself is exact.
 
-    The derivative is that of a conversion: 1.
+    The derivative is 1, as for a conversion.
 
-    Results of 16 bits, such as those of `dequantize`, are converted as in any JAX program: a GPU
-    may keep more bits of them until they leave the program.
+    `dequantize` does not use this function for its 16-bit results. A GPU may keep more bits of such
+    a result until the program returns it, as in any JAX program.
 
     **Arguments:**
 
@@ -47,7 +47,7 @@ def round_to_dtype(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     rounded = jax.lax.reduce_precision(wide, wide_info.nexp, info.nmant)
     infinite = jnp.sign(rounded) * jnp.inf
     rounded = jnp.where(jnp.abs(rounded) > float(info.max), infinite, rounded)
-    if info.tiny > wide_info.tiny:  # else the subnormal numbers are those of the wide dtype
+    if info.tiny > wide_info.tiny:  # otherwise both dtypes have the same subnormal numbers
         step = float(info.smallest_subnormal)
         subnormal = jnp.round(wide / step) * step
         rounded = jnp.where(jnp.abs(wide) < float(info.tiny), subnormal, rounded)
