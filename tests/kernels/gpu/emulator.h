@@ -219,15 +219,22 @@ inline u32 to_bits(float value) {
 }
 inline float fused_multiply_add(float a, float b, float c) { return std::fma(a, b, c); }
 
-inline void multiply_add_bytes(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+// Write a lane's operands of an `mma` instruction, and return those of all lanes of the warp.
+inline const emulator::Operands& share_operands(std::array<u32, 4> a, std::array<u32, 2> b) {
     using namespace emulator;
     int lane = current->thread.x % 32;
     Operands& all = block->operands[2 * current->warp + current->turn];
     current->turn ^= 1;
-    u32 as[] = {a0, a1, a2, a3}, bs[] = {b0, b1};
-    std::memcpy(all.a[lane], as, 16);
-    std::memcpy(all.b[lane], bs, 8);
+    std::copy(a.begin(), a.end(), all.a[lane]);
+    std::copy(b.begin(), b.end(), all.b[lane]);
     __syncwarp();
+    return all;
+}
+
+inline void multiply_add_bytes(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    using namespace emulator;
+    int lane = current->thread.x % 32;
+    const Operands& all = share_operands({a0, a1, a2, a3}, {b0, b1});
     for (int i = 0; i < 4; ++i) {
         int row = lane / 4 + 8 * (i / 2), column = 2 * (lane % 4) + i % 2;
         for (int k = 0; k < 32; ++k) {
@@ -242,12 +249,7 @@ inline void multiply_add_bytes(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 
 inline void multiply_add(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     using namespace emulator;
     int lane = current->thread.x % 32;
-    Operands& all = block->operands[2 * current->warp + current->turn];
-    current->turn ^= 1;
-    u32 as[] = {a0, a1, a2, a3}, bs[] = {b0, b1};
-    std::memcpy(all.a[lane], as, 16);
-    std::memcpy(all.b[lane], bs, 8);
-    __syncwarp();
+    const Operands& all = share_operands({a0, a1, a2, a3}, {b0, b1});
     int group = lane / 4, thread = lane % 4;
     for (int i = 0; i < 4; ++i) {
         int row = group + 8 * (i / 2), column = 2 * thread + i % 2;
