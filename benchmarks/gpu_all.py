@@ -21,6 +21,7 @@ import collections
 import contextlib
 import functools
 import gc
+import importlib.util
 import itertools
 import os
 import platform
@@ -553,7 +554,10 @@ def write_page(out: Path) -> None:
 
 
 def supervise(options: argparse.Namespace) -> None:
-    """Run workers until one finishes all parts or the time is over."""
+    """Run workers until one finishes all parts or the time is over.
+
+    **Raises:** `SystemExit` if no worker measured anything.
+    """
     until, environment = time.time() + options.seconds, dict(os.environ)
     if options.small:  # Compile fast. The times of a `--small` run are not used.
         flags = environment.get("XLA_FLAGS", "")
@@ -570,6 +574,8 @@ def supervise(options: argparse.Namespace) -> None:
         if code == 0 or until - time.time() < 20:
             break
         print(f"the worker ended with {code}; another continues", flush=True)
+    if not any(Path(options.out).glob("part*.jsonl")):
+        sys.exit("nothing was measured: the errors of the workers are above")
 
 
 def main() -> None:
@@ -587,6 +593,8 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write the tables into docs/gpu.md")
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if not options.summary and importlib.util.find_spec("optax") is None:
+        parser.error("the training steps need optax: pip install 'veneer[examples]'")
     Path(options.out).mkdir(parents=True, exist_ok=True)
     if options.until is not None:
         run_parts(Worker(options))

@@ -1,5 +1,6 @@
 """Run the GPU benchmark with tiny sizes, and check the tables that it makes for docs/gpu.md."""
 
+import importlib.util
 import json
 import re
 import subprocess
@@ -13,6 +14,15 @@ from gpu_tables import Format
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "gpu.md").read_text("utf-8")
+
+
+def test_without_optax_nothing_starts(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["gpu_all.py", "--out", str(tmp_path / "results")])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        gpu_all.main()
+    assert "pip install 'veneer[examples]'" in capsys.readouterr().err
+    assert not (tmp_path / "results").exists()
 
 
 def test_small_parts_run_and_have_no_errors(tmp_path):
