@@ -1,5 +1,6 @@
 """Multiple dispatch: which rule runs, and what is said when none can."""
 
+import importlib
 from typing import Annotated, Any, TypeVar
 
 import jax
@@ -11,8 +12,15 @@ from jaxtyping import Array, Float, TypeCheckError
 from support.array_types import OneHot
 
 import veneer as vn
+from veneer._jax.primitives import _find_primitives
 
 X = jnp.arange(3.0)
+
+PUBLIC_PRIMITIVES = {
+    name.removesuffix("_p"): value
+    for name, value in vars(jax.lax).items()
+    if name.endswith("_p") and isinstance(value, Primitive)
+}
 
 
 @pytest.fixture
@@ -292,3 +300,13 @@ def test_of_several_defaults_that_of_the_highest_precedence_runs(highest_first):
     operands = High(jnp.array(0.0)), Low(jnp.array(0.0))
     run = vn.implicit(jax.lax.atan2)
     assert run(*(operands if highest_first else operands[::-1])) == 2
+
+
+@pytest.mark.parametrize("backend", ["mosaic_gpu", "triton", "tpu"])
+def test_a_name_means_the_primitive_of_jax_lax_beside_pallas(backend):
+    # JAX 0.12's Pallas has attributes named reduce_min_p and reduce_prod_p of its own.
+    importlib.import_module(f"jax.experimental.pallas.{backend}")
+    found = _find_primitives()
+    for name, primitive in PUBLIC_PRIMITIVES.items():
+        assert found[name] is primitive
+        assert found[primitive.name] is primitive

@@ -23,13 +23,17 @@ _primitives: dict[str, Primitive] = {}
 
 
 def _find_primitives() -> dict[str, Primitive]:
-    found: dict[str, Primitive] = {}
+    """The primitives by both names. Where two share one, it means the one that prints it, and of
+    two that print it the one imported first: Pallas, imported late, has its own `reduce_min_p`."""
+    printed: dict[str, Primitive] = {}
+    attributes: dict[str, Primitive] = {}
     for name, module in list(sys.modules.items()):
         if name.startswith("jax._src."):
             for attribute, value in vars(module).items():
                 if attribute.endswith("_p") and isinstance(value, Primitive):
-                    found[attribute.removesuffix("_p")] = value
-    return found | {p.name: p for p in found.values()}
+                    printed.setdefault(value.name, value)
+                    attributes.setdefault(attribute.removesuffix("_p"), value)
+    return attributes | printed
 
 
 def find_primitive(name: str) -> Primitive:
