@@ -1,5 +1,6 @@
 """Primitives without a rule that JAX runs, where it is asked to."""
 
+import ast
 import threading
 
 import jax
@@ -37,6 +38,13 @@ def f(x):
 LINE = f.__code__.co_firstlineno + 6
 
 
+def imported_modules(source):
+    """Return the names of the modules that a source imports."""
+    nodes = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Import | ast.ImportFrom)]
+    froms = [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+    return froms + [a.name for node in nodes if isinstance(node, ast.Import) for a in node.names]
+
+
 @pytest.fixture(scope="module")
 def compiled():
     with pytest.warns(UserWarning, match="JAX runs") as told:
@@ -52,7 +60,7 @@ def compiled():
 def test_jax_runs_what_has_no_rule(compiled):
     jax.tree.map(np.testing.assert_array_equal, compiled(X), f(X))
     assert "# pure_callback is run by JAX" in compiled.source
-    assert "veneer" not in compiled.source
+    assert not any("veneer" in module for module in imported_modules(compiled.source))
 
 
 def test_what_jax_raises_is_raised(compiled):
