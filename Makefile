@@ -18,23 +18,14 @@ BUILT_ON := $(shell { $(PYTHON) -c 'import sys; print(sys.base_prefix, sys.versi
 	echo '$(JAX)' '$(CURDIR)'; } 2>/dev/null | cksum | cut -d ' ' -f 1)
 CREATED := $(VENV)/.created-$(BUILT_ON)
 DEMO := $(VENV)/.demo-$(BUILT_ON)
+TEST := $(VENV)/.test-$(BUILT_ON)
 DEV := $(VENV)/.dev-$(BUILT_ON)
 BENCH := $(VENV)/.bench-$(BUILT_ON)
 PEERS := $(VENV)/.peers-$(BUILT_ON)
 DOCS := $(VENV)/.docs-$(BUILT_ON)
 
-# It is compiling that takes the time of tests. What XLA made of a program is kept, in a file by the
-# name of all that it depends on, for the other workers and for the next run. To tell XLA the lines
-# that each operation comes from would take a tenth of the time. There is a worker for each core, and
-# threads of OpenBLAS would but spin beside it.
-COMPILING := XLA_FLAGS='--xla_backend_optimization_level=0 $(XLA_FLAGS)' \
-	JAX_TRACEBACK_IN_LOCATIONS_LIMIT=0 \
-	JAX_COMPILATION_CACHE_DIR='$(abspath $(VENV))/programs' \
-	JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \
-	OPENBLAS_NUM_THREADS=1
-
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-peers test-wheel dist docs docs-look docs-serve fuzz bench setup lint format clean
+.PHONY: help demo test test-slow test-all durations test-peers test-wheel dist docs docs-look docs-serve fuzz bench setup lint format clean
 .NOTPARALLEL: # one pip at a time in an environment
 
 help: ## list the targets
@@ -43,14 +34,22 @@ help: ## list the targets
 demo: $(DEMO) ## quantise a real model, and print a table and draw a picture of what it costs
 	$(BIN)/veneer demo $(ARGS)
 
-test: $(DEV) ## run each test but the longest with a few of its cases
-	JAXTYPING_DISABLE=1 $(COMPILING) $(BIN)/python -m pytest -n auto --dist worksteal --quick --jaxtyping-packages= $(ARGS)
+test: $(TEST) ## run some cases of each test, in a few minutes
+	$(BIN)/python -m pytest $(ARGS)
 
-test-all: $(DEV) ## run every test with all of its cases, and check annotations, in an hour
-	$(COMPILING) $(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
+test-slow: $(DEV) ## run the tests that `make test` leaves out for their time
+	$(BIN)/python -m pytest -n auto --dist worksteal --slow $(ARGS)
+
+test-all: $(DEV) ## run every case of every test, and check annotations, in an hour
+	$(BIN)/python -m pytest -n auto --dist worksteal --all --jaxtyping-packages=veneer,beartype.beartype $(ARGS)
+
+durations: $(DEV) ## measure tests/support/durations.json, by which `make test` chooses its cases
+	rm -rf .pytest_cache/programs
+	$(BIN)/python -m pytest -n 2 --dist worksteal --record-durations $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal --record-durations --slow $(ARGS)
 
 test-peers: $(PEERS) ## run the suites of Quax, quaxed, unxt and Qwix's core on ours
-	$(COMPILING) $(BIN)/python tests/peers/run.py -n auto --dist worksteal $(ARGS)
+	$(BIN)/python tests/peers/run.py -n auto --dist worksteal $(ARGS)
 
 test-wheel: | $(CREATED) ## install the wheel with each extra in an empty environment, and run it there
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check build
@@ -71,7 +70,7 @@ dist: $(DEV) ## make the wheel and the source distribution of a release, in dist
 	$(BIN)/python -m build
 
 fuzz: $(DEV) ## run random programs for two minutes, others each day, against dense arrays
-	cd tests && JAXTYPING_DISABLE=1 XLA_FLAGS=--xla_backend_optimization_level=0 $(abspath $(BIN))/python -W ignore \
+	cd tests && XLA_FLAGS=--xla_backend_optimization_level=0 $(abspath $(BIN))/python -W ignore \
 		-m fuzz --programs 1000000 --seconds 120 --seed $$(date +%Y%m%d) $(ARGS)
 
 bench: $(BENCH) ## time the benchmarks, and write the tables of docs/benchmarks.md, performance.md and numba.md
@@ -106,15 +105,20 @@ $(DEMO): pyproject.toml | $(CREATED)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[demo]' '$(JAX)'
 	@touch $@
 
+$(TEST): pyproject.toml | $(CREATED)
+	@echo "Installing veneer[test] into $(VENV); a minute the first time"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test]' '$(JAX)'
+	@touch $@
+
 $(DEV): pyproject.toml | $(CREATED)
 	@echo "Installing veneer[dev] into $(VENV); a minute or two the first time"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]' '$(JAX)'
-	@touch $(DEMO) $@ # what the demo needs is part of dev
+	@touch $(DEMO) $(TEST) $@ # what the demo needs is part of dev
 
 $(BENCH): pyproject.toml | $(CREATED)
 	@echo "Installing veneer[bench] into $(VENV); a minute or two the first time"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[bench]' '$(JAX)'
-	@touch $(DEMO) $(DEV) $@ # what the demo and the tests need is part of it
+	@touch $(DEMO) $(TEST) $(DEV) $@ # what the demo and the tests need is part of it
 
 $(DOCS): pyproject.toml | $(CREATED)
 	@echo "Installing veneer[docs] into $(VENV)"
@@ -124,4 +128,4 @@ $(DOCS): pyproject.toml | $(CREATED)
 $(PEERS): pyproject.toml | $(CREATED)
 	@echo "Installing veneer[peers] into $(VENV); a minute or two the first time"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[peers]' '$(JAX)'
-	@touch $(DEMO) $(DEV) $@ # what the demo and the tests need is part of it
+	@touch $(DEMO) $(TEST) $(DEV) $@ # what the demo and the tests need is part of it

@@ -18,7 +18,8 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from support.array_types import MAKERS, Tagged, assert_close, lora
+from support import arrays
+from support.array_types import Tagged, assert_close, lora
 
 import veneer as vn
 import veneer.types  # whose rules are not those of a page
@@ -73,7 +74,7 @@ def registry(monkeypatch):
         clear()
 
 
-@pytest.mark.long(quick=4)
+@pytest.mark.slow  # each page is a program of some seconds
 @pytest.mark.usefixtures("registry")
 @pytest.mark.parametrize("page", TUTORIALS + YOUR_MODEL + TYPES, ids=lambda page: page.stem)
 def test_the_programs_run_and_print_what_is_shown(page, capsys):
@@ -121,9 +122,9 @@ ROW = re.compile(r"^\| `(.+?)` \| .+? \| (inside|leaf by leaf|dense) \|", re.MUL
 REFERENCE = dict(ROW.findall((DOCS / "reference_primitives.md").read_text("utf-8")))
 
 OLD = jax.__version_info__ < (0, 12)
-KEY = jax.random.key(0)
+KEY = arrays.key(0)
 LORA = lora(KEY)
-X = jnp.linspace(-1.0, 1.0, 24).reshape(4, 6)
+X = arrays.array(np.linspace(-1.0, 1.0, 24).reshape(4, 6))
 SQUARE = jax.ShapeDtypeStruct((6, 6), jnp.float32)
 AUTO, EXPLICIT = (
     jax.make_mesh((2,), ("x",), axis_types=(kind,), devices=jax.devices()[:2])
@@ -287,8 +288,8 @@ def primitive(request):
     return request.param
 
 
-TAGGED = Tagged(jnp.arange(36.0).reshape(6, 6), "kg")
-INT8 = MAKERS["int8"](KEY)
+TAGGED = Tagged(arrays.array(np.arange(36.0).reshape(6, 6)), "kg")
+INT8 = arrays.quantized("int8", 6, 6)
 
 
 def test_a_program_meets_the_primitive(primitive):

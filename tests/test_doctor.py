@@ -164,7 +164,7 @@ def test_a_process_that_ends_is_told(monkeypatch, tmp_path):
         doctor.choices()
 
 
-@pytest.mark.long(quick=0)  # it compiles some twenty kernels
+@pytest.mark.slow  # it compiles some twenty kernels
 def test_instructions_are_measured_by_turns(monkeypatch, tmp_path):
     monkeypatch.setenv("VENEER_CACHE", str(tmp_path))
     monkeypatch.delenv("VENEER_KERNELS_ISA", raising=False)

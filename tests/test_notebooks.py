@@ -59,7 +59,7 @@ def test_where_it_is_known_links_lead_to_the_site_and_to_colab(laid_out):
     assert "(../notebooks/start_here.ipynb)" in (site / "project/readme.md").read_text("utf-8")
 
 
-@pytest.mark.long(quick=0)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", notebooks.NOTEBOOKS)
 def test_a_notebook_runs_and_prints_what_it_shows(name, laid_out, tmp_path, monkeypatch):
     nbclient = pytest.importorskip("nbclient")

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from rich.console import Console
+from support import arrays
 from support.array_types import Diagonal, Lora
 
 import veneer as vn
@@ -24,12 +25,15 @@ class Adapted(Lora):
         return self.a.shape[-1]
 
 
-NF4 = vn.quant.quantize(jnp.ones((64, 8)), "nf4", channelwise_axes=[1], tiled_axes={0: 32})
+NF4 = arrays.quantized("nf4", 64, 8, tile=32)
 PARAMS = {
-    "dense": {"kernel": Adapted(NF4, jnp.ones((64, 2)), jnp.ones((2, 8))), "bias": jnp.zeros(8)},
-    "diagonal": Diagonal(jnp.arange(1000.0)),
-    "embedding": vn.freeze(jnp.ones((10, 4), jnp.bfloat16)),
-    "steps": jnp.arange(3),
+    "dense": {
+        "kernel": Adapted(NF4, arrays.ones((64, 2)), arrays.ones((2, 8))),
+        "bias": arrays.zeros(8),
+    },
+    "diagonal": Diagonal(arrays.arange(1000.0)),
+    "embedding": vn.freeze(arrays.ones((10, 4), jnp.bfloat16)),
+    "steps": arrays.arange(3),
     "activation": jnp.tanh,
     "rate": 0.1,
 }

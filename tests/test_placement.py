@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from support import arrays
 from support.array_types import assert_close
 from support.every_type import EVERY_TYPE, plain, value
 
@@ -19,7 +20,7 @@ if jax.device_count() < 4:
     pytest.skip("needs 4 devices", allow_module_level=True)
 
 MESH = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-KEY = jax.random.key(0)
+KEY = arrays.key(0)
 
 
 def on(*spec):
@@ -27,8 +28,7 @@ def on(*spec):
 
 
 def weight(qtype="nf4", shape=(64, 32)):
-    w = jax.random.normal(KEY, shape)
-    return vn.quant.quantize(w, qtype, channelwise_axes=[1], tiled_axes={0: 16})
+    return arrays.quantized(qtype, *shape, tile=16)
 
 
 def specs(tree):
@@ -60,8 +60,8 @@ def test_each_type_is_cut_as_under_implicit(name, spec):
 
 
 PARAMS = {
-    "layers": [{"up": weight(), "down": weight(shape=(32, 64)), "bias": jnp.zeros(64)}] * 2,
-    "head": jnp.ones((64, 8)),
+    "layers": [{"up": weight(), "down": weight(shape=(32, 64)), "bias": arrays.zeros(64)}] * 2,
+    "head": arrays.ones((64, 8)),
     "name": "model",
 }
 

@@ -10,6 +10,7 @@ import pytest
 from flax import linen, nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from support import arrays
 from support.array_types import assert_close
 
 import veneer as vn
@@ -19,7 +20,7 @@ if jax.device_count() < 8:
 
 MESH = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 LINE = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-KEY = jax.random.key(0)
+KEY = arrays.key(0)
 RULES = (("mlp", "model"), ("embed", "data"), ("heads", "model"))
 KERNELS = [vn.quant.Rule(r".*kernel.*", "int4", tile_size=16)]
 
@@ -215,7 +216,7 @@ REFUSED = {
         r"expert, data, model\. Add \('mlp', None\)",
     ),
     "an axis": ((AXES, MESH, {"embed": "pipe"}), r"the rule for 'embed' has 'pipe', no axis of"),
-    "no names": (({"w": jnp.ones(3)}, MESH), "no array of the tree has names of its axes"),
+    "no names": (({"w": arrays.ones(3)}, MESH), "no array of the tree has names of its axes"),
 }
 
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import linen, nnx
+from support import arrays
 
 import veneer as vn
 
@@ -34,7 +35,7 @@ def test_the_programs_run(capsys):
     assert "dot_general" in capsys.readouterr().out
 
 
-X = jax.random.normal(jax.random.key(0), (8, 128))
+X = arrays.normal(8, 128)
 
 
 class Nnx(nnx.Module):

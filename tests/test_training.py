@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.array_types import assert_close, lora, quantized
+from support import arrays
+from support.array_types import assert_close, lora
 
 import veneer as vn
 from veneer.types.frozen import Frozen
@@ -24,8 +25,8 @@ class Adapted(vn.ImplicitArray):
         return vn.materialise(self.w) + self.a @ self.b
 
 
-A, B = jnp.ones((4, 1)), jnp.ones((1, 4))
-INT8 = quantized("int8", None)(jax.random.key(0), (4, 4))
+A, B = arrays.ones((4, 1)), arrays.ones((1, 4))
+INT8 = arrays.quantized("int8", 4, 4)
 
 
 def model():

@@ -1,17 +1,20 @@
 """`vn.tree`: trees in which an implicit array is one leaf, opened by a layer, and in two parts."""
 
+import dataclasses
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.array_types import Diagonal, Lora, lora_of_int8
+from support import arrays
+from support.array_types import Diagonal, Lora, lora
 from support.policies import only_by_rules
 
 import veneer as vn
 
-QLORA = lora_of_int8(jax.random.key(0))
-TREE = {"w": QLORA, "rest": [jnp.ones(2), {"d": Diagonal(jnp.arange(3.0))}, None]}
+QLORA = dataclasses.replace(lora(arrays.key(0)), w=arrays.quantized("int8", 6, 6))
+TREE = {"w": QLORA, "rest": [arrays.ones(2), {"d": Diagonal(arrays.arange(3.0))}, None]}
 PATHS = ["rest.0", "rest.1.d", "w"]
 LEAVES = [TREE["rest"][0], TREE["rest"][1]["d"], QLORA]
 

@@ -6,12 +6,13 @@ import diffrax as dfx
 import jax
 import jax.numpy as jnp
 import pytest
+from support import arrays
 from support.array_types import Lora, assert_close, lora, lora_of_int8
 from support.policies import only_by_rules
 
 import veneer as vn
 
-pytestmark = [pytest.mark.divided, pytest.mark.long]
+pytestmark = pytest.mark.divided
 
 
 class Weight(Lora):
@@ -32,8 +33,10 @@ def weight(make) -> Weight:
     return Weight(w.w, w.a, w.b, scale=w.scale)
 
 
-WEIGHTS = {"lora": weight(lora), "lora of int8": weight(lora_of_int8)}
-Y0 = jnp.array([0.5, -1.0, 0.3])
+WEIGHTS = arrays.OnDemand(
+    {"lora": lambda: weight(lora), "lora of int8": lambda: weight(lora_of_int8)}
+)
+Y0 = arrays.array([0.5, -1.0, 0.3])
 
 METHODS = {
     "constant": (dfx.Euler(), dfx.ConstantStepSize()),

@@ -4,15 +4,17 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from support.array_types import MAKERS, OneHot, Tagged, assert_close
+from support import arrays
+from support.array_types import MAKERS, OneHot, Tagged, assert_close, by_numpy
 
 import veneer as vn
 from veneer._core import transform
 
-W = MAKERS["lora"](jax.random.key(0))
-X = jnp.linspace(-1.0, 1.0, 18).reshape(3, 6)
-EXPECTED = jnp.dot(X, vn.materialise(W))
+W = MAKERS["lora"](arrays.key(0))
+X = arrays.array(np.linspace(-1.0, 1.0, 18).reshape(3, 6))
+EXPECTED = arrays.array(np.asarray(X) @ by_numpy(W))
 
 
 def _by_module_variable(x):

@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.extend.core import Primitive
+from support import arrays
 
 import veneer as vn
 
-X = jnp.arange(3.0)
+X = arrays.arange(3.0)
 
 
 class Animal(vn.ImplicitArray):

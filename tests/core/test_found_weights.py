@@ -5,14 +5,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from support import arrays
 
 import veneer as vn
 
-KEYS = jax.random.split(jax.random.key(0), 3)
-QUANTIZED = vn.quant.quantize(jax.random.normal(KEYS[0], (8, 8)), "int8", channelwise_axes=(1,))
-LORA = vn.types.LoraArray(QUANTIZED, jnp.ones((8, 2)), jnp.ones((2, 8)))
-OTHER = vn.quant.quantize(jax.random.normal(KEYS[1], (8, 8)), "int8", channelwise_axes=(1,))
-X = jax.random.normal(KEYS[2], (2, 8))
+QUANTIZED = arrays.quantized("int8", 8, 8)
+LORA = vn.types.LoraArray(QUANTIZED, arrays.ones((8, 2)), arrays.ones((2, 8)))
+OTHER = arrays.quantized("int8", 8, 8, seed=1)
+X = arrays.normal(2, 8, seed=2)
 CONTAINER = {"w": QUANTIZED}
 FOUND = "an array that the program found"
 

@@ -6,7 +6,9 @@ import equinox as eqx
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from support import arrays
 from support.array_types import assert_close
 
 import veneer as vn
@@ -50,8 +52,8 @@ class NodeFirst(Outer, flax.struct.PyTreeNode, vn.ImplicitArray):
     k: float = vn.static(default=1.0)
 
 
-U, V = jnp.arange(1.0, 4.0), jnp.linspace(-1.0, 1.0, 2)
-DENSE = 2.0 * U[:, None] * V
+U, V = arrays.arange(1.0, 4.0), arrays.linspace(-1.0, 1.0, 2)
+DENSE = arrays.array(2.0 * np.outer(U, V))
 
 
 @pytest.fixture(params=[ModuleFirst, ModuleLast, Decorated, NodeLast, NodeFirst])

@@ -4,7 +4,9 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from support import arrays
 
 import veneer as vn
 
@@ -41,7 +43,9 @@ def _(x: Diagonal):
     return NotImplemented
 
 
-one, several = Diagonal(jnp.arange(1.0, 6.0)), Diagonal(jnp.arange(1.0, 16.0).reshape(3, 5))
+one = Diagonal(arrays.arange(1.0, 6.0))
+ROWS = np.arange(1.0, 16.0).reshape(3, 5)
+several = Diagonal(arrays.array(ROWS))
 
 
 def run(x):
@@ -67,7 +71,7 @@ def is_kept(out, dense):
         (strict(jax.jit(run)), one),
         (jax.vmap(strict(run)), several),
         (strict(jax.vmap(run)), several),
-        (strict(jax.vmap(jax.vmap(run))), Diagonal(several.diagonal[None])),
+        (strict(jax.vmap(jax.vmap(run))), Diagonal(arrays.array(ROWS[None]))),
         (strict(lambda x: jax.lax.map(run, x)), several),
     ],
 )

@@ -2,15 +2,18 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jaxtyping import TypeCheckError
-from support.array_types import Lora, OneHot, Tagged, assert_close, lora
+from support import arrays
+from support.array_types import Lora, OneHot, Tagged, assert_close, by_numpy, lora
 
 import veneer as vn
 
-W = lora(jax.random.key(0))
-DENSE = vn.materialise(W)
-X = jnp.linspace(-1.0, 1.0, 18).reshape(3, 6)
+W = lora(arrays.key(0))
+DENSE = arrays.array(by_numpy(W))
+
+X = arrays.array(np.linspace(-1.0, 1.0, 18).reshape(3, 6))
 
 
 def test_a_program_of_dense_values_has_the_same_jaxpr():

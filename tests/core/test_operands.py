@@ -5,16 +5,18 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from support import arrays
 from support.array_types import assert_close
 from support.implicit_weights import lora, nf4, qlora
 from support.policies import only_by_rules
 
 import veneer as vn
 
-KEYS = jax.random.split(jax.random.key(0), 3)
-DENSE = jax.random.normal(KEYS[0], (8, 6))
-X = jax.random.normal(KEYS[1], (4, 8))
-VALUES = {"nf4": nf4(DENSE), "lora": lora(DENSE), "qlora": qlora(DENSE)}
+DENSE = arrays.normal(8, 6)
+X = arrays.normal(4, 8, seed=1)
+VALUES = arrays.OnDemand(
+    {"nf4": lambda: nf4(DENSE), "lora": lambda: lora(DENSE), "qlora": lambda: qlora(DENSE)}
+)
 CONTAINER = {}
 
 
@@ -190,7 +192,7 @@ def test_what_cannot_be_a_batch_is_made_dense_where_it_is_mapped():
         def materialise(self):
             return self.x / jnp.linalg.norm(self.x)
 
-    xs = jax.random.normal(KEYS[2], (3, 8))
+    xs = arrays.normal(3, 8, seed=2)
     found = jax.jit(vn.implicit(jax.vmap(lambda x: jnp.cos(Normed(x)))))(xs)
     assert_close(found, jnp.cos(xs / jnp.linalg.norm(xs, axis=1, keepdims=True)))
 

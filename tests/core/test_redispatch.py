@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import Primitive, primitives
+from support import arrays
 
 import veneer as vn
 from veneer._core import rules
 
-W, A, B = jnp.ones((3, 4)), jnp.ones(3), jnp.ones(4)
-Y = jnp.arange(4.0)
+W, A, B = arrays.ones((3, 4)), arrays.ones(3), arrays.ones(4)
+Y = arrays.arange(4.0)
 DIMENSIONS = {"dimension_numbers": (((1,), (0,)), ((), ()))}
 
 
@@ -201,7 +202,7 @@ OPERANDS = {
     "Python bool": True,
     "NumPy array": np.full((3, 4), 2.0, np.float32),
     "NumPy scalar": np.float32(2),
-    "JAX array": jnp.full((3, 4), 2.0),
+    "JAX array": arrays.full((3, 4), 2.0),
     "literal in a jaxpr": None,
 }
 

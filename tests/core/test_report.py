@@ -6,13 +6,14 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from support import arrays
 from support.array_types import lora
 
 import veneer as vn
 from veneer._report.tables import wrapped
 
-W = lora(jax.random.key(0))
-X = jnp.ones((3, 6))
+W = lora(arrays.key(0))
+X = arrays.ones((3, 6))
 
 
 @pytest.fixture(scope="module")

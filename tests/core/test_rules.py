@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from jax.extend.core import Primitive
 from jaxtyping import Array, Float, TypeCheckError
+from support import arrays
 from support.array_types import OneHot
 
 import veneer as vn
 from veneer._jax.primitives import _find_primitives
 
-X = jnp.arange(3.0)
+X = arrays.arange(3.0)
 
 PUBLIC_PRIMITIVES = {
     name.removesuffix("_p"): value

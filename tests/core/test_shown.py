@@ -4,9 +4,11 @@ import html.parser
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import treescope
 from flax import nnx
+from support import arrays
 from support.array_types import MAKERS
 
 import veneer as vn
@@ -15,24 +17,26 @@ from veneer._core.surface.shown import title
 # Of treescope, with a NumPy that is newer than it.
 pytestmark = pytest.mark.filterwarnings("ignore:The chararray class:DeprecationWarning")
 
-W = jnp.arange(1.0, 64 * 128 + 1).reshape(64, 128)
-Q4 = vn.quant.quantize(W, "int4", channelwise_axes=(1,), tiled_axes={0: 32})
-LORA = vn.types.LoraArray.init(Q4, 8, key=jax.random.key(0))
-KEY = jax.random.key(1)
+W = arrays.array(np.arange(1.0, 64 * 128 + 1).reshape(64, 128))
+Q4 = arrays.quantized("int4", 64, 128, tile=32)
+LORA = vn.types.LoraArray(Q4, arrays.normal(64, 8), arrays.zeros((8, 128)))
+KEY = arrays.key(1)
 
-TITLES = {
-    "q4[64,128] tile 32, 5 bits": Q4,
-    "nf4[64,128] channelwise, bfloat16, 4.25 bits": vn.quant.quantize(
-        W.astype("bfloat16"), "nf4", channelwise_axes=(1,)
-    ),
-    "nvfp4[64,128] tile 16, 4.5 bits": vn.quant.quantize(W, "nvfp4"),
-    "lora[64,128] rank 8 over q4[64,128] tile 32, 11 bits": LORA,
-    "fakequantized[64,128] as nf4, tile 32, 32 bits": vn.quant.FakeQuantized(
-        W, qtype="nf4", tile_size=32
-    ),
-    "frozen[64,128] over q4[64,128] tile 32, 5 bits": vn.freeze(Q4),
-    "diagonal[4,4], 8 bits": vn.types.Diagonal(jnp.ones(4)),
-}
+TITLES = arrays.OnDemand(
+    {
+        "q4[64,128] tile 32, 5 bits": lambda: Q4,
+        "nf4[64,128] channelwise, bfloat16, 4.25 bits": lambda: vn.quant.quantize(
+            W.astype("bfloat16"), "nf4", channelwise_axes=(1,)
+        ),
+        "nvfp4[64,128] tile 16, 4.5 bits": lambda: vn.quant.quantize(W, "nvfp4"),
+        "lora[64,128] rank 8 over q4[64,128] tile 32, 11 bits": lambda: LORA,
+        "fakequantized[64,128] as nf4, tile 32, 32 bits": lambda: vn.quant.FakeQuantized(
+            W, qtype="nf4", tile_size=32
+        ),
+        "frozen[64,128] over q4[64,128] tile 32, 5 bits": lambda: vn.freeze(Q4),
+        "diagonal[4,4], 8 bits": lambda: vn.types.Diagonal(arrays.ones(4)),
+    }
+)
 
 
 class Page(html.parser.HTMLParser):

@@ -4,14 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import arrays
 from support.array_types import Tagged, assert_close, lora, lora_of_int8
 from support.policies import only_by_rules, without_rule
 
 import veneer as vn
 
-KEYS = jax.random.split(jax.random.key(0), 2)
-W = jax.random.normal(KEYS[0], (6, 4))
-X = jax.random.normal(KEYS[1], (3, 6))
+W, X = arrays.normal(6, 4), arrays.normal(3, 6, seed=1)
 
 
 def int8(w):

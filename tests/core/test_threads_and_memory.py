@@ -1,18 +1,21 @@
 """Threads that trace at once do not disturb each other, and functions leave nothing behind."""
 
+import functools
 import gc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from support import arrays
 from support.array_types import MAKERS, assert_close
 
 import veneer as vn
 from veneer._core.primitives import calls, staging
 
-X = jnp.linspace(-1.0, 1.0, 18).reshape(3, 6)
-VALUES = [make(jax.random.key(i)) for i, make in enumerate(MAKERS.values())]
+X = arrays.array(np.linspace(-1.0, 1.0, 18).reshape(3, 6))
+VALUES = [functools.partial(make, arrays.key(i)) for i, make in enumerate(MAKERS.values())]
 
 
 def test_eight_threads_trace_at_once():
@@ -22,7 +25,7 @@ def test_eight_threads_trace_at_once():
         )
 
     def work(thread):
-        w = VALUES[thread % len(VALUES)]
+        w = VALUES[thread % len(VALUES)]()
         results = []
         for n in range(1, 4):
             f = program(n)
@@ -41,7 +44,7 @@ def test_eight_threads_trace_at_once():
 
 
 def test_threads_that_compute_at_once():
-    w = VALUES[0]
+    w = VALUES[0]()
     f = vn.implicit(lambda x, w: jnp.tanh(x @ w).sum())
     expected = f(X, w)
     with ThreadPoolExecutor(8) as pool:
@@ -50,7 +53,7 @@ def test_threads_that_compute_at_once():
 
 
 def test_a_thousand_functions_leave_nothing_behind():
-    w = VALUES[0]
+    w = VALUES[0]()
     before = len(staging._staged), len(calls._functions)
     functions = []
 
@@ -67,7 +70,7 @@ def test_a_thousand_functions_leave_nothing_behind():
 
 
 def test_functions_run_eagerly_leave_nothing_behind():
-    w = VALUES[0]
+    w = VALUES[0]()
     before = len(calls._functions)
     for i in range(5):
         vn.implicit(jax.jit(lambda x, w, i=i: x @ w + i))(X, w)

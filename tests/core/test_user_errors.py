@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jaxtyping import TypeCheckError
+from support import arrays
 from support.array_types import MAKERS, Tagged
 
 import veneer as vn
 
-W = MAKERS["lora"](jax.random.key(0))
-X = jnp.ones(3)
+W = MAKERS["lora"](arrays.key(0))
+X = arrays.ones(3)
 
 
 class Held(vn.ImplicitArray):
@@ -428,7 +429,8 @@ def test_implicit_as_a_decorator_with_arguments():
     assert type(only_first(typed())).__name__ == "Odd"
 
 
-WEIGHTS = {"w": vn.quant.quantize(jnp.ones((4, 4)), "int8")}
+CODES, SCALE = arrays.full((4, 4), 127, np.int8), arrays.full((1, 1), 1 / 127)
+WEIGHTS = {"w": vn.quant.QArray(CODES, SCALE, qtype="int8")}
 
 
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit])

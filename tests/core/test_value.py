@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.array_types import Diagonal, Lora, Tagged, assert_close, lora
+from support import arrays
+from support.array_types import Diagonal, Lora, Tagged, assert_close, by_numpy, lora
 
 import veneer as vn
 
-W = lora(jax.random.key(0), (4, 6))
-DENSE = vn.materialise(W)
+W = lora(arrays.key(0), (4, 6))
+DENSE = arrays.array(by_numpy(W))
 
 
 def test_a_subclass_is_a_frozen_dataclass():

@@ -8,24 +8,20 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from support import arrays
 
 import veneer as vn
 
-
-def quantized(*shape):
-    w = jax.random.normal(jax.random.key(0), shape)
-    stack = (*range(len(shape) - 2), len(shape) - 1)
-    return vn.quant.quantize(w, "int8", channelwise_axes=stack)
-
-
 PARAMS = {
-    "table": vn.quant.quantize(jnp.ones((20, 8)), "int8", channelwise_axes=(0,)),
-    "stack": quantized(3, 8, 8),
-    "w": quantized(8, 8),
-    "lora": vn.types.LoraArray(quantized(8, 8), jnp.ones((8, 2)), jnp.ones((2, 8))),
+    "table": vn.quant.QArray(arrays.ones((20, 8), np.int8), arrays.ones((20, 1)), qtype="int8"),
+    "stack": arrays.quantized("int8", 3, 8, 8),
+    "w": arrays.quantized("int8", 8, 8),
+    "lora": vn.types.LoraArray(
+        arrays.quantized("int8", 8, 8), arrays.ones((8, 2)), arrays.ones((2, 8))
+    ),
 }
-IDS = jnp.arange(3)
-X = jnp.ones((2, 8))
+IDS = arrays.arange(3)
+X = arrays.ones((2, 8))
 
 
 @jax.custom_jvp
@@ -205,7 +201,7 @@ def test_activations_that_become_floats_beside_a_weight_that_does_not():
 
 
 def test_the_callers_arrays_stay_as_they_are():
-    w = quantized(8, 8)
+    w = arrays.quantized("int8", 8, 8)
     before = dict(vars(w))
     vn.implicit(lambda w: jnp.sin(w.T), on_materialise=lambda event: None)(w)
     assert {k: v for k, v in vars(w).items() if k != "_aval"}.keys() == before.keys() - {"_aval"}

@@ -10,7 +10,7 @@ from veneer.demo.fetch import ENCODER, fetch
 from veneer.demo.measure import DENSE, VARIANTS, Variant
 from veneer.demo.sentences import sentences
 
-pytestmark = [pytest.mark.divided, pytest.mark.long(quick=0)]
+pytestmark = [pytest.mark.divided, pytest.mark.slow]
 
 # Mean cosine of the embeddings of 512 English sentences to those of f32.
 EXPECTED = {

@@ -13,7 +13,7 @@ from support.policies import without_rule
 
 import veneer as vn
 
-pytestmark = [pytest.mark.divided(by="file"), pytest.mark.long(quick=0)]
+pytestmark = [pytest.mark.divided(by="file"), pytest.mark.slow]
 
 CONFIG = example.SMALL
 LENGTH = 12

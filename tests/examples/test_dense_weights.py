@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 from dense_weights import dense_weights
+from support import arrays
 
-X = jnp.ones((3, 8))
-CODES = [jnp.ones((8, 8), jnp.int8)] * 3
+X = arrays.ones((3, 8))
+CODES = [arrays.ones((8, 8), jnp.int8)] * 3
 
 
 def counted(program, *, weights=CODES):

@@ -10,35 +10,39 @@ import pytest
 
 import veneer as vn
 
-pytestmark = [pytest.mark.divided(by="file"), pytest.mark.long(quick=0)]
+pytestmark = [pytest.mark.divided(by="file"), pytest.mark.slow]
 
 if jax.device_count() < 8:
     pytest.skip("needs 8 devices", allow_module_level=True)
 
 CONFIG = example.SMALL
-TOKENS = example.text(CONFIG)
 
 
 @pytest.fixture(scope="module")
-def ways():
-    return {way.name: way for way in example.ways(CONFIG, TOKENS)}
+def tokens():
+    return example.text(CONFIG)
 
 
 @pytest.fixture(scope="module")
-def gradients():
+def ways(tokens):
+    return {way.name: way for way in example.ways(CONFIG, tokens)}
+
+
+@pytest.fixture(scope="module")
+def gradients(tokens):
     """Of one device, of the quantised weights made dense: by its updates."""
     weights, updates = example.init(jax.random.key(0), CONFIG)
     dense = vn.materialise(example.quantised(weights))
     alone = lambda x, axis: x
-    loss = lambda updates: vn.implicit(example.loss)(updates, dense, TOKENS, CONFIG, alone)
+    loss = lambda updates: vn.implicit(example.loss)(updates, dense, tokens, CONFIG, alone)
     return jax.jit(jax.value_and_grad(loss))(updates)
 
 
 @pytest.mark.parametrize("how", ["on each device", "in parts, by jit", "in parts, by shard_map"])
-def test_gradients_are_those_of_one_device(how, ways, gradients):
+def test_gradients_are_those_of_one_device(how, ways, tokens, gradients):
     way, (loss, expected) = ways[f"int4, {how}"], gradients
     args = jax.tree.map(jnp.copy, way.args)  # which the step is given for good
-    _, state, value = way.compiled(*args, TOKENS)
+    _, state, value = way.compiled(*args, tokens)
     np.testing.assert_allclose(value, loss, rtol=1e-5)
     # The first moments are a tenth of the gradients, after a first step.
     found = jax.tree.map(lambda mu: 10 * mu, state[0].mu)

@@ -270,7 +270,7 @@ def test_a_folder_as_transformers_writes_it_runs(tmp_path, params, tokens, name,
     assert any(isinstance(w, vn.quant.QArray) for w in loaded.values()) == (format is not None)
 
 
-@pytest.mark.long(quick=0)
+@pytest.mark.slow
 def test_the_perplexity_of_a_real_model_packed_is_that_of_its_values():
     # As gguf 0.19 dequantises them, read by a program of its own.
     expected = 17.5526

@@ -11,7 +11,7 @@ import pytest
 
 import veneer as vn
 
-pytestmark = [pytest.mark.divided(by="file"), pytest.mark.long(quick=0)]
+pytestmark = [pytest.mark.divided(by="file"), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import row_transformer
 
 import veneer as vn
 
-pytestmark = [pytest.mark.divided(by="file"), pytest.mark.long(quick=0)]
+pytestmark = [pytest.mark.divided(by="file"), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

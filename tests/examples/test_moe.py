@@ -7,14 +7,27 @@ import jax.numpy as jnp
 import moe as example
 import numpy as np
 import pytest
+from support import arrays
 
 import veneer as vn
 from veneer.plan import model_of
 
 CONFIG = example.SMALL
-PARAMS = example.init(jax.random.key(0), CONFIG)
-LAYER = {k.removeprefix("model.layers.0."): v for k, v in PARAMS.items()}
-TOKENS = jax.random.randint(jax.random.key(1), (2, 9), 0, CONFIG.vocab_size)
+
+
+@arrays.once
+def params():
+    return example.init(arrays.key(0), CONFIG)
+
+
+@arrays.once
+def layer_0():
+    return {k.removeprefix("model.layers.0."): v for k, v in params().items()}
+
+
+@arrays.once
+def tokens():
+    return jax.random.randint(arrays.key(1), (2, 9), 0, CONFIG.vocab_size)
 
 
 def test_weights_are_those_of_the_checkpoint_by_name_and_shape():
@@ -23,7 +36,7 @@ def test_weights_are_those_of_the_checkpoint_by_name_and_shape():
     for i, kind in enumerate(model.layers):  # of two layers, one of each kind
         shapes |= {w.path.replace("*", str(i)): w.shape for w in kind.weights}
     shapes |= {w.path: w.shape for w in model.outside}
-    assert {name: x.shape for name, x in PARAMS.items()} == shapes
+    assert {name: x.shape for name, x in params().items()} == shapes
 
 
 def token_by_token(layer, x):
@@ -47,17 +60,17 @@ def token_by_token(layer, x):
 @pytest.mark.parametrize("product", [jax.lax.ragged_dot, example.row_by_row])
 def test_experts_are_those_of_each_token(product):
     x = 3 * jax.random.normal(jax.random.key(2), (7, CONFIG.hidden_size))
-    of = {k: v + 0.1 if k.endswith("bias") else v for k, v in LAYER.items()}
+    of = {k: v + 0.1 if k.endswith("bias") else v for k, v in layer_0().items()}
     found = example.experts(of, CONFIG, x, product)
     np.testing.assert_allclose(found, token_by_token(of, x), rtol=1e-4, atol=1e-4)
 
 
 def test_a_prompt_is_as_its_tokens_one_by_one():
-    whole, _ = example.logits(PARAMS, CONFIG, TOKENS, example.empty_cache(CONFIG, 2, 9))
+    whole, _ = example.logits(params(), CONFIG, tokens(), example.empty_cache(CONFIG, 2, 9))
     cache = example.empty_cache(CONFIG, 2, 9)
     step = jax.jit(example.logits, static_argnums=1)
     for i in range(9):
-        one, cache = step(PARAMS, CONFIG, TOKENS[:, i : i + 1], cache, i)
+        one, cache = step(params(), CONFIG, tokens()[:, i : i + 1], cache, i)
     np.testing.assert_allclose(one, whole, rtol=1e-4, atol=1e-4)
 
 
@@ -65,7 +78,8 @@ def test_a_window_is_all_that_a_layer_sees():
     key = jax.random.key(3)
     x, other = jax.random.normal(key, (2, 1, 8, CONFIG.hidden_size))
     (cache, *_) = example.empty_cache(CONFIG, 1, 8)
-    last = lambda x, window: example.attention(LAYER, CONFIG, x, cache, 0, window)[0][0, -1]
+    layer = layer_0()
+    last = lambda x, window: example.attention(layer, CONFIG, x, cache, 0, window)[0][0, -1]
     changed = x.at[:, :4].set(other[:, :4])
     np.testing.assert_array_equal(last(x, 4), last(changed, 4))
     assert not np.allclose(last(x, 5), last(changed, 5))
@@ -73,23 +87,23 @@ def test_a_window_is_all_that_a_layer_sees():
 
 @pytest.mark.parametrize("format", ["int4", "mxfp4"])
 def test_quantised_experts_give_what_they_stand_for(format):
-    small = example.quantised(PARAMS, format)
+    small = example.quantised(params(), format)
     stacks = [
         small[f"model.layers.{i}.mlp.experts.{n}_proj"] for i in (0, 1) for n in ("gate_up", "down")
     ]
     assert {stack.qtype for stack in stacks} == {format}
     cache = example.empty_cache(CONFIG, 2, 9)
     run = jax.jit(vn.implicit(example.logits), static_argnums=1)
-    found, _ = run(small, CONFIG, TOKENS, cache)
-    exact, _ = run(vn.materialise(small), CONFIG, TOKENS, cache)
+    found, _ = run(small, CONFIG, tokens(), cache)
+    exact, _ = run(vn.materialise(small), CONFIG, tokens(), cache)
     assert jnp.linalg.norm(found - exact) <= 1e-4 * jnp.linalg.norm(exact)
 
 
 @pytest.mark.parametrize("format", ["int4", "mxfp4"])
 def test_a_step_reads_experts_where_they_lie(format):
-    small, cache = example.quantised(PARAMS, format), example.empty_cache(CONFIG, 1, 9)
+    small, cache = example.quantised(params(), format), example.empty_cache(CONFIG, 1, 9)
     run = jax.jit(vn.implicit(example.logits), static_argnums=1)
-    compiled = run.lower(small, CONFIG, TOKENS[:1, :1], cache, 3).compile()
+    compiled = run.lower(small, CONFIG, tokens()[:1, :1], cache, 3).compile()
     size = lambda shape: np.prod([int(n) for n in shape.split(",") if n])
     of_expert = CONFIG.hidden_size * CONFIG.intermediate_size
     moved = re.findall(r"= u8\[([\d,]+)\]\S* (?:dynamic-slice|copy|gather)\(", compiled.as_text())

@@ -15,22 +15,27 @@ from jax.sharding import PartitionSpec as P
 
 import veneer as vn
 
-pytestmark = [pytest.mark.divided(by="file"), pytest.mark.long(quick=0)]
+pytestmark = [pytest.mark.divided(by="file"), pytest.mark.slow]
 
 CONFIG = replace(fsdp.SMALL, num_layers=8)
-TOKENS = fsdp.text(CONFIG)
 
 
 @pytest.fixture(scope="module")
-def ways():
-    return {way.name: way for way in example.ways(CONFIG, TOKENS)}
+def tokens():
+    return fsdp.text(CONFIG)
 
 
+@pytest.fixture(scope="module")
+def ways(tokens):
+    return {way.name: way for way in example.ways(CONFIG, tokens)}
+
+
+@pytest.mark.usefixtures("current_emitters")
 @pytest.mark.parametrize("format", ["f32", "int4"])
-def test_a_step_is_that_of_weights_on_the_device(format, ways):
+def test_a_step_is_that_of_weights_on_the_device(format, ways, tokens):
     def step(where):
         way = ways[f"{format}, {where}"]
-        return way.compiled(*jax.tree.map(jnp.copy, way.args[:2]), way.args[2], TOKENS)
+        return way.compiled(*jax.tree.map(jnp.copy, way.args[:2]), way.args[2], tokens)
 
     same = lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
     jax.tree.map(same, step("layers on the host"), step("on the device"))
@@ -44,9 +49,9 @@ def test_the_device_needs_all_that_less_but_two_layers(format, ways):
     assert there.on_device - away.on_device > (1 - 2 / CONFIG.num_layers) * layers - 1e5
 
 
-def test_layers_are_sent_packed_one_at_a_time(ways):
+def test_layers_are_sent_packed_one_at_a_time(ways, tokens):
     updates, _, weights = ways["int4, layers on the host"].args
-    loss = lambda *args: fsdp.loss(*args, TOKENS, CONFIG, example.sent)
+    loss = lambda *args: fsdp.loss(*args, tokens, CONFIG, example.sent)
     run = jax.jit(vn.implicit(jax.grad(loss)))
     lowered = run.trace(updates, weights).lower(lowering_platforms=("cuda",)).as_text()
     found = re.findall(r"@annotate_device_placement\(.*?-> tensor<(.*?)>", lowered)
@@ -59,7 +64,7 @@ def test_layers_are_sent_packed_one_at_a_time(ways):
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
-def test_layers_may_lie_in_parts_on_the_hosts_of_devices():
+def test_layers_may_lie_in_parts_on_the_hosts_of_devices(tokens):
     mesh = jax.make_mesh((8,), (fsdp.AXIS,), axis_types=(AxisType.Auto,))
     weights, updates = fsdp.init(jax.random.key(0), CONFIG)
     weights = fsdp.quantised(weights)
@@ -75,8 +80,8 @@ def test_layers_may_lie_in_parts_on_the_hosts_of_devices():
         return lax.pmean(fsdp.loss(updates, weights, tokens, CONFIG, own), fsdp.AXIS)
 
     step = jax.shard_map(loss, mesh=mesh, in_specs=(P(), specs, P(fsdp.AXIS)), out_specs=P())
-    alone = vn.implicit(fsdp.loss)(updates, weights, TOKENS, CONFIG, example.here)
-    found = jax.jit(vn.implicit(step))(updates, placed, TOKENS)
+    alone = vn.implicit(fsdp.loss)(updates, weights, tokens, CONFIG, example.here)
+    found = jax.jit(vn.implicit(step))(updates, placed, tokens)
     np.testing.assert_allclose(found, alone, rtol=1e-5)
 
 

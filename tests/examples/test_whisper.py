@@ -173,7 +173,7 @@ def test_wrong_words():
     assert count("", "a b") == count("a b", "") == 2
 
 
-@pytest.mark.long(quick=0)
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("espeak-ng") is None, reason="espeak-ng is not installed")
 def test_dictation(capsys):
     try:

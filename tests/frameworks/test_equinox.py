@@ -5,15 +5,16 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from support import arrays
 from support.array_types import assert_close
 from support.implicit_weights import WEIGHTS, cases, lora, nf4, qlora
 from support.policies import only_by_rules
 
 import veneer as vn
 
-KEY, X_KEY = jax.random.split(jax.random.key(0))
-X = jax.random.normal(X_KEY, (5, 8))
-IMAGE = jax.random.normal(X_KEY, (4, 6, 6))
+KEY = arrays.key(0)
+X = arrays.normal(5, 8)
+IMAGE = arrays.normal(4, 6, 6)
 
 
 def attend(layer, x):
@@ -21,34 +22,37 @@ def attend(layer, x):
 
 
 # A layer, what its weights are, how it is called, and on what.
-LAYERS = {
-    "Linear": (
-        eqx.nn.Linear(8, 6, key=KEY),
-        lambda layer: [layer.weight],
-        lambda layer, x: jax.vmap(layer)(x),
-        X,
-    ),
-    "LayerNorm": (
-        eqx.nn.LayerNorm(8),
-        lambda layer: [layer.weight],
-        lambda layer, x: jax.vmap(layer)(x),
-        X,
-    ),
-    "MultiheadAttention": (
-        eqx.nn.MultiheadAttention(2, 8, key=KEY),
-        lambda layer: [
-            getattr(layer, f"{name}_proj").weight for name in ("query", "key", "value", "output")
-        ],
-        attend,
-        X,
-    ),
-    "Conv2d": (
-        eqx.nn.Conv2d(4, 2, 3, padding=1, key=KEY),
-        lambda layer: [layer.weight],
-        lambda layer, x: layer(x),
-        IMAGE,
-    ),
-}
+LAYERS = arrays.OnDemand(
+    {
+        "Linear": lambda: (
+            eqx.nn.Linear(8, 6, key=KEY),
+            lambda layer: [layer.weight],
+            lambda layer, x: jax.vmap(layer)(x),
+            X,
+        ),
+        "LayerNorm": lambda: (
+            eqx.nn.LayerNorm(8),
+            lambda layer: [layer.weight],
+            lambda layer, x: jax.vmap(layer)(x),
+            X,
+        ),
+        "MultiheadAttention": lambda: (
+            eqx.nn.MultiheadAttention(2, 8, key=KEY),
+            lambda layer: [
+                getattr(layer, f"{name}_proj").weight
+                for name in ("query", "key", "value", "output")
+            ],
+            attend,
+            X,
+        ),
+        "Conv2d": lambda: (
+            eqx.nn.Conv2d(4, 2, 3, padding=1, key=KEY),
+            lambda layer: [layer.weight],
+            lambda layer, x: layer(x),
+            IMAGE,
+        ),
+    }
+)
 
 
 @pytest.fixture(params=cases(LAYERS))

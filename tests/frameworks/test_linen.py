@@ -7,13 +7,14 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax.training.train_state import TrainState
+from support import arrays
 from support.array_types import assert_close
 from support.implicit_weights import cases, lora, nf4, qlora
 from support.policies import only_by_rules
 
 import veneer as vn
 
-X = jax.random.normal(jax.random.key(1), (2, 5, 8))
+X = arrays.normal(2, 5, 8, seed=1)
 
 # A layer, and for each of its kernels how many axes come in.
 LAYERS = {

@@ -2,21 +2,25 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
+from support import arrays
 
 import veneer as vn
 from veneer.types.lora import LoraArray
 
-KEYS = jax.random.split(jax.random.key(0), 4)
-X = jax.random.normal(KEYS[0], (16, 8))
-DENSE = jax.random.normal(KEYS[1], (8, 4)) / 3
-TARGET = jnp.tanh(X @ jax.random.normal(KEYS[2], (8, 4)))
-NF4 = vn.quant.quantize(DENSE, "nf4", channelwise_axes=[1], tiled_axes={0: 4})
+KEY = arrays.key(0)
+RANDOM = np.random.default_rng(0)
+NUMBERS = RANDOM.normal(size=(16, 8))
+X = arrays.array(NUMBERS)
+DENSE = arrays.array(RANDOM.normal(size=(8, 4)) / 3)
+TARGET = arrays.array(np.tanh(NUMBERS @ RANDOM.normal(size=(8, 4))))
+NF4 = arrays.quantized("nf4", 8, 4, tile=4)
 
 
 def params_of(w):
-    kernel = LoraArray.init(w, 2, key=KEYS[3], alpha=4.0)
+    kernel = LoraArray.init(w, 2, key=KEY, alpha=4.0)
     return {"kernel": kernel, "bias": jnp.zeros(4)}
 
 

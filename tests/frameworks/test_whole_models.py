@@ -11,16 +11,18 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import linen, nnx
+from support import arrays
 from support.array_types import assert_close
 
 import veneer as vn
 from veneer.quant import Rule
 
 VOCABULARY, WIDTH, HEADS, LENGTH = 96, 128, 4, 6
-IDS = jnp.arange(LENGTH) * 7 % VOCABULARY
-KEYS = jax.random.split(jax.random.key(0), 8)
+IDS = arrays.array(np.arange(LENGTH) * 7 % VOCABULARY)
+KEYS = [arrays.key(seed) for seed in range(8)]
 
 
 class Model(NamedTuple):

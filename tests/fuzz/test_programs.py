@@ -9,7 +9,6 @@ from fuzz.operands import KINDS
 from fuzz.programs import program
 
 
-@pytest.mark.long(quick=20)
 @pytest.mark.parametrize("kind", KINDS)
 def test_programs_give_what_they_give_of_dense_arrays(kind):
     counts = [check(program(random.Random(f"{kind} {n}"), [kind])) for n in range(2)]

@@ -7,11 +7,12 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from support import arrays
 
 import veneer as vn
 
 T = vn.types
-KEY = jax.random.key(1)
+KEY = arrays.key(1)
 SWAP = [(0, 1), (1, 0)]
 
 COMBINE = {

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.lax import scan as lax_scan
+from support import arrays
 from support.matrix import TYPES, N, of
 from support.policies import only_by_rules
 
@@ -345,7 +346,7 @@ def test_pmap_refuses_what_is_no_batch():
 
 @pytest.mark.parametrize(
     "value",
-    [T.Toeplitz(jnp.arange(3.0), jnp.arange(3.0)), T.Named(jnp.ones((3, 4)), ("a", "b"))],
+    [T.Toeplitz(arrays.arange(3.0), arrays.arange(3.0)), T.Named(arrays.ones((3, 4)), ("a", "b"))],
     ids=["Toeplitz", "Named"],
 )
 def test_pmap_refuses_to_stack_leaves_along_another_axis(value):

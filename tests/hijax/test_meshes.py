@@ -6,6 +6,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from support import arrays
 
 import veneer as vn
 
@@ -14,7 +15,7 @@ if jax.device_count() < 8:
 
 AUTO = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
 EXPLICIT = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
-KEY = jax.random.key(0)
+KEY = arrays.key(0)
 
 both_ways = pytest.mark.parametrize("jit", [False, True], ids=["eager", "jitted"])
 

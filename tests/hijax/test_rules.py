@@ -5,11 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from support import arrays
 
 import veneer as vn
 from veneer.hijax import mode
 
-LORA = vn.types.LoraArray(jnp.ones((3, 4)), jnp.full((3, 2), 0.5), jnp.full((2, 4), 0.25))
+LORA = vn.types.LoraArray(arrays.ones((3, 4)), arrays.full((3, 2), 0.5), arrays.full((2, 4), 0.25))
 
 
 @pytest.fixture(autouse=True)

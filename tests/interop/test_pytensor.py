@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import arrays
 from support.array_types import assert_close, lora
 from support.policies import without_rule
 
@@ -23,9 +24,9 @@ from pytensor.graph.op import Op  # noqa: E402
 
 from veneer.interop.pytensor import QuantizedDot, quantized_dot, to_jax  # noqa: E402
 
-KEY = jax.random.key(0)
-W, B = lora(KEY), jnp.linspace(-1.0, 1.0, 6)
-X = jnp.linspace(-1.0, 1.0, 24).reshape(4, 6)
+KEY = arrays.key(0)
+W, B = lora(KEY), arrays.linspace(-1.0, 1.0, 6)
+X = arrays.array(np.linspace(-1.0, 1.0, 24).reshape(4, 6))
 
 
 def layer():
@@ -61,7 +62,7 @@ def test_a_graph_is_a_function_of_jax():
     assert_close(loss(LAYER), loss(in_jax))
 
 
-@pytest.mark.parametrize("w", [W, vn.quant.quantize(vn.materialise(W), "int4")], ids=type)
+@pytest.mark.parametrize("w", [W, arrays.quantized("int4", 6, 6)], ids=type)
 def test_rules_are_in_force_in_it(w):
     report = vn.explain(LAYER)(X, w, B)
     assert not without_rule(report)
@@ -188,17 +189,23 @@ def test_an_op_without_an_implementation_is_named():
 # QuantizedDot
 
 K, N = 8, 6
-DENSE = jax.random.normal(KEY, (K, N))
-QUANTISED = {
-    "int8": vn.quant.quantize(DENSE, "int8", channelwise_axes=(1,)),
-    "int4": vn.quant.quantize(DENSE[:, :5], "int4", channelwise_axes=(1,), tiled_axes={0: 4}),
-    "nf4": vn.quant.quantize(DENSE, "nf4", tiled_axes={0: 4}),
-    "int2": vn.quant.quantize(DENSE, "int2", tiled_axes={0: 2}),
-    "uint8": vn.quant.QArray(
-        jnp.arange(K * N, dtype=jnp.uint8).reshape(K, N) * 5, jnp.full((2, N), 0.1),
-        jnp.full((1, N), 7, jnp.uint8), "uint8",
-    ),
-}  # fmt: skip
+DENSE = arrays.normal(K, N)
+QUANTISED = arrays.OnDemand(
+    {
+        "int8": lambda: vn.quant.quantize(DENSE, "int8", channelwise_axes=(1,)),
+        "int4": lambda: vn.quant.quantize(
+            DENSE[:, :5], "int4", channelwise_axes=(1,), tiled_axes={0: 4}
+        ),
+        "nf4": lambda: vn.quant.quantize(DENSE, "nf4", tiled_axes={0: 4}),
+        "int2": lambda: vn.quant.quantize(DENSE, "int2", tiled_axes={0: 2}),
+        "uint8": lambda: vn.quant.QArray(
+            arrays.array(5 * np.arange(K * N).reshape(K, N), np.uint8),
+            arrays.full((2, N), 0.1),
+            arrays.full((1, N), 7, jnp.uint8),
+            "uint8",
+        ),
+    }
+)
 XS = np.linspace(-1, 1, 3 * K, dtype=np.float32).reshape(3, K)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jaxtyping import Array, ArrayLike, Float, Int
+from support import arrays
 from support.array_types import assert_close
 
 import veneer as vn
@@ -116,8 +117,8 @@ class SparseVector(quax.ArrayValue):
     n: int = eqx.field(static=True)
 
     def __init__(self, entries: dict[int, float], n: int):
-        self.values = jnp.array(list(entries.values()))
-        self.indices = jnp.array(list(entries))
+        self.values = arrays.array(list(entries.values()))
+        self.indices = arrays.array(list(entries))
         self.n = n
 
     def aval(self):
@@ -140,11 +141,16 @@ def _(x: SparseVector, *, axes, **params):
     return NotImplemented if axes != (x.ndim - 1,) else jnp.sum(x.values, axis=-1)
 
 
-X = jnp.array([0.5, 2.0, -1.0])
+NUMBERS = np.array([0.5, 2.0, -1.0])
+X = arrays.array(NUMBERS)
 VALUES = {
-    "unit": (Unitful([1.0, -2.0, 3.0], "m"), lambda v, x: jnp.sum(v * v * x)),
+    "unit": (Unitful(arrays.array([1.0, -2.0, 3.0]), "m"), lambda v, x: jnp.sum(v * v * x)),
     "lora": (
-        Lora(jnp.linspace(-1, 1, 6).reshape(3, 2), X[:, None], jnp.array([[0.3, -0.4]])),
+        Lora(
+            arrays.array(np.linspace(-1, 1, 6).reshape(3, 2)),
+            arrays.array(NUMBERS[:, None]),
+            arrays.array([[0.3, -0.4]]),
+        ),
         lambda v, x: jnp.sum(jnp.sin(x @ v)),
     ),
     "sparse": (SparseVector({2: 0.7, 0: -1.5}, 3), lambda v, x: jnp.sum(v * x)),
@@ -381,7 +387,12 @@ def new_primitive() -> jax.extend.core.Primitive:
     return p
 
 
-OPERANDS = {"f[3]": X, "f[2]": X[:2], "i[3]": jnp.arange(3), "numpy": np.ones(3, np.float32)}
+OPERANDS = {
+    "f[3]": X,
+    "f[2]": arrays.array(NUMBERS[:2]),
+    "i[3]": arrays.arange(3),
+    "numpy": np.ones(3, np.float32),
+}
 
 
 @pytest.mark.parametrize("last", ["general", "conditional"])

@@ -13,14 +13,16 @@ import pytest
 from flax import nnx, struct
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from support import arrays
 from support.every_type import EVERY_TYPE, value
 
 import veneer as vn
 from veneer.interop.folder import TensorFolder
 
-X = jnp.arange(8.0)
-W = jax.random.normal(jax.random.key(0), (64, 8))
-NF4 = vn.quant.quantize(W, "nf4", channelwise_axes=[1], tiled_axes={0: 32})
+NUMBERS = np.arange(8.0)
+X = arrays.array(NUMBERS)
+W = arrays.normal(64, 8)
+NF4 = arrays.quantized("nf4", 64, 8, tile=32)
 
 
 def assert_same(found, tree, *, numpy=True):
@@ -98,7 +100,7 @@ def test_a_type_of_which_there_are_several_wants_to_be_told(tmp_path):
     assert_same(vn.load(tmp_path / "saved", like=[first(X)]), [first(X)])
 
 
-LORA = vn.types.LoraArray(NF4, jnp.ones((64, 2)), jnp.zeros((2, 8)), scale=0.5)
+LORA = vn.types.LoraArray(NF4, arrays.ones((64, 2)), arrays.zeros((2, 8)), scale=0.5)
 PARAMS = {"kernel": LORA, "bias": X}
 
 
@@ -125,28 +127,36 @@ def quantised_module():
 Pair = collections.namedtuple("Pair", ["x", "y"])
 ADAPTERS, REST = vn.tree.partition(PARAMS, vn.trainable(PARAMS))
 
-TREES = {
-    "nnx state": quantised_state(),
-    "nnx module": Net(nnx.Rngs(0)),
-    "equinox module": quantised_module(),
-    "equinox module, in part": eqx.filter(quantised_module(), eqx.is_array),
-    "adam": optax.adam(1e-3).init(X),
-    "adam of adapters": optax.adam(1e-3).init(ADAPTERS),
-    "masked": optax.masked(optax.adam(1e-3), vn.trainable(PARAMS)).init(PARAMS),
-    "chain": optax.chain(optax.clip(1.0), optax.sgd(0.1, momentum=0.9)).init(ADAPTERS),
-    "adapters": ADAPTERS,
-    "the rest": REST,
-    "while training": vn.quant.quantize_tree(
-        {"w": W}, [vn.quant.Rule(".*", "int4", act_qtype="int8", grad_qtype="int8")], train=True
-    ),
-    "namedtuple": {"a": [Pair(X, Pair(None, 2 * X))]},
-    "ordered dict": collections.OrderedDict(b=X, a=2 * X),
-    "plain values": {"steps": 3, "rate": 0.1, "name": "bert", "done": False, "none": None},
-    "keys": [jax.random.key(0), jax.random.split(jax.random.key(1, impl="rbg"), 3)],
-    "functions": (jax.nn.relu, jnp.tanh, np.dtype("float32"), jnp.bfloat16),
-    "nothing in it": (optax.EmptyState(), optax.MaskedNode(), {}, [], ()),
-    "numpy": {"x": np.arange(3.0), "n": np.float32(2)},
-}
+TREES = arrays.OnDemand(
+    {
+        "nnx state": lambda: quantised_state(),
+        "nnx module": lambda: Net(nnx.Rngs(0)),
+        "equinox module": lambda: quantised_module(),
+        "equinox module, in part": lambda: eqx.filter(quantised_module(), eqx.is_array),
+        "adam": lambda: optax.adam(1e-3).init(X),
+        "adam of adapters": lambda: optax.adam(1e-3).init(ADAPTERS),
+        "masked": lambda: optax.masked(optax.adam(1e-3), vn.trainable(PARAMS)).init(PARAMS),
+        "chain": lambda: optax.chain(optax.clip(1.0), optax.sgd(0.1, momentum=0.9)).init(ADAPTERS),
+        "adapters": lambda: ADAPTERS,
+        "the rest": lambda: REST,
+        "while training": lambda: vn.quant.quantize_tree(
+            {"w": W}, [vn.quant.Rule(".*", "int4", act_qtype="int8", grad_qtype="int8")], train=True
+        ),
+        "namedtuple": lambda: {"a": [Pair(X, Pair(None, 2 * X))]},
+        "ordered dict": lambda: collections.OrderedDict(b=X, a=2 * X),
+        "plain values": lambda: {
+            "steps": 3,
+            "rate": 0.1,
+            "name": "bert",
+            "done": False,
+            "none": None,
+        },
+        "keys": lambda: [arrays.key(0), jax.random.split(jax.random.key(1, impl="rbg"), 3)],
+        "functions": lambda: (jax.nn.relu, jnp.tanh, np.dtype("float32"), jnp.bfloat16),
+        "nothing in it": lambda: (optax.EmptyState(), optax.MaskedNode(), {}, [], ()),
+        "numpy": lambda: {"x": np.arange(3.0), "n": np.float32(2)},
+    }
+)
 
 
 @pytest.mark.parametrize("name", TREES)
@@ -210,7 +220,7 @@ def test_packed_stays_packed(tmp_path):
     assert stored < sum(x.nbytes for x in jax.tree.leaves(PARAMS)) + 1500
 
 
-scaled = partial(vn.types.LoraArray, NF4, jnp.ones((64, 2)), jnp.zeros((2, 8)))
+scaled = partial(vn.types.LoraArray, NF4, arrays.ones((64, 2)), arrays.zeros((2, 8)))
 
 # What was saved, what it is loaded as, and what is said.
 DIFFERENT = {
@@ -236,13 +246,17 @@ DIFFERENT = {
     ),
     "a format": (
         [NF4],
-        [vn.quant.quantize(W, "int8")],
+        [arrays.quantized("int8", 64, 8)],
         r"tree\[0\] was saved as QArray float32\[64, 8\], and in like it is QArray",
     ),
     "a dense array for a type": ([X], [vn.freeze(X)], r"saved as float32\[8\], .* it is Frozen"),
     "a type for another shape": ([NF4], [X], r"QArray float32\[64, 8\], .* it is float32\[8\]"),
-    "a shape": ({"x": X}, {"x": X[1:]}, r"saved as float32\[8\], .* it is float32\[7\]"),
-    "a dtype": ({"x": X}, {"x": X.astype(int)}, r"saved as float32\[8\], .* it is int32\[8\]"),
+    "a shape": (
+        {"x": X},
+        {"x": arrays.array(NUMBERS[1:])},
+        r"saved as float32\[8\], .* it is float32\[7\]",
+    ),
+    "a dtype": ({"x": X}, {"x": arrays.arange(8)}, r"saved as float32\[8\], .* it is int32\[8\]"),
     "a name": ({"x": X}, {"y": X}, r"tree\['x'\] is saved, and is not in like"),
     "one more": ({"x": X}, {"x": X, "y": X}, r"tree\['y'\] is in like, and is not saved"),
     "fewer": ([X, X], [X], r"tree\[1\] is saved, and is not in like"),
@@ -252,8 +266,8 @@ DIFFERENT = {
     "another function": ([jnp.sin], [jnp.cos], r"was saved as sin, and in like"),
     "a number": ([3], [3.0], r"tree\[0\] was saved as 3, and in like it is 3\.0"),
     "keys": (
-        [jax.random.key(0)],
-        [jax.random.key(0, impl="rbg")],
+        [arrays.key(0)],
+        [jax.random.wrap_key_data(arrays.zeros(4, np.uint32), impl="rbg")],
         r"tree\[0\] was saved as a keys, and in like it is key<rbg>",
     ),
 }

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from support import arrays
 from support.array_types import assert_close
 
 import veneer as vn
@@ -25,7 +26,7 @@ def qnp(unxt):
     return importlib.import_module("quaxed.numpy")
 
 
-LENGTH, TIME = jnp.array([1.0, 4.0, 9.0]), jnp.array([2.0, 0.5, 4.0])
+LENGTH, TIME = arrays.array([1.0, 4.0, 9.0]), arrays.array([2.0, 0.5, 4.0])
 
 # Functions of a module like jax.numpy, a length and a time; and the unit of what they give.
 FUNCTIONS = {

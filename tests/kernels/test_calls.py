@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import arrays
 
 import veneer as vn
 from veneer.kernels import Codes, MatmulOperands, MatmulProblem, matmul
 
 K = 256
-X = jax.random.normal(jax.random.key(0), (2, K))
+X = arrays.normal(2, K)
 
 
 def stored(n, qtype="int4", seed=0, tiles=None, **options):

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractDevice
+from support import arrays
 
 import veneer as vn
 from veneer import kernels
@@ -25,7 +26,7 @@ from veneer.quant.ops.kernel_references import ProductByXla
 FEW_ROWS, MANY_ROWS, TPU = "__gpu$xla.gpu.ptx", "mosaic_gpu", "tpu_custom_call"
 DEVICES = {"cuda": ("NVIDIA H100", None, "gpu"), "tpu": ("TPU v5e", 1, "tpu")}
 DENSE = np.random.default_rng(1).normal(size=(1024, 512)).astype(jnp.bfloat16)
-X = jnp.asarray(np.random.default_rng(0).normal(size=(3, 1024)), jnp.bfloat16)
+X = arrays.normal(3, 1024, dtype=jnp.bfloat16)
 has_mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="needs JAX 0.11")
 
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import arrays
 
 import veneer as vn
 from veneer import kernels
@@ -16,12 +17,7 @@ from veneer.kernels.cpu import build
 from veneer.kernels.gpu import hopper
 from veneer.kernels.problem import MatmulShape
 
-X = jnp.asarray(np.random.default_rng(0).normal(size=(2, 128)), jnp.float32)
-W = vn.quant.quantize(
-    jnp.asarray(np.random.default_rng(1).normal(size=(128, 130)), jnp.float32),
-    "int8",
-    channelwise_axes=[1],
-)
+X, W = arrays.normal(2, 128), arrays.quantized("int8", 128, 130)
 BY_KERNEL = "CPU kernel rows_int8, else rhs scaled outside"
 
 

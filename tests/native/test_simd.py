@@ -117,7 +117,6 @@ def test_small_float8_is_not_0_where_small_f32_is(kind):
 OTHERS = [isa for isa in ISAS if isa not in (ISA, "avx512")]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("isa", OTHERS)
 def test_other_instructions_give_the_same(isa):
     if "VENEER_KERNELS_ISA" in os.environ:

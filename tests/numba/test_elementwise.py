@@ -177,6 +177,7 @@ def of_bools(x, y):
     return results
 
 
+@pytest.mark.usefixtures("current_emitters")
 def test_bools_are_those_of_jax():
     x, y = _all_pairs([False, True, True, False], "bool")
     assert _differences(vn.numba.compile(of_bools, x, y)(x, y), jax.jit(of_bools)(x, y), 0) == []

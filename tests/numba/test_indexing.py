@@ -36,6 +36,7 @@ def test_gather_fills_with_what_jax_does(dtype):
     check(lambda x, i: (x.at[i].get(mode="fill"), x.at[i, i].get(mode="clip")), x, INDICES)
 
 
+@pytest.mark.usefixtures("current_emitters")
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "uint32", "int64", "uint64"])
 def test_indices_of_any_dtype(dtype):
     long = np.arange(300, dtype=np.float32)

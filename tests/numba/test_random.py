@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import arrays
 
 import veneer as vn
 from veneer.numba.reference import performed
@@ -24,7 +25,7 @@ def draws(key, raw, number):
     }
 
 
-ARGS = [jax.random.key(7), jax.random.PRNGKey(3), np.int32(-5)]
+ARGS = [arrays.key(7), arrays.array([0, 3], np.uint32), np.int32(-5)]
 
 
 def test_references_draw_what_jax_draws():

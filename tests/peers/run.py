@@ -15,6 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 HERE = Path(__file__).parent
+sys.path.append(str(HERE.parent))  # for the package `support`
 SOURCES = Path(sys.prefix) / "peers"
 
 # Where the tests of each lie; of unxt, the benchmarks do too.
@@ -27,6 +28,9 @@ SUITES = {
 
 # Where the tests are that are in no distribution, by the tag that is the version.
 REPOSITORIES = {"qwix": "https://github.com/google/qwix"}
+
+
+from support import environment  # noqa: E402
 
 
 def source(name: str) -> Path:
@@ -78,15 +82,16 @@ def run(name: str, arguments: list[str]) -> int:
     command += ["-W", "ignore:Error (reading|writing) persistent compilation cache entry"]
     command += [f"--ignore={path}" for group in left_out for path in group["files"]]
     paths = [str(HERE), os.environ.get("PYTHONPATH", "")]
-    environment = {
+    environ = {
         "JAX_PLATFORMS": "cpu",
         "UNXT_ENABLE_RUNTIME_TYPECHECKING": "beartype.beartype",  # as unxt's own settings have it
         "PYTHONHASHSEED": "0",  # quaxed takes cases from sets, and workers must agree on them
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
     }
+    environment.set_defaults(environ)
     command += [*arguments, *SUITES[name]]
-    return subprocess.run(command, cwd=folder, env=environment, check=False).returncode
+    return subprocess.run(command, cwd=folder, env=environ, check=False).returncode
 
 
 if __name__ == "__main__":

@@ -27,7 +27,6 @@ def plan_of(split, model, format="int4", step=SERVING, **options):
     return found[Split(*split)]
 
 
-@pytest.mark.long(quick=1)
 @pytest.mark.parametrize("format", ["f32", "int4"])
 @pytest.mark.parametrize("use", program.STEPS)
 def test_a_compiled_program_is_given_needs_and_receives_what_is_planned(use, format):
@@ -38,7 +37,6 @@ def test_a_compiled_program_is_given_needs_and_receives_what_is_planned(use, for
             assert plan.total == pytest.approx(peak, rel=0.2)
 
 
-@pytest.mark.long(quick=1)
 @pytest.mark.parametrize("split", [(2, 1, 4, True), (1, 1, 8)])
 def test_the_program_that_is_measured_is_that_of_one_device(split):
     def loss(split):

@@ -18,7 +18,7 @@ from jax.sharding import AxisType
 
 import veneer as vn
 
-pytestmark = [pytest.mark.divided(by="file"), pytest.mark.long(quick=0)]
+pytestmark = [pytest.mark.divided(by="file"), pytest.mark.slow]
 
 if jax.device_count() < 8:
     pytest.skip("needs 8 devices", allow_module_level=True)

@@ -21,8 +21,8 @@ RULES_ALL = [Rule(".*", None, act_qtype="int8", act_calibration_method=METHOD)]
 
 
 def arrays(*shapes, seed=0):
-    keys = jax.random.split(jax.random.key(seed), len(shapes))
-    return [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+    random = np.random.default_rng(seed)
+    return jax.device_put([random.standard_normal(shape, np.float32) for shape in shapes])
 
 
 def rounded(x, axis, qtype="int8"):

@@ -3,6 +3,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from support import arrays
+from support.arrays import normal
 from support.policies import only_by_rules
 
 import veneer as vn
@@ -24,10 +26,6 @@ PAIRS = [
     ("nvfp4", "nvfp4"),
     (None, "nf4"),
 ]
-
-
-def normal(*shape, seed=0, dtype=np.float32):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
 def weight(qtype, *shape, tile_size=None, seed=1, **kwargs):
@@ -378,7 +376,7 @@ def test_a_convolution_quantises_each_entry_of_the_batch(name, act_qtype):
     assert_near(grad, np.asarray(grad_))
 
 
-GROUPS = jnp.array([2, 3])
+GROUPS = arrays.array([2, 3])
 ELSEWHERE = {
     "dot": (lambda x, w: x @ w.T, (5, 4), (8, 4), -2),
     "dot, the weight first": (lambda x, w: w @ x.T, (5, 4), (8, 4), -2),
@@ -472,7 +470,7 @@ def test_nan_stays_in_its_row_with_a_static_scale():
     assert not np.isnan(np.delete(y, 1, 0)).any()
 
 
-SCALES = jnp.array([0.01, 0.05, 0.2]).reshape(3, 1, 1)
+SCALES = arrays.array(np.array([0.01, 0.05, 0.2]).reshape(3, 1, 1))
 STACKS = {
     "scan": lambda x, w: lax.scan(lambda _, w: (0, x @ w), 0, w)[1],
     "vmap": lambda x, w: jax.vmap(matmul, (None, 0))(x, w),
@@ -546,10 +544,10 @@ def test_the_leaves_are_cut_with_the_weight():
     [
         ({"qtype": "int9"}, "unknown format 'int9'"),
         ({"calibration_method": "middle"}, "unknown calibration_method 'middle'"),
-        ({"scale": jnp.ones(1)}, r"scale has shape \(1,\), and for a weight of shape \(4, 4\)"),
-        ({"scale": jnp.ones((2, 1))}, r"scale has shape \(2, 1\)"),
-        ({"zero_point": jnp.ones((1, 1), jnp.int8)}, "goes with a scale"),
-        ({"scale": jnp.ones((1, 1)), "qtype": "mxfp8"}, "mxfp8 have scales of their own"),
+        ({"scale": arrays.ones(1)}, r"scale has shape \(1,\), and for a weight of shape \(4, 4\)"),
+        ({"scale": arrays.ones((2, 1))}, r"scale has shape \(2, 1\)"),
+        ({"zero_point": arrays.ones((1, 1), jnp.int8)}, "goes with a scale"),
+        ({"scale": arrays.ones((1, 1)), "qtype": "mxfp8"}, "mxfp8 have scales of their own"),
         ({"contracting": (0,)}, "counted from the end"),
         ({"contracting": (-3,)}, "counted from the end"),
     ],

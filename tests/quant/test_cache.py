@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from support import arrays
 
 import veneer as vn
 
@@ -25,8 +26,8 @@ def draw(shape, dtype=jnp.float32, seed=0):
     return jax.random.normal(jax.random.key(seed), shape, dtype)
 
 
-token = draw((H, 1, D))
-each = jnp.arange(H)[:, None]
+token = arrays.normal(H, 1, D)
+each = arrays.array(np.arange(H)[:, None])
 
 WRITES = {
     "a slice": lambda c, u, i: lax.dynamic_update_slice(c, u, (0, i, 0)),

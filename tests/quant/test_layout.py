@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
+from support import arrays
 from support.stored_values import entry_of_each_value, stored_values
 
 import veneer as vn
@@ -15,8 +16,8 @@ from veneer._core.primitives.reshaping import reshaped
 from veneer.quant import Packing, QArray
 from veneer.quant.formats.packing import pack
 
-IDS = jnp.array([[3, 0], [1, -1]])
-OUT_OF_BOUNDS = jnp.array([7, 2, -9])
+IDS = arrays.array([[3, 0], [1, -1]])
+OUT_OF_BOUNDS = arrays.array([7, 2, -9])
 
 # What programs do to a weight, and the shape of one to do it to.
 PROGRAMS = {

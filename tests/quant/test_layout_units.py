@@ -8,13 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from support import arrays
 from support.stored_values import stored_values
 
 import veneer as vn
 from veneer.quant import FORMATS, Packing, QArray
 from veneer.quant.formats.packing import UNITS, pack
 
-ROWS = jnp.array([2, 0, 5, -1])
+ROWS = arrays.array([2, 0, 5, -1])
 
 BYTES = "bytes"  # of one code each
 

@@ -8,16 +8,14 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from jax import lax
+from support import arrays
+from support.arrays import normal
 from support.policies import only_by_rules
 
 import veneer as vn
 from veneer.quant import Rule, observe, quantize_tree
 
 ANY = [Rule(".*", "int8")]
-
-
-def normal(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
 def assert_of(found, *xs, gram=True):
@@ -39,16 +37,18 @@ def assert_of(found, *xs, gram=True):
 
 X = [normal(2, 3, 8), normal(5, 3, 8, seed=1)]
 W = normal(8, 6, seed=2)
+TURNED, HEADS = (arrays.array(w) for w in (np.asarray(W).T, np.asarray(W).reshape(8, 2, 3)))
+TWO = arrays.array(np.stack([W, W]))
 
 # A program of a weight and activations whose rows are those of x; how the weight is, and where it
 # is contracted.
 PROGRAMS = {
     "matmul": (lambda w, x: x @ w, W, -2),
     "jit": (jax.jit(lambda w, x: x @ w), W, -2),
-    "transposed": (lambda w, x: x @ w.T, W.T, -1),
+    "transposed": (lambda w, x: x @ w.T, TURNED, -1),
     "the weight first": (lambda w, x: jnp.einsum("kn,btk->nbt", w, x), W, -2),
-    "heads": (lambda w, x: jnp.einsum("btk,khd->bthd", x, w), W.reshape(8, 2, 3), 0),
-    "reshaped": (lambda w, x: x @ w.reshape(8, 6), W.reshape(8, 2, 3), 0),
+    "heads": (lambda w, x: jnp.einsum("btk,khd->bthd", x, w), HEADS, 0),
+    "reshaped": (lambda w, x: x @ w.reshape(8, 6), HEADS, 0),
     "vmap": (lambda w, x: jax.vmap(jax.vmap(lambda x: x @ w))(x), W, -2),
     "checkpoint": (lambda w, x: jax.checkpoint(jnp.matmul)(x, w), W, -2),
     "cast": (lambda w, x: x.astype(jnp.float16) @ w.astype(jnp.float16), W, -2),
@@ -56,7 +56,7 @@ PROGRAMS = {
     "in pieces": (lambda w, x: x[..., :3] @ w[:3] + x[..., 3:] @ w[3:], W, -2),
     "ragged": (
         lambda w, x: lax.ragged_dot(x.reshape(-1, 8), w, jnp.array([2, x.size // 8 - 2])),
-        jnp.stack([W, W]),
+        TWO,
         -2,
     ),
 }
@@ -82,7 +82,7 @@ def test_what_a_weight_meets_is_recorded(name):
         np.testing.assert_allclose(found.highs[average].ravel(), [end], rtol=tolerance)
 
 
-LAYERS = normal(3, 8, 8, seed=3) / 3
+LAYERS = arrays.array(np.asarray(normal(3, 8, 8, seed=3)) / 3)
 
 
 def layers(ws, x):

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import arrays
 
 import veneer as vn
 from veneer.quant import QArray
@@ -25,7 +26,7 @@ def weights(qtype="uint4"):
     )
 
 
-X = jnp.asarray(np.random.default_rng(1).normal(size=(3, K)), jnp.float32)
+X = arrays.normal(3, K, seed=1)
 
 PROGRAMS = {
     "dense": vn.materialise,

@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import arrays
 from support.stored_values import stored_values
 
 import veneer as vn
@@ -46,14 +47,22 @@ def test_the_zero_point_is_subtracted_tile_by_tile(code_dtype, zero_dtype):
 @pytest.mark.parametrize(
     ("args", "kwargs", "message"),
     [
-        ((jnp.ones(2), jnp.ones(1)), {}, "float32; pass qtype"),
-        ((jnp.ones(2, jnp.int8), jnp.ones(1)), {"qtype": "int9"}, "unknown format 'int9'"),
-        ((jnp.ones((2, 3), jnp.int8), jnp.ones(3)), {}, r"scale has shape \(3,\).* \(2, 3\)"),
-        ((jnp.ones((2, 3), jnp.int8), jnp.ones((1, 2))), {}, r"scale has shape \(1, 2\)"),
-        ((jnp.ones((2, 3), jnp.int8), jnp.ones((0, 1))), {}, r"scale has shape \(0, 1\)"),
-        ((jnp.ones(2, jnp.int8), jnp.ones(1, jnp.int32)), {}, "scale is floating, not int32"),
-        ((jnp.ones(2, jnp.int8), jnp.ones(1), jnp.ones(4)), {}, r"zero_point has shape \(4,\)"),
-        ((jnp.ones(2, jnp.uint4), jnp.ones(1), jnp.ones(1)), {"qtype": "nf4"}, "no zero_point"),
+        ((arrays.ones(2), arrays.ones(1)), {}, "float32; pass qtype"),
+        ((arrays.ones(2, jnp.int8), arrays.ones(1)), {"qtype": "int9"}, "unknown format 'int9'"),
+        ((arrays.ones((2, 3), jnp.int8), arrays.ones(3)), {}, r"scale has shape \(3,\).* \(2, 3\)"),
+        ((arrays.ones((2, 3), jnp.int8), arrays.ones((1, 2))), {}, r"scale has shape \(1, 2\)"),
+        ((arrays.ones((2, 3), jnp.int8), arrays.ones((0, 1))), {}, r"scale has shape \(0, 1\)"),
+        ((arrays.ones(2, jnp.int8), arrays.ones(1, jnp.int32)), {}, "scale is floating, not int32"),
+        (
+            (arrays.ones(2, jnp.int8), arrays.ones(1), arrays.ones(4)),
+            {},
+            r"zero_point has shape \(4,\)",
+        ),
+        (
+            (arrays.ones(2, jnp.uint4), arrays.ones(1), arrays.ones(1)),
+            {"qtype": "nf4"},
+            "no zero_point",
+        ),
     ],
 )
 def test_parts_that_do_not_fit_together_are_refused(args, kwargs, message):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from support import arrays
 from support.array_types import Lora
 
 from veneer.quant import FORMATS, QArray, dequantize, quantize, quantize_with_scale
@@ -185,7 +186,7 @@ def test_formats_of_a_tile_take_empty_arrays(qtype, shape):
     assert quantize(jnp.ones(shape), qtype).dequantize().shape == shape
 
 
-@pytest.mark.parametrize("key", [None, jax.random.key(3)])
+@pytest.mark.parametrize("key", [None, arrays.key(3)])
 @pytest.mark.parametrize("qtype", ["int4", "uint8", "nf4", "mxfp4", "nvfp4"])
 def test_quantising_under_jit_is_the_same(qtype, key):
     x = normal(3, 4, 64)
@@ -374,11 +375,11 @@ def test_a_known_scale_is_stored_as_the_format_has_it():
 @pytest.mark.parametrize(
     ("args", "error", "message"),
     [
-        (("int8", jnp.ones(8)), ValueError, r"scale has shape \(8,\), .* shape \(6, 8\)"),
-        (("int8", jnp.ones((1, 3))), ValueError, r"scale has shape \(1, 3\)"),
-        (("int8", 1.0, jnp.ones((4, 1))), ValueError, r"zero_point has shape \(4, 1\)"),
+        (("int8", arrays.ones(8)), ValueError, r"scale has shape \(8,\), .* shape \(6, 8\)"),
+        (("int8", arrays.ones((1, 3))), ValueError, r"scale has shape \(1, 3\)"),
+        (("int8", 1.0, arrays.ones((4, 1))), ValueError, r"zero_point has shape \(4, 1\)"),
         (("nf4", 1.0, 3), ValueError, "nf4 has no zero_point"),
-        (("int8", jnp.ones((1, 1), jnp.int32)), TypeError, "scale_dtype is int32"),
+        (("int8", arrays.ones((1, 1), jnp.int32)), TypeError, "scale_dtype is int32"),
     ],
 )
 def test_a_scale_that_does_not_fit_is_refused(args, error, message):

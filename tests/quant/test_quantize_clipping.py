@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import arrays
 from support.array_types import Lora
 
 from veneer.quant import (
@@ -12,7 +13,7 @@ from veneer.quant import (
     quantize_with_scale,
 )
 
-X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 64)), jnp.float32)
+X = arrays.normal(4, 64)
 ROWS = {"channelwise_axes": [0]}
 CLIPPING = ["absmax,0.5", "fixed,1", "rms,1.5", "percentile,80", "mse,6"]
 BETWEEN_ENDS = ["minmax,0.5", "fixed,-0.5,1", "percentile,5,90"]

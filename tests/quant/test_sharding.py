@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from support import arrays
 from support.array_types import assert_close
 
 import veneer as vn
@@ -14,7 +15,7 @@ if jax.device_count() < 4:
     pytest.skip("needs 4 devices", allow_module_level=True)
 
 MESH = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
-KEY = jax.random.key(0)
+KEY = arrays.key(0)
 
 
 def shard(f, in_specs, out_specs):

@@ -3,14 +3,15 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from support import arrays
 from support.annotations import ARE_CHECKED, unless_checked
 
 import veneer as vn
 from veneer.quant import Rule
 from veneer.quant.models.uses import uses_of
 
-IDS = jnp.arange(3)
-X = jnp.ones((3, 64))
+IDS = arrays.arange(3)
+X = arrays.ones((3, 64))
 
 
 def w(*shape):

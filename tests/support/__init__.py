@@ -1,6 +1,8 @@
 """What tests share: types to probe with, tables of claims, and how a run is divided.
 
 contexts          a context of MLIR for many programs
+arrays            constants of test modules that are made without compiling a program
+arrays            constants of test modules that compile nothing
 array_types       implicit arrays, and when two trees agree
 probes            types that refuse to be dense, or to lose their metadata
 matrix            the table of probes by transformations
@@ -14,5 +16,9 @@ every_type        a value of every array type, in any floating dtype
 fixed_examples    examples of properties that are the same in every run
 annotations       whether they are checked in this run
 policies          what to make of an operand that is made dense
-shares            which cases of each test a run has
+selection         which cases of each test a run has
+durations.json    the seconds of one case of each test that takes long
+environment       the environment variables of a run
+memory            how many workers a run starts, and when they release memory
+optional          tests of libraries that are not installed skip
 """

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import veneer as vn
 
@@ -131,13 +132,15 @@ def _(x: Tagged | vn.ArrayLike, y: Tagged | vn.ArrayLike, **params):
 def lora(key: jax.Array, shape: tuple[int, ...] = (6, 6), rank: int = 2) -> Lora:
     """A random one; leading axes are batch axes."""
     *batch, m, n = shape
-    kw, ka, kb = jax.random.split(key, 3)
-    return Lora(
-        jax.random.normal(kw, shape) / 2,
-        jax.random.normal(ka, (*batch, m, rank)),
-        jax.random.normal(kb, (*batch, rank, n)),
-        scale=0.5,
-    )
+    random = np.random.default_rng(np.asarray(jax.random.key_data(key)))  # which compiles nothing
+    normal = lambda *shape: random.standard_normal(shape, np.float32)
+    parts = normal(*shape) / 2, normal(*batch, m, rank), normal(*batch, rank, n)
+    return Lora(*jax.device_put(parts), scale=0.5)
+
+
+def by_numpy(w: Lora) -> np.ndarray:
+    """What one with a dense weight stands for, found by NumPy alone."""
+    return np.asarray(w.w) + w.scale * np.asarray(w.a) @ np.asarray(w.b)
 
 
 def quantized(qtype: str, tile: int | None):

@@ -7,6 +7,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import veneer as vn
+from support import arrays
 from support.array_types import MAKERS, Lora, assert_close
 from support.policies import without_rule
 
@@ -15,8 +16,8 @@ if jax.device_count() < 8:
 
 AUTO = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
 EXPLICIT = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
-KEY = jax.random.key(0)
-X = jax.random.normal(KEY, (4, 8))
+KEY = arrays.key(0)
+X = arrays.normal(4, 8)
 
 TOLERANCE = 1e-4  # sums are taken in another order on each number of devices
 

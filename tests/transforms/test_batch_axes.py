@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from support import arrays
 from support.array_types import Diagonal, assert_close, lora
 
 import veneer as vn
@@ -22,13 +23,13 @@ class SymmetricByT(vn.ImplicitArray):
         return self.x + self.x.T
 
 
-SQUARE = jax.random.normal(jax.random.key(0), (4, 4))
+SQUARE = arrays.normal(4, 4)
 VALUES = {
     "symmetric": Symmetric(SQUARE),
     "symmetric, of rank 2 alone": SymmetricByT(SQUARE),
-    "diagonal": Diagonal(SQUARE[0]),
+    "diagonal": Diagonal(arrays.normal(4)),
     "diagonals": Diagonal(SQUARE),
-    "lora of full rank": lora(jax.random.key(1), (4, 4), rank=4),
+    "lora of full rank": lora(arrays.key(1), (4, 4), rank=4),
 }
 
 

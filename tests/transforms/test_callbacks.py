@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import io_callback
+from support import arrays
 from support.array_types import MAKERS, Tagged, assert_close, lora
 
 import veneer as vn
@@ -135,9 +136,9 @@ def test_a_gradient_is_refused_as_jax_refuses_it(x):
 # debug.print
 
 PRINTED = {
-    "a label": (Tagged(jnp.arange(2.0), "kg"), "Tagged(x=[0. 1.], label='kg')"),
+    "a label": (Tagged(arrays.arange(2.0), "kg"), "Tagged(x=[0. 1.], label='kg')"),
     "a codebook": (
-        vn.quant.QArray(jnp.array([1, -2], jnp.int8), jnp.array([0.5]), qtype="int8"),
+        vn.quant.QArray(arrays.array([1, -2], jnp.int8), arrays.array([0.5]), qtype="int8"),
         "QArray(packed=[ 1 -2], scale=[0.5], zero_point=None, minimum=None, qtype='int8', "
         "packing=None, dense_dtype='float32')",
     ),

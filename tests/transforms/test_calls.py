@@ -2,14 +2,16 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.extend.core import primitives
 from jax.sharding import AxisType, PartitionSpec
+from support import arrays
 from support.array_types import MAKERS, assert_close
 
 import veneer as vn
 
-X = jnp.linspace(-1.0, 1.0, 36).reshape(6, 6)
+X = arrays.array(np.linspace(-1.0, 1.0, 36).reshape(6, 6))
 MESH = jax.make_mesh((2,), ("rows",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
 
 

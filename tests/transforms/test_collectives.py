@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from support import arrays
 from support.every_type import EVERY_TYPE, plain, value
 from support.policies import only_by_rules, without_rule
 
@@ -18,7 +19,7 @@ if jax.device_count() < 4:
     pytest.skip("needs 4 devices", allow_module_level=True)
 
 MESH = jax.make_mesh((4,), ("i",), axis_types=(AxisType.Auto,))
-KEY = jax.random.key(0)
+KEY = arrays.key(0)
 ROUND = [(i, (i + 1) % 4) for i in range(4)]
 ON = [(i, i + 1) for i in range(3)]  # and nothing to the first
 
@@ -65,14 +66,18 @@ def test_of_every_type(name):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
-FORMATS = {
-    "int8 by rows": quantised("int8", 0),
-    "int8 by columns": quantised("int8"),
-    "int4 in tiles": quantised("int4", -1, 8),
-    "uint3": quantised("uint3", -1, 8),
-    "nf4_dq": vn.quant.quantize(normal(8, 64), "nf4_dq", channelwise_axes=(0,), tiled_axes={1: 8}),
-    "mxfp8": vn.quant.quantize(normal(8, 64), "mxfp8", channelwise_axes=(0,)),
-}
+FORMATS = arrays.OnDemand(
+    {
+        "int8 by rows": lambda: quantised("int8", 0),
+        "int8 by columns": lambda: quantised("int8"),
+        "int4 in tiles": lambda: quantised("int4", -1, 8),
+        "uint3": lambda: quantised("uint3", -1, 8),
+        "nf4_dq": lambda: vn.quant.quantize(
+            normal(8, 64), "nf4_dq", channelwise_axes=(0,), tiled_axes={1: 8}
+        ),
+        "mxfp8": lambda: vn.quant.quantize(normal(8, 64), "mxfp8", channelwise_axes=(0,)),
+    }
+)
 
 
 @pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])

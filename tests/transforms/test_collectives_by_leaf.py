@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from support import arrays
 from support.every_type import EVERY_TYPE, T, plain, value
 from support.policies import only_by_rules, without_rule
 
@@ -19,7 +20,7 @@ if jax.device_count() < 8:
 
 MESH = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
 LINE = jax.make_mesh((8,), ("i",), axis_types=(AxisType.Auto,))
-KEY = jax.random.key(0)
+KEY = arrays.key(0)
 PAIRS = [[0, 1], [2, 3]]
 ROUND = [(i, (i + 1) % 4) for i in range(4)]
 

@@ -5,15 +5,17 @@ What they compute: matrix/test_control_flow.py; where types meet in them: test_m
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
+from support import arrays
 from support.array_types import MAKERS, Lora, assert_close
 from support.policies import without_rule
 
 import veneer as vn
 
-X = jnp.linspace(-1.0, 1.0, 18).reshape(3, 6)
-KEY = jax.random.key(4)
+X = arrays.array(np.linspace(-1.0, 1.0, 18).reshape(3, 6))
+KEY = arrays.key(4)
 
 pytestmark = pytest.mark.parametrize("name", MAKERS)
 

@@ -2,14 +2,16 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from support import arrays
 from support.array_types import MAKERS, Tagged, assert_close
 
 import veneer as vn
 from veneer._core import rules
 
-X = jnp.linspace(-1.0, 1.0, 18).reshape(3, 6)
-KEY = jax.random.key(5)
+X = arrays.array(np.linspace(-1.0, 1.0, 18).reshape(3, 6))
+KEY = arrays.key(5)
 LORA = MAKERS["lora"](KEY)
 
 

@@ -2,13 +2,15 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from support import arrays
 from support.array_types import MAKERS, Lora, assert_close
 
 import veneer as vn
 
-X = jnp.linspace(-1.0, 1.0, 18).reshape(3, 6)
-KEY = jax.random.key(2)
+X = arrays.array(np.linspace(-1.0, 1.0, 18).reshape(3, 6))
+KEY = arrays.key(2)
 LORA = MAKERS["lora"](KEY)
 
 f = lambda x, w: jnp.sin(jnp.tanh(x @ w) + (w**2).sum()).sum()

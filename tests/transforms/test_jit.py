@@ -10,15 +10,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from support import arrays
 from support.array_types import MAKERS, Lora, assert_close
 
 import veneer as vn
 from veneer._core.primitives import staging
 
-X = jnp.linspace(-1.0, 1.0, 18).reshape(3, 6)
-KEY = jax.random.key(1)
+X = arrays.array(np.linspace(-1.0, 1.0, 18).reshape(3, 6))
+KEY = arrays.key(1)
 
 
 def test_implicit_results_leave_jit_as_they_are():

@@ -4,15 +4,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from support import arrays
 from support.array_types import Lora, Metres, Normed, assert_close, lora, lora_of_int8
 from support.probes import Quantity, UnitError, unit
 
 import veneer as vn
 
-KEY = jax.random.key(7)
+KEY = arrays.key(7)
 SHAPE = (4, 4)
 W = lora(KEY, SHAPE)
-X = jax.random.normal(jax.random.key(8), SHAPE)
+X = arrays.normal(*SHAPE, seed=8)
 
 
 def check(f, *operands):

@@ -4,13 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import arrays
 from support.array_types import Metres, Tagged, quantized
 from support.probes import Opaque
 
 import veneer as vn
 
-LENGTH = Metres(jnp.full((2, 3), 2.0, jnp.float32))
-FIRST = Metres(jnp.ones(3))
+LENGTH = Metres(arrays.full((2, 3), 2.0, jnp.float32))
+FIRST = Metres(arrays.ones(3))
 
 KEEPING = {
     "fori_loop": (lambda m, _: jax.lax.fori_loop(0, 2, lambda i, c: c + m, m), 1),
@@ -26,7 +27,7 @@ def test_metadata_that_agrees_is_kept(program, power):
     assert (type(out), out.power) == (Metres, power)
 
 
-ZERO = jnp.zeros((2, 3))
+ZERO = arrays.zeros((2, 3))
 
 JOINED_BY_ZEROS = {
     "fori_loop": lambda m: jax.lax.fori_loop(0, 2, lambda i, c: m + m, ZERO),
@@ -97,7 +98,7 @@ def test_an_argument_that_is_zero_is_seen_to_be_eagerly_alone():
 def of_ones(**methods):
     """A label by its shape and dtype, if what it defines does not say otherwise."""
     methods.setdefault("aval", lambda self: jax.typeof(self.x))
-    return type("Odd", (Opaque,), methods)(jnp.ones(3))
+    return type("Odd", (Opaque,), methods)(arrays.ones(3))
 
 
 def materialise_concretely(self):

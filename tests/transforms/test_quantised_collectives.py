@@ -10,6 +10,7 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from scale import bytes_received, data_parallel
+from support import arrays
 
 import veneer as vn
 from veneer._jax.tracing import varying_axes
@@ -20,9 +21,9 @@ if jax.device_count() < 8:
 
 LINE = jax.make_mesh((8,), ("i",), axis_types=(AxisType.Auto,))
 GRID = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
-KEY = jax.random.key(0)
-X = jax.random.normal(KEY, (8, 40, 112))  # a part has no whole number of tiles
-LARGE = jax.random.normal(KEY, (8, 320, 448))
+KEY = arrays.key(0)
+X = arrays.normal(8, 40, 112)  # a part has no whole number of tiles
+LARGE = arrays.normal(8, 320, 448)
 
 #: The most that a value is off, of the largest in its tile.
 ERRORS = {"int8": 0.5 / 127, "float8_e4m3fn": 2**-4, "mxfp8": 2**-3, "int4": 0.5 / 7}
@@ -219,7 +220,7 @@ def test_with_what_was_lost_nothing_is(name, check_vma):
     assert 0 < abs(came - expected).mean() < 0.5 * abs(without - expected).mean()
 
 
-@pytest.mark.long(quick=0)
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["int8", "int4, with what was lost"])
 def test_a_decoder_learns_as_by_exact_sums(how):
     """By fewer steps than in benchmarks/scale.py, when the loss still falls."""

@@ -5,13 +5,15 @@ Its places beside other transformations: matrix/test_batching.py.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from support import arrays
 from support.array_types import MAKERS, assert_close
 
 import veneer as vn
 
-X = jnp.linspace(-1.0, 1.0, 18).reshape(3, 6)
-KEY = jax.random.key(3)
+X = arrays.array(np.linspace(-1.0, 1.0, 18).reshape(3, 6))
+KEY = arrays.key(3)
 
 
 def test_inner_axes_of_the_program():

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import arrays
 
 import veneer as vn
 from veneer.types import Permuted, Rotated, Scaled
@@ -37,11 +38,13 @@ VALUES = {
     "scaled": Scaled(array(8, 12), FACTORS[None]),
     "scaled rows": Scaled(array(12, 8), FACTORS[:, None]),
 }
-QUANTISED = {
-    "permuted": Permuted(array(8, 12, quantised=True), order(12)),
-    "rotated": Rotated(array(8, 12, quantised=True), (-1,)),
-    "scaled": Scaled(array(8, 12, quantised=True), FACTORS[None]),
-}
+QUANTISED = arrays.OnDemand(
+    {
+        "permuted": lambda: Permuted(array(8, 12, quantised=True), order(12)),
+        "rotated": lambda: Rotated(array(8, 12, quantised=True), (-1,)),
+        "scaled": lambda: Scaled(array(8, 12, quantised=True), FACTORS[None]),
+    }
+)
 
 
 @pytest.mark.parametrize("name", VALUES)
@@ -211,7 +214,7 @@ def test_an_axis_of_size_one_may_go(program, w):
 
 
 FILLED = {
-    "scaled": vn.types.Scaled(array(3, 4), jnp.full((1, 1), 3.0)),
+    "scaled": vn.types.Scaled(array(3, 4), arrays.full((1, 1), 3.0)),
     "rotated": vn.types.Rotated(array(3, 4), (-1,)),
     "permuted": vn.types.Permuted(array(3, 4), order(4)),
 }

@@ -34,7 +34,6 @@ BY_TYPE = {
 }
 
 
-@pytest.mark.long(quick=12)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", [name for name in EVERY_TYPE if name != "PRNGKey"])
 def test_every_rule(name, dtype):

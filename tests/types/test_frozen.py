@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from support import arrays
 from support.array_types import Diagonal, Lora, assert_close, lora_of_int8
 from support.claims import Claim, claims
 from support.policies import without_rule
@@ -36,8 +37,8 @@ CLAIMS = {
 
 test_under, test_over_sizes_and_dtypes = claims(CLAIMS)
 
-X = jnp.ones((3, 6))
-KEY = jax.random.key(0)
+X = arrays.ones((3, 6))
+KEY = arrays.key(0)
 
 
 def test_the_rules_of_what_is_held_are_run():
@@ -76,7 +77,9 @@ def test_it_is_materialised_by_one_layer():
     assert (vn.materialise(Frozen(w)) == vn.materialise(w)).all()
 
 
-@pytest.mark.parametrize("x", [jnp.ones((2, 3)), np.ones((2, 3), np.float16), lora_of_int8(KEY)])
+@pytest.mark.parametrize(
+    "x", [arrays.ones((2, 3)), np.ones((2, 3), np.float16), arrays.quantized("int8", 6, 6)]
+)
 def test_it_has_the_shape_dtype_and_bytes_of_what_it_holds(x):
     value = Frozen(x)
     assert (value.shape, value.dtype, value.nbytes) == (x.shape, x.dtype, x.nbytes)
@@ -94,7 +97,7 @@ def test_it_is_cut_as_what_it_holds():
     assert Frozen(Diagonal(jnp.ones(3))).partition(P("x", None), (3, 3)) is None
 
 
-@pytest.mark.parametrize("x", [3, [jnp.ones(2)], "w"])
+@pytest.mark.parametrize("x", [3, [arrays.ones(2)], "w"])
 def test_it_holds_an_array(x):
     with pytest.raises(TypeError, match=r"Frozen takes an array for x|Expected type"):
         Frozen(x)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import arrays
 from support.claims import Claim, claims
 
 import veneer as vn
@@ -79,7 +80,7 @@ class Counter:
         return self._runs
 
 
-X = jnp.arange(6.0).reshape(3, 2)
+X = arrays.array(np.arange(6.0).reshape(3, 2))
 
 
 @pytest.fixture
@@ -170,11 +171,11 @@ def test_implicit_operands_meet_their_rules():
 
 # What a primitive gives, deferred.
 
-LU = jax.make_jaxpr(jax.lax.linalg.lu)(jnp.eye(2)).eqns[0].params
-SQUARE = jnp.array([[1.0, 2.0], [3.0, 4.0]])
+LU = jax.make_jaxpr(jax.lax.linalg.lu)(arrays.eye(2)).eqns[0].params
+SQUARE, HALF = arrays.array([[1.0, 2.0], [3.0, 4.0]]), arrays.array([[0.5, 1.0], [1.5, 2.0]])
 
 
-@pytest.mark.parametrize("operand", [SQUARE, Doubled(SQUARE / 2)], ids=["dense", "implicit"])
+@pytest.mark.parametrize("operand", [SQUARE, Doubled(HALF)], ids=["dense", "implicit"])
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_each_result_of_a_primitive_is_deferred(operand, transform):
     outputs = Lazy.deferred("lu", [operand], LU)

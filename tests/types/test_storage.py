@@ -8,13 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from support import arrays
 from support.every_type import EVERY_TYPE, T, value
 
 import veneer as vn
 
-A = jnp.arange(1.0, 17).reshape(4, 4)
-LORA = value("LoraArray")
-ORDER = jnp.array([[2, 0, 1, 3]])
+A = arrays.array(np.arange(1.0, 17).reshape(4, 4))
+LORA = T.LoraArray(arrays.normal(4, 4), arrays.normal(4, 2), arrays.normal(2, 4), scale=0.5)
+ORDER = arrays.array([[2, 0, 1, 3]])
 
 
 def nm_sparse(n, m, axis):
@@ -22,37 +23,51 @@ def nm_sparse(n, m, axis):
 
 
 #: By type and field, two values of one dense shape and dtype that differ in it.
-STORAGE = {
-    ("Triangular", "lower"): (T.Triangular(A), T.Triangular(A, lower=False)),
-    ("Triangular", "unit_diagonal"): (T.Triangular(A), T.Triangular(A, unit_diagonal=True)),
-    ("Banded", "lower"): (T.Banded(A[:2], 1, 0), T.Banded(A[:3], 2, 0)),
-    ("Banded", "upper"): (T.Banded(A[:2], 0, 1), T.Banded(A[:3], 0, 2)),
-    ("Symmetric", "positive_definite"): (
-        T.Symmetric.of(A),
-        T.Symmetric.of(A, positive_definite=True),
-    ),
-    ("LoraArray", "scale"): (LORA, dataclasses.replace(LORA, scale=2.0)),
-    ("LoraArray", "normed"): (
-        T.LoraArray(LORA.w, LORA.a, LORA.b, jnp.ones((1, 4))),
-        T.LoraArray(LORA.w, LORA.a, LORA.b, jnp.ones((4, 1)), normed="out"),
-    ),
-    ("LoraArray", "dropped"): (LORA, dataclasses.replace(LORA, dropped="out")),
-    ("SparseArray", "sparse_shape"): (
-        T.SparseArray.from_dense(A),
-        T.SparseArray.from_dense(A, n_batch=1),
-    ),
-    ("SparseArray", "unique_indices"): (
-        T.SparseArray.from_dense(A),
-        dataclasses.replace(T.SparseArray.from_dense(A), unique_indices=False),
-    ),
-    ("NMSparse", "n"): (nm_sparse(1, 4, -1), nm_sparse(2, 4, -1)),
-    ("NMSparse", "m"): (nm_sparse(1, 2, -1), nm_sparse(1, 4, -1)),
-    ("NMSparse", "axis"): (nm_sparse(2, 4, -1), nm_sparse(2, 4, -2)),
-    ("Permuted", "axis"): (T.Permuted(A, ORDER), T.Permuted(A, ORDER.T, -2)),
-    ("Rotated", "axes"): (T.Rotated(A), T.Rotated(A, (-1,))),
-    ("Constant", "trailing"): (T.Constant(2.0, (4, 4)), T.Constant(jnp.ones(4), (4,))),
-    ("Lazy", "function"): (T.Lazy(jnp.sin, A), T.Lazy(jnp.cos, A)),
-}
+STORAGE = arrays.OnDemand(
+    {
+        ("Triangular", "lower"): lambda: (T.Triangular(A), T.Triangular(A, lower=False)),
+        ("Triangular", "unit_diagonal"): lambda: (
+            T.Triangular(A),
+            T.Triangular(A, unit_diagonal=True),
+        ),
+        ("Banded", "lower"): lambda: (T.Banded(A[:2], 1, 0), T.Banded(A[:3], 2, 0)),
+        ("Banded", "upper"): lambda: (T.Banded(A[:2], 0, 1), T.Banded(A[:3], 0, 2)),
+        ("Symmetric", "positive_definite"): lambda: (
+            T.Symmetric.of(A),
+            T.Symmetric.of(A, positive_definite=True),
+        ),
+        ("LoraArray", "scale"): lambda: (
+            LORA,
+            dataclasses.replace(LORA, scale=2.0),
+        ),
+        ("LoraArray", "normed"): lambda: (
+            T.LoraArray(LORA.w, LORA.a, LORA.b, arrays.ones((1, 4))),
+            T.LoraArray(LORA.w, LORA.a, LORA.b, arrays.ones((4, 1)), normed="out"),
+        ),
+        ("LoraArray", "dropped"): lambda: (
+            LORA,
+            dataclasses.replace(LORA, dropped="out"),
+        ),
+        ("SparseArray", "sparse_shape"): lambda: (
+            T.SparseArray.from_dense(A),
+            T.SparseArray.from_dense(A, n_batch=1),
+        ),
+        ("SparseArray", "unique_indices"): lambda: (
+            T.SparseArray.from_dense(A),
+            dataclasses.replace(T.SparseArray.from_dense(A), unique_indices=False),
+        ),
+        ("NMSparse", "n"): lambda: (nm_sparse(1, 4, -1), nm_sparse(2, 4, -1)),
+        ("NMSparse", "m"): lambda: (nm_sparse(1, 2, -1), nm_sparse(1, 4, -1)),
+        ("NMSparse", "axis"): lambda: (nm_sparse(2, 4, -1), nm_sparse(2, 4, -2)),
+        ("Permuted", "axis"): lambda: (T.Permuted(A, ORDER), T.Permuted(A, ORDER.T, -2)),
+        ("Rotated", "axes"): lambda: (T.Rotated(A), T.Rotated(A, (-1,))),
+        ("Constant", "trailing"): lambda: (
+            T.Constant(2.0, (4, 4)),
+            T.Constant(arrays.ones(4), (4,)),
+        ),
+        ("Lazy", "function"): lambda: (T.Lazy(jnp.sin, A), T.Lazy(jnp.cos, A)),
+    }
+)
 
 #: Two that are refused: what differs is in no dense array.
 MEANING = {

@@ -1,4 +1,7 @@
-"""What a type checker knows of programs that use the library; `make lint` has two read it."""
+"""What a type checker knows of programs that use the library; `make lint` has two read it.
+
+>>> programs()
+"""
 
 from collections.abc import Callable
 from typing import assert_type
@@ -15,15 +18,6 @@ def model(params: Params, x: jax.Array, *, scale: float = 1.0) -> jax.Array:
     return x @ params["w"] * scale
 
 
-params: Params = {"w": jnp.ones((64, 64))}
-x = jnp.ones((2, 64))
-
-# A function keeps its signature, however it is made implicit.
-assert_type(vn.implicit(model)(params, x, scale=2.0), jax.Array)
-assert_type(vn.implicit(model, on_materialise="error")(params, x), jax.Array)
-assert_type(vn.implicit(model, False)(params, x), jax.Array)
-
-
 @vn.implicit
 def doubled(x: jax.Array) -> tuple[jax.Array, int]:
     return x + x, 2
@@ -34,23 +28,6 @@ def tripled(x: jax.Array) -> jax.Array:
     return x + x + x
 
 
-assert_type(doubled(x), tuple[jax.Array, int])
-assert_type(tripled(x), jax.Array)
-assert_type(vn.explain(model)(params, x), vn.Report)
-
-# What gives a tree gives one like it.
-small = vn.quant.quantize_tree(params, "nf4", model=model, args=(x,))
-assert_type(small, Params)
-tuned = vn.lora.init_tree(
-    small, [vn.lora.Rule(".*", rank=2)], key=jax.random.key(0), model=model, args=(x,)
-)
-assert_type(tuned, Params)
-assert_type(vn.materialise(small), Params)
-assert_type(vn.materialise(vn.quant.quantize(x, "int8")), jax.Array)
-assert_type(vn.quant.quantize(x, "int8"), vn.quant.QArray)
-
-
-# A rule, and a type, are what they are declared to be.
 class Scaled(vn.ImplicitArray):
     array: jax.Array
     by: float = vn.static()
@@ -59,14 +36,37 @@ class Scaled(vn.ImplicitArray):
         return self.array * self.by
 
 
-scaled = Scaled(x, by=2.0)
-assert_type(scaled, Scaled)
-assert_type(scaled.by, float)
-
-
 @vn.register("neg")
 def negative(x: Scaled) -> Scaled:
     return Scaled(-x.array, by=x.by)
 
 
-takes: Callable[[Scaled], Scaled] = negative
+def programs() -> None:
+    params: Params = {"w": jnp.ones((64, 64))}
+    x = jnp.ones((2, 64))
+
+    # A function keeps its signature, however it is made implicit.
+    assert_type(vn.implicit(model)(params, x, scale=2.0), jax.Array)
+    assert_type(vn.implicit(model, on_materialise="error")(params, x), jax.Array)
+    assert_type(vn.implicit(model, False)(params, x), jax.Array)
+    assert_type(doubled(x), tuple[jax.Array, int])
+    assert_type(tripled(x), jax.Array)
+    assert_type(vn.explain(model)(params, x), vn.Report)
+
+    # What gives a tree gives one like it.
+    small = vn.quant.quantize_tree(params, "nf4", model=model, args=(x,))
+    assert_type(small, Params)
+    tuned = vn.lora.init_tree(
+        small, [vn.lora.Rule(".*", rank=2)], key=jax.random.key(0), model=model, args=(x,)
+    )
+    assert_type(tuned, Params)
+    assert_type(vn.materialise(small), Params)
+    assert_type(vn.materialise(vn.quant.quantize(x, "int8")), jax.Array)
+    assert_type(vn.quant.quantize(x, "int8"), vn.quant.QArray)
+
+    # A rule, and a type, are what they are declared to be.
+    scaled = Scaled(x, by=2.0)
+    assert_type(scaled, Scaled)
+    assert_type(scaled.by, float)
+    takes: Callable[[Scaled], Scaled] = negative
+    assert takes is negative

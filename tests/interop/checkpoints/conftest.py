@@ -7,4 +7,4 @@ collect_ignore = ["make_references.py"]
 @pytest.fixture
 def mutations(request):
     """How many changes a file is spoilt by."""
-    return 100 if request.config.getoption("quick") else 1000
+    return 1000 if request.config.getoption("all") else 100

@@ -195,7 +195,6 @@ def test_a_weight_is_one_packed_array_of_the_dense_shape(tmp_path, make, config)
     assert loaded["other.weight"].dtype == jnp.float16
 
 
-@pytest.mark.long(quick=12)
 @pytest.mark.parametrize(("make", "config"), CONFIGS.values(), ids=CONFIGS)
 def test_a_program_for_the_dense_checkpoint_runs(tmp_path, make, config):
     tensors, value = make(rng())

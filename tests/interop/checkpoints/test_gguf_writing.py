@@ -1,10 +1,10 @@
 """What is written as GGUF: whole, or refused."""
 
-import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from support import arrays
 from support.annotations import unless_checked
 from support.gguf_files import assert_same_tensor, blocks_of, in_nvfp4, read_all
 
@@ -52,6 +52,18 @@ def test_a_disk_that_is_full(path, monkeypatch):
     assert list(path.parent.iterdir()) == []
 
 
+# With one scale for all, and with one for each row.
+NF4, INT4 = (
+    vn.quant.QArray.from_packed(
+        arrays.zeros((2, 16), np.uint8),
+        arrays.full(scales, 0.1),
+        qtype=qtype,
+        packing=vn.quant.Packing(axis=-1, size=32),
+    )
+    for qtype, scales in (("nf4", (1, 1)), ("int4", (2, 1)))
+)
+
+
 @pytest.mark.parametrize(
     ("tensors", "error", "match"),
     [
@@ -59,20 +71,24 @@ def test_a_disk_that_is_full(path, monkeypatch):
         ({"": np.ones(2)}, ValueError, "names have up to 63 bytes"),
         ({"w": np.ones((1,) * 5)}, ValueError, "'w' has .*, and GGUF up to 4 axes"),
         ({"w": [1.0]}, TypeError, "'w' is of type list"),
-        ({"w": jax.random.key(0)}, TypeError, "'w' is of type .*, and GGUF holds"),
+        ({"w": arrays.key(0)}, TypeError, "'w' is of type .*, and GGUF holds"),
         (
-            {"w": vn.types.LoraArray(jnp.ones((2, 2)), jnp.ones((2, 1)), jnp.ones((1, 2)))},
+            {
+                "w": vn.types.LoraArray(
+                    arrays.ones((2, 2)), arrays.ones((2, 1)), arrays.ones((1, 2))
+                )
+            },
             TypeError,
             "'w' is of type LoraArray, .*: vn.materialise makes it dense",
         ),
         (
-            {"w": vn.quant.quantize(jnp.ones((2, 32)), "nf4")},
+            {"w": NF4},
             ValueError,
             r"'w', a QArray of nf4 \[2, 32\] in tiles of \[2, 32\], .* has no type with codes of "
             r"nf4\. Quantise it so .* or save vn\.materialise of it",
         ),
         (
-            {"w": vn.quant.quantize(jnp.ones((2, 32)), "int4", channelwise_axes=[0])},
+            {"w": INT4},
             ValueError,
             r"its scale is float16.*vn\.quant\.Rule has tile_size, tile_axis and scale_dtype",
         ),

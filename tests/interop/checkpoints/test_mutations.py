@@ -102,7 +102,6 @@ def read_all(path):
     return message, tracemalloc.get_traced_memory()[1]
 
 
-@pytest.mark.long(quick=2)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.filterwarnings("ignore:.*checkpoint_format:UserWarning")
 def test_a_damaged_folder_is_read_or_refused_in_one_line(tmp_path, family, mutations):

@@ -57,7 +57,6 @@ def loaded(path, name):
     return tensors, value, vn.load(folders.write(path, tensors, torch_dtype="float32", **config))
 
 
-@pytest.mark.long(quick=8)
 @pytest.mark.parametrize("name", LARGE)
 def test_a_product_is_by_a_kernel_and_nothing_is_dense(tmp_path, name):
     _, value, tree = loaded(tmp_path / "model", name)

@@ -32,7 +32,6 @@ def places(x):
     return np.where(bits < 0, np.iinfo(f"int{8 * x.itemsize}").min - bits, bits)
 
 
-@pytest.mark.long(quick=20)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_folder_is_worth_what_the_library_that_wrote_it_says(tmp_path, name):
     with zipfile.ZipFile(REFERENCES) as archive:

@@ -85,34 +85,64 @@ def quantised(qtype, shape=(32, 64), **others):
 
 ROWS = {"channelwise_axes": [0]}
 REFUSED = {
-    "gptq_float": ("gptq", "a.weight", quantised("nf4", **ROWS), "is of nf4, not of integers"),
-    "gptq_5_bits": ("gptq", "a.weight", quantised("int5", **ROWS), "is of 5 bits"),
-    "gptq_words": ("gptq", "a.weight", quantised("int4", (33, 64), **ROWS), r"\[33, 64\], whose"),
-    "gptq_name": ("gptq", "a.kernel", quantised("int4", **ROWS), "'a.kernel': names of quantised"),
-    "awq_8_bits": ("awq", "a.weight", quantised("int8", **ROWS), "is of 8 bits, not of 4"),
+    "gptq_float": (
+        "gptq",
+        "a.weight",
+        lambda: quantised("nf4", **ROWS),
+        "is of nf4, not of integers",
+    ),
+    "gptq_5_bits": ("gptq", "a.weight", lambda: quantised("int5", **ROWS), "is of 5 bits"),
+    "gptq_words": (
+        "gptq",
+        "a.weight",
+        lambda: quantised("int4", (33, 64), **ROWS),
+        r"\[33, 64\], whose",
+    ),
+    "gptq_name": (
+        "gptq",
+        "a.kernel",
+        lambda: quantised("int4", **ROWS),
+        "'a.kernel': names of quantised",
+    ),
+    "awq_8_bits": ("awq", "a.weight", lambda: quantised("int8", **ROWS), "is of 8 bits, not of 4"),
     "ct_stack": (
         "compressed-tensors",
         "a.weight",
-        quantised("int4", (2, 4, 8), **ROWS),
+        lambda: quantised("int4", (2, 4, 8), **ROWS),
         r"is of shape \[2, 4, 8\], and no matrix",
     ),
-    "ct_codebook": ("compressed-tensors", "a.weight", quantised("nf4", **ROWS), "is of nf4"),
-    "mlx_groups": ("mlx", "a.weight", quantised("int4", (4, 48), **ROWS), "in groups of 48"),
+    "ct_codebook": (
+        "compressed-tensors",
+        "a.weight",
+        lambda: quantised("nf4", **ROWS),
+        "is of nf4",
+    ),
+    "mlx_groups": (
+        "mlx",
+        "a.weight",
+        lambda: quantised("int4", (4, 48), **ROWS),
+        "in groups of 48",
+    ),
     "type": (
         "mlx",
         "a.weight",
-        vn.types.Diagonal(jnp.ones(4)),
+        lambda: vn.types.Diagonal(jnp.ones(4)),
         "is a Diagonal, not a QArray",
     ),
-    "dense": ("mlx", "a.weight", jnp.ones((4, 4)), "nothing in it is quantised"),
-    "format": ("onnx", "a.weight", jnp.ones((4, 4)), "format is one of gptq, awq, .* and gguf"),
+    "dense": ("mlx", "a.weight", lambda: jnp.ones((4, 4)), "nothing in it is quantised"),
+    "format": (
+        "onnx",
+        "a.weight",
+        lambda: jnp.ones((4, 4)),
+        "format is one of gptq, awq, .* and gguf",
+    ),
 }
 
 
-@pytest.mark.parametrize(("format", "name", "value", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_a_format_cannot_hold_is_refused_by_name(tmp_path, format, name, value, message):
+@pytest.mark.parametrize(("format", "name", "make", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_a_format_cannot_hold_is_refused_by_name(tmp_path, format, name, make, message):
     with pytest.raises(ValueError, match=message) as error:
-        vn.save(tmp_path / "out", {name: value}, format=format)
+        vn.save(tmp_path / "out", {name: make()}, format=format)
     assert name in str(error.value) or "format is" in str(error.value) or "nothing" in message
     assert not list(tmp_path.iterdir())
 

@@ -157,7 +157,6 @@ for contracted, kind in (("rows", "uint8"), ("columns", "lookup2")):
 """
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in isa.ISAS if name != isa.ISA])
 def test_every_isa_computes_the_same(name):
     try:

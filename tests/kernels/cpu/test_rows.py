@@ -117,7 +117,6 @@ def test_what_is_not_finite_spreads_as_in_a_dense_product(m, number):
 OTHERS = [isa for isa in ISAS if isa not in (ISA, "avx512")]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("isa", OTHERS)
 def test_other_instructions_give_the_same(isa):
     try:

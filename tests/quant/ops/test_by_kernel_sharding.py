@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from support import arrays
+from support.arrays import normal
 
 import veneer as vn
 from veneer.quant import quantize
@@ -21,10 +23,6 @@ COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "
 
 # Parts of it have enough entries for a kernel.
 K, N = 512, 256
-
-
-def normal(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
 def put(value, spec, mesh=MESH):
@@ -110,30 +108,39 @@ def test_minima_are_cut_as_scales_are(of_w):
 
 
 # A weight of which something that lies together would be cut, along an axis.
-TOGETHER = {
-    "a byte": (quantize(normal(K, 4 * 33, seed=2), "int4", channelwise_axes=[1]), P(None, "y")),
-    "tiles along the sum": (
-        quantize(normal(K, N, seed=2), "int4", channelwise_axes=[1], tiled_axes={0: 256}),
-        P("y"),
-    ),
-    "tiles of columns": (
-        quantize(normal(K, N, seed=2), "int4", tiled_axes={0: 32, 1: 128}),
-        P(None, "y"),
-    ),
-    "bit planes of the same codes": (
-        quantize(normal(K, 132, seed=2), "int3", channelwise_axes=[1]),
-        P(None, "y"),
-    ),
-    "digits of base 3": (
-        quantize(normal(K, 140, seed=2), "ternary", channelwise_axes=[1]),
-        P(None, "y"),
-    ),
-    "an odd last byte": (quantize(normal(K, 131, seed=2), "int4", channelwise_axes=[1]), P("y")),
-}
+TOGETHER = arrays.OnDemand(
+    {
+        "a byte": lambda: (
+            quantize(normal(K, 4 * 33, seed=2), "int4", channelwise_axes=[1]),
+            P(None, "y"),
+        ),
+        "tiles along the sum": lambda: (
+            quantize(normal(K, N, seed=2), "int4", channelwise_axes=[1], tiled_axes={0: 256}),
+            P("y"),
+        ),
+        "tiles of columns": lambda: (
+            quantize(normal(K, N, seed=2), "int4", tiled_axes={0: 32, 1: 128}),
+            P(None, "y"),
+        ),
+        "bit planes of the same codes": lambda: (
+            quantize(normal(K, 132, seed=2), "int3", channelwise_axes=[1]),
+            P(None, "y"),
+        ),
+        "digits of base 3": lambda: (
+            quantize(normal(K, 140, seed=2), "ternary", channelwise_axes=[1]),
+            P(None, "y"),
+        ),
+        "an odd last byte": lambda: (
+            quantize(normal(K, 131, seed=2), "int4", channelwise_axes=[1]),
+            P("y"),
+        ),
+    }
+)
 
 
-@pytest.mark.parametrize(("q", "spec"), TOGETHER.values(), ids=TOGETHER)
-def test_what_lies_together_is_never_cut(q, spec):
+@pytest.mark.parametrize("name", TOGETHER)
+def test_what_lies_together_is_never_cut(name):
+    q, spec = TOGETHER[name]
     x = normal(8, K, seed=1)
     operands = put(x, P("x")), put(q, spec)
     wanted = NamedSharding(MESH, P("x", None if q.shape[1] % 4 else "y"))

@@ -12,16 +12,14 @@ from flax import nnx
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from support import arrays
+from support.arrays import normal
 from support.policies import only_by_rules
 
 import veneer as vn
 from veneer.quant import QArray, quantize
 
 NHWC = ("NHWC", "HWIO", "NHWC")
-
-
-def normal(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), np.float32)
 
 
 conv = functools.partial(
@@ -65,13 +63,17 @@ PROGRAMS = {
     ),
     "second derivative": lambda x, w: jax.jvp(jax.grad(loss), (x, w), (x, jnp.ones(w.shape)))[1],
 }
-KERNELS = {
-    "int8": quantize(normal(3, 3, 4, 4, seed=1), "int8", channelwise_axes=[3]),
-    "nf4 tiled": quantize(
-        normal(3, 3, 4, 4, seed=1), "nf4", channelwise_axes=[3], tiled_axes={2: 2}
-    ),
-    "uint4 by place": quantize(normal(3, 3, 4, 4, seed=1), "uint4", channelwise_axes=[0, 1, 3]),
-}
+KERNELS = arrays.OnDemand(
+    {
+        "int8": lambda: quantize(normal(3, 3, 4, 4, seed=1), "int8", channelwise_axes=[3]),
+        "nf4 tiled": lambda: quantize(
+            normal(3, 3, 4, 4, seed=1), "nf4", channelwise_axes=[3], tiled_axes={2: 2}
+        ),
+        "uint4 by place": lambda: quantize(
+            normal(3, 3, 4, 4, seed=1), "uint4", channelwise_axes=[0, 1, 3]
+        ),
+    }
+)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

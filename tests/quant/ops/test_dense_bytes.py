@@ -5,13 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from support import arrays
 
 import veneer as vn
 from veneer.quant import quantize
 
 NHWC = ("NHWC", "HWIO", "NHWC")
 CONV = {"window_strides": (1, 1), "padding": "SAME", "dimension_numbers": NHWC}
-SIZES = jnp.array([2, 0, 3])
+SIZES = arrays.array([2, 0, 3])
 MATMUL = (([1], [0]), ([], []))
 
 # The function, the same of dense arrays, the shapes, and the axes of each that are channelwise.

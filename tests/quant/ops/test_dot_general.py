@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from jax import lax
 from support.array_types import Lora
+from support.arrays import normal
 from support.policies import only_by_rules
 
 import veneer as vn
@@ -35,10 +36,6 @@ CONTRACTIONS = {
     "empty sum": ((3, 0), (0, 5), (([1], [0]), ([], []))),
     "empty free axis": ((0, 8), (8, 5), (([1], [0]), ([], []))),
 }
-
-
-def normal(*shape, dtype=np.float32, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
 def tiled(x, qtype, contracting, tiling):
@@ -353,16 +350,13 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize(
-    "w",
-    [
-        quantize(normal(8, 6), "int4", channelwise_axes=[1]),
-        quantize(normal(8, 6), "nf4", tiled_axes={0: 4, 1: 2}),
-    ],
+    ("qtype", "how"),
+    [("int4", {"channelwise_axes": [1]}), ("nf4", {"tiled_axes": {0: 4, 1: 2}})],
     ids=["int4 channelwise", "nf4 tiled"],
 )
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_programs_under_implicit_agree_with_the_dense_weight(program, w):
-    x, run = normal(3, 8), PROGRAMS[program]
+def test_programs_under_implicit_agree_with_the_dense_weight(program, qtype, how):
+    x, w, run = normal(3, 8), quantize(normal(8, 6), qtype, **how), PROGRAMS[program]
     np.testing.assert_allclose(
         vn.materialise(vn.implicit(run)(x, w)), run(x, w.dequantize()), rtol=1e-5, atol=1e-5
     )

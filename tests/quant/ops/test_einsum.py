@@ -7,14 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from support import arrays
 from support.array_types import Lora
+from support.arrays import normal
 
 import veneer as vn
 from veneer.quant import quantize
-
-
-def normal(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
 def events(f, *args):
@@ -27,29 +25,43 @@ def assert_close(actual, expected):
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-4)
 
 
-X = quantize(normal(2, 3, 32, seed=1), "int8", channelwise_axes=[0, 1])
-W = quantize(normal(32, 4, seed=2), "uint4", channelwise_axes=[1])
-STACKED = quantize(normal(2, 32, 4, seed=3), "int4", channelwise_axes=[0, 2])
+@arrays.once
+def in_int8():
+    return quantize(normal(2, 3, 32, seed=1), "int8", channelwise_axes=[0, 1])
+
+
+@arrays.once
+def in_uint4():
+    return quantize(normal(32, 4, seed=2), "uint4", channelwise_axes=[1])
+
+
+@arrays.once
+def stacked():
+    return quantize(normal(2, 32, 4, seed=3), "int4", channelwise_axes=[0, 2])
+
+
 V = normal(4, 5, seed=4)
 INTEGER, OUTSIDE = "integer product, scaled outside", "rhs scaled outside"
 
-EINSUMS = {
-    "matrix product": ("abk,kn->abn", X, W),
-    "ellipsis": ("...k,kn->...n", X, W),
-    "implicit output": ("abk,kn", X, W),
-    "transposed output": ("abk,kn->nba", X, W),
-    "batch": ("abk,akn->abn", X, STACKED),
-    "outer": ("ab,cd->abcd", V, V),
-    "sum over two": ("abk,akn->n", X, STACKED),
-    "three operands": ("abk,kn,nm->abm", X, W, V),
-    "transposed": ("kn->nk", W),
-    "sum of one": ("kn->n", W),
-}
+EINSUMS = arrays.OnDemand(
+    {
+        "matrix product": lambda: ("abk,kn->abn", in_int8(), in_uint4()),
+        "ellipsis": lambda: ("...k,kn->...n", in_int8(), in_uint4()),
+        "implicit output": lambda: ("abk,kn", in_int8(), in_uint4()),
+        "transposed output": lambda: ("abk,kn->nba", in_int8(), in_uint4()),
+        "batch": lambda: ("abk,akn->abn", in_int8(), stacked()),
+        "outer": lambda: ("ab,cd->abcd", V, V),
+        "sum over two": lambda: ("abk,akn->n", in_int8(), stacked()),
+        "three operands": lambda: ("abk,kn,nm->abm", in_int8(), in_uint4(), V),
+        "transposed": lambda: ("kn->nk", in_uint4()),
+        "sum of one": lambda: ("kn->n", in_uint4()),
+    }
+)
 
 
-@pytest.mark.parametrize("args", EINSUMS.values(), ids=EINSUMS)
-def test_einsum_agrees_with_dense_arrays(args):
-    subscripts, *operands = args
+@pytest.mark.parametrize("name", EINSUMS)
+def test_einsum_agrees_with_dense_arrays(name):
+    subscripts, *operands = EINSUMS[name]
     run = jax.jit(
         lambda operands: (
             vn.quant.einsum(subscripts, *operands),
@@ -73,15 +85,33 @@ def heads(count, *shape, tiles=False, seed=0):
     return quantize(x, "int8", channelwise_axes=range(x.ndim - 1), tiled_axes=tiled)
 
 
-GROUPS = {
-    "queries in groups": ("bthd,bshd->bhts", heads(6, 2, 3, 32), heads(2, 2, 5, 32, seed=1)),
-    "keys in groups": ("bthd,bshd->bhts", heads(2, 2, 3, 32), heads(6, 2, 5, 32, seed=1)),
-    "one key": ("bthd,bshd->bhts", heads(6, 2, 3, 32), heads(1, 2, 5, 32, seed=1)),
-    "tiles": ("bthd,bshd->bhts", heads(6, 2, 3, 32, tiles=True), heads(2, 2, 5, 32, tiles=True)),
-    "ellipsis": ("...td,...sd->...ts", heads(3, 2, 6, 32), heads(5, 2, 2, 32, seed=1)),
-    "two axes": ("hgd,hgd->gh", heads(4, 6, 32), heads(2, 3, 32, seed=1)),
-    "order of results": ("bthd,bshd->tshb", heads(6, 4, 3, 32), heads(2, 2, 5, 32, seed=1)),
-}
+GROUPS = arrays.OnDemand(
+    {
+        "queries in groups": lambda: (
+            "bthd,bshd->bhts",
+            heads(6, 2, 3, 32),
+            heads(2, 2, 5, 32, seed=1),
+        ),
+        "keys in groups": lambda: (
+            "bthd,bshd->bhts",
+            heads(2, 2, 3, 32),
+            heads(6, 2, 5, 32, seed=1),
+        ),
+        "one key": lambda: ("bthd,bshd->bhts", heads(6, 2, 3, 32), heads(1, 2, 5, 32, seed=1)),
+        "tiles": lambda: (
+            "bthd,bshd->bhts",
+            heads(6, 2, 3, 32, tiles=True),
+            heads(2, 2, 5, 32, tiles=True),
+        ),
+        "ellipsis": lambda: ("...td,...sd->...ts", heads(3, 2, 6, 32), heads(5, 2, 2, 32, seed=1)),
+        "two axes": lambda: ("hgd,hgd->gh", heads(4, 6, 32), heads(2, 3, 32, seed=1)),
+        "order of results": lambda: (
+            "bthd,bshd->tshb",
+            heads(6, 4, 3, 32),
+            heads(2, 2, 5, 32, seed=1),
+        ),
+    }
+)
 
 
 def repeated(subscripts, *operands):
@@ -147,43 +177,61 @@ def test_other_sizes_are_refused_as_jax_refuses_them(subscripts, shapes):
 
 
 def test_einsum_takes_axes_and_options():
-    expected = jnp.einsum(X.dequantize(), [0, 1, 2], W.dequantize(), [2, 3], [3, 0, 1])
+    expected = jnp.einsum(
+        in_int8().dequantize(), [0, 1, 2], in_uint4().dequantize(), [2, 3], [3, 0, 1]
+    )
     options = {"precision": "highest", "preferred_element_type": jnp.float32, "optimize": True}
-    assert_close(vn.quant.einsum(X, [0, 1, 2], W, [2, 3], [3, 0, 1], **options), expected)
+    assert_close(
+        vn.quant.einsum(in_int8(), [0, 1, 2], in_uint4(), [2, 3], [3, 0, 1], **options), expected
+    )
 
 
 @pytest.mark.parametrize("function", [vn.quant.dot, vn.quant.einsum])
 def test_other_implicit_operands_are_materialised(function):
     lora = Lora(normal(4, 32), normal(4, 2), normal(2, 32))
     args = ("ij,jk->ik",) if function is vn.quant.einsum else ()
-    assert_close(function(*args, lora, W), lora.materialise() @ W.dequantize())
+    assert_close(function(*args, lora, in_uint4()), lora.materialise() @ in_uint4().dequantize())
 
 
 def test_dot_takes_what_numpys_takes():
     parameters = list(inspect.signature(vn.quant.dot).parameters)
     assert parameters == ["a", "b", "precision", "preferred_element_type", "out_sharding"]
     row = quantize(normal(32), "int8")
-    for a, b in [(X, W), (V.T, V), (row, W), (X, row), (X, STACKED), (2.0, row), (row, row)]:
+    for a, b in [
+        (in_int8(), in_uint4()),
+        (V.T, V),
+        (row, in_uint4()),
+        (in_int8(), row),
+        (in_int8(), stacked()),
+        (2.0, row),
+        (row, row),
+    ]:
         assert_close(vn.quant.dot(a, b), jnp.dot(*vn.materialise((a, b))))
-    half = vn.quant.dot(X, W, "highest", jnp.bfloat16)
+    half = vn.quant.dot(in_int8(), in_uint4(), "highest", jnp.bfloat16)
     assert half.dtype == jnp.bfloat16
 
 
 def test_dot_multiplies_codes():
-    assert events(vn.quant.dot, X, W) == [("dot_general", INTEGER)]
-    assert events(vn.quant.dot, normal(2, 32), W) == [("dot_general", OUTSIDE)]
+    assert events(vn.quant.dot, in_int8(), in_uint4()) == [("dot_general", INTEGER)]
+    assert events(vn.quant.dot, normal(2, 32), in_uint4()) == [("dot_general", OUTSIDE)]
 
 
 # Programs that know nothing of quantised arrays.
 
 
-PROGRAMS = {
-    "matmul of batches": (jnp.matmul, X, STACKED),
-    "tensordot": (lambda x, w: jnp.tensordot(x, w, ((2,), (0,))), X, W),
-    "inner": (lambda x, w: jnp.inner(x, w.T), X, W),
-    "lax.dot": (lambda x, w: lax.dot(x[0], w), X, W),
-    "batch_matmul": (lax.batch_matmul, X, STACKED),
-}
+PROGRAMS = arrays.OnDemand(
+    {
+        "matmul of batches": lambda: (jnp.matmul, in_int8(), stacked()),
+        "tensordot": lambda: (
+            lambda x, w: jnp.tensordot(x, w, ((2,), (0,))),
+            in_int8(),
+            in_uint4(),
+        ),
+        "inner": lambda: (lambda x, w: jnp.inner(x, w.T), in_int8(), in_uint4()),
+        "lax.dot": lambda: (lambda x, w: lax.dot(x[0], w), in_int8(), in_uint4()),
+        "batch_matmul": lambda: (lax.batch_matmul, in_int8(), stacked()),
+    }
+)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -196,5 +244,7 @@ def test_programs_reach_integer_products(program):
 
 def test_a_public_function_within_implicit_meets_the_rule_once():
     run = lambda x, w: vn.quant.dot_general(x, w, (([2], [0]), ([], [])))
-    assert events(run, X, W) == [("dot_general", INTEGER)]
-    assert_close(vn.implicit(run)(X, W), X.dequantize() @ W.dequantize())
+    assert events(run, in_int8(), in_uint4()) == [("dot_general", INTEGER)]
+    assert_close(
+        vn.implicit(run)(in_int8(), in_uint4()), in_int8().dequantize() @ in_uint4().dequantize()
+    )

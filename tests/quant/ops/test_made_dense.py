@@ -5,9 +5,10 @@ import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import lax
+from support import arrays
+from support.arrays import normal
 
 import veneer as vn
 from veneer._core.primitives.dimension_numbers import DotDimensionNumbers
@@ -18,10 +19,6 @@ from veneer.quant.ops.product import DotParams
 
 MATMUL = DotParams(DotDimensionNumbers.of((([1], [0]), ([], []))))
 ITEMSIZE = {"f16": 2, "bf16": 2, "f32": 4, "f64": 8}
-
-
-def normal(*shape, dtype=jnp.float32):
-    return jnp.asarray(np.random.default_rng(0).normal(size=shape), dtype)
 
 
 def dense_nbytes(f, *operands):
@@ -86,20 +83,26 @@ def test_the_operands_above_go_every_way():
 
 # What a user is told.
 
-X, W = normal(4, 256), quantize(normal(256, 96), "int3", tiled_axes={0: 32})
-PROGRAMS = {
-    "dot_general": (lambda x, w: x @ w, X, W),
-    "conv_general_dilated": (
-        lambda x, w: lax.conv_general_dilated(x, w, (1, 1), "SAME"),
-        normal(1, 8, 9, 9),
-        quantize(normal(4, 8, 3, 3), "int8", channelwise_axes=[0]),
-    ),
-    "ragged_dot_general": (
-        lambda x, w: lax.ragged_dot(w, x, jnp.array([3, 1])),
-        normal(2, 8, 5),
-        quantize(normal(4, 8), "int8"),
-    ),
-}
+X = normal(4, 256)
+PROGRAMS = arrays.OnDemand(
+    {
+        "dot_general": lambda: (
+            lambda x, w: x @ w,
+            X,
+            quantize(normal(256, 96), "int3", tiled_axes={0: 32}),
+        ),
+        "conv_general_dilated": lambda: (
+            lambda x, w: lax.conv_general_dilated(x, w, (1, 1), "SAME"),
+            normal(1, 8, 9, 9),
+            quantize(normal(4, 8, 3, 3), "int8", channelwise_axes=[0]),
+        ),
+        "ragged_dot_general": lambda: (
+            lambda x, w: lax.ragged_dot(w, x, jnp.array([3, 1])),
+            normal(2, 8, 5),
+            quantize(normal(4, 8), "int8"),
+        ),
+    }
+)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from support import arrays
 from support.policies import only_by_rules
 
 import veneer as vn
@@ -16,16 +17,15 @@ if jax.device_count() < 8:
 
 MESH = jax.make_mesh((8,), ("i",), axis_types=(AxisType.Auto,))
 EXPERTS, K, N, SENT = 16, 64, 32, 4  # two experts a device, which each device sends 4 tokens
-KEY = jax.random.key(0)
-X = jax.random.normal(KEY, (8 * 8 * SENT, K))
+KEY = arrays.key(0)
+X = arrays.normal(8 * 8 * SENT, K)
 
 #: Of the tokens that a device sends to another, how many each of its two experts is to have.
-SIZES = jnp.array([[1, 3], [2, 2]] * 32, jnp.int32).reshape(8, 8, 2)
+COUNTS = np.array([[1, 3], [2, 2]] * 32).reshape(8, 8, 2)
+SIZES = arrays.array(COUNTS)
 
 #: The expert of each token.
-OF_TOKENS = jnp.repeat(
-    jnp.tile(jnp.arange(EXPERTS), 8), SIZES.reshape(-1), total_repeat_length=len(X)
-)
+OF_TOKENS = arrays.array(np.repeat(np.tile(np.arange(EXPERTS), 8), COUNTS.reshape(-1)))
 
 
 def experts(x, w, sizes):

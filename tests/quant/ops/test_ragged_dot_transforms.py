@@ -5,23 +5,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from support import arrays
+from support.arrays import normal
 from support.policies import only_by_rules
 
 import veneer as vn
 from veneer.quant import quantize
 
 M, G, K, N = 10, 4, 8, 8
-SIZES = jnp.array([3, 0, 5, 1])
+SIZES = arrays.array([3, 0, 5, 1])
 
 
-def normal(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), np.float32)
-
-
-WEIGHTS = {
-    "int4 channelwise": quantize(normal(G, K, N), "int4", channelwise_axes=[0, 2]),
-    "nf4 tiled": quantize(normal(G, K, N), "nf4", channelwise_axes=[0, 2], tiled_axes={1: 4}),
-}
+WEIGHTS = arrays.OnDemand(
+    {
+        "int4 channelwise": lambda: quantize(normal(G, K, N), "int4", channelwise_axes=[0, 2]),
+        "nf4 tiled": lambda: quantize(
+            normal(G, K, N), "nf4", channelwise_axes=[0, 2], tiled_axes={1: 4}
+        ),
+    }
+)
 
 
 @pytest.fixture(params=WEIGHTS)

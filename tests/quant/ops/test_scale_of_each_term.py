@@ -4,22 +4,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import arrays
 
 import veneer as vn
 from veneer.kernels.gpu import hopper
 from veneer.kernels.gpu import matmul as gpu_matmul
 
 H, M, S, D = 2, 3, 512, 64
-P = jax.random.normal(jax.random.key(0), (H, M, S))
-V = jax.random.normal(jax.random.key(1), (H, S, D))
+P = arrays.normal(H, M, S)
+V = arrays.normal(H, S, D, seed=1)
+TURNED, MATRIX = arrays.normal(H, D, S, seed=1), arrays.normal(S, D, seed=1)
 
 PROGRAMS = {  # the weights of tokens, and the axis of `V` that is summed
     "values": (lambda p, v: p @ v, V, (0, 1)),
     "one scale for all heads": (lambda p, v: p @ v, V, (1,)),
-    "by the other side": (lambda p, v: jnp.einsum("hmk,hdk->hmd", p, v), V.swapaxes(1, 2), (0, 2)),
-    "swapped": (lambda p, v: p @ v.swapaxes(1, 2), V.swapaxes(1, 2), (0, 2)),
+    "by the other side": (lambda p, v: jnp.einsum("hmk,hdk->hmd", p, v), TURNED, (0, 2)),
+    "swapped": (lambda p, v: p @ v.swapaxes(1, 2), TURNED, (0, 2)),
     "on the left": (lambda p, v: jnp.einsum("hkd,hmk->hdm", v, p), V, (0, 1)),
-    "a matrix": (lambda p, v: p[0] @ v, V[0], (0,)),
+    "a matrix": (lambda p, v: p[0] @ v, MATRIX, (0,)),
     "two axes": (lambda p, v: jnp.tensordot(p[:2].swapaxes(0, 1), v, 2), V, (0, 1)),
 }
 
@@ -97,8 +99,8 @@ def on_hopper(monkeypatch):
 
 
 BATCH = (
-    jax.random.normal(jax.random.key(3), (8, 3, 512)),
-    jax.random.normal(jax.random.key(4), (8, 512, 128)),
+    arrays.normal(8, 3, 512, seed=3),
+    arrays.normal(8, 512, 128, seed=4),
 )
 
 

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import arrays
 
 pytest.importorskip("qwix")
 
@@ -33,8 +34,8 @@ class Attention(nn.Module):
         return nn.Dense(5, name="down")(nn.relu(nn.Dense(64, name="middle")(x)))
 
 
-IMAGES = jax.random.normal(jax.random.key(1), (4, 8, 8, 3))
-VECTORS = jax.random.normal(jax.random.key(2), (4, 6, 16))
+IMAGES = arrays.normal(4, 8, 8, 3, seed=1)
+VECTORS = arrays.normal(4, 6, 16, seed=2)
 
 
 def by_qwix(model, params, x, *rules):

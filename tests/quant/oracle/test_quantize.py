@@ -172,6 +172,7 @@ def test_minmax_gives_the_scales_codes_and_zero_points_of_qwix(qtype, dtype):
         assert (np.abs(worth(ours) - worth(theirs)) <= step).all()
 
 
+@pytest.mark.usefixtures("current_emitters")
 @pytest.mark.parametrize("qtype", ["mxfp8", "mxfp4"])
 def test_microscaling_gives_the_powers_of_two_and_codes_of_qwix(qtype):
     x = normal(jnp.float32)

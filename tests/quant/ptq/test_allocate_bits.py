@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import arrays
 from support.annotations import unless_checked
 
 import veneer as vn
@@ -13,9 +14,13 @@ from veneer.quant.ptq.allocation import Choice, allocated
 RNG = np.random.default_rng(0)
 
 
-def array(*shape, scale=None, seed=0):
+def numbers(*shape, scale=None, seed=0):
     values = np.random.default_rng([seed, *shape]).normal(size=shape)
-    return jnp.asarray(values * (scale or shape[0] ** -0.5), jnp.float32)
+    return (values * (scale or shape[0] ** -0.5)).astype(np.float32)
+
+
+def array(*shape, **how):
+    return arrays.array(numbers(*shape, **how))
 
 
 BITS = 2, 3, 4, 8
@@ -23,8 +28,13 @@ CHOICES = [
     *(Rule(".*", f"int{n}", tile_size=16, scale_dtype="bfloat16") for n in (3, 4, 5, 6)),
     Rule(".*", "int8"),
 ]
-PARAMS = {"up": array(32, 32), "gate": 0.01 * array(32, 32, seed=1), "down": array(32, 16)}
-BATCHES = [array(64, 32, scale=1, seed=i) @ array(32, 32, seed=1) for i in range(2)]
+PARAMS = {
+    "up": array(32, 32),
+    "gate": arrays.array(0.01 * numbers(32, 32, seed=1)),
+    "down": array(32, 16),
+}
+MIX = numbers(32, 32, seed=1)
+BATCHES = [arrays.array(numbers(64, 32, scale=1, seed=i) @ MIX) for i in range(2)]
 
 
 def model(params, x):

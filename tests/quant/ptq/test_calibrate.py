@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from support import arrays
 
 import veneer as vn
 from veneer.quant import Rule, calibrate, quantize_tree
@@ -15,14 +16,18 @@ from veneer.quant.ptq.report import CalibrationReport, WeightLoss, percent
 INT4 = [Rule(".*", "int4", tile_size=16)]
 
 
-def array(*shape, scale=None, seed=0):
+def numbers(*shape, scale=None, seed=0):
     values = np.random.default_rng([seed, *shape]).normal(size=shape)
-    return jnp.asarray(values * (scale or shape[0] ** -0.5), jnp.float32)
+    return (values * (scale or shape[0] ** -0.5)).astype(np.float32)
 
 
-MIX = array(64, 64, seed=1)
-BATCHES = [array(96, 64, scale=1, seed=i) @ MIX for i in range(3)]
-HELD = array(200, 64, scale=1) @ MIX
+def array(*shape, **how):
+    return arrays.array(numbers(*shape, **how))
+
+
+MIX = numbers(64, 64, seed=1)
+BATCHES = [arrays.array(numbers(96, 64, scale=1, seed=i) @ MIX) for i in range(3)]
+HELD = arrays.array(numbers(200, 64, scale=1) @ MIX)
 
 
 def mlp(params, x):
@@ -388,7 +393,6 @@ class Stopped(list):
         return super().__iter__()
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [{}, {"method": "awq+gptq"}, {"rotate": True}, {"correction_rank": 4}, {"act_range": "mean"}],
@@ -451,8 +455,9 @@ def test_a_bar_shows_what_is_done(capsys):
     assert "100%" in capsys.readouterr().err
 
 
-PEAKS = jnp.ones(64).at[jnp.array([3, 20, 41])].set(30.0)  # channels of large activations
-PEAKED = [x * PEAKS for x in BATCHES]
+LARGE = np.isin(np.arange(64), [3, 20, 41])  # channels of large activations
+PEAKS = arrays.array(np.where(LARGE, 30.0, 1.0))
+PEAKED = [arrays.array(np.asarray(x) * np.asarray(PEAKS)) for x in BATCHES]
 
 
 @pytest.mark.parametrize("rule", [{}, {"rotate": True}, {"act_qtype": "int8", "rotate": True}])

@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from support import arrays
 
 import veneer as vn
 from veneer.quant import Rule, calibrate, quantize_tree
@@ -11,14 +12,18 @@ from veneer.quant.ptq.low_rank import low_rank_factors
 RNG = np.random.default_rng(0)
 
 
-def array(*shape, scale=None, seed=0):
+def numbers(*shape, scale=None, seed=0):
     values = np.random.default_rng([seed, *shape]).normal(size=shape)
-    return jnp.asarray(values * (scale or shape[0] ** -0.5), jnp.float32)
+    return (values * (scale or shape[0] ** -0.5)).astype(np.float32)
 
 
-MIX = array(32, 32, seed=1)
-BATCHES = [array(96, 32, scale=1, seed=i) @ MIX for i in range(2)]
-HELD = array(100, 32, scale=1) @ MIX
+def array(*shape, **how):
+    return arrays.array(numbers(*shape, **how))
+
+
+MIX = numbers(32, 32, seed=1)
+BATCHES = [arrays.array(numbers(96, 32, scale=1, seed=i) @ MIX) for i in range(2)]
+HELD = arrays.array(numbers(100, 32, scale=1) @ MIX)
 
 
 def corrected_in_numpy(lost, gram, rank):

@@ -5,18 +5,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import arrays
 
 import veneer as vn
 from veneer.quant import QArray, Rule, quantize_tree, tune
 from veneer.quant.ptq.tune import relative_error
 
 
-def array(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng([seed, *shape]).normal(size=shape), jnp.float32)
+def array(*shape, seed=0, scale=1.0):
+    return arrays.array(scale * np.random.default_rng([seed, *shape]).normal(size=shape))
 
 
 X = [array(24, 32, seed=i) for i in range(3)]
-PARAMS = {"w": array(32, 32) / 6, "v": array(32, 16) / 6, "bias": 0.1 * array(16)}
+PARAMS = {
+    "w": array(32, 32, scale=1 / 6),
+    "v": array(32, 16, scale=1 / 6),
+    "bias": array(16, scale=0.1),
+}
 
 
 def model(params, x):

@@ -3,15 +3,16 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from support import arrays
 from support.array_types import assert_close
 
 import veneer as vn
 from veneer.quant import BackwardProduct, FakeQuantized, Rule, quantize, quantize_tree
 
-KEYS = jax.random.split(jax.random.key(0), 4)
-X = jax.random.normal(KEYS[0], (32, 64))
-W = jax.random.normal(KEYS[1], (64, 48))
-G = jax.random.normal(KEYS[2], (32, 48))
+KEYS = [arrays.key(seed) for seed in range(4)]
+X = arrays.normal(32, 64)
+W = arrays.normal(64, 48, seed=1)
+G = arrays.normal(32, 48, seed=2)
 INT8 = {"qtype": "int8", "act_qtype": "int8", "grad_qtype": "int8"}
 
 CASES = {

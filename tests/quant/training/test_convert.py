@@ -3,13 +3,14 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from support import arrays
 from support.array_types import assert_close
 
 import veneer as vn
 from veneer.quant import ActivationQuantized, FakeQuantized, QArray, Rule, convert, quantize_tree
 
-W = jax.random.normal(jax.random.key(0), (2, 32, 32))
-X = jax.random.normal(jax.random.key(1), (5, 32))
+W = arrays.normal(2, 32, 32)
+X = arrays.normal(5, 32, seed=1)
 
 
 def program(params, x):

@@ -7,14 +7,15 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from support import arrays
 from support.array_types import assert_close
 
 import veneer as vn
 from veneer.quant import FakeQuantized, Rule, fake_quantize, quantize_tree
 
-KEYS = jax.random.split(jax.random.key(0), 3)
-X = jax.random.normal(KEYS[0], (5, 16))
-W = jax.random.normal(KEYS[1], (2, 16, 16))
+KEYS = [arrays.key(seed) for seed in range(3)]
+X = arrays.normal(5, 16)
+W = arrays.normal(2, 16, 16, seed=1)
 
 RULES = {
     "int4": Rule(".*", "int4"),
@@ -306,6 +307,9 @@ def test_only_leading_axes_without_tiles_are_cut_over_devices():
     assert blocks.partition(P(None, None, "x"), (2, 16, 2)) is None
 
 
+TWO_KEYS = jax.random.wrap_key_data(arrays.zeros((2, 2), np.uint32))
+
+
 @pytest.mark.parametrize(
     ("error", "says", "fields"),
     [
@@ -314,7 +318,7 @@ def test_only_leading_axes_without_tiles_are_cut_over_devices():
         (ValueError, "out of range", {"qtype": "int4", "tile_axis": 2}),
         (ValueError, "twice", {"qtype": "int4", "tile_axis": (0, -2)}),
         (ValueError, "unknown calibration_method", {"qtype": "int4", "calibration_method": "no"}),
-        (ValueError, "key has shape", {"qtype": "int4", "key": jax.random.split(KEYS[0], 3)}),
+        (ValueError, "key has shape", {"qtype": "int4", "key": TWO_KEYS}),
     ],
 )
 def test_what_does_not_fit_is_refused(error, says, fields):

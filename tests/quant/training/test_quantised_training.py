@@ -4,14 +4,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import arrays
 from support.array_types import assert_close
 
 import veneer as vn
 from veneer.quant import FakeQuantized, quantize
 
-KEYS = jax.random.split(jax.random.key(0), 4)
-X = jax.random.normal(KEYS[0], (6, 16))
-W = jax.random.normal(KEYS[1], (16, 8))
+KEYS = [arrays.key(seed) for seed in range(4)]
+X = arrays.normal(6, 16)
+W = arrays.normal(16, 8, seed=1)
 
 FORMATS = {
     "int8": {"qtype": "int8", "act_qtype": "int8", "grad_qtype": "int8"},

@@ -2,8 +2,10 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
+from support import arrays
 from support.array_types import assert_close
 
 import veneer as vn
@@ -18,10 +20,10 @@ from veneer.quant import (
 )
 from veneer.types.sparse.nm_sparse import NMSparse
 
-KEYS = jax.random.split(jax.random.key(0), 3)
-X = jax.random.normal(KEYS[0], (6, 16))
-W = jax.random.normal(KEYS[1], (16, 8))
-LAYERS = jax.random.normal(KEYS[2], (2, 16, 16)) / 4
+KEYS = [arrays.key(seed) for seed in range(3)]
+X = arrays.normal(6, 16)
+W = arrays.normal(16, 8, seed=1)
+LAYERS = arrays.array(np.random.default_rng(2).normal(size=(2, 16, 16)) / 4)
 
 
 def mask_by_hand(w, n, m, axis=-2):
@@ -248,8 +250,8 @@ def test_a_group_is_not_cut_over_devices():
         (ValueError, "keeps 1 <= n", {"sparsity": (0, 4)}),
         (ValueError, "groups of 3", {"sparsity": (1, 3)}),
         (ValueError, "no code for 0", {"qtype": "int1", "sparsity": (2, 4)}),
-        (ValueError, "mask is", {"mask": jnp.ones((16, 8))}),
-        (ValueError, "mask is", {"mask": jnp.ones((8, 16), bool)}),
+        (ValueError, "mask is", {"mask": arrays.ones((16, 8))}),
+        (ValueError, "mask is", {"mask": arrays.ones((8, 16), bool)}),
     ],
 )
 def test_what_does_not_fit_is_refused(error, says, fields):

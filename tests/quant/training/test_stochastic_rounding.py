@@ -2,14 +2,16 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from support import arrays
 from support.array_types import assert_close
 
 import veneer as vn
 from veneer.quant import BackwardProduct, FakeQuantized, with_stochastic_rounding
 
-X = jax.random.normal(jax.random.key(1), (6, 8))
-W = jax.random.normal(jax.random.key(2), (2, 8, 8)) / 3
+X = arrays.normal(6, 8, seed=1)
+W = arrays.array(np.random.default_rng(2).normal(size=(2, 8, 8)) / 3)
 OF = {"qtype": "int8", "act_qtype": "int8", "grad_qtype": "int4"}
 
 

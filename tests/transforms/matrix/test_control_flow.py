@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 from jax import lax
+from support import arrays
 from support.matrix import OTHERS, Refusal, cells, matrix
 
 empty = lambda ws: jax.tree.map(lambda x: x[:0], ws)
@@ -149,7 +150,7 @@ def times(m):
     return lambda n, c, w: lax.fori_loop(0, n, lambda i, c: m.step(c, w), c)
 
 
-counts = jnp.array([0, 2])
+counts = arrays.array([0, 2])
 
 LOOPS = {
     **cells(
@@ -246,7 +247,7 @@ def switched(m):
     return lambda i, c, w: lax.switch(i, branches, c, w)
 
 
-two = jnp.array([0, 1])
+two = arrays.array([0, 1])
 
 BRANCHES = {
     **cells(

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from support import arrays
 from support.array_types import quantized
 from support.claims import Claim, claims
 from support.policies import only_by_rules
@@ -174,16 +175,27 @@ def array(*names, shape=None):
     return Named(jnp.ones(tuple(shape)), names)
 
 
-DISAGREEING = {
-    "add": (jnp.add, [array("batch", "seq"), array("batch", "time")]),
-    "dot_general": (jnp.matmul, [array("batch", "seq"), array("time", "out", shape=(3, 2))]),
-    "concatenate": (
-        lambda x, y: jnp.concatenate([x, y]),
-        [array("batch", "seq"), array("batch", "time")],
-    ),
-    "select_n": (jax.lax.select, [array("batch") > 0, array("batch"), array("seq", shape=(2,))]),
-    "scatter": (lambda x, y: x.at[0].set(y), [array("batch", "seq"), array("time", shape=(3,))]),
-}
+DISAGREEING = arrays.OnDemand(
+    {
+        "add": lambda: (jnp.add, [array("batch", "seq"), array("batch", "time")]),
+        "dot_general": lambda: (
+            jnp.matmul,
+            [array("batch", "seq"), array("time", "out", shape=(3, 2))],
+        ),
+        "concatenate": lambda: (
+            lambda x, y: jnp.concatenate([x, y]),
+            [array("batch", "seq"), array("batch", "time")],
+        ),
+        "select_n": lambda: (
+            jax.lax.select,
+            [array("batch") > 0, array("batch"), array("seq", shape=(2,))],
+        ),
+        "scatter": lambda: (
+            lambda x, y: x.at[0].set(y),
+            [array("batch", "seq"), array("time", shape=(3,))],
+        ),
+    }
+)
 
 
 @pytest.mark.parametrize("primitive", DISAGREEING)

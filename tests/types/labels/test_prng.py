@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import arrays
 from support.claims import Claim, claims
 
 import veneer as vn
@@ -68,7 +69,7 @@ MOVED = {
     "scan": lambda ks: jax.lax.scan(lambda c, k: (c, jax.random.fold_in(k[0], c)), 0, ks)[1],
 }
 
-TYPED = jax.random.key(3)
+TYPED = arrays.key(3)
 
 
 def strict(f):

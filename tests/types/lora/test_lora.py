@@ -7,6 +7,7 @@ import pytest
 import transformer
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from support import arrays
 from support.array_types import assert_close
 from support.claims import Claim, claims
 from support.policies import only_by_rules
@@ -17,7 +18,7 @@ from veneer.types.lora import LoraArray
 from veneer.types.structured import linear_algebra as linear_algebra
 from veneer.types.structured.diagonal import Diagonal
 
-KEY = jax.random.key(0)
+KEY = arrays.key(0)
 
 
 def of_dense(draw, ins=None, outs=(6,), **options):
@@ -169,7 +170,7 @@ def test_what_takes_axes_apart_is_that_of_the_dense_array(move, ins):
 
 # Programs.
 
-X = jax.random.normal(KEY, (5, 3))
+X = arrays.normal(5, 3)
 
 
 def example(shape=(3, 4), rank=2, key=KEY, **options):
@@ -185,16 +186,22 @@ def test_a_product_is_the_program_written_by_hand():
     assert str(ours) == str(jax.make_jaxpr(by_hand)(X, example()))
 
 
-DENSE = transformer.init(KEY, layers=2, d=8, hidden=12)
-IDS = jnp.arange(8).reshape(2, 4)
+@arrays.once
+def dense_parameters():
+    return transformer.init(KEY, layers=2, d=8, hidden=12)
+
+
+IDS = arrays.array(np.arange(8).reshape(2, 4))
 
 
 def test_a_transformer_is_the_program_written_by_hand():
     ours = jax.make_jaxpr(vn.implicit(transformer.forward))(
-        transformer.with_low_rank(DENSE, LoraArray), IDS
+        transformer.with_low_rank(dense_parameters(), LoraArray), IDS
     )
     by_hand = lambda *args: transformer.forward(*args, matmul=transformer.by_hand)
-    assert str(ours) == str(jax.make_jaxpr(by_hand)(transformer.with_low_rank(DENSE), IDS))
+    assert str(ours) == str(
+        jax.make_jaxpr(by_hand)(transformer.with_low_rank(dense_parameters()), IDS)
+    )
 
 
 def int8(w):
@@ -204,7 +211,7 @@ def int8(w):
 @pytest.mark.parametrize("options", [{}, {"dora": True}, {"dropout": 0.5}], ids=str)
 def test_training_makes_no_weight_of_a_transformer_dense(options):
     make = lambda w, a, b: LoraArray.init(int8(w), 2, key=KEY, **options)
-    params = transformer.with_low_rank(DENSE, make)
+    params = transformer.with_low_rank(dense_parameters(), make)
     params = lora.with_dropout(params, KEY)
     is_trained = lambda path, x: isinstance(x, LoraArray)
     trained, rest = vn.tree.partition(params, vn.trainable(params, is_trained))
@@ -296,7 +303,7 @@ def test_repr_shows_what_is_not_by_default():
     )
 
 
-W, A, B = jnp.ones((3, 4)), jnp.ones((3, 2)), jnp.ones((2, 4))
+W, A, B = arrays.ones((3, 4)), arrays.ones((3, 2)), arrays.ones((2, 4))
 REFUSED = {
     "rank": (ValueError, "axis rank of b is 3", lambda: LoraArray(W, A, jnp.ones((3, 4)))),
     "leading axes": (ValueError, "leading axes differ", lambda: LoraArray(W[None], A, B)),

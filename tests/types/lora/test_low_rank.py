@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from support import arrays
 from support.array_types import assert_close
 from support.claims import Claim, claims
 from support.policies import only_by_rules
@@ -16,7 +17,7 @@ from veneer.types.lora.low_rank import LowRank
 from veneer.types.structured import linear_algebra as linear_algebra
 from veneer.types.structured.diagonal import Diagonal
 
-KEY = jax.random.key(0)
+KEY = arrays.key(0)
 
 square = lambda d: LowRank(d(d.n, 2), d(2, d.n))
 wide = lambda d: LowRank(d(d.n, 1), d(1, 3))
@@ -94,9 +95,9 @@ def test_nbytes_are_those_of_the_factors():
 @pytest.mark.parametrize(
     ("error", "message", "factors"),
     [
-        (ValueError, "axis r of b is 3", (jnp.ones((4, 2)), jnp.ones((3, 4)))),
-        (ValueError, "leading axes differ", (jnp.ones((1, 4, 2)), jnp.ones((2, 4)))),
-        (TypeError, "an array for b", (jnp.ones((4, 2)), 2.0)),
+        (ValueError, "axis r of b is 3", (arrays.ones((4, 2)), arrays.ones((3, 4)))),
+        (ValueError, "leading axes differ", (arrays.ones((1, 4, 2)), arrays.ones((2, 4)))),
+        (TypeError, "an array for b", (arrays.ones((4, 2)), 2.0)),
     ],
 )
 def test_what_does_not_fit_is_refused(error, message, factors):

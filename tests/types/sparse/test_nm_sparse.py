@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import arrays
 from support.claims import Claim, claims
 
 import veneer as vn
@@ -63,7 +64,7 @@ CLAIMS = {
 
 test_under, test_over_sizes_and_dtypes = claims(CLAIMS)
 
-NORMAL = jax.random.normal(jax.random.key(0), (16, 3))
+NORMAL = arrays.normal(16, 3)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -180,16 +181,23 @@ def test_bits_are_packed_and_unpacked(bits, size, axis):
     np.testing.assert_array_equal(unpack_bits(packed, bits, axis, size), codes)
 
 
-W = NMSparse.prune(NORMAL)
+@arrays.once
+def pruned():
+    return NMSparse.prune(NORMAL)
+
+
 REFUSED = {
-    "values that are no array": (lambda: NMSparse(1.0, W.indices, 2, 4), TypeError),
+    "values that are no array": (lambda: NMSparse(1.0, pruned().indices, 2, 4), TypeError),
     "indices of another dtype": (
-        lambda: NMSparse(W.values, W.indices.astype("int8"), 2, 4),
+        lambda: NMSparse(pruned().values, pruned().indices.astype("int8"), 2, 4),
         TypeError,
     ),
-    "indices of other values": (lambda: NMSparse(W.values, W.indices[:1], 2, 4), ValueError),
-    "indices of more bits": (lambda: NMSparse(W.values, W.indices, 2, 8), ValueError),
-    "a group cut short": (lambda: NMSparse(W.values, W.indices, 3, 4), ValueError),
+    "indices of other values": (
+        lambda: NMSparse(pruned().values, pruned().indices[:1], 2, 4),
+        ValueError,
+    ),
+    "indices of more bits": (lambda: NMSparse(pruned().values, pruned().indices, 2, 8), ValueError),
+    "a group cut short": (lambda: NMSparse(pruned().values, pruned().indices, 3, 4), ValueError),
     "more kept than there are": (lambda: NMSparse.prune(NORMAL, 5, 4), ValueError),
     "groups of one": (lambda: NMSparse.prune(NORMAL, 1, 1), ValueError),
     "groups of too many": (lambda: NMSparse.prune(NORMAL, 1, 257), ValueError),

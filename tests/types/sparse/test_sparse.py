@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import sparse as jax_sparse
+from support import arrays
 from support.claims import Claim, claims
 
 import veneer as vn
@@ -145,7 +146,7 @@ CLAIMS = {
 
 test_under, test_over_sizes_and_dtypes = claims(CLAIMS)
 
-DENSE = jnp.array([[0.0, 2.0, 0.0], [-1.0, 0.0, 0.0]])
+DENSE = arrays.array([[0.0, 2.0, 0.0], [-1.0, 0.0, 0.0]])
 
 
 @pytest.fixture
@@ -349,7 +350,7 @@ def test_from_dense_refuses_to_lose_an_entry():
     assert vn.materialise(kept).tolist() == DENSE.tolist()
 
 
-DATA, INDICES = jnp.ones(2), jnp.zeros((2, 2), int)
+DATA, INDICES = arrays.ones(2), arrays.zeros((2, 2), int)
 REFUSED = {
     "data that is no array": (lambda: SparseArray([1.0], INDICES, (2, 3)), TypeError),
     "a list of sizes": (lambda: SparseArray(DATA, INDICES, [2, 3]), TypeError),

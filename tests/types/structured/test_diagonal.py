@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import arrays
 from support.claims import Claim, claims
 
 import veneer as vn
@@ -88,7 +89,10 @@ def test_the_entries_are_stored():
 
 @pytest.mark.parametrize(
     ("diagonal", "error", "message"),
-    [(jnp.ones(()), ValueError, "too few axes"), ([1.0, 2.0], TypeError, "an array for diagonal")],
+    [
+        (arrays.ones(()), ValueError, "too few axes"),
+        ([1.0, 2.0], TypeError, "an array for diagonal"),
+    ],
 )
 def test_what_is_no_diagonal_is_refused(diagonal, error, message):
     with pytest.raises(error, match=message):

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import arrays
 from support.claims import Claim, claims
 
 import veneer as vn
@@ -127,9 +128,9 @@ def test_the_factors_are_stored():
 @pytest.mark.parametrize(
     ("a", "b", "error"),
     [
-        (jnp.ones((5, 2, 2)), jnp.ones((4, 2, 2)), ValueError),
-        (jnp.ones(2), jnp.ones((2, 2)), ValueError),
-        (jnp.ones((2, 2)), [[1.0]], TypeError),
+        (arrays.ones((5, 2, 2)), arrays.ones((4, 2, 2)), ValueError),
+        (arrays.ones(2), arrays.ones((2, 2)), ValueError),
+        (arrays.ones((2, 2)), [[1.0]], TypeError),
     ],
 )
 def test_what_are_no_factors_is_refused(a, b, error):

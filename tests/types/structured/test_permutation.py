@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import arrays
 from support.claims import Claim, claims
 
 import veneer as vn
@@ -77,10 +78,10 @@ def test_the_indices_are_stored():
 @pytest.mark.parametrize(
     ("indices", "error", "message"),
     [
-        (jnp.array([0, 2]), ValueError, r"each of 0, \.\.\., 1 once for indices, got \[0 2\]"),
-        (jnp.array([[0, 1], [1, 1]]), ValueError, "once for indices"),
-        (jnp.array(0), ValueError, "too few axes"),
-        (jnp.array([0.0, 1.0]), TypeError, "integers for indices, not float32"),
+        (arrays.array([0, 2]), ValueError, r"each of 0, \.\.\., 1 once for indices, got \[0 2\]"),
+        (arrays.array([[0, 1], [1, 1]]), ValueError, "once for indices"),
+        (arrays.array(0), ValueError, "too few axes"),
+        (arrays.array([0.0, 1.0]), TypeError, "integers for indices, not float32"),
         ([0, 1], TypeError, "an array for indices"),
     ],
 )

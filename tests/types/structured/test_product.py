@@ -2,7 +2,9 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from support import arrays
 from support.claims import Claim, claims
 
 import veneer as vn
@@ -53,9 +55,9 @@ test_under, test_over = claims(
     }
 )
 
-D = Diagonal(jnp.arange(1.0, 7.0))
-P = Permutation(jnp.array([3, 1, 0, 5, 4, 2]))
-K = Kronecker(jnp.array([[2.0, 1.0], [0.0, 1.0]]), jnp.eye(3) + 1)
+D = Diagonal(arrays.arange(1.0, 7.0))
+P = Permutation(arrays.array([3, 1, 0, 5, 4, 2]))
+K = Kronecker(arrays.array([[2.0, 1.0], [0.0, 1.0]]), arrays.array(np.eye(3) + 1))
 
 
 @pytest.mark.parametrize(
@@ -108,8 +110,8 @@ def test_the_factors_are_stored():
 @pytest.mark.parametrize(
     ("left", "right", "error", "message"),
     [
-        (D, Diagonal(jnp.ones(3)), ValueError, "axis k of right is 3"),
-        (D, jnp.ones((6, 6)), TypeError, "right is a dense"),
+        (D, Diagonal(arrays.ones(3)), ValueError, "axis k of right is 3"),
+        (D, arrays.ones((6, 6)), TypeError, "right is a dense"),
     ],
 )
 def test_what_are_no_factors_is_refused(left, right, error, message):

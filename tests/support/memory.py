@@ -1,0 +1,71 @@
+"""Keep each worker of a test run within 1.5 GB, and run no more workers than fit into memory."""
+
+import ctypes
+import gc
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import jax
+
+#: Bytes of memory that a run plans for each worker.
+PER_WORKER = 1_500_000_000
+#: Resident bytes from which on a worker releases its compiled programs.
+LIMIT = 700_000_000
+#: Bytes that a worker may add before it releases its programs again.
+STEP = 120_000_000
+
+
+def resident_bytes():
+    """Return the resident bytes of this process, or 0 where the system does not tell."""
+    with suppress(OSError):
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+    return 0
+
+
+def available_bytes():
+    """Return the bytes that new processes may use, or None where the system does not tell."""
+    limits = []
+    with suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        available = next(line for line in lines if line.startswith("MemAvailable:"))
+        limits.append(int(available.split()[1]) * 1024)
+    with suppress(OSError, ValueError):  # the limit of a container; "max" where there is none
+        limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    with suppress(OSError, ValueError, AttributeError):
+        limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return min(limits, default=None)
+
+
+def number_of_cpus():
+    """Return how many CPUs this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def number_of_workers():
+    """Return how many workers a run starts: one per CPU, as far as the memory allows."""
+    available = available_bytes()
+    fitting = number_of_cpus() if available is None else available // PER_WORKER
+    return max(1, min(number_of_cpus(), fitting))
+
+
+class ProgramReleaser:
+    """Free the programs that JAX compiled whenever they have taken too much memory."""
+
+    def __init__(self):
+        self.limit = LIMIT
+
+    def check(self):
+        if resident_bytes() > self.limit:
+            release_programs()
+            self.limit = max(LIMIT, resident_bytes() + STEP)
+
+
+def release_programs():
+    """Free the programs that JAX compiled, and return their memory to the system."""
+    jax.clear_caches()
+    gc.collect()
+    with suppress(OSError, AttributeError):  # glibc alone has it
+        ctypes.CDLL(None).malloc_trim(0)
