@@ -37,13 +37,13 @@ demo: $(DEMO) ## quantise a real model, and print a table and draw a picture of 
 test: $(TEST) ## run some cases of each test, in a few minutes
 	$(BIN)/python -m pytest $(ARGS)
 
-test-slow: $(DEV) ## run the tests that `make test` leaves out for their time
+test-slow: $(DEV) ## run the slow tests, which `make test` omits
 	$(BIN)/python -m pytest -n auto --dist worksteal --slow $(ARGS)
 
 test-all: $(DEV) ## run every case of every test, and check annotations, in an hour
 	$(BIN)/python -m pytest -n auto --dist worksteal --all --jaxtyping-packages=veneer,beartype.beartype $(ARGS)
 
-durations: $(DEV) ## measure tests/support/durations.json, by which `make test` chooses its cases
+durations: $(DEV) ## measure the test durations and write tests/support/durations.json
 	rm -rf .pytest_cache/programs
 	$(BIN)/python -m pytest -n 2 --dist worksteal --record-durations $(ARGS)
 	$(BIN)/python -m pytest -n 2 --dist worksteal --record-durations --slow $(ARGS)

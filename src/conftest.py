@@ -1,5 +1,9 @@
-"""Modules whose examples are run where what they need is installed, and that dev does without."""
+"""Leave out modules that cannot be imported without libraries that are missing."""
 
-from importlib.util import find_spec
+from support.optional import missing_libraries
 
-collect_ignore = [] if find_spec("pytensor") else ["veneer/interop/pytensor.py"]
+collect_ignore = [
+    path
+    for extra, path in (("demo", "veneer/demo"), ("pytensor", "veneer/interop/pytensor.py"))
+    if missing_libraries(extra)
+]

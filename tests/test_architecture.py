@@ -144,7 +144,7 @@ def test_the_page_has_the_journeys_that_are_counted():
     assert journeys_of_the_page().keys() == journeys.JOURNEYS.keys()
 
 
-@pytest.mark.slow  # the journeys compile for a quarter of a minute
+@pytest.mark.slow  # compiling the call paths takes 15 seconds
 @pytest.mark.parametrize("name", journeys.JOURNEYS)
 def test_a_journey_goes_by_the_steps_that_the_page_names(name):
     named = journeys_of_the_page()[name]

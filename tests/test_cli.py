@@ -15,6 +15,7 @@ import pytest
 from safetensors.numpy import save_file
 from support import quantised_folders
 from support.gguf_files import blocks_of
+from support.optional import needs
 
 import veneer as vn
 from veneer import cli
@@ -507,6 +508,7 @@ def test_inspect_refuses_a_name_that_is_not_there(veneer, out):
     assert_bad_input(veneer("inspect", out, "--tensor", "tabel"), "has no tensor 'tabel'; it holds")
 
 
+@needs("demo")
 def test_demo_hands_its_options_on(veneer, monkeypatch, tmp_path):
     calls = []
     acts = {
@@ -525,6 +527,7 @@ def test_demo_hands_its_options_on(veneer, monkeypatch, tmp_path):
     assert calls == [(tmp_path, tmp_path / "o"), asked[0], (tmp_path, tmp_path / "o"), asked[1]]
 
 
+@needs("demo")
 def test_demo_refuses_what_is_no_model_in_one_line(veneer, tmp_path):
     assert_bad_input(veneer("demo", "--model", tmp_path / "nowhere"), "nowhere is not a folder")
 
@@ -663,6 +666,7 @@ def test_inspect_shows_the_error_of_packed_weights_against_the_dense_ones(veneer
     assert rows["m.weight"][-1] == "0.0000"
 
 
+@needs("demo")
 def test_a_dense_gguf_file_becomes_a_folder_with_its_tokenizer(veneer, tmp_path):
     source = tmp_path / "in.gguf"
     embedding = np.arange(256, dtype=np.float32).reshape(4, 64)

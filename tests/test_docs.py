@@ -74,7 +74,7 @@ def registry(monkeypatch):
         clear()
 
 
-@pytest.mark.slow  # each page is a program of some seconds
+@pytest.mark.slow  # each page runs for several seconds
 @pytest.mark.usefixtures("registry")
 @pytest.mark.parametrize("page", TUTORIALS + YOUR_MODEL + TYPES, ids=lambda page: page.stem)
 def test_the_programs_run_and_print_what_is_shown(page, capsys):

@@ -1,4 +1,4 @@
-"""Which cases a quick run and a share have, and what a run needs of the machine."""
+"""Test the choice of cases, the number of workers, optional libraries and the environment."""
 
 from itertools import product
 from pathlib import Path
@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import jax
 import pytest
-from support import environment, memory, optional
+from support import environment, hooks, memory, optional
 from support.selection import (
     BUDGET,
     LONGEST,
@@ -71,7 +71,7 @@ def test_a_file_that_is_divided_from_others_is_in_one_share_alone():
     assert sorted(map(len, shares_of(cases, 2))) == [0, 20]
 
 
-# A quick run.
+# Quick runs.
 
 
 def all_cases(tests):
@@ -90,7 +90,7 @@ def test_quick_run_tries_every_value_in_each_file_and_every_test(n_tests):
     assert max(of_each) - min(of_each) <= 1
 
 
-def test_quick_run_has_all_values_of_a_parameter_without_sharers():
+def test_quick_run_tries_all_values_of_an_unshared_parameter():
     shared, alone = all_of(format=range(10)), all_of(message=range(20))
     assert all_cases([shared, alone]) == {*shared, *alone}
 
@@ -134,11 +134,14 @@ def test_recorded_durations_name_tests_that_exist():
     assert [file for file in files if not (ROOT / file).exists()] == []
 
 
-# What a run needs.
+# The set-up of a run.
 
 
 def test_collection_compiles_nothing(compiled_while_collecting):
     assert compiled_while_collecting == {}
+    before = hooks.compiled_programs
+    jax.jit(lambda x: x + 3)(1.0)
+    assert hooks.compiled_programs > before
 
 
 @pytest.mark.parametrize(("gigabytes", "workers"), [(0.1, 1), (2, 1), (5, 3), (1000, 16)])
@@ -148,18 +151,20 @@ def test_workers_fit_into_the_memory(monkeypatch, gigabytes, workers):
     assert memory.number_of_workers() == workers
 
 
-def test_the_release_of_programs_keeps_results():
+def test_releasing_programs_keeps_results():
     double = jax.jit(lambda x: 2 * x)
     before = double(1.0)
     memory.release_programs()
     assert double(1.0) == before == 2
 
 
-def test_a_missing_library_is_found_behind_our_own_error(monkeypatch):
+def test_missing_library_is_found_in_the_cause_of_an_error(monkeypatch):
     monkeypatch.delenv("CI", raising=False)
     error = ImportError("install veneer[demo]")
     error.__cause__ = ModuleNotFoundError("No module named 'flax.nnx'", name="flax.nnx")
-    assert optional.reason_to_skip(optional.missing_modules(error)).endswith("'veneer[dev]'")
+    assert optional.missing_modules(error) == ["flax.nnx"]
+    monkeypatch.setattr(optional, "find_spec", lambda name: None)
+    assert optional.reason_to_skip(["flax.nnx"]) == "needs flax: pip install 'veneer[dev]'"
     assert optional.reason_to_skip(optional.missing_modules(AssertionError())) is None
     assert optional.reason_to_skip(["numpy"]) is None
     monkeypatch.setenv("CI", "true")

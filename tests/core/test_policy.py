@@ -112,4 +112,6 @@ def test_each_line_of_the_program_is_told_by_its_own_number():
         f"{__file__}:{first + i}" for i in (1, 3)
     ]
     again = [event.line for event in vn.explain(jax.jit(model))(X, W).events]
-    assert [line.rpartition(" (")[0] for line in again] == [line.split(" ")[0] for line in lines]
+    assert [line.rpartition(" (")[0] for line in again] == [
+        line.rpartition(" (")[0] for line in lines
+    ]

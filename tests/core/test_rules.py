@@ -304,7 +304,7 @@ def test_of_several_defaults_that_of_the_highest_precedence_runs(highest_first):
 
 
 @pytest.mark.parametrize("backend", ["mosaic_gpu", "triton", "tpu"])
-def test_a_name_means_the_primitive_of_jax_lax_beside_pallas(backend):
+def test_importing_pallas_keeps_the_names_of_primitives(backend):
     # JAX 0.12's Pallas has attributes named reduce_min_p and reduce_prod_p of its own.
     importlib.import_module(f"jax.experimental.pallas.{backend}")
     found = _find_primitives()

@@ -15,7 +15,9 @@ import veneer as vn
 from veneer._core.primitives import calls, staging
 
 X = arrays.array(np.linspace(-1.0, 1.0, 18).reshape(3, 6))
-VALUES = [functools.partial(make, arrays.key(i)) for i, make in enumerate(MAKERS.values())]
+VALUES = [
+    arrays.once(functools.partial(make, arrays.key(i))) for i, make in enumerate(MAKERS.values())
+]
 
 
 def test_eight_threads_trace_at_once():

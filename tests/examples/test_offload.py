@@ -26,11 +26,10 @@ def tokens():
 
 
 @pytest.fixture(scope="module")
-def ways(tokens):
+def ways(tokens, current_emitters):
     return {way.name: way for way in example.ways(CONFIG, tokens)}
 
 
-@pytest.mark.usefixtures("current_emitters")
 @pytest.mark.parametrize("format", ["f32", "int4"])
 def test_a_step_is_that_of_weights_on_the_device(format, ways, tokens):
     def step(where):

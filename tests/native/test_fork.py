@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from support.optional import needs
 
 # Every lock of ours is held by another thread as the process forks, and so is locked in the child
 # for good. What is not finished when the alarm comes hangs.
@@ -73,6 +74,7 @@ assert status == 7, status
 """
 
 
+@needs("demo")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="a system without fork")
 def test_nothing_of_ours_hangs_in_a_child_that_calls_no_xla(tmp_path):
     environment = {

@@ -125,7 +125,7 @@ def test_other_instructions_give_the_same(isa):
         chosen(isa)
     except ValueError as error:
         pytest.skip(str(error))
-    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--all", __file__]
     environment = os.environ | {"VENEER_KERNELS_ISA": isa}
     done = subprocess.run(tests, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout

@@ -1,7 +1,6 @@
 """What tests share: types to probe with, tables of claims, and how a run is divided.
 
 contexts          a context of MLIR for many programs
-arrays            constants of test modules that are made without compiling a program
 arrays            constants of test modules that compile nothing
 array_types       implicit arrays, and when two trees agree
 probes            types that refuse to be dense, or to lose their metadata
@@ -20,5 +19,5 @@ selection         which cases of each test a run has
 durations.json    the seconds of one case of each test that takes long
 environment       the environment variables of a run
 memory            how many workers a run starts, and when they release memory
-optional          tests of libraries that are not installed skip
+optional          skips for libraries that are not installed
 """

@@ -139,7 +139,7 @@ def lora(key: jax.Array, shape: tuple[int, ...] = (6, 6), rank: int = 2) -> Lora
 
 
 def by_numpy(w: Lora) -> np.ndarray:
-    """What one with a dense weight stands for, found by NumPy alone."""
+    """Return the dense array of a `Lora` with a dense weight, computed by NumPy."""
     return np.asarray(w.w) + w.scale * np.asarray(w.a) @ np.asarray(w.b)
 
 

@@ -17,27 +17,27 @@ import veneer as vn
 T = TypeVar("T")
 
 
-def _moved(function: Callable[..., np.ndarray]) -> Callable[..., jax.Array]:
+def _to_jax(function: Callable[..., np.ndarray]) -> Callable[..., jax.Array]:
     """Return a function that calls a NumPy function and moves its result to JAX."""
 
     @functools.wraps(function)
-    def moved(*args: Any, **kwargs: Any) -> jax.Array:
+    def call(*args: Any, **kwargs: Any) -> jax.Array:
         return jax.device_put(function(*args, **kwargs))
 
-    return moved
+    return call
 
 
-arange = _moved(np.arange)
-array = _moved(np.array)
-eye = _moved(np.eye)
-full = _moved(np.full)
-linspace = _moved(np.linspace)
-ones = _moved(np.ones)
-zeros = _moved(np.zeros)
+arange = _to_jax(np.arange)
+array = _to_jax(np.array)
+eye = _to_jax(np.eye)
+full = _to_jax(np.full)
+linspace = _to_jax(np.linspace)
+ones = _to_jax(np.ones)
+zeros = _to_jax(np.zeros)
 
 
 def normal(*shape: int, seed: int = 0, dtype: Any = np.float32) -> jax.Array:
-    """Return random normal numbers. `jax.random.normal` would give others."""
+    """Return random normal numbers, other than those of `jax.random.normal`."""
     return array(np.random.default_rng(seed).normal(size=shape).astype(dtype))
 
 
@@ -47,7 +47,7 @@ def key(seed: int) -> jax.Array:
 
 
 def once(make: Callable[[], T]) -> Callable[[], T]:
-    """Return a function that computes a constant at its first call. It must not be traced."""
+    """Return a function that computes a constant at its first call, which must not be traced."""
 
     @functools.cache
     @functools.wraps(make)

@@ -33,7 +33,7 @@ class Example(NamedTuple):
 
 
 def ex(*args, **kwargs):
-    """An example, of which the arrays of NumPy become arrays of JAX; which compiles nothing."""
+    """Return an example with its NumPy arrays moved to JAX, which compiles nothing."""
     moved = lambda x: jax.device_put(x) if isinstance(x, np.ndarray) else x
     return Example(*jax.tree.map(moved, (args, kwargs)))
 

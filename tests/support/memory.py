@@ -10,10 +10,10 @@ import jax
 
 #: Bytes of memory that a run plans for each worker.
 PER_WORKER = 1_500_000_000
-#: Resident bytes from which on a worker releases its compiled programs.
-LIMIT = 700_000_000
+#: A worker releases its compiled programs when its resident memory exceeds this, in bytes.
+LIMIT = 650_000_000
 #: Bytes that a worker may add before it releases its programs again.
-STEP = 120_000_000
+STEP = 80_000_000
 
 
 def resident_bytes():
@@ -31,8 +31,10 @@ def available_bytes():
         lines = Path("/proc/meminfo").read_text().splitlines()
         available = next(line for line in lines if line.startswith("MemAvailable:"))
         limits.append(int(available.split()[1]) * 1024)
-    with suppress(OSError, ValueError):  # the limit of a container; "max" where there is none
-        limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    container = Path("/sys/fs/cgroup")
+    with suppress(OSError, ValueError):  # memory.max is "max" where there is no limit
+        limit = int((container / "memory.max").read_text())
+        limits.append(limit - int((container / "memory.current").read_text()))
     with suppress(OSError, ValueError, AttributeError):
         limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     return min(limits, default=None)
@@ -47,12 +49,12 @@ def number_of_cpus():
 def number_of_workers():
     """Return how many workers a run starts: one per CPU, as far as the memory allows."""
     available = available_bytes()
-    fitting = number_of_cpus() if available is None else available // PER_WORKER
-    return max(1, min(number_of_cpus(), fitting))
+    n_fitting = number_of_cpus() if available is None else available // PER_WORKER
+    return max(1, min(number_of_cpus(), n_fitting))
 
 
 class ProgramReleaser:
-    """Free the programs that JAX compiled whenever they have taken too much memory."""
+    """A check that frees the compiled programs of JAX when this process has grown too large."""
 
     def __init__(self):
         self.limit = LIMIT
@@ -67,5 +69,5 @@ def release_programs():
     """Free the programs that JAX compiled, and return their memory to the system."""
     jax.clear_caches()
     gc.collect()
-    with suppress(OSError, AttributeError):  # glibc alone has it
+    with suppress(OSError, AttributeError):  # only glibc has malloc_trim
         ctypes.CDLL(None).malloc_trim(0)

@@ -4,8 +4,8 @@
     python tests/support/mutations.py -k numba         # those whose text or tests have this
     python tests/support/mutations.py --check          # only that each text is there, and once
 
-Each is made in a copy of the project. The tests that are most likely to see it run first, and all
-others only if those pass. The exit status is 0 where all but three are caught.
+Each mutation is made in a copy of the project. The tests that are most likely to catch it run
+first, and all others only if those pass. The exit status is 0 if at most three mutations survive.
 """
 
 import argparse
@@ -214,7 +214,7 @@ def failures(copy: Path, paths: list[str]) -> str | None:
     }
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *paths]
     done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
-    # 5 is that a quick run has none of these tests. Below 0, a test crashed.
+    # The status is 5 if a quick run has none of these tests, and negative if a test crashed.
     if done.returncode not in (0, 1, 2, 3, 5) and done.returncode > 0:
         raise SystemExit(f"pytest did not run:\n{done.stdout}\n{done.stderr}")
     return None if done.returncode in (0, 5) else done.stdout[-2000:]

@@ -1,12 +1,14 @@
-"""Skip tests of libraries that are not installed. CI installs all, and skips nothing."""
+"""Skip tests of libraries that are not installed. In CI a missing library is an error."""
 
 import os
 import re
+from importlib.util import find_spec
 
 import pytest
 
-#: The top-level modules that tests can do without, and what installs them.
+#: The optional modules, and the extra that installs each.
 LIBRARIES = {
+    "absl": "dev",
     "beartype": "dev",
     "diffrax": "dev",
     "flatbuffers": "dev",
@@ -34,37 +36,46 @@ LIBRARIES = {
 _REPORTED = re.compile(r"No module named '(\w+)")
 
 
-def skip_if_missing(collector, report):
-    """Return the report of a module's collection, as skipped if it needs a missing library."""
-    if report.failed and (reason := reason_to_skip(_REPORTED.findall(str(report.longrepr)))):
+def skip_if_missing(report, path, modules):
+    """Mark a failed report as skipped if one of the modules is a library that is missing."""
+    if reason := reason_to_skip(modules):
         report.outcome = "skipped"
-        report.longrepr = (str(collector.path), 0, reason)
-    return report
+        report.longrepr = (str(path), 0, f"Skipped: {reason}")
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item, call):
-    report = yield
-    if report.failed and (reason := reason_to_skip(missing_modules(call.excinfo.value))):
-        report.outcome = "skipped"
-        report.longrepr = (str(item.path), 0, reason)
-    return report
+def reported(report):
+    """Return the missing modules that the report of a module's collection names."""
+    return _REPORTED.findall(str(report.longrepr))
 
 
 def missing_modules(error):
-    """Return the modules that an error, or one that led to it, says are missing."""
+    """Return the missing modules that an error and its causes report."""
     names = []
     while error is not None:
         if isinstance(error, ImportError) and error.name:
             names.append(error.name)
-        if inner := getattr(error, "exc_info", None):  # what a doctest raised
-            names += missing_modules(inner[1])
-        error = error.__cause__
+        for failure in [error, *getattr(error, "failures", ())]:  # of a doctest
+            if raised := getattr(failure, "exc_info", None):
+                names += missing_modules(raised[1])
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return names
 
 
 def reason_to_skip(modules):
+    """Return why a test is skipped if one of the modules is a library that is missing."""
     for name in (module.partition(".")[0] for module in modules):
-        if name in LIBRARIES and "CI" not in os.environ:
-            return f"Skipped: needs {name}: pip install 'veneer[{LIBRARIES[name]}]'"
+        if name in LIBRARIES and not find_spec(name) and "CI" not in os.environ:
+            return f"needs {name}: pip install 'veneer[{LIBRARIES[name]}]'"
     return None
+
+
+def missing_libraries(extra=None):
+    """Return the optional libraries, of one extra or of all, that are not installed."""
+    names = [name for name in LIBRARIES if extra in (None, LIBRARIES[name])]
+    return [name for name in names if not find_spec(name)]
+
+
+def needs(extra):
+    """Return a mark that skips a test unless all libraries of an extra are installed."""
+    reason = reason_to_skip(missing_libraries(extra))
+    return pytest.mark.skipif(reason is not None, reason=str(reason))

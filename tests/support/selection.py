@@ -5,18 +5,18 @@
     python -m pytest --all           # every case of every test
     python -m pytest --share 1/2     # half of the cases; another run takes --share 2/2
 
-A quick run tries every value of a parameter at least once per file, and each test at least once.
-Where ten tests of a file have the same formats as their parameter, each format is tried by one or
-two of them. The run time is bounded by `durations.json`, which has the seconds of one case for
-every test that takes long: a test gets as many cases as fit into `BUDGET`, and a test whose single
-case takes longer than `LONGEST` is left to `--slow`, which runs one case of it. `make durations`
-measures the file again. A test that is marked as `slow` is always left to `--slow`, which runs all
-of its cases.
+Within two limits, a quick run tries every value of a parameter once per file, and each test once.
+If ten tests of a file are parametrized over the same formats, each format is tried by one or two of
+them. The limits use `durations.json`, which records the seconds per case of each test that takes
+long. A quick run gives a test at most as many cases as fit into `BUDGET`. It omits a test if one
+case takes longer than `LONGEST`; then `--slow` runs one case of it. `make durations` measures the
+file again. A quick run also omits the tests that are marked as `slow`; `--slow` runs all of their
+cases.
 
-A share is for a run beside others. A test of formats by shapes runs, in each of two shares, with
-every format, every shape, and half of the combinations. A test with one parameter, or none, runs
-whole in each share, unless it is marked as `divided`: then each of its cases is in one share alone,
-or with `divided(by="file")` all tests of its file are.
+Shares split the cases between several runs. With two shares, a test over formats and shapes runs in
+each share with every format, every shape and half of the combinations. A test with one parameter or
+none runs in full in each share. For tests that are marked as `divided`, each case runs in only one
+share; with `divided(by="file")`, each file does.
 """
 
 import json
@@ -30,11 +30,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 DURATIONS = Path(__file__).with_name("durations.json")
 
-#: Seconds that the cases of one test may take together in a quick run.
+#: In a quick run, the cases of a test beyond the first take at most this many seconds together.
 BUDGET = 0.5
-#: Seconds of one case from which on a quick run goes without the test.
+#: A quick run omits a test if one case takes longer than this, in seconds.
 LONGEST = 2.5
-#: Seconds from which on `durations.json` has a test.
+#: `durations.json` records a test if one case takes at least this many seconds.
 RECORDED = 0.2
 
 #: Folders and files whose tests hardly depend on the version of JAX. CI runs half of their cases,
@@ -64,6 +64,8 @@ def pytest_configure(config):
     config.addinivalue_line(
         "markers", "divided: each case, or file, is in one share alone; see support/selection.py"
     )
+    if config.getoption("all") and config.getoption("slow"):
+        raise pytest.UsageError("--all has the slow tests: leave out --slow")
     config.addinivalue_line("markers", "slow: a quick run omits it; see support/selection.py")
     if config.getoption("record_durations") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(DurationRecorder())
@@ -77,9 +79,11 @@ def pytest_itemcollected(item):
         item.add_marker(pytest.mark.divided(by=by))
 
 
+@pytest.hookimpl(trylast=True)  # after -k and -m
 def pytest_collection_modifyitems(config, items):
     chosen = list(items)
-    if not config.getoption("all"):
+    names_tests = any("::" in argument for argument in config.args)
+    if not config.getoption("all") and not names_tests:
         seconds = recorded_durations()
         chosen = _slow(items, seconds) if config.getoption("slow") else _quick(items, seconds)
     if config.getoption("share") is not None:
@@ -128,7 +132,7 @@ def quick_limit(cases, seconds):
 
 
 def _grouped(key, items):
-    """Return the items in lists, by their test or by their file."""
+    """Group the items by test or by file."""
     groups = defaultdict(list)
     for item in items:
         groups[key(item)].append(item)
@@ -151,7 +155,7 @@ def _parse_share(text):
 
 
 def cases_of_share(cases, share, n_shares):
-    """Return the cases of one test that a share has."""
+    """Return the cases of one test that belong to a share."""
     marker = cases[0].get_closest_marker("divided")
     if marker:
         name = _file if marker.kwargs.get("by") == "file" else lambda case: case.nodeid
@@ -173,14 +177,14 @@ def cases_of_share(cases, share, n_shares):
 
 
 def quick_cases(tests, limits):
-    """Return the cases, of all tests of a file, that a quick run has.
+    """Choose the cases that a quick run takes from the tests of one file.
 
     The tests take turns. Each adds the case with the most values that no chosen case has; among
     equals, the case whose values were chosen least often. A test drops out when it has as many
     cases as its limit, or, after the first turn, when its values have all been tried.
     """
     chosen, times = set(), Counter()
-    turns = []  # for each test: the cases that are left, and how many may remain
+    turns = []  # for each test: the cases not chosen yet, and how many of them stay
     for cases, limit in zip(tests, limits, strict=True):
         turns.append(({case: _values(case) for case in cases}, max(0, len(cases) - limit)))
     first = True
@@ -216,12 +220,14 @@ def _key(value):
 
 
 class DurationRecorder:
-    """Write the mean seconds of one case of every test that takes long to `durations.json`."""
+    """A pytest plugin that writes the mean seconds per case of each test to `durations.json`."""
 
     def __init__(self):
         self.seconds = defaultdict(lambda: defaultdict(float))  # by test, then by case
 
     def pytest_runtest_logreport(self, report):
+        if report.skipped:
+            return
         test = report.nodeid.partition("[")[0]
         self.seconds[test][report.nodeid] += report.duration
 
@@ -235,6 +241,6 @@ class DurationRecorder:
         DURATIONS.write_text(json.dumps(ordered, indent=1) + "\n", "utf-8")
 
     def means(self):
-        """Return the mean seconds of a case by test. Tests that did not run are not there."""
+        """Return the mean seconds per case of each test that ran."""
         cases_of = {test: cases.values() for test, cases in self.seconds.items()}
         return {test: round(sum(cases) / len(cases), 1) for test, cases in cases_of.items()}

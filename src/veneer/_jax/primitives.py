@@ -23,8 +23,11 @@ _primitives: dict[str, Primitive] = {}
 
 
 def _find_primitives() -> dict[str, Primitive]:
-    """The primitives by both names. Where two share one, it means the one that prints it, and of
-    two that print it the one imported first: Pallas, imported late, has its own `reduce_min_p`."""
+    """Map the printed name and the attribute name, without `_p`, of each primitive to it.
+
+    A printed name takes precedence over an attribute name. If two primitives still share a name,
+    the one imported first wins. In JAX 0.12, Pallas for Mosaic GPU has its own `reduce_min_p`.
+    """
     printed: dict[str, Primitive] = {}
     attributes: dict[str, Primitive] = {}
     for name, module in list(sys.modules.items()):
