@@ -11,6 +11,7 @@ from support.selection import (
     BUDGET,
     LONGEST,
     cases_of_share,
+    in_part,
     quick_cases,
     quick_limit,
     recorded_durations,
@@ -52,6 +53,13 @@ def test_every_share_has_every_value_and_all_have_every_combination(n_shares):
         assert len(share) == len(cases) / n_shares
         for name, count in (("format", 3), ("tile", 2), ("shape", 4)):
             assert len({str(case.callspec.params[name]) for case in share}) == count
+
+
+def test_every_case_is_in_one_sample():
+    cases = all_of(format=range(30))
+    for case in cases:
+        assert [in_part(case, part, 3) for part in (1, 2, 3)].count(True) == 1
+    assert 3 < sum(in_part(case, 1, 3) for case in cases) < 20
 
 
 @pytest.mark.parametrize("cases", [[Case()], all_of(format=["int8", "int4", 1, True])])

@@ -4,6 +4,7 @@
     python -m pytest --slow          # the tests that a quick run leaves out
     python -m pytest --all           # every case of every test
     python -m pytest --share 1/2     # half of the cases; another run takes --share 2/2
+    python -m pytest --sample 1/3    # a third of the cases, and of the tests
 
 Within two limits, a quick run tries every value of a parameter once per file, and each test once.
 If ten tests of a file are parametrized over the same formats, each format is tried by one or two of
@@ -16,7 +17,8 @@ cases.
 Shares split the cases between several runs. With two shares, a test over formats and shapes runs in
 each share with every format, every shape and half of the combinations. A test with one parameter or
 none runs in full in each share. For tests that are marked as `divided`, each case runs in only one
-share; with `divided(by="file")`, each file does.
+share; with `divided(by="file")`, each file does. A sample takes each case of any test with the same
+probability, but always the same ones.
 """
 
 import json
@@ -57,6 +59,7 @@ def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="run every case of every test")
     parser.addoption("--slow", action="store_true", help="run the tests that a quick run omits")
     parser.addoption("--share", metavar="I/N", help="run a share of the cases of each test")
+    parser.addoption("--sample", metavar="I/N", help="run one Nth of the cases of all tests")
     parser.addoption("--record-durations", action="store_true", help=f"write {DURATIONS.name}")
 
 
@@ -87,10 +90,13 @@ def pytest_collection_modifyitems(config, items):
         seconds = recorded_durations()
         chosen = _slow(items, seconds) if config.getoption("slow") else _quick(items, seconds)
     if config.getoption("share") is not None:
-        share, n_shares = _parse_share(config.getoption("share"))
+        share, n_shares = _parse_fraction("share", config.getoption("share"))
         of_share = (cases_of_share(cases, share, n_shares) for cases in _grouped(_test, chosen))
         kept = set().union(*of_share)
         chosen = [item for item in chosen if item in kept]  # workers need the same order
+    if config.getoption("sample") is not None:
+        part, n_parts = _parse_fraction("sample", config.getoption("sample"))
+        chosen = [item for item in chosen if in_part(item, part, n_parts)]
     if len(chosen) < len(items):
         kept = set(chosen)
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
@@ -147,10 +153,15 @@ def _file(item):
     return item.nodeid.partition("::")[0]
 
 
-def _parse_share(text):
+def in_part(item, part, n_parts):
+    """Return whether a sample has an item."""
+    return crc32(item.nodeid.encode()) % n_parts == part - 1
+
+
+def _parse_fraction(option, text):
     match = re.fullmatch(r"([1-9])/([1-9])", text)
     if not match or match[1] > match[2]:
-        raise pytest.UsageError(f"--share must be like 1/2, not {text}")
+        raise pytest.UsageError(f"--{option} must be like 1/2, not {text}")
     return int(match[1]), int(match[2])
 
 
