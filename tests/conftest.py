@@ -17,7 +17,7 @@ from support import contexts, fixed_examples, hooks, memory, optional, selection
 
 from veneer._jax.source_lines import hide_frames_of  # noqa: E402
 
-# The reference results are those of the CPU. To try another platform, name it in JAX_PLATFORMS.
+# The tests run on the CPU. To try another platform, set JAX_PLATFORMS.
 if jax.config.jax_platforms is None:
     jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)  # enough for a 2 x 4 mesh

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 from support import environment, hooks, memory, optional
+from support.memory import LIMIT, STEP
 from support.selection import (
     BUDGET,
     LONGEST,
@@ -157,6 +158,20 @@ def test_workers_fit_into_the_memory(monkeypatch, gigabytes, workers):
     monkeypatch.setattr(memory, "available_bytes", lambda: int(gigabytes * 1e9))
     monkeypatch.setattr(memory, "number_of_cpus", lambda: 16)
     assert memory.number_of_workers() == workers
+
+
+def test_a_worker_releases_programs_above_its_limit(monkeypatch):
+    released, resident = [], iter([LIMIT, LIMIT + 1, 2 * LIMIT, 2 * LIMIT + STEP, 3 * LIMIT, 0])
+    monkeypatch.setattr(memory, "resident_bytes", lambda: next(resident))
+    monkeypatch.setattr(memory, "release_programs", lambda: released.append(True))
+    releaser = memory.ProgramReleaser()
+    counts = []
+    for _ in range(4):
+        releaser.check()
+        counts.append(len(released))
+    # The second check leaves 2 * LIMIT resident, so the next limit is a STEP above that.
+    assert counts == [0, 1, 1, 2]
+    assert releaser.limit == LIMIT
 
 
 def test_releasing_programs_keeps_results():

@@ -37,7 +37,7 @@ zeros = _to_jax(np.zeros)
 
 
 def normal(*shape: int, seed: int = 0, dtype: Any = np.float32) -> jax.Array:
-    """Return random normal numbers, other than those of `jax.random.normal`."""
+    """Return random normal numbers. `jax.random.normal` draws different ones."""
     return array(np.random.default_rng(seed).normal(size=shape).astype(dtype))
 
 

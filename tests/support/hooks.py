@@ -46,3 +46,24 @@ def pytest_runtest_makereport(item, call):
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown():
     releaser.check()
+
+
+#: The peak memory of each worker that has ended, in bytes.
+worker_peaks = []
+
+
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["peak_bytes"] = memory.peak_bytes()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    # A worker that crashed has no output.
+    worker_peaks.append(getattr(node, "workeroutput", {}).get("peak_bytes", 0))
+
+
+def pytest_terminal_summary(terminalreporter):
+    if any(worker_peaks):
+        peak = max(worker_peaks) / 1e9
+        terminalreporter.write_line(f"largest worker: {peak:.2f} GB of memory at its peak")

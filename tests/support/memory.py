@@ -1,4 +1,4 @@
-"""Keep each worker of a test run within 1.5 GB, and run no more workers than fit into memory."""
+"""Limit the memory of each worker, and the number of workers."""
 
 import ctypes
 import gc
@@ -21,6 +21,14 @@ def resident_bytes():
     with suppress(OSError):
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
+    return 0
+
+
+def peak_bytes():
+    """Return the largest resident size of this process so far, or 0 if it is not known."""
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith("VmHWM:")).split()[1]) * 1024
     return 0
 
 

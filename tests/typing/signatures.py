@@ -1,4 +1,4 @@
-"""What a type checker knows of programs that use the library; `make lint` has two read it.
+"""Assert the types that type checkers infer for programs. `make lint` runs two checkers on it.
 
 >>> programs()
 """
@@ -64,7 +64,7 @@ def programs() -> None:
     assert_type(vn.materialise(vn.quant.quantize(x, "int8")), jax.Array)
     assert_type(vn.quant.quantize(x, "int8"), vn.quant.QArray)
 
-    # A rule, and a type, are what they are declared to be.
+    # The decorators of rules and types keep the declared signatures.
     scaled = Scaled(x, by=2.0)
     assert_type(scaled, Scaled)
     assert_type(scaled.by, float)
