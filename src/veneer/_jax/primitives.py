@@ -3,7 +3,7 @@
 import difflib
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -156,6 +156,23 @@ def special_function(name: str) -> Callable[..., Any]:
 def lowered_with_devices(primitive: Primitive) -> None:
     """Has a primitive of ours told of the devices as it is lowered."""
     dispatch.prim_requires_devices_during_lowering.add(primitive)
+
+
+def compile_when_eager(primitive: Primitive) -> None:
+    """Run a primitive of ours, when it is bound eagerly, as a compiled program of that primitive.
+
+    Like JAX's own primitives, it is compiled even under `jax.disable_jit`: it has no Python program
+    to run instead.
+    """
+
+    @lru_cache(maxsize=1024)
+    def compiled(params: tuple[tuple[str, Any], ...]) -> Callable:
+        return jax.jit(partial(primitive.bind, **dict(params)))
+
+    @primitive.def_impl
+    def run(*arrays: Any, **params: Any) -> Any:
+        with jax.disable_jit(False):
+            return compiled(tuple(params.items()))(*arrays)
 
 
 def lower_otherwise(primitive: Primitive, platform: str, rule: Callable[..., Any]) -> None:

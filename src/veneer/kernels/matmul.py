@@ -15,14 +15,14 @@ transformation, and a platform's way is chosen as it is lowered.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 
-from .._jax.primitives import Primitive, lowered_with_devices
+from .._jax.primitives import Primitive, compile_when_eager, lowered_with_devices
 from .._jax.tracing import vary_together
 from .lowering import by_kernel, by_reference, is_for_this_cpu, lowered_p
 from .problem import MatmulOperands, MatmulProblem, operands_of
@@ -45,15 +45,7 @@ def matmul(operands: MatmulOperands, problem: MatmulProblem) -> jax.Array:
 matmul_p = Primitive("stored_matmul")
 lowered_with_devices(matmul_p)  # which `sharding` needs
 
-
-@matmul_p.def_impl
-def _computed(*arrays: Any, **params: Any) -> jax.Array:
-    return _compiled(tuple(params.items()))(*arrays)
-
-
-@functools.lru_cache(maxsize=1024)
-def _compiled(params: tuple[tuple[str, Any], ...]) -> Callable:
-    return jax.jit(functools.partial(matmul_p.bind, **dict(params)))
+compile_when_eager(matmul_p)
 
 
 @matmul_p.def_abstract_eval

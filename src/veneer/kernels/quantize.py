@@ -5,7 +5,6 @@ is exported, which other processes run, it is the reference: XLA's way to the sa
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import batching, mlir
 
-from .._jax.primitives import Primitive, lowered_with_devices
+from .._jax.primitives import Primitive, compile_when_eager, lowered_with_devices
 from . import select
 from .cpu import build
 from .cpu.kinds import MOST_COLUMNS, QUANTIZED_BITS, WITHIN_ROWS
@@ -78,10 +77,7 @@ quantize_p = Primitive("quantise_tiles")
 quantize_p.multiple_results = True
 lowered_with_devices(quantize_p)
 
-
-@quantize_p.def_impl
-def _computed(array: jax.Array, *, quantizer: Quantizer) -> Any:
-    return jax.jit(functools.partial(quantize_p.bind, quantizer=quantizer))(array)
+compile_when_eager(quantize_p)
 
 
 @quantize_p.def_abstract_eval
