@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from .._jax.primitives import Primitive, find_primitive
 from .functions import JittedFunction, is_jitted, jitted_function
-from .surface.annotations import Alternatives, check_is_asked, operand_types
+from .surface.annotations import Alternatives, check_annotations, operand_types
 from .surface.mistakes import check_is_first
 from .value import Value
 
@@ -107,9 +107,10 @@ def register(
 
     The function takes the primitive's operands by position and its parameters by keyword. An
     operand annotated `vn.ArrayLike` or `jax.Array` is a dense one; a subclass of
-    `vn.ImplicitArray` is that type; unions are allowed, and no annotation means anything. The
-    most specific rule that fits is run; it may return `NotImplemented` to have the next one
-    tried. Where none fits, the operands are materialised.
+    `vn.ImplicitArray` is that type; unions are allowed. `Any` is any operand, as is an operand
+    without an annotation beside one of an implicit type. The most specific rule that fits is run;
+    it may return `NotImplemented` to have the next one tried. Where none fits, the operands are
+    materialised.
 
     **Arguments:**
 
@@ -123,7 +124,8 @@ def register(
     nothing is registered that fits, unless a type says `commute_ops = False`.
 
     **Raises:** ValueError for an unknown name, and where another module has a rule for the same
-    operands; TypeError for an annotation that is not a type of operand, and where all are dense.
+    operands; TypeError for an annotation that is not a type of operand, for operands that are
+    all dense, and for a missing annotation where no operand has an implicit type.
     Two rules that tie raise `AmbiguousLookupError` when operands meet them.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
@@ -141,7 +143,7 @@ def register(
     targets = [_target(p) for p in ((primitive,) if one else primitive)]  # type: ignore[union-attr]
 
     def add(function: _F) -> _F:
-        check_is_asked(function)
+        check_annotations(function)
         add_rule(function, targets, precedence)
         return function
 

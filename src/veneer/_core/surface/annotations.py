@@ -50,14 +50,29 @@ def operand_types(function: Callable) -> tuple[tuple[Alternatives, ...], Alterna
     return tuple(operands), more
 
 
-def check_is_asked(function: Callable) -> None:
-    """Refuses a rule of which no operand may be implicit."""
+def check_annotations(function: Callable) -> None:
+    """Reject a rule that says of no operand which implicit type it takes.
+
+    An operand without an annotation may be anything, but only beside one of a type that is named.
+    A rule that names none would serve every implicit type. `Any` says that this is meant.
+    """
     operands, more = operand_types(function)
-    if all(kinds == {Dense} for kinds in (*operands, more or {Dense})):
+    every = (*operands, *([] if more is None else [more]))
+    if any(issubclass(c, Value) for kinds in every for c in kinds):
+        return
+    if all(kinds == {Dense} for kinds in every):
         raise TypeError(
-            f"{function.__qualname__} takes dense operands alone, and a rule is asked only where "
-            "one is implicit: annotate that one with its type, a subclass of vn.ImplicitArray."
+            f"{function.__qualname__} takes only dense operands. A rule runs only if an operand "
+            "is implicit. Annotate that operand with its type, a subclass of vn.ImplicitArray."
         )
+    keywords = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind not in keywords and parameter.annotation is parameter.empty:
+            raise TypeError(
+                f"{function.__qualname__}: operand {parameter.name!r} has no annotation, so the "
+                "rule would run for every implicit type. Annotate it with a subclass of "
+                "vn.ImplicitArray, with vn.ArrayLike for a dense operand, or with Any."
+            )
 
 
 def _alternatives(annotation: Any, function: Callable, name: str) -> Iterable[type]:
