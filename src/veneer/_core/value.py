@@ -99,6 +99,10 @@ class Value(Shown):
             raise dataclasses.FrozenInstanceError(f"cannot delete {type(self).__name__}.{name}")
         super().__delattr__(name)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the fields, for pickles and copies, without what was computed from them."""
+        return {name: x for name, x in self.__dict__.items() if name not in _COMPUTED}
+
     def materialise(self) -> Any:
         """The dense form. May be another implicit array, which is materialised in turn."""
         raise NotImplementedError(f"{type(self).__name__} must define materialise()")
@@ -166,6 +170,10 @@ class Value(Shown):
         names = [f.name for f in dataclasses.fields(self)]  # type: ignore[arg-type]
         fields = ", ".join(f"{n}={_summary(getattr(self, n, '?'))}" for n in names)
         return f"{type(self).__name__}({fields})"
+
+
+#: Attributes that are set on a value besides its fields: its type, its weights and its tracer.
+_COMPUTED = ("_aval", "_source", "_high")
 
 
 def is_value(x: Any) -> bool:
