@@ -20,9 +20,9 @@ from jax.custom_derivatives import SymbolicZero
 from ..._jax.custom_functions import call_bwd, reset_stores, transform_flat_function
 from ..._jax.primitives import Primitive, find_primitive
 from ..rules import structural
-from ..surface.weights import keep_sources
+from ..surface.weights import restore_sources
 from ..tree import split_list
-from ..value import Value, make_dense, materialise_one
+from ..value import Value, make_dense, materialise_one, source_of
 from .labels import dense_unless, is_label
 from .reentering import reentering
 from .scopes import OF_TANGENTS, answers_noted, asked
@@ -46,8 +46,9 @@ def _custom_jvp_call(
             primitive, fun, jvp, values, symbolic_zeros=symbolic_zeros
         )
         return outputs.rebuild(out)
-    leaves, treedef = jax.tree.flatten(operands := list(values))
-    together = lambda leaves: keep_sources(operands, jax.tree.unflatten(treedef, leaves))
+    leaves, treedef = jax.tree.flatten(list(values))
+    sources = list(map(source_of, values))
+    together = lambda leaves: restore_sources(sources, jax.tree.unflatten(treedef, leaves))
 
     @jax.custom_jvp
     def call(*leaves: Any) -> list[Any]:
@@ -118,8 +119,9 @@ def _custom_vjp_call(
             primitive, fun, fwd, bwd, values, out_trees=out_trees, symbolic_zeros=symbolic_zeros
         )
         return outputs.rebuild(out)
-    leaves, treedef = jax.tree.flatten(operands := list(values))
-    together = lambda leaves: keep_sources(operands, jax.tree.unflatten(treedef, leaves))
+    leaves, treedef = jax.tree.flatten(list(values))
+    sources = list(map(source_of, values))
+    together = lambda leaves: restore_sources(sources, jax.tree.unflatten(treedef, leaves))
 
     @jax.custom_vjp
     def call(*leaves: Any) -> list[Any]:

@@ -20,7 +20,7 @@ import jax
 
 from ..value import Value, is_kept, is_value, source_of
 from .captures import Closure
-from .event import joined
+from .event import Source, joined
 from .found import found, leaves_from, with_source
 
 T = TypeVar("T", bound=Sequence)
@@ -39,6 +39,17 @@ def keep_sources(before: Sequence[Any], after: T) -> T:
         if new is not old:
             with_source(new, source_of(old))
     return after
+
+
+def restore_sources(sources: Sequence[Source], values: T) -> T:
+    """Give values that were rebuilt from leaves the sources that they had before.
+
+    A function that JAX keeps in a program takes the sources, and not the values: their tracers
+    would outlive the trace.
+    """
+    for source, value in zip(sources, values, strict=True):
+        with_source(value, source)
+    return values
 
 
 def pass_on(primitive: str, values: Sequence[Any], params: Mapping[str, Any], out: Any) -> None:
