@@ -340,6 +340,23 @@ def test_a_rule_that_would_never_be_asked():
             vn.register("cosh")(wrong)
 
 
+def test_a_rule_without_annotations():
+    for wrong in (lambda x, **params: x, lambda *xs, **params: xs):
+        with pytest.raises(
+            TypeError, match=r"operand 'xs?' has no annotation.*every implicit type"
+        ):
+            vn.register("cosh")(wrong)
+
+    def second(x, y, **params):
+        return x
+
+    second.__annotations__ = {"x": vn.ArrayLike}
+    with pytest.raises(TypeError, match="operand 'y' has no annotation"):
+        vn.register("atan2")(second)
+    second.__annotations__ = {"x": type(typed())}  # `y` is anything beside it
+    vn.register("atan2")(second)
+
+
 def rule_of(module, kind):
     def rule(x, **params):
         return x
