@@ -250,6 +250,13 @@ def test_an_implicit_condition_is_made_dense(name, jit):
     assert (found == run_dense(x.value)).all()
 
 
+def test_a_body_may_give_a_value_that_it_builds(high, agree):
+    body = lambda i, d: vn.types.Diagonal(jnp.arange(3.0) + i)
+    out = jax.lax.fori_loop(0, 3, body, high(vn.types.Diagonal(jnp.ones(3))))
+    assert type(out) is vn.types.Diagonal
+    agree(out, jnp.diag(jnp.arange(3.0) + 2))
+
+
 def test_types_of_storage_meet_dense(high):
     upper = vn.types.Triangular(jnp.ones((4, 4)), lower=False)
     sparse = vn.types.NMSparse.prune(jnp.arange(16.0).reshape(4, 4), 2, 4)

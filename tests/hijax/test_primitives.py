@@ -269,6 +269,17 @@ def test_a_transpose_that_jax_could_not_find(on, x, weight, agree):
     agree(jax.vmap(grad(host))(x), expected)
 
 
+@in_and_out
+def test_a_transpose_by_what_is_not_mapped_is_a_sum(on, x, agree):
+    @primitive
+    def scaled(x, c):
+        return x * c
+
+    scaled.deftranspose(1)(lambda ct, x, c: jnp.sum(ct * x))
+    by_rows = lambda c: jnp.sum(jax.vmap(lambda row: scaled(row, c))(x))
+    agree(jax.grad(by_rows)(2.0), jnp.sum(x))
+
+
 def test_a_rule_that_is_not_linear(x, agree):
     """Clipping of a gradient, which is no derivative, for each of a batch."""
 

@@ -75,6 +75,11 @@ def test_a_known_scale_clips_beyond_its_codes(qtype, scale, zero_point, low, hig
     check(fake, quantize_with_scale(X, qtype, scale, zero_point).dequantize(), inside)
 
 
+def test_unsigned_codes_clip_below_zero():
+    fake = lambda x: fake_quantize_with_scale(x, "uint4", 0.1).sum()
+    np.testing.assert_array_equal(jax.grad(fake)(jnp.array([-0.3, 0.3, 1.2, 1.7])), [0, 1, 1, 0])
+
+
 def test_a_scale_that_is_known_has_no_derivative():
     loss = lambda scale: fake_quantize_with_scale(X, "int4", scale).sum()
     assert jax.grad(loss)(jnp.float32(0.1)) == 0
