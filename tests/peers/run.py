@@ -89,6 +89,8 @@ def run(name: str, arguments: list[str]) -> int:
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
     }
+    if name == "quax":  # as its own CI does
+        environ["JAX_CHECK_TRACER_LEAKS"] = "1"
     environment.set_defaults(environ)
     command += [*arguments, *SUITES[name]]
     return subprocess.run(command, cwd=folder, env=environ, check=False).returncode
