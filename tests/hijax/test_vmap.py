@@ -35,6 +35,14 @@ def test_along_another_axis_of_the_leaves(x, agree):
     agree(run(w), jnp.einsum("ij,njk->nik", x, stack.materialise()))
 
 
+def test_a_batch_of_a_symbolic_size(x, weight, agree):
+    (b,) = jax.export.symbolic_shape("b")
+    like = lambda leaf: jax.ShapeDtypeStruct((b, *leaf.shape[1:]), leaf.dtype)
+    f = jax.jit(jax.vmap(lambda w: jnp.dot(x, w)))
+    program = jax.export.export(f)(jax.tree.map(like, weight.stack))
+    agree(program.call(weight.stack), x @ weight.dense_stack)
+
+
 def test_implicit_results_are_stacks(weight, agree):
     out = jax.vmap(jnp.transpose)(weight.stack)
     assert type(out) is type(weight.stack)

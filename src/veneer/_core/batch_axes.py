@@ -69,7 +69,8 @@ def _has_shape(value: Value, old: int, new: int, inner: tuple[int, ...]) -> bool
     if not _transparent(treedef):
         return False
     avals = list(map(jax.typeof, leaves))
-    unlike = 1 + max((size for aval in avals for size in aval.shape), default=0)
+    known = [size for aval in avals for size in aval.shape if isinstance(size, int)]
+    unlike = 1 + max(known, default=0)  # a symbolic size, of an export, is unlike any number
     batch = tuple(unlike + i for i in range(new))
     abstract = (jax.ShapeDtypeStruct((*batch, *a.shape[old:]), a.dtype) for a in avals)
     return stands_for(treedef, tuple(abstract)) == (*batch, *inner)
