@@ -7,7 +7,6 @@ The modules here are the heart, and what a newcomer reads, each importing those 
     leaf_axes       which dense axis each axis of a leaf follows, and in blocks of what size
     value           Value, and materialise
     batch_axes      the leaf axes of a value: stated by its type, or those of a batch
-    functions       jitted functions of JAX's, in the place of primitives
     rules           which rule is for which operand types: multiple dispatch
     results         the check of what a rule returns
     dispatch        what a primitive gives: by a rule, a default, or made dense

@@ -9,11 +9,11 @@ import numpy as np
 
 from .._jax.primitives import Primitive
 from .._jax.tracing import is_eager
-from .functions import JittedFunction
 from .policy import ALLOW, current_policy, note_rule
 from .results import check_result
 from .rules import Target, location_of, resolve
 from .surface.annotations import Dense
+from .surface.functions import JittedFunction
 from .surface.mistakes import endless_rule
 from .surface.weights import pass_on
 from .value import Value, describe, is_value, operands_met

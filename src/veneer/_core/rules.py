@@ -15,8 +15,8 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from .._jax.primitives import Primitive, find_primitive
-from .functions import JittedFunction, is_jitted, jitted_function
 from .surface.annotations import Alternatives, check_annotations, operand_types
+from .surface.functions import JittedFunction, is_jitted, jitted_function
 from .surface.mistakes import check_is_first
 from .value import Value
 

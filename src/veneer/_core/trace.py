@@ -4,20 +4,19 @@ A dense value is never wrapped, so a primitive without an implicit operand goes 
 parent trace, and dense code costs almost nothing.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
 
 from .._jax.primitives import Primitive, is_or_contains
-from .._jax.tracing import Trace, Tracer, is_in_derivative, set_current_trace, swap_trace
+from .._jax.tracing import Trace, Tracer, current_trace, is_in_derivative
 from .dispatch import dispatch
 from .rules import MAY_MAKE_VALUES, structural_rule
+from .surface.nesting import as_tracer, enclosing_implicit, enter, leave, mixes_with_outer, pack
 from .surface.parts import refuse_leaves, warn_of_leaves_by_dtype
 from .value import Value
-
-#: The name of the primitive that makes a value of its leaves.
-PACK = "pack_value"
 
 
 class ImplicitTracer(Tracer):
@@ -40,6 +39,7 @@ class ImplicitTracer(Tracer):
             warn_of_leaves_by_dtype(value)
         super().__init__(trace, aval)
         self.value = value
+        trace.holds_values = True
 
     def __repr__(self) -> str:
         return f"Implicit<{self.value!r}>"
@@ -50,13 +50,15 @@ class ImplicitTrace(Trace):
 
     `tag` tells the values of one call of `implicit` from those of another: a function that runs
     later, in a trace of its own, takes the tag along and so knows the values that it closes over.
+    `outer` is the call of `implicit` that this one runs in (`surface.nesting`).
     """
 
-    __slots__ = ("parent", "tag", "takes_any")
+    __slots__ = ("holds_values", "outer", "parent", "tag", "takes_any")
 
     def __init__(self, parent: Trace, tag: object, takes_any: bool = True):
         super().__init__()
         self.parent: Any = parent
+        self.outer, self.holds_values = enclosing_implicit(parent), False
         self.tag, self.takes_any = tag, takes_any  # any value, or what a filter has chosen
         self.requires_low = parent.requires_low
 
@@ -68,6 +70,33 @@ class ImplicitTrace(Trace):
         """The inverse of `wrap`."""
         return x.value if type(x) is ImplicitTracer and x._trace.tag is self.tag else x
 
+    @classmethod
+    def run(cls, program: Callable, values: Sequence[Any]) -> list[Any]:
+        """Run a program in a trace of its own, though all values be dense: it may make others."""
+        trace = cls(current_trace(), object())
+        wrapped = list(map(trace.wrap, values))
+        with trace.inside():
+            out = program(*wrapped)
+        return list(map(trace.unwrap, out))
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Within, a program runs in this trace."""
+        state = enter(self, self)
+        try:
+            yield
+        finally:
+            leave(state)
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """Within, code runs in the parent trace, as rules do."""
+        state = enter(self.parent, self.outer)
+        try:
+            yield
+        finally:
+            leave(state)
+
     def process_primitive(
         self, primitive: Primitive, tracers: Sequence[Any], params: dict[str, Any], /
     ) -> Any:
@@ -77,11 +106,13 @@ class ImplicitTrace(Trace):
                 run = dispatch
                 break
         else:
-            if primitive not in MAY_MAKE_VALUES or not is_or_contains(primitive, params, PACK):
+            if primitive not in MAY_MAKE_VALUES or not is_or_contains(primitive, params, pack.name):
                 return parent.process_primitive(primitive, tracers, params)
             run = lambda primitive, values, params: structural_rule(primitive)(*values, **params)
+        if mixes_with_outer(self, tracers):
+            return parent.process_primitive(primitive, self._packed(tracers), params)
         values = list(map(self.unwrap, tracers))
-        previous = swap_trace(parent)
+        state = enter(parent, self.outer)
         try:
             out = run(primitive, values, params)
             # Here, for a type's aval() may compute, and a primitive leaves no trace current.
@@ -90,7 +121,13 @@ class ImplicitTrace(Trace):
             refuse_leaves(values, error)
             raise
         finally:
-            swap_trace(previous)
+            leave(state)
+
+    def _packed(self, tracers: Sequence[Any]) -> list[Any]:
+        """Return the operands as arrays of the parent trace."""
+        with self.outside():
+            values = map(self.unwrap, tracers)
+            return [as_tracer(x) if isinstance(x, Value) else x for x in values]
 
     # What JAX hands to a trace together with functions, and not by `process_primitive`: a rule has
     # them, and the trace, among its parameters.
@@ -108,7 +145,7 @@ class ImplicitTrace(Trace):
         if self.requires_low:  # no derivative will be taken above: JAX drops the rule here too
             return self._inline(fun, tracers)
         functions = {"fun": fun, "jvp": jvp, "symbolic_zeros": symbolic_zeros}
-        with set_current_trace(self.parent):
+        with self.outside():
             return list(map(self.wrap, self._by_rule(primitive, tracers, functions)))
 
     def process_custom_vjp_call(
@@ -127,16 +164,18 @@ class ImplicitTrace(Trace):
             return self._inline(fun, tracers)
         functions = {"fun": fun, "fwd": fwd, "bwd": bwd, "out_trees": out_trees}
         functions["symbolic_zeros"] = symbolic_zeros
-        with set_current_trace(self.parent):
+        with self.outside():
             return list(map(self.wrap, self._by_rule(primitive, tracers, functions)))
 
     def process_shard_map(
         self, primitive: Primitive, f: Any, tracers: Sequence[Any], /, **params: Any
     ) -> Any:
-        with set_current_trace(self.parent):
+        with self.outside():
             return self._by_rule(primitive, tracers, {"f": f, **params}).map(self.wrap)
 
     def _by_rule(self, primitive: Primitive, tracers: Sequence[Any], params: dict[str, Any]) -> Any:
+        if mixes_with_outer(self, tracers):
+            tracers = self._packed(tracers)  # the functions may still capture values of this trace
         return structural_rule(primitive)(*map(self.unwrap, tracers), trace=self, **params)
 
     def stage_value(self, val: Any) -> Any:
@@ -149,5 +188,5 @@ class ImplicitTrace(Trace):
         return self._inline(f, tracers)
 
     def _inline(self, fun: Any, tracers: Sequence[Any]) -> Any:
-        with set_current_trace(self):
+        with self.inside():
             return fun.call_wrapped(*tracers)

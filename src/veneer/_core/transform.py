@@ -7,7 +7,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 import jax
 from jax.tree_util import tree_flatten, tree_unflatten, treedef_is_leaf
 
-from .._jax.tracing import ConcreteArray, current_trace, is_eager, swap_trace
+from .._jax.tracing import ConcreteArray, current_trace, is_eager
 from .policy import (
     ALLOW,
     OnMaterialise,
@@ -17,6 +17,7 @@ from .policy import (
     policy_of,
 )
 from .surface.captures import close, may_capture, open_closure, refuse_assignments
+from .surface.nesting import enter, leave
 from .surface.weights import name_weights
 from .trace import ImplicitTrace, ImplicitTracer
 from .value import Kept, Value, is_kept, is_whole
@@ -153,13 +154,13 @@ def _run(fn: Any, filter_spec: FilterSpec, args: Any, kwargs: Any) -> Any:
         return close(fn)(*args, **kwargs)
     trace = ImplicitTrace(current_trace(), object(), filter_spec is True)
     wrapped = [ImplicitTracer(trace, x) if c else x for c, x in zip(chosen, leaves, strict=True)]
-    previous = swap_trace(trace)
+    state = enter(trace, trace)
     try:
         # Within the trace, of which modules of flax.nnx take note as they are made.
         inner_fn, args, kwargs = tree_unflatten(treedef, wrapped)
         out = close(inner_fn)(*args, **kwargs)
     finally:
-        swap_trace(previous)
+        leave(state)
     refuse_assignments(fn)
     if type(out) is not ConcreteArray:  # as most results are
         out = jax.tree.map(trace.unwrap, out, is_leaf=lambda x: isinstance(x, Kept))

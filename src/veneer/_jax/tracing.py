@@ -162,12 +162,16 @@ def varying_axes(*arrays: Any) -> frozenset[str]:
     return frozenset[str]().union(*(jax.typeof(x).mat.varying for x in arrays))
 
 
+def abstract_array(aval: Any) -> Any:
+    """Return an abstract array of a type, with its sharding and the axes along which it varies."""
+    return jax.ShapeDtypeStruct(
+        aval.shape, aval.dtype, sharding=aval.sharding, manual_axis_type=aval.mat
+    )
+
+
 def slice_type(x: Any) -> Any:
     """The type of a slice of an array along its first axis: it lies, and differs, as that does."""
-    one: Any = core.mapped_aval(jax.typeof(x).shape[0], 0, jax.typeof(x))
-    return jax.ShapeDtypeStruct(
-        one.shape, one.dtype, sharding=one.sharding, manual_axis_type=one.mat
-    )
+    return abstract_array(core.mapped_aval(jax.typeof(x).shape[0], 0, jax.typeof(x)))
 
 
 def vary_along(axes: Sequence[str], x: Any) -> Any:

@@ -22,7 +22,7 @@ from .._core.surface.parts import refuse_leaves, warn_of_leaves_by_dtype
 from .._core.surface.shown import short_name
 from .._core.value import Value, is_whole
 from .._jax.hijax import HiType, aval_property, copy_shaped_array, holds_tracers
-from .._jax.tracing import current_trace, is_in_derivative, is_of_numbers
+from .._jax.tracing import abstract_array, current_trace, is_in_derivative, is_of_numbers
 from .high import Add, Pack, Unpack, Zeros, apply, is_staged, packed
 from .values import (
     HighArray,
@@ -344,7 +344,7 @@ def abstract_of(a: Any) -> Any:
     """What has no data, of a type: a value of a high one."""
     if type(a) is HighType:
         return abstract(a.treedef, a.leaves)
-    return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding, manual_axis_type=a.mat)
+    return abstract_array(a)
 
 
 @lru_cache(maxsize=4096)

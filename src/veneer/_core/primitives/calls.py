@@ -18,10 +18,10 @@ from ..._jax.primitives import find_primitive, is_inlined, open_jaxpr
 from ..._jax.sharding import UNSPECIFIED
 from ..batch_axes import has_batch_axes
 from ..dispatch import apply_rules
-from ..functions import JittedFunction, functions_named
 from ..policy import current_policy, tells_each_time
 from ..rules import add_rule, forget_with_rules, structural
 from ..surface.event import MaterialiseError
+from ..surface.functions import JittedFunction, functions_named
 from ..value import Value
 from .scopes import ASKED, OF_TANGENTS, inside
 from .staging import references, stage, taking

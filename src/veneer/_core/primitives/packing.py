@@ -10,23 +10,27 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 
+from ..._jax.tracing import abstract_array
 from ..batch_axes import takes_batch_axis
+from ..policy import note_materialised
 from ..rules import add_rule
-from ..surface.found import found
-from ..surface.operands import pack, unseen
-from ..value import make_dense
+from ..surface.nesting import composed, pack
+from ..surface.operands import unseen
+from ..trace import ImplicitTrace
+from ..value import make_dense, operands_met
 from .custom_derivatives import materialise_along
+from .labels import is_label
 
 
 def _pack(*leaves: Any, structure: Any) -> Any:
-    return found(jax.tree.unflatten(structure, leaves))
+    return composed(jax.tree.unflatten(structure, leaves), ImplicitTrace.run)
 
 
 add_rule(_pack, [pack], structural=True)
 
 
 def _aval(*avals: Any, structure: Any) -> Any:
-    return _abstract(structure, avals).aval()
+    return jax.tree.unflatten(structure, map(abstract_array, avals)).aval()
 
 
 def _abstract(structure: Any, arrays: Sequence[Any]) -> Any:
@@ -37,7 +41,11 @@ def _abstract(structure: Any, arrays: Sequence[Any]) -> Any:
 def _jvp(leaves: Sequence[Any], tangents: Sequence[Any], *, structure: Any) -> Any:
     out = pack.bind(*leaves, structure=structure)
     moving = [type(t) is not ad.Zero for t in tangents]
-    dense, primals = materialise_along(jax.tree.unflatten(structure, leaves), moving)
+    value = jax.tree.unflatten(structure, leaves)
+    if not is_label(value):
+        why = "its derivative is that of the dense array"
+        note_materialised(pack.name, lambda: operands_met([value]), why)
+    dense, primals = materialise_along(value, moving)
     moves = [t for t, m in zip(tangents, moving, strict=True) if m]
     return out, jax.jvp(dense, primals, moves)[1]
 

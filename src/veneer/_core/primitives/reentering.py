@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from ..._jax.tracing import current_trace, set_current_trace
+from ..._jax.tracing import current_trace
 from ..policy import current_policy, policy_in_force
 from ..trace import ImplicitTrace
 from .scopes import returning
@@ -22,7 +22,7 @@ def reentering(trace: ImplicitTrace) -> Callable[..., Callable[..., list[Any]]]:
             inner = ImplicitTrace(current_trace(), tag)
             with policy_in_force(policy), place_of(is_derivative):
                 wrapped = list(map(inner.wrap, args))
-                with set_current_trace(inner):
+                with inner.inside():
                     out = function(*wrapped)
                 return list(map(inner.unwrap, out))
 

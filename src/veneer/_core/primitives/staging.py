@@ -1,6 +1,6 @@
 """Staging: the program inside a primitive, traced anew with the rules in force, on leaves."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -11,7 +11,7 @@ import jax
 
 from ..._jax.primitives import close_jaxpr, find_primitive, jaxpr_as_fun, open_jaxpr
 from ..._jax.source_lines import user_line
-from ..._jax.tracing import current_trace, set_current_trace, trace_context
+from ..._jax.tracing import trace_context
 from ..policy import (
     ALLOW,
     RECORD,
@@ -25,6 +25,7 @@ from ..rules import forget_with_rules
 from ..surface.event import FOUND, Event, Source, paths_of, resolved
 from ..surface.found import leaves_from, origin_of, with_source
 from ..surface.mistakes import check_fields
+from ..surface.nesting import staging_here
 from ..trace import ImplicitTrace
 from ..tree import split_list
 from ..value import Value, is_value, make_dense, source_of
@@ -182,8 +183,9 @@ def _stage(
         numbered: list[Source] = [(i, *paths) for i, paths in enumerate(names)]
         for value, source in zip(values, numbered, strict=False):  # none, where nobody asks
             with_source(value, source)
-        with leaves_from(zip(values, numbered, strict=True)) if sources else nullcontext():
-            outputs = _run(jaxpr_as_fun(jaxpr), values)
+        known = leaves_from(zip(values, numbered, strict=True)) if sources else nullcontext()
+        with known, staging_here():
+            outputs = ImplicitTrace.run(jaxpr_as_fun(jaxpr), values)
         for i, form in forms.items():
             outputs[i] = _in_form(primitive, outputs[i], form)
         out_sources.extend(map(source_of, outputs))
@@ -212,15 +214,6 @@ def _stage(
         tuple(out_sources),
         bool(differs),
     )
-
-
-def _run(program: Callable, values: Sequence[Any]) -> list[Any]:
-    """A program in a trace of its own, though all values be dense: it may make others."""
-    trace = ImplicitTrace(current_trace(), object())
-    wrapped = list(map(trace.wrap, values))
-    with set_current_trace(trace):
-        out = program(*wrapped)
-    return list(map(trace.unwrap, out))
 
 
 def _in_form(primitive: Any, output: Any, form: Any) -> Any:

@@ -14,22 +14,11 @@ Anywhere else it is refused by name, and is never made dense unasked.
 
 from typing import Any
 
-import jax
-
-from ..._jax.primitives import Primitive
-from ..._jax.tracing import (
-    current_trace,
-    set_current_trace,
-    traces_around,
-)
-from ..trace import PACK, ImplicitTrace
+from ..._jax.tracing import current_trace
 from ..value import Value, describe
-from .found import found
 from .mistakes import UnseenError
+from .nesting import as_tracer, enclosing_implicit
 from .parts import refuse_part
-
-#: Leaves into the value of a tree structure; its rules are in `primitives`.
-pack = Primitive(PACK)
 
 
 def as_operand(value: Value) -> Any:
@@ -38,21 +27,9 @@ def as_operand(value: Value) -> Any:
     **Raises:** `UnseenError` where no `implicit` is in force, `TypeError` for a part of a value.
     """
     refuse_part(value)
-    trace = current_trace()
-    if isinstance(trace, ImplicitTrace) and trace.takes_any:
-        with set_current_trace(trace.parent):  # for a type's aval() may compute
-            return trace.wrap(found(jax.tree.map(trace.unwrap, value)))
-    if _implicit_trace() is None:
+    if enclosing_implicit(current_trace()) is None:
         raise unseen(value)
-    leaves, structure = jax.tree.flatten(value)
-    return pack.bind(*leaves, structure=structure)
-
-
-def _implicit_trace() -> ImplicitTrace | None:
-    """The innermost call of `implicit` within which the current trace runs, if it has no filter."""
-    traces = (t for t in traces_around(current_trace()) if isinstance(t, ImplicitTrace))
-    found = next(traces, None)
-    return found if found is not None and found.takes_any else None
+    return as_tracer(value)
 
 
 def unseen(value: Value) -> UnseenError:
@@ -69,6 +46,6 @@ def unseen(value: Value) -> UnseenError:
 
 def type_of(value: Value) -> Any:
     """What `jax.typeof` gives, where an operand is asked for."""
-    if _implicit_trace() is None:
+    if enclosing_implicit(current_trace()) is None:
         raise unseen(value)
     return value.aval()
