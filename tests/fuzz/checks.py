@@ -15,7 +15,7 @@ import veneer as vn
 from veneer.hijax.types import opened
 
 from .by_numpy import by_numpy
-from .operands import undressed
+from .operands import building_dense, undressed
 from .programs import HIGH, Program
 
 #: What is refused by what a type means: units that do not fit, names of axes that would be lost.
@@ -35,6 +35,8 @@ HIGH_REFUSALS += ("shard_map cannot cut", "holds derivatives by leaves")
 #: and what is kept for a derivative at once, no way to be shared among them.
 HIGH_REFUSALS += ("a type whose tangent is the dense array gives none to its leaves",)
 HIGH_REFUSALS += ("for which JAX has no spec",)
+#: A type whose leaves are dense says so of the others.
+HIGH_REFUSALS += (" takes a dense array for ",)
 
 
 def _is_of_jax(error: Exception) -> bool:
@@ -84,7 +86,8 @@ def check(program: Program, compiled: bool = True) -> str:
         try:
             run = jax.jit(partial(_of_dense, program)) if compiled else None
             run = run or partial(by_numpy, partial(_of_dense, program))
-            expected, rounding = run(program.reference(), dense)
+            with building_dense():
+                expected, rounding = run(program.reference(), dense)
         except Exception:  # JAX does not take it
             return "invalid"
         high = program.transformation in HIGH
@@ -93,13 +96,15 @@ def check(program: Program, compiled: bool = True) -> str:
                 of = lambda x: opened(program.run((lambda f: f) if high else vn.implicit, x))
                 result = of(x) if compiled else by_numpy(undressed, by_numpy(of, x))
         except Exception as error:
-            refusals = (*REFUSALS.get(program.kind, ()), *(HIGH_REFUSALS if high else ()))
+            refusals = [*_refusals(program), *(HIGH_REFUSALS if high else ())]
             said = _messages(error) if isinstance(error, _REFUSED) else ()
             if any(text in message for message in said for text in refusals):
                 return "refused"
             if high and _is_of_jax(error):
                 return "refused"
             raise Disagreement(f"{type(error).__name__}: {error}") from error
+        if repeated := _repeated_label(result):
+            raise Disagreement(f"{result!r}: a {repeated} within a {repeated}")
         try:
             _compare(undressed(result), expected, float(rounding))
         except (TypeError, ValueError) as error:
@@ -120,6 +125,24 @@ def _of_dense(program: Program, x: Any, dense: Any) -> tuple[Any, Any]:
     eps = max(float(jnp.finfo(of.dtype).eps) * max(16, of.size / 8) for of in results)
     size = jnp.stack([*map(_size, [*results, expected]), 1.0]).max()
     return expected, max(eps, 300 * _EPS) * size
+
+
+def _refusals(program: Program) -> list[str]:
+    """Return parts of the messages by which the types of a program's arrays may refuse it."""
+    text = " ".join([program.operand, *program.lines])
+    return [part for name, parts in REFUSALS.items() if f".{name}(" in text for part in parts]
+
+
+def _repeated_label(x: Any, outside: tuple[type, ...] = ()) -> str:
+    """Return the name of a label type that a result has twice, one within the other."""
+    if not isinstance(x, vn.Value):
+        return ""
+    if type(x) in outside:
+        return type(x).__name__
+    is_label = type(x).__name__ in REFUSALS
+    parts = jax.tree.leaves(x, is_leaf=lambda part: part is not x and isinstance(part, vn.Value))
+    within = (*outside, type(x)) if is_label else outside
+    return next(filter(None, (_repeated_label(part, within) for part in parts)), "")
 
 
 def _messages(error: BaseException | None) -> Iterator[str]:

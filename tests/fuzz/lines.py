@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .operands import ENVIRONMENT
+from .operands import ENVIRONMENT, KINDS, building_dense, operand, shape_of
 
 ELEMENTWISE = (
     "-x",
@@ -112,6 +112,53 @@ OF_ENTRIES += (
     "lax.dynamic_update_slice_in_dim(x, x[:1], 1, 0)",
 )
 
+# By an index of any dtype, in range and out of it, along the first axis or any other.
+BY_INDEX = (
+    "x[{index}]",
+    "x.at[{index}].get(mode='fill', fill_value=0.5)",
+    "jnp.take(x, {index}, {axis}, mode='clip')",
+    "jnp.take(x, {index}, {axis}, mode='wrap')",
+    "lax.dynamic_index_in_dim(x, {index}, {axis}, False)",
+    "lax.dynamic_slice_in_dim(x, {index}, 1, {axis})",
+    "lax.dynamic_update_slice_in_dim(x, x[:1], {index}, 0)",
+    "lax.dynamic_update_index_in_dim(x, 0.5 * x[0], {index}, 0)",
+    "x.at[{index}].set(0.5)",
+    "x.at[{index}].add(x[0])",
+    "jnp.take_along_axis(x, jnp.full_like(x, {index} % 2, dtype={index}.dtype), {axis})",
+)
+INDEX_DTYPES = ("int8", "uint8", "int16", "uint16", "int32", "uint32")
+
+# Of an array that the program builds: {other} is the text of one, of any type.
+BUILT = (
+    "jnp.asarray(x * built({other}))",
+    "jnp.asarray(built({other}) * x)",
+    "jnp.asarray(x + built({other}))",
+    "jnp.asarray(built({other}) - x)",
+    "jnp.asarray(x @ built({other}))",
+    "jnp.asarray(built({other}) @ x)",
+    "jnp.asarray(built({other}).dot(x))",
+    "jnp.asarray(jnp.multiply(x, built({other})))",
+    "jnp.asarray(jnp.matmul(built({other}), x))",
+    "jnp.asarray(jnp.where(x > 0.3715, x, built({other})))",
+    "jnp.asarray(jnp.maximum(built({other}), x))",
+    "jnp.asarray(jnp.concatenate([x, built({other})]))",
+    "jnp.asarray((built({other}) * 2) * (x + 0))",
+    "jnp.asarray(built({other}).sum() * x)",
+    "jnp.asarray(x * built(with_numpy_leaves({other})))",
+    "jnp.asarray(lax.fori_loop(0, 2, lambda _, x: x * built({other}), x))",
+    "jnp.asarray(jax.jit(lambda x: built({other}) * x)(x))",
+)
+# Of an array whose leaves are the operand.
+BUILT_OF_X = (
+    "jnp.asarray(built(vn.freeze(x)) * x)",
+    "jnp.asarray(built(vn.types.Diagonal(x)) @ jnp.ones((x.shape[-1], 2), x.dtype))",
+    "jnp.asarray(built(vn.types.Diagonal(x)) @ built(vn.types.Diagonal(x + 1)))",
+    "jnp.asarray(built(vn.types.Toeplitz(x, x)).sum(0))",
+    "jnp.asarray(built(vn.types.LowRank(x, x.mT)) @ x)",
+    "jnp.asarray(built(vn.types.Kronecker(x, x[..., :1])) * 0.5)",
+    "jnp.asarray(x + built(vn.types.LowRank(x, jnp.ones((x.shape[-1], x.shape[-1]), x.dtype))))",
+)
+
 OF_KEYS = (
     "jax.random.normal(x, (3, 2))",
     "jax.random.uniform(jax.random.split(x)[0], (2,))",
@@ -140,6 +187,9 @@ INSIDE = (
     "jax.grad(lambda s: jnp.sum(jax.nn.softplus((lambda x: {of})(s * x))))(0.5)",
     "jax.vjp(lambda s: (lambda x: {of})(x + s), 0.5)[0]",
     "jax.custom_jvp(lambda x: {of})(x)",
+    "with_jvp(lambda x: {of})(x)",
+    "with_vjp(lambda x: {of})(x)",
+    "with_vjp(lambda x: {of})(2 * x)",
     "(lambda y: y + jnp.ones_like(y))({of})",
 )
 # Of one along an axis: {each} is any line of that.
@@ -188,7 +238,8 @@ def lines_within(text: str) -> Iterator[str]:
 def result_type(text: str, aval: Any) -> Any:
     """The shape and dtype of what a line gives, for a dense array; None if it is an error."""
     try:
-        out = jax.eval_shape(lambda x: eval(text, ENVIRONMENT | {"x": x}), aval)
+        with building_dense():
+            out = jax.eval_shape(lambda x: eval(text, ENVIRONMENT | {"x": x}), aval)
     except Exception:  # a line that does not fit is none
         return None
     return out if hasattr(out, "shape") and math.prod(out.shape) <= 2000 else None
@@ -204,11 +255,12 @@ def line(random: Random, aval: Any, depth: int = 2) -> tuple[str, Any]:
     if shape:
         choices += [ALONG, ALONG]
         choices += [ALONG_ENTRIES] if 0 not in shape else []
-        choices += [OF_ENTRIES] if shape[0] else []
+        choices += [OF_ENTRIES, BY_INDEX] if shape[0] else []
     if len(shape) >= 2:
         choices += [OF_MATRICES, OF_MATRICES]
         choices += [OF_SQUARES] if shape[-1] == shape[-2] else []
     choices += [OF_VECTORS] if len(shape) == 1 else []
+    choices += [BUILT, BUILT_OF_X] if shape and 0 not in shape else []
     if depth:
         choices += [KEEPING, INSIDE]
         choices += [MAPPED] if shape and 0 not in shape else []
@@ -219,6 +271,13 @@ def line(random: Random, aval: Any, depth: int = 2) -> tuple[str, Any]:
     fields: dict[str, Any] = {"axis": axis, "size": shape[axis] if shape else 1}
     if len(shape) >= 2:
         fields |= {"rows": shape[-2], "columns": shape[-1]}
+    if "{index}" in text:
+        dtype = random.choice(INDEX_DTYPES)
+        size = shape[axis] if "{axis}" in text else shape[0]
+        index = random.choice([random.randint(-2 * size, 2 * size), random.randint(-300, 300)])
+        bounds = jnp.iinfo(dtype)
+        index = min(max(index, int(bounds.min)), int(bounds.max))
+        fields["index"] = f"jnp.{dtype}({index})"
     if "{body}" in text:
         fields["body"] = _keeping(random, aval)
     if "{of}" in text:
@@ -233,9 +292,24 @@ def line(random: Random, aval: Any, depth: int = 2) -> tuple[str, Any]:
             (*shape[:axis], shape[axis] // 2, *shape[axis + 1 :]), aval.dtype
         )
         fields |= {"axis": axis, "half": line(random, block, 0)[0]}
+    if "{other}" in text:
+        text = _with_other(random, text, aval)
     text = text.format(**fields)
     result = result_type(text, aval)
     return (text, result) if result is not None else ("x * 2", aval)
+
+
+def _with_other(random: Random, text: str, aval: Any) -> str:
+    """Return a line with the text of another array: mostly of the same shape or a matrix."""
+    texts = [operand(random, kind, jnp.dtype(aval.dtype).name) for kind in random.sample(KINDS, 6)]
+    fits = [other for other in texts if _may_meet(shape_of(other), aval.shape)]
+    line = text.replace("{other}", random.choice(fits or texts))
+    return line.replace("{", "{{").replace("}", "}}")
+
+
+def _may_meet(other: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    is_product = len(other) == 2 == len(shape) and (other[0] == shape[1] or other[1] == shape[0])
+    return other == shape or is_product
 
 
 def _keeping(random: Random, aval: Any) -> str:

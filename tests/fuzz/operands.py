@@ -4,7 +4,9 @@ Each is an expression in `i`, a number: those of other numbers are of the same s
 stacked.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
 from random import Random
 from typing import Any
@@ -69,6 +71,77 @@ def with_dense_parts(x: Any) -> Any:
     """A value in which what has one derivative as an array is one."""
     has_one = lambda x: isinstance(x, vn.Value) and x.dense_tangent
     return jax.tree.map(lambda x: undressed(x) if has_one(x) else x, x, is_leaf=has_one)
+
+
+_builds_dense: ContextVar[bool] = ContextVar("builds_dense", default=False)
+
+
+def built(x: Any) -> Any:
+    """Return an array that a program builds; where a reference is computed, the dense array."""
+    return undressed(x) if _builds_dense.get() else x
+
+
+@contextmanager
+def building_dense() -> Iterator[None]:
+    """Within, what a program builds is the dense array."""
+    token = _builds_dense.set(True)
+    try:
+        yield
+    finally:
+        _builds_dense.reset(token)
+
+
+def with_jvp(f: Callable) -> Callable:
+    """Return a function with a `custom_jvp`, which is its own derivative."""
+    g = jax.custom_jvp(f)
+    g.defjvp(lambda primals, tangents: jax.jvp(f, primals, tangents))
+    return g
+
+
+def with_vjp(f: Callable) -> Callable:
+    """Return a function with a `custom_vjp`, which is its own derivative."""
+    g = jax.custom_vjp(f)
+    g.defvjp(lambda x: (f(x), x), lambda x, cotangent: jax.vjp(f, x)[1](cotangent))
+    return g
+
+
+def without_jit(f: Callable) -> Callable:
+    """Return a function that runs without jit."""
+
+    def run(*args: Any) -> Any:
+        with jax.disable_jit():
+            return f(*args)
+
+    return run
+
+
+def exported(f: Callable) -> Callable:
+    """Return a function of a stack, exported for one of any size."""
+
+    def run(xs: Any) -> Any:
+        (b,) = jax.export.symbolic_shape("b")
+        like = lambda x: jax.ShapeDtypeStruct((b, *x.shape[1:]), x.dtype)
+        program = jax.export.export(jax.jit(f))(jax.tree.map(like, xs))
+        return program.call(xs)
+
+    return run
+
+
+def on_a_mesh(f: Callable) -> Callable:
+    """Return a function that runs under a mesh whose axis is part of the types."""
+
+    def run(*args: Any) -> Any:
+        mesh = jax.make_mesh((2,), ("i",), (AxisType.Explicit,), devices=jax.devices()[:2])
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return f(*jax.tree.map(lambda leaf: jax.sharding.reshard(leaf, P()), args))
+
+    return run
+
+
+def with_numpy_leaves(x: Any) -> Any:
+    """Return an array whose leaves are NumPy's."""
+    is_key = lambda leaf: jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jax.tree.map(lambda leaf: leaf if is_key(leaf) else np.asarray(leaf), x)
 
 
 def over_devices(f: Callable, x: Any, axis: int) -> Any:
@@ -206,9 +279,10 @@ def operand(random: Random, kind: str, dtype: str = "float32") -> str:
 
 
 KINDS = (*TYPES, *vn.quant.FORMATS)
-ENVIRONMENT = {"jax": jax, "jnp": jnp, "lax": lax, "vn": vn}
+ENVIRONMENT = {"jax": jax, "jnp": jnp, "lax": lax, "vn": vn, "i": 0, "built": built}
 ENVIRONMENT |= {f.__name__: f for f in (normal, permuted, stacked, undressed, without_leaves)}
-ENVIRONMENT |= {f.__name__: f for f in (by_leaves, over_devices)}
+ENVIRONMENT |= {f.__name__: f for f in (by_leaves, over_devices, with_jvp, with_vjp)}
+ENVIRONMENT |= {f.__name__: f for f in (without_jit, exported, on_a_mesh, with_numpy_leaves)}
 
 
 @lru_cache(maxsize=4096)
@@ -218,3 +292,8 @@ def made(text: str, is_stacked: bool, x64: bool) -> tuple[Any, Any]:
         one = lambda i: eval(text, ENVIRONMENT | {"i": i})
         x = by_numpy(lambda: stacked(one) if is_stacked else one(0))
         return x, by_numpy(undressed, x)
+
+
+def shape_of(text: str) -> tuple[int, ...]:
+    """Return the shape of an array that a text makes."""
+    return made(text, False, False)[1].shape

@@ -25,13 +25,17 @@ TRANSFORMATIONS: dict[str, str] = {
         "m(lambda x, s: jnp.sum(jax.nn.softplus(f(x) * s)))(x, s)))(0.5)"
     ),
     "implicit of grad": "m(jax.grad(lambda x: jnp.sum(jax.nn.softplus(f(x)))))(x)",
+    "implicit without jit": "without_jit(m(f))(x)",
+    "implicit exported": "exported(jax.vmap(m(f)))(xs)",
+    "implicit on a mesh": "on_a_mesh(jax.vmap(m(f)))(xs)",
     "implicit of jvp": "m(lambda x: jax.jvp(f, (x,), (jnp.ones_like(x),))[1])(x)",
 }
-#: With high types, a gradient by the array may be that of its leaves, which is another.
+#: With high types, a gradient by the array may be that of its leaves, which is another; and JAX
+#: exports no program of theirs while it traces another, as the fuzzer has it do.
 HIGH = {
     f"high: {name.replace(' of implicit', '').replace('implicit of ', '')}": text
     for name, text in TRANSFORMATIONS.items()
-    if name not in ("implicit of grad", "implicit of jvp", "implicit of jit")
+    if name not in ("implicit of grad", "implicit of jvp", "implicit of jit", "implicit exported")
 }
 BY_LEAVES = "high: grad by leaves"
 HIGH[BY_LEAVES] = "by_leaves(m(lambda x: jnp.sum(jax.nn.softplus(f(x)))), x)"
