@@ -1,6 +1,7 @@
 """bitsandbytes: codebooks of 16 values in flat blocks, and int8 by rows.
 
-4 bits: `weight` u8 `[out * in / 2, 1]`, the first of two values in the high half of a byte;
+4 bits: `weight` u8 `[out * in / 2, 1]`, the first of two values in the high half of a byte. With
+`quant_storage`, as in FSDP-QLoRA, the same bytes are fewer numbers of another dtype, such as bf16.
 `weight.absmax`, for each 64 or more values in the order of memory; `weight.quant_map`, the
 codebook; and `weight.quant_state.bitsandbytes__nf4` or `__fp4`, JSON as u8. Nested, `absmax` is u8
 itself: `nested_quant_map[absmax] * nested_absmax + nested_offset`.
@@ -70,7 +71,9 @@ def _of_4_bits(source: StoredTensors, name: str, kind: str) -> Weight:
     shape = tuple(state["shape"])
     tile = source.number(state, "blocksize", 64)
     size = math.prod(shape)
-    source.check(name, (-(-size // 2), 1), ("uint8",), state_name)
+    storage = source.header(name).dtype  # any: the bytes of its numbers are codes
+    count = -(-size // (2 * storage.itemsize))
+    source.check(name, (count, 1), (storage.name,), state_name)
     absmax, quant_map = f"{name}.absmax", f"{name}.quant_map"
     nested = "nested_offset" in state or f"{name}.nested_absmax" in source.headers
     blocks = -(-size // tile)
@@ -116,7 +119,7 @@ def _read_4_bits(
     rows, columns = shape = tuple(state["shape"])
     qtype = FORMAT_OF[kind]
     _check_codebook(source, f"{name}.quant_map", qtype)
-    data = source.read(name).reshape(-1)
+    data = codes.bytes_of(source.read(name)).reshape(-1)[: -(-rows * columns // 2)]
     if columns % 2:
         flat = codes.fields_of_stream(codes.with_nibbles_swapped(data), 4, rows * columns)
         packed = codes.from_fields(flat.reshape(shape), 4)
