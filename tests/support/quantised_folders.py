@@ -53,8 +53,21 @@ def random_scales(rng, *shape, dtype=np.float16):
     return (rng.uniform(0.5, 2, shape) / 64).astype(dtype)
 
 
-def gptq(rng, *, bits=4, out=32, groups=3, tile=32, sym=False, plus_one=True, order="sorted"):
-    size, half = groups * tile, 2 ** (bits - 1)
+def gptq(
+    rng,
+    *,
+    bits=4,
+    out=32,
+    groups=3,
+    tile=32,
+    size=None,
+    sym=False,
+    plus_one=True,
+    order="sorted",
+):
+    """With `size`, the last group may be shorter. With `order=None`, there is no `g_idx`."""
+    size, half = size or groups * tile, 2 ** (bits - 1)
+    groups = -(-size // tile)
     q = rng.integers(0, 2**bits, (size, out))
     z = rng.integers(1, 2**bits, (groups, out)) if not sym else np.full((groups, out), half)
     s = random_scales(rng, groups, out)
@@ -65,14 +78,15 @@ def gptq(rng, *, bits=4, out=32, groups=3, tile=32, sym=False, plus_one=True, or
         "m.qweight": bit_stream(q, bits, 0),
         "m.qzeros": bit_stream(z - plus_one, bits, 1),
         "m.scales": s,
-        "m.g_idx": group.astype(np.int32),
         "m.bias": np.ones(out, np.float16),
     }
+    tensors |= {"m.g_idx": group.astype(np.int32)} if order else {}
     return tensors, ((q - z[group]) * s[group].astype(np.float32)).T
 
 
-def awq(rng, *, out=32, groups=3, tile=32, sym=False):
-    size = groups * tile
+def awq(rng, *, out=32, groups=3, tile=32, size=None, sym=False):
+    size = size or groups * tile
+    groups = -(-size // tile)
     q = rng.integers(0, 16, (size, out))
     z = np.full((groups, out), 8) if sym else rng.integers(0, 16, (groups, out))
     s = random_scales(rng, groups, out)
@@ -82,8 +96,8 @@ def awq(rng, *, out=32, groups=3, tile=32, sym=False):
         "m.qzeros": words_of(in_words(z), 4, 1),
         "m.scales": s,
     }
-    value = (q - np.repeat(z, tile, 0)) * np.repeat(s, tile, 0).astype(np.float32)
-    return tensors, value.T
+    group = np.arange(size) // tile
+    return tensors, ((q - z[group]) * s[group].astype(np.float32)).T
 
 
 def pack_quantized(
@@ -170,7 +184,8 @@ def mxfp4_experts(rng, *, experts=2, out=6, groups=3):
     return tensors, value.swapaxes(-1, -2)
 
 
-def bitsandbytes(rng, *, kind="nf4", shape=(12, 96), tile=64, nested=False):
+def bitsandbytes(rng, *, kind="nf4", shape=(12, 96), tile=64, nested=False, storage=np.uint8):
+    """With `storage`, bytes are stored as numbers of another dtype (`quant_storage`)."""
     codebook = NF4 if kind == "nf4" else FP4_BNB
     n = shape[0] * shape[1]
     q = rng.integers(0, 16, n)
@@ -189,7 +204,7 @@ def bitsandbytes(rng, *, kind="nf4", shape=(12, 96), tile=64, nested=False):
     else:
         codes = absmax = random_scales(rng, blocks, dtype=np.float32)
     tensors |= {
-        "m.weight": nibbles(q, high_first=True)[:, None],
+        "m.weight": nibbles(q, high_first=True).view(storage)[:, None],
         "m.weight.absmax": codes,
         "m.weight.quant_map": codebook,
         f"m.weight.quant_state.bitsandbytes__{kind}": np.frombuffer(

@@ -53,9 +53,10 @@ def stored_values(x: object) -> np.ndarray:
     scale = stored_values(x.scale)
     wide = np.float64 if np.float64 in (scale.dtype, x.dtype) else np.float32
     values = values.astype(wide)
-    for leaf, op in ((x.zero_point, np.subtract), (scale, np.multiply)):
+    leaves = ((x.zero_point, np.subtract), (scale, np.multiply), (x.minimum, np.add))
+    for leaf, op in leaves:
         if leaf is not None:
-            entries = np.asarray(leaf).astype(wide)
+            entries = stored_values(leaf).astype(wide)
             values = op(values, entry_of_each_value(entries, x.shape))
     return values.astype(x.dtype)
 

@@ -1,8 +1,10 @@
 """Writes `references.zip`: small folders as other libraries write them, and what they are worth.
 
-`python make_references.py`, where there are torch, transformers, safetensors, compressed-tensors,
-bitsandbytes and torchao, and on PYTHONPATH the unpacked auto-gptq, autoawq and gptqmodel. Of these
-only the layers are imported: the rest of them asks for libraries that no layer does.
+`python make_references.py` writes all of them, and `python make_references.py NAME...` these cases
+alone, keeping the others. It needs torch, transformers, accelerate, safetensors,
+compressed-tensors, bitsandbytes and torchao, and on PYTHONPATH the unpacked auto-gptq, autoawq and
+gptqmodel. Of these only the layers are imported: the rest of them asks for libraries that no layer
+does.
 """
 
 import importlib.machinery
@@ -74,9 +76,9 @@ def of_compressed_tensors(layout, shape, dtype=torch.bfloat16, **stated):
     return {f"m.{name}": x for name, x in stored.items()}, value, stated
 
 
-def of_bitsandbytes_4(kind, shape, nested, blocksize=64):
+def of_bitsandbytes_4(kind, shape, nested, blocksize=64, storage=torch.uint8):
     """Of whole blocks a row: others, its own kernel for CPUs dequantises by wrong scales."""
-    stated = {"quant_type": kind, "compress_statistics": nested}
+    stated = {"quant_type": kind, "compress_statistics": nested, "quant_storage": storage}
     layer = bnb.nn.Linear4bit(shape[1], shape[0], bias=False, **stated)
     layer.weight = bnb.nn.Params4bit(
         linear(shape, torch.bfloat16).weight.data,
@@ -214,6 +216,19 @@ def cases():
         yield f"ct_float_{strategy}", of_compressed_tensors, ("float-quantized", (12, 40)), of
     of = of_bytes | {"strategy": "group", "group_size": 8}
     yield "ct_int_group", of_compressed_tensors, ("int-quantized", (12, 40)), of
+    for group in (80, 96, 100, 112, 120):
+        of = of_bytes | {"strategy": "group", "group_size": group}
+        yield f"ct_int_group_{group}", of_compressed_tensors, ("int-quantized", (5, 2 * group)), of
+        of = of | {"type": "float"}
+        case = ("float-quantized", (5, 2 * group))
+        yield f"ct_float_group_{group}", of_compressed_tensors, case, of
+        of = packed | {"group_size": group}
+        yield (
+            f"ct_pack_group_{group}",
+            of_compressed_tensors,
+            ("pack-quantized", (13, 3 * group)),
+            of,
+        )
     of = of_bytes | {"strategy": "channel", "symmetric": False}
     yield "ct_int_unsymmetric", of_compressed_tensors, ("int-quantized", (12, 40)), of
     of = of_bytes | {"type": "float", "strategy": "block", "block_structure": [16, 16]}
@@ -228,6 +243,10 @@ def cases():
     for kind in ("nf4", "fp4"):
         yield f"bnb_{kind}", of_bitsandbytes_4, (kind, (6, 128), False), {}
         yield f"bnb_{kind}_nested", of_bitsandbytes_4, (kind, (6, 128), True), {}
+    for storage in (torch.bfloat16, torch.float16, torch.float32):
+        name, of = f"{storage}".removeprefix("torch."), {"storage": storage}
+        yield f"bnb_nf4_{name}", of_bitsandbytes_4, ("nf4", (6, 128), False), of
+        yield f"bnb_fp4_nested_{name}", of_bitsandbytes_4, ("fp4", (6, 128), True), of
     yield "bnb_nested_twice", of_bitsandbytes_4, ("nf4", (129, 64), True, 32), {}
     yield "bnb_int8", of_bitsandbytes_8, ((12, 40),), {}
     for bits in (2, 3, 4, 8):
@@ -238,6 +257,7 @@ def cases():
         yield f"gptqmodel_{bits}_v2", of_gptqmodel, (bits, (32, 32), 16), {"version": 2}
     yield "awq", of_autoawq, ((32, 32), 16), {}
     yield "awq_sym", of_autoawq, ((32, 32), 16), {"sym": True}
+    yield "awq_group_96", of_autoawq, ((32, 192), 96), {}
     yield "ao_int8", of_torchao, (ao.Int8WeightOnlyConfig(version=2), (12, 40)), {}
     yield "ao_float8", of_torchao, (ao.Float8WeightOnlyConfig(), (12, 40)), {}
     for bits in range(2, 9):
@@ -253,10 +273,20 @@ def main():
     only("auto_gptq", "nn_modules", "nn_modules.qlinear")
     only("awq", "modules", "modules.linear", "utils")
     versions = {name: importlib.metadata.version(name) for name in LIBRARIES}
+    chosen, before = sys.argv[1:], {}
+    if chosen:
+        with zipfile.ZipFile(OUT) as archive:
+            kept = (name for name in archive.namelist() if name.partition("/")[0] not in chosen)
+            before = {name: archive.read(name) for name in kept}
     with zipfile.ZipFile(OUT, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
         write = lambda name, data: archive.writestr(zipfile.ZipInfo(name), data, 8, 9)
-        write("versions.json", json.dumps(versions, indent=1))
+        for name, data in before.items():
+            write(name, data)
+        if not chosen:
+            write("versions.json", json.dumps(versions, indent=1))
         for name, make, arguments, keywords in cases():
+            if chosen and name not in chosen:
+                continue
             torch.manual_seed(0)
             stored, value, stated, *metadata = make(*arguments, **keywords)
             stored = {key: x.contiguous() for key, x in stored.items()}

@@ -61,24 +61,27 @@ CASES = {
         for bits in (3, 5, 6, 7)
     },
     "pack_quantized_symmetric": (partial(folders.pack_quantized, sym=True), ct()),
-    "pack_quantized_odd": (partial(folders.pack_quantized, out=5, size=39, tile=13), ct()),
+    "pack_quantized_odd": (partial(folders.pack_quantized, out=5, size=39, tile=13), ct(4, 13)),
     "pack_quantized_last_group_small": (partial(folders.pack_quantized, size=80), ct()),
     "pack_quantized_desc_act": (partial(folders.pack_quantized, desc_act=True), ct()),
     "int_quantized": (
         partial(folders.scaled_bytes, dtype=np.int8, tile=(1, 40), scale=(24, 1)),
-        ct(8),
+        ct(8, None, strategy="channel"),
     ),
-    "int_quantized_groups": (partial(folders.scaled_bytes, dtype=np.int8, tile=(1, 8)), ct(8)),
+    "int_quantized_groups": (partial(folders.scaled_bytes, dtype=np.int8, tile=(1, 8)), ct(8, 8)),
     "float_quantized": (
         partial(folders.scaled_bytes, dtype=E4M3, tile=(24, 40), scale=(1,)),
-        ct(8),
+        ct(8, None, strategy="tensor"),
     ),
-    "float_quantized_rows": (partial(folders.scaled_bytes, dtype=E4M3, tile=(1, 40)), ct(8)),
+    "float_quantized_rows": (
+        partial(folders.scaled_bytes, dtype=E4M3, tile=(1, 40)),
+        ct(8, -1),
+    ),
     "float_quantized_blocks": (
         partial(folders.scaled_bytes, dtype=E4M3, tile=(16, 16)),
-        ct(8, block_structure=[16, 16]),
+        ct(8, None, strategy="block", block_structure=[16, 16]),
     ),
-    "nvfp4": (folders.nvfp4, ct()),
+    "nvfp4": (folders.nvfp4, ct(4, 16)),
     **{
         f"mxfp{bits}_packed": (partial(folders.microscaling, bits=bits), ct(bits))
         for bits in (4, 6, 8)

@@ -37,15 +37,24 @@ def enlarged(make):
     return partial(make, **sizes)
 
 
+def stated(name, config):
+    """The configuration, with the group size of a larger weight."""
+    if not name.startswith("pack_quantized"):
+        return config
+    (group,) = config["quantization_config"]["config_groups"].values()
+    bits = group["weights"]["num_bits"]
+    return {"quantization_config": config["quantization_config"] | ct(bits, SIZES["tile"])}
+
+
 LARGE = {
-    name: (enlarged(make), config)
+    name: (enlarged(make), stated(name, config))
     for name, (make, config) in CONFIGS.items()
     if not name.startswith(OTHERS) and not name.endswith(OTHERS)
 }
 LARGE |= {
     name: (
         partial(folders.scaled_bytes, dtype=dtype, shape=(OUT, IN), tile=tile, scale=scale),
-        {"quantization_config": ct(8)},
+        CONFIGS[name][1],
     )
     for name, (dtype, tile, scale) in WHOLE.items()
 }

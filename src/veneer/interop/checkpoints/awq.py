@@ -51,11 +51,7 @@ def _weight(source: StoredTensors, module: str) -> Weight:
     groups, _ = source.shape(scales, rank=2, dtypes=FLOATS)
     source.check(scales, (groups, words * 8), FLOATS, qweight)
     source.check(qzeros, (groups, words), _WORDS, scales)
-    tile = source.number(source.quantisation, "group_size", -1, least=-1)
-    if groups and size % groups == 0:
-        tile = size // groups
-    if tile < 1 or -(-size // tile) != groups:
-        raise source.error(scales, f"has {groups} groups, which are not those of {size} inputs")
+    tile = source.tile(scales, size, groups, source.stated_size(source.quantisation))
     dtype = source.dense_dtype(source.header(scales).dtype.name)
     read = partial(_read, source, module, size, tile, dtype)
     return Weight(f"{module}.weight", (words * 8, size), dtype, (qweight, qzeros, scales), read)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from .source import FLOATS, StoredTensors, Weight, describe, quantised
-from .tiling import tiled_axis
+from .tiling import tile_of, tiled_axis
 
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 
@@ -22,7 +22,7 @@ def weights(source: StoredTensors) -> Iterator[Weight]:
 
     **Raises:** `ValueError` for one without a scale, which would be read as numbers that it is not.
     """
-    block = block_size(source, source.quantisation.get("weight_block_size"), (128, 128))
+    block = block_size(source, source.quantisation.get("weight_block_size"))
     scale_of = dict(pairs(source))
     for name, header in source.headers.items():
         if header.dtype.name in FLOAT8 and len(header.shape) > 1 and name not in scale_of:
@@ -32,7 +32,7 @@ def weights(source: StoredTensors) -> Iterator[Weight]:
                 "vn.load(..., raw=True) gives it as it is stored",
             )
     for name, scale_name in scale_of.items():
-        yield scaled(source, name, scale_name, block)
+        yield scaled(source, name, scale_name, block or _usual_block(source, name, scale_name))
 
 
 def pairs(source: StoredTensors) -> Iterator[tuple[str, str]]:
@@ -45,10 +45,20 @@ def pairs(source: StoredTensors) -> Iterator[tuple[str, str]]:
                 yield name, scale_name
 
 
-def block_size(source: StoredTensors, stated: Any, default: tuple[int, int]) -> tuple[int, int]:
-    """The sizes of a block, of which the configuration says two."""
+def _usual_block(source: StoredTensors, name: str, scale_name: str) -> tuple[int, int] | None:
+    """Return the default of `weight_block_size` if a scale has as many blocks, or None."""
+    shape, counts = (source.header(x).shape[-2:] for x in (name, scale_name))
+    fits = len(counts) == 2 and counts == tuple(-(-size // 128) for size in shape)
+    return (128, 128) if fits else None
+
+
+def block_size(source: StoredTensors, stated: Any) -> tuple[int, int] | None:
+    """Return the sizes of a block that the configuration states, or None if it states none.
+
+    **Raises:** `ValueError` where they are not two sizes.
+    """
     if stated is None:
-        return default
+        return None
     if not (isinstance(stated, list) and [type(x) is int and x > 0 for x in stated] == [True] * 2):
         raise ValueError(f"{source.folder.path}: blocks of sizes {stated!r:.40} are none")
     return stated[0], stated[1]
@@ -58,21 +68,35 @@ def scaled(
     source: StoredTensors,
     name: str,
     scale_name: str,
-    block: Sequence[int],
-    *,
+    *blocks: Sequence[int] | None,
     zero_name: str | None = None,
     dtype: str | None = None,
 ) -> Weight:
-    """The weight `name`, a code a byte, whose scales are for blocks, rows, groups, or the whole."""
+    """Return the weight `name`, a code a byte, with scales per block, row, group or tensor.
+
+    **Arguments:**
+
+    - `blocks`: the sizes of a tile along the last axes, -1 for a whole axis, of each configuration
+      that may be that of the weight. None, or no configuration, states nothing.
+
+    **Raises:** `ValueError` where the scales fit none of them, or two in different ways.
+    """
     shape = tuple(source.header(name).shape)
     counts = tuple(source.header(scale_name).shape)
     if source.header(scale_name).dtype.name not in (*FLOATS, "float8_e8m0fnu"):
         raise source.error(scale_name, "is no scale: it is no float of 16 bits, 32, or e8m0")
-    tiles = _tiles(shape, counts, block)
-    if tiles is None:
+    fitting = {_tiles(shape, counts, block) for block in blocks or (None,)} - {None}
+    if len(fitting) != 1:
+        stated = sorted(f"of {list(block)}" for block in blocks if block is not None)
+        what = f"in blocks {' or '.join(stated) or 'of a size that is not stated'}"
+        fits = "fits in several ways" if fitting else "is no scale of"
         raise source.error(
-            scale_name, f"of shape {list(counts)} is no scale of {list(shape)} in blocks {block}"
+            scale_name,
+            f"of shape {list(counts)} {fits} {list(shape)} {what}: correct the "
+            "quantization_config of config.json",
         )
+    (tiles,) = fitting
+    assert tiles is not None
     if zero_name is not None:
         source.check(zero_name, counts, ("int8", "uint8", "int32", "int64", *FLOATS), scale_name)
     dtype = dtype or source.dense_dtype(source.header(scale_name).dtype.name)
@@ -82,25 +106,27 @@ def scaled(
 
 
 def _tiles(
-    shape: tuple[int, ...], counts: tuple[int, ...], block: Sequence[int]
+    shape: tuple[int, ...], counts: tuple[int, ...], block: Sequence[int] | None
 ) -> tuple[int, ...] | None:
-    """How many values share a scale along each axis; None for a scale of other values."""
+    """Return how many values share a scale along each axis, or None where the counts do not fit.
+
+    A scale of one number is that of the whole weight, whatever the block.
+    """
     if counts in ((), (1,)):
         return shape
     if len(counts) == 1 and len(shape) == 2:
         counts = (*counts, 1)
     if len(counts) != len(shape):
         return None
-    stated = (*[1] * (len(shape) - 2), *block)[-len(shape) :]
-    tiles = []
-    for size, count, tile in zip(shape, counts, stated, strict=True):
-        if count == 1:
-            tile = size
-        elif count != -(-size // tile):
-            tile = size // max(count, 1)
-            if not count or tile * count != size:
-                return None
-        tiles.append(tile)
+    stated: Sequence[int | None] = [None] * len(shape)
+    if block is not None:
+        stated = (*[1] * (len(shape) - len(block)), *block)[-len(shape) :]
+    tiles: list[int] = []
+    for size, count, of in zip(shape, counts, stated, strict=True):
+        tile = tile_of(size, count, of)
+        if tile is None:
+            return None
+        tiles.append(min(tile, size))
     return tuple(tiles)
 
 

@@ -55,18 +55,49 @@ def weights(source: StoredTensors) -> Iterator[Weight]:
         elif source.header(name).dtype.name in ("int8", *FLOAT8):
             zero = f"{module}.weight_zero_point"
             zero_name = zero if zero in source.headers else None
-            block = block_size(source, _of_weights(source).get("block_structure"), (128, 128))
-            yield scaled(source, name, f"{module}.weight_scale", block, zero_name=zero_name)
+            blocks = (_tile_sizes(source, of) for of in _schemes(source, module))
+            yield scaled(source, name, f"{module}.weight_scale", *blocks, zero_name=zero_name)
 
 
-def _of_weights(source: StoredTensors) -> Mapping[str, Any]:
-    """What the configuration says of weights; of the first group that says so."""
+def _schemes(source: StoredTensors, module: str) -> list[Mapping[str, Any]]:
+    """Return the `weights` of the config groups that may be that of a module.
+
+    A group targets modules by name, by regular expression ("re:...") or by class ("Linear"), and
+    the first of these in that order counts, as in compressed-tensors. A folder does not tell the
+    classes of its modules: without a name that matches, all groups are returned.
+    """
     groups = source.quantisation.get("config_groups")
+    schemes: list[Mapping[str, Any]] = []
+    by_name: list[tuple[bool, str, Mapping[str, Any]]] = []
     for group in groups.values() if isinstance(groups, Mapping) else ():
         stated = group.get("weights") if isinstance(group, Mapping) else None
-        if isinstance(stated, Mapping):
-            return stated
-    return {}
+        if not isinstance(stated, Mapping):
+            continue
+        schemes.append(stated)
+        targets = group.get("targets")
+        for target in targets if isinstance(targets, list) else ():
+            is_regex = isinstance(target, str) and target.startswith("re:")
+            if target == module or (is_regex and source.matches(target[3:], module)):
+                by_name.append((is_regex, target, stated))
+    return [min(by_name, key=lambda match: match[:2])[2]] if by_name else schemes
+
+
+def _tile_sizes(source: StoredTensors, scheme: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return the values along [out, in] that share a scale, -1 for all; None if not stated.
+
+    **Raises:** `ValueError` where they are stated and are not sizes.
+    """
+    block, group = scheme.get("block_structure"), source.stated_size(scheme)
+    strategy = scheme.get("strategy")
+    if strategy is None:  # as compressed-tensors infers it
+        strategy = "block" if block is not None else "channel" if group == -1 else "group"
+    if isinstance(block, str):  # as "128x128" in old files
+        block = [int(size) if size.isdecimal() else size for size in block.split("x")]
+    if strategy == "block":
+        return block_size(source, block)
+    if strategy in ("tensor", "channel"):
+        return (-1 if strategy == "tensor" else 1), -1
+    return None if group is None else (1, group)
 
 
 def _packed(source: StoredTensors, module: str) -> Weight:
@@ -139,15 +170,13 @@ def _words(source: StoredTensors, module: str) -> Weight:
     source.shape(shape_name, rank=1, dtypes=("int64", "int32"))
     source.check(shape_name, (2,), ("int64", "int32"), packed)
     rows, size = map(int, source.read(shape_name))
-    layout = _layout(source, words, size)
+    schemes = _schemes(source, module)
+    layout = _layout(source, schemes, words, size)
     if rows != out or layout is None:
         raise source.error(packed, f"has no codes of [{rows}, {size}] in {[out, words]} words")
     source.shape(scale, rank=2, dtypes=FLOATS)
     groups = source.header(scale).shape[1]
     source.check(scale, (out, groups), FLOATS, packed)
-    tile = source.number(_of_weights(source), "group_size", -1, least=-1)
-    if groups and size % groups == 0:
-        tile = size // groups
     parts = [packed, scale, shape_name]
     if zero in source.headers:
         if source.header(zero).dtype.name == "int8":
@@ -158,22 +187,24 @@ def _words(source: StoredTensors, module: str) -> Weight:
     if g_idx in source.headers:
         source.check(g_idx, (size,), ("int32", "int64"), packed)
         parts.append(g_idx)
-    elif tile < 1 or -(-size // tile) != groups:
-        raise source.error(scale, f"has {groups} groups, which are not those of {size} inputs")
+    of_bits = [of for of in schemes if of.get("num_bits") in (layout.bits, None)]
+    tiles = [_tile_sizes(source, of) for of in of_bits]
+    stated = [None if tile is None else tile[1] for tile in tiles]
+    if g_idx not in source.headers:
+        source.tile(scale, size, groups, *stated)
     dtype = source.dense_dtype(source.header(scale).dtype.name)
-    read = partial(_read_words, source, module, layout, (out, size), tile, dtype)
+    read = partial(_read_words, source, module, layout, (out, size), stated, dtype)
     return Weight(f"{module}.weight", (out, size), dtype, tuple(parts), read)
 
 
-def _layout(source: StoredTensors, words: int, size: int) -> _WordLayout | None:
-    """That of a group of the configuration, if words and codes go so, and one only.
+def _layout(
+    source: StoredTensors, schemes: Sequence[Mapping[str, Any]], words: int, size: int
+) -> _WordLayout | None:
+    """Return the one layout with the bits of a scheme that has these words, or None.
 
     Of a few small sizes both layouts have as many words: then the version tells them apart.
     """
-    groups = source.quantisation.get("config_groups")
-    of_groups = groups.values() if isinstance(groups, Mapping) else ()
-    weights = [group.get("weights") for group in of_groups if isinstance(group, Mapping)]
-    numbers = [of.get("num_bits") for of in weights if isinstance(of, Mapping)]
+    numbers = [of.get("num_bits") for of in schemes]
     stated = {bits for bits in numbers if type(bits) is int and 1 < bits <= 8}
     found = [
         layout
@@ -193,7 +224,7 @@ def _read_words(
     module: str,
     layout: _WordLayout,
     shape: tuple[int, int],
-    tile: int,
+    stated: Sequence[int | None],
     dtype: str,
 ) -> Any:
     bits, size = layout.bits, shape[1]
@@ -204,11 +235,12 @@ def _read_words(
         packed = codes.from_stream(codes.bytes_of(words), bits, size)
     scale = source.read(f"{module}.weight_scale")
     zero = _zero_points(source, module, layout, scale.shape)
+    tile = partial(source.tile, f"{module}.weight_scale", size, scale.shape[1], *stated)
     order = None
     if f"{module}.weight_g_idx" in source.headers:
         groups = source.read(f"{module}.weight_g_idx")
         if (groups < 0).all():  # what it is before it is set
-            groups = np.arange(size) // max(tile, 1)
+            groups = np.arange(size) // tile()
         if groups.min() < 0 or groups.max() >= scale.shape[1]:
             raise source.error(f"{module}.weight_g_idx", "names groups that are not there")
         order, of_tile = sorted_groups(groups)
@@ -217,7 +249,7 @@ def _read_words(
             in_order = lambda rows: pack(np.take(codes.to_fields(rows, bits, size), order, 1), bits)
             packed = codes.by_rows(in_order, packed, packed.shape[1])
     else:
-        scale, zero = (tiled_axis(x, 1, size, tile) for x in (scale, zero))
+        scale, zero = (tiled_axis(x, 1, size, tile()) for x in (scale, zero))
     weight = affine(packed, scale, zero, bits=bits, size=size, dtype=dtype)
     return weight if order is None else Permuted(weight, order[None])
 

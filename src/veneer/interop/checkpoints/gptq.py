@@ -62,21 +62,29 @@ def _weight(source: StoredTensors, module: str, plus_one: bool) -> Weight:
         raise source.error(qweight, f"has {words} words, which are no codes of {bits} bits")
     if g_idx in source.headers:
         source.check(g_idx, (size,), ("int32", "int64"), qweight)
-    elif size % groups and _group_size(source) is None:
-        raise source.error(scales, f"has {groups} groups for {size} inputs, and 'g_idx' is missing")
+        tile = None
+    else:
+        stated = source.stated_size(_stated_for(source, module))
+        tile = source.tile(scales, size, groups, stated)
     dtype = source.dense_dtype(source.header(scales).dtype.name)
     stored = [name for name in (qweight, qzeros, scales, g_idx) if name in source.headers]
-    read = partial(_read, source, module, bits, size, plus_one, dtype)
+    read = partial(_read, source, module, bits, size, tile, plus_one, dtype)
     return Weight(f"{module}.weight", (out, size), dtype, tuple(stored), read)
 
 
 def _read(
-    source: StoredTensors, module: str, bits: int, size: int, plus_one: bool, dtype: str
+    source: StoredTensors,
+    module: str,
+    bits: int,
+    size: int,
+    tile: int | None,
+    plus_one: bool,
+    dtype: str,
 ) -> Any:
     scale = source.read(f"{module}.scales").T
     zero = _zero_points(source, module, bits, plus_one).T
     order = None
-    groups = _groups(source, module, size, scale.shape[1])
+    groups = _groups(source, module, size, scale.shape[1], tile)
     if groups is not None:
         order, of_tile = sorted_groups(groups)
         if not np.array_equal(of_tile, np.arange(scale.shape[1])):
@@ -94,14 +102,14 @@ def _read(
     return weight if order is None else Permuted(weight, order[None])
 
 
-def _groups(source: StoredTensors, module: str, size: int, groups: int) -> np.ndarray | None:
-    """The group of each input, or None where they are of one size in their order."""
-    if f"{module}.g_idx" not in source.headers:
-        tile = size // groups if size % groups == 0 else _group_size(source)
-        assert tile is not None  # checked when the folder was opened
-        index = np.arange(size) // tile
-    else:
-        index = source.read(f"{module}.g_idx")
+def _groups(
+    source: StoredTensors, module: str, size: int, groups: int, tile: int | None
+) -> np.ndarray | None:
+    """Return the group of each input, or None where groups of one size follow each other.
+
+    `tile` is the size of a group where there is no `g_idx`.
+    """
+    index = source.read(f"{module}.g_idx") if tile is None else np.arange(size) // tile
     if index.min() < 0 or index.max() >= groups:
         raise source.error(f"{module}.g_idx", f"names groups that are not in 0 to {groups - 1}")
     even = size % groups == 0 and np.array_equal(index, np.arange(size) // (size // groups))
@@ -128,9 +136,14 @@ def _bits(source: StoredTensors, module: str, out: int) -> int:
     return bits
 
 
-def _group_size(source: StoredTensors) -> int | None:
-    size = source.quantisation.get("group_size")
-    return size if type(size) is int and size > 0 else None
+def _stated_for(source: StoredTensors, module: str) -> Mapping[str, Any]:
+    """Return the configuration of a module: the first match of `dynamic` overrides that of all."""
+    dynamic = source.quantisation.get("dynamic")
+    for pattern, stated in dynamic.items() if isinstance(dynamic, Mapping) else ():
+        is_skipped = pattern.startswith("-:")  # a module that is left dense
+        if not is_skipped and source.matches(pattern.removeprefix("+:"), module):
+            return {**source.quantisation, **(stated if isinstance(stated, Mapping) else {})}
+    return source.quantisation
 
 
 def _plus_one(source: StoredTensors) -> bool:

@@ -1,5 +1,6 @@
 """What a family looks at: the stored tensors of a folder and its configuration; what it makes."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -8,6 +9,7 @@ import numpy as np
 
 from ...quant import Packing, QArray
 from ..folder import TensorFolder
+from .tiling import tile_of
 
 
 class Weight(NamedTuple):
@@ -83,6 +85,52 @@ class StoredTensors:
         if type(value) is not int or value < least:
             raise ValueError(f"{self.folder.path}: {key!r} of its configuration is {value!r:.40}")
         return value
+
+    def matches(self, pattern: str, module: str) -> bool:
+        """Return whether a regular expression of the configuration matches a module's name.
+
+        **Raises:** `ValueError` where it is not a regular expression.
+        """
+        try:
+            return re.match(pattern, module) is not None
+        except (re.error, RecursionError, OverflowError) as error:
+            raise ValueError(
+                f"{self.folder.path}: {pattern!r:.40} of its configuration is not a regular "
+                f"expression: {error}"
+            ) from None
+
+    def stated_size(self, of: Mapping[str, Any], key: str = "group_size") -> int | None:
+        """Return a size that the configuration states: -1 for a whole axis, None if it is missing.
+
+        **Raises:** `ValueError` for anything else.
+        """
+        size = of.get(key)
+        if size is not None and size != -1:
+            return self.number(of, key, 1)
+        return None if size is None else -1
+
+    def tile(self, name: str, size: int, count: int, *stated: int | None) -> int:
+        """Return how many of `size` inputs share one of the `count` groups of the tensor `name`.
+
+        **Arguments:**
+
+        - `stated`: the group size of each configuration that may be that of the weight, -1 for one
+          group, None where it states none.
+
+        **Raises:** `ValueError` where the groups are not of a size that is stated, or of several,
+        and where none is stated and the count leaves it open.
+        """
+        tiles = (tile_of(size, count, of) for of in stated or (None,))
+        fitting = {min(tile, size) for tile in tiles if tile is not None}
+        if len(fitting) == 1:
+            return fitting.pop()
+        of = {"one group" if x == -1 else f"groups of {x}" for x in stated if x is not None}
+        what = f"states {' or '.join(sorted(of))}" if of else "does not state how large they are"
+        raise self.error(
+            name,
+            f"has {count} groups for {size} inputs, and the configuration {what}: correct the "
+            "'group_size' in the quantization_config of config.json",
+        )
 
     def dense_dtype(self, scale_dtype: str) -> str:
         """The dtype of the dense checkpoint: as the configuration says, or else as scales suggest.

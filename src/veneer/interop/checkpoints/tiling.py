@@ -10,6 +10,28 @@ from collections.abc import Sequence
 import numpy as np
 
 
+def tile_of(size: int, count: int, stated: int | None) -> int | None:
+    """Return how many values share a scale along an axis, or None where the numbers do not fit.
+
+    The count alone does not say it: 1000 values under 8 scales are tiles of 128, the last of them
+    shorter, or of 125.
+
+    **Arguments:**
+
+    - `size`, `count`: the values and the scales along the axis.
+    - `stated`: the tile that the configuration states, -1 for the whole axis. With None, only a
+      count that leaves no doubt fits: one scale, or even tiles of a power of two.
+    """
+    if not size or not count:
+        return None
+    if stated is not None:
+        tile = size if stated == -1 else stated
+        return tile if count == -(-size // tile) else None
+    tile, rest = divmod(size, count)
+    is_power_of_two = tile & (tile - 1) == 0
+    return tile if not rest and (count == 1 or is_power_of_two) else None
+
+
 def tiled_axis(entries: np.ndarray, axis: int, size: int, tile: int) -> np.ndarray:
     """Scales along an axis of `size` values, of which every `tile` share one, the last perhaps few.
 

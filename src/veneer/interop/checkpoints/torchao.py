@@ -52,8 +52,10 @@ def _int4(source: StoredTensors, name: str, prefix: str, data: Mapping[str, Any]
     groups, _ = source.shape(scale, rank=2, dtypes=FLOATS)
     source.check(scale, (groups, out), FLOATS, qdata)
     source.check(zero, (groups, out), FLOATS, scale)
-    if not groups or 2 * width % groups:
-        raise source.error(scale, f"has {groups} groups for {2 * width} inputs")
+    block = _block_size(data)
+    tile = source.tile(scale, 2 * width, groups, block[-1] if block else None)
+    if 2 * width % tile:
+        raise source.error(scale, f"has groups of {tile} that do not divide {2 * width} inputs")
     dtype = source.header(scale).dtype.name
     parts = (qdata, scale, zero)
     return Weight(name, (out, 2 * width), dtype, parts, partial(_read_int4, source, parts, dtype))
@@ -73,16 +75,12 @@ def _bytes(source: StoredTensors, name: str, prefix: str, data: Mapping[str, Any
     qdata = f"{prefix}qdata"
     if source.header(qdata).dtype.name not in ("int8", *FLOAT8):
         raise source.error(qdata, "is neither of int8 nor a float of 8 bits")
-    block = data.get("block_size")
-    sizes = (
-        block if isinstance(block, list) and all(type(n) is int and n > 0 for n in block) else []
-    )
     zero = f"{prefix}zero_point"
     weight = scaled(
         source,
         qdata,
         f"{prefix}scale",
-        sizes or (1, 1),
+        _block_size(data),
         zero_name=zero if zero in source.headers else None,
         dtype=_dtype(data.get("dtype")),
     )
@@ -106,6 +104,12 @@ def _read_narrow(weight: Weight, bits: int) -> Any:
     packed = codes.from_fields(wide.view(np.uint8) & np.uint8(2**bits - 1), bits)
     packing = codes.packing_of(wide.shape[-1], bits)
     return q.replace(packed=packed, packing=packing, qtype=f"int{bits}")
+
+
+def _block_size(data: Mapping[str, Any]) -> list[int] | None:
+    block = data.get("block_size")
+    are_sizes = isinstance(block, list) and all(type(n) is int and n > 0 for n in block)
+    return block if block and are_sizes else None
 
 
 def _dtype(stated: Any) -> str | None:
