@@ -1,7 +1,13 @@
 """`vn.save` and `vn.load(path, like=tree)`: any tree, of the classes that it is of."""
 
 import collections
+import contextlib
 import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
 from functools import partial
 
 import equinox as eqx
@@ -17,7 +23,9 @@ from support import arrays
 from support.every_type import EVERY_TYPE, value
 
 import veneer as vn
+from veneer.interop import new_folder
 from veneer.interop.folder import TensorFolder
+from veneer.interop.new_folder import write_aside
 
 NUMBERS = np.arange(8.0)
 X = arrays.array(NUMBERS)
@@ -388,6 +396,148 @@ def test_what_is_overwritten_stays_until_the_new_one_is_complete(tmp_path, error
         vn.save(tmp_path / "saved", {"x": 2 * X}, overwrite=True)
     assert contents(tmp_path / "saved") == before
     assert [file.name for file in tmp_path.iterdir()] == ["saved"]
+
+
+def names_in(folder):
+    return [file.name for file in folder.iterdir()]
+
+
+class NoLocks:
+    """The module `fcntl` on a file system without locks."""
+
+    LOCK_EX, LOCK_NB = 2, 4
+
+    @staticmethod
+    def flock(*_):
+        raise OSError(38, "Function not implemented")
+
+
+@pytest.fixture(params=["exchange", "renames", "no locks", "no fcntl"])
+def system(request, monkeypatch):
+    """Systems that exchange folders at once, that rename them twice, and that have no locks."""
+    if request.param != "exchange":
+        monkeypatch.setattr(new_folder, "_exchange", lambda one, other: False)
+    if request.param.startswith("no"):
+        monkeypatch.setattr(new_folder, "fcntl", NoLocks if "locks" in request.param else None)
+    return request.param
+
+
+STEPS = {os: ("rename", "replace", "mkdir", "unlink", "rmdir", "open"), shutil: ("rmtree",)}
+
+
+@pytest.mark.parametrize("error", [OSError(5, "I/O error"), KeyboardInterrupt()])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_stopped_save_leaves_one_whole_version(tmp_path, system, error, when, monkeypatch):
+    """Stop each step that changes the file system, in turn."""
+    path, left = tmp_path / "saved", []
+
+    def stopped(function):
+        def step(*args, **kwargs):
+            is_last = bool(left) and left.pop() == "last"
+            if is_last and when == "before":
+                raise error
+            result = function(*args, **kwargs)
+            if is_last:
+                raise error
+            return result
+
+        return step
+
+    for module, names in (*STEPS.items(), (new_folder, ("_exchange",))):
+        for name in names:
+            monkeypatch.setattr(module, name, stopped(getattr(module, name)))
+    vn.save(path, {"x": np.ones(3)})
+    for i in range(100):
+        old, new = i + 1, i + 2
+        left[:] = ["last", *[""] * i]
+        with contextlib.suppress(type(error)):
+            vn.save(path, {"x": np.full(3, new)}, overwrite=True)
+        is_complete = bool(left)
+        left.clear()
+        (found,) = {*vn.load(path, verify=True)["x"].tolist()}
+        assert found in (old, new)
+        vn.save(path, {"x": np.full(3, new)}, overwrite=True)
+        assert names_in(tmp_path) == ["saved"] or system.startswith("no")
+        if is_complete:
+            break
+    assert is_complete
+    assert found == new
+    assert i > 5
+
+
+def test_a_version_that_a_killed_save_set_aside_is_put_back(tmp_path):
+    hidden = tmp_path / ".saved.partial"
+    vn.save(tmp_path / "saved", {"x": X})
+    hidden.mkdir()
+    (hidden / "lock").touch()
+    (tmp_path / "saved").rename(hidden / "old")
+    (hidden / "new").mkdir()
+    with pytest.raises(FileExistsError, match="saved exists already"):
+        vn.save(tmp_path / "saved", {"x": 2 * X})
+    assert_same(vn.load(tmp_path / "saved", verify=True), {"x": X})
+    assert names_in(tmp_path) == ["saved"]
+
+
+@pytest.mark.parametrize("left", ["new", "old"])
+def test_a_save_removes_what_killed_ones_left(tmp_path, left):
+    vn.save(tmp_path / "saved", {"x": X})
+    (tmp_path / ".saved.partial" / left).mkdir(parents=True)
+    (tmp_path / ".saved.partial" / left / "model.safetensors").write_text("half")
+    vn.save(tmp_path / "saved", {"x": 2 * X}, overwrite=True)
+    assert_same(vn.load(tmp_path / "saved", verify=True), {"x": 2 * X})
+    assert names_in(tmp_path) == ["saved"]
+
+
+@pytest.mark.parametrize("format", [None, "gguf"])
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_a_second_writer_gets_one_clear_error(tmp_path, format, overwrite):
+    tree, path = {"x": X}, tmp_path / "saved"
+    with write_aside(path) as folder:
+        with pytest.raises(BlockingIOError, match="saved is being saved by another process") as e:
+            vn.save(path, tree, overwrite=overwrite, format=format)
+        assert "partial" not in str(e.value)
+        vn.save(tmp_path / "other", tree, format=format)
+        (folder / "a").touch()
+    assert sorted(names_in(tmp_path)) == ["other", "saved"]
+    assert names_in(path) == ["a"]
+
+
+def test_threads_that_save_at_once_leave_one_whole_version(tmp_path):
+    path, errors = tmp_path / "saved", []
+    barrier = threading.Barrier(4)
+
+    def save(i):
+        barrier.wait()
+        for j in range(5):
+            try:
+                vn.save(path, {"x": np.full(3, 10 * i + j)}, overwrite=True)
+            except OSError as error:
+                errors.append(error)
+
+    threads = [threading.Thread(target=save, args=(i,)) for i in range(4)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert all(isinstance(error, BlockingIOError) for error in errors)
+    assert len({int(x) for x in vn.load(path, verify=True)["x"]}) == 1
+    assert names_in(tmp_path) == ["saved"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no flock")
+def test_a_killed_process_does_not_keep_its_lock(tmp_path):
+    hidden = tmp_path / ".saved.partial"
+    hidden.mkdir()
+    program = (
+        f"import fcntl; file = open({str(hidden / 'lock')!r}, 'w'); "
+        "fcntl.flock(file, fcntl.LOCK_EX); print(flush=True); input()"
+    )
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", program], stdin=pipe, stdout=pipe) as process:
+        process.stdout.readline()
+        with pytest.raises(BlockingIOError, match="is being saved"):
+            vn.save(tmp_path / "saved", {"x": X})
+        process.kill()
+    vn.save(tmp_path / "saved", {"x": X})
+    assert names_in(tmp_path) == ["saved"]
 
 
 THEIRS = {

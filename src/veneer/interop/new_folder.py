@@ -1,17 +1,26 @@
 """New folders, which are there whole or not at all, and what a model has in one besides weights."""
 
 import contextlib
+import ctypes
 import json
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any, BinaryIO
 
 from . import manifest
 from .shards import INDEX_NAME, WRITTEN_WITH
 from .tensor_file import TensorFile
+
+fcntl: Any
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 # What makes a folder a model besides its weights: configuration, tokenizer, vocabulary, ...
 _SIDECAR_SUFFIXES = (".json", ".jsonl", ".txt", ".model", ".tiktoken", ".jinja", ".md", ".yaml")
@@ -26,40 +35,171 @@ def write_aside(path: str | os.PathLike[str], *, overwrite: bool = False) -> Ite
     never replaced, but with `overwrite` a folder of which each file is one that is written here;
     until the block ends, it stays.
 
-    **Raises:** `FileExistsError` where `path` exists. Other errors of the file system name `path`,
-    and not the folder aside.
+    **Raises:** what `replacing` does.
     """
-    path = Path(path)
-    exists = os.path.lexists(path)
-    if exists and not overwrite:
+
+    def refusal(path: Path) -> str | None:
+        foreign = _not_written_here(path)
+        return foreign and f"for {foreign} was not saved by veneer"
+
+    with replacing(Path(path), overwrite=overwrite, refusal=refusal) as aside:
+        aside.mkdir()
+        yield aside
+
+
+@contextlib.contextmanager
+def replacing(
+    path: Path, *, overwrite: bool, refusal: Callable[[Path], str | None]
+) -> Iterator[Path]:
+    """Yield a path to write to, and move it to `path` when the block ends.
+
+    A file or a folder that is at `path` already stays there until then, and is put back if it
+    cannot be replaced. The yielded path is in a hidden folder next to `path`, on the same file
+    system. The next save removes what a killed one left there, and puts back an old version.
+
+    **Arguments:**
+
+    - `overwrite`: whether something at `path` may be replaced.
+    - `refusal`: returns why something at `path` is not replaced, or None.
+
+    **Raises:** `FileExistsError` where `path` exists and is not replaced; `BlockingIOError` while
+    another process or thread saves it. Other errors of the file system name `path` and not the
+    hidden folder.
+    """
+    _check_free(path, overwrite)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _hidden_folder(path) as hidden:
+        # `tempfile` would make a folder that only its owner may read.
+        new, old = hidden / "new", hidden / "old"
+        try:
+            _restore(old, path)
+            _remove(new)
+            _check_free(path, overwrite)
+            if os.path.lexists(path) and (why := refusal(path)):
+                raise FileExistsError(f"{path} is not overwritten, {why}: choose another name")
+            try:
+                yield new
+                _check_free(path, overwrite)
+                _move(new, path, old)
+            except OSError as error:
+                # A full disk is reported without the name of a file.
+                is_nameless = error.errno is not None and error.filename is None
+                if str(new) not in str(error) and not is_nameless:
+                    raise
+                what = error.strerror or str(error).replace(str(new), str(path))
+                raise type(error)(f"{path} cannot be written: {what}") from error
+        finally:
+            _restore(old, path)
+            _remove(new)
+
+
+def _check_free(path: Path, overwrite: bool) -> None:
+    if os.path.lexists(path) and not overwrite:
         raise FileExistsError(
             f"{path} exists already and is left as it is: choose another name, or overwrite=True"
         )
-    if exists and (foreign := _not_written_here(path)):
-        raise FileExistsError(
-            f"{path} is not overwritten, for {foreign} was not saved by veneer: choose another name"
-        )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # A sibling is on the same file system, so the rename is atomic. `tempfile` would make a folder
-    # that only its owner may read.
-    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+
+
+def _move(new: Path, path: Path, old: Path) -> None:
+    """Move `new` to `path`. A folder that is there is afterwards at `new` or at `old`."""
+    if not path.is_dir():
+        os.replace(new, path)
+    elif not _exchange(new, path):
+        os.rename(path, old)
+        os.rename(new, path)
+
+
+def _restore(old: Path, path: Path) -> None:
+    """Move an old version back if nothing is at `path`, or remove it."""
+    if os.path.lexists(old) and not os.path.lexists(path):
+        os.rename(old, path)
+    _remove(old)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or a folder if it exists. The next save tries again if that fails."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+# By platform: the function that exchanges two paths, its arguments for paths that are not relative
+# to an open folder, and its flag.
+_EXCHANGES = {"linux": ("renameat2", (-100,), 2), "darwin": ("renamex_np", (), 2)}
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange two paths at once. Return False if the system or the file system cannot."""
+    name, folder, flag = _EXCHANGES.get(sys.platform, ("", (), 0))
     try:
-        aside.mkdir()
-        yield aside
-        if exists:
-            # No file system exchanges two folders for us; whole ones are there at every moment.
-            replaced = path.with_name(f".{path.name}.{secrets.token_hex(4)}.replaced")
-            os.rename(path, replaced)
-            os.rename(aside, path)
-            shutil.rmtree(replaced)
-        else:
-            os.rename(aside, path)
-    except BaseException as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        if isinstance(error, OSError) and str(aside) in str(error):
-            what = error.strerror or str(error).replace(str(aside), str(path))
-            raise type(error)(f"{path} cannot be written: {what}") from error
-        raise
+        function = getattr(ctypes.CDLL(None), name)
+    except (AttributeError, OSError, TypeError):  # musl has no renameat2; Windows has no C library
+        return False
+    first, second = os.fsencode(one), os.fsencode(other)
+    return function(*folder, first, *folder, second, flag) == 0
+
+
+@contextlib.contextmanager
+def _hidden_folder(path: Path) -> Iterator[Path]:
+    """Make a hidden folder next to `path`, for one save at a time, and remove it afterwards.
+
+    A lock on a file in it tells a save that runs from one that was killed, whose lock the system
+    released. Without locks, as on Windows and some network file systems, each save has a folder of
+    its own, and what killed ones left stays.
+
+    **Raises:** `BlockingIOError` if another save holds the lock.
+    """
+    hidden = path.with_name(f".{path.name}.partial")
+    try:
+        lock = _lock(hidden)
+        if lock is None:
+            hidden = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+            hidden.mkdir()
+    except BlockingIOError:
+        raise BlockingIOError(
+            f"{path} is being saved by another process or thread: wait until it has ended, or "
+            "choose another name"
+        ) from None
+    except OSError as error:
+        raise type(error)(f"{path} cannot be written: {error.strerror or error}") from error
+    with lock or contextlib.nullcontext():
+        try:
+            yield hidden
+        finally:
+            _remove(hidden / "lock")
+            with contextlib.suppress(OSError):  # another save may use it by now
+                hidden.rmdir()
+
+
+def _lock(hidden: Path) -> BinaryIO | None:
+    """Return the file of a lock in a folder, to be closed, or None if there are no locks here."""
+    if fcntl is None:
+        return None
+    for _ in range(100):  # while other saves end, and remove the folder
+        with contextlib.suppress(FileExistsError):
+            hidden.mkdir()
+        try:
+            lock = (hidden / "lock").open("ab")
+        except FileNotFoundError:
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(lock.fileno()), os.stat(hidden / "lock")):
+                    return lock
+        except BlockingIOError:
+            lock.close()
+            raise
+        except OSError:
+            lock.close()
+            _remove(hidden / "lock")
+            with contextlib.suppress(OSError):
+                hidden.rmdir()
+            return None
+        lock.close()
+    raise BlockingIOError
 
 
 def _not_written_here(path: Path) -> str | None:

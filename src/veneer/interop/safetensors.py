@@ -51,7 +51,8 @@ def save(
 
     **Raises:** `ValueError` naming a tensor that `format` cannot hold, and why.
     `FileExistsError` where `path` exists; with `overwrite`, where it holds something
-    that `save` does not write. `TypeError` naming the path in the tree and the type of anything
+    that `save` does not write. `BlockingIOError` where another process or thread saves `path` at
+    the moment. `TypeError` naming the path in the tree and the type of anything
     else, and `ValueError` for a tree of more levels, before anything is written.
 
     >>> import tempfile, jax.numpy as jnp, veneer as vn

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import secrets
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ import jax
 import numpy as np
 
 from ....quant import QArray
+from ...new_folder import replacing
 from .blocks import BLOCK_TYPES, DENSE_TYPES
 from .container import LONGEST_NAME, MAGIC, MOST_AXES, VERSIONS, aligned, alignment_of, nbytes_of
 from .metadata import write_string, write_value
@@ -54,8 +54,8 @@ def write_gguf(
     - `overwrite`: whether a GGUF file that is there may be replaced.
 
     **Raises:** `ValueError` naming the tensor that GGUF cannot hold, and why; `TypeError` for what
-    is no array and for metadata that GGUF does not have; `FileExistsError` where `path` exists. In
-    each case nothing is written.
+    is no array and for metadata that GGUF does not have; `FileExistsError` where `path` exists;
+    `BlockingIOError` where another process or thread saves `path`. In each case nothing is written.
 
     >>> import tempfile, jax.numpy as jnp, veneer as vn
     >>> from veneer.interop.checkpoints.gguf import GgufFile, write_gguf
@@ -201,26 +201,12 @@ def _pad(file: BinaryIO, alignment: int) -> None:
 @contextlib.contextmanager
 def _aside(path: Path, overwrite: bool) -> Iterator[BinaryIO]:
     """Opens a new file that becomes `path` when the block ends, and vanishes when it fails."""
-    if os.path.lexists(path) and not overwrite:
-        raise FileExistsError(
-            f"{path} exists already and is left as it is: choose another name, or overwrite=True"
-        )
-    if os.path.lexists(path) and not _is_gguf(path):
-        raise FileExistsError(
-            f"{path} is not overwritten, for it is no GGUF file: choose another name"
-        )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # A sibling is on the same file system, so the rename is atomic.
-    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
-    try:
-        with aside.open("xb") as file:
-            yield file
-        os.replace(aside, path)
-    except BaseException as error:
-        aside.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise type(error)(f"{path} cannot be written: {error.strerror or error}") from error
-        raise
+    refusal = lambda path: None if _is_gguf(path) else "for it is no GGUF file"
+    with (
+        replacing(path, overwrite=overwrite, refusal=refusal) as aside,
+        aside.open("xb") as file,
+    ):
+        yield file
 
 
 def _is_gguf(path: Path) -> bool:
