@@ -585,6 +585,39 @@ def test_quantize_says_what_is_quantised_already(veneer, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.fixture
+def with_table(tmp_path):
+    """A dense folder with integers under the name of a weight."""
+    table = np.arange(6, dtype=np.int32).reshape(2, 3)
+    (tmp_path / "in").mkdir()
+    save_file({"a.weight": normal(4, 8), "t.weight": table}, tmp_path / "in" / "model.safetensors")
+    return tmp_path / "in"
+
+
+@pytest.mark.parametrize("command", ["quantize", "inspect", "convert"])
+def test_integers_named_weight_are_read_with_an_option(veneer, with_table, tmp_path, command):
+    out = tmp_path / ("out.gguf" if command == "convert" else "out")
+    arguments = {
+        "quantize": (with_table, out, *INT8),
+        "inspect": (with_table,),
+        "convert": (with_table, out, "--format", "gguf"),
+    }[command]
+    message = (
+        "'t.weight' (int32[2, 3]) looks like a part of a packed weight, of no family that is "
+        "known: --raw gives the tensors"
+    )
+    assert_bad_input(veneer(command, *arguments), message)
+    assert not out.exists()
+    code, stdout, _ = veneer(command, *arguments, "--raw")
+    assert code == 0
+    if command == "inspect":
+        assert re.search(r"t\.weight +int32 +\[2, 3\]", stdout)
+    else:
+        loaded = vn.load(out)
+        assert loaded["t.weight"].tolist() == [[0, 1, 2], [3, 4, 5]]
+        assert isinstance(loaded["a.weight"], vn.quant.QArray) == (command == "quantize")
+
+
 def test_quantize_says_what_of_a_saved_folder_is_quantised_already(veneer, tmp_path):
     q = vn.quant.quantize(normal(4, 8), "int8")
     vn.save(tmp_path / "in", {"a": {"weight": q}, "b": {"weight": normal(4, 8)}})

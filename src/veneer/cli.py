@@ -33,20 +33,28 @@ class _BadInput(Exception):
     """Something that the user can mend."""
 
 
+# Arguments of functions, as their errors name them, and the options that stand for them.
+_OPTION_OF = {"overwrite=True": "--overwrite", "vn.load(..., raw=True)": "--raw"}
+
+
 @contextlib.contextmanager
 def _bad_input(
     errors: tuple[type[Exception], ...] = (ValueError, OSError, ImportError),
+    options: Mapping[str, str] = _OPTION_OF,
 ) -> Iterator[None]:
     """Takes these errors, where the block raises them, for something that the user can mend.
 
-    By default those of reading and checking what the user gave. A block that also computes names
-    `OSError` alone: that is the file system's, and a ValueError would be a defect of ours.
+    `options` are those that the command has. By default the errors are those of reading and
+    checking what the user gave. A block that also computes names `OSError` alone: that is the file
+    system's, and a ValueError would be a defect of ours.
     """
     try:
         yield
     except errors as error:
-        # What functions have as an argument is an option here.
-        raise _BadInput(str(error).replace("overwrite=True", "--overwrite")) from error
+        message = str(error)
+        for argument, option in options.items():
+            message = message.replace(argument, option)
+        raise _BadInput(message) from error
 
 
 class _OneLineErrors(TyperGroup):
@@ -106,6 +114,12 @@ def _options(
 def main() -> None:
     """Runs the command line."""
     app()
+
+
+_RAW = typer.Option(
+    "--raw",
+    help="Read safetensors as they are stored: integers that could be packed codes are data.",
+)
 
 
 class Layout(StrEnum):
@@ -176,6 +190,7 @@ def quantize(
     method: Annotated[
         str | None, typer.Option(help="With --calibrate: gptq (the default) or nearest.")
     ] = None,
+    raw: Annotated[bool, _RAW] = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace an OUT that veneer wrote.")
     ] = False,
@@ -195,7 +210,7 @@ def quantize(
     with _kill_raises(), contextlib.ExitStack() as stack:
         with _bad_input():
             selectors = _selectors(format, tile, include or [], exclude or [], layout, rules)
-            tensors = stack.enter_context(open_checkpoint(source, names="huggingface"))
+            tensors = stack.enter_context(open_checkpoint(source, raw=raw, names="huggingface"))
             dense = tensors.dense_avals()
             if not isinstance(tensors, TensorFolder) and len(dense) < len(tensors):
                 raise ValueError(
@@ -236,6 +251,7 @@ def inspect(
         bool,
         typer.Option("--verify", help="Compare the bytes of each tensor with its checksum."),
     ] = False,
+    raw: Annotated[bool, _RAW] = False,
 ) -> None:
     """Show what PATH holds, tensor by tensor, and which library quantised it.
 
@@ -249,8 +265,8 @@ def inspect(
     from .interop.inspect import inspect
 
     with contextlib.ExitStack() as stack, _bad_input():
-        source = stack.enter_context(open_checkpoint(path, verify=verify))
-        original = stack.enter_context(open_checkpoint(against)) if against else None
+        source = stack.enter_context(open_checkpoint(path, raw=raw, verify=verify))
+        original = stack.enter_context(open_checkpoint(against, raw=raw)) if against else None
         reports = list(inspect(source, [tensor] if tensor else list(source), original))
     columns = ["tensor", "format", "shape", "bytes", "scale: min", "median", "max"]
     _print_table(
@@ -285,6 +301,7 @@ def convert(
     format: Annotated[
         str, typer.Option(help="gptq, awq, compressed-tensors, mlx or gguf (a file).")
     ],
+    raw: Annotated[bool, _RAW] = False,
     overwrite: Annotated[
         bool,
         typer.Option("--overwrite", help="Replace an OUT that veneer wrote, or a GGUF file."),
@@ -302,7 +319,7 @@ def convert(
     with _kill_raises(), contextlib.ExitStack() as stack, _bad_input():
         as_gguf = format == "gguf"
         tensors = stack.enter_context(
-            open_checkpoint(source, names=None if as_gguf else "huggingface")
+            open_checkpoint(source, raw=raw, names=None if as_gguf else "huggingface")
         )
         said = tensors.metadata if as_gguf and isinstance(tensors, GgufFile) else None
         beside = None if as_gguf else _beside(source, tensors)
@@ -392,7 +409,7 @@ def demo(
     ),
 ) -> None:
     """Run a sentence encoder and a language model packed, and show what it costs."""
-    with _bad_input():
+    with _bad_input(options={}):
         from .demo import run, talk
 
         encoder, language_model = run.load(model), talk.load(gguf)

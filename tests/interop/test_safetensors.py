@@ -747,11 +747,56 @@ NOT_MODELS = {
 }
 
 
+def with_header(header):
+    """A file with this text as its header, of one number."""
+    text = header.replace("T", '{"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}').encode()
+    content = len(text).to_bytes(8, "little") + text + bytes(4)
+    return lambda folder: (folder / "a.safetensors").write_bytes(content)
+
+
+def with_index(folder):
+    write_sharded(folder / "m")
+    index = folder / "m" / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"]
+    pairs = [*weight_map.items(), ("ids", "model-9.safetensors")]
+    text = ", ".join(f"{json.dumps(name)}: {json.dumps(file)}" for name, file in pairs)
+    index.write_text(f'{{"weight_map": {{{text}}}}}')
+    [file.rename(folder / file.name) for file in list((folder / "m").iterdir())]
+    (folder / "m").rmdir()
+
+
+NOT_MODELS |= {
+    "key_twice": (with_header('{"a": T, "a": T}'), ValueError, "the key 'a' is there twice"),
+    "field_twice": (
+        with_header('{"a": {"dtype": "F32", "dtype": "F16", "shape": [], "data_offsets": [0, 4]}}'),
+        ValueError,
+        "the key 'dtype' is there twice",
+    ),
+    "index_twice": (with_index, ValueError, "index.json is not JSON.*'ids' is there twice"),
+    "half_a_surrogate": (
+        with_header(r'{"a\ud800": T}'),
+        ValueError,
+        r"the key 'a\\ud800' is not Unicode text",
+    ),
+    "dtype_in_lines": (
+        with_header(r'{"a": {"dtype": "F\n3", "shape": [1], "data_offsets": [0, 4]}}'),
+        ValueError,
+        "'a' is F 3, and the dtypes that can be read",
+    ),
+    "dtype_list": (
+        with_header('{"a": {"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]}}'),
+        ValueError,
+        "and the dtypes that can be read",
+    ),
+}
+
+
 @pytest.mark.parametrize(("write", "error", "message"), NOT_MODELS.values(), ids=NOT_MODELS)
 def test_a_folder_that_is_no_model_is_refused(tmp_path, write, error, message):
     write(tmp_path)
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=message) as raised:
         vn.load(tmp_path)
+    assert len(str(raised.value).splitlines()) == 1
 
 
 def test_a_path_that_does_not_exist_is_refused(tmp_path):

@@ -371,6 +371,78 @@ def test_a_damaged_tree_is_refused_in_one_line(damage, how, tmp_path):
     assert "\n" not in str(error.value)
 
 
+def edited(path, tree, old, new):
+    """Save a tree, with something else in its veneer.json."""
+    vn.save(path, tree)
+    file = path / "veneer.json"
+    text = file.read_text("utf-8")
+    assert old in text
+    file.write_text(text.replace(old, new), "utf-8")
+    return path
+
+
+SAVED = {"w": NF4, "b": X, "more": [LORA]}
+BAD_FILES = {
+    "a key twice": ('["b", ', '["w", ', "the key 'w' is there twice"),
+    "a field twice": ('["a", {"tensor"', '["w", {"tensor"', "the key 'w' is there twice"),
+    "a tensor twice": (' "b": {"storage"', ' "w": {"storage"', "the key 'w' is there twice"),
+    "a part twice": ('"checksums":', '"tree":', "the key 'tree' is there twice"),
+    "a shape twice": ('"shape": [8]', '"shape": [9], "shape": [8]', "the key 'shape' is there"),
+    "half a surrogate": ('["b", ', r'["\ud800", ', "is neither text nor an integer"),
+    "half a surrogate in a name": (' "b": {', r' "\ud800": {', "is not Unicode text"),
+    "a key that is a list": ('["b", ', "[[1], ", "is neither text nor an integer"),
+    "a key that is true": ('["b", ', "[true, ", "is neither text nor an integer"),
+    "keys of two kinds": ('["b", ', "[1, ", "has keys of text and integers"),
+    **{
+        f"the dtype {dtype}": ('"dtype": "float32"', f'"dtype": {dtype}', "'[a-z.]*': .*dtype is")
+        for dtype in ('"float99"', '"object"', '"datetime64[s]"', '"str"', '"int4"', "null", "[]")
+    },
+    **{
+        f"the scale {scale}": ('"scale": 0.5', f'"scale": {scale}', "scale is .*not of type float")
+        for scale in ('"x"', "[1]", "null", "true", '{"tuple": [1.0]}')
+    },
+    "dropout": ('"dropout": 0.0', '"dropout": 1.5', r"valid LoraArray: dropout is in \[0, 1\)"),
+    "an axis": ('"dropped": "in"', '"dropped": "up"', "not a valid LoraArray: .*got 0.0 of 'up'"),
+    "axes": ('"in_ndim": 1', '"in_ndim": 7', "not a valid LoraArray"),
+    "a fraction of an axis": ('"in_ndim": 1', '"in_ndim": 1.5', "in_ndim is 1.5, not of type int"),
+}
+
+
+@pytest.mark.parametrize(("old", "new", "message"), BAD_FILES.values(), ids=BAD_FILES)
+def test_bad_content_of_a_saved_folder_gets_one_clear_error(tmp_path, old, new, message):
+    path = edited(tmp_path / "saved", SAVED, old, new)
+    with pytest.raises(ValueError, match=message) as error:
+        vn.load(path)
+    assert str(error.value).startswith(str(path))
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_metadata_is_checked_where_leaves_are_missing(tmp_path):
+    adapters, _ = vn.tree.partition([LORA], vn.trainable([LORA]))
+    assert adapters[0].w.packed is None
+    vn.save(tmp_path / "good", adapters)
+    assert_same(vn.load(tmp_path / "good"), adapters)
+    path = edited(tmp_path / "saved", adapters, '"scale": 0.5', '"scale": "x"')
+    with pytest.raises(ValueError, match="scale is 'x', not of type float"):
+        vn.load(path)
+
+
+def test_a_state_with_leaves_of_other_shapes_is_loaded(tmp_path):
+    """As those of Adafactor are: it has the structure of an array and is none."""
+    norms = [jax.tree.map(jnp.linalg.norm, vn.types.LoraArray(W, LORA.a, LORA.b, scale=2.0))]
+    vn.save(tmp_path / "saved", norms)
+    assert_same(vn.load(tmp_path / "saved"), norms)
+
+
+@pytest.mark.parametrize("format", [None, "gptq", "gguf"])
+def test_a_name_that_is_no_text_is_not_saved(tmp_path, format):
+    with pytest.raises(
+        ValueError, match=r"'\\ud800.*is not Unicode text|which is not Unicode text"
+    ):
+        vn.save(tmp_path / "saved", {"\ud800.weight": X}, format=format)
+    assert not names_in(tmp_path)
+
+
 def contents(folder):
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 

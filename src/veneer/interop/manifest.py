@@ -21,6 +21,7 @@ import numpy as np
 from ..quant import FORMATS, QArray, get_format
 from ..quant.formats import Format
 from ..quant.formats.packing import UNITS
+from .tensor_file import DTYPES, distinct
 
 FILE_NAME = "veneer.json"
 LAYOUT_VERSION = 4
@@ -66,7 +67,8 @@ HOW_TO_READ = (
     "names of its parts; {'opaque': name}: a function of the program's, which is not stored; "
     "{'array': type, 'fields': [[name, node], ...], 'static': {...}}: an array of a type; what it "
     "stands for is on that type's page of veneer's documentation: 'LoraArray' is w + scale * a @ b."
-    " Without 'tree', the tensors are a flat dict by name.",
+    " With 'valid', the type accepted these fields when they were saved. Without 'tree', the "
+    "tensors are a flat dict by name.",
     "'checksums', if there, has the CRC-32 of the bytes of each safetensors tensor, in "
     "hexadecimal, and 'checksum', which ends this file, that of all lines before its own.",
 )
@@ -214,10 +216,16 @@ def read(file: Path, *, verify: bool = False) -> Manifest:
         )
     if verify:
         _verify(file, content)
-    try:
-        entries = {name: _entry(**fields) for name, fields in content["tensors"].items()}
-    except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"{file} is damaged: {type(error).__name__}: {error}") from error
+    tensors = content.get("tensors")
+    if not isinstance(tensors, dict):
+        raise ValueError(f"{file} is damaged: its 'tensors' are no object")
+    entries: dict[str, Entry] = {}
+    for name, fields in tensors.items():
+        try:
+            entries[name] = _entry(**fields)
+        except (AttributeError, KeyError, TypeError) as error:
+            what = f"tensor {name!r}: {type(error).__name__}: {error}"
+            raise ValueError(f"{file} is damaged: {what}") from error
     return Manifest(entries, content.get("tree"), content.get("checksums"))
 
 
@@ -265,7 +273,7 @@ def _is_packing(value: Any) -> bool:
 
 
 def _is_dtype(value: Any) -> bool:
-    return _is_name(value) and np.dtype(value).name == value
+    return value in (*DTYPES.values(), *BYTE_FLOATS)
 
 
 # What comes from a file is checked when it is read, not where it first makes trouble.
@@ -290,7 +298,8 @@ def read_json(file: Path) -> Any:
     """
     too_deep = f"{file} is damaged: its objects and lists nest too deeply"
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
+        content = json.loads(text, object_pairs_hook=distinct)
     except ValueError as error:  # a JSONDecodeError or a UnicodeDecodeError
         raise ValueError(f"{file} is not JSON, or is truncated: {error}") from error
     except RecursionError as error:

@@ -15,6 +15,7 @@ from .checkpoints.opened import OnReading, open_checkpoint
 from .checkpoints.writing import convert
 from .folder import FolderWriter, TensorFolder, as_jax
 from .new_folder import write_aside
+from .tensor_file import is_text
 
 
 def save(
@@ -67,6 +68,9 @@ def save(
         tensors = {vtree.path_string(path): x for path, x in found}
         if len(tensors) < len(found):
             raise ValueError("two arrays of the tree have paths that make one name")
+        for name in tensors:
+            if not is_text(name):
+                raise ValueError(f"the name {name!r} of an array is not Unicode text")
         convert(path, tensors, format, config=config, overwrite=overwrite, names=names)
         return
     if config is not None or names is not None:

@@ -5,12 +5,17 @@ An array type is written with its metadata, which say what its leaves mean. Of o
 program's, which has a tree of it to load into.
 """
 
+import contextlib
 import dataclasses
 import enum
+import functools
 import math
 import sys
+import types
+import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from typing import Any, NoReturn
 
 import jax
@@ -20,11 +25,12 @@ from jax.sharding import NamedSharding
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 from .._core.primitives.sharding import places
-from .._core.value import Value
+from .._core.tree import checks_of
+from .._core.value import DEFECTS, Value
 from ..quant import ActivationQuantized, Packing, QArray
 from .folder import as_jax
 from .manifest import BYTE_FLOATS, MAX_LEVELS
-from .tensor_file import DTYPES
+from .tensor_file import DTYPES, is_text
 
 Path = tuple[str | int, ...]
 Node = dict[str, Any]
@@ -71,7 +77,9 @@ def _encode(node: Any, path: Path, leaves: dict[str, Any]) -> Node:
             return {kind: [child for _, child in pairs]}
     if isinstance(node, Value):
         static = _metadata(node, opened[0])
-        return {"array": _name(type(node)), "fields": pairs, "static": static}
+        encoded: Node = {"array": _name(type(node)), "fields": pairs, "static": static}
+        # A tree with this structure, such as a state of an optimizer, need not be a valid array.
+        return encoded | ({"valid": True} if _refusal(node) is None else {})
     return {"children": pairs, "of": _name(type(node))}
 
 
@@ -85,6 +93,8 @@ def _open(node: Any, path: Path) -> tuple[list[str | int], list[Any], Any] | Non
     for key in keys:
         if type(key) not in (str, int):
             raise TypeError(f"{_where(path)} has the key {key!r}: keys are strings or integers")
+        if isinstance(key, str) and not is_text(key):
+            raise ValueError(f"{_where(path)} has the key {key!r}, which is not Unicode text")
     return keys, [child for _, child in below], treedef
 
 
@@ -203,7 +213,7 @@ def _name(cls: type) -> str:
 
 def _class_named(name: str, where: str) -> type[Value]:
     """The array type of this name: one of ours, or one that the program has defined by now."""
-    from .. import types as types  # so that all of ours are
+    import_module("veneer.types")  # so that all of ours are imported
 
     classes: list[type[Value]] = [Value]
     for cls in classes:
@@ -245,7 +255,11 @@ def array_of(path: Path, node: Node, leaves: Leaves) -> Any:
         parts = (_decode(content[k], (*path, k), part) for k in _ACTIVATION_LEAVES)
         return ActivationQuantized(*parts, **{k: content[k] for k in _ACTIVATION_METADATA})
     children = {key: _decode(child, (*path, key), part) for key, child in _pairs(node)}
-    return _array(_class_named(content, _where(path)), node["static"], children, path)
+    value = _array(_class_named(content, _where(path)), node["static"], children, path)
+    why = _refusal(value) if node.get("valid") is True else None
+    if why is not None:
+        raise ValueError(f"{_where(path)} is not a valid {type(value).__name__}: {why}")
+    return value
 
 
 _ARRAYS = ("tensor", "keys", "array", "activation_quantized")
@@ -266,6 +280,8 @@ def _decode(node: Node, path: Path, array: Callable[[Path, Node], Any]) -> Any:
         return _SEQUENCES[kind](children.values())
     if kind not in ("dict", "children"):
         raise KeyError(kind)
+    if len({*map(type, children)}) > 1:
+        raise ValueError(f"{_where(path)} has keys of text and integers, which JAX cannot order")
     return children
 
 
@@ -274,13 +290,24 @@ _ACTIVATION_METADATA = ("qtype", "calibration_method", "contracting")
 
 
 def _pairs(node: Node) -> Iterable[tuple[str | int, Node]]:
-    """The keys and the nodes of the children of a node."""
+    """Return the keys and the nodes of the children of a node.
+
+    **Raises:** `ValueError` for a key that is there twice, or is neither text nor an integer.
+    """
     kind, content = next(iter(node.items()))
-    if kind == "array":
-        return [(key, child) for key, child in node["fields"]]
     if kind in _SEQUENCES:
         return list(enumerate(content))
-    return [(key, child) for key, child in content] if kind in ("dict", "children") else []
+    if kind not in ("array", "dict", "children"):
+        return []
+    pairs = [(key, child) for key, child in (node["fields"] if kind == "array" else content)]
+    keys: set[str | int] = set()
+    for key, _ in pairs:
+        if not (type(key) is int or (type(key) is str and is_text(key))):
+            raise ValueError(f"the key {key!r} is neither text nor an integer")
+        if key in keys:
+            raise ValueError(f"the key {key!r} is there twice")
+        keys.add(key)
+    return pairs
 
 
 def _array(cls: type[Value], static: Any, children: Mapping[Any, Any], path: Path) -> Value:
@@ -288,13 +315,71 @@ def _array(cls: type[Value], static: Any, children: Mapping[Any, Any], path: Pat
     names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
     if {*names} != {*children, *static}:
         raise ValueError(f"{_where(path)}: {cls.__name__} has the fields {', '.join(names)}")
-    value = cls.__new__(cls)
+    any_class: Any = cls  # a class with a __hash__ of its own
+    value, hints = cls.__new__(cls), _static_hints(any_class)
     for name in names:
         is_static = name in static
         what = f"{_where(path)}.{name}"
         x = _decode_static(static[name], what) if is_static else children[name]
+        if is_static and name in hints and not _fits(x, hints[name]):
+            raise ValueError(f"{what} is {x!r}, not of type {_shown_hint(hints[name])}")
         object.__setattr__(value, name, x)
     return value
+
+
+@functools.cache
+def _static_hints(cls: Any) -> dict[str, Any]:
+    """Return the annotations of the fields of a type of ours; those of others may not be exact."""
+    return typing.get_type_hints(cls) if cls.__module__.startswith("veneer.") else {}
+
+
+def _fits(x: Any, hint: Any) -> bool:
+    """Return whether a stored value of a static field is of its annotated type."""
+    origin, of = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(x, one) for one in of)
+    if origin is tuple:
+        if not isinstance(x, tuple) or (of[-1] is not Ellipsis and len(x) != len(of)):
+            return False
+        return all(_fits(item, of[0 if of[-1] is Ellipsis else i]) for i, item in enumerate(x))
+    if origin is not None:  # such as Sequence[int], stored as a tuple
+        return isinstance(x, origin)
+    if hint is Any:
+        return True
+    if hint in (int, float):
+        return isinstance(x, int | hint) and not isinstance(x, bool)
+    return isinstance(x, hint)
+
+
+def _shown_hint(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
+
+
+def _refusal(value: Value) -> str | None:
+    """Return why the class of a value refuses its fields, or None if it accepts them."""
+    leaves, structure = jax.tree.flatten(value)
+    if not all(_is_array(leaf) for leaf in leaves):
+        return "leaves are missing"
+    dtypes = [jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True) for x in leaves]
+    avals = (jax.ShapeDtypeStruct(x.shape, t) for x, t in zip(leaves, dtypes, strict=True))
+    try:
+        return _refusal_of(structure, tuple(avals))
+    except TypeError as error:  # metadata that is not hashable
+        return str(error)
+
+
+@functools.lru_cache(maxsize=4096)
+def _refusal_of(structure: Any, avals: tuple[jax.ShapeDtypeStruct, ...]) -> str | None:
+    def check(*leaves: Any) -> None:
+        for check in checks_of(jax.tree.unflatten(structure, leaves)):
+            check()
+
+    try:
+        with contextlib.suppress(*DEFECTS):
+            jax.eval_shape(check, *avals)
+    except Exception as error:  # whatever a class raises
+        return " ".join(str(error).split())
+    return None
 
 
 def restore(node: Node, leaves: Leaves, like: Any) -> Any:

@@ -7,7 +7,7 @@ all of them the file's, before any memory is taken for one.
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -123,7 +123,7 @@ class TensorFile:
         if size < 8 or length > min(size - 8, _MOST_HEADER_BYTES):
             raise self._alien("its header does not end within it")
         try:
-            content = json.loads(self._file.read(length), object_pairs_hook=_distinct)
+            content = json.loads(self._file.read(length), object_pairs_hook=distinct)
         except (ValueError, RecursionError) as error:
             raise self._alien(f"its header is no JSON: {_first_line(error)}") from error
         if not isinstance(content, dict):
@@ -156,8 +156,9 @@ class TensorFile:
                 "mxfp6-pack-quantized of compressed-tensors, which is read packed"
             )
         if not isinstance(dtype, str) or dtype not in (*DTYPES, FLOAT4):
+            stated = " ".join(str(dtype).split())  # in one line, whatever it is
             raise ValueError(
-                f"{self.path}: tensor {name!r} is {dtype!s:.20}, and the dtypes that can be read "
+                f"{self.path}: tensor {name!r} is {stated:.20}, and the dtypes that can be read "
                 f"are {', '.join(DTYPES)}, {FLOAT4}"
             )
         if not (_are_sizes(shape) and len(shape) <= _MOST_AXES and _are_sizes(offsets)):
@@ -179,11 +180,29 @@ class TensorFile:
         return ValueError(f"{self.path} is not a safetensors file, or is truncated: {what}")
 
 
-def _distinct(pairs: list[tuple[str, Any]]) -> Mapping[str, Any]:
+def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of pairs that a JSON parser has read.
+
+    **Raises:** `ValueError` for a key that is there twice, of which parsers keep one without a
+    word, and for one that is not text.
+    """
     content = dict(pairs)
     if len(content) != len(pairs):
-        raise ValueError("a name is there twice")
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(k for k in keys if keys.count(k) > 1)!r} is there twice")
+    for key in content:
+        if not is_text(key):
+            raise ValueError(f"the key {key!r} is not Unicode text")
     return content
+
+
+def is_text(name: str) -> bool:
+    """Return whether a string can be written as UTF-8, which half of a surrogate pair cannot."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _are_sizes(value: Any) -> bool:

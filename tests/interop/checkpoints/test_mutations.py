@@ -11,8 +11,11 @@ import tracemalloc
 
 import numpy as np
 import pytest
+from support import arrays
 from support import quantised_folders as folders
+from support.every_type import value
 
+import veneer as vn
 from veneer.interop.checkpoints.opened import open_checkpoint
 
 from .test_families import CONFIGS
@@ -131,3 +134,25 @@ def test_a_damaged_folder_is_read_or_refused_in_one_line(tmp_path, family, mutat
         assert message.startswith(str(path))
         assert len(message.splitlines()) == 1
         assert len(message) < 1000
+
+
+def test_a_damaged_tree_is_read_or_refused_in_one_line(tmp_path, mutations):
+    types = ("Banded", "LoraArray", "Named", "NMSparse, along -1", "Rotated", "SparseArray")
+    tree = {name: value(name) for name in types}
+    tree |= {"w": arrays.quantized("nvfp4", 4, 32), "more": [{"b": np.ones(3)}, (2.0, None)]}
+    vn.save(path := tmp_path / "saved", tree)
+    file = path / "veneer.json"
+    content = json.loads(file.read_text("utf-8"))
+    spoilt = {key: content[key] for key in ("tensors", "tree")}
+    random_ = random.Random(0)
+    messages: list[str] = []
+    for _ in range(mutations // 2):
+        file.write_text(json.dumps(content | spoil_json(random_, spoilt)), "utf-8")
+        try:
+            repr(vn.load(path))
+        except ValueError as error:
+            messages.append(str(error))
+    assert mutations // 8 < len(messages) < mutations // 2
+    for message in messages:
+        assert message.startswith(str(path))
+        assert len(message.splitlines()) == 1

@@ -315,6 +315,8 @@ REFUSED = {
     "dropped": (ValueError, "'in' or 'out'", lambda: LoraArray(W, A, B, dropped="all")),
     "key": (ValueError, "dropout_key", lambda: LoraArray(W, A, B, None, jax.random.split(KEY, 3))),
     "in_ndim": (ValueError, "at least one axis", lambda: LoraArray(W, A, B, in_ndim=0)),
+    "scale": (TypeError, "is a Python number, not 'x'", lambda: LoraArray(W, A, B, scale="x")),
+    "no dropout": (TypeError, "a Python number in", lambda: LoraArray(W, A, B, dropout="x")),
     "rank 0": (ValueError, "rank of 1 or more", lambda: LoraArray.init(W, 0, key=KEY)),
 }
 

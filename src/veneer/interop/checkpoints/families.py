@@ -131,9 +131,10 @@ def _family(source: StoredTensors, method: Any) -> Family | None:
             if method in family.methods:
                 return family
         known = ", ".join(family.name for family in FAMILIES)
+        said = " ".join(str(method).split())  # in one line, whatever it is
         raise ValueError(
-            f"{source.folder.path} is quantised by {method!s:.40}, and the families that are read "
-            f"are {known}: {RAW}"
+            f"{source.folder.path} is quantised by {said:.40}, and the families that are read are "
+            f"{known}: {RAW}"
         )
     return next((family for family in FAMILIES if family.recognises(source)), None)
 

@@ -150,7 +150,7 @@ class StoredTensors:
 
     def error(self, name: str, what: str) -> ValueError:
         """A `ValueError` in one line, about the stored tensor `name`."""
-        return ValueError(f"{self.folder.path}: tensor {name!r} {what}")
+        return ValueError(f"{self.folder.path}: tensor {name!r} {' '.join(what.split())}")
 
     def header(self, name: str) -> jax.ShapeDtypeStruct:
         """The shape and dtype of a stored tensor.

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import numbers
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import partial
@@ -355,6 +356,10 @@ def _check(lora: LoraArray) -> None:
             f"at least one axis comes in, and one goes out: in_ndim={lora.in_ndim}, "
             f"out_ndim={lora.out_ndim}"
         )
+    if not isinstance(lora.scale, numbers.Number):
+        raise TypeError(f"the scale of an update is a Python number, not {lora.scale!r}")
+    if not isinstance(lora.dropout, numbers.Real):
+        raise TypeError(f"dropout is a Python number in [0, 1), not {lora.dropout!r}")
     if lora.normed not in _OTHER:
         raise ValueError(f"norms are over the axes 'in' or 'out', not {lora.normed!r}")
     if lora.dropped not in _OTHER or not 0 <= lora.dropout < 1:
