@@ -133,7 +133,7 @@ def test_random_group_sizes_are_read_exactly(tmp_path, family, mutations):
 def test_random_group_sizes_are_written_and_read_again(tmp_path, format, mutations):
     rng = np.random.default_rng(1)
     make = {"gptq": random_gptq, "awq": random_awq, "compressed-tensors": random_pack_quantized}
-    for i in range(mutations // 25):
+    for i in range(mutations // 50):
         tensors, value, stated = make[format](rng)
         weight = read(write(tmp_path / "model", tensors, stated))
         vn.save(tmp_path / f"{i}", {"m.weight": weight}, format=format)
