@@ -6,7 +6,7 @@ can be deleted.
 
     tracing             which trace is current, and what one knows of the arrays in it
     divisors            what divides an integer that a program computes
-    primitives          primitives by name, and the jaxprs that some of them contain
+    primitives          primitives by name, the jaxprs that some contain, and the starts of slices
     custom_functions    functions with derivatives, solvers or batching rules of their own
     sparse              what the primitives of `jax.experimental.sparse` compute
     sharding            shardings, and the trees that functions of a shard_map return

@@ -1,4 +1,4 @@
-"""JAX's primitives, found by their names, and the jaxprs that some of them contain."""
+"""JAX's primitives, found by their names; the jaxprs that some contain; the starts of slices."""
 
 import difflib
 import sys
@@ -8,6 +8,9 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax._src import core, dispatch, source_info_util
 from jax._src import xla_metadata as xla_metadata  # for its primitive, which we name
 from jax._src.core import Primitive as Primitive
@@ -113,6 +116,27 @@ def evaluated(
 def contained_jaxpr(params: dict[str, Any]) -> Any:
     """The jaxpr that a call of it holds in its parameters, whose name JAX 0.12 changed in some."""
     return params["call_jaxpr"] if "call_jaxpr" in params else params["jaxpr"]
+
+
+def start_in_bounds(start: Any, size: int, length: int = 1) -> jax.Array:
+    """Return the start of a dynamic slice, clamped to an axis as the primitive clamps it.
+
+    Negative starts become 0, because the primitive does not count from the end. The result is int32
+    if the axis is short enough for that. `jnp.clip` would convert the bound to the dtype of the
+    start first: in uint8, a bound of 299 is 43.
+
+    **Arguments:**
+
+    - `start`: an integer of any dtype.
+    - `size`: the size of the axis.
+    - `length`: the size of the slice.
+    """
+    last, start = size - length, jnp.asarray(start)
+    if last == 0:
+        return jnp.zeros((), jnp.int32)
+    bound = np.array(min(last, jnp.iinfo(start.dtype).max), start.dtype)
+    start = lax.clamp(np.zeros_like(bound), start, bound)
+    return start.astype(jnp.int32) if last <= jnp.iinfo(jnp.int32).max else start
 
 
 def bind_scan(

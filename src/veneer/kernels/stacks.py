@@ -23,6 +23,7 @@ from .._jax.primitives import (
     find_primitive,
     is_or_contains,
     lower_otherwise,
+    start_in_bounds,
 )
 from .lowering import Stacked, call_kernel, is_for_this_cpu, kernel_for
 from .matmul import matmul_p, turned_by
@@ -84,8 +85,7 @@ class _Slice(NamedTuple):
 
     def place_in_bounds(self) -> jax.Array:
         """The place, as an i32."""
-        last = self.stack.size // max(1, self.whole.size) - 1
-        return jnp.clip(self.place, 0, last).astype(jnp.int32)
+        return start_in_bounds(self.place, self.stack.size // max(1, self.whole.size))
 
 
 def _whole(x: Any) -> Any:
@@ -192,7 +192,7 @@ def _part(out: Any, x: Any, start: Any) -> Any:
     start, count = jnp.asarray(_whole(start)), x.whole.shape[0]
     if x.whole.size == x.stack.size:
         return _Slice(out, x.stack, start)
-    place = x.place_in_bounds() * count + jnp.clip(start, 0, count - 1).astype(jnp.int32)
+    place = x.place_in_bounds() * count + start_in_bounds(start, count)
     return _Slice(out, x.stack, place)
 
 

@@ -15,7 +15,7 @@ from .._core.surface.array import ImplicitArray
 from .._core.transform import redispatch
 from .._core.tree import static
 from .._core.value import Value
-from .._jax.primitives import find_primitive
+from .._jax.primitives import find_primitive, start_in_bounds
 from .qcache import QCache
 
 
@@ -91,7 +91,8 @@ def _dynamic_update_slice(cache: BlockCache, update: ArrayLike, *starts: ArrayLi
     size, length = cache.newest.shape[axis], update.shape[axis]
     if update.size == 0:
         return cache
-    start = jnp.clip(starts[axis], 0, cache.shape[axis] - length)
+    inner = [*map(start_in_bounds, starts, cache.shape, update.shape)]
+    start = inner[axis]
     # So many blocks have what is written, wherever it begins.
     count = min((length - 2) // size + 2, cache.shape[axis] // size)
     begin = jnp.minimum(start // size, cache.shape[axis] // size - count)
@@ -100,7 +101,7 @@ def _dynamic_update_slice(cache: BlockCache, update: ArrayLike, *starts: ArrayLi
     among = cache.place - begin
     full = _put(window, cache.newest, jnp.clip(among, 0, count - 1) * size, axis)
     window = jnp.where((among >= 0) & (among < count), full, window)
-    inner = [s if i != axis else start - begin * size for i, s in enumerate(starts)]
+    inner[axis] = start - begin * size
     window = lax.dynamic_update_slice(window, update, inner)
 
     place = (start + length - 1) // size

@@ -14,6 +14,7 @@ from .._core.rules import register
 from .._core.surface.array import ImplicitArray
 from .._core.tree import static
 from .._jax.primitives import Primitive, find_primitive
+from .._jax.tracing import vary_together
 from .elementwise import ELEMENTWISE
 
 
@@ -251,7 +252,9 @@ def _(x: Constant, *, start_indices: Any, limit_indices: Any, strides: Any) -> A
 def _(x: Constant, *starts: ArrayLike, slice_sizes: Any) -> Any:
     lead, sizes = jnp.ndim(x.fill), tuple(slice_sizes)
     fill = jnp.asarray(x.fill)
-    fill = lax.dynamic_slice(fill, starts[:lead], sizes[:lead]) if lead else fill
+    if lead:  # lax.dynamic_slice would count negative starts from the end once more
+        arrays = vary_together([fill, *starts[:lead]])
+        fill = find_primitive("dynamic_slice").bind(*arrays, slice_sizes=sizes[:lead])
     return Constant(fill, sizes[lead:])
 
 

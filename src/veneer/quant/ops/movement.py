@@ -6,6 +6,7 @@ codes. So does an array of another floating dtype, and so do rows out of bounds.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from ..._core.primitives.collectives import permute
 from ..._core.primitives.movement import gather
 from ..._core.rules import register
 from ..._core.transform import redispatch
+from ..._jax.primitives import find_primitive, start_in_bounds
 from ..formats.packing import UNITS, Packing, unpack
 from ..formats.tiles import Leaf
 from ..qarray import QUANTIZABLE, QArray
@@ -79,13 +81,13 @@ def _dynamic_slice(q: QArray, *indices: ArrayLike, slice_sizes) -> Any:
     for axis, size in enumerate(slice_sizes):
         is_cut = q.tile_shape[axis] > 1 or _is_packed(q, [axis])
         if size == 1 < q.shape[axis] and is_cut:
-            # As wide as numbers of entries are, and within bounds, as JAX has it.
-            start = jnp.clip(indices[axis], 0, q.shape[axis] - 1).astype(jnp.int32)
-            part = _entry(part, axis, start)
-            starts[axis] = 0
+            part = _entry(part, axis, start_in_bounds(indices[axis], q.shape[axis]))
+            starts[axis] = jnp.zeros_like(indices[axis])
     if part is q:
         return NotImplemented
-    return redispatch(lambda part: lax.dynamic_slice(part, starts, slice_sizes), part)
+    # lax.dynamic_slice would count negative starts from the end once more.
+    bind = partial(find_primitive("dynamic_slice").bind, slice_sizes=slice_sizes)
+    return redispatch(lambda part: bind(part, *starts), part)
 
 
 def _is_packed(q: QArray, axes: Sequence[int]) -> bool:
@@ -94,8 +96,10 @@ def _is_packed(q: QArray, axes: Sequence[int]) -> bool:
 
 
 def _one(x: Leaf, axis: int, at: Any, size: int = 1) -> jax.Array:
-    cut = lax.slice_in_dim if isinstance(at, int) else lax.dynamic_slice_in_dim
-    return cut(jnp.asarray(x), at, at + size if isinstance(at, int) else size, axis=axis)
+    x = jnp.asarray(x)
+    if isinstance(at, int):
+        return lax.slice_in_dim(x, at, at + size, axis=axis)
+    return lax.dynamic_slice_in_dim(x, at, size, axis, allow_negative_indices=False)
 
 
 def _entry(q: QArray, axis: int, at: Any) -> QArray:

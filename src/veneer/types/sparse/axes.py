@@ -8,6 +8,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from ..._core.rules import register
+from ..._jax.primitives import start_in_bounds
 from .array import SparseArray
 from .entries import Axes
 
@@ -128,7 +129,7 @@ def _dynamic_slice(x: SparseArray, *start_indices: ArrayLike, slice_sizes: Any) 
 
     # bcoo_dynamic_slice counts negative starts from the end, which the primitive clamps.
     starts = [
-        jnp.clip(start, 0, size - cut)
+        start_in_bounds(start, size, cut)
         for start, size, cut in zip(start_indices, x.shape, slice_sizes, strict=True)
     ]
     return _part_of(x, sparse.bcoo_dynamic_slice(x.to_bcoo(), starts, slice_sizes))
