@@ -162,12 +162,49 @@ def test_a_value_that_is_not_finite_is_seen_in_tiles_of_any_size(bad, size):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
 @pytest.mark.parametrize("qtype", FORMATS)
-def test_the_largest_values_are_kept_or_nan_never_zero(qtype, dtype):
+def test_the_largest_values_are_kept_or_nan_never_zero_or_infinite(qtype, dtype):
     largest = jnp.finfo(dtype).max
     x = jnp.tile(jnp.array([largest, -largest], dtype), 32)
     dense = np.asarray(quantize(x, qtype).dequantize().astype(jnp.float32))
-    kept = 0.6  # the largest code of int2 and ternary is 1 of 1.5 steps
+    kept = 0.49  # the largest code of int2 is 1, and the least -2
     assert (np.isnan(dense) | (np.abs(dense) > kept * float(largest))).all()
+    assert not np.isinf(dense).any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("qtype", FORMATS)
+def test_no_number_becomes_infinite(qtype, dtype):
+    format, largest = FORMATS[qtype], float(jnp.finfo(dtype).max)
+    shares = np.array([1, 0.999, 0.97, 0.95, 0.9, 0.8, 0.75, 0.6])
+    x = np.concatenate([np.linspace(low, 1, 128) * shares[:, None] for low in (-1, 0)])
+    x = jnp.asarray(np.concatenate([x, -x[8:]]) * largest, dtype)
+    how = {"channelwise_axes": [0], "tiled_axes": {1: format.tile_size or 128}}
+    has_zeros = format.is_integer and format.bits >= 2
+    for method in (None, "minmax") if has_zeros else (None,):
+        assert not np.isinf(quantize(x, qtype, calibration_method=method, **how).dequantize()).any()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("qtype", ["mxfp4", "mxfp6", "mxfp6_e3m2", "mxfp8", "mxfp8_e5m2"])
+def test_the_least_powers_of_two_keep_normal_numbers(qtype, compiled):
+    codes = quantize(normal(8, 32), qtype)
+    powers = jnp.arange(8, dtype=jnp.uint8)[:, None]
+    q = codes.replace(scale=jax.lax.bitcast_convert_type(powers, jnp.float8_e8m0fnu))
+    units = codes.dequantize() / codes.scales()
+    expected = np.asarray(units, np.float64) * 2.0 ** (np.arange(8)[:, None] - 127)
+    expected = np.where(np.abs(expected) < 2.0**-126, 0, expected)  # subnormal: 0 to XLA for CPUs
+    dense = (jax.jit(dequantize) if compiled else dequantize)(q)
+    np.testing.assert_array_equal(np.where(np.abs(dense) < 2.0**-126, 0, dense), expected)
+
+
+@pytest.mark.parametrize("qtype", ["mxfp4", "mxfp6", "mxfp6_e3m2", "mxfp8", "mxfp8_e5m2"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_values_beyond_the_last_power_of_two_are_clipped(qtype, dtype):
+    largest = float(jnp.finfo(dtype).max)
+    x = jnp.linspace(-largest, largest, 32).astype(dtype)
+    dense = quantize(x, qtype).dequantize().astype("float32")
+    x = x.astype("float32")
+    np.testing.assert_allclose(dense, x, rtol=0.26, atol=largest / 6)
 
 
 @pytest.mark.parametrize("qtype", ["int4", "uint3", "ternary", "nf4", "float8_e4m3fn"])

@@ -95,7 +95,7 @@ def kernel(kind: str) -> tuple[Any, Any]:
             magnitudes = no_magnitudes(2)
             for i in range(first, first + tile, _STEP):
                 magnitudes = larger_magnitudes(magnitudes, x + 4 * i)
-            tile_scale = scales_of(largest(magnitudes), load_f32(table + _RECIPROCAL))
+            tile_scale = scales_of(largest(magnitudes), load_f32(table + _RECIPROCAL), kind)
             store_first(scale, tile_scale)
             scale += 4
             by = reciprocals(tile_scale)
@@ -135,6 +135,25 @@ def _row_of_tiles(kind: str, bits: int) -> Any:
                 store_i8(last, load_i8(packed + (columns - whole) * bits // 8) & 15)
 
     @native
+    def find_scales(job, x, columns, scale, factors):
+        """Writes scales, and the reciprocal of each column's."""
+        c, tr, tc = word(job, words.C), word(job, words.TR), word(job, words.TC)
+        columnwise = stack(_ROW)  # magnitudes, and then scales
+        for i in range(0, columns, _STEP):
+            store(columnwise + 4 * i, no_magnitudes(2))
+        for r in range(tr):
+            _add_row(columnwise, x + 4 * c * r, columns)
+        if tc > 1:
+            _share(columnwise, columns, tc)
+        reciprocal = load_f32(word(job, words.TABLE) + _RECIPROCAL)
+        for i in range(0, columns, _STEP):
+            scales = scales_of(load_ints(columnwise + 4 * i, 0, 1, 2), reciprocal, kind)
+            store(columnwise + 4 * i, scales)
+            store(factors + 4 * i, reciprocals(scales))
+        for tile in range(columns // tc):
+            store_f32(scale + 4 * tile, load_f32(columnwise + 4 * tile * tc))
+
+    @native
     def row_of_tiles(job, part):
         c, row_bytes, tr = word(job, words.C), word(job, words.ROW_BYTES), word(job, words.TR)
         panel = _columns(job)
@@ -145,32 +164,12 @@ def _row_of_tiles(kind: str, bits: int) -> Any:
         out = word(job, words.OUT) + tile_row * tr * row_bytes + first * bits // 8
         scale = word(job, words.SCALE) + 4 * ((tile_row * c + first) // word(job, words.TC))
         factors = stack(_ROW)
-        _find_scales(job, x, columns, scale, factors)
+        find_scales(job, x, columns, scale, factors)
         for r in range(tr):
             table = word(job, words.TABLE) + _THRESHOLDS
             encode(x + 4 * c * r, columns, factors, table, out + row_bytes * r)
 
     return row_of_tiles
-
-
-@native
-def _find_scales(job, x, columns, scale, factors):
-    """Writes scales, and the reciprocal of each column's."""
-    c, tr, tc = word(job, words.C), word(job, words.TR), word(job, words.TC)
-    columnwise = stack(_ROW)  # magnitudes, and then scales
-    for i in range(0, columns, _STEP):
-        store(columnwise + 4 * i, no_magnitudes(2))
-    for r in range(tr):
-        _add_row(columnwise, x + 4 * c * r, columns)
-    if tc > 1:
-        _share(columnwise, columns, tc)
-    reciprocal = load_f32(word(job, words.TABLE) + _RECIPROCAL)
-    for i in range(0, columns, _STEP):
-        scales = scales_of(load_ints(columnwise + 4 * i, 0, 1, 2), reciprocal)
-        store(columnwise + 4 * i, scales)
-        store(factors + 4 * i, reciprocals(scales))
-    for tile in range(columns // tc):
-        store_f32(scale + 4 * tile, load_f32(columnwise + 4 * tile * tc))
 
 
 @native

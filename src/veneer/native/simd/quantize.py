@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 
@@ -25,6 +26,11 @@ from .blocks import (
 
 #: The least normal f32. Neither a scale nor its reciprocal is smaller.
 _TINY = 2.0**-126
+#: The largest scale under which no code is infinite, by kind, as `quant.scales.bounded_scale`.
+_LARGEST_SCALES = {
+    kind: float(np.finfo(np.float32).max / np.float32(reach) * np.float32(1 - 2.0**-23))
+    for kind, reach in {"int8": 128, "int4": 8}.items()
+}
 #: Added to a number of less than 23 bits, it leaves no bits behind the point: f32 rounds half to
 #: even. And the integer is what the lowest bits of the sum are.
 _TO_INTEGER = 1.5 * 2.0**23
@@ -78,20 +84,25 @@ def largest(magnitudes):
 
 
 @instruction
-def scales_of(magnitudes, reciprocal):
+def scales_of(magnitudes, reciprocal, kind):
     """Scales of tiles with these magnitudes: times a reciprocal, and as `quant.scales.usable`.
 
-    1 where that is too small to divide by, and NaN where it is too large, or one.
+    1 where that is too small to divide by, and NaN where it is too large, or one. A scale under
+    which a code would be infinite is reduced.
     """
     block = Block("f32", 1, magnitudes.columns)
+    limit = _LARGEST_SCALES.get(kind.literal_value)
 
-    def emit(builder, magnitudes, reciprocal):
+    def emit(builder, magnitudes, reciprocal, _):
         by = repeated(builder, reciprocal)
         scales = []
         for bits in vectors(builder, magnitudes):
             scale = builder.fmul(builder.bitcast(bits, FLOATS), by)
             fits = builder.fcmp_ordered("<=", scale, constant(FLOATS, 1 / _TINY))
             usable = builder.select(fits, scale, constant(FLOATS, float("nan")))
+            if limit is not None:
+                exceeds = builder.fcmp_ordered(">", usable, constant(FLOATS, limit))
+                usable = builder.select(exceeds, constant(FLOATS, limit), usable)
             small = builder.fcmp_ordered("<", scale, constant(FLOATS, _TINY))
             scales.append(builder.select(small, constant(FLOATS, 1.0), usable))
         return block_of(builder, scales)

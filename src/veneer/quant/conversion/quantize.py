@@ -27,7 +27,7 @@ from .calibration import (
 )
 from .chunks import Chunks, chunks_of, in_chunks
 from .cpu_kernel import has_kernel, quantize_by_kernel
-from .scales import store_scale, usable
+from .scales import bounded_scale, store_scale, usable
 
 Axes = Sequence[SupportsIndex]
 TiledAxes = Mapping[SupportsIndex, SupportsIndex | float]
@@ -80,8 +80,9 @@ def quantize(
 
     **Returns:** a `QArray` that stands for an array of the shape and dtype of `array`. A tile of
     zeros has scale 1, or 0 where the format has no code for 0 (int1). One with a NaN or an infinity
-    in it is NaN, the others are not touched by it; so is one with values next to the largest of the
-    dtype, whose range or scale cannot be computed with.
+    in it is NaN, the others are not touched by it. Values next to the largest of the dtype do not
+    become infinite: they are clipped, or their tile is NaN if its range or scale cannot be computed
+    with.
 
     **Raises:** `TypeError` if `array` or the scale is not floating. `ValueError` for an unknown
     format or method, a method that needs a zero point and a format that has none, an axis out of
@@ -276,6 +277,7 @@ def quantize_tiles(
     axes = tuple(range(1, tiles.ndim, 2))
     ends = find_range(params.calibration, tiles, axes, format, lambda scale: store(scale)[1])
     scale, zero_point = range_to_scale(ends, format)
+    scale = bounded_scale(scale, zero_point, format, array.dtype, params.scale_dtype)
     stored, worth = store(scale)
     return _round(array, format, stored, worth, zero_point, key), ends
 

@@ -5,8 +5,9 @@ Codes are found from the scale as stored, so whatever a scale loses here, no cod
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
-from ..formats import get_format
+from ..formats import Format, get_format
 from ..formats.rounding import round_to_dtype
 from ..formats.tiles import Shape, over_tiles, split_tiles
 from ..qarray import QArray
@@ -19,6 +20,38 @@ def usable(scale: jax.Array) -> jax.Array:
     """
     tiny = jnp.finfo(scale.dtype).tiny
     return jnp.where(scale < tiny, 1, jnp.where(scale <= 1 / tiny, scale, jnp.nan))
+
+
+def bounded_scale(
+    scale: jax.Array, zero_point: jax.Array | None, format: Format, dtype: DTypeLike, stored_in: str
+) -> jax.Array:
+    """Reduce scales that would make the largest code infinite.
+
+    Rounding can take a value near the largest number of `dtype` beyond it. Under the smaller scale
+    the value is clipped instead. A scale that is not finite becomes NaN.
+
+    **Arguments:**
+
+    - `scale`, `zero_point`: in f32 or f64.
+    - `dtype`: the dtype of the represented array.
+    - `stored_in`: the dtype of the stored scale.
+    """
+    limit = jnp.asarray(float(jnp.finfo(dtype).max), scale.dtype) / _reach(format, zero_point)
+    if stored_in == "float8_e8m0fnu":  # The scale is rounded up to a power of two.
+        limit = jnp.ldexp(jnp.ones((), scale.dtype), jnp.frexp(limit)[1] - 1)
+    elif format.scale_tile is None:  # The scale is rounded to the nearest number of its dtype.
+        limit *= 1 - float(jnp.finfo(stored_in).eps)
+    return jnp.where(jnp.isfinite(scale), jnp.minimum(scale, limit), jnp.nan)
+
+
+def _reach(format: Format, zero_point: jax.Array | None) -> jax.Array | float:
+    """Return the largest magnitude of a code, before the scale."""
+    if not format.is_integer:
+        return max(map(abs, format.codebook or [format.bound]))
+    least, largest = format.code_range
+    if zero_point is None:
+        return max(-least, largest)
+    return jnp.maximum(zero_point - least, largest - zero_point)
 
 
 def store_scale(
