@@ -17,7 +17,7 @@ from jax.custom_derivatives import zero_from_primal
 from ._core.primitives.labels import dense_unless
 from ._core.surface.array import ImplicitArray
 from ._core.transform import redispatch
-from ._core.value import Value, describe, is_value, materialise_one
+from ._core.value import Value, aval_of, describe, is_value, materialise_one
 from ._jax.primitives import Primitive
 
 
@@ -122,8 +122,8 @@ class StraightThrough(ImplicitArray):
     source: Any  # [...], dense or implicit
 
     def aval(self) -> jax.core.ShapedArray:
-        """The shape and dtype of `value`."""
-        return self.value.aval()
+        """Return the shape and dtype of `value`, which may be a tracer of a high type."""
+        return aval_of(self.value).update()
 
     def materialise(self) -> Any:
         """The dense form of `value`, with the derivatives of `source`."""

@@ -9,15 +9,31 @@ from functools import wraps
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
-from .._core.primitives.custom_derivatives import instantiate
-from .._core.value import Value, is_part, is_value
+from .._core.primitives.custom_derivatives import (
+    cotangent_of_dense,
+    instantiate,
+    leaf_cotangents,
+)
+from .._core.value import Value, describe, is_part, is_value
 from .._jax.hijax import StoreException
 from .._jax.primitives import Primitive
+from .high import apply
 from .mapping import made_dense
 from .mode import is_enabled
-from .types import HighType, TangentType, canonical, is_typed, opened, opened_derivatives
+from .operations import Materialise, Vjp
+from .types import (
+    HighType,
+    TangentType,
+    as_high_array,
+    canonical,
+    is_typed,
+    opened,
+    opened_derivatives,
+    with_dense_tangents,
+)
 from .values import (
     carried,
     exposed,
@@ -30,6 +46,89 @@ from .values import (
 
 #: Names what is made dense as a cotangent; it is never bound.
 COTANGENT = Primitive("custom_vjp")
+
+
+def conform_results(flatten_fun: Callable) -> Callable:
+    """JAX's function that has a function with derivatives of its own be one of leaves."""
+
+    def flatten(fun: Any, in_tree: Any) -> Any:
+        return flatten_fun(fun.wrap(_results, (), None), in_tree)
+
+    return flatten
+
+
+def _results(fun: Callable, *args: Any) -> Any:
+    """Call a function, with one leaf for each result whose tangent is dense."""
+    return with_dense_tangents(fun(*args))
+
+
+@jax.tree_util.register_pytree_node_class
+class _Residuals:
+    """The residuals of a forward rule, with the implicit arguments and None for the others.
+
+    JAX forwards residuals that are arguments, so that the latter add nothing to a program.
+    """
+
+    def __init__(self, residuals: Any, operands: Any):
+        self.residuals, self.operands = residuals, operands
+
+    def tree_flatten(self) -> tuple[tuple[Any, Any], None]:
+        return (self.residuals, self.operands), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: tuple[Any, Any]) -> "_Residuals":
+        return cls(*children)
+
+
+def keep_operands(flatten_fwd: Callable) -> Callable:
+    """JAX's function that has the forward rule of a `custom_vjp` be one of leaves."""
+
+    def flatten(fwd: Any, *args: Any) -> Any:
+        return flatten_fwd(fwd.wrap(_with_operands, (), None), *args)
+
+    return flatten
+
+
+def _with_operands(fwd: Callable, *args: Any) -> Any:
+    if not is_enabled():
+        return fwd(*args)
+    # JAX may tell of each leaf whether it moves. A rule is told of each operand.
+    if any(isinstance(leaf, CustomVJPPrimal) for leaf in jax.tree.leaves(args)):
+        args = jax.tree.map(_one_primal, args, is_leaf=is_value)
+    pair = fwd(*args)
+    if not isinstance(pair, tuple | list) or len(pair) != 2:  # as JAX will say
+        return pair
+    out, residuals = pair
+    if not isinstance(residuals, _Residuals):  # as those of `optimize_remat` already are
+        residuals = _Residuals(residuals, jax.tree.map(_operand, args, is_leaf=is_value))
+    return with_dense_tangents(out), residuals
+
+
+def _operand(x: Any) -> Any:
+    x = x.value if isinstance(x, CustomVJPPrimal) else x
+    return x if is_value(exposed(x)) or is_typed(x) else None
+
+
+def _one_primal(x: Any) -> Any:
+    if not is_value(x):
+        return x
+    leaves, treedef = jax.tree.flatten(x)
+    value = jax.tree.unflatten(treedef, [leaf.value for leaf in leaves])
+    return CustomVJPPrimal(value, any(leaf.perturbed for leaf in leaves))
+
+
+def leave_out_operands(flat_bwd: Callable) -> Callable:
+    """JAX's class of backward rules that add to accumulators, which are by leaves."""
+
+    def flatten(bwd: Callable, *args: Any) -> Any:
+        return flat_bwd(lambda kept, *rest: bwd(_opened(kept)[0], *rest), *args)
+
+    return flatten
+
+
+def _opened(kept: Any) -> tuple[Any, Any]:
+    """The residuals, and the implicit arguments, or None where the mode was off."""
+    return (kept.residuals, kept.operands) if isinstance(kept, _Residuals) else (kept, None)
 
 
 def conform_cotangents(flatten_bwd: Callable) -> Callable:
@@ -50,13 +149,16 @@ def conform_cotangents(flatten_bwd: Callable) -> Callable:
 def _in_form(
     bwd: Callable, in_tree: Any, in_avals: Any, with_logs: bool, kept: Any, cotangents: Any
 ) -> Any:
+    residuals, operands = _opened(kept)
     if not is_enabled():
-        return bwd(kept, cotangents)
+        return bwd(residuals, cotangents)
     cotangents = jax.tree.map(_with_zeros, cotangents, is_leaf=is_value)
-    out = call_rule(bwd, jax.tree.map(_with_leaves, kept, is_leaf=is_value), cotangents)
+    out = call_rule(bwd, jax.tree.map(_with_leaves, residuals, is_leaf=is_value), cotangents)
+    of = jax.tree.unflatten(in_tree, in_avals)
+    operands = (None,) * len(of) if operands is None else operands
     if with_logs:
-        return _conformed(out[0], in_tree, in_avals), *out[1:]
-    return _conformed(out, in_tree, in_avals)
+        return _conformed(out[0], of, operands), *out[1:]
+    return _conformed(out, of, operands)
 
 
 def _with_leaves(kept: Any) -> Any:
@@ -65,39 +167,62 @@ def _with_leaves(kept: Any) -> Any:
     return opened(kept) if type(t) is HighType and not t.dense_tangent else kept
 
 
-def _conformed(cotangents: Any, in_tree: Any, in_avals: Any) -> Any:
+def _conformed(cotangents: Any, of: Any, operands: Any) -> Any:
     """The cotangents of arguments, in the form that the types of their leaves ask for."""
-    of = jax.tree.unflatten(in_tree, in_avals)
     if not isinstance(cotangents, tuple | list):
         return cotangents
     is_leaf = lambda ct: ct is None or is_value(ct)
     try:
-        return jax.tree.map(_cotangent, tuple(cotangents), of, is_leaf=is_leaf)
+        return jax.tree.map(_cotangent, tuple(cotangents), of, operands, is_leaf=is_leaf)
     except ValueError:  # as JAX will say
         return cotangents
 
 
-def _cotangent(ct: Any, of: Any) -> Any:
+def _cotangent(ct: Any, of: Any, operand: Any = None) -> Any:
     if ct is None:
         return None
     if is_value(of) or (type(of) is HighType and not of.dense_tangent):
-        return _by_leaves(ct, of)
+        return _by_leaves(ct, of, operand)
     if any(map(is_value, jax.tree.leaves(of, is_leaf=is_value))):
         raise _misfit(ct, of)
     return made_dense(COTANGENT, ct) if is_typed(ct) or is_value(exposed(ct)) else ct
 
 
-def _by_leaves(ct: Any, of: Any) -> Any:
+def _by_leaves(ct: Any, of: Any, operand: Any) -> Any:
     """The cotangent of a value that has one for each of its leaves: in the form of that."""
+    if isinstance(ct, SymbolicZero):
+        return None
     value = opened(exposed(ct))
     if isinstance(getattr(value, "aval", None), TangentType):
         return value
-    if type(value) is not (of.cls if type(of) is HighType else type(of)):
-        raise _misfit(ct, of)
+    if type(value) is not (of.cls if type(of) is HighType else type(of)) or _is_dense(value):
+        return _pulled_back(ct, of, operand)
     if is_value(of):
         is_leaf = lambda x: x is None or is_part(value)(x)
         return jax.tree.map(_cotangent, value, of, is_leaf=is_leaf)
     return _typed(value, of)
+
+
+def _is_dense(value: Value) -> bool:
+    """Whether an implicit cotangent stands for a dense one, and holds none by leaves."""
+    float0 = jax.dtypes.float0
+    return value.dense_tangent and all(jnp.result_type(x) != float0 for x in jax.tree.leaves(value))
+
+
+def _pulled_back(ct: Any, of: Any, operand: Any) -> Any:
+    """The cotangents of the leaves, of that of the dense array."""
+    (ct,) = [made_dense(COTANGENT, ct)] if is_typed(ct) or is_value(exposed(ct)) else [ct]
+    if operand is None or not hasattr(ct, "dtype"):
+        raise _misfit(ct, of)
+    value = opened(exposed(operand))
+    ct = cotangent_of_dense(value, ct)
+    if type(of) is HighType:
+        pull = Vjp(Materialise(of), (True,), (True,))
+        return apply(pull, canonical(value), ct)[0]
+    types, treedef = jax.tree.flatten(of)
+    value = jax.tree.unflatten(treedef, map(as_high_array, treedef.flatten_up_to(value)))
+    pulled = zip(leaf_cotangents(COTANGENT, value, ct), types, strict=True)
+    return jax.tree.unflatten(treedef, [_cotangent(x, t) for x, t in pulled])
 
 
 def _typed(derivatives: Any, of: HighType) -> Any:
@@ -108,9 +233,10 @@ def _typed(derivatives: Any, of: HighType) -> Any:
 
 
 def _misfit(ct: Any, of: Any) -> TypeError:
+    (described,) = describe([exposed(ct)])
     return TypeError(
-        f"the backward rule of a custom_vjp gives {jax.typeof(ct)} for the argument {of}, which "
-        "has a cotangent for each leaf: give one of its class with those in their places, or None"
+        f"the backward rule of a custom_vjp gives {described} for the argument {of}: give the "
+        "cotangent of the dense array, one of its class with a cotangent for each leaf, or None"
     )
 
 
@@ -151,7 +277,7 @@ def _with_tangent(tangent: Any, primal: Any) -> Any:
 def _result(of: Any, primal: Any) -> Any:
     """A result in the form of a type, or of its tangent."""
     if is_value(of):
-        return opened(primal)
+        return with_dense_tangents(opened(primal))
     return canonical(primal) if isinstance(primal, Value) else primal
 
 
@@ -165,31 +291,6 @@ def _tangent(of: Any, tangent: Any) -> Any:
 
 
 # What rules are given.
-
-
-def ask_of_values(flatten_fwd: Callable) -> Callable:
-    """JAX's function that has the forward rule of a `custom_vjp` be one of leaves."""
-
-    def flatten(fwd: Any, *args: Any) -> Any:
-        return flatten_fwd(fwd.wrap(_asked_of_values, (), None), *args)
-
-    return flatten
-
-
-def _asked_of_values(fwd: Callable, *args: Any) -> Any:
-    """A rule that is told of each operand whether it moves, which JAX knows of each leaf."""
-    told = any(isinstance(leaf, CustomVJPPrimal) for leaf in jax.tree.leaves(args))
-    if not is_enabled() or not told:
-        return fwd(*args)
-    return fwd(*jax.tree.map(_one_primal, args, is_leaf=is_value))
-
-
-def _one_primal(x: Any) -> Any:
-    if not is_value(x):
-        return x
-    leaves, treedef = jax.tree.flatten(x)
-    value = jax.tree.unflatten(treedef, [leaf.value for leaf in leaves])
-    return CustomVJPPrimal(value, any(leaf.perturbed for leaf in leaves))
 
 
 def _with_zeros(derivative: Any, primal: Any = None) -> Any:

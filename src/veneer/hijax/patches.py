@@ -46,9 +46,11 @@ from .control_flow import (
 )
 from .custom_derivatives import (
     CarryToCheckpoint,
-    ask_of_values,
     carry_to_call,
     conform_cotangents,
+    conform_results,
+    keep_operands,
+    leave_out_operands,
     pair_tangents,
 )
 from .frameworks import with_values_as_arrays, with_way_out
@@ -83,6 +85,7 @@ from .types import (
     opened,
     operand_of,
     type_of,
+    with_dense_tangents,
 )
 from .values import (
     HighArray,
@@ -193,24 +196,10 @@ def _refuse_empty(is_high: Callable) -> Callable:
 # Arguments of derivatives.
 
 
-def _with_dense_tangents(tree: Any) -> Any:
-    """The arguments of a derivative, of which a value with a dense tangent is one leaf."""
-    return jax.tree.map(_as_one_leaf, tree, is_leaf=is_value) if is_enabled() else tree
-
-
-def _as_one_leaf(x: Any) -> Any:
-    if not isinstance(x, Value) or not is_complete(x):
-        return x
-    if x.dense_tangent:
-        return canonical(x)
-    leaves, treedef = flatten_value(x)
-    return jax.tree.unflatten(treedef, list(map(_as_one_leaf, leaves)))
-
-
 def _typed_arguments(argnums_partial2: Callable) -> Callable:
     def typed(*args: Any) -> Any:
         function, dynamic = argnums_partial2(*args)
-        return function, _with_dense_tangents(dynamic)
+        return function, with_dense_tangents(dynamic)
 
     return typed
 
@@ -222,7 +211,7 @@ class _Flattening:
         self._flat_trees = flat_trees
 
     def flatten(self, tree: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._flat_trees.flatten(_with_dense_tangents(tree), *args, **kwargs)
+        return self._flat_trees.flatten(with_dense_tangents(tree), *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._flat_trees, name)
@@ -386,8 +375,11 @@ jax_patches.attribute(api, _trees, _Flattening)
 # Jacobians are of leaves, and so is what rules of users are given and give.
 jax_patches.attribute(api, "vjp", _pull_to_leaves)
 jax_patches.attribute(api, "vmap", _map_by_leaves)
-jax_patches.attribute(custom_derivatives, "_flatten_fwd", ask_of_values)
+jax_patches.attribute(custom_derivatives, "_flatten_fun_nokwargs", conform_results)
+jax_patches.attribute(custom_derivatives, "_flatten_fwd", keep_operands)
 jax_patches.attribute(custom_derivatives, "_flatten_bwd", conform_cotangents)
+if hasattr(custom_derivatives, "_FlatBwdWithAccums"):  # JAX >= 0.12
+    jax_patches.attribute(custom_derivatives, "_FlatBwdWithAccums", leave_out_operands)
 jax_patches.attribute(custom_derivatives, "_flatten_jvp", pair_tangents)
 # Results that JAX hands to users hold values, and not what stands for them inside.
 jax_patches.attribute(FlatTree, "unflatten", _unflatten_values)

@@ -20,10 +20,11 @@ from .._core.batch_axes import has_batch_axes, takes_batch_axis
 from .._core.surface import mistakes
 from .._core.surface.parts import refuse_leaves, warn_of_leaves_by_dtype
 from .._core.surface.shown import short_name
-from .._core.value import Value, is_whole
+from .._core.value import Value, is_value, is_whole
 from .._jax.hijax import HiType, aval_property, copy_shaped_array, holds_tracers
 from .._jax.tracing import abstract_array, current_trace, is_in_derivative, is_of_numbers
 from .high import Add, Pack, Unpack, Zeros, apply, is_staged, packed
+from .mode import is_enabled
 from .values import (
     HighArray,
     Tangent,
@@ -407,6 +408,20 @@ def canonical(x: Any) -> Any:
 
 def _nothing() -> None:
     """A reference to what is gone."""
+
+
+def with_dense_tangents(tree: Any) -> Any:
+    """Return the arguments or results of a derivative, with one leaf where a tangent is dense."""
+    return jax.tree.map(_as_one_leaf, tree, is_leaf=is_value) if is_enabled() else tree
+
+
+def _as_one_leaf(x: Any) -> Any:
+    if not isinstance(x, Value) or not is_complete(x):
+        return x
+    if x.dense_tangent:
+        return canonical(x)
+    leaves, treedef = flatten_value(x)
+    return jax.tree.unflatten(treedef, list(map(_as_one_leaf, leaves)))
 
 
 def of_arrays(type: Any, arrays: Sequence[Any]) -> Any:

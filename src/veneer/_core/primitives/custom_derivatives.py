@@ -22,7 +22,7 @@ from ..._jax.primitives import Primitive, find_primitive
 from ..rules import structural
 from ..surface.weights import restore_sources
 from ..tree import split_list
-from ..value import Value, make_dense, materialise_one, source_of
+from ..value import Value, describe, make_dense, materialise_one, source_of
 from .labels import dense_unless, is_label
 from .reentering import reentering
 from .scopes import OF_TANGENTS, answers_noted, asked
@@ -150,7 +150,7 @@ def _custom_vjp_call(
         return tuple(
             leaf_ct
             for operand, ct in zip(operands, found, strict=True)
-            for leaf_ct in _leaf_cotangents(primitive, operand, ct)
+            for leaf_ct in leaf_cotangents(primitive, operand, ct)
         )
 
     call.defvjp(call_fwd, call_bwd_rule, symbolic_zeros=True)
@@ -252,7 +252,7 @@ def _tangent_of_output(primitive: Primitive, primal: Any, tangent: Any) -> Any:
     return jax.tree.unflatten(structure, make_dense(primitive, [tangent]))
 
 
-def _leaf_cotangents(primitive: Primitive, operand: Value | None, cotangent: Any) -> list[Any]:
+def leaf_cotangents(primitive: Primitive, operand: Value | None, cotangent: Any) -> list[Any]:
     """The cotangents of an operand's leaves; that of a dense one, if it is None."""
     if is_label(cotangent):  # what its metadata says is of the dual space: the number is meant
         (cotangent,) = jax.tree.leaves(cotangent)
@@ -265,5 +265,17 @@ def _leaf_cotangents(primitive: Primitive, operand: Value | None, cotangent: Any
         return [None] * len(leaves)
     moving = [jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in leaves]
     dense, primals = materialise_along(operand, moving)
-    cts = iter(jax.vjp(dense, *primals)[1](cotangent))
+    cts = iter(jax.vjp(dense, *primals)[1](cotangent_of_dense(operand, cotangent)))
     return [next(cts) if m else None for m in moving]
+
+
+def cotangent_of_dense(operand: Value, cotangent: Any) -> Any:
+    """Return a dense cotangent in the dtype of its operand, or reject one of another shape."""
+    aval = operand.aval()
+    if jnp.shape(cotangent) != aval.shape:
+        given, of = describe([cotangent, operand])
+        raise TypeError(
+            f"the backward rule of a custom_vjp gives {given} for the argument {of}: the cotangent "
+            "of an array has its shape"
+        )
+    return jnp.asarray(cotangent, aval.dtype)
