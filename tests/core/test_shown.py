@@ -4,12 +4,14 @@ import html.parser
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 import treescope
 from flax import nnx
 from support import arrays
 from support.array_types import MAKERS
+from support.every_type import EVERY_TYPE, Arrays
 
 import veneer as vn
 from veneer._core.surface.shown import title
@@ -73,6 +75,44 @@ def test_every_type_is_shown_without_a_line_of_its_own(make):
     assert type(value).__name__ != title(value)
     assert title(value) in treescope.render_to_text(value)
     assert title(value) in treescope.render_to_text([value])
+
+
+SHOWN = {
+    **EVERY_TYPE,
+    "ActivationQuantized": lambda a: vn.quant.ActivationQuantized(a(4, 4), qtype="int8"),
+    "FakeQuantized": lambda a: vn.quant.FakeQuantized(a(4, 4), qtype="int8"),
+    "StraightThrough": lambda a: vn.ste(lambda w: vn.quant.quantize(w, "int8"))(a(4, 4)),
+}
+
+
+def on_host(x):
+    is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return x if is_key else np.asarray(x)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", SHOWN)
+def test_numpy_leaves_are_shown_as_those_of_jax(name, dtype):
+    value = SHOWN[name](Arrays((), dtype))
+    same = jax.tree.map(on_host, value)
+    assert repr(same) == repr(value)
+    assert title(same) == title(value)
+    assert same._repr_html_() == value._repr_html_()
+    summaries = [vn.summary({"w": x}) for x in (same, value)]
+    assert str(summaries[0]) == str(summaries[1])
+    assert summaries[0]._repr_html_() == summaries[1]._repr_html_()
+
+
+SCALARS = [2, 2.5, True, 1j, np.float32(2), np.float64(2), np.bool_(1), np.ones(())]
+SCALARS += [ml_dtypes.bfloat16(1), np.asarray(3, ml_dtypes.int4)]
+
+
+@pytest.mark.parametrize("fill", SCALARS, ids=lambda x: f"{type(x).__name__}-{x!r}")
+def test_scalar_leaves_are_shown(fill):
+    value = vn.types.Constant(fill, (4, 4))
+    assert repr(value).startswith("Constant(fill=")
+    assert "constant[4,4]" in Page(value._repr_html_()).text[0]
+    assert vn.summary({"w": value}).rows[0].shape == (4, 4)
 
 
 def test_treescope_unfolds_to_codes_and_scales():

@@ -54,9 +54,10 @@ def title(value: Any) -> str:
     The name of its class alone, if it lacks leaves, or they are no arrays.
     """
     with suppress(Exception):  # whatever a type's own code raises on leaves that make no sense
+        nbytes = sum(map(_nbytes, jax.tree.leaves(value)))
         value = jax.tree.map(_abstract, value)
         aval = value.aval()
-        bits = 8 * sum(map(_nbytes, jax.tree.leaves(value))) / max(1, aval.size)
+        bits = 8 * nbytes / max(1, aval.size)
         dtype = [] if aval.dtype == "float32" else [aval.dtype.name]
         return ", ".join([_with_storage(value), *dtype, f"{bits:.3g} bits"])
     return type(value).__name__
@@ -66,7 +67,9 @@ def _abstract(x: Any) -> Any:
     """A leaf as a shape and a dtype: an array, what nnx puts in its place to show it, a number."""
     if not hasattr(x, "dtype"):
         return jax.ShapeDtypeStruct((), jnp.result_type(x))
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+    # JAX 0.12 warns of a float64 of NumPy's, unless jax_enable_x64 is set.
+    dtype = jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
+    return jax.ShapeDtypeStruct(x.shape, dtype)
 
 
 def has_title(value: Any) -> bool:
@@ -87,28 +90,37 @@ def _with_storage(value: Any) -> str:
 def _fields(value: Any) -> list[tuple[str, Any]]:
     """The fields, but those that are left out, or are as by default."""
     pairs = [(f, getattr(value, f.name, None)) for f in dataclasses.fields(value)]
-    is_said = lambda f, x: x is not None and not (isinstance(x, _PLAIN) and x == f.default)
-    return [(f.name, x) for f, x in pairs if is_said(f, x)]
+    return [(f.name, x) for f, x in pairs if not is_default(x, f.default)]
+
+
+def is_default(x: Any, default: Any) -> bool:
+    """Return whether a field is None or has its default. Only plain data has: no array does."""
+    return x is None or (isinstance(x, _PLAIN) and bool(x == default))
 
 
 _PLAIN = (bool, int, float, str, tuple)
 
 
 def _nbytes(x: Any) -> int:
+    x = x if hasattr(x, "dtype") else _abstract(x)
     return math.prod(x.shape) * x.dtype.itemsize
 
 
 def _html(value: Any) -> str:
     import html  # which takes a while
 
-    def row(name: str, x: Any) -> str:
+    def shown(x: Any) -> str:
         if isinstance(x, Shown):
-            shown = _html(x)
-        elif hasattr(x, "shape") and hasattr(x, "dtype"):
-            shown = f"{x.dtype.name}[{','.join(map(str, x.shape))}], {_nbytes(x):,} bytes"
-        else:
-            shown = html.escape(repr(x))
-        return f'<tr><th style="text-align: left">{html.escape(name)}</th><td>{shown}</td></tr>'
+            return _html(x)
+        if hasattr(x, "shape") and hasattr(x, "dtype"):
+            return f"{x.dtype.name}[{','.join(map(str, x.shape))}], {_nbytes(x):,} bytes"
+        if isinstance(x, tuple) and any(hasattr(y, "dtype") for y in x):
+            return "<br>".join(map(shown, x))
+        return html.escape(repr(x))
+
+    def row(name: str, x: Any) -> str:
+        name = html.escape(name)
+        return f'<tr><th style="text-align: left">{name}</th><td>{shown(x)}</td></tr>'
 
     rows = "\n".join(row(name, x) for name, x in _fields(value))
     return (

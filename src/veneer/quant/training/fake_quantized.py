@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from ..._core.surface.array import ImplicitArray
+from ..._core.surface.shown import is_default
 from ..._core.tree import static
 from ..._core.value import describe
 from ...straight_through import ste
@@ -310,6 +311,6 @@ class FakeQuantized(ImplicitArray):
         parts = [
             f"{name}={describe([x])[0] if name in leaves else repr(x)}"
             for name, x in values.items()
-            if x is not None and usual.get(name) != x
+            if not is_default(x, usual.get(name))
         ]
         return f"FakeQuantized({', '.join(parts)})"

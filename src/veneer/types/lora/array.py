@@ -16,6 +16,7 @@ from jax.typing import ArrayLike, DTypeLike
 from ..._core.leaf_axes import Axes, LeafAxis, Movement
 from ..._core.surface.array import ImplicitArray
 from ..._core.surface.mistakes import check_metadata
+from ..._core.surface.shown import is_default
 from ..._core.transform import redispatch
 from ..._core.tree import static
 from ..._core.value import describe, materialise_one
@@ -336,7 +337,7 @@ class LoraArray(Matrix):
         parts = [
             f"{f.name}={describe([x])[0]}"
             for f, x in values
-            if f.name in ("w", "a", "b", "scale") or not (x is None or f.default == x)
+            if f.name in ("w", "a", "b", "scale") or not is_default(x, f.default)
         ]
         return f"LoraArray({', '.join(parts)})"
 
