@@ -16,7 +16,7 @@ from .dispatch import dispatch
 from .rules import MAY_MAKE_VALUES, structural_rule
 from .surface.nesting import as_tracer, enclosing_implicit, enter, leave, mixes_with_outer, pack
 from .surface.parts import refuse_leaves, warn_of_leaves_by_dtype
-from .value import Value
+from .value import Value, refuse_derivatives
 
 
 class ImplicitTracer(Tracer):
@@ -25,6 +25,7 @@ class ImplicitTracer(Tracer):
     __slots__ = ("value",)
 
     def __init__(self, trace: "ImplicitTrace", value: Value):
+        refuse_derivatives(value)
         try:
             aval = value.aval()
         except Exception as error:

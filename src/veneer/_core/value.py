@@ -200,6 +200,23 @@ def is_whole(value: Value) -> bool:
     return False
 
 
+def holds_derivatives(value: Value) -> bool:
+    """Return whether a value has derivatives in the places of its leaves, and is no array.
+
+    JAX gives integers, such as codes, a derivative of dtype float0, by which nothing is computed.
+    """
+    if value._holds_derivatives:
+        return True
+    float0 = jax.dtypes.float0
+    return any(getattr(x, "dtype", None) == float0 for x in value.__dict__.values())
+
+
+def refuse_derivatives(value: Value) -> None:
+    """Reject a value that holds derivatives, where an array is asked for."""
+    if holds_derivatives(value):
+        raise no_array(type(value).__name__, value.dense_tangent)
+
+
 def is_part(value: Any) -> Callable[[Any], bool]:
     """Whether something is an implicit array among the fields of `value`, for tree functions."""
     return lambda x: isinstance(x, Value) and x is not value
@@ -273,6 +290,7 @@ def materialise_one(x: Any) -> Any:
         try:
             with policy_in_force(ALLOW):  # what its own parts do is no news
                 while isinstance(x, Value):
+                    refuse_derivatives(x)
                     dense = x.materialise()
                     if type(dense) is type(x) and _same_type(dense, x):
                         raise TypeError(f"{type(x).__name__}.materialise() returns itself")
@@ -316,8 +334,6 @@ def materialise(tree: Any) -> Any:
     def dense(x: Any) -> Any:
         if isinstance(x, jax.core.Tracer) and not _materialising.get():
             return checkpoint_name(x, MATERIALISE)  # it may be implicit in a trace further out
-        if isinstance(x, Value) and x._holds_derivatives:
-            raise no_array(type(x).__name__)
         return materialise_one(x)
 
     return jax.tree.map(dense, tree, is_leaf=is_value)

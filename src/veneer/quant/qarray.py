@@ -12,6 +12,7 @@ from .._core.leaf_axes import LeafAxis, Movement, aligned
 from .._core.surface.array import ImplicitArray
 from .._core.surface.shown import has_title, title
 from .._core.tree import static
+from .._core.value import refuse_derivatives
 from .formats import FORMATS, Format, get_format
 from .formats.packing import UNITS, Packing, axis_to_pack, pack, packed_size, unpack
 from .formats.tiles import Leaf, Shape, divides, over_tiles, tile_shape
@@ -187,6 +188,7 @@ class QArray(ImplicitArray):
     @property
     def qvalue(self) -> jax.Array:
         """The unpacked codes, in the format's code dtype."""
+        refuse_derivatives(self)
         return self.codes().astype(self.format.code_dtype)
 
     @property
@@ -301,6 +303,7 @@ class QArray(ImplicitArray):
 
     def dequantize(self) -> jax.Array:
         """Return the dense array, as `vn.quant.dequantize`."""
+        refuse_derivatives(self)
         return compute_elementwise(QArray._dequantize, self, self.dtype)
 
     def _dequantize(self) -> jax.Array:

@@ -38,7 +38,7 @@ def check_fields(value: Any, error: Exception | None = None) -> None:
     and derivatives, of which it is asked what array they are.
     """
     if error is not None and value._holds_derivatives:
-        raise no_array(type(value).__name__) from error
+        raise no_array(type(value).__name__, value.dense_tangent) from error
     check_metadata(value)
     leaves = jax.tree_util.tree_leaves_with_path(value)
     for path, leaf in leaves:
@@ -126,11 +126,15 @@ class UnseenError(RuntimeError):
     """
 
 
-def no_array(what: str) -> TypeError:
+def no_array(what: str, dense_tangent: bool = False) -> TypeError:
     """The error where derivatives by the leaves of a value are an operand."""
+    remedy = (
+        " A rule of a jax.custom_vjp that returns such an array is given the dense cotangent with "
+        "vn.hijax.enabled(); vn.ste gives a function the derivative of the identity"
+    )
     return TypeError(
         f"{what}: derivatives by the leaves of a value are no array. Differentiate vn.materialise "
-        "of it; or compute on the leaves, by jax.tree.map"
+        f"of it; or compute on the leaves, by jax.tree.map.{remedy if dense_tangent else ''}"
     )
 
 

@@ -46,6 +46,7 @@ def unseen(value: Value) -> UnseenError:
 
 def type_of(value: Value) -> Any:
     """What `jax.typeof` gives, where an operand is asked for."""
+    refuse_part(value)
     if enclosing_implicit(current_trace()) is None:
         raise unseen(value)
     return value.aval()

@@ -12,14 +12,12 @@ import jax
 
 from ..._jax.source_lines import user_place
 from ..._jax.tracing import is_differentiated
-from ..value import Value, describe, is_value, is_whole
-from .mistakes import no_array
+from ..value import Value, describe, is_value, is_whole, refuse_derivatives
 
 
 def refuse_part(value: Value) -> None:
     """Refuses a value that lacks leaves, or holds derivatives, where an array is asked for."""
-    if value._holds_derivatives:
-        raise no_array(type(value).__name__)
+    refuse_derivatives(value)
     if not is_whole(value):
         raise TypeError(
             f"{value!r} lacks leaves, as a part of an array does: put the parts together by "
