@@ -1,6 +1,8 @@
 """Implicit arrays whose class is also a module of Equinox or a struct of Flax."""
 
+import copy
 import dataclasses
+import pickle
 
 import equinox as eqx
 import flax.struct
@@ -79,6 +81,30 @@ def test_its_leaves_have_keys_and_its_static_field_is_metadata(w):
     same = jax.tree.map(lambda x: x * 2, w)
     assert (type(same), same.k) == (type(w), 2.0)
     assert_close(same.u, U * 2)
+
+
+COPIES = {
+    "pickle": lambda w: pickle.loads(pickle.dumps(w)),
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+}
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+def test_it_is_pickled_and_copied_after_use(w, copied):
+    vn.explain(jnp.sin)(w)
+    same = copied(w)
+    assert (type(same), jax.tree.structure(same)) == (type(w), jax.tree.structure(w))
+    assert_close(same, DENSE)
+
+
+def test_use_does_not_change_its_structure(w):
+    before = jax.tree.structure(w)
+    vn.explain(jnp.sin)(w)
+    with vn.hijax.enabled():
+        gradient = jax.grad(lambda w: jnp.sum(jnp.sin(w)))(w)
+    assert jax.tree.structure(w) == before == jax.tree.structure(gradient)
+    assert jax.tree.map(jnp.add, w, gradient).shape == w.shape
 
 
 def test_it_looks_dense(w):

@@ -1,6 +1,8 @@
 """Implicit arrays as dataclasses, pytrees and array-like objects."""
 
+import copy
 import dataclasses
+import pickle
 from typing import NamedTuple
 
 import jax
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 from support import arrays
 from support.array_types import Diagonal, Lora, Tagged, assert_close, by_numpy, lora
+from support.every_type import EVERY_TYPE, plain, value
 
 import veneer as vn
 
@@ -227,3 +230,26 @@ def test_a_type_with_a_field_of_that_name_keeps_it():
             return jnp.ones(self.shape)
 
     assert vn.materialise(Ones(shape=(2,))).tolist() == [1.0, 1.0]
+
+
+COPIES = {
+    "pickle": lambda w: pickle.loads(pickle.dumps(w)),
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+}
+
+
+@pytest.mark.parametrize("copied", COPIES)
+@pytest.mark.parametrize("name", EVERY_TYPE)
+def test_values_are_pickled_and_copied_after_use(name, copied):
+    w = value(name)
+    vn.explain(lambda w: w[0] if w.ndim else w)(w)
+    if name == "Lazy":
+        vn.materialise(w)  # which it keeps
+        if copied == "pickle":
+            pytest.skip("functions of jax.numpy cannot be pickled")
+    same = COPIES[copied](w)
+    assert (type(same), jax.tree.structure(same)) == (type(w), jax.tree.structure(w))
+    assert set(vars(same)) == {f.name for f in dataclasses.fields(w)}
+    for one, other in zip(jax.tree.leaves(plain(same)), jax.tree.leaves(plain(w)), strict=True):
+        assert (one == other).all()

@@ -237,16 +237,29 @@ def test_what_a_backward_rule_gives(cotangent, argument, jit, weight, x, high, a
 
 
 @both_ways
-def test_a_dense_cotangent_of_leaves_is_refused(jit):
-    """JAX gives it to each of the leaves, whose shapes it fits here."""
-    w = vn.types.LoraArray(*[jnp.eye(4)] * 3)
+@pytest.mark.parametrize("argument", GIVEN)
+def test_a_dense_cotangent_of_leaves_is_pulled_back(argument, jit, high):
+    """JAX would give it to each of the leaves, whose shapes it fits here."""
+    w = vn.types.LoraArray(jnp.eye(4), 2 * jnp.eye(4), 3 * jnp.eye(4))
     f = jax.custom_vjp(lambda w: jnp.sum(w))
     f.defvjp(lambda w: (f(w), w), lambda w, ct: (jnp.full((4, 4), ct),))
-    grad = lambda f: jax.jit(jax.grad(f)) if jit else jax.grad(f)
-    with pytest.raises(TypeError, match=r"gives float32\[4,4\] for the argument LoraArray\("):
-        grad(f)(w)
-    with pytest.raises(TypeError, match=r"gives float32\[4,4\] for the argument (lora|Lora)"):
-        grad(lambda w: f(w.T))(w)
+    run = jax.grad(lambda w: f(GIVEN[argument](high)(w)))
+    found = (jax.jit(run) if jit else run)(w)
+    assert type(found) is type(w)
+    for leaf, expected in zip(jax.tree.leaves(found), [1, 3, 2], strict=True):
+        assert (leaf == expected).all()
+
+
+@both_ways
+def test_a_cotangent_of_another_shape_is_refused(jit):
+    w = vn.types.LoraArray(*[jnp.eye(4)] * 3)
+    f = jax.custom_vjp(lambda w: jnp.sum(w))
+    grad = jax.jit(jax.grad(f)) if jit else jax.grad(f)
+    f.defvjp(lambda w: (f(w), w), lambda w, ct: (jnp.full((4,), ct),))
+    with pytest.raises(TypeError, match=r"gives f32\[4\] for the argument LoraArray:f32\[4,4\]"):
+        grad(w)
+    with pytest.raises(TypeError, match=r"gives f32\[4\] for the argument LoraArray:f32\[4,4\]"):
+        jax.grad(vn.implicit(f))(w)
 
 
 RULED = {

@@ -3,7 +3,10 @@
 import copy
 import pickle
 import threading
+from typing import Any
 
+import equinox as eqx
+import flax.struct
 import jax
 import jax.numpy as jnp
 import pytest
@@ -189,6 +192,46 @@ def test_a_copy_with_other_fields_is_another_value(weight, x, agree, agree_by_le
 
 def test_a_value_that_has_been_used_is_copied(weight, x):
     jax.jit(lambda x, w: (x @ w, copy.deepcopy(w))[0])(x, weight.value)
+
+
+class Doubled(eqx.Module, vn.ImplicitArray):
+    w: Any
+
+    def materialise(self):
+        return 2 * vn.materialise(self.w)
+
+
+@flax.struct.dataclass
+class Halved(vn.ImplicitArray):
+    w: Any
+
+    def materialise(self):
+        return vn.materialise(self.w) / 2
+
+
+HOLDERS = {
+    "LoraArray": lambda q: vn.types.LoraArray(q, jnp.ones((4, 2)), jnp.ones((2, 6))),
+    "equinox.Module": Doubled,
+    "flax.struct": Halved,
+}
+COPIES = {
+    "pickle": lambda w: pickle.loads(pickle.dumps(w)),
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+}
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize("make", HOLDERS.values(), ids=HOLDERS)
+def test_a_used_value_is_pickled_and_copied(make, copied, x, agree):
+    w = make(vn.quant.quantize(jnp.arange(24.0).reshape(4, 6), "int8", channelwise_axes=[1]))
+    jax.jit(lambda x: x @ w)(x)
+    assert hasattr(w, "_high")  # a reference to its tracer, which cannot be pickled
+    vn.explain(lambda x: x @ w)(x)
+    same = copied(w)
+    assert type(same) is type(w)
+    assert jax.tree.structure(same) == jax.tree.structure(w)
+    agree(jax.jit(jnp.dot)(x, same), x @ vn.materialise(w))
 
 
 REFERENCES = {

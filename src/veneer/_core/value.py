@@ -35,6 +35,11 @@ class Value(Shown):
     says that it has no fields. Users subclass `ImplicitArray`.
     """
 
+    # What is known of an instance besides its fields: its type, its weights, its tracer, and whether
+    # derivatives by each leaf are in their places. It is no part of the tree, and copies are made
+    # without it. Not in `__dict__`: Equinox takes an attribute more there for another structure.
+    __slots__ = ("_aval", "_high", "_holds_derivatives", "_source")
+
     #: Whether static fields say what a value means (a unit) and not only how it is stored. If so,
     #: a loop or a branch in which they change is refused; if not, it goes on with the dense form.
     metadata_is_meaning: ClassVar[bool] = True
@@ -68,7 +73,6 @@ class Value(Shown):
 
     _made_here: ClassVar[bool] = False
     _pytree: ClassVar[bool] = False
-    _holds_derivatives: ClassVar[bool] = False  # by each leaf, in its place: it is no array
     _fields: ClassVar[Fields] = Fields(frozenset(), tell=True)
 
     def __init_subclass__(cls, *, abstract: bool = False, **kwargs: Any) -> None:
@@ -100,8 +104,8 @@ class Value(Shown):
         super().__delattr__(name)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the fields, for pickles and copies, without what was computed from them."""
-        return {name: x for name, x in self.__dict__.items() if name not in _COMPUTED}
+        """Return the fields, for pickles and copies."""
+        return dict(self.__dict__)
 
     def materialise(self) -> Any:
         """The dense form. May be another implicit array, which is materialised in turn."""
@@ -110,7 +114,7 @@ class Value(Shown):
     def aval(self) -> jax.core.ShapedArray:
         """The shape and dtype stood for, found from `materialise` unless a type states it."""
         x64 = jax.config.jax_enable_x64  # type: ignore[attr-defined]
-        cached = self.__dict__.get("_aval")
+        cached = get_cached(self, "_aval")
         if cached is None or cached[0] != x64:
             cached = x64, _aval_of_materialise(self, x64)
             object.__setattr__(self, "_aval", cached)
@@ -172,8 +176,18 @@ class Value(Shown):
         return f"{type(self).__name__}({fields})"
 
 
-#: Attributes that are set on a value besides its fields: its type, its weights and its tracer.
-_COMPUTED = ("_aval", "_source", "_high")
+_SLOTS = {name: vars(Value)[name] for name in Value.__slots__}
+
+
+def get_cached(value: Value, name: str, default: Any = None) -> Any:
+    """Return what is known of a value besides its fields.
+
+    Not by `getattr`: a class may define `__getattr__`, and answer with the attribute of a part.
+    """
+    try:
+        return _SLOTS[name].__get__(value)
+    except AttributeError:
+        return default
 
 
 def is_value(x: Any) -> bool:
@@ -200,21 +214,26 @@ def is_whole(value: Value) -> bool:
     return False
 
 
+def is_marked(value: Value) -> bool:
+    """Return whether a value is known to hold derivatives by each leaf: it is then no array."""
+    return getattr(value, "_holds_derivatives", False)  # in each eager operation: faster
+
+
 def holds_derivatives(value: Value) -> bool:
     """Return whether a value has derivatives in the places of its leaves, and is no array.
 
     JAX gives integers, such as codes, a derivative of dtype float0, by which nothing is computed.
     """
-    if value._holds_derivatives:
+    if is_marked(value):
         return True
     float0 = jax.dtypes.float0
     return any(getattr(x, "dtype", None) == float0 for x in value.__dict__.values())
 
 
-def refuse_derivatives(value: Value) -> None:
+def refuse_derivatives(value: Value, error: Exception | None = None) -> None:
     """Reject a value that holds derivatives, where an array is asked for."""
     if holds_derivatives(value):
-        raise no_array(type(value).__name__, value.dense_tangent)
+        raise no_array(type(value).__name__, value.dense_tangent) from error
 
 
 def is_part(value: Any) -> Callable[[Any], bool]:
@@ -224,7 +243,7 @@ def is_part(value: Any) -> Callable[[Any], bool]:
 
 def source_of(x: Any) -> Source:
     """The weights that a value is, or is made of, where somebody asks; nothing of other values."""
-    return x.__dict__.get("_source", ()) if isinstance(x, Value) else ()
+    return get_cached(x, "_source", ()) if isinstance(x, Value) else ()
 
 
 def aval_of(part: Any) -> Any:
@@ -412,6 +431,7 @@ def _aval_of_materialise(value: Value, x64: bool) -> jax.core.ShapedArray:
     try:
         return _find_aval(treedef, tuple(map(jax.typeof, leaves)), x64)
     except Exception as error:
+        refuse_derivatives(value, error)
         check_fields(value, error)
         check_leaves_fit(value, checks_of(value), error)
         error.add_note(

@@ -20,7 +20,7 @@ from .._core.batch_axes import has_batch_axes, takes_batch_axis
 from .._core.surface import mistakes
 from .._core.surface.parts import refuse_leaves, warn_of_leaves_by_dtype
 from .._core.surface.shown import short_name
-from .._core.value import Value, is_value, is_whole
+from .._core.value import Value, get_cached, is_marked, is_value, is_whole
 from .._jax.hijax import HiType, aval_property, copy_shaped_array, holds_tracers
 from .._jax.tracing import abstract_array, current_trace, is_in_derivative, is_of_numbers
 from .high import Add, Pack, Unpack, Zeros, apply, is_staged, packed
@@ -388,7 +388,7 @@ def canonical(x: Any) -> Any:
     computed at once, a tracer of its type, whose leaves are operands and so are seen by the trace.
     """
     value = value_of(x)
-    if value._holds_derivatives:
+    if is_marked(value):
         raise mistakes.no_array(str(type_of(value)))
     if is_in_derivative(current_trace()):
         warn_of_leaves_by_dtype(value)
@@ -397,8 +397,8 @@ def canonical(x: Any) -> Any:
     leaves = [canonical(x) if isinstance(x, Value) else x for x in leaves_of(value)]
     if not holds_tracers(leaves):
         return apply(Pack(type_of(value)), *leaves)[0]
-    of, known = value.__dict__.get("_high", (_nothing, _nothing))
-    tracer = known() if of() is value else None  # a copy has what was known of another
+    of, tracer_of = get_cached(value, "_high", (_nothing, _nothing))
+    tracer = tracer_of() if of() is value else None  # a copy has what was known of another
     if tracer is None or tracer._trace is not current_trace():
         tracer = apply(Pack(type_of(value)), *leaves)[0]
         if isinstance(tracer, jax.core.Tracer):  # and not computed at once
@@ -453,7 +453,7 @@ def opened_derivatives(x: Any) -> Any:
 
 def operand_of(value: Value) -> Any:
     """What a primitive is given; of derivatives a tangent, of which it is refused by name."""
-    if not value._holds_derivatives:
+    if not is_marked(value):
         return canonical(value)
     t = TangentType(type_of(value))
     return Tangent(t, list(compress(leaves_of(value), map(is_inexact, t.of.leaves))))

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._core.surface.array import ImplicitArray
-from .._core.value import Value, is_part, is_value
+from .._core.value import Value, is_marked, is_part, is_value
 from .mode import is_enabled
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def mark_derivatives(x: Any) -> Any:
 
 def is_derivative(x: Any) -> bool:
     """Whether it is known to hold derivatives by the leaves of a value."""
-    return isinstance(x, Value) and x._holds_derivatives
+    return isinstance(x, Value) and is_marked(x)
 
 
 def values_of(tree: Any) -> list[Any]:

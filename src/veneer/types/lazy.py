@@ -1,6 +1,7 @@
 """`Lazy`: a deferred computation, run once when its result is needed."""
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -181,6 +182,16 @@ class Lazy(ImplicitArray):
         if not any(isinstance(x, Tracer) for x in jax.tree.leaves(results)):
             kept[context] = results
         return results
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the fields, without the results of a run."""
+        return {name: x for name, x in self.__dict__.items() if name != "_kept"}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Lazy":
+        """Copy the operands. The function stays: a copy of a jitted function is another program."""
+        new = copy.copy(self)
+        new.__dict__["operands"] = copy.deepcopy(self.operands, memo)
+        return new
 
     def __repr__(self) -> str:
         operands = ", ".join(map(_show, self.operands))

@@ -34,11 +34,8 @@ def check_metadata(value: Any) -> None:
 def check_fields(value: Any, error: Exception | None = None) -> None:
     """Refuses metadata that cannot be hashed, and leaves that are no arrays.
 
-    After an `error` that says that a traced number must be known, leaves that may be it as well;
-    and derivatives, of which it is asked what array they are.
+    After an `error` that says that a traced number must be known, leaves that may be it as well.
     """
-    if error is not None and value._holds_derivatives:
-        raise no_array(type(value).__name__, value.dense_tangent) from error
     check_metadata(value)
     leaves = jax.tree_util.tree_leaves_with_path(value)
     for path, leaf in leaves:

@@ -13,7 +13,7 @@ from ..._jax.tracing import is_eager
 from ..policy import ALLOW, current_policy
 from ..rules import forget_with_rules
 from ..transform import redispatch
-from ..value import Value, materialise
+from ..value import Value, is_marked, materialise
 from .found import found
 from .mistakes import check_fields
 from .parts import refuse_dense_update, refuse_part
@@ -54,7 +54,7 @@ def _are_arrays(operands: Sequence[Any]) -> bool:
     for x in operands:  # in each eager operation: faster than all()
         if not isinstance(x, _OPERANDS):
             return False
-        if isinstance(x, Value) and (not x.compiles_operators or x._holds_derivatives):
+        if isinstance(x, Value) and (not x.compiles_operators or is_marked(x)):
             return False
     return True
 

@@ -202,7 +202,6 @@ class LoraArray(Matrix):
     def changed(self, **changes: Any) -> "LoraArray":
         """A copy with other fields, which are not checked: they may be abstract, or None."""
         new = copy.copy(self)
-        new.__dict__.pop("_aval", None)
         new.__dict__.update(changes)
         return new
 
