@@ -120,10 +120,27 @@ def test_a_derivative_by_scales_that_nobody_chose_is_told(make, jit):
     layer = eqx.tree_at(lambda layer: layer.weight, LAYERS["Linear"][0], replace_fn=make)
     with told_of_scales():
         jit(eqx.filter_grad(vn.implicit(loss)))(layer, X)
-    with vn.hijax.enabled(), told_of_scales():
-        jit(eqx.filter_grad(loss))(layer, X)
     trained, frozen = vn.tree.partition(layer, vn.trainable(layer))
     jit(eqx.filter_grad(lambda t: vn.implicit(loss)(eqx.combine(t, frozen), X)))(trained)
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, eqx.filter_jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("make", [nf4, qlora], ids=["nf4", "qlora"])
+def test_high_types_give_filter_grad_a_dense_gradient(make, jit):
+    layer = eqx.tree_at(lambda layer: layer.weight, LAYERS["Linear"][0], replace_fn=make)
+    of_dense = eqx.filter_grad(loss)(vn.materialise(layer), X).weight
+    with vn.hijax.enabled():
+        value, gradient = jit(eqx.filter_value_and_grad(loss))(layer, X)
+        _, pull = eqx.filter_vjp(loss, layer, X)
+        by_jax = jit(jax.grad(lambda w: loss(eqx.tree_at(lambda m: m.weight, layer, w), X)))
+        expected = by_jax(layer.weight)
+        assert_close(value, loss(vn.materialise(layer), X))
+        for found in (gradient, pull(jnp.ones(()))[0]):
+            assert jax.tree.structure(found.weight) == jax.tree.structure(expected)
+            assert_close(jax.tree.leaves(found.weight), jax.tree.leaves(expected))
+            assert_close(found.weight if make is nf4 else found.weight.w, of_dense)
+        with pytest.raises(TypeError, match=r"by a dense array would make it dense"):
+            jit(eqx.apply_updates)(layer, gradient)
 
 
 @pytest.mark.parametrize("jit", [lambda f: f, eqx.filter_jit], ids=["eager", "jit"])

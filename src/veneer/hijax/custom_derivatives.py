@@ -16,8 +16,9 @@ from .._core.primitives.custom_derivatives import (
     cotangent_of_dense,
     instantiate,
     leaf_cotangents,
+    tangent_of_leaves,
 )
-from .._core.value import Value, describe, is_part, is_value
+from .._core.value import Value, describe, holds_derivatives, is_part, is_value
 from .._jax.hijax import StoreException
 from .._jax.primitives import Primitive
 from .high import apply
@@ -44,8 +45,8 @@ from .values import (
     within_rule,
 )
 
-#: Names what is made dense as a cotangent; it is never bound.
-COTANGENT = Primitive("custom_vjp")
+#: Name what is made dense as a cotangent or a tangent; they are never bound.
+COTANGENT, TANGENT = Primitive("custom_vjp"), Primitive("custom_jvp")
 
 
 def conform_results(flatten_fun: Callable) -> Callable:
@@ -110,10 +111,8 @@ def _operand(x: Any) -> Any:
 
 
 def _one_primal(x: Any) -> Any:
-    if not is_value(x):
-        return x
     leaves, treedef = jax.tree.flatten(x)
-    value = jax.tree.unflatten(treedef, [leaf.value for leaf in leaves])
+    value = jax.tree.unflatten(treedef, [exposed(leaf.value) for leaf in leaves])
     return CustomVJPPrimal(value, any(leaf.perturbed for leaf in leaves))
 
 
@@ -264,8 +263,8 @@ def _in_pairs(rule: Callable, types_of_results: Callable, primals: Any, tangents
     else:
         pairs = [jax.tree.unflatten(tree, avals)] * 2
     try:
-        each = zip((_result, _tangent), pairs, out, strict=True)
-        return tuple(jax.tree.map(one, of, x, is_leaf=is_value) for one, of, x in each)
+        primal = jax.tree.map(_result, pairs[0], out[0], is_leaf=is_value)
+        return primal, jax.tree.map(_tangent, pairs[1], out[1], primal, is_leaf=is_value)
     except ValueError:  # as JAX will say
         return out
 
@@ -281,13 +280,24 @@ def _result(of: Any, primal: Any) -> Any:
     return canonical(primal) if isinstance(primal, Value) else primal
 
 
-def _tangent(of: Any, tangent: Any) -> Any:
+def _tangent(of: Any, tangent: Any, primal: Any) -> Any:
     """The tangent of a result in the form of a type; or as it is."""
     if is_value(of):
-        return opened_derivatives(tangent)
+        leaves, treedef = jax.tree.flatten(primal)
+        tangents = treedef.flatten_up_to(opened_derivatives(tangent))
+        return jax.tree.unflatten(treedef, map(_tangent_of_leaf, leaves, tangents))
     if type(of) is not HighType or of.dense_tangent or type(tangent) is not of.cls:
         return tangent
     return _typed(tangent, of)
+
+
+def _tangent_of_leaf(leaf: Any, tangent: Any) -> Any:
+    """The tangent of a leaf, which is dense if the leaf is a value."""
+    if not is_value(tangent):
+        return tangent
+    if not holds_derivatives(tangent):
+        return made_dense(TANGENT, tangent)
+    return tangent_of_leaves(opened(exposed(leaf)), jax.tree.leaves(tangent), False)
 
 
 # What rules are given.

@@ -1,4 +1,4 @@
-"""What the mode of high types changes in JAX, and once in Flax: all of it, in the list at the end.
+"""What the mode of high types changes in JAX, Equinox and Flax: all of it, in the list at the end.
 
 Each function makes what takes the place of one of JAX's, which it is given; those for results,
 loops and `shard_map` are in their modules. `mode` sets what is listed, and restores it.
@@ -53,7 +53,7 @@ from .custom_derivatives import (
     leave_out_operands,
     pair_tangents,
 )
-from .frameworks import with_values_as_arrays, with_way_out
+from .frameworks import partition_by_tangents, with_values_as_arrays, with_way_out
 from .high import apply
 from .mapping import (
     axes_of_arrays,
@@ -445,5 +445,6 @@ jax_patches.attribute(find_primitive("closed_call"), "to_lojax", lambda _: _run_
 jax_patches.attribute(custom_lin, "is_high", lambda _: _has_high_types)
 jax_patches.attribute(custom_lin, "to_lojax", lambda _: custom_lin.impl)
 jax_patches.attribute(find_primitive("empty_ref"), "is_high", _refuse_empty)
-# Flax linen takes a parameter for an array.
+# Derivatives of Equinox are by each floating leaf, and Flax linen takes a parameter for an array.
+jax_patches.attribute_if_imported("equinox._ad", None, "partition", partition_by_tangents)
 jax_patches.attribute_if_imported("flax.core.scope", "Scope", "get_variable", with_values_as_arrays)

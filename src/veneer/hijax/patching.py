@@ -22,9 +22,9 @@ class Patches:
         self._setters.append(partial(_set_attribute, owner, name, make))
 
     def attribute_if_imported(
-        self, module: str, owner: str, name: str, make: Callable[[Any], Any]
+        self, module: str, owner: str | None, name: str, make: Callable[[Any], Any]
     ) -> None:
-        """An attribute of a class of a module that nobody need have imported."""
+        """An attribute of a class, or of a module, that nobody need have imported."""
         self._setters.append(partial(_set_if_imported, module, owner, name, make))
 
     def boundary(self, function: Any, make: Callable[[Any], Any]) -> None:
@@ -60,11 +60,12 @@ def _set_attribute(owner: Any, name: str, make: Callable[[Any], Any]) -> Callabl
 
 
 def _set_if_imported(
-    module: str, owner: str, name: str, make: Callable[[Any], Any]
+    module: str, owner: str | None, name: str, make: Callable[[Any], Any]
 ) -> Callable[[], None]:
     if module not in sys.modules:
         return lambda: None
-    return _set_attribute(getattr(sys.modules[module], owner), name, make)
+    of = sys.modules[module]
+    return _set_attribute(of if owner is None else getattr(of, owner), name, make)
 
 
 def _set_item(owner: dict, key: Any, value: Any) -> Callable[[], None]:

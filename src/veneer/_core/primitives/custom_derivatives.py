@@ -58,7 +58,7 @@ def _custom_jvp_call(
     def call_jvp(leaves: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
         primals = together(leaves)
         moves = [
-            _tangent(primal, tangent, symbolic_zeros)
+            tangent_of_leaves(primal, tangent, symbolic_zeros)
             for primal, tangent in zip(primals, _by_value(treedef, tangents), strict=True)
         ]
         reset_stores(jvp)
@@ -222,7 +222,7 @@ def materialise_along(value: Value, moving: Sequence[bool]) -> tuple[Callable, l
     return dense, [x for m, x in zip(moving, leaves, strict=True) if m]
 
 
-def _tangent(value: Any, tangents: Sequence[Any], symbolic_zeros: bool) -> Any:
+def tangent_of_leaves(value: Any, tangents: Sequence[Any], symbolic_zeros: bool) -> Any:
     """The tangent of an operand, from those of its leaves."""
     if is_label(value) and jnp.issubdtype(value.aval().dtype, jnp.inexact):
         return _settle(jax.tree.unflatten(jax.tree.structure(value), tangents), symbolic_zeros)
