@@ -260,6 +260,124 @@ def test_a_cotangent_of_another_shape_is_refused(jit):
         grad(w)
 
 
+OPERANDS = {
+    "int8": lambda w: quantize(w),
+    "LoraArray": lambda w: vn.types.LoraArray(w, w[:, :2], w[:2]),
+    "LoraArray of int8": lambda w: vn.types.LoraArray(quantize(w), w[:, :2], w[:2]),
+    "LowRank": lambda w: vn.types.LowRank(w[:, :2], w[:2]),
+    "FakeQuantized": lambda w: vn.quant.FakeQuantized(w, qtype="int8"),
+}
+CALLS = {
+    "eager": lambda f: f,
+    "jitted grad": jax.jit,
+    "grad of jit": lambda f: f,
+}
+BACKWARD = {
+    "dense": lambda kept, ct: (ct @ kept[1].T, kept[0].T @ ct),
+    "zeros": lambda kept, ct: (ct @ kept[1].T, jnp.zeros_like(kept[1])),
+    "none": lambda kept, ct: (ct @ kept[1].T, None),
+}
+
+
+def quantize(w):
+    return vn.quant.quantize(w, "int8", channelwise_axes=[1])
+
+
+@pytest.mark.parametrize("by", [0, 1], ids=["by x", "by w"])
+@pytest.mark.parametrize("backward", BACKWARD)
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("name", OPERANDS)
+def test_an_unmodified_matmul_takes_every_operand(name, call, backward, by, x, agree_by_leaves):
+    w = OPERANDS[name](jax.random.normal(jax.random.key(0), (4, 6)))
+    matmul = jax.custom_vjp(lambda x, w: x @ w)
+    matmul.defvjp(lambda x, w: (x @ w, (x, w)), BACKWARD[backward])
+
+    def gradient(product):
+        loss = lambda x, w: jnp.sum(jnp.sin(product(x, w)))
+        return CALLS[call](jax.grad(jax.jit(loss) if call == "grad of jit" else loss, by))(x, w)
+
+    factor = 1 if by == 0 or backward == "dense" else 0
+    expected = jax.tree.map(lambda g: factor * g, gradient(lambda x, w: x @ w))
+    found = gradient(matmul)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    agree_by_leaves(found, expected)
+
+
+def test_a_matmul_by_the_scale_of_a_quantised_operand(x, agree):
+    q = quantize(jax.random.normal(jax.random.key(0), (4, 6)))
+    matmul = jax.custom_vjp(lambda x, w: x @ w)
+    matmul.defvjp(lambda x, w: (x @ w, (x, w)), BACKWARD["dense"])
+    of = lambda product: lambda s: jnp.sum(jnp.sin(product(x, q.replace(scale=s))))
+    expected = jax.grad(of(lambda x, w: x @ vn.materialise(w)))(q.scale)
+    for run in (jax.grad(of(matmul)), jax.jit(jax.grad(of(matmul)))):
+        agree(run(q.scale), expected)
+
+
+def over_rows(f):
+    return lambda w, x: jax.lax.scan(lambda c, row: (c + f(w, row[None]), None), 0.0, x)[0]
+
+
+QUANTISING = {
+    "eager": lambda f: f,
+    "jitted": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "implicit": vn.implicit,
+    "scan": over_rows,
+    "branch": lambda f: lambda w, x: jax.lax.cond(True, f, lambda w, x: 0.0, w, x),
+}
+
+
+@pytest.mark.parametrize("kind", ["vjp", "jvp"])
+@both_ways
+@pytest.mark.parametrize("transform", QUANTISING.values(), ids=QUANTISING)
+def test_rules_are_given_dense_derivatives_of_results(transform, jit, kind, x, agree):
+    if kind == "vjp":
+        f = jax.custom_vjp(quantize)
+        f.defvjp(lambda w: (f(w), None), lambda _, ct: (7 * ct,))
+    else:
+        f = jax.custom_jvp(quantize)
+        f.defjvp(lambda primals, tangents: (f(*primals), 7 * tangents[0]))
+    w = jax.random.normal(jax.random.key(0), (4, 6))
+    run = jax.grad(transform(lambda w, x: jnp.sum(x @ f(w))))
+    agree((jax.jit(run) if jit else run)(w, x), 7 * x.T @ jnp.ones((3, 6)))
+    assert type(f(w)) is vn.quant.QArray
+
+
+def test_a_rule_is_given_dense_cotangents_in_a_tree(x, agree):
+    held = lambda w: vn.types.LoraArray(quantize(w), w[:, :2], w[:2])
+    f = jax.custom_vjp(lambda w: {"a": quantize(w), "b": (w, held(w))})
+    f.defvjp(lambda w: (f(w), None), lambda _, ct: (ct["a"] + ct["b"][0] + ct["b"][1].w,))
+
+    def loss(w):
+        out = f(w)
+        return jnp.sum(x @ out["a"] + x @ out["b"][0] + x @ out["b"][1])
+
+    agree(jax.grad(loss)(jnp.ones((4, 6))), 3 * x.T @ jnp.ones((3, 6)))
+
+
+@pytest.mark.parametrize("symbolic_zeros", [False, True])
+@pytest.mark.parametrize("optimize_remat", [False, True])
+@both_ways
+def test_residuals_are_what_the_rule_kept(jit, optimize_remat, symbolic_zeros, weight, x):
+    if symbolic_zeros and optimize_remat:
+        pytest.skip("JAX does not support both")
+    f = jax.custom_vjp(lambda x, w: x @ w)
+    seen = []
+
+    def forward(x, w):
+        x, w = (x.value, w.value) if symbolic_zeros else (x, w)
+        return x @ w, {"kept": w}
+
+    def backward(residuals, ct):
+        seen.append(list(residuals))
+        return ct @ residuals["kept"].T, None
+
+    f.defvjp(forward, backward, symbolic_zeros=symbolic_zeros, optimize_remat=optimize_remat)
+    run = jax.grad(lambda x, w: jnp.sum(f(x, w)), (0, 1), allow_int=True)
+    (jax.jit(run) if jit else run)(x, weight.value)
+    assert seen == [["kept"]]
+
+
 RULED = {
     "grad": lambda f, t: jax.grad(f),
     "jvp": lambda f, t: lambda w: jax.jvp(f, (w,), (t,)),

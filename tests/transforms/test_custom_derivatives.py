@@ -147,6 +147,57 @@ def test_custom_functions_may_capture_values(transform):
     assert_close(transform(lambda x: vn.implicit(f)(x, LORA))(X), expected)
 
 
+USES = {
+    "multiplied": lambda ct: 7 * ct,
+    "transposed": lambda ct: ct.T.T,
+    "indexed": lambda ct: ct[:],
+    "codes": lambda ct: ct.qvalue * 7.0,
+    "materialised": vn.materialise,
+    "dequantised": lambda ct: ct.dequantize(),
+    "asarray": jnp.asarray,
+    "numpy": np.asarray,
+    "jax.numpy": lambda ct: jnp.multiply(ct, 7),
+    "implicit": lambda ct: vn.implicit(jnp.multiply)(ct, 7),
+    "dot": lambda ct: vn.quant.dot(X[:, :6], ct),
+    "quantised": lambda ct: vn.quant.quantize(ct, "int8"),
+}
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
+@pytest.mark.parametrize("name", USES)
+def test_a_cotangent_by_leaves_is_no_array(name, inside, jit):
+    """The codes have none. Their zeros would pass for those of the gradient."""
+    quantize = lambda w: vn.quant.quantize(w, "int8", channelwise_axes=[1])
+    f = jax.custom_vjp(quantize)
+    f.defvjp(lambda w: (f(w), None), lambda _, ct: (USES[name](ct),))
+    product = lambda w: jnp.dot(X, f(w)).sum()
+    outside = lambda w: vn.implicit(jnp.dot)(X, f(w)).sum()
+    with pytest.raises(TypeError, match=r"leaves of a value are no array.*vn\.hijax\.enabled"):
+        jit(jax.grad(vn.implicit(product) if inside else outside))(jnp.ones((6, 6)))
+
+
+def test_a_rule_may_use_the_cotangent_of_a_leaf():
+    quantize = lambda w: vn.quant.quantize(w, "int8", channelwise_axes=[1])
+    f = jax.custom_vjp(quantize)
+    f.defvjp(lambda w: (f(w), f(w)), lambda q, ct: (ct.scale * q.qvalue.astype("float32"),))
+    w = arrays.normal(6, 6)
+    q = quantize(w)
+    by_scale = jax.grad(lambda s: vn.implicit(jnp.dot)(X, q.replace(scale=s)).sum())(q.scale)
+    found = jax.grad(lambda w: vn.implicit(jnp.dot)(X, f(w)).sum())(w)
+    assert_close(found, by_scale * q.qvalue.astype("float32"))
+
+
+def test_a_cotangent_may_have_another_dtype():
+    f = jax.custom_vjp(lambda x, w: x @ w)
+    backward = lambda saved, ct: (ct @ saved[1].T, (saved[0].T @ ct).astype("bfloat16"))
+    f.defvjp(lambda x, w: (x @ w, (x, w)), backward)
+    gradient = jax.grad(vn.implicit(lambda w: f(X, w).sum()))(LORA)
+    expected = jax.grad(vn.implicit(lambda w: (X @ w).sum()))(LORA)
+    assert all(g.dtype == jnp.float32 for g in jax.tree.leaves(gradient))
+    assert_close(jax.tree.leaves(gradient), jax.tree.leaves(expected), tol=0.1)
+
+
 def test_the_choice_on_materialisation_holds_for_rules_that_run_later():
     @jax.custom_vjp
     def f(x, w):

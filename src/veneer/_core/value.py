@@ -36,8 +36,8 @@ class Value(Shown):
     """
 
     # What is known of an instance besides its fields: its type, its weights, its tracer, and whether
-    # derivatives by each leaf are in their places. It is no part of the tree, and copies are made
-    # without it. Not in `__dict__`: Equinox takes an attribute more there for another structure.
+    # it holds derivatives by each leaf. It is no part of the tree, and copies are made without it.
+    # It is not in `__dict__`, where Equinox takes another attribute for another structure.
     __slots__ = ("_aval", "_high", "_holds_derivatives", "_source")
 
     #: Whether static fields say what a value means (a unit) and not only how it is stored. If so,

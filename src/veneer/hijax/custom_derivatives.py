@@ -202,7 +202,7 @@ def _by_leaves(ct: Any, of: Any, operand: Any) -> Any:
     return _typed(value, of)
 
 
-def _is_dense(value: Value) -> bool:
+def _is_dense(value: Any) -> bool:
     """Whether an implicit cotangent stands for a dense one, and holds none by leaves."""
     float0 = jax.dtypes.float0
     return value.dense_tangent and all(jnp.result_type(x) != float0 for x in jax.tree.leaves(value))
@@ -218,7 +218,8 @@ def _pulled_back(ct: Any, of: Any, operand: Any) -> Any:
     if type(of) is HighType:
         pull = Vjp(Materialise(of), (True,), (True,))
         return apply(pull, canonical(value), ct)[0]
-    types, treedef = jax.tree.flatten(of)
+    types, structure = jax.tree.flatten(of)
+    treedef: Any = structure
     value = jax.tree.unflatten(treedef, map(as_high_array, treedef.flatten_up_to(value)))
     pulled = zip(leaf_cotangents(COTANGENT, value, ct), types, strict=True)
     return jax.tree.unflatten(treedef, [_cotangent(x, t) for x, t in pulled])
@@ -283,7 +284,8 @@ def _result(of: Any, primal: Any) -> Any:
 def _tangent(of: Any, tangent: Any, primal: Any) -> Any:
     """The tangent of a result in the form of a type; or as it is."""
     if is_value(of):
-        leaves, treedef = jax.tree.flatten(primal)
+        leaves, structure = jax.tree.flatten(primal)
+        treedef: Any = structure
         tangents = treedef.flatten_up_to(opened_derivatives(tangent))
         return jax.tree.unflatten(treedef, map(_tangent_of_leaf, leaves, tangents))
     if type(of) is not HighType or of.dense_tangent or type(tangent) is not of.cls:

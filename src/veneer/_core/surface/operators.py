@@ -193,7 +193,7 @@ class ArrayOperators:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         if copy is False:
             raise ValueError(f"{self!r} has no dense array to share; allow a copy.")
-        return np.asarray(materialise(self), dtype)  # type: ignore[arg-type]
+        return np.asarray(materialise(self), dtype)
 
     __getitem__ = _method("__getitem__")
 
