@@ -14,9 +14,10 @@ from .._jax.primitives import Primitive, is_or_contains
 from .._jax.tracing import Trace, Tracer, current_trace, is_in_derivative
 from .dispatch import dispatch
 from .rules import MAY_MAKE_VALUES, structural_rule
+from .surface.mistakes import refuse_derivatives
 from .surface.nesting import as_tracer, enclosing_implicit, enter, leave, mixes_with_outer, pack
 from .surface.parts import refuse_leaves, warn_of_leaves_by_dtype
-from .value import Value, refuse_derivatives
+from .value import Value
 
 
 class ImplicitTracer(Tracer):

@@ -19,7 +19,7 @@ from .leaf_axes import Axes, Movement, are_axes, partition
 from .policy import ALLOW, Operands, note_materialised, policy_in_force
 from .surface.event import Source
 from .surface.fields import Fields, fields_of
-from .surface.mistakes import check_fields, check_leaves_fit, no_array
+from .surface.mistakes import check_fields, check_leaves_fit, refuse_derivatives
 from .surface.shown import Shown
 from .tree import checks_of, has_metadata, make_dataclass, make_pytree, static
 
@@ -35,9 +35,9 @@ class Value(Shown):
     says that it has no fields. Users subclass `ImplicitArray`.
     """
 
-    # What is known of an instance besides its fields: its type, its weights, its tracer, and whether
-    # it holds derivatives by each leaf. It is no part of the tree, and copies are made without it.
-    # It is not in `__dict__`, where Equinox takes another attribute for another structure.
+    # What is known of an instance besides its fields: its type, its weights, its tracer, and
+    # whether it holds derivatives by each leaf. It is no part of the tree, and copies are made
+    # without it. It is not in `__dict__`, where Equinox takes one more for another structure.
     __slots__ = ("_aval", "_high", "_holds_derivatives", "_source")
 
     #: Whether static fields say what a value means (a unit) and not only how it is stored. If so,
@@ -212,28 +212,6 @@ def is_whole(value: Value) -> bool:
     with suppress(Exception):  # whatever a type's own code raises where leaves are missing
         return value.aval() is not None
     return False
-
-
-def is_marked(value: Value) -> bool:
-    """Return whether a value is known to hold derivatives by each leaf: it is then no array."""
-    return getattr(value, "_holds_derivatives", False)  # in each eager operation: faster
-
-
-def holds_derivatives(value: Value) -> bool:
-    """Return whether a value has derivatives in the places of its leaves, and is no array.
-
-    JAX gives integers, such as codes, a derivative of dtype float0, by which nothing is computed.
-    """
-    if is_marked(value):
-        return True
-    float0 = jax.dtypes.float0
-    return any(getattr(x, "dtype", None) == float0 for x in value.__dict__.values())
-
-
-def refuse_derivatives(value: Value, error: Exception | None = None) -> None:
-    """Reject a value that holds derivatives, where an array is asked for."""
-    if holds_derivatives(value):
-        raise no_array(type(value).__name__, value.dense_tangent) from error
 
 
 def is_part(value: Any) -> Callable[[Any], bool]:

@@ -18,7 +18,8 @@ from .._core.primitives.custom_derivatives import (
     leaf_cotangents,
     tangent_of_leaves,
 )
-from .._core.value import Value, describe, holds_derivatives, is_part, is_value
+from .._core.surface.mistakes import holds_derivatives
+from .._core.value import Value, describe, is_part, is_value
 from .._jax.hijax import StoreException
 from .._jax.primitives import Primitive
 from .high import apply

@@ -20,7 +20,7 @@ from .._core.batch_axes import has_batch_axes, takes_batch_axis
 from .._core.surface import mistakes
 from .._core.surface.parts import refuse_leaves, warn_of_leaves_by_dtype
 from .._core.surface.shown import short_name
-from .._core.value import Value, get_cached, is_marked, is_value, is_whole
+from .._core.value import Value, get_cached, is_value, is_whole
 from .._jax.hijax import HiType, aval_property, copy_shaped_array, holds_tracers
 from .._jax.tracing import abstract_array, current_trace, is_in_derivative, is_of_numbers
 from .high import Add, Pack, Unpack, Zeros, apply, is_staged, packed
@@ -388,7 +388,7 @@ def canonical(x: Any) -> Any:
     computed at once, a tracer of its type, whose leaves are operands and so are seen by the trace.
     """
     value = value_of(x)
-    if is_marked(value):
+    if mistakes.is_marked(value):
         raise mistakes.no_array(str(type_of(value)))
     if is_in_derivative(current_trace()):
         warn_of_leaves_by_dtype(value)
@@ -453,7 +453,7 @@ def opened_derivatives(x: Any) -> Any:
 
 def operand_of(value: Value) -> Any:
     """What a primitive is given; of derivatives a tangent, of which it is refused by name."""
-    if not is_marked(value):
+    if not mistakes.is_marked(value):
         return canonical(value)
     t = TangentType(type_of(value))
     return Tangent(t, list(compress(leaves_of(value), map(is_inexact, t.of.leaves))))

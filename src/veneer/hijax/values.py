@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._core.surface.array import ImplicitArray
-from .._core.value import Value, is_marked, is_part, is_value
+from .._core.surface.mistakes import is_marked
+from .._core.value import Value, is_part, is_value
 from .mode import is_enabled
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from jax.typing import DTypeLike
 
 from .._core.leaf_axes import LeafAxis, Movement, aligned
 from .._core.surface.array import ImplicitArray
+from .._core.surface.mistakes import refuse_derivatives
 from .._core.surface.shown import has_title, title
 from .._core.tree import static
-from .._core.value import refuse_derivatives
 from .formats import FORMATS, Format, get_format
 from .formats.packing import UNITS, Packing, axis_to_pack, pack, packed_size, unpack
 from .formats.tiles import Leaf, Shape, divides, over_tiles, tile_shape

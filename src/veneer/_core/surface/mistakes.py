@@ -135,6 +135,28 @@ def no_array(what: str, dense_tangent: bool = False) -> TypeError:
     )
 
 
+def is_marked(value: Any) -> bool:
+    """Return whether a value is known to hold derivatives by each leaf: it is then no array."""
+    return getattr(value, "_holds_derivatives", False)  # in each eager operation: faster
+
+
+def holds_derivatives(value: Any) -> bool:
+    """Return whether a value has derivatives in the places of its leaves, and is no array.
+
+    JAX gives integers, such as codes, a derivative of dtype float0, by which nothing is computed.
+    """
+    if is_marked(value):
+        return True
+    float0 = jax.dtypes.float0
+    return any(getattr(x, "dtype", None) == float0 for x in value.__dict__.values())
+
+
+def refuse_derivatives(value: Any, error: Exception | None = None) -> None:
+    """Reject a value that holds derivatives, where an array is asked for."""
+    if holds_derivatives(value):
+        raise no_array(type(value).__name__, value.dense_tangent) from error
+
+
 class EndlessRule(RecursionError):
     """A rule that calls itself without an end."""
 

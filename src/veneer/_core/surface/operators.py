@@ -13,9 +13,9 @@ from ..._jax.tracing import is_eager
 from ..policy import ALLOW, current_policy
 from ..rules import forget_with_rules
 from ..transform import redispatch
-from ..value import Value, is_marked, materialise
+from ..value import Value, materialise
 from .found import found
-from .mistakes import check_fields
+from .mistakes import check_fields, is_marked
 from .parts import refuse_dense_update, refuse_part
 
 _OPERANDS = (Value, jax.Array, np.ndarray, np.generic, bool, int, float, complex)

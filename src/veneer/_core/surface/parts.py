@@ -12,7 +12,8 @@ import jax
 
 from ..._jax.source_lines import user_place
 from ..._jax.tracing import is_differentiated
-from ..value import Value, describe, is_value, is_whole, refuse_derivatives
+from ..value import Value, describe, is_value, is_whole
+from .mistakes import refuse_derivatives
 
 
 def refuse_part(value: Value) -> None:
