@@ -84,6 +84,22 @@ def test_derivatives_go_straight_through(fn, transform, nonlinear):
     assert_close(ours(W, X), transform(loss_with(by_a_difference(fn), nonlinear))(W, X), 1e-4)
 
 
+@pytest.mark.parametrize("nonlinear", [False, True], ids=["linear", "nonlinear"])
+@pytest.mark.parametrize("transform", TRANSFORMATIONS.values(), ids=TRANSFORMATIONS)
+def test_high_types_have_the_same_derivatives(fn, transform, nonlinear):
+    expected = transform(loss_with(by_a_difference(fn), nonlinear))(W, X)
+    with vn.hijax.enabled():
+        assert_close(transform(loss_with(vn.ste(fn), nonlinear))(W, X), expected, 1e-4)
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_high_types_move_a_result_straight_through(jit):
+    moved = lambda f: lambda w: jnp.sin(X @ f(w).T.T).sum()
+    with vn.hijax.enabled():
+        gradient = jit(jax.grad(moved(vn.ste(int8))))(W)
+    assert_close(gradient, jax.grad(moved(by_a_difference(int8)))(W))
+
+
 def test_the_value_is_exact():
     tiny = lambda x: jnp.full_like(x, 1e-9)  # which x + (tiny(x) - x) is not
     value, gradient = jax.value_and_grad(vn.ste(tiny))(1.0)
