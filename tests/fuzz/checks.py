@@ -127,10 +127,16 @@ def _of_dense(program: Program, x: Any, dense: Any) -> tuple[Any, Any]:
     return expected, max(eps, 300 * _EPS) * size
 
 
+#: JAX calls what it exported for two devices only beside another program of two.
+_EXPORTED = "was exported for 2 devices"
+
+
 def _refusals(program: Program) -> list[str]:
     """Return parts of the messages by which the types of a program's arrays may refuse it."""
     text = " ".join([program.operand, *program.lines])
-    return [part for name, parts in REFUSALS.items() if f".{name}(" in text for part in parts]
+    return [_EXPORTED] + [
+        part for name, parts in REFUSALS.items() if f".{name}(" in text for part in parts
+    ]
 
 
 def _repeated_label(x: Any, outside: tuple[type, ...] = ()) -> str:
