@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from jax import lax
+from jax._src.interpreters import ad
 from support import arrays
 from support.arrays import normal
 from support.policies import only_by_rules
@@ -189,6 +190,112 @@ def test_tangents_of_an_authors_rule_are_no_activations():
     for run in (model, jax.jit(model)):
         found = observe(run, ANY, params=W)(X)
         assert_of(found[""], *X, gram=False)
+
+
+@jax.custom_jvp
+def smooth(w, x):
+    return jnp.tanh(x @ w)
+
+
+@smooth.defjvp
+def _(primals, tangents):
+    (w, x), (dw, dx) = primals, tangents
+    out = smooth(w, x)
+    return out, (1 - out**2) * (dx @ w + x @ dw)
+
+
+def tanh_layer(w, x):
+    return jnp.tanh(x @ w)
+
+
+def scanned_layer(w, x):
+    return lax.scan(lambda c, _: (tanh_layer(w, c) @ w.T, None), x, length=1)[0]
+
+
+FAR = 1000 * normal(3, 8, seed=7)  # a tangent, unlike any activation
+DERIVATIVES = {
+    "jvp": lambda w, x: jax.jvp(lambda x: tanh_layer(w, x), (x,), (FAR,)),
+    "jvp of jit": lambda w, x: jax.jvp(jax.jit(lambda x: tanh_layer(w, x)), (x,), (FAR,)),
+    "jvp by the weight": lambda w, x: jax.jvp(tanh_layer, (w, x), (w, FAR)),
+    "jvp of scan": lambda w, x: jax.jvp(lambda x: scanned_layer(w, x), (x,), (FAR,)),
+    "jvp of checkpoint": lambda w, x: jax.jvp(
+        jax.checkpoint(lambda x: tanh_layer(w, x)), (x,), (FAR,)
+    ),
+    "jvp of a custom_jvp": lambda w, x: jax.jvp(lambda x: smooth(w, x), (x,), (FAR,)),
+    "vmap of jvp": lambda w, x: jax.vmap(
+        lambda x, t: jax.jvp(lambda x: tanh_layer(w, x), (x,), (t,))
+    )(x, FAR),
+    "linearize": lambda w, x: jax.linearize(lambda x: tanh_layer(w, x), x)[1](FAR),
+    "linearize of a custom_jvp": lambda w, x: jax.linearize(lambda x: smooth(w, x), x)[1](FAR),
+    "jacfwd": lambda w, x: jax.jacfwd(lambda x: tanh_layer(w, x))(x),
+    "hessian": lambda w, x: jax.hessian(lambda x: tanh_layer(w, x).sum())(x),
+    "forward over reverse": lambda w, x: jax.jvp(
+        jax.grad(lambda x: tanh_layer(w, x).sum()), (x,), (FAR,)
+    ),
+    "reverse over forward": lambda w, x: jax.grad(
+        lambda x: jax.jvp(lambda x: tanh_layer(w, x), (x,), (FAR,))[1].sum()
+    )(x),
+    "grad of a tied weight": lambda w, x: jax.grad(lambda x: (1000 * tanh_layer(w, x) @ w.T).sum())(
+        x
+    ),
+}
+
+
+@pytest.mark.parametrize("is_jitted", [False, True])
+@pytest.mark.parametrize("name", DERIVATIVES)
+def test_tangents_are_no_activations(name, is_jitted):
+    model = jax.jit(DERIVATIVES[name]) if is_jitted else DERIVATIVES[name]
+    x = X[0][0]
+    expected = model(W, x)  # the program is in JAX's caches now
+    outputs = []
+
+    def program(w, x):
+        outputs.append(model(w, x))
+
+    assert_of(observe(program, ANY, params=W, gram=True)([x])[""], x)
+    for y, z in zip(*map(jax.tree.leaves, (outputs[-1], expected)), strict=True):
+        np.testing.assert_allclose(y, z, rtol=1e-4, atol=1e-4)
+
+
+OTHER_PRODUCTS = {
+    "ragged_dot": (lambda w, x: lax.ragged_dot(x, w, jnp.array([1, 2])), TWO, -2),
+    "convolution": (
+        lambda w, x: lax.conv_general_dilated(
+            x[None], w, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
+        ),
+        normal(3, 8, 4),
+        (0, 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_PRODUCTS)
+def test_tangents_of_other_products_are_no_activations(name):
+    layer, w, axis = OTHER_PRODUCTS[name]
+    rules = [Rule("", "int8", tile_axis=axis)]
+    program = lambda w, x: jax.jvp(lambda x: layer(w, x), (x,), (FAR,))
+    found, plain = (observe(f, rules, params=w)([X[0][0]])[""] for f in (program, layer))
+    jax.tree.map(np.testing.assert_array_equal, found, plain)
+
+
+def test_a_box_records_no_tangents():
+    program = lambda w, x: jax.jvp(lambda x: tanh_layer(w, x), (x,), (FAR,))[1]
+    observed = observe(program, ANY, params=W, box=vn.hijax.Box)
+    observed(W, X[0][0])
+    assert_of(observed.statistics()[""], X[0][0], gram=False)
+
+
+def test_the_rules_of_jax_are_restored_after_observing():
+    rules = dict(ad.primitive_jvps)
+    process = ad.JVPTrace.process_custom_jvp_call
+
+    def model(w, x):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        observe(model, ANY, params=W)(X)
+    assert ad.primitive_jvps == rules
+    assert ad.JVPTrace.process_custom_jvp_call is process
 
 
 def test_outputs_are_those_of_the_model():

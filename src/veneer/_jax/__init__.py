@@ -5,6 +5,7 @@ Pallas, which takes as long as all of our modules. A shim names the version it i
 can be deleted.
 
     tracing             which trace is current, and what one knows of the arrays in it
+    tangents            scopes around the tangents that JAX computes
     divisors            what divides an integer that a program computes
     primitives          primitives by name, the jaxprs that some contain, and the starts of slices
     custom_functions    functions with derivatives, solvers or batching rules of their own

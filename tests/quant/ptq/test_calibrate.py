@@ -53,6 +53,14 @@ def test_the_codes_are_those_of_gptq_on_the_second_moments():
         assert (codes == np.asarray(q.qvalue)).mean() > 0.98  # sums are in another order
 
 
+@pytest.mark.parametrize("how", [{}, {"sequential": True, "propagation": 0.5}], ids=str)
+def test_derivatives_in_a_model_do_not_change_its_codes(how):
+    far = 1000 * HELD[:96]
+    moving = lambda params, x: jax.jvp(lambda x: mlp(params, x), (x,), (far,))
+    small, plain = (calibrate(f, INT4, params=MLP, **how)(BATCHES[:1]) for f in (moving, mlp))
+    jax.tree.map(np.testing.assert_array_equal, small, plain)
+
+
 @pytest.mark.parametrize("sequential", [False, True])
 @pytest.mark.parametrize("qtype", ["int4", "uint3", "nf4", "mxfp4", "int8"])
 def test_a_model_loses_less_than_by_rounding_to_nearest(qtype, sequential):

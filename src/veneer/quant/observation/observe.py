@@ -17,8 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..._core.primitives.scopes import telling_tangents
 from ..._core.transform import implicit
 from ..._jax.source_lines import warn_user
+from ..activations import PRODUCTS
 from ..models.rules import Rule, flatten_with_paths, rule_for, rules_in, warn_of_unmatched
 from ..models.uses import telling, uses_of
 from .observed import Observed, boxes_of, recordings_of, tokens
@@ -62,8 +64,9 @@ def observe(
     Activations are the operands of products (`dot_general`, a convolution, `ragged_dot`) that
     contract the rule's `tile_axis`, in loops and compiled functions, too; where a rule has none,
     what the program contracts, or -2 with a `box`. Rows that are looked up in an embedding are
-    none; tokens of padding are counted as any other. In a model that takes gradients within itself,
-    what `jax.checkpoint` computes again is counted again, which changes no mean.
+    none; tokens of padding are counted as any other. If the model takes derivatives itself, its
+    tangents and cotangents are not activations. What `jax.checkpoint` computes again is counted
+    again, which changes no mean.
 
     **Raises:** `TypeError` for a model of which the parameters are not known, and for rules that
     are no sequence of `Rule`. `ValueError` where there are no batches, or no activations met any of
@@ -154,7 +157,8 @@ def record(
                 parts = [_observed_tree(tree, axes, token, observed, **how) for tree in trees]
                 if beside is not None:
                     parts.append(_observed_tree(beside, axes, other, others, **how))
-            implicit(call)(parts, *args)
+            with telling_tangents(PRODUCTS):
+                implicit(call)(parts, *args)
             jax.effects_barrier()
             for path, recording in observed.items():
                 if beside is not None:
@@ -237,7 +241,8 @@ class ObservedModel:
         if self._takes_params and not args:
             raise TypeError("the model takes its params first, by position")
         parts, args = ([args[0]], args[1:]) if self._takes_params else (self._parts, args)
-        out = implicit(self._call)(self._observed(parts), *args, **kwargs)
+        with telling_tangents(PRODUCTS):
+            out = implicit(self._call)(self._observed(parts), *args, **kwargs)
         for box in self.boxes.values():
             box.update(lambda totals: ended(totals, self._decay))
         return out

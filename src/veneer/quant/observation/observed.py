@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from ..._core.primitives.scopes import may_be_tangents
+from ..._core.primitives.scopes import is_in_derivative_part, may_be_tangents
 from ..._core.rules import register
 from ..._core.tree import static
 from ..formats.tiles import Leaf
@@ -149,7 +149,7 @@ def _ragged_dot_general(x: ArrayLike, w: Observed, group_sizes: ArrayLike, **par
 def _record_product(
     x: ArrayLike, w: Observed, x_axes: Any, axes: Any, *, whole: bool = True
 ) -> None:
-    if may_be_tangents():
+    if _are_of_derivative():
         return
     if not w.sums_over(axes[1]):
         w.recording.met_along(axis - w.ndim for axis in axes[1])
@@ -157,12 +157,17 @@ def _record_product(
         w.record(jnp.asarray(x), x_axes, axes, gram=w.gram, whole=whole)
 
 
+def _are_of_derivative() -> bool:
+    """Return whether operands may be tangents or cotangents, and so no activations."""
+    return may_be_tangents() or is_in_derivative_part()
+
+
 @register("conv_general_dilated")
 def _conv_general_dilated(x: ArrayLike, w: Observed, **params: Any) -> Any:
     numbers, groups = params["dimension_numbers"], params["feature_group_count"]
     _, x_features, *_ = numbers.lhs_spec
     _, features, *_ = numbers.rhs_spec
-    if may_be_tangents():
+    if _are_of_derivative():
         pass
     elif not sums_over_features(w, params):
         w.recording.met_along([features - w.ndim])
