@@ -215,8 +215,61 @@ def test_a_cut_cache_stays_cut():
         ("nvfp4", {}, "share a scale"),
         ("int8", {"calibration_method": "mse"}, "calibration_method"),
         ("int8", {"tiled_axes": {2: 4}}, "does not divide"),
+        ("int8", {"channelwise_axes": (3,)}, "axis 3 is out of range"),
+        ("int8", {"tiled_axes": {2: 3}, "block_axis": 5}, "axis 5 is out of range"),
+        ("int8", {"tiled_axes": {2: 3}, "block_axis": -4}, "axis -4 is out of range"),
+        ("int8", {"tiled_axes": {2: 3}, "block_axis": 1}, "none of the tiled_axes"),
     ],
 )
 def test_what_no_cache_is(qtype, how, message):
     with pytest.raises(ValueError, match=message):
         vn.quant.zeros((H, S, D), qtype, **how)
+
+
+@pytest.mark.parametrize("shape", [(-1,), (H, -S, D), (-H, -S, D)])
+def test_a_cache_has_no_negative_size(shape):
+    with pytest.raises(ValueError, match="has a negative size"):
+        vn.quant.zeros(shape, "int8")
+
+
+@pytest.mark.parametrize("qtype", ["int8", "int4"])
+def test_tiles_along_two_axes_of_a_cache(qtype):
+    how = {"channelwise_axes": (0,), "tiled_axes": {1: 4, 2: 3}}
+    empty = vn.quant.zeros((H, 8, D), qtype, **how)
+    assert empty.scale.shape == (H, 2, 2)
+    np.testing.assert_array_equal(empty.dequantize(), np.zeros((H, 8, D)))
+
+
+TILES = {
+    "by token": {"channelwise_axes": (0, 1)},
+    "one scale": {},
+    "tiles of tokens": {"channelwise_axes": (0,), "tiled_axes": {1: 4}},
+    "blocks": {"channelwise_axes": (0,), "tiled_axes": {1: 4}, "block_axis": 1},
+}
+
+
+@pytest.mark.parametrize("qtype", ["int8", "int4", "nf4"])
+@pytest.mark.parametrize("name", TILES)
+@pytest.mark.parametrize("shape", [(H, 0, D), (H, 8, 0), (0, 8, D), (H, 0, 0)], ids=str)
+def test_a_cache_without_entries_is_read_and_written(shape, name, qtype):
+    empty = vn.quant.zeros(shape, qtype, **TILES[name])
+    assert empty.shape == vn.materialise(empty).shape == shape
+    dense = jnp.zeros(shape)
+    program = lambda c: (
+        lax.dynamic_update_slice(c, dense, (0, 0, 0)),
+        jnp.concatenate([c, jnp.ones((shape[0], 4, shape[2]))], 1),
+        jnp.einsum("hd,hsd->hs", jnp.ones((shape[0], shape[2])), c),
+        jnp.einsum("hs,hsd->hd", jnp.ones(shape[:2]), c),
+        jnp.swapaxes(c, 1, 2),
+    )
+    outs = vn.materialise(vn.implicit(program)(empty))
+    for out, expected in zip(outs, program(dense), strict=True):
+        np.testing.assert_allclose(out, expected, atol=0.2)
+
+
+@pytest.mark.parametrize("qtype", ["int8", "int4"])
+def test_a_cache_of_zero_tokens_grows_by_token(qtype):
+    empty = vn.quant.zeros((H, 0, D), qtype, channelwise_axes=(0, 1))
+    out = vn.implicit(lambda c: jnp.concatenate([c, token], 1), on_materialise="error")(empty)
+    assert type(out) is type(empty)
+    np.testing.assert_array_equal(out.dequantize(), rounded(token, qtype).dequantize())

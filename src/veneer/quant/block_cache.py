@@ -75,7 +75,8 @@ class BlockCache(ImplicitArray):
 def _joined(blocks: jax.Array, axis: int) -> jax.Array:
     """The blocks, which are a first axis, one after the other along an axis of each."""
     apart = jnp.moveaxis(blocks, 0, axis)
-    return apart.reshape(*apart.shape[:axis], -1, *apart.shape[axis + 2 :])
+    *before, count, size = apart.shape[: axis + 2]
+    return apart.reshape(*before, count * size, *apart.shape[axis + 2 :])
 
 
 def _put(x: jax.Array, part: jax.Array, start: Any, axis: int) -> jax.Array:

@@ -36,12 +36,14 @@ class QCache(QArray):
         """Returns the shape of the scale of an update; None where that is a part of a group."""
         counts = []
         for size, axis in zip(shape, axes, strict=True):
-            if axis is None or self.tile_shape[axis] == 1:
-                counts.append(size)
-            elif size % self.tile_shape[axis] == 0:
-                counts.append(size // self.tile_shape[axis])
-            else:
+            tile, count = (
+                (1, 1) if axis is None else (self.tile_shape[axis], self.scale.shape[axis])
+            )
+            if tile == count == 0:
+                tile = 1  # The axis has no entries yet. Each new one gets a scale.
+            if size % tile if tile else size:
                 return None
+            counts.append(size // tile if tile else 1)
         return tuple(counts)
 
     def _is_like(self, q: QArray, counts: Shape) -> bool:

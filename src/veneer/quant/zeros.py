@@ -1,6 +1,7 @@
 """`zeros`: quantised arrays that programs write into, such as a cache of keys and values."""
 
 import dataclasses
+import operator
 from collections.abc import Sequence
 
 import jax
@@ -10,7 +11,7 @@ from jax.typing import DTypeLike
 from .block_cache import BlockCache
 from .conversion.quantize import Axes, TiledAxes, quantize_by, quantize_params
 from .formats import get_format
-from .formats.tiles import tile_shape
+from .formats.tiles import normalize_axis, tile_shape
 from .qarray import QUANTIZABLE
 from .qcache import QCache, packed_along
 
@@ -34,7 +35,8 @@ def zeros(
 
     **Arguments:**
 
-    - `shape`: of the array.
+    - `shape`: of the array. An axis of size 0 keeps no tile: what is joined to it has a scale for
+      each entry.
     - `qtype`, `channelwise_axes`, `tiled_axes`, `scale_dtype`: as for `vn.quant.quantize`.
     - `dtype`: of the dense array that it stands for.
     - `calibration_method`: how what is written gives its range: "absmax", or "minmax", with zero
@@ -48,8 +50,8 @@ def zeros(
     blocks along the last axis.
 
     **Raises:** what `vn.quant.quantize` raises. `ValueError` for another `calibration_method`,
-    which would not be known where something is written, for a format whose scales share one, and
-    for a `block_axis` that is none of `tiled_axes`.
+    which would not be known where something is written, for a format whose scales share one, for a
+    negative size, and for a `block_axis` that is out of range or none of `tiled_axes`.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> keys = vn.quant.zeros((8, 128, 64), "int8", channelwise_axes=[0, 1])  # a scale a token
@@ -58,7 +60,9 @@ def zeros(
     >>> keys, keys.dequantize()[0, 2:5, 0].round(1).tolist()
     (QArray(q8[8,128,64] channelwise, 8.5 bits), [0.0, 1.0, 0.0])
     """
-    format, shape = get_format(qtype), tuple(map(int, shape))
+    format, shape = get_format(qtype), tuple(map(operator.index, shape))
+    if any(size < 0 for size in shape):
+        raise ValueError(f"shape {shape} has a negative size")
     if format.scale_tile is not None:
         raise ValueError(
             f"scales of {format.name} share a scale, so that nothing can be written by itself; "
@@ -81,13 +85,13 @@ def zeros(
         scale_dtype,
     )
     if block_axis is not None:
-        axis = int(block_axis) % len(shape)
+        axis = normalize_axis(operator.index(block_axis), shape)
         if axis not in [int(i) % len(shape) for i in tiled_axes or ()]:
             named = [*(tiled_axes or ())]
             raise ValueError(f"block_axis {block_axis} is none of the tiled_axes, {named}")
         replaced = lambda sizes, size: [size if i == axis else n for i, n in enumerate(sizes)]
         blocks = params.counts[axis]
-        newest = jnp.zeros(replaced(shape, shape[axis] // blocks), dtype)
+        newest = jnp.zeros(replaced(shape, shape[axis] // max(blocks, 1)), dtype)
         one = dataclasses.replace(params, counts=tuple(replaced(params.counts, 1)))
         q = quantize_by(newest, one)
         repeated = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (blocks, *leaf.shape)), q)
@@ -97,16 +101,17 @@ def zeros(
     shared = [i for i, size in enumerate(tile) if size > 1] or [*range(len(shape))]
     pairs = zip(shape, tile, strict=True)
     small = [n if [i] == shared[-1:] else t for i, (n, t) in enumerate(pairs)]
-    counts = [n // max(t, 1) for n, t in zip(small, tile, strict=True)]
+    counts = [n // t if n and t else 1 for n, t in zip(small, tile, strict=True)]
     q = quantize_by(jnp.zeros(small, dtype), dataclasses.replace(params, counts=tuple(counts)))
     if q.packing is not None:
         q = packed_along(q, shared[-1] - len(shape))
     packed = list(shape)
-    if q.packing is not None:
-        packed[shared[-1]] = q.packed.shape[shared[-1]]
+    for axis in shared[-1:]:
+        packed[axis] = q.packed.shape[axis]
+    row = q.packed[tuple(slice(None if [i] == shared[-1:] else 1) for i in range(len(shape)))]
     as_large = lambda leaf: leaf if leaf is None else jnp.broadcast_to(leaf, params.counts)
     return QCache.from_packed(
-        jnp.broadcast_to(q.packed, packed),
+        jnp.broadcast_to(row, packed),
         as_large(q.scale),
         as_large(q.zero_point),
         qtype=qtype,

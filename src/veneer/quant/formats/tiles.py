@@ -28,7 +28,7 @@ def tile_counts(
     counts = [1] * len(shape)
     seen: set[int] = set()
     for named, tile in sizes:
-        axis = _normalise_axis(named, shape)
+        axis = normalize_axis(named, shape)
         if axis in seen:
             raise ValueError(
                 f"axis {named} of shape {shape} is named twice; an axis is either channelwise or "
@@ -39,7 +39,11 @@ def tile_counts(
     return tuple(counts)
 
 
-def _normalise_axis(axis: int, shape: Shape) -> int:
+def normalize_axis(axis: int, shape: Shape) -> int:
+    """Return an axis counted from the front.
+
+    **Raises:** `ValueError` if it is out of range.
+    """
     if not -len(shape) <= axis < len(shape):
         raise ValueError(f"axis {axis} is out of range for an array of shape {shape}")
     return axis % len(shape)
