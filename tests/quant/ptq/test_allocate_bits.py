@@ -167,8 +167,12 @@ def test_mistakes_of_allocation():
         pytest.raises(ValueError, match="no choice has a format for a weight"),
     ):
         allocate_bits(model, [Rule("other", "int4")], 5.0, params=PARAMS)(BATCHES)
-    with pytest.raises(ValueError, match="at least, and the budget"):
-        allocated({"a": [Choice(0, 40, 1.0)]}, 30)
+    for bits in (float("nan"), 0, -1.0):
+        with pytest.raises(ValueError, match="bits is the budget per value, a number above 0"):
+            allocate_bits(model, CHOICES, bits, params=PARAMS)
+    for budget in (30, float("nan")):
+        with pytest.raises(ValueError, match="at least, and the budget"):
+            allocated({"a": [Choice(0, 40, 1.0)]}, budget)
     with pytest.raises(ValueError, match=r"\w+: .* activations have NaN"):
         allocate_bits(model, CHOICES, 5.0, params=PARAMS)([BATCHES[0].at[1, 2].set(jnp.nan)])
 

@@ -83,6 +83,8 @@ class BitAllocator:
     report: AllocationReport
 
     def __init__(self, model: Callable, choices: Sequence[Rule], bits: float | int, params: Any):
+        if not bits > 0:
+            raise ValueError(f"bits is the budget per value, a number above 0, not {bits}")
         self._choices = rules_in(choices)
         check_rules(self._choices, calibrated=any(rule.method for rule in self._choices))
         if params is None and jax.tree_util.treedef_is_leaf(jax.tree.structure(model)):

@@ -50,7 +50,7 @@ def allocated(choices: Mapping[str, Sequence[Choice]], budget: float | int) -> d
     {'a': 80, 'b': 40}
     """
     left = sum(min(x.bits for x in of) for of in choices.values())  # of weights that follow
-    if left > budget:
+    if not left <= budget:
         raise ValueError(f"the weights take {left} bits at least, and the budget is {budget:.0f}")
     bits, losses, taken = np.zeros(1), np.zeros(1), []
     for of in choices.values():
