@@ -47,6 +47,47 @@ def test_the_first_rule_that_matches_wins():
     }
 
 
+ABSTRACT = {
+    "by path alone": (Rule("w", "int4"), {}),
+    "nvfp4": (Rule("w", "nvfp4", tile_axis=-2), {}),
+    "the program": (Rule("w", "nf4", tile_size=16), {}),
+    "rotated": (Rule("w", "int4", rotate=True, act_qtype="int8"), {}),
+    "corrected": (Rule("w", "int4", correction_rank=2, correction_steps=2), {}),
+    "activations": (Rule("w", None, act_qtype="int8"), {}),
+    "training": (Rule("w", "int8", act_qtype="int8", sparsity=(2, 4)), {"train": True}),
+}
+
+
+@pytest.mark.parametrize("name", ABSTRACT)
+def test_an_abstract_tree_is_quantized_abstractly(name):
+    rule, how = ABSTRACT[name]
+    tree = {"w": jnp.ones((64, 32)), "norm": jnp.ones(32), "ids": jnp.arange(3)}
+    if name != "by path alone":
+        how = {"model": lambda p, x: x @ p["w"] * p["norm"], "args": (jnp.ones((2, 64)),), **how}
+    abstract = jax.eval_shape(lambda: tree)
+    small = quantize_tree(abstract, [rule], **how)
+    expected = jax.eval_shape(lambda: quantize_tree(tree, [rule], **how))
+    assert jax.tree.structure(small) == jax.tree.structure(expected)
+    assert jax.tree.leaves(small) == jax.tree.leaves(expected)
+    concrete = quantize_tree(tree, [rule], **how)
+    assert vn.tree.structure(small) == vn.tree.structure(concrete)
+
+
+def test_warnings_for_an_abstract_tree_tell_its_bits():
+    abstract = jax.eval_shape(lambda: {"a": jnp.ones((128, 128)), "b": jnp.ones((256, 256))})
+    with pytest.warns(UserWarning, match="most values stay dense.*b at 32 bits a value"):
+        small = quantize_tree(abstract, [Rule("a", "int8")])
+    assert small["b"] is abstract["b"]
+
+
+def test_wide_arrays_of_numpy_are_arguments():
+    tree = {"table": np.ones((50, 64)), "w": np.ones((64, 32))}
+    model = lambda params, ids: params["table"][ids] @ params["w"]
+    small = quantize_tree(tree, [Rule(".*", "int8")], model=model, args=(np.arange(3),))
+    assert small["table"].scale.shape == (50, 1)
+    assert small["w"].scale.shape == (1, 32)
+
+
 def test_a_regex_is_matched_in_full():
     tree = quantize_tree(
         params(), [Rule(r"layers\.\d+\.kernel", "nf4"), Rule(r".*bedding", "int8")]

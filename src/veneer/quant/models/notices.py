@@ -24,7 +24,8 @@ from .usual_rules import SMALL
 
 def bits_of(array: Any) -> str:
     """Returns how many bits a value an array takes, to be shown."""
-    return f"{8 * array.nbytes / array.size:.3g} bits a value"
+    nbytes = getattr(array, "nbytes", array.size * array.dtype.itemsize)  # no abstract array has it
+    return f"{8 * nbytes / max(array.size, 1):.3g} bits a value"
 
 
 def tell_of_unused(weights: Mapping[str, Any], uses: Mapping[str, Sequence[Use]]) -> None:

@@ -55,7 +55,8 @@ def quantize_tree(
 
     **Arguments:**
 
-    - `params`: any pytree of arrays, such as a module of Equinox or flax.nnx.
+    - `params`: any pytree of arrays, such as a module of Equinox or flax.nnx. Of an abstract tree,
+      whose leaves are `jax.ShapeDtypeStruct`s, the result is abstract too.
     - `rules`: the first that matches the path of a leaf is the one that counts. Or the name of a
       format, for the usual choices for a language model (the table of `usual_rules`).
     - `model`, `args`, `kwargs`: the program, called as `model(params, *args, **kwargs)`; without a
@@ -330,15 +331,21 @@ def _quantized(
     statistics: Mapping[str, ActivationStatistics] | None,
 ) -> Any:
     try:
-        if train:
-            return FakeQuantized.from_rule(leaf, rule) if rule.has_format else leaf
         of_leaf = None if statistics is None else statistics.get(path)
         if statistics is not None and of_leaf is None and rule.act_range != "dynamic":
             raise ValueError(
                 f"there are no statistics of it, and {rule} asks for them; they are of "
                 f"{some_of(list(statistics))}. Give it a rule of its own, before this one"
             )
-        return rule.with_activations(quantize_corrected(leaf, rule, axes), of_leaf)
+
+        def quantized(leaf: Any) -> Any:
+            if train:
+                return FakeQuantized.from_rule(leaf, rule) if rule.has_format else leaf
+            return rule.with_activations(quantize_corrected(leaf, rule, axes), of_leaf)
+
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return jax.eval_shape(quantized, leaf)
+        return quantized(leaf)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 

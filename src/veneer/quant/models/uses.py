@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import lax
+from jax.dtypes import canonicalize_dtype
 from jax.typing import ArrayLike
 
 from ..._core.primitives.dimension_numbers import DotDimensionNumbers
@@ -311,13 +312,25 @@ def use_for_axes(path: str, uses: Sequence[Use]) -> Use | None:
 
 def _traced(function: Callable, *trees: Any) -> None:
     """Traces a function of trees, whose arrays are abstract and whose other leaves are not."""
+    of_arrays, avals = abstracted(function, *trees)
+    jax.eval_shape(of_arrays, avals)
+
+
+def abstracted(function: Callable, *trees: Any) -> tuple[Callable, list[jax.ShapeDtypeStruct]]:
+    """Return a function of trees as one of the arrays in them, and the types of those arrays.
+
+    All other leaves are as they are in the trees.
+    """
     leaves, treedef = jax.tree.flatten(trees)
     at = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
 
-    def of_arrays(arrays: Sequence[Any]) -> None:
+    def of_arrays(arrays: Sequence[Any]) -> Any:
         full = list(leaves)
         for i, array in zip(at, arrays, strict=True):
             full[i] = array
-        function(*jax.tree.unflatten(treedef, full))
+        return function(*jax.tree.unflatten(treedef, full))
 
-    jax.eval_shape(of_arrays, [jax.ShapeDtypeStruct(leaves[i].shape, leaves[i].dtype) for i in at])
+    # JAX 0.12 warns of a dtype that it does not have, as that of int64 arrays of NumPy.
+    dtypes = [canonicalize_dtype(leaves[i].dtype, allow_extended_dtype=True) for i in at]
+    avals = [jax.ShapeDtypeStruct(leaves[i].shape, t) for i, t in zip(at, dtypes, strict=True)]
+    return of_arrays, avals
