@@ -19,6 +19,7 @@ from .quant.models.correction import low_rank_axes
 from .quant.models.rules import flatten_with_paths, some_of, warn_of_unmatched
 from .quant.models.uses import Use, program_of, telling, uses_of
 from .quant.qarray import QUANTIZABLE
+from .tree import path_matches
 from .types.lora import LoraArray, join, merge, split, with_dropout, without_dropout
 
 __all__ = [
@@ -42,7 +43,8 @@ class Rule:
     **Arguments:**
 
     - `path_regex`: matched in full against the keys of a leaf joined with dots, as in
-      `layers.0.attention.query.kernel`.
+      `layers.0.attention.query.kernel`. The `.value` at the end of a path of flax.nnx may be left
+      out.
     - `rank`: of the update; None leaves the weight as it is.
     - `alpha`, `rs_lora`, `dora`, `dropout`, `dtype`: as for `vn.types.LoraArray.init`.
 
@@ -78,8 +80,8 @@ class Rule:
         return fields
 
     def matches(self, path: str) -> bool:
-        """Returns whether the whole of `path` matches."""
-        return re.fullmatch(self.path_regex, path) is not None
+        """Return whether the whole of `path` matches, with or without a final `.value`."""
+        return path_matches(self.path_regex, path)
 
 
 def init_tree(

@@ -75,7 +75,7 @@ def logical_shardings(tree: Any, mesh: Mesh, rules: Any = ()) -> list[tuple[str,
       axis that is not cut. Of several for a name, as in flax, the first counts whose axes of the
       mesh no other axis of the array has. The axes of the mesh stand for themselves.
 
-    **Returns:** pairs of a regex, of the path with or without the `value` of a flax variable, and a
+    **Returns:** pairs of a regex of the path, without the `value` of a flax variable, and a
     `NamedSharding`. Arrays whose axes have no names have none: add `(".*", sharding)` for them.
 
     **Raises:** `ValueError` for names without a rule, with the path of an array that has one; for
@@ -98,7 +98,7 @@ def logical_shardings(tree: Any, mesh: Mesh, rules: Any = ()) -> list[tuple[str,
     found = jax.tree.flatten_with_path(tree, is_leaf=lambda x: _names_of(x) is not None)[0]
     named = [(vtree.path_string(path), _names_of(x)) for path, x in found]
     out = [
-        (re.escape(path) + r"(\.value)?", NamedSharding(mesh, _mesh_spec(path, names, pairs)))
+        (re.escape(path), NamedSharding(mesh, _mesh_spec(path, names, pairs)))
         for path, names in named
         if names is not None
     ]
@@ -256,7 +256,7 @@ def _by_rules(rules: Sequence[Any], paths: Sequence[str]) -> list[Any]:
             compiled.append((re.compile(regex), _checked(device, regex)))
         except re.error as error:
             raise ValueError(f"{regex!r} is not a regex: {error}") from None
-        if not any(map(compiled[-1][0].fullmatch, paths)):
+        if not any(vtree.path_matches(compiled[-1][0], path) for path in paths):
             some = ", ".join(paths[:4]) + (", ..." if len(paths) > 4 else "")
             warnings.warn(
                 f"the rule {regex!r} matches no array; it is matched in full against paths such as "
@@ -264,7 +264,8 @@ def _by_rules(rules: Sequence[Any], paths: Sequence[str]) -> list[Any]:
                 UserWarning,
                 stacklevel=4,
             )
-    return [next((to for regex, to in compiled if regex.fullmatch(path)), None) for path in paths]
+    matches = vtree.path_matches
+    return [next((to for regex, to in compiled if matches(regex, path)), None) for path in paths]
 
 
 def _by_prefix(shardings: Any, tree: Any) -> list[Any]:

@@ -30,8 +30,8 @@ def trainable(tree: Any, where: Where = None) -> Any:
 
     - `tree`: any pytree. Its leaves may be abstract (`jax.ShapeDtypeStruct`).
     - `where`: chooses among those further: a regex, matched in full against the keys of an array's
-      path joined with dots; a class; or a predicate of such a path and the array. An implicit array
-      is one array here.
+      path joined with dots, of which a final `.value`, as in flax.nnx, may be left out; a class; or
+      a predicate of such a path and the array. An implicit array is one array here.
 
     **Returns:** a tree with True or False for each leaf, within implicit arrays too: a mask for
     `vn.tree.partition` and `optax.masked`.
@@ -175,7 +175,7 @@ def _chosen(paths: Sequence[str], arrays: Sequence[Any], where: Where) -> list[b
         regex = re.compile(where)
     except re.error as error:
         raise ValueError(f"where={where!r} is not a regex: {error}") from None
-    chosen = [regex.fullmatch(path) is not None for path in paths]
+    chosen = [vtree.path_matches(regex, path) for path in paths]
     if not any(chosen):
         some = ", ".join(paths[:4]) + (", ..." if len(paths) > 4 else "")
         warnings.warn(

@@ -270,3 +270,19 @@ def test_state_that_a_call_changes_is_returned_and_put_back(jit):
         assert_close(out, expected(X))
     nnx.update(layer, variables)
     assert_close(layer.norm.mean[...], expected.norm.mean[...])
+
+
+def test_rules_match_paths_with_and_without_value():
+    layer = nnx.Linear(8, 6, rngs=nnx.Rngs(0))
+    for regex in ("kernel", ".*kernel", r"kernel\.value"):
+        small = vn.quant.quantize_tree(layer, [vn.quant.Rule(regex, "int8")])
+        assert isinstance(small.kernel[...], vn.quant.QArray)
+        tuned = vn.lora.init_tree(layer, [vn.lora.Rule(regex, rank=2)], key=jax.random.key(0))
+        assert isinstance(tuned.kernel[...], vn.types.LoraArray)
+        mask = vn.trainable(layer, regex)
+        assert jax.tree.leaves(mask) == [False, True]
+        on = jax.sharding.SingleDeviceSharding(jax.devices()[1])
+        placed = vn.device_put(layer, [(regex, on)])
+        assert placed.kernel[...].sharding == on
+    found = vn.quant.observe(layer, [vn.quant.Rule("kernel", "int8")])([jnp.ones((2, 8))])
+    assert list(found) == ["kernel.value"]

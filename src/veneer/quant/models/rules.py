@@ -11,6 +11,7 @@ import numpy as np
 
 from ..._core.value import is_value
 from ..._jax.source_lines import warn_user
+from ...tree import path_matches
 from ...types.basis import InBasis, Rotated
 from ...types.lora import LoraArray
 from ..activations import ActivationQuantized, check_activation_format, products_named
@@ -36,7 +37,8 @@ class Rule:
     **Arguments:**
 
     - `path_regex`: matched in full against the keys of a leaf joined with dots, as in
-      `layers.0.attention.query.kernel`.
+      `layers.0.attention.query.kernel`. The `.value` at the end of a path of flax.nnx may be left
+      out.
     - `qtype`: the format, or None to leave the parameter dense.
     - `tile_size`: how many values along `tile_axis` share a scale; a float is the share of the axis
       that they take, so that 0.25 is four tiles. None is all of them, or the tile that the format
@@ -206,8 +208,8 @@ class Rule:
         return f"Rule({', '.join(parts)})"
 
     def matches(self, path: str) -> bool:
-        """Returns whether the whole of `path` matches."""
-        return re.fullmatch(self.path_regex, path) is not None
+        """Return whether the whole of `path` matches, with or without a final `.value`."""
+        return path_matches(self.path_regex, path)
 
     @property
     def has_format(self) -> bool:
