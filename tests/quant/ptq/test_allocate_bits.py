@@ -177,6 +177,17 @@ def test_mistakes_of_allocation():
         allocate_bits(model, CHOICES, 5.0, params=PARAMS)([BATCHES[0].at[1, 2].set(jnp.nan)])
 
 
+@pytest.mark.parametrize("size", [0.0, 1e-25])
+def test_activations_that_vanish_are_told(size):
+    allocation = allocate_bits(model, CHOICES, 5.0, params=PARAMS)
+    with pytest.raises(ValueError, match="the activations say nothing of"):
+        allocation([size * BATCHES[0]])
+    other = lambda params, x: model(params, x) + (size * x) @ params["other"]
+    params = {**PARAMS, "other": array(32, 16)}
+    with pytest.warns(UserWarning, match="say nothing of other"):
+        allocate_bits(other, CHOICES, 5.0, params=params)(BATCHES)
+
+
 @unless_checked
 def test_a_choice_is_no_sequence_of_them():
     with pytest.raises(TypeError, match="rules are a sequence"):

@@ -312,6 +312,32 @@ def test_mistakes():
         calibration([HELD.at[3, 5].set(jnp.nan)])
 
 
+VANISHING = {"all are 0": 0.0, "its square underflows": 1e-25}
+
+
+@pytest.mark.parametrize("why", VANISHING)
+@pytest.mark.parametrize("how", [{}, {"sequential": True}, {"method": "awq"}], ids=str)
+def test_activations_that_vanish_are_told(why, how):
+    small = [VANISHING[why] * x for x in BATCHES[:1]]
+    calibration = calibrate(mlp, INT4, params=MLP, **how)
+    with pytest.raises(ValueError, match=f"the activations say nothing of .*{why}"):
+        calibration(small)
+
+    def model(params, x):
+        return mlp(params, x) + (x * VANISHING[why]) @ params["other"]
+
+    params = {**MLP, "other": array(64, 48, seed=3)}
+    with pytest.warns(UserWarning, match=f"say nothing of other .*{why}"):
+        calibrate(model, INT4, params=params, **how)(BATCHES[:1])
+
+
+def test_a_static_range_of_zeros_is_rejected():
+    rules = [Rule(".*", "int8", act_qtype="int8", act_range="mean")]
+    statistics = vn.quant.observe(mlp, rules, params=MLP)([jnp.zeros((4, 64))])
+    with pytest.raises(ValueError, match="(up|down): .*no values but 0"):
+        quantize_tree(MLP, rules, statistics=statistics)
+
+
 def raised_by(error, call):
     """The message of an error, before which nothing was warned of: warnings are errors here."""
     with pytest.raises(error) as raised:

@@ -373,6 +373,30 @@ def split(
     return met, {path: one.why_not() for path, one in observed.items() if not one.has_met}
 
 
+def tell_of_vanishing(met: Mapping[str, ActivationStatistics]) -> None:
+    """Warn of weights whose activations are zeros, or so small that their squares are.
+
+    **Raises:** `ValueError` if all of them are such.
+    """
+    vanishing = {}
+    for path, statistics in met.items():
+        largest = np.max(statistics.absmax, where=statistics.count > 0, initial=0)
+        if largest == 0:
+            vanishing[path] = "all are 0"
+        elif largest**2 < np.finfo(np.float32).tiny:
+            vanishing[path] = f"the largest is {largest:.1g}, and its square underflows"
+    if not vanishing:
+        return
+    some = "; ".join(f"{path} ({why})" for path, why in itertools.islice(vanishing.items(), 4))
+    message = (
+        f"the activations say nothing of {some}{'; ...' if len(vanishing) > 4 else ''}: give "
+        "batches with other activations, scale them, or give these weights rules of their own"
+    )
+    if len(vanishing) == len(met):
+        raise ValueError(message)
+    warn_user(message)
+
+
 def tell_of_unmet(unmet: Mapping[str, str], *, all: bool) -> None:
     """Warns of weights that met no activations, by their paths with why; raises if those are `all`.
 

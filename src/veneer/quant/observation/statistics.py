@@ -113,7 +113,7 @@ def static_range(
     - `calibration_method`: how a range gives the scale; None is the format's own.
 
     **Raises:** `ValueError` for a method that takes the activations themselves, a range that is not
-    finite, statistics of a weight of another shape or that lack a layer.
+    finite or that has no values but 0, statistics of a weight of another shape or that lack a layer.
     """
     method = calibration_method or get_format(qtype).calibration
     kind = check_calibration(method, get_format(qtype)).name
@@ -143,6 +143,12 @@ def static_range(
         )
     # The two ends, as a tile, are all that the method looks at.
     ends = jnp.asarray(np.stack([low, high], -1), jnp.float32)
+    tiny = np.finfo(np.float32).tiny
+    if kind != "fixed" and (np.abs(np.asarray(ends)).max(-1) < tiny).any():
+        raise ValueError(
+            "the recorded range of a layer has no values but 0: observe batches with other "
+            "activations, or leave act_range 'dynamic'"
+        )
     q = quantize(
         ends, qtype, channelwise_axes=tuple(range(low.ndim)), calibration_method=calibration_method
     )

@@ -18,7 +18,13 @@ from ..models.correction import LowRankAxes, quantize_corrected
 from ..models.quantize_tree import Chosen, check_rules, choose
 from ..models.rules import Rule, rules_in, some_of, warn_of_unmatched
 from ..models.uses import program_of
-from ..observation.observe import arguments_of, check_batches, record, statistics_of
+from ..observation.observe import (
+    arguments_of,
+    check_batches,
+    record,
+    statistics_of,
+    tell_of_vanishing,
+)
 from ..observation.statistics import ActivationStatistics
 from .allocation import Choice, allocated
 from .report import AllocationReport, WeightBits
@@ -57,8 +63,10 @@ def allocate_bits(
 
     **Raises:** `TypeError` for a model of which the parameters are not known, and choices that are
     no sequence of `Rule`; `ValueError` where none of them matches a weight that products have,
-    where the budget is below what the smallest choices take, where there are no batches, and for
-    what `quantize_tree` refuses. Warns with `UserWarning` of a choice that matches no path.
+    where the budget is below what the smallest choices take, where there are no batches, where all
+    activations are zeros or their squares underflow, and for what `quantize_tree` refuses. Warns
+    with `UserWarning` of a choice that matches no path, and of weights whose activations are zeros
+    or underflow.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> keys = jax.random.split(jax.random.key(0), 3)
@@ -187,7 +195,9 @@ class BitAllocator:
             return {}
         call = lambda parts, *args: self._program(parts[0], *args)
         flat = tree.paths, tree.leaves, tree.treedef
-        return statistics_of(record(call, [flat], lambda _: axes, batches, gram=True, decay=0.9))
+        met = statistics_of(record(call, [flat], lambda _: axes, batches, gram=True, decay=0.9))
+        tell_of_vanishing(met)
+        return met
 
     def _measured(
         self,

@@ -27,6 +27,7 @@ from ..observation.observe import (
     split,
     statistics_of,
     tell_of_unmet,
+    tell_of_vanishing,
 )
 from ..observation.recording import Recording
 from ..observation.statistics import ActivationStatistics
@@ -107,10 +108,11 @@ def calibrate(
     **Raises:** `TypeError` for a model of which the parameters are not known, and for batches that
     can be gone through but once where that will not do; `ValueError` for an unknown method, where
     there are no batches, where no product of the program has a weight with a rule or activations
-    met none of them, where they have a NaN or infinity in them, and for a folder to `resume` from
-    that is of another calibration; and what `quantize_tree` raises. Warns with `UserWarning` of
-    weights that met no activations and of those for which the method was no better than rounding to
-    nearest.
+    met none of them, where they have a NaN or infinity in them, where all are zeros or their
+    squares underflow, and for a folder to `resume` from that is of another calibration; and what
+    `quantize_tree` raises. Warns with `UserWarning` of weights that met no activations, of those
+    whose activations are zeros or underflow, and of those for which the method was no better than
+    rounding to nearest.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> keys = jax.random.split(jax.random.key(0), 3)
@@ -278,6 +280,7 @@ class Calibrator:
                 if self._sequential:
                     leaves |= {path: weights[path].values for path in known if path in weights}
         tell_of_unmet(unmet, all=not met)
+        tell_of_vanishing(met)
         return weights, met
 
     def _method_for(self, rule: Rule) -> str:
