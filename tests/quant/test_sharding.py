@@ -112,3 +112,87 @@ def test_quantising_what_is_cut_along_and_across_tiles(qtype, tiled, spec):
     make = lambda w: quantize(w, qtype, channelwise_axes=[1], tiled_axes=tiled or {0: 32})
     found = jax.jit(make)(jax.device_put(w, NamedSharding(MESH, spec)))
     assert_close(found.dequantize(), make(w).dequantize())
+
+
+# Over an explicit mesh, which is the default of `jax.make_mesh` from JAX 0.12 on.
+
+EXPLICIT = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+UP, DOWN = arrays.normal(64, 32), arrays.normal(32, 16, seed=1)
+MIXED = arrays.normal(4, 24, 64, seed=2) @ arrays.normal(64, 64, seed=3)
+
+
+def cut(x, *spec):
+    return jax.device_put(x, NamedSharding(EXPLICIT, P(*spec)))
+
+
+@pytest.fixture
+def explicit():
+    with jax.set_mesh(EXPLICIT):
+        yield
+
+
+def mlp(params, x):
+    hidden = jax.nn.relu(jnp.dot(x, params["up"], out_sharding=P(None, "x", "y")))
+    return jnp.dot(hidden, params["down"], out_sharding=P(None, "x", None))
+
+
+def dense_mlp(params, x):
+    return jax.nn.relu(x @ params["up"]) @ params["down"]
+
+
+# How `up` and the activations are cut.
+LAYOUTS = {
+    "by rows of activations": ((None, "y"), (None, "x", None)),
+    "along the contracted axis": (("y", None), (None, "x", "y")),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_an_explicit_mesh_does_not_change_statistics(name, explicit):
+    rules = [vn.quant.Rule(".*", "int4", tile_size=16)]
+    of_up, of_x = LAYOUTS[name]
+    params = {"up": cut(UP, *of_up), "down": cut(DOWN, "y", None)}
+    found = vn.quant.observe(mlp, rules, params=params, gram=True)([cut(MIXED, *of_x)])
+    expected = vn.quant.observe(dense_mlp, rules, params={"up": UP, "down": DOWN}, gram=True)(
+        [MIXED]
+    )
+    for path in params:
+        assert_close(jnp.asarray(found[path].gram), jnp.asarray(expected[path].gram), 1e-4)
+        assert_close(jnp.asarray(found[path].maximum), jnp.asarray(expected[path].maximum), 1e-4)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("how", [{}, {"sequential": True, "propagation": 0.5}], ids=str)
+def test_a_model_over_an_explicit_mesh_is_calibrated(how, name, explicit):
+    rules = [vn.quant.Rule(".*", "int4", tile_size=16)]
+    of_up, of_x = LAYOUTS[name]
+    params, x = {"up": cut(UP, *of_up), "down": cut(DOWN, "y", None)}, cut(MIXED, *of_x)
+    small = vn.quant.calibrate(jax.jit(mlp), rules, params=params, **how)([x])
+    alone = vn.quant.calibrate(dense_mlp, rules, params={"up": UP, "down": DOWN}, **how)([MIXED])
+    for path in params:
+        same = small[path].codes() == alone[path].codes()
+        assert jnp.mean(same) > 0.95  # sums are in another order
+
+
+def test_bits_are_allocated_over_an_explicit_mesh(explicit):
+    choices = [vn.quant.Rule(".*", qtype, tile_size=16) for qtype in ("int4", "int8")]
+    params, x = {"up": cut(UP, None, "y"), "down": cut(DOWN, "y", None)}, cut(MIXED, None, "x")
+    found = vn.quant.allocate_bits(mlp, choices, 8.0, params=params)([x])
+    dense = {"up": UP, "down": DOWN}
+    assert found == vn.quant.allocate_bits(dense_mlp, choices, 8.0, params=dense)([MIXED])
+
+
+@pytest.mark.parametrize("spec", [("y", None), (None, "y"), (("x", "y"), None)], ids=str)
+@pytest.mark.parametrize("qtype", ["int8", "int4", "nf4"])
+def test_tiles_that_an_explicit_mesh_would_split(qtype, spec, explicit):
+    # Of 64 rows 16 are on a device, and tiles have 32. Of 192 rows 96 are, and tiles have 64.
+    w = arrays.normal(64, 8)
+    make = lambda w: quantize(w, qtype, channelwise_axes=[1], tiled_axes={0: 32})
+    tall = jnp.concatenate([w, w, w])
+    large = lambda w: quantize(w, qtype, channelwise_axes=[1], tiled_axes={0: 64})
+    for x, of in ((w, make), (tall, large)):
+        q, expected = of(cut(x, *spec)), of(x)
+        assert_close(q.dequantize(), expected.dequantize())
+        product = lambda y, q: jnp.dot(y, q, out_sharding=P(None, None))
+        out = jax.jit(vn.implicit(product))(jnp.ones((3, len(x))), q)
+        assert_close(out, jnp.ones((3, len(x))) @ expected.dequantize(), 1e-4)

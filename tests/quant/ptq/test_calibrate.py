@@ -334,7 +334,7 @@ def test_activations_that_vanish_are_told(why, how):
 def test_a_static_range_of_zeros_is_rejected():
     rules = [Rule(".*", "int8", act_qtype="int8", act_range="mean")]
     statistics = vn.quant.observe(mlp, rules, params=MLP)([jnp.zeros((4, 64))])
-    with pytest.raises(ValueError, match="(up|down): .*no values but 0"):
+    with pytest.raises(ValueError, match=r"(up|down): .*no values but 0"):
         quantize_tree(MLP, rules, statistics=statistics)
 
 

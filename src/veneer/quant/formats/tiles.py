@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..._jax.sharding import join_axes, split_axes
+
 Shape = tuple[int, ...]
 Leaf = jax.Array | np.ndarray
 
@@ -87,19 +89,18 @@ def tile_shape(shape: Shape, counts: Shape) -> Shape:
 
 def split_tiles(x: jax.Array, counts: Shape) -> jax.Array:
     """Splits every axis in two: `[..., size, ...]` to `[..., count, tile, ...]`."""
-    pairs = zip(counts, tile_shape(x.shape, counts), strict=True)
-    return x.reshape([part for pair in pairs for part in pair])
+    return split_axes(x, list(zip(counts, tile_shape(x.shape, counts), strict=True)))
 
 
 def over_tiles(op: Callable, x: jax.Array, scale: Leaf) -> jax.Array:
     """Returns `op(x, scale)`, each entry of `scale` broadcast over its tile of `x`."""
-    split: list[int] = []
-    grid: list[int] = []
+    split: list[Shape] = []
+    grid: list[Shape] = []
     for size, count in zip(x.shape, scale.shape, strict=True):
         if count in (1, size):
-            split.append(size)
-            grid.append(count)
+            split.append((size,))
+            grid.append((count,))
         else:
-            split += [count, size // count]
-            grid += [count, 1]
-    return op(x.reshape(split), jnp.reshape(scale, grid)).reshape(x.shape)
+            split.append((count, size // count))
+            grid.append((count, 1))
+    return join_axes(op(split_axes(x, split), split_axes(jnp.asarray(scale), grid)), x)

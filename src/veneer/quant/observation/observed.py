@@ -18,6 +18,7 @@ from jax.typing import ArrayLike
 from ..._core.primitives.scopes import is_in_derivative_part, may_be_tangents
 from ..._core.rules import register
 from ..._core.tree import static
+from ..._jax.sharding import replicated, replicated_sharding
 from ..formats.tiles import Leaf
 from ..ops.activations import bind, sums_over_features
 from ..product_weights import ProductWeight
@@ -67,27 +68,34 @@ class Observed(ProductWeight):
         """
         if x.size == 0:
             return
-        shape = [math.prod(x.shape[axis] for axis in group) for group in _groups(x.ndim, *x_axes)]
-        order = [axis for group in _groups(x.ndim, *x_axes) for axis in group]
+        groups = _groups(x.ndim, *x_axes)
+        sizes = [math.prod(x.shape[axis] for axis in group) for group in groups]
         wide = jnp.promote_types(x.dtype, jnp.float32)
-        x = lax.transpose(x, order).reshape(shape).astype(wide)  # [batch, rows, channels]
-        parts = [
-            self._positions_of(*axes),
-            x.min(1),
-            x.max(1),
-            x.sum(1),
-            jnp.abs(x).sum(1),
-            jnp.square(x).sum(1),
-        ]
+        x = lax.transpose(x, [axis for group in groups for axis in group]).astype(wide)
+        # Axes are joined after they are reduced: an explicit mesh may cut them.
+        batch, over = range(len(groups[0])), range(len(groups[0]), len(groups[0]) + len(groups[1]))
+        count, rows, channels = sizes
+        joined = lambda x, *shape: replicated(x).reshape(shape)
+        reduced = [x.min(over), x.max(over), x.sum(over), jnp.abs(x).sum(over)]
+        reduced.append(jnp.square(x).sum(over))
+        parts = [self._positions_of(*axes), *(joined(part, count, channels) for part in reduced)]
         if gram:
-            parts.append(jnp.einsum("bmk,bml->bkl", x, x, precision="highest"))
+            products = lax.dot_general(
+                x,
+                x,
+                ((over, over), (batch, batch)),
+                precision=lax.Precision.HIGHEST,
+                out_sharding=replicated_sharding(x),
+            )
+            parts.append(products.reshape(count, channels, channels))
         if self.token in boxes_of:
             boxes_of[self.token][self.path].update(
-                lambda totals: added(totals, self.recording, shape[1], *parts)
+                lambda totals: added(totals, self.recording, rows, *parts)
             )
             return
-        receive = functools.partial(_receive, self.token, self.path, shape[1])
-        jax.debug.callback(receive, x if whole and self.recording.paired else None, *parts)
+        receive = functools.partial(_receive, self.token, self.path, rows)
+        kept = joined(x, *sizes) if whole and self.recording.paired else None
+        jax.debug.callback(receive, kept, *parts)
 
     def _positions_of(self, batch: Sequence[int], channels: Sequence[int]) -> jax.Array:
         """The positions of channels, `[batch, channels]`: of those along other axes, the first."""

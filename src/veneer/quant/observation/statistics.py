@@ -113,7 +113,8 @@ def static_range(
     - `calibration_method`: how a range gives the scale; None is the format's own.
 
     **Raises:** `ValueError` for a method that takes the activations themselves, a range that is not
-    finite or that has no values but 0, statistics of a weight of another shape or that lack a layer.
+    finite or that has no values but 0, statistics of a weight of another shape or that lack a
+    layer.
     """
     method = calibration_method or get_format(qtype).calibration
     kind = check_calibration(method, get_format(qtype)).name
