@@ -174,6 +174,17 @@ def test_a_model_over_an_explicit_mesh_is_calibrated(how, name, explicit):
         assert jnp.mean(same) > 0.95  # sums are in another order
 
 
+def test_a_program_is_traced_with_the_shardings_of_its_arguments(explicit):
+    def model(params, x):
+        specs = {"in_specs": (P("x", None), P(None, "y")), "out_specs": P("x", "y")}
+        return jax.shard_map(lambda x, w: x @ w, mesh=EXPLICIT, **specs)(x, params["w"])
+
+    params, x = {"w": cut(UP, None, "y")}, cut(MIXED[0], "x")
+    rules = [vn.quant.Rule(".*", "int4", tile_size=16)]
+    small = vn.quant.quantize_tree(params, rules, model=model, args=(x,))
+    assert small["w"].scale.shape == (4, 32)
+
+
 def test_bits_are_allocated_over_an_explicit_mesh(explicit):
     choices = [vn.quant.Rule(".*", qtype, tile_size=16) for qtype in ("int4", "int8")]
     params, x = {"up": cut(UP, None, "y"), "down": cut(DOWN, "y", None)}, cut(MIXED, None, "x")

@@ -122,6 +122,14 @@ def test_they_are_saved_and_loaded(tmp_path):
         load_statistics(tmp_path / "other.npz")
 
 
+@pytest.mark.parametrize("content", [b"", b"text", b"PK\x03\x04 cut"], ids=repr)
+def test_a_damaged_file_of_statistics_is_rejected(content, tmp_path):
+    file = tmp_path / "statistics.npz"
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match="is empty, damaged or no"):
+        load_statistics(file)
+
+
 def test_they_are_a_pytree_of_arrays():
     one = recorded(batches(5, 6))
     halves = jax.tree.map(lambda x: x / 2, {"w": one})

@@ -2,7 +2,7 @@
 
 import difflib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -76,6 +76,15 @@ def is_inlined(params: dict[str, Any]) -> bool:
 def open_jaxpr(closed: Any) -> tuple[Any, list[Any]]:
     """A closed jaxpr as one that takes its constants first, and those constants."""
     return convert_constvars_jaxpr(closed.jaxpr), list(closed.consts)
+
+
+def constants_in(jaxpr: Any) -> Iterator[Any]:
+    """Yield the constants of a jaxpr and of those that it contains."""
+    yield from getattr(jaxpr, "consts", ())
+    for equation in jaxpr.eqns:
+        for value in jax.tree.leaves(list(equation.params.values())):
+            if hasattr(value, "eqns"):
+                yield from constants_in(value)
 
 
 def is_or_contains(primitive: Primitive, params: dict[str, Any], name: str) -> bool:

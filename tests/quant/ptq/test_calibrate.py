@@ -440,14 +440,14 @@ def test_what_was_stopped_goes_on_where_it_was(how, options, tmp_path):
     rules = [Rule(".*", "int4", tile_size=16, **options, **activations)]
     run = lambda batches, **more: calibrate(layers, rules, params=LAYERS, **how, **more)(batches)
     with pytest.raises(KeyboardInterrupt):
-        run(Stopped(BATCHES, 4 if "sequential" in how else 3), resume=tmp_path)
+        run(Stopped(BATCHES, 5 if "sequential" in how else 4), resume=tmp_path)
     kept = len(list(tmp_path.glob("*.npz")))
     assert 0 < kept < (5 if "sequential" in how else 3)
     passes = Stopped(BATCHES, 100)
     small = run(passes, resume=tmp_path)
     whole = Stopped(BATCHES, 100)
     jax.tree.map(np.testing.assert_array_equal, small, run(whole))
-    assert passes.passes - whole.passes == kept
+    assert passes.passes - whole.passes == kept - 1  # one more, to compare the batches
     assert not list(tmp_path.glob("*.begun"))
 
 
@@ -455,17 +455,65 @@ def test_a_folder_is_of_one_calibration(tmp_path):
     first = calibrate(mlp, INT4, params=MLP, resume=tmp_path / "new" / "kept")
     small = first(BATCHES)
     again = calibrate(mlp, INT4, params=MLP, resume=tmp_path / "new" / "kept")
-    jax.tree.map(np.testing.assert_array_equal, small, again(iter(BATCHES[:1])))  # all is known
+    jax.tree.map(np.testing.assert_array_equal, small, again(BATCHES))
     assert again.report.rows == first.report.rows
-    for params, rules, batches in (
-        (MLP, [Rule(".*", "int8")], BATCHES),
-        (MLP | {"up": 2 * MLP["up"]}, INT4, BATCHES),
-        (MLP, INT4, BATCHES[1:]),
+    scaled = 2 * MIX[0, 0]
+    for model, params, rules, batches, other in (
+        (mlp, MLP, [Rule(".*", "int8")], BATCHES, "rules or options"),
+        (mlp, MLP | {"up": 2 * MLP["up"]}, INT4, BATCHES, "parameters"),
+        (mlp, MLP, INT4, BATCHES[1:], "batches"),
+        (mlp, MLP, INT4, BATCHES[:2], "batches"),
+        (mlp, MLP, INT4, [*BATCHES[:2], 2 * BATCHES[2]], "batches"),
+        (lambda params, x: jnp.tanh(mlp(params, x)), MLP, INT4, BATCHES, "model"),
+        (
+            lambda params, x: mlp(params, x) + scaled * jnp.asarray(MIX)[:1, :48],
+            MLP,
+            INT4,
+            BATCHES,
+            "model",
+        ),
     ):
-        with pytest.raises(ValueError, match="other parameters, rules or batches"):
-            calibrate(mlp, rules, params=params, resume=tmp_path / "new" / "kept")(batches)
+        with pytest.raises(ValueError, match=f"keeps a calibration with other {other}: name"):
+            calibrate(model, rules, params=params, resume=tmp_path / "new" / "kept")(batches)
+    with pytest.raises(TypeError, match="resume goes through the batches several times"):
+        calibrate(mlp, INT4, params=MLP, resume=tmp_path / "other")(iter(BATCHES))
     with pytest.raises(ValueError, match="holds no calibration to resume"):
         calibrate(mlp, INT4, params=MLP, resume=tmp_path)(BATCHES)
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="is not a folder"):
+        calibrate(mlp, INT4, params=MLP, resume=tmp_path / "file")(BATCHES)
+
+
+def test_constants_of_a_model_are_part_of_it(tmp_path):
+    model = lambda offset: jax.jit(lambda params, x: mlp(params, x + offset))
+    calibrate(model(jnp.ones(64)), INT4, params=MLP, resume=tmp_path)(BATCHES[:1])
+    calibrate(model(jnp.ones(64)), INT4, params=MLP, resume=tmp_path)(BATCHES[:1])
+    with pytest.raises(ValueError, match="with other model: name"):
+        calibrate(model(2 * jnp.ones(64)), INT4, params=MLP, resume=tmp_path)(BATCHES[:1])
+
+
+@pytest.mark.parametrize("content", [b"", b"text", b"PK\x03\x04 cut"], ids=repr)
+def test_a_damaged_file_is_calibrated_again(content, tmp_path):
+    run = lambda: calibrate(mlp, INT4, params=MLP, resume=tmp_path)(BATCHES)
+    small = run()
+    damaged, _ = sorted(tmp_path.glob("*.npz"))
+    damaged.write_bytes(content)
+    with pytest.warns(UserWarning, match=r"(up|down) is calibrated again: .*empty, damaged"):
+        jax.tree.map(np.testing.assert_array_equal, small, run())
+    jax.tree.map(np.testing.assert_array_equal, small, run())
+    whole = damaged.read_bytes()
+    damaged.write_bytes(whole[: len(whole) // 2])
+    with pytest.warns(UserWarning, match="is calibrated again"):
+        run()
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]"])
+def test_a_damaged_identity_is_rejected(content, tmp_path):
+    (tmp_path / "calibration.json").write_text(content)
+    with pytest.raises(ValueError, match=r"calibration.json is empty or damaged.*: delete"):
+        calibrate(mlp, INT4, params=MLP, resume=tmp_path)(BATCHES)
+    (tmp_path / "calibration.json").rename(tmp_path / "calibration.begun")  # stopped while writing
+    calibrate(mlp, INT4, params=MLP, resume=tmp_path)(BATCHES)
 
 
 def test_moments_are_of_some_weights_at_a_time():

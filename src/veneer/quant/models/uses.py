@@ -20,6 +20,7 @@ from ..._core.transform import implicit, redispatch
 from ..._core.tree import static
 from ..._core.value import is_value
 from ..._jax.primitives import Primitive, find_primitive
+from ..._jax.sharding import replicated_sharding
 from ..._jax.source_lines import user_line, warn_user
 from ..product_weights import ProductWeight
 from .rules import flatten_with_paths
@@ -330,7 +331,12 @@ def abstracted(function: Callable, *trees: Any) -> tuple[Callable, list[jax.Shap
             full[i] = array
         return function(*jax.tree.unflatten(treedef, full))
 
+    return of_arrays, [_type_of(leaves[i]) for i in at]
+
+
+def _type_of(array: Any) -> jax.ShapeDtypeStruct:
     # JAX 0.12 warns of a dtype that it does not have, as that of int64 arrays of NumPy.
-    dtypes = [canonicalize_dtype(leaves[i].dtype, allow_extended_dtype=True) for i in at]
-    avals = [jax.ShapeDtypeStruct(leaves[i].shape, t) for i, t in zip(at, dtypes, strict=True)]
-    return of_arrays, avals
+    dtype = canonicalize_dtype(array.dtype, allow_extended_dtype=True)
+    cut = isinstance(array, jax.Array) and replicated_sharding(array) is not None
+    sharding = jax.typeof(array).sharding if cut else None
+    return jax.ShapeDtypeStruct(array.shape, dtype, sharding=sharding)

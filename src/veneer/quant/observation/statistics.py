@@ -193,14 +193,26 @@ def load_statistics(file: str | Path) -> dict[str, ActivationStatistics]:
     **Raises:** `ValueError` where the file holds anything else.
     """
     fields: dict[str, dict[str, Any]] = {}
-    with np.load(file) as arrays:
-        for name in arrays.files:
-            path, _, field = name.rpartition(":")
-            fields.setdefault(path, {})[field] = arrays[name]
+    for name, array in arrays_in(file).items():
+        path, _, field = name.rpartition(":")
+        fields.setdefault(path, {})[field] = array
     try:
         return {path: statistics_in(arrays) for path, arrays in fields.items()}
     except TypeError as error:
         raise ValueError(f"{file} holds no statistics of activations: {error}") from None
+
+
+def arrays_in(file: str | Path) -> dict[str, np.ndarray]:
+    """Return the arrays of a file of NumPy's, `.npz`, by name.
+
+    **Raises:** `ValueError` for a file that is empty, damaged or of another kind.
+    """
+    with Path(file).open("rb") as stream:
+        try:
+            with np.load(stream) as arrays:
+                return {name: arrays[name] for name in arrays.files}
+        except Exception as error:  # NumPy and zipfile raise a dozen types
+            raise ValueError(f"{file} is empty, damaged or no .npz file: {error}") from None
 
 
 def arrays_of(statistics: ActivationStatistics) -> dict[str, np.ndarray]:

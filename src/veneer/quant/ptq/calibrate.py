@@ -32,7 +32,7 @@ from ..observation.observe import (
 from ..observation.recording import Recording
 from ..observation.statistics import ActivationStatistics
 from .gptq import DAMPING
-from .kept import KeptCalibration
+from .kept import KeptCalibration, identity_of
 from .methods import get_method, method_for
 from .report import CalibrationReport
 from .weight import RoundedWeight, naming
@@ -93,11 +93,14 @@ def calibrate(
       each; those of one weight take what they do. With `sequential` there are those of one set at a
       time anyway.
     - `resume`: a folder, in which what is found of each weight is kept, and from which the same
-      call goes on after it was stopped.
+      call goes on after it was stopped. The folder belongs to one model, its parameters, the rules,
+      the options and all batches, which are read once more to compare them. A weight whose file is
+      damaged is calibrated again, with a warning.
     - `progress`: whether to show a bar of the weights that are done; it needs `rich`.
 
     **Returns:** a function of the batches, any iterable of them. It has to be one that can be gone
-    through again, as a list, if `sequential`, or if `memory` does not do for all at once. A batch
+    through again, as a list, if `sequential`, with `resume`, or if `memory` does not do for all at
+    once. A batch
     that is a tuple is the arguments of the model, and any other its one argument. It returns the
     quantised parameters, or the module. Its `report` then says what each weight lost.
 
@@ -197,17 +200,22 @@ class Calibrator:
         chosen = choose(self._params, self._rules, self._program, args, in_products=True)
         axes = _contracting(chosen)
         stages = _within(self._memory, chosen, axes)
-        if len(stages) == 1 and not self._sequential:
+        several = ["sequential"] if self._sequential else []
+        several += [f"memory={self._memory:,}"] if len(stages) > 1 else []
+        several += ["resume"] if self._resume is not None else []
+        if not several:
             batches = itertools.chain([first], again)
         elif again is batches:
-            many = "sequential" if self._sequential else f"memory={self._memory:,}"
             raise TypeError(
-                f"{many} goes through the batches several times, and these can be gone through "
-                "but once: pass a list, or an object whose __iter__ begins anew"
+                f"{several[0]} goes through the batches several times, and these can be gone "
+                "through but once: pass a list, or an object whose __iter__ begins anew"
             )
         how = self._method, self._sequential, self._propagation, self._damping, self._memory
         called = self._rules, *how
-        kept = KeptCalibration(self._resume, called, (self._params, first))
+        kept = KeptCalibration(
+            self._resume,
+            lambda: identity_of(called, self._program, self._params, args, batches),
+        )
         weights, met = self._round(chosen, axes, stages, batches, kept)
 
         results = {path: weight.result(path) for path, weight in weights.items()}

@@ -1,7 +1,9 @@
 """What a calibration has found so far, kept in a folder from which the same one goes on."""
 
 import hashlib
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..observation.statistics import ActivationStatistics, arrays_of, statistics_in
+from ..._core.transform import implicit
+from ..._jax.primitives import constants_in
+from ..._jax.source_lines import warn_user
+from ..models.uses import abstracted
+from ..observation.statistics import ActivationStatistics, arrays_in, arrays_of, statistics_in
 from .weight import RoundedWeight
 
 
@@ -19,26 +25,41 @@ class KeptCalibration:
     **Arguments:**
 
     - `folder`: made where there is none. None keeps nothing.
-    - `called`: what the calibration is called with, as it is printed.
-    - `tree`: the parameters and a batch.
+    - `identity`: returns digests of everything that the result depends on, by name.
 
     **Raises:** `ValueError` for a folder of another calibration, or of anything else.
     """
 
-    def __init__(self, folder: str | Path | None, called: object, tree: Any):
+    def __init__(self, folder: str | Path | None, identity: Callable[[], Mapping[str, str]]):
         self._folder = None if folder is None else Path(folder)
         if self._folder is None:
             return
-        fingerprint, name = _fingerprint(called, tree), self._folder / "calibration.sha256"
-        if not name.is_file() and self._folder.exists() and any(self._folder.iterdir()):
+        file = self._folder / "calibration.json"
+        if self._folder.exists() and not self._folder.is_dir():
+            raise ValueError(f"{folder} is not a folder: name another one")
+        if file.is_file():
+            self._check(file, identity())
+            return
+        if self._folder.exists() and any(x.suffix != _BEGUN for x in self._folder.iterdir()):
             raise ValueError(f"{folder} holds no calibration to resume: name another folder")
-        if name.is_file() and name.read_text(encoding="utf-8") != fingerprint:
-            raise ValueError(
-                f"{folder} keeps what a calibration of other parameters, rules or batches has "
-                "found: name another folder, or delete it"
-            )
         self._folder.mkdir(parents=True, exist_ok=True)
-        name.write_text(fingerprint, encoding="utf-8")
+        begun = file.with_suffix(_BEGUN)
+        begun.write_text(json.dumps(dict(identity()), indent=1), encoding="utf-8")
+        begun.replace(file)
+
+    def _check(self, file: Path, identity: Mapping[str, str]) -> None:
+        try:
+            known = dict(json.loads(file.read_text(encoding="utf-8")))
+        except (ValueError, TypeError):
+            raise ValueError(
+                f"{file} is empty or damaged, so nothing tells which calibration it belongs to: "
+                f"delete {self._folder}, or name another folder"
+            ) from None
+        if others := [name for name, digest in identity.items() if known.get(name) != digest]:
+            raise ValueError(
+                f"{self._folder} keeps a calibration with other {' and '.join(others)}: name "
+                "another folder, or delete it"
+            )
 
     def save(
         self,
@@ -54,7 +75,7 @@ class KeptCalibration:
         arrays: dict[str, Any] = {f"{_MET}{name}": array for name, array in met.items()}
         arrays |= {} if weight is None else weight.state()
         file = self._file(stage, path)
-        begun = file.with_suffix(".begun")
+        begun = file.with_suffix(_BEGUN)
         with begun.open("wb") as stream:
             np.savez(stream, **arrays)
         begun.replace(file)
@@ -67,10 +88,13 @@ class KeptCalibration:
         for path, weight in weights.items():
             if self._folder is None or not self._file(stage, path).is_file():
                 continue
-            with np.load(self._file(stage, path)) as arrays:
-                state = dict(arrays)
-            names = [name for name in state if name.startswith(_MET)]
-            met[path] = statistics_in({name[len(_MET) :]: state.pop(name) for name in names})
+            try:
+                state = arrays_in(self._file(stage, path))
+                names = [name for name in state if name.startswith(_MET)]
+                met[path] = statistics_in({name[len(_MET) :]: state.pop(name) for name in names})
+            except (ValueError, TypeError) as error:
+                warn_user(f"{path} is calibrated again: {error}")
+                continue
             if weight is not None:
                 weight.restore(state)
         return met
@@ -81,14 +105,50 @@ class KeptCalibration:
 
 
 _MET = "met:"  # before the names of statistics
+_BEGUN = ".begun"  # the suffix of a file that is being written
 
 
-def _fingerprint(called: object, tree: Any) -> str:
-    found = hashlib.sha256(repr(called).encode())
-    for leaf in jax.tree.leaves(tree):
-        if jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key):
-            leaf = jax.random.key_data(leaf)
-        array = np.asarray(leaf)
+def identity_of(
+    called: object, program: Callable, params: Any, args: Sequence[Any], batches: Iterable[Any]
+) -> dict[str, str]:
+    """Return digests of a calibration, by what of it they are.
+
+    **Arguments:**
+
+    - `called`: the arguments of the calibration, as they are printed.
+    - `program`: the model, a function of the parameters and of `args`.
+    - `batches`: all of them.
+    """
+    return {
+        "rules or options": _digest([repr(called)]),
+        "model": _digest(_described(program, params, args)),
+        "parameters": _digest(jax.tree.leaves(params)),
+        "batches": _digest(x for batch in batches for x in ("batch", *jax.tree.leaves(batch))),
+    }
+
+
+def _described(program: Callable, params: Any, args: Sequence[Any]) -> list[Any]:
+    """Return the text of a program and its constants, the same in each process."""
+
+    def run(params: Any, args: Any) -> list[Any]:
+        out = jax.tree.leaves(implicit(program)(params, *args))
+        return [x for x in out if isinstance(x, jax.Array | np.ndarray)]
+
+    of_arrays, avals = abstracted(run, params, tuple(args))
+    jaxpr = jax.make_jaxpr(of_arrays)(avals)
+    text = re.sub(r" at 0x[0-9a-f]+", "", str(jaxpr))
+    ordered = lambda match: ", ".join(sorted(match[0].split(", ")))
+    return [re.sub(r"(?<=frozenset\(\{)[^}]*", ordered, text), *constants_in(jaxpr)]
+
+
+def _digest(parts: Iterable[Any]) -> str:
+    found = hashlib.sha256()
+    for part in parts:
+        if not isinstance(part, str) and jnp.issubdtype(jnp.result_type(part), jax.dtypes.prng_key):
+            part = jax.random.key_data(part)
+        array = np.asarray(part)
+        if array.dtype.kind in "OUS":
+            array = np.frombuffer(repr(part).encode(), np.uint8)
         found.update(f"{array.dtype}{array.shape}".encode())
         found.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     return found.hexdigest()
