@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +18,34 @@ pytensor = pytest.importorskip("pytensor")
 BEFORE = jax.config.jax_enable_x64
 
 import pytensor.tensor as pt  # noqa: E402
+from pytensor.compile.builders import OpFromGraph  # noqa: E402
 from pytensor.compile.mode import Mode  # noqa: E402
 from pytensor.graph.basic import Apply  # noqa: E402
 from pytensor.graph.fg import FunctionGraph  # noqa: E402
 from pytensor.graph.op import Op  # noqa: E402
+from pytensor.scalar import Composite, int8, reciprocal  # noqa: E402
+from pytensor.tensor.elemwise import Elemwise  # noqa: E402
+from pytensor.tensor.math import Sum  # noqa: E402
 
-from veneer.interop.pytensor import QuantizedDot, quantized_dot, to_jax  # noqa: E402
+from veneer.interop import pytensor as interop  # noqa: E402
+from veneer.interop.pytensor import QuantizedDot, quantized_dot  # noqa: E402
+
+
+def to_jax(graph, inputs=None):
+    """Return the function of `to_jax`, which also checks the dtypes of its results."""
+    function = interop.to_jax(graph, inputs)
+    outputs = graph.outputs if isinstance(graph, FunctionGraph) else graph
+    declared = [v.type.dtype for v in (outputs if isinstance(outputs, list) else [outputs])]
+
+    def checked(*args):
+        results = function(*args)
+        for result, dtype in zip(jax.tree.leaves(results), declared, strict=True):
+            assert result.dtype == jax.dtypes.canonicalize_dtype(dtype)
+            assert not getattr(result, "weak_type", False)
+        return results
+
+    return checked
+
 
 KEY = arrays.key(0)
 W, B = lora(KEY), arrays.linspace(-1.0, 1.0, 6)
@@ -86,6 +109,81 @@ def test_a_graph_of_float64_is_of_float32_where_jax_is():
     assert f(jnp.zeros(3)).dtype == jnp.zeros(3).dtype
     with jax.enable_x64(True):
         assert f(jnp.zeros(3, jnp.float64)).dtype == jnp.float64
+
+
+I8, I32 = pt.vector("i8", dtype="int8"), pt.vector("i32", dtype="int32")
+F32, C128 = pt.vector("f32", dtype="float32"), pt.vector("c128", dtype="complex128")
+HUNDRED = np.array([100, 100], np.int8)
+LARGE = np.array([2**24 + 1, 5], np.int32)  # float32 rounds the first
+HALVES = np.array([0.5, 1.5], np.float32)
+TYPED = {
+    "sum of int8": (lambda: I8.sum(dtype="int8"), [I8]),
+    "sum of int8 in int32": (lambda: I8.sum(dtype="int32"), [I8]),
+    "product": (lambda: I8.prod(dtype="int16"), [I8]),
+    "complex sum as real": (lambda: Sum(dtype="float64")(C128), [C128]),
+    "half sum that overflows": (lambda: (4e4 * F32).astype("float16").mean(), [F32]),
+    "cumsum": (lambda: pt.cumsum(I8), [I8]),
+    "alloc": (lambda: pt.alloc(np.int8(100), 2) + pt.alloc(np.int8(100), 2), []),
+    "alloc of a constant": (lambda: pt.alloc(np.float32(0.1), 2), []),
+    "searchsorted": (lambda: pt.searchsorted(F32, F32), [F32]),
+    "reciprocal": (lambda: pt.reciprocal(I8), [I8]),
+    "square root": (lambda: pt.sqrt(I8), [I8]),
+    "integers and floats": (lambda: I32 + F32, [I32, F32]),
+    "comparison": (lambda: pt.eq(I32, (I32 - 1).astype("float32")), [I32]),
+    "join": (lambda: pt.join(-1, I32, F32), [I32, F32]),
+    "stack": (lambda: pt.stack([I32[0], F32[0]]), [I32, F32]),
+    "dot": (lambda: pt.dot(I32, F32), [I32, F32]),
+    "wider constants": (lambda: I8 + pt.constant(np.int16(200)), [I8]),
+    "double constants": (lambda: F32 + pt.constant(np.array([1 / 3])), [F32]),
+    "int8 scalars": (lambda: I8[0] * I8[1], [I8]),
+    "int8 constants": (lambda: I8 + pt.constant(HUNDRED).sum(dtype="int8"), [I8]),
+    "shape": (lambda: F32.shape, [F32]),
+    "size": (lambda: F32.shape[0], [F32]),
+    "part that is set": (lambda: pt.set_subtensor(F32[0], I8[0]), [I8, F32]),
+    "input": (lambda: I8, [I8]),
+    "constant": (lambda: pt.constant(np.int8(3)), []),
+    "composite": (
+        lambda: Elemwise(Composite([a := int8("a")], [reciprocal(a) * reciprocal(a)]))(I8),
+        [I8],
+    ),
+    "graph in a graph": (
+        lambda: OpFromGraph([I8], [I8.sum(dtype="int8") // np.int8(2)])(I8),
+        [I8],
+    ),
+    "loop": (
+        lambda: pytensor.scan(
+            lambda x: pt.stack([x, x]).sum(dtype="int8") // np.int8(2),
+            sequences=[I8],
+            return_updates=False,
+        ),
+        [I8],
+    ),
+}
+
+
+@pytest.mark.parametrize("x64", [True, False], ids=["x64", "x32"])
+@pytest.mark.parametrize("name", TYPED)
+def test_results_have_the_declared_dtype(name, x64):
+    build, inputs = TYPED[name]
+    graph = build()
+    values = {I8: HUNDRED, I32: LARGE, F32: HALVES, C128: np.array([1 + 2j, 3])}
+    arguments = [values[x] for x in inputs]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # NumPy's, of complex numbers as real ones
+        expected = pytensor.function(inputs, graph, mode=Mode("py", None))(*arguments)
+    expected = expected.astype(graph.type.dtype)  # PyTensor's Python mode sums up int8 in int64
+    f = to_jax(graph, inputs)  # of the other setting: dtypes are those of the call
+    with jax.enable_x64(x64):
+        for result in (f(*arguments), jax.jit(f)(*arguments)):
+            if x64 or name != "comparison":  # that is exact in float64 alone
+                np.testing.assert_allclose(result, expected, rtol=1e-15 if x64 else 1e-6)
+
+
+def test_the_graphs_within_a_graph_stay_as_they_were():
+    total = OpFromGraph([I8], [(I8 + 0 + I8).sum(dtype="int8")])
+    before = [node.op for node in total.fgraph.toposort()]
+    to_jax(total(I8), [I8])(HUNDRED)
+    assert [node.op for node in total.fgraph.toposort()] == before
 
 
 def test_arguments_are_those_that_the_graph_declares():

@@ -8,6 +8,8 @@ the setting stays what it was.
 """
 
 import contextlib
+import copy
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -29,15 +31,19 @@ try:
     from pytensor.compile.mode import get_mode
     from pytensor.graph.basic import Apply, Constant, Variable
     from pytensor.graph.fg import FunctionGraph
-    from pytensor.graph.op import Op
+    from pytensor.graph.op import HasInnerGraph, Op
     from pytensor.graph.traversal import ancestors, graph_inputs
     from pytensor.link.jax.dispatch import jax_funcify
+    from pytensor.link.jax.dispatch.basic import jax_typify
     from pytensor.link.numba.dispatch import basic as numba_dispatch
-    from pytensor.scalar import upcast
-    from pytensor.tensor.basic import Alloc, AllocEmpty, ARange, Eye
+    from pytensor.link.utils import fgraph_to_python
+    from pytensor.scalar import ScalarOp, upcast
+    from pytensor.tensor.basic import Alloc, AllocEmpty, ARange, Eye, Join, MakeVector
     from pytensor.tensor.blockwise import Blockwise
-    from pytensor.tensor.extra_ops import UnravelIndex
+    from pytensor.tensor.elemwise import CAReduce, Elemwise
+    from pytensor.tensor.extra_ops import CumOp, UnravelIndex
     from pytensor.tensor.linalg import QR
+    from pytensor.tensor.math import Dot
     from pytensor.tensor.shape import Reshape, Shape, Shape_i
 except ImportError as error:
     raise ImportError(
@@ -52,8 +58,9 @@ __all__ = ["QuantizedDot", "quantized_dot", "to_jax"]
 def to_jax(graph: Any, inputs: Sequence[Any] | None = None) -> Callable[..., Any]:
     """Makes a JAX function of a PyTensor graph, which the transformations of JAX and ours take.
 
-    The graph is rewritten as PyTensor's JAX mode does; its own copy, not the one given. Dtypes are
-    those of JAX: where `jax_enable_x64` is not set, float64 is float32, as everywhere in JAX.
+    The graph is rewritten as PyTensor's JAX mode does; its own copy, not the one given. Each result
+    within the graph has the dtype that the graph declares. If `jax_enable_x64` is not set, float64
+    is float32, as everywhere in JAX.
 
     **Arguments:**
 
@@ -86,19 +93,29 @@ def to_jax(graph: Any, inputs: Sequence[Any] | None = None) -> Callable[..., Any
     _write_out_unravel_index(fgraph)
     _replace_pivoted_qr(fgraph)
     get_mode("JAX").optimizer.rewrite(fgraph)
+    # `jax_enable_x64` decides the dtypes of constants and sums, and may change before a call.
+    run_for = functools.cache(lambda float_dtype: _in_jax(fgraph))
     with _name_what_decides_shapes(fgraph):
-        run = _in_jax(fgraph)
+        run_for(jax.dtypes.canonicalize_dtype("float64"))
     is_one = isinstance(graph, Variable)
 
     def of_graph(*args: Any) -> Any:
         if len(args) != len(types):
             raise TypeError(f"the graph takes {len(types)} arrays, {names}, and got {len(args)}")
         given = [_as_declared(*x) for x in zip(args, types, names, strict=True)]
-        with warnings.catch_warnings(), _name_what_decides_shapes(fgraph):
+        with (
+            warnings.catch_warnings(),
+            np.errstate(all="ignore"),  # NumPy computes scalars whose values are known
+            _name_what_decides_shapes(fgraph),
+        ):
             # PyTensor adds up float32 in float64.
             warnings.filterwarnings("ignore", "Explicitly requested dtype", UserWarning)
-            results = run(*given)
-        return results[0] if is_one else tuple(results)
+            results = run_for(jax.dtypes.canonicalize_dtype("float64"))(*given)
+        arrays = [
+            result if hasattr(result, "dtype") else jnp.asarray(result, _dtype_of(variable))
+            for result, variable in zip(results, fgraph.outputs, strict=True)
+        ]
+        return arrays[0] if is_one else tuple(arrays)
 
     return of_graph
 
@@ -131,12 +148,116 @@ def _check_inputs(inputs: Sequence[Any]) -> None:
 
 def _in_jax(fgraph: Any) -> Callable[..., Any]:
     """PyTensor's function in JAX, refused where PyTensor warns that it ignores a parameter."""
-    with warnings.catch_warnings():
+    # The constants are arrays, also where the function is first called under `jax.jit`.
+    with warnings.catch_warnings(), jax.ensure_compile_time_eval():
         warnings.filterwarnings("error", ".*(ignores the|is ignored)", UserWarning)
         try:
-            return jax_funcify(fgraph)
+            return _funcify_graph(fgraph)
         except UserWarning as error:
             raise NotImplementedError(f"the graph is not computed as it says: {error}") from error
+
+
+class _TypedGraph(FunctionGraph):
+    """The graph within an `Op`, each of whose results has its declared dtype."""
+
+
+@jax_funcify.register(_TypedGraph)
+def _funcify_graph(fgraph: Any, node: Any = None, **kwargs: Any) -> Callable[..., Any]:
+    return fgraph_to_python(
+        fgraph,
+        _funcify,
+        type_conversion_fn=_constant,
+        **{"fgraph_name": "to_jax", **kwargs},
+    )
+
+
+def _constant(data: Any, variable: Any = None, **kwargs: Any) -> Any:
+    """Convert a constant. A scalar is a NumPy scalar: JAX may use its value as a shape."""
+    if isinstance(data, np.ndarray):
+        dtype = _dtype_of(variable)
+        return jnp.asarray(data, dtype) if data.ndim else data.astype(dtype)[()]
+    return jax_typify(data, variable=variable, **kwargs)
+
+
+def _funcify(op: Any, node: Any, **kwargs: Any) -> Callable[..., Any]:
+    """Return PyTensor's implementation of an `Op`, with inputs and outputs cast as it declares.
+
+    PyTensor's implementations leave dtypes to JAX, whose rules are not those of PyTensor and
+    NumPy: in JAX, a sum of int8 is int32, and a product of int32 and float32 is float32.
+    """
+    implementation = jax_funcify(_with_typed_graphs(op), node=node, **kwargs)
+    first, input_dtype = _common_dtype(op, node)
+
+    def typed(*inputs: Any) -> Any:
+        if input_dtype is not None:
+            operands = zip(inputs[first:], node.inputs[first:], strict=True)
+            cast = (x if v.type.dtype == "bool" else _cast(x, input_dtype) for x, v in operands)
+            inputs = (*inputs[:first], *cast)
+        results = implementation(*inputs)
+        if len(node.outputs) == 1:
+            return _cast(results, _dtype_of(node.outputs[0]))
+        dtypes = map(_dtype_of, node.outputs)
+        return tuple(_cast(*pair) for pair in zip(results, dtypes, strict=True))
+
+    return typed
+
+
+def _with_typed_graphs(op: Any) -> Any:
+    """Copy an `Op` that contains graphs, and make them typed."""
+    if isinstance(op, HasInnerGraph):
+        graph: Any = op.fgraph
+        # PyTensor freezes the graphs of some classes.
+        graph = graph.unfreeze() if hasattr(graph, "unfreeze") else graph.clone()
+        op = copy.copy(op)
+        op.fgraph = _TypedGraph(graph.inputs, graph.outputs, clone=False)
+    for name in ("scalar_op", "core_op"):
+        inner = getattr(op, name, None)
+        if inner is not None and (typed := _with_typed_graphs(inner)) is not inner:
+            op = copy.copy(op)
+            setattr(op, name, typed)
+    return op
+
+
+def _common_dtype(op: Any, node: Any) -> tuple[int, Any]:
+    """Return the first operand that NumPy casts before it computes, and the dtype it casts to.
+
+    The dtype is None where JAX computes in the same one.
+    """
+    core = getattr(op, "core_op", op)
+    # Before PyTensor 3.3, the first input of `Join` is the axis.
+    first = int(isinstance(core, Join) and "axis" not in core.__props__)
+    declared = None
+    if isinstance(core, CAReduce):
+        declared = getattr(core, "acc_dtype", None)
+    elif isinstance(core, CumOp):
+        declared = node.outputs[0].type.dtype
+    elif isinstance(core, Elemwise | ScalarOp | Join | MakeVector | Dot):
+        dtypes = {variable.type.dtype for variable in node.inputs[first:]} - {"bool"}
+        declared = np.result_type(*dtypes) if len(dtypes) > 1 else None
+    return first, None if declared is None else jax.dtypes.canonicalize_dtype(declared)
+
+
+def _dtype_of(variable: Any) -> Any:
+    """Return the dtype that JAX has for a variable. That of a generator or slice is None."""
+    dtype = getattr(variable.type, "dtype", None)
+    return None if dtype is None else jax.dtypes.canonicalize_dtype(dtype)
+
+
+def _cast(x: Any, dtype: Any) -> Any:
+    """Cast an array or scalar. A shape, which is a tuple, is no array yet."""
+    if dtype is None or isinstance(x, tuple):
+        return x
+    if isinstance(x, bool | int | float | complex | np.generic | np.ndarray):
+        numbers = _as_kind(np.asarray(x), dtype).astype(dtype)
+        return jnp.asarray(numbers) if numbers.ndim else numbers[()]
+    if x.dtype == dtype and not getattr(x, "weak_type", False):
+        return x
+    return _as_kind(x, dtype).astype(dtype)
+
+
+def _as_kind(x: Any, dtype: Any) -> Any:
+    """Drop the imaginary part for a real dtype, as NumPy does."""
+    return x.real if x.dtype.kind == "c" and dtype.kind != "c" else x
 
 
 def _write_out_unravel_index(fgraph: Any) -> None:
@@ -225,7 +346,7 @@ def _as_declared(x: Any, declared: Any, name: str) -> Any:
         raise TypeError(
             f"the input {name} of the graph is {declared}, and was given {given}{[*x.shape]}"
         )
-    return x
+    return jnp.asarray(x) if isinstance(x, np.ndarray) and x.ndim else x
 
 
 #: Dtypes by what they hold: each kind all that those before it do.
