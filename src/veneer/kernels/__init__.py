@@ -17,6 +17,7 @@ Kernels know no types: a matrix is codes in bytes, scales and zero points.
 """
 
 from . import stacks as stacks
+from .cpu.build import register_handlers as register_handlers
 from .matmul import matmul as matmul
 from .problem import BYTES as BYTES
 from .problem import FLOATS as FLOATS

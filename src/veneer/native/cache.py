@@ -51,7 +51,7 @@ class Cache:
         A cache that cannot be read or written, or is damaged, only costs time.
         """
         with COMPILING:
-            file = self.directory / f"{name}-{self.fingerprint}.o"
+            file = self._file(name)
             with contextlib.suppress(OSError, ValueError):
                 return _read(file)
             content = make()
@@ -61,6 +61,13 @@ class Cache:
                     _write(file, hashlib.sha256(content).digest() + content)
                     _remove_old(file)
             return content
+
+    def holds(self, name: str) -> bool:
+        """Return whether the cache has an object file of this name."""
+        return self._file(name).exists()
+
+    def _file(self, name: str) -> Path:
+        return self.directory / f"{name}-{self.fingerprint}.o"
 
     @functools.cached_property
     def fingerprint(self) -> str:

@@ -1,12 +1,19 @@
 """How kernels come to be: compiled once, kept on disk, refused where they cannot run."""
 
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.experimental import serialize_executable
 from kernels.cpu import plain_kernel as plain
 from kernels.cpu.test_runtime import run
 
-from veneer.kernels.cpu import build
+import veneer as vn
+from veneer import kernels
+from veneer.kernels.cpu import build, targets
 
 
 def test_a_kernel_that_is_compiled_needs_no_numba():
@@ -53,3 +60,68 @@ from veneer.native import cpu, isa
 print(found == isa.HAS_BF16 == ("avx512bf16" in cpu.features()))
 """
     assert run(code, **settings) == "False\nTrue\n"
+
+
+def serialized():
+    """Return a program that calls a kernel, and the bytes of its executable."""
+    w = vn.quant.quantize(jnp.eye(256), "int4", channelwise_axes=[1])
+    f = jax.jit(lambda x: vn.implicit(jnp.matmul)(x, w))
+    executable = f.lower(jnp.ones((1, 256))).compile()
+    return executable, serialize_executable.serialize(executable)[0]
+
+
+def test_the_kernels_of_an_executable_are_known_by_its_bytes():
+    compiled, executable = serialized()
+    names = kernels.register_handlers(executable)
+    assert names
+    assert all(f'custom_call_target="{name}"' in compiled.as_text() for name in names)
+    assert kernels.register_handlers(b"no kernel, veneer_ rows_") == []
+    assert set(names) <= set(kernels.register_handlers())  # all that the cache has
+
+
+def test_a_kernel_of_another_version_is_named():
+    with pytest.raises(ValueError, match=r"veneer_rows_int99_few.* compile the program again"):
+        kernels.register_handlers(b"\0veneer_rows_int99_few\0")
+
+
+def test_an_executable_that_calls_kernels_needs_them(monkeypatch):
+    monkeypatch.setattr(build, "available", lambda: "kernels need Numba")
+    with pytest.raises(RuntimeError, match="calls veneer_rows_int8_few: kernels need Numba"):
+        kernels.register_handlers(b"\0veneer_rows_int8_few\0")
+    assert kernels.register_handlers() == []
+
+
+def test_no_name_of_a_kernel_hides_in_another():
+    for name in targets.names():
+        assert targets.names_in(f"a{name}z".encode()) == [name]
+
+
+WRITES = """
+import pathlib
+import jax, jax.numpy as jnp
+from jax.experimental.serialize_executable import serialize
+import veneer as vn
+w = vn.quant.quantize(jnp.eye(256), "int4", channelwise_axes=[1])
+executable = jax.jit(lambda x: vn.implicit(jnp.matmul)(x, w)).lower(jnp.ones((1, 256))).compile()
+pathlib.Path("{file}").write_bytes(serialize(executable)[0])
+"""
+
+LOADS = """
+import pathlib, sys
+import jax, jax.numpy as jnp
+from jax.experimental.serialize_executable import deserialize_and_load
+from veneer import kernels
+executable = pathlib.Path("{file}").read_bytes()
+kernels.register_handlers(executable if {named} else None)
+x = jnp.arange(256.0)[None]
+trees = [jax.tree.structure(tree) for tree in (((x,), {{}}), x)]
+print(deserialize_and_load(executable, *trees)(x).argmax(), "numba" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_another_process_loads_an_executable(tmp_path, named):
+    file = tmp_path / "executable"
+    # XLA does not write an executable again that it has read itself.
+    run(WRITES.format(file=file), JAX_ENABLE_COMPILATION_CACHE="false")
+    assert run(LOADS.format(file=file, named=named)) == "255 False\n"

@@ -96,6 +96,39 @@ def registered(name: str, compile: Callable[[], bytes]) -> str:
     return name
 
 
+def register_handlers(executable: bytes | None = None) -> list[str]:
+    """Register the CPU kernels that a compiled program calls, before the program is loaded.
+
+    A process registers a kernel with XLA when it first traces a program that needs the kernel. A
+    process that loads a program from `jax.experimental.serialize_executable` has traced nothing.
+    Without this call, it fails with "No FFI handler registered for veneer_...".
+
+    **Arguments:**
+
+    - `executable`: the bytes that `serialize` returned. The kernels that it calls are registered,
+        and compiled if the cache of this machine does not have them. By default, all kernels that
+        the cache has are registered.
+
+    **Returns:** the names of the registered kernels.
+
+    **Raises:** `RuntimeError` if the executable calls kernels and this process cannot use them, for
+    example without Numba. `ValueError` if the executable
+    was compiled by another version of veneer and calls a kernel that this version does not have.
+
+    >>> from veneer import kernels
+    >>> kernels.register_handlers(b"...veneer_rows_int8_few...")
+    ['veneer_rows_int8_few']
+    """
+    names = targets.names() if executable is None else targets.names_in(executable)
+    if (reason := available()) is not None:
+        if not names or executable is None:
+            return []
+        raise RuntimeError(f"the executable calls {', '.join(names)}: {reason}")
+    if executable is None:
+        names = [name for name in names if CACHE.holds(name)]
+    return [target(name) for name in names]
+
+
 @functools.cache
 def _load_handlers() -> None:
     from ...native import machine_code

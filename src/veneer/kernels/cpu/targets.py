@@ -16,7 +16,42 @@ SHARED, HANDLERS = "veneer_shared", ("veneer_handle_product", "veneer_handle_qua
 _PRODUCT, _QUANTIZE = HANDLERS
 
 _FAMILY = re.compile(r"veneer_(integer_|bf16_|)(rows|columns)_(\w+)")
+_CALL = re.compile(rb"veneer_(?:(?:integer_|bf16_)?(?:rows|columns)|quantise)_\w+")
 _ACTIVATIONS = {"integer_": "int8", "bf16_": "bfloat16", "": "float32"}
+
+
+def names() -> list[str]:
+    """Return the names of all targets."""
+    families = [
+        (prefix, contracting, _ACTIVATIONS[prefix])
+        for prefix in _ACTIVATIONS
+        for contracting in ("rows", "columns")
+    ]
+    products = [
+        f"veneer_{prefix}{contracting}_{kind}_{variant}"
+        for prefix, contracting, activations in families
+        for kind in BITS
+        for variant in VARIANTS[activations, contracting]
+        if _is_there(activations, contracting, kind, variant)
+    ]
+    return products + [f"veneer_quantise_{kind}" for kind in QUANTIZED_BITS]
+
+
+def names_in(executable: bytes) -> list[str]:
+    """Return the targets that a serialized executable calls.
+
+    **Raises:** `ValueError` if it calls a target of another version.
+    """
+    calls = set(_CALL.findall(executable))
+    known = {name: name.encode() for name in names()}
+    # The bytes that follow a name may look like a part of it.
+    for call in calls:
+        if not any(call.startswith(name) for name in known.values()):
+            raise ValueError(
+                f"the executable calls a kernel {call.decode()!r}, which this version of veneer "
+                "does not have: compile the program again with this version"
+            )
+    return [name for name, text in known.items() if any(call.startswith(text) for call in calls)]
 
 
 def _is_there(activations: str, contracting: str, kind: str, variant: str) -> bool:
