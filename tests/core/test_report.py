@@ -1,6 +1,7 @@
 """The report of `explain`, as text and as a page."""
 
 import html.parser
+import weakref
 from pathlib import Path
 
 import jax
@@ -160,3 +161,41 @@ def test_the_page_has_each_line_with_the_source_around_it(tmp_path):
     assert lines.count("<pre>") == 1
     assert '<td class="number times" data-n="2">2</td>' in lines
     assert "<td>in passing</td>" in lines.replace(' class="where"', "")
+
+
+KRONECKER = vn.types.Kronecker(arrays.ones((2, 2)), arrays.ones((2, 2)))
+DIAGONAL = vn.types.Diagonal(arrays.ones(4))
+
+
+@pytest.mark.parametrize(
+    ("build", "primitive", "nbytes"),
+    [
+        (lambda: KRONECKER + DIAGONAL, "add", 128),
+        (lambda: 1.0 + DIAGONAL, "add", 64),
+        (lambda: DIAGONAL.reshape(2, 8), "reshape", 64),
+    ],
+    ids=["sum", "reflected", "method"],
+)
+def test_what_operators_materialized_before_is_reported(build, primitive, nbytes):
+    dense = build()
+    for report in (vn.explain(jnp.sin)(dense), vn.explain(lambda x: x + dense)(1.0)):
+        (event,) = report.events
+        assert (event.primitive, event.rule, event.nbytes) == (primitive, None, nbytes)
+        assert "test_report.py" in event.line
+        assert "materialised before the call" in str(report)
+    assert not vn.explain(jnp.sin)(jnp.array(dense)).events  # another array
+
+
+def test_operators_that_materialize_nothing_are_not_reported():
+    assert not vn.explain(jnp.sin)(DIAGONAL @ jnp.ones((4, 2))).events
+    assert not vn.explain(jnp.sin)(vn.materialise(DIAGONAL)).events
+
+
+def test_a_report_keeps_neither_results_nor_operands_alive():
+    diagonal = vn.types.Diagonal(jnp.ones(4))
+    dense = diagonal + KRONECKER
+    result, operand = weakref.ref(dense), weakref.ref(diagonal.diagonal)
+    del diagonal
+    assert operand() is None
+    del dense
+    assert result() is None

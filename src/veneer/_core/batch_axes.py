@@ -69,8 +69,9 @@ def _has_shape(value: Value, old: int, new: int, inner: tuple[int, ...]) -> bool
     if not _transparent(treedef):
         return False
     avals = list(map(jax.typeof, leaves))
-    known = [size for aval in avals for size in aval.shape if isinstance(size, int)]
-    unlike = 1 + max(known, default=0)  # a symbolic size, of an export, is unlike any number
+    # A symbolic size equals no number.
+    known = (size for aval in avals for size in aval.shape if isinstance(size, int))
+    unlike = 1 + max(known, default=0)
     batch = tuple(unlike + i for i in range(new))
     abstract = (jax.ShapeDtypeStruct((*batch, *a.shape[old:]), a.dtype) for a in avals)
     return stands_for(treedef, tuple(abstract)) == (*batch, *inner)

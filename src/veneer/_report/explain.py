@@ -9,6 +9,7 @@ import numpy as np
 
 from .._core.policy import Policy, policy_in_force
 from .._core.surface.event import Event
+from .._core.surface.operators import materialised_before
 from .._core.transform import implicit
 from .report import Report
 
@@ -24,7 +25,9 @@ def explain(fn: Callable[P, Any]) -> Callable[P, Report]:
     **Returns:** a function of `fn`'s arguments that gives a `Report`: every primitive that met an
     implicit operand, with the rule that ran (file and line), or that it was materialised, and how
     many bytes either makes dense on the platform that JAX runs on. Of operands that are weights,
-    and not implicit in passing, an event has the paths in the arguments.
+    and not implicit in passing, an event has the paths in the arguments. If an operator outside
+    `implicit` materialized its operands, and its result is an argument or is captured, the report
+    has that event, too.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> w = vn.quant.quantize(jnp.eye(2), "nf4")
@@ -47,8 +50,9 @@ def explain(fn: Callable[P, Any]) -> Callable[P, Report]:
             return implicit(fn)(*args, **kwargs)
 
         events: list[Event] = []
+        arrays = [x for a, x in zip(is_array, leaves, strict=True) if a]
         with policy_in_force(Policy(events=events)):
-            jax.eval_shape(of_arrays, [x for a, x in zip(is_array, leaves, strict=True) if a])
-        return Report(tuple(events))
+            program = jax.make_jaxpr(of_arrays)(arrays)
+        return Report((*materialised_before([*arrays, *program.consts]), *events))
 
     return traced

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import lru_cache
 
-from .._core.surface.event import Event
+from .._core.surface.event import BEFORE_CALL, Event
 
 #: In the place of the weights of what met none.
 IN_PASSING = "in passing"
@@ -45,7 +45,8 @@ def _grouped(events: Iterable[Event], name: Callable[[Event, str], str]) -> dict
 def what_ran(event: Event) -> str:
     """Returns the rule that ran, and how; or that none fitted."""
     if event.rule is None:
-        return "materialised: no rule fits"
+        when = f" {event.how}" if event.how == BEFORE_CALL else ""
+        return f"materialised{when}: no rule fits"
     return f"rule {short(event.rule)}" + (f": {event.how}" if event.how else "")
 
 

@@ -60,6 +60,7 @@ def serves(kind: str, shape: Shape, counts: Shape) -> bool:
     """
     return (
         kind in QUANTIZED_BITS
+        and all(isinstance(size, int) for size in shape)  # some are symbolic for export
         and math.prod(shape) >= _LEAST_VALUES
         and select.chosen() != "xla"
         and build.available() is None

@@ -263,12 +263,14 @@ class QArray(ImplicitArray):
         ndim = self.ndim
 
         def of(leaf: Any) -> list[LeafAxis]:
-            counts = enumerate(zip(self.shape, leaf.shape, strict=True))
-            # An axis of size 0 may have a scale of size 0, too.
-            return [
-                LeafAxis(i - ndim, "shared" if count == 1 else max(1, size // max(1, count)))
-                for i, (size, count) in counts
-            ]
+            counts = zip(self.shape, leaf.shape, strict=True)
+            return [LeafAxis(i - ndim, block(*sizes)) for i, sizes in enumerate(counts)]
+
+        def block(size: int, count: int) -> Any:
+            if count == 1:
+                return "shared"
+            # By equality alone, which also symbolic sizes have. An axis of size 0 has any count.
+            return 1 if size in (0, count) else size // count
 
         packed = list(aligned(ndim))
         if self.packing is not None:

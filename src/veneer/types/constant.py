@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.export import is_symbolic_dim
 from jax.typing import ArrayLike
 
 from .._core.rules import register
@@ -62,7 +63,7 @@ class Constant(ImplicitArray):
                 f"Constant takes a number or an array to fill with, not {self.fill!r}"
             ) from None
         sizes: Any = self.trailing
-        if not (isinstance(sizes, tuple) and all(isinstance(n, int) and n >= 0 for n in sizes)):
+        if not (isinstance(sizes, tuple) and all(map(_is_size, sizes))):
             raise TypeError(f"Constant takes a tuple of sizes, not {sizes!r}")
 
     @classmethod
@@ -83,6 +84,10 @@ class Constant(ImplicitArray):
     def materialise(self) -> Any:
         """The dense array."""
         return _broadcast(self.fill, self.shape)
+
+
+def _is_size(n: Any) -> bool:
+    return is_symbolic_dim(n) or (isinstance(n, int) and n >= 0)
 
 
 def _broadcast(fill: Any, shape: Sequence[int]) -> Any:

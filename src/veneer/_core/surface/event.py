@@ -11,6 +11,9 @@ Source = tuple[str | int, ...]
 #: In the place of the path of a weight that is neither in an argument nor captured.
 FOUND = "an array that the program found"
 
+#: The `how` of what an eager operation materialized before the program was called.
+BEFORE_CALL = "before the call"
+
 
 class MaterialiseError(TypeError):
     """An operand is to be made dense, which the policy in force forbids."""

@@ -1,7 +1,9 @@
 """Operators and array methods of implicit arrays at top level: JAX's own, under `implicit`."""
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -9,16 +11,59 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._jax.tracing import is_eager
-from ..policy import ALLOW, current_policy
+from ..._jax.source_lines import user_line
+from ..._jax.tracing import ConcreteArray, is_eager
+from ..policy import ALLOW, Policy, current_policy, policy_in_force
 from ..rules import forget_with_rules
 from ..transform import redispatch
 from ..value import Value, materialise
+from .event import BEFORE_CALL, Event
 from .found import found
 from .mistakes import check_fields, is_marked
 from .parts import refuse_dense_update, refuse_part
 
 _OPERANDS = (Value, jax.Array, np.ndarray, np.generic, bool, int, float, complex)
+
+
+# Dense results of eager operations by id: how to stage the operation again, and the user's line.
+_dense_results: dict[int, tuple[weakref.ref, Callable, Any, list[Any], str]] = {}
+
+
+def _remember_dense(out: Any, function: Callable, operands: Any) -> Any:
+    """Remember how a dense matrix was computed from implicit operands, as long as it exists.
+
+    No report is being made of an eager operation. `explain` reports it later, if it is given the
+    matrix. The operands are not kept alive.
+    """
+    if type(out) is ConcreteArray and out.ndim > 1:
+        leaves, treedef = jax.tree.flatten(operands)
+        abstract = [x.aval if isinstance(x, jax.Array) else x for x in leaves]
+        key = id(out)
+        forget = weakref.ref(out, lambda _: _dense_results.pop(key, None))
+        _dense_results[key] = forget, function, treedef, abstract, user_line()
+    return out
+
+
+def materialised_before(arrays: Iterable[Any]) -> list[Event]:
+    """Return the events of eager operations that materialized operands to compute these arrays."""
+    events: list[Event] = []
+    for array in arrays:
+        remembered, function, treedef, leaves, line = _dense_results.get(id(array), [None] * 5)
+        if remembered is None or remembered() is not array:
+            continue
+        policy = Policy(events=[])
+        is_aval = [isinstance(x, jax.core.ShapedArray) for x in leaves]
+
+        def run(avals: Any) -> Any:
+            rest = iter(avals)
+            filled = [next(rest) if a else x for a, x in zip(is_aval, leaves, strict=True)]
+            return redispatch(function, *jax.tree.unflatten(treedef, filled))
+
+        with policy_in_force(policy):
+            jax.eval_shape(run, [x for a, x in zip(is_aval, leaves, strict=True) if a])
+        made_dense = [event for event in policy.events if event.made_dense]
+        events += [replace(event, line=line, how=BEFORE_CALL) for event in made_dense]
+    return events
 
 
 def _at_top_level(function: Callable) -> Callable[..., Any]:
@@ -40,7 +85,7 @@ def _at_top_level(function: Callable) -> Callable[..., Any]:
         if not (is_eager() and current_policy() is ALLOW and _are_arrays(operands)):
             return transformed(*operands)
         try:
-            return compiled()(*operands)
+            return _remember_dense(compiled()(*operands), function, operands)
         except TypeError as error:  # for a leaf or for metadata: ours names the field
             for x in operands:
                 if isinstance(x, Value):
@@ -77,9 +122,12 @@ def _reflected(function: Callable) -> Callable[[Any, Any], Any]:
 def _method(name: str) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         refuse_part(self)
-        return redispatch(
-            lambda x, args, kwargs: getattr(x, name)(*args, **kwargs), *found((self, args, kwargs))
-        )
+        out = redispatch(call, *found((self, args, kwargs)))
+        is_reported = current_policy() is not ALLOW
+        return out if is_reported else _remember_dense(out, call, (self, args, kwargs))
+
+    def call(x: Any, args: Any, kwargs: Any) -> Any:
+        return getattr(x, name)(*args, **kwargs)
 
     return method
 

@@ -28,12 +28,14 @@ class Chunks(NamedTuple):
 
 
 def chunks_of(array: jax.Array, counts: Shape, format: Format) -> Chunks | None:
-    """Returns how to cut an array of `counts` tiles; None where it is small, or is to be whole.
+    """Return how to cut an array of `counts` tiles. None is no cut.
 
-    That is one whose scales are quantised, all of a matrix together; one that is cut over devices;
-    and one of a single tile.
+    Not cut are small arrays, arrays of symbolic size, arrays whose scales are quantized
+    together, arrays that are split over devices, and arrays of one tile.
     """
     size = array.size * 4
+    if not isinstance(size, int):  # symbolic, in programs for export
+        return None
     if size < 2 * CHUNK_BYTES or format.scale_tile is not None or _is_cut(array):
         return None
     steps = {axis: _step(axis, array.shape, counts, format) for axis in range(array.ndim)}
