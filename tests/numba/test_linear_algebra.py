@@ -43,6 +43,19 @@ def test_triangular_systems_of_all_kinds():
     both(triangular, [A, Y])
 
 
+@pytest.mark.parametrize("place", ["right side", "matrix", "diagonal"])
+def test_triangular_systems_with_infinities(place):
+    n = 9  # more than OpenBLAS computes at once
+    a = (np.eye(n) + 0.1 * RANDOM.normal(size=(n, n))).astype(np.float32)
+    y = RANDOM.normal(size=(n, n)).astype(np.float32)
+    where = {"right side": (y, (3, 1)), "matrix": (a, (5, 2)), "diagonal": (a, (4, 4))}
+    array, index = where[place]
+    array[index] = 0 if place == "diagonal" else -np.inf
+    expected = jax.jit(triangular)(a, y)
+    for result, dense in zip(vn.numba.compile(triangular, a, y)(a, y), expected, strict=True):
+        np.testing.assert_array_equal(result, dense)
+
+
 def test_cholesky_gives_nan_for_what_is_not_positive():
     result = both(jnp.linalg.cholesky, [np.stack([POSITIVE[0], -POSITIVE[1]])])
     assert np.isfinite(result[0]).all()

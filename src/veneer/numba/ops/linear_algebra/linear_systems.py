@@ -18,23 +18,23 @@ def _(
 ) -> ArrayExpr:  # fmt: skip
     dtype, (rows, columns) = checked(a), y.shape[-2:]
     n = a.shape[-1]
-    if conjugate_a and not transpose_a:  # for which LAPACK has no letter
-        a = conjugate(b, a)
-    out = b.copy(y)
+    if conjugate_a and transpose_a:  # for which LAPACK has no letter, as it reads `a` transposed
+        a, conjugate_a = conjugate(b, a), False
+    # On the side that JAX has it: from the other side, OpenBLAS computes NaN where JAX has infinity.
+    out = b.copy(transposed(b, y))
     count, results = stacked(out, 2)
     matrices = stacked(b.force(a), 2)[1]
-    # Row by row is transposed, for LAPACK: so sides change, and the other triangle is the lower.
     letters = [
-        "R" if left_side else "L",
+        "L" if left_side else "R",
         "U" if lower else "L",
-        ("C" if conjugate_a and dtype.kind == "c" else "T") if transpose_a else "N",
+        "N" if transpose_a else "C" if conjugate_a and dtype.kind == "c" else "T",
         "U" if unit_diagonal else "N",
     ]
     one = storage.literal(1, dtype)
     call_lapack(b, "trsm", dtype, count, lambda of: [
-        *letters, columns, rows, Text(one), of(matrices), n, of(results), columns,
+        *letters, rows, columns, Text(one), of(matrices), n, of(results), rows,
     ])  # fmt: skip
-    return out
+    return transposed(b, out)
 
 
 @perform.register("triangular_solve")
