@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 from support import arrays
 from support.annotations import ARE_CHECKED, unless_checked
+from support.array_types import assert_close
 
 import veneer as vn
 from veneer.quant import Rule
@@ -310,3 +311,26 @@ def test_weights_that_are_quantised_or_to_stay_dense_may_be_held():
     q = vn.quant.quantize_tree({"q": lora.w}, [Rule(".*", "int8")])["q"]
     params = {"w": lora, "of q": lora.changed(w=q), "q": q}
     assert vn.quant.quantize_tree(params, rules) == params
+
+
+@pytest.mark.parametrize(
+    "branch",
+    [
+        lambda p, w, x: jax.lax.cond(p, lambda x: x @ w, lambda x: x, x),
+        lambda p, w, x: jax.lax.cond(p, lambda x, w: x @ w, lambda x, w: x, x, w),
+        lambda p, w, x: jax.lax.switch(p.astype(int), [lambda x: x, lambda x: x @ w], x),
+        lambda p, w, x: x @ jnp.where(p, w, w),
+    ],
+    ids=["cond", "operand", "switch", "where"],
+)
+def test_a_weight_in_a_branch_under_vmap_is_quantized(branch):
+    params = {"w": arrays.normal(16, 16)}
+    args = jnp.array([True, False, True]), arrays.normal(3, 16)
+    model = lambda params, ps, xs: jax.vmap(lambda p, x: branch(p, params["w"], x))(ps, xs)
+    rule = vn.quant.Rule("w", "int8")
+    q = vn.quant.quantize_tree(params, [rule], model=model, args=args)
+    assert q["w"].scale.shape == (1, 16)  # along the contracted axis
+    dense = {"w": vn.materialise(q["w"])}
+    assert_close(vn.implicit(model)(q, *args), model(dense, *args))
+    calibrated = vn.quant.calibrate(model, [rule], params=params)([args])
+    assert type(calibrated["w"]) is vn.quant.QArray

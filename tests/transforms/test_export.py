@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax import export
 from support.array_types import MAKERS, Lora, OneHot, Tagged, assert_close, lora
+from support.every_type import value
 
 import veneer as vn
 
@@ -212,3 +213,51 @@ def test_a_flax_class_is_exported():
     value = Shifted(jnp.ones(2), 2.0)
     f = vn.implicit(lambda x: (x, 2 * x))
     assert_close(rebuilt(f, value).call(value), f(value))
+
+
+# Of symbolic sizes.
+
+
+def exported_for_any_batch(f, weights, *args):
+    """Export `f(weights, *args)` with a symbolic first axis of `args`, and call it."""
+    (n,) = export.symbolic_shape("n")
+    abstract = [jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype) for x in args]
+    program = export.export(jax.jit(vn.implicit(f)))(weights, *abstract)
+    return export.deserialize(program.serialize()).call(weights, *args)
+
+
+def rounded(**how):
+    """Return a weight whose activations are quantized, too."""
+    rule = vn.quant.Rule("w", "int8", act_qtype="int8", **how)
+    args = jnp.ones((2, 6)), {"w": jax.random.normal(jax.random.key(0), (6, 6))}
+    model = lambda x, params: x @ params["w"]
+    tree = vn.quant.quantize_tree(args[1], [rule], model=lambda p, x: model(x, p), args=args[:1])
+    return tree["w"]
+
+
+SYMBOLIC = {
+    "product": lambda w, x: x @ w,
+    "gradient": jax.grad(lambda w, x: jnp.sum(jnp.sin(x @ w)), argnums=1),
+    "rows": lambda w, x: w[x[:, 0].astype(jnp.int32)],
+    "rows in a product": lambda w, x: w[x[:, 0].astype(jnp.int32)] @ w,
+    "moved": lambda w, x: jnp.broadcast_to(w, (x.shape[0], 6, 6)).reshape(-1, 6).T,
+    "turned": lambda w, x: w[x[:, 0].astype(jnp.int32)].reshape(6, x.shape[0]),
+    "quantized": lambda w, x: vn.quant.quantize(x @ w, "int8", channelwise_axes=[0]),
+}
+
+
+@pytest.mark.parametrize("name", SYMBOLIC)
+@pytest.mark.parametrize("make", [*MAKERS.values(), rounded], ids=[*MAKERS, "activations"])
+def test_a_program_is_exported_for_any_batch(make, name, x):
+    w = make() if make is rounded else make(jax.random.key(0))
+    expected = jax.jit(vn.implicit(SYMBOLIC[name]))(w, x)
+    assert_close(exported_for_any_batch(SYMBOLIC[name], w, x), expected, 1e-4)
+
+
+@pytest.mark.parametrize("name", ["Banded", "Circulant", "Constant", "Diagonal", "Triangular"])
+def test_values_may_have_a_symbolic_batch(name):
+    w = value(name, (3,))
+    (n,) = export.symbolic_shape("n")
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype), w)
+    f = vn.implicit(lambda w: (jnp.stack([w, w]).sum(), w[0] @ jnp.ones(4), w.reshape(-1, 4) + 1))
+    assert_close(export.export(jax.jit(f))(abstract).call(w), f(w))

@@ -203,8 +203,11 @@ PLATFORMS = tuple(dict.fromkeys(row.platform for row in TABLE))
 
 
 def may_serve(entries: int, batch: int) -> bool:
-    """Returns whether some kernel is for a batch of stored matrices of so many entries each."""
-    return any(_is_large(row, entries, batch) for row in TABLE)
+    """Return whether a kernel multiplies a batch of stored matrices of so many entries each.
+
+    No kernel multiplies matrices of a symbolic size, as rows of an embedding have for export.
+    """
+    return isinstance(entries, int) and any(_is_large(row, entries, batch) for row in TABLE)
 
 
 def _is_large(kernel: Candidate, entries: int, batch: Any) -> bool:

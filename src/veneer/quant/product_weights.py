@@ -216,6 +216,19 @@ def _concatenate(*operands: ProductWeight, dimension: Any) -> Any:
     return first.changed(array=join(*(w.array for w in operands)), **companions)
 
 
+@register("select_n")
+def _select(which: ArrayLike, *cases: ProductWeight) -> Any:
+    """Of weights of one kind, as `vmap` of `cond` selects between a weight and itself."""
+    first = cases[0]
+    if any(_kind(w) != _kind(first) for w in cases):
+        return NotImplemented
+    select = partial(redispatch, lax.select_n, which)
+    in_full = [[_in_full(w, leaf) for leaf in w._companions().values()] for w in cases]
+    companions = [select(*leaves) for leaves in zip(*in_full, strict=True)]
+    array = select(*(w.array for w in cases))
+    return first.changed(array=array, **dict(zip(first._companions(), companions, strict=True)))
+
+
 def _kind(w: ProductWeight) -> Any:
     static = [f.name for f in dataclasses.fields(w) if f.metadata.get("static")]
     return (type(w), *(getattr(w, name) for name in static), tuple(w._companions()))

@@ -3,6 +3,8 @@
 import math
 from collections.abc import Iterator, Sequence
 
+import jax
+
 from ..leaf_axes import Shape
 
 
@@ -48,7 +50,10 @@ def axis_of_units(units: Shape, old: Shape, new: Shape, axis: int, block: int) -
 
 
 def reshape_groups(old: Shape, new: Shape) -> Iterator[tuple[list[int], list[int]]]:
-    """Yields consecutive axes of both shapes with as many values, few at a time; none of size 1."""
+    """Yields consecutive axes of both shapes with as many values, few at a time; none of size 1.
+
+    Axes whose symbolic sizes cannot be compared are in one group with all that follow.
+    """
     left = [axis for axis, size in enumerate(old) if size != 1]
     right = [axis for axis, size in enumerate(new) if size != 1]
     while left:
@@ -56,7 +61,13 @@ def reshape_groups(old: Shape, new: Shape) -> Iterator[tuple[list[int], list[int
         while (a := math.prod(old[i] for i in group[0])) != (
             b := math.prod(new[i] for i in group[1])
         ):
-            if a < b:
+            try:
+                is_less = a < b
+            except jax.errors.InconclusiveDimensionOperation:
+                group = [*group[0], *left], [*group[1], *right]
+                left = right = []
+                break
+            if is_less:
                 group[0].append(left.pop(0))
             else:
                 group[1].append(right.pop(0))
@@ -71,8 +82,11 @@ def _runs(entries: int, sizes: Sequence[int]) -> list[int] | None:
     """
     counts = []
     for size in sizes:
-        count = math.gcd(entries, size)
-        if count not in (entries, size):
+        if entries % size == 0:  # also of symbolic sizes
+            count = size
+        elif size % entries == 0:
+            count = entries
+        else:
             return None
         counts.append(count)
         entries //= count

@@ -71,7 +71,7 @@ def _is_still(primitive: str, weight: Value, result: Value, params: Mapping[str,
 
 
 def _is_matrix(shape: Sequence[int]) -> bool:
-    return sum(n > 1 for n in shape) > 1
+    return sum(n not in (0, 1) for n in shape) > 1
 
 
 _is_named: ContextVar[bool] = ContextVar("is_named", default=False)

@@ -202,6 +202,14 @@ def _concatenate(*operands: TrackedWeight, dimension: int) -> TrackedWeight:
     return operands[0].changed(array=array, tracks=tuple(dict.fromkeys(tracks)))
 
 
+@register("select_n")
+def _select(which: ArrayLike, *cases: TrackedWeight) -> TrackedWeight:
+    """Of weights, as those that `vmap` of `cond` gives to a branch: each may be the one chosen."""
+    array = redispatch(lax.select_n, which, *(w.array for w in cases))
+    tracks = (track for w in cases for track in w.tracks)
+    return cases[0].changed(array=array, tracks=tuple(dict.fromkeys(tracks)))
+
+
 def program_of(params: Any, model: Callable | None, args: Any, kwargs: Any) -> Callable | None:
     """Returns the program of parameters and arguments that a caller gives, or None for none.
 

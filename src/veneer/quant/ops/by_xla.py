@@ -142,7 +142,8 @@ def multiplied_codes(
 
 def _are_large(lhs: QArray, rhs: QArray, params: DotParams, terms: int) -> bool:
     """Whether tiles of so many terms are large enough to be summed by themselves."""
-    few = min(params.free_size(lhs, 0), params.free_size(rhs, 1)) <= _FEW
+    sizes = params.free_size(lhs, 0), params.free_size(rhs, 1)
+    few = any(isinstance(size, int) and size <= _FEW for size in sizes)  # or symbolic, for export
     return terms >= (_LEAST_TILE_OF_FEW if few else _LEAST_TILE)
 
 
@@ -164,7 +165,7 @@ def _why_inside(x: jax.Array | QArray, params: DotParams, side: int) -> str | No
     if not exact_in(x.format, x.dtype):
         return f"{x.qtype} is not exact in {x.dtype.name}"
     for axis in params.dimension_numbers.contracting[side]:
-        if x.scale.shape[axis] > 1:
+        if x.scale.shape[axis] != 1:
             return f"it is tiled by {x.tile_shape[axis]} along the sum"
     return ""
 

@@ -64,7 +64,7 @@ def _slice(q: QArray, *, start_indices, limit_indices, strides) -> Any:
     for axis, span in enumerate(zip(start_indices, limit_indices, strides, strict=True)):
         start, limit, stride = span
         size, tile = q.shape[axis], q.tile_shape[axis]
-        if limit - start == 1 < size and (tile > 1 or _is_packed(q, [axis])):
+        if limit - start == 1 != size and (tile > 1 or _is_packed(q, [axis])):
             part = _entry(part, axis, start)
             span = 0, 1, 1
         elif 1 < tile < size and stride == 1 and start // tile == (limit - 1) // tile:
@@ -80,7 +80,7 @@ def _dynamic_slice(q: QArray, *indices: ArrayLike, slice_sizes) -> Any:
     part, starts = q, list(indices)
     for axis, size in enumerate(slice_sizes):
         is_cut = q.tile_shape[axis] > 1 or _is_packed(q, [axis])
-        if size == 1 < q.shape[axis] and is_cut:
+        if size == 1 != q.shape[axis] and is_cut:
             part = _entry(part, axis, start_in_bounds(indices[axis], q.shape[axis]))
             starts[axis] = jnp.zeros_like(indices[axis])
     if part is q:
@@ -117,7 +117,7 @@ def _in_one_tile(q: QArray, axis: int, tile: Any) -> QArray:
     """Returns an array with the scale of one tile, by its number, for all along an axis."""
 
     def of(leaf: "Leaf | QArray") -> Any:
-        if leaf.shape[axis] <= 1:
+        if leaf.shape[axis] in (0, 1):
             return leaf
         return _entry(leaf, axis, tile) if isinstance(leaf, QArray) else _one(leaf, axis, tile)
 

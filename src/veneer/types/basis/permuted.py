@@ -68,7 +68,7 @@ class Permuted(InBasis):
     def basis_axes(self, batch: Sequence[int] = ()) -> set[int] | None:
         """The axis; None where the order varies along one that is not in a batch."""
         axis = self.ndim + self.axis
-        varies = {i for i, n in enumerate(self.order.shape) if n > 1 and i != axis}
+        varies = {i for i, n in enumerate(self.order.shape) if n != 1 and i != axis}
         return {axis} if varies <= {*batch} else None
 
     def into_basis(self, x: Any, places: Places) -> Any:

@@ -64,7 +64,7 @@ class Scaled(InBasis):
 
     def basis_axes(self, batch: Sequence[int] = ()) -> set[int] | None:
         """The axes along which there are factors, but for those of a batch."""
-        return {i for i, n in enumerate(self.factor.shape) if n > 1 and i not in batch}
+        return {i for i, n in enumerate(self.factor.shape) if n != 1 and i not in batch}
 
     def into_basis(self, x: Any, places: Places) -> Any:
         """x times the factors."""
