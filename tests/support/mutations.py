@@ -158,8 +158,8 @@ MUTATIONS = [
         "numba/test_reduce.py numba",
     ),
     Mutation(
-        '"U" if lower else "L",\n        ("C" if conjugate_a',
-        '"L" if lower else "U",\n        ("C" if conjugate_a',
+        '"U" if lower else "L",\n        "N" if transpose_a',
+        '"L" if lower else "U",\n        "N" if transpose_a',
         "numba/test_linear_algebra.py",
     ),
     Mutation(

@@ -1,7 +1,5 @@
 """How kernels come to be: compiled once, kept on disk, refused where they cannot run."""
 
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import jax

@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +25,32 @@ from .parts import refuse_dense_update, refuse_part
 _OPERANDS = (Value, jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 
 
-# Dense results of eager operations by id: how to stage the operation again, and the user's line.
-_dense_results: dict[int, tuple[weakref.ref, Callable, Any, list[Any], str]] = {}
+class _DenseResult(NamedTuple):
+    """A dense matrix that an eager operation computed, and how to stage the operation again."""
+
+    array: weakref.ref
+    function: Callable
+    structure: Any  # of the operands, whose arrays are abstract among the leaves
+    leaves: list[Any]
+    line: str
+
+    def events(self) -> list[Event]:
+        """Return the events in which the operation materialized an operand."""
+        is_array = [isinstance(x, jax.core.ShapedArray) for x in self.leaves]
+
+        def run(arrays: Any) -> Any:
+            rest = iter(arrays)
+            filled = [next(rest) if a else x for a, x in zip(is_array, self.leaves, strict=True)]
+            return redispatch(self.function, *jax.tree.unflatten(self.structure, filled))
+
+        events: list[Event] = []
+        with policy_in_force(Policy(events=events)):
+            jax.eval_shape(run, [x for a, x in zip(is_array, self.leaves, strict=True) if a])
+        made_dense = [event for event in events if event.made_dense]
+        return [replace(event, line=self.line, how=BEFORE_CALL) for event in made_dense]
+
+
+_dense_results: dict[int, _DenseResult] = {}  # by the id of the array
 
 
 def _remember_dense(out: Any, function: Callable, operands: Any) -> Any:
@@ -36,34 +60,19 @@ def _remember_dense(out: Any, function: Callable, operands: Any) -> Any:
     matrix. The operands are not kept alive.
     """
     if type(out) is ConcreteArray and out.ndim > 1:
-        leaves, treedef = jax.tree.flatten(operands)
-        abstract = [x.aval if isinstance(x, jax.Array) else x for x in leaves]
+        leaves, structure = jax.tree.flatten(operands)
+        abstract = [jax.typeof(x) if isinstance(x, jax.Array | np.ndarray) else x for x in leaves]
         key = id(out)
-        forget = weakref.ref(out, lambda _: _dense_results.pop(key, None))
-        _dense_results[key] = forget, function, treedef, abstract, user_line()
+        array = weakref.ref(out, lambda _: _dense_results.pop(key, None))
+        _dense_results[key] = _DenseResult(array, function, structure, abstract, user_line())
     return out
 
 
 def materialised_before(arrays: Iterable[Any]) -> list[Event]:
     """Return the events of eager operations that materialized operands to compute these arrays."""
-    events: list[Event] = []
-    for array in arrays:
-        remembered, function, treedef, leaves, line = _dense_results.get(id(array), [None] * 5)
-        if remembered is None or remembered() is not array:
-            continue
-        policy = Policy(events=[])
-        is_aval = [isinstance(x, jax.core.ShapedArray) for x in leaves]
-
-        def run(avals: Any) -> Any:
-            rest = iter(avals)
-            filled = [next(rest) if a else x for a, x in zip(is_aval, leaves, strict=True)]
-            return redispatch(function, *jax.tree.unflatten(treedef, filled))
-
-        with policy_in_force(policy):
-            jax.eval_shape(run, [x for a, x in zip(is_aval, leaves, strict=True) if a])
-        made_dense = [event for event in policy.events if event.made_dense]
-        events += [replace(event, line=line, how=BEFORE_CALL) for event in made_dense]
-    return events
+    results = [(x, _dense_results.get(id(x))) for x in arrays]
+    alive = [result for x, result in results if result is not None and result.array() is x]
+    return [event for result in alive for event in result.events()]
 
 
 def _at_top_level(function: Callable) -> Callable[..., Any]:

@@ -20,7 +20,7 @@ def _(
     n = a.shape[-1]
     if conjugate_a and transpose_a:  # for which LAPACK has no letter, as it reads `a` transposed
         a, conjugate_a = conjugate(b, a), False
-    # On the side that JAX has it: from the other side, OpenBLAS computes NaN where JAX has infinity.
+    # From the other side, OpenBLAS computes NaN where JAX has infinity.
     out = b.copy(transposed(b, y))
     count, results = stacked(out, 2)
     matrices = stacked(b.force(a), 2)[1]
