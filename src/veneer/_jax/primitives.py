@@ -141,6 +141,8 @@ def start_in_bounds(start: Any, size: int, length: int = 1) -> jax.Array:
     - `length`: the size of the slice.
     """
     last, start = size - length, jnp.asarray(start)
+    if not isinstance(last, int):  # a symbolic size, of an export
+        return jnp.clip(start_in_bounds(start, jnp.iinfo(jnp.int32).max), 0, last)
     if last == 0:
         return jnp.zeros((), jnp.int32)
     bound = np.array(min(last, jnp.iinfo(start.dtype).max), start.dtype)
