@@ -4,8 +4,7 @@ A dense value is never wrapped, so a primitive without an implicit operand goes 
 parent trace, and dense code costs almost nothing.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +14,15 @@ from .._jax.tracing import Trace, Tracer, current_trace, is_in_derivative
 from .dispatch import dispatch
 from .rules import MAY_MAKE_VALUES, structural_rule
 from .surface.mistakes import refuse_derivatives
-from .surface.nesting import as_tracer, enclosing_implicit, enter, leave, mixes_with_outer, pack
+from .surface.nesting import (
+    as_tracer,
+    enclosing_implicit,
+    enter,
+    entered,
+    leave,
+    mixes_with_outer,
+    pack,
+)
 from .surface.parts import refuse_leaves, warn_of_leaves_by_dtype
 from .value import Value
 
@@ -77,27 +84,9 @@ class ImplicitTrace(Trace):
         """Run a program in a trace of its own, though all values be dense: it may make others."""
         trace = cls(current_trace(), object())
         wrapped = list(map(trace.wrap, values))
-        with trace.inside():
+        with entered(trace, trace):
             out = program(*wrapped)
         return list(map(trace.unwrap, out))
-
-    @contextmanager
-    def inside(self) -> Iterator[None]:
-        """Within, a program runs in this trace."""
-        state = enter(self, self)
-        try:
-            yield
-        finally:
-            leave(state)
-
-    @contextmanager
-    def outside(self) -> Iterator[None]:
-        """Within, code runs in the parent trace, as rules do."""
-        state = enter(self.parent, self.outer)
-        try:
-            yield
-        finally:
-            leave(state)
 
     def process_primitive(
         self, primitive: Primitive, tracers: Sequence[Any], params: dict[str, Any], /
@@ -127,7 +116,7 @@ class ImplicitTrace(Trace):
 
     def _packed(self, tracers: Sequence[Any]) -> list[Any]:
         """Return the operands as arrays of the parent trace."""
-        with self.outside():
+        with entered(self.parent, self.outer):
             values = map(self.unwrap, tracers)
             return [as_tracer(x) if isinstance(x, Value) else x for x in values]
 
@@ -147,7 +136,7 @@ class ImplicitTrace(Trace):
         if self.requires_low:  # no derivative will be taken above: JAX drops the rule here too
             return self._inline(fun, tracers)
         functions = {"fun": fun, "jvp": jvp, "symbolic_zeros": symbolic_zeros}
-        with self.outside():
+        with entered(self.parent, self.outer):
             return list(map(self.wrap, self._by_rule(primitive, tracers, functions)))
 
     def process_custom_vjp_call(
@@ -166,13 +155,13 @@ class ImplicitTrace(Trace):
             return self._inline(fun, tracers)
         functions = {"fun": fun, "fwd": fwd, "bwd": bwd, "out_trees": out_trees}
         functions["symbolic_zeros"] = symbolic_zeros
-        with self.outside():
+        with entered(self.parent, self.outer):
             return list(map(self.wrap, self._by_rule(primitive, tracers, functions)))
 
     def process_shard_map(
         self, primitive: Primitive, f: Any, tracers: Sequence[Any], /, **params: Any
     ) -> Any:
-        with self.outside():
+        with entered(self.parent, self.outer):
             return self._by_rule(primitive, tracers, {"f": f, **params}).map(self.wrap)
 
     def _by_rule(self, primitive: Primitive, tracers: Sequence[Any], params: dict[str, Any]) -> Any:
@@ -190,5 +179,5 @@ class ImplicitTrace(Trace):
         return self._inline(f, tracers)
 
     def _inline(self, fun: Any, tracers: Sequence[Any]) -> Any:
-        with self.inside():
+        with entered(self, self):
             return fun.call_wrapped(*tracers)

@@ -115,6 +115,14 @@ def redispatch(function: Callable, /, *args: Any, **kwargs: Any) -> Any:
     return _run(function, True, args, kwargs)
 
 
+def run_around(function: Callable, /, *args: Any) -> Any:
+    """`redispatch` of values that stand around all others: those of outer calls look dense to them.
+
+    So it is for a type that marks arrays, as `quantize_products` marks activations.
+    """
+    return _run(function, True, args, {}, joins_outer=False)
+
+
 @jax.tree_util.register_pytree_node_class
 class Implicit:
     """`implicit` of a function that is a pytree, such as a module: one with the same leaves."""
@@ -143,7 +151,7 @@ def _run_under(policy: Policy, fn: Any, filter_spec: FilterSpec, args: Any, kwar
         return name_weights(fn, args, kwargs, run) if named else run(fn, args, kwargs)
 
 
-def _run(fn: Any, filter_spec: FilterSpec, args: Any, kwargs: Any) -> Any:
+def _run(fn: Any, filter_spec: FilterSpec, args: Any, kwargs: Any, joins_outer: bool = True) -> Any:
     program = fn, args, kwargs
     leaves, treedef = tree_flatten(program, is_kept)
     if filter_spec is True:
@@ -153,6 +161,8 @@ def _run(fn: Any, filter_spec: FilterSpec, args: Any, kwargs: Any) -> Any:
     if True not in chosen and (filter_spec is not True or _computes_at_once(leaves)):
         return close(fn)(*args, **kwargs)
     trace = ImplicitTrace(current_trace(), object(), filter_spec is True)
+    if not joins_outer:
+        trace.outer = None
     wrapped = [ImplicitTracer(trace, x) if c else x for c, x in zip(chosen, leaves, strict=True)]
     state = enter(trace, trace)
     try:

@@ -18,7 +18,7 @@ from .._core.policy import note_how
 from .._core.primitives.scopes import Place, asked, asking, place
 from .._core.rules import add_rule, register
 from .._core.surface.array import ImplicitArray
-from .._core.transform import redispatch
+from .._core.transform import redispatch, run_around
 from .._core.value import MATERIALISE, Value, is_kept
 from .._jax.primitives import Primitive, find_primitive
 from ..straight_through import ste
@@ -82,7 +82,7 @@ def quantize_products(fn: Callable, rules: Sequence[Rule]) -> Callable:
             return fn(*args, **kwargs)
 
         with asking(products):
-            out = redispatch(run, *map(_marked, leaves))
+            out = run_around(run, *map(_marked, leaves))
         products.warn_of_unmatched()
         is_ours = lambda x: isinstance(x, Activation)
         return jax.tree.map(lambda x: x.array if is_ours(x) else x, out, is_leaf=is_kept)

@@ -5,6 +5,7 @@ from typing import Any
 
 from ..._jax.tracing import current_trace
 from ..policy import current_policy, policy_in_force
+from ..surface.nesting import entered
 from ..trace import ImplicitTrace
 from .scopes import returning
 
@@ -22,7 +23,7 @@ def reentering(trace: ImplicitTrace) -> Callable[..., Callable[..., list[Any]]]:
             inner = ImplicitTrace(current_trace(), tag)
             with policy_in_force(policy), place_of(is_derivative):
                 wrapped = list(map(inner.wrap, args))
-                with inner.inside():
+                with entered(inner, inner):
                     out = function(*wrapped)
                 return list(map(inner.unwrap, out))
 

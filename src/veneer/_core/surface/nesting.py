@@ -52,6 +52,16 @@ def leave(state: Any) -> None:
 
 
 @contextmanager
+def entered(trace: Any, running: Any) -> Iterator[None]:
+    """Within, a trace is current, and the program of an `implicit` runs, or none does."""
+    state = enter(trace, running)
+    try:
+        yield
+    finally:
+        leave(state)
+
+
+@contextmanager
 def staging_here() -> Iterator[None]:
     """Within, the current trace is one into which a rule stages a program."""
     token = _staged_program.set(current_trace())
@@ -113,9 +123,9 @@ def _traces_in_implicit(trace: Any) -> list[Any]:
 
 def as_tracer(value: Value) -> Any:
     """Return a value as an array of the program that is running under `implicit`."""
-    trace = current_trace()
+    trace: Any = current_trace()
     if getattr(trace, "takes_any", False):
-        with trace.outside():  # for a type's aval() may compute
+        with entered(trace.parent, trace.outer):  # for a type's aval() may compute
             return trace.wrap(composed(jax.tree.map(trace.unwrap, value), trace.run))
     if outer := enclosing_implicit(trace):
         outer.holds_values = True
