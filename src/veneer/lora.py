@@ -13,13 +13,13 @@ from typing import Any, TypeVar
 
 import jax
 
+from ._core.surface.weights import path_matches
 from ._core.value import Value
 from ._jax.source_lines import warn_user
 from .quant.models.correction import low_rank_axes
 from .quant.models.rules import flatten_with_paths, some_of, warn_of_unmatched
 from .quant.models.uses import Use, program_of, telling, uses_of
 from .quant.qarray import QUANTIZABLE
-from .tree import path_matches
 from .types.lora import LoraArray, join, merge, split, with_dropout, without_dropout
 
 __all__ = [

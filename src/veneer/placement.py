@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from . import tree as vtree
 from ._core.primitives.sharding import axes_of, entries_of, leaf_specs, places, split, why_not_cut
+from ._core.surface.weights import path_matches
 from ._core.value import is_value
 
 
@@ -256,7 +257,7 @@ def _by_rules(rules: Sequence[Any], paths: Sequence[str]) -> list[Any]:
             compiled.append((re.compile(regex), _checked(device, regex)))
         except re.error as error:
             raise ValueError(f"{regex!r} is not a regex: {error}") from None
-        if not any(vtree.path_matches(compiled[-1][0], path) for path in paths):
+        if not any(path_matches(compiled[-1][0], path) for path in paths):
             some = ", ".join(paths[:4]) + (", ..." if len(paths) > 4 else "")
             warnings.warn(
                 f"the rule {regex!r} matches no array; it is matched in full against paths such as "
@@ -264,8 +265,9 @@ def _by_rules(rules: Sequence[Any], paths: Sequence[str]) -> list[Any]:
                 UserWarning,
                 stacklevel=4,
             )
-    matches = vtree.path_matches
-    return [next((to for regex, to in compiled if matches(regex, path)), None) for path in paths]
+    return [
+        next((to for regex, to in compiled if path_matches(regex, path)), None) for path in paths
+    ]
 
 
 def _by_prefix(shardings: Any, tree: Any) -> list[Any]:

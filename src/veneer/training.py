@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from . import tree as vtree
+from ._core.surface.weights import path_matches
 from ._core.value import Value, is_value
 
 Where = str | type | Callable[[str, Any], Any] | None
@@ -175,7 +176,7 @@ def _chosen(paths: Sequence[str], arrays: Sequence[Any], where: Where) -> list[b
         regex = re.compile(where)
     except re.error as error:
         raise ValueError(f"where={where!r} is not a regex: {error}") from None
-    chosen = [vtree.path_matches(regex, path) for path in paths]
+    chosen = [path_matches(regex, path) for path in paths]
     if not any(chosen):
         some = ", ".join(paths[:4]) + (", ..." if len(paths) > 4 else "")
         warnings.warn(

@@ -4,7 +4,6 @@ The first eight functions are those of `jax.tree` with the same signatures. An `
 caller's names further leaves.
 """
 
-import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -99,18 +98,6 @@ def path_string(path: Iterable[Any]) -> str:
     ['a.0', 'a.1']
     """
     return jax.tree_util.keystr(tuple(path), simple=True, separator=".")
-
-
-def path_matches(regex: str | re.Pattern, path: str) -> bool:
-    """Return whether a regex matches the whole of a path, with or without a final `.value`.
-
-    The path of a variable of `flax.nnx` ends in `.value`, though the model has no such name.
-
-    >>> import veneer as vn
-    >>> vn.tree.path_matches(".*kernel", "layer.kernel.value")
-    True
-    """
-    return any(re.fullmatch(regex, part) for part in (path, path.removesuffix(".value")))
 
 
 def _is_below(x: Any) -> Callable[[Any], bool]:

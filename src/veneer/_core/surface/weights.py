@@ -11,6 +11,7 @@ them together again says which they were, by `keep_sources`.
 """
 
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
@@ -124,3 +125,15 @@ def _argument_names(fn: Any, count: int) -> list[str]:
             elif parameter.kind is parameter.VAR_POSITIONAL:
                 names += [f"{name}.{i}" for i in range(count - len(names))]
     return names + [f"args.{i}" for i in range(len(names), count)]
+
+
+def path_matches(regex: str | re.Pattern, path: str) -> bool:
+    """Return whether a regex matches the whole of a path, with or without a final `.value`.
+
+    The path of a variable of `flax.nnx` ends in `.value`, though the model has no such name.
+
+    >>> from veneer._core.surface.weights import path_matches
+    >>> path_matches(".*kernel", "layer.kernel.value")
+    True
+    """
+    return any(re.fullmatch(regex, part) for part in (path, path.removesuffix(".value")))

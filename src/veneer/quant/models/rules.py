@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from ..._core.surface.weights import path_matches
 from ..._core.value import is_value
 from ..._jax.source_lines import warn_user
-from ...tree import path_matches
 from ...types.basis import InBasis, Rotated
 from ...types.lora import LoraArray
 from ..activations import ActivationQuantized, check_activation_format, products_named
