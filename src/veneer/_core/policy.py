@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 
@@ -120,31 +120,40 @@ def tell(events: Iterable[Event]) -> None:
             policy.on_materialise(event)
 
 
-# What the rule that is running says of itself, and the bytes of each operand that it makes dense.
-_how: ContextVar[tuple[str, Sequence[int]]] = ContextVar("how", default=("", ()))
-
-#: What an event says of operands: as they are shown, where they come from, and their dense bytes.
-Operands = tuple[tuple[str, ...], tuple[Source, ...], tuple[int, ...]]
+# What the rule that is running says of itself, the bytes of each operand that it makes dense, and
+# why it ran no kernel.
+_how: ContextVar[tuple[str, Sequence[int], str]] = ContextVar("how", default=("", (), ""))
 
 
-def note_how(how: str, dense: Sequence[int] = ()) -> None:
+class Operands(NamedTuple):
+    """What an event says of operands: how they are shown, their sources, and their dense bytes."""
+
+    shown: tuple[str, ...]
+    sources: tuple[Source, ...]
+    dense: tuple[int, ...]
+    caches: tuple[bool, ...]
+
+
+def note_how(how: str, dense: Sequence[int] = (), no_kernel: str = "") -> None:
     """Called by a rule at its end: its way, and how many bytes of each operand that makes dense."""
     if _policy.value is not ALLOW:
-        _how.set((how, dense))
+        _how.set((how, dense, no_kernel))
 
 
 def note_rule(primitive: str, operands: Callable[[], Operands], rule: str) -> None:
     """Tells that a rule ran, where someone asked for a report or it makes something dense."""
-    policy, (how, dense) = _policy.value, _how.get()
-    _how.set(("", ()))
+    policy, (how, dense, no_kernel) = _policy.value, _how.get()
+    _how.set(("", (), ""))
     if any(dense) or policy is RECORD or policy.events is not None:
-        shown, sources, _ = operands()
+        shown, sources, _, caches = operands()
         dense = (*dense, *[0] * (len(shown) - len(dense)))
-        tell([Event(primitive, shown, rule, sum(dense), user_line(), how, sources, dense)])
+        said = shown, rule, sum(dense), user_line(), how, sources, dense, caches, no_kernel
+        tell([Event(primitive, *said)])
 
 
 def note_materialised(primitive: str, operands: Callable[[], Operands], why: str = "") -> None:
     """Tells whoever asked that operands are about to be made dense."""
     if _policy.value is not ALLOW:
-        shown, sources, dense = operands()
-        tell([Event(primitive, shown, None, sum(dense), user_line(), why, sources, dense)])
+        shown, sources, dense, caches = operands()
+        said = shown, None, sum(dense), user_line(), why, sources, dense, caches
+        tell([Event(primitive, *said)])

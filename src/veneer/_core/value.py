@@ -71,6 +71,10 @@ class Value(Shown):
     #: it is differentiated as one (`vn.hijax`): so for a quantised array, whose codes have none.
     dense_tangent: ClassVar[bool] = False
 
+    #: Whether programs write into values, as into a cache of keys and values. Reports do not call
+    #: them weights.
+    is_cache: ClassVar[bool] = False
+
     _made_here: ClassVar[bool] = False
     _pytree: ClassVar[bool] = False
     _fields: ClassVar[Fields] = Fields(frozenset(), tell=True)
@@ -377,7 +381,8 @@ def operands_met(values: Sequence[Any]) -> Operands:
     """What an event says of operands; dense bytes are those of implicit ones."""
     avals = [v.aval() if isinstance(v, Value) else None for v in values]
     dense = [0 if a is None else a.size * a.dtype.itemsize for a in avals]
-    return describe(values), tuple(map(source_of, values)), tuple(dense)
+    caches = tuple(isinstance(v, Value) and v.is_cache for v in values)
+    return Operands(describe(values), tuple(map(source_of, values)), tuple(dense), caches)
 
 
 def describe(values: Sequence[Any]) -> tuple[str, ...]:

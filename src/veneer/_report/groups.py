@@ -47,7 +47,7 @@ def what_ran(event: Event) -> str:
     if event.rule is None:
         when = f" {event.how}" if event.how == BEFORE_CALL else ""
         return f"materialised{when}: no rule fits"
-    return f"rule {short(event.rule)}" + (f": {event.how}" if event.how else "")
+    return f"rule {short(event.rule)}" + (f": {event.how_and_why}" if event.how else "")
 
 
 def short(place: str) -> str:

@@ -52,10 +52,11 @@ class Report:
         if not self.materialised:
             return f"{met}, and none made it dense."
         dense = f"{len(self.materialised)} of them made it dense: {size_of(self.nbytes)} in all"
-        of_weights = f"{size_of(self.weight_nbytes)} of it of weights"
-        if self.weight_nbytes in (0, self.nbytes):
-            of_weights = "of weights alone" if self.weight_nbytes else "none of it of weights"
-        return f"{met}, and {dense}, {of_weights}."
+        of_caches = sum(event.cache_nbytes for event in self.materialised)
+        kinds = {"caches": of_caches, "weights": self.weight_nbytes - of_caches}
+        made = [f"{size_of(n)} of it of {kind}" for kind, n in kinds.items() if n]
+        alone = [f"of {kind} alone" for kind, n in kinds.items() if 0 < n == self.nbytes]
+        return f"{met}, and {dense}, {' and '.join(alone or made or ['none of it of weights'])}."
 
     def __str__(self) -> str:
         rows: list[Cells | str] = []

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._core.policy import note_materialised
+from .._core.policy import Operands, note_materialised
 from .._core.surface.mistakes import no_array
 from .._core.value import Value, describe, is_value, make_dense, source_of
 from .._jax.primitives import Primitive, find_primitive
@@ -90,7 +90,9 @@ def made_dense(primitive: Primitive, x: Any) -> Any:
     t = _type_of(value)
     shown = describe([value]) if isinstance(value, Value) else (str(t),)
     nbytes = t.size * t.dtype.itemsize
-    note_materialised(primitive.name, lambda: (shown, (source_of(value),), (nbytes,)))
+    is_cache = isinstance(value, Value) and value.is_cache
+    said = Operands(shown, (source_of(value),), (nbytes,), (is_cache,))
+    note_materialised(primitive.name, lambda: said)
     return apply(Materialise(t), canonical(value) if isinstance(value, Value) else value)[0]
 
 

@@ -210,6 +210,14 @@ def may_serve(entries: int, batch: int) -> bool:
     return isinstance(entries, int) and any(_is_large(row, entries, batch) for row in TABLE)
 
 
+def least_entries(platform: str, entries: int, batch: int) -> int | None:
+    """Return from how many entries on kernels of a platform are used; None if these suffice."""
+    rows = [row for row in TABLE if row.platform == platform and not row.opt_in]
+    if any(_is_large(row, entries, batch) for row in rows):
+        return None
+    return min((row.least_entries for row in rows), default=None)
+
+
 def _is_large(kernel: Candidate, entries: int, batch: Any) -> bool:
     is_one_of_many = entries >= _LEAST_OF_MANY and isinstance(batch, int)
     return entries >= kernel.least_entries or (is_one_of_many and batch * entries >= _LEAST_OF_ALL)

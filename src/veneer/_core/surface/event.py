@@ -31,7 +31,9 @@ class Event:
     went, or why none fitted, where that is known; `nbytes` the size of what that, or the lack of a
     rule, made dense; `line` the user's own.
     `weights` are the paths of the weights among the operands, in the arguments of the program, and
-    `weight_nbytes` is what was made dense of those alone.
+    `weight_nbytes` is what was made dense of those alone. Both include caches, and `cache_nbytes`
+    is what was made dense of these. `no_kernel` is the reason why no kernel ran, if the size of an
+    operand is.
     """
 
     primitive: str
@@ -42,6 +44,8 @@ class Event:
     how: str = ""
     sources: tuple[Source, ...] = ()  # of each operand
     dense: tuple[int, ...] = ()  # of each operand, the bytes that are made dense
+    caches: tuple[bool, ...] = ()  # of each operand, whether programs write into it
+    no_kernel: str = ""
 
     @property
     def made_dense(self) -> bool:
@@ -58,6 +62,17 @@ class Event:
         """The bytes that were made dense of weights."""
         return sum(n for n, source in zip(self.dense, self.sources, strict=True) if source)
 
+    @property
+    def cache_nbytes(self) -> int:
+        """The bytes that were made dense of caches."""
+        of_each = zip(self.dense, self.sources, self.caches, strict=True) if self.caches else ()
+        return sum(n for n, source, is_cache in of_each if source and is_cache)
+
+    @property
+    def how_and_why(self) -> str:
+        """How the rule went, and why it ran no kernel."""
+        return ", ".join(filter(None, (self.how, self.no_kernel)))
+
     def met_by(self, sources: Sequence[Source], line: str) -> "Event":
         """This event of a staged program, as it is met with operands of these sources, there."""
         return replace(self, line=line, sources=tuple(resolved(s, sources) for s in self.sources))
@@ -67,7 +82,9 @@ class Event:
         met = f"{self.primitive}({', '.join(self.operands)}) at {self.line}{of}"
         if self.rule is not None:
             dense = f"{self.nbytes:,} bytes are made dense" if self.nbytes else ""
-            return f"{met}: " + ", ".join(filter(None, (f"rule {self.rule}", self.how, dense)))
+            return f"{met}: " + ", ".join(
+                filter(None, (f"rule {self.rule}", self.how_and_why, dense))
+            )
         why = f": {self.how}" if self.how else ""
         return f"{met}: no rule fits{why}, so {self.nbytes:,} bytes are made dense"
 

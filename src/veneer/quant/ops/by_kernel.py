@@ -89,6 +89,25 @@ def by_kernel(lhs: jax.Array | QArray, rhs: jax.Array | QArray, params: DotParam
     return None
 
 
+def too_small_for_kernels(
+    lhs: jax.Array | QArray, rhs: jax.Array | QArray, params: DotParams
+) -> str:
+    """Return the reason why no kernel here reads an operand, if that is its size; else ""."""
+    for side, q in enumerate((lhs, rhs)):
+        if not isinstance(q, QArray) or q.size == 0 or select.chosen() == "xla":
+            continue
+        batch = math.prod(_sizes(q, params.dimension_numbers.batch[side]))
+        least = select.least_entries(jax.default_backend(), q.size // batch, batch)
+        if least is not None:
+            of_each = f" for each of {batch:,}" if batch > 1 else ""
+            name = "rhs" if side else "lhs"
+            return (
+                f"{name} too small for a kernel ({q.size // batch:,} values{of_each}; kernels are "
+                f"used from {least:,})"
+            )
+    return ""
+
+
 def _sizes(x: Any, axes: Sequence[int]) -> list[Any]:
     return [x.shape[axis] for axis in axes]
 

@@ -15,7 +15,7 @@ from ..._core.surface.array import ImplicitArray
 from ..formats.tiles import over_tiles
 from ..pairs import runs_on_gpu
 from ..qarray import QArray
-from .by_kernel import by_kernel
+from .by_kernel import by_kernel, too_small_for_kernels
 from .by_xla import WAYS_BY_XLA
 from .minima import minima_apart
 from .operands import has_minimum, may_scale_outside, operand_pair
@@ -68,7 +68,7 @@ def plan_of(lhs: jax.Array | QArray, rhs: jax.Array | QArray, params: DotParams)
     plans = _plans(lhs, rhs, params)
     plan = next(plans)
     if not plan.is_kernel:
-        return plan
+        return dataclasses.replace(plan, no_kernel=too_small_for_kernels(lhs, rhs, params))
     otherwise = next(plans)
     return dataclasses.replace(
         plan,

@@ -104,6 +104,7 @@ class Plan:
       `dense_nbytes` of the operands.
     - `kernels_for`: the platforms that it is a kernel for, which makes no weight dense. On others,
       what the next way plans is done.
+    - `no_kernel`: why no kernel computes it, if the size of an operand is the reason.
     """
 
     how: str
@@ -111,6 +112,7 @@ class Plan:
     operands: tuple[Any, ...]
     dense: tuple[int, ...] = ()
     kernels_for: tuple[str, ...] = ()
+    no_kernel: str = ""
 
     @property
     def is_kernel(self) -> bool:
@@ -136,7 +138,7 @@ def carry_out(plan: Plan) -> jax.Array:
         # from the forward pass to the backward one.
         compute = jax.checkpoint(compute)
     out = compute(*plan.operands)
-    note_how(plan.how, plan.dense)
+    note_how(plan.how, plan.dense, plan.no_kernel)
     return out
 
 
