@@ -8,6 +8,8 @@ test set of WikiText-2 it is 27.61. llama.cpp rounds activations to 8 bits, in b
 weights are quantised, and so do we in another column. There is its column if llama-cpp-python is
 installed, which takes ten minutes to compile. With `--caches` it is told of quantised caches
 instead, from which attention reads all that it sees: by the model's own file, in five minutes.
+With `--scales`, it compares rules for the scales of integer caches: of values that are written
+once, and of values that are read and written back until they were written ten times.
 """
 
 import argparse
@@ -28,6 +30,9 @@ from veneer.demo.fetch import LANGUAGE_MODEL, fetch
 from veneer.demo.language_model import LanguageModel, load, perplexity, windows
 from veneer.demo.programs import program
 from veneer.interop.checkpoints.gguf import GgufFile, write_gguf
+from veneer.quant import Format, qcache
+from veneer.quant.conversion import quantize
+from veneer.quant.conversion.quantize import QuantizeParams
 
 WINDOW = 512
 BLOCKS: dict[str, Any] = {
@@ -157,6 +162,50 @@ def caches(text: Path, count: int) -> None:
         print(f"| {name} | {size:,} | {found:.3f} | {found / first - 1:+.2%} |", flush=True)
 
 
+def _written(array: Any, cache: Any, counts: Any, *, stable: bool, times: int) -> Any:
+    """Quantize an array as a cache does, or by the scales of weights, and write it back."""
+    as_cache = quantize.quantize_as
+    params = functools.partial(_params, stable=stable)
+    with mock.patch.object(quantize, "QuantizeParams", params):
+        q = as_cache(array, cache, counts)
+        for _ in range(1, times):
+            q = as_cache(q.dequantize(), cache, counts)
+    return q
+
+
+def _params(*args: Any, stable: bool) -> Any:
+    return QuantizeParams(*args[:-1], stable)
+
+
+def scales(text: Path, count: int) -> None:
+    """Print a row for each rule for the scales of integer formats in caches."""
+    llama, model = program("llama"), load(next(fetch(LANGUAGE_MODEL).glob("*.gguf")))
+    tokens = windows(model, [text.read_text(encoding="utf-8")[: 20_000 * count]], count)
+    names = [name for name in CACHES if name.startswith(("int8", "int4")) and "uint4" not in name]
+    print(f"| scale | writes | {' | '.join(names)} |")
+    print("|---|---:|" + "---:|" * len(names), flush=True)
+    all_codes = property(lambda f: f.code_range)
+    for rule, stable, ends in (
+        ("absmax / (qmax + 1/2), as of weights", False, Format.ends),
+        ("absmax / qmax, as of caches", True, Format.ends),
+        ("the larger of max / qmax and -min / (qmax + 1)", True, all_codes),
+    ):
+        for times in (1, 10):
+            written = functools.partial(_written, stable=stable, times=times)
+            cells = []
+            for name in names:
+                losses = jax.jit(vn.implicit(llama.losses), static_argnums=1)
+                cached = functools.partial(losses, cache=empty_cache(name, model.config))
+                with (
+                    mock.patch.object(qcache, "quantize_as", written),
+                    mock.patch.object(Format, "ends", ends),
+                ):
+                    found = perplexity(cached, model, model.params, tokens)
+                jax.clear_caches()
+                cells.append(f"{found:.3f}")
+            print(f"| {rule} | {times} | {' | '.join(cells)} |", flush=True)
+
+
 def main(text: Path, count: int) -> None:
     """Prints a row for each file, of `count` windows of a text."""
     original = next(fetch(LANGUAGE_MODEL).glob("*.gguf"))
@@ -185,5 +234,7 @@ if __name__ == "__main__":
     options.add_argument("text", type=Path)
     options.add_argument("--windows", type=int, default=8)
     options.add_argument("--caches", action="store_true", help="of formats of the cache")
+    options.add_argument("--scales", action="store_true", help="of rules for scales of the cache")
     given = options.parse_args()
-    (caches if given.caches else main)(given.text, given.windows)
+    measure = scales if given.scales else caches if given.caches else main
+    measure(given.text, given.windows)

@@ -2,12 +2,14 @@
 
 As `jax.lax` has them, under `jax.shard_map`, and with the format in which values are sent. Sums are
 taken in f32 of what each device was sent, and then sent in turn, so that all devices have the same.
+Values that were sent and are sent again do not change: the scales are those of caches.
 An implicit array needs none of it: under `vn.implicit`, JAX's own send it as it is stored.
 
 Wang et al., ZeRO++: Extremely Efficient Collective Communication for Giant Model Training (2023);
 Ahmed et al., EQuARX: Efficient Quantized AllReduce in XLA for Distributed ML Acceleration (2025).
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,7 +22,7 @@ from jax.typing import DTypeLike
 
 from ._core.value import is_value, materialise_one
 from ._jax.tracing import vary_along, varying_axes
-from .quant.conversion.quantize import quantize
+from .quant.conversion.quantize import quantize_by, quantize_params
 from .quant.formats import get_format
 from .quant.qarray import QUANTIZABLE, QArray
 
@@ -195,9 +197,8 @@ class _Sent(NamedTuple):
         """Arrays `[parts, n]` as `[parts, tiles, tile]`, and what is lost of them."""
         tiles = jnp.pad(parts, [(0, 0), (0, -parts.shape[1] % self.tile)])
         tiles = tiles.reshape(parts.shape[0], -1, self.tile)
-        q = quantize(
-            tiles, self.format, channelwise_axes=(0, 1), tiled_axes={2: self.tile}, key=key
-        )
+        params = quantize_params(tiles, self.format, (0, 1), {2: self.tile}, None, None)
+        q = quantize_by(tiles, dataclasses.replace(params, stable=True), key)
         lost = parts - _as_parts(q, parts.shape[1])
         return q, jnp.where(jnp.isfinite(lost), lost, 0)  # a step with NaN is one to leave out
 

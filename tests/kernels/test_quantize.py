@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from support.stored_values import stored_in_cache
 
 import veneer as vn
 from veneer import kernels
@@ -51,11 +52,12 @@ def by_xla(quantise, x):
         return jax.block_until_ready(quantise(x))
 
 
+@pytest.mark.parametrize("quantize", [vn.quant.quantize, stored_in_cache])
 @pytest.mark.parametrize("qtype", ["int8", "int4", "nf4"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_codes_and_scales_are_those_of_xla(layout, qtype):
+def test_codes_and_scales_are_those_of_xla(layout, qtype, quantize):
     shape, tiles = LAYOUTS[layout]
-    quantise = lambda x: vn.quant.quantize(x, qtype, **tiles)
+    quantise = lambda x: quantize(x, qtype, **tiles)
     x = values(shape)
     assert_same(quantise(x), by_xla(quantise, x))
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from support.stored_values import stored_in_cache
 
 import veneer as vn
 
@@ -29,9 +30,7 @@ def draw(*shape, seed=0):
 def written(tokens, count, size=SIZE, qtype="int4", **how):
     """The first tokens in a cache of this many, by definition: all blocks rounded but the last."""
     dense = jnp.where(jnp.arange(tokens.shape[1])[:, None] < count, tokens, 0)
-    whole = vn.quant.quantize(
-        dense, qtype, channelwise_axes=(0, 2), tiled_axes={1: size}, **how
-    ).dequantize()
+    whole = stored_in_cache(dense, qtype, (0, 2), {1: size}, **how).dequantize()
     is_last = jnp.arange(tokens.shape[1]) // size == (count - 1) // size
     return jnp.where(is_last[:, None], dense, whole)
 
@@ -62,7 +61,7 @@ def test_what_is_written_behind_the_newest_is_rounded_with_its_block():
     np.testing.assert_array_equal(got[:, 4:8], changed[:, 4:8])  # which is in full now
     np.testing.assert_array_equal(got[:, :4], changed[:, :4])
     after = write(cache, tokens[:, :1], 20).materialise()
-    whole = vn.quant.quantize(changed[:, 4:8], "int4", channelwise_axes=(0, 2)).dequantize()
+    whole = stored_in_cache(changed[:, 4:8], "int4", (0, 2)).dequantize()
     np.testing.assert_allclose(after[:, 4:8], whole, atol=1e-6)
     np.testing.assert_array_equal(after[:, 8:20], got[:, 8:20])  # rounded once, and not again
 

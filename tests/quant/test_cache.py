@@ -8,6 +8,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from support import arrays
+from support.stored_values import stored_in_cache
 
 import veneer as vn
 
@@ -19,7 +20,7 @@ def cache(qtype="int8", dtype=jnp.float32, **how):
 
 
 def rounded(x, qtype="int8", channelwise_axes=(0, 1), **how):
-    return vn.quant.quantize(x, qtype, channelwise_axes=channelwise_axes, **how)
+    return stored_in_cache(x, qtype, channelwise_axes, **how)
 
 
 def draw(shape, dtype=jnp.float32, seed=0):
@@ -273,3 +274,30 @@ def test_a_cache_of_zero_tokens_grows_by_token(qtype):
     out = vn.implicit(lambda c: jnp.concatenate([c, token], 1), on_materialise="error")(empty)
     assert type(out) is type(empty)
     np.testing.assert_array_equal(out.dequantize(), rounded(token, qtype).dequantize())
+
+
+def attend(c, q):
+    return jax.nn.softmax(q @ c.swapaxes(1, 2)) @ c
+
+
+def test_a_report_does_not_call_a_cache_a_weight():
+    report = vn.explain(attend)(cache(), jnp.ones((H, 1, D)))
+    assert {event.cache_nbytes for event in report.materialised} == {4 * H * S * D}
+    assert "of caches alone" in report.summary
+    w = vn.quant.quantize(jnp.ones((D, 3)), "int8", channelwise_axes=[1])
+    report = vn.explain(lambda c, q, w: attend(c, q) @ w)(cache(), jnp.ones((H, 1, D)), w)
+    assert "480 bytes of it of caches and 72 bytes of it of weights" in report.summary
+
+
+@pytest.mark.parametrize("qtype", ["int8", "int4"])
+def test_a_report_says_that_a_cache_is_too_small(qtype):
+    small, large = (
+        vn.quant.zeros((H, room, 64), qtype, channelwise_axes=(0, 1)) for room in (16, 256)
+    )
+    for c in (small, large):
+        report = vn.explain(attend)(c, jnp.ones((H, 1, 64)))
+        made = report.materialised
+        if c is large and made:
+            pytest.skip("kernels cannot run here")
+        assert all("rhs too small for a kernel (1,024 values for each of 2" in str(e) for e in made)
+        assert ("too small for a kernel" in str(report)) == (c is small)

@@ -1,8 +1,28 @@
-"""What a QArray stands for, found from its stored leaves by NumPy alone."""
+"""Expected values: what a QArray represents, by NumPy alone, and what a cache stores."""
 
+import dataclasses
+from typing import Any
+
+import jax
 import numpy as np
 
 from veneer.quant import QArray
+from veneer.quant.conversion.quantize import quantize_by, quantize_params
+
+
+def stored_in_cache(
+    x: jax.Array,
+    qtype: str,
+    channelwise_axes: Any = (),
+    tiled_axes: Any = None,
+    calibration_method: str | None = None,
+    scale_dtype: str | None = None,
+) -> QArray:
+    """Quantize an array as a cache and a collective do, with the arguments of `quantize`."""
+    params = quantize_params(
+        x, qtype, channelwise_axes, tiled_axes, calibration_method, scale_dtype
+    )
+    return quantize_by(x, dataclasses.replace(params, stable=True))
 
 
 def unpacked(packed: np.ndarray, bits: float, axis: int, size: int) -> np.ndarray:

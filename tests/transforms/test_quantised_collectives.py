@@ -11,6 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from scale import bytes_received, data_parallel
 from support import arrays
+from support.stored_values import stored_in_cache
 
 import veneer as vn
 from veneer._jax.tracing import varying_axes
@@ -88,9 +89,7 @@ def test_sums_and_gathers_are_the_exact_ones_within_the_error_of_the_format(name
 def test_a_sum_is_that_of_what_devices_are_sent_sent_on():
     """By hand, on one device."""
     x = X[:, :, :64]  # of 2,560 values: 20 tiles, of which 4 are nothing
-    rounded = lambda x: vn.quant.fake_quantize(
-        x, "int8", channelwise_axes=(0, 1), tiled_axes={2: 128}
-    )
+    rounded = lambda x: stored_in_cache(x, "int8", (0, 1), {2: 128}).dequantize()
     tiles = jnp.pad(x.reshape(8, 20, 128), [(0, 0), (0, 4), (0, 0)])
     expected = rounded(rounded(tiles).sum(0)[None])[0, :20].reshape(x.shape[1:])
     found = over_blocks(lambda x: psum(x, "i"))(x)

@@ -17,7 +17,7 @@ from jax.interpreters import batching, mlir
 from .._jax.primitives import Primitive, compile_when_eager, lowered_with_devices
 from . import select
 from .cpu import build
-from .cpu.kinds import MOST_COLUMNS, QUANTIZED_BITS, WITHIN_ROWS
+from .cpu.kinds import MOST_COLUMNS, QUANTIZE_TABLE, QUANTIZED_BITS, WITHIN_ROWS
 from .lowering import is_on_one_device
 
 Shape = tuple[int, ...]
@@ -35,8 +35,9 @@ class Quantizer:
     **Arguments:**
 
     - `kind`: a format of `QUANTIZED_BITS`.
-    - `table`: f32: the reciprocal of what the largest magnitude is scaled to, and the values from
-      which on a code is the next, for a format that is no integer.
+    - `table`: f32: the reciprocal of what the largest magnitude is scaled to; whether scales are
+      rounded to 16 bits; and the values from which on a code is the next, for a format that is no
+      integer.
     - `counts`: how many tiles there are along each axis.
     - `reference`: XLA's way, from the array and `counts`; hashable, so that programs are cached.
     """
@@ -118,7 +119,7 @@ def _by_kernel(array: jax.Array, *, quantizer: Quantizer) -> tuple[jax.Array, ja
             jax.ShapeDtypeStruct(tiles, np.float32),
         ),
     )
-    table = np.zeros(16, np.float32)
+    table = np.zeros(QUANTIZE_TABLE, np.float32)
     table[: len(quantizer.table)] = quantizer.table
     packed, scale = call(array.reshape(batch, rows, columns), table)
     return packed.reshape(packed_shape), scale.reshape(quantizer.counts)

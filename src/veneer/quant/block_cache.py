@@ -40,6 +40,7 @@ class BlockCache(ImplicitArray):
     """
 
     metadata_is_meaning: ClassVar[bool] = False
+    is_cache: ClassVar[bool] = True
 
     blocks: QCache
     newest: jax.Array
@@ -108,7 +109,8 @@ def _dynamic_update_slice(cache: BlockCache, update: ArrayLike, *starts: ArrayLi
     place = (start + length - 1) // size
     newest = lax.dynamic_slice_in_dim(window, (place - begin) * size, size, axis)
     apart = window.reshape(*window.shape[:axis], count, size, *window.shape[axis + 1 :])
-    new = stored_as(cache.blocks, jnp.moveaxis(apart, axis, 0), range(apart.ndim))
+    axes = range(apart.ndim)
+    new = stored_as(cache.blocks, jnp.moveaxis(apart, axis, 0), axes, lambda: some)
     # Others of the window stay as they are: what is rounded twice may be another number.
     number = begin + jnp.arange(count)
     is_new = (number >= start // size) & (number <= place)

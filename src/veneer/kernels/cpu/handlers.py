@@ -348,7 +348,7 @@ def _read_quantize(frame, job, bits):
     batch, r, c = dim(x, 0), dim(x, 1), dim(x, 2)
     row_bytes = _row_bytes(c, bits)
     if not (
-        dim(table, 0) == 16
+        dim(table, 0) == kinds.QUANTIZE_TABLE
         and dim(out, 0) == batch
         and dim(out, 1) == r
         and dim(out, 2) == row_bytes

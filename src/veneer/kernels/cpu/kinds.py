@@ -21,6 +21,8 @@ ACTIVATIONS = ("float32", "int8", "bfloat16")
 
 #: The formats that there are kernels to quantise to, and the bits of their codes.
 QUANTIZED_BITS = {"int8": 8, "int4": 4, "nf4": 4}
+#: The size of the table of such a kernel, in numbers: two, and up to 15 thresholds.
+QUANTIZE_TABLE = 17
 #: Where tiles lie within a row, such a kernel takes so many columns, or a multiple of it: they are
 #: whole vectors of any CPU. Else it has space for tiles of so many columns at most.
 WITHIN_ROWS, MOST_COLUMNS = 32, 4096

@@ -43,7 +43,7 @@ _COLUMNS = 512
 _VALUES = 1 << 15
 
 # Where a job's table has what a format needs.
-_RECIPROCAL, _THRESHOLDS = 0, 4  # bytes
+_RECIPROCAL, _IS_SHORT, _THRESHOLDS = 0, 4, 8  # bytes
 
 _STEP = 2 * LANES  # columns at a time, so that codes of 4 bits fill whole vectors
 _ROW, _REST = 4 * MOST_COLUMNS, 4 * _STEP  # bytes
@@ -95,7 +95,8 @@ def kernel(kind: str) -> tuple[Any, Any]:
             magnitudes = no_magnitudes(2)
             for i in range(first, first + tile, _STEP):
                 magnitudes = larger_magnitudes(magnitudes, x + 4 * i)
-            tile_scale = scales_of(largest(magnitudes), load_f32(table + _RECIPROCAL), kind)
+            reciprocal, is_short = load_f32(table + _RECIPROCAL), load_f32(table + _IS_SHORT)
+            tile_scale = scales_of(largest(magnitudes), reciprocal, is_short, kind)
             store_first(scale, tile_scale)
             scale += 4
             by = reciprocals(tile_scale)
@@ -138,6 +139,7 @@ def _row_of_tiles(kind: str, bits: int) -> Any:
     def find_scales(job, x, columns, scale, factors):
         """Writes scales, and the reciprocal of each column's."""
         c, tr, tc = word(job, words.C), word(job, words.TR), word(job, words.TC)
+        table = word(job, words.TABLE)
         columnwise = stack(_ROW)  # magnitudes, and then scales
         for i in range(0, columns, _STEP):
             store(columnwise + 4 * i, no_magnitudes(2))
@@ -145,9 +147,10 @@ def _row_of_tiles(kind: str, bits: int) -> Any:
             _add_row(columnwise, x + 4 * c * r, columns)
         if tc > 1:
             _share(columnwise, columns, tc)
-        reciprocal = load_f32(word(job, words.TABLE) + _RECIPROCAL)
+        reciprocal, is_short = load_f32(table + _RECIPROCAL), load_f32(table + _IS_SHORT)
         for i in range(0, columns, _STEP):
-            scales = scales_of(load_ints(columnwise + 4 * i, 0, 1, 2), reciprocal, kind)
+            magnitudes = load_ints(columnwise + 4 * i, 0, 1, 2)
+            scales = scales_of(magnitudes, reciprocal, is_short, kind)
             store(columnwise + 4 * i, scales)
             store(factors + 4 * i, reciprocals(scales))
         for tile in range(columns // tc):

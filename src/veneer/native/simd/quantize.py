@@ -84,30 +84,42 @@ def largest(magnitudes):
 
 
 @instruction
-def scales_of(magnitudes, reciprocal, kind):
-    """Scales of tiles with these magnitudes: times a reciprocal, and as `quant.scales.usable`.
+def scales_of(magnitudes, reciprocal, is_short, kind):
+    """Return the scales of tiles with these magnitudes: times a reciprocal, and made usable.
 
-    1 where that is too small to divide by, and NaN where it is too large, or one. A scale under
+    As in `quant.scales.usable`, a scale is 1 if it is too small to divide by, and NaN if it is too
+    large, or NaN. If `is_short` is not 0, it is rounded to 16 bits, half to even. A scale under
     which a code would be infinite is reduced.
     """
     block = Block("f32", 1, magnitudes.columns)
     limit = _LARGEST_SCALES.get(kind.literal_value)
 
-    def emit(builder, magnitudes, reciprocal, _):
+    def emit(builder, magnitudes, reciprocal, is_short, _):
         by = repeated(builder, reciprocal)
+        is_short = builder.fcmp_ordered("!=", repeated(builder, is_short), constant(FLOATS, 0.0))
         scales = []
         for bits in vectors(builder, magnitudes):
             scale = builder.fmul(builder.bitcast(bits, FLOATS), by)
             fits = builder.fcmp_ordered("<=", scale, constant(FLOATS, 1 / _TINY))
             usable = builder.select(fits, scale, constant(FLOATS, float("nan")))
-            if limit is not None:
-                exceeds = builder.fcmp_ordered(">", usable, constant(FLOATS, limit))
-                usable = builder.select(exceeds, constant(FLOATS, limit), usable)
             small = builder.fcmp_ordered("<", scale, constant(FLOATS, _TINY))
-            scales.append(builder.select(small, constant(FLOATS, 1.0), usable))
+            scale = builder.select(small, constant(FLOATS, 1.0), usable)
+            scale = builder.select(is_short, _without_8_bits(builder, scale), scale)
+            if limit is not None:
+                exceeds = builder.fcmp_ordered(">", scale, constant(FLOATS, limit))
+                scale = builder.select(exceeds, constant(FLOATS, limit), scale)
+            scales.append(scale)
         return block_of(builder, scales)
 
     return block, emit
+
+
+def _without_8_bits(builder: Any, x: Any) -> Any:
+    """Return positive numbers rounded to 8 bits less, half to even; a quiet NaN is kept."""
+    bits = builder.bitcast(x, INTS)
+    is_odd = builder.and_(builder.lshr(bits, constant(INTS, 8)), constant(INTS, 1))
+    raised = builder.add(bits, builder.add(is_odd, constant(INTS, 0x7F)))
+    return builder.bitcast(builder.and_(raised, constant(INTS, 0xFFFFFF00)), FLOATS)
 
 
 @instruction

@@ -340,3 +340,68 @@ def range_to_scale(ends: Range, format: Format) -> tuple[jax.Array, jax.Array | 
         scale = high / (middle - 0.5)
         zero_point = jnp.full(scale.shape, middle, scale.dtype)
     return scale, zero_point
+
+
+def stable_scale(
+    calibration: Calibration,
+    values: jax.Array,
+    axes: tuple[int, ...],
+    format: Format,
+    stored_worth: Callable[[jax.Array], jax.Array],
+    step: float,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return scales and zero points that the dequantized values give again.
+
+    Values do not change if they are quantized so, dequantized, and quantized again. Two properties
+    are needed. The value at an end of the range has the last code. And a scale has 8 bits less than
+    the values, so that its product with a code is exact, and gives the same scale again.
+
+    **Arguments:**
+
+    - `calibration`: "absmax", "minmax" or "absmean".
+    - `values`, `axes`, `format`, `stored_worth`: as for `find_range`.
+    - `step`: the relative distance of stored scales; 0 if they are powers of two.
+    """
+    tiles = Tiles(values, axes, format, stored_worth)
+    finite = jnp.isfinite(_largest(tiles))
+    info = jnp.finfo(values.dtype)
+
+    def rounded(scale: jax.Array) -> jax.Array:
+        few_bits = jax.lax.reduce_precision(scale, info.nexp, info.nmant - 8)
+        is_usable = (scale >= info.tiny) & (scale <= 1 / info.tiny)
+        return jnp.where(finite, jnp.where(is_usable, few_bits, scale), jnp.nan)
+
+    if calibration.name == "absmean":
+        return rounded(_mean_of_kept(tiles)), None
+    if calibration.symmetric:
+        least, largest = format.ends
+        as_positive = jnp.where(values < 0, values * (largest / least), values)
+        return rounded(_largest(dataclasses.replace(tiles, values=as_positive)) / largest), None
+    low = jnp.min(values, axis=axes, initial=0)
+    high = jnp.max(values, axis=axes, initial=0)
+    least, largest = format.code_range
+    steps = largest - least
+
+    def place(scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The number of codes below zero, and how far the ends are from the first and the last."""
+        below, above = -low / scale, high / scale
+        too_many = jnp.where(below + above < steps / 4, 0, steps - below - above) / 2
+        middle = below + too_many
+        zero = jnp.clip(jnp.round(middle), 0, steps)
+        return zero, jnp.abs(zero - middle) + too_many
+
+    scale = stored_worth(rounded((high - low) / steps))
+    # An end may be halfway between two codes. A smaller scale takes it beyond the last one.
+    factor = 1 - 0.7 * max(step, 2.0 ** (8 - info.nmant)) if step else 1
+    is_halfway = place(scale)[1] > 0.5 - 2.0**-6
+    scale = jnp.where(is_halfway, stored_worth(rounded(scale * factor)), scale)
+    return scale, place(scale)[0] + least
+
+
+def _mean_of_kept(tiles: Tiles) -> jax.Array:
+    """The mean of the magnitudes that do not become 0; their own value if all are equal."""
+    magnitudes, largest = jnp.abs(tiles.values), _largest(tiles)
+    mean = jnp.mean(magnitudes, axis=tiles.axes, keepdims=True)
+    kept = magnitudes > mean / 2 if tiles.format.has_zero else jnp.full_like(magnitudes, True)
+    less = jnp.where(kept, jnp.expand_dims(largest, tiles.axes) - magnitudes, 0)
+    return largest - less.sum(tiles.axes) / jnp.maximum(kept.sum(tiles.axes), 1)

@@ -36,7 +36,8 @@ def has_kernel(array: jax.Array, params: "QuantizeParams") -> bool:
 def quantize_by_kernel(array: jax.Array, params: "QuantizeParams", by_xla: CodesByXla) -> QArray:
     """Quantises by a kernel on a CPU, and elsewhere by XLA, which gives codes and scales."""
     format = FORMATS[params.format]
-    table = [np.float32(1) / np.float32(format.bound)]
+    largest = format.ends[1] if params.stable else format.bound
+    table = [np.float32(1) / np.float32(largest), np.float32(params.stable)]
     if format.codebook is not None:
         table += [
             np.float32(at) if is_beyond else np.nextafter(np.float32(at), np.float32(np.inf))

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import SupportsIndex
 
 import jax
@@ -24,6 +24,7 @@ from .calibration import (
     find_range,
     has_zero_point,
     range_to_scale,
+    stable_scale,
 )
 from .chunks import Chunks, chunks_of, in_chunks
 from .cpu_kernel import has_kernel, quantize_by_kernel
@@ -106,12 +107,18 @@ def quantize(
 
 @dataclasses.dataclass(frozen=True)
 class QuantizeParams:
-    """What `quantize` is asked to do, checked: hashable, for `jax.jit`."""
+    """Checked arguments of `quantize`, hashable for `jax.jit`, and whether to be stable.
+
+    Stable values do not change when they are dequantized and quantized again, as by a program that
+    writes what it read. Caches and collectives need it. The convention for weights does not have
+    it: a scale of `absmax / (qmax + 1/2)` makes the largest value smaller.
+    """
 
     format: str
     counts: Shape
     calibration: Calibration
     scale_dtype: str
+    stable: bool = False
 
 
 def quantize_params(
@@ -148,7 +155,8 @@ def quantize_as(array: jax.Array, q: QArray, counts: Shape) -> QArray:
     """Quantises an array with scales of its own, of shape `counts`, into the format of `q`."""
     method = q.format.calibration if q.zero_point is None else "minmax"
     calibration = check_calibration(method, q.format)
-    return quantize_by(array, QuantizeParams(q.qtype, counts, calibration, q.scale.dtype.name))
+    scale_dtype = q.scale.dtype.name
+    return quantize_by(array, QuantizeParams(q.qtype, counts, calibration, scale_dtype, True))
 
 
 def floating(array: ArrayLike | ImplicitArray) -> jax.Array:
@@ -251,7 +259,10 @@ def _quantize_by_xla(
     array: jax.Array, key: jax.Array | None, params: QuantizeParams, chunks: Chunks | None
 ) -> QArray:
     def whole(array: jax.Array, key: jax.Array | None, counts: Shape = params.counts) -> QArray:
-        return quantize_tiles(array, key, dataclasses.replace(params, counts=counts))[0]
+        of_counts = dataclasses.replace(params, counts=counts)
+        if params.stable:
+            return _quantize_stably(array, key, of_counts)
+        return quantize_tiles(array, key, of_counts)[0]
 
     if chunks is None:
         return whole(array, key)
@@ -268,18 +279,38 @@ def quantize_tiles(
 ) -> tuple[QArray, Range]:
     """Returns the quantised array, and the ranges that its tiles were found to have."""
     format = FORMATS[params.format]
+    array, tiles, axes, store = _prepare(array, params)
+    ends = find_range(params.calibration, tiles, axes, format, lambda scale: store(scale)[1])
+    scale, zero_point = range_to_scale(ends, format)
+    scale = bounded_scale(scale, zero_point, format, array.dtype, params.scale_dtype)
+    stored, worth = store(scale)
+    return _round(array, format, stored, worth, zero_point, key), ends
+
+
+def _quantize_stably(array: jax.Array, key: jax.Array | None, params: QuantizeParams) -> QArray:
+    format = FORMATS[params.format]
+    array, tiles, axes, store = _prepare(array, params)
+    are_powers = params.scale_dtype == "float8_e8m0fnu"
+    step = 0.0 if are_powers else float(jnp.finfo(params.scale_dtype).eps)
+    worth_of = lambda scale: store(scale)[1]
+    scale, zero_point = stable_scale(params.calibration, tiles, axes, format, worth_of, step)
+    scale = bounded_scale(scale, zero_point, format, array.dtype, params.scale_dtype)
+    stored, worth = store(scale)
+    return _round(array, format, stored, worth, zero_point, key)
+
+
+def _prepare(
+    array: jax.Array, params: QuantizeParams
+) -> tuple[jax.Array, jax.Array, tuple[int, ...], Callable]:
+    """Return the array, its tiles and their axes, and a function that stores scales."""
+    format = FORMATS[params.format]
     array = jax.lax.stop_gradient(array)
     tiles = split_tiles(array.astype(jnp.promote_types(array.dtype, jnp.float32)), params.counts)
 
     def store(scale: jax.Array) -> tuple[jax.Array | QArray, jax.Array]:
         return store_scale(scale, params.scale_dtype, format.scale_tile, has_zero=format.has_zero)
 
-    axes = tuple(range(1, tiles.ndim, 2))
-    ends = find_range(params.calibration, tiles, axes, format, lambda scale: store(scale)[1])
-    scale, zero_point = range_to_scale(ends, format)
-    scale = bounded_scale(scale, zero_point, format, array.dtype, params.scale_dtype)
-    stored, worth = store(scale)
-    return _round(array, format, stored, worth, zero_point, key), ends
+    return array, tiles, tuple(range(1, tiles.ndim, 2)), store
 
 
 def _round(

@@ -99,6 +99,17 @@ class Format:
         levels = 2 ** int(self.bits)
         return (-levels // 2, levels // 2 - 1) if self.signed else (0, levels - 1)
 
+    @property
+    def ends(self) -> tuple[float, float]:
+        """The least and the largest value that codes have: the same magnitude, if there is one."""
+        if self.codebook is None:
+            largest = self.code_range[1] if self.is_integer else self.bound
+            return -largest, largest
+        least, largest = min(self.codebook), max(self.codebook)
+        both = min(-least, largest)
+        is_symmetric = {both, -both} <= set(self.codebook)
+        return (-both, both) if is_symmetric else (least, largest)
+
     def encode(self, x: jax.Array) -> jax.Array:
         """Returns the codes of values already divided by their scale; a byte each, of any shape.
 
