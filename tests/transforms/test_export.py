@@ -254,10 +254,19 @@ def test_a_program_is_exported_for_any_batch(make, name, x):
     assert_close(exported_for_any_batch(SYMBOLIC[name], w, x), expected, 1e-4)
 
 
-@pytest.mark.parametrize("name", ["Banded", "Circulant", "Constant", "Diagonal", "Triangular"])
+WITH_A_BATCH = ("Banded", "Constant", "Diagonal", "LoraArray", "Permuted", "QArray, int8", "Scaled")
+
+
+@pytest.mark.parametrize("name", WITH_A_BATCH)
 def test_values_may_have_a_symbolic_batch(name):
     w = value(name, (3,))
     (n,) = export.symbolic_shape("n")
-    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype), w)
-    f = vn.implicit(lambda w: (jnp.stack([w, w]).sum(), w[0] @ jnp.ones(4), w.reshape(-1, 4) + 1))
+    in_batch = lambda x: (n, *x.shape[1:]) if x.shape[0] == 3 else x.shape
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(in_batch(x), x.dtype), w)
+
+    @vn.implicit
+    def f(w):
+        moved = jnp.stack([w, w]).sum(), w.reshape(-1, 4) + 1, *jnp.split(w + 0, 2, -1)
+        return *moved, w[0] @ jnp.ones(4), w[::-1] * 1.0, w[jnp.array([0, 1])] @ jnp.ones(4)
+
     assert_close(export.export(jax.jit(f))(abstract).call(w), f(w))

@@ -147,7 +147,7 @@ def _slices(x: Value, spans: Sequence[tuple[int, int, int]]) -> MovementPlan:
         steps = None if set(strides) == {1} else strides
         return (), {"start_indices": starts, "limit_indices": limits, "strides": steps}
 
-    new = tuple(len(range(*span)) for span in spans)
+    new = tuple(n - i if stride == 1 else len(range(i, n, stride)) for i, n, stride in spans)
     return MovementPlan(Movement(new, _stay(old)), step, cut)
 
 
@@ -275,7 +275,7 @@ def gather(
                 continue
             blocks[i] = old[i] if axis.block == "shared" else axis.block
             one = slice_sizes[i] == 1 and i not in batching and not axis.packed_in
-            if blocks[i] == "whole" or (blocks[i] > 1 and not one):
+            if blocks[i] == "whole" or (blocks[i] not in (0, 1) and not one):
                 return NotImplemented
             sizes[j] = slice_sizes[i]
         columns = [k for k, i in enumerate(numbers.start_index_map) if i in places]
@@ -283,7 +283,7 @@ def gather(
         in_leaf = lambda dims: tuple(places[i] for i in dims if i in places)
         # What is said of all indices holds of those of entries if none is left out or shared.
         all_columns = columns == [*range(indices.shape[-1])] and {*batching} <= {*places}
-        are_entries = all_columns and max(blocks.values(), default=1) == 1
+        are_entries = all_columns and all(block == 1 for block in blocks.values())
         pairs = zip(batching, numbers.start_indices_batching_dims, strict=True)
         offsets = (k for k, j in enumerate(leaf.order(dense)) if j is not None)
         return (_entries(indices, columns, [blocks[i] for i in mapped]),), {

@@ -134,6 +134,8 @@ def multiplied_codes(
         return None
     tiles = common_tiles(lhs, rhs, params)
     terms = math.prod(tiles)
+    if not isinstance(terms, int):  # symbolic, in programs for export
+        return None
     if kind == "integer" and not fits_int32(lhs, rhs, terms):
         return None
     count = params.terms(lhs) // terms

@@ -64,10 +64,10 @@ def _slice(q: QArray, *, start_indices, limit_indices, strides) -> Any:
     for axis, span in enumerate(zip(start_indices, limit_indices, strides, strict=True)):
         start, limit, stride = span
         size, tile = q.shape[axis], q.tile_shape[axis]
-        if limit - start == 1 != size and (tile > 1 or _is_packed(q, [axis])):
+        if limit - start == 1 != size and (tile not in (0, 1) or _is_packed(q, [axis])):
             part = _entry(part, axis, start)
             span = 0, 1, 1
-        elif 1 < tile < size and stride == 1 and start // tile == (limit - 1) // tile:
+        elif tile not in (0, 1, size) and stride == 1 and start // tile == (limit - 1) // tile:
             part = _in_one_tile(part, axis, start // tile)
         spans.append(span)
     if part is q:
@@ -79,7 +79,7 @@ def _slice(q: QArray, *, start_indices, limit_indices, strides) -> Any:
 def _dynamic_slice(q: QArray, *indices: ArrayLike, slice_sizes) -> Any:
     part, starts = q, list(indices)
     for axis, size in enumerate(slice_sizes):
-        is_cut = q.tile_shape[axis] > 1 or _is_packed(q, [axis])
+        is_cut = q.tile_shape[axis] not in (0, 1) or _is_packed(q, [axis])
         if size == 1 != q.shape[axis] and is_cut:
             part = _entry(part, axis, start_in_bounds(indices[axis], q.shape[axis]))
             starts[axis] = jnp.zeros_like(indices[axis])

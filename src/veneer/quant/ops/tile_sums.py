@@ -37,7 +37,10 @@ def common_tiles(lhs: QArray, rhs: QArray, params: DotParams) -> Shape:
             for leaf in (q.scale, q.zero_point)
             if leaf is not None
         ]
-        tiles.append(math.gcd(*(size // count for count in counts)))
+        sizes = {size // count for count in counts}
+        # Sizes that are symbolic, for export, are the same or have no common tile.
+        known = all(isinstance(tile, int) for tile in sizes)
+        tiles.append(math.gcd(*sizes) if known else sizes.pop() if len(sizes) == 1 else 1)
     return tuple(tiles)
 
 

@@ -84,7 +84,7 @@ class Scaled(InBasis):
         """This array; along axes that are split or merged, its factors are repeated."""
         sizes, whole = [1] * len(new), list(self.factor.shape)
         for old_axes, new_axes in groups:
-            if math.prod(whole[axis] for axis in old_axes) > 1:
+            if math.prod(whole[axis] for axis in old_axes) != 1:
                 for axis in old_axes:
                     whole[axis] = self.shape[axis]
                 for axis in new_axes:

@@ -49,7 +49,7 @@ def _reduction(name: str, neutral: Callable[[Any], Any]) -> None:
         filled = x.filled(neutral(x.dtype))
         out = Masked(primitive.bind(filled, axes=axes, **params), jnp.any(x.mask, axes))
         count = math.prod(x.shape[axis] for axis in axes) * getattr(x, "_entries", 1)
-        return as_sum(out, count) if name == "reduce_sum" and count > 1 else out
+        return as_sum(out, count) if name == "reduce_sum" and count not in (0, 1) else out
 
 
 def _cumulative(name: str, neutral: Callable[[Any], Any]) -> None:
