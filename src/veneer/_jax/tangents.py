@@ -4,6 +4,7 @@ JAX's own rules compute a primal value and its tangent by the same primitive, on
 the program that results nothing tells them apart.
 """
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,15 @@ TANGENT_SCOPE = "veneer_tangent"
 _lock = threading.Lock()
 _uses = 0  # blocks of `tangents_in_scope` that are open, in any thread
 _undos: list[Callable[[], None]] = []
+
+
+def _replace_lock() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):  # the child has no thread that could unlock the other one
+    os.register_at_fork(after_in_child=_replace_lock)
 
 
 @contextmanager
