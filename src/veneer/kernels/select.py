@@ -211,9 +211,12 @@ def may_serve(entries: int, batch: int) -> bool:
 
 
 def least_entries(platform: str, entries: int, batch: int) -> int | None:
-    """Return from how many entries on kernels of a platform are used; None if these suffice."""
+    """Return from how many entries on kernels of a platform are used.
+
+    None if these entries suffice, or if their number is symbolic.
+    """
     rows = [row for row in TABLE if row.platform == platform and not row.opt_in]
-    if any(_is_large(row, entries, batch) for row in rows):
+    if not isinstance(entries, int) or any(_is_large(row, entries, batch) for row in rows):
         return None
     return min((row.least_entries for row in rows), default=None)
 
