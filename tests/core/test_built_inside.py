@@ -5,13 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from support import arrays
 from support.array_types import assert_close
 from support.policies import only_by_rules
 
 import veneer as vn
 from veneer.types import Diagonal, Kronecker, LowRank, Masked, Named, Quantity
 
-FIRST, LAST = jnp.array([False, True, True]), jnp.array([True, True, False])
+FIRST, LAST = arrays.array([False, True, True]), arrays.array([True, True, False])
 
 
 def scanned(f):

@@ -212,7 +212,7 @@ def scanned_layer(w, x):
     return lax.scan(lambda c, _: (tanh_layer(w, c) @ w.T, None), x, length=1)[0]
 
 
-FAR = 1000 * normal(3, 8, seed=7)  # a tangent, unlike any activation
+FAR = arrays.array(1000 * np.asarray(normal(3, 8, seed=7)))  # a tangent, unlike any activation
 DERIVATIVES = {
     "jvp": lambda w, x: jax.jvp(lambda x: tanh_layer(w, x), (x,), (FAR,)),
     "jvp of jit": lambda w, x: jax.jvp(jax.jit(lambda x: tanh_layer(w, x)), (x,), (FAR,)),

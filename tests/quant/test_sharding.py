@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -118,7 +119,9 @@ def test_quantising_what_is_cut_along_and_across_tiles(qtype, tiled, spec):
 
 EXPLICIT = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
 UP, DOWN = arrays.normal(64, 32), arrays.normal(32, 16, seed=1)
-MIXED = arrays.normal(4, 24, 64, seed=2) @ arrays.normal(64, 64, seed=3)
+MIXED = arrays.array(
+    np.asarray(arrays.normal(4, 24, 64, seed=2)) @ np.asarray(arrays.normal(64, 64, seed=3))
+)
 
 
 def cut(x, *spec):
