@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import jax
 
 from .._jax.source_lines import user_line, user_place
-from .surface.event import Event, MaterialiseError, MaterialiseWarning, Source
+from .surface.event import Event, MaterialiseError, MaterialiseWarning, Operands
 
 OnMaterialise = (
     Literal["allow", "warn", "error", "warn_weights", "error_weights"] | Callable[[Event], None]
@@ -123,15 +123,6 @@ def tell(events: Iterable[Event]) -> None:
 # What the rule that is running says of itself, the bytes of each operand that it makes dense, and
 # why it ran no kernel.
 _how: ContextVar[tuple[str, Sequence[int], str]] = ContextVar("how", default=("", (), ""))
-
-
-class Operands(NamedTuple):
-    """What an event says of operands: how they are shown, their sources, and their dense bytes."""
-
-    shown: tuple[str, ...]
-    sources: tuple[Source, ...]
-    dense: tuple[int, ...]
-    caches: tuple[bool, ...]
 
 
 def note_how(how: str, dense: Sequence[int] = (), no_kernel: str = "") -> None:

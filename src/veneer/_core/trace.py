@@ -81,7 +81,7 @@ class ImplicitTrace(Trace):
 
     @classmethod
     def run(cls, program: Callable, values: Sequence[Any]) -> list[Any]:
-        """Run a program in a trace of its own, though all values be dense: it may make others."""
+        """Run a program in a new trace. Though all values be dense, it may make others."""
         trace = cls(current_trace(), object())
         wrapped = list(map(trace.wrap, values))
         with entered(trace, trace):
@@ -117,8 +117,7 @@ class ImplicitTrace(Trace):
     def _packed(self, tracers: Sequence[Any]) -> list[Any]:
         """Return the operands as arrays of the parent trace."""
         with entered(self.parent, self.outer):
-            values = map(self.unwrap, tracers)
-            return [as_tracer(x) if isinstance(x, Value) else x for x in values]
+            return [as_tracer(x) if isinstance(x, Value) else x for x in map(self.unwrap, tracers)]
 
     # What JAX hands to a trace together with functions, and not by `process_primitive`: a rule has
     # them, and the trace, among its parameters.

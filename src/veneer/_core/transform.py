@@ -116,10 +116,7 @@ def redispatch(function: Callable, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def run_around(function: Callable, /, *args: Any) -> Any:
-    """`redispatch` of values that stand around all others: those of outer calls look dense to them.
-
-    So it is for a type that marks arrays, as `quantize_products` marks activations.
-    """
+    """`redispatch` of marks that stand around all other values, as those of `quantize_products`."""
     return _run(function, True, args, {}, joins_outer=False)
 
 
@@ -161,8 +158,7 @@ def _run(fn: Any, filter_spec: FilterSpec, args: Any, kwargs: Any, joins_outer: 
     if True not in chosen and (filter_spec is not True or _computes_at_once(leaves)):
         return close(fn)(*args, **kwargs)
     trace = ImplicitTrace(current_trace(), object(), filter_spec is True)
-    if not joins_outer:
-        trace.outer = None
+    trace.outer = trace.outer if joins_outer else None
     wrapped = [ImplicitTracer(trace, x) if c else x for c, x in zip(chosen, leaves, strict=True)]
     state = enter(trace, trace)
     try:

@@ -16,8 +16,8 @@ from .._jax.primitives import Primitive
 from .._jax.source_lines import user_line
 from .._jax.tracing import vary_as
 from .leaf_axes import Axes, Movement, are_axes, partition
-from .policy import ALLOW, Operands, note_materialised, policy_in_force
-from .surface.event import Source
+from .policy import ALLOW, note_materialised, policy_in_force
+from .surface.event import Operands, Source
 from .surface.fields import Fields, fields_of
 from .surface.mistakes import check_fields, check_leaves_fit, refuse_derivatives
 from .surface.shown import Shown

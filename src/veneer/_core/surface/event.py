@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 #: The weights that an operand is, or is made of: their paths. While a program is staged, numbers
 #: stand for its operands, of which it is known when it is met what they are.
@@ -21,6 +21,15 @@ class MaterialiseError(TypeError):
 
 class MaterialiseWarning(UserWarning):
     """An implicit array was made dense."""
+
+
+class Operands(NamedTuple):
+    """What an event says of operands: how they are shown, their sources, and their dense bytes."""
+
+    shown: tuple[str, ...]
+    sources: tuple[Source, ...]
+    dense: tuple[int, ...]
+    caches: tuple[bool, ...]
 
 
 @dataclass(frozen=True, slots=True)
