@@ -34,16 +34,16 @@ help: ## list the targets
 demo: $(DEMO) ## quantise a real model, and print a table and draw a picture of what it costs
 	$(BIN)/veneer demo $(ARGS)
 
-test: $(TEST) ## run some cases of each test, in a few minutes
+test: $(TEST) ## run some cases of each test, in minutes, without other libraries
 	$(BIN)/python -m pytest $(ARGS)
 
-test-slow: $(DEV) ## run the slow tests, which `make test` omits
+test-slow: $(DEV) ## install all libraries, and run the slow tests, in minutes
 	$(BIN)/python -m pytest -n auto --dist worksteal --slow $(ARGS)
 
-test-all: $(DEV) ## run every case of every test, and check annotations, in an hour
+test-all: $(DEV) ## install all libraries, and run every case, in an hour
 	$(BIN)/python -m pytest -n auto --dist worksteal --all --jaxtyping-packages=veneer,beartype.beartype $(ARGS)
 
-durations: $(DEV) ## measure the test durations and write tests/support/durations.json
+durations: $(DEV) ## run the quick and the slow tests, and write tests/support/durations.json
 	rm -rf .pytest_cache/programs
 	$(BIN)/python -m pytest -n 2 --dist worksteal --record-durations $(ARGS)
 	$(BIN)/python -m pytest -n 2 --dist worksteal --record-durations --slow $(ARGS)
@@ -60,7 +60,7 @@ docs: $(DOCS) ## make the site, in build/html, with no warning and no link that 
 	NO_MKDOCS_2_WARNING=1 PATH="$(abspath $(BIN)):$$PATH" $(BIN)/mkdocs build --quiet
 	$(BIN)/python docs/site/check.py build/html
 
-docs-look: docs ## look at every page of it in a headless Chromium: contrast, phones, the search
+docs-look: docs ## make the site, and look at every page in a headless Chromium
 	$(BIN)/python docs/site/check.py build/html --look
 
 docs-serve: docs ## show the site at http://localhost:8000
@@ -69,7 +69,7 @@ docs-serve: docs ## show the site at http://localhost:8000
 dist: $(DEV) ## make the wheel and the source distribution of a release, in dist
 	$(BIN)/python -m build
 
-fuzz: $(DEV) ## run random programs for two minutes, others each day, against dense arrays
+fuzz: $(DEV) ## compare random programs with dense arrays for two minutes, new ones each day
 	cd tests && XLA_FLAGS=--xla_backend_optimization_level=0 $(abspath $(BIN))/python -W ignore \
 		-m fuzz --programs 1000000 --seconds 120 --seed $$(date +%Y%m%d) $(ARGS)
 
@@ -84,11 +84,11 @@ lint: $(DEV) ## check style and types
 	$(BIN)/mypy
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
-format: $(DEV) ## mend what ruff can
+format: $(DEV) ## format the code, and fix what ruff can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-clean: ## remove the environment and everything built or cached
+clean: ## remove .venv and everything built or cached
 	rm -rf $(VENV) build dist demo-output .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find src tests benchmarks examples -name __pycache__ -prune -exec rm -rf {} +
 

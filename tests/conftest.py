@@ -79,7 +79,7 @@ def pytest_xdist_auto_num_workers():
 
 def pytest_report_header():
     if missing := optional.missing_libraries():
-        return f"tests are skipped that need {', '.join(missing)}: pip install 'veneer[dev]'"
+        return f"tests are skipped that need {', '.join(missing)}: pip install '.[dev]'"
     return None
 
 

@@ -13,6 +13,7 @@ from support.selection import (
     LONGEST,
     cases_of_share,
     in_part,
+    parse_fraction,
     quick_cases,
     quick_limit,
     recorded_durations,
@@ -138,6 +139,13 @@ def test_limit_follows_the_recorded_duration(markers, seconds, limit):
     assert quick_limit(cases, {"file.py::test": seconds} if seconds else {}) == limit
 
 
+@pytest.mark.parametrize("text", ["3/2", "0/2", "1", "1/0", "a/b", ""])
+def test_a_wrong_fraction_is_rejected_with_the_rule(text):
+    with pytest.raises(pytest.UsageError, match="--share takes I/N, 1 <= I <= N"):
+        parse_fraction("share", text)
+    assert parse_fraction("share", "10/12") == (10, 12)
+
+
 def test_recorded_durations_name_tests_that_exist():
     files = {test.partition("::")[0] for test in recorded_durations()}
     assert [file for file in files if not (ROOT / file).exists()] == []
@@ -187,7 +195,7 @@ def test_missing_library_is_found_in_the_cause_of_an_error(monkeypatch):
     error.__cause__ = ModuleNotFoundError("No module named 'flax.nnx'", name="flax.nnx")
     assert optional.missing_modules(error) == ["flax.nnx"]
     monkeypatch.setattr(optional, "find_spec", lambda name: None)
-    assert optional.reason_to_skip(["flax.nnx"]) == "needs flax: pip install 'veneer[dev]'"
+    assert optional.reason_to_skip(["flax.nnx"]) == "needs flax: pip install '.[dev]'"
     assert optional.reason_to_skip(optional.missing_modules(AssertionError())) is None
     assert optional.reason_to_skip(["numpy"]) is None
     monkeypatch.setenv("CI", "true")

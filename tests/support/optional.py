@@ -65,7 +65,7 @@ def reason_to_skip(modules):
     """Return why a test is skipped if one of the modules is a library that is missing."""
     for name in (module.partition(".")[0] for module in modules):
         if name in LIBRARIES and not find_spec(name) and "CI" not in os.environ:
-            return f"needs {name}: pip install 'veneer[{LIBRARIES[name]}]'"
+            return f"needs {name}: pip install '.[{LIBRARIES[name]}]'"
     return None
 
 

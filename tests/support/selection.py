@@ -56,11 +56,14 @@ DIVIDED = {
 
 
 def pytest_addoption(parser):
-    parser.addoption("--all", action="store_true", help="run every case of every test")
-    parser.addoption("--slow", action="store_true", help="run the tests that a quick run omits")
-    parser.addoption("--share", metavar="I/N", help="run a share of the cases of each test")
-    parser.addoption("--sample", metavar="I/N", help="run one Nth of the cases of all tests")
-    parser.addoption("--record-durations", action="store_true", help=f"write {DURATIONS.name}")
+    group = parser.getgroup("veneer", "which cases run: a case is a test and its parameters")
+    add = group.addoption
+    add("--all", action="store_true", help="run every case of every test; by default, run some")
+    add("--slow", action="store_true", help="run only the tests that are omitted by default")
+    add("--share", metavar="I/N", help="of every test, run part I of N of its cases")
+    add("--sample", metavar="I/N", help="run part I of N of all cases, so not of every test")
+    overwrites = f"measure the tests that run, and overwrite tests/support/{DURATIONS.name}"
+    add("--record-durations", action="store_true", help=overwrites)
 
 
 def pytest_configure(config):
@@ -69,6 +72,9 @@ def pytest_configure(config):
     )
     if config.getoption("all") and config.getoption("slow"):
         raise pytest.UsageError("--all has the slow tests: leave out --slow")
+    for option in ("share", "sample"):  # here, for a worker of xdist cannot show an error
+        if config.getoption(option) is not None:
+            parse_fraction(option, config.getoption(option))
     config.addinivalue_line("markers", "slow: a quick run omits it; see support/selection.py")
     if config.getoption("record_durations") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(DurationRecorder())
@@ -82,6 +88,11 @@ def pytest_itemcollected(item):
         item.add_marker(pytest.mark.divided(by=by))
 
 
+def pytest_report_header(config):
+    if not any(config.getoption(option) for option in ("all", "slow", "share", "sample")):
+        return "quick run: some cases of each test; --all runs every case, --slow the slow tests"
+
+
 @pytest.hookimpl(trylast=True)  # after -k and -m
 def pytest_collection_modifyitems(config, items):
     chosen = list(items)
@@ -90,12 +101,12 @@ def pytest_collection_modifyitems(config, items):
         seconds = recorded_durations()
         chosen = _slow(items, seconds) if config.getoption("slow") else _quick(items, seconds)
     if config.getoption("share") is not None:
-        share, n_shares = _parse_fraction("share", config.getoption("share"))
+        share, n_shares = parse_fraction("share", config.getoption("share"))
         of_share = (cases_of_share(cases, share, n_shares) for cases in _grouped(_test, chosen))
         kept = set().union(*of_share)
         chosen = [item for item in chosen if item in kept]  # workers need the same order
     if config.getoption("sample") is not None:
-        part, n_parts = _parse_fraction("sample", config.getoption("sample"))
+        part, n_parts = parse_fraction("sample", config.getoption("sample"))
         chosen = [item for item in chosen if in_part(item, part, n_parts)]
     if len(chosen) < len(items):
         kept = set(chosen)
@@ -158,10 +169,11 @@ def in_part(item, part, n_parts):
     return crc32(item.nodeid.encode()) % n_parts == part - 1
 
 
-def _parse_fraction(option, text):
-    match = re.fullmatch(r"([1-9])/([1-9])", text)
-    if not match or match[1] > match[2]:
-        raise pytest.UsageError(f"--{option} must be like 1/2, not {text}")
+def parse_fraction(option, text):
+    """Return I and N of an option that is given as I/N."""
+    match = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", text)
+    if not match or int(match[1]) > int(match[2]):
+        raise pytest.UsageError(f"--{option} takes I/N, 1 <= I <= N, as in 1/2, and not {text!r}")
     return int(match[1]), int(match[2])
 
 
