@@ -80,7 +80,7 @@ class ProductWeight(ImplicitArray, abstract=True):
     def _moved(self, movement: Movement) -> Any:
         """This weight, with the contracted axes where they are now."""
         before = len(movement.axes)
-        places = [() if i is None else (i,) for i in movement.axes]
+        places = [() if i is None else (int(i),) for i in movement.axes]
         new = self.with_axes(places, len(movement.shape))
         swapped = (*range(before - 2), before - 1, before - 2)
         return new.turned_over() if movement.axes == swapped else new

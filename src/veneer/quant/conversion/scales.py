@@ -47,10 +47,10 @@ def bounded_scale(
 def _reach(format: Format, zero_point: jax.Array | None) -> jax.Array | float:
     """Return the largest magnitude of a code, before the scale."""
     if not format.is_integer:
-        return max(map(abs, format.codebook or [format.bound]))
+        return float(max(map(abs, format.codebook or [format.bound])))
     least, largest = format.code_range
     if zero_point is None:
-        return max(-least, largest)
+        return float(max(-least, largest))
     return jnp.maximum(zero_point - least, largest - zero_point)
 
 

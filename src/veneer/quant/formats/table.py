@@ -103,9 +103,9 @@ class Format:
     def ends(self) -> tuple[float, float]:
         """The least and the largest value that codes have: the same magnitude, if there is one."""
         if self.codebook is None:
-            largest = self.code_range[1] if self.is_integer else self.bound
+            largest = float(self.code_range[1] if self.is_integer else self.bound)
             return -largest, largest
-        least, largest = min(self.codebook), max(self.codebook)
+        least, largest = float(min(self.codebook)), float(max(self.codebook))
         both = min(-least, largest)
         is_symmetric = {both, -both} <= set(self.codebook)
         return (-both, both) if is_symmetric else (least, largest)
