@@ -265,3 +265,15 @@ def test_a_sum_of_replicas_in_16_bits_changes_nothing(name):
     once = run(rows(48, 64, dtype="bfloat16"))
     for _ in range(3):
         assert_same_bits(run(once), once)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_cache_makes_no_number_infinite(name, dtype):
+    tile = vn.quant.FORMATS[name].tile_size
+    tiles = {} if tile is None else {"tiled_axes": {1: tile}}
+    cache = vn.quant.zeros((2, 64), name, channelwise_axes=(0,), dtype=dtype, **tiles)
+    largest = float(jnp.finfo(dtype).max)
+    values = np.append(np.linspace(0, largest, 64), np.linspace(-largest, 0, 64)).reshape(2, 64)
+    out = vn.implicit(lax.dynamic_update_slice)(cache, jnp.asarray(values, dtype), (0, 0))
+    assert not jnp.isinf(out.dequantize()).any()

@@ -120,8 +120,8 @@ def tell(events: Iterable[Event]) -> None:
             policy.on_materialise(event)
 
 
-# What the rule that is running says of itself, the bytes of each operand that it makes dense, and
-# why it ran no kernel.
+# How the running rule computes, the bytes of each operand that it materializes, and the reason why
+# it ran no kernel.
 _how: ContextVar[tuple[str, Sequence[int], str]] = ContextVar("how", default=("", (), ""))
 
 

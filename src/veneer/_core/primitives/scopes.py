@@ -135,10 +135,9 @@ def telling_tangents(products: Sequence[str]) -> Iterator[None]:
 
 
 def is_in_derivative_part() -> bool:
-    """Return whether what is bound now belongs to a derivative that the program takes itself.
+    """Return whether the current primitive belongs to a derivative inside the program.
 
-    Known only within `telling_tangents`. What `jax.checkpoint` computes again does not belong to
-    it.
+    Always False outside `telling_tangents`, and for what `jax.checkpoint` recomputes.
     """
     if ASKED.value is None or not ASKED.value.tells_tangents:
         return False

@@ -1,8 +1,8 @@
 """Rules for what writes into a value: leaf by leaf, as its leaf axes say.
 
-What is written is first stored as the value is (`stored_as`), and then each leaf of it goes
-where the dense primitive has it go. So nothing is made dense. What is there already is read only by
-a type that compares it with what is written.
+The update is first stored in the format of the value (`stored_as`). Then each of its leaves is
+written where the dense primitive writes. So nothing is materialized. Old values are read only for
+types that compare them with the update.
 They decline what would write a part of a block, whose other entries an entry of a leaf speaks of.
 """
 
