@@ -81,7 +81,7 @@ class ImplicitTrace(Trace):
 
     @classmethod
     def run(cls, program: Callable, values: Sequence[Any]) -> list[Any]:
-        """Run a program in a new trace. Though all values be dense, it may make others."""
+        """Run a program in a new trace. Even if all values are dense, it may build others."""
         trace = cls(current_trace(), object())
         wrapped = list(map(trace.wrap, values))
         with entered(trace, trace):

@@ -116,7 +116,7 @@ def redispatch(function: Callable, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def run_around(function: Callable, /, *args: Any) -> Any:
-    """`redispatch` of marks that stand around all other values, as those of `quantize_products`."""
+    """Call `redispatch`, with the implicit arrays of an outer call left as dense operands."""
     return _run(function, True, args, {}, joins_outer=False)
 
 

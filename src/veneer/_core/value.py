@@ -35,9 +35,9 @@ class Value(Shown):
     says that it has no fields. Users subclass `ImplicitArray`.
     """
 
-    # What is known of an instance besides its fields: its type, its weights, its tracer, and
-    # whether it holds derivatives by each leaf. It is no part of the tree, and copies are made
-    # without it. It is not in `__dict__`, where Equinox takes one more for another structure.
+    # Computed attributes: the type, the tracer, the weights that it comes from, and whether the
+    # leaves are derivatives. Trees and copies omit them. They are slots because Equinox compares
+    # the `__dict__` of two modules.
     __slots__ = ("_aval", "_high", "_holds_derivatives", "_source")
 
     #: Whether static fields say what a value means (a unit) and not only how it is stored. If so,

@@ -170,7 +170,7 @@ def abstract_array(aval: Any) -> Any:
 
 
 def slice_type(x: Any) -> Any:
-    """The type of a slice of an array along its first axis: it lies, and differs, as that does."""
+    """Return the type of a slice along the first axis, with the sharding and varying axes kept."""
     return abstract_array(core.mapped_aval(jax.typeof(x).shape[0], 0, jax.typeof(x)))
 
 

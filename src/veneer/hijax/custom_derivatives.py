@@ -204,13 +204,13 @@ def _by_leaves(ct: Any, of: Any, operand: Any) -> Any:
 
 
 def _is_dense(value: Any) -> bool:
-    """Whether an implicit cotangent stands for a dense one, and holds none by leaves."""
+    """Return whether an implicit cotangent represents a dense one, not one per leaf."""
     float0 = jax.dtypes.float0
     return value.dense_tangent and all(jnp.result_type(x) != float0 for x in jax.tree.leaves(value))
 
 
 def _pulled_back(ct: Any, of: Any, operand: Any) -> Any:
-    """The cotangents of the leaves, of that of the dense array."""
+    """Return the cotangents of the leaves, given the cotangent of the dense array."""
     (ct,) = [made_dense(COTANGENT, ct)] if is_typed(ct) or is_value(exposed(ct)) else [ct]
     if operand is None or not hasattr(ct, "dtype"):
         raise _misfit(ct, of)

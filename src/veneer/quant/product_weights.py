@@ -218,7 +218,7 @@ def _concatenate(*operands: ProductWeight, dimension: Any) -> Any:
 
 @register("select_n")
 def _select(which: ArrayLike, *cases: ProductWeight) -> Any:
-    """Of weights of one kind, as `vmap` of `cond` selects between a weight and itself."""
+    """Select between weights of one kind, as `vmap` of `cond` does with a weight and itself."""
     first = cases[0]
     if any(_kind(w) != _kind(first) for w in cases):
         return NotImplemented

@@ -24,7 +24,7 @@ class MaterialiseWarning(UserWarning):
 
 
 class Operands(NamedTuple):
-    """What an event says of operands: how they are shown, their sources, and their dense bytes."""
+    """The operands of an event: their display text, sources, dense bytes, and which are caches."""
 
     shown: tuple[str, ...]
     sources: tuple[Source, ...]
@@ -73,13 +73,13 @@ class Event:
 
     @property
     def cache_nbytes(self) -> int:
-        """The bytes that were made dense of caches."""
+        """The materialized bytes that belong to caches."""
         of_each = zip(self.dense, self.sources, self.caches, strict=True) if self.caches else ()
         return sum(n for n, source, is_cache in of_each if source and is_cache)
 
     @property
     def how_and_why(self) -> str:
-        """How the rule went, and why it ran no kernel."""
+        """The strategy of the rule, and the reason why it ran no kernel."""
         return ", ".join(filter(None, (self.how, self.no_kernel)))
 
     def met_by(self, sources: Sequence[Source], line: str) -> "Event":

@@ -399,7 +399,7 @@ def stable_scale(
 
 
 def _mean_of_kept(tiles: Tiles) -> jax.Array:
-    """The mean of the magnitudes that do not become 0; their own value if all are equal."""
+    """Return the mean of the magnitudes that keep a nonzero code; exact if they are all equal."""
     magnitudes, largest = jnp.abs(tiles.values), _largest(tiles)
     mean = jnp.mean(magnitudes, axis=tiles.axes, keepdims=True)
     kept = magnitudes > mean / 2 if tiles.format.has_zero else jnp.full_like(magnitudes, True)

@@ -204,7 +204,7 @@ def _concatenate(*operands: TrackedWeight, dimension: int) -> TrackedWeight:
 
 @register("select_n")
 def _select(which: ArrayLike, *cases: TrackedWeight) -> TrackedWeight:
-    """Of weights, as those that `vmap` of `cond` gives to a branch: each may be the one chosen."""
+    """Select between weights, as `vmap` of `cond` does. Any of them may be chosen."""
     array = redispatch(lax.select_n, which, *(w.array for w in cases))
     tracks = (track for w in cases for track in w.tracks)
     return cases[0].changed(array=array, tracks=tuple(dict.fromkeys(tracks)))
