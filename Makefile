@@ -28,8 +28,10 @@ DOCS := $(VENV)/.docs-$(BUILT_ON)
 .PHONY: help demo test test-slow test-all durations test-peers test-wheel dist docs docs-look docs-serve fuzz bench setup lint format clean
 .NOTPARALLEL: # one pip at a time in an environment
 
-help: ## list the targets
+help: ## list the targets and the variables
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
+	@echo; echo Variables:
+	@sed -n 's/^#   \([A-Z]\)/  \1/p' Makefile
 
 demo: $(DEMO) ## quantise a real model, and print a table and draw a picture of what it costs
 	$(BIN)/veneer demo $(ARGS)

@@ -77,10 +77,11 @@ def pytest_xdist_auto_num_workers():
     return None if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ else memory.number_of_workers()
 
 
-def pytest_report_header():
-    if missing := optional.missing_libraries():
-        return f"tests are skipped that need {', '.join(missing)}: pip install '.[dev]'"
-    return None
+def pytest_report_header(config):
+    lines = [selection.header(config)]
+    if missing := [*filter(optional.is_in_dev, optional.missing_libraries())]:
+        lines.append(f"tests that need {', '.join(missing)} are skipped: pip install '.[dev]'")
+    return lines
 
 
 def pytest_configure(config):

@@ -4,12 +4,9 @@ import contextlib
 import io
 
 import jax
+import low_precision_training as example
 import numpy as np
 import pytest
-
-pytest.importorskip("sklearn")
-
-import low_precision_training as example
 import row_transformer
 
 import veneer as vn

@@ -2,9 +2,6 @@
 
 import metropolis
 import numpy as np
-import pytest
-
-pytest.importorskip("numba")
 
 
 def test_the_chain_in_numba_is_the_chain_in_python(capsys):

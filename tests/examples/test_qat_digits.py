@@ -7,9 +7,6 @@ import digits_network
 import jax
 import numpy as np
 import pytest
-
-pytest.importorskip("sklearn")
-
 import qat_digits
 
 import veneer as vn

@@ -169,7 +169,6 @@ def test_what_asarray_gives_is_as_the_value(x, weight, agree):
 
 
 def test_units():
-    pytest.importorskip("astropy")
     m = vn.types.Quantity(jnp.arange(1.0, 4.0), "m")
     squares = jax.jit(lambda m: jnp.sum(m * m))(m)
     assert (float(squares.value), str(squares.unit)) == (14.0, "m2")

@@ -267,7 +267,8 @@ def test_typed_values_are_as_arguments(high):
 
 def test_an_axis_for_each_leaf_is_that_of_the_array():
     """As `equinox.filter_vmap` gives them, of any tree."""
-    eqx = pytest.importorskip("equinox")
+    import equinox as eqx
+
     a = jnp.arange(1.0, 5).reshape(2, 2)
     value = T.LowRank(a, a)
     agree(eqx.filter_vmap(lambda r: r.sum())(value), jnp.array([17.0, 37.0]))

@@ -7,6 +7,7 @@ import warnings
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytensor
 import pytest
 from support import arrays
 from support.array_types import assert_close, lora
@@ -14,7 +15,6 @@ from support.policies import without_rule
 
 import veneer as vn
 
-pytensor = pytest.importorskip("pytensor")
 BEFORE = jax.config.jax_enable_x64
 
 import pytensor.tensor as pt  # noqa: E402

@@ -48,7 +48,8 @@ def test_numbers_in_the_module_of_a_function_are_in_the_key(monkeypatch, tmp_pat
 
 
 def test_raw_refuses_numbers_that_it_would_round():
-    numba = pytest.importorskip("numba")
+    import numba
+
     raw = vn.numba.compile(lambda n, x: n * x, np.int32(1), X).raw
     assert raw(3, X)[0] == 3
     with pytest.raises(numba.TypingError, match="an argument is float64, for a number of int32"):
@@ -59,7 +60,6 @@ def test_raw_refuses_numbers_that_it_would_round():
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "uint32"])
 def test_raw_refuses_integers_that_are_too_wide(dtype):
-    pytest.importorskip("numba")
     raw = vn.numba.compile(lambda n: n, np.zeros((), dtype)).raw
     limits = np.iinfo(dtype)
     for number in (limits.min, limits.max, np.uint64(limits.max)):

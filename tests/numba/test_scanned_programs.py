@@ -5,7 +5,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax import lax
 
 import veneer as vn
@@ -23,7 +22,8 @@ def check(f, *args, native=False, **tolerances):
 
 
 def test_training_with_optax():
-    optax = pytest.importorskip("optax")
+    import optax
+
     optimiser = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
 
     def loss(params, x):
@@ -44,7 +44,8 @@ def test_training_with_optax():
 
 
 def test_a_recurrent_cell_of_equinox():
-    eqx = pytest.importorskip("equinox")
+    import equinox as eqx
+
     cell = eqx.nn.LSTMCell(3, 4, key=jax.random.key(0))
     arrays, rest = eqx.partition(cell, eqx.is_array)
 
@@ -58,7 +59,8 @@ def test_a_recurrent_cell_of_equinox():
 
 
 def test_differential_equations_of_diffrax(monkeypatch):
-    diffrax = pytest.importorskip("diffrax")
+    import diffrax
+
     # As the environment variable of that name does: or else errors are raised by callbacks.
     monkeypatch.setattr("equinox._errors.EQX_ON_ERROR", "nan")
 

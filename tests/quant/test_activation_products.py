@@ -451,7 +451,9 @@ def test_with_high_types():
 
 
 def test_modules_of_flax_and_equinox_are_places():
-    linen, equinox = pytest.importorskip("flax.linen"), pytest.importorskip("equinox")
+    import equinox
+    from flax import linen
+
     (x,) = arrays((2, 5, 16))
 
     class Block(linen.Module):

@@ -11,7 +11,7 @@ import jax
 #: Bytes of memory that a run plans for each worker.
 PER_WORKER = 1_500_000_000
 #: A worker releases its compiled programs when its resident memory exceeds this, in bytes.
-LIMIT = 650_000_000
+LIMIT = 600_000_000
 #: Bytes that a worker may add before it releases its programs again.
 STEP = 80_000_000
 

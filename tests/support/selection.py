@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 DURATIONS = Path(__file__).with_name("durations.json")
 
 #: In a quick run, the cases of a test beyond the first take at most this many seconds together.
-BUDGET = 0.5
+BUDGET = 0.45
 #: A quick run omits a test if one case takes longer than this, in seconds.
 LONGEST = 2.5
 #: `durations.json` records a test if one case takes at least this many seconds.
@@ -88,18 +88,24 @@ def pytest_itemcollected(item):
         item.add_marker(pytest.mark.divided(by=by))
 
 
-def pytest_report_header(config):
-    if not any(config.getoption(option) for option in ("all", "slow", "share", "sample")):
-        return "quick run: some cases of each test; --all runs every case, --slow the slow tests"
+def header(config):
+    """Return a line that says which cases run."""
+    if config.getoption("all"):
+        return "every case"
+    if config.getoption("slow"):
+        return "slow run: the tests that a quick run omits; --all runs every case"
+    return "quick run: some cases of each test; --all runs every case, --slow the slow tests"
 
 
 @pytest.hookimpl(trylast=True)  # after -k and -m
 def pytest_collection_modifyitems(config, items):
     chosen = list(items)
-    names_tests = any("::" in argument for argument in config.args)
-    if not config.getoption("all") and not names_tests:
-        seconds = recorded_durations()
-        chosen = _slow(items, seconds) if config.getoption("slow") else _quick(items, seconds)
+    if not config.getoption("all"):
+        unlimited = _files_of_named_tests(config)
+        limited = [item for item in items if item.path not in unlimited]
+        limit = _slow if config.getoption("slow") else _quick
+        kept = set(limit(limited, recorded_durations()))
+        chosen = [item for item in items if item in kept or item.path in unlimited]
     if config.getoption("share") is not None:
         share, n_shares = parse_fraction("share", config.getoption("share"))
         of_share = (cases_of_share(cases, share, n_shares) for cases in _grouped(_test, chosen))
@@ -112,6 +118,12 @@ def pytest_collection_modifyitems(config, items):
         kept = set(chosen)
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = chosen
+
+
+def _files_of_named_tests(config):
+    """Return the files of the arguments that name a test, as in `tests/test_package.py::test_x`."""
+    folder = config.invocation_params.dir
+    return {(folder / arg.partition("::")[0]).resolve() for arg in config.args if "::" in arg}
 
 
 def _quick(items, seconds):

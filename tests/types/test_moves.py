@@ -165,7 +165,7 @@ def test_a_constructor_of_ones_own_is_followed_by_the_check():
 
 
 def test_the_checks_of_equinox_modules_are_asked():
-    eqx = pytest.importorskip("equinox")
+    import equinox as eqx
 
     class Module(eqx.Module, vn.ImplicitArray):
         x: jax.Array

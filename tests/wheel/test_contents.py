@@ -8,11 +8,11 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
+from support import optional
 
 import veneer as vn
 
-pytest.importorskip("build")
-pytest.importorskip("hatchling")
+pytestmark = optional.needs("build")
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "src"

@@ -32,7 +32,8 @@ def test_metadata_of_every_type_comes_back_as_it_was(path):
 
 
 def test_metadata_is_what_the_gguf_package_reads(path):
-    gguf = pytest.importorskip("gguf")
+    import gguf
+
     flat = {k: v for k, v in METADATA.items() if k not in ("arrays", "no UTF-8")}
     write_gguf(path, {}, flat)
     fields = gguf.GGUFReader(path).fields
@@ -75,7 +76,8 @@ def test_what_was_read_stays_when_the_file_is_gone(path):
 
 
 def test_the_gguf_package_reads_what_is_written(path):
-    gguf = pytest.importorskip("gguf")
+    import gguf
+
     quantised = {row.name: blocks_of(row.name, 2, 3, 512) for row in BLOCK_TYPES.values()}
     write_gguf(path, quantised | DENSE, {"general.architecture": "llama"})
     reader = gguf.GGUFReader(path)
@@ -93,7 +95,8 @@ def test_the_gguf_package_reads_what_is_written(path):
 
 
 def test_what_the_gguf_package_writes_is_read(path):
-    gguf = pytest.importorskip("gguf")
+    import gguf
+
     x = np.random.default_rng(0).normal(size=(4, 512)).astype(np.float32)
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_custom_alignment(128)

@@ -3,10 +3,9 @@
 import json
 
 import pytest
+import tokenizers
 
 from veneer.interop.checkpoints.gguf import tokenizer, tokenizer_files
-
-tokenizers = pytest.importorskip("tokenizers")
 
 # SentencePiece's kinds of tokens: 1 normal, 2 unknown, 3 control, 4 of the user, 6 a byte.
 _TOKENS = [

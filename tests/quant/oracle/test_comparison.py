@@ -1,9 +1,6 @@
 """A sample of the table in docs/qwix.md: no cell where Qwix works and we do not."""
 
 import pytest
-
-pytest.importorskip("qwix")
-
 from qwix_comparison import OPERATIONS, TRANSFORMATIONS, compare, lost
 
 OPERATION = {op.name: op for op in OPERATIONS}

@@ -5,11 +5,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import arrays
-
-pytest.importorskip("qwix")
-
 import qwix
+from support import arrays
 
 import veneer as vn
 from veneer.quant import Rule, quantize_tree

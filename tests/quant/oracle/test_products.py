@@ -7,9 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-pytest.importorskip("qwix")
-
 import qwix
 from quantised_operations import DENSE, OPERATIONS
 from qwix_arrays import QWIX_NAMES, from_qwix

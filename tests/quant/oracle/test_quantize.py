@@ -6,9 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-pytest.importorskip("qwix")
-
 import qwix
 from qwix_arrays import QWIX_NAMES, from_qwix, to_qwix
 

@@ -532,7 +532,6 @@ def test_moments_are_of_some_weights_at_a_time():
 
 
 def test_a_bar_shows_what_is_done(capsys):
-    pytest.importorskip("rich")
     calibrate(mlp, INT4, params=MLP, progress=True)(BATCHES)
     assert "100%" in capsys.readouterr().err
 
@@ -637,7 +636,8 @@ def test_what_a_convolution_takes_is_not_rotated():
 
 
 def test_the_report_is_drawn():
-    plt = pytest.importorskip("matplotlib.pyplot")
+    import matplotlib.pyplot as plt
+
     rows = [
         WeightLoss("a", (2, 3), "int4", 0.2, 0.1, "gptq"),
         WeightLoss("b", (2, 3), "int4", 0, 0, "nearest"),

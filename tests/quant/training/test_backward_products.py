@@ -213,7 +213,8 @@ QWIX = {
 
 @pytest.mark.parametrize("case", QWIX.values(), ids=QWIX)
 def test_it_equals_qwix(case):
-    core = pytest.importorskip("qwix._src.core.dot_general_qt")
+    import qwix._src.core.dot_general_qt as core
+
     theirs, of = case
     names = "lhs_qtype rhs_qtype dlhs_grad_qtype drhs_grad_qtype".split()
     config = core.DotGeneralQtConfig(**dict.fromkeys(names, "int8") | theirs)

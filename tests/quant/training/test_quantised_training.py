@@ -136,7 +136,8 @@ def value_and_gradients(f, x, w, g):
 
 @pytest.mark.parametrize("case", QWIX_SHAPES.values(), ids=QWIX_SHAPES)
 def test_it_equals_qwix(case):
-    core = pytest.importorskip("qwix._src.core.dot_general_qt")
+    import qwix._src.core.dot_general_qt as core
+
     names = "lhs_qtype rhs_qtype dlhs_grad_qtype drhs_grad_qtype".split()
     config = core.DotGeneralQtConfig(**dict.fromkeys(names, jnp.int8))
     *shapes, numbers = case
@@ -169,7 +170,8 @@ def images_and_kernel(groups=1):
 
 @pytest.mark.parametrize("more", CONVOLUTIONS.values(), ids=CONVOLUTIONS)
 def test_convolutions_equal_those_of_qwix(more):
-    core = pytest.importorskip("qwix._src.core.conv_general_qt")
+    import qwix._src.core.conv_general_qt as core
+
     names = "lhs_qtype rhs_qtype dlhs_grad_qtype drhs_grad_qtype".split()
     config = core.ConvGeneralQtConfig(**dict.fromkeys(names, jnp.int8))
     theirs = lambda x, w, **numbers: core.conv_general_qt(x, w, config, **numbers)

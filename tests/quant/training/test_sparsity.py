@@ -65,7 +65,8 @@ def test_what_is_kept_is_what_nm_sparse_keeps():
 
 
 def test_it_is_what_qwix_keeps():
-    core = pytest.importorskip("qwix._src.core.sparsity")
+    import qwix._src.core.sparsity as core
+
     for axis, order in [(-2, "C"), (-1, "R")]:
         theirs = core.get_sparsity_mask(W, 2, 4, order=order)
         assert (FakeQuantized(W, sparsity=(2, 4), tile_axis=axis).kept == theirs).all()
@@ -82,7 +83,8 @@ def test_blocks_are_kept_by_the_sums_of_their_magnitudes(order):
     assert (weight.kept == by_hand).all()
     assert (vn.materialise(weight) == jnp.where(by_hand, w, 0)).all()
     assert weight.storage_name == "2 of 3 blocks of 4 kept"
-    core = pytest.importorskip("qwix._src.core.sparsity")
+    import qwix._src.core.sparsity as core
+
     theirs = core.get_sparsity_mask(w, 2, 3, order=order, block_size=4)
     assert (weight.kept == theirs).all()
 
@@ -103,8 +105,9 @@ def test_products_on_codes_are_of_what_is_kept():
 
 
 def test_qwix_computes_the_same_on_codes():
-    core = pytest.importorskip("qwix._src.core.dot_general_qt")
-    sparsity = pytest.importorskip("qwix._src.core.sparsity")
+    import qwix._src.core.dot_general_qt as core
+    import qwix._src.core.sparsity as sparsity
+
     rule = sparsity.SparsityRule(
         weight_sparsity_n=2, weight_sparsity_m=4, weight_sparsity_order="C"
     )

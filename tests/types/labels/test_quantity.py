@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import astropy.units as astropy
 import jax
 import jax.numpy as jnp
 import pytest
@@ -16,8 +17,6 @@ from veneer._jax.primitives import find_primitive
 from veneer.types.labels import axis_names, unit_laws
 from veneer.types.labels.named import Named
 from veneer.types.labels.quantity import Quantity
-
-astropy = pytest.importorskip("astropy.units", reason="unxt is in the extra `dev`")
 
 
 def strict(f):
@@ -350,7 +349,9 @@ def test_what_it_costs_is_nothing():
 
 @pytest.fixture(scope="module")
 def pint():
-    return pytest.importorskip("pint", reason="pint is in the extra `dev`")
+    import pint
+
+    return pint
 
 
 @pytest.fixture(scope="module")
