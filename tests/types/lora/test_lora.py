@@ -480,3 +480,31 @@ def test_the_axes_of_a_norm_are_known_where_every_axis_has_size_1(run):
     w = jnp.arange(1.0, 7).reshape(2, 3)
     dora = LoraArray(w, jnp.ones((2, 1)), jnp.ones((1, 3)), jnp.ones((1, 3)))
     assert jnp.allclose(vn.materialise(vn.implicit(run)(dora)), run(vn.materialise(dora)))
+
+
+NESTED_USES = {
+    "product": lambda w: jnp.ones((3, 6)) @ w,
+    "product, swapped": lambda w: w @ jnp.ones((5, 3)),
+    "transpose": lambda w: w.T,
+    "rows": lambda w: w[jnp.array([1, 2])],
+    "rows, filled": lambda w: jnp.take(w, jnp.array([0, 9]), 0, mode="fill", fill_value=0),
+    "slice": lambda w: w[:2, 1:],
+    "reshape": lambda w: w.reshape(2, 3, 5),
+    "sum": lambda w: w.sum(0),
+    "vmap": lambda w: jax.vmap(lambda row: row.sum())(w),
+    "scan": lambda w: jax.lax.scan(lambda c, row: (c + row.sum(), 2 * row), 0.0, w)[1],
+    "gram": lambda w: w.T @ w,
+}
+
+
+@pytest.mark.parametrize("use", NESTED_USES)
+@pytest.mark.parametrize("nested", ["a", "b", "both"])
+@pytest.mark.parametrize("cls", ["LoraArray", "LowRank"])
+def test_factors_may_be_implicit(cls, nested, use):
+    w, a, b = arrays.normal(6, 5), arrays.normal(6, 2, seed=1), arrays.normal(2, 5, seed=2)
+    a = vn.quant.quantize(a, "int8", channelwise_axes=[0]) if nested != "b" else a
+    b = vn.quant.quantize(b, "int8") if nested != "a" else b
+    product = vn.materialise(a) @ vn.materialise(b)
+    dense = product if cls == "LowRank" else w + 0.5 * product
+    x = vn.types.LowRank(a, b) if cls == "LowRank" else LoraArray(w, a, b, scale=0.5)
+    assert_close(vn.implicit(NESTED_USES[use])(x), NESTED_USES[use](dense))

@@ -208,7 +208,7 @@ class LoraArray(Matrix):
     def update(self) -> Any:
         """`scale * a @ b`, dense."""
         low = scaled(self.a, self.scale)
-        dense, _ = contract(low, self.a_labels, jnp.asarray(self.b), self.b_labels, [RANK])
+        dense, _ = contract(low, self.a_labels, self.b, self.b_labels, [RANK])
         return dense
 
     def aval(self) -> jax.core.ShapedArray:

@@ -57,7 +57,8 @@ def _gather(
     of_w = redispatch(lambda w: rows(w, sizes, fill_value), x.w)
     of_w = jnp.asarray(materialise_one(of_w))  # the rows alone, where w is quantised
     # What is filled in is not updated.
-    low = rows(scaled(jnp.asarray(x.a), x.scale), x.a.shape[-1:], 0)
+    rank = x.a.shape[-1:]
+    low = redispatch(lambda a: rows(scaled(jnp.asarray(a), x.scale), rank, 0), x.a)
     update, labels = contract(low, (*looked_up, RANK), x.b, x.b_labels, [RANK])
     wanted = (*looked_up, *x.outs)
     out = of_w + arrange(update, labels, wanted).astype(of_w.dtype)

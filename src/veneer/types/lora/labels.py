@@ -65,8 +65,9 @@ def arrange(x: Any, labels: Labels, wanted: Sequence[Label]) -> Any:
     """x with its axes in the order that is wanted, and axes of size 1 where it has none."""
     _check_labels(x, labels)
     own = [label for label in wanted if label in labels]
-    x = lax.transpose(x, [labels.index(label) for label in own])
-    return lax.expand_dims(x, [i for i, label in enumerate(wanted) if label not in labels])
+    order = [labels.index(label) for label in own]
+    new = [i for i, label in enumerate(wanted) if label not in labels]
+    return redispatch(lambda x: lax.expand_dims(lax.transpose(x, order), new), x)
 
 
 def _check_labels(x: Any, labels: Labels) -> None:
