@@ -145,6 +145,11 @@ PROGRAMS = {
     ),
     "heads": (lambda x, w: jnp.einsum("btk,khd->bthd", x, w), (16, 3, 4), {"tile_axis": 0}),
     "reshaped": (lambda x, w: x @ w.reshape(16, 12), (16, 3, 4), {"tile_axis": 0}),
+    "transposed between reshapes": (
+        lambda x, w: x @ w.T.reshape(3, 32).T.T.reshape(6, 16).T,
+        (16, 6),
+        {},
+    ),
     "merged": (lambda x, w: x @ w.reshape(16, 6), (4, 4, 6), {"tile_axis": (0, 1)}),
     "sliced": (lambda x, w: x @ w[:, 2:5], (16, 6), {}),
     "split": (lambda x, w: x @ jnp.split(w, 2, 1)[1], (16, 6), {}),

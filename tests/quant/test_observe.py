@@ -50,6 +50,8 @@ PROGRAMS = {
     "the weight first": (lambda w, x: jnp.einsum("kn,btk->nbt", w, x), W, -2),
     "heads": (lambda w, x: jnp.einsum("btk,khd->bthd", x, w), HEADS, 0),
     "reshaped": (lambda w, x: x @ w.reshape(8, 6), HEADS, 0),
+    "flat and back": (lambda w, x: x @ w.ravel().reshape(8, 6), W, -2),
+    "another shape and back": (lambda w, x: x @ w.T.reshape(3, 16).T.T.reshape(6, 8).T, W, -2),
     "vmap": (lambda w, x: jax.vmap(jax.vmap(lambda x: x @ w))(x), W, -2),
     "checkpoint": (lambda w, x: jax.checkpoint(jnp.matmul)(x, w), W, -2),
     "cast": (lambda w, x: x.astype(jnp.float16) @ w.astype(jnp.float16), W, -2),

@@ -34,6 +34,24 @@ PROGRAMS = {
     "einsum": (lambda p, x: jnp.einsum("td,hdk->thk", x, p["w"]), (2, 64, 4), [[-2]]),
     "merged axes": (lambda p, x: x @ p["w"].reshape(64, -1), (64, 2, 4), [[-3]]),
     "merged axes, contracted": (lambda p, x: x @ p["w"].reshape(64, -1), (4, 16, 8), [[-3, -2]]),
+    "flat and back": (lambda p, x: x @ p["w"].ravel().reshape(64, 8), (64, 8), [[-2]]),
+    "another shape and back": (
+        lambda p, x: (
+            x @ p["w"].T.reshape(16, 32).T.reshape(4, 128).reshape(32, 16).T.reshape(8, 64).T
+        ),
+        (64, 8),
+        [[-2]],
+    ),
+    "flat and split unevenly": (
+        lambda p, x: x @ p["w"].ravel().reshape(7, 64).T,
+        (64, 7),
+        [[-2, -1]],
+    ),
+    "a part of a flat weight": (
+        lambda p, x: x @ p["w"].ravel()[:128].reshape(64, 2),
+        (64, 8),
+        [[-2, -1]],
+    ),
     "split axes": (
         lambda p, x: jnp.einsum("td,dhk->thk", x, p["w"].reshape(64, 2, 4)),
         (64, 8),

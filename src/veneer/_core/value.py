@@ -175,7 +175,7 @@ class Value(Shown):
         return primitive.bind(*dense, **primitive.get_bind_params(params))
 
     def __repr__(self) -> str:
-        names = [f.name for f in dataclasses.fields(self)]  # type: ignore[arg-type]
+        names = [f.name for f in dataclasses.fields(self) if f.repr]  # type: ignore[arg-type]
         fields = ", ".join(f"{n}={_summary(getattr(self, n, '?'))}" for n in names)
         return f"{type(self).__name__}({fields})"
 

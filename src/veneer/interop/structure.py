@@ -311,8 +311,14 @@ def _pairs(node: Node) -> Iterable[tuple[str | int, Node]]:
 
 
 def _array(cls: type[Value], static: Any, children: Mapping[Any, Any], path: Path) -> Value:
-    """A value of a type from its fields. Not by the constructor: leaves may be missing."""
-    names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    """A value of a type from its fields. Not by the constructor: leaves may be missing.
+
+    A static field that the file does not have, as one of an older version, has its default.
+    """
+    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    names = [field.name for field in fields]
+    defaults = {f.name: _encode_static(f.default) for f in fields if _has_static_default(f)}
+    static = defaults | static
     if {*names} != {*children, *static}:
         raise ValueError(f"{_where(path)}: {cls.__name__} has the fields {', '.join(names)}")
     any_class: Any = cls  # a class with a __hash__ of its own
@@ -325,6 +331,10 @@ def _array(cls: type[Value], static: Any, children: Mapping[Any, Any], path: Pat
             raise ValueError(f"{what} is {x!r}, not of type {_shown_hint(hints[name])}")
         object.__setattr__(value, name, x)
     return value
+
+
+def _has_static_default(field: dataclasses.Field) -> bool:
+    return field.metadata.get("static", False) and field.default is not dataclasses.MISSING
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from .conversion.quantize import quantize, quantize_with_scale
 from .conversion.scale_axes import check_tile_size, row_axes
 from .formats import Format, get_format
 from .formats.tiles import Leaf
-from .product_weights import ProductWeight
+from .product_weights import Factors, ProductWeight
 from .qarray import QArray
 
 
@@ -91,7 +91,10 @@ class ActivationQuantized(ProductWeight):
     tile_size: int | float | None = static()
     contracting: tuple[int, ...] = static()
     op_names: tuple[str, ...] = static()
-    turned: bool = static()  # whether codes were stored with the last two axes the other way round
+    turned: bool = static(
+        repr=False
+    )  # whether codes were stored with the last two axes the other way round
+    factors: tuple[Factors, ...] | None = static(default=None, repr=False, kw_only=True)
 
     def __init__(
         self,
@@ -109,7 +112,7 @@ class ActivationQuantized(ProductWeight):
         if tile_size is not None and not isinstance(tile_size, float):
             tile_size = operator.index(tile_size)
         axes, op_names = tuple(int(axis) for axis in contracting), products_named(op_names)
-        how = (get_format(qtype).name, calibration_method, tile_size, axes, op_names, False)
+        how = (get_format(qtype).name, calibration_method, tile_size, axes, op_names, False, None)
         values = (array, scale, zero_point, *how)
         for field, value in zip(dataclasses.fields(self), values, strict=True):
             object.__setattr__(self, field.name, value)  # the dataclass is frozen

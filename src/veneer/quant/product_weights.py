@@ -5,6 +5,9 @@ its axes. A companion has the rank of the weight, and along each axis its size o
 """
 
 import dataclasses
+import functools
+import math
+import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
@@ -26,14 +29,64 @@ from .._core.value import Value
 from .._jax.primitives import Primitive, find_primitive
 from .formats.tiles import Leaf, Shape
 
+#: An axis as a product of factors, the slowest first: where each comes from, and its size.
+Factors = tuple[tuple[Any, int], ...]
+
+
+def reshape_factors(factors: Sequence[Factors], old: Shape, new: Shape) -> list[Factors]:
+    """Return the factors of each axis after a reshape.
+
+    A new axis of size 1 has no factors. If an axis ends within a factor that cannot be split there,
+    it comes from all origins of the axes that are reshaped with it.
+
+    **Arguments:**
+
+    - `factors`: those of each axis of `old`. Origins are sets, or bools.
+
+    >>> k, n = frozenset("k"), frozenset("n")
+    >>> reshape_factors([((k, 64),), ((n, 32),)], (64, 32), (16, 128))[0]
+    ((frozenset({'k'}), 16),)
+    """
+    result: list[Factors] = [()] * len(new)
+    for old_axes, new_axes in reshape_groups(old, new):
+        left = [factor for axis in old_axes for factor in factors[axis]]
+        union = functools.reduce(operator.or_, (origin for origin, _ in left))
+        for axis in new_axes:
+            taken = _take_factors(left, new[axis])
+            result[axis] = ((union, new[axis]),) if taken is None else taken
+    return result
+
+
+def _take_factors(left: list[tuple[Any, int]], size: int) -> Factors | None:
+    """Remove the first factors of `left` whose product is `size`, and return them.
+
+    Return None and remove all factors if `size` ends within a factor that cannot be split there.
+    """
+    taken: list[tuple[Any, int]] = []
+    while left and isinstance(size, int) and isinstance(left[0][1], int) and size > 1:
+        origin, n = left.pop(0)
+        part = math.gcd(n, size)
+        if part not in (n, size):
+            break
+        size //= part
+        if part < n:
+            left.insert(0, (origin, n // part))
+        if taken and taken[-1][0] == origin:
+            part *= taken.pop()[1]
+        taken.append((origin, part))
+    if size == 1:
+        return tuple(taken)
+    left.clear()
+    return None
+
 
 class ProductWeight(ImplicitArray, abstract=True):
     """A weight, dense or implicit, with rules of its own for products.
 
-    Subclasses have the fields `array`, their companions, and `contracting`: the axes of the weight,
-    counted from the end, over which the product sums that the type is about. Other products are
-    those of a derivative, whose other operand is a cotangent. What moves entries about keeps the
-    type; any other primitive acts on `array`.
+    Subclasses have the fields `array`, their companions, `contracting` and `factors`. The axes
+    `contracting` of the weight, counted from the end, are those over which the product sums that
+    the type is about. Other products are those of a derivative, whose other operand is a cotangent.
+    What moves entries about keeps the type; any other primitive acts on `array`.
     """
 
     metadata_is_meaning: ClassVar[bool] = False
@@ -45,6 +98,8 @@ class ProductWeight(ImplicitArray, abstract=True):
 
     array: Any
     contracting: tuple[int, ...]
+    #: The factors of each axis, by whether they are contracted; None if each axis has one kind.
+    factors: tuple[Factors, ...] | None
 
     def aval(self) -> jax.core.ShapedArray:
         """The shape and dtype of `array`."""
@@ -101,7 +156,32 @@ class ProductWeight(ImplicitArray, abstract=True):
         - `ndim`: how many axes there are now.
         """
         axes = [i - ndim for axis in self.contracting for i in places[axis]]
-        return self.changed(contracting=tuple(dict.fromkeys(axes)))
+        factors: list[Factors] = [()] * ndim
+        for axis, new in enumerate(places):
+            for i in new:
+                factors[i] = self._factors_of(axis, len(places))
+        return self.changed(
+            contracting=tuple(dict.fromkeys(axes)), factors=tuple(factors) if any(factors) else None
+        )
+
+    def reshaped_axes(self, sizes: Shape) -> Any:
+        """Return the weight whose `contracting` are axes of the new sizes."""
+        old: list[Factors] = []
+        for axis, size in enumerate(self.shape):
+            factors = self._factors_of(axis, self.ndim)
+            if math.prod(n for _, n in factors) != size or not factors:  # a slice changes the size
+                factors = ((axis - self.ndim in self.contracting, size),)
+            old.append(factors)
+        new = reshape_factors(old, self.shape, sizes)
+        kinds = [{is_contracted for is_contracted, _ in factors} for factors in new]
+        axes = tuple(axis - len(kinds) for axis, of_axis in enumerate(kinds) if True in of_axis)
+        is_mixed = any(len(of_axis) > 1 for of_axis in kinds)
+        return self.changed(contracting=axes, factors=tuple(new) if is_mixed else None)
+
+    def _factors_of(self, axis: int, ndim: int) -> Factors:
+        # Axes of a stack come and go at the front, so factors are those of the last axes.
+        place = len(self.factors or ()) - ndim + axis
+        return self.factors[place] if self.factors and place >= 0 else ()
 
     def turned_over(self) -> Any:
         """Returns a weight whose last two axes have just been swapped; types may note that."""
@@ -183,7 +263,6 @@ def _reshape(w: ProductWeight, **params: Any) -> Any:
     if order is not None:
         w = redispatch(lambda w: lax.transpose(w, order), w)
         params |= {"dimensions": None}
-    places = {axis: new for old, new in reshape_groups(w.shape, sizes) for axis in old}
 
     def move(leaf: Leaf) -> jax.Array:
         if leaf.size == 1:
@@ -191,7 +270,7 @@ def _reshape(w: ProductWeight, **params: Any) -> Any:
             return jnp.broadcast_to(jnp.reshape(leaf, ()), (*leading, 1, 1)[-len(sizes) or 4 :])
         return lax.reshape(_in_full(w, leaf), sizes)
 
-    return _moved(w, "reshape", params, move, [places.get(axis, []) for axis in range(w.ndim)])
+    return _moved(w.reshaped_axes(sizes), "reshape", params, move)
 
 
 @register("concatenate")

@@ -5,6 +5,7 @@ which remembers where its axes have gone, and notes each product and each look-u
 """
 
 import itertools
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,7 +23,8 @@ from ..._core.value import is_value
 from ..._jax.primitives import Primitive, find_primitive
 from ..._jax.sharding import replicated_sharding
 from ..._jax.source_lines import user_line, warn_user
-from ..product_weights import ProductWeight
+from ..formats.tiles import Shape
+from ..product_weights import Factors, ProductWeight, reshape_factors
 from .rules import flatten_with_paths
 
 LOOK_UP = "gather"  # the primitive that a look-up is
@@ -76,27 +78,40 @@ class TrackedAxes(NamedTuple):
     **Arguments:**
 
     - `path`: of the weight.
-    - `origins`: for each axis of the array, those of the weight that it was. A scan takes axes off
-      the front, and may put new ones there: both are counted from the end.
+    - `factors`: of each axis of the array; their origins are axes of the weight. A scan takes axes
+      off the front, and may put new ones there: both are counted from the end.
     - `looked_up`: axes along which rows have been looked up.
     """
 
     path: str
-    origins: tuple[Axes, ...]
+    factors: tuple[Factors, ...]
     looked_up: Axes = Axes()
 
     def of(self, axes: Collection[int], ndim: int) -> Axes:
         """Returns the axes of the weight that some of `ndim` were, counted from the front."""
-        before = len(self.origins) - ndim
-        return Axes().union(*(self.origins[before + i] for i in axes if before + i >= 0))
+        return Axes().union(*(origin for axis in axes for origin, _ in self._of_axis(axis, ndim)))
 
     def moved(self, places: Sequence[Sequence[int]], ndim: int) -> "TrackedAxes":
         """Returns the axes of an array that was moved, as `ProductWeight.with_axes` is told."""
-        origins = [Axes()] * ndim
+        factors: list[Factors] = [()] * ndim
         for axis, new in enumerate(places):
             for i in new:
-                origins[i] |= self.of([axis], len(places))
-        return self._replace(origins=tuple(origins))
+                factors[i] = self._of_axis(axis, len(places))
+        return self._replace(factors=tuple(factors))
+
+    def reshaped(self, old: Shape, new: Shape) -> "TrackedAxes":
+        """Return the axes of an array that was reshaped."""
+        factors = []
+        for axis, size in enumerate(old):
+            of_axis = self._of_axis(axis, len(old))
+            if math.prod(n for _, n in of_axis) != size:  # as after a slice
+                of_axis = ((self.of([axis], len(old)), size),)
+            factors.append(of_axis)
+        return self._replace(factors=tuple(reshape_factors(factors, old, new)))
+
+    def _of_axis(self, axis: int, ndim: int) -> Factors:
+        before = len(self.factors) - ndim
+        return self.factors[before + axis] if before + axis >= 0 else ()
 
 
 class TrackedWeight(ProductWeight):
@@ -106,10 +121,17 @@ class TrackedWeight(ProductWeight):
     contracting: tuple[int, ...] = static()  # none: tracks say more of the axes
     token: int = static()
     tracks: tuple[TrackedAxes, ...] = static()
+    factors: tuple[Factors, ...] | None = static(default=None, repr=False, kw_only=True)
 
     def with_axes(self, places: Sequence[Sequence[int]], ndim: int) -> "TrackedWeight":
         """Returns the weight with where its axes are now."""
         return self.changed(tracks=tuple(track.moved(places, ndim) for track in self.tracks))
+
+    def reshaped_axes(self, sizes: Shape) -> "TrackedWeight":
+        """Return the weight with where its axes are after a reshape."""
+        return self.changed(
+            tracks=tuple(track.reshaped(self.shape, sizes) for track in self.tracks)
+        )
 
     def note(
         self, primitive: str, contracted: Collection[int] = (), batch: Collection[int] = ()
@@ -271,8 +293,9 @@ def uses_of(
     def tracked(i: int, x: Any) -> Any:
         if i not in weights:
             return x
-        origins = tuple(Axes([axis]) for axis in range(-x.ndim, 0))
-        return TrackedWeight(x, (), token, (TrackedAxes(paths[i], origins),))
+        factors = tuple(((Axes([axis - x.ndim]), size),) for axis, size in enumerate(x.shape))
+        tracks = (TrackedAxes(paths[i], factors),)
+        return TrackedWeight(array=x, contracting=(), token=token, tracks=tracks)
 
     def run(leaves: Any, args: Any, kwargs: Any) -> None:
         params = jax.tree.unflatten(treedef, [tracked(i, x) for i, x in enumerate(leaves)])

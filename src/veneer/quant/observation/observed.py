@@ -21,7 +21,7 @@ from ..._core.tree import static
 from ..._jax.sharding import replicated, replicated_sharding
 from ..formats.tiles import Leaf
 from ..ops.activations import bind, sums_over_features
-from ..product_weights import ProductWeight
+from ..product_weights import Factors, ProductWeight
 from .recording import Recording
 from .totals import added
 
@@ -41,6 +41,7 @@ class Observed(ProductWeight):
     path: str = static()
     token: int = static()
     gram: bool = static()
+    factors: tuple[Factors, ...] | None = static(default=None, repr=False, kw_only=True)
 
     @property
     def recording(self) -> Recording:
