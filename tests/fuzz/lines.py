@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .operands import ENVIRONMENT, KINDS, building_dense, operand, shape_of
+from .operands import CACHE_FORMATS, ENVIRONMENT, KINDS, building_dense, operand, shape_of
 
 ELEMENTWISE = (
     "-x",
@@ -159,6 +159,21 @@ BUILT_OF_X = (
     "jnp.asarray(x + built(vn.types.LowRank(x, jnp.ones((x.shape[-1], x.shape[-1]), x.dtype))))",
 )
 
+# Of an array that is written to a cache as it was read: the cache may not change.
+REWRITTEN = tuple(
+    f"x + drift(x, {{format!r}}, lambda c, y: {write})"
+    for write in (
+        "lax.dynamic_update_slice(c, y, (0,) * y.ndim)",
+        "lax.dynamic_update_slice(c, jnp.where(y > 9, 2 * y, c), (0,) * y.ndim)",
+        "lax.dynamic_update_slice_in_dim(c, y[-1:], len(y) - 1, 0)",
+        "c.at[0].set(y[0])",
+        "c.at[::2].set(y[::2])",
+        "c.at[jnp.arange(len(y))].set(y)",
+        "jnp.concatenate([c[:1], y[1:]])",
+        "lax.fori_loop(0, 3, lambda i, c: c.at[i % len(y)].set(y[i % len(y)]), c)",
+    )
+)
+
 OF_KEYS = (
     "jax.random.normal(x, (3, 2))",
     "jax.random.uniform(jax.random.split(x)[0], (2,))",
@@ -261,6 +276,7 @@ def line(random: Random, aval: Any, depth: int = 2) -> tuple[str, Any]:
         choices += [OF_SQUARES] if shape[-1] == shape[-2] else []
     choices += [OF_VECTORS] if len(shape) == 1 else []
     choices += [BUILT, BUILT_OF_X] if shape and 0 not in shape else []
+    choices += [REWRITTEN] if len(shape) >= 2 and 0 not in shape else []
     if depth:
         choices += [KEEPING, INSIDE]
         choices += [MAPPED] if shape and 0 not in shape else []
@@ -269,6 +285,7 @@ def line(random: Random, aval: Any, depth: int = 2) -> tuple[str, Any]:
     text = random.choice(random.choice(choices))
     axis = random.randrange(len(shape)) if shape else 0
     fields: dict[str, Any] = {"axis": axis, "size": shape[axis] if shape else 1}
+    fields["format"] = random.choice(CACHE_FORMATS)
     if len(shape) >= 2:
         fields |= {"rows": shape[-2], "columns": shape[-1]}
     if "{index}" in text:

@@ -91,6 +91,27 @@ def building_dense() -> Iterator[None]:
         _builds_dense.reset(token)
 
 
+def drift(x: Any, qtype: str, write: Callable[[Any, Any], Any]) -> Any:
+    """Return 0 for each entry that a cache keeps if it is written as it was read, or else NaN.
+
+    Store `x` in a cache, read it, and write it twice by `write`, a function of the cache and `x`.
+    """
+    if _builds_dense.get():
+        return jnp.zeros_like(x)
+    x = lax.stop_gradient(jnp.nan_to_num(jnp.asarray(undressed(without_leaves(x)))))
+    axes = tuple(range(x.ndim - 1))
+
+    def stored(x: Any) -> tuple[Any, Any]:
+        cache = vn.quant.zeros(x.shape, qtype, channelwise_axes=axes, dtype=x.dtype)
+        cache = once = lax.dynamic_update_slice(cache, x, (0,) * x.ndim)
+        for _ in range(2):
+            cache = write(cache, vn.materialise(cache))
+        return vn.materialise(once), vn.materialise(cache)
+
+    once, again = vn.implicit(stored)(x)
+    return jnp.where(once == again, 0, jnp.nan).astype(x.dtype)
+
+
 def with_jvp(f: Callable) -> Callable:
     """Return a function with a `custom_jvp`, which is its own derivative."""
     g = jax.custom_jvp(f)
@@ -267,6 +288,14 @@ TYPES: dict[str, Callable[[_Texts], str]] = {
 }
 
 
+#: Formats of caches for rows of any size.
+CACHE_FORMATS = tuple(
+    name
+    for name, format in vn.quant.FORMATS.items()
+    if format.tile_size is None and format.scale_tile is None
+)
+
+
 def operand(random: Random, kind: str, dtype: str = "float32") -> str:
     """The text of an operand of a type, of a format, or a dense one.
 
@@ -282,7 +311,7 @@ KINDS = (*TYPES, *vn.quant.FORMATS)
 ENVIRONMENT = {"jax": jax, "jnp": jnp, "lax": lax, "vn": vn, "i": 0, "built": built}
 ENVIRONMENT |= {f.__name__: f for f in (normal, permuted, stacked, undressed, without_leaves)}
 ENVIRONMENT |= {f.__name__: f for f in (by_leaves, over_devices, with_jvp, with_vjp)}
-ENVIRONMENT |= {f.__name__: f for f in (without_jit, exported, on_a_mesh, with_numpy_leaves)}
+ENVIRONMENT |= {f.__name__: f for f in (drift, without_jit, exported, on_a_mesh, with_numpy_leaves)}
 
 
 @lru_cache(maxsize=4096)
