@@ -74,10 +74,11 @@ def all_gather(
 
     def of_leaf(x: Any, key: jax.Array | None) -> jax.Array:
         x = _floating(sent, materialise_one(x))
+        of_x = sent._replace(dtype=x.dtype.name)
         at = _axis(sent, axis, x.ndim + (not tiled))
         if x.size < sent.tile:
             return lax.all_gather(x, sent.names, axis=at, tiled=tiled)
-        whole = _all_gather(_wide(vary_along(sent.names, x)), key, sent, at, tiled)
+        whole = _all_gather(_wide(vary_along(sent.names, x)), key, of_x, at, tiled)
         return whole.astype(x.dtype)
 
     return _each(of_leaf, x, key)
@@ -128,9 +129,10 @@ def psum_scatter(
 
     def of_leaf(x: Any, key: jax.Array | None, error: Any = None) -> Any:
         x = _floating(sent, x)
+        of_x = sent._replace(dtype=x.dtype.name)
         at = _axis(sent, scatter_dimension, x.ndim)
         _check_parts(sent, x.shape, at, tiled)
-        rounded = lambda x: _psum_scatter(x, key, sent, at, tiled)
+        rounded = lambda x: _psum_scatter(x, key, of_x, at, tiled)
         return _summed(sent, x, error, lambda x: exact(x, at), rounded)
 
     return _each(of_leaf, x, key, error)
@@ -173,8 +175,9 @@ def psum(
 
     def of_leaf(x: Any, key: jax.Array | None, error: Any = None) -> Any:
         x = _floating(sent, x)
+        of_x = sent._replace(dtype=x.dtype.name)
         exact = lambda x: lax.psum(x, sent.names)
-        return _summed(sent, x, error, exact, lambda x: _psum(x, key, sent))
+        return _summed(sent, x, error, exact, lambda x: _psum(x, key, of_x))
 
     return _each(of_leaf, x, key, error)
 
@@ -188,6 +191,7 @@ class _Sent(NamedTuple):
     format: str
     tile: int
     is_told: bool  # whether an account is kept of what differs between devices
+    dtype: str = "float32"  # the dtype of the results; the sums are in f32
 
     def own_key(self, key: jax.Array | None) -> jax.Array | None:
         """A key that no other device has."""
@@ -198,7 +202,7 @@ class _Sent(NamedTuple):
         tiles = jnp.pad(parts, [(0, 0), (0, -parts.shape[1] % self.tile)])
         tiles = tiles.reshape(parts.shape[0], -1, self.tile)
         params = quantize_params(tiles, self.format, (0, 1), {2: self.tile}, None, None)
-        q = quantize_by(tiles, dataclasses.replace(params, stable=True), key)
+        q = quantize_by(tiles, dataclasses.replace(params, stable_in=self.dtype), key)
         lost = parts - _as_parts(q, parts.shape[1])
         return q, jnp.where(jnp.isfinite(lost), lost, 0)  # a step with NaN is one to leave out
 

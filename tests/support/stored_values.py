@@ -22,7 +22,7 @@ def stored_in_cache(
     params = quantize_params(
         x, qtype, channelwise_axes, tiled_axes, calibration_method, scale_dtype
     )
-    return quantize_by(x, dataclasses.replace(params, stable=True))
+    return quantize_by(x, dataclasses.replace(params, stable_in=x.dtype.name))
 
 
 def unpacked(packed: np.ndarray, bits: float, axis: int, size: int) -> np.ndarray:

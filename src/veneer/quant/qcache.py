@@ -1,6 +1,6 @@
 """`QCache`: a quantised array that programs write into, such as a cache of keys and values."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -11,8 +11,7 @@ from .._core.value import Value, make_dense
 from .._jax.primitives import find_primitive
 from .conversion.quantize import quantize_as
 from .formats.packing import pack, unpack
-from .formats.rounding import round_to_dtype
-from .formats.tiles import Shape, over_tiles, split_tiles
+from .formats.tiles import Shape
 from .qarray import QArray
 
 
@@ -24,10 +23,9 @@ class QCache(QArray):
     dense array. Of any other `QArray` what is written into is made dense. `vn.quant.zeros` makes
     one. Its other rules are those of a `QArray`.
 
-    A group of values that is written back as it was read keeps its codes and its scale, so that
-    nothing changes, whatever the format. To this end scales are not those of `vn.quant.quantize`:
-    the largest value has the last code. A scale that has not enough bits less than the values may
-    not be found again; there what is in the cache is read, and compared.
+    Values that are written back as they were read do not change, in any format. For this, scales
+    are not those of `vn.quant.quantize`: the largest value has the last code
+    (`quant.conversion.calibration.stable_scale`).
 
     What is written must be whole groups of values that share a scale. Where it is a part of one, so
     that its neighbours would have to be rounded anew, the array is made dense, visibly.
@@ -74,7 +72,6 @@ def _(
     cache: QCache,
     update: Any,
     axes: Sequence[int | None],
-    read: Callable[[], Any] | None = None,
 ) -> Any:
     counts = cache._counts(jnp.shape(update), axes)
     if counts is None or isinstance(cache.scale, QArray) or cache.minimum is not None:
@@ -86,38 +83,7 @@ def _(
     q = quantize_as(update, cache, counts)
     if cache.packing is not None:
         q = packed_along(q, cache.packing.axis)
-    if read is not None and not finds_scales_again(cache.dtype, cache.scale.dtype):
-        q = _unless_same(q, update, read())
     return QCache._of(q)
-
-
-def finds_scales_again(dtype: Any, scale_dtype: Any) -> bool:
-    """Return whether dequantized values are always quantized by the scales that they come from.
-
-    Products of a code and a scale must be exact in `dtype`, and the scale must not be subnormal.
-    """
-    return dtype in (jnp.float32, jnp.float64) and dtype == scale_dtype
-
-
-def _unless_same(new: QArray, update: jax.Array, old: QArray) -> QArray:
-    """Return an array in which each group has the codes and scale of `old` if its values are."""
-    shapes = lambda x: [leaf.shape for leaf in jax.tree.leaves(x)]
-    if shapes(new) != shapes(old):
-        return new
-    # A program may have kept more bits of values that it read than their dtype has.
-    as_read = lambda x: round_to_dtype(x, new.dtype)
-    is_same = split_tiles(as_read(update) == as_read(old.dequantize()), new.scale.shape)
-    is_same = is_same.all(range(1, is_same.ndim, 2))
-    of_each = over_tiles(jnp.logical_or, jnp.zeros(new.shape, bool), is_same)
-    codes = jnp.where(of_each, old.codes(), new.codes())
-    if new.packing is not None:
-        codes, _ = pack(new.format.to_fields(codes), new.format.bits, new.packing.axis)
-    others = {
-        name: jnp.where(is_same, getattr(old, name), getattr(new, name))
-        for name in ("scale", "zero_point")
-        if getattr(new, name) is not None
-    }
-    return new._assigned(packed=codes, **others)
 
 
 def packed_along(q: QArray, axis: int) -> QArray:

@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from ..formats import Format
-from .scales import usable
+from .scales import power_of_two, usable
 
 
 class Range(NamedTuple):
@@ -347,36 +348,48 @@ def stable_scale(
     values: jax.Array,
     axes: tuple[int, ...],
     format: Format,
-    stored_worth: Callable[[jax.Array], jax.Array],
-    step: float,
-) -> tuple[jax.Array, jax.Array | None]:
-    """Return scales and zero points that the dequantized values give again.
+    store_worth: Callable[[jax.Array], jax.Array],
+    scale_dtype: str,
+    dtype: DTypeLike,
+) -> tuple[jax.Array, Callable[[jax.Array], jax.Array | None]]:
+    """Return scales that the dequantized values give again, and the zero point of a scale.
 
     Values do not change if they are quantized so, dequantized, and quantized again. Two properties
     are needed. The value at an end of the range has the last code. And a scale has 8 bits less than
-    the values, so that its product with a code is exact, and gives the same scale again.
+    f32 values, so that its product with a code is exact, and gives the same scale again. In `dtype`
+    the two ends of a range may be rounded, each by up to half of the last bit. So a scale has a bit
+    less than that, and is the nearest one again. Where neither suffices, see `neighbors`.
 
     **Arguments:**
 
     - `calibration`: "absmax", "minmax" or "absmean".
-    - `values`, `axes`, `format`, `stored_worth`: as for `find_range`.
-    - `step`: the relative distance of stored scales; 0 if they are powers of two.
+    - `values`, `axes`, `format`: as for `find_range`.
+    - `store_worth`: from scales to what these are worth as they are stored.
+    - `scale_dtype`: the dtype of stored scales.
+    - `dtype`: the dtype of the dequantized values.
     """
-    tiles = Tiles(values, axes, format, stored_worth)
+    tiles = Tiles(values, axes, format, store_worth)
     finite = jnp.isfinite(_largest(tiles))
     info = jnp.finfo(values.dtype)
+    nmant = min(info.nmant - 8, jnp.finfo(dtype).nmant)
+    if not calibration.symmetric and not needs_search(calibration, format, scale_dtype, dtype):
+        nmant = min(nmant, jnp.finfo(dtype).nmant - 1)
 
     def rounded(scale: jax.Array) -> jax.Array:
-        few_bits = jax.lax.reduce_precision(scale, info.nexp, info.nmant - 8)
+        few_bits = jax.lax.reduce_precision(scale, info.nexp, nmant)
+        if format.is_integer and scale_dtype == "float16":  # a subnormal scale has few bits
+            is_subnormal = scale < float(jnp.finfo("float16").tiny)
+            few_bits = jnp.where(is_subnormal, power_of_two(scale), few_bits)
         is_usable = (scale >= info.tiny) & (scale <= 1 / info.tiny)
         return jnp.where(finite, jnp.where(is_usable, few_bits, scale), jnp.nan)
 
     if calibration.name == "absmean":
-        return rounded(_mean_of_kept(tiles)), None
+        return rounded(_mean_of_kept(tiles)), lambda scale: None
     if calibration.symmetric:
         least, largest = format.ends
         as_positive = jnp.where(values < 0, values * (largest / least), values)
-        return rounded(_largest(dataclasses.replace(tiles, values=as_positive)) / largest), None
+        scale = _largest(dataclasses.replace(tiles, values=as_positive)) / largest
+        return rounded(scale), lambda scale: None
     low = jnp.min(values, axis=axes, initial=0)
     high = jnp.max(values, axis=axes, initial=0)
     least, largest = format.code_range
@@ -390,12 +403,45 @@ def stable_scale(
         zero = jnp.clip(jnp.round(middle), 0, steps)
         return zero, jnp.abs(zero - middle) + too_many
 
-    scale = stored_worth(rounded((high - low) / steps))
+    scale = store_worth(rounded((high - low) / steps))
     # An end may be halfway between two codes. A smaller scale takes it beyond the last one.
-    factor = 1 - 0.7 * max(step, 2.0 ** (8 - info.nmant)) if step else 1
+    factor = 1.0
+    if scale_dtype != "float8_e8m0fnu":
+        factor -= 0.7 * max(float(jnp.finfo(scale_dtype).eps), 2.0**-nmant)
     is_halfway = place(scale)[1] > 0.5 - 2.0**-6
-    scale = jnp.where(is_halfway, stored_worth(rounded(scale * factor)), scale)
-    return scale, place(scale)[0] + least
+    scale = jnp.where(is_halfway, store_worth(rounded(scale * factor)), scale)
+    return scale, lambda scale: place(scale)[0] + least
+
+
+def needs_search(
+    calibration: Calibration, format: Format, scale_dtype: str, dtype: DTypeLike
+) -> bool:
+    """Return whether `stable_scale` may miss the scale that values were stored with.
+
+    It may be any power of two. Or the values have 16 bits: codes may have more, the magnitudes of
+    the ends of a codebook may differ, and small scales in f16 have few bits.
+    """
+    if scale_dtype == "float8_e8m0fnu":
+        return format.codebook is not None and format.scale_dtype is None
+    if jnp.finfo(dtype).bits != 16:
+        return False
+    if not calibration.symmetric:
+        return format.bits > jnp.finfo(dtype).nmant
+    least, largest = format.ends
+    return not format.is_integer and (scale_dtype == "float16" or -least != largest)
+
+
+def neighbors(scale: jax.Array, scale_dtype: str, dtype: DTypeLike) -> list[jax.Array]:
+    """Return a scale with as many bits as the values, and those next to it, the nearest first."""
+    if scale_dtype == "float8_e8m0fnu":
+        return [scale, 2 * scale, scale / 2]
+    info = jnp.finfo(scale_dtype)
+    bits = min(info.nmant, jnp.finfo(dtype).nmant)
+    scale = jax.lax.reduce_precision(scale, jnp.finfo(scale.dtype).nexp, bits)
+    exponent = jnp.frexp(scale)[1] - 1 - bits
+    last_bit = jnp.maximum(jnp.ldexp(jnp.ones_like(scale), exponent), info.smallest_subnormal)
+    others = (scale + k * last_bit for k in (1, -1, 2, -2))
+    return [scale, *(jnp.where(other > 0, other, scale) for other in others)]
 
 
 def _mean_of_kept(tiles: Tiles) -> jax.Array:

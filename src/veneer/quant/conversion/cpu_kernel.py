@@ -25,6 +25,7 @@ def has_kernel(array: jax.Array, params: "QuantizeParams") -> bool:
     format = FORMATS[params.format]
     return (
         array.dtype == np.float32
+        and params.stable_in in (None, "float32")
         and params.scale_dtype == "float32"
         and params.calibration == Calibration("absmax", ())
         and all(entry is None for entry in spec)
@@ -36,8 +37,9 @@ def has_kernel(array: jax.Array, params: "QuantizeParams") -> bool:
 def quantize_by_kernel(array: jax.Array, params: "QuantizeParams", by_xla: CodesByXla) -> QArray:
     """Quantises by a kernel on a CPU, and elsewhere by XLA, which gives codes and scales."""
     format = FORMATS[params.format]
-    largest = format.ends[1] if params.stable else format.bound
-    table = [np.float32(1) / np.float32(largest), np.float32(params.stable)]
+    is_stable = params.stable_in is not None
+    largest = format.ends[1] if is_stable else format.bound
+    table = [np.float32(1) / np.float32(largest), np.float32(is_stable)]
     if format.codebook is not None:
         table += [
             np.float32(at) if is_beyond else np.nextafter(np.float32(at), np.float32(np.inf))

@@ -23,6 +23,8 @@ from .calibration import (
     check_calibration,
     find_range,
     has_zero_point,
+    needs_search,
+    neighbors,
     range_to_scale,
     stable_scale,
 )
@@ -111,14 +113,15 @@ class QuantizeParams:
 
     Stable values do not change when they are dequantized and quantized again, as by a program that
     writes what it read. Caches and collectives need it. The convention for weights does not have
-    it: a scale of `absmax / (qmax + 1/2)` makes the largest value smaller.
+    it: a scale of `absmax / (qmax + 1/2)` makes the largest value smaller. `stable_in` is the dtype
+    in which values are read and written, or None. A collective computes on wider ones.
     """
 
     format: str
     counts: Shape
     calibration: Calibration
     scale_dtype: str
-    stable: bool = False
+    stable_in: str | None = None
 
 
 def quantize_params(
@@ -156,7 +159,8 @@ def quantize_as(array: jax.Array, q: QArray, counts: Shape) -> QArray:
     method = q.format.calibration if q.zero_point is None else "minmax"
     calibration = check_calibration(method, q.format)
     scale_dtype = q.scale.dtype.name
-    return quantize_by(array, QuantizeParams(q.qtype, counts, calibration, scale_dtype, True))
+    params = QuantizeParams(q.qtype, counts, calibration, scale_dtype, array.dtype.name)
+    return quantize_by(array, params)
 
 
 def floating(array: ArrayLike | ImplicitArray) -> jax.Array:
@@ -260,7 +264,7 @@ def _quantize_by_xla(
 ) -> QArray:
     def whole(array: jax.Array, key: jax.Array | None, counts: Shape = params.counts) -> QArray:
         of_counts = dataclasses.replace(params, counts=counts)
-        if params.stable:
+        if params.stable_in is not None:
             return _quantize_stably(array, key, of_counts)
         return quantize_tiles(array, key, of_counts)[0]
 
@@ -288,15 +292,34 @@ def quantize_tiles(
 
 
 def _quantize_stably(array: jax.Array, key: jax.Array | None, params: QuantizeParams) -> QArray:
-    format = FORMATS[params.format]
+    format, scale_dtype = FORMATS[params.format], params.scale_dtype
     array, tiles, axes, store = _prepare(array, params)
-    are_powers = params.scale_dtype == "float8_e8m0fnu"
-    step = 0.0 if are_powers else float(jnp.finfo(params.scale_dtype).eps)
     worth_of = lambda scale: store(scale)[1]
-    scale, zero_point = stable_scale(params.calibration, tiles, axes, format, worth_of, step)
-    scale = bounded_scale(scale, zero_point, format, array.dtype, params.scale_dtype)
-    stored, worth = store(scale)
-    return _round(array, format, stored, worth, zero_point, key)
+    dtype = params.stable_in or array.dtype.name
+    scale, zero_point_of = stable_scale(
+        params.calibration, tiles, axes, format, worth_of, scale_dtype, dtype
+    )
+
+    def quantized(scale: jax.Array, array: jax.Array, key: jax.Array | None = None) -> QArray:
+        zero_point = zero_point_of(scale)
+        scale = bounded_scale(scale, zero_point, format, array.dtype, scale_dtype)
+        stored, worth = store(scale)
+        return _round(array, format, stored, worth, zero_point, key)
+
+    def are_same(x: jax.Array, y: jax.Array) -> jax.Array:
+        return split_tiles(x.astype(dtype) == y.astype(dtype), params.counts).all(axes)
+
+    if needs_search(params.calibration, format, scale_dtype, dtype):
+        # The scale that values were stored with gives them to the bit. Of other values, those that
+        # are stored should be stored again to the bit.
+        first, best = scale, jnp.zeros(scale.shape, jnp.int32)
+        for other in neighbors(worth_of(scale), scale_dtype, dtype):
+            once = quantized(other, array).dequantize().astype(dtype).astype(array.dtype)
+            again = quantized(other, once).dequantize()
+            is_near = jnp.abs(other / first - 1) < 1 / 16
+            rank = 2 * are_same(once, array) + (is_near & are_same(again, once))
+            scale, best = jnp.where(rank > best, other, scale), jnp.maximum(rank, best)
+    return quantized(scale, array, key)
 
 
 def _prepare(
