@@ -23,6 +23,7 @@ REFUSALS = {
     "Quantity": ("unit", "dimension", "cannot be converted", "metadata differs"),
     "Named": ("name", "axis", "axes", "metadata differs"),
     "Masked": ("has no dense form", "counts all entries"),
+    "SparseArray": ("Symbolic dimension comparison",),  # in JAX's own functions of BCOO
 }
 #: Part of the lines of which something else is meant: what is read out of bounds is not valid.
 MEANT_OTHERWISE = {"Masked": "mode='fill'"}
@@ -80,6 +81,8 @@ def check(program: Program, compiled: bool = True) -> str:
         warnings.simplefilter("ignore")
         if any(MEANT_OTHERWISE.get(program.kind, "\n") in text for text in program.lines):
             return "refused"
+        if "exported" in program.text and any("over_devices" in text for text in program.lines):
+            return "invalid"  # XLA ends the process if a shard_map has a symbolic size
         x, dense = program.operands()
         if program.is_stacked and (not jnp.shape(dense) or len(dense) != 3):
             return "invalid"  # nothing of it is stored, or could be stacked
@@ -127,14 +130,15 @@ def _of_dense(program: Program, x: Any, dense: Any) -> tuple[Any, Any]:
     return expected, max(eps, 300 * _EPS) * size
 
 
-#: JAX calls what it exported for two devices only beside another program of two.
-_EXPORTED = "was exported for 2 devices"
+#: JAX calls what it exported for two devices only beside another program of two. And it compiles
+#: for a mesh only under `jax.set_mesh`, which `on_a_mesh` cannot enter while it is traced.
+_LIMITS = ("was exported for 2 devices", "Length of device assignment", "only AbstractMesh exists")
 
 
 def _refusals(program: Program) -> list[str]:
     """Return parts of the messages by which the types of a program's arrays may refuse it."""
     text = " ".join([program.operand, *program.lines])
-    return [_EXPORTED] + [
+    return [*_LIMITS] + [
         part for name, parts in REFUSALS.items() if f".{name}(" in text for part in parts
     ]
 

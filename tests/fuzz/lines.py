@@ -164,7 +164,7 @@ REWRITTEN = tuple(
     f"x + drift(x, {{format!r}}, lambda c, y: {write})"
     for write in (
         "lax.dynamic_update_slice(c, y, (0,) * y.ndim)",
-        "lax.dynamic_update_slice(c, jnp.where(y > 9, 2 * y, c), (0,) * y.ndim)",
+        "lax.dynamic_update_slice(c, jnp.where(y == jnp.inf, 2 * y, c), (0,) * y.ndim)",
         "lax.dynamic_update_slice_in_dim(c, y[-1:], len(y) - 1, 0)",
         "c.at[0].set(y[0])",
         "c.at[::2].set(y[::2])",
@@ -317,7 +317,7 @@ def line(random: Random, aval: Any, depth: int = 2) -> tuple[str, Any]:
 
 
 def _with_other(random: Random, text: str, aval: Any) -> str:
-    """Return a line with the text of another array: mostly of the same shape or a matrix."""
+    """Return a line with the text of another array, mostly one that fits by its shape."""
     texts = [operand(random, kind, jnp.dtype(aval.dtype).name) for kind in random.sample(KINDS, 6)]
     fits = [other for other in texts if _may_meet(shape_of(other), aval.shape)]
     line = text.replace("{other}", random.choice(fits or texts))
@@ -326,7 +326,9 @@ def _with_other(random: Random, text: str, aval: Any) -> str:
 
 def _may_meet(other: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     is_product = len(other) == 2 == len(shape) and (other[0] == shape[1] or other[1] == shape[0])
-    return other == shape or is_product
+    pairs = zip(other, shape, strict=False)
+    is_broadcast = len(other) == len(shape) and all(n == m or 1 in (n, m) for n, m in pairs)
+    return is_broadcast or is_product
 
 
 def _keeping(random: Random, aval: Any) -> str:

@@ -99,15 +99,17 @@ def _side_by_side(x: Any, y: Any, axis: int) -> Any:
 
 
 @register("add")
-def _(x: LowRank, y: LowRank, **params: Any) -> LowRank:
+def _(x: LowRank, y: LowRank, **params: Any) -> Any:
     del params
+    if x.shape != y.shape:  # JAX's primitives broadcast axes of size 1
+        return NotImplemented
     return LowRank(_side_by_side(x.a, y.a, -1), _side_by_side(x.b, y.b, -2))
 
 
 @register("add")
 def _(x: Matrix, y: LowRank, **params: Any) -> Any:
     del params
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
+    if x.shape != y.shape or not jnp.issubdtype(x.dtype, jnp.inexact):
         return NotImplemented
     return LoraArray(x, y.a, y.b)
 
@@ -115,7 +117,7 @@ def _(x: Matrix, y: LowRank, **params: Any) -> Any:
 @register("add")
 def _(x: LoraArray, y: LowRank, **params: Any) -> Any:
     del params
-    if not x.is_sum:
+    if x.shape != y.shape or not x.is_sum:
         return NotImplemented
     b = _side_by_side(scaled(x.b, x.scale), y.b, -2)
     return LoraArray(x.w, _side_by_side(x.a, y.a, -1), b)

@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
@@ -56,8 +57,8 @@ def _squeeze(x: SparseArray, *, dimensions: Any) -> Any:
     return _in_order(x, [axis for axis in range(x.ndim) if axis not in dimensions])
 
 
-def broadcast(x: SparseArray, shape: tuple[int, ...]) -> SparseArray:
-    """x of this shape, by NumPy's rules."""
+def broadcast(x: SparseArray, shape: tuple[int, ...]) -> SparseArray | jax.Array:
+    """Return x in this shape, by NumPy's rules. It is dense if no sparse axis keeps its size."""
     if x.shape == shape:
         return x
     own = range(len(shape) - x.ndim, len(shape))

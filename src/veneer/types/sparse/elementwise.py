@@ -61,12 +61,14 @@ def _convert(x: SparseArray, *, new_dtype: Any, weak_type: bool, sharding: Any) 
     return _of_entries(x, lambda values: lax.convert_element_type(values, new_dtype))
 
 
-def _by_dense(x: SparseArray, y: Any, operation: Callable) -> Any:
+def _by_dense(x: Any, y: Any, operation: Callable) -> Any:
     """A product or quotient, which is linear in x: y matters where x has an entry."""
     y = jnp.asarray(y)
     if not y.ndim:
         return _of_entries(x, operation, y)
     x = broadcast(x, jnp.broadcast_shapes(x.shape, y.shape))
+    if not isinstance(x, SparseArray):
+        return NotImplemented
     # Primitives broadcast axes of 1, as vmap makes them of a batch of scalars.
     alone = [axis for axis in range(x.ndim) if y.shape[axis] != x.shape[axis]]
     axes = [axis for axis in range(x.ndim) if axis not in alone]
@@ -78,7 +80,7 @@ def _register_by_dense(name: str) -> None:
     primitive = find_primitive(name)
 
     @register(primitive)
-    def _(x: SparseArray, y: ArrayLike, **params: Any) -> SparseArray:
+    def _(x: SparseArray, y: ArrayLike, **params: Any) -> Any:
         # Of integers, a quotient is truncated, and so not linear.
         x = x if name == "mul" or jnp.issubdtype(x.dtype, jnp.inexact) else x.sum_duplicates()
         return _by_dense(x, y, lambda *factors: primitive.bind(*factors, **params))
@@ -95,16 +97,23 @@ def _div_sparse(x: SparseArray, y: SparseArray, **params: Any) -> Any:
 
 
 @register("mul")
-def _mul_sparse(x: SparseArray, y: SparseArray, **params: Any) -> SparseArray:
-    x, y = _alike(x.sum_duplicates(), y.sum_duplicates())
+def _mul_sparse(x: SparseArray, y: SparseArray, **params: Any) -> Any:
+    if (both := _alike(x.sum_duplicates(), y.sum_duplicates())) is None:
+        return NotImplemented
+    x, y = both
     factors = _partners(x, y)
     return _of_entries(x, lambda *both: find_primitive("mul").bind(*both, **params), factors)
 
 
-def _alike(x: SparseArray, y: SparseArray) -> list[SparseArray]:
-    """Both in the shape that they broadcast to, with the same axes as batch axes."""
+def _alike(x: SparseArray, y: SparseArray) -> list[SparseArray] | None:
+    """Return both in the shape that they broadcast to, with the same axes as batch axes.
+
+    Return None if one of them is not sparse in that shape.
+    """
     shape = jnp.broadcast_shapes(x.shape, y.shape)
-    both = [broadcast(z, shape) for z in (x, y)]
+    both = [z for z in (broadcast(z, shape) for z in (x, y)) if isinstance(z, SparseArray)]
+    if len(both) < 2:
+        return None
     n_batch = min(z.n_batch for z in both)
     return [arranged(z, range(n_batch), range(n_batch, z.ndim)) for z in both]
 
@@ -133,8 +142,10 @@ def _partners(x: SparseArray, y: SparseArray) -> jax.Array:
     return lax.slice_in_dim(found, 0, x.nse, axis=along)
 
 
-def _sum(x: SparseArray, y: SparseArray) -> SparseArray:
-    x, y = _alike(x, y)
+def _sum(x: SparseArray, y: SparseArray) -> Any:
+    if (both := _alike(x, y)) is None:
+        return NotImplemented
+    x, y = both
     data = jnp.concatenate([x.data, y.data], -1)
     return SparseArray(data, jnp.concatenate([x.indices, y.indices], -2), x.sparse_shape)
 

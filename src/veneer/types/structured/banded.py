@@ -7,14 +7,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.lax import linalg as lax_linalg
 
-from ..._core.rules import register
 from ..._core.tree import static
 from ..axes import Array, check_axes
 from . import band_elimination
 from .band_elimination import shifted
 from .diagonal import Diagonal
 from .half_precision import computing_dtype
-from .matrix import Matrix, product
+from .matrix import Matrix, entrywise, product
 from .stored_entries import stores_entries
 
 
@@ -268,25 +267,25 @@ def _(x: Band, y: Band) -> Banded:
     return Banded(bands.astype(jnp.result_type(a.bands, b.bands)), lower, upper)
 
 
-@register("add")
+@entrywise("add")
 def _(x: Tridiagonal, y: Tridiagonal, **params: Any) -> Tridiagonal:
     del params
     return Tridiagonal(x.lower + y.lower, x.diagonal + y.diagonal, x.upper + y.upper)
 
 
-@register("add")
+@entrywise("add")
 def _(x: Tridiagonal, y: Diagonal, **params: Any) -> Tridiagonal:
     del params
     return Tridiagonal(x.lower, x.diagonal + y.diagonal, x.upper)
 
 
-@register("add")
+@entrywise("add")
 def _(x: Diagonal, y: Tridiagonal, **params: Any) -> Tridiagonal:
     del params
     return Tridiagonal(y.lower, x.diagonal + y.diagonal, y.upper)
 
 
-@register("add")
+@entrywise("add")
 def _(x: Band, y: Band, **params: Any) -> Banded:
     del params
     a, b = _as_banded(x), _as_banded(y)

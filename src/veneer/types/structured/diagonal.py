@@ -8,7 +8,7 @@ from jax.typing import ArrayLike
 from ..._core.rules import register
 from ..._core.transform import redispatch
 from ..axes import Array, check_axes
-from .matrix import Matrix, product
+from .matrix import Matrix, entrywise, product
 from .stored_entries import stores_entries
 
 
@@ -77,13 +77,13 @@ def _(x: Diagonal, y: Diagonal) -> Diagonal:
     return Diagonal(x.diagonal * y.diagonal)
 
 
-@register("add")
+@entrywise("add")
 def _(x: Diagonal, y: Diagonal, **params: Any) -> Diagonal:
     del params
     return Diagonal(x.diagonal + y.diagonal)
 
 
-@register("mul")
+@entrywise("mul")
 def _(x: Diagonal, y: Diagonal, **params: Any) -> Diagonal:
     del params
     return Diagonal(x.diagonal * y.diagonal)

@@ -117,7 +117,9 @@ def _times(
     dtype = preferred_element_type or jnp.result_type(matrix.dtype, x)
     wide = accumulated(jnp.asarray(x), jnp.result_type(x), preferred_element_type)
     y = acting.matvec(found.vectors(wide), precision=precision)
-    return y if y is NotImplemented else found.result(y.astype(dtype), x)
+    if y is NotImplemented:
+        return y
+    return redispatch(lambda y: found.result(y.astype(dtype), x), y)  # leaves may be implicit
 
 
 @_shared("dot_general")
@@ -183,6 +185,24 @@ def product(rule: Callable, *, precedence: int = 0) -> Callable:
         return out.converted(preferred_element_type)
 
     return rule
+
+
+def entrywise(name: str) -> Callable:
+    """Register what a primitive gives for two types of matrices, which annotate the operands.
+
+    The rule is called for matrices of the same size. JAX's primitives also broadcast axes of size
+    1: there a matrix of size 1 x 1 stands for one whose entries are all equal.
+    """
+
+    def decorate(rule: Callable) -> Callable:
+        @register(name)
+        @wraps(rule)
+        def of_same_size(x: Any, y: Any, **params: Any) -> Any:
+            return rule(x, y, **params) if x.shape[-2:] == y.shape[-2:] else NotImplemented
+
+        return rule
+
+    return decorate
 
 
 def _widened(x: Matrix, preferred: Any) -> Matrix:

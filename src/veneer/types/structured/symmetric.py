@@ -9,11 +9,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.lax import linalg as lax_linalg
 
-from ..._core.rules import register
 from ..._core.tree import static
 from ..axes import Array, check_axes
 from .diagonal import Diagonal
-from .matrix import Matrix
+from .matrix import Matrix, entrywise
 from .stored_entries import stores_entries
 from .triangular import Triangular
 
@@ -145,13 +144,13 @@ def _diagonal(n: int) -> Any:
     return _place(i, i)
 
 
-@register("add")
+@entrywise("add")
 def _(x: Symmetric, y: Symmetric, **params: Any) -> Symmetric:
     del params
     return Symmetric(x.packed + y.packed, x.positive_definite and y.positive_definite)
 
 
-@register("add")
+@entrywise("add")
 def _(x: Symmetric, y: Diagonal, **params: Any) -> Symmetric:
     del params
     return Symmetric(jnp.asarray(x.packed).at[..., _diagonal(x._n)].add(y.diagonal))

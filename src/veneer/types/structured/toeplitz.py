@@ -6,11 +6,10 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jax import lax
 
-from ..._core.rules import register
 from ..axes import Array, check_axes
 from . import levinson
 from .half_precision import computing_dtype
-from .matrix import Matrix, product
+from .matrix import Matrix, entrywise, product
 from .stored_entries import stores_entries
 
 #: Up to this size a product by the dense matrix is faster than one by FFT, as measured on a CPU
@@ -242,19 +241,19 @@ def _(x: Circulant, y: Circulant) -> Any:
     return NotImplemented if column is NotImplemented else Circulant(column[..., 0, :])
 
 
-@register("add")
+@entrywise("add")
 def _(x: Circulant, y: Circulant, **params: Any) -> Circulant:
     del params
     return Circulant(x.column + y.column)
 
 
-@register("add")
+@entrywise("add")
 def _(x: Toeplitz, y: Toeplitz, **params: Any) -> Toeplitz:
     del params
     return Toeplitz(x.column + y.column, x.row + y.row)
 
 
-@register("add")
+@entrywise("add")
 def _(x: Toeplitz, y: Circulant, **params: Any) -> Toeplitz:
     del params
     return Toeplitz(x.column + y.column, x.row + _reversed(y.column))

@@ -13,7 +13,7 @@ from ..._core.tree import static
 from ..._core.value import make_dense, materialise_one
 from ..._jax.primitives import find_primitive
 from ..axes import Leaf, check_axes
-from .matrix import Matrix, product
+from .matrix import Matrix, entrywise, product
 from .stored_entries import stores_entries
 
 
@@ -108,7 +108,7 @@ def _(x: Triangular, y: Triangular) -> Any:
     return Triangular(entries, x.lower, x.unit_diagonal and y.unit_diagonal)
 
 
-@register("add")
+@entrywise("add")
 def _(x: Triangular, y: Triangular, **params: Any) -> Any:
     del params
     if x.lower != y.lower:
