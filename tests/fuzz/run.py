@@ -16,6 +16,8 @@ from .programs import Program, program
 
 #: One program in so many is compiled, and the others are run by NumPy, many times as fast.
 COMPILED = 32
+#: A program may take this many seconds, with all smaller ones if it fails.
+LONGEST = 600
 
 
 def smallest(failing: Program, compiled: bool) -> tuple[Program, str]:
@@ -67,11 +69,14 @@ def run(numbers: range, seed: int, kinds: Sequence[str], mode: str, seconds: flo
         if time.monotonic() > end:
             break
         try:
-            result, text = process.submit(tried, number, seed, kinds, mode).result()
-        except BrokenProcessPool:
+            result, text = process.submit(tried, number, seed, kinds, mode).result(LONGEST)
+        except (BrokenProcessPool, TimeoutError) as error:
+            result = "hangs" if isinstance(error, TimeoutError) else "ends the process"
+            for worker in [*(process._processes or {}).values()]:
+                worker.kill()
             process = new_process()
             one = program(Random(f"{seed} {number}"), kinds, mode)
-            result, text = "ends the process", f"{one}\n# {number}: ends the process\n"
+            text = f"{one}\n# {number}: {result}\n"
         counts[result] += 1
         source, _, _ = text.rpartition("\n# ")
         if text and source not in printed:
