@@ -1,7 +1,7 @@
-"""Programs run by NumPy, for what takes time of a small program is to compile it.
+"""Run small programs with NumPy, because compiling them takes most of their time.
 
-One is traced, and lowered from high types, as for XLA, and the references of `vn.numba` run its
-primitives. What they do not know has to be compiled.
+A program is traced and lowered from high types, as for XLA. Then the reference implementations of
+`vn.numba` evaluate its primitives. Programs with other primitives are compiled.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from veneer.numba.reference import evaluate_jaxpr
 
 
 def by_numpy(f: Callable[..., Any], *args: Any) -> Any:
-    """What a function gives; what tracing it raises, it raises."""
+    """Return `f(*args)`, evaluated with NumPy if possible. Errors of tracing are raised."""
     leaves, tree = jax.tree.flatten(args)
     trees = []
 

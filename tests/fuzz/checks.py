@@ -25,19 +25,27 @@ REFUSALS = {
     "Masked": ("has no dense form", "counts all entries"),
     "SparseArray": ("Symbolic dimension comparison",),  # in JAX's own functions of BCOO
 }
-#: Part of the lines of which something else is meant: what is read out of bounds is not valid.
+#: By type, text of lines that are skipped, because their result differs by design: an out-of-bounds
+#: entry of a `Masked` array is invalid.
 MEANT_OTHERWISE = {"Masked": "mode='fill'"}
-#: With high types, JAX's functions of keys ask for arrays of keys, the tangent of a value that has
-#: one for each leaf is no array, and what may be such a tangent is not combined. No halves are of
-#: what cannot be cut.
-HIGH_REFUSALS = ("PRNG", "derivatives by the leaves of a value are no array", "may be an array, or")
-HIGH_REFUSALS += ("shard_map cannot cut", "holds derivatives by leaves")
-#: Nor have the leaves of a value derivatives that has a dense one, where devices compute on them;
-#: and what is kept for a derivative at once, no way to be shared among them.
-HIGH_REFUSALS += ("a type whose tangent is the dense array gives none to its leaves",)
-HIGH_REFUSALS += ("for which JAX has no spec",)
-#: A type whose leaves are dense says so of the others.
-HIGH_REFUSALS += (" takes a dense array for ",)
+#: Parts of the messages by which high types reject a program.
+HIGH_REFUSALS = (
+    # JAX's random functions require key arrays.
+    "PRNG",
+    # A tangent with one derivative per leaf is not an array.
+    "derivatives by the leaves of a value are no array",
+    "holds derivatives by leaves",
+    # A collective cannot tell whether a tree is an array or its derivatives.
+    "may be an array, or",
+    # An axis whose values are stored together cannot be split between devices.
+    "shard_map cannot cut",
+    # A type with a dense tangent has no derivatives per leaf, as a shard_map would need.
+    "a type whose tangent is the dense array gives none to its leaves",
+    # JAX has no spec for an implicit array that a shard_map saves for its backward pass.
+    "for which JAX has no spec",
+    # A type with dense leaves rejects other leaves.
+    " takes a dense array for ",
+)
 
 
 def _is_of_jax(error: Exception) -> bool:
@@ -70,12 +78,16 @@ class Disagreement(AssertionError):
 
 
 def check(program: Program, compiled: bool = True) -> str:
-    """Runs a program both ways: compiled, or by NumPy.
+    """Compare a program on an implicit array with the same program on the dense array.
 
-    **Returns:** "agrees"; "refused", by what its type means; or "invalid", as it is of the dense
-    array as well.
+    **Arguments:**
 
-    **Raises:** `Disagreement`.
+    - `compiled`: whether to compile the programs with XLA, or else run them with NumPy.
+
+    **Returns:** "agrees"; "refused" if the type rejects the operation; or "invalid" if the program
+    also fails on the dense array or cannot be run.
+
+    **Raises:** `Disagreement` if the results differ, or if only the implicit array gives an error.
     """
     with jax.enable_x64(program.x64), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -116,11 +128,12 @@ def check(program: Program, compiled: bool = True) -> str:
 
 
 def _of_dense(program: Program, x: Any, dense: Any) -> tuple[Any, Any]:
-    """What a program gives if `m` makes arrays dense, and what roundings on the way may be off by.
+    """Return the result of a program on dense arrays, and the absolute tolerance for it.
 
-    Those are of the largest number there, some in the coarsest dtype and many in float32: a
-    conversion to a finer one may come before the rounding that a dense array has had. XLA rounds
-    each partial sum of a derivative in half precision, where it is not compiled with others.
+    The tolerance is relative to the largest finite magnitude of all intermediate results. It covers
+    some roundings in the coarsest dtype and many in f32. With implicit arrays, a conversion to a
+    finer dtype may come before a rounding. XLA rounds each partial sum of a derivative in half
+    precision unless it fuses them.
     """
     expected = program.run(lambda f: lambda *xs: f(*map(undressed, xs)), x)
     results = (jax.vmap if program.is_stacked else lambda f: f)(program.results)(dense)
@@ -130,8 +143,8 @@ def _of_dense(program: Program, x: Any, dense: Any) -> tuple[Any, Any]:
     return expected, max(eps, 300 * _EPS) * size
 
 
-#: JAX calls what it exported for two devices only beside another program of two. And it compiles
-#: for a mesh only under `jax.set_mesh`, which `on_a_mesh` cannot enter while it is traced.
+#: Limits of JAX. A program exported for two devices can be called only from a program on two
+#: devices. And JAX compiles for a mesh only under `jax.set_mesh`, which no trace can enter.
 _LIMITS = ("was exported for 2 devices", "Length of device assignment", "only AbstractMesh exists")
 
 

@@ -159,7 +159,7 @@ BUILT_OF_X = (
     "jnp.asarray(x + built(vn.types.LowRank(x, jnp.ones((x.shape[-1], x.shape[-1]), x.dtype))))",
 )
 
-# Of an array that is written to a cache as it was read: the cache may not change.
+# Write values back to a cache as they were read. The cache must not change.
 REWRITTEN = tuple(
     f"x + drift(x, {{format!r}}, lambda c, y: {write})"
     for write in (
@@ -238,7 +238,7 @@ _FUNCTION = "lambda x: "
 
 
 def lines_within(text: str) -> Iterator[str]:
-    """The lines of which a line has functions."""
+    """Yield the body of each lambda in a line."""
     start = text.find(_FUNCTION)
     while start >= 0:
         start += len(_FUNCTION)

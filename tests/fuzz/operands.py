@@ -1,7 +1,7 @@
-"""Texts that make arrays: dense ones, and those of every type and format.
+"""Source texts of random operands: dense arrays, and arrays of every type and format.
 
-Each is an expression in `i`, a number: those of other numbers are of the same structure, and can be
-stacked.
+Each is an expression in the number `i`. Its values for different `i` have one structure, so that
+they can be stacked.
 """
 
 from collections.abc import Callable, Iterator
@@ -56,7 +56,7 @@ def undressed(x: Any) -> Any:
 
 
 def without_leaves(x: Any) -> Any:
-    """The dense array of a value with a high type, whose tangent would be a tree of its leaves'."""
+    """Materialize a value of a high type, whose tangent would be a tree. Return others as is."""
     return undressed(opened(x)) if is_typed(x) else x
 
 
@@ -68,7 +68,7 @@ def by_leaves(loss: Callable, x: Any) -> jax.Array:
 
 
 def with_dense_parts(x: Any) -> Any:
-    """A value in which what has one derivative as an array is one."""
+    """Return a tree in which each value with a dense tangent is materialized."""
     has_one = lambda x: isinstance(x, vn.Value) and x.dense_tangent
     return jax.tree.map(lambda x: undressed(x) if has_one(x) else x, x, is_leaf=has_one)
 
@@ -92,9 +92,10 @@ def building_dense() -> Iterator[None]:
 
 
 def drift(x: Any, qtype: str, write: Callable[[Any, Any], Any]) -> Any:
-    """Return 0 for each entry that a cache keeps if it is written as it was read, or else NaN.
+    """Return 0 for each entry of a cache that survives two rewrites unchanged, and NaN for others.
 
-    Store `x` in a cache, read it, and write it twice by `write`, a function of the cache and `x`.
+    Store `x` in a cache. Then read the cache and write the result back, twice. `write` takes the
+    cache and the values that were read, and returns the new cache. Reference runs return zeros.
     """
     if _builds_dense.get():
         return jnp.zeros_like(x)
@@ -166,7 +167,7 @@ def with_numpy_leaves(x: Any) -> Any:
 
 
 def over_devices(f: Callable, x: Any, axis: int) -> Any:
-    """A function of the halves of an array, that two devices have, and whose results agree."""
+    """Apply `f` on two devices, each with half of `x` along `axis`. Results must be equal."""
     mesh = jax.make_mesh((2,), ("i",), (AxisType.Auto,), devices=jax.devices()[:2])
     specs = {"in_specs": P(*[None] * axis, "i"), "out_specs": P()}
     return jax.shard_map(f, mesh=mesh, check_vma=False, **specs)(x)
@@ -297,9 +298,10 @@ CACHE_FORMATS = tuple(
 
 
 def operand(random: Random, kind: str, dtype: str = "float32") -> str:
-    """The text of an operand of a type, of a format, or a dense one.
+    """Return the source text of an operand: of a type, of a format, or dense.
 
-    There are a few of each kind, for it takes longer to compile what makes one than what uses it.
+    Each kind has only 12 texts for each dtype, because making an operand takes longer to compile
+    than using it.
     """
     texts = _Texts(Random(f"{kind} {random.randrange(12)}"), dtype)
     if kind in vn.quant.FORMATS:
@@ -316,7 +318,7 @@ ENVIRONMENT |= {f.__name__: f for f in (drift, without_jit, exported, on_a_mesh,
 
 @lru_cache(maxsize=4096)
 def made(text: str, is_stacked: bool, x64: bool) -> tuple[Any, Any]:
-    """What a text says, or a stack of such; and the dense array that it stands for."""
+    """Evaluate a text. Return its value, or a stack of values, and the dense array of it."""
     with jax.enable_x64(x64):
         one = lambda i: eval(text, ENVIRONMENT | {"i": i})
         x = by_numpy(lambda: stacked(one) if is_stacked else one(0))

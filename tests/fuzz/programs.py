@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from .lines import line, lines_within
 from .operands import ENVIRONMENT, KINDS, made, operand, with_dense_parts
 
-#: Of a function `f` of an array `x`, or of a stack `xs` of such, and of `m`: `vn.implicit`; or what
-#: makes arguments dense at that place. With high types, `m` is nothing.
+#: Transformations of a function `f`, as expressions in the array `x` or the stack `xs`. `m` is
+#: `vn.implicit`, the identity (with high types), or a materializing wrapper (in reference runs).
 TRANSFORMATIONS: dict[str, str] = {
     "implicit": "m(f)(x)",
     "jit of implicit": "jax.jit(m(f))(x)",
@@ -30,8 +30,8 @@ TRANSFORMATIONS: dict[str, str] = {
     "implicit on a mesh": "on_a_mesh(jax.vmap(m(f)))(xs)",
     "implicit of jvp": "m(lambda x: jax.jvp(f, (x,), (jnp.ones_like(x),))[1])(x)",
 }
-#: With high types, a gradient by the array may be that of its leaves, which is another; and JAX
-#: exports no program of theirs while it traces another, as the fuzzer has it do.
+#: The transformations with high types. Some are omitted: there a gradient by an array may be one by
+#: its leaves. And JAX cannot export a program with high types while it traces another one.
 HIGH = {
     f"high: {name.replace(' of implicit', '').replace('implicit of ', '')}": text
     for name, text in TRANSFORMATIONS.items()
@@ -42,7 +42,7 @@ HIGH[BY_LEAVES] = "by_leaves(m(lambda x: jnp.sum(jax.nn.softplus(f(x)))), x)"
 
 
 class Program(NamedTuple):
-    """An operand, lines of which each takes what the one before gives, and a transformation."""
+    """An operand, a chain of lines, and a transformation."""
 
     kind: str
     operand: str  # an expression in i
@@ -51,7 +51,7 @@ class Program(NamedTuple):
     x64: bool = False
 
     def f(self, x: Any) -> Any:
-        """The result of the lines."""
+        """Return the result of the last line."""
         return self.results(x)[-1]
 
     def results(self, x: Any) -> list[Any]:
@@ -63,27 +63,31 @@ class Program(NamedTuple):
 
     @property
     def is_stacked(self) -> bool:
-        """Whether it is of a stack."""
+        """Return whether the transformation takes a stack of operands, `xs`."""
         return "xs" in self.text
 
     @property
     def text(self) -> str:
-        """That of the transformation."""
+        """Return the source text of the transformation."""
         return (TRANSFORMATIONS | HIGH)[self.transformation]
 
     def operands(self) -> tuple[Any, Any]:
-        """The operand, or a stack of such, and the dense array that it stands for."""
+        """Return the operand, or a stack of operands, and its dense array."""
         return made(self.operand, self.is_stacked, self.x64)
 
     def reference(self) -> Any:
-        """What stands for the operand where `m` makes it dense, or nothing does."""
+        """Return the operand of the reference run.
+
+        This is the dense array with high types, or a value with dense parts for `BY_LEAVES`. For
+        other programs it is the operand itself, which `m` materializes.
+        """
         x, dense = self.operands()
         if self.transformation == BY_LEAVES:
             return with_dense_parts(x)
         return dense if self.transformation in HIGH else x
 
     def run(self, m: Callable[[Callable], Callable], x: Any) -> Any:
-        """What it gives of an operand, or of a stack, by a transformation `m`."""
+        """Return the result for an operand or a stack `x`, with `m` as in `TRANSFORMATIONS`."""
         return eval(self.text, ENVIRONMENT | {"f": self.f, "m": m, "x": x, "xs": x})
 
     def __str__(self) -> str:

@@ -21,7 +21,7 @@ LONGEST = 600
 
 
 def smallest(failing: Program, compiled: bool) -> tuple[Program, str]:
-    """A program that fails as one does, with as little as can be, and what is wrong."""
+    """Shrink a failing program. Return the smallest failing one found, and its failure."""
     said = failure(failing, compiled)
     for simpler in failing.smaller():
         if failure(simpler, compiled) is not None:
@@ -30,7 +30,7 @@ def smallest(failing: Program, compiled: bool) -> tuple[Program, str]:
 
 
 def failure(of: Program, compiled: bool) -> str | None:
-    """What is wrong with what a program gives."""
+    """Return how a program disagrees with the dense one, or None if it does not."""
     try:
         check(of, compiled)
     except Disagreement as error:
@@ -39,7 +39,7 @@ def failure(of: Program, compiled: bool) -> str | None:
 
 
 def tried(number: int, seed: int, kinds: Sequence[str], mode: str) -> tuple[str, str]:
-    """What comes of the program of a number, and of one that fails a text."""
+    """Check the program of this number. Return its outcome, and its shrunk text on failure."""
     one = program(Random(f"{seed} {number}"), kinds, mode)
     compiled = number % COMPILED == 0
     try:
@@ -57,12 +57,12 @@ def prepare() -> None:
 
 
 def new_process() -> ProcessPoolExecutor:
-    """A process that runs programs, for a while: or memory fills up with them."""
+    """Start a worker process. It is replaced every 1000 programs, to bound memory use."""
     return ProcessPoolExecutor(1, get_context("spawn"), prepare, max_tasks_per_child=1000)
 
 
 def run(numbers: range, seed: int, kinds: Sequence[str], mode: str, seconds: float) -> Counter[str]:
-    """Runs the programs of these numbers, and prints what fails, and what XLA does not survive."""
+    """Run the numbered programs. Print those that fail, hang or abort the process."""
     end, counts, printed = time.monotonic() + seconds, Counter[str](), set[str]()
     process = new_process()
     for number in numbers:

@@ -311,9 +311,9 @@ def _pairs(node: Node) -> Iterable[tuple[str | int, Node]]:
 
 
 def _array(cls: type[Value], static: Any, children: Mapping[Any, Any], path: Path) -> Value:
-    """A value of a type from its fields. Not by the constructor: leaves may be missing.
+    """Build a value from its fields, without its constructor, because leaves may be missing.
 
-    A static field that the file does not have, as one of an older version, has its default.
+    If the file omits a static field, because an older version wrote it, the default is used.
     """
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]
     names = [field.name for field in fields]

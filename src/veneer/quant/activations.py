@@ -91,9 +91,7 @@ class ActivationQuantized(ProductWeight):
     tile_size: int | float | None = static()
     contracting: tuple[int, ...] = static()
     op_names: tuple[str, ...] = static()
-    turned: bool = static(
-        repr=False
-    )  # whether codes were stored with the last two axes the other way round
+    turned: bool = static(repr=False)  # whether codes are stored with the last two axes swapped
     factors: tuple[Factors, ...] | None = static(default=None, repr=False, kw_only=True)
 
     def __init__(

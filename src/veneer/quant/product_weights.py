@@ -29,19 +29,22 @@ from .._core.value import Value
 from .._jax.primitives import Primitive, find_primitive
 from .formats.tiles import Leaf, Shape
 
-#: An axis as a product of factors, the slowest first: where each comes from, and its size.
+#: The factors of an axis as pairs (origin, size), the slowest-varying first. The origin is a set of
+#: axes of the weight, or a bool: whether the factor is contracted.
 Factors = tuple[tuple[Any, int], ...]
 
 
 def reshape_factors(factors: Sequence[Factors], old: Shape, new: Shape) -> list[Factors]:
     """Return the factors of each axis after a reshape.
 
-    A new axis of size 1 has no factors. If an axis ends within a factor that cannot be split there,
-    it comes from all origins of the axes that are reshaped with it.
+    An axis of size 1 has no factors. If a new axis would split a factor unevenly, or if a size is
+    symbolic, that axis and the later axes of its reshape group each get one factor. Its origin is
+    the union of all origins in the group.
 
     **Arguments:**
 
-    - `factors`: those of each axis of `old`. Origins are sets, or bools.
+    - `factors`: the factors of each axis of `old`. Origins are sets or bools, combined by `|`.
+    - `old`, `new`: the shape before and after the reshape.
 
     >>> k, n = frozenset("k"), frozenset("n")
     >>> reshape_factors([((k, 64),), ((n, 32),)], (64, 32), (16, 128))[0]
@@ -60,7 +63,7 @@ def reshape_factors(factors: Sequence[Factors], old: Shape, new: Shape) -> list[
 def _take_factors(left: list[tuple[Any, int]], size: int) -> Factors | None:
     """Remove the first factors of `left` whose product is `size`, and return them.
 
-    Return None and remove all factors if `size` ends within a factor that cannot be split there.
+    Return None and clear `left` if this would split a factor unevenly, or if a size is symbolic.
     """
     taken: list[tuple[Any, int]] = []
     while left and isinstance(size, int) and isinstance(left[0][1], int) and size > 1:
@@ -81,12 +84,12 @@ def _take_factors(left: list[tuple[Any, int]], size: int) -> Factors | None:
 
 
 class ProductWeight(ImplicitArray, abstract=True):
-    """A weight, dense or implicit, with rules of its own for products.
+    """A weight, dense or implicit, with its own rules for products.
 
-    Subclasses have the fields `array`, their companions, `contracting` and `factors`. The axes
-    `contracting` of the weight, counted from the end, are those over which the product sums that
-    the type is about. Other products are those of a derivative, whose other operand is a cotangent.
-    What moves entries about keeps the type; any other primitive acts on `array`.
+    Subclasses have the fields `array`, their companions, `contracting` and `factors`. `contracting`
+    holds the axes that products with activations contract, counted from the end. A product that
+    contracts other axes belongs to a derivative: its other operand is a cotangent. Transposes,
+    reshapes and slices keep the type. All other primitives act on `array`.
     """
 
     metadata_is_meaning: ClassVar[bool] = False
@@ -98,7 +101,8 @@ class ProductWeight(ImplicitArray, abstract=True):
 
     array: Any
     contracting: tuple[int, ...]
-    #: The factors of each axis, by whether they are contracted; None if each axis has one kind.
+    #: The factors of each axis, whose origins say whether they are contracted. None if no axis
+    #: mixes contracted and other factors.
     factors: tuple[Factors, ...] | None
 
     def aval(self) -> jax.core.ShapedArray:
@@ -110,7 +114,7 @@ class ProductWeight(ImplicitArray, abstract=True):
         return self.array
 
     def partition(self, spec: PartitionSpec, shape: Shape) -> Any:
-        """The weight is cut as it would be alone, and companions along the axes that they have."""
+        """Partition the weight by `spec`, and each companion along its axes of size above 1."""
         array = self.array.partition(spec, shape) if isinstance(self.array, Value) else spec
         if array is None:
             return None
@@ -123,7 +127,7 @@ class ProductWeight(ImplicitArray, abstract=True):
         return self.changed(array=array, **{k: of(v) for k, v in self._companions().items()})
 
     def leaf_axes(self) -> list[Sequence[LeafAxis]]:
-        """A companion of size 1 goes with all of an axis."""
+        """Return the axes of each leaf. A companion of size 1 is shared along the whole axis."""
         axes, shape = aligned(self.ndim), self.shape
 
         def of(leaf: Leaf) -> list[LeafAxis]:
@@ -148,12 +152,12 @@ class ProductWeight(ImplicitArray, abstract=True):
         return new
 
     def with_axes(self, places: Sequence[Sequence[int]], ndim: int) -> Any:
-        """Returns the weight with what it says of axes said of where they are now.
+        """Return the weight with `contracting` and `factors` updated to moved axes.
 
         **Arguments:**
 
-        - `places`: for each old axis, the new ones that have taken its place; from the front.
-        - `ndim`: how many axes there are now.
+        - `places`: for each old axis, the new axes that replace it, counted from the front.
+        - `ndim`: the number of new axes.
         """
         axes = [i - ndim for axis in self.contracting for i in places[axis]]
         factors: list[Factors] = [()] * ndim
@@ -165,7 +169,7 @@ class ProductWeight(ImplicitArray, abstract=True):
         )
 
     def reshaped_axes(self, sizes: Shape) -> Any:
-        """Return the weight whose `contracting` are axes of the new sizes."""
+        """Return the weight with `contracting` and `factors` updated to a reshape to `sizes`."""
         old: list[Factors] = []
         for axis, size in enumerate(self.shape):
             factors = self._factors_of(axis, self.ndim)
@@ -188,13 +192,13 @@ class ProductWeight(ImplicitArray, abstract=True):
         return self
 
     def sums_over(self, axes: Sequence[int]) -> bool:
-        """Whether a product that contracts `axes` of the weight is the one that the type is about.
+        """Return whether a product contracts all axes of `contracting`.
 
-        One whose other operand may be a tangent is none.
+        Return False within a user's `custom_jvp` rule, where the other operand may be a tangent.
 
         **Arguments:**
 
-        - `axes`: of the weight as it is, counted from the front.
+        - `axes`: the axes of this weight that the product contracts, counted from the front.
         """
         contracting = {axis + self.ndim for axis in self.contracting}
         return bool(contracting) and contracting <= set(axes) and not may_be_tangents()
@@ -242,7 +246,7 @@ def _convert_element_type(w: ProductWeight, **params: Any) -> Any:
 
 @register("gather")
 def _gather(w: ProductWeight, indices: ArrayLike, **params: Any) -> Any:
-    """One index, as of one of several layers. Rows that are looked up are no weight."""
+    """Select one weight of a stack by a single index. Looked-up rows become plain arrays."""
     numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     left = [axis for axis in range(w.ndim) if axis not in gone]
@@ -275,7 +279,7 @@ def _reshape(w: ProductWeight, **params: Any) -> Any:
 
 @register("concatenate")
 def _concatenate(*operands: ProductWeight, dimension: Any) -> Any:
-    """Of weights of one kind, as of those of query, key and value, which meet the same operand."""
+    """Concatenate weights with equal static fields, such as those of query, key and value."""
     first = operands[0]
     if any(_kind(w) != _kind(first) for w in operands):
         return NotImplemented

@@ -16,19 +16,18 @@ from .qarray import QArray
 
 
 class QCache(QArray):
-    """A quantised array that stays one where a program writes into it.
+    """A quantized array that stays quantized when a program writes into it.
 
-    `jax.lax.dynamic_update_slice`, `.at[...].set` and `jnp.concatenate` quantise what they write by
-    its own scales, into the format that is there already, as they would cast it to the dtype of a
-    dense array. Of any other `QArray` what is written into is made dense. `vn.quant.zeros` makes
-    one. Its other rules are those of a `QArray`.
+    `jax.lax.dynamic_update_slice`, `.at[...].set` and `jnp.concatenate` quantize the update to the
+    format of the cache, with new scales. Writing into any other `QArray` materializes it.
+    `vn.quant.zeros` makes a cache. All other rules are those of `QArray`.
 
-    Values that are written back as they were read do not change, in any format. For this, scales
-    are not those of `vn.quant.quantize`: the largest value has the last code
+    Values that are written back as they were read do not change. For this, the scales differ from
+    those of `vn.quant.quantize`: the largest value has the last code
     (`quant.conversion.calibration.stable_scale`).
 
-    What is written must be whole groups of values that share a scale. Where it is a part of one, so
-    that its neighbours would have to be rounded anew, the array is made dense, visibly.
+    An update must consist of whole groups of values that share a scale. An update of a part of a
+    group materializes the array, and `vn.explain` reports it.
     """
 
     is_cache: ClassVar[bool] = True

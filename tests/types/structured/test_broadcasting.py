@@ -1,4 +1,4 @@
-"""Sums and products of matrices of which one has axes of size 1: JAX's primitives broadcast."""
+"""Sums, differences and products of matrices, one of which has an axis of size 1."""
 
 import numpy as np
 import pytest

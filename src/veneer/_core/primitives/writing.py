@@ -28,15 +28,17 @@ from .movement import concatenate
 
 @singledispatch
 def stored_as(x: Any, update: Any, axes: Sequence[int | None]) -> Any:
-    """Another array, which is written into `x`, stored as that is; of most types one of the same.
+    """Convert an update to the format of the value that it is written into.
+
+    By default, only an update of the type of `x` is accepted, unchanged. Types register their own.
 
     **Arguments:**
 
-    - `x`: the value, by whose class a type registers what it does.
-    - `update`: dense, or implicit.
-    - `axes`: for each of its axes the one of `x` that it lies along, or None.
+    - `x`: the value that is written into. Its class selects the implementation.
+    - `update`: a dense or implicit array.
+    - `axes`: for each axis of `update`, the axis of `x` that it lies along, or None.
 
-    **Returns:** NotImplemented if there is no such array.
+    **Returns:** the converted update, or NotImplemented if `x` cannot store it.
     """
     del axes
     return update if type(update) is type(x) else NotImplemented

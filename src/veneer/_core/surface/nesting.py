@@ -31,8 +31,8 @@ _running: ContextVar[Any] = ContextVar("running", default=None)
 #: may build implicit arrays, and is then another program under `implicit` than outside.
 _IS_RUNNING: Any = jax.make_user_context(False)
 
-#: The trace into which a rule stages a program. Its operands were looked at when the rule was
-#: chosen, so none that seems dense is an implicit array of an enclosing `implicit`.
+#: The trace into which a rule stages a program. The rule was chosen by the types of all operands,
+#: so an operand that looks dense here is dense in every enclosing `implicit` too.
 _staged_program: ContextVar[Any] = ContextVar("staged_program", default=None)
 
 
@@ -83,7 +83,11 @@ def enclosing_implicit(trace: Any) -> Any:
 
 
 def mixes_with_outer(trace: Any, tracers: Sequence[Any]) -> bool:
-    """Return whether an operand may be an implicit array of a call around that of a trace."""
+    """Return whether an operand may be an implicit array of an enclosing `implicit` call.
+
+    It may be a tracer of that call, or of a program that is traced inside it, where implicit arrays
+    look dense.
+    """
     if trace.outer is None:
         return False
     staged = _traces_in_implicit(trace.parent)  # into programs that an outer trace runs later
@@ -99,7 +103,11 @@ def mixes_with_outer(trace: Any, tracers: Sequence[Any]) -> bool:
 
 
 def _traces_in_implicit(trace: Any) -> list[Any]:
-    """Return the traces from this one outwards in which an array may be implicit further out."""
+    """Return the enclosing traces whose dense-looking tracers may be implicit in an outer call.
+
+    These are the traces inside an `implicit` call that holds implicit arrays, such as that of a
+    `jit` body. The walk outwards stops at `_staged_program` and at a call with a filter.
+    """
     inside: list[Any] = []
     not_yet: list[Any] = []
     program, running = _staged_program.get(), _running.get()

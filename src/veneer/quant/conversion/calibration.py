@@ -92,9 +92,10 @@ def _percentile(tiles: Tiles, *percents: float) -> Range:
 
 
 def _least_error(tiles: Tiles, candidates: float = 40, power: float = 2) -> Range:
-    """The part of the full range, of so many steps to it, at which the error is least.
+    """Return the fraction of the full range with the smallest quantization error.
 
-    Of magnitudes to a power: one above 2 spares the largest values (GPTQ's own code takes 2.4).
+    The fractions are 1/candidates, 2/candidates, ..., 1. The error is the mean of `|error|**power`.
+    A power above 2 preserves the largest values better (GPTQ's own code uses 2.4).
     """
     whole = _whole_range(tiles)
     part = lambda factor: jax.tree.map(lambda end: end * factor, whole)
@@ -133,12 +134,12 @@ _STEPS, _PENALTY, _GROWTH = 20, 10.0, 1.05
 
 
 def _half_quadratic(tiles: Tiles, power: float = 0.7) -> Range:
-    """The range at which errors are few rather than small: least in the sum of a power below 1.
+    """Return the range with the smallest sum of `|error|**power`, for a power of at most 1.
 
-    HQQ (Badri and Shaji, 2023): what is lost is split in outliers, by shrinking, and a rest of
-    least squares, by turns, while the penalty for their difference grows. Here in units of the
-    scale, which is found along with the zero point. It moves little, so it begins with the best
-    part of the full range; the best of all steps counts.
+    Half-quadratic quantization (HQQ; Badri and Shaji, 2023) tolerates a few large errors. It
+    alternates two steps: shrink the error to find outliers, then fit the rest by least squares.
+    The penalty on their difference grows. This version fits the scale as well as the zero point.
+    It starts at the range of `_least_error`, and returns the best range of all steps.
     """
     format, whole = tiles.format, _least_error(tiles, power=power)
     start, zero = range_to_scale(whole, format)
@@ -300,7 +301,7 @@ def check_calibration(method: str, format: Format) -> Calibration:
 
 
 def has_zero_point(format: Format) -> bool:
-    """Returns whether the code that stands for 0 can be chosen: integers, not those of -1 and 1."""
+    """Return whether a format supports a zero point: integer formats of at least 2 bits."""
     return format.is_integer and format.bits >= 2
 
 
@@ -348,27 +349,31 @@ def stable_scale(
     values: jax.Array,
     axes: tuple[int, ...],
     format: Format,
-    store_worth: Callable[[jax.Array], jax.Array],
+    stored_worth: Callable[[jax.Array], jax.Array],
     scale_dtype: str,
     dtype: DTypeLike,
 ) -> tuple[jax.Array, Callable[[jax.Array], jax.Array | None]]:
-    """Return scales that the dequantized values give again, and the zero point of a scale.
+    """Return scales that quantizing the dequantized values gives again, and a zero-point function.
 
-    Values do not change if they are quantized so, dequantized, and quantized again. Two properties
-    are needed. The value at an end of the range has the last code. And a scale has 8 bits less than
-    f32 values, so that its product with a code is exact, and gives the same scale again. In `dtype`
-    the two ends of a range may be rounded, each by up to half of the last bit. So a scale has a bit
-    less than that, and is the nearest one again. Where neither suffices, see `neighbors`.
+    Dequantizing and quantizing again must not change values. Two properties ensure this:
+
+    - The value at an end of the range gets the last code.
+    - For f32 values, a scale has 8 bits fewer than f32. Its product with a code is then exact.
+
+    If `dtype` has 16 bits, dequantized values are rounded once more. With a zero point, both ends
+    of the range are rounded, so the scale has one bit fewer than `dtype`. If this is not enough
+    (`needs_search`), the caller also tries the `neighbors` of the scale.
 
     **Arguments:**
 
     - `calibration`: "absmax", "minmax" or "absmean".
-    - `values`, `axes`, `format`: as for `find_range`.
-    - `store_worth`: from scales to what these are worth as they are stored.
+    - `values`, `axes`, `format`, `stored_worth`: as for `find_range`.
     - `scale_dtype`: the dtype of stored scales.
     - `dtype`: the dtype of the dequantized values.
+
+    **Returns:** the scales, and a function from a scale to its zero point (None if symmetric).
     """
-    tiles = Tiles(values, axes, format, store_worth)
+    tiles = Tiles(values, axes, format, stored_worth)
     finite = jnp.isfinite(_largest(tiles))
     info = jnp.finfo(values.dtype)
     nmant = min(info.nmant - 8, jnp.finfo(dtype).nmant)
@@ -396,30 +401,32 @@ def stable_scale(
     steps = largest - least
 
     def place(scale: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The number of codes below zero, and how far the ends are from the first and the last."""
+        """Return the number of codes below zero, and how far the ends are from the last codes."""
         below, above = -low / scale, high / scale
         too_many = jnp.where(below + above < steps / 4, 0, steps - below - above) / 2
         middle = below + too_many
         zero = jnp.clip(jnp.round(middle), 0, steps)
         return zero, jnp.abs(zero - middle) + too_many
 
-    scale = store_worth(rounded((high - low) / steps))
-    # An end may be halfway between two codes. A smaller scale takes it beyond the last one.
+    scale = stored_worth(rounded((high - low) / steps))
+    # An end of the range may lie halfway between two codes. A smaller scale moves it past the last.
     factor = 1.0
     if scale_dtype != "float8_e8m0fnu":
         factor -= 0.7 * max(float(jnp.finfo(scale_dtype).eps), 2.0**-nmant)
     is_halfway = place(scale)[1] > 0.5 - 2.0**-6
-    scale = jnp.where(is_halfway, store_worth(rounded(scale * factor)), scale)
+    scale = jnp.where(is_halfway, stored_worth(rounded(scale * factor)), scale)
     return scale, lambda scale: place(scale)[0] + least
 
 
 def needs_search(
     calibration: Calibration, format: Format, scale_dtype: str, dtype: DTypeLike
 ) -> bool:
-    """Return whether `stable_scale` may miss the scale that values were stored with.
+    """Return whether `stable_scale` can miss the scale that values were stored with.
 
-    It may be any power of two. Or the values have 16 bits: codes may have more, the magnitudes of
-    the ends of a codebook may differ, and small scales in f16 have few bits.
+    - Scales are powers of two: for codebooks, unless the format itself prescribes such scales.
+    - Values have 16 bits, with a zero point: if codes have more bits than the mantissa of `dtype`.
+    - Values have 16 bits, without a zero point: for float and codebook formats with f16 scales,
+      which can be subnormal, and for codebooks whose ends have different magnitudes.
     """
     if scale_dtype == "float8_e8m0fnu":
         return format.codebook is not None and format.scale_dtype is None

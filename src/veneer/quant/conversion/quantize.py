@@ -109,12 +109,12 @@ def quantize(
 
 @dataclasses.dataclass(frozen=True)
 class QuantizeParams:
-    """Checked arguments of `quantize`, hashable for `jax.jit`, and whether to be stable.
+    """The checked arguments of `quantize`, hashable for `jax.jit`, and the dtype for stable scales.
 
-    Stable values do not change when they are dequantized and quantized again, as by a program that
-    writes what it read. Caches and collectives need it. The convention for weights does not have
-    it: a scale of `absmax / (qmax + 1/2)` makes the largest value smaller. `stable_in` is the dtype
-    in which values are read and written, or None. A collective computes on wider ones.
+    With stable scales, dequantizing and quantizing again does not change values. Caches and
+    collectives need this. Weights use `absmax / (qmax + 1/2)`, which makes the largest value
+    smaller each time. `stable_in` is the dtype in which the values are read and written, or None
+    for the scales of weights. It can be narrower than the array: collectives compute in f32.
     """
 
     format: str
@@ -310,8 +310,8 @@ def _quantize_stably(array: jax.Array, key: jax.Array | None, params: QuantizePa
         return split_tiles(x.astype(dtype) == y.astype(dtype), params.counts).all(axes)
 
     if needs_search(params.calibration, format, scale_dtype, dtype):
-        # The scale that values were stored with gives them to the bit. Of other values, those that
-        # are stored should be stored again to the bit.
+        # Take the first candidate that reproduces the values exactly. Values that were never
+        # stored may have none: then take one whose dequantized values quantize to themselves.
         first, best = scale, jnp.zeros(scale.shape, jnp.int32)
         for other in neighbors(worth_of(scale), scale_dtype, dtype):
             once = quantized(other, array).dequantize().astype(dtype).astype(array.dtype)

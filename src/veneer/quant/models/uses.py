@@ -56,7 +56,7 @@ class Use(NamedTuple):
 
     @property
     def says_axes(self) -> bool:
-        """Whether it says which axes should share a scale; an outer product, say, sums none."""
+        """Return whether the use shows which axes share a scale. An outer product does not."""
         return bool(self.contracted) and (self.is_product or self.primitive == LOOK_UP)
 
     def __str__(self) -> str:
@@ -77,10 +77,11 @@ class TrackedAxes(NamedTuple):
 
     **Arguments:**
 
-    - `path`: of the weight.
-    - `factors`: of each axis of the array; their origins are axes of the weight. A scan takes axes
-      off the front, and may put new ones there: both are counted from the end.
-    - `looked_up`: axes along which rows have been looked up.
+    - `path`: the path of the weight.
+    - `factors`: the factors of each axis of the array. Their origins are sets of axes of the
+      weight, counted from the end. `factors` is indexed from the end too, because a scan removes
+      and adds axes at the front.
+    - `looked_up`: the axes of the weight along which rows were looked up.
     """
 
     path: str
@@ -88,11 +89,14 @@ class TrackedAxes(NamedTuple):
     looked_up: Axes = Axes()
 
     def of(self, axes: Collection[int], ndim: int) -> Axes:
-        """Returns the axes of the weight that some of `ndim` were, counted from the front."""
+        """Return the axes of the weight that `axes`, of an array of rank `ndim`, come from.
+
+        `axes` are counted from the front, and the result from the end.
+        """
         return Axes().union(*(origin for axis in axes for origin, _ in self._of_axis(axis, ndim)))
 
     def moved(self, places: Sequence[Sequence[int]], ndim: int) -> "TrackedAxes":
-        """Returns the axes of an array that was moved, as `ProductWeight.with_axes` is told."""
+        """Return the tracked axes after a move, with the arguments of `ProductWeight.with_axes`."""
         factors: list[Factors] = [()] * ndim
         for axis, new in enumerate(places):
             for i in new:
@@ -118,17 +122,17 @@ class TrackedWeight(ProductWeight):
     """A weight, or some put together, that notes what a program does with it."""
 
     array: Any
-    contracting: tuple[int, ...] = static()  # none: tracks say more of the axes
+    contracting: tuple[int, ...] = static()  # always empty: `tracks` has the axes
     token: int = static()
     tracks: tuple[TrackedAxes, ...] = static()
     factors: tuple[Factors, ...] | None = static(default=None, repr=False, kw_only=True)
 
     def with_axes(self, places: Sequence[Sequence[int]], ndim: int) -> "TrackedWeight":
-        """Returns the weight with where its axes are now."""
+        """Return the weight with its tracks updated to moved axes."""
         return self.changed(tracks=tuple(track.moved(places, ndim) for track in self.tracks))
 
     def reshaped_axes(self, sizes: Shape) -> "TrackedWeight":
-        """Return the weight with where its axes are after a reshape."""
+        """Return the weight with its tracks updated to a reshape to `sizes`."""
         return self.changed(
             tracks=tuple(track.reshaped(self.shape, sizes) for track in self.tracks)
         )
@@ -136,9 +140,15 @@ class TrackedWeight(ProductWeight):
     def note(
         self, primitive: str, contracted: Collection[int] = (), batch: Collection[int] = ()
     ) -> None:
-        """Notes a product, by axes counted from the front; or another use.
+        """Record a product or another use of the weight.
 
-        That is a look-up where there was one before, whose rows something takes now.
+        If rows were looked up before, record a look-up instead. The exception is a product with at
+        least two axes of the weight: then the look-up selected one weight of a stack.
+
+        **Arguments:**
+
+        - `primitive`: the name of the primitive.
+        - `contracted`, `batch`: the axes of a product, counted from the front.
         """
         line = user_line()
         is_product = primitive in _CONTRACTIONS
@@ -146,7 +156,7 @@ class TrackedWeight(ProductWeight):
             summed = track.of(contracted, self.ndim)
             free = track.of([i for i in range(self.ndim) if i not in batch], self.ndim) - summed
             use = Use(primitive, summed, free, line)
-            # A row is data, whatever it meets. What has more axes is a weight of a stack.
+            # A looked-up row is data. A slice with two or more axes is a weight of a stack.
             if track.looked_up and (len(summed | free) < 2 or not is_product):
                 use = Use(LOOK_UP, summed | free, track.looked_up, line)
             of_all = _uses[self.token]
@@ -157,13 +167,13 @@ class TrackedWeight(ProductWeight):
                 uses.append(use)
 
     def materialise(self) -> Any:
-        """The weight, which something takes that knows no other."""
+        """Record that an operation materializes the weight, and return the weight."""
         self.note("materialise")
         return super().materialise()
 
     @staticmethod
     def default(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]) -> Any:
-        """Notes what the primitive does with each weight, and gives what it gives of them."""
+        """Record the use of each tracked weight, and apply the primitive to the weights."""
         for i, x in enumerate(values):
             if isinstance(x, TrackedWeight):
                 axes_of = _CONTRACTIONS.get(primitive.name, lambda i, params: ())
@@ -197,7 +207,7 @@ _CONTRACTIONS: dict[str, Callable[..., Sequence[Collection[int]]]] = {
 
 @register("gather")
 def _gather(w: TrackedWeight, indices: ArrayLike, **params: Any) -> Any:
-    """What is looked up is one weight of a stack, an expert's or a row: what follows will tell."""
+    """Look up a layer, an expert or a row. The next use shows which of them (see `note`)."""
     numbers = params["dimension_numbers"]
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     places: list[Sequence[int]] = [() for _ in range(w.ndim)]

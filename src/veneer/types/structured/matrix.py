@@ -188,10 +188,11 @@ def product(rule: Callable, *, precedence: int = 0) -> Callable:
 
 
 def entrywise(name: str) -> Callable:
-    """Register what a primitive gives for two types of matrices, which annotate the operands.
+    """Register a rule of an elementwise primitive for two matrix types.
 
-    The rule is called for matrices of the same size. JAX's primitives also broadcast axes of size
-    1: there a matrix of size 1 x 1 stands for one whose entries are all equal.
+    The annotations of the rule's operands select the types. The rule runs only if the last two axes
+    of both operands have equal sizes. Otherwise JAX broadcasts: a 1 x 1 matrix then acts as a
+    matrix of equal entries, whatever its type, so the result is NotImplemented.
     """
 
     def decorate(rule: Callable) -> Callable:
