@@ -96,10 +96,13 @@ def drift(x: Any, qtype: str, write: Callable[[Any, Any], Any]) -> Any:
 
     Store `x` in a cache. Then read the cache and write the result back, twice. `write` takes the
     cache and the values that were read, and returns the new cache. Reference runs return zeros.
+    16-bit values are cached as f32: some formats change them once if they are moved.
     """
     if _builds_dense.get():
         return jnp.zeros_like(x)
+    dtype = x.dtype
     x = lax.stop_gradient(jnp.nan_to_num(jnp.asarray(undressed(without_leaves(x)))))
+    x = x.astype(jnp.promote_types(dtype, "float32"))
     axes = tuple(range(x.ndim - 1))
 
     def stored(x: Any) -> tuple[Any, Any]:
@@ -110,7 +113,7 @@ def drift(x: Any, qtype: str, write: Callable[[Any, Any], Any]) -> Any:
         return vn.materialise(once), vn.materialise(cache)
 
     once, again = vn.implicit(stored)(x)
-    return jnp.where(once == again, 0, jnp.nan).astype(x.dtype)
+    return jnp.where(once == again, 0, jnp.nan).astype(dtype)
 
 
 def with_jvp(f: Callable) -> Callable:

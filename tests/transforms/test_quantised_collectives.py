@@ -263,9 +263,7 @@ def test_sums_of_halves_are_in_f32(dtype):
     found = over_blocks(lambda x: psum(x, "i"))(x)
     assert found.dtype == dtype
     wide = over_blocks(lambda x: psum(x, "i"))(x.astype(jnp.float32))
-    np.testing.assert_allclose(found, wide, rtol=0, atol=0.05 * float(abs(wide).max()))
-    program = str(jax.make_jaxpr(over_blocks(lambda x: psum(x, "i")))(x))
-    assert {*re.findall(r":(\w+)\[\S* = reduce_sum", program)} == {"f32"}
+    np.testing.assert_array_equal(found, wide.astype(dtype))
     grad = over_blocks(jax.grad(lambda x: psum(x, "i").astype(jnp.float32).sum()))(x)
     assert grad.dtype == dtype
 
@@ -352,3 +350,12 @@ REFUSED = {
 def test_what_is_refused(program, error, message):
     with pytest.raises(error, match=message):
         over_blocks(program)(X)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("qtype", ["int8", "uint8"])
+def test_large_arrays_are_sent_from_within_a_shard_map(qtype, dtype):
+    """Outside a shard_map, XLA quantizes so many values in chunks on CPUs."""
+    x = jnp.broadcast_to(jnp.arange(2**21, dtype=dtype) / 2**21, (8, 2**21))
+    total = over_blocks(lambda x: psum(x, "i", qtype))(x)
+    np.testing.assert_allclose(total[0, ::4096], 8 * x[0, ::4096], atol=0.1)

@@ -110,7 +110,7 @@ def _dynamic_update_slice(cache: BlockCache, update: ArrayLike, *starts: ArrayLi
     newest = lax.dynamic_slice_in_dim(window, (place - begin) * size, size, axis)
     apart = window.reshape(*window.shape[:axis], count, size, *window.shape[axis + 1 :])
     axes = range(apart.ndim)
-    new = stored_as(cache.blocks, jnp.moveaxis(apart, axis, 0), axes)
+    new = stored_as(cache.blocks, jnp.moveaxis(apart, axis, 0), axes, lambda: some)
     # Others of the window stay as they are: what is rounded twice may be another number.
     number = begin + jnp.arange(count)
     is_new = (number >= start // size) & (number <= place)

@@ -1,6 +1,6 @@
 """`QCache`: a quantised array that programs write into, such as a cache of keys and values."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -11,7 +11,8 @@ from .._core.value import Value, make_dense
 from .._jax.primitives import find_primitive
 from .conversion.quantize import quantize_as
 from .formats.packing import pack, unpack
-from .formats.tiles import Shape
+from .formats.rounding import round_to_dtype
+from .formats.tiles import Shape, over_tiles, split_tiles
 from .qarray import QArray
 
 
@@ -24,7 +25,9 @@ class QCache(QArray):
 
     Values that are written back as they were read do not change. For this, the scales differ from
     those of `vn.quant.quantize`: the largest value has the last code
-    (`quant.conversion.calibration.stable_scale`).
+    (`quant.conversion.calibration.stable_scale`). If values have 16 bits, or their scales another
+    dtype, this scale is not always found again. Then a write also reads the groups that it
+    replaces, and keeps those whose values are the same.
 
     An update must consist of whole groups of values that share a scale. An update of a part of a
     group materializes the array, and `vn.explain` reports it.
@@ -71,6 +74,7 @@ def _(
     cache: QCache,
     update: Any,
     axes: Sequence[int | None],
+    read: Callable[[], Any] | None = None,
 ) -> Any:
     counts = cache._counts(jnp.shape(update), axes)
     if counts is None or isinstance(cache.scale, QArray) or cache.minimum is not None:
@@ -82,7 +86,38 @@ def _(
     q = quantize_as(update, cache, counts)
     if cache.packing is not None:
         q = packed_along(q, cache.packing.axis)
+    if read is not None and not finds_scales_again(cache.dtype, cache.scale.dtype):
+        q = _unless_same(q, update, read())
     return QCache._of(q)
+
+
+def finds_scales_again(dtype: Any, scale_dtype: Any) -> bool:
+    """Return whether dequantized values are always quantized by the scales that they come from.
+
+    Products of a code and a scale must be exact in `dtype`, and the scale must not be subnormal.
+    """
+    return dtype in (jnp.float32, jnp.float64) and dtype == scale_dtype
+
+
+def _unless_same(new: QArray, update: jax.Array, old: QArray) -> QArray:
+    """Return an array in which each group has the codes and scale of `old` if its values are."""
+    shapes = lambda x: [leaf.shape for leaf in jax.tree.leaves(x)]
+    if shapes(new) != shapes(old):
+        return new
+    # A program may have kept more bits of values that it read than their dtype has.
+    as_read = lambda x: round_to_dtype(x, new.dtype)
+    is_same = split_tiles(as_read(update) == as_read(old.dequantize()), new.scale.shape)
+    is_same = is_same.all(range(1, is_same.ndim, 2))
+    of_each = over_tiles(jnp.logical_or, jnp.zeros(new.shape, bool), is_same)
+    codes = jnp.where(of_each, old.codes(), new.codes())
+    if new.packing is not None:
+        codes, _ = pack(new.format.to_fields(codes), new.format.bits, new.packing.axis)
+    others = {
+        name: jnp.where(is_same, getattr(old, name), getattr(new, name))
+        for name in ("scale", "zero_point")
+        if getattr(new, name) is not None
+    }
+    return new._assigned(packed=codes, **others)
 
 
 def packed_along(q: QArray, axis: int) -> QArray:

@@ -27,20 +27,22 @@ from .movement import concatenate
 
 
 @singledispatch
-def stored_as(x: Any, update: Any, axes: Sequence[int | None]) -> Any:
-    """Convert an update to the format of the value that it is written into.
-
-    By default, only an update of the type of `x` is accepted, unchanged. Types register their own.
+def stored_as(
+    x: Any, update: Any, axes: Sequence[int | None], read: Callable[[], Any] | None = None
+) -> Any:
+    """Another array, which is written into `x`, stored as that is; of most types one of the same.
 
     **Arguments:**
 
-    - `x`: the value that is written into. Its class selects the implementation.
-    - `update`: a dense or implicit array.
-    - `axes`: for each axis of `update`, the axis of `x` that it lies along, or None.
+    - `x`: the value, by whose class a type registers what it does.
+    - `update`: dense, or implicit.
+    - `axes`: for each of its axes the one of `x` that it lies along, or None.
+    - `read`: returns the part of `x` that the update replaces, of the update's shape; None if it
+      replaces nothing.
 
-    **Returns:** the converted update, or NotImplemented if `x` cannot store it.
+    **Returns:** NotImplemented if there is no such array.
     """
-    del axes
+    del axes, read
     return update if type(update) is type(x) else NotImplemented
 
 
@@ -57,8 +59,12 @@ def _dynamic_update_slice(x: Value, update: Any, *starts: Any) -> Any:
         own = [zero if axis is None else starts[axis.axis] for axis in leaf.axes]
         return find_primitive("dynamic_update_slice").bind(part, of_update, *own)
 
+    def read() -> Any:
+        bind = lambda *operands: find_primitive("dynamic_slice").bind(*operands, slice_sizes=new)
+        return redispatch(bind, x, *starts)
+
     cut = [i for i, size in enumerate(new) if size != old[i]]
-    return _written(x, stored_as(x, update, range(len(old))), new, cut, bind)
+    return _written(x, stored_as(x, update, range(len(old)), read), new, cut, bind)
 
 
 def _scatter(
@@ -106,8 +112,20 @@ def _scatter(
     window = dict(zip(axes, sizes, strict=True))
     new = tuple(window.get(i, 1) for i in range(len(old)))
 
+    def read() -> Any:
+        of_gather = lax.GatherDimensionNumbers(
+            offset_dims=tuple(numbers.update_window_dims),
+            collapsed_slice_dims=(),
+            start_index_map=tuple(numbers.scatter_dims_to_operand_dims),
+            operand_batching_dims=tuple(batching),
+            start_indices_batching_dims=tuple(numbers.scatter_indices_batching_dims),
+        )
+        own = {"dimension_numbers": of_gather, "slice_sizes": new, "fill_value": None}
+        bind = lambda *operands: find_primitive("gather").bind(*operands, **own, **params)
+        return redispatch(bind, x, indices)
+
     cut = [i for i, size in enumerate(new) if size != old[i]]
-    return _written(x, stored_as(x, update, [*[None] * lead, *axes]), new, cut, bind, axes)
+    return _written(x, stored_as(x, update, [*[None] * lead, *axes], read), new, cut, bind, axes)
 
 
 def _written(

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from ..formats import Format
-from .scales import power_of_two, usable
+from .scales import usable
 
 
 class Range(NamedTuple):
@@ -352,8 +352,8 @@ def stable_scale(
     stored_worth: Callable[[jax.Array], jax.Array],
     scale_dtype: str,
     dtype: DTypeLike,
-) -> tuple[jax.Array, Callable[[jax.Array], jax.Array | None]]:
-    """Return scales that quantizing the dequantized values gives again, and a zero-point function.
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return scales and zero points that quantizing the dequantized values gives again.
 
     Dequantizing and quantizing again must not change values. Two properties ensure this:
 
@@ -361,8 +361,9 @@ def stable_scale(
     - For f32 values, a scale has 8 bits fewer than f32. Its product with a code is then exact.
 
     If `dtype` has 16 bits, dequantized values are rounded once more. With a zero point, both ends
-    of the range are rounded, so the scale has one bit fewer than `dtype`. If this is not enough
-    (`needs_search`), the caller also tries the `neighbors` of the scale.
+    of the range are rounded, so the scale has one bit fewer than `dtype`. This is not always enough
+    if codes have more bits than the mantissa of `dtype`, if the ends of a codebook have different
+    magnitudes, or if the scale is subnormal in f16.
 
     **Arguments:**
 
@@ -370,31 +371,26 @@ def stable_scale(
     - `values`, `axes`, `format`, `stored_worth`: as for `find_range`.
     - `scale_dtype`: the dtype of stored scales.
     - `dtype`: the dtype of the dequantized values.
-
-    **Returns:** the scales, and a function from a scale to its zero point (None if symmetric).
     """
     tiles = Tiles(values, axes, format, stored_worth)
     finite = jnp.isfinite(_largest(tiles))
     info = jnp.finfo(values.dtype)
-    nmant = min(info.nmant - 8, jnp.finfo(dtype).nmant)
-    if not calibration.symmetric and not needs_search(calibration, format, scale_dtype, dtype):
+    nmant = info.nmant - 8
+    if not calibration.symmetric and format.bits <= jnp.finfo(dtype).nmant:
         nmant = min(nmant, jnp.finfo(dtype).nmant - 1)
 
     def rounded(scale: jax.Array) -> jax.Array:
         few_bits = jax.lax.reduce_precision(scale, info.nexp, nmant)
-        if format.is_integer and scale_dtype == "float16":  # a subnormal scale has few bits
-            is_subnormal = scale < float(jnp.finfo("float16").tiny)
-            few_bits = jnp.where(is_subnormal, power_of_two(scale), few_bits)
         is_usable = (scale >= info.tiny) & (scale <= 1 / info.tiny)
         return jnp.where(finite, jnp.where(is_usable, few_bits, scale), jnp.nan)
 
     if calibration.name == "absmean":
-        return rounded(_mean_of_kept(tiles)), lambda scale: None
+        return rounded(_mean_of_kept(tiles)), None
     if calibration.symmetric:
         least, largest = format.ends
         as_positive = jnp.where(values < 0, values * (largest / least), values)
         scale = _largest(dataclasses.replace(tiles, values=as_positive)) / largest
-        return rounded(scale), lambda scale: None
+        return rounded(scale), None
     low = jnp.min(values, axis=axes, initial=0)
     high = jnp.max(values, axis=axes, initial=0)
     least, largest = format.code_range
@@ -415,40 +411,7 @@ def stable_scale(
         factor -= 0.7 * max(float(jnp.finfo(scale_dtype).eps), 2.0**-nmant)
     is_halfway = place(scale)[1] > 0.5 - 2.0**-6
     scale = jnp.where(is_halfway, stored_worth(rounded(scale * factor)), scale)
-    return scale, lambda scale: place(scale)[0] + least
-
-
-def needs_search(
-    calibration: Calibration, format: Format, scale_dtype: str, dtype: DTypeLike
-) -> bool:
-    """Return whether `stable_scale` can miss the scale that values were stored with.
-
-    - Scales are powers of two: for codebooks, unless the format itself prescribes such scales.
-    - Values have 16 bits, with a zero point: if codes have more bits than the mantissa of `dtype`.
-    - Values have 16 bits, without a zero point: for float and codebook formats with f16 scales,
-      which can be subnormal, and for codebooks whose ends have different magnitudes.
-    """
-    if scale_dtype == "float8_e8m0fnu":
-        return format.codebook is not None and format.scale_dtype is None
-    if jnp.finfo(dtype).bits != 16:
-        return False
-    if not calibration.symmetric:
-        return format.bits > jnp.finfo(dtype).nmant
-    least, largest = format.ends
-    return not format.is_integer and (scale_dtype == "float16" or -least != largest)
-
-
-def neighbors(scale: jax.Array, scale_dtype: str, dtype: DTypeLike) -> list[jax.Array]:
-    """Return a scale with as many bits as the values, and those next to it, the nearest first."""
-    if scale_dtype == "float8_e8m0fnu":
-        return [scale, 2 * scale, scale / 2]
-    info = jnp.finfo(scale_dtype)
-    bits = min(info.nmant, jnp.finfo(dtype).nmant)
-    scale = jax.lax.reduce_precision(scale, jnp.finfo(scale.dtype).nexp, bits)
-    exponent = jnp.frexp(scale)[1] - 1 - bits
-    last_bit = jnp.maximum(jnp.ldexp(jnp.ones_like(scale), exponent), info.smallest_subnormal)
-    others = (scale + k * last_bit for k in (1, -1, 2, -2))
-    return [scale, *(jnp.where(other > 0, other, scale) for other in others)]
+    return scale, place(scale)[0] + least
 
 
 def _mean_of_kept(tiles: Tiles) -> jax.Array:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ..._jax.tracing import varying_axes
 from ..formats import Format
 from ..formats.packing import UNITS
 from ..formats.tiles import Shape, tile_shape
@@ -63,7 +64,7 @@ def _is_cut(array: jax.Array) -> bool:
         return True
     aval = jax.typeof(array)
     spec = getattr(aval.sharding, "spec", ())
-    return bool(getattr(aval, "vma", ())) or any(entry is not None for entry in spec)
+    return bool(varying_axes(array)) or any(entry is not None for entry in spec)
 
 
 def in_chunks(

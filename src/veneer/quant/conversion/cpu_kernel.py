@@ -25,7 +25,6 @@ def has_kernel(array: jax.Array, params: "QuantizeParams") -> bool:
     format = FORMATS[params.format]
     return (
         array.dtype == np.float32
-        and params.stable_in in (None, "float32")
         and params.scale_dtype == "float32"
         and params.calibration == Calibration("absmax", ())
         and all(entry is None for entry in spec)

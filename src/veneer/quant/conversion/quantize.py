@@ -23,8 +23,6 @@ from .calibration import (
     check_calibration,
     find_range,
     has_zero_point,
-    needs_search,
-    neighbors,
     range_to_scale,
     stable_scale,
 )
@@ -292,34 +290,14 @@ def quantize_tiles(
 
 
 def _quantize_stably(array: jax.Array, key: jax.Array | None, params: QuantizeParams) -> QArray:
-    format, scale_dtype = FORMATS[params.format], params.scale_dtype
+    format = FORMATS[params.format]
     array, tiles, axes, store = _prepare(array, params)
     worth_of = lambda scale: store(scale)[1]
-    dtype = params.stable_in or array.dtype.name
-    scale, zero_point_of = stable_scale(
-        params.calibration, tiles, axes, format, worth_of, scale_dtype, dtype
-    )
-
-    def quantized(scale: jax.Array, array: jax.Array, key: jax.Array | None = None) -> QArray:
-        zero_point = zero_point_of(scale)
-        scale = bounded_scale(scale, zero_point, format, array.dtype, scale_dtype)
-        stored, worth = store(scale)
-        return _round(array, format, stored, worth, zero_point, key)
-
-    def are_same(x: jax.Array, y: jax.Array) -> jax.Array:
-        return split_tiles(x.astype(dtype) == y.astype(dtype), params.counts).all(axes)
-
-    if needs_search(params.calibration, format, scale_dtype, dtype):
-        # Take the first candidate that reproduces the values exactly. Values that were never
-        # stored may have none: then take one whose dequantized values quantize to themselves.
-        first, best = scale, jnp.zeros(scale.shape, jnp.int32)
-        for other in neighbors(worth_of(scale), scale_dtype, dtype):
-            once = quantized(other, array).dequantize().astype(dtype).astype(array.dtype)
-            again = quantized(other, once).dequantize()
-            is_near = jnp.abs(other / first - 1) < 1 / 16
-            rank = 2 * are_same(once, array) + (is_near & are_same(again, once))
-            scale, best = jnp.where(rank > best, other, scale), jnp.maximum(rank, best)
-    return quantized(scale, array, key)
+    dtypes = params.scale_dtype, params.stable_in or array.dtype.name
+    scale, zero_point = stable_scale(params.calibration, tiles, axes, format, worth_of, *dtypes)
+    scale = bounded_scale(scale, zero_point, format, array.dtype, params.scale_dtype)
+    stored, worth = store(scale)
+    return _round(array, format, stored, worth, zero_point, key)
 
 
 def _prepare(

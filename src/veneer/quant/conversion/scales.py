@@ -75,7 +75,7 @@ def store_scale(
         quantized = _quantize(jnp.where(scale > largest, jnp.nan, scale), dtype, scale_tile)
         return quantized, quantized.dequantize().astype(scale.dtype)
     if dtype == "float8_e8m0fnu":
-        power = power_of_two(scale)
+        power = _power_of_two(scale)
         least = jnp.asarray(2.0**-126, scale.dtype)
         stored = power if has_zero else jnp.where(scale < least, least, power)
         return stored.astype(dtype), power
@@ -86,7 +86,7 @@ def store_scale(
     return stored.astype(dtype), worth
 
 
-def power_of_two(scale: jax.Array) -> jax.Array:
+def _power_of_two(scale: jax.Array) -> jax.Array:
     """Returns the least power of two from `scale` on, which is a normal number in f32."""
     fraction, exponent = jnp.frexp(usable(scale))  # fraction in [0.5, 1)
     exponent = jnp.clip(exponent - (fraction == 0.5), -126, 127)
