@@ -216,6 +216,16 @@ def test_without_like_there_are_dicts_for_what_is_no_array(tmp_path):
     assert_same(found, {"value": jnp.zeros(8)})
 
 
+def test_without_like_a_list_of_modules_is_a_dict(tmp_path):
+    class Layers(nnx.Module):
+        def __init__(self):
+            self.layers = nnx.List([nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(2)])
+
+    found = loaded(Layers(), tmp_path)
+    kernel = found["layers"]["1"]["kernel"]["value"]
+    np.testing.assert_array_equal(kernel, Layers().layers[1].kernel[...])
+
+
 def test_the_names_of_tensors_are_the_paths(tmp_path):
     vn.save(tmp_path / "saved", optax.adam(1e-3).init(ADAPTERS))
     with TensorFolder(tmp_path / "saved") as folder:

@@ -151,6 +151,13 @@ PROGRAMS = {
         {},
     ),
     "merged": (lambda x, w: x @ w.reshape(16, 6), (4, 4, 6), {"tile_axis": (0, 1)}),
+    "joined after reshapes": (
+        lambda x, w: (
+            x @ jnp.concatenate([w.T.reshape(-1, 32), w.T.reshape(-1, 32)]).reshape(12, 16).T
+        ),
+        (16, 6),
+        {},
+    ),
     "sliced": (lambda x, w: x @ w[:, 2:5], (16, 6), {}),
     "split": (lambda x, w: x @ jnp.split(w, 2, 1)[1], (16, 6), {}),
     "joined": (lambda x, w: x @ jnp.concatenate([w, w, w], 1)[:, 12:], (16, 6), {}),

@@ -47,6 +47,18 @@ PROGRAMS = {
         (64, 7),
         [[-2, -1]],
     ),
+    "rolled, flat": (
+        lambda p, x: x @ jnp.roll(p["w"].ravel(), 8).reshape(64, 8),
+        (64, 8),
+        [[-2, -1]],
+    ),
+    "put together again in another order": (
+        lambda p, x: (
+            x @ jnp.concatenate([p["w"].ravel()[::2], p["w"].ravel()[1::2]]).reshape(64, 8)
+        ),
+        (64, 8),
+        [[-2, -1]],
+    ),
     "a part of a flat weight": (
         lambda p, x: x @ p["w"].ravel()[:128].reshape(64, 2),
         (64, 8),

@@ -280,6 +280,8 @@ def _decode(node: Node, path: Path, array: Callable[[Path, Node], Any]) -> Any:
         return _SEQUENCES[kind](children.values())
     if kind not in ("dict", "children"):
         raise KeyError(kind)
+    if len({*map(type, children)}) > 1 and kind == "children":  # as of an nnx.List
+        return {str(key): child for key, child in children.items()}
     if len({*map(type, children)}) > 1:
         raise ValueError(f"{_where(path)} has keys of text and integers, which JAX cannot order")
     return children
@@ -317,8 +319,7 @@ def _array(cls: type[Value], static: Any, children: Mapping[Any, Any], path: Pat
     """
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]
     names = [field.name for field in fields]
-    defaults = {f.name: _encode_static(f.default) for f in fields if _has_static_default(f)}
-    static = defaults | static
+    static = {f.name: _encode_static(f.default) for f in fields if _was_added(f)} | static
     if {*names} != {*children, *static}:
         raise ValueError(f"{_where(path)}: {cls.__name__} has the fields {', '.join(names)}")
     any_class: Any = cls  # a class with a __hash__ of its own
@@ -333,8 +334,9 @@ def _array(cls: type[Value], static: Any, children: Mapping[Any, Any], path: Pat
     return value
 
 
-def _has_static_default(field: dataclasses.Field) -> bool:
-    return field.metadata.get("static", False) and field.default is not dataclasses.MISSING
+def _was_added(field: dataclasses.Field) -> bool:
+    """Return whether older files do not have a static field."""
+    return field.metadata.get("added", False)
 
 
 @functools.cache

@@ -92,7 +92,9 @@ class ActivationQuantized(ProductWeight):
     contracting: tuple[int, ...] = static()
     op_names: tuple[str, ...] = static()
     turned: bool = static(repr=False)  # whether codes are stored with the last two axes swapped
-    factors: tuple[Factors, ...] | None = static(default=None, repr=False, kw_only=True)
+    factors: tuple[Factors, ...] | None = static(
+        default=None, repr=False, kw_only=True, metadata={"added": True}
+    )
 
     def __init__(
         self,

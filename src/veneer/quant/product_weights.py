@@ -60,6 +60,10 @@ def reshape_factors(factors: Sequence[Factors], old: Shape, new: Shape) -> list[
     return result
 
 
+def _have_size(factors: Factors, size: int) -> bool:
+    return bool(factors) and math.prod(n for _, n in factors) == size
+
+
 def _take_factors(left: list[tuple[Any, int]], size: int) -> Factors | None:
     """Remove the first factors of `left` whose product is `size`, and return them.
 
@@ -137,10 +141,10 @@ class ProductWeight(ImplicitArray, abstract=True):
         return [axes, *map(of, self._companions().values())]
 
     def _moved(self, movement: Movement) -> Any:
-        """This weight, with the contracted axes where they are now."""
+        """Return the weight after a movement, whose leaves have moved already."""
         before = len(movement.axes)
         places = [() if i is None else (int(i),) for i in movement.axes]
-        new = self.with_axes(places, len(movement.shape))
+        new = self.with_axes(places, movement.shape)
         swapped = (*range(before - 2), before - 1, before - 2)
         return new.turned_over() if movement.axes == swapped else new
 
@@ -151,19 +155,21 @@ class ProductWeight(ImplicitArray, abstract=True):
             object.__setattr__(new, field.name, changes.get(field.name, getattr(self, field.name)))
         return new
 
-    def with_axes(self, places: Sequence[Sequence[int]], ndim: int) -> Any:
+    def with_axes(self, places: Sequence[Sequence[int]], shape: Shape) -> Any:
         """Return the weight with `contracting` and `factors` updated to moved axes.
 
         **Arguments:**
 
         - `places`: for each old axis, the new axes that replace it, counted from the front.
-        - `ndim`: the number of new axes.
+        - `shape`: the new shape. An axis of another size has lost its factors.
         """
+        ndim = len(shape)
         axes = [i - ndim for axis in self.contracting for i in places[axis]]
         factors: list[Factors] = [()] * ndim
         for axis, new in enumerate(places):
+            of_axis = self._factors_of(axis, len(places))
             for i in new:
-                factors[i] = self._factors_of(axis, len(places))
+                factors[i] = of_axis if _have_size(of_axis, shape[i]) else ()
         return self.changed(
             contracting=tuple(dict.fromkeys(axes)), factors=tuple(factors) if any(factors) else None
         )
@@ -173,7 +179,7 @@ class ProductWeight(ImplicitArray, abstract=True):
         old: list[Factors] = []
         for axis, size in enumerate(self.shape):
             factors = self._factors_of(axis, self.ndim)
-            if math.prod(n for _, n in factors) != size or not factors:  # a slice changes the size
+            if not _have_size(factors, size):
                 factors = ((axis - self.ndim in self.contracting, size),)
             old.append(factors)
         new = reshape_factors(old, self.shape, sizes)
@@ -229,7 +235,7 @@ def _moved(
     bind = find_primitive(primitive).bind
     array = redispatch(lambda x, *others: bind(x, *others, **params), w.array, *operands)
     companions = {name: companion(leaf) for name, leaf in w._companions().items()}
-    new = w if places is None else w.with_axes(places, array.ndim)
+    new = w if places is None else w.with_axes(places, array.shape)
     return new.changed(array=array, **companions)
 
 
@@ -294,9 +300,18 @@ def _concatenate(*operands: ProductWeight, dimension: Any) -> Any:
         return lax.concatenate(parts, dimension)
 
     join = partial(redispatch, lambda *xs: lax.concatenate(xs, dimension))
+    array = join(*(w.array for w in operands))
     columns = zip(*(w._companions().values() for w in operands), strict=True)
     companions = dict(zip(first._companions(), (joined(*c) for c in columns), strict=True))
-    return first.changed(array=join(*(w.array for w in operands)), **companions)
+    stay = [(axis,) for axis in range(first.ndim)]
+    new = first.with_axes(stay, array.shape)
+    return new.changed(array=array, **companions, **_shared_factors(operands, new))
+
+
+def _shared_factors(operands: Sequence[ProductWeight], new: ProductWeight) -> dict[str, Any]:
+    """Return the factors of arrays that are put together, which are none if they differ."""
+    have_same = all(w.factors == operands[0].factors for w in operands)
+    return {"factors": new.factors if have_same else None}
 
 
 @register("select_n")
@@ -309,9 +324,12 @@ def _select(which: ArrayLike, *cases: ProductWeight) -> Any:
     in_full = [[_in_full(w, leaf) for leaf in w._companions().values()] for w in cases]
     companions = [select(*leaves) for leaves in zip(*in_full, strict=True)]
     array = select(*(w.array for w in cases))
-    return first.changed(array=array, **dict(zip(first._companions(), companions, strict=True)))
+    factors = _shared_factors(cases, first)
+    companions_by_name = dict(zip(first._companions(), companions, strict=True))
+    return first.changed(array=array, **companions_by_name, **factors)
 
 
 def _kind(w: ProductWeight) -> Any:
     static = [f.name for f in dataclasses.fields(w) if f.metadata.get("static")]
+    static = [name for name in static if name != "factors"]
     return (type(w), *(getattr(w, name) for name in static), tuple(w._companions()))

@@ -93,29 +93,30 @@ class TrackedAxes(NamedTuple):
 
         `axes` are counted from the front, and the result from the end.
         """
-        return Axes().union(*(origin for axis in axes for origin, _ in self._of_axis(axis, ndim)))
+        before = len(self.factors) - ndim
+        known = [self.factors[before + axis] for axis in axes if before + axis >= 0]
+        return Axes().union(*(origin for factors in known for origin, _ in factors))
 
-    def moved(self, places: Sequence[Sequence[int]], ndim: int) -> "TrackedAxes":
+    def moved(self, places: Sequence[Sequence[int]], shape: Shape) -> "TrackedAxes":
         """Return the tracked axes after a move, with the arguments of `ProductWeight.with_axes`."""
-        factors: list[Factors] = [()] * ndim
+        factors: list[Factors] = [()] * len(shape)
         for axis, new in enumerate(places):
             for i in new:
-                factors[i] = self._of_axis(axis, len(places))
+                factors[i] = self._of_axis(axis, len(places), shape[i])
         return self._replace(factors=tuple(factors))
 
     def reshaped(self, old: Shape, new: Shape) -> "TrackedAxes":
         """Return the axes of an array that was reshaped."""
-        factors = []
-        for axis, size in enumerate(old):
-            of_axis = self._of_axis(axis, len(old))
-            if math.prod(n for _, n in of_axis) != size:  # as after a slice
-                of_axis = ((self.of([axis], len(old)), size),)
-            factors.append(of_axis)
+        factors = [self._of_axis(axis, len(old), size) for axis, size in enumerate(old)]
         return self._replace(factors=tuple(reshape_factors(factors, old, new)))
 
-    def _of_axis(self, axis: int, ndim: int) -> Factors:
+    def _of_axis(self, axis: int, ndim: int, size: int) -> Factors:
+        """Return the factors of an axis, which become one if its size has changed."""
         before = len(self.factors) - ndim
-        return self.factors[before + axis] if before + axis >= 0 else ()
+        factors = self.factors[before + axis] if before + axis >= 0 else ()
+        if math.prod(n for _, n in factors) == size:
+            return factors
+        return ((Axes().union(*(origin for origin, _ in factors)), size),)
 
 
 class TrackedWeight(ProductWeight):
@@ -127,9 +128,9 @@ class TrackedWeight(ProductWeight):
     tracks: tuple[TrackedAxes, ...] = static()
     factors: tuple[Factors, ...] | None = static(default=None, repr=False, kw_only=True)
 
-    def with_axes(self, places: Sequence[Sequence[int]], ndim: int) -> "TrackedWeight":
+    def with_axes(self, places: Sequence[Sequence[int]], shape: Shape) -> "TrackedWeight":
         """Return the weight with its tracks updated to moved axes."""
-        return self.changed(tracks=tuple(track.moved(places, ndim) for track in self.tracks))
+        return self.changed(tracks=tuple(track.moved(places, shape) for track in self.tracks))
 
     def reshaped_axes(self, sizes: Shape) -> "TrackedWeight":
         """Return the weight with its tracks updated to a reshape to `sizes`."""
@@ -219,7 +220,9 @@ def _gather(w: TrackedWeight, indices: ArrayLike, **params: Any) -> Any:
     sizes, shape = params["slice_sizes"], w.shape
     rows = {i for i in range(w.ndim) if sizes[i] < shape[i]} - {*numbers.operand_batching_dims}
     tracks = [
-        track.moved(places, array.ndim)._replace(looked_up=track.looked_up | track.of(rows, w.ndim))
+        track.moved(places, array.shape)._replace(
+            looked_up=track.looked_up | track.of(rows, w.ndim)
+        )
         for track in w.tracks
     ]
     return w.changed(array=array, tracks=tuple(tracks))
@@ -230,7 +233,8 @@ def _concatenate(*operands: TrackedWeight, dimension: int) -> TrackedWeight:
     """Of weights, as of those of query, key and value, which meet the same operand."""
     join = partial(redispatch, lambda *xs: lax.concatenate(xs, dimension))
     array = join(*(w.array for w in operands))
-    tracks = (track for w in operands for track in w.tracks)
+    stay = [(axis,) for axis in range(array.ndim)]
+    tracks = (track.moved(stay, array.shape) for w in operands for track in w.tracks)
     return operands[0].changed(array=array, tracks=tuple(dict.fromkeys(tracks)))
 
 
