@@ -204,3 +204,12 @@ def test_nothing_is_made_dense_for_being_built_inside():
     f = lambda x: x @ Diagonal(jnp.arange(3.0)) @ Diagonal(jnp.ones(3)) * 2
     out = vn.implicit(jax.jit(f), on_materialise=only_by_rules)(Diagonal(jnp.ones(3)))
     assert type(out) is Diagonal
+
+
+@pytest.mark.parametrize("mapped", [jax.vmap(jnp.sum), lambda x: lax.map(lambda v: v + 1, x)])
+@pytest.mark.parametrize("make", [lambda w: LowRank(w, w), lambda w: Diagonal(w[0])])
+def test_mapping_over_the_leaves_of_a_built_array_is_rejected(make, mapped):
+    """JAX takes an array that a program builds for a tree of its leaves."""
+    with pytest.raises(ValueError, match="has too few axes") as error:
+        jax.jit(vn.implicit(lambda w: mapped(make(w))))(jnp.ones((4, 4)))
+    assert "may have been mapped as a tree of leaves" in error.value.__notes__[0]

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import export
+from jax import export, lax
 from support.array_types import MAKERS, Lora, OneHot, Tagged, assert_close, lora
 from support.every_type import value
 
@@ -270,3 +270,28 @@ def test_values_may_have_a_symbolic_batch(name):
         return *moved, w[0] @ jnp.ones(4), w[::-1] * 1.0, w[jnp.array([0, 1])] @ jnp.ones(4)
 
     assert_close(export.export(jax.jit(f))(abstract).call(w), f(w))
+
+
+CACHE_USES = {
+    "attention": lambda c, x: jax.nn.dot_product_attention(x, c, c),
+    "masked write": lambda c, x: lax.dynamic_update_slice(
+        c, jnp.where(x > 0, x, c[:, 2:3]), (0, 2, 0, 0)
+    ),
+    "write at an index": lambda c, x: c.at[:, 3].set(x[:, 0]),
+    "product": lambda c, x: x[:, :, 0] @ c[:, :, 0].mT,
+    "experts": lambda c, x: jnp.einsum("ebd,efd->ebf", x[:, :, 0], c[:, :, 0]),
+}
+
+
+@pytest.mark.parametrize("use", CACHE_USES)
+@pytest.mark.parametrize("qtype", ["int8", "uint4", "nf4"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_cache_may_have_a_symbolic_batch(use, qtype, dtype):
+    cache = vn.quant.zeros((3, 8, 2, 16), qtype, channelwise_axes=(0, 1, 2), dtype=dtype)
+    cache = cache.at[:].set(jax.random.normal(jax.random.key(0), cache.shape, dtype))
+    x = jax.random.normal(jax.random.key(1), (3, 1, 2, 16), dtype)
+    (n,) = export.symbolic_shape("n")
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype), (cache, x))
+    f = jax.jit(vn.implicit(CACHE_USES[use]))
+    found = export.export(f)(*abstract).call(cache, x)
+    assert_close(vn.materialise(found), vn.materialise(f(cache, x)), 2e-2)

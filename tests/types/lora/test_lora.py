@@ -1,5 +1,7 @@
 """LoraArray: `x @ w + scale * (x @ a) @ b`, whatever a program does with the weight."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -494,17 +496,19 @@ NESTED_USES = {
     "vmap": lambda w: jax.vmap(lambda row: row.sum())(w),
     "scan": lambda w: jax.lax.scan(lambda c, row: (c + row.sum(), 2 * row), 0.0, w)[1],
     "gram": lambda w: w.T @ w,
+    "trace": jnp.trace,
+    "solve": lambda w: jnp.linalg.solve(w[:5] + vn.types.Identity(5), jnp.ones(5)),
 }
 
 
 @pytest.mark.parametrize("use", NESTED_USES)
 @pytest.mark.parametrize("nested", ["a", "b", "both"])
-@pytest.mark.parametrize("cls", ["LoraArray", "LowRank"])
+@pytest.mark.parametrize("cls", ["LoraArray", "LoraArray with a magnitude", "LowRank"])
 def test_factors_may_be_implicit(cls, nested, use):
     w, a, b = arrays.normal(6, 5), arrays.normal(6, 2, seed=1), arrays.normal(2, 5, seed=2)
     a = vn.quant.quantize(a, "int8", channelwise_axes=[0]) if nested != "b" else a
     b = vn.quant.quantize(b, "int8") if nested != "a" else b
-    product = vn.materialise(a) @ vn.materialise(b)
-    dense = product if cls == "LowRank" else w + 0.5 * product
-    x = vn.types.LowRank(a, b) if cls == "LowRank" else LoraArray(w, a, b, scale=0.5)
+    magnitude = jnp.ones((1, 5)) if "magnitude" in cls else None
+    x = vn.types.LowRank(a, b) if cls == "LowRank" else LoraArray(w, a, b, magnitude, scale=0.5)
+    dense = dataclasses.replace(x, a=vn.materialise(a), b=vn.materialise(b)).materialise()
     assert_close(vn.implicit(NESTED_USES[use])(x), NESTED_USES[use](dense))

@@ -1,5 +1,6 @@
 """Sums, differences and products of matrices, one of which has an axis of size 1."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import arrays
@@ -19,6 +20,7 @@ from veneer.types import (
     Symmetric,
     Toeplitz,
     Triangular,
+    Tridiagonal,
 )
 
 normal = arrays.normal
@@ -62,3 +64,25 @@ def test_axes_of_size_1_are_broadcast(name, narrow):
     expected = results(vn.materialise(x), vn.materialise(y))
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(vn.materialise(one), other, rtol=1e-5, atol=1e-5)
+
+
+BANDED = {
+    "Diagonal": lambda *lead: Diagonal(normal(*lead, 3)),
+    "Tridiagonal": lambda *lead: Tridiagonal(
+        normal(*lead, 2), normal(*lead, 3), normal(*lead, 2, seed=1)
+    ),
+    "Banded": lambda *lead: Banded(normal(*lead, 2, 3), 1, 0),
+    "Symmetric": lambda *lead: Symmetric(normal(*lead, 6)),
+    "Toeplitz": lambda *lead: Toeplitz(normal(*lead, 3), normal(*lead, 3, seed=1)),
+}
+
+
+@pytest.mark.parametrize("leads", [((1,), (4,)), ((4,), (1,)), ((), (4,)), ((2, 1), (1, 3))])
+@pytest.mark.parametrize("first", BANDED)
+@pytest.mark.parametrize("second", BANDED)
+def test_batches_of_matrices_are_broadcast(first, second, leads):
+    x, y = (BANDED[name](*lead) for name, lead in zip((first, second), leads, strict=True))
+    for operation in (jnp.add, jnp.subtract):
+        found = vn.materialise(vn.implicit(operation)(x, y))
+        expected = operation(vn.materialise(x), vn.materialise(y))
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)

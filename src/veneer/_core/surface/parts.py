@@ -11,7 +11,8 @@ from typing import Any
 import jax
 
 from ..._jax.source_lines import user_place
-from ..._jax.tracing import is_differentiated
+from ..._jax.tracing import is_differentiated, is_eager
+from ..tree import checks_of
 from ..value import Value, describe, is_value, is_whole
 from .mistakes import refuse_derivatives
 
@@ -24,6 +25,25 @@ def refuse_part(value: Value) -> None:
             f"{value!r} lacks leaves, as a part of an array does: put the parts together by "
             "vn.tree.combine, or what has made them, and compute with that"
         )
+    if not is_eager():
+        _check_mapped_leaves(value)
+
+
+def _check_mapped_leaves(value: Value) -> None:
+    """Check the fields of a value whose leaves a transformation may have mapped."""
+    if any(map(is_value, jax.tree.leaves(value, is_leaf=lambda x: x is not value and is_value(x)))):
+        return
+    try:
+        for check in checks_of(value):
+            check()
+    except Exception as error:  # whatever a class raises
+        refuse_leaves([value], error)
+        error.add_note(
+            f"This {type(value).__name__} may have been mapped as a tree of leaves by jax.vmap, "
+            "jax.lax.scan or jax.lax.map. To map the array, call the function that has it as an "
+            "argument under vn.implicit."
+        )
+        raise
 
 
 def refuse_leaves(values: Sequence[Any], error: Exception | None = None) -> None:

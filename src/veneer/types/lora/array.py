@@ -205,6 +205,10 @@ class LoraArray(Matrix):
         new.__dict__.update(changes)
         return new
 
+    def with_dense_factors(self) -> "LoraArray":
+        """Return a copy whose `a` and `b` are dense."""
+        return self.changed(a=materialise_one(self.a), b=materialise_one(self.b))
+
     def update(self) -> Any:
         """`scale * a @ b`, dense."""
         low = scaled(self.a, self.scale)
@@ -312,18 +316,25 @@ class LoraArray(Matrix):
             return NotImplemented
         of_w = redispatch(partial(jnp.diagonal, axis1=-2, axis2=-1), self.w)
         n = of_w.shape[-1]
-        a, b = self.a[..., :n, :], jnp.matrix_transpose(self.b)[..., :n, :]
+        lora = self.with_dense_factors()
+        a, b = lora.a[..., :n, :], jnp.matrix_transpose(lora.b)[..., :n, :]
         return of_w + scaled((a * b).sum(-1), self.scale).astype(of_w.dtype)
 
     def solve(self, b: Any) -> Any:
-        return woodbury.solve(self, b) if woodbury.can(self, "solve") else NotImplemented
+        if not woodbury.can(self, "solve"):
+            return NotImplemented
+        return woodbury.solve(self.with_dense_factors(), b)
 
     def inverse(self) -> Any:
-        found = woodbury.inverse(self) if woodbury.can(self, "inverse") else NotImplemented
+        if not woodbury.can(self, "inverse"):
+            return NotImplemented
+        found = woodbury.inverse(self.with_dense_factors())
         return found if found is NotImplemented else LoraArray(*found, scale=-self.scale)
 
     def slogdet(self) -> Any:
-        return woodbury.slogdet(self) if woodbury.can(self, "slogdet") else NotImplemented
+        if not woodbury.can(self, "slogdet"):
+            return NotImplemented
+        return woodbury.slogdet(self.with_dense_factors())
 
     @property
     def rank(self) -> int:

@@ -32,7 +32,8 @@ def norm_of_sum(lora: Any) -> jax.Array:
     Of columns, `‖v‖² = ‖w‖² + Σ b · (2 s aᵀw + s² aᵀa b)`, summed over the rank. Where the update
     all but cancels the weight, digits are lost that the dense sum would keep.
     """
-    w, a, b = jax.tree.map(lax.stop_gradient, (lora.w, lora.a, lora.b))
+    factors = materialise_one(lora.a), materialise_one(lora.b)
+    w, a, b = jax.tree.map(lax.stop_gradient, (lora.w, *factors))
     pair = (_wide(a), lora.a_labels), (_wide(b), lora.b_labels)
     (near, near_labels), (far, far_labels) = pair if lora.norm_axes == lora.ins else pair[::-1]
     again = tuple("again" if label == RANK else label for label in near_labels)

@@ -190,16 +190,24 @@ def product(rule: Callable, *, precedence: int = 0) -> Callable:
 def entrywise(name: str) -> Callable:
     """Register a rule of an elementwise primitive for two matrix types.
 
-    The annotations of the rule's operands select the types. The rule runs only if the last two axes
-    of both operands have equal sizes. Otherwise JAX broadcasts: a 1 x 1 matrix then acts as a
-    matrix of equal entries, whatever its type, so the result is NotImplemented.
+    The annotations of the rule's operands select the types. The rule is called for operands of the
+    same shape: leading axes of size 1 are broadcast before. If the last two axes differ, JAX
+    broadcasts them: a 1 x 1 matrix then acts as a matrix of equal entries, whatever its type, so
+    the result is NotImplemented.
     """
 
     def decorate(rule: Callable) -> Callable:
         @register(name)
         @wraps(rule)
-        def of_same_size(x: Any, y: Any, **params: Any) -> Any:
-            return rule(x, y, **params) if x.shape[-2:] == y.shape[-2:] else NotImplemented
+        def broadcast_first(x: Any, y: Any, **params: Any) -> Any:
+            if x.shape[-2:] != y.shape[-2:]:
+                return NotImplemented
+            shape = jnp.broadcast_shapes(x.shape, y.shape)
+            broadcast = lambda z: redispatch(lambda z: jnp.broadcast_to(z, shape), z)
+            both = [z if z.shape == shape else broadcast(z) for z in (x, y)]
+            if not all(isinstance(z, Matrix) for z in both):
+                return NotImplemented
+            return rule(*both, **params)
 
         return rule
 
