@@ -1,7 +1,8 @@
-"""A plugin of pytest: `veneer.quant` under the names of `qwix._src.core`, for Qwix's own suite.
+"""A pytest plugin that runs Qwix's own tests on `veneer.interop.qwix`.
 
-Functions here rename, and order arguments; what they name is computed by ours. Which axes of an
-operand of a product share a scale is said by Qwix's `get_how_to_quantize`, which computes nothing.
+The public names are those of `veneer.interop.qwix`. The functions here give `veneer.quant` the
+private names of `qwix._src.core`. Qwix's `get_how_to_quantize`, which computes nothing, still says
+which axes of an operand share a scale.
 """
 
 import functools
@@ -17,18 +18,20 @@ import pytest
 from jax import lax
 
 import veneer as vn
-from veneer.quant import BackwardProduct, FakeQuantized, QArray
-
-
-def arguments(how: Any) -> dict[str, Any]:
-    """Those of `vn.quant.quantize`, of a `HowToQuantize`."""
-    channels = [axis for axis in how.channelwise_axes if axis not in how.tiled_axes]
-    of = {"qtype": how.qtype, "calibration_method": how.calibration_method}
-    return of | {"channelwise_axes": channels, "tiled_axes": how.tiled_axes or None}
+import veneer.interop.qwix as qwix
+from veneer.interop.qwix import QArray
+from veneer.quant import BackwardProduct, FakeQuantized
 
 
 def quantize(array: jax.Array, how: Any) -> QArray:
-    return vn.quant.quantize(array, **arguments(how))
+    """Quantize an array as a `HowToQuantize` describes."""
+    return qwix.quantize(
+        array,
+        how.qtype,
+        channelwise_axes=[axis for axis in how.channelwise_axes if axis not in how.tiled_axes],
+        tiled_axes=how.tiled_axes,
+        calibration_method=how.calibration_method,
+    )
 
 
 def compute_scale_zero_point(calibration: dict[str, jax.Array], qtype: Any) -> Any:
@@ -131,8 +134,8 @@ OURS = {
     "qarray": {
         "QArray": QArray,
         "quantize": quantize,
-        "quantize_api": vn.quant.quantize,
-        "dequantize": vn.quant.dequantize,
+        "quantize_api": qwix.quantize,
+        "dequantize": qwix.dequantize,
         "quantize_with_scale_zero_point": vn.quant.quantize_with_scale,
         "compute_scale_zero_point": compute_scale_zero_point,
         "get_tiled_axes": tiled_axes,
@@ -153,17 +156,17 @@ OURS = {
     },
     "dot_general": dict.fromkeys(
         ["dot_general", "_slow_dot_general", "_fast_dot_general", "loop_dot_general"],
-        vn.quant.dot_general,
+        qwix.dot_general,
     ),
-    "einsum": {"einsum": vn.quant.einsum},
+    "einsum": {"einsum": qwix.einsum},
     "conv_general": dict.fromkeys(
         ["conv_general_dilated", "_slow_conv_general_dilated", "_fast_conv_general_dilated"],
-        vn.quant.conv_general_dilated,
+        qwix.conv_general_dilated,
     ),
-    "ragged_dot": {"ragged_dot": vn.quant.ragged_dot}
+    "ragged_dot": {"ragged_dot": qwix.ragged_dot}
     | dict.fromkeys(
         ["ragged_dot_general", "_slow_ragged_dot_general", "_fast_ragged_dot_general"],
-        vn.quant.ragged_dot_general,
+        qwix.ragged_dot_general,
     ),
     "dot_general_qt": {"dot_general_qt": dot_general_qt},
     "conv_general_qt": {"conv_general_qt": conv_general_qt},

@@ -10,5 +10,6 @@ new_folder      folders that are there whole or not at all, and what is in one b
 manifest        `veneer.json`: how each tensor of a saved folder is stored
 inspect         what a file or folder holds, tensor by tensor
 quax            the names of Quax, for code that is written for it
+qwix            the operations of Qwix, by its names and arguments
 pytensor        PyTensor graphs as JAX functions, and products with quantised matrices in them
 """

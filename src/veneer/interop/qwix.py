@@ -1,0 +1,392 @@
+"""The public operations of Qwix 0.1.8 on our arrays: `import veneer.interop.qwix as qwix`.
+
+Code that quantizes arrays and multiplies them with Qwix (https://github.com/google/qwix) runs when
+this import replaces `import qwix`. The names, the arguments and their order are those of Qwix, and
+`veneer.quant` computes the results. Qwix does not need to be installed.
+
+`QArray` is `veneer.quant.QArray`. See docs/qwix.md for the numbers that differ from those of Qwix,
+and for what to write in place of its rules and providers.
+"""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, SupportsIndex
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike, DTypeLike
+from opt_einsum import contract_path
+from opt_einsum.parser import parse_einsum_input
+
+from .. import quant
+from .._core.surface.array import ImplicitArray
+from ..quant.conversion.quantize import Axes
+from ..quant.qarray import QUANTIZABLE, QArray
+
+__all__ = [
+    "QArray",
+    "conv_general_dilated",
+    "dequantize",
+    "dot",
+    "dot_general",
+    "einsum",
+    "quantize",
+    "ragged_dot",
+    "ragged_dot_general",
+]
+__version__ = "0.1.8"  # of Qwix
+
+Operand = ArrayLike | ImplicitArray
+
+
+def quantize(
+    array: Operand,
+    qtype: DTypeLike,
+    *,
+    channelwise_axes: Axes = (),
+    tiled_axes: Mapping[SupportsIndex, SupportsIndex | float] | None = None,
+    calibration_method: str = "absmax",
+    scale_dtype: DTypeLike | None = None,
+) -> QArray:
+    """Quantize an array. The scales are computed from its values.
+
+    **Arguments:**
+
+    - `array`: f16, bf16, f32 or f64.
+    - `qtype`: the format, by its name or dtype: `jnp.int8`, `jnp.int4`, `"nf4"`, `"mxfp8"`.
+    - `channelwise_axes`: axes with one scale per index.
+    - `tiled_axes`: axes with one scale per tile, `{axis: tile size}`. A float is the share of the
+      axis that a tile takes.
+    - `calibration_method`: `"absmax"`, `"minmax"`, `"rms,7"`, `"fixed,-10,10"`, or another method
+      of `veneer.quant.quantize`.
+    - `scale_dtype`: the dtype of the scale and of the represented array. None is that of `array`.
+
+    **Returns:** a `QArray` of the shape of `array`.
+
+    **Raises:** `TypeError` if `array` is not floating. `ValueError` for an unknown format or
+    method, for an axis that is both channelwise and tiled, and if a tile does not divide its axis.
+
+    >>> import jax.numpy as jnp, veneer.interop.qwix as qwix
+    >>> w = jnp.linspace(-1, 1, 8).reshape(4, 2)
+    >>> q = qwix.quantize(w, jnp.int4, channelwise_axes=[1], tiled_axes={0: 2})
+    >>> q.shape, q.scale.shape, q.dtype.name
+    ((4, 2), (2, 2), 'float32')
+    """
+    q = quant.quantize(
+        array,
+        qtype,
+        channelwise_axes=channelwise_axes,
+        tiled_axes=tiled_axes or None,
+        calibration_method=calibration_method,
+        scale_dtype=scale_dtype,
+    )
+    if scale_dtype is None or jnp.dtype(scale_dtype) not in QUANTIZABLE:
+        return q
+    return q.replace(dense_dtype=scale_dtype)
+
+
+def dequantize(array: QArray) -> jax.Array:
+    """Return the dense array that a `QArray` represents.
+
+    **Arguments:**
+
+    - `array`: a `QArray`.
+
+    **Raises:** `TypeError` if `array` is not a `QArray`.
+
+    >>> import jax.numpy as jnp, veneer.interop.qwix as qwix
+    >>> qwix.dequantize(qwix.quantize(jnp.array([0.0, -2.0]), "nf4")).tolist()
+    [0.0, -2.0]
+    """
+    return quant.dequantize(array)
+
+
+def dot_general(
+    lhs: Operand,
+    rhs: Operand,
+    dimension_numbers: Any,
+    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+    **kwargs: Any,
+) -> jax.Array:
+    """Return what `jax.lax.dot_general` gives. Either operand, or both, may be a `QArray`.
+
+    **Arguments:**
+
+    - `lhs`, `rhs`: dense arrays or `QArray`s.
+    - `dimension_numbers`: as in `jax.lax.dot_general`: the contracted and the batch axes.
+    - `precision`: as in `jax.lax.dot_general`.
+    - `preferred_element_type`: the dtype of the result. If None, it follows from the dtypes of the
+      operands. Dense operands of one byte count as int32 or bfloat16.
+    - `kwargs`: more keyword arguments of `jax.lax.dot_general`: `out_sharding`.
+
+    **Raises:** what `jax.lax.dot_general` raises.
+
+    >>> import jax.numpy as jnp, veneer.interop.qwix as qwix
+    >>> w = qwix.quantize(jnp.eye(3), jnp.int8, channelwise_axes=[1])
+    >>> qwix.dot_general(jnp.ones((2, 3)), w, (([1], [0]), ([], []))).shape
+    (2, 3)
+    """
+    dtype = _element_type(preferred_element_type, lhs, rhs)
+    return quant.dot_general(lhs, rhs, dimension_numbers, precision, dtype, **kwargs)
+
+
+def dot(
+    a: Operand,
+    b: Operand,
+    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+    out_sharding: Any = None,
+    *,
+    _qwix_dot_general: Callable[..., jax.Array] = dot_general,
+) -> jax.Array:
+    """Return what `jax.numpy.dot` gives. Either operand, or both, may be a `QArray`.
+
+    **Arguments:**
+
+    - `a`, `b`: dense arrays or `QArray`s.
+    - `precision`, `preferred_element_type`, `out_sharding`: as in `dot_general`.
+    - `_qwix_dot_general`: the function that computes the product. It is called once, as
+      `dot_general` is, with all arguments but the operands by keyword.
+
+    **Raises:** what `jax.lax.dot_general` raises.
+
+    >>> import jax.numpy as jnp, veneer.interop.qwix as qwix
+    >>> w = qwix.quantize(jnp.eye(3), jnp.int8, channelwise_axes=[1])
+    >>> qwix.dot(jnp.ones((2, 3)), w).shape
+    (2, 3)
+    """
+    ndims = np.ndim(a), np.ndim(b)
+    axes = ((ndims[0] - 1,), (max(ndims[1] - 2, 0),)) if all(ndims) else ((), ())
+    return _qwix_dot_general(
+        a,
+        b,
+        dimension_numbers=(axes, ((), ())),
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+        out_sharding=out_sharding,
+    )
+
+
+def einsum(
+    *args: Any,
+    _qwix_dot_general: Callable[..., jax.Array] = dot_general,
+    preferred_element_type: DTypeLike | None = None,
+    **kwargs: Any,
+) -> jax.Array:
+    """Return what `jax.numpy.einsum` gives. Any of the operands may be a `QArray`.
+
+    **Arguments:**
+
+    - `args`: the subscripts and the operands, or operands each followed by a list of its axes.
+    - `_qwix_dot_general`: the function that computes each product of two operands. It is called as
+      `dot_general` is, with the operands as they were passed.
+    - `preferred_element_type`: as in `dot_general`.
+    - `kwargs`: more keyword arguments: `precision`, `optimize` and `out_sharding`. A
+      `_qwix_dot_general` of your own receives all of them but `optimize`.
+
+    **Raises:** what `jax.numpy.einsum` raises. `ValueError` if `_qwix_dot_general` is another
+    function and an axis has different sizes in two operands.
+
+    >>> import jax.numpy as jnp, veneer.interop.qwix as qwix
+    >>> w = qwix.quantize(jnp.eye(3), jnp.int8, channelwise_axes=[1])
+    >>> qwix.einsum("bsk,kn->bsn", jnp.ones((2, 4, 3)), w).shape
+    (2, 4, 3)
+    """
+    operands = [x for x in args if hasattr(x, "dtype")]
+    dtype = _element_type(preferred_element_type, *operands)
+    if _qwix_dot_general is not dot_general:
+        dtype = jnp.result_type(*(x.dtype for x in operands)) if dtype is None else dtype
+        return _contract(args, _qwix_dot_general, preferred_element_type=dtype, **kwargs)
+    if len({x.dtype for x in operands}) > 1:  # JAX does not promote floats of one byte
+        args = tuple(_widened(x) for x in args)
+    return quant.einsum(*args, preferred_element_type=dtype, **kwargs)
+
+
+def _contract(
+    args: Sequence[Any],
+    dot_general: Callable[..., jax.Array],
+    optimize: Any = "auto",
+    **options: Any,
+) -> jax.Array:
+    """Contract the operands of an einsum with a given `dot_general`, two at a time."""
+    inputs, output, parsed = parse_einsum_input(args)
+    operands = list(parsed)
+    shapes = [x.shape for x in operands]
+    sizes: dict[str, int] = {}
+    for label, size in zip(inputs.replace(",", ""), itertools.chain(*shapes), strict=True):
+        if sizes.setdefault(label, size) != size:
+            raise ValueError(
+                f"axis {label!r} of {inputs}->{output} has sizes {sizes[label]} and {size}: only "
+                "the default _qwix_dot_general broadcasts"
+            )
+    path = contract_path(f"{inputs}->{output}", *shapes, shapes=True, optimize=optimize)[1]
+    for places, _, subscripts, *_ in path.contraction_list:
+        terms, result = subscripts.split("->")
+        picked = [operands.pop(place) for place in places]
+        if len(picked) == 1:
+            operands.append(quant.einsum(subscripts, *picked))
+        else:
+            operands.append(_multiply(picked, terms.split(","), result, dot_general, options))
+    return operands[0]
+
+
+def _multiply(
+    operands: Sequence[Any],
+    terms: Sequence[str],
+    result: str,
+    dot_general: Callable[..., jax.Array],
+    options: Mapping[str, Any],
+) -> jax.Array:
+    """Multiply two operands of an einsum with a given `dot_general`."""
+    pair, labels = [], []
+    for x, term, other in zip(operands, terms, terms[::-1], strict=True):
+        kept = "".join(label for label in dict.fromkeys(term) if label in other + result)
+        pair.append(x if kept == term else quant.einsum(f"{term}->{kept}", x))
+        labels.append(kept)
+    shared = sorted(set(labels[0]) & set(labels[1]))
+    batch = [label for label in shared if label in result]
+    summed = [label for label in shared if label not in result]
+    axes = lambda chosen: tuple(tuple(map(term.index, chosen)) for term in labels)
+    out = dot_general(*pair, (axes(summed), axes(batch)), **options)
+    order = batch + [label for term in labels for label in term if label not in shared]
+    return out.transpose([order.index(label) for label in result])
+
+
+def conv_general_dilated(
+    lhs: Operand,
+    rhs: Operand,
+    window_strides: Sequence[int],
+    padding: str | Sequence[tuple[int, int]],
+    lhs_dilation: Sequence[int] | None = None,
+    rhs_dilation: Sequence[int] | None = None,
+    dimension_numbers: Any = None,
+    feature_group_count: int = 1,
+    batch_group_count: int = 1,
+    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+    out_sharding: Any = None,
+) -> jax.Array:
+    """Return what `jax.lax.conv_general_dilated` gives. Either operand may be a `QArray`.
+
+    **Arguments:**
+
+    - `lhs`, `rhs`: the input and the kernel: dense arrays or `QArray`s.
+    - `preferred_element_type`: as in `dot_general`. A dtype narrower than that of the operands
+      needs two `QArray`s.
+    - the others: as in `jax.lax.conv_general_dilated`.
+
+    **Raises:** what `jax.lax.conv_general_dilated` raises.
+
+    >>> import jax.numpy as jnp, veneer.interop.qwix as qwix
+    >>> kernel = qwix.quantize(jnp.ones((3, 3, 2, 4)), jnp.int8, channelwise_axes=[3])
+    >>> nhwc = ("NHWC", "HWIO", "NHWC")
+    >>> images = jnp.ones((1, 8, 8, 2))
+    >>> qwix.conv_general_dilated(images, kernel, (1, 1), "SAME", dimension_numbers=nhwc).shape
+    (1, 8, 8, 4)
+    """
+    # JAX rejects a result that is narrower than the operands. Qwix casts the sum of codes to it.
+    are_codes = isinstance(lhs, QArray) and isinstance(rhs, QArray)
+    out = quant.conv_general_dilated(
+        lhs,
+        rhs,
+        window_strides,
+        padding,
+        lhs_dilation,
+        rhs_dilation,
+        dimension_numbers,
+        feature_group_count,
+        batch_group_count,
+        precision,
+        None if are_codes else _element_type(preferred_element_type, lhs, rhs),
+        out_sharding,
+    )
+    if not are_codes or preferred_element_type is None:
+        return out
+    return out.astype(preferred_element_type)
+
+
+def ragged_dot(
+    lhs: Operand,
+    rhs: Operand,
+    group_sizes: Operand,
+    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+    group_offset: ArrayLike | None = None,
+) -> jax.Array:
+    """Return what `jax.lax.ragged_dot` gives. Either operand, or both, may be a `QArray`.
+
+    **Arguments:**
+
+    - `lhs`: the rows of all groups, `[M, K]`.
+    - `rhs`: one matrix per group, `[G, K, N]`.
+    - `group_sizes`: the number of rows of each group, `[G]`.
+    - `precision`, `preferred_element_type`: as in `dot_general`.
+    - `group_offset`: as in `jax.lax.ragged_dot`, which implements it on some platforms only.
+
+    **Raises:** what `jax.lax.ragged_dot` raises.
+
+    >>> import jax.numpy as jnp, veneer.interop.qwix as qwix
+    >>> experts = jnp.stack([jnp.eye(2), 10 * jnp.eye(2)])
+    >>> q = qwix.quantize(experts, "nf4", channelwise_axes=[0, 2])
+    >>> qwix.ragged_dot(jnp.ones((3, 2)), q, jnp.array([1, 2]))[:, 0].tolist()
+    [1.0, 10.0, 10.0]
+    """
+    dtype = _element_type(preferred_element_type, lhs, rhs)
+    return quant.ragged_dot(lhs, rhs, group_sizes, precision, dtype, group_offset)
+
+
+def ragged_dot_general(
+    lhs: Operand,
+    rhs: Operand,
+    group_sizes: Operand,
+    dimension_numbers: lax.RaggedDotDimensionNumbers,
+    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+    group_offset: ArrayLike | None = None,
+) -> jax.Array:
+    """Return what `jax.lax.ragged_dot_general` gives. Either operand may be a `QArray`.
+
+    **Arguments:**
+
+    - `lhs`, `rhs`: dense arrays or `QArray`s.
+    - `group_sizes`: the size of each group along the ragged axis of `lhs`.
+    - `dimension_numbers`: a `jax.lax.RaggedDotDimensionNumbers`.
+    - `precision`, `preferred_element_type`, `group_offset`: as in `ragged_dot`.
+
+    **Raises:** what `jax.lax.ragged_dot_general` raises.
+
+    >>> import jax, jax.numpy as jnp, veneer.interop.qwix as qwix
+    >>> numbers = jax.lax.RaggedDotDimensionNumbers((([1], [2]), ([], [])), [0], [0])
+    >>> experts = qwix.quantize(jnp.ones((2, 5, 4)), jnp.int8, channelwise_axes=[0, 1])
+    >>> qwix.ragged_dot_general(jnp.ones((3, 4)), experts, jnp.array([1, 2]), numbers).shape
+    (3, 5)
+    """
+    dtype = _element_type(preferred_element_type, lhs, rhs)
+    return quant.ragged_dot_general(
+        lhs, rhs, group_sizes, dimension_numbers, precision, dtype, group_offset
+    )
+
+
+def _wide_type(dtype: DTypeLike) -> DTypeLike:
+    """Return the dtype that Qwix promotes a dtype to: int32 or bfloat16 for one of one byte."""
+    if jnp.dtype(dtype).itemsize > 1:
+        return dtype
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.int32
+    return jnp.bfloat16 if jnp.issubdtype(dtype, jnp.floating) else dtype
+
+
+def _element_type(preferred: DTypeLike | None, *operands: Any) -> DTypeLike | None:
+    """Return the dtype of a product. None leaves the choice to JAX, which agrees with Qwix."""
+    dtypes = [x.dtype for x in operands if hasattr(x, "dtype")]
+    wide = [_wide_type(dtype) for dtype in dtypes]
+    return preferred if preferred is not None or wide == dtypes else jnp.result_type(*wide)
+
+
+def _widened(x: Any) -> Any:
+    """Return a dense array of floats of one byte as bfloat16, and anything else unchanged."""
+    is_float = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
+    return x.astype(jnp.bfloat16) if is_float and x.dtype.itemsize == 1 else x
