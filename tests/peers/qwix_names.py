@@ -140,7 +140,7 @@ OURS = {
         "compute_scale_zero_point": compute_scale_zero_point,
         "get_tiled_axes": tiled_axes,
         "validate_qarray": lambda q: None,  # none is made that is not valid
-        "broadcast_to": vn.implicit(jnp.broadcast_to),
+        "broadcast_to": qwix._repeat_to,
         "sparsify": sparsify,
     },
     "numerics": {

@@ -9,7 +9,7 @@ and for what to write in place of its rules and providers.
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, SupportsIndex
 
 import jax
@@ -22,7 +22,7 @@ from opt_einsum.parser import parse_einsum_input
 
 from .. import quant
 from .._core.surface.array import ImplicitArray
-from ..quant.conversion.quantize import Axes
+from .._core.transform import redispatch
 from ..quant.qarray import QUANTIZABLE, QArray
 
 __all__ = [
@@ -38,14 +38,14 @@ __all__ = [
 ]
 __version__ = "0.1.8"  # of Qwix
 
-Operand = ArrayLike | ImplicitArray
+_Operand = ArrayLike | ImplicitArray
 
 
 def quantize(
-    array: Operand,
+    array: _Operand,
     qtype: DTypeLike,
     *,
-    channelwise_axes: Axes = (),
+    channelwise_axes: Collection[SupportsIndex] = (),
     tiled_axes: Mapping[SupportsIndex, SupportsIndex | float] | None = None,
     calibration_method: str = "absmax",
     scale_dtype: DTypeLike | None = None,
@@ -77,7 +77,7 @@ def quantize(
     q = quant.quantize(
         array,
         qtype,
-        channelwise_axes=channelwise_axes,
+        channelwise_axes=tuple(channelwise_axes),
         tiled_axes=tiled_axes or None,
         calibration_method=calibration_method,
         scale_dtype=scale_dtype,
@@ -104,8 +104,8 @@ def dequantize(array: QArray) -> jax.Array:
 
 
 def dot_general(
-    lhs: Operand,
-    rhs: Operand,
+    lhs: _Operand,
+    rhs: _Operand,
     dimension_numbers: Any,
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
@@ -134,8 +134,8 @@ def dot_general(
 
 
 def dot(
-    a: Operand,
-    b: Operand,
+    a: _Operand,
+    b: _Operand,
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
     out_sharding: Any = None,
@@ -187,8 +187,10 @@ def einsum(
     - `kwargs`: more keyword arguments: `precision`, `optimize` and `out_sharding`. A
       `_qwix_dot_general` of your own receives all of them but `optimize`.
 
-    **Raises:** what `jax.numpy.einsum` raises. `ValueError` if `_qwix_dot_general` is another
-    function and an axis has different sizes in two operands.
+    An axis may have a size in one operand that is a multiple of its size in another, as heads of
+    queries and of keys do. Each entry of the smaller one then stands for several neighbors.
+
+    **Raises:** what `jax.numpy.einsum` raises.
 
     >>> import jax.numpy as jnp, veneer.interop.qwix as qwix
     >>> w = qwix.quantize(jnp.eye(3), jnp.int8, channelwise_axes=[1])
@@ -212,25 +214,48 @@ def _contract(
     **options: Any,
 ) -> jax.Array:
     """Contract the operands of an einsum with a given `dot_general`, two at a time."""
-    inputs, output, parsed = parse_einsum_input(args)
-    operands = list(parsed)
-    shapes = [x.shape for x in operands]
-    sizes: dict[str, int] = {}
-    for label, size in zip(inputs.replace(",", ""), itertools.chain(*shapes), strict=True):
-        if sizes.setdefault(label, size) != size:
-            raise ValueError(
-                f"axis {label!r} of {inputs}->{output} has sizes {sizes[label]} and {size}: only "
-                "the default _qwix_dot_general broadcasts"
-            )
+    inputs, output, operands = parse_einsum_input(args)
+    terms = inputs.split(",")
+    sizes: dict[str, Any] = {}
+    for term, x in zip(terms, operands, strict=True):
+        for label, size in zip(term, x.shape, strict=True):
+            known = sizes.setdefault(label, size)
+            if label not in output and 1 not in (known, size) and known != size:
+                raise ValueError(f"axis {label!r} of {inputs} is summed over {known} and {size}")
+            sizes[label] = max(known, size)
+    operands = [
+        _repeat_to(x, tuple(sizes[label] for label in term))
+        for term, x in zip(terms, operands, strict=True)
+    ]
+    # The order of the products needs a number for each size. JAX takes 8 for a symbolic one, too.
+    shapes = [[n if isinstance(n, int) else 8 for n in x.shape] for x in operands]
     path = contract_path(f"{inputs}->{output}", *shapes, shapes=True, optimize=optimize)[1]
     for places, _, subscripts, *_ in path.contraction_list:
-        terms, result = subscripts.split("->")
+        pair, result = subscripts.split("->")
         picked = [operands.pop(place) for place in places]
         if len(picked) == 1:
             operands.append(quant.einsum(subscripts, *picked))
         else:
-            operands.append(_multiply(picked, terms.split(","), result, dot_general, options))
+            operands.append(_multiply(picked, pair.split(","), result, dot_general, options))
     return operands[0]
+
+
+def _repeat_to(x: Any, shape: tuple[Any, ...]) -> Any:
+    """Repeat the entries of each axis whose size in `shape` is a multiple of its own."""
+    if x.shape == shape:
+        return x
+    pairs = [
+        (n, 1 if n == wanted else wanted // max(n, 1))
+        for n, wanted in zip(x.shape, shape, strict=True)
+    ]
+    if tuple(n * times for n, times in pairs) != shape:
+        raise ValueError(f"an operand of shape {x.shape} cannot be repeated to {shape}")
+
+    def repeat(x: jax.Array) -> jax.Array:
+        x = x.reshape([size for n, _ in pairs for size in (n, 1)])
+        return jnp.broadcast_to(x, list(itertools.chain(*pairs))).reshape(shape)
+
+    return redispatch(repeat, x)
 
 
 def _multiply(
@@ -256,8 +281,8 @@ def _multiply(
 
 
 def conv_general_dilated(
-    lhs: Operand,
-    rhs: Operand,
+    lhs: _Operand,
+    rhs: _Operand,
     window_strides: Sequence[int],
     padding: str | Sequence[tuple[int, int]],
     lhs_dilation: Sequence[int] | None = None,
@@ -309,9 +334,9 @@ def conv_general_dilated(
 
 
 def ragged_dot(
-    lhs: Operand,
-    rhs: Operand,
-    group_sizes: Operand,
+    lhs: _Operand,
+    rhs: _Operand,
+    group_sizes: _Operand,
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
     group_offset: ArrayLike | None = None,
@@ -339,9 +364,9 @@ def ragged_dot(
 
 
 def ragged_dot_general(
-    lhs: Operand,
-    rhs: Operand,
-    group_sizes: Operand,
+    lhs: _Operand,
+    rhs: _Operand,
+    group_sizes: _Operand,
     dimension_numbers: lax.RaggedDotDimensionNumbers,
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
