@@ -49,7 +49,9 @@ MAY_IMPORT = {
     "quant": {"_jax", "_core", "_report", "kernels", "straight_through", "types"},
     "numba": {"_jax", "_core", "native", "types", "quant"},
     "hijax": {"_jax", "_core", "kernels", "types", "quant"},
-    "interop": {"_jax", "_core", "kernels", "types", "quant", "placement", "tree"},
+    "interop": {
+        *("_jax", "_core", "kernels", "types", "quant", "placement", "straight_through", "tree"),
+    },
     "demo": {"veneer", "_core", "quant", "interop"},
     "doctor": {"_core", "kernels", "native", "quant"},
     "plan": {"_core", "_report", "quant", "placement"},

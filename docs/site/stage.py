@@ -34,7 +34,7 @@ MOVED = {
 REFERENCE = (
     "veneer",
     *(f"veneer.{name}" for name in "quant types tree hijax numba lora distributed testing".split()),
-    *(f"veneer.interop.{name}" for name in ("quax", "qwix", "pytensor")),
+    *(f"veneer.interop.{name}" for name in ("quax", "qwix", "jaximus", "pytensor")),
 )
 LINK = re.compile(
     r"(```.*?```|`[^`\n]*`)|\]\((?!https?:|mailto:|#)([^)\s#]+)(#[^)]*)?\)", re.DOTALL

@@ -38,7 +38,7 @@ def layout_of(value: Value) -> LeafLayout:
 
 def _count_batch_axes(value: Value) -> int:
     """How many leading axes every leaf carries; none of a type with a `default`, which knows."""
-    if type(value).default is not Value.default:
+    if not getattr(type(value).default, "is_fallback", type(value).default is Value.default):
         return 0
     ndim = value.aval().ndim
     return next((n for n in range(ndim, 0, -1) if has_batch_axes(value, n)), 0)

@@ -11,5 +11,6 @@ manifest        `veneer.json`: how each tensor of a saved folder is stored
 inspect         what a file or folder holds, tensor by tensor
 quax            the names of Quax, for code that is written for it
 qwix            the operations of Qwix, by its names and arguments
+jaximus         the names of eformer's jaximus, for code that is written for it
 pytensor        PyTensor graphs as JAX functions, and products with quantised matrices in them
 """

@@ -24,7 +24,7 @@ Alternatives = frozenset[type]
 _DENSE_TYPES = (*typing.get_args(ArrayLike), np.generic, bool, int, float, complex)
 
 
-def _names_around(function: Callable) -> dict[str, Any]:
+def names_around(function: Callable) -> dict[str, Any]:
     """The names that a function's annotations may use: of its module and of where it is defined."""
     frame: types.FrameType | None = sys._getframe()
     while frame is not None and frame.f_globals is not function.__globals__:
@@ -41,7 +41,7 @@ def operand_types(function: Callable) -> tuple[tuple[Alternatives, ...], Alterna
             continue  # a parameter of the primitive
         annotation = parameter.annotation
         if isinstance(annotation, str):  # from __future__ import annotations
-            annotation = eval(annotation, _names_around(function))
+            annotation = eval(annotation, names_around(function))
         alternatives = frozenset(_alternatives(annotation, function, parameter.name))
         if parameter.kind is parameter.VAR_POSITIONAL:
             more = alternatives

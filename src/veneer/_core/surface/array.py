@@ -91,6 +91,15 @@ class ImplicitArray(ArrayOperators, Shaped, Value, abstract=True):
     [0.0, 1.0, 2.0]
     """
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if cls.materialise is Value.materialise and hasattr(cls, "materialize"):
+            raise TypeError(
+                f"{cls.__qualname__} defines materialize, and veneer calls materialise, with an s. "
+                "Rename the method. If the class is written for eformer, subclass "
+                "veneer.interop.jaximus.ImplicitArray."
+            )
+
     @property
     def __jax_array__(self) -> Callable[[], Any]:
         """What `jax.numpy` asks for, of an object that it is to take for an array."""

@@ -1,0 +1,703 @@
+"""The names of eformer's jaximus, on our core: `import veneer.interop.jaximus as jaximus`.
+
+Types, rules and functions written for `eformer.jaximus` (https://github.com/erfanzar/eformer) run
+after one change: the import. docs/jaximus.md lists the differences.
+"""
+
+import abc
+import dataclasses
+import functools
+import inspect
+import operator
+import os
+import typing
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, ClassVar, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import tree_util
+
+from .. import tree as _tree
+from .._core import rules
+from .._core.policy import ALLOW, current_policy
+from .._core.surface.annotations import names_around
+from .._core.surface.array import ImplicitArray as _CoreArray
+from .._core.surface.event import MaterialiseWarning
+from .._core.transform import implicit as _implicit
+from .._core.tree import static
+from .._core.value import Value, describe, is_value, materialise_one
+from .._jax.primitives import Primitive, find_primitive
+from .._jax.source_lines import user_place
+from ..straight_through import StraightThrough
+from ..straight_through import ste as _ste
+
+__all__ = [
+    "WARN_ON_MATTER",
+    "ArrayLike",
+    "ImplicitArray",
+    "OrginArray",
+    "StaticScalar",
+    "UninitializedAval",
+    "aux_field",
+    "combine_leaf_predicate",
+    "default_handler",
+    "flatten_one_implicit_layer",
+    "implicit",
+    "implicit_depth",
+    "is_array",
+    "leaf_predicate",
+    "materialize_handler",
+    "materialize_nested",
+    "register",
+    "ste",
+    "tree_flatten_with_implicit",
+    "tree_flatten_with_path_with_implicit",
+    "tree_leaves_with_implicit",
+    "tree_map_with_implicit",
+    "tree_map_with_path_with_implicit",
+    "tree_structure_with_implicit",
+    "use_implicit",
+]
+
+_F = TypeVar("_F", bound=Callable)
+
+#: Whether to warn when no rule fits and an operand is materialized. The environment variable of the
+#: same name sets it: "true", "yes", "1" and "on" mean yes.
+WARN_ON_MATTER = os.environ.get("WARN_ON_MATTER", "true") in ("true", "yes", "1", "on")
+
+StaticScalar = np.bool_ | np.number | bool | int | float | complex
+ArrayLike = jax.Array | np.ndarray | StaticScalar
+
+
+class OrginArray(abc.ABC):  # noqa: B024  # eformer's spelling
+    """An abstract base of dense arrays and implicit arrays.
+
+    As the annotation of an operand in `register`, it accepts both.
+
+    >>> import jax.numpy as jnp
+    >>> from veneer.interop.jaximus import OrginArray
+    >>> isinstance(jnp.ones(2), OrginArray)
+    True
+    """
+
+
+OrginArray.register(jax.Array)
+
+
+class UninitializedAval(AttributeError):
+    """The shape or dtype of an array is read before it is known.
+
+    `materialize` may read `self.shape` and `self.dtype` only if they are stated: as arguments of
+    the constructor, as `default_shape` and `default_dtype`, or by `compute_shape` and
+    `compute_dtype`.
+    """
+
+
+def aux_field(metadata: Any = None, **kwargs: Any) -> Any:
+    """Declare a dataclass field to be metadata, which is never traced.
+
+    **Arguments:**
+
+    - `metadata`: further metadata of the dataclass field.
+    - `kwargs`: the other arguments of `dataclasses.field`.
+
+    >>> from dataclasses import dataclass
+    >>> import jax, jax.numpy as jnp
+    >>> from veneer.interop.jaximus import ImplicitArray, aux_field
+    >>> @dataclass
+    ... class Scaled(ImplicitArray):
+    ...     x: jax.Array
+    ...     by: float = aux_field(default=2.0)
+    ...     def materialize(self):
+    ...         return self.x * self.by
+    >>> len(jax.tree.leaves(Scaled(jnp.ones(3))))
+    1
+    """
+    return static(metadata={**(metadata or {}), "implicit_array_aux": True}, **kwargs)
+
+
+class _StatedShape(typing.NamedTuple):
+    """A shape that a caller stated, and the shapes of the leaves at that time."""
+
+    shape: tuple[int, ...]
+    leaves: tuple[tuple[int, ...], ...]
+
+
+class _ShapeOrDtype:
+    """The attribute `shape` or `dtype`: what a caller stated, or what follows from `materialize`.
+
+    `__dict__` has only what was stated, so derived shapes cannot go stale when JAX slices leaves.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, array: Any, owner: Any = None) -> Any:
+        if array is None:
+            return None
+        if any(array is other for other in _materializing.get()):
+            known = array._stated(self.name)
+            if known is None:
+                raise UninitializedAval(
+                    f"{type(array).__name__}.materialize reads self.{self.name}, which is not "
+                    f"stated. Pass {self.name}= to the constructor, or define "
+                    f"compute_{self.name} or default_{self.name}."
+                )
+            return known
+        return getattr(array.aval, self.name)
+
+    def __set__(self, array: Any, stated: Any) -> None:
+        if self.name == "shape" and stated is not None:
+            stated = tuple(stated)
+            names = _leaf_names(array)
+            if all(name in array.__dict__ for name in names):
+                stated = _StatedShape(stated, _leaf_shapes(array, names))
+        array.__dict__[self.name] = stated
+
+
+def _is_aux(field: Any) -> bool:
+    return field.metadata.get("static", False)
+
+
+def _leaf_names(array: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(array) if not _is_aux(field)]
+
+
+def _leaf_shapes(array: Any, names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    leaves = jax.tree.leaves([array.__dict__[name] for name in names])
+    return tuple(tuple(getattr(x, "shape", ())) for x in leaves)
+
+
+#: The arrays whose `materialize` is running.
+_materializing: ContextVar[tuple[Any, ...]] = ContextVar("materializing", default=())
+
+
+@contextmanager
+def _materialize_running(array: Any) -> Iterator[None]:
+    token = _materializing.set((*_materializing.get(), array))
+    try:
+        yield
+    finally:
+        _materializing.reset(token)
+
+
+class _Aval:
+    """The abstract value of an array: an attribute in eformer, and a method in Veneer."""
+
+    __slots__ = ("_aval",)
+
+    def __init__(self, aval: jax.core.ShapedArray):
+        self._aval = aval
+
+    def __call__(self) -> jax.core.ShapedArray:
+        return self._aval
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._aval, name)
+
+    def __eq__(self, other: object) -> bool:
+        return self._aval == (other._aval if isinstance(other, _Aval) else other)
+
+    def __hash__(self) -> int:
+        return hash(self._aval)
+
+    def __repr__(self) -> str:
+        return repr(self._aval)
+
+
+def _warn_of_fallback(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]) -> Any:
+    """Warn that no rule fits, and leave the operands to be materialized."""
+    del params
+    warns = [x for x in values if isinstance(x, ImplicitArray) and x.warn_on_materialize]
+    if WARN_ON_MATTER and warns and current_policy() is ALLOW:  # a policy reports by itself
+        file, line = user_place()
+        warnings.warn_explicit(
+            f"no rule for {primitive.name} fits {', '.join(describe(values))}: "
+            f"{type(warns[0]).__name__} is materialized",
+            MaterialiseWarning,
+            file,
+            line,
+        )
+    return NotImplemented
+
+
+_warn_of_fallback.is_fallback = True  # type: ignore[attr-defined]
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class _Fields:
+    shape: Any = aux_field(kw_only=True, default=None, repr=False)  # noqa: RUF009
+    dtype: Any = aux_field(kw_only=True, default=None, repr=False)  # noqa: RUF009
+
+
+class ImplicitArray(_Fields, _CoreArray, OrginArray, abstract=True):  # type: ignore[misc]
+    """An array type written as for eformer: a dataclass with a method `materialize`.
+
+    Decorate each subclass with `dataclasses.dataclass`. Mark metadata with `aux_field`. Other
+    fields are leaves: arrays, implicit arrays or pytrees of them.
+
+    The constructor also takes `shape=` and `dtype=`. If they are missing, they come from
+    `compute_shape()` and `compute_dtype()`, or else from abstract evaluation of `materialize`.
+    A stated shape that `materialize` contradicts gives a warning and is ignored. The array has the
+    stated dtype: materialized values are cast to it.
+
+    Operators and methods work at top level, as for any `veneer.ImplicitArray`.
+
+    **Arguments** (of the class statement):
+
+    - `commute_ops`: whether a rule for `(x, y)` of a commutative primitive also serves `(y, x)`.
+    - `warn_on_materialize`: whether to warn when no rule fits and an array is materialized.
+
+    **Raises:** `TypeError` for a class that declares fields and is not decorated, or that does not
+    define `materialize`, when it is instantiated. `UninitializedAval` if `materialize` needs a
+    shape or dtype that is not stated.
+
+    >>> from dataclasses import dataclass
+    >>> import jax, jax.numpy as jnp
+    >>> from veneer.interop.jaximus import ImplicitArray, implicit
+    >>> @dataclass
+    ... class Diagonal(ImplicitArray, warn_on_materialize=False):
+    ...     diagonal: jax.Array
+    ...     def materialize(self):
+    ...         return jnp.diag(self.diagonal)
+    >>> d = Diagonal(jnp.arange(3.0))
+    >>> d.shape, d.dtype.name
+    ((3, 3), 'float32')
+    >>> implicit(jnp.sum)(d).item()
+    3.0
+    """
+
+    warn_on_materialize: ClassVar[bool] = True
+    default_shape: ClassVar[Sequence[int] | None] = None
+    default_dtype: ClassVar[Any] = None
+
+    # The results of eformer's rules may have other dtypes than those of the primitive.
+    keeps_dtypes: ClassVar[bool] = False
+    default_precedence: ClassVar[int] = -2  # a type that says more about a fallback goes first
+
+    shape = _ShapeOrDtype()
+    dtype = _ShapeOrDtype()
+    default = staticmethod(_warn_of_fallback)
+
+    def __init_subclass__(
+        cls, commute_ops: bool = True, warn_on_materialize: bool = True, **kwargs: Any
+    ) -> None:
+        super().__init_subclass__(abstract=True, **kwargs)  # its author makes it a dataclass
+        cls.commute_ops = commute_ops
+        cls.warn_on_materialize = warn_on_materialize
+        own = [c for c in cls.__mro__ if issubclass(c, ImplicitArray) and c is not ImplicitArray]
+        methods = ("tree_flatten_with_keys", "tree_unflatten")
+        if any(method in vars(c) for c in own for method in methods):
+            tree_util.register_pytree_with_keys_class(cls)
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
+        if not cls._pytree and "__dataclass_fields__" not in vars(cls):
+            is_field = lambda annotation: "ClassVar" not in str(annotation)
+            declared = [n for n, a in inspect.get_annotations(cls).items() if is_field(a)]
+            if declared:
+                raise TypeError(
+                    f"{cls.__name__} declares {', '.join(declared)} and is not a dataclass. "
+                    "Decorate the class with @dataclasses.dataclass."
+                )
+        return super().__new__(cls, *args, **kwargs)
+
+    def __post_init__(self) -> None:
+        """Find the shape and dtype, and warn if `materialize` contradicts the stated shape."""
+        stated = self.__dict__.get("shape")
+        if isinstance(stated, _StatedShape):
+            return
+        if stated is not None:
+            # Again, because all leaves are known now.
+            self.shape = stated  # type: ignore[misc, operator]
+        known = self._stated("shape")
+        if known is not None and tuple(known) != self.aval.shape:
+            warnings.warn(
+                f"{type(self).__name__} is said to have shape {tuple(known)}, but materialize "
+                f"gives shape {self.aval.shape}, which is used",
+                stacklevel=3,
+            )
+        self.aval  # noqa: B018  # raises if the shape or dtype is unknown
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+        for cache in ("_aval", "_high"):
+            try:
+                object.__delattr__(self, cache)
+            except AttributeError:
+                continue
+
+    def compute_shape(self) -> Sequence[int] | None:
+        """Return the shape if the caller states none, or None. Override it to compute the shape."""
+        return self.default_shape
+
+    def compute_dtype(self) -> Any:
+        """Return the dtype if the caller states none, or None. Override it to compute the dtype."""
+        return self.default_dtype
+
+    @abc.abstractmethod
+    def materialize(self) -> Any:
+        """Return the dense array. It may be another implicit array."""
+
+    def materialise(self) -> Any:
+        """Return what `materialize` gives, in the stated dtype."""
+        with _materialize_running(self):
+            dense = self.materialize()
+        dtype = self._stated("dtype")
+        if dtype is None or getattr(dense, "dtype", None) == dtype:
+            return dense
+        return jnp.asarray(materialise_one(dense), dtype)
+
+    @property
+    def aval(self) -> Any:
+        """The abstract value, which has the shape and dtype. Calling it returns it as JAX's."""
+        return _Aval(_find_aval(self))
+
+    def _stated(self, name: str) -> Any:
+        """Return the shape or dtype that the caller or the class states, or None."""
+        stated = self.__dict__.get(name)
+        if isinstance(stated, _StatedShape):
+            if _leaf_shapes(self, _leaf_names(self)) != stated.leaves:
+                raise ValueError(
+                    f"{type(self).__name__} was given shape={stated.shape} for leaves of shapes "
+                    f"{stated.leaves}. A transformation has changed the leaves, so the shape is "
+                    "unknown. Define compute_shape(), or call implicit outside of the "
+                    "transformation: implicit(jax.vmap(f))."
+                )
+            return stated.shape
+        if stated is None:
+            stated = getattr(self, f"compute_{name}")()
+        if stated is None:
+            return None
+        return (
+            tuple(stated)
+            if name == "shape"
+            else jax.dtypes.canonicalize_dtype(stated, allow_extended_dtype=True)
+        )
+
+    @classmethod
+    def default_handler(cls, primitive: Primitive, *args: Any, params: Any = None) -> Any:
+        """Materialize the implicit operands and bind the primitive, as `materialize_handler`."""
+        return materialize_handler(primitive, *args, params=params or {})
+
+    def astype(self, new_dtype: Any) -> Any:
+        """Set the dtype of this array in place, as eformer does, and return the array.
+
+        Within a function under `implicit`, `astype` is that of JAX, which changes no operand.
+        """
+        self.dtype = new_dtype  # type: ignore[misc, operator]
+        return self
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], list[Any]]:
+        """Return pairs of a key and a leaf, and the values of the auxiliary fields."""
+        keys = tree_util.GetAttrKey
+        fields = dataclasses.fields(self)
+        leaves = [(keys(f.name), self.__dict__[f.name]) for f in fields if not _is_aux(f)]
+        return leaves, [self.__dict__[f.name] for f in fields if _is_aux(f)]
+
+    @classmethod
+    def tree_unflatten(cls, aux_data: Sequence[Any], children: Sequence[Any]) -> Any:
+        """Return an array of the class, from what `tree_flatten_with_keys` gives."""
+        array = object.__new__(cls)
+        aux, leaves = iter(aux_data), iter(children)
+        for field in dataclasses.fields(cls):
+            array.__dict__[field.name] = next(aux if _is_aux(field) else leaves)
+        return array
+
+
+def _find_aval(array: ImplicitArray) -> jax.core.ShapedArray:
+    """Return the abstract value that `materialize` gives, or the stated one if it raises."""
+    try:
+        with _materialize_running(array):
+            return Value.aval(array)
+    except Exception:  # of a type that refuses to be dense
+        shape, dtype = array._stated("shape"), array._stated("dtype")
+        if shape is None or dtype is None:
+            raise
+        x64 = jax.config.jax_enable_x64  # type: ignore[attr-defined]
+        aval = jax.core.ShapedArray(shape, dtype)
+        object.__setattr__(array, "_aval", (x64, aval))
+        return aval
+
+
+def use_implicit(fn: _F) -> _F:
+    """Return `fn` with the rules in force: `veneer.implicit` with its default arguments.
+
+    >>> import jax.numpy as jnp, veneer as vn
+    >>> from veneer.interop.jaximus import use_implicit
+    >>> w = vn.quant.quantize(jnp.eye(2), "nf4")
+    >>> use_implicit(lambda x, w: x @ w)(jnp.ones((1, 2)), w).tolist()
+    [[1.0, 1.0]]
+    """
+    return _implicit(fn)  # type: ignore[return-value]
+
+
+implicit = use_implicit
+
+
+def register(primitive: Primitive | str | Callable, *, precedence: int = 0) -> Callable[[_F], _F]:
+    """Register a rule: the implementation of a JAX primitive for the annotated operand types.
+
+    As `veneer.register`. In addition, the first parameter of the function may be the primitive: it
+    is annotated `Primitive`, or has no annotation and stands before the operands. An operand that
+    is annotated `OrginArray` is dense or implicit. If no operand names an implicit type, operands
+    without annotations are dense arrays or any arrays of this module.
+
+    **Arguments:**
+
+    - `primitive`: a primitive, its name, or a function that `jax.jit` has made.
+    - `precedence`: breaks ties. The rule of the highest precedence runs.
+
+    **Raises:** `ValueError` for an unknown name. `TypeError` for a rule that takes only dense
+    operands.
+
+    >>> from dataclasses import dataclass
+    >>> import jax, jax.numpy as jnp
+    >>> from veneer.interop.jaximus import ImplicitArray, implicit, register
+    >>> @dataclass
+    ... class Negated(ImplicitArray):
+    ...     x: jax.Array
+    ...     def materialize(self):
+    ...         return -self.x
+    >>> @register("neg")
+    ... def _(x: Negated, **params):
+    ...     return x.x
+    >>> implicit(jnp.negative)(Negated(jnp.arange(3.0))).tolist()
+    [0.0, 1.0, 2.0]
+    """
+    target = find_primitive(primitive) if isinstance(primitive, str) else primitive
+
+    def add(rule: _F) -> _F:
+        parameters = _annotated_parameters(rule)
+        first = parameters[0] if parameters and parameters[0].kind in _POSITIONAL else None
+        takes_primitive = first is not None and _is_primitive(first.annotation)
+        if not takes_primitive:
+            _add(target, precedence, rule, rule, parameters)
+        if takes_primitive or (first is not None and first.annotation in (first.empty, Any)):
+            # eformer passes the primitive if the rule takes one operand more than it has.
+            with_primitive = functools.partial(rule, target)
+            if takes_primitive or any(map(_is_implicit, parameters[1:])):
+                _add(target, precedence, rule, with_primitive, parameters[1:])
+        return rule
+
+    return add
+
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_KEYWORDS = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
+
+
+def _add(
+    target: Any,
+    precedence: int,
+    rule: Callable,
+    function: Callable,
+    parameters: Sequence[inspect.Parameter],
+) -> None:
+    if not any(map(_is_implicit, parameters)):
+        parameters = [_accept_arrays_of_this_module(p) for p in parameters]
+
+    @functools.wraps(rule)
+    def call(*operands: Any, **params: Any) -> Any:
+        return function(*operands, **params)
+
+    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    rules.register(target, precedence=precedence)(call)
+
+
+def _annotated_parameters(rule: Callable) -> list[inspect.Parameter]:
+    """Return the parameters of a rule, with annotations that `veneer.register` accepts."""
+    names: dict[str, Any] | None = None
+    parameters = []
+    for parameter in inspect.signature(rule).parameters.values():
+        annotation = parameter.annotation
+        if isinstance(annotation, str) and parameter.kind not in _KEYWORDS:
+            names = names_around(rule) if names is None else names
+            annotation = eval(annotation, names)
+        parts = typing.get_args(annotation) or (annotation,)
+        if OrginArray in parts:
+            others = [part for part in parts if part is not OrginArray]
+            annotation = functools.reduce(operator.or_, others, ImplicitArray | ArrayLike)
+        parameters.append(parameter.replace(annotation=annotation))
+    return parameters
+
+
+def _accept_arrays_of_this_module(parameter: inspect.Parameter) -> inspect.Parameter:
+    if parameter.kind in _KEYWORDS or parameter.annotation not in (parameter.empty, Any):
+        return parameter
+    return parameter.replace(annotation=ImplicitArray | ArrayLike)
+
+
+def _is_primitive(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, Primitive)
+
+
+def _is_implicit(parameter: inspect.Parameter) -> bool:
+    """Return whether the annotation of an operand names an implicit type."""
+    kinds = typing.get_args(parameter.annotation) or (parameter.annotation,)
+    is_value_type = lambda kind: isinstance(kind, type) and issubclass(kind, Value)
+    return parameter.kind not in _KEYWORDS and any(map(is_value_type, kinds))
+
+
+def ste(func: Callable) -> Callable:
+    """Return `func` with the derivative of the identity: `veneer.ste`.
+
+    The gradient with respect to the first argument is dense. If `func` gives an implicit array for
+    a concrete argument, which has no derivative, the result is that array. For a traced argument,
+    the result is an array that represents the same and has the derivative of the argument.
+
+    **Arguments:**
+
+    - `func`: a function `func(x, *args, **kwargs)`. The result has the shape and dtype of `x`.
+
+    **Raises:** `TypeError` if the result has another shape or dtype.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from veneer.interop.jaximus import ste
+    >>> jax.grad(ste(jnp.round))(1.7).item()
+    1.0
+    """
+    straight_through = _ste(func)
+
+    @functools.wraps(func, updated=())
+    def call(x: Any, /, *args: Any, **kwargs: Any) -> Any:
+        out = straight_through(x, *args, **kwargs)
+        is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(x))
+        return out.value if isinstance(out, StraightThrough) and not is_traced else out
+
+    return call
+
+
+def default_handler(primitive: Primitive, *args: Any, **params: Any) -> Any:
+    """Bind a primitive to operands, with its parameters.
+
+    >>> import jax
+    >>> from veneer.interop.jaximus import default_handler
+    >>> default_handler(jax.lax.add_p, 1.0, 2.0).item()
+    3.0
+    """
+    return primitive.bind(*args, **primitive.get_bind_params(params))
+
+
+def materialize_handler(primitive: Primitive, *vals: Any, params: Any) -> Any:
+    """Materialize the implicit operands and bind a primitive.
+
+    **Arguments:**
+
+    - `primitive`, `vals`: the primitive and its operands.
+    - `params`: a dictionary of the parameters.
+
+    >>> import jax, jax.numpy as jnp, veneer as vn
+    >>> from veneer.interop.jaximus import materialize_handler
+    >>> w = vn.quant.quantize(jnp.eye(2), "nf4")
+    >>> materialize_handler(jax.lax.add_p, w, jnp.ones((2, 2)), params={}).tolist()
+    [[2.0, 1.0], [1.0, 2.0]]
+    """
+    return Value.default(primitive, vals, params)
+
+
+def materialize_nested(implicit_arr: Any, full: bool = False) -> Any:
+    """Materialize an implicit array once, or with `full` until the result is dense.
+
+    **Raises:** whatever `materialize` raises. eformer returns ones instead.
+
+    >>> import jax.numpy as jnp, veneer as vn
+    >>> from veneer.interop.jaximus import materialize_nested
+    >>> frozen = vn.freeze(vn.quant.quantize(jnp.ones(2), "nf4"))
+    >>> type(materialize_nested(frozen)).__name__
+    'QArray'
+    >>> materialize_nested(frozen, full=True).tolist()
+    [1.0, 1.0]
+    """
+    return _tree.materialise_nested(implicit_arr, full)
+
+
+def is_array(element: Any) -> bool:
+    """Return whether something is a dense array or scalar of JAX or NumPy.
+
+    >>> from veneer.interop.jaximus import is_array
+    >>> is_array(np.ones(2)), is_array(2.0)
+    (True, False)
+    """
+    return isinstance(element, np.ndarray | np.generic | jax.Array)
+
+
+def leaf_predicate(x: Any) -> bool:
+    """Return whether something is an implicit array, of this module or any other.
+
+    >>> import jax.numpy as jnp
+    >>> from veneer.interop.jaximus import leaf_predicate
+    >>> leaf_predicate(jnp.ones(2))
+    False
+    """
+    return is_value(x)
+
+
+def combine_leaf_predicate(base_fn: Callable, is_leaf: Callable[[Any], bool]) -> Callable:
+    """Return a function of trees for which `is_leaf` names further leaves.
+
+    **Arguments:**
+
+    - `base_fn`: a function of `jax.tree_util` that takes `is_leaf`.
+    - `is_leaf`: a predicate.
+
+    **Returns:** a function of the positional arguments of `base_fn`, and of `new_is_leaf`: another
+    predicate, combined with `is_leaf`.
+
+    >>> import jax
+    >>> from veneer.interop.jaximus import combine_leaf_predicate
+    >>> leaves = combine_leaf_predicate(jax.tree_util.tree_leaves, lambda x: isinstance(x, tuple))
+    >>> leaves([(1, 2), [3]])
+    [(1, 2), 3]
+    >>> leaves([(1, 2), [3]], new_is_leaf=lambda x: x == [3])
+    [(1, 2), [3]]
+    """
+
+    @functools.wraps(base_fn)
+    def combined(*args: Any, new_is_leaf: Callable[[Any], bool] | None = None) -> Any:
+        further = new_is_leaf or (lambda x: False)
+        return base_fn(*args, is_leaf=lambda x: is_leaf(x) or further(x))
+
+    return combined
+
+
+# The functions of `jax.tree_util` for trees in which an implicit array is one leaf.
+tree_map_with_implicit = combine_leaf_predicate(tree_util.tree_map, leaf_predicate)
+tree_map_with_path_with_implicit = combine_leaf_predicate(
+    tree_util.tree_map_with_path, leaf_predicate
+)
+tree_flatten_with_implicit = combine_leaf_predicate(tree_util.tree_flatten, leaf_predicate)
+tree_flatten_with_path_with_implicit = combine_leaf_predicate(
+    tree_util.tree_flatten_with_path, leaf_predicate
+)
+tree_leaves_with_implicit = combine_leaf_predicate(tree_util.tree_leaves, leaf_predicate)
+tree_structure_with_implicit = combine_leaf_predicate(tree_util.tree_structure, leaf_predicate)
+
+
+def flatten_one_implicit_layer(tree: Any) -> tuple[list[Any], Any]:
+    """Flatten a tree and each outermost implicit array, but no implicit array within those.
+
+    **Returns:** the leaves and the structure, for `jax.tree.unflatten`.
+
+    >>> import jax.numpy as jnp, veneer as vn
+    >>> from veneer.interop.jaximus import flatten_one_implicit_layer
+    >>> leaves, structure = flatten_one_implicit_layer(vn.quant.quantize(jnp.ones(2), "int8"))
+    >>> [x.dtype.name for x in leaves]
+    ['int8', 'float32']
+    """
+    return _tree.flatten_one_layer(tree)
+
+
+def implicit_depth(tree: Any) -> int:
+    """Return how deep the implicit arrays of a tree are nested, 0 if it has none.
+
+    >>> import jax.numpy as jnp, veneer as vn
+    >>> from veneer.interop.jaximus import implicit_depth
+    >>> implicit_depth([vn.quant.quantize(jnp.ones(2), "int8"), jnp.ones(2)])
+    1
+    """
+    return _tree.depth(tree)
