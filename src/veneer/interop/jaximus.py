@@ -10,6 +10,7 @@ import functools
 import inspect
 import operator
 import os
+import types
 import typing
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +26,7 @@ from jax import tree_util
 from .. import tree as _tree
 from .._core import rules
 from .._core.policy import ALLOW, current_policy
-from .._core.surface.annotations import names_around
+from .._core.surface.annotations import names_around, operand_types
 from .._core.surface.array import ImplicitArray as _CoreArray
 from .._core.surface.event import MaterialiseWarning
 from .._core.transform import implicit as _implicit
@@ -344,7 +345,9 @@ class ImplicitArray(_Fields, _CoreArray, OrginArray, abstract=True):  # type: ig
         """Return the dense array. It may be another implicit array."""
 
     def materialise(self) -> Any:
-        """Return what `materialize` gives, in the stated dtype."""
+        """Return what `materialize` gives, in the stated dtype, for each of stacked arrays."""
+        if self._is_stacked():
+            return jax.vmap(type(self).materialise)(self)
         with _materialize_running(self):
             dense = self.materialize()
         dtype = self._stated("dtype")
@@ -361,14 +364,7 @@ class ImplicitArray(_Fields, _CoreArray, OrginArray, abstract=True):  # type: ig
         """Return the shape or dtype that the caller or the class states, or None."""
         stated = self.__dict__.get(name)
         if isinstance(stated, _StatedShape):
-            if _leaf_shapes(self, _leaf_names(self)) != stated.leaves:
-                raise ValueError(
-                    f"{type(self).__name__} was given shape={stated.shape} for leaves of shapes "
-                    f"{stated.leaves}. A transformation has changed the leaves, so the shape is "
-                    "unknown. Define compute_shape(), or call implicit outside of the "
-                    "transformation: implicit(jax.vmap(f))."
-                )
-            return stated.shape
+            return (*self._added_axes(), *stated.shape)
         if stated is None:
             stated = getattr(self, f"compute_{name}")()
         if stated is None:
@@ -378,6 +374,29 @@ class ImplicitArray(_Fields, _CoreArray, OrginArray, abstract=True):  # type: ig
             if name == "shape"
             else jax.dtypes.canonicalize_dtype(stated, allow_extended_dtype=True)
         )
+
+    def _is_stacked(self) -> bool:
+        try:
+            return bool(self._added_axes())
+        except ValueError:  # raised again if `materialize` reads the shape
+            return False
+
+    def _added_axes(self) -> tuple[int, ...]:
+        """Return the leading axes that every leaf has gained since the shape was stated."""
+        stated = self.__dict__.get("shape")
+        if not isinstance(stated, _StatedShape):
+            return ()
+        shapes = _leaf_shapes(self, _leaf_names(self))
+        counts = [len(now) - len(then) for now, then in zip(shapes, stated.leaves, strict=True)]
+        added = {now[:count] for now, count in zip(shapes, counts, strict=True)} or {()}
+        kept = [now[count:] for now, count in zip(shapes, counts, strict=True)]
+        if min(counts, default=0) < 0 or len(added) > 1 or kept != list(stated.leaves):
+            raise ValueError(
+                f"{type(self).__name__} was given shape={stated.shape} for leaves of shapes "
+                f"{stated.leaves}, which are now {shapes}. So its shape is unknown. Define "
+                "compute_shape(); or write implicit(jax.vmap(f)) for jax.vmap(implicit(f))."
+            )
+        return added.pop()
 
     @classmethod
     def default_handler(cls, primitive: Primitive, *args: Any, params: Any = None) -> Any:
@@ -444,8 +463,7 @@ def register(primitive: Primitive | str | Callable, *, precedence: int = 0) -> C
 
     As `veneer.register`. In addition, the first parameter of the function may be the primitive: it
     is annotated `Primitive`, or has no annotation and stands before the operands. An operand that
-    is annotated `OrginArray` is dense or implicit. If no operand names an implicit type, operands
-    without annotations are dense arrays or any arrays of this module.
+    is annotated `Any` or `OrginArray`, or not at all, is a dense array or an array of this module.
 
     **Arguments:**
 
@@ -454,6 +472,9 @@ def register(primitive: Primitive | str | Callable, *, precedence: int = 0) -> C
 
     **Raises:** `ValueError` for an unknown name. `TypeError` for a rule that takes only dense
     operands.
+
+    **Warns** (`UserWarning`) if an operand is annotated with a type of no operand, such as
+    `Sequence`. The rule is not registered, because it would never run.
 
     >>> from dataclasses import dataclass
     >>> import jax, jax.numpy as jnp
@@ -472,16 +493,18 @@ def register(primitive: Primitive | str | Callable, *, precedence: int = 0) -> C
     target = find_primitive(primitive) if isinstance(primitive, str) else primitive
 
     def add(rule: _F) -> _F:
-        parameters = _annotated_parameters(rule)
+        parameters = _with_annotations(rule)
         first = parameters[0] if parameters and parameters[0].kind in _POSITIONAL else None
         takes_primitive = first is not None and _is_primitive(first.annotation)
-        if not takes_primitive:
+        rest = [p for p in parameters[1:] if p.kind not in _KEYWORDS]
+        # eformer passes the primitive if a rule has one parameter more than there are operands.
+        may_take_primitive = first is not None and first.annotation in (first.empty, Any)
+        if rest and may_take_primitive and all(p.kind in _POSITIONAL for p in rest):
+            _add(target, precedence, rule, functools.partial(rule, target), parameters[1:])
+        if takes_primitive:
+            _add(target, precedence, rule, functools.partial(rule, target), parameters[1:])
+        else:
             _add(target, precedence, rule, rule, parameters)
-        if takes_primitive or (first is not None and first.annotation in (first.empty, Any)):
-            # eformer passes the primitive if the rule takes one operand more than it has.
-            with_primitive = functools.partial(rule, target)
-            if takes_primitive or any(map(_is_implicit, parameters[1:])):
-                _add(target, precedence, rule, with_primitive, parameters[1:])
         return rule
 
     return add
@@ -498,49 +521,53 @@ def _add(
     function: Callable,
     parameters: Sequence[inspect.Parameter],
 ) -> None:
-    if not any(map(_is_implicit, parameters)):
-        parameters = [_accept_arrays_of_this_module(p) for p in parameters]
+    """Register `function`, which calls `rule`, for operands with these annotations."""
 
     @functools.wraps(rule)
     def call(*operands: Any, **params: Any) -> Any:
         return function(*operands, **params)
 
-    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    operands = map(_without_any, parameters)
+    call.__signature__ = inspect.Signature(list(operands))  # type: ignore[attr-defined]
+    try:
+        operand_types(call)
+    except TypeError as error:  # eformer accepts such a rule and never runs it
+        warnings.warn(f"a rule for {target} will never run: {error}", stacklevel=3)
+        return
     rules.register(target, precedence=precedence)(call)
 
 
-def _annotated_parameters(rule: Callable) -> list[inspect.Parameter]:
-    """Return the parameters of a rule, with annotations that `veneer.register` accepts."""
+def _with_annotations(rule: Callable) -> list[inspect.Parameter]:
+    """Return the parameters of a rule, with the annotations of operands evaluated."""
     names: dict[str, Any] | None = None
     parameters = []
     for parameter in inspect.signature(rule).parameters.values():
-        annotation = parameter.annotation
-        if isinstance(annotation, str) and parameter.kind not in _KEYWORDS:
+        if isinstance(parameter.annotation, str) and parameter.kind not in _KEYWORDS:
             names = names_around(rule) if names is None else names
-            annotation = eval(annotation, names)
-        parts = typing.get_args(annotation) or (annotation,)
-        if OrginArray in parts:
-            others = [part for part in parts if part is not OrginArray]
-            annotation = functools.reduce(operator.or_, others, ImplicitArray | ArrayLike)
-        parameters.append(parameter.replace(annotation=annotation))
+            parameter = parameter.replace(annotation=eval(parameter.annotation, names))
+        parameters.append(parameter)
     return parameters
 
 
-def _accept_arrays_of_this_module(parameter: inspect.Parameter) -> inspect.Parameter:
-    if parameter.kind in _KEYWORDS or parameter.annotation not in (parameter.empty, Any):
+def _without_any(parameter: inspect.Parameter) -> inspect.Parameter:
+    """Annotate an operand that may be anything with the arrays that eformer knows.
+
+    Its rules cannot compute with a `vn.quant.QArray`, for instance. It is materialized.
+    """
+    if parameter.kind in _KEYWORDS:
         return parameter
-    return parameter.replace(annotation=ImplicitArray | ArrayLike)
+    annotation = parameter.annotation
+    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    kinds = typing.get_args(annotation) if is_union else (annotation,)
+    others = [kind for kind in kinds if kind not in (parameter.empty, Any, object, OrginArray)]
+    if len(others) == len(kinds):
+        return parameter
+    known = ImplicitArray | ArrayLike
+    return parameter.replace(annotation=functools.reduce(operator.or_, others, known))
 
 
 def _is_primitive(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, Primitive)
-
-
-def _is_implicit(parameter: inspect.Parameter) -> bool:
-    """Return whether the annotation of an operand names an implicit type."""
-    kinds = typing.get_args(parameter.annotation) or (parameter.annotation,)
-    is_value_type = lambda kind: isinstance(kind, type) and issubclass(kind, Value)
-    return parameter.kind not in _KEYWORDS and any(map(is_value_type, kinds))
 
 
 def ste(func: Callable) -> Callable:
