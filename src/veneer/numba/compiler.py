@@ -13,6 +13,7 @@ from .backend.entry import ENTRY, PROGRAM, function_at, name_symbols
 from .codegen import storage
 from .codegen.arrays import ArrayExpr, Buffer
 from .codegen.builder import Builder
+from .codegen.calls import Calls
 from .codegen.fallback import Fallbacks
 from .codegen.program import Source, finished
 from .front import keys
@@ -29,7 +30,7 @@ class Compiled:
         self._name, self._source = name, source
         self._in_tree, self._out_tree = in_tree, out_tree
         self._address, self._entry, self._raw = 0, None, None
-        self._fallbacks: Fallbacks | None = None
+        self._calls = Calls()
 
     @property
     def source(self) -> str:
@@ -45,9 +46,10 @@ class Compiled:
         raises `OverflowError`. Functions that call it cannot be cached by Numba, as they refer to
         memory of this process.
         """
-        if self._fallbacks is not None:
+        run_by_jax = getattr(self._calls, "primitives", ())
+        if run_by_jax:
             raise NotImplementedError(
-                f"{self} has no .raw: JAX runs {', '.join(self._fallbacks.primitives)} in it, and "
+                f"{self} has no .raw: JAX runs {', '.join(run_by_jax)} in it, and "
                 "compiled code may hold Python's lock, or handle no errors of Python's. Register "
                 "rules with @vn.numba.funcify.register."
             )
@@ -114,25 +116,23 @@ def compile(
     if fallback not in (None, "jax"):
         raise ValueError(f"fallback is None or 'jax', and not {fallback!r}")
     with COMPILING:  # tracing too, for which JAX has locks of its own
-        return _compiled(f, example_args, None if fallback is None else Fallbacks())
+        return _compiled(f, example_args, Calls() if fallback is None else Fallbacks())
 
 
-def _compiled(
-    f: Callable[..., Any], example_args: tuple[Any, ...], fallbacks: Fallbacks | None
-) -> Compiled:
+def _compiled(f: Callable[..., Any], example_args: tuple[Any, ...], calls: Calls) -> Compiled:
     graph, in_tree, out_tree = traced(f, example_args)
-    source = source_of(graph, fallbacks)
+    source = source_of(graph, calls)
     name = getattr(f, "__name__", type(f).__name__)
     compiled = Compiled(name, source, in_tree, out_tree)
-    if fallbacks is not None and fallbacks.primitives:
-        fallbacks.warn(name)
-        compiled._fallbacks = fallbacks
+    compiled._calls = calls
+    if isinstance(calls, Fallbacks) and calls.primitives:
+        calls.warn(name)
     return _callable(compiled)
 
 
-def source_of(graph: Graph, fallbacks: Fallbacks | None = None) -> Source:
-    """Compiles a graph to source, in which JAX may be called."""
-    b = Builder(fallbacks)
+def source_of(graph: Graph, calls: Calls | None = None) -> Source:
+    """Compile a graph to source. JAX runs primitives without a rule if `calls` are `Fallbacks`."""
+    b = Builder(calls)
     for variable in (*graph.inputs, *graph.outputs):
         if not storage.supported(variable.aval.dtype):
             raise NotImplementedError(
@@ -142,8 +142,7 @@ def source_of(graph: Graph, fallbacks: Fallbacks | None = None) -> Source:
     inputs = [b.program.input(v.aval.shape, v.aval.dtype) for v in graph.inputs]
     for value in b.run(graph, inputs):
         b.program.output(_result(b, value))
-    if fallbacks is not None:
-        fallbacks.end(b)
+    b.calls.end(b)
     return finished(b.program)
 
 
@@ -178,8 +177,7 @@ def _callable(compiled: Compiled) -> Any:
         return entry(*(_as_given(x, n, compiled) for n, x in enumerate(args)))
 
     compiled._entry = entry
-    leaves = entry if compiled._fallbacks is None else compiled._fallbacks.checked(entry)
-    call = caller(leaves, compiled._in_tree, compiled._out_tree)
+    call = caller(compiled._calls.checked(entry), compiled._in_tree, compiled._out_tree)
     # A method of a class of its own is found faster than one of an instance.
     compiled.__class__ = type("Compiled", (Compiled,), {"__call__": staticmethod(call)})
     return compiled

@@ -1,8 +1,13 @@
 """The registries: what each primitive is in a compiled program, and what it is in NumPy."""
 
 import difflib
-from collections.abc import Callable
-from typing import Any
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from jax.extend.core import Primitive
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class Unsupported(NotImplementedError):
@@ -28,11 +33,48 @@ class Registry:
         self._name, self._example, self._way_out = name, example, way_out
         self._rules: dict[str, Callable[..., Any]] = {}
 
-    def register(self, *primitives: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Makes a function the rule of primitives; a later one takes the place of an earlier."""
+    def register(
+        self, *primitives: str | Primitive | Iterable[str | Primitive]
+    ) -> Callable[[_F], _F]:
+        """Register a rule for primitives. It replaces an earlier rule for the same primitive.
 
-        def decorate(rule: Callable[..., Any]) -> Callable[..., Any]:
-            self._rules.update(dict.fromkeys(primitives, rule))
+        A rule of `funcify` takes a builder, the operands by position, which have a `shape` and a
+        `dtype`, and the parameters of the equation by keyword. It returns a function that Numba
+        compiles: an `@numba.njit` function, or a Python function that Numba can compile. The
+        function takes the operands and returns the result, or a tuple of the results. Arrays
+        without axes are numbers there. A rule may also be an `@numba.njit` function itself. It then
+        takes the parameters of the equation by keyword.
+
+        A rule of `perform` takes NumPy arrays and the parameters, and returns arrays.
+
+        **Arguments:**
+
+        - `primitives`: JAX primitives, their names as jaxprs print them, or sequences of both.
+
+        **Returns:** a decorator that returns the rule.
+
+        **Raises:** `TypeError` for something that is not a primitive or a name. `vn.numba.compile`
+        raises `TypeError` if Numba cannot compile the function of a rule, or if its results have
+        the wrong number, dtypes or ranks.
+
+        >>> import jax.numpy as jnp, numba, numpy as np, veneer as vn
+        >>> from jax.extend.core import Primitive
+        >>> power = Primitive("power")
+        >>> _ = power.def_abstract_eval(lambda x, *, n: x)
+        >>> @vn.numba.funcify.register(power)
+        ... def power_rule(b, x, *, n):
+        ...     @numba.njit
+        ...     def power(x):
+        ...         return x**n
+        ...     return power
+        >>> f = vn.numba.compile(lambda x: power.bind(x, n=3), np.ones(2, np.float32))
+        >>> f(np.array([1, 2], np.float32))
+        array([1., 8.], dtype=float32)
+        """
+        names = [name for target in primitives for name in _names(target)]
+
+        def decorate(rule: _F) -> _F:
+            self._rules.update(dict.fromkeys(names, rule))
             return rule
 
         return decorate
@@ -57,11 +99,36 @@ class Registry:
         )
 
 
+def _names(target: str | Primitive | Iterable[str | Primitive]) -> list[str]:
+    """Return the names of a primitive, or of a sequence of them."""
+    if isinstance(target, str):
+        return [target]
+    if isinstance(target, Primitive):
+        return [target.name]
+    if isinstance(target, Iterable):
+        return [name for item in target for name in _names(item)]
+    raise TypeError(
+        f"register takes a JAX primitive, its name, or a sequence of them, and not {target!r}"
+    )
+
+
+def is_numba_function(x: Any) -> bool:
+    """Return whether an object is a function that Numba has compiled, or will."""
+    if "numba" not in sys.modules:
+        return False
+    from numba.core.dispatcher import Dispatcher
+    from numba.np.ufunc.dufunc import DUFunc
+
+    return isinstance(x, Dispatcher | DUFunc)
+
+
 #: How a primitive is compiled: a function of a `Builder` and the operands, with the equation's
-#: parameters as keywords, that returns the result, or a list of them where there may be several.
+#: parameters as keywords. It returns an `@numba.njit` function. Our own rules return the result, or
+#: a list of the results, of which the builder writes the source.
 funcify = Registry(
     "funcify",
-    "a function of a builder, the operands and the parameters.",
+    "a function of a builder, the operands and the parameters, that returns an @numba.njit "
+    "function of the operands.",
     " Or have JAX run it, in tens of microseconds, with vn.numba.compile(..., fallback='jax').",
 )
 

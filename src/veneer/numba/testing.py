@@ -8,6 +8,7 @@ import numpy as np
 
 from .._core.transform import implicit
 from .backend.interpreted import interpreted
+from .codegen.calls import Calls
 from .compiler import compile, source_of
 from .front.graph import traced
 from .front.keys import data
@@ -49,11 +50,14 @@ def compare_numba_and_py(
     """
     expected = performed(f)(*args)
     graph, _, out_tree = traced(f, tuple(args))
-    source = source_of(graph)
+    calls = Calls()
+    source = source_of(graph, calls)
     leaves = [np.asarray(data(x)) for x in jax.tree.leaves(list(args))]
     inputs = [x.astype(v.aval.dtype) for x, v in zip(leaves, graph.inputs, strict=True)]
     before = [x.copy() for x in inputs]
-    result = jax.tree.unflatten(out_tree, interpreted(source)(*inputs))
+    results = calls.checked(interpreted(source))(*inputs)
+    results = results if isinstance(results, tuple | list) else (results,)
+    result = jax.tree.unflatten(out_tree, results)
     _assert_unchanged(inputs, before)
     assert_trees_equal(result, expected, rtol, atol, "in Python")
     if native:

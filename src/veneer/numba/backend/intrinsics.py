@@ -302,7 +302,7 @@ matrix_product = _of_words("matrix_product")
 
 
 @intrinsic
-def call_jax(typing_context, *args):
+def call_address(typing_context, *args):
     return types.int64(types.StarArgTuple(args)), _call_of_python
 
 

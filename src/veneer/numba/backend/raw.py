@@ -11,6 +11,7 @@ from numba.core.errors import TypingError
 from ...native.functions import call
 from ..codegen.program import Source
 from .intrinsics import intrinsic, llvm_type
+from .njit_functions import always_failing
 
 _kept: list[Any] = []  # what compiled code refers to by its address
 
@@ -85,7 +86,8 @@ def raw_function(source: Source, address: int, entry: Any) -> Any:
             "has no such arrays. Convert them to float32 in the function that is compiled."
         )
     _kept.append(entry)
-    table = entry.__self__
+    table = _table_without_callbacks(source, entry.__self__)
+    _kept.append(table)
     names: dict[str, Any] = {"np": np, "call": call, "address_of": address_of, "fits": fits}
     names |= {"ADDRESS": address, "TABLE": table.ctypes.data}
     for n, memory in enumerate(source.inputs):
@@ -94,6 +96,28 @@ def raw_function(source: Source, address: int, entry: Any) -> Any:
         names[f"dtype{n}"] = memory.dtype
     exec(_written(source), names)
     return njit(inspect.unwrap(names["raw"]), nogil=True)
+
+
+def _table_without_callbacks(source: Source, table: np.ndarray) -> np.ndarray:
+    """Return a table whose callbacks only fail: threads of Numba must not wait for Python's lock.
+
+    The constants are at the end of the table.
+    """
+    if not source.callbacks:
+        return table
+    table = table.copy()
+    address = np.array([always_failing().address], np.int64)
+    _kept.append(address)
+    table[[n - len(source.constants) for n in source.callbacks]] = address.ctypes.data
+    return table
+
+
+def _message_of_failure(source: Source) -> str:
+    return (
+        "a function of vn.numba.funcify raised an error, or gave an array of another shape: "
+        f"{', '.join(dict.fromkeys(source.calls))}. Call the compiled function from Python to see "
+        "the error."
+    )
 
 
 def _written(source: Source) -> str:
@@ -120,9 +144,14 @@ def _written(source: Source) -> str:
         f"    if call(ADDRESS, ({', '.join(['TABLE', *addresses])},)):",
         "        raise MemoryError('there is too little memory')",
     ]
+    if source.calls:
+        lines += [
+            f"    if not {outputs.pop()}[0]:",
+            f"        raise RuntimeError({_message_of_failure(source)!r})",
+        ]
     results = [
         name if shape else f"{name}[0]"
-        for name, shape in zip(outputs, source.output_shapes, strict=True)
+        for name, shape in zip(outputs, source.output_shapes, strict=False)
     ]
     lines.append(f"    return {', '.join(results) or '()'}")
     return "\n".join(lines)

@@ -11,12 +11,14 @@ import numpy as np
 
 from ..._jax.source_lines import user_place
 from ..front.graph import Equation, Graph, Variable, graph_of, readers
-from ..registry import FUSED, SHOWN, Unsupported, funcify
+from ..registry import FUSED, SHOWN, Unsupported, funcify, is_numba_function
 from . import storage
 from .arrays import ArrayExpr, Buffer, LazyArray, Memory, UpdatedArray, number, parts, reshaped
+from .calls import Calls
 from .fallback import Fallbacks
 from .index import Index
 from .loop_nest import LoopNest
+from .njit_rules import call_function
 from .program import ProgramDraft, Statement
 
 #: Values that cost no more are computed again by each loop that reads them.
@@ -29,12 +31,13 @@ class Builder:
     """Compiles the equations of a program one by one, by their rules.
 
     `out` is the aval of the result of the equation at hand, `outs` all of them; `primitive` is its
-    name. `fallbacks` has what JAX runs of the program, where it may run anything.
+    name. `calls` are the calls out of the program: `Fallbacks` if JAX may run what has no rule.
     """
 
-    def __init__(self, fallbacks: Fallbacks | None = None) -> None:
+    def __init__(self, calls: Calls | None = None) -> None:
         self.program = ProgramDraft()
-        self.fallbacks = fallbacks
+        self.calls = Calls() if calls is None else calls
+        self.native_functions: dict[Any, Any] = {}  # of rules that return Numba functions
         self.equation: Equation | None = None
         self._bodies: list[list[Statement]] = [self.program.statements]
         self._computed: list[dict[ArrayExpr, Buffer]] = [{}]
@@ -290,25 +293,44 @@ class Builder:
         if equation.gives_no_entries:
             return [self.buffer(aval.shape, aval.dtype) for aval in self.outs]
         if name not in funcify:
-            if self.fallbacks is not None:
-                return [*self.fallbacks.compile(self, operands)]
+            if isinstance(self.calls, Fallbacks):
+                return [*self.calls.compile(self, operands)]
             if name in SHOWN:
                 _leave_out(equation)
                 return []
             raise funcify.missing(name, equation.line)
         try:
-            results = funcify[name](self, *operands, **equation.params)
+            results = self._by_rule(funcify[name], operands)
         except Unsupported as reason:
             raise NotImplementedError(
                 f"vn.numba cannot compile {name!r} from {equation.line} with this {reason} "
                 f"Register a rule of your own with @vn.numba.funcify.register({name!r})."
             ) from reason
         results = [*results] if isinstance(results, Sequence) else [results]
+        n_outputs = len(equation.outputs)
+        if len(results) != n_outputs or not all(isinstance(x, ArrayExpr) for x in results):
+            raise TypeError(
+                f"the rule of {name!r} gave {results}, where JAX has {n_outputs} arrays. A rule "
+                "returns values of its builder, or an @numba.njit function."
+            )
         for value, variable in zip(results, equation.outputs, strict=True):
             actual, wanted = (value.shape, value.dtype), (variable.aval.shape, variable.aval.dtype)
             if actual != wanted:
                 raise TypeError(f"the rule of {name!r} gave {actual}, where JAX has {wanted}")
         return results
+
+    @property
+    def in_kernel(self) -> bool:
+        """Return whether equations are written into a kernel, where every value is a number."""
+        return self._kernel is not None
+
+    def _by_rule(self, rule: Callable[..., Any], operands: list[ArrayExpr]) -> Any:
+        """Return the results of a rule: it returns them, or a function that computes them."""
+        assert self.equation is not None
+        if is_numba_function(rule):
+            return call_function(self, rule, rule, operands)
+        results = rule(self, *operands, **self.equation.params)
+        return call_function(self, rule, results, operands) if callable(results) else results
 
     def _check(self, aval: Any) -> None:
         assert self.equation is not None

@@ -177,6 +177,9 @@ class ProgramDraft:
         self.constants: list[tuple[Memory, np.ndarray]] = []
         self.kernels: dict[Any, Function] = {}
         self.functions: dict[str, Callable[..., Any]] = {}
+        self.calls: tuple[str, ...] = ()
+        self.callbacks: list[int] = []
+        self.kept: list[Any] = []
 
     def input(self, shape: Sequence[int], dtype: Any) -> Buffer:
         """A new argument."""
@@ -230,6 +233,10 @@ class Source:
     `functions` are the kernels and, last, the one that calls them. `narrows` says that arguments of
     64 bits are taken for those of 32, as JAX did where it was traced. `key` is equal for programs
     of the same text, shapes and dtypes.
+
+    `calls` names the functions that it calls by their addresses. If there are any, the last output
+    says whether all succeeded. `callbacks` has the numbers of the constants that are addresses of
+    Python callbacks, and `kept` all objects that the constants refer to.
     """
 
     text: str
@@ -244,6 +251,9 @@ class Source:
     work_sizes: tuple[int, ...]
     narrows: bool
     key: str
+    calls: tuple[str, ...] = ()
+    callbacks: tuple[int, ...] = ()
+    kept: tuple[Any, ...] = ()
 
     def wide(self, dtype: np.dtype) -> np.dtype | None:
         """What else than arrays of a dtype is taken for them, and converted."""
@@ -305,6 +315,9 @@ def finished(program: ProgramDraft) -> Source:
         work_sizes=tuple(memory.size for memory in places.offsets),
         narrows=narrows,
         key=_key(program, places.nbytes, narrows, [*kernels, main], functions.values()),
+        calls=program.calls,
+        callbacks=tuple(program.callbacks),
+        kept=tuple(program.kept),
     )
 
 
