@@ -1,7 +1,8 @@
 """PyTensor (https://github.com/pymc-devs/pytensor): its graphs in JAX, our products in its.
 
 `to_jax` makes a JAX function of a graph, on which `vn.implicit` works. `QuantizedDot` is a product
-with a quantised matrix as an `Op`, in Python, JAX and Numba.
+with a quantised matrix as an `Op`, in Python, JAX and Numba. `jax_funcify` and `numba_funcify`
+register implementations of an `Op`, and `compare_jax_and_py` and `compare_numba_and_py` test them.
 
 Importing PyTensor's dispatch for JAX sets `jax_enable_x64`. Importing this module first does not:
 the setting stays what it was.
@@ -13,6 +14,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import jax
@@ -28,7 +30,8 @@ from ..quant.qarray import QArray
 _x64 = jax.config.values["jax_enable_x64"]  # that of the program, whatever context this is in
 try:
     import pytensor.tensor as pt
-    from pytensor.compile.mode import get_mode
+    from pytensor import function as compile_graph
+    from pytensor.compile.mode import Mode, get_mode
     from pytensor.graph.basic import Apply, Constant, Variable
     from pytensor.graph.fg import FunctionGraph
     from pytensor.graph.op import HasInnerGraph, Op
@@ -52,7 +55,15 @@ except ImportError as error:
 finally:
     jax.config.update("jax_enable_x64", _x64)
 
-__all__ = ["QuantizedDot", "quantized_dot", "to_jax"]
+__all__ = [
+    "QuantizedDot",
+    "compare_jax_and_py",
+    "compare_numba_and_py",
+    "jax_funcify",
+    "numba_funcify",
+    "quantized_dot",
+    "to_jax",
+]
 
 
 def to_jax(graph: Any, inputs: Sequence[Any] | None = None) -> Callable[..., Any]:
@@ -118,6 +129,165 @@ def to_jax(graph: Any, inputs: Sequence[Any] | None = None) -> Callable[..., Any
         return arrays[0] if is_one else tuple(arrays)
 
     return of_graph
+
+
+class _NumbaFuncify:
+    """PyTensor's `numba_funcify`, whose `register` also replaces an implementation of PyTensor's.
+
+    With PyTensor's own `register`, its linker keeps the old implementation of an `Op` that has a
+    cache key (PyTensor 3).
+
+    >>> import numba, pytensor.tensor as pt
+    >>> from pytensor.graph.basic import Apply
+    >>> from pytensor.graph.fg import FunctionGraph
+    >>> from pytensor.graph.op import Op
+    >>> from veneer.interop.pytensor import compare_numba_and_py, numba_funcify
+    >>> class Twice(Op):
+    ...     def make_node(self, x):
+    ...         return Apply(self, [x], [x.type()])
+    ...     def perform(self, node, inputs, output_storage):
+    ...         output_storage[0][0] = 2 * inputs[0]
+    >>> @numba_funcify.register(Twice)
+    ... def numba_funcify_Twice(op, node, **kwargs):
+    ...     @numba.njit
+    ...     def twice(x):
+    ...         return x + x
+    ...     return twice
+    >>> x = pt.vector("x", dtype="float64")
+    >>> _, results = compare_numba_and_py(FunctionGraph([x], [Twice()(x)]), [np.ones(2)])
+    >>> results
+    [array([2., 2.])]
+    """
+
+    def __call__(self, op: Any, node: Any = None, **kwargs: Any) -> Any:
+        return numba_dispatch.numba_funcify(op, node=node, **kwargs)
+
+    def register(
+        self, op_class: type, implementation: Callable[..., Any] | None = None
+    ) -> Callable[..., Any]:
+        """Register a function that returns the Numba implementation of an `Op`.
+
+        **Arguments:**
+
+        - `op_class`: a subclass of `Op`.
+        - `implementation`: a function of the `Op`, `node` and other keywords. It returns an
+          `@numba.njit` function, or a Python function that Numba can compile. If it is missing,
+          `register` returns a decorator.
+
+        **Returns:** the function.
+        """
+        if implementation is None:
+            return functools.partial(self.register, op_class)
+
+        # Without a cache key, PyTensor compiles each graph with this `Op` again in each process.
+        @numba_dispatch.register_funcify_and_cache_key(op_class)
+        def without_key(op: Any, **kwargs: Any) -> tuple[Callable[..., Any], None]:
+            function = implementation(op, **kwargs)
+            if isinstance(function, FunctionType):
+                function = numba_dispatch.numba_njit(inspect.unwrap(function))
+            return function, None
+
+        return implementation
+
+
+numba_funcify = _NumbaFuncify()
+
+
+def compare_jax_and_py(
+    fgraph: Any,
+    inputs: Sequence[Any],
+    test_inputs: Sequence[Any] | None = None,
+    *,
+    assert_fn: Callable[[Any, Any], Any] | None = None,
+) -> tuple[Callable[..., Any], list[Any]]:
+    """Check that a graph gives the same results in JAX, by `to_jax`, as by `Op.perform`.
+
+    **Arguments:**
+
+    - `fgraph`: a `FunctionGraph`. Or the inputs of a graph, and then `inputs` are its outputs, as
+      in later versions of PyTensor's own function.
+    - `inputs`: the values of the inputs.
+    - `test_inputs`: the values, if `inputs` are the outputs of the graph.
+    - `assert_fn`: compares a result with the expected one. By default
+      `numpy.testing.assert_allclose` with a relative tolerance of 1e-4.
+
+    **Returns:** the function under `jax.jit`, and its results.
+
+    **Raises:** `AssertionError` if values, dtypes or shapes differ. If `jax_enable_x64` is not set,
+    float64 is float32 in JAX. Else what `to_jax` raises.
+
+    >>> import numpy as np, pytensor.tensor as pt
+    >>> from pytensor.graph.fg import FunctionGraph
+    >>> from veneer.interop.pytensor import compare_jax_and_py
+    >>> x = pt.matrix("x", dtype="float32")
+    >>> fgraph = FunctionGraph([x], [pt.cumsum(x, axis=0)])
+    >>> _, results = compare_jax_and_py(fgraph, [np.ones((3, 1), np.float32)])
+    """
+    graph, values = _graph_and_values(fgraph, inputs, test_inputs)
+    in_jax = jax.jit(to_jax(graph))
+    results = list(in_jax(*values))
+    _assert_as_performed(graph, values, results, jax.dtypes.canonicalize_dtype, assert_fn)
+    return in_jax, results
+
+
+def compare_numba_and_py(
+    fgraph: Any,
+    inputs: Sequence[Any],
+    test_inputs: Sequence[Any] | None = None,
+    *,
+    assert_fn: Callable[[Any, Any], Any] | None = None,
+) -> tuple[Callable[..., Any], list[Any]]:
+    """Check that a graph gives the same results in PyTensor's Numba mode as by `Op.perform`.
+
+    **Arguments:** as for `compare_jax_and_py`.
+
+    **Returns:** the compiled function, and its results.
+
+    **Raises:** `AssertionError` if values, dtypes or shapes differ.
+
+    >>> import numpy as np, pytensor.tensor as pt
+    >>> from pytensor.graph.fg import FunctionGraph
+    >>> from veneer.interop.pytensor import compare_numba_and_py
+    >>> x = pt.matrix("x", dtype="float32")
+    >>> fgraph = FunctionGraph([x], [pt.cumsum(x, axis=0)])
+    >>> _, results = compare_numba_and_py(fgraph, [np.ones((3, 1), np.float32)])
+    """
+    graph, values = _graph_and_values(fgraph, inputs, test_inputs)
+    own = graph.clone()
+    compiled = compile_graph(own.inputs, own.outputs, mode="NUMBA")
+    results = list(compiled(*values))
+    _assert_as_performed(graph, values, results, np.dtype, assert_fn)
+    return compiled, results
+
+
+def _graph_and_values(
+    fgraph: Any, inputs: Sequence[Any], test_inputs: Sequence[Any] | None
+) -> tuple[Any, Sequence[Any]]:
+    if isinstance(fgraph, FunctionGraph):
+        if test_inputs is not None:
+            raise TypeError("a FunctionGraph has inputs of its own: give only their values")
+        return fgraph, inputs
+    if test_inputs is None:
+        raise TypeError("without a FunctionGraph, give the inputs, the outputs and the values")
+    outputs = [inputs] if isinstance(inputs, Variable) else inputs
+    return _own_graph(outputs, fgraph), test_inputs
+
+
+def _assert_as_performed(
+    graph: Any,
+    values: Sequence[Any],
+    results: Sequence[Any],
+    dtype_of: Callable[[Any], Any],
+    assert_fn: Callable[[Any, Any], Any] | None,
+) -> None:
+    own = graph.clone()
+    performed = compile_graph(own.inputs, own.outputs, mode=Mode(linker="py", optimizer=None))
+    assert_fn = assert_fn or functools.partial(np.testing.assert_allclose, rtol=1e-4)
+    for number, (result, expected) in enumerate(zip(results, performed(*values), strict=True)):
+        actual = np.asarray(result)
+        layouts = (actual.dtype, actual.shape), (dtype_of(expected.dtype), expected.shape)
+        assert layouts[0] == layouts[1], f"output {number} is {layouts[0]}, not {layouts[1]}"
+        assert_fn(result, expected)
 
 
 def _own_graph(graph: Any, inputs: Sequence[Any] | None) -> Any:
