@@ -174,7 +174,7 @@ class ProductWeight(ImplicitArray, abstract=True):
             contracting=tuple(dict.fromkeys(axes)), factors=tuple(factors) if any(factors) else None
         )
 
-    def reshaped_axes(self, sizes: Shape) -> Any:
+    def with_reshaped_axes(self, sizes: Shape) -> Any:
         """Return the weight with `contracting` and `factors` updated to a reshape to `sizes`."""
         old: list[Factors] = []
         for axis, size in enumerate(self.shape):
@@ -280,7 +280,7 @@ def _reshape(w: ProductWeight, **params: Any) -> Any:
             return jnp.broadcast_to(jnp.reshape(leaf, ()), (*leading, 1, 1)[-len(sizes) or 4 :])
         return lax.reshape(_in_full(w, leaf), sizes)
 
-    return _moved(w.reshaped_axes(sizes), "reshape", params, move)
+    return _moved(w.with_reshaped_axes(sizes), "reshape", params, move)
 
 
 @register("concatenate")

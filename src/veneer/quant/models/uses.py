@@ -132,7 +132,7 @@ class TrackedWeight(ProductWeight):
         """Return the weight with its tracks updated to moved axes."""
         return self.changed(tracks=tuple(track.moved(places, shape) for track in self.tracks))
 
-    def reshaped_axes(self, sizes: Shape) -> "TrackedWeight":
+    def with_reshaped_axes(self, sizes: Shape) -> "TrackedWeight":
         """Return the weight with its tracks updated to a reshape to `sizes`."""
         return self.changed(
             tracks=tuple(track.reshaped(self.shape, sizes) for track in self.tracks)
