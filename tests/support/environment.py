@@ -32,7 +32,5 @@ def set_defaults(environ: MutableMapping[str, str]) -> None:
     environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     # Recording the source lines of each operation takes a tenth of the compile time.
     environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
-    # Memory that is freed in one of glibc's arenas does not serve the threads of the others.
-    environ.setdefault("MALLOC_ARENA_MAX", "2")
     # The workers use all CPUs already.
     environ.setdefault("OPENBLAS_NUM_THREADS", "1")
