@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import Primitive
+from support import arrays
 from support.array_types import assert_close
 
 import veneer as vn
@@ -114,8 +115,8 @@ class Constant(ImplicitArray, warn_on_materialize=False):
         return jnp.full(self.shape, self.value, self.dtype)
 
 
-X = jnp.linspace(-1.0, 1.0, 12).reshape(3, 4)
-W = jnp.sin(jnp.arange(20.0)).reshape(4, 5)
+X = arrays.array(np.linspace(-1.0, 1.0, 12, dtype=np.float32).reshape(3, 4))
+W = arrays.array(np.sin(np.arange(20, dtype=np.float32)).reshape(4, 5))
 
 
 def codes() -> Codes:
@@ -563,35 +564,37 @@ def test_a_class_may_flatten_itself():
     assert_close(jax.jit(implicit(jnp.sin))(r), jnp.sin(jnp.ones(2)))
 
 
-TREE = {"a": codes(), "b": [jnp.ones(3), Lora(codes(), *lora_parts())]}
+@arrays.once
+def tree():
+    return {"a": codes(), "b": [jnp.ones(3), Lora(codes(), *lora_parts())]}
 
 
 def test_the_tree_functions_keep_arrays_as_leaves():
-    assert [type(x).__name__ for x in tree_leaves_with_implicit(TREE)][::2] == ["Codes", "Lora"]
-    shapes = tree_map_with_implicit(lambda x: x.shape, TREE)
+    assert [type(x).__name__ for x in tree_leaves_with_implicit(tree())][::2] == ["Codes", "Lora"]
+    shapes = tree_map_with_implicit(lambda x: x.shape, tree())
     assert shapes == {"a": (4, 5), "b": [(3,), (4, 5)]}
-    sums = tree_map_with_implicit(lambda x, y: (x.shape, y), TREE, shapes)
+    sums = tree_map_with_implicit(lambda x, y: (x.shape, y), tree(), shapes)
     assert sums["b"][1] == ((4, 5), (4, 5))
-    leaves, structure = tree_flatten_with_implicit(TREE)
-    assert jax.tree.unflatten(structure, leaves)["a"] is TREE["a"]
-    assert tree_structure_with_implicit(TREE) == structure
-    pairs, structure = tree_flatten_with_path_with_implicit(TREE)
+    leaves, structure = tree_flatten_with_implicit(tree())
+    assert jax.tree.unflatten(structure, leaves)["a"] is tree()["a"]
+    assert tree_structure_with_implicit(tree()) == structure
+    pairs, structure = tree_flatten_with_path_with_implicit(tree())
     assert [jax.tree_util.keystr(path) for path, _ in pairs] == ["['a']", "['b'][0]", "['b'][1]"]
-    paths = tree_map_with_path_with_implicit(lambda path, x: jax.tree_util.keystr(path), TREE)
+    paths = tree_map_with_path_with_implicit(lambda path, x: jax.tree_util.keystr(path), tree())
     assert paths["b"][1] == "['b'][1]"
 
 
 def test_new_is_leaf_adds_leaves():
     is_list = lambda x: isinstance(x, list)
-    leaves = tree_leaves_with_implicit(TREE, new_is_leaf=is_list)
+    leaves = tree_leaves_with_implicit(tree(), new_is_leaf=is_list)
     assert [type(x) for x in leaves] == [Codes, list]
 
 
 def test_combine_leaf_predicate_wraps_a_tree_function():
     leaves = combine_leaf_predicate(jax.tree_util.tree_leaves, lambda x: isinstance(x, list))
     assert leaves.__name__ == jax.tree_util.tree_leaves.__name__
-    assert len(leaves(TREE)) == 3
-    assert len(leaves(TREE, new_is_leaf=leaf_predicate)) == 2
+    assert len(leaves(tree())) == 3
+    assert len(leaves(tree(), new_is_leaf=leaf_predicate)) == 2
 
 
 def test_leaf_predicate_tells_implicit_arrays():
@@ -599,15 +602,15 @@ def test_leaf_predicate_tells_implicit_arrays():
 
 
 def test_one_layer_is_flattened():
-    leaves, structure = flatten_one_implicit_layer(TREE)
+    leaves, structure = flatten_one_implicit_layer(tree())
     assert [type(x) is Codes for x in leaves] == [False, False, False, True, False, False]
     again = jax.tree.unflatten(structure, leaves)
     assert type(again["b"][1]) is Lora
-    assert_close(vn.materialise(again["b"][1]), vn.materialise(TREE["b"][1]))
+    assert_close(vn.materialise(again["b"][1]), vn.materialise(tree()["b"][1]))
 
 
 def test_the_depth_counts_nested_arrays():
-    trees = ([X, 1.0], [X, codes()], TREE, Lora(Lora(codes(), *lora_parts()), *lora_parts()))
+    trees = ([X, 1.0], [X, codes()], tree(), Lora(Lora(codes(), *lora_parts()), *lora_parts()))
     assert list(map(implicit_depth, trees)) == [0, 1, 2, 3]
 
 
