@@ -253,3 +253,15 @@ def test_values_are_pickled_and_copied_after_use(name, copied):
     assert set(vars(same)) == {f.name for f in dataclasses.fields(w)}
     for one, other in zip(jax.tree.leaves(plain(same)), jax.tree.leaves(plain(w)), strict=True):
         assert (one == other).all()
+
+
+def test_a_type_found_under_a_mesh_is_not_that_without_one():
+    """JAX's types have the mesh of their context, and those of leaves need not."""
+    mesh = jax.make_mesh((1,), ("i",), (jax.sharding.AxisType.Explicit,))
+    make = lambda: vn.types.Constant(np.float32(1), (3, 3))
+    with jax.set_mesh(mesh):
+        make().aval()
+        value = make()
+        value.aval()
+    for x in (make(), value):
+        assert x.aval().sharding.mesh.empty

@@ -69,7 +69,7 @@ def with_all_frames() -> Iterator[None]:
 
 
 #: The errors by which something is refused.
-_REFUSED = (TypeError, ValueError, NotImplementedError)
+_REFUSED = (TypeError, ValueError, NotImplementedError, jax.errors.InconclusiveDimensionOperation)
 _EPS = float(jnp.finfo("float32").eps)
 
 

@@ -29,7 +29,7 @@ from .._jax.hijax import (
     print_as,
     to_staged,
 )
-from .._jax.tracing import is_eager
+from .._jax.tracing import is_eager, trace_context
 from .high import Operation, Pack, Unpack, apply, high
 from .mode import in_force
 from .operations import Apply, Jvp, Materialise, Transpose, Vjp, Vmap
@@ -68,16 +68,17 @@ def abstract_eval(*types: Any, operation: Operation) -> tuple[list[Any], Any]:
         return list(operation.type.leaves), no_effects
     if operation.result_types is not None:
         return list(operation.result_types), frozenset()
-    x64 = jax.config.jax_enable_x64  # type: ignore[attr-defined]
     is_told = current_policy() is not ALLOW  # of what happens, each time
     find = _types_of_results.__wrapped__ if is_told else _types_of_results
-    out, effects = find(operation, types, x64)
+    out, effects = find(operation, types, trace_context())
     return list(out), effects
 
 
 @lru_cache(maxsize=4096)
-def _types_of_results(operation: Operation, types: Any, x64: bool) -> tuple[tuple[Any, ...], Any]:
-    del x64  # of the key
+def _types_of_results(
+    operation: Operation, types: Any, context: Any
+) -> tuple[tuple[Any, ...], Any]:
+    del context  # part of the key: types depend on x64 and on the mesh
     result_types: list[Any] = []
 
     def on_leaves(*leaves: list[Any]) -> list[Any]:

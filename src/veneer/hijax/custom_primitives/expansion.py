@@ -14,6 +14,7 @@ import jax
 
 from ..._core.rules import forget_with_rules
 from ..._core.value import Value, is_value
+from ..._jax.tracing import trace_context
 from ..high import Operation
 from ..mode import in_force
 from ..operations import Parameters
@@ -115,8 +116,7 @@ class Expansion(Operation):
 
     def known(self, types: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
         """What there is to be known of the results, and their types, by those of the operands."""
-        x64 = jax.config.jax_enable_x64  # type: ignore[attr-defined]
-        return _known(self, types, x64)
+        return _known(self, types, trace_context())
 
     @classmethod
     def of(cls, other: "Expansion", *more: Any) -> Any:
@@ -140,8 +140,10 @@ class Expansion(Operation):
 
 
 @lru_cache(maxsize=4096)
-def _known(operation: Expansion, types: tuple[Any, ...], x64: bool) -> tuple[Any, tuple[Any, ...]]:
-    del x64  # of the key
+def _known(
+    operation: Expansion, types: tuple[Any, ...], context: Any
+) -> tuple[Any, tuple[Any, ...]]:
+    del context  # part of the key: types depend on x64 and on the mesh
     known_and_types: list[Any] = []
 
     def on_leaves(*leaves: list[Any]) -> None:
