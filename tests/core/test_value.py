@@ -255,13 +255,21 @@ def test_values_are_pickled_and_copied_after_use(name, copied):
         assert (one == other).all()
 
 
-def test_a_type_found_under_a_mesh_is_not_that_without_one():
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: vn.types.Diagonal(jnp.ones(3)),
+        lambda: vn.types.Identity(3),
+        lambda: vn.types.LowRank(jnp.ones((3, 1)), jnp.ones((1, 3))),
+        lambda: vn.types.Toeplitz(jnp.ones(3), jnp.ones(3)),
+    ],
+)
+def test_a_type_found_under_a_mesh_is_not_that_without_one(make):
     """JAX's types have the mesh of their context, and those of leaves need not."""
     mesh = jax.make_mesh((1,), ("i",), (jax.sharding.AxisType.Explicit,))
-    make = lambda: vn.types.Constant(np.float32(1), (3, 3))
+    value = make()
     with jax.set_mesh(mesh):
-        make().aval()
-        value = make()
         value.aval()
-    for x in (make(), value):
-        assert x.aval().sharding.mesh.empty
+        make().aval()
+    assert value.aval().sharding.mesh.empty
+    assert make().aval().sharding.mesh.empty
