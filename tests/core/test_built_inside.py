@@ -213,3 +213,11 @@ def test_mapping_over_the_leaves_of_a_built_array_is_rejected(make, mapped):
     with pytest.raises(ValueError, match="has too few axes") as error:
         jax.jit(vn.implicit(lambda w: mapped(make(w))))(jnp.ones((4, 4)))
     assert "may have been mapped as a tree of leaves" in error.value.__notes__[0]
+
+
+@pytest.mark.parametrize("call", [jax.jit, scanned])
+def test_a_program_of_a_lazy_operand_builds_arrays(call):
+    x = vn.types.Lazy(jnp.tanh, jnp.linspace(-1, 1, 9).reshape(3, 3))
+    f = lambda x: x + jnp.asarray(LowRank(x, jnp.ones((3, 3))) * 1.0)
+    expected = call(lambda x: x + x @ jnp.ones((3, 3)))(x.materialise())
+    assert_close(vn.materialise(vn.implicit(call(f))(x)), expected)

@@ -13,7 +13,8 @@ from jax.typing import ArrayLike
 from .._core.rules import add_rule, register
 from .._core.surface.array import ImplicitArray
 from .._core.surface.mistakes import check_fields
-from .._core.transform import implicit, redispatch
+from .._core.trace import ImplicitTrace
+from .._core.transform import implicit
 from .._core.tree import static
 from .._core.value import Value, is_value, make_dense, materialise_one
 from .._jax.primitives import Primitive, find_primitive
@@ -248,13 +249,16 @@ for _primitive in ("stop_gradient", "copy", "convert_element_type"):
 
 
 def _bind_with(primitive: Primitive, needed: Sequence[bool], operands: Sequence[Any], params: Any):
-    """Binds a primitive anew, with the lazy operands that it needs made dense."""
+    """Bind a loop or a jit again, with the lazy operands that it needs materialized.
+
+    Its program may build implicit arrays, even if all operands are dense now.
+    """
     if not any(needed):
         return NotImplemented
     ready = make_dense(primitive, [x for x, n in zip(operands, needed, strict=True) if n])
     dense = iter(ready)
     operands = [next(dense) if n else x for x, n in zip(operands, needed, strict=True)]
-    return redispatch(lambda *xs: primitive.bind(*xs, **params), *operands)
+    return ImplicitTrace.run(lambda *xs: primitive.bind(*xs, **params), operands)
 
 
 def _loop(name: str) -> None:
