@@ -265,7 +265,7 @@ def test_values_are_pickled_and_copied_after_use(name, copied):
     ],
 )
 def test_a_type_found_under_a_mesh_is_not_that_without_one(make):
-    """JAX's types have the mesh of their context, and those of leaves need not."""
+    """JAX computes types with the mesh of the context, which leaves may not have."""
     mesh = jax.make_mesh((1,), ("i",), (jax.sharding.AxisType.Explicit,))
     value = make()
     with jax.set_mesh(mesh):

@@ -9,8 +9,12 @@ import pytest
 from pytensor.graph.basic import Apply
 from pytensor.graph.fg import FunctionGraph
 from pytensor.graph.op import Op
-from pytensor.ifelse import ifelse
 from pytensor.tensor.extra_ops import CumOp
+
+try:
+    from pytensor.conditional.op import ifelse
+except ImportError:  # PyTensor before 3.3
+    from pytensor.ifelse import ifelse
 
 from veneer.interop import pytensor as interop
 from veneer.interop.pytensor import (

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from .._jax.primitives import Primitive
 from .._jax.source_lines import user_line
-from .._jax.tracing import trace_context, vary_as
+from .._jax.tracing import mesh_of, vary_as
 from .leaf_axes import Axes, Movement, are_axes, partition
 from .policy import ALLOW, note_materialised, policy_in_force
 from .surface.event import Operands, Source
@@ -117,10 +117,10 @@ class Value(Shown):
 
     def aval(self) -> jax.core.ShapedArray:
         """The shape and dtype stood for, found from `materialise` unless a type states it."""
-        context = trace_context()
+        x64 = jax.config.jax_enable_x64  # type: ignore[attr-defined]
         cached = get_cached(self, "_aval")
-        if cached is None or cached[0] != context:
-            cached = context, _aval_of_materialise(self, context)
+        if cached is None or cached[0] != x64:
+            cached = x64, _aval_of_materialise(self, x64)
             object.__setattr__(self, "_aval", cached)
         return cached[1]
 
@@ -409,10 +409,10 @@ def _summary(x: Any) -> str:
     return repr(x)
 
 
-def _aval_of_materialise(value: Value, context: Any) -> jax.core.ShapedArray:
+def _aval_of_materialise(value: Value, x64: bool) -> jax.core.ShapedArray:
     leaves, treedef = jax.tree.flatten(value)
     try:
-        return _find_aval(treedef, tuple(map(jax.typeof, leaves)), context)
+        return _find_aval(treedef, tuple(map(jax.typeof, leaves)), x64)
     except Exception as error:
         refuse_derivatives(value, error)
         check_fields(value, error)
@@ -425,8 +425,7 @@ def _aval_of_materialise(value: Value, context: Any) -> jax.core.ShapedArray:
 
 
 @lru_cache(maxsize=4096)
-def _find_aval(treedef: Any, leaves: Any, context: Any) -> jax.core.ShapedArray:
-    del context  # part of the key: types depend on x64 and on the mesh
+def _find_aval(treedef: Any, leaves: Any, _x64: bool) -> jax.core.ShapedArray:
 
     def dense(*leaves: Any) -> Any:
         value = jax.tree.unflatten(treedef, leaves)
@@ -435,5 +434,6 @@ def _find_aval(treedef: Any, leaves: Any, context: Any) -> jax.core.ShapedArray:
         return vary_as(leaves, found)
 
     # Not by eval_shape, whose result has lost the mesh that it is sharded over.
-    (aval,) = jax.make_jaxpr(dense)(*leaves).out_avals
+    with jax.sharding.use_abstract_mesh(mesh_of(leaves)):  # that of the context is not in the key
+        (aval,) = jax.make_jaxpr(dense)(*leaves).out_avals
     return aval

@@ -12,6 +12,7 @@ from jax._src.interpreters import ad
 from jax._src.interpreters.batching import BatchTracer
 from jax._src.interpreters.partial_eval import DynamicJaxprTrace, DynamicJaxprTracer
 from jax._src.lax.parallel import insert_collective_pvary
+from jax._src.mesh import empty_abstract_mesh
 
 from .primitives import find_primitive
 
@@ -160,6 +161,12 @@ _pvary_p = find_primitive("pvary")
 def varying_axes(*arrays: Any) -> frozenset[str]:
     """The manual mesh axes along which one of the arrays in a shard_map may differ, by its type."""
     return frozenset[str]().union(*(jax.typeof(x).mat.varying for x in arrays))
+
+
+def mesh_of(types: Sequence[Any]) -> Any:
+    """Return the mesh of the first type that has one, or the empty mesh."""
+    meshes = [type.sharding.mesh for type in types if isinstance(type, core.ShapedArray)]
+    return next((mesh for mesh in meshes if not mesh.empty), empty_abstract_mesh)
 
 
 def abstract_array(aval: Any) -> Any:

@@ -30,7 +30,6 @@ def refuse_part(value: Value) -> None:
 
 
 def _check_mapped_leaves(value: Value) -> None:
-    """Check the fields of a value whose leaves a transformation may have mapped."""
     if any(map(is_value, jax.tree.leaves(value, is_leaf=lambda x: x is not value and is_value(x)))):
         return
     try:
@@ -39,9 +38,8 @@ def _check_mapped_leaves(value: Value) -> None:
     except Exception as error:  # whatever a class raises
         refuse_leaves([value], error)
         error.add_note(
-            f"This {type(value).__name__} may have been mapped as a tree of leaves by jax.vmap, "
-            "jax.lax.scan or jax.lax.map. To map the array, call the function that has it as an "
-            "argument under vn.implicit."
+            f"This {type(value).__name__} may have been mapped as a tree of leaves. To map the "
+            "array, call the function that has it as an argument under vn.implicit."
         )
         raise
 
