@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export, lax
+from support.annotations import unless_checked
 from support.array_types import MAKERS, Lora, OneHot, Tagged, assert_close, lora
 from support.every_type import value
 
@@ -283,6 +284,7 @@ CACHE_USES = {
 }
 
 
+@unless_checked  # a symbolic size is no int
 @pytest.mark.parametrize("use", CACHE_USES)
 @pytest.mark.parametrize("qtype", ["int8", "uint4", "nf4"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
