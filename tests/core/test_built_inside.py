@@ -221,3 +221,38 @@ def test_a_program_of_a_lazy_operand_builds_arrays(call):
     f = lambda x: x + jnp.asarray(LowRank(x, jnp.ones((3, 3))) * 1.0)
     expected = call(lambda x: x + x @ jnp.ones((3, 3)))(x.materialise())
     assert_close(vn.materialise(vn.implicit(call(f))(x)), expected)
+
+
+class Doubled(vn.ImplicitArray):
+    """An array whose check assigns a field, and would double it again."""
+
+    x: jax.Array
+
+    def __post_init__(self):
+        object.__setattr__(self, "x", self.x * 2)
+
+    def materialise(self):
+        return self.x
+
+
+class NotNegative(vn.ImplicitArray):
+    """An array whose check needs its values."""
+
+    x: jax.Array
+
+    def __post_init__(self):
+        if bool((self.x < 0).any()):
+            raise ValueError("negative")
+
+    def materialise(self):
+        return self.x
+
+
+@pytest.mark.parametrize("transform", [jax.jit, vn.implicit, lambda f: jax.jit(vn.implicit(f))])
+@pytest.mark.parametrize("use", [lambda x: x + 1, lambda x: x.sum() + x])
+def test_checks_of_a_class_run_on_no_traced_operand(use, transform):
+    doubled, other = Doubled(jnp.ones(3)), NotNegative(jnp.ones(3))
+    assert_close(vn.materialise(transform(use)(doubled)), use(2 * jnp.ones(3)))
+    assert_close(vn.materialise(transform(use)(other)), use(jnp.ones(3)))
+    built = transform(lambda s: jnp.asarray(use(Doubled(s) * 1.0)))
+    assert_close(jax.jit(built)(jnp.ones(3)), use(2 * jnp.ones(3)))

@@ -257,13 +257,13 @@ def stands_for(tree: Any, leaves: tuple[jax.ShapeDtypeStruct, ...]) -> tuple[int
     """
     try:
         with suppress(*DEFECTS):
-            jax.eval_shape(partial(_check, tree), *leaves)
+            jax.eval_shape(partial(check_structure, tree), *leaves)
         return jax.tree.unflatten(tree, leaves).aval().shape
     except Exception:  # whatever a type's own code raises on leaves that make no sense to it
         return None
 
 
-def _check(tree: Any, *leaves: Any) -> None:
+def check_structure(tree: Any, *leaves: Any) -> None:
     values = [jax.tree.unflatten(tree, leaves)]
     for value in values:
         values += filter(is_value, jax.tree.leaves(value, is_leaf=is_part(value)))
@@ -426,7 +426,6 @@ def _aval_of_materialise(value: Value, x64: bool) -> jax.core.ShapedArray:
 
 @lru_cache(maxsize=4096)
 def _find_aval(treedef: Any, leaves: Any, _x64: bool) -> jax.core.ShapedArray:
-
     def dense(*leaves: Any) -> Any:
         value = jax.tree.unflatten(treedef, leaves)
         found = materialise_one(value)
@@ -434,6 +433,7 @@ def _find_aval(treedef: Any, leaves: Any, _x64: bool) -> jax.core.ShapedArray:
         return vary_as(leaves, found)
 
     # Not by eval_shape, whose result has lost the mesh that it is sharded over.
-    with jax.sharding.use_abstract_mesh(mesh_of(leaves)):  # that of the context is not in the key
+    # The key of the cache has the mesh of the leaves, and not the mesh of the context.
+    with jax.sharding.use_abstract_mesh(mesh_of(leaves)):
         (aval,) = jax.make_jaxpr(dense)(*leaves).out_avals
     return aval

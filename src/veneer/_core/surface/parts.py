@@ -6,14 +6,23 @@ And those of which a part is differentiated by, though nobody chose it.
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import jax
 
 from ..._jax.source_lines import user_place
 from ..._jax.tracing import is_differentiated, is_eager
-from ..tree import checks_of
-from ..value import Value, describe, is_value, is_whole
+from ..value import (
+    DEFECTS,
+    Value,
+    check_structure,
+    describe,
+    is_value,
+    is_whole,
+    stands_for,
+)
 from .mistakes import refuse_derivatives
 
 
@@ -30,11 +39,17 @@ def refuse_part(value: Value) -> None:
 
 
 def _check_mapped_leaves(value: Value) -> None:
-    if any(map(is_value, jax.tree.leaves(value, is_leaf=lambda x: x is not value and is_value(x)))):
+    """Run the checks of a class on a copy without data: they may need data, or assign fields."""
+    leaves, tree = jax.tree.flatten(value, is_leaf=lambda x: x is not value and is_value(x))
+    if not all(hasattr(x, "shape") and hasattr(x, "dtype") and not is_value(x) for x in leaves):
         return
+    avals = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
+    with suppress(TypeError):  # metadata that cannot be hashed is refused elsewhere
+        if stands_for(tree, avals) is not None:
+            return
     try:
-        for check in checks_of(value):
-            check()
+        with suppress(*DEFECTS):
+            jax.eval_shape(partial(check_structure, tree), *avals)
     except Exception as error:  # whatever a class raises
         refuse_leaves([value], error)
         error.add_note(
