@@ -130,9 +130,9 @@ class _StatedShape(typing.NamedTuple):
 
 
 class _ShapeOrDtype:
-    """The attribute `shape` or `dtype`: what a caller stated, or what follows from `materialize`.
+    """The attribute `shape` or `dtype`, stated by a caller or derived from `materialize`.
 
-    `__dict__` has only what was stated, so derived shapes cannot go stale when JAX slices leaves.
+    `__dict__` has only stated values, so derived shapes cannot go stale when JAX slices leaves.
     """
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -277,7 +277,7 @@ class ImplicitArray(_Fields, _CoreArray, OrginArray, abstract=True):  # type: ig
     default_shape: ClassVar[Sequence[int] | None] = None
     default_dtype: ClassVar[Any] = None
 
-    # The results of eformer's rules may have other dtypes than those of the primitive.
+    # eformer's rules may return other dtypes than the primitive does.
     keeps_dtypes: ClassVar[bool] = False
     default_precedence: ClassVar[int] = -2  # a type that says more about a fallback goes first
 

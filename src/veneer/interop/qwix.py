@@ -61,7 +61,7 @@ def quantize(
       axis that a tile takes.
     - `calibration_method`: `"absmax"`, `"minmax"`, `"rms,7"`, `"fixed,-10,10"`, or another method
       of `veneer.quant.quantize`.
-    - `scale_dtype`: the dtype of the scale and of the represented array. None is that of `array`.
+    - `scale_dtype`: the dtype of the scale and of the represented array. By default, `array.dtype`.
 
     **Returns:** a `QArray` of the shape of `array`.
 

@@ -105,8 +105,7 @@ def mixes_with_outer(trace: Any, tracers: Sequence[Any]) -> bool:
 def _traces_in_implicit(trace: Any) -> list[Any]:
     """Return the enclosing traces whose dense-looking tracers may be implicit in an outer call.
 
-    These are the traces inside an `implicit` call that holds implicit arrays, such as that of a
-    `jit` body. The walk outwards stops at `_staged_program` and at a call with a filter.
+    Such a trace, as of a `jit` body, lies inside an `implicit` call that holds implicit arrays. The walk outwards stops at `_staged_program` and at a call with a filter.
     """
     inside: list[Any] = []
     not_yet: list[Any] = []

@@ -121,7 +121,7 @@ class NativeFunction:
         return accepted
 
     def _returned(self) -> tuple[bool, Any]:
-        """Compile the function. Return whether it writes to its operands, and what it returns."""
+        """Compile the function. Return whether it writes to its operands, and its result types."""
         for writes in (False, True):
             arguments = tuple(_type_of(layout, not writes) for layout in self._operands)
             try:
