@@ -105,7 +105,8 @@ def mixes_with_outer(trace: Any, tracers: Sequence[Any]) -> bool:
 def _traces_in_implicit(trace: Any) -> list[Any]:
     """Return the enclosing traces whose dense-looking tracers may be implicit in an outer call.
 
-    Such a trace, as of a `jit` body, lies inside an `implicit` call that holds implicit arrays. The walk outwards stops at `_staged_program` and at a call with a filter.
+    Such a trace, as of a `jit` body, lies inside an `implicit` call that holds implicit arrays. The
+    walk outwards stops at `_staged_program` and at a call with a filter.
     """
     inside: list[Any] = []
     not_yet: list[Any] = []
