@@ -36,7 +36,7 @@ try:
     from pytensor.graph.fg import FunctionGraph
     from pytensor.graph.op import HasInnerGraph, Op
     from pytensor.graph.traversal import ancestors, graph_inputs
-    from pytensor.link.jax.dispatch import jax_funcify
+    from pytensor.link.jax import dispatch as jax_dispatch
     from pytensor.link.jax.dispatch.basic import jax_typify
     from pytensor.link.numba.dispatch import basic as numba_dispatch
     from pytensor.link.utils import fgraph_to_python
@@ -64,6 +64,10 @@ __all__ = [
     "quantized_dot",
     "to_jax",
 ]
+
+# An assignment, so that the site documents the name where PyTensor is not installed.
+jax_funcify = jax_dispatch.jax_funcify
+"""PyTensor's `jax_funcify`: `@jax_funcify.register(Op)` registers an implementation for JAX."""
 
 
 def to_jax(graph: Any, inputs: Sequence[Any] | None = None) -> Callable[..., Any]:
