@@ -1,36 +1,23 @@
-"""The public names of Quax 0.4.6, on our core: `import veneer.interop.quax as quax`.
-
-Types, rules and functions written for Quax (https://github.com/nstarman/quax) run as they are. To
-have other packages that import it (`quaxed`, `unxt`) run on our core as well, let this module stand
-in for Quax before they are imported:
-
-    import sys
-    import veneer.interop.quax
-
-    sys.modules["quax"] = veneer.interop.quax
-    import unxt
-
-What differs from Quax: a rule is chosen by the classes of the operands, never by a class's own
-`__instancecheck__`; a rule for dense operands alone is never asked; where two rules tie, the error
-is `veneer.AmbiguousLookupError`; and `quax.examples` is not here.
-"""
+"""Quax's core: `Value`, `ArrayValue`, `quaxify` and `register`, on ours."""
 
 import abc
 import functools
 import inspect
 import itertools
+import sys
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from jax.core import ShapedArray
 from jax.typing import ArrayLike
 
-from .._core.rules import add_rule
-from .._core.surface.array import Shaped
-from .._core.transform import FilterSpec, implicit, redispatch
-from .._core.value import Value as _CoreValue
-from .._jax.primitives import Primitive, find_primitive, inlines_early, jaxpr_as_fun
+from ..._core import rules
+from ..._core.rules import add_rule
+from ..._core.surface.array import Shaped
+from ..._core.transform import FilterSpec, implicit, redispatch
+from ..._core.value import Value as _CoreValue
+from ..._jax.primitives import Primitive, find_primitive, inlines_early, jaxpr_as_fun
 
 try:
     import equinox as eqx
@@ -39,9 +26,6 @@ except ImportError as error:
         "types of Quax's kind are equinox modules, which need the extra: "
         "pip install 'veneer[interop]'"
     ) from error
-
-__all__ = ["ArrayValue", "Value", "quaxify", "register"]
-__version__ = "0.4.6"  # of Quax
 
 _F = TypeVar("_F", bound=Callable)
 
@@ -101,6 +85,33 @@ class ArrayValue(Shaped, Value):
         """The dense array. May raise, to refuse whatever has no rule."""
 
 
+class AmbiguousLookupError(rules.AmbiguousLookupError, LookupError):
+    """Two rules fit the operands, and neither is more specific than the other.
+
+    If plum is imported, `except plum.AmbiguousLookupError` catches the errors that quaxified
+    functions raise, as with Quax. `veneer.AmbiguousLookupError` is a base too.
+    """
+
+    # Not those of plum's class, which show what plum raised.
+    __str__ = Exception.__str__
+    __repr__ = Exception.__repr__
+
+
+def _as_plums(error: rules.AmbiguousLookupError) -> AmbiguousLookupError:
+    message = str(error).replace("two calls of implicit", "two calls of quaxify")
+    # Importing plum takes a quarter of a second. Whoever catches its error has imported it.
+    plum = sys.modules.get("plum")
+    if plum is None:
+        return AmbiguousLookupError(message)
+    return _with_base(plum.AmbiguousLookupError)(message)
+
+
+@functools.cache
+def _with_base(base: type[Exception]) -> type[AmbiguousLookupError]:
+    name = AmbiguousLookupError.__name__
+    return type(name, (AmbiguousLookupError, base), {"__module__": __name__})
+
+
 class _Quaxified(eqx.Module):
     """`implicit` of a function, with the function's own leaves."""
 
@@ -117,7 +128,12 @@ class _Quaxified(eqx.Module):
         return self.fn
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return implicit(self.fn, self.filter_spec)(*args, **kwargs)
+        try:
+            return implicit(self.fn, self.filter_spec)(*args, **kwargs)
+        except AmbiguousLookupError:  # of a quaxified function within this one
+            raise
+        except rules.AmbiguousLookupError as error:
+            raise _as_plums(error).with_traceback(error.__traceback__) from None
 
     def __get__(self, instance: Any, owner: Any) -> Any:
         return self if instance is None else eqx.Partial(self, instance)
@@ -160,6 +176,18 @@ def register(primitive: Primitive, /, *, precedence: int = 0) -> Callable[[_F], 
         return rule
 
     return add
+
+
+def with_operands(rule: Callable, kinds: Sequence[Any]) -> Callable:
+    """Return a rule `(*operands, **params)` that says of what types its operands are."""
+    parameter = inspect.Parameter
+    operands = [
+        parameter(f"x{i}", parameter.POSITIONAL_ONLY, annotation=kind)
+        for i, kind in enumerate(kinds)
+    ]
+    params = parameter("params", parameter.VAR_KEYWORD)
+    rule.__signature__ = inspect.Signature([*operands, params])  # type: ignore[attr-defined]
+    return rule
 
 
 def _declining(rule: Callable) -> Callable | None:
