@@ -73,7 +73,7 @@ def _is_zero(name: str, *kinds: Any) -> None:
         out = _result(primitive, operands, params)
         return Zero(out.shape, out.dtype)
 
-    register(primitive)(with_operands(rule, kinds))
+    register(primitive, precedence=1)(with_operands(rule, kinds))  # before a tie with any type
 
 
 for _name in (*LINEAR, *NONLINEAR, "convert_element_type"):
@@ -93,17 +93,17 @@ def _other_operand(primitive: Primitive, x: Any, operands: Any, params: dict[str
     return redispatch(lambda x: jnp.broadcast_to(x, out.shape).astype(out.dtype), x)
 
 
-@register(lax.add_p)
+@register(lax.add_p, precedence=1)
 def _(x: _Other, y: Zero, **params: Any) -> Any:
     return _other_operand(lax.add_p, x, (x, y), params)
 
 
-@register(lax.add_p)
+@register(lax.add_p, precedence=1)
 def _(x: Zero, y: _Other, **params: Any) -> Any:
     return _other_operand(lax.add_p, y, (x, y), params)
 
 
-@register(lax.sub_p)
+@register(lax.sub_p, precedence=1)
 def _(x: _Other, y: Zero, **params: Any) -> Any:
     return _other_operand(lax.sub_p, x, (x, y), params)
 
