@@ -5,8 +5,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jaxtyping import Array, PRNGKeyArray, PyTree, Shaped
+from jax import Array, lax
 
 from .... import types
 from .delegation import Delegating, RefusesToMaterialise, delegate
@@ -33,21 +32,21 @@ class LoraArray(Delegating):
     [4.0, 4.0, 4.0]
     """
 
-    _w: Shaped[Array, "*batch x y"]
-    a: Shaped[Array, "*batch x z"]
-    b: Shaped[Array, "*batch z y"]
+    _w: Any  # [*batch, x, y]
+    a: Array  # [*batch, x, rank]
+    b: Array  # [*batch, rank, y]
     stop_gradient: bool = eqx.field(static=True)
     allow_materialise: bool = eqx.field(static=True)
 
     def __init__(
         self,
-        weight: Shaped[Array, "*batch x y"],
+        weight: Any,
         *,
         rank: int,
         scale: float = 0.01,
         allow_materialise: bool = False,
         stop_gradient: bool = True,
-        key: PRNGKeyArray,
+        key: Array,
     ):
         """**Arguments:**
 
@@ -89,14 +88,14 @@ delegate(LoraArray, ["dot_general"])
 
 
 def loraify(
-    model: PyTree,
+    model: Any,
     *,
     rank: int,
     scale: float = 0.01,
     allow_materialise: bool = False,
     stop_gradient: bool = True,
-    key: PRNGKeyArray,
-) -> PyTree:
+    key: Array,
+) -> Any:
     """Return a model whose `equinox.nn.Linear` layers have `LoraArray`s as weights.
 
     The arguments are those of `LoraArray`. Each layer has a key of its own.

@@ -1,6 +1,7 @@
 """`NamedArray`, `Axis` and `trace`, as in `quax.examples.named`."""
 
 import dataclasses
+import itertools
 from typing import Any, Generic, TypeVar
 
 import equinox as eqx
@@ -12,7 +13,6 @@ from jaxtyping import ArrayLike
 from ...._core.transform import redispatch
 from ...._core.value import Value
 from ...._jax.primitives import Primitive
-from ....types.labels.axis_names import LAWS, Axes
 from ..core import ArrayValue, register
 
 __all__ = ["Axis", "NamedArray", "trace"]
@@ -146,8 +146,11 @@ def _(x: NamedArray, y: NamedArray, *, dimension_numbers: Any, **params: Any) ->
                     f"Cannot {verb} mismatched dimensions: axis {i} of {x.axes} meets axis {j} "
                     f"of {y.axes}."
                 )
-    operands: list[Any] = [Axes(v.axes, v.aval().shape) for v in (x, y)]  # type: ignore[arg-type]
-    return NamedArray(out, LAWS["dot_general"](*operands, dimension_numbers=dimension_numbers))
+    axes = [x.axes[i] for i, _ in pairs[1]]
+    for side, operand in enumerate((x, y)):
+        used = {pair[side] for pair in itertools.chain(*pairs)}
+        axes += [axis for i, axis in enumerate(operand.axes) if i not in used]
+    return NamedArray(out, tuple(axes))
 
 
 def trace(

@@ -7,9 +7,8 @@ from typing import Any, TypeVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float, Inexact, Integer, UInt, UInt32
 
 from ...._core.rules import register as register_ours
 from ...._core.surface.array import ImplicitArray
@@ -33,7 +32,7 @@ class PRNG(ArrayValue):
         )
 
     @abc.abstractmethod
-    def random_bits(self, bit_width: int, shape: tuple[int, ...]) -> UInt[Array, "..."]:
+    def random_bits(self, bit_width: int, shape: tuple[int, ...]) -> Array:
         """Return random bits, unsigned integers of a width and shape."""
 
     @abc.abstractmethod
@@ -54,9 +53,9 @@ class ThreeFry(PRNG):
     True
     """
 
-    value: UInt32[Array, "*batch 2"]
+    value: Array  # uint32[*batch, 2]
 
-    def __init__(self, seed: Integer[ArrayLike, ""]):
+    def __init__(self, seed: ArrayLike):
         self.value = jax.random.key_data(jax.random.key(seed, impl=_IMPL))
 
     def aval(self) -> jax.core.ShapedArray:
@@ -66,7 +65,7 @@ class ThreeFry(PRNG):
     def _typed(self) -> Any:
         return jax.random.wrap_key_data(self.value, impl=_IMPL)
 
-    def random_bits(self, bit_width: int, shape: tuple[int, ...]) -> UInt[Array, "..."]:
+    def random_bits(self, bit_width: int, shape: tuple[int, ...]) -> Array:
         """Return random bits, as `jax.random.bits` draws them."""
         return jax.random.bits(self._typed(), shape, f"uint{bit_width}")
 
@@ -103,13 +102,13 @@ def uniform(
     dtype: Any = float,
     minval: ArrayLike = 0.0,
     maxval: ArrayLike = 1.0,
-) -> Float[Array, "..."]:
+) -> Array:
     """Draw from `[minval, maxval)` as `jax.random.uniform` does, by the bits of a `PRNG`."""
     draw = lambda key: jax.random.uniform(key, shape, dtype, minval, maxval)
     return redispatch(draw, _AsTypedKey(key))
 
 
-def normal(key: PRNG, shape: tuple[int, ...] = (), dtype: Any = float) -> Inexact[Array, "..."]:
+def normal(key: PRNG, shape: tuple[int, ...] = (), dtype: Any = float) -> Array:
     """Draw from the normal distribution as `jax.random.normal` does, by the bits of a `PRNG`.
 
     **Raises:** `ValueError` for a dtype that is neither float nor complex.

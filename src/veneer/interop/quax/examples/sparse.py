@@ -5,9 +5,8 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.typing import ArrayLike
-from jaxtyping import Array, Integer, Shaped
 
 from .... import types
 from ...._core.transform import redispatch
@@ -48,15 +47,15 @@ class BCOO(Delegating):
     [0.0, 6.0]
     """
 
-    data: Shaped[Array, "*batch nse"]
-    indices: Integer[Array, "*batch nse n_sparse"]
+    data: Array  # [*batch, nse]
+    indices: Array  # int[*batch, nse, n_sparse]
     _shape: tuple[int, ...] = eqx.field(static=True)
     allow_materialise: bool = eqx.field(static=True)
 
     def __init__(
         self,
-        data: Shaped[Array, "*batch nse"],
-        indices: Integer[Array, "*batch nse n_sparse"],
+        data: Array,
+        indices: Array,
         shape: tuple[int, ...],
         allow_materialise: bool = False,
     ):

@@ -4,7 +4,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
-from jaxtyping import Array, Shaped
+from jax import Array
 
 from .... import types
 from .delegation import Delegating, RefusesToMaterialise, delegate
@@ -44,9 +44,9 @@ class TridiagonalMatrix(Delegating):
     [1.0, 4.0, 5.0]
     """
 
-    lower_diag: Shaped[Array, "*batch size"]
-    main_diag: Shaped[Array, "*batch size+1"]
-    upper_diag: Shaped[Array, "*batch size"]
+    lower_diag: Array  # [*batch, n - 1]
+    main_diag: Array  # [*batch, n]
+    upper_diag: Array  # [*batch, n - 1]
     allow_materialise: bool = eqx.field(default=False, static=True)
 
     def __check_init__(self) -> None:
