@@ -1,5 +1,8 @@
 """`LoraArray` and `loraify`, as in `quax.examples.lora`."""
 
+# Equinox lets `__init__` assign the fields of a frozen module.
+# mypy: disable-error-code="misc"
+
 from typing import Any
 
 import equinox as eqx

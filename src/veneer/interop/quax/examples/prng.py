@@ -1,5 +1,8 @@
 """Random keys, as in `quax.examples.prng`."""
 
+# Equinox lets `__init__` assign the fields of a frozen module.
+# mypy: disable-error-code="misc"
+
 import abc
 from collections.abc import Sequence
 from typing import Any, TypeVar

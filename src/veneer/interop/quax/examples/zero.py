@@ -1,5 +1,8 @@
 """`Zero`, as in `quax.examples.zero`: zeros that are known when a program is traced."""
 
+# Equinox lets `__init__` assign the fields of a frozen module.
+# mypy: disable-error-code="misc"
+
 from functools import partial
 from typing import Any
 

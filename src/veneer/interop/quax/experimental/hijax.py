@@ -5,6 +5,9 @@ JAX functions run on it by rules, and the leaf has a type of its own in jaxprs, 
 cotangents of the types that it states. The names of hijax are here too, in every version of JAX.
 """
 
+# Equinox lets `__init__` assign the fields of a frozen module.
+# mypy: disable-error-code="misc"
+
 import inspect
 import itertools
 from collections.abc import Callable, Mapping
