@@ -30,6 +30,11 @@ class Length(metaclass=LengthMeta):
 
 
 @dataclass(frozen=True)
+class LeadingAxis(hijax.MappingSpec):
+    """How `jax.vmap` maps a `Length`: along the first axis."""
+
+
+@dataclass(frozen=True)
 class LengthType(hijax.HiType):
     shape: tuple[int, ...]
     dtype: Any
@@ -55,6 +60,15 @@ class LengthType(hijax.HiType):
 
     def vspace_add(self, x, y):
         return x if y is None else add(x, y)
+
+    def dec_rank(self, size, spec):
+        return LengthType(self.shape[1:], self.dtype, self.power)
+
+    def inc_rank(self, size, spec):
+        return LengthType((size, *self.shape), self.dtype, self.power)
+
+    def leading_axis_spec(self):
+        return LeadingAxis()
 
     def str_short(self, short_dtypes=False, **kwargs):
         return f"m{self.power}[{','.join(map(str, self.shape))}]"
@@ -114,6 +128,11 @@ class Add(Operation):
 
 class Mul(Operation):
     compute = staticmethod(jnp.multiply)
+
+    def batch(self, axis_data, xs, axes):
+        if not all(isinstance(axis, LeadingAxis) for axis in axes):
+            raise NotImplementedError
+        return mul(*xs), LeadingAxis()
 
     def vjp_bwd_retval(self, xs, g):
         x, y = xs
@@ -237,6 +256,38 @@ def test_a_cotangent_has_the_type_that_the_hijax_type_states(x, wrap_in):
     g = wrap_in(jax.grad(loss))(x)
     assert g.power == -1
     assert_close(g.leaf.array, 2 * x.leaf.array)
+
+
+def test_vmap_inside_and_outside_agree():
+    rows = Meters(arrays.arange(6.0).reshape(3, 2))
+    square = lambda x: x * x
+    inside = quax.quaxify(jax.vmap(square))(rows)
+    axes = {"in_axes": LeadingAxis(), "out_axes": LeadingAxis(), "axis_size": 3}
+    outside = jax.vmap(quax.quaxify(square), **axes)(rows)
+    for out in (inside, outside):
+        assert out.power == 2
+        assert_close(out.leaf.array, rows.leaf.array**2)
+
+
+# Programs of a value x that give 4 * x, by an addition of two values.
+PROGRAMS = {
+    "scan": lambda add, x: lax.scan(lambda c, _: (add(c, x), None), x, length=3)[0],
+    "fori_loop": lambda add, x: lax.fori_loop(0, 3, lambda _, c: add(c, x), x),
+    "while_loop": lambda add, x: lax.while_loop(
+        lambda c: c[0] < 3, lambda c: (c[0] + 1, add(c[1], x)), (0, x)
+    )[1],
+    "cond": lambda add, x: lax.cond(True, lambda x: add(add(x, x), add(x, x)), lambda x: x, x),
+    "jit": lambda add, x: jax.jit(lambda x: add(add(x, x), add(x, x)))(x),
+}
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_carry_a_value_of_hijax(name, inside, x):
+    plain, f = (lambda x, y: x + y), PROGRAMS[name]
+    out = quax.quaxify(lambda x: f(plain, x))(x) if inside else f(quax.quaxify(plain), x)
+    assert (type(out), out.power) == (Meters, 1)
+    assert_close(out.leaf.array, 4 * x.leaf.array)
 
 
 def test_without_a_rule_materialising_is_refused(x):

@@ -145,7 +145,8 @@ def _fixed_point(
 def _strong(leaf: Any) -> Any:
     """A leaf of no weak type, which a loop's carry would lose on its first turn."""
     aval = jax.typeof(leaf)
-    return jax.lax.convert_element_type(leaf, aval.dtype) if aval.weak_type else leaf
+    weak = getattr(aval, "weak_type", False)  # a leaf of hijax has a type of its own
+    return jax.lax.convert_element_type(leaf, aval.dtype) if weak else leaf
 
 
 def meeting(what: str, one: Typed, other: Typed, tried: Any = None) -> Any:
