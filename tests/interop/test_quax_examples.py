@@ -118,6 +118,8 @@ def test_lora_multiplies_types_that_it_does_not_know():
     )
     dense = vn.materialise(lora_array(allow_materialise=True))
     assert_close(nested(w, a), dense @ vn.materialise(allowing(a)))
+    d = vn.types.Diagonal(arrays.arange(4.0))
+    assert_close(vn.materialise(quax.quaxify(jnp.matmul)(w, d)), dense @ vn.materialise(d))
 
 
 def allowing(a):
@@ -372,6 +374,17 @@ def test_a_tridiagonal_matrix_checks_its_diagonals():
         structured_matrices.TridiagonalMatrix(jnp.ones(2), jnp.ones(2), jnp.ones(2))
     with pytest.raises(ValueError, match="one dtype"):
         structured_matrices.TridiagonalMatrix(jnp.ones(1), jnp.ones(2, int), jnp.ones(1))
+
+
+@pytest.mark.parametrize("make", [coo, tridiagonal, lora_array])
+@pytest.mark.parametrize("wrap", [lambda f: f, eqx.filter_jit], ids=["eager", "jit"])
+def test_derivatives_by_leaves_agree_with_the_dense_program(make, wrap):
+    v, loss = make(allow_materialise=True), lambda v, x: jnp.sum(jnp.sin(v @ x))
+    x = arrays.normal(v.shape[-1], seed=3)
+    g = wrap(eqx.filter_grad(quax.quaxify(loss)))(make(), x)
+    expected = eqx.filter_grad(lambda v, x: loss(vn.materialise(v), x))(v, x)
+    for leaf, wanted in zip(jax.tree.leaves(g), jax.tree.leaves(expected), strict=True):
+        assert_close(leaf, wanted)
 
 
 # Units.

@@ -48,7 +48,7 @@ def delegate(cls: _T, names: Iterable[str], operands: int = 2) -> None:
     With two operands, the other one may be of any type. Its own rules see what our rule computes
     with it, as in a nested `quaxify`.
     """
-    other = ArrayLike | ArrayValue
+    other = ArrayLike | Value
     for name in names:
         for kinds in itertools.product((cls, other), repeat=operands):
             if cls in kinds:
@@ -58,10 +58,10 @@ def delegate(cls: _T, names: Iterable[str], operands: int = 2) -> None:
 def _register(primitive: Primitive, cls: type[Delegating], kinds: tuple[Any, ...]) -> None:
     def rule(*operands: Any, **params: Any) -> Any:
         bind = lambda *xs: primitive.bind(*xs, **primitive.get_bind_params(params))
-        own = [x for x in operands if isinstance(x, cls)]
-        values = [x.to_ours() if isinstance(x, cls) else x for x in operands]
-        others = [isinstance(x, Value) and not isinstance(x, cls) for x in operands]
-        ours = {type(x.to_ours()) for x in own}
+        own = [isinstance(x, cls) for x in operands]
+        values = [x.to_ours() if o else x for o, x in zip(own, operands, strict=True)]
+        others = [isinstance(x, Value) and not o for o, x in zip(own, operands, strict=True)]
+        ours = {type(x) for x in itertools.compress(values, own)}
 
         def on_ours(*traced: Any) -> Any:
             rest = iter(traced)
@@ -69,6 +69,6 @@ def _register(primitive: Primitive, cls: type[Delegating], kinds: tuple[Any, ...
             return implicit(bind, lambda value: type(value) in ours)(*xs)
 
         out = redispatch(on_ours, *itertools.compress(values, others))
-        return own[0].from_ours(out)
+        return next(itertools.compress(operands, own)).from_ours(out)
 
     register(primitive)(with_operands(rule, kinds))
