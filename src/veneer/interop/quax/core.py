@@ -33,20 +33,20 @@ _F = TypeVar("_F", bound=Callable)
 class Value(eqx.Module, _CoreValue):
     """An `equinox.Module` that JAX functions take under `quaxify`.
 
-    `ArrayValue` is the one to subclass for what looks like an array. Where no rule fits, the static
-    method `default(primitive, values, params)` is called if a type overrides it; else the operands
-    are materialised.
+    Subclass `ArrayValue` for a type that looks like an array. If no rule fits, the static method
+    `default(primitive, values, params)` is called if a type overrides it. Otherwise the operands
+    are materialized.
     """
 
     keeps_dtypes: typing.ClassVar[bool] = False  # a sum of integers in two units may be a float
 
     @abc.abstractmethod
     def aval(self) -> Any:
-        """The abstract value that JAX sees, commonly a `jax.core.ShapedArray`."""
+        """Return the abstract value that JAX sees, usually a `jax.core.ShapedArray`."""
 
     @abc.abstractmethod
     def materialise(self) -> Any:
-        """The dense form. May raise, to refuse whatever has no rule."""
+        """Return the dense form. It may raise, to reject operations without a rule."""
 
     def __getattribute__(self, name: str) -> Any:
         # Equinox makes a module of every bound method, in 20 µs; this one is called all the time.
@@ -56,9 +56,9 @@ class Value(eqx.Module, _CoreValue):
 
 
 class ArrayValue(Shaped, Value):
-    """A `Value` that stands for an array: what types written for Quax are subclasses of.
+    """A `Value` that represents an array: the base of types that are written for Quax.
 
-    It has a shape and a dtype, and no operators: those are its subclass's choice.
+    It has a shape and a dtype, and no operators. A subclass may define them.
 
     >>> import equinox as eqx, jax, jax.numpy as jnp, veneer.interop.quax as quax
     >>> class Unitful(quax.ArrayValue):
@@ -78,11 +78,11 @@ class ArrayValue(Shaped, Value):
 
     @abc.abstractmethod
     def aval(self) -> ShapedArray:
-        """The shape and dtype of the array."""
+        """Return the shape and dtype of the array."""
 
     @abc.abstractmethod
     def materialise(self) -> Any:
-        """The dense array. May raise, to refuse whatever has no rule."""
+        """Return the dense array. It may raise, to reject operations without a rule."""
 
 
 class AmbiguousLookupError(rules.AmbiguousLookupError, LookupError):
@@ -113,7 +113,7 @@ def _with_base(base: type[Exception]) -> type[AmbiguousLookupError]:
 
 
 class _Quaxified(eqx.Module):
-    """`implicit` of a function, with the function's own leaves."""
+    """The function that `quaxify` returns: `implicit` of a function, with its leaves."""
 
     fn: Callable
     filter_spec: FilterSpec
@@ -140,28 +140,29 @@ class _Quaxified(eqx.Module):
 
 
 def quaxify(fn: _F, /, filter_spec: FilterSpec = True) -> _F:
-    """`fn` with the rules in force for the `Value`s among its arguments: `veneer.implicit`.
+    """Run a function with the rules of the `Value`s among its arguments, as `veneer.implicit` does.
 
     **Arguments:**
 
-    - `fn`: any function of pytrees; may be a module that holds `Value`s.
-    - `filter_spec`: which of them take part, as in `equinox.partition`: a bool, a predicate, or a
-      pytree of them that is a prefix of `(fn, args, kwargs)`. The others pass through as they are,
+    - `fn`: any function of pytrees. It may be a module that holds `Value`s.
+    - `filter_spec`: the `Value`s that take part, as in `equinox.partition`: a bool, a predicate, or
+      a pytree of them that is a prefix of `(fn, args, kwargs)`. The others pass through unchanged,
       for a nested `quaxify`.
 
-    **Returns:** a function of the same arguments, which is an `equinox.Module` with the leaves of
-    `fn`.
+    **Returns:** a function of the same arguments, an `equinox.Module` with the leaves of `fn`.
+
+    **Raises:** `AmbiguousLookupError` when two rules fit and neither is more specific.
     """
     quaxified: Any = eqx.module_update_wrapper(_Quaxified(fn, filter_spec))
     return quaxified
 
 
 def register(primitive: Primitive, /, *, precedence: int = 0) -> Callable[[_F], _F]:
-    """Registers a rule: how a JAX primitive acts on the operand types that are annotated.
+    """Register a rule: how a JAX primitive acts on operands of the annotated types.
 
-    As `veneer.register`. In addition, a rule whose operands are annotated with jaxtyping's arrays
-    (`Float[Array, "n"]`) is run for operands of those dtypes and shapes alone, and is preferred to
-    a rule for the same types that says nothing of them.
+    It does what `veneer.register` does. In addition, annotations of jaxtyping (`Float[Array, "n"]`)
+    restrict a rule to those dtypes and shapes. Such a rule is preferred to an unrestricted rule for
+    the same types.
 
     **Arguments:**
 
@@ -191,9 +192,9 @@ def with_operands(rule: Callable, kinds: Sequence[Any]) -> Callable:
 
 
 def _declining(rule: Callable) -> Callable | None:
-    """The rule, declining operands of other dtypes and shapes than it is annotated with.
+    """Return a rule that declines operands whose dtype or shape does not fit its annotations.
 
-    None for a rule that has no such conditions.
+    Return None if the annotations have no dtypes or shapes.
     """
     signature = inspect.signature(rule, eval_str=True)
     operands, more = [], []
