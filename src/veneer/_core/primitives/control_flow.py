@@ -166,9 +166,10 @@ def meeting(what: str, one: Typed, other: Typed, tried: Any = None) -> Any:
         raise TypeError(f"{sides}, though all is dense: the program itself does not agree")
     labels = [t for t, v in ((tree, value), (other_tree, other_value)) if is_label(v)]
     if _metadata_differs(tree, other_tree) or (tree != other_tree and len(labels) == 2):
+        why = "the carry changed structure: " if what.startswith("carry") else ""  # as in Quax
         raise TypeError(
-            f"{sides}: their metadata differs, and would be lost. Have both sides give the same "
-            "type, or give up the metadata there by vn.materialise."
+            f"{sides}: {why}their metadata differs, and would be lost. Have both sides give the "
+            "same type, or give up the metadata there by vn.materialise."
         )
     if treedef_is_leaf(tree) != treedef_is_leaf(other_tree) and labels and tried is None:
         return labels[0]
