@@ -20,7 +20,7 @@ from jax.typing import ArrayLike, DTypeLike
 from ..._core.rules import register
 from ..._core.surface.array import ImplicitArray
 from ..formats.tiles import over_tiles
-from ..qarray import QArray
+from ..qarray import QUANTIZABLE, QArray
 from .operands import (
     accumulator,
     as_operand,
@@ -71,7 +71,8 @@ def conv_general_dilated(
     **Returns:** an array of the shape and dtype that the dense operands give. Values agree with
     theirs within rounding.
 
-    **Raises:** what `jax.lax.conv_general_dilated` raises.
+    **Raises:** what `jax.lax.conv_general_dilated` raises. With two QArrays,
+    `preferred_element_type` may be a narrower float, as in `dot_general`.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> kernel = vn.quant.quantize(jnp.ones((3, 3, 2, 4)), "int8", channelwise_axes=[-1])
@@ -83,9 +84,15 @@ def conv_general_dilated(
     """
     lhs, rhs = operand_pair(lhs, rhs, precision, preferred_element_type)
     lhs, rhs = _in_dtype_of(rhs, lhs), _in_dtype_of(lhs, rhs)
+    narrower = None
     if isinstance(lhs, QArray) and isinstance(rhs, QArray):
         dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
         lhs, rhs = lhs.replace(dense_dtype=dtype), rhs.replace(dense_dtype=dtype)
+        # JAX rejects a result narrower than the operands. Sums of codes are rounded to it here.
+        if preferred_element_type is not None:
+            preferred = jnp.dtype(preferred_element_type)
+            if preferred in QUANTIZABLE and preferred.itemsize < dtype.itemsize:
+                narrower, preferred_element_type = preferred, None
     params = {
         "window_strides": tuple(window_strides),
         "padding": padding if isinstance(padding, str) else tuple(map(tuple, padding)),
@@ -97,8 +104,8 @@ def conv_general_dilated(
         "precision": precision,
         "out_sharding": out_sharding,
     }
-    plan = _plan(lhs, rhs, params, preferred_element_type)
-    return plan()
+    out = _plan(lhs, rhs, params, preferred_element_type)()
+    return out if narrower is None else out.astype(narrower)
 
 
 def _in_dtype_of(other: jax.Array | QArray, x: jax.Array | QArray) -> jax.Array | QArray:
