@@ -75,12 +75,14 @@ def quantize(
     >>> q.shape, q.scale.shape, q.dtype.name
     ((4, 2), (2, 2), 'float32')
     """
+    # Qwix has mxfp8_16 only with the biased scales that its main branch calls "absmax".
+    is_biased = calibration_method == "absmax" and quant.get_format(qtype).calibration == "oas"
     q = quant.quantize(
         array,
         qtype,
         channelwise_axes=tuple(channelwise_axes),
         tiled_axes=tiled_axes or None,
-        calibration_method=calibration_method,
+        calibration_method="oas" if is_biased else calibration_method,
         scale_dtype=scale_dtype,
     )
     if scale_dtype is None or jnp.dtype(scale_dtype) not in QUANTIZABLE:

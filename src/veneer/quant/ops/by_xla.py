@@ -22,6 +22,7 @@ from ..qarray import QUANTIZABLE, QArray
 from .minima import minima_apart
 from .operands import (
     accumulator,
+    are_bytes,
     code_unit,
     dequantized,
     exact_in,
@@ -151,7 +152,7 @@ def _are_large(lhs: QArray, rhs: QArray, params: DotParams, terms: int) -> bool:
 
 def _kind_of_codes(lhs: QArray, rhs: QArray, out_dtype: jnp.dtype) -> str | None:
     formats = lhs.format, rhs.format
-    if all(format.is_integer for format in formats):
+    if are_bytes(lhs, rhs):
         return "integer"
     if all(format.codebook is None and not format.is_integer for format in formats):
         dtypes = {format.code_dtype.name for format in formats}
