@@ -88,6 +88,13 @@ def test_dense_float8_beside_a_qarray_is_promoted(qtype, dtype, rows):
         assert_close(y, x.astype(jnp.float32) @ w.dequantize())
 
 
+def test_axes_that_are_no_multiples_say_so():
+    lhs, rhs = jnp.ones((2, 3, 8)), quantize(jnp.ones((3, 4, 8)), "int8")
+    message = r"Cannot broadcast axis 'n' of tnh,snh->tns: of its sizes 3 and 4"
+    with pytest.raises(ValueError, match=message):
+        vn.quant.einsum("tnh,snh->tns", lhs, rhs)
+
+
 @pytest.mark.parametrize("name", ["matrix product", "ellipsis", "transposed output", "batch"])
 def test_einsum_multiplies_codes(name):
     subscripts, *operands = EINSUMS[name]

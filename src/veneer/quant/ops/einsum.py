@@ -87,8 +87,12 @@ def _of_groups(args: list[Any], options: dict[str, Any]) -> jax.Array:
         several = sizes.get(label, set()) - {1}
         if len(several) == 2 and all(isinstance(size, int) for size in several):
             few, many = sorted(several)
-            if few and many % few == 0:
-                groups[label] = few, many
+            if not few or many % few:
+                raise ValueError(
+                    f"Cannot broadcast axis {label!r} of {inputs}->{output}: of its sizes {few} "
+                    f"and {many}, one must be a multiple of the other"
+                )
+            groups[label] = few, many
     if not groups:
         return jnp.einsum(*args, **options)
     unused = (name for i in itertools.count() if (name := get_symbol(i)) not in sizes)
