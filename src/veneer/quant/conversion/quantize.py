@@ -61,6 +61,8 @@ def quantize(
     - `calibration_method`: how the values of a tile give the range that its codes cover; None is
       the format's own.
         - "absmax": up to its largest magnitude; "absmax,0.9" to nine tenths of that.
+        - "oas": up to its largest magnitude, or half a step less if the power of two is then
+          smaller (Outlier Aware Scaling, arXiv 2603.08713). For mxfp8, mxfp8_16 and mxfp4.
         - "minmax": from its least value to its largest, and 0, with a zero point (integers only);
           "minmax,0.9" as above.
         - "rms,7": up to seven times the root of its mean square.

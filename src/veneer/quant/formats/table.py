@@ -10,6 +10,7 @@ A value is stored as a code and its tile's scale. What a code is worth before th
 import dataclasses
 import difflib
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -66,8 +67,8 @@ class Format:
 
     @property
     def byte_dtype(self) -> np.dtype:
-        """The dtype of codes that are integers a byte each, and of zero points."""
-        return np.dtype(np.int8 if self.signed else np.uint8)
+        """The dtype of unpacked integer codes and of zero points: a byte, or int16 for int16."""
+        return np.dtype(f"{'' if self.signed else 'u'}int{max(8, math.ceil(self.bits))}")
 
     @property
     def is_integer(self) -> bool:
@@ -111,7 +112,7 @@ class Format:
         return (-both, both) if is_symmetric else (least, largest)
 
     def encode(self, x: jax.Array) -> jax.Array:
-        """Returns the codes of values already divided by their scale; a byte each, of any shape.
+        """Returns the codes of values already divided by their scale, of any shape.
 
         Integers are rounded half to even and clipped; of other formats, it is the nearest value, of
         two that are equally near the one with the even code. NaN becomes the code of 0, and is left
@@ -216,7 +217,7 @@ def _unsigned(bits: int) -> Format:
 
 
 def _code_dtype(name: str) -> np.dtype:
-    narrow = {"int4": jnp.int4, "uint4": jnp.uint4}
+    narrow = {"int4": jnp.int4, "uint4": jnp.uint4, "int16": np.int16}
     return np.dtype(narrow.get(name, np.int8 if name.startswith("int") else np.uint8))
 
 
@@ -276,6 +277,9 @@ FORMATS: dict[str, Format] = {
     format.name: format
     for format in (
         *map(_integer, range(8, 1, -1)),
+        dataclasses.replace(
+            _integer(16), bound=2.0**15, source="symmetric, scale = absmax / 2**15, as LiteRT"
+        ),
         _TERNARY,
         _BINARY,
         *map(_unsigned, range(8, 1, -1)),
@@ -308,6 +312,12 @@ FORMATS: dict[str, Format] = {
             "8-bit Optimizers, arXiv 2110.02861: dynamic tree quantisation, as bitsandbytes has it",
         ),
         _microscaling("mxfp8", _E4M3),
+        dataclasses.replace(
+            _microscaling("mxfp8_16", _E4M3),
+            tile_size=16,
+            calibration="oas",
+            source="mxfp8 in tiles of 16, whose scales have a bias, as Qwix's main branch",
+        ),
         _microscaling("mxfp8_e5m2", _E5M2),
         _microscaling("mxfp6", _E2M3),
         _microscaling("mxfp6_e3m2", _E3M2),
