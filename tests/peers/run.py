@@ -66,7 +66,8 @@ def run(name: str, arguments: list[str]) -> int:
     if folder is None:
         print(f"NOT RUN: its tests are at {REPOSITORIES[name]}, which git could not clone")
         return 0
-    expected = HERE / "expected" / f"{name}.toml"
+    of_version = HERE / "expected" / f"{name}-{version(name)}.toml"  # if versions differ
+    expected = of_version if of_version.exists() else HERE / "expected" / f"{name}.toml"
     left_out = tomllib.loads(expected.read_text(encoding="utf-8")).get("left_out", [])
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "verdicts"]
     command += ["--expected", str(expected)]
