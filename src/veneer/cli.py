@@ -52,6 +52,8 @@ def _bad_input(
         yield
     except errors as error:
         message = str(error)
+        if isinstance(error, OSError) and error.filename:
+            message = f"{error.filename}: {error.strerror}"
         for argument, option in options.items():
             message = message.replace(argument, option)
         raise _BadInput(message) from error

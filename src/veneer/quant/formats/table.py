@@ -345,6 +345,15 @@ ALIASES = {
     "b1.58": "ternary",
 }
 
+# What the types of GGUF files are here.
+_OF_GGUF = {
+    "q4_0": "'int4' with tile_size=32",
+    "q4_1": "'uint4' with tile_size=32",
+    "q5_0": "'int5' with tile_size=32",
+    "q5_1": "'uint5' with tile_size=32",
+    "q8_0": "'int8' with tile_size=32",
+}
+
 
 def get_format(qtype: DTypeLike) -> Format:
     """Returns the format of this name (or alias), or of this dtype's name.
@@ -366,11 +375,15 @@ def get_format(qtype: DTypeLike) -> Format:
         return FORMATS[name]
     if name in ALIASES:
         return FORMATS[ALIASES[name]]
+    if name.lower() in _OF_GGUF:
+        raise ValueError(
+            f"unknown format {name!r}; use {_OF_GGUF[name.lower()]}, which is GGUF's {name.upper()}"
+        )
     names = (*FORMATS, *ALIASES)
     within = [known for known in names if name.lower() in known]
-    close = within[:3] or difflib.get_close_matches(name.lower(), names)
-    raise ValueError(
-        f"unknown format {name!r}"
-        + (f"; did you mean {' or '.join(map(repr, close))}? " if close else "; ")
-        + f"the formats are {', '.join(FORMATS)}, and by shorter names {', '.join(ALIASES)}"
-    )
+    close = within or difflib.get_close_matches(name.lower(), names)
+    if close:
+        hint = f"did you mean {close[0]!r}? vn.quant.FORMATS has all formats"
+    else:
+        hint = f"the formats are {', '.join(FORMATS)}; aliases are {', '.join(ALIASES)}"
+    raise ValueError(f"unknown format {name!r}; {hint}")
