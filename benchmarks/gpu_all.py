@@ -594,7 +594,7 @@ def main() -> None:
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if not options.summary and importlib.util.find_spec("optax") is None:
-        parser.error("the training steps need optax: pip install 'veneer[examples]'")
+        parser.error("the training steps need optax: pip install '.[examples]'")
     Path(options.out).mkdir(parents=True, exist_ok=True)
     if options.until is not None:
         run_parts(Worker(options))

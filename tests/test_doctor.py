@@ -112,7 +112,9 @@ def test_a_cache_that_cannot_be_written(monkeypatch, tmp_path):
 def test_extras_that_are_missing(monkeypatch):
     without = lambda name: None if name == "typer" else "1.0"
     monkeypatch.setattr(doctor, "_version", without)
-    assert found()["[cli]"].text == "not there: typer (pip install 'veneer[cli]')"
+    assert found()["[cli]"].text == (
+        "not there: typer (pip install '.[cli]' in a clone of the repository)"
+    )
 
 
 @pytest.fixture

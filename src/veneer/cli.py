@@ -16,10 +16,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
-if missing := [name for name in ("typer", "rich", "safetensors") if find_spec(name) is None]:
+from ._install import install_command
+
+if missing := [name for name in ("typer", "rich") if find_spec(name) is None]:
     raise SystemExit(
-        f"veneer: error: the command line needs {missing[0]}, of the extra: "
-        "pip install 'veneer[cli]'"
+        f"veneer: error: the command line needs {missing[0]}: {install_command('cli')}"
     )
 
 import typer

@@ -22,6 +22,7 @@ import numpy as np
 from . import quant
 from ._core.transform import implicit
 from ._core.value import materialise
+from ._install import install_command
 from .kernels import Codes, MatmulOperands, MatmulProblem, select
 from .kernels.cpu import build
 from .kernels.gpu import hopper
@@ -72,7 +73,7 @@ def findings(size: int = 4096) -> Iterator[Finding]:
     for extra in _EXTRAS:
         if missing := _missing(extra):
             names = ", ".join(missing)
-            yield Finding(f"[{extra}]", f"not there: {names} (pip install 'veneer[{extra}]')")
+            yield Finding(f"[{extra}]", f"not there: {names} ({install_command(extra)})")
 
 
 def _versions() -> str:

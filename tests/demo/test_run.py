@@ -47,5 +47,5 @@ def test_without_its_extra_it_names_what_is_missing_and_how_to_get_it(monkeypatc
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "tokenizers" else find_spec(name)
     )
-    with pytest.raises(ImportError, match=r"needs tokenizers: pip install 'veneer\[demo\]'"):
+    with pytest.raises(ImportError, match=r"needs tokenizers: pip install '\.\[demo\]'"):
         importlib.reload(demo)

@@ -3,7 +3,6 @@
 import functools
 import json
 import os
-import sys
 import weakref
 import zlib
 from pathlib import Path
@@ -808,13 +807,6 @@ def test_a_pickled_file_is_not_opened(tmp_path):
     (tmp_path / "model.pt").write_bytes(b"anything")
     with pytest.raises(ValueError, match="pickled"):
         vn.load(tmp_path / "model.pt")
-
-
-def test_a_missing_extra_is_named_and_leaves_nothing(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
-    with pytest.raises(ImportError, match=r"pip install 'veneer\[interop\]'"):
-        vn.save(tmp_path / "out", [X])
-    assert not list(tmp_path.iterdir())
 
 
 def test_every_dtype_of_the_table_can_be_read_and_written(tmp_path):

@@ -14,6 +14,8 @@ picture         size against fidelity
 
 from importlib.util import find_spec
 
-_needed = ("jinja2", "matplotlib", "platformdirs", "rich", "safetensors", "tokenizers")
+from .._install import install_command
+
+_needed = ("jinja2", "matplotlib", "platformdirs", "rich", "tokenizers")
 if _missing := [name for name in _needed if find_spec(name) is None]:
-    raise ImportError(f"The demo needs {', '.join(_missing)}: pip install 'veneer[demo]'.")
+    raise ImportError(f"the demo needs {', '.join(_missing)}: {install_command('demo')}")

@@ -4,7 +4,6 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -66,7 +65,8 @@ class ShardWriter:
             (self._folder / INDEX_NAME).write_text(json.dumps(index, indent=1), encoding="utf-8")
 
     def _write_shard(self) -> None:
-        safetensors = _safetensors()
+        import safetensors.numpy  # here, since it takes time
+
         file = self._folder / _unfinished(len(self._shards) + 1)
         try:
             safetensors.numpy.save_file(self._shard, file, metadata=self._metadata)
@@ -76,16 +76,6 @@ class ShardWriter:
         file.chmod(self._folder.stat().st_mode & 0o666)
         self._shards.append({name: array.nbytes for name, array in self._shard.items()})
         self._shard = {}
-
-
-def _safetensors() -> Any:
-    try:
-        import safetensors.numpy
-    except ImportError as error:
-        raise ImportError(
-            "writing safetensors needs the extra: pip install 'veneer[interop]'"
-        ) from error
-    return safetensors
 
 
 def _nbytes(arrays: Mapping[str, np.ndarray]) -> int:

@@ -21,7 +21,7 @@ def test_without_optax_nothing_starts(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit):
         gpu_all.main()
-    assert "pip install 'veneer[examples]'" in capsys.readouterr().err
+    assert "pip install '.[examples]'" in capsys.readouterr().err
     assert not (tmp_path / "results").exists()
 
 

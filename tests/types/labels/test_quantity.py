@@ -414,7 +414,7 @@ except ImportError as error:
     [
         ((), "astropy"),
         (("astropy.units",), "pint"),
-        (("astropy.units", "pint"), "to parse the unit 'm', install unxt (pip install 'veneer[u"),
+        (("astropy.units", "pint"), "to parse the unit 'm', install astropy or pint: pip "),
     ],
 )
 def test_a_string_is_parsed_by_the_library_that_is_installed(pint, hidden, printed):

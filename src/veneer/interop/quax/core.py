@@ -17,15 +17,13 @@ from ..._core.rules import add_rule
 from ..._core.surface.array import Shaped
 from ..._core.transform import FilterSpec, implicit, redispatch
 from ..._core.value import Value as _CoreValue
+from ..._install import install_command
 from ..._jax.primitives import Primitive, find_primitive, inlines_early, jaxpr_as_fun
 
 try:
     import equinox as eqx
 except ImportError as error:
-    raise ImportError(
-        "types of Quax's kind are equinox modules, which need the extra: "
-        "pip install 'veneer[interop]'"
-    ) from error
+    raise ImportError(f"veneer.interop.quax needs equinox: {install_command('interop')}") from error
 
 _F = TypeVar("_F", bound=Callable)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import jax
 
+from ..._install import install_command
 from ...native.cache import Cache
 from ...native.ffi_header import header, header_text
 from ...native.forks import COMPILING
@@ -33,7 +34,7 @@ def available() -> str | None:
     if sys.maxsize < 2**32 or sys.byteorder != "little":
         return "kernels are for CPUs of 64 bits whose lowest byte is first"
     if importlib.util.find_spec("numba") is None:
-        return "kernels need Numba: pip install 'veneer[numba]'"
+        return f"kernels need Numba: {install_command('numba')}"
     if os.environ.get("NUMBA_DISABLE_JIT", "0") != "0":
         return "NUMBA_DISABLE_JIT is set"
     try:

@@ -127,9 +127,7 @@ def _parser(text: str) -> Any:
         except ImportError:
             continue
         return library.get_application_registry().Unit if module == "pint" else library.Unit
-    raise ImportError(
-        f"to parse the unit {text!r}, install unxt (pip install 'veneer[units]'), or pint"
-    )
+    raise ImportError(f"to parse the unit {text!r}, install astropy or pint: pip install astropy")
 
 
 def _is_multiple_of_base_units(unit: Unit) -> bool:

@@ -4,6 +4,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ...._install import install_command
+
 # How a text is cut before pairs are merged, by `tokenizer.ggml.pre`. Numbers differ: all digits of
 # one together, three at most, or each alone.
 _WORDS = (
@@ -52,7 +54,7 @@ def tokenizer(metadata: Mapping[str, Any]) -> Any:
         import tokenizers
     except ImportError as error:
         raise ImportError(
-            "the tokenizer of a GGUF file needs: pip install 'veneer[demo]'"
+            f"reading the tokenizer of a GGUF file needs tokenizers: {install_command('demo')}"
         ) from error
 
     kind, pre = (metadata.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
