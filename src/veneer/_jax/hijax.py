@@ -62,6 +62,7 @@ __all__ = [
     "holds_tracers",
     "jax_pmap",
     "jax_shard_map",
+    "jit_with_info",
     "lax",
     "loops",
     "no_effects",
@@ -80,6 +81,7 @@ ValAccum = ad.ValAccum
 Zero = ad_util.Zero
 custom_lin = ad.custom_lin_p
 aval_property = core.aval_property
+jit_with_info = pjit._cpp_pjit
 no_effects = core.no_effects
 
 

@@ -11,16 +11,17 @@ others, since the structure has changed, the function is traced anew.
 
 from collections.abc import Callable, Sequence
 from functools import partial, update_wrapper
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, WeakSet
 
 import jax
 
 from .._core.transform import implicit
-from .._jax.tracing import Tracer, current_trace, is_eager
+from .._jax.hijax import jit_with_info
+from .._jax.tracing import Tracer, current_trace, is_eager, jax_caller
 from .box.box import Box, is_box
-from .box.contents import Contents
+from .box.contents import ChangesStructure, Contents
 from .box.frames import Frame, passed_and_held, resolved, state
 from .box.traces import held_by
 from .mode import is_enabled
@@ -62,16 +63,25 @@ def jit(function: Callable | None = None, /, **options: Any) -> Any:
     """
     if function is None:
         return partial(jit, **options)
-    return Jitted(function, options)
+    donates = any(name.startswith("donate") for name in options)
+    return Jitted(function, partial(jax.jit, **options), donates)
 
 
 class Jitted:
-    """A function under `vn.jit`: one program of JAX's for each state of what it closes over."""
+    """A function under `vn.jit`: one program of JAX's for each state of what it closes over.
 
-    def __init__(self, function: Callable, options: dict[str, Any]):
-        self._function, self._options = function, options
-        self._programs = [Specialisation(function, options)]
-        self._plain: Any = jax.jit(_wrapped(function, partial(_run, function)), **options)
+    **Arguments:**
+
+    - `function`: the function.
+    - `compiler`: `jax.jit` with its options.
+    - `donates`: whether the options donate arguments.
+    """
+
+    def __init__(self, function: Callable, compiler: Callable, donates: bool):
+        self._new_program = partial(Specialisation, function, compiler, donates)
+        self._programs = [self._new_program()]
+        self._function = function
+        self._plain: Any = compiler(_wrapped(function, partial(_run, function)))
         update_wrapper(self, function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -101,7 +111,7 @@ class Jitted:
             if program.fits():
                 break
         else:
-            program = Specialisation(self._function, self._options)
+            program = self._new_program()
             self._programs = [p for p in self._programs if p.may_fit()] + [program]
         return program
 
@@ -113,7 +123,7 @@ class Jitted:
 
     def clear_cache(self) -> None:
         """Forgets what has been traced and compiled."""
-        self._programs = [Specialisation(self._function, self._options)]
+        self._programs = [self._new_program()]
         self._plain.clear_cache()
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
@@ -129,16 +139,22 @@ class Jitted:
         return self._plain.eval_shape(*args, **kwargs)
 
 
+#: The functions that `vn.jit` gives to `jax.jit`.
+_wrappers: WeakSet = WeakSet()
+
+
 class Specialisation:
     """What JAX has traced of a function, with the contents that it holds references to."""
 
-    def __init__(self, function: Callable, options: dict[str, Any]):
+    def __init__(self, function: Callable, compiler: Callable, donates: bool):
         self.captured: Any = WeakKeyDictionary()  # with their versions
         self.replaced: Any = WeakSet()  # from outside, of which it changes the structure
         self.held: list[Any] = []  # references: of the captured, and of functions traced before
         # What a Box holds is gone with the arguments that are donated, and is to come back.
-        self.donates = any(name.startswith("donate") for name in options)
-        self.compiled = jax.jit(_wrapped(function, partial(self._traced, function)), **options)
+        self.donates = donates
+        wrapped = _wrapped(function, partial(self._traced, function))
+        _wrappers.add(wrapped)
+        self.compiled = compiler(wrapped)
 
     def fits(self) -> bool:
         """Whether what it holds is still what a function would find."""
@@ -259,3 +275,56 @@ def _refuse_held(passed: Sequence[Contents], held: Sequence[Any]) -> None:
     for contents in passed:
         if any(ref is other for ref in contents.refs or () for other in held):
             raise ValueError(passed_and_held(contents))
+
+
+# With high types on, `jax.jit` calls a function that changes the structure of a Box in this way.
+
+#: The `vn.jit` of each such function, by the options of its `jax.jit`.
+_changing: Any = WeakKeyDictionary()
+
+
+def let_boxes_change(infer: Callable) -> Callable:
+    """Wrap JAX's function that traces a jitted function.
+
+    It returns a `Jitted` in the place of JAX's parameters where the function is called and changes
+    the structure of a Box.
+    """
+
+    def infer_or_change(function: Any, info: Any, args: Any, kwargs: Any) -> Any:
+        if not is_enabled() or function in _wrappers or jax_caller() != "cache_miss":
+            return infer(function, info, args, kwargs)
+        jitted = _changing.get(function, {}).get(info)
+        if jitted is None:
+            try:
+                return infer(function, info, args, kwargs)
+            except ChangesStructure:
+                jitted = _with_options_of(info, function)
+                _changing.setdefault(function, {})[info] = jitted
+        return jitted, []
+
+    return infer_or_change
+
+
+def call_changing(run: Callable) -> Callable:
+    """Wrap JAX's function that runs a jitted function by the parameters."""
+
+    def run_or_call(parameters: Any, flat: Any, function: Any, args: Any, kwargs: Any) -> Any:
+        if type(parameters) is not Jitted:
+            return run(parameters, flat, function, args, kwargs)
+        out = parameters(*args, **kwargs)
+        return out, [], None, [], SimpleNamespace(effects=(), consts=()), None, None, []
+
+    return run_or_call
+
+
+def _with_options_of(info: Any, function: Callable) -> Jitted:
+    """Return `vn.jit` of a function, with the options that `jax.jit` has parsed."""
+    reference = ReferenceType(function)  # since `_changing` must not keep the function
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return reference()(*args, **kwargs)  # type: ignore[misc]
+
+    update_wrapper(call, function)
+    del call.__wrapped__  # type: ignore[attr-defined]
+    donates = bool(info.donate_argnums or info.donate_argnames)
+    return Jitted(call, lambda wrapped: jit_with_info(wrapped, info), donates)
