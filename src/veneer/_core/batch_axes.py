@@ -3,13 +3,28 @@
 They are seen from outside, and are the leaf axes of a type that states none.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
 
 from .leaf_axes import Axes, aligned
 from .value import Value, stands_for, stated_layout
+
+#: The operands of a primitive for which their `default` has returned NotImplemented.
+_passed_over: ContextVar[Sequence[Any]] = ContextVar("passed_over", default=())
+
+
+@contextmanager
+def default_passed_over(values: Sequence[Any]) -> Iterator[None]:
+    """Let operands whose type has a `default` have batch axes, as others do."""
+    token = _passed_over.set(values)
+    try:
+        yield
+    finally:
+        _passed_over.reset(token)
 
 
 class LeafLayout(NamedTuple):
@@ -37,8 +52,13 @@ def layout_of(value: Value) -> LeafLayout:
 
 
 def _count_batch_axes(value: Value) -> int:
-    """How many leading axes every leaf carries; none of a type with a `default`, which knows."""
-    if not getattr(type(value).default, "is_fallback", type(value).default is Value.default):
+    """Return how many leading axes every leaf carries.
+
+    A type with a `default` has none until that has returned NotImplemented.
+    """
+    default = type(value).default
+    decides = default is not Value.default and not getattr(default, "is_fallback", False)
+    if decides and not any(value is operand for operand in _passed_over.get()):
         return 0
     ndim = value.aval().ndim
     return next((n for n in range(ndim, 0, -1) if has_batch_axes(value, n)), 0)

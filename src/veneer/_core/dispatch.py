@@ -9,6 +9,7 @@ import numpy as np
 
 from .._jax.primitives import Primitive
 from .._jax.tracing import is_eager
+from .batch_axes import default_passed_over
 from .policy import ALLOW, current_policy, note_rule
 from .results import check_result
 from .rules import Target, location_of, resolve
@@ -22,8 +23,9 @@ from .value import Value, describe, is_value, operands_met
 def dispatch(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]) -> Any:
     """What a primitive gives on values of which one at least is implicit.
 
-    A matching rule; else the one `default` that the operands' types override; else the operands
-    are materialised.
+    A matching rule; else the one `default` that the operands' types override; else, if that returns
+    NotImplemented, what the primitive does on the leaves of a batch; else the operands are
+    materialised.
     """
     out = apply_rules(primitive, values, params)
     if out is not NotImplemented:
@@ -43,17 +45,24 @@ def dispatch(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]
     ((default, name),) = defaults.items()
     out = default(primitive, values, params)
     if out is NotImplemented:
-        return Value.default(primitive, values, params)
+        with default_passed_over(values):
+            out = apply_rules(primitive, values, params, conditional_only=True)
+        return Value.default(primitive, values, params) if out is NotImplemented else out
     location = location_of(default)
     return _checked(primitive, values, params, out, location, f"the default of {name}")
 
 
-def apply_rules(target: Target, values: Sequence[Any], params: dict[str, Any]) -> Any:
+def apply_rules(
+    target: Target, values: Sequence[Any], params: dict[str, Any], *, conditional_only: bool = False
+) -> Any:
     """What the most specific rule gives that takes the values, or NotImplemented."""
     classes = tuple([type(v) if isinstance(v, Value) else Dense for v in values])
     tried: tuple = ()
     while (rule := resolve(target, classes, tried)) is not None:
         out: Any = NotImplemented
+        if conditional_only and not rule.conditional:
+            tried = (*tried, rule)
+            continue
         if rule.eager is not None and is_eager():
             out = rule.eager(values, params)
         if out is NotImplemented:
