@@ -62,6 +62,8 @@ def compiled_while_collecting(pytestconfig):
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config):
     """Use all CPUs for the whole suite. Use this process for named files and for `--pdb`."""
+    if not __debug__:
+        raise pytest.UsageError("python -O skips assert statements: run the tests without -O")
     is_whole_suite = config.args_source is pytest.Config.ArgsSource.TESTPATHS
     has_no_choice = getattr(config.option, "numprocesses", 0) is None  # 0 without pytest-xdist
     is_worker = hasattr(config, "workerinput")
