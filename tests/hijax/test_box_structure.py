@@ -327,6 +327,43 @@ def test_options_of_jit_hold_where_a_box_changes():
     assert (x.is_deleted(), jax.tree.map(jnp.shape, box.get())) == (True, [(3,), (3,)])
 
 
+@CHANGING_JITS
+@pytest.mark.parametrize("box", [Box, lambda: Box([1.0])], ids=["changes", "stays"])
+def test_a_tree_of_shardings_is_that_of_the_results(jit, box):
+    sharding, box = jax.sharding.SingleDeviceSharding(jax.devices()[0]), box()
+    program = jit(lambda x: (box.set([x]), (x, {"y": 2 * x}))[1], out_shardings=(sharding, None))
+    for x in (1.0, 2.0):
+        assert program(x) == (x, {"y": 2 * x})
+        assert box.get() == [x]
+
+
+def test_a_structure_that_goes_back_and_forth():
+    box = Box(0.0)
+
+    def program(box, x):
+        before = box.get()
+        box.set(before["n"] + x if isinstance(before, dict) else {"n": before + x})
+
+    jitted, closed = jax.jit(program), jax.jit(functools.partial(program, box))
+    with vn.hijax.enabled():
+        for expected in ({"n": 1.0}, 2.0, {"n": 3.0}):
+            jitted(box, 1.0)
+            assert box.get() == expected
+        for expected in (4.0, {"n": 5.0}):
+            closed(1.0)
+            assert box.get() == expected
+
+
+@CHANGING_JITS
+def test_a_box_that_is_passed_twice_is_refused(jit):
+    box = Box()
+    with pytest.raises(ValueError, match=r"passed twice|only one reference"):
+        jit(lambda a, b: a.set([b.get()]))(box, box)
+    with pytest.raises(ValueError, match=r"an argument of a jitted function and closed over"):
+        jit(lambda a: (box.get(), a.set([1.0])))(box)
+    assert box.get() is None
+
+
 def test_a_method_changes_a_box():
     class Model:
         def __init__(self):

@@ -18,7 +18,7 @@ from weakref import ReferenceType, WeakKeyDictionary, WeakSet
 import jax
 
 from .._core.transform import implicit
-from .._jax.hijax import jit_with_info
+from .._jax.hijax import jit_with_options, options_of, with_further_result
 from .._jax.tracing import Tracer, current_trace, is_eager, jax_caller
 from .box.box import Box, is_box
 from .box.contents import ChangesStructure, Contents
@@ -63,8 +63,7 @@ def jit(function: Callable | None = None, /, **options: Any) -> Any:
     """
     if function is None:
         return partial(jit, **options)
-    donates = any(name.startswith("donate") for name in options)
-    return Jitted(function, partial(jax.jit, **options), donates)
+    return Jitted(function, options_of(jax.jit(function, **options)))
 
 
 class Jitted:
@@ -73,15 +72,14 @@ class Jitted:
     **Arguments:**
 
     - `function`: the function.
-    - `compiler`: `jax.jit` with its options.
-    - `donates`: whether the options donate arguments.
+    - `options`: those of `jax.jit`, as it has parsed them.
     """
 
-    def __init__(self, function: Callable, compiler: Callable, donates: bool):
-        self._new_program = partial(Specialisation, function, compiler, donates)
+    def __init__(self, function: Callable, options: Any):
+        self._new_program = partial(Specialisation, function, options)
         self._programs = [self._new_program()]
         self._function = function
-        self._plain: Any = compiler(_wrapped(function, partial(_run, function)))
+        self._plain: Any = jit_with_options(_wrapped(function, partial(_run, function)), options)
         update_wrapper(self, function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -104,7 +102,10 @@ class Jitted:
                 contents.note_use()
         if boxes and not program.donates:
             program.refuse_aliases(args, kwargs)
-        return _finished(out, boxes) if type(out) is Written else out
+        if type(out) is tuple and out and type(out[-1]) is Written:
+            out, written = out
+            written.finish(boxes)
+        return out
 
     def _fitting(self) -> "Specialisation":
         for program in self._programs:
@@ -146,15 +147,18 @@ _wrappers: WeakSet = WeakSet()
 class Specialisation:
     """What JAX has traced of a function, with the contents that it holds references to."""
 
-    def __init__(self, function: Callable, compiler: Callable, donates: bool):
+    def __init__(self, function: Callable, options: Any):
         self.captured: Any = WeakKeyDictionary()  # with their versions
         self.replaced: Any = WeakSet()  # from outside, of which it changes the structure
         self.held: list[Any] = []  # references: of the captured, and of functions traced before
         # What a Box holds is gone with the arguments that are donated, and is to come back.
-        self.donates = donates
+        self.donates = bool(options.donate_argnums or options.donate_argnames)
+        # A tree of shardings is for the results alone.
+        self.splits = not jax.tree_util.treedef_is_leaf(options.out_shardings_treedef)
         wrapped = _wrapped(function, partial(self._traced, function))
         _wrappers.add(wrapped)
-        self.compiled = compiler(wrapped)
+        options = with_further_result(options) if self.splits else options
+        self.compiled: Any = jit_with_options(wrapped, options)
 
     def fits(self) -> bool:
         """Whether what it holds is still what a function would find."""
@@ -174,8 +178,8 @@ class Specialisation:
         for i, one in enumerate(contents):
             if any(one is other or one.shares(other) for other in contents[:i]):
                 raise ValueError(
-                    f"{one!r} is passed twice to a function under vn.jit, which would have "
-                    "two Boxes for one: pass it once"
+                    f"{one!r} is passed twice to a jitted function, which would have two Boxes "
+                    "for one: pass it once"
                 )
         for one in contents:
             if one in self.captured or one in self.replaced:
@@ -196,7 +200,8 @@ class Specialisation:
             _refuse_held(contents, held)
             self.held += [ref for ref in held if not isinstance(ref, Tracer)]
             self.replaced.update(frame.replaced)
-            return _with_written(out, boxes, frame, self.donates)
+            written = _written_in(frame, boxes, returns_all=self.donates)
+            return (out, written) if written.trees or self.splits else out
         finally:
             state.flattened = flattened
 
@@ -223,52 +228,47 @@ Target = int | ReferenceType[Contents]
 
 @jax.tree_util.register_pytree_node_class
 class Written:
-    """The results of a function, and what it has written.
+    """What a function has written, in a pair with its results.
 
     **Arguments:**
 
-    - `out`: the results.
     - `trees`: contents.
     - `targets`: of each, the number of the Box among the arguments, or what it takes the place of:
       by a weak reference, for JAX keeps this for as long as what is compiled.
     """
 
-    def __init__(self, out: Any, trees: Sequence[Any], targets: tuple[Target, ...]):
-        self.out, self.trees, self.targets = out, trees, targets
+    def __init__(self, trees: Sequence[Any], targets: tuple[Target, ...]):
+        self.trees, self.targets = trees, targets
 
-    def tree_flatten(self) -> tuple[tuple[Any, Any], Any]:
-        """Results and contents."""
-        return (self.out, self.trees), self.targets
+    def tree_flatten(self) -> tuple[tuple[Any], Any]:
+        """The contents."""
+        return (self.trees,), self.targets
 
     @classmethod
     def tree_unflatten(cls, targets: Any, children: Any) -> "Written":
         """The inverse."""
-        out, trees = children
-        return cls(out, trees, targets)
+        return cls(*children, targets)
+
+    def finish(self, boxes: Sequence[Box]) -> None:
+        """Write the contents to their Boxes, of which `boxes` are the arguments."""
+        for target, tree in zip(self.targets, self.trees, strict=True):
+            contents = boxes[target]._contents if isinstance(target, int) else target()
+            if contents is not None:  # whose Box is gone
+                resolved(contents).set(tree)
 
 
-def _with_written(out: Any, boxes: Sequence[Box], frame: Frame, returns_all: bool) -> Any:
+def _written_in(frame: Frame, boxes: Sequence[Box], *, returns_all: bool) -> Written:
     pairs: list[tuple[Target, Contents]] = [
         (i, box._contents)
         for i, box in enumerate(boxes)
         if returns_all or box._contents.may_differ()
     ]
     pairs += [(ReferenceType(c), contents) for c, contents in frame.replaced.items()]
-    if not pairs:
-        return out
     trees = []
     for _, contents in pairs:
         contents.open()
         trees.append(jax.tree.unflatten(contents.treedef, contents.read()))
-    return Written(out, trees, tuple(target for target, _ in pairs))
-
-
-def _finished(written: Written, boxes: Sequence[Box]) -> Any:
-    for target, tree in zip(written.targets, written.trees, strict=True):
-        contents = boxes[target]._contents if isinstance(target, int) else target()
-        if contents is not None:  # whose Box is gone
-            resolved(contents).set(tree)
-    return written.out
+    return Written(trees, tuple(target for target, _ in pairs))
 
 
 def _refuse_held(passed: Sequence[Contents], held: Sequence[Any]) -> None:
@@ -290,16 +290,16 @@ def let_boxes_change(infer: Callable) -> Callable:
     the structure of a Box.
     """
 
-    def infer_or_change(function: Any, info: Any, args: Any, kwargs: Any) -> Any:
+    def infer_or_change(function: Any, options: Any, args: Any, kwargs: Any) -> Any:
         if not is_enabled() or function in _wrappers or jax_caller() != "cache_miss":
-            return infer(function, info, args, kwargs)
-        jitted = _changing.get(function, {}).get(info)
+            return infer(function, options, args, kwargs)
+        jitted = _changing.get(function, {}).get(options)
         if jitted is None:
             try:
-                return infer(function, info, args, kwargs)
+                return infer(function, options, args, kwargs)
             except ChangesStructure:
-                jitted = _with_options_of(info, function)
-                _changing.setdefault(function, {})[info] = jitted
+                jitted = _jit_of(function, options)
+                _changing.setdefault(function, {})[options] = jitted
         return jitted, []
 
     return infer_or_change
@@ -317,7 +317,7 @@ def call_changing(run: Callable) -> Callable:
     return run_or_call
 
 
-def _with_options_of(info: Any, function: Callable) -> Jitted:
+def _jit_of(function: Callable, options: Any) -> Jitted:
     """Return `vn.jit` of a function, with the options that `jax.jit` has parsed."""
     reference = ReferenceType(function)  # since `_changing` must not keep the function
 
@@ -326,5 +326,4 @@ def _with_options_of(info: Any, function: Callable) -> Jitted:
 
     update_wrapper(call, function)
     del call.__wrapped__  # type: ignore[attr-defined]
-    donates = bool(info.donate_argnums or info.donate_argnames)
-    return Jitted(call, lambda wrapped: jit_with_info(wrapped, info), donates)
+    return Jitted(call, options)
