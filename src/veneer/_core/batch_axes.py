@@ -3,8 +3,7 @@
 They are seen from outside, and are the leaf axes of a type that states none.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -13,18 +12,8 @@ import jax
 from .leaf_axes import Axes, aligned
 from .value import Value, stands_for, stated_layout
 
-#: The operands of a primitive for which their `default` has returned NotImplemented.
-_passed_over: ContextVar[Sequence[Any]] = ContextVar("passed_over", default=())
-
-
-@contextmanager
-def default_passed_over(values: Sequence[Any]) -> Iterator[None]:
-    """Let operands whose type has a `default` have batch axes, as others do."""
-    token = _passed_over.set(values)
-    try:
-        yield
-    finally:
-        _passed_over.reset(token)
+#: The operands of a primitive whose `default` has returned NotImplemented.
+passed_over: ContextVar[Sequence[Any]] = ContextVar("passed_over", default=())
 
 
 class LeafLayout(NamedTuple):
@@ -52,13 +41,10 @@ def layout_of(value: Value) -> LeafLayout:
 
 
 def _count_batch_axes(value: Value) -> int:
-    """Return how many leading axes every leaf carries.
-
-    A type with a `default` has none until that has returned NotImplemented.
-    """
+    """Return how many leading axes every leaf carries. A `default` decides first."""
     default = type(value).default
     decides = default is not Value.default and not getattr(default, "is_fallback", False)
-    if decides and not any(value is operand for operand in _passed_over.get()):
+    if decides and not any(value is operand for operand in passed_over.get()):
         return 0
     ndim = value.aval().ndim
     return next((n for n in range(ndim, 0, -1) if has_batch_axes(value, n)), 0)
@@ -67,8 +53,7 @@ def _count_batch_axes(value: Value) -> int:
 def has_batch_axes(value: Value, count: int) -> bool:
     """Whether the first `count` axes of a value are batch axes, which may be taken off the leaves.
 
-    Seen on axes of a size that no other has, lest they should fit by chance. The leaves may be
-    abstract.
+    Tested with sizes that no other axis has. The leaves may be abstract.
     """
     own = value.aval().shape
     shapes = [jax.typeof(leaf).shape for leaf in jax.tree.leaves(value)]
