@@ -247,7 +247,8 @@ class Written:
     @classmethod
     def tree_unflatten(cls, targets: Any, children: Any) -> "Written":
         """The inverse."""
-        return cls(*children, targets)
+        (trees,) = children
+        return cls(trees, targets)
 
     def finish(self, boxes: Sequence[Box]) -> None:
         """Write the contents to their Boxes, of which `boxes` are the arguments."""
