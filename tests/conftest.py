@@ -8,6 +8,8 @@ import pytest
 from support import environment
 
 environment.set_defaults(os.environ)
+# The tests assume 32-bit types, whatever the user has set. Tests of 64 bits turn those on.
+os.environ["JAX_ENABLE_X64"] = "0"
 
 import jax  # noqa: E402
 import jaxtyping  # noqa: E402
