@@ -4,6 +4,7 @@
 #   VENV     where the virtual environment goes      make test VENV=/tmp/veneer
 #   JAX      the JAX to install                      make test JAX=jax==0.10.2
 #   ARGS     passed on to the command that is run    make test ARGS='-k quant'
+#   QWIX     a checkout of Qwix's main branch        make test-peers QWIX=../qwix
 
 PYTHON ?= python3
 VENV ?= .venv

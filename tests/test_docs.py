@@ -37,6 +37,7 @@ TUTORIALS = [
     for name in (
         "your_own_array_type",
         "redispatch",
+        "quax",
         "derivatives",
         "loops_and_metadata",
         "what_materialised",

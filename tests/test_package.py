@@ -19,6 +19,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 LAZY = {"beartype", "matplotlib", "numba", "plum", "rich", "safetensors", "tokenizers", "typer"}
 
 PUBLIC = [
+    "OutsideImplicitError",
     *("AmbiguousLookupError", "ArrayLike", "ImplicitArray", "Value"),
     *("explain", "implicit", "jit", "load", "materialise", "quant", "register", "save", "static"),
     *(
@@ -259,3 +260,17 @@ def test_imports_are_found(source, expected):
 def test_relative_imports_of_a_package_are_found():
     names = imported_by("from .ops import dot_general", "veneer.quant", is_package=True)
     assert list(names) == ["veneer.quant.ops.dot_general"]
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("quantize", "quant.quantize"), ("QArray", "quant.QArray"), ("LoraArray", "types.LoraArray")],
+)
+def test_a_missing_name_suggests_its_module(name, meant):
+    with pytest.raises(AttributeError, match=rf"'{name}'; did you mean vn\.{meant}\?"):
+        getattr(vn, name)
+
+
+def test_an_unknown_name_suggests_nothing():
+    with pytest.raises(AttributeError, match=r"has no attribute 'unknown'$"):
+        _ = vn.unknown

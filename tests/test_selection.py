@@ -13,6 +13,7 @@ from support.selection import (
     LONGEST,
     cases_of_share,
     in_part,
+    move_kernels_to_the_middle,
     parse_fraction,
     quick_cases,
     quick_limit,
@@ -55,6 +56,14 @@ def test_every_share_has_every_value_and_all_have_every_combination(n_shares):
         assert len(share) == len(cases) / n_shares
         for name, count in (("format", 3), ("tile", 2), ("shape", 4)):
             assert len({str(case.callspec.params[name]) for case in share}) == count
+
+
+def test_kernels_start_the_second_half():
+    names = ["core/a", "kernels/b", "numba/c", "quant/d", "quant/ops/e", "types/f"]
+    items = [SimpleNamespace(nodeid=f"tests/{name}.py::test") for name in names]
+    move_kernels_to_the_middle(items)
+    order = [item.nodeid[len("tests/") : -len(".py::test")] for item in items]
+    assert order == ["core/a", "numba/c", "quant/d", "kernels/b", "quant/ops/e", "types/f"]
 
 
 def test_every_case_is_in_one_sample():

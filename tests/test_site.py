@@ -15,10 +15,8 @@ def test_every_page_is_laid_out_with_the_sources_that_it_leads_to(tmp_path, monk
     pages = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.md")}
     assert {"index.md", "contents.md", "types/lora_array.md", "project/readme.md"} <= pages
     assert "sources/examples/llama.py.md" in pages
-    assert "| nf4, tile 64 |" in (tmp_path / "index.md").read_text("utf-8")  # the README's table
-    assert "(../sources/examples/llama.py.md)" in (tmp_path / "project/readme.md").read_text(
-        "utf-8"
-    )
+    assert "| nf4, tile 64 |" in (tmp_path / "index.md").read_text("utf-8")  # the demo's table
+    assert "(sources/examples/llama.py.md)" in (tmp_path / "demo.md").read_text("utf-8")
 
 
 @pytest.mark.parametrize("module", [m for m in stage.REFERENCE if not m.endswith("pytensor")])

@@ -336,7 +336,7 @@ def programs() -> dict[str, Any]:
 
 TABLES: dict[str, tuple[Callable[[Table], Figure], str, str]] = {
     "fidelity": (fidelity, "docs/ptq.md", "|  | MB | to nearest | least error"),
-    "demo": (demo, "README.md", "| format | bytes | of f32 |"),
+    "demo": (demo, "docs/demo.md", "| format | bytes | of f32 |"),
     "rows": (rows, "docs/performance.md", "| N = 4096 | M = 1, ms |"),
     "decoding": (decoding, "docs/performance.md", "| Llama, bounds |"),
     "solves": (structured, "docs/benchmarks.md", "| solve | operations |"),

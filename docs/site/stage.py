@@ -128,7 +128,7 @@ def elsewhere(page: str) -> str:
 
 
 def included(text: str) -> str:
-    """`<!-- README.md: the line a table begins with -->` is replaced by that table."""
+    """Replace `<!-- docs/demo.md: the first line of a table -->` by that table."""
 
     def table(match: re.Match[str]) -> str:
         readme = (ROOT / match[1]).read_text("utf-8")

@@ -19,6 +19,6 @@ class Table:
         self.headings, self.rows = rows[0], {row[0]: row[1:] for row in rows[2:]}
 
     def numbers(self, row: str, *columns: str) -> list[float]:
-        """The numbers of a row in the columns of these headings; NaN where a cell is empty."""
+        """Return the numbers of a row in the columns of these headings. An empty cell is NaN."""
         cells = [self.rows[row][self.headings.index(column) - 1] for column in columns]
-        return [float(re.sub(r"[,%a-z ]", "", cell) or "nan") for cell in cells]
+        return [float(re.sub(r"[,%A-Za-z ]", "", cell) or "nan") for cell in cells]

@@ -34,6 +34,7 @@ from . import _core as _core
 from ._core.rules import AmbiguousLookupError, register
 from ._core.surface.array import ImplicitArray
 from ._core.surface.event import Event, MaterialiseError, MaterialiseWarning
+from ._core.surface.mistakes import OutsideImplicitError
 from ._core.transform import implicit
 from ._core.tree import static
 from ._core.value import Value, materialise
@@ -58,6 +59,7 @@ __all__ = [
     "ImplicitArray",
     "MaterialiseError",
     "MaterialiseWarning",
+    "OutsideImplicitError",
     "Report",
     "Value",
     "device_put",
@@ -115,9 +117,18 @@ _LAZY = {
 
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_place_of(name)}")
     module = import_module(f"{__name__}.{_LAZY[name]}")
     return module if name == _LAZY[name] else getattr(module, name)
+
+
+def _place_of(name: str) -> str:
+    """Return a hint if a module of this package has a public name."""
+    if not name.startswith("_"):  # tools ask for private names, and importing modules takes time
+        for module in ("quant", "types", "lora", "tree"):
+            if name in dir(import_module(f"{__name__}.{module}")):
+                return f"; did you mean vn.{module}.{name}?"
+    return ""
 
 
 def __dir__() -> list[str]:

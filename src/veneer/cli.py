@@ -52,6 +52,8 @@ def _bad_input(
         yield
     except errors as error:
         message = str(error)
+        if isinstance(error, OSError) and error.filename:
+            message = f"{error.filename}: {error.strerror}"
         for argument, option in options.items():
             message = message.replace(argument, option)
         raise _BadInput(message) from error
@@ -142,7 +144,7 @@ def quantize(
         str | None,
         typer.Option(
             help="int8 to int2, ternary, int1, uint8 to uint2, fp8, fp8_e5m2, fp6_e2m3, fp6_e3m2, "
-            "fp4, nf4, nf4_dq, mxfp8, mxfp8_e5m2, mxfp6, mxfp6_e3m2, mxfp4 or nvfp4."
+            "fp4, nf4, nf4_dq, mxfp8, mxfp8_16, mxfp8_e5m2, mxfp6, mxfp6_e3m2, mxfp4 or nvfp4."
         ),
     ] = None,
     tile: Annotated[

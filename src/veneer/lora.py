@@ -163,7 +163,7 @@ def _check(rules: Any) -> None:
     for rule in rules if is_sequence else [rules]:
         if not is_sequence or not isinstance(rule, Rule):
             raise TypeError(
-                f"rules are a sequence of vn.lora.Rule, as [vn.lora.Rule('.*', rank=8)], and not "
+                f"rules must be a list of vn.lora.Rule, such as [vn.lora.Rule('.*', rank=8)], not "
                 f"{rule!r}"
             )
 

@@ -121,7 +121,9 @@ def test_two_rules_that_fit_equally_are_named_with_file_and_line(ambiguous, wrap
     with pytest.raises(vn.AmbiguousLookupError) as error:
         vn.implicit(wrap(matmul))(LORA, SPARSE)
     message = str(error.value)
-    assert message.startswith("dot_general(RankOne, OneEntry) fits several rules")
+    assert message.startswith(
+        "dot_general(RankOne, OneEntry) is ambiguous among the following rules"
+    )
     places = re.findall(r"test_redispatch\.py:(\d+) \(precedence 0\)", message)
     expected = [f.__code__.co_firstlineno for f in (register_rank_one, register_greedy_one_entry)]
     assert [int(place) - 1 for place in sorted(places, key=int)] == expected

@@ -454,7 +454,8 @@ WEIGHTS = {"w": vn.quant.QArray(CODES, SCALE, qtype="int8")}
 def test_a_value_without_implicit_says_what_to_do(transform):
     f = transform(lambda x: jnp.dot(x, WEIGHTS["w"]))
     with pytest.raises(
-        RuntimeError, match=r"QArray:f32\[4,4\] is no array to JAX: call the function"
+        RuntimeError,
+        match=r"JAX functions cannot take QArray:f32\[4,4\] outside vn\.implicit\. Wrap",
     ):
         f(jnp.ones((2, 4)))
     assert jnp.allclose(jax.jit(vn.implicit(f))(jnp.ones((2, 4))), 4, rtol=0.01)

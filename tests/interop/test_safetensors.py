@@ -218,8 +218,8 @@ def decode_quantised(entry, stored, formats):
 
 def decode_fields(packed, packing, format):
     bits, bytes_, count = format["bits"], format["unit_bytes"], format["unit_fields"]
-    if bits == 8:
-        return packed.view(np.uint8)
+    if bits >= 8:
+        return packed.view(f"u{bytes_}")
     if packing is None:
         return packed % 3 if bits == 1.6 else packed & (2**bits - 1)
     rows = np.moveaxis(packed, packing["axis"], -1)

@@ -30,6 +30,13 @@ def test_numba_neither_optimises_nor_emits_what_is_exported(monkeypatch):
     assert ctypes.CFUNCTYPE(integer, integer)(addresses[1])(5) == 10
 
 
+def test_a_compiled_function_keeps_no_numba_ir():
+    double = native(lambda number: 2 * number)
+    ObjectFile().export("test_double", double)
+    (result,) = double.overloads.values()
+    assert result.type_annotation is None
+
+
 @native
 def fill(to, count):
     for i in range(count):

@@ -3,10 +3,14 @@
 The public names are those of `veneer.interop.qwix`. The functions here give `veneer.quant` the
 private names of `qwix._src.core`. Qwix's `get_how_to_quantize`, which computes nothing, still says
 which axes of an operand share a scale.
+
+The environment variable QWIX names a checkout of Qwix's main branch, in which scales of mx formats
+have a bias.
 """
 
 import functools
 import importlib
+import os
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -22,55 +26,78 @@ import veneer.interop.qwix as qwix
 from veneer.interop.qwix import QArray
 from veneer.quant import BackwardProduct, FakeQuantized
 
+BIASED = ("mxfp8", "mxfp8_16", "mxfp4") if "QWIX" in os.environ else ()
+
 
 def quantize(array: jax.Array, how: Any) -> QArray:
     """Quantize an array as a `HowToQuantize` describes."""
+    is_biased = how.qtype in BIASED and how.calibration_method == "absmax"
     return qwix.quantize(
         array,
         how.qtype,
         channelwise_axes=[axis for axis in how.channelwise_axes if axis not in how.tiled_axes],
         tiled_axes=how.tiled_axes,
-        calibration_method=how.calibration_method,
+        calibration_method="oas" if is_biased else how.calibration_method,
     )
 
 
 def compute_scale_zero_point(calibration: dict[str, jax.Array], qtype: Any) -> Any:
     high = calibration["absmax"] if "absmax" in calibration else calibration["max"]
+    if qtype in BIASED:  # the scales of tiles whose values are all the largest
+        size = vn.quant.get_format(qtype).tile_size
+        tiles = jnp.broadcast_to(high[..., None], (*high.shape, size))
+        q = vn.quant.quantize(
+            tiles, qtype, channelwise_axes=range(high.ndim), tiled_axes={-1: size},
+            calibration_method="oas",
+        )  # fmt: skip
+        return q.scales()[..., 0].astype(high.dtype), None
     return vn.quant.scale_of_range(qtype, high, calibration.get("min"))
 
 
-def stored(q: QArray) -> jax.Array:
-    """The codes in the dtype that Qwix has them in: small floats are floats."""
-    codes = q.codes()
-    if q.qtype in ("mxfp4", "nvfp4"):
-        return q.format.decode(codes, jnp.float32).astype(jnp.float4_e2m1fn)
-    return codes.astype(q.format.code_dtype)
+def stored(codes: jax.Array, format: Any) -> jax.Array:
+    """Return codes in the dtype that Qwix has them in: small floats are floats."""
+    if format.name in ("mxfp4", "nvfp4"):
+        return format.decode(codes, jnp.float32).astype(jnp.float4_e2m1fn)
+    return codes.astype(format.code_dtype)
 
 
 def convert_to(array: jax.Array, qtype: Any, noise_fn: Any = None) -> jax.Array:
-    key = None if noise_fn is None else noise_fn.args[0]
-    return vn.quant.quantize_with_scale(array, qtype, 1.0, key=key).qvalue
+    format = vn.quant.get_format(qtype)
+    if noise_fn is None:
+        return stored(format.encode(array), format)
+    return vn.quant.quantize_with_scale(array, qtype, 1.0, key=noise_fn.args[0]).qvalue
 
 
 def convert_from(codes: jax.Array, qtype: Any) -> jax.Array:
-    return QArray(codes, jnp.ones([1] * codes.ndim), None, qtype).dequantize()
+    if jnp.issubdtype(codes.dtype, jnp.floating):
+        return codes
+    return vn.quant.get_format(qtype).decode(codes, jnp.float32)
 
 
-AXES = {"R": -1, "C": -2}
+def in_groups(
+    prune: Callable[[jax.Array], jax.Array], x: jax.Array, size: int, order: str
+) -> jax.Array:
+    """Prune rows of `size` values that follow each other, by rows ("R") or by columns ("C")."""
+    if x.size % size:
+        raise ValueError(f"groups of {size} do not divide the size of {x.shape}")
+    rows = x if order == "R" else x.mT
+    pruned = prune(rows.astype(jnp.float32).reshape(-1, size)).reshape(rows.shape)
+    return pruned if order == "R" else pruned.mT
 
 
 def get_sparsity_mask(
     x: jax.Array, n_sparsity: int, m_sparsity: int, order: str = "R", block_size: int = 1
 ) -> jax.Array:
     sparsity = (n_sparsity, m_sparsity, block_size)
-    return vn.quant.sparsity_masks(
-        FakeQuantized(x.astype(jnp.float32), tile_axis=AXES[order], sparsity=sparsity)
+    mask = lambda rows: vn.quant.sparsity_masks(
+        FakeQuantized(rows, tile_axis=-1, sparsity=sparsity)
     )
+    return in_groups(mask, x, m_sparsity * block_size, order)
 
 
 def prune_inputs_n_m(x: jax.Array, *, n: int, m: int, order: str) -> jax.Array:
-    pruned = vn.types.NMSparse.prune(x.astype(jnp.float32), n, m, AXES[order])
-    return pruned.materialise().astype(x.dtype)
+    prune = lambda rows: vn.types.NMSparse.prune(rows, n, m, -1).materialise()
+    return in_groups(prune, x, m, order).astype(x.dtype)
 
 
 def sparsify(x: jax.Array, rule: Any) -> jax.Array:
@@ -197,7 +224,7 @@ def pytest_configure() -> None:
         sys.modules[module.__name__] = module
         setattr(core, name, module)
     names: Any = QArray
-    names.qvalue = property(stored)
+    names.qvalue = property(lambda q: stored(q.codes(), q.format))
     names.scale_tile_shape = QArray.tile_shape
     names.zero_point_tile_shape = property(lambda q: q.zero_point and q.tile_shape)
 

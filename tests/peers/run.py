@@ -4,6 +4,9 @@ Their sources are fetched by pip, as data, in the versions that are installed he
 `pyproject.toml` names each in the extra `peers`), into the environment that runs this. The tests of
 Qwix and eformer are only in their repositories. git fetches those. If it cannot, that suite is not
 run, and a line says so. Arguments are passed on to pytest: `make test-peers ARGS='-k matmul'`.
+
+The environment variable QWIX names a checkout of Qwix's main branch, to run its package and tests
+instead: `make test-peers QWIX=../qwix`.
 """
 
 import os
@@ -80,12 +83,19 @@ def clone(name: str) -> Path | None:
 
 def run(name: str, arguments: list[str]) -> int:
     """Runs the suite of a package on ours; returns the exit status of pytest."""
-    print(f"\n{name} {revision(name)}", flush=True)
-    folder = clone(name) if name in REPOSITORIES else source(name)
+    checkout = os.environ.get("QWIX") if name == "qwix" else None
+    print(f"\n{name} {checkout or revision(name)}", flush=True)
+    if checkout is not None:
+        folder: Path | None = Path(checkout).resolve(strict=True)
+    else:
+        folder = clone(name) if name in REPOSITORIES else source(name)
     if folder is None:
         print(f"NOT RUN: its tests are at {REPOSITORIES[name]}, which git could not fetch")
         return 0
-    expected = HERE / "expected" / f"{name}.toml"
+    of_version = "main" if checkout else revision(name)
+    expected = HERE / "expected" / f"{name}-{of_version}.toml"
+    if not expected.exists():  # the same for all versions
+        expected = HERE / "expected" / f"{name}.toml"
     left_out = tomllib.loads(expected.read_text(encoding="utf-8")).get("left_out", [])
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "verdicts"]
     command += ["--expected", str(expected)]
@@ -102,7 +112,7 @@ def run(name: str, arguments: list[str]) -> int:
     # Another worker is writing the file of that program: JAX compiles it again.
     command += ["-W", "ignore:Error (reading|writing) persistent compilation cache entry"]
     command += [f"--ignore={path}" for group in left_out for path in group["files"]]
-    paths = [str(HERE), os.environ.get("PYTHONPATH", "")]
+    paths = [str(HERE), str(folder) if checkout else "", os.environ.get("PYTHONPATH", "")]
     environ = {
         "JAX_PLATFORMS": "cpu",
         "UNXT_ENABLE_RUNTIME_TYPECHECKING": "beartype.beartype",  # as unxt's own settings have it

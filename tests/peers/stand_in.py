@@ -9,9 +9,8 @@ from hypothesis import settings
 
 import veneer.interop.quax as quax
 
-# What of Quax stands beside its core, and so is tried on ours: the types of its documentation, and
-# the names by which the tests ask for the version of JAX.
-BESIDE_THE_CORE = {"_compat": "_compat.py", "examples": "examples/__init__.py"}
+# The names by which Quax's tests ask for the version of JAX.
+COMPAT = "quax._compat"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -26,14 +25,13 @@ def pytest_configure(config: pytest.Config) -> None:
     # The same examples in every run; and the first of a property compiles, however long that takes.
     settings.register_profile("peers", derandomize=True, database=None, deadline=None)
     settings.load_profile("peers")
-    sys.modules["quax"] = quax
-    for name, file in BESIDE_THE_CORE.items():
-        spec = importlib.util.spec_from_file_location(
-            f"quax.{name}", Path(config.option.quax, file)
-        )
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        setattr(quax, name, module)
-        spec.loader.exec_module(module)
+    quax.replace_quax()
+    spec = importlib.util.spec_from_file_location(COMPAT, Path(config.option.quax, "_compat.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[COMPAT] = quax._compat = module
+    spec.loader.exec_module(module)
+    # A test imports the module of this example by a private name.
+    prng = quax.examples.prng
+    sys.modules["quax.examples.prng._core"] = prng._core = prng

@@ -146,7 +146,65 @@ METHOD_OF_EACH = {
     "mse": "mse,4",
     "hqq": "hqq",
 }
-assert METHOD_OF_EACH.keys() == METHODS.keys()
+assert METHOD_OF_EACH.keys() | {"oas"} == METHODS.keys()  # which is for mx formats alone
+
+
+# The largest value that keeps the scale 1: half a step beyond 6 of e2m1, or beyond 480 of an e4m3
+# without NaN. Qwix's main branch rounds to bfloat16 first, which lowers it by 2**-9.
+LARGEST_OF_SCALE_1 = {
+    "mxfp4": 7 * (1 - 2**-9),
+    "mxfp8": 448 * 31 / 30 * (1 - 2**-9),
+    "mxfp8_16": 448 * 31 / 30 * (1 - 2**-9),
+}
+
+
+@pytest.mark.parametrize("qtype", LARGEST_OF_SCALE_1)
+@pytest.mark.parametrize("exponent", [-100, 0, 3])
+def test_biased_scales_clip_at_most_half_a_step(qtype, exponent):
+    format, largest = get_format(qtype), LARGEST_OF_SCALE_1[qtype]
+    x = np.zeros((6, format.tile_size), np.float32)
+    x[:, 3] = largest * np.array([1 - 1e-5, 1 + 1e-5, -1 + 1e-5, -1 - 1e-5, 0.4, 0]) * 2.0**exponent
+    q = quantize(x, qtype, channelwise_axes=[0], calibration_method="oas")
+    expected = np.array([1, 2, 1, 2, 0.5, 1]) * np.where(np.arange(6) < 5, 2.0**exponent, 1)
+    np.testing.assert_array_equal(q.scales()[:, 0], expected)
+    np.testing.assert_allclose(q.dequantize(), x, rtol=1 / 6)
+    without = quantize(x[:1], qtype, channelwise_axes=[0], calibration_method="absmax")
+    assert without.scales()[0, 0] == 2 * expected[0]
+
+
+def test_biased_scales_have_less_error_than_those_rounded_up():
+    x = np.random.default_rng(0).normal(size=(64, 256)).astype(np.float32)
+    error = lambda method: float(
+        jnp.square(quantize(x, "mxfp4", calibration_method=method).dequantize() - x).mean()
+    )
+    assert error("oas") < 0.95 * error("absmax")
+
+
+def test_biased_scales_keep_nan_to_its_tile_and_empty_arrays():
+    x = jnp.ones((3, 32)).at[1, 5].set(jnp.nan)
+    dense = jax.jit(
+        lambda x: quantize(x, "mxfp4", channelwise_axes=[0], calibration_method="oas").dequantize()
+    )(x)
+    np.testing.assert_array_equal(jnp.isnan(dense).all(1), [False, True, False])
+    np.testing.assert_array_equal(dense[::2], 1)
+    assert quantize(x[:0], "mxfp8", calibration_method="oas").shape == (0, 32)
+
+
+def test_mxfp8_in_tiles_of_16_has_biased_scales():
+    x = jnp.full((2, 48), 460.0)
+    q = quantize(x, "mxfp8_16")
+    assert (q.tile_shape, q.scale.dtype) == ((1, 16), jnp.float8_e8m0fnu)
+    np.testing.assert_array_equal(q.scales(), 1)
+    np.testing.assert_array_equal(q.dequantize(), 448)
+    np.testing.assert_array_equal(quantize(x, "mxfp8_16", calibration_method="absmax").scales(), 2)
+    with pytest.raises(ValueError, match=r"defined for tiles of 16 .* not \{1: 24\}"):
+        quantize(x, "mxfp8_16", channelwise_axes=[0], tiled_axes={1: 24})
+
+
+@pytest.mark.parametrize("qtype", ["int8", "mxfp6", "nvfp4"])
+def test_formats_without_biased_scales_say_so(qtype):
+    with pytest.raises(ValueError, match=f"'oas' .* mxfp4, not the scales of {qtype}"):
+        quantize(X, qtype, calibration_method="oas")
 
 
 @pytest.mark.parametrize("method", [*METHOD_OF_EACH.values(), "percentile,10,90", "fixed,-1,2"])

@@ -16,14 +16,14 @@ OF_FLOATS = [name for name, format in FORMATS.items() if not format.is_integer]
 
 
 def all_codes(format):
-    """Every code of a format, a byte each."""
+    """Return every code of a format."""
     if format.name == "int1":
         return np.array([-1, 1], np.int8)
     if format.codebook is None and not format.is_integer:
         codes = np.arange(256, dtype=np.uint8).view(format.code_dtype)
         return codes[np.isfinite(codes.astype(np.float32))]
     low, high = format.code_range
-    return np.arange(low, high + 1).astype(np.int8 if format.signed else np.uint8)
+    return np.arange(low, high + 1).astype(format.byte_dtype)
 
 
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
@@ -32,7 +32,7 @@ def test_a_row_of_the_table_agrees_with_itself(format):
     assert format.source
     codes = all_codes(format)
     values = np.asarray(format.decode(codes, jnp.float32))
-    assert len(codes) <= 2**8
+    assert len(codes) <= 2 ** max(8, int(format.bits))
     if format.bits < 8:
         assert len(codes) == {1.6: 3}.get(format.bits, 2**format.bits)
         assert format.bits in UNITS
@@ -46,8 +46,9 @@ def test_a_row_of_the_table_agrees_with_itself(format):
         assert len(set(format.codebook)) >= len(codes) - 1  # of a float, 0 is there twice
         assert format.code_dtype == (ml_dtypes.uint4 if format.bits == 4 else np.uint8)
     # The bound is the largest value, or half a step beyond it where codes are a step apart.
-    is_stepped = format.is_integer and format.signed and format.bits > 1
-    assert format.bound == values.max() + 0.5 * is_stepped
+    step = format.is_integer and format.signed and format.bits > 1
+    # LiteRT scales the largest magnitude to 2**15, a whole step beyond the last code of int16.
+    assert format.bound == values.max() + (1.0 if format.bits == 16 else 0.5) * step
     assert (format.tile_size is None) or format.scale_dtype is not None
     if format.scale_tile is not None:
         assert not FORMATS[format.scale_dtype].is_integer
@@ -104,6 +105,9 @@ def test_every_code_decodes_to_a_value_that_encodes_to_it(name):
         ("int4", -20.0, -8),
         ("int2", -1.5, -2),
         ("int2", 9.0, 1),
+        ("int16", 32767.5, 32767),
+        ("int16", -32768.5, -32768),
+        ("int16", 200.5, 200),
         ("uint2", 9.0, 3),
         ("uint8", -1.0, 0),
         ("uint8", 300.0, 255),
@@ -191,10 +195,20 @@ def test_a_format_is_found_by_name_and_by_dtype():
 
 
 def test_an_unknown_format_is_refused_with_the_known_ones():
-    with pytest.raises(
-        ValueError, match=r"unknown format 'int9'; .* the formats are int8, .*nvfp4"
-    ):
-        get_format("int9")
+    message = r"unknown format 'squeezed'; the formats are int8, .*nvfp4; aliases are fp8, .*b1\.58"
+    with pytest.raises(ValueError, match=message):
+        get_format("squeezed")
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("q4_0", "'int4'"), ("Q4_1", "'uint4'"), ("Q8_0", "'int8'")]
+)
+def test_types_of_gguf_name_the_format_here(name, meant):
+    message = (
+        f"unknown format '{name}'; use {meant} with tile_size=32, which is GGUF's {name.upper()}"
+    )
+    with pytest.raises(ValueError, match=message):
+        get_format(name)
 
 
 def test_codes_that_are_floats_have_no_range():
@@ -204,10 +218,16 @@ def test_codes_that_are_floats_have_no_range():
 
 @pytest.mark.parametrize(
     ("name", "meant"),
-    [("NF4", "nf4"), ("e4m3", "float8_e4m3fn"), ("fp8_e4m3", "fp8_e4m3fn"), ("nf44", "nf4")],
+    [
+        ("NF4", "nf4"),
+        ("int9", "int8"),
+        ("e4m3", "float8_e4m3fn"),
+        ("fp8_e4m3", "fp8_e4m3fn"),
+        ("nf44", "nf4"),
+    ],
 )
 def test_the_format_that_was_meant(name, meant):
-    message = rf"unknown format '{name}'; did you mean '{meant}'.*by shorter names fp8, .*b1\.58"
+    message = rf"unknown format '{name}'; did you mean '{meant}'\?"
     with pytest.raises(ValueError, match=message):
         get_format(name)
 

@@ -232,11 +232,11 @@ def test_a_rule_that_cannot_work_is_refused_where_it_is_written(args, kwargs, me
 
 
 WRONG_RULES = {
-    "a rule": (Rule(".*", "int8"), r"rules are a sequence.*: \[Rule\('\.\*', 'int8'\)\]"),
-    "formats": (["nf4"], r"rules\[0\] is 'nf4', and no Rule\(path_regex, qtype\)"),
-    "pairs": ([(".*", "nf4")], r"rules\[0\] is \('\.\*', 'nf4'\), and no Rule"),
-    "a dict": ({".*": "nf4"}, r"rules are a sequence of Rules, as .*, and not \{"),
-    "nothing": (None, "rules are a sequence of Rules, as .*, and not None"),
+    "a rule": (Rule(".*", "int8"), r"rules must be a list: \[Rule\('\.\*', 'int8'\)\]"),
+    "formats": (["nf4"], r"rules\[0\] must be a Rule, such as .*, not 'nf4'"),
+    "pairs": ([(".*", "nf4")], r"rules\[0\] must be a Rule, such as .*, not \('\.\*', 'nf4'\)"),
+    "a dict": ({".*": "nf4"}, r"rules must be a list of Rule, such as .*, not \{"),
+    "nothing": (None, "rules must be a list of Rule, such as .*, not None"),
 }
 
 

@@ -68,6 +68,7 @@ def largest_kept(qtype):
     return "absmax" if FORMATS[qtype].calibration == "absmean" else None
 
 
+@pytest.mark.filterwarnings("ignore:each value of")
 @pytest.mark.parametrize("qtype", ["int8", "int3", "uint4", "nf4", "float8_e5m2"])
 @pytest.mark.parametrize(("tiling", "scale_shape"), TILINGS)
 def test_tiles_are_where_they_are_asked_for(qtype, tiling, scale_shape):
@@ -77,6 +78,7 @@ def test_tiles_are_where_they_are_asked_for(qtype, tiling, scale_shape):
     assert (np.abs(q.dequantize() - x) <= error_bound(q, np.asarray(x))).all()
 
 
+@pytest.mark.filterwarnings("ignore:each value of")
 @pytest.mark.parametrize("qtype", ["int8", "int4"])
 @pytest.mark.parametrize(("tiling", "scale_shape"), TILINGS)
 def test_integer_codes_are_what_numpy_finds_by_hand(qtype, tiling, scale_shape):
@@ -151,7 +153,25 @@ def test_a_tile_without_numbers_to_scale_is_nan_or_zero_and_alone(qtype):
     assert np.isnan(dense).sum() == 3 * len(dense[0, tile])
 
 
+def test_a_scale_per_value_warns():
+    with pytest.warns(UserWarning, match=r"each value of float32\[10\] has a scale of its own"):
+        quantize(jnp.ones(10), "nf4", channelwise_axes=[0])
+
+
+@pytest.mark.parametrize("key", [0, 1.5, "key", np.zeros(2)])
+def test_a_key_is_of_jax(key):
+    with pytest.raises(TypeError, match=r"key must be a JAX PRNG key, such as jax\.random\.key"):
+        quantize(jnp.ones((4, 4)), "int8", key=key)
+
+
+@pytest.mark.parametrize("array", [[1.0, 2.0], (1.0,)])
+def test_a_sequence_is_no_array(array):
+    with pytest.raises(TypeError, match=f"takes an array, not a {type(array).__name__}"):
+        quantize(array, "int8")
+
+
 # XLA's max drops a NaN on CPU, if there are many values.
+@pytest.mark.filterwarnings("ignore:each value of")
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("size", [1, 7, 1000])
 def test_a_value_that_is_not_finite_is_seen_in_tiles_of_any_size(bad, size):

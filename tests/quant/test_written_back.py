@@ -49,7 +49,7 @@ def test_dequantized_values_quantize_to_themselves(name, method):
 
 #: Formats in which 16-bit values may be given another scale: their codes have more bits than bf16,
 #: or their ends differ, or their scales in f16 are subnormal. A cache compares them with the old.
-UNSURE = ["uint8", "iq4_nl", "float8_e5m2", "float8_e5m2fnuz"]
+UNSURE = ["int16", "uint8", "iq4_nl", "float8_e5m2", "float8_e5m2fnuz"]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -54,6 +54,9 @@ DIVIDED = {
     "test_testing.py": "case",
 }
 
+#: Tests that compile kernels of the CPU.
+KERNELS = ("tests/kernels/", "tests/native/", "tests/quant/ops/")
+
 
 def pytest_addoption(parser):
     group = parser.getgroup("veneer", "which cases run: a case is a test and its parameters")
@@ -118,6 +121,20 @@ def pytest_collection_modifyitems(config, items):
         kept = set(chosen)
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = chosen
+    move_kernels_to_the_middle(items)
+
+
+def move_kernels_to_the_middle(items):
+    """Let one worker compile the kernels, and another the programs of `vn.numba`.
+
+    What Numba compiles stays in the process. pytest-xdist gives each of two workers half of the
+    items, and later takes items from the end of a half. So the kernels start the second half. The
+    order is otherwise as before.
+    """
+    kernels = [item for item in items if _file(item).startswith(KERNELS)]
+    others = [item for item in items if not _file(item).startswith(KERNELS)]
+    middle = len(items) // 2
+    items[:] = [*others[:middle], *kernels, *others[middle:]]
 
 
 def _files_of_named_tests(config):

@@ -45,7 +45,7 @@ def unpacked(packed: np.ndarray, bits: float, axis: int, size: int) -> np.ndarra
 def codes_of(q: QArray) -> np.ndarray:
     """The codes of a QArray, as numbers."""
     format, stored = q.format, np.asarray(q.packed)
-    if format.bits == 8:
+    if format.bits >= 8:
         return stored
     if q.packing is not None:
         fields = unpacked(stored, format.bits, *q.packing)

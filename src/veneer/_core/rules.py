@@ -260,10 +260,10 @@ def _most_specific(
     if len(best) > 1:
         listing = "\n".join(f"  {rule}" for rule in best)
         raise AmbiguousLookupError(
-            f"{primitive.name}({', '.join(c.__name__ for c in classes)}) fits several rules, and "
-            f"none is more specific than the others:\n{listing}\nNest two calls of implicit, each "
-            "with a filter_spec that takes one of the types; or register a rule for the "
-            "combination; or give one of these a higher precedence."
+            f"{primitive.name}({', '.join(c.__name__ for c in classes)}) is ambiguous among the "
+            f"following rules, of which none is more specific than the others:\n{listing}\n"
+            "Nest two calls of implicit, each with a filter_spec that takes one of the types; or "
+            "register a rule for the combination; or give one of these a higher precedence."
         )
     return best[0] if best else None
 

@@ -16,9 +16,10 @@ from jax._src import (
     stages,
     tree_util,
 )
+from jax._src import hijax as jax_hijax
 from jax._src import pmap as jax_pmap
 from jax._src import shard_map as jax_shard_map
-from jax._src.hijax import HiType
+from jax._src.hijax import HiType, MappingSpec, register_hitype
 from jax._src.interpreters import ad, batching
 from jax._src.interpreters import partial_eval as pe
 from jax._src.lax import lax, parallel
@@ -39,7 +40,9 @@ except ImportError:  # JAX < 0.12
 __all__ = [
     "FlatTree",
     "GradAccum",
+    "HiPrim",
     "HiType",
+    "MappingSpec",
     "RefEffect",
     "StoreException",
     "Unspecified",
@@ -60,6 +63,7 @@ __all__ = [
     "dtypes",
     "high_primitive",
     "holds_tracers",
+    "instantiate_zeros",
     "jax_pmap",
     "jax_shard_map",
     "jit_with_options",
@@ -71,6 +75,7 @@ __all__ = [
     "pe",
     "pjit",
     "print_as",
+    "register_hitype",
     "stages",
     "to_staged",
     "tracing_registry",
@@ -81,6 +86,9 @@ __all__ = [
 GradAccum = ad.GradAccum
 ValAccum = ad.ValAccum
 Zero = ad_util.Zero
+instantiate_zeros = ad.instantiate_zeros
+# JAX 0.12 renamed VJPHiPrimitive.
+HiPrim: Any = getattr(jax_hijax, "HiPrim", None) or jax_hijax.VJPHiPrimitive
 custom_lin = ad.custom_lin_p
 aval_property = core.aval_property
 jit_with_options = pjit._cpp_pjit

@@ -84,7 +84,7 @@ def table(measurements: Sequence[Measurement]) -> Table:
     dense = measurements[0]
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))  # 80 columns are enough
     table.add_column("format")  # the one that is broken where it has to be
-    for heading in ("bytes", "of f32", "cosine", "neighbour\nkept", "batch\nof 64", "batch\nof 1"):
+    for heading in ("bytes", "of f32", "cosine", "neighbor\nkept", "batch\nof 64", "batch\nof 1"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in measurements:
         table.add_row(

@@ -39,10 +39,11 @@ HOW_TO_READ = (
     "safetensors tensors named by 'packed', 'scale', 'zero_point' and 'minimum' (null: none), and "
     "the row of 'formats' that 'format' names.",
     "1. 'packed' holds fields: small integers that are not negative, of 'bits' bits. Where 'bits' "
-    "is 8, a byte is a field. Where 'packing' is null, each byte holds one field in its lowest "
-    "bits (byte % 3 where 'bits' is 1.6). Elsewhere the 'axis' of 'packing' (counted from the "
-    "end) is a row of units of 'unit_bytes' bytes that hold 'unit_fields' fields, neighbours "
-    "along that axis; the first 'size' fields count, the rest is padding. In a unit, by its "
+    "is 8 or 16, each element, read as an unsigned integer, is a field. Where 'packing' is null, "
+    "each byte holds one field in its lowest bits (byte % 3 where 'bits' is 1.6). Elsewhere the "
+    "'axis' of 'packing' (counted from the end) is a row of units of 'unit_bytes' bytes that hold "
+    "'unit_fields' fields, neighbours along that axis; the first 'size' fields count, the rest is "
+    "padding. In a unit, by its "
     "'unit_layout': 'bits': field i is (byte >> (bits * i)) & (2**bits - 1). 'base 3': field i is "
     "byte // 3**i % 3. 'bit planes': bit p of field i is bit i of byte p, the lowest bit being "
     "bit 0.",
@@ -326,7 +327,7 @@ def _one_a_line(content: dict[str, Any]) -> str:
 
 def _describe_format(name: str) -> dict[str, Any]:
     format = get_format(name)
-    fields, bytes_ = UNITS.get(format.bits, (1, 1))
+    fields, bytes_ = UNITS.get(format.bits, (1, int(format.bits) // 8))
     return {
         "bits": format.bits,
         "unit_fields": fields,

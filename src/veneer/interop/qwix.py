@@ -8,14 +8,15 @@ this import replaces `import qwix`. The names, the arguments and their order are
 and for what to write in place of its rules and providers.
 """
 
+import functools
+import inspect
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, SupportsIndex
+from typing import Any, ParamSpec, SupportsIndex
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 from opt_einsum import contract_path
 from opt_einsum.parser import parse_einsum_input
@@ -74,12 +75,14 @@ def quantize(
     >>> q.shape, q.scale.shape, q.dtype.name
     ((4, 2), (2, 2), 'float32')
     """
+    # Qwix has mxfp8_16 only with the biased scales that its main branch calls "absmax".
+    is_biased = calibration_method == "absmax" and quant.get_format(qtype).calibration == "oas"
     q = quant.quantize(
         array,
         qtype,
         channelwise_axes=tuple(channelwise_axes),
         tiled_axes=tiled_axes or None,
-        calibration_method=calibration_method,
+        calibration_method="oas" if is_biased else calibration_method,
         scale_dtype=scale_dtype,
     )
     if scale_dtype is None or jnp.dtype(scale_dtype) not in QUANTIZABLE:
@@ -280,119 +283,26 @@ def _multiply(
     return out.transpose([order.index(label) for label in result])
 
 
-def conv_general_dilated(
-    lhs: _Operand,
-    rhs: _Operand,
-    window_strides: Sequence[int],
-    padding: str | Sequence[tuple[int, int]],
-    lhs_dilation: Sequence[int] | None = None,
-    rhs_dilation: Sequence[int] | None = None,
-    dimension_numbers: Any = None,
-    feature_group_count: int = 1,
-    batch_group_count: int = 1,
-    precision: Any = None,
-    preferred_element_type: DTypeLike | None = None,
-    out_sharding: Any = None,
-) -> jax.Array:
-    """Return what `jax.lax.conv_general_dilated` gives. Either operand may be a `QArray`.
-
-    **Arguments:**
-
-    - `lhs`, `rhs`: the input and the kernel: dense arrays or `QArray`s.
-    - `preferred_element_type`: as in `dot_general`. A dtype narrower than that of the operands
-      needs two `QArray`s.
-    - the others: as in `jax.lax.conv_general_dilated`.
-
-    **Raises:** what `jax.lax.conv_general_dilated` raises.
-
-    >>> import jax.numpy as jnp, veneer.interop.qwix as qwix
-    >>> kernel = qwix.quantize(jnp.ones((3, 3, 2, 4)), jnp.int8, channelwise_axes=[3])
-    >>> nhwc = ("NHWC", "HWIO", "NHWC")
-    >>> images = jnp.ones((1, 8, 8, 2))
-    >>> qwix.conv_general_dilated(images, kernel, (1, 1), "SAME", dimension_numbers=nhwc).shape
-    (1, 8, 8, 4)
-    """
-    # JAX rejects a result that is narrower than the operands. Qwix casts the sum of codes to it.
-    are_codes = isinstance(lhs, QArray) and isinstance(rhs, QArray)
-    out = quant.conv_general_dilated(
-        lhs,
-        rhs,
-        window_strides,
-        padding,
-        lhs_dilation,
-        rhs_dilation,
-        dimension_numbers,
-        feature_group_count,
-        batch_group_count,
-        precision,
-        None if are_codes else _element_type(preferred_element_type, lhs, rhs),
-        out_sharding,
-    )
-    if not are_codes or preferred_element_type is None:
-        return out
-    return out.astype(preferred_element_type)
+P = ParamSpec("P")
 
 
-def ragged_dot(
-    lhs: _Operand,
-    rhs: _Operand,
-    group_sizes: _Operand,
-    precision: Any = None,
-    preferred_element_type: DTypeLike | None = None,
-    group_offset: ArrayLike | None = None,
-) -> jax.Array:
-    """Return what `jax.lax.ragged_dot` gives. Either operand, or both, may be a `QArray`.
+def _in_types_of_qwix(product: Callable[P, jax.Array]) -> Callable[P, jax.Array]:
+    """Return a product of `veneer.quant` whose result has the dtype that Qwix gives."""
+    signature = inspect.signature(product)
 
-    **Arguments:**
+    @functools.wraps(product)
+    def typed(*args: P.args, **kwargs: P.kwargs) -> jax.Array:
+        arguments = signature.bind(*args, **kwargs).arguments
+        preferred = arguments.get("preferred_element_type")
+        dtype = _element_type(preferred, arguments["lhs"], arguments["rhs"])
+        return product(**arguments | {"preferred_element_type": dtype})  # type: ignore[call-arg]
 
-    - `lhs`: the rows of all groups, `[M, K]`.
-    - `rhs`: one matrix per group, `[G, K, N]`.
-    - `group_sizes`: the number of rows of each group, `[G]`.
-    - `precision`, `preferred_element_type`: as in `dot_general`.
-    - `group_offset`: as in `jax.lax.ragged_dot`, which implements it on some platforms only.
-
-    **Raises:** what `jax.lax.ragged_dot` raises.
-
-    >>> import jax.numpy as jnp, veneer.interop.qwix as qwix
-    >>> experts = jnp.stack([jnp.eye(2), 10 * jnp.eye(2)])
-    >>> q = qwix.quantize(experts, "nf4", channelwise_axes=[0, 2])
-    >>> qwix.ragged_dot(jnp.ones((3, 2)), q, jnp.array([1, 2]))[:, 0].tolist()
-    [1.0, 10.0, 10.0]
-    """
-    dtype = _element_type(preferred_element_type, lhs, rhs)
-    return quant.ragged_dot(lhs, rhs, group_sizes, precision, dtype, group_offset)
+    return typed
 
 
-def ragged_dot_general(
-    lhs: _Operand,
-    rhs: _Operand,
-    group_sizes: _Operand,
-    dimension_numbers: lax.RaggedDotDimensionNumbers,
-    precision: Any = None,
-    preferred_element_type: DTypeLike | None = None,
-    group_offset: ArrayLike | None = None,
-) -> jax.Array:
-    """Return what `jax.lax.ragged_dot_general` gives. Either operand may be a `QArray`.
-
-    **Arguments:**
-
-    - `lhs`, `rhs`: dense arrays or `QArray`s.
-    - `group_sizes`: the size of each group along the ragged axis of `lhs`.
-    - `dimension_numbers`: a `jax.lax.RaggedDotDimensionNumbers`.
-    - `precision`, `preferred_element_type`, `group_offset`: as in `ragged_dot`.
-
-    **Raises:** what `jax.lax.ragged_dot_general` raises.
-
-    >>> import jax, jax.numpy as jnp, veneer.interop.qwix as qwix
-    >>> numbers = jax.lax.RaggedDotDimensionNumbers((([1], [2]), ([], [])), [0], [0])
-    >>> experts = qwix.quantize(jnp.ones((2, 5, 4)), jnp.int8, channelwise_axes=[0, 1])
-    >>> qwix.ragged_dot_general(jnp.ones((3, 4)), experts, jnp.array([1, 2]), numbers).shape
-    (3, 5)
-    """
-    dtype = _element_type(preferred_element_type, lhs, rhs)
-    return quant.ragged_dot_general(
-        lhs, rhs, group_sizes, dimension_numbers, precision, dtype, group_offset
-    )
+conv_general_dilated = _in_types_of_qwix(quant.conv_general_dilated)
+ragged_dot = _in_types_of_qwix(quant.ragged_dot)
+ragged_dot_general = _in_types_of_qwix(quant.ragged_dot_general)
 
 
 def _wide_type(dtype: DTypeLike) -> DTypeLike:

@@ -32,7 +32,14 @@ def native(function: Callable[..., Any], **more_options: Any) -> Any:
         # Numba would compile it again for each number that it is called with.
         return template(tuple(map(_any_number, arguments)), keywords)
 
+    add_overload = dispatcher.add_overload
+
+    def without_annotations(result: Any) -> None:
+        # They keep Numba's IR of the function in memory. Only `inspect_types` reads them.
+        add_overload(result._replace(type_annotation=None))
+
     dispatcher.get_call_template = without_literals
+    dispatcher.add_overload = without_annotations
     return dispatcher
 
 

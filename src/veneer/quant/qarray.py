@@ -25,7 +25,7 @@ QUANTIZABLE = tuple(map(jnp.dtype, (jnp.float16, jnp.bfloat16, jnp.float32, jnp.
 
 
 # As jaxprs show them: q8[4096,11008].
-_SHORT_NAMES = {f"int{bits}": f"q{bits}" for bits in range(1, 9)}
+_SHORT_NAMES = {f"int{bits}": f"q{bits}" for bits in (*range(1, 9), 16)}
 
 
 class QArray(ImplicitArray):
@@ -209,9 +209,9 @@ class QArray(ImplicitArray):
         return f"QArray({title(self)})" if has_title(self) else super().__repr__()
 
     def codes(self) -> jax.Array:
-        """Return the unpacked codes, one per byte: int8, uint8 or a float of 8 bits."""
+        """Return the unpacked codes: int8, uint8, a float of 8 bits, or int16."""
         format = self.format
-        if format.bits == 8:
+        if format.bits >= 8:
             return jnp.asarray(self.packed)
         fields = unpack(self.packed, self.packing, format.bits, by_shifts=runs_on_gpu())
         return format.from_fields(fields)
@@ -341,7 +341,7 @@ def _wide(leaf: "Leaf | QArray") -> jax.Array:
 
 def pack_codes(codes: jax.Array, format: Format) -> tuple[jax.Array, Packing | None]:
     """Returns codes as they are stored: packed where they are below 8 bits."""
-    if format.bits == 8:
+    if format.bits >= 8:
         return codes.astype(format.code_dtype), None
     fields = format.to_fields(codes)
     if not codes.ndim:
@@ -360,7 +360,11 @@ def _format_of_codes(qvalue: Leaf, qtype: DTypeLike | None) -> Format:
             f"qvalue holds codes of {format.name}, which are {format.code_dtype.name}, not "
             f"{dtype.name}; vn.quant.quantize makes them"
         )
-    is_full = dtype == format.code_dtype and format.bits in (4, 8)  # any code of the dtype is one
+    is_full = dtype == format.code_dtype and format.bits in (
+        4,
+        8,
+        16,
+    )  # any code of the dtype is one
     if has_integers and not is_full and dtype.name != format.name:
         _check_codes(qvalue, format)
     return format
@@ -429,8 +433,8 @@ def _validate_packed(q: QArray) -> None:
         return
     axis, size = q.packing
     bits = q.format.bits
-    if bits == 8:
-        raise ValueError(f"{q.qtype} takes a byte a code and has no packing, not {q.packing}")
+    if bits >= 8:
+        raise ValueError(f"{q.qtype} takes whole bytes and has no packing, not {q.packing}")
     if not -q.packed.ndim <= axis < 0 or q.packed.shape[axis] != packed_size(size, bits):
         raise ValueError(
             f"packed has shape {q.packed.shape}, which is not that of {q.packing}: a negative axis "

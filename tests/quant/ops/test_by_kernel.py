@@ -17,7 +17,7 @@ from veneer.quant.ops.by_kernel import codes_of
 # the other.
 K, N = 192, 131
 NOT_SERVED = {
-    *("ternary", "dynamic8", "float8_e4m3", "float8_e3m4"),
+    *("int16", "ternary", "dynamic8", "float8_e4m3", "float8_e3m4"),
     *("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e4m3b11fnuz"),
 }
 SERVED = [name for name in FORMATS if name not in NOT_SERVED]

@@ -71,6 +71,30 @@ def test_einsum_agrees_with_dense_arrays(name):
     assert_close(*run(operands))
 
 
+@pytest.mark.parametrize("qtype", ["int8", "fp8", "nf4"])
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
+@pytest.mark.parametrize("rows", [3, 0])
+def test_dense_float8_beside_a_qarray_is_promoted(qtype, dtype, rows):
+    x, w = normal(rows, 32).astype(dtype), quantize(normal(32, 4), qtype, channelwise_axes=[1])
+    run = jax.jit(
+        lambda x, w: (
+            vn.quant.dot(x, w),
+            vn.quant.einsum("mk,kn->mn", x, w),
+            vn.quant.einsum(x, [0, 1], w, [1, 2], [0, 2]),
+            vn.quant.dot_general(x, w, (([1], [0]), ([], []))),
+        )
+    )
+    for y in run(x, w):
+        assert_close(y, x.astype(jnp.float32) @ w.dequantize())
+
+
+def test_axes_that_are_no_multiples_say_so():
+    lhs, rhs = jnp.ones((2, 3, 8)), quantize(jnp.ones((3, 4, 8)), "int8")
+    message = r"Cannot broadcast axis 'n' of tnh,snh->tns: of its sizes 3 and 4"
+    with pytest.raises(ValueError, match=message):
+        vn.quant.einsum("tnh,snh->tns", lhs, rhs)
+
+
 @pytest.mark.parametrize("name", ["matrix product", "ellipsis", "transposed output", "batch"])
 def test_einsum_multiplies_codes(name):
     subscripts, *operands = EINSUMS[name]

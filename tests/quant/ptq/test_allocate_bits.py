@@ -190,5 +190,5 @@ def test_activations_that_vanish_are_told(size):
 
 @unless_checked
 def test_a_choice_is_no_sequence_of_them():
-    with pytest.raises(TypeError, match="rules are a sequence"):
+    with pytest.raises(TypeError, match="rules must be a list"):
         allocate_bits(model, CHOICES[0], 5.0, params=PARAMS)

@@ -1,4 +1,5 @@
 import dataclasses
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -534,6 +535,12 @@ def test_moments_are_of_some_weights_at_a_time():
 def test_a_bar_shows_what_is_done(capsys):
     calibrate(mlp, INT4, params=MLP, progress=True)(BATCHES)
     assert "100%" in capsys.readouterr().err
+
+
+def test_progress_without_rich_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    with pytest.raises(ImportError, match="progress=True needs rich: pip install rich"):
+        calibrate(mlp, INT4, params=MLP, progress=True)(BATCHES)
 
 
 LARGE = np.isin(np.arange(64), [3, 20, 41])  # channels of large activations

@@ -282,7 +282,7 @@ def test_tiles_along_a_leading_axis_are_of_a_stack_and_not_of_its_members():
     assert_close((found[0], found[1].w), wanted, 1e-5)
     assert_close(vn.implicit(lambda w: w[1])(q), dense(w)[1], 0)
     for use in (vn.materialise, vn.quant.convert, lambda q: q + 1):
-        with pytest.raises(ValueError, match=r"axis -3 (for its tiles|is out of range)"):
+        with pytest.raises(ValueError, match="axis -3"):
             jax.vmap(use)(q)
 
 

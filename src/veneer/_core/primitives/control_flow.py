@@ -145,7 +145,8 @@ def _fixed_point(
 def _strong(leaf: Any) -> Any:
     """A leaf of no weak type, which a loop's carry would lose on its first turn."""
     aval = jax.typeof(leaf)
-    return jax.lax.convert_element_type(leaf, aval.dtype) if aval.weak_type else leaf
+    weak = getattr(aval, "weak_type", False)  # a leaf of hijax has a type of its own
+    return jax.lax.convert_element_type(leaf, aval.dtype) if weak else leaf
 
 
 def meeting(what: str, one: Typed, other: Typed, tried: Any = None) -> Any:
@@ -165,9 +166,10 @@ def meeting(what: str, one: Typed, other: Typed, tried: Any = None) -> Any:
         raise TypeError(f"{sides}, though all is dense: the program itself does not agree")
     labels = [t for t, v in ((tree, value), (other_tree, other_value)) if is_label(v)]
     if _metadata_differs(tree, other_tree) or (tree != other_tree and len(labels) == 2):
+        why = "the carry changed structure: " if what.startswith("carry") else ""  # as in Quax
         raise TypeError(
-            f"{sides}: their metadata differs, and would be lost. Have both sides give the same "
-            "type, or give up the metadata there by vn.materialise."
+            f"{sides}: {why}their metadata differs, and would be lost. Have both sides give the "
+            "same type, or give up the metadata there by vn.materialise."
         )
     if treedef_is_leaf(tree) != treedef_is_leaf(other_tree) and labels and tried is None:
         return labels[0]

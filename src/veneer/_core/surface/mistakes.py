@@ -115,11 +115,19 @@ def check_is_first(rule: Any, registered: Iterable[Any], primitive: str) -> None
                 )
 
 
-class UnseenError(RuntimeError):
-    """A value is an operand of a function of JAX's where no `implicit` is in force.
+class OutsideImplicitError(RuntimeError):
+    """A JAX function was called with an implicit array outside `implicit`.
 
-    It is no TypeError: JAX catches that in `bind`, and says in its place that the value is of a
-    type that it does not know.
+    It is not a `TypeError`, because JAX catches that in `bind` and replaces its message.
+
+    >>> import jax.numpy as jnp, veneer as vn
+    >>> q = vn.quant.quantize(jnp.ones((4, 4)), "int8")
+    >>> try:
+    ...     jnp.sin(q)
+    ... except vn.OutsideImplicitError:
+    ...     y = vn.implicit(jnp.sin)(q)
+    >>> y.shape
+    (4, 4)
     """
 
 

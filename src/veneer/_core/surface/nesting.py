@@ -18,7 +18,7 @@ from ..._jax.tracing import Tracer, current_trace, primal_of, swap_trace, traces
 from ..policy import note_materialised
 from ..value import Value, is_value, materialise_one, operands_met
 from .found import found
-from .mistakes import UnseenError
+from .mistakes import OutsideImplicitError
 
 #: Makes a value of a tree structure from its leaves. The rules are in `primitives`.
 pack = Primitive("pack_value")
@@ -151,7 +151,7 @@ def composed(value: Value, run: Callable[[Callable, Sequence[Any]], list[Any]]) 
     if any(map(is_value, leaves)):
         try:
             value.aval()
-        except UnseenError:
+        except OutsideImplicitError:
             why = f"{type(value).__name__} cannot hold it"
             note_materialised(pack.name, lambda: operands_met(leaves), why)
             dense = lambda *leaves: [materialise_one(jax.tree.unflatten(structure, leaves))]

@@ -16,15 +16,15 @@ from typing import Any
 
 from ..._jax.tracing import current_trace
 from ..value import Value, describe
-from .mistakes import UnseenError
+from .mistakes import OutsideImplicitError
 from .nesting import as_tracer, enclosing_implicit
 from .parts import refuse_part
 
 
 def as_operand(value: Value) -> Any:
-    """What a function of JAX's is given for a value that it is called with.
+    """Return the tracer for a value that is an operand of a JAX function.
 
-    **Raises:** `UnseenError` where no `implicit` is in force, `TypeError` for a part of a value.
+    **Raises:** `OutsideImplicitError` outside `implicit`. `TypeError` for a part of a value.
     """
     refuse_part(value)
     if enclosing_implicit(current_trace()) is None:
@@ -32,15 +32,14 @@ def as_operand(value: Value) -> Any:
     return as_tracer(value)
 
 
-def unseen(value: Value) -> UnseenError:
-    """The refusal of a value that is met with no `implicit` around it."""
+def unseen(value: Value) -> OutsideImplicitError:
+    """Return the error for a value that is an operand of a JAX function outside `implicit`."""
     (name,) = describe([value])
-    return UnseenError(
-        f"{name} is no array to JAX: call the function under vn.implicit, which computes on what "
-        "is stored, or with vn.hijax.enabled(); vn.materialise gives the dense array. Operators "
-        "and methods take it as it is. A function under vn.implicit that is given dense arrays "
-        "alone, and computes at once, does not see it: pass what holds it as an argument, or "
-        "compile the call by jax.jit."
+    return OutsideImplicitError(
+        f"JAX functions cannot take {name} outside vn.implicit. Wrap the function that uses it, "
+        "as in vn.implicit(f)(x), vn.implicit(module)(x) or vn.implicit(module.apply)(variables, "
+        "x), or call vn.materialise on the array. If the call is already under vn.implicit, pass "
+        "the array or its module as an argument, or call the function under jax.jit."
     )
 
 

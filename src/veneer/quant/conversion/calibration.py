@@ -46,6 +46,22 @@ def _absmax(tiles: Tiles, factor: float = 1.0) -> Range:
     return Range(None, _largest(tiles) * factor)
 
 
+# The largest value with all mantissa bits set, and that value half a step further, of each element:
+# 6 and 7 of float4_e2m1fn, 480 and 496 of float8_e4m3fn.
+_BIASED = {"mxfp8": 30 / 31, "mxfp8_16": 30 / 31, "mxfp4": 6 / 7}
+
+
+def _outlier_aware(tiles: Tiles) -> Range:
+    """Return the range whose power of two clips the largest value by at most half a step.
+
+    Outlier Aware Scaling (OAS, arXiv 2603.08713) adds a bias to the logarithm of the scale. Qwix
+    rounds the biased scale to bfloat16 first, which raises it to a power of two that is as near as
+    2**-9.
+    """
+    factor = _BIASED[tiles.format.name] / (1 - 2.0**-9)
+    return Range(None, _largest(tiles) * factor)
+
+
 def _largest(tiles: Tiles) -> jax.Array:
     """The largest magnitude; NaN where there is one.
 
@@ -227,6 +243,7 @@ class _Method:
 
 METHODS = {
     "absmax": _Method(_absmax, "absmax[,factor]", (0, 1)),
+    "oas": _Method(_outlier_aware, "oas", (0,)),
     "minmax": _Method(_minmax, "minmax[,factor]", (0, 1)),
     "rms": _Method(_rms, "rms,factor", (1,)),
     "absmean": _Method(_absmean, "absmean", (0,)),
@@ -258,7 +275,7 @@ class Calibration:
         """Whether values beyond its range are meant to be cut off, as outliers."""
         if self.name in ("absmax", "minmax"):
             return any(factor < 1 for factor in self.numbers)
-        return self.name != "absmean"  # a step's size, not a range
+        return self.name not in ("absmean", "oas")  # a step's size, and half a step at most
 
 
 def check_calibration(method: str, format: Format) -> Calibration:
@@ -291,6 +308,11 @@ def check_calibration(method: str, format: Format) -> Calibration:
     if not calibration.symmetric and not has_zero_point(format):
         raise ValueError(
             f"{format.name} has no zero_point, which calibration_method {method!r} needs"
+        )
+    if name == "oas" and format.name not in _BIASED:
+        raise ValueError(
+            f"calibration_method 'oas' chooses the powers of two of {', '.join(_BIASED)}, not the "
+            f"scales of {format.name}: take 'absmax'"
         )
     if name == "hqq" and format.scale_dtype == "float8_e8m0fnu":
         raise ValueError(

@@ -3,8 +3,9 @@
 import dataclasses
 import functools
 import operator
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -61,6 +62,8 @@ def quantize(
     - `calibration_method`: how the values of a tile give the range that its codes cover; None is
       the format's own.
         - "absmax": up to its largest magnitude; "absmax,0.9" to nine tenths of that.
+        - "oas": up to its largest magnitude, or half a step less if the power of two is then
+          smaller (Outlier Aware Scaling, arXiv 2603.08713). For mxfp8, mxfp8_16 and mxfp4.
         - "minmax": from its least value to its largest, and 0, with a zero point (integers only);
           "minmax,0.9" as above.
         - "rms,7": up to seven times the root of its mean square.
@@ -98,11 +101,26 @@ def quantize(
     >>> float(abs(q.dequantize() - w).max()) < 0.07
     True
     """
+    if key is not None:
+        _check_key(key)
     dense = floating(array)
     params = quantize_params(
         dense, qtype, channelwise_axes, tiled_axes, calibration_method, scale_dtype
     )
+    if params.counts == dense.shape and dense.size > 1:
+        warnings.warn(
+            f"each value of {dense.dtype.name}{[*dense.shape]} has a scale of its own, so {qtype} "
+            "takes more memory than the dense array: give fewer channelwise_axes, or larger tiles",
+            stacklevel=2,
+        )
     return quantize_by(dense, params, key)
+
+
+def _check_key(key: Any) -> None:
+    is_key = hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    is_raw_key = getattr(key, "dtype", None) == np.uint32 and np.ndim(key) == 1
+    if not is_key and not is_raw_key:
+        raise TypeError(f"key must be a JAX PRNG key, such as jax.random.key(0), not {key!r}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,10 +180,15 @@ def quantize_as(array: jax.Array, q: QArray, counts: Shape) -> QArray:
 
 
 def floating(array: ArrayLike | ImplicitArray) -> jax.Array:
-    """Returns the dense form of what is to be quantised.
+    """Return the dense array to quantize.
 
-    **Raises:** `TypeError` where its dtype is none of those that are.
+    **Raises:** `TypeError` if `array` is a list or tuple, or if its dtype cannot be quantized.
     """
+    if isinstance(array, list | tuple):
+        raise TypeError(
+            f"quantize takes an array, not a {type(array).__name__}: call jnp.asarray first, or "
+            "quantize_tree for a tree of arrays"
+        )
     dense = materialise_one(array)
     dtype = jnp.result_type(dense)
     if dtype not in QUANTIZABLE:

@@ -78,7 +78,10 @@ def scale_of_range(
     """
     format = get_format(qtype)
     if low is not None and not has_zero_point(format):
-        raise ValueError(f"{format.name} has no zero_point, which a range with `low` needs")
+        raise ValueError(
+            f"{format.name} has no zero_point, so it doesn't support asymmetric quantization: pass "
+            "no `low`, or take an integer format"
+        )
     wide = lambda end: jnp.asarray(end, jnp.promote_types(jnp.result_type(end), jnp.float32))
     ends = Range(None if low is None else jnp.minimum(wide(low), 0), jnp.maximum(wide(high), 0))
     scale, zero_point = range_to_scale(jax.lax.stop_gradient(ends), format)

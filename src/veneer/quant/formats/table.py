@@ -10,6 +10,7 @@ A value is stored as a code and its tile's scale. What a code is worth before th
 import dataclasses
 import difflib
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -66,8 +67,8 @@ class Format:
 
     @property
     def byte_dtype(self) -> np.dtype:
-        """The dtype of codes that are integers a byte each, and of zero points."""
-        return np.dtype(np.int8 if self.signed else np.uint8)
+        """The dtype of unpacked integer codes and of zero points: a byte, or int16 for int16."""
+        return np.dtype(f"{'' if self.signed else 'u'}int{max(8, math.ceil(self.bits))}")
 
     @property
     def is_integer(self) -> bool:
@@ -111,7 +112,7 @@ class Format:
         return (-both, both) if is_symmetric else (least, largest)
 
     def encode(self, x: jax.Array) -> jax.Array:
-        """Returns the codes of values already divided by their scale; a byte each, of any shape.
+        """Returns the codes of values already divided by their scale, of any shape.
 
         Integers are rounded half to even and clipped; of other formats, it is the nearest value, of
         two that are equally near the one with the even code. NaN becomes the code of 0, and is left
@@ -216,7 +217,7 @@ def _unsigned(bits: int) -> Format:
 
 
 def _code_dtype(name: str) -> np.dtype:
-    narrow = {"int4": jnp.int4, "uint4": jnp.uint4}
+    narrow = {"int4": jnp.int4, "uint4": jnp.uint4, "int16": np.int16}
     return np.dtype(narrow.get(name, np.int8 if name.startswith("int") else np.uint8))
 
 
@@ -276,6 +277,9 @@ FORMATS: dict[str, Format] = {
     format.name: format
     for format in (
         *map(_integer, range(8, 1, -1)),
+        dataclasses.replace(
+            _integer(16), bound=2.0**15, source="symmetric, scale = absmax / 2**15, as LiteRT"
+        ),
         _TERNARY,
         _BINARY,
         *map(_unsigned, range(8, 1, -1)),
@@ -308,6 +312,12 @@ FORMATS: dict[str, Format] = {
             "8-bit Optimizers, arXiv 2110.02861: dynamic tree quantisation, as bitsandbytes has it",
         ),
         _microscaling("mxfp8", _E4M3),
+        dataclasses.replace(
+            _microscaling("mxfp8_16", _E4M3),
+            tile_size=16,
+            calibration="oas",
+            source="mxfp8 in tiles of 16, whose scales have a bias, as Qwix's main branch",
+        ),
         _microscaling("mxfp8_e5m2", _E5M2),
         _microscaling("mxfp6", _E2M3),
         _microscaling("mxfp6_e3m2", _E3M2),
@@ -335,6 +345,15 @@ ALIASES = {
     "b1.58": "ternary",
 }
 
+# What the types of GGUF files are here.
+_OF_GGUF = {
+    "q4_0": "'int4' with tile_size=32",
+    "q4_1": "'uint4' with tile_size=32",
+    "q5_0": "'int5' with tile_size=32",
+    "q5_1": "'uint5' with tile_size=32",
+    "q8_0": "'int8' with tile_size=32",
+}
+
 
 def get_format(qtype: DTypeLike) -> Format:
     """Returns the format of this name (or alias), or of this dtype's name.
@@ -356,11 +375,15 @@ def get_format(qtype: DTypeLike) -> Format:
         return FORMATS[name]
     if name in ALIASES:
         return FORMATS[ALIASES[name]]
+    if name.lower() in _OF_GGUF:
+        raise ValueError(
+            f"unknown format {name!r}; use {_OF_GGUF[name.lower()]}, which is GGUF's {name.upper()}"
+        )
     names = (*FORMATS, *ALIASES)
     within = [known for known in names if name.lower() in known]
-    close = within[:3] or difflib.get_close_matches(name.lower(), names)
-    raise ValueError(
-        f"unknown format {name!r}"
-        + (f"; did you mean {' or '.join(map(repr, close))}? " if close else "; ")
-        + f"the formats are {', '.join(FORMATS)}, and by shorter names {', '.join(ALIASES)}"
-    )
+    close = within or difflib.get_close_matches(name.lower(), names)
+    if close:
+        hint = f"did you mean {close[0]!r}? vn.quant.FORMATS has all formats"
+    else:
+        hint = f"the formats are {', '.join(FORMATS)}; aliases are {', '.join(ALIASES)}"
+    raise ValueError(f"unknown format {name!r}; {hint}")

@@ -399,16 +399,14 @@ def _part(size: int, tile: int) -> int:
 def rules_in(rules: Any) -> tuple[Rule, ...]:
     """Returns the rules of a sequence; refuses anything else with what was meant."""
     if isinstance(rules, Rule):
-        raise TypeError(f"rules are a sequence, of which the first that matches counts: [{rules}]")
+        raise TypeError(f"rules must be a list: [{rules}]")
     if not isinstance(rules, Iterable) or isinstance(rules, str | Mapping):
         meant = f"[Rule('.*', {rules!r})]" if isinstance(rules, str) else "[Rule('.*', 'int8')]"
-        raise TypeError(f"rules are a sequence of Rules, as {meant}, and not {rules!r}")
+        raise TypeError(f"rules must be a list of Rule, such as {meant}, not {rules!r}")
     rules = tuple(rules)
     for i, rule in enumerate(rules):
         if not isinstance(rule, Rule):
-            raise TypeError(
-                f"rules[{i}] is {rule!r}, and no Rule(path_regex, qtype), as Rule('.*', 'int8')"
-            )
+            raise TypeError(f"rules[{i}] must be a Rule, such as Rule('.*', 'int8'), not {rule!r}")
     return rules
 
 

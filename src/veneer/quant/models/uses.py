@@ -264,8 +264,8 @@ def program_of(params: Any, model: Callable | None, args: Any, kwargs: Any) -> C
         return None
     if not callable(params):
         raise TypeError(
-            f"args are for a program: pass it, as model=, for {type(params).__name__} cannot be "
-            "called"
+            f"args needs model=, because a {type(params).__name__} cannot be called. Pass the "
+            "function that is called as model(params, *args)"
         )
     return lambda params, *args, **kwargs: params(*args, **kwargs)
 

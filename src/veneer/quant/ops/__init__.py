@@ -6,7 +6,7 @@ The modules here:
     product         what is asked for, and the plan by which it is computed
     by_kernel       the way by a kernel, as one of matrices
     kernel_references  what XLA computes where a kernel does not
-    by_xla          the ways by XLA: on codes, by tiles, by values, dense
+    by_xla          the ways by XLA: scaled_matmul, on codes, by tiles, by values, dense
     tile_sums       a sum cut in tiles
     minima          minima of tiles, a sum apart from that of the codes
     operands        from a QArray to what arithmetic takes

@@ -1,4 +1,4 @@
-"""Ways to a product by XLA: on codes, by tiles, by values, dense.
+"""Ways to a product by XLA: by scaled_matmul, on codes, by tiles, by values, dense.
 
 Where a scale does not vary along the contracting axes it can be taken out of the sum:
 `sum_k x[k] * (codes[k, n] * scale[n]) = (sum_k x[k] * codes[k, n]) * scale[n]`. Then the codes are
@@ -16,12 +16,15 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from ..formats.tiles import Shape
+from ..formats.tiles import Shape, over_tiles
+from ..pairs import runs_on_gpu
 from ..qarray import QUANTIZABLE, QArray
 from .minima import minima_apart
 from .operands import (
     accumulator,
+    are_bytes,
     code_unit,
     dequantized,
     exact_in,
@@ -33,7 +36,7 @@ from .operands import (
     outer_scale,
     unscaled,
 )
-from .product import DotParams, Plan, dense_nbytes, runs_on_cpu
+from .product import DotParams, Plan, dense_nbytes, runs_on_cpu, spread
 from .tile_sums import common_tiles, sum_over_tiles
 
 # Tiles that are summed by themselves. Each product of tiles is added to the whole output, which for
@@ -51,6 +54,32 @@ def by_xla(lhs: jax.Array | QArray, rhs: jax.Array | QArray, params: DotParams) 
     plans = (way(lhs, rhs, params) for way in WAYS_BY_XLA)
     plan = next(plan for plan in plans if plan is not None)
     return (plan if apart is None else apart.whole(plan))()
+
+
+def by_scaled_matmul(
+    lhs: jax.Array | QArray, rhs: jax.Array | QArray, params: DotParams
+) -> Plan | None:
+    """Multiply codes of mxfp8 and their scales by `jax.nn.scaled_matmul`, on GPUs that have it."""
+    if not (isinstance(lhs, QArray) and isinstance(rhs, QArray) and multiplies_block_scales()):
+        return None
+    otherwise = by_values(lhs, rhs, params)
+    is_fit = all(_has_blocks(x, params, side) for side, x in enumerate((lhs, rhs)))
+    if otherwise is None or not is_fit or params.out_sharding is not None:
+        return None
+    if 0 in (*lhs.shape, *rhs.shape) or params.out_dtype(lhs, rhs) == jnp.float64:
+        return None
+    scaled = functools.partial(product_by_scaled_matmul, params=params)
+
+    # JAX has no derivative of scaled_matmul.
+    @jax.custom_jvp
+    def compute(lhs: QArray, rhs: QArray) -> jax.Array:
+        return lax.platform_dependent(lhs, rhs, cuda=scaled, default=otherwise.compute)
+
+    @compute.defjvp
+    def _(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
+        return compute(*primals), jax.jvp(otherwise.compute, primals, tangents)[1]
+
+    return Plan("scaled_matmul of codes and scales", compute, (lhs, rhs))
 
 
 def on_codes(lhs: jax.Array | QArray, rhs: jax.Array | QArray, params: DotParams) -> Plan | None:
@@ -105,10 +134,31 @@ def dense(lhs: jax.Array | QArray, rhs: jax.Array | QArray, params: DotParams) -
     return Plan(how, compute, (lhs, rhs), dense_nbytes(lhs, rhs))
 
 
-WAYS_BY_XLA = (on_codes, by_tiles, by_values, dense)
+WAYS_BY_XLA = (by_scaled_matmul, on_codes, by_tiles, by_values, dense)
 
 
 # What there is a way for.
+
+
+def multiplies_block_scales() -> bool:
+    """Return whether the default device multiplies mx formats: NVIDIA's GPUs from Blackwell on.
+
+    On older GPUs XLA dequantizes the operands of scaled_matmul.
+    """
+    if not runs_on_gpu():
+        return False
+    major, _, _ = str(getattr(jax.devices()[0], "compute_capability", "")).partition(".")
+    return major.isdecimal() and int(major) >= 10
+
+
+def _has_blocks(q: QArray, params: DotParams, side: int) -> bool:
+    """Return whether an operand is mxfp8 with tiles along the only contracted axis.
+
+    These are the mx formats that cuDNN takes: float8, with one float8_e8m0fnu per 32 codes.
+    """
+    contracting = params.dimension_numbers.contracting[side]
+    is_mxfp8 = q.qtype in ("mxfp8", "mxfp8_e5m2") and q.scale.dtype == jnp.float8_e8m0fnu
+    return is_mxfp8 and len(contracting) == 1 and q.tile_shape[contracting[0]] == 32
 
 
 def _is_sum_of_floats(lhs: jax.Array | QArray, rhs: jax.Array | QArray, params: DotParams) -> bool:
@@ -151,7 +201,7 @@ def _are_large(lhs: QArray, rhs: QArray, params: DotParams, terms: int) -> bool:
 
 def _kind_of_codes(lhs: QArray, rhs: QArray, out_dtype: jnp.dtype) -> str | None:
     formats = lhs.format, rhs.format
-    if all(format.is_integer for format in formats):
+    if are_bytes(lhs, rhs):
         return "integer"
     if all(format.codebook is None and not format.is_integer for format in formats):
         dtypes = {format.code_dtype.name for format in formats}
@@ -173,6 +223,43 @@ def _why_inside(x: jax.Array | QArray, params: DotParams, side: int) -> str | No
 
 
 # What they compute.
+
+
+def product_by_scaled_matmul(lhs: QArray, rhs: QArray, params: DotParams) -> jax.Array:
+    """Return the product as one of batches of matrices, `[batch, rows, terms]` on both sides."""
+    operands, shape = [], []
+    for side, q in enumerate((lhs, rhs)):
+        (contracted,), batch = (pair[side] for pair in params.dimension_numbers)
+        free = params.dimension_numbers.free(side, q.ndim)
+        counts = [q.scale.shape[i] if i == contracted else n for i, n in enumerate(q.shape)]
+        assert not isinstance(q.scale, QArray)  # as `_has_blocks` says
+        scale = over_tiles(spread, jnp.zeros(counts, q.scale.dtype), q.scale)
+        sizes = [math.prod(q.shape[i] for i in axes) for axes in (batch, free)]
+        for leaf in (q.codes(), scale):
+            leaf = lax.transpose(leaf, [*batch, *free, contracted])
+            operands.append(leaf.reshape(*sizes, leaf.shape[-1]))
+        shape += [q.shape[i] for i in (*batch, *free)] if side == 0 else [q.shape[i] for i in free]
+    lhs_codes, lhs_scale, rhs_codes, rhs_scale = operands
+    out = _scaled_matmul(lhs_codes, rhs_codes, lhs_scale, rhs_scale)
+    return out.reshape(shape).astype(params.out_dtype(lhs, rhs))
+
+
+@jax.custom_batching.custom_vmap
+def _scaled_matmul(
+    lhs: jax.Array, rhs: jax.Array, lhs_scales: jax.Array, rhs_scales: jax.Array
+) -> jax.Array:
+    return jax.nn.scaled_matmul(lhs, rhs, lhs_scales, rhs_scales, jnp.float32)
+
+
+# JAX 0.10.2 batches scaled_matmul only if all operands are batched.
+@_scaled_matmul.def_vmap
+def _(size: int, are_batched: list[bool], *operands: jax.Array) -> tuple[jax.Array, bool]:
+    whole = [
+        x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
+        for x, is_batched in zip(operands, are_batched, strict=True)
+    ]
+    out = _scaled_matmul(*(x.reshape(-1, *x.shape[2:]) for x in whole))
+    return out.reshape(size, -1, *out.shape[1:]), True
 
 
 def _product_of_dense(

@@ -20,9 +20,10 @@ from jax.typing import ArrayLike, DTypeLike
 from ..._core.rules import register
 from ..._core.surface.array import ImplicitArray
 from ..formats.tiles import over_tiles
-from ..qarray import QArray
+from ..qarray import QUANTIZABLE, QArray
 from .operands import (
     accumulator,
+    are_bytes,
     as_operand,
     code_unit,
     dequantized,
@@ -71,7 +72,8 @@ def conv_general_dilated(
     **Returns:** an array of the shape and dtype that the dense operands give. Values agree with
     theirs within rounding.
 
-    **Raises:** what `jax.lax.conv_general_dilated` raises.
+    **Raises:** what `jax.lax.conv_general_dilated` raises. With two QArrays,
+    `preferred_element_type` may be a narrower float, as in `dot_general`.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> kernel = vn.quant.quantize(jnp.ones((3, 3, 2, 4)), "int8", channelwise_axes=[-1])
@@ -83,9 +85,15 @@ def conv_general_dilated(
     """
     lhs, rhs = operand_pair(lhs, rhs, precision, preferred_element_type)
     lhs, rhs = _in_dtype_of(rhs, lhs), _in_dtype_of(lhs, rhs)
+    narrower = None
     if isinstance(lhs, QArray) and isinstance(rhs, QArray):
         dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
         lhs, rhs = lhs.replace(dense_dtype=dtype), rhs.replace(dense_dtype=dtype)
+        # JAX rejects a result narrower than the operands. Sums of codes are rounded to it here.
+        if preferred_element_type is not None:
+            preferred = jnp.dtype(preferred_element_type)
+            if preferred in QUANTIZABLE and preferred.itemsize < dtype.itemsize:
+                narrower, preferred_element_type = preferred, None
     params = {
         "window_strides": tuple(window_strides),
         "padding": padding if isinstance(padding, str) else tuple(map(tuple, padding)),
@@ -97,8 +105,8 @@ def conv_general_dilated(
         "precision": precision,
         "out_sharding": out_sharding,
     }
-    plan = _plan(lhs, rhs, params, preferred_element_type)
-    return plan()
+    out = _plan(lhs, rhs, params, preferred_element_type)()
+    return out if narrower is None else out.astype(narrower)
 
 
 def _in_dtype_of(other: jax.Array | QArray, x: jax.Array | QArray) -> jax.Array | QArray:
@@ -134,7 +142,7 @@ def _plan(
         return dense("dequantised: codes have minima")
     if not _sums_share_scales(lhs, rhs, params):
         return dense("dequantised: a scale varies along what is summed")
-    are_integers = lhs.format.is_integer and rhs.format.is_integer
+    are_integers = are_bytes(lhs, rhs)
     sums = "integer sums of codes" if are_integers else "sums of codes in floats"
     on_codes = functools.partial(_scaled_sums, params=tuple(params.items()), out_dtype=out.dtype)
     made = dense_nbytes(lhs, rhs, dtype=accumulator(out.dtype))
@@ -160,7 +168,7 @@ def _scaled_sums(
     lhs: QArray, rhs: QArray, params: tuple[tuple[str, Any], ...], out_dtype: Any
 ) -> jax.Array:
     dtype = accumulator(out_dtype)
-    if lhs.format.is_integer and rhs.format.is_integer:
+    if are_bytes(lhs, rhs):
         sums = _integer_sums(lhs, rhs, dict(params), dtype)
     else:
         sums = _convolve(unscaled(lhs, dtype)[0], unscaled(rhs, dtype)[0], dict(params), dtype)

@@ -21,7 +21,7 @@ from .minima import minima_apart
 from .operands import has_minimum, may_scale_outside, operand_pair
 from .product import DotParams, Plan, carry_out, runs_on_cpu
 
-# Each offers a plan or nothing: by_kernel, on_codes, by_tiles, by_values, dense.
+# Each offers a plan or nothing: by_kernel, by_scaled_matmul, on_codes, by_tiles, by_values, dense.
 WAYS = (by_kernel, *WAYS_BY_XLA)
 
 

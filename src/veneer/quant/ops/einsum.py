@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 from opt_einsum import get_symbol
 from opt_einsum.parser import parse_einsum_input
@@ -12,6 +13,7 @@ from opt_einsum.parser import parse_einsum_input
 from ..._core.surface.array import ImplicitArray
 from ..._core.transform import redispatch
 from ..._core.value import materialise
+from ..qarray import QArray
 from .operands import as_operand
 
 
@@ -27,7 +29,8 @@ def einsum(*args: Any, preferred_element_type: DTypeLike | None = None, **kwargs
 
     **Arguments:** those of `jax.numpy.einsum`: the subscripts and operands, or operands each with a
     list of its axes; and `optimize`, `precision`, `preferred_element_type`, `out_sharding`.
-    Implicit arrays of other types are materialised.
+    Implicit arrays of other types are materialised. JAX promotes no dense floats of one byte.
+    Beside a QArray they are converted to its dtype, as in `dot_general`.
 
     **Returns:** an array of the shape and dtype that the dense operands give.
 
@@ -45,9 +48,22 @@ def einsum(*args: Any, preferred_element_type: DTypeLike | None = None, **kwargs
     (8, 5, 7)
     """
     options = {"preferred_element_type": preferred_element_type, **kwargs}
-    operands = [as_operand(x) if isinstance(x, ImplicitArray) else x for x in args]
+    operands = _widen_bytes([as_operand(x) if isinstance(x, ImplicitArray) else x for x in args])
     # A result that is no product, such as an operand transposed, may be quantised itself.
     return materialise(redispatch(lambda operands: _of_groups(operands, options), operands))
+
+
+def _widen_bytes(operands: list[Any]) -> list[Any]:
+    """Convert dense floats of one byte, which JAX does not promote, to the dtype of the QArrays."""
+    dtypes = [x.dtype for x in operands if isinstance(x, QArray)]
+    is_narrow = lambda x: (
+        isinstance(x, jax.Array | np.ndarray)
+        and x.dtype.itemsize == 1
+        and jnp.issubdtype(x.dtype, jnp.floating)
+    )
+    return [
+        jnp.asarray(x, jnp.result_type(*dtypes)) if dtypes and is_narrow(x) else x for x in operands
+    ]
 
 
 def _of_groups(args: list[Any], options: dict[str, Any]) -> jax.Array:
@@ -71,8 +87,12 @@ def _of_groups(args: list[Any], options: dict[str, Any]) -> jax.Array:
         several = sizes.get(label, set()) - {1}
         if len(several) == 2 and all(isinstance(size, int) for size in several):
             few, many = sorted(several)
-            if few and many % few == 0:
-                groups[label] = few, many
+            if not few or many % few:
+                raise ValueError(
+                    f"Cannot broadcast axis {label!r} of {inputs}->{output}: of its sizes {few} "
+                    f"and {many}, one must be a multiple of the other"
+                )
+            groups[label] = few, many
     if not groups:
         return jnp.einsum(*args, **options)
     unused = (name for i in itertools.count() if (name := get_symbol(i)) not in sizes)
@@ -98,7 +118,8 @@ def dot(
 ) -> jax.Array:
     """Does what `jax.numpy.dot` does; either operand, or both, may be a `QArray`.
 
-    **Arguments:** those of `jax.numpy.dot`. Implicit arrays of other types are materialised.
+    **Arguments:** those of `jax.numpy.dot`. Implicit arrays of other types are materialised. Dense
+    floats of one byte are converted to the dtype of the QArray beside them.
 
     **Returns:** an array of the shape and dtype that the dense operands give: a matrix product, or
     the sum over the last axis of `a` and the last but one of `b`.
@@ -120,4 +141,4 @@ def dot(
             out_sharding=out_sharding,
         )
 
-    return materialise(redispatch(of_arrays, *map(as_operand, (a, b))))
+    return materialise(redispatch(of_arrays, *_widen_bytes([as_operand(a), as_operand(b)])))

@@ -116,6 +116,11 @@ def _exponent(format: Format) -> int:
 # Integers.
 
 
+def are_bytes(lhs: QArray, rhs: QArray) -> bool:
+    """Return whether both formats are integers of at most 8 bits, whose codes fit int8."""
+    return all(q.format.is_integer and q.format.bits <= 8 for q in (lhs, rhs))
+
+
 def fits_int32(lhs: QArray, rhs: QArray, terms: int) -> bool:
     """Whether int32 is sure to hold a sum of so many products of codes less their zero points.
 
@@ -129,7 +134,8 @@ def largest_difference(q: QArray) -> int:
     """Returns the largest magnitude of an integer code less its zero point."""
     if q.zero_point is None:
         return int(largest(q.format))
-    return 255  # whatever the codes and zero points of 8 bits are, of the same sign or not
+    # Codes and zero points of 8 bits may have any sign, also where the format has fewer.
+    return 2 ** max(8, int(q.format.bits)) - 1
 
 
 def int8_codes(q: QArray) -> tuple[jax.Array, jax.Array | None]:
@@ -177,10 +183,10 @@ def code_unit(q: QArray) -> float:
 def exact_in(format: Format, dtype: DTypeLike) -> bool:
     """Whether what each code is worth, less any zero point, is a number of `dtype`.
 
-    Even bf16 holds all integers up to 256. The values of nf4 need f32.
+    Even bf16 holds all integers up to 256. The values of nf4 and int16 need f32.
     """
     if format.codebook is None:
-        return True
+        return format.bits <= 8 or jnp.finfo(dtype).nmant >= 16
     values = np.asarray(format.codebook, np.float32)
     return bool((values.astype(dtype).astype(np.float32) == values).all())
 
@@ -208,7 +214,7 @@ def _unscaled_values(q: QArray, dtype: jnp.dtype) -> jax.Array:
         values = q._decode(dtype)
     else:
         # The difference of two bytes is exact. CPUs are faster with 16 bits, and GPUs with 32.
-        integer = jnp.int32 if runs_on_gpu() else jnp.int16
+        integer = jnp.int32 if runs_on_gpu() or q.format.bits > 8 else jnp.int16
         codes, zero_point = q.codes().astype(integer), zero_point.astype(integer)
         values = over_tiles(jnp.subtract, codes, zero_point).astype(dtype)
     exponent = 0 if dtype == jnp.float16 else _exponent(q.format)

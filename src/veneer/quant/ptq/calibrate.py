@@ -323,8 +323,11 @@ def _bar(total: int, *, shown: bool) -> Iterator[Tell]:
     if not shown:
         yield lambda doing, done=0: None
         return
-    from rich.console import Console
-    from rich.progress import Progress
+    try:
+        from rich.console import Console
+        from rich.progress import Progress
+    except ImportError as error:
+        raise ImportError("progress=True needs rich: pip install rich") from error
 
     with Progress(console=Console(stderr=True)) as bar:
         task = bar.add_task("", total=total)

@@ -164,7 +164,7 @@ def codes_of(q: QArray, dtype: Any) -> QArray:
 def reversed_codes(q: QArray, dtype: Any, axes: Sequence[int]) -> QArray:
     """As `codes_of`, in the reverse order along some axes; of these, one may be packed."""
     codes = lax.rev(q.codes(), axes)
-    fields = codes if q.format.bits == 8 else q.format.to_fields(codes)
+    fields = codes if q.format.bits >= 8 else q.format.to_fields(codes)
     one = jnp.ones([1] * q.ndim, dtype)
     return QArray.from_packed(fields, one, qtype=q.qtype, dense_dtype=jnp.dtype(dtype).name)
 

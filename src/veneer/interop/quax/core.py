@@ -1,36 +1,23 @@
-"""The public names of Quax 0.4.6, on our core: `import veneer.interop.quax as quax`.
-
-Types, rules and functions written for Quax (https://github.com/nstarman/quax) run as they are. To
-have other packages that import it (`quaxed`, `unxt`) run on our core as well, let this module stand
-in for Quax before they are imported:
-
-    import sys
-    import veneer.interop.quax
-
-    sys.modules["quax"] = veneer.interop.quax
-    import unxt
-
-What differs from Quax: a rule is chosen by the classes of the operands, never by a class's own
-`__instancecheck__`; a rule for dense operands alone is never asked; where two rules tie, the error
-is `veneer.AmbiguousLookupError`; and `quax.examples` is not here.
-"""
+"""Quax's core: `Value`, `ArrayValue`, `quaxify` and `register`, on ours."""
 
 import abc
 import functools
 import inspect
 import itertools
+import sys
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from jax.core import ShapedArray
 from jax.typing import ArrayLike
 
-from .._core.rules import add_rule
-from .._core.surface.array import Shaped
-from .._core.transform import FilterSpec, implicit, redispatch
-from .._core.value import Value as _CoreValue
-from .._jax.primitives import Primitive, find_primitive, inlines_early, jaxpr_as_fun
+from ..._core import rules
+from ..._core.rules import add_rule
+from ..._core.surface.array import Shaped
+from ..._core.transform import FilterSpec, implicit, redispatch
+from ..._core.value import Value as _CoreValue
+from ..._jax.primitives import Primitive, find_primitive, inlines_early, jaxpr_as_fun
 
 try:
     import equinox as eqx
@@ -40,29 +27,26 @@ except ImportError as error:
         "pip install 'veneer[interop]'"
     ) from error
 
-__all__ = ["ArrayValue", "Value", "quaxify", "register"]
-__version__ = "0.4.6"  # of Quax
-
 _F = TypeVar("_F", bound=Callable)
 
 
 class Value(eqx.Module, _CoreValue):
     """An `equinox.Module` that JAX functions take under `quaxify`.
 
-    `ArrayValue` is the one to subclass for what looks like an array. Where no rule fits, the static
-    method `default(primitive, values, params)` is called if a type overrides it; else the operands
-    are materialised.
+    Subclass `ArrayValue` for a type that looks like an array. If no rule fits, the static method
+    `default(primitive, values, params)` is called if a type overrides it. Otherwise the operands
+    are materialized.
     """
 
     keeps_dtypes: typing.ClassVar[bool] = False  # a sum of integers in two units may be a float
 
     @abc.abstractmethod
     def aval(self) -> Any:
-        """The abstract value that JAX sees, commonly a `jax.core.ShapedArray`."""
+        """Return the abstract value that JAX sees, usually a `jax.core.ShapedArray`."""
 
     @abc.abstractmethod
     def materialise(self) -> Any:
-        """The dense form. May raise, to refuse whatever has no rule."""
+        """Return the dense form. It may raise, to reject operations without a rule."""
 
     def __getattribute__(self, name: str) -> Any:
         # Equinox makes a module of every bound method, in 20 µs; this one is called all the time.
@@ -72,9 +56,9 @@ class Value(eqx.Module, _CoreValue):
 
 
 class ArrayValue(Shaped, Value):
-    """A `Value` that stands for an array: what types written for Quax are subclasses of.
+    """A `Value` that represents an array: the base of types that are written for Quax.
 
-    It has a shape and a dtype, and no operators: those are its subclass's choice.
+    It has a shape and a dtype, and no operators. A subclass may define them.
 
     >>> import equinox as eqx, jax, jax.numpy as jnp, veneer.interop.quax as quax
     >>> class Unitful(quax.ArrayValue):
@@ -94,15 +78,42 @@ class ArrayValue(Shaped, Value):
 
     @abc.abstractmethod
     def aval(self) -> ShapedArray:
-        """The shape and dtype of the array."""
+        """Return the shape and dtype of the array."""
 
     @abc.abstractmethod
     def materialise(self) -> Any:
-        """The dense array. May raise, to refuse whatever has no rule."""
+        """Return the dense array. It may raise, to reject operations without a rule."""
+
+
+class AmbiguousLookupError(rules.AmbiguousLookupError, LookupError):
+    """Two rules fit the operands, and neither is more specific than the other.
+
+    If plum is imported, `except plum.AmbiguousLookupError` catches the errors that quaxified
+    functions raise, as with Quax. `veneer.AmbiguousLookupError` is a base too.
+    """
+
+    # Not those of plum's class, which show what plum raised.
+    __str__ = Exception.__str__
+    __repr__ = Exception.__repr__
+
+
+def _as_plums(error: rules.AmbiguousLookupError) -> AmbiguousLookupError:
+    message = str(error).replace("two calls of implicit", "two calls of quaxify")
+    # Importing plum takes a quarter of a second. Whoever catches its error has imported it.
+    plum = sys.modules.get("plum")
+    if plum is None:
+        return AmbiguousLookupError(message)
+    return _with_base(plum.AmbiguousLookupError)(message)
+
+
+@functools.cache
+def _with_base(base: type[Exception]) -> type[AmbiguousLookupError]:
+    name = AmbiguousLookupError.__name__
+    return type(name, (AmbiguousLookupError, base), {"__module__": __name__})
 
 
 class _Quaxified(eqx.Module):
-    """`implicit` of a function, with the function's own leaves."""
+    """The function that `quaxify` returns: `implicit` of a function, with its leaves."""
 
     fn: Callable
     filter_spec: FilterSpec
@@ -117,35 +128,41 @@ class _Quaxified(eqx.Module):
         return self.fn
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return implicit(self.fn, self.filter_spec)(*args, **kwargs)
+        try:
+            return implicit(self.fn, self.filter_spec)(*args, **kwargs)
+        except AmbiguousLookupError:  # of a quaxified function within this one
+            raise
+        except rules.AmbiguousLookupError as error:
+            raise _as_plums(error).with_traceback(error.__traceback__) from None
 
     def __get__(self, instance: Any, owner: Any) -> Any:
         return self if instance is None else eqx.Partial(self, instance)
 
 
 def quaxify(fn: _F, /, filter_spec: FilterSpec = True) -> _F:
-    """`fn` with the rules in force for the `Value`s among its arguments: `veneer.implicit`.
+    """Run a function with the rules of the `Value`s among its arguments, as `veneer.implicit` does.
 
     **Arguments:**
 
-    - `fn`: any function of pytrees; may be a module that holds `Value`s.
-    - `filter_spec`: which of them take part, as in `equinox.partition`: a bool, a predicate, or a
-      pytree of them that is a prefix of `(fn, args, kwargs)`. The others pass through as they are,
+    - `fn`: any function of pytrees. It may be a module that holds `Value`s.
+    - `filter_spec`: the `Value`s that take part, as in `equinox.partition`: a bool, a predicate, or
+      a pytree of them that is a prefix of `(fn, args, kwargs)`. The others pass through unchanged,
       for a nested `quaxify`.
 
-    **Returns:** a function of the same arguments, which is an `equinox.Module` with the leaves of
-    `fn`.
+    **Returns:** a function of the same arguments, an `equinox.Module` with the leaves of `fn`.
+
+    **Raises:** `AmbiguousLookupError` when two rules fit and neither is more specific.
     """
     quaxified: Any = eqx.module_update_wrapper(_Quaxified(fn, filter_spec))
     return quaxified
 
 
 def register(primitive: Primitive, /, *, precedence: int = 0) -> Callable[[_F], _F]:
-    """Registers a rule: how a JAX primitive acts on the operand types that are annotated.
+    """Register a rule: how a JAX primitive acts on operands of the annotated types.
 
-    As `veneer.register`. In addition, a rule whose operands are annotated with jaxtyping's arrays
-    (`Float[Array, "n"]`) is run for operands of those dtypes and shapes alone, and is preferred to
-    a rule for the same types that says nothing of them.
+    It does what `veneer.register` does. In addition, annotations of jaxtyping (`Float[Array, "n"]`)
+    restrict a rule to those dtypes and shapes. Such a rule is preferred to an unrestricted rule for
+    the same types.
 
     **Arguments:**
 
@@ -162,10 +179,22 @@ def register(primitive: Primitive, /, *, precedence: int = 0) -> Callable[[_F], 
     return add
 
 
-def _declining(rule: Callable) -> Callable | None:
-    """The rule, declining operands of other dtypes and shapes than it is annotated with.
+def with_operands(rule: Callable, kinds: Sequence[Any]) -> Callable:
+    """Return a rule `(*operands, **params)` that says of what types its operands are."""
+    parameter = inspect.Parameter
+    operands = [
+        parameter(f"x{i}", parameter.POSITIONAL_ONLY, annotation=kind)
+        for i, kind in enumerate(kinds)
+    ]
+    params = parameter("params", parameter.VAR_KEYWORD)
+    rule.__signature__ = inspect.Signature([*operands, params])  # type: ignore[attr-defined]
+    return rule
 
-    None for a rule that has no such conditions.
+
+def _declining(rule: Callable) -> Callable | None:
+    """Return a rule that declines operands whose dtype or shape does not fit its annotations.
+
+    Return None if the annotations have no dtypes or shapes.
     """
     signature = inspect.signature(rule, eval_str=True)
     operands, more = [], []

@@ -1,0 +1,108 @@
+"""`HiValue` and `register_rules`, as in `quax.experimental.hijax` of Quax's main branch.
+
+A `HiValue` is a Quax type whose one leaf is a value of a type that `jax.experimental.hijax` knows.
+JAX functions run on it by rules, and the leaf has a type of its own in jaxprs, with tangents and
+cotangents of the types that it states. The names of hijax are here too, in every version of JAX.
+"""
+
+# Equinox lets `__init__` assign the fields of a frozen module.
+# mypy: disable-error-code="misc"
+
+import inspect
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import jax
+from jax.core import ShapedArray
+from jax.typing import ArrayLike
+
+from ...._jax.hijax import HiPrim, HiType, MappingSpec, instantiate_zeros, register_hitype
+from ...._jax.primitives import Primitive
+from ..core import ArrayValue, register, with_operands
+
+__all__ = [
+    "HIJAX_FLOOR",
+    "HiPrim",
+    "HiType",
+    "HiValue",
+    "MappingSpec",
+    "ShapedArray",
+    "instantiate_zeros",
+    "register_hitype",
+    "register_rules",
+]
+
+HIJAX_FLOOR: Final = "0.10.2"  # the oldest JAX that this package supports
+
+
+class HiValue(ArrayValue):
+    """A Quax type whose one leaf is a hijax value. Subclass it and call `register_rules`.
+
+    A subclass may have an `__init__` that makes the leaf. It is called with the leaf for results of
+    rules, which under a trace is a tracer, so let it test for the class of hijax values.
+
+    **Arguments:**
+
+    - `leaf`: a hijax value, whose type has a `shape` and a `dtype`.
+    """
+
+    leaf: Any
+
+    def __init__(self, leaf: Any, /) -> None:
+        self.leaf = leaf
+
+    def aval(self) -> ShapedArray:
+        """Return the shape and dtype of the leaf's type."""
+        leaf_type: Any = jax.typeof(self.leaf)
+        return ShapedArray(leaf_type.shape, leaf_type.dtype)
+
+    def materialise(self) -> Any:
+        """Raise a `ValueError`: the dense array would lose what the leaf's type says."""
+        raise ValueError(
+            f"Refusing to materialise {type(self).__name__}, which would discard what the type of "
+            "its leaf says. Register a rule for this primitive, or override `materialise`."
+        )
+
+
+def register_rules(cls: type[HiValue], rules: Mapping[Primitive, Callable[..., Any]], /) -> None:
+    """Register functions of hijax values as the rules of primitives for a `HiValue` class.
+
+    A function takes the leaves of the operands by position, and dense operands as they are. It is
+    registered for each choice of operands of which one at least is a `cls`. Parameters of the
+    primitive are passed if the function has keyword-only arguments of their names, or `**kwargs`. A
+    hijax value that it returns becomes a `cls`. Other results are returned unchanged.
+
+    **Arguments:**
+
+    - `cls`: a subclass of `HiValue`.
+    - `rules`: a function for each primitive: `{lax.mul_p: mul}`.
+
+    **Raises:** `NotImplementedError` for a primitive with several results. Register that rule by
+    `register`.
+    """
+    for primitive, function in rules.items():
+        if primitive.multiple_results:
+            raise NotImplementedError(
+                f"register_rules takes primitives with one result, and {primitive} has multiple "
+                "results: register a rule for it by `register`"
+            )
+        parameters = inspect.signature(function).parameters.values()
+        count = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+        for kinds in itertools.product((cls, ArrayLike), repeat=count):
+            if cls in kinds:
+                register(primitive)(with_operands(_rule(cls, function), kinds))
+
+
+def _rule(cls: type[HiValue], function: Callable[..., Any]) -> Callable[..., Any]:
+    parameters = inspect.signature(function).parameters.values()
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    taken = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+    def rule(*operands: Any, **params: Any) -> Any:
+        leaves = [x.leaf if isinstance(x, cls) else x for x in operands]
+        passed = {name: x for name, x in params.items() if takes_all or name in taken}
+        out = function(*leaves, **passed)
+        return cls(out) if isinstance(jax.typeof(out), HiType) else out
+
+    return rule
