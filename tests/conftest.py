@@ -8,6 +8,8 @@ import pytest
 from support import environment
 
 environment.set_defaults(os.environ)
+# The tests assume 32-bit types, whatever the user has set. Tests of 64 bits turn those on.
+os.environ["JAX_ENABLE_X64"] = "0"
 
 import jax  # noqa: E402
 import jaxtyping  # noqa: E402
@@ -62,6 +64,8 @@ def compiled_while_collecting(pytestconfig):
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config):
     """Use all CPUs for the whole suite. Use this process for named files and for `--pdb`."""
+    if not __debug__:
+        raise pytest.UsageError("python -O skips assert statements: run the tests without -O")
     is_whole_suite = config.args_source is pytest.Config.ArgsSource.TESTPATHS
     has_no_choice = getattr(config.option, "numprocesses", 0) is None  # 0 without pytest-xdist
     is_worker = hasattr(config, "workerinput")

@@ -256,6 +256,52 @@ def test_an_overridden_default_runs_where_no_rule_fits(primitive):
     assert combine(primitive, Loud(X), X) == 4
 
 
+INDEXING = {
+    "slice": lambda w: w[1:],
+    "index": lambda w: w[1],
+    "transpose": lambda w: w.T,
+    "reshape": lambda w: w.reshape(2, 3, 4),
+    "fori_loop": lambda w: jax.lax.fori_loop(0, 3, lambda i, c: c + w[i].sum(), 0.0),
+}
+
+
+@pytest.mark.parametrize("function", INDEXING.values(), ids=INDEXING)
+def test_batch_axes_stay_where_a_default_is_not_implemented(function):
+    class Halved(vn.ImplicitArray):
+        x: jax.Array
+
+        def materialise(self):
+            return self.x / 2
+
+    class Asked(Halved):
+        @staticmethod
+        def default(primitive, values, params):
+            return NotImplemented
+
+    x = jnp.arange(24.0).reshape(6, 4)
+    without, with_default = (vn.explain(function)(cls(x)) for cls in (Halved, Asked))
+    assert [e.primitive for e in without.materialised] == [
+        e.primitive for e in with_default.materialised
+    ]
+    out, expected = (vn.implicit(function)(cls(x)) for cls in (Asked, Halved))
+    assert (vn.materialise(out) == function(x / 2)).all()
+    assert (type(out) is Asked) == (type(expected) is Halved)
+
+
+def test_a_default_is_asked_before_batch_axes():
+    class Sliced(vn.ImplicitArray):
+        x: jax.Array
+
+        def materialise(self):
+            return self.x / 2
+
+        @staticmethod
+        def default(primitive, values, params):
+            return primitive.bind(values[0].x, **params)
+
+    assert vn.implicit(lambda w: w[1:])(Sliced(jnp.arange(3.0))).tolist() == [1, 2]
+
+
 def test_two_different_defaults_are_refused(primitive):
     with pytest.raises(TypeError, match="Loud and Quiet each have a default"):
         combine(primitive, Loud(X), Quiet(X))

@@ -82,3 +82,16 @@ def test_an_nnx_model_trains(x):
     losses = [step(layer, optimiser) for _ in range(3)]
     assert losses[2] < losses[1] < losses[0]
     assert type(layer.kernel[...]) is vn.types.LoraArray
+
+
+def test_jit_of_frameworks_lets_a_box_change_its_structure(agree):
+    x = jnp.ones(2)
+    for jit, model in (
+        (eqx.filter_jit, eqx.nn.Linear(2, 3, key=jax.random.key(0))),
+        (nnx.jit, nnx.Linear(2, 3, rngs=nnx.Rngs(0))),
+    ):
+        box = vn.hijax.Box()
+        program = jit(lambda model, x, box=box: box.set({"y": model(x)}))
+        for scale in (1.0, 2.0):
+            program(model, scale * x)
+            agree(box.get()["y"], model(scale * x))

@@ -26,6 +26,7 @@ from veneer.interop.jaximus import (
     ArrayLike,
     ImplicitArray,
     OrginArray,
+    StaticScalar,
     UninitializedAval,
     aux_field,
     combine_leaf_predicate,
@@ -590,6 +591,19 @@ def test_new_is_leaf_adds_leaves():
     assert [type(x) for x in leaves] == [Codes, list]
 
 
+def test_every_tree_function_takes_new_is_leaf():
+    is_list = lambda x: isinstance(x, list)
+    name = lambda x: type(x).__name__
+    assert tree_map_with_implicit(name, tree(), new_is_leaf=is_list) == {"a": "Codes", "b": "list"}
+    named = tree_map_with_path_with_implicit(lambda _, x: name(x), tree(), new_is_leaf=is_list)
+    assert named == {"a": "Codes", "b": "list"}
+    leaves, structure = tree_flatten_with_implicit(tree(), new_is_leaf=is_list)
+    assert list(map(name, leaves)) == ["Codes", "list"]
+    assert tree_structure_with_implicit(tree(), new_is_leaf=is_list) == structure
+    pairs, again = tree_flatten_with_path_with_implicit(tree(), new_is_leaf=is_list)
+    assert (len(pairs), again) == (2, structure)
+
+
 def test_combine_leaf_predicate_wraps_a_tree_function():
     leaves = combine_leaf_predicate(jax.tree_util.tree_leaves, lambda x: isinstance(x, list))
     assert leaves.__name__ == jax.tree_util.tree_leaves.__name__
@@ -627,6 +641,18 @@ def test_materialize_nested_goes_one_layer_or_all():
     assert is_array(materialize_nested(w, full=True))
     assert_close(jax.jit(partial(materialize_nested, full=True))(w), codes().materialize())
     assert materialize_nested(X) is X
+
+
+def test_materialize_nested_raises_what_materialize_raises():
+    @dataclass
+    class Refusing(ImplicitArray, warn_on_materialize=False):
+        x: jax.Array
+
+        def materialize(self):
+            raise ValueError("never dense")
+
+    with pytest.raises(ValueError, match="never dense"):
+        materialize_nested(Refusing(X, shape=X.shape, dtype=X.dtype))
 
 
 def test_is_array_tells_dense_arrays():
@@ -780,6 +806,47 @@ def test_a_rule_that_never_runs_warns():
     assert_close(implicit(lambda x: jnp.concatenate([x, x]))(fresh(X)), jnp.concatenate([X, X]))
 
 
+def test_static_scalar_annotates_scalars():
+    assert all(isinstance(x, StaticScalar) for x in (1, 1.0, 1j, True, np.float32(1), np.bool_(1)))
+    assert not any(isinstance(x, StaticScalar) for x in (X, np.ones(1), "1", codes()))
+    fresh = new_type()
+
+    @register("nextafter")
+    def _(x: fresh, y: jax.Array | StaticScalar, **params):
+        calls.append("rule")
+        return jax.lax.nextafter(x.x, jnp.broadcast_to(y, x.shape))
+
+    assert_close(implicit(jnp.nextafter)(fresh(X), 9.0), jnp.nextafter(X, 9.0))
+    assert calls == ["rule"]
+
+
+COMMON = {
+    "dot_general": lambda x: x @ W,
+    "add": lambda x: x + X,
+    "sub": lambda x: x - X,
+    "mul": lambda x: x * X,
+    "div": lambda x: x / (X + 2),
+    "reshape": lambda x: x.reshape(4, 3),
+    "transpose": lambda x: x.T,
+    "reduce_sum": lambda x: x.sum(0),
+    "reduce_max": lambda x: x.max(),
+    "convert_element_type": lambda x: x.astype(jnp.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", COMMON)
+def test_common_primitives_are_registered_by_name(name):
+    fresh = new_type()
+
+    @register(name)
+    def _(primitive: Primitive, x: fresh, *rest: ArrayLike, **params):
+        calls.append(primitive.name)
+        return default_handler(primitive, x.x, *rest, **params)
+
+    assert_close(implicit(COMMON[name])(fresh(X)), COMMON[name](X))
+    assert calls == [name]
+
+
 def test_orgin_array_annotates_any_array():
     fresh = new_type()
 
@@ -885,12 +952,44 @@ def test_a_type_meets_those_of_veneer():
     assert_close(got, w.materialize() + vn.materialise(other))
 
 
-@pytest.mark.parametrize("through", [jax.jit, jax.checkpoint])
+def custom_jvp(f):
+    function = jax.custom_jvp(f)
+    function.defjvp(lambda primals, tangents: jax.jvp(f, primals, tangents))
+    return function
+
+
+def custom_vjp(f):
+    function = jax.custom_vjp(f)
+    function.defvjp(lambda *args: jax.vjp(f, *args), lambda pull, ct: pull(ct))
+    return function
+
+
+def on_a_mesh(f):
+    mesh = jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])
+    specs = {"in_specs": (jax.P(), jax.P()), "out_specs": jax.P()}
+    return jax.shard_map(f, mesh=mesh, **specs)
+
+
+THROUGH = {
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "custom_jvp": custom_jvp,
+    "custom_vjp": custom_vjp,
+    "shard_map": on_a_mesh,
+    "while_loop": lambda f: (
+        lambda x, w: jax.lax.fori_loop(0, x.shape[0] - 2, lambda i, _: f(x, w), f(x, w))
+    ),
+    "scan": lambda f: lambda x, w: jax.lax.scan(lambda c, _: (c, f(x, w)), 0, None, 1)[1][0],
+    "pmap": lambda f: lambda x, w: jax.pmap(f, in_axes=(0, None))(x[None], w)[0],
+}
+
+
+@pytest.mark.parametrize("through", THROUGH.values(), ids=THROUGH)
 def test_programs_within_programs_meet_the_rules(through):
     f = lambda x, w: jax.lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: -(x @ w))
     got = implicit(through(f))(X, codes())
     assert_close(got, f(X, codes().materialize()))
-    assert calls
+    assert "dense @ codes" in calls
 
 
 def test_explain_reports_a_fallback_once():
@@ -952,6 +1051,14 @@ def test_the_estimator_takes_functions_of_dense_arrays():
     assert_close(f(X, step=0.5), jnp.round(X / 0.5) * 0.5)
     assert_close(jax.grad(lambda x: f(x, 0.5).sum())(X), jnp.ones_like(X))
     assert_close(jax.vmap(jax.grad(f))(X[0]), jnp.ones(4))
+
+
+def test_further_arguments_of_the_estimator_have_no_gradient():
+    scaled = ste(lambda x, step: Codes.quantize(x * step))
+    f = implicit(lambda x, step: loss(X, scaled(x, step)))
+    by_x, by_step = jax.grad(f, (0, 1))(W, jnp.float32(2))
+    assert_close(by_x, jax.grad(loss, 1)(X, Codes.quantize(2 * W).materialize()))
+    assert by_step == 0
 
 
 # --- The module --------------------------------------------------------------------------------

@@ -883,3 +883,26 @@ def test_what_was_read_is_let_go_before_long(tmp_path, monkeypatch, shardings):
     monkeypatch.setattr(TensorFolder, "read", read)
     assert len(vn.load(tmp_path / "m.safetensors", shardings=shardings)) == 20
     assert max(held) < 10
+
+
+@pytest.mark.parametrize("qtype", ["nf4", "nf4_dq", "float8_e4m3fn"])
+def test_packed_tensors_without_veneer_json_are_refused(tmp_path, qtype):
+    w = vn.quant.quantize(jnp.ones((64, 128)), qtype, tiled_axes={0: 64})
+    vn.save(tmp_path / "w", {"w": w, "b": jnp.ones(3)})
+    with pytest.raises(ValueError, match=r"w\.packed.*Load the folder, which has a veneer.json"):
+        vn.load(tmp_path / "w" / "model.safetensors")
+    (tmp_path / "w" / "veneer.json").unlink()
+    for path in (tmp_path / "w", tmp_path / "w" / "model.safetensors"):
+        with pytest.raises(
+            ValueError, match=r"w\.packed.*Restore the veneer.json that vn.save wrote"
+        ):
+            vn.load(path)
+    raw = vn.load(tmp_path / "w", raw=True)
+    assert raw["w.packed"].nbytes == w.packed.nbytes
+
+
+def test_dense_tensors_without_veneer_json_are_loaded(tmp_path):
+    parts = {"packed": jnp.zeros(2), "scale": jnp.ones(1)}
+    vn.save(tmp_path / "w", {**parts, "w": parts})
+    (tmp_path / "w" / "veneer.json").unlink()
+    assert sorted(vn.load(tmp_path / "w")) == ["packed", "scale", "w.packed", "w.scale"]

@@ -1,15 +1,16 @@
-"""The suites of Quax, quaxed, unxt and Qwix's core on ours: `make test-peers`.
+"""The suites of Quax, quaxed, unxt, Qwix's core and eformer's quantization: `make test-peers`.
 
 Their sources are fetched by pip, as data, in the versions that are installed here (of which
-`pyproject.toml` names each in the extra `peers`), into the environment that runs this. Qwix's tests
-are in its repository alone: git clones it there, and where it cannot, that suite is not run, which
-is said. Arguments are passed on to pytest: `make test-peers ARGS='-k matmul'`.
+`pyproject.toml` names each in the extra `peers`), into the environment that runs this. The tests of
+Qwix and eformer are only in their repositories. git fetches those. If it cannot, that suite is not
+run, and a line says so. Arguments are passed on to pytest: `make test-peers ARGS='-k matmul'`.
 
 The environment variable QWIX names a checkout of Qwix's main branch, to run its package and tests
 instead: `make test-peers QWIX=../qwix`.
 """
 
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -27,10 +28,16 @@ SUITES = {
     "quaxed": ["tests/unit"],
     "unxt": ["tests/unit", "tests/integration"],
     "qwix": ["tests/_src/core"],
+    "eformer": ["tests/ops/quantization"],
 }
 
-# Where the tests are that are in no distribution, by the tag that is the version.
-REPOSITORIES = {"qwix": "https://github.com/google/qwix"}
+# Repositories whose tests are in no distribution. A tag of each is its version, or else a commit is
+# in COMMITS, of a package that is not installed.
+REPOSITORIES = {
+    "qwix": "https://github.com/google/qwix",
+    "eformer": "https://github.com/erfanzar/eformer",
+}
+COMMITS = {"eformer": "4b17881393601885298725e5aef82592c325f19a"}
 
 
 from support import environment  # noqa: E402
@@ -51,29 +58,41 @@ def source(name: str) -> Path:
     return folder
 
 
+def revision(name: str) -> str:
+    """Return the commit of a repository, or the version of a package that is installed."""
+    return COMMITS.get(name) or version(name)
+
+
 def clone(name: str) -> Path | None:
-    """The folder of a package's repository, cloned if it is not there; None if it cannot be."""
-    folder = SOURCES / f"{name}-{version(name)}"
+    """Return the folder of a repository, fetched if it is not there; None if git cannot."""
+    folder = SOURCES / f"{name}-{revision(name)}"
     if not folder.exists():
-        how = ["clone", "--quiet", "--depth", "1", "--branch", version(name)]
-        git = ["git", "-c", "advice.detachedHead=false", *how, REPOSITORIES[name], str(folder)]
-        if subprocess.run(git, check=False).returncode:
-            return None
+        fetched = folder.with_name(f"{folder.name}.part")
+        shutil.rmtree(fetched, ignore_errors=True)
+        git = ["git", "-C", str(fetched), "-c", "advice.detachedHead=false"]
+        for command in (
+            ["git", "init", "--quiet", str(fetched)],
+            [*git, "fetch", "--quiet", "--depth", "1", REPOSITORIES[name], revision(name)],
+            [*git, "checkout", "--quiet", "FETCH_HEAD"],
+        ):
+            if subprocess.run(command, check=False).returncode:
+                return None
+        fetched.rename(folder)
     return folder
 
 
 def run(name: str, arguments: list[str]) -> int:
     """Runs the suite of a package on ours; returns the exit status of pytest."""
     checkout = os.environ.get("QWIX") if name == "qwix" else None
-    print(f"\n{name} {checkout or version(name)}", flush=True)
+    print(f"\n{name} {checkout or revision(name)}", flush=True)
     if checkout is not None:
         folder: Path | None = Path(checkout).resolve(strict=True)
     else:
         folder = clone(name) if name in REPOSITORIES else source(name)
     if folder is None:
-        print(f"NOT RUN: its tests are at {REPOSITORIES[name]}, which git could not clone")
+        print(f"NOT RUN: its tests are at {REPOSITORIES[name]}, which git could not fetch")
         return 0
-    of_version = "main" if checkout else version(name)
+    of_version = "main" if checkout else revision(name)
     expected = HERE / "expected" / f"{name}-{of_version}.toml"
     if not expected.exists():  # the same for all versions
         expected = HERE / "expected" / f"{name}.toml"
@@ -82,6 +101,8 @@ def run(name: str, arguments: list[str]) -> int:
     command += ["--expected", str(expected)]
     if name == "qwix":
         command += ["-p", "qwix_names", "-o", "python_files=*_test.py"]
+    elif name == "eformer":
+        command += ["-p", "jaximus_names"]
     else:
         command += ["-p", "stand_in", "--quax", str(source("quax") / "src" / "quax")]
     # Their settings hold, but for the plugins that their options name, and for the examples in
@@ -101,6 +122,8 @@ def run(name: str, arguments: list[str]) -> int:
     }
     if name == "quax":  # as its own CI does
         environ["JAX_CHECK_TRACER_LEAKS"] = "1"
+    if name == "eformer":  # a test of sharding is skipped on one device
+        environ["JAX_NUM_CPU_DEVICES"] = "2"
     environment.set_defaults(environ)
     command += [*arguments, *SUITES[name]]
     return subprocess.run(command, cwd=folder, env=environ, check=False).returncode

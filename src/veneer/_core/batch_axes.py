@@ -4,12 +4,16 @@ They are seen from outside, and are the leaf axes of a type that states none.
 """
 
 from collections.abc import Sequence
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
 
 from .leaf_axes import Axes, aligned
 from .value import Value, stands_for, stated_layout
+
+#: The operands of a primitive whose `default` has returned NotImplemented.
+passed_over: ContextVar[Sequence[Any]] = ContextVar("passed_over", default=())
 
 
 class LeafLayout(NamedTuple):
@@ -37,8 +41,10 @@ def layout_of(value: Value) -> LeafLayout:
 
 
 def _count_batch_axes(value: Value) -> int:
-    """How many leading axes every leaf carries; none of a type with a `default`, which knows."""
-    if not getattr(type(value).default, "is_fallback", type(value).default is Value.default):
+    """Return how many leading axes every leaf carries. A `default` decides first."""
+    default = type(value).default
+    decides = default is not Value.default and not getattr(default, "is_fallback", False)
+    if decides and not any(value is operand for operand in passed_over.get()):
         return 0
     ndim = value.aval().ndim
     return next((n for n in range(ndim, 0, -1) if has_batch_axes(value, n)), 0)
@@ -47,8 +53,7 @@ def _count_batch_axes(value: Value) -> int:
 def has_batch_axes(value: Value, count: int) -> bool:
     """Whether the first `count` axes of a value are batch axes, which may be taken off the leaves.
 
-    Seen on axes of a size that no other has, lest they should fit by chance. The leaves may be
-    abstract.
+    Tested with sizes that no other axis has. The leaves may be abstract.
     """
     own = value.aval().shape
     shapes = [jax.typeof(leaf).shape for leaf in jax.tree.leaves(value)]

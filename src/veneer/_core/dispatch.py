@@ -9,6 +9,7 @@ import numpy as np
 
 from .._jax.primitives import Primitive
 from .._jax.tracing import is_eager
+from .batch_axes import passed_over
 from .policy import ALLOW, current_policy, note_rule
 from .results import check_result
 from .rules import Target, location_of, resolve
@@ -22,14 +23,13 @@ from .value import Value, describe, is_value, operands_met
 def dispatch(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]) -> Any:
     """What a primitive gives on values of which one at least is implicit.
 
-    A matching rule; else the one `default` that the operands' types override; else the operands
-    are materialised.
+    A matching rule; else the one `default` that the operands' types override; else a rule for
+    batches, which that `default` kept from them; else the operands are materialised.
     """
     out = apply_rules(primitive, values, params)
     if out is not NotImplemented:
         return out
-    kinds = {type(v) for v in values if isinstance(v, Value)}
-    kinds = {kind for kind in kinds if kind.default is not Value.default}
+    kinds = {type(v) for v in values if isinstance(v, Value) and v.default is not Value.default}
     first = max((kind.default_precedence for kind in kinds), default=0)
     defaults = {k.default: k.__name__ for k in kinds if k.default_precedence == first}
     if not defaults:
@@ -43,7 +43,12 @@ def dispatch(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]
     ((default, name),) = defaults.items()
     out = default(primitive, values, params)
     if out is NotImplemented:
-        return Value.default(primitive, values, params)
+        token = passed_over.set(values)
+        try:
+            out = apply_rules(primitive, values, params)
+        finally:
+            passed_over.reset(token)
+        return Value.default(primitive, values, params) if out is NotImplemented else out
     location = location_of(default)
     return _checked(primitive, values, params, out, location, f"the default of {name}")
 
@@ -53,9 +58,7 @@ def apply_rules(target: Target, values: Sequence[Any], params: dict[str, Any]) -
     classes = tuple([type(v) if isinstance(v, Value) else Dense for v in values])
     tried: tuple = ()
     while (rule := resolve(target, classes, tried)) is not None:
-        out: Any = NotImplemented
-        if rule.eager is not None and is_eager():
-            out = rule.eager(values, params)
+        out: Any = rule.eager(values, params) if rule.eager and is_eager() else NotImplemented
         if out is NotImplemented:
             out = _call(rule.function, target, values, params)
         if out is not NotImplemented:

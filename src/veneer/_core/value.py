@@ -35,9 +35,8 @@ class Value(Shown):
     says that it has no fields. Users subclass `ImplicitArray`.
     """
 
-    # Computed attributes: the type, the tracer, the weights that it comes from, and whether the
-    # leaves are derivatives. Trees and copies omit them. They are slots because Equinox compares
-    # the `__dict__` of two modules.
+    # Computed attributes, which trees and copies omit. They are slots because Equinox compares the
+    # `__dict__` of two modules.
     __slots__ = ("_aval", "_high", "_holds_derivatives", "_source")
 
     #: Whether static fields say what a value means (a unit) and not only how it is stored. If so,
@@ -48,9 +47,8 @@ class Value(Shown):
     #: type says False if entries depend on each other (`x / norm(x)`): loops then make it dense.
     batch_transparent: ClassVar[bool] = True
 
-    #: Whether the one leaf is the dense array itself, so that the type is a label (a unit, a tag).
-    #: Found from `materialise` if None. A type that refuses to be dense, and whose leaf of the same
-    #: shape and dtype is something else (its logarithm), must say False.
+    #: Whether the one leaf is the dense array itself (a unit, a tag). None: `materialise` tells. A
+    #: type that cannot materialize and whose leaf is something else (a logarithm) must say False.
     is_label: ClassVar[bool | None] = None
 
     #: Whether rules give results of the dtypes that the primitives give. Shapes they always keep.
@@ -59,20 +57,17 @@ class Value(Shown):
     #: Whether a rule for operands `(x, y)` of a commutative primitive also serves `(y, x)`.
     commute_ops: ClassVar[bool] = True
 
-    #: Whether operators at top level may be compiled, with the leaves as arguments. A type says
-    #: False that keeps on the value what it has computed.
+    #: Whether operators at top level may be compiled. False if a value stores what it computes.
     compiles_operators: ClassVar[bool] = True
 
-    #: Which type's `default` runs where the operands of a primitive without a rule have several:
-    #: that of the highest. A type that puts what it holds in its place is high.
+    #: Of several operands with a `default`, that of the highest precedence runs.
     default_precedence: ClassVar[int] = 0
 
     #: Whether the tangent of a value is that of the dense array, and not one for each leaf, where
     #: it is differentiated as one (`vn.hijax`): so for a quantised array, whose codes have none.
     dense_tangent: ClassVar[bool] = False
 
-    #: Whether programs write into values, as into a cache of keys and values. Reports do not call
-    #: them weights.
+    #: Whether programs write into values, as into a key-value cache. Reports count them apart.
     is_cache: ClassVar[bool] = False
 
     _made_here: ClassVar[bool] = False
@@ -89,8 +84,7 @@ class Value(Shown):
             make_dataclass(cls)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        # At the first instance and not before, so that a decorator (flax.struct.dataclass) may
-        # register the class first.
+        # At the first instance, so that flax.struct.dataclass may register the class first.
         if not cls._pytree:
             make_pytree(cls)
             cls._fields = fields_of(cls)
@@ -130,13 +124,11 @@ class Value(Shown):
         **Arguments:**
 
         - `spec`: a `PartitionSpec` with an entry for each axis of the dense array.
-        - `shape`: the dense shape of which the result's metadata must speak: smaller than this
-          one's where a block is cut off, larger where this one is a block of a whole, and the same
-          where leaves are only placed.
+        - `shape`: the dense shape of the result: smaller for a block, larger for the whole of
+          which this is a block, and the same if leaves are only placed.
 
-        **Returns:** a value of this type with a `PartitionSpec` in the place of each array; or
-        None, as types do that do not say, if it cannot be cut so and is to be made dense. Labels
-        and batch axes are cut without asking. By default it follows from `leaf_axes`.
+        **Returns:** a value of this type with a `PartitionSpec` in the place of each array, or None
+        if it must be materialized. Labels and batch axes are cut without this method.
         """
         _, structure, axes = stated_layout(self)
         specs = None if axes is None else partition(axes, spec, self.aval().shape, shape)

@@ -66,9 +66,11 @@ __all__ = [
     "instantiate_zeros",
     "jax_pmap",
     "jax_shard_map",
+    "jit_with_options",
     "lax",
     "loops",
     "no_effects",
+    "options_of",
     "parallel",
     "pe",
     "pjit",
@@ -78,6 +80,7 @@ __all__ = [
     "to_staged",
     "tracing_registry",
     "tree_util",
+    "with_further_result",
 ]
 
 GradAccum = ad.GradAccum
@@ -88,7 +91,28 @@ instantiate_zeros = ad.instantiate_zeros
 HiPrim: Any = getattr(jax_hijax, "HiPrim", None) or jax_hijax.VJPHiPrimitive
 custom_lin = ad.custom_lin_p
 aval_property = core.aval_property
+jit_with_options = pjit._cpp_pjit
 no_effects = core.no_effects
+
+
+def options_of(jitted: Any) -> Any:
+    """Return the options of a function that `jax.jit` made, as `jit_with_options` takes them."""
+    return jitted._jit_info
+
+
+def with_further_result(options: Any) -> Any:
+    """Return options of `jax.jit` for a function that returns a pair: the results, and a tree.
+
+    `out_shardings` are those of the results. JAX chooses those of the tree.
+    """
+
+    def pair(name: str) -> dict[str, Any]:
+        treedef, leaves = getattr(options, f"{name}_treedef"), getattr(options, f"{name}_leaves")
+        tree = treedef.unflatten(leaves), None
+        leaves, treedef = jax.tree.flatten(tree, is_leaf=lambda x: x is None)
+        return {f"{name}_treedef": treedef, f"{name}_leaves": tuple(leaves)}
+
+    return options._replace(**pair("out_shardings"), **pair("out_layouts"))
 
 
 def copy_shaped_array(aval: Any, model: jax.core.ShapedArray) -> None:

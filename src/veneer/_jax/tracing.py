@@ -118,11 +118,16 @@ def an_operator_asks() -> bool:
 
     Those ask for `__jax_array__` too, and leave what has none to the operators of its class.
     """
+    return jax_caller().startswith("_operator_")
+
+
+def jax_caller() -> str:
+    """Return the name of the innermost of JAX's functions that is running."""
     frame: Any = sys._getframe(1)
     # Between may be an equinox.Module's __getattribute__, and what checks annotations.
     while frame is not None and not frame.f_globals.get("__name__", "").startswith("jax."):
         frame = frame.f_back
-    return frame is not None and frame.f_code.co_name.startswith("_operator_")
+    return "" if frame is None else frame.f_code.co_name
 
 
 def is_in_derivative(trace: Any) -> bool:

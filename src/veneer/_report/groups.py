@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from .._core.surface.event import BEFORE_CALL, Event
+from .tables import size_of
 
 #: In the place of the weights of what met none.
 IN_PASSING = "in passing"
@@ -40,6 +41,12 @@ def _grouped(events: Iterable[Event], name: Callable[[Event, str], str]) -> dict
         counted = replace(event, sources=()), weights  # what differs in a path alone is equal here
         groups.setdefault(name(event, weights), Counter())[counted] += 1
     return groups
+
+
+def made_dense(nbytes: int, group: Group) -> str:
+    """Return how much of a group was made dense, and whether its size is the reason."""
+    small = all(event.no_kernel for event, _ in group if event.made_dense)
+    return f"{size_of(nbytes)} made dense" + (", too small for a kernel" if small else "")
 
 
 def what_ran(event: Event) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .._core.surface.event import Event
-from .groups import by_weight, short, what_ran
+from .groups import by_weight, made_dense, short, what_ran
 from .tables import (
     Cells,
     count_of,
@@ -56,7 +56,12 @@ class Report:
         kinds = {"caches": of_caches, "weights": self.weight_nbytes - of_caches}
         made = [f"{size_of(n)} of it of {kind}" for kind, n in kinds.items() if n]
         alone = [f"of {kind} alone" for kind, n in kinds.items() if 0 < n == self.nbytes]
-        return f"{met}, and {dense}, {' and '.join(alone or made or ['none of it of weights'])}."
+        total = f"{met}, and {dense}, {' and '.join(alone or made or ['none of it of weights'])}."
+        small = sum(event.nbytes for event in self.materialised if event.no_kernel)
+        if not small:
+            return total
+        part = "All" if small == self.nbytes else size_of(small)
+        return f"{total} {part} of it is expected: those arrays are too small for a kernel."
 
     def __str__(self) -> str:
         rows: list[Cells | str] = []
@@ -92,7 +97,7 @@ class Report:
         """The rows, those of each weight under its path."""
         for path, group in by_weight(self.events).items():
             nbytes = sum(event.nbytes * times for (event, _), times in group.items())
-            yield path + (f": {size_of(nbytes)} made dense" if nbytes else "")
+            yield path + (f": {made_dense(nbytes, group)}" if nbytes else "")
             for (event, _), times in group.items():
                 dense = short_size_of(event.nbytes * times) if event.made_dense else ""
                 operands, where = ", ".join(event.operands), short(event.line)

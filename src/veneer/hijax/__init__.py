@@ -45,9 +45,9 @@ The modules, each of which imports those above it alone:
     shard_map           operands of `jax.shard_map`, leaf by leaf
     results             results of jitted functions, which are trees of leaves again
     frameworks          parameters of Flax linen, and updates by optimisers
-    patches             what the mode changes in JAX: all of it, in one list
     box                 a place that programs read and write
     jit                 `vn.jit`: `jax.jit` for functions of implicit arrays and of Boxes
+    patches             what the mode changes in JAX: all of it, in one list
     custom_primitives   primitives of a user's own
 """
 

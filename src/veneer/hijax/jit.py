@@ -11,16 +11,17 @@ others, since the structure has changed, the function is traced anew.
 
 from collections.abc import Callable, Sequence
 from functools import partial, update_wrapper
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, WeakSet
 
 import jax
 
 from .._core.transform import implicit
-from .._jax.tracing import Tracer, current_trace, is_eager
+from .._jax.hijax import jit_with_options, options_of, with_further_result
+from .._jax.tracing import Tracer, current_trace, is_eager, jax_caller
 from .box.box import Box, is_box
-from .box.contents import Contents
+from .box.contents import ChangesStructure, Contents
 from .box.frames import Frame, passed_and_held, resolved, state
 from .box.traces import held_by
 from .mode import is_enabled
@@ -62,16 +63,23 @@ def jit(function: Callable | None = None, /, **options: Any) -> Any:
     """
     if function is None:
         return partial(jit, **options)
-    return Jitted(function, options)
+    return Jitted(function, options_of(jax.jit(function, **options)))
 
 
 class Jitted:
-    """A function under `vn.jit`: one program of JAX's for each state of what it closes over."""
+    """A function under `vn.jit`: one program of JAX's for each state of what it closes over.
 
-    def __init__(self, function: Callable, options: dict[str, Any]):
-        self._function, self._options = function, options
-        self._programs = [Specialisation(function, options)]
-        self._plain: Any = jax.jit(_wrapped(function, partial(_run, function)), **options)
+    **Arguments:**
+
+    - `function`: the function.
+    - `options`: those of `jax.jit`, as it has parsed them.
+    """
+
+    def __init__(self, function: Callable, options: Any):
+        self._new_program = partial(Specialisation, function, options)
+        self._programs = [self._new_program()]
+        self._function = function
+        self._plain: Any = jit_with_options(_wrapped(function, partial(_run, function)), options)
         update_wrapper(self, function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -94,14 +102,17 @@ class Jitted:
                 contents.note_use()
         if boxes and not program.donates:
             program.refuse_aliases(args, kwargs)
-        return _finished(out, boxes) if type(out) is Written else out
+        if type(out) is tuple and out and type(out[-1]) is Written:
+            out, written = out
+            written.finish(boxes)
+        return out
 
     def _fitting(self) -> "Specialisation":
         for program in self._programs:
             if program.fits():
                 break
         else:
-            program = Specialisation(self._function, self._options)
+            program = self._new_program()
             self._programs = [p for p in self._programs if p.may_fit()] + [program]
         return program
 
@@ -113,7 +124,7 @@ class Jitted:
 
     def clear_cache(self) -> None:
         """Forgets what has been traced and compiled."""
-        self._programs = [Specialisation(self._function, self._options)]
+        self._programs = [self._new_program()]
         self._plain.clear_cache()
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
@@ -129,16 +140,25 @@ class Jitted:
         return self._plain.eval_shape(*args, **kwargs)
 
 
+#: The functions that `vn.jit` gives to `jax.jit`.
+_wrappers: WeakSet = WeakSet()
+
+
 class Specialisation:
     """What JAX has traced of a function, with the contents that it holds references to."""
 
-    def __init__(self, function: Callable, options: dict[str, Any]):
+    def __init__(self, function: Callable, options: Any):
         self.captured: Any = WeakKeyDictionary()  # with their versions
         self.replaced: Any = WeakSet()  # from outside, of which it changes the structure
         self.held: list[Any] = []  # references: of the captured, and of functions traced before
         # What a Box holds is gone with the arguments that are donated, and is to come back.
-        self.donates = any(name.startswith("donate") for name in options)
-        self.compiled = jax.jit(_wrapped(function, partial(self._traced, function)), **options)
+        self.donates = bool(options.donate_argnums or options.donate_argnames)
+        # A tree of shardings is for the results alone.
+        self.splits = not jax.tree_util.treedef_is_leaf(options.out_shardings_treedef)
+        wrapped = _wrapped(function, partial(self._traced, function))
+        _wrappers.add(wrapped)
+        options = with_further_result(options) if self.splits else options
+        self.compiled: Any = jit_with_options(wrapped, options)
 
     def fits(self) -> bool:
         """Whether what it holds is still what a function would find."""
@@ -158,8 +178,8 @@ class Specialisation:
         for i, one in enumerate(contents):
             if any(one is other or one.shares(other) for other in contents[:i]):
                 raise ValueError(
-                    f"{one!r} is passed twice to a function under vn.jit, which would have "
-                    "two Boxes for one: pass it once"
+                    f"{one!r} is passed twice to a jitted function, which would have two Boxes "
+                    "for one: pass it once"
                 )
         for one in contents:
             if one in self.captured or one in self.replaced:
@@ -180,7 +200,8 @@ class Specialisation:
             _refuse_held(contents, held)
             self.held += [ref for ref in held if not isinstance(ref, Tracer)]
             self.replaced.update(frame.replaced)
-            return _with_written(out, boxes, frame, self.donates)
+            written = _written_in(frame, boxes, returns_all=self.donates)
+            return (out, written) if written.trees or self.splits else out
         finally:
             state.flattened = flattened
 
@@ -207,55 +228,103 @@ Target = int | ReferenceType[Contents]
 
 @jax.tree_util.register_pytree_node_class
 class Written:
-    """The results of a function, and what it has written.
+    """What a function has written, in a pair with its results.
 
     **Arguments:**
 
-    - `out`: the results.
     - `trees`: contents.
     - `targets`: of each, the number of the Box among the arguments, or what it takes the place of:
       by a weak reference, for JAX keeps this for as long as what is compiled.
     """
 
-    def __init__(self, out: Any, trees: Sequence[Any], targets: tuple[Target, ...]):
-        self.out, self.trees, self.targets = out, trees, targets
+    def __init__(self, trees: Sequence[Any], targets: tuple[Target, ...]):
+        self.trees, self.targets = trees, targets
 
-    def tree_flatten(self) -> tuple[tuple[Any, Any], Any]:
-        """Results and contents."""
-        return (self.out, self.trees), self.targets
+    def tree_flatten(self) -> tuple[tuple[Any], Any]:
+        """The contents."""
+        return (self.trees,), self.targets
 
     @classmethod
     def tree_unflatten(cls, targets: Any, children: Any) -> "Written":
         """The inverse."""
-        out, trees = children
-        return cls(out, trees, targets)
+        (trees,) = children
+        return cls(trees, targets)
+
+    def finish(self, boxes: Sequence[Box]) -> None:
+        """Write the contents to their Boxes, of which `boxes` are the arguments."""
+        for target, tree in zip(self.targets, self.trees, strict=True):
+            contents = boxes[target]._contents if isinstance(target, int) else target()
+            if contents is not None:  # whose Box is gone
+                resolved(contents).set(tree)
 
 
-def _with_written(out: Any, boxes: Sequence[Box], frame: Frame, returns_all: bool) -> Any:
+def _written_in(frame: Frame, boxes: Sequence[Box], *, returns_all: bool) -> Written:
     pairs: list[tuple[Target, Contents]] = [
         (i, box._contents)
         for i, box in enumerate(boxes)
         if returns_all or box._contents.may_differ()
     ]
     pairs += [(ReferenceType(c), contents) for c, contents in frame.replaced.items()]
-    if not pairs:
-        return out
     trees = []
     for _, contents in pairs:
         contents.open()
         trees.append(jax.tree.unflatten(contents.treedef, contents.read()))
-    return Written(out, trees, tuple(target for target, _ in pairs))
-
-
-def _finished(written: Written, boxes: Sequence[Box]) -> Any:
-    for target, tree in zip(written.targets, written.trees, strict=True):
-        contents = boxes[target]._contents if isinstance(target, int) else target()
-        if contents is not None:  # whose Box is gone
-            resolved(contents).set(tree)
-    return written.out
+    return Written(trees, tuple(target for target, _ in pairs))
 
 
 def _refuse_held(passed: Sequence[Contents], held: Sequence[Any]) -> None:
     for contents in passed:
         if any(ref is other for ref in contents.refs or () for other in held):
             raise ValueError(passed_and_held(contents))
+
+
+# With high types on, `jax.jit` calls a function that changes the structure of a Box in this way.
+
+#: The `vn.jit` of each such function, by the options of its `jax.jit`.
+_changing: Any = WeakKeyDictionary()
+
+
+def let_boxes_change(infer: Callable) -> Callable:
+    """Wrap JAX's function that traces a jitted function.
+
+    It returns a `Jitted` in the place of JAX's parameters where the function is called and changes
+    the structure of a Box.
+    """
+
+    def infer_or_change(function: Any, options: Any, args: Any, kwargs: Any) -> Any:
+        if not is_enabled() or function in _wrappers or jax_caller() != "cache_miss":
+            return infer(function, options, args, kwargs)
+        jitted = _changing.get(function, {}).get(options)
+        if jitted is None:
+            try:
+                return infer(function, options, args, kwargs)
+            except ChangesStructure:
+                jitted = _jit_of(function, options)
+                _changing.setdefault(function, {})[options] = jitted
+        return jitted, []
+
+    return infer_or_change
+
+
+def call_changing(run: Callable) -> Callable:
+    """Wrap JAX's function that runs a jitted function by the parameters."""
+
+    def run_or_call(parameters: Any, flat: Any, function: Any, args: Any, kwargs: Any) -> Any:
+        if type(parameters) is not Jitted:
+            return run(parameters, flat, function, args, kwargs)
+        out = parameters(*args, **kwargs)
+        return out, [], None, [], SimpleNamespace(effects=(), consts=()), None, None, []
+
+    return run_or_call
+
+
+def _jit_of(function: Callable, options: Any) -> Jitted:
+    """Return `vn.jit` of a function, with the options that `jax.jit` has parsed."""
+    reference = ReferenceType(function)  # since `_changing` must not keep the function
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return reference()(*args, **kwargs)  # type: ignore[misc]
+
+    update_wrapper(call, function)
+    del call.__wrapped__  # type: ignore[attr-defined]
+    return Jitted(call, options)

@@ -532,7 +532,10 @@ def _add(
     try:
         operand_types(call)
     except TypeError as error:  # eformer accepts such a rule and never runs it
-        warnings.warn(f"a rule for {target} will never run: {error}", stacklevel=3)
+        file, line = user_place()
+        warnings.warn_explicit(
+            f"a rule for {target} will never run: {error}", UserWarning, file, line
+        )
         return
     rules.register(target, precedence=precedence)(call)
 

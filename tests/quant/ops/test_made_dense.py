@@ -162,3 +162,24 @@ def test_what_one_rule_says_is_not_said_of_another():
     vn.implicit(jnp.matmul, on_materialise="error")(normal(4, 256), w)
     [event] = vn.explain(lambda w: w.T)(w).events
     assert event.how == ""
+
+
+def test_a_report_says_that_small_weights_are_expected():
+    """Apart from those that a kernel could read."""
+    size = lambda n: vn.quant.quantize(jnp.ones((n, n)), "nf4")
+    report = vn.explain(lambda x, w: x @ w)(jnp.ones((8, 64)), size(64))
+    assert report.summary.endswith(
+        "All of it is expected: those arrays are too small for a kernel."
+    )
+    assert "\nw: 16.4 kB made dense, too small for a kernel\n" in str(report)
+    assert "16.4 kB made dense, too small for a kernel" in report.to_html()
+
+    program = lambda x, w, v: jnp.sum(x @ w) + jnp.sum(jnp.sin(v))
+    report = vn.explain(program)(jnp.ones((8, 64)), size(64), size(128))
+    assert report.summary.endswith(
+        " 16.4 kB of it is expected: those arrays are too small for a kernel."
+    )
+    assert "\nv: 65.5 kB made dense\n" in str(report)
+
+    report = vn.explain(lambda v: jnp.sin(v))(size(64))
+    assert "too small" not in str(report)

@@ -21,8 +21,9 @@ class Box(Kept):
     `vmap`, `scan`, `cond`, `while_loop`, `checkpoint` and in the passes of a `custom_vjp`. The
     decorator-free mode need not be on.
 
-    Under `jax.jit` and in loops and branches, structure, shapes and dtypes of the contents stay, as
-    those of a carry do. Under `vn.jit`, and where nothing is staged, they may change.
+    In loops and branches, structure, shapes and dtypes of the contents stay, as those of a carry
+    do. They may change under `vn.jit`, under `jax.jit` with high types on, and where nothing is
+    staged.
 
     What is written is not differentiated with respect to, if the Box was made outside of the
     function that is: the primal is stored. Through a Box made within it, derivatives are as through

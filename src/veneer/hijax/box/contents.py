@@ -26,6 +26,7 @@ from jax.custom_derivatives import SymbolicZero
 from ..._core.trace import ImplicitTrace, ImplicitTracer
 from ..._core.value import is_value
 from ..._jax.tracing import Trace, Tracer, current_trace, is_eager, set_current_trace
+from ..mode import is_enabled
 from ..types import is_typed, opened
 from ..values import exposed
 from .frames import Frame, forget_programs, frames
@@ -35,6 +36,7 @@ from .traces import (
     delete,
     enclosing,
     is_deleted,
+    is_mapping,
     is_staging,
     primal_in,
     staged_for,
@@ -52,6 +54,13 @@ def _unlock_child() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_unlock_child)
+
+
+class ChangesStructure(TypeError):
+    """A Box cannot change its structure in the innermost `jax.jit` that traces.
+
+    With high types on, the call of that jitted function catches it, and is done by `vn.jit`.
+    """
 
 
 class Contents:
@@ -210,7 +219,7 @@ class Contents:
         """Writes contents of another structure or type: `vn.jit` sees to that, if it is there."""
         frame = self._frame(traces)
         if frame is None:
-            raise TypeError(self._why_fixed(leaves, treedef, traces))
+            raise self._cannot_become(leaves, treedef, traces)
         if self in frame.arguments:
             frame.note(self)
         if self.held:
@@ -227,18 +236,38 @@ class Contents:
         innermost = next(filter(is_staging, traces))
         return frames()[-1] if frames()[-1].trace is innermost else None
 
-    def _why_fixed(self, leaves: Sequence[Any], treedef: Any, traces: Sequence[Trace]) -> str:
-        staged = next((s for s in map(staged_for, traces) if s), "")
+    def _cannot_become(
+        self, leaves: Sequence[Any], treedef: Any, traces: Sequence[Trace]
+    ) -> TypeError:
+        """Return the error for contents of another structure, for the innermost of the traces.
+
+        With high types on, the error makes the call of a jitted function that is being traced
+        start again: see `ChangesStructure`.
+        """
+        staged = next((s for s in map(staged_for, traces) if s), None)
         change = f"{self!r} cannot become {Contents(leaves, treedef)!r} here"
-        if self.fixed or staged == "jit":
-            return (
-                f"{change}: under plain JAX functions the structure and the types of a Box stay, "
-                "those of a vn.jit within too. Under vn.jit with none of JAX's functions around "
-                "it, they may change"
+        keeps = "keeps the structure and the types of a Box"
+        if staged == "jit":
+            if is_enabled():
+                return ChangesStructure(
+                    f"{change}: a function that is only traced (`lower`, `trace`, `eval_shape`, "
+                    f"`make_jaxpr`) {keeps}. Call the function"
+                )
+            return TypeError(
+                f"{change}: jax.jit {keeps}, and so does vn.jit where a function is only traced "
+                "(`lower`, `trace`, `eval_shape`, `make_jaxpr`). Call the function, with vn.jit "
+                "instead of each jax.jit around this line, or with high types on "
+                "(vn.hijax.enabled)"
             )
-        return (
-            f"{change}: the structure and the types of a Box stay in the body of {staged or 'it'}, "
-            "as those of a carry do. Set it to such contents before"
+        if staged is None and any(map(is_mapping, traces)):
+            return TypeError(
+                f"{change}: jax.vmap {keeps} that is passed to the mapped function. Set it to "
+                "such contents before, or close over it"
+            )
+        where = f"the body of {staged}" if staged else "a function that JAX traces"
+        return TypeError(
+            f"{change}: {where} {keeps}, as a loop keeps those of its carry. Set it to such "
+            "contents before"
         )
 
     def _is_alike(self, leaves: Sequence[Any], treedef: Any) -> bool:

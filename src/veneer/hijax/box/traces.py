@@ -25,6 +25,11 @@ def is_staging(trace: Trace) -> bool:
     return hasattr(trace, "frame")
 
 
+def is_mapping(trace: Trace) -> bool:
+    """Return whether a trace is that of `jax.vmap`."""
+    return hasattr(trace, "axis_data")
+
+
 def staged_for(trace: Trace) -> str | None:
     """What a trace writes a program down for, in JAX's words."""
     frame = getattr(trace, "frame", None)

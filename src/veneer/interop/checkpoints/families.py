@@ -68,6 +68,7 @@ _PARTS = (
     *(".qweight", ".qzeros", ".g_idx", ".weight_packed", ".weight_g_idx", "_scale_inv", ".SCB"),
     *(".absmax", ".quant_map", ".nested_absmax", "_qdata", ".W_q"),
 )
+_FLOATS = ("float64", "float32", "float16", "bfloat16")
 _INTEGERS = ("int8", "uint8", "int32", "uint32")
 
 
@@ -109,6 +110,15 @@ def read_family(folder: TensorFolder) -> FamilyWeights | None:
         weights[weight.name] = weight
     parts = {part for weight in weights.values() for part in weight.parts}
     for name, header in source.headers.items():
+        if name not in parts and _is_part_of_ours(name, source.headers):
+            described = folder.path.with_name(manifest.FILE_NAME)
+            remedy = f"Restore the {manifest.FILE_NAME} that vn.save wrote next to it"
+            if folder.path.is_file() and described.exists():
+                remedy = f"Load the folder, which has a {manifest.FILE_NAME}"
+            raise source.error(
+                name,
+                f"({describe(header)}) is a part of a quantized array. {remedy}. {RAW}",
+            )
         dotted = f".{name}"  # a part may have the name of no module before its own
         packed = dotted.endswith(".weight") and len(header.shape) > 1
         packed = packed and header.dtype.name in _INTEGERS
@@ -119,6 +129,14 @@ def read_family(folder: TensorFolder) -> FamilyWeights | None:
                 f"({describe(header)}) looks like a part of a packed weight, of {known}: {RAW}",
             )
     return None if family is None else FamilyWeights(family.name, weights, source)
+
+
+def _is_part_of_ours(name: str, headers: Mapping[str, Any]) -> bool:
+    """Return whether a tensor is named as `vn.save` names the codes of a `QArray`."""
+    array, dot, part = name.rpartition(".")
+    if not dot or part != "packed" or headers[name].dtype.name in _FLOATS:
+        return False
+    return not {f"{array}.scale", f"{array}.scale.packed"}.isdisjoint(headers)
 
 
 def _is_part(weight: Weight) -> bool:
