@@ -13,4 +13,6 @@ quax            the names of Quax, for code that is written for it
 qwix            the operations of Qwix, by its names and arguments
 jaximus         the names of eformer's jaximus, for code that is written for it
 pytensor        PyTensor graphs as JAX functions, and products with quantised matrices in them
+pytensor_ops    implementations in JAX of PyTensor operations that its JAX mode lacks
+pytensor_sparse sparse matrices of PyTensor as `BCOO`
 """
