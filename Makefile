@@ -50,7 +50,7 @@ durations: $(DEV) ## run the quick and the slow tests, and write tests/support/d
 	$(BIN)/python -m pytest -n 2 --dist worksteal --record-durations $(ARGS)
 	$(BIN)/python -m pytest -n 2 --dist worksteal --record-durations --slow $(ARGS)
 
-test-peers: $(PEERS) ## run the suites of Quax, quaxed, unxt and Qwix's core on ours
+test-peers: $(PEERS) ## run the suites of Quax, quaxed, unxt, Qwix's core and PyTensor on ours
 	$(BIN)/python tests/peers/run.py -n auto --dist worksteal $(ARGS)
 
 test-wheel: | $(CREATED) ## install the wheel with each extra in an empty environment, and run it there

@@ -1,9 +1,11 @@
-"""The suites of Quax, quaxed, unxt and Qwix's core on ours: `make test-peers`.
+"""The suites of Quax, quaxed, unxt, Qwix's core and PyTensor's JAX and Numba: `make test-peers`.
 
 Their sources are fetched by pip, as data, in the versions that are installed here (of which
 `pyproject.toml` names each in the extra `peers`), into the environment that runs this. Qwix's tests
 are in its repository alone: git clones it there, and where it cannot, that suite is not run, which
-is said. Arguments are passed on to pytest: `make test-peers ARGS='-k matmul'`.
+is said. Arguments are passed on to pytest: `make test-peers ARGS='-k matmul'`. PyTensor holds Numba
+to an older version, so its suite needs an environment with `veneer[test,pytensor]`:
+`python tests/peers/run.py pytensor`. Names of suites before the arguments choose among them.
 """
 
 import os
@@ -12,6 +14,7 @@ import sys
 import tarfile
 import tomllib
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -24,10 +27,17 @@ SUITES = {
     "quaxed": ["tests/unit"],
     "unxt": ["tests/unit", "tests/integration"],
     "qwix": ["tests/_src/core"],
+    "pytensor": ["tests/link/jax", "tests/link/numba"],
 }
 
 # Where the tests are that are in no distribution, by the tag that is the version.
-REPOSITORIES = {"qwix": "https://github.com/google/qwix"}
+REPOSITORIES = {
+    "qwix": "https://github.com/google/qwix",
+    "pytensor": "https://github.com/pymc-devs/pytensor",
+}
+# The commit that `expected/pytensor.toml` is of. Only its tests are fetched, because Python would
+# import a package beside them in the place of the one that is installed.
+PYTENSOR = "f857e69611b9e36be2443f8e1905f5aa484aa455"
 
 
 from support import environment  # noqa: E402
@@ -59,10 +69,29 @@ def clone(name: str) -> Path | None:
     return folder
 
 
+def fetch_tests(name: str) -> Path | None:
+    """Return the folder of PyTensor's tests, fetched if they are missing, or None."""
+    folder = SOURCES / f"{name}-{PYTENSOR[:12]}"
+    if not (folder / "tests").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        for command in (
+            ["init", "--quiet"],
+            ["fetch", "--quiet", "--depth", "1", REPOSITORIES[name], PYTENSOR],
+            ["checkout", "--quiet", "FETCH_HEAD", "--", "tests", "pyproject.toml"],
+        ):
+            if subprocess.run(["git", *command], cwd=folder, check=False).returncode:
+                return None
+    return folder
+
+
 def run(name: str, arguments: list[str]) -> int:
     """Runs the suite of a package on ours; returns the exit status of pytest."""
+    if name == "pytensor" and not find_spec(name):
+        print("\npytensor\nNOT RUN: it is not installed here: pip install '.[test,pytensor]'")
+        return 0
     print(f"\n{name} {version(name)}", flush=True)
-    folder = clone(name) if name in REPOSITORIES else source(name)
+    fetch = fetch_tests if name == "pytensor" else clone if name in REPOSITORIES else source
+    folder = fetch(name)
     if folder is None:
         print(f"NOT RUN: its tests are at {REPOSITORIES[name]}, which git could not clone")
         return 0
@@ -72,6 +101,8 @@ def run(name: str, arguments: list[str]) -> int:
     command += ["--expected", str(expected)]
     if name == "qwix":
         command += ["-p", "qwix_names", "-o", "python_files=*_test.py"]
+    elif name == "pytensor":
+        command += ["-p", "pytensor_compare", "-m", "not slow"]
     else:
         command += ["-p", "stand_in", "--quax", str(source("quax") / "src" / "quax")]
     # Their settings hold, but for the plugins that their options name, and for the examples in
@@ -98,5 +129,7 @@ def run(name: str, arguments: list[str]) -> int:
 
 if __name__ == "__main__":
     # All are run, whatever fails. 5 is that -k left no test.
-    codes = [run(name, sys.argv[1:]) for name in SUITES]
+    chosen = [name for name in sys.argv[1:] if name in SUITES]
+    arguments = [argument for argument in sys.argv[1:] if argument not in SUITES]
+    codes = [run(name, arguments) for name in chosen or SUITES]
     sys.exit(any(code not in (0, 5) for code in codes))

@@ -61,14 +61,19 @@ SIZES: dict[type, slice] = {
 
 
 def _arange(op: Any, node: Any, **_: Any) -> Implementation:
-    # Python numbers: a start of int8 would limit the others.
     dtype = jax.dtypes.canonicalize_dtype(op.dtype)
-    return lambda *ends: jnp.arange(*(x.item() if is_known(x) else x for x in ends), dtype=dtype)
+
+    def arange(*ends: Any) -> Any:
+        # Python numbers: a start of int8 would limit the others.
+        start, stop, step = (x.item() if is_known(x) else x for x in ends)
+        return jnp.arange(start, stop, step, dtype=dtype)
+
+    return arange
 
 
 def _eye(op: Any, node: Any, **_: Any) -> Implementation:
     dtype = jax.dtypes.canonicalize_dtype(op.dtype)
-    return lambda *sizes: jnp.eye(*(int(size) for size in sizes), dtype=dtype)
+    return lambda n, m, k: jnp.eye(int(n), int(m), int(k), dtype=dtype)
 
 
 def _reshape(op: Any, node: Any, **_: Any) -> Implementation:

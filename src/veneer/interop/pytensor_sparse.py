@@ -141,7 +141,8 @@ def _get_item_2d(op: Any, node: Any, **_: Any) -> Callable[..., Any]:
             use &= (offset % chosen.step == 0) & (index < x.shape[axis])
             use &= (indices[axis] >= 0) & (indices[axis] < len(chosen))
             shape.append(len(chosen))
-        return _keep(use, data, *indices, shape)
+        rows, columns = indices
+        return _keep(use, data, rows, columns, shape)
 
     return get_item_2d
 
@@ -222,7 +223,8 @@ def _stack(axis: int) -> Callable[..., Any]:
                 indices[axis] = jnp.where(unused, shape[axis], indices[axis] + start)
                 parts.append((data.astype(dtype), *indices))
                 start += x.shape[axis]
-            return _matrix(*(jnp.concatenate(part) for part in zip(*parts, strict=True)), shape)
+            data, rows, columns = (jnp.concatenate(part) for part in zip(*parts, strict=True))
+            return _matrix(data, rows, columns, shape)
 
         return stack
 
