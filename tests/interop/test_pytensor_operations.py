@@ -374,3 +374,9 @@ def test_pytensor_has_our_implementations():
     for result, value in zip(results, expected, strict=True):
         np.testing.assert_allclose(result, dense(value))
     np.testing.assert_allclose(total, VALUES[A].sum(0))
+
+
+def test_duplicates_are_ignored_where_a_graph_says_so():
+    at, amount = np.array([1, 3, 1]), np.array([2.0, 3.0, 2.0])
+    for ignore in (True, False):
+        compare(pt.inc_subtensor(V[at], amount, ignore_duplicates=ignore), jax.jit, natively)

@@ -15,6 +15,7 @@ from types import CodeType
 import jax
 import numpy as np
 import pytest
+from jax.experimental.sparse import BCOO
 from pytensor import function
 from scipy.sparse import issparse
 
@@ -76,7 +77,9 @@ def compare(suite, run, graph_inputs, graph_outputs, test_inputs, *, assert_fn=N
     def ours(*values):
         # As `function` does, convert an argument to the type of the input if no part is lost.
         pairs = zip(inputs, copy.deepcopy(values), strict=True)
-        results = run(to_jax(outputs, inputs), [x.type.filter(value) for x, value in pairs])
+        arguments = [x.type.filter(value) for x, value in pairs]
+        arguments = [BCOO.from_scipy_sparse(x) if issparse(x) else x for x in arguments]
+        results = run(to_jax(outputs, inputs), arguments)
         return list(results) if is_sequence else results[0]
 
     try:

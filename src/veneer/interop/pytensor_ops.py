@@ -26,6 +26,7 @@ from pytensor.tensor.linalg.solvers.general import Solve
 from pytensor.tensor.linalg.solvers.tridiagonal import LUFactorTridiagonal, SolveLUFactorTridiagonal
 from pytensor.tensor.pad import Pad
 from pytensor.tensor.shape import Reshape, Shape, Shape_i, SpecifyShape
+from pytensor.tensor.subtensor import AdvancedIncSubtensor, indices_from_subtensor
 
 from .pytensor_sparse import register_sparse
 
@@ -160,6 +161,19 @@ def _ravel_multi_index(op: Any, node: Any, **_: Any) -> Implementation:
         return total
 
     return ravel
+
+
+def _increment(op: Any, node: Any, **_: Any) -> Implementation | None:
+    """Assign sums, as NumPy's `x[index] += y` does, where PyTensor's adds each duplicate."""
+    if op.set_instead_of_inc or not op.ignore_duplicates:
+        return None
+
+    def increment(x: Any, y: Any, *operands: Any) -> Any:
+        at = tuple(indices_from_subtensor(operands, op.idx_list))
+        x = jnp.asarray(x)
+        return x.at[at].set(x[at] + y)
+
+    return increment
 
 
 def _blockwise(op: Any, node: Any, *, core: Any, **_: Any) -> Implementation:
@@ -324,6 +338,7 @@ def _on_the_host(op: Any, node: Any, **_: Any) -> Implementation:
 # A function of an `Op`, its node, and `core`, which implements another `Op`. It returns an
 # implementation, or None for PyTensor's.
 OWN: dict[type, Callable[..., Implementation | None]] = {
+    AdvancedIncSubtensor: _increment,
     ARange: _arange,
     Blockwise: _blockwise,
     CAReduce: _reduce,

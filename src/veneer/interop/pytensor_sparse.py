@@ -124,7 +124,7 @@ def _structured_dot_grad(op: Any, node: Any, **_: Any) -> Callable[..., Any]:
     def grad(indices: Any, indptr: Any, b: Any, g: Any) -> Any:
         major, minor = _rows_of(indptr, len(indices)), jnp.asarray(indices)
         rows, columns = (major, minor) if is_csr else (minor, major)
-        return (jnp.asarray(g)[rows] * jnp.asarray(b)[columns]).sum(1)
+        return (_dense(g)[rows] * _dense(b)[columns]).sum(1)
 
     return grad
 
