@@ -1,6 +1,7 @@
 """PyTensor (https://github.com/pymc-devs/pytensor): its graphs in JAX, our products in its.
 
-`to_jax` makes a JAX function of a graph, on which `vn.implicit` works. `QuantizedDot` is a product
+`to_jax` makes a JAX function of a graph, on which `vn.implicit` works. `register_in_pytensor` gives
+PyTensor's JAX mode the operations that it lacks. `QuantizedDot` is a product
 with a quantised matrix as an `Op`, in Python, JAX and Numba. `jax_funcify` and `numba_funcify`
 register implementations of an `Op`, and `compare_jax_and_py` and `compare_numba_and_py` test them.
 
@@ -248,7 +249,7 @@ numba_funcify = _NumbaFuncify()
 
 def compare_jax_and_py(
     fgraph: Any,
-    inputs: Sequence[Any],
+    inputs: Any,
     test_inputs: Sequence[Any] | None = None,
     *,
     assert_fn: Callable[[Any, Any], Any] | None = None,
@@ -285,7 +286,7 @@ def compare_jax_and_py(
 
 def compare_numba_and_py(
     fgraph: Any,
-    inputs: Sequence[Any],
+    inputs: Any,
     test_inputs: Sequence[Any] | None = None,
     *,
     assert_fn: Callable[[Any, Any], Any] | None = None,
@@ -359,7 +360,7 @@ def _as_bcoo(shape: Any, leaves: Any) -> BCOO:
 
 
 def _graph_and_values(
-    fgraph: Any, inputs: Sequence[Any], test_inputs: Sequence[Any] | None
+    fgraph: Any, inputs: Any, test_inputs: Sequence[Any] | None
 ) -> tuple[Any, Sequence[Any]]:
     if isinstance(fgraph, FunctionGraph):
         if test_inputs is not None:
