@@ -51,7 +51,7 @@ durations: $(DEV) ## run the quick and the slow tests, and write tests/support/d
 	$(BIN)/python -m pytest -n 2 --dist worksteal --record-durations $(ARGS)
 	$(BIN)/python -m pytest -n 2 --dist worksteal --record-durations --slow $(ARGS)
 
-test-peers: $(PEERS) ## run the suites of Quax, quaxed, unxt, Qwix's core and eformer's quantization on ours
+test-peers: $(PEERS) ## run the suites of Quax, quaxed, unxt, Qwix's core, eformer and PyTensor on ours
 	$(BIN)/python tests/peers/run.py -n auto --dist worksteal $(ARGS)
 
 test-wheel: | $(CREATED) ## install the wheel with each extra in an empty environment, and run it there

@@ -1,12 +1,13 @@
-"""The suites of Quax, quaxed, unxt, Qwix's core and eformer's quantization: `make test-peers`.
+"""The suites of Quax, quaxed, unxt, Qwix's core, eformer's quantization and PyTensor: `make test-peers`.
 
-Their sources are fetched by pip, as data, in the versions that are installed here (of which
-`pyproject.toml` names each in the extra `peers`), into the environment that runs this. The tests of
-Qwix and eformer are only in their repositories. git fetches those. If it cannot, that suite is not
-run, and a line says so. Arguments are passed on to pytest: `make test-peers ARGS='-k matmul'`.
+pip fetches the sources, in the versions that are installed here, into the environment that runs
+this. The tests of Qwix, eformer and PyTensor are only in their repositories. git fetches those. If
+it cannot, that suite is not run, and a line says so. Arguments are passed on to pytest, after names
+of suites to run: `make test-peers ARGS='quax -k matmul'`.
 
 The environment variable QWIX names a checkout of Qwix's main branch, to run its package and tests
-instead: `make test-peers QWIX=../qwix`.
+instead: `make test-peers QWIX=../qwix`. PyTensor holds Numba to an older version, so its suite
+needs an environment with the extras `test` and `pytensor`: `python tests/peers/run.py pytensor`.
 """
 
 import os
@@ -16,28 +17,37 @@ import sys
 import tarfile
 import tomllib
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parent))  # for the package `support`
 SOURCES = Path(sys.prefix) / "peers"
 
-# Where the tests of each lie; of unxt, the benchmarks do too.
+# The folders of the tests of each. Those of unxt include benchmarks.
 SUITES = {
     "quax": ["tests/unit", "tests/usage"],
     "quaxed": ["tests/unit"],
     "unxt": ["tests/unit", "tests/integration"],
     "qwix": ["tests/_src/core"],
     "eformer": ["tests/ops/quantization"],
+    "pytensor": ["tests/link/jax", "tests/link/numba"],
 }
 
-# Repositories whose tests are in no distribution. A tag of each is its version, or else a commit is
-# in COMMITS, of a package that is not installed.
+# Repositories whose tests are in no distribution. The tag of the installed version is fetched, or a
+# commit of COMMITS.
 REPOSITORIES = {
     "qwix": "https://github.com/google/qwix",
     "eformer": "https://github.com/erfanzar/eformer",
+    "pytensor": "https://github.com/pymc-devs/pytensor",
 }
-COMMITS = {"eformer": "4b17881393601885298725e5aef82592c325f19a"}
+COMMITS = {
+    "eformer": "4b17881393601885298725e5aef82592c325f19a",
+    "pytensor": "f857e69611b9e36be2443f8e1905f5aa484aa455",
+}
+# Of these only the tests are checked out. Python would import a package beside them instead of the
+# installed one.
+ONLY_TESTS = {"pytensor": ["tests", "pyproject.toml"]}
 
 
 from support import environment  # noqa: E402
@@ -67,13 +77,14 @@ def clone(name: str) -> Path | None:
     """Return the folder of a repository, fetched if it is not there; None if git cannot."""
     folder = SOURCES / f"{name}-{revision(name)}"
     if not folder.exists():
+        only = ONLY_TESTS.get(name)
         fetched = folder.with_name(f"{folder.name}.part")
         shutil.rmtree(fetched, ignore_errors=True)
         git = ["git", "-C", str(fetched), "-c", "advice.detachedHead=false"]
         for command in (
             ["git", "init", "--quiet", str(fetched)],
             [*git, "fetch", "--quiet", "--depth", "1", REPOSITORIES[name], revision(name)],
-            [*git, "checkout", "--quiet", "FETCH_HEAD"],
+            [*git, "checkout", "--quiet", "FETCH_HEAD", *(["--", *only] if only else [])],
         ):
             if subprocess.run(command, check=False).returncode:
                 return None
@@ -83,6 +94,9 @@ def clone(name: str) -> Path | None:
 
 def run(name: str, arguments: list[str]) -> int:
     """Runs the suite of a package on ours; returns the exit status of pytest."""
+    if name == "pytensor" and not find_spec(name):
+        print("\npytensor\nNOT RUN: it is not installed here: pip install '.[test,pytensor]'")
+        return 0
     checkout = os.environ.get("QWIX") if name == "qwix" else None
     print(f"\n{name} {checkout or revision(name)}", flush=True)
     if checkout is not None:
@@ -103,6 +117,8 @@ def run(name: str, arguments: list[str]) -> int:
         command += ["-p", "qwix_names", "-o", "python_files=*_test.py"]
     elif name == "eformer":
         command += ["-p", "jaximus_names"]
+    elif name == "pytensor":
+        command += ["-p", "pytensor_compare", "-m", "not slow"]
     else:
         command += ["-p", "stand_in", "--quax", str(source("quax") / "src" / "quax")]
     # Their settings hold, but for the plugins that their options name, and for the examples in
@@ -131,5 +147,7 @@ def run(name: str, arguments: list[str]) -> int:
 
 if __name__ == "__main__":
     # All are run, whatever fails. 5 is that -k left no test.
-    codes = [run(name, sys.argv[1:]) for name in SUITES]
+    chosen = [argument for argument in sys.argv[1:] if argument in SUITES]
+    arguments = [argument for argument in sys.argv[1:] if argument not in SUITES]
+    codes = [run(name, arguments) for name in chosen or SUITES]
     sys.exit(any(code not in (0, 5) for code in codes))

@@ -1,6 +1,7 @@
 """PyTensor (https://github.com/pymc-devs/pytensor): its graphs in JAX, our products in its.
 
-`to_jax` makes a JAX function of a graph, on which `vn.implicit` works. `QuantizedDot` is a product
+`to_jax` makes a JAX function of a graph, on which `vn.implicit` works. `register_in_pytensor` gives
+PyTensor's JAX mode the operations that it lacks. `QuantizedDot` is a product
 with a quantised matrix as an `Op`, in Python, JAX and Numba. `jax_funcify` and `numba_funcify`
 register implementations of an `Op`, and `compare_jax_and_py` and `compare_numba_and_py` test them.
 
@@ -20,34 +21,47 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.sparse import BCOO
 
 from .._core.transform import redispatch
 from ..quant.formats import get_format
 from ..quant.formats.packing import Packing
 from ..quant.formats.tiles import divides
 from ..quant.qarray import QArray
+from .pytensor_sparse import check_patterns
 
 _x64 = jax.config.values["jax_enable_x64"]  # that of the program, whatever context this is in
 try:
     import pytensor.tensor as pt
     from pytensor import function as compile_graph
     from pytensor.compile.mode import Mode, get_mode
+    from pytensor.compile.ops import DeepCopyOp
+    from pytensor.compile.sharedvalue import SharedVariable
     from pytensor.graph.basic import Apply, Constant, Variable
     from pytensor.graph.fg import FunctionGraph
     from pytensor.graph.op import HasInnerGraph, Op
+    from pytensor.graph.replace import graph_replace
     from pytensor.graph.traversal import ancestors, graph_inputs
     from pytensor.link.jax import dispatch as jax_dispatch
     from pytensor.link.jax.dispatch.basic import jax_typify
     from pytensor.link.numba.dispatch import basic as numba_dispatch
     from pytensor.link.utils import fgraph_to_python
-    from pytensor.scalar import ScalarOp, upcast
-    from pytensor.tensor.basic import Alloc, AllocEmpty, ARange, Eye, Join, MakeVector
+    from pytensor.scalar import ScalarOp, ScalarType, upcast
+    from pytensor.sparse.basic import CSMProperties
+    from pytensor.sparse.type import SparseTensorType
+    from pytensor.tensor.basic import Join, MakeVector, ScalarFromTensor, Split, TensorFromScalar
     from pytensor.tensor.blockwise import Blockwise
-    from pytensor.tensor.elemwise import CAReduce, Elemwise
+    from pytensor.tensor.elemwise import CAReduce, DimShuffle, Elemwise
     from pytensor.tensor.extra_ops import CumOp, UnravelIndex
     from pytensor.tensor.linalg import QR
+    from pytensor.tensor.linalg.solvers.general import Solve
     from pytensor.tensor.math import Dot
+    from pytensor.tensor.random.type import RandomType
     from pytensor.tensor.shape import Reshape, Shape, Shape_i
+    from pytensor.tensor.subtensor import IncSubtensor, Subtensor
+    from scipy.sparse import csc_matrix, csr_matrix, issparse
+
+    from .pytensor_ops import OWN, SIZES, is_known
 except ImportError as error:
     raise ImportError(
         "graphs of PyTensor need the extra: pip install 'veneer[pytensor]'"
@@ -62,6 +76,7 @@ __all__ = [
     "jax_funcify",
     "numba_funcify",
     "quantized_dot",
+    "register_in_pytensor",
     "to_jax",
 ]
 
@@ -70,28 +85,34 @@ jax_funcify = jax_dispatch.jax_funcify
 """PyTensor's `jax_funcify`: `@jax_funcify.register(Op)` registers an implementation for JAX."""
 
 
-def to_jax(graph: Any, inputs: Sequence[Any] | None = None) -> Callable[..., Any]:
-    """Makes a JAX function of a PyTensor graph, which the transformations of JAX and ours take.
+def to_jax(graph: Any, inputs: Any = None) -> Callable[..., Any]:
+    """Make a JAX function of a PyTensor graph, on which JAX's transformations and ours work.
 
-    The graph is rewritten as PyTensor's JAX mode does; its own copy, not the one given. Each result
-    within the graph has the dtype that the graph declares. If `jax_enable_x64` is not set, float64
-    is float32, as everywhere in JAX.
+    A copy of the graph is rewritten as PyTensor's JAX mode does. Each result within the graph has
+    the dtype that the graph declares. If `jax_enable_x64` is not set, float64 is float32, as
+    everywhere in JAX.
 
     **Arguments:**
 
     - `graph`: a `FunctionGraph`, a variable, or a sequence of variables.
-    - `inputs`: the variables that are the arguments, in order; not with a `FunctionGraph`, which
-        has its own. Shared variables that the graph depends on must be among them.
+    - `inputs`: the variables that are the arguments, in order. A `FunctionGraph` has its own.
+      Shared variables that are not among them have the values that they have now.
 
-    **Returns:**
+    The order of `pytensor.function`, `to_jax(inputs, graph)`, is accepted if the inputs are
+    variables that nothing computes, and the graph is not.
 
-    A function of arrays, of the dtypes and ranks of `inputs`. It gives an array for a variable,
-    else a tuple of them. It raises `TypeError` for arguments that are not as the graph says.
+    **Returns:** a function of arrays, of the dtypes and ranks of `inputs`. It returns an array for
+    a variable, else a tuple of arrays. An input or result that is a sparse matrix is a `BCOO` of
+    `jax.experimental.sparse`. An input that is a random generator takes a JAX key, or a NumPy
+    `Generator` outside `jax.jit`. A generator among the results is a key.
 
-    **Raises:** `TypeError` where the graph depends on a variable that is not an input, where an
-    input is a random generator, and, here or in the call, where the value of an input decides a
-    shape. `NotImplementedError` for an `Op` without an implementation in JAX, or with one that
-    ignores what the graph asks for.
+    **Raises:**
+
+    - `TypeError` if the graph depends on a variable that is not an input, if it cannot tell the
+      order of the arguments, or if the function's arguments do not have the types of `inputs`.
+    - `TypeError`, here or in the call, if the value of an input decides a shape.
+    - `NotImplementedError` for an `Op` without an implementation in JAX, or with one that ignores
+      a parameter.
 
     >>> import jax.numpy as jnp, pytensor.tensor as pt, veneer as vn
     >>> from veneer.interop.pytensor import to_jax
@@ -101,13 +122,16 @@ def to_jax(graph: Any, inputs: Sequence[Any] | None = None) -> Callable[..., Any
     >>> vn.implicit(f)(jnp.zeros((2, 4)), q).shape
     (2, 4)
     """
+    graph, inputs = _outputs_and_inputs(graph, inputs)
     fgraph = _own_graph(graph, inputs)
     types = [variable.type for variable in fgraph.inputs]
     names = [str(variable) for variable in fgraph.inputs]
     _check_inputs(fgraph.inputs)
     _write_out_unravel_index(fgraph)
     _replace_pivoted_qr(fgraph)
+    _read_the_lower_triangle(fgraph)
     get_mode("JAX").optimizer.rewrite(fgraph)
+    check_patterns(fgraph)
     # `jax_enable_x64` decides the dtypes of constants and sums, and may change before a call.
     run_for = functools.cache(lambda float_dtype: _in_jax(fgraph))
     with _name_what_decides_shapes(fgraph):
@@ -120,19 +144,45 @@ def to_jax(graph: Any, inputs: Sequence[Any] | None = None) -> Callable[..., Any
         given = [_as_declared(*x) for x in zip(args, types, names, strict=True)]
         with (
             warnings.catch_warnings(),
-            np.errstate(all="ignore"),  # NumPy computes scalars whose values are known
+            np.errstate(all="ignore"),  # NumPy computes values that are known
             _name_what_decides_shapes(fgraph),
         ):
             # PyTensor adds up float32 in float64.
             warnings.filterwarnings("ignore", "Explicitly requested dtype", UserWarning)
             results = run_for(jax.dtypes.canonicalize_dtype("float64"))(*given)
-        arrays = [
-            result if hasattr(result, "dtype") else jnp.asarray(result, _dtype_of(variable))
-            for result, variable in zip(results, fgraph.outputs, strict=True)
-        ]
+        arrays = [_result(*x) for x in zip(results, fgraph.outputs, strict=True)]
         return arrays[0] if is_one else tuple(arrays)
 
     return of_graph
+
+
+def _result(x: Any, variable: Any) -> Any:
+    if isinstance(variable.type, RandomType):
+        return x["jax_state"]
+    return x if isinstance(x, jax.Array | BCOO) else jnp.asarray(x, _dtype_of(variable))
+
+
+def _outputs_and_inputs(graph: Any, inputs: Any) -> tuple[Any, Any]:
+    """Return the outputs and the inputs of a graph, which may be in either order."""
+    if isinstance(graph, FunctionGraph) or inputs is None:
+        return graph, inputs
+    inputs_are_roots, graph_is_roots = (
+        all(x.owner is None and not isinstance(x, Constant) for x in _listed(variables))
+        for variables in (inputs, graph)
+    )
+    if inputs_are_roots:
+        return graph, _listed(inputs)
+    if graph_is_roots:
+        return inputs, _listed(graph)
+    computed = [str(x) for x in _listed(inputs) if x.owner is not None or isinstance(x, Constant)]
+    raise TypeError(
+        f"the inputs of to_jax(graph, inputs) must be variables that nothing computes, and "
+        f"{', '.join(computed)} is not. If the order is that of pytensor.function, swap them."
+    )
+
+
+def _listed(variables: Any) -> list[Any]:
+    return [variables] if isinstance(variables, Variable) else list(variables)
 
 
 class _NumbaFuncify:
@@ -199,7 +249,7 @@ numba_funcify = _NumbaFuncify()
 
 def compare_jax_and_py(
     fgraph: Any,
-    inputs: Sequence[Any],
+    inputs: Any,
     test_inputs: Sequence[Any] | None = None,
     *,
     assert_fn: Callable[[Any, Any], Any] | None = None,
@@ -229,14 +279,14 @@ def compare_jax_and_py(
     """
     graph, values = _graph_and_values(fgraph, inputs, test_inputs)
     in_jax = jax.jit(to_jax(graph))
-    results = list(in_jax(*values))
+    results = list(in_jax(*(BCOO.from_scipy_sparse(x) if issparse(x) else x for x in values)))
     _assert_as_performed(graph, values, results, jax.dtypes.canonicalize_dtype, assert_fn)
     return in_jax, results
 
 
 def compare_numba_and_py(
     fgraph: Any,
-    inputs: Sequence[Any],
+    inputs: Any,
     test_inputs: Sequence[Any] | None = None,
     *,
     assert_fn: Callable[[Any, Any], Any] | None = None,
@@ -264,8 +314,53 @@ def compare_numba_and_py(
     return compiled, results
 
 
+def register_in_pytensor() -> list[type]:
+    """Give PyTensor's `mode="JAX"` our implementations of operations that it lacks.
+
+    They are sparse operations, `Print`, `QZ` and tridiagonal LU factors. Sparse matrices of SciPy
+    become arguments of `jax.jit`, as `BCOO`. Implementations for dense operands that PyTensor has
+    are kept. Its `mode="NUMBA"` runs operations that it lacks by `Op.perform`.
+
+    **Returns:** the classes whose implementation is ours.
+
+    >>> import numpy as np, pytensor, pytensor.tensor as pt, scipy.sparse
+    >>> from pytensor import sparse
+    >>> from veneer.interop.pytensor import register_in_pytensor
+    >>> classes = register_in_pytensor()
+    >>> x = sparse.csr_matrix("x", dtype="float32")
+    >>> f = pytensor.function([x], sparse.dense_from_sparse(x + x), mode="JAX")
+    >>> f(scipy.sparse.csr_matrix(np.eye(2, dtype=np.float32))).tolist()
+    [[2.0, 0.0], [0.0, 2.0]]
+    """
+    lacking = jax_funcify.dispatch(object)
+    is_ours = lambda cls: getattr(jax_funcify.dispatch(cls), "__module__", "") == __name__
+    classes = [
+        cls
+        for cls in OWN
+        if "sparse" in cls.__module__
+        or cls is DeepCopyOp  # of a sparse matrix that is a result
+        or jax_funcify.dispatch(cls) is lacking
+        or is_ours(cls)
+    ]
+    for cls in classes:
+        jax_funcify.register(cls, _funcify)
+    for matrix in (csr_matrix, csc_matrix):
+        with contextlib.suppress(ValueError):  # it is registered already
+            jax.tree_util.register_pytree_node(matrix, _flatten_matrix, _as_bcoo)
+    return classes
+
+
+def _flatten_matrix(x: Any) -> tuple[Any, Any]:
+    x = BCOO.from_scipy_sparse(x)
+    return (x.data, x.indices), x.shape
+
+
+def _as_bcoo(shape: Any, leaves: Any) -> BCOO:
+    return BCOO(leaves, shape=shape)
+
+
 def _graph_and_values(
-    fgraph: Any, inputs: Sequence[Any], test_inputs: Sequence[Any] | None
+    fgraph: Any, inputs: Any, test_inputs: Sequence[Any] | None
 ) -> tuple[Any, Sequence[Any]]:
     if isinstance(fgraph, FunctionGraph):
         if test_inputs is not None:
@@ -288,35 +383,52 @@ def _assert_as_performed(
     performed = compile_graph(own.inputs, own.outputs, mode=Mode(linker="py", optimizer=None))
     assert_fn = assert_fn or functools.partial(np.testing.assert_allclose, rtol=1e-4)
     for number, (result, expected) in enumerate(zip(results, performed(*values), strict=True)):
+        if issparse(expected):
+            result, expected = _as_dense(result), expected.toarray()
         actual = np.asarray(result)
         layouts = (actual.dtype, actual.shape), (dtype_of(expected.dtype), expected.shape)
         assert layouts[0] == layouts[1], f"output {number} is {layouts[0]}, not {layouts[1]}"
         assert_fn(result, expected)
 
 
+def _as_dense(x: Any) -> Any:
+    return np.asarray(x.todense())
+
+
 def _own_graph(graph: Any, inputs: Sequence[Any] | None) -> Any:
-    """A `FunctionGraph` that may be rewritten."""
+    """Return a `FunctionGraph` that may be rewritten, with the values of shared variables."""
     if isinstance(graph, FunctionGraph):
         if inputs is not None:
             raise TypeError("a FunctionGraph has inputs of its own: give to_jax none")
         return graph.clone()
     if inputs is None:
         raise TypeError("to_jax needs the inputs of the graph: to_jax(outputs, [x, y])")
-    outputs = [graph] if isinstance(graph, Variable) else list(graph)
+    outputs = _listed(graph)
     roots = set(graph_inputs(outputs, blockers=inputs)) - set(inputs)
-    missing = sorted(f"{x} ({x.type})" for x in roots if not isinstance(x, Constant))
+    shared = {x: _value_of(x) for x in roots if isinstance(x, SharedVariable)}
+    missing = sorted(f"{x} ({x.type})" for x in roots - {*shared} if not isinstance(x, Constant))
     if missing:
         listed = ", ".join(missing)
-        raise TypeError(f"the graph depends on {listed}: list them in the inputs of to_jax")
+        swap = ""
+        if all(x.owner is None for x in outputs):
+            swap = " If the order is that of pytensor.function, swap the graph and the inputs."
+        raise TypeError(f"the graph depends on {listed}: list them in the inputs of to_jax.{swap}")
+    if shared:
+        outputs = graph_replace(outputs, list(shared.items()), strict=False)
     return FunctionGraph(list(inputs), outputs, clone=True)
+
+
+def _value_of(shared: Any) -> Any:
+    constant = getattr(shared.type, "constant_type", Constant)  # a generator has none of its own
+    return constant(shared.type, shared.get_value(borrow=False), name=shared.name)
 
 
 def _check_inputs(inputs: Sequence[Any]) -> None:
     for variable in inputs:
-        if not hasattr(variable.type, "dtype"):
+        if not isinstance(variable.type, RandomType) and not hasattr(variable.type, "dtype"):
             raise TypeError(
-                f"the input {variable} of the graph is {variable.type}, and those of to_jax are "
-                "arrays: draw random numbers with jax.random, and give them as an input"
+                f"the input {variable} of the graph is {variable.type}: to_jax takes arrays, "
+                "sparse matrices and random generators"
             )
 
 
@@ -346,11 +458,38 @@ def _funcify_graph(fgraph: Any, node: Any = None, **kwargs: Any) -> Callable[...
 
 
 def _constant(data: Any, variable: Any = None, **kwargs: Any) -> Any:
-    """Convert a constant. A scalar is a NumPy scalar: JAX may use its value as a shape."""
+    """Convert a constant. If it is small, it stays in NumPy: it may decide a shape."""
     if isinstance(data, np.ndarray):
-        dtype = _dtype_of(variable)
-        return jnp.asarray(data, dtype) if data.ndim else data.astype(dtype)[()]
+        is_small = data.ndim == 0 or (data.ndim == 1 and data.size <= _MAX_KNOWN)
+        return data[()] if is_small else jnp.asarray(data, _dtype_of(variable))
     return jax_typify(data, variable=variable, **kwargs)
+
+
+# The largest vector whose values are kept in NumPy. Shapes are shorter.
+_MAX_KNOWN = 64
+
+
+# What computes shapes from shapes. Each has small results if its operands are small.
+_SHAPE_OPS = (
+    CAReduce, CumOp, DimShuffle, Elemwise, IncSubtensor, Join, MakeVector, Reshape,
+    ScalarFromTensor, ScalarOp, Split, Subtensor, TensorFromScalar,
+)  # fmt: skip
+
+
+def _perform(op: Any, node: Any, inputs: Sequence[Any]) -> Any:
+    """Compute a result in NumPy from operands that are known, as PyTensor's Python mode does."""
+    operands = [
+        np.asarray(x, variable.type.dtype)[() if isinstance(variable.type, ScalarType) else ...]
+        for x, variable in zip(inputs, node.inputs, strict=True)
+    ]
+    op.prepare_node(node, None, None, "py")
+    storage: list[list[Any]] = [[None] for _ in node.outputs]
+    op.perform(node, operands, storage)
+    results = [
+        np.asarray(cell[0]).astype(v.type.dtype)[()]
+        for cell, v in zip(storage, node.outputs, strict=True)
+    ]
+    return results[0] if len(results) == 1 else tuple(results)
 
 
 def _funcify(op: Any, node: Any, **kwargs: Any) -> Callable[..., Any]:
@@ -359,21 +498,49 @@ def _funcify(op: Any, node: Any, **kwargs: Any) -> Callable[..., Any]:
     PyTensor's implementations leave dtypes to JAX, whose rules are not those of PyTensor and
     NumPy: in JAX, a sum of int8 is int32, and a product of int32 and float32 is float32.
     """
-    implementation = jax_funcify(_with_typed_graphs(op), node=node, **kwargs)
+    own = next((OWN[cls] for cls in type(op).__mro__ if cls in OWN), None)
+    implementation = own and own(op, node, core=functools.partial(_funcify, **kwargs))
+    if implementation is None:
+        implementation = jax_funcify(_with_typed_graphs(op), node=node, **kwargs)
     first, input_dtype = _common_dtype(op, node)
+    # Slices and new axes are no operands of an `Elemwise`, but of a `Subtensor`.
+    static = range(len(node.inputs))[SIZES.get(type(op), slice(0))]
+    computes_shapes = isinstance(op, _SHAPE_OPS)
 
     def typed(*inputs: Any) -> Any:
+        if computes_shapes and all(map(is_known, inputs)):
+            return _perform(op, node, inputs)
+        inputs = tuple(
+            dict(x)  # PyTensor's implementations write the next key into that of a generator
+            if isinstance(x, dict)
+            else x
+            if place in static
+            else _in_jax_dtype(x, variable)
+            for place, (x, variable) in enumerate(zip(inputs, node.inputs, strict=True))
+        )
         if input_dtype is not None:
             operands = zip(inputs[first:], node.inputs[first:], strict=True)
             cast = (x if v.type.dtype == "bool" else _cast(x, input_dtype) for x, v in operands)
             inputs = (*inputs[:first], *cast)
         results = implementation(*inputs)
         if len(node.outputs) == 1:
-            return _cast(results, _dtype_of(node.outputs[0]))
-        dtypes = map(_dtype_of, node.outputs)
-        return tuple(_cast(*pair) for pair in zip(results, dtypes, strict=True))
+            return _typed_result(results, node.outputs[0])
+        return tuple(_typed_result(*pair) for pair in zip(results, node.outputs, strict=True))
 
     return typed
+
+
+def _typed_result(x: Any, variable: Any) -> Any:
+    """Cast a result as the graph declares. A shape stays in NumPy."""
+    if isinstance(x, np.ndarray | np.generic) and x.size <= _MAX_KNOWN:
+        return x.astype(variable.type.dtype)
+    return _cast(x, _dtype_of(variable))
+
+
+def _in_jax_dtype(x: Any, variable: Any) -> Any:
+    """Convert a value that NumPy has to JAX's dtype. A scalar stays in NumPy."""
+    is_numpy = isinstance(x, np.ndarray | np.generic)
+    return _cast(x, _dtype_of(variable)) if is_numpy else x
 
 
 def _with_typed_graphs(op: Any) -> Any:
@@ -421,6 +588,8 @@ def _cast(x: Any, dtype: Any) -> Any:
     """Cast an array or scalar. A shape, which is a tuple, is no array yet."""
     if dtype is None or isinstance(x, tuple):
         return x
+    if isinstance(x, BCOO):
+        return x if x.dtype == dtype else BCOO((_cast(x.data, dtype), x.indices), shape=x.shape)
     if isinstance(x, bool | int | float | complex | np.generic | np.ndarray):
         numbers = _as_kind(np.asarray(x), dtype).astype(dtype)
         return jnp.asarray(numbers) if numbers.ndim else numbers[()]
@@ -467,6 +636,17 @@ def _replace_pivoted_qr(fgraph: Any) -> None:
             )
 
 
+def _read_the_lower_triangle(fgraph: Any) -> None:
+    """Replace solves that read the upper triangle. PyTensor rewrites them as if both were equal."""
+    for node in fgraph.toposort():
+        core = getattr(node.op, "core_op", None)
+        if isinstance(core, Solve) and core.assume_a == "pos" and not core.lower:
+            a, b = node.inputs
+            mirrored = pt.triu(a) + pt.triu(a, 1).mT.conj()
+            solved = type(node.op)(Solve(assume_a="pos", lower=True, b_ndim=core.b_ndim))
+            fgraph.replace(node.outputs[0], solved(mirrored, b), import_missing=True)
+
+
 @contextlib.contextmanager
 def _name_what_decides_shapes(fgraph: Any) -> Iterator[None]:
     """Says of errors of JAX and PyTensor which inputs decide shapes, where there are any."""
@@ -483,32 +663,32 @@ def _name_what_decides_shapes(fgraph: Any) -> Iterator[None]:
         ) from error
 
 
-# The operands that say how large the result is.
-_SIZES: dict[type, slice] = {
-    ARange: slice(None),
-    Alloc: slice(1, None),
-    AllocEmpty: slice(None),
-    Eye: slice(None),
-    Reshape: slice(1, None),
-}
-
-
 def _decide_shapes(fgraph: Any) -> list[Any]:
     """The inputs on whose values, and not only their shapes, the size of a result depends."""
     sizes = [
         size
         for node in fgraph.toposort()
-        for op, where in _SIZES.items()
+        for op, where in SIZES.items()
         if isinstance(node.op, op)
         for size in node.inputs[where]
     ]
-    known = [v for v in ancestors(sizes) if v.owner and isinstance(v.owner.op, Shape | Shape_i)]
+    of_shapes = Shape | Shape_i | CSMProperties
+    known = [v for v in ancestors(sizes) if v.owner and isinstance(v.owner.op, of_shapes)]
     reached = set(ancestors(sizes, blockers=known))
     return [variable for variable in fgraph.inputs if variable in reached]
 
 
 def _as_declared(x: Any, declared: Any, name: str) -> Any:
-    """An argument, checked to be of the type that the graph has for it."""
+    """Check that an argument has the type that the graph declares for it, and convert it."""
+    if isinstance(declared, RandomType):
+        return _generator(x, name)
+    if isinstance(declared, SparseTensorType) and issparse(x):
+        x = BCOO.from_scipy_sparse(x)
+    if isinstance(declared, SparseTensorType) != isinstance(x, BCOO):
+        raise TypeError(
+            f"the input {name} of the graph is {declared}, and was given {type(x).__name__}: a "
+            "sparse matrix is a BCOO of jax.experimental.sparse, or one of SciPy outside jax.jit"
+        )
     if isinstance(x, bool | int | float | complex | list | tuple):
         _check_kind(x, declared, name)
         x = jnp.asarray(x, jax.dtypes.canonicalize_dtype(declared.dtype))
@@ -521,6 +701,20 @@ def _as_declared(x: Any, declared: Any, name: str) -> Any:
             f"the input {name} of the graph is {declared}, and was given {given}{[*x.shape]}"
         )
     return jnp.asarray(x) if isinstance(x, np.ndarray) and x.ndim else x
+
+
+def _generator(x: Any, name: str) -> dict[str, Any]:
+    """Return what PyTensor's implementations in JAX read of a generator: a key of two words."""
+    if isinstance(x, np.random.Generator):
+        x = jax_typify(x)["jax_state"]
+    elif isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    if getattr(x, "shape", None) != (2,) or x.dtype != np.uint32:
+        raise TypeError(
+            f"the input {name} of the graph is a random generator: give a key, jax.random.key(0), "
+            f"or a NumPy Generator outside jax.jit, not {x!r}"
+        )
+    return {"jax_state": jnp.asarray(x)}
 
 
 #: Dtypes by what they hold: each kind all that those before it do.

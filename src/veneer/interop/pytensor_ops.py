@@ -1,0 +1,362 @@
+"""Implementations of PyTensor's operations in JAX that `to_jax` uses in the place of PyTensor's.
+
+They take sizes that are computed from shapes, or are for operations that PyTensor's JAX lacks or
+computes differently from `Op.perform`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from pytensor.compile.ops import DeepCopyOp
+from pytensor.link.jax.dispatch.shape import JAXShapeTuple
+from pytensor.printing import Print
+from pytensor.scalar.basic import AND, OR, XOR
+from pytensor.sparse.basic import CSM, ConstructSparseFromList, CSMGrad, GetItem2d
+from pytensor.tensor.basic import Alloc, AllocEmpty, ARange, Eye, Split
+from pytensor.tensor.blockwise import Blockwise
+from pytensor.tensor.elemwise import CAReduce
+from pytensor.tensor.extra_ops import RavelMultiIndex, Repeat
+from pytensor.tensor.linalg.decomposition.eigen import Eigh, Eigvalsh
+from pytensor.tensor.linalg.decomposition.lu import LU
+from pytensor.tensor.linalg.decomposition.schur import QZ
+from pytensor.tensor.linalg.solvers.general import Solve
+from pytensor.tensor.linalg.solvers.tridiagonal import LUFactorTridiagonal, SolveLUFactorTridiagonal
+from pytensor.tensor.pad import Pad
+from pytensor.tensor.shape import Reshape, Shape, Shape_i, SpecifyShape
+from pytensor.tensor.subtensor import AdvancedIncSubtensor, indices_from_subtensor
+
+from .pytensor_sparse import register_sparse
+
+__all__ = ["OWN", "SIZES", "is_known"]
+
+Implementation = Callable[..., Any]
+
+
+def is_known(x: Any) -> bool:
+    """Return whether a value is known while JAX traces: a shape, or computed from shapes."""
+    if isinstance(x, tuple):
+        return all(map(is_known, x))
+    return isinstance(x, bool | int | float | np.generic | np.ndarray)
+
+
+# The operands that say how large the result is.
+SIZES: dict[type, slice] = {
+    ARange: slice(None),
+    Alloc: slice(1, None),
+    AllocEmpty: slice(None),
+    CSM: slice(3, None),
+    CSMGrad: slice(3, 4),
+    ConstructSparseFromList: slice(1),
+    Eye: slice(None),
+    GetItem2d: slice(1, None),
+    JAXShapeTuple: slice(None),
+    Pad: slice(1, 2),
+    Repeat: slice(1, None),
+    Reshape: slice(1, None),
+    SpecifyShape: slice(1, None),
+    Split: slice(1, None),
+}
+
+
+def _arange(op: Any, node: Any, **_: Any) -> Implementation:
+    dtype = jax.dtypes.canonicalize_dtype(op.dtype)
+
+    def arange(*ends: Any) -> Any:
+        # Python numbers: a start of int8 would limit the others.
+        start, stop, step = (x.item() if is_known(x) else x for x in ends)
+        return jnp.arange(start, stop, step, dtype=dtype)
+
+    return arange
+
+
+def _eye(op: Any, node: Any, **_: Any) -> Implementation:
+    dtype = jax.dtypes.canonicalize_dtype(op.dtype)
+    return lambda n, m, k: jnp.eye(int(n), int(m), int(k), dtype=dtype)
+
+
+def _reshape(op: Any, node: Any, **_: Any) -> Implementation:
+    return lambda x, shape: jnp.reshape(x, tuple(int(size) for size in shape))
+
+
+def _split(op: Any, node: Any, **_: Any) -> Implementation:
+    def split(x: Any, *where: Any) -> Any:
+        # Before PyTensor 3.3, the axis is an operand.
+        axis = op.axis if hasattr(op, "axis") else int(where[0])
+        sizes = np.asarray([int(size) for size in where[-1]])
+        if len(sizes) != op.len_splits or min(sizes) < 0 or sum(sizes) != x.shape[axis]:
+            raise ValueError(
+                f"Split into {op.len_splits} parts of sizes {sizes} along axis {axis} of an array "
+                f"{x.shape}"
+            )
+        return jnp.split(x, np.cumsum(sizes)[:-1], axis=axis)
+
+    return split
+
+
+def _repeat(op: Any, node: Any, **_: Any) -> Implementation:
+    def repeat(x: Any, repeats: Any) -> Any:
+        if not is_known(repeats):
+            raise TypeError("the numbers of repetitions must be known while JAX traces")
+        return jnp.repeat(x, np.asarray(repeats), axis=op.axis)
+
+    return repeat
+
+
+def _shape(op: Any, node: Any, **_: Any) -> Implementation:
+    return lambda x: np.asarray(np.shape(x), np.int64)
+
+
+def _shape_i(op: Any, node: Any, **_: Any) -> Implementation:
+    return lambda x: np.int64(np.shape(x)[op.i])
+
+
+def _print(op: Any, node: Any, **_: Any) -> Implementation:
+    # Not `jax.debug.print`, which JAX 0.12 prints wrongly if the message has braces.
+    def show(x: Any) -> Any:
+        jax.debug.callback(lambda value: op.global_fn(op, np.asarray(value)), x)
+        return x
+
+    return show
+
+
+# Reductions of integers whose neutral element PyTensor has as -1, also for unsigned integers.
+_BITWISE = {
+    AND: (jax.lax.bitwise_and, -1),
+    OR: (jax.lax.bitwise_or, 0),
+    XOR: (jax.lax.bitwise_xor, 0),
+}
+
+
+def _reduce(op: Any, node: Any, **_: Any) -> Implementation | None:
+    bitwise = _BITWISE.get(type(op.scalar_op))
+    if bitwise is None:
+        return None
+    function, neutral = bitwise
+
+    def reduce(x: Any) -> Any:
+        axes = range(x.ndim) if op.axis is None else op.axis
+        start = np.asarray(neutral).astype(x.dtype)  # -1 is all ones, and True
+        return jax.lax.reduce(jnp.asarray(x), start, function, tuple(axes))
+
+    return reduce
+
+
+def _ravel_multi_index(op: Any, node: Any, **_: Any) -> Implementation:
+    def ravel(*operands: Any) -> Any:
+        *indices, dims = operands
+        axes = range(len(indices))
+        stride: Any = 1
+        total: Any = 0
+        for axis in axes if op.order == "F" else reversed(axes):
+            index, size = jnp.asarray(indices[axis]), dims[axis]
+            if op.mode == "clip":
+                index = jnp.clip(index, 0, size - 1)
+            elif op.mode == "wrap":
+                index = index % size
+            total = total + index * stride
+            stride = stride * size
+        return total
+
+    return ravel
+
+
+def _increment(op: Any, node: Any, **_: Any) -> Implementation | None:
+    """Assign sums, as NumPy's `x[index] += y` does, where PyTensor's adds each duplicate."""
+    if op.set_instead_of_inc or not op.ignore_duplicates:
+        return None
+
+    def increment(x: Any, y: Any, *operands: Any) -> Any:
+        at = tuple(indices_from_subtensor(operands, op.idx_list))
+        x = jnp.asarray(x)
+        return x.at[at].set(x[at] + y)
+
+    return increment
+
+
+def _blockwise(op: Any, node: Any, *, core: Any, **_: Any) -> Implementation:
+    core_node = op._create_dummy_core_node(node.inputs, propagate_unbatched_core_inputs=True)
+    vectorized = jnp.vectorize(core(core_node.op, core_node), signature=op.signature)
+
+    def blockwise(*inputs: Any) -> Any:
+        inputs = tuple(jnp.asarray(x) for x in inputs)
+        op._check_runtime_broadcast(node, inputs)
+        return vectorized(*inputs)
+
+    return blockwise
+
+
+def _mirror(a: Any, lower: bool, conjugate: bool = True) -> Any:
+    """Return the matrix of which LAPACK reads one triangle."""
+    part = jnp.tril(a) if lower else jnp.triu(a)
+    other = jnp.swapaxes(part, -1, -2)
+    on_diagonal = jnp.eye(a.shape[-1], dtype=bool)
+    if not conjugate:
+        return jnp.where(on_diagonal, a, part + other)
+    return jnp.where(on_diagonal, a.real.astype(a.dtype), part + other.conj())
+
+
+def _eigh(op: Any, node: Any, **_: Any) -> Implementation | None:
+    if len(node.inputs) == 2:
+        return None
+
+    def eigh(a: Any) -> Any:
+        values, vectors = jnp.linalg.eigh(_mirror(a, op.lower))
+        return values if isinstance(op, Eigvalsh) else (values, vectors)
+
+    return eigh
+
+
+def _solve(op: Any, node: Any, **_: Any) -> Implementation | None:
+    """Read the triangle that LAPACK reads, for the classes of matrices that have two equal ones."""
+    if op.assume_a not in ("sym", "her", "pos"):
+        return None
+
+    def solve(a: Any, b: Any) -> Any:
+        a = _mirror(a, op.lower, conjugate=op.assume_a != "sym")
+        kind = "pos" if op.assume_a == "pos" else "gen"
+        return jax.scipy.linalg.solve(a, b, assume_a=kind)
+
+    return solve
+
+
+def _lu(op: Any, node: Any, **_: Any) -> Implementation | None:
+    if not op.p_indices:
+        return None
+
+    def lu(a: Any) -> Any:
+        p, lower, upper = jax.scipy.linalg.lu(a)
+        return jnp.argmax(p, axis=-1), lower, upper
+
+    return lu
+
+
+def _tridiagonal_factor(op: Any, node: Any, **_: Any) -> Implementation:
+    """Eliminate with pivots, as `gttrf` of LAPACK does."""
+    dtype = jax.dtypes.canonicalize_dtype(node.outputs[0].type.dtype)
+    size = lambda x: abs(x.real) + abs(x.imag) if jnp.iscomplexobj(x) else abs(x)
+
+    def factor(dl: Any, d: Any, du: Any) -> Any:
+        dl, d, du = (jnp.asarray(x, dtype) for x in (dl, d, du))
+        n = len(d)
+        if n == 1:
+            none = jnp.zeros(0, dtype)
+            return none, d, none, none, jnp.ones(1, jnp.int32)
+
+        def step(row: Any, below: Any) -> Any:
+            diagonal, upper = row
+            left, pivot, right, i = below
+            swap = size(left) > size(diagonal)
+            top = jnp.where(swap, left, diagonal)
+            is_zero = top == 0
+            factor = jnp.where(swap, diagonal, left) / jnp.where(is_zero, 1, top)
+            factor = jnp.where(is_zero, left, factor)
+            first = jnp.where(swap, pivot, upper)
+            second = jnp.where(swap, right, 0)
+            next_diagonal = jnp.where(
+                swap, upper - factor * pivot, pivot - jnp.where(is_zero, 0, factor) * upper
+            )
+            next_upper = jnp.where(swap, -factor * right, right)
+            place = i + 1 + swap.astype(jnp.int32)  # counted from 1, as LAPACK does
+            return (next_diagonal, next_upper), (factor, top, first, second, place)
+
+        right = jnp.concatenate([du[1:], jnp.zeros(1, dtype)])
+        below = (dl, d[1:], right, jnp.arange(n - 1, dtype=jnp.int32))
+        (last, _), (dl, tops, du, du2, places) = jax.lax.scan(step, (d[0], du[0]), below)
+        places = jnp.concatenate([places, jnp.full(1, n, jnp.int32)])
+        return dl, jnp.concatenate([tops, last[None]]), du, du2[: n - 2], places
+
+    return factor
+
+
+def _tridiagonal_solve(op: Any, node: Any, **_: Any) -> Implementation:
+    """Solve by factors, as `gttrs` of LAPACK does."""
+    dtype = jax.dtypes.canonicalize_dtype(node.outputs[0].type.dtype)
+
+    def forward(dl: Any, swaps: Any, b: Any) -> Any:
+        def step(row: Any, x: Any) -> Any:
+            factor, swap, below = x
+            top, bottom = jnp.where(swap, below, row), jnp.where(swap, row, below)
+            return bottom - factor * top, top
+
+        last, tops = jax.lax.scan(step, b[0], (dl, swaps, b[1:]))
+        return jnp.concatenate([tops, last[None]])
+
+    def backward(dl: Any, swaps: Any, b: Any) -> Any:
+        def step(below: Any, x: Any) -> Any:
+            factor, swap, row = x
+            row = row - factor * below
+            top, bottom = jnp.where(swap, below, row), jnp.where(swap, row, below)
+            return top, bottom
+
+        first, bottoms = jax.lax.scan(step, b[-1], (dl, swaps, b[:-1]), reverse=True)
+        return jnp.concatenate([first[None], bottoms])
+
+    def upper(d: Any, du: Any, du2: Any, b: Any, reverse: bool) -> Any:
+        def step(solved: Any, x: Any) -> Any:
+            nearest, second = solved
+            diagonal, one, two, right = x
+            result = (right - one * nearest - two * second) / diagonal
+            return (result, nearest), result
+
+        none = jnp.zeros_like(b[0])
+        return jax.lax.scan(step, (none, none), (d, du, du2, b), reverse=reverse)[1]
+
+    def solve(dl: Any, d: Any, du: Any, du2: Any, places: Any, b: Any) -> Any:
+        dl, d, du, du2, b = (jnp.asarray(x, dtype) for x in (dl, d, du, du2, b))
+        swaps = jnp.asarray(places)[:-1] != jnp.arange(1, len(d))
+        pad = lambda x, before: jnp.pad(x, (before, len(d) - len(x) - before))
+        if op.transposed:
+            solved = upper(d, pad(du, 1)[: len(d)], pad(du2, min(2, len(d))), b, reverse=False)
+            return backward(dl, swaps, solved)
+        solved = forward(dl, swaps, b)
+        return upper(d, pad(du, 0), pad(du2, 0), solved, reverse=True)
+
+    return solve
+
+
+def _on_the_host(op: Any, node: Any, **_: Any) -> Implementation:
+    """Call `Op.perform`, for what JAX has no primitive for."""
+    dtypes = [jax.dtypes.canonicalize_dtype(v.type.dtype) for v in node.outputs]
+
+    def perform(*inputs: Any) -> Any:
+        storage: list[list[Any]] = [[None] for _ in node.outputs]
+        operands = [np.array(x, v.type.dtype) for x, v in zip(inputs, node.inputs, strict=True)]
+        op.perform(node, operands, storage)
+        return tuple(np.asarray(s[0], dtype) for s, dtype in zip(storage, dtypes, strict=True))
+
+    def call(a: Any, b: Any) -> Any:
+        shapes = [a.shape if v.type.ndim == 2 else a.shape[:1] for v in node.outputs]
+        results = [jax.ShapeDtypeStruct(*pair) for pair in zip(shapes, dtypes, strict=True)]
+        return jax.pure_callback(perform, tuple(results), a, b, vmap_method="sequential")
+
+    return call
+
+
+# A function of an `Op`, its node, and `core`, which implements another `Op`. It returns an
+# implementation, or None for PyTensor's.
+OWN: dict[type, Callable[..., Implementation | None]] = {
+    AdvancedIncSubtensor: _increment,
+    ARange: _arange,
+    Blockwise: _blockwise,
+    CAReduce: _reduce,
+    DeepCopyOp: lambda op, node, **_: lambda x: x,  # also of sparse matrices
+    Eigh: _eigh,
+    Eigvalsh: _eigh,
+    Eye: _eye,
+    LU: _lu,
+    LUFactorTridiagonal: _tridiagonal_factor,
+    Print: _print,
+    QZ: _on_the_host,
+    RavelMultiIndex: _ravel_multi_index,
+    Repeat: _repeat,
+    Reshape: _reshape,
+    Shape: _shape,
+    Shape_i: _shape_i,
+    Solve: _solve,
+    SolveLUFactorTridiagonal: _tridiagonal_solve,
+    Split: _split,
+}
+register_sparse(OWN.__setitem__)
