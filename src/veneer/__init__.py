@@ -1,6 +1,7 @@
 """Arrays that look dense to every JAX program and are something cheaper inside.
 
     _jax                the seam to private JAX
+    _install            the command that installs an extra, for errors
     _core               implicit values, rules, and the transform that runs them
     _report             what ran where: `explain`
     native              machine code of a CPU: compiled once, kept on disk, called by XLA and NumPy

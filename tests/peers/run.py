@@ -1,4 +1,4 @@
-"""The suites of Quax, quaxed, unxt, Qwix's core, eformer's quantization and PyTensor: `make test-peers`.
+"""Run the suites of Quax, quaxed, unxt, Qwix, eformer and PyTensor on ours: `make test-peers`.
 
 pip fetches the sources, in the versions that are installed here, into the environment that runs
 this. The tests of Qwix, eformer and PyTensor are only in their repositories. git fetches those. If

@@ -102,7 +102,7 @@ def test_errors_that_a_caller_can_help_with_have_types_of_their_own():
     ("arguments", "message"),
     [
         (("(", "int8"), r"'\(' is not a regex"),
-        (("x", "int9"), "unknown format 'int9'.*int4"),
+        (("x", "int9"), "unknown format 'int9'; did you mean 'int8'"),
         (("x", "int8", 0), "not 0"),
         (("x", "mxfp4", 16), "defined for tiles of 32, not 16"),
     ],

@@ -322,7 +322,7 @@ def test_a_rule_that_updates_nothing_is_told(name):
     "rules", [vn.lora.Rule("w", rank=2), ".*", None, [".*"], [Rule(".*", "int8")]]
 )
 def test_rules_for_updates_that_are_none_are_refused(rules):
-    with pytest.raises(TypeError, match=r"a sequence of vn.lora.Rule, as \[.*\], and not"):
+    with pytest.raises(TypeError, match=r"a list of vn.lora.Rule, such as \[.*\], not"):
         vn.lora.init_tree({"w": w(64, 8)}, rules, key=jax.random.key(0))
 
 

@@ -24,6 +24,7 @@ import numpy as np
 from jax.experimental.sparse import BCOO
 
 from .._core.transform import redispatch
+from .._install import install_command
 from ..quant.formats import get_format
 from ..quant.formats.packing import Packing
 from ..quant.formats.tiles import divides
@@ -64,7 +65,7 @@ try:
     from .pytensor_ops import OWN, SIZES, is_known
 except ImportError as error:
     raise ImportError(
-        "graphs of PyTensor need the extra: pip install 'veneer[pytensor]'"
+        f"veneer.interop.pytensor needs pytensor: {install_command('pytensor')}"
     ) from error
 finally:
     jax.config.update("jax_enable_x64", _x64)

@@ -206,9 +206,13 @@ def _describe(x: Any) -> str:
 
 
 def _name(cls: type) -> str:
-    """The name of a class: of ours, which have a name each, without the module."""
-    ours = cls.__module__.startswith("veneer.")
-    return cls.__name__ if ours else f"{cls.__module__}.{cls.__qualname__}"
+    """Return the name of a class in a file: without the module for a class of Veneer.
+
+    Classes of `veneer.interop` have the names of other libraries, so theirs have the module.
+    """
+    module = cls.__module__
+    is_ours = module.startswith("veneer.") and not module.startswith("veneer.interop.")
+    return cls.__name__ if is_ours else f"{cls.__module__}.{cls.__qualname__}"
 
 
 def _class_named(name: str, where: str) -> type[Value]:

@@ -3,7 +3,7 @@
 import abc
 import itertools
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from jax.typing import ArrayLike
 
@@ -19,10 +19,12 @@ _T = TypeVar("_T", bound="type[Delegating]")
 class RefusesToMaterialise(ImplicitArray, abstract=True):
     """A base of array types of ours that their rules may use, but not materialize."""
 
+    name_in_quax: ClassVar[str]
+
     def materialise(self) -> Any:
         """Raise a `RuntimeError`."""
         raise RuntimeError(
-            f"Refusing to materialise `{type(self).__name__}` with `allow_materialise=False`."
+            f"Refusing to materialise `{self.name_in_quax}` with `allow_materialise=False`."
         )
 
 

@@ -17,11 +17,10 @@ __all__ = ["LoraArray", "loraify"]
 
 
 class _StrictLora(RefusesToMaterialise, types.LoraArray):
+    name_in_quax = "LoraArray"
+
     def aval(self) -> jax.core.ShapedArray:
         return jax.core.ShapedArray(self.w.shape, self.w.dtype)
-
-
-_StrictLora.__name__ = "LoraArray"  # as errors show it
 
 
 class LoraArray(Delegating):

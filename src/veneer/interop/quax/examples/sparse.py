@@ -20,12 +20,11 @@ __all__ = ["BCOO"]
 
 
 class _StrictSparse(RefusesToMaterialise, types.SparseArray):
+    name_in_quax = "BCOO"
+
     def aval(self) -> jax.core.ShapedArray:
         batch = tuple(self.data.shape[:-1])
         return jax.core.ShapedArray((*batch, *self.sparse_shape), self.data.dtype)
-
-
-_StrictSparse.__name__ = "BCOO"  # as errors show it
 
 
 class BCOO(Delegating):

@@ -13,12 +13,11 @@ __all__ = ["TridiagonalMatrix"]
 
 
 class _StrictTridiagonal(RefusesToMaterialise, types.Tridiagonal):
+    name_in_quax = "TridiagonalMatrix"
+
     def aval(self) -> jax.core.ShapedArray:
         *batch, n = self.diagonal.shape
         return jax.core.ShapedArray((*batch, n, n), self.diagonal.dtype)
-
-
-_StrictTridiagonal.__name__ = "TridiagonalMatrix"  # as errors show it
 
 
 class TridiagonalMatrix(Delegating):
