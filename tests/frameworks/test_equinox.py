@@ -208,7 +208,6 @@ def test_a_partition_by_dtype_goes_through_implicit_arrays():
     assert eqx.tree_equal(eqx.combine(floats, others), layer)
 
 
-@pytest.mark.filterwarnings("ignore:each value of")
 def test_a_file_of_leaves_gives_the_same_module_back(case, tmp_path):
     layer, _, _ = case
     eqx.tree_serialise_leaves(tmp_path / "layer.eqx", layer)

@@ -144,6 +144,7 @@ def imported(file):
 def test_kernels_are_compiled_from_nothing_that_the_fingerprint_leaves_out(room):
     files = [*(SOURCE / room).rglob("*.py")]
     assert len(files) > 10
+    allowed = ("veneer.kernels.cpu", "veneer.native", "veneer._install")  # the last is for errors
     for file in files:
         for name in imported(file):
-            assert name.startswith(("veneer.kernels.cpu", "veneer.native")), (file, name)
+            assert name.startswith(allowed), (file, name)

@@ -213,7 +213,6 @@ def test_quantised_scales_and_powers_of_two_move_with_the_codes(qtype):
         assert_same_values(output, expected, name)
 
 
-@pytest.mark.filterwarnings("ignore:each value of")
 def test_scales_leave_their_format_where_it_would_be_cut_and_the_codes_stay():
     q = vn.quant.quantize(jnp.arange(256.0).reshape(8, 32), "nf4_dq", channelwise_axes=[0, 1])
     assert q.scale.scale.shape == (1, 1)

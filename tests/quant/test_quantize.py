@@ -68,7 +68,6 @@ def largest_kept(qtype):
     return "absmax" if FORMATS[qtype].calibration == "absmean" else None
 
 
-@pytest.mark.filterwarnings("ignore:each value of")
 @pytest.mark.parametrize("qtype", ["int8", "int3", "uint4", "nf4", "float8_e5m2"])
 @pytest.mark.parametrize(("tiling", "scale_shape"), TILINGS)
 def test_tiles_are_where_they_are_asked_for(qtype, tiling, scale_shape):
@@ -78,7 +77,6 @@ def test_tiles_are_where_they_are_asked_for(qtype, tiling, scale_shape):
     assert (np.abs(q.dequantize() - x) <= error_bound(q, np.asarray(x))).all()
 
 
-@pytest.mark.filterwarnings("ignore:each value of")
 @pytest.mark.parametrize("qtype", ["int8", "int4"])
 @pytest.mark.parametrize(("tiling", "scale_shape"), TILINGS)
 def test_integer_codes_are_what_numpy_finds_by_hand(qtype, tiling, scale_shape):
@@ -171,7 +169,6 @@ def test_a_sequence_is_no_array(array):
 
 
 # XLA's max drops a NaN on CPU, if there are many values.
-@pytest.mark.filterwarnings("ignore:each value of")
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("size", [1, 7, 1000])
 def test_a_value_that_is_not_finite_is_seen_in_tiles_of_any_size(bad, size):

@@ -71,7 +71,6 @@ def assert_agrees(actual, expected, operand_dtype=np.float32):
     np.testing.assert_allclose(actual, expected, rtol=4 * eps, atol=40 * eps)
 
 
-@pytest.mark.filterwarnings("ignore:each value of")
 @pytest.mark.parametrize("tiling", ["channelwise", "tiled free axes", "tiled sum"])
 @pytest.mark.parametrize("contraction", CONTRACTIONS)
 def test_agrees_with_the_dense_arrays_on_either_side_and_both(contraction, tiling):

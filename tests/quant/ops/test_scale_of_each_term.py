@@ -40,7 +40,6 @@ def test_it_is_multiplied_into_the_other_operand(name, qtype):
     np.testing.assert_allclose(found, program(P, q.dequantize()), rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.filterwarnings("ignore:each value of")
 def test_tiles_of_several_terms_and_scales_of_channels_are_left():
     for how in (
         {"channelwise_axes": (0,), "tiled_axes": {1: 2}},
