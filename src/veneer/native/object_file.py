@@ -68,17 +68,19 @@ class ObjectFile:
         module = llvm.parse_assembly(str(self._wrappers))
         for other in modules_of(self._compiled):
             module.link_in(other, preserve=True)
-        code = emitted(module, exports, optimise=True)
+        # Vectors are written out. Of other loops, LLVM would make scatters and gathers, as it does
+        # not see that addresses that are int64 follow each other.
+        code = emitted(module, exports, vectorize_loops=False)
         called = {f.name for f in module.functions if f.is_declaration and f.name[:5] != "llvm."}
         if unknown := called - _C_LIBRARY - self._imports:
             raise ValueError(f"{', '.join(exports)} call {', '.join(unknown)}, which C has not")
         return code
 
 
-def emitted(module: Any, exports: Container[str], optimise: bool = False) -> bytes:
-    """Returns the object file of a module of LLVM's, with what its exported functions use.
+def emitted(module: Any, exports: Container[str], *, vectorize_loops: bool) -> bytes:
+    """Optimize an LLVM module for the CPU that Numba compiles for, and return its object file.
 
-    It is for the CPU that Numba compiles for. The rest is removed from the module.
+    Functions that no exported function uses are removed from the module.
     """
     machine = target_machine()
     for function in module.functions:
@@ -88,13 +90,10 @@ def emitted(module: Any, exports: Container[str], optimise: bool = False) -> byt
         if not variable.is_declaration:
             variable.linkage = llvm.Linkage.internal
     options = llvm.create_pipeline_tuning_options(speed_level=3)
-    # Vectors are written out. Of other loops, LLVM would make scatters and gathers, as it does not
-    # see that addresses that are int64 follow each other.
-    options.loop_vectorization = False
+    options.loop_vectorization = vectorize_loops
     builder = llvm.create_pass_builder(machine, options)
     passes = llvm.create_new_module_pass_manager()
     passes.add_global_dead_code_eliminate_pass()
     passes.run(module, builder)
-    if optimise:
-        builder.getModulePassManager().run(module, builder)
+    builder.getModulePassManager().run(module, builder)
     return machine.emit_object(module)

@@ -12,6 +12,7 @@ from numba.np.numpy_support import from_dtype
 
 from ...native import functions
 from ...native.object_file import emitted
+from ...native.unoptimised import modules_of, unoptimised
 from ..codegen.program import Function, Source
 from .entry import ENTRY, PROGRAM, name_symbols, write_entry, write_program
 from .intrinsics import native
@@ -38,7 +39,8 @@ def signature_of(function: Function) -> tuple[Any, ...]:
 
 def object_code(source: Source) -> bytes:
     """The object file of a program, with a function for Python to call."""
-    program = compiled(source)
+    with unoptimised():
+        program = compiled(source)
     signature = signature_of(source.functions[-1])
     result = program.overloads[signature]
     module = ir.Module()
@@ -54,11 +56,12 @@ def object_code(source: Source) -> bytes:
     write_entry(module, source, call)
     write_program(module, source, call)
     linked = llvm.parse_assembly(str(module))
-    text = program.inspect_llvm(signature)
-    if ".const.picklebuf" in text:  # of what Numba raises
+    for library_module in modules_of([result.library]):
+        linked.link_in(library_module, preserve=True)
+    code = emitted(linked, (ENTRY, PROGRAM), vectorize_loops=True)
+    if any(".const.picklebuf" in variable.name for variable in linked.global_variables):
         raise NotImplementedError(
-            "a compiled program must not raise, for nobody would see it, and this may: a rule "
-            f"has what Numba raises an error in, as a quotient of complex numbers.\n{source.text}"
+            "a compiled program must not raise an error, because nobody would see it. A rule "
+            f"uses an operation in which Numba raises errors.\n{source.text}"
         )
-    linked.link_in(llvm.parse_assembly(text))
-    return emitted(linked, (ENTRY, PROGRAM))
+    return code
