@@ -118,12 +118,12 @@ _LAZY = {
 
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_place_of(name)}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_suggest(name)}")
     module = import_module(f"{__name__}.{_LAZY[name]}")
     return module if name == _LAZY[name] else getattr(module, name)
 
 
-def _place_of(name: str) -> str:
+def _suggest(name: str) -> str:
     """Return a hint if a module of this package has a public name."""
     if not name.startswith("_"):  # tools ask for private names, and importing modules takes time
         for module in ("quant", "types", "lora", "tree"):

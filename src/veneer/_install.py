@@ -1,4 +1,4 @@
-"""How to install what an error names."""
+"""The install command that error messages name."""
 
 
 def install_command(extra: str) -> str:

@@ -273,19 +273,19 @@ def test_batch_axes_stay_where_a_default_is_not_implemented(function):
         def materialise(self):
             return self.x / 2
 
-    class Asked(Halved):
+    class WithDefault(Halved):
         @staticmethod
         def default(primitive, values, params):
             return NotImplemented
 
     x = jnp.arange(24.0).reshape(6, 4)
-    without, with_default = (vn.explain(function)(cls(x)) for cls in (Halved, Asked))
+    without, with_default = (vn.explain(function)(cls(x)) for cls in (Halved, WithDefault))
     assert [e.primitive for e in without.materialised] == [
         e.primitive for e in with_default.materialised
     ]
-    out, expected = (vn.implicit(function)(cls(x)) for cls in (Asked, Halved))
+    out, expected = (vn.implicit(function)(cls(x)) for cls in (WithDefault, Halved))
     assert (vn.materialise(out) == function(x / 2)).all()
-    assert (type(out) is Asked) == (type(expected) is Halved)
+    assert (type(out) is WithDefault) == (type(expected) is Halved)
 
 
 def test_a_default_is_asked_before_batch_axes():

@@ -78,7 +78,7 @@ def test_an_empty_box_is_filled(outside):
 
 
 @CHANGING_JITS
-def test_a_program_is_traced_once_for_each_structure(jit):
+def test_a_known_structure_is_not_traced_again(jit):
     box, traces = Box(), []
 
     @jit
@@ -97,7 +97,7 @@ def test_a_program_is_traced_once_for_each_structure(jit):
 
 
 @CHANGING_JITS
-def test_an_argument_is_traced_once_for_each_structure(jit):
+def test_an_argument_of_known_structure_is_not_traced_again(jit):
     traces = []
 
     @jit
@@ -235,7 +235,7 @@ def test_functions_that_a_program_calls_know_of_a_new_structure(jit):
 
 
 @CHANGING_JITS
-def test_after_a_failed_trace(jit):
+def test_a_box_is_unchanged_after_a_failed_trace(jit):
     box = Box(1.0)
 
     def program(box, x):
@@ -304,7 +304,7 @@ def test_the_structure_stays_where_a_program_is_only_traced(jit):
 
 
 @CHANGING_JITS
-def test_mapped_structure(jit):
+def test_vmap_sets_only_unmapped_contents(jit):
     box = Box()
     with pytest.raises(ValueError, match="that is mapped"):
         jax.vmap(jit(lambda x: box.set([x])))(jnp.arange(2.0))
@@ -380,7 +380,7 @@ def test_a_method_changes_a_box():
     assert model.box.get() == {"x": 2.0}
 
 
-def test_without_the_mode_a_function_that_changed_a_box_is_refused():
+def test_without_high_types_a_structure_change_raises():
     box = Box()
     program = jax.jit(lambda x: box.set([*(box.get() or []), x]))
     with vn.hijax.enabled():

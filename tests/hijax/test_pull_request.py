@@ -103,7 +103,7 @@ def test_the_final_types_of_a_box_are_known_while_tracing(w):
     assert box.get()[0].shape == (3, 6)
 
 
-def test_a_gradient_reads_a_box_that_the_jitted_function_abstracts(x, w, agree):
+def test_grad_of_jit_reads_a_box(x, w, agree):
     """The backward pass has a reference to the Box, whose contents become quantized."""
     box = Box()
 

@@ -88,7 +88,7 @@ def array_of(x):
 
 
 class Operation(hijax.HiPrim):
-    """A function of arrays, and the power of its result."""
+    """A hijax primitive: a function of arrays, and the power of meters of its result."""
 
     def __init__(self, *avals, power, **params):
         self.in_avals = avals

@@ -36,7 +36,7 @@ def tutorial() -> SimpleNamespace:
             return jax.core.ShapedArray(jnp.shape(self.w), jnp.result_type(self.w))
 
         def materialise(self):
-            raise ValueError("RankOne is not to be dense")
+            raise ValueError("RankOne must not be materialized")
 
     class OneEntry(quax.ArrayValue):
         index: Int[ArrayLike, ""]
@@ -47,7 +47,7 @@ def tutorial() -> SimpleNamespace:
             return jax.core.ShapedArray((self.length,), jnp.result_type(self.value))
 
         def materialise(self):
-            raise ValueError("OneEntry is not to be dense")
+            raise ValueError("OneEntry must not be materialized")
 
     @quax.register(jax.lax.dot_general_p)
     def _(x: RankOne, y: Union[ArrayLike, quax.ArrayValue], *, dimension_numbers, **params):  # noqa: UP007
@@ -110,9 +110,9 @@ def test_errors_that_a_rule_raises_reach_the_user(tutorial):
         quax.quaxify(matmul)(tutorial.lora, jnp.ones((4, 2)))
     with pytest.raises(NotImplementedError, match="no product for"):
         quax.quaxify(jax.lax.dot_general)(tutorial.lora, jnp.ones(2), (((0,), (0,)), ((), ())))
-    with pytest.raises(ValueError, match="RankOne is not to be dense"):
+    with pytest.raises(ValueError, match="RankOne must not be materialized"):
         quax.quaxify(jnp.sin)(tutorial.lora)
-    with pytest.raises(ValueError, match="OneEntry is not to be dense"):
+    with pytest.raises(ValueError, match="OneEntry must not be materialized"):
         quax.quaxify(jnp.sum)(tutorial.sparse)
 
 
@@ -191,7 +191,7 @@ def test_nested_quaxify_in_the_wrong_order_raises(tutorial, filters):
     make_ambiguous(tutorial)
     is_lora, is_sparse = (f(tutorial) for f in filters)
     f = quax.quaxify(quax.quaxify(matmul, filter_spec=is_sparse), filter_spec=is_lora)
-    with pytest.raises(ValueError, match="RankOne is not to be dense"):
+    with pytest.raises(ValueError, match="RankOne must not be materialized"):
         jax.eval_shape(f, tutorial.lora, tutorial.sparse)  # when it is traced
 
 

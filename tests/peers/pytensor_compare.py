@@ -32,30 +32,30 @@ SUITES = {
 CALLS: Counter[str] = Counter()
 
 
-class Compared(Exception):
-    """The rest of a test is about the function that PyTensor compiles."""
+class StopComparison(Exception):
+    """Ends a test before it inspects the function that PyTensor compiles."""
 
 
 class Compiled:
-    """A function on ours. What a test asks of PyTensor's own function ends the test."""
+    """A function of `to_jax`. Access to an attribute of PyTensor's function ends the test."""
 
     def __init__(self, run):
         self._run = run
 
     def __call__(self, *values):
         if self._run is None:  # PyTensor's writes into its arguments
-            raise Compared
+            raise StopComparison
         return self._run(*values)
 
     def __getattr__(self, name):
-        raise Compared
+        raise StopComparison
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call():
     try:
         return (yield)
-    except Compared:
+    except StopComparison:
         return None
 
 

@@ -4,8 +4,8 @@ The public names are those of `veneer.interop.qwix`. The functions here give `ve
 private names of `qwix._src.core`. Qwix's `get_how_to_quantize`, which computes nothing, still says
 which axes of an operand share a scale.
 
-The environment variable QWIX names a checkout of Qwix's main branch, in which scales of mx formats
-have a bias.
+If the environment variable QWIX names a checkout of Qwix's main branch, mx formats have biased
+scales.
 """
 
 import functools
@@ -74,10 +74,10 @@ def convert_from(codes: jax.Array, qtype: Any) -> jax.Array:
     return vn.quant.get_format(qtype).decode(codes, jnp.float32)
 
 
-def in_groups(
+def prune_in_groups(
     prune: Callable[[jax.Array], jax.Array], x: jax.Array, size: int, order: str
 ) -> jax.Array:
-    """Prune rows of `size` values that follow each other, by rows ("R") or by columns ("C")."""
+    """Prune each group of `size` consecutive values, along rows ("R") or columns ("C")."""
     if x.size % size:
         raise ValueError(f"groups of {size} do not divide the size of {x.shape}")
     rows = x if order == "R" else x.mT
@@ -92,12 +92,12 @@ def get_sparsity_mask(
     mask = lambda rows: vn.quant.sparsity_masks(
         FakeQuantized(rows, tile_axis=-1, sparsity=sparsity)
     )
-    return in_groups(mask, x, m_sparsity * block_size, order)
+    return prune_in_groups(mask, x, m_sparsity * block_size, order)
 
 
 def prune_inputs_n_m(x: jax.Array, *, n: int, m: int, order: str) -> jax.Array:
     prune = lambda rows: vn.types.NMSparse.prune(rows, n, m, -1).materialise()
-    return in_groups(prune, x, m, order).astype(x.dtype)
+    return prune_in_groups(prune, x, m, order).astype(x.dtype)
 
 
 def sparsify(x: jax.Array, rule: Any) -> jax.Array:

@@ -13,7 +13,7 @@ from .leaf_axes import Axes, aligned
 from .value import Value, stands_for, stated_layout
 
 #: The operands of a primitive whose `default` has returned NotImplemented.
-passed_over: ContextVar[Sequence[Any]] = ContextVar("passed_over", default=())
+unhandled_operands: ContextVar[Sequence[Any]] = ContextVar("unhandled_operands", default=())
 
 
 class LeafLayout(NamedTuple):
@@ -44,7 +44,7 @@ def _count_batch_axes(value: Value) -> int:
     """Return how many leading axes every leaf carries. A `default` decides first."""
     default = type(value).default
     decides = default is not Value.default and not getattr(default, "is_fallback", False)
-    if decides and not any(value is operand for operand in passed_over.get()):
+    if decides and not any(value is operand for operand in unhandled_operands.get()):
         return 0
     ndim = value.aval().ndim
     return next((n for n in range(ndim, 0, -1) if has_batch_axes(value, n)), 0)

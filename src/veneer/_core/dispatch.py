@@ -9,7 +9,7 @@ import numpy as np
 
 from .._jax.primitives import Primitive
 from .._jax.tracing import is_eager
-from .batch_axes import passed_over
+from .batch_axes import unhandled_operands
 from .policy import ALLOW, current_policy, note_rule
 from .results import check_result
 from .rules import Target, location_of, resolve
@@ -23,8 +23,8 @@ from .value import Value, describe, is_value, operands_met
 def dispatch(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]) -> Any:
     """What a primitive gives on values of which one at least is implicit.
 
-    A matching rule; else the one `default` that the operands' types override; else a rule for
-    batches, which that `default` kept from them; else the operands are materialised.
+    A matching rule; else the one `default` that the operands' types override; if it returns
+    NotImplemented, a rule that maps over leading axes; else the operands are materialized.
     """
     out = apply_rules(primitive, values, params)
     if out is not NotImplemented:
@@ -43,11 +43,11 @@ def dispatch(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]
     ((default, name),) = defaults.items()
     out = default(primitive, values, params)
     if out is NotImplemented:
-        token = passed_over.set(values)
+        token = unhandled_operands.set(values)
         try:
             out = apply_rules(primitive, values, params)
         finally:
-            passed_over.reset(token)
+            unhandled_operands.reset(token)
         return Value.default(primitive, values, params) if out is NotImplemented else out
     location = location_of(default)
     return _checked(primitive, values, params, out, location, f"the default of {name}")

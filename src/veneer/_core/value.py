@@ -47,8 +47,8 @@ class Value(Shown):
     #: type says False if entries depend on each other (`x / norm(x)`): loops then make it dense.
     batch_transparent: ClassVar[bool] = True
 
-    #: Whether the one leaf is the dense array itself (a unit, a tag). None: `materialise` tells. A
-    #: type that cannot materialize and whose leaf is something else (a logarithm) must say False.
+    #: Whether the only leaf is the dense array, as for a unit or a tag. None: call `materialise` to
+    #: find out. A type that cannot materialize must set False if its leaf is another array.
     is_label: ClassVar[bool | None] = None
 
     #: Whether rules give results of the dtypes that the primitives give. Shapes they always keep.
@@ -60,7 +60,7 @@ class Value(Shown):
     #: Whether operators at top level may be compiled. False if a value stores what it computes.
     compiles_operators: ClassVar[bool] = True
 
-    #: Of several operands with a `default`, that of the highest precedence runs.
+    #: If several operands have a `default`, the one with the highest precedence runs.
     default_precedence: ClassVar[int] = 0
 
     #: Whether the tangent of a value is that of the dense array, and not one for each leaf, where
@@ -119,13 +119,13 @@ class Value(Shown):
         return cached[1]
 
     def partition(self, spec: PartitionSpec, shape: tuple[int, ...]) -> Any:
-        """How the leaves are cut when the dense array is: a spec in the place of each of them.
+        """Return the `PartitionSpec` of each leaf for a `PartitionSpec` of the dense array.
 
         **Arguments:**
 
         - `spec`: a `PartitionSpec` with an entry for each axis of the dense array.
-        - `shape`: the dense shape of the result: smaller for a block, larger for the whole of
-          which this is a block, and the same if leaves are only placed.
+        - `shape`: the dense shape of the result. It is smaller if a block is cut off, larger if
+          blocks are joined, and the same if leaves are only placed.
 
         **Returns:** a value of this type with a `PartitionSpec` in the place of each array, or None
         if it must be materialized. Labels and batch axes are cut without this method.

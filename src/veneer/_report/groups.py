@@ -43,7 +43,7 @@ def _grouped(events: Iterable[Event], name: Callable[[Event, str], str]) -> dict
     return groups
 
 
-def made_dense(nbytes: int, group: Group) -> str:
+def describe_materialized(nbytes: int, group: Group) -> str:
     """Return how much of a group was made dense, and whether its size is the reason."""
     small = all(event.no_kernel for event, _ in group if event.made_dense)
     return f"{size_of(nbytes)} made dense" + (", too small for a kernel" if small else "")

@@ -12,7 +12,7 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING
 
-from .groups import Group, by_line, by_weight, made_dense, short, what_ran
+from .groups import Group, by_line, by_weight, describe_materialized, short, what_ran
 from .tables import short_size_of
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def _body(name: str, source: str, group: Group, last: list[str]) -> str:
     """The rows of a group under its name, of which the last cells are given."""
     nbytes = sum(event.nbytes * times for (event, _), times in group.items())
     is_dense = any(event.made_dense for event, _ in group)
-    told = f" <span>{made_dense(nbytes, group)}</span>" if nbytes else ""
+    told = f" <span>{describe_materialized(nbytes, group)}</span>" if nbytes else ""
     rows = [f"<div><b>{html.escape(name)}</b>{told}</div>{source}"]
     rows = [f'<tr class="over"><th colspan="6" scope="rowgroup">{rows[0]}</th></tr>']
     for ((event, _), times), where in zip(group.items(), last, strict=True):

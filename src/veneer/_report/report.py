@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .._core.surface.event import Event
-from .groups import by_weight, made_dense, short, what_ran
+from .groups import by_weight, describe_materialized, short, what_ran
 from .tables import (
     Cells,
     count_of,
@@ -97,7 +97,7 @@ class Report:
         """The rows, those of each weight under its path."""
         for path, group in by_weight(self.events).items():
             nbytes = sum(event.nbytes * times for (event, _), times in group.items())
-            yield path + (f": {made_dense(nbytes, group)}" if nbytes else "")
+            yield path + (f": {describe_materialized(nbytes, group)}" if nbytes else "")
             for (event, _), times in group.items():
                 dense = short_size_of(event.nbytes * times) if event.made_dense else ""
                 operands, where = ", ".join(event.operands), short(event.line)

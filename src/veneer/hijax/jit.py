@@ -21,7 +21,7 @@ from .._core.transform import implicit
 from .._jax.hijax import jit_with_options, options_of, with_further_result
 from .._jax.tracing import Tracer, current_trace, is_eager, jax_caller
 from .box.box import Box, is_box
-from .box.contents import ChangesStructure, Contents
+from .box.contents import BoxStructureError, Contents
 from .box.frames import Frame, passed_and_held, resolved, state
 from .box.traces import held_by
 from .mode import is_enabled
@@ -102,7 +102,7 @@ class Jitted:
                 contents.note_use()
         if boxes and not program.donates:
             program.refuse_aliases(args, kwargs)
-        if type(out) is tuple and out and type(out[-1]) is Written:
+        if type(out) is tuple and out and type(out[-1]) is WrittenContents:
             out, written = out
             written.finish(boxes)
         return out
@@ -140,7 +140,7 @@ class Jitted:
         return self._plain.eval_shape(*args, **kwargs)
 
 
-#: The functions that `vn.jit` gives to `jax.jit`.
+#: Functions that `vn.jit` has wrapped. `let_boxes_change` must not wrap them again.
 _wrappers: WeakSet = WeakSet()
 
 
@@ -178,8 +178,8 @@ class Specialisation:
         for i, one in enumerate(contents):
             if any(one is other or one.shares(other) for other in contents[:i]):
                 raise ValueError(
-                    f"{one!r} is passed twice to a jitted function, which would have two Boxes "
-                    "for one: pass it once"
+                    f"{one!r} is passed twice to a jitted function, which would see two separate "
+                    "Boxes: pass it once"
                 )
         for one in contents:
             if one in self.captured or one in self.replaced:
@@ -200,7 +200,7 @@ class Specialisation:
             _refuse_held(contents, held)
             self.held += [ref for ref in held if not isinstance(ref, Tracer)]
             self.replaced.update(frame.replaced)
-            written = _written_in(frame, boxes, returns_all=self.donates)
+            written = _collect_written(frame, boxes, returns_all=self.donates)
             return (out, written) if written.trees or self.splits else out
         finally:
             state.flattened = flattened
@@ -227,8 +227,8 @@ Target = int | ReferenceType[Contents]
 
 
 @jax.tree_util.register_pytree_node_class
-class Written:
-    """What a function has written, in a pair with its results.
+class WrittenContents:
+    """The new contents of the Boxes that a function has written, returned beside its results.
 
     **Arguments:**
 
@@ -245,7 +245,7 @@ class Written:
         return (self.trees,), self.targets
 
     @classmethod
-    def tree_unflatten(cls, targets: Any, children: Any) -> "Written":
+    def tree_unflatten(cls, targets: Any, children: Any) -> "WrittenContents":
         """The inverse."""
         (trees,) = children
         return cls(trees, targets)
@@ -258,7 +258,7 @@ class Written:
                 resolved(contents).set(tree)
 
 
-def _written_in(frame: Frame, boxes: Sequence[Box], *, returns_all: bool) -> Written:
+def _collect_written(frame: Frame, boxes: Sequence[Box], *, returns_all: bool) -> WrittenContents:
     pairs: list[tuple[Target, Contents]] = [
         (i, box._contents)
         for i, box in enumerate(boxes)
@@ -269,7 +269,7 @@ def _written_in(frame: Frame, boxes: Sequence[Box], *, returns_all: bool) -> Wri
     for _, contents in pairs:
         contents.open()
         trees.append(jax.tree.unflatten(contents.treedef, contents.read()))
-    return Written(trees, tuple(target for target, _ in pairs))
+    return WrittenContents(trees, tuple(target for target, _ in pairs))
 
 
 def _refuse_held(passed: Sequence[Contents], held: Sequence[Any]) -> None:
@@ -298,8 +298,8 @@ def let_boxes_change(infer: Callable) -> Callable:
         if jitted is None:
             try:
                 return infer(function, options, args, kwargs)
-            except ChangesStructure:
-                jitted = _jit_of(function, options)
+            except BoxStructureError:
+                jitted = _make_jitted(function, options)
                 _changing.setdefault(function, {})[options] = jitted
         return jitted, []
 
@@ -307,7 +307,7 @@ def let_boxes_change(infer: Callable) -> Callable:
 
 
 def call_changing(run: Callable) -> Callable:
-    """Wrap JAX's function that runs a jitted function by the parameters."""
+    """Wrap JAX's function that runs a jitted function, to call a `Jitted` instead of parameters."""
 
     def run_or_call(parameters: Any, flat: Any, function: Any, args: Any, kwargs: Any) -> Any:
         if type(parameters) is not Jitted:
@@ -318,7 +318,7 @@ def call_changing(run: Callable) -> Callable:
     return run_or_call
 
 
-def _jit_of(function: Callable, options: Any) -> Jitted:
+def _make_jitted(function: Callable, options: Any) -> Jitted:
     """Return `vn.jit` of a function, with the options that `jax.jit` has parsed."""
     reference = ReferenceType(function)  # since `_changing` must not keep the function
 

@@ -62,7 +62,7 @@ try:
     from pytensor.tensor.subtensor import IncSubtensor, Subtensor
     from scipy.sparse import csc_matrix, csr_matrix, issparse
 
-    from .pytensor_ops import OWN, SIZES, is_known
+    from .pytensor_ops import IMPLEMENTATIONS, SIZE_OPERANDS, is_known
 except ImportError as error:
     raise ImportError(
         f"veneer.interop.pytensor needs pytensor: {install_command('pytensor')}"
@@ -145,7 +145,7 @@ def to_jax(graph: Any, inputs: Any = None) -> Callable[..., Any]:
         given = [_as_declared(*x) for x in zip(args, types, names, strict=True)]
         with (
             warnings.catch_warnings(),
-            np.errstate(all="ignore"),  # NumPy computes values that are known
+            np.errstate(all="ignore"),  # NumPy computes constants, and would warn
             _name_what_decides_shapes(fgraph),
         ):
             # PyTensor adds up float32 in float64.
@@ -168,21 +168,21 @@ def _outputs_and_inputs(graph: Any, inputs: Any) -> tuple[Any, Any]:
     if isinstance(graph, FunctionGraph) or inputs is None:
         return graph, inputs
     inputs_are_roots, graph_is_roots = (
-        all(x.owner is None and not isinstance(x, Constant) for x in _listed(variables))
+        all(x.owner is None and not isinstance(x, Constant) for x in _as_list(variables))
         for variables in (inputs, graph)
     )
     if inputs_are_roots:
-        return graph, _listed(inputs)
+        return graph, _as_list(inputs)
     if graph_is_roots:
-        return inputs, _listed(graph)
-    computed = [str(x) for x in _listed(inputs) if x.owner is not None or isinstance(x, Constant)]
+        return inputs, _as_list(graph)
+    computed = [str(x) for x in _as_list(inputs) if x.owner is not None or isinstance(x, Constant)]
     raise TypeError(
-        f"the inputs of to_jax(graph, inputs) must be variables that nothing computes, and "
-        f"{', '.join(computed)} is not. If the order is that of pytensor.function, swap them."
+        f"to_jax(graph, inputs) needs input variables, but these are computed or constant: "
+        f"{', '.join(computed)}. If the order is that of pytensor.function, swap them."
     )
 
 
-def _listed(variables: Any) -> list[Any]:
+def _as_list(variables: Any) -> list[Any]:
     return [variables] if isinstance(variables, Variable) else list(variables)
 
 
@@ -337,7 +337,7 @@ def register_in_pytensor() -> list[type]:
     is_ours = lambda cls: getattr(jax_funcify.dispatch(cls), "__module__", "") == __name__
     classes = [
         cls
-        for cls in OWN
+        for cls in IMPLEMENTATIONS
         if "sparse" in cls.__module__
         or cls is DeepCopyOp  # of a sparse matrix that is a result
         or jax_funcify.dispatch(cls) is lacking
@@ -404,7 +404,7 @@ def _own_graph(graph: Any, inputs: Sequence[Any] | None) -> Any:
         return graph.clone()
     if inputs is None:
         raise TypeError("to_jax needs the inputs of the graph: to_jax(outputs, [x, y])")
-    outputs = _listed(graph)
+    outputs = _as_list(graph)
     roots = set(graph_inputs(outputs, blockers=inputs)) - set(inputs)
     shared = {x: _value_of(x) for x in roots if isinstance(x, SharedVariable)}
     missing = sorted(f"{x} ({x.type})" for x in roots - {*shared} if not isinstance(x, Constant))
@@ -470,7 +470,7 @@ def _constant(data: Any, variable: Any = None, **kwargs: Any) -> Any:
 _MAX_KNOWN = 64
 
 
-# What computes shapes from shapes. Each has small results if its operands are small.
+# Operations that compute shapes from shapes. If the operands are small, so are the results.
 _SHAPE_OPS = (
     CAReduce, CumOp, DimShuffle, Elemwise, IncSubtensor, Join, MakeVector, Reshape,
     ScalarFromTensor, ScalarOp, Split, Subtensor, TensorFromScalar,
@@ -499,20 +499,20 @@ def _funcify(op: Any, node: Any, **kwargs: Any) -> Callable[..., Any]:
     PyTensor's implementations leave dtypes to JAX, whose rules are not those of PyTensor and
     NumPy: in JAX, a sum of int8 is int32, and a product of int32 and float32 is float32.
     """
-    own = next((OWN[cls] for cls in type(op).__mro__ if cls in OWN), None)
+    own = next((IMPLEMENTATIONS[cls] for cls in type(op).__mro__ if cls in IMPLEMENTATIONS), None)
     implementation = own and own(op, node, core=functools.partial(_funcify, **kwargs))
     if implementation is None:
         implementation = jax_funcify(_with_typed_graphs(op), node=node, **kwargs)
     first, input_dtype = _common_dtype(op, node)
     # Slices and new axes are no operands of an `Elemwise`, but of a `Subtensor`.
-    static = range(len(node.inputs))[SIZES.get(type(op), slice(0))]
+    static = range(len(node.inputs))[SIZE_OPERANDS.get(type(op), slice(0))]
     computes_shapes = isinstance(op, _SHAPE_OPS)
 
     def typed(*inputs: Any) -> Any:
         if computes_shapes and all(map(is_known, inputs)):
             return _perform(op, node, inputs)
         inputs = tuple(
-            dict(x)  # PyTensor's implementations write the next key into that of a generator
+            dict(x)  # a copy: PyTensor writes the next key into the dict of a generator
             if isinstance(x, dict)
             else x
             if place in static
@@ -638,7 +638,7 @@ def _replace_pivoted_qr(fgraph: Any) -> None:
 
 
 def _read_the_lower_triangle(fgraph: Any) -> None:
-    """Replace solves that read the upper triangle. PyTensor rewrites them as if both were equal."""
+    """Make solves read the lower triangle. PyTensor's rewrites assume that both are equal."""
     for node in fgraph.toposort():
         core = getattr(node.op, "core_op", None)
         if isinstance(core, Solve) and core.assume_a == "pos" and not core.lower:
@@ -669,7 +669,7 @@ def _decide_shapes(fgraph: Any) -> list[Any]:
     sizes = [
         size
         for node in fgraph.toposort()
-        for op, where in SIZES.items()
+        for op, where in SIZE_OPERANDS.items()
         if isinstance(node.op, op)
         for size in node.inputs[where]
     ]

@@ -1,7 +1,7 @@
-"""Implementations of PyTensor's operations in JAX that `to_jax` uses in the place of PyTensor's.
+"""JAX implementations of PyTensor operations that replace PyTensor's own in `to_jax`.
 
-They take sizes that are computed from shapes, or are for operations that PyTensor's JAX lacks or
-computes differently from `Op.perform`.
+Some accept sizes computed from shapes. Others implement operations that PyTensor's JAX mode lacks
+or computes differently from `Op.perform`.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ from pytensor.tensor.subtensor import AdvancedIncSubtensor, indices_from_subtens
 
 from .pytensor_sparse import register_sparse
 
-__all__ = ["OWN", "SIZES", "is_known"]
+__all__ = ["IMPLEMENTATIONS", "SIZE_OPERANDS", "is_known"]
 
 Implementation = Callable[..., Any]
 
@@ -43,7 +43,7 @@ def is_known(x: Any) -> bool:
 
 
 # The operands that say how large the result is.
-SIZES: dict[type, slice] = {
+SIZE_OPERANDS: dict[type, slice] = {
     ARange: slice(None),
     Alloc: slice(1, None),
     AllocEmpty: slice(None),
@@ -122,7 +122,7 @@ def _print(op: Any, node: Any, **_: Any) -> Implementation:
     return show
 
 
-# Reductions of integers whose neutral element PyTensor has as -1, also for unsigned integers.
+# Bitwise reductions. PyTensor's neutral element of `and` is -1, which unsigned types reject.
 _BITWISE = {
     AND: (jax.lax.bitwise_and, -1),
     OR: (jax.lax.bitwise_or, 0),
@@ -164,7 +164,7 @@ def _ravel_multi_index(op: Any, node: Any, **_: Any) -> Implementation:
 
 
 def _increment(op: Any, node: Any, **_: Any) -> Implementation | None:
-    """Assign sums, as NumPy's `x[index] += y` does, where PyTensor's adds each duplicate."""
+    """Add to each index once, as NumPy's `x[index] += y`. PyTensor's JAX adds all duplicates."""
     if op.set_instead_of_inc or not op.ignore_duplicates:
         return None
 
@@ -188,8 +188,8 @@ def _blockwise(op: Any, node: Any, *, core: Any, **_: Any) -> Implementation:
     return blockwise
 
 
-def _mirror(a: Any, lower: bool, conjugate: bool = True) -> Any:
-    """Return the matrix of which LAPACK reads one triangle."""
+def _mirror_triangle(a: Any, lower: bool, conjugate: bool = True) -> Any:
+    """Copy one triangle of a symmetric or Hermitian matrix to the other."""
     part = jnp.tril(a) if lower else jnp.triu(a)
     other = jnp.swapaxes(part, -1, -2)
     on_diagonal = jnp.eye(a.shape[-1], dtype=bool)
@@ -203,19 +203,19 @@ def _eigh(op: Any, node: Any, **_: Any) -> Implementation | None:
         return None
 
     def eigh(a: Any) -> Any:
-        values, vectors = jnp.linalg.eigh(_mirror(a, op.lower))
+        values, vectors = jnp.linalg.eigh(_mirror_triangle(a, op.lower))
         return values if isinstance(op, Eigvalsh) else (values, vectors)
 
     return eigh
 
 
 def _solve(op: Any, node: Any, **_: Any) -> Implementation | None:
-    """Read the triangle that LAPACK reads, for the classes of matrices that have two equal ones."""
+    """Read only the triangle that `op.lower` names, for symmetric and Hermitian matrices."""
     if op.assume_a not in ("sym", "her", "pos"):
         return None
 
     def solve(a: Any, b: Any) -> Any:
-        a = _mirror(a, op.lower, conjugate=op.assume_a != "sym")
+        a = _mirror_triangle(a, op.lower, conjugate=op.assume_a != "sym")
         kind = "pos" if op.assume_a == "pos" else "gen"
         return jax.scipy.linalg.solve(a, b, assume_a=kind)
 
@@ -317,7 +317,7 @@ def _tridiagonal_solve(op: Any, node: Any, **_: Any) -> Implementation:
     return solve
 
 
-def _on_the_host(op: Any, node: Any, **_: Any) -> Implementation:
+def _call_perform_on_host(op: Any, node: Any, **_: Any) -> Implementation:
     """Call `Op.perform`, for what JAX has no primitive for."""
     dtypes = [jax.dtypes.canonicalize_dtype(v.type.dtype) for v in node.outputs]
 
@@ -337,7 +337,7 @@ def _on_the_host(op: Any, node: Any, **_: Any) -> Implementation:
 
 # A function of an `Op`, its node, and `core`, which implements another `Op`. It returns an
 # implementation, or None for PyTensor's.
-OWN: dict[type, Callable[..., Implementation | None]] = {
+IMPLEMENTATIONS: dict[type, Callable[..., Implementation | None]] = {
     AdvancedIncSubtensor: _increment,
     ARange: _arange,
     Blockwise: _blockwise,
@@ -349,7 +349,7 @@ OWN: dict[type, Callable[..., Implementation | None]] = {
     LU: _lu,
     LUFactorTridiagonal: _tridiagonal_factor,
     Print: _print,
-    QZ: _on_the_host,
+    QZ: _call_perform_on_host,
     RavelMultiIndex: _ravel_multi_index,
     Repeat: _repeat,
     Reshape: _reshape,
@@ -359,4 +359,4 @@ OWN: dict[type, Callable[..., Implementation | None]] = {
     SolveLUFactorTridiagonal: _tridiagonal_solve,
     Split: _split,
 }
-register_sparse(OWN.__setitem__)
+register_sparse(IMPLEMENTATIONS.__setitem__)

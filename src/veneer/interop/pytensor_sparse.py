@@ -1,10 +1,10 @@
 """Sparse matrices of PyTensor in JAX, as `BCOO` of `jax.experimental.sparse`.
 
-In JAX, the number of entries is part of the type of a sparse matrix. So an operation that drops
-entries, such as a sum, has the largest possible number. An entry that is not used is outside the
-matrix, at (rows, columns), as in JAX's own `BCOO`.
+In JAX, the number of entries is part of the type of a sparse matrix. So the result of an
+operation that can drop entries, such as a sum, has the largest possible number. Unused entries have
+the index (rows, columns), outside the matrix, as in JAX's own `BCOO`.
 
-Each implementation is of gathers, scatters and sorts, which `vn.numba` compiles.
+The implementations use only gathers, scatters and sorts, which `vn.numba` compiles.
 """
 
 from collections.abc import Callable
@@ -33,11 +33,11 @@ def _dense(x: Any, dtype: Any = None) -> Any:
 
 def _drop_zeros(x: BCOO) -> BCOO:
     data, rows, columns = _entries(x)
-    return _keep(data != 0, data, rows, columns, x.shape)
+    return _mark_unused(data != 0, data, rows, columns, x.shape)
 
 
-def _keep(use: Any, data: Any, rows: Any, columns: Any, shape: Any) -> BCOO:
-    """Move the entries that are not used out of the matrix."""
+def _mark_unused(use: Any, data: Any, rows: Any, columns: Any, shape: Any) -> BCOO:
+    """Mark entries as unused where `use` is False, by an index outside the matrix."""
     return _matrix(data, jnp.where(use, rows, shape[0]), jnp.where(use, columns, shape[1]), shape)
 
 
@@ -46,8 +46,8 @@ def _from_dense(x: Any) -> BCOO:
     return _drop_zeros(_matrix(x.ravel(), rows, columns, x.shape))
 
 
-def _ordered(x: BCOO, format: str) -> tuple[Any, Any, Any]:
-    """Return data and the indices of both axes, in the order of the format; unused ones last."""
+def _sort_entries(x: BCOO, format: str) -> tuple[Any, Any, Any]:
+    """Sort the entries by the format ("csr" or "csc"). Return data, major and minor indices."""
     data, rows, columns = _entries(x)
     major, minor = (rows, columns) if format == "csr" else (columns, rows)
     order = jnp.lexsort((minor, major))
@@ -56,7 +56,7 @@ def _ordered(x: BCOO, format: str) -> tuple[Any, Any, Any]:
 
 def _sum_duplicates(x: BCOO) -> BCOO:
     """Give each place one entry."""
-    data, rows, columns = _ordered(x, "csr")
+    data, rows, columns = _sort_entries(x, "csr")
     if len(data) < 2:
         return x
     is_new = (rows[1:] != rows[:-1]) | (columns[1:] != columns[:-1])
@@ -64,7 +64,7 @@ def _sum_duplicates(x: BCOO) -> BCOO:
     place = jnp.cumsum(is_new) - 1
     inside = (rows < x.shape[0]) & (columns < x.shape[1])
     sums = jnp.zeros_like(data).at[place].add(jnp.where(inside, data, 0))[place]
-    return _keep(is_new & inside, sums, rows, columns, x.shape)
+    return _mark_unused(is_new & inside, sums, rows, columns, x.shape)
 
 
 def _check_equal_shapes(op: Any, x: Any, y: Any) -> None:
@@ -80,7 +80,7 @@ def _csm_properties(op: Any, node: Any, **_: Any) -> Callable[..., Any]:
     format = node.inputs[0].type.format
 
     def properties(x: BCOO) -> Any:
-        data, major, minor = _ordered(x, format)
+        data, major, minor = _sort_entries(x, format)
         size = x.shape[0 if format == "csr" else 1]
         indptr = jnp.searchsorted(major, jnp.arange(size + 1, dtype=major.dtype))
         return data, minor, indptr, np.asarray(x.shape, np.int32)
@@ -142,7 +142,7 @@ def _get_item_2d(op: Any, node: Any, **_: Any) -> Callable[..., Any]:
             use &= (indices[axis] >= 0) & (indices[axis] < len(chosen))
             shape.append(len(chosen))
         rows, columns = indices
-        return _keep(use, data, rows, columns, shape)
+        return _mark_unused(use, data, rows, columns, shape)
 
     return get_item_2d
 
@@ -284,7 +284,7 @@ def _multiply(op: Any, node: Any, **_: Any) -> Callable[..., Any]:
     def multiply(x: BCOO, y: BCOO) -> BCOO:
         _check_equal_shapes(op, x, y)
         (data, rows, columns), other = _entries(_sum_duplicates(x)), _sum_duplicates(y)
-        y_data, y_rows, y_columns = _ordered(other, "csr")
+        y_data, y_rows, y_columns = _sort_entries(other, "csr")
         if not len(y_data) or not len(data):
             return _matrix(data.astype(dtype) * 0, rows, columns, x.shape)
         # Rank the pairs (row, column) of both matrices without a product that could overflow.
@@ -389,7 +389,7 @@ def _diagonal(x: BCOO) -> Any:
     return jnp.zeros(x.shape[0], data.dtype).at[rows].add(on, mode="drop")
 
 
-def _constantly(function: Callable[..., Any]) -> Callable[..., Any]:
+def _ignore_node(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda op, node, **_: function
 
 
@@ -400,23 +400,23 @@ _IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "CSMGrad": _csm_grad,
     "StructuredDotGradCSC": _structured_dot_grad,
     "StructuredDotGradCSR": _structured_dot_grad,
-    "Cast": _constantly(lambda x: x),  # to the declared dtype, as every result
-    "DenseFromSparse": _constantly(_dense),
-    "SparseFromDense": _constantly(lambda x: _from_dense(jnp.asarray(x))),
-    "GetItemList": _constantly(lambda x, i: _from_dense(_dense(x)[jnp.asarray(i)])),
+    "Cast": _ignore_node(lambda x: x),  # `_typed_result` casts every result
+    "DenseFromSparse": _ignore_node(_dense),
+    "SparseFromDense": _ignore_node(lambda x: _from_dense(jnp.asarray(x))),
+    "GetItemList": _ignore_node(lambda x, i: _from_dense(_dense(x)[jnp.asarray(i)])),
     "GetItemListGrad": _get_item_list_grad,
-    "GetItem2Lists": _constantly(lambda x, i, j: _dense(x)[jnp.asarray(i), jnp.asarray(j)]),
+    "GetItem2Lists": _ignore_node(lambda x, i, j: _dense(x)[jnp.asarray(i), jnp.asarray(j)]),
     "GetItem2ListsGrad": _get_item_2lists_grad,
     "GetItem2d": _get_item_2d,
     "GetItemScalar": _get_item_scalar,
-    "Transpose": _constantly(_transpose),
+    "Transpose": _ignore_node(_transpose),
     "ColScaleCSC": _scale(1),
     "RowScaleCSC": _scale(0),
-    "Diag": _constantly(_diagonal),
-    "EnsureSortedIndices": _constantly(lambda x: x),
+    "Diag": _ignore_node(_diagonal),
+    "EnsureSortedIndices": _ignore_node(lambda x: x),
     "HStack": _stack(1),
     "VStack": _stack(0),
-    "Remove0": _constantly(lambda x: _drop_zeros(_sum_duplicates(x))),
+    "Remove0": _ignore_node(lambda x: _drop_zeros(_sum_duplicates(x))),
     "ConstructSparseFromList": _construct_from_list,
     "SpSum": _sum,
     "AddSparseSparse": _add,
@@ -465,7 +465,7 @@ def register_sparse(register: Callable[..., Any]) -> None:
 
 
 # Operations whose result has as many entries as their sparse operands together.
-_KEEP_THE_PATTERN = {
+_PRESERVES_PATTERN = {
     "CSM", "Cast", "Transpose", "ColScaleCSC", "RowScaleCSC", "EnsureSortedIndices", "HStack",
     "VStack", "MultiplySparseDense", "SparseDenseMultiply",
 }  # fmt: skip
@@ -474,13 +474,13 @@ _KEEP_THE_PATTERN = {
 def check_patterns(fgraph: Any) -> None:
     """Reject graphs that read the stored numbers of a matrix whose entries JAX cannot count.
 
-    In JAX such a matrix has more entries than in PyTensor. They do not change the matrix, and so
-    functions of the entries that make a matrix again are right.
+    In JAX such a matrix stores more entries than in PyTensor. A graph that only builds other
+    matrices from them is right, so it is accepted.
     """
     for node in fgraph.toposort():
         if type(node.op).__name__ != "CSMProperties" or _has_known_pattern(node.inputs[0]):
             continue
-        if not all(_makes_a_matrix(fgraph, out) for out in node.outputs[:3]):
+        if not all(_is_used_only_for_matrices(fgraph, out) for out in node.outputs[:3]):
             raise NotImplementedError(
                 f"the graph reads the stored entries of {node.inputs[0]}, whose number is not "
                 "known while JAX traces: use the matrix, or pt.sparse.dense_from_sparse of it"
@@ -495,10 +495,10 @@ def _has_known_pattern(x: Any) -> bool:
         is_of_matrix = indices is not None and type(indices.op).__name__ == "CSMProperties"
         return not is_of_matrix or _has_known_pattern(indices.inputs[0])
     sparse = [v for v in x.owner.inputs if hasattr(v.type, "format")]
-    return type(x.owner.op).__name__ in _KEEP_THE_PATTERN and all(map(_has_known_pattern, sparse))
+    return type(x.owner.op).__name__ in _PRESERVES_PATTERN and all(map(_has_known_pattern, sparse))
 
 
-def _makes_a_matrix(fgraph: Any, x: Any) -> bool:
+def _is_used_only_for_matrices(fgraph: Any, x: Any) -> bool:
     """Return whether data or indices are used only for matrices of the same pattern."""
     for client, position in fgraph.clients[x]:
         name = type(client.op).__name__
@@ -508,6 +508,6 @@ def _makes_a_matrix(fgraph: Any, x: Any) -> bool:
         is_function = name == "Elemwise" and all(all(v.type.broadcastable) for v in others)
         if not (is_function or name.startswith(("CSMGrad", "StructuredDotGrad"))):
             return False
-        if not all(_makes_a_matrix(fgraph, out) for out in client.outputs):
+        if not all(_is_used_only_for_matrices(fgraph, out) for out in client.outputs):
             return False
     return True

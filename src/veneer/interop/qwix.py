@@ -286,8 +286,8 @@ def _multiply(
 P = ParamSpec("P")
 
 
-def _in_types_of_qwix(product: Callable[P, jax.Array]) -> Callable[P, jax.Array]:
-    """Return a product of `veneer.quant` whose result has the dtype that Qwix gives."""
+def _with_qwix_dtypes(product: Callable[P, jax.Array]) -> Callable[P, jax.Array]:
+    """Wrap a product of `veneer.quant` so that its result has Qwix's dtype."""
     signature = inspect.signature(product)
 
     @functools.wraps(product)
@@ -300,9 +300,9 @@ def _in_types_of_qwix(product: Callable[P, jax.Array]) -> Callable[P, jax.Array]
     return typed
 
 
-conv_general_dilated = _in_types_of_qwix(quant.conv_general_dilated)
-ragged_dot = _in_types_of_qwix(quant.ragged_dot)
-ragged_dot_general = _in_types_of_qwix(quant.ragged_dot_general)
+conv_general_dilated = _with_qwix_dtypes(quant.conv_general_dilated)
+ragged_dot = _with_qwix_dtypes(quant.ragged_dot)
+ragged_dot_general = _with_qwix_dtypes(quant.ragged_dot_general)
 
 
 def _wide_type(dtype: DTypeLike) -> DTypeLike:

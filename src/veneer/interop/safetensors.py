@@ -96,8 +96,8 @@ def load(
 
     What another library quantised (GGUF, GPTQ, AWQ, compressed-tensors, FP8, bitsandbytes, MXFP4,
     MLX) gives the names and shapes of the dense checkpoint, and each quantised weight is one
-    array, packed. Packed codes that no family explains are refused, and so is a folder of `save`
-    whose `veneer.json` is missing.
+    array, packed. An error is raised for packed codes of an unknown library, and for a folder
+    of `save` without its `veneer.json`.
 
     **Arguments:**
 

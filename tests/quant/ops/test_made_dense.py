@@ -72,7 +72,7 @@ def test_a_plan_of_16_bits_says_whether_there_are_floats(way, dtype):
 
 
 def test_the_operands_above_go_every_way():
-    left = {*WAYS_BY_XLA} - {by_scaled_matmul}  # which is for some GPUs alone
+    left = {*WAYS_BY_XLA} - {by_scaled_matmul}  # runs on Blackwell GPUs only
     with select.use("auto"):
         for qtype in FORMATS:
             for lhs, rhs in operands_in(qtype):

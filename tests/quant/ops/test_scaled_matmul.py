@@ -42,7 +42,7 @@ def by_definition(monkeypatch):
 
 @pytest.fixture
 def blackwell(monkeypatch):
-    monkeypatch.setattr(by_xla, "multiplies_block_scales", lambda: True)
+    monkeypatch.setattr(by_xla, "has_block_scaled_matmul", lambda: True)
 
 
 def operand(*shape, axis, qtype="mxfp8", seed=0):
@@ -91,14 +91,14 @@ def test_vmap_folds_the_mapped_axis_into_the_batch(in_axes):
     rhs = operand(*(64, 7, 3)[: 2 + (in_axes[1] is not None)], axis=0, seed=1)
     params = DotParams(DotDimensionNumbers.of((((1,), (0,)), ((), ()))))
     product = functools.partial(by_xla.product_by_scaled_matmul, params=params)
-    # Outside `implicit`, leaves are mapped, and all have their axes in the same order.
+    # Outside `implicit`, `vmap` maps each leaf along the same axis number.
     actual = jax.jit(jax.vmap(product, in_axes))(lhs, rhs)
     expected = jax.vmap(jnp.matmul, in_axes)(lhs.dequantize(), rhs.dequantize())
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.usefixtures("blackwell")
-def test_programs_for_cuda_call_it_and_those_for_cpus_do_not():
+def test_only_cuda_programs_call_scaled_matmul():
     x, w = operand(5, 64, axis=1), operand(64, 7, axis=0, seed=1)
     stacked = operand(3, 5, 64, axis=2)
     assert how(vn.quant.dot, x, w) == [HOW]
@@ -126,7 +126,7 @@ def test_derivatives_are_those_of_the_other_strategies():
     loss = lambda x: vn.implicit(model)(small, x).sum()
     assert HOW in how(model, small, x)
     with_it = jax.value_and_grad(loss)(x)
-    by_xla.multiplies_block_scales = lambda: False
+    by_xla.has_block_scaled_matmul = lambda: False
     without = jax.value_and_grad(loss)(x)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), with_it, without)
     # By the scale alone, which is a leaf.
@@ -140,7 +140,7 @@ def test_derivatives_are_those_of_the_other_strategies():
     [
         (lambda: normal(5, 64), lambda: operand(64, 7, axis=0)),
         (lambda: operand(5, 64, axis=1), lambda: normal(64, 7)),
-        (lambda: operand(5, 64, axis=1), lambda: operand(64, 32, axis=1)),  # tiles of free axes
+        (lambda: operand(5, 64, axis=1), lambda: operand(64, 32, axis=1)),  # tiled free axis
         (lambda: operand(0, 64, axis=1), lambda: operand(64, 7, axis=0)),
         (lambda: operand(5, 64, axis=1, qtype="mxfp4"), lambda: operand(64, 7, axis=0)),
         (lambda: operand(5, 64, axis=1, qtype="mxfp6"), lambda: operand(64, 7, axis=0)),
@@ -158,16 +158,16 @@ def test_other_operands_take_other_strategies(lhs, rhs):
 @pytest.mark.parametrize(
     ("capability", "expected"), [("10.0", True), ("9.0", False), ("gfx942", False), (None, False)]
 )
-def test_only_gpus_of_blackwell_and_later_have_it(capability, expected, monkeypatch):
-    assert not by_xla.multiplies_block_scales()  # tests run on CPUs
+def test_only_blackwell_gpus_multiply_block_scales(capability, expected, monkeypatch):
+    assert not by_xla.has_block_scaled_matmul()  # tests run on CPUs
     device = type("Device", (), {} if capability is None else {"compute_capability": capability})
     monkeypatch.setattr(by_xla, "runs_on_gpu", lambda: True)
     monkeypatch.setattr(jax, "devices", lambda: [device()])
-    assert by_xla.multiplies_block_scales() is expected
+    assert by_xla.has_block_scaled_matmul() is expected
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="JAX has it on GPUs alone")
-def test_it_agrees_with_the_scaled_matmul_of_jax():
+def test_scaled_matmul_agrees_with_the_dense_product():
     x, w = operand(5, 64, axis=1), operand(64, 7, axis=0, seed=1)
     params = DotParams(DotDimensionNumbers.of((((1,), (0,)), ((), ()))))
     actual = by_xla.product_by_scaled_matmul(x, w, params)

@@ -15,7 +15,7 @@ from ..batch_axes import takes_batch_axis
 from ..policy import note_materialised
 from ..rules import add_rule
 from ..surface.nesting import composed, pack
-from ..surface.operands import unseen
+from ..surface.operands import outside_implicit_error
 from ..trace import ImplicitTrace
 from ..value import make_dense, operands_met
 from .custom_derivatives import materialise_along
@@ -67,12 +67,12 @@ def _without(x: Any, axis: int) -> Any:
 
 
 def _refuse(*leaves: Any, structure: Any) -> Any:
-    raise unseen(jax.tree.unflatten(structure, leaves))
+    raise outside_implicit_error(jax.tree.unflatten(structure, leaves))
 
 
 def _refuse_lowering(ctx: Any, *leaves: Any, structure: Any) -> Any:
     del leaves
-    raise unseen(_abstract(structure, ctx.avals_in))
+    raise outside_implicit_error(_abstract(structure, ctx.avals_in))
 
 
 pack.def_abstract_eval(_aval)

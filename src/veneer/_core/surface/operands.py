@@ -28,11 +28,11 @@ def as_operand(value: Value) -> Any:
     """
     refuse_part(value)
     if enclosing_implicit(current_trace()) is None:
-        raise unseen(value)
+        raise outside_implicit_error(value)
     return as_tracer(value)
 
 
-def unseen(value: Value) -> OutsideImplicitError:
+def outside_implicit_error(value: Value) -> OutsideImplicitError:
     """Return the error for a value that is an operand of a JAX function outside `implicit`."""
     (name,) = describe([value])
     return OutsideImplicitError(
@@ -47,5 +47,5 @@ def type_of(value: Value) -> Any:
     """What `jax.typeof` gives, where an operand is asked for."""
     refuse_part(value)
     if enclosing_implicit(current_trace()) is None:
-        raise unseen(value)
+        raise outside_implicit_error(value)
     return value.aval()

@@ -56,7 +56,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_unlock_child)
 
 
-class ChangesStructure(TypeError):
+class BoxStructureError(TypeError):
     """A Box cannot change its structure in the innermost `jax.jit` that traces.
 
     With high types on, the call of that jitted function catches it, and is done by `vn.jit`.
@@ -219,7 +219,7 @@ class Contents:
         """Writes contents of another structure or type: `vn.jit` sees to that, if it is there."""
         frame = self._frame(traces)
         if frame is None:
-            raise self._cannot_become(leaves, treedef, traces)
+            raise self._structure_error(leaves, treedef, traces)
         if self in frame.arguments:
             frame.note(self)
         if self.held:
@@ -236,20 +236,20 @@ class Contents:
         innermost = next(filter(is_staging, traces))
         return frames()[-1] if frames()[-1].trace is innermost else None
 
-    def _cannot_become(
+    def _structure_error(
         self, leaves: Sequence[Any], treedef: Any, traces: Sequence[Trace]
     ) -> TypeError:
         """Return the error for contents of another structure, for the innermost of the traces.
 
         With high types on, the error makes the call of a jitted function that is being traced
-        start again: see `ChangesStructure`.
+        start again: see `BoxStructureError`.
         """
         staged = next((s for s in map(staged_for, traces) if s), None)
         change = f"{self!r} cannot become {Contents(leaves, treedef)!r} here"
         keeps = "keeps the structure and the types of a Box"
         if staged == "jit":
             if is_enabled():
-                return ChangesStructure(
+                return BoxStructureError(
                     f"{change}: a function that is only traced (`lower`, `trace`, `eval_shape`, "
                     f"`make_jaxpr`) {keeps}. Call the function"
                 )

@@ -33,7 +33,7 @@ class View(Contents):
         self._check()
         leaves, treedef = open_leaves(*flat(value), primal=self.keeps_primals)
         if not self._is_alike(leaves, treedef):
-            raise self._cannot_become(leaves, treedef, [*self._traces_within(), self.home])
+            raise self._structure_error(leaves, treedef, [*self._traces_within(), self.home])
         for ref, leaf in zip(self.refs or (), leaves, strict=False):
             self._write_one(ref, leaf)
 

@@ -110,7 +110,7 @@ def read_family(folder: TensorFolder) -> FamilyWeights | None:
         weights[weight.name] = weight
     parts = {part for weight in weights.values() for part in weight.parts}
     for name, header in source.headers.items():
-        if name not in parts and _is_part_of_ours(name, source.headers):
+        if name not in parts and _is_saved_codes(name, source.headers):
             described = folder.path.with_name(manifest.FILE_NAME)
             remedy = f"Restore the {manifest.FILE_NAME} that vn.save wrote next to it"
             if folder.path.is_file() and described.exists():
@@ -131,7 +131,7 @@ def read_family(folder: TensorFolder) -> FamilyWeights | None:
     return None if family is None else FamilyWeights(family.name, weights, source)
 
 
-def _is_part_of_ours(name: str, headers: Mapping[str, Any]) -> bool:
+def _is_saved_codes(name: str, headers: Mapping[str, Any]) -> bool:
     """Return whether a tensor is named as `vn.save` names the codes of a `QArray`."""
     array, dot, part = name.rpartition(".")
     if not dot or part != "packed" or headers[name].dtype.name in _FLOATS:

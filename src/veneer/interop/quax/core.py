@@ -90,22 +90,22 @@ class AmbiguousLookupError(rules.AmbiguousLookupError, LookupError):
     functions raise, as with Quax. `veneer.AmbiguousLookupError` is a base too.
     """
 
-    # Not those of plum's class, which show what plum raised.
+    # plum's own methods need the attributes of a plum lookup.
     __str__ = Exception.__str__
     __repr__ = Exception.__repr__
 
 
-def _as_plums(error: rules.AmbiguousLookupError) -> AmbiguousLookupError:
+def _to_plum_error(error: rules.AmbiguousLookupError) -> AmbiguousLookupError:
     message = str(error).replace("two calls of implicit", "two calls of quaxify")
     # Importing plum takes a quarter of a second. Whoever catches its error has imported it.
     plum = sys.modules.get("plum")
     if plum is None:
         return AmbiguousLookupError(message)
-    return _with_base(plum.AmbiguousLookupError)(message)
+    return _error_class_with_base(plum.AmbiguousLookupError)(message)
 
 
 @functools.cache
-def _with_base(base: type[Exception]) -> type[AmbiguousLookupError]:
+def _error_class_with_base(base: type[Exception]) -> type[AmbiguousLookupError]:
     name = AmbiguousLookupError.__name__
     return type(name, (AmbiguousLookupError, base), {"__module__": __name__})
 
@@ -131,7 +131,7 @@ class _Quaxified(eqx.Module):
         except AmbiguousLookupError:  # of a quaxified function within this one
             raise
         except rules.AmbiguousLookupError as error:
-            raise _as_plums(error).with_traceback(error.__traceback__) from None
+            raise _to_plum_error(error).with_traceback(error.__traceback__) from None
 
     def __get__(self, instance: Any, owner: Any) -> Any:
         return self if instance is None else eqx.Partial(self, instance)

@@ -51,12 +51,12 @@ def _absmax(tiles: Tiles, factor: float = 1.0) -> Range:
 _BIASED = {"mxfp8": 30 / 31, "mxfp8_16": 30 / 31, "mxfp4": 6 / 7}
 
 
-def _outlier_aware(tiles: Tiles) -> Range:
+def _oas_range(tiles: Tiles) -> Range:
     """Return the range whose power of two clips the largest value by at most half a step.
 
     Outlier Aware Scaling (OAS, arXiv 2603.08713) adds a bias to the logarithm of the scale. Qwix
-    rounds the biased scale to bfloat16 first, which raises it to a power of two that is as near as
-    2**-9.
+    first rounds the biased scale to bfloat16. A scale less than a relative 2**-9 below a power of
+    two becomes that power.
     """
     factor = _BIASED[tiles.format.name] / (1 - 2.0**-9)
     return Range(None, _largest(tiles) * factor)
@@ -243,7 +243,7 @@ class _Method:
 
 METHODS = {
     "absmax": _Method(_absmax, "absmax[,factor]", (0, 1)),
-    "oas": _Method(_outlier_aware, "oas", (0,)),
+    "oas": _Method(_oas_range, "oas", (0,)),
     "minmax": _Method(_minmax, "minmax[,factor]", (0, 1)),
     "rms": _Method(_rms, "rms,factor", (1,)),
     "absmean": _Method(_absmean, "absmean", (0,)),

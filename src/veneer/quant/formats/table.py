@@ -67,7 +67,7 @@ class Format:
 
     @property
     def byte_dtype(self) -> np.dtype:
-        """The dtype of unpacked integer codes and of zero points: a byte, or int16 for int16."""
+        """The dtype of unpacked integer codes and zero points: int8, uint8, or int16."""
         return np.dtype(f"{'' if self.signed else 'u'}int{max(8, math.ceil(self.bits))}")
 
     @property
@@ -345,8 +345,8 @@ ALIASES = {
     "b1.58": "ternary",
 }
 
-# What the types of GGUF files are here.
-_OF_GGUF = {
+# The format and tile size that equal each quantization type of GGUF.
+_GGUF = {
     "q4_0": "'int4' with tile_size=32",
     "q4_1": "'uint4' with tile_size=32",
     "q5_0": "'int5' with tile_size=32",
@@ -375,9 +375,9 @@ def get_format(qtype: DTypeLike) -> Format:
         return FORMATS[name]
     if name in ALIASES:
         return FORMATS[ALIASES[name]]
-    if name.lower() in _OF_GGUF:
+    if name.lower() in _GGUF:
         raise ValueError(
-            f"unknown format {name!r}; use {_OF_GGUF[name.lower()]}, which is GGUF's {name.upper()}"
+            f"unknown format {name!r}; use {_GGUF[name.lower()]}, which is GGUF's {name.upper()}"
         )
     names = (*FORMATS, *ALIASES)
     within = [known for known in names if name.lower() in known]

@@ -24,19 +24,19 @@ from ..qarray import QUANTIZABLE, QArray
 from .minima import minima_apart
 from .operands import (
     accumulator,
-    are_bytes,
     code_unit,
     dequantized,
     exact_in,
     fits_int32,
     has_minimum,
+    have_byte_codes,
     int8_codes,
     is_algorithm,
     may_scale_outside,
     outer_scale,
     unscaled,
 )
-from .product import DotParams, Plan, dense_nbytes, runs_on_cpu, spread
+from .product import DotParams, Plan, broadcast_tiles, dense_nbytes, runs_on_cpu
 from .tile_sums import common_tiles, sum_over_tiles
 
 # Tiles that are summed by themselves. Each product of tiles is added to the whole output, which for
@@ -60,7 +60,7 @@ def by_scaled_matmul(
     lhs: jax.Array | QArray, rhs: jax.Array | QArray, params: DotParams
 ) -> Plan | None:
     """Multiply codes of mxfp8 and their scales by `jax.nn.scaled_matmul`, on GPUs that have it."""
-    if not (isinstance(lhs, QArray) and isinstance(rhs, QArray) and multiplies_block_scales()):
+    if not (isinstance(lhs, QArray) and isinstance(rhs, QArray) and has_block_scaled_matmul()):
         return None
     otherwise = by_values(lhs, rhs, params)
     is_fit = all(_has_blocks(x, params, side) for side, x in enumerate((lhs, rhs)))
@@ -140,7 +140,7 @@ WAYS_BY_XLA = (by_scaled_matmul, on_codes, by_tiles, by_values, dense)
 # What there is a way for.
 
 
-def multiplies_block_scales() -> bool:
+def has_block_scaled_matmul() -> bool:
     """Return whether the default device multiplies mx formats: NVIDIA's GPUs from Blackwell on.
 
     On older GPUs XLA dequantizes the operands of scaled_matmul.
@@ -201,7 +201,7 @@ def _are_large(lhs: QArray, rhs: QArray, params: DotParams, terms: int) -> bool:
 
 def _kind_of_codes(lhs: QArray, rhs: QArray, out_dtype: jnp.dtype) -> str | None:
     formats = lhs.format, rhs.format
-    if are_bytes(lhs, rhs):
+    if have_byte_codes(lhs, rhs):
         return "integer"
     if all(format.codebook is None and not format.is_integer for format in formats):
         dtypes = {format.code_dtype.name for format in formats}
@@ -226,14 +226,14 @@ def _why_inside(x: jax.Array | QArray, params: DotParams, side: int) -> str | No
 
 
 def product_by_scaled_matmul(lhs: QArray, rhs: QArray, params: DotParams) -> jax.Array:
-    """Return the product as one of batches of matrices, `[batch, rows, terms]` on both sides."""
+    """Reshape codes and scales to `[batch, rows, terms]` and call `jax.nn.scaled_matmul`."""
     operands, shape = [], []
     for side, q in enumerate((lhs, rhs)):
         (contracted,), batch = (pair[side] for pair in params.dimension_numbers)
         free = params.dimension_numbers.free(side, q.ndim)
         counts = [q.scale.shape[i] if i == contracted else n for i, n in enumerate(q.shape)]
         assert not isinstance(q.scale, QArray)  # as `_has_blocks` says
-        scale = over_tiles(spread, jnp.zeros(counts, q.scale.dtype), q.scale)
+        scale = over_tiles(broadcast_tiles, jnp.zeros(counts, q.scale.dtype), q.scale)
         sizes = [math.prod(q.shape[i] for i in axes) for axes in (batch, free)]
         for leaf in (q.codes(), scale):
             leaf = lax.transpose(leaf, [*batch, *free, contracted])

@@ -23,13 +23,13 @@ from ..formats.tiles import over_tiles
 from ..qarray import QUANTIZABLE, QArray
 from .operands import (
     accumulator,
-    are_bytes,
     as_operand,
     code_unit,
     dequantized,
     fits_int32,
     has_int8_zero_point,
     has_minimum,
+    have_byte_codes,
     int8_codes,
     largest_difference,
     may_scale_outside,
@@ -142,7 +142,7 @@ def _plan(
         return dense("dequantised: codes have minima")
     if not _sums_share_scales(lhs, rhs, params):
         return dense("dequantised: a scale varies along what is summed")
-    are_integers = are_bytes(lhs, rhs)
+    are_integers = have_byte_codes(lhs, rhs)
     sums = "integer sums of codes" if are_integers else "sums of codes in floats"
     on_codes = functools.partial(_scaled_sums, params=tuple(params.items()), out_dtype=out.dtype)
     made = dense_nbytes(lhs, rhs, dtype=accumulator(out.dtype))
@@ -168,7 +168,7 @@ def _scaled_sums(
     lhs: QArray, rhs: QArray, params: tuple[tuple[str, Any], ...], out_dtype: Any
 ) -> jax.Array:
     dtype = accumulator(out_dtype)
-    if are_bytes(lhs, rhs):
+    if have_byte_codes(lhs, rhs):
         sums = _integer_sums(lhs, rhs, dict(params), dtype)
     else:
         sums = _convolve(unscaled(lhs, dtype)[0], unscaled(rhs, dtype)[0], dict(params), dtype)

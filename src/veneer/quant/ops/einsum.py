@@ -29,8 +29,8 @@ def einsum(*args: Any, preferred_element_type: DTypeLike | None = None, **kwargs
 
     **Arguments:** those of `jax.numpy.einsum`: the subscripts and operands, or operands each with a
     list of its axes; and `optimize`, `precision`, `preferred_element_type`, `out_sharding`.
-    Implicit arrays of other types are materialised. JAX promotes no dense floats of one byte.
-    Beside a QArray they are converted to its dtype, as in `dot_general`.
+    Implicit arrays of other types are materialised. Dense float8 operands, which JAX
+    does not promote, are converted to the dtype of the QArrays, as in `dot_general`.
 
     **Returns:** an array of the shape and dtype that the dense operands give.
 

@@ -116,7 +116,7 @@ def _exponent(format: Format) -> int:
 # Integers.
 
 
-def are_bytes(lhs: QArray, rhs: QArray) -> bool:
+def have_byte_codes(lhs: QArray, rhs: QArray) -> bool:
     """Return whether both formats are integers of at most 8 bits, whose codes fit int8."""
     return all(q.format.is_integer and q.format.bits <= 8 for q in (lhs, rhs))
 

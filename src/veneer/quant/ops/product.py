@@ -77,14 +77,14 @@ class DotParams:
         sizes = [n if n == 1 else shape[axis] for n, axis in zip(counts, kept, strict=True)]
         leaf = lax.squeeze(leaf, contracting)
         if sizes != counts:
-            leaf = over_tiles(spread, jnp.zeros(sizes, leaf.dtype), leaf)
+            leaf = over_tiles(broadcast_tiles, jnp.zeros(sizes, leaf.dtype), leaf)
         order = [*batch, *(axis for axis in kept if axis not in batch)]
         leaf = lax.transpose(leaf, [kept.index(axis) for axis in order])
         first = leaf.ndim if side == 0 else len(batch)
         return lax.expand_dims(leaf, range(first, first + ndim - leaf.ndim))
 
 
-def spread(values: jax.Array, tiles: jax.Array) -> jax.Array:
+def broadcast_tiles(values: jax.Array, tiles: jax.Array) -> jax.Array:
     """Return `tiles` broadcast to the shape of `values`, for `over_tiles`."""
     return jnp.broadcast_to(tiles, values.shape)
 

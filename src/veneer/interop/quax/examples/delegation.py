@@ -17,7 +17,7 @@ _T = TypeVar("_T", bound="type[Delegating]")
 
 
 class RefusesToMaterialise(ImplicitArray, abstract=True):
-    """A base of array types of ours that their rules may use, but not materialize."""
+    """A base class of Veneer types whose rules run but whose `materialise` raises."""
 
     name_in_quax: ClassVar[str]
 
@@ -32,20 +32,20 @@ class Delegating(ArrayValue):
     """A Quax type that computes with an array type of ours."""
 
     @abc.abstractmethod
-    def to_ours(self) -> ImplicitArray:
+    def to_veneer(self) -> ImplicitArray:
         """Return the array of our type. It refuses to be materialized where this one does."""
 
     @abc.abstractmethod
-    def from_ours(self, ours: Any) -> Any:
+    def from_veneer(self, ours: Any) -> Any:
         """Return a result of our rules as this type, with the settings of this array."""
 
     def materialise(self) -> Any:
         """Return the dense array, or raise where our type does."""
-        return materialise_one(self.to_ours())
+        return materialise_one(self.to_veneer())
 
 
 def delegate(cls: _T, names: Iterable[str], operands: int = 2) -> None:
-    """Register rules of a type for primitives: run the rule of our type and convert its result.
+    """Register rules that run Veneer's rule of each primitive and convert the result to `cls`.
 
     With two operands, the other one may be of any type. Its own rules see what our rule computes
     with it, as in a nested `quaxify`.
@@ -61,7 +61,7 @@ def _register(primitive: Primitive, cls: type[Delegating], kinds: tuple[Any, ...
     def rule(*operands: Any, **params: Any) -> Any:
         bind = lambda *xs: primitive.bind(*xs, **primitive.get_bind_params(params))
         own = [isinstance(x, cls) for x in operands]
-        values = [x.to_ours() if o else x for o, x in zip(own, operands, strict=True)]
+        values = [x.to_veneer() if o else x for o, x in zip(own, operands, strict=True)]
         others = [isinstance(x, Value) and not o for o, x in zip(own, operands, strict=True)]
         ours = {type(x) for x in itertools.compress(values, own)}
 
@@ -71,6 +71,6 @@ def _register(primitive: Primitive, cls: type[Delegating], kinds: tuple[Any, ...
             return implicit(bind, lambda value: type(value) in ours)(*xs)
 
         out = redispatch(on_ours, *itertools.compress(values, others))
-        return next(itertools.compress(operands, own)).from_ours(out)
+        return next(itertools.compress(operands, own)).from_veneer(out)
 
     register(primitive)(with_operands(rule, kinds))

@@ -76,12 +76,12 @@ class LoraArray(Delegating):
         """Return the shape and dtype."""
         return jax.core.ShapedArray(self._w.shape, self._w.dtype)
 
-    def to_ours(self) -> types.LoraArray:
+    def to_veneer(self) -> types.LoraArray:
         """Return the array of our type."""
         cls = types.LoraArray if self.allow_materialise else _StrictLora
         return cls(self.w, self.a, self.b)
 
-    def from_ours(self, ours: Any) -> Any:
+    def from_veneer(self, ours: Any) -> Any:
         """Return a product, which is no `LoraArray`."""
         return ours
 

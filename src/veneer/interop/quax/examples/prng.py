@@ -106,7 +106,7 @@ def uniform(
     minval: ArrayLike = 0.0,
     maxval: ArrayLike = 1.0,
 ) -> Array:
-    """Draw from `[minval, maxval)` as `jax.random.uniform` does, by the bits of a `PRNG`."""
+    """Draw from `[minval, maxval)` as `jax.random.uniform` does, with random bits from `key`."""
     draw = lambda key: jax.random.uniform(key, shape, dtype, minval, maxval)
     return redispatch(draw, _AsTypedKey(key))
 

@@ -73,7 +73,7 @@ class BCOO(Delegating):
                 f"BCOO takes a shape that begins with the batch axes {batch} of data, not "
                 f"{self._shape}"
             )
-        self.to_ours()  # checks the other axes
+        self.to_veneer()  # checks the other axes
 
     def aval(self) -> jax.core.ShapedArray:
         """Return the shape and dtype."""
@@ -83,12 +83,12 @@ class BCOO(Delegating):
         """Return the same array, which may be materialized or not."""
         return BCOO(self.data, self.indices, self._shape, allow_materialise)
 
-    def to_ours(self) -> types.SparseArray:
+    def to_veneer(self) -> types.SparseArray:
         """Return the array of our type."""
         cls = types.SparseArray if self.allow_materialise else _StrictSparse
         return cls(self.data, self.indices, tuple(self._shape[self.data.ndim - 1 :]))
 
-    def from_ours(self, ours: Any) -> Any:
+    def from_veneer(self, ours: Any) -> Any:
         """Return a result of our rules as this type, if it has the structure."""
         if not isinstance(ours, types.SparseArray):
             return ours
@@ -106,7 +106,7 @@ delegate(BCOO, ["squeeze", "transpose"], operands=1)
 def _add_dense(x: BCOO, y: ArrayLike) -> Any:
     y = jnp.broadcast_to(y, jnp.broadcast_shapes(x.shape, jnp.shape(y)))
     wide = redispatch(lambda x: jnp.broadcast_to(x, y.shape), x)
-    entries = wide.to_ours().entries()
+    entries = wide.to_veneer().entries()
     return y.at[entries.at(range(y.ndim))].add(entries.data, mode="drop")
 
 

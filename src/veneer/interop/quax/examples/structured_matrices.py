@@ -49,7 +49,7 @@ class TridiagonalMatrix(Delegating):
     allow_materialise: bool = eqx.field(default=False, static=True)
 
     def __check_init__(self) -> None:
-        self.to_ours()  # checks the shapes
+        self.to_veneer()  # checks the shapes
         dtypes = {x.dtype.name for x in (self.lower_diag, self.main_diag, self.upper_diag)}
         if len(dtypes) > 1:
             raise ValueError(f"TridiagonalMatrix takes diagonals of one dtype, not {dtypes}")
@@ -59,12 +59,12 @@ class TridiagonalMatrix(Delegating):
         *batch, n = self.main_diag.shape
         return jax.core.ShapedArray((*batch, n, n), self.main_diag.dtype)
 
-    def to_ours(self) -> types.Tridiagonal:
+    def to_veneer(self) -> types.Tridiagonal:
         """Return the array of our type."""
         cls = types.Tridiagonal if self.allow_materialise else _StrictTridiagonal
         return cls(self.lower_diag, self.main_diag, self.upper_diag)
 
-    def from_ours(self, ours: Any) -> Any:
+    def from_veneer(self, ours: Any) -> Any:
         """Return a result of our rules as this type, if it has the structure."""
         if not isinstance(ours, types.Tridiagonal):
             return ours

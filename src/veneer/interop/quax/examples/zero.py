@@ -24,9 +24,9 @@ __all__ = ["Zero"]
 class Zero(ArrayValue):
     """An array of zeros that stores nothing. `x + zero` is `x`, and `x * zero` is a `Zero`.
 
-    `veneer.types.Constant` is filled with a number that a program computes with. This type is zero
-    when the program is traced, so that operations with it are left out. Its product with inf or NaN
-    is zero too.
+    This type is known to be zero while JAX traces, so operations with it are omitted. The fill of
+    a `veneer.types.Constant` is known only when the program runs. The product of a `Zero` with
+    inf or NaN is zero too.
 
     **Arguments:**
 
@@ -60,7 +60,7 @@ class Zero(ArrayValue):
 _Other = ArrayLike | ArrayValue
 
 
-def _result(primitive: Primitive, operands: Any, params: dict[str, Any]) -> Any:
+def _result_struct(primitive: Primitive, operands: Any, params: dict[str, Any]) -> Any:
     """Return the shape and dtype of the result. JAX checks the operands and the parameters."""
     abstract = lambda x: x.aval() if isinstance(x, Value) else jax.typeof(x)
     avals = [abstract(x) for x in operands]
@@ -68,47 +68,47 @@ def _result(primitive: Primitive, operands: Any, params: dict[str, Any]) -> Any:
     return jax.eval_shape(partial(primitive.bind, **params), *structs)
 
 
-def _is_zero(name: str, *kinds: Any) -> None:
+def _register_zero_result(name: str, *kinds: Any) -> None:
     """Register a rule of a primitive whose result is zero for these operands."""
     primitive = find_primitive(name)
 
     def rule(*operands: Any, **params: Any) -> Zero:
-        out = _result(primitive, operands, params)
+        out = _result_struct(primitive, operands, params)
         return Zero(out.shape, out.dtype)
 
     register(primitive, precedence=1)(with_operands(rule, kinds))  # before a tie with any type
 
 
 for _name in (*LINEAR, *NONLINEAR, "convert_element_type"):
-    _is_zero(_name, Zero)
+    _register_zero_result(_name, Zero)
 for _name in ("broadcast_in_dim", "reduce_sum", "reshape", "slice", "squeeze", "transpose"):
-    _is_zero(_name, Zero)
+    _register_zero_result(_name, Zero)
 for _name in ("mul", "dot_general"):
     for _kinds in ((Zero, _Other), (_Other, Zero), (Zero, Zero)):
-        _is_zero(_name, *_kinds)
+        _register_zero_result(_name, *_kinds)
 for _name in ("add", "sub"):
-    _is_zero(_name, Zero, Zero)
+    _register_zero_result(_name, Zero, Zero)
 
 
-def _other_operand(primitive: Primitive, x: Any, operands: Any, params: dict[str, Any]) -> Any:
-    """Return an operand in the shape and dtype of the result."""
-    out = _result(primitive, operands, params)
+def _match_result(primitive: Primitive, x: Any, operands: Any, params: dict[str, Any]) -> Any:
+    """Broadcast and cast `x`, the operand that is not `Zero`, to the result's shape and dtype."""
+    out = _result_struct(primitive, operands, params)
     return redispatch(lambda x: jnp.broadcast_to(x, out.shape).astype(out.dtype), x)
 
 
 @register(lax.add_p, precedence=1)
 def _(x: _Other, y: Zero, **params: Any) -> Any:
-    return _other_operand(lax.add_p, x, (x, y), params)
+    return _match_result(lax.add_p, x, (x, y), params)
 
 
 @register(lax.add_p, precedence=1)
 def _(x: Zero, y: _Other, **params: Any) -> Any:
-    return _other_operand(lax.add_p, y, (x, y), params)
+    return _match_result(lax.add_p, y, (x, y), params)
 
 
 @register(lax.sub_p, precedence=1)
 def _(x: _Other, y: Zero, **params: Any) -> Any:
-    return _other_operand(lax.sub_p, x, (x, y), params)
+    return _match_result(lax.sub_p, x, (x, y), params)
 
 
 @register(lax.dynamic_slice_p)

@@ -1,8 +1,8 @@
 """`HiValue` and `register_rules`, as in `quax.experimental.hijax` of Quax's main branch.
 
-A `HiValue` is a Quax type whose one leaf is a value of a type that `jax.experimental.hijax` knows.
-JAX functions run on it by rules, and the leaf has a type of its own in jaxprs, with tangents and
-cotangents of the types that it states. The names of hijax are here too, in every version of JAX.
+A `HiValue` is a Quax type with one leaf, a hijax value. Rules run JAX functions on it. In jaxprs
+the leaf has its hijax type, which states the types of its tangents and cotangents. The
+module also has hijax's names (`HiPrim`, `HiType` and others) in every supported version of JAX.
 """
 
 # Equinox lets `__init__` assign the fields of a frozen module.
