@@ -72,6 +72,7 @@ def test_an_empty_box_is_filled(outside):
     program = outside(program)
     assert program(2.0) == 3.0
     assert box.get() == {"n": 2.0, "m": [3.0]}
+    assert traces
     assert all(seen is None for seen in traces)
     assert [program(3.0) == 4.0, program(4.0) == 5.0] == [True, True]
     assert box.get() == {"n": 4.0, "m": [5.0]}
@@ -94,6 +95,51 @@ def test_a_known_structure_is_not_traced_again(jit):
     box.set(None)
     program(5.0)
     assert box.get() == {"n": 5.0}
+
+
+def test_each_jax_jit_of_a_function_shares_its_traces():
+    traces = []
+
+    def program(box, x):
+        traces.append(1)
+        box.set([x.sum()])
+        return x
+
+    with vn.hijax.enabled():
+        for _ in range(3):
+            jax.jit(program)(Box(), jnp.ones(3))
+        assert len(traces) == 2
+        jax.clear_caches()
+        jax.jit(program)(Box(), jnp.ones(3))
+        assert len(traces) == 4
+
+
+@CHANGING_JITS
+def test_one_sharding_is_that_of_the_results_alone(jit):
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.P("x"))
+
+    def program(box, x):
+        box.set([x.sum()])
+        return x + 1
+
+    box = Box()
+    y = jit(program, out_shardings=sharding)(box, jnp.ones(4))
+    assert (y.sharding, box.get()) == (sharding, [4.0])
+
+
+@CHANGING_JITS
+def test_attributes_of_a_callable_object_are_kept_apart(jit):
+    class Program:
+        def __init__(self):
+            self._programs, self.size = "of the user", 3
+
+        def __call__(self, box):
+            box.set([self.size])
+
+    box = Box()
+    jit(Program())(box)
+    assert box.get() == [3]
 
 
 @CHANGING_JITS

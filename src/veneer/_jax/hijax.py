@@ -28,6 +28,7 @@ from jax._src.linear_util import StoreException
 from jax._src.sharding_impls import UnspecifiedValue as Unspecified
 from jax._src.state.types import RefEffect
 from jax._src.tree_util import tracing_registry
+from jax._src.util import weakref_lru_cache
 
 from .primitives import Primitive
 from .tracing import Tracer
@@ -67,6 +68,7 @@ __all__ = [
     "jax_pmap",
     "jax_shard_map",
     "jit_with_options",
+    "key_of",
     "lax",
     "loops",
     "no_effects",
@@ -74,12 +76,14 @@ __all__ = [
     "parallel",
     "pe",
     "pjit",
+    "places_results",
     "print_as",
     "register_hitype",
     "stages",
     "to_staged",
     "tracing_registry",
     "tree_util",
+    "weakref_lru_cache",
     "with_further_result",
 ]
 
@@ -98,6 +102,18 @@ no_effects = core.no_effects
 def options_of(jitted: Any) -> Any:
     """Return the options of a function that `jax.jit` made, as `jit_with_options` takes them."""
     return jitted._jit_info
+
+
+def key_of(options: Any) -> tuple[Any, ...]:
+    """Return a key that is equal for equal options of `jax.jit`, which JAX compares by identity."""
+    return tuple(options._replace(fun_sourceinfo="", fun_signature=None))
+
+
+def places_results(options: Any) -> bool:
+    """Return whether options of `jax.jit` have shardings or layouts for the results."""
+    shardings, layouts = options.out_shardings_leaves, options.out_layouts_leaves
+    is_given = any(not isinstance(x, Unspecified) for x in shardings)
+    return is_given or any(x is not None for x in layouts)
 
 
 def with_further_result(options: Any) -> Any:

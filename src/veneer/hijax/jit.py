@@ -18,7 +18,14 @@ from weakref import ReferenceType, WeakKeyDictionary, WeakSet
 import jax
 
 from .._core.transform import implicit
-from .._jax.hijax import jit_with_options, options_of, with_further_result
+from .._jax.hijax import (
+    jit_with_options,
+    key_of,
+    options_of,
+    places_results,
+    weakref_lru_cache,
+    with_further_result,
+)
 from .._jax.tracing import Tracer, current_trace, is_eager, jax_caller
 from .box.box import Box, is_box
 from .box.contents import BoxStructureError, Contents
@@ -80,7 +87,9 @@ class Jitted:
         self._programs = [self._new_program()]
         self._function = function
         self._plain: Any = jit_with_options(_wrapped(function, partial(_run, function)), options)
-        update_wrapper(self, function)
+        update_wrapper(self, function, updated=())
+        # A callable object may have attributes with the names of these.
+        self.__dict__ = {**getattr(function, "__dict__", {}), **self.__dict__}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         program = self._programs[-1]
@@ -153,8 +162,8 @@ class Specialisation:
         self.held: list[Any] = []  # references: of the captured, and of functions traced before
         # What a Box holds is gone with the arguments that are donated, and is to come back.
         self.donates = bool(options.donate_argnums or options.donate_argnames)
-        # A tree of shardings is for the results alone.
-        self.splits = not jax.tree_util.treedef_is_leaf(options.out_shardings_treedef)
+        # Shardings and layouts are those of the results, and not of the contents of Boxes.
+        self.splits = places_results(options)
         wrapped = _wrapped(function, partial(self._traced, function))
         _wrappers.add(wrapped)
         options = with_further_result(options) if self.splits else options
@@ -280,8 +289,11 @@ def _refuse_held(passed: Sequence[Contents], held: Sequence[Any]) -> None:
 
 # With high types on, `jax.jit` calls a function that changes the structure of a Box in this way.
 
-#: The `vn.jit` of each such function, by the options of its `jax.jit`.
-_changing: Any = WeakKeyDictionary()
+
+@weakref_lru_cache  # JAX clears it with its own caches, and does not keep the function
+def _cell_of(function: Callable, key: tuple[Any, ...]) -> list[Jitted]:
+    """Return a list for the `vn.jit` of a function under `jax.jit` with these options."""
+    return []
 
 
 def let_boxes_change(infer: Callable) -> Callable:
@@ -294,14 +306,13 @@ def let_boxes_change(infer: Callable) -> Callable:
     def infer_or_change(function: Any, options: Any, args: Any, kwargs: Any) -> Any:
         if not is_enabled() or function in _wrappers or jax_caller() != "cache_miss":
             return infer(function, options, args, kwargs)
-        jitted = _changing.get(function, {}).get(options)
-        if jitted is None:
+        cell = _cell_of(function, key_of(options))
+        if not cell:
             try:
                 return infer(function, options, args, kwargs)
             except BoxStructureError:
-                jitted = _make_jitted(function, options)
-                _changing.setdefault(function, {})[options] = jitted
-        return jitted, []
+                cell.append(_make_jitted(function, options))
+        return cell[0], []
 
     return infer_or_change
 
@@ -320,7 +331,7 @@ def call_changing(run: Callable) -> Callable:
 
 def _make_jitted(function: Callable, options: Any) -> Jitted:
     """Return `vn.jit` of a function, with the options that `jax.jit` has parsed."""
-    reference = ReferenceType(function)  # since `_changing` must not keep the function
+    reference = ReferenceType(function)  # since the cache must not keep the function
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return reference()(*args, **kwargs)  # type: ignore[misc]
