@@ -244,6 +244,7 @@ class QArray(ImplicitArray):
     def aval(self) -> jax.core.ShapedArray:
         """Returns the shape of the codes, before packing, and the dense dtype."""
         stored = jax.typeof(self.packed)  # with its sharding, which the codes share
+        _check_codes_are_stored(self, stored.dtype)
         shape = list(stored.shape)
         if self.packing is not None:
             axis, size = self.packing
@@ -306,6 +307,7 @@ class QArray(ImplicitArray):
     def dequantize(self) -> jax.Array:
         """Return the dense array, as `vn.quant.dequantize`."""
         refuse_derivatives(self)
+        _check_codes_are_stored(self, self.packed.dtype)
         return compute_elementwise(QArray._dequantize, self, self.dtype)
 
     def _dequantize(self) -> jax.Array:
@@ -422,6 +424,20 @@ def _validate(q: QArray) -> None:
                 f"{name} has shape {leaf.shape}, which does not tile values of shape {q.shape}: "
                 "it needs the same rank, and axes that divide those of the values"
             )
+
+
+def _check_codes_are_stored(q: QArray, dtype: Any) -> None:
+    """Reject codes that a function of leaves has converted, as `jax.tree.map(lambda x: 0.9 * x)`.
+
+    Derivatives by codes have dtype float0.
+    """
+    if dtype not in (q.format.storage_dtype, jax.dtypes.float0):
+        raise ValueError(
+            f"the codes of a QArray in {q.qtype} are {jnp.dtype(dtype).name}, not "
+            f"{q.format.storage_dtype.name}. A function of leaves, such as jax.tree.map, changed "
+            "codes and scales separately. To change the array, use vn.tree.map, or call the "
+            "function under vn.implicit"
+        )
 
 
 def _validate_packed(q: QArray) -> None:
