@@ -115,6 +115,23 @@ def test_each_jax_jit_of_a_function_shares_its_traces():
 
 
 @CHANGING_JITS
+@pytest.mark.parametrize("caught", [Exception, TypeError])
+def test_a_function_that_catches_errors_changes_a_box(jit, caught):
+    box = Box()
+
+    @jit
+    def program(x):
+        try:
+            box.set({"x": x})
+        except caught:
+            return x - 1
+        return x + 1
+
+    assert program(2.0) == 3.0
+    assert box.get() == {"x": 2.0}
+
+
+@CHANGING_JITS
 def test_one_sharding_is_that_of_the_results_alone(jit):
     mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     sharding = jax.sharding.NamedSharding(mesh, jax.P("x"))

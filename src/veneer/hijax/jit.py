@@ -28,7 +28,7 @@ from .._jax.hijax import (
 )
 from .._jax.tracing import Tracer, current_trace, is_eager, jax_caller
 from .box.box import Box, is_box
-from .box.contents import BoxStructureError, Contents
+from .box.contents import Contents
 from .box.frames import Frame, passed_and_held, resolved, state
 from .box.traces import held_by
 from .mode import is_enabled
@@ -308,10 +308,17 @@ def let_boxes_change(infer: Callable) -> Callable:
             return infer(function, options, args, kwargs)
         cell = _cell_of(function, key_of(options))
         if not cell:
+            before, state.changes_structure = state.changes_structure, False
             try:
-                return infer(function, options, args, kwargs)
-            except BoxStructureError:
-                cell.append(_make_jitted(function, options))
+                parameters = infer(function, options, args, kwargs)
+            except Exception:
+                if not state.changes_structure:
+                    raise
+            finally:
+                changes, state.changes_structure = state.changes_structure, before
+            if not changes:
+                return parameters
+            cell.append(_make_jitted(function, options))
         return cell[0], []
 
     return infer_or_change

@@ -29,7 +29,7 @@ from ..._jax.tracing import Trace, Tracer, current_trace, is_eager, set_current_
 from ..mode import is_enabled
 from ..types import is_typed, opened
 from ..values import exposed
-from .frames import Frame, forget_programs, frames
+from .frames import Frame, forget_programs, frames, state
 from .traces import (
     CHECKPOINT,
     CONDITION,
@@ -59,7 +59,8 @@ if hasattr(os, "register_at_fork"):
 class BoxStructureError(TypeError):
     """A Box cannot change its structure in the innermost `jax.jit` that traces.
 
-    With high types on, the call of that jitted function catches it, and is done by `vn.jit`.
+    With high types on, `vn.jit` then does the call of that jitted function, also if the function
+    catches the error.
     """
 
 
@@ -249,6 +250,7 @@ class Contents:
         keeps = "keeps the structure and the types of a Box"
         if staged == "jit":
             if is_enabled():
+                state.changes_structure = True
                 return BoxStructureError(
                     f"{change}: a function that is only traced (`lower`, `trace`, `eval_shape`, "
                     f"`make_jaxpr`) {keeps}. Call the function"

@@ -72,6 +72,7 @@ class _State(local):
     def __init__(self) -> None:
         self.frames: list[Frame] = []
         self.flattened: list[Box] | None = None
+        self.changes_structure = False  # whether a `BoxStructureError` was raised
 
 
 state = _State()
