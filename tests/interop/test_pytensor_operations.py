@@ -380,3 +380,17 @@ def test_duplicates_are_ignored_where_a_graph_says_so():
     at, amount = np.array([1, 3, 1]), np.array([2.0, 3.0, 2.0])
     for ignore in (True, False):
         compare(pt.inc_subtensor(V[at], amount, ignore_duplicates=ignore), jax.jit, run_numba)
+
+
+def test_complex_eigenvectors_are_rejected():
+    a = pt.zmatrix("a")
+    with pytest.raises(NotImplementedError, match="eigenvectors of a complex matrix"):
+        to_jax(list(pt.linalg.eigh(a)), [a])
+
+
+def test_known_indices_out_of_range_are_rejected():
+    i, j = pt.lvector("i"), pt.lvector("j")
+    flat = to_jax(pt.ravel_multi_index((i, j), (3, 4)), [i, j])
+    with pytest.raises(ValueError, match=r"not in \[0, 4\)"):
+        flat(np.array([1]), np.array([5]))
+    assert flat(np.array([1]), np.array([3])).tolist() == [7]

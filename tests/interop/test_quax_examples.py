@@ -467,3 +467,11 @@ def test_bad_dtypes_of_draws_are_refused():
     for draw in (prng.normal, prng.uniform):
         with pytest.raises(ValueError, match="dtype"):
             draw(prng.ThreeFry(0), (2,), jnp.int32)
+
+
+def test_where_chooses_among_batched_keys():
+    keys = [jax.vmap(quax.examples.prng.ThreeFry)(jnp.arange(n, n + 3)) for n in (0, 10)]
+    mask = jnp.array([True, False, True])
+    chosen = quax.quaxify(jnp.where)(mask, *keys)
+    expected = jnp.where(mask[:, None], keys[0].value, keys[1].value)
+    assert jnp.array_equal(chosen.value, expected)

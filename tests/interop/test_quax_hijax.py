@@ -308,3 +308,9 @@ def test_the_names_of_hijax_are_there():
     assert set(hijax.__all__) <= set(dir(hijax))
     assert hijax.HIJAX_FLOOR == "0.10.2"
     assert isinstance(hijax.MappingSpec, type)
+
+
+@pytest.mark.parametrize("function", [lambda *xs: xs[0], lambda: 0])
+def test_functions_without_positional_operands_are_rejected(function):
+    with pytest.raises(TypeError, match=r"takes \*args|takes no operand"):
+        register_rules(HiValue, {jax.lax.mul_p: function})

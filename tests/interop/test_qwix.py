@@ -617,3 +617,14 @@ def test_products_of_int16_activations_agree_with_dense(qtype):
     assert x.qvalue.dtype == jnp.int16
     w = qwix.quantize(arrays.normal(33, 3, seed=1), jnp.int4, channelwise_axes=[1])
     assert_near(qwix.dot(x, w), represented(x) @ represented(w))
+
+
+@pytest.mark.parametrize("name", ["PtqProvider", "QuantizationRule", "quantize_model"])
+def test_names_of_providers_point_to_their_replacement(name):
+    with pytest.raises(AttributeError, match=rf"'{name}': use vn\.quant\."):
+        getattr(qwix, name)
+
+
+def test_unknown_names_have_no_hint():
+    with pytest.raises(AttributeError, match=r"has no attribute 'unknown'$"):
+        _ = qwix.unknown

@@ -144,6 +144,13 @@ def _reduce(op: Any, node: Any, **_: Any) -> Implementation | None:
     return reduce
 
 
+def is_out_of_range(index: Any, size: Any) -> bool:
+    """Return whether an index is known to be out of range. A traced index follows JAX."""
+    if isinstance(index, jax.core.Tracer) or isinstance(size, jax.core.Tracer):
+        return False
+    return bool(((index < 0) | (index >= size)).any())
+
+
 def _ravel_multi_index(op: Any, node: Any, **_: Any) -> Implementation:
     def ravel(*operands: Any) -> Any:
         *indices, dims = operands
@@ -156,6 +163,8 @@ def _ravel_multi_index(op: Any, node: Any, **_: Any) -> Implementation:
                 index = jnp.clip(index, 0, size - 1)
             elif op.mode == "wrap":
                 index = index % size
+            elif is_out_of_range(index, size):
+                raise ValueError(f"an index of ravel_multi_index is not in [0, {size})")
             total = total + index * stride
             stride = stride * size
         return total
@@ -199,6 +208,12 @@ def _mirror_triangle(a: Any, lower: bool, conjugate: bool = True) -> Any:
 
 
 def _eigh(op: Any, node: Any, **_: Any) -> Implementation | None:
+    is_complex = node.inputs[0].type.dtype.startswith("complex")
+    if is_complex and any(not v.type.dtype.startswith("complex") for v in node.outputs[1:]):
+        raise NotImplementedError(
+            "PyTensor declares the eigenvectors of a complex matrix as real, so their imaginary "
+            "parts would be lost"
+        )
     if len(node.inputs) == 2:
         return None
 
@@ -248,7 +263,7 @@ def _tridiagonal_factor(op: Any, node: Any, **_: Any) -> Implementation:
         def step(row: Any, below: Any) -> Any:
             diagonal, upper = row
             left, pivot, right, i = below
-            swap = size(left) > size(diagonal)
+            swap = ~(size(diagonal) >= size(left))  # NaN on the diagonal is swapped, as in LAPACK
             top = jnp.where(swap, left, diagonal)
             is_zero = top == 0
             factor = jnp.where(swap, diagonal, left) / jnp.where(is_zero, 1, top)

@@ -41,6 +41,24 @@ __version__ = "0.1.8"  # of Qwix
 
 _Operand = ArrayLike | ImplicitArray
 
+# What to use instead of other names of Qwix.
+_INSTEAD = {
+    "LoraProvider": "vn.lora.init_tree(params, rules, key=...)",
+    "LoraRule": "vn.lora.Rule(path_regex, rank=...)",
+    "PtqProvider": "vn.quant.quantize_tree(params, rules, ...)",
+    "QtProvider": "vn.quant.quantize_tree(params, rules, train=True)",
+    "QtRule": "vn.quant.Rule(path_regex, qtype, ...)",
+    "QuantizationRule": "vn.quant.Rule(path_regex, qtype, ...)",
+    "apply_lora_to_model": "vn.lora.init_tree(params, rules, key=...)",
+    "quantize_model": "vn.quant.quantize_tree(params, rules, ...)",
+    "quantize_params": "vn.quant.quantize_tree(params, rules, ...)",
+}
+
+
+def __getattr__(name: str) -> Any:
+    hint = f": use {_INSTEAD[name]}. docs/qwix.md has a table" if name in _INSTEAD else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
+
 
 def quantize(
     array: _Operand,

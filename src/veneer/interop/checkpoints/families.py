@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ...quant.formats import FORMATS
 from .. import manifest
 from ..folder import TensorFolder
 from . import awq, bitsandbytes, block_fp8, compressed_tensors, gptq, mlx, mxfp4, torchao
@@ -68,7 +69,7 @@ _PARTS = (
     *(".qweight", ".qzeros", ".g_idx", ".weight_packed", ".weight_g_idx", "_scale_inv", ".SCB"),
     *(".absmax", ".quant_map", ".nested_absmax", "_qdata", ".W_q"),
 )
-_FLOATS = ("float64", "float32", "float16", "bfloat16")
+_CODES = {format.storage_dtype.name for format in FORMATS.values()}
 _INTEGERS = ("int8", "uint8", "int32", "uint32")
 
 
@@ -134,7 +135,7 @@ def read_family(folder: TensorFolder) -> FamilyWeights | None:
 def _is_saved_codes(name: str, headers: Mapping[str, Any]) -> bool:
     """Return whether a tensor is named as `vn.save` names the codes of a `QArray`."""
     array, dot, part = name.rpartition(".")
-    if not dot or part != "packed" or headers[name].dtype.name in _FLOATS:
+    if not dot or part != "packed" or headers[name].dtype.name not in _CODES:
         return False
     return not {f"{array}.scale", f"{array}.scale.packed"}.isdisjoint(headers)
 

@@ -94,6 +94,9 @@ class AmbiguousLookupError(rules.AmbiguousLookupError, LookupError):
     __str__ = Exception.__str__
     __repr__ = Exception.__repr__
 
+    def __reduce__(self) -> Any:
+        return AmbiguousLookupError, self.args  # a class with plum's base has no name in a module
+
 
 def _to_plum_error(error: rules.AmbiguousLookupError) -> AmbiguousLookupError:
     message = str(error).replace("two calls of implicit", "two calls of quaxify")

@@ -130,4 +130,9 @@ def split(key: PRNG_T, num: int = 2) -> Sequence[PRNG_T]:
 
 @register(lax.select_n_p)
 def _(which: Any, *cases: PRNG) -> PRNG:
-    return jax.tree.map(lambda *leaves: lax.select_n(which, *leaves), *cases)
+    def select(*leaves: Array) -> Array:
+        shape = (*jnp.shape(which), *[1] * (leaves[0].ndim - jnp.ndim(which)))
+        by_entry = jnp.broadcast_to(jnp.reshape(which, shape), leaves[0].shape)
+        return lax.select_n(which if jnp.ndim(which) == 0 else by_entry, *leaves)
+
+    return jax.tree.map(select, *cases)

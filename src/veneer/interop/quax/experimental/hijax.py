@@ -17,6 +17,7 @@ import jax
 from jax.core import ShapedArray
 from jax.typing import ArrayLike
 
+from ...._core.value import Value
 from ...._jax.hijax import HiPrim, HiType, MappingSpec, instantiate_zeros, register_hitype
 from ...._jax.primitives import Primitive
 from ..core import ArrayValue, register, with_operands
@@ -79,7 +80,7 @@ def register_rules(cls: type[HiValue], rules: Mapping[Primitive, Callable[..., A
     - `rules`: a function for each primitive: `{lax.mul_p: mul}`.
 
     **Raises:** `NotImplementedError` for a primitive with several results. Register that rule by
-    `register`.
+    `register`. `TypeError` for a function without positional parameters, or with `*args`.
     """
     for primitive, function in rules.items():
         if primitive.multiple_results:
@@ -88,7 +89,13 @@ def register_rules(cls: type[HiValue], rules: Mapping[Primitive, Callable[..., A
                 "results: register a rule for it by `register`"
             )
         parameters = inspect.signature(function).parameters.values()
+        if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+            raise TypeError(
+                f"the function for {primitive} takes *args: give it one parameter per operand"
+            )
         count = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+        if count == 0:
+            raise TypeError(f"the function for {primitive} takes no operand")
         for kinds in itertools.product((cls, ArrayLike), repeat=count):
             if cls in kinds:
                 register(primitive)(with_operands(_rule(cls, function), kinds))
@@ -103,6 +110,7 @@ def _rule(cls: type[HiValue], function: Callable[..., Any]) -> Callable[..., Any
         leaves = [x.leaf if isinstance(x, cls) else x for x in operands]
         passed = {name: x for name, x in params.items() if takes_all or name in taken}
         out = function(*leaves, **passed)
-        return cls(out) if isinstance(jax.typeof(out), HiType) else out
+        is_hijax = not isinstance(out, Value) and isinstance(jax.typeof(out), HiType)
+        return cls(out) if is_hijax else out
 
     return rule
