@@ -127,7 +127,8 @@ def _suggest(name: str) -> str:
     """Return a hint if a module of this package has a public name."""
     if not name.startswith("_"):  # tools ask for private names, and importing modules takes time
         for module in ("quant", "types", "lora", "tree"):
-            if name in dir(import_module(f"{__name__}.{module}")):
+            found = getattr(import_module(f"{__name__}.{module}"), name, None)
+            if getattr(found, "__module__", "").startswith(f"{__name__}."):
                 return f"; did you mean vn.{module}.{name}?"
     return ""
 

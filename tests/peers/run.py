@@ -10,6 +10,7 @@ instead: `make test-peers QWIX=../qwix`. PyTensor holds Numba to an older versio
 needs an environment with the extras `test` and `pytensor`: `python tests/peers/run.py pytensor`.
 """
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -147,7 +148,7 @@ def run(name: str, arguments: list[str]) -> int:
 
 if __name__ == "__main__":
     # All are run, whatever fails. 5 is that -k left no test.
-    chosen = [argument for argument in sys.argv[1:] if argument in SUITES]
-    arguments = [argument for argument in sys.argv[1:] if argument not in SUITES]
+    chosen = list(itertools.takewhile(SUITES.__contains__, sys.argv[1:]))
+    arguments = sys.argv[1 + len(chosen) :]
     codes = [run(name, arguments) for name in chosen or SUITES]
     sys.exit(any(code not in (0, 5) for code in codes))

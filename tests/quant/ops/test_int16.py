@@ -135,3 +135,14 @@ def test_files_slices_and_constructors_keep_int16(tmp_path):
     np.testing.assert_array_equal(QArray(q.qvalue, q.scale).dequantize(), q.dequantize())
     with pytest.raises(ValueError, match=r"codes of int16 lie in \[-32768, 32767\]"):
         QArray(jnp.array([40000]), jnp.ones(1), qtype="int16")
+
+
+@pytest.mark.parametrize("deviation", [0.02, 0.001, 1e-6])
+def test_float16_arrays_keep_their_precision(deviation):
+    w = (deviation * jax.random.normal(jax.random.key(0), (64, 64))).astype(jnp.float16)
+    q = vn.quant.quantize(w, "int16", channelwise_axes=(1,))
+    assert q.scale.dtype == jnp.float32
+    error = jnp.abs(q.dequantize().astype(jnp.float32) - w.astype(jnp.float32)).max()
+    # Half a step of int16, and half a step of float16 for the result.
+    largest = jnp.abs(w).max().astype(jnp.float32)
+    assert error <= largest * 2**-15 + max(largest * 2**-11, 2**-25)

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import operator
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, SupportsIndex
 
@@ -14,6 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ..._core.surface.array import ImplicitArray
 from ..._core.value import materialise_one
+from ..._jax.source_lines import warn_user
 from ..formats import FORMATS, Format, get_format
 from ..formats.rounding import encode_stochastically
 from ..formats.tiles import Leaf, Shape, divides, over_tiles, split_tiles, tile_counts
@@ -108,10 +108,9 @@ def quantize(
         dense, qtype, channelwise_axes, tiled_axes, calibration_method, scale_dtype
     )
     if params.counts == dense.shape and dense.size > 1:
-        warnings.warn(
+        warn_user(
             f"each value of {dense.dtype.name}{[*dense.shape]} has a scale of its own, so {qtype} "
-            "takes more memory than the dense array: give fewer channelwise_axes, or larger tiles",
-            stacklevel=2,
+            "takes more memory than the dense array: give fewer channelwise_axes, or larger tiles"
         )
     return quantize_by(dense, params, key)
 
@@ -247,6 +246,8 @@ def scale_dtype_in(format: Format, dtype: DTypeLike, wanted: DTypeLike | None) -
                 f"not {jnp.dtype(wanted).name}"
             )
         return format.scale_dtype
+    if wanted is None and format.bits > 8 and jnp.dtype(dtype) == jnp.float16:
+        return "float32"  # a step of 2**-15 of the largest value is subnormal in float16
     name = jnp.dtype(dtype if wanted is None else wanted).name
     if jnp.dtype(name) not in (*QUANTIZABLE, jnp.float8_e8m0fnu):
         raise TypeError(f"scale_dtype is {name}; quantize takes {_names(QUANTIZABLE)}")
