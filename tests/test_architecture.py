@@ -29,8 +29,8 @@ def modules_imported_by(path: Path) -> set[str]:
 
     Not those that it imports for annotations alone.
     """
-    source = ast.unparse(_Unannotated().visit(ast.parse(path.read_text("utf-8"))))
-    names = imported_by(source, module_of(path), path.name == "__init__.py")
+    tree = _Unannotated().visit(ast.parse(path.read_text("utf-8")))
+    names = imported_by(tree, module_of(path), path.name == "__init__.py")
     modules = {name if name in MODULES else name.rpartition(".")[0] for name in names}
     return (modules & MODULES.keys()) - {module_of(path)}
 

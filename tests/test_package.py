@@ -94,12 +94,12 @@ def module_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imported_by(source: str, module: str, is_package: bool) -> Iterator[str]:
-    """The full names a module imports, at its top or inside its functions.
+def imported_by(tree: ast.AST, module: str, is_package: bool) -> Iterator[str]:
+    """Yield the full names that a module imports, at its top or inside its functions.
 
     `from a import b` yields `a.b`, which may be a module or a name within `a`.
     """
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -111,7 +111,8 @@ def imported_by(source: str, module: str, is_package: bool) -> Iterator[str]:
 
 
 def imports_of(path: Path) -> set[str]:
-    return set(imported_by(path.read_text("utf-8"), module_of(path), path.name == "__init__.py"))
+    tree = ast.parse(path.read_text("utf-8"))
+    return set(imported_by(tree, module_of(path), path.name == "__init__.py"))
 
 
 def reached_from(path: Path) -> set[str]:
@@ -256,11 +257,13 @@ def test_private_jax_is_imported_in_one_room():
     ],
 )
 def test_imports_are_found(source, expected):
-    assert list(imported_by(source, "veneer._core.rules", is_package=False)) == [expected]
+    assert list(imported_by(ast.parse(source), "veneer._core.rules", is_package=False)) == [
+        expected
+    ]
 
 
 def test_relative_imports_of_a_package_are_found():
-    names = imported_by("from .ops import dot_general", "veneer.quant", is_package=True)
+    names = imported_by(ast.parse("from .ops import dot_general"), "veneer.quant", True)
     assert list(names) == ["veneer.quant.ops.dot_general"]
 
 

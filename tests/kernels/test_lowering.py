@@ -213,14 +213,14 @@ def test_an_older_jax_has_no_kernel_for_many_rows(gpu, monkeypatch):
 
 def test_explain_names_the_kernel_of_a_gpu(gpu):
     how = vn.explain(jnp.matmul)(X, quantized()).events[0].how
-    assert how.startswith("CPU kernel rows_lookup4, GPU kernel rows_lookup4, else")
+    assert how.startswith("CPU kernel rows_lookup4, GPU kernel rows_lookup4 (fallback: ")
 
 
 @has_mosaic
 def test_explain_names_the_kernel_for_hopper(gpu):
     with abstract_device("cuda"):
         how = vn.explain(jnp.matmul)(rows(300), quantized("int8", None)).events[0].how
-    assert "GPU kernel hopper_rows_int8, else" in how
+    assert "GPU kernel hopper_rows_int8 (fallback: " in how
 
 
 def test_xla_computes_all_products_if_it_is_chosen(gpu):

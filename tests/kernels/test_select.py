@@ -18,7 +18,7 @@ from veneer.kernels.gpu import hopper
 from veneer.kernels.problem import MatmulShape
 
 X, W = arrays.normal(2, 128), arrays.quantized("int8", 128, 130)
-BY_KERNEL = "CPU kernel rows_int8, else rhs scaled outside"
+BY_KERNEL = "CPU kernel rows_int8 (fallback: rhs scaled outside)"
 
 
 def shape(**changes):

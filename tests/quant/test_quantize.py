@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import TypeCheckError
 from support import arrays
 from support.array_types import Lora
 
@@ -158,13 +159,15 @@ def test_a_scale_per_value_warns():
 
 @pytest.mark.parametrize("key", [0, 1.5, "key", np.zeros(2)])
 def test_a_key_is_of_jax(key):
-    with pytest.raises(TypeError, match=r"key must be a JAX PRNG key, such as jax\.random\.key"):
+    message = r"key must be a JAX PRNG key, such as jax\.random\.key|quantize"
+    with pytest.raises((TypeError, TypeCheckError), match=message):
         quantize(jnp.ones((4, 4)), "int8", key=key)
 
 
 @pytest.mark.parametrize("array", [[1.0, 2.0], (1.0,)])
 def test_a_sequence_is_no_array(array):
-    with pytest.raises(TypeError, match=f"takes an array, not a {type(array).__name__}"):
+    message = f"takes an array, not a {type(array).__name__}|quantize"
+    with pytest.raises((TypeError, TypeCheckError), match=message):
         quantize(array, "int8")
 
 

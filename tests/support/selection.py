@@ -33,9 +33,9 @@ ROOT = Path(__file__).parents[2]
 DURATIONS = Path(__file__).with_name("durations.json")
 
 #: In a quick run, the cases of a test beyond the first take at most this many seconds together.
-BUDGET = 0.45
+BUDGET = 0.35
 #: A quick run omits a test if one case takes longer than this, in seconds.
-LONGEST = 2.5
+LONGEST = 2.0
 #: `durations.json` records a test if one case takes at least this many seconds.
 RECORDED = 0.2
 

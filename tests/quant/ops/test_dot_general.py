@@ -272,8 +272,8 @@ def test_tiles_of_a_large_product_are_larger():
     few, many = tiles_of(normal(2, 256), 1, 64), tiles_of(normal(32, 256), 1, 64)
     assert "each of 4 tiles" in how(few, rhs)
     assert how(many, rhs) == (
-        "lhs dequantised, for it is tiled by 64 along the sum, "
-        "rhs dequantised, for it is tiled by 64 along the sum"
+        "dequantize lhs, tiled by 64 along the contracted axis, "
+        "dequantize rhs, tiled by 64 along the contracted axis"
     )
     assert "each of 2 tiles" in how(
         tiles_of(normal(32, 256), 1, 128), tiles_of(normal(256, 32), 0, 128)

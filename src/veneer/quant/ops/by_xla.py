@@ -114,7 +114,7 @@ def by_values(lhs: jax.Array | QArray, rhs: jax.Array | QArray, params: DotParam
         return None
     reasons = [_why_inside(x, params, side) for side, x in enumerate((lhs, rhs))]
     hows = [
-        f"{name} dequantised, for {reason}" if reason else f"{name} scaled outside"
+        f"dequantize {name}, {reason}" if reason else f"{name} scaled outside"
         for name, reason in zip(("lhs", "rhs"), reasons, strict=True)
         if reason is not None
     ]
@@ -218,7 +218,7 @@ def _why_inside(x: jax.Array | QArray, params: DotParams, side: int) -> str | No
         return f"{x.qtype} is not exact in {x.dtype.name}"
     for axis in params.dimension_numbers.contracting[side]:
         if x.scale.shape[axis] != 1:
-            return f"it is tiled by {x.tile_shape[axis]} along the sum"
+            return f"tiled by {x.tile_shape[axis]} along the contracted axis"
     return ""
 
 

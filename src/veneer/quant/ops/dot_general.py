@@ -72,7 +72,7 @@ def plan_of(lhs: jax.Array | QArray, rhs: jax.Array | QArray, params: DotParams)
     otherwise = next(plans)
     return dataclasses.replace(
         plan,
-        how=f"{plan.how}, else {otherwise.how}",
+        how=f"{plan.how} (fallback: {otherwise.how})",
         dense=(plan if jax.default_backend() in plan.kernels_for else otherwise).dense,
     )
 
