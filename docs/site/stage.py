@@ -41,6 +41,10 @@ LINK = re.compile(
 )
 
 
+# Lines of the README that show an image of another host. The site fetches nothing from others.
+BADGE = re.compile(r"^\[?!\[[^\]]*\]\(https://img\.shields\.io/.*\n", re.MULTILINE)
+
+
 class Site:
     """The pages of the site; those that links lead to are added as they are met."""
 
@@ -106,7 +110,7 @@ class Site:
                 raise SystemExit(f"{source.relative_to(ROOT)}: {link} leads nowhere")
             return f"]({address(self.place(path))}{anchor or ''})"
 
-        return LINK.sub(replaced, included(source.read_text("utf-8")))
+        return LINK.sub(replaced, included(BADGE.sub("", source.read_text("utf-8"))))
 
 
 def found_last(page: Path) -> str:
