@@ -231,12 +231,12 @@ _warn_of_fallback.is_fallback = True  # type: ignore[attr-defined]
 
 
 @dataclasses.dataclass(eq=False, repr=False)
-class _Fields:
+class _AuxFields:
     shape: Any = aux_field(kw_only=True, default=None, repr=False)  # noqa: RUF009
     dtype: Any = aux_field(kw_only=True, default=None, repr=False)  # noqa: RUF009
 
 
-class ImplicitArray(_Fields, _CoreArray, OrginArray, abstract=True):  # type: ignore[misc]
+class ImplicitArray(_AuxFields, _CoreArray, OrginArray, abstract=True):  # type: ignore[misc]
     """An array type written as for eformer: a dataclass with a method `materialize`.
 
     Decorate each subclass with `dataclasses.dataclass`. Mark metadata with `aux_field`. Other
