@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax import export
 from jax.extend.core import Primitive
+from numba.core.codegen import CPUCodeLibrary
 
 import veneer as vn
 from veneer.numba import compiler
@@ -233,3 +234,12 @@ def test_a_rule_whose_code_may_raise_is_refused():
     vn.numba.funcify.register("inverse_of_complex")(write)
     with pytest.raises(NotImplementedError, match="must not raise"):
         vn.numba.compile(lambda x: inverse.bind(x), X.astype(np.complex64))
+
+
+def test_numba_does_not_optimize_the_functions_of_a_program(monkeypatch, tmp_path):
+    monkeypatch.setenv("VENEER_CACHE", str(tmp_path))
+    for name in ("_optimize_functions", "_optimize_final_module", "_finalize_final_module"):
+        monkeypatch.setattr(CPUCodeLibrary, name, lambda *_: pytest.fail("optimized by Numba"))
+    x = np.linspace(-1, 1, 7, dtype=np.float32)
+    f = lambda x: jnp.tanh(x) * 1.0625 + jnp.sort(x)[::-1]
+    np.testing.assert_allclose(vn.numba.compile(f, x)(x), f(x), rtol=1e-6)

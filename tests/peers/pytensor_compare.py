@@ -65,7 +65,7 @@ def as_dense(x):
 
 
 def compare(suite, run, graph_inputs, graph_outputs, test_inputs, *, assert_fn=None, **options):
-    """Compare a graph as the function of the suite does, with ours in the place of PyTensor's."""
+    """Compare a graph as the function of the suite does, with ours instead of PyTensor's."""
     is_sequence = isinstance(graph_outputs, list | tuple)
     outputs = list(graph_outputs) if is_sequence else [graph_outputs]
     inputs = [getattr(x, "variable", x) for x in graph_inputs]  # In(x, borrow=True)

@@ -127,7 +127,7 @@ class Value(Shown):
         - `shape`: the dense shape of the result. It is smaller if a block is cut off, larger if
           blocks are joined, and the same if leaves are only placed.
 
-        **Returns:** a value of this type with a `PartitionSpec` in the place of each array, or None
+        **Returns:** a value of this type with a `PartitionSpec` instead of each array, or None
         if it must be materialized. Labels and batch axes are cut without this method.
         """
         _, structure, axes = stated_layout(self)

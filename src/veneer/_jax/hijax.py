@@ -119,7 +119,7 @@ def places_results(options: Any) -> bool:
 def with_further_result(options: Any) -> Any:
     """Return options of `jax.jit` for a function that returns a pair: the results, and a tree.
 
-    `out_shardings` are those of the results. JAX chooses those of the tree.
+    `out_shardings` apply to the results. JAX chooses the shardings of the tree.
     """
 
     def pair(name: str) -> dict[str, Any]:

@@ -44,7 +44,7 @@ def _grouped(events: Iterable[Event], name: Callable[[Event, str], str]) -> dict
 
 
 def describe_materialized(nbytes: int, group: Group) -> str:
-    """Return how much of a group was made dense, and whether its size is the reason."""
+    """Return how many bytes of a group were materialized, and whether its size is the reason."""
     small = all(event.no_kernel for event, _ in group if event.made_dense)
     return f"{size_of(nbytes)} made dense" + (", too small for a kernel" if small else "")
 

@@ -47,7 +47,7 @@ The modules, each of which imports those above it alone:
     frameworks          parameters of Flax linen, and updates by optimisers
     box                 a place that programs read and write
     jit                 `vn.jit`: `jax.jit` for functions of implicit arrays and of Boxes
-    patches             what the mode changes in JAX: all of it, in one list
+    patches             all changes that the mode makes in JAX, in one list
     custom_primitives   primitives of a user's own
 """
 

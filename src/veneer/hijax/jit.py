@@ -79,7 +79,7 @@ class Jitted:
     **Arguments:**
 
     - `function`: the function.
-    - `options`: those of `jax.jit`, as it has parsed them.
+    - `options`: the options of `jax.jit`, parsed.
     """
 
     def __init__(self, function: Callable, options: Any):
@@ -162,7 +162,7 @@ class Specialisation:
         self.held: list[Any] = []  # references: of the captured, and of functions traced before
         # What a Box holds is gone with the arguments that are donated, and is to come back.
         self.donates = bool(options.donate_argnums or options.donate_argnames)
-        # Shardings and layouts are those of the results, and not of the contents of Boxes.
+        # Shardings and layouts apply to the results, not to the contents of Boxes.
         self.splits = places_results(options)
         wrapped = _wrapped(function, partial(self._traced, function))
         _wrappers.add(wrapped)
@@ -299,7 +299,7 @@ def _cell_of(function: Callable, key: tuple[Any, ...]) -> list[Jitted]:
 def let_boxes_change(infer: Callable) -> Callable:
     """Wrap JAX's function that traces a jitted function.
 
-    It returns a `Jitted` in the place of JAX's parameters where the function is called and changes
+    It returns a `Jitted` instead of JAX's parameters if the function is called and changes
     the structure of a Box.
     """
 

@@ -13,7 +13,7 @@ used.
 
 and what they share:
 
-    delegation              rules that run those of our own type
+    delegation              rules that run the rules of a Veneer type
 """
 
 import importlib

@@ -79,7 +79,7 @@ class ThreeFry(PRNG):
 
 
 class _AsTypedKey(ImplicitArray):
-    """A `PRNG` in the place of a typed key, for the functions of `jax.random`."""
+    """A `PRNG` that the functions of `jax.random` take as a typed key."""
 
     key: Any
 
