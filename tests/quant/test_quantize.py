@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import TypeCheckError
@@ -155,6 +156,32 @@ def test_a_tile_without_numbers_to_scale_is_nan_or_zero_and_alone(qtype):
 def test_a_scale_per_value_warns():
     with pytest.warns(UserWarning, match=r"each value of float32\[10\] has a scale of its own"):
         quantize(jnp.ones(10), "nf4", channelwise_axes=[0])
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (0, 3)])
+@pytest.mark.filterwarnings("error")  # after the filter of all tests
+def test_scalars_and_empty_arrays_do_not_warn(shape):
+    q = quantize(jnp.ones(shape), "int8", channelwise_axes=range(len(shape)))
+    assert q.shape == shape
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_small_scale_per_value_does_not_warn():
+    q = quantize(jnp.ones(16), "int8", channelwise_axes=[0], scale_dtype="float16")
+    assert q.nbytes == 48
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_large_scale_per_value_is_an_error_where_warnings_are():
+    with pytest.raises(UserWarning, match="has a scale of its own"):
+        quantize(jnp.ones(16), "int8", channelwise_axes=[0])
+
+
+def test_a_symbolic_axis_with_a_scale_per_value_is_exported():
+    (n,) = export.symbolic_shape("n")
+    f = jax.jit(lambda x: quantize(x, "int8", channelwise_axes=[0]).dequantize())
+    exported = export.export(f)(jax.ShapeDtypeStruct((n,), jnp.float32))
+    np.testing.assert_allclose(exported.call(jnp.arange(3.0)), jnp.arange(3.0), rtol=0.01)
 
 
 @pytest.mark.parametrize("key", [0, 1.5, "key", np.zeros(2)])

@@ -106,7 +106,12 @@ def options_of(jitted: Any) -> Any:
 
 def key_of(options: Any) -> tuple[Any, ...]:
     """Return a key that is equal for equal options of `jax.jit`, which JAX compares by identity."""
-    return tuple(options._replace(fun_sourceinfo="", fun_signature=None))
+    compiler_options = repr(options.compiler_options_kvs)  # their values may be unhashable
+    return tuple(
+        options._replace(
+            fun_sourceinfo="", fun_signature=None, compiler_options_kvs=compiler_options
+        )
+    )
 
 
 def places_results(options: Any) -> bool:

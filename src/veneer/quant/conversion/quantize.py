@@ -107,12 +107,15 @@ def quantize(
     params = quantize_params(
         dense, qtype, channelwise_axes, tiled_axes, calibration_method, scale_dtype
     )
-    if params.counts == dense.shape and dense.size > 1:
+    q = quantize_by(dense, params, key)
+    is_static = all(isinstance(n, int) for n in dense.shape)  # or symbolic, for export
+    has_scale_per_value = is_static and params.counts == dense.shape and dense.size > 1
+    if has_scale_per_value and q.nbytes >= dense.nbytes:
         warn_user(
             f"each value of {dense.dtype.name}{[*dense.shape]} has a scale of its own, so {qtype} "
             "takes more memory than the dense array: give fewer channelwise_axes, or larger tiles"
         )
-    return quantize_by(dense, params, key)
+    return q
 
 
 def _check_key(key: Any) -> None:
