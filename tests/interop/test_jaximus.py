@@ -289,14 +289,15 @@ def test_a_dtype_that_materialize_ignores_is_cast_to():
     assert_close(implicit(lambda w: w + 1)(w), w.materialize().astype(jnp.bfloat16) + 1)
 
 
+@dataclass
+class Refusing(ImplicitArray, warn_on_materialize=False):
+    x: jax.Array
+
+    def materialize(self):
+        raise ValueError("never dense")
+
+
 def test_a_class_may_refuse_to_materialize():
-    @dataclass
-    class Refusing(ImplicitArray, warn_on_materialize=False):
-        x: jax.Array
-
-        def materialize(self):
-            raise ValueError("never dense")
-
     with pytest.raises(ValueError, match="never dense"):
         Refusing(X)
     r = Refusing(X, shape=X.shape, dtype=X.dtype)
@@ -644,13 +645,6 @@ def test_materialize_nested_goes_one_layer_or_all():
 
 
 def test_materialize_nested_raises_what_materialize_raises():
-    @dataclass
-    class Refusing(ImplicitArray, warn_on_materialize=False):
-        x: jax.Array
-
-        def materialize(self):
-            raise ValueError("never dense")
-
     with pytest.raises(ValueError, match="never dense"):
         materialize_nested(Refusing(X, shape=X.shape, dtype=X.dtype))
 
