@@ -139,7 +139,7 @@ def test_high_types_give_filter_grad_a_dense_gradient(make, jit):
             assert jax.tree.structure(found.weight) == jax.tree.structure(expected)
             assert_close(jax.tree.leaves(found.weight), jax.tree.leaves(expected))
             assert_close(found.weight if make is nf4 else found.weight.w, of_dense)
-        with pytest.raises(TypeError, match=r"by a dense array would make it dense"):
+        with pytest.raises(TypeError, match="quantized weights cannot be updated"):
             jit(eqx.apply_updates)(layer, gradient)
 
 
@@ -147,7 +147,7 @@ def test_high_types_give_filter_grad_a_dense_gradient(make, jit):
 def test_an_update_by_a_dense_gradient_is_refused(jit):
     layer = eqx.tree_at(lambda layer: layer.weight, LAYERS["Linear"][0], replace_fn=nf4)
     gradient = vn.implicit(eqx.filter_grad(loss))(layer, X)
-    with pytest.raises(TypeError, match=r"QArray:f32\[6,8\] by a dense array.*vn\.trainable"):
+    with pytest.raises(TypeError, match=r"equinox.apply_updates.*QArray.*vn\.trainable"):
         jit(eqx.apply_updates)(layer, gradient)
 
 
