@@ -81,6 +81,7 @@ def _check_update(frame: FrameType, value: Any) -> None:
     except ValueError:  # the trees differ elsewhere, too
         return
     for array, update in pairs:
+        structure: Any
         leaves, structure = jax.tree.flatten(update)
         floats0 = [x for x in leaves if x.dtype == jax.dtypes.float0]
         if array is value and (floats0 or structure != jax.tree.flatten(value)[1]):
