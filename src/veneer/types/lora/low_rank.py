@@ -49,7 +49,7 @@ class LowRank(Matrix):
         check_axes(self, a="m r", b="r n")
 
     def materialise(self) -> Any:
-        """The dense matrix."""
+        """Return the dense matrix."""
         return redispatch(jnp.matmul, self.a, self.b)
 
     def partition(self, spec: P, shape: tuple[int, ...]) -> "LowRank":

@@ -135,7 +135,7 @@ class NMSparse(ImplicitArray):
         return self._expanded(jnp.ones(self.values.shape, jnp.bool_))
 
     def materialise(self) -> jax.Array:
-        """The dense matrix."""
+        """Return the dense matrix."""
         return self._expanded(jnp.asarray(materialise_one(self.values)))
 
     def _expanded(self, values: jax.Array) -> jax.Array:
