@@ -23,7 +23,8 @@ class Frozen(ImplicitArray):
 
     **Keeps the structure:** `stop_gradient`, `copy`, and the batch axes of `vmap` and loops.
 
-    **Materializes:** nothing that `x` alone would not.
+    **Materializes:** the operations that materialize `x`. Rules for whole functions, such as
+    `jnp.linalg.inv`, do not apply to a frozen array.
 
     **Arguments:**
 

@@ -18,7 +18,7 @@ class Permuted(InBasis):
 
     Entry `order[k]` along the axis is entry `k` of `array`. GPTQ with `desc_act` (Frantar et al.,
     arXiv 2210.17323) sorts the input channels of a weight by importance, so that channels of
-    similar size share a group and a scale. Such a weight is a `Permuted` of a `QArray`.
+    similar importance share a group and a scale. Such a weight is a `Permuted` of a `QArray`.
 
     A product that contracts the axis permutes the other operand, and multiplies with `array` by the
     rules of its type. A product over another axis permutes its result.
@@ -38,7 +38,8 @@ class Permuted(InBasis):
     **Raises:**
 
     - `TypeError` if `order` is not of integers.
-    - `ValueError` if the shape of `order` does not fit, or `axis` is not negative and in range.
+    - `ValueError` if the shape of `order` does not fit, or `axis` is not between `-array.ndim` and
+      -1.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> w = vn.types.Permuted(jnp.array([[1.0, 2.0, 3.0]]), jnp.array([[2, 0, 1]]))

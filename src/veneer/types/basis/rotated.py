@@ -16,9 +16,9 @@ class Rotated(InBasis):
     """An array `[...]` that is stored rotated by an orthogonal matrix along some axes.
 
     The rotation spreads outliers of weights and activations over all entries, so quantization to
-    few bits loses less. The matrix is a product of random signs and Hadamard matrices, or Hartley
-    matrices for odd prime factors of the size. It is applied as a fast transform (QuaRot, Ashkboos
-    et al., arXiv 2404.00456; QuIP#, Tseng et al., arXiv 2402.04396).
+    few bits loses less. The matrix is a product of random signs, fixed per size, and Hadamard
+    matrices, or Hartley matrices for odd prime factors of the size. It is applied as a fast
+    transform (QuaRot, Ashkboos et al., arXiv 2404.00456; QuIP#, Tseng et al., arXiv 2402.04396).
 
     A product that contracts these axes rotates the other operand, and multiplies with `array` by
     the rules of its type. A product over other axes rotates its result back.

@@ -15,7 +15,7 @@ from .in_basis import InBasis, Places, alongside
 
 
 class Scaled(InBasis):
-    """An array `array * factor`, stored as an array and a factor per channel.
+    """An array `array * factor`, stored as `array` and a factor per channel.
 
     A product that contracts the axes of the factors multiplies the other operand by `factor`, and
     then with `array` by the rules of its type. Two calibration methods use it. AWQ (Lin et al.,

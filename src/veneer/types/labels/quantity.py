@@ -51,7 +51,8 @@ class Quantity(Label):
     **Raises:**
 
     - `TypeError` if `value` is not an array or a number, or `unit` is not a unit.
-    - `ValueError` if a string is not a unit, or the unit has an offset (degrees Celsius).
+    - `ValueError` if a string is not a unit, or the unit is not a multiple of base units (degrees
+      Celsius, decibels).
     - `ImportError` if a string is given and neither library is installed.
     - `ValueError` in an operation, if units do not fit.
 

@@ -108,8 +108,8 @@ def with_dropout(tree: Any, key: jax.Array) -> Any:
     """Set a dropout key in each LoRA adapter with a dropout rate above 0.
 
     Call it with a new key in each training step. The rate is `LoraArray.dropout`. A weight that is
-    used twice drops the same entries twice. So do all members of a batch, if `jax.vmap` is around
-    `vn.implicit`; inside of it they differ.
+    used twice drops the same entries twice. So do all members of a batch, if `jax.vmap` is outside
+    of `vn.implicit`. With `jax.vmap` inside, they differ.
 
     **Arguments:**
 

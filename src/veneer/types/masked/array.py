@@ -21,8 +21,8 @@ class Masked(ImplicitArray):
 
     - An elementwise result is valid where all operands are. In `jnp.where`, the chosen operand
       counts.
-    - Reductions, cumulative functions and products skip invalid entries. A result is valid if any
-      entry, or any pair of entries, is.
+    - Reductions, cumulative functions and products skip invalid entries. A reduction is valid if
+      any entry is, and a product if any pair of entries is.
     - Sorts put invalid entries last. `argmax` and `argmin` return the index of a valid entry, if
       any entry is valid.
     - Operations that move entries move the mask. Padding and written entries are valid; reads out

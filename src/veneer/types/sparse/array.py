@@ -25,8 +25,8 @@ class SparseArray(ImplicitArray):
 
     **Keeps the structure:** sums and elementwise products of two, products with and quotients by a
     number or a dense array, elementwise functions that map 0 to 0, `sum` over some axes,
-    transposes, reshapes, broadcasts and slices. A `dot_general` with a dense array is dense, over
-    any axes.
+    transposes, reshapes, broadcasts and slices. A `dot_general` with a dense array, over any axes,
+    returns a dense array.
 
     **Materializes:** the smaller operand in a product of two, the divisor in a quotient of two,
     sums with a dense array, comparisons, sorts, gathers, and functions that map 0 to another

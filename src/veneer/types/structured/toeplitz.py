@@ -21,11 +21,11 @@ DIRECT_UP_TO = 128
 class Toeplitz(Matrix):
     """A Toeplitz matrix `[..., m, n]`, whose entries depend only on `i - j`.
 
-    A product is a convolution by FFT, `O((m + n) log(m + n))` per vector. Up to size 128 it uses
-    the dense matrix, which is faster. A solve takes `O(n^2)` for Levinson's recursion and
-    `O(n log n)` per vector (Golub and Van Loan, *Matrix Computations*, 4.7). If the refined
-    solution has a larger backward error than elimination would have, the program solves by dense LU
-    instead. `jax.vmap` computes both branches, so put `vn.implicit` outside of it.
+    A product is a convolution by FFT, `O((m + n) log(m + n))` per vector. Up to size 128 products
+    and solves use the dense matrix, which is faster. A solve takes `O(n^2)` for Levinson's
+    recursion and `O(n log n)` per vector (Golub and Van Loan, *Matrix Computations*, 4.7). If the
+    refined solution has a larger backward error than elimination would have, the program solves by
+    dense LU instead. `jax.vmap` computes both branches, so put `vn.implicit` outside of it.
 
     An FFT rounds in proportion to the norm of the vector, by about `eps * log2(m + n)`. Small
     entries of a product have fewer correct digits than in the dense product, and a NaN or infinity
