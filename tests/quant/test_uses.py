@@ -290,10 +290,19 @@ def test_a_tile_near_the_one_that_is_asked_for_is_taken_and_none_below_eight():
 def test_updates_say_where_they_do_not_fit():
     rules, key = [vn.lora.Rule(".*", rank=2)], jax.random.key(0)
     model = lambda p, x: jnp.einsum("tah,adh->tdh", x, p["w"])
-    with pytest.raises(ValueError, match=r"w \[4, 5, 6\].*side by side"):
+    with pytest.raises(ValueError, match=r"w \[4, 5, 6\].*adjacent"):
         vn.lora.init_tree({"w": w(4, 5, 6)}, rules, key=key, model=model, args=(w(3, 4, 6),))
     with pytest.warns(UserWarning, match=r"as large as its weight: w \[64, 8, 16\].*model="):
         vn.lora.init_tree({"w": w(64, 8, 16)}, [vn.lora.Rule(".*", rank=6)], key=key)
+
+
+@pytest.mark.parametrize("leaf", [jnp.ones(8), jnp.ones((8, 8), int)], ids=["vector", "integers"])
+def test_a_rule_that_fits_no_adapter_is_told(leaf):
+    rules = [vn.lora.Rule("w", rank=2), vn.lora.Rule("x", rank=2)]
+    with pytest.warns(UserWarning, match="the rule 'x' gives nothing an adapter: x. Adapters are"):
+        tuned = vn.lora.init_tree({"w": w(64, 8), "x": leaf}, rules, key=jax.random.key(0))
+    assert isinstance(tuned["w"], vn.types.LoraArray)
+    assert tuned["x"] is leaf
 
 
 def updates_of(*rules):
@@ -306,14 +315,14 @@ def updates_of(*rules):
 
 
 def test_a_bias_beside_the_weight_of_a_product_has_no_update_and_all_else_is_told():
-    with pytest.warns(UserWarning, match=r"no product of the program has factor, so"):
+    with pytest.warns(UserWarning, match=r"in no product, so they get no adapter: factor$"):
         tuned = updates_of(vn.lora.Rule(".*", 2))
     assert [isinstance(tuned[name], vn.types.LoraArray) for name in ("w", "bias")] == [True, False]
 
 
 @pytest.mark.parametrize("name", ["bias", "norm"])
 def test_a_rule_that_updates_nothing_is_told(name):
-    with pytest.warns(UserWarning, match=rf"no product of the program has {name}, so"):
+    with pytest.warns(UserWarning, match=rf"in no product, so they get no adapter: {name}$"):
         updates_of(vn.lora.Rule("w", rank=2), vn.lora.Rule(name, rank=2))
 
 
