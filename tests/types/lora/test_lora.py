@@ -518,3 +518,12 @@ def test_factors_may_be_implicit(cls, nested, use):
     x = vn.types.LowRank(a, b) if cls == "LowRank" else LoraArray(w, a, b, magnitude, scale=0.5)
     dense = dataclasses.replace(x, a=vn.materialise(a), b=vn.materialise(b)).materialise()
     assert_close(vn.implicit(NESTED_USES[use])(x), NESTED_USES[use](dense))
+
+
+@pytest.mark.parametrize("wrap", [lambda lora: lora.w, vn.types.Frozen], ids=["dense", "frozen"])
+def test_split_warns_if_there_is_nothing_to_train(wrap):
+    lora = vn.types.LoraArray(jnp.eye(4), jnp.ones((4, 1)), jnp.ones((1, 4)))
+    with pytest.warns(UserWarning, match="found no LoraArray"):
+        base, adapters = vn.lora.split({"w": wrap(lora)})
+    assert adapters == {"w": None}
+    assert vn.materialise(base["w"]).shape == (4, 4)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ..._core.value import describe, is_value, materialise_one
+from ..._jax.source_lines import warn_user
 from .array import LoraArray
 
 
@@ -52,7 +53,8 @@ def split(tree: Any) -> tuple[Any, Any]:
     **Returns:** a pair of trees `(base, adapters)`. `base` has the weight of each `LoraArray`, and
     all other leaves. `adapters` has each `LoraArray` without its weight, and None for other leaves.
 
-    **Raises:** nothing. Without a `LoraArray` in the tree, `adapters` holds only None.
+    **Warns** (`UserWarning`) if no `LoraArray` is found, because training `adapters` would then do
+    nothing.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> w = vn.types.LoraArray.init(jnp.eye(4), 1, key=jax.random.key(0))
@@ -62,6 +64,11 @@ def split(tree: Any) -> tuple[Any, Any]:
     >>> adapters
     {'bias': None, 'kernel': LoraArray(w=None, a=f32[4,1], b=f32[1,4], scale=1.0)}
     """
+    if not any(isinstance(x, LoraArray) for x in jax.tree.leaves(tree, is_leaf=is_value)):
+        warn_user(
+            "vn.lora.split found no LoraArray, so there is nothing to train. Add adapters with "
+            "vn.lora.init_tree, and unfreeze them with vn.unfreeze if they are frozen"
+        )
     alone = lambda x: x.changed(w=None) if isinstance(x, LoraArray) else None
     return _map(lambda lora: lora.w, tree), jax.tree.map(alone, tree, is_leaf=is_value)
 
