@@ -29,9 +29,10 @@ BENCH := $(VENV)/.bench-$(BUILT_ON)
 PEERS := $(VENV)/.peers-$(BUILT_ON)
 DOCS := $(VENV)/.docs-$(BUILT_ON)
 BUILD := $(VENV)/.build-$(BUILT_ON)
+WORKFLOWS := $(VENV)/.workflows-$(BUILT_ON)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-all durations test-peers test-wheel dist docs docs-look docs-serve fuzz bench setup lint lock format clean
+.PHONY: help demo test test-slow test-all test-nightly durations test-peers test-wheel dist docs docs-look docs-serve fuzz bench setup lint lint-workflows lock format clean
 .NOTPARALLEL: # one pip at a time in an environment
 
 help: ## list the targets and the variables
@@ -50,6 +51,12 @@ test-slow: $(DEV) ## install all libraries, and run the slow tests, in minutes
 
 test-all: $(DEV) ## install all libraries, and run every case, in an hour
 	$(BIN)/python -m pytest -n auto --dist worksteal --all --jaxtyping-packages=veneer,beartype.beartype $(ARGS)
+
+test-nightly: $(DEV) ## replace JAX in the environment by its nightly build, and run `make test`
+	$(PIP) install --upgrade --pre jax jaxlib \
+		--index-url https://us-python.pkg.dev/ml-oss-artifacts-published/jax/simple/
+	$(BIN)/python -c 'import jax; jax.print_environment_info()'
+	$(BIN)/python -m pytest $(ARGS)
 
 durations: $(DEV) ## run the quick and the slow tests, and write tests/support/durations.json
 	rm -rf .pytest_cache/programs
@@ -85,11 +92,15 @@ bench: $(BENCH) ## run the benchmarks, and write the tables of docs/benchmarks.m
 
 setup: $(DEV) ## install everything that a developer needs
 
-lint: $(DEV) ## check style and types
+lint: $(DEV) lint-workflows ## check style, types and workflows
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
+
+lint-workflows: $(WORKFLOWS) ## check the workflows of GitHub Actions
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/actionlint .github/workflows/*.yml
+	$(BIN)/zizmor --offline --quiet .github
 
 lock: | $(CREATED) ## update .ci/constraints-oldest.txt (PYTHON must be the oldest that we support)
 	$(BIN)/python .ci/lock.py
@@ -141,6 +152,11 @@ $(PEERS): pyproject.toml $(CONSTRAINTS) | $(CREATED)
 	$(call INSTALL,[demo],--group peers)
 	@touch $(DEMO) $(TEST) $(DEV) $@ # what the demo and the tests need is part of it
 
+# The tools below do not import veneer.
 $(BUILD): pyproject.toml $(CONSTRAINTS) | $(CREATED)
 	@$(PIP) install $(addprefix --constraint ,$(CONSTRAINTS)) --group build
+	@touch $@
+
+$(WORKFLOWS): pyproject.toml $(CONSTRAINTS) | $(CREATED)
+	@$(PIP) install $(addprefix --constraint ,$(CONSTRAINTS)) --group workflows
 	@touch $@
