@@ -5,6 +5,7 @@
 #   JAX          the version of JAX                      make test JAX=jax==0.10.2
 #   CONSTRAINTS  a file with versions of packages        make test CONSTRAINTS=.ci/constraints-oldest.txt
 #   ARGS         arguments for the command that is run   make test ARGS='-k quant'
+#   TAG          the tag of a release                    make release-notes TAG=v0.1.0
 #   QWIX         a checkout of Qwix's main branch        make test-peers QWIX=../qwix
 
 PYTHON ?= python3
@@ -32,7 +33,7 @@ BUILD := $(VENV)/.build-$(BUILT_ON)
 WORKFLOWS := $(VENV)/.workflows-$(BUILT_ON)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-all test-nightly durations test-peers test-wheel dist docs docs-look docs-serve fuzz bench setup lint lint-workflows lock format clean
+.PHONY: help demo test test-slow test-all test-nightly durations test-peers test-wheel dist release-notes docs docs-look docs-serve fuzz bench setup lint lint-workflows lock format clean
 .NOTPARALLEL: # one pip at a time in an environment
 
 help: ## list the targets and the variables
@@ -82,6 +83,10 @@ docs-serve: docs ## show the site at http://localhost:8000
 
 dist: $(BUILD) ## build the wheel and the source distribution in dist
 	$(BIN)/python -m build
+
+release-notes: ## check TAG, and write its release notes to build/release-notes.md
+	@mkdir -p build
+	$(PYTHON) .ci/release.py '$(TAG)' build/release-notes.md
 
 fuzz: $(DEV) ## compare random programs with dense arrays for two minutes, with a new seed each day
 	cd tests && XLA_FLAGS=--xla_backend_optimization_level=0 $(abspath $(BIN))/python -W ignore \

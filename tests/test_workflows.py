@@ -8,6 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
+import veneer as vn
+
 ROOT = Path(__file__).parent.parent
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 PINNED = re.compile(r"[\w.-]+/[\w./-]+@[0-9a-f]{40} # v\d+(\.\d+)*")
@@ -69,3 +71,17 @@ def test_extras_are_for_users():
     users = {"interop", "cli", "demo", "numba", "examples", "pytensor", "units"}
     assert set(metadata["project"]["optional-dependencies"]) == users
     assert {"build", "docs", "test", "dev", "bench", "peers"} <= set(metadata["dependency-groups"])
+
+
+def test_the_version_can_be_released(tmp_path, monkeypatch, capsys):
+    release = load(".ci/release.py")
+    tag = f"v{vn.__version__}"
+    assert release.problems_of(tag) == []
+    (problem,) = release.problems_of("v0.0.1")
+    assert problem == f"the tag must be {tag}, as veneer.__version__ says, and not 'v0.0.1'"
+    notes = tmp_path / "notes.md"
+    monkeypatch.setattr("sys.argv", ["release.py", tag, str(notes)])
+    release.main()
+    text = notes.read_text("utf-8")
+    assert text in read("CHANGELOG.md")
+    assert "\n## " not in text
