@@ -337,7 +337,7 @@ def main(sizes: Sizes, *, rounds: int, only: str) -> None:
     if 1 in sizes.rows:
         print(bandwidth_table(found, sizes.rotated), end="\n\n")
     if missing := onnx_matmul.missing():
-        print(f"ONNX Runtime is left out: {', '.join(missing)} missing (`pip install '.[bench]'`).")
+        print(f"ONNX Runtime is left out: no {', '.join(missing)} (pip install --group bench).")
     elif any(onnx_name(W4A8) in each for each in found[0].seconds.values()):
         print(onnx_table(found))
 

@@ -38,7 +38,7 @@ _TIMED_ON_GPU = (("int8", None), ("int4", 128))
 _ROWS_ON_GPU = (1, 256)
 #: The number of products per timed GPU program. Together, their weights exceed the L2 cache.
 _PRODUCTS_ON_GPU = 8
-#: The extras that are for users. All others are for development.
+#: The extras whose missing packages are reported.
 _EXTRAS = ("cli", "demo", "numba", "units", "pytensor")
 
 
