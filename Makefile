@@ -97,15 +97,15 @@ bench: $(BENCH) ## run the benchmarks, and write the tables of docs/benchmarks.m
 
 setup: $(DEV) ## install everything that a developer needs
 
-lint: $(DEV) lint-workflows ## check style, types and workflows
+lint: $(DEV) ## check style, types, and that the workflows are secure
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
-
-lint-workflows: $(WORKFLOWS) ## check the workflows of GitHub Actions
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/actionlint .github/workflows/*.yml
 	$(BIN)/zizmor --offline --quiet .github
+
+lint-workflows: $(WORKFLOWS) ## check the syntax of the workflows (downloads actionlint from GitHub)
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/actionlint .github/workflows/*.yml
 
 lock: | $(CREATED) ## update .ci/constraints-oldest.txt (PYTHON must be the oldest that we support)
 	$(BIN)/python .ci/lock.py

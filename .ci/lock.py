@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 TARGET = ROOT / ".ci" / "constraints-oldest.txt"
-GROUPS = ("bench", "docs", "peers", "workflows")  # bench and peers include dev
+GROUPS = ("bench", "docs", "peers")  # bench and peers include dev
 
 HEADER = """\
 # The versions that CI installs with JAX {jax}. To update: make lock PYTHON=python{python}
