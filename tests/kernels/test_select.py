@@ -18,7 +18,7 @@ from veneer.kernels.gpu import hopper
 from veneer.kernels.problem import MatmulShape
 
 X, W = arrays.normal(2, 128), arrays.quantized("int8", 128, 130)
-BY_KERNEL = "CPU kernel rows_int8 (fallback: rhs scaled outside)"
+BY_KERNEL = "CPU kernel rows_int8 (fallback: convert codes of rhs to float, scale the output)"
 
 
 def shape(**changes):
@@ -106,7 +106,7 @@ def test_small_matrices_have_a_kernel_where_there_are_many():
 def test_use_chooses_and_explain_says_what():
     assert how() == BY_KERNEL
     with kernels.use("xla"):
-        assert how() == "rhs scaled outside"
+        assert how() == "convert codes of rhs to float, scale the output"
         with kernels.use("auto"):
             assert how() == BY_KERNEL
     assert how() == BY_KERNEL
@@ -125,7 +125,7 @@ def test_a_jitted_function_follows_what_is_chosen():
 
 def test_the_environment_chooses_where_nothing_else_does(monkeypatch):
     monkeypatch.setenv("VENEER_KERNELS", "xla")
-    assert how() == "rhs scaled outside"
+    assert how() == "convert codes of rhs to float, scale the output"
     with kernels.use("auto"):
         assert how() == BY_KERNEL
     monkeypatch.setenv("VENEER_KERNELS", "")

@@ -299,5 +299,7 @@ def test_a_report_says_that_a_cache_is_too_small(qtype):
         made = report.materialised
         if c is large and made:
             pytest.skip("kernels cannot run here")
-        assert all("rhs too small for a kernel (1,024 values for each of 2" in str(e) for e in made)
+        assert all(
+            "rhs is too small for a kernel (1,024 values in each of 2" in str(e) for e in made
+        )
         assert ("too small for a kernel" in str(report)) == (c is small)

@@ -59,7 +59,7 @@ def use(choice: str) -> Iterator[None]:
     >>> x, w = jnp.ones((2, 256)), vn.quant.quantize(jnp.eye(256), "int8", channelwise_axes=[1])
     >>> with kernels.use("xla"):
     ...     print(vn.explain(jnp.matmul)(x, w).events[0].how)
-    rhs scaled outside
+    convert codes of rhs to float, scale the output
     """
     with _choice(_checked(choice, "kernels.use")):
         yield

@@ -37,7 +37,7 @@ from .operands import (
     outer_scale,
     unscaled,
 )
-from .product import Plan, carry_out, dense_nbytes
+from .product import Plan, carry_out, dense_nbytes, how_dense
 
 # The largest sum of integers that is exact in f32, whatever the order.
 _FLOAT32_EXACT = 2**24
@@ -128,28 +128,28 @@ def _plan(
     # It raises, too, where the operands do not fit.
     out = jax.eval_shape(conv, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (lhs, rhs)))
 
-    def dense(how: str) -> Plan:
+    def dense(reason: str = "") -> Plan:
         compute = lambda *xs: conv(*map(dequantized, xs))
-        return Plan(how, compute, (lhs, rhs), dense_nbytes(lhs, rhs))
+        return Plan(how_dense(lhs, rhs) + reason, compute, (lhs, rhs), dense_nbytes(lhs, rhs))
 
     if not (isinstance(lhs, QArray) and isinstance(rhs, QArray)):
-        return dense("dequantised")
+        return dense()
     if not may_scale_outside(lhs, rhs, out.dtype, params["precision"]):
-        return dense("dequantised")
+        return dense()
     if 0 in (*lhs.shape, *rhs.shape):
-        return dense("dequantised")  # a sum of nothing is 0, whatever the scales are
+        return dense()  # a sum of nothing is 0, whatever the scales are
     if has_minimum(lhs) or has_minimum(rhs):
-        return dense("dequantised: codes have minima")
+        return dense(", codes have minima")
     if not _sums_share_scales(lhs, rhs, params):
-        return dense("dequantised: a scale varies along what is summed")
+        return dense(", scales vary along the contracted axes")
     are_integers = have_byte_codes(lhs, rhs)
-    sums = "integer sums of codes" if are_integers else "sums of codes in floats"
+    codes = "integer codes" if are_integers else "codes as floats"
     on_codes = functools.partial(_scaled_sums, params=tuple(params.items()), out_dtype=out.dtype)
     made = dense_nbytes(lhs, rhs, dtype=accumulator(out.dtype))
     if are_integers:
         stays = _is_in_integers(lhs, rhs, params, jax.default_backend())
         made = () if stays else dense_nbytes(lhs, rhs, dtype="float32")
-    return Plan(f"{sums}, scaled outside", on_codes, (lhs, rhs), made)
+    return Plan(f"convolve {codes}, scale the output", on_codes, (lhs, rhs), made)
 
 
 def _sums_share_scales(lhs: QArray, rhs: QArray, params: dict[str, Any]) -> bool:

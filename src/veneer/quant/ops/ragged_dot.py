@@ -21,7 +21,7 @@ from ..qarray import QUANTIZABLE, QArray
 from .dot_general import plan_of
 from .group_tiles import GroupedDotParams, multiply_groups
 from .operands import accumulator, dequantized, is_algorithm, operand_pair
-from .product import DotParams, Plan, carry_out, dense_nbytes, runs_on_cpu
+from .product import DotParams, Plan, carry_out, dense_nbytes, how_dense, runs_on_cpu
 
 _MATRICES = lax.RaggedDotDimensionNumbers((([1], [1]), ([], [])), [0], [0])
 
@@ -125,7 +125,7 @@ def _plan(
         return product(lhs, rhs, group_sizes, group_offset=group_offset)
 
     if group_offset is not None:
-        return Plan("dequantised", dense, operands, dense_nbytes(lhs, rhs))
+        return Plan(how_dense(lhs, rhs), dense, operands, dense_nbytes(lhs, rhs))
     if _is_batch(dimension_numbers):
         numbers = DotDimensionNumbers.of(dimension_numbers.dot_dimension_numbers)
         plan = plan_of(lhs, rhs, DotParams(numbers, precision, preferred_element_type))
@@ -134,8 +134,8 @@ def _plan(
     are_known = all(isinstance(size, int) for size in (*lhs.shape, *rhs.shape))
     has_groups = isinstance(rhs, QArray) and bool(dimension_numbers.rhs_group_dimensions)
     if not (has_groups and are_known):
-        return Plan("dequantised", dense, operands, dense_nbytes(lhs, rhs))
-    how = "one group at a time on CPU, dequantised elsewhere"
+        return Plan(how_dense(lhs, rhs), dense, operands, dense_nbytes(lhs, rhs))
+    how = f"one group at a time on CPU (fallback: {how_dense(lhs, rhs)})"
     if 0 in (lhs.shape[dimension_numbers.lhs_ragged_dimensions[0]], group_sizes.size):
         return Plan(how, lambda: jnp.zeros(out.shape, out.dtype), ())
     compute = functools.partial(
