@@ -8,7 +8,6 @@ A value is stored as a code and its tile's scale. What a code is worth before th
 """
 
 import dataclasses
-import difflib
 import itertools
 import math
 
@@ -19,6 +18,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .codebooks import FP4_BNB, IQ4_NL, NF4, dynamic_map, minifloat
 from .rounding import round_to_dtype
+from .unknown import unknown_format
 
 
 @dataclasses.dataclass(frozen=True)
@@ -345,45 +345,34 @@ ALIASES = {
     "b1.58": "ternary",
 }
 
-# The format and tile size that equal each quantization type of GGUF.
-_GGUF = {
-    "q4_0": "'int4' with tile_size=32",
-    "q4_1": "'uint4' with tile_size=32",
-    "q5_0": "'int5' with tile_size=32",
-    "q5_1": "'uint5' with tile_size=32",
-    "q8_0": "'int8' with tile_size=32",
-}
-
 
 def get_format(qtype: DTypeLike) -> Format:
-    """Returns the format of this name (or alias), or of this dtype's name.
+    """Return the format of a name, an alias or a dtype.
 
-    **Raises:** `ValueError`, naming the known formats, where there is none; `TypeError` for what is
-    neither a name nor a dtype.
+    **Arguments:**
 
-    >>> import veneer as vn
-    >>> vn.quant.get_format("nf4").bits, vn.quant.get_format("int8").bound
-    (4, 127.5)
+    - `qtype`: a key of `vn.quant.FORMATS` ("nf4"), an alias ("fp8", "fp4", "b1.58"), or a dtype
+      whose name is a key (`jnp.int8`, `jnp.float8_e4m3fn`).
+
+    **Returns:** a `Format`, which is a value of `vn.quant.FORMATS`.
+
+    **Raises:**
+
+    - `TypeError` if `qtype` is neither a name nor a dtype.
+    - `ValueError` if there is no such format. The message names the closest format.
+
+    >>> import jax.numpy as jnp, veneer as vn
+    >>> vn.quant.get_format("nf4").bits, vn.quant.get_format(jnp.int8).name
+    (4, 'int8')
     >>> vn.quant.get_format("fp8").name
     'float8_e4m3fn'
     """
+    if qtype is None:
+        raise TypeError("a format is a name, such as 'nf4', or a dtype, not None")
     try:
         name = qtype if isinstance(qtype, str) else jnp.dtype(qtype).name
     except TypeError:
-        raise TypeError(f"a format is a name, as 'nf4', or a dtype, not {qtype!r}") from None
-    if name in FORMATS:
-        return FORMATS[name]
-    if name in ALIASES:
-        return FORMATS[ALIASES[name]]
-    if name.lower() in _GGUF:
-        raise ValueError(
-            f"unknown format {name!r}; use {_GGUF[name.lower()]}, which is GGUF's {name.upper()}"
-        )
-    names = (*FORMATS, *ALIASES)
-    within = [known for known in names if name.lower() in known]
-    close = within or difflib.get_close_matches(name.lower(), names)
-    if close:
-        hint = f"did you mean {close[0]!r}? vn.quant.FORMATS has all formats"
-    else:
-        hint = f"the formats are {', '.join(FORMATS)}; aliases are {', '.join(ALIASES)}"
-    raise ValueError(f"unknown format {name!r}; {hint}")
+        raise TypeError(f"a format is a name, such as 'nf4', or a dtype, not {qtype!r}") from None
+    if name not in FORMATS and name not in ALIASES:
+        raise unknown_format(name, tuple(FORMATS), tuple(ALIASES))
+    return FORMATS[ALIASES.get(name, name)]
