@@ -231,6 +231,18 @@ def test_a_rule_that_cannot_work_is_refused_where_it_is_written(args, kwargs, me
         Rule(*args, **kwargs)
 
 
+@pytest.mark.parametrize("dtype", [jnp.int8, np.int8, jnp.dtype("int8")])
+def test_a_dtype_is_a_format_wherever_its_name_is(dtype):
+    rule = Rule(".*", dtype, act_qtype=dtype, grad_qtype=dtype)
+    assert rule == Rule(".*", "int8", act_qtype="int8", grad_qtype="int8")
+    assert repr(Rule(".*", dtype)) == "Rule('.*', 'int8')"
+    tree, x = {"w": jnp.ones((64, 64))}, jnp.ones((1, 64))
+    model = lambda tree, x: x @ tree["w"]
+    q = quantize_tree(tree, dtype, model=model, args=(x,))["w"]
+    assert q.qtype == vn.quant.quantize(tree["w"], dtype).qtype == "int8"
+    assert vn.quant.calibrate(model, dtype, params=tree, method="nearest")([x])["w"].qtype == "int8"
+
+
 WRONG_RULES = {
     "a rule": (Rule(".*", "int8"), r"rules must be a list: \[Rule\('\.\*', 'int8'\)\]"),
     "formats": (["nf4"], r"rules\[0\] must be a Rule, such as .*, not 'nf4'"),
