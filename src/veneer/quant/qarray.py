@@ -76,6 +76,7 @@ class QArray(ImplicitArray):
     metadata_is_meaning: ClassVar[bool] = False
     trainable: ClassVar[tuple[str, ...] | None] = ()
     dense_tangent: ClassVar[bool] = True  # straight through the rounding
+
     packed: Leaf
     scale: "Leaf | QArray"
     zero_point: "Leaf | QArray | None"
