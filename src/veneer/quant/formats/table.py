@@ -105,7 +105,7 @@ class Format:
 
     @property
     def ends(self) -> tuple[float, float]:
-        """The smallest and the largest value of a code, of equal magnitude if the format has both."""
+        """The smallest and the largest value, of equal magnitude if the format has both."""
         if self.codebook is None:
             largest = float(self.code_range[1] if self.is_integer else self.bound)
             return -largest, largest
