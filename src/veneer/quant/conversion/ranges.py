@@ -82,10 +82,10 @@ def scale_of_range(
     (0.2..., 5)
     """
     format = get_format(qtype)
-    if low is not None and not has_zero_point(format):
+    if low is not None and not has_zero_point(format):  # Qwix's tests match these words
         raise ValueError(
-            f"{format.name} has no zero_point, which an asymmetric range needs: leave out `low`, "
-            "or use an integer format"
+            f"{format.name} has no zero_point, so it doesn't support asymmetric quantization: "
+            "leave out `low`, or use an integer format"
         )
     wide = lambda end: jnp.asarray(end, jnp.promote_types(jnp.result_type(end), jnp.float32))
     ends = Range(None if low is None else jnp.minimum(wide(low), 0), jnp.maximum(wide(high), 0))

@@ -25,7 +25,7 @@ from .unknown import unknown_format
 class Format:
     """An encoding of the values of a tile, divided by their scale, in codes of a few bits.
 
-    `vn.quant.FORMATS` has all formats by name. `vn.quant.get_format` also takes aliases and dtypes.
+    `vn.quant.FORMATS` is a dict of all formats. `vn.quant.get_format` also takes aliases.
 
     **Arguments:**
 
