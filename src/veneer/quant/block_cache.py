@@ -27,9 +27,9 @@ class BlockCache(ImplicitArray):
     full precision, and is rounded again with each token that is added. `vn.quant.zeros` with
     `block_axis` makes a cache.
 
-    Stays quantized: `jax.lax.dynamic_update_slice` of consecutive tokens, products that do not
-    contract the tokens, transposes, and slices of other axes. All other operations materialize the
-    array.
+    Four operations keep it quantized: `jax.lax.dynamic_update_slice` of consecutive tokens,
+    products that do not contract the tokens, transposes, and slices of other axes. All others
+    materialize the array.
 
     **Arguments:**
 

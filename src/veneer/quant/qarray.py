@@ -300,7 +300,7 @@ class QArray(ImplicitArray):
         return stored.update(shape=tuple(shape), dtype=dtype, weak_type=False)
 
     def leaf_axes(self) -> list[list[LeafAxis]]:
-        """Return the axes of each stored array: of the codes, scales, zero points and minima."""
+        """Return the leaf axes of the codes, scales, zero points and minima."""
         ndim = self.ndim
 
         def of(leaf: Any) -> list[LeafAxis]:

@@ -69,8 +69,8 @@ def scale_of_range(
     - `low`: the smallest value, not positive, of the same shape. None if the range is symmetric.
 
     **Returns:** `(scale, zero_point)` with the shape of `high`. The scale is f32 or f64, and 1 if
-    the range is empty. The zero point is int8, uint8 or int16, or None if the range is symmetric
-    and the format is signed.
+    the range is empty. The zero point is int8, uint8 or int16. It is None for a symmetric range,
+    unless the format is unsigned.
 
     **Raises:** `ValueError` for an unknown format, or for `low` if the format has no zero point.
 
