@@ -330,7 +330,7 @@ def onnx_table(found: Sequence[Measured]) -> str:
 
 def main(sizes: Sizes, *, rounds: int, only: str) -> None:
     # Without its kernels, what is timed as ours would be XLA's.
-    warnings.filterwarnings("error", "products with quantised weights are left to XLA")
+    warnings.filterwarnings("error", "products with quantized weights are computed by XLA")
     found = [measured(n, sizes, rounds=rounds, only=only) for n in sizes.columns]
     for each in found:
         print(speed_table(each), end="\n\n")

@@ -252,7 +252,7 @@ BAD_OPTIONS = {
     "layout_hint": ([*INT8, "--include", "table"], "or give --layout torch (the last axis)"),
     "tile_other": (
         ["--format", "mxfp4", "--tile", "16"],
-        "mxfp4 is defined for tiles of 32, not 16",
+        "mxfp4 needs tiles of 32, not 16",
     ),
     "tile_own": (
         ["--format", "mxfp4"],

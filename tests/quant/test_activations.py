@@ -402,7 +402,7 @@ def test_a_product_over_another_axis_leaves_activations_and_is_reported(name):
     program, shape, of_weight, tile_axis = ELSEWHERE[name]
     x, w = normal(*shape), weight("int8", *of_weight, act_qtype="int8", tile_axis=tile_axis)
     assert_near(vn.implicit(program)(x, w), program(x, vn.materialise(w)))
-    said = "activations not in int8: not a product over axis -"
+    said = "activations not quantized to int8: the product does not contract axis -"
     assert sum(said in event.how for event in vn.explain(program)(x, w).events) == 1
 
 

@@ -187,27 +187,27 @@ def test_a_tile_that_does_not_fit_is_refused_with_the_path(rule, message):
     [
         (("(", "int8"), {}, r"path_regex '\(' is not a regex"),
         ((".*", "int9"), {}, "unknown format 'int9'"),
-        ((".*", "int8"), {"tile_size": 0}, "tile_size is a number of values, not 0"),
-        ((".*", "int8"), {"tile_size": 1.5}, "tile_size is a share of the axis up to 1, not 1.5"),
-        ((".*", "int8"), {"tile_size": 0.0}, "tile_size is a share of the axis up to 1, not 0.0"),
-        ((".*", "int8"), {"tile_size": {-1: 0}}, "tile_size is a number of values, not 0"),
-        ((".*", "int8"), {"tile_size": {-1: 2.0}}, "tile_size is a share of the axis up to 1"),
-        ((".*", "mxfp4"), {"tile_size": {-2: 32, -1: 2}}, "mxfp4 is defined for tiles of 32"),
-        ((".*", "mxfp4"), {"tile_size": 0.5}, "mxfp4 is defined for tiles of 32, not 0.5"),
-        ((".*", "mxfp4"), {"tile_size": 64}, "mxfp4 is defined for tiles of 32, not 64"),
+        ((".*", "int8"), {"tile_size": 0}, "tile_size must be at least 1, not 0"),
+        ((".*", "int8"), {"tile_size": 1.5}, "tile_size is a fraction of the axis, .* not 1.5"),
+        ((".*", "int8"), {"tile_size": 0.0}, "tile_size is a fraction of the axis, .* not 0.0"),
+        ((".*", "int8"), {"tile_size": {-1: 0}}, "tile_size must be at least 1, not 0"),
+        ((".*", "int8"), {"tile_size": {-1: 2.0}}, "tile_size is a fraction of the axis"),
+        ((".*", "mxfp4"), {"tile_size": {-2: 32, -1: 2}}, "mxfp4 needs tiles of 32"),
+        ((".*", "mxfp4"), {"tile_size": 0.5}, "mxfp4 needs tiles of 32, not 0.5"),
+        ((".*", "mxfp4"), {"tile_size": 64}, "mxfp4 needs tiles of 32, not 64"),
         ((".*", "int8"), {"tile_axis": ()}, "tile_axis names no axis"),
         ((".*", "int8"), {"calibration_method": "middle"}, "unknown calibration_method"),
         ((".*", None), {"calibration_method": "absmax"}, "qtype=None leaves dense"),
         ((".*", "nf4"), {"calibration_method": "minmax"}, "nf4 has no zero_point"),
         ((".*", None), {"scale_dtype": "float16"}, "scale_dtype is of weights, which qtype=None"),
-        ((".*", "mxfp4"), {"scale_dtype": "float16"}, "mxfp4 is defined with scales of float8_e8"),
+        ((".*", "mxfp4"), {"scale_dtype": "float16"}, "mxfp4 needs scale_dtype float8_e8"),
         ((".*", "int8"), {"act_qtype": "int9"}, "unknown format 'int9'"),
         ((".*", "int8"), {"grad_qtype": "int9"}, "unknown format 'int9'"),
         ((".*", "int8"), {"act_calibration_method": "absmax"}, "act_qtype=None leaves"),
         ((".*", "int8"), {"act_range": "mean"}, "act_qtype=None leaves"),
         ((".*", "int8"), {"act_tile_size": 4}, "act_qtype=None leaves"),
-        ((".*", "int8"), {"act_qtype": "int8", "act_tile_size": 0}, "number of values, not 0"),
-        ((".*", "int8"), {"act_qtype": "mxfp8", "act_tile_size": 8}, "mxfp8 is defined for tiles"),
+        ((".*", "int8"), {"act_qtype": "int8", "act_tile_size": 0}, "must be at least 1, not 0"),
+        ((".*", "int8"), {"act_qtype": "mxfp8", "act_tile_size": 8}, "mxfp8 needs tiles"),
         (
             (".*", "int8"),
             {"act_qtype": "int8", "act_tile_size": 8, "act_range": "mean"},
@@ -229,6 +229,18 @@ def test_a_tile_that_does_not_fit_is_refused_with_the_path(rule, message):
 def test_a_rule_that_cannot_work_is_refused_where_it_is_written(args, kwargs, message):
     with pytest.raises(ValueError, match=message):
         Rule(*args, **kwargs)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, np.int8, jnp.dtype("int8")])
+def test_a_dtype_is_a_format_wherever_its_name_is(dtype):
+    rule = Rule(".*", dtype, act_qtype=dtype, grad_qtype=dtype)
+    assert rule == Rule(".*", "int8", act_qtype="int8", grad_qtype="int8")
+    assert repr(Rule(".*", dtype)) == "Rule('.*', 'int8')"
+    tree, x = {"w": jnp.ones((64, 64))}, jnp.ones((1, 64))
+    model = lambda tree, x: x @ tree["w"]
+    q = quantize_tree(tree, dtype, model=model, args=(x,))["w"]
+    assert q.qtype == vn.quant.quantize(tree["w"], dtype).qtype == "int8"
+    assert vn.quant.calibrate(model, dtype, params=tree, method="nearest")([x])["w"].qtype == "int8"
 
 
 WRONG_RULES = {

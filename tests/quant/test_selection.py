@@ -104,7 +104,7 @@ def test_errors_that_a_caller_can_help_with_have_types_of_their_own():
         (("(", "int8"), r"'\(' is not a regex"),
         (("x", "int9"), "unknown format 'int9'; did you mean 'int8'"),
         (("x", "int8", 0), "not 0"),
-        (("x", "mxfp4", 16), "defined for tiles of 32, not 16"),
+        (("x", "mxfp4", 16), "needs tiles of 32, not 16"),
     ],
 )
 def test_a_selector_is_checked_when_it_is_made(arguments, message):

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, SupportsIndex
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from .._core.tree import static
 from .._core.value import Value
@@ -102,7 +103,7 @@ class ActivationQuantized(ProductWeight):
         scale: Leaf | None = None,
         zero_point: Leaf | None = None,
         *,
-        qtype: str,
+        qtype: DTypeLike,
         calibration_method: str | None = None,
         tile_size: SupportsIndex | float | None = None,
         contracting: Sequence[int] = (-2,),

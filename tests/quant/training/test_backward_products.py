@@ -383,10 +383,10 @@ def test_a_rule_says_it():
         (ValueError, "unknown format", {"qtype": "int8", "residual_qtype": "int9"}),
         (ValueError, "unknown calibration_method", {"qtype": "int8", "calibration_method": "no"}),
         (ValueError, "leaves as it is", {"qtype": None, "calibration_method": "absmax"}),
-        (ValueError, "number of values", {"qtype": "int8", "tile_size": 0}),
-        (ValueError, "share of the axis", {"qtype": "int8", "tile_size": 1.5}),
+        (ValueError, "must be at least 1", {"qtype": "int8", "tile_size": 0}),
+        (ValueError, "fraction of the axis", {"qtype": "int8", "tile_size": 1.5}),
         (TypeError, r"whole number|tile_size", {"qtype": "int8", "tile_size": "8"}),
-        (ValueError, "defined for tiles", {"qtype": "mxfp8", "tile_size": 8}),
+        (ValueError, "needs tiles", {"qtype": "mxfp8", "tile_size": 8}),
     ],
 )
 def test_what_does_not_fit_is_refused(error, says, args):

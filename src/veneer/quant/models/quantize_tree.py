@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+from jax.typing import DTypeLike
 
 from ..._jax.source_lines import warn_user
 from ..observation.statistics import ActivationStatistics
@@ -31,7 +32,7 @@ from .rules import (
     can_be_quantized,
     flatten_with_paths,
     rule_for,
-    rules_in,
+    rules_or_format,
     some_of,
     warn_of_unmatched,
 )
@@ -43,7 +44,7 @@ T = TypeVar("T")
 
 def quantize_tree(
     params: T,
-    rules: Sequence[Rule] | str,
+    rules: Sequence[Rule] | DTypeLike,
     *,
     model: Callable | None = None,
     args: Sequence[Any] | None = None,
@@ -111,8 +112,8 @@ def quantize_tree(
     LoraArray(w=QArray:f32[64,64], a=f32[64,8], b=f32[8,64], scale=1.0)
     """
     program = program_of(params, model, args, kwargs)
+    rules = rules_or_format(rules)
     if not isinstance(rules, str):
-        rules = rules_in(rules)
         check_rules(rules, train=train, statistics=statistics)
     chosen = choose(params, rules, program, args or (), kwargs, of_quantized=not train)
     return chosen.replaced(

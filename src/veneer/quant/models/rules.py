@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 
 from ..._core.surface.weights import path_matches
 from ..._core.value import is_value
@@ -99,7 +100,7 @@ class Rule:
     """
 
     path_regex: str
-    qtype: str | None
+    qtype: DTypeLike | None
     _: dataclasses.KW_ONLY
     tile_size: int | np.integer | float | Mapping[int, int | float] | tuple[Any, ...] | None = None
     tile_axis: int | np.integer | Sequence[int | np.integer] | None = None
@@ -109,11 +110,11 @@ class Rule:
     method: str | None = None
     correction_rank: int | None = None
     correction_steps: int = 1
-    act_qtype: str | None = None
+    act_qtype: DTypeLike | None = None
     act_calibration_method: str | None = None
     act_tile_size: int | np.integer | float | None = None
     act_range: str = "dynamic"
-    grad_qtype: str | None = None
+    grad_qtype: DTypeLike | None = None
     grad_input: BackwardProduct | None = None
     grad_weight: BackwardProduct | None = None
     sparsity: Sparsity | None = None
@@ -124,6 +125,10 @@ class Rule:
             re.compile(self.path_regex)
         except re.error as error:
             raise ValueError(f"path_regex {self.path_regex!r} is not a regex: {error}") from None
+        for name in ("qtype", "act_qtype", "grad_qtype"):
+            qtype = getattr(self, name)
+            if qtype is not None and not isinstance(qtype, str):  # a dtype; shown by its name
+                object.__setattr__(self, name, get_format(qtype).name)
         self._check_tiles()
         self._check_methods()
         self._check_correction()
@@ -394,6 +399,18 @@ def _part(size: int, tile: int) -> int:
     """The largest tile up to one of so many that divides an axis; of whole bytes, if half is."""
     parts = [n for n in range(1, min(size, tile) + 1) if size % n == 0]
     return max([n for n in parts if n % 8 == 0 and 2 * n >= tile] or parts)
+
+
+def rules_or_format(rules: Any) -> tuple[Rule, ...] | str:
+    """Return the rules of a sequence, or the name of a format that is given by its name or dtype.
+
+    **Raises:** `TypeError` for anything else. The message shows the list that was probably meant.
+    """
+    if isinstance(rules, str):
+        return rules
+    if isinstance(rules, type | np.dtype):
+        return get_format(rules).name
+    return rules_in(rules)
 
 
 def rules_in(rules: Any) -> tuple[Rule, ...]:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from ..conversion.calibration import check_calibration
 from ..conversion.quantize import quantize
@@ -96,7 +97,7 @@ class ActivationStatistics:
 
 def static_range(
     statistics: ActivationStatistics,
-    qtype: str,
+    qtype: DTypeLike,
     shape: Shape,
     *,
     average: str = "mean",

@@ -15,10 +15,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 
 from ..._jax.source_lines import warn_user
 from ..models.quantize_tree import Chosen, check_rules, choose
-from ..models.rules import Rule, rules_in, some_of
+from ..models.rules import Rule, rules_or_format, some_of
 from ..models.uses import program_of
 from ..observation.observe import (
     arguments_of,
@@ -40,7 +41,7 @@ from .weight import RoundedWeight, naming
 
 def calibrate(
     model: Callable,
-    rules: Sequence[Rule] | str,
+    rules: Sequence[Rule] | DTypeLike,
     *,
     params: Any = None,
     method: str = "gptq",
@@ -146,7 +147,7 @@ class Calibrator:
     def __init__(
         self,
         model: Callable,
-        rules: Sequence[Rule] | str,
+        rules: Sequence[Rule] | DTypeLike,
         params: Any,
         method: str,
         sequential: bool,
@@ -168,8 +169,8 @@ class Calibrator:
             )
         if not damping >= 0:
             raise ValueError(f"damping is a share of the mean second moment, not {damping}")
+        rules = rules_or_format(rules)
         if not isinstance(rules, str):
-            rules = rules_in(rules)
             check_rules(rules, calibrated=True)
             acts = [rule for rule in rules if rule.act_qtype is not None]
             if get_method(method).factors == "smoothquant" and not acts:

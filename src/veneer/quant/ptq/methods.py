@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from jax.typing import DTypeLike
+
 
 class RoundingMethod(NamedTuple):
     """A way to round a weight by what it meets.
@@ -38,7 +40,9 @@ def get_method(name: str) -> RoundingMethod:
     return METHODS[name]
 
 
-def method_for(rule_has: str | None, asked: str, *, rotate: bool, act_qtype: str | None) -> str:
+def method_for(
+    rule_has: str | None, asked: str, *, rotate: bool, act_qtype: DTypeLike | None
+) -> str:
     """Returns how a weight is rounded.
 
     **Arguments:**
@@ -54,7 +58,7 @@ def method_for(rule_has: str | None, asked: str, *, rotate: bool, act_qtype: str
     return ("gptq" if method.makes_up else "nearest") if useless else asked
 
 
-def check_method(name: str, *, rotate: bool, act_qtype: str | None) -> None:
+def check_method(name: str, *, rotate: bool, act_qtype: DTypeLike | None) -> None:
     """Refuses a method that does not go with what else a rule says.
 
     **Raises:** `ValueError`.

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from ...kernels.pruning import largest_positions
 from ..formats import get_format
@@ -14,7 +15,7 @@ from ..formats.tiles import Shape
 Sparsity = tuple[int, int] | tuple[int, int, int]
 
 
-def check_sparsity(sparsity: Any, qtype: str | None) -> Sparsity:
+def check_sparsity(sparsity: Any, qtype: DTypeLike | None) -> Sparsity:
     """Returns `(n, m)` or `(n, m, block)`, for weights of a format.
 
     **Raises:** `TypeError` where it is not two or three whole numbers; `ValueError` where they do
