@@ -186,6 +186,11 @@ def test_fully_sharded_each_device_has_an_eighth():
     assert placed["step"].sharding.is_fully_replicated
 
 
+def test_fully_sharded_names_an_axis_that_the_mesh_lacks():
+    with pytest.raises(ValueError, match="axis_name 'pipe' is not an axis of Mesh"):
+        vn.fully_sharded(MESH, ("data", "pipe"))
+
+
 def test_fully_sharded_beside_tensor_parallelism():
     w = {"w": vn.quant.quantize(jnp.ones((64, 128)), "int8", channelwise_axes=[1])}
     placed = vn.device_put(w, [("w", vn.fully_sharded(MESH, "data", P(None, "model")))])["w"]

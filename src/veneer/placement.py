@@ -174,6 +174,9 @@ def fully_sharded(
     >>> placed["up"].sharding.spec, placed["bias"].sharding.spec
     (P('data', None), P('data',))
     """
+    for name in axes_of(axis_name):
+        if name not in mesh.shape:
+            raise ValueError(f"axis_name {name!r} is not an axis of {mesh}")
     count = math.prod(mesh.shape[name] for name in axes_of(axis_name))
     stated = PartitionSpec() if spec is None else spec
 

@@ -235,7 +235,7 @@ WRONG_RULES = {
     "a rule": (Rule(".*", "int8"), r"rules must be a list: \[Rule\('\.\*', 'int8'\)\]"),
     "formats": (["nf4"], r"rules\[0\] must be a Rule, such as .*, not 'nf4'"),
     "pairs": ([(".*", "nf4")], r"rules\[0\] must be a Rule, such as .*, not \('\.\*', 'nf4'\)"),
-    "a dict": ({".*": "nf4"}, r"rules must be a list of Rule, such as .*, not \{"),
+    "a dict": ({".*": "nf4"}, r"such as \[vn\.quant\.Rule\('\.\*', 'nf4'\)\], not \{"),
     "nothing": (None, "rules must be a list of Rule, such as .*, not None"),
 }
 

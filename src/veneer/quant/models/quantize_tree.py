@@ -205,6 +205,11 @@ def choose(
                 "This error was raised while the program was traced on shapes. It is called as "
                 "model(params, *args, **kwargs), or as params(*args, **kwargs) without a model."
             )
+            if callable(params) and _is_of_shapes(error):
+                error.add_note(
+                    "If the module takes one example and these arguments are a batch, pass "
+                    "model=lambda m, x: jax.vmap(m)(x)."
+                )
             raise
     if isinstance(rules, str):
         if uses is None:
@@ -231,6 +236,13 @@ def choose(
     tell_of_held(paths, leaves, rules)
     tell_of_quantised(paths, leaves, rules)
     return Chosen(paths, leaves, treedef, chosen, uses)
+
+
+def _is_of_shapes(error: Exception) -> bool:
+    """Return whether an error of a program is about the shapes of its arguments."""
+    words = ("shape", "rank", "dimension", "axis", "axes", "ndim", "unpack", "vmap")
+    text = str(error).lower()
+    return isinstance(error, TypeError | ValueError) and any(word in text for word in words)
 
 
 def _of_activations(

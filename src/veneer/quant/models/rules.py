@@ -391,7 +391,9 @@ def rules_in(rules: Any) -> tuple[Rule, ...]:
     if isinstance(rules, Rule):
         raise TypeError(f"rules must be a list: [{rules}]")
     if not isinstance(rules, Iterable) or isinstance(rules, str | Mapping):
-        pairs = {".*": rules if isinstance(rules, str) else "int8"}
+        pairs: dict[str, str | None] = {".*": rules if isinstance(rules, str) else "int8"}
+        if isinstance(rules, Mapping) and all(isinstance(x, str) for x in rules):
+            pairs = {path: x for path, x in rules.items() if isinstance(x, str | None)} or pairs
         meant = ", ".join(f"vn.quant.Rule({path!r}, {x!r})" for path, x in pairs.items())
         raise TypeError(f"rules must be a list of Rule, such as [{meant}], not {rules!r}")
     rules = tuple(rules)
