@@ -246,7 +246,7 @@ BAD_OPTIONS = {
     "format_unknown": (["--format", "int9"], "unknown format 'int9'; did you mean 'int8'"),
     "tile": (
         ["--format", "int8", "--tile", "3"],
-        "tile 3 does not divide axis -1 of 'embed.weight' [10, 8]: tiles that do are 1, 2, 4, 8",
+        "tile 3 does not divide axis -1 of 'embed.weight' [10, 8]. Tiles that do are 1, 2, 4, 8",
     ),
     "tile_exclude": (["--format", "int8", "--tile", "3"], r"--exclude 'embed\.weight'"),
     "layout_hint": ([*INT8, "--include", "table"], "or give --layout torch (the last axis)"),
@@ -256,7 +256,7 @@ BAD_OPTIONS = {
     ),
     "tile_own": (
         ["--format", "mxfp4"],
-        "tile 32 does not divide axis -1 of 'embed.weight' [10, 8]: mxfp4 has no other",
+        "tile 32 does not divide axis -1 of 'embed.weight' [10, 8]. mxfp4 has no other",
     ),
     "tile_zero": ([*INT8, "--tile", "0"], "not 0"),
     "tile_text": ([*INT8, "--tile", "many"], "--tile"),
@@ -265,7 +265,7 @@ BAD_OPTIONS = {
     "exclude": ([*INT8, "--exclude", "attention"], "--exclude 'attention' matches no tensor"),
     "regex": ([*INT8, "--include", "("], "'(' is not a regex"),
     "dtype": ([*INT8, "--include", "pos.*"], "'position_ids' is int64[1, 10]"),
-    "layout_unknown": ([*INT8, "--include", "table"], "contracting axis of 'table' [6, 8]"),
+    "layout_unknown": ([*INT8, "--include", "table"], "contracted axis of 'table' [6, 8]"),
     "layout_other": ([*INT8, "--layout", "keras"], "keras"),
     "rules_missing": (["--rules", "nowhere.json"], "nowhere.json"),
     "rules_and_format": (["--rules", "r", *INT8], "--format cannot go with --rules"),
@@ -338,7 +338,7 @@ def test_bad_commands_get_one_line(veneer, arguments):
 def test_a_rules_file_that_is_wrong_is_named(veneer, model, tmp_path):
     (tmp_path / "rules.json").write_text('[{"path": ".*", "format": "int8"}]')
     result = veneer("quantize", model, tmp_path / "out", "--rules", tmp_path / "rules.json")
-    assert_bad_input(result, "rules.json: a rule is an object with 'path', 'qtype'")
+    assert_bad_input(result, "rules.json: a rule must be an object with 'path', 'qtype'")
     (tmp_path / "rules.json").write_text("[" * 200_000 + "]" * 200_000)
     result = veneer("quantize", model, tmp_path / "out", "--rules", tmp_path / "rules.json")
     assert_bad_input(result, "rules.json: the rules are not JSON")

@@ -220,3 +220,18 @@ def test_a_weight_may_be_put_back():
     there = eqx.tree_at(lambda layer: layer.weight, layer, replace_fn=lora)
     back = eqx.tree_at(lambda layer: layer.weight, there, layer.weight)
     assert eqx.tree_equal(back, layer)
+
+
+def test_an_untraceable_batch_suggests_vmap():
+    layer = eqx.nn.MLP(8, 8, 64, 1, key=KEY)
+    suggestion = "model=lambda m, x: jax.vmap(m)(x)"
+    with pytest.raises(TypeError, match="shape") as error:
+        vn.quant.quantize_tree(layer, "int8", args=(X,))
+    assert suggestion in "".join(error.value.__notes__)
+    rules = [vn.quant.Rule(".*weight", "int8")]
+    mapped = lambda m, x: jax.vmap(m)(x)
+    small = vn.quant.quantize_tree(layer, rules, model=mapped, args=(X,))
+    assert isinstance(small.layers[0].weight, vn.quant.QArray)
+    with pytest.raises(KeyError) as error:
+        vn.quant.quantize_tree(layer, rules, model=lambda m, x: {}[x], args=("shape",))
+    assert suggestion not in "".join(error.value.__notes__)

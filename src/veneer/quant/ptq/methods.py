@@ -36,7 +36,7 @@ def get_method(name: str) -> RoundingMethod:
     **Raises:** `ValueError` for an unknown name.
     """
     if name not in METHODS:
-        raise ValueError(f"unknown method {name!r}; the methods are {', '.join(METHODS)}")
+        raise ValueError(f"unknown method {name!r}; it must be one of {', '.join(METHODS)}")
     return METHODS[name]
 
 
@@ -66,11 +66,11 @@ def check_method(name: str, *, rotate: bool, act_qtype: DTypeLike | None) -> Non
     factors = get_method(name).factors
     if factors and rotate:
         raise ValueError(
-            f"rotate=True spreads what stands out over all channels, and method {name!r} scales "
-            "the channels that stand out: choose one of them"
+            f"rotate=True spreads outliers over all channels, and method {name!r} scales the "
+            "channels with outliers. Choose one of them"
         )
     if factors == "smoothquant" and act_qtype is None:
         raise ValueError(
-            f"method {name!r} is for activations in few bits, and act_qtype=None leaves them: "
-            "name their format, or choose 'awq'"
+            f"method {name!r} is for quantized activations, and act_qtype is None. Set act_qtype, "
+            "or use method='awq'"
         )
