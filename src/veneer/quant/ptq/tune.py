@@ -1,4 +1,4 @@
-"""`tune`: scales and codes of a quantised model, trained until its outputs are the dense model's.
+"""`tune`: scales and codes of a quantized model, trained until its outputs are the dense model's.
 
 The straight-through estimator (Bengio et al., arXiv 1308.3432) and learned scales (LSQ, Esser et
 al., arXiv 1902.08153), as EfficientQAT's first phase has them (Chen et al., arXiv 2407.11062), with
@@ -24,7 +24,7 @@ PARTS = ("codes", "scales", "dense")
 
 def tune(
     model: Callable,
-    quantised: Any,
+    quantized: Any,
     *,
     params: Any = None,
     train: Collection[str] = ("codes", "scales"),
@@ -42,7 +42,7 @@ def tune(
     **Arguments:**
 
     - `model`: a function of parameters and a batch, or the dense callable module.
-    - `quantised`: the quantized parameters or module, from `quantize_tree` or, better, `calibrate`.
+    - `quantized`: the quantized parameters or module, from `quantize_tree` or, better, `calibrate`.
     - `params`: the dense parameters. None if `model` is a module.
     - `train`: the parts to train: "codes", "scales" (only floating scales) and "dense", every other
       floating array, such as biases and the leaves of a `LoraArray`. Codes take the memory of three
@@ -73,7 +73,7 @@ def tune(
     >>> tuning([x])["w"], tuning.losses[-1] < tuning.losses[0]
     (QArray(q2[32,32] tile 16, 4 bits), True)
     """
-    return Tuner(model, quantised, params, train, epochs, learning_rate, loss)
+    return Tuner(model, quantized, params, train, epochs, learning_rate, loss)
 
 
 class Tuner:
@@ -87,7 +87,7 @@ class Tuner:
     def __init__(
         self,
         model: Callable,
-        quantised: Any,
+        quantized: Any,
         params: Any,
         train: Collection[str],
         epochs: int,
@@ -105,7 +105,7 @@ class Tuner:
             model if params is None else params, None if params is None else model, (), None
         )
         assert program is not None
-        self._program, self._quantised = program, quantised
+        self._program, self._quantized = program, quantized
         self._dense = model if params is None else params
         self._train, self._epochs, self._rate = frozenset(train), epochs, learning_rate
         self._loss = relative_error if loss is None else loss
@@ -121,7 +121,7 @@ class Tuner:
         count = sum(1 for _ in batches)
         if not count:
             raise ValueError("there are no batches to tune with. Pass at least one")
-        tuned = TunedTree(self._quantised, self._dense, self._train)
+        tuned = TunedTree(self._quantized, self._dense, self._train)
         dense, others = _split(self._dense)
 
         def loss(state: Any, fixed: Any, dense: Any, args: Any) -> jax.Array:
@@ -158,7 +158,7 @@ class Tuner:
                 f"{self.losses[-1]:.3g} after), so the tree is unchanged. Try a smaller "
                 "learning_rate"
             )
-            return self._quantised
+            return self._quantized
         return tuned.stored(state)
 
 
