@@ -315,8 +315,8 @@ BAD_INPUTS = {
     ),
     "pickled": (lambda f: (f / "model.safetensors").unlink(), "convert it to safetensors first"),
     "several": (lambda f: save_file(MODEL, f / "other.safetensors"), "other.safetensors"),
-    "out_exists": (lambda f: (f.parent / "out").mkdir(), "exists already"),
-    "out_is_a_file": (lambda f: (f.parent / "out").write_text("mine"), "exists already"),
+    "out_exists": (lambda f: (f.parent / "out").mkdir(), "already exists"),
+    "out_is_a_file": (lambda f: (f.parent / "out").write_text("mine"), "already exists"),
     "bad_index": (lambda f: (f / "model.safetensors.index.json").write_text("{"), "not JSON"),
     "deep_index": (
         lambda f: (f / "model.safetensors.index.json").write_text("[" * 9999 + "]" * 9999),
@@ -509,7 +509,7 @@ def without_table(folder):
 
 @pytest.mark.parametrize(
     ("spoil", "message"),
-    [(other_shape, "not of the same model"), (without_table, "has no tensor 'table'")],
+    [(other_shape, "not the same model"), (without_table, "has no tensor 'table'")],
 )
 def test_inspect_refuses_another_model_as_the_original(veneer, out, model, spoil, message):
     spoil(model)
@@ -782,8 +782,8 @@ def test_integers_named_weight_are_read_with_an_option(veneer, with_table, tmp_p
         "convert": (with_table, out, "--format", "gguf"),
     }[command]
     message = (
-        "'t.weight' (int32[2, 3]) looks like a part of a packed weight, of no family that is "
-        "known: --raw gives the tensors"
+        "'t.weight' (int32[2, 3]) looks like a part of a packed weight of an unknown format. "
+        "--raw loads the stored tensors"
     )
     assert_bad_input(veneer(command, *arguments), message)
     assert not out.exists()
@@ -864,9 +864,9 @@ def test_convert_of_a_folder_to_gguf_says_that_it_has_no_metadata(veneer, tmp_pa
 def test_convert_names_what_a_format_cannot_hold(veneer, tmp_path):
     source = packed_folder(tmp_path / "in")
     result = veneer("convert", source, tmp_path / "out", "--format", "mlx")
-    assert_bad_input(result, "format 'mlx' cannot hold 'm.weight': it is of zero points")
+    assert_bad_input(result, "format 'mlx' cannot hold 'm.weight': its zero points times")
     result = veneer("convert", source, tmp_path / "out", "--format", "onnx")
-    assert_bad_input(result, "format is one of gptq, awq, compressed-tensors, mlx and gguf")
+    assert_bad_input(result, "format must be one of gptq, awq, compressed-tensors, mlx and gguf")
     assert not (tmp_path / "out").exists()
 
 
@@ -914,7 +914,7 @@ def test_convert_replaces_what_it_wrote_where_that_is_asked(veneer, tmp_path):
     assert veneer(*convert)[0] == 0
     code, _, stderr = veneer(*convert)
     assert code == 2
-    assert "choose another name, or --overwrite\n" in stderr
+    assert "use another name, or --overwrite\n" in stderr
     assert veneer(*convert, "--overwrite")[0] == 0
 
 
@@ -923,7 +923,7 @@ def test_quantize_replaces_what_it_wrote_where_that_is_asked(veneer, model, tmp_
     assert veneer(*quantize, "int8")[0] == 0
     code, _, stderr = veneer(*quantize, "int4")
     assert code == 2
-    assert "choose another name, or --overwrite\n" in stderr
+    assert "use another name, or --overwrite\n" in stderr
     assert veneer(*quantize, "int4", "--overwrite")[0] == 0
     assert {qtype for qtype, _ in formats(tmp_path / "out").values()} == {"int4"}
     (tmp_path / "out" / "mine.txt").touch()

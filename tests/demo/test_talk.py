@@ -101,7 +101,7 @@ def test_perplexity_is_that_of_the_dense_model(model):
     packed = language_model.perplexity(losses, model, model.params, tokens)
     dense = language_model.perplexity(losses, model, vn.materialise(model.params), tokens)
     assert packed == pytest.approx(dense, rel=1e-4)
-    with pytest.raises(ValueError, match="the text has 10 tokens, and 512 are wanted"):
+    with pytest.raises(ValueError, match="the text has 10 tokens, but 512 are needed"):
         language_model.windows(model, ["ten words."], 1)
 
 

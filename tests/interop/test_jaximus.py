@@ -276,7 +276,7 @@ def test_a_shape_that_is_not_known_raises():
 
 
 def test_a_shape_that_materialize_contradicts_warns():
-    with pytest.warns(UserWarning, match=r"shape \(5, 4\), but materialize gives shape \(4, 5\)"):
+    with pytest.warns(UserWarning, match=r"shape=\(5, 4\), but materialize returns shape \(4, 5\)"):
         w = Lora(W, *lora_parts(), shape=(5, 4))
     assert w.shape == (4, 5)
     assert_close(implicit(loss)(X, w), loss(X, w.materialize()))

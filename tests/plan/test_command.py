@@ -86,7 +86,7 @@ def test_what_does_not_fit_is_told_with_the_least_that_would_do(veneer, small):
             "'lots' is not a number of bytes, such as 80GB or 16GiB (try 'veneer plan --help')",
         ),
         ({"--format": "int9"}, "unknown format 'int9'"),
-        ({"--devices": 3}, "take a batch that 3 divides"),
+        ({"--devices": 3}, "use a batch size that is a multiple of 3"),
         ({"--tile": 0}, "Invalid value for '--tile'"),
     ],
 )

@@ -318,8 +318,8 @@ class ImplicitArray(_AuxFields, _CoreArray, OrginArray, abstract=True):  # type:
         known = self._stated("shape")
         if known is not None and tuple(known) != self.aval.shape:
             warnings.warn(
-                f"{type(self).__name__} is said to have shape {tuple(known)}, but materialize "
-                f"gives shape {self.aval.shape}, which is used",
+                f"{type(self).__name__} has shape={tuple(known)}, but materialize returns shape "
+                f"{self.aval.shape}, which is used",
                 stacklevel=3,
             )
         self.aval  # noqa: B018  # raises if the shape or dtype is unknown

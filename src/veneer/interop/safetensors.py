@@ -67,14 +67,14 @@ def save(
         found, _ = vtree.flatten_with_path(tree)
         tensors = {vtree.path_string(path): x for path, x in found}
         if len(tensors) < len(found):
-            raise ValueError("two arrays of the tree have paths that make one name")
+            raise ValueError("two arrays of the tree have the same name")
         for name in tensors:
             if not is_text(name):
-                raise ValueError(f"the name {name!r} of an array is not Unicode text")
+                raise ValueError(f"the array name {name!r} is not valid Unicode text")
         convert(path, tensors, format, config=config, overwrite=overwrite, names=names)
         return
     if config is not None or names is not None:
-        raise ValueError("config and names are those of another format: pass format, too")
+        raise ValueError("config and names need format: pass format='gguf' or another")
     encoded, leaves = structure.encode(tree)
     with write_aside(path, overwrite=overwrite) as folder:
         writer = FolderWriter(folder, leaves)
@@ -143,7 +143,7 @@ def load(
     'ScaleByAdamState'
     """
     if like is not None and shardings is not None:
-        raise ValueError("like has shardings of its arrays, and shardings cannot go with it")
+        raise ValueError("pass like or shardings, not both: the arrays of like have shardings")
     with open_checkpoint(path, raw=raw, verify=verify, names=names) as source:
         leaves = _TensorsByName(source)
         node = source.manifest.tree if isinstance(source, TensorFolder) else None
