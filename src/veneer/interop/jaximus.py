@@ -1,7 +1,8 @@
 """The names of eformer's jaximus, on our core: `import veneer.interop.jaximus as jaximus`.
 
 Types, rules and functions written for `eformer.jaximus` (https://github.com/erfanzar/eformer) run
-after one change: the import. docs/jaximus.md lists the differences.
+after one change: the import. To have other packages that import `eformer.jaximus` run on our core
+as well, call `replace_jaximus` before they are imported. docs/jaximus.md lists the differences.
 """
 
 import abc
@@ -10,6 +11,7 @@ import functools
 import inspect
 import operator
 import os
+import sys
 import types
 import typing
 import warnings
@@ -55,6 +57,7 @@ __all__ = [
     "materialize_handler",
     "materialize_nested",
     "register",
+    "replace_jaximus",
     "ste",
     "tree_flatten_with_implicit",
     "tree_flatten_with_path_with_implicit",
@@ -731,3 +734,20 @@ def implicit_depth(tree: Any) -> int:
     1
     """
     return _tree.depth(tree)
+
+
+def replace_jaximus() -> None:
+    """Make `import eformer.jaximus` import this module, for packages that are written for eformer.
+
+    Call it before anything imports `eformer.jaximus`. It holds for the whole process. eformer need
+    not be installed for `from eformer.jaximus import ...`.
+
+    **Raises:** `RuntimeError` if eformer's own `jaximus` is already imported.
+    """
+    present = sys.modules.get("eformer.jaximus")
+    if present is not None and present is not sys.modules[__name__]:
+        raise RuntimeError(
+            "eformer.jaximus is already imported, so types made with it are eformer's: call "
+            "veneer.interop.jaximus.replace_jaximus() before the first import of eformer"
+        )
+    sys.modules["eformer.jaximus"] = sys.modules[__name__]
