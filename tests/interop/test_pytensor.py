@@ -245,6 +245,8 @@ SIZED = {
     "reshape": MATRIX.reshape((SIZE, 2)),
     "reshape to a vector": MATRIX.reshape(pt.stack([SIZE, 2 * SIZE]), ndim=2),
     "broadcast": pt.broadcast_to(MATRIX[0], (SIZE, 6)),
+    "slice": MATRIX[:SIZE],
+    "slice that is set": MATRIX[: SIZE + 1].set(1.0),
 }
 
 

@@ -59,7 +59,7 @@ try:
     from pytensor.tensor.math import Dot
     from pytensor.tensor.random.type import RandomType
     from pytensor.tensor.shape import Reshape, Shape, Shape_i
-    from pytensor.tensor.subtensor import IncSubtensor, Subtensor
+    from pytensor.tensor.subtensor import IncSubtensor, Subtensor, indices_from_subtensor
     from scipy.sparse import csc_matrix, csr_matrix, issparse
 
     from .pytensor_ops import IMPLEMENTATIONS, SIZE_OPERANDS, is_known
@@ -655,8 +655,10 @@ def _name_what_decides_shapes(fgraph: Any) -> Iterator[None]:
     """Says of errors of JAX and PyTensor which inputs decide shapes, where there are any."""
     try:
         yield
-    except (AttributeError, NotImplementedError, TypeError) as error:
-        if not (deciding := _decide_shapes(fgraph)):
+    except (AttributeError, IndexError, NotImplementedError, TypeError) as error:
+        # JAX rejects `x[:n]` for a traced n by an IndexError.
+        sizes = _slice_ends(fgraph) if isinstance(error, IndexError) else _sizes(fgraph)
+        if not (deciding := _decide_shapes(fgraph, sizes)):
             raise
         names = " and ".join(f"{variable} ({variable.type})" for variable in deciding)
         raise TypeError(
@@ -665,15 +667,33 @@ def _name_what_decides_shapes(fgraph: Any) -> Iterator[None]:
         ) from error
 
 
-def _decide_shapes(fgraph: Any) -> list[Any]:
-    """The inputs on whose values, and not only their shapes, the size of a result depends."""
-    sizes = [
+def _sizes(fgraph: Any) -> list[Any]:
+    """Return the variables that are sizes of results."""
+    return [
         size
         for node in fgraph.toposort()
         for op, where in SIZE_OPERANDS.items()
         if isinstance(node.op, op)
         for size in node.inputs[where]
     ]
+
+
+def _slice_ends(fgraph: Any) -> list[Any]:
+    """Return the variables that are starts, stops and steps of slices."""
+    indices = [
+        index
+        for node in fgraph.toposort()
+        for op, first in ((Subtensor, 1), (IncSubtensor, 2))
+        if isinstance(node.op, op)
+        for index in indices_from_subtensor(node.inputs[first:], node.op.idx_list)
+        if isinstance(index, slice)
+    ]
+    ends = [end for index in indices for end in (index.start, index.stop, index.step)]
+    return [end for end in ends if isinstance(end, Variable)]
+
+
+def _decide_shapes(fgraph: Any, sizes: list[Any]) -> list[Any]:
+    """Return the inputs on whose values, not only their shapes, one of the sizes depends."""
     of_shapes = Shape | Shape_i | CSMProperties
     known = [v for v in ancestors(sizes) if v.owner and isinstance(v.owner.op, of_shapes)]
     reached = set(ancestors(sizes, blockers=known))
