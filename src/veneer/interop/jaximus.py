@@ -110,6 +110,8 @@ def aux_field(metadata: Any = None, **kwargs: Any) -> Any:
     - `metadata`: further metadata of the dataclass field.
     - `kwargs`: the other arguments of `dataclasses.field`.
 
+    **Returns:** a dataclass field.
+
     >>> from dataclasses import dataclass
     >>> import jax, jax.numpy as jnp
     >>> from veneer.interop.jaximus import ImplicitArray, aux_field
@@ -409,7 +411,7 @@ class ImplicitArray(_AuxFields, _CoreArray, OrginArray, abstract=True):  # type:
     def astype(self, new_dtype: Any) -> Any:
         """Set the dtype of this array in place, as eformer does, and return the array.
 
-        Within a function under `implicit`, `astype` is that of JAX, which changes no operand.
+        In a function under `implicit`, `astype` is JAX's, which returns a new array.
         """
         self.dtype = new_dtype  # type: ignore[misc, operator]
         return self
@@ -472,6 +474,8 @@ def register(primitive: Primitive | str | Callable, *, precedence: int = 0) -> C
 
     - `primitive`: a primitive, its name, or a function that `jax.jit` has made.
     - `precedence`: breaks ties. The rule of the highest precedence runs.
+
+    **Returns:** a decorator, which returns the rule.
 
     **Raises:** `ValueError` for an unknown name. `TypeError` for a rule that takes only dense
     operands.
@@ -587,6 +591,8 @@ def ste(func: Callable) -> Callable:
 
     - `func`: a function `func(x, *args, **kwargs)`. The result has the shape and dtype of `x`.
 
+    **Returns:** a function of the same arguments.
+
     **Raises:** `TypeError` if the result has another shape or dtype.
 
     >>> import jax, jax.numpy as jnp
@@ -608,6 +614,12 @@ def ste(func: Callable) -> Callable:
 def default_handler(primitive: Primitive, *args: Any, **params: Any) -> Any:
     """Bind a primitive to operands, with its parameters.
 
+    **Arguments:**
+
+    - `primitive`, `args`, `params`: the primitive, its operands and its parameters.
+
+    **Returns:** the result of the primitive.
+
     >>> import jax
     >>> from veneer.interop.jaximus import default_handler
     >>> default_handler(jax.lax.add_p, 1.0, 2.0).item()
@@ -624,6 +636,8 @@ def materialize_handler(primitive: Primitive, *vals: Any, params: Any) -> Any:
     - `primitive`, `vals`: the primitive and its operands.
     - `params`: a dictionary of the parameters.
 
+    **Returns:** the result of the primitive.
+
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> from veneer.interop.jaximus import materialize_handler
     >>> w = vn.quant.quantize(jnp.eye(2), "nf4")
@@ -635,6 +649,13 @@ def materialize_handler(primitive: Primitive, *vals: Any, params: Any) -> Any:
 
 def materialize_nested(implicit_arr: Any, full: bool = False) -> Any:
     """Materialize an implicit array once, or with `full` until the result is dense.
+
+    **Arguments:**
+
+    - `implicit_arr`: an implicit array. Anything else is returned unchanged.
+    - `full`: repeat while the result is an implicit array.
+
+    **Returns:** an array, dense if `full`.
 
     **Raises:** whatever `materialize` raises. eformer returns ones instead.
 
@@ -650,8 +671,9 @@ def materialize_nested(implicit_arr: Any, full: bool = False) -> Any:
 
 
 def is_array(element: Any) -> bool:
-    """Return whether something is a dense array or scalar of JAX or NumPy.
+    """Return whether `element` is a dense array or scalar of JAX or NumPy.
 
+    >>> import numpy as np
     >>> from veneer.interop.jaximus import is_array
     >>> is_array(np.ones(2)), is_array(2.0)
     (True, False)
@@ -660,7 +682,7 @@ def is_array(element: Any) -> bool:
 
 
 def leaf_predicate(x: Any) -> bool:
-    """Return whether something is an implicit array, of this module or any other.
+    """Return whether `x` is an implicit array, of this module or another.
 
     >>> import jax.numpy as jnp
     >>> from veneer.interop.jaximus import leaf_predicate
@@ -714,6 +736,10 @@ tree_structure_with_implicit = combine_leaf_predicate(tree_util.tree_structure, 
 def flatten_one_implicit_layer(tree: Any) -> tuple[list[Any], Any]:
     """Flatten a tree and each outermost implicit array, but no implicit array within those.
 
+    **Arguments:**
+
+    - `tree`: any pytree.
+
     **Returns:** the leaves and the structure, for `jax.tree.unflatten`.
 
     >>> import jax.numpy as jnp, veneer as vn
@@ -726,7 +752,7 @@ def flatten_one_implicit_layer(tree: Any) -> tuple[list[Any], Any]:
 
 
 def implicit_depth(tree: Any) -> int:
-    """Return how deep the implicit arrays of a tree are nested, 0 if it has none.
+    """Return how deep the implicit arrays of `tree` are nested, 0 if it has none.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> from veneer.interop.jaximus import implicit_depth

@@ -775,20 +775,29 @@ def _codes(qtype: str) -> _CodeTable:
 
 
 class QuantizedDot(Op):
-    """A product `[M, K] @ [K, N]` with a quantised matrix, as an `Op` of PyTensor.
+    """A product `[M, K] @ [K, N]` with a quantized matrix, as an `Op` of PyTensor.
 
-    It is called with the leaves of a `QArray`, `(x, packed, scale)`, or `(x, packed, scale,
-    zero_point)` if it has `zero_point`. They may be variables. See `quantized_dot`.
+    Call it with `x` and the leaves of a `QArray`: `(x, packed, scale)`, or `(x, packed, scale,
+    zero_point)`. They may be variables. `quantized_dot` does this for a `QArray`. The `Op` has no
+    gradient in PyTensor: use `to_jax` and `jax.grad`.
 
     **Arguments:**
 
-    - `qtype`: the format: of 1, 2, 4 or 8 bits, stored in int8 or uint8.
-    - `size`: N, where codes are packed along the last axis; None where each has a byte.
-    - `zero_point`: whether there is one.
+    - `qtype`: a format of 1, 2, 4 or 8 bits that is stored in int8 or uint8.
+    - `size`: N, if codes are packed along the last axis. None if each code has a byte.
+    - `zero_point`: whether the call has a zero point.
 
-    **Raises:** `TypeError` for another format, and for operands of other dtypes and ranks.
-    `ValueError`, when it is run, where shapes do not fit. It has no gradient in PyTensor: that of
-    `to_jax` of the graph is `jax.grad`.
+    **Raises:**
+
+    - `TypeError` for another format, and for operands of other dtypes or ranks.
+    - `ValueError` if shapes do not fit, when the graph runs.
+
+    >>> import jax.numpy as jnp, numpy as np, pytensor.tensor as pt, veneer as vn
+    >>> from veneer.interop.pytensor import QuantizedDot
+    >>> q = vn.quant.quantize(jnp.eye(4), "int8")
+    >>> x = pt.matrix("x", dtype="float32")
+    >>> QuantizedDot("int8")(x, np.asarray(q.packed), np.asarray(q.scale)).type.shape
+    (None, 4)
     """
 
     __props__ = ("qtype", "size", "zero_point")
@@ -800,7 +809,7 @@ class QuantizedDot(Op):
             raise TypeError(f"codes of {qtype} are not packed: size must be None")
 
     def make_node(self, *leaves: Any) -> Any:
-        """The application to variables, or to what can be made constants."""
+        """Return the node that applies this `Op` to variables or arrays."""
         if len(leaves) != 3 + self.zero_point:
             raise TypeError(f"{self} takes {3 + self.zero_point} operands, but got {len(leaves)}")
         operands = [pt.as_tensor_variable(leaf) for leaf in leaves]
@@ -821,13 +830,13 @@ class QuantizedDot(Op):
         return Apply(self, operands, [out])
 
     def infer_shape(self, *args: Any) -> Any:
-        """The shape of the result, as variables."""
+        """Return the shape of the result, as variables."""
         shapes = args[-1]  # after the node, and before PyTensor 3.3 a graph
         n = shapes[1][1] if self.size is None else pt.as_tensor_variable(self.size)
         return [(shapes[0][0], n)]
 
     def perform(self, node: Any, inputs: Any, output_storage: Any) -> None:
-        """The product in NumPy: what the other implementations are tested against."""
+        """Compute the product in NumPy. Tests compare the other implementations with it."""
         x, packed, scale, *zero_point = inputs
         values, bits = self._codes
         fields = packed.view(np.uint8)
@@ -864,16 +873,18 @@ def _check(x: Any, codes: Any, *tiled: Any) -> None:
 
 
 def quantized_dot(x: Any, w: QArray) -> Any:
-    """The product of a variable and a quantised matrix, which stays packed in the graph.
+    """Multiply a variable by a quantized matrix, which stays packed in the graph.
 
     **Arguments:**
 
     - `x`: a PyTensor matrix `[M, K]` of float32 or float64.
-    - `w`: `[K, N]`, packed along its last axis, if at all, as `vn.quant.quantize` does.
+    - `w`: a `QArray` `[K, N]`. If its codes are packed, then along the last axis, as
+      `vn.quant.quantize` does.
 
     **Returns:** a PyTensor variable `[M, N]`.
 
-    **Raises:** `TypeError` for formats that PyTensor has no dtypes for, and other ranks.
+    **Raises:** `TypeError` if `w` is not a matrix, has a minimum or quantized scales, is packed
+    along another axis, or has a format for which PyTensor has no dtype.
 
     >>> import jax.numpy as jnp, pytensor.tensor as pt, veneer as vn
     >>> from veneer.interop.pytensor import quantized_dot
