@@ -252,7 +252,11 @@ BAD_OPTIONS = {
         [],
         "give --format FORMAT, e.g. --format int8, or --rules FILE (try 'veneer quantize --help')",
     ),
-    "format_unknown": (["--format", "int9"], "unknown format 'int9'; did you mean 'int8'"),
+    "format_unknown": (
+        ["--format", "int9"],
+        "did you mean 'int8'? 'veneer quantize --help' lists the formats",
+    ),
+    "format_gguf": (["--format", "q4_0"], "use 'int4' with --tile 32"),
     "tile": (
         ["--format", "int8", "--tile", "3"],
         "tile 3 does not divide axis -1 of 'embed.weight' [10, 8]: tiles that do are 1, 2, 4, 8",

@@ -41,7 +41,11 @@ class _BadOption(_BadInput):
 
 
 # Arguments of functions, as their errors name them, and the options that stand for them.
-_OPTION_OF = {"overwrite=True": "--overwrite", "vn.load(..., raw=True)": "--raw"}
+_OPTION_OF = {
+    "overwrite=True": "--overwrite",
+    "vn.load(..., raw=True)": "--raw",
+    "vn.quant.FORMATS has all formats": "'veneer quantize --help' lists the formats",
+}
 
 
 @contextlib.contextmanager
@@ -247,7 +251,8 @@ def quantize(
 
     outcomes = []
     with _kill_raises(), contextlib.ExitStack() as stack:
-        with _bad_input():
+        tile_option = {} if rules else {"with tile_size=": "with --tile "}
+        with _bad_input(options=_OPTION_OF | tile_option):
             selectors = _selectors(format, tile, include or [], exclude or [], layout, rules)
             tensors = stack.enter_context(open_checkpoint(source, raw=raw, names="huggingface"))
             dense = tensors.dense_avals()
