@@ -22,6 +22,7 @@
     plan                how to divide a model over devices, by its config: `veneer plan`
     doctor              what products run by on this machine: `veneer doctor`
     cli, demo           the command line, and its demonstration on a real model
+    cli_help            examples, table of formats and JSON keys of the command line's help
 
 What each may import, and three journeys through them: docs/architecture.md.
 """
