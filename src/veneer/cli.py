@@ -429,8 +429,8 @@ def plan(
         typer.Option(
             min=1,
             metavar="N",
-            help="The group size. The default is the tile of the format. For formats without one, it "
-            "is a channel for 8 bits, 64 values for 4 to 7 bits, and 32 for fewer.",
+            help="The group size. The default is the tile of the format. For formats without one, "
+            "it is a channel for 8 bits, 64 values for 4 to 7 bits, and 32 for fewer.",
         ),
     ] = None,
     batch: Annotated[
