@@ -19,5 +19,6 @@ selection         which cases of each test a run has
 durations.json    the seconds of one case of each test that takes long
 environment       the environment variables of a run
 memory            how many workers a run starts, and when they release memory
+plain_english     words that make a text hard to read, and the texts that users see
 optional          skips for libraries that are not installed
 """
