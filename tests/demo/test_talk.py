@@ -108,7 +108,7 @@ def test_the_act(model, monkeypatch, capsys):
     monkeypatch.setattr(language_model, "LONGEST", 8)
     talk.main(model, "the text")
     printed = capsys.readouterr().out
-    for said in ("Q8_0, as in the file", "int8, channelwise", "No weight was made dense"):
+    for said in ("Q8_0, as in the file", "int8, channelwise", "No weight was materialized"):
         assert said in printed
 
 

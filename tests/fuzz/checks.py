@@ -33,7 +33,7 @@ HIGH_REFUSALS = (
     # JAX's random functions require key arrays.
     "PRNG",
     # A tangent with one derivative per leaf is not an array.
-    "derivatives by the leaves of a value are no array",
+    "derivatives with respect to the leaves of a value are not an array",
     "holds derivatives by leaves",
     # A collective cannot tell whether a tree is an array or its derivatives.
     "may be an array, or",

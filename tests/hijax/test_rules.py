@@ -148,7 +148,7 @@ def test_functions_of_jax_that_have_rules_take_values_and_no_derivatives_by_leav
 def test_what_has_integers_is_refused_by_name_as_well():
     """Of which a rule asks the shape, that is found from a dense form where there is one."""
     w = vn.types.NMSparse.prune(jnp.arange(16.0).reshape(4, 4), 2, 4, -1)
-    with pytest.raises(TypeError, match=r"NMSparse: derivatives by the leaves"):
+    with pytest.raises(TypeError, match=r"NMSparse: derivatives with respect to the leaves"):
         jax.grad(lambda w: jnp.sum(jax.nn.relu(w)), allow_int=True)(w)
 
 

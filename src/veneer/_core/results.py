@@ -18,10 +18,9 @@ def check_result(
     out: Any,
     source: str,
 ) -> None:
-    """Refuses a result of other shapes or dtypes than the primitive's abstract evaluation gives.
+    """Reject a result whose shapes or dtypes are not those of the primitive. `source` is its rule.
 
-    `source` names the rule. Nothing is checked where the primitive itself could not take arrays of
-    the operands' shapes and dtypes.
+    Nothing is checked if the primitive does not accept the shapes and dtypes of the operands.
     """
     several = primitive.multiple_results
     results = out if several else [out]
@@ -32,8 +31,8 @@ def check_result(
     if found is None:
         kind = "a sequence of arrays" if several else "one array"
         raise TypeError(
-            f"{source} for {primitive.name}({', '.join(describe(values))}) returns {out!r}; "
-            f"{primitive.name} gives {kind}, and a rule may also return NotImplemented"
+            f"{source} for {primitive.name}({', '.join(describe(values))}) returns {out!r}. "
+            f"{primitive.name} gives {kind}; a rule may also return NotImplemented."
         )
     avals = tuple(map(_aval, values))
     items = tuple(params.items())

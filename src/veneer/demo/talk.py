@@ -112,6 +112,6 @@ def made_dense(model: LanguageModel) -> str:
     report = vn.explain(step)(model.params, token, cache)
     largest = max((event.nbytes for event in report.materialised), default=0)
     return (
-        f"In a step, {len(report.events)} operations met packed arrays. No weight was made dense: "
-        f"the largest array that was is {largest:,} bytes, a row of embeddings."
+        f"In a step, {len(report.events)} operations had packed operands. No weight was "
+        f"materialized. The largest array that was is {largest:,} bytes, a row of embeddings."
     )
