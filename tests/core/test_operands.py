@@ -315,7 +315,7 @@ def test_a_part_that_looks_whole_is_not_put_together_wrongly():
     dense = vn.materialise(lora)
     assert_close(vn.materialise(vn.tree.combine(rest, magnitude)["w"]), dense)
     f = lambda p, q: jnp.dot(X, vn.tree.combine(p, q)["w"])
-    with pytest.raises(TypeError, match="Put such parts together before"):
+    with pytest.raises(TypeError, match="Combine the trees outside vn"):
         vn.implicit(f)(rest, magnitude)
 
 

@@ -31,8 +31,8 @@ def explain(fn: Callable[P, Any]) -> Callable[P, Report]:
     in the arguments. If an operator outside `vn.implicit` materialized an array, and its result is
     an argument of `fn` or captured by it, the report has that event too.
 
-    **Raises:** `TypeError` if `fn` is not callable. The returned function raises what `fn` raises
-    while it is traced.
+    **Raises:** The returned function raises `TypeError` if `fn` is not callable, and any error that
+    `fn` raises while it is traced.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> w = vn.quant.quantize(jnp.eye(2), "nf4")

@@ -53,9 +53,12 @@ The modules, each of which imports those above it alone:
 
 from . import high_rules as high_rules
 from . import patches as patches
-from .box import Box as Box
-from .custom_primitives import primitive as primitive
-from .mode import enabled as enabled
-from .mode import install as install
-from .mode import is_enabled as is_enabled
-from .mode import uninstall as uninstall
+from .box import Box
+from .custom_primitives import primitive
+from .mode import enabled, install, is_enabled, uninstall
+
+__all__ = ["Box", "enabled", "install", "is_enabled", "primitive", "uninstall"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -59,8 +59,8 @@ def _complete(value: Value, stated: Any, sizes: Sizes, resize: Resize) -> Any:
     specs, structure = jax.tree.flatten(stated, is_leaf=is_part(stated))
     if type(stated) is not type(value) or len(specs) != len(parts):
         raise TypeError(
-            f"{type(value).__name__}.partition returns {stated!r}; it returns None, or a "
-            f"{type(value).__name__} with a jax.sharding.PartitionSpec in the place of each array"
+            f"{type(value).__name__}.partition must return None, or a {type(value).__name__} with "
+            f"a jax.sharding.PartitionSpec instead of each array, not {stated!r}."
         )
     for i, part in enumerate(parts):
         if isinstance(part, Value):

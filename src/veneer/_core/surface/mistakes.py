@@ -152,7 +152,7 @@ def no_array(what: str, dense_tangent: bool = False) -> TypeError:
     )
     return TypeError(
         f"{what}: derivatives with respect to the leaves of a value are not an array. "
-        "Differentiate by vn.materialise(value), or compute on the leaves with jax.tree.map."
+        "Differentiate vn.materialise(value), or compute on the leaves with jax.tree.map."
         f"{remedy if dense_tangent else ''}"
     )
 
