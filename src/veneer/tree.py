@@ -48,7 +48,7 @@ def map(f: Callable, tree: Any, *rest: Any, is_leaf: IsLeaf = None) -> Any:
 
     - `f`: a function of a leaf of `tree`, and of the leaves at the same place in `rest`.
     - `tree`: a pytree.
-    - `rest`: further pytrees, of which `tree` is a prefix.
+    - `rest`: further pytrees. `tree` must be a prefix of each.
     - `is_leaf`: a predicate that marks further leaves.
 
     **Returns:** a tree with the structure of `tree` and the results of `f`.
@@ -73,7 +73,7 @@ def map_with_path(
     - `f`: a function of a path, a leaf of `tree`, and the leaves at the same place in `rest`.
       `vn.tree.path_string` makes a string of a path.
     - `tree`: a pytree.
-    - `rest`: further pytrees, of which `tree` is a prefix.
+    - `rest`: further pytrees. `tree` must be a prefix of each.
     - `is_leaf`: a predicate that marks further leaves.
     - `is_leaf_takes_path`: whether `is_leaf` is called with the path and the node.
 
@@ -182,7 +182,7 @@ def unflatten(treedef: Any, leaves: Iterable[Any]) -> Any:
 
     **Returns:** the tree.
 
-    **Raises:** `ValueError` if the number of leaves is not that of the structure.
+    **Raises:** `ValueError` if the number of leaves does not fit the structure.
 
     >>> import veneer as vn
     >>> vn.tree.unflatten(vn.tree.structure({"a": 1, "b": 2}), [3, 4])

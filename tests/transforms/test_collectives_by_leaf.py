@@ -321,7 +321,7 @@ def test_a_value_that_the_program_builds_is_a_tree_to_a_gather_and_says_so(how):
         return jnp.sum(gather(T.LoraArray(w, a, b)) ** 2)[None]
 
     specs = {"mesh": LINE, "in_specs": (P("i"), P("i"), P()), "out_specs": P("i")}
-    told = r"LoraArray takes w.*lax\.all_gather, .* is a tree\. .* vn\.implicit\(function\)"
+    told = r"LoraArray takes w.*lax\.all_gather .* separately\. .* vn\.implicit\(function\)"
     with pytest.raises(ValueError, match=told):
         vn.implicit(jax.shard_map(body, check_vma=False, **specs))(w, a, b)
     said = vn.implicit(lambda x: lax.all_gather(x, "i", **how))

@@ -55,6 +55,6 @@ def _check_gives_back(matvec: Staged, b: Sequence[Any]) -> None:
         if same_kind and x.metadata_is_meaning and tree != jax.tree.structure(back):
             raise TypeError(
                 f"custom_linear_solve of b = {x}: matvec(solve(b)) is {back}, with other "
-                "metadata than b. Return a solution with the metadata for which A gives that of b, "
-                "or call vn.materialise to drop the metadata."
+                "metadata than b. The solver must return metadata that matvec maps to the metadata "
+                "of b. Or call vn.materialise to drop the metadata."
             )

@@ -44,8 +44,8 @@ class ImplicitArray(ArrayOperators, Shaped, Value, abstract=True):
     `materialise` that returns the dense array. The subclass is a frozen dataclass and a pytree.
     Count axes from the end, because `vmap` and `scan` add and remove leading axes of the leaves.
 
-    The constructor also takes `shape` and `dtype`. It raises `ValueError` if they are not those of
-    the dense array. Operators and array methods work everywhere; wrap `jax.numpy` functions in
+    The constructor also takes `shape` and `dtype`. It raises `ValueError` if the dense array has
+    others. Operators and array methods work everywhere; wrap `jax.numpy` functions in
     `vn.implicit`.
 
     A subclass may override these methods:
