@@ -138,15 +138,15 @@ class Jitted:
         self._plain.clear_cache()
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
-        """`jax.jit(...).trace`."""
+        """Trace the function, as `jax.jit(function).trace` does."""
         return self._plain.trace(*args, **kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """`jax.jit(...).lower`."""
+        """Lower the function, as `jax.jit(function).lower` does."""
         return self._plain.lower(*args, **kwargs)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
-        """`jax.jit(...).eval_shape`."""
+        """Return the shapes and dtypes of the results, as `jax.jit(function).eval_shape` does."""
         return self._plain.eval_shape(*args, **kwargs)
 
 

@@ -103,7 +103,7 @@ class Registry:
         return iter(sorted(self._rules))
 
     def missing(self, primitive: str, place: str) -> NotImplementedError:
-        """The error for a primitive that has no rule."""
+        """Return the error for a primitive without a rule."""
         close = difflib.get_close_matches(primitive, self._rules, n=2)
         hint = f" (there are rules for {' and '.join(close)})" if close else ""
         return NotImplementedError(

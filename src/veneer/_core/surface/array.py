@@ -45,14 +45,14 @@ class ImplicitArray(ArrayOperators, Shaped, Value, abstract=True):
     Count axes from the end, because `vmap` and `scan` add and remove leading axes of the leaves.
 
     The constructor also takes `shape` and `dtype`. It raises `ValueError` if the dense array has
-    others. Operators and array methods work everywhere; wrap `jax.numpy` functions in
-    `vn.implicit`.
+    others. Operators and array methods work without `vn.implicit`. `jax.numpy` functions must be
+    wrapped in it.
 
     A subclass may override these methods:
 
     | method | returns | default |
     |---|---|---|
-    | `aval()` | the `jax.core.ShapedArray` | from `materialise`, by abstract evaluation |
+    | `aval()` | a `jax.core.ShapedArray`; needed if `materialise` raises | from `materialise` |
     | `default(primitive, values, params)` | the results if no rule fits (static) | materializes |
     | `leaf_axes()` | the dense axis of each axis of each leaf | None: not declared |
     | `partition(spec, shape)` | a sharding of each leaf | from `leaf_axes` |
@@ -63,7 +63,7 @@ class ImplicitArray(ArrayOperators, Shaped, Value, abstract=True):
     |---|---|---|
     | `batch_transparent` | True | a slice of all leaves is a slice of the array |
     | `metadata_is_meaning` | True | loops and branches must not change static fields |
-    | `is_label` | None | the only leaf is the dense array (a unit, a tag); None: find out |
+    | `is_label` | None | the only leaf is the dense array (with a unit, say); None: find out |
     | `keeps_dtypes` | True | results of rules must have the dtypes of the primitives |
     | `commute_ops` | True | a rule of `add`, `mul`, ... for `(x, y)` also serves `(y, x)` |
     | `compiles_operators` | True | operators outside `vn.implicit` may be compiled |

@@ -70,10 +70,7 @@ def primitive(expand: Callable) -> "HighPrimitive":
 
 
 class HighPrimitive:
-    """A function that is one equation of a jaxpr, until that is evaluated or lowered.
-
-    It is made by `vn.hijax.primitive`.
-    """
+    """A function that jaxprs show as one equation. `vn.hijax.primitive` makes it."""
 
     def __init__(self, expand: Callable):
         if not inspect.isfunction(expand):
@@ -93,7 +90,7 @@ class HighPrimitive:
         return self.called(bound.args, Parameters(bound.kwargs))
 
     def called(self, args: Any, params: Parameters) -> Any:
-        """The results for some operands, in the current trace."""
+        """Return the results for operands in the current trace."""
         trace = current_trace()
         if isinstance(trace, ImplicitTrace):
             with set_current_trace(trace.parent):
