@@ -122,7 +122,9 @@ def test_what_a_way_makes_dense_is_an_event(name):
         told = []
         vn.implicit(f, on_materialise=told.append)(x, w)
         assert told == [event]
-        with pytest.raises(vn.MaterialiseError, match=f"^{name}.*materialized. Allow it with on_mater"):
+        with pytest.raises(
+            vn.MaterialiseError, match=f"^{name}.*materialized. Allow it with on_mater"
+        ):
             vn.implicit(f, on_materialise="error")(x, w)
         with pytest.warns(vn.MaterialiseWarning, match=name):
             jax.jit(vn.implicit(f, on_materialise="warn"))(x, w)
