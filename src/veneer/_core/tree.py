@@ -24,8 +24,9 @@ def static(**kwargs: Any) -> Any:
 
     - `kwargs`: the keywords of `dataclasses.field`, such as `default`.
 
-    **Returns:** a dataclass field. If its value cannot be hashed, the constructor of the class
-    raises `TypeError`.
+    **Returns:** a dataclass field.
+
+    **Raises:** The constructor of the class raises `TypeError` if the value cannot be hashed.
 
     >>> import jax, veneer as vn
     >>> class Scaled(vn.ImplicitArray):
