@@ -108,7 +108,7 @@ def check_rules(
     >>> @vn.register("exp")
     ... def _(x: Diagonal, **params):
     ...     return Diagonal(jnp.exp(x.diagonal))  # and exp(0) is 1
-    >>> vn.testing.check_rules(Diagonal, Diagonal(jnp.array([1.0, 2.0, 3.0])))
+    >>> vn.testing.check_rules(Diagonal, Diagonal(jnp.ones(3)), transformations=False)
     ... # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
