@@ -18,7 +18,9 @@ from importlib.util import find_spec
 from .._install import install_command
 
 if find_spec("numba") is None:
-    raise ImportError(f"vn.numba needs Numba. Install it with: {install_command('numba')}")
+    raise ImportError(
+        f"vn.numba needs Numba. Install it with: {install_command('numba')}", name="numba"
+    )
 
 from .compiler import compile
 from .registry import funcify, perform
