@@ -1,22 +1,27 @@
 # Everything a fresh clone needs, with only Python and make.
 #
-#   PYTHON   the interpreter to build on             make test PYTHON=python3.13
-#   VENV     where the virtual environment goes      make test VENV=/tmp/veneer
-#   JAX      the JAX to install                      make test JAX=jax==0.10.2
-#   ARGS     passed on to the command that is run    make test ARGS='-k quant'
-#   QWIX     a checkout of Qwix's main branch        make test-peers QWIX=../qwix
+#   PYTHON       the interpreter                         make test PYTHON=python3.13
+#   VENV         the folder of the virtual environment   make test VENV=/tmp/veneer
+#   JAX          the version of JAX                      make test JAX=jax==0.10.2
+#   CONSTRAINTS  a file with versions of packages        make test CONSTRAINTS=.ci/constraints-oldest.txt
+#   ARGS         arguments for the command that is run   make test ARGS='-k quant'
+#   TAG          the tag of a release                    make release-notes TAG=v0.1.0
+#   QWIX         a checkout of Qwix's main branch        make test-peers QWIX=../qwix
 
 PYTHON ?= python3
 VENV ?= .venv
 JAX ?= jax
 ARGS ?=
+CONSTRAINTS ?=
 
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+comma := ,
 
-# An environment is good for one interpreter, one choice of JAX and one place: the stamps carry a
-# checksum of the three in their names, so that a change of any is a stamp not yet made.
+# An environment is good for one interpreter, one choice of versions and one place: the stamps carry
+# a checksum of these in their names, so that a change of any is a stamp not yet made.
 BUILT_ON := $(shell { $(PYTHON) -c 'import sys; print(sys.base_prefix, sys.version)'; \
-	echo '$(JAX)' '$(CURDIR)'; } 2>/dev/null | cksum | cut -d ' ' -f 1)
+	echo '$(JAX)' '$(CONSTRAINTS)' '$(CURDIR)'; } 2>/dev/null | cksum | cut -d ' ' -f 1)
 CREATED := $(VENV)/.created-$(BUILT_ON)
 DEMO := $(VENV)/.demo-$(BUILT_ON)
 TEST := $(VENV)/.test-$(BUILT_ON)
@@ -24,17 +29,19 @@ DEV := $(VENV)/.dev-$(BUILT_ON)
 BENCH := $(VENV)/.bench-$(BUILT_ON)
 PEERS := $(VENV)/.peers-$(BUILT_ON)
 DOCS := $(VENV)/.docs-$(BUILT_ON)
+BUILD := $(VENV)/.build-$(BUILT_ON)
+WORKFLOWS := $(VENV)/.workflows-$(BUILT_ON)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-all durations test-peers test-wheel dist docs docs-look docs-serve fuzz bench setup lint format clean
+.PHONY: help demo test test-slow test-all test-nightly durations test-peers test-wheel dist release-notes docs docs-look docs-serve fuzz bench setup lint lint-workflows lock format clean
 .NOTPARALLEL: # one pip at a time in an environment
 
 help: ## list the targets and the variables
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile
 	@echo; echo Variables:
 	@sed -n 's/^#   \([A-Z]\)/  \1/p' Makefile
 
-demo: $(DEMO) ## quantise a real model, and print a table and draw a picture of what it costs
+demo: $(DEMO) ## quantize a real model, and show its size, error and speed in a table and a picture
 	$(BIN)/veneer demo $(ARGS)
 
 test: $(TEST) ## run some cases of each test, in minutes, without other libraries
@@ -46,52 +53,68 @@ test-slow: $(DEV) ## install all libraries, and run the slow tests, in minutes
 test-all: $(DEV) ## install all libraries, and run every case, in an hour
 	$(BIN)/python -m pytest -n auto --dist worksteal --all --jaxtyping-packages=veneer,beartype.beartype $(ARGS)
 
+test-nightly: $(DEV) ## replace JAX in the environment by its nightly build, and run `make test`
+	$(PIP) install --upgrade --pre jax jaxlib \
+		--index-url https://us-python.pkg.dev/ml-oss-artifacts-published/jax/simple/
+	$(BIN)/python -c 'import jax; jax.print_environment_info()'
+	$(BIN)/python -m pytest $(ARGS)
+
 durations: $(DEV) ## run the quick and the slow tests, and write tests/support/durations.json
 	rm -rf .pytest_cache/programs
 	$(BIN)/python -m pytest -n 2 --dist worksteal --record-durations $(ARGS)
 	$(BIN)/python -m pytest -n 2 --dist worksteal --record-durations --slow $(ARGS)
 
-test-peers: $(PEERS) ## run the suites of Quax, quaxed, unxt, Qwix's core, eformer and PyTensor on ours
+test-peers: $(PEERS) ## run the tests of Quax, quaxed, unxt, Qwix, eformer and PyTensor on Veneer
 	$(BIN)/python tests/peers/run.py -n auto --dist worksteal $(ARGS)
 
-test-wheel: | $(CREATED) ## install the wheel with each extra in an empty environment, and run it there
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check build
+test-wheel: $(BUILD) ## install the wheel with each extra in an empty environment, and try it
 	$(BIN)/python tests/wheel/run.py --jax '$(JAX)' $(ARGS)
 
-docs: $(DOCS) ## make the site, in build/html, with no warning and no link that leads nowhere
+docs: $(DOCS) ## make the site in build/html, and check its links
 	$(BIN)/python docs/site/stage.py
 	NO_MKDOCS_2_WARNING=1 PATH="$(abspath $(BIN)):$$PATH" $(BIN)/mkdocs build --quiet
 	$(BIN)/python docs/site/check.py build/html
 
-docs-look: docs ## make the site, and look at every page in a headless Chromium
+docs-look: docs ## make the site, and check every page in a headless Chromium
 	$(BIN)/python docs/site/check.py build/html --look
 
 docs-serve: docs ## show the site at http://localhost:8000
 	$(BIN)/python -m http.server --directory build/html 8000
 
-dist: $(DEV) ## make the wheel and the source distribution of a release, in dist
+dist: $(BUILD) ## build the wheel and the source distribution in dist
 	$(BIN)/python -m build
 
-fuzz: $(DEV) ## compare random programs with dense arrays for two minutes, new ones each day
+release-notes: ## check TAG, and write its release notes to build/release-notes.md
+	@mkdir -p build
+	$(PYTHON) .ci/release.py '$(TAG)' build/release-notes.md
+
+fuzz: $(DEV) ## compare random programs with dense arrays for two minutes, with a new seed each day
 	cd tests && XLA_FLAGS=--xla_backend_optimization_level=0 $(abspath $(BIN))/python -W ignore \
 		-m fuzz --programs 1000000 --seconds 120 --seed $$(date +%Y%m%d) $(ARGS)
 
-bench: $(BENCH) ## time the benchmarks, and write the tables of docs/benchmarks.md, performance.md and numba.md
+bench: $(BENCH) ## run the benchmarks, and write the tables of docs/benchmarks.md, performance.md and numba.md
 	$(BIN)/python benchmarks/report.py $(ARGS)
 
-setup: $(DEV) ## make the environment to develop in
+setup: $(DEV) ## install everything that a developer needs
 
-lint: $(DEV) ## check style and types
+lint: $(DEV) ## check style, types, and that the workflows are secure
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
+	$(BIN)/zizmor --offline --quiet .github
+
+lint-workflows: $(WORKFLOWS) ## check the syntax of the workflows (downloads actionlint from GitHub)
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/actionlint .github/workflows/*.yml
+
+lock: | $(CREATED) ## update .ci/constraints-oldest.txt (PYTHON must be the oldest that we support)
+	$(BIN)/python .ci/lock.py
 
 format: $(DEV) ## format the code, and fix what ruff can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-clean: ## remove .venv and everything built or cached
+clean: ## remove the virtual environment, and everything that was built or cached
 	rm -rf $(VENV) build dist demo-output .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find src tests benchmarks examples -name __pycache__ -prune -exec rm -rf {} +
 
@@ -101,34 +124,44 @@ $(CREATED):
 		exit 1; }
 	@echo "Creating the virtual environment $(VENV)"
 	@$(PYTHON) -m venv --clear $(VENV)
+	@$(PIP) install 'pip>=25.1' # the first version with --group
 	@touch $@
 
-$(DEMO): pyproject.toml | $(CREATED)
-	@echo "Installing veneer[demo] into $(VENV); a minute or two the first time"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[demo]' '$(JAX)'
+# The extras $(1) of veneer, with the options $(2).
+define INSTALL
+@echo "Installing veneer$(1) $(2) into $(VENV); a minute or two the first time"
+@$(PIP) install $(addprefix --constraint ,$(CONSTRAINTS)) --editable '.$(1)' $(2) '$(JAX)'
+endef
+
+$(DEMO): pyproject.toml $(CONSTRAINTS) | $(CREATED)
+	$(call INSTALL,[demo])
 	@touch $@
 
-$(TEST): pyproject.toml | $(CREATED)
-	@echo "Installing veneer[test] into $(VENV); a minute the first time"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test]' '$(JAX)'
+$(TEST): pyproject.toml $(CONSTRAINTS) | $(CREATED)
+	$(call INSTALL,[cli$(comma)numba],--group test)
 	@touch $@
 
-$(DEV): pyproject.toml | $(CREATED)
-	@echo "Installing veneer[dev] into $(VENV); a minute or two the first time"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]' '$(JAX)'
+$(DEV): pyproject.toml $(CONSTRAINTS) | $(CREATED)
+	$(call INSTALL,[demo],--group dev)
 	@touch $(DEMO) $(TEST) $@ # what the demo needs is part of dev
 
-$(BENCH): pyproject.toml | $(CREATED)
-	@echo "Installing veneer[bench] into $(VENV); a minute or two the first time"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[bench]' '$(JAX)'
+$(BENCH): pyproject.toml $(CONSTRAINTS) | $(CREATED)
+	$(call INSTALL,[demo],--group bench)
 	@touch $(DEMO) $(TEST) $(DEV) $@ # what the demo and the tests need is part of it
 
-$(DOCS): pyproject.toml | $(CREATED)
-	@echo "Installing veneer[docs] into $(VENV)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]' '$(JAX)'
+$(DOCS): pyproject.toml $(CONSTRAINTS) | $(CREATED)
+	$(call INSTALL,,--group docs)
 	@touch $@
 
-$(PEERS): pyproject.toml | $(CREATED)
-	@echo "Installing veneer[peers] into $(VENV); a minute or two the first time"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[peers]' '$(JAX)'
+$(PEERS): pyproject.toml $(CONSTRAINTS) | $(CREATED)
+	$(call INSTALL,[demo],--group peers)
 	@touch $(DEMO) $(TEST) $(DEV) $@ # what the demo and the tests need is part of it
+
+# The tools below do not import veneer.
+$(BUILD): pyproject.toml $(CONSTRAINTS) | $(CREATED)
+	@$(PIP) install $(addprefix --constraint ,$(CONSTRAINTS)) --group build
+	@touch $@
+
+$(WORKFLOWS): pyproject.toml $(CONSTRAINTS) | $(CREATED)
+	@$(PIP) install $(addprefix --constraint ,$(CONSTRAINTS)) --group workflows
+	@touch $@

@@ -330,14 +330,14 @@ def onnx_table(found: Sequence[Measured]) -> str:
 
 def main(sizes: Sizes, *, rounds: int, only: str) -> None:
     # Without its kernels, what is timed as ours would be XLA's.
-    warnings.filterwarnings("error", "products with quantised weights are left to XLA")
+    warnings.filterwarnings("error", "products with quantized weights are computed by XLA")
     found = [measured(n, sizes, rounds=rounds, only=only) for n in sizes.columns]
     for each in found:
         print(speed_table(each), end="\n\n")
     if 1 in sizes.rows:
         print(bandwidth_table(found, sizes.rotated), end="\n\n")
     if missing := onnx_matmul.missing():
-        print(f"ONNX Runtime is left out: {', '.join(missing)} missing (`pip install '.[bench]'`).")
+        print(f"ONNX Runtime is left out: no {', '.join(missing)} (pip install --group bench).")
     elif any(onnx_name(W4A8) in each for each in found[0].seconds.values()):
         print(onnx_table(found))
 

@@ -171,7 +171,7 @@ def call_table(rounds: int) -> str:
 
 def main(*, rounds: int, quick: bool) -> None:
     # Without its kernels, what is timed as ours would be XLA's.
-    warnings.filterwarnings("error", "products with quantised weights are left to XLA")
+    warnings.filterwarnings("error", "products with quantized weights are computed by XLA")
     config = decoder_speed.SMALL if quick else decoder.Config()
     tables = {
         "encoder": lambda: encoder_table(rounds),

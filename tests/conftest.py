@@ -84,7 +84,7 @@ def pytest_xdist_auto_num_workers():
 def pytest_report_header(config):
     lines = [selection.header(config)]
     if missing := [*filter(optional.is_in_dev, optional.missing_libraries())]:
-        lines.append(f"tests that need {', '.join(missing)} are skipped: pip install '.[dev]'")
+        lines.append(f"tests that need {', '.join(missing)} are skipped: make setup")
     return lines
 
 

@@ -2,23 +2,29 @@
 
 import json
 import re
+import shlex
 import signal
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import tables
+import typer
 from safetensors.numpy import save_file
 from support import quantised_folders
 from support.gguf_files import blocks_of
+from support.model_configs import SMALL
 from support.optional import needs
 
 import veneer as vn
 from veneer import cli
+from veneer.cli_help import EXAMPLES, FORMAT_COSTS, JSON_KEYS, MORE_FORMATS
 from veneer.interop.checkpoints.gguf import write_gguf
 from veneer.interop.folder import FolderWriter
 
@@ -242,21 +248,28 @@ def test_a_format_brings_its_own_tile(veneer, tmp_path, format, qtype, tile):
 INT8 = ["--format", "int8"]
 
 BAD_OPTIONS = {
-    "format_missing": ([], "--format is missing: one of int8, int7, int6"),
-    "format_unknown": (["--format", "int9"], "unknown format 'int9'; did you mean 'int8'"),
+    "format_missing": (
+        [],
+        "give --format FORMAT, e.g. --format int8, or --rules FILE (try 'veneer quantize --help')",
+    ),
+    "format_unknown": (
+        ["--format", "int9"],
+        "did you mean 'int8'? 'veneer quantize --help' lists the formats",
+    ),
+    "format_gguf": (["--format", "q4_0"], "use 'int4' with --tile 32"),
     "tile": (
         ["--format", "int8", "--tile", "3"],
-        "tile 3 does not divide axis -1 of 'embed.weight' [10, 8]: tiles that do are 1, 2, 4, 8",
+        "tile 3 does not divide axis -1 of 'embed.weight' [10, 8]. Tiles that do are 1, 2, 4, 8",
     ),
     "tile_exclude": (["--format", "int8", "--tile", "3"], r"--exclude 'embed\.weight'"),
     "layout_hint": ([*INT8, "--include", "table"], "or give --layout torch (the last axis)"),
     "tile_other": (
         ["--format", "mxfp4", "--tile", "16"],
-        "mxfp4 is defined for tiles of 32, not 16",
+        "mxfp4 needs tiles of 32, not 16",
     ),
     "tile_own": (
         ["--format", "mxfp4"],
-        "tile 32 does not divide axis -1 of 'embed.weight' [10, 8]: mxfp4 has no other",
+        "tile 32 does not divide axis -1 of 'embed.weight' [10, 8]. mxfp4 has no other",
     ),
     "tile_zero": ([*INT8, "--tile", "0"], "not 0"),
     "tile_text": ([*INT8, "--tile", "many"], "--tile"),
@@ -265,12 +278,13 @@ BAD_OPTIONS = {
     "exclude": ([*INT8, "--exclude", "attention"], "--exclude 'attention' matches no tensor"),
     "regex": ([*INT8, "--include", "("], "'(' is not a regex"),
     "dtype": ([*INT8, "--include", "pos.*"], "'position_ids' is int64[1, 10]"),
-    "layout_unknown": ([*INT8, "--include", "table"], "contracting axis of 'table' [6, 8]"),
+    "layout_unknown": ([*INT8, "--include", "table"], "contracted axis of 'table' [6, 8]"),
     "layout_other": ([*INT8, "--layout", "keras"], "keras"),
     "rules_missing": (["--rules", "nowhere.json"], "nowhere.json"),
-    "rules_and_format": (["--rules", "r", *INT8], "--format cannot go with --rules"),
-    "rules_and_tile": (["--rules", "r", "--tile", "4"], "--tile cannot go with --rules"),
-    "option": (["--fromat", "int8"], "--fromat"),
+    "rules_and_format": (["--rules", "r", *INT8], "--format cannot be combined with --rules"),
+    "rules_and_tile": (["--rules", "r", "--tile", "4"], "--tile cannot be combined with --rules"),
+    "option": (["--fromat", "int8"], "(try 'veneer quantize --help')"),
+    "method": ([*INT8, "--method", "gptq"], "--method needs activations: give a text with"),
 }
 
 
@@ -305,8 +319,8 @@ BAD_INPUTS = {
     ),
     "pickled": (lambda f: (f / "model.safetensors").unlink(), "convert it to safetensors first"),
     "several": (lambda f: save_file(MODEL, f / "other.safetensors"), "other.safetensors"),
-    "out_exists": (lambda f: (f.parent / "out").mkdir(), "exists already"),
-    "out_is_a_file": (lambda f: (f.parent / "out").write_text("mine"), "exists already"),
+    "out_exists": (lambda f: (f.parent / "out").mkdir(), "already exists"),
+    "out_is_a_file": (lambda f: (f.parent / "out").write_text("mine"), "already exists"),
     "bad_index": (lambda f: (f / "model.safetensors.index.json").write_text("{"), "not JSON"),
     "deep_index": (
         lambda f: (f / "model.safetensors.index.json").write_text("[" * 9999 + "]" * 9999),
@@ -330,15 +344,28 @@ def test_a_pickled_file_is_refused_unopened(veneer, tmp_path, name):
     assert_bad_input(veneer("quantize", tmp_path / name, tmp_path / "out", *INT8), message)
 
 
-@pytest.mark.parametrize("arguments", [["quantize"], ["frobnicate"], ["inspect", "nowhere"]])
-def test_bad_commands_get_one_line(veneer, arguments):
-    assert_bad_input(veneer(*arguments), "")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["quantize"], "(try 'veneer quantize --help')"),
+        (
+            ["quantise"],
+            "unknown command 'quantise'; did you mean 'quantize'? (try 'veneer --help')",
+        ),
+        (["frobnicate"], "unknown command 'frobnicate'; commands: quantize, inspect, convert"),
+        (["--frobnicate"], "(try 'veneer --help')"),
+        (["plan", "model", "--devices", "0"], "(try 'veneer plan --help')"),
+        (["inspect", "nowhere"], "nowhere"),
+    ],
+)
+def test_bad_commands_get_one_line(veneer, arguments, message):
+    assert_bad_input(veneer(*arguments), message)
 
 
 def test_a_rules_file_that_is_wrong_is_named(veneer, model, tmp_path):
     (tmp_path / "rules.json").write_text('[{"path": ".*", "format": "int8"}]')
     result = veneer("quantize", model, tmp_path / "out", "--rules", tmp_path / "rules.json")
-    assert_bad_input(result, "rules.json: a rule is an object with 'path', 'qtype'")
+    assert_bad_input(result, "rules.json: a rule must be an object with 'path', 'qtype'")
     (tmp_path / "rules.json").write_text("[" * 200_000 + "]" * 200_000)
     result = veneer("quantize", model, tmp_path / "out", "--rules", tmp_path / "rules.json")
     assert_bad_input(result, "rules.json: the rules are not JSON")
@@ -486,7 +513,7 @@ def without_table(folder):
 
 @pytest.mark.parametrize(
     ("spoil", "message"),
-    [(other_shape, "not of the same model"), (without_table, "has no tensor 'table'")],
+    [(other_shape, "not the same model"), (without_table, "has no tensor 'table'")],
 )
 def test_inspect_refuses_another_model_as_the_original(veneer, out, model, spoil, message):
     spoil(model)
@@ -496,7 +523,9 @@ def test_inspect_refuses_another_model_as_the_original(veneer, out, model, spoil
 def test_inspect_verifies_what_quantize_wrote(veneer, out, model):
     code, stdout, _ = veneer("inspect", out, "--verify")
     assert code == 0
-    assert stdout.endswith(f"verified: the checksums of {len(MODEL)} tensors and of veneer.json\n")
+    assert stdout.endswith(
+        f"verified: {len(MODEL)} tensors and veneer.json match their checksums\n"
+    )
     assert "verified" not in veneer("inspect", out)[1]
     data = (out / "model.safetensors").read_bytes()
     (out / "model.safetensors").write_bytes(data[:-1] + bytes([data[-1] ^ 128]))
@@ -511,10 +540,15 @@ def test_inspect_refuses_a_name_that_is_not_there(veneer, out):
 @needs("demo")
 def test_demo_hands_its_options_on(veneer, monkeypatch, tmp_path):
     calls = []
+
+    def main(*args):
+        *others, console = args
+        console.print("a note")
+        calls.append(tuple(others))
+        return {"bytes": 1}
+
     acts = {
-        name: types.SimpleNamespace(
-            load=lambda path: path, main=lambda *args: calls.append(args), QUESTION="?"
-        )
+        name: types.SimpleNamespace(load=lambda path, console: path, main=main, QUESTION="?")
         for name in ("run", "talk")
     }
     for name, act in acts.items():
@@ -525,6 +559,10 @@ def test_demo_hands_its_options_on(veneer, monkeypatch, tmp_path):
     assert veneer("demo", *options, "--ask", "why")[0] == 0
     asked = [(tmp_path / "g", "?"), (tmp_path / "g", "why")]
     assert calls == [(tmp_path, tmp_path / "o"), asked[0], (tmp_path, tmp_path / "o"), asked[1]]
+    code, stdout, stderr = veneer("demo", *options, "--json")
+    assert (code, stderr) == (0, "a note\na note\n")
+    assert json.loads(stdout) == {"encoder": {"bytes": 1}, "language_model": {"bytes": 1}}
+    assert json.loads(stdout).keys() == JSON_KEYS["demo"].keys()
 
 
 @needs("demo")
@@ -532,11 +570,156 @@ def test_demo_refuses_what_is_no_model_in_one_line(veneer, tmp_path):
     assert_bad_input(veneer("demo", "--model", tmp_path / "nowhere"), "nowhere is not a folder")
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"]])
-def test_help_names_the_commands(veneer, arguments):
+ROOT = Path(__file__).parents[1]
+COMMANDS = ("quantize", "inspect", "convert", "plan", "demo", "doctor")
+
+
+@pytest.mark.parametrize("columns", ["60", "80"])
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
+def test_help_of_the_program_cuts_no_summary(veneer, monkeypatch, arguments, columns):
+    monkeypatch.setenv("COLUMNS", columns)
     code, stdout, _ = veneer(*arguments)
     assert code == 0
-    assert all(command in stdout for command in ("quantize", "inspect", "demo"))
+    assert "..." not in stdout.partition("Commands:")[2]
+    for command in COMMANDS:
+        assert re.search(rf"^  {command} +[A-Z].*\.$", stdout, re.MULTILINE)
+    assert max(map(len, stdout.splitlines())) <= int(columns)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_a_command_fits_80_columns(veneer, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, stdout, stderr = veneer(command, "-h")
+    assert (code, stderr) == (0, "")
+    assert stdout == veneer(command, "--help")[1]
+    assert max(map(len, stdout.splitlines())) <= 80
+    assert not re.search("quantis|neighbour|colour", stdout, re.IGNORECASE)
+    for line in EXAMPLES[command]:
+        assert f"\n  {line}\n" in stdout
+    assert ("--json" in stdout) == (command in JSON_KEYS) == (command != "convert")
+
+
+ROW = r"\| `(\w+)` \| (\w+) \| ([\d.]+) \| ([\d.]+%) \| ([\d.]+%) \|"
+
+
+def test_help_of_quantize_has_the_formats_of_the_page(veneer, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    page = tables.Table("docs/formats.md", "| format | tile | bits ").text
+    rows = {(name, tile): cells for name, tile, *cells in re.findall(ROW, page)}
+    stdout = veneer("quantize", "--help")[1]
+    for row in FORMAT_COSTS:
+        name = vn.quant.get_format(row.name).name
+        assert (row.bits, row.gaussian, row.minilm) == tuple(rows[name, row.tile])
+        assert re.search(rf"^  {row.name} +{row.tile} +{row.bits} +{row.gaussian}", stdout, re.M)
+    named = {
+        vn.quant.get_format(name).name for name in (*MORE_FORMATS, *(r.name for r in FORMAT_COSTS))
+    }
+    assert named == vn.quant.FORMATS.keys() - {"int16"}  # int16 is for activations
+    assert "[required unless --rules is given]" in " ".join(stdout.split())
+
+
+@pytest.mark.parametrize("row", FORMAT_COSTS, ids=lambda row: f"{row.name}-{row.tile}")
+def test_the_table_of_formats_is_what_a_computation_gives(row):
+    w = normal(64, 1024)
+    options = {} if row.tile == "channel" else {"tiled_axes": {1: int(row.tile)}}
+    if vn.quant.get_format(row.name).scale_dtype is None:
+        options["scale_dtype"] = "bfloat16"
+    q = vn.quant.quantize(w, row.name, channelwise_axes=[0], **options)
+    error = np.linalg.norm(np.asarray(q.dequantize()) - w) / np.linalg.norm(w)
+    assert error == pytest.approx(float(row.gaussian[:-1]) / 100, rel=0.03)
+    assert 8 * q.nbytes / w.size == pytest.approx(float(row.bits), abs=0.02)
+
+
+EXAMPLE_LINES = [(command, line) for command in EXAMPLES for line in EXAMPLES[command]]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGE_LINES = [
+    (line.split()[1], line)
+    for path in PAGES
+    for block in re.findall(r"```sh\n(.*?)```", path.read_text("utf-8"), re.DOTALL)
+    for line in block.splitlines()
+    if line.startswith("veneer ")
+]
+
+
+@pytest.mark.parametrize(("command", "line"), EXAMPLE_LINES + PAGE_LINES, ids=lambda text: text)
+def test_an_example_of_the_help_or_a_page_is_parsed(command, line):
+    program = typer.main.get_command(cli.app)
+    words = shlex.split(line, comments=True)[1:]
+    with program.make_context("veneer", [*words], resilient_parsing="--help" in words) as context:
+        name, subcommand, rest = program.resolve_command(context, words)
+        assert command in ("veneer", name)
+        subcommand.make_context(name, rest, parent=context, resilient_parsing="--help" in rest)
+
+
+def test_the_examples_of_the_help_run(veneer, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    weights = {name: normal(64, 64) for name in ("proj.weight", "lm_head.weight")}
+    save_file(weights, "model/model.safetensors")
+    save_file(weights, "model.safetensors")
+    for path in ("model/config.json", "config.json"):
+        (tmp_path / path).write_text(json.dumps(SMALL | {"num_attention_heads": 8}))
+    (tmp_path / "rules.json").write_text('[{"path": ".*weight", "qtype": "int8"}]')
+    packed_folder(tmp_path / "awq-model", "awq")
+    write_gguf(
+        tmp_path / "model.gguf",
+        {"token_embd.weight": blocks_of("Q4_1", 32, 64)},
+        _LLAMA | {"tokenizer.ggml.tokens": ["a", "b"]},
+    )
+    # The skipped ones need a real model, or take long.
+    skipped = ("--calibrate", "veneer demo", "veneer doctor")
+    for line in dict.fromkeys(line for _, line in EXAMPLE_LINES):
+        if not any(text in line for text in skipped):
+            code, stdout, stderr = veneer(*shlex.split(line)[1:])
+            assert code == 0, (line, stderr)
+            if "--json" in line:
+                json.loads(stdout)
+
+
+def test_quantize_prints_json(veneer, model, tmp_path):
+    code, stdout, stderr = veneer("quantize", model, tmp_path / "out", *INT8, "--json")
+    assert (code, stderr) == (0, "")
+    found = json.loads(stdout)
+    assert found.keys() == JSON_KEYS["quantize"].keys()
+    assert (found["path"], found["calibration"]) == (str(tmp_path / "out"), None)
+    assert (found["already_quantized"], found["not_finite"]) == (0, [])
+    for group in found["groups"]:
+        assert all(key in JSON_KEYS["quantize"]["groups"] for key in group)
+    groups = {group["name"]: group for group in found["groups"]}
+    layers = groups["layers.*.proj.weight"]
+    assert (layers["count"], layers["bytes_before"], layers["bytes_after"]) == (2, 192, 88)
+    assert groups["norm.weight"]["relative_error"] is None
+    after = sum(x.nbytes for x in vn.load(tmp_path / "out").values())
+    assert found["total"]["bytes_after"] == pytest.approx(after, abs=41)  # int64 is int32 in JAX
+
+
+def test_json_has_no_nan(veneer, tmp_path):
+    save_file({"a.weight": np.full((4, 8), np.nan, np.float32)}, tmp_path / "model.safetensors")
+    command = ("quantize", tmp_path / "model.safetensors", tmp_path / "out", *INT8, "--json")
+    code, stdout, stderr = veneer(*command)
+    assert (code, stderr) == (0, "veneer: warning: NaN or infinity in a.weight\n")
+    found = json.loads(stdout, parse_constant=pytest.fail)
+    assert found["not_finite"] == ["a.weight"]
+    assert found["groups"][0]["relative_error"] is None
+
+
+def test_inspect_prints_json(veneer, out, model):
+    code, stdout, stderr = veneer("inspect", out, "--against", model, "--verify", "--json")
+    assert (code, stderr) == (0, "")
+    found = json.loads(stdout)
+    assert found.keys() == JSON_KEYS["inspect"].keys()
+    assert (found["path"], found["family"], found["verified"]) == (str(out), None, True)
+    assert found["bytes"] == sum(entry["bytes"] for entry in found["tensors"])
+    tensors = {entry["name"]: entry for entry in found["tensors"]}
+    scale = np.asarray(vn.load(out)["embed.weight"].scale)
+    embedding = tensors["embed.weight"]
+    assert embedding["shape"] == [10, 8]
+    assert embedding["scale"]["max"] == pytest.approx(float(scale.max()))
+    assert 0 < embedding["relative_error"] < 0.2
+    assert tensors["norm.weight"]["scale"] is None
+    named = {*embedding, *embedding["scale"]}
+    assert all(key in JSON_KEYS["inspect"]["tensors"] for key in named)
+    assert json.loads(veneer("inspect", out, "--json")[1])["tensors"][0]["relative_error"] is None
 
 
 def test_the_version(veneer):
@@ -581,7 +764,7 @@ def test_inspect_shows_what_another_library_quantised(veneer, tmp_path):
 
 def test_quantize_says_what_is_quantised_already(veneer, tmp_path):
     result = veneer("quantize", packed_folder(tmp_path / "in"), tmp_path / "out", *INT8)
-    assert_bad_input(result, "is quantised already, by gptq: vn.load reads it packed")
+    assert_bad_input(result, "is already quantized (gptq). vn.load loads it packed")
     assert not (tmp_path / "out").exists()
 
 
@@ -603,8 +786,8 @@ def test_integers_named_weight_are_read_with_an_option(veneer, with_table, tmp_p
         "convert": (with_table, out, "--format", "gguf"),
     }[command]
     message = (
-        "'t.weight' (int32[2, 3]) looks like a part of a packed weight, of no family that is "
-        "known: --raw gives the tensors"
+        "'t.weight' (int32[2, 3]) looks like a part of a packed weight of an unknown format. "
+        "--raw loads the stored tensors"
     )
     assert_bad_input(veneer(command, *arguments), message)
     assert not out.exists()
@@ -623,7 +806,7 @@ def test_quantize_says_what_of_a_saved_folder_is_quantised_already(veneer, tmp_p
     vn.save(tmp_path / "in", {"a": {"weight": q}, "b": {"weight": normal(4, 8)}})
     code, stdout, _ = veneer("quantize", tmp_path / "in", tmp_path / "out", *INT8)
     assert code == 0
-    assert "veneer: 1 tensors were quantised already, and are as they were" in stdout
+    assert "1 tensor already quantized: copied unchanged" in stdout
 
 
 def test_convert_writes_what_another_library_reads(veneer, tmp_path):
@@ -678,16 +861,16 @@ def test_convert_of_a_folder_to_gguf_says_that_it_has_no_metadata(veneer, tmp_pa
     vn.save(source, {"m.weight": w}, format="gptq")
     code, _, stderr = veneer("convert", source, tmp_path / "out.gguf", "--format", "gguf")
     assert code == 0
-    assert "out.gguf has no metadata, which llama.cpp runs a model by" in stderr
+    assert "out.gguf has no metadata, and llama.cpp needs them" in stderr
     assert list(vn.load(tmp_path / "out.gguf")) == ["m.weight"]
 
 
 def test_convert_names_what_a_format_cannot_hold(veneer, tmp_path):
     source = packed_folder(tmp_path / "in")
     result = veneer("convert", source, tmp_path / "out", "--format", "mlx")
-    assert_bad_input(result, "format 'mlx' cannot hold 'm.weight': it is of zero points")
+    assert_bad_input(result, "format 'mlx' cannot hold 'm.weight': its zero points times")
     result = veneer("convert", source, tmp_path / "out", "--format", "onnx")
-    assert_bad_input(result, "format is one of gptq, awq, compressed-tensors, mlx and gguf")
+    assert_bad_input(result, "format must be one of gptq, awq, compressed-tensors, mlx and gguf")
     assert not (tmp_path / "out").exists()
 
 
@@ -724,7 +907,7 @@ def test_a_gguf_file_without_a_tokenizer_that_is_known_says_so(veneer, tmp_path)
     write_gguf(source, {"token_embd.weight": np.ones((4, 64), np.float32)}, metadata)
     code, _, stderr = veneer("quantize", source, tmp_path / "out", "--format", "int8")
     assert code == 0
-    assert "warning: no tokenizer goes along" in stderr
+    assert "warning: the tokenizer is not copied" in stderr
     assert not (tmp_path / "out" / "tokenizer.json").exists()
 
 
@@ -735,7 +918,7 @@ def test_convert_replaces_what_it_wrote_where_that_is_asked(veneer, tmp_path):
     assert veneer(*convert)[0] == 0
     code, _, stderr = veneer(*convert)
     assert code == 2
-    assert "choose another name, or --overwrite\n" in stderr
+    assert "use another name, or --overwrite\n" in stderr
     assert veneer(*convert, "--overwrite")[0] == 0
 
 
@@ -744,7 +927,7 @@ def test_quantize_replaces_what_it_wrote_where_that_is_asked(veneer, model, tmp_
     assert veneer(*quantize, "int8")[0] == 0
     code, _, stderr = veneer(*quantize, "int4")
     assert code == 2
-    assert "choose another name, or --overwrite\n" in stderr
+    assert "use another name, or --overwrite\n" in stderr
     assert veneer(*quantize, "int4", "--overwrite")[0] == 0
     assert {qtype for qtype, _ in formats(tmp_path / "out").values()} == {"int4"}
     (tmp_path / "out" / "mine.txt").touch()

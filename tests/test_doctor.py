@@ -1,5 +1,6 @@
 """What a machine runs products by: found, and said where it is not as it should be."""
 
+import json
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import pytest
 
 import veneer as vn
 from veneer import cli, doctor, kernels
+from veneer.cli_help import JSON_KEYS
 from veneer.kernels.gpu import hopper, nvrtc
 from veneer.kernels.gpu import matmul as gpu_matmul
 from veneer.native import cache, isa
@@ -30,7 +32,7 @@ def test_a_wrong_product_is_said(monkeypatch):
     monkeypatch.setattr(doctor, "materialise", lambda w: 1.1 * vn.materialise(w))
     wrong = found()["int8 x f32, 256 x 256"]
     assert not wrong.is_well
-    assert "WRONG by 9e-02: VENEER_KERNELS=xla" in wrong.text
+    assert "WRONG by 9e-02: set VENEER_KERNELS=xla" in wrong.text
 
 
 def test_no_kernels_are_no_good(monkeypatch):
@@ -45,7 +47,7 @@ def test_on_a_tpu_the_experimental_kernel_is_named(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     assert "VENEER_KERNELS=experimental tries" in doctor._kernels().text
     with kernels.use("experimental"):
-        assert doctor._kernels().text.startswith("an experimental one")
+        assert doctor._kernels().text.startswith("an experimental kernel")
 
 
 @pytest.fixture
@@ -74,7 +76,7 @@ def test_on_a_gpu_a_wrong_product_is_reported(gpu, monkeypatch):
     monkeypatch.setattr(doctor, "materialise", lambda w: 1.1 * vn.materialise(w))
     wrong = found()["int4 x bf16, M = 256, 256 x 256"]
     assert not wrong.is_well
-    assert "WRONG by 9e-02: VENEER_KERNELS=xla" in wrong.text
+    assert "WRONG by 9e-02: set VENEER_KERNELS=xla" in wrong.text
 
 
 def test_on_a_gpu_missing_kernels_are_reported(gpu, monkeypatch):
@@ -113,7 +115,7 @@ def test_extras_that_are_missing(monkeypatch):
     without = lambda name: None if name == "typer" else "1.0"
     monkeypatch.setattr(doctor, "_version", without)
     assert found()["[cli]"].text == (
-        "not there: typer (pip install '.[cli]' in a clone of the repository)"
+        "not installed: typer (pip install '.[cli]' in a clone of the repository)"
     )
 
 
@@ -142,14 +144,17 @@ def test_the_best_that_is_as_fast_as_the_fastest_is_kept(slowed, other, chosen):
 
 def test_nothing_is_measured_where_that_says_nothing(slowed, monkeypatch, tmp_path, capsys):
     slowed({"avx512": 1})
-    with kernels.use("xla"), pytest.raises(ValueError, match="no kernels of the CPU to measure"):
+    with kernels.use("xla"), pytest.raises(ValueError, match="no CPU kernels to measure"):
         doctor.choices()
     with monkeypatch.context() as patch:
         patch.setenv("NUMBA_CPU_NAME", "generic")
         patch.setattr("sys.argv", ["veneer", "doctor", "--choose"])
         with pytest.raises(SystemExit, match="2"):
             cli.main()
-    assert "NUMBA_CPU_NAME says what kernels run by: unset it" in capsys.readouterr().err
+    assert (
+        "NUMBA_CPU_NAME selects the instructions of the kernels: unset it"
+        in capsys.readouterr().err
+    )
     (tmp_path / "file").touch()
     monkeypatch.setenv("VENEER_CACHE", str(tmp_path / "file"))
     with pytest.raises(OSError, match="file"):
@@ -162,7 +167,7 @@ def test_a_process_that_ends_is_told(monkeypatch, tmp_path):
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     ended = lambda name, size: subprocess.Popen([sys.executable, "-c", "exit(3)"], **pipes)
     monkeypatch.setattr(doctor, "_measuring", ended)
-    with pytest.raises(RuntimeError, match="ended the process with code 3"):
+    with pytest.raises(RuntimeError, match="ended with code 3"):
         doctor.choices()
 
 
@@ -185,3 +190,11 @@ def test_the_command(monkeypatch, capsys, is_well):
         cli.main()
     assert exit.value.code == int(not is_well)
     assert capsys.readouterr().out.splitlines()[0].split() == ["CPU", "a", "good", "one"]
+    monkeypatch.setattr("sys.argv", ["veneer", "doctor", "--json"])
+    with pytest.raises(SystemExit) as exit:
+        cli.main()
+    assert exit.value.code == int(not is_well)
+    entries = [finding._asdict() for finding in findings]
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == {"is_well": is_well, "findings": entries}
+    assert printed.keys() == JSON_KEYS["doctor"].keys()

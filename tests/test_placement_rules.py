@@ -186,12 +186,17 @@ def test_fully_sharded_each_device_has_an_eighth():
     assert placed["step"].sharding.is_fully_replicated
 
 
+def test_fully_sharded_names_an_axis_that_the_mesh_lacks():
+    with pytest.raises(ValueError, match="axis_name 'pipe' is not an axis of Mesh"):
+        vn.fully_sharded(MESH, ("data", "pipe"))
+
+
 def test_fully_sharded_beside_tensor_parallelism():
     w = {"w": vn.quant.quantize(jnp.ones((64, 128)), "int8", channelwise_axes=[1])}
     placed = vn.device_put(w, [("w", vn.fully_sharded(MESH, "data", P(None, "model")))])["w"]
     assert placed.packed.sharding.spec == P("data", "model")
     assert placed.scale.sharding.spec == P(None, "model")
-    with pytest.raises(ValueError, match=r"w has shape \(64, 128\), and .* is of more axes"):
+    with pytest.raises(ValueError, match=r"w has shape \(64, 128\), and .* has more axes"):
         vn.device_put(w, [("w", vn.fully_sharded(MESH, "data", P(None, None, "model")))])
 
 
@@ -210,11 +215,14 @@ def test_what_does_not_divide_is_named_with_what_would():
 REFUSED = {
     "a name": (
         (AXES, MESH, {"embed": None, "expert": None}),
-        r"axis 'mlp' of up\.kernel \('embed', 'mlp'\) has no rule; the rules are for embed, "
-        r"expert, data, model\. Add \('mlp', None\)",
+        r"axis 'mlp' of up\.kernel \('embed', 'mlp'\) has no rule; there are rules for "
+        r"embed, expert, data, model\. Add a rule, such as \('mlp', None\)",
     ),
-    "an axis": ((AXES, MESH, {"embed": "pipe"}), r"the rule for 'embed' has 'pipe', no axis of"),
-    "no names": (({"w": arrays.ones(3)}, MESH), "no array of the tree has names of its axes"),
+    "an axis": (
+        (AXES, MESH, {"embed": "pipe"}),
+        r"'embed' names 'pipe', not an axis of",
+    ),
+    "no names": (({"w": arrays.ones(3)}, MESH), "no array of the tree has axis names"),
 }
 
 

@@ -205,8 +205,9 @@ def test_missing_library_is_found_in_the_cause_of_an_error(monkeypatch):
     error.__cause__ = ModuleNotFoundError("No module named 'flax.nnx'", name="flax.nnx")
     assert optional.missing_modules(error) == ["flax.nnx"]
     monkeypatch.setattr(optional, "find_spec", lambda name: None)
-    assert optional.reason_to_skip(["flax.nnx"]) == "needs flax: pip install '.[dev]'"
+    assert optional.reason_to_skip(["flax.nnx"]) == "needs flax: pip install --group dev"
     assert optional.reason_to_skip(optional.missing_modules(AssertionError())) is None
+    assert optional.reason_to_skip(["pytensor"]) == "needs pytensor: pip install '.[pytensor]'"
     assert optional.reason_to_skip(["numpy"]) is None
     monkeypatch.setenv("CI", "true")
     assert optional.reason_to_skip(["flax"]) is None

@@ -22,6 +22,7 @@
     plan                `veneer plan`: how to shard a model over devices
     doctor              `veneer doctor`: which kernels run on this machine
     cli, demo           the command line, and a demonstration on a real model
+    cli_help            examples and tables of the command line's help
 
 docs/architecture.md says what each may import, and follows three calls through them.
 """

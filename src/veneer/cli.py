@@ -4,6 +4,7 @@ The commands import what they need when they run, so that `veneer --help` is qui
 """
 
 import contextlib
+import difflib
 import json
 import math
 import platform
@@ -24,18 +25,27 @@ if missing := [name for name in ("typer", "rich") if find_spec(name) is None]:
     )
 
 import typer
-from typer.core import TyperGroup
+
+from .cli_help import HelpCommand, HelpGroup
 
 # typer's own copy of click's class, or click's, as its version has it.
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 
 class _BadInput(Exception):
-    """Something that the user can mend."""
+    """Input that the user can correct."""
+
+
+class _BadOption(_BadInput):
+    """An option that the user can correct. The message names the help of the command."""
 
 
 # Arguments of functions, as their errors name them, and the options that stand for them.
-_OPTION_OF = {"overwrite=True": "--overwrite", "vn.load(..., raw=True)": "--raw"}
+_OPTION_OF = {
+    "overwrite=True": "--overwrite",
+    "vn.load(..., raw=True)": "--raw",
+    "vn.quant.FORMATS has all formats": "'veneer quantize --help' lists the formats",
+}
 
 
 @contextlib.contextmanager
@@ -60,19 +70,33 @@ def _bad_input(
         raise _BadInput(message) from error
 
 
-class _OneLineErrors(TyperGroup):
+class _OneLineErrors(HelpGroup):
     """Bad input ends in one line on stderr and exit code 2; our own defects in a traceback."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command, or raise an error that suggests the closest one."""
+        names = list(self.commands)
+        if args[0] not in names:
+            close = difflib.get_close_matches(args[0], names, 1)
+            hint = f"did you mean {close[0]!r}?" if close else f"commands: {', '.join(names)}"
+            ctx.fail(f"unknown command {args[0]!r}; {hint}")
+        return super().resolve_command(ctx, args)
 
     def main(  # type: ignore[override]  # the other parameters are among the keywords
         self, args: Sequence[str] | None = None, **kwargs: Any
     ) -> NoReturn:
         words = list(sys.argv[1:] if args is None else args)
         try:
-            code = super().main(words or ["--help"], **{**kwargs, "standalone_mode": False})
+            options = {"prog_name": "veneer", "standalone_mode": False}
+            code = super().main(words or ["--help"], **{**kwargs, **options})
         except typer.Abort:
             code = 130
         except _UsageError as error:
-            code = _complain(f"{error.format_message()} (try 'veneer --help')")  # type: ignore[attr-defined]
+            path = error.ctx.command_path if error.ctx else "veneer"  # type: ignore[attr-defined]
+            code = _complain(f"{error.format_message()} (try '{path} --help')")  # type: ignore[attr-defined]
+        except _BadOption as error:
+            command = next(word for word in words if word in self.commands)
+            code = _complain(f"{error} (try 'veneer {command} --help')")
         except _BadInput as error:
             code = _complain(str(error))
         sys.exit(code or 0)
@@ -86,9 +110,15 @@ def _complain(message: str) -> int:
 app = typer.Typer(
     cls=_OneLineErrors,
     add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+
+
+def _command(summary: str, usage: str = "[OPTIONS]") -> Any:
+    """Return a decorator that adds a command. `summary` is its line in the help of the program."""
+    return app.command(cls=HelpCommand, short_help=summary, options_metavar=usage)
 
 
 def _print_version(wanted: bool | None) -> None:
@@ -110,8 +140,8 @@ def _options(
         typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
     ] = None,
 ) -> None:
-    """Quantise models and look inside them."""
-    del version  # which its callback has printed
+    """Quantize the checkpoints of models, and inspect and convert them."""
+    del version  # its callback has printed it
 
 
 def main() -> None:
@@ -121,18 +151,19 @@ def main() -> None:
 
 _RAW = typer.Option(
     "--raw",
-    help="Read safetensors as they are stored: integers that could be packed codes are data.",
+    help="Read safetensors as stored. Integers that could be packed codes are data.",
 )
+_JSON = typer.Option("--json", help="Print one JSON document. Its keys are listed below.")
 
 
 class Layout(StrEnum):
-    """Which axis of a weight a matmul contracts: the last (torch) or the last but one (jax)."""
+    """The axis of a weight that a matmul contracts: the last (torch) or the last but one (jax)."""
 
     torch = "torch"
     jax = "jax"
 
 
-@app.command()
+@_command("Quantize a checkpoint.", "--format FORMAT [OPTIONS]")
 def quantize(
     source: Annotated[
         Path,
@@ -140,38 +171,43 @@ def quantize(
             metavar="IN", help="A safetensors file, a Hugging Face folder, or a dense GGUF file."
         ),
     ],
-    target: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to make.")],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to create.")],
     format: Annotated[
         str | None,
         typer.Option(
-            help="int8 to int2, ternary, int1, uint8 to uint2, fp8, fp8_e5m2, fp6_e2m3, fp6_e3m2, "
-            "fp4, nf4, nf4_dq, mxfp8, mxfp8_16, mxfp8_e5m2, mxfp6, mxfp6_e3m2, mxfp4 or nvfp4."
+            metavar="FORMAT",
+            help="The number format of the weights, from the table below. "
+            "[required unless --rules is given]",
         ),
     ] = None,
     tile: Annotated[
         int | None,
         typer.Option(
-            help="Values that share a scale; without it, one scale a channel, or as many as the "
-            "format is defined for (mx formats 32, nvfp4 16)."
+            metavar="N",
+            help="The group size: N values share a scale. The default is one scale per channel. "
+            "The mx formats have tiles of 32 (mxfp8_16: 16), and nvfp4 has tiles of 16.",
         ),
     ] = None,
     include: Annotated[
         list[str] | None,
         typer.Option(
             metavar="REGEX",
-            help="Quantise the tensors whose whole name matches, instead of all '...weight' and "
-            "'...kernel'. May be repeated.",
+            help="Quantize the tensors whose whole name matches. The default is all names that end "
+            "in 'weight' or 'kernel'. Can be repeated.",
         ),
     ] = None,
     exclude: Annotated[
         list[str] | None,
-        typer.Option(metavar="REGEX", help="Leave these dense. May be repeated."),
+        typer.Option(
+            metavar="REGEX",
+            help="Leave the tensors whose whole name matches dense. Can be repeated.",
+        ),
     ] = None,
     layout: Annotated[
         Layout | None,
         typer.Option(
-            help="Weights are [out, in] (torch) or [in, out] (jax); without it, torch for names "
-            "ending in 'weight' and jax for 'kernel'."
+            help="The shape of weights: [out, in] (torch) or [in, out] (jax). The default is torch "
+            "for names that end in 'weight', and jax for 'kernel'."
         ),
     ] = None,
     rules: Annotated[
@@ -179,31 +215,35 @@ def quantize(
         typer.Option(
             metavar="FILE",
             help='A JSON list of {"path": REGEX, "qtype": FORMAT or null, "tile_size": N, '
-            '"tile_axis": N}, the first match winning, instead of the options above.',
+            '"tile_axis": N}. The first rule whose path matches applies. Replaces --format, '
+            "--tile, --include and --exclude.",
         ),
     ] = None,
     calibrate: Annotated[
         Path | None,
         typer.Option(
             metavar="TEXT",
-            help="Run the model on a text, and round by what it meets: a BERT encoder, a sentence "
-            "a line, or a Llama.",
+            help="Run the model on a text file and round the weights to keep its activations. For "
+            "BERT encoders (one sentence per line) and Llamas. Needs the extra 'demo'.",
         ),
     ] = None,
     method: Annotated[
-        str | None, typer.Option(help="With --calibrate: gptq (the default) or nearest.")
+        str | None,
+        typer.Option(metavar="NAME", help="With --calibrate: gptq (the default) or nearest."),
     ] = None,
     raw: Annotated[bool, _RAW] = False,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace an OUT that veneer wrote.")
+        bool, typer.Option("--overwrite", help="Replace OUT if veneer wrote it.")
     ] = False,
+    as_json: Annotated[bool, _JSON] = False,
 ) -> None:
-    """Quantise the weights of IN into the folder OUT.
+    """Quantize the weights of IN and write them to the folder OUT.
 
-    Floating tensors of rank 2 and up whose name ends in 'weight' or 'kernel' are quantised,
-    embeddings included; the others are kept as they are. Memory holds a few tensors at a time, and
-    with --calibrate the model. OUT appears when it is complete.
+    Float tensors of rank 2 or more whose names end in 'weight' or 'kernel' are quantized,
+    embeddings included. All other tensors are copied. A few tensors are in memory at a time; with
+    --calibrate, the whole model is. OUT is created when it is complete.
     """
+    from ._report.tables import count_of
     from .interop.checkpoints.opened import open_checkpoint
     from .interop.folder import FolderWriter, TensorFolder
     from .interop.new_folder import write_aside, write_beside
@@ -211,14 +251,15 @@ def quantize(
 
     outcomes = []
     with _kill_raises(), contextlib.ExitStack() as stack:
-        with _bad_input():
+        tile_option = {} if rules else {"with tile_size=": "with --tile "}
+        with _bad_input(options=_OPTION_OF | tile_option):
             selectors = _selectors(format, tile, include or [], exclude or [], layout, rules)
             tensors = stack.enter_context(open_checkpoint(source, raw=raw, names="huggingface"))
             dense = tensors.dense_avals()
             if not isinstance(tensors, TensorFolder) and len(dense) < len(tensors):
                 raise ValueError(
-                    f"{source} is quantised already, by {tensors.family}: vn.load reads it packed, "
-                    "'veneer inspect' shows what it holds, and 'veneer convert' writes it otherwise"
+                    f"{source} is already quantized ({tensors.family}). vn.load loads it packed, "
+                    "'veneer inspect' lists its tensors, and 'veneer convert' changes its format."
                 )
             chosen = _plan(dense, selectors, in_file=rules is not None)
             made, report = _calibrated(source, calibrate, chosen, method)
@@ -230,40 +271,59 @@ def quantize(
                 writer.add(outcome.name, value)
                 outcomes.append(outcome)
             writer.finish(tensors.manifest.tree if isinstance(tensors, TensorFolder) else None)
+    already = len(outcomes) - len(dense)
+    damaged = [o.name for o in outcomes if o.error is not None and not math.isfinite(o.error)]
+    if damaged:
+        print(f"veneer: warning: NaN or infinity in {', '.join(damaged)}", file=sys.stderr)
+    if as_json:
+        found = _summary_entries(outcomes) | {"already_quantized": already, "not_finite": damaged}
+        _print_json({"path": str(target)} | found | {"calibration": _calibration_entries(report)})
+        return
     _print_summary(outcomes)
     if report is not None:
         after, before = report.mean("after"), report.mean("before")
-        print(f"on the text, outputs of products lose {after}, and {before} rounded to nearest")
-    if already := len(outcomes) - len(dense):
-        print(f"veneer: {already} tensors were quantised already, and are as they were")
-    if damaged := [o.name for o in outcomes if o.error is not None and not math.isfinite(o.error)]:
-        print(f"veneer: warning: NaN or infinity in {', '.join(damaged)}", file=sys.stderr)
+        print(f"relative error of the outputs on the text: {after} (rounded to nearest: {before})")
+    if already:
+        print(f"{count_of(already, 'tensor')} already quantized: copied unchanged")
 
 
-@app.command()
+@_command("List the tensors of a checkpoint.")
 def inspect(
     path: Annotated[
-        Path, typer.Argument(help="A folder made by veneer, a Hugging Face folder or a file.")
+        Path,
+        typer.Argument(
+            metavar="PATH", help="A folder that veneer wrote, a Hugging Face folder, or a file."
+        ),
     ],
-    tensor: Annotated[str | None, typer.Option(metavar="NAME", help="This tensor alone.")] = None,
+    tensor: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Show only this tensor.")
+    ] = None,
     against: Annotated[
         Path | None,
-        typer.Option(metavar="ORIGINAL", help="The original, to show the error of each tensor."),
+        typer.Option(
+            metavar="ORIGINAL",
+            help="The dense checkpoint. Adds the relative error of each tensor.",
+        ),
     ] = None,
     verify: Annotated[
         bool,
-        typer.Option("--verify", help="Compare the bytes of each tensor with its checksum."),
+        typer.Option(
+            "--verify",
+            help="Compare all tensors with the checksums in veneer.json. A difference is an error, "
+            "and so is a PATH without checksums.",
+        ),
     ] = False,
     raw: Annotated[bool, _RAW] = False,
+    as_json: Annotated[bool, _JSON] = False,
 ) -> None:
-    """Show what PATH holds, tensor by tensor, and which library quantised it.
+    """List the tensors of PATH, and name the library that quantized them.
 
-    For each its format, shape, bytes, the statistics of its scales, and with --against the error
-    ||original - quantised|| / ||original||. With --verify, a tensor whose checksum is not that in
-    veneer.json is an error, and so is a PATH without checksums.
+    Shows the format, shape and bytes of each tensor, and the minimum, median and maximum of its
+    scales. The relative error is ||original - quantized|| / ||original||.
     """
     from rich.filesize import decimal
 
+    from ._report.tables import count_of
     from .interop.checkpoints.opened import open_checkpoint
     from .interop.inspect import inspect
 
@@ -271,6 +331,12 @@ def inspect(
         source = stack.enter_context(open_checkpoint(path, raw=raw, verify=verify))
         original = stack.enter_context(open_checkpoint(against, raw=raw)) if against else None
         reports = list(inspect(source, [tensor] if tensor else list(source), original))
+    family = getattr(source, "family", None)
+    total = sum(report.nbytes for report in reports)
+    if as_json:
+        found = {"tensors": list(map(_tensor_entries, reports)), "bytes": total}
+        _print_json({"path": str(path), "family": family} | found | {"verified": verify})
+        return
     columns = ["tensor", "format", "shape", "bytes", "scale: min", "median", "max"]
     _print_table(
         columns + ["relative error"] * (against is not None),
@@ -287,33 +353,37 @@ def inspect(
             for report in reports
         ],
     )
-    family = getattr(source, "family", None)
     if family is not None:  # another library wrote it
-        total = sum(report.nbytes for report in reports)
         print(f"{family}: {len(reports)} tensors, {decimal(total)}")
     if verify:
-        print(f"verified: the checksums of {len(reports)} tensors and of veneer.json")
+        print(f"verified: {count_of(len(reports), 'tensor')} and veneer.json match their checksums")
 
 
-@app.command()
+@_command("Convert a quantized checkpoint.", "--format FORMAT [OPTIONS]")
 def convert(
     source: Annotated[
-        Path, typer.Argument(metavar="IN", help="A folder or file that vn.load reads.")
+        Path, typer.Argument(metavar="IN", help="A folder or file that vn.load loads.")
     ],
-    target: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to make.")],
+    target: Annotated[
+        Path, typer.Argument(metavar="OUT", help="The folder to create. For gguf, a file.")
+    ],
     format: Annotated[
-        str, typer.Option(help="gptq, awq, compressed-tensors, mlx or gguf (a file).")
+        str,
+        typer.Option(metavar="FORMAT", help="gptq, awq, compressed-tensors, mlx or gguf."),
     ],
     raw: Annotated[bool, _RAW] = False,
     overwrite: Annotated[
         bool,
-        typer.Option("--overwrite", help="Replace an OUT that veneer wrote, or a GGUF file."),
+        typer.Option(
+            "--overwrite", help="Replace OUT if it is a folder that veneer wrote or a GGUF file."
+        ),
     ] = False,
 ) -> None:
-    """Write the quantised weights of IN in the format of another library, none of them rounded.
+    """Write the quantized weights of IN in the format of another library, without rounding.
 
-    A tensor that the format cannot hold to the bit is an error that names it. Configuration and
-    tokenizer go along. Memory holds a few tensors at a time. OUT appears when it is complete.
+    A tensor that the format cannot hold exactly is an error that names the tensor. The
+    configuration and the tokenizer are copied. A few tensors are in memory at a time. OUT is
+    created when it is complete.
     """
     from .interop.checkpoints.gguf import GgufFile
     from .interop.checkpoints.opened import OnReading, open_checkpoint
@@ -328,55 +398,91 @@ def convert(
         beside = None if as_gguf else _beside(source, tensors)
         if as_gguf and said is None:
             print(
-                f"veneer: warning: {target} has no metadata, which llama.cpp runs a model by: "
-                "vn.save(..., format='gguf', names='huggingface', config=METADATA) writes them",
+                f"veneer: warning: {target} has no metadata, and llama.cpp needs them. Write them "
+                "with vn.save(..., format='gguf', names='huggingface', config=METADATA)",
                 file=sys.stderr,
             )
         convert(target, OnReading(tensors), format, config=said, overwrite=overwrite, beside=beside)
 
 
-@app.command()
+@_command("Plan how to shard a language model.", "--devices N --memory BYTES [OPTIONS]")
 def plan(
     config: Annotated[
-        Path, typer.Argument(help="A config.json of a language model, or a folder with one.")
+        Path,
+        typer.Argument(
+            metavar="CONFIG", help="The config.json of a language model, or its folder."
+        ),
     ],
-    devices: Annotated[int, typer.Option(min=1, help="How many there are.")],
-    memory: Annotated[str, typer.Option(metavar="BYTES", help="Of each, as 80GB or 16GiB.")],
+    devices: Annotated[int, typer.Option(min=1, metavar="N", help="The number of devices.")],
+    memory: Annotated[
+        str, typer.Option(metavar="BYTES", help="The memory per device, e.g. 80GB or 16GiB.")
+    ],
     format: Annotated[
-        str, typer.Option(help="Of the weights: one of 'veneer quantize', or bf16, f16 or f32.")
+        str,
+        typer.Option(
+            metavar="FORMAT",
+            help="The format of the weights: one of 'veneer quantize', or bf16, f16 or f32.",
+        ),
     ] = "int4",
     tile: Annotated[
         int | None,
-        typer.Option(min=1, help="Values that share a scale; without it, as is usual."),
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="The group size. The default is the tile of the format. For formats without one, "
+            "it is a channel for 8 bits, 64 values for 4 to 7 bits, and 32 for fewer.",
+        ),
     ] = None,
     batch: Annotated[
-        int | None, typer.Option(min=1, help="Texts on all devices; as many as devices without it.")
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Global batch size. The default is the number of devices."
+        ),
     ] = None,
-    length: Annotated[int, typer.Option(min=1, help="Tokens of a text.")] = 4096,
+    length: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Sequence length in tokens.")
+    ] = 4096,
     cache: Annotated[
-        str | None, typer.Option(help="A format or a dtype of the cache; that of the model.")
+        str | None,
+        typer.Option(
+            metavar="FORMAT",
+            help="Format or dtype of the KV cache. The default is the dtype of the model.",
+        ),
     ] = None,
-    rank: Annotated[int, typer.Option(min=1, help="Of the updates that are trained.")] = 16,
+    rank: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Rank of the LoRA updates for fine-tuning.")
+    ] = 16,
     fused: Annotated[
-        bool, typer.Option("--fused", help="Scores of attention are never all in memory.")
+        bool,
+        typer.Option("--fused", help="Assume flash attention: scores are never all in memory."),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="All splits, as JSON.")] = False,
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json", help="Print all splits as one JSON document. Its keys are listed below."
+        ),
+    ] = False,
 ) -> None:
-    """Show how to divide a model over devices, by its config.json, for serving and fine-tuning.
+    """Plan how to shard a language model for serving and fine-tuning, from its config.json.
 
-    For each split into data, expert and tensor parallelism the bytes of a device, and those that it
-    receives in a step; "in parts" is fully sharded. "ms" is what reading and receiving them takes
-    at least, at the rates of an H100 with 8 devices near each other; multiplying is not in it.
+    Lists splits into data, expert and tensor parallelism, with the bytes that each device holds and
+    the bytes that it receives per step. "parts" means fully sharded. "ms" is a lower bound: the
+    time to read and receive these bytes at the rates of an H100 with 8 devices per node.
+    Multiplication is not included.
     """
     from . import plan as planning
 
     with _bad_input():
         file = config / "config.json" if config.is_dir() else config
+        if not file.is_file():
+            raise FileNotFoundError(f"{file} does not exist: CONFIG is a config.json or its folder")
         try:
-            said = json.loads(file.read_text(encoding="utf-8"))
+            entries = json.loads(file.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise ValueError(f"{file}: {error}") from error
-        room, model = _bytes_in(memory), planning.model_of(said)
+            raise ValueError(f"{file} is not valid JSON: {error}") from error
+        if not isinstance(entries, dict):
+            raise ValueError(f"{file} is not a JSON object")
+        room, model = _bytes_in(memory), planning.model_of(entries)
         step = planning.PlannedStep(batch or devices, length, cache=cache, fused=fused)
         steps = {"serving": step, "fine-tuning": step._replace(rank=rank)}
         of = lambda step: planning.plans(model, format, step, devices, tile=tile)
@@ -393,53 +499,84 @@ def _bytes_in(text: str) -> float:
     }
     found = re.fullmatch(r"([\d.]+) *([a-zA-Z]+)", text)
     if found is None or found[2] not in units:
-        raise ValueError(f"{text!r} is no number of bytes, as 80GB or 16GiB")
+        raise _BadOption(f"--memory {text!r} is not a number of bytes, such as 80GB or 16GiB")
     return float(found[1]) * units[found[2]]
 
 
-@app.command()
+@_command("Run the demo: two models, dense and quantized.")
 def demo(
     model: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="A BERT encoder's Hugging Face folder of your own."),
+        typer.Option(
+            metavar="DIR",
+            help="The Hugging Face folder of a BERT encoder. The default is all-MiniLM-L6-v2.",
+        ),
     ] = None,
     gguf: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A GGUF file of your own, of a Llama.")
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="The GGUF file of a Llama. The default is SmolLM2-135M-Instruct.",
+        ),
     ] = None,
-    ask: Annotated[str | None, typer.Option(help="A question to the language model.")] = None,
-    output: Annotated[Path, typer.Option(metavar="DIR", help="Where the picture goes.")] = Path(
+    ask: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="A question for the language model.")
+    ] = None,
+    output: Annotated[Path, typer.Option(metavar="DIR", help="The folder for the picture.")] = Path(
         "demo-output"
     ),
+    as_json: Annotated[bool, _JSON] = False,
 ) -> None:
-    """Run a sentence encoder and a language model packed, and show what it costs."""
+    """Quantize a sentence encoder and a language model, and compare them with the dense models.
+
+    Prints sizes, errors and times, a search, and an answer of the language model. Downloads the
+    default models on the first run (180 MB). Needs the extra 'demo'.
+    """
+    from rich.console import Console
+
+    console = Console(stderr=as_json)
     with _bad_input(options={}):
         from .demo import run, talk
 
-        encoder, language_model = run.load(model), talk.load(gguf)
+        encoder, language_model = run.load(model, console), talk.load(gguf, console)
     with _bad_input((OSError,)):
-        run.main(encoder, output)
-        talk.main(language_model, talk.QUESTION if ask is None else ask)
+        question = talk.QUESTION if ask is None else ask
+        found = {
+            "encoder": run.main(encoder, output, console),
+            "language_model": talk.main(language_model, question, console),
+        }
+    if as_json:
+        _print_json(found)
 
 
-@app.command()
+@_command("Check the kernels of this machine.")
 def doctor(
     choose: Annotated[
         bool,
         typer.Option(
             "--choose",
-            help="Measure which vector instructions are the fastest here, and keep that.",
+            help="Measure the vector instruction sets of this CPU, and use the fastest from now "
+            "on.",
         ),
     ] = False,
+    as_json: Annotated[bool, _JSON] = False,
 ) -> None:
-    """Show what products run by here, and how fast; exit code 1 where something is wrong."""
+    """Check which kernels this machine uses, whether they are correct, and how fast they are.
+
+    The exit code is 1 if a finding is a problem.
+    """
     from .doctor import choices, findings
 
-    is_well = True
     with _bad_input():
         found = choices() if choose else findings()
+    shown = []
     for finding in found:
-        print(f"{finding.name:<26}{finding.text}", flush=True)
-        is_well &= finding.is_well
+        shown.append(finding)
+        if not as_json:
+            print(f"{finding.name:<26}{finding.text}", flush=True)
+    is_well = all(finding.is_well for finding in shown)
+    if as_json:
+        _print_json({"is_well": is_well, "findings": [finding._asdict() for finding in shown]})
     raise typer.Exit(not is_well)
 
 
@@ -451,20 +588,22 @@ def _selectors(
     layout: Layout | None,
     rules: Path | None,
 ) -> list[Any]:
-    from .quant import FORMATS
     from .quant.models.selection import ANY_WEIGHT, CONTRACTING_AXIS, Selector, selectors_from_json
 
     axis = None if layout is None else CONTRACTING_AXIS[layout]
     if rules is not None:
         options = {"--format": format, "--tile": tile, "--include": include, "--exclude": exclude}
         if given := [name for name, value in options.items() if value]:
-            raise ValueError(f"{', '.join(given)} cannot go with --rules: the file says it all")
+            raise _BadOption(
+                f"{', '.join(given)} cannot be combined with --rules: the rules file sets the "
+                "format of each tensor"
+            )
         try:
             return selectors_from_json(rules.read_text(encoding="utf-8"), tile_axis=axis)
         except ValueError as error:
             raise ValueError(f"{rules}: {error}") from error
     if format is None:
-        raise ValueError(f"--format is missing: one of {', '.join(FORMATS)}, or --rules FILE")
+        raise _BadOption("give --format FORMAT, e.g. --format int8, or --rules FILE")
     dense = [Selector(regex, None, stated="--exclude") for regex in exclude]
     wanted = [Selector(regex, format, tile, axis, "--include") for regex in include]
     default = Selector(ANY_WEIGHT, format, tile, axis, "--include (by default)")
@@ -492,12 +631,12 @@ def _calibrated(
     """What is rounded by a text, and what it lost; nothing without one."""
     if text is None:
         if method is not None:
-            raise ValueError("--method goes by activations: give a text, by --calibrate TEXT")
+            raise _BadOption("--method needs activations: give a text with --calibrate TEXT")
         return {}, None
     if method not in (None, "gptq", "nearest"):
-        raise ValueError(f"--method {method}: what a folder holds is by gptq or nearest")
+        raise _BadOption(f"--method {method!r} is unknown; use gptq or nearest")
     if not text.is_file():
-        raise FileNotFoundError(f"{text} is not a file: --calibrate takes a text")
+        raise FileNotFoundError(f"{text} is not a file: --calibrate needs a text file")
     from .demo.calibrated import calibrated
 
     return calibrated(source, text, rules, method or "gptq", progress=sys.stderr.isatty())
@@ -513,7 +652,7 @@ def _beside(source: Path, tensors: Any) -> Any:
     try:
         return files | tokenizer_files(tensors.metadata)
     except (ValueError, ImportError) as error:
-        print(f"veneer: warning: no tokenizer goes along: {error}", file=sys.stderr)
+        print(f"veneer: warning: the tokenizer is not copied: {error}", file=sys.stderr)
         return files
 
 
@@ -546,7 +685,45 @@ def _with_progress(stream: Iterable[Any], total: int) -> Iterable[Any]:
     console = Console(stderr=True)
     if not console.is_terminal:  # rich 14 and older end a disabled bar with an empty line
         return stream
-    return track(stream, "Quantising", total, console=console, transient=True)
+    return track(stream, "Quantizing", total, console=console, transient=True)
+
+
+def _print_json(document: dict[str, Any]) -> None:
+    print(json.dumps(_without_nan(document), indent=2, allow_nan=False))
+
+
+def _without_nan(value: Any) -> Any:
+    """Replace NaN and infinity, which JSON does not have, by None."""
+    if isinstance(value, dict):
+        return {key: _without_nan(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _summary_entries(outcomes: Iterable[Any]) -> dict[str, Any]:
+    from .quant.models.checkpoint import summarise
+
+    groups = [group._asdict() for group in summarise(outcomes)]
+    for group in groups:
+        group["count"] = group.pop("tensors")
+    sums = ("count", "bytes_before", "bytes_after")
+    total = {key: sum(group[key] for group in groups) for key in sums}
+    return {"groups": groups, "total": total}
+
+
+def _calibration_entries(report: Any) -> dict[str, float] | None:
+    if report is None:
+        return None
+    mean = lambda field: sum(getattr(row, field) for row in report.rows) / len(report.rows)
+    return {"mean": mean("after"), "mean_nearest": mean("before")}
+
+
+def _tensor_entries(report: Any) -> dict[str, Any]:
+    scale = report.scale and dict(zip(("min", "median", "max"), report.scale, strict=True))
+    found = report._asdict() | {"scale": scale, "bytes": report.nbytes}
+    del found["nbytes"]
+    return found
 
 
 def _print_summary(outcomes: Iterable[Any]) -> None:

@@ -38,7 +38,7 @@ _TIMED_ON_GPU = (("int8", None), ("int4", 128))
 _ROWS_ON_GPU = (1, 256)
 #: The number of products per timed GPU program. Together, their weights exceed the L2 cache.
 _PRODUCTS_ON_GPU = 8
-#: The extras that are for users. All others are for development.
+#: The extras whose missing packages are reported.
 _EXTRAS = ("cli", "demo", "numba", "units", "pytensor")
 
 
@@ -73,7 +73,7 @@ def findings(size: int = 4096) -> Iterator[Finding]:
     for extra in _EXTRAS:
         if missing := _missing(extra):
             names = ", ".join(missing)
-            yield Finding(f"[{extra}]", f"not there: {names} ({install_command(extra)})")
+            yield Finding(f"[{extra}]", f"not installed: {names} ({install_command(extra)})")
 
 
 def _versions() -> str:
@@ -98,24 +98,26 @@ def _cpu() -> str:
 def _kernels() -> Finding:
     if jax.default_backend() != "cpu":
         if select.chosen() == "experimental":
-            return Finding("kernels", "an experimental one, which was never measured")
+            return Finding("kernels", "an experimental kernel, never measured")
         text = "XLA computes all products; VENEER_KERNELS=experimental tries a kernel on a TPU"
         return Finding("kernels", text)
     if reason := build.available():
-        return Finding("kernels", f"none, XLA computes all products: {reason}", False)
+        return Finding("kernels", f"none, so XLA computes all products: {reason}", False)
     if select.chosen() == "xla":
-        return Finding("kernels", "none, for VENEER_KERNELS=xla says so", False)
+        return Finding("kernels", "none: VENEER_KERNELS is set to xla", False)
     try:
         from .native import isa
     except ValueError as error:
         return Finding("kernels", str(error), False)
     if os.environ.get("VENEER_KERNELS_ISA"):
-        why = "as VENEER_KERNELS_ISA says"
+        why = "set by VENEER_KERNELS_ISA"
     elif isa.available()[0] != isa.ISA:
-        why = "the fastest here, as was measured"
+        why = "the fastest on this machine, as measured"
     else:
-        others = ", ".join(isa.available()[1:]) or "no other"
-        why = f"the best of this CPU, which has {others}, too: see veneer doctor --choose"
+        others = ", ".join(isa.available()[1:])
+        why = "the most capable of this CPU"
+        if others:
+            why += f"; it also has {others}: compare them with veneer doctor --choose"
     return Finding("kernels", f"{isa.ISA} ({why})")
 
 
@@ -123,7 +125,7 @@ def _cache() -> str:
     files = [file for file in cache.root().rglob("*.o") if file.is_file()]
     size = sum(file.stat().st_size for file in files)
     writable = os.access(_existing(cache.root()), os.W_OK)
-    unwritable = "" if writable else ", which cannot be written: each process compiles anew"
+    unwritable = "" if writable else ", cannot be written: each process compiles its kernels again"
     return f"{cache.root()}: {len(files)} files, {size / 1e6:.1f} MB{unwritable}"
 
 
@@ -147,7 +149,7 @@ def _timed(size: int) -> Iterator[Finding]:
         text = f"{ours * 1e3:.2f} ms, {theirs / ours:.1f} times as fast as XLA in f32"
         is_right = bool(error < _ERRORS[activations])
         if not is_right:
-            text += f", and WRONG by {error:.0e}: VENEER_KERNELS=xla goes without"
+            text += f", and WRONG by {error:.0e}: set VENEER_KERNELS=xla to use XLA instead"
         yield Finding(f"{name} x {activations or 'f32'}, {size} x {size}", text, is_right)
 
 
@@ -157,7 +159,7 @@ def _on_gpu(size: int) -> Iterator[Finding]:
     capability = getattr(device, "compute_capability", "unknown")
     yield Finding("GPU", f"{device.device_kind}, compute capability {capability}")
     if select.chosen() == "xla":
-        yield Finding("kernels", "none, for VENEER_KERNELS=xla says so", False)
+        yield Finding("kernels", "none: VENEER_KERNELS is set to xla", False)
         return
     yield _gpu_kernel("kernel for few rows", 1)
     yield _gpu_kernel("kernel for many rows", 256)
@@ -191,7 +193,7 @@ def _gpu_kernel(name: str, m: int) -> Finding:
         kernel.module.compile(operands, problem)
     except Exception as error:  # NVRTC and Pallas raise errors of many types
         summary = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        return Finding(name, f"none, XLA computes these products: {summary}", False)
+        return Finding(name, f"none, so XLA computes these products: {summary}", False)
     return Finding(name, kernel.target.format(problem.codes.kind).removeprefix("veneer_"))
 
 
@@ -213,7 +215,7 @@ def _timed_on_gpu(name: str, x: jax.Array, weight: Any, dense: jax.Array) -> Fin
     text = f"{microseconds:.1f} µs, {theirs / ours:.1f} times as fast as XLA in bf16"
     is_right = bool(error < _ERRORS["bf16"])
     if not is_right:
-        text += f", and WRONG by {error:.0e}: VENEER_KERNELS=xla goes without"
+        text += f", and WRONG by {error:.0e}: set VENEER_KERNELS=xla to use XLA instead"
     return Finding(name, text, is_right)
 
 
@@ -255,14 +257,14 @@ def choices(size: int = 2048) -> list[Finding]:
     """
     for variable in ("VENEER_KERNELS_ISA", "NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES"):
         if os.environ.get(variable):
-            raise ValueError(f"{variable} says what kernels run by: unset it first")
+            raise ValueError(f"{variable} selects the instructions of the kernels: unset it first")
     if (backend := jax.default_backend()) != "cpu":
         raise ValueError(
-            f"there are no kernels of the CPU to measure: JAX runs on {backend} here. "
-            "Set JAX_PLATFORMS=cpu to compare the instruction sets of the CPU"
+            f"there are no CPU kernels to measure: JAX runs on {backend}. "
+            "Set JAX_PLATFORMS=cpu to compare the instruction sets of the CPU."
         )
     if not (kernels := _kernels()).is_well:
-        raise ValueError(f"there are no kernels of the CPU to measure: {kernels.text}")
+        raise ValueError(f"there are no CPU kernels to measure: {kernels.text}")
     from .native.isa import available
 
     cache.choose(cache.chosen())  # fail now if the cache cannot be written
@@ -302,7 +304,7 @@ def _round(name: str, process: subprocess.Popen[bytes]) -> list[float]:
         os.write(process.stdin.fileno(), b"\n")
     line = process.stdout.readline()
     if not line:
-        raise RuntimeError(f"products by {name} ended the process with code {process.wait()}")
+        raise RuntimeError(f"the process for {name} ended with code {process.wait()}")
     return json.loads(line)
 
 

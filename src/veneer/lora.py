@@ -1,9 +1,12 @@
-"""LoRA by rules on paths: updates of low rank for the weights of a model.
+"""LoRA fine-tuning: low-rank adapters for the weights of a model, chosen by rules on paths.
 
-`init_tree` gives the weights that a rule names a `vn.types.LoraArray` each. Which of their axes
-come in and which go out is seen in the program. Beside it are the functions of trees of such.
-Weights that are quantised, and in few bits, begin closer to the dense ones by LoftQ, which
-`vn.quant.quantize_tree` has: `vn.quant.Rule(..., correction_rank=16, correction_steps=5)`.
+`init_tree` replaces the weights that a rule selects by `vn.types.LoraArray`. It traces the program
+to find the input and output axes of each weight. The other functions split, join and merge trees of
+adapters, and set dropout keys.
+
+For quantized weights, LoftQ initializes the adapters so that they correct the error of the
+quantization (Li et al., arXiv 2310.08659): use
+`vn.quant.Rule(..., correction_rank=16, correction_steps=5)` with `vn.quant.quantize_tree`.
 """
 
 import dataclasses
@@ -38,20 +41,20 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """Which weights are updated, and how.
+    """A rule that selects weights by path and sets the options of their LoRA adapters.
 
     **Arguments:**
 
-    - `path_regex`: matched in full against the keys of a leaf joined with dots, as in
-      `layers.0.attention.query.kernel`. The `.value` at the end of a path of flax.nnx may be left
-      out.
-    - `rank`: of the update; None leaves the weight as it is.
-    - `alpha`, `rs_lora`, `dora`, `dropout`, `dtype`: as for `vn.types.LoraArray.init`.
+    - `path_regex`: a regex that must match the whole path: the keys of a leaf joined with dots,
+      such as `layers.0.attention.query.kernel`. A final `.value` of a path (flax.nnx) can be
+      omitted.
+    - `rank`: the rank of the update, at least 1. None leaves the weight unchanged.
+    - `alpha`, `rs_lora`, `dora`, `dropout`, `dtype`: as in `vn.types.LoraArray.init`.
 
-    **Raises:** `ValueError` for a regex that does not compile, or a rank below 1.
+    **Raises:** `ValueError` if the regex is invalid or the rank is less than 1.
 
     >>> import veneer as vn
-    >>> vn.lora.Rule(r".*attention.*", rank=8).alpha is None
+    >>> vn.lora.Rule(".*attention.*", rank=8).matches("layers.0.attention.query.kernel")
     True
     """
 
@@ -70,17 +73,17 @@ class Rule:
         except re.error as error:
             raise ValueError(f"path_regex {self.path_regex!r} is not a regex: {error}") from None
         if self.rank is not None and self.rank < 1:
-            raise ValueError(f"a low-rank update has a rank of 1 or more, not {self.rank}")
+            raise ValueError(f"the rank of an adapter must be at least 1, not {self.rank}")
 
     @property
     def options(self) -> dict[str, Any]:
-        """What `vn.types.LoraArray.init` takes."""
+        """The keyword arguments for `vn.types.LoraArray.init`."""
         fields = dataclasses.asdict(self)
         del fields["path_regex"]
         return fields
 
     def matches(self, path: str) -> bool:
-        """Return whether the whole of `path` matches, with or without a final `.value`."""
+        """Return whether the regex matches the whole path, with or without a final `.value`."""
         return path_matches(self.path_regex, path)
 
 
@@ -93,44 +96,62 @@ def init_tree(
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
 ) -> T:
-    """Gives weights of a model updates of low rank, which are zero to begin with.
+    """Add LoRA adapters to the weights of a model, for fine-tuning.
+
+    The updates are zero at first, so the model computes the same results.
 
     **Arguments:**
 
-    - `params`: any pytree, whose weights may be dense, quantised, or implicit in another way.
-    - `rules`: the first that matches the path of a leaf is the one that counts.
-    - `key`: a PRNG key; each weight has one of its own of it.
-    - `model`, `args`, `kwargs`: the program, as for `vn.quant.quantize_tree`: an update goes from
-      the axes that its products contract to those that they leave, and a weight that stands for
-      several, as of layers or of experts, has as many. Without it, each is a matrix
-      `[..., in, out]`.
+    - `params`: any pytree. Its weights can be dense, quantized, or implicit in another way.
+    - `rules`: a list of `Rule`. The first rule that matches the path of a leaf applies.
+    - `key`: a PRNG key, which is split between the weights.
+    - `model`, `args`, `kwargs`: the program, called as `model(params, *args, **kwargs)`. Without
+      `model`, `params` itself is called. The input axes of a weight are the axes that products
+      contract. Stacked layers and experts have separate updates. Without a program, each weight is
+      taken as `[..., in, out]`.
 
-    **Returns:** the tree with a `LoraArray` in place of each floating array of rank 2 and up that a
-    rule with a rank matches. `vn.trainable` says which leaves to train.
+    **Returns:** the tree, with a `LoraArray` in place of each floating array of rank 2 or more that
+    a rule with a rank matches. `vn.trainable` returns which leaves to train, and `vn.lora.split`
+    separates them.
 
-    **Raises:** `TypeError` for rules that are no sequence of `Rule`; `ValueError`, naming the path,
-    where the axes do not lie as a `LoraArray` has them. Warns with `UserWarning` of a rule that
-    matches no path, or nothing that can be updated; of a weight that the program has in no product,
-    which stays as it is, unless it is a bias; and of an update that is as large as its weight.
+    **Raises:**
+
+    - `TypeError` if `rules` is not a list of `Rule`, `model` is not callable, or `key` is not a
+      PRNG key.
+    - `ValueError`, with the path, if the input axes or the output axes of a weight are not
+      adjacent.
+    - `ValueError` if an option of a rule is out of range.
+
+    **Warns** (`UserWarning`, with paths) if a rule matches no path or no array that can have an
+    adapter, a weight is used in no product and is not a bias, or an adapter is as large as its
+    weight.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
+    >>> model = lambda params, x: jnp.einsum("td,dhk->thk", x * params["norm"], params["query"])
     >>> params = {"query": jnp.ones((512, 8, 64)), "norm": jnp.ones(512)}
-    >>> def model(params, x):
-    ...     return jnp.einsum("td,dhk->thk", x * params["norm"], params["query"])
-    >>> rules = [vn.lora.Rule(".*", rank=4)]
-    >>> x = jnp.ones((3, 512))
-    >>> tuned = vn.lora.init_tree(params, rules, key=jax.random.key(0), model=model, args=(x,))
+    >>> rules = [vn.lora.Rule("query", rank=4)]
+    >>> args = (jnp.ones((3, 512)),)
+    >>> tuned = vn.lora.init_tree(params, rules, key=jax.random.key(0), model=model, args=args)
     >>> tuned["query"].a.shape, tuned["query"].b.shape
     ((512, 4), (4, 8, 64))
     """
     _check(rules)
     paths, leaves, treedef = flatten_with_paths(params)
     warn_of_unmatched(rules, paths)
-    chosen = {}
+    chosen: dict[str, Rule] = {}
+    matched: dict[Rule, list[str]] = {}
     for path, leaf in zip(paths, leaves, strict=True):
         rule = next((rule for rule in rules if rule.matches(path)), None)
-        if rule is not None and rule.rank is not None and _can_be_updated(leaf):
-            chosen[path] = rule
+        if rule is not None and rule.rank is not None:
+            matched.setdefault(rule, []).append(path)
+            if _can_be_updated(leaf):
+                chosen[path] = rule
+    for rule, its_paths in matched.items():
+        if rule not in chosen.values():
+            warn_user(
+                f"the rule {rule.path_regex!r} gives nothing an adapter: {some_of(its_paths)}. "
+                "Adapters are for floating arrays of rank 2 or more that are not LoraArrays yet"
+            )
     program = program_of(params, model, args, kwargs)
     uses = {}
     if program is not None:
@@ -141,7 +162,10 @@ def init_tree(
         at_work = list(chosen.values())
         told = [x for x in unused if rule_of[x] not in at_work or not _is_bias_or_norm(uses[x])]
         if told:
-            warn_user(f"no product of the program has {some_of(told)}, so they have no update")
+            warn_user(
+                f"the program uses these weights in no product, so they get no adapter: "
+                f"{some_of(told)}"
+            )
     keys = iter(jax.random.split(key, max(1, len(chosen))))
     new, large = [], []
     for path, leaf in zip(paths, leaves, strict=True):
@@ -154,7 +178,7 @@ def init_tree(
         new.append(w)
     if large:
         remedy = "a lower rank" if program else "the program, as model= and args=, or a lower rank"
-        warn_user(f"an update is as large as its weight: {some_of(large)}; pass {remedy}")
+        warn_user(f"an adapter is as large as its weight: {some_of(large)}. Pass {remedy}")
     return jax.tree.unflatten(treedef, new)
 
 
@@ -184,7 +208,7 @@ def _axes(path: str, shape: Sequence[int], use: Use) -> dict[str, Any]:
     axes = low_rank_axes(len(shape), use.contracted, use.free)
     if axes is None:
         raise ValueError(
-            f"no update of low rank of {path} {list(shape)}: the axes that products contract "
-            f"and those that they leave are not side by side at its end: {use}"
+            f"no adapter fits {path} {list(shape)}: the axes that products contract must be "
+            f"adjacent, and so must the other axes, at its end. It is used in {use}"
         )
     return {"in_ndim": axes.in_ndim, "out_ndim": axes.out_ndim, "dropped": axes.contracted}

@@ -19,14 +19,18 @@ from .training import trainable
 
 @dataclass(frozen=True)
 class Row:
-    """One array of a tree; an implicit one is one array.
+    """One array of a tree. An implicit array is one row.
 
-    `type` is the class of an implicit array, and "dense" for others. `format` says how it is
-    stored: as a dtype, a quantised format and its tiles, or a class, with its `rank` if it has one
-    and the formats of implicit arrays that it holds. `nbytes` are those that are stored,
-    `dense_nbytes` those of the dense array, and `trainable` is the number of stored values that are
-    trained, by `vn.trainable`. `error` is how far the array is from the one that it was made of, of
-    which it is a share: the root of the mean square of the one by that of the other.
+    **Arguments:**
+
+    - `path`: its path.
+    - `type`: the class of an implicit array, or "dense".
+    - `format`: the dtype, the quantized format and its tiles, or the class with its `rank` and the
+      formats of the implicit arrays inside.
+    - `shape`, `dtype`: of the dense array.
+    - `nbytes`, `dense_nbytes`: the stored bytes, and the bytes of the dense array.
+    - `trainable`: the number of stored values that `vn.trainable` selects.
+    - `error`: the relative error to `like`, or None.
     """
 
     path: str
@@ -41,32 +45,32 @@ class Row:
 
     @property
     def bits(self) -> float:
-        """How many bits are stored for each value of the array; 0 where it has none."""
+        """The number of stored bits per value; 0 for an empty array."""
         return 8 * self.nbytes / max(1, math.prod(self.shape))
 
 
 @dataclass(frozen=True, repr=False)
 class Summary(Tabular):
-    """The arrays of a tree: `print` it for a table; a notebook shows one of HTML.
+    """The table of the arrays of a tree. `print` shows it; a notebook shows HTML.
 
-    `rows` holds a `Row` for each array, in the order of the tree.
+    `rows` has a `Row` for each array, in the order of the tree.
     """
 
     rows: tuple[Row, ...]
 
     @property
     def nbytes(self) -> int:
-        """The bytes that are stored."""
+        """The stored bytes."""
         return sum(row.nbytes for row in self.rows)
 
     @property
     def dense_nbytes(self) -> int:
-        """The bytes of the dense arrays that are stood for."""
+        """The bytes of the dense arrays."""
         return sum(row.dense_nbytes for row in self.rows)
 
     @property
     def trainable(self) -> int:
-        """The number of values that are trained."""
+        """The number of trained values."""
         return sum(row.trainable for row in self.rows)
 
     def _table(self) -> tuple[Cells, Sequence[Cells], Cells, Cells]:
@@ -97,19 +101,20 @@ _NUMBERS = ("bits", "error", "bytes", "dense bytes", "trainable")
 
 
 def summary(tree: Any, like: Any = None) -> Summary:
-    """The arrays of a tree, by path: what they are, what they cost, and which are trained.
+    """Return a table of the arrays of a tree: format, size, and the number of trained values.
 
     **Arguments:**
 
-    - `tree`: any pytree; leaves that are no arrays are left out. They may be abstract
-      (`jax.ShapeDtypeStruct`), of a model that is not loaded.
-    - `like`: the tree of which it was made, as the parameters before they were quantised: then
-      there is an error for each array that is not what it was.
+    - `tree`: any pytree. Objects that are not arrays are left out. Arrays can be abstract
+      (`jax.ShapeDtypeStruct`), for a model that is not loaded.
+    - `like`: the tree before quantization. Each implicit array then has an error: the root mean
+      square of the difference, divided by the root mean square of the original array.
 
-    **Returns:** a `Summary`: print it for a table, or take its `rows` and totals as data. An array
-    that two paths share is counted at each.
+    **Returns:** a `Summary`. `print` shows a table; `rows` and the totals are data. An array that
+    two paths share is counted at each.
 
-    **Raises:** `ValueError` if `like` has no array at a path, or one of another shape.
+    **Raises:** `ValueError` if `like` has no array at the path of an implicit array, or one of
+    another shape.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> params = {"w": vn.quant.quantize(jnp.ones((64, 8)), "nf4"), "b": jnp.zeros(8)}
@@ -118,9 +123,6 @@ def summary(tree: Any, like: Any = None) -> Summary:
     [('b', 'dense', 'float32', 32, 8), ('w', 'QArray', 'nf4, one scale', 260, 0)]
     >>> table.nbytes, table.dense_nbytes, table.trainable
     (292, 2080, 8)
-    >>> ones = {"w": jnp.ones((64, 8)), "b": jnp.zeros(8)}
-    >>> [(row.path, row.bits, row.error) for row in vn.summary(params, like=ones).rows]
-    [('b', 32.0, None), ('w', 4.0625, 0.0)]
     """
     marks = vtree.leaves(trainable(tree))
     leaves = vtree.leaves_with_path(tree)
@@ -159,8 +161,8 @@ def _error(path: str, x: Value, before: Mapping[str, Any]) -> float:
     shape = getattr(before.get(path), "shape", None)
     if shape != x.aval().shape:
         raise ValueError(
-            f"like has {'nothing' if shape is None else list(shape)} at {path!r}, which is "
-            f"{describe((x,))[0]}: pass the tree that this one was made of"
+            f"like has {'no array' if shape is None else f'shape {list(shape)}'} at {path!r}, "
+            f"where the tree has {describe((x,))[0]}. Pass the tree before quantization"
         )
     wide = jnp.promote_types(x.aval().dtype, jnp.float32)
     after, dense = (jnp.asarray(a).astype(wide) for a in materialise((x, before[path])))

@@ -17,41 +17,44 @@ from ._core.value import is_value
 
 
 def device_put(tree: Any, shardings: Any) -> Any:
-    """The tree with each array where a sharding of the dense array says.
+    """Place the arrays of a tree on devices, by shardings of the dense arrays.
 
-    `jax.device_put` takes an implicit array for its leaves, of which each would be cut as the dense
-    array is: a scale of one row cannot be. Here each leaf goes along with what it is of: of a
-    quantised weight that is cut along its columns, the codes are, and the scales of those columns.
+    Each leaf of an implicit array follows the dense array: if a quantized weight is cut along its
+    columns, so are its codes and the scales of those columns. `jax.device_put` would cut every leaf
+    like the dense array, which fails for scales.
 
     **Arguments:**
 
-    - `tree`: any pytree, a whole model. An implicit array is one array in it. What is no array
-      stays as it is.
-    - `shardings`: a sharding (or device) for all; a tree of them that is a prefix of `tree`, with
-      None for what is to stay where it is; or rules, a sequence of pairs of a regex and a sharding:
-      the first that matches the path of an array in full is the one that counts, as for
-      `vn.quant.quantize_tree`, and what no rule matches stays where it is. A function of an array,
-      such as `vn.fully_sharded` gives, may be in the place of a sharding. `vn.logical_shardings`
-      makes rules of the names that a model has for its axes.
+    - `tree`: any pytree. An implicit array counts as one array. Other objects are unchanged.
+    - `shardings`: a row of this table. The first regex that matches applies. A function from an
+      array to a sharding, such as `vn.fully_sharded(...)`, can replace each sharding.
+      `vn.logical_shardings` creates pairs.
 
-    **Returns:** the tree, of the same structure. A leaf that cannot be cut, as through a tile or a
-    byte, is whole on each device.
+    | `shardings` | applies to |
+    |---|---|
+    | a sharding or a device | all arrays |
+    | a prefix of `tree` with shardings; None leaves arrays in place | the arrays below it |
+    | a list of pairs of a regex and a sharding | arrays whose whole path matches |
 
-    **Raises:** `ValueError`, naming the path, for a sharding that does not fit the dense shape, a
-    regex that does not compile, and a tree that is no prefix; `TypeError` for what is no sharding.
-    Warns with `UserWarning` of an array whose largest leaf cannot be cut as asked, and of a rule
-    that matches no path.
+    **Returns:** a tree of the same structure. A leaf that cannot be cut, for example through a tile
+    or a byte, is whole on each device.
+
+    **Raises:**
+
+    - `ValueError`, with the path, for a sharding that does not fit the dense shape.
+    - `ValueError` for an invalid regex, or a tree that is not a prefix.
+    - `TypeError` for an object that is not a sharding.
+
+    **Warns** (`UserWarning`) of an array whose largest leaf cannot be cut, and of a rule that
+    matches no path.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> from jax.sharding import NamedSharding, PartitionSpec as P
     >>> mesh = jax.make_mesh((1,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
-    >>> on = lambda *spec: NamedSharding(mesh, P(*spec))
-    >>> w = vn.quant.quantize(jnp.ones((64, 8)), "nf4", channelwise_axes=[1], tiled_axes={0: 32})
-    >>> params = {"up": {"kernel": w, "bias": jnp.zeros(8)}}
-    >>> params = vn.device_put(params, [(r".*kernel", on(None, "model")), (r".*", on())])
-    >>> w = params["up"]["kernel"]
-    >>> w.packed.sharding.spec, w.scale.sharding.spec, params["up"]["bias"].sharding.spec
-    (P(None, 'model'), P(None, 'model'), P())
+    >>> w = vn.quant.quantize(jnp.ones((64, 8)), "int8", channelwise_axes=[1])
+    >>> w = vn.device_put(w, NamedSharding(mesh, P(None, "model")))
+    >>> w.packed.sharding.spec, w.scale.sharding.spec
+    (P(None, 'model'), P(None, 'model'))
     """
     found, treedef = vtree.flatten_with_path(tree)
     paths, arrays = [vtree.path_string(path) for path, _ in found], [x for _, x in found]
@@ -60,42 +63,42 @@ def device_put(tree: Any, shardings: Any) -> Any:
 
 
 def logical_shardings(tree: Any, mesh: Mesh, rules: Any = ()) -> list[tuple[str, NamedSharding]]:
-    """Shardings of the arrays whose axes a model names, as rules on their paths.
+    """Return shardings for arrays whose axes a model names, as rules on their paths.
 
-    For `vn.device_put(params, shardings)` and `vn.load(path, shardings=...)`. The arrays need not
-    be those that are placed: those of an abstract model, before weights are quantised or read, have
-    the same paths.
+    Pass them to `vn.device_put(params, shardings)` or `vn.load(path, shardings=...)`. `tree` can be
+    the abstract model before weights are quantized or loaded, because the paths are the same.
 
     **Arguments:**
 
     - `tree`: a `flax.nnx` module or state whose variables have `out_sharding`; variables of a
-      `flax.linen` module in `nn.Partitioned` or `nn.LogicallyPartitioned`; or any tree with the
-      names of the axes of an array, a `PartitionSpec` of them, in its place.
-    - `mesh`: of `jax.sharding`.
-    - `rules`: a dict or pairs of a name and an axis of the mesh, a tuple of them, or None for an
-      axis that is not cut. Of several for a name, as in flax, the first counts whose axes of the
-      mesh no other axis of the array has. The axes of the mesh stand for themselves.
+      `flax.linen` module in `nn.Partitioned` or `nn.LogicallyPartitioned`; or a tree with a
+      `PartitionSpec` of axis names in place of each array.
+    - `mesh`: a `jax.sharding.Mesh`.
+    - `rules`: a dict or pairs from the name of an axis to an axis of the mesh, a tuple of them, or
+      None for an axis that is not cut. If a name has several rules, the first applies whose mesh
+      axes no other axis of the array uses, as in flax. The axes of the mesh are names too.
 
-    **Returns:** pairs of a regex of the path, without the `value` of a flax variable, and a
-    `NamedSharding`. Arrays whose axes have no names have none: add `(".*", sharding)` for them.
+    **Returns:** a list of pairs: a regex for the path, without the `value` of a flax variable, and
+    a `NamedSharding`. Arrays without axis names have no pair: add `(".*", sharding)` for them.
 
-    **Raises:** `ValueError` for names without a rule, with the path of an array that has one; for
-    an axis that the mesh does not have; and where no array has names.
+    **Raises:** `ValueError` if a name has no rule (names the path), a rule names an axis that the
+    mesh does not have, or no array has axis names.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> from jax.sharding import PartitionSpec as P
     >>> mesh = jax.make_mesh((1,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
     >>> rules = {"embed": None, "mlp": "model"}
     >>> shardings = vn.logical_shardings({"up": P("embed", "mlp")}, mesh, rules)
-    >>> w = vn.quant.quantize_tree({"up": jnp.ones((64, 32))}, [vn.quant.Rule("up", "int8")])
-    >>> vn.device_put(w, shardings)["up"].scale.sharding.spec
+    >>> vn.device_put({"up": jnp.ones((8, 4))}, shardings)["up"].sharding.spec
     P(None, 'model')
     """
     pairs = [*(rules.items() if isinstance(rules, dict) else rules)]
     pairs += [(name, name) for name in mesh.axis_names]
     for name, to in pairs:
         if unknown := set(axes_of(to)) - set(mesh.axis_names):
-            raise ValueError(f"the rule for {name!r} has {unknown.pop()!r}, no axis of {mesh}")
+            raise ValueError(
+                f"the rule for {name!r} names {unknown.pop()!r}, not an axis of {mesh}"
+            )
     found = jax.tree.flatten_with_path(tree, is_leaf=lambda x: _names_of(x) is not None)[0]
     named = [(vtree.path_string(path), _names_of(x)) for path, x in found]
     out = [
@@ -104,7 +107,10 @@ def logical_shardings(tree: Any, mesh: Mesh, rules: Any = ()) -> list[tuple[str,
         if names is not None
     ]
     if not out:
-        raise ValueError("no array of the tree has names of its axes, as flax's metadata has them")
+        raise ValueError(
+            "no array of the tree has axis names. Pass a flax model with sharding metadata, or a "
+            "tree with a PartitionSpec in place of each array"
+        )
     return out
 
 
@@ -133,9 +139,9 @@ def _mesh_spec(
     known = [rule for rule, _ in rules]
     if unknown := [name for name in names if name is not None and name not in known]:
         raise ValueError(
-            f"axis {unknown[0]!r} of {path} {names} has no rule; the rules are for "
-            f"{', '.join(map(str, dict.fromkeys(known)))}. Add ({unknown[0]!r}, None) if it is not "
-            "to be cut"
+            f"axis {unknown[0]!r} of {path} {names} has no rule; there are rules for "
+            f"{', '.join(map(str, dict.fromkeys(known)))}. Add a rule, such as "
+            f"({unknown[0]!r}, None) to leave the axis whole"
         )
     return PartitionSpec(*(entries.get(i) for i in range(len(names))))
 
@@ -143,19 +149,23 @@ def _mesh_spec(
 def fully_sharded(
     mesh: Mesh | AbstractMesh, axis_name: str | tuple[str, ...], spec: PartitionSpec | None = None
 ) -> Callable[[Any], NamedSharding]:
-    """A sharding for each array: cut along its longest axis of those that can be.
+    """Return a function that shards each array along its longest axis that can be cut (FSDP).
 
-    In the place of a sharding in `vn.device_put` and `vn.load`. An axis can be cut if all devices
-    get the same number of tiles, and of bytes of packed codes, of it.
+    Use it in place of a sharding in `vn.device_put` and `vn.load`. An axis can be cut if all
+    devices get the same number of tiles, and of bytes of packed codes.
 
     **Arguments:**
 
-    - `mesh`: of `jax.sharding`.
-    - `axis_name`: of the mesh, over which arrays are cut, or several.
-    - `spec`: how they are cut besides: by tensor parallelism, say. Its axes are left as they are.
+    - `mesh`: a `jax.sharding.Mesh`.
+    - `axis_name`: the axis of the mesh to shard over, or a tuple of several.
+    - `spec`: a `PartitionSpec` that also applies, for example a tensor-parallel one. Its axes are
+      not cut again. It cannot use `axis_name`.
 
-    **Returns:** a function from an array, dense or implicit, to its sharding: by `spec` alone where
-    no axis can be cut.
+    **Returns:** a function from an array, dense or implicit, to its `NamedSharding`. If no axis can
+    be cut, the sharding is `spec` alone.
+
+    **Raises:** `ValueError` if `axis_name` is not an axis of `mesh`. The returned function raises
+    `ValueError` if `spec` names an axis that `mesh` does not have.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -164,8 +174,10 @@ def fully_sharded(
     >>> placed["up"].sharding.spec, placed["bias"].sharding.spec
     (P('data', None), P('data',))
     """
+    for name in axes_of(axis_name):
+        if name not in mesh.shape:
+            raise ValueError(f"axis_name {name!r} is not an axis of {mesh}")
     count = math.prod(mesh.shape[name] for name in axes_of(axis_name))
-
     stated = PartitionSpec() if spec is None else spec
 
     def of(x: Any) -> NamedSharding:
@@ -251,7 +263,7 @@ def _by_rules(rules: Sequence[Any], paths: Sequence[str]) -> list[Any]:
     compiled = []
     for rule in rules:
         if not _is_rule(rule):
-            raise TypeError(f"a rule is a pair of a regex and a sharding, not {rule!r}")
+            raise TypeError(f"a rule must be a pair of a regex and a sharding, not {rule!r}")
         regex, device = rule
         try:
             compiled.append((re.compile(regex), _checked(device, regex)))
@@ -260,8 +272,8 @@ def _by_rules(rules: Sequence[Any], paths: Sequence[str]) -> list[Any]:
         if not any(path_matches(compiled[-1][0], path) for path in paths):
             some = ", ".join(paths[:4]) + (", ..." if len(paths) > 4 else "")
             warnings.warn(
-                f"the rule {regex!r} matches no array; it is matched in full against paths such as "
-                f"{some or '(the tree is empty)'}",
+                f"the rule {regex!r} matches no array. Change the regex, which must match a whole "
+                f"path, such as {some or '(the tree is empty)'}",
                 UserWarning,
                 stacklevel=4,
             )
@@ -283,7 +295,7 @@ def _by_prefix(shardings: Any, tree: Any) -> list[Any]:
     try:
         jax.tree.map_with_path(of_part, shardings, whole, is_leaf=lambda x: x is None)
     except ValueError as error:
-        raise ValueError(f"the tree of shardings is no prefix of the tree: {error}") from None
+        raise ValueError(f"shardings must be a prefix of the tree: {error}") from None
     return asked
 
 
@@ -299,7 +311,7 @@ def _checked(device: Any, of: str) -> Any:
     ):
         where = f" for {of!r}" if of else ""
         raise TypeError(
-            f"a sharding{where} is one of jax.sharding, as NamedSharding(mesh, "
+            f"the sharding{where} must be a jax.sharding.Sharding, such as NamedSharding(mesh, "
             f"PartitionSpec(...)), or a device, not {device!r}"
         )
     return device
@@ -312,7 +324,7 @@ def _check(path: str, x: Any, device: Any) -> None:
         return
     name = path or "the array"
     if len(sharding.spec) > len(shape):
-        raise ValueError(f"{name} has shape {shape}, and {sharding.spec} is of more axes")
+        raise ValueError(f"{name} has shape {shape}, and {sharding.spec} has more axes")
     try:
         block = sharding.shard_shape(shape)
     except ValueError as error:
@@ -320,9 +332,10 @@ def _check(path: str, x: Any, device: Any) -> None:
     if is_value(x) and block != shape and _stays_whole(x, sharding):
         why = why_not_cut(x, sharding.spec, sharding.mesh.shape)
         warnings.warn(
-            f"{name} is whole on each device: {x!r} has no blocks of shape {list(block)}, as "
-            f"{sharding.spec} asks for, that end where its tiles and bytes do"
-            + (f": {why}" if why else ""),
+            f"{name} is whole on each device, because blocks of shape {list(block)}, which "
+            f"{sharding.spec} needs, would cut through a tile or byte of {x!r}"
+            + (f": {why}" if why else "")
+            + ". Shard another axis, or quantize with smaller tiles",
             UserWarning,
             stacklevel=4,
         )

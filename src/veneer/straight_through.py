@@ -22,37 +22,31 @@ from ._jax.primitives import Primitive
 
 
 def ste(fn: Callable) -> Callable:
-    """`fn` with the derivative of the identity: the straight-through estimator.
+    """Give a function the derivative of the identity: the straight-through estimator.
 
-    What `fn` computes is exact, and need not be differentiable. Tangents and cotangents pass by it
-    as they are, in forward and reverse mode and to any order.
+    The value of `fn` is exact, and `fn` need not be differentiable. Tangents and cotangents pass
+    through unchanged, in forward and reverse mode and to any order. Source: Bengio et al.,
+    Estimating or Propagating Gradients Through Stochastic Neurons for Conditional Computation
+    (arXiv 1308.3432).
 
     **Arguments:**
 
-    - `fn`: a function of an array, `[...]`, and of anything else, by position or by keyword. Its
-      result has the shape and the dtype of the array, and may be implicit, as may the array.
+    - `fn`: a function whose first argument is an array, `[...]`, dense or implicit. Its result has
+      the same shape and dtype, and can be implicit.
 
-    **Returns:** a function of the same arguments, differentiable with respect to the first. Where
-    `fn` gives an implicit array (a `QArray`), it gives one that stands for the same and runs the
-    same rules. So a program has the value that it has without derivatives; these are taken at the
-    dense form, as `vn.explain` shows, and the gradient of the array that was quantised is dense.
+    **Returns:** a function of the same arguments, differentiable by the first. If `fn` returns an
+    implicit array, such as a `QArray`, the result uses the same rules and has the same value, and
+    is differentiated as the dense array.
 
-    **Raises:** `TypeError` where the result of `fn` is of another shape or dtype, or no array.
-
-    Bengio et al., Estimating or Propagating Gradients Through Stochastic Neurons for Conditional
-    Computation (2013).
+    **Raises:** `TypeError` (when called) if the result is not an array, or has another shape or
+    dtype.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> jax.value_and_grad(vn.ste(jnp.round))(1.7)
     (Array(2., dtype=float32, weak_type=True), Array(1., dtype=float32, weak_type=True))
-
-    Quantisation-aware training of a weight of a model that knows nothing of it:
-
     >>> quantize = vn.ste(vn.quant.quantize)
-    >>> def loss(w, x):
-    ...     return (x @ quantize(w, "int8", channelwise_axes=[1])).sum()
-    >>> jax.grad(loss)(jnp.eye(2), jnp.array([[1.0, 2.0]])).tolist()
-    [[1.0, 1.0], [2.0, 2.0]]
+    >>> jax.grad(lambda w: (jnp.ones(2) @ quantize(w, "int8")).sum())(jnp.eye(2)).tolist()
+    [[1.0, 1.0], [1.0, 1.0]]
     """
 
     @wraps(fn, updated=())
@@ -79,13 +73,13 @@ def _check(fn: Callable, value: Any, x: Any) -> None:
         avals = [v.aval() if isinstance(v, Value) else jax.typeof(v) for v in (x, value)]
     except TypeError:
         raise TypeError(
-            f"ste takes a function of an array that gives an array, and {_name(fn)} gives "
-            f"{value!r} for {x!r}. For trees of arrays, map it: vn.tree.map(vn.ste(fn), tree)"
+            f"vn.ste needs a function from an array to an array, and {_name(fn)} returned "
+            f"{value!r} for {x!r}. For a tree of arrays, call vn.tree.map(vn.ste(fn), tree)"
         ) from None
     if len({(aval.shape, aval.dtype) for aval in avals}) > 1:
         raise TypeError(
-            f"{_name(fn)} gives {got} for {given}: tangents that pass straight through it need a "
-            "result of the same shape and dtype"
+            f"{_name(fn)} returned {got} for {given}. vn.ste needs a result of the same shape and "
+            "dtype"
         )
 
 

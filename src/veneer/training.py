@@ -21,71 +21,57 @@ Where = str | type | Callable[[str, Any], Any] | None
 
 
 def trainable(tree: Any, where: Where = None) -> Any:
-    """Which arrays are to be trained: a tree of bools, of the structure of the tree.
+    """Return which arrays are trained, as a tree of bools.
 
-    They are all floating (or complex) arrays, except those that a type excludes by its class
-    attribute `trainable`, which names the fields that are trained: a `QArray` says `()`, so its
-    scales are not, and a LoRA says that its `w` is not. Biases and norms beside them are.
+    All floating or complex arrays are trained, except those that a type excludes. The class
+    attribute `trainable` of a type names its trained fields: it is `()` for a `QArray`, so its
+    scales are not trained, and a LoRA excludes `w`.
 
     **Arguments:**
 
-    - `tree`: any pytree. Its leaves may be abstract (`jax.ShapeDtypeStruct`).
-    - `where`: chooses among those further: a regex, matched in full against the keys of an array's
-      path joined with dots, of which a final `.value`, as in flax.nnx, may be left out; a class; or
-      a predicate of such a path and the array. An implicit array is one array here.
+    - `tree`: any pytree. Its leaves can be abstract (`jax.ShapeDtypeStruct`).
+    - `where`: a further selection of arrays. An implicit array counts as one.
 
-    **Returns:** a tree with True or False for each leaf, within implicit arrays too: a mask for
+    | `where` | selects |
+    |---|---|
+    | None | all arrays |
+    | a regex | arrays whose whole path matches: keys joined with dots, a final `.value` optional |
+    | a class | arrays of this class |
+    | a function | arrays for which `where(path, array)` is true |
+
+    **Returns:** a tree with True or False for each leaf, also inside implicit arrays: a mask for
     `vn.tree.partition` and `optax.masked`.
 
-    **Raises:** `ValueError` for a regex that does not compile. Warns with `UserWarning` of one that
-    matches no path.
+    **Raises:** `ValueError` for an invalid regex. `TypeError` if the attribute `trainable` of a
+    class does not name its fields.
+
+    **Warns** (`UserWarning`) of a regex that matches no path.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
-    >>> class Lora(vn.ImplicitArray):
-    ...     w: jax.Array | vn.ImplicitArray
-    ...     a: jax.Array
-    ...     b: jax.Array
-    ...     trainable = ("a", "b")
-    ...     def materialise(self):
-    ...         return vn.materialise(self.w) + self.a @ self.b
     >>> w = vn.quant.quantize(jnp.ones((4, 4)), "int8")
-    >>> params = {"kernel": Lora(w, jnp.ones((4, 1)), jnp.zeros((1, 4))), "bias": jnp.zeros(4)}
-    >>> mask = vn.trainable(params)
+    >>> lora = vn.types.LoraArray(w, jnp.ones((4, 1)), jnp.zeros((1, 4)))
+    >>> mask = vn.trainable({"kernel": lora, "bias": jnp.zeros(4)}, where="kernel")
     >>> mask["kernel"].a, mask["kernel"].w.scale, mask["bias"]
-    (True, False, True)
-
-    To train the LoRAs and nothing beside them:
-
-    >>> mask = vn.trainable(params, where=Lora)
-    >>> mask["kernel"].a, mask["bias"]
-    (True, False)
-    >>> trained, rest = vn.tree.partition(params, mask)
-    >>> def loss(trained, x):
-    ...     params = vn.tree.combine(trained, rest)
-    ...     return (x @ params["kernel"] + params["bias"]).sum()
-    >>> grads = jax.grad(loss)(trained, jnp.ones((2, 4)))
-    >>> grads["kernel"].b.tolist(), grads["kernel"].w.scale, grads["bias"]
-    ([[8.0, 8.0, 8.0, 8.0]], None, None)
+    (True, False, False)
     """
     return _map_arrays(lambda x, chosen: _marks(x, chosen), tree, where)
 
 
 def freeze(tree: Any, where: Where = None) -> Any:
-    """The tree with arrays wrapped as `vn.types.Frozen`, by which no gradient goes.
+    """Wrap arrays in `vn.types.Frozen`, through which no gradient flows.
 
     **Arguments:**
 
     - `tree`: any pytree.
-    - `where`: which arrays: a regex, matched in full against the keys of an array's path joined
-      with dots, a class, or a predicate of such a path and the array; None is all. An implicit
-      array is one here. Those that are not floating (or complex) have no gradient and stay as they
-      are.
+    - `where`: the arrays to wrap, as for `vn.trainable`. Arrays that are not floating or complex
+      are unchanged, because they have no gradient.
 
-    **Returns:** a tree that stands for the same arrays, with which the model runs under
-    `vn.implicit`. `vn.unfreeze` undoes it.
+    **Returns:** a tree that represents the same arrays. Run the model on it under `vn.implicit`.
+    `vn.unfreeze` reverses it.
 
-    **Raises:** `ValueError` for a regex that does not compile. Warns with `UserWarning` of one that
-    matches no path.
+    **Raises:** `ValueError` for an invalid regex.
+
+    **Warns** (`UserWarning`) of a regex that matches no path.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> params = vn.freeze({"w": jnp.eye(2), "b": jnp.zeros(2)}, where="w")
@@ -102,14 +88,18 @@ def freeze(tree: Any, where: Where = None) -> Any:
 
 
 def unfreeze(tree: Any, where: Where = None) -> Any:
-    """The tree with what `vn.freeze` has wrapped as it was, and what is frozen within other types.
+    """Unwrap the arrays that `vn.freeze` wrapped, also inside other types.
 
     **Arguments:**
 
     - `tree`: any pytree.
-    - `where`: which arrays, as for `vn.freeze`.
+    - `where`: the arrays to unwrap, as for `vn.trainable`.
 
-    **Raises:** what `vn.freeze` raises.
+    **Returns:** the tree without `vn.types.Frozen`.
+
+    **Raises:** `ValueError` for an invalid regex.
+
+    **Warns** (`UserWarning`) of a regex that matches no path.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> vn.unfreeze(vn.freeze({"w": jnp.ones(2)}))
@@ -147,8 +137,8 @@ def _trained_fields(cls: type[Value]) -> Sequence[str] | None:
     names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
     if isinstance(trained, str) or not set(trained) <= set(names):
         raise TypeError(
-            f"{cls.__name__}.trainable is {trained!r}, and must be a tuple of names of its fields, "
-            f"which are {', '.join(names)}; or None for all of them"
+            f"{cls.__name__}.trainable must be None or a tuple of names of fields, out of "
+            f"{', '.join(names)}, not {trained!r}"
         )
     return trained
 
@@ -180,8 +170,8 @@ def _chosen(paths: Sequence[str], arrays: Sequence[Any], where: Where) -> list[b
     if not any(chosen):
         some = ", ".join(paths[:4]) + (", ..." if len(paths) > 4 else "")
         warnings.warn(
-            f"where={where!r} matches nothing; it is matched in full against paths such as "
-            f"{some or '(the tree is empty)'}",
+            f"where={where!r} matches no array. Change the regex, which must match a whole path, "
+            f"such as {some or '(the tree is empty)'}",
             UserWarning,
             stacklevel=4,
         )

@@ -10,6 +10,7 @@ from support.array_types import assert_close
 from support.policies import only_by_rules
 
 import veneer as vn
+from veneer._core.surface import nesting
 from veneer.types import Diagonal, Kronecker, LowRank, Masked, Named, Quantity
 
 FIRST, LAST = arrays.array([False, True, True]), arrays.array([True, True, False])
@@ -256,3 +257,13 @@ def test_checks_of_a_class_run_on_no_traced_operand(use, transform):
     assert_close(vn.materialise(transform(use)(other)), use(jnp.ones(3)))
     built = transform(lambda s: jnp.asarray(use(Doubled(s) * 1.0)))
     assert_close(jax.jit(built)(jnp.ones(3)), use(2 * jnp.ones(3)))
+
+
+def test_dense_programs_are_not_searched_for_values(monkeypatch):
+    def search(*_):
+        raise AssertionError("a program was searched")
+
+    monkeypatch.setattr(nesting, "is_or_contains", search)
+    monkeypatch.setattr(nesting, "_is_pack_used", False)
+    jaxpr = jax.make_jaxpr(vn.implicit(jax.jit(lambda x: jax.nn.softmax(x) @ x)))(jnp.ones((3, 3)))
+    assert jaxpr.eqns

@@ -65,7 +65,7 @@ def test_it_fits_the_screen(report, columns, monkeypatch):
 
 @pytest.mark.parametrize("width", [7, 20, 60])
 def test_text_that_is_wrapped_is_all_there(width):
-    text = "  rule veneer/quant/ops/dot_general.py:83: rhs scaled outside, f32[128,128]"
+    text = "  rule veneer/quant/ops/dot_general.py:83: convert codes of rhs to float, f32[128,128]"
     lines = wrapped(text, width)
     assert max(map(len, lines)) <= width
     assert all(line.startswith("  ") for line in lines)

@@ -248,10 +248,10 @@ def test_a_result_that_is_implicit_has_a_shape_and_shows_itself():
 @pytest.mark.parametrize(
     ("fn", "says"),
     [
-        (lambda x: x[:1], r"gives f32\[1\] for f32\[3\]: .* same shape and dtype"),
-        (lambda x: x.astype("bfloat16"), r"gives bf16\[3\] for f32\[3\]"),
-        (lambda x: vn.quant.quantize(x[:2], "int8"), r"gives QArray:f32\[2\] for f32\[3\]"),
-        (lambda x: (x, x), r"gives an array, .* vn\.tree\.map"),
+        (lambda x: x[:1], r"returned f32\[1\] for f32\[3\]. .* same shape and dtype"),
+        (lambda x: x.astype("bfloat16"), r"returned bf16\[3\] for f32\[3\]"),
+        (lambda x: vn.quant.quantize(x[:2], "int8"), r"returned QArray:f32\[2\] for f32\[3\]"),
+        (lambda x: (x, x), r"to an array, .* vn\.tree\.map"),
     ],
     ids=["shape", "dtype", "implicit", "tree"],
 )

@@ -55,7 +55,7 @@ def test_an_encoder_loses_less_by_a_text(prefix, write_bert, params, text, quant
     options = "--format", "int3", "--tile", "16"
     code, out, _ = quantize(folder, tmp_path / "calibrated", *options, "--calibrate", text)
     assert code == 0
-    assert "on the text, outputs of products lose" in out
+    assert "relative error of the outputs on the text" in out
     assert quantize(folder, tmp_path / "nearest", *options)[0] == 0
     batches = text_model(folder).batches(text.read_text())
     assert [batch[0].shape for batch in batches] == [(80, 8)]
@@ -97,7 +97,7 @@ def test_a_decoder(tmp_path, bert_folder, quantize):
     text.write_text("the statement")
     code, _, err = quantize(folder, tmp_path / "again", *options)
     assert code == 2
-    assert "the text has 2 tokens, and 512 are wanted" in err
+    assert "the text has 2 tokens, but 512 are needed" in err
     assert not (tmp_path / "again").exists()
 
 
@@ -111,8 +111,8 @@ def test_mistakes(bert_folder, text, quantize, tmp_path):
         assert said in err
         assert not out.exists()
 
-    refused("give a text, by --calibrate TEXT", bert_folder, out, *int4, "--method", "gptq")
-    refused("by gptq or nearest", bert_folder, out, *int4, "--calibrate", text, "--method", "awq")
+    refused("give a text with --calibrate TEXT", bert_folder, out, *int4, "--method", "gptq")
+    refused("use gptq or nearest", bert_folder, out, *int4, "--calibrate", text, "--method", "awq")
     refused("is not a file", bert_folder, out, *int4, "--calibrate", tmp_path / "none")
     config = json.loads((bert_folder / "config.json").read_text()) | {"model_type": "gpt2"}
     (bert_folder / "config.json").write_text(json.dumps(config))

@@ -106,7 +106,7 @@ def test_a_quantised_folder_is_refused(bert_folder, params):
     vn.save(quantised, whole)
     for name in ("config.json", "tokenizer.json"):
         (quantised / name).write_bytes((bert_folder / name).read_bytes())
-    with pytest.raises(ValueError, match="is quantised already"):
+    with pytest.raises(ValueError, match="is already quantized"):
         model.load(quantised)
 
 

@@ -8,13 +8,22 @@ import pytest
 from matplotlib.image import imread
 
 from veneer import demo
+from veneer.cli_help import JSON_KEYS
 from veneer.demo import run
 from veneer.demo.measure import VARIANTS
 
 
 def test_prints_a_table_and_an_answer_and_writes_a_picture(write_bert, params, tmp_path, capsys):
     folder = write_bert(params, num_hidden_layers=1)  # fifteen programs are compiled
-    run.main(run.load(folder), tmp_path / "new" / "output")
+    found = run.main(run.load(folder), tmp_path / "new" / "output")
+    assert set(re.findall(r"\w+", JSON_KEYS["demo"]["encoder"])) >= {
+        *found,
+        *found["variants"][0],
+        *found["nearest"][0],
+    }
+    assert [row["name"] for row in found["variants"]] == [
+        str(v.fitted(run.load(folder))) for v in VARIANTS
+    ]
     printed = capsys.readouterr().out
     for said in ("f32", "int8, channelwise", "nf4, tile 32", "int4, tile 32", run.QUERY):
         assert said in printed

@@ -1,10 +1,13 @@
 """The second act of the demo, on a language model small enough for a test."""
 
+import re
+
 import jax
 import numpy as np
 import pytest
 
 import veneer as vn
+from veneer.cli_help import JSON_KEYS
 from veneer.demo import language_model, talk
 from veneer.demo.programs import program
 from veneer.interop.checkpoints.gguf import write_gguf
@@ -98,7 +101,7 @@ def test_perplexity_is_that_of_the_dense_model(model):
     packed = language_model.perplexity(losses, model, model.params, tokens)
     dense = language_model.perplexity(losses, model, vn.materialise(model.params), tokens)
     assert packed == pytest.approx(dense, rel=1e-4)
-    with pytest.raises(ValueError, match="the text has 10 tokens, and 512 are wanted"):
+    with pytest.raises(ValueError, match="the text has 10 tokens, but 512 are needed"):
         language_model.windows(model, ["ten words."], 1)
 
 
@@ -106,8 +109,14 @@ def test_the_act(model, monkeypatch, capsys):
     monkeypatch.setattr(talk, "all_sentences", lambda: ("A sentence of some words.",) * 100)
     monkeypatch.setattr(talk, "_WINDOWS", 1)
     monkeypatch.setattr(language_model, "LONGEST", 8)
-    talk.main(model, "the text")
+    found = talk.main(model, "the text")
+    assert set(re.findall(r"\w+", JSON_KEYS["demo"]["language_model"])) >= {
+        *found,
+        *found["variants"][0],
+    }
+    assert len(found["variants"]) == 4
     printed = capsys.readouterr().out
+    assert found["answer"] in printed
     for said in ("Q8_0, as in the file", "int8, channelwise", "No weight was materialized"):
         assert said in printed
 

@@ -139,7 +139,7 @@ def test_high_types_give_filter_grad_a_dense_gradient(make, jit):
             assert jax.tree.structure(found.weight) == jax.tree.structure(expected)
             assert_close(jax.tree.leaves(found.weight), jax.tree.leaves(expected))
             assert_close(found.weight if make is nf4 else found.weight.w, of_dense)
-        with pytest.raises(TypeError, match=r"cannot add a dense update"):
+        with pytest.raises(TypeError, match="quantized weights cannot be updated"):
             jit(eqx.apply_updates)(layer, gradient)
 
 
@@ -147,7 +147,7 @@ def test_high_types_give_filter_grad_a_dense_gradient(make, jit):
 def test_an_update_by_a_dense_gradient_is_refused(jit):
     layer = eqx.tree_at(lambda layer: layer.weight, LAYERS["Linear"][0], replace_fn=nf4)
     gradient = vn.implicit(eqx.filter_grad(loss))(layer, X)
-    with pytest.raises(TypeError, match=r"dense update to QArray:f32\[6,8\].*vn\.trainable"):
+    with pytest.raises(TypeError, match=r"equinox.apply_updates.*QArray.*vn\.trainable"):
         jit(eqx.apply_updates)(layer, gradient)
 
 
@@ -220,3 +220,18 @@ def test_a_weight_may_be_put_back():
     there = eqx.tree_at(lambda layer: layer.weight, layer, replace_fn=lora)
     back = eqx.tree_at(lambda layer: layer.weight, there, layer.weight)
     assert eqx.tree_equal(back, layer)
+
+
+def test_an_untraceable_batch_suggests_vmap():
+    layer = eqx.nn.MLP(8, 8, 64, 1, key=KEY)
+    suggestion = "model=lambda m, x: jax.vmap(m)(x)"
+    with pytest.raises(TypeError, match="shape") as error:
+        vn.quant.quantize_tree(layer, "int8", args=(X,))
+    assert suggestion in "".join(error.value.__notes__)
+    rules = [vn.quant.Rule(".*weight", "int8")]
+    mapped = lambda m, x: jax.vmap(m)(x)
+    small = vn.quant.quantize_tree(layer, rules, model=mapped, args=(X,))
+    assert isinstance(small.layers[0].weight, vn.quant.QArray)
+    with pytest.raises(KeyError) as error:
+        vn.quant.quantize_tree(layer, rules, model=lambda m, x: {}[x], args=("shape",))
+    assert suggestion not in "".join(error.value.__notes__)

@@ -116,7 +116,7 @@ def test_keywords_are_the_models():
     for observed in (given, held):
         (found,) = observed.statistics().values()
         np.testing.assert_allclose(found.absmax.ravel(), [3.0, 3.0])
-    with pytest.raises(TypeError, match="params first, by position"):
+    with pytest.raises(TypeError, match="first positional argument"):
         given(params=own, x=x, shift=2.0)
 
 
@@ -135,7 +135,7 @@ def test_activations_that_are_not_finite():
 
 def test_statistics_quantise():
     observed = vn.quant.observe(model, RULES, params=params(), box=vn.hijax.Box)
-    with pytest.raises(ValueError, match="no activations met first"):
+    with pytest.raises(ValueError, match="no activations were recorded for first"):
         observed.statistics()
     x = batches()[0]
     y = observed(params(), x)
@@ -145,5 +145,5 @@ def test_statistics_quantise():
 
 def test_other_parameters_are_refused():
     observed = vn.quant.observe(model, RULES, params=params(), box=vn.hijax.Box)
-    with pytest.raises(ValueError, match="have weights at first, and those that"):
+    with pytest.raises(ValueError, match="have weights at first, and the parameters given"):
         observed({"first": jnp.ones((3, 4))}, batches()[0])

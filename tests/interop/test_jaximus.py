@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import importlib
 import os
 import pickle
 import subprocess
@@ -10,6 +11,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import ModuleType
 from typing import Any, ClassVar
 
 import jax
@@ -276,7 +278,7 @@ def test_a_shape_that_is_not_known_raises():
 
 
 def test_a_shape_that_materialize_contradicts_warns():
-    with pytest.warns(UserWarning, match=r"shape \(5, 4\), but materialize gives shape \(4, 5\)"):
+    with pytest.warns(UserWarning, match=r"shape=\(5, 4\), but materialize returns shape \(4, 5\)"):
         w = Lora(W, *lora_parts(), shape=(5, 4))
     assert w.shape == (4, 5)
     assert_close(implicit(loss)(X, w), loss(X, w.materialize()))
@@ -1099,3 +1101,20 @@ def test_arrays_are_saved_and_loaded(tmp_path):
     loaded = vn.load(tmp_path / "w.safetensors", like={"w": codes()})["w"]
     assert type(loaded) is Codes
     assert_close(loaded.materialize(), codes().materialize())
+
+
+def test_replace_jaximus_serves_imports_of_eformer(monkeypatch):
+    monkeypatch.setitem(sys.modules, "eformer.jaximus", jaximus)  # which is restored
+    del sys.modules["eformer.jaximus"]
+    for _ in range(2):  # the second call changes nothing
+        jaximus.replace_jaximus()
+    assert importlib.import_module("eformer.jaximus") is jaximus
+    names: dict = {}
+    exec("from eformer.jaximus import ImplicitArray", names)
+    assert names["ImplicitArray"] is ImplicitArray
+
+
+def test_replace_jaximus_is_refused_after_eformer_is_imported(monkeypatch):
+    monkeypatch.setitem(sys.modules, "eformer.jaximus", ModuleType("eformer.jaximus"))
+    with pytest.raises(RuntimeError, match="before the first import of eformer"):
+        jaximus.replace_jaximus()

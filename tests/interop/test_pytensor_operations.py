@@ -156,21 +156,23 @@ def test_matrices_with_duplicate_and_unused_entries():
 
 def test_entries_that_jax_cannot_count_are_not_read():
     for graph in (sparse.csm_data(X + Y), pt.exp(sparse.csm_data(X * Y)).sum()):
-        with pytest.raises(NotImplementedError, match=r"reads the stored entries of .* not known"):
+        with pytest.raises(
+            NotImplementedError, match=r"reads the stored entries of .* number is unknown"
+        ):
             to_jax(graph, [X, Y])
 
 
 def test_sparse_arguments_are_checked():
     function = to_jax(X + X, [X])
     np.testing.assert_allclose(dense(function(VALUES[X].astype(np.float32))), 2 * dense(VALUES[X]))
-    with pytest.raises(TypeError, match="was given ndarray: a sparse matrix is a BCOO"):
+    with pytest.raises(TypeError, match="got ndarray: pass a BCOO"):
         function(VALUES[A])
-    with pytest.raises(TypeError, match="was given BCOO"):
+    with pytest.raises(TypeError, match="got BCOO: pass a dense array"):
         to_jax(A + A, [A])(BCOO.fromdense(jnp.ones((4, 5))))
-    with pytest.raises(ValueError, match=r"of shapes \(4, 5\) and \(5, 4\), which must be equal"):
+    with pytest.raises(ValueError, match=r"needs equal shapes, but got \(4, 5\) and \(5, 4\)"):
         to_jax(X + X.T, [X])(VALUES[X].astype(np.float32))
     n = pt.iscalar("n")
-    with pytest.raises(TypeError, match=r"input n \(.*decides a shape"):
+    with pytest.raises(TypeError, match=r"input n \(.*determines a shape"):
         compare(X[:n], values={**VALUES, n: np.int32(2)})
 
 
@@ -211,7 +213,7 @@ def test_sizes_computed_from_shapes_natively(name):
 def test_a_size_from_the_value_of_an_input_is_named():
     n = pt.iscalar("n")
     for graph in (pt.repeat(V, n), A.reshape((n * 2, -1)), pt.split(V, [n, 5 - n], n_splits=2)[0]):
-        with pytest.raises(TypeError, match=r"input n \(.*decides a shape"):
+        with pytest.raises(TypeError, match=r"input n \(.*determines a shape"):
             compare(graph, values={**VALUES, n: np.int32(2)})
 
 
@@ -306,7 +308,7 @@ def test_a_generator_is_an_input():
     once, again = to_jax([numbers, numbers_of(rng)[1] * 2], [rng])(key)
     np.testing.assert_allclose(2 * once, again)
     for wrong in (jnp.ones(3), 1, jax.random.split(key)):
-        with pytest.raises(TypeError, match=r"is a random generator: give a key"):
+        with pytest.raises(TypeError, match=r"is a random generator: pass a key"):
             to_jax(numbers, [rng])(wrong)
 
 
@@ -338,9 +340,9 @@ def test_the_order_of_pytensor_function_is_accepted():
     total, same = to_jax([x], [x + 1, x])(one)
     np.testing.assert_array_equal(total - same, one)
     np.testing.assert_array_equal(to_jax(x, x + 1)(one), one + 1)
-    with pytest.raises(TypeError, match=r"depends on y .*swap the graph and the inputs"):
+    with pytest.raises(TypeError, match=r"depends on y .*swap graph and inputs"):
         to_jax([x, y], [x])
-    with pytest.raises(TypeError, match=r"computed or constant: .*\. If .* swap them"):
+    with pytest.raises(TypeError, match=r"computed or constant: .* other order: swap them"):
         to_jax(x + y, [x + 1, y])
 
 
@@ -352,7 +354,7 @@ def test_named_axes():
     results = jax.jit(to_jax([(x * y).sum("b"), (y * x).transpose("b", "a")], [x, y]))(*values)
     np.testing.assert_allclose(results[0], values[0] @ values[1], rtol=1e-5)
     np.testing.assert_allclose(results[1], (values[0] * values[1]).T, rtol=1e-5)
-    with pytest.raises(TypeError, match="the input x of the graph is XTensor"):
+    with pytest.raises(TypeError, match="the graph's input x is XTensor"):
         to_jax(x * y, [x, y])(values[1], values[1])
 
 

@@ -74,7 +74,7 @@ def test_eyes_of_known_size_agree(compare):
 def test_eyes_of_dynamic_size_are_rejected_in_jax():
     n = pt.iscalar("n")
     graph = FunctionGraph([n], [pt.eye(n)])
-    with pytest.raises(TypeError, match=r"input n \(.*decides a shape"):
+    with pytest.raises(TypeError, match=r"input n \(.*determines a shape"):
         compare_jax_and_py(graph, [np.int32(3)])
     compare_numba_and_py(graph, [np.int32(3)])
 

@@ -575,7 +575,7 @@ def test_a_qarray_is_made_of_its_parts():
 @pytest.mark.parametrize(
     ("error", "words", "call"),
     [
-        (TypeError, "array is int32", lambda: qwix.quantize(jnp.arange(4), jnp.int8)),
+        (TypeError, "array has dtype int32", lambda: qwix.quantize(jnp.arange(4), jnp.int8)),
         (ValueError, "unknown format 'int9'", lambda: qwix.quantize(X, "int9")),
         (ValueError, "named twice", lambda: qwix.quantize(
             X, jnp.int8, channelwise_axes=[1], tiled_axes={1: 4})),

@@ -177,7 +177,7 @@ def test_without_nvrtc_one_warning_says_so(gpu, monkeypatch):
         raise nvrtc.CompileError("NVRTC is missing: install it\nand more")
 
     monkeypatch.setattr(nvrtc, "compile_ptx", fail)
-    with pytest.warns(UserWarning, match="left to XLA: no kernel for GPU: .* NVRTC is missing"):
+    with pytest.warns(UserWarning, match="computed by XLA: no kernel for GPU: .* NVRTC is missing"):
         assert not has_kernel(lowered("cuda", quantized()))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -190,7 +190,9 @@ def test_what_jax_cannot_lower_is_left_to_xla(gpu, monkeypatch):
 
     monkeypatch.setattr(hopper, "_compile", fail)
     monkeypatch.setattr(hopper, "LEAST_JAX", (0, 10))
-    with pytest.warns(UserWarning, match="left to XLA: no kernel for GPU: .* no such primitive"):
+    with pytest.warns(
+        UserWarning, match="computed by XLA: no kernel for GPU: .* no such primitive"
+    ):
         assert not has_kernel(lowered("cuda", quantized(), x=rows(300)))
     assert "GPU" not in vn.explain(jnp.matmul)(rows(300), quantized()).events[0].how
 
@@ -280,7 +282,9 @@ def test_a_tpu_kernel_that_jax_cannot_lower_warns(monkeypatch, no_warnings_yet):
         raise NotImplementedError("no such primitive\nand more")
 
     monkeypatch.setattr(tpu_matmul, "compile", fail)
-    with pytest.warns(UserWarning, match="left to XLA: no kernel for TPU: .* no such primitive"):
+    with pytest.warns(
+        UserWarning, match="computed by XLA: no kernel for TPU: .* no such primitive"
+    ):
         assert not has_kernel(lowered("tpu", quantized(), "experimental"))
 
 

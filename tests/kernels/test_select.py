@@ -18,7 +18,7 @@ from veneer.kernels.gpu import hopper
 from veneer.kernels.problem import MatmulShape
 
 X, W = arrays.normal(2, 128), arrays.quantized("int8", 128, 130)
-BY_KERNEL = "CPU kernel rows_int8 (fallback: rhs scaled outside)"
+BY_KERNEL = "CPU kernel rows_int8 (fallback: convert codes of rhs to float, scale the output)"
 
 
 def shape(**changes):
@@ -106,7 +106,7 @@ def test_small_matrices_have_a_kernel_where_there_are_many():
 def test_use_chooses_and_explain_says_what():
     assert how() == BY_KERNEL
     with kernels.use("xla"):
-        assert how() == "rhs scaled outside"
+        assert how() == "convert codes of rhs to float, scale the output"
         with kernels.use("auto"):
             assert how() == BY_KERNEL
     assert how() == BY_KERNEL
@@ -125,7 +125,7 @@ def test_a_jitted_function_follows_what_is_chosen():
 
 def test_the_environment_chooses_where_nothing_else_does(monkeypatch):
     monkeypatch.setenv("VENEER_KERNELS", "xla")
-    assert how() == "rhs scaled outside"
+    assert how() == "convert codes of rhs to float, scale the output"
     with kernels.use("auto"):
         assert how() == BY_KERNEL
     monkeypatch.setenv("VENEER_KERNELS", "")
@@ -134,10 +134,10 @@ def test_the_environment_chooses_where_nothing_else_does(monkeypatch):
 
 def test_an_unknown_choice_is_refused(monkeypatch):
     choices = "'auto', 'xla' or 'experimental'"
-    with pytest.raises(ValueError, match=f"kernels.use is {choices}, not 'fast'"):
+    with pytest.raises(ValueError, match=f"kernels.use must be {choices}, not 'fast'"):
         kernels.use("fast").__enter__()
     monkeypatch.setenv("VENEER_KERNELS", "numba")
-    with pytest.raises(ValueError, match=f"VENEER_KERNELS is {choices}, not 'numba'"):
+    with pytest.raises(ValueError, match=f"VENEER_KERNELS must be {choices}, not 'numba'"):
         how()
 
 
@@ -148,7 +148,7 @@ def test_the_old_name_of_a_choice_names_the_new_one():
 
 def test_without_numba_there_is_one_hint_and_the_way_of_xla(monkeypatch, warned_of_nothing):
     monkeypatch.setattr(build, "available", lambda: "kernels need Numba: pip install ...")
-    with pytest.warns(UserWarning, match="left to XLA.*need Numba.*VENEER_KERNELS=xla"):
+    with pytest.warns(UserWarning, match="computed by XLA.*need Numba.*VENEER_KERNELS=xla"):
         y = jax.jit(vn.implicit(jnp.matmul))(X, W)
     np.testing.assert_allclose(y, X @ W.dequantize(), rtol=1e-4, atol=1e-4)
     with warnings.catch_warnings():

@@ -1,7 +1,5 @@
 """A pytest plugin that runs eformer's array types and tests on `veneer.interop.jaximus`."""
 
-import sys
-
 import veneer.interop.jaximus as jaximus
 
-sys.modules["eformer.jaximus"] = jaximus
+jaximus.replace_jaximus()

@@ -7,7 +7,8 @@ of suites to run: `make test-peers ARGS='quax -k matmul'`.
 
 The environment variable QWIX names a checkout of Qwix's main branch, to run its package and tests
 instead: `make test-peers QWIX=../qwix`. PyTensor holds Numba to an older version, so its suite
-needs an environment with the extras `test` and `pytensor`: `python tests/peers/run.py pytensor`.
+needs an environment with the group `test` and the extra `pytensor`, which make does not create:
+`python tests/peers/run.py pytensor`.
 """
 
 import itertools
@@ -96,7 +97,7 @@ def clone(name: str) -> Path | None:
 def run(name: str, arguments: list[str]) -> int:
     """Runs the suite of a package on ours; returns the exit status of pytest."""
     if name == "pytensor" and not find_spec(name):
-        print("\npytensor\nNOT RUN: it is not installed here: pip install '.[test,pytensor]'")
+        print("\npytensor\nNOT RUN: it is missing: pip install '.[pytensor]' --group test")
         return 0
     checkout = os.environ.get("QWIX") if name == "qwix" else None
     print(f"\n{name} {checkout or revision(name)}", flush=True)

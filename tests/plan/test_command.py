@@ -15,6 +15,7 @@ from support.model_configs import CONFIGS, SMALL
 
 import veneer as vn
 from veneer import cli
+from veneer.cli_help import JSON_KEYS
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "scale.md").read_text("utf-8")
@@ -55,7 +56,10 @@ def test_shardings_of_the_json_place_the_weights_of_a_checkpoint(veneer, small):
     assert (code, stderr) == (0, "")
     found = json.loads(printed)
     assert (found["architecture"], found["parameters"]) == ("llama", 41_184)
-    assert set(found) == {"architecture", "parameters", "format", "serving", "fine-tuning"}
+    assert found.keys() == JSON_KEYS["plan"].keys()
+    for use in (found["serving"], found["fine-tuning"]):
+        named = {*use, *use["step"], *use["splits"][0], *use["splits"][0]["split"]}
+        assert all(key in JSON_KEYS["plan"]["serving"] for key in named)
     best = next(s for s in found["serving"]["splits"] if s["split"]["tensor"] == 4 and s["fits"])
     assert best["total"] == sum(best["held"].values()) <= 900_000
     sizes = {name: best["split"][name] for name in ("data", "expert", "tensor")}
@@ -71,15 +75,18 @@ def test_what_does_not_fit_is_told_with_the_least_that_would_do(veneer, small):
     code, printed, _ = veneer("plan", small, "--devices", 2, "--memory", "10kB")
     assert code == 0
     assert "0 of 3 splits of 2 devices fit in 0.0 MB" in printed
-    assert printed.count("this is the least that a device needs") == 2
+    assert printed.count("no split fits: this one needs the least") == 2
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"--memory": "lots"}, "'lots' is no number of bytes, as 80GB or 16GiB"),
+        (
+            {"--memory": "lots"},
+            "'lots' is not a number of bytes, such as 80GB or 16GiB (try 'veneer plan --help')",
+        ),
         ({"--format": "int9"}, "unknown format 'int9'"),
-        ({"--devices": 3}, "take a batch that 3 divides"),
+        ({"--devices": 3}, "use a batch size that is a multiple of 3"),
         ({"--tile": 0}, "Invalid value for '--tile'"),
     ],
 )
@@ -94,8 +101,10 @@ def test_bad_input_is_one_line(given, message, veneer, small):
 def test_a_config_that_is_not_json_and_none_at_all_are_told(veneer, small):
     options = "--devices", 1, "--memory", "1GB"
     (small / "config.json").write_text("{")
-    assert "config.json: Expecting" in veneer("plan", small, *options)[2]
-    assert "No such file" in veneer("plan", small / "none.json", *options)[2]
+    assert "config.json is not valid JSON: Expecting" in veneer("plan", small, *options)[2]
+    (small / "config.json").write_text("[]")
+    assert "config.json is not a JSON object" in veneer("plan", small, *options)[2]
+    assert "none.json does not exist: CONFIG" in veneer("plan", small / "none.json", *options)[2]
 
 
 def test_binary_units_are_more():

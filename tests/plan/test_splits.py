@@ -182,7 +182,7 @@ def test_the_fastest_is_first_and_texts_are_as_many_on_each_device():
 
 
 def test_no_split_is_an_error_that_says_what_to_do():
-    with pytest.raises(ValueError, match=r"no split of 48 devices .* take a batch that 48 divides"):
+    with pytest.raises(ValueError, match=r"48 devices cannot evenly divide .* a multiple of 48"):
         plans(model_of(SMALL), "int4", SERVING._replace(batch=5), 48)
 
 

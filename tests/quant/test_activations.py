@@ -402,7 +402,7 @@ def test_a_product_over_another_axis_leaves_activations_and_is_reported(name):
     program, shape, of_weight, tile_axis = ELSEWHERE[name]
     x, w = normal(*shape), weight("int8", *of_weight, act_qtype="int8", tile_axis=tile_axis)
     assert_near(vn.implicit(program)(x, w), program(x, vn.materialise(w)))
-    said = "activations not in int8: not a product over axis -"
+    said = "activations not quantized to int8: the product does not contract axis -"
     assert sum(said in event.how for event in vn.explain(program)(x, w).events) == 1
 
 
@@ -556,12 +556,12 @@ def test_the_leaves_are_cut_with_the_weight():
     [
         ({"qtype": "int9"}, "unknown format 'int9'"),
         ({"calibration_method": "middle"}, "unknown calibration_method 'middle'"),
-        ({"scale": arrays.ones(1)}, r"scale has shape \(1,\), and for a weight of shape \(4, 4\)"),
+        ({"scale": arrays.ones(1)}, r"scale has shape \(1,\). For a weight of shape \(4, 4\)"),
         ({"scale": arrays.ones((2, 1))}, r"scale has shape \(2, 1\)"),
-        ({"zero_point": arrays.ones((1, 1), jnp.int8)}, "goes with a scale"),
-        ({"scale": arrays.ones((1, 1)), "qtype": "mxfp8"}, "mxfp8 have scales of their own"),
-        ({"contracting": (0,)}, "counted from the end"),
-        ({"contracting": (-3,)}, "counted from the end"),
+        ({"zero_point": arrays.ones((1, 1), jnp.int8)}, "needs a scale"),
+        ({"scale": arrays.ones((1, 1)), "qtype": "mxfp8"}, "mxfp8 have a scale per tile"),
+        ({"contracting": (0,)}, "must be negative axes"),
+        ({"contracting": (-3,)}, "must be negative axes"),
     ],
 )
 def test_what_cannot_be_is_refused(changes, message):

@@ -181,7 +181,11 @@ def test_narrow_dtypes(dtype):
 
 @pytest.mark.parametrize(
     ("axis", "tiles", "message"),
-    [(1, {2: 4}, "none of the tiled_axes"), (1, None, "none of"), (1, {1: 5}, "does not divide")],
+    [
+        (1, {2: 4}, "must be one of tiled_axes"),
+        (1, None, "must be one of"),
+        (1, {1: 5}, "does not divide"),
+    ],
 )
 def test_what_no_blocks_are(axis, tiles, message):
     with pytest.raises(ValueError, match=message):

@@ -1,5 +1,7 @@
 """The table of formats, and codes: what values they stand for, and which is the nearest."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -224,6 +226,11 @@ def test_codes_that_are_floats_have_no_range():
         ("e4m3", "float8_e4m3fn"),
         ("fp8_e4m3", "fp8_e4m3fn"),
         ("nf44", "nf4"),
+        ("uint16", "int16"),
+        ("uint9", "uint8"),
+        ("int12", "int16"),
+        ("int32", "int16"),
+        ("uint1", "int1"),
     ],
 )
 def test_the_format_that_was_meant(name, meant):
@@ -232,7 +239,38 @@ def test_the_format_that_was_meant(name, meant):
         get_format(name)
 
 
-@pytest.mark.parametrize("wrong", [4, ["nf4"]])
+@pytest.mark.parametrize(
+    ("name", "close"),
+    [
+        ("Q4_K", "'uint4' with tile_size=32"),
+        ("q4_k_m", "'uint4' with tile_size=32"),
+        ("Q6_K", "'int6' with tile_size=16"),
+        ("IQ4_XS", "'iq4_nl' with tile_size=32"),
+    ],
+)
+def test_other_types_of_gguf_name_vn_load_and_a_close_format(name, close):
+    message = f"unknown format '{name}', a type of GGUF: vn.load reads .* closest format is {close}"
+    with pytest.raises(ValueError, match=message):
+        get_format(name)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bf16", "fp16", jnp.float32, jnp.bfloat16])
+def test_a_dense_dtype_is_no_format_and_the_remedy_is_none(dtype):
+    with pytest.raises(ValueError, match="a dense dtype: to keep a weight dense, write None as"):
+        get_format(dtype)
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q5_K", "Q6_K", "Q3_K", "Q2_K"])
+def test_formats_named_for_a_type_of_gguf_exist(name):
+    with pytest.raises(ValueError, match="closest format is") as raised:
+        get_format(name)
+    closest = str(raised.value).rpartition("format is ")[2]
+    qtype, size = re.fullmatch(r"'(\w+)' with tile_size=(\d+)", closest).groups()
+    assert qtype in FORMATS
+    assert 256 % int(size) == 0
+
+
+@pytest.mark.parametrize("wrong", [4, ["nf4"], None])
 def test_what_is_no_name_of_a_format(wrong):
     with pytest.raises((TypeError, TypeCheckError), match=r"a format is a name|get_format"):
         get_format(wrong)

@@ -180,9 +180,9 @@ def test_they_are_saved(tmp_path):
 
 def test_parts_that_do_not_fit():
     codes, scale = jnp.zeros((4, 6), jnp.uint4), jnp.ones((4, 2))
-    with pytest.raises(ValueError, match=r"minimum has shape \(4, 4\), which does not tile"):
+    with pytest.raises(ValueError, match=r"minimum of shape \(4, 4\) does not tile"):
         QArray(codes, scale, minimum=jnp.ones((4, 4)))
-    with pytest.raises(ValueError, match="minimum is floating, not int32"):
+    with pytest.raises(ValueError, match="minimum must have a floating dtype, not int32"):
         QArray(codes, scale, minimum=jnp.ones((4, 2), jnp.int32))
     with pytest.raises(TypeError, match="minimum must be a JAX or NumPy array"):
         QArray(codes, scale, minimum=1.0)

@@ -75,7 +75,7 @@ def test_an_abstract_tree_is_quantized_abstractly(name):
 
 def test_warnings_for_an_abstract_tree_tell_its_bits():
     abstract = jax.eval_shape(lambda: {"a": jnp.ones((128, 128)), "b": jnp.ones((256, 256))})
-    with pytest.warns(UserWarning, match="most values stay dense.*b at 32 bits a value"):
+    with pytest.warns(UserWarning, match="most values stay dense.*b at 32 bits per value"):
         small = quantize_tree(abstract, [Rule("a", "int8")])
     assert small["b"] is abstract["b"]
 
@@ -187,38 +187,38 @@ def test_a_tile_that_does_not_fit_is_refused_with_the_path(rule, message):
     [
         (("(", "int8"), {}, r"path_regex '\(' is not a regex"),
         ((".*", "int9"), {}, "unknown format 'int9'"),
-        ((".*", "int8"), {"tile_size": 0}, "tile_size is a number of values, not 0"),
-        ((".*", "int8"), {"tile_size": 1.5}, "tile_size is a share of the axis up to 1, not 1.5"),
-        ((".*", "int8"), {"tile_size": 0.0}, "tile_size is a share of the axis up to 1, not 0.0"),
-        ((".*", "int8"), {"tile_size": {-1: 0}}, "tile_size is a number of values, not 0"),
-        ((".*", "int8"), {"tile_size": {-1: 2.0}}, "tile_size is a share of the axis up to 1"),
-        ((".*", "mxfp4"), {"tile_size": {-2: 32, -1: 2}}, "mxfp4 is defined for tiles of 32"),
-        ((".*", "mxfp4"), {"tile_size": 0.5}, "mxfp4 is defined for tiles of 32, not 0.5"),
-        ((".*", "mxfp4"), {"tile_size": 64}, "mxfp4 is defined for tiles of 32, not 64"),
-        ((".*", "int8"), {"tile_axis": ()}, "tile_axis names no axis"),
+        ((".*", "int8"), {"tile_size": 0}, "tile_size must be at least 1, not 0"),
+        ((".*", "int8"), {"tile_size": 1.5}, "tile_size is a fraction of the axis, .* not 1.5"),
+        ((".*", "int8"), {"tile_size": 0.0}, "tile_size is a fraction of the axis, .* not 0.0"),
+        ((".*", "int8"), {"tile_size": {-1: 0}}, "tile_size must be at least 1, not 0"),
+        ((".*", "int8"), {"tile_size": {-1: 2.0}}, "tile_size is a fraction of the axis"),
+        ((".*", "mxfp4"), {"tile_size": {-2: 32, -1: 2}}, "mxfp4 needs tiles of 32"),
+        ((".*", "mxfp4"), {"tile_size": 0.5}, "mxfp4 needs tiles of 32, not 0.5"),
+        ((".*", "mxfp4"), {"tile_size": 64}, "mxfp4 needs tiles of 32, not 64"),
+        ((".*", "int8"), {"tile_axis": ()}, "tile_axis is empty"),
         ((".*", "int8"), {"calibration_method": "middle"}, "unknown calibration_method"),
-        ((".*", None), {"calibration_method": "absmax"}, "qtype=None leaves dense"),
+        ((".*", None), {"calibration_method": "absmax"}, "qtype=None is dense"),
         ((".*", "nf4"), {"calibration_method": "minmax"}, "nf4 has no zero_point"),
-        ((".*", None), {"scale_dtype": "float16"}, "scale_dtype is of weights, which qtype=None"),
-        ((".*", "mxfp4"), {"scale_dtype": "float16"}, "mxfp4 is defined with scales of float8_e8"),
+        ((".*", None), {"scale_dtype": "float16"}, "scale_dtype needs a qtype"),
+        ((".*", "mxfp4"), {"scale_dtype": "float16"}, "mxfp4 needs scale_dtype float8_e8"),
         ((".*", "int8"), {"act_qtype": "int9"}, "unknown format 'int9'"),
         ((".*", "int8"), {"grad_qtype": "int9"}, "unknown format 'int9'"),
-        ((".*", "int8"), {"act_calibration_method": "absmax"}, "act_qtype=None leaves"),
-        ((".*", "int8"), {"act_range": "mean"}, "act_qtype=None leaves"),
-        ((".*", "int8"), {"act_tile_size": 4}, "act_qtype=None leaves"),
-        ((".*", "int8"), {"act_qtype": "int8", "act_tile_size": 0}, "number of values, not 0"),
-        ((".*", "int8"), {"act_qtype": "mxfp8", "act_tile_size": 8}, "mxfp8 is defined for tiles"),
+        ((".*", "int8"), {"act_calibration_method": "absmax"}, "need an act_qtype"),
+        ((".*", "int8"), {"act_range": "mean"}, "need an act_qtype"),
+        ((".*", "int8"), {"act_tile_size": 4}, "need an act_qtype"),
+        ((".*", "int8"), {"act_qtype": "int8", "act_tile_size": 0}, "must be at least 1, not 0"),
+        ((".*", "int8"), {"act_qtype": "mxfp8", "act_tile_size": 8}, "mxfp8 needs tiles"),
         (
             (".*", "int8"),
             {"act_qtype": "int8", "act_tile_size": 8, "act_range": "mean"},
-            "a static range is one scale",
+            "a static range has one scale",
         ),
         (
             (".*", "int8"),
             {"act_qtype": "int8", "act_range": "static"},
             "unknown act_range 'static'",
         ),
-        ((".*", "int8"), {"act_qtype": "mxfp8", "act_range": "mean"}, "leave act_range 'dynamic'"),
+        ((".*", "int8"), {"act_qtype": "mxfp8", "act_range": "mean"}, "Use act_range='dynamic'"),
         (
             (".*", "int8"),
             {"act_qtype": "nf4", "act_calibration_method": "minmax"},
@@ -231,11 +231,23 @@ def test_a_rule_that_cannot_work_is_refused_where_it_is_written(args, kwargs, me
         Rule(*args, **kwargs)
 
 
+@pytest.mark.parametrize("dtype", [jnp.int8, np.int8, jnp.dtype("int8")])
+def test_a_dtype_is_a_format_wherever_its_name_is(dtype):
+    rule = Rule(".*", dtype, act_qtype=dtype, grad_qtype=dtype)
+    assert rule == Rule(".*", "int8", act_qtype="int8", grad_qtype="int8")
+    assert repr(Rule(".*", dtype)) == "Rule('.*', 'int8')"
+    tree, x = {"w": jnp.ones((64, 64))}, jnp.ones((1, 64))
+    model = lambda tree, x: x @ tree["w"]
+    q = quantize_tree(tree, dtype, model=model, args=(x,))["w"]
+    assert q.qtype == vn.quant.quantize(tree["w"], dtype).qtype == "int8"
+    assert vn.quant.calibrate(model, dtype, params=tree, method="nearest")([x])["w"].qtype == "int8"
+
+
 WRONG_RULES = {
     "a rule": (Rule(".*", "int8"), r"rules must be a list: \[Rule\('\.\*', 'int8'\)\]"),
     "formats": (["nf4"], r"rules\[0\] must be a Rule, such as .*, not 'nf4'"),
     "pairs": ([(".*", "nf4")], r"rules\[0\] must be a Rule, such as .*, not \('\.\*', 'nf4'\)"),
-    "a dict": ({".*": "nf4"}, r"rules must be a list of Rule, such as .*, not \{"),
+    "a dict": ({".*": "nf4"}, r"such as \[vn\.quant\.Rule\('\.\*', 'nf4'\)\], not \{"),
     "nothing": (None, "rules must be a list of Rule, such as .*, not None"),
 }
 
@@ -379,7 +391,7 @@ def test_activations_of_weights_that_are_quantised_already(qtype):
         "turned": (True, (-1,)),
         "whole": (True, (-1,)),
     }
-    with pytest.raises(ValueError, match=r"whole: its scales \[1, 1\] do not tell which axes"):
+    with pytest.raises(ValueError, match=r"whole: .* from its scales of shape \[1, 1\]"):
         quantize_tree(tree, rules[1:])
     model = lambda p, x: [x @ p["kernel"], x @ p["turned"].T, x @ p["whole"].T]
     located = quantize_tree(tree, rules[1:], model=model, args=(jnp.ones((2, 64)),))
@@ -407,19 +419,19 @@ STATIC = Rule("w", "int8", act_qtype="int8", act_range="mean")
 
 def test_a_static_range_takes_statistics_of_the_weight():
     tree = {"w": jnp.ones((4, 8))}
-    with pytest.raises(ValueError, match=r"w: act_range 'mean' takes recorded statistics"):
+    with pytest.raises(ValueError, match=r"w: act_range 'mean' needs recorded statistics"):
         quantize_tree(tree, [STATIC])
-    with pytest.raises(ValueError, match=r"w: there are no statistics of it"):
+    with pytest.raises(ValueError, match=r"w: .* needs statistics .* has none"):
         quantize_tree(tree, [STATIC], statistics={})
-    with pytest.raises(ValueError, match="train=True quantises activations dynamically"):
+    with pytest.raises(ValueError, match="train=True needs act_range='dynamic'"):
         quantize_tree(tree, [STATIC], train=True)
-    with pytest.warns(UserWarning, match="no rule takes the statistics"):
+    with pytest.warns(UserWarning, match="statistics= has no effect"):
         quantize_tree(tree, [Rule("w", "int8")], statistics={})
 
 
 def test_what_is_quantised_in_another_format_already_is_told():
     tree = {"w": quantize(jnp.ones((64, 8)), "int8")}
-    with pytest.warns(UserWarning, match=r"quantised already, and left as they are: w \(int8\)"):
+    with pytest.warns(UserWarning, match=r"already quantized, and left unchanged: w \(int8\)"):
         assert vn.quant.quantize_tree(tree, [Rule("w", "nf4")])["w"] is tree["w"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -431,7 +443,7 @@ def test_a_format_whose_usual_rules_take_no_weight_says_so():
     small = {"kernel": jnp.ones((16, 32)), "bias": jnp.ones(32)}
     model = lambda params, x: x @ params["kernel"] + params["bias"]
     given = {"model": model, "args": (jnp.ones((2, 16)),)}
-    message = r"nothing is quantised, for 'nf4' leaves dense .* fewer than 4,096 values: .*kernel"
+    message = r"no weight is quantized, .* fewer than 4,096 values: .*kernel.*Rule\('\.\*', 'nf4'\)"
     with pytest.warns(UserWarning, match=message) as caught:
         assert quantize_tree(small, "nf4", **given) == small
     assert caught[0].filename == __file__

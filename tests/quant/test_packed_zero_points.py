@@ -76,5 +76,5 @@ def test_a_product_is_by_the_same_kernel(qtype):
 def test_zero_points_are_integers():
     packed, _ = weights()
     floats = vn.quant.quantize(jnp.ones((N, K // TILE)), "nf4")
-    with pytest.raises(ValueError, match="zero points are integers, not nf4"):
+    with pytest.raises(ValueError, match="zero_point must have an integer format, not nf4"):
         packed.replace(zero_point=floats)

@@ -68,19 +68,19 @@ def test_a_format_brings_its_own_tile():
 
 
 BAD = {
-    "nothing": (Selector("layers", "int8"), r"'layers' matches no tensor; .* 'embed.weight'"),
+    "nothing": (Selector("layers", "int8"), r"'layers' matches no tensor. .* 'embed.weight'"),
     "nothing_dense": (Selector("norm", None), "'norm' matches no tensor"),
     "integers": (Selector("ids.*", "int8"), r"'ids.weight' is int64\[3, 3\].* bfloat16.*rank 2"),
     "float8": (Selector("fp8.*", "int8"), r"'fp8.weight' is float8_e4m3fn\[4, 8\]"),
     "vector": (Selector("norm.weight", "int8"), r"'norm.weight' is float32\[8\]"),
-    "axis": (Selector("table", "int8", 2, -3), r"axis -3, and 'table' \[8, 6\] has none"),
+    "axis": (Selector("table", "int8", 2, -3), r"axis -3, which 'table' \[8, 6\] does not have"),
     "unknown_axis": (Selector("table", "int8"), r"'table' \[8, 6\] is unknown.*tile_axis"),
     "tile": (
         Selector("layers.0.weight", "int8", 3),
-        r"tile 3 does not divide axis -1 of 'layers.0.weight' \[4, 8\]: tiles that do are 1, 2, 4, "
-        "8, or leave it dense",
+        r"tile 3 does not divide axis -1 of 'layers.0.weight' \[4, 8\]\. Tiles that do are 1, 2, "
+        "4, 8, or leave it dense",
     ),
-    "nothing_left": (Selector(".*", None), "no tensor is left to quantise"),
+    "nothing_left": (Selector(".*", None), "no tensor is left to quantize"),
 }
 
 
@@ -104,7 +104,7 @@ def test_errors_that_a_caller_can_help_with_have_types_of_their_own():
         (("(", "int8"), r"'\(' is not a regex"),
         (("x", "int9"), "unknown format 'int9'; did you mean 'int8'"),
         (("x", "int8", 0), "not 0"),
-        (("x", "mxfp4", 16), "defined for tiles of 32, not 16"),
+        (("x", "mxfp4", 16), "needs tiles of 32, not 16"),
     ],
 )
 def test_a_selector_is_checked_when_it_is_made(arguments, message):

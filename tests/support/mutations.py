@@ -1,6 +1,6 @@
 """Breaks the package, a line at a time, and says which of the breaks `make test` catches.
 
-    python tests/support/mutations.py                  # all, from an environment with veneer[dev]
+    python tests/support/mutations.py                  # all, from the environment of make setup
     python tests/support/mutations.py -k numba         # those whose text or tests have this
     python tests/support/mutations.py --check          # only that each text is there, and once
 

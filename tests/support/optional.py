@@ -6,7 +6,8 @@ from importlib.util import find_spec
 
 import pytest
 
-#: The optional modules, and the extra that installs each. Tests need the extra `test` in any case.
+#: The optional modules, and the extra or dependency group that installs each. All tests need the
+#: group `test` and the extras `cli` and `numba`.
 LIBRARIES = {
     "absl": "dev",
     "beartype": "dev",
@@ -35,6 +36,9 @@ LIBRARIES = {
     "treescope": "dev",
     "unxt": "dev",
 }
+
+#: The names above that are dependency groups.
+_GROUPS = {"bench", "build", "dev"}
 
 _REPORTED = re.compile(r"No module named '(\w+)")
 
@@ -69,22 +73,27 @@ def reason_to_skip(modules):
     for name in (module.partition(".")[0] for module in modules):
         is_missing = name in LIBRARIES and not find_spec(name)
         if is_missing and not ("CI" in os.environ and is_in_dev(name)):
-            return f"needs {name}: pip install '.[{LIBRARIES[name]}]'"
+            return f"needs {name}: {install_command(LIBRARIES[name])}"
     return None
 
 
+def install_command(name):
+    """Return the command that installs an extra or a dependency group."""
+    return f"pip install --group {name}" if name in _GROUPS else f"pip install '.[{name}]'"
+
+
 def is_in_dev(library):
-    """Return whether the extra `dev` installs an optional library."""
+    """Return whether `make setup` installs an optional library."""
     return LIBRARIES[library] not in ("bench", "pytensor")
 
 
 def missing_libraries(extra=None):
-    """Return the optional libraries, of one extra or of all, that are not installed."""
+    """Return the optional libraries, of one extra or group or of all, that are not installed."""
     names = [name for name in LIBRARIES if extra in (None, LIBRARIES[name])]
     return [name for name in names if not find_spec(name)]
 
 
 def needs(extra):
-    """Return a mark that skips a test unless all libraries of an extra are installed."""
+    """Return a mark that skips a test unless all libraries of an extra or group are installed."""
     reason = reason_to_skip(missing_libraries(extra))
     return pytest.mark.skipif(reason is not None, reason=str(reason))

@@ -178,15 +178,15 @@ def test_what_stands_out_is_spread_and_few_bits_lose_less():
 
 ORDER = np.arange(12, dtype=np.int32)
 REFUSED = {
-    "floats": (lambda: Permuted(array(8, 12), FACTORS[None]), TypeError, "of integers, not float"),
+    "floats": (lambda: Permuted(array(8, 12), FACTORS[None]), TypeError, "integers, not float"),
     "short": (lambda: Permuted(array(8, 12), ORDER[None, :9]), ValueError, r"has shape \(1, 9\)"),
     "rank": (lambda: Permuted(array(8, 12), ORDER), ValueError, r"order has shape \(12,\)"),
-    "axis": (lambda: Permuted(array(8, 12), ORDER[None], 1), ValueError, "axis is negative"),
-    "codes": (lambda: Rotated(ORDER[None]), TypeError, "is rotated is floating, not int32"),
-    "no axis": (lambda: Rotated(array(8, 12), (1,)), ValueError, "axes are negative"),
-    "twice": (lambda: Rotated(array(8, 12), (-1, -1)), ValueError, "differ"),
+    "axis": (lambda: Permuted(array(8, 12), ORDER[None], 1), ValueError, "axis must be negative"),
+    "codes": (lambda: Rotated(ORDER[None]), TypeError, "takes a floating array, not int32"),
+    "no axis": (lambda: Rotated(array(8, 12), (1,)), ValueError, "axes must be negative"),
+    "twice": (lambda: Rotated(array(8, 12), (-1, -1)), ValueError, "distinct"),
     "factors": (lambda: Scaled(array(8, 12), FACTORS), ValueError, r"factor has shape \(12,\)"),
-    "integers": (lambda: Scaled(array(8, 12), ORDER[None]), TypeError, "factor is floating"),
+    "integers": (lambda: Scaled(array(8, 12), ORDER[None]), TypeError, "factor must be floating"),
 }
 
 

@@ -1,5 +1,6 @@
 """What the wheel holds, made from the source distribution as a release is."""
 
+import os
 import subprocess
 import sys
 import tarfile
@@ -23,7 +24,8 @@ FROM_EXAMPLES = {"veneer/demo/llama.py", "veneer/demo/sentence_encoder.py"}
 def built(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dist")
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)]
-    run = subprocess.run(command, capture_output=True, text=True)
+    environment = {**os.environ, "GITHUB_REPOSITORY": "a/b"}
+    run = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stdout + run.stderr
     return folder
 
@@ -44,17 +46,38 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     assert {"veneer/py.typed", "veneer/kernels/gpu/matmul.cu"} <= held
 
 
-def test_the_wheel_is_small_and_of_one_version(wheel):
+@pytest.fixture(scope="module")
+def metadata(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
+        return Parser().parsestr(archive.read(name).decode())
+
+
+def test_the_wheel_is_small_and_of_one_version(wheel, metadata):
     # It has only sources. A file of data that is packed by mistake would exceed this.
     assert wheel.stat().st_size <= 1.25 * 2**20
     assert wheel.name == f"veneer-{vn.__version__}-py3-none-any.whl"
-    with zipfile.ZipFile(wheel) as archive:
-        (name,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
-        metadata = Parser().parsestr(archive.read(name).decode())
     assert metadata["Version"] == vn.__version__
     needed = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
     names = sorted(line.partition("<")[0].partition(">")[0] for line in needed)
     assert names == ["jax", "numpy", "safetensors"]
+
+
+def test_the_metadata_name_the_project(metadata):
+    assert metadata["Author"] == "The Veneer authors"
+    assert metadata["License-Expression"] == "Apache-2.0"
+    # A build outside GitHub Actions has no URLs: the address of the repository is not known.
+    assert metadata.get_all("Project-URL") == [
+        "Documentation, https://a.github.io/b/latest/",
+        "Repository, https://github.com/a/b",
+        "Issues, https://github.com/a/b/issues",
+        "Changelog, https://github.com/a/b/blob/main/CHANGELOG.md",
+    ]
+
+
+def test_the_classifiers_exist(metadata):
+    known = pytest.importorskip("trove_classifiers").classifiers
+    assert not set(metadata.get_all("Classifier")) - known
 
 
 def test_the_sources_have_what_tests_and_pages_need(built):

@@ -19,10 +19,7 @@ OnMaterialise = (
 
 @dataclass(frozen=True, eq=False)
 class Policy:
-    """What to do on materialization (of weights only), and a list that collects all events.
-
-    Compared by identity, because a program staged under one policy must not serve another.
-    """
+    """What to do on materialization, and a list that collects events. Compared by identity."""
 
     on_materialise: OnMaterialise = "allow"
     events: list[Event] | None = None

@@ -18,10 +18,7 @@ def check_result(
     out: Any,
     source: str,
 ) -> None:
-    """Reject a result whose shapes or dtypes are not those of the primitive. `source` is its rule.
-
-    Nothing is checked if the primitive does not accept the shapes and dtypes of the operands.
-    """
+    """Reject a result whose shapes or dtypes are not those of the primitive, if it has any."""
     several = primitive.multiple_results
     results = out if several else [out]
     found = None

@@ -5,19 +5,19 @@ from typing import Any
 
 import jax
 
-from .._jax.primitives import Primitive, is_or_contains
+from .._jax.primitives import Primitive
 from .._jax.tracing import Trace, Tracer, current_trace, is_in_derivative
 from .dispatch import dispatch
 from .rules import MAY_MAKE_VALUES, structural_rule
 from .surface.mistakes import refuse_derivatives
 from .surface.nesting import (
     as_tracer,
+    builds_values,
     enclosing_implicit,
     enter,
     entered,
     leave,
     mixes_with_outer,
-    pack,
 )
 from .surface.parts import refuse_leaves, warn_of_leaves_by_dtype
 from .value import Value
@@ -92,7 +92,7 @@ class ImplicitTrace(Trace):
                 run = dispatch
                 break
         else:
-            if primitive not in MAY_MAKE_VALUES or not is_or_contains(primitive, params, pack.name):
+            if primitive not in MAY_MAKE_VALUES or not builds_values(primitive, params):
                 return parent.process_primitive(primitive, tracers, params)
             run = lambda primitive, values, params: structural_rule(primitive)(*values, **params)
         if mixes_with_outer(self, tracers):

@@ -12,6 +12,7 @@ can be deleted.
     sparse              what the primitives of `jax.experimental.sparse` compute
     sharding            shardings, and the trees that functions of a shard_map return
     source_lines        the user's place in the program
+    caller_errors       notes on errors of JAX for implicit arrays outside `implicit`
     export              the classes of values, as jax.export writes them
     hijax               what high types are built on; imported only where they are used
 """

@@ -68,7 +68,7 @@ def calibrated(
     ]
     batches = found.batches(text.read_text(encoding="utf-8"))
     if not batches:
-        raise ValueError(f"{text} holds no batch of text to calibrate with: it is too short")
+        raise ValueError(f"{text} is too short to calibrate with: it has no full batch")
     calibration = quant.calibrate(
         found.call, chosen, params=found.params, method=method, progress=progress
     )
@@ -87,8 +87,8 @@ def text_model(source: Path) -> TextModel:
     config = source / "config.json"
     if not config.is_file():
         raise FileNotFoundError(
-            f"{source} has no config.json: calibration runs the model, of a Hugging Face folder "
-            "with config.json and tokenizer.json, or of a GGUF file"
+            f"{source} has no config.json: calibration needs a Hugging Face folder with "
+            "config.json and tokenizer.json, or a GGUF file"
         )
     said = json.loads(config.read_text(encoding="utf-8"))
     if said.get("model_type", "bert") == "bert":
@@ -97,10 +97,10 @@ def text_model(source: Path) -> TextModel:
         of_llama = program("llama").Config.of(said)
     except ValueError as error:
         raise ValueError(
-            f"{config}: {error}, and BERT encoders; for others there is vn.quant.calibrate"
+            f"{config}: {error}, and BERT encoders. For other models, use vn.quant.calibrate."
         ) from None
     if not (source / "tokenizer.json").is_file():
-        raise FileNotFoundError(f"{source} has no tokenizer.json to read the text by")
+        raise FileNotFoundError(f"{source} has no tokenizer.json, which calibration needs")
     return _decoder(load(source), of_llama, Tokenizer.from_file(str(source / "tokenizer.json")))
 
 
@@ -121,7 +121,7 @@ def _decoder(params: Mapping[str, Any], config: Any, tokenizer: Tokenizer) -> Te
         tokens = tokenizer.encode(text, add_special_tokens=False).ids
         count = len(tokens) // _WINDOW
         if not count:
-            raise ValueError(f"the text has {len(tokens)} tokens, and {_WINDOW} are wanted")
+            raise ValueError(f"the text has {len(tokens)} tokens, but {_WINDOW} are needed")
         return [*np.reshape(tokens[: count * _WINDOW], (count, 1, _WINDOW)).astype(np.int32)]
 
     dense = {name: jnp.asarray(materialise(x), jnp.float32) for name, x in params.items()}

@@ -146,5 +146,5 @@ def windows(model: LanguageModel, texts: Sequence[str], count: int) -> list[int]
     """
     tokens = model.tokenizer.encode("\n".join(texts), add_special_tokens=False).ids
     if len(tokens) < count * _WINDOW:
-        raise ValueError(f"the text has {len(tokens)} tokens, and {count * _WINDOW} are wanted")
+        raise ValueError(f"the text has {len(tokens)} tokens, but {count * _WINDOW} are needed")
     return tokens[: count * _WINDOW]

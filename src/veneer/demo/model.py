@@ -165,7 +165,7 @@ def _read_params(folder: Path) -> dict[str, np.ndarray]:
     for name, value in vn.load(folder).items():
         if isinstance(value, vn.ImplicitArray):
             raise ValueError(
-                f"{folder} is quantised already ({name}); the demo starts from dense weights."
+                f"{folder} is already quantized ({name}); the demo starts from dense weights."
             )
         if jnp.issubdtype(value.dtype, jnp.floating):  # the rest are buffers, such as position_ids
             params[name_in_program(name)] = np.asarray(value, np.float32)

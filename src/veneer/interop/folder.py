@@ -54,7 +54,7 @@ class TensorFolder:
             handle = self._handles.enter_context(TensorFile(file))
             names = set(handle)
             if twice := names & self._file_of.keys():
-                raise ValueError(f"{file} has tensor {min(twice)!r}, as has another shard")
+                raise ValueError(f"tensor {min(twice)!r} is in {file} and in another shard")
             if expected is not None and names != expected:
                 name = min(names ^ expected)
                 raise ValueError(f"{file} and the index next to it disagree about tensor {name!r}")
@@ -121,7 +121,7 @@ class TensorFolder:
             raise ValueError(f"{self.path}: tensor {name!r} is damaged: {error}") from error
         if value.shape != tuple(entry.shape) or value.dtype != np.dtype(entry.dtype):
             raise ValueError(
-                f"{self.path}: tensor {name!r} is stored as {value.dtype}{list(value.shape)}, and "
+                f"{self.path}: tensor {name!r} is stored as {value.dtype}{list(value.shape)}, but "
                 f"{manifest.FILE_NAME} says {entry.dtype}{list(entry.shape)}"
             )
         return value
@@ -158,7 +158,7 @@ class TensorFolder:
             if stated != actual:
                 where = manifest.FILE_NAME
                 raise ValueError(
-                    f"the checksum of {stored!r} is {actual}, and {where} says {stated}"
+                    f"the checksum of {stored!r} is {actual}, but {where} says {stated}"
                 )
         return array
 
@@ -185,8 +185,8 @@ def _float4(packed: np.ndarray) -> QArray:
 def no_checksums(path: Path) -> ValueError:
     """The error that nothing can be verified there."""
     return ValueError(
-        f"{path} has no checksums, so nothing can be verified: they are in the "
-        f"{manifest.FILE_NAME} of a folder that veneer saved"
+        f"{path} has no checksums to verify: only folders that veneer saved have them, in "
+        f"{manifest.FILE_NAME}"
     )
 
 
@@ -302,14 +302,16 @@ def _weight_map(path: Path) -> dict[Path, set[str] | None]:
         return dict.fromkeys(files)
     if files:
         names = ", ".join(file.name for file in files)
-        raise ValueError(f"{path} holds several models or an index is missing: name one of {names}")
+        raise ValueError(
+            f"{path} holds several models, or an index is missing: give one of {names}"
+        )
     if pickled := sorted(file.name for file in path.iterdir() if file.suffix in PICKLED):
         raise ValueError(
             f"{path} holds a pickled checkpoint ({', '.join(pickled)}) and no safetensors: convert "
             "it to safetensors first"
         )
     inside = sorted({file.parent.name for file in path.glob("*/*.safetensors")})
-    where = f": name one of its folders {', '.join(inside)}" if inside else ""
+    where = f": give one of its folders {', '.join(inside)}" if inside else ""
     raise FileNotFoundError(f"{path} holds no safetensors file{where}")
 
 

@@ -52,8 +52,8 @@ def _report(name: str, source: Any, against: Any) -> TensorReport:
         original = against.read(name)
         if original.shape != value.shape:
             raise ValueError(
-                f"{name!r} is {list(value.shape)} in {source.path} and {list(original.shape)} in "
-                f"{against.path}: they are not of the same model"
+                f"{name!r} has shape {list(value.shape)} in {source.path}, but "
+                f"{list(original.shape)} in {against.path}: they are not the same model"
             )
         error = relative_error(
             *error_norms(*(np.asarray(materialise(x)) for x in (original, value)))

@@ -1,7 +1,8 @@
 """The names of eformer's jaximus, on our core: `import veneer.interop.jaximus as jaximus`.
 
 Types, rules and functions written for `eformer.jaximus` (https://github.com/erfanzar/eformer) run
-after one change: the import. docs/jaximus.md lists the differences.
+after one change: the import. To have other packages that import `eformer.jaximus` run on our core
+as well, call `replace_jaximus` before they are imported. docs/jaximus.md lists the differences.
 """
 
 import abc
@@ -10,6 +11,7 @@ import functools
 import inspect
 import operator
 import os
+import sys
 import types
 import typing
 import warnings
@@ -55,6 +57,7 @@ __all__ = [
     "materialize_handler",
     "materialize_nested",
     "register",
+    "replace_jaximus",
     "ste",
     "tree_flatten_with_implicit",
     "tree_flatten_with_path_with_implicit",
@@ -106,6 +109,8 @@ def aux_field(metadata: Any = None, **kwargs: Any) -> Any:
 
     - `metadata`: further metadata of the dataclass field.
     - `kwargs`: the other arguments of `dataclasses.field`.
+
+    **Returns:** a dataclass field.
 
     >>> from dataclasses import dataclass
     >>> import jax, jax.numpy as jnp
@@ -318,8 +323,8 @@ class ImplicitArray(_AuxFields, _CoreArray, OrginArray, abstract=True):  # type:
         known = self._stated("shape")
         if known is not None and tuple(known) != self.aval.shape:
             warnings.warn(
-                f"{type(self).__name__} is said to have shape {tuple(known)}, but materialize "
-                f"gives shape {self.aval.shape}, which is used",
+                f"{type(self).__name__} has shape={tuple(known)}, but materialize returns shape "
+                f"{self.aval.shape}, which is used",
                 stacklevel=3,
             )
         self.aval  # noqa: B018  # raises if the shape or dtype is unknown
@@ -406,7 +411,7 @@ class ImplicitArray(_AuxFields, _CoreArray, OrginArray, abstract=True):  # type:
     def astype(self, new_dtype: Any) -> Any:
         """Set the dtype of this array in place, as eformer does, and return the array.
 
-        Within a function under `implicit`, `astype` is that of JAX, which changes no operand.
+        In a function under `implicit`, `astype` is JAX's, which returns a new array.
         """
         self.dtype = new_dtype  # type: ignore[misc, operator]
         return self
@@ -469,6 +474,8 @@ def register(primitive: Primitive | str | Callable, *, precedence: int = 0) -> C
 
     - `primitive`: a primitive, its name, or a function that `jax.jit` has made.
     - `precedence`: breaks ties. The rule of the highest precedence runs.
+
+    **Returns:** a decorator, which returns the rule.
 
     **Raises:** `ValueError` for an unknown name. `TypeError` for a rule that takes only dense
     operands.
@@ -584,6 +591,8 @@ def ste(func: Callable) -> Callable:
 
     - `func`: a function `func(x, *args, **kwargs)`. The result has the shape and dtype of `x`.
 
+    **Returns:** a function of the same arguments.
+
     **Raises:** `TypeError` if the result has another shape or dtype.
 
     >>> import jax, jax.numpy as jnp
@@ -605,6 +614,12 @@ def ste(func: Callable) -> Callable:
 def default_handler(primitive: Primitive, *args: Any, **params: Any) -> Any:
     """Bind a primitive to operands, with its parameters.
 
+    **Arguments:**
+
+    - `primitive`, `args`, `params`: the primitive, its operands and its parameters.
+
+    **Returns:** the result of the primitive.
+
     >>> import jax
     >>> from veneer.interop.jaximus import default_handler
     >>> default_handler(jax.lax.add_p, 1.0, 2.0).item()
@@ -621,6 +636,8 @@ def materialize_handler(primitive: Primitive, *vals: Any, params: Any) -> Any:
     - `primitive`, `vals`: the primitive and its operands.
     - `params`: a dictionary of the parameters.
 
+    **Returns:** the result of the primitive.
+
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> from veneer.interop.jaximus import materialize_handler
     >>> w = vn.quant.quantize(jnp.eye(2), "nf4")
@@ -632,6 +649,13 @@ def materialize_handler(primitive: Primitive, *vals: Any, params: Any) -> Any:
 
 def materialize_nested(implicit_arr: Any, full: bool = False) -> Any:
     """Materialize an implicit array once, or with `full` until the result is dense.
+
+    **Arguments:**
+
+    - `implicit_arr`: an implicit array. Anything else is returned unchanged.
+    - `full`: repeat while the result is an implicit array.
+
+    **Returns:** an array, dense if `full`.
 
     **Raises:** whatever `materialize` raises. eformer returns ones instead.
 
@@ -647,8 +671,9 @@ def materialize_nested(implicit_arr: Any, full: bool = False) -> Any:
 
 
 def is_array(element: Any) -> bool:
-    """Return whether something is a dense array or scalar of JAX or NumPy.
+    """Return whether `element` is a dense array or scalar of JAX or NumPy.
 
+    >>> import numpy as np
     >>> from veneer.interop.jaximus import is_array
     >>> is_array(np.ones(2)), is_array(2.0)
     (True, False)
@@ -657,7 +682,7 @@ def is_array(element: Any) -> bool:
 
 
 def leaf_predicate(x: Any) -> bool:
-    """Return whether something is an implicit array, of this module or any other.
+    """Return whether `x` is an implicit array, of this module or another.
 
     >>> import jax.numpy as jnp
     >>> from veneer.interop.jaximus import leaf_predicate
@@ -711,6 +736,10 @@ tree_structure_with_implicit = combine_leaf_predicate(tree_util.tree_structure, 
 def flatten_one_implicit_layer(tree: Any) -> tuple[list[Any], Any]:
     """Flatten a tree and each outermost implicit array, but no implicit array within those.
 
+    **Arguments:**
+
+    - `tree`: any pytree.
+
     **Returns:** the leaves and the structure, for `jax.tree.unflatten`.
 
     >>> import jax.numpy as jnp, veneer as vn
@@ -723,7 +752,7 @@ def flatten_one_implicit_layer(tree: Any) -> tuple[list[Any], Any]:
 
 
 def implicit_depth(tree: Any) -> int:
-    """Return how deep the implicit arrays of a tree are nested, 0 if it has none.
+    """Return how deep the implicit arrays of `tree` are nested, 0 if it has none.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> from veneer.interop.jaximus import implicit_depth
@@ -731,3 +760,20 @@ def implicit_depth(tree: Any) -> int:
     1
     """
     return _tree.depth(tree)
+
+
+def replace_jaximus() -> None:
+    """Make `import eformer.jaximus` import this module, for packages that are written for eformer.
+
+    Call it before anything imports `eformer.jaximus`. It holds for the whole process. eformer need
+    not be installed for `from eformer.jaximus import ...`.
+
+    **Raises:** `RuntimeError` if eformer's own `jaximus` is already imported.
+    """
+    present = sys.modules.get("eformer.jaximus")
+    if present is not None and present is not sys.modules[__name__]:
+        raise RuntimeError(
+            "eformer.jaximus is already imported, so types made with it are eformer's: call "
+            "veneer.interop.jaximus.replace_jaximus() before the first import of eformer"
+        )
+    sys.modules["eformer.jaximus"] = sys.modules[__name__]

@@ -212,14 +212,14 @@ def read(file: Path, *, verify: bool = False) -> Manifest:
         raise ValueError(f"{file} was not written by veneer: it has no layout version")
     if version > LAYOUT_VERSION:
         raise ValueError(
-            f"{file} has layout version {version}, and this veneer reads versions up to "
-            f"{LAYOUT_VERSION}: read it with a newer veneer"
+            f"{file} has layout version {version}, but this version of veneer reads versions up to "
+            f"{LAYOUT_VERSION}: update veneer"
         )
     if verify:
         _verify(file, content)
     tensors = content.get("tensors")
     if not isinstance(tensors, dict):
-        raise ValueError(f"{file} is damaged: its 'tensors' are no object")
+        raise ValueError(f"{file} is damaged: 'tensors' is not an object")
     entries: dict[str, Entry] = {}
     for name, fields in tensors.items():
         try:
@@ -233,13 +233,13 @@ def read(file: Path, *, verify: bool = False) -> Manifest:
 def _verify(file: Path, content: dict[str, Any]) -> None:
     if "checksum" not in content:
         raise ValueError(
-            f"{file} has no checksums, so nothing can be verified: it was written by a veneer that "
-            "made none. Load it and save it anew to have them from now on"
+            f"{file} has no checksums to verify, because an older version of veneer wrote it. Load "
+            "and save it again to add them"
         )
     lines = file.read_bytes().splitlines(keepends=True)
     stated, actual = content["checksum"], checksum(b"".join(lines[:-2]))
     if stated != actual:
-        raise ValueError(f"{file} is damaged: its checksum is {actual}, and it says {stated}")
+        raise ValueError(f"{file} is damaged: its checksum is {actual}, but it says {stated}")
 
 
 def checksum(data: bytes | memoryview | np.ndarray) -> str:

@@ -40,7 +40,7 @@ def write_aside(path: str | os.PathLike[str], *, overwrite: bool = False) -> Ite
 
     def refusal(path: Path) -> str | None:
         foreign = _not_written_here(path)
-        return foreign and f"for {foreign} was not saved by veneer"
+        return foreign and f"{foreign} was not saved by veneer"
 
     with replacing(Path(path), overwrite=overwrite, refusal=refusal) as aside:
         aside.mkdir()
@@ -76,7 +76,9 @@ def replacing(
             _remove(new)
             _check_free(path, overwrite)
             if os.path.lexists(path) and (why := refusal(path)):
-                raise FileExistsError(f"{path} is not overwritten, {why}: choose another name")
+                raise FileExistsError(
+                    f"{path} was not overwritten, because {why}: use another name"
+                )
             try:
                 yield new
                 _check_free(path, overwrite)
@@ -96,7 +98,7 @@ def replacing(
 def _check_free(path: Path, overwrite: bool) -> None:
     if os.path.lexists(path) and not overwrite:
         raise FileExistsError(
-            f"{path} exists already and is left as it is: choose another name, or overwrite=True"
+            f"{path} already exists and was not changed: use another name, or overwrite=True"
         )
 
 
@@ -159,8 +161,7 @@ def _hidden_folder(path: Path) -> Iterator[Path]:
             hidden.mkdir()
     except BlockingIOError:
         raise BlockingIOError(
-            f"{path} is being saved by another process or thread: wait until it has ended, or "
-            "choose another name"
+            f"another process or thread is saving {path}: wait until it ends, or use another name"
         ) from None
     except OSError as error:
         raise type(error)(f"{path} cannot be written: {error.strerror or error}") from error

@@ -59,7 +59,7 @@ try:
     from pytensor.tensor.math import Dot
     from pytensor.tensor.random.type import RandomType
     from pytensor.tensor.shape import Reshape, Shape, Shape_i
-    from pytensor.tensor.subtensor import IncSubtensor, Subtensor
+    from pytensor.tensor.subtensor import IncSubtensor, Subtensor, indices_from_subtensor
     from scipy.sparse import csc_matrix, csr_matrix, issparse
 
     from .pytensor_ops import IMPLEMENTATIONS, SIZE_OPERANDS, is_known
@@ -111,7 +111,7 @@ def to_jax(graph: Any, inputs: Any = None) -> Callable[..., Any]:
 
     - `TypeError` if the graph depends on a variable that is not an input, if it cannot tell the
       order of the arguments, or if the function's arguments do not have the types of `inputs`.
-    - `TypeError`, here or in the call, if the value of an input decides a shape.
+    - `TypeError`, here or in the call, if the value of an input determines a shape.
     - `NotImplementedError` for an `Op` without an implementation in JAX, or with one that ignores
       a parameter.
 
@@ -141,7 +141,7 @@ def to_jax(graph: Any, inputs: Any = None) -> Callable[..., Any]:
 
     def of_graph(*args: Any) -> Any:
         if len(args) != len(types):
-            raise TypeError(f"the graph takes {len(types)} arrays, {names}, and got {len(args)}")
+            raise TypeError(f"the graph takes {len(types)} arrays, {names}, but got {len(args)}")
         given = [_as_declared(*x) for x in zip(args, types, names, strict=True)]
         with (
             warnings.catch_warnings(),
@@ -178,7 +178,7 @@ def _outputs_and_inputs(graph: Any, inputs: Any) -> tuple[Any, Any]:
     computed = [str(x) for x in _as_list(inputs) if x.owner is not None or isinstance(x, Constant)]
     raise TypeError(
         f"to_jax(graph, inputs) needs input variables, but these are computed or constant: "
-        f"{', '.join(computed)}. If the order is that of pytensor.function, swap them."
+        f"{', '.join(computed)}. pytensor.function takes them in the other order: swap them?"
     )
 
 
@@ -365,7 +365,7 @@ def _graph_and_values(
 ) -> tuple[Any, Sequence[Any]]:
     if isinstance(fgraph, FunctionGraph):
         if test_inputs is not None:
-            raise TypeError("a FunctionGraph has inputs of its own: give only their values")
+            raise TypeError("a FunctionGraph already lists its inputs: give only their values")
         return fgraph, inputs
     if test_inputs is None:
         raise TypeError("without a FunctionGraph, give the inputs, the outputs and the values")
@@ -400,7 +400,7 @@ def _own_graph(graph: Any, inputs: Sequence[Any] | None) -> Any:
     """Return a `FunctionGraph` that may be rewritten, with the values of shared variables."""
     if isinstance(graph, FunctionGraph):
         if inputs is not None:
-            raise TypeError("a FunctionGraph has inputs of its own: give to_jax none")
+            raise TypeError("a FunctionGraph already lists its inputs: omit the argument inputs")
         return graph.clone()
     if inputs is None:
         raise TypeError("to_jax needs the inputs of the graph: to_jax(outputs, [x, y])")
@@ -412,7 +412,7 @@ def _own_graph(graph: Any, inputs: Sequence[Any] | None) -> Any:
         listed = ", ".join(missing)
         swap = ""
         if all(x.owner is None for x in outputs):
-            swap = " If the order is that of pytensor.function, swap the graph and the inputs."
+            swap = " pytensor.function takes them in the other order: swap graph and inputs?"
         raise TypeError(f"the graph depends on {listed}: list them in the inputs of to_jax.{swap}")
     if shared:
         outputs = graph_replace(outputs, list(shared.items()), strict=False)
@@ -428,8 +428,8 @@ def _check_inputs(inputs: Sequence[Any]) -> None:
     for variable in inputs:
         if not isinstance(variable.type, RandomType) and not hasattr(variable.type, "dtype"):
             raise TypeError(
-                f"the input {variable} of the graph is {variable.type}: to_jax takes arrays, "
-                "sparse matrices and random generators"
+                f"the graph's input {variable} is {variable.type}: to_jax supports arrays, sparse "
+                "matrices and random generators"
             )
 
 
@@ -441,7 +441,9 @@ def _in_jax(fgraph: Any) -> Callable[..., Any]:
         try:
             return _funcify_graph(fgraph)
         except UserWarning as error:
-            raise NotImplementedError(f"the graph is not computed as it says: {error}") from error
+            raise NotImplementedError(
+                f"PyTensor would compute another graph in JAX: {error}"
+            ) from error
 
 
 class _TypedGraph(FunctionGraph):
@@ -653,26 +655,45 @@ def _name_what_decides_shapes(fgraph: Any) -> Iterator[None]:
     """Says of errors of JAX and PyTensor which inputs decide shapes, where there are any."""
     try:
         yield
-    except (AttributeError, NotImplementedError, TypeError) as error:
-        if not (deciding := _decide_shapes(fgraph)):
+    except (AttributeError, IndexError, NotImplementedError, TypeError) as error:
+        # JAX rejects `x[:n]` for a traced n by an IndexError.
+        sizes = _slice_ends(fgraph) if isinstance(error, IndexError) else _sizes(fgraph)
+        if not (deciding := _decide_shapes(fgraph, sizes)):
             raise
         names = " and ".join(f"{variable} ({variable.type})" for variable in deciding)
         raise TypeError(
-            f"the value of the input {names} of the graph decides a shape, and a program of JAX "
-            "has the shapes that it was traced with: make it a constant of the graph, and a graph "
-            "for each, or give what has that shape as an input"
+            f"the value of the graph's input {names} determines a shape, but shapes are static in "
+            "JAX: make it a constant, with one graph per value, or pass an array of that shape"
         ) from error
 
 
-def _decide_shapes(fgraph: Any) -> list[Any]:
-    """The inputs on whose values, and not only their shapes, the size of a result depends."""
-    sizes = [
+def _sizes(fgraph: Any) -> list[Any]:
+    """Return the variables that are sizes of results."""
+    return [
         size
         for node in fgraph.toposort()
         for op, where in SIZE_OPERANDS.items()
         if isinstance(node.op, op)
         for size in node.inputs[where]
     ]
+
+
+def _slice_ends(fgraph: Any) -> list[Any]:
+    """Return the variables that are starts, stops and steps of slices."""
+    indices = [
+        index
+        for node in fgraph.toposort()
+        for op, first in ((Subtensor, 1), (IncSubtensor, 2))
+        if isinstance(node.op, op)
+        for index in indices_from_subtensor(node.inputs[first:], node.op.idx_list)
+        if isinstance(index, slice)
+    ]
+    ends = [end for index in indices for end in (index.start, index.stop, index.step)]
+    return [end for end in ends if isinstance(end, Variable)]
+
+
+def _decide_shapes(fgraph: Any, sizes: list[Any]) -> list[Any]:
+    """Return the inputs on whose values, not only their shapes, one of the sizes depends."""
     of_shapes = Shape | Shape_i | CSMProperties
     known = [v for v in ancestors(sizes) if v.owner and isinstance(v.owner.op, of_shapes)]
     reached = set(ancestors(sizes, blockers=known))
@@ -686,9 +707,10 @@ def _as_declared(x: Any, declared: Any, name: str) -> Any:
     if isinstance(declared, SparseTensorType) and issparse(x):
         x = BCOO.from_scipy_sparse(x)
     if isinstance(declared, SparseTensorType) != isinstance(x, BCOO):
+        remedy = "a BCOO of jax.experimental.sparse, or, outside jax.jit, a SciPy sparse matrix"
+        remedy = "a dense array" if isinstance(x, BCOO) else remedy
         raise TypeError(
-            f"the input {name} of the graph is {declared}, and was given {type(x).__name__}: a "
-            "sparse matrix is a BCOO of jax.experimental.sparse, or one of SciPy outside jax.jit"
+            f"the graph's input {name} is {declared}, but got {type(x).__name__}: pass {remedy}"
         )
     if isinstance(x, bool | int | float | complex | list | tuple):
         _check_kind(x, declared, name)
@@ -698,9 +720,7 @@ def _as_declared(x: Any, declared: Any, name: str) -> Any:
         size in (None, found) for size, found in zip(declared.shape, x.shape, strict=True)
     )
     if given != wanted or not sizes_fit:
-        raise TypeError(
-            f"the input {name} of the graph is {declared}, and was given {given}{[*x.shape]}"
-        )
+        raise TypeError(f"the graph's input {name} is {declared}, but got {given}{[*x.shape]}")
     return jnp.asarray(x) if isinstance(x, np.ndarray) and x.ndim else x
 
 
@@ -712,8 +732,8 @@ def _generator(x: Any, name: str) -> dict[str, Any]:
         x = jax.random.key_data(x)
     if getattr(x, "shape", None) != (2,) or x.dtype != np.uint32:
         raise TypeError(
-            f"the input {name} of the graph is a random generator: give a key, jax.random.key(0), "
-            f"or a NumPy Generator outside jax.jit, not {x!r}"
+            f"the graph's input {name} is a random generator: pass a key such as "
+            f"jax.random.key(0), or a NumPy Generator outside jax.jit, not {x!r}"
         )
     return {"jax_state": jnp.asarray(x)}
 
@@ -726,7 +746,7 @@ def _check_kind(x: Any, declared: Any, name: str) -> None:
     """Refuses numbers of Python's of which the dtype that the graph has for them drops a part."""
     dtypes = [np.dtype(getattr(leaf, "dtype", type(leaf))) for leaf in jax.tree.leaves(x)]
     if any(_KINDS[dtype.kind] > _KINDS[np.dtype(declared.dtype).kind] for dtype in dtypes):
-        raise TypeError(f"the input {name} of the graph is {declared}, and was given {x}")
+        raise TypeError(f"the graph's input {name} is {declared}, but got {x}")
 
 
 class _CodeTable(NamedTuple):
@@ -740,8 +760,8 @@ def _codes(qtype: str) -> _CodeTable:
     format = get_format(qtype)
     if format.bits not in (1, 2, 4, 8) or format.storage_dtype.name not in ("int8", "uint8"):
         raise TypeError(
-            f"QuantizedDot takes codes of 1, 2, 4 or 8 bits in int8 or uint8, not {qtype}: "
-            "PyTensor has no dtype for them. Use to_jax of a graph with a dense matrix, and "
+            f"QuantizedDot supports codes of 1, 2, 4 or 8 bits in int8 or uint8, not {qtype}: "
+            "PyTensor has no dtype for them. Use to_jax on a graph with a dense matrix, and "
             "vn.implicit."
         )
     bits = int(format.bits)
@@ -755,20 +775,29 @@ def _codes(qtype: str) -> _CodeTable:
 
 
 class QuantizedDot(Op):
-    """A product `[M, K] @ [K, N]` with a quantised matrix, as an `Op` of PyTensor.
+    """A product `[M, K] @ [K, N]` with a quantized matrix, as an `Op` of PyTensor.
 
-    It is called with the leaves of a `QArray`, `(x, packed, scale)`, or `(x, packed, scale,
-    zero_point)` if it has `zero_point`. They may be variables. See `quantized_dot`.
+    Call it with `x` and the leaves of a `QArray`: `(x, packed, scale)`, or `(x, packed, scale,
+    zero_point)`. They may be variables. `quantized_dot` does this for a `QArray`. The `Op` has no
+    gradient in PyTensor: use `to_jax` and `jax.grad`.
 
     **Arguments:**
 
-    - `qtype`: the format: of 1, 2, 4 or 8 bits, stored in int8 or uint8.
-    - `size`: N, where codes are packed along the last axis; None where each has a byte.
-    - `zero_point`: whether there is one.
+    - `qtype`: a format of 1, 2, 4 or 8 bits that is stored in int8 or uint8.
+    - `size`: N, if codes are packed along the last axis. None if each code has a byte.
+    - `zero_point`: whether the call has a zero point.
 
-    **Raises:** `TypeError` for another format, and for operands of other dtypes and ranks.
-    `ValueError`, when it is run, where shapes do not fit. It has no gradient in PyTensor: that of
-    `to_jax` of the graph is `jax.grad`.
+    **Raises:**
+
+    - `TypeError` for another format, and for operands of other dtypes or ranks.
+    - `ValueError` if shapes do not fit, when the graph runs.
+
+    >>> import jax.numpy as jnp, numpy as np, pytensor.tensor as pt, veneer as vn
+    >>> from veneer.interop.pytensor import QuantizedDot
+    >>> q = vn.quant.quantize(jnp.eye(4), "int8")
+    >>> x = pt.matrix("x", dtype="float32")
+    >>> QuantizedDot("int8")(x, np.asarray(q.packed), np.asarray(q.scale)).type.shape
+    (None, 4)
     """
 
     __props__ = ("qtype", "size", "zero_point")
@@ -780,9 +809,9 @@ class QuantizedDot(Op):
             raise TypeError(f"codes of {qtype} are not packed: size must be None")
 
     def make_node(self, *leaves: Any) -> Any:
-        """The application to variables, or to what can be made constants."""
+        """Return the node that applies this `Op` to variables or arrays."""
         if len(leaves) != 3 + self.zero_point:
-            raise TypeError(f"{self} takes {3 + self.zero_point} operands, and got {len(leaves)}")
+            raise TypeError(f"{self} takes {3 + self.zero_point} operands, but got {len(leaves)}")
         operands = [pt.as_tensor_variable(leaf) for leaf in leaves]
         stored = get_format(self.qtype).storage_dtype.name
         allowed = [("float32", "float64"), (stored,), ("float32", "float64")]
@@ -793,7 +822,7 @@ class QuantizedDot(Op):
             if variable.type.ndim != 2 or variable.type.dtype not in dtypes:
                 wanted = " or ".join(dtypes)
                 raise TypeError(
-                    f"{self}: {name} is {variable.type}, and must be a matrix of {wanted}"
+                    f"{self}: {name} is {variable.type}, but must be a matrix of {wanted}"
                 )
         x, packed, scale = operands[:3]
         n = packed.type.shape[1] if self.size is None else self.size
@@ -801,13 +830,13 @@ class QuantizedDot(Op):
         return Apply(self, operands, [out])
 
     def infer_shape(self, *args: Any) -> Any:
-        """The shape of the result, as variables."""
+        """Return the shape of the result, as variables."""
         shapes = args[-1]  # after the node, and before PyTensor 3.3 a graph
         n = shapes[1][1] if self.size is None else pt.as_tensor_variable(self.size)
         return [(shapes[0][0], n)]
 
     def perform(self, node: Any, inputs: Any, output_storage: Any) -> None:
-        """The product in NumPy: what the other implementations are tested against."""
+        """Compute the product in NumPy. Tests compare the other implementations with it."""
         x, packed, scale, *zero_point = inputs
         values, bits = self._codes
         fields = packed.view(np.uint8)
@@ -838,22 +867,24 @@ def _repeated(tiles: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 def _check(x: Any, codes: Any, *tiled: Any) -> None:
     if x[1] != codes[0] or not all(divides(shape, codes) for shape in tiled):
         raise ValueError(
-            f"QuantizedDot of x {x} and codes {codes}, with a scale (and a zero point) {tiled}: "
-            "each axis of the latter must divide that of the codes"
+            f"QuantizedDot of x {x} and codes {codes} with scale (and zero point) {tiled}: x must "
+            "fit the codes, and each axis of the scale must divide the axis of the codes"
         )
 
 
 def quantized_dot(x: Any, w: QArray) -> Any:
-    """The product of a variable and a quantised matrix, which stays packed in the graph.
+    """Multiply a variable by a quantized matrix, which stays packed in the graph.
 
     **Arguments:**
 
     - `x`: a PyTensor matrix `[M, K]` of float32 or float64.
-    - `w`: `[K, N]`, packed along its last axis, if at all, as `vn.quant.quantize` does.
+    - `w`: a `QArray` `[K, N]`. If its codes are packed, then along the last axis, as
+      `vn.quant.quantize` does.
 
     **Returns:** a PyTensor variable `[M, N]`.
 
-    **Raises:** `TypeError` for formats that PyTensor has no dtypes for, and other ranks.
+    **Raises:** `TypeError` if `w` is not a matrix, has a minimum or quantized scales, is packed
+    along another axis, or has a format for which PyTensor has no dtype.
 
     >>> import jax.numpy as jnp, pytensor.tensor as pt, veneer as vn
     >>> from veneer.interop.pytensor import quantized_dot
@@ -863,10 +894,10 @@ def quantized_dot(x: Any, w: QArray) -> Any:
     """
     if len(w.shape) != 2 or isinstance(w.scale, QArray) or w.minimum is not None:
         raise TypeError(
-            f"quantized_dot takes a matrix whose scale is an array, with no minimum, not {w}"
+            f"quantized_dot needs a matrix with a dense scale and without a minimum, not {w}"
         )
     if w.packing is not None and w.packing.axis != -1:
-        raise TypeError(f"quantized_dot takes codes packed along the last axis, not {w.packing}")
+        raise TypeError(f"quantized_dot needs codes packed along the last axis, not {w.packing}")
     size = None if w.packing is None else w.packing.size
     zero_point = [] if w.zero_point is None else [np.asarray(w.zero_point)]
     op = QuantizedDot(w.qtype, size, bool(zero_point))

@@ -99,7 +99,7 @@ def _split(op: Any, node: Any, **_: Any) -> Implementation:
 def _repeat(op: Any, node: Any, **_: Any) -> Implementation:
     def repeat(x: Any, repeats: Any) -> Any:
         if not is_known(repeats):
-            raise TypeError("the numbers of repetitions must be known while JAX traces")
+            raise TypeError("the numbers of repetitions must be static, but they are traced")
         return jnp.repeat(x, np.asarray(repeats), axis=op.axis)
 
     return repeat

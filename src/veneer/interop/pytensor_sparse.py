@@ -69,7 +69,7 @@ def _sum_duplicates(x: BCOO) -> BCOO:
 
 def _check_equal_shapes(op: Any, x: Any, y: Any) -> None:
     if x.shape != y.shape:
-        raise ValueError(f"{op} of shapes {x.shape} and {y.shape}, which must be equal")
+        raise ValueError(f"{op} needs equal shapes, but got {x.shape} and {y.shape}")
 
 
 def _dtype(node: Any) -> Any:
@@ -97,7 +97,7 @@ def _rows_of(indptr: Any, count: int) -> Any:
 def _csm(op: Any, node: Any, **_: Any) -> Callable[..., Any]:
     def csm(data: Any, indices: Any, indptr: Any, shape: Any) -> BCOO:
         if not isinstance(shape, np.ndarray | tuple):
-            raise TypeError("the shape of a sparse matrix must be known while JAX traces")
+            raise TypeError("the shape of a sparse matrix must be static, but it is traced")
         major, minor = _rows_of(indptr, len(data)), jnp.asarray(indices).astype(jnp.int32)
         rows, columns = (major, minor) if op.format == "csr" else (minor, major)
         return _matrix(jnp.asarray(data), rows, columns, shape)
@@ -482,8 +482,8 @@ def check_patterns(fgraph: Any) -> None:
             continue
         if not all(_is_used_only_for_matrices(fgraph, out) for out in node.outputs[:3]):
             raise NotImplementedError(
-                f"the graph reads the stored entries of {node.inputs[0]}, whose number is not "
-                "known while JAX traces: use the matrix, or pt.sparse.dense_from_sparse of it"
+                f"the graph reads the stored entries of {node.inputs[0]}, but their number is "
+                "unknown during tracing: use the matrix itself, or pt.sparse.dense_from_sparse"
             )
 
 

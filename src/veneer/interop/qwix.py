@@ -115,6 +115,8 @@ def dequantize(array: QArray) -> jax.Array:
 
     - `array`: a `QArray`.
 
+    **Returns:** a dense array of the same shape and dtype.
+
     **Raises:** `TypeError` if `array` is not a `QArray`.
 
     >>> import jax.numpy as jnp, veneer.interop.qwix as qwix
@@ -142,6 +144,8 @@ def dot_general(
     - `preferred_element_type`: the dtype of the result. If None, it follows from the dtypes of the
       operands. Dense operands of one byte count as int32 or bfloat16.
     - `kwargs`: more keyword arguments of `jax.lax.dot_general`: `out_sharding`.
+
+    **Returns:** a dense array.
 
     **Raises:** what `jax.lax.dot_general` raises.
 
@@ -171,6 +175,8 @@ def dot(
     - `precision`, `preferred_element_type`, `out_sharding`: as in `dot_general`.
     - `_qwix_dot_general`: the function that computes the product. It is called once, as
       `dot_general` is, with all arguments but the operands by keyword.
+
+    **Returns:** a dense array.
 
     **Raises:** what `jax.lax.dot_general` raises.
 
@@ -208,8 +214,10 @@ def einsum(
     - `kwargs`: more keyword arguments: `precision`, `optimize` and `out_sharding`. A
       `_qwix_dot_general` of your own receives all of them but `optimize`.
 
-    An axis may have a size in one operand that is a multiple of its size in another, as heads of
-    queries and of keys do. Each entry of the smaller one then stands for several neighbors.
+    The size of an axis in one operand may be a multiple of its size in another, as for heads of
+    queries and of keys. The entries of the smaller axis are then repeated.
+
+    **Returns:** a dense array.
 
     **Raises:** what `jax.numpy.einsum` raises.
 

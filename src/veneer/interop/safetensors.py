@@ -27,34 +27,46 @@ def save(
     config: Mapping[str, Any] | None = None,
     names: str | None = None,
 ) -> None:
-    """Saves a tree of arrays as the folder `path`; `load` is the inverse, exact to the bit.
+    """Save a tree of arrays to a folder. `vn.load` returns it exactly.
 
-    The folder holds safetensors, in which a QArray is stored packed, and `veneer.json`, which says
-    how to read each tensor without veneer.
+    The folder holds safetensors files and a `veneer.json` that describes each tensor. A `QArray` is
+    stored packed. The folder appears when it is complete.
 
     **Arguments:**
 
-    - `path`: the folder to make. It appears when it is complete.
-    - `tree`: any pytree (of string or integer keys, in at most 100 levels): dicts and lists, the
-      modules of flax.nnx and Equinox and their states, those of optimisers, a part of a tree
-      (`vn.tree.partition`). Leaves are NumPy or JAX arrays of any shape, of the dtypes bool,
-      [u]int8 to [u]int64, float16, bfloat16, float32, float64 and complex64; keys of random
-      numbers; bools, finite numbers and strings of Python's; and arrays of every type, with their
-      metadata. Of functions and other objects that are no arrays the name is saved.
-    - `overwrite`: whether a folder that `save` has written, of whatever format, may be replaced, or
-      by a GGUF file another. What is there stays until the new one is complete.
-    - `format`: "gptq", "awq", "compressed-tensors", "mlx" or "gguf", for a folder (of GGUF, a file)
-      as other libraries read it, of arrays by the names that their paths make. A `QArray`
-      `[out, in]` is stored packed, if that format has its bits; nothing is rounded.
-    - `config`: what else the `config.json` of such a folder says, of the model; of GGUF, metadata.
-    - `names`: "huggingface" where a GGUF file is made of arrays by those names, in that order of
-      rows; None where they are GGUF's own.
+    - `path`: the folder to create. For `format="gguf"`, the file.
+    - `tree`: a pytree with string or integer keys and at most 100 levels. Modules of flax.nnx and
+      Equinox, optimizer states and parts of a tree (`vn.tree.partition`) are allowed. See the table
+      below for leaves.
+    - `overwrite`: replace a folder that `save` wrote, in any format, or a GGUF file. The old one
+      stays until the new one is complete.
+    - `format`: write a checkpoint of another library: "gptq", "awq", "compressed-tensors", "mlx" or
+      "gguf". Tensors have the names of their paths. Nothing is rounded: each `QArray` `[out, in]`
+      must fit the format.
+    - `config`: with `format`, more entries for `config.json`. For GGUF, the metadata.
+    - `names`: with `format="gguf"`, "huggingface" if the tensors have the names and the row order
+      of Hugging Face. None if they have those of GGUF.
 
-    **Raises:** `ValueError` naming a tensor that `format` cannot hold, and why.
-    `FileExistsError` where `path` exists; with `overwrite`, where it holds something
-    that `save` does not write. `BlockingIOError` where another process or thread saves `path` at
-    the moment. `TypeError` naming the path in the tree and the type of anything
-    else, and `ValueError` for a tree of more levels, before anything is written.
+    | leaf | stored as |
+    |---|---|
+    | a NumPy or JAX array (see below) | a tensor |
+    | an implicit array of any type | its arrays and its metadata |
+    | a random key (`jax.random.key`) | a tensor and its implementation |
+    | a Python bool, string, integer or finite float | a value |
+    | a function, a NumPy dtype or an enum member | its name; `vn.load` then needs `like` |
+
+    Dtypes are bool, integers and floats of 8 to 64 bits, and complex64.
+
+    **Raises:**
+
+    - `TypeError` if a leaf cannot be saved, is a tracer, or has another dtype; names its path. Also
+      if a key is neither a string nor an integer, or `config` is not JSON.
+    - `ValueError` if `format` is unknown or cannot hold a tensor (names it), if two tensors get the
+      same name, if the tree is too deep, or if `config` or `names` lack `format`.
+    - `FileExistsError` if `path` exists. With `overwrite`, if it has files that `save` did not
+      write.
+    - `BlockingIOError` if another process or thread is saving `path`.
+    - `OSError` if the files cannot be written.
 
     >>> import tempfile, jax.numpy as jnp, veneer as vn
     >>> q = vn.quant.quantize(jnp.ones((4, 8)), "nf4", channelwise_axes=[0])
@@ -67,14 +79,14 @@ def save(
         found, _ = vtree.flatten_with_path(tree)
         tensors = {vtree.path_string(path): x for path, x in found}
         if len(tensors) < len(found):
-            raise ValueError("two arrays of the tree have paths that make one name")
+            raise ValueError("two arrays of the tree have the same name")
         for name in tensors:
             if not is_text(name):
-                raise ValueError(f"the name {name!r} of an array is not Unicode text")
+                raise ValueError(f"the array name {name!r} is not valid Unicode text")
         convert(path, tensors, format, config=config, overwrite=overwrite, names=names)
         return
     if config is not None or names is not None:
-        raise ValueError("config and names are those of another format: pass format, too")
+        raise ValueError("config and names need format: pass format='gguf' or another")
     encoded, leaves = structure.encode(tree)
     with write_aside(path, overwrite=overwrite) as folder:
         writer = FolderWriter(folder, leaves)
@@ -92,58 +104,46 @@ def load(
     names: str | None = None,
     shardings: Any = None,
 ) -> Any:
-    """Loads what `save` or `veneer quantize` wrote, or any safetensors file or Hugging Face folder.
+    """Load a folder that `vn.save` or `veneer quantize` wrote, or another checkpoint.
 
-    What another library quantised (GGUF, GPTQ, AWQ, compressed-tensors, FP8, bitsandbytes, MXFP4,
-    MLX) gives the names and shapes of the dense checkpoint, and each quantised weight is one
-    array, packed. An error is raised for packed codes of an unknown library, and for a folder
-    of `save` without its `veneer.json`.
+    Reads safetensors files, Hugging Face folders and GGUF files. Quantized weights of other
+    libraries (GGUF, GPTQ, AWQ, compressed-tensors, FP8, bitsandbytes, MXFP4, torchao, MLX) stay
+    packed: each is one array with the name and the shape of the dense weight.
 
     **Arguments:**
 
     - `path`: a folder or a file.
-    - `like`: a tree of the structure that was saved, for one that holds more than dicts, lists,
-      tuples and arrays: modules, states of optimisers. Its arrays may be abstract
-      (`jax.ShapeDtypeStruct`), and dense where an array of some type was saved that stands for one
-      of that shape and dtype. Those with a `NamedSharding` say where what is read goes.
-    - `verify`: whether to compare the checksums of all that is read with those in `veneer.json`, in
-      which `save` and `veneer quantize` write them.
-    - `raw`: whether to give the tensors of others' files as they are stored, whatever they mean.
-    - `names`: "huggingface" for the names and the order of rows of that checkpoint of which a GGUF
-      file was made; None for GGUF's. Folders have no others.
-    - `shardings`: where arrays go, as for `vn.device_put`: a sharding for all, a tree of them, or
-      rules by name. Each array goes to its devices as it is read, so that memory holds the result
-      and one array.
+    - `like`: a tree with the saved structure. Needed to get modules, optimizer states and other
+      classes back. Leaves can be abstract (`jax.ShapeDtypeStruct`). A dense leaf accepts a saved
+      implicit array of its shape and dtype. A `NamedSharding` of a leaf places the loaded array.
+    - `verify`: compare all data with the checksums in `veneer.json`.
+    - `raw`: load the stored tensors of other libraries without decoding them.
+    - `names`: for GGUF, "huggingface" for the names and the row order of Hugging Face. None for
+      those of GGUF.
+    - `shardings`: where arrays go, as for `vn.device_put`. Each array is placed before the next is
+      read. Cannot be combined with `like`.
 
-    **Returns:** the tree that was saved: with `like`, of its classes; else with a dict in the place
-    of each object of a class that is no array type. For other files, a flat dict from names to
-    arrays. Leaves are JAX arrays and arrays of their types, and NumPy arrays where JAX would drop
-    bits (64-bit dtypes without `jax_enable_x64`), or where they are such in `like`.
+    **Returns:** the saved tree. Without `like`, a dict replaces each object whose class is not an
+    array type. For other files, a flat dict from names to arrays. Leaves are JAX arrays and
+    implicit arrays. They are NumPy arrays where JAX would drop bits (64-bit dtypes without
+    `jax_enable_x64`), or where `like` has NumPy arrays.
 
-    **Raises:** `FileNotFoundError` where there is nothing. `ValueError`, in one line, where a file
-    is truncated, is not what it claims, is pickled, or has a newer layout than this version reads;
-    where `like` is not what was saved, with the path of what differs, metadata of array types
-    included, and where it is needed and missing, for a function among the leaves; with `verify`,
-    also where a single bit is not what was written, and where there are no checksums.
+    **Raises:**
+
+    - `FileNotFoundError` if nothing is at `path`.
+    - `ValueError` if a file is truncated, damaged, pickled, or has a newer layout, or if packed
+      codes belong to no known format.
+    - `ValueError` if the saved tree differs from `like` (names the path), or needs `like`.
+    - `ValueError` with `verify`, if a checksum differs or is missing.
 
     >>> import tempfile, numpy as np, safetensors.numpy, veneer as vn
     >>> path = tempfile.mkdtemp() + "/model.safetensors"
     >>> safetensors.numpy.save_file({"encoder.weight": np.ones((2, 3))}, path)
     >>> vn.load(path)["encoder.weight"].shape
     (2, 3)
-
-    The state of an optimiser, to go on where one was:
-
-    >>> import jax, jax.numpy as jnp, optax
-    >>> optimiser, params = optax.adam(1e-3), {"w": jnp.ones(2)}
-    >>> path = tempfile.mkdtemp() + "/state"
-    >>> vn.save(path, optimiser.init(params))
-    >>> state = vn.load(path, like=jax.eval_shape(optimiser.init, params))
-    >>> type(state[0]).__name__
-    'ScaleByAdamState'
     """
     if like is not None and shardings is not None:
-        raise ValueError("like has shardings of its arrays, and shardings cannot go with it")
+        raise ValueError("pass like or shardings, not both: the arrays of like have shardings")
     with open_checkpoint(path, raw=raw, verify=verify, names=names) as source:
         leaves = _TensorsByName(source)
         node = source.manifest.tree if isinstance(source, TensorFolder) else None

@@ -37,8 +37,8 @@ Node = dict[str, Any]
 Leaves = Mapping[str, Any]  # tensors by name
 
 _HOLDS = (
-    "a saved tree holds NumPy and JAX arrays, those of every array type, and Python's bools, "
-    "numbers and strings, in containers of every kind that JAX knows as a pytree"
+    "a saved tree can hold NumPy and JAX arrays, implicit arrays, and Python's bools, numbers and "
+    "strings, in any pytree"
 )
 
 _SEQUENCES: dict[str, Callable[[Any], Any]] = {"list": list, "tuple": tuple}
@@ -94,7 +94,7 @@ def _open(node: Any, path: Path) -> tuple[list[str | int], list[Any], Any] | Non
         if type(key) not in (str, int):
             raise TypeError(f"{_where(path)} has the key {key!r}: keys are strings or integers")
         if isinstance(key, str) and not is_text(key):
-            raise ValueError(f"{_where(path)} has the key {key!r}, which is not Unicode text")
+            raise ValueError(f"{_where(path)} has the key {key!r}, which is not valid Unicode text")
     return keys, [child for _, child in below], treedef
 
 
@@ -133,21 +133,21 @@ def _check_leaf(leaf: Any, path: Path) -> None:
     for array in parts:
         if not _is_array(array):
             raise TypeError(
-                f"{_where(path)} is {_type(array)}: {_HOLDS}. Make it an array of NumPy's "
-                "(numpy.asarray), or register its class as a pytree"
+                f"{_where(path)} is {_type(array)}: {_HOLDS}. Convert it with numpy.asarray, or "
+                "register its class as a pytree"
             )
         _check_not_traced(array, path)
         if array.dtype.name not in dtypes:
             raise TypeError(
-                f"{_where(path)} has dtype {array.dtype}, which is not stored as it is: cast it to "
-                f"one of {', '.join(DTYPES.values())}; a QArray stores integers of 1 to 8 bits and "
-                "floats of 4 to 8"
+                f"{_where(path)} has dtype {array.dtype}, which cannot be saved: cast it to one of "
+                f"{', '.join(DTYPES.values())}. A QArray can hold integers of 1 to 8 bits and "
+                "floats of 4 to 8 bits."
             )
 
 
 def _check_not_traced(array: Any, path: Path) -> None:
     if isinstance(array, jax.core.Tracer):
-        raise TypeError(f"{_where(path)} is traced: save outside jit, grad and vmap")
+        raise TypeError(f"{_where(path)} is a tracer: call vn.save outside jit, grad and vmap")
 
 
 def _is_array(x: Any) -> bool:
@@ -287,7 +287,7 @@ def _decode(node: Node, path: Path, array: Callable[[Path, Node], Any]) -> Any:
     if len({*map(type, children)}) > 1 and kind == "children":  # as of an nnx.List
         return {str(key): child for key, child in children.items()}
     if len({*map(type, children)}) > 1:
-        raise ValueError(f"{_where(path)} has keys of text and integers, which JAX cannot order")
+        raise ValueError(f"{_where(path)} has both string and integer keys, which JAX cannot sort")
     return children
 
 
@@ -309,9 +309,9 @@ def _pairs(node: Node) -> Iterable[tuple[str | int, Node]]:
     keys: set[str | int] = set()
     for key, _ in pairs:
         if not (type(key) is int or (type(key) is str and is_text(key))):
-            raise ValueError(f"the key {key!r} is neither text nor an integer")
+            raise ValueError(f"the key {key!r} is neither a string nor an integer")
         if key in keys:
-            raise ValueError(f"the key {key!r} is there twice")
+            raise ValueError(f"the key {key!r} occurs twice")
         keys.add(key)
     return pairs
 
@@ -437,7 +437,7 @@ def _restore(node: Node, like: Any, path: Path, leaves: Leaves) -> Any:
                 _differs((*path, name), _shown_static(one), _shown_static(other))
     if lacking := [key for key in [*saved, *keys] if key not in saved or key not in keys]:
         has, lacks = ("saved", "in like") if lacking[0] in saved else ("in like", "saved")
-        raise ValueError(f"{_where((*path, lacking[0]))} is {has}, and is not {lacks}")
+        raise ValueError(f"{_where((*path, lacking[0]))} is {has} but not {lacks}")
     restored = [
         _restore(saved[key], child, (*path, key), leaves)
         for key, child in zip(keys, children, strict=True)
@@ -491,7 +491,7 @@ def _shown_leaf(x: Any) -> str:
 
 
 def _differs(path: Path, saved: str, found: str) -> NoReturn:
-    raise ValueError(f"{_where(path)} was saved as {saved}, and in like it is {found}")
+    raise ValueError(f"{_where(path)} was saved as {saved}, but is {found} in like")
 
 
 class NotStored(ValueError):
@@ -500,7 +500,7 @@ class NotStored(ValueError):
 
 def _wants_like(what: str) -> NoReturn:
     raise NotStored(
-        f"{what}, which is not stored: pass a tree that has it, as vn.load(path, like=tree)"
+        f"{what}, which files do not store: pass a tree that has it, vn.load(path, like=tree)"
     )
 
 

@@ -118,61 +118,63 @@ class TensorFile:
         length = int.from_bytes(self._file.read(8), "little")
         if length.to_bytes(8, "little") == _POINTER:
             raise ValueError(
-                f"{self.path} is a pointer of Git LFS: 'git lfs pull' fetches the file"
+                f"{self.path} is a Git LFS pointer: run 'git lfs pull' to download the file"
             )
         if size < 8 or length > min(size - 8, _MOST_HEADER_BYTES):
             raise self._alien("its header does not end within it")
         try:
             content = json.loads(self._file.read(length), object_pairs_hook=distinct)
         except (ValueError, RecursionError) as error:
-            raise self._alien(f"its header is no JSON: {_first_line(error)}") from error
+            raise self._alien(f"its header is not JSON: {_first_line(error)}") from error
         if not isinstance(content, dict):
-            raise self._alien("its header is no object")
+            raise self._alien("its header is not an object")
         metadata = content.pop(METADATA, None) or {}
         if not isinstance(metadata, dict) or not all(
             isinstance(text, str) for text in metadata.values()
         ):
-            raise self._alien(f"its {METADATA} is no object of strings")
+            raise self._alien(f"its {METADATA} is not an object of strings")
         headers = {name: self._header(name, fields) for name, fields in content.items()}
         end = 0
         for name, header in sorted(headers.items(), key=lambda item: item[1].start):
             if header.start != end:
-                raise self._alien(f"tensor {name!r} does not begin where the one before it ends")
+                raise self._alien(
+                    f"tensor {name!r} does not begin at the end of the previous tensor"
+                )
             end += header.nbytes
         if end != size - 8 - length:
-            raise self._alien(f"its tensors take {end} bytes, and it has {size - 8 - length}")
+            raise self._alien(f"its tensors take {end} bytes, but it has {size - 8 - length}")
         begin = 8 + length
         return {k: x._replace(start=begin + x.start) for k, x in headers.items()}, metadata
 
     def _header(self, name: str, fields: Any) -> TensorHeader:
         keys = {"dtype", "shape", "data_offsets"}
         if not isinstance(fields, dict) or fields.keys() != keys:
-            raise self._alien(f"of tensor {name!r} its header says other than {sorted(keys)}")
+            raise self._alien(f"the header of tensor {name!r} must have the keys {sorted(keys)}")
         dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
         if dtype in _FLOAT6:
             raise ValueError(
-                f"{self.path}: tensor {name!r} is {dtype}, and safetensors does not say how floats "
-                "of 6 bits share bytes: store it as F8_E4M3, which has all their values, or as "
-                "mxfp6-pack-quantized of compressed-tensors, which is read packed"
+                f"{self.path}: tensor {name!r} is {dtype}, but safetensors does not define how "
+                "6-bit floats share bytes: store it as F8_E4M3, which has all their values, or as "
+                "mxfp6-pack-quantized of compressed-tensors, which loads packed"
             )
         if not isinstance(dtype, str) or dtype not in (*DTYPES, FLOAT4):
             stated = " ".join(str(dtype).split())  # in one line, whatever it is
             raise ValueError(
-                f"{self.path}: tensor {name!r} is {stated:.20}, and the dtypes that can be read "
-                f"are {', '.join(DTYPES)}, {FLOAT4}"
+                f"{self.path}: tensor {name!r} has dtype {stated:.20}; supported are "
+                f"{', '.join(DTYPES)}, {FLOAT4}"
             )
         if not (_are_sizes(shape) and len(shape) <= _MOST_AXES and _are_sizes(offsets)):
-            raise self._alien(f"the shape or the offsets of tensor {name!r} are no sizes")
+            raise self._alien(f"tensor {name!r} has an invalid shape or offsets")
         if dtype == FLOAT4:
             if not shape or shape[-1] % 2:
-                raise self._alien(f"tensor {name!r} of {dtype}{shape} has no pairs in its rows")
+                raise self._alien(f"tensor {name!r} of {dtype}{shape} needs an even last axis")
             of, nbytes = jnp.dtype(jnp.float4_e2m1fn), math.prod(shape) // 2
         else:
             of = jnp.dtype(DTYPES[dtype])
             nbytes = math.prod(shape) * of.itemsize
         if len(offsets) != 2 or offsets[1] - offsets[0] != nbytes:
             raise self._alien(
-                f"tensor {name!r} of {dtype}{shape} takes {nbytes} bytes, not as said"
+                f"tensor {name!r} of {dtype}{shape} takes {nbytes} bytes, which its offsets do not"
             )
         return TensorHeader(tuple(shape), of, offsets[0], nbytes)
 
@@ -189,10 +191,10 @@ def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) != len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(k for k in keys if keys.count(k) > 1)!r} is there twice")
+        raise ValueError(f"the key {next(k for k in keys if keys.count(k) > 1)!r} occurs twice")
     for key in content:
         if not is_text(key):
-            raise ValueError(f"the key {key!r} is not Unicode text")
+            raise ValueError(f"the key {key!r} is not valid Unicode text")
     return content
 
 

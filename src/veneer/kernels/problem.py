@@ -55,10 +55,10 @@ class Codes:
         dtypes = {8: BYTES, 6: SIX_BIT_FLOATS}.get(self.bits, ())
         if not narrow and not (self.dtype in dtypes and not self.values):
             raise ValueError(
-                f"no kernel has codes of {self.bits} bits with dtype {self.dtype!r} and "
-                f"{len(self.values)} values: 8 bits have one of {', '.join(BYTES)}, 6 may have one "
-                f"of {', '.join(SIX_BIT_FLOATS)}, others have no dtype and a value a code, and "
-                "those of 3, 5, 6 and 7 are integers in order"
+                f"no kernel reads codes of {self.bits} bits with dtype {self.dtype!r} and "
+                f"{len(self.values)} values. Codes of 8 bits need a dtype: {', '.join(BYTES)}. "
+                f"Codes of 6 bits can have one: {', '.join(SIX_BIT_FLOATS)}. Other codes need one "
+                "value per code and no dtype; values of 3, 5, 6 and 7 bits are integers in order"
             )
 
     @property

@@ -59,7 +59,7 @@ def use(choice: str) -> Iterator[None]:
     >>> x, w = jnp.ones((2, 256)), vn.quant.quantize(jnp.eye(256), "int8", channelwise_axes=[1])
     >>> with kernels.use("xla"):
     ...     print(vn.explain(jnp.matmul)(x, w).events[0].how)
-    rhs scaled outside
+    convert codes of rhs to float, scale the output
     """
     with _choice(_checked(choice, "kernels.use")):
         yield
@@ -76,7 +76,9 @@ def chosen() -> Choice:
 def _checked(choice: str, source: str) -> Choice:
     if choice not in get_args(Choice):
         renamed = ", which is now called 'experimental'" if choice == "pallas" else ""
-        raise ValueError(f"{source} is 'auto', 'xla' or 'experimental', not {choice!r}{renamed}")
+        raise ValueError(
+            f"{source} must be 'auto', 'xla' or 'experimental', not {choice!r}{renamed}"
+        )
     return choice  # type: ignore[return-value]
 
 
@@ -468,7 +470,7 @@ def has_device(kernel: Candidate) -> bool:
 @cache
 def _warn(to: str, reason: str) -> None:
     warnings.warn(
-        f"products with quantised weights are left to {to}: {reason} "
-        "(VENEER_KERNELS=xla says that this is meant)",
+        f"products with quantized weights are computed by {to}: {reason}. "
+        "Set VENEER_KERNELS=xla to use XLA without this warning",
         stacklevel=2,
     )

@@ -158,7 +158,7 @@ def _read(file: Path) -> bytes:
     content = file.read_bytes()
     digest, code = content[:32], content[32:]
     if hashlib.sha256(code).digest() != digest:
-        raise ValueError(f"{file} is damaged")
+        raise ValueError(f"{file} is damaged: its checksum does not match")
     return code
 
 

@@ -58,7 +58,7 @@ class Header:
         numbers = re.findall(r"#define XLA_FFI_API_M\w+ (\d+)", text)
         self.major_version, self.minor_version = map(int, numbers) if len(numbers) == 2 else (-1, 0)
         if self.major_version != MAJOR_VERSION:
-            raise ValueError(f"its version is {'.'.join(numbers)}, and not {MAJOR_VERSION}")
+            raise ValueError(f"the header has version {'.'.join(numbers)}, not {MAJOR_VERSION}")
         for struct, members in MEMBERS.items():
             for member in members.split():
                 self.offset(struct, member)
@@ -71,7 +71,7 @@ class Header:
         for name, type, offset, _ in self._members(struct):
             if name == member:
                 return offset + (self.offset(type, inner) if inner else 0)
-        raise ValueError(f"it has no {struct} with {member}")
+        raise ValueError(f"the header has no {struct} with {member}")
 
     def size(self, struct: str) -> int:
         """Returns what XLA calls the size of a struct: up to the end of its last member."""
@@ -80,7 +80,7 @@ class Header:
     def value(self, enumerator: str) -> int:
         """Returns the number of an enumerator."""
         if enumerator not in self._values:
-            raise ValueError(f"it has no {enumerator}")
+            raise ValueError(f"the header has no {enumerator}")
         return self._values[enumerator]
 
     def _members(self, struct: str) -> Iterator[tuple[str, str, int, int]]:
@@ -100,7 +100,7 @@ class Header:
         type = self._types.get(type, type)
         if type not in self._structs:
             if type not in _SIZES:
-                raise ValueError(f"it has the type {type}, which is unknown")
+                raise ValueError(f"the header has the unknown type {type}")
             return _SIZES[type], _SIZES[type]
         # All of XLA's structs begin with a size, so they are aligned to 8.
         return -(-self.size(type) // 8) * 8, 8

@@ -34,7 +34,7 @@ def chosen(name: str | None = None) -> str:
     if not name:
         return available()[0]
     if name not in available():
-        what = "is not one that this CPU has" if name in ISAS else "is unknown"
+        what = "is not supported by this CPU" if name in ISAS else "is unknown"
         has = ", ".join(available())
         raise ValueError(f"VENEER_KERNELS_ISA={name!r} {what}; this CPU has {has}")
     return name

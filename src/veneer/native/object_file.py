@@ -73,7 +73,9 @@ class ObjectFile:
         code = emitted(module, exports, vectorize_loops=False)
         called = {f.name for f in module.functions if f.is_declaration and f.name[:5] != "llvm."}
         if unknown := called - _C_LIBRARY - self._imports:
-            raise ValueError(f"{', '.join(exports)} call {', '.join(unknown)}, which C has not")
+            raise ValueError(
+                f"{', '.join(exports)} call {', '.join(unknown)}, which the C library does not have"
+            )
         return code
 
 

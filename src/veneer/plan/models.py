@@ -116,7 +116,7 @@ class _Said(dict):
     """A `config.json`, of which a missing entry is told by name."""
 
     def __missing__(self, name: str) -> Any:
-        raise ValueError(f"the config of a {self['model_type']!r} model has no {name!r}")
+        raise ValueError(f"config.json of a {self['model_type']!r} model has no entry {name!r}")
 
 
 def model_of(said: Mapping[str, Any]) -> ModelShapes:
@@ -133,8 +133,8 @@ def model_of(said: Mapping[str, Any]) -> ModelShapes:
     kind = said.get("model_type")
     if kind not in ARCHITECTURES:
         raise ValueError(
-            f"a {kind!r} model; a plan is made for {', '.join(ARCHITECTURES)} "
-            "(model_type of config.json)"
+            f"model_type {kind!r} of config.json is not supported; supported are "
+            f"{', '.join(ARCHITECTURES)}"
         )
     said = _Said(said)
     layers = ARCHITECTURES[kind](said)

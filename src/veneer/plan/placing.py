@@ -116,7 +116,7 @@ def spec_by_names(array: Any, axes: tuple[str, ...], over: Split) -> tuple[P, st
             entries[i], used = to, used | {*axes_of(to)}
         else:
             told = why_not_cut(array, cut, over.mesh.shape) if is_value(array) else ""
-            why = told or f"{array.shape[i]} are not parted among {over.count(to)} devices"
+            why = told or f"{over.count(to)} devices do not divide its axis of {array.shape[i]}"
     return P(*entries), why
 
 

@@ -39,19 +39,19 @@ def _of_use(
 ) -> str:
     fitting = [plan for plan in plans if plan.fits(memory)]
     devices = plans[0].split.mesh.size
-    each = "a token each of" if step.rank is None else "all of"
-    kept = f"a cache in {step.cache or model.dtype}"
-    kept = kept if step.rank is None else f"updates of rank {step.rank}, Adam"
+    does = "generates a token for each of" if step.rank is None else "trains on"
+    kept = f"KV cache in {step.cache or model.dtype}"
+    kept = kept if step.rank is None else f"LoRA of rank {step.rank}, Adam"
     lines = [
-        f"\n{name}: a step is {each} {step.batch} texts of {step.length:,} tokens; {kept}",
+        f"\n{name}: a step {does} {step.batch} sequences of {step.length:,} tokens; {kept}",
         f"{len(fitting)} of {len(plans)} splits of {devices} devices fit "
-        f"in {_size(memory)}, a tenth of it free\n",
+        f"in {_size(memory)} with a tenth left free\n",
     ]
     if not fitting:
         least = min(plans, key=lambda plan: plan.total)
-        return "\n".join([*lines, _table([least]), "\nthis is the least that a device needs"])
+        return "\n".join([*lines, _table([least]), "\nno split fits: this one needs the least"])
     best = fitting[0]
-    lines += [_table(fitting[:_SHOWN]), f"\nbest: {_mesh(best)}, where these are cut\n"]
+    lines += [_table(fitting[:_SHOWN]), f"\nbest: {_mesh(best)}, with these shardings:\n"]
     specs: dict[P, list[str]] = {}
     for path, spec in best.shardings.items():
         specs.setdefault(spec, []).append(_short(path))
@@ -61,7 +61,7 @@ def _of_use(
         heads = [_spec(spec), *[""] * (len(wrapped) - 1)]
         pairs = zip(heads, wrapped, strict=True)
         lines += [f"    {head:<{wide}}  {text}" for head, text in pairs]
-    lines += [f"\n{_short(path)} is whole: {why}" for path, why in best.whole.items()]
+    lines += [f"\n{_short(path)} is not sharded: {why}" for path, why in best.whole.items()]
     return "\n".join(lines)
 
 
@@ -73,7 +73,7 @@ def _mesh(plan: SplitPlan) -> str:
     pairs = zip(plan.split._fields, plan.split[:3], strict=False)
     several = {name: n for name, n in pairs if n > 1} or {"data": 1}
     made = f"jax.make_mesh({tuple(several.values())}, {tuple(several)})"
-    return made + (", in parts" if plan.split.in_parts else "")
+    return made + (", fully sharded" if plan.split.in_parts else "")
 
 
 def _spec(spec: P) -> str:

@@ -142,8 +142,8 @@ def plans(
     ]
     if not found:
         raise ValueError(
-            f"no split of {devices} devices gives each as many of {step.batch} texts, "
-            f"{model.heads} heads and {model.experts} experts: take a batch that {devices} divides"
+            f"{devices} devices cannot evenly divide a batch of {step.batch}, {model.heads} heads "
+            f"and {model.experts} experts: use a batch size that is a multiple of {devices}"
         )
     return sorted(found, key=lambda plan: (plan.seconds, plan.total))
 

@@ -25,51 +25,52 @@ from ..straight_through import ste
 from .conversion.quantize import quantize, tile_in
 from .conversion.scale_axes import scale_axes_of
 from .formats import get_format
-from .models.rules import Rule
+from .models.rules import Rule, rules_in
 from .qarray import QUANTIZABLE
 
 
 def quantize_products(fn: Callable, rules: Sequence[Rule]) -> Callable:
-    """`fn` with products of two activations quantised, by rules on their place in the program.
+    """Return a function that quantizes products of two activations, such as `q @ k.T` in attention.
 
-    Activations are what depends on the arguments: in attention `q @ k.T`, and `p @ v`. What `fn`
-    holds or closes over, as a module, a `functools.partial` or a lambda does its parameters, are
-    weights; how these are multiplied is a matter of `quantize_tree`.
+    Activations are arrays that depend on the arguments. Arrays that `fn` closes over or holds, as a
+    module or `functools.partial` does, are weights. Quantize their products with `quantize_tree`.
 
-    A place is what profiles show: the names of the scopes (`jax.named_scope`, and so modules of
-    Flax linen and Equinox) and of the jitted functions around a product, joined with "/"; that of
-    an `einsum` ends with its subscripts. Both operands are quantised with a scale for each index of
-    the axes that are not contracted, and for each tile of the last that is, if the rule or the
-    format has tiles.
+    The place of a product is its path in profiles: the names of the scopes (`jax.named_scope`,
+    modules of linen and Equinox) and jitted functions around it, joined with "/". The place of an
+    `einsum` ends with its subscripts. Each operand has a scale for each index of the axes that are
+    not contracted, and for each tile of the last contracted axis.
 
-    Derivatives of the function go straight through, as those of `vn.ste`. Of derivatives that `fn`
-    takes itself, the products of a backward pass are left as they are, and so are those in a
-    `custom_jvp` or `custom_vjp` rule; but the tangents of `jax.jvp` are taken for activations.
+    Derivatives of the result go straight through. Derivatives that `fn` takes itself are not
+    quantized, nor are products in a `custom_jvp` or `custom_vjp` rule. The tangents of `jax.jvp`
+    are quantized as activations.
 
     **Arguments:**
 
-    - `fn`: any function of pytrees. Arguments may be implicit, and stay so.
-    - `rules`: the first counts whose `path_regex` matches the place in full, and whose `op_names`
-      have the primitive. Its `act_qtype` is the format, and None leaves products as they are.
+    - `fn`: any function of pytrees. Arguments can be implicit, and stay implicit.
+    - `rules`: a list of `Rule`. The first whose `path_regex` matches the whole place and whose
+      `op_names` include the primitive applies. `act_qtype=None` leaves products dense.
 
-    **Returns:** a function of the same arguments, for any transformation of JAX's.
+    **Returns:** a function of the same arguments, which supports all transformations of JAX.
 
-    **Raises:** `ValueError` for a rule that says more than `act_qtype`, `act_calibration_method`,
-    `act_tile_size` and `op_names`, and where a tile does not divide what is contracted. Warns with
-    `UserWarning` of a rule that no product has matched.
+    **Raises:**
+
+    - `TypeError` if `rules` is not a list of `Rule`.
+    - `ValueError` if a rule sets more than `act_qtype`, `act_calibration_method`, `act_tile_size`
+      and `op_names`, or, when called, if a tile does not divide the contracted axis.
+
+    **Warns** (`UserWarning`, when called) of a rule that matches no product.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
-    >>> def attention(q, k, v):
+    >>> def scores(q, k):
     ...     with jax.named_scope("attention"):
-    ...         scores = jnp.einsum("qd,kd->qk", q, k)
-    ...         return jax.nn.softmax(scores) @ v
+    ...         return jnp.einsum("qd,kd->qk", q, k)
     >>> rules = [vn.quant.Rule("attention.*", None, act_qtype="int8")]
-    >>> quantised = vn.quant.quantize_products(attention, rules)
-    >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 8, 4))
-    >>> bool(jnp.abs(quantised(q, k, v) - attention(q, k, v)).max() < 0.05)
+    >>> q, k = jax.random.normal(jax.random.key(0), (2, 8, 4))
+    >>> error = vn.quant.quantize_products(scores, rules)(q, k) - scores(q, k)
+    >>> bool(0 < jnp.abs(error).max() < 0.1)
     True
     """
-    rules, code = tuple(rules), _code_of(fn)
+    rules, code = rules_in(rules), _code_of(fn)
     _products_of(rules, None, code)  # to refuse at once what it cannot do
 
     @wraps(fn, updated=())
@@ -132,15 +133,13 @@ class _Products:
             if rule in unmatched:
                 places = ", ".join(f"{at!r} ({op})" for at, op in list(self.met)[:4])
                 message = (
-                    f"the rule {rule.path_regex!r} matches no product of two activations; it is "
-                    f"matched in full against places such as {places or '(there are none)'}"
+                    f"the rule {rule.path_regex!r} matches no product of two activations. Change "
+                    f"its path_regex, which must match a whole place, such as {places or '(none)'}"
                 )
                 warnings.warn(message, UserWarning, stacklevel=3)
 
 
 def _check(rule: Rule) -> None:
-    if not isinstance(rule, Rule):
-        raise TypeError(f"quantize_products takes a sequence of vn.quant.Rule, got {rule!r}")
     default = Rule(
         rule.path_regex,
         None,
@@ -151,9 +150,8 @@ def _check(rule: Rule) -> None:
     )
     if rule != default:
         raise ValueError(
-            f"products of activations are quantised by act_qtype, act_calibration_method and "
-            f"act_tile_size; weights, static ranges and gradients are not: {rule} says more than "
-            f"{default}"
+            "a rule of quantize_products can set only act_qtype, act_calibration_method, "
+            f"act_tile_size and op_names. Replace {rule} with {default}"
         )
 
 
@@ -175,7 +173,7 @@ class Activation(ImplicitArray):
 
     def materialise(self) -> Any:
         """Refuses, so that it is an activation wherever it goes."""
-        raise TypeError("an activation under vn.quant.quantize_products is not made dense")
+        raise TypeError("an activation in vn.quant.quantize_products cannot be materialized")
 
     @staticmethod
     def default(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]) -> Any:
@@ -237,7 +235,7 @@ def _rule_of(name: str) -> None:
         bind = lambda *xs: primitive.bind(*xs, **params)
         with asking(None):  # the operands may be activations of a call around this one
             out = redispatch(bind, *pair, *map(_array, others))
-        note_how(f"activations in {rule.act_qtype}, as they are at {'/'.join(at.names)!r}")
+        note_how(f"activations in {rule.act_qtype} at {'/'.join(at.names)!r}")
         return _marked(out)
 
     register(name)(product)
@@ -258,7 +256,10 @@ def _quantized(x: Any, summed: Axes, rule: Rule, at: Place) -> Any:
         return ste(quantize)(x, rule.act_qtype, calibration_method=method, **axes.arguments)
     except ValueError as error:
         where = "/".join(at.names)
-        error.add_note(f"While quantising an activation of shape {x.shape} at {where!r}, by {rule}")
+        error.add_note(
+            f"This error was raised while quantizing an activation of shape {x.shape} at {where!r} "
+            f"with {rule}"
+        )
         raise
 
 

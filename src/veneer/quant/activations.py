@@ -9,6 +9,7 @@ from typing import Any, ClassVar, SupportsIndex
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from .._core.tree import static
 from .._core.value import Value
@@ -22,60 +23,49 @@ from .qarray import QArray
 
 
 class ActivationQuantized(ProductWeight):
-    """A weight that says how the activations that it is multiplied with are quantised.
+    """A weight that quantizes the activations that multiply it.
 
-    It stands for the weight, and is the weight to every primitive but a product that contracts
-    `contracting`. There the other operand, if it is dense and floating, is quantised first, so that
-    with a `QArray` for a weight the product is one of codes:
+    It represents `array`. In a product that contracts `contracting`, the other operand is quantized
+    first if it is dense and floating. If `array` is a `QArray`, the product then runs on codes. For
+    all other primitives it is the weight. `vn.quant.quantize_tree` creates it for a rule with an
+    `act_qtype`.
 
-    - without a `scale` dynamically: each row, which is an index of the axes that are not
-      contracted, by a scale of its own; in a convolution, each entry of the batch. With a
-      `tile_size`, or a format with a tile of its own, it has one for each tile of a row.
-    - with a `scale` by that one, whatever the values are: a static range. What lies beyond is
-      clipped.
+    | `scale` | range of the activations |
+    |---|---|
+    | None | dynamic: a scale per row or tile of a row, or per batch entry of a convolution |
+    | an array | static: this scale; values outside its range are clipped |
 
-    Derivatives go straight through the quantisation of the activations, clipped or not: they are
-    those of the product of what the two operands stand for. Take them outside, as in
-    `jax.grad(vn.implicit(f))`; `vn.implicit(jax.grad(f))` differentiates the program instead, in
-    which activations are as they were. There, cotangents contract other axes, and are left alone;
-    but the tangents of `vn.implicit(jax.jvp(f))` are taken for activations. In the rule that the
-    author of a `jax.custom_jvp` function has written, under `jax.grad(vn.implicit(f))`, operands
-    may be tangents, and none is quantised: the outputs are those of the function, and the tangents
-    are taken at the weight. Without `vn.implicit`, with high types too, such a rule runs unseen,
-    and what it multiplies with the weight is quantised.
+    A `QArray`, an integer array or another `ActivationQuantized` is not quantized as the other
+    operand. `vn.explain` reports products that contract other axes, and so leave activations dense.
 
-    Two of them that meet are both weights, and neither is quantised for the other. An operand that
-    is a `QArray`, or of integers, is left as it is; one of another type is multiplied with the
-    weight by the rules of that type. `vn.explain` says where a product contracts other axes than
-    `contracting`, and so leaves activations as they are.
-
-    `vn.quant.quantize_tree` makes them, of a rule with an `act_qtype`.
+    Derivatives go straight through the quantization of activations, if they are taken outside:
+    `jax.grad(vn.implicit(f))`. `docs/calibration.md` describes the other cases.
 
     **Arguments:**
 
-    - `array`: the weight, `[..., K, N]`: a `QArray`, a dense or another implicit array.
-    - `scale`: of a static range: floating, of the rank of the weight, and along each axis of its
-      size or 1. Stacked weights, of which each is a layer's, have a scale each: `[..., 1, 1]`.
-    - `zero_point`: the code that stands for 0, of the same shape; of integer formats only.
+    - `array`: the weight, `[..., K, N]`, dense or implicit.
+    - `scale`: the static scale, floating, of the rank of the weight. Each axis has size 1 or that
+      of the weight. Stacked layers have a scale each: `[..., 1, 1]`.
+    - `zero_point`: the code of 0, of the same shape. Only for integer formats.
     - `qtype`: the format of activations.
-    - `calibration_method`: of dynamic scales; None is the format's own.
-    - `tile_size`: how many activations, along the last axis that is contracted, share a dynamic
-      scale; a float is the share of that axis. None is all of them, or the tile of the format.
-    - `contracting`: the axes of the weight that are contracted with activations, counted from the
-      end.
-    - `op_names`: the primitives in whose products they are quantised, as in a `Rule`; none named is
-      all of them.
+    - `calibration_method`: the method for dynamic scales. None is the default of the format.
+    - `tile_size`: the number of activations along the last contracted axis that share a dynamic
+      scale. A float is a fraction of the axis. None is the whole axis, or the tile of the format.
+    - `contracting`: the contracted axes of the weight, counted from the end.
+    - `op_names`: the products that quantize activations, as in `Rule`. Empty means all.
 
-    **Raises:** `ValueError` for an unknown format, method or primitive, a shape that does not fit,
-    a scale for tiles or a format with scales of its own, a tile that is none or not the format's,
-    and an axis that is not negative or out of range.
+    **Raises:**
+
+    - `ValueError` for an unknown format, method or primitive, a shape that does not fit, a tile
+      with a static scale, a format without static ranges, or an axis that is out of range or not
+      negative.
+    - `TypeError` for a tile that is not a number.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> w = vn.quant.quantize(jnp.eye(4), "int8", channelwise_axes=[1])
     >>> w8a8 = vn.quant.ActivationQuantized(w, qtype="int8")
     >>> x = jnp.array([[0.1, 0.2, 0.3, 1.0]])
-    >>> y = x @ w8a8
-    >>> bool(jnp.allclose(y, vn.quant.quantize(x, "int8").dequantize() @ w.dequantize()))
+    >>> bool(jnp.allclose(x @ w8a8, vn.quant.quantize(x, "int8").dequantize(), atol=0.01))
     True
     >>> jax.grad(lambda x: (x @ w8a8).sum())(x).round(2).tolist()
     [[1.0, 1.0, 1.0, 1.0]]
@@ -102,7 +92,7 @@ class ActivationQuantized(ProductWeight):
         scale: Leaf | None = None,
         zero_point: Leaf | None = None,
         *,
-        qtype: str,
+        qtype: DTypeLike,
         calibration_method: str | None = None,
         tile_size: SupportsIndex | float | None = None,
         contracting: Sequence[int] = (-2,),
@@ -126,14 +116,14 @@ class ActivationQuantized(ProductWeight):
             leaf = getattr(self, name)
             if leaf is not None and not _fits(leaf.shape, shape):
                 raise ValueError(
-                    f"{name} has shape {leaf.shape}, and for a weight of shape {shape} it has the "
-                    "same rank, and axes of the same size or of 1"
+                    f"{name} has shape {leaf.shape}. For a weight of shape {shape} it must have "
+                    "the same rank, and each axis must have the same size or size 1"
                 )
         if self.zero_point is not None and not (is_static and self.format.is_integer):
-            raise ValueError("a zero_point goes with a scale, and with an integer format")
+            raise ValueError("zero_point needs a scale and an integer format")
         if not all(-len(shape) <= axis < 0 for axis in self.contracting):
             raise ValueError(
-                f"contracting axes are counted from the end of {shape}, as -2, not "
+                f"contracting must be negative axes of shape {shape}, such as (-2,), not "
                 f"{self.contracting}"
             )
 
@@ -143,23 +133,23 @@ class ActivationQuantized(ProductWeight):
         return get_format(self.qtype)
 
     def is_for(self, primitive: str) -> bool:
-        """Whether activations are quantised in products by a primitive."""
+        """Return whether products of a primitive quantize activations."""
         return not self.op_names or primitive in self.op_names
 
     def turned_over(self) -> "ActivationQuantized":
-        """Notes that codes are stored the other way round."""
+        """Return a copy that records that its codes are stored with the last two axes swapped."""
         return self.changed(turned=not self.turned)
 
     def quantise_activations(
         self, x: jax.Array, shared: Sequence[int], batch: Sequence[tuple[int, int]] = ()
     ) -> QArray:
-        """Returns the other operand of a product, quantised; without a derivative.
+        """Quantize the other operand of a product, without a derivative.
 
         **Arguments:**
 
         - `x`: the operand.
-        - `shared`: its axes along which a dynamic scale is shared; tiles are along the last.
-        - `batch`: its axes that go along with one of the weight, and that one.
+        - `shared`: the axes of `x` along which a dynamic scale is shared. Tiles are along the last.
+        - `batch`: pairs of a batch axis of `x` and the matching axis of the weight.
         """
         if self.scale is not None:
             scale, zero_point = self._scale_for(x.ndim, batch)
@@ -172,15 +162,17 @@ class ActivationQuantized(ProductWeight):
         try:
             return quantize(x, self.qtype, calibration_method=method, **axes.arguments)
         except ValueError as error:
-            error.add_note(f"While quantising activations of shape {x.shape} for {self!r}.")
+            error.add_note(
+                f"The activations of shape {x.shape} could not be quantized for {self!r}."
+            )
             raise
 
     def stacked_axes(self, summed: Sequence[int], batch: Sequence[int]) -> list[int]:
-        """Returns the axes along which weights have a range each, and meet the same activations.
+        """Return the axes of stacked weights that have a range each and share their activations.
 
         **Arguments:**
 
-        - `summed`, `batch`: the axes of the weight that a product contracts, or batches.
+        - `summed`, `batch`: the axes of the weight that a product contracts, and its batch axes.
         """
         if self.scale is None or any(self.scale.shape[axis] > 1 for axis in summed):
             return []
@@ -238,13 +230,13 @@ def check_activation_format(
     check_tile_size(tile_size, format, by_axis=by_axis)
     if tile_size is not None and is_static:
         raise ValueError(
-            "a static range is one scale for all activations, and a tile size one for each tile of "
-            "them: leave act_range 'dynamic', or leave out the tile"
+            "a static range has one scale for all activations, so it cannot have tiles. Use "
+            "act_range='dynamic', or leave out act_tile_size"
         )
     if is_static and (format.tile_size is not None or format.scale_dtype is not None):
         raise ValueError(
-            f"activations in {format.name} have scales of their own in each tile, and no static "
-            "range: leave act_range 'dynamic', or take another act_qtype"
+            f"activations in {format.name} have a scale per tile, so they have no static range. "
+            "Use act_range='dynamic', or another act_qtype"
         )
 
 
@@ -258,13 +250,12 @@ def products_named(names: Sequence[str]) -> tuple[str, ...]:
     **Raises:** `TypeError` for what is no sequence of names, `ValueError` for an unknown one.
     """
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
-        raise TypeError(f"op_names is a sequence of names of primitives, not {names!r}")
+        raise TypeError(f"op_names must be a list of names of primitives, not {names!r}")
     for name in names:
         if name not in PRODUCTS:
             raise ValueError(
-                f"unknown product {name!r} in op_names: these are {', '.join(PRODUCTS)}. To a "
-                "program dot, matmul and einsum are dot_general, and ragged_dot is "
-                "ragged_dot_general"
+                f"unknown product {name!r} in op_names; it must be one of {', '.join(PRODUCTS)}. "
+                "Use dot_general for dot, matmul and einsum, and ragged_dot_general for ragged_dot"
             )
     return tuple(names)
 

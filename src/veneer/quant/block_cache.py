@@ -20,23 +20,29 @@ from .qcache import QCache
 
 
 class BlockCache(ImplicitArray):
-    """A quantised array into which programs write tokens, though many of them share a scale.
+    """A quantized cache in which blocks of tokens share scales.
 
-    The tokens of a block share scales, as those of each channel. A part of a block cannot be
-    quantised by itself, so that the block which was written last is kept as it was written, too:
-    what comes into it is rounded with all that is there. As the keys of KIVI (Liu et al., 2024).
-    `vn.quant.zeros` makes one.
+    The scales belong to a block and a channel, as for the keys of KIVI (Liu et al., 2024, arXiv
+    2402.02750). A part of a block cannot be quantized alone. So the newest block is also kept in
+    full precision, and is rounded again with each token that is added. `vn.quant.zeros` with
+    `block_axis` makes a cache.
 
-    **Algebra:** `jax.lax.dynamic_update_slice` of tokens that follow each other; products in which
-    tokens are not summed over; transposes, and slices of other axes. Everything else is dense.
+    Four operations keep it quantized: `jax.lax.dynamic_update_slice` of consecutive tokens,
+    products that do not contract the tokens, transposes, and slices of other axes. All others
+    materialize the array.
 
     **Arguments:**
 
-    - `blocks`: `[blocks, ..., tokens of a block, ...]`, all tokens, rounded.
-    - `newest`: `[..., tokens of a block, ...]`, of the dtype stood for: those of the block that was
-      written last.
-    - `place`: the number of that block, an int32 scalar.
-    - `axis`: that of the tokens, counted from the end.
+    - `blocks`: `[blocks, ..., tokens of a block, ...]`, a `QCache` with all tokens.
+    - `newest`: `[..., tokens of a block, ...]`, the newest block, in the dtype of the dense array.
+    - `place`: the index of the newest block, an int32 scalar.
+    - `axis`: the axis of the tokens, counted from the end.
+
+    >>> import jax, jax.numpy as jnp, veneer as vn
+    >>> keys = vn.quant.zeros((8, 4), "int4", tiled_axes={0: 4}, channelwise_axes=[1], block_axis=0)
+    >>> write = vn.implicit(lambda keys, key: jax.lax.dynamic_update_slice(keys, key, (2, 0)))
+    >>> type(jax.eval_shape(write, keys, jnp.ones((1, 4)))).__name__, keys.newest.shape
+    ('BlockCache', (4, 4))
     """
 
     metadata_is_meaning: ClassVar[bool] = False
@@ -48,19 +54,19 @@ class BlockCache(ImplicitArray):
     axis: int = static()
 
     def aval(self) -> jax.core.ShapedArray:
-        """The shape and dtype stood for."""
+        """Return the shape and dtype of the dense array."""
         stored = self.blocks.aval()
         blocks, *shape = stored.shape
         shape[self.axis] *= blocks
         return stored.update(shape=tuple(shape))
 
     def materialise(self) -> jax.Array:
-        """All tokens, those of the newest block as they were written."""
+        """Return all tokens, with the newest block in full precision."""
         dense = _joined(self.blocks.dequantize(), self.ndim + self.axis)
         return _put(dense, self.newest, self.place * self.newest.shape[self.axis], self.axis)
 
     def leaf_axes(self) -> Any:
-        """Those of the tokens are whole."""
+        """Return the axes of the stored arrays. The axis of the tokens cannot be sliced."""
         whole = LeafAxis(self.axis, "whole")
         newest = [LeafAxis(i) if i != self.axis else whole for i in range(-self.ndim, 0)]
         return [[None, *newest], newest, []]

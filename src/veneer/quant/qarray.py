@@ -29,35 +29,41 @@ _SHORT_NAMES = {f"int{bits}": f"q{bits}" for bits in (*range(1, 9), 16)}
 
 
 class QArray(ImplicitArray):
-    """A quantised array: `(qvalue - zero_point) * scale + minimum`.
+    """A quantized array that represents `(qvalue - zero_point) * scale + minimum`.
 
-    `codebook[qvalue]` stands for `qvalue` in a format that has one; most arrays have no zero point,
-    and most no minimum.
+    In a format with a codebook, `codebook[qvalue]` takes the place of `qvalue`. Most arrays have no
+    zero point and no minimum. `vn.quant.quantize` makes a QArray of a dense array.
 
-    Codes of fewer than 8 bits are stored without gaps (two of 4 bits a byte, eight of 3 bits in
-    three), packed along the last axis: `packed` is the stored array, `qvalue` its unpacked view,
-    and `nbytes` counts what is stored. The dense array has the dtype of the scale here, if that is
-    of 16 bits and up (else float32), and that of the input where `quantize` made it.
+    Codes of fewer than 8 bits are stored without gaps: two codes of 4 bits per byte, eight codes of
+    3 bits in three bytes. `packed` is the stored array, `qvalue` its unpacked view, and `nbytes`
+    counts the stored arrays. Codes are packed along the last axis, or along another one if padding
+    would waste bytes there, as in a convolution kernel `[out, in, 3, 3]`.
 
-    The leading axes of all leaves come and go together under `vmap` and `scan`. For that, the scale
-    must have them: quantise stacked weights with their leading axes channelwise.
+    The dtype of the dense array is the dtype of `scale`, or float32 if that has 8 bits.
+    `vn.quant.quantize` keeps the dtype of its input.
+
+    `vmap` and `scan` slice the leading axes of all stored arrays together. So the scale of stacked
+    weights needs the leading axes too: quantize them with these axes in `channelwise_axes`.
 
     **Arguments:**
 
-    - `qvalue`: the codes, `[..., K, N]`, in the format's `code_dtype` (int4, uint4 for nf4, int8
-      for int5, float8_e4m3fn for mxfp8) or, but for the formats whose codes are floats, in another
-      integer dtype, if they are in the format's range.
-    - `scale`: floating, of the same rank; each of its axes divides that of the values, and its
-      entries are broadcast over tiles. float8_e8m0fnu holds powers of two. Scales may themselves be
-      quantised, as those of nvfp4 are: a QArray.
-    - `zero_point`: the code that stands for 0, with the same rule for its shape. Integer formats
-      only. A QArray of scale 1 holds several in a byte, as checkpoints have them.
-    - `qtype`: the format. None takes it from the dtype of `qvalue`, where that is one's name.
-    - `minimum`: what a code worth 0 stands for, with the rule of `scale` for its shape and dtype,
-      and quantised itself where that is: of formats of files which have one, as GGUF's Q4_1.
+    - `qvalue`: the codes, `[..., K, N]`, in `FORMATS[qtype].code_dtype`: int4 for int4, uint4 for
+      nf4, int8 for int5, float8_e4m3fn for mxfp8. Formats whose codes are integers accept any
+      integer dtype, if the codes are in range.
+    - `scale`: floating, with the rank of `qvalue`. The size of each axis divides the size of the
+      same axis of `qvalue`, and each entry is the scale of one tile. float8_e8m0fnu stores powers
+      of two. A QArray stores quantized scales, as in nvfp4.
+    - `zero_point`: the code that represents 0, with the shape rule of `scale`. Integer formats
+      only. A QArray with scale 1 stores packed zero points.
+    - `qtype`: the format. None is the format that has the name of the dtype of `qvalue`.
+    - `minimum`: a value that is added after scaling, with the shape and dtype rules of `scale`, as
+      in GGUF's Q4_1.
 
-    **Raises:** `TypeError` where a part is not an array. `ValueError` where a shape, a dtype or the
-    format does not fit.
+    **Raises:**
+
+    - `TypeError` if a part is not a JAX or NumPy array.
+    - `ValueError` if the format is unknown or missing, a shape does not tile `qvalue`, a dtype does
+      not fit, or a code is out of range.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> q = vn.quant.QArray(jnp.array([[1, -2], [3, 4]], jnp.int4), jnp.array([[0.5, 1.0]]))
@@ -70,8 +76,6 @@ class QArray(ImplicitArray):
     metadata_is_meaning: ClassVar[bool] = False
     trainable: ClassVar[tuple[str, ...] | None] = ()
     dense_tangent: ClassVar[bool] = True  # straight through the rounding
-    type_name = property(lambda self: _SHORT_NAMES.get(self.qtype, self.qtype))
-    storage_name = property(lambda self: self._tiles())
 
     packed: Leaf
     scale: "Leaf | QArray"
@@ -114,16 +118,25 @@ class QArray(ImplicitArray):
         packing: Packing | None = None,
         dense_dtype: DTypeLike | None = None,
     ) -> "QArray":
-        """Makes a QArray of leaves as they are stored, which are kept as they are.
+        """Make a QArray from packed codes, as read from a checkpoint.
 
-        **Arguments:** those of `QArray`, and
+        **Arguments:**
 
-        - `packed`: codes of 8 bits in the format's dtype, or uint8 with narrower ones packed along
-          `packing.axis`; `packing=None` with a narrower format is one code a byte.
-        - `dense_dtype`: the dtype of the array that it stands for; that of `scale` if None.
+        - `packed`: the stored codes, in `FORMATS[qtype].storage_dtype`: codes of 8 bits or more
+          in their own dtype, and narrower codes in uint8.
+        - `scale`, `zero_point`, `minimum`: as for `QArray`.
+        - `qtype`: the format.
+        - `packing`: the axis along which narrower codes are packed, and its unpacked size. None is
+          one code per byte.
+        - `dense_dtype`: the dtype of the dense array. None is the dtype of `scale`, or float32 if
+          that has 8 bits.
 
-        **Raises:** `TypeError` where a leaf is not an array. `ValueError` where they do not fit
-        together.
+        **Returns:** a `QArray` (or the subclass) that holds the arguments without a copy.
+
+        **Raises:**
+
+        - `TypeError` if a part is not a JAX or NumPy array.
+        - `ValueError` if the format is unknown, or if the shapes and dtypes do not fit together.
 
         >>> import jax.numpy as jnp, veneer as vn
         >>> vn.quant.QArray.from_packed(
@@ -138,14 +151,22 @@ class QArray(ImplicitArray):
         return new
 
     def replace(self, **changes: Any) -> "QArray":
-        """Returns a copy of which some parts are others; `dataclasses.replace` for a QArray.
+        """Return a copy with other values for some fields.
+
+        Use this method and not `dataclasses.replace`, which calls the constructor. The constructor
+        takes unpacked codes.
 
         **Arguments:**
 
-        - `changes`: leaves (`packed`, `scale`, `zero_point`, `minimum`) and metadata (`qtype`,
-          `packing`, `dense_dtype`) by name. The other parts are kept as they are.
+        - `changes`: new values, as keywords: of the arrays `packed`, `scale`, `zero_point` and
+          `minimum`, and of the metadata `qtype`, `packing` and `dense_dtype`.
 
-        **Raises:** `TypeError` for a name that is none of these. What `from_packed` raises.
+        **Returns:** a `QArray` (or the subclass). The other fields are the same.
+
+        **Raises:**
+
+        - `TypeError` if a name is not a field.
+        - `TypeError` and `ValueError` as `from_packed`.
 
         >>> import jax.numpy as jnp, veneer as vn
         >>> q = vn.quant.quantize(jnp.array([1.0, -1.0]), "nf4")
@@ -154,8 +175,13 @@ class QArray(ImplicitArray):
         """
         parts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         if unknown := sorted(changes.keys() - parts.keys()):
-            raise TypeError(f"a QArray has no {unknown[0]!r} to replace, but {', '.join(parts)}")
+            raise TypeError(
+                f"a QArray has no field {unknown[0]!r}; its fields are {', '.join(parts)}"
+            )
         return self.from_packed(**parts | changes)
+
+    # For `copy.replace`, which Python has from 3.13 on. Dataclasses would define it by `__init__`.
+    __replace__ = replace
 
     def _set(
         self,
@@ -181,8 +207,18 @@ class QArray(ImplicitArray):
             object.__setattr__(self, field.name, value)  # the dataclass is frozen
 
     @property
+    def type_name(self) -> str:
+        """The name of the format in jaxprs and tables, such as "q4" for int4."""
+        return _SHORT_NAMES.get(self.qtype, self.qtype)
+
+    @property
+    def storage_name(self) -> str:
+        """The granularity of the scales: "tile 64", "channelwise" or "one scale"."""
+        return self._tiles()
+
+    @property
     def format(self) -> Format:
-        """The row of `FORMATS` that `qtype` names."""
+        """The entry of `vn.quant.FORMATS` for `qtype`."""
         return get_format(self.qtype)
 
     @property
@@ -193,7 +229,7 @@ class QArray(ImplicitArray):
 
     @property
     def tile_shape(self) -> Shape:
-        """How many neighbours share one scale, along each axis."""
+        """The number of values that share one scale, along each axis."""
         return tile_shape(self.shape, self.scale.shape)
 
     def _tiles(self) -> str:
@@ -205,7 +241,7 @@ class QArray(ImplicitArray):
         return "channelwise" if self.scale.size > 1 else "one scale"
 
     def __repr__(self) -> str:
-        """By its title; of parts that are no arrays, by its fields."""
+        """Return the title, or all fields if a part is not an array."""
         return f"QArray({title(self)})" if has_title(self) else super().__repr__()
 
     def codes(self) -> jax.Array:
@@ -227,22 +263,26 @@ class QArray(ImplicitArray):
         return format.decode(format.from_fields(fields), dtype)
 
     def scales(self) -> jax.Array:
-        """Returns what the scales are worth, in f32 or f64: `[...]` of the shape of `scale`."""
+        """Return the scales in f32 or f64, dequantized if they are quantized."""
         return _wide(self.scale)
 
     def minima(self) -> jax.Array | None:
-        """Returns what the minima are worth, as `scales` does; None where there are none."""
+        """Return the minima in f32 or f64, or None if the array has no minima."""
         return None if self.minimum is None else _wide(self.minimum)
 
     def zero_points(self) -> jax.Array | None:
-        """Returns zero points as integers, a byte each where they are packed; None for none."""
+        """Return the unpacked zero points as integers, or None if the array has none."""
         zero_point = self.zero_point
         if zero_point is None:
             return None
         return zero_point.codes() if isinstance(zero_point, QArray) else jnp.asarray(zero_point)
 
     def aval(self) -> jax.core.ShapedArray:
-        """Returns the shape of the codes, before packing, and the dense dtype."""
+        """Return the shape and dtype of the dense array.
+
+        **Raises:** `ValueError` if a function of leaves, such as `jax.tree.map`, changed the codes,
+        or sliced an axis along which they are packed.
+        """
         stored = jax.typeof(self.packed)  # with its sharding, which the codes share
         _check_codes_are_stored(self, stored.dtype)
         shape = list(stored.shape)
@@ -250,9 +290,9 @@ class QArray(ImplicitArray):
             axis, size = self.packing
             if shape[axis] != packed_size(size, self.format.bits):
                 raise ValueError(
-                    f"a QArray packed along axis {axis} (size {size}) has stored codes of shape "
-                    f"{stored.shape}: from outside, vmap and tree functions may map and slice its "
-                    "leading axes alone; under vn.implicit any axis will do"
+                    f"a QArray packed along axis {axis} (size {size}) cannot have stored codes of "
+                    f"shape {stored.shape}. Outside vn.implicit, vmap and tree functions can slice "
+                    "only its leading axes; under vn.implicit, any axis"
                 )
             shape[axis] = size
         # A stored float64 is float32 where jax_enable_x64 is not set.
@@ -260,7 +300,7 @@ class QArray(ImplicitArray):
         return stored.update(shape=tuple(shape), dtype=dtype, weak_type=False)
 
     def leaf_axes(self) -> list[list[LeafAxis]]:
-        """Returns which values each entry goes with: a tile has a scale, a unit of codes bytes."""
+        """Return the leaf axes of the codes, scales, zero points and minima."""
         ndim = self.ndim
 
         def of(leaf: Any) -> list[LeafAxis]:
@@ -305,7 +345,10 @@ class QArray(ImplicitArray):
         return new
 
     def dequantize(self) -> jax.Array:
-        """Return the dense array, as `vn.quant.dequantize`."""
+        """Return the dense array, like `vn.quant.dequantize`.
+
+        **Raises:** `TypeError` if the codes were differentiated; `ValueError` if they were changed.
+        """
         refuse_derivatives(self)
         _check_codes_are_stored(self, self.packed.dtype)
         return compute_elementwise(QArray._dequantize, self, self.dtype)
@@ -329,7 +372,7 @@ class QArray(ImplicitArray):
         return x.astype(self.dtype)
 
     def materialise(self) -> jax.Array:
-        """Does for `vn.materialise` what `dequantize` does."""
+        """Return the dense array, for `vn.materialise`."""
         return self.dequantize()
 
 
@@ -354,13 +397,13 @@ def pack_codes(codes: jax.Array, format: Format) -> tuple[jax.Array, Packing | N
 def _format_of_codes(qvalue: Leaf, qtype: DTypeLike | None) -> Format:
     dtype = qvalue.dtype
     if qtype is None and dtype.name not in FORMATS:
-        raise ValueError(f"the format does not follow from qvalue of {dtype.name}; pass qtype")
+        raise ValueError(f"qvalue has dtype {dtype.name}, which is not a format: pass qtype")
     format = get_format(dtype.name if qtype is None else qtype)
     has_integers = format.is_integer or format.codebook is not None
     if dtype != format.code_dtype and not (has_integers and jnp.issubdtype(dtype, jnp.integer)):
         raise ValueError(
-            f"qvalue holds codes of {format.name}, which are {format.code_dtype.name}, not "
-            f"{dtype.name}; vn.quant.quantize makes them"
+            f"qvalue has dtype {dtype.name}, but codes of {format.name} are "
+            f"{format.code_dtype.name}. To quantize values, call vn.quant.quantize"
         )
     is_full = dtype == format.code_dtype and format.bits in (
         4,
@@ -378,18 +421,19 @@ def _check_codes(qvalue: Leaf, format: Format) -> None:
         if qvalue.dtype == format.code_dtype:
             return
         raise ValueError(
-            f"codes of {format.name} are {format.code_dtype.name}, not {qvalue.dtype.name}, whose "
-            f"range cannot be checked under a trace; pass qvalue.astype(jnp.{format.code_dtype})"
+            f"codes of {format.name} are {format.code_dtype.name}, and the range of "
+            f"{qvalue.dtype.name} codes cannot be checked in a traced program: pass "
+            f"qvalue.astype(jnp.{format.code_dtype})"
         )
     low, high = format.code_range
     codes = np.asarray(qvalue)
     if codes.size and not low <= codes.min() <= codes.max() <= high:
         raise ValueError(
-            f"codes of {format.name} lie in [{low}, {high}], and qvalue holds "
+            f"codes of {format.name} are from {low} to {high}, but qvalue has codes from "
             f"{codes.min()} to {codes.max()}"
         )
     if format.bits == 1 and format.signed and not codes.all():
-        raise ValueError(f"codes of {format.name} are -1 and 1, and qvalue holds 0")
+        raise ValueError(f"codes of {format.name} are -1 and 1, but qvalue has code 0")
 
 
 def _check_arrays(**parts: Any) -> None:
@@ -401,8 +445,8 @@ def _check_arrays(**parts: Any) -> None:
         if name in ("scale", "zero_point", "minimum") and isinstance(part, QArray):
             continue
         raise TypeError(
-            f"{name} must be a JAX or NumPy array, of the rank of the values, and is of type "
-            f"{type(part).__name__}: make it one with jnp.asarray"
+            f"{name} must be a JAX or NumPy array with the rank of the codes, not a "
+            f"{type(part).__name__}: convert it with jnp.asarray"
         )
 
 
@@ -410,19 +454,19 @@ def _validate(q: QArray) -> None:
     _validate_packed(q)
     for name, leaf in (("scale", q.scale), ("minimum", q.minimum)):
         if leaf is not None and not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise ValueError(f"{name} is floating, not {leaf.dtype.name}")
+            raise ValueError(f"{name} must have a floating dtype, not {leaf.dtype.name}")
     if not jnp.issubdtype(jnp.dtype(q.dense_dtype), jnp.floating):
-        raise ValueError(f"a QArray stands for a floating array, not {q.dense_dtype}")
+        raise ValueError(f"dense_dtype must be a floating dtype, not {q.dense_dtype}")
     if q.zero_point is not None and not q.format.is_integer:
-        raise ValueError(f"{q.qtype} is no integer format and has no zero_point")
+        raise ValueError(f"{q.qtype} is not an integer format, so it has no zero_point")
     if isinstance(q.zero_point, QArray) and not q.zero_point.format.is_integer:
-        raise ValueError(f"zero points are integers, not {q.zero_point.qtype}")
+        raise ValueError(f"zero_point must have an integer format, not {q.zero_point.qtype}")
     for name in ("scale", "zero_point", "minimum"):
         leaf = getattr(q, name)
         if leaf is not None and not divides(leaf.shape, q.shape):
             raise ValueError(
-                f"{name} has shape {leaf.shape}, which does not tile values of shape {q.shape}: "
-                "it needs the same rank, and axes that divide those of the values"
+                f"{name} of shape {leaf.shape} does not tile codes of shape {q.shape}: it needs "
+                "the same rank, and the size of each axis must divide the size of the codes' axis"
             )
 
 
@@ -443,16 +487,17 @@ def _check_codes_are_stored(q: QArray, dtype: Any) -> None:
 def _validate_packed(q: QArray) -> None:
     if q.packed.dtype != q.format.storage_dtype:
         raise ValueError(
-            f"{q.qtype} is stored as {q.format.storage_dtype.name}, not {q.packed.dtype.name}"
+            f"{q.qtype} is stored in {q.format.storage_dtype.name}, but packed has dtype "
+            f"{q.packed.dtype.name}"
         )
     if q.packing is None:
         return
     axis, size = q.packing
     bits = q.format.bits
     if bits >= 8:
-        raise ValueError(f"{q.qtype} takes whole bytes and has no packing, not {q.packing}")
+        raise ValueError(f"{q.qtype} takes whole bytes, so packing must be None, not {q.packing}")
     if not -q.packed.ndim <= axis < 0 or q.packed.shape[axis] != packed_size(size, bits):
         raise ValueError(
-            f"packed has shape {q.packed.shape}, which is not that of {q.packing}: a negative axis "
-            f"of {packed_size(size, bits)} bytes"
+            f"packed of shape {q.packed.shape} does not fit {q.packing}: the axis must be "
+            f"negative, and have {packed_size(size, bits)} bytes"
         )

@@ -21,16 +21,24 @@ class QCache(QArray):
 
     `jax.lax.dynamic_update_slice`, `.at[...].set` and `jnp.concatenate` quantize the update to the
     format of the cache, with new scales. Writing into any other `QArray` materializes it.
-    `vn.quant.zeros` makes a cache. All other rules are those of `QArray`.
+    `vn.quant.zeros` makes a cache. All other rules are those for `QArray`.
 
     Values that are written back as they were read do not change. For this, the scales differ from
-    those of `vn.quant.quantize`: the largest value has the last code
-    (`quant.conversion.calibration.stable_scale`). If values have 16 bits, or their scales another
-    dtype, this scale is not always found again. Then a write also reads the groups that it
-    replaces, and keeps those whose values are the same.
+    those that `vn.quant.quantize` computes: the largest value has the last code. If values have 16
+    bits, or their scales have another dtype, a write also reads the groups that it replaces, and
+    keeps a group whose values are the same.
 
     An update must consist of whole groups of values that share a scale. An update of a part of a
     group materializes the array, and `vn.explain` reports it.
+
+    **Arguments:** as for `QArray`.
+
+    >>> import jax, jax.numpy as jnp, veneer as vn
+    >>> cache = vn.quant.zeros((4, 8), "int8", channelwise_axes=[0])
+    >>> write = vn.implicit(lambda cache, row: jax.lax.dynamic_update_slice(cache, row, (1, 0)))
+    >>> cache = write(cache, jnp.ones((1, 8)))
+    >>> type(cache).__name__, cache.dequantize()[:, 0].round(1).tolist()
+    ('QCache', [0.0, 1.0, 0.0, 0.0])
     """
 
     is_cache: ClassVar[bool] = True

@@ -27,34 +27,35 @@ def zeros(
     scale_dtype: DTypeLike | None = None,
     block_axis: int | None = None,
 ) -> QCache | BlockCache:
-    """Makes a quantised array of zeros that programs write into: a cache.
+    """Return a quantized array of zeros that programs write into, such as a KV cache.
 
-    It is a `QArray` of which `jax.lax.dynamic_update_slice`, `.at[...].set` and `jnp.concatenate`
-    keep what is stored: they quantise what they write, and read nothing of the rest. An axis along
-    which single entries are written is channelwise, as that of the tokens here.
+    `jax.lax.dynamic_update_slice`, `.at[...].set` and `jnp.concatenate` quantize only the values
+    that they write. If they write single entries of an axis, such as tokens, name it in
+    `channelwise_axes`. Each token then has a scale.
 
     **Arguments:**
 
-    - `shape`: of the array. An axis of size 0 keeps no tile: what is joined to it has a scale for
-      each entry.
+    - `shape`: the shape of the array. Entries that are concatenated to an axis of size 0 get one
+      scale each.
     - `qtype`, `channelwise_axes`, `tiled_axes`, `scale_dtype`: as for `vn.quant.quantize`.
-    - `dtype`: of the dense array that it stands for.
-    - `calibration_method`: how what is written gives its range: "absmax", or "minmax", with zero
-      points (integers only). None is the format's own.
-    - `block_axis`: the axis of the tokens, where tokens that follow each other share a scale: one
-      of `tiled_axes`, whose tile is the size of a block. The block that is written last is kept in
-      full, and the others are rounded.
+    - `dtype`: the dtype of the dense array.
+    - `calibration_method`: "absmax", or "minmax" for zero points (integers only). None is the
+      default of the format.
+    - `block_axis`: the axis of the tokens, if blocks of tokens share scales, as in KIVI (arXiv
+      2402.02750). It must be one of `tiled_axes`, and its tile size is the block size. The newest
+      block stays in full precision.
 
-    **Returns:** a `QCache`; with `block_axis`, a `BlockCache`. Codes below 8 bits are packed along
-    the last axis where values share a scale, so that what is written are whole bytes; those of
-    blocks along the last axis.
+    **Returns:** a `QCache`, or a `BlockCache` if `block_axis` is given. Codes below 8 bits are
+    packed along the last axis that shares scales, so that each write changes whole bytes.
 
-    **Raises:** what `vn.quant.quantize` raises. `ValueError` for another `calibration_method`,
-    which would not be known where something is written, for a format whose scales share one, for a
-    negative size, and for a `block_axis` that is out of range or none of `tiled_axes`.
+    **Raises:**
+
+    - `TypeError` if `dtype` is not floating.
+    - `ValueError` as `vn.quant.quantize`, for another `calibration_method`, a format with quantized
+      scales (nvfp4, nf4_dq), a negative size, or a `block_axis` that is not in `tiled_axes`.
 
     >>> import jax.numpy as jnp, veneer as vn
-    >>> keys = vn.quant.zeros((8, 128, 64), "int8", channelwise_axes=[0, 1])  # a scale a token
+    >>> keys = vn.quant.zeros((8, 128, 64), "int8", channelwise_axes=[0, 1])
     >>> write = vn.implicit(lambda keys, key, at: keys.at[:, at].set(key))
     >>> keys = write(keys, jnp.ones((8, 64)), 3)
     >>> keys, keys.dequantize()[0, 2:5, 0].round(1).tolist()
@@ -62,20 +63,20 @@ def zeros(
     """
     format, shape = get_format(qtype), tuple(map(operator.index, shape))
     if any(size < 0 for size in shape):
-        raise ValueError(f"shape {shape} has a negative size")
+        raise ValueError(f"shape must not have negative sizes, but is {shape}")
     if format.scale_tile is not None:
         raise ValueError(
-            f"scales of {format.name} share a scale, so that nothing can be written by itself; "
-            "a format with scales of its own is one for a cache"
+            f"{format.name} has quantized scales, so a part of an array cannot be quantized alone: "
+            "use another format for a cache"
         )
     if calibration_method not in (None, format.calibration, "minmax"):
         raise ValueError(
-            f"calibration_method of a {format.name} array that is written into is "
-            f"{format.calibration!r} or 'minmax', not {calibration_method!r}"
+            f"calibration_method of a cache in {format.name} must be {format.calibration!r} or "
+            f"'minmax', not {calibration_method!r}"
         )
     like = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     if like.dtype not in QUANTIZABLE:
-        raise TypeError(f"dtype is {like.dtype.name}; a QArray stands for a floating array")
+        raise TypeError(f"dtype must be floating, not {like.dtype.name}")
     params = quantize_params(
         like,
         qtype,
@@ -88,7 +89,9 @@ def zeros(
         axis = normalize_axis(operator.index(block_axis), shape)
         if axis not in [int(i) % len(shape) for i in tiled_axes or ()]:
             named = [*(tiled_axes or ())]
-            raise ValueError(f"block_axis {block_axis} is none of the tiled_axes, {named}")
+            raise ValueError(
+                f"block_axis {block_axis} must be one of tiled_axes, which are {named}"
+            )
         replaced = lambda sizes, size: [size if i == axis else n for i, n in enumerate(sizes)]
         blocks = params.counts[axis]
         newest = jnp.zeros(replaced(shape, shape[axis] // max(blocks, 1)), dtype)

@@ -1,20 +1,20 @@
-"""The array types, each a model of how to write one.
+"""Array types that represent a dense array and store something cheaper.
 
-    lora            a weight and a low-rank update
+    lora            a weight with a LoRA adapter, and low-rank matrices
     structured      matrices: diagonal, banded, triangular, ...
-    sparse          arrays most of whose entries are zero
-    masked          arrays some of whose entries are left out
-    labels          arrays of which something is said: names of axes, a unit, that they are keys
-    basis           arrays that are stored in another basis: permuted, rotated, scaled
+    sparse          arrays with few nonzero entries
+    masked          arrays with invalid entries
+    labels          arrays with axis names or a unit, and random keys
+    basis           arrays stored in another basis: permuted, rotated, scaled
     constant        `Constant`
     frozen          `Frozen`
     lazy            `Lazy`
 
 and what they share:
 
-    axes            the check of the axes of a type's leaves
-    elementwise     which primitives are elementwise
-    zero_preserving  which of them give 0 for 0
+    axes            checks of the axes of leaves
+    elementwise     the elementwise primitives
+    zero_preserving  the elementwise primitives that map 0 to 0
 """
 
 from . import lora

@@ -39,8 +39,8 @@ def check_axes(value: Any, kinds: Any = Leaf, /, **axes: str) -> None:
             is_implicit = isinstance(leaf, Value)
             raise TypeError(
                 f"{type(value).__name__} takes {'a dense' if is_implicit else 'an'} array for "
-                f"{field}, not {leaf!r}; "
-                f"{'veneer.materialise' if is_implicit else 'jax.numpy.asarray'} makes one"
+                f"{field}, not {leaf!r}. Convert it with "
+                f"{'veneer.materialise' if is_implicit else 'jax.numpy.asarray'}."
             )
         shape, own = tuple(leaf.shape), names.split()
         if len(shape) < len(own):
@@ -52,10 +52,13 @@ def check_axes(value: Any, kinds: Any = Leaf, /, **axes: str) -> None:
         for name, size in zip(own, shape[split:], strict=True):
             expected = int(name) if name.isdecimal() else sizes.setdefault(name, size)
             if size != expected:
-                raise ValueError(_message(value, axes, f"axis {name} of {field} is {size}"))
+                raise ValueError(
+                    _message(value, axes, f"axis {name} of {field} is {size}, not {expected}")
+                )
 
 
 def _message(value: Any, axes: dict[str, str], what: str) -> str:
     wanted = ", ".join(f"{field} [..., {', '.join(n.split())}]" for field, n in axes.items())
     given = ", ".join(f"{field} {tuple(getattr(value, field).shape)}" for field in axes)
-    return f"{type(value).__name__} takes {wanted} with the same leading axes; {what}: got {given}"
+    same = " with the same leading axes" if len(axes) > 1 else ""
+    return f"{type(value).__name__} takes {wanted}{same}, got {given}: {what}"

@@ -20,31 +20,35 @@ from .elementwise import ELEMENTWISE
 
 
 class Constant(ImplicitArray):
-    """The array `[..., *trailing]` whose entries are all `fill`: zeros, ones, or any number.
+    """An array `[..., *trailing]` whose entries are all `fill`: zeros, ones or any other number.
 
-    One number is stored. Elementwise functions of constants are constants, as are their
-    reductions, products, slices, reshapes, transposes and broadcasts. Beside a dense array it is
-    broadcast within the program, where XLA stores it nowhere. Its product with a dense `[m, n]` is
-    a sum over the contracted axis: `m n` additions, and no multiplication of matrices.
+    It stores one number. Next to a dense array it is broadcast inside the program, and under `jit`
+    XLA stores no array of its size. Its product with a dense `[m, n]` is a sum over the contracted
+    axis: `m n` additions.
 
-    The number is traced, so nothing is known of it: `0 * x` is computed, and is NaN where `x` is.
-    In a product the sum is taken first; where the fill is infinite, or the products overflow, the
-    result may be a number or infinite where the dense product is NaN.
+    **Keeps the structure:** elementwise functions of constants and numbers, reductions, products of
+    constants, slices, reshapes, transposes and broadcasts.
+
+    **Materializes:** `concatenate`, `cumsum`, `sort`, gathers and scatters, and operations with
+    another implicit type.
+
+    The fill is traced, so no program depends on its value: `0 * x` is computed, and is NaN where
+    `x` is NaN. A product takes the sum first. If the fill is infinite or the products overflow, the
+    result can be a number or infinity where the dense product is NaN.
 
     **Arguments:**
 
-    - `fill`: a number, or an array `[...]` with one for each place along the leading axes.
-    - `trailing`: the sizes of the other axes, as a tuple.
+    - `fill`: a number or an array `[...]` of any dtype, with one number per index of the leading
+      axes.
+    - `trailing`: the sizes of the other axes, a tuple; static.
 
-    **Raises:** TypeError for a fill that is no number or array, and for anything but a tuple of
+    **Raises:** `TypeError` if `fill` is not a number or an array, or `trailing` is not a tuple of
     sizes.
 
     >>> import jax.numpy as jnp, veneer as vn
-    >>> ones = Constant.ones((1000, 1000))
+    >>> ones = vn.types.Constant.ones((1000, 1000))
     >>> ones, ones.nbytes
     (Constant(fill=f32[], trailing=(1000, 1000)), 4)
-    >>> vn.implicit(lambda x: jnp.tanh(x.T) @ (x - 1))(2 * ones).fill.item()
-    964.02...
     >>> (ones @ jnp.ones((1000, 3))).shape
     (1000, 3)
     """
@@ -68,21 +72,21 @@ class Constant(ImplicitArray):
 
     @classmethod
     def zeros(cls, shape: tuple[int, ...], dtype: Any = float) -> "Constant":
-        """An array of zeros."""
+        """Return a constant array of zeros of this shape and dtype."""
         return cls(jnp.zeros((), dtype), shape)
 
     @classmethod
     def ones(cls, shape: tuple[int, ...], dtype: Any = float) -> "Constant":
-        """An array of ones."""
+        """Return a constant array of ones of this shape and dtype."""
         return cls(jnp.ones((), dtype), shape)
 
     def aval(self) -> jax.core.ShapedArray:
-        """The fill's axes, then the trailing ones."""
+        """Return the shape, the axes of `fill` and then `trailing`, and the dtype of `fill`."""
         fill = jax.typeof(self.fill)
         return jax.core.ShapedArray((*fill.shape, *self.trailing), fill.dtype)
 
     def materialise(self) -> Any:
-        """The dense array."""
+        """Return the dense array."""
         return _broadcast(self.fill, self.shape)
 
 

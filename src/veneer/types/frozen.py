@@ -14,21 +14,26 @@ from .axes import Leaf, check_axes
 
 
 class Frozen(ImplicitArray):
-    """An array, dense or implicit, that is a constant to derivatives: `stop_gradient(x)`.
+    """An array `[...]` through which no gradient flows: `jax.lax.stop_gradient(x)`.
 
-    Every primitive goes on to what it holds, without a gradient: a frozen `QArray` is multiplied by
-    the rules of `QArray`, at their cost. So results are not frozen, but constant to derivatives all
-    the same. `vn.freeze` and `vn.unfreeze` wrap and unwrap the arrays of a model, and
-    `vn.trainable` says False for them.
+    Every primitive runs on `x` without a gradient, by the rules of its type: a frozen `QArray` is
+    multiplied as a `QArray`. Results are not `Frozen`, but they are constants to derivatives. In
+    fine-tuning, `vn.freeze` and `vn.unfreeze` wrap and unwrap the arrays of a model, and
+    `vn.trainable` is False for frozen arrays.
+
+    **Keeps the structure:** `stop_gradient`, `copy`, and the batch axes of `vmap` and loops.
+
+    **Materializes:** the operations that materialize `x`. Rules for whole functions, such as
+    `jnp.linalg.inv`, do not apply to a frozen array.
 
     **Arguments:**
 
-    - `x`: the array, `[...]`.
+    - `x`: a dense or implicit array `[...]` of any dtype.
 
-    **Raises:** `TypeError` where `x` is no array; `vn.freeze` takes trees of them.
+    **Raises:** `TypeError` if `x` is not an array. For a tree of arrays, use `vn.freeze`.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
-    >>> w = vn.freeze(jnp.eye(2))
+    >>> w = vn.types.Frozen(jnp.eye(2))
     >>> w
     Frozen(x=f32[2,2])
     >>> jax.grad(lambda w: (jnp.ones(2) @ w).sum())(w).x.tolist()
@@ -46,15 +51,15 @@ class Frozen(ImplicitArray):
         check_axes(self, x="")
 
     def aval(self) -> jax.core.ShapedArray:
-        """The shape and dtype of `x`."""
+        """Return the shape and dtype of `x`."""
         return self.x.aval() if isinstance(self.x, Value) else jax.typeof(self.x)
 
     def materialise(self) -> Any:
-        """What it holds, without a gradient; that may be implicit in turn."""
+        """Return `x` without a gradient. The result is implicit if `x` is."""
         return jax.tree.map(jax.lax.stop_gradient, self.x)
 
     def partition(self, spec: PartitionSpec, shape: tuple[int, ...]) -> "Frozen | None":
-        """What it holds is cut as it would be alone."""
+        """Return the `PartitionSpec` of each leaf, or None if `x` must be materialized."""
         held = self.x.partition(spec, shape) if isinstance(self.x, Value) else spec
         if held is None:
             return None
@@ -62,6 +67,6 @@ class Frozen(ImplicitArray):
 
     @staticmethod
     def default(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]) -> Any:
-        """What the primitive gives on what is held."""
+        """Run the primitive on the values of the frozen operands."""
         bind = lambda *xs: primitive.bind(*xs, **primitive.get_bind_params(params))
         return redispatch(bind, *(x.materialise() if isinstance(x, Frozen) else x for x in values))

@@ -58,48 +58,44 @@ class Deferred:
 
 
 class Lazy(ImplicitArray):
-    """A deferred computation: `function(*operands)`, run when its result is needed, and once.
+    """A deferred computation `function(*operands)`, an array that is computed when it is needed.
 
-    Anything that computes with it needs it, and makes it dense; `vn.explain` shows where. What is
-    never needed is never run: an argument that a program ignores, or a branch of `jax.lax.cond`
-    that is not taken. It stays deferred through `stop_gradient`, `copy` and `astype`.
+    An operation that computes with it runs the function. A program that ignores it, or a branch of
+    `jax.lax.cond` that is not taken, does not.
 
-    The leaves are those of the operands, so derivatives by a `Lazy` are derivatives by them.
+    - Eagerly, the function runs once, and the instance keeps the result. `jax.tree.map` and
+      `jax.jit` create new instances, which have no result.
+    - Under `jax.jit`, each use traces the function, and XLA merges equal computations.
+    - A loop that uses it runs the function once, before the loop. So does an eager call of a jitted
+      function that uses it.
 
-    *Once*: the result of a run on concrete operands is kept on the instance. What a transformation
-    makes of it (`jax.tree.map`, an argument of `jax.jit`) is another instance. Under `jax.jit` each
-    use traces the function, and XLA merges what is computed twice. Before a loop it is run, as the
-    loop would run it in each turn; so it is before a call of a jitted function that computes with
-    it, unless that is traced in turn. The function should be pure, as one given to `jax.jit`.
+    The leaves are the operands, so derivatives with respect to a `Lazy` are derivatives with
+    respect to its operands. A loop never slices it. `jax.vmap(vn.implicit(f))` maps its operands.
 
-    Entries may depend on each other in any way, so a loop never slices one. `jax.vmap` of
-    `vn.implicit(f)` maps the operands, as JAX does with any pytree: there a stack of operands
-    stands for a stack of computations.
+    **Keeps the structure:** `stop_gradient`, `copy` and `astype`.
+
+    **Materializes:** every other operation; `vn.explain` shows where.
 
     **Arguments:**
 
-    - `function`: hashable, and of one array as its result. Two that are equal make equal programs:
-      a lambda made anew each time is compiled anew. Of a `functools.partial` the function and the
-      arguments are compared. Implicit arrays among the operands meet their rules in it.
-    - `operands`: pytrees of arrays and implicit arrays.
+    - `function`: a pure, hashable function that returns one array. Equal functions give equal
+      programs, so a new lambda compiles anew. A `functools.partial` is compared by its function and
+      arguments.
+    - `operands`: pytrees of arrays and implicit arrays, of any shapes and dtypes.
 
-    **Raises:** TypeError for a function that cannot be hashed or captures a traced array, for an
-    operand that is no array, and for a result that is none; whatever `function` raises on the
-    shapes of the operands.
+    **Raises:**
 
-    >>> import jax, jax.numpy as jnp, veneer as vn
-    >>> runs = []
-    >>> def gram(x):
-    ...     jax.debug.callback(lambda: runs.append("a run"))
-    ...     return x.T @ x
-    >>> g = Lazy(gram, jnp.arange(6.0).reshape(3, 2))
-    >>> g, g.shape
-    (Lazy(gram, f32[3,2]), (2, 2))
-    >>> vn.implicit(lambda g: g.sum() + g.max())(g).item()
-    142.0
-    >>> jax.effects_barrier()
-    >>> runs
-    ['a run']
+    - `TypeError` if `function` is not callable or hashable, captures a traced array, or does not
+      return one array.
+    - `TypeError` if an operand is not an array.
+    - The errors of `function` for the shapes of the operands.
+
+    >>> import jax.numpy as jnp, veneer as vn
+    >>> gram = vn.types.Lazy(lambda x: x.T @ x, jnp.arange(6.0).reshape(3, 2))
+    >>> gram, gram.shape
+    (Lazy(<lambda>, f32[3,2]), (2, 2))
+    >>> vn.implicit(lambda g: g.sum())(gram).item()
+    107.0
     """
 
     operands: tuple[Any, ...]
@@ -126,8 +122,8 @@ class Lazy(ImplicitArray):
             ) from None
         if _captures_tracer(function):
             raise TypeError(
-                f"Lazy: {_name(function)} captures a traced array, which would be no leaf. Pass it "
-                "as an operand."
+                f"Lazy: {_name(function)} captures a traced array, which would not be a leaf. "
+                "Pass it as an operand."
             )
         self.__dict__.update(operands=operands, function=function, output=None)
 
@@ -139,16 +135,25 @@ class Lazy(ImplicitArray):
     def deferred(
         primitive: Primitive | str, operands: Sequence[Any], params: dict[str, Any]
     ) -> Any:
-        """What a primitive gives, deferred: what a rule returns to leave that for later.
+        """Defer a primitive, as the result of a rule.
 
-        It is bound on the dense forms of the operands, if it ever is; rules for types that know
-        better see `.function.primitive`, `.function.params`, `.operands` and `.output`.
+        The primitive runs later, on the dense operands. Rules of other types can read
+        `.function.primitive`, `.function.params`, `.operands` and `.output` of the result.
 
-        **Returns:** a `Lazy`; of a primitive of several results, a list of them that share the run.
+        **Arguments:**
 
-        >>> import jax, jax.numpy as jnp
+        - `primitive`: a primitive or its name.
+        - `operands`: its operands, dense or implicit.
+        - `params`: its parameters.
+
+        **Returns:** a `Lazy`, or a list of them for a primitive with several results. They share
+        one run.
+
+        **Raises:** `ValueError` if no primitive has that name.
+
+        >>> import jax, jax.numpy as jnp, veneer as vn
         >>> params = jax.make_jaxpr(jax.lax.linalg.lu)(jnp.eye(2)).eqns[0].params
-        >>> Lazy.deferred("lu", [jnp.eye(2)], params)
+        >>> vn.types.Lazy.deferred("lu", [jnp.eye(2)], params)
         [Lazy(lu, f32[2,2])[0], Lazy(lu, f32[2,2])[1], Lazy(lu, f32[2,2])[2]]
         """
         if isinstance(primitive, str):
@@ -167,7 +172,7 @@ class Lazy(ImplicitArray):
         return outputs
 
     def materialise(self) -> Any:
-        """The result, of a run now or of one that was kept."""
+        """Return the result of the function. Run it, unless an earlier run was kept."""
         results = self._results()
         return results if self.output is None else results[self.output]
 

@@ -59,34 +59,37 @@ ALIGNMENT = b"general.alignment"
     [
         (b"", "is empty"),
         (b"GG", "it ends within the 4 bytes"),
-        (b"PK\x03\x04" + bytes(100), "no GGUF file: it does not start with 'GGUF'"),
-        (header(version=1), "it has version 1, and those that are read are 2 and 3"),
-        (header(version=3 << 24), "it is big-endian: gguf-convert-endian"),
-        (header(tensors=2**62), f"it ends before the {2**62} things"),
-        (header(pairs=2**64 - 1), f"it ends before the {2**64 - 1} things"),
-        (header(pairs=1) + pair(8, struct.pack("<Q", 2**63)), "it ends before the"),
-        (header(pairs=1) + pair(9, struct.pack("<IQ", 4, 2**61)), "it ends before the"),
-        (header(pairs=1) + pair(9, struct.pack("<IQ", 8, 2**61)), "it ends before the"),
-        (header(pairs=1) + pair(13, bytes(9)), "there is no value of type 13"),
+        (b"PK\x03\x04" + bytes(100), "not a GGUF file: it does not start with 'GGUF'"),
+        (header(version=1), "it has version 1; supported are 2 and 3"),
+        (header(version=3 << 24), "it is big-endian: convert it with gguf-convert-endian"),
+        (header(tensors=2**62), f"it ends within the {2**62} entries"),
+        (header(pairs=2**64 - 1), f"it ends within the {2**64 - 1} entries"),
+        (header(pairs=1) + pair(8, struct.pack("<Q", 2**63)), "it ends within the"),
+        (header(pairs=1) + pair(9, struct.pack("<IQ", 4, 2**61)), "it ends within the"),
+        (header(pairs=1) + pair(9, struct.pack("<IQ", 8, 2**61)), "it ends within the"),
+        (header(pairs=1) + pair(13, bytes(9)), "value type 13 at byte 33 is unknown"),
         (
             header(pairs=1) + pair(9, struct.pack("<IQ", 9, 1) * 9 + bytes(99)),
-            "there is no value of type 9",
+            "value type 9 at byte 81 is unknown",
         ),
-        (header(pairs=2) + pair(0, b"1") * 2 + bytes(9), "'k' is there twice"),
+        (header(pairs=2) + pair(0, b"1") * 2 + bytes(9), "'k' occurs twice"),
         (header(pairs=1) + pair(0, b"1", key=b"\xff"), "can't decode byte 0xff"),
         (
             header(pairs=1) + pair(4, struct.pack("<I", 33), ALIGNMENT),
-            "alignment is a power of two up to",
+            "alignment must be a power of two up to",
         ),
-        (header(pairs=1) + pair(8, string(b"32"), ALIGNMENT), "alignment is a power .*, not '32'"),
+        (
+            header(pairs=1) + pair(8, string(b"32"), ALIGNMENT),
+            "alignment must be a power .*, not '32'",
+        ),
         (header(tensors=1) + info(shape=(1,) * 5), "tensor 'w' has 5 axes"),
-        (header(tensors=1) + info(shape=(2**32, 2**32)), "of more values than bits in the file"),
-        (header(tensors=1) + info(shape=(0, 2**60)), "of more values than bits in the file"),
-        (header(tensors=1) + info(type=99), "tensor 'w': there is no type 99 of tensors"),
-        (header(tensors=1) + info(shape=(33,), type=2), "not of whole blocks of Q4_0, of 32"),
-        (header(tensors=1) + info(offset=32), "tensor 'w': it starts at 32, and the one before"),
-        (header(tensors=1) + info() + bytes(99), "'w': it takes 128 bytes, and the file ends"),
-        (header(tensors=2) + info(shape=()) * 2 + bytes(999), "tensor 'w' is there twice"),
+        (header(tensors=1) + info(shape=(2**32, 2**32)), "has more values than the file has bits"),
+        (header(tensors=1) + info(shape=(0, 2**60)), "has more values than the file has bits"),
+        (header(tensors=1) + info(type=99), "tensor 'w': tensor type 99 is unknown"),
+        (header(tensors=1) + info(shape=(33,), type=2), "not a multiple of 32, the block of Q4_0"),
+        (header(tensors=1) + info(offset=32), "tensor 'w': it starts at 32, but the previous one"),
+        (header(tensors=1) + info() + bytes(99), "'w': it takes 128 bytes, but the file ends"),
+        (header(tensors=2) + info(shape=()) * 2 + bytes(999), "tensor 'w' occurs twice"),
     ],
 )
 def test_what_is_said_of_bad_files(path, content, match):
@@ -101,14 +104,14 @@ def test_types_that_are_not_read_are_named(path):
     path.write_bytes(header(tensors=1) + info(shape=(256,), type=16) + bytes(999))
     with GgufFile(path) as file:
         assert file.types() == {"w": "IQ2_XXS"}
-        with pytest.raises(ValueError, match=r"gguf: tensor 'w': it is IQ2_XXS, and what is read"):
+        with pytest.raises(ValueError, match=r"gguf: tensor 'w': its type is IQ2_XXS; supported"):
             file.read("w")
 
 
 def test_a_file_that_is_not_there(tmp_path):
-    with pytest.raises(FileNotFoundError, match="does not exist, or is no file"):
+    with pytest.raises(FileNotFoundError, match="does not exist or is not a file"):
         GgufFile(tmp_path / "none.gguf")
-    with pytest.raises(FileNotFoundError, match="is no file"):
+    with pytest.raises(FileNotFoundError, match="is not a file"):
         GgufFile(tmp_path)
 
 

@@ -153,16 +153,12 @@ def test_experts_that_are_no_tensor_together(path):
     name = "model.layers.0.mlp.experts.{}.up_proj.weight"
     metadata = {"general.architecture": "qwen3moe"}
     experts = {name.format(i): np.ones((2, 32), np.float32) for i in (0, 2)}
-    with pytest.raises(
-        ValueError, match=r"of the 3 experts of 'blk\.0\.ffn_up_exps\.weight', 2 are"
-    ):
+    with pytest.raises(ValueError, match=r"'blk\.0\.ffn_up_exps\.weight' has only 2 of 3 experts"):
         write_gguf(path, experts, metadata, names="huggingface")
     experts[name.format(1)] = blocks_of("Q8_0", 2, 32)
-    with pytest.raises(
-        ValueError, match=r"experts of 'blk\.0\.ffn_up_exps\.weight' are not of one"
-    ):
+    with pytest.raises(ValueError, match=r"experts of 'blk\.0\.ffn_up_exps\.weight' differ in"):
         write_gguf(path, experts, metadata, names="huggingface")
-    with pytest.raises(ValueError, match="names is 'huggingface' or None, not 'hf'"):
+    with pytest.raises(ValueError, match="names must be 'huggingface' or None, not 'hf'"):
         write_gguf(path, experts, metadata, names="hf")
 
 
@@ -177,16 +173,19 @@ def test_two_tensors_of_one_name(path):
 
 def test_names_of_an_architecture_that_is_not_known(path):
     write_gguf(path, {"w": np.ones(2, np.float32)}, {"general.architecture": "mamba"})
-    with pytest.raises(ValueError, match=r"model\.gguf: architecture 'mamba' is not known: vn"):
+    with pytest.raises(
+        ValueError,
+        match=r"model\.gguf: names='huggingface' is not supported for architecture 'mamba'.*vn",
+    ):
         GgufFile(path, names="huggingface")
-    with pytest.raises(ValueError, match="names is 'huggingface' or None, not 'hf'"):
+    with pytest.raises(ValueError, match="names must be 'huggingface' or None, not 'hf'"):
         GgufFile(path, names="hf")
 
 
 def test_rows_that_are_not_those_of_the_heads(path):
     tensors = {"blk.0.attn_q.weight": np.ones((6, 2), np.float32)}
     write_gguf(path, tensors, {"general.architecture": "llama"} | HEADS)
-    with pytest.raises(ValueError, match=r"q_proj\.weight': its 6 rows are not .*: 4 heads"):
+    with pytest.raises(ValueError, match=r"q_proj\.weight': its 6 rows are not pairs of 4 heads"):
         read_all(path, names="huggingface")
 
 
@@ -251,9 +250,9 @@ def test_a_longer_context_and_a_window_in_the_configuration():
 
 
 def test_a_configuration_that_cannot_be_made():
-    with pytest.raises(ValueError, match=r"for the architectures llama, .* not 'bert'"):
+    with pytest.raises(ValueError, match=r"for architecture 'bert'; supported are llama, "):
         huggingface_config({"general.architecture": "bert"})
-    with pytest.raises(ValueError, match=r"the metadata lacks qwen3\.block_count"):
+    with pytest.raises(ValueError, match=r"the metadata have no qwen3\.block_count"):
         huggingface_config({k: v for k, v in CONFIG.items() if k != "qwen3.block_count"})
     with pytest.raises(ValueError, match=r"qwen3\.feed_forward_length is array.* not one int"):
         huggingface_config(CONFIG | {"qwen3.feed_forward_length": np.arange(2)})
@@ -288,7 +287,7 @@ def test_the_scaling_of_llama_3_is_read_from_its_factors(path):
     }
     assert "rope_scaling" not in huggingface_config(config, rope_factors=np.ones(64, np.float32))
     write_gguf(path, {"rope_freqs.weight": 2 * factors}, config, overwrite=True)
-    with pytest.raises(ValueError, match=r"model\.gguf: its rope_freqs\.weight is not that of"):
+    with pytest.raises(ValueError, match=r"model\.gguf: its rope_freqs\.weight differs from"):
         GgufFile(path).config  # noqa: B018
 
 

@@ -33,9 +33,9 @@ def test_a_file_appears_whole_or_not_at_all(path):
     assert list(path.parent.iterdir()) == []
     write_gguf(path, {"w": np.ones(2, np.float32)})
     before = path.read_bytes()
-    with pytest.raises(FileExistsError, match=r"model\.gguf exists already"):
+    with pytest.raises(FileExistsError, match=r"model\.gguf already exists"):
         write_gguf(path, {})
-    with pytest.raises(ValueError, match="tensor 'b' is bool, and GGUF has float32, float16"):
+    with pytest.raises(ValueError, match="tensor 'b' is bool, but GGUF has only float32, float16"):
         write_gguf(path, {"a": np.ones(3), "b": np.ones(3, bool)}, overwrite=True)
     assert path.read_bytes() == before
     assert [file.name for file in path.parent.iterdir()] == ["model.gguf"]
@@ -67,11 +67,11 @@ NF4, INT4 = (
 @pytest.mark.parametrize(
     ("tensors", "error", "match"),
     [
-        ({"x" * 64: np.ones(2)}, ValueError, "names have up to 63 bytes"),
-        ({"": np.ones(2)}, ValueError, "names have up to 63 bytes"),
-        ({"w": np.ones((1,) * 5)}, ValueError, "'w' has .*, and GGUF up to 4 axes"),
-        ({"w": [1.0]}, TypeError, "'w' is of type list"),
-        ({"w": arrays.key(0)}, TypeError, "'w' is of type .*, and GGUF holds"),
+        ({"x" * 64: np.ones(2)}, ValueError, "names in GGUF have at most 63 bytes"),
+        ({"": np.ones(2)}, ValueError, "names in GGUF have at most 63 bytes"),
+        ({"w": np.ones((1,) * 5)}, ValueError, "'w' has .*, but GGUF has at most 4 axes"),
+        ({"w": [1.0]}, TypeError, "'w' is a list"),
+        ({"w": arrays.key(0)}, TypeError, "'w' is a .*, but GGUF can hold only"),
         (
             {
                 "w": vn.types.LoraArray(
@@ -79,18 +79,18 @@ NF4, INT4 = (
                 )
             },
             TypeError,
-            "'w' is of type LoraArray, .*: vn.materialise makes it dense",
+            "'w' is a LoraArray, .*: convert it, for example with vn.materialise",
         ),
         (
             {"w": NF4},
             ValueError,
-            r"'w', a QArray of nf4 \[2, 32\] in tiles of \[2, 32\], .* has no type with codes of "
-            r"nf4\. Quantise it so .* or save vn\.materialise of it",
+            r"'w', a QArray of nf4 \[2, 32\] in tiles of \[2, 32\]: .* has no type with codes of "
+            r"nf4\. Quantize it accordingly .* or save vn\.materialise of it",
         ),
         (
             {"w": INT4},
             ValueError,
-            r"its scale is float16.*vn\.quant\.Rule has tile_size, tile_axis and scale_dtype",
+            r"its scale must be exact in float16.*vn\.quant\.Rule has tile_size, tile_axis",
         ),
     ],
 )
@@ -102,7 +102,7 @@ def test_what_gguf_cannot_hold_is_refused_by_name(path, tensors, error, match):
 
 @pytest.mark.parametrize("value", [None, 2**64, 1j, np.ones((2, 2)), ["a", 1], b"bytes"])
 def test_metadata_that_gguf_does_not_have(path, value):
-    with pytest.raises(TypeError, match="metadata 'key': GGUF"):
+    with pytest.raises(TypeError, match=r"metadata 'key': (a )?GGUF"):
         write_gguf(path, {}, {"key": value})
     assert not path.exists()
 
@@ -131,7 +131,7 @@ def test_numbers_in_another_byte_order_are_written(path):
 
 @unless_checked
 def test_keys_of_metadata_are_strings(path):
-    with pytest.raises(TypeError, match="keys of metadata are strings, not 1"):
+    with pytest.raises(TypeError, match="keys of metadata must be strings, not 1"):
         write_gguf(path, {}, {1: "a"})
 
 
@@ -160,7 +160,9 @@ def test_a_scale_above_those_of_nvfp4_that_is_none(path):
     q = in_nvfp4(3, 64)
     plain = q.replace(scale=np.asarray(q.scale.packed))
     write_gguf(path, {"w.weight": plain, "w.scale": np.ones(3, np.float32)})
-    with pytest.raises(ValueError, match=r"'w\.weight': its scale is float32 \(3,\), and not one"):
+    with pytest.raises(ValueError, match=r"'w\.weight': its scale is float32 \(3,\), not one"):
         read_all(path)
-    with pytest.raises(ValueError, match=r"'w', a QArray of nvfp4 .* its scale is float8_e4m3fn"):
+    with pytest.raises(
+        ValueError, match=r"'w', a QArray of nvfp4 .* its scale must be exact in float8_e4m3fn"
+    ):
         write_gguf(path, {"w": q}, overwrite=True)

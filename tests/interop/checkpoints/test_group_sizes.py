@@ -267,7 +267,7 @@ def test_a_weight_that_does_not_fit_the_stated_size_is_rejected(tmp_path, family
 def test_a_size_is_not_guessed_where_none_is_stated(tmp_path, family, size):
     tensors, _ = GROUPS_OF_96[family][0](np.random.default_rng(0))
     path = write(tmp_path / "model", tensors, stated_size(family, size))
-    message = r"not state(d)?( how large they are|: correct)|'group_size' of its configuration is"
+    message = r"not state the group size|unspecified size|'group_size' of its configuration is"
     with pytest.raises(ValueError, match=message):
         read(path)
 
@@ -289,7 +289,7 @@ def test_codes_of_bitsandbytes_are_read_from_any_storage(tmp_path, kind, storage
     np.testing.assert_array_equal(values_of(weight), value.astype(np.float32))
     short = tensors | {"m.weight": tensors["m.weight"][:-1]}
     path = write(tmp_path / "short", short, {"quant_method": "bitsandbytes"})
-    with pytest.raises(ValueError, match=r"'m.weight' is .* next to it asks for"):
+    with pytest.raises(ValueError, match=r"'m.weight' is .* requires"):
         vn.load(path)
 
 
@@ -298,7 +298,7 @@ def test_a_group_size_of_torchao_is_the_stated_one(tmp_path):
     tensors, _ = folders.torchao(rng, kind="Int4Tensor", bits=4, shape=(6, 192), tile=96)
     metadata = folders.torchao_metadata("Int4Tensor", 4, tile=128)
     path = folders.write(tmp_path / "model", tensors, metadata=metadata)
-    with pytest.raises(ValueError, match=r"groups of 128 that do not divide 192 inputs"):
+    with pytest.raises(ValueError, match=r"groups of 128, which do not divide 192 inputs"):
         read(path)
     said = json.loads(metadata["m.weight"])
     said["_data"]["block_size"] = [1, 64]

@@ -86,7 +86,9 @@ def test_a_kernel_of_another_version_is_named():
 
 def test_an_executable_that_calls_kernels_needs_them(monkeypatch):
     monkeypatch.setattr(build, "available", lambda: "kernels need Numba")
-    with pytest.raises(RuntimeError, match="calls veneer_rows_int8_few: kernels need Numba"):
+    with pytest.raises(
+        RuntimeError, match="calls veneer_rows_int8_few, which cannot run: kernels need Numba"
+    ):
         kernels.register_handlers(b"\0veneer_rows_int8_few\0")
     assert kernels.register_handlers() == []
 

@@ -84,8 +84,8 @@ def test_quantised_queries_and_keys_are_multiplied_as_integers():
     report = vn.explain(attend)(*args)
     assert [event.primitive for event in report.materialised] == ["dot_general"]  # of p and v
     hows = [event.how for event in report.events if event.primitive == "dot_general"]
-    assert hows[0] == "integer product, scaled outside"
-    assert "scaled outside" in hows[1]
+    assert hows[0] == "multiply integer codes, scale the output"
+    assert "scale the output" in hows[1]
     np.testing.assert_allclose(
         vn.implicit(attend)(*args), attend(*vn.materialise(args)), rtol=1e-5, atol=1e-5
     )

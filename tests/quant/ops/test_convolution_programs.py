@@ -164,11 +164,19 @@ def test_stacked_kernels_are_scanned_packed():
 @pytest.mark.parametrize(
     ("x", "w", "how"),
     [
-        (None, ("int8", {"channelwise_axes": [3]}), "dequantised"),
-        (("int8", {"channelwise_axes": [0]}), ("int4", {"channelwise_axes": [3]}), "integer sums"),
-        (("int8", {}), ("fp8", {"channelwise_axes": [3]}), "sums of codes in floats"),
-        (("int8", {}), ("int8", {"tiled_axes": {2: 2}}), "a scale varies along what is summed"),
-        (("int8", {"channelwise_axes": [2]}), ("int8", {}), "a scale varies along what is summed"),
+        (None, ("int8", {"channelwise_axes": [3]}), "dequantize rhs"),
+        (
+            ("int8", {"channelwise_axes": [0]}),
+            ("int4", {"channelwise_axes": [3]}),
+            "convolve integer codes",
+        ),
+        (("int8", {}), ("fp8", {"channelwise_axes": [3]}), "convolve codes as floats"),
+        (("int8", {}), ("int8", {"tiled_axes": {2: 2}}), "scales vary along the contracted axes"),
+        (
+            ("int8", {"channelwise_axes": [2]}),
+            ("int8", {}),
+            "scales vary along the contracted axes",
+        ),
     ],
 )
 def test_explain_tells_how_it_is_done(x, w, how):

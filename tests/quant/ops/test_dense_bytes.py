@@ -109,7 +109,7 @@ def test_under_every_transformation(name, side):
 def test_bytes_are_multiplied_as_codes(side):
     pair = operands("dot_general under implicit", side, jnp.int8)
     (event,) = vn.explain(jnp.matmul)(*pair).events
-    assert event.how == "integer product, scaled outside"
+    assert event.how == "multiply integer codes, scale the output"
     assert not event.made_dense
 
 

@@ -177,7 +177,7 @@ def how(lhs, rhs, dimension_numbers=MATMUL, *args):
 def test_a_channelwise_weight_is_never_scaled():
     w = quantize(normal(8, 5, dtype=jnp.bfloat16), "int4", channelwise_axes=[1])
     x = normal(3, 8, dtype=jnp.bfloat16)
-    assert how(x, w) == "rhs scaled outside"
+    assert how(x, w) == "convert codes of rhs to float, scale the output"
     assert dots(matmul, x, w) == [("bfloat16", "bfloat16", "float32")]
     of_scale = jax.make_jaxpr(lambda s: matmul(x, w.replace(scale=s)))(w.scale).eqns
     shapes = [e.outvars[0].aval.shape for e in of_scale if e.primitive.name == "mul"]
@@ -189,14 +189,14 @@ def test_integer_codes_are_multiplied_as_integers():
     x = quantize(normal(3, 8), "int8", channelwise_axes=[0])
     for qtype in ("int4", "uint8"):
         w = quantize(normal(8, 5), qtype, channelwise_axes=[1])
-        assert how(x, w) == "integer product, scaled outside"
+        assert how(x, w) == "multiply integer codes, scale the output"
         assert dots(matmul, x, w) == [("int8", "int8", "int32")]
 
 
 def test_codes_of_float8_are_multiplied_as_they_are():
     x = quantize(normal(3, 8), "fp8_e5m2", channelwise_axes=[0])
     w = quantize(normal(8, 5), "fp8_e4m3fn", channelwise_axes=[1])
-    assert how(x, w) == "float8 product, scaled outside"
+    assert how(x, w) == "multiply float8 codes, scale the output"
     assert dots(matmul, x, w) == [("float8_e5m2", "float8_e4m3fn", "float32")]
 
 
@@ -213,7 +213,9 @@ def test_a_sum_that_int32_may_not_hold_is_left_to_floats(monkeypatch):
 def test_the_longest_sum_of_the_largest_codes_fits_int32(terms, zero_point):
     code, zero = (-128, None) if zero_point is None else (127, jnp.full(1, zero_point, jnp.int8))
     largest = QArray(jnp.full(terms, code, jnp.int8), jnp.ones(1), zero)
-    assert how(largest, largest, (([0], [0]), ([], []))) == "integer product, scaled outside"
+    assert (
+        how(largest, largest, (([0], [0]), ([], []))) == "multiply integer codes, scale the output"
+    )
     y = vn.quant.dot_general(largest, largest, (([0], [0]), ([], [])))
     assert y == np.float32(terms * (code - (zero_point or 0)) ** 2)
     longer = largest.replace(packed=jnp.full(terms + 1, code, jnp.int8))
@@ -234,7 +236,7 @@ def test_an_algorithm_fixes_the_types_so_the_operands_are_dequantised():
     x, w = normal(3, 8), quantize(normal(8, 5), "int8")
     for algorithm in (lax.DotAlgorithmPreset.BF16_BF16_F32, "BF16_BF16_F32"):
         said = how(x, w, MATMUL, algorithm, jnp.float32)
-        assert said == "dequantised, for precision fixes the types"
+        assert said == "dequantize rhs, precision fixes the dtypes"
 
 
 # Tiles along the sum.
@@ -254,7 +256,7 @@ def test_integer_tiles_are_multiplied_one_by_one(formats, lhs_tile, rhs_tile, ti
     lhs = tiles_of(normal(3, 192, seed=1), 1, lhs_tile, formats[0])
     rhs = tiles_of(normal(192, 5, seed=2), 0, rhs_tile, formats[1])
     turned = tiles_of(normal(192, 5, seed=2).T, 1, rhs_tile, formats[1])  # packed along the sum
-    said = f"integer product of each of {tiles} tiles, scaled and summed"
+    said = f"multiply integer codes in {tiles} tiles, scale and add the results"
     assert how(lhs, rhs) == how(lhs, turned, (([1], [1]), ([], []))) == said
 
     @jax.jit
@@ -270,14 +272,12 @@ def test_integer_tiles_are_multiplied_one_by_one(formats, lhs_tile, rhs_tile, ti
 def test_tiles_of_a_large_product_are_larger():
     rhs = tiles_of(normal(256, 32), 0, 64)
     few, many = tiles_of(normal(2, 256), 1, 64), tiles_of(normal(32, 256), 1, 64)
-    assert "each of 4 tiles" in how(few, rhs)
+    assert "in 4 tiles" in how(few, rhs)
     assert how(many, rhs) == (
-        "dequantize lhs, tiled by 64 along the contracted axis, "
+        "dequantize lhs, tiled by 64 along the contracted axis; "
         "dequantize rhs, tiled by 64 along the contracted axis"
     )
-    assert "each of 2 tiles" in how(
-        tiles_of(normal(32, 256), 1, 128), tiles_of(normal(256, 32), 0, 128)
-    )
+    assert "in 2 tiles" in how(tiles_of(normal(32, 256), 1, 128), tiles_of(normal(256, 32), 0, 128))
 
 
 def test_no_more_than_a_tile_of_the_output_is_there_at_a_time():
@@ -292,7 +292,7 @@ def test_axes_of_either_side_may_be_tiled():
     )
     rhs = quantize(normal(16, 2, 32, 5, seed=2), "int8", tiled_axes={0: 8, 2: 32, 1: 1, 3: 5})
     dimension_numbers = (((1, 3), (2, 0)), ((2,), (1,)))
-    assert "each of 8 tiles" in how(lhs, rhs, dimension_numbers)
+    assert "in 8 tiles" in how(lhs, rhs, dimension_numbers)
     actual = vn.quant.dot_general(lhs, rhs, dimension_numbers)
     expected = lax.dot_general(lhs.dequantize(), rhs.dequantize(), dimension_numbers)
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-4)  # sums of 512

@@ -41,7 +41,10 @@ def stacked():
 
 
 V = normal(4, 5, seed=4)
-INTEGER, OUTSIDE = "integer product, scaled outside", "rhs scaled outside"
+INTEGER, OUTSIDE = (
+    "multiply integer codes, scale the output",
+    "convert codes of rhs to float, scale the output",
+)
 
 EINSUMS = arrays.OnDemand(
     {
@@ -177,7 +180,7 @@ def test_an_entry_stands_for_a_group(name, dense):
     else:
         ways = events(run, *operands)
         assert not any(event.made_dense for event in vn.explain(run)(*operands).events)
-        assert any(how.startswith("integer product") for _, how in ways)
+        assert any(how.startswith("multiply integer codes") for _, how in ways)
 
 
 def test_groups_by_lists_of_axes():

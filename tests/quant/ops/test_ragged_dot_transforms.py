@@ -123,7 +123,10 @@ def test_explain_says_which_way_it_went(w):
 
     report = vn.explain(run)(jnp.ones((8, K)), w)
     hows = [event.how for event in report.events if event.primitive == "ragged_dot_general"]
-    assert hows == ["one group at a time on CPU, dequantised elsewhere", "dequantised"]
+    assert hows == [
+        "one group at a time on CPU (fallback: dequantize rhs)",
+        "dequantize rhs",
+    ]
     vn.implicit(lambda x, w: lax.ragged_dot(x, w, SIZES), on_materialise=only_by_rules)(x, w)
 
 

@@ -19,7 +19,7 @@ from veneer.quant import quantize
 from veneer.quant.ops import by_xla
 from veneer.quant.ops.product import DotParams
 
-HOW = "scaled_matmul of codes and scales"
+HOW = "jax.nn.scaled_matmul of codes and scales"
 
 
 def defined(lhs, rhs, lhs_scales, rhs_scales, preferred_element_type=jnp.float32):

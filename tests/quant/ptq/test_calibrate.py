@@ -290,13 +290,13 @@ def test_the_report_is_a_table():
 
 
 def test_mistakes():
-    with pytest.raises(ValueError, match="unknown method 'gptp'; the methods are nearest, gptq"):
+    with pytest.raises(ValueError, match="unknown method 'gptp'; it must be one of nearest, gptq"):
         calibrate(mlp, INT4, params=MLP, method="gptp")
-    with pytest.raises(ValueError, match="damping is a share"):
+    with pytest.raises(ValueError, match="damping must be 0 or more"):
         calibrate(mlp, INT4, params=MLP, damping=-1.0)
-    with pytest.raises(ValueError, match="propagation is a part"):
+    with pytest.raises(ValueError, match="propagation must be between"):
         calibrate(mlp, INT4, params=MLP, sequential=True, propagation=2.0)
-    with pytest.raises(ValueError, match="goes with sequential=True"):
+    with pytest.raises(ValueError, match="needs sequential=True"):
         calibrate(mlp, INT4, params=MLP, propagation=0.5)
     with pytest.raises(TypeError, match=r"no parameters in .*params=params"):
         calibrate(lambda x: mlp(MLP, x), INT4)
@@ -305,11 +305,11 @@ def test_mistakes():
     calibration = calibrate(mlp, INT4, params=MLP)
     with pytest.raises(ValueError, match="no batches to calibrate with"):
         calibration([])
-    with pytest.raises(TypeError, match="an iterable of batches, as a list"):
+    with pytest.raises(TypeError, match="an iterable, such as a list of batches"):
         calibration(HELD)
     with pytest.raises(TypeError, match="several times"):
         calibrate(mlp, INT4, params=MLP, sequential=True)(iter(BATCHES))
-    with pytest.raises(ValueError, match=r"(up|down): .*activations have NaN"):
+    with pytest.raises(ValueError, match=r"(up|down): .*activations are not finite"):
         calibration([HELD.at[3, 5].set(jnp.nan)])
 
 
@@ -321,21 +321,21 @@ VANISHING = {"all are 0": 0.0, "its square underflows": 1e-25}
 def test_activations_that_vanish_are_told(why, how):
     small = [VANISHING[why] * x for x in BATCHES[:1]]
     calibration = calibrate(mlp, INT4, params=MLP, **how)
-    with pytest.raises(ValueError, match=f"the activations say nothing of .*{why}"):
+    with pytest.raises(ValueError, match=f"the activations of .*{why}"):
         calibration(small)
 
     def model(params, x):
         return mlp(params, x) + (x * VANISHING[why]) @ params["other"]
 
     params = {**MLP, "other": array(64, 48, seed=3)}
-    with pytest.warns(UserWarning, match=f"say nothing of other .*{why}"):
+    with pytest.warns(UserWarning, match=f"the activations of other .*{why}"):
         calibrate(model, INT4, params=params, **how)(BATCHES[:1])
 
 
 def test_a_static_range_of_zeros_is_rejected():
     rules = [Rule(".*", "int8", act_qtype="int8", act_range="mean")]
     statistics = vn.quant.observe(mlp, rules, params=MLP)([jnp.zeros((4, 64))])
-    with pytest.raises(ValueError, match=r"(up|down): .*no values but 0"):
+    with pytest.raises(ValueError, match=r"(up|down): .*range of a layer is 0"):
         quantize_tree(MLP, rules, statistics=statistics)
 
 
@@ -352,11 +352,11 @@ LOOKED_UP = lambda params, ids: params["table"][ids] + (params["w"] @ jnp.ones(8
 @pytest.mark.parametrize(
     ("rules", "said"),
     [
-        ([Rule("un.*", "int4")], "a format for unused (it has no use)"),
+        ([Rule("un.*", "int4")], "a format for unused (unused)"),
         ([Rule("table", "int4")], "a format for table (rows along axis"),
         ([Rule("table", "int4", tile_axis=-1)], "a format for table (rows along axis"),
-        ([Rule("ww", "int4")], "a format for none"),
-        ([Rule("w", None)], "a format for none"),
+        ([Rule("ww", "int4")], "a format for no weight"),
+        ([Rule("w", None)], "a format for no weight"),
     ],
     ids=["unused", "looked up", "as its rule says", "no path", "no format"],
 )
@@ -365,7 +365,7 @@ def test_rules_for_nothing_that_a_product_has(rules, said):
     calibration = calibrate(LOOKED_UP, rules, params=params)
     message = raised_by(ValueError, lambda: calibration([jnp.arange(3)]))
     assert said in message
-    assert "what products have is w. Have a rule match that" in message
+    assert "products use w. Add a rule" in message
 
 
 @pytest.mark.parametrize("how", [{}, {"memory": 1}, {"sequential": True}], ids=str)
@@ -376,11 +376,11 @@ def test_products_that_the_batches_never_come_to(how):
     calibration = calibrate(model, INT4, params=MLP, **how)
     message = raised_by(ValueError, lambda: calibration(BATCHES))
     for path in MLP:
-        assert f"{path} (it was in no product: give it batches that have it in one" in message
+        assert f"{path} (no product used it; pass batches that use it" in message
     calibration = calibrate(mlp, [Rule(".*", "int4", tile_axis=-1)], params=MLP, **how)
     message = raised_by(ValueError, lambda: calibration(BATCHES))
     for path in MLP:
-        assert f"{path} (products contract its axis -2, which the tile_axis" in message
+        assert f"{path} (products contract axis -2; set tile_axis" in message
 
 
 @pytest.mark.parametrize("how", [{}, {"memory": 1}, {"sequential": True}], ids=str)
@@ -392,11 +392,11 @@ def test_one_product_that_the_batches_never_come_to_is_told_once(how):
         y = mlp(params, x)
         return lax.cond(x[0, 0] > 1e9, lambda: y @ params["last"], lambda: y)
 
-    with pytest.warns(UserWarning, match="no activations met") as told:
+    with pytest.warns(UserWarning, match="no activations were recorded for") as told:
         small = calibrate(model, INT4, params=params, **how)(BATCHES)
     [warning] = told
-    assert "first (it was in no product" in str(warning.message)
-    assert "last (it was in no product" in str(warning.message)
+    assert "first (no product used it" in str(warning.message)
+    assert "last (no product used it" in str(warning.message)
     nearest = quantize_tree(params, INT4, model=model, args=(HELD,))
     assert vn.tree.structure(small) == vn.tree.structure(nearest)
 
@@ -474,11 +474,11 @@ def test_a_folder_is_of_one_calibration(tmp_path):
             "model",
         ),
     ):
-        with pytest.raises(ValueError, match=f"keeps a calibration with other {other}: name"):
+        with pytest.raises(ValueError, match=f"a calibration with other {other}"):
             calibrate(model, rules, params=params, resume=tmp_path / "new" / "kept")(batches)
-    with pytest.raises(TypeError, match="resume goes through the batches several times"):
+    with pytest.raises(TypeError, match="resume reads the batches several times"):
         calibrate(mlp, INT4, params=MLP, resume=tmp_path / "other")(iter(BATCHES))
-    with pytest.raises(ValueError, match="holds no calibration to resume"):
+    with pytest.raises(ValueError, match="has no calibration to resume"):
         calibrate(mlp, INT4, params=MLP, resume=tmp_path)(BATCHES)
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="is not a folder"):
@@ -489,7 +489,7 @@ def test_constants_of_a_model_are_part_of_it(tmp_path):
     model = lambda offset: jax.jit(lambda params, x: mlp(params, x + offset))
     calibrate(model(jnp.ones(64)), INT4, params=MLP, resume=tmp_path)(BATCHES[:1])
     calibrate(model(jnp.ones(64)), INT4, params=MLP, resume=tmp_path)(BATCHES[:1])
-    with pytest.raises(ValueError, match="with other model: name"):
+    with pytest.raises(ValueError, match="with other model"):
         calibrate(model(2 * jnp.ones(64)), INT4, params=MLP, resume=tmp_path)(BATCHES[:1])
 
 
@@ -499,7 +499,7 @@ def test_a_damaged_file_is_calibrated_again(content, tmp_path):
     small = run()
     damaged, _ = sorted(tmp_path.glob("*.npz"))
     damaged.write_bytes(content)
-    with pytest.warns(UserWarning, match=r"(up|down) is calibrated again: .*empty, damaged"):
+    with pytest.warns(UserWarning, match=r"(up|down) is calibrated again, .*empty, damaged"):
         jax.tree.map(np.testing.assert_array_equal, small, run())
     jax.tree.map(np.testing.assert_array_equal, small, run())
     whole = damaged.read_bytes()
@@ -511,7 +511,7 @@ def test_a_damaged_file_is_calibrated_again(content, tmp_path):
 @pytest.mark.parametrize("content", ["", "{", "[1]"])
 def test_a_damaged_identity_is_rejected(content, tmp_path):
     (tmp_path / "calibration.json").write_text(content)
-    with pytest.raises(ValueError, match=r"calibration.json is empty or damaged.*: delete"):
+    with pytest.raises(ValueError, match=r"calibration.json is empty or damaged.* Delete"):
         calibrate(mlp, INT4, params=MLP, resume=tmp_path)(BATCHES)
     (tmp_path / "calibration.json").rename(tmp_path / "calibration.begun")  # stopped while writing
     calibrate(mlp, INT4, params=MLP, resume=tmp_path)(BATCHES)
@@ -522,13 +522,13 @@ def test_moments_are_of_some_weights_at_a_time():
     small = calibrate(mlp, INT4, params=MLP, memory=8 * 96**2)(batches)
     assert batches.passes == 100 - 1 - 2  # the first batch, up, and down
     jax.tree.map(np.testing.assert_array_equal, small, calibrate(mlp, INT4, params=MLP)(BATCHES))
-    with pytest.raises(TypeError, match=r"memory=1 goes through the batches several times"):
+    with pytest.raises(TypeError, match=r"memory=1 reads the batches several times"):
         calibrate(mlp, INT4, params=MLP, memory=1)(iter(BATCHES))
-    with pytest.raises(ValueError, match="memory is a number of bytes above 0, not 0"):
+    with pytest.raises(ValueError, match="memory must be a number of bytes above 0, not 0"):
         calibrate(mlp, INT4, params=MLP, memory=0)
     unmet = {**MLP, "other": array(64, 8)}
     model = lambda params, x: mlp(params, x) + 0 * jnp.sum(params["other"].T @ jnp.ones((64, 0)))
-    with pytest.warns(UserWarning, match="no activations met other"):
+    with pytest.warns(UserWarning, match="no activations were recorded for other"):
         calibrate(model, INT4, params=unmet, memory=1)(BATCHES)
 
 
@@ -608,19 +608,19 @@ def test_smoothquant_gives_what_activations_have_to_weights():
 
 
 def test_methods_that_do_not_go_with_a_rule():
-    with pytest.raises(ValueError, match="method 'gptq' goes by activations"):
+    with pytest.raises(ValueError, match="method 'gptq' needs activations"):
         quantize_tree(MLP, [Rule(".*", "int4", method="gptq")])
     with pytest.raises(ValueError, match="unknown method 'gpt'"):
         Rule(".*", "int4", method="gpt")
-    with pytest.raises(ValueError, match="choose one of them"):
+    with pytest.raises(ValueError, match="Choose one of them"):
         Rule(".*", "int4", method="awq", rotate=True)
-    with pytest.raises(ValueError, match="act_qtype=None leaves them"):
+    with pytest.raises(ValueError, match="act_qtype is None"):
         Rule(".*", "int4", method="smoothquant")
     with pytest.raises(ValueError, match="no rule has an act_qtype"):
         calibrate(mlp, INT4, params=MLP, method="smoothquant")
-    with pytest.raises(ValueError, match="qtype=None leaves dense"):
+    with pytest.raises(ValueError, match="qtype=None is dense"):
         Rule(".*", None, method="gptq")
-    with pytest.raises(ValueError, match="leave act_range 'dynamic'"):
+    with pytest.raises(ValueError, match="Use act_range='dynamic'"):
         Rule(".*", "int4", rotate=True, act_qtype="int8", act_range="mean")
     with pytest.raises(ValueError, match="rotate=True"):
         quantize_tree(MLP, [Rule(".*", "int4", rotate=True)], train=True)
@@ -636,7 +636,7 @@ def test_what_a_convolution_takes_is_not_rotated():
         return y @ params["w"]
 
     x = array(2, 6, 6, 4, scale=1)
-    with pytest.warns(UserWarning, match=r"not rotated, as .*: kernel \(conv_general_dilated sums"):
+    with pytest.warns(UserWarning, match=r"not rotated, because .*: kernel \(conv_general"):
         small = quantize_tree(params, [Rule(".*", "int8", rotate=True)], model=model, args=(x,))
     assert [type(small[path]).__name__ for path in ("kernel", "w")] == ["QArray", "Rotated"]
     np.testing.assert_allclose(vn.implicit(model)(small, x), model(params, x), atol=0.2)

@@ -318,7 +318,7 @@ TWO_KEYS = jax.random.wrap_key_data(arrays.zeros((2, 2), np.uint32))
         (ValueError, "out of range", {"qtype": "int4", "tile_axis": 2}),
         (ValueError, "twice", {"qtype": "int4", "tile_axis": (0, -2)}),
         (ValueError, "unknown calibration_method", {"qtype": "int4", "calibration_method": "no"}),
-        (ValueError, "key has shape", {"qtype": "int4", "key": TWO_KEYS}),
+        (ValueError, "key must have shape", {"qtype": "int4", "key": TWO_KEYS}),
     ],
 )
 def test_what_does_not_fit_is_refused(error, says, fields):

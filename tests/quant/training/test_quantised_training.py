@@ -294,4 +294,4 @@ def test_it_says_which_way_it_went():
     (event,) = vn.explain(lambda w: X @ w)(FakeQuantized(W, **FORMATS["int8"])).events
     assert event.how == "on codes, forward and backward"
     (event,) = vn.explain(lambda w: X @ w)(FakeQuantized(W, qtype="int8")).events
-    assert event.how == "weight as quantised, in floating point"
+    assert event.how == "quantized weight, in floating point"

@@ -247,14 +247,14 @@ def test_a_group_is_not_cut_over_devices():
 @pytest.mark.parametrize(
     ("error", "says", "fields"),
     [
-        (TypeError, "sparsity is", {"sparsity": "2:4"}),
-        (TypeError, "sparsity is", {"sparsity": 2}),
-        (ValueError, "keeps 1 <= n", {"sparsity": (5, 4)}),
-        (ValueError, "keeps 1 <= n", {"sparsity": (0, 4)}),
+        (TypeError, "sparsity must be", {"sparsity": "2:4"}),
+        (TypeError, "sparsity must be", {"sparsity": 2}),
+        (ValueError, "must have 1 <= n", {"sparsity": (5, 4)}),
+        (ValueError, "must have 1 <= n", {"sparsity": (0, 4)}),
         (ValueError, "groups of 3", {"sparsity": (1, 3)}),
         (ValueError, "no code for 0", {"qtype": "int1", "sparsity": (2, 4)}),
-        (ValueError, "mask is", {"mask": arrays.ones((16, 8))}),
-        (ValueError, "mask is", {"mask": arrays.ones((8, 16), bool)}),
+        (ValueError, "mask must be", {"mask": arrays.ones((16, 8))}),
+        (ValueError, "mask must be", {"mask": arrays.ones((8, 16), bool)}),
     ],
 )
 def test_what_does_not_fit_is_refused(error, says, fields):
@@ -265,7 +265,7 @@ def test_what_does_not_fit_is_refused(error, says, fields):
 def test_masks_of_other_trees_are_refused():
     params = quantize_tree({"w": W}, [Rule("w", "int4", sparsity=(2, 4))], train=True)
     masks = sparsity_masks(params)
-    with pytest.raises(ValueError, match="mask is"):
+    with pytest.raises(ValueError, match="mask must be"):
         with_masks(params, jax.tree.map(lambda m: m[:4], masks))
     with pytest.raises(ValueError, match="where params has"):
         with_masks({"w": W}, masks)

@@ -156,3 +156,8 @@ def test_weights_whose_gradients_are_not_quantised_get_no_key():
     with_keys = with_stochastic_rounding(params, jax.random.key(0))
     assert with_keys["a"].key is None
     assert with_keys["b"] is W
+
+
+def test_a_number_is_not_a_key_for_stochastic_rounding():
+    with pytest.raises(TypeError, match=r"such as jax\.random\.key\(0\), not 0"):
+        with_stochastic_rounding({"w": W}, 0)

@@ -147,8 +147,8 @@ def test_keys_of_two_generators_are_refused_in_one_loop():
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [
-        ((np.zeros(2, "uint32"),), TypeError, "the generator they are for"),
-        ((TYPED, "rbg"), TypeError, "typed keys have a generator"),
+        ((np.zeros(2, "uint32"),), TypeError, "integers and their generator"),
+        ((TYPED, "rbg"), TypeError, "typed keys already have a generator"),
         ((np.zeros(3, "uint32"), "threefry2x32"), TypeError, r"end with \(2,\)"),
         ((np.zeros(2), "threefry2x32"), TypeError, "uint32"),
         ((np.zeros(2, "uint32"), "dice"), ValueError, "dice"),

@@ -195,7 +195,7 @@ def test_units_that_do_not_fit_are_refused(primitive):
 
 
 def test_a_primitive_without_a_law_is_refused_with_the_way_out():
-    with pytest.raises(ValueError, match=r"refuses to lose its unit.*\.to\(unit\)\.value") as info:
+    with pytest.raises(ValueError, match=r"has a unit.*\.to\(unit\)\.value") as info:
         vn.implicit(lambda x: jax.lax.bitcast_convert_type(x, "int32"))(LENGTH)
     assert "bitcast_convert_type(Quantity:f32[2]" in info.value.__notes__[0]
 
@@ -231,19 +231,19 @@ def test_integers_are_divided_in_the_smaller_of_two_units():
 def test_integers_are_converted_where_they_stay_such():
     one = Quantity(jnp.array(1), "km")
     assert (one.to("m").value == 1000, one.to("m").dtype) == (True, one.dtype)
-    with pytest.raises(ValueError, match="is no int32; use astype"):
+    with pytest.raises(ValueError, match="int32 cannot represent"):
         Quantity(jnp.array(1), "m").to("km")
     assert Quantity(jnp.array(1), "m") / Quantity(jnp.array(2), "km") == 1 / 2000
 
 
 @pytest.mark.parametrize("dtype", ["float16", "int8"])
 def test_a_factor_out_of_the_range_of_the_dtype_is_refused(dtype):
-    with pytest.raises(ValueError, match=f"factor of 1000000000.0, which is no {dtype}"):
+    with pytest.raises(ValueError, match=f"multiplies by 1000000000.0, which {dtype} cannot"):
         Quantity(jnp.ones((), dtype), "Gm").to("m")
 
 
 def test_a_quantity_refuses_to_be_dense_unless_it_has_no_dimension():
-    with pytest.raises(ValueError, match=r"Quantity\(f32\[2\], 'm'\) refuses to lose its unit"):
+    with pytest.raises(ValueError, match=r"Quantity\(f32\[2\], 'm'\) has a unit"):
         vn.materialise(LENGTH)
     assert vn.materialise(Quantity(2.0, "km / m")) == 2000
     assert jnp.allclose(vn.implicit(jnp.exp)(Quantity(1.0, "m / km")), jnp.exp(1e-3))
@@ -253,7 +253,7 @@ def test_a_quantity_refuses_to_be_dense_unless_it_has_no_dimension():
     ("value", "unit", "error", "match"),
     [
         ([1.0], "m", TypeError, "value"),
-        (1.0, 3, TypeError, "a unit must be one of astropy's"),
+        (1.0, 3, TypeError, "a unit must be a unit of astropy"),
         (1.0, astropy.dex(astropy.m), TypeError, "a unit must be"),
         (1.0, "furlongs per blink", ValueError, "did not parse as unit"),
         (Named(arrays.ones(2), ("a",)), "m", TypeError, r"Named\(Quantity\(value, unit\), names\)"),
@@ -370,7 +370,7 @@ def test_pint_has_the_same_laws(registry):
     assert is_pint(strict(loop)(x, t), registry.m)
     with pytest.raises(ValueError, match="second cannot be converted to meter"):
         x + t
-    with pytest.raises(ValueError, match="'blinks' is no unit"):
+    with pytest.raises(ValueError, match="'blinks' is not a unit"):
         x.to("blinks")
 
 
@@ -380,7 +380,7 @@ def is_pint(out, unit):
 
 @pytest.mark.parametrize("unit", ["degC", "dBm"])
 def test_a_unit_with_a_zero_of_its_own_is_refused(registry, unit):
-    with pytest.raises(ValueError, match="has a zero of its own"):
+    with pytest.raises(ValueError, match="is not a multiple of base units"):
         Quantity(1.0, registry.Unit(unit))
     assert Quantity(1.0, registry.delta_degC).to("kelvin").value == 1
 

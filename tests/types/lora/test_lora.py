@@ -316,10 +316,10 @@ REFUSED = {
     "dropout": (ValueError, r"in \[0, 1\)", lambda: LoraArray(W, A, B, dropout=1.0)),
     "dropped": (ValueError, "'in' or 'out'", lambda: LoraArray(W, A, B, dropped="all")),
     "key": (ValueError, "dropout_key", lambda: LoraArray(W, A, B, None, jax.random.split(KEY, 3))),
-    "in_ndim": (ValueError, "at least one axis", lambda: LoraArray(W, A, B, in_ndim=0)),
-    "scale": (TypeError, "is a Python number, not 'x'", lambda: LoraArray(W, A, B, scale="x")),
+    "in_ndim": (ValueError, "at least one input axis", lambda: LoraArray(W, A, B, in_ndim=0)),
+    "scale": (TypeError, "must be a Python number, not 'x'", lambda: LoraArray(W, A, B, scale="x")),
     "no dropout": (TypeError, "a Python number in", lambda: LoraArray(W, A, B, dropout="x")),
-    "rank 0": (ValueError, "rank of 1 or more", lambda: LoraArray.init(W, 0, key=KEY)),
+    "rank 0": (ValueError, "at least 1, not 0", lambda: LoraArray.init(W, 0, key=KEY)),
 }
 
 
@@ -410,6 +410,12 @@ def test_what_drops_stands_for_no_array():
 
 
 # Trees.
+
+
+def test_join_says_that_its_trees_are_swapped():
+    base, adapters = lora.split({"w": LoraArray(W, A, B)})
+    with pytest.raises(TypeError, match=r"adapters must hold LoraArrays and None, .* not f32\["):
+        lora.join(adapters, base)
 
 
 def test_merge_gives_dense_arrays_without_dropout():
@@ -512,3 +518,12 @@ def test_factors_may_be_implicit(cls, nested, use):
     x = vn.types.LowRank(a, b) if cls == "LowRank" else LoraArray(w, a, b, magnitude, scale=0.5)
     dense = dataclasses.replace(x, a=vn.materialise(a), b=vn.materialise(b)).materialise()
     assert_close(vn.implicit(NESTED_USES[use])(x), NESTED_USES[use](dense))
+
+
+@pytest.mark.parametrize("wrap", [lambda lora: lora.w, vn.types.Frozen], ids=["dense", "frozen"])
+def test_split_warns_if_there_is_nothing_to_train(wrap):
+    lora = vn.types.LoraArray(jnp.eye(4), jnp.ones((4, 1)), jnp.ones((1, 4)))
+    with pytest.warns(UserWarning, match="found no LoraArray"):
+        base, adapters = vn.lora.split({"w": wrap(lora)})
+    assert adapters == {"w": None}
+    assert vn.materialise(base["w"]).shape == (4, 4)

@@ -340,7 +340,7 @@ def test_from_dense_takes_an_implicit_array():
 
 
 def test_from_dense_refuses_to_lose_an_entry():
-    with pytest.raises(ValueError, match="nse is 1, and there are 2 entries"):
+    with pytest.raises(ValueError, match="nse is 1, but there are 2 nonzero"):
         SparseArray.from_dense(DENSE, nse=1)
     with pytest.raises(ValueError, match="not known under a trace"):
         jax.jit(lambda x: SparseArray.from_dense(x, nse=1))(DENSE.astype(int))

@@ -78,8 +78,8 @@ def test_the_indices_are_stored():
 @pytest.mark.parametrize(
     ("indices", "error", "message"),
     [
-        (arrays.array([0, 2]), ValueError, r"each of 0, \.\.\., 1 once for indices, got \[0 2\]"),
-        (arrays.array([[0, 1], [1, 1]]), ValueError, "once for indices"),
+        (arrays.array([0, 2]), ValueError, r"each of 0, \.\.\., 1 once, got \[0 2\]"),
+        (arrays.array([[0, 1], [1, 1]]), ValueError, "each of 0, .* once"),
         (arrays.array(0), ValueError, "too few axes"),
         (arrays.array([0.0, 1.0]), TypeError, "integers for indices, not float32"),
         ([0, 1], TypeError, "an array for indices"),

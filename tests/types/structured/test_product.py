@@ -111,7 +111,7 @@ def test_the_factors_are_stored():
     ("left", "right", "error", "message"),
     [
         (D, Diagonal(arrays.ones(3)), ValueError, "axis k of right is 3"),
-        (D, arrays.ones((6, 6)), TypeError, "right is a dense"),
+        (D, arrays.ones((6, 6)), TypeError, "right is an array of shape"),
     ],
 )
 def test_what_are_no_factors_is_refused(left, right, error, message):

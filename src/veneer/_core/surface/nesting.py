@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from ..._jax.primitives import Primitive
+from ..._jax.primitives import Primitive, is_or_contains
 from ..._jax.tracing import Tracer, current_trace, primal_of, swap_trace, traces_around
 from ..policy import note_materialised
 from ..value import Value, is_value, materialise_one, operands_met
@@ -22,6 +22,10 @@ from .mistakes import OutsideImplicitError
 
 #: Makes a value of a tree structure from its leaves. The rules are in `primitives`.
 pack = Primitive("pack_value")
+
+#: Whether `pack` was bound in this process. Until then, no jaxpr has to be searched for it, which
+#: would take a tenth of the time to trace a dense model.
+_is_pack_used = False
 
 #: The trace of the innermost `implicit` whose program is running. JAX forgets which traces are
 #: around the body of a `shard_map` that it stages.
@@ -138,7 +142,14 @@ def as_tracer(value: Value) -> Any:
     if outer := enclosing_implicit(trace):
         outer.holds_values = True
     leaves, structure = jax.tree.flatten(value)
+    global _is_pack_used
+    _is_pack_used = True
     return pack.bind(*leaves, structure=structure)
+
+
+def builds_values(primitive: Primitive, params: dict[str, Any]) -> bool:
+    """Return whether a primitive, or a program in its parameters, builds an implicit array."""
+    return _is_pack_used and is_or_contains(primitive, params, pack.name)
 
 
 def composed(value: Value, run: Callable[[Callable, Sequence[Any]], list[Any]]) -> Any:

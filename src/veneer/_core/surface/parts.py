@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from ..._jax.caller_errors import refuse_update
 from ..._jax.source_lines import user_place
 from ..._jax.tracing import is_differentiated, is_eager
 from ..value import (
@@ -92,18 +93,24 @@ def warn_of_leaves_by_dtype(value: Value) -> None:
             )
 
 
-def refuse_dense_update(value: Any) -> None:
-    """Refuses that `equinox.apply_updates` puts a dense array in the place of a quantised one.
+_UPDATES = {"equinox._update": "equinox.apply_updates", "optax._src.update": "optax.apply_updates"}
 
-    It adds whatever is in the place of a parameter, where optax compares the trees.
+
+def refuse_dense_update(value: Any, module: str = "") -> None:
+    """Reject an update of quantized weights by a dense array, which would replace them.
+
+    `module` is the module of the function that adds the two, by default that of the function which
+    calls us.
     """
-    if value.dense_tangent and _calls_us() == "equinox._update":
-        (name,) = describe([value])
-        raise TypeError(
-            f"equinox.apply_updates cannot add a dense update to {name}: quantized weights are not "
-            "trained. Differentiate and update the first tree of vn.tree.partition(model, "
-            "vn.trainable(model)), or the adapters that vn.lora.split returns."
-        )
+    if value.dense_tangent and (function := _UPDATES.get(module or _calls_us())):
+        refuse_update(function, value)
+
+
+def refuse_dense_update_by_rule(value: Any) -> None:
+    """Reject the same where a rule adds the two, with functions of JAX between the callers."""
+    for module in _UPDATES:
+        if _is_called_from(module):
+            refuse_dense_update(value, module)
 
 
 def _calls_us() -> str:

@@ -83,13 +83,13 @@ def affine_parts(value: Any) -> AffineParts:
     order = None
     if isinstance(value, Permuted):
         if value.axis != -1 or value.order.size != value.order.shape[-1]:
-            raise Unfit("permuted along another axis than that of inputs")
+            raise Unfit("it is permuted along an axis other than its inputs")
         order, value = np.asarray(value.order).reshape(-1), value.array
     q = matrix(value)
     if not q.format.is_integer or q.format.bits not in range(2, 9):
-        raise Unfit(f"of {q.qtype}, not of integers of 2 to 8 bits")
+        raise Unfit(f"its codes are {q.qtype}, not integers of 2 to 8 bits")
     if q.minimum is not None:
-        raise Unfit("of a minimum for each group, not of a zero point")
+        raise Unfit("it has a minimum per group, not a zero point")
     bits, (out, size) = int(q.format.bits), q.shape
     fields = fields_of(q)
     scale = by_rows(q.scale, out, size)
@@ -98,9 +98,9 @@ def affine_parts(value: Any) -> AffineParts:
         zero = np.asarray(q.zero_points()).astype(np.int16)
     zero = zero + np.int16(2 ** (bits - 1) if q.format.signed else 0)
     if zero.size and not 0 <= zero.min() <= zero.max() < 2**bits:
-        raise Unfit(f"of zero points that are no code of {bits} bits")
+        raise Unfit(f"its zero points are not codes of {bits} bits")
     if zero.shape[1] > scale.shape[1]:
-        raise Unfit("of more zero points than scales")
+        raise Unfit("it has more zero points than scales")
     zero = np.repeat(by_rows(zero, out, size), scale.shape[1] // zero.shape[1], 1)
     group_of = None
     tile = size // scale.shape[1]
@@ -119,9 +119,9 @@ def matrix(value: Any) -> QArray:
     **Raises:** `Unfit` where it is not.
     """
     if not isinstance(value, QArray):
-        raise Unfit(f"a {type(value).__name__}, not a QArray")
+        raise Unfit(f"it is a {type(value).__name__}, not a QArray")
     if value.ndim != 2 or 0 in value.shape:
-        raise Unfit(f"of shape {list(value.shape)}, and no matrix")
+        raise Unfit(f"its shape is {list(value.shape)}, but it must be a matrix")
     return value
 
 
@@ -145,12 +145,12 @@ def by_rows(entries: Any, out: int, size: int) -> np.ndarray:
     **Raises:** `Unfit` where they are quantised in turn.
     """
     if isinstance(entries, QArray):
-        raise Unfit("of scales that are quantised in turn")
+        raise Unfit("its scales are quantized")
     entries = np.asarray(entries)
     if entries.shape[0] != out:
         entries = np.repeat(entries, out // entries.shape[0], 0)
     if size % entries.shape[1]:
-        raise Unfit("of tiles that do not divide its inputs")
+        raise Unfit("its tiles do not divide its inputs")
     return entries
 
 

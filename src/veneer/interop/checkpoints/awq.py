@@ -29,8 +29,8 @@ def weights(source: StoredTensors) -> Iterator[Weight]:
     version = source.quantisation.get("version", "gemm")
     if not isinstance(version, str) or version.lower() != "gemm":
         raise ValueError(
-            f"{source.folder.path} holds AWQ weights of version {version!r:.20}, and of those "
-            "gemm can be read; vn.load(..., raw=True) gives the stored tensors"
+            f"{source.folder.path} holds AWQ weights of version {version!r:.20}, but only gemm is "
+            "supported; vn.load(..., raw=True) loads the stored tensors"
         )
     for module in source.modules(".qweight"):
         yield _weight(source, module)
@@ -82,9 +82,9 @@ def stored(value: Any) -> Stored:
     parts = affine_parts(value)
     out, size = parts.fields.shape
     if parts.bits != 4 or parts.group_of is not None:
-        raise Unfit(f"of {parts.bits} bits, not of 4" if parts.bits != 4 else "permuted")
+        raise Unfit(f"it has {parts.bits} bits, not 4" if parts.bits != 4 else "it is permuted")
     if out % 8:
-        raise Unfit(f"of {out} outputs, which fill no words of 8 codes")
+        raise Unfit(f"its {out} outputs are not a multiple of 8, the codes per word")
     tensors = {
         ".qweight": _words(parts.fields.T),
         ".qzeros": _words(parts.zero.T.astype(np.uint8)),
@@ -110,7 +110,7 @@ def configuration(stated: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     usual = most_common([*sizes.values()])
     for module, size in sizes.items():
         if size != usual:
-            raise Unfit(f"one of groups of {size} ({module!r}), and others are of {usual}")
+            raise Unfit(f"{module!r} has groups of {size}, but others have groups of {usual}")
     return {
         "quant_method": "awq",
         "version": "gemm",

@@ -60,7 +60,9 @@ def _of_8_bits(source: StoredTensors, name: str, scb: str) -> Weight:
 def _read_8_bits(source: StoredTensors, parts: tuple[str, ...], dtype: str) -> Any:
     packed, scb = source.read(parts[0]), source.read(parts[1])
     if len(parts) > 2 and source.read(parts[2]).any():
-        raise source.error(parts[2], "says that rows are not in order: only 'row' can be read")
+        raise source.error(
+            parts[2], "says that rows are reordered: only the order 'row' is supported"
+        )
     scale = (scb / np.float32(127))[:, None]
     return quantised(packed, scale, qtype="int8", packing=None, dtype=dtype)
 
@@ -86,7 +88,7 @@ def _of_4_bits(source: StoredTensors, name: str, kind: str) -> Weight:
         source.check(above[0], (-(-blocks // outer),), ("float32",), state_name)
         source.check(above[1], (256,), ("float32",), state_name)
         if type(state.get("nested_offset")) is not float:
-            raise source.error(state_name, "has no number for 'nested_offset'")
+            raise source.error(state_name, "has no number 'nested_offset'")
         parts += above
     stated = state.get("dtype")
     dtype = stated if stated in FLOATS else source.dense_dtype("float32")
@@ -98,18 +100,20 @@ def _of_4_bits(source: StoredTensors, name: str, kind: str) -> Weight:
 def _state(source: StoredTensors, name: str) -> Mapping[str, Any]:
     (length,) = source.shape(name, rank=1, dtypes=("uint8",))
     if length > _MOST_STATE_BYTES:
-        raise source.error(name, f"is of {length} bytes, which are no JSON of a few numbers")
+        raise source.error(
+            name, f"has {length} bytes, too many for the JSON of a quantization state"
+        )
     try:
         state = json.loads(source.read(name).tobytes())
     except (ValueError, RecursionError) as error:
-        raise source.error(name, "is no JSON") from error
+        raise source.error(name, "is not JSON") from error
     shape = state.get("shape") if isinstance(state, dict) else None
     if not (
         isinstance(shape, list)
         and len(shape) == 2
         and all(type(n) is int and 0 < n < 2**62 for n in shape)
     ):
-        raise source.error(name, "has no 'shape' of two sizes")
+        raise source.error(name, "has no 'shape' with two sizes")
     return state
 
 
@@ -181,4 +185,4 @@ def _check_codebook(source: StoredTensors, name: str, qtype: str) -> None:
         np.abs(theirs - codebook) <= 2 * np.spacing(np.abs(codebook))
     )
     if not np.all(near):
-        raise source.error(name, f"is another codebook than that of {qtype}")
+        raise source.error(name, f"is not the codebook of {qtype}")

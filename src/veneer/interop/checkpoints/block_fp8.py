@@ -28,8 +28,8 @@ def weights(source: StoredTensors) -> Iterator[Weight]:
         if header.dtype.name in FLOAT8 and len(header.shape) > 1 and name not in scale_of:
             raise source.error(
                 name,
-                f"({describe(header)}) has no scale beside it ({name}_scale_inv or {name}_scale): "
-                "vn.load(..., raw=True) gives it as it is stored",
+                f"({describe(header)}) has no scale ({name}_scale_inv or {name}_scale): "
+                "vn.load(..., raw=True) loads the stored tensors",
             )
     for name, scale_name in scale_of.items():
         yield scaled(source, name, scale_name, block or _usual_block(source, name, scale_name))
@@ -60,7 +60,7 @@ def block_size(source: StoredTensors, stated: Any) -> tuple[int, int] | None:
     if stated is None:
         return None
     if not (isinstance(stated, list) and [type(x) is int and x > 0 for x in stated] == [True] * 2):
-        raise ValueError(f"{source.folder.path}: blocks of sizes {stated!r:.40} are none")
+        raise ValueError(f"{source.folder.path}: {stated!r:.40} is not a valid block size")
     return stated[0], stated[1]
 
 
@@ -84,15 +84,17 @@ def scaled(
     shape = tuple(source.header(name).shape)
     counts = tuple(source.header(scale_name).shape)
     if source.header(scale_name).dtype.name not in (*FLOATS, "float8_e8m0fnu"):
-        raise source.error(scale_name, "is no scale: it is no float of 16 bits, 32, or e8m0")
+        raise source.error(
+            scale_name, "is not a scale: its dtype is not a float of 16 or 32 bits or e8m0"
+        )
     fitting = {_tiles(shape, counts, block) for block in blocks or (None,)} - {None}
     if len(fitting) != 1:
-        stated = sorted(f"of {list(block)}" for block in blocks if block is not None)
-        what = f"in blocks {' or '.join(stated) or 'of a size that is not stated'}"
-        fits = "fits in several ways" if fitting else "is no scale of"
+        stated = sorted(f"{list(block)}" for block in blocks if block is not None)
+        what = f"in blocks of {' or '.join(stated) or 'an unspecified size'}"
+        fits = "fits in several ways" if fitting else "does not fit"
         raise source.error(
             scale_name,
-            f"of shape {list(counts)} {fits} {list(shape)} {what}: correct the "
+            f"with shape {list(counts)} {fits} {list(shape)} {what}: correct the "
             "quantization_config of config.json",
         )
     (tiles,) = fitting
@@ -147,5 +149,7 @@ def _read(source: StoredTensors, parts: tuple[str, ...], tiles: tuple[int, ...],
         if not np.count_nonzero(zero):  # `any` warns of a signalling NaN
             zero = None
         elif not np.issubdtype(zero.dtype, np.integer):
-            raise source.error(parts[2], f"is of {zero.dtype.name}, and a zero point is an integer")
+            raise source.error(
+                parts[2], f"is {zero.dtype.name}, but a zero point must be an integer"
+            )
     return quantised(packed, scale, zero, qtype=packed.dtype.name, packing=None, dtype=dtype)

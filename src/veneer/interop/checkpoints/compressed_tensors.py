@@ -42,7 +42,7 @@ def weights(source: StoredTensors) -> Iterator[Weight]:
         for module in source.modules(suffix):
             raise source.error(
                 module + suffix,
-                "is of a sparse layout, which is not read: vn.load(..., raw=True) gives it so",
+                "is sparse, which is unsupported: vn.load(..., raw=True) loads the stored tensors",
             )
     for module in source.modules(".weight_packed"):
         yield _packed(source, module)
@@ -120,11 +120,15 @@ def _floats(source: StoredTensors, module: str, packed: str) -> Weight:
     qtype = next((kind for kind in kinds if width * 8 == size * int(kind[-1])), None)
     eight = source.header(packed).dtype.name != "uint8"
     if qtype is None or eight != (qtype == "mxfp8"):
-        raise source.error(packed, f"has {width} columns, no codes of {' or '.join(kinds)}")
+        raise source.error(
+            packed, f"has {width} columns, which do not fit codes of {' or '.join(kinds)}"
+        )
     if f"{module}.weight_zero_point" in source.headers:
-        raise source.error(f"{module}.weight_zero_point", "is of small floats, which have none")
+        raise source.error(
+            f"{module}.weight_zero_point", "must not exist: small floats have no zero points"
+        )
     if nvidia and source.header(above).shape not in ((), (1,)):
-        raise source.error(above, "is not one number")
+        raise source.error(above, "is not a single number")
     parts = (packed, scale, *([above] if nvidia else []))
     dtype = source.dense_dtype("float32")
     read = partial(_read_floats, source, parts, qtype, size, dtype)
@@ -173,7 +177,9 @@ def _words(source: StoredTensors, module: str) -> Weight:
     schemes = _schemes(source, module)
     layout = _layout(source, schemes, words, size)
     if rows != out or layout is None:
-        raise source.error(packed, f"has no codes of [{rows}, {size}] in {[out, words]} words")
+        raise source.error(
+            packed, f"has shape {[out, words]}, which does not fit codes of [{rows}, {size}]"
+        )
     source.shape(scale, rank=2, dtypes=FLOATS)
     groups = source.header(scale).shape[1]
     source.check(scale, (out, groups), FLOATS, packed)
@@ -242,7 +248,7 @@ def _read_words(
         if (groups < 0).all():  # what it is before it is set
             groups = np.arange(size) // tile()
         if groups.min() < 0 or groups.max() >= scale.shape[1]:
-            raise source.error(f"{module}.weight_g_idx", "names groups that are not there")
+            raise source.error(f"{module}.weight_g_idx", "names groups that do not exist")
         order, of_tile = sorted_groups(groups)
         scale, zero = scale[:, of_tile], zero[:, of_tile]
         if order is not None:
@@ -298,7 +304,7 @@ def stored(value: Any) -> Stored:
 
 def _stored_bytes(q: QArray) -> Stored:
     if q.minimum is not None:
-        raise Unfit("of a minimum for each group, which no layout has")
+        raise Unfit("it has a minimum per group")
     (out, size), (rows, groups) = q.shape, q.scale.shape
     layout = "int-quantized" if q.qtype == "int8" else "float-quantized"
     of_tiles: dict[str, Any]
@@ -320,20 +326,20 @@ def _stored_floats(q: QArray) -> Stored:
     tile = 16 if q.qtype == "nvfp4" else 32
     bits, packed = int(q.qtype[-1]), np.asarray(q.packed)
     if bits < 8 and (q.packing is None or q.packing.axis != -1):
-        raise Unfit("not packed along its inputs")
+        raise Unfit("it is not packed along its inputs")
     scale: Any = q.scale
     tensors = {".weight_packed" if bits < 8 else ".weight": codes.to_stream(packed, bits)}
     if q.qtype == "nvfp4":
         if not isinstance(scale, QArray) or scale.scale.size != 1:
-            raise Unfit("of scales that have no one scale above them")
+            raise Unfit("its scales have no global scale")
         one = np.asarray(scale.scale, np.float32).reshape(1)
         above = np.float32(1) / one
         if not np.array_equal(np.float32(1) / above, one):
-            raise Unfit("of a scale above the others that is not the reciprocal of a number")
+            raise Unfit("its global scale is not the reciprocal of a float32 number")
         tensors[".weight_global_scale"] = above
         scale = scale.packed
     if tuple(scale.shape) != (q.shape[0], q.shape[1] // tile):
-        raise Unfit(f"of scales that are not for {tile} inputs each")
+        raise Unfit(f"its scales are not for {tile} inputs each")
     scale = np.asarray(scale)
     tensors[".weight_scale"] = scale if q.qtype == "nvfp4" else scale.view(np.uint8)
     layout = f"{q.qtype}-pack-quantized" if bits < 8 else f"{q.qtype}-quantized"

@@ -14,7 +14,7 @@ from ..folder import TensorFolder
 from . import awq, bitsandbytes, block_fp8, compressed_tensors, gptq, mlx, mxfp4, torchao
 from .source import StoredTensors, Weight, describe
 
-RAW = "vn.load(..., raw=True) gives the tensors as they are stored"
+RAW = "vn.load(..., raw=True) loads the stored tensors"
 
 
 class Family(NamedTuple):
@@ -107,7 +107,7 @@ def read_family(folder: TensorFolder) -> FamilyWeights | None:
     weights: dict[str, Weight] = {}
     for weight in () if family is None else family.weights(source):
         if weight.name in weights or (weight.name in source.headers and not _is_part(weight)):
-            raise source.error(weight.name, "is there twice, packed and as it is")
+            raise source.error(weight.name, "is stored twice, packed and dense: remove one of them")
         weights[weight.name] = weight
     parts = {part for weight in weights.values() for part in weight.parts}
     for name, header in source.headers.items():
@@ -124,10 +124,10 @@ def read_family(folder: TensorFolder) -> FamilyWeights | None:
         packed = dotted.endswith(".weight") and len(header.shape) > 1
         packed = packed and header.dtype.name in _INTEGERS
         if name not in parts and (packed or dotted.endswith(_PARTS)):
-            known = "no family that is known" if family is None else f"no weight of {family.name}"
+            known = "an unknown format" if family is None else f"no weight of {family.name}"
             raise source.error(
                 name,
-                f"({describe(header)}) looks like a part of a packed weight, of {known}: {RAW}",
+                f"({describe(header)}) looks like a part of a packed weight of {known}. {RAW}",
             )
     return None if family is None else FamilyWeights(family.name, weights, source)
 
@@ -152,8 +152,8 @@ def _family(source: StoredTensors, method: Any) -> Family | None:
         known = ", ".join(family.name for family in FAMILIES)
         said = " ".join(str(method).split())  # in one line, whatever it is
         raise ValueError(
-            f"{source.folder.path} is quantised by {said:.40}, and the families that are read are "
-            f"{known}: {RAW}"
+            f"{source.folder.path} is quantized with {said:.40}, which is not supported; supported "
+            f"are {known}. {RAW}"
         )
     return next((family for family in FAMILIES if family.recognises(source)), None)
 

@@ -34,8 +34,8 @@ def weights(source: StoredTensors) -> Iterator[Weight]:
     layout = source.quantisation.get("checkpoint_format", "gptq")
     if layout not in ("gptq", "gptq_v2"):
         raise ValueError(
-            f"{source.folder.path} says 'checkpoint_format': {layout!r:.20}, and of GPTQ's layouts "
-            "gptq and gptq_v2 can be read; vn.load(..., raw=True) gives the stored tensors"
+            f"{source.folder.path} has 'checkpoint_format': {layout!r:.20}; supported are gptq and "
+            "gptq_v2. vn.load(..., raw=True) loads the stored tensors"
         )
     plus_one = _plus_one(source)
     for module in source.modules(".qweight"):
@@ -59,7 +59,7 @@ def _weight(source: StoredTensors, module: str, plus_one: bool) -> Weight:
     source.check(scales, (groups, out), FLOATS, qweight)
     source.check(qzeros, (groups, out * bits // 32), ("int32", "uint32"), scales)
     if words * 32 % bits or not size or not groups:
-        raise source.error(qweight, f"has {words} words, which are no codes of {bits} bits")
+        raise source.error(qweight, f"has {words} words, which do not fit codes of {bits} bits")
     if g_idx in source.headers:
         source.check(g_idx, (size,), ("int32", "int64"), qweight)
         tile = None
@@ -131,7 +131,8 @@ def _bits(source: StoredTensors, module: str, out: int) -> int:
     bits, rest = divmod(words * 32, max(out, 1))
     if rest or bits not in (2, 3, 4, 8):
         raise source.error(
-            f"{module}.qzeros", f"has {words} words for {out} outputs: no 2, 3, 4 or 8 bits each"
+            f"{module}.qzeros",
+            f"has {words} words for {out} outputs, which is not 2, 3, 4 or 8 bits each",
         )
     return bits
 
@@ -165,8 +166,8 @@ def _plus_one(source: StoredTensors) -> bool:
         return stated
     label, version = ("gptq", 2) if stated else ("gptq_v2", 1)
     warnings.warn(
-        f"{source.folder.path} says 'checkpoint_format': {label!r}, and its zero points are those "
-        f"of version {version} of a symmetric folder: it is read as that",
+        f"{source.folder.path} has 'checkpoint_format': {label!r}, but it is symmetric with "
+        f"the zero points of version {version}: it is loaded as version {version}",
         UserWarning,
         stacklevel=2,
     )
@@ -181,9 +182,9 @@ def stored(value: Any, *, plus_one: bool = True) -> Stored:
     parts = affine_parts(value)
     bits, (out, size) = parts.bits, parts.fields.shape
     if bits not in (2, 3, 4, 8):
-        raise Unfit(f"of {bits} bits, not of 2, 3, 4 or 8")
+        raise Unfit(f"it has {bits} bits, not 2, 3, 4 or 8")
     if out * bits % 32 or size * bits % 32:
-        raise Unfit(f"of shape {[out, size]}, whose codes fill no words of 32 bits")
+        raise Unfit(f"the codes of its shape {[out, size]} do not fill words of 32 bits")
     group_of = np.arange(size) // parts.tile if parts.group_of is None else parts.group_of
     zero = (parts.zero - plus_one).T.astype(np.uint8)
     words = lambda rows: codes.stream_of_fields(np.ascontiguousarray(rows), bits).view(np.int32)

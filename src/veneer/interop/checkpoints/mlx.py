@@ -44,13 +44,15 @@ def _weight(source: StoredTensors, module: str) -> Weight:
     mode = stated.get("mode", "affine")
     mode = "affine" if biases in source.headers else mode
     if mode not in ("affine", *MODES):
-        raise source.error(name, f"is of mode {mode!r:.20}, and MLX has affine, {', '.join(MODES)}")
+        raise source.error(name, f"has mode {mode!r:.20}; MLX has affine, {', '.join(MODES)}")
     bits, tile, _ = MODES.get(mode, (0, 0, None))
     bits = bits or source.number(stated, "bits", 4)
     tile = tile or source.number(stated, "group_size", 64)
     size = words * 32 // bits if bits <= 8 else 0
     if bits not in BITS or words * 32 % bits or size % tile:
-        raise source.error(name, f"has {words} words, no groups of {tile} codes of {bits} bits")
+        raise source.error(
+            name, f"has {words} words, which do not fit groups of {tile} codes of {bits} bits"
+        )
     counts = (*lead, size // tile)
     source.check(scales, counts, FLOATS if mode == "affine" else ("uint8",), name)
     parts = [name, scales]
@@ -91,7 +93,7 @@ def stored(value: Any) -> Stored:
         return _stored_floats(q)
     if q.minimum is not None:
         if q.zero_point is not None or q.qtype not in (f"uint{b}" for b in BITS):
-            raise Unfit("of a minimum and of zero points, or of codes that are signed")
+            raise Unfit("it has both a minimum and zero points, or signed codes")
         bits, fields = int(q.format.bits), fields_of(q)
         scale, minimum = (by_rows(x, *q.shape) for x in (q.scale, q.minimum))
         groups = max(scale.shape[1], minimum.shape[1])
@@ -99,19 +101,19 @@ def stored(value: Any) -> Stored:
     else:
         bits, fields, scale, zero, _, group_of = affine_parts(q)
         if group_of is not None:
-            raise Unfit("permuted")
+            raise Unfit("it is permuted")
         wide = -(zero * scale.astype(np.float64))
         minimum = wide.astype(scale.dtype)
         if not np.array_equal(minimum.astype(np.float64), wide):
             raise Unfit(
-                f"of zero points whose product with the scale is no number of {scale.dtype.name}: "
-                "give it scales of float32"
+                f"its zero points times its scales are not exact in {scale.dtype.name}: use "
+                "float32 scales"
             )
     if minimum.dtype != scale.dtype:
-        raise Unfit(f"of scales of {scale.dtype.name} and minima of {minimum.dtype.name}")
+        raise Unfit(f"its scales are {scale.dtype.name} but its minima {minimum.dtype.name}")
     size, tile = q.shape[1], q.shape[1] // scale.shape[1]
     if bits not in BITS or tile not in TILES or size * bits % 32:
-        raise Unfit(f"of {size} codes a row, of {bits} bits in groups of {tile}")
+        raise Unfit(f"rows of {size} codes of {bits} bits in groups of {tile} do not fill words")
     words = codes.stream_of_fields(fields, bits).view(np.uint32)
     tensors: dict[str, np.ndarray] = {".weight": words, ".scales": scale, ".biases": minimum}
     return Stored(tensors, {"group_size": tile, "bits": bits, "mode": "affine"})
@@ -120,11 +122,11 @@ def stored(value: Any) -> Stored:
 def _stored_floats(q: QArray) -> Stored:
     bits, tile, of_scale = MODES[q.qtype]
     if isinstance(q.scale, QArray) or np.dtype(q.scale.dtype) != of_scale:
-        raise Unfit(f"of scales that are not of {of_scale.name}")
+        raise Unfit(f"its scales are not {of_scale.name}")
     if tuple(q.scale.shape) != (q.shape[0], q.shape[1] // tile) or q.shape[1] * bits % 32:
-        raise Unfit(f"of scales that are not for {tile} inputs each")
+        raise Unfit(f"its scales are not for {tile} inputs each")
     if bits < 8 and (q.packing is None or q.packing.axis != -1):
-        raise Unfit("not packed along its inputs")
+        raise Unfit("it is not packed along its inputs")
     words = codes.bytes_of(np.asarray(q.packed)).view(np.uint32)
     tensors: dict[str, np.ndarray] = {
         ".weight": words,

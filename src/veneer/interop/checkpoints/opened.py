@@ -118,7 +118,7 @@ def open_checkpoint(
             raise no_checksums(path)
         return GgufFile(file, names=names)
     if names not in (None, "huggingface"):
-        raise ValueError(f"names is 'huggingface' or None, not {names!r}")
+        raise ValueError(f"names must be 'huggingface' or None, not {names!r}")
     folder = TensorFolder(path, verify=verify)
     try:
         if raw or verify or folder.is_ours:
@@ -140,7 +140,7 @@ def _gguf(path: Path) -> Path | None:
     files = [file for file in files if not _LATER_PART.search(file.name)] or files
     if len(files) > 1:
         names = ", ".join(file.name for file in files)
-        raise ValueError(f"{path} holds several models: name one of {names}")
+        raise ValueError(f"{path} holds several models: give one of {names}")
     return files[0] if files else None
 
 

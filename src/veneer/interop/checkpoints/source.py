@@ -69,7 +69,7 @@ class StoredTensors:
         header = self.header(name)
         if tuple(header.shape) != tuple(shape) or header.dtype.name not in dtypes:
             what = f"{' or '.join(dtypes)}{list(shape)}"
-            raise self.error(name, f"is {describe(header)}, and {of!r} next to it asks for {what}")
+            raise self.error(name, f"is {describe(header)}, but {of!r} requires {what}")
 
     def read(self, name: str) -> np.ndarray:
         """Reads a stored tensor as it is."""
@@ -83,7 +83,9 @@ class StoredTensors:
         value = of.get(key, default)
         value = default if value is None else value
         if type(value) is not int or value < least:
-            raise ValueError(f"{self.folder.path}: {key!r} of its configuration is {value!r:.40}")
+            raise ValueError(
+                f"{self.folder.path}: {key!r} of its configuration is invalid: {value!r:.40}"
+            )
         return value
 
     def matches(self, pattern: str, module: str) -> bool:
@@ -125,10 +127,10 @@ class StoredTensors:
         if len(fitting) == 1:
             return fitting.pop()
         of = {"one group" if x == -1 else f"groups of {x}" for x in stated if x is not None}
-        what = f"states {' or '.join(sorted(of))}" if of else "does not state how large they are"
+        what = f"states {' or '.join(sorted(of))}" if of else "does not state the group size"
         raise self.error(
             name,
-            f"has {count} groups for {size} inputs, and the configuration {what}: correct the "
+            f"has {count} groups for {size} inputs, but the configuration {what}: correct the "
             "'group_size' in the quantization_config of config.json",
         )
 

@@ -32,7 +32,7 @@ def weights(source: StoredTensors) -> Iterator[Weight]:
             continue
         if not isinstance(kind, str) or kind not in _KINDS:
             raise source.error(
-                name, f"is a {kind!s:.40} of torchao's, and those read are {', '.join(_KINDS)}"
+                name, f"is a {kind!s:.40} of torchao; supported are {', '.join(_KINDS)}"
             )
         module, dot, last = name.rpartition(".")
         prefix = f"{module}{dot}_{last}_"
@@ -40,7 +40,7 @@ def weights(source: StoredTensors) -> Iterator[Weight]:
             raise source.error(f"{prefix}qdata", "is missing")
         if f"{prefix}act_pre_scale" in source.headers:
             raise source.error(
-                f"{prefix}act_pre_scale", "is for the other operand of products, and is not read"
+                f"{prefix}act_pre_scale", "scales activations, which is not supported"
             )
         data = said.get("_data")
         yield _KINDS[kind](source, name, prefix, data if isinstance(data, Mapping) else {})
@@ -55,7 +55,7 @@ def _int4(source: StoredTensors, name: str, prefix: str, data: Mapping[str, Any]
     block = _block_size(data)
     tile = source.tile(scale, 2 * width, groups, block[-1] if block else None)
     if 2 * width % tile:
-        raise source.error(scale, f"has groups of {tile} that do not divide {2 * width} inputs")
+        raise source.error(scale, f"has groups of {tile}, which do not divide {2 * width} inputs")
     dtype = source.header(scale).dtype.name
     parts = (qdata, scale, zero)
     return Weight(name, (out, 2 * width), dtype, parts, partial(_read_int4, source, parts, dtype))
@@ -74,7 +74,7 @@ def _read_int4(source: StoredTensors, parts: tuple[str, ...], dtype: str) -> Any
 def _bytes(source: StoredTensors, name: str, prefix: str, data: Mapping[str, Any]) -> Weight:
     qdata = f"{prefix}qdata"
     if source.header(qdata).dtype.name not in ("int8", *FLOAT8):
-        raise source.error(qdata, "is neither of int8 nor a float of 8 bits")
+        raise source.error(qdata, "is neither int8 nor an 8-bit float")
     zero = f"{prefix}zero_point"
     weight = scaled(
         source,
@@ -92,7 +92,7 @@ def _narrow(source: StoredTensors, name: str, prefix: str, data: Mapping[str, An
     stated = data.get("target_dtype")
     bits = _BITS.get(str(stated.get("_data") if isinstance(stated, Mapping) else stated))
     if bits is None:
-        raise source.error(f"{prefix}qdata", f"is of {stated!s:.40}, not of int2 to int8")
+        raise source.error(f"{prefix}qdata", f"is {stated!s:.40}, not int2 to int8")
     return weight._replace(read=partial(_read_narrow, weight, bits)) if bits < 8 else weight
 
 
@@ -100,7 +100,7 @@ def _read_narrow(weight: Weight, bits: int) -> Any:
     q = weight.read()
     wide = np.asarray(q.packed)
     if wide.size and not -(2 ** (bits - 1)) <= wide.min() <= wide.max() < 2 ** (bits - 1):
-        raise ValueError(f"its codes are not of {bits} bits")
+        raise ValueError(f"its codes do not fit {bits} bits")
     packed = codes.from_fields(wide.view(np.uint8) & np.uint8(2**bits - 1), bits)
     packing = codes.packing_of(wide.shape[-1], bits)
     return q.replace(packed=packed, packing=packing, qtype=f"int{bits}")

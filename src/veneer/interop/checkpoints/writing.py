@@ -78,11 +78,11 @@ def convert(
 
         write_gguf(path, tensors, config, names=names, overwrite=overwrite)
     elif names not in (None, "huggingface"):
-        raise ValueError(f"names is 'huggingface' or None, not {names!r}")
+        raise ValueError(f"names must be 'huggingface' or None, not {names!r}")
     elif format in FORMATS:
         write_folder(path, tensors, format, config=config, overwrite=overwrite, beside=beside)
     else:
-        raise ValueError(f"format is one of {', '.join(FORMATS)} and gguf, not {format!r}")
+        raise ValueError(f"format must be one of {', '.join(FORMATS)} and gguf, not {format!r}")
 
 
 def write_folder(
@@ -114,7 +114,7 @@ def write_folder(
     try:
         json.dumps(dict(config or {}))
     except (TypeError, ValueError) as error:
-        raise TypeError(f"config is what JSON has: {error}") from None
+        raise TypeError(f"config cannot be written as JSON: {error}") from None
     with write_aside(path, overwrite=overwrite) as folder:
         written = {"config.json", *write_beside(beside, folder)}
         # Hugging Face's loader asks for which library a file is, and takes none that does not say.
@@ -143,7 +143,7 @@ def write_folder(
             writer.add(arrays)
         writer.finish()
         if not stated:
-            raise ValueError(f"nothing in it is quantised, so that there is nothing of {format}")
+            raise ValueError(f"format {format!r} needs a quantized tensor, but all are dense")
         try:
             said = row.configuration(stated, dense, **options)
         except Unfit as error:
@@ -155,22 +155,24 @@ def _stored(name: str, value: Any, format: str, options: Mapping[str, Any]) -> t
     module = name.removesuffix(".weight")
     if module == name:
         raise ValueError(
-            f"format {format!r} cannot hold {name!r}: names of quantised tensors end in '.weight'"
+            f"format {format!r} cannot hold {name!r}: names of quantized tensors end in '.weight'"
         )
     try:
         return module, FORMATS[format].stored(value, **options)
     except Unfit as error:
-        raise ValueError(f"format {format!r} cannot hold {name!r}: it is {error}") from None
+        raise ValueError(f"format {format!r} cannot hold {name!r}: {error}") from None
 
 
 def _dense(name: str, value: Any) -> np.ndarray:
     if not isinstance(value, jax.Array | np.ndarray | np.generic):
-        raise TypeError(f"{name!r} is a {type(value).__name__}, and no array")
+        raise TypeError(f"{name!r} is a {type(value).__name__}, not an array")
     if isinstance(value, jax.core.Tracer) or value.dtype.name not in DTYPES.values():
         what = f"a {type(value).__name__} of {value.dtype}"
-        raise TypeError(f"{name!r} is {what}, and arrays are known and of a stored dtype")
+        raise TypeError(
+            f"{name!r} is {what}, which cannot be saved: tracers and other dtypes cannot"
+        )
     if name == METADATA:
-        raise ValueError(f"no tensor of safetensors can have the name {name!r}")
+        raise ValueError(f"safetensors cannot hold a tensor with the name {name!r}")
     return np.asarray(value)
 
 

@@ -43,12 +43,12 @@ def replace_quax() -> None:
 
     Call it before anything imports Quax. It holds for the whole process.
 
-    **Raises:** `RuntimeError` if Quax itself is imported already.
+    **Raises:** `RuntimeError` if Quax itself is already imported.
     """
     present = sys.modules.get("quax")
     if present is not None and present is not sys.modules[__name__]:
         raise RuntimeError(
-            f"{present.__name__} is imported already, so types made with it are Quax's: call "
+            f"{present.__name__} is already imported, so types made with it are Quax's: call "
             "veneer.interop.quax.replace_quax() before the first `import quax`"
         )
     for name in examples.__all__:

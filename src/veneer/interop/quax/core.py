@@ -84,7 +84,7 @@ class ArrayValue(Shaped, Value):
 
 
 class AmbiguousLookupError(rules.AmbiguousLookupError, LookupError):
-    """Two rules fit the operands, and neither is more specific than the other.
+    """The error if two rules fit the operands and neither is more specific than the other.
 
     If plum is imported, `except plum.AmbiguousLookupError` catches the errors that quaxified
     functions raise, as with Quax. `veneer.AmbiguousLookupError` is a base too.
@@ -153,6 +153,11 @@ def quaxify(fn: _F, /, filter_spec: FilterSpec = True) -> _F:
     **Returns:** a function of the same arguments, an `equinox.Module` with the leaves of `fn`.
 
     **Raises:** `AmbiguousLookupError` when two rules fit and neither is more specific.
+
+    >>> import jax.numpy as jnp, veneer as vn, veneer.interop.quax as quax
+    >>> w = vn.quant.quantize(jnp.eye(2), "nf4")
+    >>> quax.quaxify(jnp.matmul)(jnp.ones((1, 2)), w).tolist()
+    [[1.0, 1.0]]
     """
     quaxified: Any = eqx.module_update_wrapper(_Quaxified(fn, filter_spec))
     return quaxified
@@ -168,7 +173,9 @@ def register(primitive: Primitive, /, *, precedence: int = 0) -> Callable[[_F], 
     **Arguments:**
 
     - `primitive`: a JAX primitive.
-    - `precedence`: breaks ties between rules of which neither is more specific.
+    - `precedence`: breaks ties between rules if neither is more specific.
+
+    **Returns:** a decorator, which returns the rule. See `ArrayValue` for an example.
     """
 
     def add(rule: _F) -> _F:

@@ -32,7 +32,7 @@ def available() -> str | None:
     True
     """
     if sys.maxsize < 2**32 or sys.byteorder != "little":
-        return "kernels are for CPUs of 64 bits whose lowest byte is first"
+        return "kernels need a 64-bit little-endian CPU"
     if importlib.util.find_spec("numba") is None:
         return f"kernels need Numba: {install_command('numba')}"
     if os.environ.get("NUMBA_DISABLE_JIT", "0") != "0":
@@ -40,7 +40,7 @@ def available() -> str | None:
     try:
         header()
     except (OSError, ValueError) as reason:
-        return f"kernels do not know the FFI of JAX {jax.__version__}: {reason}"
+        return f"kernels do not support the FFI of JAX {jax.__version__}: {reason}"
     return None
 
 
@@ -124,7 +124,7 @@ def register_handlers(executable: bytes | None = None) -> list[str]:
     if (reason := available()) is not None:
         if not names or executable is None:
             return []
-        raise RuntimeError(f"the executable calls {', '.join(names)}: {reason}")
+        raise RuntimeError(f"the executable calls {', '.join(names)}, which cannot run: {reason}")
     if executable is None:
         names = [name for name in names if CACHE.holds(name)]
     return [target(name) for name in names]

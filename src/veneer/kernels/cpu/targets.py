@@ -48,7 +48,7 @@ def names_in(executable: bytes) -> list[str]:
     for call in calls:
         if not any(call.startswith(name) for name in known.values()):
             raise ValueError(
-                f"the executable calls a kernel {call.decode()!r}, which this version of veneer "
+                f"the executable calls the kernel {call.decode()!r}, which this version of veneer "
                 "does not have: compile the program again with this version"
             )
     return [name for name, text in known.items() if any(call.startswith(text) for call in calls)]
@@ -77,7 +77,7 @@ def object_code(name: str) -> bytes:
     family, _, variant = name.rpartition("_")
     activations, contracting, kind = _parts(family)
     if not _is_there(activations, contracting, kind, variant):
-        raise KeyError(f"there is no kernel {name}")
+        raise KeyError(f"no kernel is named {name}")
     return code_of(
         _kernel(activations, contracting, kind, variant),
         name,
@@ -127,7 +127,7 @@ def _quantizer(name: str, kind: str) -> bytes:
     from . import quantize
 
     if kind not in QUANTIZED_BITS:
-        raise KeyError(f"there is no kernel {name}")
+        raise KeyError(f"no kernel is named {name}")
     functions = dict(zip(("count", "work"), quantize.kernel(kind), strict=True))
     return _code_of(functions, name, _QUANTIZE, [QUANTIZED_BITS[kind]])
 

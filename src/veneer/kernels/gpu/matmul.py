@@ -351,8 +351,10 @@ def _compiled(
     )
     capability, least = compute_capability(), 89 if problem.codes.dtype.startswith("float8") else 80
     if capability is None or capability < least:
-        found = "no NVIDIA GPU is here" if capability is None else f"this GPU has {capability / 10}"
-        raise nvrtc.CompileError(f"the kernel needs compute capability {least / 10}, and {found}")
+        found = (
+            "there is no NVIDIA GPU" if capability is None else f"this GPU has {capability / 10}"
+        )
+        raise nvrtc.CompileError(f"the kernel needs compute capability {least / 10}, but {found}")
     config = config or config_for(layout)
     if config.stages == 0:
         config = _with_most_stages(layout, config) or config

@@ -49,7 +49,7 @@ def multiply(
     batch, m, _ = x.shape
     blocks = blocks_of(layout)
     if blocks is None:
-        raise ValueError(f"the scales of {layout} do not fit into the memory of the kernel")
+        raise ValueError(f"the scales of {layout} do not fit into VMEM")
     scale = _split_scales(scales_of(scale, scale.dtype == jnp.uint8), layout)
     x = split_fields(x, layout)
     along_k = layout.tiles > 1 and layout.entries == 1  # each entry has its own scale

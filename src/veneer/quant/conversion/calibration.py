@@ -247,9 +247,11 @@ METHODS = {
     "minmax": _Method(_minmax, "minmax[,factor]", (0, 1)),
     "rms": _Method(_rms, "rms,factor", (1,)),
     "absmean": _Method(_absmean, "absmean", (0,)),
-    "fixed": _Method(_fixed, "fixed,bound or fixed,low,high around 0", (1, 2), _around_zero),
+    "fixed": _Method(
+        _fixed, "fixed,bound or fixed,low,high with 0 in between", (1, 2), _around_zero
+    ),
     "percentile": _Method(
-        _percentile, "percentile,p or percentile,low,high, of 100", (1, 2), _in_order
+        _percentile, "percentile,p or percentile,low,high, up to 100", (1, 2), _in_order
     ),
     "mse": _Method(_least_error, "mse[,candidates[,power]]", (0, 1, 2), _whole_and_power),
     "hqq": _Method(_half_quadratic, "hqq[,power up to 1]", (0, 1), _below_one),
@@ -303,21 +305,22 @@ def check_calibration(method: str, format: Format) -> Calibration:
         or not all(map(math.isfinite, numbers))
         or not (row.fits(*numbers) if numbers else True)
     ):
-        raise ValueError(f"calibration_method {method!r} is not of the form {row.forms}")
+        raise ValueError(f"calibration_method {method!r} does not have the form {row.forms}")
     calibration = Calibration(name, numbers)
     if not calibration.symmetric and not has_zero_point(format):
         raise ValueError(
-            f"{format.name} has no zero_point, which calibration_method {method!r} needs"
+            f"{format.name} has no zero_point, which calibration_method {method!r} needs: use "
+            "'absmax', or an integer format"
         )
     if name == "oas" and format.name not in _BIASED:
         raise ValueError(
-            f"calibration_method 'oas' chooses the powers of two of {', '.join(_BIASED)}, not the "
-            f"scales of {format.name}: take 'absmax'"
+            f"calibration_method 'oas' is for {', '.join(_BIASED)}, not for {format.name}: use "
+            "'absmax'"
         )
     if name == "hqq" and format.scale_dtype == "float8_e8m0fnu":
         raise ValueError(
-            f"{format.name} has powers of two for scales, between which 'hqq' finds none: take "
-            "'mse', which tries each"
+            f"calibration_method 'hqq' cannot choose scales that are powers of two, as in "
+            f"{format.name}: use 'mse'"
         )
     return calibration
 

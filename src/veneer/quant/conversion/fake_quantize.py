@@ -41,17 +41,21 @@ def fake_quantize(
     scale_dtype: DTypeLike | None = None,
     key: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns `dequantize(quantize(array))`, which training can pass a gradient through.
+    """Quantize and dequantize an array, with a derivative for training (QAT).
 
-    The derivative is 1, and 0 where a value lies beyond the range of its tile: with "fixed", "rms",
-    "percentile" and "mse", and with "absmax" and "minmax" of a factor below 1. Nothing lies beyond
-    the others. There is no derivative by way of the scale, and that of higher order is 0.
+    The derivative is the straight-through estimator (Bengio et al., arXiv 1308.3432): 1 if
+    a value is in the range of its tile, and 0 if it is clipped. Only "fixed", "rms", "percentile",
+    "mse" and "hqq", and "absmax" and "minmax" with a factor below 1, clip values. The scale has no
+    derivative, and second derivatives are 0.
 
-    **Arguments:** those of `vn.quant.quantize`.
+    **Arguments:**
 
-    **Returns:** a dense array of the shape and dtype of `array`.
+    - `array`, `qtype`, `channelwise_axes`, `tiled_axes`, `calibration_method`, `scale_dtype`,
+      `key`: as for `vn.quant.quantize`.
 
-    **Raises:** what `vn.quant.quantize` does.
+    **Returns:** a dense array with the shape and dtype of `array`.
+
+    **Raises:** `TypeError` and `ValueError`, as `vn.quant.quantize`.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> fake = lambda x: vn.quant.fake_quantize(x, "int4", calibration_method="fixed,1.5").sum()
@@ -86,16 +90,18 @@ def fake_quantize_with_scale(
     *,
     key: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns `dequantize(quantize_with_scale(array, ...))` with a derivative.
+    """Quantize with given scales and dequantize, with a derivative for training.
 
-    It is 1, and 0 where a value lies beyond the range that the codes cover; the scale and the zero
-    point have none.
+    The derivative is 1 if a value is in the range of the codes, and 0 if it is clipped. The scale
+    and the zero point have no derivative.
 
-    **Arguments:** those of `vn.quant.quantize_with_scale`.
+    **Arguments:**
 
-    **Returns:** a dense array of the shape and dtype of `array`.
+    - `array`, `qtype`, `scale`, `zero_point`, `key`: as for `vn.quant.quantize_with_scale`.
 
-    **Raises:** what `vn.quant.quantize_with_scale` does.
+    **Returns:** a dense array with the shape and dtype of `array`.
+
+    **Raises:** `TypeError` and `ValueError`, as `vn.quant.quantize_with_scale`.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> fake = lambda x: vn.quant.fake_quantize_with_scale(x, "int4", 0.2).sum()

@@ -45,61 +45,55 @@ def quantize(
     scale_dtype: DTypeLike | None = None,
     key: jax.Array | None = None,
 ) -> QArray:
-    """Quantises an array, rounding each value to the nearest that the format has.
+    """Quantize an array: round each value to the nearest value of a format.
 
-    No derivative passes it, not by the scales either: that of rounding is 0.
-    `vn.quant.fake_quantize` and `vn.ste(vn.quant.quantize)` have one that is of use.
+    All values share one scale by default (per-tensor quantization). `channelwise_axes` gives a
+    scale to each channel (per-channel), and `tiled_axes` to each group of neighbors (the group size
+    of GPTQ and AWQ). The derivative is 0; for training use `vn.quant.fake_quantize` or `vn.ste`.
 
     **Arguments:**
 
-    - `array`: f16, bf16, f32 or f64, of any shape. An implicit array is materialised.
-    - `qtype`: the format, by its name in `vn.quant.FORMATS`.
-    - `channelwise_axes`: axes with one scale an index.
-    - `tiled_axes`: axes with one scale a tile, `{axis: tile size}`; a size that is a float is the
-      share of the axis that a tile takes. Axes in neither share a scale, and may count from the
-      end. A format with a tile of its own (mxfp4) tiles the last axis that is not channelwise if
-      None, with all others channelwise.
-    - `calibration_method`: how the values of a tile give the range that its codes cover; None is
-      the format's own.
-        - "absmax": up to its largest magnitude; "absmax,0.9" to nine tenths of that.
-        - "oas": up to its largest magnitude, or half a step less if the power of two is then
-          smaller (Outlier Aware Scaling, arXiv 2603.08713). For mxfp8, mxfp8_16 and mxfp4.
-        - "minmax": from its least value to its largest, and 0, with a zero point (integers only);
-          "minmax,0.9" as above.
-        - "rms,7": up to seven times the root of its mean square.
-        - "absmean": its mean magnitude is a step, as in BitNet.
-        - "fixed,6": from -6 to 6; "fixed,-1,3" from -1 to 3, with a zero point.
-        - "percentile,99.9": up to what 99.9 % of magnitudes do not exceed; "percentile,0.1,99.9" is
-          between two such values, and 0, with a zero point.
-        - "mse": the part of the full range whose squared error is least, of 40 parts that are
-          tried; "mse,100" tries so many; "mse,40,2.4" takes errors to the power 2.4 instead.
-        - "hqq": the range that leaves few errors rather than small ones, least in the sum of their
-          power 0.7, by half-quadratic splitting; "hqq,0.5" takes another power, up to 1. It clips
-          more than is good for formats of 4 bits and more. Not for formats whose scales are powers
-          of two.
-    - `scale_dtype`: the dtype of the scale; that of the format, or else of `array`, if None. Codes
-      are found from the scale as stored, whatever its precision.
-    - `key`: of `jax.random`, to round up or down at random, so that the expected value of the
-      result is the value itself, where it is not clipped.
+    - `array`: float16, bfloat16, float32 or float64, of any shape. An implicit array is
+      materialized.
+    - `qtype`: the format: a name in `vn.quant.FORMATS`, such as "int8", or a dtype.
+    - `channelwise_axes`: the axes with one scale per index.
+    - `tiled_axes`: `{axis: tile size}`, the axes with one scale per tile. A float is a fraction of
+      the axis. None means no tiles, or the tiles of a format with a fixed tile size (mxfp4), along
+      the last axis that is not channelwise.
+    - `calibration_method`: the range that codes cover. None is the default of the format.
+    - `scale_dtype`: the dtype of the scales. None is the dtype of the format, or else of `array`
+      (float32 for int16 of float16).
+    - `key`: a key of `jax.random`, for stochastic rounding. Then the expected result is the value
+      itself, unless it is clipped.
 
-    **Returns:** a `QArray` that stands for an array of the shape and dtype of `array`. A tile of
-    zeros has scale 1, or 0 where the format has no code for 0 (int1). One with a NaN or an infinity
-    in it is NaN, the others are not touched by it. Values next to the largest of the dtype do not
-    become infinite: they are clipped, or their tile is NaN if its range or scale cannot be computed
-    with.
+    | `calibration_method` | range of a tile |
+    |---|---|
+    | "absmax" | up to the largest magnitude; "absmax,0.9" takes 0.9 times that |
+    | "minmax" | from the smallest to the largest value and 0, with a zero point |
+    | "rms,7" | 7 times the root mean square |
+    | "absmean" | the mean magnitude is one step (BitNet, arXiv 2402.17764) |
+    | "fixed,6" | -6 to 6; "fixed,-1,3" has a zero point |
+    | "percentile,99.9" | a percentile of magnitudes; "percentile,1,99" has a zero point |
+    | "mse,40,2" | the best of 40 parts of the full range, by errors to the power 2 |
+    | "hqq,0.7" | least sum of errors to the power 0.7, as in HQQ |
+    | "oas" | Outlier Aware Scaling (arXiv 2603.08713), for mxfp8, mxfp8_16, mxfp4 |
 
-    **Raises:** `TypeError` if `array` or the scale is not floating. `ValueError` for an unknown
-    format or method, a method that needs a zero point and a format that has none, an axis out of
-    range or named twice, and a tile that does not divide its axis (with sizes that would) or is not
-    that of the format.
+    **Returns:** a `QArray` with the shape and dtype of `array`. A tile with a NaN or infinity
+    becomes NaN.
+
+    **Raises:**
+
+    - `TypeError` if `array` or `scale_dtype` is not floating, or if `key` is not a key.
+    - `ValueError` for an unknown format or method, a method that the format does not support, an
+      axis that is out of range or named twice, or a tile size that does not divide its axis.
+
+    **Warns:** `UserWarning` if each value has a scale and the result is not smaller than `array`.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> w = jnp.linspace(-1, 1, 8).reshape(4, 2)
     >>> q = vn.quant.quantize(w, "int4", channelwise_axes=[-1], tiled_axes={0: 2})
     >>> q.scale.shape, q.nbytes, w.nbytes
     ((2, 2), 20, 32)
-    >>> float(abs(q.dequantize() - w).max()) < 0.07
-    True
     """
     if key is not None:
         _check_key(key)
@@ -112,8 +106,8 @@ def quantize(
     has_scale_per_value = is_static and params.counts == dense.shape and dense.size > 1
     if has_scale_per_value and q.nbytes >= dense.nbytes:
         warn_user(
-            f"each value of {dense.dtype.name}{[*dense.shape]} has a scale of its own, so {qtype} "
-            "takes more memory than the dense array: give fewer channelwise_axes, or larger tiles"
+            f"{dense.dtype.name}{[*dense.shape]} gets one scale per value, so {qtype} takes more "
+            "memory than the dense array: name fewer channelwise_axes, or use larger tiles"
         )
     return q
 
@@ -194,7 +188,7 @@ def floating(array: ArrayLike | ImplicitArray) -> jax.Array:
     dense = materialise_one(array)
     dtype = jnp.result_type(dense)
     if dtype not in QUANTIZABLE:
-        raise TypeError(f"array is {dtype.name}; quantize takes {_names(QUANTIZABLE)}")
+        raise TypeError(f"array has dtype {dtype.name}, but quantize takes {_names(QUANTIZABLE)}")
     return jnp.asarray(dense)
 
 
@@ -211,8 +205,8 @@ def tile_in(shape: Shape, axis: int, tile: SupportsIndex | float) -> int:
         return operator.index(tile)
     if not 0 < tile <= 1:
         raise ValueError(
-            f"axis {axis} of shape {shape} has a tile of {tile}: a tile is a whole number of "
-            "values, or, as a float, the share of the axis that it takes"
+            f"the tile size of axis {axis} of shape {shape} is {tile}: it must be an integer, or a "
+            "float from above 0 to 1, which is a fraction of the axis"
         )
     # That there is no such axis is said where all are checked.
     return round(shape[axis] * tile) if -len(shape) <= axis < len(shape) else 1
@@ -228,11 +222,14 @@ def _tiles_of(
     if tiled is None:
         free = [axis for axis in axes if axis not in {c % len(shape) for c in channelwise}]
         if not free:
-            raise ValueError(f"{format.name} tiles an axis by {size}, and {shape} has none left")
+            raise ValueError(
+                f"{format.name} needs an axis with tiles of {size}, but channelwise_axes names "
+                f"all axes of shape {shape}"
+            )
         return [axis for axis in axes if axis != free[-1]], {free[-1]: size}
     if [*tiled.values()] != [size]:
         raise ValueError(
-            f"{format.name} is defined for tiles of {size} along one axis, not {dict(tiled)}"
+            f"{format.name} needs tiles of {size} along one axis, not tiled_axes={dict(tiled)}"
         )
     return channelwise, tiled
 
@@ -245,15 +242,15 @@ def scale_dtype_in(format: Format, dtype: DTypeLike, wanted: DTypeLike | None) -
     if format.scale_dtype is not None:
         if wanted is not None and jnp.dtype(wanted).name != format.scale_dtype:
             raise ValueError(
-                f"{format.name} is defined with scales of {format.scale_dtype}, "
-                f"not {jnp.dtype(wanted).name}"
+                f"{format.name} needs scale_dtype {format.scale_dtype}, not "
+                f"{jnp.dtype(wanted).name}"
             )
         return format.scale_dtype
     if wanted is None and format.bits > 8 and jnp.dtype(dtype) == jnp.float16:
         return "float32"  # a step of 2**-15 of the largest value is subnormal in float16
     name = jnp.dtype(dtype if wanted is None else wanted).name
     if jnp.dtype(name) not in (*QUANTIZABLE, jnp.float8_e8m0fnu):
-        raise TypeError(f"scale_dtype is {name}; quantize takes {_names(QUANTIZABLE)}")
+        raise TypeError(f"scale_dtype is {name}, but must be one of {_names(QUANTIZABLE)}")
     return name
 
 
@@ -369,25 +366,27 @@ def quantize_with_scale(
     *,
     key: jax.Array | None = None,
 ) -> QArray:
-    """Quantises an array with a scale that is known: of a static range, or one that was learned.
+    """Quantize an array with given scales, such as static or learned ones.
 
-    Values beyond the range of the codes are clipped. `vn.quant.scale_of_range` gives the scale and
-    the zero point for a range. No derivative passes, as for `vn.quant.quantize`.
+    Values beyond the range of the codes are clipped. `vn.quant.scale_of_range` computes the scale
+    and the zero point of a range. The derivative is 0, as for `vn.quant.quantize`.
 
     **Arguments:**
 
     - `array`, `qtype`, `key`: as for `vn.quant.quantize`.
-    - `scale`: positive, floating; of the rank of `array`, with axes that divide its own, or one
-      number for all. It is stored in its own dtype (a Python number in that of `array`), or as the
-      format is defined: as powers of two for mxfp4. One too small to divide by becomes 1
-      (0 in int1, which has no code for 0).
-    - `zero_point`: the code that stands for 0, with the same rule for its shape. Integer formats
+    - `scale`: one positive number, or a floating array with the rank of `array` and one entry per
+      tile. It is stored in its own dtype (a Python number in the dtype of `array`), unless the
+      format fixes the dtype. A scale too small to divide by becomes 1 (in int1, 0).
+    - `zero_point`: the code that represents 0, with the shape rule of `scale`. Integer formats
       only.
 
-    **Returns:** a `QArray`. A tile with a NaN or an infinity in it, or with such a scale, is NaN.
+    **Returns:** a `QArray`. A tile with a NaN or infinity, in its values or scale, becomes NaN.
 
-    **Raises:** `TypeError` if `array` or the scale is not floating. `ValueError` for an unknown
-    format, a shape that does not tile that of `array`, and a zero point where the format has none.
+    **Raises:**
+
+    - `TypeError` if `array` or `scale` is not floating.
+    - `ValueError` for an unknown format, a shape that does not tile `array`, or a zero point for a
+      format that has none.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> vn.quant.quantize_with_scale(jnp.array([1.0, 2.4, 9.0]), "int4", 0.5).dequantize().tolist()
@@ -412,7 +411,7 @@ def check_scale(
     if zero_point is None:
         return scale, None
     if not has_zero_point(format):
-        raise ValueError(f"{format.name} has no zero_point, and one is given")
+        raise ValueError(f"{format.name} has no zero_point: leave it out")
     zero_point = _with_rank(jnp.asarray(zero_point), array)
     _check_tiles("zero_point", zero_point.shape, array.shape)
     return scale, zero_point
@@ -429,8 +428,8 @@ def _with_rank(part: jax.Array, array: jax.Array) -> jax.Array:
 def _check_tiles(name: str, counts: Shape, shape: Shape) -> None:
     if not divides(counts, shape):
         raise ValueError(
-            f"{name} has shape {counts}, which does not tile an array of shape {shape}: it needs "
-            "the same rank, and axes that divide those of the array"
+            f"{name} of shape {counts} does not tile an array of shape {shape}: it needs the same "
+            "rank, and the size of each axis must divide the size of the array's axis"
         )
 
 
@@ -459,11 +458,17 @@ def _quantize_with_scale(
 
 
 def dequantize(q: QArray) -> jax.Array:
-    """Returns the dense array that `q` stands for.
+    """Return the dense array of a quantized array.
 
-    It is computed in the precision of the scale or of `q.dtype`, whichever is the wider, f32 at
-    least, and then rounded to `q.dtype`: the same bits eagerly and within a compiled program. XLA
-    for GPUs may skip the last rounding if the program goes on in f32.
+    The product of codes and scales is computed in the wider of the dtypes of the scale and of `q`,
+    in at least f32, and rounded once. Results are the same with and without `jax.jit`, except that
+    XLA for GPUs may omit the rounding if the program continues in f32.
+
+    **Arguments:**
+
+    - `q`: a `QArray`.
+
+    **Returns:** an array with the shape and dtype of `q`.
 
     **Raises:** `TypeError` if `q` is not a QArray.
 
@@ -473,6 +478,6 @@ def dequantize(q: QArray) -> jax.Array:
     """
     if not isinstance(q, QArray):
         raise TypeError(
-            f"dequantize takes a QArray, not {type(q).__name__}; veneer.materialise takes any array"
+            f"dequantize takes a QArray, not {type(q).__name__}: for any array, call vn.materialise"
         )
     return q.dequantize()

@@ -22,14 +22,18 @@ def calibration_range(
     tiled_axes: TiledAxes | None = None,
     calibration_method: str | None = None,
 ) -> Range:
-    """Returns the range that `vn.quant.quantize` finds in an array, tile by tile.
+    """Return the range that `vn.quant.quantize` finds for each tile of an array.
 
-    **Arguments:** those of `vn.quant.quantize`.
+    **Arguments:**
 
-    **Returns:** `(low, high)` of the shape of the scale, in f32 at least; `low` is None where the
-    range is symmetric, from `-high`. A tile with a NaN or an infinity in it has the range NaN.
+    - `array`, `qtype`, `channelwise_axes`, `tiled_axes`, `calibration_method`: as for
+      `vn.quant.quantize`.
 
-    **Raises:** what `vn.quant.quantize` does.
+    **Returns:** `(low, high)`, two arrays with the shape of the scale, in f32 or f64. `low` is None
+    if the range is symmetric, from `-high` to `high`. The range of a tile with a NaN or infinity is
+    NaN.
+
+    **Raises:** `TypeError` and `ValueError`, as `vn.quant.quantize`.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> low, high = vn.quant.calibration_range(
@@ -55,19 +59,20 @@ def _find(array: jax.Array, params: QuantizeParams) -> Range:
 def scale_of_range(
     qtype: DTypeLike, high: ArrayLike, low: ArrayLike | None = None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns the scale and the zero point with which codes cover a range.
+    """Return the scale and the zero point with which the codes of a format cover a range.
 
     **Arguments:**
 
-    - `qtype`: the format, by its name in `vn.quant.FORMATS`.
-    - `high`: the largest value, of any shape, not negative; of a symmetric range the largest
-      magnitude.
-    - `low`: the least value, not positive, of the same shape, or None for a symmetric range.
+    - `qtype`: the format.
+    - `high`: the largest value, not negative, of any shape. The largest magnitude if the range is
+      symmetric.
+    - `low`: the smallest value, not positive, of the same shape. None if the range is symmetric.
 
-    **Returns:** the scale, f32 or f64 of that shape; and the zero point, int8 or uint8, or None for
-    a symmetric range in a format with codes below zero. An empty range has scale 1.
+    **Returns:** `(scale, zero_point)` with the shape of `high`. The scale is f32 or f64, and 1 if
+    the range is empty. The zero point is int8, uint8 or int16. It is None for a symmetric range,
+    unless the format is unsigned.
 
-    **Raises:** `ValueError` for an unknown format, and for `low` where it has no zero point.
+    **Raises:** `ValueError` for an unknown format, or for `low` if the format has no zero point.
 
     >>> import veneer as vn
     >>> vn.quant.scale_of_range("int8", 1.275)
@@ -77,10 +82,10 @@ def scale_of_range(
     (0.2..., 5)
     """
     format = get_format(qtype)
-    if low is not None and not has_zero_point(format):
+    if low is not None and not has_zero_point(format):  # Qwix's tests match these words
         raise ValueError(
-            f"{format.name} has no zero_point, so it doesn't support asymmetric quantization: pass "
-            "no `low`, or take an integer format"
+            f"{format.name} has no zero_point, so it doesn't support asymmetric quantization: "
+            "leave out `low`, or use an integer format"
         )
     wide = lambda end: jnp.asarray(end, jnp.promote_types(jnp.result_type(end), jnp.float32))
     ends = Range(None if low is None else jnp.minimum(wide(low), 0), jnp.maximum(wide(high), 0))

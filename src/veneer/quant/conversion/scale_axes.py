@@ -106,24 +106,28 @@ def check_tile_size(tile_size: Any, format: Format | None, *, by_axis: bool = Fa
     if by_axis and isinstance(tile_size, Mapping | tuple):
         sizes = dict(tile_size)
         if wrong := [axis for axis in sizes if not isinstance(axis, int | np.integer)]:
-            raise TypeError(f"tile_size is of axes, which are integers, not {wrong[0]!r}")
+            raise TypeError(
+                f"tile_size must map axes, which are integers, to sizes, not {wrong[0]!r}"
+            )
     else:
         sizes = {} if tile_size is None else {-1: tile_size}
     for size in sizes.values():
         if not isinstance(size, int | np.integer | float):
             raise TypeError(
-                "tile_size is a whole number of values, or as a float the share of the axis, "
-                f"not {size!r}"
+                "tile_size must be an integer, or a float that is a fraction of the axis, not "
+                f"{size!r}"
             )
         if isinstance(size, float) and not 0 < size <= 1:
-            raise ValueError(f"tile_size is a share of the axis up to 1, not {size}")
+            raise ValueError(
+                f"a float tile_size is a fraction of the axis, from above 0 to 1, not {size}"
+            )
         if not isinstance(size, float) and size < 1:
-            raise ValueError(f"tile_size is a number of values, not {size}")
+            raise ValueError(f"tile_size must be at least 1, not {size}")
     usual = None if format is None else format.tile_size
     if format is not None and usual is not None and tile_size not in (None, usual):
         raise ValueError(
-            f"{format.name} is defined for tiles of {usual}, not {tile_size}: leave out "
-            "tile_size, or take a format without a tile of its own"
+            f"{format.name} needs tiles of {usual}, not {tile_size}: leave out tile_size, or use a "
+            "format without a fixed tile size"
         )
 
 
@@ -138,5 +142,7 @@ def from_the_end(axes: int | Sequence[int], shape: Shape) -> tuple[int, ...]:
             raise ValueError(f"tile_axis {axis} is out of range for shape {shape}")
     from_end = tuple(int(axis) % len(shape) - len(shape) for axis in named)
     if not from_end or len(set(from_end)) < len(from_end):
-        raise ValueError(f"tile_axis {axes!r} names an axis of shape {shape} twice, or none")
+        raise ValueError(
+            f"tile_axis {axes!r} must name at least one axis of shape {shape}, and none twice"
+        )
     return from_end

@@ -7,6 +7,7 @@ The modules here:
     packing         codes of fewer than 8 bits, without gaps, in bytes
     tiles           the groups of values that share a scale
     rounding        rounding to the nearest value of a dtype, and stochastic rounding
+    unknown         the error for an unknown format, with the name that was probably meant
 """
 
 from .table import FORMATS as FORMATS

@@ -34,12 +34,12 @@ UNITS: dict[int | float, tuple[int, int]] = {
 
 
 class Packing(NamedTuple):
-    """Which axis of an array of codes is packed.
+    """The axis along which codes are packed, and its size before packing.
 
     **Arguments:**
 
-    - `axis`: counted from the end, so negative: leading axes may come and go.
-    - `size`: of that axis before packing.
+    - `axis`: counted from the end, so always negative.
+    - `size`: the number of codes along that axis, without padding.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> q = vn.quant.quantize(jnp.ones((2, 5)), "int4")

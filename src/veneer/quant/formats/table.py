@@ -8,7 +8,6 @@ A value is stored as a code and its tile's scale. What a code is worth before th
 """
 
 import dataclasses
-import difflib
 import itertools
 import math
 
@@ -19,28 +18,30 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .codebooks import FP4_BNB, IQ4_NL, NF4, dynamic_map, minifloat
 from .rounding import round_to_dtype
+from .unknown import unknown_format
 
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """How the values of a tile, divided by its scale, become codes of a few bits.
+    """An encoding of the values of a tile, divided by their scale, in codes of a few bits.
+
+    `vn.quant.FORMATS` is a dict of all formats. `vn.quant.get_format` also takes aliases.
 
     **Arguments:**
 
-    - `name`: what `quantize` calls it, its `qtype`.
-    - `bits`: of a code as stored, packed with its neighbours where they are fewer than 8. Not
-      always whole: five digits of base 3 in a byte take 1.6 each.
-    - `code_dtype`: the dtype of the unpacked codes, `QArray.qvalue`.
-    - `bound`: what the largest magnitude of a tile is scaled to, so `scale = absmax / bound`; of
-      unsigned formats, what the distance from the least to the largest is.
-    - `codebook`: the value of each code, or None where a code is its own value.
-    - `source`: where the numbers come from.
-    - `tile_size`: the one tile that the format is defined for, or None for any.
-    - `scale_dtype`: the one that the format is defined with, or None for any: `float8_e8m0fnu`
-      holds powers of two. Where `scale_tile` is not None, scales are quantised in turn, to the
-      format of this name.
-    - `scale_tile`: how many scales share a scale of their own; 0 is all those of a matrix.
-    - `calibration`: the `calibration_method` that is meant where none is given.
+    - `name`: the name, which other functions take as `qtype`.
+    - `bits`: the size of a stored code. It can be a fraction: ternary stores five codes in a byte.
+    - `code_dtype`: the dtype of unpacked codes, as in `QArray.qvalue`.
+    - `bound`: the value to which the largest magnitude of a tile is scaled: `scale = absmax /
+      bound`. In unsigned formats, the width of the scaled range.
+    - `codebook`: the value of each code, or None if each code is its own value.
+    - `source`: the specification, paper or library that defines the format.
+    - `tile_size`: the only tile size that the format allows. None allows any.
+    - `scale_dtype`: the dtype of the scales. None allows any float dtype; float8_e8m0fnu stores
+      powers of two. If `scale_tile` is set, the format in which scales are quantized.
+    - `scale_tile`: the number of quantized scales that share one f32 scale; 0 is all scales of a
+      matrix. None if scales are not quantized.
+    - `calibration`: the default `calibration_method`.
 
     >>> import veneer as vn
     >>> nf4 = vn.quant.FORMATS["nf4"]
@@ -62,37 +63,39 @@ class Format:
 
     @property
     def storage_dtype(self) -> np.dtype:
-        """The dtype of the stored array: uint8 where codes share bytes."""
+        """The dtype of the stored array: uint8 if codes are packed."""
         return np.dtype(np.uint8) if self.bits < 8 else self.code_dtype
 
     @property
     def byte_dtype(self) -> np.dtype:
-        """The dtype of unpacked integer codes and zero points: int8, uint8, or int16."""
+        """The dtype of unpacked integer codes and zero points: int8, uint8 or int16."""
         return np.dtype(f"{'' if self.signed else 'u'}int{max(8, math.ceil(self.bits))}")
 
     @property
     def is_integer(self) -> bool:
-        """Whether the codes are integers that are their own values."""
+        """True if codes are integers that are their own values."""
         return self.codebook is None and jnp.issubdtype(self.code_dtype, jnp.integer)
 
     @property
     def signed(self) -> bool:
-        """Whether codes are below zero, too."""
+        """True if codes can be negative."""
         return jnp.issubdtype(self.code_dtype, jnp.signedinteger)
 
     @property
     def has_zero(self) -> bool:
-        """Whether a code stands for 0; int1 has -1 and 1 alone, and iq4_nl 1 and -10."""
+        """True if a code has the value 0. int1 has only -1 and 1; iq4_nl has 1 and -10."""
         return self.bits != 1 if self.codebook is None else 0 in self.codebook
 
     @property
     def code_range(self) -> tuple[int, int]:
-        """The least and the largest of the codes; integer formats and codebooks only.
+        """The smallest and the largest code of an integer format or a codebook.
 
-        **Raises:** `TypeError` for formats whose codes are floats.
+        **Raises:** `TypeError` if the codes are floats.
         """
         if self.codebook is None and not self.is_integer:
-            raise TypeError(f"codes of {self.name} are {self.code_dtype.name}, and have no range")
+            raise TypeError(
+                f"codes of {self.name} are {self.code_dtype.name}, which have no code_range"
+            )
         if self.codebook is not None:
             return 0, len(self.codebook) - 1
         if self.bits < 2:  # int1 and ternary
@@ -102,7 +105,7 @@ class Format:
 
     @property
     def ends(self) -> tuple[float, float]:
-        """The least and the largest value of a code, of equal magnitude if the format has both."""
+        """The smallest and the largest value, of equal magnitude if the format has both."""
         if self.codebook is None:
             largest = float(self.code_range[1] if self.is_integer else self.bound)
             return -largest, largest
@@ -112,11 +115,16 @@ class Format:
         return (-both, both) if is_symmetric else (least, largest)
 
     def encode(self, x: jax.Array) -> jax.Array:
-        """Returns the codes of values already divided by their scale, of any shape.
+        """Return the nearest codes of values that are already divided by their scale.
 
-        Integers are rounded half to even and clipped; of other formats, it is the nearest value, of
-        two that are equally near the one with the even code. NaN becomes the code of 0, and is left
-        to the scale to tell. int1, which has none, gives -1 for it and for 0.
+        Ties go to the even integer or code, and values beyond the range are clipped. NaN gets the
+        code of 0. In int1, which has no zero, NaN and 0 get the code of -1.
+
+        **Arguments:**
+
+        - `x`: floats of any shape.
+
+        **Returns:** unpacked codes of the same shape.
         """
         x = jnp.where(jnp.isnan(x), 0, x)
         if self.codebook is not None:
@@ -151,10 +159,14 @@ class Format:
         return sorted({v: code for code, v in reversed([*enumerate(self.codebook)])}.items())
 
     def thresholds(self, dtype: DTypeLike) -> list[tuple[float, bool, int]]:
-        """Returns where the nearest value of the codebook changes: numbers of a dtype, ascending.
+        """Return the values at which the nearest code of a codebook changes, in ascending order.
 
-        With each, whether it is nearer to the value above, and by how much the code is more there,
-        of 256.
+        **Arguments:**
+
+        - `dtype`: the dtype in which values are compared.
+
+        **Returns:** a list of `(threshold, is_beyond, step)`. `is_beyond` is True if the threshold
+        itself rounds up. `step` is the increase of the code, modulo 256.
         """
         thresholds = []
         for (below, low), (above, high) in itertools.pairwise(self._ascending()):
@@ -166,7 +178,13 @@ class Format:
         return thresholds
 
     def decode(self, codes: ArrayLike, dtype: DTypeLike) -> jax.Array:
-        """Returns the values that codes stand for, before the scale; in `dtype`, of any shape."""
+        """Return the values of codes, before scales and zero points.
+
+        **Arguments:**
+
+        - `codes`: unpacked codes of any shape.
+        - `dtype`: the dtype of the result.
+        """
         if self.codebook is None:
             return jnp.asarray(codes).astype(dtype)
         codes = jnp.asarray(codes)
@@ -178,7 +196,7 @@ class Format:
         )
 
     def to_fields(self, codes: jax.Array) -> jax.Array:
-        """Returns codes as what is packed: uint8, from 0 to below the number of codes."""
+        """Return codes as unsigned fields in uint8, ready to be packed."""
         if not self.signed:
             return codes.astype(jnp.uint8)
         if self.bits == 1:
@@ -188,9 +206,10 @@ class Format:
         return codes.astype(jnp.uint8) & (2 ** int(self.bits) - 1)  # two's complement
 
     def from_fields(self, fields: jax.Array) -> jax.Array:
-        """Return the codes that `to_fields` made fields of, as wide as the fields.
+        """Return the codes of unsigned fields, the inverse of `to_fields`.
 
-        They are int8 or int32 if the format is signed, and else the fields themselves.
+        Codes of signed formats are int8, or as wide as the fields. Codes of other formats are the
+        fields.
         """
         if not self.signed:
             return fields
@@ -297,7 +316,7 @@ FORMATS: dict[str, Format] = {
         dataclasses.replace(
             _NF4,
             name="nf4_dq",
-            source="QLoRA, arXiv 2305.14314, section 3: double quantisation",
+            source="QLoRA, arXiv 2305.14314, section 3: double quantization",
             scale_dtype="float8_e4m3fn",
             scale_tile=256,
         ),
@@ -309,7 +328,7 @@ FORMATS: dict[str, Format] = {
             np.dtype(np.uint8),
             1.0,
             dynamic_map(),
-            "8-bit Optimizers, arXiv 2110.02861: dynamic tree quantisation, as bitsandbytes has it",
+            "8-bit Optimizers, arXiv 2110.02861: dynamic tree quantization, as in bitsandbytes",
         ),
         _microscaling("mxfp8", _E4M3),
         dataclasses.replace(
@@ -332,8 +351,19 @@ FORMATS: dict[str, Format] = {
         ),
     )
 }
+"""All number formats: a dict from name to `Format`. The names are values of `qtype`.
 
-# Shorter names of formats that are dtypes.
+| formats | values |
+|---|---|
+| int2 to int8, int16 | signed integers |
+| uint2 to uint8 | unsigned integers with a zero point |
+| ternary, int1 | -1, 0, 1; -1, 1 |
+| float8_*, float6_*, float4_e2m1fn | floats of 8, 6 and 4 bits |
+| nf4, nf4_dq, fp4_bnb, iq4_nl, dynamic8 | codebooks |
+| mxfp8*, mxfp6*, mxfp4, nvfp4 | floats with a fixed tile size and scale dtype |
+"""
+
+# Shorter names of formats.
 ALIASES = {
     "fp8": "float8_e4m3fn",
     "fp8_e4m3fn": "float8_e4m3fn",
@@ -345,45 +375,34 @@ ALIASES = {
     "b1.58": "ternary",
 }
 
-# The format and tile size that equal each quantization type of GGUF.
-_GGUF = {
-    "q4_0": "'int4' with tile_size=32",
-    "q4_1": "'uint4' with tile_size=32",
-    "q5_0": "'int5' with tile_size=32",
-    "q5_1": "'uint5' with tile_size=32",
-    "q8_0": "'int8' with tile_size=32",
-}
-
 
 def get_format(qtype: DTypeLike) -> Format:
-    """Returns the format of this name (or alias), or of this dtype's name.
+    """Return the format of a name, an alias or a dtype.
 
-    **Raises:** `ValueError`, naming the known formats, where there is none; `TypeError` for what is
-    neither a name nor a dtype.
+    **Arguments:**
 
-    >>> import veneer as vn
-    >>> vn.quant.get_format("nf4").bits, vn.quant.get_format("int8").bound
-    (4, 127.5)
+    - `qtype`: a key of `vn.quant.FORMATS` ("nf4"), an alias ("fp8", "fp4", "b1.58"), or a dtype
+      whose name is a key (`jnp.int8`, `jnp.float8_e4m3fn`).
+
+    **Returns:** a `Format`, which is a value of `vn.quant.FORMATS`.
+
+    **Raises:**
+
+    - `TypeError` if `qtype` is neither a name nor a dtype.
+    - `ValueError` if there is no such format. The message names the closest format.
+
+    >>> import jax.numpy as jnp, veneer as vn
+    >>> vn.quant.get_format("nf4").bits, vn.quant.get_format(jnp.int8).name
+    (4, 'int8')
     >>> vn.quant.get_format("fp8").name
     'float8_e4m3fn'
     """
+    if qtype is None:
+        raise TypeError("a format is a name, such as 'nf4', or a dtype, not None")
     try:
         name = qtype if isinstance(qtype, str) else jnp.dtype(qtype).name
     except TypeError:
-        raise TypeError(f"a format is a name, as 'nf4', or a dtype, not {qtype!r}") from None
-    if name in FORMATS:
-        return FORMATS[name]
-    if name in ALIASES:
-        return FORMATS[ALIASES[name]]
-    if name.lower() in _GGUF:
-        raise ValueError(
-            f"unknown format {name!r}; use {_GGUF[name.lower()]}, which is GGUF's {name.upper()}"
-        )
-    names = (*FORMATS, *ALIASES)
-    within = [known for known in names if name.lower() in known]
-    close = within or difflib.get_close_matches(name.lower(), names)
-    if close:
-        hint = f"did you mean {close[0]!r}? vn.quant.FORMATS has all formats"
-    else:
-        hint = f"the formats are {', '.join(FORMATS)}; aliases are {', '.join(ALIASES)}"
-    raise ValueError(f"unknown format {name!r}; {hint}")
+        raise TypeError(f"a format is a name, such as 'nf4', or a dtype, not {qtype!r}") from None
+    if name not in FORMATS and name not in ALIASES:
+        raise unknown_format(name, tuple(FORMATS), tuple(ALIASES))
+    return FORMATS[ALIASES.get(name, name)]

@@ -33,7 +33,7 @@ def tile_counts(
         axis = normalize_axis(named, shape)
         if axis in seen:
             raise ValueError(
-                f"axis {named} of shape {shape} is named twice; an axis is either channelwise or "
+                f"axis {named} of shape {shape} is named twice. An axis is either channelwise or "
                 f"tiled: channelwise_axes={tuple(channelwise_axes)}, tiled_axes={dict(tiled_axes)}"
             )
         seen.add(axis)

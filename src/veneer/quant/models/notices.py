@@ -25,7 +25,7 @@ from .usual_rules import SMALL
 def bits_of(array: Any) -> str:
     """Returns how many bits a value an array takes, to be shown."""
     nbytes = getattr(array, "nbytes", array.size * array.dtype.itemsize)  # no abstract array has it
-    return f"{8 * nbytes / max(array.size, 1):.3g} bits a value"
+    return f"{8 * nbytes / max(array.size, 1):.3g} bits per value"
 
 
 def tell_of_unused(weights: Mapping[str, Any], uses: Mapping[str, Sequence[Use]]) -> None:
@@ -37,13 +37,11 @@ def tell_of_unused(weights: Mapping[str, Any], uses: Mapping[str, Sequence[Use]]
         if not uses[path]
         or (math.prod(x.shape) >= SMALL and all(len(use.free) >= 2 for use in uses[path]))
     ]
-    left = [
-        f"{path} at {bits_of(x)} ({next(iter(uses[path]), 'it has no use')})" for path, x in large
-    ]
+    left = [f"{path} at {bits_of(x)} ({next(iter(uses[path]), 'unused')})" for path, x in large]
     if left:
         warn_user(
-            f"left dense, as the program has them in no product: {some_of(left)}. A rule with a "
-            "tile_axis quantises them all the same"
+            f"left dense, because the program uses them in no product: {some_of(left)}. To "
+            "quantize them anyway, add a rule for them with a tile_axis"
         )
 
 
@@ -51,9 +49,9 @@ def tell_of_small(weights: Mapping[str, Any], chosen: Mapping[str, Rule], qtype:
     """Warns where all weights are so small that the usual rules leave them dense."""
     if weights and not chosen:
         warn_user(
-            f"nothing is quantised, for {qtype!r} leaves dense what has fewer than {SMALL:,} "
-            f"values: {some_of(list(weights))}. [vn.quant.Rule('.*', {qtype!r})] takes all that "
-            "a product contracts"
+            f"no weight is quantized, because all have fewer than {SMALL:,} values: "
+            f"{some_of(list(weights))}. To quantize them anyway, pass the rules "
+            f"[vn.quant.Rule('.*', {qtype!r})]"
         )
 
 
@@ -66,8 +64,8 @@ def tell_of_unmatched(weights: Mapping[str, Any], chosen: Mapping[str, Rule]) ->
     if count(missed) > count(path for path, rule in chosen.items() if rule.has_format) > 0:
         left = [f"{path} at {bits_of(x)}" for path, x in missed.items()]
         warn_user(
-            f"most values stay dense, as no rule matches them: {some_of(left)}. A last rule "
-            "Rule('.*', None) says that they are to"
+            f"most values stay dense, because no rule matches them: {some_of(left)}. Add a rule "
+            "for them, or end the list with Rule('.*', None) if they should stay dense"
         )
 
 
@@ -88,8 +86,8 @@ def tell_of_tiles(
         unlike.append(f"{path} {list(x.shape)} {form}, at {takes}")
     if unlike:
         warn_user(
-            f"tiles as asked for do not fit what products sum: {some_of(unlike)}. A rule of its "
-            "own states another tile_size or format, or leaves it dense"
+            f"the tile of the rule does not divide the contracted axes: {some_of(unlike)}. To "
+            "choose, add a rule for these weights with another tile_size or qtype"
         )
 
 
@@ -98,8 +96,8 @@ def tell_of_unrotated(paths: Sequence[str], uses: Mapping[str, Sequence[Use]]) -
     if paths:
         left = [f"{path} ({uses[path][0]})" for path in paths]
         warn_user(
-            f"not rotated, as what takes them would rotate them back each time: {some_of(left)}. "
-            "A rule of their own, without rotate, says so"
+            f"not rotated, because these uses would undo the rotation: {some_of(left)}. Add a "
+            "rule for these weights without rotate"
         )
 
 
@@ -124,8 +122,8 @@ def tell_of_held(paths: Sequence[str], leaves: Sequence[Any], rules: Sequence[Ru
                 held.append(f"{path} ({type(leaf).__name__})")
     if held:
         warn_user(
-            f"not quantised, as an array of another type holds the weight: {some_of(held)}. "
-            "Quantise first, and make such arrays of the quantised weights"
+            f"not quantized, because the weight is inside an array of another type: "
+            f"{some_of(held)}. Quantize first, then create these arrays from quantized weights"
         )
 
 
@@ -143,8 +141,8 @@ def tell_of_quantised(
                 kept.append(f"{path} ({leaf.qtype})")
     if kept:
         warn_user(
-            f"quantised already, and left as they are: {some_of(kept)}. Quantise the dense "
-            "weights, or what vn.materialise gives, which is rounded twice"
+            f"already quantized, and left unchanged: {some_of(kept)}. Quantize the original dense "
+            "weights, or vn.materialise(params), which rounds twice"
         )
 
 
@@ -169,17 +167,17 @@ def tell_of_large(
             large.append(f"{path} {list(q.shape)} takes {bits_of(q)}")
     if corrected:
         warn_user(
-            f"hardly smaller, with the corrections of low rank: {some_of(corrected)}; take a "
+            f"hardly smaller, because of their low-rank corrections: {some_of(corrected)}. Set a "
             "smaller correction_rank"
         )
     if large:
         remedy = (
-            "leave it dense, by a rule with qtype=None"
+            "Leave them dense with a rule with qtype=None"
             if located
-            else "say by tile_axis which axes the products contract, or pass the program, as "
-            "model= and args="
+            else "Set tile_axis to the axes that products contract, or pass the program as model= "
+            "and args="
         )
-        warn_user(f"hardly smaller, for few values share a scale: {some_of(large)}; {remedy}")
+        warn_user(f"hardly smaller, because few values share a scale: {some_of(large)}. {remedy}")
 
 
 def _is_large(x: Any) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+from jax.typing import DTypeLike
 
 from ..._jax.source_lines import warn_user
 from ..observation.statistics import ActivationStatistics
@@ -31,7 +32,7 @@ from .rules import (
     can_be_quantized,
     flatten_with_paths,
     rule_for,
-    rules_in,
+    rules_or_format,
     some_of,
     warn_of_unmatched,
 )
@@ -43,7 +44,7 @@ T = TypeVar("T")
 
 def quantize_tree(
     params: T,
-    rules: Sequence[Rule] | str,
+    rules: Sequence[Rule] | DTypeLike,
     *,
     model: Callable | None = None,
     args: Sequence[Any] | None = None,
@@ -51,68 +52,62 @@ def quantize_tree(
     train: bool = False,
     statistics: Mapping[str, ActivationStatistics] | None = None,
 ) -> T:
-    """Quantises the parameters of a model, whichever library made them.
+    """Quantize the weights of a model.
+
+    The program is traced on shapes only. Each weight gets scales along the axes that its products
+    contract.
 
     **Arguments:**
 
-    - `params`: any pytree of arrays, such as a module of Equinox or flax.nnx. Of an abstract tree,
-      whose leaves are `jax.ShapeDtypeStruct`s, the result is abstract too.
-    - `rules`: the first that matches the path of a leaf is the one that counts. Or the name of a
-      format, for the usual choices for a language model (the table of `usual_rules`).
-    - `model`, `args`, `kwargs`: the program, called as `model(params, *args, **kwargs)`; without a
-      `model`, `params` is a module, and called itself. It is traced on shapes and dtypes, to see
-      which axes of each weight its products contract: those share scales, where the rule does not
-      say by `tile_axis` which do. Rows that are looked up have scales of their own. A weight that
-      is in no product and not looked up stays dense.
-    - `train`: whether weights are to be trained: then each is kept, as `vn.quant.FakeQuantized`,
-      and quantised as it is used.
-    - `statistics`: of activations by the path of their weight, as `vn.quant.observe` gives them;
-      for rules with an `act_range` that is static.
+    - `params`: a pytree of arrays (nnx, linen, Equinox, plain dicts), or a callable module. If the
+      leaves are abstract (`jax.ShapeDtypeStruct`), so is the result.
+    - `rules`: a list of `Rule`. The first rule that matches the path of a leaf applies. Or the name
+      of a format, such as "int8", which selects the default rules for language models and needs a
+      program.
+    - `model`, `args`, `kwargs`: the program, called as `model(params, *args, **kwargs)`. Without
+      `model`, `params` itself is called. Without a program, scales are along the `tile_axis` of
+      each rule.
+    - `train`: keep full-precision weights and quantize them on use (QAT).
+    - `statistics`: activation statistics from `observe`, for rules with a static `act_range`.
 
-    **Returns:** the tree with a `QArray` in place of each floating array of rank 2 and up that a
-    rule with a format matches; in an `ActivationQuantized` where the rule has an `act_qtype`,
-    which may do without a format for weights, in a `vn.types.Rotated` where it says `rotate`,
-    and all of it in a `vn.types.LoraArray` where there is a `correction_rank`. Biases, norms and
-    integers stay dense if they match, and so does what no rule matches; arrays that are implicit
-    already stay as they are, but for a `QArray`, as a checkpoint has them, of a rule with an
-    `act_qtype` and no format for weights.
+    **Returns:** `params`, with each floating array of rank 2 or more that a rule matches replaced.
+    If several rows of this table apply, each type wraps the one above it.
 
-    **Raises:** `TypeError` for rules that are no sequence of `Rule`, and what is no program;
-    `ValueError`, naming the path, where a tile does not divide its axis, or where statistics
-    are asked for and missing; for what is for training without `train`, and `op_names` with it;
-    for the name of a format without a program. Warns with `UserWarning`, naming paths and the
-    bits that a value takes, of a weight that stays dense as no product has it, or as an array
-    of another type holds it; where no rule matches most of the values; of tiles that are others
-    than asked for, as those do not fit; of what is hardly smaller; of what a convolution takes,
-    which is not rotated; of a weight that two products contract along different axes; of a rule
-    that matches no path, and of statistics that no rule asks for; and where all weights are too
-    small for the usual rules.
+    | the rule sets | the leaf becomes |
+    |---|---|
+    | `qtype` | `QArray` |
+    | `act_qtype` | `ActivationQuantized` |
+    | `rotate` | `vn.types.Rotated` |
+    | `correction_rank` | `vn.types.LoraArray` |
+    | a format, and `train=True` | `FakeQuantized` |
 
-    >>> import jax, jax.numpy as jnp, veneer as vn
+    All other leaves are unchanged, except that a rule with an `act_qtype` and no `qtype` also wraps
+    a `QArray`.
+
+    **Raises:**
+
+    - `TypeError` if `rules` is not a list of `Rule`, or the program cannot be called.
+    - `ValueError`, with the path, if a tile does not divide its axis or statistics are missing.
+    - `ValueError` if a rule and `train` conflict, or a format name comes without a program.
+
+    **Warns** (`UserWarning`, with paths and a remedy) if:
+
+    - a rule matches no path, or no rule matches most of the values;
+    - a weight stays dense or unchanged: the program uses it in no product, it has fewer than 4,096
+      values, it is inside another implicit array, or it is already quantized;
+    - the tile, format or rotation differs from the rule;
+    - the result is hardly smaller;
+    - two products contract different axes of a weight;
+    - no rule uses `statistics`.
+
+    >>> import jax.numpy as jnp, veneer as vn
     >>> params = {"dense": {"kernel": jnp.ones((64, 8)), "bias": jnp.ones(8)}}
     >>> vn.quant.quantize_tree(params, [vn.quant.Rule("dense.*", "int8")])["dense"]["kernel"].nbytes
     544
-
-    The kernel of an attention, whose axes are seen in the program:
-
-    >>> params = {"query": jnp.ones((512, 8, 64))}
-    >>> def model(params, x):
-    ...     return jnp.einsum("td,dhk->thk", x, params["query"])
-    >>> rules = [vn.quant.Rule(".*", "nf4", tile_size=64)]
-    >>> small = vn.quant.quantize_tree(params, rules, model=model, args=(jnp.ones((3, 512)),))
-    >>> small["query"].scale.shape, 8 * small["query"].nbytes / small["query"].size
-    ((8, 8, 64), 4.5)
-
-    A LoRA of a quantised model that begins close to the dense one, by LoftQ:
-
-    >>> w = jax.random.normal(jax.random.key(0), (64, 64))
-    >>> rules = [vn.quant.Rule(".*", "int2", correction_rank=8, correction_steps=5)]
-    >>> vn.quant.quantize_tree({"w": w}, rules)["w"]
-    LoraArray(w=QArray:f32[64,64], a=f32[64,8], b=f32[8,64], scale=1.0)
     """
     program = program_of(params, model, args, kwargs)
+    rules = rules_or_format(rules)
     if not isinstance(rules, str):
-        rules = rules_in(rules)
         check_rules(rules, train=train, statistics=statistics)
     chosen = choose(params, rules, program, args or (), kwargs, of_quantized=not train)
     return chosen.replaced(
@@ -154,10 +149,9 @@ class Chosen(NamedTuple):
         axes = low_rank_axes(len(shape), contracted, free)
         if axes is None:
             raise ValueError(
-                f"{path}: no correction of low rank of shape {list(shape)}: the axes "
-                f"{sorted(contracted)} that products contract and {sorted(free)} that they leave "
-                "are not side by side at its end. Give it a rule of its own, without "
-                "correction_rank"
+                f"{path}: correction_rank does not support shape {list(shape)}, because the "
+                f"contracted axes {sorted(contracted)} and the other axes {sorted(free)} of its "
+                "products are not contiguous. Add a rule for it without correction_rank"
             )
         return axes
 
@@ -209,15 +203,20 @@ def choose(
             uses = uses_of(program, params, is_weight, args, kwargs)
         except Exception as error:
             error.add_note(
-                "The program was called to trace it, as model(params, *args, **kwargs), or as "
-                "params(*args, **kwargs) where there is no model."
+                "This error was raised while the program was traced on shapes. It is called as "
+                "model(params, *args, **kwargs), or as params(*args, **kwargs) without a model."
             )
+            if callable(params) and _is_of_shapes(error):
+                error.add_note(
+                    "If the module takes one example and these arguments are a batch, pass "
+                    "model=lambda m, x: jax.vmap(m)(x)."
+                )
             raise
     if isinstance(rules, str):
         if uses is None:
             raise ValueError(
-                f"rules of {rules!r} are chosen by what a program does with each weight: pass it, "
-                f"as quantize_tree(params, {rules!r}, model=f, args=(x,)), or a list of Rules"
+                f"the default rules for {rules!r} need the program: call quantize_tree(params, "
+                f"{rules!r}, model=f, args=(x,)), or pass a list of Rule"
             )
         asked = usual_rules(rules, weights, uses)
     else:
@@ -240,6 +239,13 @@ def choose(
     return Chosen(paths, leaves, treedef, chosen, uses)
 
 
+def _is_of_shapes(error: Exception) -> bool:
+    """Return whether an error of a program is about the shapes of its arguments."""
+    words = ("shape", "rank", "dimension", "axis", "axes", "ndim", "unpack", "vmap")
+    text = str(error).lower()
+    return isinstance(error, TypeError | ValueError) and any(word in text for word in words)
+
+
 def _of_activations(
     paths: Sequence[str], leaves: Sequence[Any], rules: Sequence[Rule], *, located: bool
 ) -> dict[str, Rule]:
@@ -257,8 +263,8 @@ def _of_activations(
             shared = [i - leaf.ndim for i, (size, scales) in enumerate(sizes) if size > scales]
             if not 0 < len(shared) < leaf.ndim:
                 raise ValueError(
-                    f"{path}: its scales {list(leaf.scale.shape)} do not tell which axes of "
-                    f"{list(leaf.shape)} products contract: say it as tile_axis, or pass a model"
+                    f"{path}: the contracted axes of shape {list(leaf.shape)} do not follow from "
+                    f"its scales of shape {list(leaf.scale.shape)}. Set tile_axis, or pass model="
                 )
             rule = dataclasses.replace(rule, tile_axis=shared)
         of[path] = rule
@@ -279,34 +285,36 @@ def check_rules(
     for rule in rules:
         if rule.method is not None and not calibrated:
             raise ValueError(
-                f"method {rule.method!r} goes by activations: vn.quant.calibrate takes it: {rule}"
+                f"method {rule.method!r} needs activations, so use vn.quant.calibrate: {rule}"
             )
         stated = [name for name in TRAINING if getattr(rule, name) is not None]
         if stated and not train:
             raise ValueError(
-                f"{stated[0]} is for training, by quantize_tree(..., train=True): {rule}"
+                f"{stated[0]} is for training, so pass train=True to quantize_tree: {rule}"
             )
         if rule.act_range != "dynamic" and train:
             raise ValueError(
-                f"train=True quantises activations dynamically, and act_range is "
-                f"{rule.act_range!r}: {rule}"
+                f"train=True needs act_range='dynamic', not {rule.act_range!r}: {rule}"
             )
         if rule.correction_rank is not None and train:
             raise ValueError(
-                f"train=True rounds weights anew as they are used, and correction_rank corrects "
-                f"what rounding lost: quantise without train, and train the correction: {rule}"
+                "train=True does not support correction_rank, because weights change. Quantize "
+                f"without train, and train the correction as a LoRA: {rule}"
             )
         if rule.correction_steps > 1 and calibrated:
             raise ValueError(
-                f"correction_steps are for weights that meet no activations, as by quantize_tree; "
-                f"calibrate finds the best correction by activations in one: {rule}"
+                "correction_steps is for quantize_tree. calibrate computes the best correction "
+                f"in one step, so leave it out: {rule}"
             )
         if rule.rotate and train:
-            raise ValueError(f"train=True trains weights as they are, and rotate=True: {rule}")
+            raise ValueError(f"train=True does not support rotate=True, so leave it out: {rule}")
         if rule.op_names and train:
-            raise ValueError(f"train=True quantises activations in every product: {rule}")
+            raise ValueError(f"train=True does not support op_names, so leave it out: {rule}")
     if statistics is not None and all(rule.act_range == "dynamic" for rule in rules):
-        warn_user("no rule takes the statistics: its act_range says so, as 'mean'")
+        warn_user(
+            "statistics= has no effect, because every rule has act_range='dynamic'. Set "
+            "act_range='mean' in a rule, or leave out statistics="
+        )
 
 
 def _check_products(asked: Mapping[str, Rule], uses: Mapping[str, Sequence[Use]]) -> None:
@@ -314,11 +322,12 @@ def _check_products(asked: Mapping[str, Rule], uses: Mapping[str, Sequence[Use]]
     meant = [path for path, rule in asked.items() if rule.has_format]
     summed = [path for path, of in uses.items() if any(x.is_product and x.contracted for x in of)]
     if not set(meant) & set(summed):
-        others = [f"{path} ({next(iter(uses[path]), 'it has no use')})" for path in meant]
+        others = [f"{path} ({next(iter(uses[path]), 'unused')})" for path in meant]
         raise ValueError(
-            f"there is nothing to calibrate: rules have a format for {some_of(others or ['none'])},"
-            f" and what products have is {some_of(summed or ['no weight'])}. Have a rule match "
-            "that; vn.quant.quantize_tree quantises what is looked up"
+            "there is nothing to calibrate. The rules have a format for "
+            f"{some_of(others or ['no weight'])}, and products use "
+            f"{some_of(summed or ['no weight'])}. Add a rule for a weight that a product uses, or "
+            "call vn.quant.quantize_tree, which quantizes embeddings too"
         )
 
 
@@ -334,8 +343,9 @@ def _quantized(
         of_leaf = None if statistics is None else statistics.get(path)
         if statistics is not None and of_leaf is None and rule.act_range != "dynamic":
             raise ValueError(
-                f"there are no statistics of it, and {rule} asks for them; they are of "
-                f"{some_of(list(statistics))}. Give it a rule of its own, before this one"
+                f"{rule} needs statistics of this weight, and statistics= has "
+                f"{some_of(list(statistics)) if statistics else 'none'}. Add a rule for it with "
+                "act_range='dynamic', before this one"
             )
 
         def quantized(leaf: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 
 from ..._core.surface.weights import path_matches
 from ..._core.value import is_value
@@ -32,66 +33,52 @@ TRAINING = ("grad_qtype", "grad_input", "grad_weight", "sparsity")  # what is fo
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Rule:
-    """What to do with the parameters whose path matches.
+    """A rule that assigns formats to the parameters whose path matches.
+
+    The first rule that matches a path applies. `docs/formats.md` has more on each argument.
 
     **Arguments:**
 
-    - `path_regex`: matched in full against the keys of a leaf joined with dots, as in
-      `layers.0.attention.query.kernel`. The `.value` at the end of a path of flax.nnx may be left
-      out.
-    - `qtype`: the format, or None to leave the parameter dense.
-    - `tile_size`: how many values along `tile_axis` share a scale; a float is the share of the axis
-      that they take, so that 0.25 is four tiles. None is all of them, or the tile that the format
-      is defined for. `{axis: size}` has a tile along each axis that it names, contracting or not:
-      `{-2: 128, -1: 128}` is a scale for each block of 128 by 128.
-    - `tile_axis`: the contracting axis: -2 for a JAX kernel `[..., in, out]`, -1 for a torch weight
-      `[out, in]` or an embedding table `[rows, features]`. Every other axis is channelwise. Where a
-      product contracts several, which then share a scale, all of them, the one that is tiled last:
-      `(-4, -3, -2)` for the kernel `[height, width, in, out]` of a convolution. None is what the
-      program says that `quantize_tree` is given, and -2 without one.
-    - `calibration_method`: of the weights; None is the format's own.
-    - `scale_dtype`: of the weights' scales; None is the format's own, or else that of the weight.
-      `"float16"` and `"bfloat16"` halve what they take: tiles of 32 in int4 have 4.5 bits a value,
-      and 5 with scales in f32. The files of other libraries have scales of 16 bits.
-      Those of f16 go from 6e-8 to 65504: a tile that needs a smaller one is zeros, and one that
-      needs a larger one is NaN; bfloat16 reaches as far as f32.
-    - `rotate`: whether the weight is stored rotated along the axes that products contract, as a
-      `vn.types.Rotated`, and activations are rotated as they meet it: what stands out in either is
-      spread, so that few bits lose less. It costs an activation some `2 * sqrt(K)` products.
-    - `method`: how `vn.quant.calibrate` rounds the weight; None is as it rounds the others.
-    - `correction_rank`: of the correction of what rounding lost, with which the weight is a
-      `vn.types.LoraArray`: the nearest matrix of that rank, by the sum of squares, or in
-      `calibrate` by the outputs on its activations. It takes `rank * (in + out)` values more, in
-      the dtype of the weight. None is no correction.
-    - `correction_steps`: how many times the weight, without its correction so far, is rounded and
-      corrected anew, of which the best is kept. More than one, five say, are for a LoRA that is to
-      be trained in a format of few bits: it then begins closer to the weight (LoftQ). For a model
-      that is only run, `calibrate` with one step loses less.
-    - `act_qtype`: the format that activations are quantised to, as they meet the weight in a
-      product; None leaves them as they are.
-    - `act_calibration_method`: of the activations; None is that of `act_qtype`.
-    - `act_tile_size`: how many activations, along the last axis that a product contracts, share a
-      scale; a float is the share of the axis. None is all of them, or the tile of `act_qtype`.
-    - `act_range`: where the scale of activations comes from. `"dynamic"`: from themselves, a scale
-      a row. Or static, one scale for all, from statistics that `observe` has recorded: of the range
-      of values in a batch the `"mean"` over the batches, their `"exponential"` moving average, or
-      the `"widest"` of them.
-    - `grad_qtype`: for training, the format that gradients are quantised to in the products of the
-      backward pass; None leaves them as they are.
-    - `grad_input`, `grad_weight`: for training, how the product is quantised that gives the
-      gradient of the activations, and the one that gives that of the weight; None is
-      `BackwardProduct(grad_qtype)`.
-    - `sparsity`: for training, `(n, m)`: of each m neighbours along the last contracting axis the
-      n largest are kept, and the others are 0; None keeps all. `(n, m, block)` keeps n of each m
-      blocks of so many neighbours, by the sums of their magnitudes.
-    - `op_names`: the primitives in whose products activations are quantised: of `"dot_general"`,
-      `"ragged_dot_general"` and `"conv_general_dilated"`. None named is all of them. `x @ w` and
-      any `einsum` are `dot_general` to a program.
+    | group | arguments |
+    |---|---|
+    | which weights | `path_regex` |
+    | format | `qtype`, `tile_size`, `tile_axis`, `calibration_method`, `scale_dtype` |
+    | fidelity | `rotate`, `method`, `correction_rank`, `correction_steps` |
+    | activations | `act_qtype`, `act_calibration_method`, `act_tile_size`, `act_range` |
+    | | `op_names` |
+    | training | `grad_qtype`, `grad_input`, `grad_weight`, `sparsity` |
 
-    **Raises:** `ValueError` for a regex that does not compile, an unknown format, method or range,
-    a tile below 1, a share above 1, one that is not the format's, as of scales, and a field that
-    says how to do what the rule does not do; `TypeError` for a tile that is no number, an axis no
-    integer, and scales of no floating dtype.
+    - `path_regex`: a regex for the whole path, whose keys are joined with dots:
+      `layers.0.query.kernel`. A final `.value`, as in flax.nnx, is optional.
+    - `qtype`: the format of the weight, such as "int8". None leaves it dense.
+    - `tile_size`: the number of values along `tile_axis` that share a scale (the group size). A
+      float is a fraction of the axis. `{axis: size}` tiles several axes. None is the whole axis, or
+      the tile of the format.
+    - `tile_axis`: the contracted axis, or several; the last is tiled. None finds it in the
+      traced program; without a program it is -2, for `[in, out]`. Use -1 for `[out, in]`.
+    - `calibration_method`: the method that chooses scales. None is the default of the format.
+    - `scale_dtype`: None is the dtype of the format or of the weight.
+    - `rotate`: store the weight as a `vn.types.Rotated`, which spreads outliers.
+    - `method`: a method of `calibrate` for this weight.
+    - `correction_rank`: the rank of a correction of the rounding error. The weight becomes a
+      `vn.types.LoraArray`.
+    - `correction_steps`: how often to round and correct in turn (LoftQ, arXiv 2310.08659).
+    - `act_qtype`: the format of activations that multiply the weight.
+    - `act_calibration_method`, `act_tile_size`: as above, for activations.
+    - `act_range`: "dynamic" computes a scale per row. "mean", "exponential" and "widest" are static
+      ranges from `observe`.
+    - `op_names`: quantize activations only in these products: "dot_general", "ragged_dot_general"
+      or "conv_general_dilated".
+    - `grad_qtype`: the format of gradients in the backward pass.
+    - `grad_input`, `grad_weight`: a `BackwardProduct` each.
+    - `sparsity`: `(n, m)` keeps the n largest of every m neighbors, `(n, m, block)` n of every m
+      blocks.
+
+    **Raises:**
+
+    - `ValueError` for an invalid regex, format, method, range or tile, or an argument without the
+      format that it modifies.
+    - `TypeError` for an argument of the wrong type, or scales that are not floating.
 
     >>> import veneer as vn
     >>> vn.quant.Rule(r"layers\\.\\d+\\.kernel", "nf4", tile_size=64)
@@ -99,7 +86,7 @@ class Rule:
     """
 
     path_regex: str
-    qtype: str | None
+    qtype: DTypeLike | None
     _: dataclasses.KW_ONLY
     tile_size: int | np.integer | float | Mapping[int, int | float] | tuple[Any, ...] | None = None
     tile_axis: int | np.integer | Sequence[int | np.integer] | None = None
@@ -109,11 +96,11 @@ class Rule:
     method: str | None = None
     correction_rank: int | None = None
     correction_steps: int = 1
-    act_qtype: str | None = None
+    act_qtype: DTypeLike | None = None
     act_calibration_method: str | None = None
     act_tile_size: int | np.integer | float | None = None
     act_range: str = "dynamic"
-    grad_qtype: str | None = None
+    grad_qtype: DTypeLike | None = None
     grad_input: BackwardProduct | None = None
     grad_weight: BackwardProduct | None = None
     sparsity: Sparsity | None = None
@@ -124,6 +111,10 @@ class Rule:
             re.compile(self.path_regex)
         except re.error as error:
             raise ValueError(f"path_regex {self.path_regex!r} is not a regex: {error}") from None
+        for name in ("qtype", "act_qtype", "grad_qtype"):
+            qtype = getattr(self, name)
+            if qtype is not None and not isinstance(qtype, str):  # a dtype; shown by its name
+                object.__setattr__(self, name, get_format(qtype).name)
         self._check_tiles()
         self._check_methods()
         self._check_correction()
@@ -139,10 +130,10 @@ class Rule:
         if isinstance(axes, Sequence) and not isinstance(axes, str):
             object.__setattr__(self, "tile_axis", tuple(axes))  # hashable; the dataclass is frozen
             if not axes:
-                raise ValueError("tile_axis names no axis, and a product contracts one at least")
+                raise ValueError("tile_axis is empty; it must name at least one contracted axis")
         for axis in self._tile_axes():
             if not isinstance(axis, int | np.integer):
-                raise TypeError(f"tile_axis is an axis, or a sequence of them, not {axes!r}")
+                raise TypeError(f"tile_axis must be an integer or a sequence of them, not {axes!r}")
         format = None if self.qtype is None else get_format(self.qtype)
         check_tile_size(self.tile_size, format, by_axis=True)
         if isinstance(self.tile_size, Mapping):
@@ -152,25 +143,25 @@ class Rule:
     def _check_methods(self) -> None:
         if self.act_range not in RANGES:
             raise ValueError(
-                f"unknown act_range {self.act_range!r}; the ranges are {', '.join(RANGES)}"
+                f"unknown act_range {self.act_range!r}; it must be one of {', '.join(RANGES)}"
             )
         if self.calibration_method is not None:
             if self.qtype is None:
-                raise ValueError("calibration_method is of weights, which qtype=None leaves dense")
+                raise ValueError("calibration_method needs a qtype; qtype=None is dense")
             check_calibration(self.calibration_method, get_format(self.qtype))
         if self.scale_dtype is not None:
             if self.qtype is None:
-                raise ValueError("scale_dtype is of weights, which qtype=None leaves dense")
+                raise ValueError("scale_dtype needs a qtype; qtype=None is dense")
             name = scale_dtype_in(get_format(self.qtype), np.float32, self.scale_dtype)
             object.__setattr__(self, "scale_dtype", name)  # hashable, and shown as it is written
         if self.method is not None:
             if self.qtype is None:
-                raise ValueError("method is of weights, which qtype=None leaves dense")
+                raise ValueError("method needs a qtype; qtype=None is dense")
             check_method(self.method, rotate=self.rotate, act_qtype=self.act_qtype)
         if self.rotate and self.act_range != "dynamic":
             raise ValueError(
-                f"act_range {self.act_range!r} is of activations as they are, and rotate=True "
-                "rotates them: leave act_range 'dynamic'"
+                f"act_range {self.act_range!r} does not work with rotate=True, because statistics "
+                "are of activations before the rotation. Use act_range='dynamic'"
             )
         if self.act_qtype is not None:
             check_activation_format(
@@ -183,22 +174,22 @@ class Rule:
         how = self.act_calibration_method, self.act_tile_size
         if how != (None, None) or self.act_range != "dynamic":
             raise ValueError(
-                "act_calibration_method, act_tile_size and act_range say how activations are "
-                "quantised, which act_qtype=None leaves as they are"
+                "act_calibration_method, act_tile_size and act_range need an act_qtype, the "
+                "format of activations"
             )
 
     def _check_correction(self) -> None:
         rank, steps = self.correction_rank, self.correction_steps
         for name, count in (("correction_rank", rank), ("correction_steps", steps)):
             if count is not None and not (isinstance(count, int | np.integer) and count >= 1):
-                raise ValueError(f"{name} is an integer of 1 or more, not {count!r}")
+                raise ValueError(f"{name} must be an integer of 1 or more, not {count!r}")
         if rank is not None and self.qtype is None:
-            raise ValueError("correction_rank is of weights, which qtype=None leaves dense")
+            raise ValueError("correction_rank needs a qtype; qtype=None is dense")
         if rank is None and steps != 1:
-            raise ValueError("correction_steps says how to find a correction: give its rank")
+            raise ValueError("correction_steps needs a correction_rank")
 
     def __repr__(self) -> str:
-        """Returns the call that makes the rule."""
+        """Return the call that creates the rule."""
         first, second, *others = (f for f in dataclasses.fields(self) if f.init)
         parts = [repr(getattr(self, field.name)) for field in (first, second)]
         values = [(field, getattr(self, field.name)) for field in others]
@@ -213,11 +204,11 @@ class Rule:
 
     @property
     def has_format(self) -> bool:
-        """Whether the rule has anything quantised: weights, activations, gradients."""
+        """Return whether the rule quantizes anything: weights, activations or gradients."""
         return any(getattr(self, name) is not None for name in ("qtype", "act_qtype", *TRAINING))
 
     def is_for(self, op: str) -> bool:
-        """Returns whether the rule is for products by a primitive."""
+        """Return whether the rule applies to products of the primitive `op`."""
         return not self.op_names or op in self.op_names
 
     def _tile_axes(self) -> tuple[Any, ...]:
@@ -226,9 +217,9 @@ class Rule:
         return self.tile_axis if isinstance(self.tile_axis, tuple) else (self.tile_axis,)
 
     def contracting(self, ndim: int) -> tuple[int, ...]:
-        """Returns the contracting axes of an array of `ndim` axes, counted from the end, in order.
+        """Return the contracted axes of an array of rank `ndim`, counted from the end, in order.
 
-        **Raises:** `ValueError` for one that is out of range or named twice.
+        **Raises:** `ValueError` if an axis is out of range or named twice.
         """
         axes = tuple(map(int, self._tile_axes()))
         for axis in axes:
@@ -236,16 +227,19 @@ class Rule:
                 raise ValueError(f"tile_axis {axis} is out of range for {ndim} axes")
         from_end = tuple(axis % ndim - ndim for axis in axes)
         if len(set(from_end)) < len(from_end):
-            raise ValueError(f"tile_axis {self.tile_axis} names an axis twice, of {ndim} axes")
+            raise ValueError(f"tile_axis {self.tile_axis} names an axis twice for {ndim} axes")
         return from_end
 
     def along(self, axes: Collection[int], shape: Sequence[int]) -> "Rule":
-        """Returns the rule for an array whose products contract these axes, counted from the end.
+        """Return the rule for a weight of `shape` whose products contract `axes`.
 
-        A tile is of so many of the values that a product sums, which may lie along several axes; of
-        as many up to that as divide them. Where there are no more of them, they share one scale.
+        `axes` count from the end.
 
-        **Raises:** `ValueError` where none divides them.
+        A tile counts the values that a product contracts, which can lie along several axes. If the
+        tile does not divide them, a smaller one that divides them is taken. If there are fewer
+        values than a tile, they share one scale.
+
+        **Raises:** `ValueError` if no tile near `tile_size` divides the axes.
         """
         ordered = sorted(axes)
         format = None if self.qtype is None else get_format(self.qtype)
@@ -262,16 +256,16 @@ class Rule:
         cut = cut_in_tiles(sizes, tile)
         if math.prod(cut) < min(tile, LEAST_TILE):
             raise ValueError(
-                f"no tile of {tile} or near it divides the axes {ordered} of shape {shape}, which "
-                "products contract: state another tile_size, or None, or by tile_axis other axes"
+                f"no tile of about {tile} divides the contracted axes {ordered} of shape {shape}. "
+                "Choose another tile_size, None, or another tile_axis"
             )
         tiles = dict(zip(ordered, cut, strict=True))
         return dataclasses.replace(self, tile_axis=ordered, tile_size=tiles)
 
     def axes(self, shape: Shape) -> tuple[tuple[int, ...], dict[int, int]]:
-        """Returns the `channelwise_axes` and the `tiled_axes` for an array of a shape.
+        """Return the `channelwise_axes` and `tiled_axes` of `quantize` for an array of `shape`.
 
-        **Raises:** `ValueError` for an axis that is out of range or named twice.
+        **Raises:** `ValueError` if an axis is out of range or named twice.
         """
         ndim = len(shape)
         contracting = self.contracting(ndim)
@@ -281,14 +275,14 @@ class Rule:
         return axes.channelwise, dict(axes.tiled)
 
     def in_basis(self, array: Any) -> Any:
-        """Returns a floating array of rank 2 and up as it is to be stored: rotated, or as it is."""
+        """Return a floating array of rank 2 or more, rotated if the rule says so."""
         return Rotated.of(array, self.contracting(array.ndim)) if self.rotate else array
 
     def quantize(self, array: Any) -> Any:
-        """Quantises a floating array of rank 2 and up; `qtype` None leaves its values as they are.
+        """Quantize a floating array of rank 2 or more. With `qtype=None`, its values stay dense.
 
-        **Returns:** a `QArray`, in a `vn.types.Rotated` if the rule has it rotated. A correction
-        takes more than a rule knows: `quantize_corrected` adds it.
+        **Returns:** a `QArray`, in a `vn.types.Rotated` if `rotate` is set. `correction_rank` has
+        no effect here: `quantize_tree` and `calibrate` add the correction.
         """
         array = self.in_basis(array)
         if isinstance(array, InBasis):
@@ -312,15 +306,15 @@ class Rule:
         )
 
     def with_activations(self, weight: Any, statistics: ActivationStatistics | None = None) -> Any:
-        """Returns a weight that quantises activations, if `act_qtype` says so, else as it is.
+        """Return a weight that quantizes its activations, or the weight itself without `act_qtype`.
 
         **Arguments:**
 
-        - `weight`: dense or implicit.
-        - `statistics`: of its activations, for an `act_range` that is static.
+        - `weight`: a dense or implicit array.
+        - `statistics`: the statistics of its activations, for a static `act_range`.
 
-        **Raises:** `ValueError` where the statistics are missing or do not fit, or a tile of the
-        format of activations does not divide the contracting axis.
+        **Raises:** `ValueError` if the statistics are missing or do not fit, or if a tile of
+        `act_qtype` does not divide the contracted axis.
         """
         if self.act_qtype is None:
             return weight
@@ -334,15 +328,16 @@ class Rule:
         tile = format.tile_size or tile_size_in(weight.shape, contracting, self.act_tile_size)
         if isinstance(tile, int) and size % max(tile, 1):
             raise ValueError(
-                f"activations in {format.name} have tiles of {tile}, which do not "
-                f"divide axis {contracting[-1]} (size {size}) of the weight of shape {weight.shape}"
+                f"activations in {format.name} have tiles of {tile}, which do not divide axis "
+                f"{contracting[-1]} (size {size}) of the weight of shape {weight.shape}. Choose "
+                "another act_tile_size or act_qtype"
             )
         scale = zero_point = None
         if self.act_range != "dynamic":
             if statistics is None:
                 raise ValueError(
-                    f"act_range {self.act_range!r} takes recorded statistics; pass those of "
-                    "vn.quant.observe, as statistics="
+                    f"act_range {self.act_range!r} needs recorded statistics: pass the result of "
+                    "vn.quant.observe as statistics="
                 )
             scale, zero_point = static_range(
                 statistics,
@@ -396,13 +391,28 @@ def _part(size: int, tile: int) -> int:
     return max([n for n in parts if n % 8 == 0 and 2 * n >= tile] or parts)
 
 
+def rules_or_format(rules: Any) -> tuple[Rule, ...] | str:
+    """Return the rules of a sequence, or the name of a format that is given by its name or dtype.
+
+    **Raises:** `TypeError` for anything else. The message shows the list that was probably meant.
+    """
+    if isinstance(rules, str):
+        return rules
+    if isinstance(rules, type | np.dtype):
+        return get_format(rules).name
+    return rules_in(rules)
+
+
 def rules_in(rules: Any) -> tuple[Rule, ...]:
     """Returns the rules of a sequence; refuses anything else with what was meant."""
     if isinstance(rules, Rule):
         raise TypeError(f"rules must be a list: [{rules}]")
     if not isinstance(rules, Iterable) or isinstance(rules, str | Mapping):
-        meant = f"[Rule('.*', {rules!r})]" if isinstance(rules, str) else "[Rule('.*', 'int8')]"
-        raise TypeError(f"rules must be a list of Rule, such as {meant}, not {rules!r}")
+        pairs: dict[str, str | None] = {".*": rules if isinstance(rules, str) else "int8"}
+        if isinstance(rules, Mapping) and all(isinstance(x, str) for x in rules):
+            pairs = {path: x for path, x in rules.items() if isinstance(x, str | None)} or pairs
+        meant = ", ".join(f"vn.quant.Rule({path!r}, {x!r})" for path, x in pairs.items())
+        raise TypeError(f"rules must be a list of Rule, such as [{meant}], not {rules!r}")
     rules = tuple(rules)
     for i, rule in enumerate(rules):
         if not isinstance(rule, Rule):
@@ -433,8 +443,8 @@ def warn_of_unmatched(rules: Sequence[Any], paths: Sequence[str]) -> None:
     for rule in rules:
         if not any(map(rule.matches, paths)):
             warn_user(
-                f"the rule {rule.path_regex!r} matches no parameter; it is matched in full against "
-                f"paths such as {some_of(paths)}"
+                f"the rule {rule.path_regex!r} matches no parameter. Change its path_regex, which "
+                f"must match a whole path, such as {some_of(paths)}"
             )
 
 

@@ -94,7 +94,7 @@ def selectors_from_json(text: str, *, tile_axis: int | None = None) -> list[Sele
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the rules are not JSON: {error}") from error
     if not isinstance(rules, list):
-        raise ValueError("the rules are a JSON list of objects")
+        raise ValueError("the rules must be a JSON list of objects")
     return [_selector(rule, tile_axis) for rule in rules]
 
 
@@ -107,8 +107,8 @@ def _selector(rule: Any, tile_axis: int | None) -> Selector:
     }
     if not isinstance(rule, dict) or not {"path", "qtype"} <= rule.keys() <= types.keys():
         raise ValueError(
-            "a rule is an object with 'path', 'qtype' and, if wanted, 'tile_size' and 'tile_axis', "
-            f"not {json.dumps(rule)}"
+            "a rule must be an object with 'path', 'qtype' and optionally 'tile_size' and "
+            f"'tile_axis', not {json.dumps(rule)}"
         )
     for key, value in rule.items():
         if not isinstance(value, types[key]) or isinstance(value, bool):
@@ -149,21 +149,23 @@ def plan(
     for selector in selectors:
         names = [name for name in avals if re.fullmatch(selector.regex, name)]
         if not names:
-            raise ValueError(f"{selector} matches no tensor; the names are such as {_some(avals)}")
+            raise ValueError(
+                f"{selector} matches no tensor. It must match a whole name, such as {_some(avals)}"
+            )
         if selector.qtype is not None:
             able = [name for name in names if can_be_quantized(avals[name])]
             if not able:
                 allowed = ", ".join(dtype.name for dtype in QUANTIZABLE)
                 raise ValueError(
-                    f"{selector} matches no tensor that can be quantised: {names[0]!r} is "
-                    f"{_describe(avals[names[0]])}, and {allowed} of rank 2 and up can be"
+                    f"{selector} matches no tensor that can be quantized: {names[0]!r} is "
+                    f"{_describe(avals[names[0]])}, and only {allowed} of rank 2 or more can be"
                 )
             for name in able:
                 if name not in claimed:
                     chosen[name] = _rule(selector, name, avals[name].shape)
         claimed.update(names)
     if not chosen:
-        raise ValueError(f"no tensor is left to quantise among {_some(avals)}")
+        raise ValueError(f"no tensor is left to quantize among {_some(avals)}")
     return chosen
 
 
@@ -174,20 +176,22 @@ def _rule(selector: Selector, name: str, shape: tuple[int, ...]) -> Rule:
         axis = CONTRACTING_AXIS[layout] if layout else None
     if axis is None:
         raise UnknownAxisError(
-            f"the contracting axis of {name!r} {list(shape)} is unknown, as its name ends in "
-            "neither 'weight' nor 'kernel': state it, as the tile_axis"
+            f"the contracted axis of {name!r} {list(shape)} is unknown, because its name ends in "
+            "neither 'weight' nor 'kernel'. Set tile_axis"
         )
     if not -len(shape) <= axis < len(shape):
-        raise ValueError(f"{selector} tiles axis {axis}, and {name!r} {list(shape)} has none")
+        raise ValueError(
+            f"{selector} tiles axis {axis}, which {name!r} {list(shape)} does not have"
+        )
     rule = selector.rule(axis)
     tile = rule.axes(shape)[1].get(axis % len(shape))
     if tile is not None and shape[axis] % tile:
         fitting = ", ".join(map(str, dividing_tiles(shape[axis], tile)))
-        remedy = f"tiles that do are {fitting}"
+        remedy = f"Tiles that do are {fitting}"
         if selector.tile_size is None:
-            remedy = f"{selector.qtype} has no other, so choose another format"
+            remedy = f"{selector.qtype} has no other tile, so choose another format"
         raise TileError(
-            f"tile {tile} does not divide axis {axis} of {name!r} {list(shape)}: {remedy}, or "
+            f"tile {tile} does not divide axis {axis} of {name!r} {list(shape)}. {remedy}, or "
             "leave it dense",
             name,
         )

@@ -62,7 +62,7 @@ class Use(NamedTuple):
     def __str__(self) -> str:
         axes = ", ".join(map(str, sorted(self.contracted)))
         if self.is_product:
-            return f"{self.primitive} sums over axis {axes} at {self.line}"
+            return f"{self.primitive} contracts axis {axes} at {self.line}"
         if self.primitive == LOOK_UP:
             return f"rows along axis {axes} are looked up at {self.line}"
         return f"{self.primitive} at {self.line}"
@@ -253,12 +253,12 @@ def program_of(params: Any, model: Callable | None, args: Any, kwargs: Any) -> C
     """
     if isinstance(args, str) or not isinstance(args, Sequence | None):
         raise TypeError(
-            f"args are those that the model takes after its parameters, as a tuple (x,), not "
+            "args must be a tuple of the arguments after the parameters, such as (x,), not "
             f"{type(args).__name__}"
         )
     if model is not None:
         if not callable(model):
-            raise TypeError(f"model is a function of params and of args, not {model!r}")
+            raise TypeError(f"model must be a function of params and args, not {model!r}")
         return model
     if args is None and kwargs is None:
         return None
@@ -349,8 +349,8 @@ def use_for_axes(path: str, uses: Sequence[Use]) -> Use | None:
         first = found[0]
         if other.contracted != first.contracted:
             warn_user(
-                f"{path} is used in two ways, and the first counts: {first}, and {other}. "
-                "State a tile_axis in a rule of its own to choose"
+                f"{path} is used in two ways, and the first decides its scales: {first}, and "
+                f"{other}. To choose, add a rule for it with a tile_axis"
             )
             break
     return found[0] if found else None

@@ -38,65 +38,48 @@ def observe(
     decay: float = 0.9,
     box: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """Records what the activations of a model are, without touching its code.
+    """Create an observer, which records statistics of the activations of an unchanged model.
+
+    Activations are the operands of products (`dot_general`, convolutions, `ragged_dot`) that
+    contract the `tile_axis` of a rule, or without one, the axis that the program contracts. Weights
+    stay dense while the model runs. `docs/calibration.md` lists exceptions.
 
     **Arguments:**
 
-    - `model`: the program, compiled or not. Without `params`, it holds its parameters: a pytree
-      that can be called, as an Equinox module is; or a `functools.partial` (or
-      `jax.tree_util.Partial`) of a function, whose parameters are the arrays among its arguments.
-    - `rules`: as for `quantize_tree`. Observed are the weights for which the first rule that
-      matches has a format, of weights or of activations. Paths are those of `quantize_tree`, in
-      `params`, in the module, or in the argument of the partial.
-    - `params`: any pytree of arrays; then `model` is a function of it and of the batch.
-    - `gram`: whether to record `x.T @ x`, too, for each product but those of convolutions.
-    - `decay`: of the exponential average of ranges over batches: what a batch leaves of the average
-      of those before.
-    - `box`: `vn.hijax.Box`, to record on the device, in one Box for each weight, and not on the
-      host. Then the result is the model, for any program to call: see `ObservedModel`.
+    - `model`: a function of `params` and a batch. Without `params`, a callable module, or a
+      `functools.partial` whose arrays are the parameters.
+    - `rules`: a list of `Rule`, as for `quantize_tree`. Weights are observed if the first rule that
+      matches has a `qtype` or `act_qtype`.
+    - `params`: a pytree of arrays.
+    - `gram`: also record `x.T @ x` for products other than convolutions.
+    - `decay`: the fraction that the exponential average of ranges keeps at each batch, at least 0
+      and below 1.
+    - `box`: `vn.hijax.Box`, to record on the device. The result is then the model itself, with a
+      method `statistics()`, and can be called in any program, for example while training.
 
-    **Returns:** a function of the batches, any iterable of them. A batch that is a tuple is the
-    arguments of the model, and any other its one argument. It returns the statistics of the
-    activations that each weight was multiplied with, by the path of the weight; those of a weight
-    that is used more than once are of all its uses. The weights are dense as they run, so
-    activations are those of the model as it is.
+    **Returns:** a function of an iterable of batches. A tuple holds the arguments of the model; any
+    other batch is its one argument. It returns a dict from the path of each weight to its
+    `ActivationStatistics`. Several uses of a weight are combined.
 
-    Activations are the operands of products (`dot_general`, a convolution, `ragged_dot`) that
-    contract the rule's `tile_axis`, in loops and compiled functions, too; where a rule has none,
-    what the program contracts, or -2 with a `box`. Rows that are looked up in an embedding are
-    none; tokens of padding are counted as any other. If the model takes derivatives itself, its
-    tangents and cotangents are not activations. What `jax.checkpoint` computes again is counted
-    again, which changes no mean.
+    **Raises:**
 
-    **Raises:** `TypeError` for a model of which the parameters are not known, and for rules that
-    are no sequence of `Rule`. `ValueError` where there are no batches, or no activations met any of
-    the weights, and where two arguments of a partial have the same path. Warns with `UserWarning`
-    of a rule that matches no path, and of weights that met no activations.
+    - `TypeError` if no parameters are found, `rules` is not a list of `Rule`, or the batches are a
+      single array or dict.
+    - `ValueError` if `decay` is out of range, or there are no batches.
+    - `ValueError` if no weight has activations, or two arguments of a partial have the same path.
 
-    >>> import functools, jax, jax.numpy as jnp, veneer as vn
-    >>> def model(params, x):
-    ...     return jax.nn.relu(x @ params["up"]) @ params["down"]
-    >>> params = {"up": jnp.ones((2, 4)), "down": jnp.ones((4, 2))}
+    **Warns** (`UserWarning`) of a rule that matches no path, and of weights without activations.
+
+    >>> import jax.numpy as jnp, veneer as vn
+    >>> params, batches = {"up": jnp.eye(2)}, [jnp.array([[1.0, -3.0]]), jnp.array([[2.0, 1.0]])]
     >>> rules = [vn.quant.Rule(".*", "int8", act_qtype="int8", act_range="mean")]
-    >>> batches = [jnp.array([[1.0, -3.0]]), jnp.array([[2.0, 1.0]])]
-    >>> statistics = vn.quant.observe(model, rules, params=params)(batches)
-    >>> statistics["up"].absmax.ravel().tolist(), statistics["down"].absmax.ravel().tolist()
-    ([2.0, 3.0], [3.0, 3.0, 3.0, 3.0])
-    >>> quantised = vn.quant.quantize_tree(params, rules, statistics=statistics)
-    >>> y = vn.implicit(model)(quantised, batches[0])
-
-    While a model is trained, in the compiled program that computes its gradient:
-
-    >>> observed = vn.quant.observe(model, rules, params=params, box=vn.hijax.Box)
-    >>> loss = lambda params, x: (observed(params, x) ** 2).sum()
-    >>> step = jax.jit(jax.grad(loss))
-    >>> for batch in batches:
-    ...     gradient = step(params, batch)
-    >>> observed.statistics()["up"].absmax.ravel().tolist()
+    >>> statistics = vn.quant.observe(lambda p, x: x @ p["up"], rules, params=params)(batches)
+    >>> statistics["up"].absmax.ravel().tolist()
     [2.0, 3.0]
+    >>> small = vn.quant.quantize_tree(params, rules, statistics=statistics)
     """
     if not 0 <= decay < 1:
-        raise ValueError(f"decay is what is kept of an average, from 0 to below 1, not {decay}")
+        raise ValueError(f"decay must be at least 0 and below 1, not {decay}")
     rules = rules_in(rules)
     program, call = _program(model, params)
     leaves = [flatten_with_paths(part) for part in program]
@@ -167,7 +150,7 @@ def record(
     finally:
         del recordings_of[token], recordings_of[other]
     if parts is None:
-        raise ValueError("there are no batches to observe")
+        raise ValueError("there are no batches to observe. Pass at least one")
     return observed
 
 
@@ -175,7 +158,7 @@ def check_batches(batches: Any) -> None:
     """Refuses what is one batch rather than an iterable of them."""
     if isinstance(batches, Mapping | jax.Array | np.ndarray):
         raise TypeError(
-            f"a model is run on an iterable of batches, as a list of them, and not on "
+            f"batches must be an iterable, such as a list of batches, not a single "
             f"{type(batches).__name__}"
         )
 
@@ -186,14 +169,15 @@ def arguments_of(batch: Any) -> tuple[Any, ...]:
 
 
 class ObservedModel:
-    """A model that writes what its activations are to Boxes, wherever it runs.
+    """A model that records its activations in Boxes, created by `observe(..., box=vn.hijax.Box)`.
 
-    It is called as the model is: with `params` first, where `observe` was given them. It may be
-    compiled, differentiated, in a loop, and under `jax.checkpoint`, where what is computed again is
-    not recorded again. Each call is a batch. Not under a `jax.vmap` around it, which would map what
-    is written: map within the model.
+    Call it as the model, with `params` first if `observe` got them. It can be compiled,
+    differentiated, called in a loop, and in `jax.checkpoint`, whose recomputation is not recorded
+    again. Each call is a batch. `jax.vmap` around it is not supported: map inside the model.
 
-    **Arguments:** those of `observe`, from which it comes.
+    `boxes` maps the path of each weight to its Box.
+
+    **Arguments:** as for `observe`.
     """
 
     boxes: dict[str, Any]  # by the path of the weight, with `totals.Totals`
@@ -231,15 +215,15 @@ class ObservedModel:
         self._recordings = self._recordings or recordings
         if recordings.keys() != self._recordings.keys():
             raise ValueError(
-                f"the parameters have weights at {', '.join(recordings)}, and those that observe "
-                f"was given at {', '.join(self._recordings)}"
+                f"these parameters have weights at {', '.join(recordings)}, and the parameters "
+                f"given to observe at {', '.join(self._recordings)}. Pass the same tree"
             )
         return trees
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the model, and records its activations as those of a batch."""
+        """Run the model, and record its activations as one batch."""
         if self._takes_params and not args:
-            raise TypeError("the model takes its params first, by position")
+            raise TypeError("pass params to the observed model as its first positional argument")
         parts, args = ([args[0]], args[1:]) if self._takes_params else (self._parts, args)
         with telling_tangents(PRODUCTS):
             out = implicit(self._call)(self._observed(parts), *args, **kwargs)
@@ -248,10 +232,11 @@ class ObservedModel:
         return out
 
     def statistics(self) -> dict[str, ActivationStatistics]:
-        """Returns what has been recorded so far, by the path of the weight.
+        """Return the statistics recorded so far, by the path of the weight.
 
-        **Raises:** `ValueError` where no activations have met any of the weights. Warns with
-        `UserWarning` of those that met none.
+        **Raises:** `ValueError` if no weight has activations.
+
+        **Warns** (`UserWarning`) of weights without activations.
         """
         for path, box in self.boxes.items():
             store(box.get(), self._recordings[path])
@@ -281,8 +266,8 @@ def _program(model: Callable, params: Any) -> Program:
     if callable(model) and not jax.tree_util.treedef_is_leaf(jax.tree.structure(model)):
         return [model], lambda parts, /, *args, **kwargs: parts[0](*args, **kwargs)
     raise TypeError(
-        f"observe finds no parameters in {model!r}: pass them, as observe(model, rules, "
-        "params=params) of a function model(params, batch); or functools.partial(model, params)"
+        f"observe finds no parameters in {model!r}. Call observe(model, rules, params=params) with "
+        "a function model(params, batch), or pass functools.partial(model, params)"
     )
 
 
@@ -318,8 +303,8 @@ def _contracting(
                 continue
             if path in contracting:
                 raise ValueError(
-                    f"two arguments of the partial have a parameter at {path!r}: pass params=, one "
-                    "tree"
+                    f"two arguments of the partial have a parameter at {path!r}. Pass all "
+                    "parameters as one tree, params="
                 )
             contracting[path] = tuple(axes.get(path, rule.contracting(leaf.ndim)))
     return contracting
@@ -359,7 +344,9 @@ def statistics_of(observed: Mapping[str, Recording]) -> dict[str, ActivationStat
     **Raises:** `ValueError` where no activations met any of them. Warns of those that met none.
     """
     if not observed:
-        raise ValueError("no rule has a format for any weight of the model, so none was observed")
+        raise ValueError(
+            "no rule has a format for any weight of the model. Add a rule that matches one"
+        )
     met, unmet = split(observed)
     tell_of_unmet(unmet, all=not met)
     return met
@@ -389,8 +376,8 @@ def tell_of_vanishing(met: Mapping[str, ActivationStatistics]) -> None:
         return
     some = "; ".join(f"{path} ({why})" for path, why in itertools.islice(vanishing.items(), 4))
     message = (
-        f"the activations say nothing of {some}{'; ...' if len(vanishing) > 4 else ''}: give "
-        "batches with other activations, scale them, or give these weights rules of their own"
+        f"the activations of {some}{'; ...' if len(vanishing) > 4 else ''} are too small to use. "
+        "Pass other batches, scale them, or exclude these weights with a rule"
     )
     if len(vanishing) == len(met):
         raise ValueError(message)
@@ -403,7 +390,7 @@ def tell_of_unmet(unmet: Mapping[str, str], *, all: bool) -> None:
     **Raises:** `ValueError`.
     """
     some = "; ".join(f"{path} ({why})" for path, why in itertools.islice(unmet.items(), 4))
-    message = f"no activations met {some}{'; ...' if len(unmet) > 4 else ''}"
+    message = f"no activations were recorded for {some}{'; ...' if len(unmet) > 4 else ''}"
     if all:
         raise ValueError(message)
     if unmet:

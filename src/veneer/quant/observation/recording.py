@@ -84,9 +84,9 @@ class Recording:
     def why_not(self) -> str:
         """Returns why there may have been no activations."""
         if not self.other_axes:
-            return "it was in no product: give it batches that have it in one, or no rule"
+            return "no product used it; pass batches that use it, or leave it out of the rules"
         axes = " and ".join(str(axes[0] if len(axes) == 1 else axes) for axes in self.other_axes)
-        return f"products contract its axis {axes}, which the tile_axis of its rule should be"
+        return f"products contract axis {axes}; set tile_axis of its rule to that"
 
     def add(self, rows: int, positions: Any, low: Any, high: Any, *sums: Any) -> None:
         """Adds the activations of one product, already reduced.

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from ..conversion.calibration import check_calibration
 from ..conversion.quantize import quantize
@@ -19,23 +20,34 @@ from ..formats.tiles import Shape
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ActivationStatistics:
-    """What the activations were that a weight was multiplied with.
+    """The statistics of the activations that multiply a weight, recorded by `observe`.
 
-    Arrays of NumPy, in float64. Those of channels have the shape of the weight, with the size of an
-    axis where activations differ along it and 1 elsewhere: `[K, 1]` for a kernel `[K, N]`, `[1, K]`
-    for a torch weight `[N, K]`, and `[L, K, 1]` for kernels stacked as `[L, K, N]` that a scan goes
-    through. Those of ranges are of all the channels of a weight: `[1, 1]`, and `[L, 1, 1]`.
+    All fields are NumPy arrays in float64. Arrays per channel have the rank of the weight: `[K, 1]`
+    for a kernel `[K, N]`, `[1, K]` for a torch weight `[N, K]`, and `[L, K, 1]` for kernels `[L, K,
+    N]` stacked for a scan. Ranges cover all channels: `[1, 1]`, and `[L, 1, 1]` for stacked
+    kernels.
 
     **Arguments:**
 
-    - `count`: how many values there were, of each channel.
-    - `minimum`, `maximum`, `mean`, `absmean`, `mean_square`: of these, `absmean` of magnitudes.
-    - `lows`, `highs`: the least and the largest value of a batch, averaged over batches: by the
-      name of the average, `"mean"` or `"exponential"`.
-    - `gram`: `x.T @ x / count`, the mean of products of two channels, `[..., K, K]`, with the
-      contracted axes as one; None where it was not asked for.
-    - `cross`: as `gram`, of products of channels with what they are where nothing is rounded, in
-      `calibrate` with `propagation`; None elsewhere.
+    - `count`: the number of values per channel.
+    - `minimum`, `maximum`, `mean`, `absmean`, `mean_square`: per channel. `absmean` is the mean
+      magnitude.
+    - `lows`, `highs`: dicts with the average over batches of the smallest and largest value of a
+      batch. The keys are "mean" and "exponential".
+    - `gram`: `x.T @ x / count`, `[..., K, K]`, with the contracted axes as one. None unless
+      `observe` got `gram=True`.
+    - `cross`: as `gram`, between the activations of the quantized and the dense model. Only
+      `calibrate` with `propagation` records it.
+
+    >>> import jax.numpy as jnp, veneer as vn
+    >>> observer = vn.quant.observe(
+    ...     lambda p, x: x @ p["w"], [vn.quant.Rule("w", "int8")], params={"w": jnp.eye(2)}
+    ... )
+    >>> statistics = observer([jnp.array([[1.0, -3.0]]), jnp.array([[2.0, 1.0]])])["w"]
+    >>> isinstance(statistics, vn.quant.ActivationStatistics), statistics.mean.ravel().tolist()
+    (True, [1.5, -1.0])
+    >>> [end.item() for end in statistics.range("mean")]
+    [-1.0, 1.5]
     """
 
     count: Any
@@ -51,18 +63,18 @@ class ActivationStatistics:
 
     @property
     def absmax(self) -> Any:
-        """The largest magnitude of each channel."""
+        """The largest magnitude per channel."""
         return np.maximum(np.abs(self.minimum), np.abs(self.maximum))
 
     def range(self, average: str) -> tuple[Any, Any]:
-        """Returns the ends of the range of all channels of a weight.
+        """Return the two ends of the range of all channels of a weight.
 
         **Arguments:**
 
-        - `average`: over the ranges of batches: `"mean"`, `"exponential"`, or `"widest"`, which is
-          no average.
+        - `average`: the average over the ranges of batches, "mean" or "exponential"; or "widest",
+          which covers all values.
 
-        **Raises:** `ValueError` for another.
+        **Raises:** `ValueError` for any other `average`.
         """
         if average == "widest":
             axes = self._contracted()
@@ -70,23 +82,23 @@ class ActivationStatistics:
             return ends
         if average not in self.lows:
             names = ", ".join([*self.lows, "widest"])
-            raise ValueError(f"unknown average {average!r}; the averages are {names}")
+            raise ValueError(f"unknown average {average!r}; it must be one of {names}")
         return self.lows[average], self.highs[average]
 
     def of_stacks(self, of_channels: Any) -> np.ndarray:
-        """Returns an array of channels, or what is made of one, as `[S, K]`, of so many weights."""
+        """Return an array per channel as `[S, K]`, with a row for each of the stacked weights."""
         order = [*self.stacked_axes, *self._contracted()]
         others = [i for i in range(np.ndim(of_channels)) if i not in order]
         return np.transpose(of_channels, [*order, *others]).reshape(self.stacks, -1)
 
     @property
     def stacks(self) -> int:
-        """Of how many weights these are, as of layers or experts, which are stacked in one."""
+        """The number of stacked weights, such as layers or experts."""
         return math.prod(np.shape(self.lows["mean"]))
 
     @property
     def stacked_axes(self) -> tuple[int, ...]:
-        """The axes, from the front, along which they are."""
+        """The axes of the stacked weights, counted from the front."""
         return tuple(i for i, n in enumerate(np.shape(self.lows["mean"])) if n > 1)
 
     def _contracted(self) -> tuple[int, ...]:
@@ -96,7 +108,7 @@ class ActivationStatistics:
 
 def static_range(
     statistics: ActivationStatistics,
-    qtype: str,
+    qtype: DTypeLike,
     shape: Shape,
     *,
     average: str = "mean",
@@ -123,8 +135,8 @@ def static_range(
         n not in (1, size) for n, size in zip(low.shape, shape, strict=True)
     ):
         raise ValueError(
-            f"the statistics are of a weight of other axes: ranges of shape {low.shape}, and the "
-            f"weight has shape {shape}"
+            f"the statistics have ranges of shape {low.shape}, which do not fit a weight of shape "
+            f"{shape}. Pass the statistics of this model"
         )
     if kind in ("absmean", "rms"):
         moment = statistics.absmean if kind == "absmean" else statistics.mean_square
@@ -134,21 +146,20 @@ def static_range(
         low = -high
     elif kind not in ("absmax", "minmax", "fixed"):
         raise ValueError(
-            f"calibration_method {method!r} takes the activations themselves, which statistics are "
-            "not: leave act_range 'dynamic', or take 'absmax', 'minmax' or 'rms'"
+            f"calibration_method {method!r} needs the activations themselves, not statistics. Use "
+            "act_range='dynamic', or 'absmax', 'minmax' or 'rms'"
         )
     if not (np.isfinite(low).all() and np.isfinite(high).all()):
         raise ValueError(
-            f"the recorded range is from {low.min()} to {high.max()}, which is none: a layer met "
-            "no activations, or some that are not finite"
+            f"the recorded range is not finite ({low.min()} to {high.max()}): a layer had no "
+            "activations, or some that are not finite. Observe other batches"
         )
     # The two ends, as a tile, are all that the method looks at.
     ends = jnp.asarray(np.stack([low, high], -1), jnp.float32)
     tiny = np.finfo(np.float32).tiny
     if kind != "fixed" and (np.abs(np.asarray(ends)).max(-1) < tiny).any():
         raise ValueError(
-            "the recorded range of a layer has no values but 0: observe batches with other "
-            "activations, or leave act_range 'dynamic'"
+            "the recorded range of a layer is 0. Observe other batches, or use act_range='dynamic'"
         )
     q = quantize(
         ends, qtype, channelwise_axes=tuple(range(low.ndim)), calibration_method=calibration_method
@@ -158,16 +169,17 @@ def static_range(
 
 
 def save_statistics(file: str | Path, statistics: Mapping[str, ActivationStatistics]) -> None:
-    """Saves what `observe` has recorded, as a file of NumPy's, `.npz`.
+    """Save the result of `observe` as an `.npz` file of NumPy.
 
     **Arguments:**
 
-    - `file`: its path.
-    - `statistics`: by the paths of weights.
+    - `file`: the path of the file. An existing file is replaced.
+    - `statistics`: a dict from paths of weights to `ActivationStatistics`.
+
+    **Raises:** `OSError` if the file cannot be written.
 
     >>> import tempfile, jax.numpy as jnp, veneer as vn
-    >>> rules = [vn.quant.Rule("w", "int8")]
-    >>> model = lambda params, x: x @ params["w"]
+    >>> model, rules = lambda p, x: x @ p["w"], [vn.quant.Rule("w", "int8")]
     >>> statistics = vn.quant.observe(model, rules, params={"w": jnp.eye(2)})([jnp.ones((3, 2))])
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     vn.quant.save_statistics(f"{folder}/activations.npz", statistics)
@@ -184,13 +196,22 @@ def save_statistics(file: str | Path, statistics: Mapping[str, ActivationStatist
 
 
 def load_statistics(file: str | Path) -> dict[str, ActivationStatistics]:
-    """Loads what `save_statistics` has saved.
+    """Load a file written by `save_statistics`.
 
     **Arguments:**
 
-    - `file`: its path.
+    - `file`: the path of the file.
 
-    **Raises:** `ValueError` where the file holds anything else.
+    **Returns:** a dict from paths of weights to `ActivationStatistics`.
+
+    **Raises:** `OSError` if the file cannot be read, and `ValueError` if it does not contain
+    statistics.
+
+    >>> import tempfile, veneer as vn
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     vn.quant.save_statistics(f"{folder}/activations.npz", {})
+    ...     vn.quant.load_statistics(f"{folder}/activations.npz")
+    {}
     """
     fields: dict[str, dict[str, Any]] = {}
     for name, array in arrays_in(file).items():
@@ -199,7 +220,7 @@ def load_statistics(file: str | Path) -> dict[str, ActivationStatistics]:
     try:
         return {path: statistics_in(arrays) for path, arrays in fields.items()}
     except TypeError as error:
-        raise ValueError(f"{file} holds no statistics of activations: {error}") from None
+        raise ValueError(f"{file} contains no activation statistics: {error}") from None
 
 
 def arrays_in(file: str | Path) -> dict[str, np.ndarray]:
@@ -212,7 +233,7 @@ def arrays_in(file: str | Path) -> dict[str, np.ndarray]:
             with np.load(stream) as arrays:
                 return {name: arrays[name] for name in arrays.files}
         except Exception as error:  # NumPy and zipfile raise a dozen types
-            raise ValueError(f"{file} is empty, damaged or no .npz file: {error}") from None
+            raise ValueError(f"{file} is empty, damaged or not an .npz file: {error}") from None
 
 
 def arrays_of(statistics: ActivationStatistics) -> dict[str, np.ndarray]:

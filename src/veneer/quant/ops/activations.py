@@ -36,13 +36,13 @@ def _on_the_weight(
 ) -> Any:
     """The product on the weight itself, and tells `explain`: a rule may name the wrong axis."""
     out = bind(primitive, [w.array if x is w else x for x in operands], params)
-    axes = " and ".join(map(str, w.contracting)) or "one that is gone"
-    why = f"not a product over axis {axes} of the weight"
+    axes = " and ".join(map(str, w.contracting))
+    why = f"the product does not contract axis {axes or '(removed)'} of the weight"
     if may_be_tangents():
-        why = "for an operand that may be a tangent"
+        why = "the other operand may be a tangent"
     elif not w.is_for(primitive):
-        why = f"op_names has {', '.join(w.op_names)}"
-    note_how(f"activations not in {w.qtype}: {why}")
+        why = f"op_names is {', '.join(w.op_names)}"
+    note_how(f"activations not quantized to {w.qtype}: {why}")
     return out
 
 

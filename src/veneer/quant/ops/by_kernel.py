@@ -101,11 +101,11 @@ def too_small_for_kernels(
         batch = math.prod(_sizes(q, params.dimension_numbers.batch[side]))
         least = select.least_entries(jax.default_backend(), q.size // batch, batch)
         if least is not None:
-            of_each = f" for each of {batch:,}" if batch > 1 else ""
+            in_each = f" in each of {batch:,} matrices" if batch > 1 else ""
             name = "rhs" if side else "lhs"
             return (
-                f"{name} too small for a kernel ({q.size // batch:,} values{of_each}; kernels are "
-                f"used from {least:,})"
+                f"{name} is too small for a kernel ({q.size // batch:,} values{in_each}, and "
+                f"kernels need {least:,})"
             )
     return ""
 

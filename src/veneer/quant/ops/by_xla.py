@@ -36,7 +36,14 @@ from .operands import (
     outer_scale,
     unscaled,
 )
-from .product import DotParams, Plan, broadcast_tiles, dense_nbytes, runs_on_cpu
+from .product import (
+    DotParams,
+    Plan,
+    broadcast_tiles,
+    dense_nbytes,
+    how_dense,
+    runs_on_cpu,
+)
 from .tile_sums import common_tiles, sum_over_tiles
 
 # Tiles that are summed by themselves. Each product of tiles is added to the whole output, which for
@@ -79,7 +86,7 @@ def by_scaled_matmul(
     def _(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
         return compute(*primals), jax.jvp(otherwise.compute, primals, tangents)[1]
 
-    return Plan("scaled_matmul of codes and scales", compute, (lhs, rhs))
+    return Plan("jax.nn.scaled_matmul of codes and scales", compute, (lhs, rhs))
 
 
 def on_codes(lhs: jax.Array | QArray, rhs: jax.Array | QArray, params: DotParams) -> Plan | None:
@@ -92,7 +99,7 @@ def on_codes(lhs: jax.Array | QArray, rhs: jax.Array | QArray, params: DotParams
     # On a CPU XLA multiplies no float8: it makes f32 of both operands.
     is_widened = kind == "float8" and runs_on_cpu()
     made = dense_nbytes(lhs, rhs, dtype="float32") if is_widened else ()
-    return Plan(f"{kind} product, scaled outside", compute, (lhs, rhs), made)
+    return Plan(f"multiply {kind} codes, scale the output", compute, (lhs, rhs), made)
 
 
 def by_tiles(lhs: jax.Array | QArray, rhs: jax.Array | QArray, params: DotParams) -> Plan | None:
@@ -101,7 +108,7 @@ def by_tiles(lhs: jax.Array | QArray, rhs: jax.Array | QArray, params: DotParams
     if codes is None or codes[1] == 1:
         return None
     kind, count, tiles = codes
-    how = f"{kind} product of each of {count} tiles, scaled and summed"
+    how = f"multiply {kind} codes in {count} tiles, scale and add the results"
     compute = functools.partial(_sum_of_tiles, params=params, tiles=tiles)
     return Plan(how, compute, (lhs, rhs))
 
@@ -114,22 +121,24 @@ def by_values(lhs: jax.Array | QArray, rhs: jax.Array | QArray, params: DotParam
         return None
     reasons = [_why_inside(x, params, side) for side, x in enumerate((lhs, rhs))]
     hows = [
-        f"dequantize {name}, {reason}" if reason else f"{name} scaled outside"
+        f"dequantize {name}, {reason}"
+        if reason
+        else f"convert codes of {name} to float, scale the output"
         for name, reason in zip(("lhs", "rhs"), reasons, strict=True)
         if reason is not None
     ]
     are_outside = tuple(reason == "" for reason in reasons)
     compute = functools.partial(_product_of_values, params=params, are_outside=are_outside)
-    return Plan(", ".join(hows), compute, (lhs, rhs), dense_nbytes(lhs, rhs))
+    return Plan("; ".join(hows), compute, (lhs, rhs), dense_nbytes(lhs, rhs))
 
 
 def dense(lhs: jax.Array | QArray, rhs: jax.Array | QArray, params: DotParams) -> Plan:
     """Multiplies what the operands stand for."""
-    how = "dequantised"
+    how = how_dense(lhs, rhs)
     if is_algorithm(params.precision):
-        how += ", for precision fixes the types"
+        how += ", precision fixes the dtypes"
     elif _is_sum_of_floats(lhs, rhs, params):
-        how += f", for {lhs.dtype.name} meets {rhs.dtype.name}"
+        how += f", lhs is {lhs.dtype.name} and rhs {rhs.dtype.name}"
     compute = functools.partial(_product_of_dense, params=params)
     return Plan(how, compute, (lhs, rhs), dense_nbytes(lhs, rhs))
 

@@ -37,7 +37,7 @@ from .operands import (
     outer_scale,
     unscaled,
 )
-from .product import Plan, carry_out, dense_nbytes
+from .product import Plan, carry_out, dense_nbytes, how_dense
 
 # The largest sum of integers that is exact in f32, whatever the order.
 _FLOAT32_EXACT = 2**24
@@ -57,23 +57,30 @@ def conv_general_dilated(
     preferred_element_type: DTypeLike | None = None,
     out_sharding: Any = None,
 ) -> jax.Array:
-    """Does what `jax.lax.conv_general_dilated` does; either operand, or both, may be a `QArray`.
+    """Convolve two arrays like `jax.lax.conv_general_dilated`; one or both can be a `QArray`.
 
-    The codes of two integer formats are convolved as integers, with sums that are exact, if no
-    scale varies along what is summed: quantise a kernel `[h, w, in, out]` with
-    `channelwise_axes=[-1]`, and what it is convolved with channelwise along its batch axis.
-    Otherwise both are dequantised. What is padded, or lies between dilated values, is 0 and not
-    the code 0: they differ where there is a zero point. A dense operand of int8 or uint8 that meets
-    an integer format is convolved as codes are; one of other integers, in the dtype of the QArray.
+    If both are quantized and no scale varies along the contracted axes, the codes are convolved and
+    the output is scaled. Sums of integer codes are exact. For this, quantize a kernel `[h, w, in,
+    out]` with `channelwise_axes=[-1]`, and images with their batch axis in `channelwise_axes`.
+    Otherwise the operands are dequantized.
 
-    **Arguments:** those of `jax.lax.conv_general_dilated`. Implicit arrays of other types are
-    materialised. Two QArrays may be of different dtypes, which are promoted.
+    Padding and dilation insert the value 0, not the code 0. A dense int8 or uint8 array counts as
+    codes if the other operand has an integer format. Other integers are converted to the dtype of
+    the QArray.
 
-    **Returns:** an array of the shape and dtype that the dense operands give. Values agree with
-    theirs within rounding.
+    **Arguments:**
 
-    **Raises:** what `jax.lax.conv_general_dilated` raises. With two QArrays,
-    `preferred_element_type` may be a narrower float, as in `dot_general`.
+    - `lhs`, `rhs`: arrays or QArrays. Implicit arrays of other types are materialized. The dtypes
+      of two QArrays are promoted.
+    - `window_strides`, `padding`, `lhs_dilation`, `rhs_dilation`, `dimension_numbers`,
+      `feature_group_count`, `batch_group_count`, `precision`, `out_sharding`: as for
+      `jax.lax.conv_general_dilated`.
+    - `preferred_element_type`: as there. For two QArrays, it can also be a narrower float dtype.
+
+    **Returns:** an array with the shape and dtype of the convolution of the dense arrays. The
+    values are the same up to rounding.
+
+    **Raises:** `TypeError` and `ValueError`, as `jax.lax.conv_general_dilated`.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> kernel = vn.quant.quantize(jnp.ones((3, 3, 2, 4)), "int8", channelwise_axes=[-1])
@@ -128,28 +135,28 @@ def _plan(
     # It raises, too, where the operands do not fit.
     out = jax.eval_shape(conv, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (lhs, rhs)))
 
-    def dense(how: str) -> Plan:
+    def dense(reason: str = "") -> Plan:
         compute = lambda *xs: conv(*map(dequantized, xs))
-        return Plan(how, compute, (lhs, rhs), dense_nbytes(lhs, rhs))
+        return Plan(how_dense(lhs, rhs) + reason, compute, (lhs, rhs), dense_nbytes(lhs, rhs))
 
     if not (isinstance(lhs, QArray) and isinstance(rhs, QArray)):
-        return dense("dequantised")
+        return dense()
     if not may_scale_outside(lhs, rhs, out.dtype, params["precision"]):
-        return dense("dequantised")
+        return dense()
     if 0 in (*lhs.shape, *rhs.shape):
-        return dense("dequantised")  # a sum of nothing is 0, whatever the scales are
+        return dense()  # a sum of nothing is 0, whatever the scales are
     if has_minimum(lhs) or has_minimum(rhs):
-        return dense("dequantised: codes have minima")
+        return dense(", codes have minima")
     if not _sums_share_scales(lhs, rhs, params):
-        return dense("dequantised: a scale varies along what is summed")
+        return dense(", scales vary along the contracted axes")
     are_integers = have_byte_codes(lhs, rhs)
-    sums = "integer sums of codes" if are_integers else "sums of codes in floats"
+    codes = "integer codes" if are_integers else "codes as floats"
     on_codes = functools.partial(_scaled_sums, params=tuple(params.items()), out_dtype=out.dtype)
     made = dense_nbytes(lhs, rhs, dtype=accumulator(out.dtype))
     if are_integers:
         stays = _is_in_integers(lhs, rhs, params, jax.default_backend())
         made = () if stays else dense_nbytes(lhs, rhs, dtype="float32")
-    return Plan(f"{sums}, scaled outside", on_codes, (lhs, rhs), made)
+    return Plan(f"convolve {codes}, scale the output", on_codes, (lhs, rhs), made)
 
 
 def _sums_share_scales(lhs: QArray, rhs: QArray, params: dict[str, Any]) -> bool:

@@ -34,21 +34,32 @@ def dot_general(
     *,
     out_sharding: Any = None,
 ) -> jax.Array:
-    """Does what `jax.lax.dot_general` does; either operand, or both, may be a `QArray`.
+    """Multiply two arrays like `jax.lax.dot_general`; one or both can be a `QArray`.
 
-    Where there is a kernel for the product, that reads codes as they are stored. By XLA, two
-    operands of integer formats are multiplied as integers and summed exactly, with their zero
-    points; two of float8 formats as they are. Where an axis that is summed is tiled, that is done
-    for each tile, if tiles are large, and of whatever size on the two sides. Otherwise operands are
-    dequantised within the product. Those of 16 bits are summed in f32. A dense operand of int8 or
-    uint8 that meets an integer format is multiplied as codes are. `vn.explain` shows what is done.
+    The product of two arrays is computed by the first of these strategies that supports it:
 
-    **Arguments:** those of `jax.lax.dot_general`. Implicit arrays of other types are materialised.
+    | strategy | if |
+    |---|---|
+    | a kernel that reads packed codes | the platform has one for the codes and sizes |
+    | exact sums of integer codes | both formats are integers of at most 8 bits |
+    | sums of float8 codes | both formats are float8 |
+    | codes as floats, scales applied to the output | scales do not vary along contracted axes |
+    | dequantized operands | otherwise |
 
-    **Returns:** an array of the shape and dtype that the dense operands give. Values agree with
-    theirs within rounding.
+    Sums of codes are also computed per tile, if the tiles of the contracted axes are large.
+    Products in 16 bits are summed in f32. A dense int8 or uint8 array counts as codes if the other
+    operand has an integer format. `vn.explain` reports the strategy.
 
-    **Raises:** what `jax.lax.dot_general` raises.
+    **Arguments:**
+
+    - `lhs`, `rhs`: arrays or QArrays. Implicit arrays of other types are materialized.
+    - `dimension_numbers`, `precision`, `preferred_element_type`, `out_sharding`: as for
+      `jax.lax.dot_general`.
+
+    **Returns:** an array with the shape and dtype of the product of the dense arrays. The values
+    are the same up to rounding.
+
+    **Raises:** `TypeError` and `ValueError`, as `jax.lax.dot_general`.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> w = vn.quant.quantize(jnp.eye(3), "int8", channelwise_axes=[1])

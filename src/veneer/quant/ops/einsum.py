@@ -18,30 +18,36 @@ from .operands import as_operand
 
 
 def einsum(*args: Any, preferred_element_type: DTypeLike | None = None, **kwargs: Any) -> jax.Array:
-    """Does what `jax.numpy.einsum` does; any of the operands may be `QArray`s.
+    """Evaluate an Einstein sum like `jax.numpy.einsum`; any operand can be a `QArray`.
 
-    Operands are contracted two at a time, each time as `dot_general` does it. What stands in no
-    product, as the sum over an axis of one operand alone, dequantises.
+    Operands are contracted in pairs, each pair like `vn.quant.dot_general`. An operand is
+    dequantized if it is reduced alone, outside a product.
 
-    An axis of the result may have a size in one operand that is a multiple of that in another: each
-    entry there stands for a group of neighbours here, as a head of keys does for several heads of
-    queries. Nothing is repeated for it, and codes stay codes.
+    The operands can have different sizes along an axis of the result, if one size is a multiple of
+    the other. An entry of the smaller operand then belongs to a group of neighbors of the larger
+    one, as in grouped-query attention. Nothing is repeated in memory.
 
-    **Arguments:** those of `jax.numpy.einsum`: the subscripts and operands, or operands each with a
-    list of its axes; and `optimize`, `precision`, `preferred_element_type`, `out_sharding`.
-    Implicit arrays of other types are materialised. Dense float8 operands, which JAX
-    does not promote, are converted to the dtype of the QArrays, as in `dot_general`.
+    **Arguments:**
 
-    **Returns:** an array of the shape and dtype that the dense operands give.
+    - `args`: the subscripts and the operands, or operands that each precede a list of their axes.
+      Implicit arrays of other types are materialized. Dense float8 arrays are converted to the
+      dtype of the QArrays.
+    - `preferred_element_type`, `kwargs` (`optimize`, `precision`, `out_sharding`): as for
+      `jax.numpy.einsum`.
 
-    **Raises:** what `jax.numpy.einsum` raises.
+    **Returns:** an array with the shape and dtype of the result for the dense arrays.
+
+    **Raises:**
+
+    - `TypeError` and `ValueError`, as `jax.numpy.einsum`.
+    - `ValueError` if two sizes of an axis of the result are not multiples of each other.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> w = vn.quant.quantize(jnp.eye(3), "int4", channelwise_axes=[1])
     >>> vn.quant.einsum("...k,kn->n...", jnp.ones((2, 3)), w).shape
     (3, 2)
 
-    Eight heads of queries, and two of keys:
+    Eight heads of queries and two heads of keys:
 
     >>> q, k = jnp.ones((5, 8, 16)), vn.quant.quantize(jnp.ones((7, 2, 16)), "int8")
     >>> vn.quant.einsum("qhd,khd->hqk", q, k).shape
@@ -116,15 +122,17 @@ def dot(
     preferred_element_type: DTypeLike | None = None,
     out_sharding: Any = None,
 ) -> jax.Array:
-    """Does what `jax.numpy.dot` does; either operand, or both, may be a `QArray`.
+    """Multiply two arrays like `jax.numpy.dot`; one or both can be a `QArray`.
 
-    **Arguments:** those of `jax.numpy.dot`. Implicit arrays of other types are materialised. Dense
-    floats of one byte are converted to the dtype of the QArray beside them.
+    **Arguments:**
 
-    **Returns:** an array of the shape and dtype that the dense operands give: a matrix product, or
-    the sum over the last axis of `a` and the last but one of `b`.
+    - `a`, `b`: arrays or QArrays. Implicit arrays of other types are materialized. Dense float8
+      arrays are converted to the dtype of the QArray.
+    - `precision`, `preferred_element_type`, `out_sharding`: as for `jax.numpy.dot`.
 
-    **Raises:** what `jax.numpy.dot` raises.
+    **Returns:** an array with the shape and dtype of the product of the dense arrays.
+
+    **Raises:** `TypeError` and `ValueError`, as `jax.numpy.dot`.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> w = vn.quant.quantize(jnp.eye(3), "int4", channelwise_axes=[1])

@@ -48,7 +48,7 @@ class MinimaApart:
 
         return dataclasses.replace(
             plan,
-            how=f"{plan.how}; minima by sums of tiles",
+            how=f"{plan.how}; add minima times per-tile sums",
             compute=compute,
             operands=(plan.operands, self.x, self.q),
         )

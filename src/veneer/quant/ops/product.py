@@ -143,6 +143,12 @@ def carry_out(plan: Plan) -> jax.Array:
     return out
 
 
+def how_dense(lhs: jax.Array | QArray, rhs: jax.Array | QArray) -> str:
+    """Return the description of a plan that dequantizes each quantized operand."""
+    names = [n for n, x in (("lhs", lhs), ("rhs", rhs)) if isinstance(x, QArray)]
+    return f"dequantize {' and '.join(names)}"
+
+
 def dense_nbytes(*operands: jax.Array | QArray, dtype: DTypeLike | None = None) -> tuple[int, ...]:
     """Returns the bytes of each operand as a whole array of floats, 0 of what is dense already.
 

@@ -21,7 +21,7 @@ from ..qarray import QUANTIZABLE, QArray
 from .dot_general import plan_of
 from .group_tiles import GroupedDotParams, multiply_groups
 from .operands import accumulator, dequantized, is_algorithm, operand_pair
-from .product import DotParams, Plan, carry_out, dense_nbytes, runs_on_cpu
+from .product import DotParams, Plan, carry_out, dense_nbytes, how_dense, runs_on_cpu
 
 _MATRICES = lax.RaggedDotDimensionNumbers((([1], [1]), ([], [])), [0], [0])
 
@@ -34,17 +34,23 @@ def ragged_dot(
     preferred_element_type: DTypeLike | None = None,
     group_offset: ArrayLike | None = None,
 ) -> jax.Array:
-    """Does what `jax.lax.ragged_dot` does; either operand, or both, may be a `QArray`.
+    """Multiply groups of rows like `jax.lax.ragged_dot`; one or both operands can be a `QArray`.
 
-    Quantise experts with `channelwise_axes=[0, 2]`, or with tiles along axis 1.
+    This is the product of a mixture of experts: tokens sorted by expert, times one matrix per
+    expert. Quantize experts `[G, K, N]` with `channelwise_axes=[0, 2]`, or with tiles along axis 1.
 
-    **Arguments:** those of `jax.lax.ragged_dot`: `lhs` is `[M, K]`, `rhs` is `[G, K, N]`, and
-    `group_sizes` is `[G]`. JAX does not implement `group_offset` on every platform.
+    **Arguments:**
 
-    **Returns:** `[M, N]`, of the dtype that the dense operands give: each row of `lhs` times the
-    matrix of its group, as `vn.quant.dot_general` multiplies them; 0 in rows of no group.
+    - `lhs`: the rows, `[M, K]`.
+    - `rhs`: the matrices, `[G, K, N]`.
+    - `group_sizes`: the number of rows of each group, `[G]`.
+    - `precision`, `preferred_element_type`, `group_offset`: as for `jax.lax.ragged_dot`. JAX does
+      not implement `group_offset` on all platforms.
 
-    **Raises:** what `jax.lax.ragged_dot` raises.
+    **Returns:** `[M, N]`, each row times the matrix of its group, in the dtype of the product of
+    the dense arrays. Rows of no group are 0.
+
+    **Raises:** `TypeError` and `ValueError`, as `jax.lax.ragged_dot`.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> experts = jnp.stack([jnp.eye(2), 10 * jnp.eye(2)])
@@ -66,20 +72,24 @@ def ragged_dot_general(
     preferred_element_type: DTypeLike | None = None,
     group_offset: ArrayLike | None = None,
 ) -> jax.Array:
-    """Does what `jax.lax.ragged_dot_general` does; either operand may be a `QArray`.
+    """Multiply groups like `jax.lax.ragged_dot_general`; one or both operands can be a `QArray`.
 
-    Where the ragged axis is one that is not summed, and `rhs` is quantised, groups are multiplied
-    one at a time on a CPU, as `vn.quant.dot_general` does: integers exactly, and never are all of
-    `rhs` dequantised at once. There, a NaN in a row or in the matrix of a group is seen in that row
-    or in that group alone. Otherwise operands are dequantised.
+    On CPU, if the ragged axis is not contracted and `rhs` is quantized, one group at a time is
+    multiplied, like `vn.quant.dot_general`. Then `rhs` is never dequantized as a whole, and a NaN
+    affects only its row or its group. Otherwise the operands are dequantized.
 
-    **Arguments:** those of `jax.lax.ragged_dot_general`; `dimension_numbers` is what it calls
-    `ragged_dot_dimension_numbers`. Implicit arrays of other types are materialised.
+    **Arguments:**
 
-    **Returns:** an array of the shape and dtype that the dense operands give. Values agree with
-    theirs within rounding.
+    - `lhs`, `rhs`, `group_sizes`: arrays; `lhs` and `rhs` can be QArrays. Implicit arrays of other
+      types are materialized.
+    - `dimension_numbers`: a `jax.lax.RaggedDotDimensionNumbers`, which JAX's function calls
+      `ragged_dot_dimension_numbers`.
+    - `precision`, `preferred_element_type`, `group_offset`: as for `jax.lax.ragged_dot_general`.
 
-    **Raises:** what `jax.lax.ragged_dot_general` raises.
+    **Returns:** an array with the shape and dtype of the product of the dense arrays. The values
+    are the same up to rounding.
+
+    **Raises:** `TypeError` and `ValueError`, as `jax.lax.ragged_dot_general`.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> w = vn.quant.quantize(jnp.ones((2, 3)), "int8")
@@ -125,7 +135,7 @@ def _plan(
         return product(lhs, rhs, group_sizes, group_offset=group_offset)
 
     if group_offset is not None:
-        return Plan("dequantised", dense, operands, dense_nbytes(lhs, rhs))
+        return Plan(how_dense(lhs, rhs), dense, operands, dense_nbytes(lhs, rhs))
     if _is_batch(dimension_numbers):
         numbers = DotDimensionNumbers.of(dimension_numbers.dot_dimension_numbers)
         plan = plan_of(lhs, rhs, DotParams(numbers, precision, preferred_element_type))
@@ -134,8 +144,8 @@ def _plan(
     are_known = all(isinstance(size, int) for size in (*lhs.shape, *rhs.shape))
     has_groups = isinstance(rhs, QArray) and bool(dimension_numbers.rhs_group_dimensions)
     if not (has_groups and are_known):
-        return Plan("dequantised", dense, operands, dense_nbytes(lhs, rhs))
-    how = "one group at a time on CPU, dequantised elsewhere"
+        return Plan(how_dense(lhs, rhs), dense, operands, dense_nbytes(lhs, rhs))
+    how = f"one group at a time on CPU (fallback: {how_dense(lhs, rhs)})"
     if 0 in (lhs.shape[dimension_numbers.lhs_ragged_dimensions[0]], group_sizes.size):
         return Plan(how, lambda: jnp.zeros(out.shape, out.dtype), ())
     compute = functools.partial(

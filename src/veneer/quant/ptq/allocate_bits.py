@@ -34,72 +34,82 @@ from .weight import MatrixStack, finite, moments_of, naming
 def allocate_bits(
     model: Callable, choices: Sequence[Rule], bits: float | int, *, params: Any = None
 ) -> "BitAllocator":
-    """Chooses a format for each weight, so that a model loses least in so many bits a value.
+    """Create an allocator, which chooses a format for each weight within a budget of bits.
 
-    Mixed precision by what is measured. Of each weight and choice: how far the outputs of its
-    products are from those of the dense weight, by the second moments of the activations that it
-    meets. Of each weight: how far the output of the model then is from what it was, as it runs with
-    that weight alone rounded, by the choice nearest to the budget. The loss of a choice is the
-    square of the latter, in proportion to the squares of the former; losses add up, as errors of
-    different weights have little to do with each other. Of all ways within the budget, the one of
-    the least loss is taken.
+    This is mixed precision. For each weight and choice, the allocator estimates the error of the
+    outputs of its products, from the second moments of its activations. It scales this by the error
+    of the model's output when only that weight is rounded. Losses of different weights add up. The
+    allocation with the least total loss within the budget is chosen.
 
     **Arguments:**
 
-    - `model`, `params`: as for `calibrate`.
-    - `choices`: rules, each a choice for all the weights that it matches, with whatever a `Rule`
-      says: a tile, a rotation, a correction. A weight that none matches stays as it is, and does
-      not count.
-    - `bits`: the budget: of so many bits a value on average, over all weights that are matched,
-      scales and corrections included.
+    - `model`: a function of `params` and a batch. Without `params`, a callable module.
+    - `choices`: a list of `Rule`. Each is a choice for every weight that it matches. Weights that
+      none matches stay dense and do not count.
+    - `bits`: the budget in bits per value: the average over all matched weights, including scales
+      and corrections.
+    - `params`: a pytree of arrays.
 
-    **Returns:** a function of the batches, as `calibrate` does. It returns a list of `Rule`s, one
-    for each weight, which `quantize_tree` and `calibrate` take. Its `report` then says what each
-    weight takes, and what it loses if it is rounded to nearest. The model runs on all batches once,
-    and on the first one more time for each weight.
+    **Returns:** a `BitAllocator`. Call it with an iterable of batches to get a list of `Rule`, one
+    for each weight, for `quantize_tree` or `calibrate`.
 
-    A weight that meets no activations in a product, as an embedding whose rows are looked up, loses
-    what its own values do.
+    **Raises:**
 
-    **Raises:** `TypeError` for a model of which the parameters are not known, and choices that are
-    no sequence of `Rule`; `ValueError` where none of them matches a weight that products have,
-    where the budget is below what the smallest choices take, where there are no batches, where all
-    activations are zeros or their squares underflow, and for what `quantize_tree` refuses. Warns
-    with `UserWarning` of a choice that matches no path, and of weights whose activations are zeros
-    or underflow.
+    - `TypeError` if no parameters are found, or `choices` is not a list of `Rule`.
+    - `ValueError` if `bits` is not positive, or a rule is for training.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
-    >>> keys = jax.random.split(jax.random.key(0), 3)
-    >>> params = {"up": jax.random.normal(keys[0], (64, 64)), "head": jnp.eye(64)}
+    >>> params = {"up": jax.random.normal(jax.random.key(0), (64, 64)), "head": jnp.eye(64)}
     >>> model = lambda params, x: x @ params["up"] @ params["head"]
     >>> choices = [vn.quant.Rule(".*", qtype) for qtype in ("int2", "int4", "int8")]
     >>> allocation = vn.quant.allocate_bits(model, choices, 6.5, params=params)
-    >>> rules = allocation([jax.random.normal(keys[1], (128, 64))])
-    >>> rules  # of an identity less is lost
+    >>> allocation([jax.random.normal(jax.random.key(1), (128, 64))])
     [Rule('head', 'int4'), Rule('up', 'int8')]
-    >>> small = vn.quant.quantize_tree(params, rules)
     """
     return BitAllocator(model, choices, bits, params)
 
 
 class BitAllocator:
-    """What `allocate_bits` returns, whose arguments it has.
+    """An allocation of bits to the weights of a model, created by `allocate_bits`.
 
-    `report`, once it was called, says what each weight takes.
+    Call it with an iterable of batches, as a `Calibrator`. It runs the model on all batches once,
+    and on the first batch once more per weight. It returns a list of `Rule`. Then `report` has the
+    format, bits and errors of each weight. Weights that meet no activations in a product, such as
+    embeddings, are judged by their own values.
+
+    **Arguments:** as for `allocate_bits`.
+
+    **Raises** when called, apart from the errors of `quantize_tree`:
+
+    - `TypeError` if the batches are a single array or dict.
+    - `ValueError` if there are no batches, or no choice matches a weight that the program uses.
+    - `ValueError` if the budget is below the smallest choices.
+    - `ValueError` if all activations are zero or underflow.
+
+    **Warns** (`UserWarning`, when called) of a choice that matches no path, and of weights whose
+    activations are zero or underflow.
+
+    >>> import jax, jax.numpy as jnp, veneer as vn
+    >>> params = {"up": jax.random.normal(jax.random.key(0), (64, 64)), "head": jnp.eye(64)}
+    >>> choices = [vn.quant.Rule(".*", qtype) for qtype in ("int2", "int4", "int8")]
+    >>> model = lambda params, x: x @ params["up"] @ params["head"]
+    >>> allocation = vn.quant.allocate_bits(model, choices, 6.5, params=params)
+    >>> rules = allocation([jax.random.normal(jax.random.key(1), (128, 64))])
+    >>> isinstance(allocation, vn.quant.BitAllocator), allocation.report.bits
+    (True, 6.5)
     """
 
     report: AllocationReport
 
     def __init__(self, model: Callable, choices: Sequence[Rule], bits: float | int, params: Any):
         if not bits > 0:
-            raise ValueError(f"bits is the budget per value, a number above 0, not {bits}")
+            raise ValueError(f"bits must be a number of bits per value above 0, not {bits}")
         self._choices = rules_in(choices)
         check_rules(self._choices, calibrated=any(rule.method for rule in self._choices))
         if params is None and jax.tree_util.treedef_is_leaf(jax.tree.structure(model)):
             raise TypeError(
-                f"allocate_bits finds no parameters in {model!r}: pass them, as "
-                "allocate_bits(model, choices, bits, params=params) of a function model(params, "
-                "batch)"
+                f"allocate_bits finds no parameters in {model!r}. Call allocate_bits(model, "
+                "choices, bits, params=params) with a function model(params, batch)"
             )
         self._params: Any = model if params is None else params
         program = program_of(self._params, None if params is None else model, (), None)
@@ -107,11 +117,11 @@ class BitAllocator:
         self._program, self._bits = program, bits
 
     def __call__(self, batches: Iterable[Any]) -> list[Rule]:
-        """Returns a rule for each weight, by what the weights meet in the batches."""
+        """Return a rule for each weight, chosen with the activations of the batches."""
         check_batches(batches)
         first = next(again := iter(batches), _NONE)
         if first is _NONE:
-            raise ValueError("there are no batches to allocate bits by")
+            raise ValueError("there are no batches to allocate bits with. Pass at least one")
         args, batches = arguments_of(first), itertools.chain([first], again)
         tree, candidates = self._candidates(args)
         leaves = dict(zip(tree.paths, tree.leaves, strict=True))
@@ -119,8 +129,8 @@ class BitAllocator:
         least = sum(min(x.bits for x in of) for of in candidates.values())
         if least > self._bits * count:
             raise ValueError(
-                f"a budget of {self._bits} bits a value is below the {least / count:.3g} that the "
-                "smallest choices take"
+                f"the budget of {self._bits} bits per value is below the {least / count:.3g} of "
+                "the smallest choices. Raise bits, or add smaller choices"
             )
         met = self._met(tree, candidates, batches)
         losses = {
@@ -173,8 +183,8 @@ class BitAllocator:
                     found.setdefault(path, []).append(_Alternative.of(leaf, asked, rule, axes))
         if not found:
             raise ValueError(
-                "no choice has a format for a weight that the program has in a product: "
-                f"{some_of(tree.paths)}"
+                "no choice has a format for a weight that the program uses. Change the path_regex "
+                f"of a choice, which must match a whole path, such as {some_of(tree.paths)}"
             )
         return tree, found
 

@@ -51,7 +51,7 @@ def allocated(choices: Mapping[str, Sequence[Choice]], budget: float | int) -> d
     """
     left = sum(min(x.bits for x in of) for of in choices.values())  # of weights that follow
     if not left <= budget:
-        raise ValueError(f"the weights take {left} bits at least, and the budget is {budget:.0f}")
+        raise ValueError(f"the weights take at least {left} bits, and the budget is {budget:.0f}")
     bits, losses, taken = np.zeros(1), np.zeros(1), []
     for of in choices.values():
         left -= min(x.bits for x in of)

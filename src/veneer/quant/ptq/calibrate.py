@@ -15,10 +15,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 
 from ..._jax.source_lines import warn_user
 from ..models.quantize_tree import Chosen, check_rules, choose
-from ..models.rules import Rule, rules_in, some_of
+from ..models.rules import Rule, rules_or_format, some_of
 from ..models.uses import program_of
 from ..observation.observe import (
     arguments_of,
@@ -40,7 +41,7 @@ from .weight import RoundedWeight, naming
 
 def calibrate(
     model: Callable,
-    rules: Sequence[Rule] | str,
+    rules: Sequence[Rule] | DTypeLike,
     *,
     params: Any = None,
     method: str = "gptq",
@@ -51,84 +52,56 @@ def calibrate(
     resume: str | Path | None = None,
     progress: bool = False,
 ) -> "Calibrator":
-    """Quantises the parameters of a model so that the outputs of their products change least.
+    """Create a calibration, which quantizes a model so that its products change least.
+
+    `docs/ptq.md` explains the methods and compares their results.
 
     **Arguments:**
 
-    - `model`: the program, compiled or not: of `params` and a batch; or, without `params`, a module
-      that can be called, such as one of Equinox or flax.nnx.
-    - `rules`: as for `quantize_tree`, which finds the axes of each weight in the program.
-    - `params`: any pytree of arrays.
-    - `method`:
-        - "gptq": codes are found one after the other, each making up for the errors of those before
-          (Frantar et al., arXiv 2210.17323), the channels of the largest activations first.
-        - "nearest": each value to the nearest code.
-        - "awq": channels are multiplied by a power of the mean magnitude of their activations, of
-          21 the one by which the outputs lose least, and kept in a `vn.types.Scaled` (Lin et al.,
-          arXiv 2306.00978). "awq+gptq" finds codes as "gptq" does, then.
-        - "smoothquant": for activations in few bits, which are divided by factors of channels, in a
-          `vn.types.Scaled`, that make them and the weight alike (Xiao et al., arXiv 2211.10438).
-          It is kept whatever weights lose. "smoothquant+gptq" likewise.
+    | group | arguments |
+    |---|---|
+    | what to quantize | `model`, `rules`, `params` |
+    | how to round | `method`, `sequential`, `propagation`, `damping` |
+    | resources | `memory`, `resume`, `progress` |
 
-      A rule may name its own. What a rule rotates is rounded as it is rotated, and has no factors.
-      With all, a rule that has no `calibration_method` of its own takes the scales of the least
-      error to the power 2.4 ("mse,40,2.4").
-      A rule with a `correction_rank` has what rounding lost made up for by as few products more
-      as that: by the matrix of this rank with which outputs lose least (QERA: Zhang et al., arXiv
-      2410.06040). The weight is a `vn.types.LoraArray` then.
-    - `sequential`: whether weights are rounded in the order of the program, each by the activations
-      of the model in which those before are rounded. The batches are gone through once more for
-      each set of weights that meet the same activations, in each layer.
-    - `propagation`: with `sequential`, by how much a weight makes up for what was lost before it,
-      from 0 to 1: what is rounded is `W + propagation * H^-1 @ X.T @ (X_dense - X) @ W`, for
-      activations X of the rounded model, `H = X.T @ X`, and those of the dense one (QEP: Arai and
-      Ichikawa, arXiv 2504.09629; at 1 the outputs of GPTAQ: Li et al., arXiv 2504.02692). 0.5 does
-      for most: at 1 it follows the batches closely. Each batch runs through both models. A weight
-      that meets several activations at one place of the program, or experts that tokens are sent
-      to, are as without it. What the report says each loses is of what is rounded, too.
-    - `damping`: of "gptq", what is added to the diagonal of the second moments, as a share of its
-      mean.
-    - `memory`: bytes for second moments, 8 for each entry of a `[K, K]`; None is no bound. Where
-      those of all weights take more, the batches are gone through several times, for some weights
-      each; those of one weight take what they do. With `sequential` there are those of one set at a
-      time anyway.
-    - `resume`: a folder, in which what is found of each weight is kept, and from which the same
-      call goes on after it was stopped. The folder belongs to one model, its parameters, the rules,
-      the options and all batches, which are read once more to compare them. A weight whose file is
-      damaged is calibrated again, with a warning.
-    - `progress`: whether to show a bar of the weights that are done; it needs `rich`.
+    - `model`: a function of `params` and a batch. Without `params`, a callable module.
+    - `rules`: a list of `Rule` or the name of a format, as for `quantize_tree`.
+    - `params`: a pytree of arrays.
+    - `method`: the default method. `Rule.method` overrides it.
+    - `sequential`: round weights in the order of the program, each with the activations of the
+      model quantized so far.
+    - `propagation`: the fraction, from 0 to 1, of the errors of earlier weights that a weight
+      compensates (QEP, arXiv 2504.09629). It needs `sequential`.
+    - `damping`: the addition to the diagonal of second moments in GPTQ, as a fraction of its mean.
+    - `memory`: the limit in bytes for second moments, which are float64 `[K, K]` per weight. To
+      stay within it, the calibration reads the batches several times.
+    - `resume`: a folder that keeps the result of each weight. The same call continues from it.
+    - `progress`: show a progress bar, which needs `rich`.
 
-    **Returns:** a function of the batches, any iterable of them. It has to be one that can be gone
-    through again, as a list, if `sequential`, with `resume`, or if `memory` does not do for all at
-    once. A batch
-    that is a tuple is the arguments of the model, and any other its one argument. It returns the
-    quantised parameters, or the module. Its `report` then says what each weight lost.
+    | `method` | codes |
+    |---|---|
+    | "gptq" | each compensates the errors of those before (arXiv 2210.17323) |
+    | "nearest" | the nearest, for scales of least error |
+    | "awq", "awq+gptq" | after scaling channels by their activations (arXiv 2306.00978) |
+    | "smoothquant", "smoothquant+gptq" | after balancing activations (arXiv 2211.10438) |
 
-    Of a weight, the codes are kept that lose less, rounded to nearest or by the method, on the
-    batches, for each output. Embeddings, whose rows are looked up, and kernels of convolutions are
-    rounded to nearest, with the scales of the least error.
+    **Returns:** a `Calibrator`. Call it with an iterable of batches to get the quantized
+    parameters. For each output of a weight, the better of these codes and the nearest codes is
+    kept. Embeddings and convolution kernels are rounded to nearest.
 
-    **Raises:** `TypeError` for a model of which the parameters are not known, and for batches that
-    can be gone through but once where that will not do; `ValueError` for an unknown method, where
-    there are no batches, where no product of the program has a weight with a rule or activations
-    met none of them, where they have a NaN or infinity in them, where all are zeros or their
-    squares underflow, and for a folder to `resume` from that is of another calibration; and what
-    `quantize_tree` raises. Warns with `UserWarning` of weights that met no activations, of those
-    whose activations are zeros or underflow, and of those for which the method was no better than
-    rounding to nearest.
+    **Raises:**
+
+    - `TypeError` if no parameters are found, or `rules` is not a list of `Rule`.
+    - `ValueError` for an unknown method, an argument out of range, or rules that conflict.
+
+    `Calibrator` lists the errors and warnings of the calibration itself.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
-    >>> keys = jax.random.split(jax.random.key(0), 3)
-    >>> params = {"w": jax.random.normal(keys[0], (64, 32))}
-    >>> model = lambda params, x: jax.nn.relu(x @ params["w"])
-    >>> x = jax.random.normal(keys[1], (512, 64)) @ jax.random.normal(keys[2], (64, 64))
-    >>> calibration = vn.quant.calibrate(model, [vn.quant.Rule("w", "int4")], params=params)
-    >>> small = calibration([x[:256], x[256:]])
-    >>> small["w"]
-    QArray(q4[64,32] channelwise, 4.5 bits)
-    >>> row = calibration.report.rows[0]
-    >>> row.after < 0.7 * row.before
-    True
+    >>> w, x = jax.random.normal(jax.random.key(0), (2, 16, 16))
+    >>> model = lambda params, x: x @ params["w"]
+    >>> calibration = vn.quant.calibrate(model, [vn.quant.Rule("w", "int4")], params={"w": w})
+    >>> calibration([x @ jnp.tri(16)])["w"]
+    QArray(q4[16,16] channelwise, 6 bits)
     """
     return Calibrator(
         model, rules, params, method, sequential, propagation, damping, memory, resume, progress
@@ -136,9 +109,39 @@ def calibrate(
 
 
 class Calibrator:
-    """What `calibrate` returns, whose arguments it has.
+    """A calibration of a model, created by `calibrate`.
 
-    `report`, once it was called, says what each weight lost.
+    Call it with an iterable of batches. A batch that is a tuple holds the arguments of the model;
+    any other batch is its one argument. The call returns the quantized parameters or module. Then
+    `report` has the error of each weight; `print` shows it as a table.
+
+    **Arguments:** as for `calibrate`.
+
+    **Raises** when called, apart from the errors of `quantize_tree`:
+
+    - `TypeError` if the batches are a single array or dict.
+    - `TypeError` if the batches can be iterated only once, and `sequential`, `memory` or `resume`
+      needs several passes.
+    - `ValueError` if there are no batches, or no product uses a weight with a format.
+    - `ValueError` if activations are missing, not finite, or all zero.
+    - `ValueError` if `resume` is the folder of another calibration.
+    - `ImportError` for `progress` without `rich`.
+
+    **Warns** (`UserWarning`) when called, apart from the warnings of `quantize_tree`, of:
+
+    - weights without activations, or whose activations are zero or underflow;
+    - weights for which the method was no better than rounding to nearest;
+    - damaged files in `resume`.
+
+    >>> import jax, jax.numpy as jnp, veneer as vn
+    >>> w, x = jax.random.normal(jax.random.key(0), (2, 16, 16))
+    >>> model = lambda params, x: x @ params["w"]
+    >>> calibration = vn.quant.calibrate(model, [vn.quant.Rule("w", "int4")], params={"w": w})
+    >>> small = calibration([x @ jnp.tri(16)])
+    >>> isinstance(calibration, vn.quant.Calibrator)
+    True
+    >>> [(row.path, row.method, row.after < row.before) for row in calibration.report.rows]
+    [('w', 'gptq', True)]
     """
 
     report: CalibrationReport
@@ -146,7 +149,7 @@ class Calibrator:
     def __init__(
         self,
         model: Callable,
-        rules: Sequence[Rule] | str,
+        rules: Sequence[Rule] | DTypeLike,
         params: Any,
         method: str,
         sequential: bool,
@@ -158,29 +161,29 @@ class Calibrator:
     ):
         get_method(method)
         if memory is not None and not memory > 0:
-            raise ValueError(f"memory is a number of bytes above 0, not {memory}")
+            raise ValueError(f"memory must be a number of bytes above 0, not {memory}")
         if not 0 <= propagation <= 1:
-            raise ValueError(f"propagation is a part of what was lost, 0 to 1, not {propagation}")
+            raise ValueError(f"propagation must be between 0 and 1, not {propagation}")
         if propagation and not sequential:
             raise ValueError(
-                f"propagation={propagation} makes up for weights that are rounded before: it goes "
-                "with sequential=True"
+                f"propagation={propagation} compensates weights that are rounded earlier, so it "
+                "needs sequential=True"
             )
         if not damping >= 0:
-            raise ValueError(f"damping is a share of the mean second moment, not {damping}")
+            raise ValueError(f"damping must be 0 or more, not {damping}")
+        rules = rules_or_format(rules)
         if not isinstance(rules, str):
-            rules = rules_in(rules)
             check_rules(rules, calibrated=True)
             acts = [rule for rule in rules if rule.act_qtype is not None]
             if get_method(method).factors == "smoothquant" and not acts:
                 raise ValueError(
-                    f"method {method!r} is for activations in few bits, and no rule has an "
-                    "act_qtype: name their format, or choose 'awq'"
+                    f"method {method!r} is for quantized activations, and no rule has an "
+                    "act_qtype. Set act_qtype in a rule, or use method='awq'"
                 )
         if params is None and jax.tree_util.treedef_is_leaf(jax.tree.structure(model)):
             raise TypeError(
-                f"calibrate finds no parameters in {model!r}: pass them, as calibrate(model, "
-                "rules, params=params) of a function model(params, batch)"
+                f"calibrate finds no parameters in {model!r}. Call calibrate(model, rules, "
+                "params=params) with a function model(params, batch)"
             )
         self._params: Any = model if params is None else params
         program = program_of(self._params, None if params is None else model, (), None)
@@ -191,11 +194,11 @@ class Calibrator:
         self._memory, self._resume, self._progress = memory, resume, progress
 
     def __call__(self, batches: Iterable[Any]) -> Any:
-        """Returns the parameters, quantised by what the weights meet in the batches."""
+        """Return the parameters, quantized with the activations of the batches."""
         check_batches(batches)
         first = next(again := iter(batches), _NONE)
         if first is _NONE:
-            raise ValueError("there are no batches to calibrate with")
+            raise ValueError("there are no batches to calibrate with. Pass at least one")
         args = arguments_of(first)
         chosen = choose(self._params, self._rules, self._program, args, in_products=True)
         axes = _contracting(chosen)
@@ -207,8 +210,8 @@ class Calibrator:
             batches = itertools.chain([first], again)
         elif again is batches:
             raise TypeError(
-                f"{several[0]} goes through the batches several times, and these can be gone "
-                "through but once: pass a list, or an object whose __iter__ begins anew"
+                f"{several[0]} reads the batches several times, and a {type(batches).__name__} can "
+                "be read only once. Pass a list, or an object whose __iter__ starts again"
             )
         how = self._method, self._sequential, self._propagation, self._damping, self._memory
         called = self._rules, *how
@@ -233,8 +236,8 @@ class Calibrator:
         if useless:
             names = " and ".join(sorted({asked[path] for path in useless}))
             warn_user(
-                f"{names} was no better than rounding to nearest for {some_of(useless)}, "
-                "which are rounded so: more batches, or others, may tell more of the activations"
+                f"{names} was no better than rounding to nearest for {some_of(useless)}, so they "
+                "are rounded to nearest. More or other batches may help"
             )
         return new
 

@@ -36,12 +36,12 @@ class KeptCalibration:
             return
         file = self._folder / "calibration.json"
         if self._folder.exists() and not self._folder.is_dir():
-            raise ValueError(f"{folder} is not a folder: name another one")
+            raise ValueError(f"{folder} is not a folder. Choose another one for resume")
         if file.is_file():
             self._check(file, identity())
             return
         if self._folder.exists() and any(x.suffix != _BEGUN for x in self._folder.iterdir()):
-            raise ValueError(f"{folder} holds no calibration to resume: name another folder")
+            raise ValueError(f"{folder} has no calibration to resume. Choose another folder")
         self._folder.mkdir(parents=True, exist_ok=True)
         begun = file.with_suffix(_BEGUN)
         begun.write_text(json.dumps(dict(identity()), indent=1), encoding="utf-8")
@@ -52,13 +52,13 @@ class KeptCalibration:
             known = dict(json.loads(file.read_text(encoding="utf-8")))
         except (ValueError, TypeError):
             raise ValueError(
-                f"{file} is empty or damaged, so nothing tells which calibration it belongs to: "
-                f"delete {self._folder}, or name another folder"
+                f"{file} is empty or damaged, so its calibration is unknown. Delete "
+                f"{self._folder}, or choose another folder"
             ) from None
         if others := [name for name, digest in identity.items() if known.get(name) != digest]:
             raise ValueError(
-                f"{self._folder} keeps a calibration with other {' and '.join(others)}: name "
-                "another folder, or delete it"
+                f"{self._folder} belongs to a calibration with other {' and '.join(others)}. "
+                "Choose another folder, or delete it"
             )
 
     def save(
@@ -93,7 +93,7 @@ class KeptCalibration:
                 names = [name for name in state if name.startswith(_MET)]
                 met[path] = statistics_in({name[len(_MET) :]: state.pop(name) for name in names})
             except (ValueError, TypeError) as error:
-                warn_user(f"{path} is calibrated again: {error}")
+                warn_user(f"{path} is calibrated again, because {error}")
                 continue
             if weight is not None:
                 weight.restore(state)

@@ -63,9 +63,9 @@ class Correction:
         """
         if any(axis >= len(self._lead) for axis in stacked_axes):
             raise ValueError(
-                f"activations differ along the axes {list(stacked_axes)}, and a correction of low "
-                f"rank has {self._axes.in_ndim + self._axes.out_ndim} axes of shape "
-                f"{list(self._of_weight)} in one matrix: leave out correction_rank"
+                f"correction_rank does not support shape {list(self._of_weight)} here, because its "
+                f"activations differ along the axes {list(stacked_axes)}. Leave it out for this "
+                "weight"
             )
         lost = np.asarray(lost, np.float32).reshape(self._shape)
         lost = np.nan_to_num(lost, nan=0, posinf=0, neginf=0)

@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from jax.typing import DTypeLike
+
 
 class RoundingMethod(NamedTuple):
     """A way to round a weight by what it meets.
@@ -34,11 +36,13 @@ def get_method(name: str) -> RoundingMethod:
     **Raises:** `ValueError` for an unknown name.
     """
     if name not in METHODS:
-        raise ValueError(f"unknown method {name!r}; the methods are {', '.join(METHODS)}")
+        raise ValueError(f"unknown method {name!r}; it must be one of {', '.join(METHODS)}")
     return METHODS[name]
 
 
-def method_for(rule_has: str | None, asked: str, *, rotate: bool, act_qtype: str | None) -> str:
+def method_for(
+    rule_has: str | None, asked: str, *, rotate: bool, act_qtype: DTypeLike | None
+) -> str:
     """Returns how a weight is rounded.
 
     **Arguments:**
@@ -54,7 +58,7 @@ def method_for(rule_has: str | None, asked: str, *, rotate: bool, act_qtype: str
     return ("gptq" if method.makes_up else "nearest") if useless else asked
 
 
-def check_method(name: str, *, rotate: bool, act_qtype: str | None) -> None:
+def check_method(name: str, *, rotate: bool, act_qtype: DTypeLike | None) -> None:
     """Refuses a method that does not go with what else a rule says.
 
     **Raises:** `ValueError`.
@@ -62,11 +66,11 @@ def check_method(name: str, *, rotate: bool, act_qtype: str | None) -> None:
     factors = get_method(name).factors
     if factors and rotate:
         raise ValueError(
-            f"rotate=True spreads what stands out over all channels, and method {name!r} scales "
-            "the channels that stand out: choose one of them"
+            f"rotate=True spreads outliers over all channels, and method {name!r} scales the "
+            "channels with outliers. Choose one of them"
         )
     if factors == "smoothquant" and act_qtype is None:
         raise ValueError(
-            f"method {name!r} is for activations in few bits, and act_qtype=None leaves them: "
-            "name their format, or choose 'awq'"
+            f"method {name!r} is for quantized activations, and act_qtype is None. Set act_qtype, "
+            "or use method='awq'"
         )

@@ -22,8 +22,8 @@ class Moments:
     def __post_init__(self) -> None:
         if not np.isfinite(self.gram).all():
             raise ValueError(
-                "the second moments of the activations have NaN or infinity in them: so had some "
-                "activations, or their squares overflow"
+                "the second moments of the activations are not finite: some activations are NaN or "
+                "infinite, or their squares overflow. Check the model on these batches"
             )
 
     def loss(self, w: np.ndarray, rounded: np.ndarray) -> np.ndarray:

@@ -9,16 +9,16 @@ from ..._report.tables import Cells, Tabular
 
 
 class WeightLoss(NamedTuple):
-    """One weight.
+    """The error of one weight.
 
     **Arguments:**
 
     - `path`, `shape`, `qtype`: of the weight.
-    - `before`, `after`: how far the outputs of its products are from those of the dense weight, on
-      the same activations, as a share of these: the root of the mean square of the one by that of
-      the other. Rounded to nearest as `quantize_tree` does it, and as it is now.
-    - `method`: by which it was rounded.
-    - `correction_rank`: of its correction of low rank, which `after` counts; None without one.
+    - `before`, `after`: the error of the outputs of its products, as the root mean square of the
+      error divided by that of the dense outputs, on the same activations. `before` is for rounding
+      to nearest as in `quantize_tree`, and `after` for the result.
+    - `method`: the method of rounding.
+    - `correction_rank`: the rank of its correction, which `after` includes, or None.
     """
 
     path: str
@@ -32,15 +32,15 @@ class WeightLoss(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class CalibrationReport(Tabular):
-    """The weights whose outputs are known: `print` it for a table; a notebook shows one of HTML.
+    """The errors of the weights of a calibration.
 
-    `plot` draws it.
+    `print` shows a table, a notebook an HTML table, and `plot` a chart.
     """
 
     rows: tuple[WeightLoss, ...]
 
     def _table(self) -> tuple[Cells, Sequence[Cells], Cells, Cells]:
-        names = ("path", "format", "shape", "nearest loses", "loses", "method")
+        names = ("path", "format", "shape", "nearest error", "error", "method")
         cells = [
             (
                 row.path,
@@ -56,11 +56,11 @@ class CalibrationReport(Tabular):
         return names, cells, mean, _NUMBERS
 
     def plot(self, axes: Any = None) -> Any:
-        """Draws a bar for each weight, rounded to nearest and as it is now; needs matplotlib.
+        """Draw two bars for each weight: rounded to nearest, and calibrated. This needs matplotlib.
 
         **Arguments:**
 
-        - `axes`: of matplotlib, to draw on; None makes a figure.
+        - `axes`: the matplotlib axes to draw on. None creates a figure.
 
         **Returns:** the axes.
         """
@@ -69,7 +69,7 @@ class CalibrationReport(Tabular):
 
             _, axes = plt.subplots(figsize=(8, 1 + 0.25 * len(self.rows)), layout="constrained")
         places = range(len(self.rows))
-        for label, field, colour in (("nearest", "before", "0.8"), ("as it is", "after", "C0")):
+        for label, field, colour in (("nearest", "before", "0.8"), ("calibrated", "after", "C0")):
             values = [100 * getattr(row, field) for row in self.rows]
             axes.barh(places, values, color=colour, label=label)
         axes.set_yticks(places, [row.path for row in self.rows])
@@ -79,21 +79,20 @@ class CalibrationReport(Tabular):
         return axes
 
     def mean(self, field: str) -> str:
-        """Returns the mean over the weights of `before` or `after`, as a percentage."""
+        """Return the mean of `before` or `after` over the weights, as a percentage."""
         values = [getattr(row, field) for row in self.rows]
         return percent(sum(values) / max(1, len(values)))
 
 
 class WeightBits(NamedTuple):
-    """How one weight is stored.
+    """The format of one weight.
 
     **Arguments:**
 
     - `path`, `shape`, `qtype`: of the weight.
-    - `bits`: of all of it, scales and corrections included.
-    - `loses`: how far the outputs of its products are from those of the dense weight, as a share of
-      these, rounded to nearest.
-    - `model_loses`: how far those of the model are, by this weight alone.
+    - `bits`: the total number of bits, including scales and corrections.
+    - `loses`: the relative error of the outputs of its products when it is rounded to nearest.
+    - `model_loses`: the relative error of the model's output when only this weight is rounded.
     """
 
     path: str
@@ -106,18 +105,21 @@ class WeightBits(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class AllocationReport(Tabular):
-    """The weights that bits were given to: `print` it for a table; a notebook shows one of HTML."""
+    """The formats of the weights of an allocation.
+
+    `print` shows a table, and a notebook an HTML table.
+    """
 
     rows: tuple[WeightBits, ...]
 
     @property
     def bits(self) -> float:
-        """Bits a value, of all weights."""
+        """The number of bits per value, over all weights."""
         values = sum(math.prod(row.shape) for row in self.rows)
         return sum(row.bits for row in self.rows) / max(1, values)
 
     def _table(self) -> tuple[Cells, Sequence[Cells], Cells, Cells]:
-        names = ("path", "format", "shape", "bits a value", "loses", "model loses")
+        names = ("path", "format", "shape", "bits per value", "error", "model error")
         cells = [
             (
                 row.path,
@@ -130,8 +132,8 @@ class AllocationReport(Tabular):
             for row in self.rows
         ]
         together = percent(math.hypot(*(row.model_loses for row in self.rows)))
-        total = ("together", "", "", f"{self.bits:.3g}", "", together)
-        return names, cells, total, ("bits a value", "loses", "model loses")
+        total = ("total", "", "", f"{self.bits:.3g}", "", together)
+        return names, cells, total, ("bits per value", "error", "model error")
 
 
 def percent(share: float) -> str:
@@ -144,4 +146,4 @@ def _how(row: WeightLoss) -> str:
     return row.method if rank is None else f"{row.method}, rank {rank}"
 
 
-_NUMBERS = ("nearest loses", "loses")
+_NUMBERS = ("nearest error", "error")

@@ -1,4 +1,4 @@
-"""`tune`: scales and codes of a quantised model, trained until its outputs are the dense model's.
+"""`tune`: scales and codes of a quantized model, trained until its outputs are the dense model's.
 
 The straight-through estimator (Bengio et al., arXiv 1308.3432) and learned scales (LSQ, Esser et
 al., arXiv 1902.08153), as EfficientQAT's first phase has them (Chen et al., arXiv 2407.11062), with
@@ -24,7 +24,7 @@ PARTS = ("codes", "scales", "dense")
 
 def tune(
     model: Callable,
-    quantised: Any,
+    quantized: Any,
     *,
     params: Any = None,
     train: Collection[str] = ("codes", "scales"),
@@ -32,57 +32,54 @@ def tune(
     learning_rate: float = 0.002,
     loss: Callable[[Any, Any], jax.Array] | None = None,
 ) -> "Tuner":
-    """Trains what a quantised model is stored as, so that it gives what the dense model gives.
+    """Create a tuner, which trains a quantized model to match the dense model.
 
-    For formats of 2 and 3 bits, which lose too much however their codes are chosen one weight at a
-    time: here they are for the model as a whole. A model that is too large for that is tuned block
-    by block, `model` being a block.
+    It is for formats of 2 and 3 bits, which lose too much when weights are rounded one at a time.
+    Tune a model that is too large for this block by block. It combines the straight-through
+    estimator (arXiv 1308.3432) and learned scales (LSQ, arXiv 1902.08153), as EfficientQAT does
+    (arXiv 2407.11062).
 
     **Arguments:**
 
-    - `model`: the program, of parameters and a batch; or a module that can be called, dense.
-    - `quantised`: its parameters, or the module, as `quantize_tree` or better `calibrate` has
-      rounded them.
-    - `params`: the dense parameters; None where `model` is a module.
-    - `train`: of `"codes"`, each code; `"scales"`, those of tiles that are floats; `"dense"`, every
-      other floating array of the tree, such as biases, norms, and the leaves of a `LoraArray`.
-      Codes take the memory of three dense arrays each while they are trained.
-    - `epochs`: how often the batches are gone through.
-    - `learning_rate`: of Adam; it falls to 0 by a cosine. Scales are trained by it as a share of
-      each, dense values as a share of their spread, and codes by four times as much in steps of a
-      code.
-    - `loss`: of the outputs and the dense model's, a scalar. None is the mean square of their
-      difference as a share of that of the latter, averaged over the floating outputs.
+    - `model`: a function of parameters and a batch, or the dense callable module.
+    - `quantized`: the quantized parameters or module, from `quantize_tree` or, better, `calibrate`.
+    - `params`: the dense parameters. None if `model` is a module.
+    - `train`: the parts to train: "codes", "scales" (only floating scales) and "dense", every other
+      floating array, such as biases and the leaves of a `LoraArray`. Codes take the memory of three
+      dense arrays each.
+    - `epochs`: the number of passes over the batches.
+    - `learning_rate`: the initial rate of Adam, which falls to 0 by a cosine. It is relative to
+      each scale, and to the spread of dense arrays. For codes it is four times as large, in steps
+      of a code.
+    - `loss`: a function of the outputs and the dense outputs, to a scalar. None is the mean squared
+      difference relative to the mean square of the dense outputs, averaged over floating outputs.
 
-    **Returns:** a function of the batches, a list of them or what else can be gone through again. A
-    batch that is a tuple is the arguments of the model, and any other its one argument. It returns
-    the tree, with arrays as it had. Its `losses` then are the mean loss before, of each epoch as
-    it was trained, and after.
+    **Returns:** a tuner. Call it with a list of batches to get the tuned tree; a tuple holds
+    several arguments. Then `losses` has the mean loss before, in each epoch, and after. If the loss
+    did not fall, the tree is returned unchanged, with a `UserWarning`.
 
-    **Raises:** `ImportError` without optax; `TypeError` for batches that can be gone through but
-    once; `ValueError` where there are none, where nothing is to be trained, and where the loss is
-    not finite. Warns with `UserWarning` where the loss did not fall: the tree is as it was, then.
+    **Raises:**
+
+    - `ValueError` for an unknown part in `train`, or `epochs` or `learning_rate` out of range.
+    - When called: `ImportError` without optax, and `TypeError` if the batches can be iterated only
+      once.
+    - When called: `ValueError` if there are no batches, nothing to train, or the loss is not
+      finite.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
-    >>> keys = jax.random.split(jax.random.key(0), 2)
-    >>> params = {"w": jax.random.normal(keys[0], (32, 16))}
-    >>> model = lambda params, x: jnp.tanh(x @ params["w"])
-    >>> x = jax.random.normal(keys[1], (64, 32))
-    >>> small = vn.quant.quantize_tree(params, [vn.quant.Rule("w", "int2", tile_size=16)])
-    >>> tuning = vn.quant.tune(model, small, params=params, epochs=30, learning_rate=0.02)
-    >>> better = tuning([x])
-    >>> better["w"]
-    QArray(q2[32,16] tile 16, 4 bits)
-    >>> tuning.losses[-1] < 0.7 * tuning.losses[0]
-    True
+    >>> w, x = jax.random.normal(jax.random.key(0), (2, 32, 32))
+    >>> small = vn.quant.quantize_tree({"w": w}, [vn.quant.Rule("w", "int2", tile_size=16)])
+    >>> tuning = vn.quant.tune(lambda p, x: x @ p["w"], small, params={"w": w}, epochs=20)
+    >>> tuning([x])["w"], tuning.losses[-1] < tuning.losses[0]
+    (QArray(q2[32,32] tile 16, 4 bits), True)
     """
-    return Tuner(model, quantised, params, train, epochs, learning_rate, loss)
+    return Tuner(model, quantized, params, train, epochs, learning_rate, loss)
 
 
 class Tuner:
-    """What `tune` returns, whose arguments it has.
+    """A tuner of a quantized model, created by `tune`.
 
-    `losses`, once it was called, are those before, of each epoch, and after.
+    After a call, `losses` has the mean loss before, in each epoch, and after.
     """
 
     losses: list[float]
@@ -90,7 +87,7 @@ class Tuner:
     def __init__(
         self,
         model: Callable,
-        quantised: Any,
+        quantized: Any,
         params: Any,
         train: Collection[str],
         epochs: int,
@@ -98,33 +95,33 @@ class Tuner:
         loss: Callable[[Any, Any], jax.Array] | None,
     ):
         if isinstance(train, str) or not train or not {*train} <= {*PARTS}:
-            raise ValueError(f"train names some of {PARTS}, not {train!r}")
+            raise ValueError(f"train must be a list of names out of {PARTS}, not {train!r}")
         if epochs < 1 or not learning_rate > 0:
             raise ValueError(
-                f"epochs are 1 or more, and the learning rate is above 0, not {epochs} and "
+                f"epochs must be 1 or more, and learning_rate above 0, not {epochs} and "
                 f"{learning_rate}"
             )
         program = program_of(
             model if params is None else params, None if params is None else model, (), None
         )
         assert program is not None
-        self._program, self._quantised = program, quantised
+        self._program, self._quantized = program, quantized
         self._dense = model if params is None else params
         self._train, self._epochs, self._rate = frozenset(train), epochs, learning_rate
         self._loss = relative_error if loss is None else loss
 
     def __call__(self, batches: Iterable[Any]) -> Any:
-        """Returns the tree, tuned by what the dense model makes of the batches."""
+        """Return the tree, tuned to the outputs of the dense model on the batches."""
         check_batches(batches)
         if iter(batches) is batches:
             raise TypeError(
-                "the batches are gone through in each epoch, and these can be gone through but "
-                "once: pass a list, or an object whose __iter__ begins anew"
+                f"tune reads the batches in each epoch, and a {type(batches).__name__} can be read "
+                "only once. Pass a list, or an object whose __iter__ starts again"
             )
         count = sum(1 for _ in batches)
         if not count:
-            raise ValueError("there are no batches to tune with")
-        tuned = TunedTree(self._quantised, self._dense, self._train)
+            raise ValueError("there are no batches to tune with. Pass at least one")
+        tuned = TunedTree(self._quantized, self._dense, self._train)
         dense, others = _split(self._dense)
 
         def loss(state: Any, fixed: Any, dense: Any, args: Any) -> jax.Array:
@@ -157,10 +154,11 @@ class Tuner:
         self.losses.append(_finite(mean(state)))
         if not self.losses[-1] < self.losses[0]:
             warn_user(
-                f"tuning did not make the loss less: {self.losses[0]:.3g} before, and "
-                f"{self.losses[-1]:.3g} after, so nothing is changed: try a smaller learning_rate"
+                f"tuning did not reduce the loss ({self.losses[0]:.3g} before, "
+                f"{self.losses[-1]:.3g} after), so the tree is unchanged. Try a smaller "
+                "learning_rate"
             )
-            return self._quantised
+            return self._quantized
         return tuned.stored(state)
 
 
@@ -180,7 +178,7 @@ def relative_error(outputs: Any, expected: Any) -> jax.Array:
             lost = jnp.mean((jnp.asarray(out, jnp.float32) - wide) ** 2)
             shares.append(lost / jnp.where(power > 0, power, 1))
     if not shares:
-        raise ValueError("the model has no floating output: pass a loss")
+        raise ValueError("the model has no floating output, so pass a loss")
     return jnp.stack(shares).mean()
 
 
@@ -208,5 +206,8 @@ def _adam(rate: float, steps: int) -> Any:
 
 def _finite(loss: float) -> float:
     if not np.isfinite(loss):
-        raise ValueError(f"the loss is {loss}: the model, dense or quantised, gives what is none")
+        raise ValueError(
+            f"the loss is {loss}, because the dense or the quantized model has outputs that are "
+            "not finite. Check both on these batches"
+        )
     return loss

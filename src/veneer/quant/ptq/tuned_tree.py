@@ -48,8 +48,8 @@ class TunedTree:
             }
         if not (self._codes or self._scales or self._dense):
             raise ValueError(
-                f"nothing is to be trained: of {sorted(train)} the tree has none. Scales are, "
-                "where they are floats; codes, of a QArray"
+                f"there is nothing to train: the tree has no {' or '.join(sorted(train))}. Only "
+                "floating scales and the codes of a QArray can be trained"
             )
         arrays = [isinstance(x, jax.Array | np.ndarray | QArray) for x in self._leaves]
         self.fixed = [

@@ -15,34 +15,40 @@ FORWARD = "forward"
 
 @dataclasses.dataclass(frozen=True)
 class BackwardProduct:
-    """How a product of the backward pass is quantised: that of the gradient with an operand.
+    """A recipe for one product of the backward pass, which multiplies a gradient with an operand.
 
-    Of `y = x @ w` there are two: `g @ w.T` is the gradient of the input, which sums over the
-    channels of `y`, and `x.T @ g` that of the weight, which sums over its rows.
+    `y = x @ w` has two: `g @ w.T`, the gradient of the input, contracts the channels of `y`, and
+    `x.T @ g`, the gradient of the weight, contracts its rows. `Rule.grad_input` and
+    `Rule.grad_weight` take one each.
 
     **Arguments:**
 
-    - `qtype`: the format of the gradient `g`; None leaves it as it is.
-    - `tile_size`: how many values of `g`, along the last axis that the product sums over, share a
-      scale; a float is the share of that axis. `{axis: size}` makes blocks, of the axes of `g`.
-      None is all of them, or the tile that the format is defined for. The other operand has the
-      same, along its own axes, where it is quantised for this product.
-    - `calibration_method`: of `g`; None is the format's own.
-    - `residual_qtype`: what the other operand is, which the forward pass keeps. "forward": as it
-      was multiplied there, by its codes; where these are of no use for a product on codes, since
-      tiles, zero points or a codebook go with the other axis, it is quantised anew in their format.
-      None: as it was before it was quantised. Or a format, in which that is quantised.
-    - `stochastic`: whether `g` is rounded at random where its weight has a key, by
-      `vn.quant.with_stochastic_rounding`; or to nearest all the same.
+    - `qtype`: the format of the gradient `g`. None leaves it dense.
+    - `tile_size`: the number of values of `g` along the last contracted axis that share a scale. A
+      float is a fraction of the axis. `{axis: size}` makes blocks. None is the whole axis, or the
+      tile of the format. The other operand has the same tiles, along its own axes, if it is
+      quantized for this product.
+    - `calibration_method`: the method for `g`. None is the default of the format.
+    - `residual_qtype`: the other operand, which the forward pass keeps (see the table).
+    - `stochastic`: round `g` stochastically if its weight has a key from
+      `vn.quant.with_stochastic_rounding`.
 
-    **Raises:** `ValueError` for an unknown format or method, a tile below 1, a share above 1, and a
-    tile that is not the format's; `TypeError` for a tile that is no number.
+    | `residual_qtype` | the other operand |
+    |---|---|
+    | "forward" | the codes of the forward pass, or new codes if these have scales along that axis |
+    | None | the array before quantization |
+    | a format | that array, quantized to this format |
+
+    **Raises:**
+
+    - `ValueError` for an unknown format or method, or a tile that is out of range or does not fit
+      the format.
+    - `TypeError` for a tile that is not a number.
 
     >>> import veneer as vn
-    >>> vn.quant.Rule(
-    ...     ".*kernel", "int8", act_qtype="int8", grad_qtype="int8",
-    ...     grad_weight=vn.quant.BackwardProduct("float8_e5m2", tile_size=128),
-    ... ).grad_weight
+    >>> product = vn.quant.BackwardProduct("float8_e5m2", tile_size=128)
+    >>> rule = vn.quant.Rule(".*", "int8", act_qtype="int8", grad_weight=product)
+    >>> rule.grad_weight
     BackwardProduct('float8_e5m2', tile_size=128)
     """
 
@@ -64,8 +70,7 @@ class BackwardProduct:
         if format is None:
             if self.calibration_method is not None:
                 raise ValueError(
-                    "calibration_method says how the gradient is quantised, which qtype=None "
-                    "leaves as it is"
+                    "calibration_method needs a qtype, because qtype=None leaves the gradient dense"
                 )
             return
         object.__setattr__(self, "qtype", format.name)
@@ -74,11 +79,11 @@ class BackwardProduct:
 
     @property
     def reuses_forward(self) -> bool:
-        """Whether the other operand is what the forward pass multiplied."""
+        """Return whether the other operand is the one that the forward pass multiplied."""
         return self.residual_qtype == FORWARD
 
     def __repr__(self) -> str:
-        """Returns the call that makes it."""
+        """Return the call that creates it."""
         _, *others = (f for f in dataclasses.fields(self) if f.init)
         values = ((field, getattr(self, field.name)) for field in others)
         values = ((f, dict(value) if isinstance(value, tuple) else value) for f, value in values)

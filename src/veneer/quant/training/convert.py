@@ -9,14 +9,21 @@ from .fake_quantized import FakeQuantized
 
 
 def convert(params: Any) -> Any:
-    """The tree with what has been trained quantised: a `QArray` for each `FakeQuantized`.
+    """Replace trained weights by quantized ones.
 
-    A program gives with it what it gave in training, to rounding: an `act_qtype` is kept, in an
-    `ActivationQuantized`. Master weights are gone, and with them 4 to 16 times the bytes.
+    Each `FakeQuantized` becomes a `QArray`, in an `ActivationQuantized` if it has an `act_qtype`.
+    The program computes the same as in training, to rounding. The full-precision weights are
+    dropped.
 
     **Arguments:**
 
     - `params`: any pytree.
+
+    **Returns:** the tree. A `FakeQuantized` without a `qtype` becomes a dense array. All other
+    leaves are unchanged.
+
+    **Raises:** `ValueError` if `act_tile_size` makes blocks (a dict), or if `w` lacks an axis with
+    tiles because it was sliced from a stack.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> params = {"kernel": jnp.ones((8, 4)), "bias": jnp.zeros(4)}
@@ -35,8 +42,8 @@ def _converted(w: FakeQuantized) -> Any:
         return quantized
     if isinstance(w.act_tile_size, tuple):
         raise ValueError(
-            f"act_tile_size={dict(w.act_tile_size)} makes blocks of activations, which is for "
-            "training: what it becomes has tiles along the axis that a product contracts"
+            f"act_tile_size={dict(w.act_tile_size)} makes blocks of activations, which only "
+            "training supports. Replace it with a number before convert"
         )
     return ActivationQuantized(
         quantized,

@@ -29,41 +29,38 @@ Leaf = jax.Array | np.ndarray
 
 
 class FakeQuantized(ImplicitArray):
-    """A weight in training: kept in full, and quantised wherever a program uses it.
+    """A weight in training: stored in full precision, and quantized wherever a program uses it.
 
-    It stands for `dequantize(quantize(w))`, with derivatives that go straight through to `w`, but
-    for values beyond what the format reaches, which have none. So gradients move `w` by less than
-    a step of the format, and these steps add up. `vn.quant.convert` makes a `QArray` of it in the
-    end, with which programs give the same.
+    It represents `dequantize(quantize(w))`. Derivatives go straight through to `w`, except that
+    values outside the range of the format have none. `vn.quant.quantize_tree(params, rules,
+    train=True)` creates it, and `vn.quant.convert` turns it into a `QArray`.
 
-    A product that contracts `tile_axis` does more, where its recipe says so:
+    | argument | effect |
+    |---|---|
+    | `act_qtype` | products that contract `tile_axis` quantize the other operand, a scale per row |
+    | `grad_qtype`, `grad_input`, `grad_weight` | products run on codes; gradients are quantized |
+    | `sparsity` | `w` is pruned before it is quantized; gradients go straight through |
 
-    - with `act_qtype`, the other operand is quantised as well, each row by its own scale;
-    - with `grad_qtype`, `grad_input` or `grad_weight`, products run on codes, forward and backward,
-      and the gradient that comes back is quantised, too. Forward-mode derivatives (`jax.jvp`) of
-      these are refused by JAX.
-
-    With `sparsity` it stands for the weight that is pruned and then quantised, and gradients go
-    straight through that as well: what is not kept moves on, and is kept once it is large enough.
-
-    `vn.quant.quantize_tree(params, rules, train=True)` makes them.
+    With a `grad_` argument, JAX supports no forward-mode derivatives (`jax.jvp`) of these products.
 
     **Arguments:**
 
     - `w`: the weight, `[..., in, out]`, floating.
-    - `key`: a typed PRNG key for each index of the axes before `tile_axis`; with it, gradients are
-      rounded stochastically. See `vn.quant.with_stochastic_rounding`.
-    - `mask`: bool, of the shape of `w`: what is kept. None is what `sparsity` keeps of `w` as it is
-      wherever it is used. See `vn.quant.with_masks`.
+    - `key`: a typed PRNG key for each index of the axes before `tile_axis`, for stochastic rounding
+      of gradients. See `vn.quant.with_stochastic_rounding`.
+    - `mask`: a bool array of the shape of `w`, True where values are kept. None computes the mask
+      from `sparsity` at each use. See `vn.quant.with_masks`.
     - `qtype`, `tile_size`, `tile_axis`, `calibration_method`, `scale_dtype`, `act_qtype`,
       `act_calibration_method`, `act_tile_size`, `grad_qtype`, `grad_input`, `grad_weight`,
-      `sparsity`: as in `vn.quant.Rule`; with `qtype=None` the weight itself is not quantised.
-      Here `act_tile_size` may also be `{axis: size}`, for blocks of the axes of the activations.
-    - `dense_dtype`: of the array that it stands for; that of `w` if None.
+      `sparsity`: as in `vn.quant.Rule`. With `qtype=None` the weight is not quantized.
+      `act_tile_size` can also be `{axis: size}`, for blocks of the activations.
+    - `dense_dtype`: the dtype of the represented array. None is the dtype of `w`.
 
-    **Raises:** `TypeError` where `w` is no floating array. `ValueError` for an unknown format or
-    method, an axis that `w` does not have, a tile or a group that does not divide it, and a key or
-    a mask of another shape.
+    **Raises:**
+
+    - `TypeError` if `w` is not a floating array.
+    - `ValueError` for an unknown format or method, an axis that `w` does not have, a tile or group
+      that does not divide its axis, or a key or mask of the wrong shape.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> w = vn.quant.FakeQuantized(jnp.array([[0.3, -1.0], [1.5, 0.1]]), qtype="int2")
@@ -97,8 +94,8 @@ class FakeQuantized(ImplicitArray):
 
     def __post_init__(self) -> None:
         if not isinstance(self.w, Leaf) or self.w.dtype not in QUANTIZABLE:
-            described = f"of {self.w.dtype}" if hasattr(self.w, "dtype") else repr(self.w)
-            raise TypeError(f"FakeQuantized trains a floating array, not one {described}")
+            described = f"an array of {self.w.dtype}" if hasattr(self.w, "dtype") else repr(self.w)
+            raise TypeError(f"w must be a floating array, not {described}")
         axes = from_the_end(self.tile_axis, self.w.shape)
         formats = {name: getattr(self, name) for name in ("qtype", "act_qtype", "grad_qtype")}
         self.__dict__.update(
@@ -123,9 +120,9 @@ class FakeQuantized(ImplicitArray):
 
     @classmethod
     def from_rule(cls, array: Leaf, rule: Any) -> "FakeQuantized":
-        """Makes one of an array, with what a `vn.quant.Rule` says.
+        """Create a weight in training from an array and a `vn.quant.Rule`.
 
-        **Raises:** what `FakeQuantized` raises.
+        **Raises:** as `FakeQuantized`.
 
         >>> import jax.numpy as jnp, veneer as vn
         >>> rule = vn.quant.Rule(".*", "int4", act_qtype="int8")
@@ -150,28 +147,28 @@ class FakeQuantized(ImplicitArray):
 
     @property
     def format(self) -> Format | None:
-        """The row of `FORMATS` that `qtype` names."""
+        """The row of `FORMATS` that `qtype` names, or None."""
         return None if self.qtype is None else get_format(self.qtype)
 
     @property
     def scales_are_quantised(self) -> bool:
-        """Whether scales of a matrix have scales of their own, so that it is not to be parted."""
+        """Return whether the scales of a matrix are quantized together, so it cannot be split."""
         return self.format is not None and self.format.scale_tile is not None
 
     @property
     def tile_axes(self) -> tuple[int, ...]:
-        """Those of `tile_axis`, counted from the front."""
+        """The axes of `tile_axis`, counted from the front."""
         axes: Any = self.tile_axis
         return tuple(axis % self.w.ndim for axis in axes)
 
     @property
     def grid(self) -> ScaleAxes:
-        """Which values of `w` share a scale."""
+        """The axes and tiles along which values of `w` share a scale."""
         return scale_axes_of(self.w.ndim, self.tile_axes, self.format, self.tile_size)
 
     @property
     def backward(self) -> tuple[BackwardProduct, BackwardProduct] | None:
-        """How products give the gradients of the input and of the weight; None is: as JAX does."""
+        """The recipes for the gradients of the input and of the weight. None leaves both to JAX."""
         products = self.grad_input, self.grad_weight
         if self.grad_qtype is None and products == (None, None):
             return None
@@ -180,42 +177,44 @@ class FakeQuantized(ImplicitArray):
 
     @property
     def lead(self) -> int:
-        """How many axes come before those of `tile_axis`: `key` has them."""
+        """The number of axes before `tile_axis`, which `key` has."""
         return min(self.tile_axes)
 
     def changed(self, **changes: Any) -> "FakeQuantized":
-        """Returns a copy with other fields, which are not checked: they may be abstract."""
+        """Return a copy with other fields, which are not checked and can be abstract."""
         new = object.__new__(type(self))
         new.__dict__.update({k: v for k, v in self.__dict__.items() if not k.startswith("_")})
         new.__dict__.update(changes)
         return new
 
     def aval(self) -> jax.core.ShapedArray:
-        """Returns the shape of `w`, and the dense dtype."""
+        """Return the shape of `w` and the dense dtype."""
         aval = jax.typeof(self.w)
         axes: Any = self.tile_axis
         if isinstance(self.tile_size, tuple):
             axes = (*axes, *(axis for axis, _ in self.tile_size))
         least = max(2 if self.scales_are_quantised else 1, -min(axes))
         if aval.ndim < least:
-            raise ValueError(f"w of shape {aval.shape} has no axis {min(axes)} for its tiles")
+            raise ValueError(
+                f"w of shape {aval.shape} has no axis {min(axes)}, which its tiles need"
+            )
         if self.mask is not None and (self.mask.shape, self.mask.dtype) != (aval.shape, bool):
             raise ValueError(
-                f"mask is {self.mask.dtype} of shape {self.mask.shape}; that of w of shape "
-                f"{aval.shape} is bool and of the same"
+                f"mask must be bool of shape {aval.shape}, as w, not {self.mask.dtype} of shape "
+                f"{self.mask.shape}"
             )
         if self.key is not None and self.key.shape != aval.shape[: self.lead]:
             raise ValueError(
-                f"key has shape {self.key.shape}; w of shape {aval.shape} with tile_axis "
-                f"{self.tile_axis} takes typed keys of shape {aval.shape[: self.lead]}"
+                f"key must have shape {aval.shape[: self.lead]} for w of shape {aval.shape} with "
+                f"tile_axis {self.tile_axis}, not {self.key.shape}"
             )
         dtype = jax.dtypes.canonicalize_dtype(self.dense_dtype)
         return aval.update(dtype=dtype, weak_type=False)
 
     def with_mask(self, mask: Leaf) -> "FakeQuantized":
-        """Returns this weight, of which a mask says what is kept.
+        """Return this weight with another mask of the values that are kept.
 
-        **Raises:** `ValueError` for one of another shape or dtype.
+        **Raises:** `ValueError` for a mask of another shape or dtype.
         """
         new = self.changed(mask=mask)
         new.aval()
@@ -223,7 +222,7 @@ class FakeQuantized(ImplicitArray):
 
     @property
     def storage_name(self) -> str | None:
-        """What it becomes, as displays and `vn.summary` show it: `as nf4, tile 64`."""
+        """The format after `convert`, as displays and `vn.summary` show it: "as nf4, tile 64"."""
         sparse = []
         if self.sparsity is not None:
             n, m, *block = self.sparsity
@@ -239,7 +238,7 @@ class FakeQuantized(ImplicitArray):
 
     @property
     def kept(self) -> Leaf | None:
-        """What is kept, a bool for each value of `w`; None is all of it."""
+        """The mask of the values of `w` that are kept. None keeps all."""
         if self.mask is not None or self.sparsity is None:
             return self.mask
         return mask_of(
@@ -248,14 +247,14 @@ class FakeQuantized(ImplicitArray):
 
     @property
     def pruned(self) -> jax.Array:
-        """Those values of `w` that are kept, 0 for the others; derivatives go straight through."""
+        """The array `w` with 0 where values are not kept. Derivatives go straight through."""
         w, kept = jnp.asarray(self.w), self.kept
         return w if kept is None else ste(lambda w: jnp.where(kept, w, jnp.zeros_like(w)))(w)
 
     def quantize(self) -> jax.Array | QArray:
-        """Returns the QArray that it becomes, without derivatives; dense if `qtype` is None.
+        """Return the weight as a `QArray` without derivatives, or a dense array if `qtype` is None.
 
-        **Raises:** `ValueError` where it is a member of a stack that has tiles along its axis.
+        **Raises:** `ValueError` if `w` was sliced from a stack along an axis with tiles.
         """
         self.aval()
         if self.qtype is None:
@@ -270,7 +269,7 @@ class FakeQuantized(ImplicitArray):
         return q.replace(dense_dtype=self.dense_dtype)
 
     def materialise(self) -> jax.Array:
-        """Returns the weight as quantised, with derivatives that go straight through."""
+        """Return the weight after quantization. Derivatives go straight through to `w`."""
         if self.qtype is None:
             return self.pruned.astype(self.dtype)
         dense = fake_quantize(
@@ -283,7 +282,7 @@ class FakeQuantized(ImplicitArray):
         return dense.astype(self.dtype)
 
     def partition(self, spec: PartitionSpec, shape: Shape) -> "FakeQuantized | None":
-        """The weight is cut where no tile is."""
+        """Return partition specs of the leaves, or None if a tile or group would be cut."""
         whole = shape == self.shape
         for axis in range(self.ndim):
             size = self.grid.size(axis)
@@ -301,7 +300,7 @@ class FakeQuantized(ImplicitArray):
         return self.changed(w=spec, key=key, mask=None if self.mask is None else spec)
 
     def __repr__(self) -> str:
-        """With what is not as it is by default."""
+        """Return the class and the fields that differ from their defaults."""
         leaves = ("w", "key", "mask")
         usual = {"tile_axis": (-2,), "dense_dtype": str(getattr(self.w, "dtype", None))}
         values = {f.name: getattr(self, f.name, None) for f in dataclasses.fields(self)}

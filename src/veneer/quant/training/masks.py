@@ -8,31 +8,23 @@ from .fake_quantized import FakeQuantized
 
 
 def sparsity_masks(params: Any) -> Any:
-    """Returns the masks of all weights with a `sparsity`, as their values are now.
+    """Return the current masks of all weights with a `sparsity`.
 
-    Without masks, those of a `FakeQuantized` are found wherever it is used, at each step. With
-    these, which `vn.quant.with_masks` puts in, they are found when you say: they are a tree of
-    arrays, and state of the training.
+    Without masks, a `FakeQuantized` computes its mask at each use. With masks from this function,
+    put in by `vn.quant.with_masks`, you decide when they change. They are state of the training.
 
     **Arguments:**
 
     - `params`: any pytree.
 
-    **Returns:** the tree with a mask in the place of each such weight, bool of its shape, and None
-    in that of all else.
+    **Returns:** a tree with a bool array of the shape of the weight for each such weight, and None
+    for all other leaves.
 
-    >>> import jax, jax.numpy as jnp, veneer as vn
-    >>> rules = [vn.quant.Rule("kernel", "int8", sparsity=(2, 4))]
-    >>> params = {"kernel": jnp.array([[1.0], [-4.0], [3.0], [2.0]]), "bias": jnp.zeros(1)}
-    >>> params = vn.quant.quantize_tree(params, rules, train=True)
+    >>> import jax.numpy as jnp, veneer as vn
+    >>> w = jnp.array([[1.0], [-4.0], [3.0], [2.0]])
+    >>> params = {"kernel": vn.quant.FakeQuantized(w, sparsity=(2, 4)), "bias": jnp.zeros(1)}
     >>> vn.quant.sparsity_masks(params)["kernel"][:, 0].tolist()
     [False, True, True, False]
-
-    Found anew at each hundredth step, within a program:
-
-    >>> def masks_at(step, masks, params):
-    ...     find = lambda: vn.quant.sparsity_masks(params)
-    ...     return jax.lax.cond(step % 100 == 0, find, lambda: masks)
     """
 
     def mask(x: Any) -> Any:
@@ -44,17 +36,18 @@ def sparsity_masks(params: Any) -> Any:
 
 
 def with_masks(params: Any, masks: Any) -> Any:
-    """The tree with a mask in each `FakeQuantized` that has one, for the loss to be computed with.
+    """Put masks into the `FakeQuantized` weights of a tree, to compute the loss.
 
-    Gradients go straight through a mask: what is not kept moves as if it were, and may be kept when
-    masks are found the next time. They have no gradient, so put them in within the loss, as
-    `vn.quant.with_stochastic_rounding` does keys.
+    Gradients go straight through a mask: pruned values still move, and can be kept by the next
+    masks. Masks have no gradient, so call this inside the loss.
 
     **Arguments:**
 
     - `params`: any pytree.
-    - `masks`: the tree that `vn.quant.sparsity_masks` gives of it; those that are True everywhere
-      keep a weight as it is.
+    - `masks`: the tree from `vn.quant.sparsity_masks`. A mask of True everywhere keeps the whole
+      weight.
+
+    **Returns:** the tree, with `mask` set in each weight that has one.
 
     **Raises:** `ValueError` for a tree of another structure, or a mask of another shape or dtype.
 
@@ -71,7 +64,10 @@ def with_masks(params: Any, masks: Any) -> Any:
         if mask is None:
             return x
         if not isinstance(x, FakeQuantized):
-            raise ValueError(f"masks has one of {mask.shape} where params has a {type(x).__name__}")
+            raise ValueError(
+                f"masks has a mask of shape {mask.shape} where params has a {type(x).__name__}. "
+                "Pass the tree of vn.quant.sparsity_masks(params)"
+            )
         return x.with_mask(mask)
 
     return jax.tree.map(masked, params, masks, is_leaf=lambda x: isinstance(x, FakeQuantized))

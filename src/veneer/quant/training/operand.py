@@ -190,7 +190,7 @@ def quantize_gradient(
         axes = row_axes(g.shape, contracted, format, product.tile_size)
         return quantize(g, product.qtype, calibration_method=method, key=key, **axes.arguments)
     except ValueError as error:
-        error.add_note(f"While quantising a gradient of shape {g.shape} by {product}.")
+        error.add_note(f"The gradient of shape {g.shape} could not be quantized with {product}.")
         raise
 
 

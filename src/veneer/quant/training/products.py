@@ -92,7 +92,7 @@ def _fake_product(
             x = fake_quantize(x, recipe.qtype, calibration_method=recipe.method, **axes)
         return product(x, w.materialise())
 
-    how = f"{operands} as quantised, in floating point"
+    how = f"quantized {operands}, in floating point"
     return carry_out(Plan(how, compute, (x, w.changed(key=None))))
 
 
@@ -109,7 +109,7 @@ def _convolution(x: ArrayLike, w: FakeQuantized, **params: Any) -> Any:
         return _fake_product(bind, x, w, shared if meant else None)
     more = ("precision", "preferred_element_type", "out_sharding")
     grouped = params["feature_group_count"] != 1 or params["batch_group_count"] != 1
-    note_how(f"on codes, forward {'only, for it is grouped' if grouped else 'and backward'}")
+    note_how(f"on codes, forward {'only (grouped convolution)' if grouped else 'and backward'}")
     recipe = ConvolutionRecipe(
         operands=(_activation(x, w, shared), _weight(w)),
         backward=w.backward,
@@ -132,7 +132,7 @@ def _ragged_dot(x: ArrayLike, w: FakeQuantized, group_sizes: ArrayLike, **params
         bind = find_primitive("ragged_dot_general").bind
         dot = lambda x, w: bind(x, w, group_sizes, **params)
         return _fake_product(dot, x, w, shared if meant else None)
-    note_how("operands and gradients as quantised, in floating point")
+    note_how("quantized operands and gradients, in floating point")
     operands = (_activation(x, w, shared), _weight(w))
     recipe = RaggedDotRecipe(tuple(params.items()), operands, w.backward)
     pair = zip(operands, (x, w.pruned), strict=True)

@@ -9,39 +9,41 @@ from .fake_quantized import FakeQuantized
 
 
 def with_stochastic_rounding(params: Any, key: jax.Array) -> Any:
-    """The tree with a key in each `FakeQuantized` that quantises gradients: another in each.
+    """Put a PRNG key into each `FakeQuantized` that quantizes gradients.
 
-    With it, products of the backward pass round gradients up or down at random, to the format's
-    neighbours, so that the mean of what is rounded is what it was. Without, they round to nearest,
-    and what is below half a step is lost in each.
+    With a key, products of the backward pass round gradients up or down at random, so that the mean
+    is preserved. Without a key they round to nearest, which loses values below half a step.
 
-    The key is a leaf of the weight, so it is an argument of whatever the weight is an argument of:
-    pass one to the step of training that you compile, a new one in each, and call this in the loss.
-    Layers of a stack that `scan` goes through have keys of their own. Where a weight is used more
-    than once, uses are told apart by the bits of their gradients, which are folded into the key.
+    Pass a new key to each training step, and call this inside the loss: the key is a leaf of the
+    weight, so it must be an argument of the compiled step. Each weight, and each layer of a stack
+    that `scan` runs over, has its own key. If a weight is used more than once, the bits of each
+    gradient are folded into the key.
 
     **Arguments:**
 
     - `params`: any pytree.
-    - `key`: a PRNG key, typed or raw.
+    - `key`: a single PRNG key, typed or raw.
 
-    **Returns:** the tree, with which the loss is to be differentiated by the weights `w` alone;
-    keys have no gradient.
+    **Returns:** the tree. Differentiate the loss by the weights `w` only, because keys have no
+    gradient.
+
+    **Raises:**
+
+    - `TypeError` if `key` is not a PRNG key.
+    - `ValueError` if `key` is an array of typed keys.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> rule = vn.quant.Rule(".*", "int8", act_qtype="int8", grad_qtype="int4")
     >>> params = {"kernel": vn.quant.FakeQuantized.from_rule(jnp.eye(4), rule)}
-    >>> @jax.jit
-    ... def gradient(params, key, x):
-    ...     def loss(params):
-    ...         params = vn.quant.with_stochastic_rounding(params, key)
-    ...         return vn.implicit(lambda p, x: jnp.sin(x @ p["kernel"]).sum())(params, x)
-    ...     return jax.grad(loss)(params)
-    >>> x = jnp.linspace(-1, 1, 12).reshape(3, 4)
-    >>> one, other = (gradient(params, jax.random.key(i), x)["kernel"].w for i in (0, 1))
-    >>> bool((one != other).any())
-    True
+    >>> def loss(params, key, x):
+    ...     params = vn.quant.with_stochastic_rounding(params, key)
+    ...     return vn.implicit(lambda p, x: jnp.sin(x @ p["kernel"]).sum())(params, x)
+    >>> step = jax.jit(jax.grad(loss))
+    >>> step(params, jax.random.key(0), jnp.ones((3, 4)))["kernel"].w.shape
+    (4, 4)
     """
+    if not hasattr(key, "dtype"):
+        raise TypeError(f"key must be a JAX PRNG key, such as jax.random.key(0), not {key!r}")
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.wrap_key_data(key)
     count = 0

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from ...kernels.pruning import largest_positions
 from ..formats import get_format
@@ -14,7 +15,7 @@ from ..formats.tiles import Shape
 Sparsity = tuple[int, int] | tuple[int, int, int]
 
 
-def check_sparsity(sparsity: Any, qtype: str | None) -> Sparsity:
+def check_sparsity(sparsity: Any, qtype: DTypeLike | None) -> Sparsity:
     """Returns `(n, m)` or `(n, m, block)`, for weights of a format.
 
     **Raises:** `TypeError` where it is not two or three whole numbers; `ValueError` where they do
@@ -25,15 +26,15 @@ def check_sparsity(sparsity: Any, qtype: str | None) -> Sparsity:
         (size,) = block or [1]
     except (TypeError, ValueError):
         raise TypeError(
-            "sparsity is (n, m), n values kept of each m, as (2, 4), or (n, m, block), n blocks "
-            f"of each m, not {sparsity!r}"
+            "sparsity must be (n, m), such as (2, 4), or (n, m, block), in whole numbers, not "
+            f"{sparsity!r}"
         ) from None
     if not 1 <= n <= m or m < 2:
-        raise ValueError(f"sparsity keeps 1 <= n <= m values of each 2 <= m, and is {n}:{m}")
+        raise ValueError(f"sparsity (n, m) must have 1 <= n <= m and m >= 2, not ({n}, {m})")
     if size < 1:
-        raise ValueError(f"sparsity has blocks of 1 value or more, not {size}")
+        raise ValueError(f"the block of sparsity must be 1 or more, not {size}")
     if qtype is not None and not get_format(qtype).has_zero:
-        raise ValueError(f"{qtype} has no code for 0, which what sparsity does not keep would have")
+        raise ValueError(f"{qtype} has no code for 0, which sparsity needs. Use another qtype")
     return (n, m) if size == 1 else (n, m, size)
 
 
@@ -47,7 +48,7 @@ def check_groups(sparsity: Sparsity, shape: Shape, axis: int) -> None:
     size = group_size(sparsity)
     if shape[axis] % size:
         raise ValueError(
-            f"{sparsity[0]}:{sparsity[1]} sparsity has groups of {size}, which do not divide axis "
+            f"sparsity {sparsity} has groups of {size}, which do not divide axis "
             f"{axis - len(shape)} (size {shape[axis]}) of w of shape {shape}"
         )
 

@@ -25,7 +25,7 @@ Places = Mapping[int, int]
 
 
 class InBasis(ImplicitArray, abstract=True):
-    """An array whose entries along some axes are stored in another basis, as `array`."""
+    """An array stored as `array`, in another basis along some axes."""
 
     metadata_is_meaning: ClassVar[bool] = False
     trainable: ClassVar[tuple[str, ...] | None] = ("array",)
@@ -33,50 +33,64 @@ class InBasis(ImplicitArray, abstract=True):
     array: Any
 
     def basis_axes(self, batch: Sequence[int] = ()) -> set[int] | None:
-        """The axes of which the basis is another, from the front.
+        """Return the axes along which the basis differs, counted from the front.
 
         **Arguments:**
 
-        - `batch`: axes that another operand has too, along which the basis may vary.
+        - `batch`: the axes that are batch axes of a product, along which the basis may vary.
 
-        **Returns:** None where it varies along yet another, so that nothing can be taken into it.
+        **Returns:** a set of axes, or None if the basis varies along an axis outside of `batch`.
         """
         raise NotImplementedError
 
     def into_basis(self, x: Any, places: Places) -> Any:
-        """`x`, floating, taken into the basis along its axes that go with those of this array."""
+        """Transform a floating array `x` into the basis.
+
+        **Arguments:**
+
+        - `x`: a floating array, dense or implicit.
+        - `places`: maps axes of this array to axes of `x`.
+        """
         raise NotImplementedError
 
     def out_of_basis(self, x: Any, places: Places) -> Any:
-        """`x`, floating, taken out of the basis: the transpose of `into_basis`."""
+        """Transform a floating array `x` out of the basis: the transpose of `into_basis`.
+
+        **Arguments:**
+
+        - `x`: a floating array, dense or implicit.
+        - `places`: maps axes of this array to axes of `x`.
+        """
         raise NotImplementedError
 
     def with_array(self, array: Any) -> Any:
-        """What `array`, of the same shape, stands for in this basis."""
+        """Return a copy with another stored array of the same shape."""
         raise NotImplementedError
 
     def stored(self, dense: Any) -> Any:
-        """What `array` would be, if this were to stand for a dense array of the same shape."""
+        """Return the stored form of a dense array of the same shape."""
         raise NotImplementedError
 
     def regrouped(
         self, array: Any, groups: Sequence[tuple[list[int], list[int]]], new: tuple[int, ...]
     ) -> Any:
-        """This array in another shape, where `groups` of old axes become new ones; or None.
+        """Return this array reshaped, or None if the basis does not follow the reshape.
 
         **Arguments:**
 
-        - `array`: the stored one, reshaped.
-        - `groups`, `new`: axes of as many values, without those of size 1; and the shape.
+        - `array`: the stored array, reshaped.
+        - `groups`: pairs of old and new axes with the same number of entries, without axes of size
+          1.
+        - `new`: the new shape.
         """
         raise NotImplementedError
 
     def aval(self) -> jax.core.ShapedArray:
-        """The shape and dtype of `array`."""
+        """Return the shape and dtype of `array`."""
         return self.array.aval() if isinstance(self.array, Value) else jax.typeof(self.array)
 
     def materialise(self) -> jax.Array:
-        """The dense array."""
+        """Return the dense array."""
         dense = jnp.asarray(materialise_one(self.array))
         return self.out_of_basis(dense, {axis: axis for axis in range(self.ndim)})
 

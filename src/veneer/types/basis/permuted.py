@@ -14,25 +14,32 @@ from .in_basis import InBasis, Places, alongside
 
 
 class Permuted(InBasis):
-    """An array of which slices along an axis are stored in another order, as those of a tile side
-    by side: entry `order[k]` along the axis is entry `k` of `array`.
+    """An array `[...]` whose slices along one axis are stored in another order.
 
-    A product that sums over the axis permutes its other operand, once, and multiplies by `array` as
-    it lies; one that does not permutes its result. So is a quantised weight kept whose columns were
-    sorted by their importance before they were put in groups.
+    Entry `order[k]` along the axis is entry `k` of `array`. GPTQ with `desc_act` (Frantar et al.,
+    arXiv 2210.17323) sorts the input channels of a weight by importance, so that channels of
+    similar importance share a group and a scale. Such a weight is a `Permuted` of a `QArray`.
 
-    **Algebra:** products; transposes, slices of other axes and other movements; conversions; rows
-    that are looked up come out in order. Everything else is dense.
+    A product that contracts the axis permutes the other operand, and multiplies with `array` by the
+    rules of its type. A product over another axis permutes its result.
+
+    **Keeps the structure:** transposes, slices of other axes, reshapes of other axes, and floating
+    dtype conversions. Row lookups return rows in the order of the dense array.
+
+    **Materializes:** elementwise functions, sums, and slices along the permuted axis.
 
     **Arguments:**
 
-    - `array`: of any rank, dense or implicit, as a `QArray`.
-    - `order`: int32, a permutation along `axis`, of the rank of `array`, and of size 1 or that of
-      `array` along each other axis.
-    - `axis`: counted from the end.
+    - `array`: the stored array, of any shape and dtype, dense or implicit, such as a `QArray`.
+    - `order`: integers, a permutation along `axis`. It has the rank of `array`, and along each
+      other axis size 1 or the size of `array`. It is not checked to be a permutation.
+    - `axis`: the permuted axis, counted from the end; static.
 
-    **Raises:** `TypeError` for an order that is no array of integers; `ValueError` where its shape
-    does not fit, or the axis is none.
+    **Raises:**
+
+    - `TypeError` if `order` is not of integers.
+    - `ValueError` if the shape of `order` does not fit, or `axis` is not between `-array.ndim` and
+      -1.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> w = vn.types.Permuted(jnp.array([[1.0, 2.0, 3.0]]), jnp.array([[2, 0, 1]]))
@@ -47,9 +54,11 @@ class Permuted(InBasis):
     def __post_init__(self) -> None:
         shape, axes = tuple(self.array.shape), tuple(self.order.shape)
         if not jnp.issubdtype(self.order.dtype, jnp.integer):
-            raise TypeError(f"order is a permutation, of integers, not {self.order.dtype.name}")
+            raise TypeError(f"order must hold integers, not {self.order.dtype.name}")
         if not -len(shape) <= self.axis < 0:
-            raise ValueError(f"axis is negative, of an array of shape {shape}, not {self.axis}")
+            raise ValueError(
+                f"axis must be negative, for an array of shape {shape}, not {self.axis}"
+            )
         others = list(axes)
         if len(axes) == len(shape):
             others[self.axis] = shape[self.axis] if axes[self.axis] == shape[self.axis] else -1
@@ -57,38 +66,38 @@ class Permuted(InBasis):
             n not in (1, m) for n, m in zip(others, shape, strict=True)
         ):
             raise ValueError(
-                f"order has shape {axes}, which is not that of {shape} along axis {self.axis}, and "
-                "1 or the same along others"
+                f"order has shape {axes}, but must have the rank of the array {shape}, its size "
+                f"along axis {self.axis}, and 1 or its size along other axes"
             )
 
     def with_array(self, array: Any) -> "Permuted":
-        """`array` in the same order."""
+        """Return a copy with another stored array in the same order."""
         return Permuted(array, self.order, self.axis)
 
     def basis_axes(self, batch: Sequence[int] = ()) -> set[int] | None:
-        """The axis; None where the order varies along one that is not in a batch."""
+        """Return the permuted axis, or None if `order` varies along an axis not in `batch`."""
         axis = self.ndim + self.axis
         varies = {i for i, n in enumerate(self.order.shape) if n != 1 and i != axis}
         return {axis} if varies <= {*batch} else None
 
     def into_basis(self, x: Any, places: Places) -> Any:
-        """The entries of x in the order of those of `array`."""
+        """Return `x` in the stored order."""
         order = alongside(self.order, places, jnp.ndim(x))
         return _taken(x, order, places[self.ndim + self.axis])
 
     def out_of_basis(self, x: Any, places: Places) -> Any:
-        """The entries of x in order."""
+        """Return `x` in the order of the dense array."""
         place = places[self.ndim + self.axis]
         return _taken(x, jnp.argsort(alongside(self.order, places, jnp.ndim(x)), place), place)
 
     def stored(self, dense: Any) -> Any:
-        """The entries of a dense array, permuted."""
+        """Return a dense array in the stored order."""
         return self.into_basis(dense, {axis: axis for axis in range(self.ndim)})
 
     def regrouped(
         self, array: Any, groups: Sequence[tuple[list[int], list[int]]], new: tuple[int, ...]
     ) -> "Permuted | None":
-        """This array, if the axis stays one, and there is one order."""
+        """Return this array reshaped, or None if the axis is split or merged, or `order` varies."""
         if self.order.size != self.order.shape[self.axis]:
             return None
         for old_axes, (axis, *others) in groups:
@@ -98,7 +107,7 @@ class Permuted(InBasis):
         return None
 
     def leaf_axes(self) -> Any:
-        """The axis is whole; of others, `order` has those along which it differs."""
+        """Return the leaf axes. The permuted axis cannot be sliced."""
         axis = self.ndim + self.axis
 
         def whole(at: LeafAxis, size: int) -> LeafAxis:

@@ -13,24 +13,32 @@ from .rotation import rotated, rotated_back
 
 
 class Rotated(InBasis):
-    """An array of which the entries along some axes are stored mixed, each of all, by an orthogonal
-    matrix: signs, and Hadamard matrices where the size is a power of two.
+    """An array `[...]` that is stored rotated by an orthogonal matrix along some axes.
 
-    A product that sums over these axes rotates its other operand as it comes, by a fast transform,
-    and multiplies by `array` as it lies. What stands out in few of the entries, of a weight or of
-    activations, is then spread over all, and a format of few bits loses less: as QuaRot has it, and
-    with no knowledge of the model.
+    The rotation spreads outliers of weights and activations over all entries, so quantization to
+    few bits loses less. The matrix is a product of random signs, fixed per size, and Hadamard
+    matrices, or Hartley matrices for odd prime factors of the size. It is applied as a fast
+    transform (QuaRot, Ashkboos et al., arXiv 2404.00456; QuIP#, Tseng et al., arXiv 2402.04396).
 
-    **Algebra:** products; transposes, slices of other axes and other movements; conversions; rows
-    that are looked up are rotated back. Everything else is dense.
+    A product that contracts these axes rotates the other operand, and multiplies with `array` by
+    the rules of its type. A product over other axes rotates its result back.
+
+    **Keeps the structure:** transposes, slices of other axes, reshapes of other axes, and floating
+    dtype conversions. Rows that are looked up along other axes are rotated back.
+
+    **Materializes:** elementwise functions, sums, slices along a rotated axis, and products that
+    contract only some of the rotated axes.
 
     **Arguments:**
 
-    - `array`: of any rank, floating, dense or implicit, as a `QArray`; as it is when rotated.
-    - `axes`: those that are rotated, each by itself, counted from the end. All are contracted by a
-      product, or none is.
+    - `array`: the rotated floating array, of any shape, dense or implicit, such as a `QArray`.
+      `Rotated.of` rotates a dense array.
+    - `axes`: the rotated axes, counted from the end, each rotated separately; static.
 
-    **Raises:** `TypeError` for an array that is not floating; `ValueError` where an axis is none.
+    **Raises:**
+
+    - `TypeError` if `array` is not floating.
+    - `ValueError` if `axes` are not negative, in range and distinct.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> w = jnp.zeros((64, 1)).at[3].set(8.0)
@@ -46,55 +54,58 @@ class Rotated(InBasis):
         shape, dtype = self.array.shape, self.array.dtype
         object.__setattr__(self, "axes", tuple(int(axis) for axis in self.axes))
         if not jnp.issubdtype(dtype, jnp.inexact):
-            raise TypeError(f"what is rotated is floating, not {dtype.name}")
+            raise TypeError(f"Rotated takes a floating array, not {dtype.name}")
         if not all(-len(shape) <= axis < 0 for axis in self.axes) or len({*self.axes}) != len(
             self.axes
         ):
             raise ValueError(
-                f"axes are negative and differ, of an array of shape {tuple(shape)}: {self.axes}"
+                f"axes must be negative and distinct, for an array of shape {tuple(shape)}, "
+                f"not {self.axes}"
             )
 
     @classmethod
     def of(cls, dense: Any, axes: Sequence[int] = (-2,)) -> "Rotated":
-        """Returns what stands for a dense array, which is rotated along axes.
+        """Rotate a dense array along some axes, and return it as a `Rotated`.
 
         **Arguments:**
 
-        - `dense`: `[..., K, N]`, floating.
-        - `axes`: counted from the end.
+        - `dense`: a floating array `[..., K, N]`.
+        - `axes`: the axes to rotate, counted from the end.
+
+        **Raises:** what `Rotated` raises.
         """
         unrotated = cls(jnp.asarray(dense), tuple(axes))  # checks them
         return unrotated.with_array(unrotated.stored(unrotated.array))
 
     def with_array(self, array: Any) -> "Rotated":
-        """`array`, rotated as this one is."""
+        """Return a copy with another stored array, rotated in the same way."""
         return Rotated(array, self.axes)
 
     def basis_axes(self, batch: Sequence[int] = ()) -> set[int] | None:
-        """The axes that are rotated."""
+        """Return the rotated axes."""
         del batch
         return {self.ndim + axis for axis in self.axes}
 
     def into_basis(self, x: Any, places: Places) -> Any:
-        """x, rotated."""
+        """Return `x` rotated."""
         for axis in self._among(places):
             x = redispatch(lambda x, at=places[axis]: rotated(x, at), x)
         return x
 
     def out_of_basis(self, x: Any, places: Places) -> Any:
-        """x, rotated back."""
+        """Return `x` rotated back."""
         for axis in self._among(places):
             x = redispatch(lambda x, at=places[axis]: rotated_back(x, at), x)
         return x
 
     def stored(self, dense: Any) -> Any:
-        """A dense array, rotated."""
+        """Return a dense array rotated."""
         return self.into_basis(dense, {axis: axis for axis in range(self.ndim)})
 
     def regrouped(
         self, array: Any, groups: Sequence[tuple[list[int], list[int]]], new: tuple[int, ...]
     ) -> "Rotated | None":
-        """This array, if each of the axes stays one."""
+        """Return this array reshaped, or None if a rotated axis is split or merged."""
         axes = {self.ndim + axis for axis in self.axes if self.shape[axis] != 1}
         moved = [group for group in groups if axes & {*group[0]}]
         if any(len(old) != 1 or len(new_axes) != 1 for old, new_axes in moved):
@@ -102,7 +113,7 @@ class Rotated(InBasis):
         return Rotated(array, tuple(new_axes[0] - len(new) for _, new_axes in moved))
 
     def leaf_axes(self) -> Any:
-        """Those that are rotated are whole."""
+        """Return the leaf axes. Rotated axes cannot be sliced."""
         whole = lambda at: at._replace(block="whole") if at.axis in self.axes else at
         return [list(map(whole, aligned(self.ndim)))]
 

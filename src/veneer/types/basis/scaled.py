@@ -15,23 +15,27 @@ from .in_basis import InBasis, Places, alongside
 
 
 class Scaled(InBasis):
-    """An array times a factor for each of its channels, which are the entries along some axes.
+    """An array `array * factor`, stored as `array` and a factor per channel.
 
-    A product that sums over them multiplies its other operand by the factors, and then by `array`
-    as it lies. So are channels of large activations kept with more digits than the others (AWQ,
-    Lin et al., arXiv 2306.00978), or activations made as small as the weights are
-    (SmoothQuant, Xiao et al., arXiv 2211.10438): `factor` is the inverse of what the weight was
-    multiplied by.
+    A product that contracts the axes of the factors multiplies the other operand by `factor`, and
+    then with `array` by the rules of its type. Two calibration methods use it. AWQ (Lin et al.,
+    arXiv 2306.00978) rounds the weights of large activations more finely. SmoothQuant (Xiao et al.,
+    arXiv 2211.10438) divides large activations and multiplies the weights.
 
-    **Algebra:** products; transposes, slices and other movements; conversions; rows that are looked
-    up are multiplied. Everything else is dense.
+    **Keeps the structure:** transposes, slices, reshapes, lookups of rows, and floating dtype
+    conversions.
+
+    **Materializes:** elementwise functions and sums.
 
     **Arguments:**
 
-    - `array`: of any rank, floating, dense or implicit, as a `QArray`.
-    - `factor`: floating, of the rank of `array`, and along each axis of its size or 1.
+    - `array`: a floating array of any shape, dense or implicit, such as a `QArray`.
+    - `factor`: a floating array of the rank of `array`. Each axis has the size of `array`, or 1.
 
-    **Raises:** `TypeError` for what is not floating; `ValueError` where the shape does not fit.
+    **Raises:**
+
+    - `TypeError` if `array` or `factor` is not floating.
+    - `ValueError` if the shape of `factor` does not fit.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> w = vn.types.Scaled(jnp.ones((3, 2)), jnp.array([[1.0], [10.0], [100.0]]))
@@ -49,39 +53,39 @@ class Scaled(InBasis):
         for name in ("array", "factor"):
             dtype = getattr(self, name).dtype
             if not jnp.issubdtype(dtype, jnp.inexact):
-                raise TypeError(f"{name} is floating, not {dtype.name}")
+                raise TypeError(f"{name} must be floating, not {dtype.name}")
         if len(sizes) != len(shape) or any(
             n not in (1, size) for n, size in zip(sizes, shape, strict=True)
         ):
             raise ValueError(
-                f"factor has shape {sizes}, and for an array of shape {shape} it has the same "
-                "rank, and axes of the same size or of 1"
+                f"factor has shape {sizes}, but must have the rank of the array {shape}, and "
+                "along each axis its size or 1"
             )
 
     def with_array(self, array: Any) -> "Scaled":
-        """`array` with the same factors."""
+        """Return a copy with another stored array and the same factors."""
         return Scaled(array, self.factor)
 
     def basis_axes(self, batch: Sequence[int] = ()) -> set[int] | None:
-        """The axes along which there are factors, but for those of a batch."""
+        """Return the axes with more than one factor, without the axes in `batch`."""
         return {i for i, n in enumerate(self.factor.shape) if n != 1 and i not in batch}
 
     def into_basis(self, x: Any, places: Places) -> Any:
-        """x times the factors."""
+        """Return `x` times the factors."""
         return _times(x, alongside(self.factor, places, jnp.ndim(x)))
 
     def out_of_basis(self, x: Any, places: Places) -> Any:
-        """x times the factors, which are their own transpose."""
+        """Return `x` times the factors. A diagonal matrix is its own transpose."""
         return self.into_basis(x, places)
 
     def stored(self, dense: Any) -> Any:
-        """A dense array, divided by the factors."""
+        """Return a dense array divided by the factors."""
         return (dense / self.factor).astype(dense.dtype)
 
     def regrouped(
         self, array: Any, groups: Sequence[tuple[list[int], list[int]]], new: tuple[int, ...]
     ) -> "Scaled":
-        """This array; along axes that are split or merged, its factors are repeated."""
+        """Return this array reshaped. Factors along split or merged axes are repeated."""
         sizes, whole = [1] * len(new), list(self.factor.shape)
         for old_axes, new_axes in groups:
             if math.prod(whole[axis] for axis in old_axes) != 1:
@@ -92,7 +96,7 @@ class Scaled(InBasis):
         return Scaled(array, jnp.broadcast_to(self.factor, whole).reshape(sizes))
 
     def leaf_axes(self) -> Any:
-        """Those of the factors that are of size 1 are shared."""
+        """Return the leaf axes. Axes of `factor` of size 1 are shared."""
         axes = aligned(self.ndim)
 
         def at(axis: LeafAxis, size: int) -> LeafAxis:

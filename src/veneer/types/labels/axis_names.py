@@ -34,8 +34,7 @@ def agree(*axes: tuple[Axes, SupportsIndex]) -> str | None:
         first, j = named[0]
         if x.names[i] != first.names[j]:
             raise ValueError(
-                f"axis {j} of {first} is {first.names[j]!r}, and meets axis {i} of {x}, which is "
-                f"{x.names[i]!r}"
+                f"axis {j} of {first} is {first.names[j]!r}, but axis {i} of {x} is {x.names[i]!r}"
             )
     return named[0][0].names[named[0][1]] if named else None
 

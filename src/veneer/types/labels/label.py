@@ -9,14 +9,14 @@ from ..._jax.primitives import Primitive
 
 
 class Label(ImplicitArray, abstract=True):
-    """The base of `Named` and `Quantity`: one array, and static metadata beside it.
+    """An array with static metadata: the base class of `Named` and `Quantity`.
 
-    A primitive runs on the arrays, which may be implicit in turn, and a law says from the metadata
-    of the operands what the metadata of the results is. Where labels of two kinds meet, the law of
-    the kind of higher `default_precedence` is asked first, and takes the other for an array.
+    A primitive runs on the arrays, which may be implicit. A law computes the metadata of the
+    results from the metadata of the operands. If labels of two kinds meet, the kind with the higher
+    `default_precedence` handles the primitive, and treats the other as an array.
 
-    This is a `default` and not a rule for each primitive, so that operands of any other type may
-    stand beside a label, and a rule of such a type goes first.
+    This is a `default`, not a rule per primitive. So operands of other types can stand next to a
+    label, and their rules run first.
     """
 
     #: A law for each primitive, by its name. Those not listed make a label dense, or refuse.
@@ -24,7 +24,7 @@ class Label(ImplicitArray, abstract=True):
 
     @staticmethod
     def default(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]) -> Any:
-        """What the law of the outermost label among the operands gives, if there is one."""
+        """Run a primitive by the law of the outermost label among the operands."""
         kinds = {type(v) for v in values if isinstance(v, Label)}
         kind = max(kinds, key=lambda kind: kind.default_precedence)
         law = kind.laws.get(primitive.name)
@@ -34,7 +34,7 @@ class Label(ImplicitArray, abstract=True):
     def by_law(
         cls, law: Callable, primitive: Primitive, values: Sequence[Any], params: dict[str, Any]
     ) -> Any:
-        """What a primitive gives, with the metadata that a law says; or NotImplemented."""
+        """Run a primitive, and give its results the metadata that the law computes."""
         raise NotImplementedError
 
 

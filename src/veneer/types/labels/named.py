@@ -17,44 +17,42 @@ from .label import Label, bind
 
 
 class Named(Label):
-    """An array with named axes: `Named(x, ("batch", "seq"))`.
+    """An array `[...]` with a name per axis, such as `("batch", "seq")`.
 
-    A program that knows nothing of names runs on it as on the array, axis by position; and where
-    two axes meet whose names differ, that is an error. Names are carried through elementwise
-    functions, broadcasting, reductions, transposes, slices, indexing, products, cumulative sums,
-    sorting and joining. They meet by these rules:
+    A program that addresses axes by position runs unchanged. If axes with different names meet, it
+    raises when it is traced. Names cost nothing at run time.
 
-    - An axis without a name (None), and any axis of a dense array, takes the name that it meets.
-      So does an axis of size 1 that is stretched.
-    - Batch and contracted axes of a product must agree; free axes keep their names, so that
-      `x @ x.T` has two axes of one name.
-    - `reshape` keeps the names of axes that stay as they are. One that is merged, split or new has
-      none.
-    - Where no axis is left with a name, the result is a dense array.
+    - An axis without a name (None), as in a dense array, takes the name of the axis that it meets.
+      So does an axis of size 1 that is broadcast.
+    - Batch axes and contracted axes of a product must agree. Free axes keep their names, so
+      `x @ x.T` has two axes with one name.
+    - `reshape` keeps the names of unchanged axes. Merged, split and new axes have no name.
+    - `vmap` and loops remove an axis with its name. An axis that they add has no name.
+      `jax.vmap(vn.implicit(f))` needs `out_axes=0`; `vn.implicit(jax.vmap(f))` works with any.
 
-    A primitive without a rule makes it dense: the dense form is the bare array, so names are lost,
-    visibly (`vn.explain`, `on_materialise="error"`). Names cost nothing when the program runs.
+    **Keeps the structure:** elementwise functions, reductions, transposes, slices, indexing,
+    products, cumulative sums, sorts, `concatenate` and `stack`. A result without names is a dense
+    array.
 
-    `jax.vmap` and loops take axes off and add them: a leading axis that is taken off takes its
-    name along, and one that is added has none. Of `jax.vmap(vn.implicit(f))`, where JAX itself adds
-    an axis to results, `out_axes` must be 0, or names are off by one; of `vn.implicit(jax.vmap(f))`
-    it may be any.
+    **Materializes:** other primitives, such as `fft`. The result has no names, and reports show it.
 
     **Arguments:**
 
-    - `array`: an array `[...]`, or an implicit one.
-    - `names`: a name or None for each axis.
+    - `array`: an array `[...]` of any dtype, dense or implicit.
+    - `names`: a tuple with a distinct name or None per axis; static.
 
-    **Raises:** TypeError for what is no array and for names that are no strings; ValueError for
-    another number of names than of axes, and for one name twice. ValueError where axes meet whose
-    names differ.
+    **Raises:**
+
+    - `TypeError` if `array` is not an array or already has names, or a name is not a string.
+    - `ValueError` if the number of names differs from the rank, or a name occurs twice.
+    - `ValueError` in an operation, if axes with different names meet.
 
     >>> import jax.numpy as jnp, veneer as vn
-    >>> x = Named(jnp.ones((2, 3)), ("batch", "seq"))
-    >>> w = Named(jnp.ones((3, 4)), ("seq", "out"))
+    >>> x = vn.types.Named(jnp.ones((2, 3)), ("batch", "seq"))
+    >>> w = vn.types.Named(jnp.ones((3, 4)), ("seq", "out"))
     >>> x @ w, x.mean(0)
     (Named(f32[batch=2, out=4]), Named(f32[seq=3]))
-    >>> x * Named(jnp.ones((2, 3)), ("batch", "time"))
+    >>> x * x.rename(seq="time")
     Traceback (most recent call last):
         ...
     ValueError: mul(Named(f32[batch=2, seq=3]), Named(f32[batch=2, time=3])): axis 1 of ...
@@ -69,7 +67,9 @@ class Named(Label):
         object.__setattr__(self, "names", _checked_names(self.names))
         check_axes(self, array="")
         if isinstance(self.array, Named):
-            raise TypeError(f"Named takes an array, and {self.array!r} has names: see .rename()")
+            raise TypeError(
+                f"Named takes an array without names, not {self.array!r}. Use .rename()."
+            )
         shape = self.aval().shape
         if len(self.names) != len(shape):
             raise ValueError(
@@ -78,27 +78,31 @@ class Named(Label):
             )
 
     def aval(self) -> jax.core.ShapedArray:
-        """The shape and dtype of the array."""
+        """Return the shape and dtype of the array."""
         return self.array.aval() if isinstance(self.array, Value) else jax.typeof(self.array)
 
     def materialise(self) -> Any:
-        """The bare array."""
+        """Return the dense array without names."""
         return materialise_one(self.array)
 
     def axis(self, name: str) -> int:
-        """The position of the axis of this name, for functions that take an `axis`.
+        """Return the position of the axis with this name, for functions that take an `axis`.
 
-        **Raises:** ValueError if no axis, or more than one, has the name.
+        **Raises:** `ValueError` if no axis has the name, or several have it.
         """
         if self.names.count(name) != 1:
-            how_many = "several axes" if name in self.names else "no axis"
-            raise ValueError(f"{how_many} of {self!r} have the name {name!r}: {self.names}")
+            found = "several axes have" if name in self.names else "no axis has"
+            raise ValueError(f"{found} the name {name!r} in {self!r}, with names {self.names}")
         return self.names.index(name)
 
     def order(self, *names: str) -> "Named":
-        """The transpose whose axes have these names, in this order; all must be given.
+        """Transpose the array so that its axes have these names, in this order.
 
-        **Raises:** ValueError if these are not the names of the axes.
+        **Arguments:**
+
+        - `names`: the names of all axes.
+
+        **Raises:** `ValueError` if these are not the names of all axes.
         """
         if len(names) != len(self.names):
             raise ValueError(f"order takes all the names {self.names}, got {names}")
@@ -106,9 +110,9 @@ class Named(Label):
         return redispatch(lambda x: jnp.transpose(x, axes), self)
 
     def rename(self, **names: str | None) -> "Named":
-        """The same array, with axes renamed: `x.rename(old="new")`. None takes a name away.
+        """Rename axes: `x.rename(old="new")`. None removes a name.
 
-        **Raises:** ValueError if no axis has an old name, or two would have a new one.
+        **Raises:** `ValueError` if no axis has an old name, or two axes would have one name.
         """
         for name in names:
             self.axis(name)
@@ -127,13 +131,13 @@ class Named(Label):
     def by_law(
         cls, law: Callable, primitive: Primitive, values: Sequence[Any], params: dict[str, Any]
     ) -> Any:
-        """What a primitive gives on the arrays, with the names that the law says."""
+        """Run a primitive on the arrays, and give its results the names that the law computes."""
         try:
             found = law(*map(_axes, values), **params)
         except ValueError as error:
             raise ValueError(
-                f"{primitive.name}({', '.join(map(_show, values))}): {error}. Rename an axis, or "
-                "take its name away, by Named.rename."
+                f"{primitive.name}({', '.join(map(_show, values))}): {error}. Rename an axis "
+                "with Named.rename, or remove its name."
             ) from None
         if found is NotImplemented:
             return found
@@ -149,7 +153,7 @@ def _checked_names(names: Any) -> Names:
     names = tuple(names)
     for name in names:
         if name is not None and names.count(name) > 1:
-            raise ValueError(f"Named takes a name once, and {name!r} is twice in {names}")
+            raise ValueError(f"Named takes distinct names, but {name!r} is twice in {names}")
     return names
 
 

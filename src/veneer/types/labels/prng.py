@@ -15,33 +15,39 @@ from ..axes import Leaf, check_axes
 
 
 class PRNGKey(ImplicitArray):
-    """A random key, or an array of them `[...]`, that stands for JAX's typed keys.
+    """A random key, or an array of keys `[...]`, stored as plain integers.
 
-    JAX's `key<fry>[...]` is no array of numbers: NumPy, files and libraries of checkpoints refuse
-    it. The leaf of a `PRNGKey` is the array of integers behind it, and which generator they are for
-    is metadata; so it may be a part of any state that is saved, averaged over, or sent. Programs
-    that draw from typed keys draw the same from it, under `vn.implicit`.
+    JAX's typed keys have the dtype `key<fry>`, which NumPy, files and checkpoint libraries do not
+    support. A `PRNGKey` stores the underlying integers, so it can be part of any saved or
+    communicated state. Under `vn.implicit`, a program draws the same numbers as from typed keys, at
+    the same cost. The dense array is the array of typed keys.
 
-    Splitting and folding in give keys of this type; so do slices, indexing, joins and whatever else
-    moves keys and draws nothing. Any of it costs what it costs for typed keys: to wrap the integers
-    is free.
+    **Keeps the structure:** `jax.random.split`, `fold_in` and `clone`, slices, indexing, reshapes,
+    transposes, `concatenate`, `stack`, `where` and updates. Draws, `key_data` and comparisons
+    return dense arrays.
+
+    **Materializes:** other primitives. The result is an array of typed keys.
 
     **Arguments:**
 
-    - `data`: typed keys; or the integers behind them, `uint32[..., w]`, where `w` is as the
-      generator has it.
-    - `impl`: the generator of these integers, `"threefry2x32"` or another that
-      `jax.random.key_impl` gives; that of typed keys is known.
+    - `data`: typed keys `[...]`, or their integers `uint32[..., w]`, where `w` depends on the
+      generator.
+    - `impl`: the generator of the integers, such as `"threefry2x32"`; static. `jax.random.key_impl`
+      returns it. Omit it for typed keys.
 
-    **Raises:** TypeError for what is no array, for integers of another dtype or size, and for
-    integers without a generator; ValueError for a generator that JAX does not know.
+    **Raises:**
+
+    - `TypeError` if `data` is not an array, its dtype or size does not fit the generator, or the
+      generator of integers is missing.
+    - `TypeError` if `impl` is given for typed keys.
+    - `ValueError` if JAX does not know the generator.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
-    >>> key = PRNGKey(jax.random.key(0))
-    >>> key, jax.tree.leaves(key)
-    (PRNGKey(data=u32[2], impl='threefry2x32'), [Array([0, 0], dtype=uint32)])
+    >>> key = vn.types.PRNGKey(jax.random.key(0))
+    >>> key
+    PRNGKey(data=u32[2], impl='threefry2x32')
     >>> first, second = key.split()
-    >>> draw = vn.implicit(lambda key: jax.random.normal(key, (3,)), on_materialise="error")
+    >>> draw = vn.implicit(lambda key: jax.random.normal(key, (3,)))
     >>> bool((draw(first) == jax.random.normal(jax.random.split(jax.random.key(0))[0], (3,))).all())
     True
     """
@@ -54,33 +60,47 @@ class PRNGKey(ImplicitArray):
     def __post_init__(self) -> None:
         if isinstance(self.data, jax.Array) and _is_key(self.data):
             if self.impl is not None:
-                raise TypeError(f"typed keys have a generator, and need no impl; got {self.impl!r}")
+                raise TypeError(
+                    f"typed keys already have a generator. Omit impl, got {self.impl!r}"
+                )
             object.__setattr__(self, "impl", jax.random.key_impl(self.data))
             object.__setattr__(self, "data", jax.random.key_data(self.data))
         check_axes(self, data="w")
         if self.impl is None:
             raise TypeError(
-                "PRNGKey takes typed keys, as jax.random.key gives; or integers and the generator "
-                "they are for: PRNGKey(data, 'threefry2x32')"
+                "PRNGKey takes typed keys, as jax.random.key returns, or integers and their "
+                "generator: PRNGKey(data, 'threefry2x32')"
             )
         self.aval()  # so that integers that do not fit the generator fail here
 
     def materialise(self) -> Any:
-        """The typed keys."""
+        """Return the typed keys."""
         return jax.random.wrap_key_data(materialise_one(self.data), impl=self.impl)
 
     @property
     def dtype(self) -> Any:
-        """The dtype of the typed keys, which is none of NumPy's: `key<fry>`."""
+        """The dtype of the typed keys, such as `key<fry>`, which NumPy does not have."""
         return self.aval().dtype
 
     def split(self, num: int | tuple[int, ...] = 2) -> "PRNGKey":
-        """New keys `[..., num]` or `[..., *num]` of each key, as `jax.random.split` makes them."""
+        """Split each key into new keys, as `jax.random.split` does.
+
+        **Arguments:**
+
+        - `num`: the number of new keys per key, or their shape.
+
+        **Returns:** keys `[..., num]` or `[..., *num]`.
+        """
         shape = num if isinstance(num, tuple) else (num,)
         return PRNGKey(find_primitive("random_split").bind(self.materialise(), shape=shape))
 
     def fold_in(self, data: ArrayLike) -> "PRNGKey":
-        """New keys of each key and an integer, as `jax.random.fold_in` makes them."""
+        """Fold an integer into each key, as `jax.random.fold_in` does.
+
+        **Arguments:**
+
+        - `data`: an integer, or an array of integers that broadcasts to the shape of the keys.
+        """
         message = jnp.broadcast_to(jnp.uint32(data), self.shape)
         return PRNGKey(find_primitive("random_fold_in").bind(self.materialise(), message))
 

@@ -22,45 +22,44 @@ from .units import Unit, as_unit, factor, is_convertible, show
 
 
 class Quantity(Label):
-    """An array with a unit: `Quantity(x, "m / s")`.
+    """An array `[...]` with a unit, such as `"m / s"`.
 
-    A program that knows nothing of units runs on it, and its units are checked as it is traced:
+    A program that does not know units runs unchanged. Units are checked when it is traced:
 
-    - Products, quotients and powers multiply units; an exponent must be known when the program is
-      traced. What has no unit left is a dense array, as is the quotient of two lengths.
-    - Sums, comparisons, joins and choices take operands in the unit of the first, and convert
-      the others. Units that measure something else are refused, and so are numbers, but for those
-      that are seen to be 0, infinite or NaN, which are the same in any unit.
-    - `exp`, `log` and their like take numbers; `sin`, `cos` and `tan` take angles as well.
-    - Reductions, slices, transposes, sorting, indexing and cumulative sums keep the unit, as do
-      Cholesky, QR, SVD and `eigh` where they should.
+    - Products, quotients and powers multiply units. A result without a unit is a dense array.
+    - Sums, comparisons, `concatenate` and `where` convert to the unit of the first operand. They
+      reject numbers, except known zeros, infinities and NaN.
+    - `exp`, `log` and similar functions take numbers. `sin`, `cos` and `tan` also take angles.
+    - Reductions, slices, transposes, sorts, indexing and cumulative sums keep the unit. So do the
+      Cholesky, QR, SVD and `eigh` factors that carry it.
 
-    It refuses to be dense unless it has no dimension: take `.value`, or `.to(unit).value`. The
-    algebra is that of the library of the unit: astropy, whose units unxt's are, or pint. A string
-    is parsed by astropy, or by pint where that alone is installed.
+    Units come from astropy, which unxt uses too, or from pint. Strings are parsed by astropy, or by
+    pint if astropy is not installed.
 
-    `implicit(jax.grad(f))` gives a gradient in the unit of `f` by that of the argument.
-    `jax.grad(implicit(f))` is by the number that is stored: JAX gives it as a tree of the same
-    structure, so its value is right, and the unit that it carries is that of the argument.
+    `vn.implicit(jax.grad(f))` returns a gradient in the unit of `f` divided by the unit of the
+    argument. `jax.grad(vn.implicit(f))` differentiates with respect to the stored number, and the
+    result carries the unit of the argument.
+
+    **Materializes:** only dimensionless quantities. With another unit, a primitive without a law
+    raises. Use `.value`, or `.to(unit).value`.
 
     **Arguments:**
 
-    - `value`: an array `[...]`, an implicit one, or a number.
-    - `unit`: a unit of astropy, unxt or pint, or a string.
+    - `value`: an array `[...]`, dense or implicit, or a number.
+    - `unit`: a unit of astropy, unxt or pint, or a string; static.
 
-    **Raises:** TypeError for what is no array, and for what is no unit. ValueError for a string
-    that is no unit, and for a unit with a zero of its own (degrees Celsius). ImportError, which
-    names the extra `units`, if there is no library to parse a string. ValueError where units meet
-    that do not fit.
+    **Raises:**
 
-    >>> import jax, jax.numpy as jnp, veneer as vn
-    >>> length, time = Quantity(jnp.array([3.0, 4.0]), "km"), Quantity(2.0, "s")
+    - `TypeError` if `value` is not an array or a number, or `unit` is not a unit.
+    - `ValueError` if a string is not a unit, or the unit is not a multiple of base units (degrees
+      Celsius, decibels).
+    - `ImportError` if a string is given and neither library is installed.
+    - `ValueError` in an operation, if units do not fit.
+
+    >>> import jax.numpy as jnp, veneer as vn
+    >>> length, time = vn.types.Quantity(jnp.array([3.0, 4.0]), "km"), vn.types.Quantity(2.0, "s")
     >>> length / time, length.to("m").value
     (Quantity(f32[2], 'km / s'), Array([3000., 4000.], dtype=float32))
-    >>> vn.implicit(jnp.linalg.norm)(length) + Quantity(500.0, "m")
-    Quantity(f32[], 'km')
-    >>> vn.implicit(jax.grad(lambda x: x**3))(time)
-    Quantity(f32[], 's2')
     >>> length + time
     Traceback (most recent call last):
         ...
@@ -80,32 +79,35 @@ class Quantity(Label):
         check_axes(self, value="")
         if isinstance(self.value, Label):
             raise TypeError(
-                f"Quantity takes an array, not {self.value!r}; with names it is "
-                "Named(Quantity(value, unit), names)"
+                f"Quantity takes an array without labels, not {self.value!r}. For names, write "
+                "Named(Quantity(value, unit), names)."
             )
         object.__setattr__(self, "unit", as_unit(self.unit))
 
     def aval(self) -> jax.core.ShapedArray:
-        """The shape and dtype of the value."""
+        """Return the shape and dtype of the value."""
         return self.value.aval() if isinstance(self.value, Value) else jax.typeof(self.value)
 
     def materialise(self) -> Any:
-        """The number, of a quantity that has no dimension.
+        """Return the number of a dimensionless quantity.
 
-        **Raises:** ValueError for any other.
+        **Raises:** `ValueError` if the quantity has a dimension.
         """
         if not is_convertible(self.unit, None):
             raise ValueError(
-                f"{self!r} refuses to lose its unit. Take .value, or .to(unit).value for that in "
-                "another unit."
+                f"{self!r} has a unit, so it has no dense form. Use .value, or .to(unit).value."
             )
         return _converted(self.value, self.unit, None)
 
     def to(self, unit: Any) -> "Quantity":
-        """The same quantity in another unit.
+        """Convert the quantity to another unit.
 
-        **Raises:** ValueError if that measures something else; and of integers, if the value would
-        not be one.
+        **Arguments:**
+
+        - `unit`: a unit or a string.
+
+        **Raises:** `ValueError` if the units measure different things, or if the value is of
+        integers and the factor is not an integer.
         """
         target = as_unit(unit, self.unit)
         return _with_unit(_converted(self.value, self.unit, target), target)
@@ -121,7 +123,7 @@ class Quantity(Label):
     def by_law(
         cls, law: Callable, primitive: Primitive, values: Sequence[Any], params: dict[str, Any]
     ) -> Any:
-        """What a primitive gives on the values, in the units that the law says."""
+        """Run a primitive on the values, and give its results the units that the law computes."""
         operands = [_operand(x) for x in values]
         try:
             wanted, units = law(*operands, **params)
@@ -174,8 +176,8 @@ def _converted(value: Any, unit: Unit | None, to: Unit | None) -> Any:
         fits = by.is_integer() and jnp.issubdtype(dtype, jnp.integer) and by <= jnp.iinfo(dtype).max
     if not fits:
         raise ValueError(
-            f"from {show(unit)} to {show(to)} is a factor of {by}, which is no {dtype}; use astype "
-            "first"
+            f"converting {show(unit)} to {show(to)} multiplies by {by}, which {dtype} cannot "
+            "represent. Use astype first."
         )
     return redispatch(lambda x: x * np.asarray(by, dtype), value)
 

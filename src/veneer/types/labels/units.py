@@ -25,12 +25,12 @@ def as_unit(unit: Any, like: Unit | None = None) -> Unit:
     library = _library(unit)
     if library is None:
         raise TypeError(
-            f"a unit must be one of astropy's (or unxt's) or of pint's, or a string; got {unit!r}"
+            f"a unit must be a unit of astropy, unxt or pint, or a string, not {unit!r}"
         )
     if library == "pint" and not _is_multiple_of_base_units(unit):
         raise ValueError(
-            f"{unit} has a zero of its own, so its values cannot be added or multiplied. Take its "
-            "base unit (kelvin), or a difference of units (delta_degC)."
+            f"{unit} is not a multiple of base units, so its values cannot be added or multiplied. "
+            "Use its base unit (kelvin), or a unit of differences (delta_degC)."
         )
     return _simplest(unit)
 
@@ -107,7 +107,8 @@ def _check_same_library(one: Unit, other: Unit) -> None:
     libraries = {_library(one), _library(other)}
     if len(libraries) > 1:
         raise ValueError(
-            f"{one} and {other} are units of two libraries, {' and '.join(map(str, libraries))}"
+            f"{one} and {other} are units of two libraries, {' and '.join(map(str, libraries))}. "
+            "Use units of one library."
         )
 
 
@@ -117,7 +118,7 @@ def _parse(text: str, like: Unit | None) -> Unit:
     try:
         return parse(text)
     except AttributeError as error:  # pint.UndefinedUnitError
-        raise ValueError(f"{text!r} is no unit: {error}") from None
+        raise ValueError(f"{text!r} is not a unit: {error}") from None
 
 
 def _parser(text: str) -> Any:

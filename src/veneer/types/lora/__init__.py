@@ -1,19 +1,19 @@
-"""A weight and a low-rank update of it, and matrices of low rank themselves.
+"""LoRA adapters for weights, and low-rank matrices.
 
     array           `LoraArray`
-    low_rank        `LowRank`, which beside another structure is a `LoraArray`
-    adapters        trees that hold some: merged, taken apart, and with dropout
+    low_rank        `LowRank`; its sum with another structure is a `LoraArray`
+    adapters        functions of trees with adapters: split, join, merge, dropout
 
-and what JAX's primitives do on the first, beyond what follows from its leaf axes:
+and the rules of JAX's primitives for `LoraArray`:
 
-    axis_groups     which axes come in and which go out, after a transpose or a reshape
+    axis_groups     transposes and reshapes of the input and output axes
     dot_general     products with a dense array
     convolution     convolutions by a kernel
-    gather          rows looked up
-    dropout         dropout of the operand of an update
-    magnitude       the norms of the columns
+    gather          row lookups
+    dropout         dropout of the operand of an adapter
+    magnitude       column norms (DoRA)
     woodbury        solves, inverses and determinants
-    labels          contractions of arrays whose axes are labelled
+    labels          contractions of arrays with labeled axes
 """
 
 from . import axis_groups as axis_groups

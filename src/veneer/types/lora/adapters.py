@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..._core.value import is_value, materialise_one
+from ..._core.value import describe, is_value, materialise_one
+from ..._jax.source_lines import warn_user
 from .array import LoraArray
 
 
@@ -18,66 +19,119 @@ def _map(function: Callable[[LoraArray], Any], tree: Any) -> Any:
 
 
 def merge(tree: Any) -> Any:
-    """The tree with each `LoraArray` as the dense array it stands for, without dropout.
+    """Merge each LoRA adapter of a model into its weight.
 
-    A weight that was quantised is not so any more: `vn.quant.quantize_tree` of the result makes it
-    so again, and rounds anew.
+    Dropout keys are ignored. A quantized weight is dequantized. To quantize the merged model, call
+    `vn.quant.quantize_tree`.
 
-    >>> import jax, jax.numpy as jnp, veneer as vn
+    **Arguments:**
+
+    - `tree`: any pytree. A `LoraArray` inside another implicit array, such as `Frozen`, is not
+      merged.
+
+    **Returns:** the tree, with a dense array in place of each `LoraArray`.
+
+    >>> import jax.numpy as jnp, veneer as vn
     >>> w = vn.types.LoraArray(jnp.eye(2), jnp.ones((2, 1)), jnp.ones((1, 2)), scale=2.0)
-    >>> vn.types.lora.merge({"kernel": w})["kernel"].tolist()
+    >>> vn.lora.merge({"kernel": w})["kernel"].tolist()
     [[3.0, 2.0], [2.0, 3.0]]
     """
     return _map(lambda lora: materialise_one(lora.changed(dropout_key=None)), tree)
 
 
 def split(tree: Any) -> tuple[Any, Any]:
-    """The tree with each `LoraArray` as its weight alone, and what those weights are updated by.
+    """Split a model into its weights and its LoRA adapters.
 
-    **Returns:** the tree of weights, and one of the same shape to be saved or sent alone: it holds
-    `LoraArray`s without a weight, and None elsewhere. `join` makes the tree again.
+    Use it to differentiate with respect to the adapters alone, or to save them. `join` is the
+    inverse.
+
+    **Arguments:**
+
+    - `tree`: any pytree. A `LoraArray` inside another implicit array, such as `Frozen`, is not
+      split.
+
+    **Returns:** a pair of trees `(base, adapters)`. `base` has the weight of each `LoraArray`, and
+    all other leaves. `adapters` has each `LoraArray` without its weight, and None for other leaves.
+
+    **Warns** (`UserWarning`) if no `LoraArray` is found, because training `adapters` would then do
+    nothing.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> w = vn.types.LoraArray.init(jnp.eye(4), 1, key=jax.random.key(0))
-    >>> base, adapters = vn.types.lora.split({"kernel": w, "bias": jnp.zeros(4)})
+    >>> base, adapters = vn.lora.split({"kernel": w, "bias": jnp.zeros(4)})
     >>> jax.tree.map(jnp.shape, base)
     {'bias': (4,), 'kernel': (4, 4)}
     >>> adapters
     {'bias': None, 'kernel': LoraArray(w=None, a=f32[4,1], b=f32[1,4], scale=1.0)}
-    >>> vn.types.lora.join(base, adapters)["kernel"]
-    LoraArray(w=f32[4,4], a=f32[4,1], b=f32[1,4], scale=1.0)
     """
+    if not any(isinstance(x, LoraArray) for x in jax.tree.leaves(tree, is_leaf=is_value)):
+        warn_user(
+            "vn.lora.split found no LoraArray, so there is nothing to train. Add adapters with "
+            "vn.lora.init_tree, and unfreeze them with vn.unfreeze if they are frozen"
+        )
     alone = lambda x: x.changed(w=None) if isinstance(x, LoraArray) else None
     return _map(lambda lora: lora.w, tree), jax.tree.map(alone, tree, is_leaf=is_value)
 
 
 def join(base: Any, adapters: Any) -> Any:
-    """The tree of which `split` made the two; `base` may have got other weights since.
+    """Join a model's weights and LoRA adapters, as `split` returns them.
 
-    **Raises:** `ValueError` where the trees, or the shapes, do not fit.
+    **Arguments:**
+
+    - `base`: a pytree of weights. They can differ from the weights that `split` returned, and can
+      be quantized.
+    - `adapters`: a pytree of the same structure, with a `LoraArray` without a weight, or None, per
+      leaf.
+
+    **Returns:** the tree, with a `LoraArray` for each adapter, and the leaf of `base` for each
+    None.
+
+    **Raises:**
+
+    - `ValueError` if the structures of the trees, or the shapes of an adapter and a weight, differ.
+    - `TypeError` if a weight with an adapter is not a floating array.
+
+    >>> import jax, jax.numpy as jnp, veneer as vn
+    >>> w = vn.types.LoraArray.init(jnp.eye(4), 1, key=jax.random.key(0))
+    >>> base, adapters = vn.lora.split({"kernel": w, "bias": jnp.zeros(4)})
+    >>> vn.lora.join(base, adapters)["kernel"]
+    LoraArray(w=f32[4,4], a=f32[4,1], b=f32[1,4], scale=1.0)
     """
 
     def updated(adapter: LoraArray | None, w: Any) -> Any:
-        return w if adapter is None else replace(adapter, w=w)
+        if adapter is None:
+            return w
+        if not isinstance(adapter, LoraArray):
+            raise TypeError(
+                "adapters must hold LoraArrays and None, as the second tree of vn.lora.split does, "
+                f"not {describe([adapter])[0]}"
+            )
+        return replace(adapter, w=w)
 
     return jax.tree.map(updated, adapters, base, is_leaf=lambda x: x is None or is_value(x))
 
 
 def with_dropout(tree: Any, key: jax.Array) -> Any:
-    """The tree with a key in each `LoraArray` that has a rate of dropout: another in each.
+    """Set a dropout key in each LoRA adapter with a dropout rate above 0.
 
-    For each step of training, with a key of its own. The rate is `LoraArray.dropout`. A weight that
-    a program uses twice drops the same twice, and so do all the members of a batch if `jax.vmap` is
-    around `vn.implicit`; inside of it they do not.
+    Call it with a new key in each training step. The rate is `LoraArray.dropout`. A weight that is
+    used twice drops the same entries twice. So do all members of a batch, if `jax.vmap` is outside
+    of `vn.implicit`. With `jax.vmap` inside, they differ.
 
     **Arguments:**
 
-    - `tree`: any pytree.
+    - `tree`: any pytree. A `LoraArray` inside another implicit array, such as `Frozen`, gets no
+      key.
     - `key`: a PRNG key, typed or raw.
+
+    **Returns:** the tree, with a different key in each `LoraArray`. They have no dense form until
+    `without_dropout` removes the keys.
+
+    **Raises:** `TypeError` if `key` is not a PRNG key.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> w = vn.types.LoraArray(jnp.eye(2), jnp.ones((2, 1)), jnp.ones((1, 2)), dropout=0.5)
-    >>> params = vn.types.lora.with_dropout({"kernel": w}, jax.random.key(0))
+    >>> params = vn.lora.with_dropout({"kernel": w}, jax.random.key(0))
     >>> params["kernel"].drops
     True
     """
@@ -99,5 +153,18 @@ def with_dropout(tree: Any, key: jax.Array) -> Any:
 
 
 def without_dropout(tree: Any) -> Any:
-    """The tree with no key in any `LoraArray`: they stand for arrays again."""
+    """Remove the dropout key of each LoRA adapter, for evaluation.
+
+    **Arguments:**
+
+    - `tree`: any pytree.
+
+    **Returns:** the tree, with no key in any `LoraArray`. The dropout rates stay.
+
+    >>> import jax, jax.numpy as jnp, veneer as vn
+    >>> w = vn.types.LoraArray(jnp.eye(2), jnp.ones((2, 1)), jnp.ones((1, 2)), dropout=0.5)
+    >>> params = vn.lora.with_dropout({"kernel": w}, jax.random.key(0))
+    >>> vn.lora.without_dropout(params)["kernel"].drops
+    False
+    """
     return _map(lambda lora: lora.changed(dropout_key=None), tree)

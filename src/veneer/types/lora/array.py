@@ -29,43 +29,41 @@ from .magnitude import norm, over_norm
 
 
 class LoraArray(Matrix):
-    """`w + scale * a @ b`: a weight, dense, quantised or implicit in another way, and an update.
+    """A weight with a LoRA adapter, `w + scale * a @ b`: `[..., *in, *out]`.
 
-    The update is of low rank (LoRA: Hu et al. 2021, arXiv 2106.09685). Nothing of the size of `w`
-    is ever made by what follows, nor by its derivatives with respect to `a` and `b`.
+    The adapter is a low-rank update (LoRA: Hu et al. 2021, arXiv 2106.09685). Fine-tuning trains
+    `a` and `b`; `w` can be quantized (QLoRA). A product is `x @ w + scale * (x @ a) @ b`. It adds
+    `rank * (in + out)` operations per vector. Neither it nor its gradients for `a` and `b` form the
+    dense update.
 
-    **Algebra:** products with a dense array, `x @ w + scale * (x @ a) @ b`, whichever axis of the
-    weight they contract; transposes, slices, and reshapes of the axes that come in or go out; rows
-    looked up (`w[ids]`); multiples by a number, conversions of the dtype, `stop_gradient`;
-    convolutions, if it is a kernel; sums with a `LowRank`. Where `w` is structured and can do so,
-    `solve`, `inverse` and determinants by the Woodbury identity. The rest is made dense.
+    **Keeps the structure:** transposes, slices, `stop_gradient`, dtype conversions, reshapes within
+    the input axes or the output axes; for matrices, multiples by a number and sums with a
+    `LowRank`. Row lookups and convolutions use the factors. So do solves and determinants with a
+    structured `w`, by the Woodbury identity.
 
-    **Cost** of a product with k vectors: that of `w`, and `k · rank · (in + out)`. A magnitude
-    costs as much again as `rank` vectors more, and a reading of `w`.
+    **Materializes:** other elementwise functions, sums with a dense array, and products of two.
 
     **Arguments:**
 
-    - `w`: `[..., *in, *out]`, floating; the array is of its dtype.
-    - `a`: `[..., *in, rank]`; `b`: `[..., rank, *out]`.
+    - `w`: the weight `[..., *in, *out]`, floating, dense or implicit. The array has its dtype.
+    - `a`: `[..., *in, rank]`.
+    - `b`: `[..., rank, *out]`.
+    - `magnitude`: None, or the column norms `[..., 1, out]` of DoRA (Liu et al. 2024, arXiv
+      2402.09353). The array is then `magnitude * v / norm(v)` with `v = w + scale * a @ b`, with no
+      gradient through `norm(v)`.
+    - `dropout_key`: None, or a PRNG key `[...]` or `[..., 2]`. `vn.lora.with_dropout` sets it.
     - `scale`: a Python number.
-    - `magnitude`: the norms of the columns, `[..., 1, out]` (DoRA: Liu et al. 2024, arXiv
-      2402.09353): the array is then `magnitude · v / ‖v‖` for `v = w + scale * a @ b`, and the norm
-      is a constant to derivatives (section 4.3 of the paper).
-    - `dropout`: how much of the operand is dropped before `a`, in a product.
-    - `dropout_key`: a PRNG key for that, `[...]` or raw as `[..., 2]`; None drops nothing.
-      `vn.types.lora.with_dropout` gives each array of a tree its own.
-    - `dropped`: whether it is the axes `"in"` or `"out"` that the operand shares with the weight:
-      `"out"` for a weight `[out, in]`.
-    - `normed`: whether the norms are over the axes `"in"`, or `"out"`, as they are of a transpose,
-      with a magnitude `[..., out, 1]`.
-    - `in_ndim`, `out_ndim`: how many axes come in and go out, if more than one: `out_ndim=2` for a
-      weight `[in, heads, size]`, and `in_ndim=3` for a kernel `[height, width, in, out]`.
+    - `dropout`: the fraction of the operand that is dropped before `a`, in [0, 1).
+    - `dropped`: the axes of the operand's dropout: `"in"`, or `"out"` for a weight `[out, in]`.
+    - `normed`: the axes of the norm, `"in"` or `"out"`.
+    - `in_ndim`, `out_ndim`: the numbers of input and output axes: `out_ndim=2` for
+      `[in, heads, size]`, `in_ndim=3` for a kernel `[height, width, in, out]`.
 
-    **Raises:** `TypeError` for leaves that are no arrays, or a weight that is not floating;
-    `ValueError` where shapes do not fit.
+    **Raises:**
 
-    With dropout it stands for a random function and no array, and refuses to be made dense:
-    `vn.types.lora.without_dropout` is for use after training.
+    - `TypeError` if a leaf is not an array, `w` is not floating, or an option is not a number.
+    - `TypeError` if it is materialized while a dropout key is set.
+    - `ValueError` if the shapes do not fit, or an option is out of range.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> w = vn.types.LoraArray.init(jnp.ones((3, 4)), rank=2, key=jax.random.key(0))
@@ -110,24 +108,27 @@ class LoraArray(Matrix):
         in_ndim: int = 1,
         out_ndim: int = 1,
     ) -> "LoraArray":
-        """An update of a weight that is zero to begin with: `a` is random, and `b` zero.
+        """Add an adapter to a weight. The update is zero at first: `a` is random and `b` is zero.
 
-        The entries of `a` are uniform in ±1/sqrt(in), as those of PEFT are (Kaiming's bound with
-        a slope of sqrt(5)).
+        The entries of `a` are uniform in ±1/sqrt(in), as in PEFT (Kaiming's bound with a slope of
+        sqrt(5)).
 
         **Arguments:**
 
-        - `w`: the weight, `[..., *in, *out]`.
-        - `rank`: at least 1.
-        - `key`: a PRNG key, for `a`.
-        - `alpha`: the scale is `alpha / rank`; None is `rank`, so a scale of 1.
-        - `rs_lora`: a scale of `alpha / sqrt(rank)`, with which updates of a large rank learn as
-          fast (Kalajdzievski 2023, arXiv 2312.03732).
-        - `dora`: has a magnitude, which begins as the norms of the columns of `w`.
-        - `dtype`: of `a` and `b`; that of `w` if None.
-        - the others: those of `LoraArray`.
+        - `w`: the weight `[..., *in, *out]`, floating, dense or implicit.
+        - `rank`: the rank of the update, at least 1.
+        - `key`: a PRNG key for `a`.
+        - `alpha`: the scale is `alpha / rank`. The default is `rank`, so the scale is 1.
+        - `rs_lora`: use the scale `alpha / sqrt(rank)`, so that updates of large ranks learn as
+          fast (rsLoRA: Kalajdzievski 2023, arXiv 2312.03732).
+        - `dora`: add a magnitude, which is at first the column norms of `w` (DoRA).
+        - `dtype`: the dtype of `a` and `b`. The default is the dtype of `w`.
+        - `dropout`, `dropped`, `in_ndim`, `out_ndim`: as in `LoraArray`.
 
-        **Raises:** `ValueError` for a rank below 1; what `LoraArray` raises.
+        **Returns:** a `LoraArray`.
+
+        **Raises:** `ValueError` if `rank` is less than 1 or `w` is not floating, and the errors of
+        `LoraArray`.
 
         >>> import jax, jax.numpy as jnp, veneer as vn
         >>> kernel = vn.quant.quantize(jnp.ones((64, 32)), "nf4", channelwise_axes=[1])
@@ -136,7 +137,7 @@ class LoraArray(Matrix):
         ((64, 8), (8, 32), 5.657)
         """
         if rank < 1:
-            raise ValueError(f"a low-rank update has a rank of 1 or more, not {rank}")
+            raise ValueError(f"the rank of an adapter must be at least 1, not {rank}")
         w = w if isinstance(w, ImplicitArray) else jnp.asarray(w)
         dtype = w.dtype if dtype is None else dtype
         split, at = w.ndim - in_ndim - out_ndim, w.ndim - out_ndim
@@ -159,17 +160,17 @@ class LoraArray(Matrix):
 
     @property
     def lead(self) -> tuple[int, ...]:
-        """The leading axes, which all leaves have."""
+        """The leading axes, which all leaves share."""
         return tuple(range(self.w.ndim - self.in_ndim - self.out_ndim))
 
     @property
     def ins(self) -> tuple[int, ...]:
-        """The axes that come in: those of `a`."""
+        """The input axes of `w`, which `a` shares."""
         return tuple(range(len(self.lead), self.w.ndim - self.out_ndim))
 
     @property
     def outs(self) -> tuple[int, ...]:
-        """The axes that go out: those of `b`."""
+        """The output axes of `w`, which `b` shares."""
         return tuple(range(self.w.ndim - self.out_ndim, self.w.ndim))
 
     @property
@@ -189,42 +190,45 @@ class LoraArray(Matrix):
 
     @property
     def norm_axes(self) -> tuple[int, ...]:
-        """The axes over which the norm of a magnitude is taken: there it has size 1."""
+        """The axes over which DoRA's norm is taken. `magnitude` has size 1 there."""
         if self.magnitude is None:
             return ()
         return self.ins if self.normed == "in" else self.outs
 
     @property
     def drops(self) -> bool:
-        """Whether products drop parts of their operands."""
+        """True if products drop entries of their operands."""
         return self.dropout_key is not None and self.dropout > 0
 
     def changed(self, **changes: Any) -> "LoraArray":
-        """A copy with other fields, which are not checked: they may be abstract, or None."""
+        """Return a copy with other fields, without checks. They can be abstract or None."""
         new = copy.copy(self)
         new.__dict__.update(changes)
         return new
 
     def with_dense_factors(self) -> "LoraArray":
-        """Return a copy whose `a` and `b` are dense."""
+        """Return a copy with dense `a` and `b`."""
         return self.changed(a=materialise_one(self.a), b=materialise_one(self.b))
 
     def update(self) -> Any:
-        """`scale * a @ b`, dense."""
+        """Return the dense update `scale * a @ b`."""
         low = scaled(self.a, self.scale)
         dense, _ = contract(low, self.a_labels, self.b, self.b_labels, [RANK])
         return dense
 
     def aval(self) -> jax.core.ShapedArray:
-        """The shape and dtype of `w`."""
+        """Return the shape and dtype of `w`."""
         return self.changed(dropout_key=None).aval() if self.drops else super().aval()
 
     def materialise(self) -> Any:
-        """The dense weight, with the update."""
+        """Return the dense weight, including the update.
+
+        **Raises:** `TypeError` if a dropout key is set.
+        """
         if self.drops:
             raise TypeError(
-                f"{self!r} has dropout, so it stands for a random function, and no array: take it "
-                "off by vn.types.lora.without_dropout"
+                f"{self!r} has a dropout key, so it has no dense form. Remove the key with "
+                "vn.lora.without_dropout."
             )
         dense = jnp.asarray(materialise_one(self.w))
         out = dense + self.update()
@@ -233,7 +237,7 @@ class LoraArray(Matrix):
         return out.astype(dense.dtype)
 
     def leaf_axes(self) -> list[Axes]:
-        """A norm is that of a whole row or column, and no part of one is taken."""
+        """Return the leaf axes. The axes of DoRA's norm cannot be sliced."""
         follows = [LeafAxis(axis - self.w.ndim) for axis in self.w_labels]
         whole = [LeafAxis(axis - self.w.ndim, "whole") for axis in self.w_labels]
         split, at = len(self.lead), len(self.lead) + self.in_ndim
@@ -256,7 +260,7 @@ class LoraArray(Matrix):
 
     @property
     def is_sum(self) -> bool:
-        """Whether it is just the matrix `w + scale * a @ b`."""
+        """True for a plain matrix `w + scale * a @ b`, without magnitude and dropout."""
         return self.in_ndim == self.out_ndim == 1 and self.magnitude is None and not self.drops
 
     def matvec(self, x: Any, *, precision: Any = None) -> Any:
@@ -271,7 +275,7 @@ class LoraArray(Matrix):
         return self.permuted((*self.lead, *self.outs, *self.ins)) if is_matrix else NotImplemented
 
     def permuted(self, permutation: Sequence[int]) -> Any:
-        """The transpose, if axes that come in stay side by side, and so do those that go out."""
+        """Return the transpose, or `NotImplemented` if it mixes input and output axes."""
         split, at = len(self.lead), len(self.lead) + self.in_ndim
         swapped = permutation[split] in self.outs
         if swapped:
@@ -364,25 +368,25 @@ def _check(lora: LoraArray) -> None:
     name = lambda what, count: " ".join(f"{what}{i if count > 1 else ''}" for i in range(count))
     if min(lora.in_ndim, lora.out_ndim) < 1:
         raise ValueError(
-            f"at least one axis comes in, and one goes out: in_ndim={lora.in_ndim}, "
-            f"out_ndim={lora.out_ndim}"
+            "LoraArray needs at least one input axis and one output axis, got "
+            f"in_ndim={lora.in_ndim}, out_ndim={lora.out_ndim}"
         )
     if not isinstance(lora.scale, numbers.Number):
-        raise TypeError(f"the scale of an update is a Python number, not {lora.scale!r}")
+        raise TypeError(f"scale must be a Python number, not {lora.scale!r}")
     if not isinstance(lora.dropout, numbers.Real):
-        raise TypeError(f"dropout is a Python number in [0, 1), not {lora.dropout!r}")
+        raise TypeError(f"dropout must be a Python number in [0, 1), not {lora.dropout!r}")
     if lora.normed not in _OTHER:
-        raise ValueError(f"norms are over the axes 'in' or 'out', not {lora.normed!r}")
+        raise ValueError(f"normed must be 'in' or 'out', not {lora.normed!r}")
     if lora.dropped not in _OTHER or not 0 <= lora.dropout < 1:
         raise ValueError(
-            f"dropout is in [0, 1), and of the axes 'in' or 'out'; got {lora.dropout} of "
-            f"{lora.dropped!r}"
+            "dropout must be in [0, 1) and dropped must be 'in' or 'out', got "
+            f"dropout={lora.dropout}, dropped={lora.dropped!r}"
         )
     ins, outs = name("in", lora.in_ndim), name("out", lora.out_ndim)
     axes = {"w": f"{ins} {outs}", "a": f"{ins} rank", "b": f"rank {outs}"}
     check_axes(lora, **axes)
     if not jnp.issubdtype(lora.w.dtype, jnp.inexact):
-        raise TypeError(f"LoraArray updates a floating weight, not one of {lora.w.dtype.name}")
+        raise TypeError(f"LoraArray takes a floating weight, not {lora.w.dtype.name}")
     if lora.magnitude is not None:
         ones = lambda count: " ".join(["1"] * count)
         of_columns, of_rows = f"{ones(lora.in_ndim)} {outs}", f"{ins} {ones(lora.out_ndim)}"

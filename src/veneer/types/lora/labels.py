@@ -72,7 +72,7 @@ def arrange(x: Any, labels: Labels, wanted: Sequence[Label]) -> Any:
 
 def _check_labels(x: Any, labels: Labels) -> None:
     if x.ndim != len(labels):
-        raise ValueError(f"an array of shape {x.shape} has not the axes {labels}")
+        raise ValueError(f"an array of shape {x.shape} does not have the axes {labels}")
 
 
 def _in_dtype(x: Any, dtype: Any) -> Any:

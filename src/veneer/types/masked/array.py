@@ -14,37 +14,41 @@ Axis = int | Sequence[int] | None
 
 
 class Masked(ImplicitArray):
-    """An array with a mask that says which of its entries are valid: True where they are.
+    """An array `[...]` with a mask that is True where an entry is valid.
 
-    That is the opposite of `numpy.ma`, whose mask says which are not. What holds an invalid entry
-    (a NaN, say) reaches no valid result, nor any derivative.
+    This is the opposite of `numpy.ma`, where True means invalid. An invalid entry, such as a NaN,
+    affects no valid result and no derivative.
 
-    - Elementwise, an entry is valid where all operands are; of `jnp.where`, where the one that is
-      chosen is.
-    - Reductions and products leave invalid entries out, as if they were not there; a result is
-      valid if any entry, or any pair of them, was. So do cumulative ones, at valid places.
-    - Sorted, invalid entries come last; `argmax` and `argmin` find a valid one, if there is any.
-    - What moves entries moves the mask; what is padded or written in counts as valid; what is read
-      out of bounds does not.
+    - An elementwise result is valid where all operands are. In `jnp.where`, the chosen operand
+      counts.
+    - Reductions, cumulative functions and products skip invalid entries. A reduction is valid if
+      any entry is, and a product if any pair of entries is.
+    - Sorts put invalid entries last. `argmax` and `argmin` return the index of a valid entry, if
+      any entry is valid.
+    - Operations that move entries move the mask. Padding and written entries are valid; reads out
+      of bounds are not.
 
-    It has no dense form: what has no rule is refused. `filled` gives one.
+    `x.mean()`, `x.var()`, `x.std()` and `x.count()` use the valid entries. `jnp.mean` and other
+    statistics of `jax.numpy` count all entries, so they raise. So does a sum divided by the number
+    of its entries; a sum times the reciprocal is not detected.
 
-    `x.mean()`, `x.var()`, `x.std()` and `x.count()` are of the valid entries. `jnp.mean` and other
-    statistics of `jax.numpy` count all entries, so they are refused, as is a sum that is divided by
-    the number of its entries. (One that is multiplied by its reciprocal is not recognised.)
+    **Materializes:** nothing. A primitive without a rule raises; `filled` returns a dense array.
 
-    `jax.grad(vn.implicit(f))` wants `allow_int=True` for the mask, or a function of the value.
+    `jax.grad(vn.implicit(f))` needs `allow_int=True` because of the mask, or a function of the
+    value.
 
     **Arguments:**
 
-    - `value`: `[...]`; whatever it holds where it is not valid.
-    - `mask`: `bool[...]`, of the same shape.
+    - `value`: a dense array `[...]` of any dtype. Invalid entries can have any value.
+    - `mask`: `bool[...]` of the same shape.
 
-    **Raises:** TypeError for what is no dense array, and for a mask that is not boolean; ValueError
-    for one of another shape.
+    **Raises:**
+
+    - `TypeError` if a field is not a dense array, or `mask` is not boolean.
+    - `ValueError` if the shapes differ.
 
     >>> import jax.numpy as jnp, veneer as vn
-    >>> x = Masked(jnp.array([1.0, jnp.nan, 3.0]), jnp.array([True, False, True]))
+    >>> x = vn.types.Masked(jnp.array([1.0, jnp.nan, 3.0]), jnp.array([True, False, True]))
     >>> y = vn.implicit(lambda x: jnp.log(x).sum())(x)
     >>> y.filled().item(), x.mean().filled().item()
     (1.0986..., 2.0)
@@ -58,7 +62,8 @@ class Masked(ImplicitArray):
             leaf = getattr(self, name)
             if not isinstance(leaf, jax.Array | np.ndarray):
                 raise TypeError(
-                    f"Masked takes an array for {name}, not {leaf!r}; jax.numpy.asarray makes one"
+                    f"Masked takes an array for {name}, not {leaf!r}. Convert it with "
+                    "jax.numpy.asarray."
                 )
         if self.mask.dtype != bool:
             raise TypeError(
@@ -66,42 +71,47 @@ class Masked(ImplicitArray):
             )
         if self.mask.shape != self.value.shape:
             raise ValueError(
-                "Masked takes a mask of its value's shape; got value "
-                f"{self.value.shape}, mask {self.mask.shape}. jax.numpy.broadcast_to makes one."
+                "Masked takes a mask of the shape of its value, got value "
+                f"{self.value.shape}, mask {self.mask.shape}. Use jax.numpy.broadcast_to."
             )
 
     def aval(self) -> jax.core.ShapedArray:
-        """The shape and dtype of the value."""
+        """Return the shape and dtype of the value."""
         value = jax.typeof(self.value)
         return jax.core.ShapedArray(value.shape, value.dtype)
 
     def materialise(self) -> Any:
-        """Refuses: an invalid entry is no number."""
+        """Raise `TypeError`: an invalid entry has no value. Use `filled`."""
         raise TypeError(
-            f"{self!r} has no dense form, as invalid entries stand for no number; "
-            "x.filled(0.0) gives one."
+            f"{self!r} has no dense form, because invalid entries have no value. Use x.filled(0.0)."
         )
 
     def filled(self, fill: ArrayLike = 0) -> jax.Array:
-        """The dense array, with `fill` where entries are invalid."""
+        """Return the dense array, with `fill` in place of invalid entries."""
         value = jnp.asarray(self.value)
         return jnp.where(self.mask, value, jnp.asarray(fill, value.dtype))
 
     def count(self, axis: Axis = None, *, keepdims: bool = False) -> jax.Array:
-        """How many entries are valid: `int32[...]`, or along some axes."""
+        """Count the valid entries, in total or along `axis`, as int32."""
         return jnp.sum(self.mask, axis, dtype="int32", keepdims=keepdims)
 
     def mean(self, axis: Axis = None, *, keepdims: bool = False) -> "Masked":
-        """The mean of the valid entries; invalid where there are none."""
+        """Return the mean of the valid entries. It is invalid if no entry is valid."""
         return self._mean_of(self.filled(), axis, keepdims, ddof=0)
 
     def var(self, axis: Axis = None, *, ddof: int = 0, keepdims: bool = False) -> "Masked":
-        """The variance of the valid entries: a sum of squares, over their number less `ddof`."""
+        """Return the variance of the valid entries.
+
+        **Arguments:**
+
+        - `axis`, `keepdims`: as in `jax.numpy.var`.
+        - `ddof`: the sum of squares is divided by the number of valid entries minus `ddof`.
+        """
         mean = self.mean(axis, keepdims=True).value
         return self._mean_of(jnp.abs(self.filled() - mean) ** 2, axis, keepdims, ddof)
 
     def std(self, axis: Axis = None, *, ddof: int = 0, keepdims: bool = False) -> "Masked":
-        """The standard deviation of the valid entries, with the same arguments as `var`."""
+        """Return the standard deviation of the valid entries. The arguments are as in `var`."""
         var = self.var(axis, ddof=ddof, keepdims=keepdims)
         return Masked(jnp.sqrt(var.filled(1)), var.mask)
 

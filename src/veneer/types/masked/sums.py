@@ -23,13 +23,13 @@ def refuse_mean(total: Any, divisor: Any) -> None:
     count = getattr(total, "_entries", None)
     known = None if isinstance(divisor, Masked) else known_entries(divisor)
     if count is not None and known is not None and (known == count).all():
-        raise TypeError(_counts_all("mean", "x.mean(axis)"))
+        raise TypeError(_counts_all("this mean", "x.mean(axis)"))
 
 
 def _counts_all(what: str, instead: str) -> str:
     return (
-        f"a {what} of a Masked that counts all entries, also the invalid ones: use {instead}, or "
-        "x.sum(axis) and x.count(axis)"
+        f"{what} of a Masked counts all entries, including invalid ones. Use {instead}, or "
+        "x.sum(axis) and x.count(axis)."
     )
 
 

@@ -16,43 +16,43 @@ from .entries import Entries
 
 
 class SparseArray(ImplicitArray):
-    """An array most of whose entries are zero: the others, and their indices.
+    """A sparse array `[*batch, *sparse_shape]`, stored as nonzero entries and their indices.
 
-    The leaves are those of a `jax.experimental.sparse.BCOO` without dense axes. Each batch has the
-    same number `nse` of entries. Fewer are padded: an entry with an index that is out of bounds is
-    no entry, whatever its value. Entries of the same index are summed.
+    The layout is `jax.experimental.sparse.BCOO` without dense axes. Each batch stores the same
+    number `nse` of entries. An entry whose index is out of bounds is padding. Entries with the same
+    index are summed. An entry that is not stored is zero even next to an infinity or NaN, or in a
+    division by 0.
 
-    What is not stored is zero whatever it meets: the product of a structural zero with inf or NaN,
-    and its quotient by 0, are 0.
+    **Keeps the structure:** sums and elementwise products of two, products with and quotients by a
+    number or a dense array, elementwise functions that map 0 to 0, `sum` over some axes,
+    transposes, reshapes, broadcasts and slices. A `dot_general` with a dense array, over any axes,
+    returns a dense array.
 
-    **Algebra:** a dot_general with a dense array, over any axes and on either side, is dense; of
-    two sparse ones the smaller is made dense for it. Sums and elementwise products of two sparse
-    arrays, products with and quotients by a number or a dense array, elementwise functions that
-    give 0 for 0, sums over axes, transposes, reshapes, broadcasts and slices are sparse. So is a
-    quotient of two, of which the divisor is made dense.
+    **Materializes:** the smaller operand in a product of two, the divisor in a quotient of two,
+    sums with a dense array, comparisons, sorts, gathers, and functions that map 0 to another
+    number.
 
-    **Cost** of a matmul with N vectors: `nse·N` multiplications, and as many numbers in memory
-    between a gather and a scatter; the same in its derivatives. A dense one does more of them, each
-    at a fraction of the cost. Measured on a CPU for 1024 x 1024 in f32, with one entry in a hundred
-    it took 0.2 to 0.6 of the time of the dense one, for N from 1 to 256; with one in ten it took
-    1.4 times as long for N = 1, and 13 times for N = 256. Functions that are not linear need each
-    entry once: unless `unique_indices`, they sort them. So does a product of two.
+    A matmul with N vectors costs `nse * N` multiplications, a gather and a scatter. It pays at
+    about 1% nonzero entries: on CPU, for 1024 x 1024, it took 0.2 to 0.6 times as long as the dense
+    matmul, and at 10% 1.4 to 13 times as long. Products of two and nonlinear functions sort the
+    entries, unless `unique_indices`.
 
     **Arguments:**
 
-    - `data`: the entries, `[*batch, nse]`, of any dtype but bool.
-    - `indices`: int32 or int64, `[*batch, nse, n_sparse]`: of each entry, that along each sparse
+    - `data`: the entries `[*batch, nse]`, of any dtype except bool.
+    - `indices`: int32 or int64 `[*batch, nse, n_sparse]`, the index of each entry along each sparse
       axis.
-    - `sparse_shape`: the sizes of those axes, the last ones of the array; at least one.
-    - `unique_indices`: whether no two entries of a batch have the same index, padding aside. This
-      is taken on trust.
+    - `sparse_shape`: the sizes of the last `n_sparse` axes, a nonempty tuple; static.
+    - `unique_indices`: whether all indices of a batch differ, except padding. This is not checked;
+      static.
 
-    **Raises:** `TypeError` where a leaf is no array or has another dtype, or `sparse_shape` is no
-    tuple; `ValueError` where shapes do not fit.
+    **Raises:**
+
+    - `TypeError` if a leaf is not an array or has another dtype, or `sparse_shape` is not a tuple.
+    - `ValueError` if the shapes do not fit.
 
     >>> import jax.numpy as jnp, veneer as vn
-    >>> from veneer.types.sparse import SparseArray
-    >>> a = SparseArray(jnp.array([2.0, 3.0]), jnp.array([[0, 1], [2, 0]]), (3, 2))
+    >>> a = vn.types.SparseArray(jnp.array([2.0, 3.0]), jnp.array([[0, 1], [2, 0]]), (3, 2))
     >>> vn.materialise(a).tolist()
     [[0.0, 2.0], [0.0, 0.0], [3.0, 0.0]]
     >>> (a @ jnp.ones(2)).tolist()
@@ -77,28 +77,33 @@ class SparseArray(ImplicitArray):
         check_axes(self, data="nse", indices=f"nse {len(self.sparse_shape)}")
         _check_numbers("data", self.data)
         if self.indices.dtype not in (jnp.int32, jnp.int64):  # which hold what is out of bounds
-            raise TypeError(f"indices are int32 or int64, not {self.indices.dtype.name}")
+            raise TypeError(f"indices must be int32 or int64, not {self.indices.dtype.name}")
 
     @classmethod
     def from_dense(
         cls, x: ArrayLike | ImplicitArray, nse: int | None = None, n_batch: int = 0
     ) -> "SparseArray":
-        """The entries of a dense array that are not zero.
+        """Build a sparse array from the nonzero entries of a dense array.
 
         **Arguments:**
 
-        - `x`: an array of numbers. An implicit array is materialised.
-        - `nse`: how many entries each batch stores; the largest number that one has if None, which
-          only concrete values tell: under a trace it must be given.
-        - `n_batch`: how many leading axes are batch axes.
+        - `x`: an array of numbers. An implicit array is materialized.
+        - `nse`: the number of entries to store per batch. The default is the largest number of
+          nonzero entries of a batch. Under a trace it must be given.
+        - `n_batch`: the number of leading batch axes.
 
-        **Raises:** `TypeError` for bool. `ValueError` if `nse` is too small for the entries of `x`.
-        Under a trace that cannot be known, so there an inexact array becomes NaN, and another is
-        refused.
+        **Returns:** the `SparseArray`, with `unique_indices=True`. Under a trace, a floating result
+        is NaN if `nse` is too small.
 
-        >>> import jax.numpy as jnp
-        >>> from veneer.types.sparse import SparseArray
-        >>> SparseArray.from_dense(jnp.eye(3), nse=4)
+        **Raises:**
+
+        - `TypeError` if `x` is boolean.
+        - `ValueError` if `nse` is too small, if `n_batch` leaves no sparse axis, or if `x` holds
+          traced integers.
+        - `jax.errors.ConcretizationTypeError` if `x` is traced and `nse` is missing.
+
+        >>> import jax.numpy as jnp, veneer as vn
+        >>> vn.types.SparseArray.from_dense(jnp.eye(3), nse=4)
         SparseArray(data=f32[4], indices=i32[4,2], sparse_shape=(3, 3), unique_indices=True)
         """
         from jax.experimental import sparse
@@ -106,16 +111,16 @@ class SparseArray(ImplicitArray):
         x = jnp.asarray(materialise_one(x))
         _check_numbers("x", x)
         if not 0 <= n_batch < x.ndim:
-            raise ValueError(f"n_batch is {n_batch}, and must leave a sparse axis of {x.shape}")
+            raise ValueError(f"n_batch is {n_batch}, but must leave a sparse axis of {x.shape}")
         count = (x != 0).sum(range(n_batch, x.ndim))
         traced = isinstance(x, jax.core.Tracer)
         if traced and nse is not None and not jnp.issubdtype(x.dtype, jnp.inexact):
             raise ValueError(
                 f"whether {nse} entries are enough for {x.dtype.name}{list(x.shape)} is not known "
-                "under a trace; convert to a float first, or call from_dense outside"
+                "under a trace. Convert it to float first, or call from_dense outside of the trace."
             )
         if nse is not None and not traced and (most := int(count.max(initial=0))) > nse:
-            raise ValueError(f"nse is {nse}, and there are {most} entries that are not zero")
+            raise ValueError(f"nse is {nse}, but there are {most} nonzero entries")
         bcoo = sparse.BCOO.fromdense(x, nse=nse, n_batch=n_batch)
         if nse is None or not traced:
             return cls.from_bcoo(bcoo)
@@ -124,9 +129,12 @@ class SparseArray(ImplicitArray):
 
     @classmethod
     def from_bcoo(cls, bcoo: Any) -> "SparseArray":
-        """The array that a `jax.experimental.sparse.BCOO` is, with its leaves.
+        """Build a sparse array from a `jax.experimental.sparse.BCOO`.
 
-        **Raises:** `TypeError` for anything else. `ValueError` if it has dense axes.
+        **Raises:**
+
+        - `TypeError` if `bcoo` is not a BCOO.
+        - `ValueError` if it has dense axes.
         """
         from jax.experimental import sparse
 
@@ -134,8 +142,8 @@ class SparseArray(ImplicitArray):
             raise TypeError(f"from_bcoo takes a jax.experimental.sparse.BCOO, not {bcoo!r}")
         if bcoo.n_dense:
             raise ValueError(
-                f"{bcoo!r} has {bcoo.n_dense} dense axes, and a SparseArray has none: pass "
-                "bcoo.update_layout(n_dense=0)"
+                f"{bcoo!r} has dense axes ({bcoo.n_dense}), which SparseArray does not support. "
+                "Pass bcoo.update_layout(n_dense=0)."
             )
         batch = bcoo.shape[: bcoo.n_batch]  # of which a leaf may have some as 1
         indices = bcoo.indices
@@ -149,7 +157,7 @@ class SparseArray(ImplicitArray):
         )
 
     def to_bcoo(self) -> Any:
-        """A `jax.experimental.sparse.BCOO` with the same leaves."""
+        """Return a `jax.experimental.sparse.BCOO` with the same leaves."""
         from jax.experimental import sparse
 
         leaves = jnp.asarray(self.data), jnp.asarray(self.indices)
@@ -157,18 +165,20 @@ class SparseArray(ImplicitArray):
 
     @property
     def nse(self) -> int:
-        """The number of stored entries of each batch, padding included."""
+        """The number of stored entries per batch, including padding."""
         return self.data.shape[-1]
 
     @property
     def n_batch(self) -> int:
-        """The number of leading axes that the leaves carry."""
+        """The number of leading batch axes."""
         return len(self.data.shape) - 1
 
     def sum_duplicates(self) -> "SparseArray":
-        """The same array with each index once, by a sort; itself if `unique_indices` says so.
+        """Sum entries with the same index, by a sort.
 
-        `nse` stays, but is no more than a batch has places.
+        **Returns:** an equal array with `unique_indices=True`, and with at most as many entries per
+        batch as the dense array has. An array that already has `unique_indices` is returned
+        unchanged.
         """
         from jax.experimental import sparse
 
@@ -181,16 +191,16 @@ class SparseArray(ImplicitArray):
         return self.from_bcoo(sparse.bcoo_sum_duplicates(self.to_bcoo(), nse=nse))
 
     def entries(self) -> Entries:
-        """What the rules compute with."""
+        """Return the entries and their indices along all axes, with padding masked."""
         return Entries(self.data, self.indices, self.sparse_shape)
 
     @property
     def pattern(self) -> tuple[Any, tuple[int, ...], bool]:
-        """What a SparseArray has beside its data: `SparseArray(data, *x.pattern)`."""
+        """The fields after `data`: `SparseArray(data, *x.pattern)` has the same indices."""
         return self.indices, self.sparse_shape, self.unique_indices
 
     def materialise(self) -> jax.Array:
-        """Returns the dense array, `[*batch, *sparse_shape]`."""
+        """Return the dense array `[*batch, *sparse_shape]`."""
         entries = self.entries()
         return entries.scattered(entries.data, range(len(entries.sizes)))
 
@@ -198,4 +208,4 @@ class SparseArray(ImplicitArray):
 def _check_numbers(name: str, x: Any) -> None:
     """Refuses bool: entries of one index are summed."""
     if x.dtype == jnp.bool_:
-        raise TypeError(f"{name} holds numbers, not bool; convert to int8")
+        raise TypeError(f"{name} must hold numbers, not bool. Convert it to int8.")

@@ -25,36 +25,39 @@ from ..zero_preserving import LINEAR, NONLINEAR
 
 
 class NMSparse(ImplicitArray):
-    """A matrix of which each group of m neighbours along an axis has n entries; the others are 0.
+    """A matrix `[..., K, N]` with n:m sparsity: n nonzero entries per m neighbors along an axis.
 
-    The axis is the contracted one: -2 for a kernel `[..., K, N]` of JAX, -1 for a weight
-    `[out, in]`. The values are stored, and of each its position in the group, in `ceil(log2 m)`
-    bits: for 2:4 in f32, 34 bits of 64. Values may be quantised, or implicit in another way.
+    2:4 is the pattern of NVIDIA's sparse tensor cores (Mishra et al., arXiv 2104.08378). The axis
+    is the contracted one: -2 for a JAX kernel `[..., in, out]`, -1 for a weight `[..., out, in]`.
+    Each value stores its position in the group in `ceil(log2 m)` bits. So 2:4 in float32 takes 34
+    bits per two entries, instead of 64. This saves memory, not time: a matmul expands the matrix to
+    a temporary dense array. On CPU, for 1024 x 1024, it took 2.7 times as long as the dense matmul
+    with 1 row of activations, and as long with 256.
 
-    **Algebra:** transposes, products with a number or elementwise with a dense array, quotients by
-    them, conversions, and elementwise functions that give 0 for 0, are of the same positions.
-    Matmuls are dense. What is not kept is zero whatever it meets, NaN and inf included.
+    An entry that is not stored is zero in elementwise operations, even next to a NaN. A matmul
+    multiplies it.
 
-    **Cost** of a matmul: the matrix is expanded within, to a temporary of the size of the dense
-    one, and then multiplied as a dense one. So what is saved is memory, and no time: for K = N =
-    1024 in 2:4, on a CPU and under jit, it took 2.7 times as long as a dense one with 1 row of
-    activations, 1.6 times with 8, and as long with 256. To gather the activations instead took 5,
-    6 and 32 times as long as a dense one, so there is no choice to make.
+    **Keeps the structure:** transposes, products with and quotients by a number or a dense array
+    (elementwise), floating dtype conversions, and elementwise functions that map 0 to 0.
+
+    **Materializes:** sums, slices within the matrix, and functions that map 0 to another number.
 
     **Arguments:**
 
-    - `values`: `[..., K/m·n, N]` for axis -2, `[..., N, K/m·n]` for -1: n in each group.
-    - `indices`: uint8, the positions of the values in their groups, each other ones, packed along
-      the same axis by `veneer.kernels.bit_planes.pack_bits`.
-    - `n`, `m`: `1 <= n <= m`, with m from 2 to 256.
-    - `axis`: -2 or -1.
+    - `values`: the entries, `[..., K/m*n, N]` for axis -2 or `[..., N, K/m*n]` for axis -1. They
+      can be implicit, such as a `QArray`.
+    - `indices`: uint8, the positions, packed along the same axis by
+      `veneer.kernels.bit_planes.pack_bits`.
+    - `n`, `m`: the pattern, `1 <= n <= m` and `2 <= m <= 256`; static.
+    - `axis`: -2 or -1; static.
 
-    **Raises:** `TypeError` for a leaf that is no array and indices of another dtype; `ValueError`
-    where shapes or numbers do not fit.
+    **Raises:**
+
+    - `TypeError` if a leaf is not an array, or `indices` is not uint8.
+    - `ValueError` if the shapes or the pattern do not fit.
 
     >>> import jax.numpy as jnp, veneer as vn
-    >>> from veneer.types.sparse.nm_sparse import NMSparse
-    >>> w = NMSparse.prune(jnp.array([[1.0, -4.0, 3.0, 2.0]]), axis=-1)
+    >>> w = vn.types.NMSparse.prune(jnp.array([[1.0, -4.0, 3.0, 2.0]]), axis=-1)
     >>> vn.materialise(w).tolist()
     [[0.0, -4.0, 3.0, 0.0]]
     >>> (jnp.ones((1, 1)) @ w).tolist()
@@ -78,30 +81,32 @@ class NMSparse(ImplicitArray):
         check_axes(self, values=across.format(kept), indices=across.format(packed))
         if kept % self.n:
             raise ValueError(
-                f"{self.n}:{self.m} has {self.n} values in a group, and axis {self.axis} of values "
-                f"{tuple(self.values.shape)} is no multiple of that"
+                f"NMSparse takes values whose axis {self.axis} is a multiple of n={self.n}, got "
+                f"shape {tuple(self.values.shape)}"
             )
         if self.indices.dtype != jnp.uint8:
-            raise TypeError(f"indices are packed in uint8, not {self.indices.dtype.name}")
+            raise TypeError(f"indices must be uint8, not {self.indices.dtype.name}")
 
     @classmethod
     def prune(
         cls, w: ArrayLike | ImplicitArray, n: int = 2, m: int = 4, axis: int = -2
     ) -> "NMSparse":
-        """Keeps the n entries of each group of m that are largest in magnitude.
+        """Prune a matrix: keep the n entries of largest magnitude in each group of m.
 
-        Of equal ones the first are kept. A NaN counts as infinite, so it is not lost sight of.
+        The first of equal entries is kept. A NaN counts as infinite, so it is kept.
 
         **Arguments:**
 
-        - `w`: floating or complex, `[..., K, N]`. An implicit array is materialised.
-        - `n`, `m`, `axis`: those of `NMSparse`; m divides the axis.
+        - `w`: a floating or complex matrix `[..., K, N]`. An implicit array is materialized.
+        - `n`, `m`, `axis`: the pattern and the axis, as for `NMSparse`. `m` must divide the axis.
 
-        **Raises:** `TypeError` for another dtype; `ValueError` where numbers do not fit.
+        **Raises:**
 
-        >>> import jax.numpy as jnp
-        >>> from veneer.types.sparse.nm_sparse import NMSparse
-        >>> w = NMSparse.prune(jnp.ones((16, 8)))
+        - `TypeError` if `w` is not floating or complex.
+        - `ValueError` if `w` is not a matrix, or the pattern does not fit its shape.
+
+        >>> import jax.numpy as jnp, veneer as vn
+        >>> w = vn.types.NMSparse.prune(jnp.ones((16, 8)))
         >>> w
         NMSparse(values=f32[8,8], indices=u8[2,8], n=2, m=4, axis=-2)
         >>> w.nbytes, 4 * w.size
@@ -113,7 +118,7 @@ class NMSparse(ImplicitArray):
             raise TypeError(f"prune takes floating or complex arrays, not {w.dtype.name}")
         if w.ndim < 2 or w.shape[axis] % m:
             raise ValueError(
-                f"{n}:{m} needs a matrix, and an axis {axis} that is a multiple of {m}; got "
+                f"prune takes a matrix whose axis {axis} is a multiple of m={m}, got shape "
                 f"{w.shape}. Pad it with zeros, or choose another axis."
             )
         values, indices = _pruned(w, n, m, axis)
@@ -121,21 +126,21 @@ class NMSparse(ImplicitArray):
 
     @property
     def bits(self) -> int:
-        """How many bits the position of a value takes."""
+        """The number of bits of a stored position."""
         return _bits(self.m)
 
     @property
     def positions(self) -> jax.Array:
-        """The position of each value in its group, uint8 of the shape of the values."""
+        """The position of each value in its group, uint8 of the shape of `values`."""
         kept = self.values.shape[self.axis]
         return unpack_bits(self.indices, self.bits, self.axis, kept)
 
     def mask(self) -> jax.Array:
-        """A dense array that is True for the entries that are kept."""
+        """Return a dense boolean array that is True where an entry is stored."""
         return self._expanded(jnp.ones(self.values.shape, jnp.bool_))
 
     def materialise(self) -> jax.Array:
-        """The dense matrix."""
+        """Return the dense matrix."""
         return self._expanded(jnp.asarray(materialise_one(self.values)))
 
     def _expanded(self, values: jax.Array) -> jax.Array:
@@ -149,7 +154,7 @@ class NMSparse(ImplicitArray):
         return _merge(dense, axis)
 
     def kept(self, dense: ArrayLike) -> jax.Array:
-        """The entries of a dense array in the places of the values, and of their shape."""
+        """Return the entries of a dense array at the stored positions, of the shape of `values`."""
         groups = _split(jnp.asarray(dense), self.axis, self.m)
         places = _split(self.positions, self.axis, self.n).astype(jnp.int32)
         return _merge(jnp.take_along_axis(groups, places, self.axis), self.axis)
@@ -161,9 +166,9 @@ def _bits(m: int) -> int:
 
 def _check_pattern(n: int, m: int, axis: int) -> None:
     if not 1 <= n <= m or not 2 <= m <= 256:
-        raise ValueError(f"n:m keeps 1 <= n <= m of 2 <= m <= 256 entries, and is {n}:{m}")
+        raise ValueError(f"n:m needs 1 <= n <= m and 2 <= m <= 256, got {n}:{m}")
     if axis not in (-2, -1):
-        raise ValueError(f"axis is -2 or -1, counted from the end, and not {axis}")
+        raise ValueError(f"axis must be -2 or -1, not {axis}")
 
 
 def _iota(size: int, axis: int) -> jax.Array:

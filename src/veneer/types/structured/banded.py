@@ -19,26 +19,34 @@ from .stored_entries import stores_entries
 
 @stores_entries
 class Tridiagonal(Matrix):
-    """The square matrix `[..., n, n]` with entries on its diagonal and on the two beside it.
+    """A tridiagonal matrix `[..., n, n]`, stored as its three diagonals.
 
-    A product with a dense array costs `3 n` a vector; a solve `O(n)`, by LAPACK's `gtsv` on a CPU
-    and cuSPARSE's `gtsv2` on a GPU, both of which pivot. Elsewhere JAX runs Thomas's algorithm,
-    which does not: there the matrix should be diagonally dominant, or positive definite. As with
-    the dense solve, a singular matrix gives NaN or infinities. The determinant is the continuant,
-    by its recurrence of three terms: what comes out is exact for a matrix whose entries are off by
-    a few roundings (Wilkinson, *The Algebraic Eigenvalue Problem*, 5.38), whatever its minors.
+    A product costs `3 n` operations per vector, and a solve `O(n)`. Solves use LAPACK's `gtsv` on
+    CPU and cuSPARSE's `gtsv2` on GPU, which pivot. On other platforms JAX runs Thomas's algorithm,
+    which does not pivot: the matrix should be diagonally dominant or positive definite. A solve
+    with a singular matrix gives NaN or infinity.
 
-    Kept: transposes, multiples by a number, sums with `Tridiagonal` and `Diagonal`, products with
-    `Diagonal`, Cholesky factors, elementwise functions that give 0 for 0. The product of two is
-    `Banded`. The inverse is dense.
+    The determinant comes from the three-term recurrence of leading minors. It is the exact
+    determinant of a matrix whose entries differ from these by a few roundings (Wilkinson, *The
+    Algebraic Eigenvalue Problem*, 5.38).
+
+    **Keeps the structure:** transposes, multiples by a number, sums with `Tridiagonal` and
+    `Diagonal`, products with `Diagonal`, Cholesky factors, and elementwise functions that map 0 to
+    0. The product of two is `Banded`.
+
+    **Materializes:** elementwise products, sums with a dense array, and functions that map 0 to
+    another number (`exp`). The inverse is computed by solves, and is dense.
 
     **Arguments:**
 
-    - `lower`: `[..., n - 1]`, `A[i + 1, i]`.
-    - `diagonal`: `[..., n]`, `A[i, i]`.
-    - `upper`: `[..., n - 1]`, `A[i, i + 1]`.
+    - `lower`: `A[i + 1, i]`, `[..., n - 1]`.
+    - `diagonal`: `A[i, i]`, `[..., n]`.
+    - `upper`: `A[i, i + 1]`, `[..., n - 1]`.
 
-    **Raises:** `TypeError` for what is no array, `ValueError` where sizes or leading axes differ.
+    **Raises:**
+
+    - `TypeError` if a field is not a dense array.
+    - `ValueError` if the sizes or the leading axes do not fit.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> a = vn.types.Tridiagonal(jnp.ones(2), jnp.full(3, 2.0), jnp.ones(2))
@@ -61,12 +69,12 @@ class Tridiagonal(Matrix):
         n, beside = self.diagonal.shape[-1], self.lower.shape[-1]
         if beside != max(n - 1, 0):
             raise ValueError(
-                "Tridiagonal takes lower and upper of one entry fewer than the diagonal; got "
-                f"{beside} beside {n}"
+                "Tridiagonal takes lower and upper with one entry fewer than diagonal, got "
+                f"{beside} and {n} entries"
             )
 
     def materialise(self) -> Any:
-        """The dense matrix."""
+        """Return the dense matrix."""
         return _as_banded(self).materialise()
 
     def matvec(self, x: Any, *, precision: Any = None) -> Any:
@@ -91,7 +99,7 @@ class Tridiagonal(Matrix):
         return lax_linalg.tridiagonal_solve(lower, diagonal, upper, b.mT).mT
 
     def cholesky(self) -> "Tridiagonal":
-        """The factor's diagonals; all of it is NaN if the matrix is not positive definite."""
+        """Return the Cholesky factor. All of it is NaN if the matrix is not positive definite."""
         diagonal = jnp.moveaxis(jnp.real(self.diagonal), -1, 0)
         beside = jnp.moveaxis((self.lower + jnp.conj(self.upper)) / 2, -1, 0)
         if not len(diagonal):
@@ -133,24 +141,30 @@ class Tridiagonal(Matrix):
 
 @stores_entries
 class Banded(Matrix):
-    """The square matrix `[..., n, n]` with entries on some diagonals around the main one.
+    """A banded matrix `[..., n, n]`, stored as the diagonals around the main one.
 
-    They are stored as LAPACK and `scipy.linalg.solve_banded` do: `bands[upper + i - j, j]` is
-    `A[i, j]`, so that a column of `bands` is one of the matrix. The corners of `bands` that lie
-    outside of the matrix are not read.
+    The layout is that used by LAPACK and `scipy.linalg.solve_banded`: `bands[upper + i - j, j]` is
+    `A[i, j]`. The corners of `bands` that lie outside of the matrix are not read.
 
-    With `w` stored diagonals, a product with a dense array costs `w n` a vector, a solve and the
-    determinant `O(n lower w)`, by elimination with partial pivoting in `n` steps.
+    With `w` stored diagonals, a product costs `w n` operations per vector. A solve and a
+    determinant cost `O(n lower w)`, by elimination with partial pivoting in `n` steps (Golub and
+    Van Loan, *Matrix Computations*, 4.3).
 
-    Kept: transposes, multiples by a number, sums and products with `Banded`, `Tridiagonal` and
-    `Diagonal`, elementwise functions that give 0 for 0. Inverses and Cholesky factors are dense.
+    **Keeps the structure:** transposes, multiples by a number, sums and products with `Banded`,
+    `Tridiagonal` and `Diagonal`, and elementwise functions that map 0 to 0.
+
+    **Materializes:** Cholesky factors, elementwise products, sums with a dense array, and functions
+    that map 0 to another number (`exp`). The inverse is computed by solves, and is dense.
 
     **Arguments:**
 
-    - `bands`: `[..., upper + 1 + lower, n]`, the uppermost diagonal first.
-    - `lower`, `upper`: how many diagonals lie under the main one, and over it; static.
+    - `bands`: the diagonals `[..., upper + 1 + lower, n]`, the uppermost first.
+    - `lower`, `upper`: the numbers of diagonals below and above the main one; static.
 
-    **Raises:** `TypeError` for what is no array, `ValueError` for another number of bands.
+    **Raises:**
+
+    - `TypeError` if `bands` is not a dense array.
+    - `ValueError` if `lower` or `upper` is negative, or `bands` has another number of rows.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> a = vn.types.Banded(jnp.array([[1.0, 2.0, 3.0], [4.0, 5.0, 0.0]]), lower=1, upper=0)
@@ -166,7 +180,10 @@ class Banded(Matrix):
 
     def __post_init__(self) -> None:
         if min(self.lower, self.upper) < 0:
-            raise ValueError(f"Banded has lower={self.lower}, upper={self.upper}: one is negative")
+            raise ValueError(
+                "Banded takes lower and upper that are not negative, got "
+                f"lower={self.lower}, upper={self.upper}"
+            )
         check_axes(self, Array, bands=f"{self.upper + 1 + self.lower} n")
 
     def rescaled(self, scale: Callable[[Any], Any]) -> "Banded":
@@ -178,7 +195,7 @@ class Banded(Matrix):
         return Banded(scale(jnp.where(read, bands, ones)), self.lower, self.upper)
 
     def materialise(self) -> Any:
-        """The dense matrix."""
+        """Return the dense matrix."""
         bands = jnp.asarray(self.bands)
         column = jnp.arange(bands.shape[-1])
         band = self.upper + column[:, None] - column

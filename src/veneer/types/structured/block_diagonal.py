@@ -18,22 +18,29 @@ from .stored_entries import stores_entries
 
 @stores_entries
 class BlockDiagonal(Matrix):
-    """The matrix `[..., k m, k n]` with `k` blocks `[m, n]` on its diagonal, and no other entries.
+    """A block-diagonal matrix `[..., k m, k n]` with `k` blocks `[m, n]`.
 
-    The blocks are one array, dense or of any type: a `QArray`, or `k` Toeplitz matrices. A product
-    with a dense array is a batched matmul of the blocks, `k m n` a vector. Solves, inverses,
-    Cholesky factors and determinants are those of the blocks, by their structure if they have one,
-    where they are square: `O(k n^3)`.
+    The blocks are one array, dense or implicit: for example a `QArray`, or a batch of `k` Toeplitz
+    matrices. A product with a dense array is a batched matmul of the blocks, `k m n` operations per
+    vector. If the blocks are square, a solve, an inverse, a Cholesky factor or a determinant costs
+    `O(k n^3)`, or less if the blocks have structure.
 
-    Kept: transposes, inverses, Cholesky factors, multiples by a number, sums, products and
-    elementwise products of two with blocks that fit, products with a `Diagonal` on either side,
-    elementwise products with a dense array, and elementwise functions that give 0 for 0.
+    **Keeps the structure:** transposes, inverses, Cholesky factors, multiples by a number, products
+    with a `Diagonal` on either side, elementwise products with a dense array, and elementwise
+    functions that map 0 to 0. So do sums, products and elementwise products of two with blocks of
+    fitting shapes.
+
+    **Materializes:** sums with a dense array, functions that map 0 to another number, and solves or
+    determinants if the blocks are not square.
 
     **Arguments:**
 
-    - `blocks`: `[..., k, m, n]`. `BlockDiagonal.of(*matrices)` stacks them.
+    - `blocks`: the blocks `[..., k, m, n]`. `BlockDiagonal.of(*matrices)` stacks matrices.
 
-    **Raises:** `TypeError` for what is no array, `ValueError` for too few axes.
+    **Raises:**
+
+    - `TypeError` if `blocks` is not an array.
+    - `ValueError` if `blocks` has fewer than three axes.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> a = vn.types.BlockDiagonal(jnp.arange(1.0, 9.0).reshape(2, 2, 2))
@@ -52,9 +59,13 @@ class BlockDiagonal(Matrix):
 
     @classmethod
     def of(cls, *matrices: Any) -> "BlockDiagonal":
-        """Of some matrices `[..., m, n]` of one shape, dense or of one type.
+        """Stack matrices `[..., m, n]` as the blocks of a block-diagonal matrix.
 
-        **Raises:** `ValueError` for none, or for matrices of different shapes.
+        **Arguments:**
+
+        - `matrices`: matrices of one shape, dense or all of one implicit type.
+
+        **Raises:** `ValueError` if there are no matrices, or their shapes differ.
 
         >>> import jax.numpy as jnp, veneer as vn
         >>> vn.types.BlockDiagonal.of(jnp.eye(3), jnp.ones((3, 3)))
@@ -63,13 +74,13 @@ class BlockDiagonal(Matrix):
         shapes = [tuple(jnp.shape(w)) for w in matrices]
         if len(set(shapes)) != 1 or len(shapes[0]) < 2:
             raise ValueError(
-                f"BlockDiagonal takes matrices of one shape, got {shapes}; pad them to one, or "
-                "apply each to its part of the vector"
+                f"BlockDiagonal.of takes matrices of one shape, got {shapes}. Pad them to one "
+                "shape, or multiply with each matrix separately."
             )
         return cls(redispatch(lambda ws: jnp.stack(ws, -3), matrices))
 
     def materialise(self) -> Any:
-        """The dense matrix."""
+        """Return the dense matrix."""
         blocks = jnp.asarray(materialise_one(self.blocks))
         *lead, k, m, n = blocks.shape
         on_diagonal = jnp.eye(k, dtype=bool)[:, None, :, None]

@@ -14,17 +14,24 @@ from .stored_entries import stores_entries
 
 @stores_entries
 class Diagonal(Matrix):
-    """The square matrix `[..., n, n]` with the entries `[..., n]` on its diagonal, and no others.
+    """A diagonal matrix `[..., n, n]`, stored as its `n` diagonal entries.
 
-    Products with a dense array cost `n` a vector, as do solves, also triangular ones. Kept:
-    transposes, inverses, Cholesky factors, sums and products of two, multiples by a number,
-    elementwise products with anything, and elementwise functions that give 0 for 0.
+    A product with a dense array, a solve or a triangular solve costs `n` operations per vector.
+
+    **Keeps the structure:** transposes, inverses, Cholesky factors, sums and products of two,
+    multiples by a number, elementwise products with any array, and elementwise functions that map 0
+    to 0 (`sqrt`, `tanh`).
+
+    **Materializes:** sums with a dense array, and functions that map 0 to another number (`exp`).
 
     **Arguments:**
 
-    - `diagonal`: `[..., n]`.
+    - `diagonal`: the diagonal entries, `[..., n]`, dense, of any dtype.
 
-    **Raises:** `TypeError` for what is no array, `ValueError` for a scalar.
+    **Raises:**
+
+    - `TypeError` if `diagonal` is not a dense array.
+    - `ValueError` if `diagonal` has no axis.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> d = vn.types.Diagonal(jnp.array([1.0, 2.0]))
@@ -42,7 +49,7 @@ class Diagonal(Matrix):
         check_axes(self, Array, diagonal="n")
 
     def materialise(self) -> Any:
-        """The dense matrix."""
+        """Return the dense matrix."""
         d = jnp.asarray(self.diagonal)
         on_diagonal = jnp.eye(d.shape[-1], dtype=bool)
         return jnp.where(on_diagonal, d[..., None], jnp.zeros((), d.dtype))

@@ -20,22 +20,28 @@ from .matrix import Matrix, product
 
 
 class Identity(Matrix):
-    """The identity matrix `[*leading, n, n]`.
+    """An identity matrix `[*leading, n, n]` that stores no entries.
 
-    Its one leaf is an array without entries, which carries the leading axes, size and dtype. So a
-    batch of identities comes and goes as that of any type does, and takes no memory.
+    Its one leaf is an empty array `[*leading, n, 0]`, which holds the leading axes, the size and
+    the dtype. So `vmap`, `scan` and stacks of identities work, and take no memory.
 
-    A product with it is the other operand, whether dense or structured, as is a solve. Kept:
-    transposes, inverses, Cholesky factors. Multiples, sums with a `Diagonal` or another identity,
-    elementwise products and functions that give 0 for 0 are `Diagonal`.
+    **Keeps the structure:** transposes, inverses, Cholesky factors and products of two. A product
+    or a solve with another array returns that array, dense or structured. Multiples, sums with
+    `Identity` or `Diagonal`, elementwise products, and elementwise functions that map 0 to 0 return
+    a `Diagonal`.
+
+    **Materializes:** sums with a dense array, and functions that map 0 to another number (`exp`).
 
     **Arguments:**
 
-    - `n`: the size.
-    - `dtype`: that of the matrix, by default the one that `float` is for JAX.
-    - `leading`: the leading axes.
+    - `n`: the size, an integer.
+    - `dtype`: the dtype of the matrix. The default is JAX's default float.
+    - `leading`: the sizes of the leading axes.
 
-    **Raises:** `TypeError` for a size that is no integer, `ValueError` for a negative one.
+    **Raises:**
+
+    - `TypeError` if `n` is not an integer.
+    - `ValueError` if `n` is negative.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> eye = vn.types.Identity(1000)
@@ -49,7 +55,7 @@ class Identity(Matrix):
 
     def __init__(self, n: int, dtype: DTypeLike = float, *, leading: Sequence[int] = ()):
         if operator.index(n) < 0:
-            raise ValueError(f"Identity takes a size, and {n} is negative")
+            raise ValueError(f"Identity takes a size that is not negative, got {n}")
         shape = (*leading, operator.index(n), 0)
         self.__dict__["empty"] = np.zeros(shape, jax.dtypes.canonicalize_dtype(dtype))
 
@@ -57,7 +63,7 @@ class Identity(Matrix):
         check_axes(self, empty="n 0")
 
     def materialise(self) -> Any:
-        """The dense matrix."""
+        """Return the dense matrix."""
         *leading, n, _ = self.empty.shape
         return jnp.broadcast_to(jnp.eye(n, dtype=self.empty.dtype), (*leading, n, n))
 
@@ -88,7 +94,7 @@ class Identity(Matrix):
         return jnp.ones(self.shape[:-1], self.dtype)
 
     def as_diagonal(self) -> Diagonal:
-        """The same matrix, with its diagonal stored."""
+        """Return the same matrix as a `Diagonal` of ones."""
         return Diagonal(self.main_diagonal())
 
     def __repr__(self) -> str:

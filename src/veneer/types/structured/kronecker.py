@@ -16,26 +16,31 @@ from .matrix import Matrix, product
 
 
 class Kronecker(Matrix):
-    """The Kronecker product `[..., m1 m2, n1 n2]` of two matrices: `a`, with `b` in each entry.
+    """A Kronecker product `[..., m1 m2, n1 n2]` of two matrices: `a[i, j] * b` in block `i, j`.
 
-    The factors may be dense or of any type, another `Kronecker` for a product of three. A vector is
-    a matrix `X` `[n1, n2]` by rows, and its product `A X B^T` (Van Loan, *The ubiquitous Kronecker
-    product*, 2000), so that a product with a dense array costs `n1 n2 m2 + n1 m1 m2` a vector if
-    the factors are dense. Solves, inverses, Cholesky factors and determinants are those of the
-    factors, by their structure if they have one, where they are square: `O(n1^3 + n2^3)`.
+    The factors may be dense or implicit. A `Kronecker` as a factor gives a product of three. A
+    vector is the rows of a matrix `X` `[n1, n2]`, and its product is `A X B^T` (Van Loan, *The
+    ubiquitous Kronecker product*, 2000). With dense factors a product costs `n1 n2 m2 + n1 m1 m2`
+    operations per vector. If both factors are square, a solve, an inverse, a Cholesky factor or a
+    determinant costs `O(n1^3 + n2^3)`, or less if the factors have structure.
 
-    Kept: transposes, inverses, Cholesky factors, multiples by a number, products of two with
-    factors that fit, elementwise products of two with factors of the same shapes, `abs`, `sign`,
-    `square` and integer powers. For a Cholesky factor both need to be symmetric and positive
-    definite: of two negative definite ones, whose product is positive definite, it is NaN.
+    **Keeps the structure:** transposes, inverses, multiples by a number, `abs`, `sign`, `square`
+    and integer powers; products and elementwise products of two with factors of fitting shapes;
+    Cholesky factors if both factors are symmetric positive definite. If both are negative definite,
+    the Cholesky factor is NaN.
+
+    **Materializes:** sums, other elementwise functions, and solves or determinants if a factor is
+    not square.
 
     **Arguments:**
 
     - `a`: `[..., m1, n1]`.
-    - `b`: `[..., m2, n2]`.
+    - `b`: `[..., m2, n2]`, with the same leading axes.
 
-    **Raises:** `TypeError` for what is no array, `ValueError` for too few axes, or leading axes
-    that differ.
+    **Raises:**
+
+    - `TypeError` if a factor is not an array.
+    - `ValueError` if a factor has fewer than two axes, or the leading axes differ.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> k = vn.types.Kronecker(jnp.array([[1.0, 2.0], [0.0, 1.0]]), jnp.eye(3))
@@ -54,7 +59,7 @@ class Kronecker(Matrix):
         check_axes(self, a="m1 n1", b="m2 n2")
 
     def materialise(self) -> Any:
-        """The dense matrix."""
+        """Return the dense matrix."""
         a, b = (jnp.asarray(materialise_one(w)) for w in (self.a, self.b))
         (*_, m1, n1), (*_, m2, n2) = a.shape, b.shape
         entries = a[..., :, None, :, None] * b[..., None, :, None, :]

@@ -24,10 +24,10 @@ from .half_precision import computing_dtype
 
 
 class Matrix(ImplicitArray, abstract=True):
-    """A matrix `[*lead, m, n]` with structure.
+    """A structured matrix `[*lead, m, n]`.
 
-    A type overrides what it can do with its structure. `NotImplemented`, which these methods return
-    here, means that the matrix is made dense for it, visibly.
+    A type implements the methods that its structure supports. If a method returns `NotImplemented`,
+    as all of them do here, the operation materializes the matrix, and reports show it.
     """
 
     #: Which triangle or how many bands there are is a matter of storage: the dense matrix says all.
@@ -37,20 +37,30 @@ class Matrix(ImplicitArray, abstract=True):
     linear_in: ClassVar[tuple[str, ...]] = ()
 
     def matvec(self, x: Any, *, precision: Any = None) -> Any:
-        """`self @ v` for each vector of x: `[*lead, k, n]` to `[*lead, k, m]`.
+        """Return `self @ v` for each vector v of `x`.
 
-        A leading axis of x may be 1 where that of the matrix is not, and is broadcast. `precision`
-        is for the dense products inside. Halves may come back in the f32 that they are computed in.
+        **Arguments:**
+
+        - `x`: vectors `[*lead, k, n]`. A leading axis may have size 1; it is broadcast.
+        - `precision`: the precision of the dense products inside.
+
+        **Returns:** `[*lead, k, m]`. A result for 16-bit floats may have the float32 dtype of the
+        computation.
         """
         del x, precision
         return NotImplemented
 
     def transposed(self) -> Any:
-        """The transpose, `[*lead, n, m]`: a structured matrix."""
+        """Return the transpose `[*lead, n, m]` as a structured matrix."""
         return NotImplemented
 
     def rescaled(self, scale: Callable[[Any], Any]) -> Any:
-        """The matrix times a number: `scale` multiplies an array `[*lead, ...]` by it."""
+        """Return the matrix multiplied by a number.
+
+        **Arguments:**
+
+        - `scale`: a function that multiplies an array `[*lead, ...]` by the number.
+        """
         if not self.linear_in:
             return NotImplemented
         return dataclasses.replace(
@@ -58,7 +68,7 @@ class Matrix(ImplicitArray, abstract=True):
         )
 
     def converted(self, dtype: Any) -> Any:
-        """The matrix in another floating dtype: by default, with leaves in that dtype."""
+        """Return the matrix in another floating dtype. By default, convert each floating leaf."""
 
         def cast(x: Any) -> Any:
             floating = jnp.issubdtype(x.dtype, jnp.inexact)
@@ -68,24 +78,27 @@ class Matrix(ImplicitArray, abstract=True):
         return jax.tree.map(cast, self, is_leaf=below)
 
     def solve(self, b: Any) -> Any:
-        """x such that `self @ x = v` for each vector v of b: `[*lead, k, n]`, for square ones."""
+        """Return x with `self @ x = v` for each vector v of `b`, `[*lead, k, n]`.
+
+        The matrix is square.
+        """
         del b
         return NotImplemented
 
     def inverse(self) -> Any:
-        """The inverse, where it has structure too."""
+        """Return the inverse as a structured matrix."""
         return NotImplemented
 
     def cholesky(self) -> Any:
-        """The lower factor L of `L @ L.T = self`, where it has structure too."""
+        """Return the lower factor L, with `L @ L.T = self`, as a structured matrix."""
         return NotImplemented
 
     def slogdet(self) -> Any:
-        """The sign of the determinant, and the logarithm of its magnitude: each `[*lead]`."""
+        """Return the sign of the determinant and the logarithm of its magnitude, each `[*lead]`."""
         return NotImplemented
 
     def main_diagonal(self) -> Any:
-        """The entries `[*lead, min(m, n)]` of the diagonal."""
+        """Return the entries `[*lead, min(m, n)]` of the main diagonal."""
         return NotImplemented
 
 

@@ -15,23 +15,27 @@ from .product import Product
 
 
 class Permutation(Matrix):
-    """The square matrix `[..., n, n]` that permutes a vector: `P @ x` is `x[indices]`.
+    """A permutation matrix `[..., n, n]`, where `P @ x` is `x[indices]`.
 
-    Row `i` has its 1 in column `indices[i]`, so that the rows of `P` are rows of the identity.
-    Products with a dense array move `n` numbers a vector and multiply none, as do solves; those
-    with the transpose sort the indices first. Determinants are by the parity, in `O(n log n)`.
+    Row `i` has its 1 in column `indices[i]`. A product or a solve moves `n` numbers per vector and
+    multiplies none. Solves and products with the transpose sort the indices first. The determinant
+    is the parity of the permutation, in `O(n log n)`.
 
-    Kept: transposes, inverses, products of two. A multiple by a number is a `Product` with a
-    `Diagonal`. Sums are dense.
+    **Keeps the structure:** transposes, inverses and products of two. A multiple by a number is a
+    `Product` with a `Diagonal`.
+
+    **Materializes:** sums, elementwise functions and Cholesky factors.
 
     **Arguments:**
 
-    - `indices`: `int[..., n]`, in which each of `0, ..., n - 1` is once.
-    - `dtype`: that of the matrix; static.
+    - `indices`: integers `[..., n]` that contain each of `0, ..., n - 1` once.
+    - `dtype`: the dtype of the matrix; static. The default is JAX's default float.
 
-    **Raises:** `TypeError` for indices that are no array of integers, `ValueError` for a scalar,
-    and for what is no permutation. Of traced indices that is not known; a product takes NaN for an
-    index out of range.
+    **Raises:**
+
+    - `TypeError` if `indices` is not an array of integers.
+    - `ValueError` if `indices` has no axis or is not a permutation. Traced indices are not checked;
+      an index out of range gives NaN in a product.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> p = vn.types.Permutation(jnp.array([2, 0, 1]))
@@ -58,7 +62,7 @@ class Permutation(Matrix):
         return f"Permutation(indices={indices}, dtype={jnp.dtype(self.dtype).name})"
 
     def materialise(self) -> Any:
-        """The dense matrix."""
+        """Return the dense matrix."""
         return jax.nn.one_hot(self.indices, self.indices.shape[-1], dtype=self.dtype)
 
     def matvec(self, x: Any, *, precision: Any = None) -> Any:
@@ -100,8 +104,8 @@ def _known(indices: Any, dtype: Any) -> Permutation:
 def _check_permutation(indices: np.ndarray) -> None:
     if not (np.sort(indices, -1) == np.arange(indices.shape[-1])).all():
         raise ValueError(
-            f"Permutation takes each of 0, ..., {indices.shape[-1] - 1} once for indices, got "
-            f"{np.array2string(indices, threshold=10)}"
+            f"Permutation takes indices that contain each of 0, ..., {indices.shape[-1] - 1} once, "
+            f"got {np.array2string(indices, threshold=10)}"
         )
 
 

@@ -17,24 +17,27 @@ from .matrix import Matrix, overrides, product
 
 
 class Product(Matrix):
-    """The matrix `left @ right` `[..., m, n]` of two structured ones, which are applied in turn.
+    """A product `left @ right`, `[..., m, n]`, of two structured matrices that are applied in turn.
 
-    This is what `x @ y` gives for two structured matrices whose product has no structure that is
-    known, if the two store at most twice the bytes of the dense product; else that is computed, by
-    one of them applied to the columns of the other. A product with a dense array costs what it
-    costs with each. Products of three are written from the right, `a @ (b @ c)`, and where two that
-    come to stand side by side have a product of a closed form, it is taken.
+    `x @ y` returns a `Product` if no rule gives the product a structure, and if the two store at
+    most twice the bytes of the dense product. Otherwise the dense product is computed. A product
+    with a dense array costs the sum of the costs of both factors. A product of three is
+    `a @ (b @ c)`; adjacent factors with a structured product are multiplied.
 
-    Kept: transposes, inverses, multiples by a number, products. Solves, inverses and determinants
-    are those of the two, which need to be square.
+    **Keeps the structure:** transposes, inverses, multiples by a number and products. If both
+    factors are square, solves, inverses and determinants use both factors.
+
+    **Materializes:** sums, elementwise functions and Cholesky factors.
 
     **Arguments:**
 
-    - `left`: `[..., m, k]`, a structured matrix.
-    - `right`: `[..., k, n]`, a structured matrix.
+    - `left`: a structured matrix `[..., m, k]`.
+    - `right`: a structured matrix `[..., k, n]`.
 
-    **Raises:** `TypeError` for what is no structured matrix, `ValueError` where sizes or leading
-    axes differ.
+    **Raises:**
+
+    - `TypeError` if a factor is not a structured matrix.
+    - `ValueError` if the sizes or the leading axes do not fit.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> d = vn.types.Diagonal(jnp.array([1.0, 2.0, 4.0]))
@@ -53,12 +56,12 @@ class Product(Matrix):
         for name, factor in (("left", self.left), ("right", self.right)):
             if not isinstance(factor, Matrix):
                 raise TypeError(
-                    f"Product takes structured matrices, and {name} is a dense "
-                    f"{tuple(factor.shape)}; multiply by @ to have one applied to the other"
+                    f"Product takes two structured matrices, but {name} is an array of shape "
+                    f"{tuple(factor.shape)}. Multiply with @ instead."
                 )
 
     def materialise(self) -> Any:
-        """The dense matrix: `left` applied to the columns of `right`."""
+        """Return the dense matrix, by applying `left` to the columns of `right`."""
         return redispatch(jnp.matmul, self.left, materialise_one(self.right))
 
     def matvec(self, x: Any, *, precision: Any = None) -> Any:

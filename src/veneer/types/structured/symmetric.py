@@ -19,28 +19,32 @@ from .triangular import Triangular
 
 @stores_entries
 class Symmetric(Matrix):
-    """The symmetric matrix `[..., n, n]` with its lower triangle stored, row by row.
+    """A symmetric matrix `[..., n, n]`, stored as its packed lower triangle.
 
-    That is where symmetry pays: `n (n + 1) / 2` numbers are half the bytes of the dense matrix, for
-    covariances, Gram matrices and the preconditioners of an optimiser. A full array of which one
-    triangle is read would save nothing. Each use unpacks it, which costs a gather of `n^2` entries
-    beside a product's own cost, that of the dense one; so it saves memory and no time, but for
-    this: a matrix that is said to be `positive_definite` is solved, inverted and its determinant
-    found by Cholesky's factorisation, which takes half the operations of LU. As JAX's Cholesky
-    factor, these are NaN if it is not. Without it they are those of the dense matrix.
+    It stores `n (n + 1) / 2` numbers, half the bytes of the dense matrix. It is for covariances,
+    Gram matrices and preconditioners of optimizers. Each use unpacks the matrix, which costs a
+    gather of `n^2` entries, so a product is slower than the dense one.
 
-    Kept: transposes, multiples by a number, elementwise functions that give 0 for 0, sums with
-    `Symmetric` and `Diagonal`; inverses if it is positive definite, as sums of two of those are.
-    The Cholesky factor is `Triangular`.
+    If `positive_definite`, solves, inverses and determinants use Cholesky's factorization, which
+    takes half the operations of LU. They are NaN if the matrix is not positive definite.
+
+    **Keeps the structure:** transposes, multiples by a number, elementwise functions that map 0 to
+    0, sums with `Symmetric` and `Diagonal`, and inverses if `positive_definite`. The sum of two
+    keeps `positive_definite` if both have it. The Cholesky factor is `Triangular`.
+
+    **Materializes:** elementwise products, sums with a dense array, functions that map 0 to another
+    number (`exp`), and solves, inverses and determinants without `positive_definite`.
 
     **Arguments:**
 
-    - `packed`: real `[..., n (n + 1) / 2]`: `A[0, 0], A[1, 0], A[1, 1], A[2, 0], ...`.
-      `Symmetric.of` packs a matrix.
-    - `positive_definite`: whether it is known to be; static.
+    - `packed`: real numbers `[..., n (n + 1) / 2]` in the order
+      `A[0, 0], A[1, 0], A[1, 1], A[2, 0], ...`. `Symmetric.of` packs a matrix.
+    - `positive_definite`: whether the matrix is known to be positive definite; static.
 
-    **Raises:** `TypeError` for what is no array, or not real; `ValueError` for a number of entries
-    that no triangle has.
+    **Raises:**
+
+    - `TypeError` if `packed` is not a dense array, or is complex.
+    - `ValueError` if no triangle has that number of entries.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> a = vn.types.Symmetric.of(jnp.array([[2.0, 9.0], [1.0, 3.0]]), positive_definite=True)
@@ -68,7 +72,16 @@ class Symmetric(Matrix):
 
     @staticmethod
     def of(x: Any, *, lower: bool = True, positive_definite: bool = False) -> "Symmetric":
-        """Packs one triangle of a matrix `[..., n, n]`; the other one is not read."""
+        """Pack one triangle of a matrix `[..., n, n]`. The other triangle is not read.
+
+        **Arguments:**
+
+        - `x`: the matrix.
+        - `lower`: whether to read the lower triangle, rather than the upper one.
+        - `positive_definite`: whether the matrix is known to be positive definite.
+
+        **Raises:** `ValueError` if `x` is not square.
+        """
         x = jnp.asarray(x)
         if x.ndim < 2 or x.shape[-1] != x.shape[-2]:
             raise ValueError(f"Symmetric.of takes a square matrix, got {x.shape}")
@@ -86,7 +99,7 @@ class Symmetric(Matrix):
         return (math.isqrt(8 * self.packed.shape[-1] + 1) - 1) // 2
 
     def materialise(self) -> Any:
-        """The dense matrix."""
+        """Return the dense matrix."""
         i = jnp.arange(self._n)
         place = _place(jnp.maximum(i[:, None], i), jnp.minimum(i[:, None], i))
         return jnp.asarray(self.packed)[..., place]

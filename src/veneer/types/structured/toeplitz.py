@@ -19,32 +19,35 @@ DIRECT_UP_TO = 128
 
 @stores_entries
 class Toeplitz(Matrix):
-    """The matrix `[..., m, n]` whose entries depend on `i - j` alone.
+    """A Toeplitz matrix `[..., m, n]`, whose entries depend only on `i - j`.
 
-    A product with a dense array is a convolution: `O((m + n) log(m + n))` a vector, by FFT; up to
-    size 128 it is the product with the dense matrix, made for it, which is faster there. A solve
-    costs `O(n^2)` for Levinson's recursion, in `n` steps that keep `O(n)` numbers, and
-    `O(n log n)` for each vector. The recursion goes through the leading blocks: if one of them
-    is singular, or so near to it that the refined solution has a larger backward error than
-    elimination has, then dense LU runs in its place, chosen as the program runs. `jax.vmap` of a
-    choice makes both, so put `implicit` outside of it for solves.
+    A product is a convolution by FFT, `O((m + n) log(m + n))` per vector. Up to size 128 products
+    and solves use the dense matrix, which is faster. A solve takes `O(n^2)` for Levinson's
+    recursion and `O(n log n)` per vector (Golub and Van Loan, *Matrix Computations*, 4.7). If the
+    refined solution has a larger backward error than elimination would have, the program solves by
+    dense LU instead. `jax.vmap` computes both branches, so put `vn.implicit` outside of it.
 
-    *Exactness*: an FFT rounds in proportion to the norm of the vector, about `eps * log2(m + n)`
-    times the norms of matrix and vector, and not to each entry. An entry of the product that is
-    small beside the others has fewer right digits than the dense product gives it; NaN and infinity
-    in a vector reach all entries of its product. bfloat16 and float16 are computed in float32;
-    products of integers are dense.
+    An FFT rounds in proportion to the norm of the vector, by about `eps * log2(m + n)`. Small
+    entries of a product have fewer correct digits than in the dense product, and a NaN or infinity
+    in a vector reaches all entries. bfloat16 and float16 are computed in float32.
 
-    Kept: transposes, multiples by a number, sums with `Toeplitz` and `Circulant`, elementwise
-    functions that give 0 for 0. Inverses, determinants and Cholesky factors are dense.
+    **Keeps the structure:** transposes, multiples by a number, sums with `Toeplitz` and
+    `Circulant`, and elementwise functions that map 0 to 0.
+
+    **Materializes:** determinants, Cholesky factors, products of integers, elementwise products,
+    sums with a dense array, and functions that map 0 to another number. The inverse is computed by
+    solves, and is dense.
 
     **Arguments:**
 
-    - `column`: `[..., m]`, the first column.
-    - `row`: `[..., n]`, the first row, of which `row[0]` is not read: the corner is `column[0]`.
-      By default the conjugate of `column`, as in `scipy.linalg.toeplitz`.
+    - `column`: the first column, `[..., m]`.
+    - `row`: the first row, `[..., n]`. `row[0]` is not read; the corner is `column[0]`. The default
+      is the conjugate of `column`, as in `scipy.linalg.toeplitz`.
 
-    **Raises:** `TypeError` for what is no array, `ValueError` if leading axes differ.
+    **Raises:**
+
+    - `TypeError` if a field is not a dense array.
+    - `ValueError` if a field has no axis, or the leading axes differ.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> a = vn.types.Toeplitz(jnp.array([1.0, 2.0, 3.0]), jnp.array([1.0, 5.0]))
@@ -64,7 +67,7 @@ class Toeplitz(Matrix):
         check_axes(self, Array, column="m", row="n")
 
     def materialise(self) -> Any:
-        """The dense matrix."""
+        """Return the dense matrix."""
         m, n = self.column.shape[-1], self.row.shape[-1]
         if not (m and n):
             return jnp.zeros((*self.column.shape[:-1], m, n), self._diagonals().dtype)
@@ -125,23 +128,29 @@ def _solved(a: Toeplitz, b: Any) -> Any:
 
 @stores_entries
 class Circulant(Matrix):
-    """The square matrix `[..., n, n]` whose columns are the first one moved around.
+    """A circulant matrix `[..., n, n]`, whose columns are cyclic shifts of the first one.
 
-    `A[i, j]` is `column[(i - j) % n]`. The FFT diagonalises it: a product or a solve costs
-    `O(n log n)` a vector, an inverse or a determinant as much in all. Up to size 128 a product is
-    the one with the dense matrix, made for it, which is faster there. What is said of exactness
-    under `Toeplitz` holds here too, for solves in proportion to the condition number. A singular
-    matrix gives infinities or NaN where an eigenvalue is zero; if one is zero but for rounding,
-    large numbers, as the dense solve does.
+    `A[i, j]` is `column[(i - j) % n]`. The FFT diagonalizes it (Golub and Van Loan, *Matrix
+    Computations*, 4.8): a product or a solve costs `O(n log n)` per vector, an inverse or a
+    determinant `O(n log n)` in all. Up to size 128 a product uses the dense matrix, which is
+    faster. Rounding is as for `Toeplitz`; in solves it grows with the condition number. A zero
+    eigenvalue gives infinity or NaN in a solve. One that is zero up to rounding gives large
+    numbers, as in the dense solve.
 
-    Kept: transposes, inverses, multiples by a number, sums and products of two, elementwise
-    functions that give 0 for 0. The sum with `Toeplitz` is `Toeplitz`. Cholesky factors are dense.
+    **Keeps the structure:** transposes, inverses, multiples by a number, sums and products of two,
+    and elementwise functions that map 0 to 0. The sum with a `Toeplitz` is `Toeplitz`.
+
+    **Materializes:** Cholesky factors, products of integers, elementwise products, sums with a
+    dense array, and functions that map 0 to another number.
 
     **Arguments:**
 
-    - `column`: `[..., n]`, the first column.
+    - `column`: the first column, `[..., n]`.
 
-    **Raises:** `TypeError` for what is no array, `ValueError` for a scalar.
+    **Raises:**
+
+    - `TypeError` if `column` is not a dense array.
+    - `ValueError` if `column` has no axis.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> a = vn.types.Circulant(jnp.array([4.0, 1.0, 0.0]))
@@ -159,7 +168,7 @@ class Circulant(Matrix):
         check_axes(self, Array, column="n")
 
     def materialise(self) -> Any:
-        """The dense matrix."""
+        """Return the dense matrix."""
         i = jnp.arange(self.column.shape[-1])
         return jnp.asarray(self.column)[..., (i[:, None] - i) % max(len(i), 1)]
 
@@ -183,7 +192,10 @@ class Circulant(Matrix):
         return Circulant(_spectral(lambda x: 1 / x, jnp.asarray(self.column)))
 
     def slogdet(self) -> Any:
-        """Of a real matrix, eigenvalues that are not real come in pairs, with positive products."""
+        """Return the sign of the determinant and the logarithm of its magnitude.
+
+        The non-real eigenvalues of a real matrix come in conjugate pairs with positive products.
+        """
         column = jnp.asarray(self.column)
         n = column.shape[-1]
         if not n:

@@ -19,25 +19,31 @@ from .stored_entries import stores_entries
 
 @stores_entries
 class Triangular(Matrix):
-    """The triangle of a square array `[..., n, n]`, with zeros beside it.
+    """A triangular matrix `[..., n, n]`, stored as a square array with one triangle read.
 
-    What the array holds elsewhere is not read, as by `jax.scipy.linalg.solve_triangular`; so the
-    two factors of an LU may share one. It stores no less than the dense matrix, and a product costs
-    more than the dense one, by a copy with the zeros filled in: with one vector, up to 5 times as
-    much (docs/benchmarks.md). What it saves are factorisations:
-    a solve costs `n^2` operations a vector, a determinant `n`, and the inverse is triangular.
+    The other triangle of `x` is not read, as in `jax.scipy.linalg.solve_triangular`, so both
+    factors of an LU can share one array. It stores as much as the dense matrix. A product first
+    copies the triangle, so with one vector it takes up to 5 times as long as the dense product. It
+    saves factorizations: a solve costs `n^2` operations per vector, and a determinant `n`.
 
-    Kept: transposes, inverses, multiples by a number, elementwise functions that give 0 for 0; sums
-    and products with another of the same side. `jax.scipy.linalg.solve_triangular` takes one as it
-    is. Solves, determinants and inverses are in float32 and float64, as JAX's are.
+    **Keeps the structure:** transposes, inverses, multiples by a number, elementwise functions that
+    map 0 to 0, and sums and products of two on the same side. The product of two sides is a
+    `Product`. `jax.scipy.linalg.solve_triangular` accepts one. Solves, inverses and determinants
+    are in float32 and float64, as in JAX.
+
+    **Materializes:** sums with the other side or a dense array, elementwise products, Cholesky
+    factors, and functions that map 0 to another number.
 
     **Arguments:**
 
-    - `x`: `[..., n, n]`.
-    - `lower`: whether the lower triangle is meant, or the upper one; static.
-    - `unit_diagonal`: whether the diagonal is all ones, and not read; static.
+    - `x`: the square array, `[..., n, n]`, dense or implicit.
+    - `lower`: whether the lower triangle is read, rather than the upper one; static.
+    - `unit_diagonal`: whether the diagonal is all ones and not read; static.
 
-    **Raises:** `TypeError` for what is no array, `ValueError` if it is not square.
+    **Raises:**
+
+    - `TypeError` if `x` is not an array.
+    - `ValueError` if `x` is not square.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> a = vn.types.Triangular(jnp.array([[2.0, 9.0], [1.0, 3.0]]))
@@ -57,7 +63,7 @@ class Triangular(Matrix):
         check_axes(self, x="n n")
 
     def materialise(self) -> Any:
-        """The dense matrix."""
+        """Return the dense matrix."""
         x = self._with_diagonal()._array
         return jnp.tril(x) if self.lower else jnp.triu(x)
 

@@ -211,7 +211,7 @@ class Floats:
         bytes_ = np.ascontiguousarray(bytes_)
         largest = LARGEST_SCALES.get(self.dtype, 0xFF)
         if bytes_.size and bytes_.max() > largest:
-            raise ValueError(f"it has scales that are no number, or negative: above 0x{largest:X}")
+            raise ValueError(f"it has scales that are negative or NaN: above 0x{largest:X}")
         floats = bytes_.view(self.dtype)
         return -floats if self.negated else floats
 

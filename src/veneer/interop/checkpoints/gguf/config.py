@@ -46,22 +46,22 @@ def huggingface_config(
     architecture = metadata.get("general.architecture")
     if architecture not in _MODELS:
         raise ValueError(
-            f"a configuration is made for the architectures {', '.join(_MODELS)}, "
-            f"not {architecture!r}"
+            f"config.json cannot be made for architecture {architecture!r}; supported are "
+            f"{', '.join(_MODELS)}"
         )
 
     def value(key: str, default: Any = None, kind: type = int) -> Any:
         found = metadata.get(f"{architecture}.{key}", default)
         if found is None:
-            raise ValueError(f"the metadata lacks {architecture}.{key}")
+            raise ValueError(f"the metadata have no {architecture}.{key}")
         found = found.item() if isinstance(found, np.generic) else found
         if not isinstance(found, kind):
-            raise ValueError(f"{architecture}.{key} is {found!r}, and not one {kind.__name__}")
+            raise ValueError(f"{architecture}.{key} is {found!r}, not one {kind.__name__}")
         # Of an f32 the shortest number that is it, as it was written down: 1e-05.
         return float(str(np.float32(found))) if isinstance(found, float) else found
 
     if value("expert_count", 0):
-        raise ValueError("no configuration is made for a mixture of experts")
+        raise ValueError("config.json cannot be made for a mixture of experts")
     heads = value("attention.head_count")
     hidden = value("embedding_length")
     model_type, model_class = _MODELS[architecture]
@@ -120,5 +120,5 @@ def _of_llama3(factors: np.ndarray, theta: float) -> dict[str, Any]:
     factor = float(factors.max())
     kept = np.clip((turns - 1) / (4 - 1), 0, 1)
     if not np.allclose(factors, 1 / ((1 - kept) / factor + kept), rtol=1e-4):
-        raise ValueError("its rope_freqs.weight is not that of Llama 3, which config.json can say")
+        raise ValueError("its rope_freqs.weight differs from Llama 3: config.json cannot state it")
     return _LLAMA3 | {"factor": factor}

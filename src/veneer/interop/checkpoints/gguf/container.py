@@ -45,7 +45,7 @@ def type_layout(number: int) -> tuple[str, int, int]:
         return name, 1, dtype.itemsize
     if number in OTHER_TYPES:
         return OTHER_TYPES[number]
-    raise ValueError(f"there is no type {number} of tensors")
+    raise ValueError(f"tensor type {number} is unknown")
 
 
 def read_header(content: np.ndarray) -> tuple[dict[str, Any], dict[str, Entry]]:
@@ -64,13 +64,13 @@ def read_header(content: np.ndarray) -> tuple[dict[str, Any], dict[str, Entry]]:
     for _ in range(reader.count(13)):
         key = reader.string()
         if key in metadata:
-            raise ValueError(f"{key!r} is there twice")
+            raise ValueError(f"{key!r} occurs twice")
         metadata[key] = reader.value()
     infos: dict[str, tuple[tuple[int, ...], int, int]] = {}
     for _ in range(tensors):
         name, info = _read_info(reader)
         if name in infos:
-            raise ValueError(f"tensor {name!r} is there twice")
+            raise ValueError(f"tensor {name!r} occurs twice")
         infos[name] = info
     alignment = alignment_of(metadata)
     data = aligned(reader.offset, alignment)
@@ -79,10 +79,10 @@ def read_header(content: np.ndarray) -> tuple[dict[str, Any], dict[str, Entry]]:
     for name, (shape, type, stated) in infos.items():
         try:
             if stated != offset:
-                raise ValueError(f"it starts at {stated}, and the one before it ends at {offset}")
+                raise ValueError(f"it starts at {stated}, but the previous one ends at {offset}")
             nbytes = nbytes_of(shape, type)
             if data + offset + nbytes > len(content):
-                raise ValueError(f"it takes {nbytes} bytes, and the file ends before")
+                raise ValueError(f"it takes {nbytes} bytes, but the file ends before")
         except ValueError as error:
             raise ValueError(f"tensor {name!r}: {error}") from None
         entries[name] = Entry(type, shape, data + offset, nbytes)
@@ -92,12 +92,14 @@ def read_header(content: np.ndarray) -> tuple[dict[str, Any], dict[str, Entry]]:
 
 def _check_version(reader: MetadataReader) -> None:
     if reader.integer("I") != int.from_bytes(MAGIC, "little"):
-        raise ValueError("it is no GGUF file: it does not start with 'GGUF'")
+        raise ValueError("it is not a GGUF file: it does not start with 'GGUF'")
     version = reader.integer("I")
     if version and not version & 0xFFFF:
-        raise ValueError("it is big-endian: gguf-convert-endian of the package gguf converts it")
+        raise ValueError(
+            "it is big-endian: convert it with gguf-convert-endian of the package gguf"
+        )
     if version not in VERSIONS:
-        raise ValueError(f"it has version {version}, and those that are read are 2 and 3")
+        raise ValueError(f"it has version {version}; supported are 2 and 3")
 
 
 def _read_info(reader: MetadataReader) -> tuple[str, tuple[tuple[int, ...], int, int]]:
@@ -105,12 +107,14 @@ def _read_info(reader: MetadataReader) -> tuple[str, tuple[tuple[int, ...], int,
     name = reader.string()
     axes = reader.integer("I")
     if axes > MOST_AXES:
-        raise ValueError(f"tensor {name!r} has {axes} axes, and GGUF has up to {MOST_AXES}")
+        raise ValueError(f"tensor {name!r} has {axes} axes, but GGUF has at most {MOST_AXES}")
     # The fastest first.
     shape = tuple(reader.integer("Q") for _ in range(axes))[::-1]
     # No type has less than a bit a value.
     if math.prod(max(size, 1) for size in shape) > 8 * reader.size:
-        raise ValueError(f"tensor {name!r} has shape {shape}, of more values than bits in the file")
+        raise ValueError(
+            f"tensor {name!r} has shape {shape}, which has more values than the file has bits"
+        )
     return name, (shape, reader.integer("I"), reader.integer("Q"))
 
 
@@ -121,7 +125,9 @@ def nbytes_of(shape: tuple[int, ...], type: int) -> int:
     """
     name, values, nbytes = type_layout(type)
     if (shape[-1] if shape else 1) % values:
-        raise ValueError(f"a row of {shape} is not of whole blocks of {name}, of {values} values")
+        raise ValueError(
+            f"the last axis of {shape} is not a multiple of {values}, the block of {name}"
+        )
     return math.prod(shape) // values * nbytes
 
 
@@ -132,7 +138,7 @@ def alignment_of(metadata: dict[str, Any]) -> int:
     """
     alignment = metadata.get("general.alignment", ALIGNMENT)
     if type(alignment) is not int or alignment.bit_count() != 1 or alignment > _MOST_ALIGNMENT:
-        raise ValueError(f"general.alignment is a power of two up to 2**20, not {alignment!r}")
+        raise ValueError(f"general.alignment must be a power of two up to 2**20, not {alignment!r}")
     return alignment
 
 
@@ -147,7 +153,7 @@ def mapped(path: Path) -> np.ndarray:
     **Raises:** `FileNotFoundError`; `ValueError` for an empty file.
     """
     if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist, or is no file")
+        raise FileNotFoundError(f"{path} does not exist or is not a file")
     if path.stat().st_size == 0:
         raise ValueError(f"{path} is empty")
     return np.asarray(np.memmap(path, np.uint8, "r"))

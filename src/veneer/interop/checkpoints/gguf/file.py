@@ -70,7 +70,7 @@ class GgufFile:
         if names == "huggingface":
             self._origins = _said_of(self.path, names_of, self.metadata, shapes)
         elif names is not None:
-            raise ValueError(f"names is 'huggingface' or None, not {names!r}")
+            raise ValueError(f"names must be 'huggingface' or None, not {names!r}")
 
     def _open(self) -> None:
         self.metadata = self._add(self.path)
@@ -80,21 +80,21 @@ class GgufFile:
         match = _PART.fullmatch(self.path.name)
         if match is None or int(match[3]) != parts:
             raise ValueError(
-                f"{self.path} is one of {parts} parts, whose names end in "
-                f"-00001-of-{parts:05}.gguf: give it its name back"
+                f"{self.path} is one of {parts} parts, but its name does not end in "
+                f"-00001-of-{parts:05}.gguf: rename it"
             )
         self._entries.clear()
         for number in range(parts):
             path = self.path.with_name(f"{match[1]}-{number + 1:05}-of-{parts:05}.gguf")
             metadata = self._add(path)
             if (metadata.get("split.no"), metadata.get("split.count")) != (number, parts):
-                raise ValueError(f"{path} is not part {number + 1} of {parts}, as it is named")
+                raise ValueError(f"{path} is not part {number + 1} of {parts}, as its name says")
             if number == 0:
                 self.metadata = metadata
         stated = self.metadata.get("split.tensors.count", len(self._entries))
         if stated != len(self._entries):
             raise ValueError(
-                f"{self.path}: its parts have {len(self._entries)} tensors of {stated}"
+                f"{self.path}: its parts have {len(self._entries)} of {stated} tensors"
             )
 
     def _add(self, path: Path) -> dict[str, Any]:
@@ -102,7 +102,7 @@ class GgufFile:
         content = mapped(path)
         metadata, entries = _said_of(path, read_header, content)
         if twice := self._entries.keys() & entries.keys():
-            raise ValueError(f"{path} has tensor {min(twice)!r}, as has another part")
+            raise ValueError(f"tensor {min(twice)!r} is in {path} and in another part")
         self._entries |= {name: (content, entry) for name, entry in entries.items()}
         return metadata
 
@@ -200,7 +200,7 @@ def _read(
         return np.array(array if order is None else array[order])
     if entry.type not in BLOCK_TYPES:
         known = ", ".join(row.name for row in BLOCK_TYPES.values())
-        raise ValueError(f"it is {type_layout(entry.type)[0]}, and what is read here is {known}")
+        raise ValueError(f"its type is {type_layout(entry.type)[0]}; supported are {known}")
     count = math.prod(entry.shape[:-1])
     rows = content.reshape(count, entry.nbytes // max(count, 1))
     return decode(rows, BLOCK_TYPES[entry.type], entry.shape, order)

@@ -50,7 +50,7 @@ class MetadataReader:
         """Reads how many things of at least so many bytes come, and looks that there is room."""
         count = self.integer("Q")
         if count * least > len(self._content) - self.offset:
-            raise ValueError(f"it ends before the {count} things that come at byte {self.offset}")
+            raise ValueError(f"it ends within the {count} entries at byte {self.offset}")
         return count
 
     def string(self, errors: str = "strict") -> str:
@@ -72,7 +72,7 @@ class MetadataReader:
         if type == _ARRAY and levels:
             return self._array(levels - 1)
         if type not in _NUMBERS:
-            raise ValueError(f"there is no value of type {type}, as at byte {self.offset - 4}")
+            raise ValueError(f"value type {type} at byte {self.offset - 4} is unknown")
         number = self._numbers(type, 1)[0]
         value = number.item()
         return value if _type_of(value) == type else number
@@ -94,7 +94,7 @@ class MetadataReader:
     def _take(self, size: int) -> memoryview:
         end = self.offset + size
         if end > len(self._content):
-            raise ValueError(f"it ends within the {size} bytes that come at byte {self.offset}")
+            raise ValueError(f"it ends within the {size} bytes at byte {self.offset}")
         taken = self._content[self.offset : end]
         self.offset = end
         return taken
@@ -127,7 +127,7 @@ def _encode(value: Any) -> tuple[int, bytes]:
         if types <= _NUMBERS.keys() and len(types) > 1:
             return _encode(np.array(value))
         if len(types) > 1:
-            raise TypeError(f"GGUF's arrays are of one type, and this one is of several: {value!r}")
+            raise TypeError(f"a GGUF array has one type, but this one has several: {value!r}")
         return _ARRAY, struct.pack("<IQ", types.pop(), len(items)) + b"".join(x for _, x in items)
     if isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype in _NUMBER_OF:
         type = _NUMBER_OF[value.dtype]
@@ -149,5 +149,5 @@ def _type_of(value: Any) -> int:
             if np.iinfo(dtype).min <= value <= np.iinfo(dtype).max:
                 return _NUMBER_OF[dtype]
     raise TypeError(
-        f"GGUF has strings, numbers of up to 64 bits and arrays of these, not {value!r}"
+        f"GGUF can hold strings, numbers of up to 64 bits and arrays of these, not {value!r}"
     )

@@ -102,9 +102,7 @@ def stored_names(metadata: Mapping[str, Any], names: Iterable[str]) -> dict[str,
             whole[stored] = name
     for stored, found in experts.items():
         if found.keys() != set(range(len(found))):
-            raise ValueError(
-                f"of the {max(found) + 1} experts of {stored!r}, {len(found)} are here"
-            )
+            raise ValueError(f"{stored!r} has only {len(found)} of {max(found) + 1} experts")
         whole[stored] = [found[i] for i in range(len(found))]
     return whole
 
@@ -130,8 +128,8 @@ def _names_in_layer(metadata: Mapping[str, Any]) -> dict[str, str]:
     architecture = metadata.get("general.architecture")
     if architecture not in _ARCHITECTURES:
         raise ValueError(
-            f"architecture {architecture!r} is not known: vn.load(path) reads it by GGUF's own "
-            f"names, and with names='huggingface' those of {', '.join(_ARCHITECTURES)}"
+            f"names='huggingface' is not supported for architecture {architecture!r}, only for "
+            f"{', '.join(_ARCHITECTURES)}. vn.load(path) loads it with GGUF's names"
         )
     return _ARCHITECTURES[architecture]
 
@@ -169,5 +167,5 @@ def order_of_rows(
         heads = heads[layer] if layer < len(heads) else None
     rows = shape[0] if shape else 0
     if not isinstance(heads, int | np.integer) or heads < 1 or rows % (2 * heads):
-        raise ValueError(f"its {rows} rows are not those of heads of pairs: {heads!r} heads")
+        raise ValueError(f"its {rows} rows are not pairs of {heads!r} heads")
     return np.arange(rows).reshape(heads, rows // heads // 2, 2).swapaxes(1, 2).reshape(rows)

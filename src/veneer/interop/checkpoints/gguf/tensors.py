@@ -106,7 +106,7 @@ def with_factors(q: QArray, factors: Any, expert: int | None = None) -> QArray:
         factors = factors[expert : expert + 1]
     matrices = q.shape[0] if q.ndim == 3 else 1
     if factors.dtype != np.float32 or factors.shape not in ((), (1,), (matrices,)):
-        raise ValueError(f"its scale is {factors.dtype.name} {factors.shape}, and not one f32")
+        raise ValueError(f"its scale is {factors.dtype.name} {factors.shape}, not one f32")
     factors = np.asarray(factors).reshape(-1, *[1] * (q.ndim - 1))
     packed: Any = q.scale
     return q.replace(scale=QArray.from_packed(packed, factors, qtype=_E4M3, dense_dtype="float32"))
@@ -166,7 +166,7 @@ def encode(q: QArray) -> Encoded:
     **Raises:** `ValueError`, saying why, where no type of blocks does.
     """
     if q.ndim == 0:
-        raise ValueError("GGUF's blocks are of 32 values and more, and this is a scalar")
+        raise ValueError("it is a scalar, but blocks of GGUF have at least 32 values")
     reasons = []
     for type in _candidates(q):
         try:
@@ -202,13 +202,13 @@ def _candidates(q: QArray) -> list[BlockType]:
 
 def _encoded(q: QArray, type: BlockType) -> Encoded:
     if q.shape[-1] % type.values:
-        raise _Misfit(f"the last axis of {q.shape} is no multiple of {type.values}")
+        raise _Misfit(f"the last axis of {q.shape} is not a multiple of {type.values}")
     floats = [(type.scale, *_floats(q.scale, q.shape, type, type.scale, "scale"))]
     if type.minimum is not None:
         minimum = np.zeros([1] * q.ndim, np.float16) if q.minimum is None else q.minimum
         floats.append((type.minimum, *_floats(minimum, q.shape, type, type.minimum, "minimum")))
     elif q.minimum is not None:
-        raise _Misfit("it has no minimum")
+        raise _Misfit("it must not have a minimum")
     return Encoded(type, q, floats)
 
 
@@ -220,7 +220,9 @@ def _floats(
     count = shape[-1] // type.values
     if place.numbers is not None:
         if not isinstance(leaf, QArray) or leaf.qtype != place.qtype or leaf.zero_point is not None:
-            raise _Misfit(f"its {name} is {place.qtype} under one float for {type.values} values")
+            raise _Misfit(
+                f"its {name} must be {place.qtype} with one float per {type.values} values"
+            )
         fields = _fields_of(leaf, leaf.format)(slice(None)).reshape(leaf.shape)
         numbers = _repeated(fields, (*shape[:-1], count * place.numbers.count), name)
         leaf = leaf.scale
@@ -237,10 +239,10 @@ def _exactly(floats: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
         narrow = floats.astype(dtype)
     back = narrow.astype(floats.dtype)
     if not np.all((back == floats) | (np.isnan(back) & np.isnan(floats))):
-        raise _Misfit(f"its {name} is {dtype.name}, and these are not all")
+        raise _Misfit(f"its {name} must be exact in {dtype.name}")
     largest = LARGEST_SCALES.get(dtype, 0xFF)
     if narrow.size and dtype.itemsize == 1 and narrow.view(np.uint8).max() > largest:
-        raise _Misfit(f"its {name} is {dtype.name} without a sign, and no NaN")
+        raise _Misfit(f"its {name} must be {dtype.name}, nonnegative and not NaN")
     return narrow
 
 
@@ -248,7 +250,7 @@ def _repeated(leaf: np.ndarray, shape: tuple[int, ...], name: str) -> np.ndarray
     """A leaf with an entry for each tile of blocks, which lie within its tiles: `[rows, tiles]`."""
     for axis, (size, count) in enumerate(zip(shape, leaf.shape, strict=True)):
         if count and size % count:
-            raise _Misfit(f"its {name} has {size} entries along axis {axis}, and here are {count}")
+            raise _Misfit(f"its {name} must have {size} entries along axis {axis}, not {count}")
         leaf = leaf if size == count else np.repeat(leaf, size // max(count, 1), axis)
     return leaf.reshape(math.prod(shape[:-1]), shape[-1])
 

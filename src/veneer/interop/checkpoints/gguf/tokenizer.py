@@ -64,8 +64,8 @@ def tokenizer(metadata: Mapping[str, Any]) -> Any:
         words = _byte_pairs(metadata, pre)
     else:
         raise ValueError(
-            f"the file has a tokenizer {kind!r} that cuts texts as {pre!r}, and what is made here "
-            f"is 'llama', and 'gpt2' as {', '.join(map(repr, _PATTERNS))}"
+            f"the file has a tokenizer {kind!r} with pre-tokenizer {pre!r}; supported are 'llama', "
+            f"and 'gpt2' with {', '.join(map(repr, _PATTERNS))}"
         )
     special = [tokenizers.AddedToken(t, normalized=False) for t in _of_kind(metadata, _CONTROL)]
     words.add_special_tokens(special)
@@ -206,7 +206,7 @@ def _part(metadata: Mapping[str, Any], name: str) -> Any:
     part = metadata.get(f"tokenizer.ggml.{name}")
     if part is None:
         raise ValueError(
-            f"the file has no tokenizer that is whole: tokenizer.ggml.{name} is missing"
+            f"the tokenizer of the file is incomplete: tokenizer.ggml.{name} is missing"
         )
     return part
 

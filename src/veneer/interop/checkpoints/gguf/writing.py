@@ -85,7 +85,9 @@ def write_gguf(
         for name, tensor, order in _stored(tensors, metadata, names):
             _pad(file, alignment)
             if _layout(tensor) != layout[name]:
-                raise ValueError(f"tensor {name!r} was {layout[name]}, and is {_layout(tensor)}")
+                raise ValueError(
+                    f"tensor {name!r} changed from {layout[name]} to {_layout(tensor)}"
+                )
             if isinstance(tensor, Encoded):
                 file.writelines(part.data for part in tensor.parts(order))
             else:
@@ -101,7 +103,7 @@ def _stored(
     if names == "huggingface":
         stored = stored_names(metadata, tensors)
     elif names is not None:
-        raise ValueError(f"names is 'huggingface' or None, not {names!r}")
+        raise ValueError(f"names must be 'huggingface' or None, not {names!r}")
     for name, of in stored.items():
         if isinstance(of, str):
             value = _array(of, tensors[of])
@@ -137,38 +139,38 @@ def _array(name: str, value: Any) -> "QArray | np.ndarray":
             array = np.asarray(value)
             return array.astype(array.dtype.newbyteorder("="), copy=False)
     raise TypeError(
-        f"tensor {name!r} is of type {type(value).__name__}, and GGUF holds QArrays and dense "
-        "arrays: vn.materialise makes it dense"
+        f"tensor {name!r} is a {type(value).__name__}, but GGUF can hold only QArrays and dense "
+        "arrays: convert it, for example with vn.materialise"
     )
 
 
 def _stacked(name: str, values: "list[QArray | np.ndarray]") -> Any:
     """The experts of a layer as one tensor."""
     if len({(jax.tree.structure(value), value.shape, value.dtype) for value in values}) > 1:
-        raise ValueError(f"the experts of {name!r} are not of one shape and format")
+        raise ValueError(f"the experts of {name!r} differ in shape or format")
     return jax.tree.map(lambda *leaves: np.stack(leaves), *values)
 
 
 def _encoded(name: str, value: "QArray | np.ndarray") -> "Encoded | np.ndarray":
     if not 0 < len(name.encode()) <= LONGEST_NAME:
-        raise ValueError(f"GGUF's names have up to {LONGEST_NAME} bytes, and {name!r} does not")
+        raise ValueError(f"names in GGUF have at most {LONGEST_NAME} bytes: shorten {name!r}")
     if value.ndim > MOST_AXES:
         raise ValueError(
-            f"tensor {name!r} has shape {value.shape}, and GGUF up to {MOST_AXES} axes"
+            f"tensor {name!r} has shape {value.shape}, but GGUF has at most {MOST_AXES} axes"
         )
     if isinstance(value, QArray):
         try:
             return encode(value)
         except ValueError as error:
             raise ValueError(
-                f"tensor {name!r}, a QArray of {value.qtype} {list(value.shape)} in tiles of "
-                f"{list(value.tile_shape)}, is not what GGUF can hold: {error}. Quantise it so "
+                f"GGUF cannot hold tensor {name!r}, a QArray of {value.qtype} {list(value.shape)} "
+                f"in tiles of {list(value.tile_shape)}: {error}. Quantize it accordingly "
                 "(vn.quant.Rule has tile_size, tile_axis and scale_dtype='float16'), or save "
                 "vn.materialise of it"
             ) from None
     if value.dtype not in _NUMBER_OF:
         raise ValueError(
-            f"tensor {name!r} is {value.dtype.name}, and GGUF has "
+            f"tensor {name!r} is {value.dtype.name}, but GGUF has only "
             f"{', '.join(dtype.name for dtype in _NUMBER_OF)}: convert it with astype"
         )
     return value
@@ -180,7 +182,7 @@ def _header(
     header = [MAGIC, struct.pack("<IQQ", VERSIONS[-1], len(layout), len(metadata))]
     for key, value in metadata.items():
         if not isinstance(key, str):
-            raise TypeError(f"keys of metadata are strings, not {key!r}")
+            raise TypeError(f"keys of metadata must be strings, not {key!r}")
         try:
             header += [write_string(key), write_value(value)]
         except TypeError as error:
@@ -201,7 +203,7 @@ def _pad(file: BinaryIO, alignment: int) -> None:
 @contextlib.contextmanager
 def _aside(path: Path, overwrite: bool) -> Iterator[BinaryIO]:
     """Opens a new file that becomes `path` when the block ends, and vanishes when it fails."""
-    refusal = lambda path: None if _is_gguf(path) else "for it is no GGUF file"
+    refusal = lambda path: None if _is_gguf(path) else "it is not a GGUF file"
     with (
         replacing(path, overwrite=overwrite, refusal=refusal) as aside,
         aside.open("xb") as file,

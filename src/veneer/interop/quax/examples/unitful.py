@@ -46,7 +46,8 @@ class _Units(dict):
 
 
 def _as_units(units: Dimension | dict[Dimension, int]) -> _Units:
-    return _Units({units: 1} if isinstance(units, Dimension) else units)
+    exponents = {units: 1} if isinstance(units, Dimension) else units
+    return _Units({dimension: n for dimension, n in exponents.items() if n != 0})
 
 
 class Unitful(ArrayValue):
@@ -59,6 +60,7 @@ class Unitful(ArrayValue):
 
     - `array`: the array.
     - `units`: a `Dimension`, or a dict of exponents, such as `{meters: 1, seconds: -2}`.
+      Exponents of 0 are dropped.
 
     >>> import jax.numpy as jnp, veneer.interop.quax as quax
     >>> from veneer.interop.quax.examples.unitful import Unitful, meters, seconds

@@ -61,8 +61,8 @@ class HiValue(ArrayValue):
     def materialise(self) -> Any:
         """Raise a `ValueError`: the dense array would lose what the leaf's type says."""
         raise ValueError(
-            f"Refusing to materialise {type(self).__name__}, which would discard what the type of "
-            "its leaf says. Register a rule for this primitive, or override `materialise`."
+            f"Refusing to materialise {type(self).__name__}, because the type information of its "
+            "leaf would be lost. Register a rule for this primitive, or override `materialise`."
         )
 
 
