@@ -210,6 +210,20 @@ def test_every_name_in_all_exists():
     assert not [name for name in vn.__all__ if not hasattr(vn, name)]
 
 
+@pytest.mark.parametrize("name", ["distributed", "hijax", "lora", "numba", "testing", "tree"])
+def test_a_public_module_offers_only_its_own_names(name):
+    module = getattr(vn, name)
+    assert set(module.__all__) <= set(dir(module))
+    for public in module.__all__:
+        defined_in = getattr(getattr(module, public), "__module__", "veneer")
+        assert defined_in.partition(".")[0] == "veneer"
+
+
+@pytest.mark.parametrize("module", ["hijax", "tree"])
+def test_completion_shows_no_internals(module):
+    assert set(dir(getattr(vn, module))) == set(getattr(vn, module).__all__)
+
+
 def test_the_version_is_that_of_the_distribution():
     try:
         installed = importlib.metadata.version("veneer")
@@ -277,7 +291,7 @@ def test_a_missing_name_suggests_its_module(name, meant):
         getattr(vn, name)
 
 
-@pytest.mark.parametrize("name", ["unknown", "jax", "Sequence"])
+@pytest.mark.parametrize("name", ["unknown", "jax", "Sequence", "policy_in_force"])
 def test_a_name_that_is_not_public_suggests_nothing(name):
     with pytest.raises(AttributeError, match=rf"has no attribute '{name}'$"):
         getattr(vn, name)

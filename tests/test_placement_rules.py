@@ -203,13 +203,11 @@ def test_fully_sharded_beside_tensor_parallelism():
 def test_what_does_not_divide_is_named_with_what_would():
     w = vn.quant.quantize(jnp.ones((64, 8)), "int8", channelwise_axes=[1], tiled_axes={0: 32})
     f = jax.shard_map(lambda w: 2 * w, mesh=LINE, in_specs=P("data"), out_specs=P("data"))
-    would = (
-        r"would have 8 values, of which 32 are stored together \(tiles of 8 or 2 devices would do"
-    )
+    would = r"would have 8 values, but 32 are stored together \(tiles of 8 or 2 devices would fit"
     with pytest.raises(vn.MaterialiseError, match=would):
         vn.implicit(f, on_materialise="error")(w)
     narrow = {"up": vn.quant.quantize(jnp.ones((64, 8)), "nf4", channelwise_axes=[1])}
-    would = r"^up is whole.* have 1 values, of which 2 are stored together \(4 devices would do\)"
+    would = r"^up is whole.* have 1 values, but 2 are stored together \(4 devices would fit\)"
     with pytest.warns(UserWarning, match=would):
         vn.device_put(narrow, [("up", on(None, "data", mesh=LINE))])
 

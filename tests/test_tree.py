@@ -175,9 +175,9 @@ def test_combine_takes_the_first_that_is_there():
 @pytest.mark.parametrize(
     ("mask", "error", "says"),
     [
-        ({"w": True}, ValueError, "the mask is no prefix of the tree"),
-        ({"w": 1, "rest": True}, TypeError, "a mask holds bools, .* not 1"),
-        ({"w": np.array(True), "rest": True}, TypeError, "a mask holds bools"),
+        ({"w": True}, ValueError, "The mask is not a prefix of the tree"),
+        ({"w": 1, "rest": True}, TypeError, "A mask must have bools as leaves, not 1"),
+        ({"w": np.array(True), "rest": True}, TypeError, "A mask must have bools"),
     ],
     ids=["structure", "number", "array"],
 )

@@ -1,30 +1,30 @@
-"""Arrays that look dense to every JAX program and are something cheaper inside.
+"""Arrays for JAX that look dense to every program and store something cheaper.
 
-    _jax                the seam to private JAX
-    _install            the command that installs an extra, for errors
-    _core               implicit values, rules, and the transform that runs them
-    _report             what ran where: `explain`
-    native              machine code of a CPU: compiled once, kept on disk, called by XLA and NumPy
-    kernels             products and quantising on stored codes
-    types               array types: low rank, sparse, structured, labelled
-    quant               quantised arrays: formats, products, calibration, training
+    _jax                all imports of private JAX
+    _install            the install command that errors name
+    _core               implicit arrays, rules, and `implicit`
+    _report             reports of `explain`
+    native              machine code for the CPU: compiled once and cached on disk
+    kernels             products and quantization of packed codes
+    types               array types: low rank, sparse, structured, labeled
+    quant               quantized arrays: formats, products, calibration, training
     hijax               high types: implicit arrays as operands of plain JAX functions
-    numba               JAX functions as native ones
-    interop             files, and other libraries
-    lora                updates of low rank, by rules on paths
+    numba               JAX functions compiled to native functions
+    interop             files and other libraries
+    lora                LoRA adapters, by rules on paths
     tree                trees in which an implicit array is one leaf
-    straight_through    `ste`: the value of a function, with the derivative of the identity
-    distributed         collectives that send dense arrays quantised
-    placement           where arrays are: `device_put`, by shardings that speak of dense arrays
-    training            which arrays are trained: `freeze`, `trainable`
-    testing             checks for the tests of those who write array types
-    parameter_table     what the arrays of a tree are and cost: `summary`
-    plan                how to divide a model over devices, by its config: `veneer plan`
-    doctor              what products run by on this machine: `veneer doctor`
-    cli, demo           the command line, and its demonstration on a real model
-    cli_help            examples, table of formats and JSON keys of the command line's help
+    straight_through    `ste`: a function with the derivative of the identity
+    distributed         collectives that send dense arrays quantized
+    placement           `device_put` and shardings of dense arrays
+    training            `freeze`, `unfreeze` and `trainable`
+    testing             checks for the tests of array types
+    parameter_table     `summary`: a table of formats and sizes
+    plan                `veneer plan`: how to shard a model over devices
+    doctor              `veneer doctor`: which kernels run on this machine
+    cli, demo           the command line, and a demonstration on a real model
+    cli_help            examples and tables of the command line's help
 
-What each may import, and three journeys through them: docs/architecture.md.
+docs/architecture.md says what each may import, and follows three calls through them.
 """
 
 from importlib import import_module
@@ -128,8 +128,10 @@ def _suggest(name: str) -> str:
     """Return a hint if a module of this package has a public name."""
     if not name.startswith("_"):  # tools ask for private names, and importing modules takes time
         for module in ("quant", "types", "lora", "tree"):
-            found = getattr(import_module(f"{__name__}.{module}"), name, None)
-            if getattr(found, "__module__", "").startswith(f"{__name__}."):
+            contents = import_module(f"{__name__}.{module}")
+            found = getattr(contents, name, None)
+            is_public = name in getattr(contents, "__all__", [name])
+            if is_public and getattr(found, "__module__", "").startswith(f"{__name__}."):
                 return f"; did you mean vn.{module}.{name}?"
     return ""
 

@@ -1,9 +1,9 @@
-"""Collectives that send dense arrays quantised: gradients, activations, weights kept in full.
+"""Collectives that quantize dense arrays for the transfer: gradients, activations, weights.
 
-As `jax.lax` has them, under `jax.shard_map`, and with the format in which values are sent. Sums are
-taken in f32 of what each device was sent, and then sent in turn, so that all devices have the same.
-Values that were sent and are sent again do not change: the scales are those of caches.
-An implicit array needs none of it: under `vn.implicit`, JAX's own send it as it is stored.
+They are used like those of `jax.lax`, under `jax.shard_map`. Sums are computed in f32 of the
+received values, and sent quantized too, so that all devices have the same result. Values that were
+sent once do not change if they are sent again. Implicit arrays need no such collectives: under
+`vn.implicit`, those of `jax.lax` send the packed leaves.
 
 Wang et al., ZeRO++: Extremely Efficient Collective Communication for Giant Model Training (2023);
 Ahmed et al., EQuARX: Efficient Quantized AllReduce in XLA for Distributed ML Acceleration (2025).
@@ -42,26 +42,28 @@ def all_gather(
     tile_size: int | None = None,
     key: jax.Array | None = None,
 ) -> T:
-    """`lax.all_gather` of what each device has, quantised.
+    """Gather an array from all devices and send it quantized, like `jax.lax.all_gather`.
 
-    Each device has the same, its own part quantised, too. In the backward pass cotangents are
-    summed by `psum_scatter` in the same format. There is no forward-mode derivative.
+    All devices get the same values; the own part of a device is quantized too. The backward pass
+    sums cotangents by `psum_scatter` in the same format. There is no forward-mode derivative.
 
     **Arguments:**
 
-    - `x`: an array, `[...]`, or a tree of them; f16, bf16, f32 or f64. An implicit array is made
-      dense. One of fewer values than a tile is sent as it is.
-    - `axis_name`: of the mesh, or several, as for `lax.all_gather`; and so `axis` and `tiled`.
-    - `qtype`: the format, by its name in `vn.quant.FORMATS`.
-    - `tile_size`: how many values, neighbours in memory, share a scale in f32: that of the format,
-      or else 128.
-    - `key`: of `jax.random`, to round up or down at random: each device by a key of its own.
+    - `x`: a floating array `[...]`, or a pytree of them. Implicit arrays are materialized. Arrays
+      with fewer values than a tile are sent unquantized.
+    - `axis_name`: the name of a mesh axis, or a sequence of names.
+    - `qtype`: a format of `vn.quant.FORMATS` whose scales are not quantized.
+    - `axis`: the position of the new axis, or with `tiled` the axis to concatenate along.
+    - `tiled`: whether to concatenate, instead of adding an axis.
+    - `tile_size`: the number of consecutive values that share an f32 scale. The default is the
+      tile of the format, or 128.
+    - `key`: a `jax.random` key for stochastic rounding. Each device derives its own key.
 
-    **Returns:** the array `[..., devices, ...]`, or with an axis that is as many times longer, in
-    the dtype of `x`.
+    **Returns:** an array `[..., devices, ...]` in the dtype of `x`, or with `tiled` one whose axis
+    is `devices` times longer.
 
-    **Raises:** `TypeError` for an array that is not floating. `ValueError` for an axis out of
-    range, and for a format or a tile as `vn.quant.quantize` does.
+    **Raises:** `TypeError` if an array is not floating. `ValueError` if `axis` is out of range, or
+    for an unsupported format or tile size.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> gather = lambda x: vn.distributed.all_gather(x, "i", "int8", tiled=True)
@@ -95,25 +97,30 @@ def psum_scatter(
     key: jax.Array | None = None,
     error: Any = None,
 ) -> Any:
-    """`lax.psum_scatter` of arrays that are sent quantised; sums are in f32.
+    """Sum an array over devices and keep a part each, like `jax.lax.psum_scatter`.
 
-    In the backward pass cotangents are gathered by `all_gather` in the same format. There is no
-    forward-mode derivative.
+    Values are sent quantized and summed in f32. The backward pass gathers cotangents by
+    `all_gather` in the same format. There is no forward-mode derivative.
 
-    **Arguments:** those of `all_gather`, and
+    **Arguments:**
 
-    - `x`: as there, but that an implicit array is refused, for as a tree it may be its derivatives.
-      One of which a device would have fewer values than a tile is sent as it is.
-    - `scatter_dimension`, `tiled`: as for `lax.psum_scatter`.
-    - `error`: what was lost in the call before: the tree of that call, or one of zeros, each in
-      f32 (or f64) with the shape of its array in `x`. It is added before rounding, so that over
-      many steps nothing is lost: error feedback, for gradients.
+    - `x`: a floating array, or a pytree of them, but no implicit arrays. Arrays with fewer values
+      per device than a tile are sent unquantized.
+    - `axis_name`: the name of a mesh axis, or a sequence of names.
+    - `qtype`: a format of `vn.quant.FORMATS` whose scales are not quantized.
+    - `scatter_dimension`: the axis to split.
+    - `tiled`: whether to split the axis, instead of removing it.
+    - `tile_size`: the number of consecutive values that share an f32 scale. The default is the
+      tile of the format, or 128.
+    - `key`: a `jax.random` key for stochastic rounding. Each device derives its own key.
+    - `error`: the error that the previous call returned, or a tree of zeros in f32 with the shapes
+      of `x`. It is added before rounding (error feedback), so gradients lose nothing over steps.
 
-    **Returns:** the part of the sum that a device is given, in the dtype of `x`; with `error`, a
-    pair of that and the error to give to the next call, which is another on each device.
+    **Returns:** the part of the sum for this device, in the dtype of `x`. With `error`, a pair of
+    it and the error for the next call, which differs between devices.
 
-    **Raises:** what `all_gather` does, and `ValueError` where devices cannot have equal parts of an
-    axis, or an error has another shape than its array.
+    **Raises:** `TypeError` for an implicit array or one that is not floating. `ValueError` if the
+    axis cannot be split equally, the shape of an error is wrong, or as for `all_gather`.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> sums = lambda x: vn.distributed.psum_scatter(x, "i", "int8", tiled=True)
@@ -147,21 +154,30 @@ def psum(
     key: jax.Array | None = None,
     error: Any = None,
 ) -> Any:
-    """`lax.psum` of arrays that are sent quantised: each device sums a part, and sends the sums.
+    """Sum an array over devices and send it quantized, like `jax.lax.psum`.
 
-    All devices have the same sums, to the bit, in about a quarter of the bytes of f32 with a format
-    of 8 bits. The derivative is that of `lax.psum`: where a `shard_map` keeps account of what
-    varies, cotangents are what all devices have, and nothing is sent; elsewhere they are summed in
-    the same format. There is no forward-mode derivative.
+    Each device sums a part and sends the sums, so all devices get bitwise equal results. A format
+    of 8 bits sends about a quarter of the bytes of f32. The backward pass sends nothing under a
+    `shard_map` with `check_vma`, and sums cotangents in the same format elsewhere. There is no
+    forward-mode derivative.
 
-    **Arguments:** those of `psum_scatter` but for the axis. An array with fewer values than a tile
-    for each device is summed as it is.
+    **Arguments:**
 
-    **Returns:** the sum, in the shape and dtype of `x`; with `error`, a pair of that and the error
-    to give to the next call, which is another on each device: of what a device sends, and of the
-    sums that it sends on.
+    - `x`: a floating array, or a pytree of them, but no implicit arrays. Arrays with fewer values
+      per device than a tile are sent unquantized.
+    - `axis_name`: the name of a mesh axis, or a sequence of names.
+    - `qtype`: a format of `vn.quant.FORMATS` whose scales are not quantized.
+    - `tile_size`: the number of consecutive values that share an f32 scale. The default is the
+      tile of the format, or 128.
+    - `key`: a `jax.random` key for stochastic rounding. Each device derives its own key.
+    - `error`: the error that the previous call returned, or a tree of zeros in f32 with the shapes
+      of `x`, as for `psum_scatter`.
 
-    **Raises:** what `psum_scatter` does.
+    **Returns:** the sum, in the shape and dtype of `x`. With `error`, a pair of it and the error
+    for the next call, which differs between devices.
+
+    **Raises:** `TypeError` for an implicit array or one that is not floating. `ValueError` if the
+    shape of an error is wrong, or for an unsupported format or tile size.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> sums = lambda x, e: vn.distributed.psum(x, "i", "int4", error=e)
@@ -243,12 +259,12 @@ def _sent(collective: str, axis_name: AxisName, qtype: DTypeLike, tile: int | No
     format = get_format(qtype)
     if format.scale_tile is not None:
         raise ValueError(
-            f"{collective} in {format.name}: its scales are quantised in turn, some of several "
-            "devices together; take a format whose scales are not, as 'int8' or 'mxfp8'"
+            f"{collective} does not support the format {format.name}, whose scales are quantized. "
+            "Use a format such as 'int8' or 'mxfp8'."
         )
     tile = format.tile_size or 128 if tile is None else tile
     if tile < 1:
-        raise ValueError(f"{collective}: a tile of {tile} has no values")
+        raise ValueError(f"{collective}: tile_size must be positive, not {tile}.")
     is_told = bool(varying_axes(vary_along(names, jnp.zeros(()))))
     devices = math.prod(map(lax.axis_size, names))
     return _Sent(collective, names, devices, format.name, tile, is_told)
@@ -263,7 +279,7 @@ def _each(of_leaf: Callable, tree: Any, key: jax.Array | None, error: Any = None
         return jax.tree.unflatten(structure, map(of_leaf, leaves, keys))
     errors, of_errors = jax.tree.flatten(error)
     if of_errors != structure:
-        raise ValueError(f"the errors are {of_errors}, and the arrays {structure}")
+        raise ValueError(f"error must have the structure of x, {structure}, not {of_errors}.")
     outs = list(map(of_leaf, leaves, keys, errors))
     sums, errors = ([out[i] for out in outs] for i in range(2))
     return jax.tree.unflatten(structure, sums), jax.tree.unflatten(structure, errors)
@@ -272,29 +288,29 @@ def _each(of_leaf: Callable, tree: Any, key: jax.Array | None, error: Any = None
 def _floating(sent: _Sent, x: Any) -> jax.Array:
     if is_value(x):
         raise TypeError(
-            f"{sent.collective} of {x!r}: a tree with these leaves may be an array, or its "
-            "derivatives by each leaf, as of jax.grad. Of an array, give vn.materialise of it; of "
-            "derivatives, their leaves: jax.tree.leaves of the whole tree"
+            f"{sent.collective} cannot tell whether {x!r} is an array or the derivatives of its "
+            "leaves. For an array, pass vn.materialise(x). For derivatives, pass "
+            "jax.tree.leaves(x)."
         )
     dtype = jnp.result_type(x)
     if dtype not in QUANTIZABLE:
-        raise TypeError(f"{sent.collective} in {sent.format} takes floats, not {dtype.name}")
+        raise TypeError(f"{sent.collective} takes floating arrays, not {dtype.name}.")
     return jnp.asarray(x)
 
 
 def _axis(sent: _Sent, axis: int, ndim: int) -> int:
     if not -ndim <= axis < ndim:
-        raise ValueError(f"{sent.collective}: axis {axis} is out of range for {ndim} axes")
+        raise ValueError(f"{sent.collective}: axis {axis} is out of range for {ndim} axes.")
     return axis % ndim
 
 
 def _check_parts(sent: _Sent, shape: tuple[int, ...], axis: int, tiled: bool) -> None:
     size, devices = shape[axis], sent.devices
     if size % devices if tiled else size != devices:
-        wanted = f"a multiple of {devices}" if tiled else f"{devices}, or tiled=True"
+        wanted = f"a multiple of {devices}" if tiled else f"{devices} (with tiled=True, a multiple)"
         raise ValueError(
-            f"{sent.collective}: {devices} devices along {sent.names} cannot have equal parts of "
-            f"axis {axis} (size {size}) of shape {shape}, which should be {wanted}"
+            f"{sent.collective}: axis {axis} of shape {shape} cannot be split over {devices} "
+            f"devices along {sent.names}. Its size must be {wanted}, not {size}."
         )
 
 
@@ -304,7 +320,7 @@ def _summed(sent: _Sent, x: jax.Array, error: Any, exact: Callable, rounded: Cal
     if error is not None:
         if jnp.shape(error) != x.shape:
             raise ValueError(
-                f"{sent.collective}: an error has shape {jnp.shape(error)}, and its array {x.shape}"
+                f"{sent.collective}: an error has shape {jnp.shape(error)}, its array {x.shape}."
             )
         total += error
     is_small = x.size < sent.tile * sent.devices

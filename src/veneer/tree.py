@@ -1,7 +1,8 @@
-"""Trees in which an implicit array is one leaf, and trees of those parts of it that are trained.
+"""Functions of pytrees in which an implicit array is one leaf.
 
-The first eight functions are those of `jax.tree` with the same signatures. An `is_leaf` of the
-caller's names further leaves.
+`map`, `flatten`, `leaves`, `structure`, `unflatten` and those that end in `_with_path` have the
+signatures of `jax.tree`. Their `is_leaf` marks further leaves. `partition` and `combine` split and
+join the arrays within implicit arrays.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,6 +15,23 @@ from ._core.policy import ALLOW, policy_in_force
 from ._core.value import Value, is_value
 from ._core.value import materialise as _materialise
 
+__all__ = [
+    "combine",
+    "depth",
+    "flatten",
+    "flatten_one_layer",
+    "flatten_with_path",
+    "leaves",
+    "leaves_with_path",
+    "map",
+    "map_with_path",
+    "materialise_nested",
+    "partition",
+    "path_string",
+    "structure",
+    "unflatten",
+]
+
 IsLeaf = Callable[..., bool] | None
 
 
@@ -24,7 +42,18 @@ def _or_value(is_leaf: IsLeaf, takes_path: bool = False) -> Callable[..., bool]:
 
 
 def map(f: Callable, tree: Any, *rest: Any, is_leaf: IsLeaf = None) -> Any:
-    """The tree with `f(leaf, *leaves_of_rest)` for each leaf.
+    """Apply a function to each leaf, where an implicit array is one leaf.
+
+    **Arguments:**
+
+    - `f`: a function of a leaf of `tree`, and of the leaves at the same place in `rest`.
+    - `tree`: a pytree.
+    - `rest`: further pytrees. `tree` must be a prefix of each.
+    - `is_leaf`: a predicate that marks further leaves.
+
+    **Returns:** a tree with the structure of `tree` and the results of `f`.
+
+    **Raises:** `ValueError` if `tree` is not a prefix of a tree in `rest`.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> tree = {"w": vn.quant.quantize(jnp.ones((2, 3)), "int8"), "b": jnp.ones(3)}
@@ -37,7 +66,20 @@ def map(f: Callable, tree: Any, *rest: Any, is_leaf: IsLeaf = None) -> Any:
 def map_with_path(
     f: Callable, tree: Any, *rest: Any, is_leaf: IsLeaf = None, is_leaf_takes_path: bool = False
 ) -> Any:
-    """The tree with `f(path, leaf, *leaves_of_rest)` for each leaf.
+    """Apply a function to the path and the value of each leaf.
+
+    **Arguments:**
+
+    - `f`: a function of a path, a leaf of `tree`, and the leaves at the same place in `rest`.
+      `vn.tree.path_string` makes a string of a path.
+    - `tree`: a pytree.
+    - `rest`: further pytrees. `tree` must be a prefix of each.
+    - `is_leaf`: a predicate that marks further leaves.
+    - `is_leaf_takes_path`: whether `is_leaf` is called with the path and the node.
+
+    **Returns:** a tree with the structure of `tree` and the results of `f`.
+
+    **Raises:** `ValueError` if `tree` is not a prefix of a tree in `rest`.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> tree = {"w": vn.quant.quantize(jnp.ones((2, 3)), "int8"), "b": jnp.ones(3)}
@@ -51,37 +93,113 @@ def map_with_path(
 
 
 def leaves(tree: Any, is_leaf: IsLeaf = None) -> list[Any]:
-    """The leaves, in order."""
+    """Return the leaves of a tree in order.
+
+    **Arguments:**
+
+    - `tree`: a pytree.
+    - `is_leaf`: a predicate that marks further leaves.
+
+    **Returns:** a list of leaves.
+
+    >>> import jax.numpy as jnp, veneer as vn
+    >>> tree = {"w": vn.quant.quantize(jnp.ones((2, 3)), "int8"), "b": jnp.ones(3)}
+    >>> [x.shape for x in vn.tree.leaves(tree)]
+    [(3,), (2, 3)]
+    """
     return jax.tree.leaves(tree, is_leaf=_or_value(is_leaf))
 
 
 def leaves_with_path(
     tree: Any, is_leaf: IsLeaf = None, is_leaf_takes_path: bool = False
 ) -> list[tuple[Any, Any]]:
-    """Pairs of a path and a leaf, in order."""
+    """Return the leaves of a tree with their paths.
+
+    **Arguments:**
+
+    - `tree`: a pytree.
+    - `is_leaf`: a predicate that marks further leaves.
+    - `is_leaf_takes_path`: whether `is_leaf` is called with the path and the node.
+
+    **Returns:** a list of pairs of a path and a leaf.
+
+    >>> import jax.numpy as jnp, veneer as vn
+    >>> tree = {"w": vn.quant.quantize(jnp.ones((2, 3)), "int8"), "b": jnp.ones(3)}
+    >>> [(vn.tree.path_string(path), x.shape) for path, x in vn.tree.leaves_with_path(tree)]
+    [('b', (3,)), ('w', (2, 3))]
+    """
     return flatten_with_path(tree, is_leaf, is_leaf_takes_path)[0]
 
 
 def flatten(tree: Any, is_leaf: IsLeaf = None) -> tuple[list[Any], Any]:
-    """The leaves, and the structure of which `unflatten` makes the tree again."""
+    """Split a tree into its leaves and its structure.
+
+    **Arguments:**
+
+    - `tree`: a pytree.
+    - `is_leaf`: a predicate that marks further leaves.
+
+    **Returns:** a list of leaves, and a structure for `vn.tree.unflatten`.
+
+    >>> import jax.numpy as jnp, veneer as vn
+    >>> leaves, treedef = vn.tree.flatten([vn.quant.quantize(jnp.ones(2), "int8"), 1])
+    >>> len(leaves), treedef
+    (2, PyTreeDef([*, *]))
+    """
     return jax.tree.flatten(tree, is_leaf=_or_value(is_leaf))
 
 
 def flatten_with_path(
     tree: Any, is_leaf: IsLeaf = None, is_leaf_takes_path: bool = False
 ) -> tuple[list[tuple[Any, Any]], Any]:
-    """Pairs of a path and a leaf, and the structure."""
+    """Split a tree into its leaves with their paths, and its structure.
+
+    **Arguments:**
+
+    - `tree`: a pytree.
+    - `is_leaf`: a predicate that marks further leaves.
+    - `is_leaf_takes_path`: whether `is_leaf` is called with the path and the node.
+
+    **Returns:** a list of pairs of a path and a leaf, and a structure for `vn.tree.unflatten`.
+
+    >>> import jax.numpy as jnp, veneer as vn
+    >>> tree = {"w": vn.quant.quantize(jnp.ones(2), "int8")}
+    >>> pairs, treedef = vn.tree.flatten_with_path(tree)
+    >>> vn.tree.path_string(pairs[0][0]), treedef
+    ('w', PyTreeDef({'w': *}))
+    """
     either = _or_value(is_leaf, is_leaf_takes_path)
     return jax.tree.flatten_with_path(tree, is_leaf=either, is_leaf_takes_path=is_leaf_takes_path)
 
 
 def unflatten(treedef: Any, leaves: Iterable[Any]) -> Any:
-    """The tree of this structure with these leaves."""
+    """Build a tree of a structure and its leaves.
+
+    **Arguments:**
+
+    - `treedef`: a structure, as `vn.tree.flatten` and `vn.tree.structure` return it.
+    - `leaves`: the leaves in order.
+
+    **Returns:** the tree.
+
+    **Raises:** `ValueError` if the number of leaves does not fit the structure.
+
+    >>> import veneer as vn
+    >>> vn.tree.unflatten(vn.tree.structure({"a": 1, "b": 2}), [3, 4])
+    {'a': 3, 'b': 4}
+    """
     return jax.tree.unflatten(treedef, leaves)
 
 
 def structure(tree: Any, is_leaf: IsLeaf = None) -> Any:
-    """The structure, in which an implicit array is a leaf as any other.
+    """Return the structure of a tree, in which an implicit array is one leaf.
+
+    **Arguments:**
+
+    - `tree`: a pytree.
+    - `is_leaf`: a predicate that marks further leaves.
+
+    **Returns:** a `jax.tree_util.PyTreeDef`.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> vn.tree.structure([vn.quant.quantize(jnp.ones(2), "int8"), jnp.ones(2)])
@@ -91,7 +209,15 @@ def structure(tree: Any, is_leaf: IsLeaf = None) -> Any:
 
 
 def path_string(path: Iterable[Any]) -> str:
-    """The keys of a path joined with dots, `layers.0.kernel`: what a regex on paths is matched to.
+    """Return the keys of a path joined by dots, as `"layers.0.kernel"`.
+
+    The patterns of `vn.quant.Rule` and `vn.lora.Rule` are matched to such strings.
+
+    **Arguments:**
+
+    - `path`: a path, as the functions of JAX that end in `_with_path` return it.
+
+    **Returns:** a string.
 
     >>> import jax, veneer as vn
     >>> [vn.tree.path_string(path) for path, _ in jax.tree.leaves_with_path({"a": [1, 2]})]
@@ -106,9 +232,13 @@ def _is_below(x: Any) -> Callable[[Any], bool]:
 
 
 def flatten_one_layer(tree: Any) -> tuple[list[Any], Any]:
-    """The leaves where each outermost implicit array is opened, those within it being leaves.
+    """Split each outermost implicit array into its fields, and keep nested ones as leaves.
 
-    **Returns:** the leaves, and the structure of which `unflatten` makes the tree again.
+    **Arguments:**
+
+    - `tree`: an implicit array, or a pytree of them.
+
+    **Returns:** a list of leaves, and a structure for `vn.tree.unflatten`.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> leaves, treedef = vn.tree.flatten_one_layer(vn.quant.quantize(jnp.ones((2, 3)), "int8"))
@@ -125,7 +255,13 @@ def flatten_one_layer(tree: Any) -> tuple[list[Any], Any]:
 
 
 def depth(tree: Any) -> int:
-    """How deep implicit arrays are nested: 0 for none, 1 for some that hold no other.
+    """Return how deep implicit arrays are nested in a tree.
+
+    **Arguments:**
+
+    - `tree`: a pytree.
+
+    **Returns:** 0 without implicit arrays, 1 if none of them contains another, and so on.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> vn.tree.depth({"w": vn.quant.quantize(jnp.ones(2), "int8"), "b": jnp.ones(2)})
@@ -136,14 +272,17 @@ def depth(tree: Any) -> int:
 
 
 def materialise_nested(tree: Any, full: bool = False) -> Any:
-    """The tree with each outermost implicit array materialised once, or wholly.
+    """Materialize the outermost layer of each implicit array.
 
     **Arguments:**
 
-    - `tree`: an implicit array, or a tree of them. What is dense stays as it is, and so does an
-      operand of a program under `implicit`, unless `full`: there it is an array, without layers.
-    - `full`: whether to go on where `materialise` gives another implicit array; `vn.materialise`
-      then does the same.
+    - `tree`: an implicit array, or a pytree of them. Dense leaves are returned unchanged, and so
+      are operands inside a function under `vn.implicit`, unless `full`.
+    - `full`: whether to materialize all layers, as `vn.materialise` does.
+
+    **Returns:** the tree, which may contain the inner implicit arrays.
+
+    **Raises:** the error of a class that cannot materialize, such as `vn.types.Quantity`.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> frozen = vn.freeze(vn.quant.quantize(jnp.ones(2), "nf4"))
@@ -159,20 +298,22 @@ def materialise_nested(tree: Any, full: bool = False) -> Any:
 
 
 def partition(tree: Any, mask: Any) -> tuple[Any, Any]:
-    """The tree in two: the arrays that are chosen, and the rest, with None for each other's.
+    """Split a tree into the selected arrays and the rest.
 
-    Arrays are those within implicit arrays: with `vn.trainable`, a LoRA's `a` and `b` are in the
-    first tree and its `w` in the second, and both hold a LoRA.
+    Both trees have the structure of `tree`, with None in place of the other's arrays. Arrays
+    within implicit arrays are split too: with `vn.trainable`, `a` and `b` of a LoRA weight are in
+    the first tree and `w` is in the second. Differentiate and update the first tree.
 
     **Arguments:**
 
-    - `mask`: a tree of bools, a bool standing for the whole of a subtree; or a predicate of leaves.
+    - `tree`: a pytree.
+    - `mask`: a predicate of arrays, or a pytree of bools that is a prefix of `tree`, such as
+      `vn.trainable(tree)`.
 
-    **Returns:** the two trees, of which `combine` makes the tree again. The first is what to
-    differentiate by, and what to give to an optimiser.
+    **Returns:** the two trees. `vn.tree.combine` joins them.
 
-    **Raises:** `ValueError` where the mask does not fit the tree; `TypeError` where it holds
-    something else than bools.
+    **Raises:** `ValueError` if `mask` is not a prefix of `tree`. `TypeError` if it has leaves that
+    are not bools.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> params = {"w": vn.quant.quantize(jnp.eye(2), "int8"), "b": jnp.zeros(2)}
@@ -191,19 +332,28 @@ def partition(tree: Any, mask: Any) -> tuple[Any, Any]:
     try:
         chosen = jax.tree.map(_spread, mask, tree)
     except ValueError as error:
-        raise ValueError(f"the mask is no prefix of the tree: {error}") from None
+        raise ValueError(f"The mask is not a prefix of the tree: {error}") from None
     keep = lambda wanted: jax.tree.map(lambda c, x: x if c is wanted else None, chosen, tree)
     return keep(True), keep(False)
 
 
 def _spread(choice: Any, subtree: Any) -> Any:
     if not isinstance(choice, bool):
-        raise TypeError(f"a mask holds bools, True for what is chosen, and not {choice!r}")
+        raise TypeError(f"A mask must have bools as leaves, not {choice!r}.")
     return jax.tree.map(lambda _: choice, subtree)
 
 
 def combine(*trees: Any) -> Any:
-    """One tree of several of the same structure: at each place the first leaf that is not None.
+    """Join trees of the same structure: take the first leaf that is not None at each place.
+
+    **Arguments:**
+
+    - `trees`: pytrees, such as those that `vn.tree.partition` returns.
+
+    **Returns:** one tree. A place where all trees have None stays None.
+
+    **Raises:** `ValueError` if the structures differ. `TypeError` if one tree has a whole implicit
+    array where another has some of its leaves.
 
     >>> import veneer as vn
     >>> vn.tree.combine({"a": 1, "b": None}, {"a": None, "b": 2})
@@ -216,9 +366,9 @@ def _first(*xs: Any) -> Any:
     held = [x for x in xs if not _is_empty(x)]
     if len(held) > 1 and any(isinstance(x, Value) for x in held):
         raise TypeError(
-            f"{held[0]!r} is one array here, and {held[1]!r} has leaves of its place: a part that "
-            "lacks an optional leaf is taken for a whole array under vn.implicit. Put such parts "
-            "together before it"
+            f"One tree has {held[0]!r} where another has {held[1]!r}. Under vn.implicit, a part "
+            "without an optional array counts as a whole array. Combine the trees outside "
+            "vn.implicit."
         )
     return held[0] if held else xs[0]
 
@@ -229,3 +379,7 @@ def _is_empty(x: Any) -> bool:
     Under `implicit` it may be one operand there, which has no leaves to be put beside these.
     """
     return x is None or (isinstance(x, Value) and not jax.tree.leaves(x))
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -213,7 +213,7 @@ def test_mapping_over_the_leaves_of_a_built_array_is_rejected(make, mapped):
     """JAX takes an array that a program builds for a tree of its leaves."""
     with pytest.raises(ValueError, match="has too few axes") as error:
         jax.jit(vn.implicit(lambda w: mapped(make(w))))(jnp.ones((4, 4)))
-    assert "may have been mapped as a tree of leaves" in error.value.__notes__[0]
+    assert "may have been mapped leaf by leaf" in error.value.__notes__[0]
 
 
 @pytest.mark.parametrize("call", [jax.jit, scanned])

@@ -186,7 +186,7 @@ def test_explain_reports_rules_and_materialisations():
     assert "test_implicit.py:" in ran.line
     assert (fell_back.rule, fell_back.nbytes) == (None, 144)
     assert report.materialised == (fell_back,)
-    assert "materialised" in str(report)
+    assert "materialized" in str(report)
     assert "144" in str(report)
     assert "<td>dot_general</td>" in report.to_html()
 

@@ -49,9 +49,9 @@ def test_they_are_grouped_by_weight_and_those_of_none_come_last():
     report = vn.explain(model)([{"kernel": W}, {"kernel": W}], X)
     over = [line for line in str(report).splitlines()[1:] if not line.startswith(" ")]
     assert over[:3] == [
-        "W: 576 bytes made dense",
+        "W: 576 bytes materialized",
         "layers.*.kernel",
-        "in passing: 72 bytes made dense",
+        "intermediates: 72 bytes materialized",
     ]
     assert (report.nbytes, report.weight_nbytes) == (576 + 72, 576)
 
@@ -93,11 +93,10 @@ def test_files_are_named_from_where_one_works_and_from_where_modules_are_found(
 
 def test_the_summary_counts(report):
     assert report.summary == (
-        "5 primitives met an implicit array, and 1 of them made it dense: 144 bytes in all, of "
-        "weights alone."
+        "5 primitives had implicit operands. 1 of them materialized 144 bytes (weights only)."
     )
     nothing = vn.explain(jnp.matmul)(X, W)
-    assert nothing.summary == "1 primitive met an implicit array, and none made it dense."
+    assert nothing.summary == "1 primitive had implicit operands. None was materialized."
 
 
 @pytest.mark.parametrize(
@@ -106,7 +105,7 @@ def test_the_summary_counts(report):
 )
 def test_sizes(nbytes, shown):
     report = vn.Report((vn.Event("exp", ("W:f32[]",), None, nbytes, "f.py:1"),))
-    assert f"made it dense: {shown} in all" in report.summary
+    assert f"materialized {shown} (no weights)" in report.summary
 
 
 class Rows(html.parser.HTMLParser):
@@ -129,7 +128,7 @@ class Rows(html.parser.HTMLParser):
 def test_the_page_has_the_rows_and_marks_the_dense_ones(report):
     page = Rows()
     page.feed(report.to_html())
-    over = "w144 bytes made dense"
+    over = "w144 bytes materialized"
     assert [row[0] for row in page.rows[:4]] == ["primitive", over, "dot_general", "exp"]
     assert page.classes[:4] == [None, "over", None, "dense"]
     assert report.summary in report.to_html()
@@ -160,7 +159,7 @@ def test_the_page_has_each_line_with_the_source_around_it(tmp_path):
     assert lines.index("program.py:3 (f)") < lines.index("program.py:20 (f)")  # that has no source
     assert lines.count("<pre>") == 1
     assert '<td class="number times" data-n="2">2</td>' in lines
-    assert "<td>in passing</td>" in lines.replace(' class="where"', "")
+    assert "<td>intermediates</td>" in lines.replace(' class="where"', "")
 
 
 KRONECKER = vn.types.Kronecker(arrays.ones((2, 2)), arrays.ones((2, 2)))
@@ -182,7 +181,7 @@ def test_what_operators_materialized_before_is_reported(build, primitive, nbytes
         (event,) = report.events
         assert (event.primitive, event.rule, event.nbytes) == (primitive, None, nbytes)
         assert "test_report.py" in event.line
-        assert "materialised before the call" in str(report)
+        assert "materialized before the call" in str(report)
     assert not vn.explain(jnp.sin)(jnp.array(dense)).events  # another array
 
 

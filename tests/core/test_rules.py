@@ -302,8 +302,30 @@ def test_a_default_is_asked_before_batch_axes():
     assert vn.implicit(lambda w: w[1:])(Sliced(jnp.arange(3.0))).tolist() == [1, 2]
 
 
+def test_a_rule_that_declines_before_a_default_runs_once():
+    calls = []
+
+    class Declining(vn.ImplicitArray):
+        x: jax.Array
+
+        def materialise(self):
+            return self.x / 2
+
+        @staticmethod
+        def default(primitive, values, params):
+            return NotImplemented
+
+    @vn.register("cosh")
+    def _(x: Declining, **params):
+        calls.append(x)
+        return NotImplemented
+
+    vn.implicit(jnp.cosh)(Declining(jnp.arange(3.0)))
+    assert len(calls) == 1
+
+
 def test_two_different_defaults_are_refused(primitive):
-    with pytest.raises(TypeError, match="Loud and Quiet each have a default"):
+    with pytest.raises(TypeError, match="Loud and Quiet each define `default`"):
         combine(primitive, Loud(X), Quiet(X))
 
 

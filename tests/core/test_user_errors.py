@@ -64,20 +64,26 @@ MISTAKES = {
     "a field that is a string": (lambda: Held("x"), r"Held\.x is 'x'.*vn\.static\(\)"),
     "a static list": (lambda: Held(X, [1]), r"Held\.note is static.*\[1\] is a list.*tuple"),
     "a static array": (lambda: Held(X, np.ones(2)), r"Held\.note is static.*ndarray"),
-    "a dense list": (lambda: typed(lambda self: [1]), r"Odd\.materialise\(\) gives \[1\]"),
-    "no dense array": (lambda: typed(lambda self: None), r"Odd\.materialise\(\) gives None"),
+    "a dense list": (
+        lambda: typed(lambda self: [1]),
+        r"Odd\.materialise\(\) must return an array, not \[1\]",
+    ),
+    "no dense array": (
+        lambda: typed(lambda self: None),
+        r"Odd\.materialise\(\) must return an array, not None",
+    ),
     "itself": (lambda: typed(lambda self: self), r"Odd\.materialise\(\) returns itself"),
     "an aval that is none": (
         lambda: typed(aval=lambda self: (3,)),
-        r"Odd\.aval\(\) gives \(3,\) .* jax\.core\.ShapedArray",
+        r"Odd\.aval\(\) must return a jax\.core\.ShapedArray.* not \(3,\)",
     ),
     "another shape than the aval's": (
         lambda: typed(aval=lambda self: jax.core.ShapedArray((4,), jnp.float32)),
-        r"Odd\.materialise\(\) gives f32\[3\], but its aval\(\) states f32\[4\]",
+        r"Odd\.materialise\(\) returns f32\[3\], but its aval\(\) is f32\[4\]",
     ),
     "another dtype than the aval's": (
         lambda: typed(aval=lambda self: jax.core.ShapedArray((3,), jnp.float16)),
-        r"gives f32\[3\], but its aval\(\) states f16\[3\]",
+        r"returns f32\[3\], but its aval\(\) is f16\[3\]",
     ),
 }
 
@@ -117,7 +123,7 @@ def test_a_check_that_asks_for_the_shape_says_once_why_there_is_none():
         Pair(X, X[:2])
     assert str(caught.value) == "x and y differ"
     cut = jax.tree.map(lambda x: x[: round(float(x[0]))], Pair(2 + 0 * X, 1 + 0 * X))
-    with pytest.raises(ValueError, match="changed by itself") as caught:
+    with pytest.raises(ValueError, match="changed each leaf of this Pair separately") as caught:
         cut.aval()
     assert str(caught.value).count("x and y differ") == 1
 
@@ -126,9 +132,9 @@ RESULTS = {
     "another shape": (lambda x: x.x[:2], r"returns f32\[2\], where cosh gives f32\[3\]"),
     "another dtype": (lambda x: x.x.astype(jnp.float16), r"returns f16\[3\], where cosh gives f32"),
     "a value of another shape": (lambda x: Held(x.x[None]), r"returns f32\[1,3\], where cosh"),
-    "a string": (lambda x: "x", r"returns 'x'; cosh gives one array"),
-    "a list": (lambda x: [x.x], r"returns \[.*; cosh gives one array"),
-    "nothing": (lambda x: None, r"returns None; cosh gives one array, and .* NotImplemented"),
+    "a string": (lambda x: "x", r"returns 'x'\. cosh gives one array"),
+    "a list": (lambda x: [x.x], r"returns \[.*\. cosh gives one array"),
+    "nothing": (lambda x: None, r"returns None\. cosh gives one array; .* NotImplemented"),
 }
 
 
@@ -205,7 +211,7 @@ def test_what_is_no_array_is_not_iterated_over(by):
     odd = typed() if by == "rule" else endless_default(Endless())
     if by == "rule":
         register_endless(type(odd), Endless())
-    with pytest.raises(TypeError, match=r"for cosh\(Odd.* returns Endless; cosh gives one array"):
+    with pytest.raises(TypeError, match=r"for cosh\(Odd.* returns Endless\. cosh gives one array"):
         vn.implicit(jnp.cosh)(odd)
 
 
@@ -233,7 +239,7 @@ def test_leaf_axes_that_are_none_are_refused(axes, program):
     odd = typed(leaf_axes=lambda self: axes, materialise=lambda self: self.x + 0)  # no label
     place = lambda x: jax.lax.with_sharding_constraint(x, PLACED)
     with pytest.raises(
-        TypeError, match=r"Odd\.leaf_axes returns .* an entry for each axis of each"
+        TypeError, match=r"Odd\.leaf_axes returns .* LeafAxis or None for each axis"
     ):
         vn.implicit({"moved": jnp.flip, "placed": place}[program])(odd)
 
@@ -263,8 +269,21 @@ def test_a_rule_that_takes_no_parameters():
 
 
 def test_what_is_no_function():
-    with pytest.raises((TypeError, TypeCheckError), match="3"):
+    with pytest.raises((TypeError, TypeCheckError), match="not an object of type int"):
         vn.implicit(3)
+
+
+def test_implicit_names_the_types_of_parameters_it_is_given():
+    params = {"w": vn.quant.quantize(jnp.ones((64, 64)), "int8"), "b": jnp.ones(3)}
+    with pytest.raises((TypeError, TypeCheckError)) as caught:
+        vn.implicit(params)
+    message = str(caught.value)
+    assert (
+        "not an object of type dict (leaves: Array, QArray). Call vn.implicit(model)(params, x)"
+        in message
+    )
+    assert "vn.materialise(params)" in message
+    assert len(message) < 200
 
 
 def test_a_leaked_value():
@@ -369,7 +388,7 @@ def test_a_rule_that_another_module_has_registered():
     kind = type(typed())
     first, second = (rule_of(module, kind) for module in ("one", "two"))
     vn.register("cosh")(first)
-    message = r"cosh has a rule for these .*\n.*, of one\n.*, of two\n.* higher precedence"
+    message = r"cosh already has a rule for these .*\n.*, of one\n.*, of two\n.* higher precedence"
     with pytest.raises(ValueError, match=message):
         vn.register("cosh")(second)
     vn.register("cosh")(rule_of("one", kind))  # a cell of a notebook, run again

@@ -214,9 +214,9 @@ def test_the_shape_and_dtype_that_a_caller_states_are_checked():
     x = jnp.ones((2, 3))
     assert Tagged(x, shape=(2, 3), dtype="float32").shape == (2, 3)
     assert Diagonal(jnp.ones(3), shape=[3, 3]).shape == (3, 3)
-    with pytest.raises(ValueError, match=r"Diagonal is said to be of shape \(3,\), .* \(3, 3\)"):
+    with pytest.raises(ValueError, match=r"Diagonal was given shape=\(3,\), .* \(3, 3\)"):
         Diagonal(jnp.ones(3), shape=(3,))
-    with pytest.raises(ValueError, match="Tagged is said to be of dtype bfloat16"):
+    with pytest.raises(ValueError, match="Tagged was given dtype=bfloat16"):
         Tagged(x, dtype=jnp.bfloat16)
     with pytest.raises(TypeError, match="unexpected keyword"):
         Tagged(x, size=6)

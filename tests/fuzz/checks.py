@@ -33,14 +33,14 @@ HIGH_REFUSALS = (
     # JAX's random functions require key arrays.
     "PRNG",
     # A tangent with one derivative per leaf is not an array.
-    "derivatives by the leaves of a value are no array",
-    "holds derivatives by leaves",
+    "derivatives with respect to the leaves of a value are not an array",
+    "holds derivatives of its leaves",
     # A collective cannot tell whether a tree is an array or its derivatives.
-    "may be an array, or",
+    "is this an array, or",
     # An axis whose values are stored together cannot be split between devices.
-    "shard_map cannot cut",
+    "shard_map cannot split",
     # A type with a dense tangent has no derivatives per leaf, as a shard_map would need.
-    "a type whose tangent is the dense array gives none to its leaves",
+    "the tangent of this type is a dense array",
     # JAX has no spec for an implicit array that a shard_map saves for its backward pass.
     "for which JAX has no spec",
     # A type with dense leaves rejects other leaves.

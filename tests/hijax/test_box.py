@@ -229,7 +229,7 @@ def test_condition_of_a_loop():
         box.set(box.get() + 1)
         return i + 1
 
-    with pytest.raises(NotImplementedError, match="condition of a while_loop, which does not see"):
+    with pytest.raises(NotImplementedError, match=r"condition of a while_loop\. .* do not show"):
         lax.while_loop(lambda i: box.get() < 3, body, 0)
     assert contents(box) == 0.0
 
@@ -262,7 +262,7 @@ def test_derivative_of_vmap(grad):
 def test_mapped_values_are_refused_outside(jit):
     box = Box(0.0)
     # What is compiled is refused by JAX, whose class of errors is Exception.
-    refused = r"cannot be written to .* from outside: pass the Box|vmapped value on an unbatched"
+    refused = r"cannot be written to .* from outside\. Pass the Box|vmapped value on an unbatched"
     with pytest.raises(Exception, match=refused):
         jax.vmap(jit(lambda x: box.set(x)))(jnp.arange(3.0))
     assert contents(box) == 0.0
@@ -330,7 +330,7 @@ def test_checkpoint_in_a_function_with_a_box(grad):
 
     assert grad(reads)(2.0) == pytest.approx(12 * np.cos(12.0), rel=1e-5)
     assert grad(within)(2.0) == pytest.approx(np.cos(2.0))
-    with pytest.raises(NotImplementedError, match="JAX would lose the derivative"):
+    with pytest.raises(NotImplementedError, match="would lose the derivative"):
         grad(writes)(2.0)
 
 
@@ -412,9 +412,9 @@ def test_after_a_failed_trace(jit):
 
 
 def test_contents_must_be_arrays():
-    with pytest.raises(TypeError, match="holds a pytree of arrays, and no str"):
+    with pytest.raises(TypeError, match="must hold a pytree of arrays, not a str"):
         Box("text")
-    with pytest.raises(TypeError, match="and no Box"):
+    with pytest.raises(TypeError, match="cannot hold another Box"):
         Box([Box(1.0)])
 
 

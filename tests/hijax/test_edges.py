@@ -244,7 +244,9 @@ REFERENCES = {
 @pytest.mark.parametrize("name", REFERENCES)
 def test_a_reference_to_a_value_is_refused_by_name(jit, name, weight):
     run = jax.jit(REFERENCES[name]) if jit else REFERENCES[name]
-    with pytest.raises(TypeError, match=rf"{name}\(.*\[4,6\].*\): a jax.Ref holds no implicit"):
+    with pytest.raises(
+        TypeError, match=rf"{name}\(.*\[4,6\].*\): a jax.Ref cannot hold an implicit"
+    ):
         run(weight.value)
 
 
@@ -256,7 +258,7 @@ def test_a_tree_of_references_is_no_array(jit, use, weight):
     """As `run_state` gives its body a reference for each leaf, which may be read and written."""
     run = lambda w: use(jax.tree.map(jax.new_ref, w))
     name = type(weight.value).__name__
-    with pytest.raises(TypeError, match=f"this {name} holds a jax.Ref for each leaf"):
+    with pytest.raises(TypeError, match=f"This {name} holds a jax.Ref for each leaf"):
         (jax.jit(run) if jit else run)(weight.value)
     by_leaf = lambda w: jax.tree.map(lambda ref: ref[...], jax.tree.map(jax.new_ref, w))
     assert type((jax.jit(by_leaf) if jit else by_leaf)(weight.value)) is type(weight.value)

@@ -110,7 +110,7 @@ def test_compiled_ahead_of_time_with_a_box():
     compiled = vn.jit(program).lower(box, 2.0).compile()
     compiled(box, 2.0)
     assert box.get() == 3.0
-    with pytest.raises(TypeError, match=r"vn.jit where a function is only traced"):
+    with pytest.raises(TypeError, match=r"vn.jit if a function is only traced"):
         vn.jit(lambda box: box.set([1.0])).lower(box)
 
 

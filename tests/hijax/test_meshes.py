@@ -129,7 +129,9 @@ def test_a_tree_that_cannot_be_joined_is_refused(agree):
     cut = mapped(body, (P("x"), P("x"), P()), P("x"))
     agree(cut(w.w, w.a, w.b), w)
     part = jax.tree.unflatten(jax.tree.structure(w), [None, w.a, w.b])
-    with pytest.raises(TypeError, match=r"in_specs of shard_map has .*, which stands for no array"):
+    with pytest.raises(
+        TypeError, match=r"in_specs of shard_map has .*, which does not represent an array"
+    ):
         mapped(lambda part: part.a, P("x"), P("x"))(part)
 
 
@@ -139,7 +141,7 @@ def test_specs_by_leaf_of_typed_values(jit, agree, high):
     by_leaf = jax.tree.unflatten(jax.tree.structure(w), [P("x"), P("x"), P()])
     program = lambda w: mapped(lambda w: high(w), (by_leaf,), by_leaf)(high(w))
     agree((jax.jit(program) if jit else program)(w), w)
-    with pytest.raises(TypeError, match=r"out_specs .* each leaf of a LoraArray, and .* float32"):
+    with pytest.raises(TypeError, match=r"out_specs .* a LoraArray with a spec for .* float32"):
         mapped(lambda w: vn.materialise(w), (by_leaf,), by_leaf)(high(w))
 
 
@@ -165,7 +167,7 @@ def test_derivatives_through_shard_map(f, x, high, agree, agree_by_leaves):
 def test_the_gradient_of_a_quantised_operand_is_refused(x, high, agree):
     loss = lambda see: lambda x, w: jnp.sum(jnp.sin(whole(x, see(w))))
     w = quantised()
-    with pytest.raises(NotImplementedError, match=r"which a shard_map .* vn\.materialise"):
+    with pytest.raises(NotImplementedError, match=r"A shard_map .* vn\.materialise"):
         jax.grad(loss(high), 1)(x, w)
     dense = vn.materialise(w)
     by_w = jax.grad(lambda w: jnp.sum(jnp.sin(x @ w)))(dense)
@@ -178,7 +180,9 @@ def test_a_cut_that_does_not_fit_is_refused(x, high):
     w = vn.quant.quantize(jnp.ones((8, 8)), "int4", channelwise_axes=(1,), tiled_axes={0: 4})
     part = lambda x, w: lax.psum(jnp.dot(x, w), "y")
     program = lambda x, w: mapped(part, (P(None, "y"), P("y")), P())(x, high(w))
-    with pytest.raises(TypeError, match=r"shard_map cannot cut a QArray of the type q4\[8,8\] by"):
+    with pytest.raises(
+        TypeError, match=r"shard_map cannot split a QArray of the type q4\[8,8\] by"
+    ):
         jax.jit(program)(x, w)
 
 
@@ -232,5 +236,7 @@ def test_what_a_derivative_keeps_has_no_spec(high):
     """JAX asks a type for one where a `shard_map` is computed at once."""
     named = vn.types.Named(jax.random.normal(KEY, (2, 8), "float16"), ("a", "b"))
     inner = lambda x, s: jnp.sum(jnp.tanh(gathered(s * x)).astype("float32"))
-    with pytest.raises(NotImplementedError, match=r"shard_map .* backward .*named\[.*vn\.material"):
+    with pytest.raises(
+        NotImplementedError, match=r"backward pass of a shard_map .*named\[.*vn\.material"
+    ):
         jax.grad(lambda s: jax.grad(inner, argnums=1)(high(s * named), s))(0.5)

@@ -215,7 +215,7 @@ def test_a_gradient_by_a_typed_argument_is_dense(x, agree):
 
 @pytest.mark.parametrize("on", [False], ids=["out of it"])
 def test_out_of_the_mode_a_typed_tangent_is_refused(on, x):
-    with pytest.raises(TypeError, match=r"bwd gives QArray.*vn\.hijax\.enabled"):
+    with pytest.raises(TypeError, match=r"bwd returns QArray.*vn\.hijax\.enabled"):
         jax.grad(lambda x: jnp.sum(dequantise(quantise(x))))(x)
 
 
@@ -302,21 +302,21 @@ def refused(match):
 
 
 def test_operands_of_another_class_are_refused(x, weight):
-    with refused("dequantise: operand 0 is annotated as QArray, and is f32"):
+    with refused("dequantise: operand 0 must be QArray, as annotated, not f32"):
         dequantise(x)
-    with refused(r"derived: operand 0 is annotated as a dense array, and is \w+\[4,6\]"):
+    with refused(r"derived: operand 0 must be a dense array, as annotated, not \w+\[4,6\]"):
         derived(weight.value, x)
-    with refused("parameter factor is of type ArrayImpl"):
+    with refused("parameter factor has the type ArrayImpl"):
         derived(x, x.T, factor=jnp.ones(()))
-    with refused("takes a function, got <class"):
+    with refused("takes a function, not <class"):
         primitive(int)
 
 
 WRONG_BACKWARD = {
-    "too few": (lambda r, ct: (ct,), "must give a tuple of 2"),
-    "no tuple": (lambda r, ct: ct, "must give a tuple of 2"),
-    "another shape": (lambda r, ct: (ct[0], ct), r"bwd gives f32\[4\].*f32\[3,4\]"),
-    "another dtype": (lambda r, ct: (ct.astype(jnp.bfloat16), ct), "bwd gives bf16"),
+    "too few": (lambda r, ct: (ct,), "must return a tuple of 2"),
+    "no tuple": (lambda r, ct: ct, "must return a tuple of 2"),
+    "another shape": (lambda r, ct: (ct[0], ct), r"bwd returns f32\[4\].*f32\[3,4\]"),
+    "another dtype": (lambda r, ct: (ct.astype(jnp.bfloat16), ct), "bwd returns bf16"),
 }
 
 
@@ -339,7 +339,7 @@ def test_other_results_than_the_expansions_are_refused(x):
         return x
 
     op.defvjp(lambda x: (x[0], None), lambda r, ct: (ct,))
-    with refused(r"fwd gives \(f32\[4\]\), and the expansion \(f32\[3,4\]\)"):
+    with refused(r"fwd returns \(f32\[4\]\), but the function itself \(f32\[3,4\]\)"):
         jax.grad(lambda x: jnp.sum(op(x)))(x)
 
     @primitive
@@ -347,7 +347,7 @@ def test_other_results_than_the_expansions_are_refused(x):
         return x
 
     other.defjvp(lambda primals, tangents: (primals[0], tangents[0][0]))
-    with refused(r"defjvp's rule gives f32\[4\]"):
+    with refused(r"rule of defjvp returns f32\[4\]"):
         jax.grad(lambda x: jnp.sum(other(x)))(x)
 
     @primitive
@@ -355,7 +355,7 @@ def test_other_results_than_the_expansions_are_refused(x):
         return x
 
     mapped.defvmap(lambda size, has_axis, x: (x, False))
-    with refused("mapped over 3, the expansion gives"):
+    with refused("mapped over 3, returns"):
         jax.vmap(mapped)(x)
 
 
@@ -365,7 +365,7 @@ def test_a_second_derivative_is_refused():
         return x
 
     op.defjvp(lambda primals, tangents: (primals[0], tangents[0]))
-    with pytest.raises(ValueError, match="op has a rule for that, by defjvp"):
+    with pytest.raises(ValueError, match="op already has a rule, set by defjvp"):
         op.defvjp(lambda x: (x, None), lambda r, ct: (ct,))
 
 

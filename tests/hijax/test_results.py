@@ -89,5 +89,5 @@ def test_a_layout_is_refused(weight):
 
     sharding = NamedSharding(jax.make_mesh((1,), ("d",)), P())
     laid_out = Format(Layout((0, 1)), sharding)
-    with pytest.raises(NotImplementedError, match=r"for a result of the type \w+\[6,4\]"):
+    with pytest.raises(NotImplementedError, match=r"for a result of type \w+\[6,4\]"):
         jax.jit(jnp.transpose, out_shardings=laid_out)(weight.value)

@@ -155,7 +155,7 @@ def test_parameters_reach_an_njit_function_by_name():
 
     bind = lambda x, by: scaled.bind(x, by=by, parts=(1, 2), hint=None)
     compare(lambda x: bind(x, 2) + bind(x, 2.5) + bind(x, True) + bind(x, 1), X)
-    with pytest.raises(TypeError, match=r"takes no 'hint', and the equation has hint=7\. Add"):
+    with pytest.raises(TypeError, match=r"takes no 'hint', but the equation has hint=7\. Add"):
         vn.numba.compile(lambda x: scaled.bind(x, by=1, parts=(1, 2), hint=7), X)
     with pytest.raises(TypeError, match=r"Numba has no type for by=<object .*>\. Register a rule"):
         vn.numba.compile(lambda x: bind(x, object()), X)
@@ -354,7 +354,7 @@ def test_wrong_results_are_named(function, gives):
     expected = (
         rf"the Numba function '<lambda>' \({re.escape(__file__)}:{line}\), "
         rf"by the rule of 'njit_wrong' \({re.escape(__file__)}:\d+\), "
-        rf"gives ({gives}) for \(float32\[2, 3\]\), where JAX has \(float32\[2, 3\]\)\."
+        rf"gives ({gives}) for \(float32\[2, 3\]\), but JAX has \(float32\[2, 3\]\)\."
     )
     with pytest.raises(TypeError, match=expected):
         vn.numba.compile(lambda x: WRONG.bind(x), X)
@@ -406,7 +406,7 @@ def test_what_a_function_raises_is_raised(risky):
 
 
 def test_wrong_shapes_are_named_by_the_call(risky):
-    expected = r"'risky_function' .*gave arrays of shape \[2, 1\] for .*, where JAX has .*\[2, 3\]"
+    expected = r"'risky_function' .*gave arrays of shape \[2, 1\] for .*, but JAX has .*\[2, 3\]"
     with pytest.raises(ValueError, match=expected):
         risky(X + 1)
 

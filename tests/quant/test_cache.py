@@ -283,10 +283,10 @@ def attend(c, q):
 def test_a_report_does_not_call_a_cache_a_weight():
     report = vn.explain(attend)(cache(), jnp.ones((H, 1, D)))
     assert {event.cache_nbytes for event in report.materialised} == {4 * H * S * D}
-    assert "of caches alone" in report.summary
+    assert "(caches only)" in report.summary
     w = vn.quant.quantize(jnp.ones((D, 3)), "int8", channelwise_axes=[1])
     report = vn.explain(lambda c, q, w: attend(c, q) @ w)(cache(), jnp.ones((H, 1, D)), w)
-    assert "480 bytes of it of caches and 72 bytes of it of weights" in report.summary
+    assert "(480 bytes of caches, 72 bytes of weights)" in report.summary
 
 
 @pytest.mark.parametrize("qtype", ["int8", "int4"])

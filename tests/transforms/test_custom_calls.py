@@ -148,5 +148,7 @@ def test_a_batching_rule_that_loses_a_label_is_refused():
     def _(axis_size, in_batched, x):
         return jnp.zeros(x.shape), True
 
-    with pytest.raises(TypeError, match=r"output 0 of a custom_vmap.*Tagged:f32\[3\].*of one type"):
+    with pytest.raises(
+        TypeError, match=r"Output 0 of a custom_vmap.*Tagged:f32\[3\].*the same type"
+    ):
         jax.vmap(vn.implicit(f))(Tagged(jnp.ones((2, 3)), "kg"))

@@ -302,23 +302,23 @@ REFUSED = {
     "a value": (
         lambda x: psum({"w": vn.types.LoraArray(x[0], x[0, :, :2], x[0, :2])}, "i"),
         TypeError,
-        r"psum of LoraArray.*: a tree with these leaves may be .* jax\.tree\.leaves",
+        r"psum cannot tell whether LoraArray.* vn\.materialise.* jax\.tree\.leaves",
     ),
     "integers": (
         lambda x: psum(jnp.ones((8, 128), jnp.int32), "i"),
         TypeError,
-        "psum in int8 takes floats, not int32",
+        "psum takes floating arrays, not int32",
     ),
     "what does not divide": (
         lambda x: psum_scatter(x[0, :, :110], "i", scatter_dimension=1, tiled=True),
         ValueError,
-        r"8 devices along \('i',\) cannot have equal parts of axis 1 \(size 110\) of shape "
-        r"\(40, 110\), which should be a multiple of 8",
+        r"axis 1 of shape \(40, 110\) cannot be split over 8 devices along \('i',\)\. Its size "
+        r"must be a multiple of 8, not 110",
     ),
     "what is no part": (
         lambda x: psum_scatter(x[0], "i"),
         ValueError,
-        r"axis 0 \(size 40\) of shape \(40, 112\), which should be 8, or tiled=True",
+        r"axis 0 of shape \(40, 112\) cannot be split .* 8 \(with tiled=True, a multiple\), not 40",
     ),
     "an axis": (
         lambda x: all_gather(x[0], "i", axis=2, tiled=True),
@@ -329,19 +329,23 @@ REFUSED = {
     "scales of several devices": (
         lambda x: psum(x, "i", "nvfp4"),
         ValueError,
-        "psum in nvfp4: its scales are quantised in turn",
+        "psum does not support the format nvfp4, whose scales are quantized",
     ),
     "a tile": (lambda x: psum(x, "i", "mxfp8", tile_size=64), ValueError, "tiles of 32"),
-    "no tile": (lambda x: psum(x, "i", tile_size=0), ValueError, "a tile of 0 has no values"),
+    "no tile": (
+        lambda x: psum(x, "i", tile_size=0),
+        ValueError,
+        "tile_size must be positive, not 0",
+    ),
     "other errors": (
         lambda x: psum([x], "i", error=x),
         ValueError,
-        r"the errors are PyTreeDef\(\*\), and the arrays PyTreeDef\(\[\*\]\)",
+        r"error must have the structure of x, PyTreeDef\(\[\*\]\), not PyTreeDef\(\*\)",
     ),
     "an error": (
         lambda x: psum(x, "i", error=x[0]),
         ValueError,
-        r"an error has shape \(40, 112\), and its array \(1, 40, 112\)",
+        r"an error has shape \(40, 112\), its array \(1, 40, 112\)",
     ),
 }
 

@@ -246,7 +246,7 @@ def test_a_partition_that_is_not_one_is_refused():
             return spec
 
     with pytest.raises(
-        TypeError, match=r"Wrong\.partition returns .* a Wrong with a .*PartitionSpec"
+        TypeError, match=r"Wrong\.partition must return None, or a Wrong with a .*PartitionSpec"
     ):
         vn.implicit(shard(lambda w: w, P("x"), P("x")))(Wrong(jnp.eye(8), X.T, X))
 

@@ -249,7 +249,7 @@ ERRORS = {
         lambda: jax.grad(lambda w: Lazy(lambda x: x * w, X).sum())(1.0),
         "captures a traced array.* Pass it as an operand",
     ),
-    "several results": (lambda: Lazy(lambda x: (x, x), X), "is no array"),
+    "several results": (lambda: Lazy(lambda x: (x, x), X), "must return an array"),
 }
 
 

@@ -1,7 +1,4 @@
-"""Batch axes: leading axes that every leaf carries, so that slices of leaves stand for slices.
-
-They are seen from outside, and are the leaf axes of a type that states none.
-"""
+"""Batch axes: leading axes that every leaf carries, found for types without `leaf_axes`."""
 
 from collections.abc import Sequence
 from contextvars import ContextVar
@@ -17,7 +14,7 @@ unhandled_operands: ContextVar[Sequence[Any]] = ContextVar("unhandled_operands",
 
 
 class LeafLayout(NamedTuple):
-    """A value's parts, which are its leaves or the implicit arrays among its fields, and axes."""
+    """The parts of a value (leaves, or implicit arrays among its fields) and their axes."""
 
     parts: list[Any]
     structure: Any
@@ -51,10 +48,7 @@ def _count_batch_axes(value: Value) -> int:
 
 
 def has_batch_axes(value: Value, count: int) -> bool:
-    """Whether the first `count` axes of a value are batch axes, which may be taken off the leaves.
-
-    Tested with sizes that no other axis has. The leaves may be abstract.
-    """
+    """Return whether the first `count` axes are batch axes. The leaves may be abstract."""
     own = value.aval().shape
     shapes = [jax.typeof(leaf).shape for leaf in jax.tree.leaves(value)]
     return all(shape[:count] == own[:count] for shape in shapes) and all(

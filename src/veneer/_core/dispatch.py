@@ -1,4 +1,4 @@
-"""Dispatch: what a primitive gives on implicit operands, by a rule, a default, or made dense."""
+"""Dispatch: run a primitive on implicit operands by a rule, a default, or materialization."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,10 +21,10 @@ from .value import Value, describe, is_value, operands_met
 
 
 def dispatch(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]) -> Any:
-    """What a primitive gives on values of which one at least is implicit.
+    """Run a primitive on values of which one at least is implicit.
 
-    A matching rule; else the one `default` that the operands' types override; if it returns
-    NotImplemented, a rule that maps over leading axes; else the operands are materialized.
+    Try a matching rule, the `default` of the operand types, rules that map over leading axes, and
+    materialization, in this order.
     """
     out = apply_rules(primitive, values, params)
     if out is not NotImplemented:
@@ -37,15 +37,15 @@ def dispatch(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]
     if len(defaults) > 1:
         names = " and ".join(sorted(defaults.values()))
         raise TypeError(
-            f"{primitive.name}({', '.join(describe(values))}): no rule fits, and {names} each have "
-            "a default of their own. Register a rule for the combination."
+            f"{primitive.name}({', '.join(describe(values))}): no rule fits, and {names} each "
+            "define `default`. Register a rule for the combination."
         )
     ((default, name),) = defaults.items()
     out = default(primitive, values, params)
     if out is NotImplemented:
         token = unhandled_operands.set(values)
         try:
-            out = apply_rules(primitive, values, params)
+            out = apply_rules(primitive, values, params, again=True)
         finally:
             unhandled_operands.reset(token)
         return Value.default(primitive, values, params) if out is NotImplemented else out
@@ -53,13 +53,15 @@ def dispatch(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]
     return _checked(primitive, values, params, out, location, f"the default of {name}")
 
 
-def apply_rules(target: Target, values: Sequence[Any], params: dict[str, Any]) -> Any:
-    """What the most specific rule gives that takes the values, or NotImplemented."""
+def apply_rules(
+    target: Target, values: Sequence[Any], params: dict[str, Any], again: bool = False
+) -> Any:
+    """Run the most specific rule; `again`, only those for all types. May give NotImplemented."""
     classes = tuple([type(v) if isinstance(v, Value) else Dense for v in values])
     tried: tuple = ()
     while (rule := resolve(target, classes, tried)) is not None:
         out: Any = rule.eager(values, params) if rule.eager and is_eager() else NotImplemented
-        if out is NotImplemented:
+        if out is NotImplemented and not (again and rule.precedence >= 0):
             out = _call(rule.function, target, values, params)
         if out is not NotImplemented:
             if rule.structural:
@@ -81,9 +83,9 @@ def _call(function: Callable, target: Target, values: Sequence[Any], params: dic
         if error.__traceback__ is None or error.__traceback__.tb_next is not None:
             raise  # within the function
         raise TypeError(
-            f"the rule at {location_of(function)} cannot be called for "
+            f"The rule at {location_of(function)} cannot be called for "
             f"{target.name}({', '.join(describe(values))}): {error}. A rule takes the operands "
-            f"by position, and the parameters {', '.join(params)} by keyword or as **params."
+            f"by position and the parameters ({', '.join(params)}) by keyword or as **params."
         ) from None
 
 

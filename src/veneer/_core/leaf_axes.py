@@ -1,7 +1,6 @@
-"""Leaf axes: which axis of the dense array each axis of each leaf follows, in blocks of what size.
+"""Leaf axes: the dense axis and block size of each axis of each leaf (`Value.leaf_axes`).
 
-A type says so (`Value.leaf_axes`), or batch axes are all that is known (`batch_axes`). How leaves
-are sliced, moved and sharded follows.
+Slicing, moving and sharding of leaves are derived from them.
 """
 
 from collections.abc import Sequence
@@ -13,16 +12,18 @@ Shape = tuple[int, ...]
 
 
 class LeafAxis(NamedTuple):
-    """How an axis of a leaf follows one of the dense array; in order, as those of the array lie.
+    """A map from an axis of a leaf to an axis of the dense array, in the same element order.
+
+    `ImplicitArray.leaf_axes` returns one for each axis of each leaf.
 
     **Arguments:**
 
-    - `axis`: of the dense array, counted from the end.
-    - `block`: how many neighbours along it go with one entry of the leaf. `"shared"`: however many
-      there are, and any part of them goes with the same entry. `"whole"`: all of them together, of
-      which no part may be taken.
-    - `packed_in`: how many entries hold a block, where it is packed and not shared. The last block
-      may be partly empty.
+    - `axis`: the axis of the dense array, counted from the end.
+    - `block`: the number of consecutive elements per entry of the leaf. `"shared"`: all elements
+      share one entry, and so does any slice of them. `"whole"`: all of them, and no slice can be
+      taken.
+    - `packed_in`: the number of entries that hold a block, for packed codes. The last block may be
+      partly empty.
     """
 
     axis: int
@@ -30,7 +31,7 @@ class LeafAxis(NamedTuple):
     packed_in: int | None = None
 
     def span(self, start: int, limit: int, stride: int, size: int) -> Any:
-        """The entries of a leaf for those of an axis of `size`, or None if a block would be cut."""
+        """Return the slice of the leaf for a slice of an axis, or None if it cuts a block."""
         block = self.block
         if block == 1:
             return start, limit, stride
@@ -77,18 +78,10 @@ def are_axes(stated: Any, ndims: list[int]) -> bool:
 def partition(
     axes: Sequence[Axes], spec: PartitionSpec, old: Shape, new: Shape
 ) -> list[PartitionSpec] | None:
-    """How leaves are cut when the dense array is: along the axes that they follow.
+    """Return the `PartitionSpec` of each leaf for that of the dense array.
 
-    An entry that all blocks share goes to each of them; blocks that are put together keep the
-    entries that each has.
-
-    **Arguments:**
-
-    - `axes`: of each leaf.
-    - `spec`: an entry for each axis of the dense array.
-    - `old`, `new`: its shape, and that of a block, or of the whole of which it is one.
-
-    **Returns:** None where a block of entries would be cut.
+    Return None if a block would be cut. `old` and `new` are the dense shapes before and after the
+    array is cut or joined. Each part of an array gets a copy of an entry that all elements share.
     """
 
     def entry(axis: LeafAxis | None) -> Any:

@@ -1,8 +1,4 @@
-"""What happens to implicit operands, and who is told: events and policies.
-
-A policy says what to do when an implicit array is made dense. It holds for the dynamic extent of a
-call, so rules which redispatch, and loops, obey it too.
-"""
+"""Policies: what happens if an implicit array is materialized, for the extent of a call."""
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,11 +19,7 @@ OnMaterialise = (
 
 @dataclass(frozen=True, eq=False)
 class Policy:
-    """What to do on materialisation, and the list to which all events are added, if any.
-
-    With `weights_alone`, that is done where a weight is made dense, and no other implicit array.
-    Compared by identity: what was staged under one policy says nothing under another.
-    """
+    """What to do on materialization, and a list that collects events. Compared by identity."""
 
     on_materialise: OnMaterialise = "allow"
     events: list[Event] | None = None
@@ -51,7 +43,6 @@ _policy = jax.make_user_context(ALLOW)
 
 
 def current_policy() -> Policy:
-    """The policy in force."""
     return _policy.value
 
 
@@ -62,12 +53,11 @@ def policy_in_force(policy: Policy) -> AbstractContextManager[None]:
 
 
 def policy_of(choice: OnMaterialise) -> Policy:
-    """The policy of a choice of what to do on materialisation; refuses what is none."""
     if isinstance(choice, str) and choice in _NAMED:
         return _NAMED[choice]
     if not callable(choice):
         raise ValueError(
-            f"on_materialise must be {', '.join(map(repr, _NAMED))} or a callable, got {choice!r}"
+            f"on_materialise must be {', '.join(map(repr, _NAMED))} or a callable, not {choice!r}."
         )
     return Policy(choice)
 
@@ -143,7 +133,6 @@ def note_rule(primitive: str, operands: Callable[[], Operands], rule: str) -> No
 
 
 def note_materialised(primitive: str, operands: Callable[[], Operands], why: str = "") -> None:
-    """Tells whoever asked that operands are about to be made dense."""
     if _policy.value is not ALLOW:
         shown, sources, dense, caches = operands()
         said = shown, None, sum(dense), user_line(), why, sources, dense, caches

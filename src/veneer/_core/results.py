@@ -18,11 +18,7 @@ def check_result(
     out: Any,
     source: str,
 ) -> None:
-    """Refuses a result of other shapes or dtypes than the primitive's abstract evaluation gives.
-
-    `source` names the rule. Nothing is checked where the primitive itself could not take arrays of
-    the operands' shapes and dtypes.
-    """
+    """Reject a result whose shapes or dtypes are not those of the primitive, if it has any."""
     several = primitive.multiple_results
     results = out if several else [out]
     found = None
@@ -32,8 +28,8 @@ def check_result(
     if found is None:
         kind = "a sequence of arrays" if several else "one array"
         raise TypeError(
-            f"{source} for {primitive.name}({', '.join(describe(values))}) returns {out!r}; "
-            f"{primitive.name} gives {kind}, and a rule may also return NotImplemented"
+            f"{source} for {primitive.name}({', '.join(describe(values))}) returns {out!r}. "
+            f"{primitive.name} gives {kind}; a rule may also return NotImplemented."
         )
     avals = tuple(map(_aval, values))
     items = tuple(params.items())

@@ -1,9 +1,8 @@
-"""Rules: what a JAX primitive does on given operand types, chosen by multiple dispatch.
+"""Rules of JAX primitives for given operand types, chosen by multiple dispatch.
 
-A resolution depends on the classes of the operands alone, and every dense operand (JAX array,
-tracer, NumPy array, scalar, literal) is of one class, `Dense`. So the order "more specific than"
-is one between tuples of classes, small enough to own, and a resolution is cached in one
-dict.
+A resolution depends only on the classes of the operands. All dense operands (arrays, tracers,
+scalars) have one class, `Dense`. So "more specific" orders tuples of classes, and resolutions are
+cached in one dict.
 """
 
 import functools
@@ -24,7 +23,25 @@ _F = TypeVar("_F", bound=Callable)
 
 
 class AmbiguousLookupError(TypeError):
-    """Two rules fit, neither is more specific, and their precedence is the same."""
+    """The error if two rules fit, neither is more specific, and their precedences are equal.
+
+    Register a rule for the combination, or give one of the two a higher `precedence`.
+
+    >>> import jax, jax.numpy as jnp, veneer as vn
+    >>> class Tag(vn.ImplicitArray):
+    ...     x: jax.Array
+    ...     def materialise(self):
+    ...         return self.x
+    >>> @vn.register("atan2")
+    ... def _(y: Tag, x, **params): ...
+    >>> @vn.register("atan2")
+    ... def _(y, x: Tag, **params): ...
+    >>> t = Tag(jnp.ones(2))
+    >>> vn.implicit(jnp.arctan2)(t, t)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    veneer.AmbiguousLookupError: atan2(Tag, Tag) is ambiguous among the following rules: ...
+    """
 
 
 def _fits(operand: type, alternatives: Alternatives) -> bool:
@@ -53,7 +70,6 @@ class RegisteredRule:
         return self.operands[i] if i < len(self.operands) else self.more
 
     def fits(self, classes: Sequence[type]) -> bool:
-        """Whether the rule takes operands of these classes."""
         count = len(classes)
         if count < len(self.operands) or (count > len(self.operands) and self.more is None):
             return False
@@ -68,7 +84,6 @@ class RegisteredRule:
 
     @cached_property
     def location(self) -> str:
-        """File and line of the function."""
         return location_of(self.function)
 
     def __str__(self) -> str:
@@ -79,7 +94,6 @@ class RegisteredRule:
 
 
 def location_of(function: Callable) -> str:
-    """File and line of a function, or of the one that it wraps."""
     code = inspect.unwrap(function).__code__
     return f"{code.co_filename}:{code.co_firstlineno}"
 
@@ -103,30 +117,39 @@ def register(
     *,
     precedence: int = 0,
 ) -> Callable[[_F], _F]:
-    """Registers a rule: how a JAX primitive acts on the operand types that are annotated.
+    """Register a rule: the implementation of a JAX primitive for given operand types.
 
-    The function takes the primitive's operands by position and its parameters by keyword. An
-    operand annotated `vn.ArrayLike` or `jax.Array` is a dense one; a subclass of
-    `vn.ImplicitArray` is that type; unions are allowed. `Any` is any operand, as is an operand
-    without an annotation beside one of an implicit type. The most specific rule that fits is run;
-    it may return `NotImplemented` to have the next one tried. Where none fits, the operands are
-    materialised.
+    The rule takes the operands by position and the parameters of the primitive by keyword. Its
+    annotations select the operands:
+
+    | annotation | operand |
+    |---|---|
+    | a subclass of `vn.ImplicitArray` | an instance of it |
+    | `vn.ArrayLike`, `jax.Array` | a dense array or a number |
+    | a union | one of its members |
+    | `Any`, or none if another operand has an implicit type | any operand |
+
+    The most specific rule that fits runs. If it returns `NotImplemented`, the next one is tried.
+    If none fits, the operands are materialized. A rule for `(T, U)` of `add`, `mul`, `max`, `min`,
+    `and`, `or`, `xor`, `eq` or `ne` also serves `(U, T)` if no other rule fits, unless a type sets
+    `commute_ops = False`.
 
     **Arguments:**
 
-    - `primitive`: a primitive, its name (as jaxprs print it), or a sequence of them. Or a jitted
-      function (`jnp.linalg.det`), or a partial of one with static keywords: then the rule takes the
-      function's arrays, and returns what it returns. It is run where that very function is called;
-      batched or differentiated from within, the function is opened, and its primitives are met.
-    - `precedence`: breaks ties between rules of which neither is more specific.
+    - `primitive`: a primitive, its name in jaxprs, or a sequence of them. Or a jitted function,
+      such as `jnp.linalg.det`, or a partial of one with static keywords. Its rule takes and returns
+      the arrays of the function. It runs if that function is called with an implicit array. Inside
+      `jax.vmap` or `jax.grad`, the rules of the primitives in the function run instead.
+    - `precedence`: an int. The highest wins if neither of two rules is more specific.
 
-    A rule for `(T, U)` of a commutative primitive (`COMMUTATIVE`) also serves `(U, T)`, where
-    nothing is registered that fits, unless a type says `commute_ops = False`.
+    **Returns:** a decorator that returns the rule unchanged.
 
-    **Raises:** ValueError for an unknown name, and where another module has a rule for the same
-    operands; TypeError for an annotation that is not a type of operand, for operands that are
-    all dense, and for a missing annotation where no operand has an implicit type.
-    Two rules that tie raise `AmbiguousLookupError` when operands meet them.
+    **Raises:**
+
+    - `ValueError` for an unknown name, or if another module has a rule for the same operands.
+    - `TypeError` for another target, for an annotation that is not an operand type, or if no
+      operand is annotated with an implicit type (or with `Any`).
+    - A call with operands for which two rules tie raises `vn.AmbiguousLookupError`.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> class Zero(vn.ImplicitArray):
@@ -158,8 +181,8 @@ def _target(x: Any) -> Target:
     if is_jitted(x):
         return jitted_function(x)
     raise TypeError(
-        "register takes a JAX primitive, its name, a function that jax.jit has made, or a sequence "
-        f"of them, got {x!r}"
+        "vn.register takes a JAX primitive, its name, a function made by jax.jit, or a sequence "
+        f"of them, not {x!r}."
     )
 
 
@@ -172,14 +195,12 @@ def add_rule(
     conditional: bool = False,
     eager: Callable[[Sequence[Any], dict[str, Any]], Any] | None = None,
 ) -> None:
-    """Adds a rule to the tables of some primitives, and drops what was resolved without it.
+    """Add a rule to the tables of some primitives, and clear the resolutions.
 
-    One of our own for any type yields, by its precedence, to what others register for theirs.
-    `structural` is for primitives that contain programs or call the host: the results are no
-    rule's, so they are neither checked nor reported. `conditional` is for a function that declines
-    operands for more than their types, and is asked before one that does not. `eager` is a faster
-    way where results are computed at once, from the operands and the parameters; it may return
-    NotImplemented.
+    `structural`: for primitives that contain programs or call the host. Results are neither checked
+    nor reported. `conditional`: the rule declines operands for more than their types, and is tried
+    before one that does not. `eager`: a faster function for eager calls, of the operands and the
+    parameters, which may return NotImplemented.
     """
     operands, more = operand_types(function)
     rule = RegisteredRule(function, operands, more, precedence, structural, conditional, eager)
@@ -223,10 +244,7 @@ def structural(name: str) -> Callable[[_F], _F]:
 
 
 def structural_rule(primitive: Primitive) -> Callable:
-    """The function of the rule that `structural` added to a primitive, for any type.
-
-    For what JAX hands to a trace with functions: there a rule of a user's has no place.
-    """
+    """Return the function that `structural` added to a primitive."""
     return next(rule.function for rule in _rules[primitive] if rule.structural)
 
 
@@ -260,10 +278,10 @@ def _most_specific(
     if len(best) > 1:
         listing = "\n".join(f"  {rule}" for rule in best)
         raise AmbiguousLookupError(
-            f"{primitive.name}({', '.join(c.__name__ for c in classes)}) is ambiguous among the "
-            f"following rules, of which none is more specific than the others:\n{listing}\n"
-            "Nest two calls of implicit, each with a filter_spec that takes one of the types; or "
-            "register a rule for the combination; or give one of these a higher precedence."
+            f"{primitive.name}({', '.join(c.__name__ for c in classes)}) is ambiguous "
+            f"among the following rules:\n{listing}\nNone is more specific than the others. "
+            "Register a rule for the combination, or give one of these a higher precedence. Or "
+            "nest two calls of vn.implicit, each with a filter_spec that selects one of the types."
         )
     return best[0] if best else None
 

@@ -1,8 +1,4 @@
-"""The trace of `implicit`: it wraps implicit values only.
-
-A dense value is never wrapped, so a primitive without an implicit operand goes straight to the
-parent trace, and dense code costs almost nothing.
-"""
+"""The trace of `implicit`, which wraps only implicit values, so dense code costs nothing."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -41,8 +37,8 @@ class ImplicitTracer(Tracer):
             raise
         if not isinstance(aval, jax.core.ShapedArray):
             raise TypeError(
-                f"{type(value).__name__}.aval() gives {aval!r} and must give a "
-                "jax.core.ShapedArray, as jax.typeof(array) does"
+                f"{type(value).__name__}.aval() must return a jax.core.ShapedArray, as "
+                f"jax.typeof(array) does, not {aval!r}."
             )
         if is_in_derivative(trace.parent):
             warn_of_leaves_by_dtype(value)
@@ -55,11 +51,10 @@ class ImplicitTracer(Tracer):
 
 
 class ImplicitTrace(Trace):
-    """Runs rules for primitives that meet an implicit value of this trace.
+    """A trace that runs rules for primitives with an implicit operand of this trace.
 
-    `tag` tells the values of one call of `implicit` from those of another: a function that runs
-    later, in a trace of its own, takes the tag along and so knows the values that it closes over.
-    `outer` is the call of `implicit` that this one runs in (`surface.nesting`).
+    `tag` identifies the values of one call of `implicit`, also in functions that run later in
+    another trace. `outer` is the enclosing call of `implicit` (`surface.nesting`).
     """
 
     __slots__ = ("holds_values", "outer", "parent", "tag", "takes_any")

@@ -17,6 +17,7 @@ from .policy import (
     policy_of,
 )
 from .surface.captures import close, may_capture, open_closure, refuse_assignments
+from .surface.mistakes import not_a_function
 from .surface.nesting import enter, leave
 from .surface.weights import name_weights
 from .trace import ImplicitTrace, ImplicitTracer
@@ -28,7 +29,7 @@ FilterSpec = Any  # bool | Callable[[Value], bool] | a pytree of them
 
 
 def _left_out() -> None:
-    """In the place of the function that a decorator with arguments has yet to be given."""
+    """The default of `fn`, for `implicit` as a decorator with arguments."""
 
 
 @overload
@@ -52,30 +53,35 @@ def implicit(
     *,
     on_materialise: OnMaterialise = "allow",
 ) -> Callable:
-    """`fn` with the rules in force for the implicit arrays among its arguments.
+    """Run a function with the registered rules for the implicit arrays among its arguments.
 
-    A JAX transformation like `jax.vmap`: it composes with the others, inside and outside.
-    `jax.grad(implicit(f))` differentiates the rules, with respect to the leaves of an implicit
-    array (LoRA's `a` and `b`). `implicit(jax.grad(f))` differentiates the program, with respect
-    to the dense array that the value stands for, and gives a dense gradient.
+    This is a JAX transformation like `jax.vmap`, and composes with the others.
+    `jax.grad(implicit(f))` differentiates with respect to the leaves of an implicit array, such
+    as LoRA's `a` and `b`. `implicit(jax.grad(f))` differentiates with respect to the dense array
+    and returns dense gradients.
 
     **Arguments:**
 
-    - `fn`: any function of pytrees. Implicit arrays that it captures, as variables of enclosing
-      scopes, are as its arguments; others that it comes to, or builds, are operands where it uses
-      them. Parts, which lack leaves, stay trees. It may itself be a pytree, such as a module; so is
-      the result then, with the same leaves. Left out, the result is a decorator, as in
-      `@vn.implicit(on_materialise="error")`.
+    - `fn`: a function of pytrees, or a callable pytree such as a module. Implicit arrays that it
+      captures are treated like arguments. Without `fn`, `implicit` returns a decorator.
     - `filter_spec`: which implicit arrays take part: a bool, a predicate on values, or a pytree
-      of them that is a prefix of `(fn, args, kwargs)`. Those left out pass through as they are,
-      for a nested `implicit`.
-    - `on_materialise`: what to do where an operand is made dense, by a rule or for want of one:
-      `"allow"` it, `"warn"`, `"error"`, or a callable that is given the `Event`. `"warn_weights"`
-      and `"error_weights"` do so for weights alone: the implicit arrays that the program is given,
-      moved or not, and none that are implicit in passing, as rows of an embedding are. Choices
-      other than `"allow"` hold for the calls of `implicit` inside this one too.
+      of them that is a prefix of `(fn, args, kwargs)`. A nested `implicit` can take the others.
+    - `on_materialise`: what happens if an operand is materialized. It also applies to nested
+      calls of `implicit`, unless it is `"allow"`.
 
-    **Returns:** a function of the same arguments, which may return implicit arrays.
+      | value | effect |
+      |---|---|
+      | `"allow"` | none |
+      | `"warn"` | a `vn.MaterialiseWarning` |
+      | `"error"` | a `vn.MaterialiseError` |
+      | `"warn_weights"`, `"error_weights"` | the same, only for weights (see `vn.Event`) |
+      | a callable | it is called with the `vn.Event` |
+
+    **Returns:** a function of the same arguments, which may return implicit arrays. If `fn` is a
+    pytree, the result is a callable pytree with the same leaves.
+
+    **Raises:** `TypeError` if `fn` is not callable. `ValueError` for an unknown `on_materialise`.
+    The returned function raises `ValueError` if `filter_spec` is not a prefix of its arguments.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> w = vn.quant.quantize(jnp.eye(2), "nf4")
@@ -90,7 +96,7 @@ def implicit(
     if fn is _left_out:
         return partial(implicit, filter_spec=filter_spec, on_materialise=on_materialise)
     if not callable(fn):
-        raise TypeError(f"implicit takes a function, got {fn!r}")
+        raise not_a_function(fn, jax.tree.leaves(fn, is_leaf=is_kept))
     if not treedef_is_leaf(jax.tree.structure(fn)):
         return Implicit(fn, filter_spec, policy)
 
@@ -107,11 +113,7 @@ def implicit(
 
 
 def redispatch(function: Callable, /, *args: Any, **kwargs: Any) -> Any:
-    """`implicit(function)(*args, **kwargs)`, of a function that captures no implicit array.
-
-    For rules, whose functions are ours: that of a user's is opened first, to look for arrays that
-    it captures.
-    """
+    """Call `implicit(function)` for a function of ours, which captures no implicit array."""
     return _run(function, True, args, kwargs)
 
 
@@ -175,11 +177,7 @@ def _run(fn: Any, filter_spec: FilterSpec, args: Any, kwargs: Any, joins_outer: 
 
 
 def _computes_at_once(leaves: Sequence[Any]) -> bool:
-    """Whether a call is of dense arrays alone, each operation of which is computed as it is met.
-
-    A trace would take several times as long. A value that such a function makes, or finds in a
-    container, is refused where it is met.
-    """
+    """Return whether a call is eager and all arguments are dense. A trace would be slower."""
     return is_eager() and not any(isinstance(x, Value) for x in leaves)
 
 

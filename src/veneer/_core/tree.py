@@ -17,10 +17,17 @@ from .surface.mistakes import check_metadata
 
 
 def static(**kwargs: Any) -> Any:
-    """Declares a field of an implicit array to be metadata: compared and hashed, never traced.
+    """Declare a field of an implicit array as metadata, which JAX compares and never traces.
 
-    Takes the keywords of `dataclasses.field`. The value must be hashable. Counts of leading axes
-    do not belong here, for `vmap` and `scan` add and remove those: count axes from the end.
+    Count axes from the end in metadata, because `vmap` and `scan` add and remove leading axes.
+
+    **Arguments:**
+
+    - `kwargs`: the keywords of `dataclasses.field`, such as `default`.
+
+    **Returns:** a dataclass field.
+
+    **Raises:** The constructor of the class raises `TypeError` if the value cannot be hashed.
 
     >>> import jax, veneer as vn
     >>> class Scaled(vn.ImplicitArray):
@@ -69,10 +76,7 @@ def make_dataclass(cls: type) -> None:
 
 
 def _checked(init: Callable, checks_itself: bool) -> Callable:
-    """A constructor that also takes the shape and dtype that its caller expects.
-
-    A class's own is followed by `__post_init__`, as the one that `dataclass()` makes is.
-    """
+    """Return a constructor that also takes `shape` and `dtype`, and calls `__post_init__`."""
     parameters = inspect.signature(init).parameters
     claimable = [name for name in ("shape", "dtype") if name not in parameters]
 
@@ -86,8 +90,8 @@ def _checked(init: Callable, checks_itself: bool) -> Callable:
             claim = tuple(claim) if name == "shape" else jax.numpy.dtype(claim)
             if claim != getattr(self.aval(), name):
                 raise ValueError(
-                    f"{type(self).__name__} is said to be of {name} {claim}, and its dense form is "
-                    f"of {name} {getattr(self.aval(), name)}: {self!r}"
+                    f"{type(self).__name__} was given {name}={claim}, but its dense array has "
+                    f"{name} {getattr(self.aval(), name)}: {self!r}"
                 )
 
     return __init__
@@ -142,7 +146,6 @@ def make_pytree(cls: Any) -> None:
 
 
 def _getter(names: Sequence[str]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
-    """Gets the items of a dict with these names, fast: every call flattens its values."""
     if len(names) > 1:
         return operator.itemgetter(*names)
     if not names:
@@ -152,7 +155,6 @@ def _getter(names: Sequence[str]) -> Callable[[dict[str, Any]], tuple[Any, ...]]
 
 
 def split_list(values: Sequence, *sizes: int) -> Iterator[list[Any]]:
-    """Consecutive pieces of the given sizes, then the rest."""
     iterator = iter(values)
     for size in sizes:
         yield list(itertools.islice(iterator, size))

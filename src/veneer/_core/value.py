@@ -28,46 +28,51 @@ T = TypeVar("T")
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field, static))
 class Value(Shown):
-    """What `implicit` wraps: a pytree with an abstract value and a dense form.
+    """A pytree that represents an array: the base class of `vn.ImplicitArray`.
 
-    Subclassing makes a frozen dataclass and registers a pytree with keys, unless the class is
-    made by a framework that does so itself (`equinox.Module`, `flax.struct`), or `abstract=True`
-    says that it has no fields. Users subclass `ImplicitArray`.
+    Subclass `vn.ImplicitArray`, which adds operators and array attributes. Use `Value` in
+    annotations and `isinstance`. A subclass becomes a frozen dataclass and a pytree with keys,
+    unless a framework does that (`equinox.Module`, `flax.struct`) or it is declared with
+    `abstract=True`, which means that it has no fields.
+
+    >>> import jax.numpy as jnp, veneer as vn
+    >>> isinstance(vn.quant.quantize(jnp.ones(2), "int8"), vn.Value)
+    True
     """
 
     # Computed attributes, which trees and copies omit. They are slots because Equinox compares the
     # `__dict__` of two modules.
     __slots__ = ("_aval", "_high", "_holds_derivatives", "_source")
 
-    #: Whether static fields say what a value means (a unit) and not only how it is stored. If so,
-    #: a loop or a branch in which they change is refused; if not, it goes on with the dense form.
+    #: Whether static fields change the meaning of a value (a unit), not only its storage. If True,
+    #: a loop or a branch that changes them raises; if False, it materializes the value.
     metadata_is_meaning: ClassVar[bool] = True
 
-    #: Whether each slice of the leaves along a first axis stands for that slice of the value. A
-    #: type says False if entries depend on each other (`x / norm(x)`): loops then make it dense.
+    #: Whether a slice of all leaves along a leading axis represents that slice of the array. Set
+    #: False if elements depend on each other (`x / norm(x)`). Loops then materialize the value.
     batch_transparent: ClassVar[bool] = True
 
-    #: Whether the only leaf is the dense array, as for a unit or a tag. None: call `materialise` to
+    #: Whether the only leaf is the dense array, as for a unit or a tag. None calls `materialise` to
     #: find out. A type that cannot materialize must set False if its leaf is another array.
     is_label: ClassVar[bool | None] = None
 
-    #: Whether rules give results of the dtypes that the primitives give. Shapes they always keep.
+    #: Whether results of rules must have the dtypes of the primitives. Shapes are always checked.
     keeps_dtypes: ClassVar[bool] = True
 
     #: Whether a rule for operands `(x, y)` of a commutative primitive also serves `(y, x)`.
     commute_ops: ClassVar[bool] = True
 
-    #: Whether operators at top level may be compiled. False if a value stores what it computes.
+    #: Whether operators outside `implicit` may be compiled. False if a value caches its results.
     compiles_operators: ClassVar[bool] = True
 
-    #: If several operands have a `default`, the one with the highest precedence runs.
+    #: If several operand types define `default`, the one with the highest precedence runs.
     default_precedence: ClassVar[int] = 0
 
-    #: Whether the tangent of a value is that of the dense array, and not one for each leaf, where
-    #: it is differentiated as one (`vn.hijax`): so for a quantised array, whose codes have none.
+    #: Whether its tangent is a dense array, not one per leaf, with `vn.hijax`. True for quantized
+    #: arrays, because codes have no tangent.
     dense_tangent: ClassVar[bool] = False
 
-    #: Whether programs write into values, as into a key-value cache. Reports count them apart.
+    #: Whether programs write into values, as into a key-value cache. Reports count it separately.
     is_cache: ClassVar[bool] = False
 
     _made_here: ClassVar[bool] = False
@@ -106,11 +111,11 @@ class Value(Shown):
         return dict(self.__dict__)
 
     def materialise(self) -> Any:
-        """The dense form. May be another implicit array, which is materialised in turn."""
-        raise NotImplementedError(f"{type(self).__name__} must define materialise()")
+        """Return the dense array, or another implicit array that represents it."""
+        raise NotImplementedError(f"{type(self).__name__} must define materialise().")
 
     def aval(self) -> jax.core.ShapedArray:
-        """The shape and dtype stood for, found from `materialise` unless a type states it."""
+        """Return the dense shape and dtype, by abstract evaluation of `materialise`."""
         x64 = jax.config.jax_enable_x64  # type: ignore[attr-defined]
         cached = get_cached(self, "_aval")
         if cached is None or cached[0] != x64:
@@ -138,31 +143,30 @@ class Value(Shown):
         return jax.tree.unflatten(structure, specs)._moved(stays)
 
     def leaf_axes(self) -> Sequence[Axes] | None:
-        """Which axis of the dense array each axis of each leaf follows, in blocks of what size.
+        """Return the dense axis of each axis of each leaf, and its block size.
 
-        How the leaves are cut, moved and sharded follows from it. None, as types return that do not
-        say, is of batch axes alone, which are seen from outside.
+        Slicing, moving and sharding of the leaves are derived from it.
 
-        **Returns:** for each leaf, or implicit array among the fields, a `LeafAxis` or None for
-        each of its axes.
+        **Returns:** per leaf, or implicit array among the fields, a sequence with a
+        `LeafAxis` or None for each axis. None, the default, declares nothing: leading
+        axes that all leaves carry are then found by abstract evaluation.
         """
         return None
 
     def _movable(self) -> "Value":
-        """This value, stored in such a way that its leaves can be moved."""
+        """Return this value, stored so that its leaves can be moved."""
         return self
 
     def _moved(self, movement: Movement) -> Any:
-        """This value, whose leaves were moved, with metadata that says where its axes are now.
+        """Return this value, whose leaves were moved, with its metadata updated.
 
-        **Returns:** NotImplemented if the type has no such array. Axes that metadata count from the
-        end stay right, as long as they keep their order; where they do not, a type must say more.
+        The default returns NotImplemented if axes change their order and there is metadata.
         """
         return NotImplemented if movement.reorders and has_metadata(self) else self
 
     @staticmethod
     def default(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]) -> Any:
-        """What a primitive does where no rule fits: operands are made dense, visibly."""
+        """Run a primitive that no rule fits: materialize the operands and report that."""
         dense = make_dense(primitive, values)
         return primitive.bind(*dense, **primitive.get_bind_params(params))
 
@@ -192,10 +196,7 @@ def is_value(x: Any) -> bool:
 
 
 def is_whole(value: Value) -> bool:
-    """Whether no array is lacking, as in the parts that `vn.tree.partition` makes: those are trees.
-
-    Of a field whose annotation does not tell, None counts where no dense form follows from it.
-    """
+    """Return whether every array field is set. A partitioned value counts as a plain pytree."""
     fields = type(value)._fields
     for name, held in value.__dict__.items():
         if held is None and name in fields.arrays:
@@ -211,7 +212,6 @@ def is_whole(value: Value) -> bool:
 
 
 def is_part(value: Any) -> Callable[[Any], bool]:
-    """Whether something is an implicit array among the fields of `value`, for tree functions."""
     return lambda x: isinstance(x, Value) and x is not value
 
 
@@ -221,7 +221,6 @@ def source_of(x: Any) -> Source:
 
 
 def aval_of(part: Any) -> Any:
-    """The shape and dtype of a leaf, or of an implicit array among the fields."""
     return part.aval() if isinstance(part, Value) else jax.typeof(part)
 
 
@@ -231,8 +230,8 @@ def stated_layout(value: Value) -> tuple[list[Any], Any, Sequence[Axes] | None]:
     stated = value.leaf_axes()
     if stated is not None and not are_axes(stated, [aval_of(part).ndim for part in parts]):
         raise TypeError(
-            f"{type(value).__name__}.leaf_axes returns {stated!r}, and should have an entry for "
-            f"each axis of each leaf, a vn.types.LeafAxis or None: {value!r}"
+            f"{type(value).__name__}.leaf_axes returns {stated!r}. It must return, per leaf, a "
+            f"LeafAxis or None for each axis: {value!r}"
         )
     return parts, structure, stated
 
@@ -243,10 +242,7 @@ DEFECTS = (jax.errors.JAXTypeError, AttributeError, NameError)
 
 @lru_cache(maxsize=4096)
 def stands_for(tree: Any, leaves: tuple[jax.ShapeDtypeStruct, ...]) -> tuple[int, ...] | None:
-    """The dense shape of a value of this structure with abstract leaves, or None.
-
-    Its class may refuse them by a check, which no tree function calls, or as it is asked.
-    """
+    """Return the dense shape of this structure with abstract leaves; None if its class raises."""
     try:
         with suppress(*DEFECTS):
             jax.eval_shape(partial(check_structure, tree), *leaves)
@@ -268,7 +264,6 @@ class Kept:
 
 
 def is_kept(x: Any) -> bool:
-    """Whether `implicit` has `x` be one leaf of a tree."""
     return isinstance(x, (Value, Kept))  # faster than of a union
 
 
@@ -277,7 +272,6 @@ _materialising: ContextVar[bool] = ContextVar("materialising", default=False)
 
 
 def materialise_one(x: Any) -> Any:
-    """`x`, or the dense array it stands for."""
     if isinstance(x, Value):
         token = _materialising.set(True)
         try:
@@ -313,10 +307,19 @@ def materialise(tree: T) -> T: ...
 
 
 def materialise(tree: Any) -> Any:
-    """The tree with every implicit array replaced by the dense array it stands for.
+    """Replace every implicit array of a tree by its dense array.
 
-    Inside a function under `implicit`, it makes an operand dense there; that was asked for, so no
-    policy hears of it. On a traced array it binds `checkpoint_name`, which computes nothing.
+    It also works on an operand inside a function under `vn.implicit`. An explicit call is not
+    reported by `vn.explain` or `on_materialise`.
+
+    **Arguments:**
+
+    - `tree`: an implicit array, or a pytree of them. Other leaves are returned unchanged.
+
+    **Returns:** the same tree with dense arrays.
+
+    **Raises:** `TypeError` if a value holds derivatives of its leaves, or if its class returns the
+    value itself; and the error of a class that cannot materialize, such as `vn.types.Quantity`.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> q = vn.quant.quantize(jnp.array([1.0, -1.0]), "nf4")
@@ -333,7 +336,7 @@ def materialise(tree: Any) -> Any:
 
 
 def make_dense(primitive: Primitive, values: Sequence[Any], why: str = "") -> list[Any]:
-    """The values with implicit ones materialised, telling whoever wants to know, and `why`."""
+    """Materialize the implicit values, and report it with the reason `why`."""
     implicit = [v for v in values if isinstance(v, Value)]
     if not implicit:
         return list(values)
@@ -343,8 +346,8 @@ def make_dense(primitive: Primitive, values: Sequence[Any], why: str = "") -> li
     except Exception as error:
         error.add_note(
             f"{primitive.name}({', '.join(describe(values))}) at {user_line()}: no rule fits, so "
-            "the implicit operands were to be made dense. Register a rule for these types; or, "
-            "where calls of implicit are nested, nest them the other way round."
+            "the implicit operands must be materialized. Register a rule for these types. If "
+            "calls of vn.implicit are nested, you can also swap them."
         )
         raise
 
@@ -354,7 +357,7 @@ def _checked(value: Value) -> Any:
     stated, found = value.aval(), _aval_of_dense(value, dense)
     if (stated.shape, stated.dtype) != (found.shape, found.dtype):
         raise TypeError(
-            f"{type(value).__name__}.materialise() gives {_short(found)}, but its aval() states "
+            f"{type(value).__name__}.materialise() returns {_short(found)}, but its aval() is "
             f"{_short(stated)}: {value!r}"
         )
     return vary_as(jax.tree.leaves(value), dense)
@@ -365,7 +368,7 @@ def _aval_of_dense(value: Value, dense: Any) -> Any:
         return jax.typeof(dense)
     except TypeError:
         raise TypeError(
-            f"{type(value).__name__}.materialise() gives {dense!r}, which is no array: {value!r}"
+            f"{type(value).__name__}.materialise() must return an array, not {dense!r}: {value!r}"
         ) from None
 
 
@@ -378,7 +381,7 @@ def operands_met(values: Sequence[Any]) -> Operands:
 
 
 def describe(values: Sequence[Any]) -> tuple[str, ...]:
-    """The operands of a primitive, as messages show them: `QArray:f32[8,4]`, `f32[2,8]`."""
+    """Return the operands as messages show them: `QArray:f32[8,4]`, `f32[2,8]`."""
     return tuple(map(_describe, values))
 
 

@@ -38,8 +38,8 @@ def call_bwd(bwd: lu.WrappedFun, residuals: Sequence, cotangents: Sequence) -> l
         out, logs = out
         if logs:
             raise NotImplementedError(
-                "custom_vjp functions that log (defvjp_with_logs) cannot take implicit arrays yet; "
-                "call vn.materialise on the operands first."
+                "custom_vjp functions that log (defvjp_with_logs) cannot take implicit arrays. "
+                "Call vn.materialise on the operands first."
             )
     return [None if isinstance(ct, Zero | SymbolicZero) else ct for ct in out]
 

@@ -37,8 +37,8 @@ def make_exportable(cls: Any) -> None:
         written = json.loads(text)
         if written.keys() != set(names):
             raise ValueError(
-                f"the file holds a {cls.__name__} with metadata {sorted(written)}, but the class "
-                f"has {sorted(names)}: it has changed since the program was exported"
+                f"The file has a {cls.__name__} with metadata {sorted(written)}, but the class "
+                f"has {sorted(names)}. It has changed since the program was exported."
             )
         return tuple(_decode(written[n], cls, n) for n in names)
 
@@ -70,9 +70,9 @@ def _encode(x: Any, cls: type, field: str) -> Any:
     if isinstance(x, type) and issubclass(x, np.generic):
         return {"np": np.dtype(x).name}
     raise TypeError(
-        f"{cls.__name__}.{field} is {x!r}, a {type(x).__qualname__}, which jax.export cannot "
-        "write: metadata may be numbers, strings, None, dtypes and tuples of those. A NamedTuple "
-        "is one if the field's annotation names it."
+        f"jax.export cannot write {cls.__name__}.{field}, which is {x!r}, a "
+        f"{type(x).__qualname__}. Metadata may be numbers, strings, None, dtypes and tuples of "
+        "them, or a NamedTuple that the annotation of the field names."
     )
 
 
@@ -87,8 +87,8 @@ def _decode(x: Any, cls: type, field: str) -> Any:
             if kind.__qualname__ == x["named"]:
                 return kind(*items)
         raise ValueError(
-            f"the file holds a {x['named']} as {cls.__name__}.{field}, whose annotation does not "
-            "name it: the class has changed since the program was exported"
+            f"The file has a {x['named']} as {cls.__name__}.{field}, but the annotation of the "
+            "field does not name it. The class has changed since the program was exported."
         )
     ((kind, name),) = x.items()
     if kind == "jnp":

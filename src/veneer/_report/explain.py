@@ -17,17 +17,22 @@ P = ParamSpec("P")
 
 
 def explain(fn: Callable[P, Any]) -> Callable[P, Report]:
-    """A function that traces `fn`, with the rules in force, and reports what they did.
+    """Return a function that reports what each primitive of `fn` does with implicit operands.
 
-    `fn` may be an ordinary function, or one already made by `implicit` or `jax.jit` of it. Nothing
-    is computed.
+    The function traces `fn` under `vn.implicit`. It computes nothing.
 
-    **Returns:** a function of `fn`'s arguments that gives a `Report`: every primitive that met an
-    implicit operand, with the rule that ran (file and line), or that it was materialised, and how
-    many bytes either makes dense on the platform that JAX runs on. Of operands that are weights,
-    and not implicit in passing, an event has the paths in the arguments. If an operator outside
-    `implicit` materialized its operands, and its result is an argument or is captured, the report
-    has that event, too.
+    **Arguments:**
+
+    - `fn`: a function of pytrees. It may already be wrapped by `vn.implicit` or `jax.jit`.
+
+    **Returns:** a function of the arguments of `fn` that returns a `vn.Report`. The report has a
+    `vn.Event` for each primitive with an implicit operand: the rule that ran, if any, and the
+    bytes that were materialized on the platform that JAX runs on. Weights are named by their paths
+    in the arguments. If an operator outside `vn.implicit` materialized an array, and its result is
+    an argument of `fn` or captured by it, the report has that event too.
+
+    **Raises:** The returned function raises `TypeError` if `fn` is not callable, and any error that
+    `fn` raises while it is traced.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> w = vn.quant.quantize(jnp.eye(2), "nf4")

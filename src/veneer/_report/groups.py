@@ -11,18 +11,18 @@ from functools import lru_cache
 from .._core.surface.event import BEFORE_CALL, Event
 from .tables import size_of
 
-#: In the place of the weights of what met none.
-IN_PASSING = "in passing"
+#: The heading of the events that have no weight among their operands.
+INTERMEDIATES = "intermediates"
 
 #: Equal events, each with the weights that it met, and their number.
 Group = Counter[tuple[Event, str]]
 
 
 def by_weight(events: Iterable[Event]) -> dict[str, Group]:
-    """The events of each weight, and at last those of what is implicit in passing."""
+    """Group events by the paths of their weights. Events without a weight come last."""
     groups = _grouped(events, lambda event, weights: weights)
-    in_passing = groups.pop(IN_PASSING, None)
-    return groups | {IN_PASSING: in_passing} if in_passing else groups
+    intermediates = groups.pop(INTERMEDIATES, None)
+    return groups | {INTERMEDIATES: intermediates} if intermediates else groups
 
 
 def by_line(events: Iterable[Event]) -> dict[str, Group]:
@@ -37,7 +37,7 @@ def _grouped(events: Iterable[Event], name: Callable[[Event, str], str]) -> dict
     groups: dict[str, Group] = {}
     for event in events:
         paths = (re.sub(r"(?<![^.])\d+(?![^.])", "*", path) for path in event.weights)
-        weights = ", ".join(dict.fromkeys(paths)) or IN_PASSING
+        weights = ", ".join(dict.fromkeys(paths)) or INTERMEDIATES
         counted = replace(event, sources=()), weights  # what differs in a path alone is equal here
         groups.setdefault(name(event, weights), Counter())[counted] += 1
     return groups
@@ -46,14 +46,14 @@ def _grouped(events: Iterable[Event], name: Callable[[Event, str], str]) -> dict
 def describe_materialized(nbytes: int, group: Group) -> str:
     """Return how many bytes of a group were materialized, and whether its size is the reason."""
     small = all(event.no_kernel for event, _ in group if event.made_dense)
-    return f"{size_of(nbytes)} made dense" + (", too small for a kernel" if small else "")
+    return f"{size_of(nbytes)} materialized" + (", too small for a kernel" if small else "")
 
 
 def what_ran(event: Event) -> str:
     """Returns the rule that ran, and how; or that none fitted."""
     if event.rule is None:
         when = f" {event.how}" if event.how == BEFORE_CALL else ""
-        return f"materialised{when}: no rule fits"
+        return f"materialized{when}: no rule fits"
     return f"rule {short(event.rule)}" + (f": {event.how_and_why}" if event.how else "")
 
 

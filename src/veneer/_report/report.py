@@ -19,49 +19,58 @@ from .tables import (
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """The events of one traced call: `print` it for a table; `to_html` gives a page.
+    """The report that `vn.explain` returns: the events of one traced call.
 
-    `events` holds every `Event` in the order of the program; `materialised` those of them in
-    which an operand was made dense, for no rule fitted or by the way that a rule went. Tables show
-    those of each weight together, by its path in the arguments, and then those that met none: of
-    arrays that are implicit in passing. Equal events are shown once, with their number, and so are
-    those of weights whose paths differ in numbers alone (`layers.*.kernel`).
+    `print` shows it as a table, and notebooks show it as HTML. `to_html` returns a page that can
+    be sorted. The table groups events by the path of their weight in the arguments. Events without
+    a weight come last, as "intermediates". Equal events are counted in one row, also if the paths
+    of their weights differ only in numbers (`layers.*.kernel`).
+
+    **Arguments:**
+
+    - `events`: a tuple of `vn.Event`, in the order of the program.
+
+    >>> import jax.numpy as jnp, veneer as vn
+    >>> w = vn.quant.quantize(jnp.eye(2), "int8")
+    >>> report = vn.explain(lambda x, w: jnp.sin(w) + x)(1.0, w)
+    >>> print(report.summary)
+    1 primitive had implicit operands. 1 of them materialized 16 bytes (weights only).
     """
 
     events: tuple[Event, ...]
 
     @property
     def materialised(self) -> tuple[Event, ...]:
-        """The events in which an operand was made dense."""
+        """The events that materialized an operand."""
         return tuple(event for event in self.events if event.made_dense)
 
     @property
     def nbytes(self) -> int:
-        """The bytes that were made dense."""
+        """The number of bytes that were materialized."""
         return sum(event.nbytes for event in self.materialised)
 
     @property
     def weight_nbytes(self) -> int:
-        """The bytes that were made dense of weights."""
+        """The number of materialized bytes that belong to weights, caches included."""
         return sum(event.weight_nbytes for event in self.materialised)
 
     @property
     def summary(self) -> str:
-        """What happened, in a sentence."""
-        met = f"{count_of(len(self.events), 'primitive')} met an implicit array"
+        """The number of events and the bytes that were materialized, in one or two sentences."""
+        count = f"{count_of(len(self.events), 'primitive')} had implicit operands."
         if not self.materialised:
-            return f"{met}, and none made it dense."
-        dense = f"{len(self.materialised)} of them made it dense: {size_of(self.nbytes)} in all"
+            return f"{count} None was materialized."
         of_caches = sum(event.cache_nbytes for event in self.materialised)
         kinds = {"caches": of_caches, "weights": self.weight_nbytes - of_caches}
-        made = [f"{size_of(n)} of it of {kind}" for kind, n in kinds.items() if n]
-        alone = [f"of {kind} alone" for kind, n in kinds.items() if 0 < n == self.nbytes]
-        total = f"{met}, and {dense}, {' and '.join(alone or made or ['none of it of weights'])}."
+        parts = [f"{size_of(n)} of {kind}" for kind, n in kinds.items() if n]
+        parts = [f"{kind} only" for kind, n in kinds.items() if 0 < n == self.nbytes] or parts
+        shown = f"{size_of(self.nbytes)} ({', '.join(parts) or 'no weights'})"
+        total = f"{count} {len(self.materialised)} of them materialized {shown}."
         small = sum(event.nbytes for event in self.materialised if event.no_kernel)
         if not small:
             return total
         part = "All" if small == self.nbytes else size_of(small)
-        return f"{total} {part} of it is expected: those arrays are too small for a kernel."
+        return f"{total} {part} of it is expected: the arrays are too small for a kernel."
 
     def __str__(self) -> str:
         rows: list[Cells | str] = []
@@ -77,11 +86,10 @@ class Report:
     __repr__ = __str__
 
     def to_html(self) -> str:
-        """A page of HTML, which needs nothing else: by weight, and by line of the program.
+        """Return a self-contained HTML page with two tables: by weight, and by program line.
 
-        It is sorted by a click on a heading, and folded by one on a weight or a line. Lines are
-        shown with the source around them, as their files are now. Without JavaScript, the page is
-        two tables.
+        A click on a heading sorts a table. A click on a weight or a line folds its rows. The source
+        around each line is read from its file now. The page also works without JavaScript.
         """
         from .page import page_of  # what it imports takes a while
 

@@ -1,35 +1,28 @@
-"""High types: implicit arrays as operands of plain JAX functions, with no decorator.
+"""High types: implicit arrays as operands of plain JAX functions, without `vn.implicit`.
 
-    with vn.hijax.enabled():  # or vn.hijax.install(), for good
+    with vn.hijax.enabled():  # or vn.hijax.install()
         jax.jit(model)(params, x)
 
-`vn.implicit` runs rules while a function is traced; here JAX's own tracers carry types of ours, a
-jaxpr has one `dot_general` on an operand of type `q8[4096,11008]`, and the rule runs when that is
-lowered. The rules are the same.
+`vn.implicit` runs rules while a function is traced. With high types, JAX's own tracers carry an
+implicit array as one typed value: a jaxpr has a `dot_general` with an operand of type
+`q8[4096,11008]`, and the rule runs when that equation is lowered. The rules are the same.
 
-How a value meets a program, and why so:
-
-- *Arguments and results are trees.* `jax.jit`, `vmap`, `scan`, `optax`, `equinox` and `nnx` flatten
-  an implicit array into its leaves, as without the mode. JAX's registries of trees cannot forget a
-  class, nor could they without harm: an optimiser's step maps over leaves, inside of `jit` too, and
-  `b1 * moment` of a LoRA weight as one typed value would be the rule for a product of weights. So
+- *Arguments and results are pytrees of leaves* for `jax.jit`, `vmap`, `scan`, optax, Equinox and
+  nnx, as without high types. An optimizer step must map over leaves, not run rules of products. So
   gradients of leaves, shardings, donation and exports are JAX's own, and a call of a jitted
-  function costs what its leaves cost.
-- *A primitive sees one value.* Where an implicit array is an operand, its leaves are packed: an
-  equation `lora[512,512] = pack w a b`, and what primitives make of that stays typed. Where nothing
-  is staged, it is the value itself. `jax.numpy` takes operands that have `__jax_array__`, which
-  gives the typed value and nothing dense. So a class needs neither `jax.Array` for a base nor a
-  metaclass, and those of `equinox.Module` and `flax.struct` do as they are.
-- *Two kinds of derivatives.* Those of a value's leaves are as for any tree; a derivative through
-  the typed value is that of its rule. A class with `dense_tangent = True` (`QArray`) is one leaf
-  for `jax.grad`, `vjp`, `jvp` and `linearize`: its tangent is a dense array, and the derivative is
-  that of the program, straight through the rounding.
-- *There is one primitive*, `high`, of operations: a primitive of JAX's by its rule, a function of a
-  user's (`primitive`), and the derivatives and maps of both. An operation is run once it is
-  evaluated or lowered; jaxprs print it under its own name.
-- *Loops and branches* take values in both forms, and bring what meets there into one.
+  function has no overhead.
+- *A primitive takes one value.* The leaves of an operand are packed by an equation
+  `lora[512,512] = pack w a b`, and results stay typed. `jax.numpy` gets the typed value through
+  `__jax_array__`. So a class needs no base class or metaclass of JAX.
+- *Derivatives* with respect to leaves are those of any pytree. A class with `dense_tangent = True`
+  (`QArray`) is one leaf for `jax.grad`, `vjp`, `jvp` and `linearize`: its tangent is a dense array,
+  and the derivative passes straight through the rounding.
+- *One primitive*, `high`, represents all operations: JAX primitives by their rules, functions made
+  by `vn.hijax.primitive`, and their derivatives and batched forms. Jaxprs print the name of the
+  operation.
+- *Loops and branches* take both forms, and convert values to one form where they join.
 
-The modules, each of which imports those above it alone:
+The modules, each of which imports only those above it:
 
     patching            attributes of another package's, set and restored exactly
     mode                whether high types are on: install, uninstall, enabled
@@ -53,9 +46,12 @@ The modules, each of which imports those above it alone:
 
 from . import high_rules as high_rules
 from . import patches as patches
-from .box import Box as Box
-from .custom_primitives import primitive as primitive
-from .mode import enabled as enabled
-from .mode import install as install
-from .mode import is_enabled as is_enabled
-from .mode import uninstall as uninstall
+from .box import Box
+from .custom_primitives import primitive
+from .mode import enabled, install, is_enabled, uninstall
+
+__all__ = ["Box", "enabled", "install", "is_enabled", "primitive", "uninstall"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -60,10 +60,10 @@ def _combined(name: str, function: Callable, x: Any) -> Any:
         return jax.tree.map(function, x) if _REDUCE.search(name) else function(canonical(x))
     if _may_be_derivative(x):
         raise TypeError(
-            f"{name}({type_of(x)}): a tree with these leaves may be an array, or its derivatives "
-            "by each leaf, as of jax.grad, and devices would combine other numbers. Of arrays, "
-            f"give vn.materialise of it, or call it as vn.implicit(lambda x: lax.{name}(x, ...)); "
-            f"of derivatives, each leaf: jax.tree.map(lambda leaf: lax.{name}(leaf, ...), x)"
+            f"{name}({type_of(x)}): is this an array, or the derivatives of its leaves? "
+            f"For an array, call vn.implicit(lambda x: lax.{name}(x, ...)) or pass "
+            "vn.materialise(x). For derivatives, "
+            f"call jax.tree.map(lambda leaf: lax.{name}(leaf, ...), x)."
         )
     return function(_as_operand(name, x))
 

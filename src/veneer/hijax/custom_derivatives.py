@@ -236,8 +236,9 @@ def _typed(derivatives: Any, of: HighType) -> Any:
 def _misfit(ct: Any, of: Any) -> TypeError:
     (described,) = describe([exposed(ct)])
     return TypeError(
-        f"the backward rule of a custom_vjp gives {described} for the argument {of}: give the "
-        "cotangent of the dense array, one of its class with a cotangent for each leaf, or None"
+        f"The backward rule of a custom_vjp returns {described} for the argument {of}. Return the "
+        "cotangent of the dense array, an instance of its class with a cotangent for each leaf, "
+        "or None."
     )
 
 

@@ -52,10 +52,8 @@ def with_way_out(prefix_error: Callable) -> Callable:
 
 def _of_update(kind: str) -> str:
     return (
-        f"\nIf this is an update of parameters: a {kind} is a tree of leaves, and a gradient by "
-        "the dense array is no such tree. vn.trainable says which leaves are trained, and of a "
-        "QArray none is. Differentiate by those, that is by the first tree of "
-        "vn.tree.partition(params, vn.trainable(params)), or by what vn.lora.split gives, and have "
-        "the optimiser update them. An nnx.Optimizer is given a `wrt` that leaves such parameters "
-        "out."
+        f"\nIf this is an optimizer update: a {kind} cannot be updated by a dense gradient. "
+        "Quantized weights are not trained. Differentiate and update the first tree of "
+        "vn.tree.partition(params, vn.trainable(params)), or the adapters that vn.lora.split "
+        "returns. For an nnx.Optimizer, pass a `wrt` that excludes such parameters."
     )

@@ -92,8 +92,8 @@ def _types_of_results(
     if any(isinstance(effect, RefEffect) for effect in traced.effects):
         raise NotImplementedError(
             f"{operation.name}({', '.join(map(str, types))}) uses a Box or a jax.Ref from outside, "
-            "which an equation on typed operands does not show to JAX: return what it is to hold, "
-            "and write that where the function is called. Under vn.implicit a rule may use one"
+            "which JAX cannot see with high types. Return the value and write it in the caller, or "
+            "call the function under vn.implicit."
         )
     return tuple(result_types), traced.effects
 
@@ -208,8 +208,8 @@ def _jvp_of_dense(
     if isinstance(operation, Unpack) and operation.type.dense_tangent:
         raise NotImplementedError(
             f"{operation.name}({', '.join(str(jax.typeof(p)) for p in primals)}) cannot be "
-            "differentiated: a type whose tangent is the dense array gives none to its leaves, "
-            "which a shard_map and a tree in a carry take. Call vn.materialise on the value first."
+            "differentiated here. A shard_map or a pytree in a carry needs tangents of leaves, "
+            "but the tangent of this type is a dense array. Call vn.materialise on the value first."
         )
     varies = tuple(type(t) is not Zero for t in tangents)
     return list(out), _rule_jvp(operation, primals, tangents, varies, out)

@@ -35,25 +35,26 @@ from .mode import is_enabled
 
 
 def jit(function: Callable | None = None, /, **options: Any) -> Any:
-    """`jax.jit` of a function whose arguments may be implicit arrays, and Boxes that it changes.
+    """Compile a function of implicit arrays and of Boxes, as `jax.jit` does.
 
-    With the decorator-free mode off, what is compiled is `vn.implicit` of the function, with its
-    meaning of derivatives; with the mode on it is the function, as under `jax.jit`.
+    Without high types, this compiles `vn.implicit(function)`. With high types on, it compiles the
+    function itself.
+
+    The function may change the structure and the types of the contents of a `vn.hijax.Box` that is
+    an argument or a captured variable. If tracing raises an error, the contents stay unchanged. If
+    the compiled program raises one, the contents of captured Boxes that it writes are lost; set
+    them again. A Box among the results is a new Box with the same contents.
 
     **Arguments:**
 
-    - `function`: without it, the result is a decorator.
-    - `options`: those of `jax.jit`: `static_argnums`, `donate_argnums`, `in_shardings` and others.
+    - `function`: the function. Without it, `vn.jit` returns a decorator.
+    - `options`: the keywords of `jax.jit`, such as `static_argnums` and `donate_argnums`.
 
-    **Returns:** a function of the same arguments. The contents of a `vn.hijax.Box` among them, or
-    of one that the function closes over, may change their structure and their types in it. Where it
-    raises as it is traced, Boxes are as they were; where it raises as it runs, what Boxes held that
-    it closes over and writes is gone, and is to be set anew. A Box among the results is another
-    than those that are passed or closed over, with the same contents. The function has the methods
-    `trace`, `lower` and `eval_shape` of `jax.jit`, under which the structure of a Box stays, and
-    `clear_cache`.
+    **Returns:** a function of the same arguments, with the methods `trace`, `lower`, `eval_shape`
+    and `clear_cache` of `jax.jit`. Under these methods the structure of a Box must stay the same.
 
-    **Raises:** `ValueError` where a Box is passed twice, or passed and closed over.
+    **Raises:** the returned function raises `ValueError` if a Box is passed twice, or both passed
+    and captured.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> w = vn.quant.quantize(jnp.eye(2), "nf4")
@@ -132,20 +133,20 @@ class Jitted:
         return f"vn.jit({self._function!r})"
 
     def clear_cache(self) -> None:
-        """Forgets what has been traced and compiled."""
+        """Clear the traced and compiled programs."""
         self._programs = [self._new_program()]
         self._plain.clear_cache()
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
-        """`jax.jit(...).trace`."""
+        """Trace the function, as `jax.jit(function).trace` does."""
         return self._plain.trace(*args, **kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """`jax.jit(...).lower`."""
+        """Lower the function, as `jax.jit(function).lower` does."""
         return self._plain.lower(*args, **kwargs)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
-        """`jax.jit(...).eval_shape`."""
+        """Return the shapes and dtypes of the results, as `jax.jit(function).eval_shape` does."""
         return self._plain.eval_shape(*args, **kwargs)
 
 
@@ -188,7 +189,7 @@ class Specialisation:
             if any(one is other or one.shares(other) for other in contents[:i]):
                 raise ValueError(
                     f"{one!r} is passed twice to a jitted function, which would see two separate "
-                    "Boxes: pass it once"
+                    "Boxes. Pass it once."
                 )
         for one in contents:
             if one in self.captured or one in self.replaced:

@@ -180,9 +180,9 @@ def select_leaves(select: Callable) -> Callable:
 
 def _not_stacked(what: str, t: Any) -> str:
     return (
-        f"{what} cannot stack a {t.cls.__name__} of the type {t}, which a function that it maps "
-        "returns: a stack of the leaves is no stack of such values. Return vn.materialise of it, "
-        "or, where it holds derivatives, its leaves, by jax.tree.leaves"
+        f"{what} cannot stack a {t.cls.__name__} of the type {t}: a stack of its leaves does not "
+        "represent a stack of such arrays. Return vn.materialise(x) from the mapped function. If "
+        "it holds derivatives, return jax.tree.leaves(x)."
     )
 
 
@@ -213,9 +213,9 @@ def _axis_of_array(name: str, axes: Value) -> Any:
     several = set(jax.tree.leaves(axes, is_leaf=lambda x: x is None))
     if len(several) > 1:
         raise TypeError(
-            f"{name} has several axes for the leaves of one array, {axes!r}, and maps one axis of "
-            "the array: give one for the array; or map its fields as arguments of their own, and "
-            f"make a {type(axes).__name__} of them in the function"
+            f"{name} has different axes for the leaves of one array: {axes!r}. Pass one axis for "
+            f"the array. Or pass its fields as separate arguments, and build the "
+            f"{type(axes).__name__} inside the function."
         )
     return several.pop() if several else None
 
@@ -239,8 +239,8 @@ def _check_batch(x: Any, axes: Any) -> None:
     for axis in set(jax.tree.leaves(axes, is_leaf=lambda x: x is None)) - {None}:
         if not has_axes(_type_of(x), axis % x.ndim + 1):
             raise TypeError(
-                f"pmap cannot map a {_type_of(x)} along axis {axis}, which not each of its leaves "
-                "has. Use vn.materialise of it, or jax.shard_map"
+                f"pmap cannot map a {_type_of(x)} along axis {axis}, which is not a batch axis "
+                "of all its leaves. Pass vn.materialise(x), or use jax.shard_map."
             )
 
 
@@ -265,9 +265,8 @@ def _check_stack(x: Any, axes: Any) -> None:
     if several != {0} or not takes_axis(t):
         shown = " and ".join(map(str, several))
         raise TypeError(
-            f"pmap cannot stack a {t.cls.__name__} of the type {t} along axis {shown}, which a "
-            "function that it maps returns: leaves of a stack have a new first axis each. Give "
-            "out_axes=0, or return vn.materialise of it"
+            f"pmap cannot stack a {t.cls.__name__} of the type {t} along axis {shown}. "
+            "Set out_axes=0, or return vn.materialise(x) from the mapped function."
         )
 
 

@@ -32,9 +32,10 @@ _mode = jax.make_user_context(False)
 
 
 def install() -> None:
-    """Makes implicit arrays operands of plain JAX functions, in every thread, until `uninstall`.
+    """Turn high types on in all threads, until `vn.hijax.uninstall` is called.
 
-    Installed twice is as once.
+    With high types on, plain JAX functions take implicit arrays without `vn.implicit`. This
+    patches JAX. A second call has no effect.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> w = vn.quant.quantize(jnp.eye(2), "nf4")
@@ -50,9 +51,16 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Takes back what `install` did: all attributes of JAX are as they were before.
+    """Turn high types off after `vn.hijax.install`, and restore all patched attributes of JAX.
 
-    Does nothing if it was not installed. Inside of `enabled` the mode goes on until that ends.
+    Without `install`, this has no effect. Inside `vn.hijax.enabled`, high types stay on until the
+    block ends.
+
+    >>> import veneer as vn
+    >>> vn.hijax.install()
+    >>> vn.hijax.uninstall()
+    >>> vn.hijax.is_enabled()
+    False
     """
     with _lock:
         if _mode.get_global():
@@ -62,10 +70,19 @@ def uninstall() -> None:
 
 @contextmanager
 def enabled() -> Iterator[None]:
-    """Has implicit arrays be operands of plain JAX functions in this block, and in this thread.
+    """Turn high types on within a block, in this thread.
 
-    Blocks may be nested. JAX itself is changed for all threads while a block is open in any; in the
-    others an implicit array is refused by `jax.numpy` as ever.
+    Blocks may be nested. JAX is patched for all threads while a block is open in any thread, but
+    in the other threads `jax.numpy` still rejects implicit arrays.
+
+    **Returns:** a context manager, which is also a decorator.
+
+    >>> import jax, jax.numpy as jnp, veneer as vn
+    >>> w = vn.quant.quantize(jnp.eye(2), "nf4")
+    >>> with vn.hijax.enabled():
+    ...     y = jax.jit(jnp.matmul)(jnp.ones((1, 2)), w)
+    >>> y.tolist()
+    [[1.0, 1.0]]
     """
     with _lock:
         _count(1)
@@ -78,7 +95,15 @@ def enabled() -> Iterator[None]:
 
 
 def is_enabled() -> bool:
-    """Whether the mode is on, here."""
+    """Return whether high types are on in this thread.
+
+    **Returns:** a bool.
+
+    >>> import veneer as vn
+    >>> with vn.hijax.enabled():
+    ...     vn.hijax.is_enabled()
+    True
+    """
     return _mode.value
 
 

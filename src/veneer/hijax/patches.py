@@ -180,8 +180,8 @@ _OF_REFERENCES = frozenset("new_ref ref swap run_state".split())
 
 def _no_reference(name: str, *types: Any) -> TypeError:
     return TypeError(
-        f"{name}({', '.join(map(str, types))}): a jax.Ref holds no implicit array. Use "
-        "vn.hijax.Box, which does; or a jax.Ref of each leaf, or of vn.materialise of it"
+        f"{name}({', '.join(map(str, types))}): a jax.Ref cannot hold an implicit "
+        "array. Use vn.hijax.Box, a jax.Ref for each leaf, or a jax.Ref of vn.materialise(x)."
     )
 
 

@@ -110,8 +110,8 @@ def _leaf_shardings(aval: Any, sharding: Any) -> Sequence[Any]:
 
 def _refuse_layout(aval: Any, layout: Any) -> Sequence[Any]:
     raise NotImplementedError(
-        f"out_shardings of a jitted function give the layout {layout} for a result of the type "
-        f"{aval}: an implicit array has no layout of its own. Give a sharding without a layout."
+        f"out_shardings of a jitted function set the layout {layout} for a result of type {aval}. "
+        "An implicit array has no layout. Pass a sharding without a layout."
     )
 
 

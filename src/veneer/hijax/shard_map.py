@@ -65,8 +65,9 @@ def _refuse_cut(spec: Any, tree: Any) -> None:
     for x in jax.tree.leaves(tree, is_leaf=is_value):
         if _cuts(spec) and is_value(x):
             raise TypeError(
-                f"shard_map would cut each leaf of {x!r} by {spec}, which is meant for the dense "
-                "array: the function was made before high types were turned on. Make it within"
+                f"shard_map would split each leaf of {x!r} by {spec}, which is a spec of the dense "
+                "array. The function was made before high types were turned on. Make it inside "
+                "vn.hijax.enabled()."
             )
 
 
@@ -92,8 +93,8 @@ def _as_specified(name: str, specs: Any, tree: Any) -> Any:
             return x
         if not is_complete(x):
             raise TypeError(
-                f"{name} of shard_map has {spec} for {x!r}, which stands for no array: give a spec "
-                "for each leaf"
+                f"{name} of shard_map has {spec} for {x!r}, which does not represent an array. "
+                "Pass a spec for each leaf."
             )
         return canonical(x)
 
@@ -105,8 +106,8 @@ def _as_specified(name: str, specs: Any, tree: Any) -> Any:
         if type(opened) is not type(spec):
             what = f"a {type(opened).__name__}" if is_value(opened) else f"{jax.typeof(opened)}"
             raise TypeError(
-                f"{name} of shard_map has a spec for each leaf of a {type(spec).__name__}, and "
-                f"stands for {what}, of which there is one spec alone"
+                f"{name} of shard_map has a {type(spec).__name__} with a spec for each leaf, but "
+                f"the value is {what}. Pass one spec."
             )
         is_leaf = lambda s: _is_spec(s) or is_part(spec)(s)
         return jax.tree.map(one, spec, opened, is_leaf=is_leaf)
@@ -163,8 +164,8 @@ class _Body:
             value = fully_opened(x)
             block = split(value, spec, self._mesh.shape)
             if block is None:
-                remedy = "Give it the spec P(), or vn.materialise of it"
-                raise _refused("cut", t, spec, remedy, why_not_cut(value, spec, self._mesh.shape))
+                remedy = "Use the spec P(), or pass vn.materialise(x)"
+                raise _refused("split", t, spec, remedy, why_not_cut(value, spec, self._mesh.shape))
             place = lambda leaf, spec: placed(leaf, spec, self._mesh, self._manual)
             leaves += jax.tree.leaves(map_leaves(place, value, block))
             leaf_specs += jax.tree.leaves(block)
@@ -184,7 +185,7 @@ class _Body:
                 results[i] = fully_opened(x)
                 joint = joined(results[i], spec, self._mesh.shape, self._check_vma)
                 if joint is None:
-                    raise _refused("join", t, spec, "Return vn.materialise of it")
+                    raise _refused("join", t, spec, "Return vn.materialise(x)")
                 leaf_specs[i] = self._joined[i] = joint
         flat_specs = tuple(jax.tree.leaves(leaf_specs))
         return flat_tree(jax.tree.leaves(results)).with_aux(flat_specs)
@@ -241,8 +242,8 @@ def _high_type_of(x: Any) -> Any:
 
 def _refused(verb: str, t: HighType, spec: Any, remedy: str, why: str = "") -> TypeError:
     why = why or (
-        "which does not fit the leaves, or of which its class does not say how "
-        "(ImplicitArray.partition)"
+        "the spec does not fit the leaves, or the class does not declare how to split them "
+        "(ImplicitArray.leaf_axes or partition)"
     )
     return TypeError(
         f"shard_map cannot {verb} a {t.cls.__name__} of the type {t} by {spec}: {why}. {remedy}."

@@ -77,9 +77,8 @@ class StructuredType(HiType):
     def nospec(self, *_: Any) -> Any:
         """How devices share what the derivative of a `shard_map` keeps: of this JAX has no way."""
         raise NotImplementedError(
-            f"the derivative of a shard_map keeps for its backward pass a {self}, for which JAX "
-            "has no spec. Differentiate within the shard_map, or call vn.materialise on the value "
-            "first."
+            f"The backward pass of a shard_map needs a {self}, for which JAX has no spec. "
+            "Differentiate inside the shard_map, or call vn.materialise on the value first."
         )
 
     def parts(self, arrays: Sequence[Any], make: Callable[[Any, list[Any]], Any]) -> Sequence[Any]:
@@ -198,8 +197,8 @@ class HighType(StructuredType, jax.core.ShapedArray):
             return self
         if (spec > 0 and not has_axes(self, spec)) or not takes_axis(self):
             raise TypeError(
-                f"{self} cannot be stacked along axis {spec}: with an axis more on each leaf it is "
-                "no batch of such values. Use vn.materialise of it"
+                f"{self} cannot be stacked along axis {spec}: a stack of its leaves does not "
+                "represent a stack of such arrays. Use vn.materialise(x)."
             )
         more = lambda a: a.update(shape=_insert(a.shape, spec, size))
         return self._moved([_along(a, "inc_rank", size, spec, more) for a in self.leaves], 1)
@@ -210,9 +209,8 @@ class HighType(StructuredType, jax.core.ShapedArray):
             return self
         if self.shape[spec : spec + 1] != (size,) or not has_axes(self, spec + 1):
             raise TypeError(
-                f"{self} cannot be mapped along axis {spec}: it is no batch of values with an axis "
-                f"of size {size} there in each leaf ({', '.join(map(str, self.leaves))}). Use "
-                "vn.materialise of it"
+                f"{self} cannot be mapped along axis {spec}, which is not a batch axis of size "
+                f"{size} of its leaves ({', '.join(map(str, self.leaves))}). Use vn.materialise(x)."
             )
         fewer = lambda a: a.update(shape=_remove(a.shape, spec))
         return self._moved([_along(a, "dec_rank", size, spec, fewer) for a in self.leaves], -1)

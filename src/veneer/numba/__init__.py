@@ -1,6 +1,6 @@
-"""JAX functions compiled to native ones, whose call takes a microsecond.
+"""JAX functions compiled to native functions, which take a microsecond per call.
 
-On the way from a function of JAX to machine code, and beside it:
+The steps from a JAX function to machine code, and what belongs to them:
 
     compiler        `compile`: from a function of JAX to one of NumPy arrays
     front           a function as a graph of primitives
@@ -12,6 +12,15 @@ On the way from a function of JAX to machine code, and beside it:
     reference       programs run by NumPy
     testing         compiled programs compared with NumPy, and that with JAX
 """
+
+from importlib.util import find_spec
+
+from .._install import install_command
+
+if find_spec("numba") is None:
+    raise ImportError(
+        f"vn.numba needs Numba. Install it with: {install_command('numba')}", name="numba"
+    )
 
 from .compiler import compile
 from .registry import funcify, perform

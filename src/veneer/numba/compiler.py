@@ -34,24 +34,22 @@ class Compiled:
 
     @property
     def source(self) -> str:
-        """The program: Python that Numba compiles, a function a kernel."""
+        """The generated Python program, with one function per kernel, which Numba compiles."""
         return self._source.text
 
     @property
     def raw(self) -> Any:
-        """The program as a Numba dispatcher, to be called by functions under `numba.njit`.
+        """The program as a Numba dispatcher, for other functions under `numba.njit`.
 
-        It takes the leaves of the arguments and returns the result, or a tuple of the leaves of
-        the results. Arrays without axes are numbers there; an integer that a dtype does not hold
-        raises `OverflowError`. Functions that call it cannot be cached by Numba, as they refer to
-        memory of this process.
+        It takes the leaves of the arguments, and returns the result or a tuple of the leaves of
+        the results. Scalars are numbers. An integer that does not fit raises `OverflowError`. Numba
+        cannot cache functions that call it, because they refer to memory of this process.
         """
         run_by_jax = getattr(self._calls, "primitives", ())
         if run_by_jax:
             raise NotImplementedError(
-                f"{self} has no .raw: JAX runs {', '.join(run_by_jax)} in it, and "
-                "compiled code may hold Python's lock, or handle no errors of Python's. Register "
-                "rules with @vn.numba.funcify.register."
+                f"{self} has no .raw, because JAX runs {', '.join(run_by_jax)} in it. Register "
+                "rules for these primitives with @vn.numba.funcify.register."
             )
         with COMPILING:
             if self._raw is None:
@@ -68,8 +66,8 @@ class Compiled:
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            f"{self} cannot be pickled, as it has addresses of this process. Call vn.numba.compile "
-            "in the process that calls it: it finds the native code on disk, in milliseconds."
+            f"{self} cannot be pickled, because it has memory addresses of this process. Call "
+            "vn.numba.compile in the process that calls it; the native code is cached on disk."
         )
 
     def __repr__(self) -> str:
@@ -83,30 +81,30 @@ class Compiled:
 def compile(
     f: Callable[..., Any], *example_args: Any, fallback: Literal["jax"] | None = None
 ) -> Any:
-    """Compiles a JAX function to a native one, whose call takes about a microsecond.
+    """Compile a JAX function to a native function, which takes about a microsecond per call.
 
     **Arguments:**
 
-    - `f`: a function of arrays, or of trees of them, that JAX can trace. Arguments may be implicit
-        arrays, as under `vn.implicit`; so may what it closes over.
-    - `example_args`: what it is called with, or `jax.ShapeDtypeStruct`s: they give the tree, the
-        shapes and the dtypes that the result is for. Typed keys of random numbers may be given as
-        such or as their data, uint32[..., 2], which is what they are in results.
-    - `fallback`: with "jax", primitives without a rule are run by JAX, each in some tens of
-        microseconds. A warning names them and the lines that they come from. What JAX raises then,
-        a call raises. There is no `.raw` of such a function.
+    - `f`: a function of pytrees of arrays that JAX can trace. Its arguments and captured variables
+      may be implicit arrays, as under `vn.implicit`.
+    - `example_args`: arguments, or `jax.ShapeDtypeStruct`s, which fix the structure, shapes and
+      dtypes. Random keys may be typed keys or their data, `uint32[..., 2]`; results have the data.
+    - `fallback`: if `"jax"`, JAX runs the primitives without a rule, in tens of microseconds each.
+      A warning names them and their lines. Such a function has no `raw`.
 
-    **Returns:**
+    **Returns:** a function of the same arguments that returns NumPy arrays in the structure of the
+    results of `f`. Its attribute `source` is the generated program, and `raw` is a function for
+    other `numba.njit` code. C-contiguous NumPy arguments are not copied, and no argument is written
+    to. Without x64, arguments of 64 bits are converted to 32 bits, as under `jax.jit`.
 
-    A callable with the arguments of `f` and the tree of its results, of NumPy arrays.
-    Arguments are never copied where they are C-contiguous NumPy arrays, and never written to.
-    Where it was traced without x64, arrays of 64 bits are taken for those of 32 and converted, as
-    `jax.jit` does: floats are rounded, and of integers one that does not fit raises
-    `OverflowError`. Other shapes or dtypes raise `TypeError`.
+    **Raises:**
 
-    **Raises:** `NotImplementedError` for a primitive or a parameter without a rule, and for shapes
-    that are not static. Where a shape within `f` depends on values, as that of `jnp.nonzero(x)`, it
-    is JAX that refuses, as under `jax.jit`.
+    - `NotImplementedError` if a primitive, a parameter or a dtype has no rule, or if a shape is not
+      static.
+    - `ValueError` for another `fallback`.
+    - JAX's error if a shape depends on values, as in `jnp.nonzero(x)`.
+    - A call raises `TypeError` for another structure, shape or dtype, and `OverflowError` for an
+      integer that does not fit.
 
     >>> import jax.numpy as jnp, numpy as np, veneer as vn
     >>> f = vn.numba.compile(lambda x: jnp.tanh(x).sum(), np.ones(3, np.float32))
@@ -114,7 +112,7 @@ def compile(
     array(0., dtype=float32)
     """
     if fallback not in (None, "jax"):
-        raise ValueError(f"fallback is None or 'jax', and not {fallback!r}")
+        raise ValueError(f"fallback must be None or 'jax', not {fallback!r}.")
     with COMPILING:  # tracing too, for which JAX has locks of its own
         return _compiled(f, example_args, Calls() if fallback is None else Fallbacks())
 
@@ -136,8 +134,8 @@ def source_of(graph: Graph, calls: Calls | None = None) -> Source:
     for variable in (*graph.inputs, *graph.outputs):
         if not storage.supported(variable.aval.dtype):
             raise NotImplementedError(
-                f"vn.numba has no arrays of dtype {variable.aval.dtype}, as an argument or a "
-                "result of the function."
+                f"vn.numba has no arrays of dtype {variable.aval.dtype}. The function has one as "
+                "an argument or a result."
             )
     inputs = [b.program.input(v.aval.shape, v.aval.dtype) for v in graph.inputs]
     for value in b.run(graph, inputs):
@@ -167,13 +165,12 @@ def _callable(compiled: Compiled) -> Any:
     def slow(*args: Any, **named: Any) -> Any:
         if named:
             raise TypeError(
-                f"{compiled} was called with {', '.join(map(repr, named))} by name, and takes all "
-                "arguments by their places, as vn.numba.compile was given them."
+                f"{compiled} was called with the keyword {', '.join(map(repr, named))}. Pass all "
+                "arguments by position, as to vn.numba.compile."
             )
         if len(args) != len(source.inputs):
-            raise TypeError(
-                f"{compiled} was called with {len(args)} arrays, and takes {len(source.inputs)}."
-            )
+            count = len(source.inputs)
+            raise TypeError(f"{compiled} takes {count} array{'s' * (count != 1)}, not {len(args)}.")
         return entry(*(_as_given(x, n, compiled) for n, x in enumerate(args)))
 
     compiled._entry = entry
@@ -195,11 +192,11 @@ def _as_given(x: Any, number: int, compiled: Compiled) -> np.ndarray:
     shape, dtype = source.input_shapes[number], source.inputs[number].dtype
     if isinstance(x, np.ma.MaskedArray):
         raise TypeError(
-            f"argument {number} is a masked array, and {compiled} knows of no masks. Fill in what "
-            "is masked, with x.filled(value)."
+            f"Argument {number} is a masked array, but {compiled} does not support masks. Fill the "
+            "masked entries with x.filled(value)."
         )
     if type(x) is int and dtype.kind in "iu" and not _holds(dtype, x):
-        raise OverflowError(f"argument {number} is {x}, and {compiled} is for {dtype} there.")
+        raise OverflowError(f"Argument {number} is {x}, which {dtype} of {compiled} cannot hold.")
     array = np.asarray(keys.data(x))
     if type(x) in _KINDS:
         fits = _KINDS[type(x)] <= _KIND_OF.get(dtype.kind, 0)  # 1.5 is no integer
@@ -208,7 +205,7 @@ def _as_given(x: Any, number: int, compiled: Compiled) -> np.ndarray:
         fits = array.dtype.newbyteorder("=") in (dtype, wide)
     if array.shape != shape or not fits:
         raise TypeError(
-            f"argument {number} is {array.dtype}{[*array.shape]}, and {compiled} is for "
+            f"Argument {number} is {array.dtype}{[*array.shape]}, but {compiled} takes "
             f"{dtype}{[*shape]}. Compile it again for other shapes or dtypes."
         )
     exact = np.empty(shape, dtype)
@@ -219,8 +216,8 @@ def _as_given(x: Any, number: int, compiled: Compiled) -> np.ndarray:
     exact[...] = array
     if dtype.kind in "iu" and not np.array_equal(exact, array):
         raise OverflowError(
-            f"argument {number} is {array.dtype}{[*shape]}, and {compiled} is for {dtype} there, "
-            f"which does not hold {array[exact != array].flat[0]}."
+            f"Argument {number} is {array.dtype}{[*shape]}, but {compiled} takes {dtype}, which "
+            f"cannot hold {array[exact != array].flat[0]}."
         )
     return exact
 

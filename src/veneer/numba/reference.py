@@ -53,8 +53,8 @@ def evaluate(graph: Graph, operands: Sequence[Any]) -> list[Any]:
             array, aval = np.asarray(result), variable.aval
             if (array.shape, array.dtype) != (aval.shape, aval.dtype):
                 raise TypeError(
-                    f"the reference of {equation.primitive!r} gave {array.dtype}"
-                    f"{[*array.shape]}, where JAX has {aval}"
+                    f"The rule of vn.numba.perform for {equation.primitive!r} returns "
+                    f"{array.dtype}{[*array.shape]}, but JAX has {aval}."
                 )
             values[variable] = array
     return [value_of(v) for v in graph.outputs]

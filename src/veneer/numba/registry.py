@@ -27,7 +27,21 @@ class Unsupported(NotImplementedError):
 
 
 class Registry:
-    """A table of rules by the names of primitives, as jaxprs print them."""
+    """The rules of `vn.numba` for JAX primitives, by the names that jaxprs print.
+
+    `name in registry`, `registry[name]` and `iter(registry)` look them up.
+
+    | registry | a rule |
+    |---|---|
+    | `vn.numba.funcify` | compiles a primitive: it returns a function of the operands |
+    | `vn.numba.perform` | computes a primitive with NumPy, as a reference in tests |
+
+    >>> import numpy as np, veneer as vn
+    >>> "tanh" in vn.numba.funcify
+    True
+    >>> vn.numba.perform["tanh"](np.zeros(2, np.float32), accuracy=None)
+    array([0., 0.], dtype=float32)
+    """
 
     def __init__(self, name: str, example: str, way_out: str = ""):
         self._name, self._example, self._way_out = name, example, way_out
@@ -89,7 +103,7 @@ class Registry:
         return iter(sorted(self._rules))
 
     def missing(self, primitive: str, place: str) -> NotImplementedError:
-        """The error for a primitive that has no rule."""
+        """Return the error for a primitive without a rule."""
         close = difflib.get_close_matches(primitive, self._rules, n=2)
         hint = f" (there are rules for {' and '.join(close)})" if close else ""
         return NotImplementedError(
@@ -108,7 +122,7 @@ def _names(target: str | Primitive | Iterable[str | Primitive]) -> list[str]:
     if isinstance(target, Iterable):
         return [name for item in target for name in _names(item)]
     raise TypeError(
-        f"register takes a JAX primitive, its name, or a sequence of them, and not {target!r}"
+        f"register takes a JAX primitive, its name, or a sequence of them, not {target!r}."
     )
 
 
@@ -122,9 +136,9 @@ def is_numba_function(x: Any) -> bool:
     return isinstance(x, Dispatcher | DUFunc)
 
 
-#: How a primitive is compiled: a function of a `Builder` and the operands, with the equation's
-#: parameters as keywords. It returns an `@numba.njit` function. Our own rules return the result, or
-#: a list of the results, of which the builder writes the source.
+#: The rules that compile primitives. A rule takes a `Builder`, the operands, and the parameters by
+#: keyword, and returns an `@numba.njit` function. Our own rules return lazy results, for which the
+#: builder writes the source.
 funcify = Registry(
     "funcify",
     "a function of a builder, the operands and the parameters, that returns an @numba.njit "
@@ -132,8 +146,8 @@ funcify = Registry(
     " Or have JAX run it, in tens of microseconds, with vn.numba.compile(..., fallback='jax').",
 )
 
-#: What a primitive computes: a function of NumPy arrays, with the parameters as keywords. It is
-#: what compiled programs are tested against.
+#: The rules that compute primitives with NumPy. A rule takes NumPy arrays, and the parameters by
+#: keyword. Compiled programs are tested against them.
 perform = Registry("perform", "a function of NumPy arrays and the parameters.")
 
 #: Primitives that show what a program computes, and give no results.

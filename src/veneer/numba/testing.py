@@ -26,24 +26,23 @@ def compare_numba_and_py(
     atol: float | None = None,
     native: bool = True,
 ) -> Any:
-    """Checks that a function of JAX, compiled, gives what its primitives' references in NumPy do.
+    """Compare a compiled function with the NumPy rules of its primitives.
 
-    Values, dtypes, shapes and the tree of results are compared, and that arguments are not written
-    to. The generated code is run by Python as well, without Numba, where every access of memory is
-    checked to lie within its array.
+    Compare values, dtypes, shapes and structure of the results, and check that no argument is
+    written to. The generated code also runs in Python, which checks each memory access.
 
     **Arguments:**
 
-    - `f`, `args`: as for `compile`.
-    - `rtol`, `atol`: what values may differ by; by default 1e-5 for float32 and 1e-12 for
-        float64, relatively and, of the greatest entry, absolutely.
-    - `native`: whether to run the native code at all, which takes a compilation.
+    - `f`: a JAX function, as for `vn.numba.compile`.
+    - `args`: a sequence of its arguments.
+    - `rtol`: the relative tolerance. The default is 1e-2 for 16 bits, 1e-5 for float32 and 1e-12
+      for float64.
+    - `atol`: the absolute tolerance. The default is `rtol` times the largest entry.
+    - `native`: whether to run native code too, which needs a compilation.
 
-    **Returns:**
+    **Returns:** the results of the compiled function, or of Python without `native`.
 
-    What the compiled function returned (or Python, without `native`).
-
-    **Raises:** `AssertionError` where they differ.
+    **Raises:** `AssertionError` if they differ. `NotImplementedError` if a primitive has no rule.
 
     >>> import jax.numpy as jnp, numpy as np, veneer as vn
     >>> _ = vn.numba.compare_numba_and_py(lambda x: jnp.tanh(x).sum(), [np.ones(3, np.float32)])
@@ -75,18 +74,18 @@ def compare_jax_and_py(
     rtol: float | None = None,
     atol: float | None = None,
 ) -> Any:
-    """Checks that the references in NumPy of a function's primitives give what JAX does.
+    """Compare a JAX function with the NumPy rules of its primitives.
 
     **Arguments:**
 
-    - `f`, `args`: as for `compile`.
-    - `rtol`, `atol`: what values may differ by, as for `compare_numba_and_py`.
+    - `f`: a JAX function, as for `vn.numba.compile`.
+    - `args`: a sequence of its arguments.
+    - `rtol`, `atol`: the tolerances, as for `vn.numba.compare_numba_and_py`.
 
-    **Returns:**
+    **Returns:** the results of JAX.
 
-    What JAX returned.
-
-    **Raises:** `AssertionError` where they differ.
+    **Raises:** `AssertionError` if they differ. `NotImplementedError` if a primitive has no rule in
+    `vn.numba.perform`.
 
     >>> import jax.numpy as jnp, numpy as np, veneer as vn
     >>> _ = vn.numba.compare_jax_and_py(lambda x: jnp.tanh(x).sum(), [np.ones(3, np.float32)])

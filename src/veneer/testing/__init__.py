@@ -1,7 +1,7 @@
-"""Checks for the tests of those who write array types.
+"""Checks for the tests of array types.
 
-checks          check_rules: a type is held to the dense program, by the rules that it has
-programs        what it is held to: programs of one array, of any shape
+checks          check_rules: compare a type with its dense array in many programs
+programs        the programs, for arrays of any shape
 """
 
 from .checks import CheckedRules, check_rules

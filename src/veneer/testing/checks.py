@@ -27,13 +27,18 @@ _OF_STACKS: dict[str, Callable[[Callable, Program, Any, Any], Any]] = {
 
 @dataclass(frozen=True)
 class CheckedRules:
-    """What `check_rules` has found to be so.
+    """The result of `vn.testing.check_rules`.
 
-    - `agree`: the programs that give what they give of the dense array, by name.
-    - `rules`: the primitives for which a rule ran, of the type or for every type, with the file and
-      line of each that did.
-    - `made_dense`: those for which none fitted.
-    - `refused`: what was said by each program that the type refused.
+    | attribute | content |
+    |---|---|
+    | `agree` | the names of the programs that agree with the dense array |
+    | `rules` | a dict from a primitive to the places (file and line) of the rules that ran |
+    | `made_dense` | the primitives for which no rule fitted |
+    | `refused` | a dict from a program that the type rejected to the message |
+
+    >>> import veneer as vn
+    >>> print(vn.testing.CheckedRules(("neg",), {"neg": frozenset({"f.py:3"})}, frozenset({"exp"})))
+    1 programs agree with the dense array. Rules ran for neg. Materialized for exp.
     """
 
     agree: tuple[str, ...]
@@ -42,12 +47,11 @@ class CheckedRules:
     refused: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        dense = ", ".join(sorted(self.made_dense)) or "none"
-        refused = f"; {len(self.refused)} programs are refused" if self.refused else ""
+        rules, dense = (", ".join(sorted(x)) for x in (self.rules, self.made_dense))
+        rejected = f" Rejected programs: {len(self.refused)}." if self.refused else ""
         return (
-            f"{len(self.agree)} programs agree with those of the dense array; rules ran for "
-            f"{', '.join(sorted(self.rules)) or 'no primitive'}; it is made dense for {dense}"
-            f"{refused}"
+            f"{len(self.agree)} programs agree with the dense array. Rules ran for "
+            f"{rules or 'no primitive'}. Materialized for {dense or 'no primitive'}.{rejected}"
         )
 
 
@@ -62,39 +66,33 @@ def check_rules(
     transformations: bool = True,
     tolerance: float = 64.0,
 ) -> CheckedRules:
-    """Checks that an array type is what it stands for, in every program that a rule of it serves.
+    """Compare an array type with its dense array in about a hundred small programs.
 
-    Some hundred programs are run, of a primitive or few each: elementwise functions, arithmetic
-    with a dense array and with itself, comparisons, reductions and products along every axis,
-    solves, and all that moves entries. Each is compared with what it gives of the dense array, in
-    shape, dtype and values. One for each rule that ran is run under `vmap`, within and outside of
-    `implicit`, in a scan over a stack, and differentiated, by the leaves. A value that a program
-    gives must be one that its own constructor takes.
+    The programs cover elementwise functions, arithmetic, comparisons, reductions, products, solves
+    and data movement. Each must give the shape, dtype and values of the dense array. For each rule
+    that ran, one program also runs under `vmap` (inside and outside `vn.implicit`), in a scan over
+    a stack, and under `grad` with respect to the leaves. The constructor of the type must accept
+    the values that programs return.
 
     **Arguments:**
 
-    - `cls`: the type, a subclass of `ImplicitArray`.
-    - `example`: one of it, `[...]` of any dtype, with known entries. Small ones do, of sizes that
-      differ if the type has such: `[4, 3]` or `[2, 4, 4]`. Try one of each kind that rules tell
-      apart.
-    - `programs`: further ones by name, of the array and of a dense one of that shape, for rules
-      that no other meets, `{"conv": lambda w, d: ...}`; or in the place of one of that name.
-    - `untested`: names of primitives (and functions) that have a rule of the type, and are tested
-      elsewhere.
-    - `dense`: what a tree of results stands for, for a type that refuses to be dense (a label): a
-      function of a tree that gives one of arrays.
-    - `may_refuse`: whether the type may refuse a program, by a TypeError or ValueError in which its
-      name is: what would lose its meaning.
-    - `transformations`: whether to run programs under transformations too, which takes most of the
-      time: an example of each dtype may do without.
-    - `tolerance`: by how much values may differ, in units of the dtype's epsilon times the largest;
-      of dtypes of 16 bits a sixteenth of it.
+    - `cls`: the type, a subclass of `vn.ImplicitArray`.
+    - `example`: a small instance with known entries and different sizes, as `[4, 3]` or
+      `[2, 4, 4]`. Test one of each kind that the rules distinguish.
+    - `programs`: a dict of further programs, as `{"conv": lambda w, d: ...}`. `w` is the example
+      and `d` is a dense array of its shape. A known name replaces that program.
+    - `untested`: names of primitives whose rules are tested elsewhere.
+    - `dense`: a function that returns a tree with dense arrays, for types that cannot materialize.
+    - `may_refuse`: whether programs may raise a `TypeError` or `ValueError` that names the type.
+    - `transformations`: whether to run programs under transformations, which takes most of the
+      time.
+    - `tolerance`: the largest difference in units of epsilon times the largest value. Dtypes of 16
+      bits use a sixteenth of it.
 
-    **Returns:** what was checked, and by which rules.
+    **Returns:** a `vn.testing.CheckedRules`.
 
-    **Raises:** `AssertionError` that lists the programs in which they differ, or something is
-    raised; and for rules of this very type (not of a base, nor of any number of operands) of which
-    none ran, with their primitives. `TypeError` for what is no type, or no example of it.
+    **Raises:** `AssertionError` with the programs that differ or raise, or with the rules of this
+    type that no program ran. `TypeError` if `cls` is not a type or `example` not an instance of it.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> class Diagonal(vn.ImplicitArray):
@@ -110,7 +108,7 @@ def check_rules(
     >>> @vn.register("exp")
     ... def _(x: Diagonal, **params):
     ...     return Diagonal(jnp.exp(x.diagonal))  # and exp(0) is 1
-    >>> vn.testing.check_rules(Diagonal, Diagonal(jnp.array([1.0, 2.0, 3.0])))
+    >>> vn.testing.check_rules(Diagonal, Diagonal(jnp.ones(3)), transformations=False)
     ... # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
@@ -118,9 +116,9 @@ def check_rules(
     exp: 6 of 9 values differ, by up to 1...
     """
     if not (isinstance(cls, type) and issubclass(cls, Value)):
-        raise TypeError(f"check_rules takes a type, a subclass of vn.ImplicitArray, not {cls!r}")
+        raise TypeError(f"check_rules takes a subclass of vn.ImplicitArray, not {cls!r}.")
     if not isinstance(example, cls):
-        raise TypeError(f"the example is to be a {cls.__name__}, not {example!r}")
+        raise TypeError(f"The example must be a {cls.__name__}, not {example!r}.")
     check = _Check(example, dense, cls.__name__ if may_refuse else None, tolerance)
     check.as_they_are({**_all_programs(check.x), **(programs or {})})
     if transformations:
@@ -133,8 +131,8 @@ def check_rules(
     if unmet:
         listing = "\n".join(f"{name}: {rule}" for name, rule in sorted(unmet.items()))
         raise AssertionError(
-            f"none of these rules of {cls.__name__} ran in any program; pass programs= that meet "
-            f"them, another example, or untested=[...] for those tested elsewhere:\n{listing}"
+            f"These rules of {cls.__name__} ran in no program. Pass programs= that use them, "
+            f"another example, or untested=[...] if they are tested elsewhere:\n{listing}"
         )
     agree = tuple(name for name in check.programs if name not in check.refused)
     return CheckedRules(agree, rules, frozenset(check.made_dense), check.refused)
@@ -168,7 +166,7 @@ class _Check:
         self._differences: dict[str, str] = {}
         stated = example.aval()
         if (stated.shape, stated.dtype) != (self.x.shape, self.x.dtype):
-            raise AssertionError(f"{example!r} is said to be {stated}, and is {self.x.aval}")
+            raise AssertionError(f"aval() of {example!r} is {stated}, but it is {self.x.aval}.")
 
     def report(self) -> None:
         """Refuses what has been found to differ."""

@@ -115,14 +115,16 @@ def test_what_a_way_makes_dense_is_an_event(name):
         assert event.rule
         assert event.nbytes == 4 * w.size
         assert event.made_dense
-        assert f"{4 * w.size:,} bytes are made dense" in str(event)
+        assert f"{4 * w.size:,} bytes are materialized" in str(event)
         assert report.materialised == (event,)
-        assert "1 of them made it dense" in report.summary
+        assert "1 of them materialized " in report.summary
         assert re.search(r"  [\d,.]+ (B|kB)  ", str(report))
         told = []
         vn.implicit(f, on_materialise=told.append)(x, w)
         assert told == [event]
-        with pytest.raises(vn.MaterialiseError, match=f"^{name}.*dense. Allow it with on_mater"):
+        with pytest.raises(
+            vn.MaterialiseError, match=f"^{name}.*materialized. Allow it with on_mater"
+        ):
             vn.implicit(f, on_materialise="error")(x, w)
         with pytest.warns(vn.MaterialiseWarning, match=name):
             jax.jit(vn.implicit(f, on_materialise="warn"))(x, w)
@@ -168,18 +170,16 @@ def test_a_report_says_that_small_weights_are_expected():
     """Apart from those that a kernel could read."""
     size = lambda n: vn.quant.quantize(jnp.ones((n, n)), "nf4")
     report = vn.explain(lambda x, w: x @ w)(jnp.ones((8, 64)), size(64))
-    assert report.summary.endswith(
-        "All of it is expected: those arrays are too small for a kernel."
-    )
-    assert "\nw: 16.4 kB made dense, too small for a kernel\n" in str(report)
-    assert "16.4 kB made dense, too small for a kernel" in report.to_html()
+    assert report.summary.endswith("All of it is expected: the arrays are too small for a kernel.")
+    assert "\nw: 16.4 kB materialized, too small for a kernel\n" in str(report)
+    assert "16.4 kB materialized, too small for a kernel" in report.to_html()
 
     program = lambda x, w, v: jnp.sum(x @ w) + jnp.sum(jnp.sin(v))
     report = vn.explain(program)(jnp.ones((8, 64)), size(64), size(128))
     assert report.summary.endswith(
-        " 16.4 kB of it is expected: those arrays are too small for a kernel."
+        " 16.4 kB of it is expected: the arrays are too small for a kernel."
     )
-    assert "\nv: 65.5 kB made dense\n" in str(report)
+    assert "\nv: 65.5 kB materialized\n" in str(report)
 
     report = vn.explain(lambda v: jnp.sin(v))(size(64))
     assert "too small" not in str(report)

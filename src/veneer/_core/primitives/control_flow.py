@@ -163,21 +163,21 @@ def meeting(what: str, one: Typed, other: Typed, tried: Any = None) -> Any:
     value, other_value = example(*one), example(*other)
     sides = f"{what} is {_show(value)} on one side and {_show(other_value)} on the other"
     if tried is DENSE:
-        raise TypeError(f"{sides}, though all is dense: the program itself does not agree")
+        raise TypeError(f"{sides}, also after materialization. Change the program so they agree.")
     labels = [t for t, v in ((tree, value), (other_tree, other_value)) if is_label(v)]
     if _metadata_differs(tree, other_tree) or (tree != other_tree and len(labels) == 2):
         why = "the carry changed structure: " if what.startswith("carry") else ""  # as in Quax
         raise TypeError(
-            f"{sides}: {why}their metadata differs, and would be lost. Have both sides give the "
-            "same type, or give up the metadata there by vn.materialise."
+            f"{sides}: {why}their metadata differs, and would be lost. Return the same type on "
+            "both sides, or call vn.materialise there to drop the metadata."
         )
     if treedef_is_leaf(tree) != treedef_is_leaf(other_tree) and labels and tried is None:
         return labels[0]
     for v in (value, other_value):
         if refuses_to_be_dense(v):
             raise TypeError(
-                f"{sides}, and {type(v).__name__} refuses to be dense. Have both sides give the "
-                "same type."
+                f"{sides}, and {type(v).__name__} refuses to be dense. Return the same type on "
+                "both sides."
             )
     return DENSE
 

@@ -58,7 +58,7 @@ def _linear_call(
         for x in closed_over:
             if isinstance(x, ImplicitTracer):
                 raise NotImplementedError(
-                    f"linear_call: the transpose closes over {x.value}. Pass it as a residual."
+                    f"linear_call: the transpose captures {x.value}. Pass it as a residual."
                 )
         cotangents = staged.examples()
         transposed = stage_to_labels("linear_call", jaxpr, [*closed_over, *residuals, *cotangents])
@@ -118,8 +118,8 @@ def _custom_vmap(*values: Any, call: Any, rule: Any, in_tree: Any, out_tree: Any
             if jax.tree.structure(x) != tree:
                 found, wanted = describe([x, staged.examples()[i]])
                 raise TypeError(
-                    f"output {i} of a custom_vmap function is {wanted} without vmap, and {found} "
-                    "by its batching rule: both must be of one type, with the same metadata"
+                    f"Output {i} of a custom_vmap function is {wanted} without vmap, but {found} "
+                    "in its batching rule. Both must have the same type and metadata."
                 )
         return jax.tree.leaves(out), out_batched
 

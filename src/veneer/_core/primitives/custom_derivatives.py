@@ -245,8 +245,8 @@ def _tangent_of_output(primitive: Primitive, primal: Any, tangent: Any) -> Any:
     if is_label(tangent):
         if structure != jax.tree.structure(tangent):
             raise TypeError(
-                f"the derivative of a custom_jvp function at an output {primal!r} is {tangent!r}, "
-                "whose metadata differs"
+                f"The rule of a custom_jvp function returns the tangent {tangent!r} for the output "
+                f"{primal!r}. Both must have the same metadata."
             )
         return tangent
     return jax.tree.unflatten(structure, make_dense(primitive, [tangent]))
@@ -275,7 +275,7 @@ def cotangent_of_dense(operand: Value, cotangent: Any) -> Any:
     if jnp.shape(cotangent) != aval.shape:
         given, of = describe([cotangent, operand])
         raise TypeError(
-            f"the backward rule of a custom_vjp gives {given} for the argument {of}: the cotangent "
-            "of an array has its shape"
+            f"The backward rule of a custom_vjp returns {given} for the argument {of}. A cotangent "
+            "must have the shape of its array."
         )
     return jnp.asarray(cotangent, aval.dtype)

@@ -54,7 +54,7 @@ def _check_gives_back(matvec: Staged, b: Sequence[Any]) -> None:
         same_kind = isinstance(x, Value) and type(x) is type(back)
         if same_kind and x.metadata_is_meaning and tree != jax.tree.structure(back):
             raise TypeError(
-                f"custom_linear_solve of b = {x}: matvec(solve(b)) is {back}, whose metadata "
-                "differs. The solution of A x = b must have the metadata that A takes to that of "
-                "b; or give up the metadata by vn.materialise."
+                f"custom_linear_solve of b = {x}: matvec(solve(b)) is {back}, with other "
+                "metadata than b. The solver must return metadata that matvec maps to the metadata "
+                "of b. Or call vn.materialise to drop the metadata."
             )

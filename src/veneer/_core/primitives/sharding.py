@@ -59,8 +59,8 @@ def _complete(value: Value, stated: Any, sizes: Sizes, resize: Resize) -> Any:
     specs, structure = jax.tree.flatten(stated, is_leaf=is_part(stated))
     if type(stated) is not type(value) or len(specs) != len(parts):
         raise TypeError(
-            f"{type(value).__name__}.partition returns {stated!r}; it returns None, or a "
-            f"{type(value).__name__} with a jax.sharding.PartitionSpec in the place of each array"
+            f"{type(value).__name__}.partition must return None, or a {type(value).__name__} with "
+            f"a jax.sharding.PartitionSpec instead of each array, not {stated!r}."
         )
     for i, part in enumerate(parts):
         if isinstance(part, Value):
@@ -109,10 +109,10 @@ def why_not_cut(value: Value, spec: P, sizes: Sizes) -> str:
             devices = _blocks(entries[axis.axis], sizes)
             size, at = shape[axis.axis] // devices, axis.axis + len(shape)
             if devices > 1 and axis.block == "whole":
-                return f"all of axis {at} is stored together"
+                return f"axis {at} is stored as a whole"
             if devices > 1 and isinstance(axis.block, int) and size % axis.block:
                 return (
-                    f"of axis {at} each of {devices} devices would have {size} values, of which "
+                    f"axis {at}: each of {devices} devices would have {size} values, but "
                     f"{axis.block} are stored together"
                 ) + _what_would(axis, shape[axis.axis], devices)
         if isinstance(part, Value) and of_part:
@@ -129,7 +129,7 @@ def _what_would(axis: LeafAxis, size: int, devices: int) -> str:
     ways = [f"{max(fewer)} devices"] if fewer else []
     if axis.packed_in is None:  # as a scale goes with a tile, and not as bytes hold codes
         ways.insert(0, f"tiles of {math.gcd(size // devices, axis.block)}")
-    return f" ({' or '.join(ways)} would do)" if ways else ""
+    return f" ({' or '.join(ways)} would fit)" if ways else ""
 
 
 def entries_of(spec: P, ndim: int) -> tuple[Any, ...]:

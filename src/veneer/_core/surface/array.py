@@ -38,44 +38,41 @@ class Shaped:
 
 
 class ImplicitArray(ArrayOperators, Shaped, Value, abstract=True):
-    """An array that looks dense to every JAX program and is something cheaper inside.
+    """An array that looks dense to every JAX program and stores something cheaper.
 
-    Subclass it with fields for the leaves, `static` fields for metadata, and `materialise`. The
-    shape and dtype follow from `materialise`, by abstract evaluation, unless `aval` is overridden.
-    A caller may state them to the constructor, by `shape=` and `dtype=`: where they disagree with
-    the dense form, it raises a ValueError.
+    Subclass it with annotated fields for arrays, `vn.static` fields for metadata, and a method
+    `materialise` that returns the dense array. The subclass is a frozen dataclass and a pytree.
+    Count axes from the end, because `vmap` and `scan` add and remove leading axes of the leaves.
 
-    Types are *batch-transparent*: every leaf carries the leading axes, which come and go under
-    `vmap` and `scan`, so axes are counted from the end.
+    The constructor also takes `shape` and `dtype`. It raises `ValueError` if the dense array has
+    others. Operators and array methods work without `vn.implicit`. `jax.numpy` functions must be
+    wrapped in it.
 
-    A subclass may define or set more, where what follows from `materialise` does not do:
+    A subclass may override these methods:
 
-    - `aval()`: the shape and dtype, as a `jax.core.ShapedArray`; a type that refuses to be dense
-      must.
-    - `default(primitive, values, params)`, a static method: what a primitive does where no rule
-      fits, instead of making operands dense.
-    - `default_precedence`: of operands of several types with a `default`, that of the highest runs.
-    - `partition(spec, shape)`: how its leaves are cut when the dense array is sharded.
-    - `leaf_axes()`: which axis of the dense array each axis of each leaf follows; how leaves are
-      sliced, moved and sharded follows from it.
-    - `storage_name`: how it is stored, `tile 64` say, where notebooks, treescope and `vn.summary`
-      show it; `type_name`: the name of the type that they and jaxprs show.
-    - `metadata_is_meaning = False`: static fields only say how a value is stored; two that differ
-      in them meet at the dense form in a loop or a branch. By default that is refused.
-    - `batch_transparent = False`: entries depend on each other (`x / norm(x)`), so a slice of the
-      leaves is no slice of the value, and loops make it dense.
-    - `is_label = False`: the one leaf, though of its shape and dtype, is not the dense array.
-    - `commute_ops = False`: a rule for `(x, y)` of `add`, `mul`, ... does not serve `(y, x)`.
-    - `keeps_dtypes = False`: its rules may give other dtypes than the primitives do. Shapes are
-      checked all the same.
-    - `trainable = ("a", "b")`: the fields that are meant to be trained, for `vn.trainable`; by
-      default all of them.
+    | method | returns | default |
+    |---|---|---|
+    | `aval()` | a `jax.core.ShapedArray`; needed if `materialise` raises | from `materialise` |
+    | `default(primitive, values, params)` | the results if no rule fits (static) | materializes |
+    | `leaf_axes()` | the dense axis of each axis of each leaf | None: not declared |
+    | `partition(spec, shape)` | a sharding of each leaf | from `leaf_axes` |
 
-    A type whose one leaf is the dense array itself, with metadata beside it, is a *label*:
-    derivatives, loops and shardings keep it, and never ask for the dense form.
+    and set these class attributes:
 
-    At top level `.shape`, `.dtype`, operators and array methods work: each is `implicit` of the
-    `jax.numpy` function. Those functions themselves want `implicit` around them, and say so.
+    | attribute | default | meaning |
+    |---|---|---|
+    | `batch_transparent` | True | a slice of all leaves is a slice of the array |
+    | `metadata_is_meaning` | True | loops and branches must not change static fields |
+    | `is_label` | None | the only leaf is the dense array (with a unit, say); None: find out |
+    | `keeps_dtypes` | True | results of rules must have the dtypes of the primitives |
+    | `commute_ops` | True | a rule of `add`, `mul`, ... for `(x, y)` also serves `(y, x)` |
+    | `compiles_operators` | True | operators outside `vn.implicit` may be compiled |
+    | `default_precedence` | 0 | of several operand types with `default`, the highest runs |
+    | `dense_tangent` | False | its tangent is one dense array, with `vn.hijax` |
+    | `is_cache` | False | programs write into it; reports count it separately |
+    | `trainable` | None | names of the fields that `vn.trainable` selects; None: all |
+    | `type_name` | None | the name in jaxprs and notebooks; None: the class name, shortened |
+    | `storage_name` | None | the storage that `vn.summary` shows, as `"tile 64"` |
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> class Diagonal(vn.ImplicitArray):
@@ -95,24 +92,24 @@ class ImplicitArray(ArrayOperators, Shaped, Value, abstract=True):
         super().__init_subclass__(**kwargs)
         if cls.materialise is Value.materialise and hasattr(cls, "materialize"):
             raise TypeError(
-                f"{cls.__qualname__} defines materialize, and veneer calls materialise, with an s. "
+                f"{cls.__qualname__} defines materialize, but veneer calls materialise, with an s. "
                 "Rename the method. If the class is written for eformer, subclass "
                 "veneer.interop.jaximus.ImplicitArray."
             )
 
     @property
     def __jax_array__(self) -> Callable[[], Any]:
-        """What `jax.numpy` asks for, of an object that it is to take for an array."""
+        """The function that `jax.numpy` calls to convert an operand."""
         if an_operator_asks():  # ours is next
             raise AttributeError("__jax_array__")
         return partial(as_operand, self)
 
-    #: The names of the fields whose floating leaves are trained; None is all of them.
+    #: The names of the fields whose floating leaves are trained. None means all of them.
     trainable: ClassVar[tuple[str, ...] | None] = None
 
     @property
     def nbytes(self) -> int:
-        """The bytes that are stored: those of the leaves, not of the dense array."""
+        """The number of stored bytes: the sum over the leaves."""
         leaves = jax.tree.leaves(self)
         arrays = [x if hasattr(x, "dtype") else jax.typeof(x) for x in leaves]  # a Python scalar
         return sum(x.size * x.dtype.itemsize for x in arrays)

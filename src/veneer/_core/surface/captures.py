@@ -80,8 +80,8 @@ def refuse_assignments(closure: Any) -> None:
         if not _is_filled(cell) or cell.cell_contents is not content:
             raise TypeError(
                 f"{remake.function.__qualname__} captures an implicit array in a variable "
-                "that was assigned while it ran, which implicit would lose. Pass the array as an "
-                "argument, and return what becomes of it."
+                "that it assigns. vn.implicit would lose the new value. Pass the array as an "
+                "argument, and return the new value."
             )
 
 

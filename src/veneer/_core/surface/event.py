@@ -16,11 +16,31 @@ BEFORE_CALL = "before the call"
 
 
 class MaterialiseError(TypeError):
-    """An operand is to be made dense, which the policy in force forbids."""
+    """The error that `on_materialise="error"` or `"error_weights"` raises.
+
+    The message has the primitive, its operands, the line of the program and the number of bytes.
+
+    >>> import jax.numpy as jnp, veneer as vn
+    >>> w = vn.quant.quantize(jnp.eye(2), "int8")
+    >>> try:
+    ...     vn.implicit(jnp.sin, on_materialise="error")(w)
+    ... except vn.MaterialiseError as error:
+    ...     print(str(error)[:19])
+    sin(QArray:f32[2,2]
+    """
 
 
 class MaterialiseWarning(UserWarning):
-    """An implicit array was made dense."""
+    """The warning that `on_materialise="warn"` or `"warn_weights"` gives.
+
+    >>> import warnings
+    >>> import jax.numpy as jnp, veneer as vn
+    >>> w = vn.quant.quantize(jnp.eye(2), "int8")
+    >>> with warnings.catch_warnings(record=True, action="always") as caught:
+    ...     y = vn.implicit(jnp.sin, on_materialise="warn")(w)
+    >>> caught[0].category.__name__
+    'MaterialiseWarning'
+    """
 
 
 class Operands(NamedTuple):
@@ -34,15 +54,31 @@ class Operands(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One primitive that met an implicit operand.
+    """A primitive that ran on an implicit operand.
 
-    `rule` is the file and line of the rule that ran, or None where none fitted; `how` is the way it
-    went, or why none fitted, where that is known; `nbytes` the size of what that, or the lack of a
-    rule, made dense; `line` the user's own.
-    `weights` are the paths of the weights among the operands, in the arguments of the program, and
-    `weight_nbytes` is what was made dense of those alone. Both include caches, and `cache_nbytes`
-    is what was made dense of these. `no_kernel` is the reason why no kernel ran, if the size of an
-    operand is.
+    `vn.explain` collects events in a `vn.Report`. A callable given as `on_materialise` is called
+    with each event that materializes an operand.
+
+    | attribute | content |
+    |---|---|
+    | `primitive` | the name of the primitive |
+    | `operands` | the types of the operands, as `"QArray:f32[2,2]"` |
+    | `rule` | file and line of the rule that ran; None if no rule fitted |
+    | `how` | the strategy of the rule, or the reason why none fitted; `""` if unknown |
+    | `nbytes` | the number of bytes that were materialized |
+    | `line` | file and line of the user's program |
+    | `dense`, `caches` | per operand: bytes materialized; whether it is a key-value cache |
+    | `sources` | per operand: the paths of its weights |
+    | `no_kernel` | why no kernel ran, if an operand is too small for one |
+
+    A weight is an implicit array among the arguments or captured variables of the program, also
+    after it is sliced or transposed. Other implicit arrays are intermediates.
+
+    >>> import jax.numpy as jnp, veneer as vn
+    >>> w = vn.quant.quantize(jnp.eye(2), "int8")
+    >>> event = vn.explain(lambda w: jnp.sin(w))(w).events[0]
+    >>> event.primitive, event.operands, event.rule, event.nbytes, event.weights
+    ('sin', ('QArray:f32[2,2]',), None, 16, ('w',))
     """
 
     primitive: str
@@ -58,22 +94,22 @@ class Event:
 
     @property
     def made_dense(self) -> bool:
-        """Whether an operand was made dense, all of it in memory."""
+        """Return whether an operand was materialized in memory."""
         return self.rule is None or self.nbytes > 0
 
     @property
     def weights(self) -> tuple[str, ...]:
-        """The paths of the weights that were met, each once."""
+        """The paths of the weights among the operands, without repetition."""
         return paths_of(joined(self.sources))
 
     @property
     def weight_nbytes(self) -> int:
-        """The bytes that were made dense of weights."""
+        """The number of materialized bytes that belong to weights, caches included."""
         return sum(n for n, source in zip(self.dense, self.sources, strict=True) if source)
 
     @property
     def cache_nbytes(self) -> int:
-        """The materialized bytes that belong to caches."""
+        """The number of materialized bytes that belong to key-value caches."""
         of_each = zip(self.dense, self.sources, self.caches, strict=True) if self.caches else ()
         return sum(n for n, source, is_cache in of_each if source and is_cache)
 
@@ -83,19 +119,19 @@ class Event:
         return ", ".join(filter(None, (self.how, self.no_kernel)))
 
     def met_by(self, sources: Sequence[Source], line: str) -> "Event":
-        """This event of a staged program, as it is met with operands of these sources, there."""
+        """Return this event of a staged program for operands with these sources, at `line`."""
         return replace(self, line=line, sources=tuple(resolved(s, sources) for s in self.sources))
 
     def __str__(self) -> str:
         of = f", of {', '.join(self.weights)}" if self.weights else ""
         met = f"{self.primitive}({', '.join(self.operands)}) at {self.line}{of}"
         if self.rule is not None:
-            dense = f"{self.nbytes:,} bytes are made dense" if self.nbytes else ""
+            dense = f"{self.nbytes:,} bytes are materialized" if self.nbytes else ""
             return f"{met}: " + ", ".join(
                 filter(None, (f"rule {self.rule}", self.how_and_why, dense))
             )
         why = f": {self.how}" if self.how else ""
-        return f"{met}: no rule fits{why}, so {self.nbytes:,} bytes are made dense"
+        return f"{met}: no rule fits{why}, so {self.nbytes:,} bytes are materialized"
 
 
 def paths_of(source: Source) -> tuple[str, ...]:

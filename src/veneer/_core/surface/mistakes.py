@@ -7,7 +7,7 @@ import dataclasses
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -26,8 +26,8 @@ def check_metadata(value: Any) -> None:
                 hash(data)
             except TypeError:
                 raise TypeError(
-                    f"{type(value).__name__}.{field.name} is static, so it must be hashable, and "
-                    f"{data!r} is a {type(data).__name__}. Give a tuple for a list or an array."
+                    f"{type(value).__name__}.{field.name} is static, so it must be hashable, but "
+                    f"{data!r} is a {type(data).__name__}. Use a tuple for a list or an array."
                 ) from None
 
 
@@ -43,16 +43,16 @@ def check_fields(value: Any, error: Exception | None = None) -> None:
             jax.typeof(leaf)
         except TypeError:
             raise TypeError(
-                f"{_named(value, path)} is {leaf!r}, and a field must hold arrays or pytrees of "
-                "them. Mark metadata with vn.static(); register a class of its own as a pytree."
+                f"{_named(value, path)} is {leaf!r}, but a field must hold arrays or pytrees of "
+                "arrays. Declare metadata with vn.static(), or register the class as a pytree."
             ) from None
     counts = [(path, leaf) for path, leaf in leaves if _is_count(leaf)]
     if counts and isinstance(error, TypeError) and "concrete" in str(error):
         path, leaf = counts[0]
         field = jax.tree_util.keystr(path[:1])[1:]
         raise TypeError(
-            f"{_named(value, path)} is {leaf!r}, a leaf, which JAX traces, and the type must know "
-            f"it. If it is metadata, declare it as such: {field}: ... = vn.static()"
+            f"{_named(value, path)} is {leaf!r}, a leaf. JAX traces leaves, but the type needs its "
+            f"value. If it is metadata, declare it so: {field}: ... = vn.static()"
         ) from error
 
 
@@ -69,9 +69,9 @@ def check_leaves_fit(value: Any, checks: Iterable[Callable[[], None]], error: Ex
             check()
         except ValueError as why:
             raise ValueError(
-                f"{why}. Each leaf of this {type(value).__name__} was changed by itself, as by "
-                "jax.tree.map and by lax.all_gather, to which a value that a program builds is a "
-                "tree. To change the array, call the function as vn.implicit(function)(value)"
+                f"{why}. A function such as jax.tree.map or lax.all_gather changed each leaf of "
+                f"this {type(value).__name__} separately. To apply it to the array, call "
+                "vn.implicit(function)(value)."
             ) from error
         except Exception:  # which is none about leaves that do not fit
             return
@@ -108,17 +108,17 @@ def check_is_first(rule: Any, registered: Iterable[Any], primitive: str) -> None
             modules = [r.function.__module__ for r in (other, rule)]
             if modules[0] != modules[1]:
                 raise ValueError(
-                    f"{primitive} has a rule for these operands already, and which of the two were "
-                    f"asked would be a matter of which module is imported last:\n  {other}, of "
-                    f"{modules[0]}\n  {rule}, of {modules[1]}\nTo replace it, register this one "
-                    "with a higher precedence."
+                    f"{primitive} already has a rule for these operands, in another module:\n  "
+                    f"{other}, of {modules[0]}\n  {rule}, of {modules[1]}\nTo replace it, register "
+                    "the new rule with a higher precedence."
                 )
 
 
 class OutsideImplicitError(RuntimeError):
-    """A JAX function was called with an implicit array outside `implicit`.
+    """The error if a JAX function is called with an implicit array outside `vn.implicit`.
 
-    It is not a `TypeError`, because JAX catches that in `bind` and replaces its message.
+    Wrap the function in `vn.implicit`, or pass the dense array that `vn.materialise` returns. It is
+    a `RuntimeError`, because JAX catches a `TypeError` and replaces its message.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> q = vn.quant.quantize(jnp.ones((4, 4)), "int8")
@@ -131,15 +131,29 @@ class OutsideImplicitError(RuntimeError):
     """
 
 
+def not_a_function(x: Any, leaves: Sequence[Any]) -> TypeError:
+    """Return the error of `implicit` for something that cannot be called, such as parameters."""
+    shown = type(x).__name__
+    if leaves and leaves[0] is not x:
+        kinds = {"Array" if isinstance(y, jax.Array) else type(y).__name__ for y in leaves}
+        shown += f" (leaves: {', '.join(sorted(kinds))})"
+    return TypeError(
+        f"vn.implicit takes a function, not an object of type {shown}. Call "
+        "vn.implicit(model)(params, x), where model is the function. To get dense arrays, call "
+        "vn.materialise(params)."
+    )
+
+
 def no_array(what: str, dense_tangent: bool = False) -> TypeError:
     """The error where derivatives by the leaves of a value are an operand."""
     remedy = (
-        " A rule of a jax.custom_vjp that returns such an array is given the dense cotangent with "
-        "vn.hijax.enabled(); vn.ste gives a function the derivative of the identity"
+        " With vn.hijax.enabled(), the backward rule of a jax.custom_vjp gets the dense cotangent. "
+        "vn.ste gives a function the derivative of the identity."
     )
     return TypeError(
-        f"{what}: derivatives by the leaves of a value are no array. Differentiate vn.materialise "
-        f"of it; or compute on the leaves, by jax.tree.map.{remedy if dense_tangent else ''}"
+        f"{what}: derivatives with respect to the leaves of a value are not an array. "
+        "Differentiate vn.materialise(value), or compute on the leaves with jax.tree.map."
+        f"{remedy if dense_tangent else ''}"
     )
 
 
@@ -193,8 +207,8 @@ def endless_rule(error: RecursionError, call: Callable) -> RecursionError:
     function = max(again, key=lambda f: (not f.__module__.startswith("veneer."), calls[f]))
     name, code = last[function]["target"].name, inspect.unwrap(function).__code__
     return EndlessRule(
-        f"the rule at {code.co_filename}:{code.co_firstlineno} for {name} calls itself without an "
-        f"end: within it, {name} meets operands of the same types again, {calls[function]} times "
-        "over. Have it compute on the leaves of its operands, or on what vn.materialise gives of "
-        "them; or return NotImplemented."
+        f"The rule at {code.co_filename}:{code.co_firstlineno} for {name} calls itself without "
+        f"an end: it calls {name} with operands of the same types ({calls[function]} nested "
+        "calls). Compute on the leaves of the operands or on vn.materialise(operand), or return "
+        "NotImplemented."
     )

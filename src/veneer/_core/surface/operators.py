@@ -138,18 +138,23 @@ def _method(name: str) -> Callable[..., Any]:
     def call(x: Any, args: Any, kwargs: Any) -> Any:
         return getattr(x, name)(*args, **kwargs)
 
+    method.__doc__ = f"Call `jax.Array.{name}` with the registered rules in force."
     return method
 
 
 def _property(name: str) -> property:
-    return property(_unary(operator.attrgetter(name)))
+    doc = f"`jax.Array.{name}`, with the registered rules in force."
+    return property(_unary(operator.attrgetter(name)), doc=doc)
 
 
 def _on_dense(name: str) -> Callable[..., Any]:
     """A method whose result is no array, or of a shape that only the values tell."""
-    return lambda self, *args, **kwargs: getattr(jnp.asarray(materialise(self)), name)(
-        *args, **kwargs
-    )
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(jnp.asarray(materialise(self)), name)(*args, **kwargs)
+
+    method.__doc__ = f"Call `jax.Array.{name}` on the dense array."
+    return method
 
 
 def _scalar(convert: Callable) -> Callable[[Any], Any]:
@@ -176,7 +181,7 @@ for _name in "get set add subtract multiply mul divide power min max apply".spli
 
 
 class _IndexUpdater:
-    """`array.at`, as that of `jax.Array`."""
+    """An object that `array.at` returns, to be indexed as that of `jax.Array`."""
 
     def __init__(self, array: Any):
         self._array = array
@@ -249,7 +254,7 @@ class ArrayOperators:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         if copy is False:
-            raise ValueError(f"{self!r} has no dense array to share; allow a copy.")
+            raise ValueError(f"{self!r} cannot share its memory as a dense array. Allow a copy.")
         return np.asarray(materialise(self), dtype)
 
     __getitem__ = _method("__getitem__")
@@ -266,15 +271,15 @@ class ArrayOperators:
     mT = _property("mT")
     real = _property("real")
     imag = _property("imag")
-    at = property(_IndexUpdater)
+    at = property(_IndexUpdater, doc="`jax.Array.at`: index it to get updated arrays.")
 
     @property
     def itemsize(self) -> int:
-        """The bytes of an element of the dense array."""
+        """The number of bytes per element of the dense array."""
         return self.dtype.itemsize  # type: ignore[attr-defined]
 
     def block_until_ready(self) -> Any:
-        """This array, once its leaves are computed."""
+        """Wait until the leaves are computed, and return this array."""
         return jax.block_until_ready(self)
 
     all = _method("all")

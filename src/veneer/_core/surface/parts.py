@@ -32,8 +32,8 @@ def refuse_part(value: Value) -> None:
     refuse_derivatives(value)
     if not is_whole(value):
         raise TypeError(
-            f"{value!r} lacks leaves, as a part of an array does: put the parts together by "
-            "vn.tree.combine, or what has made them, and compute with that"
+            f"{value!r} has None instead of some arrays. If it is one part of a partitioned tree, "
+            "combine the parts with vn.tree.combine before you compute with it."
         )
     if not is_eager():
         _check_mapped_leaves(value)
@@ -54,8 +54,8 @@ def _check_mapped_leaves(value: Value) -> None:
     except Exception as error:  # whatever a class raises
         refuse_leaves([value], error)
         error.add_note(
-            f"This {type(value).__name__} may have been mapped as a tree of leaves. To map the "
-            "array, call the function that has it as an argument under vn.implicit."
+            f"This {type(value).__name__} may have been mapped leaf by leaf. To map the array, "
+            "call the function that takes it as an argument under vn.implicit."
         )
         raise
 
@@ -67,11 +67,11 @@ def refuse_leaves(values: Sequence[Any], error: Exception | None = None) -> None
         if any(isinstance(x, jax.Ref | jax.ref.AbstractRef) for x in leaves):
             what = "a jax.Ref for each leaf"
         elif jax.dtypes.float0 in [getattr(x, "dtype", None) for x in leaves]:
-            what = "derivatives by leaves, float0 for integers,"
+            what = "derivatives of its leaves (float0 for integers)"
         if what:
             raise TypeError(
-                f"this {type(value).__name__} holds {what} and stands for no array: compute on its "
-                "leaves, by jax.tree.map"
+                f"This {type(value).__name__} holds {what}, so it does not represent an array. "
+                "Compute on its leaves with jax.tree.map."
             ) from error
 
 
@@ -85,9 +85,9 @@ def warn_of_leaves_by_dtype(value: Value) -> None:
         if any(map(is_differentiated, jax.tree.leaves(part))) and _is_called_from("equinox._ad"):
             (name,) = describe([part])
             warnings.warn_explicit(
-                f"equinox.filter_grad differentiates by each floating leaf, and of {name} by the "
-                "scales, which would be trained without the codes. vn.trainable leaves them out: "
-                "differentiate by the first tree of vn.tree.partition(model, vn.trainable(model)).",
+                "equinox.filter_grad differentiates with respect to every floating leaf, so the "
+                f"scales of {name} would be trained without its codes. Differentiate with respect "
+                "to the first tree of vn.tree.partition(model, vn.trainable(model)).",
                 UserWarning,
                 *user_place(),
             )

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 class Shown:
     """The base of what notebooks and treescope show by title, and unfold to its fields."""
 
-    #: What jaxprs show for the type; None is the class's name, shortened.
+    #: The name of the type in jaxprs. None means the class name, shortened.
     type_name: Any = None
 
-    #: How it is stored, `tile 64` say; None is its rank, if it has one, and what it holds.
+    #: The storage that notebooks and `vn.summary` show, as `"tile 64"`. None derives it.
     storage_name: Any = None
 
     # No method, of which treescope would take note in the class, to add a page to what it shows.

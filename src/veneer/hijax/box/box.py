@@ -15,29 +15,30 @@ from .view import View
 
 @jax.tree_util.register_pytree_node_class
 class Box(Kept):
-    """A mutable place for a pytree of arrays, of which implicit arrays may be a part.
+    """A mutable container for a pytree of arrays and implicit arrays.
 
-    A function reads and writes a Box that it is given or closes over, under `jax.jit`, `grad`,
-    `vmap`, `scan`, `cond`, `while_loop`, `checkpoint` and in the passes of a `custom_vjp`. The
-    decorator-free mode need not be on.
+    A function can read and write a Box that is an argument or a captured variable. This works under
+    `jax.jit`, `grad`, `vmap`, `scan`, `cond`, `while_loop`, `checkpoint` and in the passes of a
+    `custom_vjp`. High types need not be on.
 
-    In loops and branches, structure, shapes and dtypes of the contents stay, as those of a carry
-    do. They may change under `vn.jit`, under `jax.jit` with high types on, and where nothing is
-    staged.
+    In loops and branches, the contents must keep their structure, shapes and dtypes. They may
+    change under `vn.jit`, under `jax.jit` with high types on, and outside traced functions.
 
-    What is written is not differentiated with respect to, if the Box was made outside of the
-    function that is: the primal is stored. Through a Box made within it, derivatives are as through
-    a variable.
+    If the Box was made outside the differentiated function, it stores primal values without
+    derivatives. Derivatives flow through a Box that is made inside the function.
 
     **Arguments:**
 
-    - `value`: the contents; a Box is empty without, and `get` gives None.
+    - `value`: the contents. Without it the Box is empty, and `get` returns None.
 
-    **Raises:** `TypeError` for contents that are no arrays, and where they change their structure
-    or types and may not. `ValueError` for a mapped value in a Box from outside of `jax.vmap`, and
-    where a Box is passed to a function twice, or passed and closed over. `NotImplementedError`
-    for what JAX's references cannot do: in the condition of a `while_loop`, and in a
-    `jax.checkpoint` for a Box made in the traced function around it.
+    **Raises:**
+
+    - `TypeError` if the contents are not arrays, or change their structure or types where they may
+      not.
+    - `ValueError` if a mapped value is written to a Box from outside `jax.vmap`, or if a Box is
+      passed to a function twice, or passed and captured.
+    - `NotImplementedError` in the condition of a `while_loop`, and in a `jax.checkpoint` for a Box
+      that the traced function around it made. JAX's references do not support these.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> largest = vn.hijax.Box(jnp.zeros(()))
@@ -48,7 +49,7 @@ class Box(Kept):
     >>> largest.get().item()
     3.0
 
-    With `vn.jit` the contents may become something else:
+    With `vn.jit` the structure of the contents may change:
 
     >>> cache = vn.hijax.Box()
     >>> fill = vn.jit(lambda x: cache.set({"w": vn.quant.quantize(x, "int8")}))
@@ -64,16 +65,16 @@ class Box(Kept):
         self._contents = Contents(*flat(value))
 
     def get(self) -> Any:
-        """Returns the contents."""
+        """Return the contents."""
         return resolved(self._contents).tree()
 
     def set(self, value: Any) -> None:
-        """Writes the contents: any pytree of arrays and of what `jax.numpy` makes one of."""
+        """Replace the contents by `value`, a pytree of arrays, implicit arrays and numbers."""
         _refuse_boxes(value)
         resolved(self._contents).set(value)
 
     def update(self, function: Callable[[Any], Any]) -> None:
-        """Writes what a function makes of the contents."""
+        """Replace the contents by `function(contents)`."""
         self.set(function(self.get()))
 
     def __repr__(self) -> str:
@@ -85,7 +86,7 @@ class Box(Kept):
     # As a pytree: the references; or the contents, where vn.jit threads those through.
 
     def tree_flatten(self) -> tuple[list[Any], Any]:
-        """The leaves of the contents, or references to them, and what they are of."""
+        """Return the leaves of the contents, or references to them, and the structure."""
         contents = resolved(self._contents)
         if state.flattened is not None:
             state.flattened.append(self)
@@ -97,7 +98,7 @@ class Box(Kept):
 
     @classmethod
     def tree_unflatten(cls, of: "Threaded | Shared", children: Iterable[Any]) -> "Box":
-        """A Box of leaves, or of references: the same one, if they are its own."""
+        """Return the Box of these leaves or references. Its own references give the same Box."""
         return of.box_of(list(children))
 
 
@@ -146,4 +147,4 @@ def is_box(x: Any) -> bool:
 
 def _refuse_boxes(value: Any) -> None:
     if any(map(is_box, jax.tree.leaves(value, is_leaf=is_box))):
-        raise TypeError("a Box holds a pytree of arrays, and no Box: make one of a pytree of both")
+        raise TypeError("A Box cannot hold another Box. Put both contents into one pytree.")

@@ -119,8 +119,8 @@ class Contents:
     def _refuse_condition(self, traces: Sequence[Trace]) -> None:
         if any(staged_for(trace) == CONDITION for trace in traces):
             raise NotImplementedError(
-                f"{self!r} is used in the condition of a while_loop, which does not see what the "
-                "body writes (a limit of JAX's references): carry the value in the loop"
+                f"{self!r} is used in the condition of a while_loop. JAX's references do not show "
+                "it the writes of the body. Carry the value in the loop instead."
             )
 
     def _read_at_home(self) -> list[Any]:
@@ -129,8 +129,8 @@ class Contents:
                 return list(self._leaves)
             if self._is_lost():
                 raise RuntimeError(
-                    f"what {self!r} held is gone: a function raised as it ran, or it was donated. "
-                    "Set it anew"
+                    f"The contents of {self!r} are lost, because a compiled function raised an "
+                    "error or they were donated. Call set again."
                 )
             return [ref[...] for ref in self.refs[: self.treedef.num_leaves]]
 
@@ -196,9 +196,9 @@ class Contents:
             return
         if not self.keeps_primals and any(map(is_checkpoint, traces)):
             raise NotImplementedError(
-                f"{self!r} was made inside of a function that is traced, and is written inside of "
-                "a jax.checkpoint in it: JAX would lose the derivative of what is written. Make "
-                "the Box outside, or within the checkpoint, or return the value from it"
+                f"{self!r} was made inside a traced function and is written inside a "
+                "jax.checkpoint of it, which would lose the derivative. Make the Box outside the "
+                "function or inside the checkpoint, or return the value from the checkpoint."
             )
         self._note(traces)
         for ref, leaf in zip(self.references(), leaves, strict=False):
@@ -253,23 +253,22 @@ class Contents:
                 state.changes_structure = True
                 return BoxStructureError(
                     f"{change}: a function that is only traced (`lower`, `trace`, `eval_shape`, "
-                    f"`make_jaxpr`) {keeps}. Call the function"
+                    f"`make_jaxpr`) {keeps}. Call the function."
                 )
             return TypeError(
-                f"{change}: jax.jit {keeps}, and so does vn.jit where a function is only traced "
-                "(`lower`, `trace`, `eval_shape`, `make_jaxpr`). Call the function, with vn.jit "
-                "instead of each jax.jit around this line, or with high types on "
-                "(vn.hijax.enabled)"
+                f"{change}: jax.jit {keeps}, and so does vn.jit if a function is only traced "
+                "(`lower`, `trace`, `eval_shape`, `make_jaxpr`). Replace each jax.jit around this "
+                "line by vn.jit, or turn high types on (vn.hijax.enabled), and call the function."
             )
         if staged is None and any(map(is_mapping, traces)):
             return TypeError(
-                f"{change}: jax.vmap {keeps} that is passed to the mapped function. Set it to "
-                "such contents before, or close over it"
+                f"{change}: jax.vmap {keeps} that is passed to the mapped function. Set "
+                "contents of the new structure before, or capture the Box."
             )
         where = f"the body of {staged}" if staged else "a function that JAX traces"
         return TypeError(
-            f"{change}: {where} {keeps}, as a loop keeps those of its carry. Set it to such "
-            "contents before"
+            f"{change}: {where} {keeps}, like the carry of a loop. Set contents of the new "
+            "structure before."
         )
 
     def _is_alike(self, leaves: Sequence[Any], treedef: Any) -> bool:
@@ -372,7 +371,7 @@ def _array(leaf: Any) -> Any:
             leaf = jnp.asarray(leaf)
         except TypeError as error:
             raise TypeError(
-                f"a Box holds a pytree of arrays, and no {type(leaf).__name__}"
+                f"A Box must hold a pytree of arrays, not a {type(leaf).__name__}."
             ) from error
     aval = jax.typeof(leaf)
     weak = getattr(aval, "weak_type", False)
@@ -386,9 +385,9 @@ def is_checkpoint(trace: Trace) -> bool:
 
 def _foreign(contents: Contents, leaf: Any) -> str:
     return (
-        f"{_type_name(leaf)} that is mapped (by jax.vmap, say) or traced elsewhere cannot be "
-        f"written to {contents!r} from outside: pass the Box to the mapped function, with an axis "
-        "for it on each leaf of its contents; or make it inside"
+        f"{_type_name(leaf)}, which is mapped (as by jax.vmap) or traced elsewhere, cannot be "
+        f"written to {contents!r} from outside. Pass the Box to the mapped function, with a mapped "
+        "axis on each leaf, or make it inside the function."
     )
 
 

@@ -60,8 +60,8 @@ class Frame:
 def passed_and_held(contents: "Contents") -> str:
     """Says so: what a function has both as an argument and by itself would be two Boxes."""
     return (
-        f"{contents!r} is both an argument of a jitted function and closed over by it, or by one "
-        "that it calls: pass it, or close over it, but not both"
+        f"{contents!r} is both an argument of a jitted function and captured by it, or by a "
+        "function that it calls. Pass it or capture it, but not both."
     )
 
 

@@ -43,7 +43,7 @@ class View(Contents):
         traces = list(enclosing(current_trace()))
         if not self.keeps_primals and any(map(is_checkpoint, traces)):
             raise NotImplementedError(
-                f"{self!r} was made inside of a function that is traced, and is an argument of a "
-                "jax.checkpoint in it: JAX would lose the derivative of what is written. Make the "
-                "Box outside, or within the checkpoint"
+                f"{self!r} was made inside a traced function and is an argument of a "
+                "jax.checkpoint in it, which would lose the derivative of its contents. Make the "
+                "Box outside the function or inside the checkpoint."
             )

@@ -32,14 +32,14 @@ class Forward(Expansion):
     def evaluate(self, *values: Any) -> tuple[list[Any], Any]:
         pair = self.call("fwd", *self.structure.unflatten(map(exposed, values)))
         if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise self.refuse("fwd must give a pair of results and residuals")
+            raise self.refuse("fwd must return a pair: results and residuals")
         (flat, out), (residuals, kept) = map(self.flattened, pair)
         out_types = tuple(map(type_of_one, flat))
         known, types = Expansion.of(self).known(tuple(map(type_of_one, values)))
         if (out, out_types) != (known, types):
             raise self.refuse(
-                f"fwd gives {listed(out_types)}, and the expansion {listed(types)}, in another "
-                "structure or of other types"
+                f"fwd returns {listed(out_types)}, but the function itself {listed(types)}. "
+                "Structures and types must be the same."
             )
         operands = [x for x, d in zip(values, dense_leaves(self.structure), strict=True) if d]
         return [*flat, *residuals, *operands], (out, kept)
@@ -78,8 +78,8 @@ class Backward(Expansion):
         args = jax.tree_util.treedef_children(self.structure.tree)
         if not isinstance(cts, tuple | list) or len(cts) != len(args):
             raise self.refuse(
-                f"bwd must give a tuple of {len(args)}, a cotangent or None for each operand of "
-                f"types {listed(self.types)}, and gives {cts}"
+                f"bwd must return a tuple of {len(args)}, a cotangent or None for each operand "
+                f"of types {listed(self.types)}, not {cts}."
             )
         flat = self._flat(cts, args, kept)
         return [x for x in flat if x is not None], [x is not None for x in flat]
@@ -100,7 +100,7 @@ def up_to(operation: Expansion, tree: Any, result: Any) -> list[Any]:
     try:
         return tree.flatten_up_to(result)
     except ValueError as error:
-        raise operation.refuse(f"a rule gives another structure than is wanted: {error}") from None
+        raise operation.refuse(f"a rule returns a tree of another structure: {error}") from None
 
 
 def with_float0(types: Sequence[Any], tangents: Iterable[Any]) -> list[Any]:
@@ -149,7 +149,7 @@ def _as_part(operation: Expansion, rule: str, tangent: Any, t: Any) -> Any:
             return tangent
     is_tree = isinstance(aval, TangentType)
     wanted = f"a {t.cls.__name__} of tangents" if is_tree else listed([aval])[1:-1]
-    raise operation.refuse_tangent(rule, tangent, f"{listed([t])[1:-1]}, which is {wanted}")
+    raise operation.refuse_tangent(rule, tangent, f"{listed([t])[1:-1]}; expected {wanted}")
 
 
 def _to_leaves(form: Any, leaves: Sequence[Any], cotangent: Any) -> list[Any]:
@@ -182,18 +182,20 @@ class Tangents(Expansion):
         tangents = self.structure.unflatten(with_float0(self.types, values[count:]))
         pair = self.call("jvp", args, tangents)
         if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise self.refuse("defjvp's rule must give a pair of results and tangents")
+            raise self.refuse("the rule of defjvp must return a pair: results and tangents")
         group = self.out.group(self.out_types)
         by_unit = up_to(self, self.out.tree, pair[1])
         if len(by_unit) != len(group):
             raise self.refuse(
-                f"defjvp's rule gives no tangent for each of {listed(self.out_types)}"
+                f"the rule of defjvp must return a tangent for each of {listed(self.out_types)}"
             )
         each = zip(by_unit, self.out.forms, group, strict=True)
-        flat = [x for g, f, t in each for x in as_parts(self, "defjvp's rule", g, f, t, [None])]
+        flat = [
+            x for g, f, t in each for x in as_parts(self, "the rule of defjvp", g, f, t, [None])
+        ]
         pairs = zip(flat, self.out_types, strict=True)
         if any(x is None and has_tangent(t) for x, t in pairs):
-            raise self.refuse("defjvp's rule gives None for a tangent; give zeros instead")
+            raise self.refuse("the rule of defjvp returns None for a tangent; return zeros instead")
         return [x for x in flat if x is not None], None
 
 

@@ -22,39 +22,45 @@ from .vmap_rule import batch_by_rule
 
 
 def primitive(expand: Callable) -> "HighPrimitive":
-    """A high primitive: one equation, under the name of a function, which is run in its place.
+    """Make a JAX primitive of a function, which jaxprs show as one equation.
 
-    The function, its *expansion*, is plain JAX. It takes operands by position: arrays, implicit
-    arrays, or trees of them; and parameters by keyword, which are static. Annotations say of which
-    classes operands may be, as in `vn.register`. The types of results follow from the expansion. So
-    do derivatives and `jax.vmap`, for which there may be rules instead: one of `defvjp`, `defjvp`
-    and `deftranspose`; and `defvmap`.
+    JAX runs the function when the equation is evaluated or lowered. Derivatives and `jax.vmap`
+    follow from the function. To replace them, call one of the methods `defvjp`, `defjvp` and
+    `deftranspose`, and the method `defvmap`.
 
     With high types on, implicit arrays are typed operands and results. Otherwise, and under
-    `vn.implicit`, they are the trees of their leaves; so are then their tangents.
+    `vn.implicit`, they and their tangents are trees of leaves.
 
-    **Raises:** TypeError for an operand of another class than is annotated, for a parameter that
-    cannot be hashed, and for a rule that gives what does not fit.
+    **Arguments:**
 
-    Quantising and its inverse, with a gradient that goes straight through:
+    - `expand`: a plain JAX function. It takes arrays, implicit arrays or trees of them by position,
+      and static parameters by keyword. Annotations restrict the operand types, as in
+      `vn.register`.
+
+    **Returns:** a callable with the same arguments, under the name of the function.
+
+    **Raises:** `TypeError` if `expand` is not a function. A call raises `TypeError` if an operand
+    does not match its annotation, a parameter cannot be hashed, or a rule returns the wrong types.
+
+    Quantize and dequantize with a straight-through gradient:
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> @vn.hijax.primitive
-    ... def quantise(x: jax.Array, *, qtype):
+    ... def quantize(x: jax.Array, *, qtype):
     ...     return vn.quant.quantize(x, qtype)
     >>> @vn.hijax.primitive
-    ... def dequantise(q: vn.quant.QArray):
+    ... def dequantize(q: vn.quant.QArray):
     ...     return q.qvalue * q.scale
-    >>> quantise.defvjp(lambda x, **params: (quantise(x, **params), None),
+    >>> quantize.defvjp(lambda x, **params: (quantize(x, **params), None),
     ...                 lambda residuals, ct, **params: (ct,))
-    >>> dequantise.defvjp(lambda q: (dequantise(q), None), lambda residuals, ct: (ct,))
-    >>> loss = lambda x: jnp.sum(3 * dequantise(quantise(x, qtype="int8")))
+    >>> dequantize.defvjp(lambda q: (dequantize(q), None), lambda residuals, ct: (ct,))
+    >>> loss = lambda x: jnp.sum(3 * dequantize(quantize(x, qtype="int8")))
     >>> with vn.hijax.enabled():
     ...     print(jax.make_jaxpr(loss)(jnp.ones((2, 3))))
     ...     jax.jit(jax.grad(loss))(jnp.ones((2, 3))).tolist()
     { lambda ; a:f32[2,3]. let
-        b:q8[2,3] = quantise[qtype=int8] a
-        c:f32[2,3] = dequantise b
+        b:q8[2,3] = quantize[qtype=int8] a
+        c:f32[2,3] = dequantize b
         d:f32[2,3] = mul 3.0:f32[] c
         e:f32[] = reduce_sum[axes=(0, 1) out_sharding=None] d
       in (e,) }
@@ -64,14 +70,11 @@ def primitive(expand: Callable) -> "HighPrimitive":
 
 
 class HighPrimitive:
-    """A function that is one equation of a jaxpr, until that is evaluated or lowered.
-
-    It is made by `vn.hijax.primitive`.
-    """
+    """A function that jaxprs show as one equation. `vn.hijax.primitive` makes it."""
 
     def __init__(self, expand: Callable):
         if not inspect.isfunction(expand):
-            raise TypeError(f"hijax.primitive takes a function, got {expand!r}")
+            raise TypeError(f"vn.hijax.primitive takes a function, not {expand!r}.")
         update_wrapper(self, expand)
         self.name = expand.__name__
         self.rules: dict[Any, Callable] = {"expand": expand}
@@ -87,7 +90,7 @@ class HighPrimitive:
         return self.called(bound.args, Parameters(bound.kwargs))
 
     def called(self, args: Any, params: Parameters) -> Any:
-        """The results for some operands, in the current trace."""
+        """Return the results for operands in the current trace."""
         trace = current_trace()
         if isinstance(trace, ImplicitTrace):
             with set_current_trace(trace.parent):
@@ -101,52 +104,55 @@ class HighPrimitive:
         return out.unflatten(map(exposed, apply(call, *operands)))
 
     def defvjp(self, fwd: Callable, bwd: Callable) -> None:
-        """Sets the derivative, as `jax.custom_vjp` does.
+        """Set the reverse-mode derivative, as `jax.custom_vjp` does.
 
-        A cotangent of an array is an array. That of an implicit array is one of the same class,
-        with cotangents for leaves; but of a class with `dense_tangent` it is a dense array.
+        The cotangent of an implicit array has its class, with cotangents for leaves. If the class
+        has `dense_tangent`, the cotangent is a dense array.
 
         **Arguments:**
 
-        - `fwd`: takes what the primitive does, and gives its results, and residuals: any tree.
-        - `bwd`: takes the residuals, the cotangents of the results, and the parameters by keyword;
-          gives a tuple with a cotangent, or None for zero, of each operand.
+        - `fwd`: a function of the same arguments that returns the results and the residuals, which
+          may be any pytree.
+        - `bwd`: a function of the residuals, the cotangents of the results, and the parameters by
+          keyword. It returns a tuple with a cotangent, or None for zero, for each operand.
         """
         self._set("fwd", fwd)
         self.rules["bwd"] = bwd
 
     def defjvp(self, rule: Callable) -> Callable:
-        """Sets the derivative, as `jax.custom_jvp` does.
+        """Set the forward-mode derivative, as `jax.custom_jvp` does.
 
         **Arguments:**
 
-        - `rule`: takes a tuple of the operands and one of their tangents, and the parameters by
-          keyword; gives the results and their tangents.
+        - `rule`: a function of a tuple of operands, a tuple of their tangents, and the parameters
+          by keyword. It returns the results and their tangents.
         """
         return self._set("jvp", rule)
 
     def deftranspose(self, argnum: int) -> Callable[[Callable], Callable]:
-        """Says that the primitive is linear in an operand, and sets how it is transposed.
+        """Declare that the primitive is linear in an operand, and set its transpose.
 
-        Its derivative by operands of which that is said is the primitive itself, of a tangent: a
-        dense array. By others it follows from the expansion.
+        The derivative with respect to this operand is then the primitive itself, applied to a dense
+        tangent. Other derivatives follow from the function.
 
         **Arguments:**
 
-        - `argnum`: the number of the operand. What is returned takes a rule for it: a function
-          of the cotangents of the results, of the operands, among which None is in the place of
-          that one, and of the parameters by keyword. It gives the cotangent of the operand.
+        - `argnum`: the position of the operand.
+
+        **Returns:** a decorator for the rule, a function of the cotangents of the results, the
+        operands (None for this one), and the parameters by keyword. It returns the cotangent of the
+        operand.
         """
         return lambda rule: self._set(("transpose", argnum), rule)
 
     def defvmap(self, rule: Callable) -> Callable:
-        """Sets what `jax.vmap` makes of it, as `jax.custom_batching.custom_vmap` does.
+        """Set the batching rule for `jax.vmap`, as `jax.custom_batching.custom_vmap` does.
 
         **Arguments:**
 
-        - `rule`: takes the size of the axis, a tuple that says of each operand whether it has it,
-          the operands, with that axis first on each leaf, and the parameters by keyword. Gives the
-          results, and whether they have it: a bool, or a tree of them.
+        - `rule`: a function of the size of the mapped axis, a tuple with a bool per operand (is it
+          mapped), the operands, and the parameters by keyword. The mapped axis is the first of each
+          leaf. It returns the results and whether they are mapped: a bool, or a pytree of bools.
         """
         return self._set("vmap", rule)
 
@@ -156,8 +162,9 @@ class HighPrimitive:
         others = [k for k in self.rules if k not in ("expand", "bwd", "vmap")]
         if kind in self.rules or (kind != "vmap" and any(name(k) != name(kind) for k in others)):
             raise ValueError(
-                f"{self.name} has a rule for that, by {', '.join(sorted(set(map(name, others))))}: "
-                "one of defvjp, defjvp and deftranspose tells its derivative, once"
+                f"{self.name} already has a rule, set by "
+                f"{', '.join(sorted(set(map(name, others))) or ['defvmap'])}. Call only one of "
+                "defvjp, defjvp and deftranspose, and each of them once."
             )
         self.rules[kind] = rule
         return rule
@@ -168,15 +175,15 @@ class HighPrimitive:
                 hash(x)
             except TypeError:
                 raise TypeError(
-                    f"{self.name}: the parameter {name} is of type {type(x).__name__}, which "
-                    "cannot be hashed. Arrays are given by position."
+                    f"{self.name}: the parameter {name} has the type {type(x).__name__}, which "
+                    "cannot be hashed. Pass arrays by position."
                 ) from None
         for i, x in enumerate(args):
             wanted = self._operands[i] if i < len(self._operands) else self._more
             if wanted is not None and not any(issubclass(_class_of(x), w) for w in wanted):
                 raise TypeError(
-                    f"{self.name}: operand {i} is annotated as {_named(wanted)}, and is "
-                    f"{_described(x)}"
+                    f"{self.name}: operand {i} must be {_named(wanted)}, as annotated, not "
+                    f"{_described(x)}."
                 )
 
 

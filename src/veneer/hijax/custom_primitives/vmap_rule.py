@@ -40,7 +40,9 @@ class MappedByRule(Expansion):
         has_axis = jax.tree.unflatten(self.structure.tree, [any_has for _, any_has in groups])
         pair = self.call("vmap", self.size, has_axis, *args)
         if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise self.refuse("defvmap's rule must give a pair: results, and which have the axis")
+            raise self.refuse(
+                "the rule of defvmap must return a pair: results, and which of them are mapped"
+            )
         flat, out = self.flattened(pair[0])
         each_has = _broadcast(self, pair[1], out.tree)
         pairs = zip(each_has, out.group(flat), strict=True)
@@ -56,8 +58,8 @@ class MappedByRule(Expansion):
         wanted = [(t.shape if h else t.shape[1:], t.dtype) for t, h in pairs]
         if [(t.shape, t.dtype) for t in by_rule] != wanted:
             raise self.refuse(
-                f"defvmap's rule gives {listed(by_rule)}, of which {list(has_axis)} have the axis; "
-                f"mapped over {self.size}, the expansion gives {listed(stacks)}"
+                f"the rule of defvmap returns {listed(by_rule)} (mapped: {list(has_axis)}), but "
+                f"the function itself, mapped over {self.size}, returns {listed(stacks)}"
             )
 
 

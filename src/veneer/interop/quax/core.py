@@ -99,7 +99,7 @@ class AmbiguousLookupError(rules.AmbiguousLookupError, LookupError):
 
 
 def _to_plum_error(error: rules.AmbiguousLookupError) -> AmbiguousLookupError:
-    message = str(error).replace("two calls of implicit", "two calls of quaxify")
+    message = str(error).replace("calls of vn.implicit", "calls of quaxify")
     # Importing plum takes a quarter of a second. Whoever catches its error has imported it.
     plum = sys.modules.get("plum")
     if plum is None:

@@ -92,7 +92,7 @@ class NativeFunction:
         if shapes != wanted:
             raise ValueError(
                 f"{self._where} gave arrays of shape {', '.join(map(_text_of_shape, shapes))} for "
-                f"{_listed(self._operands)}, where JAX has {_listed(self._results)}."
+                f"{_listed(self._operands)}, but JAX has {_listed(self._results)}."
             )
         return results
 
@@ -104,7 +104,7 @@ class NativeFunction:
         unknown = [name for name, x in params.items() if name not in known and x is not None]
         if unknown:
             raise TypeError(
-                f"{self._where} takes no {', '.join(map(repr, unknown))}, and the equation has "
+                f"{self._where} takes no {', '.join(map(repr, unknown))}, but the equation has "
                 f"{', '.join(f'{name}={params[name]!r}' for name in unknown)}. Add the parameter "
                 "to the function, or register a rule that takes the parameters and returns the "
                 "function."
@@ -115,7 +115,7 @@ class NativeFunction:
                 typeof(value)
             except ValueError:
                 raise TypeError(
-                    f"{self._where} takes {name!r}, and Numba has no type for {name}={value!r}. "
+                    f"{self._where} takes {name!r}, but Numba has no type for {name}={value!r}. "
                     "Register a rule that takes this parameter and returns the function."
                 ) from None
         return accepted
@@ -143,7 +143,7 @@ class NativeFunction:
         if not fit:
             raise TypeError(
                 f"{self._where} gives {', '.join(map(str, kinds)) or 'nothing'} for "
-                f"{_listed(self._operands)}, where JAX has {_listed(self._results)}."
+                f"{_listed(self._operands)}, but JAX has {_listed(self._results)}."
             )
 
     def _compiled(self, returned: Any) -> Any:

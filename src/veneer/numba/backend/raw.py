@@ -82,8 +82,8 @@ def raw_function(source: Source, address: int, entry: Any) -> Any:
     halves = {x.dtype.name for x in (*source.inputs, *source.outputs)} & {"float16", "bfloat16"}
     if halves:
         raise NotImplementedError(
-            f"a program of {' and '.join(sorted(halves))} arguments or results has no .raw: Numba "
-            "has no such arrays. Convert them to float32 in the function that is compiled."
+            f"A program with {' and '.join(sorted(halves))} arguments or results has no .raw: "
+            "Numba has no such arrays. Convert them to float32 in the compiled function."
         )
     _kept.append(entry)
     table = _table_without_callbacks(source, entry.__self__)

@@ -304,19 +304,19 @@ class Builder:
         except Unsupported as reason:
             raise NotImplementedError(
                 f"vn.numba cannot compile {name!r} from {equation.line} with this {reason} "
-                f"Register a rule of your own with @vn.numba.funcify.register({name!r})."
+                f"Register your own rule with @vn.numba.funcify.register({name!r})."
             ) from reason
         results = [*results] if isinstance(results, Sequence) else [results]
         n_outputs = len(equation.outputs)
         if len(results) != n_outputs or not all(isinstance(x, ArrayExpr) for x in results):
             raise TypeError(
-                f"the rule of {name!r} gave {results}, where JAX has {n_outputs} arrays. A rule "
+                f"The rule of {name!r} gave {results}, but JAX has {n_outputs} arrays. A rule "
                 "returns values of its builder, or an @numba.njit function."
             )
         for value, variable in zip(results, equation.outputs, strict=True):
             actual, wanted = (value.shape, value.dtype), (variable.aval.shape, variable.aval.dtype)
             if actual != wanted:
-                raise TypeError(f"the rule of {name!r} gave {actual}, where JAX has {wanted}")
+                raise TypeError(f"The rule of {name!r} gave {actual}, but JAX has {wanted}.")
         return results
 
     @property
@@ -338,8 +338,8 @@ class Builder:
         where = f"in {self.equation.primitive!r}, from {self.equation.line}"
         if shape is None or not all(isinstance(n, int) for n in shape):
             raise NotImplementedError(
-                f"vn.numba compiles arrays of static shapes, and {aval} {where} is none: the "
-                "memory of a program is laid out when it is compiled."
+                f"vn.numba needs static shapes, but {aval} {where} does not have one. Compile once "
+                "for each shape."
             )
         if not storage.supported(dtype):
             raise NotImplementedError(f"vn.numba has no arrays of dtype {dtype}, as {where}.")

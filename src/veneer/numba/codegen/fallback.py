@@ -51,8 +51,8 @@ class Fallbacks(Calls):
         """Says which primitives JAX runs, to who called `compile`."""
         message = (
             f"vn.numba.compile of {name}: JAX runs {'; '.join(self._lines)}, which has no rule. "
-            "Each time it takes some tens of microseconds, and Python's lock. To be rid of it, "
-            "register a rule with @vn.numba.funcify.register."
+            "Each run takes tens of microseconds and the GIL. To compile it, register a rule with "
+            "@vn.numba.funcify.register."
         )
         warnings.warn_explicit(message, UserWarning, *user_place())
 
@@ -63,8 +63,8 @@ def _compiled(equation: "Equation") -> Callable[..., Any]:
     for v in (*origin.invars, *origin.outvars):
         if not isinstance(v.aval.dtype, np.dtype):
             raise NotImplementedError(
-                f"vn.numba cannot have JAX run {equation.primitive!r} from {equation.line}: its "
-                f"arrays of {v.aval.dtype} are others in compiled code."
+                f"JAX cannot run {equation.primitive!r} from {equation.line} for vn.numba: it has "
+                f"arrays of dtype {v.aval.dtype}, which compiled code stores differently."
             )
     primitive = origin.primitive
     structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in origin.invars]

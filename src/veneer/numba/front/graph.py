@@ -101,9 +101,8 @@ def _require_static(examples: Sequence[Any]) -> None:
         shape = getattr(example, "shape", ())
         if not all(isinstance(n, int) for n in shape):
             raise NotImplementedError(
-                f"argument {number} is of the shape {shape}, and vn.numba compiles for shapes that "
-                "are known: its loops have their lengths written in them, and the memory of a "
-                "program is laid out when it is compiled. Compile once for each shape."
+                f"Argument {number} has the shape {shape}, but vn.numba needs static shapes. "
+                "Compile once for each shape."
             )
 
 

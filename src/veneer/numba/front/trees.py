@@ -21,7 +21,7 @@ def caller(entry: Callable[..., Any], in_tree: Any, out_tree: Any) -> Callable[.
     def call_any(*args: Any) -> Any:
         leaves, tree = tree_flatten(args)
         if tree != in_tree:
-            raise TypeError(f"it is for arguments of the structure {in_tree}, and not {tree}")
+            raise TypeError(f"The arguments must have the structure {in_tree}, not {tree}.")
         results = entry(*leaves)
         return tree_unflatten(out_tree, results if type(results) is tuple else (results,))
 
