@@ -20,7 +20,7 @@ LAZY = {"beartype", "matplotlib", "numba", "plum", "rich", "safetensors", "token
 
 PUBLIC = [
     "OutsideImplicitError",
-    *("AmbiguousLookupError", "ArrayLike", "ImplicitArray", "Value"),
+    *("AmbiguousLookupError", "ArrayLike", "ImplicitArray", "LeafAxis", "Value"),
     *("explain", "implicit", "jit", "load", "materialise", "quant", "register", "save", "static"),
     *(
         "device_put",

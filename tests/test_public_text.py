@@ -36,9 +36,9 @@ def docstrings():
 
 
 def has_example(name):
-    """Return whether the docstring of a name uses it in an example."""
-    _, _, example = (inspect.getdoc(OBJECTS[name]) or "").partition(">>>")
-    return name.rpartition(".")[2] in example
+    """Return whether a docstring has an example, which calls the function if it is one."""
+    _, found, example = (inspect.getdoc(OBJECTS[name]) or "").partition(">>>")
+    return found and (name in CLASSES or name.rpartition(".")[2] in example)
 
 
 def undocumented(function):

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 from jax.typing import ArrayLike
 
 from . import _core as _core
+from ._core.leaf_axes import LeafAxis
 from ._core.rules import AmbiguousLookupError, register
 from ._core.surface.array import ImplicitArray
 from ._core.surface.event import Event, MaterialiseError, MaterialiseWarning
@@ -59,6 +60,7 @@ __all__ = [
     "ArrayLike",
     "Event",
     "ImplicitArray",
+    "LeafAxis",
     "MaterialiseError",
     "MaterialiseWarning",
     "OutsideImplicitError",
@@ -140,5 +142,7 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_LAZY})
 
 
-for _public in (AmbiguousLookupError, Event, MaterialiseError, MaterialiseWarning, Report):
+for _public in (
+    *(AmbiguousLookupError, Event, LeafAxis, MaterialiseError, MaterialiseWarning, Report),
+):
     _public.__module__ = "veneer"

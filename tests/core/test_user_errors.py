@@ -239,7 +239,7 @@ def test_leaf_axes_that_are_none_are_refused(axes, program):
     odd = typed(leaf_axes=lambda self: axes, materialise=lambda self: self.x + 0)  # no label
     place = lambda x: jax.lax.with_sharding_constraint(x, PLACED)
     with pytest.raises(
-        TypeError, match=r"Odd\.leaf_axes returns .* LeafAxis or None for each axis"
+        TypeError, match=r"Odd\.leaf_axes returns .* vn.LeafAxis or None for each axis"
     ):
         vn.implicit({"moved": jnp.flip, "placed": place}[program])(odd)
 

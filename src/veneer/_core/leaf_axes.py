@@ -24,6 +24,19 @@ class LeafAxis(NamedTuple):
       taken.
     - `packed_in`: the number of entries that hold a block, for packed codes. The last block may be
       partly empty.
+
+    Two columns share an entry of `x` here, so that a slice of whole pairs of columns is stored in
+    the same way:
+
+    >>> import jax, jax.numpy as jnp, veneer as vn
+    >>> class Pairs(vn.ImplicitArray):
+    ...     x: jax.Array  # [..., m, n // 2]
+    ...     def materialise(self):
+    ...         return jnp.repeat(self.x, 2, axis=-1)
+    ...     def leaf_axes(self):
+    ...         return [[vn.LeafAxis(-2), vn.LeafAxis(-1, block=2)]]
+    >>> Pairs(jnp.ones((3, 4)))[:, 2:6]
+    Pairs(x=f32[3,2])
     """
 
     axis: int
@@ -44,19 +57,11 @@ class LeafAxis(NamedTuple):
 
 
 class Movement(NamedTuple):
-    """What becomes of the axes of the dense array.
+    """A change of the axes of the dense array."""
 
-    **Arguments:**
-
-    - `shape`: the new one.
-    - `axes`: for each old axis, the new one that it is; None for one that is gone or merged. Both
-      are counted from the front.
-    - `reorders`: whether axes change places, or are merged or split.
-    """
-
-    shape: Shape
-    axes: tuple[int | None, ...]
-    reorders: bool = False
+    shape: Shape  # the new shape
+    axes: tuple[int | None, ...]  # the new index of each old axis; None if it is gone or merged
+    reorders: bool = False  # whether axes change places, or are merged or split
 
 
 Axes = Sequence[LeafAxis | None]  # of a leaf: of each of its axes; None follows no dense axis

@@ -148,7 +148,7 @@ class Value(Shown):
         Slicing, moving and sharding of the leaves are derived from it.
 
         **Returns:** per leaf, or implicit array among the fields, a sequence with a
-        `LeafAxis` or None for each axis. None, the default, declares nothing: leading
+        `vn.LeafAxis` or None for each axis. None, the default, declares nothing: leading
         axes that all leaves carry are then found by abstract evaluation.
         """
         return None
@@ -231,7 +231,7 @@ def stated_layout(value: Value) -> tuple[list[Any], Any, Sequence[Axes] | None]:
     if stated is not None and not are_axes(stated, [aval_of(part).ndim for part in parts]):
         raise TypeError(
             f"{type(value).__name__}.leaf_axes returns {stated!r}. It must return, per leaf, a "
-            f"LeafAxis or None for each axis: {value!r}"
+            f"vn.LeafAxis or None for each axis: {value!r}"
         )
     return parts, structure, stated
 
