@@ -42,6 +42,15 @@ def test_results_are_rows_of_the_demo_page():
     np.testing.assert_array_equal(np.array(actual)[:, 1:], np.array(expected)[:, 1:])
 
 
+def test_the_language_model_is_as_fast_as_on_the_demo_page():
+    demo = tables.Table("docs/demo.md", "| weights | bytes |")
+    (shown,) = re.findall(
+        r"(\d+) tokens per second in int8, and (\d+) in f32", README.read_text("utf-8")
+    )
+    rows = ("int8, channelwise", "f32, the same values")
+    assert list(map(float, shown)) == [demo.numbers(row, "tokens per second")[0] for row in rows]
+
+
 def test_the_text_is_short():
     text = re.sub("```.*?```", "", README.read_text("utf-8"), flags=re.DOTALL)
     assert len(text.split()) <= 900

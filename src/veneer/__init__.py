@@ -139,10 +139,11 @@ def _suggest(name: str) -> str:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+    return [*__all__, "__version__"]
 
 
 for _public in (
-    *(AmbiguousLookupError, Event, LeafAxis, MaterialiseError, MaterialiseWarning, Report),
+    *(AmbiguousLookupError, Event, LeafAxis, MaterialiseError, MaterialiseWarning),
+    *(OutsideImplicitError, Report),
 ):
     _public.__module__ = "veneer"

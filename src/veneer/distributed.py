@@ -399,3 +399,7 @@ for _collective, _bwd in (
 
 def _other(key: jax.Array | None) -> jax.Array | None:
     return None if key is None else jax.random.fold_in(key, 2**31)
+
+
+def __dir__() -> list[str]:
+    return __all__

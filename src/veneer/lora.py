@@ -212,3 +212,7 @@ def _axes(path: str, shape: Sequence[int], use: Use) -> dict[str, Any]:
             f"adjacent, and so must the other axes, at its end. It is used in {use}"
         )
     return {"in_ndim": axes.in_ndim, "out_ndim": axes.out_ndim, "dropped": axes.contracted}
+
+
+def __dir__() -> list[str]:
+    return __all__

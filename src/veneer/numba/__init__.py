@@ -27,3 +27,7 @@ from .registry import funcify, perform
 from .testing import compare_jax_and_py, compare_numba_and_py
 
 __all__ = ["compare_jax_and_py", "compare_numba_and_py", "compile", "funcify", "perform"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -10,3 +10,7 @@ __all__ = ["CheckedRules", "check_rules"]
 
 for _public in (CheckedRules, check_rules):
     _public.__module__ = "veneer.testing"
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -70,3 +70,7 @@ __all__ = [
     "Tridiagonal",
     "lora",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

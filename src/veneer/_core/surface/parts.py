@@ -8,18 +8,17 @@ import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import jax
 
 from ..._jax.caller_errors import refuse_update
-from ..._jax.source_lines import user_place
 from ..._jax.tracing import is_differentiated, is_eager
 from ..value import (
     DEFECTS,
     Value,
     check_structure,
-    describe,
     is_value,
     is_whole,
     stands_for,
@@ -76,20 +75,23 @@ def refuse_leaves(values: Sequence[Any], error: Exception | None = None) -> None
 
 
 def warn_of_leaves_by_dtype(value: Value) -> None:
-    """Warns of a derivative by leaves, of a value or a part that has one by the dense array alone.
+    """Warn if `equinox.filter_grad` differentiates with respect to scales without their codes.
 
-    Not where they are chosen: `equinox.filter_grad` takes whatever leaf is floating, and so the
-    scales of a quantised array without its codes.
+    The warning is at the call of `filter_grad`, so that Python shows it once.
     """
     for part in filter(is_value, jax.tree.leaves(value, is_leaf=_has_dense_tangent)):
-        if any(map(is_differentiated, jax.tree.leaves(part))) and _is_called_from("equinox._ad"):
-            (name,) = describe([part])
+        if not any(map(is_differentiated, jax.tree.leaves(part))):
+            continue
+        if frame := _frame_of("equinox._ad"):
+            frame = _calling_frame(frame, ("equinox", "jax"))
             warnings.warn_explicit(
                 "equinox.filter_grad differentiates with respect to every floating leaf, so the "
-                f"scales of {name} would be trained without its codes. Differentiate with respect "
-                "to the first tree of vn.tree.partition(model, vn.trainable(model)).",
+                f"scales of a {type(part).__name__} would be trained without its codes. "
+                "Differentiate with respect to the first tree of "
+                "vn.tree.partition(model, vn.trainable(model)).",
                 UserWarning,
-                *user_place(),
+                frame.f_code.co_filename,
+                frame.f_lineno,
             )
 
 
@@ -109,27 +111,30 @@ def refuse_dense_update(value: Any, module: str = "") -> None:
 def refuse_dense_update_by_rule(value: Any) -> None:
     """Reject the same where a rule adds the two, with functions of JAX between the callers."""
     for module in _UPDATES:
-        if _is_called_from(module):
+        if _frame_of(module):
             refuse_dense_update(value, module)
 
 
 def _calls_us() -> str:
-    """The module of the innermost function that is none of ours, nor checks annotations."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_OURS):
-        frame = frame.f_back
+    """Return the module of the function that calls Veneer."""
+    frame = _calling_frame(sys._getframe(1), ("veneer", "jaxtyping", "beartype"))
     return frame.f_globals.get("__name__", "")
 
 
-_OURS = ("veneer", "jaxtyping", "beartype")
+def _calling_frame(frame: FrameType, packages: tuple[str, ...]) -> FrameType:
+    """Return the innermost frame, from this one on, of a function outside of some packages."""
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(packages):
+        frame = frame.f_back
+    return frame
 
 
 def _has_dense_tangent(x: Any) -> bool:
     return isinstance(x, Value) and x.dense_tangent
 
 
-def _is_called_from(module: str) -> bool:
-    frame = sys._getframe(1)
+def _frame_of(module: str) -> FrameType | None:
+    """Return the innermost frame of a function of a module, or None if none is running."""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") != module:
-        frame = frame.f_back  # type: ignore[assignment]
-    return frame is not None
+        frame = frame.f_back
+    return frame
