@@ -140,7 +140,7 @@ def _options(
         typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
     ] = None,
 ) -> None:
-    """Quantize the checkpoints of models, and inspect and convert them."""
+    """Quantize, inspect and convert the checkpoints of models."""
     del version  # its callback has printed it
 
 
@@ -151,7 +151,7 @@ def main() -> None:
 
 _RAW = typer.Option(
     "--raw",
-    help="Read safetensors as stored. Integers that could be packed codes are data.",
+    help="Read safetensors as stored. Do not interpret integers as packed codes.",
 )
 _JSON = typer.Option("--json", help="Print one JSON document. Its keys are listed below.")
 
@@ -200,7 +200,7 @@ def quantize(
         list[str] | None,
         typer.Option(
             metavar="REGEX",
-            help="Leave the tensors whose whole name matches dense. Can be repeated.",
+            help="Do not quantize the tensors whose whole name matches. Can be repeated.",
         ),
     ] = None,
     layout: Annotated[
@@ -223,8 +223,9 @@ def quantize(
         Path | None,
         typer.Option(
             metavar="TEXT",
-            help="Run the model on a text file and round the weights to keep its activations. For "
-            "BERT encoders (one sentence per line) and Llamas. Needs the extra 'demo'.",
+            help="Run the model on a text file, and round the weights so that the outputs of its "
+            "layers change little. For BERT encoders (one sentence per line) and Llamas. Needs the "
+            "extra 'demo'.",
         ),
     ] = None,
     method: Annotated[
@@ -240,8 +241,8 @@ def quantize(
     """Quantize the weights of IN and write them to the folder OUT.
 
     Float tensors of rank 2 or more whose names end in 'weight' or 'kernel' are quantized,
-    embeddings included. All other tensors are copied. A few tensors are in memory at a time; with
-    --calibrate, the whole model is. OUT is created when it is complete.
+    embeddings included. All other tensors are copied. Only a few tensors are in memory at a time,
+    but --calibrate loads the whole model. OUT appears when all of its files are written.
     """
     from ._report.tables import count_of
     from .interop.checkpoints.opened import open_checkpoint

@@ -89,7 +89,7 @@ JSON_KEYS = {
         "groups": "A list. Each group has the tensors whose names differ only in numbers: name "
         "(with * for numbers), count, format, bytes_before, bytes_after and relative_error.",
         "total": "count, bytes_before and bytes_after of all tensors.",
-        "already_quantized": "The number of tensors that IN stores quantized.",
+        "already_quantized": "The number of tensors that are already quantized in IN.",
         "not_finite": "The names of the tensors with NaN or infinity.",
         "calibration": "With --calibrate, the relative errors of the outputs of products: mean, "
         "and mean_nearest for weights rounded to nearest. Otherwise null.",
@@ -164,9 +164,10 @@ def _write_formats(formatter: Any) -> None:
             formatter.write(f"{indent}{cells}\n")
         formatter.write("\n")
         formatter.write_text(
-            "bits: per value, scales in bfloat16 included. The last columns are relative errors of "
-            "Gaussian weights and of the linear layers of all-MiniLM-L6-v2. channel: one scale per "
-            "output channel, the default of all formats but the mx formats and nvfp4."
+            "bits: bits per value, including bfloat16 scales. Gaussian, MiniLM: the relative error "
+            "of Gaussian weights and of the linear layers of all-MiniLM-L6-v2, measured with this "
+            "--tile. channel: one scale per output channel, which is the default of all formats "
+            "except the mx formats and nvfp4."
         )
         formatter.write("\n")
         formatter.write_text(f"Further formats: {', '.join(MORE_FORMATS)}.")

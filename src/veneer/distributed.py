@@ -154,12 +154,12 @@ def psum(
     key: jax.Array | None = None,
     error: Any = None,
 ) -> Any:
-    """Sum an array over devices and send it quantized, like `jax.lax.psum`.
+    """Sum an array over devices like `jax.lax.psum`, with quantized communication.
 
-    Each device sums a part and sends the sums, so all devices get bitwise equal results. A format
-    of 8 bits sends about a quarter of the bytes of f32. The backward pass sends nothing under a
-    `shard_map` with `check_vma`, and sums cotangents in the same format elsewhere. There is no
-    forward-mode derivative.
+    Each device sums one part of the array and sends its sums to all, so all devices get bitwise
+    equal results. A format of 8 bits sends about a quarter of the bytes of f32. Under a `shard_map`
+    with `check_vma`, the backward pass sends nothing. Elsewhere it sums cotangents in the same
+    format. There is no forward-mode derivative.
 
     **Arguments:**
 
@@ -170,11 +170,12 @@ def psum(
     - `tile_size`: the number of consecutive values that share an f32 scale. The default is the
       tile of the format, or 128.
     - `key`: a `jax.random` key for stochastic rounding. Each device derives its own key.
-    - `error`: the error that the previous call returned, or a tree of zeros in f32 with the shapes
-      of `x`, as for `psum_scatter`.
+    - `error`: the rounding error that the previous call returned. It is added to `x`, so that
+      rounding does not accumulate (error feedback). In the first call, pass zeros in f32 with the
+      shapes of `x`.
 
-    **Returns:** the sum, in the shape and dtype of `x`. With `error`, a pair of it and the error
-    for the next call, which differs between devices.
+    **Returns:** the sum, in the shape and dtype of `x`. With `error`, a pair: the sum, and the
+    error of this device for the next call.
 
     **Raises:** `TypeError` for an implicit array or one that is not floating. `ValueError` if the
     shape of an error is wrong, or for an unsupported format or tile size.

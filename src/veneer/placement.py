@@ -17,7 +17,7 @@ from ._core.value import is_value
 
 
 def device_put(tree: Any, shardings: Any) -> Any:
-    """Place the arrays of a tree on devices, by shardings of the dense arrays.
+    """Place the arrays of a tree on devices, with shardings that refer to the dense arrays.
 
     Each leaf of an implicit array follows the dense array: if a quantized weight is cut along its
     columns, so are its codes and the scales of those columns. `jax.device_put` would cut every leaf
@@ -26,9 +26,9 @@ def device_put(tree: Any, shardings: Any) -> Any:
     **Arguments:**
 
     - `tree`: any pytree. An implicit array counts as one array. Other objects are unchanged.
-    - `shardings`: a row of this table. The first regex that matches applies. A function from an
-      array to a sharding, such as `vn.fully_sharded(...)`, can replace each sharding.
-      `vn.logical_shardings` creates pairs.
+    - `shardings`: one of the forms in this table. In a list of pairs, the first regex that matches
+      applies. `vn.logical_shardings` returns such a list. In each form, a function from an array to
+      its sharding, such as `vn.fully_sharded(...)`, can replace a sharding.
 
     | `shardings` | applies to |
     |---|---|
@@ -36,8 +36,8 @@ def device_put(tree: Any, shardings: Any) -> Any:
     | a prefix of `tree` with shardings; None leaves arrays in place | the arrays below it |
     | a list of pairs of a regex and a sharding | arrays whose whole path matches |
 
-    **Returns:** a tree of the same structure. A leaf that cannot be cut, for example through a tile
-    or a byte, is whole on each device.
+    **Returns:** a tree of the same structure. A leaf is replicated on each device if the sharding
+    would cut a tile or a byte of packed codes.
 
     **Raises:**
 

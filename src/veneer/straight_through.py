@@ -34,9 +34,9 @@ def ste(fn: Callable) -> Callable:
     - `fn`: a function whose first argument is an array, `[...]`, dense or implicit. Its result has
       the same shape and dtype, and can be implicit.
 
-    **Returns:** a function of the same arguments, differentiable by the first. If `fn` returns an
-    implicit array, such as a `QArray`, the result uses the same rules and has the same value, and
-    is differentiated as the dense array.
+    **Returns:** a function of the same arguments, differentiable with respect to the first. If `fn`
+    returns an implicit array, such as a `QArray`, the result has the same value and the same rules.
+    It has the derivatives of the dense array.
 
     **Raises:** `TypeError` (when called) if the result is not an array, or has another shape or
     dtype.

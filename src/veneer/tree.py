@@ -173,7 +173,7 @@ def flatten_with_path(
 
 
 def unflatten(treedef: Any, leaves: Iterable[Any]) -> Any:
-    """Build a tree of a structure and its leaves.
+    """Build a tree from its structure and its leaves.
 
     **Arguments:**
 

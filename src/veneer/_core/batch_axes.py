@@ -63,7 +63,6 @@ def takes_batch_axis(value: Value) -> bool:
 
 
 def _has_shape(value: Value, old: int, new: int, inner: tuple[int, ...]) -> bool:
-    """Whether `new` leading axes, in the place of `old` ones, are such of the value alone."""
     leaves, treedef = jax.tree.flatten(value)
     if not _transparent(treedef):
         return False
@@ -77,7 +76,6 @@ def _has_shape(value: Value, old: int, new: int, inner: tuple[int, ...]) -> bool
 
 
 def _transparent(tree: Any) -> bool:
-    """Whether all the types in a tree structure say that slices of leaves are slices of values."""
     data = tree.node_data()
     says_no = data and issubclass(data[0], Value) and not data[0].batch_transparent
     return not says_no and all(map(_transparent, tree.children()))

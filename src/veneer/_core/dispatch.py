@@ -105,7 +105,6 @@ def _checked(
 
 
 def _array(x: Any) -> Any:
-    """A result of a rule, which may be a number or an array of NumPy's, as one of JAX's."""
     return jnp.asarray(x) if isinstance(x, _NOT_JAX) else x
 
 

@@ -19,14 +19,15 @@ class LeafAxis(NamedTuple):
     **Arguments:**
 
     - `axis`: the axis of the dense array, counted from the end.
-    - `block`: the number of consecutive elements per entry of the leaf. `"shared"`: all elements
-      share one entry, and so does any slice of them. `"whole"`: all of them, and no slice can be
-      taken.
-    - `packed_in`: the number of entries that hold a block, for packed codes. The last block may be
-      partly empty.
+    - `block`: the number of consecutive elements of the dense axis that one entry of the leaf
+      stores. `"shared"`: the leaf has size 1 along this axis, and a slice of the dense array keeps
+      its entry. `"whole"`: the leaf cannot be sliced along this axis.
+    - `packed_in`: the number of leaf entries per block. None means 1. For packed codes,
+      `block=8, packed_in=3` stores 8 codes of 3 bits in 3 bytes. The last block may be partly
+      empty.
 
-    Two columns share an entry of `x` here, so that a slice of whole pairs of columns is stored in
-    the same way:
+    In this type, each entry of `x` stores two columns. A slice that takes whole pairs of columns is
+    a `Pairs` again:
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> class Pairs(vn.ImplicitArray):

@@ -182,8 +182,6 @@ def _computes_at_once(leaves: Sequence[Any]) -> bool:
 
 
 def _broadcast(spec: FilterSpec, tree: Any) -> Any:
-    """The tree with a bool at each leaf."""
-
     def mark(spec: Any, subtree: Any) -> Any:
         choose = spec if callable(spec) else lambda _: bool(spec)
         decide = lambda x: isinstance(x, Value) and is_whole(x) and bool(choose(x))

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from .._jax.caller_errors import may_raise, raise_error_of_caller
+from .._jax.caller_errors import check_caller
 from .._jax.export import make_exportable
 from .surface.mistakes import check_metadata
 
@@ -120,8 +120,7 @@ def make_pytree(cls: Any) -> None:
     get_data, get_metadata = _getter(data), _getter(meta)
 
     def flatten(value: Any) -> tuple[tuple[Any, ...], Metadata]:
-        if may_raise():
-            raise_error_of_caller(value, flattened=True)
+        check_caller(value, flattened=True)
         attributes = value.__dict__
         metadata = get_metadata(attributes)
         # With their types, for 2 == 2.0 and what is compiled for one does not do for the other.
@@ -136,8 +135,7 @@ def make_pytree(cls: Any) -> None:
         value: Any = object.__new__(cls)
         value.__dict__.update(zip(data, leaves, strict=True))
         value.__dict__.update(zip(meta, metadata[0], strict=True))
-        if may_raise():
-            raise_error_of_caller(value, flattened=False)
+        check_caller(value, flattened=False)
         return value
 
     with contextlib.suppress(ValueError):  # the framework that made the class has registered it

@@ -17,9 +17,9 @@ from .._jax.source_lines import user_line
 from .._jax.tracing import mesh_of, vary_as
 from .leaf_axes import Axes, Movement, are_axes, partition
 from .policy import ALLOW, note_materialised, policy_in_force
+from .surface import mistakes
 from .surface.event import Operands, Source
 from .surface.fields import Fields, fields_of
-from .surface.mistakes import check_fields, check_leaves_fit, refuse_derivatives
 from .surface.shown import Shown
 from .tree import checks_of, has_metadata, make_dataclass, make_pytree, static
 
@@ -129,11 +129,12 @@ class Value(Shown):
         **Arguments:**
 
         - `spec`: a `PartitionSpec` with an entry for each axis of the dense array.
-        - `shape`: the dense shape of the result. It is smaller if a block is cut off, larger if
-          blocks are joined, and the same if leaves are only placed.
+        - `shape`: the dense shape after the operation. An argument of `jax.shard_map` gets smaller,
+          and a result gets larger. Placement on devices keeps the shape.
 
-        **Returns:** a value of this type with a `PartitionSpec` instead of each array, or None
-        if it must be materialized. Labels and batch axes are cut without this method.
+        **Returns:** a value of this type with a `PartitionSpec` in place of each array. None if its
+        leaves cannot be sharded like the dense array. The value is then materialized, unless `spec`
+        shards only leading axes that all leaves have.
         """
         _, structure, axes = stated_layout(self)
         specs = None if axes is None else partition(axes, spec, self.aval().shape, shape)
@@ -167,6 +168,7 @@ class Value(Shown):
     @staticmethod
     def default(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]) -> Any:
         """Run a primitive that no rule fits: materialize the operands and report that."""
+        mistakes.refuse_dense_update(values[0] if values else None, primitive.name)
         dense = make_dense(primitive, values)
         return primitive.bind(*dense, **primitive.get_bind_params(params))
 
@@ -277,7 +279,7 @@ def materialise_one(x: Any) -> Any:
         try:
             with policy_in_force(ALLOW):  # what its own parts do is no news
                 while isinstance(x, Value):
-                    refuse_derivatives(x)
+                    mistakes.refuse_derivatives(x)
                     dense = x.materialise()
                     if type(dense) is type(x) and _same_type(dense, x):
                         raise TypeError(f"{type(x).__name__}.materialise() returns itself")
@@ -318,8 +320,11 @@ def materialise(tree: Any) -> Any:
 
     **Returns:** the same tree with dense arrays.
 
-    **Raises:** `TypeError` if a value holds derivatives of its leaves, or if its class returns the
-    value itself; and the error of a class that cannot materialize, such as `vn.types.Quantity`.
+    **Raises:**
+
+    - `TypeError` if an implicit array holds gradients of its leaves, as `jax.grad` returns them.
+    - `TypeError` if the method `materialise` of its class returns the array itself.
+    - The error of a class without a dense form, such as a `vn.types.Quantity` with a dimension.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> q = vn.quant.quantize(jnp.array([1.0, -1.0]), "nf4")
@@ -409,9 +414,9 @@ def _aval_of_materialise(value: Value, x64: bool) -> jax.core.ShapedArray:
     try:
         return _find_aval(treedef, tuple(map(jax.typeof, leaves)), x64)
     except Exception as error:
-        refuse_derivatives(value, error)
-        check_fields(value, error)
-        check_leaves_fit(value, checks_of(value), error)
+        mistakes.refuse_derivatives(value, error)
+        mistakes.check_fields(value, error)
+        mistakes.check_leaves_fit(value, checks_of(value), error)
         error.add_note(
             f"While finding the shape and dtype of {value!r} from its materialise(); "
             "define aval() to state them."

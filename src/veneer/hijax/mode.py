@@ -51,10 +51,11 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Turn high types off after `vn.hijax.install`, and restore all patched attributes of JAX.
+    """Undo `vn.hijax.install`: turn high types off and restore all patched attributes of JAX.
 
-    Without `install`, this has no effect. Inside `vn.hijax.enabled`, high types stay on until the
-    block ends.
+    Plain JAX functions then need `vn.implicit` again to take implicit arrays. Without `install`,
+    this has no effect. Inside a block of `vn.hijax.enabled`, high types stay on until the block
+    ends.
 
     >>> import veneer as vn
     >>> vn.hijax.install()
@@ -96,6 +97,8 @@ def enabled() -> Iterator[None]:
 
 def is_enabled() -> bool:
     """Return whether high types are on in this thread.
+
+    If they are on, plain JAX functions take implicit arrays without `vn.implicit`.
 
     **Returns:** a bool.
 

@@ -122,7 +122,8 @@ class TensorFolder:
         if value.shape != tuple(entry.shape) or value.dtype != np.dtype(entry.dtype):
             raise ValueError(
                 f"{self.path}: tensor {name!r} is stored as {value.dtype}{list(value.shape)}, but "
-                f"{manifest.FILE_NAME} says {entry.dtype}{list(entry.shape)}"
+                f"{manifest.FILE_NAME} says {entry.dtype}{list(entry.shape)}. The files do not "
+                "belong together: save the model again"
             )
         return value
 

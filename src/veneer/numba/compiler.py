@@ -48,7 +48,7 @@ class Compiled:
         run_by_jax = getattr(self._calls, "primitives", ())
         if run_by_jax:
             raise NotImplementedError(
-                f"{self} has no .raw, because JAX runs {', '.join(run_by_jax)} in it. Register "
+                f"{self} has no .raw, because it calls JAX for {', '.join(run_by_jax)}. Register "
                 "rules for these primitives with @vn.numba.funcify.register."
             )
         with COMPILING:

@@ -27,14 +27,14 @@ class Unsupported(NotImplementedError):
 
 
 class Registry:
-    """The rules of `vn.numba` for JAX primitives, by the names that jaxprs print.
+    """A registry of rules for JAX primitives, keyed by the name that a jaxpr shows.
 
-    `name in registry`, `registry[name]` and `iter(registry)` look them up.
+    `name in registry`, `registry[name]` and `iter(registry)` work as for a dict.
 
-    | registry | a rule |
+    | registry | its rules |
     |---|---|
-    | `vn.numba.funcify` | compiles a primitive: it returns a function of the operands |
-    | `vn.numba.perform` | computes a primitive with NumPy, as a reference in tests |
+    | `vn.numba.funcify` | return a function of the operands, which Numba compiles |
+    | `vn.numba.perform` | compute a primitive with NumPy, as a reference in tests |
 
     >>> import numpy as np, veneer as vn
     >>> "tanh" in vn.numba.funcify

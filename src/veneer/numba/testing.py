@@ -26,10 +26,11 @@ def compare_numba_and_py(
     atol: float | None = None,
     native: bool = True,
 ) -> Any:
-    """Compare a compiled function with the NumPy rules of its primitives.
+    """Compile a JAX function, and compare its results with the NumPy rules of its primitives.
 
-    Compare values, dtypes, shapes and structure of the results, and check that no argument is
-    written to. The generated code also runs in Python, which checks each memory access.
+    The comparison covers the values, dtypes, shapes and structure of the results. It also checks
+    that no argument is modified. The generated code runs twice: in Python, where each memory access
+    is checked, and compiled.
 
     **Arguments:**
 
@@ -38,9 +39,9 @@ def compare_numba_and_py(
     - `rtol`: the relative tolerance. The default is 1e-2 for 16 bits, 1e-5 for float32 and 1e-12
       for float64.
     - `atol`: the absolute tolerance. The default is `rtol` times the largest entry.
-    - `native`: whether to run native code too, which needs a compilation.
+    - `native`: whether to compile and run native code. If False, the code runs only in Python.
 
-    **Returns:** the results of the compiled function, or of Python without `native`.
+    **Returns:** the results of the compiled function, or of the run in Python if `native` is False.
 
     **Raises:** `AssertionError` if they differ. `NotImplementedError` if a primitive has no rule.
 

@@ -168,7 +168,10 @@ class ActivationQuantized(ProductWeight):
             raise
 
     def stacked_axes(self, summed: Sequence[int], batch: Sequence[int]) -> list[int]:
-        """Return the axes of stacked weights that have a range each and share their activations.
+        """Return the axes of a stack of weights that multiply the same operand in a product.
+
+        Each weight of the stack quantizes the operand with its own static scale. In all other
+        cases the list is empty.
 
         **Arguments:**
 

@@ -51,11 +51,11 @@ class QArray(ImplicitArray):
       nf4, int8 for int5, float8_e4m3fn for mxfp8. Formats whose codes are integers accept any
       integer dtype, if the codes are in range.
     - `scale`: floating, with the rank of `qvalue`. The size of each axis divides the size of the
-      same axis of `qvalue`, and each entry is the scale of one tile. float8_e8m0fnu stores powers
-      of two. A QArray stores quantized scales, as in nvfp4.
+      same axis of `qvalue`, and each entry is the scale of one tile. With float8_e8m0fnu, scales
+      are powers of two. If scales are quantized, as in nvfp4, `scale` is itself a `QArray`.
     - `zero_point`: the code that represents 0, with the shape rule of `scale`. Integer formats
-      only. A QArray with scale 1 stores packed zero points.
-    - `qtype`: the format. None is the format that has the name of the dtype of `qvalue`.
+      only. To store packed zero points, pass them as a `QArray` whose scale is 1.
+    - `qtype`: the format. The default is the format named like the dtype of `qvalue`, such as int4.
     - `minimum`: a value that is added after scaling, with the shape and dtype rules of `scale`, as
       in GGUF's Q4_1.
 

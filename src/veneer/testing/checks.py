@@ -71,16 +71,16 @@ def check_rules(
     The programs cover elementwise functions, arithmetic, comparisons, reductions, products, solves
     and data movement. Each must give the shape, dtype and values of the dense array. For each rule
     that ran, one program also runs under `vmap` (inside and outside `vn.implicit`), in a scan over
-    a stack, and under `grad` with respect to the leaves. The constructor of the type must accept
-    the values that programs return.
+    a stack, and under `grad` with respect to the leaves. If a result is an implicit array, the
+    checks in `__post_init__` of its class must pass.
 
     **Arguments:**
 
     - `cls`: the type, a subclass of `vn.ImplicitArray`.
-    - `example`: a small instance with known entries and different sizes, as `[4, 3]` or
-      `[2, 4, 4]`. Test one of each kind that the rules distinguish.
-    - `programs`: a dict of further programs, as `{"conv": lambda w, d: ...}`. `w` is the example
-      and `d` is a dense array of its shape. A known name replaces that program.
+    - `example`: a small instance with concrete values, such as a matrix `[4, 3]` or a stack
+      `[2, 4, 4]`. If rules treat some shapes or options differently, check an example of each.
+    - `programs`: a dict of further programs, such as `{"conv": lambda w, d: ...}`. `w` is the
+      example and `d` is a dense array of its shape. To replace a built-in program, use its name.
     - `untested`: names of primitives whose rules are tested elsewhere.
     - `dense`: a function that returns a tree with dense arrays, for types that cannot materialize.
     - `may_refuse`: whether programs may raise a `TypeError` or `ValueError` that names the type.
@@ -166,7 +166,9 @@ class _Check:
         self._differences: dict[str, str] = {}
         stated = example.aval()
         if (stated.shape, stated.dtype) != (self.x.shape, self.x.dtype):
-            raise AssertionError(f"aval() of {example!r} is {stated}, but it is {self.x.aval}.")
+            raise AssertionError(
+                f"aval() of {example!r} returns {stated}, but its dense array is {self.x.aval}."
+            )
 
     def report(self) -> None:
         """Refuses what has been found to differ."""

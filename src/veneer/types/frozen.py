@@ -16,14 +16,14 @@ from .axes import Leaf, check_axes
 class Frozen(ImplicitArray):
     """An array `[...]` through which no gradient flows: `jax.lax.stop_gradient(x)`.
 
-    Every primitive runs on `x` without a gradient, by the rules of its type: a frozen `QArray` is
-    multiplied as a `QArray`. Results are not `Frozen`, but they are constants to derivatives. In
-    fine-tuning, `vn.freeze` and `vn.unfreeze` wrap and unwrap the arrays of a model, and
-    `vn.trainable` is False for frozen arrays.
+    Every primitive uses the rules of the type of `x`, so a frozen `QArray` is multiplied like a
+    `QArray`. Results are not `Frozen`, but no gradient flows back from them to `x`. In fine-tuning,
+    `vn.freeze` and `vn.unfreeze` wrap and unwrap the arrays of a model, and `vn.trainable` is False
+    for frozen arrays.
 
     **Keeps the structure:** `stop_gradient`, `copy`, and the batch axes of `vmap` and loops.
 
-    **Materializes:** the operations that materialize `x`. Rules for whole functions, such as
+    **Materializes:** every operation that materializes `x`. Rules for jitted functions, such as
     `jnp.linalg.inv`, do not apply to a frozen array.
 
     **Arguments:**

@@ -276,6 +276,6 @@ def cotangent_of_dense(operand: Value, cotangent: Any) -> Any:
         given, of = describe([cotangent, operand])
         raise TypeError(
             f"The backward rule of a custom_vjp returns {given} for the argument {of}. A cotangent "
-            "must have the shape of its array."
+            "must have the same shape as its argument."
         )
     return jnp.asarray(cotangent, aval.dtype)

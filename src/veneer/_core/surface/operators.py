@@ -19,8 +19,8 @@ from ..transform import redispatch
 from ..value import Value, materialise
 from .event import BEFORE_CALL, Event
 from .found import found
-from .mistakes import check_fields, is_marked
-from .parts import refuse_dense_update, refuse_part
+from .mistakes import check_fields, is_marked, refuse_dense_update
+from .parts import refuse_part
 
 _OPERANDS = (Value, jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 

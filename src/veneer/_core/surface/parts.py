@@ -3,17 +3,14 @@
 And those of which a part is differentiated by, though nobody chose it.
 """
 
-import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
-from types import FrameType
 from typing import Any
 
 import jax
 
-from ..._jax.caller_errors import refuse_update
 from ..._jax.tracing import is_differentiated, is_eager
 from ..value import (
     DEFECTS,
@@ -23,7 +20,7 @@ from ..value import (
     is_whole,
     stands_for,
 )
-from .mistakes import refuse_derivatives
+from .mistakes import calling_frame, frame_of, refuse_derivatives
 
 
 def refuse_part(value: Value) -> None:
@@ -82,8 +79,8 @@ def warn_of_leaves_by_dtype(value: Value) -> None:
     for part in filter(is_value, jax.tree.leaves(value, is_leaf=_has_dense_tangent)):
         if not any(map(is_differentiated, jax.tree.leaves(part))):
             continue
-        if frame := _frame_of("equinox._ad"):
-            frame = _calling_frame(frame, ("equinox", "jax"))
+        if frame := frame_of("equinox._ad"):
+            frame = calling_frame(frame, ("equinox", "jax"))
             warnings.warn_explicit(
                 "equinox.filter_grad differentiates with respect to every floating leaf, so the "
                 f"scales of a {type(part).__name__} would be trained without its codes. "
@@ -95,46 +92,5 @@ def warn_of_leaves_by_dtype(value: Value) -> None:
             )
 
 
-_UPDATES = {"equinox._update": "equinox.apply_updates", "optax._src.update": "optax.apply_updates"}
-
-
-def refuse_dense_update(value: Any, module: str = "") -> None:
-    """Reject an update of quantized weights by a dense array, which would replace them.
-
-    `module` is the module of the function that adds the two, by default that of the function which
-    calls us.
-    """
-    if value.dense_tangent and (function := _UPDATES.get(module or _calls_us())):
-        refuse_update(function, value)
-
-
-def refuse_dense_update_by_rule(value: Any) -> None:
-    """Reject the same where a rule adds the two, with functions of JAX between the callers."""
-    for module in _UPDATES:
-        if _frame_of(module):
-            refuse_dense_update(value, module)
-
-
-def _calls_us() -> str:
-    """Return the module of the function that calls Veneer."""
-    frame = _calling_frame(sys._getframe(1), ("veneer", "jaxtyping", "beartype"))
-    return frame.f_globals.get("__name__", "")
-
-
-def _calling_frame(frame: FrameType, packages: tuple[str, ...]) -> FrameType:
-    """Return the innermost frame, from this one on, of a function outside of some packages."""
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(packages):
-        frame = frame.f_back
-    return frame
-
-
 def _has_dense_tangent(x: Any) -> bool:
     return isinstance(x, Value) and x.dense_tangent
-
-
-def _frame_of(module: str) -> FrameType | None:
-    """Return the innermost frame of a function of a module, or None if none is running."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") != module:
-        frame = frame.f_back
-    return frame

@@ -22,14 +22,14 @@ from .vmap_rule import batch_by_rule
 
 
 def primitive(expand: Callable) -> "HighPrimitive":
-    """Make a JAX primitive of a function, which jaxprs show as one equation.
+    """Turn a function into a JAX primitive, which jaxprs show as one equation.
 
-    JAX runs the function when the equation is evaluated or lowered. Derivatives and `jax.vmap`
-    follow from the function. To replace them, call one of the methods `defvjp`, `defjvp` and
-    `deftranspose`, and the method `defvmap`.
+    JAX runs the function when the equation is evaluated or lowered. Derivatives and batching are
+    derived from the function. To define the derivative, call one of the methods `defvjp`, `defjvp`
+    and `deftranspose`. To define batching, call `defvmap`.
 
-    With high types on, implicit arrays are typed operands and results. Otherwise, and under
-    `vn.implicit`, they and their tangents are trees of leaves.
+    With high types on (`vn.hijax.enabled`), an implicit array is one operand or result of the
+    equation. Otherwise, and under `vn.implicit`, each leaf is an operand with its own tangent.
 
     **Arguments:**
 

@@ -339,7 +339,7 @@ def _stored_floats(q: QArray) -> Stored:
         tensors[".weight_global_scale"] = above
         scale = scale.packed
     if tuple(scale.shape) != (q.shape[0], q.shape[1] // tile):
-        raise Unfit(f"its scales are not for {tile} inputs each")
+        raise Unfit(f"it needs one scale per {tile} inputs: quantize it with tile_size={tile}")
     scale = np.asarray(scale)
     tensors[".weight_scale"] = scale if q.qtype == "nvfp4" else scale.view(np.uint8)
     layout = f"{q.qtype}-pack-quantized" if bits < 8 else f"{q.qtype}-quantized"

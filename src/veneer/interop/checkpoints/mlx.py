@@ -124,7 +124,9 @@ def _stored_floats(q: QArray) -> Stored:
     if isinstance(q.scale, QArray) or np.dtype(q.scale.dtype) != of_scale:
         raise Unfit(f"its scales are not {of_scale.name}")
     if tuple(q.scale.shape) != (q.shape[0], q.shape[1] // tile) or q.shape[1] * bits % 32:
-        raise Unfit(f"its scales are not for {tile} inputs each")
+        raise Unfit(
+            f"it needs one scale per {tile} inputs, and rows whose codes fill words of 32 bits"
+        )
     if bits < 8 and (q.packing is None or q.packing.axis != -1):
         raise Unfit("it is not packed along its inputs")
     words = codes.bytes_of(np.asarray(q.packed)).view(np.uint32)

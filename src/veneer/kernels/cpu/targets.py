@@ -127,7 +127,9 @@ def _quantizer(name: str, kind: str) -> bytes:
     from . import quantize
 
     if kind not in QUANTIZED_BITS:
-        raise KeyError(f"no kernel is named {name}")
+        raise KeyError(
+            f"no CPU kernel quantizes to {kind}; there are kernels for {', '.join(QUANTIZED_BITS)}"
+        )
     functions = dict(zip(("count", "work"), quantize.kernel(kind), strict=True))
     return _code_of(functions, name, _QUANTIZE, [QUANTIZED_BITS[kind]])
 

@@ -97,7 +97,10 @@ def product(
         or not fits(sizes, config)
         or not can_compute(problem.codes, shape)
     ):
-        raise ValueError(f"the kernel for Hopper GPUs does not compute {problem} of {shape}")
+        raise ValueError(
+            f"the kernel for Hopper GPUs does not support this product: codes {problem.codes}, "
+            f"sizes {shape}, block sizes {config}. Check can_compute first, and pass no config"
+        )
     is_rows = problem.contracting == "rows"
     x, codes, scale = operands.x[0], operands.packed[0], operands.scale[0]
     dtype = CODES[kind][1]

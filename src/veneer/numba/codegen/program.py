@@ -222,7 +222,10 @@ class ProgramDraft:
         """Makes a function known to the source by its name."""
         known = self.functions.setdefault(function.__name__, function)
         if known is not function:
-            raise ValueError(f"two functions of a program are called {function.__name__}")
+            raise ValueError(
+                f"a compiled program uses two different functions named {function.__name__}. "
+                "Rename one of them"
+            )
         return function.__name__
 
 

@@ -44,9 +44,9 @@ def fake_quantize(
     """Quantize and dequantize an array, with a derivative for training (QAT).
 
     The derivative is the straight-through estimator (Bengio et al., arXiv 1308.3432): 1 if
-    a value is in the range of its tile, and 0 if it is clipped. Only "fixed", "rms", "percentile",
-    "mse" and "hqq", and "absmax" and "minmax" with a factor below 1, clip values. The scale has no
-    derivative, and second derivatives are 0.
+    a value is in the range of its tile, and 0 if it is clipped. These calibration methods clip
+    values: "fixed", "rms", "percentile", "mse", "hqq", and with a factor below 1 also "absmax" and
+    "minmax". The scale has no derivative, and second derivatives are 0.
 
     **Arguments:**
 

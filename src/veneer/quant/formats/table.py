@@ -206,10 +206,14 @@ class Format:
         return codes.astype(jnp.uint8) & (2 ** int(self.bits) - 1)  # two's complement
 
     def from_fields(self, fields: jax.Array) -> jax.Array:
-        """Return the codes of unsigned fields, the inverse of `to_fields`.
+        """Return the codes that unpacked unsigned integers represent, the inverse of `to_fields`.
 
-        Codes of signed formats are int8, or as wide as the fields. Codes of other formats are the
-        fields.
+        **Arguments:**
+
+        - `fields`: unsigned integers, as unpacked from storage.
+
+        **Returns:** in signed formats, signed integers of the same width. In other formats,
+        `fields`.
         """
         if not self.signed:
             return fields

@@ -54,8 +54,9 @@ def quantize_tree(
 ) -> T:
     """Quantize the weights of a model.
 
-    The program is traced on shapes only. Each weight gets scales along the axes that its products
-    contract.
+    The program is traced on shapes only, to find the axes that each product contracts. Values of a
+    weight along these axes share a scale: per channel, or per tile if the rule or its format has a
+    group size.
 
     **Arguments:**
 
@@ -65,8 +66,8 @@ def quantize_tree(
       of a format, such as "int8", which selects the default rules for language models and needs a
       program.
     - `model`, `args`, `kwargs`: the program, called as `model(params, *args, **kwargs)`. Without
-      `model`, `params` itself is called. Without a program, scales are along the `tile_axis` of
-      each rule.
+      `model`, `params` itself is called. Without a program, values along the `tile_axis` of each
+      rule share scales.
     - `train`: keep full-precision weights and quantize them on use (QAT).
     - `statistics`: activation statistics from `observe`, for rules with a static `act_range`.
 
@@ -88,14 +89,16 @@ def quantize_tree(
 
     - `TypeError` if `rules` is not a list of `Rule`, or the program cannot be called.
     - `ValueError`, with the path, if a tile does not divide its axis or statistics are missing.
-    - `ValueError` if a rule and `train` conflict, or a format name comes without a program.
+    - `ValueError` if a rule has an option that does not fit `train`, or a format name is given
+      without a program.
 
     **Warns** (`UserWarning`, with paths and a remedy) if:
 
     - a rule matches no path, or no rule matches most of the values;
     - a weight stays dense or unchanged: the program uses it in no product, it has fewer than 4,096
       values, it is inside another implicit array, or it is already quantized;
-    - the tile, format or rotation differs from the rule;
+    - the tile of a rule does not divide the contracted axes, so the tile or the format differs;
+    - a weight is not rotated, because another use of it would undo the rotation;
     - the result is hardly smaller;
     - two products contract different axes of a weight;
     - no rule uses `statistics`.

@@ -38,28 +38,31 @@ def observe(
     decay: float = 0.9,
     box: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """Create an observer, which records statistics of the activations of an unchanged model.
+    """Create a function that runs a model and records statistics of its activations.
 
-    Activations are the operands of products (`dot_general`, convolutions, `ragged_dot`) that
-    contract the `tile_axis` of a rule, or without one, the axis that the program contracts. Weights
-    stay dense while the model runs. `docs/calibration.md` lists exceptions.
+    Activations are the operands that multiply a weight in `dot_general`, convolutions and
+    `ragged_dot`. Only products that contract the `tile_axis` of the rule count. If the rule has no
+    `tile_axis`, the axes are those that the traced program contracts (with `box`: axis -2). The
+    model does not change, and its weights stay dense. `docs/calibration.md` lists exceptions.
 
     **Arguments:**
 
-    - `model`: a function of `params` and a batch. Without `params`, a callable module, or a
-      `functools.partial` whose arrays are the parameters.
+    - `model`: a function of `params` and a batch. If `params` is None, a callable module or a
+      `functools.partial`. Their arrays are then the parameters.
     - `rules`: a list of `Rule`, as for `quantize_tree`. Weights are observed if the first rule that
       matches has a `qtype` or `act_qtype`.
     - `params`: a pytree of arrays.
     - `gram`: also record `x.T @ x` for products other than convolutions.
     - `decay`: the fraction that the exponential average of ranges keeps at each batch, at least 0
       and below 1.
-    - `box`: `vn.hijax.Box`, to record on the device. The result is then the model itself, with a
-      method `statistics()`, and can be called in any program, for example while training.
+    - `box`: pass `vn.hijax.Box` to record on the device. `observe` then returns a model that
+      records each call and has a method `statistics()`. Call it in any program, such as a training
+      step.
 
-    **Returns:** a function of an iterable of batches. A tuple holds the arguments of the model; any
-    other batch is its one argument. It returns a dict from the path of each weight to its
-    `ActivationStatistics`. Several uses of a weight are combined.
+    **Returns:** a function. Its argument is an iterable of batches. If a batch is a tuple, its
+    entries are the arguments of the model. Any other batch is the only argument. The function
+    returns a dict from the path of each weight to its `ActivationStatistics`. All uses of a weight
+    are combined.
 
     **Raises:**
 

@@ -46,9 +46,10 @@ def dot_general(
     | codes as floats, scales applied to the output | scales do not vary along contracted axes |
     | dequantized operands | otherwise |
 
-    Sums of codes are also computed per tile, if the tiles of the contracted axes are large.
-    Products in 16 bits are summed in f32. A dense int8 or uint8 array counts as codes if the other
-    operand has an integer format. `vn.explain` reports the strategy.
+    Codes with scales per tile are summed per tile if a tile has at least 128 terms (16 terms if an
+    operand has at most 16 rows or columns). Products in 16 bits are summed in f32. A dense int8 or
+    uint8 array counts as codes if the other operand has an integer format. `vn.explain` reports the
+    strategy.
 
     **Arguments:**
 

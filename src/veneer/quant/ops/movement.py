@@ -18,7 +18,6 @@ from jax.typing import ArrayLike
 from ..._core.primitives.collectives import permute
 from ..._core.primitives.movement import gather
 from ..._core.rules import register
-from ..._core.surface.parts import refuse_dense_update_by_rule
 from ..._core.transform import redispatch
 from ..._jax.primitives import find_primitive, start_in_bounds
 from ..formats.packing import UNITS, Packing, unpack
@@ -32,12 +31,6 @@ def _convert_element_type(q: QArray, *, new_dtype, weak_type, sharding) -> Any:
     if weak_type or sharding is not None or new_dtype not in QUANTIZABLE:
         return NotImplemented
     return q.replace(dense_dtype=new_dtype)
-
-
-@register("add", precedence=-1)
-def _add(q: QArray, x: ArrayLike) -> Any:
-    refuse_dense_update_by_rule(q)
-    return NotImplemented
 
 
 @register("gather")

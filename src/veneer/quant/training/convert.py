@@ -11,9 +11,9 @@ from .fake_quantized import FakeQuantized
 def convert(params: Any) -> Any:
     """Replace trained weights by quantized ones.
 
-    Each `FakeQuantized` becomes a `QArray`, in an `ActivationQuantized` if it has an `act_qtype`.
-    The program computes the same as in training, to rounding. The full-precision weights are
-    dropped.
+    Each `FakeQuantized` becomes a `QArray`, or an `ActivationQuantized` that wraps one if it has an
+    `act_qtype`. The model gives the same results as in training, up to rounding. The full-precision
+    weights are dropped.
 
     **Arguments:**
 
@@ -22,8 +22,8 @@ def convert(params: Any) -> Any:
     **Returns:** the tree. A `FakeQuantized` without a `qtype` becomes a dense array. All other
     leaves are unchanged.
 
-    **Raises:** `ValueError` if `act_tile_size` makes blocks (a dict), or if `w` lacks an axis with
-    tiles because it was sliced from a stack.
+    **Raises:** `ValueError` if `act_tile_size` of a weight is a dict, which only training supports,
+    or if a weight was sliced along an axis that its `tile_axis` names.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> params = {"kernel": jnp.ones((8, 4)), "bias": jnp.zeros(4)}

@@ -163,7 +163,7 @@ class FakeQuantized(ImplicitArray):
 
     @property
     def grid(self) -> ScaleAxes:
-        """The axes and tiles along which values of `w` share a scale."""
+        """The axes of `w` with one scale per index, and the axes with one scale per tile."""
         return scale_axes_of(self.w.ndim, self.tile_axes, self.format, self.tile_size)
 
     @property

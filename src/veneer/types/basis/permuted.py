@@ -81,7 +81,13 @@ class Permuted(InBasis):
         return {axis} if varies <= {*batch} else None
 
     def into_basis(self, x: Any, places: Places) -> Any:
-        """Return `x` in the stored order."""
+        """Return an operand of a product, permuted like the stored array.
+
+        **Arguments:**
+
+        - `x`: an array.
+        - `places`: maps axes of this array to axes of `x`.
+        """
         order = alongside(self.order, places, jnp.ndim(x))
         return _taken(x, order, places[self.ndim + self.axis])
 

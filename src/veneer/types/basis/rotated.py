@@ -78,7 +78,7 @@ class Rotated(InBasis):
         return unrotated.with_array(unrotated.stored(unrotated.array))
 
     def with_array(self, array: Any) -> "Rotated":
-        """Return a copy with another stored array, rotated in the same way."""
+        """Return a copy with another stored array, which must already be rotated."""
         return Rotated(array, self.axes)
 
     def basis_axes(self, batch: Sequence[int] = ()) -> set[int] | None:

@@ -89,7 +89,7 @@ class Quantity(Label):
         return self.value.aval() if isinstance(self.value, Value) else jax.typeof(self.value)
 
     def materialise(self) -> Any:
-        """Return the number of a dimensionless quantity.
+        """Return the dense array of a dimensionless quantity.
 
         **Raises:** `ValueError` if the quantity has a dimension.
         """
@@ -106,8 +106,8 @@ class Quantity(Label):
 
         - `unit`: a unit or a string.
 
-        **Raises:** `ValueError` if the units measure different things, or if the value is of
-        integers and the factor is not an integer.
+        **Raises:** `ValueError` if the units have different dimensions, or if the dtype of the
+        value cannot represent the conversion factor, such as 0.001 in int32.
         """
         target = as_unit(unit, self.unit)
         return _with_unit(_converted(self.value, self.unit, target), target)

@@ -41,11 +41,13 @@ class LoraArray(Matrix):
     `LowRank`. Row lookups and convolutions use the factors. So do solves and determinants with a
     structured `w`, by the Woodbury identity.
 
-    **Materializes:** other elementwise functions, sums with a dense array, and products of two.
+    **Materializes:** other elementwise functions, sums with a dense array, and one operand of a
+    matmul of two.
 
     **Arguments:**
 
-    - `w`: the weight `[..., *in, *out]`, floating, dense or implicit. The array has its dtype.
+    - `w`: the weight `[..., *in, *out]`, floating, dense or implicit. Its dtype is the dtype of the
+      `LoraArray`.
     - `a`: `[..., *in, rank]`.
     - `b`: `[..., rank, *out]`.
     - `magnitude`: None, or the column norms `[..., 1, out]` of DoRA (Liu et al. 2024, arXiv
@@ -54,8 +56,10 @@ class LoraArray(Matrix):
     - `dropout_key`: None, or a PRNG key `[...]` or `[..., 2]`. `vn.lora.with_dropout` sets it.
     - `scale`: a Python number.
     - `dropout`: the fraction of the operand that is dropped before `a`, in [0, 1).
-    - `dropped`: the axes of the operand's dropout: `"in"`, or `"out"` for a weight `[out, in]`.
-    - `normed`: the axes of the norm, `"in"` or `"out"`.
+    - `dropped`: the axes of `w` that products with dropout contract: `"in"`, or `"out"` for a
+      weight `[out, in]` in `x @ w.T`.
+    - `normed`: the axes over which DoRA takes the norm: `"in"`, or `"out"` for a weight
+      `[out, in]`, with a `magnitude` of shape `[..., out, 1]`.
     - `in_ndim`, `out_ndim`: the numbers of input and output axes: `out_ndim=2` for
       `[in, heads, size]`, `in_ndim=3` for a kernel `[height, width, in, out]`.
 

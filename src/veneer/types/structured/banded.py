@@ -164,7 +164,8 @@ class Banded(Matrix):
     **Raises:**
 
     - `TypeError` if `bands` is not a dense array.
-    - `ValueError` if `lower` or `upper` is negative, or `bands` has another number of rows.
+    - `ValueError` if `lower` or `upper` is negative, or `bands` does not have `upper + 1 + lower`
+      rows.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> a = vn.types.Banded(jnp.array([[1.0, 2.0, 3.0], [4.0, 5.0, 0.0]]), lower=1, upper=0)

@@ -44,8 +44,7 @@ class Matrix(ImplicitArray, abstract=True):
         - `x`: vectors `[*lead, k, n]`. A leading axis may have size 1; it is broadcast.
         - `precision`: the precision of the dense products inside.
 
-        **Returns:** `[*lead, k, m]`. A result for 16-bit floats may have the float32 dtype of the
-        computation.
+        **Returns:** `[*lead, k, m]`. For 16-bit floats the result may be float32.
         """
         del x, precision
         return NotImplemented

@@ -44,7 +44,7 @@ class Symmetric(Matrix):
     **Raises:**
 
     - `TypeError` if `packed` is not a dense array, or is complex.
-    - `ValueError` if no triangle has that number of entries.
+    - `ValueError` if the last axis of `packed` does not have size `n (n + 1) / 2` for some `n`.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> a = vn.types.Symmetric.of(jnp.array([[2.0, 9.0], [1.0, 3.0]]), positive_definite=True)

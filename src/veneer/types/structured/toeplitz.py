@@ -133,9 +133,9 @@ class Circulant(Matrix):
     `A[i, j]` is `column[(i - j) % n]`. The FFT diagonalizes it (Golub and Van Loan, *Matrix
     Computations*, 4.8): a product or a solve costs `O(n log n)` per vector, an inverse or a
     determinant `O(n log n)` in all. Up to size 128 a product uses the dense matrix, which is
-    faster. Rounding is as for `Toeplitz`; in solves it grows with the condition number. A zero
-    eigenvalue gives infinity or NaN in a solve. One that is zero up to rounding gives large
-    numbers, as in the dense solve.
+    faster. Above, the FFT rounds in proportion to the norm of the vector, and a NaN in a vector
+    reaches all entries. Rounding errors of a solve grow with the condition number. A solve gives
+    infinity or NaN if an eigenvalue is zero, and large numbers if it is zero up to rounding.
 
     **Keeps the structure:** transposes, inverses, multiples by a number, sums and products of two,
     and elementwise functions that map 0 to 0. The sum with a `Toeplitz` is `Toeplitz`.

@@ -99,7 +99,7 @@ def _check_version(reader: MetadataReader) -> None:
             "it is big-endian: convert it with gguf-convert-endian of the package gguf"
         )
     if version not in VERSIONS:
-        raise ValueError(f"it has version {version}; supported are 2 and 3")
+        raise ValueError(f"its GGUF version {version} is not supported; versions 2 and 3 are")
 
 
 def _read_info(reader: MetadataReader) -> tuple[str, tuple[tuple[int, ...], int, int]]:

@@ -30,8 +30,8 @@ class PRNG(ArrayValue):
     def materialise(self) -> Any:
         """Raise: a key is no array of numbers."""
         raise TypeError(
-            f"a {type(self).__name__} is no array of numbers: draw from it by uniform or normal, "
-            "or choose among keys by jnp.where"
+            f"a {type(self).__name__} is a random key and has no dense array. Draw numbers with "
+            "uniform or normal, or select between keys with jnp.where"
         )
 
     @abc.abstractmethod
