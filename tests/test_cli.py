@@ -27,6 +27,7 @@ from veneer import cli
 from veneer.cli_help import EXAMPLES, FORMAT_COSTS, JSON_KEYS, MORE_FORMATS
 from veneer.interop.checkpoints.gguf import write_gguf
 from veneer.interop.folder import FolderWriter
+from veneer.quant.models.usual_rules import default_tile
 
 
 def normal(*shape, dtype=np.float32, seed=0):
@@ -223,26 +224,79 @@ def test_rules_choose_the_tensors(veneer, model, tmp_path):
     [
         ("mxfp4", "mxfp4", 32),
         ("nvfp4", "nvfp4", 16),
-        ("int3", "int3", 64),
-        ("ternary", "ternary", 64),
-        ("fp8", "float8_e4m3fn", 64),
+        ("int3", "int3", 32),
+        ("ternary", "ternary", 32),
+        ("nf4", "nf4", 64),
+        ("int5", "int5", 64),
+        ("fp8", "float8_e4m3fn", None),
+        ("int8", "int8", None),
         ("nf4_dq", "nf4_dq", 64),
     ],
 )
 def test_a_format_brings_its_own_tile(veneer, tmp_path, format, qtype, tile):
-    w = np.random.default_rng(0).normal(size=(4, 64)).astype(np.float32)
-    save_file({"a.weight": w}, tmp_path / "model.safetensors")
+    save_file({"a.weight": normal(4, 128)}, tmp_path / "model.safetensors")
     code, stdout, stderr = veneer(
         *("quantize", tmp_path / "model.safetensors", tmp_path / "out", "--format", format)
     )
     assert (code, stderr) == (0, "")
     assert qtype in stdout
-    assert formats(tmp_path / "out") == {"a.weight": (qtype, (1, tile))}
+    assert formats(tmp_path / "out") == {"a.weight": (qtype, (1, tile or 128))}
     code, stdout, _ = veneer(
         *("inspect", tmp_path / "out", "--against", tmp_path / "model.safetensors")
     )
     assert code == 0
     assert qtype in stdout
+
+
+def test_a_tile_of_channel_is_one_scale_per_channel(veneer, tmp_path):
+    weights = {"a.weight": normal(4, 128), "b.kernel": normal(128, 4)}
+    save_file(weights, tmp_path / "model.safetensors")
+    options = ("--format", "int4", "--tile", "channel")
+    code, stdout, stderr = veneer(
+        "quantize", tmp_path / "model.safetensors", tmp_path / "out", *options
+    )
+    assert (code, stderr) == (0, "")
+    assert "int4, channelwise" in stdout
+    assert formats(tmp_path / "out") == {
+        "a.weight": ("int4", (1, 128)),
+        "b.kernel": ("int4", (128, 1)),
+    }
+
+
+@pytest.mark.parametrize("format", ["nf4", "mxfp4", "int2"])
+def test_default_tiles_are_those_of_quantize_tree(veneer, tmp_path, format):
+    widths = (64, 96, 80, 40, 67)
+    weights = {f"w{k}.kernel": normal(k, 128) for k in widths}
+    save_file(weights, tmp_path / "model.safetensors")
+    arguments = (tmp_path / "model.safetensors", tmp_path / "out", "--format", format)
+    code, _, stderr = veneer("quantize", *arguments)
+
+    def model(params, xs):
+        return [x @ params[f"w{x.shape[-1]}.kernel"] for x in xs]
+
+    with pytest.warns(UserWarning, match="does not divide the contracted axes: w"):
+        expected = vn.quant.quantize_tree(
+            {name: jnp.asarray(w) for name, w in weights.items()},
+            format,
+            model=model,
+            args=([jnp.ones((1, k)) for k in widths],),
+        )
+    stored = vn.load(tmp_path / "out")
+    for name, q in expected.items():
+        if isinstance(q, vn.quant.QArray):
+            assert (stored[name].qtype, stored[name].tile_shape) == (q.qtype, q.tile_shape)
+    assert sum(isinstance(q, vn.quant.QArray) for q in expected.values()) >= 4
+    assert code == 0
+    assert stderr.startswith(f"veneer: warning: the default tile of {format} does not divide")
+    assert "w96.kernel [96, 128] has tiles of 48, not 64" in stderr or format != "nf4"
+
+
+def test_a_rule_in_a_file_without_tile_size_is_per_channel(veneer, tmp_path):
+    save_file({"a.weight": normal(4, 128)}, tmp_path / "model.safetensors")
+    (tmp_path / "rules.json").write_text('[{"path": ".*", "qtype": "nf4"}]')
+    arguments = (tmp_path / "model.safetensors", tmp_path / "out", "--rules")
+    assert veneer("quantize", *arguments, tmp_path / "rules.json")[0] == 0
+    assert formats(tmp_path / "out") == {"a.weight": ("nf4", (1, 128))}
 
 
 INT8 = ["--format", "int8"]
@@ -268,11 +322,12 @@ BAD_OPTIONS = {
         "mxfp4 needs tiles of 32, not 16",
     ),
     "tile_own": (
-        ["--format", "mxfp4"],
+        ["--format", "mxfp4", "--tile", "32"],
         "tile 32 does not divide axis -1 of 'embed.weight' [10, 8]. mxfp4 has no other",
     ),
     "tile_zero": ([*INT8, "--tile", "0"], "not 0"),
-    "tile_text": ([*INT8, "--tile", "many"], "--tile"),
+    "tile_text": ([*INT8, "--tile", "many"], "--tile must be a number or 'channel', not 'many'"),
+    "tile_fixed": (["--format", "mxfp4", "--tile", "channel"], "mxfp4 needs tiles of 32"),
     "include": ([*INT8, "--include", "attention"], "--include 'attention' matches no tensor"),
     "include_part": ([*INT8, "--include", "embed"], "--include 'embed' matches no tensor"),
     "exclude": ([*INT8, "--exclude", "attention"], "--exclude 'attention' matches no tensor"),
@@ -611,6 +666,10 @@ def test_help_of_quantize_has_the_formats_of_the_page(veneer, monkeypatch):
         name = vn.quant.get_format(row.name).name
         assert (row.bits, row.gaussian, row.minilm) == tuple(rows[name, row.tile])
         assert re.search(rf"^  {row.name} +{row.tile} +{row.bits} +{row.gaussian}", stdout, re.M)
+    defaults = {row.name: default_tile(row.name) for row in FORMAT_COSTS}
+    for name, tile in defaults.items():
+        tile = tile or vn.quant.get_format(name).tile_size or "channel"
+        assert (name, str(tile)) in {(row.name, row.tile) for row in FORMAT_COSTS}
     named = {
         vn.quant.get_format(name).name for name in (*MORE_FORMATS, *(r.name for r in FORMAT_COSTS))
     }
