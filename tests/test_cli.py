@@ -45,6 +45,11 @@ MODEL = {
     "table": normal(6, 8, seed=6),
 }
 
+TABLE_IS_DENSE = (
+    "veneer: warning: 1 matrix stays dense, because its name does not end in 'weight' or "
+    "'kernel': table. Use --include REGEX (and --layout jax or torch)\n"
+)
+
 QUANTISED = ["embed.weight", "layers.0.kernel", "layers.0.proj.weight", "layers.1.proj.weight"]
 
 
@@ -85,7 +90,7 @@ def formats(folder):
 def test_quantize_makes_a_model_folder_that_loads(veneer, model, tmp_path):
     out = tmp_path / "out"
     code, _, stderr = veneer("quantize", model, out, "--format", "nf4", "--tile", 4)
-    assert (code, stderr) == (0, "")
+    assert (code, stderr) == (0, TABLE_IS_DENSE)
     loaded = vn.load(out)
     assert list(loaded) == sorted(MODEL)
     assert formats(out) == {
@@ -188,6 +193,7 @@ CHOICES = {
         {"embed.weight": (1, 8), "layers.0.proj.weight": (1, 8), "layers.1.proj.weight": (1, 8)},
     ),
     "exclude": (["--exclude", ".*layers.*"], {"embed.weight": (1, 8)}),
+    "exclude_table": (["--exclude", "table|layers.*"], {"embed.weight": (1, 8)}),
     "both": (["--include", ".*proj.*", "--exclude", ".*0.*"], {"layers.1.proj.weight": (1, 8)}),
     "layout": (["--include", "table", "--layout", "jax"], {"table": (6, 1)}),
     "layout_over_name": (["--include", "embed.*", "--layout", "jax"], {"embed.weight": (10, 1)}),
@@ -197,7 +203,8 @@ CHOICES = {
 @pytest.mark.parametrize(("options", "expected"), CHOICES.values(), ids=CHOICES)
 def test_options_choose_the_tensors(veneer, model, tmp_path, options, expected):
     code, _, stderr = veneer("quantize", model, tmp_path / "out", "--format", "int8", *options)
-    assert (code, stderr) == (0, "")
+    chosen = "--include" in options or any("table" in option for option in options)
+    assert (code, stderr) == (0, "" if chosen else TABLE_IS_DENSE)
     assert formats(tmp_path / "out") == {k: ("int8", v) for k, v in expected.items()}
 
 
@@ -300,6 +307,46 @@ def test_a_rule_in_a_file_without_tile_size_is_per_channel(veneer, tmp_path):
 
 
 INT8 = ["--format", "int8"]
+
+
+@pytest.fixture
+def flat(tmp_path):
+    """A file most of whose matrices have names of no layout."""
+    layers = {f"layers.{i}.{name}": normal(8, 8) for i in range(4) for name in ("up", "down")}
+    save_file(layers | {"embed.weight": normal(8, 8)}, tmp_path / "model.safetensors")
+    return tmp_path / "model.safetensors"
+
+
+def test_matrices_that_stay_dense_by_their_names_are_listed(veneer, flat, tmp_path):
+    code, stdout, stderr = veneer("quantize", flat, tmp_path / "out", *INT8, "--json")
+    assert (code, stderr) == (
+        0,
+        "veneer: warning: 8 matrices stay dense, because their names do not end in 'weight' or "
+        "'kernel': layers.0.down, layers.0.up, layers.1.down, layers.1.up, ... Use --include REGEX "
+        "(and --layout jax or torch)\n",
+    )
+    left = json.loads(stdout)["left_dense"]
+    assert left == [f"layers.{i}.{name}" for i in range(4) for name in ("down", "up")]
+    options = (*INT8, "--include", "layers.*", "--layout", "jax", "--json")
+    code, stdout, stderr = veneer("quantize", flat, tmp_path / "other", *options)
+    assert (code, stderr, json.loads(stdout)["left_dense"]) == (0, "", [])
+    assert len(formats(tmp_path / "other")) == 8
+
+
+def test_quantizing_nothing_is_an_error(veneer, flat, tmp_path):
+    result = veneer("quantize", flat, tmp_path / "out", *INT8, "--exclude", "embed.*")
+    assert_bad_input(result, "no tensor is left to quantize")
+    save_file({"layers.0.up": normal(8, 8)}, flat)
+    result = veneer("quantize", flat, tmp_path / "out", *INT8)
+    assert_bad_input(result, "nothing is quantized: 1 matrix stays dense, because its name does")
+    vn.save(tmp_path / "saved", {"a.weight": vn.quant.quantize(normal(4, 8), "int8")})
+    result = veneer("quantize", tmp_path / "saved", tmp_path / "out", *INT8)
+    assert_bad_input(result, "saved has no dense tensors: all are already quantized")
+    (tmp_path / "rules.json").write_text('[{"path": "nothing", "qtype": "int8"}]')
+    result = veneer("quantize", flat, tmp_path / "out", "--rules", tmp_path / "rules.json")
+    assert_bad_input(result, "the rule 'nothing' matches no tensor")
+    assert not (tmp_path / "out").exists()
+
 
 BAD_OPTIONS = {
     "format_missing": (
@@ -737,9 +784,10 @@ def test_the_examples_of_the_help_run(veneer, tmp_path, monkeypatch):
 
 def test_quantize_prints_json(veneer, model, tmp_path):
     code, stdout, stderr = veneer("quantize", model, tmp_path / "out", *INT8, "--json")
-    assert (code, stderr) == (0, "")
+    assert (code, stderr) == (0, TABLE_IS_DENSE)
     found = json.loads(stdout)
     assert found.keys() == JSON_KEYS["quantize"].keys()
+    assert found["left_dense"] == ["table"]
     assert (found["path"], found["calibration"]) == (str(tmp_path / "out"), None)
     assert (found["already_quantized"], found["not_finite"]) == (0, [])
     for group in found["groups"]:

@@ -247,8 +247,9 @@ def quantize(
     """Quantize the weights of IN and write them to the folder OUT.
 
     Float tensors of rank 2 or more whose names end in 'weight' or 'kernel' are quantized,
-    embeddings included. All other tensors are copied. A few tensors are in memory at a time; with
-    --calibrate, the whole model is. OUT is created when it is complete.
+    embeddings included. All other tensors are copied. A warning names the matrices among them. A
+    few tensors are in memory at a time; with --calibrate, the whole model is. OUT is created when
+    it is complete.
     """
     from ._report.tables import count_of
     from .interop.checkpoints.opened import open_checkpoint
@@ -270,6 +271,8 @@ def quantize(
                     f"{source} is already quantized ({tensors.family}). vn.load loads it packed, "
                     "'veneer inspect' lists its tensors, and 'veneer convert' changes its format."
                 )
+            by_name = rules is None and not include
+            left_dense = _left_dense(source, dense, selectors) if by_name else []
             chosen = _plan(dense, selectors, in_file=rules is not None)
             adapted = without_default_tile(dense, chosen, format) if format and not tile else []
             made, report = _calibrated(source, calibrate, chosen, method)
@@ -281,6 +284,8 @@ def quantize(
                 writer.add(outcome.name, value)
                 outcomes.append(outcome)
             writer.finish(tensors.manifest.tree if isinstance(tensors, TensorFolder) else None)
+    if left_dense:
+        _warn(_why_dense(left_dense))
     if adapted:
         _warn(
             f"the default tile of {format} does not divide the contracted axes: {some_of(adapted)}"
@@ -291,7 +296,7 @@ def quantize(
     if damaged:
         _warn(f"NaN or infinity in {', '.join(damaged)}")
     if as_json:
-        found = {"already_quantized": already, "not_finite": damaged}
+        found = {"already_quantized": already, "left_dense": left_dense, "not_finite": damaged}
         found = {"path": str(target)} | _summary_entries(outcomes) | found
         _print_json(found | {"calibration": _calibration_entries(report)})
         return
@@ -640,6 +645,35 @@ def _tile_size(tile: str | None, format: str) -> Any:
     if (fixed := get_format(format).tile_size) is not None:
         raise _BadOption(f"{format} needs tiles of {fixed}, not channel; leave out --tile")
     return None
+
+
+def _left_dense(source: Path, avals: Mapping[str, Any], selectors: list[Any]) -> list[str]:
+    """Return the names of the matrices that stay dense because of their names.
+
+    **Raises:** `ValueError` if there are no other tensors to quantize.
+    """
+    from .quant.models.rules import can_be_quantized
+    from .quant.models.selection import ANY_WEIGHT, unselected
+
+    if not avals:
+        raise ValueError(f"{source} has no dense tensors: all are already quantized")
+    names = unselected(avals, selectors)
+    by_default = [name for name, aval in avals.items() if can_be_quantized(aval)]
+    if names and not any(re.fullmatch(ANY_WEIGHT, name) for name in by_default):
+        raise ValueError(f"nothing is quantized: {_why_dense(names)}")
+    return names
+
+
+def _why_dense(names: list[str]) -> str:
+    from .quant.models.rules import some_of
+
+    stays = "1 matrix stays" if len(names) == 1 else f"{len(names)} matrices stay"
+    whose = "its name does" if len(names) == 1 else "their names do"
+    listed = some_of(names) + ("." if len(names) <= 4 else "")
+    return (
+        f"{stays} dense, because {whose} not end in 'weight' or 'kernel': {listed} Use --include "
+        "REGEX (and --layout jax or torch)"
+    )
 
 
 def _plan(avals: Mapping[str, Any], selectors: list[Any], *, in_file: bool) -> dict[str, Any]:

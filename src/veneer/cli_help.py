@@ -92,6 +92,8 @@ JSON_KEYS = {
         "(with * for numbers), count, format, bytes_before, bytes_after and relative_error.",
         "total": "count, bytes_before and bytes_after of all tensors.",
         "already_quantized": "The number of tensors that IN stores quantized.",
+        "left_dense": "The names of the tensors of rank 2 or more that stay dense, because their "
+        "names do not end in 'weight' or 'kernel'. Empty with --include or --rules.",
         "not_finite": "The names of the tensors with NaN or infinity.",
         "calibration": "With --calibrate, the relative errors of the outputs of products: mean, "
         "and mean_nearest for weights rounded to nearest. Otherwise null.",

@@ -14,6 +14,7 @@ from veneer.quant.models.selection import (
     UnknownAxisError,
     plan,
     selectors_from_json,
+    unselected,
     without_default_tile,
 )
 
@@ -92,6 +93,11 @@ def test_the_default_tile_fits_the_axis(qtype, size, expected):
     assert shapes == {"a.weight": (1, expected[1]), "b.kernel": (1, expected[1], 1)}
     told = without_default_tile(avals, chosen, qtype)
     assert len(told) == (0 if expected in (("int8", 96), (qtype, 64), (qtype, 32)) else 2)
+
+
+def test_unselected_tensors_are_those_that_could_be_quantized():
+    assert unselected(AVALS, [Selector(ANY_WEIGHT, "int8")]) == ["table"]
+    assert unselected(AVALS, [Selector("t.*", None), Selector(ANY_WEIGHT, "int8")]) == []
 
 
 BAD = {

@@ -177,6 +177,18 @@ def plan(
     return chosen
 
 
+def unselected(
+    avals: Mapping[str, jax.ShapeDtypeStruct], selectors: Sequence[Selector]
+) -> list[str]:
+    """Return the names of the tensors that can be quantized and that no selector matches."""
+    return [
+        name
+        for name, aval in avals.items()
+        if can_be_quantized(aval)
+        and not any(re.fullmatch(selector.regex, name) for selector in selectors)
+    ]
+
+
 def without_default_tile(
     avals: Mapping[str, jax.ShapeDtypeStruct], rules: Mapping[str, Rule], qtype: str
 ) -> list[str]:
