@@ -43,7 +43,11 @@ def tiles(format: Format) -> list[int | None]:
         return [64]
     if format.bits == 8:
         return [None]
-    return [None, 128] if format.bits > 4 else [128, 32]
+    if format.bits > 8:
+        return [None, 128]
+    if format.bits > 4:
+        return [None, 128, 64]
+    return [128, 64, 32] if format.bits == 4 else [128, 32]
 
 
 def quantised(w: np.ndarray, name: str, tile: int | None, method: str | None = None) -> QArray:

@@ -27,6 +27,7 @@ from veneer import cli
 from veneer.cli_help import EXAMPLES, FORMAT_COSTS, JSON_KEYS, MORE_FORMATS
 from veneer.interop.checkpoints.gguf import write_gguf
 from veneer.interop.folder import FolderWriter
+from veneer.quant.models.usual_rules import default_tile
 
 
 def normal(*shape, dtype=np.float32, seed=0):
@@ -43,6 +44,11 @@ MODEL = {
     "position_ids": np.arange(10).reshape(1, 10),
     "table": normal(6, 8, seed=6),
 }
+
+TABLE_IS_DENSE = (
+    "veneer: warning: 1 matrix stays dense, because its name does not end in 'weight' or "
+    "'kernel': table. Use --include REGEX (and --layout jax or torch)\n"
+)
 
 QUANTISED = ["embed.weight", "layers.0.kernel", "layers.0.proj.weight", "layers.1.proj.weight"]
 
@@ -84,7 +90,7 @@ def formats(folder):
 def test_quantize_makes_a_model_folder_that_loads(veneer, model, tmp_path):
     out = tmp_path / "out"
     code, _, stderr = veneer("quantize", model, out, "--format", "nf4", "--tile", 4)
-    assert (code, stderr) == (0, "")
+    assert (code, stderr) == (0, TABLE_IS_DENSE)
     loaded = vn.load(out)
     assert list(loaded) == sorted(MODEL)
     assert formats(out) == {
@@ -187,6 +193,7 @@ CHOICES = {
         {"embed.weight": (1, 8), "layers.0.proj.weight": (1, 8), "layers.1.proj.weight": (1, 8)},
     ),
     "exclude": (["--exclude", ".*layers.*"], {"embed.weight": (1, 8)}),
+    "exclude_table": (["--exclude", "table|layers.*"], {"embed.weight": (1, 8)}),
     "both": (["--include", ".*proj.*", "--exclude", ".*0.*"], {"layers.1.proj.weight": (1, 8)}),
     "layout": (["--include", "table", "--layout", "jax"], {"table": (6, 1)}),
     "layout_over_name": (["--include", "embed.*", "--layout", "jax"], {"embed.weight": (10, 1)}),
@@ -196,7 +203,8 @@ CHOICES = {
 @pytest.mark.parametrize(("options", "expected"), CHOICES.values(), ids=CHOICES)
 def test_options_choose_the_tensors(veneer, model, tmp_path, options, expected):
     code, _, stderr = veneer("quantize", model, tmp_path / "out", "--format", "int8", *options)
-    assert (code, stderr) == (0, "")
+    chosen = "--include" in options or any("table" in option for option in options)
+    assert (code, stderr) == (0, "" if chosen else TABLE_IS_DENSE)
     assert formats(tmp_path / "out") == {k: ("int8", v) for k, v in expected.items()}
 
 
@@ -223,21 +231,23 @@ def test_rules_choose_the_tensors(veneer, model, tmp_path):
     [
         ("mxfp4", "mxfp4", 32),
         ("nvfp4", "nvfp4", 16),
-        ("int3", "int3", 64),
-        ("ternary", "ternary", 64),
-        ("fp8", "float8_e4m3fn", 64),
+        ("int3", "int3", 32),
+        ("ternary", "ternary", 32),
+        ("nf4", "nf4", 64),
+        ("int5", "int5", 64),
+        ("fp8", "float8_e4m3fn", None),
+        ("int8", "int8", None),
         ("nf4_dq", "nf4_dq", 64),
     ],
 )
 def test_a_format_brings_its_own_tile(veneer, tmp_path, format, qtype, tile):
-    w = np.random.default_rng(0).normal(size=(4, 64)).astype(np.float32)
-    save_file({"a.weight": w}, tmp_path / "model.safetensors")
+    save_file({"a.weight": normal(4, 128)}, tmp_path / "model.safetensors")
     code, stdout, stderr = veneer(
         *("quantize", tmp_path / "model.safetensors", tmp_path / "out", "--format", format)
     )
     assert (code, stderr) == (0, "")
     assert qtype in stdout
-    assert formats(tmp_path / "out") == {"a.weight": (qtype, (1, tile))}
+    assert formats(tmp_path / "out") == {"a.weight": (qtype, (1, tile or 128))}
     code, stdout, _ = veneer(
         *("inspect", tmp_path / "out", "--against", tmp_path / "model.safetensors")
     )
@@ -245,7 +255,98 @@ def test_a_format_brings_its_own_tile(veneer, tmp_path, format, qtype, tile):
     assert qtype in stdout
 
 
+def test_a_tile_of_channel_is_one_scale_per_channel(veneer, tmp_path):
+    weights = {"a.weight": normal(4, 128), "b.kernel": normal(128, 4)}
+    save_file(weights, tmp_path / "model.safetensors")
+    options = ("--format", "int4", "--tile", "channel")
+    code, stdout, stderr = veneer(
+        "quantize", tmp_path / "model.safetensors", tmp_path / "out", *options
+    )
+    assert (code, stderr) == (0, "")
+    assert "int4, channelwise" in stdout
+    assert formats(tmp_path / "out") == {
+        "a.weight": ("int4", (1, 128)),
+        "b.kernel": ("int4", (128, 1)),
+    }
+
+
+@pytest.mark.parametrize("format", ["nf4", "mxfp4", "int2"])
+def test_default_tiles_are_those_of_quantize_tree(veneer, tmp_path, format):
+    widths = (64, 96, 80, 40, 67)
+    weights = {f"w{k}.kernel": normal(k, 128) for k in widths}
+    save_file(weights, tmp_path / "model.safetensors")
+    arguments = (tmp_path / "model.safetensors", tmp_path / "out", "--format", format)
+    code, _, stderr = veneer("quantize", *arguments)
+
+    def model(params, xs):
+        return [x @ params[f"w{x.shape[-1]}.kernel"] for x in xs]
+
+    with pytest.warns(UserWarning, match="does not divide the contracted axes: w"):
+        expected = vn.quant.quantize_tree(
+            {name: jnp.asarray(w) for name, w in weights.items()},
+            format,
+            model=model,
+            args=([jnp.ones((1, k)) for k in widths],),
+        )
+    stored = vn.load(tmp_path / "out")
+    for name, q in expected.items():
+        if isinstance(q, vn.quant.QArray):
+            assert (stored[name].qtype, stored[name].tile_shape) == (q.qtype, q.tile_shape)
+    assert sum(isinstance(q, vn.quant.QArray) for q in expected.values()) >= 4
+    assert code == 0
+    assert stderr.startswith(f"veneer: warning: the default tile of {format} does not divide")
+    assert "w96.kernel [96, 128] has tiles of 48, not 64" in stderr or format != "nf4"
+
+
+def test_a_rule_in_a_file_without_tile_size_is_per_channel(veneer, tmp_path):
+    save_file({"a.weight": normal(4, 128)}, tmp_path / "model.safetensors")
+    (tmp_path / "rules.json").write_text('[{"path": ".*", "qtype": "nf4"}]')
+    arguments = (tmp_path / "model.safetensors", tmp_path / "out", "--rules")
+    assert veneer("quantize", *arguments, tmp_path / "rules.json")[0] == 0
+    assert formats(tmp_path / "out") == {"a.weight": ("nf4", (1, 128))}
+
+
 INT8 = ["--format", "int8"]
+
+
+@pytest.fixture
+def flat(tmp_path):
+    """A file most of whose matrices have names of no layout."""
+    layers = {f"layers.{i}.{name}": normal(8, 8) for i in range(4) for name in ("up", "down")}
+    save_file(layers | {"embed.weight": normal(8, 8)}, tmp_path / "model.safetensors")
+    return tmp_path / "model.safetensors"
+
+
+def test_matrices_that_stay_dense_by_their_names_are_listed(veneer, flat, tmp_path):
+    code, stdout, stderr = veneer("quantize", flat, tmp_path / "out", *INT8, "--json")
+    assert (code, stderr) == (
+        0,
+        "veneer: warning: 8 matrices stay dense, because their names do not end in 'weight' or "
+        "'kernel': layers.0.down, layers.0.up, layers.1.down, layers.1.up, ... Use --include REGEX "
+        "(and --layout jax or torch)\n",
+    )
+    left = json.loads(stdout)["left_dense"]
+    assert left == [f"layers.{i}.{name}" for i in range(4) for name in ("down", "up")]
+    options = (*INT8, "--include", "layers.*", "--layout", "jax", "--json")
+    code, stdout, stderr = veneer("quantize", flat, tmp_path / "other", *options)
+    assert (code, stderr, json.loads(stdout)["left_dense"]) == (0, "", [])
+    assert len(formats(tmp_path / "other")) == 8
+
+
+def test_quantizing_nothing_is_an_error(veneer, flat, tmp_path):
+    result = veneer("quantize", flat, tmp_path / "out", *INT8, "--exclude", "embed.*")
+    assert_bad_input(result, "no tensor is left to quantize")
+    save_file({"layers.0.up": normal(8, 8)}, flat)
+    result = veneer("quantize", flat, tmp_path / "out", *INT8)
+    assert_bad_input(result, "nothing is quantized: 1 matrix stays dense, because its name does")
+    vn.save(tmp_path / "saved", {"a.weight": vn.quant.quantize(normal(4, 8), "int8")})
+    result = veneer("quantize", tmp_path / "saved", tmp_path / "out", *INT8)
+    assert_bad_input(result, "saved has no dense tensors: all are already quantized")
+    (tmp_path / "rules.json").write_text('[{"path": "nothing", "qtype": "int8"}]')
+    result = veneer("quantize", flat, tmp_path / "out", "--rules", tmp_path / "rules.json")
+    assert_bad_input(result, "the rule 'nothing' matches no tensor")
+    assert not (tmp_path / "out").exists()
+
 
 BAD_OPTIONS = {
     "format_missing": (
@@ -268,11 +369,12 @@ BAD_OPTIONS = {
         "mxfp4 needs tiles of 32, not 16",
     ),
     "tile_own": (
-        ["--format", "mxfp4"],
+        ["--format", "mxfp4", "--tile", "32"],
         "tile 32 does not divide axis -1 of 'embed.weight' [10, 8]. mxfp4 has no other",
     ),
     "tile_zero": ([*INT8, "--tile", "0"], "not 0"),
-    "tile_text": ([*INT8, "--tile", "many"], "--tile"),
+    "tile_text": ([*INT8, "--tile", "many"], "--tile must be a number or 'channel', not 'many'"),
+    "tile_fixed": (["--format", "mxfp4", "--tile", "channel"], "mxfp4 needs tiles of 32"),
     "include": ([*INT8, "--include", "attention"], "--include 'attention' matches no tensor"),
     "include_part": ([*INT8, "--include", "embed"], "--include 'embed' matches no tensor"),
     "exclude": ([*INT8, "--exclude", "attention"], "--exclude 'attention' matches no tensor"),
@@ -611,6 +713,10 @@ def test_help_of_quantize_has_the_formats_of_the_page(veneer, monkeypatch):
         name = vn.quant.get_format(row.name).name
         assert (row.bits, row.gaussian, row.minilm) == tuple(rows[name, row.tile])
         assert re.search(rf"^  {row.name} +{row.tile} +{row.bits} +{row.gaussian}", stdout, re.M)
+    defaults = {row.name: default_tile(row.name) for row in FORMAT_COSTS}
+    for name, tile in defaults.items():
+        tile = tile or vn.quant.get_format(name).tile_size or "channel"
+        assert (name, str(tile)) in {(row.name, row.tile) for row in FORMAT_COSTS}
     named = {
         vn.quant.get_format(name).name for name in (*MORE_FORMATS, *(r.name for r in FORMAT_COSTS))
     }
@@ -678,9 +784,10 @@ def test_the_examples_of_the_help_run(veneer, tmp_path, monkeypatch):
 
 def test_quantize_prints_json(veneer, model, tmp_path):
     code, stdout, stderr = veneer("quantize", model, tmp_path / "out", *INT8, "--json")
-    assert (code, stderr) == (0, "")
+    assert (code, stderr) == (0, TABLE_IS_DENSE)
     found = json.loads(stdout)
     assert found.keys() == JSON_KEYS["quantize"].keys()
+    assert found["left_dense"] == ["table"]
     assert (found["path"], found["calibration"]) == (str(tmp_path / "out"), None)
     assert (found["already_quantized"], found["not_finite"]) == (0, [])
     for group in found["groups"]:

@@ -107,6 +107,10 @@ def _complain(message: str) -> int:
     return 2
 
 
+def _warn(message: str) -> None:
+    print(f"veneer: warning: {message}", file=sys.stderr)
+
+
 app = typer.Typer(
     cls=_OneLineErrors,
     add_completion=False,
@@ -181,11 +185,14 @@ def quantize(
         ),
     ] = None,
     tile: Annotated[
-        int | None,
+        str | None,
         typer.Option(
-            metavar="N",
-            help="The group size: N values share a scale. The default is one scale per channel. "
-            "The mx formats have tiles of 32 (mxfp8_16: 16), and nvfp4 has tiles of 16.",
+            metavar="N|channel",
+            help="The group size: N values share a scale. 'channel' is one scale per output "
+            "channel. The default is channel for 8 bits, 64 for 4 to 7 bits, and 32 for fewer. If "
+            "the default does not divide an axis, a smaller tile or channel is used, with a "
+            "warning. The mx formats have tiles of 32 (mxfp8_16: 16), and nvfp4 has tiles of 16. "
+            "Weights that these do not divide are int8, with a warning.",
         ),
     ] = None,
     include: Annotated[
@@ -215,8 +222,8 @@ def quantize(
         typer.Option(
             metavar="FILE",
             help='A JSON list of {"path": REGEX, "qtype": FORMAT or null, "tile_size": N, '
-            '"tile_axis": N}. The first rule whose path matches applies. Replaces --format, '
-            "--tile, --include and --exclude.",
+            '"tile_axis": N}. The first rule whose path matches applies. Without "tile_size", a '
+            "rule has one scale per channel. Replaces --format, --tile, --include and --exclude.",
         ),
     ] = None,
     calibrate: Annotated[
@@ -241,14 +248,17 @@ def quantize(
     """Quantize the weights of IN and write them to the folder OUT.
 
     Float tensors of rank 2 or more whose names end in 'weight' or 'kernel' are quantized,
-    embeddings included. All other tensors are copied. Only a few tensors are in memory at a time,
-    but --calibrate loads the whole model. OUT appears when all of its files are written.
+    embeddings included. All other tensors are copied, and a warning names the matrices among them.
+    Only a few tensors are in memory at a time, but --calibrate loads the whole model. OUT appears
+    when all of its files are written.
     """
     from ._report.tables import count_of
     from .interop.checkpoints.opened import open_checkpoint
     from .interop.folder import FolderWriter, TensorFolder
     from .interop.new_folder import write_aside, write_beside
     from .quant.models.checkpoint import quantize_stream
+    from .quant.models.rules import some_of
+    from .quant.models.selection import without_default_tile
 
     outcomes = []
     with _kill_raises(), contextlib.ExitStack() as stack:
@@ -262,7 +272,10 @@ def quantize(
                     f"{source} is already quantized ({tensors.family}). vn.load loads it packed, "
                     "'veneer inspect' lists its tensors, and 'veneer convert' changes its format."
                 )
+            by_name = rules is None and not include
+            left_dense = _left_dense(source, dense, selectors) if by_name else []
             chosen = _plan(dense, selectors, in_file=rules is not None)
+            adapted = without_default_tile(dense, chosen, format) if format and not tile else []
             made, report = _calibrated(source, calibrate, chosen, method)
             beside = _beside(source, tensors)
         with _bad_input((OSError,)), write_aside(target, overwrite=overwrite) as folder:
@@ -272,13 +285,21 @@ def quantize(
                 writer.add(outcome.name, value)
                 outcomes.append(outcome)
             writer.finish(tensors.manifest.tree if isinstance(tensors, TensorFolder) else None)
+    if left_dense:
+        _warn(_why_dense(left_dense))
+    if adapted:
+        _warn(
+            f"the default tile of {format} does not divide the contracted axes: {some_of(adapted)}"
+            ". To choose, give another --tile or --format, or --exclude their names"
+        )
     already = len(outcomes) - len(dense)
     damaged = [o.name for o in outcomes if o.error is not None and not math.isfinite(o.error)]
     if damaged:
-        print(f"veneer: warning: NaN or infinity in {', '.join(damaged)}", file=sys.stderr)
+        _warn(f"NaN or infinity in {', '.join(damaged)}")
     if as_json:
-        found = _summary_entries(outcomes) | {"already_quantized": already, "not_finite": damaged}
-        _print_json({"path": str(target)} | found | {"calibration": _calibration_entries(report)})
+        found = {"already_quantized": already, "left_dense": left_dense, "not_finite": damaged}
+        found = {"path": str(target)} | _summary_entries(outcomes) | found
+        _print_json(found | {"calibration": _calibration_entries(report)})
         return
     _print_summary(outcomes)
     if report is not None:
@@ -398,10 +419,9 @@ def convert(
         said = tensors.metadata if as_gguf and isinstance(tensors, GgufFile) else None
         beside = None if as_gguf else _beside(source, tensors)
         if as_gguf and said is None:
-            print(
-                f"veneer: warning: {target} has no metadata, and llama.cpp needs them. Write them "
-                "with vn.save(..., format='gguf', names='huggingface', config=METADATA)",
-                file=sys.stderr,
+            _warn(
+                f"{target} has no metadata, and llama.cpp needs them. Write them with "
+                "vn.save(..., format='gguf', names='huggingface', config=METADATA)"
             )
         convert(target, OnReading(tensors), format, config=said, overwrite=overwrite, beside=beside)
 
@@ -583,7 +603,7 @@ def doctor(
 
 def _selectors(
     format: str | None,
-    tile: int | None,
+    tile: str | None,
     include: list[str],
     exclude: list[str],
     layout: Layout | None,
@@ -605,10 +625,56 @@ def _selectors(
             raise ValueError(f"{rules}: {error}") from error
     if format is None:
         raise _BadOption("give --format FORMAT, e.g. --format int8, or --rules FILE")
+    size = _tile_size(tile, format)
     dense = [Selector(regex, None, stated="--exclude") for regex in exclude]
-    wanted = [Selector(regex, format, tile, axis, "--include") for regex in include]
-    default = Selector(ANY_WEIGHT, format, tile, axis, "--include (by default)")
+    wanted = [Selector(regex, format, size, axis, "--include") for regex in include]
+    default = Selector(ANY_WEIGHT, format, size, axis, "--include (by default)")
     return dense + (wanted or [default])
+
+
+def _tile_size(tile: str | None, format: str) -> Any:
+    """Return the `tile_size` of a `Selector` for the value of --tile."""
+    from .quant import get_format
+
+    if tile is None:
+        return "default"
+    if tile != "channel":
+        try:
+            return int(tile)
+        except ValueError:
+            raise _BadOption(f"--tile must be a number or 'channel', not {tile!r}") from None
+    if (fixed := get_format(format).tile_size) is not None:
+        raise _BadOption(f"{format} needs tiles of {fixed}, not channel; leave out --tile")
+    return None
+
+
+def _left_dense(source: Path, avals: Mapping[str, Any], selectors: list[Any]) -> list[str]:
+    """Return the names of the matrices that stay dense because of their names.
+
+    **Raises:** `ValueError` if there are no other tensors to quantize.
+    """
+    from .quant.models.rules import can_be_quantized
+    from .quant.models.selection import ANY_WEIGHT, unselected
+
+    if not avals:
+        raise ValueError(f"{source} has no dense tensors: all are already quantized")
+    names = unselected(avals, selectors)
+    by_default = [name for name, aval in avals.items() if can_be_quantized(aval)]
+    if names and not any(re.fullmatch(ANY_WEIGHT, name) for name in by_default):
+        raise ValueError(f"nothing is quantized: {_why_dense(names)}")
+    return names
+
+
+def _why_dense(names: list[str]) -> str:
+    from .quant.models.rules import some_of
+
+    stays = "1 matrix stays" if len(names) == 1 else f"{len(names)} matrices stay"
+    whose = "its name does" if len(names) == 1 else "their names do"
+    listed = some_of(names) + ("." if len(names) <= 4 else "")
+    return (
+        f"{stays} dense, because {whose} not end in 'weight' or 'kernel': {listed} Use --include "
+        "REGEX (and --layout jax or torch)"
+    )
 
 
 def _plan(avals: Mapping[str, Any], selectors: list[Any], *, in_file: bool) -> dict[str, Any]:
@@ -653,7 +719,7 @@ def _beside(source: Path, tensors: Any) -> Any:
     try:
         return files | tokenizer_files(tensors.metadata)
     except (ValueError, ImportError) as error:
-        print(f"veneer: warning: the tokenizer is not copied: {error}", file=sys.stderr)
+        _warn(f"the tokenizer is not copied: {error}")
         return files
 
 

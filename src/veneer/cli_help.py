@@ -20,9 +20,11 @@ class FormatCost(NamedTuple):
 
 FORMAT_COSTS = (
     FormatCost("int8", "channel", "8.03", "0.78%", "0.99%"),
-    FormatCost("int6", "128", "6.12", "2.64%", "2.89%"),
+    FormatCost("int6", "64", "6.25", "2.44%", "2.62%"),
     FormatCost("int4", "128", "4.12", "11.08%", "12.05%"),
+    FormatCost("int4", "64", "4.25", "10.28%", "10.96%"),
     FormatCost("int4", "32", "4.50", "9.47%", "9.94%"),
+    FormatCost("uint4", "64", "4.38", "9.10%", "9.51%"),
     FormatCost("uint4", "32", "4.75", "8.08%", "8.31%"),
     FormatCost("nf4", "64", "4.25", "9.19%", "9.39%"),
     FormatCost("nf4_dq", "64", "4.13", "9.24%", "9.43%"),
@@ -33,7 +35,7 @@ FORMAT_COSTS = (
     FormatCost("nvfp4", "16", "4.50", "9.50%", "9.44%"),
     FormatCost("int3", "32", "3.50", "20.29%", "21.26%"),
     FormatCost("int2", "32", "2.50", "47.17%", "48.65%"),
-    FormatCost("ternary", "128", "1.73", "51.10%", "53.20%"),
+    FormatCost("ternary", "32", "2.10", "50.41%", "52.39%"),
 )
 #: The formats that the table leaves out.
 MORE_FORMATS = (
@@ -51,7 +53,7 @@ EXAMPLES = {
     ),
     "quantize": (
         "veneer quantize model small --format int8",
-        "veneer quantize model nf4 --format nf4 --tile 64 --exclude lm_head.weight",
+        "veneer quantize model nf4 --format nf4 --exclude lm_head.weight",
         "veneer quantize model mixed --rules rules.json",
         "veneer quantize model int4 --format int4 --tile 128 --calibrate text.txt",
         "veneer quantize model.safetensors small --format int8 --overwrite --json",
@@ -90,6 +92,8 @@ JSON_KEYS = {
         "(with * for numbers), count, format, bytes_before, bytes_after and relative_error.",
         "total": "count, bytes_before and bytes_after of all tensors.",
         "already_quantized": "The number of tensors that are already quantized in IN.",
+        "left_dense": "The names of the tensors of rank 2 or more that stay dense, because their "
+        "names do not end in 'weight' or 'kernel'. Empty with --include or --rules.",
         "not_finite": "The names of the tensors with NaN or infinity.",
         "calibration": "With --calibrate, the relative errors of the outputs of products: mean, "
         "and mean_nearest for weights rounded to nearest. Otherwise null.",
@@ -166,8 +170,9 @@ def _write_formats(formatter: Any) -> None:
         formatter.write_text(
             "bits: bits per value, including bfloat16 scales. Gaussian, MiniLM: the relative error "
             "of Gaussian weights and of the linear layers of all-MiniLM-L6-v2, measured with this "
-            "--tile. channel: one scale per output channel, which is the default of all formats "
-            "except the mx formats and nvfp4."
+            "--tile. channel: one scale per output channel. Without --tile, the tile is channel for "
+            "8 bits, 64 for 4 to 7 bits, and 32 for fewer. The mx formats and nvfp4 have no other "
+            "tile."
         )
         formatter.write("\n")
         formatter.write_text(f"Further formats: {', '.join(MORE_FORMATS)}.")

@@ -14,6 +14,8 @@ from veneer.quant.models.selection import (
     UnknownAxisError,
     plan,
     selectors_from_json,
+    unselected,
+    without_default_tile,
 )
 
 
@@ -65,6 +67,37 @@ def test_a_format_brings_its_own_tile():
     for qtype, tile in (("mxfp4", 32), ("nvfp4", 16), ("nf4", None)):
         assert plan(wide, [Selector(ANY_WEIGHT, qtype)])["a.weight"].tile_size == tile
     assert plan(wide, [Selector(ANY_WEIGHT, "mxfp4", 32)])["a.weight"].tile_size == 32
+
+
+@pytest.mark.parametrize(
+    ("qtype", "size", "expected"),
+    [
+        ("int8", 96, ("int8", 96)),
+        ("nf4", 128, ("nf4", 64)),
+        ("nf4", 96, ("nf4", 48)),
+        ("nf4", 40, ("nf4", 40)),
+        ("nf4", 134, ("nf4", 134)),  # 67 and 2 are no tiles
+        ("int2", 64, ("int2", 32)),
+        ("mxfp4", 64, ("mxfp4", 32)),
+        ("mxfp4", 40, ("int8", 40)),
+        ("nf4", 0, ("nf4", 0)),
+    ],
+)
+def test_the_default_tile_fits_the_axis(qtype, size, expected):
+    avals = {"a.weight": aval(4, size), "b.kernel": aval(3, size, 4)}
+    chosen = plan(avals, [Selector(ANY_WEIGHT, qtype, "default")])
+    shapes = {
+        name: jax.eval_shape(chosen[name].quantize, aval).tile_shape for name, aval in avals.items()
+    }
+    assert {rule.qtype for rule in chosen.values()} == {expected[0]}
+    assert shapes == {"a.weight": (1, expected[1]), "b.kernel": (1, expected[1], 1)}
+    told = without_default_tile(avals, chosen, qtype)
+    assert len(told) == (0 if expected in (("int8", 96), (qtype, 64), (qtype, 32)) else 2)
+
+
+def test_unselected_tensors_are_those_that_could_be_quantized():
+    assert unselected(AVALS, [Selector(ANY_WEIGHT, "int8")]) == ["table"]
+    assert unselected(AVALS, [Selector("t.*", None), Selector(ANY_WEIGHT, "int8")]) == []
 
 
 BAD = {

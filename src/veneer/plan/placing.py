@@ -18,7 +18,7 @@ from .._core.primitives.sharding import axes_of, places, split, why_not_cut
 from .._core.value import is_value
 from ..placement import fully_sharded
 from ..quant import Rule, get_format, zeros
-from ..quant.models.usual_rules import OF_VOCABULARIES, fit_usual
+from ..quant.models.usual_rules import OF_VOCABULARIES, default_tile, fit_usual
 from .models import AXES, CachedShape, NamedShape
 
 #: The axes of the mesh along which axes are cut by their names.
@@ -81,8 +81,7 @@ def stored_as(weight: NamedShape, format: str, tile: int | None, dtype: str) -> 
     if bits < 8 and "vocabulary" in weight.axes:
         rule = Rule(".*", OF_VOCABULARIES)
     else:
-        usual = None if bits >= 8 or get_format(format).tile_size else 64 if bits >= 4 else 32
-        rule = Rule(".*", format, tile_size=tile or usual)
+        rule = Rule(".*", format, tile_size=tile or default_tile(format))
     fitted = fit_usual(rule, {weight.contracted}, weight.shape)
     return jax.eval_shape(fitted.quantize, x)
 

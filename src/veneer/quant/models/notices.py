@@ -73,6 +73,17 @@ def tell_of_tiles(
     asked: Mapping[str, Rule], chosen: Mapping[str, Rule], weights: Mapping[str, Any]
 ) -> None:
     """Warns of weights whose tiles or formats are others than those that are asked for."""
+    if unlike := changed_tiles(asked, chosen, weights):
+        warn_user(
+            f"the tile of the rule does not divide the contracted axes: {some_of(unlike)}. To "
+            "choose, add a rule for these weights with another tile_size or qtype"
+        )
+
+
+def changed_tiles(
+    asked: Mapping[str, Rule], chosen: Mapping[str, Rule], weights: Mapping[str, Any]
+) -> list[str]:
+    """Describe each weight whose tile or format differs from the rule."""
     unlike = []
     for path, rule in chosen.items():
         wanted, x = asked[path], weights[path]
@@ -84,11 +95,7 @@ def tell_of_tiles(
             continue
         takes = bits_of(jax.eval_shape(rule.quantize, x))
         unlike.append(f"{path} {list(x.shape)} {form}, at {takes}")
-    if unlike:
-        warn_user(
-            f"the tile of the rule does not divide the contracted axes: {some_of(unlike)}. To "
-            "choose, add a rule for these weights with another tile_size or qtype"
-        )
+    return unlike
 
 
 def tell_of_unrotated(paths: Sequence[str], uses: Mapping[str, Sequence[Use]]) -> None:

@@ -388,7 +388,7 @@ def cut_in_tiles(shape: Sequence[int], tile: int) -> list[int]:
 def _part(size: int, tile: int) -> int:
     """The largest tile up to one of so many that divides an axis; of whole bytes, if half is."""
     parts = [n for n in range(1, min(size, tile) + 1) if size % n == 0]
-    return max([n for n in parts if n % 8 == 0 and 2 * n >= tile] or parts)
+    return max([n for n in parts if n % 8 == 0 and 2 * n >= tile] or parts, default=1)
 
 
 def rules_or_format(rules: Any) -> tuple[Rule, ...] | str:

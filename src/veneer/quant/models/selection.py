@@ -8,14 +8,16 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
 from ..formats import get_format
 from ..formats.tiles import dividing_tiles
 from ..qarray import QUANTIZABLE
+from .notices import changed_tiles
 from .rules import Rule, can_be_quantized
+from .usual_rules import default_tile, fit_usual
 
 # torch stores a `weight` as [out, in], and JAX libraries store a `kernel` as [..., in, out].
 CONTRACTING_AXIS = {"torch": -1, "jax": -2}
@@ -45,7 +47,9 @@ class Selector:
     - `regex`: matched in full against the name.
     - `qtype`: the format, or None to leave the tensors dense.
     - `tile_size`: how many values along the contracting axis share a scale; None is as many as the
-      format is defined for (32 for mxfp4), or all of them where that is any.
+      format is defined for (32 for mxfp4), or all of them where that is any. "default" is the tile
+      that `quantize_tree` takes for the name of a format: a smaller tile, or int8 for a format with
+      a fixed tile, if it does not divide the axis.
     - `tile_axis`: the contracting axis; None takes it from the name: that of torch for `...weight`,
       of JAX for `...kernel`.
     - `stated`: where the user stated it, for messages.
@@ -56,7 +60,7 @@ class Selector:
 
     regex: str
     qtype: str | None
-    tile_size: int | None = None
+    tile_size: int | Literal["default"] | None = None
     tile_axis: int | None = None
     stated: str = "the rule"
 
@@ -69,8 +73,12 @@ class Selector:
     def rule(self, tile_axis: int) -> Rule:
         """Returns the rule, once the contracting axis is known."""
         tile = self.tile_size
-        if tile is None and self.qtype is not None:
+        if self.qtype is not None and tile == "default":
+            tile = default_tile(self.qtype)
+        elif self.qtype is not None and tile is None:
             tile = get_format(self.qtype).tile_size
+        elif tile == "default":
+            tile = None
         return Rule(self.regex, self.qtype, tile_size=tile, tile_axis=tile_axis)
 
 
@@ -169,6 +177,26 @@ def plan(
     return chosen
 
 
+def unselected(
+    avals: Mapping[str, jax.ShapeDtypeStruct], selectors: Sequence[Selector]
+) -> list[str]:
+    """Return the names of the tensors that can be quantized and that no selector matches."""
+    return [
+        name
+        for name, aval in avals.items()
+        if can_be_quantized(aval)
+        and not any(re.fullmatch(selector.regex, name) for selector in selectors)
+    ]
+
+
+def without_default_tile(
+    avals: Mapping[str, jax.ShapeDtypeStruct], rules: Mapping[str, Rule], qtype: str
+) -> list[str]:
+    """Describe the tensors whose axis the default tile of a format does not divide."""
+    asked = Rule(".*", qtype, tile_size=default_tile(qtype))
+    return changed_tiles(dict.fromkeys(rules, asked), rules, avals)
+
+
 def _rule(selector: Selector, name: str, shape: tuple[int, ...]) -> Rule:
     axis = selector.tile_axis
     if axis is None:
@@ -184,11 +212,13 @@ def _rule(selector: Selector, name: str, shape: tuple[int, ...]) -> Rule:
             f"{selector} tiles axis {axis}, which {name!r} {list(shape)} does not have"
         )
     rule = selector.rule(axis)
+    if selector.tile_size == "default":
+        return fit_usual(rule, {axis % len(shape) - len(shape)}, shape)
     tile = rule.axes(shape)[1].get(axis % len(shape))
     if tile is not None and shape[axis] % tile:
         fitting = ", ".join(map(str, dividing_tiles(shape[axis], tile)))
         remedy = f"Tiles that do are {fitting}"
-        if selector.tile_size is None:
+        if selector.qtype is not None and get_format(selector.qtype).tile_size is not None:
             remedy = f"{selector.qtype} has no other tile, so choose another format"
         raise TileError(
             f"tile {tile} does not divide axis {axis} of {name!r} {list(shape)}. {remedy}, or "

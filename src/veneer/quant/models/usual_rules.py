@@ -16,6 +16,21 @@ OF_VOCABULARIES = "int8"
 SMALL = 4096
 
 
+def default_tile(qtype: str) -> int | None:
+    """Return the tile of a format that is given by its name alone, without a rule.
+
+    None is one scale per channel, or the tile of a format that has its own.
+
+    >>> from veneer.quant.models.usual_rules import default_tile
+    >>> [default_tile(name) for name in ("int8", "nf4", "int3", "mxfp4")]
+    [None, 64, 32, None]
+    """
+    format = get_format(qtype)
+    if format.bits >= 8 or format.tile_size is not None:
+        return None
+    return 64 if format.bits >= 4 else 32
+
+
 def usual_rules(
     qtype: str, weights: Mapping[str, Any], uses: Mapping[str, Sequence[Use]]
 ) -> dict[str, Rule]:
@@ -36,8 +51,7 @@ def usual_rules(
 
     **Raises:** `ValueError` for an unknown format.
     """
-    bits = get_format(qtype).bits
-    tile = None if bits >= 8 or get_format(qtype).tile_size else 64 if bits >= 4 else 32
+    bits, tile = get_format(qtype).bits, default_tile(qtype)
     shapes = {path: leaf.shape for path, leaf in weights.items() if can_be_quantized(leaf)}
     first = {path: found[0] for path in shapes if (found := telling(uses[path]))}
     count = lambda path, axes: math.prod(shapes[path][axis] for axis in axes)
