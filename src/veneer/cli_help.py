@@ -170,9 +170,9 @@ def _write_formats(formatter: Any) -> None:
         formatter.write_text(
             "bits: bits per value, including bfloat16 scales. Gaussian, MiniLM: the relative error "
             "of Gaussian weights and of the linear layers of all-MiniLM-L6-v2, measured with this "
-            "--tile. channel: one scale per output channel. Without --tile, the tile is channel for "
-            "8 bits, 64 for 4 to 7 bits, and 32 for fewer. The mx formats and nvfp4 have no other "
-            "tile."
+            "--tile. channel: one scale per output channel. Without --tile, the tile is channel "
+            "for 8 bits, 64 for 4 to 7 bits, and 32 for fewer. The mx formats and nvfp4 have no "
+            "other tile."
         )
         formatter.write("\n")
         formatter.write_text(f"Further formats: {', '.join(MORE_FORMATS)}.")
