@@ -5,14 +5,15 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from support import arrays
 from support.annotations import ARE_CHECKED
 
 import veneer as vn
 
 pytestmark = pytest.mark.skipif(ARE_CHECKED, reason="wrappers stand between JAX and flatten")
 
-W = jax.random.normal(jax.random.key(0), (3, 8, 4))
-X = jnp.ones((2, 8))
+W = arrays.normal(3, 8, 4)
+X = arrays.ones((2, 8))
 
 
 def loss(params, x):

@@ -124,7 +124,7 @@ def test_a_named_tuple_comes_back_as_it_was():
     ids=["object", "named tuple", "set", "complex"],
 )
 def test_metadata_that_cannot_be_written_is_named(data):
-    with pytest.raises(TypeError, match=r"Labelled\.data is .*jax\.export cannot write"):
+    with pytest.raises(TypeError, match=r"jax\.export cannot write Labelled\.data"):
         rebuilt(lambda x: x, Labelled(jnp.ones(2), data))
 
 
