@@ -33,10 +33,11 @@ PHRASES = [
     r"^(What|Whether|Of|Where|By|Has|Have)\b",
 ]
 BRITISH = (
-    r"\w*(?:quantis|optimis|initialis|normalis|serialis|parallelis|colour|behaviour|neighbour)\w*"
+    *("quantis", "optimis", "initialis", "normalis", "serialis", "parallelis", "recognis"),
+    *("factoris", "summaris", "colour", "behaviour", "neighbour"),
 )
 _HARD = [re.compile(phrase, re.MULTILINE) for phrase in PHRASES]
-_BRITISH = re.compile(rf"\b{BRITISH}")
+_BRITISH = re.compile(rf"\b\w*(?:{'|'.join(BRITISH)})\w*", re.IGNORECASE)
 
 
 def hard_words(text: str) -> list[str]:
@@ -68,20 +69,23 @@ def public_members(cls: type) -> Iterator[tuple[str, Any]]:
 
 
 def messages(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the line and the text of each error and warning of a source file."""
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-        warns = isinstance(node, ast.Call) and "warn" in ast.unparse(node.func).lower()
-        if isinstance(node, ast.Raise) or warns:
-            for text in _texts(node):
-                yield node.lineno, text
+    """Yield the line and the text of each sentence in a source file that is no docstring.
+
+    Most are errors, warnings, reports and help texts.
+    """
+    tree = ast.parse(path.read_text("utf-8"))
+    skipped = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr | ast.JoinedStr):  # docstrings, and the parts of f-strings
+            skipped.update(map(id, ast.iter_child_nodes(node)))
+    for node in ast.walk(tree):
+        text = _text(node)
+        if id(node) not in skipped and len(text.split()) > 4 and "\n" not in text.strip():
+            yield node.lineno, text
 
 
-def _texts(node: ast.AST) -> Iterator[str]:
+def _text(node: ast.AST) -> str:
     if isinstance(node, ast.JoinedStr):
-        values = node.values
-        yield "".join(str(v.value) if isinstance(v, ast.Constant) else "{}" for v in values)
-    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-        yield node.value
-    else:
-        for child in ast.iter_child_nodes(node):
-            yield from _texts(child)
+        return "".join(str(v.value) if isinstance(v, ast.Constant) else "{}" for v in node.values)
+    is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
+    return node.value if is_text else ""
