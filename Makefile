@@ -53,11 +53,12 @@ test-slow: $(DEV) ## install all libraries, and run the slow tests, in minutes
 test-all: $(DEV) ## install all libraries, and run every case, in an hour
 	$(BIN)/python -m pytest -n auto --dist worksteal --all --jaxtyping-packages=veneer,beartype.beartype $(ARGS)
 
-test-nightly: $(DEV) ## replace JAX in the environment by its nightly build, and run `make test`
-	$(PIP) install --upgrade --pre jax jaxlib \
+test-nightly: ## run the tests on the nightly build of JAX, in an environment of its own
+	$(MAKE) setup VENV=$(VENV)-nightly
+	$(VENV)-nightly/bin/python -m pip install --quiet --upgrade --pre jax jaxlib \
 		--index-url https://us-python.pkg.dev/ml-oss-artifacts-published/jax/simple/
-	$(BIN)/python -c 'import jax; jax.print_environment_info()'
-	$(BIN)/python -m pytest $(ARGS)
+	$(VENV)-nightly/bin/python -c 'import jax; jax.print_environment_info()'
+	$(VENV)-nightly/bin/python -m pytest $(ARGS)
 
 durations: $(DEV) ## run the quick and the slow tests, and write tests/support/durations.json
 	rm -rf .pytest_cache/programs
@@ -89,7 +90,7 @@ release-notes: ## check TAG, and write its release notes to build/release-notes.
 	$(PYTHON) .ci/release.py '$(TAG)' build/release-notes.md
 
 fuzz: $(DEV) ## compare random programs with dense arrays for two minutes, with a new seed each day
-	cd tests && XLA_FLAGS=--xla_backend_optimization_level=0 $(abspath $(BIN))/python -W ignore \
+	cd tests && XLA_FLAGS=--xla_backend_optimization_level=0 "$(abspath $(BIN))/python" -W ignore \
 		-m fuzz --programs 1000000 --seconds 120 --seed $$(date +%Y%m%d) $(ARGS)
 
 bench: $(BENCH) ## run the benchmarks, and write the tables of docs/benchmarks.md, performance.md and numba.md

@@ -6,14 +6,15 @@ from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 
 class Urls(MetadataHookInterface):
-    """Derive `[project.urls]` from the repository that GitHub Actions builds in.
+    """Derive `[project.urls]` from the repository that the workflow Release builds.
 
-    A build elsewhere has no URLs.
+    A build elsewhere has no URLs: the repository may be a fork, or another project that installs
+    Veneer from its sources.
     """
 
     def update(self, metadata):
         """Set `urls` in the metadata."""
-        if repository := os.environ.get("GITHUB_REPOSITORY"):
+        if repository := os.environ.get("VENEER_REPOSITORY"):
             metadata["urls"] = urls(repository)
 
 

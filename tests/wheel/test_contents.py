@@ -24,7 +24,7 @@ FROM_EXAMPLES = {"veneer/demo/llama.py", "veneer/demo/sentence_encoder.py"}
 def built(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dist")
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)]
-    environment = {**os.environ, "GITHUB_REPOSITORY": "a/b"}
+    environment = {**os.environ, "VENEER_REPOSITORY": "a/b"}
     run = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stdout + run.stderr
     return folder

@@ -79,7 +79,7 @@ def handle_product(frame, bits, contracts_rows, activations, prepare, count, wor
         call(finish, (job,))
         has_failed = has_failed or word(job, words.FAILED) != 0
     if has_failed:
-        failure = error(frame, RESOURCE_EXHAUSTED, "veneer: out of memory for the buffers of a kernel")
+        failure = error(frame, RESOURCE_EXHAUSTED, "veneer: no memory for the buffers of a kernel")
     release(group)
     return failure
 
