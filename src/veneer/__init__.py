@@ -127,13 +127,12 @@ def __getattr__(name: str) -> Any:
 
 
 def _suggest(name: str) -> str:
-    """Return a hint if a module of this package has a public name."""
+    """Return a hint if a public module has a name, or if a name has a British spelling here."""
+    if name == "materialize":
+        return "; did you mean vn.materialise?"
     if not name.startswith("_"):  # tools ask for private names, and importing modules takes time
-        for module in ("quant", "types", "lora", "tree"):
-            contents = import_module(f"{__name__}.{module}")
-            found = getattr(contents, name, None)
-            is_public = name in getattr(contents, "__all__", [name])
-            if is_public and getattr(found, "__module__", "").startswith(f"{__name__}."):
+        for module in ("quant", "types", "lora", "tree", "hijax"):
+            if name in import_module(f"{__name__}.{module}").__all__:
                 return f"; did you mean vn.{module}.{name}?"
     return ""
 
@@ -142,8 +141,6 @@ def __dir__() -> list[str]:
     return [*__all__, "__version__"]
 
 
-for _public in (
-    *(AmbiguousLookupError, Event, LeafAxis, MaterialiseError, MaterialiseWarning),
-    *(OutsideImplicitError, Report),
-):
-    _public.__module__ = "veneer"
+for _name in __all__:
+    if isinstance(globals().get(_name), type):  # errors, for instance, show it
+        globals()[_name].__module__ = "veneer"

@@ -64,5 +64,5 @@ def _closest(name: str, formats: Sequence[str], aliases: Sequence[str]) -> str |
 
         return min(known, key=distance)[0]
     names = (*formats, *aliases)
-    within = [known for known in names if name in known]
-    return next(iter(within or difflib.get_close_matches(name, names)), None)
+    holding = [known for known in names if len(name) > 2 and name in known]
+    return next(iter(holding or difflib.get_close_matches(name, names)), None)
