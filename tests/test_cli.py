@@ -366,8 +366,11 @@ BAD_OPTIONS = {
     "layout_hint": ([*INT8, "--include", "table"], "or give --layout torch (the last axis)"),
     "tile_other": (
         ["--format", "mxfp4", "--tile", "16"],
-        "mxfp4 needs tiles of 32, not 16",
+        "mxfp4 needs tiles of 32, not 16: leave out --tile",
     ),
+    "tile_zero": (["--format", "int8", "--tile", "0"], "--tile must be at least 1, not 0"),
+    "include_regex": ([*INT8, "--include", "("], "--include or --exclude '(' is not a regex"),
+    "format_dense": (["--format", "bf16"], "a dense dtype: --exclude keeps tensors dense"),
     "tile_own": (
         ["--format", "mxfp4", "--tile", "32"],
         "tile 32 does not divide axis -1 of 'embed.weight' [10, 8]. mxfp4 has no other",

@@ -46,6 +46,14 @@ _OPTION_OF = {
     "vn.load(..., raw=True)": "--raw",
     "vn.quant.FORMATS has all formats": "'veneer quantize --help' lists the formats",
 }
+# The same for commands that make a rule of --format and --tile.
+_OPTION_OF_RULE = _OPTION_OF | {
+    "with tile_size=": "with --tile ",
+    "leave out tile_size": "leave out --tile",
+    "tile_size must": "--tile must",
+    "path_regex": "--include or --exclude",
+    "to keep a weight dense, write None as the format of its rule": "--exclude keeps tensors dense",
+}
 
 
 @contextlib.contextmanager
@@ -262,8 +270,7 @@ def quantize(
 
     outcomes = []
     with _kill_raises(), contextlib.ExitStack() as stack:
-        tile_option = {} if rules else {"with tile_size=": "with --tile "}
-        with _bad_input(options=_OPTION_OF | tile_option):
+        with _bad_input(options=_OPTION_OF if rules else _OPTION_OF_RULE):
             selectors = _selectors(format, tile, include or [], exclude or [], layout, rules)
             tensors = stack.enter_context(open_checkpoint(source, raw=raw, names="huggingface"))
             dense = tensors.dense_avals()
@@ -493,7 +500,7 @@ def plan(
     """
     from . import plan as planning
 
-    with _bad_input():
+    with _bad_input(options=_OPTION_OF_RULE | {"--exclude keeps tensors dense": "write f16"}):
         file = config / "config.json" if config.is_dir() else config
         if not file.is_file():
             raise FileNotFoundError(f"{file} does not exist: CONFIG is a config.json or its folder")
@@ -518,7 +525,7 @@ def _bytes_in(text: str) -> float:
         for end, size in (("B", 1000), ("iB", 1024))
         for i, unit in enumerate(("", "k", "M", "G", "T"))
     }
-    found = re.fullmatch(r"([\d.]+) *([a-zA-Z]+)", text)
+    found = re.fullmatch(r"(\d+|\d*\.\d+) *([a-zA-Z]+)", text)
     if found is None or found[2] not in units:
         raise _BadOption(f"--memory {text!r} is not a number of bytes, such as 80GB or 16GiB")
     return float(found[1]) * units[found[2]]

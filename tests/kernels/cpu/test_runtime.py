@@ -69,9 +69,7 @@ def test_operands_that_do_not_fit_are_an_error(change):
 
 @pytest.mark.parametrize("when", [1, 2], ids=["before any part", "in a part"])
 def test_a_kernel_that_finds_no_memory_is_an_error(when):
-    with pytest.raises(
-        jax.errors.JaxRuntimeError, match="no memory for the buffers of a kernel"
-    ):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no memory for the buffers of a kernel"):
         plain.product(*plain.operands(), jnp.zeros(16).at[-1].set(when)).block_until_ready()
 
 
