@@ -375,7 +375,6 @@ BAD_OPTIONS = {
         ["--format", "mxfp4", "--tile", "32"],
         "tile 32 does not divide axis -1 of 'embed.weight' [10, 8]. mxfp4 has no other",
     ),
-    "tile_zero": ([*INT8, "--tile", "0"], "not 0"),
     "tile_text": ([*INT8, "--tile", "many"], "--tile must be a number or 'channel', not 'many'"),
     "tile_fixed": (["--format", "mxfp4", "--tile", "channel"], "mxfp4 needs tiles of 32"),
     "include": ([*INT8, "--include", "attention"], "--include 'attention' matches no tensor"),
