@@ -1104,14 +1104,15 @@ def test_arrays_are_saved_and_loaded(tmp_path):
 
 
 def test_replace_jaximus_serves_imports_of_eformer(monkeypatch):
-    monkeypatch.setitem(sys.modules, "eformer.jaximus", jaximus)  # which is restored
-    del sys.modules["eformer.jaximus"]
+    for name in ("eformer", "eformer.jaximus"):
+        monkeypatch.setitem(sys.modules, name, jaximus)  # which is restored
+        del sys.modules[name]
     for _ in range(2):  # the second call changes nothing
         jaximus.replace_jaximus()
     assert importlib.import_module("eformer.jaximus") is jaximus
     names: dict = {}
-    exec("from eformer.jaximus import ImplicitArray", names)
-    assert names["ImplicitArray"] is ImplicitArray
+    exec("import eformer.jaximus\nfrom eformer.jaximus import ImplicitArray", names)
+    assert names["ImplicitArray"] is names["eformer"].jaximus.ImplicitArray is ImplicitArray
 
 
 def test_replace_jaximus_is_refused_after_eformer_is_imported(monkeypatch):

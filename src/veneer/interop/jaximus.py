@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from importlib.util import find_spec
 from typing import Any, ClassVar, TypeVar
 
 import jax
@@ -765,8 +766,8 @@ def implicit_depth(tree: Any) -> int:
 def replace_jaximus() -> None:
     """Make `import eformer.jaximus` import this module, for packages that are written for eformer.
 
-    Call it before anything imports `eformer.jaximus`. It holds for the whole process. eformer need
-    not be installed for `from eformer.jaximus import ...`.
+    Call it before anything imports `eformer.jaximus`. It holds for the whole process. eformer
+    does not have to be installed.
 
     **Raises:** `RuntimeError` if eformer's own `jaximus` is already imported.
     """
@@ -776,4 +777,8 @@ def replace_jaximus() -> None:
             "eformer.jaximus is already imported, so types made with it are eformer's: call "
             "veneer.interop.jaximus.replace_jaximus() before the first import of eformer"
         )
+    if "eformer" not in sys.modules and find_spec("eformer") is None:
+        sys.modules["eformer"] = types.ModuleType("eformer")  # `import eformer.jaximus` needs it
     sys.modules["eformer.jaximus"] = sys.modules[__name__]
+    if package := sys.modules.get("eformer"):
+        package.jaximus = sys.modules[__name__]  # type: ignore[attr-defined]
