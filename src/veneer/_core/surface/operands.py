@@ -38,8 +38,8 @@ def outside_implicit_error(value: Value) -> OutsideImplicitError:
     return OutsideImplicitError(
         f"JAX functions cannot take {name} outside vn.implicit. Wrap the function that uses it, "
         "as in vn.implicit(f)(x), vn.implicit(module)(x) or vn.implicit(module.apply)(variables, "
-        "x), or call vn.materialise on the array. If the call is already under vn.implicit, pass "
-        "the array or its module as an argument, or call the function under jax.jit."
+        "x), or call vn.materialise on the array. If the function is already wrapped, pass the "
+        "array as an argument, or write jax.jit(vn.implicit(f))."
     )
 
 
