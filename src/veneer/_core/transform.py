@@ -80,9 +80,8 @@ def implicit(
     **Returns:** a function of the same arguments, which may return implicit arrays. If `fn` is a
     pytree, the result is a callable pytree with the same leaves.
 
-    **Raises:** `TypeError` if `fn` is not callable, or `filter_spec` holds arrays. `ValueError` for
-    an unknown `on_materialise`. The returned function raises `ValueError` if `filter_spec` is not
-    a prefix of its arguments.
+    **Raises:** `TypeError` if `fn` is not callable or `filter_spec` holds arrays. `ValueError` for
+    an unknown `on_materialise` or, when called, if `filter_spec` is not a prefix of its arguments.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> w = vn.quant.quantize(jnp.eye(2), "nf4")
@@ -96,7 +95,8 @@ def implicit(
     policy = policy_of(on_materialise)
     if fn is _left_out:
         return partial(implicit, filter_spec=filter_spec, on_materialise=on_materialise)
-    check_arguments(fn, filter_spec, is_kept)
+    if filter_spec is not True or not callable(fn):
+        check_arguments(fn, filter_spec, is_kept)
     if not treedef_is_leaf(jax.tree.structure(fn)):
         return Implicit(fn, filter_spec, policy)
 
