@@ -10,17 +10,17 @@ quantization (Li et al., arXiv 2310.08659): use
 """
 
 import dataclasses
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
 
-from ._core.surface.weights import path_matches
+from ._core.surface.mistakes import check_key, check_parameters
+from ._core.surface.weights import check_regex, path_matches
 from ._core.value import Value
 from ._jax.source_lines import warn_user
 from .quant.models.correction import low_rank_axes
-from .quant.models.rules import flatten_with_paths, some_of, warn_of_unmatched
+from .quant.models.rules import flatten_with_paths, shown, some_of, warn_of_unmatched
 from .quant.models.uses import Use, program_of, telling, uses_of
 from .quant.qarray import QUANTIZABLE
 from .types.lora import LoraArray, join, merge, split, with_dropout, without_dropout
@@ -51,7 +51,8 @@ class Rule:
     - `rank`: the rank of the update, at least 1. None leaves the weight unchanged.
     - `alpha`, `rs_lora`, `dora`, `dropout`, `dtype`: as in `vn.types.LoraArray.init`.
 
-    **Raises:** `ValueError` if the regex is invalid or the rank is less than 1.
+    **Raises:** `ValueError` if the regex is invalid or the rank is less than 1. `TypeError` if
+    `path_regex` is not a string.
 
     >>> import veneer as vn
     >>> vn.lora.Rule(".*attention.*", rank=8).matches("layers.0.attention.query.kernel")
@@ -68,10 +69,7 @@ class Rule:
     dtype: Any = None
 
     def __post_init__(self) -> None:
-        try:
-            re.compile(self.path_regex)
-        except re.error as error:
-            raise ValueError(f"path_regex {self.path_regex!r} is not a regex: {error}") from None
+        check_regex(self.path_regex, "path_regex")
         if self.rank is not None and self.rank < 1:
             raise ValueError(f"the rank of an adapter must be at least 1, not {self.rank}")
 
@@ -136,6 +134,8 @@ def init_tree(
     ((512, 4), (4, 8, 64))
     """
     _check(rules)
+    check_parameters(params, "init_tree(params, rules, key=key, model=f, args=(x,))")
+    check_key(key)
     paths, leaves, treedef = flatten_with_paths(params)
     warn_of_unmatched(rules, paths)
     chosen: dict[str, Rule] = {}
@@ -187,8 +187,8 @@ def _check(rules: Any) -> None:
     for rule in rules if is_sequence else [rules]:
         if not is_sequence or not isinstance(rule, Rule):
             raise TypeError(
-                f"rules must be a list of vn.lora.Rule, such as [vn.lora.Rule('.*', rank=8)], not "
-                f"{rule!r}"
+                "rules must be a list of vn.lora.Rule, such as [vn.lora.Rule('.*', rank=8)], not "
+                f"{shown(rule)}. The rules are the second argument, after the parameters"
             )
 
 

@@ -4,7 +4,6 @@ Each takes `where`, which chooses among arrays as the model sees them: an implic
 its path is that of the parameter that it stands for.
 """
 
-import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -14,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from . import tree as vtree
-from ._core.surface.weights import path_matches
+from ._core.surface.weights import check_regex, path_matches
 from ._core.value import Value, is_value
 
 Where = str | type | Callable[[str, Any], Any] | None
@@ -42,8 +41,8 @@ def trainable(tree: Any, where: Where = None) -> Any:
     **Returns:** a tree with True or False for each leaf, also inside implicit arrays: a mask for
     `vn.tree.partition` and `optax.masked`.
 
-    **Raises:** `ValueError` for an invalid regex. `TypeError` if the attribute `trainable` of a
-    class does not name its fields.
+    **Raises:** `ValueError` for an invalid regex. `TypeError` for another type of `where`, or if
+    the attribute `trainable` of a class does not name its fields.
 
     **Warns** (`UserWarning`) of a regex that matches no path.
 
@@ -69,7 +68,7 @@ def freeze(tree: Any, where: Where = None) -> Any:
     **Returns:** a tree that represents the same arrays. Run the model on it under `vn.implicit`.
     `vn.unfreeze` reverses it.
 
-    **Raises:** `ValueError` for an invalid regex.
+    **Raises:** `ValueError` for an invalid regex. `TypeError` for another type of `where`.
 
     **Warns** (`UserWarning`) of a regex that matches no path.
 
@@ -97,7 +96,7 @@ def unfreeze(tree: Any, where: Where = None) -> Any:
 
     **Returns:** the tree without `vn.types.Frozen`.
 
-    **Raises:** `ValueError` for an invalid regex.
+    **Raises:** `ValueError` for an invalid regex. `TypeError` for another type of `where`.
 
     **Warns** (`UserWarning`) of a regex that matches no path.
 
@@ -162,11 +161,8 @@ def _chosen(paths: Sequence[str], arrays: Sequence[Any], where: Where) -> list[b
         return [isinstance(x, where) for x in arrays]
     if callable(where):
         return [bool(where(path, x)) for path, x in zip(paths, arrays, strict=True)]
-    try:
-        regex = re.compile(where)
-    except re.error as error:
-        raise ValueError(f"where={where!r} is not a regex: {error}") from None
-    chosen = [path_matches(regex, path) for path in paths]
+    check_regex(where, "where", "a regex, a class or a function")
+    chosen = [path_matches(where, path) for path in paths]
     if not any(chosen):
         some = ", ".join(paths[:4]) + (", ..." if len(paths) > 4 else "")
         warnings.warn(

@@ -185,7 +185,7 @@ def test_a_tile_that_does_not_fit_is_refused_with_the_path(rule, message):
 @pytest.mark.parametrize(
     ("args", "kwargs", "message"),
     [
-        (("(", "int8"), {}, r"path_regex '\(' is not a regex"),
+        (("(", "int8"), {}, r"path_regex='\(' is not a regex"),
         ((".*", "int9"), {}, "unknown format 'int9'"),
         ((".*", "int8"), {"tile_size": 0}, "tile_size must be at least 1, not 0"),
         ((".*", "int8"), {"tile_size": 1.5}, "tile_size is a fraction of the axis, .* not 1.5"),

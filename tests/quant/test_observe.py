@@ -355,7 +355,7 @@ def test_a_tuple_is_the_arguments_of_the_model():
 
 
 def test_a_model_without_parameters_is_refused():
-    with pytest.raises(TypeError, match=r"observe finds no parameters in .*params=params"):
+    with pytest.raises(TypeError, match=r"holds no parameters. Call observe.*params=params"):
         observe(lambda x: x @ W, ANY)
 
 

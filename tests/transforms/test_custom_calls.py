@@ -149,6 +149,7 @@ def test_a_batching_rule_that_loses_a_label_is_refused():
         return jnp.zeros(x.shape), True
 
     with pytest.raises(
-        TypeError, match=r"Output 0 of a custom_vmap.*Tagged:f32\[3\].*the same type"
+        TypeError,
+        match=r"is Tagged:f32\[3\] for one example, but .* returns f32\[3\] for each example",
     ):
         jax.vmap(vn.implicit(f))(Tagged(jnp.ones((2, 3)), "kg"))

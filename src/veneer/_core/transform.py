@@ -17,7 +17,7 @@ from .policy import (
     policy_of,
 )
 from .surface.captures import close, may_capture, open_closure, refuse_assignments
-from .surface.mistakes import not_a_function
+from .surface.mistakes import check_arguments
 from .surface.nesting import enter, leave
 from .surface.weights import name_weights
 from .trace import ImplicitTrace, ImplicitTracer
@@ -80,8 +80,8 @@ def implicit(
     **Returns:** a function of the same arguments, which may return implicit arrays. If `fn` is a
     pytree, the result is a callable pytree with the same leaves.
 
-    **Raises:** `TypeError` if `fn` is not callable. `ValueError` for an unknown `on_materialise`.
-    The returned function raises `ValueError` if `filter_spec` is not a prefix of its arguments.
+    **Raises:** `TypeError` if `fn` is not callable or `filter_spec` holds arrays. `ValueError` for
+    an unknown `on_materialise` or, when called, if `filter_spec` is not a prefix of its arguments.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> w = vn.quant.quantize(jnp.eye(2), "nf4")
@@ -95,8 +95,8 @@ def implicit(
     policy = policy_of(on_materialise)
     if fn is _left_out:
         return partial(implicit, filter_spec=filter_spec, on_materialise=on_materialise)
-    if not callable(fn):
-        raise not_a_function(fn, jax.tree.leaves(fn, is_leaf=is_kept))
+    if filter_spec is not True or not callable(fn):
+        check_arguments(fn, filter_spec, is_kept)
     if not treedef_is_leaf(jax.tree.structure(fn)):
         return Implicit(fn, filter_spec, policy)
 

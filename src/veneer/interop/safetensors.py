@@ -61,6 +61,8 @@ def save(
 
     - `TypeError` if a leaf cannot be saved, is a tracer, or has another dtype; names its path. Also
       if a key is neither a string nor an integer, or `config` is not JSON.
+    - `TypeError` if `path` is not a path.
+    - `ValueError` if a folder is named like a file, with the suffix .gguf or .safetensors.
     - `ValueError` if `format` is unknown or cannot hold a tensor (names it), if two tensors get the
       same name, if the tree is too deep, or if `config` or `names` lack `format`.
     - `FileExistsError` if `path` exists. With `overwrite`, if it has files that `save` did not
@@ -75,6 +77,7 @@ def save(
     >>> vn.load(path)["layers"][0]["b"].shape
     (8,)
     """
+    _check_path(path, format)
     if format is not None:
         found, _ = vtree.flatten_with_path(tree)
         tensors = {vtree.path_string(path): x for path, x in found}
@@ -93,6 +96,22 @@ def save(
         for name, leaf in leaves.items():
             writer.add(name, leaf)
         writer.finish(encoded)
+
+
+def _check_path(path: Any, format: str | None) -> None:
+    """Check that `path` is a path, and that a folder does not get the name of a file."""
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(
+            f"path must be a string or a Path, not a {type(path).__name__}. "
+            "Pass the path first: vn.save(path, tree)"
+        )
+    suffix = os.path.splitext(path)[1].lower()
+    if format is None and suffix in (".gguf", ".safetensors"):
+        remedy = " To write a GGUF file, pass format='gguf'." if suffix == ".gguf" else ""
+        raise ValueError(
+            f"vn.save writes a folder, and {os.fspath(path)!r} is the name of a file. Name the "
+            f"folder without {suffix}.{remedy}"
+        )
 
 
 def load(

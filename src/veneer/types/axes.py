@@ -33,15 +33,9 @@ def check_axes(value: Any, kinds: Any = Leaf, /, **axes: str) -> None:
     """
     sizes: dict[str, int] = {}
     leading: tuple[int, ...] | None = None
+    check_arrays(value, kinds, *axes)
     for field, names in axes.items():
         leaf = getattr(value, field)
-        if not isinstance(leaf, kinds):
-            is_implicit = isinstance(leaf, Value)
-            raise TypeError(
-                f"{type(value).__name__} takes {'a dense' if is_implicit else 'an'} array for "
-                f"{field}, not {leaf!r}. Convert it with "
-                f"{'veneer.materialise' if is_implicit else 'jax.numpy.asarray'}."
-            )
         shape, own = tuple(leaf.shape), names.split()
         if len(shape) < len(own):
             raise ValueError(_message(value, axes, f"{field} has too few axes"))
@@ -55,6 +49,26 @@ def check_axes(value: Any, kinds: Any = Leaf, /, **axes: str) -> None:
                 raise ValueError(
                     _message(value, axes, f"axis {name} of {field} is {size}, not {expected}")
                 )
+
+
+def check_arrays(value: Any, kinds: Any, /, *fields: str) -> None:
+    """Check that fields of a value hold arrays.
+
+    **Arguments:**
+
+    - `kinds`: what they may be: a `Leaf`, or an `Array`.
+
+    **Raises:** `TypeError` for a field that holds anything else.
+    """
+    for field in fields:
+        leaf = getattr(value, field)
+        if not isinstance(leaf, kinds):
+            is_implicit = isinstance(leaf, Value)
+            raise TypeError(
+                f"{type(value).__name__} takes {'a dense' if is_implicit else 'an'} array for "
+                f"{field}, not {leaf!r}. Convert it with "
+                f"{'veneer.materialise' if is_implicit else 'jax.numpy.asarray'}."
+            )
 
 
 def _message(value: Any, axes: dict[str, str], what: str) -> str:

@@ -154,7 +154,7 @@ def test_paths_are_taken_as_they_are():
 
 
 def test_mistakes_of_allocation():
-    with pytest.raises(TypeError, match=r"no parameters in .*params=params"):
+    with pytest.raises(TypeError, match=r"holds no parameters.*params=params"):
         allocate_bits(lambda x: model(PARAMS, x), CHOICES, 5.0)
     with pytest.raises(ValueError, match="there are no batches"):
         allocate_bits(model, CHOICES, 5.0, params=PARAMS)([])

@@ -298,7 +298,7 @@ def test_mistakes():
         calibrate(mlp, INT4, params=MLP, sequential=True, propagation=2.0)
     with pytest.raises(ValueError, match="needs sequential=True"):
         calibrate(mlp, INT4, params=MLP, propagation=0.5)
-    with pytest.raises(TypeError, match=r"no parameters in .*params=params"):
+    with pytest.raises(TypeError, match=r"holds no parameters.*params=params"):
         calibrate(lambda x: mlp(MLP, x), INT4)
     with pytest.raises(TypeError, match="rules"):
         calibrate(mlp, 4, params=MLP)

@@ -116,10 +116,13 @@ def _custom_vmap(*values: Any, call: Any, rule: Any, in_tree: Any, out_tree: Any
             ]
         for i, (x, tree) in enumerate(zip(out, staged.out_trees, strict=True)):
             if jax.tree.structure(x) != tree:
-                found, wanted = describe([x, staged.examples()[i]])
+                # Without the batch axis, so that the shapes can be compared.
+                example = jax.tree.map(lambda leaf: leaf[0], x) if out_batched[i] else x
+                found, wanted = describe([example, staged.examples()[i]])
                 raise TypeError(
-                    f"Output {i} of a custom_vmap function is {wanted} without vmap, but {found} "
-                    "in its batching rule. Both must have the same type and metadata."
+                    f"Output {i} of a custom_vmap function is {wanted} for one example, but its "
+                    f"batching rule returns {found} for each example. Both must have the same "
+                    "type and metadata."
                 )
         return jax.tree.leaves(out), out_batched
 

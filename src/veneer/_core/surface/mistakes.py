@@ -133,8 +133,20 @@ class OutsideImplicitError(RuntimeError):
     """
 
 
-def not_a_function(x: Any, leaves: Sequence[Any]) -> TypeError:
-    """Return the error of `implicit` for something that cannot be called, such as parameters."""
+def check_arguments(fn: Any, filter_spec: Any, is_leaf: Callable[[Any], bool]) -> None:
+    """Check the arguments of `implicit`: `fn` can be called, and `filter_spec` holds no arrays."""
+    if not callable(fn):
+        raise _not_a_function(fn, jax.tree.leaves(fn, is_leaf=is_leaf))
+    if isinstance(filter_spec, bool) or callable(filter_spec):
+        return
+    if any(str(getattr(x, "dtype", "bool")) != "bool" for x in jax.tree.leaves(filter_spec)):
+        raise TypeError(
+            "filter_spec holds arrays, but it must be a bool, a predicate, or a pytree of them. "
+            "Pass arguments of the function to the result: vn.implicit(f)(params, x)."
+        )
+
+
+def _not_a_function(x: Any, leaves: Sequence[Any]) -> TypeError:
     shown = type(x).__name__
     if leaves and leaves[0] is not x:
         kinds = {"Array" if isinstance(y, jax.Array) else type(y).__name__ for y in leaves}
@@ -144,6 +156,24 @@ def not_a_function(x: Any, leaves: Sequence[Any]) -> TypeError:
         "vn.implicit(model)(params, x), where model is the function. To get dense arrays, call "
         "vn.materialise(params)."
     )
+
+
+def check_parameters(params: Any, call: str) -> None:
+    """Check that a tree of parameters holds arrays. `call` shows how they are passed."""
+    if not any(hasattr(x, "dtype") for x in jax.tree.leaves(params)):
+        raise ValueError(
+            f"params, a {type(params).__name__}, holds no arrays. Pass the parameters, a tree of "
+            f"arrays: {call}"
+        )
+
+
+def check_key(key: Any) -> None:
+    """Check that `key` is a PRNG key of JAX, typed or raw."""
+    dtype = getattr(key, "dtype", None)
+    is_key = dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+    if not is_key and not (dtype == "uint32" and key.ndim == 1):
+        shown = repr(key) if dtype is None else f"an array {dtype.name}{list(key.shape)}"
+        raise TypeError(f"key must be a JAX PRNG key, such as jax.random.key(0), not {shown}")
 
 
 def no_array(what: str, dense_tangent: bool = False) -> TypeError:

@@ -127,6 +127,19 @@ def _argument_names(fn: Any, count: int) -> list[str]:
     return names + [f"args.{i}" for i in range(len(names), count)]
 
 
+def check_regex(regex: Any, name: str, kinds: str = "a string that is a regex") -> None:
+    """Check a regex for paths, the argument `name`, which can be one of `kinds`.
+
+    **Raises:** `TypeError` if it is not a string. `ValueError` if it is not a valid regex.
+    """
+    if not isinstance(regex, str | re.Pattern):
+        raise TypeError(f"{name} must be {kinds}, not {regex!r}")
+    try:
+        re.compile(regex)
+    except re.error as error:
+        raise ValueError(f"{name}={regex!r} is not a regex: {error}") from None
+
+
 def path_matches(regex: str | re.Pattern, path: str) -> bool:
     """Return whether a regex matches the whole of a path, with or without a final `.value`.
 

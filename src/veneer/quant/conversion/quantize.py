@@ -3,18 +3,20 @@
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, SupportsIndex
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import SupportsIndex
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import treedef_is_leaf
 from jax.typing import ArrayLike, DTypeLike
 
 from ..._core.surface.array import ImplicitArray
+from ..._core.surface.mistakes import check_key
 from ..._core.value import materialise_one
 from ..._jax.source_lines import warn_user
-from ..formats import FORMATS, Format, get_format
+from ..formats import FORMATS, Format, get_format, is_format
 from ..formats.rounding import encode_stochastically
 from ..formats.tiles import Leaf, Shape, divides, over_tiles, split_tiles, tile_counts
 from ..qarray import QUANTIZABLE, QArray, pack_codes
@@ -83,7 +85,8 @@ def quantize(
 
     **Raises:**
 
-    - `TypeError` if `array` or `scale_dtype` is not floating, or if `key` is not a key.
+    - `TypeError` if `array` or `scale_dtype` is not floating, `key` is not a key, or an argument
+      has another type.
     - `ValueError` for an unknown format or method, a method that the format does not support, an
       axis that is out of range or named twice, or a tile size that does not divide its axis.
 
@@ -96,7 +99,7 @@ def quantize(
     ((2, 2), 20, 32)
     """
     if key is not None:
-        _check_key(key)
+        check_key(key)
     dense = floating(array)
     params = quantize_params(
         dense, qtype, channelwise_axes, tiled_axes, calibration_method, scale_dtype
@@ -110,13 +113,6 @@ def quantize(
             "memory than the dense array: name fewer channelwise_axes, or use larger tiles"
         )
     return q
-
-
-def _check_key(key: Any) -> None:
-    is_key = hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    is_raw_key = getattr(key, "dtype", None) == np.uint32 and np.ndim(key) == 1
-    if not is_key and not is_raw_key:
-        raise TypeError(f"key must be a JAX PRNG key, such as jax.random.key(0), not {key!r}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,6 +145,15 @@ def quantize_params(
     calibration = check_calibration(calibration_method or format.calibration, format)
     shape = array.shape
     sizes = None
+    if not isinstance(channelwise_axes, Iterable):
+        raise TypeError(
+            "channelwise_axes must be a list of axes, such as "
+            f"[{0 if channelwise_axes is None else channelwise_axes}], not {channelwise_axes!r}"
+        )
+    if not isinstance(tiled_axes, Mapping | None):
+        raise TypeError(
+            f"tiled_axes must be {{axis: tile size}}, such as {{0: 64}}, not {tiled_axes!r}"
+        )
     if tiled_axes is not None:
         sizes = {int(axis): tile_in(shape, int(axis), tile) for axis, tile in tiled_axes.items()}
     channelwise, tiled = _tiles_of(format, shape, [int(axis) for axis in channelwise_axes], sizes)
@@ -178,12 +183,18 @@ def quantize_as(array: jax.Array, q: QArray, counts: Shape) -> QArray:
 def floating(array: ArrayLike | ImplicitArray) -> jax.Array:
     """Return the dense array to quantize.
 
-    **Raises:** `TypeError` if `array` is a list or tuple, or if its dtype cannot be quantized.
+    **Raises:** `TypeError` if `array` is a format or a tree, or if its dtype cannot be quantized.
     """
-    if isinstance(array, list | tuple):
+    if isinstance(array, str | type | np.dtype):
         raise TypeError(
-            f"quantize takes an array, not a {type(array).__name__}: call jnp.asarray first, or "
-            "quantize_tree for a tree of arrays"
+            f"the first argument of quantize is {array!r}. Pass the array first, then the format: "
+            f"quantize(array, {array if is_format(array) else 'int8'!r})"
+        )
+    is_array = isinstance(array, ImplicitArray) or hasattr(array, "dtype")
+    if not is_array and not treedef_is_leaf(jax.tree.structure(array)):
+        raise TypeError(
+            f"quantize takes one array, not a {type(array).__name__}. Call jnp.asarray for a list "
+            "of numbers, or quantize_tree for a tree of arrays"
         )
     dense = materialise_one(array)
     dtype = jnp.result_type(dense)

@@ -2,7 +2,7 @@
 
 The modules here:
 
-    table           Format, FORMATS, get_format: a row for each format
+    table           Format, FORMATS, get_format, is_format: a row for each format
     codebooks       the value of each code, where that is not the code itself
     packing         codes of fewer than 8 bits, without gaps, in bytes
     tiles           the groups of values that share a scale
@@ -13,3 +13,4 @@ The modules here:
 from .table import FORMATS as FORMATS
 from .table import Format as Format
 from .table import get_format as get_format
+from .table import is_format as is_format

@@ -10,6 +10,7 @@ A value is stored as a code and its tile's scale. What a code is worth before th
 import dataclasses
 import itertools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -380,6 +381,11 @@ ALIASES = {
 }
 
 
+def is_format(name: Any) -> bool:
+    """Return whether something is the name or an alias of a format."""
+    return isinstance(name, str) and (name in FORMATS or name in ALIASES)
+
+
 def get_format(qtype: DTypeLike) -> Format:
     """Return the format of a name, an alias or a dtype.
 
@@ -407,6 +413,6 @@ def get_format(qtype: DTypeLike) -> Format:
         name = qtype if isinstance(qtype, str) else jnp.dtype(qtype).name
     except TypeError:
         raise TypeError(f"a format is a name, such as 'nf4', or a dtype, not {qtype!r}") from None
-    if name not in FORMATS and name not in ALIASES:
+    if not is_format(name):
         raise unknown_format(name, tuple(FORMATS), tuple(ALIASES))
     return FORMATS[ALIASES.get(name, name)]

@@ -27,7 +27,10 @@ _CLOSE_TO_GGUF = {
 }
 
 _DENSE = re.compile(r"(b?f|fp|b?float)(16|32|64)|half|float|double")
-_INTEGER = re.compile(r"(u?)int(\d+)")
+_INTEGER = re.compile(r"(u?)int(\d+)(?:[-_].*)?")  # also int8_per_channel
+_BITS = re.compile(r"(\d+)[-_ ]?bits?")
+_WEIGHTS_AND_ACTIVATIONS = re.compile(r"w(\d+)a(\d+)")
+_METHOD = re.compile(r"(gptq|awq|smoothquant)(\+gptq)?")
 
 
 def unknown_format(name: str, formats: Sequence[str], aliases: Sequence[str]) -> ValueError:
@@ -46,6 +49,16 @@ def _advice(name: str, formats: Sequence[str], aliases: Sequence[str]) -> str:
         )
     if _DENSE.fullmatch(name):
         return ", a dense dtype: to keep a weight dense, write None as the format of its rule"
+    if _METHOD.fullmatch(name):
+        acts = name.startswith("smoothquant")
+        rules = "[vn.quant.Rule('.*', 'int8', act_qtype='int8')]" if acts else "'int4'"
+        return (
+            ", which is a method of calibration. Choose a format, and call vn.quant.calibrate("
+            f"model, {rules}, params=params, method={name!r})"
+        )
+    if (bits := _WEIGHTS_AND_ACTIVATIONS.fullmatch(name)) is not None and int(bits[2]) < 16:
+        weights, activations = (_closest(f"int{n}", formats, aliases) for n in bits.groups())
+        return f"; use vn.quant.Rule('.*', {weights!r}, act_qtype={activations!r})"
     close = _closest(name, formats, aliases)
     if close is None:
         return f"; the formats are {', '.join(formats)}; aliases are {', '.join(aliases)}"
@@ -54,6 +67,8 @@ def _advice(name: str, formats: Sequence[str], aliases: Sequence[str]) -> str:
 
 def _closest(name: str, formats: Sequence[str], aliases: Sequence[str]) -> str | None:
     """Return the integer format of the most similar width, or else the most similar name."""
+    if (width := _BITS.fullmatch(name) or _WEIGHTS_AND_ACTIVATIONS.fullmatch(name)) is not None:
+        name = f"int{width[1]}"
     if (integer := _INTEGER.fullmatch(name)) is not None:
         sign, bits = integer.groups()
         known = [match for other in formats if (match := _INTEGER.fullmatch(other))]

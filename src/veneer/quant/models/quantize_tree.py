@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 from jax.typing import DTypeLike
 
+from ..._core.surface.mistakes import check_parameters
 from ..._jax.source_lines import warn_user
 from ..observation.statistics import ActivationStatistics
 from ..qarray import QArray
@@ -89,6 +90,7 @@ def quantize_tree(
 
     - `TypeError` if `rules` is not a list of `Rule`, or the program cannot be called.
     - `ValueError`, with the path, if a tile does not divide its axis or statistics are missing.
+    - `ValueError` if `params` holds no arrays.
     - `ValueError` if a rule has an option that does not fit `train`, or a format name is given
       without a program.
 
@@ -108,8 +110,9 @@ def quantize_tree(
     >>> vn.quant.quantize_tree(params, [vn.quant.Rule("dense.*", "int8")])["dense"]["kernel"].nbytes
     544
     """
-    program = program_of(params, model, args, kwargs)
     rules = rules_or_format(rules)
+    check_parameters(params, "quantize_tree(params, 'int8', model=f, args=(x,))")
+    program = program_of(params, model, args, kwargs)
     if not isinstance(rules, str):
         check_rules(rules, train=train, statistics=statistics)
     chosen = choose(params, rules, program, args or (), kwargs, of_quantized=not train)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from ..._core.surface.weights import path_matches
+from ..._core.surface.weights import check_regex, path_matches
 from ..._core.value import is_value
 from ..._jax.source_lines import warn_user
 from ...types.basis import InBasis, Rotated
@@ -19,7 +18,7 @@ from ..activations import ActivationQuantized, check_activation_format, products
 from ..conversion.calibration import check_calibration
 from ..conversion.quantize import quantize, scale_dtype_in, tile_in
 from ..conversion.scale_axes import check_tile_size, scale_axes_of, tile_size_in
-from ..formats import get_format
+from ..formats import get_format, is_format
 from ..formats.tiles import Shape
 from ..observation.statistics import ActivationStatistics, static_range
 from ..ptq.methods import check_method
@@ -107,10 +106,8 @@ class Rule:
     op_names: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        try:
-            re.compile(self.path_regex)
-        except re.error as error:
-            raise ValueError(f"path_regex {self.path_regex!r} is not a regex: {error}") from None
+        check_regex(self.path_regex, "path_regex")
+        self._check_order()
         for name in ("qtype", "act_qtype", "grad_qtype"):
             qtype = getattr(self, name)
             if qtype is not None and not isinstance(qtype, str):  # a dtype; shown by its name
@@ -124,6 +121,13 @@ class Rule:
         if self.sparsity is not None:
             pattern = check_sparsity(self.sparsity, self.qtype)
             object.__setattr__(self, "sparsity", pattern)
+
+    def _check_order(self) -> None:
+        if is_format(self.path_regex) and isinstance(self.qtype, str) and not is_format(self.qtype):
+            raise ValueError(
+                f"the arguments of Rule are swapped: write Rule({self.qtype!r}, "
+                f"{self.path_regex!r}), with the regex first"
+            )
 
     def _check_tiles(self) -> None:
         axes = self.tile_axis
@@ -412,12 +416,23 @@ def rules_in(rules: Any) -> tuple[Rule, ...]:
         if isinstance(rules, Mapping) and all(isinstance(x, str) for x in rules):
             pairs = {path: x for path, x in rules.items() if isinstance(x, str | None)} or pairs
         meant = ", ".join(f"vn.quant.Rule({path!r}, {x!r})" for path, x in pairs.items())
-        raise TypeError(f"rules must be a list of Rule, such as [{meant}], not {rules!r}")
+        raise TypeError(
+            f"rules must be a list of Rule, such as [{meant}], not {shown(rules)}. The rules are "
+            "the second argument, after the parameters or the model"
+        )
     rules = tuple(rules)
     for i, rule in enumerate(rules):
         if not isinstance(rule, Rule):
-            raise TypeError(f"rules[{i}] must be a Rule, such as Rule('.*', 'int8'), not {rule!r}")
+            raise TypeError(
+                f"rules[{i}] must be a Rule, such as Rule('.*', 'int8'), not {shown(rule)}"
+            )
     return rules
+
+
+def shown(x: Any) -> str:
+    """Return something that is not a rule as messages show it: a tree of arrays by its type."""
+    holds_arrays = any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(x))
+    return f"a {type(x).__name__}" if holds_arrays else repr(x)
 
 
 def flatten_with_paths(tree: Any) -> tuple[list[str], list[Any], Any]:

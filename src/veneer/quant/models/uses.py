@@ -17,6 +17,7 @@ from jax.typing import ArrayLike
 
 from ..._core.primitives.dimension_numbers import DotDimensionNumbers
 from ..._core.rules import register
+from ..._core.surface.mistakes import check_parameters
 from ..._core.transform import implicit, redispatch
 from ..._core.tree import static
 from ..._core.value import is_value
@@ -246,6 +247,33 @@ def _select(which: ArrayLike, *cases: TrackedWeight) -> TrackedWeight:
     return cases[0].changed(array=array, tracks=tuple(dict.fromkeys(tracks)))
 
 
+def parameters_and_program(model: Any, params: Any, call: str) -> tuple[Any, Callable]:
+    """Return the parameters, which can be those of a module, and the program.
+
+    **Arguments:**
+
+    - `model`: a function of the parameters and other arguments, or a module that has them.
+    - `params`: the parameters, or None for a module.
+    - `call`: how both are passed.
+
+    **Raises:** `TypeError` if the model is not callable, or `params` is missing. `ValueError` if
+    the parameters hold no arrays.
+    """
+    name = type(model).__name__
+    if not callable(model):
+        raise TypeError(f"the model must be a function or a module, not a {name}. Call {call}")
+    if params is None and jax.tree_util.treedef_is_leaf(jax.tree.structure(model)):
+        raise TypeError(
+            f"the model, a {name}, holds no parameters. Call {call}, where the model is called as "
+            "model(params, batch)"
+        )
+    params, function = (model, None) if params is None else (params, model)
+    check_parameters(params, call)
+    program = program_of(params, function, (), None)
+    assert program is not None
+    return params, program
+
+
 def program_of(params: Any, model: Callable | None, args: Any, kwargs: Any) -> Callable | None:
     """Returns the program of parameters and arguments that a caller gives, or None for none.
 
@@ -258,7 +286,9 @@ def program_of(params: Any, model: Callable | None, args: Any, kwargs: Any) -> C
         )
     if model is not None:
         if not callable(model):
-            raise TypeError(f"model must be a function of params and args, not {model!r}")
+            raise TypeError(
+                f"model must be a function of params and args, not a {type(model).__name__}"
+            )
         return model
     if args is None and kwargs is None:
         return None
@@ -324,9 +354,36 @@ def uses_of(
     _uses[token] = uses
     try:
         _traced(run, stand_ins, tuple(args), dict(kwargs or {}))
+    except Exception as error:
+        if _is_of_linen(error) or _is_of_linen(call):
+            error.add_note(
+                "For a module of Flax linen, pass all its variables, and model=module.apply: "
+                "quantize_tree(variables, rules, model=module.apply, args=(x,))."
+            )
+        raise
     finally:
         del _uses[token]
     return uses
+
+
+def _is_of_linen(x: Any) -> bool:
+    """Return whether something is a module of Flax linen, or an error if one has no variables."""
+    names = {f"{cls.__module__}.{cls.__name__}" for cls in type(x).__mro__}
+    return not names.isdisjoint(_LINEN)
+
+
+_LINEN = frozenset(
+    (
+        "flax.linen.module.Module",
+        "flax.errors.ApplyScopeInvalidVariablesStructureError",
+        "flax.errors.ApplyScopeInvalidVariablesTypeError",
+        "flax.errors.CallCompactUnboundModuleError",
+        "flax.errors.CallSetupUnboundModuleError",
+        "flax.errors.ScopeCollectionNotFound",
+        "flax.errors.ScopeParamNotFoundError",
+        "flax.errors.ScopeVariableNotFoundError",
+    )
+)
 
 
 def telling(uses: Sequence[Use]) -> list[Use]:

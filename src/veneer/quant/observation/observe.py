@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._core.primitives.scopes import telling_tangents
+from ..._core.surface.mistakes import check_parameters
 from ..._core.transform import implicit
 from ..._jax.source_lines import warn_user
 from ..activations import PRODUCTS
@@ -66,9 +67,9 @@ def observe(
 
     **Raises:**
 
-    - `TypeError` if no parameters are found, `rules` is not a list of `Rule`, or the batches are a
-      single array or dict.
-    - `ValueError` if `decay` is out of range, or there are no batches.
+    - `TypeError` if `model` is not callable, no parameters are found, `rules` is not a list of
+      `Rule`, or the batches are a single array or dict.
+    - `ValueError` if `params` holds no arrays, `decay` is out of range, or there are no batches.
     - `ValueError` if no weight has activations, or two arguments of a partial have the same path.
 
     **Warns** (`UserWarning`) of a rule that matches no path, and of weights without activations.
@@ -251,7 +252,12 @@ Program = tuple[Sequence[Any], Callable]
 
 def _program(model: Callable, params: Any) -> Program:
     """The trees of parameters, and the function of them, as a list, and of other arguments."""
+    shown = f"a {type(model).__name__}"
+    how = "Call observe(model, rules, params=params), with a function model(params, batch)"
+    if not callable(model):
+        raise TypeError(f"the model must be a function or a module, not {shown}. {how}")
     if params is not None:
+        check_parameters(params, "observe(model, rules, params=params)")
         return [params], lambda parts, /, *args, **kwargs: model(parts[0], *args, **kwargs)
     if isinstance(model, functools.partial):
         names = list(model.keywords)
@@ -266,11 +272,10 @@ def _program(model: Callable, params: Any) -> Program:
             return function(*parts[1:split], *args, **{**keywords, **kwargs})
 
         return parts, call
-    if callable(model) and not jax.tree_util.treedef_is_leaf(jax.tree.structure(model)):
+    if not jax.tree_util.treedef_is_leaf(jax.tree.structure(model)):
         return [model], lambda parts, /, *args, **kwargs: parts[0](*args, **kwargs)
     raise TypeError(
-        f"observe finds no parameters in {model!r}. Call observe(model, rules, params=params) with "
-        "a function model(params, batch), or pass functools.partial(model, params)"
+        f"the model, {shown}, holds no parameters. {how}, or pass functools.partial(model, params)"
     )
 
 

@@ -17,7 +17,7 @@ from ..._core.value import is_value, materialise_one
 from ..models.correction import LowRankAxes, quantize_corrected
 from ..models.quantize_tree import Chosen, check_rules, choose
 from ..models.rules import Rule, rules_in, some_of, warn_of_unmatched
-from ..models.uses import program_of
+from ..models.uses import parameters_and_program
 from ..observation.observe import (
     arguments_of,
     check_batches,
@@ -106,15 +106,9 @@ class BitAllocator:
             raise ValueError(f"bits must be a number of bits per value above 0, not {bits}")
         self._choices = rules_in(choices)
         check_rules(self._choices, calibrated=any(rule.method for rule in self._choices))
-        if params is None and jax.tree_util.treedef_is_leaf(jax.tree.structure(model)):
-            raise TypeError(
-                f"allocate_bits finds no parameters in {model!r}. Call allocate_bits(model, "
-                "choices, bits, params=params) with a function model(params, batch)"
-            )
-        self._params: Any = model if params is None else params
-        program = program_of(self._params, None if params is None else model, (), None)
-        assert program is not None
-        self._program, self._bits = program, bits
+        call = "allocate_bits(model, choices, bits, params=params)"
+        self._params, self._program = parameters_and_program(model, params, call)
+        self._bits = bits
 
     def __call__(self, batches: Iterable[Any]) -> list[Rule]:
         """Return a rule for each weight, chosen with the activations of the batches."""

@@ -13,14 +13,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from jax.typing import DTypeLike
 
 from ..._jax.source_lines import warn_user
 from ..models.quantize_tree import Chosen, check_rules, choose
 from ..models.rules import Rule, rules_or_format, some_of
-from ..models.uses import program_of
+from ..models.uses import parameters_and_program
 from ..observation.observe import (
     arguments_of,
     check_batches,
@@ -91,8 +90,10 @@ def calibrate(
 
     **Raises:**
 
-    - `TypeError` if no parameters are found, or `rules` is not a list of `Rule`.
-    - `ValueError` for an unknown method, an argument out of range, or rules that conflict.
+    - `TypeError` if `model` is not callable, no parameters are found, or `rules` is not a list of
+      `Rule`.
+    - `ValueError` for `params` without arrays, an unknown method, an argument out of range, or
+      rules that conflict.
 
     `Calibrator` lists the errors and warnings of the calibration itself.
 
@@ -180,15 +181,9 @@ class Calibrator:
                     f"method {method!r} is for quantized activations, and no rule has an "
                     "act_qtype. Set act_qtype in a rule, or use method='awq'"
                 )
-        if params is None and jax.tree_util.treedef_is_leaf(jax.tree.structure(model)):
-            raise TypeError(
-                f"calibrate finds no parameters in {model!r}. Call calibrate(model, rules, "
-                "params=params) with a function model(params, batch)"
-            )
-        self._params: Any = model if params is None else params
-        program = program_of(self._params, None if params is None else model, (), None)
-        assert program is not None
-        self._program, self._rules = program, rules
+        call = "calibrate(model, rules, params=params)"
+        self._params, self._program = parameters_and_program(model, params, call)
+        self._rules = rules
         self._method, self._sequential, self._propagation = method, sequential, propagation
         self._damping = damping
         self._memory, self._resume, self._progress = memory, resume, progress

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..._core.transform import implicit
 from ..._jax.source_lines import warn_user
-from ..models.uses import program_of
+from ..models.uses import parameters_and_program
 from ..observation.observe import arguments_of, check_batches
 from .tuned_tree import TunedTree
 
@@ -101,12 +101,9 @@ class Tuner:
                 f"epochs must be 1 or more, and learning_rate above 0, not {epochs} and "
                 f"{learning_rate}"
             )
-        program = program_of(
-            model if params is None else params, None if params is None else model, (), None
-        )
-        assert program is not None
-        self._program, self._quantized = program, quantized
-        self._dense = model if params is None else params
+        call = "tune(model, quantized, params=params)"
+        self._dense, self._program = parameters_and_program(model, params, call)
+        self._quantized = quantized
         self._train, self._epochs, self._rate = frozenset(train), epochs, learning_rate
         self._loss = relative_error if loss is None else loss
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 
+from ..._core.surface.mistakes import check_parameters
 from ..activations import ActivationQuantized
 from .fake_quantized import FakeQuantized
 
@@ -22,8 +23,8 @@ def convert(params: Any) -> Any:
     **Returns:** the tree. A `FakeQuantized` without a `qtype` becomes a dense array. All other
     leaves are unchanged.
 
-    **Raises:** `ValueError` if `act_tile_size` of a weight is a dict, which only training supports,
-    or if a weight was sliced along an axis that its `tile_axis` names.
+    **Raises:** `ValueError` if `params` holds no arrays, if `act_tile_size` of a weight is a dict,
+    which only training supports, or if a weight was sliced along an axis that its `tile_axis` names.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> params = {"kernel": jnp.ones((8, 4)), "bias": jnp.zeros(4)}
@@ -32,6 +33,7 @@ def convert(params: Any) -> Any:
     >>> vn.quant.convert(trained)["kernel"].nbytes, trained["kernel"].nbytes
     (32, 128)
     """
+    check_parameters(params, "convert(params)")
     is_ours = lambda x: isinstance(x, FakeQuantized)
     return jax.tree.map(lambda x: _converted(x) if is_ours(x) else x, params, is_leaf=is_ours)
 

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..._core.surface.mistakes import check_key
 from .fake_quantized import FakeQuantized
 
 
@@ -42,8 +43,7 @@ def with_stochastic_rounding(params: Any, key: jax.Array) -> Any:
     >>> step(params, jax.random.key(0), jnp.ones((3, 4)))["kernel"].w.shape
     (4, 4)
     """
-    if not hasattr(key, "dtype"):
-        raise TypeError(f"key must be a JAX PRNG key, such as jax.random.key(0), not {key!r}")
+    check_key(key)
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.wrap_key_data(key)
     count = 0

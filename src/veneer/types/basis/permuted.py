@@ -10,6 +10,7 @@ import numpy as np
 from ..._core.leaf_axes import LeafAxis, Movement, aligned
 from ..._core.transform import redispatch
 from ..._core.tree import static
+from ..axes import Leaf, check_arrays
 from .in_basis import InBasis, Places, alongside
 
 
@@ -37,7 +38,7 @@ class Permuted(InBasis):
 
     **Raises:**
 
-    - `TypeError` if `order` is not of integers.
+    - `TypeError` if `array` or `order` is not an array, or `order` is not of integers.
     - `ValueError` if the shape of `order` does not fit, or `axis` is not between `-array.ndim` and
       -1.
 
@@ -52,6 +53,7 @@ class Permuted(InBasis):
     axis: int = static(default=-1)
 
     def __post_init__(self) -> None:
+        check_arrays(self, Leaf, "array", "order")
         shape, axes = tuple(self.array.shape), tuple(self.order.shape)
         if not jnp.issubdtype(self.order.dtype, jnp.integer):
             raise TypeError(f"order must hold integers, not {self.order.dtype.name}")

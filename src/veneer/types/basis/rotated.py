@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from ..._core.leaf_axes import Movement, aligned
 from ..._core.transform import redispatch
 from ..._core.tree import static
+from ..axes import Leaf, check_arrays
 from .in_basis import InBasis, Places
 from .rotation import rotated, rotated_back
 
@@ -37,7 +38,7 @@ class Rotated(InBasis):
 
     **Raises:**
 
-    - `TypeError` if `array` is not floating.
+    - `TypeError` if `array` is not a floating array.
     - `ValueError` if `axes` are not negative, in range and distinct.
 
     >>> import jax.numpy as jnp, veneer as vn
@@ -51,6 +52,7 @@ class Rotated(InBasis):
     axes: tuple[int, ...] = static(default=(-2,))
 
     def __post_init__(self) -> None:
+        check_arrays(self, Leaf, "array")
         shape, dtype = self.array.shape, self.array.dtype
         object.__setattr__(self, "axes", tuple(int(axis) for axis in self.axes))
         if not jnp.issubdtype(dtype, jnp.inexact):

@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 
 from ..._core.leaf_axes import LeafAxis, Movement, aligned
 from ..._core.transform import redispatch
+from ..axes import Leaf, check_arrays
 from .in_basis import InBasis, Places, alongside
 
 
@@ -34,7 +35,7 @@ class Scaled(InBasis):
 
     **Raises:**
 
-    - `TypeError` if `array` or `factor` is not floating.
+    - `TypeError` if `array` or `factor` is not a floating array.
     - `ValueError` if the shape of `factor` does not fit.
 
     >>> import jax.numpy as jnp, veneer as vn
@@ -49,6 +50,7 @@ class Scaled(InBasis):
     factor: jax.Array | np.ndarray
 
     def __post_init__(self) -> None:
+        check_arrays(self, Leaf, "array", "factor")
         shape, sizes = tuple(self.array.shape), tuple(self.factor.shape)
         for name in ("array", "factor"):
             dtype = getattr(self, name).dtype

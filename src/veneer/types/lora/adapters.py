@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..._core.surface.mistakes import check_key
 from ..._core.value import describe, is_value, materialise_one
 from ..._jax.source_lines import warn_user
 from .array import LoraArray
@@ -135,6 +136,7 @@ def with_dropout(tree: Any, key: jax.Array) -> Any:
     >>> params["kernel"].drops
     True
     """
+    check_key(key)
     count = 0
 
     def keyed(lora: LoraArray) -> LoraArray:

@@ -15,7 +15,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ..._core.leaf_axes import Axes, LeafAxis, Movement
 from ..._core.surface.array import ImplicitArray
-from ..._core.surface.mistakes import check_metadata
+from ..._core.surface.mistakes import check_key, check_metadata
 from ..._core.surface.shown import is_default
 from ..._core.transform import redispatch
 from ..._core.tree import static
@@ -131,8 +131,8 @@ class LoraArray(Matrix):
 
         **Returns:** a `LoraArray`.
 
-        **Raises:** `ValueError` if `rank` is less than 1 or `w` is not floating, and the errors of
-        `LoraArray`.
+        **Raises:** `ValueError` if `rank` is less than 1, `TypeError` if `key` is not a PRNG key,
+        and the errors of `LoraArray`.
 
         >>> import jax, jax.numpy as jnp, veneer as vn
         >>> kernel = vn.quant.quantize(jnp.ones((64, 32)), "nf4", channelwise_axes=[1])
@@ -142,7 +142,9 @@ class LoraArray(Matrix):
         """
         if rank < 1:
             raise ValueError(f"the rank of an adapter must be at least 1, not {rank}")
+        check_key(key)
         w = w if isinstance(w, ImplicitArray) else jnp.asarray(w)
+        _check_floating(w)
         dtype = w.dtype if dtype is None else dtype
         split, at = w.ndim - in_ndim - out_ndim, w.ndim - out_ndim
         lead, ins, outs = w.shape[:split], w.shape[split:at], w.shape[at:]
@@ -368,6 +370,11 @@ def scaled(x: Any, scale: float) -> Any:
     return x if scale == 1 else scale * x
 
 
+def _check_floating(w: Any) -> None:
+    if not jnp.issubdtype(w.dtype, jnp.inexact):
+        raise TypeError(f"LoraArray takes a floating weight, not {w.dtype.name}")
+
+
 def _check(lora: LoraArray) -> None:
     name = lambda what, count: " ".join(f"{what}{i if count > 1 else ''}" for i in range(count))
     if min(lora.in_ndim, lora.out_ndim) < 1:
@@ -389,8 +396,7 @@ def _check(lora: LoraArray) -> None:
     ins, outs = name("in", lora.in_ndim), name("out", lora.out_ndim)
     axes = {"w": f"{ins} {outs}", "a": f"{ins} rank", "b": f"rank {outs}"}
     check_axes(lora, **axes)
-    if not jnp.issubdtype(lora.w.dtype, jnp.inexact):
-        raise TypeError(f"LoraArray takes a floating weight, not {lora.w.dtype.name}")
+    _check_floating(lora.w)
     if lora.magnitude is not None:
         ones = lambda count: " ".join(["1"] * count)
         of_columns, of_rows = f"{ones(lora.in_ndim)} {outs}", f"{ins} {ones(lora.out_ndim)}"
