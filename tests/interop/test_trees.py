@@ -106,7 +106,7 @@ def test_a_type_of_a_user_s(cls, tmp_path):
 def test_a_type_of_which_there_are_several_wants_to_be_told(tmp_path):
     make = lambda: type("Local", (Scaled,), {"__qualname__": "Local"})
     first, _second = make(), make()
-    with pytest.raises(ValueError, match=r"tree\[0\] is of the type .*Local, of which 2 are imp"):
+    with pytest.raises(ValueError, match=r"has the type .*Local, the name of 2 imported classes"):
         loaded([first(X)], tmp_path)
     assert_same(vn.load(tmp_path / "saved", like=[first(X)]), [first(X)])
 

@@ -226,7 +226,7 @@ def _class_named(name: str, where: str) -> type[Value]:
     if len(matching) > 1:  # of those that a module has defined anew, as in a notebook, the last
         matching = [cls for cls in matching if _is_in_its_module(cls)] or matching
     if len(matching) != 1:
-        _wants_like(f"{where} has the type {name}, and {len(matching)} imported classes match")
+        _wants_like(f"{where} has the type {name}, the name of {len(matching)} imported classes")
     return matching[0]
 
 

@@ -24,7 +24,7 @@ def convert(params: Any) -> Any:
     leaves are unchanged.
 
     **Raises:** `ValueError` if `params` holds no arrays, if `act_tile_size` of a weight is a dict,
-    which only training supports, or if a weight was sliced along an axis that its `tile_axis` names.
+    which only training supports, or if a weight was sliced along its `tile_axis`.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> params = {"kernel": jnp.ones((8, 4)), "bias": jnp.zeros(4)}
