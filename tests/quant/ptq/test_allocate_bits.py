@@ -103,7 +103,7 @@ def test_bits_go_where_the_model_loses_most_and_others_take_the_rules():
     calibrated = calibrate(model, rules, params=PARAMS)(BATCHES)
     assert calibrated["up"].qtype == report["up"].qtype
     table = str(allocation.report)
-    assert "together" in table
+    assert "total" in table
     assert "bits" in table
     # What the model loses by a weight alone, in the choice of the fewest bits.
     alone = PARAMS | {"gate": small["gate"]}

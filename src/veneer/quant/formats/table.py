@@ -407,12 +407,14 @@ def get_format(qtype: DTypeLike) -> Format:
     >>> vn.quant.get_format("fp8").name
     'float8_e4m3fn'
     """
-    if qtype is None:
-        raise TypeError("a format is a name, such as 'nf4', or a dtype, not None")
     try:
         name = qtype if isinstance(qtype, str) else jnp.dtype(qtype).name
-    except TypeError:
-        raise TypeError(f"a format is a name, such as 'nf4', or a dtype, not {qtype!r}") from None
+    except (TypeError, ValueError):
+        name = None
+    if qtype is None or name is None:
+        example = qtype.name if isinstance(qtype, Format) else "nf4"
+        given = "None" if qtype is None else f"a {type(qtype).__name__}"
+        raise TypeError(f"a format is a name, such as {example!r}, or a dtype, not {given}")
     if not is_format(name):
         raise unknown_format(name, tuple(FORMATS), tuple(ALIASES))
     return FORMATS[ALIASES.get(name, name)]

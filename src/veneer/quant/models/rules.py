@@ -400,9 +400,7 @@ def rules_or_format(rules: Any) -> tuple[Rule, ...] | str:
 
     **Raises:** `TypeError` for anything else. The message shows the list that was probably meant.
     """
-    if isinstance(rules, str):
-        return rules
-    if isinstance(rules, type | np.dtype):
+    if isinstance(rules, str | type | np.dtype):
         return get_format(rules).name
     return rules_in(rules)
 
