@@ -130,9 +130,9 @@ def register(
     | `Any`; or no annotation, if another operand has an implicit type | any operand |
 
     The most specific rule that fits runs. If it returns `NotImplemented`, the next one is tried.
-    If none fits, the operands are materialized. A rule for `(T, U)` of `add`, `mul`, `max`, `min`,
-    `and`, `or`, `xor`, `eq` or `ne` also serves `(U, T)` if no other rule fits, unless a type sets
-    `commute_ops = False`.
+    If none fits, the operands are materialized. For `add`, `mul`, `max`, `min`, `and`, `or`, `xor`,
+    `eq` and `ne`, a rule for operand types `(T, U)` also serves `(U, T)` if no other rule fits,
+    unless a type sets `commute_ops = False`.
 
     **Arguments:**
 
@@ -146,7 +146,7 @@ def register(
 
     **Raises:**
 
-    - `ValueError` for an unknown name, or if another module has a rule for the same operands.
+    - `ValueError` for an unknown name, or if another module has a rule for the same types.
     - `TypeError` if `primitive` is anything else, an annotation is not in the table, or no operand
       is annotated with an implicit type or `Any`.
     - `vn.AmbiguousLookupError`, when the primitive is called, if two rules fit equally well.

@@ -28,8 +28,8 @@ def explain(fn: Callable[P, Any]) -> Callable[P, Report]:
     **Returns:** a function of the arguments of `fn` that returns a `vn.Report`. The report has a
     `vn.Event` for each primitive with an implicit operand: the rule that ran, if any, and the
     bytes that it materializes on the default backend of JAX. Weights are named by their paths in
-    the arguments. The report also has operators that materialized a weight before the call, if
-    their result is an argument of `fn` or a variable that it captures.
+    the arguments. If an operator such as `w + 1` materialized a weight before the call, and `fn`
+    takes or captures the result, the report has an event for the operator too.
 
     **Raises:** The returned function raises `TypeError` if `fn` is not callable, and any error that
     `fn` raises while it is traced.

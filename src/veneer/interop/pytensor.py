@@ -89,7 +89,7 @@ jax_funcify = jax_dispatch.jax_funcify
 def to_jax(graph: Any, inputs: Any = None) -> Callable[..., Any]:
     """Convert a PyTensor graph to a JAX function, which JAX and `vn.implicit` can transform.
 
-    A copy of the graph is rewritten like in PyTensor's JAX mode. Each result within the graph has
+    A copy of the graph is rewritten as in PyTensor's JAX mode. Each result within the graph has
     the dtype that the graph declares. If `jax_enable_x64` is not set, float64 becomes float32, as
     everywhere in JAX.
 

@@ -30,7 +30,7 @@ def save(
     """Save a tree of arrays to a folder. `vn.load` returns it exactly.
 
     The folder holds safetensors files and a `veneer.json` that describes each tensor. A `QArray` is
-    stored packed. The folder appears when it is complete.
+    stored packed. The folder appears only when it is complete.
 
     **Arguments:**
 
@@ -49,7 +49,7 @@ def save(
 
     | leaf | stored as |
     |---|---|
-    | a NumPy or JAX array (see below) | a tensor |
+    | a NumPy or JAX array (dtypes: see below) | a tensor |
     | an implicit array of any type | its arrays and its metadata |
     | a random key (`jax.random.key`) | its data and the name of its implementation |
     | a Python bool, string, integer or finite float | its value |
@@ -125,8 +125,8 @@ def load(
     - `shardings`: the shardings of the arrays, as for `vn.device_put`. Each array is placed before
       the next is read. Cannot be combined with `like`.
 
-    **Returns:** the tree that `vn.save` saved. Without `like`, modules and other objects that are
-    not arrays are returned as dicts. From other checkpoints, a flat dict from names to arrays.
+    **Returns:** the tree that `vn.save` saved. Without `like`, modules, named tuples and other
+    pytree classes are returned as dicts. From other checkpoints, a flat dict from names to arrays.
     Leaves are JAX arrays and implicit arrays. A leaf is a NumPy array if `like` has one in this
     place, or if JAX would drop bits (64-bit dtypes without `jax_enable_x64`).
 
