@@ -1,7 +1,7 @@
 """Arrays for JAX that look dense to every program and store something cheaper.
 
-    _jax                all imports of private JAX
-    _install            the install command that errors name
+    _jax                all uses of private functions of JAX
+    _install            the install commands that error messages show
     _core               implicit arrays, rules, and `implicit`
     _report             reports of `explain`
     native              machine code for the CPU: compiled once and cached on disk
@@ -17,14 +17,14 @@
     distributed         collectives that send dense arrays quantized
     placement           `device_put` and shardings of dense arrays
     training            `freeze`, `unfreeze` and `trainable`
-    testing             checks for the tests of array types
+    testing             checks of array types, for tests
     parameter_table     `summary`: a table of formats and sizes
     plan                `veneer plan`: how to shard a model over devices
     doctor              `veneer doctor`: which kernels run on this machine
     cli, demo           the command line, and a demonstration on a real model
     cli_help            examples and tables of the command line's help
 
-docs/architecture.md says what each may import, and follows three calls through them.
+docs/architecture.md says what each module may import, and describes three calls.
 """
 
 from importlib import import_module

@@ -1,12 +1,13 @@
-"""Collectives that quantize dense arrays for the transfer: gradients, activations, weights.
+"""Collectives that send dense arrays, such as gradients and activations, quantized.
 
-They are used like those of `jax.lax`, under `jax.shard_map`. Sums are computed in f32 of the
-received values, and sent quantized too, so that all devices have the same result. Values that were
-sent once do not change if they are sent again. Implicit arrays need no such collectives: under
-`vn.implicit`, those of `jax.lax` send the packed leaves.
+Use them like the collectives of `jax.lax`, under `jax.shard_map`. Each device sums the values that
+it receives in f32. The sums are sent quantized too, so all devices have the same result. A value
+that was sent once does not change if it is sent again. Implicit arrays do not need these
+collectives: under `vn.implicit`, the collectives of `jax.lax` send the packed leaves.
 
-Wang et al., ZeRO++: Extremely Efficient Collective Communication for Giant Model Training (2023);
-Ahmed et al., EQuARX: Efficient Quantized AllReduce in XLA for Distributed ML Acceleration (2025).
+Sources: Wang et al., ZeRO++: Extremely Efficient Collective Communication for Giant Model Training
+(2023). Ahmed et al., EQuARX: Efficient Quantized AllReduce in XLA for Distributed ML Acceleration
+(2025).
 """
 
 import dataclasses
@@ -42,28 +43,32 @@ def all_gather(
     tile_size: int | None = None,
     key: jax.Array | None = None,
 ) -> T:
-    """Gather an array from all devices and send it quantized, like `jax.lax.all_gather`.
+    """Gather an array from all devices like `jax.lax.all_gather`, with quantized communication.
 
-    All devices get the same values; the own part of a device is quantized too. The backward pass
-    sums cotangents by `psum_scatter` in the same format. There is no forward-mode derivative.
+    All devices get the same values, because each device also quantizes its own part. The backward
+    pass sums cotangents with `vn.distributed.psum_scatter`, in the same format. There is no
+    forward-mode derivative.
 
     **Arguments:**
 
-    - `x`: a floating array `[...]`, or a pytree of them. Implicit arrays are materialized. Arrays
-      with fewer values than a tile are sent unquantized.
+    - `x`: a floating array, or a pytree of them. Implicit arrays are materialized. An array with
+      fewer than `tile_size` values is sent unquantized.
     - `axis_name`: the name of a mesh axis, or a sequence of names.
-    - `qtype`: a format of `vn.quant.FORMATS` whose scales are not quantized.
-    - `axis`: the position of the new axis, or with `tiled` the axis to concatenate along.
-    - `tiled`: whether to concatenate, instead of adding an axis.
-    - `tile_size`: the number of consecutive values that share an f32 scale. The default is the
-      tile of the format, or 128.
-    - `key`: a `jax.random` key for stochastic rounding. Each device derives its own key.
+    - `qtype`: a format of `vn.quant.FORMATS`, except "nf4_dq" and "nvfp4", whose scales are
+      quantized.
+    - `axis`: the position of the new axis. If `tiled` is True, the axis to concatenate along.
+    - `tiled`: whether to concatenate the arrays of the devices. If False, they are stacked along a
+      new axis.
+    - `tile_size`: the number of consecutive values that share a scale. The default is the tile size
+      of the format, or 128 if it has none.
+    - `key`: a `jax.random` key for stochastic rounding. Each device derives its own key from it. If
+      None, values are rounded to nearest.
 
-    **Returns:** an array `[..., devices, ...]` in the dtype of `x`, or with `tiled` one whose axis
-    is `devices` times longer.
+    **Returns:** an array in the dtype of `x`. It has a new axis with an entry per device. If
+    `tiled` is True, `axis` is longer instead, by a factor of the number of devices.
 
     **Raises:** `TypeError` if an array is not floating. `ValueError` if `axis` is out of range, or
-    for an unsupported format or tile size.
+    `qtype` or `tile_size` is not supported.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> gather = lambda x: vn.distributed.all_gather(x, "i", "int8", tiled=True)
@@ -97,30 +102,35 @@ def psum_scatter(
     key: jax.Array | None = None,
     error: Any = None,
 ) -> Any:
-    """Sum an array over devices and keep a part each, like `jax.lax.psum_scatter`.
+    """Sum an array over devices and give each device one part, like `jax.lax.psum_scatter`.
 
-    Values are sent quantized and summed in f32. The backward pass gathers cotangents by
-    `all_gather` in the same format. There is no forward-mode derivative.
+    Values are sent quantized and summed in f32. The backward pass gathers cotangents with
+    `vn.distributed.all_gather`, in the same format. There is no forward-mode derivative.
 
     **Arguments:**
 
-    - `x`: a floating array, or a pytree of them, but no implicit arrays. Arrays with fewer values
-      per device than a tile are sent unquantized.
+    - `x`: a floating array, or a pytree of them, but no implicit arrays. An array with fewer than
+      `tile_size` values per device is sent unquantized.
     - `axis_name`: the name of a mesh axis, or a sequence of names.
-    - `qtype`: a format of `vn.quant.FORMATS` whose scales are not quantized.
-    - `scatter_dimension`: the axis to split.
-    - `tiled`: whether to split the axis, instead of removing it.
-    - `tile_size`: the number of consecutive values that share an f32 scale. The default is the
-      tile of the format, or 128.
-    - `key`: a `jax.random` key for stochastic rounding. Each device derives its own key.
-    - `error`: the error that the previous call returned, or a tree of zeros in f32 with the shapes
-      of `x`. It is added before rounding (error feedback), so gradients lose nothing over steps.
+    - `qtype`: a format of `vn.quant.FORMATS`, except "nf4_dq" and "nvfp4", whose scales are
+      quantized.
+    - `scatter_dimension`: the axis to split. Each device gets one part of it.
+    - `tiled`: whether the parts keep this axis. If False, the size of the axis must be the number
+      of devices, and the axis is removed.
+    - `tile_size`: the number of consecutive values that share a scale. The default is the tile size
+      of the format, or 128 if it has none.
+    - `key`: a `jax.random` key for stochastic rounding. Each device derives its own key from it. If
+      None, values are rounded to nearest.
+    - `error`: the rounding error that the previous call returned. It is added to `x`, so that
+      rounding does not accumulate (error feedback). In the first call, pass zeros in f32 with the
+      shapes of `x`.
 
-    **Returns:** the part of the sum for this device, in the dtype of `x`. With `error`, a pair of
-    it and the error for the next call, which differs between devices.
+    **Returns:** the part of the sum for this device, in the dtype of `x`. With `error`, a pair:
+    this part, and the error of this device for the next call.
 
-    **Raises:** `TypeError` for an implicit array or one that is not floating. `ValueError` if the
-    axis cannot be split equally, the shape of an error is wrong, or as for `all_gather`.
+    **Raises:** `TypeError` if an array is implicit or not floating. `ValueError` if the axis is out
+    of range or cannot be split equally, `error` does not have the structure and shapes of `x`, or
+    `qtype` or `tile_size` is not supported.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> sums = lambda x: vn.distributed.psum_scatter(x, "i", "int8", tiled=True)
@@ -156,20 +166,22 @@ def psum(
 ) -> Any:
     """Sum an array over devices like `jax.lax.psum`, with quantized communication.
 
-    Each device sums one part of the array and sends its sums to all, so all devices get bitwise
-    equal results. A format of 8 bits sends about a quarter of the bytes of f32. Under a `shard_map`
-    with `check_vma`, the backward pass sends nothing. Elsewhere it sums cotangents in the same
-    format. There is no forward-mode derivative.
+    Each device sums one part of the array and sends its sums to all devices, so all results are
+    bitwise equal. A format of 8 bits sends about a quarter of the bytes of f32. Under a
+    `shard_map` with `check_vma`, the backward pass sends nothing. Elsewhere it sums cotangents in
+    the same format. There is no forward-mode derivative.
 
     **Arguments:**
 
-    - `x`: a floating array, or a pytree of them, but no implicit arrays. Arrays with fewer values
-      per device than a tile are sent unquantized.
+    - `x`: a floating array, or a pytree of them, but no implicit arrays. An array with fewer than
+      `tile_size` values per device is sent unquantized.
     - `axis_name`: the name of a mesh axis, or a sequence of names.
-    - `qtype`: a format of `vn.quant.FORMATS` whose scales are not quantized.
-    - `tile_size`: the number of consecutive values that share an f32 scale. The default is the
-      tile of the format, or 128.
-    - `key`: a `jax.random` key for stochastic rounding. Each device derives its own key.
+    - `qtype`: a format of `vn.quant.FORMATS`, except "nf4_dq" and "nvfp4", whose scales are
+      quantized.
+    - `tile_size`: the number of consecutive values that share a scale. The default is the tile size
+      of the format, or 128 if it has none.
+    - `key`: a `jax.random` key for stochastic rounding. Each device derives its own key from it. If
+      None, values are rounded to nearest.
     - `error`: the rounding error that the previous call returned. It is added to `x`, so that
       rounding does not accumulate (error feedback). In the first call, pass zeros in f32 with the
       shapes of `x`.
@@ -177,8 +189,8 @@ def psum(
     **Returns:** the sum, in the shape and dtype of `x`. With `error`, a pair: the sum, and the
     error of this device for the next call.
 
-    **Raises:** `TypeError` for an implicit array or one that is not floating. `ValueError` if the
-    shape of an error is wrong, or for an unsupported format or tile size.
+    **Raises:** `TypeError` if an array is implicit or not floating. `ValueError` if `error` does
+    not have the structure and shapes of `x`, or `qtype` or `tile_size` is not supported.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> sums = lambda x, e: vn.distributed.psum(x, "i", "int4", error=e)

@@ -12,9 +12,10 @@ Shape = tuple[int, ...]
 
 
 class LeafAxis(NamedTuple):
-    """A map from an axis of a leaf to an axis of the dense array, in the same element order.
+    """A declaration that an axis of a leaf follows an axis of the dense array, in the same order.
 
-    `ImplicitArray.leaf_axes` returns one for each axis of each leaf.
+    `ImplicitArray.leaf_axes` returns one for each axis of each leaf. A slice, a transpose or a
+    sharding of the dense array is then applied to the leaves.
 
     **Arguments:**
 
@@ -45,7 +46,7 @@ class LeafAxis(NamedTuple):
     packed_in: int | None = None
 
     def span(self, start: int, limit: int, stride: int, size: int) -> Any:
-        """Return the slice of the leaf for a slice of an axis, or None if it cuts a block."""
+        """Return the leaf's slice for a slice of a dense axis, or None if it cuts a block."""
         block = self.block
         if block == 1:
             return start, limit, stride

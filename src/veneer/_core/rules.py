@@ -23,9 +23,9 @@ _F = TypeVar("_F", bound=Callable)
 
 
 class AmbiguousLookupError(TypeError):
-    """The error if two rules fit, neither is more specific, and their precedences are equal.
+    """The error for a call that fits two rules of equal precedence, neither of them more specific.
 
-    Register a rule for the combination, or give one of the two a higher `precedence`.
+    Register a rule for these operand types, or give one of the two a higher `precedence`.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> class Tag(vn.ImplicitArray):
@@ -127,29 +127,29 @@ def register(
     | a subclass of `vn.ImplicitArray` | an instance of it |
     | `vn.ArrayLike`, `jax.Array` | a dense array or a number |
     | a union | one of its members |
-    | `Any`, or none if another operand has an implicit type | any operand |
+    | `Any`; or no annotation, if another operand has an implicit type | any operand |
 
     The most specific rule that fits runs. If it returns `NotImplemented`, the next one is tried.
-    If none fits, the operands are materialized. A rule for `(T, U)` of `add`, `mul`, `max`, `min`,
-    `and`, `or`, `xor`, `eq` or `ne` also serves `(U, T)` if no other rule fits, unless a type sets
-    `commute_ops = False`.
+    If none fits, the operands are materialized. For `add`, `mul`, `max`, `min`, `and`, `or`, `xor`,
+    `eq` and `ne`, a rule for operand types `(T, U)` also serves `(U, T)` if no other rule fits,
+    unless a type sets `commute_ops = False`.
 
     **Arguments:**
 
     - `primitive`: a primitive, its name in jaxprs, or a sequence of them. Or a jitted function,
-      such as `jnp.linalg.det`, or a partial of one with static keywords. Its rule takes and returns
-      the arrays of the function. It runs if that function is called with an implicit array. Inside
+      such as `jnp.linalg.det`, or a partial of one with static keywords. The rule then replaces the
+      function in calls with an implicit array, and takes and returns the same arrays. Inside
       `jax.vmap` or `jax.grad`, the rules of the primitives in the function run instead.
-    - `precedence`: an int. The highest wins if neither of two rules is more specific.
+    - `precedence`: if no rule is the most specific, the rule with the highest precedence runs.
 
     **Returns:** a decorator that returns the rule unchanged.
 
     **Raises:**
 
-    - `ValueError` for an unknown name, or if another module has a rule for the same operands.
-    - `TypeError` for another target, for an annotation that is not an operand type, or if no
-      operand is annotated with an implicit type (or with `Any`).
-    - A call with operands for which two rules tie raises `vn.AmbiguousLookupError`.
+    - `ValueError` for an unknown name, or if another module has a rule for the same types.
+    - `TypeError` if `primitive` is anything else, an annotation is not in the table, or no operand
+      is annotated with an implicit type or `Any`.
+    - `vn.AmbiguousLookupError`, when the primitive is called, if two rules fit equally well.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> class Zero(vn.ImplicitArray):

@@ -53,27 +53,27 @@ def implicit(
     *,
     on_materialise: OnMaterialise = "allow",
 ) -> Callable:
-    """Run a function with the registered rules for the implicit arrays among its arguments.
+    """Transform a function so that it takes implicit arrays and runs the rules of their types.
 
     This is a JAX transformation like `jax.vmap`, and composes with the others.
     `jax.grad(implicit(f))` differentiates with respect to the leaves of an implicit array, such
     as LoRA's `a` and `b`. `implicit(jax.grad(f))` differentiates with respect to the dense array
-    and returns dense gradients.
+    and returns dense gradients. A primitive that no rule fits runs on materialized operands.
 
     **Arguments:**
 
     - `fn`: a function of pytrees, or a callable pytree such as a module. Implicit arrays that it
       captures are treated like arguments. Without `fn`, `implicit` returns a decorator.
-    - `filter_spec`: which implicit arrays take part: a bool, a predicate on values, or a pytree
-      of them that is a prefix of `(fn, args, kwargs)`. A nested `implicit` can take the others.
-    - `on_materialise`: what happens if an operand is materialized. It also applies to nested
-      calls of `implicit`, unless it is `"allow"`.
+    - `filter_spec`: selects the implicit arrays that use their rules: a bool, a predicate, or a
+      pytree of them that is a prefix of `(fn, args, kwargs)`. Nested calls can take the rest.
+    - `on_materialise`: what happens if an operand is materialized. A nested call of `implicit`
+      with `"allow"`, the default, does the same as the outer call.
 
       | value | effect |
       |---|---|
-      | `"allow"` | none |
-      | `"warn"` | a `vn.MaterialiseWarning` |
-      | `"error"` | a `vn.MaterialiseError` |
+      | `"allow"` | nothing |
+      | `"warn"` | a `vn.MaterialiseWarning` is given |
+      | `"error"` | a `vn.MaterialiseError` is raised |
       | `"warn_weights"`, `"error_weights"` | the same, only for weights (see `vn.Event`) |
       | a callable | it is called with the `vn.Event` |
 

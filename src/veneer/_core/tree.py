@@ -19,7 +19,7 @@ from .surface.mistakes import check_metadata
 def static(**kwargs: Any) -> Any:
     """Declare a field of an implicit array as metadata, which JAX compares and never traces.
 
-    Count axes from the end in metadata, because `vmap` and `scan` add and remove leading axes.
+    If metadata names an axis, count it from the end: `vmap` and `scan` change the leading axes.
 
     **Arguments:**
 
@@ -27,7 +27,7 @@ def static(**kwargs: Any) -> Any:
 
     **Returns:** a dataclass field.
 
-    **Raises:** The constructor of the class raises `TypeError` if the value cannot be hashed.
+    **Raises:** The constructor of the class raises `TypeError` if the value is not hashable.
 
     >>> import jax, veneer as vn
     >>> class Scaled(vn.ImplicitArray):

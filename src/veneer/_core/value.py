@@ -30,10 +30,10 @@ T = TypeVar("T")
 class Value(Shown):
     """A pytree that represents an array: the base class of `vn.ImplicitArray`.
 
-    Subclass `vn.ImplicitArray`, which adds operators and array attributes. Use `Value` in
-    annotations and `isinstance`. A subclass becomes a frozen dataclass and a pytree with keys,
-    unless a framework does that (`equinox.Module`, `flax.struct`) or it is declared with
-    `abstract=True`, which means that it has no fields.
+    To define a type, subclass `vn.ImplicitArray`, which adds operators and array attributes. Use
+    `Value` in annotations and with `isinstance`. A subclass becomes a frozen dataclass and a
+    pytree, unless a framework (Equinox, `flax.struct`) makes it one. A base class without fields
+    is declared with `abstract=True`.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> isinstance(vn.quant.quantize(jnp.ones(2), "int8"), vn.Value)
@@ -111,11 +111,11 @@ class Value(Shown):
         return dict(self.__dict__)
 
     def materialise(self) -> Any:
-        """Return the dense array, or another implicit array that represents it."""
+        """Return the dense array, or another implicit array that represents the same array."""
         raise NotImplementedError(f"{type(self).__name__} must define materialise().")
 
     def aval(self) -> jax.core.ShapedArray:
-        """Return the dense shape and dtype, by abstract evaluation of `materialise`."""
+        """Return the shape and dtype of the dense array, found by tracing `materialise`."""
         x64 = jax.config.jax_enable_x64  # type: ignore[attr-defined]
         cached = get_cached(self, "_aval")
         if cached is None or cached[0] != x64:
@@ -144,13 +144,13 @@ class Value(Shown):
         return jax.tree.unflatten(structure, specs)._moved(stays)
 
     def leaf_axes(self) -> Sequence[Axes] | None:
-        """Return the dense axis of each axis of each leaf, and its block size.
+        """Declare which axis of the dense array each axis of each leaf follows.
 
-        Slicing, moving and sharding of the leaves are derived from it.
+        A slice, a transpose or a sharding of the dense array is then applied to the leaves.
 
-        **Returns:** per leaf, or implicit array among the fields, a sequence with a
-        `vn.LeafAxis` or None for each axis. None, the default, declares nothing: leading
-        axes that all leaves carry are then found by abstract evaluation.
+        **Returns:** a list with a sequence per leaf: a `vn.LeafAxis` for each axis of the leaf, or
+        None for an axis that follows no dense axis. An implicit array in a field counts as a leaf.
+        The default is None: only leading axes that all leaves have are then recognized.
         """
         return None
 
@@ -167,7 +167,7 @@ class Value(Shown):
 
     @staticmethod
     def default(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]) -> Any:
-        """Run a primitive that no rule fits: materialize the operands and report that."""
+        """Materialize the operands of a primitive that no rule fits, report that, and run it."""
         mistakes.refuse_dense_update(values[0] if values else None, primitive.name)
         dense = make_dense(primitive, values)
         return primitive.bind(*dense, **primitive.get_bind_params(params))
@@ -311,8 +311,8 @@ def materialise(tree: T) -> T: ...
 def materialise(tree: Any) -> Any:
     """Replace every implicit array of a tree by its dense array.
 
-    It also works on an operand inside a function under `vn.implicit`. An explicit call is not
-    reported by `vn.explain` or `on_materialise`.
+    It also works on an operand inside a function under `vn.implicit`. `vn.explain` and
+    `on_materialise` do not report it.
 
     **Arguments:**
 

@@ -19,7 +19,7 @@ P = ParamSpec("P")
 def explain(fn: Callable[P, Any]) -> Callable[P, Report]:
     """Return a function that reports what each primitive of `fn` does with implicit operands.
 
-    The function traces `fn` under `vn.implicit`. It computes nothing.
+    The returned function traces `fn` under `vn.implicit`, but does not run the computation.
 
     **Arguments:**
 
@@ -27,9 +27,9 @@ def explain(fn: Callable[P, Any]) -> Callable[P, Report]:
 
     **Returns:** a function of the arguments of `fn` that returns a `vn.Report`. The report has a
     `vn.Event` for each primitive with an implicit operand: the rule that ran, if any, and the
-    bytes that were materialized on the platform that JAX runs on. Weights are named by their paths
-    in the arguments. If an operator outside `vn.implicit` materialized an array, and its result is
-    an argument of `fn` or captured by it, the report has that event too.
+    bytes that it materializes on the default backend of JAX. Weights are named by their paths in
+    the arguments. If an operator such as `w + 1` materialized a weight before the call, and `fn`
+    takes or captures the result, the report has an event for the operator too.
 
     **Raises:** The returned function raises `TypeError` if `fn` is not callable, and any error that
     `fn` raises while it is traced.

@@ -21,10 +21,10 @@ from .tables import (
 class Report:
     """The report that `vn.explain` returns: the events of one traced call.
 
-    `print` shows it as a table, and notebooks show it as HTML. `to_html` returns a page that can
-    be sorted. The table groups events by the path of their weight in the arguments. Events without
-    a weight come last, as "intermediates". Equal events are counted in one row, also if the paths
-    of their weights differ only in numbers (`layers.*.kernel`).
+    `print` shows it as a table, and notebooks show it as HTML. `to_html` returns a page with
+    sortable tables. The table groups events by weight, named by its path in the arguments. Events
+    without a weight come last, as "intermediates". Equal events share one row, which counts them.
+    The weights of numbered layers share a path such as `layers.*.kernel`.
 
     **Arguments:**
 
@@ -51,12 +51,12 @@ class Report:
 
     @property
     def weight_nbytes(self) -> int:
-        """The number of materialized bytes that belong to weights, caches included."""
+        """The number of materialized bytes that belong to weights, including key-value caches."""
         return sum(event.weight_nbytes for event in self.materialised)
 
     @property
     def summary(self) -> str:
-        """The number of events and the bytes that were materialized, in one or two sentences."""
+        """A short text with the number of events and the bytes that were materialized."""
         count = f"{count_of(len(self.events), 'primitive')} had implicit operands."
         if not self.materialised:
             return f"{count} None was materialized."
@@ -88,8 +88,9 @@ class Report:
     def to_html(self) -> str:
         """Return a self-contained HTML page with two tables: by weight, and by program line.
 
-        A click on a heading sorts a table. A click on a weight or a line folds its rows. The source
-        around each line is read from its file now. The page also works without JavaScript.
+        A click on a heading sorts a table. A click on a weight or a line hides its rows. The page
+        shows the source code around each line, which this method reads from its file. Without
+        JavaScript, the tables are complete but cannot be sorted.
         """
         from .page import page_of  # what it imports takes a while
 

@@ -26,22 +26,22 @@ The modules, each of which imports only those above it:
 
     patching            attributes of another package's, set and restored exactly
     mode                whether high types are on: install, uninstall, enabled
-    values              what stands for a value where JAX handles it, and values taken apart
-    high                the one primitive, and the operations that make values of leaves
-    types               the types that JAX sees, and values as operands of their types
-    operations          a primitive by its rule, and its derivatives and maps
-    high_rules          what JAX asks of the primitive: evaluation, types, derivatives, batching
-    mapping             what goes over an axis of a value: vmap, and scans
-    collectives         what devices combine
-    custom_derivatives  the rules of jax.custom_vjp and jax.custom_jvp
-    control_flow        loops and branches, where values meet in both forms
+    values              the typed tracers that represent implicit arrays, and their leaves
+    high                the primitive `high`, and the operations that pack leaves into values
+    types               the types of implicit arrays in jaxprs
+    operations          JAX primitives by their rules, and their derivatives and batched forms
+    high_rules          the rules of `high`: evaluation, types, derivatives, batching
+    mapping             `jax.vmap` and scans over an axis of an implicit array
+    collectives         collectives such as `jax.lax.psum`
+    custom_derivatives  the rules of `jax.custom_vjp` and `jax.custom_jvp`
+    control_flow        loops and branches, which convert values to one form
     shard_map           operands of `jax.shard_map`, leaf by leaf
     results             results of jitted functions, which are trees of leaves again
-    frameworks          parameters of Flax linen, and updates by optimisers
-    box                 a place that programs read and write
+    frameworks          parameters of Flax linen, and updates by optimizers
+    box                 `Box`, a mutable container
     jit                 `vn.jit`: `jax.jit` for functions of implicit arrays and of Boxes
-    patches             all changes that the mode makes in JAX, in one list
-    custom_primitives   primitives of a user's own
+    patches             the list of all patches of JAX
+    custom_primitives   `vn.hijax.primitive`
 """
 
 from . import high_rules as high_rules

@@ -35,15 +35,16 @@ from .mode import is_enabled
 
 
 def jit(function: Callable | None = None, /, **options: Any) -> Any:
-    """Compile a function of implicit arrays and of Boxes, as `jax.jit` does.
+    """Compile a function like `jax.jit`. The function can take implicit arrays and write Boxes.
 
-    Without high types, this compiles `vn.implicit(function)`. With high types on, it compiles the
-    function itself.
+    Without high types (`vn.hijax.enabled`), this compiles `vn.implicit(function)`. With high types
+    on, it compiles the function itself.
 
-    The function may change the structure and the types of the contents of a `vn.hijax.Box` that is
-    an argument or a captured variable. If tracing raises an error, the contents stay unchanged. If
-    the compiled program raises one, the contents of captured Boxes that it writes are lost; set
-    them again. A Box among the results is a new Box with the same contents.
+    The function may change the structure, shapes and dtypes of the contents of a `vn.hijax.Box`
+    that is an argument or a captured variable. If tracing raises an error, the contents stay
+    unchanged. If the compiled program raises an error, captured Boxes that it writes lose their
+    contents, and you must call `set` again. A Box among the results is a new Box with the same
+    contents.
 
     **Arguments:**
 
@@ -51,10 +52,11 @@ def jit(function: Callable | None = None, /, **options: Any) -> Any:
     - `options`: the keywords of `jax.jit`, such as `static_argnums` and `donate_argnums`.
 
     **Returns:** a function of the same arguments, with the methods `trace`, `lower`, `eval_shape`
-    and `clear_cache` of `jax.jit`. Under these methods the structure of a Box must stay the same.
+    and `clear_cache` of `jax.jit`. Under the first three, the contents of a Box must keep their
+    structure.
 
-    **Raises:** the returned function raises `ValueError` if a Box is passed twice, or both passed
-    and captured.
+    **Raises:** The returned function raises `ValueError` if a Box is passed to it twice, or is both
+    an argument and a captured variable.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> w = vn.quant.quantize(jnp.eye(2), "nf4")

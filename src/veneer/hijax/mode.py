@@ -34,8 +34,8 @@ _mode = jax.make_user_context(False)
 def install() -> None:
     """Turn high types on in all threads, until `vn.hijax.uninstall` is called.
 
-    With high types on, plain JAX functions take implicit arrays without `vn.implicit`. This
-    patches JAX. A second call has no effect.
+    With high types on, plain JAX functions take implicit arrays without `vn.implicit`. For this,
+    `install` patches functions of JAX. A second call has no effect.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> w = vn.quant.quantize(jnp.eye(2), "nf4")
@@ -73,8 +73,9 @@ def uninstall() -> None:
 def enabled() -> Iterator[None]:
     """Turn high types on within a block, in this thread.
 
-    Blocks may be nested. JAX is patched for all threads while a block is open in any thread, but
-    in the other threads `jax.numpy` still rejects implicit arrays.
+    Inside the block, plain JAX functions take implicit arrays without `vn.implicit`. Blocks may be
+    nested. While a block is open, JAX is patched in all threads, but `jax.numpy` still rejects
+    implicit arrays in other threads.
 
     **Returns:** a context manager, which is also a decorator.
 

@@ -1,18 +1,26 @@
-"""Bridges to other libraries and to files; each imports what it needs when it is first used.
+"""Run code that is written for other libraries, and read and write checkpoints.
 
-shards           safetensors files of a folder, and their index
-tensor_file      one safetensors file: its header checked, its tensors read
-safetensors      trees of arrays in safetensors files: `save` and `load`
-structure        how the tensors of a saved tree nest, and its tree made again
-checkpoints      what other libraries quantised: a module for each family of folders
-folder           files and folders of named tensors, read one at a time and written in shards
-new_folder       folders that are there whole or not at all, and what is in one besides weights
-manifest         `veneer.json`: how each tensor of a saved folder is stored
-inspect          what a file or folder holds, tensor by tensor
-quax             the names of Quax, for code that is written for it
-qwix             the operations of Qwix, by its names and arguments
-jaximus          the names of eformer's jaximus, for code that is written for it
-pytensor         PyTensor graphs as JAX functions, and products with quantised matrices in them
-pytensor_ops     implementations in JAX of PyTensor operations that its JAX mode lacks
-pytensor_sparse  sparse matrices of PyTensor as `BCOO`
+Each module imports its library when it is first used. For users:
+
+    quax             the names of Quax, for code that is written for it
+    qwix             the operations of Qwix, with its names and arguments
+    jaximus          the names of eformer's jaximus, for code that is written for it
+    pytensor         PyTensor graphs as JAX functions, and their products with quantized matrices
+
+Files:
+
+    safetensors      `vn.save` and `vn.load`
+    structure        the structure of a saved tree, and how to restore it
+    manifest         `veneer.json`: how each tensor of a saved folder is stored
+    checkpoints      checkpoints that other libraries quantized
+    folder           files and folders of named tensors, read one at a time and written in shards
+    new_folder       folders that appear when they are complete, and their files besides weights
+    shards           the safetensors files of a folder, and their index
+    tensor_file      reads one safetensors file, and checks its header
+    inspect          lists the tensors of a file or a folder
+
+Parts of `pytensor`:
+
+    pytensor_ops     JAX implementations of PyTensor operations that its JAX mode does not have
+    pytensor_sparse  sparse matrices of PyTensor as `BCOO`
 """

@@ -1,8 +1,8 @@
-"""The names of eformer's jaximus, on our core: `import veneer.interop.jaximus as jaximus`.
+"""The names of eformer's jaximus, implemented by Veneer: `import veneer.interop.jaximus`.
 
 Types, rules and functions written for `eformer.jaximus` (https://github.com/erfanzar/eformer) run
-after one change: the import. To have other packages that import `eformer.jaximus` run on our core
-as well, call `replace_jaximus` before they are imported. docs/jaximus.md lists the differences.
+after this change of the import. Other packages that import `eformer.jaximus` run with Veneer too if
+`replace_jaximus` is called before they are imported. docs/jaximus.md lists the differences.
 """
 
 import abc
@@ -95,7 +95,7 @@ OrginArray.register(jax.Array)
 
 
 class UninitializedAval(AttributeError):
-    """The shape or dtype of an array is read before it is known.
+    """The error if `materialize` reads a shape or dtype that is not known yet.
 
     `materialize` may read `self.shape` and `self.dtype` only if they are stated: as arguments of
     the constructor, as `default_shape` and `default_dtype`, or by `compute_shape` and
@@ -351,7 +351,7 @@ class ImplicitArray(_AuxFields, _CoreArray, OrginArray, abstract=True):  # type:
         """Return the dense array. It may be another implicit array."""
 
     def materialise(self) -> Any:
-        """Return what `materialize` gives, in the stated dtype, for each of stacked arrays."""
+        """Return the result of `materialize` in the stated dtype, mapped over stacked leaves."""
         if self._is_stacked():
             return jax.vmap(type(self).materialise)(self)
         with _materialize_running(self):
@@ -363,7 +363,7 @@ class ImplicitArray(_AuxFields, _CoreArray, OrginArray, abstract=True):  # type:
 
     @property
     def aval(self) -> Any:
-        """The abstract value, which has the shape and dtype. Calling it returns it as JAX's."""
+        """The abstract value, with `shape` and `dtype`. `aval()` returns it as a `ShapedArray`."""
         return _Aval(_find_aval(self))
 
     def _stated(self, name: str) -> Any:
@@ -450,7 +450,7 @@ def _find_aval(array: ImplicitArray) -> jax.core.ShapedArray:
 
 
 def use_implicit(fn: _F) -> _F:
-    """Return `fn` with the rules in force: `veneer.implicit` with its default arguments.
+    """Transform a function so that it takes implicit arrays, as `veneer.implicit(fn)` does.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> from veneer.interop.jaximus import use_implicit
@@ -467,21 +467,23 @@ implicit = use_implicit
 def register(primitive: Primitive | str | Callable, *, precedence: int = 0) -> Callable[[_F], _F]:
     """Register a rule: the implementation of a JAX primitive for the annotated operand types.
 
-    As `veneer.register`. In addition, the first parameter of the function may be the primitive: it
-    is annotated `Primitive`, or has no annotation and stands before the operands. An operand that
-    is annotated `Any` or `OrginArray`, or not at all, is a dense array or an array of this module.
+    It works like `veneer.register`. In addition, the first parameter of the function may be the
+    primitive: it is annotated `Primitive`, or has no annotation and precedes the operands. An
+    operand that is annotated `Any` or `OrginArray`, or has no annotation, is a dense array or an
+    array of a type of this module.
 
     **Arguments:**
 
-    - `primitive`: a primitive, its name, or a function that `jax.jit` has made.
-    - `precedence`: breaks ties. The rule of the highest precedence runs.
+    - `primitive`: a primitive, its name, or a function that `jax.jit` returned.
+    - `precedence`: if no rule is the most specific, the rule with the highest precedence
+      runs.
 
     **Returns:** a decorator, which returns the rule.
 
     **Raises:** `ValueError` for an unknown name. `TypeError` for a rule that takes only dense
     operands.
 
-    **Warns** (`UserWarning`) if an operand is annotated with a type of no operand, such as
+    **Warns** (`UserWarning`) if an annotation is a type that no operand can have, such as
     `Sequence`. The rule is not registered, because it would never run.
 
     >>> from dataclasses import dataclass
@@ -582,11 +584,11 @@ def _is_primitive(annotation: Any) -> bool:
 
 
 def ste(func: Callable) -> Callable:
-    """Return `func` with the derivative of the identity: `veneer.ste`.
+    """Give a function the derivative of the identity, as `veneer.ste` does.
 
-    The gradient with respect to the first argument is dense. If `func` gives an implicit array for
-    a concrete argument, which has no derivative, the result is that array. For a traced argument,
-    the result is an array that represents the same and has the derivative of the argument.
+    The gradient with respect to the first argument is dense. If `func` returns an implicit array
+    for a concrete argument, this array is the result. For a traced argument, the result is an array
+    with the same values and the derivative of the argument.
 
     **Arguments:**
 
@@ -694,15 +696,15 @@ def leaf_predicate(x: Any) -> bool:
 
 
 def combine_leaf_predicate(base_fn: Callable, is_leaf: Callable[[Any], bool]) -> Callable:
-    """Return a function of trees for which `is_leaf` names further leaves.
+    """Return a variant of a tree function in which nodes that `is_leaf` selects are leaves.
 
     **Arguments:**
 
     - `base_fn`: a function of `jax.tree_util` that takes `is_leaf`.
-    - `is_leaf`: a predicate.
+    - `is_leaf`: a predicate on nodes.
 
     **Returns:** a function of the positional arguments of `base_fn`, and of `new_is_leaf`: another
-    predicate, combined with `is_leaf`.
+    predicate. A node is a leaf if one of the two predicates is true.
 
     >>> import jax
     >>> from veneer.interop.jaximus import combine_leaf_predicate
@@ -735,7 +737,7 @@ tree_structure_with_implicit = combine_leaf_predicate(tree_util.tree_structure, 
 
 
 def flatten_one_implicit_layer(tree: Any) -> tuple[list[Any], Any]:
-    """Flatten a tree and each outermost implicit array, but no implicit array within those.
+    """Flatten a tree and its outermost implicit arrays. Implicit arrays inside them are leaves.
 
     **Arguments:**
 
@@ -753,7 +755,7 @@ def flatten_one_implicit_layer(tree: Any) -> tuple[list[Any], Any]:
 
 
 def implicit_depth(tree: Any) -> int:
-    """Return how deep the implicit arrays of `tree` are nested, 0 if it has none.
+    """Return how deep the implicit arrays of `tree` are nested: 0 if `tree` has no implicit array.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> from veneer.interop.jaximus import implicit_depth
@@ -766,8 +768,8 @@ def implicit_depth(tree: Any) -> int:
 def replace_jaximus() -> None:
     """Make `import eformer.jaximus` import this module, for packages that are written for eformer.
 
-    Call it before anything imports `eformer.jaximus`. It holds for the whole process. eformer
-    does not have to be installed.
+    Call it before anything imports `eformer.jaximus`. It applies to the whole process. eformer does
+    not have to be installed.
 
     **Raises:** `RuntimeError` if eformer's own `jaximus` is already imported.
     """

@@ -1,12 +1,12 @@
-"""PyTensor (https://github.com/pymc-devs/pytensor): its graphs in JAX, our products in its.
+"""Convert graphs of PyTensor (https://github.com/pymc-devs/pytensor) to JAX, and extend its modes.
 
-`to_jax` makes a JAX function of a graph, on which `vn.implicit` works. `register_in_pytensor` gives
-PyTensor's JAX mode the operations that it lacks. `QuantizedDot` is a product
-with a quantised matrix as an `Op`, in Python, JAX and Numba. `jax_funcify` and `numba_funcify`
-register implementations of an `Op`, and `compare_jax_and_py` and `compare_numba_and_py` test them.
+`to_jax` converts a graph to a JAX function, which `vn.implicit` can transform.
+`register_in_pytensor` adds operations to PyTensor's JAX mode. `QuantizedDot` is a product with a
+quantized matrix as an `Op`, in Python, JAX and Numba. `jax_funcify` and `numba_funcify` register
+implementations of an `Op`, and `compare_jax_and_py` and `compare_numba_and_py` test them.
 
-Importing PyTensor's dispatch for JAX sets `jax_enable_x64`. Importing this module first does not:
-the setting stays what it was.
+Importing PyTensor's dispatch for JAX sets `jax_enable_x64`. If this module is imported first, the
+setting does not change.
 """
 
 import contextlib
@@ -87,33 +87,33 @@ jax_funcify = jax_dispatch.jax_funcify
 
 
 def to_jax(graph: Any, inputs: Any = None) -> Callable[..., Any]:
-    """Make a JAX function of a PyTensor graph, on which JAX's transformations and ours work.
+    """Convert a PyTensor graph to a JAX function, which JAX and `vn.implicit` can transform.
 
-    A copy of the graph is rewritten as PyTensor's JAX mode does. Each result within the graph has
-    the dtype that the graph declares. If `jax_enable_x64` is not set, float64 is float32, as
+    A copy of the graph is rewritten as in PyTensor's JAX mode. Each result within the graph has
+    the dtype that the graph declares. If `jax_enable_x64` is not set, float64 becomes float32, as
     everywhere in JAX.
 
     **Arguments:**
 
     - `graph`: a `FunctionGraph`, a variable, or a sequence of variables.
-    - `inputs`: the variables that are the arguments, in order. A `FunctionGraph` has its own.
-      Shared variables that are not among them have the values that they have now.
+    - `inputs`: the variables that are the arguments of the function, in order. Omit it for a
+      `FunctionGraph`, which has its own. Other shared variables keep their current values.
 
-    The order of `pytensor.function`, `to_jax(inputs, graph)`, is accepted if the inputs are
-    variables that nothing computes, and the graph is not.
+    The order of `pytensor.function`, `to_jax(inputs, graph)`, is also accepted, unless the results
+    of the graph are inputs.
 
-    **Returns:** a function of arrays, of the dtypes and ranks of `inputs`. It returns an array for
-    a variable, else a tuple of arrays. An input or result that is a sparse matrix is a `BCOO` of
-    `jax.experimental.sparse`. An input that is a random generator takes a JAX key, or a NumPy
-    `Generator` outside `jax.jit`. A generator among the results is a key.
+    **Returns:** a function of arrays with the dtypes and ranks of `inputs`. If `graph` is a
+    variable, it returns an array, else a tuple of arrays. Sparse matrices are passed and returned
+    as `BCOO` of `jax.experimental.sparse`. A random generator is passed as a JAX key, or as a NumPy
+    `Generator` outside `jax.jit`, and returned as a key.
 
     **Raises:**
 
-    - `TypeError` if the graph depends on a variable that is not an input, if it cannot tell the
-      order of the arguments, or if the function's arguments do not have the types of `inputs`.
+    - `TypeError` if the graph depends on a variable that is not an input, if an input is computed
+      or constant, or if the arguments of the function do not have the types of `inputs`.
     - `TypeError`, here or in the call, if the value of an input determines a shape.
-    - `NotImplementedError` for an `Op` without an implementation in JAX, or with one that ignores
-      a parameter.
+    - `NotImplementedError` if an `Op` has no implementation in JAX, or one that ignores a
+      parameter.
 
     >>> import jax.numpy as jnp, pytensor.tensor as pt, veneer as vn
     >>> from veneer.interop.pytensor import to_jax
@@ -187,10 +187,10 @@ def _as_list(variables: Any) -> list[Any]:
 
 
 class _NumbaFuncify:
-    """PyTensor's `numba_funcify`, whose `register` also replaces an implementation of PyTensor's.
+    """PyTensor's `numba_funcify`, with a `register` that can replace implementations of PyTensor.
 
-    With PyTensor's own `register`, its linker keeps the old implementation of an `Op` that has a
-    cache key (PyTensor 3).
+    In PyTensor 3, the `register` of PyTensor does not replace the implementation of an `Op` that
+    has a cache key.
 
     >>> import numba, pytensor.tensor as pt
     >>> from pytensor.graph.basic import Apply
@@ -255,21 +255,23 @@ def compare_jax_and_py(
     *,
     assert_fn: Callable[[Any, Any], Any] | None = None,
 ) -> tuple[Callable[..., Any], list[Any]]:
-    """Check that a graph gives the same results in JAX, by `to_jax`, as by `Op.perform`.
+    """Check that the JAX function of a graph gives the same results as `Op.perform`.
+
+    Call it as `compare_jax_and_py(fgraph, values)`, or like PyTensor's own function as
+    `compare_jax_and_py(inputs, outputs, values)`.
 
     **Arguments:**
 
-    - `fgraph`: a `FunctionGraph`. Or the inputs of a graph, and then `inputs` are its outputs, as
-      in later versions of PyTensor's own function.
-    - `inputs`: the values of the inputs.
-    - `test_inputs`: the values, if `inputs` are the outputs of the graph.
-    - `assert_fn`: compares a result with the expected one. By default
+    - `fgraph`: a `FunctionGraph`, or the input variables of a graph.
+    - `inputs`: the values of the inputs, or the output variables of the graph.
+    - `test_inputs`: the values of the inputs, if the graph is given by its variables.
+    - `assert_fn`: a function that compares a result with the expected one. The default is
       `numpy.testing.assert_allclose` with a relative tolerance of 1e-4.
 
-    **Returns:** the function under `jax.jit`, and its results.
+    **Returns:** the function of `to_jax` under `jax.jit`, and its results.
 
-    **Raises:** `AssertionError` if values, dtypes or shapes differ. If `jax_enable_x64` is not set,
-    float64 is float32 in JAX. Else what `to_jax` raises.
+    **Raises:** `AssertionError` if values, dtypes or shapes differ, and the errors of `to_jax`. If
+    `jax_enable_x64` is not set, float32 is expected in place of float64.
 
     >>> import numpy as np, pytensor.tensor as pt
     >>> from pytensor.graph.fg import FunctionGraph
@@ -292,7 +294,7 @@ def compare_numba_and_py(
     *,
     assert_fn: Callable[[Any, Any], Any] | None = None,
 ) -> tuple[Callable[..., Any], list[Any]]:
-    """Check that a graph gives the same results in PyTensor's Numba mode as by `Op.perform`.
+    """Check that a graph gives the same results in PyTensor's Numba mode as with `Op.perform`.
 
     **Arguments:** as for `compare_jax_and_py`.
 
@@ -316,13 +318,14 @@ def compare_numba_and_py(
 
 
 def register_in_pytensor() -> list[type]:
-    """Give PyTensor's `mode="JAX"` our implementations of operations that it lacks.
+    """Add implementations of missing operations to PyTensor's `mode="JAX"`.
 
-    They are sparse operations, `Print`, `QZ` and tridiagonal LU factors. Sparse matrices of SciPy
-    become arguments of `jax.jit`, as `BCOO`. Implementations for dense operands that PyTensor has
-    are kept. Its `mode="NUMBA"` runs operations that it lacks by `Op.perform`.
+    They are sparse operations, `Print`, `QZ` and tridiagonal LU factors. Functions under `jax.jit`
+    then also take sparse matrices of SciPy, as `BCOO`. PyTensor's own implementations for dense
+    operands are kept. `mode="NUMBA"` needs no such function: it runs missing operations with
+    `Op.perform`.
 
-    **Returns:** the classes whose implementation is ours.
+    **Returns:** the classes of the operations that now use an implementation of Veneer.
 
     >>> import numpy as np, pytensor, pytensor.tensor as pt, scipy.sparse
     >>> from pytensor import sparse
@@ -777,20 +780,21 @@ def _codes(qtype: str) -> _CodeTable:
 class QuantizedDot(Op):
     """A product `[M, K] @ [K, N]` with a quantized matrix, as an `Op` of PyTensor.
 
-    Call it with `x` and the leaves of a `QArray`: `(x, packed, scale)`, or `(x, packed, scale,
-    zero_point)`. They may be variables. `quantized_dot` does this for a `QArray`. The `Op` has no
-    gradient in PyTensor: use `to_jax` and `jax.grad`.
+    Call it with `x` and the arrays of a `QArray`, as arrays or variables: `(x, packed, scale)`, or
+    `(x, packed, scale, zero_point)`. `quantized_dot` does this for a given `QArray`. The `Op` has
+    no gradient in PyTensor: use `to_jax` and `jax.grad`.
 
     **Arguments:**
 
     - `qtype`: a format of 1, 2, 4 or 8 bits that is stored in int8 or uint8.
-    - `size`: N, if codes are packed along the last axis. None if each code has a byte.
+    - `size`: N if several codes share a byte, None if each code has its own byte. Codes are packed
+      along the last axis.
     - `zero_point`: whether the call has a zero point.
 
     **Raises:**
 
-    - `TypeError` for another format, and for operands of other dtypes or ranks.
-    - `ValueError` if shapes do not fit, when the graph runs.
+    - `TypeError` if the format is not supported, or an operand has the wrong dtype or rank.
+    - `ValueError`, when the graph runs, if the shapes do not fit.
 
     >>> import jax.numpy as jnp, numpy as np, pytensor.tensor as pt, veneer as vn
     >>> from veneer.interop.pytensor import QuantizedDot
@@ -878,8 +882,8 @@ def quantized_dot(x: Any, w: QArray) -> Any:
     **Arguments:**
 
     - `x`: a PyTensor matrix `[M, K]` of float32 or float64.
-    - `w`: a `QArray` `[K, N]`. If its codes are packed, then along the last axis, as
-      `vn.quant.quantize` does.
+    - `w`: a `QArray` `[K, N]`. Packed codes must be packed along the last axis, as
+      `vn.quant.quantize` does it for a matrix.
 
     **Returns:** a PyTensor variable `[M, N]`.
 

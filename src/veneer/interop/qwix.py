@@ -76,8 +76,8 @@ def quantize(
     - `array`: f16, bf16, f32 or f64.
     - `qtype`: the format, by its name or dtype: `jnp.int8`, `jnp.int4`, `"nf4"`, `"mxfp8"`.
     - `channelwise_axes`: axes with one scale per index.
-    - `tiled_axes`: axes with one scale per tile, `{axis: tile size}`. A float is the share of the
-      axis that a tile takes.
+    - `tiled_axes`: axes with one scale per tile, `{axis: tile size}`. A float is the tile size as a
+      fraction of the axis.
     - `calibration_method`: `"absmax"`, `"minmax"`, `"rms,7"`, `"fixed,-10,10"`, or another method
       of `veneer.quant.quantize`.
     - `scale_dtype`: the dtype of the scale and of the represented array. By default, `array.dtype`.
@@ -134,7 +134,7 @@ def dot_general(
     preferred_element_type: DTypeLike | None = None,
     **kwargs: Any,
 ) -> jax.Array:
-    """Return what `jax.lax.dot_general` gives. Either operand, or both, may be a `QArray`.
+    """Multiply two arrays like `jax.lax.dot_general`. One or both can be a `QArray`.
 
     **Arguments:**
 
@@ -142,12 +142,12 @@ def dot_general(
     - `dimension_numbers`: as in `jax.lax.dot_general`: the contracted and the batch axes.
     - `precision`: as in `jax.lax.dot_general`.
     - `preferred_element_type`: the dtype of the result. If None, it follows from the dtypes of the
-      operands. Dense operands of one byte count as int32 or bfloat16.
-    - `kwargs`: more keyword arguments of `jax.lax.dot_general`: `out_sharding`.
+      operands. Dense operands with a dtype of one byte count as int32 or bfloat16.
+    - `kwargs`: further keyword arguments of `jax.lax.dot_general`: `out_sharding`.
 
     **Returns:** a dense array.
 
-    **Raises:** what `jax.lax.dot_general` raises.
+    **Raises:** the errors of `jax.lax.dot_general`.
 
     >>> import jax.numpy as jnp, veneer.interop.qwix as qwix
     >>> w = qwix.quantize(jnp.eye(3), jnp.int8, channelwise_axes=[1])
@@ -167,18 +167,18 @@ def dot(
     *,
     _qwix_dot_general: Callable[..., jax.Array] = dot_general,
 ) -> jax.Array:
-    """Return what `jax.numpy.dot` gives. Either operand, or both, may be a `QArray`.
+    """Multiply two arrays like `jax.numpy.dot`. One or both can be a `QArray`.
 
     **Arguments:**
 
     - `a`, `b`: dense arrays or `QArray`s.
     - `precision`, `preferred_element_type`, `out_sharding`: as in `dot_general`.
-    - `_qwix_dot_general`: the function that computes the product. It is called once, as
-      `dot_general` is, with all arguments but the operands by keyword.
+    - `_qwix_dot_general`: the function that computes the product, with the signature of
+      `dot_general`. It is called once. All arguments except the operands are passed by keyword.
 
     **Returns:** a dense array.
 
-    **Raises:** what `jax.lax.dot_general` raises.
+    **Raises:** the errors of `jax.lax.dot_general`.
 
     >>> import jax.numpy as jnp, veneer.interop.qwix as qwix
     >>> w = qwix.quantize(jnp.eye(3), jnp.int8, channelwise_axes=[1])
@@ -203,23 +203,23 @@ def einsum(
     preferred_element_type: DTypeLike | None = None,
     **kwargs: Any,
 ) -> jax.Array:
-    """Return what `jax.numpy.einsum` gives. Any of the operands may be a `QArray`.
+    """Multiply arrays like `jax.numpy.einsum`. Each operand can be a `QArray`.
 
     **Arguments:**
 
-    - `args`: the subscripts and the operands, or operands each followed by a list of its axes.
-    - `_qwix_dot_general`: the function that computes each product of two operands. It is called as
-      `dot_general` is, with the operands as they were passed.
+    - `args`: the subscripts and the operands, or each operand followed by a list of its axes.
+    - `_qwix_dot_general`: the function that computes each product of two operands, with the
+      signature of `dot_general`. It receives the operands unchanged.
     - `preferred_element_type`: as in `dot_general`.
-    - `kwargs`: more keyword arguments: `precision`, `optimize` and `out_sharding`. A
-      `_qwix_dot_general` of your own receives all of them but `optimize`.
+    - `kwargs`: `precision`, `optimize` and `out_sharding`. `_qwix_dot_general` receives all of them
+      except `optimize`.
 
-    The size of an axis in one operand may be a multiple of its size in another, as for heads of
-    queries and of keys. The entries of the smaller axis are then repeated.
+    The size of an axis in one operand may be a multiple of its size in another, as for the heads of
+    queries and keys in attention. The entries of the smaller axis are then repeated.
 
     **Returns:** a dense array.
 
-    **Raises:** what `jax.numpy.einsum` raises.
+    **Raises:** the errors of `jax.numpy.einsum`.
 
     >>> import jax.numpy as jnp, veneer.interop.qwix as qwix
     >>> w = qwix.quantize(jnp.eye(3), jnp.int8, channelwise_axes=[1])

@@ -30,7 +30,7 @@ def save(
     """Save a tree of arrays to a folder. `vn.load` returns it exactly.
 
     The folder holds safetensors files and a `veneer.json` that describes each tensor. A `QArray` is
-    stored packed. The folder appears when it is complete.
+    stored packed. The folder appears only when it is complete.
 
     **Arguments:**
 
@@ -38,36 +38,37 @@ def save(
     - `tree`: a pytree with string or integer keys and at most 100 levels. Modules of flax.nnx and
       Equinox, optimizer states and parts of a tree (`vn.tree.partition`) are allowed. See the table
       below for leaves.
-    - `overwrite`: replace a folder that `save` wrote, in any format, or a GGUF file. The old one
-      stays until the new one is complete.
-    - `format`: write a checkpoint of another library: "gptq", "awq", "compressed-tensors", "mlx" or
-      "gguf". Tensors have the names of their paths. Nothing is rounded: each `QArray` `[out, in]`
-      must fit the format.
-    - `config`: with `format`, more entries for `config.json`. For GGUF, the metadata.
-    - `names`: with `format="gguf"`, "huggingface" if the tensors have the names and the row order
-      of Hugging Face. None if they have those of GGUF.
+    - `overwrite`: whether to replace a folder that `save` wrote, in any format, or a GGUF file. The
+      old one stays until the new one is complete.
+    - `format`: the format of another library: "gptq", "awq", "compressed-tensors", "mlx" or "gguf".
+      Tensors are named by their paths. Values are not rounded again, so each `QArray` `[out, in]`
+      must have a format and tiles that the library can store. None is the format of Veneer.
+    - `config`: further entries of `config.json`. For GGUF, the metadata. Only with `format`.
+    - `names`: for `format="gguf"`: "huggingface" if the tensors have the names and the row order
+      of Hugging Face, None if they have the names and the row order of GGUF.
 
     | leaf | stored as |
     |---|---|
-    | a NumPy or JAX array (see below) | a tensor |
+    | a NumPy or JAX array (dtypes: see below) | a tensor |
     | an implicit array of any type | its arrays and its metadata |
-    | a random key (`jax.random.key`) | a tensor and its implementation |
-    | a Python bool, string, integer or finite float | a value |
+    | a random key (`jax.random.key`) | its data and the name of its implementation |
+    | a Python bool, string, integer or finite float | its value |
     | a function, a NumPy dtype or an enum member | its name; `vn.load` then needs `like` |
 
     Dtypes are bool, integers and floats of 8 to 64 bits, and complex64.
 
     **Raises:**
 
-    - `TypeError` if a leaf cannot be saved, is a tracer, or has another dtype; names its path. Also
-      if a key is neither a string nor an integer, or `config` is not JSON.
-    - `TypeError` if `path` is not a path.
-    - `ValueError` if a folder is named like a file, with the suffix .gguf or .safetensors.
-    - `ValueError` if `format` is unknown or cannot hold a tensor (names it), if two tensors get the
-      same name, if the tree is too deep, or if `config` or `names` lack `format`.
-    - `FileExistsError` if `path` exists. With `overwrite`, if it has files that `save` did not
-      write.
-    - `BlockingIOError` if another process or thread is saving `path`.
+    - `TypeError` if `path` is not a path, or if a leaf is a tracer or has a type or dtype that is
+      not listed above. The error names the path of the leaf.
+    - `TypeError` if a key is neither a string nor an integer, or `config` is not JSON.
+    - `ValueError` if `format` is None and `path` has the suffix of a file, .gguf or .safetensors.
+    - `ValueError` if `format` is unknown or cannot hold a tensor (which the error names), if two
+      tensors get the same name, if the tree is too deep, or if `config` or `names` is passed
+      without `format`.
+    - `FileExistsError` if `path` exists and `overwrite` is False, or if `path` has files that
+      `save` did not write.
+    - `BlockingIOError` if another process or thread is saving to `path`.
     - `OSError` if the files cannot be written.
 
     >>> import tempfile, jax.numpy as jnp, veneer as vn
@@ -125,34 +126,36 @@ def load(
 ) -> Any:
     """Load a folder that `vn.save` or `veneer quantize` wrote, or another checkpoint.
 
-    Reads safetensors files, Hugging Face folders and GGUF files. Quantized weights of other
+    It reads safetensors files, Hugging Face folders and GGUF files. Quantized weights of other
     libraries (GGUF, GPTQ, AWQ, compressed-tensors, FP8, bitsandbytes, MXFP4, torchao, MLX) stay
-    packed: each is one array with the name and the shape of the dense weight.
+    packed: each is one implicit array with the name and the shape of the dense weight.
 
     **Arguments:**
 
     - `path`: a folder or a file.
-    - `like`: a tree with the saved structure. Needed to get modules, optimizer states and other
-      classes back. Leaves can be abstract (`jax.ShapeDtypeStruct`). A dense leaf accepts a saved
-      implicit array of its shape and dtype. A `NamedSharding` of a leaf places the loaded array.
-    - `verify`: compare all data with the checksums in `veneer.json`.
-    - `raw`: load the stored tensors of other libraries without decoding them.
-    - `names`: for GGUF, "huggingface" for the names and the row order of Hugging Face. None for
-      those of GGUF.
-    - `shardings`: where arrays go, as for `vn.device_put`. Each array is placed before the next is
-      read. Cannot be combined with `like`.
+    - `like`: a tree with the saved structure. It is needed to restore modules, optimizer states and
+      other classes. Leaves can be abstract (`jax.ShapeDtypeStruct`). A dense leaf accepts a saved
+      implicit array of its shape and dtype. If a leaf has a `NamedSharding`, the loaded array gets
+      the same sharding.
+    - `verify`: whether to compare all data with the checksums in `veneer.json`.
+    - `raw`: whether to return safetensors of other libraries as stored, without decoding them.
+    - `names`: for GGUF files: "huggingface" returns tensors with the names and the row order of
+      Hugging Face, None with the names and the row order of GGUF.
+    - `shardings`: the shardings of the arrays, as for `vn.device_put`. Each array is placed before
+      the next is read. Cannot be combined with `like`.
 
-    **Returns:** the saved tree. Without `like`, a dict replaces each object whose class is not an
-    array type. For other files, a flat dict from names to arrays. Leaves are JAX arrays and
-    implicit arrays. They are NumPy arrays where JAX would drop bits (64-bit dtypes without
-    `jax_enable_x64`), or where `like` has NumPy arrays.
+    **Returns:** the tree that `vn.save` saved. Without `like`, modules, named tuples and other
+    pytree classes are returned as dicts. From other checkpoints, a flat dict from names to arrays.
+    Leaves are JAX arrays and implicit arrays. A leaf is a NumPy array if `like` has one in this
+    place, or if JAX would drop bits (64-bit dtypes without `jax_enable_x64`).
 
     **Raises:**
 
     - `FileNotFoundError` if nothing is at `path`.
-    - `ValueError` if a file is truncated, damaged, pickled, or has a newer layout, or if packed
-      codes belong to no known format.
-    - `ValueError` if the saved tree differs from `like` (names the path), or needs `like`.
+    - `ValueError` if a file is truncated, damaged or pickled, was saved by a newer version of
+      Veneer, or has packed codes of an unknown format.
+    - `ValueError` if the saved tree differs from `like` (the error names the path), or if it cannot
+      be restored without `like`.
     - `ValueError` with `verify`, if a checksum differs or is missing.
 
     >>> import tempfile, numpy as np, safetensors.numpy, veneer as vn

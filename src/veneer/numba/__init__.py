@@ -1,16 +1,16 @@
-"""JAX functions compiled to native functions, which take a microsecond per call.
+"""Compile JAX functions to native functions of NumPy arrays, with small overhead per call.
 
-The steps from a JAX function to machine code, and what belongs to them:
+The modules, in the order from a JAX function to machine code:
 
-    compiler        `compile`: from a function of JAX to one of NumPy arrays
-    front           a function as a graph of primitives
-    registry        `funcify` and `perform`: the rules, by primitive
-    ops             the rules
-    codegen         a graph as source: kernels, and the program that calls them
-    maths           functions of numbers that generated code calls
-    backend         source as machine code, and what stands between that and Python
-    reference       programs run by NumPy
-    testing         compiled programs compared with NumPy, and that with JAX
+    compiler        `compile`: a JAX function as a native function of NumPy arrays
+    front           traces a function to a graph of primitives
+    registry        `funcify` and `perform`: the registries of rules
+    ops             the rules of JAX primitives
+    codegen         generates the source: kernels, and the program that calls them
+    maths           scalar functions that generated code calls
+    backend         compiles the source to machine code, and makes it callable from Python
+    reference       runs a graph with the NumPy rules
+    testing         compares compiled programs with NumPy, and NumPy with JAX
 """
 
 from importlib.util import find_spec

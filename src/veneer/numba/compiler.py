@@ -81,30 +81,33 @@ class Compiled:
 def compile(
     f: Callable[..., Any], *example_args: Any, fallback: Literal["jax"] | None = None
 ) -> Any:
-    """Compile a JAX function to a native function, which takes about a microsecond per call.
+    """Compile a JAX function to native code. A call has an overhead of about a microsecond.
 
     **Arguments:**
 
     - `f`: a function of pytrees of arrays that JAX can trace. Its arguments and captured variables
       may be implicit arrays, as under `vn.implicit`.
-    - `example_args`: arguments, or `jax.ShapeDtypeStruct`s, which fix the structure, shapes and
-      dtypes. Random keys may be typed keys or their data, `uint32[..., 2]`; results have the data.
-    - `fallback`: if `"jax"`, JAX runs the primitives without a rule, in tens of microseconds each.
-      A warning names them and their lines. Such a function has no `raw`.
+    - `example_args`: arguments, or `jax.ShapeDtypeStruct`s in their place. All later calls must
+      have the same structure, shapes and dtypes. Random keys may be typed keys or their data,
+      `uint32[..., 2]`. Keys among the results are returned as data.
+    - `fallback`: `"jax"` lets JAX run primitives without a rule, which takes tens of microseconds
+      each. A warning names them and their lines. Such a function has no `raw`. With the default
+      None, they raise an error.
 
-    **Returns:** a function of the same arguments that returns NumPy arrays in the structure of the
-    results of `f`. Its attribute `source` is the generated program, and `raw` is a function for
-    other `numba.njit` code. C-contiguous NumPy arguments are not copied, and no argument is written
-    to. Without x64, arguments of 64 bits are converted to 32 bits, as under `jax.jit`.
+    **Returns:** a function of the same positional arguments that returns NumPy arrays in the
+    structure of the results of `f`. Its attribute `source` is the generated program. Its attribute
+    `raw` is a function that other `numba.njit` code can call. C-contiguous NumPy arguments are not
+    copied, and no argument is modified. If `jax_enable_x64` is not set, 64-bit arguments are
+    converted to 32 bits, as under `jax.jit`.
 
     **Raises:**
 
-    - `NotImplementedError` if a primitive, a parameter or a dtype has no rule, or if a shape is not
-      static.
-    - `ValueError` for another `fallback`.
-    - JAX's error if a shape depends on values, as in `jnp.nonzero(x)`.
-    - A call raises `TypeError` for another structure, shape or dtype, and `OverflowError` for an
-      integer that does not fit.
+    - `NotImplementedError` if `vn.numba` does not support a primitive, one of its parameters or a
+      dtype, or if a shape is not static.
+    - `ValueError` if `fallback` is neither None nor `"jax"`.
+    - The error that JAX raises if a shape depends on values, as in `jnp.nonzero(x)`.
+    - A call raises `TypeError` if the structure, a shape or a dtype of the arguments differs from
+      `example_args`, and `OverflowError` if an integer does not fit its dtype.
 
     >>> import jax.numpy as jnp, numpy as np, veneer as vn
     >>> f = vn.numba.compile(lambda x: jnp.tanh(x).sum(), np.ones(3, np.float32))

@@ -31,10 +31,12 @@ class Registry:
 
     `name in registry`, `registry[name]` and `iter(registry)` work as for a dict.
 
-    | registry | its rules |
+    | registry | a rule |
     |---|---|
-    | `vn.numba.funcify` | return a function of the operands, which Numba compiles |
-    | `vn.numba.perform` | compute a primitive with NumPy, as a reference in tests |
+    | `vn.numba.funcify` | returns a function that computes the primitive and that Numba compiles |
+    | `vn.numba.perform` | computes the primitive with NumPy, as a reference for tests |
+
+    Add rules with the method `register`.
 
     >>> import numpy as np, veneer as vn
     >>> "tanh" in vn.numba.funcify
@@ -55,9 +57,9 @@ class Registry:
         A rule of `funcify` takes a builder, the operands by position, which have a `shape` and a
         `dtype`, and the parameters of the equation by keyword. It returns a function that Numba
         compiles: an `@numba.njit` function, or a Python function that Numba can compile. The
-        function takes the operands and returns the result, or a tuple of the results. Arrays
-        without axes are numbers there. A rule may also be an `@numba.njit` function itself. It then
-        takes the parameters of the equation by keyword.
+        function takes the operands and returns the result, or a tuple of the results. Its arrays
+        of rank 0 are numbers. A rule may also be an `@numba.njit` function itself, of the operands,
+        and of the parameters of the equation by keyword.
 
         A rule of `perform` takes NumPy arrays and the parameters, and returns arrays.
 

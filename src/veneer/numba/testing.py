@@ -36,14 +36,16 @@ def compare_numba_and_py(
 
     - `f`: a JAX function, as for `vn.numba.compile`.
     - `args`: a sequence of its arguments.
-    - `rtol`: the relative tolerance. The default is 1e-2 for 16 bits, 1e-5 for float32 and 1e-12
-      for float64.
-    - `atol`: the absolute tolerance. The default is `rtol` times the largest entry.
+    - `rtol`: the relative tolerance. The default is 1e-2 for floats of 16 bits, 1e-5 for float32
+      and 1e-12 for float64. Integers must be equal.
+    - `atol`: the absolute tolerance. The default is `rtol` times the largest absolute value that is
+      expected.
     - `native`: whether to compile and run native code. If False, the code runs only in Python.
 
     **Returns:** the results of the compiled function, or of the run in Python if `native` is False.
 
-    **Raises:** `AssertionError` if they differ. `NotImplementedError` if a primitive has no rule.
+    **Raises:** `AssertionError` if the results differ. `NotImplementedError` if a primitive has no
+    rule.
 
     >>> import jax.numpy as jnp, numpy as np, veneer as vn
     >>> _ = vn.numba.compare_numba_and_py(lambda x: jnp.tanh(x).sum(), [np.ones(3, np.float32)])
@@ -75,7 +77,7 @@ def compare_jax_and_py(
     rtol: float | None = None,
     atol: float | None = None,
 ) -> Any:
-    """Compare a JAX function with the NumPy rules of its primitives.
+    """Run a function in JAX and with the NumPy rules of its primitives, and compare the results.
 
     **Arguments:**
 
@@ -85,8 +87,8 @@ def compare_jax_and_py(
 
     **Returns:** the results of JAX.
 
-    **Raises:** `AssertionError` if they differ. `NotImplementedError` if a primitive has no rule in
-    `vn.numba.perform`.
+    **Raises:** `AssertionError` if the results differ. `NotImplementedError` if a primitive has no
+    rule in `vn.numba.perform`.
 
     >>> import jax.numpy as jnp, numpy as np, veneer as vn
     >>> _ = vn.numba.compare_jax_and_py(lambda x: jnp.tanh(x).sum(), [np.ones(3, np.float32)])

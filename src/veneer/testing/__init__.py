@@ -1,7 +1,9 @@
-"""Checks for the tests of array types.
+"""Checks of array types, for tests.
 
-checks          check_rules: compare a type with its dense array in many programs
-programs        the programs, for arrays of any shape
+The modules:
+
+    checks          `check_rules`: compare a type with its dense array in many programs
+    programs        the programs, for arrays of any shape
 """
 
 from .checks import CheckedRules, check_rules

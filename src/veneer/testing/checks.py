@@ -33,8 +33,8 @@ class CheckedRules:
     |---|---|
     | `agree` | the names of the programs that agree with the dense array |
     | `rules` | a dict from a primitive to the places (file and line) of the rules that ran |
-    | `made_dense` | the primitives for which no rule fitted |
-    | `refused` | a dict from a program that the type rejected to the message |
+    | `made_dense` | the primitives that no rule fitted, so that the array was materialized |
+    | `refused` | a dict from each program that the type rejected to the error message |
 
     >>> import veneer as vn
     >>> print(vn.testing.CheckedRules(("neg",), {"neg": frozenset({"f.py:3"})}, frozenset({"exp"})))
@@ -81,18 +81,21 @@ def check_rules(
       `[2, 4, 4]`. If rules treat some shapes or options differently, check an example of each.
     - `programs`: a dict of further programs, such as `{"conv": lambda w, d: ...}`. `w` is the
       example and `d` is a dense array of its shape. To replace a built-in program, use its name.
-    - `untested`: names of primitives whose rules are tested elsewhere.
-    - `dense`: a function that returns a tree with dense arrays, for types that cannot materialize.
-    - `may_refuse`: whether programs may raise a `TypeError` or `ValueError` that names the type.
-    - `transformations`: whether to run programs under transformations, which takes most of the
-      time.
-    - `tolerance`: the largest difference in units of epsilon times the largest value. Dtypes of 16
-      bits use a sixteenth of it.
+    - `untested`: names of primitives whose rules may stay unused, because other tests cover them.
+    - `dense`: a function that replaces the implicit arrays of a tree with dense arrays. A type that
+      cannot materialize needs its own. The default is `vn.materialise`.
+    - `may_refuse`: whether a program passes if it raises a `TypeError` or `ValueError` whose
+      message has the name of the type.
+    - `transformations`: whether to run programs under `vmap`, `scan` and `grad`, which takes most
+      of the time.
+    - `tolerance`: the largest difference that is allowed, in units of epsilon times the largest
+      value. For dtypes of 16 bits, a sixteenth of it is allowed.
 
     **Returns:** a `vn.testing.CheckedRules`.
 
-    **Raises:** `AssertionError` with the programs that differ or raise, or with the rules of this
-    type that no program ran. `TypeError` if `cls` is not a type or `example` not an instance of it.
+    **Raises:** `AssertionError` with a list of the programs that differ or raise an error, or of
+    the rules of `cls` that no program ran. `TypeError` if `cls` is not a subclass of
+    `vn.ImplicitArray`, or `example` is not an instance of it.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> class Diagonal(vn.ImplicitArray):

@@ -42,37 +42,37 @@ class ImplicitArray(ArrayOperators, Shaped, Value, abstract=True):
 
     Subclass it with annotated fields for arrays, `vn.static` fields for metadata, and a method
     `materialise` that returns the dense array. The subclass is a frozen dataclass and a pytree.
-    Count axes from the end, because `vmap` and `scan` add and remove leading axes of the leaves.
+    In its methods, count axes from the end, because `vmap` and `scan` add and remove leading axes.
 
-    The constructor also takes `shape` and `dtype`. It raises `ValueError` if the dense array has
-    others. Operators and array methods work without `vn.implicit`. `jax.numpy` functions must be
-    wrapped in it.
+    To check the dense array, pass its `shape` or `dtype` to the constructor, which raises
+    `ValueError` if they differ. Operators and array methods work without `vn.implicit`. Functions
+    of `jax.numpy` must be wrapped: `vn.implicit(jnp.sin)(x)`.
 
     A subclass may override these methods:
 
     | method | returns | default |
     |---|---|---|
     | `aval()` | a `jax.core.ShapedArray`; needed if `materialise` raises | from `materialise` |
-    | `default(primitive, values, params)` | the results if no rule fits (static) | materializes |
-    | `leaf_axes()` | the dense axis of each axis of each leaf | None: not declared |
-    | `partition(spec, shape)` | a sharding of each leaf | from `leaf_axes` |
+    | `default(primitive, values, params)` | static method: results if no rule fits | materialize |
+    | `leaf_axes()` | a `vn.LeafAxis` for each axis of each leaf | None: unknown |
+    | `partition(spec, shape)` | the `PartitionSpec` of each leaf | from `leaf_axes` |
 
-    and set these class attributes:
+    It may also set these class attributes:
 
     | attribute | default | meaning |
     |---|---|---|
-    | `batch_transparent` | True | a slice of all leaves is a slice of the array |
-    | `metadata_is_meaning` | True | loops and branches must not change static fields |
-    | `is_label` | None | the only leaf is the dense array (with a unit, say); None: find out |
-    | `keeps_dtypes` | True | results of rules must have the dtypes of the primitives |
-    | `commute_ops` | True | a rule of `add`, `mul`, ... for `(x, y)` also serves `(y, x)` |
-    | `compiles_operators` | True | operators outside `vn.implicit` may be compiled |
-    | `default_precedence` | 0 | of several operand types with `default`, the highest runs |
-    | `dense_tangent` | False | its tangent is one dense array, with `vn.hijax` |
-    | `is_cache` | False | programs write into it; reports count it separately |
-    | `trainable` | None | names of the fields that `vn.trainable` selects; None: all |
+    | `batch_transparent` | True | slicing all leaves along a leading axis slices the dense array |
+    | `metadata_is_meaning` | True | loops and branches that change static fields raise an error |
+    | `is_label` | None | the only leaf is the dense array, as with a unit; None: detect it |
+    | `keeps_dtypes` | True | rules must return the dtype that the primitive has for dense arrays |
+    | `commute_ops` | True | a rule for `x + y` also serves `y + x`; also for `mul`, `max`, ... |
+    | `compiles_operators` | True | `x + y` outside `vn.implicit` may be compiled with `jax.jit` |
+    | `default_precedence` | 0 | if several types define `default`, the highest number wins |
+    | `dense_tangent` | False | with `vn.hijax`, the tangent is one dense array, not one per leaf |
+    | `is_cache` | False | a key-value cache, which reports count separately |
+    | `trainable` | None | the names of the fields that `vn.trainable` selects; None: all |
     | `type_name` | None | the name in jaxprs and notebooks; None: the class name, shortened |
-    | `storage_name` | None | the storage that `vn.summary` shows, as `"tile 64"` |
+    | `storage_name` | None | how `vn.summary` describes the storage, such as `"tile 64"` |
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> class Diagonal(vn.ImplicitArray):
@@ -109,7 +109,7 @@ class ImplicitArray(ArrayOperators, Shaped, Value, abstract=True):
 
     @property
     def nbytes(self) -> int:
-        """The number of stored bytes: the sum over the leaves."""
+        """The number of stored bytes: the total size of the leaves."""
         leaves = jax.tree.leaves(self)
         arrays = [x if hasattr(x, "dtype") else jax.typeof(x) for x in leaves]  # a Python scalar
         return sum(x.size * x.dtype.itemsize for x in arrays)

@@ -16,9 +16,10 @@ BEFORE_CALL = "before the call"
 
 
 class MaterialiseError(TypeError):
-    """The error that `on_materialise="error"` or `"error_weights"` raises.
+    """The error for a materialized operand if `on_materialise` is "error" or "error_weights".
 
-    The message has the primitive, its operands, the line of the program and the number of bytes.
+    `vn.implicit` raises it when a primitive has no rule, or its rule materializes an operand. The
+    message has the primitive, its operands, the line of the program and the number of bytes.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> w = vn.quant.quantize(jnp.eye(2), "int8")
@@ -31,7 +32,10 @@ class MaterialiseError(TypeError):
 
 
 class MaterialiseWarning(UserWarning):
-    """The warning that `on_materialise="warn"` or `"warn_weights"` gives.
+    """The warning for a materialized operand if `on_materialise` is "warn" or "warn_weights".
+
+    `vn.implicit` gives it when a primitive has no rule, or its rule materializes an operand. The
+    message has the primitive, its operands, the line of the program and the number of bytes.
 
     >>> import warnings
     >>> import jax.numpy as jnp, veneer as vn
@@ -54,22 +58,23 @@ class Operands(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A primitive that ran on an implicit operand.
+    """A record of a primitive that ran on an implicit operand.
 
-    `vn.explain` collects events in a `vn.Report`. A callable given as `on_materialise` is called
-    with each event that materializes an operand.
+    `vn.explain` collects events in a `vn.Report`. If `on_materialise` of `vn.implicit` is a
+    function, it is called with each event that materializes an operand.
 
     | attribute | content |
     |---|---|
     | `primitive` | the name of the primitive |
-    | `operands` | the types of the operands, as `"QArray:f32[2,2]"` |
+    | `operands` | the types of the operands, such as `"QArray:f32[2,2]"` |
     | `rule` | file and line of the rule that ran; None if no rule fitted |
-    | `how` | the strategy of the rule, or the reason why none fitted; `""` if unknown |
+    | `how` | how the rule computed the result, or why no rule fitted; `""` if unknown |
     | `nbytes` | the number of bytes that were materialized |
     | `line` | file and line of the user's program |
-    | `dense`, `caches` | per operand: bytes materialized; whether it is a key-value cache |
-    | `sources` | per operand: the paths of its weights |
-    | `no_kernel` | why no kernel ran, if an operand is too small for one |
+    | `dense` | for each operand, the number of bytes that were materialized |
+    | `caches` | for each operand, whether it is a key-value cache |
+    | `sources` | for each operand, the paths of the weights that it comes from |
+    | `no_kernel` | the reason why no kernel ran, if an operand is too small; else `""` |
 
     A weight is an implicit array among the arguments or captured variables of the program, also
     after it is sliced or transposed. Other implicit arrays are intermediates.
@@ -94,17 +99,17 @@ class Event:
 
     @property
     def made_dense(self) -> bool:
-        """Return whether an operand was materialized in memory."""
+        """Return whether an operand was materialized."""
         return self.rule is None or self.nbytes > 0
 
     @property
     def weights(self) -> tuple[str, ...]:
-        """The paths of the weights among the operands, without repetition."""
+        """The paths of all weights in `sources`, without repetition."""
         return paths_of(joined(self.sources))
 
     @property
     def weight_nbytes(self) -> int:
-        """The number of materialized bytes that belong to weights, caches included."""
+        """The number of materialized bytes that belong to weights, including key-value caches."""
         return sum(n for n, source in zip(self.dense, self.sources, strict=True) if source)
 
     @property
@@ -115,11 +120,17 @@ class Event:
 
     @property
     def how_and_why(self) -> str:
-        """The strategy of the rule, and the reason why it ran no kernel."""
+        """The texts `how` and `no_kernel`, joined with a comma."""
         return ", ".join(filter(None, (self.how, self.no_kernel)))
 
     def met_by(self, sources: Sequence[Source], line: str) -> "Event":
-        """Return this event of a staged program for operands with these sources, at `line`."""
+        """Return a copy of this event for another call of the same traced program.
+
+        **Arguments:**
+
+        - `sources`: for each operand of the call, the paths of its weights.
+        - `line`: file and line of the call.
+        """
         return replace(self, line=line, sources=tuple(resolved(s, sources) for s in self.sources))
 
     def __str__(self) -> str:

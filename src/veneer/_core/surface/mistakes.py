@@ -117,10 +117,10 @@ def check_is_first(rule: Any, registered: Iterable[Any], primitive: str) -> None
 
 
 class OutsideImplicitError(RuntimeError):
-    """The error if a JAX function is called with an implicit array outside `vn.implicit`.
+    """The error for a JAX function that is called with an implicit array outside `vn.implicit`.
 
-    Wrap the function in `vn.implicit`, or pass the dense array that `vn.materialise` returns. It is
-    a `RuntimeError`, because JAX catches a `TypeError` and replaces its message.
+    Wrap the function in `vn.implicit`, or pass the dense array that `vn.materialise` returns. The
+    error is a `RuntimeError`, because JAX would replace the message of a `TypeError`.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> q = vn.quant.quantize(jnp.ones((4, 4)), "int8")

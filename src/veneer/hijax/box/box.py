@@ -18,27 +18,32 @@ class Box(Kept):
     """A mutable container for a pytree of arrays and implicit arrays.
 
     A function can read and write a Box that is an argument or a captured variable. This works under
-    `jax.jit`, `grad`, `vmap`, `scan`, `cond`, `while_loop`, `checkpoint` and in the passes of a
-    `custom_vjp`. High types need not be on.
+    `jax.jit`, `grad`, `vmap`, `scan`, `cond`, `while_loop`, `checkpoint` and in the forward and
+    backward functions of a `custom_vjp`, with or without high types (`vn.hijax.enabled`).
 
-    In loops and branches, the contents must keep their structure, shapes and dtypes. They may
+    In loops and branches, the contents must keep their structure, shapes and dtypes. These may
     change under `vn.jit`, under `jax.jit` with high types on, and outside traced functions.
 
-    If the Box was made outside the differentiated function, it stores primal values without
-    derivatives. Derivatives flow through a Box that is made inside the function.
+    A Box that was made outside the differentiated function stores values without derivatives.
+    Derivatives flow through a Box that is made inside the function.
 
     **Arguments:**
 
-    - `value`: the contents. Without it the Box is empty, and `get` returns None.
+    - `value`: the contents, a pytree of arrays, implicit arrays and numbers. The default None makes
+      an empty Box.
 
     **Raises:**
 
-    - `TypeError` if the contents are not arrays, or change their structure or types where they may
-      not.
-    - `ValueError` if a mapped value is written to a Box from outside `jax.vmap`, or if a Box is
-      passed to a function twice, or passed and captured.
-    - `NotImplementedError` in the condition of a `while_loop`, and in a `jax.checkpoint` for a Box
-      that the traced function around it made. JAX's references do not support these.
+    - `TypeError` if the contents have other leaves, or if their structure, shapes or dtypes change
+      where they must not.
+    - `ValueError` if a function under `jax.vmap` writes a mapped value to a Box that it captures or
+      gets without a mapped axis.
+    - `ValueError` if a Box is passed to a function twice, or is both an argument and a captured
+      variable.
+    - `RuntimeError` in `get` if the contents are lost, because a compiled function that wrote them
+      raised an error or donated them.
+    - `NotImplementedError` if the condition of a `while_loop` uses a Box, or a `jax.checkpoint`
+      uses a Box that the traced function around it made. JAX does not support these uses.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> largest = vn.hijax.Box(jnp.zeros(()))
@@ -69,12 +74,12 @@ class Box(Kept):
         return resolved(self._contents).tree()
 
     def set(self, value: Any) -> None:
-        """Replace the contents by `value`, a pytree of arrays, implicit arrays and numbers."""
+        """Replace the contents with `value`, a pytree of arrays, implicit arrays and numbers."""
         _refuse_boxes(value)
         resolved(self._contents).set(value)
 
     def update(self, function: Callable[[Any], Any]) -> None:
-        """Replace the contents by `function(contents)`."""
+        """Replace the contents with `function(contents)`."""
         self.set(function(self.get()))
 
     def __repr__(self) -> str:
@@ -86,7 +91,7 @@ class Box(Kept):
     # As a pytree: the references; or the contents, where vn.jit threads those through.
 
     def tree_flatten(self) -> tuple[list[Any], Any]:
-        """Return the leaves of the contents, or references to them, and the structure."""
+        """Return the leaves and structure for JAX. Outside `vn.jit`, the leaves are references."""
         contents = resolved(self._contents)
         if state.flattened is not None:
             state.flattened.append(self)
@@ -98,7 +103,7 @@ class Box(Kept):
 
     @classmethod
     def tree_unflatten(cls, of: "Threaded | Shared", children: Iterable[Any]) -> "Box":
-        """Return the Box of these leaves or references. Its own references give the same Box."""
+        """Return a Box with these leaves. References of a Box return this Box itself."""
         return of.box_of(list(children))
 
 

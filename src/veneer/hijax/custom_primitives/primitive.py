@@ -33,14 +33,14 @@ def primitive(expand: Callable) -> "HighPrimitive":
 
     **Arguments:**
 
-    - `expand`: a plain JAX function. It takes arrays, implicit arrays or trees of them by position,
-      and static parameters by keyword. Annotations restrict the operand types, as in
-      `vn.register`.
+    - `expand`: a JAX function. It takes arrays, implicit arrays or trees of them by position, and
+      static parameters by keyword. Annotations restrict the operand types, as in `vn.register`.
 
-    **Returns:** a callable with the same arguments, under the name of the function.
+    **Returns:** a callable with the arguments of `expand`. Jaxprs show its name.
 
     **Raises:** `TypeError` if `expand` is not a function. A call raises `TypeError` if an operand
-    does not match its annotation, a parameter cannot be hashed, or a rule returns the wrong types.
+    does not match its annotation, a parameter is not hashable, or a derivative or batching rule
+    returns the wrong types.
 
     Quantize and dequantize with a straight-through gradient:
 
@@ -150,9 +150,10 @@ class HighPrimitive:
 
         **Arguments:**
 
-        - `rule`: a function of the size of the mapped axis, a tuple with a bool per operand (is it
-          mapped), the operands, and the parameters by keyword. The mapped axis is the first of each
-          leaf. It returns the results and whether they are mapped: a bool, or a pytree of bools.
+        - `rule`: a function of the size of the mapped axis, a tuple of bools that say which
+          operands are mapped, the operands, and the parameters by keyword. The mapped axis is the
+          first axis of each leaf. It returns the results and whether they are mapped: a bool, or a
+          pytree of bools.
         """
         return self._set("vmap", rule)
 

@@ -1,8 +1,8 @@
-"""The public names of Quax 0.4.6, on our core: `import veneer.interop.quax as quax`.
+"""The public names of Quax 0.4.6, implemented by Veneer: `import veneer.interop.quax as quax`.
 
-Types, rules and functions written for Quax (https://github.com/nstarman/quax) run after one change:
-the import. To have other packages that import Quax (`quaxed`, `unxt`) run on our core as well, call
-`replace_quax` before they are imported:
+Types, rules and functions written for Quax (https://github.com/nstarman/quax) run after this change
+of the import. Other packages that import Quax (`quaxed`, `unxt`) run with Veneer too if
+`replace_quax` is called before they are imported:
 
     import veneer.interop.quax as quax
 
@@ -11,7 +11,7 @@ the import. To have other packages that import Quax (`quaxed`, `unxt`) run on ou
 
 docs/quax.md lists the differences.
 
-    core            `Value`, `ArrayValue`, `quaxify`, `register` and the error of a tie
+    core            `Value`, `ArrayValue`, `quaxify`, `register` and `AmbiguousLookupError`
     examples        the array types of Quax's documentation
     experimental    `HiValue` and `register_rules` of Quax's main branch
 """
@@ -41,7 +41,7 @@ __version__ = "0.4.6"  # of Quax
 def replace_quax() -> None:
     """Make `import quax` import this package, for packages that are written for Quax.
 
-    Call it before anything imports Quax. It holds for the whole process.
+    Call it before anything imports Quax. It applies to the whole process.
 
     **Raises:** `RuntimeError` if Quax itself is already imported.
     """

@@ -56,7 +56,7 @@ class Value(eqx.Module, _CoreValue):
 class ArrayValue(Shaped, Value):
     """A `Value` that represents an array: the base of types that are written for Quax.
 
-    It has a shape and a dtype, and no operators. A subclass may define them.
+    It has a shape and a dtype, but no operators such as `x + y`. A subclass may define operators.
 
     >>> import equinox as eqx, jax, jax.numpy as jnp, veneer.interop.quax as quax
     >>> class Unitful(quax.ArrayValue):
@@ -86,8 +86,8 @@ class ArrayValue(Shaped, Value):
 class AmbiguousLookupError(rules.AmbiguousLookupError, LookupError):
     """The error if two rules fit the operands and neither is more specific than the other.
 
-    If plum is imported, `except plum.AmbiguousLookupError` catches the errors that quaxified
-    functions raise, as with Quax. `veneer.AmbiguousLookupError` is a base too.
+    If plum is imported, `except plum.AmbiguousLookupError` also catches this error of a quaxified
+    function, as with Quax. It is a subclass of `veneer.AmbiguousLookupError`.
     """
 
     # plum's own methods need the attributes of a plum lookup.
@@ -141,18 +141,19 @@ class _Quaxified(eqx.Module):
 
 
 def quaxify(fn: _F, /, filter_spec: FilterSpec = True) -> _F:
-    """Run a function with the rules of the `Value`s among its arguments, as `veneer.implicit` does.
+    """Transform a function so that it takes `Value`s and runs their rules, like `veneer.implicit`.
 
     **Arguments:**
 
     - `fn`: any function of pytrees. It may be a module that holds `Value`s.
-    - `filter_spec`: the `Value`s that take part, as in `equinox.partition`: a bool, a predicate, or
-      a pytree of them that is a prefix of `(fn, args, kwargs)`. The others pass through unchanged,
-      for a nested `quaxify`.
+    - `filter_spec`: selects the `Value`s that use their rules, as in `equinox.partition`: a bool, a
+      predicate, or a pytree of them that is a prefix of `(fn, args, kwargs)`. The other `Value`s
+      are left to nested calls of `quaxify`.
 
-    **Returns:** a function of the same arguments, an `equinox.Module` with the leaves of `fn`.
+    **Returns:** a function of the same arguments: an `equinox.Module` with the leaves of `fn`.
 
-    **Raises:** `AmbiguousLookupError` when two rules fit and neither is more specific.
+    **Raises:** The returned function raises `AmbiguousLookupError` if two rules fit and neither is
+    more specific.
 
     >>> import jax.numpy as jnp, veneer as vn, veneer.interop.quax as quax
     >>> w = vn.quant.quantize(jnp.eye(2), "nf4")
@@ -166,14 +167,15 @@ def quaxify(fn: _F, /, filter_spec: FilterSpec = True) -> _F:
 def register(primitive: Primitive, /, *, precedence: int = 0) -> Callable[[_F], _F]:
     """Register a rule: how a JAX primitive acts on operands of the annotated types.
 
-    It does what `veneer.register` does. In addition, annotations of jaxtyping (`Float[Array, "n"]`)
-    restrict a rule to those dtypes and shapes. Such a rule is preferred to an unrestricted rule for
-    the same types.
+    It works like `veneer.register`. In addition, an annotation of jaxtyping (`Float[Array, "n"]`)
+    restricts a rule to operands of this dtype and shape. Such a rule is preferred to an
+    unrestricted rule for the same types.
 
     **Arguments:**
 
     - `primitive`: a JAX primitive.
-    - `precedence`: breaks ties between rules if neither is more specific.
+    - `precedence`: if no rule is the most specific, the rule with the highest precedence
+      runs.
 
     **Returns:** a decorator, which returns the rule. See `ArrayValue` for an example.
     """

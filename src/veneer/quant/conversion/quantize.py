@@ -110,8 +110,8 @@ def quantize(
     if has_scale_per_value and q.nbytes >= dense.nbytes:
         warn_user(
             f"{dense.dtype.name}{[*dense.shape]} gets one scale per value, so {qtype} takes "
-            f"{8 * q.nbytes / dense.size:.3g} bits per value, more than the dense array: name fewer "
-            "channelwise_axes, or use larger tiles"
+            f"{8 * q.nbytes / dense.size:.3g} bits per value, more than the dense array: name "
+            "fewer channelwise_axes, or use larger tiles"
         )
     return q
 

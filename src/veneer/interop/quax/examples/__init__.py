@@ -1,7 +1,6 @@
-"""The array types of Quax's documentation, by Quax's names, fields and arguments.
+"""The array types of Quax's documentation, with the names, fields and arguments of Quax.
 
-Each computes with one of our own types, where we have one. Each module is imported when it is first
-used.
+Some of them compute with an array type of Veneer. Each module is imported when it is first used.
 
     lora                    `LoraArray`, `loraify`: a weight and a low-rank update
     named                   `NamedArray`, `Axis`, `trace`: an array whose axes have names

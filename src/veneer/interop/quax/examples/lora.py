@@ -82,7 +82,7 @@ class LoraArray(Delegating):
         return cls(self.w, self.a, self.b)
 
     def from_veneer(self, ours: Any) -> Any:
-        """Return a product, which is no `LoraArray`."""
+        """Return a product unchanged: it is not a `LoraArray`."""
         return ours
 
 
@@ -100,7 +100,7 @@ def loraify(
 ) -> Any:
     """Return a model whose `equinox.nn.Linear` layers have `LoraArray`s as weights.
 
-    The arguments are those of `LoraArray`. Each layer has a key of its own.
+    The arguments are the same as for `LoraArray`. Each layer gets its own key.
 
     >>> import equinox as eqx, jax, jax.numpy as jnp, veneer.interop.quax as quax
     >>> mlp = eqx.nn.MLP(2, 2, 8, depth=1, key=jax.random.key(0))

@@ -22,7 +22,7 @@ _Array = TypeVar("_Array", bound=ArrayLike)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Axis:
-    """The name of an axis: the object itself. Two of them differ, whatever their sizes.
+    """A name of an axis. Each instance is another name, even if the sizes are equal.
 
     **Arguments:**
 
@@ -33,20 +33,20 @@ class Axis:
 
 
 class NamedArray(ArrayValue, Generic[_Array]):
-    """An array whose axes have names, which are checked and carried along.
+    """An array whose axes have names, which operations check and pass to their results.
 
-    `veneer.types.Named` is the same idea with strings as names, for all operations. This type has
-    rules for sums, differences, products and `dot_general`, as in Quax, and `trace`.
+    As in Quax, it has rules for sums, differences, products and `dot_general`, and a function
+    `trace`. `veneer.types.Named` has strings as names, and rules for all operations.
 
     **Arguments:**
 
     - `array`: the array.
-    - `axes`: an `Axis` for each axis, no two of them the same.
-    - `allow_materialise`: whether other operations lose the names. Otherwise they raise a
+    - `axes`: a different `Axis` for each axis.
+    - `allow_materialise`: whether other operations drop the names. If False, they raise a
       `RuntimeError`, and so does `shape`.
 
-    **Raises:** `ValueError` for another number of axes, for an axis twice, and for another size
-    than an axis has.
+    **Raises:** `ValueError` if the number of axes or the size of an axis is wrong, or if an `Axis`
+    occurs twice.
 
     >>> import jax.numpy as jnp, veneer.interop.quax as quax
     >>> from veneer.interop.quax.examples.named import Axis, NamedArray
@@ -96,7 +96,7 @@ class NamedArray(ArrayValue, Generic[_Array]):
         return self.array
 
     def enable_materialise(self, allow_materialise: bool = True) -> "NamedArray":
-        """Return the same array, which may be materialized or not."""
+        """Return the same array with another `allow_materialise`."""
         return NamedArray(self.array, self.axes, allow_materialise)
 
 
@@ -156,11 +156,11 @@ def _(x: NamedArray, y: NamedArray, *, dimension_numbers: Any, **params: Any) ->
 def trace(
     array: NamedArray, *, offset: int = 0, axis1: Axis, axis2: Axis, dtype: Any = None
 ) -> NamedArray:
-    """Return the sum along a diagonal of two axes, which are given by name.
+    """Return the sum along a diagonal of two named axes.
 
-    `offset` and `dtype` are those of `jax.numpy.trace`.
+    `offset` and `dtype` are the arguments of `jax.numpy.trace`.
 
-    **Raises:** `ValueError` if an axis is not one of the array, or both are the same.
+    **Raises:** `ValueError` if the array does not have one of the axes, or both are the same.
     """
     if axis1 is axis2:
         raise ValueError(f"trace takes two axes, got {axis1} twice")

@@ -25,10 +25,10 @@ PRNG_T = TypeVar("PRNG_T", bound="PRNG")
 
 
 class PRNG(ArrayValue):
-    """A base of random keys of your own: define `random_bits`, `split` and `aval`."""
+    """A base class for types of random keys. Define `random_bits`, `split` and `aval`."""
 
     def materialise(self) -> Any:
-        """Raise: a key is no array of numbers."""
+        """Raise a `TypeError`, because a key has no dense array."""
         raise TypeError(
             f"a {type(self).__name__} is a random key and has no dense array. Draw numbers with "
             "uniform or normal, or select between keys with jnp.where"
@@ -36,7 +36,7 @@ class PRNG(ArrayValue):
 
     @abc.abstractmethod
     def random_bits(self, bit_width: int, shape: tuple[int, ...]) -> Array:
-        """Return random bits, unsigned integers of a width and shape."""
+        """Return random bits, as an array of unsigned integers with a given width and shape."""
 
     @abc.abstractmethod
     def split(self: PRNG_T, num: int) -> Sequence[PRNG_T]:
@@ -112,9 +112,9 @@ def uniform(
 
 
 def normal(key: PRNG, shape: tuple[int, ...] = (), dtype: Any = float) -> Array:
-    """Draw from the normal distribution as `jax.random.normal` does, by the bits of a `PRNG`.
+    """Draw from the normal distribution as `jax.random.normal` does, with random bits from `key`.
 
-    **Raises:** `ValueError` for a dtype that is neither float nor complex.
+    **Raises:** `ValueError` if `dtype` is neither float nor complex.
     """
     if jnp.issubdtype(dtype, jnp.complexfloating):
         real = jnp.finfo(dtype).dtype
@@ -124,7 +124,7 @@ def normal(key: PRNG, shape: tuple[int, ...] = (), dtype: Any = float) -> Array:
 
 
 def split(key: PRNG_T, num: int = 2) -> Sequence[PRNG_T]:
-    """Return new keys of a key: its own method `split`."""
+    """Return new keys from a key, with its method `split`."""
     return key.split(num)
 
 

@@ -28,17 +28,17 @@ class _StrictSparse(RefusesToMaterialise, types.SparseArray):
 
 
 class BCOO(Delegating):
-    """A sparse array by coordinates. It computes with `veneer.types.SparseArray`.
+    """A sparse array in coordinate format. It computes with `veneer.types.SparseArray`.
 
     Sums and products with arrays or with another `BCOO`, matrix products, transposes, reshapes,
-    slices and sums over axes do not materialize it. Entries of the same index are summed.
+    slices and sums over axes do not materialize it. Entries with the same index are summed.
 
     **Arguments:**
 
     - `data`: `[*batch, nse]`, the entries.
     - `indices`: `int[*batch, nse, n_sparse]`, the index of each entry along the sparse axes.
-    - `shape`: the whole shape: the batch axes, then the sparse ones.
-    - `allow_materialise`: whether other operations materialize the array. Otherwise they raise a
+    - `shape`: the shape of the dense array: the batch axes, then the sparse axes.
+    - `allow_materialise`: whether other operations materialize the array. If False, they raise a
       `RuntimeError`.
 
     **Raises:** `ValueError` if shapes do not fit.
@@ -80,7 +80,7 @@ class BCOO(Delegating):
         return jax.core.ShapedArray(self._shape, self.data.dtype)
 
     def enable_materialise(self, allow_materialise: bool = True) -> "BCOO":
-        """Return the same array, which may be materialized or not."""
+        """Return the same array with another `allow_materialise`."""
         return BCOO(self.data, self.indices, self._shape, allow_materialise)
 
     def to_veneer(self) -> types.SparseArray:

@@ -21,17 +21,17 @@ class _StrictTridiagonal(RefusesToMaterialise, types.Tridiagonal):
 
 
 class TridiagonalMatrix(Delegating):
-    """A matrix `[*batch, n, n]` with three diagonals: `veneer.types.Tridiagonal` by other names.
+    """A matrix `[*batch, n, n]` with three diagonals.
 
-    Products with arrays and with matrices of this type, sums, transposes and multiples by a number
-    do not materialize it.
+    It computes with `veneer.types.Tridiagonal`. Products with arrays and with matrices of this
+    type, sums, transposes and products with a number do not materialize it.
 
     **Arguments:**
 
     - `lower_diag`: `[*batch, n - 1]`, the entries below the diagonal.
     - `main_diag`: `[*batch, n]`.
     - `upper_diag`: `[*batch, n - 1]`, the entries above the diagonal.
-    - `allow_materialise`: whether other operations materialize the matrix. Otherwise they raise a
+    - `allow_materialise`: whether other operations materialize the matrix. If False, they raise a
       `RuntimeError`.
 
     **Raises:** `ValueError` if shapes or dtypes do not fit.

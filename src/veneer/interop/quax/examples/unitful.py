@@ -15,7 +15,7 @@ __all__ = ["Dimension", "Unitful", "kilograms", "meters", "seconds"]
 
 
 class Dimension:
-    """A base unit, such as `meters`. Two of one name differ.
+    """A base unit, such as `meters`. Each instance is another unit, even if the names are equal.
 
     **Arguments:**
 
@@ -51,10 +51,11 @@ def _as_units(units: Dimension | dict[Dimension, int]) -> _Units:
 
 
 class Unitful(ArrayValue):
-    """An array with a unit of powers of dimensions. Operations without a rule raise a `ValueError`.
+    """An array with a unit, such as meters per second. Operations without a rule raise an error.
 
-    It has rules for sums, products, integer powers, `<` and broadcasts, as in Quax.
-    `veneer.types.Quantity` has units of astropy or pint, and rules for almost all of JAX.
+    As in Quax, it has rules for sums, products, integer powers, `<` and broadcasts. Others raise a
+    `ValueError`. `veneer.types.Quantity` has units of astropy or pint, and rules for almost all of
+    JAX.
 
     **Arguments:**
 
@@ -77,7 +78,7 @@ class Unitful(ArrayValue):
         return jax.core.ShapedArray(jnp.shape(self.array), jnp.result_type(self.array))
 
     def materialise(self) -> Any:
-        """Raise: the dense array would lose the unit."""
+        """Raise a `ValueError`, because the dense array would lose the unit."""
         raise ValueError("Refusing to materialise Unitful array.")
 
 

@@ -24,9 +24,9 @@ __all__ = ["Zero"]
 class Zero(ArrayValue):
     """An array of zeros that stores nothing. `x + zero` is `x`, and `x * zero` is a `Zero`.
 
-    This type is known to be zero while JAX traces, so operations with it are omitted. The fill of
-    a `veneer.types.Constant` is known only when the program runs. The product of a `Zero` with
-    inf or NaN is zero too.
+    The value is known while JAX traces, so operations with a `Zero` are omitted. The value of a
+    `veneer.types.Constant` is known only when the program runs. The product of a `Zero` with inf or
+    NaN is zero too.
 
     **Arguments:**
 

@@ -1,8 +1,9 @@
 """`HiValue` and `register_rules`, as in `quax.experimental.hijax` of Quax's main branch.
 
-A `HiValue` is a Quax type with one leaf, a hijax value. Rules run JAX functions on it. In jaxprs
-the leaf has its hijax type, which states the types of its tangents and cotangents. The
-module also has hijax's names (`HiPrim`, `HiType` and others) in every supported version of JAX.
+A `HiValue` is a Quax type whose only leaf is a hijax value. Its rules run JAX functions on the
+leaf. In jaxprs, the leaf has its hijax type, which defines the types of its tangents and
+cotangents. The module also has hijax's names (`HiPrim`, `HiType` and others) in every supported
+version of JAX.
 """
 
 # Equinox lets `__init__` assign the fields of a frozen module.
@@ -38,10 +39,10 @@ HIJAX_FLOOR: Final = "0.10.2"  # the oldest JAX that this package supports
 
 
 class HiValue(ArrayValue):
-    """A Quax type whose one leaf is a hijax value. Subclass it and call `register_rules`.
+    """A Quax type whose only leaf is a hijax value. Subclass it and call `register_rules`.
 
-    A subclass may have an `__init__` that makes the leaf. It is called with the leaf for results of
-    rules, which under a trace is a tracer, so let it test for the class of hijax values.
+    A subclass may have an `__init__` that creates the leaf. For results of rules, it is called with
+    the leaf itself, which can be a tracer. So it must check whether its argument is a leaf.
 
     **Arguments:**
 
@@ -69,18 +70,18 @@ class HiValue(ArrayValue):
 def register_rules(cls: type[HiValue], rules: Mapping[Primitive, Callable[..., Any]], /) -> None:
     """Register functions of hijax values as the rules of primitives for a `HiValue` class.
 
-    A function takes the leaves of the operands by position, and dense operands as they are. It is
-    registered for each choice of operands of which one at least is a `cls`. Parameters of the
-    primitive are passed if the function has keyword-only arguments of their names, or `**kwargs`. A
-    hijax value that it returns becomes a `cls`. Other results are returned unchanged.
+    A function takes the operands by position: the leaf of a `cls`, or a dense array. At least one
+    operand is a `cls`. Parameters of the primitive are passed if the function has keyword-only
+    arguments with their names, or `**kwargs`. If the function returns a hijax value, the result is
+    a `cls`. Other results are returned unchanged.
 
     **Arguments:**
 
     - `cls`: a subclass of `HiValue`.
     - `rules`: a function for each primitive: `{lax.mul_p: mul}`.
 
-    **Raises:** `NotImplementedError` for a primitive with several results. Register that rule by
-    `register`. `TypeError` for a function without positional parameters, or with `*args`.
+    **Raises:** `NotImplementedError` for a primitive with several results. Register its rule with
+    `quax.register`. `TypeError` for a function without positional parameters, or with `*args`.
     """
     for primitive, function in rules.items():
         if primitive.multiple_results:
