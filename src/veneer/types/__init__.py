@@ -68,7 +68,6 @@ __all__ = [
     "Toeplitz",
     "Triangular",
     "Tridiagonal",
-    "lora",
 ]
 
 
