@@ -25,10 +25,10 @@ from .qarray import QArray
 class ActivationQuantized(ProductWeight):
     """A weight whose products quantize the other operand, the activations.
 
-    Its dense array is the dense array of `array`. A product that contracts the axes in
-    `contracting` first quantizes the other operand, if that is dense and floating. If `array` is a
-    `QArray`, this is the product of two QArrays (see `vn.quant.dot_general`). All other operations
-    use `array`. `vn.quant.quantize_tree` creates this type for a rule with an `act_qtype`.
+    A product that contracts the axes in `contracting` first quantizes the other operand, if it is a
+    dense floating array. If `array` is a `QArray`, the result is the product of two QArrays (see
+    `vn.quant.dot_general`). All other operations use `array` itself. `vn.quant.quantize_tree`
+    creates this type for a rule with an `act_qtype`.
 
     | `scale` | scale of the activations |
     |---|---|
@@ -44,9 +44,10 @@ class ActivationQuantized(ProductWeight):
 
     - `array`: the weight, `[..., K, N]`, dense or implicit.
     - `scale`: the static scale, a floating array with the rank of the weight. Each axis has size 1
-      or the size of that axis of the weight. For one scale per stacked layer: `[layers, 1, 1]`.
-    - `zero_point`: the code that represents 0, with the shape rule of `scale`. It needs a `scale`
-      and an integer format.
+      or the size of that axis of the weight. Stacked layers can have one scale each: `[layers, 1,
+      1]`.
+    - `zero_point`: the code that represents 0. Its shape follows the rule for `scale`. It needs a
+      `scale` and an integer format.
     - `qtype`: the format of the activations.
     - `calibration_method`: the method that chooses dynamic scales, as in `vn.quant.quantize`. None
       is the default of the format.
@@ -138,7 +139,7 @@ class ActivationQuantized(ProductWeight):
         return get_format(self.qtype)
 
     def is_for(self, primitive: str) -> bool:
-        """Return whether a primitive, such as "dot_general", quantizes activations."""
+        """Return whether products of a primitive, such as "dot_general", quantize activations."""
         return not self.op_names or primitive in self.op_names
 
     def turned_over(self) -> "ActivationQuantized":

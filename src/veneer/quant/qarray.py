@@ -51,9 +51,9 @@ class QArray(ImplicitArray):
     - `qvalue`: the codes, `[..., K, N]`, in `FORMATS[qtype].code_dtype`: int4 for int4, uint4 for
       nf4, int8 for int5, float8_e4m3fn for mxfp8. Formats whose codes are integers accept any
       integer dtype, if the codes are in range.
-    - `scale`: floating, with the rank of `qvalue`. The size of each axis divides the size of the
-      same axis of `qvalue`, and each entry is the scale of one tile. With float8_e8m0fnu, scales
-      are powers of two. If scales are quantized, as in nvfp4, `scale` is itself a `QArray`.
+    - `scale`: a floating array with the rank of `qvalue`. The size of each axis divides the size of
+      the same axis of `qvalue`, and each entry is the scale of one tile. With float8_e8m0fnu,
+      scales are powers of two. If scales are quantized, as in nvfp4, `scale` is itself a `QArray`.
     - `zero_point`: the code that represents 0. Its shape follows the rule for `scale`. Only integer
       formats have zero points. To store packed zero points, pass them as a `QArray` whose scale
       is 1.
@@ -304,7 +304,7 @@ class QArray(ImplicitArray):
         return stored.update(shape=tuple(shape), dtype=dtype, weak_type=False)
 
     def leaf_axes(self) -> list[list[LeafAxis]]:
-        """Return the `vn.LeafAxis` of the axes of each stored array."""
+        """Return a list of `vn.LeafAxis` for each stored array."""
         ndim = self.ndim
 
         def of(leaf: Any) -> list[LeafAxis]:

@@ -32,7 +32,7 @@ class QCache(QArray):
     array has 16 bits, or differs from the dtype of the scales, each write first compares the new
     values with the old ones. Groups with equal values keep their codes.
 
-    **Arguments:** those of `QArray`.
+    **Arguments:** the same as for `QArray`.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> cache = vn.quant.zeros((4, 8), "int8", channelwise_axes=[0])

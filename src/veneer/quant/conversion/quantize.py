@@ -60,10 +60,10 @@ def quantize(
     - `tiled_axes`: `{axis: tile size}`, the axes with one scale per tile. A float is a fraction of
       the axis. None means no tiles. A format with a fixed tile size, such as mxfp4, then has tiles
       along the last axis that is not in `channelwise_axes`.
-    - `calibration_method`: how to find the range of values that the codes of a tile cover (see the
-      table). None is the default of the format.
-    - `scale_dtype`: the dtype of the scales. None is the dtype that the format prescribes, or else
-      the dtype of `array` (float32 for a float16 array in int16).
+    - `calibration_method`: how to choose the range that the codes of a tile cover (see the table).
+      None is the default of the format.
+    - `scale_dtype`: the dtype of the scales. None is the dtype of the format, or else of `array`.
+      For a float16 array in int16 it is float32.
     - `key`: a key of `jax.random`, for stochastic rounding. The expected value of a result is then
       the exact value, unless it is clipped.
 
@@ -88,8 +88,7 @@ def quantize(
     - `ValueError` for an unknown format or method, a method that the format does not support, an
       axis that is out of range or named twice, or a tile size that does not divide its axis.
 
-    **Warns:** `UserWarning` if each value has its own scale, so that the result is not smaller than
-    `array`.
+    **Warns:** `UserWarning` if each value has its own scale and the result is not smaller.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> w = jnp.linspace(-1, 1, 8).reshape(4, 2)

@@ -23,7 +23,7 @@ from .unknown import unknown_format
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """An encoding of the values of a tile, divided by their scale, in codes of a few bits.
+    """A number format: it encodes values that are divided by a scale in codes of a few bits.
 
     `vn.quant.FORMATS` is a dict of all formats. `vn.quant.get_format` also takes aliases.
 
@@ -360,7 +360,7 @@ FORMATS: dict[str, Format] = {
         ),
     )
 }
-"""All number formats: a dict from name to `Format`. The names are values of `qtype`.
+"""All number formats: a dict from name to `Format`. Pass a name as `qtype`.
 
 | formats | values |
 |---|---|

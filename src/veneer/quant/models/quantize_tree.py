@@ -93,7 +93,7 @@ def quantize_tree(
 
     **Warns** (`UserWarning`, with paths and a remedy) if:
 
-    - a rule matches no path, or no rule matches most of the values;
+    - a rule matches no path, or most values stay dense because no rule matches them;
     - a weight stays dense or unchanged: the program uses it in no product, it has fewer than 4,096
       values, it is inside another implicit array, or it is already quantized;
     - a tile does not divide the contracted axes, so a weight gets another tile size or format;

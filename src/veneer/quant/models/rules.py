@@ -67,7 +67,8 @@ class Rule:
       a `vn.types.LoraArray`.
     - `correction_steps`: how often to alternate rounding and correction (LoftQ, arXiv 2310.08659).
     - `act_qtype`: the format of the activations that multiply the weight. None leaves them dense.
-    - `act_calibration_method`, `act_tile_size`: as above, for the activations.
+    - `act_calibration_method`, `act_tile_size`: like `calibration_method` and `tile_size`, for the
+      activations.
     - `act_range`: "dynamic" computes a scale per row in each product. "mean", "exponential" and
       "widest" use one static scale, from statistics of `vn.quant.observe`.
     - `op_names`: the primitives that quantize activations: "dot_general", "ragged_dot_general" or
@@ -208,7 +209,7 @@ class Rule:
 
     @property
     def has_format(self) -> bool:
-        """True if the rule quantizes or prunes anything: weights, activations or gradients."""
+        """True if the rule quantizes weights, activations or gradients, or prunes weights."""
         return any(getattr(self, name) is not None for name in ("qtype", "act_qtype", *TRAINING))
 
     def is_for(self, op: str) -> bool:
@@ -237,9 +238,9 @@ class Rule:
     def along(self, axes: Collection[int], shape: Sequence[int]) -> "Rule":
         """Return a copy whose `tile_axis` and `tile_size` fit a weight and its products.
 
-        `tile_size` counts values along all contracted axes together. If it does not divide them,
-        the copy has a smaller size that does. If they have fewer values than a tile, all of these
-        values share one scale.
+        `tile_size` counts values along all contracted axes together. If no tile of this size
+        divides the axes, the copy has smaller tiles. If the axes have fewer values than a tile, all
+        of these values share one scale.
 
         **Arguments:**
 

@@ -20,7 +20,7 @@ from ..formats.tiles import Shape
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ActivationStatistics:
-    """The statistics of the activations that multiply a weight, recorded by `observe`.
+    """The statistics of the activations that multiply a weight, recorded by `vn.quant.observe`.
 
     The arrays are NumPy arrays in float64. A channel is one index of the contracted axes. `lows`
     and `highs` have one range for all channels of a weight. The shapes are:

@@ -74,10 +74,12 @@ def ragged_dot_general(
 ) -> jax.Array:
     """Multiply groups like `jax.lax.ragged_dot_general`; one or both operands can be a `QArray`.
 
+    The ragged axis determines how the product is computed:
+
     | ragged axis | product |
     |---|---|
-    | a batch axis | `vn.quant.dot_general`, because groups do not change the result |
-    | a free axis of `lhs`, if `rhs` is quantized | on CPU, one group at a time |
+    | a batch axis | like `vn.quant.dot_general`, because groups do not change the result |
+    | a free axis of `lhs`, and `rhs` is quantized | on CPU, one group at a time |
     | all other cases | the operands are dequantized |
 
     If groups are multiplied one at a time, `rhs` is never dequantized as a whole, and a NaN affects

@@ -77,10 +77,11 @@ class BitAllocator:
 
     Call it with an iterable of batches, like a `Calibrator`. It returns a list of `Rule`, one for
     each weight. The call runs the model once on all batches, and then on the first batch once per
-    weight. Afterwards, the attribute `report` has the format, bits and errors of each weight. For
-    weights that are not in a product, such as embeddings, the errors of their own values count.
+    weight. Afterwards, the attribute `report` has the format, bits and errors of each weight. If no
+    product uses a weight, such as an embedding, the estimate uses the rounding error of the weight
+    itself.
 
-    **Arguments:** those of `allocate_bits`.
+    **Arguments:** the same as for `allocate_bits`.
 
     **Raises** when called, apart from the errors of `quantize_tree`:
 

@@ -77,16 +77,15 @@ def calibrate(
       diagonal.
     - `memory`: a limit in bytes for the second moments, which are a float64 `[K, K]` array per
       weight. To stay within the limit, the calibration reads the batches several times.
-    - `resume`: a folder for the results of finished weights. After an interruption, the same call
-      continues from there.
+    - `resume`: a folder for results. After an interruption, the same call continues from there.
     - `progress`: show a progress bar. This needs the package rich.
 
     | `method` | how codes are chosen |
     |---|---|
     | "gptq" | one by one; each compensates the errors of earlier codes (arXiv 2210.17323) |
     | "nearest" | the nearest codes, with the scales of least error |
-    | "awq", "awq+gptq" | channels are first scaled by their activations (arXiv 2306.00978) |
-    | "smoothquant", "smoothquant+gptq" | outliers first move to the weights (arXiv 2211.10438) |
+    | "awq", "awq+gptq" | after scaling channels by their activations (arXiv 2306.00978) |
+    | "smoothquant", "smoothquant+gptq" | after moving outliers to weights (arXiv 2211.10438) |
 
     **Returns:** a `Calibrator`. Call it with an iterable of batches to get the quantized
     parameters. Each output channel of a weight keeps the better of these codes and the nearest
@@ -121,7 +120,7 @@ class Calibrator:
     module. Afterwards, the attribute `report` has the error of each weight, and `print(report)`
     shows a table.
 
-    **Arguments:** those of `calibrate`.
+    **Arguments:** the same as for `calibrate`.
 
     **Raises** when called, apart from the errors of `quantize_tree`:
 

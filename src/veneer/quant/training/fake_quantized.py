@@ -41,7 +41,7 @@ class FakeQuantized(ImplicitArray):
     | `grad_qtype`, `grad_input`, `grad_weight` | the backward pass also quantizes gradients |
     | `sparsity` | `w` is pruned before it is quantized; pruned values still get gradients |
 
-    With a `grad_` argument, these products have no forward-mode derivative (`jax.jvp`).
+    With a `grad_` argument, products with this weight have no forward-mode derivative (`jax.jvp`).
 
     **Arguments:**
 
@@ -121,7 +121,7 @@ class FakeQuantized(ImplicitArray):
 
     @classmethod
     def from_rule(cls, array: Leaf, rule: Any) -> "FakeQuantized":
-        """Create a weight in training from an array and a `vn.quant.Rule`.
+        """Create a `FakeQuantized` from a dense weight and a `vn.quant.Rule`.
 
         **Raises:** the errors of `FakeQuantized`.
 
@@ -172,7 +172,10 @@ class FakeQuantized(ImplicitArray):
 
     @property
     def backward(self) -> tuple[BackwardProduct, BackwardProduct] | None:
-        """The `BackwardProduct` of the input and of the weight. None: gradients stay dense."""
+        """The pair of `BackwardProduct` for the gradients of the input and of the weight.
+
+        None if the backward pass quantizes nothing.
+        """
         products = self.grad_input, self.grad_weight
         if self.grad_qtype is None and products == (None, None):
             return None
@@ -289,7 +292,10 @@ class FakeQuantized(ImplicitArray):
         return dense.astype(self.dtype)
 
     def partition(self, spec: PartitionSpec, shape: Shape) -> "FakeQuantized | None":
-        """Return the partition specs of the leaves. None if a tile or group would be cut."""
+        """Return partition specs for the leaves.
+
+        Return None if the sharding would cut a tile or a group of `sparsity`.
+        """
         whole = shape == self.shape
         for axis in range(self.ndim):
             size = self.grid.size(axis)

@@ -10,7 +10,7 @@ from .fake_quantized import FakeQuantized
 def sparsity_masks(params: Any) -> Any:
     """Compute the masks of all `FakeQuantized` weights with a `sparsity`, from their values.
 
-    By default, a weight computes its mask each time it is used. To change masks only at steps that
+    A weight without a mask computes one each time it is used. To change masks only at steps that
     you choose, keep the result of this function in the training state, and pass it to
     `vn.quant.with_masks` in each step.
 
