@@ -32,33 +32,37 @@ from .qarray import QUANTIZABLE
 def quantize_products(fn: Callable, rules: Sequence[Rule]) -> Callable:
     """Return a function that quantizes products of two activations, such as `q @ k.T` in attention.
 
-    Activations are arrays that depend on the arguments. Arrays that `fn` closes over or holds, as a
-    module or `functools.partial` does, are weights. Quantize their products with `quantize_tree`.
+    Activations are arrays that depend on the arguments of `fn`. Arrays that `fn` captures, or that
+    it holds as a module or a `functools.partial`, are weights. Quantize their products with
+    `vn.quant.quantize_tree`.
 
-    The place of a product is its path in profiles: the names of the scopes (`jax.named_scope`,
-    modules of linen and Equinox) and jitted functions around it, joined with "/". The place of an
-    `einsum` ends with its subscripts. Each operand has a scale for each index of the axes that are
-    not contracted, and for each tile of the last contracted axis.
+    The `path_regex` of a rule matches the place of a product. The place consists of the names of
+    the scopes (`jax.named_scope`, modules of linen and Equinox) and jitted functions around the
+    product, joined with "/". Profiles show the same names. The place of an `einsum` ends with its
+    subscripts. Each operand gets a scale per index of the axes that are not contracted, and per
+    tile of the last contracted axis.
 
-    Derivatives of the result go straight through. Derivatives that `fn` takes itself are not
-    quantized, nor are products in a `custom_jvp` or `custom_vjp` rule. The tangents of `jax.jvp`
-    are quantized as activations.
+    Derivatives of the returned function ignore the rounding (straight-through estimator). If `fn`
+    itself calls `jax.grad`, products with cotangents are not quantized. If it calls `jax.jvp`,
+    products with tangents are. Products in a `custom_jvp` or `custom_vjp` rule are not quantized.
 
     **Arguments:**
 
-    - `fn`: any function of pytrees. Arguments can be implicit, and stay implicit.
-    - `rules`: a list of `Rule`. The first whose `path_regex` matches the whole place and whose
-      `op_names` include the primitive applies. `act_qtype=None` leaves products dense.
+    - `fn`: any function of pytrees. Implicit arrays can be arguments, and are not materialized.
+    - `rules`: a list of `Rule`. The first rule applies that matches the whole place and whose
+      `op_names` include the primitive of the product. `act_qtype=None` leaves products dense.
 
-    **Returns:** a function of the same arguments, which supports all transformations of JAX.
+    **Returns:** a function with the arguments of `fn`, which supports all transformations of JAX.
 
     **Raises:**
 
     - `TypeError` if `rules` is not a list of `Rule`.
     - `ValueError` if a rule sets more than `act_qtype`, `act_calibration_method`, `act_tile_size`
-      and `op_names`, or, when called, if a tile does not divide the contracted axis.
+      and `op_names`.
+    - `ValueError` when the returned function is called, if a tile does not divide the contracted
+      axis.
 
-    **Warns** (`UserWarning`, when called) of a rule that matches no product.
+    **Warns** (`UserWarning`) when the returned function is called, if a rule matches no product.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> def scores(q, k):

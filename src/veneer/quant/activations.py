@@ -23,43 +23,49 @@ from .qarray import QArray
 
 
 class ActivationQuantized(ProductWeight):
-    """A weight that quantizes the activations that multiply it.
+    """A weight whose products quantize the other operand, the activations.
 
-    It represents `array`. In a product that contracts `contracting`, the other operand is quantized
-    first if it is dense and floating. If `array` is a `QArray`, the product then runs on codes. For
-    all other primitives it is the weight. `vn.quant.quantize_tree` creates it for a rule with an
-    `act_qtype`.
+    A product that contracts the axes in `contracting` first quantizes the other operand, if it is a
+    dense floating array. If `array` is a `QArray`, the result is the product of two QArrays (see
+    `vn.quant.dot_general`). All other operations use `array` itself. `vn.quant.quantize_tree`
+    creates this type for a rule with an `act_qtype`.
 
-    | `scale` | range of the activations |
+    | `scale` | scale of the activations |
     |---|---|
-    | None | dynamic: a scale per row or tile of a row, or per batch entry of a convolution |
+    | None | dynamic: computed per row or tile of a row; in a convolution, per batch entry |
     | an array | static: this scale; values outside its range are clipped |
 
-    A `QArray`, an integer array or another `ActivationQuantized` is not quantized as the other
-    operand. `vn.explain` reports products that contract other axes, and so leave activations dense.
+    Products that contract other axes leave the activations dense, and `vn.explain` reports them.
 
-    Derivatives go straight through the quantization of activations, if they are taken outside:
-    `jax.grad(vn.implicit(f))`. `docs/calibration.md` describes the other cases.
+    The derivatives of `jax.grad(vn.implicit(f))` ignore the quantization of activations
+    (straight-through estimator). `docs/calibration.md` describes other ways to differentiate.
 
     **Arguments:**
 
     - `array`: the weight, `[..., K, N]`, dense or implicit.
-    - `scale`: the static scale, floating, of the rank of the weight. Each axis has size 1 or that
-      of the weight. Stacked layers have a scale each: `[..., 1, 1]`.
-    - `zero_point`: the code of 0, of the same shape. Only for integer formats.
-    - `qtype`: the format of activations.
-    - `calibration_method`: the method for dynamic scales. None is the default of the format.
+    - `scale`: the static scale, a floating array with the rank of the weight. Each axis has size 1
+      or the size of that axis of the weight. Stacked layers can have one scale each: `[layers, 1,
+      1]`.
+    - `zero_point`: the code that represents 0. Its shape follows the rule for `scale`. It needs a
+      `scale` and an integer format.
+    - `qtype`: the format of the activations.
+    - `calibration_method`: the method that chooses dynamic scales, as in `vn.quant.quantize`. None
+      is the default of the format.
     - `tile_size`: the number of activations along the last contracted axis that share a dynamic
-      scale. A float is a fraction of the axis. None is the whole axis, or the tile of the format.
-    - `contracting`: the contracted axes of the weight, counted from the end.
-    - `op_names`: the products that quantize activations, as in `Rule`. Empty means all.
+      scale. A float is a fraction of the axis. None is the whole axis, or the tile size of the
+      format.
+    - `contracting`: the axes of the weight that a product with activations contracts, as negative
+      numbers.
+    - `op_names`: the primitives that quantize activations, as in `vn.quant.Rule`. Empty means all.
 
     **Raises:**
 
-    - `ValueError` for an unknown format, method or primitive, a shape that does not fit, a tile
-      with a static scale, a format without static ranges, or an axis that is out of range or not
-      negative.
-    - `TypeError` for a tile that is not a number.
+    - `ValueError` for an unknown format, method or primitive.
+    - `ValueError` if the shape of `scale` or `zero_point` does not fit the weight.
+    - `ValueError` if a static `scale` is combined with a `tile_size`, or with a format that needs
+      scales per tile, such as mxfp8.
+    - `ValueError` if an axis in `contracting` is out of range or not negative.
+    - `TypeError` if `tile_size` is not a number.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> w = vn.quant.quantize(jnp.eye(4), "int8", channelwise_axes=[1])
@@ -129,27 +135,29 @@ class ActivationQuantized(ProductWeight):
 
     @property
     def format(self) -> Format:
-        """The row of `FORMATS` that `qtype` names."""
+        """The entry of `vn.quant.FORMATS` for `qtype`."""
         return get_format(self.qtype)
 
     def is_for(self, primitive: str) -> bool:
-        """Return whether products of a primitive quantize activations."""
+        """Return whether products of a primitive, such as "dot_general", quantize activations."""
         return not self.op_names or primitive in self.op_names
 
     def turned_over(self) -> "ActivationQuantized":
-        """Return a copy that records that its codes are stored with the last two axes swapped."""
+        """Return a copy which records that the last two axes of its codes were swapped."""
         return self.changed(turned=not self.turned)
 
     def quantise_activations(
         self, x: jax.Array, shared: Sequence[int], batch: Sequence[tuple[int, int]] = ()
     ) -> QArray:
-        """Quantize the other operand of a product, without a derivative.
+        """Quantize the other operand of a product. The result has no derivative.
 
         **Arguments:**
 
-        - `x`: the operand.
-        - `shared`: the axes of `x` along which a dynamic scale is shared. Tiles are along the last.
-        - `batch`: pairs of a batch axis of `x` and the matching axis of the weight.
+        - `x`: the other operand.
+        - `shared`: the contracted axes of `x`. Values along them share a dynamic scale. Tiles are
+          along the last of these axes.
+        - `batch`: the batch axes of the product, as pairs: an axis of `x` and the matching axis of
+          the weight.
         """
         if self.scale is not None:
             scale, zero_point = self._scale_for(x.ndim, batch)
@@ -175,7 +183,8 @@ class ActivationQuantized(ProductWeight):
 
         **Arguments:**
 
-        - `summed`, `batch`: the axes of the weight that a product contracts, and its batch axes.
+        - `summed`: the axes of the weight that the product contracts.
+        - `batch`: the axes of the weight that are batch axes of the product.
         """
         if self.scale is None or any(self.scale.shape[axis] > 1 for axis in summed):
             return []

@@ -22,21 +22,21 @@ from .qcache import QCache
 class BlockCache(ImplicitArray):
     """A quantized cache in which blocks of tokens share scales.
 
-    The scales belong to a block and a channel, as for the keys of KIVI (Liu et al., 2024, arXiv
-    2402.02750). A part of a block cannot be quantized alone. So the newest block is also kept in
-    full precision, and is rounded again with each token that is added. `vn.quant.zeros` with
-    `block_axis` makes a cache.
+    Each block has one scale per channel, like the keys in KIVI (Liu et al., 2024, arXiv
+    2402.02750). A new token can change the scales of its block. For this reason, the newest block
+    is also stored in full precision, and is quantized again with each new token. To create a cache,
+    call `vn.quant.zeros` with `block_axis`.
 
-    Four operations keep it quantized: `jax.lax.dynamic_update_slice` of consecutive tokens,
-    products that do not contract the tokens, transposes, and slices of other axes. All others
-    materialize the array.
+    The cache stays quantized in four operations: `jax.lax.dynamic_update_slice` of consecutive
+    tokens, products that do not contract the token axis, transposes, and slices of other axes. All
+    other operations materialize the array.
 
     **Arguments:**
 
-    - `blocks`: `[blocks, ..., tokens of a block, ...]`, a `QCache` with all tokens.
-    - `newest`: `[..., tokens of a block, ...]`, the newest block, in the dtype of the dense array.
-    - `place`: the index of the newest block, an int32 scalar.
-    - `axis`: the axis of the tokens, counted from the end.
+    - `blocks`: a `QCache` with all blocks, `[blocks, ..., tokens per block, ...]`.
+    - `newest`: the newest block, `[..., tokens per block, ...]`, in the dtype of the dense array.
+    - `place`: the index of the newest block in `blocks`, an int32 scalar.
+    - `axis`: the token axis, counted from the end.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> keys = vn.quant.zeros((8, 4), "int4", tiled_axes={0: 4}, channelwise_axes=[1], block_axis=0)
@@ -61,12 +61,12 @@ class BlockCache(ImplicitArray):
         return stored.update(shape=tuple(shape))
 
     def materialise(self) -> jax.Array:
-        """Return all tokens, with the newest block in full precision."""
+        """Return the dense array of all tokens, with the newest block in full precision."""
         dense = _joined(self.blocks.dequantize(), self.ndim + self.axis)
         return _put(dense, self.newest, self.place * self.newest.shape[self.axis], self.axis)
 
     def leaf_axes(self) -> Any:
-        """Return the axes of the stored arrays. The axis of the tokens cannot be sliced."""
+        """Return a list of `vn.LeafAxis` per stored array. The token axis cannot be sliced."""
         whole = LeafAxis(self.axis, "whole")
         newest = [LeafAxis(i) if i != self.axis else whole for i in range(-self.ndim, 0)]
         return [[None, *newest], newest, []]

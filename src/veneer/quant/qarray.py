@@ -32,38 +32,41 @@ class QArray(ImplicitArray):
     """A quantized array that represents `(qvalue - zero_point) * scale + minimum`.
 
     In a format with a codebook, `codebook[qvalue]` takes the place of `qvalue`. Most arrays have no
-    zero point and no minimum. `vn.quant.quantize` makes a QArray of a dense array.
+    zero point and no minimum. `vn.quant.quantize` creates a QArray from a dense array.
 
     Codes of fewer than 8 bits are stored without gaps: two codes of 4 bits per byte, eight codes of
-    3 bits in three bytes. `packed` is the stored array, `qvalue` its unpacked view, and `nbytes`
-    counts the stored arrays. Codes are packed along the last axis, or along another one if padding
-    would waste bytes there, as in a convolution kernel `[out, in, 3, 3]`.
+    3 bits in three bytes. `packed` is the stored array, and `qvalue` returns the unpacked codes.
+    `nbytes` is the size of all stored arrays. Codes are packed along the last axis. If padding
+    would waste bytes there, as in a convolution kernel `[out, in, 3, 3]`, another axis is used.
 
-    The dtype of the dense array is the dtype of `scale`, or float32 if that has 8 bits.
+    The dtype of the dense array is the dtype of `scale`, or float32 if `scale` has 8 bits.
     `vn.quant.quantize` keeps the dtype of its input.
 
-    `vmap` and `scan` slice the leading axes of all stored arrays together. So the scale of stacked
-    weights needs the leading axes too: quantize them with these axes in `channelwise_axes`.
+    `vmap` and `scan` slice all stored arrays along their leading axes. Therefore the scale of
+    stacked weights must have the full size along these axes: name them in the `channelwise_axes` of
+    `vn.quant.quantize`.
 
     **Arguments:**
 
     - `qvalue`: the codes, `[..., K, N]`, in `FORMATS[qtype].code_dtype`: int4 for int4, uint4 for
       nf4, int8 for int5, float8_e4m3fn for mxfp8. Formats whose codes are integers accept any
       integer dtype, if the codes are in range.
-    - `scale`: floating, with the rank of `qvalue`. The size of each axis divides the size of the
-      same axis of `qvalue`, and each entry is the scale of one tile. With float8_e8m0fnu, scales
-      are powers of two. If scales are quantized, as in nvfp4, `scale` is itself a `QArray`.
-    - `zero_point`: the code that represents 0, with the shape rule of `scale`. Integer formats
-      only. To store packed zero points, pass them as a `QArray` whose scale is 1.
+    - `scale`: a floating array with the rank of `qvalue`. The size of each axis divides the size of
+      the same axis of `qvalue`, and each entry is the scale of one tile. With float8_e8m0fnu,
+      scales are powers of two. If scales are quantized, as in nvfp4, `scale` is itself a `QArray`.
+    - `zero_point`: the code that represents 0. Its shape follows the rule for `scale`. Only integer
+      formats have zero points. To store packed zero points, pass them as a `QArray` whose scale
+      is 1.
     - `qtype`: the format. The default is the format named like the dtype of `qvalue`, such as int4.
-    - `minimum`: a value that is added after scaling, with the shape and dtype rules of `scale`, as
-      in GGUF's Q4_1.
+    - `minimum`: a value that is added after scaling, as in GGUF's Q4_1. Its shape and dtype follow
+      the rules for `scale`.
 
     **Raises:**
 
-    - `TypeError` if a part is not a JAX or NumPy array.
-    - `ValueError` if the format is unknown or missing, a shape does not tile `qvalue`, a dtype does
-      not fit, or a code is out of range.
+    - `TypeError` if one of the arrays is not a JAX or NumPy array.
+    - `ValueError` if the format is unknown, or if the dtype of `qvalue` names no format and `qtype`
+      is missing.
+    - `ValueError` if a shape or dtype does not follow these rules, or a code is out of range.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> q = vn.quant.QArray(jnp.array([[1, -2], [3, 4]], jnp.int4), jnp.array([[0.5, 1.0]]))
@@ -118,24 +121,25 @@ class QArray(ImplicitArray):
         packing: Packing | None = None,
         dense_dtype: DTypeLike | None = None,
     ) -> "QArray":
-        """Make a QArray from packed codes, as read from a checkpoint.
+        """Create a QArray from packed codes, such as the codes in a checkpoint.
 
         **Arguments:**
 
-        - `packed`: the stored codes, in `FORMATS[qtype].storage_dtype`: codes of 8 bits or more
-          in their own dtype, and narrower codes in uint8.
+        - `packed`: the stored codes. Codes of 8 bits or more have the `code_dtype` of the format.
+          Narrower codes are packed in uint8.
         - `scale`, `zero_point`, `minimum`: as for `QArray`.
         - `qtype`: the format.
-        - `packing`: the axis along which narrower codes are packed, and its unpacked size. None is
-          one code per byte.
+        - `packing`: a `vn.quant.Packing`: the axis along which narrower codes are packed, and its
+          unpacked size. None means one code per byte.
         - `dense_dtype`: the dtype of the dense array. None is the dtype of `scale`, or float32 if
-          that has 8 bits.
+          `scale` has 8 bits.
 
-        **Returns:** a `QArray` (or the subclass) that holds the arguments without a copy.
+        **Returns:** a `QArray`, or the subclass on which the method is called. It uses the arrays
+        without a copy.
 
         **Raises:**
 
-        - `TypeError` if a part is not a JAX or NumPy array.
+        - `TypeError` if one of the arrays is not a JAX or NumPy array.
         - `ValueError` if the format is unknown, or if the shapes and dtypes do not fit together.
 
         >>> import jax.numpy as jnp, veneer as vn
@@ -153,20 +157,20 @@ class QArray(ImplicitArray):
     def replace(self, **changes: Any) -> "QArray":
         """Return a copy with other values for some fields.
 
-        Use this method and not `dataclasses.replace`, which calls the constructor. The constructor
-        takes unpacked codes.
+        `dataclasses.replace` does not work here, because the constructor takes unpacked codes.
 
         **Arguments:**
 
-        - `changes`: new values, as keywords: of the arrays `packed`, `scale`, `zero_point` and
-          `minimum`, and of the metadata `qtype`, `packing` and `dense_dtype`.
+        - `changes`: the new values, as keyword arguments. The fields are the arrays `packed`,
+          `scale`, `zero_point` and `minimum`, and the metadata `qtype`, `packing` and
+          `dense_dtype`.
 
-        **Returns:** a `QArray` (or the subclass). The other fields are the same.
+        **Returns:** an array of the same class. All other fields are the same.
 
         **Raises:**
 
         - `TypeError` if a name is not a field.
-        - `TypeError` and `ValueError` as `from_packed`.
+        - The errors of `from_packed`.
 
         >>> import jax.numpy as jnp, veneer as vn
         >>> q = vn.quant.quantize(jnp.array([1.0, -1.0]), "nf4")
@@ -223,7 +227,7 @@ class QArray(ImplicitArray):
 
     @property
     def qvalue(self) -> jax.Array:
-        """The unpacked codes, in the format's code dtype."""
+        """The unpacked codes, in the `code_dtype` of the format, such as int4."""
         refuse_derivatives(self)
         return self.codes().astype(self.format.code_dtype)
 
@@ -245,7 +249,7 @@ class QArray(ImplicitArray):
         return f"QArray({title(self)})" if has_title(self) else super().__repr__()
 
     def codes(self) -> jax.Array:
-        """Return the unpacked codes: int8, uint8, a float of 8 bits, or int16."""
+        """Return the unpacked codes as int8, uint8, int16 or floats of 8 bits."""
         format = self.format
         if format.bits >= 8:
             return jnp.asarray(self.packed)
@@ -263,7 +267,7 @@ class QArray(ImplicitArray):
         return format.decode(format.from_fields(fields), dtype)
 
     def scales(self) -> jax.Array:
-        """Return the scales in f32 or f64, dequantized if they are quantized."""
+        """Return the scales in f32 or f64. Quantized scales are dequantized."""
         return _wide(self.scale)
 
     def minima(self) -> jax.Array | None:
@@ -280,8 +284,8 @@ class QArray(ImplicitArray):
     def aval(self) -> jax.core.ShapedArray:
         """Return the shape and dtype of the dense array.
 
-        **Raises:** `ValueError` if a function of leaves, such as `jax.tree.map`, changed the codes,
-        or sliced an axis along which they are packed.
+        **Raises:** `ValueError` if a function that works on leaves, such as `jax.tree.map`, changed
+        the dtype of the codes, or sliced the axis along which they are packed.
         """
         stored = jax.typeof(self.packed)  # with its sharding, which the codes share
         _check_codes_are_stored(self, stored.dtype)
@@ -300,7 +304,7 @@ class QArray(ImplicitArray):
         return stored.update(shape=tuple(shape), dtype=dtype, weak_type=False)
 
     def leaf_axes(self) -> list[list[LeafAxis]]:
-        """Return the leaf axes of the codes, scales, zero points and minima."""
+        """Return a list of `vn.LeafAxis` for each stored array."""
         ndim = self.ndim
 
         def of(leaf: Any) -> list[LeafAxis]:
@@ -347,7 +351,10 @@ class QArray(ImplicitArray):
     def dequantize(self) -> jax.Array:
         """Return the dense array, like `vn.quant.dequantize`.
 
-        **Raises:** `TypeError` if the codes were differentiated; `ValueError` if they were changed.
+        **Raises:**
+
+        - `TypeError` if the array holds gradients of its leaves, as `jax.grad` returns them.
+        - `ValueError` if `jax.tree.map` or a similar function changed the dtype of the codes.
         """
         refuse_derivatives(self)
         _check_codes_are_stored(self, self.packed.dtype)
@@ -372,7 +379,7 @@ class QArray(ImplicitArray):
         return x.astype(self.dtype)
 
     def materialise(self) -> jax.Array:
-        """Return the dense array, for `vn.materialise`."""
+        """Return the dense array. `vn.materialise` calls this method."""
         return self.dequantize()
 
 

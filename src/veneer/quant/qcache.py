@@ -19,19 +19,20 @@ from .qarray import QArray
 class QCache(QArray):
     """A quantized array that stays quantized when a program writes into it.
 
-    `jax.lax.dynamic_update_slice`, `.at[...].set` and `jnp.concatenate` quantize the update to the
-    format of the cache, with new scales. Writing into any other `QArray` materializes it.
-    `vn.quant.zeros` makes a cache. All other rules are those for `QArray`.
+    `jax.lax.dynamic_update_slice`, `.at[...].set` and `jnp.concatenate` quantize the new values to
+    the format of the cache, with new scales. Writing into a `QArray` that is not a cache
+    materializes it. All other operations are the same as for `QArray`. `vn.quant.zeros` creates a
+    cache.
 
-    Values that are written back as they were read do not change. For this, the scales differ from
-    those that `vn.quant.quantize` computes: the largest value has the last code. If values have 16
-    bits, or their scales have another dtype, a write also reads the groups that it replaces, and
-    keeps a group whose values are the same.
+    A write must replace whole groups of values that share a scale. Writing a part of a group
+    materializes the array, and `vn.explain` reports it.
 
-    An update must consist of whole groups of values that share a scale. An update of a part of a
-    group materializes the array, and `vn.explain` reports it.
+    If a program reads values and writes them back, they do not change. For this, the largest
+    magnitude of a group gets the largest code, unlike in `vn.quant.quantize`. If the dtype of the
+    array has 16 bits, or differs from the dtype of the scales, each write first compares the new
+    values with the old ones. Groups with equal values keep their codes.
 
-    **Arguments:** as for `QArray`.
+    **Arguments:** the same as for `QArray`.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> cache = vn.quant.zeros((4, 8), "int8", channelwise_axes=[0])

@@ -30,29 +30,32 @@ def zeros(
     """Return a quantized array of zeros that programs write into, such as a KV cache.
 
     `jax.lax.dynamic_update_slice`, `.at[...].set` and `jnp.concatenate` quantize only the values
-    that they write. If they write single entries of an axis, such as tokens, name it in
-    `channelwise_axes`. Each token then has a scale.
+    that they write. If a program writes one token at a time, name the token axis in
+    `channelwise_axes`, so that each token has its own scale.
 
     **Arguments:**
 
-    - `shape`: the shape of the array. Entries that are concatenated to an axis of size 0 get one
-      scale each.
+    - `shape`: the shape of the array. An axis can have size 0. Each entry that is concatenated to
+      it then gets its own scale.
     - `qtype`, `channelwise_axes`, `tiled_axes`, `scale_dtype`: as for `vn.quant.quantize`.
     - `dtype`: the dtype of the dense array.
-    - `calibration_method`: "absmax", or "minmax" for zero points (integers only). None is the
-      default of the format.
-    - `block_axis`: the axis of the tokens, if blocks of tokens share scales, as in KIVI (arXiv
-      2402.02750). It must be one of `tiled_axes`, and its tile size is the block size. The newest
-      block stays in full precision.
+    - `calibration_method`: the default of the format, or "minmax" for scales with a zero point
+      (integer formats only).
+    - `block_axis`: the token axis, if blocks of tokens share scales, as in KIVI (arXiv 2402.02750).
+      It must be one of `tiled_axes`, and its tile size is the block size. The newest block is also
+      stored in full precision.
 
-    **Returns:** a `QCache`, or a `BlockCache` if `block_axis` is given. Codes below 8 bits are
-    packed along the last axis that shares scales, so that each write changes whole bytes.
+    **Returns:** a `QCache`, or a `BlockCache` if `block_axis` is given. Codes of fewer than 8 bits
+    are packed along the last axis on which values share a scale, so that each write changes whole
+    bytes.
 
     **Raises:**
 
     - `TypeError` if `dtype` is not floating.
-    - `ValueError` as `vn.quant.quantize`, for another `calibration_method`, a format with quantized
-      scales (nvfp4, nf4_dq), a negative size, or a `block_axis` that is not in `tiled_axes`.
+    - `ValueError` if `vn.quant.quantize` would reject the arguments.
+    - `ValueError` for another `calibration_method`, or a format with quantized scales (nvfp4,
+      nf4_dq).
+    - `ValueError` for a negative size, or a `block_axis` that is not in `tiled_axes`.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> keys = vn.quant.zeros((8, 128, 64), "int8", channelwise_axes=[0, 1])

@@ -38,7 +38,7 @@ class CheckedRules:
 
     >>> import veneer as vn
     >>> print(vn.testing.CheckedRules(("neg",), {"neg": frozenset({"f.py:3"})}, frozenset({"exp"})))
-    1 programs agree with the dense array. Rules ran for neg. Materialized for exp.
+    1 program agrees with the dense array. Rules ran for neg. Materialized for exp.
     """
 
     agree: tuple[str, ...]
@@ -49,8 +49,9 @@ class CheckedRules:
     def __str__(self) -> str:
         rules, dense = (", ".join(sorted(x)) for x in (self.rules, self.made_dense))
         rejected = f" Rejected programs: {len(self.refused)}." if self.refused else ""
+        agree = "1 program agrees" if len(self.agree) == 1 else f"{len(self.agree)} programs agree"
         return (
-            f"{len(self.agree)} programs agree with the dense array. Rules ran for "
+            f"{agree} with the dense array. Rules ran for "
             f"{rules or 'no primitive'}. Materialized for {dense or 'no primitive'}.{rejected}"
         )
 

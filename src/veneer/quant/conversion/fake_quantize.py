@@ -55,7 +55,7 @@ def fake_quantize(
 
     **Returns:** a dense array with the shape and dtype of `array`.
 
-    **Raises:** `TypeError` and `ValueError`, as `vn.quant.quantize`.
+    **Raises:** the errors of `vn.quant.quantize`.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> fake = lambda x: vn.quant.fake_quantize(x, "int4", calibration_method="fixed,1.5").sum()
@@ -101,7 +101,7 @@ def fake_quantize_with_scale(
 
     **Returns:** a dense array with the shape and dtype of `array`.
 
-    **Raises:** `TypeError` and `ValueError`, as `vn.quant.quantize_with_scale`.
+    **Raises:** the errors of `vn.quant.quantize_with_scale`.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> fake = lambda x: vn.quant.fake_quantize_with_scale(x, "int4", 0.2).sum()

@@ -60,24 +60,25 @@ def quantize(
     - `qtype`: the format: a name in `vn.quant.FORMATS`, such as "int8", or a dtype.
     - `channelwise_axes`: the axes with one scale per index.
     - `tiled_axes`: `{axis: tile size}`, the axes with one scale per tile. A float is a fraction of
-      the axis. None means no tiles, or the tiles of a format with a fixed tile size (mxfp4), along
-      the last axis that is not channelwise.
-    - `calibration_method`: the range that codes cover. None is the default of the format.
-    - `scale_dtype`: the dtype of the scales. None is the dtype of the format, or else of `array`
-      (float32 for int16 of float16).
-    - `key`: a key of `jax.random`, for stochastic rounding. Then the expected result is the value
-      itself, unless it is clipped.
+      the axis. None means no tiles. A format with a fixed tile size, such as mxfp4, then has tiles
+      along the last axis that is not in `channelwise_axes`.
+    - `calibration_method`: how to choose the range that the codes of a tile cover (see the table).
+      None is the default of the format.
+    - `scale_dtype`: the dtype of the scales. None is the dtype of the format, or else of `array`.
+      For a float16 array in int16 it is float32.
+    - `key`: a key of `jax.random`, for stochastic rounding. The expected value of a result is then
+      the exact value, unless it is clipped.
 
     | `calibration_method` | range of a tile |
     |---|---|
-    | "absmax" | up to the largest magnitude; "absmax,0.9" takes 0.9 times that |
-    | "minmax" | from the smallest to the largest value and 0, with a zero point |
-    | "rms,7" | 7 times the root mean square |
-    | "absmean" | the mean magnitude is one step (BitNet, arXiv 2402.17764) |
+    | "absmax" | symmetric, up to the largest magnitude; "absmax,0.9": up to 0.9 times that |
+    | "minmax" | from the smallest to the largest value, including 0; has a zero point |
+    | "rms,7" | symmetric, up to 7 times the root mean square |
+    | "absmean" | the scale is the mean magnitude (BitNet, arXiv 2402.17764) |
     | "fixed,6" | -6 to 6; "fixed,-1,3" has a zero point |
     | "percentile,99.9" | a percentile of magnitudes; "percentile,1,99" has a zero point |
-    | "mse,40,2" | the best of 40 parts of the full range, by errors to the power 2 |
-    | "hqq,0.7" | least sum of errors to the power 0.7, as in HQQ |
+    | "mse,40,2" | the fraction of the full range, out of 40, with the least mean squared error |
+    | "hqq,0.7" | the range with the least sum of errors to the power 0.7, as in HQQ |
     | "oas" | Outlier Aware Scaling (arXiv 2603.08713), for mxfp8, mxfp8_16, mxfp4 |
 
     **Returns:** a `QArray` with the shape and dtype of `array`. A tile with a NaN or infinity
@@ -90,7 +91,7 @@ def quantize(
     - `ValueError` for an unknown format or method, a method that the format does not support, an
       axis that is out of range or named twice, or a tile size that does not divide its axis.
 
-    **Warns:** `UserWarning` if each value has a scale and the result is not smaller than `array`.
+    **Warns:** `UserWarning` if each value has its own scale and the result is not smaller.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> w = jnp.linspace(-1, 1, 8).reshape(4, 2)
@@ -387,18 +388,19 @@ def quantize_with_scale(
 
     - `array`, `qtype`, `key`: as for `vn.quant.quantize`.
     - `scale`: one positive number, or a floating array with the rank of `array` and one entry per
-      tile. It is stored in its own dtype (a Python number in the dtype of `array`), unless the
-      format fixes the dtype. A scale too small to divide by becomes 1 (in int1, 0).
-    - `zero_point`: the code that represents 0, with the shape rule of `scale`. Integer formats
-      only.
+      tile. It is stored in its own dtype, and a Python number in the dtype of `array`. Some formats
+      prescribe another dtype. A scale of 0, or too small to divide by, becomes 1 (in int1, 0).
+    - `zero_point`: the code that represents 0. Its shape follows the rule for `scale`. Only integer
+      formats have zero points.
 
-    **Returns:** a `QArray`. A tile with a NaN or infinity, in its values or scale, becomes NaN.
+    **Returns:** a `QArray`. If the values or the scale of a tile contain NaN or infinity, the tile
+    becomes NaN.
 
     **Raises:**
 
     - `TypeError` if `array` or `scale` is not floating.
-    - `ValueError` for an unknown format, a shape that does not tile `array`, or a zero point for a
-      format that has none.
+    - `ValueError` for an unknown format, or a zero point for a format that has none.
+    - `ValueError` if an axis size of `scale` or `zero_point` does not divide the axis of `array`.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> vn.quant.quantize_with_scale(jnp.array([1.0, 2.4, 9.0]), "int4", 0.5).dequantize().tolist()
@@ -472,9 +474,9 @@ def _quantize_with_scale(
 def dequantize(q: QArray) -> jax.Array:
     """Return the dense array of a quantized array.
 
-    The product of codes and scales is computed in the wider of the dtypes of the scale and of `q`,
-    in at least f32, and rounded once. Results are the same with and without `jax.jit`, except that
-    XLA for GPUs may omit the rounding if the program continues in f32.
+    Codes are multiplied by their scales in f32, or in f64 if the scale or `q` has this dtype. The
+    result is then rounded to the dtype of `q`. Results are the same with and without `jax.jit`,
+    except that XLA for GPUs may omit the rounding if the program continues in f32.
 
     **Arguments:**
 

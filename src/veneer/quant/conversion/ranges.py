@@ -22,18 +22,17 @@ def calibration_range(
     tiled_axes: TiledAxes | None = None,
     calibration_method: str | None = None,
 ) -> Range:
-    """Return the range that `vn.quant.quantize` finds for each tile of an array.
+    """Return the range that `vn.quant.quantize` uses for each tile of an array.
 
     **Arguments:**
 
     - `array`, `qtype`, `channelwise_axes`, `tiled_axes`, `calibration_method`: as for
       `vn.quant.quantize`.
 
-    **Returns:** `(low, high)`, two arrays with the shape of the scale, in f32 or f64. `low` is None
-    if the range is symmetric, from `-high` to `high`. The range of a tile with a NaN or infinity is
-    NaN.
+    **Returns:** `(low, high)`, two arrays in f32 or f64 with one entry per tile. If `low` is None,
+    the range is from `-high` to `high`. The range of a tile with a NaN or infinity is NaN.
 
-    **Raises:** `TypeError` and `ValueError`, as `vn.quant.quantize`.
+    **Raises:** the errors of `vn.quant.quantize`.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> low, high = vn.quant.calibration_range(
@@ -64,13 +63,12 @@ def scale_of_range(
     **Arguments:**
 
     - `qtype`: the format.
-    - `high`: the largest value, not negative, of any shape. The largest magnitude if the range is
-      symmetric.
-    - `low`: the smallest value, not positive, of the same shape. None if the range is symmetric.
+    - `high`: the upper end of the range, at least 0. An array of any shape holds several ranges.
+    - `low`: the lower end of the range, at most 0, with the shape of `high`. None is `-high`.
 
     **Returns:** `(scale, zero_point)` with the shape of `high`. The scale is f32 or f64, and 1 if
-    the range is empty. The zero point is int8, uint8 or int16. It is None for a symmetric range,
-    unless the format is unsigned.
+    the range has only the value 0. The zero point is int8, uint8 or int16. It is None if `low` is
+    None, unless the format is unsigned.
 
     **Raises:** `ValueError` for an unknown format, or for `low` if the format has no zero point.
 

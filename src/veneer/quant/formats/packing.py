@@ -38,7 +38,7 @@ class Packing(NamedTuple):
 
     **Arguments:**
 
-    - `axis`: counted from the end, so always negative.
+    - `axis`: the axis, counted from the end, so always negative.
     - `size`: the number of codes along that axis, without padding.
 
     >>> import jax.numpy as jnp, veneer as vn

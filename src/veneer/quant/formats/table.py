@@ -24,25 +24,26 @@ from .unknown import unknown_format
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """An encoding of the values of a tile, divided by their scale, in codes of a few bits.
+    """A number format: it encodes values that are divided by a scale in codes of a few bits.
 
     `vn.quant.FORMATS` is a dict of all formats. `vn.quant.get_format` also takes aliases.
 
     **Arguments:**
 
-    - `name`: the name, which other functions take as `qtype`.
-    - `bits`: the size of a stored code. It can be a fraction: ternary stores five codes in a byte.
+    - `name`: the name, such as "nf4", which other functions take as `qtype`.
+    - `bits`: the size of a stored code. It can be a fraction: ternary has 1.6 bits, because a byte
+      stores five codes.
     - `code_dtype`: the dtype of unpacked codes, as in `QArray.qvalue`.
-    - `bound`: the value to which the largest magnitude of a tile is scaled: `scale = absmax /
-      bound`. In unsigned formats, the width of the scaled range.
+    - `bound`: determines the scale of a tile: `absmax / bound`, where `absmax` is its largest
+      magnitude. In unsigned formats, `(max - min) / bound`.
     - `codebook`: the value of each code, or None if each code is its own value.
     - `source`: the specification, paper or library that defines the format.
-    - `tile_size`: the only tile size that the format allows. None allows any.
-    - `scale_dtype`: the dtype of the scales. None allows any float dtype; float8_e8m0fnu stores
-      powers of two. If `scale_tile` is set, the format in which scales are quantized.
-    - `scale_tile`: the number of quantized scales that share one f32 scale; 0 is all scales of a
-      matrix. None if scales are not quantized.
-    - `calibration`: the default `calibration_method`.
+    - `tile_size`: the only tile size that the format allows. None allows any size.
+    - `scale_dtype`: the dtype of the scales. None allows any float dtype. With float8_e8m0fnu,
+      scales are powers of two. If `scale_tile` is set, scales are quantized to this format.
+    - `scale_tile`: the number of quantized scales that share one f32 scale. 0: all scales of a
+      matrix share one. None: scales are not quantized.
+    - `calibration`: the default `calibration_method` of `vn.quant.quantize`.
 
     >>> import veneer as vn
     >>> nf4 = vn.quant.FORMATS["nf4"]
@@ -64,7 +65,7 @@ class Format:
 
     @property
     def storage_dtype(self) -> np.dtype:
-        """The dtype of the stored array: uint8 if codes are packed."""
+        """The dtype of stored codes: uint8 for codes of fewer than 8 bits, else `code_dtype`."""
         return np.dtype(np.uint8) if self.bits < 8 else self.code_dtype
 
     @property
@@ -74,22 +75,25 @@ class Format:
 
     @property
     def is_integer(self) -> bool:
-        """True if codes are integers that are their own values."""
+        """True if each code is an integer and its own value, as in int4. nf4 has a codebook."""
         return self.codebook is None and jnp.issubdtype(self.code_dtype, jnp.integer)
 
     @property
     def signed(self) -> bool:
-        """True if codes can be negative."""
+        """True if codes are signed integers."""
         return jnp.issubdtype(self.code_dtype, jnp.signedinteger)
 
     @property
     def has_zero(self) -> bool:
-        """True if a code has the value 0. int1 has only -1 and 1; iq4_nl has 1 and -10."""
+        """True if a code has the value 0.
+
+        int1 has only the values -1 and 1, and the values of iq4_nl next to 0 are -10 and 1.
+        """
         return self.bits != 1 if self.codebook is None else 0 in self.codebook
 
     @property
     def code_range(self) -> tuple[int, int]:
-        """The smallest and the largest code of an integer format or a codebook.
+        """The smallest and the largest code: (-8, 7) for int4, (0, 15) for nf4.
 
         **Raises:** `TypeError` if the codes are floats.
         """
@@ -106,7 +110,7 @@ class Format:
 
     @property
     def ends(self) -> tuple[float, float]:
-        """The smallest and the largest value, of equal magnitude if the format has both."""
+        """The range of values before scaling, symmetric if possible: (-7.0, 7.0) for int4."""
         if self.codebook is None:
             largest = float(self.code_range[1] if self.is_integer else self.bound)
             return -largest, largest
@@ -118,8 +122,8 @@ class Format:
     def encode(self, x: jax.Array) -> jax.Array:
         """Return the nearest codes of values that are already divided by their scale.
 
-        Ties go to the even integer or code, and values beyond the range are clipped. NaN gets the
-        code of 0. In int1, which has no zero, NaN and 0 get the code of -1.
+        A value halfway between two codes gets the even code. Values beyond the range are clipped.
+        NaN is encoded like 0. int1 has no zero, and encodes 0 and NaN as -1.
 
         **Arguments:**
 
@@ -166,8 +170,9 @@ class Format:
 
         - `dtype`: the dtype in which values are compared.
 
-        **Returns:** a list of `(threshold, is_beyond, step)`. `is_beyond` is True if the threshold
-        itself rounds up. `step` is the increase of the code, modulo 256.
+        **Returns:** a list of `(threshold, is_beyond, step)`. `is_beyond` is True if a value equal
+        to the threshold gets the code above it. `step` is the code above the threshold minus the
+        code below it, modulo 256.
         """
         thresholds = []
         for (below, low), (above, high) in itertools.pairwise(self._ascending()):
@@ -179,7 +184,7 @@ class Format:
         return thresholds
 
     def decode(self, codes: ArrayLike, dtype: DTypeLike) -> jax.Array:
-        """Return the values of codes, before scales and zero points.
+        """Return the values of codes, without zero points and scales.
 
         **Arguments:**
 
@@ -197,7 +202,7 @@ class Format:
         )
 
     def to_fields(self, codes: jax.Array) -> jax.Array:
-        """Return codes as unsigned fields in uint8, ready to be packed."""
+        """Return codes as unsigned integers in uint8, to be packed. -1 becomes 15 in int4."""
         if not self.signed:
             return codes.astype(jnp.uint8)
         if self.bits == 1:
@@ -356,7 +361,7 @@ FORMATS: dict[str, Format] = {
         ),
     )
 }
-"""All number formats: a dict from name to `Format`. The names are values of `qtype`.
+"""All number formats: a dict from name to `Format`. Pass a name as `qtype`.
 
 | formats | values |
 |---|---|

@@ -63,12 +63,12 @@ def quantize_tree(
 
     - `params`: a pytree of arrays (nnx, linen, Equinox, plain dicts), or a callable module. If the
       leaves are abstract (`jax.ShapeDtypeStruct`), so is the result.
-    - `rules`: a list of `Rule`. The first rule that matches the path of a leaf applies. Or the name
-      of a format, such as "int8", which selects the default rules for language models and needs a
-      program.
-    - `model`, `args`, `kwargs`: the program, called as `model(params, *args, **kwargs)`. Without
-      `model`, `params` itself is called. Without a program, values along the `tile_axis` of each
-      rule share scales.
+    - `rules`: a list of `Rule`, or the name of a format, such as "int8". In a list, the first rule
+      that matches the path of a leaf applies. A name selects the default rules for language models,
+      and needs a program.
+    - `model`, `args`, `kwargs`: the program, called as `model(params, *args, **kwargs)`. If `model`
+      is None, `params` itself is called. If all three are None, nothing is traced, and the
+      `tile_axis` of each rule names the axes along which values share scales.
     - `train`: keep full-precision weights and quantize them on use (QAT).
     - `statistics`: activation statistics from `observe`, for rules with a static `act_range`.
 
@@ -81,29 +81,28 @@ def quantize_tree(
     | `act_qtype` | `ActivationQuantized` |
     | `rotate` | `vn.types.Rotated` |
     | `correction_rank` | `vn.types.LoraArray` |
-    | a format, and `train=True` | `FakeQuantized` |
 
-    All other leaves are unchanged, except that a rule with an `act_qtype` and no `qtype` also wraps
-    a `QArray`.
+    With `train=True`, each of these leaves becomes a `FakeQuantized` instead. All other leaves are
+    unchanged, except that a rule with an `act_qtype` and no `qtype` also wraps a `QArray`.
 
     **Raises:**
 
     - `TypeError` if `rules` is not a list of `Rule`, or the program cannot be called.
     - `ValueError`, with the path, if a tile does not divide its axis or statistics are missing.
     - `ValueError` if `params` holds no arrays.
-    - `ValueError` if a rule has an option that does not fit `train`, or a format name is given
-      without a program.
+    - `ValueError` if an option of a rule cannot be combined with `train`.
+    - `ValueError` if a format name is given without a program.
 
     **Warns** (`UserWarning`, with paths and a remedy) if:
 
-    - a rule matches no path, or no rule matches most of the values;
+    - a rule matches no path, or most values stay dense because no rule matches them;
     - a weight stays dense or unchanged: the program uses it in no product, it has fewer than 4,096
       values, it is inside another implicit array, or it is already quantized;
-    - the tile of a rule does not divide the contracted axes, so the tile or the format differs;
+    - a tile does not divide the contracted axes, so a weight gets another tile size or format;
     - a weight is not rotated, because another use of it would undo the rotation;
-    - the result is hardly smaller;
+    - a quantized weight is hardly smaller than the dense weight;
     - two products contract different axes of a weight;
-    - no rule uses `statistics`.
+    - `statistics` are given, but no rule has a static `act_range`.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> params = {"dense": {"kernel": jnp.ones((64, 8)), "bias": jnp.ones(8)}}

@@ -34,7 +34,8 @@ TRAINING = ("grad_qtype", "grad_input", "grad_weight", "sparsity")  # what is fo
 class Rule:
     """A rule that assigns formats to the parameters whose path matches.
 
-    The first rule that matches a path applies. `docs/formats.md` has more on each argument.
+    In a list of rules, the first rule that matches a path applies. `docs/formats.md` explains each
+    argument.
 
     **Arguments:**
 
@@ -47,37 +48,41 @@ class Rule:
     | | `op_names` |
     | training | `grad_qtype`, `grad_input`, `grad_weight`, `sparsity` |
 
-    - `path_regex`: a regex for the whole path, whose keys are joined with dots:
+    - `path_regex`: a regex that matches the whole path of a parameter. Keys are joined with dots:
       `layers.0.query.kernel`. A final `.value`, as in flax.nnx, is optional.
-    - `qtype`: the format of the weight, such as "int8". None leaves it dense.
+    - `qtype`: the format of the weight, such as "int8". None leaves the weight dense.
     - `tile_size`: the number of values along `tile_axis` that share a scale (the group size). A
       float is a fraction of the axis. `{axis: size}` tiles several axes. None is the whole axis, or
-      the tile of the format.
-    - `tile_axis`: the contracted axis, or several; the last is tiled. None finds it in the
-      traced program; without a program it is -2, for `[in, out]`. Use -1 for `[out, in]`.
-    - `calibration_method`: the method that chooses scales. None is the default of the format.
-    - `scale_dtype`: None is the dtype of the format or of the weight.
-    - `rotate`: store the weight as a `vn.types.Rotated`, which spreads outliers.
-    - `method`: a method of `calibrate` for this weight.
-    - `correction_rank`: the rank of a correction of the rounding error. The weight becomes a
-      `vn.types.LoraArray`.
-    - `correction_steps`: how often to round and correct in turn (LoftQ, arXiv 2310.08659).
-    - `act_qtype`: the format of activations that multiply the weight.
-    - `act_calibration_method`, `act_tile_size`: as above, for activations.
-    - `act_range`: "dynamic" computes a scale per row. "mean", "exponential" and "widest" are static
-      ranges from `observe`.
-    - `op_names`: quantize activations only in these products: "dot_general", "ragged_dot_general"
-      or "conv_general_dilated".
+      the tile size of the format.
+    - `tile_axis`: the axis of the weight that products contract. If there are several, the last one
+      has tiles. None finds them in the traced program. Without a program, None is -2, for kernels
+      `[in, out]`. Use -1 for `[out, in]`.
+    - `calibration_method`: the method that chooses scales, as in `vn.quant.quantize`. None is the
+      default of the format.
+    - `scale_dtype`: the dtype of the scales, as in `vn.quant.quantize`.
+    - `rotate`: rotate the weight to spread its outliers. It becomes a `vn.types.Rotated`.
+    - `method`: the `method` of `vn.quant.calibrate` for this weight.
+    - `correction_rank`: the rank of a low-rank correction of the rounding error. The weight becomes
+      a `vn.types.LoraArray`.
+    - `correction_steps`: how often to alternate rounding and correction (LoftQ, arXiv 2310.08659).
+    - `act_qtype`: the format of the activations that multiply the weight. None leaves them dense.
+    - `act_calibration_method`, `act_tile_size`: like `calibration_method` and `tile_size`, for the
+      activations.
+    - `act_range`: "dynamic" computes a scale per row in each product. "mean", "exponential" and
+      "widest" use one static scale, from statistics of `vn.quant.observe`.
+    - `op_names`: the primitives that quantize activations: "dot_general", "ragged_dot_general" or
+      "conv_general_dilated". Empty means all.
     - `grad_qtype`: the format of gradients in the backward pass.
-    - `grad_input`, `grad_weight`: a `BackwardProduct` each.
-    - `sparsity`: `(n, m)` keeps the n largest of every m neighbors, `(n, m, block)` n of every m
-      blocks.
+    - `grad_input`, `grad_weight`: a `BackwardProduct` for the gradient of the input or of the
+      weight, instead of `grad_qtype`.
+    - `sparsity`: `(n, m)` keeps the n largest magnitudes of every m neighbors along `tile_axis`.
+      `(n, m, block)` keeps n of every m blocks of `block` neighbors.
 
     **Raises:**
 
-    - `ValueError` for an invalid regex, format, method, range or tile, or an argument without the
-      format that it modifies.
-    - `TypeError` for an argument of the wrong type, or scales that are not floating.
+    - `ValueError` for an invalid regex, format, method, range or tile size.
+    - `ValueError` for an option whose format is None, such as `act_tile_size` without `act_qtype`.
+    - `TypeError` for an argument of the wrong type, or a `scale_dtype` that is not floating.
 
     >>> import veneer as vn
     >>> vn.quant.Rule(r"layers\\.\\d+\\.kernel", "nf4", tile_size=64)
@@ -203,16 +208,16 @@ class Rule:
         return f"Rule({', '.join(parts)})"
 
     def matches(self, path: str) -> bool:
-        """Return whether the whole of `path` matches, with or without a final `.value`."""
+        """Return whether the rule matches a path. A final `.value` of the path is optional."""
         return path_matches(self.path_regex, path)
 
     @property
     def has_format(self) -> bool:
-        """Return whether the rule quantizes anything: weights, activations or gradients."""
+        """True if the rule quantizes weights, activations or gradients, or prunes weights."""
         return any(getattr(self, name) is not None for name in ("qtype", "act_qtype", *TRAINING))
 
     def is_for(self, op: str) -> bool:
-        """Return whether the rule applies to products of the primitive `op`."""
+        """Return whether the primitive `op`, such as "dot_general", quantizes activations."""
         return not self.op_names or op in self.op_names
 
     def _tile_axes(self) -> tuple[Any, ...]:
@@ -221,7 +226,7 @@ class Rule:
         return self.tile_axis if isinstance(self.tile_axis, tuple) else (self.tile_axis,)
 
     def contracting(self, ndim: int) -> tuple[int, ...]:
-        """Return the contracted axes of an array of rank `ndim`, counted from the end, in order.
+        """Return `tile_axis` as a tuple of axes counted from the end, for an array of rank `ndim`.
 
         **Raises:** `ValueError` if an axis is out of range or named twice.
         """
@@ -235,15 +240,18 @@ class Rule:
         return from_end
 
     def along(self, axes: Collection[int], shape: Sequence[int]) -> "Rule":
-        """Return the rule for a weight of `shape` whose products contract `axes`.
+        """Return a copy whose `tile_axis` and `tile_size` fit a weight and its products.
 
-        `axes` count from the end.
+        `tile_size` counts values along all contracted axes together. If no tile of this size
+        divides the axes, the copy has smaller tiles. If the axes have fewer values than a tile, all
+        of these values share one scale.
 
-        A tile counts the values that a product contracts, which can lie along several axes. If the
-        tile does not divide them, a smaller one that divides them is taken. If there are fewer
-        values than a tile, they share one scale.
+        **Arguments:**
 
-        **Raises:** `ValueError` if no tile near `tile_size` divides the axes.
+        - `axes`: the axes of the weight that products contract, counted from the end.
+        - `shape`: the shape of the weight.
+
+        **Raises:** `ValueError` if only tile sizes below 8 divide the axes.
         """
         ordered = sorted(axes)
         format = None if self.qtype is None else get_format(self.qtype)
@@ -267,7 +275,11 @@ class Rule:
         return dataclasses.replace(self, tile_axis=ordered, tile_size=tiles)
 
     def axes(self, shape: Shape) -> tuple[tuple[int, ...], dict[int, int]]:
-        """Return the `channelwise_axes` and `tiled_axes` of `quantize` for an array of `shape`.
+        """Return the arguments `channelwise_axes` and `tiled_axes` of `vn.quant.quantize`.
+
+        **Arguments:**
+
+        - `shape`: the shape of the weight.
 
         **Raises:** `ValueError` if an axis is out of range or named twice.
         """
@@ -279,14 +291,14 @@ class Rule:
         return axes.channelwise, dict(axes.tiled)
 
     def in_basis(self, array: Any) -> Any:
-        """Return a floating array of rank 2 or more, rotated if the rule says so."""
+        """Return a floating array of rank 2 or more, as a `vn.types.Rotated` if `rotate` is set."""
         return Rotated.of(array, self.contracting(array.ndim)) if self.rotate else array
 
     def quantize(self, array: Any) -> Any:
         """Quantize a floating array of rank 2 or more. With `qtype=None`, its values stay dense.
 
-        **Returns:** a `QArray`, in a `vn.types.Rotated` if `rotate` is set. `correction_rank` has
-        no effect here: `quantize_tree` and `calibrate` add the correction.
+        **Returns:** a `QArray`, or a `vn.types.Rotated` that wraps it if `rotate` is set. There is
+        no low-rank correction: only `quantize_tree` and `calibrate` use `correction_rank`.
         """
         array = self.in_basis(array)
         if isinstance(array, InBasis):
@@ -310,12 +322,12 @@ class Rule:
         )
 
     def with_activations(self, weight: Any, statistics: ActivationStatistics | None = None) -> Any:
-        """Return a weight that quantizes its activations, or the weight itself without `act_qtype`.
+        """Wrap a weight in an `ActivationQuantized`. Without `act_qtype`, return it unchanged.
 
         **Arguments:**
 
         - `weight`: a dense or implicit array.
-        - `statistics`: the statistics of its activations, for a static `act_range`.
+        - `statistics`: the statistics of its activations. Only a static `act_range` needs them.
 
         **Raises:** `ValueError` if the statistics are missing or do not fit, or if a tile of
         `act_qtype` does not divide the contracted axis.

@@ -50,12 +50,13 @@ def observe(
 
     - `model`: a function of `params` and a batch. If `params` is None, a callable module or a
       `functools.partial`. Their arrays are then the parameters.
-    - `rules`: a list of `Rule`, as for `quantize_tree`. Weights are observed if the first rule that
-      matches has a `qtype` or `act_qtype`.
+    - `rules`: a list of `Rule`, as for `quantize_tree`. A weight is observed if the first rule that
+      matches it has a `qtype` or an `act_qtype`.
     - `params`: a pytree of arrays.
-    - `gram`: also record `x.T @ x` for products other than convolutions.
-    - `decay`: the fraction that the exponential average of ranges keeps at each batch, at least 0
-      and below 1.
+    - `gram`: also record the second moments `x.T @ x` of the activations `x`, except in
+      convolutions.
+    - `decay`: the weight of earlier batches in the exponential average of ranges, at least 0 and
+      below 1.
     - `box`: pass `vn.hijax.Box` to record on the device. `observe` then returns a model that
       records each call and has a method `statistics()`. Call it in any program, such as a training
       step.
@@ -67,12 +68,14 @@ def observe(
 
     **Raises:**
 
-    - `TypeError` if `model` is not callable, no parameters are found, `rules` is not a list of
-      `Rule`, or the batches are a single array or dict.
+    - `TypeError` if `model` is not callable, if `params` is missing and `model` is a function, if
+      `rules` is not a list of `Rule`, or if the batches are a single array or dict.
     - `ValueError` if `params` holds no arrays, `decay` is out of range, or there are no batches.
-    - `ValueError` if no weight has activations, or two arguments of a partial have the same path.
+    - `ValueError` if no activations are recorded for any weight.
+    - `ValueError` if two arguments of a `functools.partial` have parameters with the same path.
 
-    **Warns** (`UserWarning`) of a rule that matches no path, and of weights without activations.
+    **Warns** (`UserWarning`) of a rule that matches no path, and of weights for which no
+    activations are recorded.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> params, batches = {"up": jnp.eye(2)}, [jnp.array([[1.0, -3.0]]), jnp.array([[2.0, 1.0]])]

@@ -20,24 +20,28 @@ from ..formats.tiles import Shape
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ActivationStatistics:
-    """The statistics of the activations that multiply a weight, recorded by `observe`.
+    """The statistics of the activations that multiply a weight, recorded by `vn.quant.observe`.
 
-    All fields are NumPy arrays in float64. Arrays per channel have the rank of the weight: `[K, 1]`
-    for a kernel `[K, N]`, `[1, K]` for a torch weight `[N, K]`, and `[L, K, 1]` for kernels `[L, K,
-    N]` stacked for a scan. Ranges cover all channels: `[1, 1]`, and `[L, 1, 1]` for stacked
-    kernels.
+    The arrays are NumPy arrays in float64. A channel is one index of the contracted axes. `lows`
+    and `highs` have one range for all channels of a weight. The shapes are:
+
+    | weight | per channel | `lows`, `highs` |
+    |---|---|---|
+    | a kernel `[K, N]` | `[K, 1]` | `[1, 1]` |
+    | a torch weight `[N, K]` | `[1, K]` | `[1, 1]` |
+    | `L` stacked kernels, `[L, K, N]` | `[L, K, 1]` | `[L, 1, 1]` |
 
     **Arguments:**
 
     - `count`: the number of values per channel.
     - `minimum`, `maximum`, `mean`, `absmean`, `mean_square`: per channel. `absmean` is the mean
       magnitude.
-    - `lows`, `highs`: dicts with the average over batches of the smallest and largest value of a
-      batch. The keys are "mean" and "exponential".
-    - `gram`: `x.T @ x / count`, `[..., K, K]`, with the contracted axes as one. None unless
-      `observe` got `gram=True`.
-    - `cross`: as `gram`, between the activations of the quantized and the dense model. Only
-      `calibrate` with `propagation` records it.
+    - `lows`, `highs`: the smallest and the largest value of each batch, averaged over batches. Two
+      dicts with the keys "mean" and "exponential" (a moving average).
+    - `gram`: the second moments `x.T @ x / count`, `[..., K, K]`. Several contracted axes are
+      flattened into `K`. None unless `observe` is called with `gram=True`.
+    - `cross`: like `gram`, for products of the activations of the quantized model and of the dense
+      model. None unless `calibrate` uses `propagation`.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> observer = vn.quant.observe(
@@ -67,12 +71,12 @@ class ActivationStatistics:
         return np.maximum(np.abs(self.minimum), np.abs(self.maximum))
 
     def range(self, average: str) -> tuple[Any, Any]:
-        """Return the two ends of the range of all channels of a weight.
+        """Return the smallest and the largest activation, over all channels of a weight.
 
         **Arguments:**
 
-        - `average`: the average over the ranges of batches, "mean" or "exponential"; or "widest",
-          which covers all values.
+        - `average`: "mean" or "exponential" averages the ranges of the batches. "widest" covers all
+          values.
 
         **Raises:** `ValueError` for any other `average`.
         """
@@ -86,19 +90,19 @@ class ActivationStatistics:
         return self.lows[average], self.highs[average]
 
     def of_stacks(self, of_channels: Any) -> np.ndarray:
-        """Return an array per channel as `[S, K]`, with a row for each of the stacked weights."""
+        """Return a per-channel array, such as `mean`, as `[S, K]`: one row per stacked weight."""
         order = [*self.stacked_axes, *self._contracted()]
         others = [i for i in range(np.ndim(of_channels)) if i not in order]
         return np.transpose(of_channels, [*order, *others]).reshape(self.stacks, -1)
 
     @property
     def stacks(self) -> int:
-        """The number of stacked weights, such as layers or experts."""
+        """The number of stacked weights, such as layers or experts. 1 for a single weight."""
         return math.prod(np.shape(self.lows["mean"]))
 
     @property
     def stacked_axes(self) -> tuple[int, ...]:
-        """The axes of the stacked weights, counted from the front."""
+        """The axes along which weights are stacked, counted from the front."""
         return tuple(i for i, n in enumerate(np.shape(self.lows["mean"])) if n > 1)
 
     def _contracted(self) -> tuple[int, ...]:

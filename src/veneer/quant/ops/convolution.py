@@ -60,27 +60,28 @@ def conv_general_dilated(
     """Convolve two arrays like `jax.lax.conv_general_dilated`; one or both can be a `QArray`.
 
     If both are quantized and no scale varies along the contracted axes, the codes are convolved and
-    the output is scaled. Sums of integer codes are exact. For this, quantize a kernel `[h, w, in,
-    out]` with `channelwise_axes=[-1]`, and images with their batch axis in `channelwise_axes`.
-    Otherwise the operands are dequantized.
+    the output is scaled. Sums of integer codes are exact. To get such scales, quantize a kernel
+    `[h, w, in, out]` with `channelwise_axes=[-1]`, and images with their batch axis in
+    `channelwise_axes`. In all other cases the operands are dequantized.
 
     Padding and dilation insert the value 0, not the code 0. A dense int8 or uint8 array counts as
-    codes if the other operand has an integer format. Other integers are converted to the dtype of
-    the QArray.
+    codes if the other operand has an integer format. Other integer arrays are converted to the
+    dtype of the QArray.
 
     **Arguments:**
 
-    - `lhs`, `rhs`: arrays or QArrays. Implicit arrays of other types are materialized. The dtypes
-      of two QArrays are promoted.
+    - `lhs`, `rhs`: arrays or QArrays. Implicit arrays of other types are materialized. Two QArrays
+      can have different dtypes, which are promoted.
     - `window_strides`, `padding`, `lhs_dilation`, `rhs_dilation`, `dimension_numbers`,
       `feature_group_count`, `batch_group_count`, `precision`, `out_sharding`: as for
       `jax.lax.conv_general_dilated`.
-    - `preferred_element_type`: as there. For two QArrays, it can also be a narrower float dtype.
+    - `preferred_element_type`: the dtype of the result, as for `jax.lax.conv_general_dilated`. For
+      two QArrays, it can also be a narrower float dtype.
 
     **Returns:** an array with the shape and dtype of the convolution of the dense arrays. The
     values are the same up to rounding.
 
-    **Raises:** `TypeError` and `ValueError`, as `jax.lax.conv_general_dilated`.
+    **Raises:** the errors of `jax.lax.conv_general_dilated`.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> kernel = vn.quant.quantize(jnp.ones((3, 3, 2, 4)), "int8", channelwise_axes=[-1])

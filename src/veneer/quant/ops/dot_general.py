@@ -36,20 +36,20 @@ def dot_general(
 ) -> jax.Array:
     """Multiply two arrays like `jax.lax.dot_general`; one or both can be a `QArray`.
 
-    The product of two arrays is computed by the first of these strategies that supports it:
+    A product uses the first of these strategies that supports it:
 
-    | strategy | if |
+    | strategy | condition |
     |---|---|
-    | a kernel that reads packed codes | the platform has one for the codes and sizes |
-    | exact sums of integer codes | both formats are integers of at most 8 bits |
-    | sums of float8 codes | both formats are float8 |
+    | a kernel that reads packed codes | the platform has a kernel for the formats and sizes |
+    | exact sums of integer codes | both operands have integer formats of at most 8 bits |
+    | sums of float8 codes | both operands have float8 formats |
     | codes as floats, scales applied to the output | scales do not vary along contracted axes |
-    | dequantized operands | otherwise |
+    | dequantized operands | all other cases |
 
-    Codes with scales per tile are summed per tile if a tile has at least 128 terms (16 terms if an
-    operand has at most 16 rows or columns). Products in 16 bits are summed in f32. A dense int8 or
-    uint8 array counts as codes if the other operand has an integer format. `vn.explain` reports the
-    strategy.
+    If codes have scales per tile, each tile is summed on its own. This needs tiles of at least 128
+    terms (16 terms if an operand has at most 16 rows or columns). Products of 16-bit floats are
+    summed in f32. A dense int8 or uint8 array counts as codes if the other operand has an integer
+    format. `vn.explain` reports the strategy.
 
     **Arguments:**
 
@@ -60,7 +60,7 @@ def dot_general(
     **Returns:** an array with the shape and dtype of the product of the dense arrays. The values
     are the same up to rounding.
 
-    **Raises:** `TypeError` and `ValueError`, as `jax.lax.dot_general`.
+    **Raises:** the errors of `jax.lax.dot_general`.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> w = vn.quant.quantize(jnp.eye(3), "int8", channelwise_axes=[1])

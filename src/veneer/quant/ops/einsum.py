@@ -20,16 +20,16 @@ from .operands import as_operand
 def einsum(*args: Any, preferred_element_type: DTypeLike | None = None, **kwargs: Any) -> jax.Array:
     """Evaluate an Einstein sum like `jax.numpy.einsum`; any operand can be a `QArray`.
 
-    Operands are contracted in pairs, each pair like `vn.quant.dot_general`. An operand is
-    dequantized if it is reduced alone, outside a product.
+    Operands are contracted in pairs, each pair like `vn.quant.dot_general`. If an axis appears in
+    only one operand and is summed, this operand is dequantized.
 
-    The operands can have different sizes along an axis of the result, if one size is a multiple of
-    the other. An entry of the smaller operand then belongs to a group of neighbors of the larger
-    one, as in grouped-query attention. Nothing is repeated in memory.
+    Two operands can have different sizes along an axis of the result, if one size is a multiple of
+    the other. Each entry of the smaller operand is then multiplied with several neighbors in the
+    larger one, as in grouped-query attention. Nothing is repeated in memory.
 
     **Arguments:**
 
-    - `args`: the subscripts and the operands, or operands that each precede a list of their axes.
+    - `args`: the subscripts and the operands, in both forms that `jax.numpy.einsum` accepts.
       Implicit arrays of other types are materialized. Dense float8 arrays are converted to the
       dtype of the QArrays.
     - `preferred_element_type`, `kwargs` (`optimize`, `precision`, `out_sharding`): as for
@@ -39,8 +39,9 @@ def einsum(*args: Any, preferred_element_type: DTypeLike | None = None, **kwargs
 
     **Raises:**
 
-    - `TypeError` and `ValueError`, as `jax.numpy.einsum`.
-    - `ValueError` if two sizes of an axis of the result are not multiples of each other.
+    - The errors of `jax.numpy.einsum`.
+    - `ValueError` if two operands differ in the size of an axis of the result, and neither size is
+      a multiple of the other.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> w = vn.quant.quantize(jnp.eye(3), "int4", channelwise_axes=[1])
@@ -132,7 +133,7 @@ def dot(
 
     **Returns:** an array with the shape and dtype of the product of the dense arrays.
 
-    **Raises:** `TypeError` and `ValueError`, as `jax.numpy.dot`.
+    **Raises:** the errors of `jax.numpy.dot`.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> w = vn.quant.quantize(jnp.eye(3), "int4", channelwise_axes=[1])

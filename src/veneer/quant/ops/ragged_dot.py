@@ -47,10 +47,10 @@ def ragged_dot(
     - `precision`, `preferred_element_type`, `group_offset`: as for `jax.lax.ragged_dot`. JAX does
       not implement `group_offset` on all platforms.
 
-    **Returns:** `[M, N]`, each row times the matrix of its group, in the dtype of the product of
-    the dense arrays. Rows of no group are 0.
+    **Returns:** an array `[M, N]`: each row times the matrix of its group. It has the dtype of the
+    product of the dense arrays. Rows that belong to no group are 0.
 
-    **Raises:** `TypeError` and `ValueError`, as `jax.lax.ragged_dot`.
+    **Raises:** the errors of `jax.lax.ragged_dot`.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> experts = jnp.stack([jnp.eye(2), 10 * jnp.eye(2)])
@@ -74,22 +74,29 @@ def ragged_dot_general(
 ) -> jax.Array:
     """Multiply groups like `jax.lax.ragged_dot_general`; one or both operands can be a `QArray`.
 
-    On CPU, if the ragged axis is not contracted and `rhs` is quantized, one group at a time is
-    multiplied, like `vn.quant.dot_general`. Then `rhs` is never dequantized as a whole, and a NaN
-    affects only its row or its group. Otherwise the operands are dequantized.
+    The ragged axis determines how the product is computed:
+
+    | ragged axis | product |
+    |---|---|
+    | a batch axis | like `vn.quant.dot_general`, because groups do not change the result |
+    | a free axis of `lhs`, and `rhs` is quantized | on CPU, one group at a time |
+    | all other cases | the operands are dequantized |
+
+    If groups are multiplied one at a time, `rhs` is never dequantized as a whole, and a NaN affects
+    only its row or its group.
 
     **Arguments:**
 
     - `lhs`, `rhs`, `group_sizes`: arrays; `lhs` and `rhs` can be QArrays. Implicit arrays of other
       types are materialized.
-    - `dimension_numbers`: a `jax.lax.RaggedDotDimensionNumbers`, which JAX's function calls
+    - `dimension_numbers`: a `jax.lax.RaggedDotDimensionNumbers`. In JAX, this argument is called
       `ragged_dot_dimension_numbers`.
     - `precision`, `preferred_element_type`, `group_offset`: as for `jax.lax.ragged_dot_general`.
 
     **Returns:** an array with the shape and dtype of the product of the dense arrays. The values
     are the same up to rounding.
 
-    **Raises:** `TypeError` and `ValueError`, as `jax.lax.ragged_dot_general`.
+    **Raises:** the errors of `jax.lax.ragged_dot_general`.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> w = vn.quant.quantize(jnp.ones((2, 3)), "int8")

@@ -36,27 +36,30 @@ def allocate_bits(
 ) -> "BitAllocator":
     """Create an allocator, which chooses a format for each weight within a budget of bits.
 
-    This is mixed precision. For each weight and choice, the allocator estimates the error of the
-    outputs of its products, from the second moments of its activations. It scales this by the error
-    of the model's output when only that weight is rounded. Losses of different weights add up. The
-    allocation with the least total loss within the budget is chosen.
+    This is mixed precision. For each weight and each rule that matches it, the allocator estimates
+    how much rounding changes the outputs of the weight's products. The estimate uses the second
+    moments of the activations. It is scaled by the error of the model's output when only that
+    weight is rounded. The allocator assumes that these losses add up, and minimizes their total
+    within the budget.
 
     **Arguments:**
 
-    - `model`: a function of `params` and a batch. Without `params`, a callable module.
-    - `choices`: a list of `Rule`. Each is a choice for every weight that it matches. Weights that
-      none matches stay dense and do not count.
+    - `model`: a function of `params` and a batch. If `params` is None, a callable module.
+    - `choices`: a list of `Rule`. All rules that match a weight are choices for it, not only the
+      first. Weights that no rule matches stay dense, and the budget does not include them.
     - `bits`: the budget in bits per value: the average over all matched weights, including scales
-      and corrections.
-    - `params`: a pytree of arrays.
+      and low-rank corrections.
+    - `params`: a pytree of arrays. None if `model` is a module.
 
     **Returns:** a `BitAllocator`. Call it with an iterable of batches to get a list of `Rule`, one
     for each weight, for `quantize_tree` or `calibrate`.
 
     **Raises:**
 
-    - `TypeError` if no parameters are found, or `choices` is not a list of `Rule`.
-    - `ValueError` if `bits` is not positive, or a rule is for training.
+    - `TypeError` if `params` is missing and `model` is a function, or if `choices` is not a list of
+      `Rule`.
+    - `ValueError` if `bits` is not positive, or a rule has an option for training, such as
+      `grad_qtype`.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> params = {"up": jax.random.normal(jax.random.key(0), (64, 64)), "head": jnp.eye(64)}
@@ -70,24 +73,25 @@ def allocate_bits(
 
 
 class BitAllocator:
-    """An allocation of bits to the weights of a model, created by `allocate_bits`.
+    """An allocator of bits to the weights of a model, created by `allocate_bits`.
 
-    Call it with an iterable of batches, as a `Calibrator`. It runs the model on all batches once,
-    and on the first batch once more per weight. It returns a list of `Rule`. Then `report` has the
-    format, bits and errors of each weight. Weights that meet no activations in a product, such as
-    embeddings, are judged by their own values.
+    Call it with an iterable of batches, like a `Calibrator`. It returns a list of `Rule`, one for
+    each weight. The call runs the model once on all batches, and then on the first batch once per
+    weight. Afterwards, the attribute `report` has the format, bits and errors of each weight. If no
+    product uses a weight, such as an embedding, the estimate uses the rounding error of the weight
+    itself.
 
-    **Arguments:** as for `allocate_bits`.
+    **Arguments:** the same as for `allocate_bits`.
 
     **Raises** when called, apart from the errors of `quantize_tree`:
 
     - `TypeError` if the batches are a single array or dict.
-    - `ValueError` if there are no batches, or no choice matches a weight that the program uses.
-    - `ValueError` if the budget is below the smallest choices.
-    - `ValueError` if all activations are zero or underflow.
+    - `ValueError` if there are no batches, or no choice matches a weight that the model uses.
+    - `ValueError` if the smallest choices need more bits than the budget.
+    - `ValueError` if all activations are 0, or so small that their squares underflow.
 
-    **Warns** (`UserWarning`, when called) of a choice that matches no path, and of weights whose
-    activations are zero or underflow.
+    **Warns** (`UserWarning`) when called, if a choice matches no path, or if all activations of a
+    weight are 0 or so small that their squares underflow.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> params = {"up": jax.random.normal(jax.random.key(0), (64, 64)), "head": jnp.eye(64)}

@@ -51,8 +51,9 @@ def calibrate(
     resume: str | Path | None = None,
     progress: bool = False,
 ) -> "Calibrator":
-    """Create a calibration, which quantizes a model so that its products change least.
+    """Create a calibration, which quantizes a model on sample data.
 
+    It rounds the weights so that the outputs of the model's products change little.
     `docs/ptq.md` explains the methods and compares their results.
 
     **Arguments:**
@@ -63,37 +64,38 @@ def calibrate(
     | how to round | `method`, `sequential`, `propagation`, `damping` |
     | resources | `memory`, `resume`, `progress` |
 
-    - `model`: a function of `params` and a batch. Without `params`, a callable module.
+    - `model`: a function of `params` and a batch. If `params` is None, a callable module.
     - `rules`: a list of `Rule` or the name of a format, as for `quantize_tree`.
-    - `params`: a pytree of arrays.
-    - `method`: the default method. `Rule.method` overrides it.
-    - `sequential`: round weights in the order of the program, each with the activations of the
-      model quantized so far.
+    - `params`: a pytree of arrays. None if `model` is a module.
+    - `method`: the rounding method (see the table) of weights whose rule has no `method`.
+    - `sequential`: round weights in the order of the program. The activations of a weight then come
+      from the model in which all earlier weights are quantized.
     - `propagation`: the fraction, from 0 to 1, of the errors of earlier weights that a weight
       compensates (QEP, arXiv 2504.09629). It needs `sequential`.
-    - `damping`: the addition to the diagonal of second moments in GPTQ, as a fraction of its mean.
-    - `memory`: the limit in bytes for second moments, which are float64 `[K, K]` per weight. To
-      stay within it, the calibration reads the batches several times.
-    - `resume`: a folder that keeps the result of each weight. The same call continues from it.
-    - `progress`: show a progress bar, which needs `rich`.
+    - `damping`: GPTQ adds this fraction of the mean diagonal entry of the second moments to their
+      diagonal.
+    - `memory`: a limit in bytes for the second moments, which are a float64 `[K, K]` array per
+      weight. To stay within the limit, the calibration reads the batches several times.
+    - `resume`: a folder for results. After an interruption, the same call continues from there.
+    - `progress`: show a progress bar. This needs the package rich.
 
-    | `method` | codes |
+    | `method` | how codes are chosen |
     |---|---|
-    | "gptq" | each compensates the errors of those before (arXiv 2210.17323) |
-    | "nearest" | the nearest, for scales of least error |
+    | "gptq" | one by one; each compensates the errors of earlier codes (arXiv 2210.17323) |
+    | "nearest" | the nearest codes, with the scales of least error |
     | "awq", "awq+gptq" | after scaling channels by their activations (arXiv 2306.00978) |
-    | "smoothquant", "smoothquant+gptq" | after balancing activations (arXiv 2211.10438) |
+    | "smoothquant", "smoothquant+gptq" | after moving outliers to weights (arXiv 2211.10438) |
 
     **Returns:** a `Calibrator`. Call it with an iterable of batches to get the quantized
-    parameters. For each output of a weight, the better of these codes and the nearest codes is
-    kept. Embeddings and convolution kernels are rounded to nearest.
+    parameters. Each output channel of a weight keeps the better of these codes and the nearest
+    codes. Embeddings and convolution kernels are rounded to nearest.
 
     **Raises:**
 
-    - `TypeError` if `model` is not callable, no parameters are found, or `rules` is not a list of
-      `Rule`.
-    - `ValueError` for `params` without arrays, an unknown method, an argument out of range, or
-      rules that conflict.
+    - `TypeError` if `model` is not callable, if `params` is missing and `model` is a function, or if
+      `rules` is not a list of `Rule`.
+    - `ValueError` if `params` holds no arrays, for an unknown method, an argument that is out of
+      range, or a rule with an option for training.
 
     `Calibrator` lists the errors and warnings of the calibration itself.
 
@@ -112,27 +114,28 @@ def calibrate(
 class Calibrator:
     """A calibration of a model, created by `calibrate`.
 
-    Call it with an iterable of batches. A batch that is a tuple holds the arguments of the model;
-    any other batch is its one argument. The call returns the quantized parameters or module. Then
-    `report` has the error of each weight; `print` shows it as a table.
+    Call it with an iterable of batches. If a batch is a tuple, its entries are the arguments of the
+    model. Any other batch is the only argument. The call returns the quantized parameters or
+    module. Afterwards, the attribute `report` has the error of each weight, and `print(report)`
+    shows a table.
 
-    **Arguments:** as for `calibrate`.
+    **Arguments:** the same as for `calibrate`.
 
     **Raises** when called, apart from the errors of `quantize_tree`:
 
     - `TypeError` if the batches are a single array or dict.
     - `TypeError` if the batches can be iterated only once, and `sequential`, `memory` or `resume`
       needs several passes.
-    - `ValueError` if there are no batches, or no product uses a weight with a format.
-    - `ValueError` if activations are missing, not finite, or all zero.
-    - `ValueError` if `resume` is the folder of another calibration.
-    - `ImportError` for `progress` without `rich`.
+    - `ValueError` if there are no batches, or if no product uses a weight that a rule quantizes.
+    - `ValueError` if no activations are recorded, if all of them are 0, or if some are not finite.
+    - `ValueError` if the folder `resume` has the results of another calibration.
+    - `ImportError` if `progress=True` and the package rich is not installed.
 
     **Warns** (`UserWarning`) when called, apart from the warnings of `quantize_tree`, of:
 
-    - weights without activations, or whose activations are zero or underflow;
-    - weights for which the method was no better than rounding to nearest;
-    - damaged files in `resume`.
+    - weights that have no activations, or only activations whose squares are 0 or underflow;
+    - weights that are rounded to nearest, because the method was no better for them;
+    - damaged files in the folder `resume`.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> w, x = jax.random.normal(jax.random.key(0), (2, 16, 16))

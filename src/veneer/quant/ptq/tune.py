@@ -34,36 +34,45 @@ def tune(
 ) -> "Tuner":
     """Create a tuner, which trains a quantized model to match the dense model.
 
-    It is for formats of 2 and 3 bits, which lose too much when weights are rounded one at a time.
-    Tune a model that is too large for this block by block. It combines the straight-through
-    estimator (arXiv 1308.3432) and learned scales (LSQ, arXiv 1902.08153), as EfficientQAT does
-    (arXiv 2407.11062).
+    Use it for formats of 2 and 3 bits, which lose too much accuracy if each weight is rounded
+    separately. If the model is too large to train, tune it block by block. The method combines the
+    straight-through estimator (arXiv 1308.3432) and learned scales (LSQ, arXiv 1902.08153), like
+    EfficientQAT (arXiv 2407.11062).
 
     **Arguments:**
 
     - `model`: a function of parameters and a batch, or the dense callable module.
     - `quantized`: the quantized parameters or module, from `quantize_tree` or, better, `calibrate`.
     - `params`: the dense parameters. None if `model` is a module.
-    - `train`: the parts to train: "codes", "scales" (only floating scales) and "dense", every other
-      floating array, such as biases and the leaves of a `LoraArray`. Codes take the memory of three
-      dense arrays each.
+    - `train`: a list of the parts to train (see the table).
     - `epochs`: the number of passes over the batches.
-    - `learning_rate`: the initial rate of Adam, which falls to 0 by a cosine. It is relative to
-      each scale, and to the spread of dense arrays. For codes it is four times as large, in steps
-      of a code.
-    - `loss`: a function of the outputs and the dense outputs, to a scalar. None is the mean squared
-      difference relative to the mean square of the dense outputs, averaged over floating outputs.
+    - `learning_rate`: the initial learning rate of Adam, which decays to 0 along a cosine. Steps
+      are relative to each scale, and to the root mean square of each dense array. Codes use four
+      times this rate, relative to the distance between codes.
+    - `loss`: a function of the outputs and the outputs of the dense model, which returns a scalar.
+      None is the mean squared difference, divided by the mean square of the dense outputs, and
+      averaged over floating outputs.
 
-    **Returns:** a tuner. Call it with a list of batches to get the tuned tree; a tuple holds
-    several arguments. Then `losses` has the mean loss before, in each epoch, and after. If the loss
-    did not fall, the tree is returned unchanged, with a `UserWarning`.
+    | `train` | arrays |
+    |---|---|
+    | "codes" | the codes of each `QArray`; they take the memory of three dense arrays |
+    | "scales" | floating scales; quantized scales and powers of two stay the same |
+    | "dense" | other floating arrays, such as biases and the leaves of a `LoraArray` |
+
+    **Returns:** a tuner. Call it with a list of batches to get a tuned tree like `quantized`. If a
+    batch is a tuple, its entries are the arguments of the model. Afterwards, the attribute `losses`
+    lists the mean loss before tuning, in each epoch, and after tuning. If the loss did not fall,
+    the call returns `quantized` unchanged, with a `UserWarning`.
 
     **Raises:**
 
     - `ValueError` for an unknown part in `train`, or `epochs` or `learning_rate` out of range.
-    - When called: `ImportError` without optax, and `TypeError` if the batches can be iterated only
-      once.
-    - When called: `ValueError` if there are no batches, nothing to train, or the loss is not
+
+    The call of the tuner raises:
+
+    - `ImportError` if optax is not installed.
+    - `TypeError` if the batches can be iterated only once.
+    - `ValueError` if there are no batches, if there is nothing to train, or if the loss is not
       finite.
 
     >>> import jax, jax.numpy as jnp, veneer as vn

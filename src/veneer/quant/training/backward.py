@@ -15,35 +15,40 @@ FORWARD = "forward"
 
 @dataclasses.dataclass(frozen=True)
 class BackwardProduct:
-    """A recipe for one product of the backward pass, which multiplies a gradient with an operand.
+    """The options for quantizing one product of the backward pass, for `vn.quant.Rule`.
 
-    `y = x @ w` has two: `g @ w.T`, the gradient of the input, contracts the channels of `y`, and
-    `x.T @ g`, the gradient of the weight, contracts its rows. `Rule.grad_input` and
-    `Rule.grad_weight` take one each.
+    The backward pass of `y = x @ w` multiplies the gradient `g` of `y` by each operand:
+
+    | argument of `Rule` | product | contracted axis of `g` |
+    |---|---|---|
+    | `grad_input` | `g @ w.T`, the gradient of `x` | channels |
+    | `grad_weight` | `x.T @ g`, the gradient of `w` | rows |
 
     **Arguments:**
 
-    - `qtype`: the format of the gradient `g`. None leaves it dense.
+    - `qtype`: the format of `g`. None leaves `g` dense.
     - `tile_size`: the number of values of `g` along the last contracted axis that share a scale. A
-      float is a fraction of the axis. `{axis: size}` makes blocks. None is the whole axis, or the
-      tile of the format. The other operand has the same tiles, along its own axes, if it is
-      quantized for this product.
-    - `calibration_method`: the method for `g`. None is the default of the format.
-    - `residual_qtype`: the other operand, which the forward pass keeps (see the table).
-    - `stochastic`: round `g` stochastically if its weight has a key from
-      `vn.quant.with_stochastic_rounding`.
+      float is a fraction of the axis. `{axis: size}` sets sizes for several axes of `g`. None is
+      the whole axis, or the tile size of the format. If the other operand is quantized again for
+      this product, it gets the same tile size.
+    - `calibration_method`: the method that chooses the scales of `g`, as in `vn.quant.quantize`.
+      None is the default of the format.
+    - `residual_qtype`: the form of the other operand, `w` or `x` (see the table). The forward pass
+      stores it for the backward pass.
+    - `stochastic`: round `g` stochastically. Without a key from
+      `vn.quant.with_stochastic_rounding`, `g` is rounded to nearest.
 
     | `residual_qtype` | the other operand |
     |---|---|
-    | "forward" | the codes of the forward pass, or new codes if these have scales along that axis |
+    | "forward" | the codes of the forward pass; new codes if their scales do not fit |
     | None | the array before quantization |
-    | a format | that array, quantized to this format |
+    | a format | the array, quantized to this format |
 
     **Raises:**
 
-    - `ValueError` for an unknown format or method, or a tile that is out of range or does not fit
-      the format.
-    - `TypeError` for a tile that is not a number.
+    - `ValueError` for an unknown format or method, or a method without a `qtype`.
+    - `ValueError` for a tile size that is out of range or that the format does not support.
+    - `TypeError` if a tile size is not a number.
 
     >>> import veneer as vn
     >>> product = vn.quant.BackwardProduct("float8_e5m2", tile_size=128)
@@ -79,7 +84,7 @@ class BackwardProduct:
 
     @property
     def reuses_forward(self) -> bool:
-        """Return whether the other operand is the one that the forward pass multiplied."""
+        """True if `residual_qtype` is "forward"."""
         return self.residual_qtype == FORWARD
 
     def __repr__(self) -> str:

@@ -10,7 +10,7 @@ from .fake_quantized import FakeQuantized
 
 
 def convert(params: Any) -> Any:
-    """Replace trained weights by quantized ones.
+    """Quantize the weights of a trained model.
 
     Each `FakeQuantized` becomes a `QArray`, or an `ActivationQuantized` that wraps one if it has an
     `act_qtype`. The model gives the same results as in training, up to rounding. The full-precision
@@ -20,8 +20,8 @@ def convert(params: Any) -> Any:
 
     - `params`: any pytree.
 
-    **Returns:** the tree. A `FakeQuantized` without a `qtype` becomes a dense array. All other
-    leaves are unchanged.
+    **Returns:** a tree like `params`. A `FakeQuantized` without a `qtype` becomes a dense array.
+    Leaves of other types are unchanged.
 
     **Raises:** `ValueError` if `params` holds no arrays, if `act_tile_size` of a weight is a dict,
     which only training supports, or if a weight was sliced along its `tile_axis`.

@@ -31,36 +31,37 @@ Leaf = jax.Array | np.ndarray
 class FakeQuantized(ImplicitArray):
     """A weight in training: stored in full precision, and quantized wherever a program uses it.
 
-    It represents `dequantize(quantize(w))`. Derivatives go straight through to `w`, except that
-    values outside the range of the format have none. `vn.quant.quantize_tree(params, rules,
-    train=True)` creates it, and `vn.quant.convert` turns it into a `QArray`.
+    Its dense array is `dequantize(quantize(w))`. The derivative with respect to `w` is 1, and 0 for
+    values that are clipped (straight-through estimator). `vn.quant.quantize_tree(params, rules,
+    train=True)` creates it. After training, `vn.quant.convert` turns it into a `QArray`.
 
     | argument | effect |
     |---|---|
-    | `act_qtype` | products that contract `tile_axis` quantize the other operand, a scale per row |
-    | `grad_qtype`, `grad_input`, `grad_weight` | products run on codes; gradients are quantized |
-    | `sparsity` | `w` is pruned before it is quantized; gradients go straight through |
+    | `act_qtype` | products that contract `tile_axis` also quantize the activations |
+    | `grad_qtype`, `grad_input`, `grad_weight` | the backward pass also quantizes gradients |
+    | `sparsity` | `w` is pruned before it is quantized; pruned values still get gradients |
 
-    With a `grad_` argument, JAX supports no forward-mode derivatives (`jax.jvp`) of these products.
+    With a `grad_` argument, products with this weight have no forward-mode derivative (`jax.jvp`).
 
     **Arguments:**
 
     - `w`: the weight, `[..., in, out]`, floating.
-    - `key`: a typed PRNG key for each index of the axes before `tile_axis`, for stochastic rounding
-      of gradients. See `vn.quant.with_stochastic_rounding`.
-    - `mask`: a bool array of the shape of `w`, True where values are kept. None computes the mask
-      from `sparsity` at each use. See `vn.quant.with_masks`.
+    - `key`: typed PRNG keys for stochastic rounding of gradients. Their shape is the shape of `w`
+      before `tile_axis`: one key per stacked layer. `vn.quant.with_stochastic_rounding` sets them.
+    - `mask`: a bool array of the shape of `w`, True for the values to keep. If it is None, each use
+      computes the mask from `sparsity`. `vn.quant.with_masks` sets it.
     - `qtype`, `tile_size`, `tile_axis`, `calibration_method`, `scale_dtype`, `act_qtype`,
       `act_calibration_method`, `act_tile_size`, `grad_qtype`, `grad_input`, `grad_weight`,
       `sparsity`: as in `vn.quant.Rule`. With `qtype=None` the weight is not quantized.
-      `act_tile_size` can also be `{axis: size}`, for blocks of the activations.
-    - `dense_dtype`: the dtype of the represented array. None is the dtype of `w`.
+      `act_tile_size` can also be a dict `{axis: size}`, with axes of the activations.
+    - `dense_dtype`: the dtype of the dense array. None is the dtype of `w`.
 
     **Raises:**
 
     - `TypeError` if `w` is not a floating array.
-    - `ValueError` for an unknown format or method, an axis that `w` does not have, a tile or group
-      that does not divide its axis, or a key or mask of the wrong shape.
+    - `ValueError` for an unknown format or method, or an axis that `w` does not have.
+    - `ValueError` if a tile or a group of `sparsity` does not divide its axis.
+    - `ValueError` if `key` or `mask` has the wrong shape.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> w = vn.quant.FakeQuantized(jnp.array([[0.3, -1.0], [1.5, 0.1]]), qtype="int2")
@@ -120,9 +121,9 @@ class FakeQuantized(ImplicitArray):
 
     @classmethod
     def from_rule(cls, array: Leaf, rule: Any) -> "FakeQuantized":
-        """Create a weight in training from an array and a `vn.quant.Rule`.
+        """Create a `FakeQuantized` from a dense weight and a `vn.quant.Rule`.
 
-        **Raises:** as `FakeQuantized`.
+        **Raises:** the errors of `FakeQuantized`.
 
         >>> import jax.numpy as jnp, veneer as vn
         >>> rule = vn.quant.Rule(".*", "int4", act_qtype="int8")
@@ -147,17 +148,20 @@ class FakeQuantized(ImplicitArray):
 
     @property
     def format(self) -> Format | None:
-        """The row of `FORMATS` that `qtype` names, or None."""
+        """The entry of `vn.quant.FORMATS` for `qtype`. None if the weight is not quantized."""
         return None if self.qtype is None else get_format(self.qtype)
 
     @property
     def scales_are_quantised(self) -> bool:
-        """Return whether the scales of a matrix are quantized together, so it cannot be split."""
+        """True if the scales of a matrix are quantized together, as in nvfp4.
+
+        A part of such a matrix cannot be quantized alone.
+        """
         return self.format is not None and self.format.scale_tile is not None
 
     @property
     def tile_axes(self) -> tuple[int, ...]:
-        """The axes of `tile_axis`, counted from the front."""
+        """The axes that `tile_axis` names, counted from the front."""
         axes: Any = self.tile_axis
         return tuple(axis % self.w.ndim for axis in axes)
 
@@ -168,7 +172,10 @@ class FakeQuantized(ImplicitArray):
 
     @property
     def backward(self) -> tuple[BackwardProduct, BackwardProduct] | None:
-        """The recipes for the gradients of the input and of the weight. None leaves both to JAX."""
+        """The pair of `BackwardProduct` for the gradients of the input and of the weight.
+
+        None if the backward pass quantizes nothing.
+        """
         products = self.grad_input, self.grad_weight
         if self.grad_qtype is None and products == (None, None):
             return None
@@ -177,18 +184,18 @@ class FakeQuantized(ImplicitArray):
 
     @property
     def lead(self) -> int:
-        """The number of axes before `tile_axis`, which `key` has."""
+        """The number of axes of `w` before `tile_axis`, which is also the rank of `key`."""
         return min(self.tile_axes)
 
     def changed(self, **changes: Any) -> "FakeQuantized":
-        """Return a copy with other fields, which are not checked and can be abstract."""
+        """Return a copy with other values for some fields, without checks."""
         new = object.__new__(type(self))
         new.__dict__.update({k: v for k, v in self.__dict__.items() if not k.startswith("_")})
         new.__dict__.update(changes)
         return new
 
     def aval(self) -> jax.core.ShapedArray:
-        """Return the shape of `w` and the dense dtype."""
+        """Return the shape and dtype of the dense array."""
         aval = jax.typeof(self.w)
         axes: Any = self.tile_axis
         if isinstance(self.tile_size, tuple):
@@ -212,7 +219,7 @@ class FakeQuantized(ImplicitArray):
         return aval.update(dtype=dtype, weak_type=False)
 
     def with_mask(self, mask: Leaf) -> "FakeQuantized":
-        """Return this weight with another mask of the values that are kept.
+        """Return a copy with another mask, which is True for the values to keep.
 
         **Raises:** `ValueError` for a mask of another shape or dtype.
         """
@@ -238,7 +245,7 @@ class FakeQuantized(ImplicitArray):
 
     @property
     def kept(self) -> Leaf | None:
-        """The mask of the values of `w` that are kept. None keeps all."""
+        """The mask that is True for the values of `w` to keep. None keeps all values."""
         if self.mask is not None or self.sparsity is None:
             return self.mask
         return mask_of(
@@ -247,14 +254,17 @@ class FakeQuantized(ImplicitArray):
 
     @property
     def pruned(self) -> jax.Array:
-        """The array `w` with 0 where values are not kept. Derivatives go straight through."""
+        """The array `w`, with pruned values set to 0. These values still get gradients."""
         w, kept = jnp.asarray(self.w), self.kept
         return w if kept is None else ste(lambda w: jnp.where(kept, w, jnp.zeros_like(w)))(w)
 
     def quantize(self) -> jax.Array | QArray:
-        """Return the weight as a `QArray` without derivatives, or a dense array if `qtype` is None.
+        """Return the weight as a `QArray`, which has no derivatives.
 
-        **Raises:** `ValueError` if `w` was sliced from a stack along an axis with tiles.
+        If `qtype` is None, return the pruned dense array, which has derivatives.
+
+        **Raises:** `ValueError` if `w` was sliced along an axis that `tile_axis` or `tile_size`
+        names, so that the axis is gone.
         """
         self.aval()
         if self.qtype is None:
@@ -269,7 +279,7 @@ class FakeQuantized(ImplicitArray):
         return q.replace(dense_dtype=self.dense_dtype)
 
     def materialise(self) -> jax.Array:
-        """Return the weight after quantization. Derivatives go straight through to `w`."""
+        """Return the quantized and dequantized weight, with derivatives for training."""
         if self.qtype is None:
             return self.pruned.astype(self.dtype)
         dense = fake_quantize(
@@ -282,7 +292,10 @@ class FakeQuantized(ImplicitArray):
         return dense.astype(self.dtype)
 
     def partition(self, spec: PartitionSpec, shape: Shape) -> "FakeQuantized | None":
-        """Return partition specs of the leaves, or None if a tile or group would be cut."""
+        """Return partition specs for the leaves.
+
+        Return None if the sharding would cut a tile or a group of `sparsity`.
+        """
         whole = shape == self.shape
         for axis in range(self.ndim):
             size = self.grid.size(axis)

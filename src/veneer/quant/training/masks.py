@@ -8,17 +8,18 @@ from .fake_quantized import FakeQuantized
 
 
 def sparsity_masks(params: Any) -> Any:
-    """Return the current masks of all weights with a `sparsity`.
+    """Compute the masks of all `FakeQuantized` weights with a `sparsity`, from their values.
 
-    Without masks, a `FakeQuantized` computes its mask at each use. With masks from this function,
-    put in by `vn.quant.with_masks`, you decide when they change. They are state of the training.
+    A weight without a mask computes one each time it is used. To change masks only at steps that
+    you choose, keep the result of this function in the training state, and pass it to
+    `vn.quant.with_masks` in each step.
 
     **Arguments:**
 
     - `params`: any pytree.
 
-    **Returns:** a tree with a bool array of the shape of the weight for each such weight, and None
-    for all other leaves.
+    **Returns:** a tree like `params`. For each weight with a `sparsity`, it has a bool array of the
+    shape of the weight, True for the values to keep. All other leaves become None.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> w = jnp.array([[1.0], [-4.0], [3.0], [2.0]])
@@ -36,20 +37,20 @@ def sparsity_masks(params: Any) -> Any:
 
 
 def with_masks(params: Any, masks: Any) -> Any:
-    """Put masks into the `FakeQuantized` weights of a tree, to compute the loss.
+    """Set the masks of the `FakeQuantized` weights of a tree.
 
-    Gradients go straight through a mask: pruned values still move, and can be kept by the next
-    masks. Masks have no gradient, so call this inside the loss.
+    Call this inside the loss, because masks have no gradient. Pruned values still get gradients, so
+    later masks can keep them.
 
     **Arguments:**
 
     - `params`: any pytree.
-    - `masks`: the tree from `vn.quant.sparsity_masks`. A mask of True everywhere keeps the whole
-      weight.
+    - `masks`: the tree from `vn.quant.sparsity_masks`. A mask with only True values prunes nothing.
 
-    **Returns:** the tree, with `mask` set in each weight that has one.
+    **Returns:** a tree like `params`, in which each weight with a mask in `masks` uses that mask.
 
-    **Raises:** `ValueError` for a tree of another structure, or a mask of another shape or dtype.
+    **Raises:** `ValueError` if the structures of the two trees differ, or if a mask does not have
+    the shape of its weight and dtype bool.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> w = vn.quant.FakeQuantized(jnp.array([[1.0], [4.0]]), sparsity=(1, 2))

@@ -10,23 +10,22 @@ from .fake_quantized import FakeQuantized
 
 
 def with_stochastic_rounding(params: Any, key: jax.Array) -> Any:
-    """Put a PRNG key into each `FakeQuantized` that quantizes gradients.
+    """Set the PRNG key of each `FakeQuantized` weight that quantizes gradients.
 
-    With a key, products of the backward pass round gradients up or down at random, so that the mean
-    is preserved. Without a key they round to nearest, which loses values below half a step.
+    With a key, the backward pass rounds gradients up or down at random, so that the expected value
+    is exact. Without a key it rounds to nearest, so values below half a step become 0.
 
-    Pass a new key to each training step, and call this inside the loss: the key is a leaf of the
-    weight, so it must be an argument of the compiled step. Each weight, and each layer of a stack
-    that `scan` runs over, has its own key. If a weight is used more than once, the bits of each
-    gradient are folded into the key.
+    Call this inside the loss, because keys have no gradient. Pass a new key in each training step,
+    as an argument of the compiled step. Each weight, and each layer of a stack that `scan` runs
+    over, gets its own key. Several uses of one weight round differently.
 
     **Arguments:**
 
     - `params`: any pytree.
     - `key`: a single PRNG key, typed or raw.
 
-    **Returns:** the tree. Differentiate the loss by the weights `w` only, because keys have no
-    gradient.
+    **Returns:** a tree like `params`, with keys in the weights that have `grad_qtype`, `grad_input`
+    or `grad_weight`.
 
     **Raises:**
 
