@@ -38,7 +38,7 @@ from .observation.statistics import ActivationStatistics, load_statistics, save_
 from .ops import conv_general_dilated, dot, dot_general, einsum, ragged_dot, ragged_dot_general
 from .ptq.allocate_bits import BitAllocator, allocate_bits
 from .ptq.calibrate import Calibrator, calibrate
-from .ptq.tune import tune
+from .ptq.tune import Tuner, tune
 from .qarray import QArray
 from .qcache import QCache
 from .training import (
@@ -65,6 +65,7 @@ __all__ = [
     "QArray",
     "QCache",
     "Rule",
+    "Tuner",
     "allocate_bits",
     "calibrate",
     "calibration_range",

@@ -17,7 +17,7 @@ and what they share:
     zero_preserving  the elementwise primitives that map 0 to 0
 """
 
-from . import lora
+from . import lora as lora
 from .basis import Permuted, Rotated, Scaled
 from .constant import Constant
 from .frozen import Frozen

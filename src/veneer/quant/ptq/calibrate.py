@@ -92,8 +92,8 @@ def calibrate(
 
     **Raises:**
 
-    - `TypeError` if `model` is not callable, if `params` is missing and `model` is a function, or if
-      `rules` is not a list of `Rule`.
+    - `TypeError` if `model` is not callable, if `params` is missing and `model` is a function, or
+      if `rules` is not a list of `Rule`.
     - `ValueError` if `params` holds no arrays, for an unknown method, an argument that is out of
       range, or a rule with an option for training.
 

@@ -86,9 +86,16 @@ def tune(
 
 
 class Tuner:
-    """A tuner of a quantized model, created by `tune`.
+    """A tuner of a quantized model, which `tune` returns.
 
     After a call, `losses` has the mean loss before, in each epoch, and after.
+
+    >>> import jax.numpy as jnp, veneer as vn
+    >>> params = {"w": jnp.ones((32, 32))}
+    >>> small = vn.quant.quantize_tree(params, [vn.quant.Rule("w", "int4")])
+    >>> tuner = vn.quant.tune(lambda p, x: x @ p["w"], small, params=params)
+    >>> isinstance(tuner, vn.quant.Tuner)
+    True
     """
 
     losses: list[float]
