@@ -77,7 +77,7 @@ class Rule:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The keyword arguments for `vn.types.LoraArray.init`."""
+        """The options of this rule, as keyword arguments for `vn.types.LoraArray.init`."""
         fields = dataclasses.asdict(self)
         del fields["path_regex"]
         return fields

@@ -44,7 +44,7 @@ def device_put(tree: Any, shardings: Any) -> Any:
 
     **Raises:**
 
-    - `ValueError` if a sharding names more axes than its array has, or does not divide them evenly.
+    - `ValueError` if a sharding has more axes than its array, or does not divide an axis evenly.
       The message names the path.
     - `ValueError` if a regex is invalid, or a tree of shardings is not a prefix of `tree`.
     - `TypeError` if an entry of `shardings` is not a sharding, a device or a function.
@@ -78,10 +78,9 @@ def logical_shardings(tree: Any, mesh: Mesh, rules: Any = ()) -> list[tuple[str,
 
     **Arguments:**
 
-    - `tree`: one of three. A `flax.nnx` module or state whose variables have `out_sharding`. The
-      variables of a `flax.linen` module, whose arrays are in `nn.Partitioned` or
-      `nn.LogicallyPartitioned`. Or a pytree with a `PartitionSpec` of axis names in place of each
-      array.
+    - `tree`: a `flax.nnx` module or state whose variables have `out_sharding`; the variables of a
+      `flax.linen` module, in `nn.Partitioned` or `nn.LogicallyPartitioned`; or a pytree with a
+      `PartitionSpec` of axis names in place of each array.
     - `mesh`: a `jax.sharding.Mesh`.
     - `rules`: a dict or a list of pairs. It maps each axis name to a mesh axis, to a tuple of mesh
       axes, or to None (not sharded). A list can have several pairs for a name. As in flax, the
@@ -173,7 +172,7 @@ def fully_sharded(
       array that it already shards are not sharded again. It cannot use `axis_name`.
 
     **Returns:** a function that maps an array, dense or implicit, to its `NamedSharding`. If no
-    axis is divisible, the sharding is `spec`, or replicated without `spec`.
+    axis is divisible, the sharding is `spec`. If `spec` is None, the array is then replicated.
 
     **Raises:** `ValueError` if `axis_name` is not an axis of `mesh`. The returned function raises
     `ValueError` if `spec` names an axis that `mesh` does not have.

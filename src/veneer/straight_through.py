@@ -36,8 +36,8 @@ def ste(fn: Callable) -> Callable:
       array of the same shape and dtype, dense or implicit.
 
     **Returns:** a function with the same arguments. If `fn` returns an implicit array, such as a
-    `QArray`, operations on the result use the rules of that type. Their derivatives are computed
-    with the dense array.
+    `QArray`, operations on the result use the rules of that type. The derivatives of these
+    operations are computed with its dense array.
 
     **Raises:** `TypeError`, in a call of the new function, if `fn` does not return an array with
     the shape and dtype of the first argument.

@@ -32,7 +32,7 @@ class Constant(ImplicitArray):
     **Materializes:** `concatenate`, `cumsum`, `sort`, gathers and scatters, and operations with
     another implicit type.
 
-    The value of `fill` never simplifies a program: with `fill=0`, a product is computed too, and is
+    A program does not depend on the value of `fill`: a product with `fill=0` is computed, and is
     NaN where the other operand is NaN. A matmul first sums the dense array, and then multiplies by
     `fill`. So if `fill` is infinite or a term of the sum overflows, the result can be finite or
     infinite where the dense matmul gives NaN.

@@ -135,11 +135,11 @@ class Lazy(ImplicitArray):
     def deferred(
         primitive: Primitive | str, operands: Sequence[Any], params: dict[str, Any]
     ) -> Any:
-        """Defer a JAX primitive. A rule (`vn.register`) can return the result.
+        """Defer a JAX primitive, and return its result as a `Lazy`.
 
-        The primitive runs when its result is needed, on the materialized operands. A rule that gets
-        the result as an operand can inspect it before: `.function.primitive`, `.function.params`,
-        `.operands`, and `.output`, the index of the result or None.
+        A rule (`vn.register`) can return this result. The primitive runs when the result is needed,
+        on the materialized operands. Before that, other rules can inspect `.function.primitive`,
+        `.function.params`, `.operands`, and `.output`, which is the index of the result or None.
 
         **Arguments:**
 

@@ -34,7 +34,8 @@ class Permuted(InBasis):
 
     - `array`: the stored array, of any shape and dtype, dense or implicit, such as a `QArray`.
     - `order`: an integer array with the rank of `array`. Along `axis` it is a permutation, which is
-      not checked. Its other axes have size 1, or the size of `array` for separate permutations.
+      not checked. Its other axes have size 1, or the size of `array` if each index has its own
+      permutation.
     - `axis`: the permuted axis, a negative number; static.
 
     **Raises:**

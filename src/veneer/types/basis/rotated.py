@@ -16,10 +16,10 @@ class Rotated(InBasis):
     """An array `[...]` that is stored rotated by an orthogonal matrix along some axes.
 
     The rotation spreads outliers of weights and activations over all entries, so quantization to
-    few bits loses less. The matrix depends only on the size of the axis. It applies random signs,
-    and then a Kronecker product of Hadamard matrices. Odd prime factors of the size use Hartley
-    matrices. Both are fast transforms (QuaRot, Ashkboos et al., arXiv 2404.00456; QuIP#, Tseng et
-    al., arXiv 2402.04396).
+    few bits loses less accuracy. The matrix depends only on the size of the axis. It applies random
+    signs, and then a Kronecker product of Hadamard matrices. Odd prime factors of the size use
+    Hartley matrices. Both are fast transforms (QuaRot, Ashkboos et al., arXiv 2404.00456; QuIP#,
+    Tseng et al., arXiv 2402.04396).
 
     A product that contracts the rotated axes first rotates the other operand, and then multiplies
     it with `array`. A product that contracts other axes multiplies with `array`, and then rotates

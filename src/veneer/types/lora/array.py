@@ -56,7 +56,8 @@ class LoraArray(Matrix):
     - `dropout_key`: a PRNG key, typed `[...]` or raw `[..., 2]`, which turns dropout on.
       `vn.lora.with_dropout` sets it.
     - `scale`: the factor of the update, a Python number.
-    - `dropout`: the fraction of `x` that is zeroed in `x @ a`, but not in `x @ w`: in [0, 1).
+    - `dropout`: the dropout rate, in [0, 1): the fraction of `x` that is zeroed in `x @ a`, but not
+      in `x @ w`.
     - `dropped`: "in" or "out", the axes that products contract while dropout is on. Use "out" for a
       weight `[out, in]` in `x @ w.T`.
     - `normed`: "in" or "out", the axes over which DoRA takes the norm. With "out", `magnitude` is

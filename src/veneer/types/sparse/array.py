@@ -21,7 +21,7 @@ class SparseArray(ImplicitArray):
     The layout is `jax.experimental.sparse.BCOO` without dense axes. Each array of the batch stores
     the same number of entries, `nse`. Entries whose index is out of bounds are padding. Entries
     with the same index are summed. Entries that are not stored contribute zero to products, matmuls
-    and quotients, even if the other operand is infinite, NaN or 0.
+    and quotients, even if the other operand is infinite or NaN, or a divisor is 0.
 
     **Keeps the structure:** sums and elementwise products of two `SparseArray`; elementwise
     products with a number or a dense array, and quotients by them; elementwise functions that map 0

@@ -38,8 +38,8 @@ class NMSparse(ImplicitArray):
     In elementwise operations, entries that are not stored stay zero, even if the other operand is
     NaN. In a matmul, NaN times such an entry is NaN.
 
-    **Keeps the structure:** transposes, elementwise products with a number or a dense array, and
-    quotients by them, floating dtype conversions, and elementwise functions that map 0 to 0.
+    **Keeps the structure:** transposes; elementwise products with a number or a dense array, and
+    quotients by them; floating dtype conversions; and elementwise functions that map 0 to 0.
 
     **Materializes:** sums, slices along the last two axes, and functions that map 0 to another
     number.

@@ -19,11 +19,11 @@ class Kronecker(Matrix):
     """A Kronecker product `[..., m1 m2, n1 n2]` of two matrices: `a[i, j] * b` in block `i, j`.
 
     The factors can be dense or implicit. For a Kronecker product of three matrices, pass a
-    `Kronecker` as a factor. To multiply a vector, it is reshaped to a matrix `X` `[n1, n2]`. The
-    product is `a @ X @ b.T` (Van Loan, *The ubiquitous Kronecker product*, 2000). With dense
-    factors a product costs `n1 n2 m2 + n1 m1 m2` operations per vector. If both factors are square,
-    a solve, an inverse, a Cholesky factor or a determinant costs `O(n1^3 + n2^3)`, or less if the
-    factors have structure.
+    `Kronecker` as a factor. A product reshapes the vector to a matrix `X` `[n1, n2]`, and computes
+    `a @ X @ b.T` (Van Loan, *The ubiquitous Kronecker product*, 2000). With dense factors a product
+    costs `n1 n2 m2 + n1 m1 m2` operations per vector. If both factors are square, a solve, an
+    inverse, a Cholesky factor or a determinant costs `O(n1^3 + n2^3)`, or less if the factors have
+    structure.
 
     **Keeps the structure:** transposes, inverses, multiples by a number, `abs`, `sign`, `square`
     and integer powers; products and elementwise products of two `Kronecker`, if the shapes of their

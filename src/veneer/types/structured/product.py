@@ -20,9 +20,9 @@ class Product(Matrix):
     """A product `left @ right`, `[..., m, n]`, stored as its two structured factors.
 
     For structured matrices, `x @ y` is a `Product` if the result fits no other structured type. If
-    `x` and `y` take more than twice the bytes of the dense product, it is the dense product. A
-    product with a dense array multiplies by `right` and then by `left`. A product of three is
-    stored as `a @ (b @ c)`. Two adjacent factors are multiplied if the result fits another
+    `x` and `y` take more than twice the bytes of the dense product, the dense product is computed
+    instead. A product with a dense array multiplies by `right` and then by `left`. A product of
+    three is stored as `a @ (b @ c)`. Two adjacent factors are multiplied if the result fits another
     structured type.
 
     **Keeps the structure:** transposes, inverses, multiples by a number and products. If both

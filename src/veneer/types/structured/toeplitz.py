@@ -24,9 +24,9 @@ class Toeplitz(Matrix):
     Up to size 128, products and solves use the dense matrix, which is faster. For larger sizes, a
     product is a convolution by FFT, with `O((m + n) log(m + n))` operations per vector. A solve
     takes `O(n^2)` operations for Levinson's recursion, and then `O(n log n)` per vector (Golub and
-    Van Loan, *Matrix Computations*, 4.7). If its backward error is larger than expected from
-    elimination, the program solves by dense LU instead. `jax.vmap(vn.implicit(f))` always computes
-    both solutions, so use `vn.implicit(jax.vmap(f))`.
+    Van Loan, *Matrix Computations*, 4.7). If the backward error of the solution is larger than
+    expected from elimination, the program solves by dense LU instead. `jax.vmap(vn.implicit(f))`
+    always computes both solutions, so use `vn.implicit(jax.vmap(f))`.
 
     The rounding error of an FFT is about `eps * log2(m + n)` times the norm of the vector. So small
     entries of a product have fewer correct digits than in the dense product. If a vector contains a
@@ -132,7 +132,7 @@ def _solved(a: Toeplitz, b: Any) -> Any:
 class Circulant(Matrix):
     """A circulant matrix `[..., n, n]`, whose columns are cyclic shifts of the first one.
 
-    `A[i, j]` is `column[(i - j) % n]`. The FFT diagonalizes it (Golub and Van Loan, *Matrix
+    `A[i, j]` is `column[(i - j) % n]`. The FFT diagonalizes the matrix (Golub and Van Loan, *Matrix
     Computations*, 4.8): a product or a solve costs `O(n log n)` per vector, an inverse or a
     determinant `O(n log n)` in total. Up to size 128 a product uses the dense matrix, which is
     faster. For larger sizes it uses the FFT. Its rounding errors are proportional to the norm of
