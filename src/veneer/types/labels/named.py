@@ -24,8 +24,8 @@ class Named(Label):
     nothing at run time.
 
     - An axis can have no name (None), like the axes of a dense array. If an operation combines it
-      with a named axis, the result has that name. The same holds for an axis of size 1 that is
-      broadcast.
+      with a named axis, the result has that name. If an axis of size 1 is broadcast, the result has
+      the name of the other axis.
     - In a product, the names of two batch axes or two contracted axes must be equal. The other axes
       keep their names, so `x @ x.T` has two axes with the same name.
     - `reshape` keeps the names of unchanged axes. Merged, split and new axes have no name.
