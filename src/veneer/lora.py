@@ -45,10 +45,10 @@ class Rule:
 
     **Arguments:**
 
-    - `path_regex`: a regex that must match the whole path: the keys of a leaf joined with dots,
-      such as `layers.0.attention.query.kernel`. A final `.value` of a path (flax.nnx) can be
-      omitted.
-    - `rank`: the rank of the update, at least 1. None leaves the weight unchanged.
+    - `path_regex`: a regex that must match the whole path of a weight: its keys joined with dots,
+      such as `layers.0.attention.query.kernel`. A final `.value` of the path (flax.nnx) is
+      optional.
+    - `rank`: the rank of the adapter, at least 1. With None, the weight gets no adapter.
     - `alpha`, `rs_lora`, `dora`, `dropout`, `dtype`: as in `vn.types.LoraArray.init`.
 
     **Raises:** `ValueError` if the regex is invalid or the rank is less than 1. `TypeError` if
@@ -75,7 +75,7 @@ class Rule:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The keyword arguments for `vn.types.LoraArray.init`."""
+        """The options of this rule, as keyword arguments for `vn.types.LoraArray.init`."""
         fields = dataclasses.asdict(self)
         del fields["path_regex"]
         return fields
@@ -96,33 +96,35 @@ def init_tree(
 ) -> T:
     """Add LoRA adapters to the weights of a model, for fine-tuning.
 
-    The updates are zero at first, so the model computes the same results.
+    The adapters are zero at first, so the results of the model do not change.
 
     **Arguments:**
 
-    - `params`: any pytree. Its weights can be dense, quantized, or implicit in another way.
-    - `rules`: a list of `Rule`. The first rule that matches the path of a leaf applies.
-    - `key`: a PRNG key, which is split between the weights.
+    - `params`: any pytree. Its weights can be dense, quantized or of another implicit type.
+    - `rules`: a list of `Rule`. The first rule that matches the path of a weight applies to it.
+    - `key`: a PRNG key for the initial values of the adapters.
     - `model`, `args`, `kwargs`: the program, called as `model(params, *args, **kwargs)`. Without
-      `model`, `params` itself is called. The input axes of a weight are the axes that products
-      contract. Stacked layers and experts have separate updates. Without a program, each weight is
-      taken as `[..., in, out]`.
+      `model`, `params` itself is called. The program is traced to find the input axes of each
+      weight: the axes that its products contract. Stacked layers or experts get separate adapters.
+      Without a program, each weight is assumed to be `[..., in, out]`.
 
-    **Returns:** the tree, with a `LoraArray` in place of each floating array of rank 2 or more that
-    a rule with a rank matches. `vn.trainable` returns which leaves to train, and `vn.lora.split`
-    separates them.
+    **Returns:** `params`, with a `LoraArray` in place of each floating array with two or more axes
+    to which a rule with a rank applies. To train only the adapters, use `vn.lora.split`, or
+    `vn.trainable` as a mask.
 
     **Raises:**
 
     - `TypeError` if `rules` is not a list of `Rule`, `model` is not callable, or `key` is not a
       PRNG key.
-    - `ValueError`, with the path, if the input axes or the output axes of a weight are not
-      adjacent.
-    - `ValueError` if an option of a rule is out of range.
+    - `ValueError` if the input axes of a weight, or its output axes, are not adjacent. The message
+      names the path.
+    - `ValueError` if an option of a rule, such as `dropout`, is out of range.
 
-    **Warns** (`UserWarning`, with paths) if a rule matches no path or no array that can have an
-    adapter, a weight is used in no product and is not a bias, or an adapter is as large as its
-    weight.
+    **Warns** (`UserWarning`, with paths):
+
+    - if a rule matches no path, or no array that can have an adapter;
+    - if a matched weight gets no adapter because no product uses it, unless it is a bias;
+    - if an adapter has at least as many values as its weight.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> model = lambda params, x: jnp.einsum("td,dhk->thk", x * params["norm"], params["query"])

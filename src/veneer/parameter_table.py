@@ -101,20 +101,21 @@ _NUMBERS = ("bits", "error", "bytes", "dense bytes", "trainable")
 
 
 def summary(tree: Any, like: Any = None) -> Summary:
-    """Return a table of the arrays of a tree: format, size, and the number of trained values.
+    """Return a table of the arrays in a tree: their formats, sizes and numbers of trained values.
 
     **Arguments:**
 
     - `tree`: any pytree. Objects that are not arrays are left out. Arrays can be abstract
-      (`jax.ShapeDtypeStruct`), for a model that is not loaded.
-    - `like`: the tree before quantization. Each implicit array then has an error: the root mean
-      square of the difference, divided by the root mean square of the original array.
+      (`jax.ShapeDtypeStruct`), so the weights need not be loaded.
+    - `like`: the tree before quantization. With it, the table shows the relative error of each
+      implicit array: the norm of its difference from the original array, divided by the norm of the
+      original array.
 
-    **Returns:** a `Summary`. `print` shows a table; `rows` and the totals are data. An array that
-    two paths share is counted at each.
+    **Returns:** a `Summary`. `print` shows the table. `rows` has one entry per array, and `nbytes`,
+    `dense_nbytes` and `trainable` are totals. An array that occurs at two paths is counted twice.
 
-    **Raises:** `ValueError` if `like` has no array at the path of an implicit array, or one of
-    another shape.
+    **Raises:** `ValueError` if `like` has no array of the same shape at the path of an implicit
+    array.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> params = {"w": vn.quant.quantize(jnp.ones((64, 8)), "nf4"), "b": jnp.zeros(8)}

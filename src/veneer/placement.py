@@ -19,34 +19,41 @@ from ._core.value import is_value
 def device_put(tree: Any, shardings: Any) -> Any:
     """Place the arrays of a tree on devices, with shardings that refer to the dense arrays.
 
-    Each leaf of an implicit array follows the dense array: if a quantized weight is cut along its
-    columns, so are its codes and the scales of those columns. `jax.device_put` would cut every leaf
-    like the dense array, which fails for scales.
+    The leaves of an implicit array are sharded to match its dense array. For example, if a
+    quantized weight is sharded along its columns, each device gets the codes and the scales of its
+    own columns. `jax.device_put` would apply the same sharding to every leaf, which fails for
+    scales.
 
     **Arguments:**
 
-    - `tree`: any pytree. An implicit array counts as one array. Other objects are unchanged.
+    - `tree`: any pytree. An implicit array counts as one array. Objects that are not arrays are
+      returned unchanged.
     - `shardings`: one of the forms in this table. In a list of pairs, the first regex that matches
-      applies. `vn.logical_shardings` returns such a list. In each form, a function from an array to
-      its sharding, such as `vn.fully_sharded(...)`, can replace a sharding.
+      applies, and arrays that match no regex stay where they are. `vn.logical_shardings` returns
+      such a list. In each form, a sharding can be replaced by a function that maps an array to its
+      sharding, such as the result of `vn.fully_sharded`.
 
     | `shardings` | applies to |
     |---|---|
     | a sharding or a device | all arrays |
-    | a prefix of `tree` with shardings; None leaves arrays in place | the arrays below it |
-    | a list of pairs of a regex and a sharding | arrays whose whole path matches |
+    | a prefix of `tree` with shardings or None | the arrays below; None leaves them in place |
+    | a list of pairs `(regex, sharding)` | arrays whose whole path (`layers.0.kernel`) matches |
 
-    **Returns:** a tree of the same structure. A leaf is replicated on each device if the sharding
-    would cut a tile or a byte of packed codes.
+    **Returns:** a tree of the same structure. A leaf is replicated on all devices if the sharding
+    would split a tile (values that share a scale) or a byte with several codes.
 
     **Raises:**
 
-    - `ValueError`, with the path, for a sharding that does not fit the dense shape.
-    - `ValueError` for an invalid regex, or a tree that is not a prefix.
-    - `TypeError` for an object that is not a sharding.
+    - `ValueError` if a sharding has more axes than its array, or does not divide an axis evenly.
+      The message names the path.
+    - `ValueError` if a regex is invalid, or a tree of shardings is not a prefix of `tree`.
+    - `TypeError` if an entry of `shardings` is not a sharding, a device or a function.
 
-    **Warns** (`UserWarning`) of an array whose largest leaf cannot be cut, and of a rule that
-    matches no path.
+    **Warns** (`UserWarning`):
+
+    - if the largest leaf of an implicit array is replicated for this reason, because sharding then
+      saves little memory;
+    - if a regex matches no path.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> from jax.sharding import NamedSharding, PartitionSpec as P
@@ -63,26 +70,29 @@ def device_put(tree: Any, shardings: Any) -> Any:
 
 
 def logical_shardings(tree: Any, mesh: Mesh, rules: Any = ()) -> list[tuple[str, NamedSharding]]:
-    """Return shardings for arrays whose axes a model names, as rules on their paths.
+    """Return a sharding for each array of a model, from the names that the model gives to axes.
 
-    Pass them to `vn.device_put(params, shardings)` or `vn.load(path, shardings=...)`. `tree` can be
-    the abstract model before weights are quantized or loaded, because the paths are the same.
+    Pass the result to `vn.device_put(params, shardings)` or `vn.load(path, shardings=...)`. It
+    refers to arrays by path. So `tree` can be the model before quantization, or an abstract model
+    without values.
 
     **Arguments:**
 
-    - `tree`: a `flax.nnx` module or state whose variables have `out_sharding`; variables of a
-      `flax.linen` module in `nn.Partitioned` or `nn.LogicallyPartitioned`; or a tree with a
+    - `tree`: a `flax.nnx` module or state whose variables have `out_sharding`; the variables of a
+      `flax.linen` module, in `nn.Partitioned` or `nn.LogicallyPartitioned`; or a pytree with a
       `PartitionSpec` of axis names in place of each array.
     - `mesh`: a `jax.sharding.Mesh`.
-    - `rules`: a dict or pairs from the name of an axis to an axis of the mesh, a tuple of them, or
-      None for an axis that is not cut. If a name has several rules, the first applies whose mesh
-      axes no other axis of the array uses, as in flax. The axes of the mesh are names too.
+    - `rules`: a dict or a list of pairs. It maps each axis name to a mesh axis, to a tuple of mesh
+      axes, or to None (not sharded). A list can have several pairs for a name. As in flax, the
+      first pair applies whose mesh axes are free: no other axis of the array uses them. The name of
+      a mesh axis maps to itself.
 
-    **Returns:** a list of pairs: a regex for the path, without the `value` of a flax variable, and
-    a `NamedSharding`. Arrays without axis names have no pair: add `(".*", sharding)` for them.
+    **Returns:** a list of pairs `(regex, NamedSharding)`, one per array that has axis names. The
+    regex is the escaped path of the array. To place the other arrays too, append
+    `(".*", sharding)`.
 
-    **Raises:** `ValueError` if a name has no rule (names the path), a rule names an axis that the
-    mesh does not have, or no array has axis names.
+    **Raises:** `ValueError` if an axis name has no rule, a rule refers to an unknown mesh axis, or
+    no array has axis names.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> from jax.sharding import PartitionSpec as P
@@ -149,20 +159,20 @@ def _mesh_spec(
 def fully_sharded(
     mesh: Mesh | AbstractMesh, axis_name: str | tuple[str, ...], spec: PartitionSpec | None = None
 ) -> Callable[[Any], NamedSharding]:
-    """Return a function that shards each array along its longest axis that can be cut (FSDP).
+    """Return a function that shards each array along its longest divisible axis (FSDP).
 
-    Use it in place of a sharding in `vn.device_put` and `vn.load`. An axis can be cut if all
-    devices get the same number of tiles, and of bytes of packed codes.
+    Use the function in place of a sharding in `vn.device_put` and `vn.load`. An axis is divisible
+    if all devices get equally many values, and no tile or byte of packed codes is split.
 
     **Arguments:**
 
     - `mesh`: a `jax.sharding.Mesh`.
-    - `axis_name`: the axis of the mesh to shard over, or a tuple of several.
-    - `spec`: a `PartitionSpec` that also applies, for example a tensor-parallel one. Its axes are
-      not cut again. It cannot use `axis_name`.
+    - `axis_name`: the mesh axis to shard over, or a tuple of mesh axes.
+    - `spec`: a `PartitionSpec` that applies in addition, such as a tensor-parallel one. Axes of the
+      array that it already shards are not sharded again. It cannot use `axis_name`.
 
-    **Returns:** a function from an array, dense or implicit, to its `NamedSharding`. If no axis can
-    be cut, the sharding is `spec` alone.
+    **Returns:** a function that maps an array, dense or implicit, to its `NamedSharding`. If no
+    axis is divisible, the sharding is `spec`. If `spec` is None, the array is then replicated.
 
     **Raises:** `ValueError` if `axis_name` is not an axis of `mesh`. The returned function raises
     `ValueError` if `spec` names an axis that `mesh` does not have.

@@ -22,24 +22,25 @@ from ._jax.primitives import Primitive
 
 
 def ste(fn: Callable) -> Callable:
-    """Give a function the derivative of the identity: the straight-through estimator.
+    """Replace the derivative of a function by the identity (straight-through estimator).
 
-    The value of `fn` is exact, and `fn` need not be differentiable. Tangents and cotangents pass
-    through unchanged, in forward and reverse mode and to any order. Source: Bengio et al.,
-    Estimating or Propagating Gradients Through Stochastic Neurons for Conditional Computation
+    The new function computes `fn`. Its derivative with respect to the first argument is the
+    identity, in forward and reverse mode and to any order. So `fn` can be a function without a
+    useful derivative, such as `jnp.round`. The other arguments get no gradient. Source: Bengio et
+    al., Estimating or Propagating Gradients Through Stochastic Neurons for Conditional Computation
     (arXiv 1308.3432).
 
     **Arguments:**
 
-    - `fn`: a function whose first argument is an array, `[...]`, dense or implicit. Its result has
-      the same shape and dtype, and can be implicit.
+    - `fn`: a function whose first argument is an array, dense or implicit. Its result must be an
+      array of the same shape and dtype, dense or implicit.
 
-    **Returns:** a function of the same arguments, differentiable with respect to the first. If `fn`
-    returns an implicit array, such as a `QArray`, the result has the same value and the same rules.
-    It has the derivatives of the dense array.
+    **Returns:** a function with the same arguments. If `fn` returns an implicit array, such as a
+    `QArray`, operations on the result use the rules of that type. The derivatives of these
+    operations are computed with its dense array.
 
-    **Raises:** `TypeError` (when called) if the result is not an array, or has another shape or
-    dtype.
+    **Raises:** `TypeError`, in a call of the new function, if `fn` does not return an array with
+    the shape and dtype of the first argument.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> jax.value_and_grad(vn.ste(jnp.round))(1.7)

@@ -20,31 +20,35 @@ Where = str | type | Callable[[str, Any], Any] | None
 
 
 def trainable(tree: Any, where: Where = None) -> Any:
-    """Return which arrays are trained, as a tree of bools.
+    """Return a tree of bools that marks the arrays to train.
 
-    All floating or complex arrays are trained, except those that a type excludes. The class
-    attribute `trainable` of a type names its trained fields: it is `()` for a `QArray`, so its
-    scales are not trained, and a LoRA excludes `w`.
+    Floating and complex arrays are marked True, all others False. A class of implicit arrays can
+    name its trained fields in the attribute `trainable`. A `QArray` has none, so its scales are
+    marked False. A `LoraArray` has `a`, `b` and `magnitude`, but not `w`.
 
     **Arguments:**
 
     - `tree`: any pytree. Its leaves can be abstract (`jax.ShapeDtypeStruct`).
-    - `where`: a further selection of arrays. An implicit array counts as one.
+    - `where`: selects arrays, as in this table. All others are marked False. An implicit array
+      counts as one array.
 
     | `where` | selects |
     |---|---|
     | None | all arrays |
-    | a regex | arrays whose whole path matches: keys joined with dots, a final `.value` optional |
+    | a regex | arrays whose whole path (`layers.0.kernel`) matches; a final `.value` is optional |
     | a class | arrays of this class |
     | a function | arrays for which `where(path, array)` is true |
 
-    **Returns:** a tree with True or False for each leaf, also inside implicit arrays: a mask for
-    `vn.tree.partition` and `optax.masked`.
+    **Returns:** `tree` with a bool in place of each leaf, also inside implicit arrays. Use it as
+    the mask of `vn.tree.partition` or `optax.masked`.
 
-    **Raises:** `ValueError` for an invalid regex. `TypeError` for another type of `where`, or if
-    the attribute `trainable` of a class does not name its fields.
+    **Raises:**
 
-    **Warns** (`UserWarning`) of a regex that matches no path.
+    - `ValueError` if the regex is invalid.
+    - `TypeError` if `where` has another type.
+    - `TypeError` if the attribute `trainable` of a class is not a tuple of its field names or None.
+
+    **Warns** (`UserWarning`) if the regex matches no path.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> w = vn.quant.quantize(jnp.ones((4, 4)), "int8")
@@ -57,20 +61,20 @@ def trainable(tree: Any, where: Where = None) -> Any:
 
 
 def freeze(tree: Any, where: Where = None) -> Any:
-    """Wrap arrays in `vn.types.Frozen`, through which no gradient flows.
+    """Wrap arrays of a tree in `vn.types.Frozen`, so that they get no gradient.
 
     **Arguments:**
 
     - `tree`: any pytree.
-    - `where`: the arrays to wrap, as for `vn.trainable`. Arrays that are not floating or complex
-      are unchanged, because they have no gradient.
+    - `where`: selects the arrays to wrap, as in `vn.trainable`. The default is all arrays. Arrays
+      that are not floating or complex are not wrapped, because they have no gradient.
 
-    **Returns:** a tree that represents the same arrays. Run the model on it under `vn.implicit`.
-    `vn.unfreeze` reverses it.
+    **Returns:** the tree, with a `Frozen` in place of each selected array. Run the model under
+    `vn.implicit`. `vn.unfreeze` restores the original tree.
 
-    **Raises:** `ValueError` for an invalid regex. `TypeError` for another type of `where`.
+    **Raises:** `ValueError` if the regex is invalid. `TypeError` if `where` has another type.
 
-    **Warns** (`UserWarning`) of a regex that matches no path.
+    **Warns** (`UserWarning`) if the regex matches no path.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> params = vn.freeze({"w": jnp.eye(2), "b": jnp.zeros(2)}, where="w")
@@ -87,18 +91,20 @@ def freeze(tree: Any, where: Where = None) -> Any:
 
 
 def unfreeze(tree: Any, where: Where = None) -> Any:
-    """Unwrap the arrays that `vn.freeze` wrapped, also inside other types.
+    """Replace each `vn.types.Frozen` in a tree by the array in it, the inverse of `vn.freeze`.
+
+    A `Frozen` inside another implicit array, such as a `LoraArray`, is replaced too.
 
     **Arguments:**
 
     - `tree`: any pytree.
-    - `where`: the arrays to unwrap, as for `vn.trainable`.
+    - `where`: selects the arrays to unwrap, as in `vn.trainable`. The default is all arrays.
 
-    **Returns:** the tree without `vn.types.Frozen`.
+    **Returns:** the tree, without `Frozen` in the selected arrays.
 
-    **Raises:** `ValueError` for an invalid regex. `TypeError` for another type of `where`.
+    **Raises:** `ValueError` if the regex is invalid. `TypeError` if `where` has another type.
 
-    **Warns** (`UserWarning`) of a regex that matches no path.
+    **Warns** (`UserWarning`) if the regex matches no path.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> vn.unfreeze(vn.freeze({"w": jnp.ones(2)}))

@@ -42,16 +42,17 @@ def _or_value(is_leaf: IsLeaf, takes_path: bool = False) -> Callable[..., bool]:
 
 
 def map(f: Callable, tree: Any, *rest: Any, is_leaf: IsLeaf = None) -> Any:
-    """Apply a function to each leaf, where an implicit array is one leaf.
+    """Apply a function to each leaf of a tree. An implicit array is one leaf.
 
     **Arguments:**
 
-    - `f`: a function of a leaf of `tree`, and of the leaves at the same place in `rest`.
+    - `f`: a function. Its arguments are a leaf of `tree` and, from each tree in `rest`, the subtree
+      at the same place.
     - `tree`: a pytree.
-    - `rest`: further pytrees. `tree` must be a prefix of each.
-    - `is_leaf`: a predicate that marks further leaves.
+    - `rest`: more pytrees. `tree` must be a prefix of each.
+    - `is_leaf`: a function that returns True for nodes to treat as leaves, as in `jax.tree.map`.
 
-    **Returns:** a tree with the structure of `tree` and the results of `f`.
+    **Returns:** `tree` with the result of `f` in place of each leaf.
 
     **Raises:** `ValueError` if `tree` is not a prefix of a tree in `rest`.
 
@@ -66,18 +67,18 @@ def map(f: Callable, tree: Any, *rest: Any, is_leaf: IsLeaf = None) -> Any:
 def map_with_path(
     f: Callable, tree: Any, *rest: Any, is_leaf: IsLeaf = None, is_leaf_takes_path: bool = False
 ) -> Any:
-    """Apply a function to the path and the value of each leaf.
+    """Apply a function to each leaf of a tree and its path. An implicit array is one leaf.
 
     **Arguments:**
 
-    - `f`: a function of a path, a leaf of `tree`, and the leaves at the same place in `rest`.
-      `vn.tree.path_string` makes a string of a path.
+    - `f`: a function. Its arguments are the path of a leaf of `tree`, the leaf and, from each tree
+      in `rest`, the subtree at the same place. `vn.tree.path_string` converts a path to a string.
     - `tree`: a pytree.
-    - `rest`: further pytrees. `tree` must be a prefix of each.
-    - `is_leaf`: a predicate that marks further leaves.
-    - `is_leaf_takes_path`: whether `is_leaf` is called with the path and the node.
+    - `rest`: more pytrees. `tree` must be a prefix of each.
+    - `is_leaf`: a function that returns True for nodes to treat as leaves, as in `jax.tree.map`.
+    - `is_leaf_takes_path`: whether to call `is_leaf(path, node)` instead of `is_leaf(node)`.
 
-    **Returns:** a tree with the structure of `tree` and the results of `f`.
+    **Returns:** `tree` with the result of `f` in place of each leaf.
 
     **Raises:** `ValueError` if `tree` is not a prefix of a tree in `rest`.
 
@@ -93,12 +94,12 @@ def map_with_path(
 
 
 def leaves(tree: Any, is_leaf: IsLeaf = None) -> list[Any]:
-    """Return the leaves of a tree in order.
+    """Return the leaves of a tree. An implicit array is one leaf.
 
     **Arguments:**
 
     - `tree`: a pytree.
-    - `is_leaf`: a predicate that marks further leaves.
+    - `is_leaf`: a function that returns True for nodes to treat as leaves, as in `jax.tree.map`.
 
     **Returns:** a list of leaves.
 
@@ -113,13 +114,13 @@ def leaves(tree: Any, is_leaf: IsLeaf = None) -> list[Any]:
 def leaves_with_path(
     tree: Any, is_leaf: IsLeaf = None, is_leaf_takes_path: bool = False
 ) -> list[tuple[Any, Any]]:
-    """Return the leaves of a tree with their paths.
+    """Return the leaves of a tree with their paths. An implicit array is one leaf.
 
     **Arguments:**
 
     - `tree`: a pytree.
-    - `is_leaf`: a predicate that marks further leaves.
-    - `is_leaf_takes_path`: whether `is_leaf` is called with the path and the node.
+    - `is_leaf`: a function that returns True for nodes to treat as leaves, as in `jax.tree.map`.
+    - `is_leaf_takes_path`: whether to call `is_leaf(path, node)` instead of `is_leaf(node)`.
 
     **Returns:** a list of pairs of a path and a leaf.
 
@@ -132,12 +133,12 @@ def leaves_with_path(
 
 
 def flatten(tree: Any, is_leaf: IsLeaf = None) -> tuple[list[Any], Any]:
-    """Split a tree into its leaves and its structure.
+    """Split a tree into its leaves and its structure. An implicit array is one leaf.
 
     **Arguments:**
 
     - `tree`: a pytree.
-    - `is_leaf`: a predicate that marks further leaves.
+    - `is_leaf`: a function that returns True for nodes to treat as leaves, as in `jax.tree.map`.
 
     **Returns:** a list of leaves, and a structure for `vn.tree.unflatten`.
 
@@ -152,13 +153,15 @@ def flatten(tree: Any, is_leaf: IsLeaf = None) -> tuple[list[Any], Any]:
 def flatten_with_path(
     tree: Any, is_leaf: IsLeaf = None, is_leaf_takes_path: bool = False
 ) -> tuple[list[tuple[Any, Any]], Any]:
-    """Split a tree into its leaves with their paths, and its structure.
+    """Split a tree into its leaves, with their paths, and its structure.
+
+    An implicit array is one leaf.
 
     **Arguments:**
 
     - `tree`: a pytree.
-    - `is_leaf`: a predicate that marks further leaves.
-    - `is_leaf_takes_path`: whether `is_leaf` is called with the path and the node.
+    - `is_leaf`: a function that returns True for nodes to treat as leaves, as in `jax.tree.map`.
+    - `is_leaf_takes_path`: whether to call `is_leaf(path, node)` instead of `is_leaf(node)`.
 
     **Returns:** a list of pairs of a path and a leaf, and a structure for `vn.tree.unflatten`.
 
@@ -177,8 +180,8 @@ def unflatten(treedef: Any, leaves: Iterable[Any]) -> Any:
 
     **Arguments:**
 
-    - `treedef`: a structure, as `vn.tree.flatten` and `vn.tree.structure` return it.
-    - `leaves`: the leaves in order.
+    - `treedef`: a structure that `vn.tree.flatten` or `vn.tree.structure` returned.
+    - `leaves`: the leaves of the new tree, in the order of `vn.tree.leaves`.
 
     **Returns:** the tree.
 
@@ -192,12 +195,12 @@ def unflatten(treedef: Any, leaves: Iterable[Any]) -> Any:
 
 
 def structure(tree: Any, is_leaf: IsLeaf = None) -> Any:
-    """Return the structure of a tree, in which an implicit array is one leaf.
+    """Return the structure of a tree. An implicit array is one leaf.
 
     **Arguments:**
 
     - `tree`: a pytree.
-    - `is_leaf`: a predicate that marks further leaves.
+    - `is_leaf`: a function that returns True for nodes to treat as leaves, as in `jax.tree.map`.
 
     **Returns:** a `jax.tree_util.PyTreeDef`.
 
@@ -209,13 +212,13 @@ def structure(tree: Any, is_leaf: IsLeaf = None) -> Any:
 
 
 def path_string(path: Iterable[Any]) -> str:
-    """Return the keys of a path joined by dots, as `"layers.0.kernel"`.
+    """Convert a path to a string of keys joined by dots, such as `"layers.0.kernel"`.
 
-    The patterns of `vn.quant.Rule` and `vn.lora.Rule` are matched to such strings.
+    `vn.quant.Rule` and `vn.lora.Rule` match their regexes against such strings.
 
     **Arguments:**
 
-    - `path`: a path, as the functions of JAX that end in `_with_path` return it.
+    - `path`: a path, as returned by `jax.tree.leaves_with_path` and `vn.tree.leaves_with_path`.
 
     **Returns:** a string.
 
@@ -232,13 +235,13 @@ def _is_below(x: Any) -> Callable[[Any], bool]:
 
 
 def flatten_one_layer(tree: Any) -> tuple[list[Any], Any]:
-    """Split each outermost implicit array into its fields, and keep nested ones as leaves.
+    """Split implicit arrays into their fields, and keep implicit arrays inside them as leaves.
 
     **Arguments:**
 
-    - `tree`: an implicit array, or a pytree of them.
+    - `tree`: a pytree, such as one implicit array.
 
-    **Returns:** a list of leaves, and a structure for `vn.tree.unflatten`.
+    **Returns:** a list of leaves, dense or implicit, and a structure for `vn.tree.unflatten`.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> leaves, treedef = vn.tree.flatten_one_layer(vn.quant.quantize(jnp.ones((2, 3)), "int8"))
@@ -255,13 +258,14 @@ def flatten_one_layer(tree: Any) -> tuple[list[Any], Any]:
 
 
 def depth(tree: Any) -> int:
-    """Return how deep implicit arrays are nested in a tree.
+    """Return the number of levels of nested implicit arrays in a tree.
 
     **Arguments:**
 
     - `tree`: a pytree.
 
-    **Returns:** 0 without implicit arrays, 1 if none of them contains another, and so on.
+    **Returns:** 0 if the tree has no implicit arrays, 1 if they contain only dense arrays, 2 if one
+    contains another, and so on.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> vn.tree.depth({"w": vn.quant.quantize(jnp.ones(2), "int8"), "b": jnp.ones(2)})
@@ -274,15 +278,18 @@ def depth(tree: Any) -> int:
 def materialise_nested(tree: Any, full: bool = False) -> Any:
     """Materialize the outermost layer of each implicit array.
 
+    For example, a `Frozen` that contains a `QArray` becomes a `QArray`.
+
     **Arguments:**
 
-    - `tree`: an implicit array, or a pytree of them. Dense leaves are returned unchanged, and so
-      are operands inside a function under `vn.implicit`, unless `full`.
-    - `full`: whether to materialize all layers, as `vn.materialise` does.
+    - `tree`: a pytree, such as one implicit array. Dense arrays are returned unchanged. Unless
+      `full`, so are traced arrays inside a function that runs under `vn.implicit`.
+    - `full`: whether to materialize all layers, like `vn.materialise`.
 
-    **Returns:** the tree, which may contain the inner implicit arrays.
+    **Returns:** the tree. Unless `full`, it can contain the implicit arrays of the next layer.
 
-    **Raises:** the error of a class that cannot materialize, such as `vn.types.Quantity`.
+    **Raises:** the error of a class without a dense form, such as a `vn.types.Quantity` with a
+    unit.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> frozen = vn.freeze(vn.quant.quantize(jnp.ones(2), "nf4"))
@@ -300,20 +307,24 @@ def materialise_nested(tree: Any, full: bool = False) -> Any:
 def partition(tree: Any, mask: Any) -> tuple[Any, Any]:
     """Split a tree into the selected arrays and the rest.
 
-    Both trees have the structure of `tree`, with None in place of the other's arrays. Arrays
-    within implicit arrays are split too: with `vn.trainable`, `a` and `b` of a LoRA weight are in
-    the first tree and `w` is in the second. Differentiate and update the first tree.
+    Both trees have the structure of `tree`. Where one of them has an array, the other has None. The
+    arrays inside an implicit array are split too: with the mask `vn.trainable(tree)`, `a` and `b`
+    of a `LoraArray` are in the first tree, and `w` is in the second. In training, differentiate
+    with respect to the first tree and update it.
 
     **Arguments:**
 
     - `tree`: a pytree.
-    - `mask`: a predicate of arrays, or a pytree of bools that is a prefix of `tree`, such as
-      `vn.trainable(tree)`.
+    - `mask`: a pytree of bools, such as `vn.trainable(tree)`, that is a prefix of `tree`. Or a
+      function that returns a bool for each array, also inside implicit arrays.
 
-    **Returns:** the two trees. `vn.tree.combine` joins them.
+    **Returns:** a pair of trees: the arrays for which the mask is True, and the rest.
+    `vn.tree.combine` merges them again.
 
-    **Raises:** `ValueError` if `mask` is not a prefix of `tree`. `TypeError` if it has leaves that
-    are not bools.
+    **Raises:**
+
+    - `ValueError` if `mask` is not a prefix of `tree`.
+    - `TypeError` if `mask` has leaves that are not bools.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> params = {"w": vn.quant.quantize(jnp.eye(2), "int8"), "b": jnp.zeros(2)}
@@ -344,16 +355,18 @@ def _spread(choice: Any, subtree: Any) -> Any:
 
 
 def combine(*trees: Any) -> Any:
-    """Join trees of the same structure: take the first leaf that is not None at each place.
+    """Merge trees of the same structure: at each place, take the first leaf that is not None.
 
     **Arguments:**
 
     - `trees`: pytrees, such as those that `vn.tree.partition` returns.
 
-    **Returns:** one tree. A place where all trees have None stays None.
+    **Returns:** one tree. It has None where all trees have None.
 
-    **Raises:** `ValueError` if the structures differ. `TypeError` if one tree has a whole implicit
-    array where another has some of its leaves.
+    **Raises:**
+
+    - `ValueError` if the structures differ.
+    - `TypeError` if one tree has a complete implicit array where another has some of its leaves.
 
     >>> import veneer as vn
     >>> vn.tree.combine({"a": 1, "b": None}, {"a": None, "b": 2})

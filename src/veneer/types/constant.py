@@ -22,25 +22,26 @@ from .elementwise import ELEMENTWISE
 class Constant(ImplicitArray):
     """An array `[..., *trailing]` whose entries are all `fill`: zeros, ones or any other number.
 
-    It stores one number. Next to a dense array it is broadcast inside the program, and under `jit`
-    XLA stores no array of its size. Its product with a dense `[m, n]` is a sum over the contracted
-    axis: `m n` additions.
+    It stores one number, or one per index of the leading axes. Operations with a dense array
+    broadcast it, and under `jax.jit` XLA does not store the broadcast array. A matmul with a dense
+    `[m, n]` sums the dense array over the contracted axis, with `m n` additions.
 
-    **Keeps the structure:** elementwise functions of constants and numbers, reductions, products of
-    constants, slices, reshapes, transposes and broadcasts.
+    **Keeps the structure:** elementwise functions of `Constant` and numbers, reductions, products
+    of two `Constant`, slices, reshapes, transposes and broadcasts.
 
     **Materializes:** `concatenate`, `cumsum`, `sort`, gathers and scatters, and operations with
     another implicit type.
 
-    The fill is traced, so no program depends on its value: `0 * x` is computed, and is NaN where
-    `x` is NaN. A product takes the sum first. If the fill is infinite or the products overflow, the
-    result can be a number or infinity where the dense product is NaN.
+    A program does not depend on the value of `fill`: a product with `fill=0` is computed, and is
+    NaN where the other operand is NaN. A matmul first sums the dense array, and then multiplies by
+    `fill`. So if `fill` is infinite or a term of the sum overflows, the result can be finite or
+    infinite where the dense matmul gives NaN.
 
     **Arguments:**
 
-    - `fill`: a number or an array `[...]` of any dtype, with one number per index of the leading
-      axes.
-    - `trailing`: the sizes of the other axes, a tuple; static.
+    - `fill`: a number, or an array `[...]` with one number per index of the leading axes. Any
+      dtype.
+    - `trailing`: a tuple with the sizes of the axes after the leading ones; static.
 
     **Raises:** `TypeError` if `fill` is not a number or an array, or `trailing` is not a tuple of
     sizes.
@@ -72,16 +73,28 @@ class Constant(ImplicitArray):
 
     @classmethod
     def zeros(cls, shape: tuple[int, ...], dtype: Any = float) -> "Constant":
-        """Return a constant array of zeros of this shape and dtype."""
+        """Return a `Constant` of zeros.
+
+        **Arguments:**
+
+        - `shape`: a tuple of sizes.
+        - `dtype`: the dtype. The default is JAX's default float.
+        """
         return cls(jnp.zeros((), dtype), shape)
 
     @classmethod
     def ones(cls, shape: tuple[int, ...], dtype: Any = float) -> "Constant":
-        """Return a constant array of ones of this shape and dtype."""
+        """Return a `Constant` of ones.
+
+        **Arguments:**
+
+        - `shape`: a tuple of sizes.
+        - `dtype`: the dtype. The default is JAX's default float.
+        """
         return cls(jnp.ones((), dtype), shape)
 
     def aval(self) -> jax.core.ShapedArray:
-        """Return the shape, the axes of `fill` and then `trailing`, and the dtype of `fill`."""
+        """Return the shape `(*fill.shape, *trailing)` and the dtype of `fill`."""
         fill = jax.typeof(self.fill)
         return jax.core.ShapedArray((*fill.shape, *self.trailing), fill.dtype)
 

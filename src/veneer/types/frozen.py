@@ -14,14 +14,15 @@ from .axes import Leaf, check_axes
 
 
 class Frozen(ImplicitArray):
-    """An array `[...]` through which no gradient flows: `jax.lax.stop_gradient(x)`.
+    """An array `[...]` that gets no gradient, like an argument of `jax.lax.stop_gradient`.
 
-    Every primitive uses the rules of the type of `x`, so a frozen `QArray` is multiplied like a
+    Operations use the rules of the type of `x`. For example, a frozen `QArray` is multiplied like a
     `QArray`. Results are not `Frozen`, but no gradient flows back from them to `x`. In fine-tuning,
     `vn.freeze` and `vn.unfreeze` wrap and unwrap the arrays of a model, and `vn.trainable` is False
     for frozen arrays.
 
-    **Keeps the structure:** `stop_gradient`, `copy`, and the batch axes of `vmap` and loops.
+    **Keeps the structure:** `stop_gradient`, `copy`, and batching and slicing by `jax.vmap` and
+    loops.
 
     **Materializes:** every operation that materializes `x`. Rules for jitted functions, such as
     `jnp.linalg.inv`, do not apply to a frozen array.
@@ -59,7 +60,7 @@ class Frozen(ImplicitArray):
         return jax.tree.map(jax.lax.stop_gradient, self.x)
 
     def partition(self, spec: PartitionSpec, shape: tuple[int, ...]) -> "Frozen | None":
-        """Return the `PartitionSpec` of each leaf, or None if `x` must be materialized."""
+        """Return the `PartitionSpec` of each leaf, or None if they cannot be sharded like `x`."""
         held = self.x.partition(spec, shape) if isinstance(self.x, Value) else spec
         if held is None:
             return None
@@ -67,6 +68,6 @@ class Frozen(ImplicitArray):
 
     @staticmethod
     def default(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]) -> Any:
-        """Run the primitive on the values of the frozen operands."""
+        """Run a primitive on the arrays inside the frozen operands, without gradients."""
         bind = lambda *xs: primitive.bind(*xs, **primitive.get_bind_params(params))
         return redispatch(bind, *(x.materialise() if isinstance(x, Frozen) else x for x in values))

@@ -58,29 +58,29 @@ class Deferred:
 
 
 class Lazy(ImplicitArray):
-    """A deferred computation `function(*operands)`, an array that is computed when it is needed.
+    """An array that is computed as `function(*operands)` when an operation needs it.
 
-    An operation that computes with it runs the function. A program that ignores it, or a branch of
-    `jax.lax.cond` that is not taken, does not.
+    The function does not run if a program does not use the array. The same holds if the only use is
+    in a branch of `jax.lax.cond` that is not taken.
 
-    - Eagerly, the function runs once, and the instance keeps the result. `jax.tree.map` and
-      `jax.jit` create new instances, which have no result.
-    - Under `jax.jit`, each use traces the function, and XLA merges equal computations.
-    - A loop that uses it runs the function once, before the loop. So does an eager call of a jitted
-      function that uses it.
+    - Outside of `jax.jit`, the function runs at the first use, and the instance caches the result.
+      `jax.tree.map` and `jax.jit` create new instances with an empty cache.
+    - Under `jax.jit`, each use traces the function again. XLA removes duplicate computations.
+    - If a loop or a call of a jitted function uses the array, the function runs once, before the
+      loop or the call.
 
-    The leaves are the operands, so derivatives with respect to a `Lazy` are derivatives with
-    respect to its operands. A loop never slices it. `jax.vmap(vn.implicit(f))` maps its operands.
+    The leaves are the operands. So the gradient with respect to a `Lazy` contains the gradients
+    with respect to its operands, and `jax.vmap(vn.implicit(f))` maps over the axes of the operands.
 
     **Keeps the structure:** `stop_gradient`, `copy` and `astype`.
 
-    **Materializes:** every other operation; `vn.explain` shows where.
+    **Materializes:** every other operation. `vn.explain` shows where.
 
     **Arguments:**
 
-    - `function`: a pure, hashable function that returns one array. Equal functions give equal
-      programs, so a new lambda compiles anew. A `functools.partial` is compared by its function and
-      arguments.
+    - `function`: a pure, hashable function that returns one array. It is static: under `jax.jit`,
+      each new lambda causes a new compilation. Two `functools.partial` with the same function and
+      arguments count as equal.
     - `operands`: pytrees of arrays and implicit arrays, of any shapes and dtypes.
 
     **Raises:**
@@ -88,7 +88,7 @@ class Lazy(ImplicitArray):
     - `TypeError` if `function` is not callable or hashable, captures a traced array, or does not
       return one array.
     - `TypeError` if an operand is not an array.
-    - The errors of `function` for the shapes of the operands.
+    - All errors of `function` when it is traced with the operands.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> gram = vn.types.Lazy(lambda x: x.T @ x, jnp.arange(6.0).reshape(3, 2))
@@ -135,21 +135,22 @@ class Lazy(ImplicitArray):
     def deferred(
         primitive: Primitive | str, operands: Sequence[Any], params: dict[str, Any]
     ) -> Any:
-        """Defer a primitive, as the result of a rule.
+        """Defer a JAX primitive, and return its result as a `Lazy`.
 
-        The primitive runs later, on the dense operands. Rules of other types can read
-        `.function.primitive`, `.function.params`, `.operands` and `.output` of the result.
+        A rule (`vn.register`) can return this result. The primitive runs when the result is needed,
+        on the materialized operands. Before that, other rules can inspect `.function.primitive`,
+        `.function.params`, `.operands`, and `.output`, which is the index of the result or None.
 
         **Arguments:**
 
-        - `primitive`: a primitive or its name.
-        - `operands`: its operands, dense or implicit.
-        - `params`: its parameters.
+        - `primitive`: a JAX primitive or its name.
+        - `operands`: the operands of the primitive, dense or implicit.
+        - `params`: a dict of the parameters of the primitive.
 
-        **Returns:** a `Lazy`, or a list of them for a primitive with several results. They share
-        one run.
+        **Returns:** a `Lazy`. For a primitive with several results, a list with a `Lazy` per
+        result; the primitive runs once for all of them.
 
-        **Raises:** `ValueError` if no primitive has that name.
+        **Raises:** `ValueError` if JAX has no primitive with this name.
 
         >>> import jax, jax.numpy as jnp, veneer as vn
         >>> params = jax.make_jaxpr(jax.lax.linalg.lu)(jnp.eye(2)).eqns[0].params
@@ -172,7 +173,7 @@ class Lazy(ImplicitArray):
         return outputs
 
     def materialise(self) -> Any:
-        """Return the result of the function. Run it, unless an earlier run was kept."""
+        """Return the dense array. Run the function, unless the result is cached."""
         results = self._results()
         return results if self.output is None else results[self.output]
 

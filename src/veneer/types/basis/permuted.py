@@ -17,30 +17,33 @@ from .in_basis import InBasis, Places, alongside
 class Permuted(InBasis):
     """An array `[...]` whose slices along one axis are stored in another order.
 
-    Entry `order[k]` along the axis is entry `k` of `array`. GPTQ with `desc_act` (Frantar et al.,
-    arXiv 2210.17323) sorts the input channels of a weight by importance, so that channels of
-    similar importance share a group and a scale. Such a weight is a `Permuted` of a `QArray`.
+    Along the axis, entry `order[k]` of the dense array is stored as entry `k` of `array`. GPTQ with
+    `desc_act` (Frantar et al., arXiv 2210.17323) sorts the input channels of a weight by
+    importance. Channels of similar importance then share a scale. Such a weight is a `Permuted` of
+    a `QArray`.
 
-    A product that contracts the axis permutes the other operand, and multiplies with `array` by the
-    rules of its type. A product over another axis permutes its result.
+    A product that contracts the permuted axis first permutes the other operand, and then multiplies
+    it with `array`. A product that contracts other axes multiplies with `array`, and then permutes
+    the result.
 
-    **Keeps the structure:** transposes, slices of other axes, reshapes of other axes, and floating
-    dtype conversions. Row lookups return rows in the order of the dense array.
+    **Keeps the structure:** transposes, slices and reshapes of other axes, and floating dtype
+    conversions. Row lookups along another axis return dense rows in the original order.
 
     **Materializes:** elementwise functions, sums, and slices along the permuted axis.
 
     **Arguments:**
 
     - `array`: the stored array, of any shape and dtype, dense or implicit, such as a `QArray`.
-    - `order`: integers, a permutation along `axis`. It has the rank of `array`, and along each
-      other axis size 1 or the size of `array`. It is not checked to be a permutation.
-    - `axis`: the permuted axis, counted from the end; static.
+    - `order`: an integer array with the rank of `array`. Along `axis` it is a permutation, which is
+      not checked. Its other axes have size 1, or the size of `array` if each index has its own
+      permutation.
+    - `axis`: the permuted axis, a negative number; static.
 
     **Raises:**
 
-    - `TypeError` if `array` or `order` is not an array, or `order` is not of integers.
-    - `ValueError` if the shape of `order` does not fit, or `axis` is not between `-array.ndim` and
-      -1.
+    - `TypeError` if `array` or `order` is not an array, or `order` does not contain integers.
+    - `ValueError` if the shape of `order` does not fit `array`, or `axis` is not between
+      `-array.ndim` and -1.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> w = vn.types.Permuted(jnp.array([[1.0, 2.0, 3.0]]), jnp.array([[2, 0, 1]]))
@@ -73,11 +76,11 @@ class Permuted(InBasis):
             )
 
     def with_array(self, array: Any) -> "Permuted":
-        """Return a copy with another stored array in the same order."""
+        """Return a copy with another stored array, which must already be permuted."""
         return Permuted(array, self.order, self.axis)
 
     def basis_axes(self, batch: Sequence[int] = ()) -> set[int] | None:
-        """Return the permuted axis, or None if `order` varies along an axis not in `batch`."""
+        """Return the permuted axis, or None if `order` differs along an axis not in `batch`."""
         axis = self.ndim + self.axis
         varies = {i for i, n in enumerate(self.order.shape) if n != 1 and i != axis}
         return {axis} if varies <= {*batch} else None
@@ -88,24 +91,27 @@ class Permuted(InBasis):
         **Arguments:**
 
         - `x`: an array.
-        - `places`: maps axes of this array to axes of `x`.
+        - `places`: a dict from axes of this array to the corresponding axes of `x`.
         """
         order = alongside(self.order, places, jnp.ndim(x))
         return _taken(x, order, places[self.ndim + self.axis])
 
     def out_of_basis(self, x: Any, places: Places) -> Any:
-        """Return `x` in the order of the dense array."""
+        """Return an array in the stored order, permuted to the order of the dense array."""
         place = places[self.ndim + self.axis]
         return _taken(x, jnp.argsort(alongside(self.order, places, jnp.ndim(x)), place), place)
 
     def stored(self, dense: Any) -> Any:
-        """Return a dense array in the stored order."""
+        """Return a dense array, permuted to the stored order."""
         return self.into_basis(dense, {axis: axis for axis in range(self.ndim)})
 
     def regrouped(
         self, array: Any, groups: Sequence[tuple[list[int], list[int]]], new: tuple[int, ...]
     ) -> "Permuted | None":
-        """Return this array reshaped, or None if the axis is split or merged, or `order` varies."""
+        """Return the array reshaped, or None if the reshape changes the permuted axis.
+
+        It is also None if `order` differs along other axes.
+        """
         if self.order.size != self.order.shape[self.axis]:
             return None
         for old_axes, (axis, *others) in groups:
@@ -115,7 +121,7 @@ class Permuted(InBasis):
         return None
 
     def leaf_axes(self) -> Any:
-        """Return the leaf axes. The permuted axis cannot be sliced."""
+        """Return the dense axis of each axis of each leaf. The permuted axis cannot be sliced."""
         axis = self.ndim + self.axis
 
         def whole(at: LeafAxis, size: int) -> LeafAxis:

@@ -17,24 +17,26 @@ class Rotated(InBasis):
     """An array `[...]` that is stored rotated by an orthogonal matrix along some axes.
 
     The rotation spreads outliers of weights and activations over all entries, so quantization to
-    few bits loses less. The matrix is a product of random signs, fixed per size, and Hadamard
-    matrices, or Hartley matrices for odd prime factors of the size. It is applied as a fast
-    transform (QuaRot, Ashkboos et al., arXiv 2404.00456; QuIP#, Tseng et al., arXiv 2402.04396).
+    few bits loses less accuracy. The matrix depends only on the size of the axis. It applies random
+    signs, and then a Kronecker product of Hadamard matrices. Odd prime factors of the size use
+    Hartley matrices. Both are fast transforms (QuaRot, Ashkboos et al., arXiv 2404.00456; QuIP#,
+    Tseng et al., arXiv 2402.04396).
 
-    A product that contracts these axes rotates the other operand, and multiplies with `array` by
-    the rules of its type. A product over other axes rotates its result back.
+    A product that contracts the rotated axes first rotates the other operand, and then multiplies
+    it with `array`. A product that contracts other axes multiplies with `array`, and then rotates
+    the result back.
 
-    **Keeps the structure:** transposes, slices of other axes, reshapes of other axes, and floating
-    dtype conversions. Rows that are looked up along other axes are rotated back.
+    **Keeps the structure:** transposes, slices and reshapes of other axes, and floating dtype
+    conversions. Row lookups along another axis return dense rows, rotated back.
 
     **Materializes:** elementwise functions, sums, slices along a rotated axis, and products that
     contract only some of the rotated axes.
 
     **Arguments:**
 
-    - `array`: the rotated floating array, of any shape, dense or implicit, such as a `QArray`.
-      `Rotated.of` rotates a dense array.
-    - `axes`: the rotated axes, counted from the end, each rotated separately; static.
+    - `array`: the rotated floating array, of any shape, dense or implicit, such as a `QArray`. To
+      rotate a dense array, call `Rotated.of`.
+    - `axes`: the rotated axes, negative numbers; static. Each axis is rotated separately.
 
     **Raises:**
 
@@ -72,9 +74,9 @@ class Rotated(InBasis):
         **Arguments:**
 
         - `dense`: a floating array `[..., K, N]`.
-        - `axes`: the axes to rotate, counted from the end.
+        - `axes`: the axes to rotate, negative numbers.
 
-        **Raises:** what `Rotated` raises.
+        **Raises:** the errors of the constructor of `Rotated`.
         """
         unrotated = cls(jnp.asarray(dense), tuple(axes))  # checks them
         return unrotated.with_array(unrotated.stored(unrotated.array))
@@ -84,30 +86,36 @@ class Rotated(InBasis):
         return Rotated(array, self.axes)
 
     def basis_axes(self, batch: Sequence[int] = ()) -> set[int] | None:
-        """Return the rotated axes."""
+        """Return the rotated axes, counted from the front."""
         del batch
         return {self.ndim + axis for axis in self.axes}
 
     def into_basis(self, x: Any, places: Places) -> Any:
-        """Return `x` rotated."""
+        """Return an operand of a product, rotated like the stored array.
+
+        **Arguments:**
+
+        - `x`: an array.
+        - `places`: a dict from axes of this array to the corresponding axes of `x`.
+        """
         for axis in self._among(places):
             x = redispatch(lambda x, at=places[axis]: rotated(x, at), x)
         return x
 
     def out_of_basis(self, x: Any, places: Places) -> Any:
-        """Return `x` rotated back."""
+        """Return the result of a product, rotated back."""
         for axis in self._among(places):
             x = redispatch(lambda x, at=places[axis]: rotated_back(x, at), x)
         return x
 
     def stored(self, dense: Any) -> Any:
-        """Return a dense array rotated."""
+        """Return a dense array, rotated like the stored array."""
         return self.into_basis(dense, {axis: axis for axis in range(self.ndim)})
 
     def regrouped(
         self, array: Any, groups: Sequence[tuple[list[int], list[int]]], new: tuple[int, ...]
     ) -> "Rotated | None":
-        """Return this array reshaped, or None if a rotated axis is split or merged."""
+        """Return the array reshaped, or None if the reshape splits or merges a rotated axis."""
         axes = {self.ndim + axis for axis in self.axes if self.shape[axis] != 1}
         moved = [group for group in groups if axes & {*group[0]}]
         if any(len(old) != 1 or len(new_axes) != 1 for old, new_axes in moved):
@@ -115,7 +123,7 @@ class Rotated(InBasis):
         return Rotated(array, tuple(new_axes[0] - len(new) for _, new_axes in moved))
 
     def leaf_axes(self) -> Any:
-        """Return the leaf axes. Rotated axes cannot be sliced."""
+        """Return the dense axis of each axis of the leaf. Rotated axes cannot be sliced."""
         whole = lambda at: at._replace(block="whole") if at.axis in self.axes else at
         return [list(map(whole, aligned(self.ndim)))]
 

@@ -18,10 +18,11 @@ from .in_basis import InBasis, Places, alongside
 class Scaled(InBasis):
     """An array `array * factor`, stored as `array` and a factor per channel.
 
-    A product that contracts the axes of the factors multiplies the other operand by `factor`, and
-    then with `array` by the rules of its type. Two calibration methods use it. AWQ (Lin et al.,
-    arXiv 2306.00978) rounds the weights of large activations more finely. SmoothQuant (Xiao et al.,
-    arXiv 2211.10438) divides large activations and multiplies the weights.
+    A product that contracts the axis of the channels first multiplies the other operand by
+    `factor`, and then multiplies it with `array`. Two calibration methods use this. AWQ (Lin et
+    al., arXiv 2306.00978) scales up the channels with large activations before it rounds the
+    weight, so their rounding errors are smaller. SmoothQuant (Xiao et al., arXiv 2211.10438)
+    divides large activations by a factor, and multiplies their weights by the same factor.
 
     **Keeps the structure:** transposes, slices, reshapes, lookups of rows, and floating dtype
     conversions.
@@ -31,12 +32,13 @@ class Scaled(InBasis):
     **Arguments:**
 
     - `array`: a floating array of any shape, dense or implicit, such as a `QArray`.
-    - `factor`: a floating array of the rank of `array`. Each axis has the size of `array`, or 1.
+    - `factor`: a floating array with the rank of `array`. Each axis has the size of `array`, or
+      size 1.
 
     **Raises:**
 
     - `TypeError` if `array` or `factor` is not a floating array.
-    - `ValueError` if the shape of `factor` does not fit.
+    - `ValueError` if the shape of `factor` does not fit `array`.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> w = vn.types.Scaled(jnp.ones((3, 2)), jnp.array([[1.0], [10.0], [100.0]]))
@@ -69,15 +71,21 @@ class Scaled(InBasis):
         return Scaled(array, self.factor)
 
     def basis_axes(self, batch: Sequence[int] = ()) -> set[int] | None:
-        """Return the axes with more than one factor, without the axes in `batch`."""
+        """Return the axes along which `factor` has several entries, except axes in `batch`."""
         return {i for i, n in enumerate(self.factor.shape) if n != 1 and i not in batch}
 
     def into_basis(self, x: Any, places: Places) -> Any:
-        """Return `x` times the factors."""
+        """Return an operand of a product, multiplied by the factors.
+
+        **Arguments:**
+
+        - `x`: an array.
+        - `places`: a dict from axes of this array to the corresponding axes of `x`.
+        """
         return _times(x, alongside(self.factor, places, jnp.ndim(x)))
 
     def out_of_basis(self, x: Any, places: Places) -> Any:
-        """Return `x` times the factors. A diagonal matrix is its own transpose."""
+        """Return the result of a product, multiplied by the factors."""
         return self.into_basis(x, places)
 
     def stored(self, dense: Any) -> Any:
@@ -87,7 +95,7 @@ class Scaled(InBasis):
     def regrouped(
         self, array: Any, groups: Sequence[tuple[list[int], list[int]]], new: tuple[int, ...]
     ) -> "Scaled":
-        """Return this array reshaped. Factors along split or merged axes are repeated."""
+        """Return the array reshaped. Factors along split or merged axes are repeated."""
         sizes, whole = [1] * len(new), list(self.factor.shape)
         for old_axes, new_axes in groups:
             if math.prod(whole[axis] for axis in old_axes) != 1:
@@ -98,7 +106,10 @@ class Scaled(InBasis):
         return Scaled(array, jnp.broadcast_to(self.factor, whole).reshape(sizes))
 
     def leaf_axes(self) -> Any:
-        """Return the leaf axes. Axes of `factor` of size 1 are shared."""
+        """Return the dense axis of each axis of each leaf.
+
+        Axes of `factor` with size 1 are not sliced.
+        """
         axes = aligned(self.ndim)
 
         def at(axis: LeafAxis, size: int) -> LeafAxis:

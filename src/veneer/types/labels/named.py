@@ -19,22 +19,25 @@ from .label import Label, bind
 class Named(Label):
     """An array `[...]` with a name per axis, such as `("batch", "seq")`.
 
-    A program that addresses axes by position runs unchanged. If axes with different names meet, it
-    raises when it is traced. Names cost nothing at run time.
+    A program that addresses axes by position runs unchanged. If an operation such as `x + y`
+    combines axes with different names, it raises an error when the program is traced. Names cost
+    nothing at run time.
 
-    - An axis without a name (None), as in a dense array, takes the name of the axis that it meets.
-      So does an axis of size 1 that is broadcast.
-    - Batch axes and contracted axes of a product must agree. Free axes keep their names, so
-      `x @ x.T` has two axes with one name.
+    - An axis can have no name (None), like the axes of a dense array. If an operation combines it
+      with a named axis, the result has that name. If an axis of size 1 is broadcast, the result has
+      the name of the other axis.
+    - In a product, the names of two batch axes or two contracted axes must be equal. The other axes
+      keep their names, so `x @ x.T` has two axes with the same name.
     - `reshape` keeps the names of unchanged axes. Merged, split and new axes have no name.
-    - `vmap` and loops remove an axis with its name. An axis that they add has no name.
-      `jax.vmap(vn.implicit(f))` needs `out_axes=0`; `vn.implicit(jax.vmap(f))` works with any.
+    - `vmap` and loops remove the mapped axis and its name. The axis that they add to a result has
+      no name. The names of `jax.vmap(vn.implicit(f))` are correct only if `out_axes` is 0.
+      `vn.implicit(jax.vmap(f))` works with all `out_axes`.
 
     **Keeps the structure:** elementwise functions, reductions, transposes, slices, indexing,
     products, cumulative sums, sorts, `concatenate` and `stack`. A result without names is a dense
     array.
 
-    **Materializes:** other primitives, such as `fft`. The result has no names, and reports show it.
+    **Materializes:** other primitives, such as `fft`. The result is a dense array without names.
 
     **Arguments:**
 
@@ -45,7 +48,7 @@ class Named(Label):
 
     - `TypeError` if `array` is not an array or already has names, or a name is not a string.
     - `ValueError` if the number of names differs from the rank, or a name occurs twice.
-    - `ValueError` in an operation, if axes with different names meet.
+    - `ValueError` in an operation that combines axes with different names.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> x = vn.types.Named(jnp.ones((2, 3)), ("batch", "seq"))
@@ -100,7 +103,7 @@ class Named(Label):
 
         **Arguments:**
 
-        - `names`: the names of all axes.
+        - `names`: the names of all axes, in the new order.
 
         **Raises:** `ValueError` if these are not the names of all axes.
         """
@@ -112,7 +115,7 @@ class Named(Label):
     def rename(self, **names: str | None) -> "Named":
         """Rename axes: `x.rename(old="new")`. None removes a name.
 
-        **Raises:** `ValueError` if no axis has an old name, or two axes would have one name.
+        **Raises:** `ValueError` if no axis has an old name, or two axes would have the same name.
         """
         for name in names:
             self.axis(name)
@@ -131,7 +134,13 @@ class Named(Label):
     def by_law(
         cls, law: Callable, primitive: Primitive, values: Sequence[Any], params: dict[str, Any]
     ) -> Any:
-        """Run a primitive on the arrays, and give its results the names that the law computes."""
+        """Run a primitive on the arrays, and name the axes of its results.
+
+        **Arguments:**
+
+        - `law`: a function from the axis names of the operands to the axis names of the results.
+        - `primitive`, `values`, `params`: the primitive, its operands and its parameters.
+        """
         try:
             found = law(*map(_axes, values), **params)
         except ValueError as error:

@@ -18,29 +18,27 @@ class PRNGKey(ImplicitArray):
     """A random key, or an array of keys `[...]`, stored as plain integers.
 
     JAX's typed keys have the dtype `key<fry>`, which NumPy, files and checkpoint libraries do not
-    support. A `PRNGKey` stores the underlying integers, so it can be part of any saved or
-    communicated state. Under `vn.implicit`, a program draws the same numbers as from typed keys, at
-    the same cost. The dense array is the array of typed keys.
+    support. A `PRNGKey` stores the integers of the keys, so it can be saved and sent like other
+    arrays. Under `vn.implicit`, a program draws the same numbers as from typed keys, at the same
+    cost. The dense array is the array of typed keys.
 
     **Keeps the structure:** `jax.random.split`, `fold_in` and `clone`, slices, indexing, reshapes,
-    transposes, `concatenate`, `stack`, `where` and updates. Draws, `key_data` and comparisons
-    return dense arrays.
+    transposes, `concatenate`, `stack`, `where` and `.at[...].set`. Random numbers, `key_data` and
+    comparisons are dense arrays.
 
     **Materializes:** other primitives. The result is an array of typed keys.
 
     **Arguments:**
 
-    - `data`: typed keys `[...]`, or their integers `uint32[..., w]`, where `w` depends on the
-      generator.
-    - `impl`: the generator of the integers, such as `"threefry2x32"`; static. `jax.random.key_impl`
-      returns it. Omit it for typed keys.
+    - `data`: typed keys `[...]`, or their integers `uint32[..., w]`. The generator determines `w`.
+    - `impl`: the random number generator of the keys, such as `"threefry2x32"`; static.
+      `jax.random.key_impl` returns it. Pass it with integers, and omit it for typed keys.
 
     **Raises:**
 
-    - `TypeError` if `data` is not an array, its dtype or size does not fit the generator, or the
-      generator of integers is missing.
-    - `TypeError` if `impl` is given for typed keys.
-    - `ValueError` if JAX does not know the generator.
+    - `TypeError` if `data` is not an array, or its dtype or last axis does not fit the generator.
+    - `TypeError` if `impl` is missing for integers, or given for typed keys.
+    - `ValueError` if JAX has no generator `impl`.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> key = vn.types.PRNGKey(jax.random.key(0))
@@ -83,11 +81,11 @@ class PRNGKey(ImplicitArray):
         return self.aval().dtype
 
     def split(self, num: int | tuple[int, ...] = 2) -> "PRNGKey":
-        """Split each key into new keys, as `jax.random.split` does.
+        """Split each key into new keys, like `jax.random.split`.
 
         **Arguments:**
 
-        - `num`: the number of new keys per key, or their shape.
+        - `num`: the number of new keys per key, or a shape.
 
         **Returns:** keys `[..., num]` or `[..., *num]`.
         """
@@ -95,7 +93,7 @@ class PRNGKey(ImplicitArray):
         return PRNGKey(find_primitive("random_split").bind(self.materialise(), shape=shape))
 
     def fold_in(self, data: ArrayLike) -> "PRNGKey":
-        """Fold an integer into each key, as `jax.random.fold_in` does.
+        """Fold an integer into each key, like `jax.random.fold_in`.
 
         **Arguments:**
 

@@ -24,37 +24,40 @@ from .units import Unit, as_unit, factor, is_convertible, show
 class Quantity(Label):
     """An array `[...]` with a unit, such as `"m / s"`.
 
-    A program that does not know units runs unchanged. Units are checked when it is traced:
+    A program that was written without units runs unchanged. Units are checked when it is traced:
 
-    - Products, quotients and powers multiply units. A result without a unit is a dense array.
-    - Sums, comparisons, `concatenate` and `where` convert to the unit of the first operand. They
-      reject numbers, except known zeros, infinities and NaN.
-    - `exp`, `log` and similar functions take numbers. `sin`, `cos` and `tan` also take angles.
-    - Reductions, slices, transposes, sorts, indexing and cumulative sums keep the unit. So do the
-      Cholesky, QR, SVD and `eigh` factors that carry it.
+    - Products, quotients and powers combine the units of their operands. If all units cancel, the
+      result is a dense array.
+    - Sums, comparisons, `concatenate` and `where` convert all operands to the unit of the first.
+      Operands without a unit raise an error, except constants that are 0, infinite or NaN.
+    - `exp`, `log` and similar functions accept only dimensionless operands. `sin`, `cos` and `tan`
+      also accept angles.
+    - Reductions, slices, transposes, sorts, indexing and cumulative sums keep the unit. Singular
+      values, eigenvalues (`eigh`) and the `R` of QR have the unit of the matrix. A Cholesky factor
+      has the square root of this unit.
 
-    Units come from astropy, which unxt uses too, or from pint. Strings are parsed by astropy, or by
-    pint if astropy is not installed.
+    The unit is an object of astropy, which unxt uses too, or of pint. Strings are parsed by
+    astropy, or by pint if astropy is not installed.
 
     `vn.implicit(jax.grad(f))` returns a gradient in the unit of `f` divided by the unit of the
-    argument. `jax.grad(vn.implicit(f))` differentiates with respect to the stored number, and the
-    result carries the unit of the argument.
+    argument. `jax.grad(vn.implicit(f))` differentiates with respect to the stored numbers. Its
+    result is labeled with the unit of the argument, which is not the unit of the gradient.
 
-    **Materializes:** only dimensionless quantities. With another unit, a primitive without a law
-    raises. Use `.value`, or `.to(unit).value`.
+    **Materializes:** only dimensionless quantities. For all others, a primitive that has no rule
+    for units raises `ValueError`. To drop the unit, use `.value`, or `.to(unit).value`.
 
     **Arguments:**
 
     - `value`: an array `[...]`, dense or implicit, or a number.
-    - `unit`: a unit of astropy, unxt or pint, or a string; static.
+    - `unit`: a unit of astropy, unxt or pint, or a string such as `"m / s"`; static.
 
     **Raises:**
 
     - `TypeError` if `value` is not an array or a number, or `unit` is not a unit.
-    - `ValueError` if a string is not a unit, or the unit is not a multiple of base units (degrees
-      Celsius, decibels).
-    - `ImportError` if a string is given and neither library is installed.
-    - `ValueError` in an operation, if units do not fit.
+    - `ValueError` if a string is not a unit, or a unit of pint has an offset or is logarithmic,
+      such as degrees Celsius or decibels.
+    - `ImportError` if `unit` is a string, and neither astropy nor pint is installed.
+    - `ValueError` in an operation whose operands have incompatible units, such as a sum of m and s.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> length, time = vn.types.Quantity(jnp.array([3.0, 4.0]), "km"), vn.types.Quantity(2.0, "s")
@@ -104,7 +107,7 @@ class Quantity(Label):
 
         **Arguments:**
 
-        - `unit`: a unit or a string.
+        - `unit`: the new unit, or a string.
 
         **Raises:** `ValueError` if the units have different dimensions, or if the dtype of the
         value cannot represent the conversion factor, such as 0.001 in int32.
@@ -123,7 +126,14 @@ class Quantity(Label):
     def by_law(
         cls, law: Callable, primitive: Primitive, values: Sequence[Any], params: dict[str, Any]
     ) -> Any:
-        """Run a primitive on the values, and give its results the units that the law computes."""
+        """Run a primitive on the values, and give its results their units.
+
+        **Arguments:**
+
+        - `law`: a function from the units of the operands to the units in which the primitive needs
+          them, and the units of the results.
+        - `primitive`, `values`, `params`: the primitive, its operands and its parameters.
+        """
         operands = [_operand(x) for x in values]
         try:
             wanted, units = law(*operands, **params)

@@ -22,8 +22,8 @@ def _map(function: Callable[[LoraArray], Any], tree: Any) -> Any:
 def merge(tree: Any) -> Any:
     """Merge each LoRA adapter of a model into its weight.
 
-    Dropout keys are ignored. A quantized weight is dequantized. To quantize the merged model, call
-    `vn.quant.quantize_tree`.
+    Dropout keys are ignored. A quantized weight with an adapter is dequantized. To quantize the
+    merged model again, call `vn.quant.quantize_tree`.
 
     **Arguments:**
 
@@ -43,8 +43,7 @@ def merge(tree: Any) -> Any:
 def split(tree: Any) -> tuple[Any, Any]:
     """Split a model into its weights and its LoRA adapters.
 
-    Use it to differentiate with respect to the adapters alone, or to save them. `join` is the
-    inverse.
+    Use it to train or save only the adapters. `vn.lora.join` is the inverse.
 
     **Arguments:**
 
@@ -75,22 +74,23 @@ def split(tree: Any) -> tuple[Any, Any]:
 
 
 def join(base: Any, adapters: Any) -> Any:
-    """Join a model's weights and LoRA adapters, as `split` returns them.
+    """Join the weights and the LoRA adapters of a model, the inverse of `vn.lora.split`.
 
     **Arguments:**
 
-    - `base`: a pytree of weights. They can differ from the weights that `split` returned, and can
-      be quantized.
-    - `adapters`: a pytree of the same structure, with a `LoraArray` without a weight, or None, per
-      leaf.
+    - `base`: a pytree of weights, such as the first result of `vn.lora.split`. The weights can have
+      changed since, and can be quantized.
+    - `adapters`: the second result of `vn.lora.split`. In place of each weight, it has a
+      `LoraArray` whose `w` is None, or None.
 
-    **Returns:** the tree, with a `LoraArray` for each adapter, and the leaf of `base` for each
-    None.
+    **Returns:** `base`, with a `LoraArray` in place of each weight that has an adapter.
 
     **Raises:**
 
-    - `ValueError` if the structures of the trees, or the shapes of an adapter and a weight, differ.
-    - `TypeError` if a weight with an adapter is not a floating array.
+    - `ValueError` if the structures of the trees differ, or the shapes of an adapter and its weight
+      do not fit.
+    - `TypeError` if a weight with an adapter is not a floating array, or `adapters` contains
+      anything other than `LoraArray` and None.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> w = vn.types.LoraArray.init(jnp.eye(4), 1, key=jax.random.key(0))
@@ -113,11 +113,12 @@ def join(base: Any, adapters: Any) -> Any:
 
 
 def with_dropout(tree: Any, key: jax.Array) -> Any:
-    """Set a dropout key in each LoRA adapter with a dropout rate above 0.
+    """Turn on dropout in the LoRA adapters of a model, for one training step.
 
-    Call it with a new key in each training step. The rate is `LoraArray.dropout`. A weight that is
-    used twice drops the same entries twice. So do all members of a batch, if `jax.vmap` is outside
-    of `vn.implicit`. With `jax.vmap` inside, they differ.
+    Call it with a new key in each step. Adapters whose rate (`LoraArray.dropout`) is 0 do not
+    change. If the model uses a weight twice in a step, both uses drop the same entries. With
+    `jax.vmap(vn.implicit(f))`, all examples of a batch drop the same entries. With
+    `vn.implicit(jax.vmap(f))`, they drop different ones.
 
     **Arguments:**
 
@@ -125,8 +126,8 @@ def with_dropout(tree: Any, key: jax.Array) -> Any:
       key.
     - `key`: a PRNG key, typed or raw.
 
-    **Returns:** the tree, with a different key in each `LoraArray`. They have no dense form until
-    `without_dropout` removes the keys.
+    **Returns:** the tree, with a different dropout key in each adapter. The adapters cannot be
+    materialized until `vn.lora.without_dropout` removes the keys.
 
     **Raises:** `TypeError` if `key` is not a PRNG key.
 
@@ -155,13 +156,14 @@ def with_dropout(tree: Any, key: jax.Array) -> Any:
 
 
 def without_dropout(tree: Any) -> Any:
-    """Remove the dropout key of each LoRA adapter, for evaluation.
+    """Turn off dropout in the LoRA adapters of a model, for evaluation.
 
     **Arguments:**
 
     - `tree`: any pytree.
 
-    **Returns:** the tree, with no key in any `LoraArray`. The dropout rates stay.
+    **Returns:** the tree, without dropout keys. The dropout rates are kept for the next call of
+    `vn.lora.with_dropout`.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> w = vn.types.LoraArray(jnp.eye(2), jnp.ones((2, 1)), jnp.ones((1, 2)), dropout=0.5)

@@ -32,41 +32,43 @@ class LoraArray(Matrix):
     """A weight with a LoRA adapter, `w + scale * a @ b`: `[..., *in, *out]`.
 
     The adapter is a low-rank update (LoRA: Hu et al. 2021, arXiv 2106.09685). Fine-tuning trains
-    `a` and `b`; `w` can be quantized (QLoRA). A product is `x @ w + scale * (x @ a) @ b`. It adds
-    `rank * (in + out)` operations per vector. Neither it nor its gradients for `a` and `b` form the
-    dense update.
+    `a` and `b`; `w` can be quantized (QLoRA). A product is computed as
+    `x @ w + scale * (x @ a) @ b`. This adds `rank * (in + out)` operations per vector. Neither the
+    product nor its gradients compute the dense `a @ b`.
 
-    **Keeps the structure:** transposes, slices, `stop_gradient`, dtype conversions, reshapes within
-    the input axes or the output axes; for matrices, multiples by a number and sums with a
-    `LowRank`. Row lookups and convolutions use the factors. So do solves and determinants with a
-    structured `w`, by the Woodbury identity.
+    **Keeps the structure:** transposes, slices, `stop_gradient`, dtype conversions, and reshapes
+    that do not merge input and output axes. Matrices also keep it in multiples by a number and sums
+    with a `LowRank`. Row lookups and convolutions use `a` and `b` directly. So do solves and
+    determinants with a structured `w`, such as a `Diagonal` (Woodbury identity).
 
-    **Materializes:** other elementwise functions, sums with a dense array, and one operand of a
-    matmul of two.
+    **Materializes:** other elementwise functions, sums with a dense array, and one of the operands
+    in a matmul of two `LoraArray`.
 
     **Arguments:**
 
     - `w`: the weight `[..., *in, *out]`, floating, dense or implicit. Its dtype is the dtype of the
       `LoraArray`.
-    - `a`: `[..., *in, rank]`.
-    - `b`: `[..., rank, *out]`.
-    - `magnitude`: None, or the column norms `[..., 1, out]` of DoRA (Liu et al. 2024, arXiv
-      2402.09353). The array is then `magnitude * v / norm(v)` with `v = w + scale * a @ b`, with no
-      gradient through `norm(v)`.
-    - `dropout_key`: None, or a PRNG key `[...]` or `[..., 2]`. `vn.lora.with_dropout` sets it.
-    - `scale`: a Python number.
-    - `dropout`: the fraction of the operand that is dropped before `a`, in [0, 1).
-    - `dropped`: the axes of `w` that products with dropout contract: `"in"`, or `"out"` for a
+    - `a`: the first factor of the update, `[..., *in, rank]`.
+    - `b`: the second factor of the update, `[..., rank, *out]`.
+    - `magnitude`: for DoRA (Liu et al. 2024, arXiv 2402.09353), the column norms `[..., 1, out]`.
+      The weight is then `magnitude * v / norm(v)` with `v = w + scale * a @ b`, and no gradient
+      through `norm(v)`.
+    - `dropout_key`: a PRNG key, typed `[...]` or raw `[..., 2]`, which turns dropout on.
+      `vn.lora.with_dropout` sets it.
+    - `scale`: the factor of the update, a Python number.
+    - `dropout`: the dropout rate, in [0, 1): the fraction of `x` that is zeroed in `x @ a`, but not
+      in `x @ w`.
+    - `dropped`: "in" or "out", the axes that products contract while dropout is on. Use "out" for a
       weight `[out, in]` in `x @ w.T`.
-    - `normed`: the axes over which DoRA takes the norm: `"in"`, or `"out"` for a weight
-      `[out, in]`, with a `magnitude` of shape `[..., out, 1]`.
-    - `in_ndim`, `out_ndim`: the numbers of input and output axes: `out_ndim=2` for
+    - `normed`: "in" or "out", the axes over which DoRA takes the norm. With "out", `magnitude` is
+      `[..., out, 1]`.
+    - `in_ndim`, `out_ndim`: the number of input and output axes: `out_ndim=2` for a weight
       `[in, heads, size]`, `in_ndim=3` for a kernel `[height, width, in, out]`.
 
     **Raises:**
 
-    - `TypeError` if a leaf is not an array, `w` is not floating, or an option is not a number.
-    - `TypeError` if it is materialized while a dropout key is set.
+    - `TypeError` if `w` is not floating, or an argument has a wrong type.
+    - `TypeError` when the array is materialized, if dropout is on.
     - `ValueError` if the shapes do not fit, or an option is out of range.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
@@ -114,25 +116,26 @@ class LoraArray(Matrix):
     ) -> "LoraArray":
         """Add an adapter to a weight. The update is zero at first: `a` is random and `b` is zero.
 
-        The entries of `a` are uniform in ±1/sqrt(in), as in PEFT (Kaiming's bound with a slope of
-        sqrt(5)).
+        The entries of `a` are uniform between `-1 / sqrt(in)` and `1 / sqrt(in)`, as in PEFT
+        (Kaiming initialization with a slope of `sqrt(5)`).
 
         **Arguments:**
 
         - `w`: the weight `[..., *in, *out]`, floating, dense or implicit.
         - `rank`: the rank of the update, at least 1.
         - `key`: a PRNG key for `a`.
-        - `alpha`: the scale is `alpha / rank`. The default is `rank`, so the scale is 1.
-        - `rs_lora`: use the scale `alpha / sqrt(rank)`, so that updates of large ranks learn as
-          fast (rsLoRA: Kalajdzievski 2023, arXiv 2312.03732).
-        - `dora`: add a magnitude, which is at first the column norms of `w` (DoRA).
+        - `alpha`: sets the factor of the update, `scale`, to `alpha / rank`. The default is `rank`,
+          so `scale` is 1.
+        - `rs_lora`: whether to set `scale` to `alpha / sqrt(rank)` instead, so that large ranks
+          learn as fast as small ones (rsLoRA: Kalajdzievski 2023, arXiv 2312.03732).
+        - `dora`: whether to use DoRA. Its `magnitude` starts as the column norms of `w`.
         - `dtype`: the dtype of `a` and `b`. The default is the dtype of `w`.
         - `dropout`, `dropped`, `in_ndim`, `out_ndim`: as in `LoraArray`.
 
         **Returns:** a `LoraArray`.
 
-        **Raises:** `ValueError` if `rank` is less than 1, `TypeError` if `key` is not a PRNG key,
-        and the errors of `LoraArray`.
+        **Raises:** `ValueError` if `rank` is less than 1 or the dtype of `a` and `b` is not
+        floating. `TypeError` if `key` is not a PRNG key. All errors of `LoraArray`.
 
         >>> import jax, jax.numpy as jnp, veneer as vn
         >>> kernel = vn.quant.quantize(jnp.ones((64, 32)), "nf4", channelwise_axes=[1])
@@ -166,54 +169,57 @@ class LoraArray(Matrix):
 
     @property
     def lead(self) -> tuple[int, ...]:
-        """The leading axes, which all leaves share."""
+        """The axis numbers of the leading axes, which `w`, `a` and `b` share."""
         return tuple(range(self.w.ndim - self.in_ndim - self.out_ndim))
 
     @property
     def ins(self) -> tuple[int, ...]:
-        """The input axes of `w`, which `a` shares."""
+        """The axis numbers of the input axes of `w`."""
         return tuple(range(len(self.lead), self.w.ndim - self.out_ndim))
 
     @property
     def outs(self) -> tuple[int, ...]:
-        """The output axes of `w`, which `b` shares."""
+        """The axis numbers of the output axes of `w`."""
         return tuple(range(self.w.ndim - self.out_ndim, self.w.ndim))
 
     @property
     def w_labels(self) -> Labels:
-        """The axes of `w`."""
+        """The axis numbers of `w`."""
         return *self.lead, *self.ins, *self.outs
 
     @property
     def a_labels(self) -> Labels:
-        """The axes of `a`."""
+        """The axes of `a`: the numbers of the same axes of `w`, and a label for the rank."""
         return *self.lead, *self.ins, RANK
 
     @property
     def b_labels(self) -> Labels:
-        """The axes of `b`."""
+        """The axes of `b`: the numbers of the same axes of `w`, and a label for the rank."""
         return *self.lead, RANK, *self.outs
 
     @property
     def norm_axes(self) -> tuple[int, ...]:
-        """The axes over which DoRA's norm is taken. `magnitude` has size 1 there."""
+        """The axes over which DoRA takes the norm. `magnitude` has size 1 along these axes."""
         if self.magnitude is None:
             return ()
         return self.ins if self.normed == "in" else self.outs
 
     @property
     def drops(self) -> bool:
-        """True if products drop entries of their operands."""
+        """True if dropout is on: a dropout key is set, and the rate is above 0."""
         return self.dropout_key is not None and self.dropout > 0
 
     def changed(self, **changes: Any) -> "LoraArray":
-        """Return a copy with other fields, without checks. They can be abstract or None."""
+        """Return a copy with some fields replaced.
+
+        The new fields are not checked, and can be abstract or None.
+        """
         new = copy.copy(self)
         new.__dict__.update(changes)
         return new
 
     def with_dense_factors(self) -> "LoraArray":
-        """Return a copy with dense `a` and `b`."""
+        """Return a copy in which `a` and `b` are dense arrays."""
         return self.changed(a=materialise_one(self.a), b=materialise_one(self.b))
 
     def update(self) -> Any:
@@ -229,7 +235,7 @@ class LoraArray(Matrix):
     def materialise(self) -> Any:
         """Return the dense weight, including the update.
 
-        **Raises:** `TypeError` if a dropout key is set.
+        **Raises:** `TypeError` if dropout is on.
         """
         if self.drops:
             raise TypeError(
@@ -243,7 +249,7 @@ class LoraArray(Matrix):
         return out.astype(dense.dtype)
 
     def leaf_axes(self) -> list[Axes]:
-        """Return the leaf axes. The axes of DoRA's norm cannot be sliced."""
+        """Return the dense axis of each axis of each leaf. Axes of DoRA's norm cannot be sliced."""
         follows = [LeafAxis(axis - self.w.ndim) for axis in self.w_labels]
         whole = [LeafAxis(axis - self.w.ndim, "whole") for axis in self.w_labels]
         split, at = len(self.lead), len(self.lead) + self.in_ndim
@@ -266,7 +272,7 @@ class LoraArray(Matrix):
 
     @property
     def is_sum(self) -> bool:
-        """True for a plain matrix `w + scale * a @ b`, without magnitude and dropout."""
+        """True if the array is a matrix `w + scale * a @ b`, without DoRA and dropout."""
         return self.in_ndim == self.out_ndim == 1 and self.magnitude is None and not self.drops
 
     def matvec(self, x: Any, *, precision: Any = None) -> Any:
@@ -281,7 +287,15 @@ class LoraArray(Matrix):
         return self.permuted((*self.lead, *self.outs, *self.ins)) if is_matrix else NotImplemented
 
     def permuted(self, permutation: Sequence[int]) -> Any:
-        """Return the transpose, or `NotImplemented` if it mixes input and output axes."""
+        """Return the array with permuted axes.
+
+        **Arguments:**
+
+        - `permutation`: the order of the axes, as in `jax.lax.transpose`.
+
+        **Returns:** a `LoraArray`, or `NotImplemented` if the permutation mixes input and output
+        axes.
+        """
         split, at = len(self.lead), len(self.lead) + self.in_ndim
         swapped = permutation[split] in self.outs
         if swapped:

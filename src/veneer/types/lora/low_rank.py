@@ -17,27 +17,27 @@ from .array import LoraArray, scaled
 class LowRank(Matrix):
     """A low-rank matrix `a @ b`, `[..., m, n]`, stored as its factors.
 
-    A product costs `r (m + n)` operations per vector, for rank `r`. The trace and the diagonal cost
-    `r min(m, n)`.
+    With rank `r`, a product costs `r (m + n)` operations per vector. The trace and the diagonal
+    cost `r min(m, n)`.
 
     **Keeps the structure:** transposes, multiples by a number, products with structured matrices on
-    either side, and sums of two, whose ranks add up. Above the rank `m n / (m + n)` the dense
-    matrix is smaller. The sum with another structured matrix is a `LoraArray`, so
-    `Diagonal + LowRank` is solved by the Woodbury identity (Golub and Van Loan, *Matrix
-    Computations*, 2.1.4).
+    either side, and sums of two `LowRank`. The rank of a sum is the sum of both ranks. Above the
+    rank `m n / (m + n)`, the dense matrix takes less memory. The sum with another structured matrix
+    is a `LoraArray`. So solves with `Diagonal + LowRank` use the Woodbury identity (Golub and Van
+    Loan, *Matrix Computations*, 2.1.4).
 
-    **Materializes:** sums with a dense array, elementwise functions and products, and solves,
-    inverses and determinants of the matrix alone.
+    **Materializes:** sums with a dense array, elementwise functions, elementwise products, and
+    solves, inverses and determinants of a `LowRank` itself.
 
     **Arguments:**
 
-    - `a`: `[..., m, r]`, dense or implicit.
-    - `b`: `[..., r, n]`, dense or implicit.
+    - `a`: the left factor, `[..., m, r]`, dense or implicit.
+    - `b`: the right factor, `[..., r, n]`, dense or implicit.
 
     **Raises:**
 
     - `TypeError` if a factor is not an array.
-    - `ValueError` if the shapes do not fit.
+    - `ValueError` if the ranks or the leading axes of the factors differ.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> x = vn.types.LowRank(jnp.ones((4, 1)), jnp.ones((1, 4)))
@@ -60,7 +60,7 @@ class LowRank(Matrix):
         return redispatch(jnp.matmul, self.a, self.b)
 
     def partition(self, spec: P, shape: tuple[int, ...]) -> "LowRank":
-        """Return partition specs that cut the axes of the matrix, but not the rank."""
+        """Return partition specs that shard `a` and `b` like the matrix, but not along the rank."""
         del shape
         *lead, m, n = spec
         specs = iter((P(*lead, m, None), P(*lead, None, n)))

@@ -19,33 +19,36 @@ class Masked(ImplicitArray):
     This is the opposite of `numpy.ma`, where True means invalid. An invalid entry, such as a NaN,
     affects no valid result and no derivative.
 
-    - An elementwise result is valid where all operands are. In `jnp.where`, the chosen operand
-      counts.
-    - Reductions, cumulative functions and products skip invalid entries. A reduction is valid if
-      any entry is, and a product if any pair of entries is.
+    - The result of an elementwise function is valid where all operands are valid. In `jnp.where`,
+      only the condition and the chosen operand must be valid.
+    - Reductions, cumulative functions and matmuls skip invalid entries. The result of a reduction
+      is valid if at least one of its entries is valid. An entry of a matmul is valid if at least
+      one of its terms multiplies two valid entries.
     - Sorts put invalid entries last. `argmax` and `argmin` return the index of a valid entry, if
       any entry is valid.
-    - Operations that move entries move the mask. Padding and written entries are valid; reads out
-      of bounds are not.
+    - Slices, transposes and other operations that move entries also move the mask. Padding, and
+      entries written from a dense array, are valid. Reads out of bounds are invalid.
 
-    `x.mean()`, `x.var()`, `x.std()` and `x.count()` use the valid entries. `jnp.mean` and other
-    statistics of `jax.numpy` count all entries, so they raise. So does a sum divided by the number
-    of its entries; a sum times the reciprocal is not detected.
+    `x.mean()`, `x.var()`, `x.std()` and `x.count()` use only the valid entries. `jnp.mean` and
+    other statistics of `jax.numpy` divide by the number of all entries, so they raise `TypeError`.
+    A sum divided by this number also raises it. A sum multiplied by the reciprocal is not detected.
 
-    **Materializes:** nothing. A primitive without a rule raises; `filled` returns a dense array.
+    **Materializes:** nothing. A primitive without a rule raises `TypeError`. Call `filled` to get a
+    dense array.
 
-    `jax.grad(vn.implicit(f))` needs `allow_int=True` because of the mask, or a function of the
-    value.
+    The mask is not floating, so `jax.grad(vn.implicit(f))` with respect to a `Masked` needs
+    `allow_int=True`. Or differentiate with respect to `value`, and create the `Masked` in the
+    function.
 
     **Arguments:**
 
     - `value`: a dense array `[...]` of any dtype. Invalid entries can have any value.
-    - `mask`: `bool[...]` of the same shape.
+    - `mask`: a boolean array of the same shape, True where an entry is valid.
 
     **Raises:**
 
-    - `TypeError` if a field is not a dense array, or `mask` is not boolean.
-    - `ValueError` if the shapes differ.
+    - `TypeError` if `value` or `mask` is not a dense array, or `mask` is not boolean.
+    - `ValueError` if the shapes of `value` and `mask` differ.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> x = vn.types.Masked(jnp.array([1.0, jnp.nan, 3.0]), jnp.array([True, False, True]))
@@ -87,7 +90,7 @@ class Masked(ImplicitArray):
         )
 
     def filled(self, fill: ArrayLike = 0) -> jax.Array:
-        """Return the dense array, with `fill` in place of invalid entries."""
+        """Return a dense array, with `fill` in place of invalid entries."""
         value = jnp.asarray(self.value)
         return jnp.where(self.mask, value, jnp.asarray(fill, value.dtype))
 
@@ -105,13 +108,14 @@ class Masked(ImplicitArray):
         **Arguments:**
 
         - `axis`, `keepdims`: as in `jax.numpy.var`.
-        - `ddof`: the sum of squares is divided by the number of valid entries minus `ddof`.
+        - `ddof`: the divisor is the number of valid entries minus `ddof`. If this is not positive,
+          the result is invalid.
         """
         mean = self.mean(axis, keepdims=True).value
         return self._mean_of(jnp.abs(self.filled() - mean) ** 2, axis, keepdims, ddof)
 
     def std(self, axis: Axis = None, *, ddof: int = 0, keepdims: bool = False) -> "Masked":
-        """Return the standard deviation of the valid entries. The arguments are as in `var`."""
+        """Return the standard deviation of the valid entries. It has the arguments of `var`."""
         var = self.var(axis, ddof=ddof, keepdims=keepdims)
         return Masked(jnp.sqrt(var.filled(1)), var.mask)
 

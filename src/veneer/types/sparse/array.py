@@ -18,24 +18,23 @@ from .entries import Entries
 class SparseArray(ImplicitArray):
     """A sparse array `[*batch, *sparse_shape]`, stored as nonzero entries and their indices.
 
-    The layout is `jax.experimental.sparse.BCOO` without dense axes. Each batch stores the same
-    number `nse` of entries. An entry whose index is out of bounds is padding. Entries with the same
-    index are summed. An entry that is not stored is zero even next to an infinity or NaN, or in a
-    division by 0.
+    The layout is `jax.experimental.sparse.BCOO` without dense axes. Each array of the batch stores
+    the same number of entries, `nse`. Entries whose index is out of bounds are padding. Entries
+    with the same index are summed. Entries that are not stored contribute zero to products, matmuls
+    and quotients, even if the other operand is infinite or NaN, or a divisor is 0.
 
-    **Keeps the structure:** sums and elementwise products of two, products with and quotients by a
-    number or a dense array, elementwise functions that map 0 to 0, `sum` over some axes,
-    transposes, reshapes, broadcasts and slices. A `dot_general` with a dense array, over any axes,
-    returns a dense array.
+    **Keeps the structure:** sums and elementwise products of two `SparseArray`; elementwise
+    products with a number or a dense array, and quotients by them; elementwise functions that map 0
+    to 0; `sum` over some of the axes; transposes, reshapes, broadcasts and slices. A matmul or
+    `dot_general` with a dense array uses only the stored entries, and returns a dense array.
 
-    **Materializes:** the smaller operand in a product of two, the divisor in a quotient of two,
-    sums with a dense array, comparisons, sorts, gathers, and functions that map 0 to another
-    number.
+    **Materializes:** the smaller operand in a matmul of two, the divisor in a quotient of two, sums
+    with a dense array, comparisons, sorts, gathers, and functions that map 0 to another number.
 
-    A matmul with N vectors costs `nse * N` multiplications, a gather and a scatter. It pays at
-    about 1% nonzero entries: on CPU, for 1024 x 1024, it took 0.2 to 0.6 times as long as the dense
-    matmul, and at 10% 1.4 to 13 times as long. Products of two and nonlinear functions sort the
-    entries, unless `unique_indices`.
+    A matmul with N vectors costs `nse * N` multiplications, a gather and a scatter. On CPU, with a
+    1024 x 1024 matrix and 1% nonzero entries, it took 0.2 to 0.6 times as long as the dense matmul.
+    With 10%, it took 1.4 to 13 times as long. Elementwise products of two and nonlinear functions
+    first sort the entries, unless `unique_indices` is True.
 
     **Arguments:**
 
@@ -43,13 +42,14 @@ class SparseArray(ImplicitArray):
     - `indices`: int32 or int64 `[*batch, nse, n_sparse]`, the index of each entry along each sparse
       axis.
     - `sparse_shape`: the sizes of the last `n_sparse` axes, a nonempty tuple; static.
-    - `unique_indices`: whether all indices of a batch differ, except padding. This is not checked;
-      static.
+    - `unique_indices`: whether no two entries of an array have the same index, apart from padding.
+      This is not checked; static.
 
     **Raises:**
 
-    - `TypeError` if a leaf is not an array or has another dtype, or `sparse_shape` is not a tuple.
-    - `ValueError` if the shapes do not fit.
+    - `TypeError` if `data` or `indices` is not a dense array or has another dtype, or
+      `sparse_shape` is not a tuple.
+    - `ValueError` if the shapes of `data` and `indices` do not fit, or `sparse_shape` is empty.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> a = vn.types.SparseArray(jnp.array([2.0, 3.0]), jnp.array([[0, 1], [2, 0]]), (3, 2))
@@ -88,18 +88,19 @@ class SparseArray(ImplicitArray):
         **Arguments:**
 
         - `x`: an array of numbers. An implicit array is materialized.
-        - `nse`: the number of entries to store per batch. The default is the largest number of
-          nonzero entries of a batch. Under a trace it must be given.
+        - `nse`: the number of entries to store per array of the batch. The default is the largest
+          number of nonzero entries in one of them. Under `jax.jit`, `nse` must be given.
         - `n_batch`: the number of leading batch axes.
 
-        **Returns:** the `SparseArray`, with `unique_indices=True`. Under a trace, a floating result
-        is NaN if `nse` is too small.
+        **Returns:** the `SparseArray`, with `unique_indices=True`. If `x` is traced and `nse` is
+        too small, the stored entries are NaN.
 
         **Raises:**
 
         - `TypeError` if `x` is boolean.
-        - `ValueError` if `nse` is too small, if `n_batch` leaves no sparse axis, or if `x` holds
-          traced integers.
+        - `ValueError` if `nse` is too small, or `n_batch` leaves no sparse axis.
+        - `ValueError` if `x` is a traced integer array, because NaN cannot mark an `nse` that is
+          too small.
         - `jax.errors.ConcretizationTypeError` if `x` is traced and `nse` is missing.
 
         >>> import jax.numpy as jnp, veneer as vn
@@ -134,7 +135,7 @@ class SparseArray(ImplicitArray):
         **Raises:**
 
         - `TypeError` if `bcoo` is not a BCOO.
-        - `ValueError` if it has dense axes.
+        - `ValueError` if `bcoo` has dense axes (`n_dense`).
         """
         from jax.experimental import sparse
 
@@ -157,7 +158,7 @@ class SparseArray(ImplicitArray):
         )
 
     def to_bcoo(self) -> Any:
-        """Return a `jax.experimental.sparse.BCOO` with the same leaves."""
+        """Return a `jax.experimental.sparse.BCOO` with the same entries and indices."""
         from jax.experimental import sparse
 
         leaves = jnp.asarray(self.data), jnp.asarray(self.indices)
@@ -165,7 +166,7 @@ class SparseArray(ImplicitArray):
 
     @property
     def nse(self) -> int:
-        """The number of stored entries per batch, including padding."""
+        """The number of stored entries per array of the batch, including padding."""
         return self.data.shape[-1]
 
     @property
@@ -174,11 +175,10 @@ class SparseArray(ImplicitArray):
         return len(self.data.shape) - 1
 
     def sum_duplicates(self) -> "SparseArray":
-        """Sum entries with the same index, by a sort.
+        """Sort the entries, and sum entries that have the same index.
 
-        **Returns:** an equal array with `unique_indices=True`, and with at most as many entries per
-        batch as the dense array has. An array that already has `unique_indices` is returned
-        unchanged.
+        **Returns:** an equal array with `unique_indices=True`. An array that already has
+        `unique_indices=True` is returned unchanged.
         """
         from jax.experimental import sparse
 
@@ -191,12 +191,12 @@ class SparseArray(ImplicitArray):
         return self.from_bcoo(sparse.bcoo_sum_duplicates(self.to_bcoo(), nse=nse))
 
     def entries(self) -> Entries:
-        """Return the entries and their indices along all axes, with padding masked."""
+        """Return the entries with their indices along all axes. Padding is marked."""
         return Entries(self.data, self.indices, self.sparse_shape)
 
     @property
     def pattern(self) -> tuple[Any, tuple[int, ...], bool]:
-        """The fields after `data`: `SparseArray(data, *x.pattern)` has the same indices."""
+        """The fields other than `data`: `SparseArray(data, *x.pattern)` has the same indices."""
         return self.indices, self.sparse_shape, self.unique_indices
 
     def materialise(self) -> jax.Array:

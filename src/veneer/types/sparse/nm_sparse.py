@@ -27,34 +27,36 @@ from ..zero_preserving import LINEAR, NONLINEAR
 class NMSparse(ImplicitArray):
     """A matrix `[..., K, N]` with n:m sparsity: n nonzero entries per m neighbors along an axis.
 
-    2:4 is the pattern of NVIDIA's sparse tensor cores (Mishra et al., arXiv 2104.08378). The axis
-    is the contracted one: -2 for a JAX kernel `[..., in, out]`, -1 for a weight `[..., out, in]`.
-    Each value stores its position in the group in `ceil(log2 m)` bits. So 2:4 in float32 takes 34
-    bits per two entries, instead of 64. This saves memory, not time: a matmul expands the matrix to
-    a temporary dense array. On CPU, a matmul with a 1024 x 1024 matrix and 1 row of activations
-    took 2.7 times as long as the dense matmul. With 256 rows, it took as long as the dense matmul.
+    2:4 is the pattern of NVIDIA's sparse tensor cores (Mishra et al., arXiv 2104.08378). Groups of
+    m neighbors lie along the contracted axis: -2 for a JAX kernel `[..., in, out]`, -1 for a weight
+    `[..., out, in]`. The position of each value in its group takes `ceil(log2 m)` bits. So a 2:4
+    matrix in float32 takes 68 bits per group, instead of 128. This saves memory, not time: a matmul
+    expands the matrix to a temporary dense array. On CPU, a matmul with a 1024 x 1024 matrix and 1
+    row of activations took 2.7 times as long as the dense matmul. With 256 rows, it took as long as
+    the dense matmul.
 
     In elementwise operations, entries that are not stored stay zero, even if the other operand is
-    NaN. In a matmul they are zeros of a dense matrix, so NaN gives NaN.
+    NaN. In a matmul, NaN times such an entry is NaN.
 
-    **Keeps the structure:** transposes, products with and quotients by a number or a dense array
-    (elementwise), floating dtype conversions, and elementwise functions that map 0 to 0.
+    **Keeps the structure:** transposes; elementwise products with a number or a dense array, and
+    quotients by them; floating dtype conversions; and elementwise functions that map 0 to 0.
 
-    **Materializes:** sums, slices within the matrix, and functions that map 0 to another number.
+    **Materializes:** sums, slices along the last two axes, and functions that map 0 to another
+    number.
 
     **Arguments:**
 
-    - `values`: the entries, `[..., K/m*n, N]` for axis -2 or `[..., N, K/m*n]` for axis -1. They
-      can be implicit, such as a `QArray`.
-    - `indices`: uint8, the positions, packed along the same axis by
-      `veneer.kernels.bit_planes.pack_bits`.
+    - `values`: the stored entries, `[..., K/m*n, N]` for axis -2 or `[..., N, K/m*n]` for axis -1.
+      They can be implicit, such as a `QArray`.
+    - `indices`: the positions of the values in their groups, packed to uint8 along the same axis by
+      `veneer.kernels.bit_planes.pack_bits`. `NMSparse.prune` computes `values` and `indices`.
     - `n`, `m`: the pattern, `1 <= n <= m` and `2 <= m <= 256`; static.
-    - `axis`: -2 or -1; static.
+    - `axis`: the axis of the groups, -2 or -1; static.
 
     **Raises:**
 
-    - `TypeError` if a leaf is not an array, or `indices` is not uint8.
-    - `ValueError` if the shapes or the pattern do not fit.
+    - `TypeError` if `values` or `indices` is not an array, or `indices` is not uint8.
+    - `ValueError` if the shapes do not fit, or `n`, `m` or `axis` is out of range.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> w = vn.types.NMSparse.prune(jnp.array([[1.0, -4.0, 3.0, 2.0]]), axis=-1)
@@ -93,17 +95,19 @@ class NMSparse(ImplicitArray):
     ) -> "NMSparse":
         """Prune a matrix: keep the n entries of largest magnitude in each group of m.
 
-        The first of equal entries is kept. A NaN counts as infinite, so it is kept.
+        If entries have the same magnitude, the first ones are kept. NaN counts as infinite.
 
         **Arguments:**
 
         - `w`: a floating or complex matrix `[..., K, N]`. An implicit array is materialized.
-        - `n`, `m`, `axis`: the pattern and the axis, as for `NMSparse`. `m` must divide the axis.
+        - `n`, `m`, `axis`: the pattern and the axis of the groups, as in `NMSparse`. `m` must
+          divide the size of the axis.
 
         **Raises:**
 
         - `TypeError` if `w` is not floating or complex.
-        - `ValueError` if `w` is not a matrix, or the pattern does not fit its shape.
+        - `ValueError` if `w` has fewer than two axes, `m` does not divide the axis, or `n`, `m` or
+          `axis` is out of range.
 
         >>> import jax.numpy as jnp, veneer as vn
         >>> w = vn.types.NMSparse.prune(jnp.ones((16, 8)))
@@ -131,7 +135,7 @@ class NMSparse(ImplicitArray):
 
     @property
     def positions(self) -> jax.Array:
-        """The position of each value in its group, uint8 of the shape of `values`."""
+        """The position of each value in its group, as uint8 in the shape of `values`."""
         kept = self.values.shape[self.axis]
         return unpack_bits(self.indices, self.bits, self.axis, kept)
 
@@ -154,7 +158,7 @@ class NMSparse(ImplicitArray):
         return _merge(dense, axis)
 
     def kept(self, dense: ArrayLike) -> jax.Array:
-        """Return the entries of a dense array at the stored positions, of the shape of `values`."""
+        """Return the entries of a dense array at the stored positions, in the shape of `values`."""
         groups = _split(jnp.asarray(dense), self.axis, self.m)
         places = _split(self.positions, self.axis, self.n).astype(jnp.int32)
         return _merge(jnp.take_along_axis(groups, places, self.axis), self.axis)

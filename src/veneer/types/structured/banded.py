@@ -26,27 +26,28 @@ class Tridiagonal(Matrix):
     which does not pivot: the matrix should be diagonally dominant or positive definite. A solve
     with a singular matrix gives NaN or infinity.
 
-    The determinant comes from the three-term recurrence of leading minors. It is the exact
-    determinant of a matrix whose entries differ from these by a few roundings (Wilkinson, *The
-    Algebraic Eigenvalue Problem*, 5.38).
+    The determinant is computed by the three-term recurrence of the leading minors. The result is
+    the exact determinant of a matrix whose entries differ from the stored ones by a few rounding
+    errors (Wilkinson, *The Algebraic Eigenvalue Problem*, 5.38).
 
     **Keeps the structure:** transposes, multiples by a number, sums with `Tridiagonal` and
     `Diagonal`, products with `Diagonal`, Cholesky factors, and elementwise functions that map 0 to
-    0. The product of two is `Banded`.
+    0. The product of two `Tridiagonal` is a `Banded`.
 
     **Materializes:** elementwise products, sums with a dense array, and functions that map 0 to
-    another number (`exp`). The inverse is computed by solves, and is dense.
+    another number (`exp`). The inverse is a dense array, computed by solves.
 
     **Arguments:**
 
-    - `lower`: `A[i + 1, i]`, `[..., n - 1]`.
-    - `diagonal`: `A[i, i]`, `[..., n]`.
-    - `upper`: `A[i, i + 1]`, `[..., n - 1]`.
+    - `lower`: the entries below the main diagonal, `A[i + 1, i]`: an array `[..., n - 1]`.
+    - `diagonal`: the main diagonal, `[..., n]`.
+    - `upper`: the entries above the main diagonal, `A[i, i + 1]`: an array `[..., n - 1]`.
 
     **Raises:**
 
-    - `TypeError` if a field is not a dense array.
-    - `ValueError` if the sizes or the leading axes do not fit.
+    - `TypeError` if an argument is not a dense array.
+    - `ValueError` if `lower` or `upper` does not have one entry fewer than `diagonal`, or the
+      leading axes differ.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> a = vn.types.Tridiagonal(jnp.ones(2), jnp.full(3, 2.0), jnp.ones(2))
@@ -99,7 +100,10 @@ class Tridiagonal(Matrix):
         return lax_linalg.tridiagonal_solve(lower, diagonal, upper, b.mT).mT
 
     def cholesky(self) -> "Tridiagonal":
-        """Return the Cholesky factor. All of it is NaN if the matrix is not positive definite."""
+        """Return the lower Cholesky factor, as a structured matrix.
+
+        All entries are NaN if the matrix is not positive definite.
+        """
         diagonal = jnp.moveaxis(jnp.real(self.diagonal), -1, 0)
         beside = jnp.moveaxis((self.lower + jnp.conj(self.upper)) / 2, -1, 0)
         if not len(diagonal):
@@ -143,23 +147,23 @@ class Tridiagonal(Matrix):
 class Banded(Matrix):
     """A banded matrix `[..., n, n]`, stored as the diagonals around the main one.
 
-    The layout is that used by LAPACK and `scipy.linalg.solve_banded`: `bands[upper + i - j, j]` is
-    `A[i, j]`. The corners of `bands` that lie outside of the matrix are not read.
+    The layout is the one of LAPACK and `scipy.linalg.solve_banded`: `A[i, j]` is stored as
+    `bands[upper + i - j, j]`. Entries of `bands` that lie outside of the matrix are ignored.
 
-    With `w` stored diagonals, a product costs `w n` operations per vector. A solve and a
-    determinant cost `O(n lower w)`, by elimination with partial pivoting in `n` steps (Golub and
+    With `w` stored diagonals, a product costs `w n` operations per vector. A solve or a determinant
+    uses elimination with partial pivoting, in `n` steps and `O(n lower w)` operations (Golub and
     Van Loan, *Matrix Computations*, 4.3).
 
     **Keeps the structure:** transposes, multiples by a number, sums and products with `Banded`,
     `Tridiagonal` and `Diagonal`, and elementwise functions that map 0 to 0.
 
     **Materializes:** Cholesky factors, elementwise products, sums with a dense array, and functions
-    that map 0 to another number (`exp`). The inverse is computed by solves, and is dense.
+    that map 0 to another number (`exp`). The inverse is a dense array, computed by solves.
 
     **Arguments:**
 
     - `bands`: the diagonals `[..., upper + 1 + lower, n]`, the uppermost first.
-    - `lower`, `upper`: the numbers of diagonals below and above the main one; static.
+    - `lower`, `upper`: the number of diagonals below and above the main diagonal; static.
 
     **Raises:**
 

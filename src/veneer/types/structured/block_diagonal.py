@@ -21,21 +21,21 @@ class BlockDiagonal(Matrix):
     """A block-diagonal matrix `[..., k m, k n]` with `k` blocks `[m, n]`.
 
     The blocks are one array, dense or implicit: for example a `QArray`, or a batch of `k` Toeplitz
-    matrices. A product with a dense array is a batched matmul of the blocks, `k m n` operations per
-    vector. If the blocks are square, a solve, an inverse, a Cholesky factor or a determinant costs
-    `O(k n^3)`, or less if the blocks have structure.
+    matrices. A product with a dense array is a batched matmul of the blocks, with `k m n`
+    operations per vector. If the blocks are square, a solve, an inverse, a Cholesky factor or a
+    determinant costs `O(k n^3)`, or less if the blocks have structure.
 
     **Keeps the structure:** transposes, inverses, Cholesky factors, multiples by a number, products
     with a `Diagonal` on either side, elementwise products with a dense array, and elementwise
-    functions that map 0 to 0. So do sums, products and elementwise products of two with blocks of
-    fitting shapes.
+    functions that map 0 to 0. Sums, products and elementwise products of two `BlockDiagonal` also
+    keep it if the shapes of their blocks fit.
 
     **Materializes:** sums with a dense array, functions that map 0 to another number, and solves or
     determinants if the blocks are not square.
 
     **Arguments:**
 
-    - `blocks`: the blocks `[..., k, m, n]`. `BlockDiagonal.of(*matrices)` stacks matrices.
+    - `blocks`: the stacked blocks, `[..., k, m, n]`. `BlockDiagonal.of(*matrices)` stacks matrices.
 
     **Raises:**
 
@@ -59,11 +59,12 @@ class BlockDiagonal(Matrix):
 
     @classmethod
     def of(cls, *matrices: Any) -> "BlockDiagonal":
-        """Stack matrices `[..., m, n]` as the blocks of a block-diagonal matrix.
+        """Create a block-diagonal matrix from its blocks, matrices `[..., m, n]`.
 
         **Arguments:**
 
-        - `matrices`: matrices of one shape, dense or all of one implicit type.
+        - `matrices`: the blocks. They have the same shape, and all are dense or of the same
+          implicit type.
 
         **Raises:** `ValueError` if there are no matrices, or their shapes differ.
 

@@ -18,9 +18,9 @@ class Diagonal(Matrix):
 
     A product with a dense array, a solve or a triangular solve costs `n` operations per vector.
 
-    **Keeps the structure:** transposes, inverses, Cholesky factors, sums and products of two,
-    multiples by a number, elementwise products with any array, and elementwise functions that map 0
-    to 0 (`sqrt`, `tanh`).
+    **Keeps the structure:** transposes, inverses, Cholesky factors, sums and products of two
+    `Diagonal`, multiples by a number, elementwise products with any array, and elementwise
+    functions that map 0 to 0 (`sqrt`, `tanh`).
 
     **Materializes:** sums with a dense array, and functions that map 0 to another number (`exp`).
 

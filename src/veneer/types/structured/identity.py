@@ -22,11 +22,11 @@ from .matrix import Matrix, product
 class Identity(Matrix):
     """An identity matrix `[*leading, n, n]` that stores no entries.
 
-    Its one leaf is an empty array `[*leading, n, 0]`, which holds the leading axes, the size and
-    the dtype. So `vmap`, `scan` and stacks of identities work, and take no memory.
+    It stores one empty array `[*leading, n, 0]`, whose shape and dtype determine the matrix. So
+    batches of identities also take no memory, and work with `jax.vmap` and `jax.lax.scan`.
 
-    **Keeps the structure:** transposes, inverses, Cholesky factors and products of two. A product
-    or a solve with another array returns that array, dense or structured. Multiples, sums with
+    **Keeps the structure:** transposes, inverses, Cholesky factors and products of two `Identity`.
+    A product or a solve with another array returns that array. Multiples by a number, sums with
     `Identity` or `Diagonal`, elementwise products, and elementwise functions that map 0 to 0 return
     a `Diagonal`.
 
@@ -34,9 +34,9 @@ class Identity(Matrix):
 
     **Arguments:**
 
-    - `n`: the size, an integer.
+    - `n`: the number of rows and columns, an integer.
     - `dtype`: the dtype of the matrix. The default is JAX's default float.
-    - `leading`: the sizes of the leading axes.
+    - `leading`: the sizes of the leading axes, for a batch of identities.
 
     **Raises:**
 

@@ -18,24 +18,25 @@ from .matrix import Matrix, product
 class Kronecker(Matrix):
     """A Kronecker product `[..., m1 m2, n1 n2]` of two matrices: `a[i, j] * b` in block `i, j`.
 
-    The factors may be dense or implicit. A `Kronecker` as a factor gives a product of three. A
-    vector is the rows of a matrix `X` `[n1, n2]`, and its product is `A X B^T` (Van Loan, *The
-    ubiquitous Kronecker product*, 2000). With dense factors a product costs `n1 n2 m2 + n1 m1 m2`
-    operations per vector. If both factors are square, a solve, an inverse, a Cholesky factor or a
-    determinant costs `O(n1^3 + n2^3)`, or less if the factors have structure.
+    The factors can be dense or implicit. For a Kronecker product of three matrices, pass a
+    `Kronecker` as a factor. A product reshapes the vector to a matrix `X` `[n1, n2]`, and computes
+    `a @ X @ b.T` (Van Loan, *The ubiquitous Kronecker product*, 2000). With dense factors a product
+    costs `n1 n2 m2 + n1 m1 m2` operations per vector. If both factors are square, a solve, an
+    inverse, a Cholesky factor or a determinant costs `O(n1^3 + n2^3)`, or less if the factors have
+    structure.
 
     **Keeps the structure:** transposes, inverses, multiples by a number, `abs`, `sign`, `square`
-    and integer powers; products and elementwise products of two with factors of fitting shapes;
-    Cholesky factors if both factors are symmetric positive definite. If both are negative definite,
-    the Cholesky factor is NaN.
+    and integer powers; products and elementwise products of two `Kronecker`, if the shapes of their
+    factors fit; Cholesky factors, if both factors are symmetric positive definite. If both are
+    negative definite, the Cholesky factor is NaN.
 
     **Materializes:** sums, other elementwise functions, and solves or determinants if a factor is
     not square.
 
     **Arguments:**
 
-    - `a`: `[..., m1, n1]`.
-    - `b`: `[..., m2, n2]`, with the same leading axes.
+    - `a`: the first factor, `[..., m1, n1]`.
+    - `b`: the second factor, `[..., m2, n2]`, with the same leading axes.
 
     **Raises:**
 

@@ -37,14 +37,15 @@ class Matrix(ImplicitArray, abstract=True):
     linear_in: ClassVar[tuple[str, ...]] = ()
 
     def matvec(self, x: Any, *, precision: Any = None) -> Any:
-        """Return `self @ v` for each vector v of `x`.
+        """Return `self @ v` for each row `v` of `x`.
 
         **Arguments:**
 
-        - `x`: vectors `[*lead, k, n]`. A leading axis may have size 1; it is broadcast.
-        - `precision`: the precision of the dense products inside.
+        - `x`: a dense array `[*lead, k, n]`. Leading axes of size 1 are broadcast.
+        - `precision`: the precision of dense products, as in `jax.numpy.matmul`.
 
-        **Returns:** `[*lead, k, m]`. For 16-bit floats the result may be float32.
+        **Returns:** the products as rows, `[*lead, k, m]`. In 16-bit dtypes, the result may be
+        float32.
         """
         del x, precision
         return NotImplemented
@@ -54,11 +55,12 @@ class Matrix(ImplicitArray, abstract=True):
         return NotImplemented
 
     def rescaled(self, scale: Callable[[Any], Any]) -> Any:
-        """Return the matrix multiplied by a number.
+        """Return the matrix times a number, or times one number per matrix of a batch.
 
         **Arguments:**
 
-        - `scale`: a function that multiplies an array `[*lead, ...]` by the number.
+        - `scale`: a function that multiplies an array `[*lead, ...]` by the numbers. It is applied
+          to stored arrays.
         """
         if not self.linear_in:
             return NotImplemented
@@ -67,7 +69,7 @@ class Matrix(ImplicitArray, abstract=True):
         )
 
     def converted(self, dtype: Any) -> Any:
-        """Return the matrix in another floating dtype. By default, convert each floating leaf."""
+        """Return the matrix converted to another floating dtype."""
 
         def cast(x: Any) -> Any:
             floating = jnp.issubdtype(x.dtype, jnp.inexact)
@@ -77,9 +79,13 @@ class Matrix(ImplicitArray, abstract=True):
         return jax.tree.map(cast, self, is_leaf=below)
 
     def solve(self, b: Any) -> Any:
-        """Return x with `self @ x = v` for each vector v of `b`, `[*lead, k, n]`.
+        """Solve `self @ x = v` for each row `v` of `b`. The matrix must be square.
 
-        The matrix is square.
+        **Arguments:**
+
+        - `b`: the right-hand sides as rows, `[*lead, k, n]`.
+
+        **Returns:** the solutions as rows, `[*lead, k, n]`.
         """
         del b
         return NotImplemented
@@ -89,7 +95,7 @@ class Matrix(ImplicitArray, abstract=True):
         return NotImplemented
 
     def cholesky(self) -> Any:
-        """Return the lower factor L, with `L @ L.T = self`, as a structured matrix."""
+        """Return the lower Cholesky factor `L`, with `L @ L.T = self`, as a structured matrix."""
         return NotImplemented
 
     def slogdet(self) -> Any:

@@ -17,12 +17,12 @@ from .product import Product
 class Permutation(Matrix):
     """A permutation matrix `[..., n, n]`, where `P @ x` is `x[indices]`.
 
-    Row `i` has its 1 in column `indices[i]`. A product or a solve moves `n` numbers per vector and
-    multiplies none. Solves and products with the transpose sort the indices first. The determinant
-    is the parity of the permutation, in `O(n log n)`.
+    Row `i` has its 1 in column `indices[i]`. A product or a solve reorders the `n` entries of each
+    vector, without multiplications. Solves, and products with the transpose, sort the indices
+    first. The determinant is the sign of the permutation, computed in `O(n log n)`.
 
-    **Keeps the structure:** transposes, inverses and products of two. A multiple by a number is a
-    `Product` with a `Diagonal`.
+    **Keeps the structure:** transposes, inverses and products of two `Permutation`. A multiple by a
+    number is a `Product` of a `Diagonal` and the `Permutation`.
 
     **Materializes:** sums, elementwise functions and Cholesky factors.
 
@@ -34,8 +34,8 @@ class Permutation(Matrix):
     **Raises:**
 
     - `TypeError` if `indices` is not an array of integers.
-    - `ValueError` if `indices` has no axis or is not a permutation. Traced indices are not checked;
-      an index out of range gives NaN in a product.
+    - `ValueError` if `indices` has no axis or is not a permutation. Traced indices are not checked:
+      with an index out of range, a product contains NaN.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> p = vn.types.Permutation(jnp.array([2, 0, 1]))

@@ -17,27 +17,28 @@ from .matrix import Matrix, overrides, product
 
 
 class Product(Matrix):
-    """A product `left @ right`, `[..., m, n]`, of two structured matrices that are applied in turn.
+    """A product `left @ right`, `[..., m, n]`, stored as its two structured factors.
 
-    `x @ y` returns a `Product` if no rule gives the product a structure, and if the two store at
-    most twice the bytes of the dense product. Otherwise the dense product is computed. A product
-    with a dense array costs the sum of the costs of both factors. A product of three is
-    `a @ (b @ c)`; adjacent factors with a structured product are multiplied.
+    For structured matrices, `x @ y` is a `Product` if the result fits no other structured type. If
+    `x` and `y` take more than twice the bytes of the dense product, the dense product is computed
+    instead. A product with a dense array multiplies by `right` and then by `left`. A product of
+    three is stored as `a @ (b @ c)`. Two adjacent factors are multiplied if the result fits another
+    structured type.
 
     **Keeps the structure:** transposes, inverses, multiples by a number and products. If both
-    factors are square, solves, inverses and determinants use both factors.
+    factors are square, solves, inverses and determinants use the methods of the factors.
 
     **Materializes:** sums, elementwise functions and Cholesky factors.
 
     **Arguments:**
 
-    - `left`: a structured matrix `[..., m, k]`.
+    - `left`: a structured matrix `[..., m, k]`, such as a `vn.types.Diagonal`.
     - `right`: a structured matrix `[..., k, n]`.
 
     **Raises:**
 
     - `TypeError` if a factor is not a structured matrix.
-    - `ValueError` if the sizes or the leading axes do not fit.
+    - `ValueError` if the inner sizes `k` or the leading axes of the factors differ.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> d = vn.types.Diagonal(jnp.array([1.0, 2.0, 4.0]))
@@ -61,7 +62,7 @@ class Product(Matrix):
                 )
 
     def materialise(self) -> Any:
-        """Return the dense matrix, by applying `left` to the columns of `right`."""
+        """Return the dense matrix: materialize `right`, and multiply it by `left`."""
         return redispatch(jnp.matmul, self.left, materialise_one(self.right))
 
     def matvec(self, x: Any, *, precision: Any = None) -> Any:

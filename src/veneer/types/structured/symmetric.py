@@ -21,16 +21,17 @@ from .triangular import Triangular
 class Symmetric(Matrix):
     """A symmetric matrix `[..., n, n]`, stored as its packed lower triangle.
 
-    It stores `n (n + 1) / 2` numbers, half the bytes of the dense matrix. It is for covariances,
-    Gram matrices and preconditioners of optimizers. Each use unpacks the matrix, which costs a
-    gather of `n^2` entries, so a product is slower than the dense one.
+    It stores `n (n + 1) / 2` numbers, about half the bytes of the dense matrix. Use it for
+    covariances, Gram matrices and preconditioners of optimizers. Each use unpacks the matrix with a
+    gather of `n^2` entries, so a product is slower than with the dense matrix.
 
-    If `positive_definite`, solves, inverses and determinants use Cholesky's factorization, which
-    takes half the operations of LU. They are NaN if the matrix is not positive definite.
+    With `positive_definite=True`, solves, inverses and determinants use the Cholesky factorization,
+    which takes half the operations of LU. The results are NaN if the matrix is not positive
+    definite.
 
     **Keeps the structure:** transposes, multiples by a number, elementwise functions that map 0 to
     0, sums with `Symmetric` and `Diagonal`, and inverses if `positive_definite`. The sum of two
-    keeps `positive_definite` if both have it. The Cholesky factor is `Triangular`.
+    `Symmetric` has `positive_definite=True` if both have it. The Cholesky factor is a `Triangular`.
 
     **Materializes:** elementwise products, sums with a dense array, functions that map 0 to another
     number (`exp`), and solves, inverses and determinants without `positive_definite`.
@@ -72,12 +73,12 @@ class Symmetric(Matrix):
 
     @staticmethod
     def of(x: Any, *, lower: bool = True, positive_definite: bool = False) -> "Symmetric":
-        """Pack one triangle of a matrix `[..., n, n]`. The other triangle is not read.
+        """Create a `Symmetric` from one triangle of a matrix. The other triangle is not read.
 
         **Arguments:**
 
-        - `x`: the matrix.
-        - `lower`: whether to read the lower triangle, rather than the upper one.
+        - `x`: a real matrix `[..., n, n]`.
+        - `lower`: True to read the lower triangle, False to read the upper one.
         - `positive_definite`: whether the matrix is known to be positive definite.
 
         **Raises:** `ValueError` if `x` is not square.

@@ -21,33 +21,35 @@ DIRECT_UP_TO = 128
 class Toeplitz(Matrix):
     """A Toeplitz matrix `[..., m, n]`, whose entries depend only on `i - j`.
 
-    A product is a convolution by FFT, `O((m + n) log(m + n))` per vector. Up to size 128 products
-    and solves use the dense matrix, which is faster. A solve takes `O(n^2)` for Levinson's
-    recursion and `O(n log n)` per vector (Golub and Van Loan, *Matrix Computations*, 4.7). If the
-    refined solution has a larger backward error than elimination would have, the program solves by
-    dense LU instead. `jax.vmap` computes both branches, so put `vn.implicit` outside of it.
+    Up to size 128, products and solves use the dense matrix, which is faster. For larger sizes, a
+    product is a convolution by FFT, with `O((m + n) log(m + n))` operations per vector. A solve
+    takes `O(n^2)` operations for Levinson's recursion, and then `O(n log n)` per vector (Golub and
+    Van Loan, *Matrix Computations*, 4.7). If the backward error of the solution is larger than
+    expected from elimination, the program solves by dense LU instead. `jax.vmap(vn.implicit(f))`
+    always computes both solutions, so use `vn.implicit(jax.vmap(f))`.
 
-    An FFT rounds in proportion to the norm of the vector, by about `eps * log2(m + n)`. Small
-    entries of a product have fewer correct digits than in the dense product, and a NaN or infinity
-    in a vector reaches all entries. bfloat16 and float16 are computed in float32.
+    The rounding error of an FFT is about `eps * log2(m + n)` times the norm of the vector. So small
+    entries of a product have fewer correct digits than in the dense product. If a vector contains a
+    NaN or infinity, all entries of its product are NaN. In bfloat16 and float16, products are
+    computed in float32.
 
     **Keeps the structure:** transposes, multiples by a number, sums with `Toeplitz` and
     `Circulant`, and elementwise functions that map 0 to 0.
 
-    **Materializes:** determinants, Cholesky factors, products of integers, elementwise products,
-    sums with a dense array, and functions that map 0 to another number. The inverse is computed by
-    solves, and is dense.
+    **Materializes:** determinants, Cholesky factors, matmuls of integers, elementwise products,
+    sums with a dense array, and functions that map 0 to another number. The inverse is a dense
+    array, computed by solves.
 
     **Arguments:**
 
     - `column`: the first column, `[..., m]`.
-    - `row`: the first row, `[..., n]`. `row[0]` is not read; the corner is `column[0]`. The default
-      is the conjugate of `column`, as in `scipy.linalg.toeplitz`.
+    - `row`: the first row, `[..., n]`. `row[0]` is ignored, because `column[0]` is the corner. The
+      default is the conjugate of `column`, as in `scipy.linalg.toeplitz`.
 
     **Raises:**
 
-    - `TypeError` if a field is not a dense array.
-    - `ValueError` if a field has no axis, or the leading axes differ.
+    - `TypeError` if `column` or `row` is not a dense array.
+    - `ValueError` if `column` or `row` has no axis, or their leading axes differ.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> a = vn.types.Toeplitz(jnp.array([1.0, 2.0, 3.0]), jnp.array([1.0, 5.0]))
@@ -130,18 +132,20 @@ def _solved(a: Toeplitz, b: Any) -> Any:
 class Circulant(Matrix):
     """A circulant matrix `[..., n, n]`, whose columns are cyclic shifts of the first one.
 
-    `A[i, j]` is `column[(i - j) % n]`. The FFT diagonalizes it (Golub and Van Loan, *Matrix
+    `A[i, j]` is `column[(i - j) % n]`. The FFT diagonalizes the matrix (Golub and Van Loan, *Matrix
     Computations*, 4.8): a product or a solve costs `O(n log n)` per vector, an inverse or a
-    determinant `O(n log n)` in all. Up to size 128 a product uses the dense matrix, which is
-    faster. Above, the FFT rounds in proportion to the norm of the vector, and a NaN in a vector
-    reaches all entries. Rounding errors of a solve grow with the condition number. A solve gives
-    infinity or NaN if an eigenvalue is zero, and large numbers if it is zero up to rounding.
+    determinant `O(n log n)` in total. Up to size 128 a product uses the dense matrix, which is
+    faster. For larger sizes it uses the FFT. Its rounding errors are proportional to the norm of
+    the vector, and if the vector contains a NaN, all entries of the product are NaN. Rounding
+    errors of a solve grow with the condition number. A solve gives infinity or NaN if an eigenvalue
+    is zero, and large numbers if it is zero up to rounding.
 
-    **Keeps the structure:** transposes, inverses, multiples by a number, sums and products of two,
-    and elementwise functions that map 0 to 0. The sum with a `Toeplitz` is `Toeplitz`.
+    **Keeps the structure:** transposes, inverses, multiples by a number, sums and products of two
+    `Circulant`, and elementwise functions that map 0 to 0. The sum with a `Toeplitz` is a
+    `Toeplitz`.
 
-    **Materializes:** Cholesky factors, products of integers, elementwise products, sums with a
-    dense array, and functions that map 0 to another number.
+    **Materializes:** Cholesky factors, matmuls of integers, elementwise products, sums with a dense
+    array, and functions that map 0 to another number.
 
     **Arguments:**
 
@@ -192,10 +196,7 @@ class Circulant(Matrix):
         return Circulant(_spectral(lambda x: 1 / x, jnp.asarray(self.column)))
 
     def slogdet(self) -> Any:
-        """Return the sign of the determinant and the logarithm of its magnitude.
-
-        The non-real eigenvalues of a real matrix come in conjugate pairs with positive products.
-        """
+        """Return the sign of the determinant and the logarithm of its magnitude, each `[*lead]`."""
         column = jnp.asarray(self.column)
         n = column.shape[-1]
         if not n:
@@ -204,6 +205,7 @@ class Circulant(Matrix):
         if jnp.iscomplexobj(column):
             eigenvalues = jnp.fft.fft(column)
             return jnp.sign(eigenvalues).prod(-1), jnp.log(jnp.abs(eigenvalues)).sum(-1)
+        # Non-real eigenvalues come in conjugate pairs, whose products are positive.
         ends = jnp.stack([column.sum(-1), _alternating(column).sum(-1)][: 2 - n % 2], -1)
         pairs = jnp.fft.rfft(column)[..., 1 : (n + 1) // 2]
         logs = jnp.log(jnp.abs(ends)).sum(-1) + 2 * jnp.log(jnp.abs(pairs)).sum(-1)

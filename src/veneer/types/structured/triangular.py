@@ -19,26 +19,28 @@ from .stored_entries import stores_entries
 
 @stores_entries
 class Triangular(Matrix):
-    """A triangular matrix `[..., n, n]`, stored as a square array with one triangle read.
+    """A triangular matrix `[..., n, n]`, stored as one triangle of a square array.
 
-    The other triangle of `x` is not read, as in `jax.scipy.linalg.solve_triangular`, so both
-    factors of an LU can share one array. It stores as much as the dense matrix. A product first
-    copies the triangle, so with one vector it takes up to 5 times as long as the dense product. It
-    saves factorizations: a solve costs `n^2` operations per vector, and a determinant `n`.
+    The other triangle of `x` is not read, as in `jax.scipy.linalg.solve_triangular`. So both
+    factors of an LU factorization can share one array. Solves and determinants need no
+    factorization: a solve costs `n^2` operations per vector, and a determinant `n`. The matrix
+    takes as much memory as the dense one. A product first copies the triangle, so with one vector
+    it takes up to 5 times as long as the dense product.
 
     **Keeps the structure:** transposes, inverses, multiples by a number, elementwise functions that
-    map 0 to 0, and sums and products of two on the same side. The product of two sides is a
-    `Product`. `jax.scipy.linalg.solve_triangular` accepts one. Solves, inverses and determinants
-    are in float32 and float64, as in JAX.
+    map 0 to 0, and sums and products of two matrices that are both lower or both upper. The product
+    of a lower and an upper matrix is a `Product`. `jax.scipy.linalg.solve_triangular` accepts a
+    `Triangular`. Solves, inverses and determinants support float32 and float64, as in JAX.
 
-    **Materializes:** sums with the other side or a dense array, elementwise products, Cholesky
-    factors, and functions that map 0 to another number.
+    **Materializes:** sums of a lower and an upper matrix, sums with a dense array, elementwise
+    products, Cholesky factors, and functions that map 0 to another number.
 
     **Arguments:**
 
     - `x`: the square array, `[..., n, n]`, dense or implicit.
-    - `lower`: whether the lower triangle is read, rather than the upper one; static.
-    - `unit_diagonal`: whether the diagonal is all ones and not read; static.
+    - `lower`: True to use the lower triangle, False to use the upper one; static.
+    - `unit_diagonal`: whether the diagonal is all ones. If True, the diagonal of `x` is not read;
+      static.
 
     **Raises:**
 
