@@ -51,7 +51,7 @@ _OPTION_OF_RULE = _OPTION_OF | {
     "with tile_size=": "with --tile ",
     "leave out tile_size": "leave out --tile",
     "tile_size must": "--tile must",
-    "path_regex": "--include or --exclude",
+    "path_regex=": "--include or --exclude ",
     "to keep a weight dense, write None as the format of its rule": "--exclude keeps tensors dense",
 }
 
@@ -61,7 +61,7 @@ def _bad_input(
     errors: tuple[type[Exception], ...] = (ValueError, OSError, ImportError),
     options: Mapping[str, str] = _OPTION_OF,
 ) -> Iterator[None]:
-    """Takes these errors, where the block raises them, for something that the user can mend.
+    """Turn errors that the block raises into one line for the user.
 
     `options` are those that the command has. By default the errors are those of reading and
     checking what the user gave. A block that also computes names `OSError` alone: that is the file
@@ -304,9 +304,10 @@ def quantize(
     if damaged:
         _warn(f"NaN or infinity in {', '.join(damaged)}")
     if as_json:
-        found = {"already_quantized": already, "left_dense": left_dense, "not_finite": damaged}
-        found = {"path": str(target)} | _summary_entries(outcomes) | found
-        _print_json(found | {"calibration": _calibration_entries(report)})
+        tensors_of_note = {"left_dense": left_dense, "not_finite": damaged}
+        document = {"path": str(target)} | _summary_entries(outcomes)
+        document |= {"already_quantized": already} | tensors_of_note
+        _print_json(document | {"calibration": _calibration_entries(report)})
         return
     _print_summary(outcomes)
     if report is not None:
@@ -363,8 +364,8 @@ def inspect(
     family = getattr(source, "family", None)
     total = sum(report.nbytes for report in reports)
     if as_json:
-        found = {"tensors": list(map(_tensor_entries, reports)), "bytes": total}
-        _print_json({"path": str(path), "family": family} | found | {"verified": verify})
+        document = {"path": str(path), "family": family, "bytes": total, "verified": verify}
+        _print_json(document | {"tensors": list(map(_tensor_entries, reports))})
         return
     columns = ["tensor", "format", "shape", "bytes", "scale: min", "median", "max"]
     _print_table(
@@ -423,14 +424,16 @@ def convert(
         tensors = stack.enter_context(
             open_checkpoint(source, raw=raw, names=None if as_gguf else "huggingface")
         )
-        said = tensors.metadata if as_gguf and isinstance(tensors, GgufFile) else None
+        metadata = tensors.metadata if as_gguf and isinstance(tensors, GgufFile) else None
         beside = None if as_gguf else _beside(source, tensors)
-        if as_gguf and said is None:
+        if as_gguf and metadata is None:
             _warn(
                 f"{target} has no metadata, and llama.cpp needs them. Write them with "
                 "vn.save(..., format='gguf', names='huggingface', config=METADATA)"
             )
-        convert(target, OnReading(tensors), format, config=said, overwrite=overwrite, beside=beside)
+        convert(
+            target, OnReading(tensors), format, config=metadata, overwrite=overwrite, beside=beside
+        )
 
 
 @_command("Plan how to shard a language model.", "--devices N --memory BYTES [OPTIONS]")
@@ -513,22 +516,22 @@ def plan(
         room, model = _bytes_in(memory), planning.model_of(entries)
         step = planning.PlannedStep(batch or devices, length, cache=cache, fused=fused)
         steps = {"serving": step, "fine-tuning": step._replace(rank=rank)}
-        of = lambda step: planning.plans(model, format, step, devices, tile=tile)
-        uses = {name: (step, of(step)) for name, step in steps.items()}
+        plans_of = lambda step: planning.plans(model, format, step, devices, tile=tile)
+        uses = {name: (step, plans_of(step)) for name, step in steps.items()}
     print((planning.as_json if as_json else planning.as_text)(model, format, uses, room))
 
 
 def _bytes_in(text: str) -> float:
-    """The bytes that `80GB` or `16GiB` are."""
+    """Parse a number of bytes such as `80GB` or `16GiB`."""
     units = {
         unit + end: size**i
         for end, size in (("B", 1000), ("iB", 1024))
         for i, unit in enumerate(("", "k", "M", "G", "T"))
     }
-    found = re.fullmatch(r"(\d+|\d*\.\d+) *([a-zA-Z]+)", text)
-    if found is None or found[2] not in units:
+    parts = re.fullmatch(r"(\d+|\d*\.\d+) *([a-zA-Z]+)", text)
+    if parts is None or parts[2] not in units:
         raise _BadOption(f"--memory {text!r} is not a number of bytes, such as 80GB or 16GiB")
-    return float(found[1]) * units[found[2]]
+    return float(parts[1]) * units[parts[2]]
 
 
 @_command("Run the demo: two models, dense and quantized.")
@@ -569,12 +572,12 @@ def demo(
         encoder, language_model = run.load(model, console), talk.load(gguf, console)
     with _bad_input((OSError,)):
         question = talk.QUESTION if ask is None else ask
-        found = {
+        document = {
             "encoder": run.main(encoder, output, console),
             "language_model": talk.main(language_model, question, console),
         }
     if as_json:
-        _print_json(found)
+        _print_json(document)
 
 
 @_command("Check the kernels of this machine.")
@@ -596,9 +599,9 @@ def doctor(
     from .doctor import choices, findings
 
     with _bad_input():
-        found = choices() if choose else findings()
+        results = choices() if choose else findings()
     shown = []
-    for finding in found:
+    for finding in results:
         shown.append(finding)
         if not as_json:
             print(f"{finding.name:<26}{finding.text}", flush=True)
@@ -695,14 +698,14 @@ def _plan(avals: Mapping[str, Any], selectors: list[Any], *, in_file: bool) -> d
     except TileError as error:
         # Not by repr, which would double the backslashes.
         exclude = f"--exclude '{re.escape(error.tensor)}'"
-        way = "a rule before the others whose qtype is null" if in_file else exclude
-        raise ValueError(f"{error} by {way}") from error
+        remedy = "a rule before the others whose qtype is null" if in_file else exclude
+        raise ValueError(f"{error} by {remedy}") from error
 
 
 def _calibrated(
     source: Path, text: Path | None, rules: Mapping[str, Any], method: str | None
 ) -> tuple[Mapping[str, Any], Any]:
-    """What is rounded by a text, and what it lost; nothing without one."""
+    """Calibrate on a text. Return the quantized weights and a report; nothing without a text."""
     if text is None:
         if method is not None:
             raise _BadOption("--method needs activations: give a text with --calibrate TEXT")
@@ -717,7 +720,7 @@ def _calibrated(
 
 
 def _beside(source: Path, tensors: Any) -> Any:
-    """What goes along with tensors: of a folder its files, and of GGUF what they would say."""
+    """Return the files beside the tensors: of the folder, or made of a GGUF file's metadata."""
     from .interop.checkpoints.gguf import GgufFile, tokenizer_files
 
     if not isinstance(tensors, GgufFile):
@@ -737,7 +740,7 @@ def _read(tensors: Any, name: str) -> tuple[str, Any]:
 
 @contextlib.contextmanager
 def _kill_raises() -> Iterator[None]:
-    """A kill or a lost terminal unwinds as Ctrl-C does: what is half done is removed."""
+    """Handle a kill or a lost terminal like Ctrl-C, so that half-written files are removed."""
 
     def stop(number: int, frame: object) -> NoReturn:
         raise SystemExit(128 + number)
@@ -795,9 +798,9 @@ def _calibration_entries(report: Any) -> dict[str, float] | None:
 
 def _tensor_entries(report: Any) -> dict[str, Any]:
     scale = report.scale and dict(zip(("min", "median", "max"), report.scale, strict=True))
-    found = report._asdict() | {"scale": scale, "bytes": report.nbytes}
-    del found["nbytes"]
-    return found
+    entries = report._asdict() | {"scale": scale, "bytes": report.nbytes}
+    del entries["nbytes"]
+    return entries
 
 
 def _print_summary(outcomes: Iterable[Any]) -> None:
