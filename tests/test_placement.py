@@ -137,7 +137,7 @@ def test_within_a_program(wrap):
 
 def test_what_cannot_be_cut_is_whole_and_said_to_be():
     w = weight("nf4", (64, 2))  # a byte has both columns
-    message = r"^up is whole on each device, .*blocks of shape \[64, 1\].*'model'.* QArray\("
+    message = r"^up is replicated on each device, .*blocks of shape \[64, 1\].*'model'.* QArray\("
     with pytest.warns(UserWarning, match=message):
         placed = vn.device_put({"up": w}, on(None, "model"))["up"]
     assert placed.packed.sharding.is_fully_replicated

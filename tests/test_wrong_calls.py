@@ -1,22 +1,20 @@
 """Wrong calls that new users make: the error names the mistake, and shows the right call."""
 
-import functools
 import re
 
-import flax.errors
-import flax.linen as nn
-import jax
 import jax.numpy as jnp
-import jaxtyping
+import numpy as np
 import pytest
+from support import arrays
+from support.annotations import ARE_CHECKED
 
 import veneer as vn
 from veneer.quant import Rule, calibrate, convert, observe, quantize, quantize_tree
 
-W = jnp.ones((8, 4))
-PARAMS = {"w": W, "b": jnp.zeros(4)}
-X = jnp.ones((2, 8))
-KEY = jax.random.key(0)
+W = arrays.ones((8, 4), np.float32)
+PARAMS = {"w": W, "b": arrays.zeros(4, np.float32)}
+X = arrays.ones((2, 8), np.float32)
+KEY = arrays.key(0)
 RULES = [Rule("w", "int8")]
 LORA_RULES = [vn.lora.Rule("w", rank=2)]
 LISTS = [[1.0, 2.0]]
@@ -164,9 +162,7 @@ FORMATS = {
     "int8_per_channel": "did you mean 'int8'?",
 }
 
-untyped = pytest.mark.skipif(
-    not jaxtyping.config.jaxtyping_disable, reason="the annotations reject these calls"
-)
+untyped = pytest.mark.skipif(ARE_CHECKED, reason="the annotations reject these calls")
 
 
 @untyped
@@ -183,24 +179,3 @@ def test_a_word_for_quantization_names_the_format(name, message):
     pattern = re.escape(message).replace(r"\.\*calibrate", ".*calibrate")
     with pytest.raises(ValueError, match=rf"unknown format '{name}'.*{pattern}"):
         vn.quant.get_format(name)
-
-
-LINEN = nn.Dense(4)
-LINEN_PARAMS = {"kernel": W, "bias": jnp.zeros(4)}
-TRACE = {
-    "quantize_tree": lambda model: quantize_tree(LINEN_PARAMS, RULES, model=model, args=(X,)),
-    "calibrate": lambda model: calibrate(model, "int8", params=LINEN_PARAMS)([X]),
-    "init_tree": functools.partial(
-        vn.lora.init_tree, LINEN_PARAMS, [vn.lora.Rule("kernel", 2)], key=KEY, args=(X,)
-    ),
-}
-
-
-@pytest.mark.parametrize("trace", TRACE.values(), ids=TRACE)
-@pytest.mark.parametrize("model", [LINEN, LINEN.apply], ids=["module", "apply"])
-def test_flax_linen_needs_all_variables_and_apply(trace, model):
-    with pytest.raises(flax.errors.FlaxError) as error:
-        trace(model=model)
-    notes = " ".join(error.value.__notes__)
-    assert "pass all its variables, and model=module.apply" in notes
-    assert "vmap" not in notes

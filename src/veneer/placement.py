@@ -342,8 +342,8 @@ def _check(path: str, x: Any, device: Any) -> None:
     if is_value(x) and block != shape and _stays_whole(x, sharding):
         why = why_not_cut(x, sharding.spec, sharding.mesh.shape)
         warnings.warn(
-            f"{name} is whole on each device, because blocks of shape {list(block)}, which "
-            f"{sharding.spec} needs, would cut through a tile or byte of {x!r}"
+            f"{name} is replicated on each device, because blocks of shape {list(block)} for "
+            f"{sharding.spec} would split a tile or a byte of {x!r}"
             + (f": {why}" if why else "")
             + ". Shard another axis, or quantize with smaller tiles",
             UserWarning,

@@ -132,9 +132,12 @@ RESULTS = {
     "another shape": (lambda x: x.x[:2], r"returns f32\[2\], where cosh gives f32\[3\]"),
     "another dtype": (lambda x: x.x.astype(jnp.float16), r"returns f16\[3\], where cosh gives f32"),
     "a value of another shape": (lambda x: Held(x.x[None]), r"returns f32\[1,3\], where cosh"),
-    "a string": (lambda x: "x", r"returns 'x'\. cosh gives one array"),
-    "a list": (lambda x: [x.x], r"returns \[.*\. cosh gives one array"),
-    "nothing": (lambda x: None, r"returns None\. cosh gives one array; .* NotImplemented"),
+    "a string": (lambda x: "x", r"returns 'x'\. It must return one array, like cosh"),
+    "a list": (lambda x: [x.x], r"returns \[.*\. It must return one array, like cosh"),
+    "nothing": (
+        lambda x: None,
+        r"returns None\. It must return one array, like cosh\. .* NotImplemented",
+    ),
 }
 
 
@@ -202,7 +205,9 @@ def test_what_is_no_list_of_results_is_not_iterated_over(by, result):
     odd = typed() if by == "rule" else endless_default(result)
     if by == "rule":
         register_endless(type(odd), result)
-    with pytest.raises(TypeError, match=r"for split\(Odd.* gives a sequence of arrays"):
+    with pytest.raises(
+        TypeError, match=r"for split\(Odd.* It must return a sequence of arrays, like split"
+    ):
         vn.implicit(lambda x: jax.lax.split(x, (1, 2)))(odd)
 
 
@@ -211,7 +216,9 @@ def test_what_is_no_array_is_not_iterated_over(by):
     odd = typed() if by == "rule" else endless_default(Endless())
     if by == "rule":
         register_endless(type(odd), Endless())
-    with pytest.raises(TypeError, match=r"for cosh\(Odd.* returns Endless\. cosh gives one array"):
+    with pytest.raises(
+        TypeError, match=r"for cosh\(Odd.* returns Endless\. It must return one array, like cosh"
+    ):
         vn.implicit(jnp.cosh)(odd)
 
 

@@ -1,5 +1,8 @@
 """Layers of flax.linen, as they are, with implicit arrays in their dict of parameters."""
 
+import functools
+
+import flax.errors
 import flax.linen as nn
 import flax.serialization
 import jax
@@ -198,3 +201,25 @@ def test_the_trained_leaves_are_saved_by_flax_under_their_paths():
     back = jax.tree.map_with_path(lambda p, x: read[vn.tree.path_string(p)], params)
     assert jax.tree.structure(back) == jax.tree.structure(params)
     assert (back["params"]["kernel"].a == params["params"]["kernel"].a).all()
+
+
+DENSE = nn.Dense(4)
+DENSE_PARAMS = {"kernel": arrays.ones((8, 4), "f4"), "bias": arrays.zeros(4, "f4")}
+RULE, ADAPTER = vn.quant.Rule("kernel", "int8"), vn.lora.Rule("kernel", 2)
+TRACE = {
+    "quantize_tree": functools.partial(vn.quant.quantize_tree, DENSE_PARAMS, [RULE], args=(X,)),
+    "calibrate": lambda model: vn.quant.calibrate(model, "int8", params=DENSE_PARAMS)([X]),
+    "init_tree": functools.partial(
+        vn.lora.init_tree, DENSE_PARAMS, [ADAPTER], key=arrays.key(0), args=(X,)
+    ),
+}
+
+
+@pytest.mark.parametrize("trace", TRACE.values(), ids=TRACE)
+@pytest.mark.parametrize("model", [DENSE, DENSE.apply], ids=["module", "apply"])
+def test_flax_linen_needs_all_variables_and_apply(trace, model):
+    with pytest.raises(flax.errors.FlaxError) as error:
+        trace(model=model)
+    notes = " ".join(error.value.__notes__)
+    assert "pass all its variables, and model=module.apply" in notes
+    assert "vmap" not in notes

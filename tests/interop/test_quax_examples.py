@@ -453,7 +453,7 @@ def test_a_key_of_ones_own_draws_by_its_bits():
     key = Counter(jnp.uint32(2**31))
     assert_close(prng.uniform(key, (2,)), jnp.full(2, 0.5))
     assert [int(k.start) - 2**31 for k in prng.split(key, 3)] == [0, 1, 2]
-    with pytest.raises(TypeError, match="a Counter is no array"):
+    with pytest.raises(TypeError, match="a Counter is a random key"):
         quax.quaxify(jnp.sin)(key)
 
 

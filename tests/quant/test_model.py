@@ -197,7 +197,7 @@ def test_a_tile_that_does_not_fit_is_refused_with_the_path(rule, message):
         ((".*", "mxfp4"), {"tile_size": 64}, "mxfp4 needs tiles of 32, not 64"),
         ((".*", "int8"), {"tile_axis": ()}, "tile_axis is empty"),
         ((".*", "int8"), {"calibration_method": "middle"}, "unknown calibration_method"),
-        ((".*", None), {"calibration_method": "absmax"}, "qtype=None is dense"),
+        ((".*", None), {"calibration_method": "absmax"}, "qtype=None leaves the weight dense"),
         ((".*", "nf4"), {"calibration_method": "minmax"}, "nf4 has no zero_point"),
         ((".*", None), {"scale_dtype": "float16"}, "scale_dtype needs a qtype"),
         ((".*", "mxfp4"), {"scale_dtype": "float16"}, "mxfp4 needs scale_dtype float8_e8"),

@@ -300,7 +300,9 @@ def test_updates_say_where_they_do_not_fit():
         vn.lora.init_tree({"w": w(64, 8, 16)}, [vn.lora.Rule(".*", rank=6)], key=key)
 
 
-@pytest.mark.parametrize("leaf", [jnp.ones(8), jnp.ones((8, 8), int)], ids=["vector", "integers"])
+@pytest.mark.parametrize(
+    "leaf", [arrays.ones(8, "f4"), arrays.ones((8, 8), "i4")], ids=["vector", "integers"]
+)
 def test_a_rule_that_fits_no_adapter_is_told(leaf):
     rules = [vn.lora.Rule("w", rank=2), vn.lora.Rule("x", rank=2)]
     with pytest.warns(UserWarning, match="the rule 'x' gives nothing an adapter: x. Adapters are"):

@@ -29,7 +29,7 @@ def check_result(
         kind = "a sequence of arrays" if several else "one array"
         raise TypeError(
             f"{source} for {primitive.name}({', '.join(describe(values))}) returns {out!r}. "
-            f"{primitive.name} gives {kind}; a rule may also return NotImplemented."
+            f"It must return {kind}, like {primitive.name}. A rule can also return NotImplemented."
         )
     avals = tuple(map(_aval, values))
     items = tuple(params.items())

@@ -137,8 +137,8 @@ def register(
     **Arguments:**
 
     - `primitive`: a primitive, its name in jaxprs, or a sequence of them. Or a jitted function,
-      such as `jnp.linalg.det`, or a partial of one with static keywords. The rule then replaces the
-      function in calls with an implicit array, and takes and returns the same arrays. Inside
+      such as `jnp.linalg.det`, or a partial of one with static keywords. If an argument is an
+      implicit array, the rule runs instead of the function, with the same array arguments. Inside
       `jax.vmap` or `jax.grad`, the rules of the primitives in the function run instead.
     - `precedence`: if no rule is the most specific, the rule with the highest precedence runs.
 

@@ -167,7 +167,7 @@ class Value(Shown):
 
     @staticmethod
     def default(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]) -> Any:
-        """Materialize the operands of a primitive that no rule fits, report that, and run it."""
+        """Materialize and report the operands of a primitive that no rule fits, and run it."""
         mistakes.refuse_dense_update(values[0] if values else None, primitive.name)
         dense = make_dense(primitive, values)
         return primitive.bind(*dense, **primitive.get_bind_params(params))

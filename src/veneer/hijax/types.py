@@ -219,10 +219,16 @@ class HighType(StructuredType, jax.core.ShapedArray):
         try:
             moved = _high_type(self.treedef, tuple(leaves))
         except Exception as error:
-            error.add_note(f"While finding the type of {self} with an axis more or less")
+            what = "added to" if change > 0 else "removed from"
+            error.add_note(f"This is {self} with one axis {what} each leaf.")
             raise
         if moved.ndim != self.ndim + change:
-            raise TypeError(f"{self} with an axis more or less on each leaf is {moved}")
+            what = "added to" if change > 0 else "removed from"
+            raise TypeError(
+                f"{self} cannot be batched: with one axis {what} each leaf, it represents {moved}, "
+                f"which has {moved.ndim} axes instead of {self.ndim + change}. Use "
+                "vn.materialise(x)."
+            )
         return moved
 
 

@@ -178,7 +178,7 @@ def _outputs_and_inputs(graph: Any, inputs: Any) -> tuple[Any, Any]:
     computed = [str(x) for x in _as_list(inputs) if x.owner is not None or isinstance(x, Constant)]
     raise TypeError(
         f"to_jax(graph, inputs) needs input variables, but these are computed or constant: "
-        f"{', '.join(computed)}. pytensor.function takes them in the other order: swap them?"
+        f"{', '.join(computed)}. List the variables that they are computed from instead"
     )
 
 

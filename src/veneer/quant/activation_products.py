@@ -137,8 +137,13 @@ class _Products:
             if rule in unmatched:
                 places = ", ".join(f"{at!r} ({op})" for at, op in list(self.met)[:4])
                 message = (
-                    f"the rule {rule.path_regex!r} matches no product of two activations. Change "
-                    f"its path_regex, which must match a whole place, such as {places or '(none)'}"
+                    f"the rule {rule.path_regex!r} matches no product of two activations. "
+                    + (
+                        f"The program has such products at {places}. Change path_regex to match "
+                        "one of these names in full, or op_names"
+                        if places
+                        else "The program has no such product"
+                    )
                 )
                 warnings.warn(message, UserWarning, stacklevel=3)
 

@@ -60,7 +60,7 @@ ALIGNMENT = b"general.alignment"
         (b"", "is empty"),
         (b"GG", "it ends within the 4 bytes"),
         (b"PK\x03\x04" + bytes(100), "not a GGUF file: it does not start with 'GGUF'"),
-        (header(version=1), "it has version 1; supported are 2 and 3"),
+        (header(version=1), "its GGUF version 1 is not supported"),
         (header(version=3 << 24), "it is big-endian: convert it with gguf-convert-endian"),
         (header(tensors=2**62), f"it ends within the {2**62} entries"),
         (header(pairs=2**64 - 1), f"it ends within the {2**64 - 1} entries"),

@@ -618,7 +618,7 @@ def test_methods_that_do_not_go_with_a_rule():
         Rule(".*", "int4", method="smoothquant")
     with pytest.raises(ValueError, match="no rule has an act_qtype"):
         calibrate(mlp, INT4, params=MLP, method="smoothquant")
-    with pytest.raises(ValueError, match="qtype=None is dense"):
+    with pytest.raises(ValueError, match="qtype=None leaves the weight dense"):
         Rule(".*", None, method="gptq")
     with pytest.raises(ValueError, match="Use act_range='dynamic'"):
         Rule(".*", "int4", rotate=True, act_qtype="int8", act_range="mean")

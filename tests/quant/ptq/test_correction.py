@@ -218,7 +218,7 @@ def test_mistakes_of_corrections():
     for rank in (0, -1):
         with pytest.raises(ValueError, match="correction_rank must be an integer of 1 or more"):
             Rule(".*", "int4", correction_rank=rank)
-    with pytest.raises(ValueError, match="qtype=None is dense"):
+    with pytest.raises(ValueError, match="qtype=None leaves the weight dense"):
         Rule(".*", None, correction_rank=4)
     with pytest.raises(ValueError, match="needs a correction_rank"):
         Rule(".*", "int4", correction_steps=4)

@@ -16,10 +16,11 @@ BEFORE_CALL = "before the call"
 
 
 class MaterialiseError(TypeError):
-    """The error for a materialized operand if `on_materialise` is "error" or "error_weights".
+    """The error that a primitive would materialize an operand.
 
-    `vn.implicit` raises it when a primitive has no rule, or its rule materializes an operand. The
-    message has the primitive, its operands, the line of the program and the number of bytes.
+    `vn.implicit` raises it with `on_materialise="error"` or `"error_weights"`, if a primitive has
+    no rule or its rule materializes an operand. The message names the primitive, its operands, the
+    line of the program and the number of bytes.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> w = vn.quant.quantize(jnp.eye(2), "int8")
@@ -32,10 +33,11 @@ class MaterialiseError(TypeError):
 
 
 class MaterialiseWarning(UserWarning):
-    """The warning for a materialized operand if `on_materialise` is "warn" or "warn_weights".
+    """The warning that a primitive materialized an operand.
 
-    `vn.implicit` gives it when a primitive has no rule, or its rule materializes an operand. The
-    message has the primitive, its operands, the line of the program and the number of bytes.
+    `vn.implicit` emits it with `on_materialise="warn"` or `"warn_weights"`, if a primitive has no
+    rule or its rule materializes an operand. The message names the primitive, its operands, the
+    line of the program and the number of bytes.
 
     >>> import warnings
     >>> import jax.numpy as jnp, veneer as vn
@@ -74,7 +76,8 @@ class Event:
     | `dense` | for each operand, the number of bytes that were materialized |
     | `caches` | for each operand, whether it is a key-value cache |
     | `sources` | for each operand, the paths of the weights that it comes from |
-    | `no_kernel` | the reason why no kernel ran, if an operand is too small; else `""` |
+    | `weights` | the paths of all weights in `sources` |
+    | `no_kernel` | a text that names the operand that is too small for a kernel; else `""` |
 
     A weight is an implicit array among the arguments or captured variables of the program, also
     after it is sliced or transposed. Other implicit arrays are intermediates.

@@ -326,7 +326,9 @@ def _stored_floats(q: QArray) -> Stored:
     tile = 16 if q.qtype == "nvfp4" else 32
     bits, packed = int(q.qtype[-1]), np.asarray(q.packed)
     if bits < 8 and (q.packing is None or q.packing.axis != -1):
-        raise Unfit("it is not packed along its inputs")
+        raise Unfit(
+            "its codes are not packed along the inputs: quantize the weight with shape [out, in]"
+        )
     scale: Any = q.scale
     tensors = {".weight_packed" if bits < 8 else ".weight": codes.to_stream(packed, bits)}
     if q.qtype == "nvfp4":

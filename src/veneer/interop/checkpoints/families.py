@@ -152,8 +152,8 @@ def _family(source: StoredTensors, method: Any) -> Family | None:
         known = ", ".join(family.name for family in FAMILIES)
         said = " ".join(str(method).split())  # in one line, whatever it is
         raise ValueError(
-            f"{source.folder.path} is quantized with {said:.40}, which is not supported; supported "
-            f"are {known}. {RAW}"
+            f"{source.folder.path} is quantized with {said:.40}, which is not supported. Supported "
+            f"methods: {known}. {RAW}"
         )
     return next((family for family in FAMILIES if family.recognises(source)), None)
 

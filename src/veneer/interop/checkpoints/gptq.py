@@ -9,6 +9,7 @@ AutoGPTQ takes 1 from each zero point and has none of 0. GPTQModel has, and take
 of a word as of one number, so that a 0 borrows from the next; of 3 bits, from each alone, modulo 8.
 """
 
+import math
 import re
 import warnings
 from collections.abc import Iterator, Mapping
@@ -184,7 +185,10 @@ def stored(value: Any, *, plus_one: bool = True) -> Stored:
     if bits not in (2, 3, 4, 8):
         raise Unfit(f"it has {bits} bits, not 2, 3, 4 or 8")
     if out * bits % 32 or size * bits % 32:
-        raise Unfit(f"the codes of its shape {[out, size]} do not fill words of 32 bits")
+        raise Unfit(
+            f"codes of {bits} bits in shape {[out, size]} do not fill words of 32 bits. Both sizes "
+            f"must be multiples of {32 // math.gcd(32, bits)}"
+        )
     group_of = np.arange(size) // parts.tile if parts.group_of is None else parts.group_of
     zero = (parts.zero - plus_one).T.astype(np.uint8)
     words = lambda rows: codes.stream_of_fields(np.ascontiguousarray(rows), bits).view(np.int32)

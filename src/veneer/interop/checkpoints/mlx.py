@@ -128,7 +128,9 @@ def _stored_floats(q: QArray) -> Stored:
             f"it needs one scale per {tile} inputs, and rows whose codes fill words of 32 bits"
         )
     if bits < 8 and (q.packing is None or q.packing.axis != -1):
-        raise Unfit("it is not packed along its inputs")
+        raise Unfit(
+            "its codes are not packed along the inputs: quantize the weight with shape [out, in]"
+        )
     words = codes.bytes_of(np.asarray(q.packed)).view(np.uint32)
     tensors: dict[str, np.ndarray] = {
         ".weight": words,

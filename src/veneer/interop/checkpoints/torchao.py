@@ -32,7 +32,9 @@ def weights(source: StoredTensors) -> Iterator[Weight]:
             continue
         if not isinstance(kind, str) or kind not in _KINDS:
             raise source.error(
-                name, f"is a {kind!s:.40} of torchao; supported are {', '.join(_KINDS)}"
+                name,
+                f"has the torchao type {kind!s:.40}, which is not supported. Supported types: "
+                f"{', '.join(_KINDS)}",
             )
         module, dot, last = name.rpartition(".")
         prefix = f"{module}{dot}_{last}_"

@@ -85,9 +85,10 @@ class Format:
 
     @property
     def has_zero(self) -> bool:
-        """True if a code has the value 0.
+        """True if one of the codes represents the value 0.
 
-        int1 has only the values -1 and 1, and the values of iq4_nl next to 0 are -10 and 1.
+        It is False for int1, whose values are -1 and 1, and for iq4_nl, whose values closest to 0
+        are 1 and -10.
         """
         return self.bits != 1 if self.codebook is None else 0 in self.codebook
 

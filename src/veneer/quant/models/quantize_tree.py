@@ -82,8 +82,9 @@ def quantize_tree(
     | `rotate` | `vn.types.Rotated` |
     | `correction_rank` | `vn.types.LoraArray` |
 
-    With `train=True`, each of these leaves becomes a `FakeQuantized` instead. All other leaves are
-    unchanged, except that a rule with an `act_qtype` and no `qtype` also wraps a `QArray`.
+    With `train=True`, each of these leaves becomes a `FakeQuantized` instead. A rule with an
+    `act_qtype` and no `qtype` also wraps leaves that are already a `QArray`. All other leaves are
+    unchanged.
 
     **Raises:**
 

@@ -54,9 +54,9 @@ class Rule:
     - `tile_size`: the number of values along `tile_axis` that share a scale (the group size). A
       float is a fraction of the axis. `{axis: size}` tiles several axes. None is the whole axis, or
       the tile size of the format.
-    - `tile_axis`: the axis of the weight that products contract. If there are several, the last one
-      has tiles. None finds them in the traced program. Without a program, None is -2, for kernels
-      `[in, out]`. Use -1 for `[out, in]`.
+    - `tile_axis`: the axis of the weight that products contract: -2 for kernels `[in, out]`, -1 for
+      `[out, in]`. Or a list of axes, of which only the last has tiles. If None, the axes are taken
+      from the traced program, or -2 if there is no program.
     - `calibration_method`: the method that chooses scales, as in `vn.quant.quantize`. None is the
       default of the format.
     - `scale_dtype`: the dtype of the scales, as in `vn.quant.quantize`.
@@ -70,8 +70,8 @@ class Rule:
       activations.
     - `act_range`: "dynamic" computes a scale per row in each product. "mean", "exponential" and
       "widest" use one static scale, from statistics of `vn.quant.observe`.
-    - `op_names`: the primitives that quantize activations: "dot_general", "ragged_dot_general" or
-      "conv_general_dilated". Empty means all.
+    - `op_names`: a list of the primitives in which activations are quantized: "dot_general",
+      "ragged_dot_general" or "conv_general_dilated". Empty means all.
     - `grad_qtype`: the format of gradients in the backward pass.
     - `grad_input`, `grad_weight`: a `BackwardProduct` for the gradient of the input or of the
       weight, instead of `grad_qtype`.
@@ -156,16 +156,20 @@ class Rule:
             )
         if self.calibration_method is not None:
             if self.qtype is None:
-                raise ValueError("calibration_method needs a qtype; qtype=None is dense")
+                raise ValueError(
+                    "calibration_method needs a qtype, because qtype=None leaves the weight dense"
+                )
             check_calibration(self.calibration_method, get_format(self.qtype))
         if self.scale_dtype is not None:
             if self.qtype is None:
-                raise ValueError("scale_dtype needs a qtype; qtype=None is dense")
+                raise ValueError(
+                    "scale_dtype needs a qtype, because qtype=None leaves the weight dense"
+                )
             name = scale_dtype_in(get_format(self.qtype), np.float32, self.scale_dtype)
             object.__setattr__(self, "scale_dtype", name)  # hashable, and shown as it is written
         if self.method is not None:
             if self.qtype is None:
-                raise ValueError("method needs a qtype; qtype=None is dense")
+                raise ValueError("method needs a qtype, because qtype=None leaves the weight dense")
             check_method(self.method, rotate=self.rotate, act_qtype=self.act_qtype)
         if self.rotate and self.act_range != "dynamic":
             raise ValueError(
@@ -193,7 +197,9 @@ class Rule:
             if count is not None and not (isinstance(count, int | np.integer) and count >= 1):
                 raise ValueError(f"{name} must be an integer of 1 or more, not {count!r}")
         if rank is not None and self.qtype is None:
-            raise ValueError("correction_rank needs a qtype; qtype=None is dense")
+            raise ValueError(
+                "correction_rank needs a qtype, because qtype=None leaves the weight dense"
+            )
         if rank is None and steps != 1:
             raise ValueError("correction_steps needs a correction_rank")
 

@@ -118,10 +118,17 @@ def _selector(rule: Any, tile_axis: int | None) -> Selector:
             "a rule must be an object with 'path', 'qtype' and optionally 'tile_size' and "
             f"'tile_axis', not {json.dumps(rule)}"
         )
+    expected = {
+        "path": "a string",
+        "qtype": "a string or null",
+        "tile_size": "an integer or null",
+        "tile_axis": "an integer",
+    }
     for key, value in rule.items():
         if not isinstance(value, types[key]) or isinstance(value, bool):
             raise ValueError(
-                f"{key!r} cannot be {json.dumps(value)} in the rule {json.dumps(rule)}"
+                f"{key!r} must be {expected[key]}, not {json.dumps(value)}, in the rule "
+                f"{json.dumps(rule)}"
             )
     axis = rule.get("tile_axis", tile_axis)
     return Selector(rule["path"], rule["qtype"], rule.get("tile_size"), axis)

@@ -42,9 +42,10 @@ def observe(
     """Create a function that runs a model and records statistics of its activations.
 
     Activations are the operands that multiply a weight in `dot_general`, convolutions and
-    `ragged_dot`. Only products that contract the `tile_axis` of the rule count. If the rule has no
-    `tile_axis`, the axes are those that the traced program contracts (with `box`: axis -2). The
-    model does not change, and its weights stay dense. `docs/calibration.md` lists exceptions.
+    `ragged_dot`. Only products that contract the `tile_axis` of the rule count. If `tile_axis` is
+    None, products count that contract the same axes of the weight as its first product in the
+    traced program. With `box`, the program is not traced, and None is axis -2. The model does not
+    change, and its weights stay dense. `docs/calibration.md` lists exceptions.
 
     **Arguments:**
 

@@ -224,7 +224,7 @@ def _why_inside(x: jax.Array | QArray, params: DotParams, side: int) -> str | No
     if not isinstance(x, QArray):
         return None
     if not exact_in(x.format, x.dtype):
-        return f"{x.qtype} is not exact in {x.dtype.name}"
+        return f"{x.dtype.name} cannot represent the values of {x.qtype} exactly"
     for axis in params.dimension_numbers.contracting[side]:
         if x.scale.shape[axis] != 1:
             return f"tiled by {x.tile_shape[axis]} along the contracted axis"

@@ -77,9 +77,9 @@ class BitAllocator:
 
     Call it with an iterable of batches, like a `Calibrator`. It returns a list of `Rule`, one for
     each weight. The call runs the model once on all batches, and then on the first batch once per
-    weight. Afterwards, the attribute `report` has the format, bits and errors of each weight. If no
-    product uses a weight, such as an embedding, the estimate uses the rounding error of the weight
-    itself.
+    weight. Afterwards, the attribute `report` has the format, bits and errors of each weight. The
+    errors are estimated from the activations. For a weight that no product uses, such as an
+    embedding, they are estimated from the rounding error of the weight itself.
 
     **Arguments:** the same as for `allocate_bits`.
 

@@ -126,7 +126,8 @@ class Calibrator:
     - `TypeError` if the batches are a single array or dict.
     - `TypeError` if the batches can be iterated only once, and `sequential`, `memory` or `resume`
       needs several passes.
-    - `ValueError` if there are no batches, or if no product uses a weight that a rule quantizes.
+    - `ValueError` if there are no batches, or if products use none of the weights that the rules
+      quantize.
     - `ValueError` if no activations are recorded, if all of them are 0, or if some are not finite.
     - `ValueError` if the folder `resume` has the results of another calibration.
     - `ImportError` if `progress=True` and the package rich is not installed.

@@ -63,9 +63,9 @@ class Correction:
         """
         if any(axis >= len(self._lead) for axis in stacked_axes):
             raise ValueError(
-                f"correction_rank does not support shape {list(self._of_weight)} here, because its "
-                f"activations differ along the axes {list(stacked_axes)}. Leave it out for this "
-                "weight"
+                f"correction_rank does not support shape {list(self._of_weight)}, because the "
+                f"activations differ along the axes {list(stacked_axes)} of the weight. Leave out "
+                "correction_rank for this weight"
             )
         lost = np.asarray(lost, np.float32).reshape(self._shape)
         lost = np.nan_to_num(lost, nan=0, posinf=0, neginf=0)

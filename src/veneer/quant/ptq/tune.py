@@ -86,9 +86,10 @@ def tune(
 
 
 class Tuner:
-    """A tuner of a quantized model, which `tune` returns.
+    """A tuner of a quantized model, created by `tune`.
 
-    After a call, `losses` has the mean loss before, in each epoch, and after.
+    Call it with a list of batches to get a tuned tree. Afterwards, the attribute `losses` lists the
+    mean loss before tuning, in each epoch, and after tuning.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> params = {"w": jnp.ones((32, 32))}

@@ -75,11 +75,11 @@ class Scaled(InBasis):
         return {i for i, n in enumerate(self.factor.shape) if n != 1 and i not in batch}
 
     def into_basis(self, x: Any, places: Places) -> Any:
-        """Return an operand of a product, multiplied by the factors.
+        """Multiply an operand of a product by the factors of this array.
 
         **Arguments:**
 
-        - `x`: an array.
+        - `x`: the operand.
         - `places`: a dict from axes of this array to the corresponding axes of `x`.
         """
         return _times(x, alongside(self.factor, places, jnp.ndim(x)))

@@ -78,10 +78,10 @@ def join(base: Any, adapters: Any) -> Any:
 
     **Arguments:**
 
-    - `base`: a pytree of weights, such as the first result of `vn.lora.split`. The weights can have
-      changed since, and can be quantized.
-    - `adapters`: the second result of `vn.lora.split`. In place of each weight, it has a
-      `LoraArray` whose `w` is None, or None.
+    - `base`: a pytree of weights, such as the first result of `vn.lora.split`. You can change or
+      quantize its weights before the call.
+    - `adapters`: the second result of `vn.lora.split`. It has a `LoraArray` with `w=None` in place
+      of each weight with an adapter, and None in place of all other leaves.
 
     **Returns:** `base`, with a `LoraArray` in place of each weight that has an adapter.
 
