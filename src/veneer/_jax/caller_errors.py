@@ -110,14 +110,13 @@ class _Found(BaseException):
 
 def _with_note(check: Callable, note: str, value: Any) -> Callable[..., None]:
     """Return a function that calls a check, and adds a note to its error."""
-    note = note.format(repr(value))
 
     def call(*args: Any) -> None:
         try:
             check(*args)
         except (TypeError, ValueError) as error:
             if note:
-                error.add_note(note)
+                error.add_note(note.format(repr(value)))
             raise _Found from error
 
     return call
