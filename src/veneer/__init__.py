@@ -3,7 +3,7 @@
     _jax                all uses of private functions of JAX
     _install            the install commands that error messages show
     _core               implicit arrays, rules, and `implicit`
-    _report             reports of `explain`
+    _report             the reports that `explain` returns
     native              machine code for the CPU: compiled once and cached on disk
     kernels             products and quantization of packed codes
     types               array types: low rank, sparse, structured, labeled
@@ -13,10 +13,10 @@
     interop             files and other libraries
     lora                LoRA adapters, by rules on paths
     tree                trees in which an implicit array is one leaf
-    straight_through    `ste`: a function with the derivative of the identity
+    straight_through    `ste`: run a function with the derivative of the identity
     distributed         collectives that send dense arrays quantized
     placement           `device_put` and shardings of dense arrays
-    training            `freeze`, `unfreeze` and `trainable`
+    training            which weights are trained: `freeze`, `unfreeze` and `trainable`
     testing             checks of array types, for tests
     parameter_table     `summary`: a table of formats and sizes
     plan                `veneer plan`: how to shard a model over devices
@@ -24,7 +24,7 @@
     cli, demo           the command line, and a demonstration on a real model
     cli_help            examples and tables of the command line's help
 
-docs/architecture.md says what each module may import, and describes three calls.
+docs/architecture.md lists the imports that each module may have, and describes three calls.
 """
 
 from importlib import import_module

@@ -1,9 +1,9 @@
 """Collectives that send dense arrays, such as gradients and activations, quantized.
 
-Use them like the collectives of `jax.lax`, under `jax.shard_map`. Each device sums the values that
-it receives in f32. The sums are sent quantized too, so all devices have the same result. A value
-that was sent once does not change if it is sent again. Implicit arrays do not need these
-collectives: under `vn.implicit`, the collectives of `jax.lax` send the packed leaves.
+Use them like the collectives of `jax.lax`, under `jax.shard_map`. Each device sums the received
+values in f32. `psum` then sends the sums quantized too, so all devices have the same result.
+Received values do not change if they are sent again. Implicit arrays do not need these collectives:
+under `vn.implicit`, the collectives of `jax.lax` send the packed leaves.
 
 Sources: Wang et al., ZeRO++: Extremely Efficient Collective Communication for Giant Model Training
 (2023). Ahmed et al., EQuARX: Efficient Quantized AllReduce in XLA for Distributed ML Acceleration
@@ -54,7 +54,7 @@ def all_gather(
     - `x`: a floating array, or a pytree of them. Implicit arrays are materialized. An array with
       fewer than `tile_size` values is sent unquantized.
     - `axis_name`: the name of a mesh axis, or a sequence of names.
-    - `qtype`: a format of `vn.quant.FORMATS`, except "nf4_dq" and "nvfp4", whose scales are
+    - `qtype`: a format of `vn.quant.FORMATS`, except "nf4_dq" and "nvfp4", because their scales are
       quantized.
     - `axis`: the position of the new axis. If `tiled` is True, the axis to concatenate along.
     - `tiled`: whether to concatenate the arrays of the devices. If False, they are stacked along a
@@ -65,10 +65,10 @@ def all_gather(
       None, values are rounded to nearest.
 
     **Returns:** an array in the dtype of `x`. It has a new axis with an entry per device. If
-    `tiled` is True, `axis` is longer instead, by a factor of the number of devices.
+    `tiled` is True, the size of `axis` is multiplied by the number of devices instead.
 
-    **Raises:** `TypeError` if an array is not floating. `ValueError` if `axis` is out of range, or
-    `qtype` or `tile_size` is not supported.
+    **Raises:** `TypeError` if an array is not floating. `ValueError` if `axis` is out of range,
+    `qtype` is not one of the formats above, or `tile_size` is not positive.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> gather = lambda x: vn.distributed.all_gather(x, "i", "int8", tiled=True)
@@ -112,11 +112,11 @@ def psum_scatter(
     - `x`: a floating array, or a pytree of them, but no implicit arrays. An array with fewer than
       `tile_size` values per device is sent unquantized.
     - `axis_name`: the name of a mesh axis, or a sequence of names.
-    - `qtype`: a format of `vn.quant.FORMATS`, except "nf4_dq" and "nvfp4", whose scales are
+    - `qtype`: a format of `vn.quant.FORMATS`, except "nf4_dq" and "nvfp4", because their scales are
       quantized.
     - `scatter_dimension`: the axis to split. Each device gets one part of it.
-    - `tiled`: whether the parts keep this axis. If False, the size of the axis must be the number
-      of devices, and the axis is removed.
+    - `tiled`: whether the parts keep this axis, whose size must then be a multiple of the number of
+      devices. If False, the size must be the number of devices, and the axis is removed.
     - `tile_size`: the number of consecutive values that share a scale. The default is the tile size
       of the format, or 128 if it has none.
     - `key`: a `jax.random` key for stochastic rounding. Each device derives its own key from it. If
@@ -128,9 +128,10 @@ def psum_scatter(
     **Returns:** the part of the sum for this device, in the dtype of `x`. With `error`, a pair:
     this part, and the error of this device for the next call.
 
-    **Raises:** `TypeError` if an array is implicit or not floating. `ValueError` if the axis is out
-    of range or cannot be split equally, `error` does not have the structure and shapes of `x`, or
-    `qtype` or `tile_size` is not supported.
+    **Raises:** `TypeError` if an array is implicit or not floating. `ValueError` if the axis to
+    split is out of range or has another size than `tiled` requires, `error` does not have the
+    structure and shapes of `x`, `qtype` is not one of the formats above, or `tile_size` is not
+    positive.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> sums = lambda x: vn.distributed.psum_scatter(x, "i", "int8", tiled=True)
@@ -167,16 +168,16 @@ def psum(
     """Sum an array over devices like `jax.lax.psum`, with quantized communication.
 
     Each device sums one part of the array and sends its sums to all devices, so all results are
-    bitwise equal. A format of 8 bits sends about a quarter of the bytes of f32. Under a
-    `shard_map` with `check_vma`, the backward pass sends nothing. Elsewhere it sums cotangents in
-    the same format. There is no forward-mode derivative.
+    bitwise equal. A format of 8 bits sends about a quarter of the bytes of f32. Under
+    `jax.shard_map` with `check_vma=True`, the backward pass sends nothing. Elsewhere it sums
+    cotangents in the same format. There is no forward-mode derivative.
 
     **Arguments:**
 
     - `x`: a floating array, or a pytree of them, but no implicit arrays. An array with fewer than
       `tile_size` values per device is sent unquantized.
     - `axis_name`: the name of a mesh axis, or a sequence of names.
-    - `qtype`: a format of `vn.quant.FORMATS`, except "nf4_dq" and "nvfp4", whose scales are
+    - `qtype`: a format of `vn.quant.FORMATS`, except "nf4_dq" and "nvfp4", because their scales are
       quantized.
     - `tile_size`: the number of consecutive values that share a scale. The default is the tile size
       of the format, or 128 if it has none.
@@ -190,13 +191,14 @@ def psum(
     error of this device for the next call.
 
     **Raises:** `TypeError` if an array is implicit or not floating. `ValueError` if `error` does
-    not have the structure and shapes of `x`, or `qtype` or `tile_size` is not supported.
+    not have the structure and shapes of `x`, `qtype` is not one of the formats above, or
+    `tile_size` is not positive.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> sums = lambda x, e: vn.distributed.psum(x, "i", "int4", error=e)
     >>> x = jnp.linspace(-1, 1, 1024).reshape(2, 512)
     >>> total, error = jax.vmap(sums, axis_name="i")(x, jnp.zeros_like(x))
-    >>> lost = x.sum(0) - total[0]                       # is in the errors, to be sent next time
+    >>> lost = x.sum(0) - total[0]                       # the next call adds the errors to x
     >>> bool(abs(lost).max() > 0.1), bool(abs(error.sum(0) - lost).max() < 1e-5)
     (True, True)
     """

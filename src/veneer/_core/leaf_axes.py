@@ -1,7 +1,4 @@
-"""Leaf axes: the dense axis and block size of each axis of each leaf (`Value.leaf_axes`).
-
-Slicing, moving and sharding of leaves are derived from them.
-"""
+"""Leaf axes, from which the slicing, moving and sharding of leaves are derived."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
@@ -12,19 +9,19 @@ Shape = tuple[int, ...]
 
 
 class LeafAxis(NamedTuple):
-    """A declaration that an axis of a leaf follows an axis of the dense array, in the same order.
+    """An axis of a leaf that corresponds to an axis of the dense array, in the same order.
 
-    `ImplicitArray.leaf_axes` returns one for each axis of each leaf. A slice, a transpose or a
-    sharding of the dense array is then applied to the leaves.
+    `ImplicitArray.leaf_axes` returns a `LeafAxis` for each axis of each leaf. Programs that slice,
+    transpose or shard the dense array then do so to the leaves.
 
     **Arguments:**
 
     - `axis`: the axis of the dense array, counted from the end.
-    - `block`: the number of consecutive elements of the dense axis that one entry of the leaf
-      stores. `"shared"`: the leaf has size 1 along this axis, and a slice of the dense array keeps
-      its entry. `"whole"`: the leaf cannot be sliced along this axis.
-    - `packed_in`: the number of leaf entries per block. None means 1. For packed codes,
-      `block=8, packed_in=3` stores 8 codes of 3 bits in 3 bytes. The last block may be partly
+    - `block`: the number of consecutive elements of the dense axis that form one block. Or
+      `"shared"` if the leaf has size 1 along this axis, and all slices of the dense array share its
+      entry. Or `"whole"` if the leaf cannot be sliced along this axis.
+    - `packed_in`: the number of leaf entries that store one block. None means 1. For example,
+      `block=8, packed_in=3` is for 8 codes of 3 bits in 3 bytes. The last block may be partly
       empty.
 
     In this type, each entry of `x` stores two columns. A slice that takes whole pairs of columns is
@@ -46,7 +43,7 @@ class LeafAxis(NamedTuple):
     packed_in: int | None = None
 
     def span(self, start: int, limit: int, stride: int, size: int) -> Any:
-        """Return the leaf's slice for a slice of a dense axis, or None if it cuts a block."""
+        """Return the slice of the leaf for a slice of the dense axis. None if it splits a block."""
         block = self.block
         if block == 1:
             return start, limit, stride

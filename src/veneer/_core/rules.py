@@ -23,9 +23,9 @@ _F = TypeVar("_F", bound=Callable)
 
 
 class AmbiguousLookupError(TypeError):
-    """The error for a call that fits two rules of equal precedence, neither of them more specific.
+    """The error for a call that two rules of the same precedence fit equally well.
 
-    Register a rule for these operand types, or give one of the two a higher `precedence`.
+    Register a rule for these operand types, or register one of the two with a higher `precedence`.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> class Tag(vn.ImplicitArray):
@@ -129,24 +129,26 @@ def register(
     | a union | one of its members |
     | `Any`; or no annotation, if another operand has an implicit type | any operand |
 
-    The most specific rule that fits runs. If it returns `NotImplemented`, the next one is tried.
-    If none fits, the operands are materialized. For `add`, `mul`, `max`, `min`, `and`, `or`, `xor`,
-    `eq` and `ne`, a rule for operand types `(T, U)` also serves `(U, T)` if no other rule fits,
-    unless a type sets `commute_ops = False`.
+    The most specific rule that fits runs. If it returns `NotImplemented`, the next rule is tried.
+    If no rule fits, the operands are materialized. For `add`, `mul`, `max`, `min`, `and`, `or`,
+    `xor`, `eq` and `ne`, a rule for operand types `(T, U)` also serves `(U, T)` if no other rule
+    fits and neither type sets `commute_ops = False`.
 
     **Arguments:**
 
     - `primitive`: a primitive, its name in jaxprs, or a sequence of them. Or a jitted function,
       such as `jnp.linalg.det`, or a partial of one with static keywords. If an argument is an
-      implicit array, the rule runs instead of the function, with the same array arguments. Inside
-      `jax.vmap` or `jax.grad`, the rules of the primitives in the function run instead.
-    - `precedence`: if no rule is the most specific, the rule with the highest precedence runs.
+      implicit array, the rule runs instead of the function. It takes the array arguments of the
+      function, and returns the same results. Inside `jax.vmap` or `jax.grad`, the rules of the
+      primitives in the function run instead.
+    - `precedence`: a number. If several rules fit and none of them is the most specific, the rule
+      with the highest precedence runs.
 
     **Returns:** a decorator that returns the rule unchanged.
 
     **Raises:**
 
-    - `ValueError` for an unknown name, or if another module has a rule for the same types.
+    - `ValueError` if `primitive` is an unknown name, or another module has a rule for these types.
     - `TypeError` if `primitive` is anything else, an annotation is not in the table, or no operand
       is annotated with an implicit type or `Any`.
     - `vn.AmbiguousLookupError`, when the primitive is called, if two rules fit equally well.

@@ -64,15 +64,16 @@ def implicit(
 
     - `fn`: a function of pytrees, or a callable pytree such as a module. Implicit arrays that it
       captures are treated like arguments. Without `fn`, `implicit` returns a decorator.
-    - `filter_spec`: selects the implicit arrays that use their rules: a bool, a predicate, or a
-      pytree of them that is a prefix of `(fn, args, kwargs)`. Nested calls can take the rest.
+    - `filter_spec`: which implicit arrays use their rules: a bool, a function from an implicit
+      array to a bool, or a pytree of these that is a prefix of `(fn, args, kwargs)`. `fn` gets the
+      other implicit arrays unchanged, and can pass them to a nested call of `implicit`.
     - `on_materialise`: what happens if an operand is materialized. A nested call of `implicit`
-      with `"allow"`, the default, does the same as the outer call.
+      with `"allow"`, the default, uses the setting of the outer call.
 
       | value | effect |
       |---|---|
       | `"allow"` | nothing |
-      | `"warn"` | a `vn.MaterialiseWarning` is given |
+      | `"warn"` | a `vn.MaterialiseWarning` is emitted |
       | `"error"` | a `vn.MaterialiseError` is raised |
       | `"warn_weights"`, `"error_weights"` | the same, only for weights (see `vn.Event`) |
       | a callable | it is called with the `vn.Event` |
@@ -80,8 +81,8 @@ def implicit(
     **Returns:** a function of the same arguments, which may return implicit arrays. If `fn` is a
     pytree, the result is a callable pytree with the same leaves.
 
-    **Raises:** `TypeError` if `fn` is not callable or `filter_spec` holds arrays. `ValueError` for
-    an unknown `on_materialise` or, when called, if `filter_spec` is not a prefix of its arguments.
+    **Raises:** `TypeError` if `fn` is not callable or `filter_spec` holds arrays. `ValueError` if
+    `on_materialise` is not in the table, or if `filter_spec` does not match `(fn, args, kwargs)`.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> w = vn.quant.quantize(jnp.eye(2), "nf4")

@@ -32,8 +32,8 @@ class Value(Shown):
 
     To define a type, subclass `vn.ImplicitArray`, which adds operators and array attributes. Use
     `Value` in annotations and with `isinstance`. A subclass becomes a frozen dataclass and a
-    pytree, unless a framework (Equinox, `flax.struct`) makes it one. A base class without fields
-    is declared with `abstract=True`.
+    pytree, unless a framework (Equinox, `flax.struct`) makes it one. Declare a base class without
+    fields with `abstract=True`, as in `class Base(vn.Value, abstract=True)`.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> isinstance(vn.quant.quantize(jnp.ones(2), "int8"), vn.Value)
@@ -129,8 +129,8 @@ class Value(Shown):
         **Arguments:**
 
         - `spec`: a `PartitionSpec` with an entry for each axis of the dense array.
-        - `shape`: the dense shape after the operation. An argument of `jax.shard_map` gets smaller,
-          and a result gets larger. Placement on devices keeps the shape.
+        - `shape`: the dense shape after the operation. It is smaller for arguments of
+          `jax.shard_map`, larger for its results, and the same for a placement on devices.
 
         **Returns:** a value of this type with a `PartitionSpec` in place of each array. None if its
         leaves cannot be sharded like the dense array. The value is then materialized, unless `spec`
@@ -144,13 +144,13 @@ class Value(Shown):
         return jax.tree.unflatten(structure, specs)._moved(stays)
 
     def leaf_axes(self) -> Sequence[Axes] | None:
-        """Declare which axis of the dense array each axis of each leaf follows.
+        """Declare which axis of the dense array each axis of each leaf corresponds to.
 
-        A slice, a transpose or a sharding of the dense array is then applied to the leaves.
+        Programs that slice, transpose or shard the dense array then do so to the leaves.
 
         **Returns:** a list with a sequence per leaf: a `vn.LeafAxis` for each axis of the leaf, or
-        None for an axis that follows no dense axis. An implicit array in a field counts as a leaf.
-        The default is None: only leading axes that all leaves have are then recognized.
+        None if no dense axis corresponds to it. An implicit array in a field counts as one leaf.
+        The default returns None. Then only leading axes that all leaves have are sliced or sharded.
         """
         return None
 
@@ -159,15 +159,15 @@ class Value(Shown):
         return self
 
     def _moved(self, movement: Movement) -> Any:
-        """Return this value, whose leaves were moved, with its metadata updated.
-
-        The default returns NotImplemented if axes change their order and there is metadata.
-        """
+        """Return this value, whose leaves were moved, with new metadata. Or NotImplemented."""
         return NotImplemented if movement.reorders and has_metadata(self) else self
 
     @staticmethod
     def default(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]) -> Any:
-        """Materialize and report the operands of a primitive that no rule fits, and run it."""
+        """Run a primitive that no rule fits, on materialized operands.
+
+        `vn.explain` and `on_materialise` report the materialized operands.
+        """
         mistakes.refuse_dense_update(values[0] if values else None, primitive.name)
         dense = make_dense(primitive, values)
         return primitive.bind(*dense, **primitive.get_bind_params(params))

@@ -26,10 +26,10 @@ def explain(fn: Callable[P, Any]) -> Callable[P, Report]:
     - `fn`: a function of pytrees. It may already be wrapped by `vn.implicit` or `jax.jit`.
 
     **Returns:** a function of the arguments of `fn` that returns a `vn.Report`. The report has a
-    `vn.Event` for each primitive with an implicit operand: the rule that ran, if any, and the
-    bytes that it materializes on the default backend of JAX. Weights are named by their paths in
-    the arguments. If an operator such as `w + 1` materialized a weight before the call, and `fn`
-    takes or captures the result, the report has an event for the operator too.
+    `vn.Event` for each primitive with an implicit operand: the rule that runs, if any, and the
+    number of bytes that are materialized on the default backend of JAX. Weights are named by their
+    paths in the arguments. If an operator such as `w + 1` materialized a weight before the call,
+    and `fn` takes or captures the result, the report has an event for the operator too.
 
     **Raises:** The returned function raises `TypeError` if `fn` is not callable, and any error that
     `fn` raises while it is traced.

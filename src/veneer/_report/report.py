@@ -23,8 +23,8 @@ class Report:
 
     `print` shows it as a table, and notebooks show it as HTML. `to_html` returns a page with
     sortable tables. The table groups events by weight, named by its path in the arguments. Events
-    without a weight come last, as "intermediates". Equal events share one row, which counts them.
-    The weights of numbered layers share a path such as `layers.*.kernel`.
+    without a weight come last, as "intermediates". Equal events share one row, which shows their
+    number. The weights of numbered layers are grouped under one path, such as `layers.*.kernel`.
 
     **Arguments:**
 
@@ -51,7 +51,7 @@ class Report:
 
     @property
     def weight_nbytes(self) -> int:
-        """The number of materialized bytes that belong to weights, including key-value caches."""
+        """The number of bytes that were materialized from weights, including key-value caches."""
         return sum(event.weight_nbytes for event in self.materialised)
 
     @property

@@ -8,35 +8,36 @@ implicit array as one typed value: a jaxpr has a `dot_general` with an operand o
 `q8[4096,11008]`, and the rule runs when that equation is lowered. The rules are the same.
 
 - *Arguments and results are pytrees of leaves* for `jax.jit`, `vmap`, `scan`, optax, Equinox and
-  nnx, as without high types. An optimizer step must map over leaves, not run rules of products. So
-  gradients of leaves, shardings, donation and exports are JAX's own, and a call of a jitted
+  nnx, as without high types. For example, an optimizer maps over the leaves and runs no rules. So
+  JAX itself handles gradients of leaves, shardings, donation and exports, and a call of a jitted
   function has no overhead.
-- *A primitive takes one value.* The leaves of an operand are packed by an equation
-  `lora[512,512] = pack w a b`, and results stay typed. `jax.numpy` gets the typed value through
-  `__jax_array__`. So a class needs no base class or metaclass of JAX.
-- *Derivatives* with respect to leaves are those of any pytree. A class with `dense_tangent = True`
-  (`QArray`) is one leaf for `jax.grad`, `vjp`, `jvp` and `linearize`: its tangent is a dense array,
-  and the derivative passes straight through the rounding.
-- *One primitive*, `high`, represents all operations: JAX primitives by their rules, functions made
+- *A primitive takes an implicit array as one operand.* An equation `lora[512,512] = pack w a b`
+  packs its leaves into one typed value, and results stay typed. `jax.numpy` gets the typed value
+  through `__jax_array__`, so a class needs no base class or metaclass of JAX.
+- *Derivatives* with respect to leaves are the same as for any pytree. An array whose class sets
+  `dense_tangent = True`, such as `QArray`, is one leaf for `jax.grad`, `vjp`, `jvp` and
+  `linearize`. Its tangent is a dense array, and the derivative of its rounding is the identity.
+- *One primitive*, `high`, represents all operations: JAX primitives that run rules, functions made
   by `vn.hijax.primitive`, and their derivatives and batched forms. Jaxprs print the name of the
   operation.
-- *Loops and branches* take both forms, and convert values to one form where they join.
+- *Loops and branches* accept typed values and pytrees of leaves. Where their results join, they
+  convert both to one form.
 
 The modules, each of which imports only those above it:
 
-    patching            attributes of another package's, set and restored exactly
+    patching            set attributes of another package, and restore them exactly
     mode                whether high types are on: install, uninstall, enabled
     values              the typed tracers that represent implicit arrays, and their leaves
     high                the primitive `high`, and the operations that pack leaves into values
     types               the types of implicit arrays in jaxprs
-    operations          JAX primitives by their rules, and their derivatives and batched forms
+    operations          JAX primitives on typed values, their derivatives and batched forms
     high_rules          the rules of `high`: evaluation, types, derivatives, batching
     mapping             `jax.vmap` and scans over an axis of an implicit array
     collectives         collectives such as `jax.lax.psum`
     custom_derivatives  the rules of `jax.custom_vjp` and `jax.custom_jvp`
     control_flow        loops and branches, which convert values to one form
     shard_map           operands of `jax.shard_map`, leaf by leaf
-    results             results of jitted functions, which are trees of leaves again
+    results             results of jitted functions, converted to pytrees of leaves
     frameworks          parameters of Flax linen, and updates by optimizers
     box                 `Box`, a mutable container
     jit                 `vn.jit`: `jax.jit` for functions of implicit arrays and of Boxes

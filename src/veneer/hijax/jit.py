@@ -52,8 +52,8 @@ def jit(function: Callable | None = None, /, **options: Any) -> Any:
     - `options`: the keywords of `jax.jit`, such as `static_argnums` and `donate_argnums`.
 
     **Returns:** a function of the same arguments, with the methods `trace`, `lower`, `eval_shape`
-    and `clear_cache` of `jax.jit`. Under the first three, the contents of a Box must keep their
-    structure.
+    and `clear_cache` of `jax.jit`. In `trace`, `lower` and `eval_shape`, the contents of a Box must
+    keep their structure, shapes and dtypes.
 
     **Raises:** The returned function raises `ValueError` if a Box is passed to it twice, or is both
     an argument and a captured variable.

@@ -413,10 +413,7 @@ def _own_graph(graph: Any, inputs: Sequence[Any] | None) -> Any:
     missing = sorted(f"{x} ({x.type})" for x in roots - {*shared} if not isinstance(x, Constant))
     if missing:
         listed = ", ".join(missing)
-        swap = ""
-        if all(x.owner is None for x in outputs):
-            swap = " pytensor.function takes them in the other order: swap graph and inputs?"
-        raise TypeError(f"the graph depends on {listed}: list them in the inputs of to_jax.{swap}")
+        raise TypeError(f"the graph depends on {listed}: list them in the inputs of to_jax.")
     if shared:
         outputs = graph_replace(outputs, list(shared.items()), strict=False)
     return FunctionGraph(list(inputs), outputs, clone=True)

@@ -42,8 +42,9 @@ def save(
       old one stays until the new one is complete.
     - `format`: the format of another library: "gptq", "awq", "compressed-tensors", "mlx" or "gguf".
       Tensors are named by their paths. Values are not rounded again, so each `QArray` `[out, in]`
-      must have a format and tiles that the library can store. None is the format of Veneer.
-    - `config`: further entries of `config.json`. For GGUF, the metadata. Only with `format`.
+      must have a format and tiles that the library can store. None writes the format of Veneer.
+    - `config`: a dict of further entries of `config.json` or, for GGUF, of the metadata. It needs
+      `format`.
     - `names`: for `format="gguf"`: "huggingface" if the tensors have the names and the row order
       of Hugging Face, None if they have the names and the row order of GGUF.
 
@@ -62,9 +63,10 @@ def save(
     - `TypeError` if `path` is not a path, or if a leaf is a tracer or has a type or dtype that is
       not listed above. The error names the path of the leaf.
     - `TypeError` if a key is neither a string nor an integer, or `config` is not JSON.
-    - `ValueError` if `format` is None and `path` has the suffix of a file, .gguf or .safetensors.
-    - `ValueError` if `format` is unknown or cannot hold a tensor (which the error names), if two
-      tensors get the same name, if the tree is too deep, or if `config` or `names` is passed
+    - `ValueError` if `format` is None, so that a folder is saved, and `path` ends in .gguf or
+      .safetensors.
+    - `ValueError` if `format` is not listed above or cannot hold a tensor (the error names it), if
+      two tensors get the same name, if the tree is too deep, or if `config` or `names` is passed
       without `format`.
     - `FileExistsError` if `path` exists and `overwrite` is False, or if `path` has files that
       `save` did not write.
@@ -142,12 +144,12 @@ def load(
     - `names`: for GGUF files: "huggingface" returns tensors with the names and the row order of
       Hugging Face, None with the names and the row order of GGUF.
     - `shardings`: the shardings of the arrays, as for `vn.device_put`. Each array is placed before
-      the next is read. Cannot be combined with `like`.
+      the next is read. Pass either `shardings` or `like`, not both.
 
     **Returns:** the tree that `vn.save` saved. Without `like`, modules, named tuples and other
-    pytree classes are returned as dicts. From other checkpoints, a flat dict from names to arrays.
-    Leaves are JAX arrays and implicit arrays. A leaf is a NumPy array if `like` has one in this
-    place, or if JAX would drop bits (64-bit dtypes without `jax_enable_x64`).
+    pytree classes are returned as dicts. For other checkpoints, a flat dict from names to arrays.
+    Leaves are JAX arrays and implicit arrays. A leaf is a NumPy array if `like` has one at the same
+    path, or if JAX would drop bits (64-bit dtypes without `jax_enable_x64`).
 
     **Raises:**
 
@@ -156,7 +158,7 @@ def load(
       Veneer, or has packed codes of an unknown format.
     - `ValueError` if the saved tree differs from `like` (the error names the path), or if it cannot
       be restored without `like`.
-    - `ValueError` with `verify`, if a checksum differs or is missing.
+    - `ValueError` if `verify` is True and a checksum differs or is missing.
 
     >>> import tempfile, numpy as np, safetensors.numpy, veneer as vn
     >>> path = tempfile.mkdtemp() + "/model.safetensors"

@@ -87,12 +87,12 @@ def compile(
 
     - `f`: a function of pytrees of arrays that JAX can trace. Its arguments and captured variables
       may be implicit arrays, as under `vn.implicit`.
-    - `example_args`: arguments, or `jax.ShapeDtypeStruct`s in their place. All later calls must
-      have the same structure, shapes and dtypes. Random keys may be typed keys or their data,
-      `uint32[..., 2]`. Keys among the results are returned as data.
+    - `example_args`: arguments of `f`, which may contain `jax.ShapeDtypeStruct`s. The arguments of
+      all calls must have the same structure, shapes and dtypes. Random keys may be typed keys or
+      their data, `uint32[..., 2]`. Keys among the results are returned as data.
     - `fallback`: `"jax"` lets JAX run primitives without a rule, which takes tens of microseconds
-      each. A warning names them and their lines. Such a function has no `raw`. With the default
-      None, they raise an error.
+      each. A warning names these primitives and their lines, and the compiled function has no
+      attribute `raw`. With the default None, `compile` raises an error instead.
 
     **Returns:** a function of the same positional arguments that returns NumPy arrays in the
     structure of the results of `f`. Its attribute `source` is the generated program. Its attribute

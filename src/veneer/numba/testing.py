@@ -35,11 +35,11 @@ def compare_numba_and_py(
     **Arguments:**
 
     - `f`: a JAX function, as for `vn.numba.compile`.
-    - `args`: a sequence of its arguments.
+    - `args`: the arguments of `f`, a sequence.
     - `rtol`: the relative tolerance. The default is 1e-2 for floats of 16 bits, 1e-5 for float32
       and 1e-12 for float64. Integers must be equal.
-    - `atol`: the absolute tolerance. The default is `rtol` times the largest absolute value that is
-      expected.
+    - `atol`: the absolute tolerance. The default is `rtol` times the largest absolute value of the
+      expected result.
     - `native`: whether to compile and run native code. If False, the code runs only in Python.
 
     **Returns:** the results of the compiled function, or of the run in Python if `native` is False.
@@ -82,7 +82,7 @@ def compare_jax_and_py(
     **Arguments:**
 
     - `f`: a JAX function, as for `vn.numba.compile`.
-    - `args`: a sequence of its arguments.
+    - `args`: the arguments of `f`, a sequence.
     - `rtol`, `atol`: the tolerances, as for `vn.numba.compare_numba_and_py`.
 
     **Returns:** the results of JAX.

@@ -84,13 +84,13 @@ def check_rules(
       example and `d` is a dense array of its shape. To replace a built-in program, use its name.
     - `untested`: names of primitives whose rules may stay unused, because other tests cover them.
     - `dense`: a function that replaces the implicit arrays of a tree with dense arrays. A type that
-      cannot materialize needs its own. The default is `vn.materialise`.
+      cannot be materialized needs its own function. The default is `vn.materialise`.
     - `may_refuse`: whether a program passes if it raises a `TypeError` or `ValueError` whose
       message has the name of the type.
     - `transformations`: whether to run programs under `vmap`, `scan` and `grad`, which takes most
       of the time.
-    - `tolerance`: the largest difference that is allowed, in units of epsilon times the largest
-      value. For dtypes of 16 bits, a sixteenth of it is allowed.
+    - `tolerance`: the allowed difference, in units of the machine epsilon of the dtype times the
+      largest absolute value (at least 1) of the dense result. For 16-bit dtypes, a sixteenth of it.
 
     **Returns:** a `vn.testing.CheckedRules`.
 

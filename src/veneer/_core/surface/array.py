@@ -44,32 +44,33 @@ class ImplicitArray(ArrayOperators, Shaped, Value, abstract=True):
     `materialise` that returns the dense array. The subclass is a frozen dataclass and a pytree.
     In its methods, count axes from the end, because `vmap` and `scan` add and remove leading axes.
 
-    To check the dense array, pass its `shape` or `dtype` to the constructor, which raises
-    `ValueError` if they differ. Operators and array methods work without `vn.implicit`. Functions
-    of `jax.numpy` must be wrapped: `vn.implicit(jnp.sin)(x)`.
+    The constructor also takes `shape` and `dtype`. It raises `ValueError` if those of the dense
+    array differ. Operators and array methods work without `vn.implicit`. Functions of `jax.numpy`
+    must be wrapped: `vn.implicit(jnp.sin)(x)`.
 
     A subclass may override these methods:
 
     | method | returns | default |
     |---|---|---|
-    | `aval()` | a `jax.core.ShapedArray`; needed if `materialise` raises | from `materialise` |
-    | `default(primitive, values, params)` | static method: results if no rule fits | materialize |
-    | `leaf_axes()` | a `vn.LeafAxis` for each axis of each leaf | None: unknown |
-    | `partition(spec, shape)` | the `PartitionSpec` of each leaf | from `leaf_axes` |
+    | `aval()` | the `jax.core.ShapedArray` of the dense array | traces `materialise` |
+    | `default(primitive, values, params)` | the results if no rule fits | materializes operands |
+    | `leaf_axes()` | a `vn.LeafAxis` for each axis of each leaf | returns None: not declared |
+    | `partition(spec, shape)` | the `PartitionSpec` of each leaf | uses `leaf_axes` |
 
-    It may also set these class attributes:
+    `default` is a static method. Override `aval` if `materialise` always raises an error. A
+    subclass may also set these class attributes:
 
     | attribute | default | meaning |
     |---|---|---|
     | `batch_transparent` | True | slicing all leaves along a leading axis slices the dense array |
     | `metadata_is_meaning` | True | loops and branches that change static fields raise an error |
-    | `is_label` | None | the only leaf is the dense array, as with a unit; None: detect it |
+    | `is_label` | None | whether the only leaf is the dense array; None: call `materialise` |
     | `keeps_dtypes` | True | rules must return the dtype that the primitive has for dense arrays |
     | `commute_ops` | True | a rule for `x + y` also serves `y + x`; also for `mul`, `max`, ... |
     | `compiles_operators` | True | `x + y` outside `vn.implicit` may be compiled with `jax.jit` |
-    | `default_precedence` | 0 | if several types define `default`, the highest number wins |
-    | `dense_tangent` | False | with `vn.hijax`, the tangent is one dense array, not one per leaf |
-    | `is_cache` | False | a key-value cache, which reports count separately |
+    | `default_precedence` | 0 | if several types define `default`, the highest number runs |
+    | `dense_tangent` | False | with `vn.hijax`, a tangent is one dense array, not one per leaf |
+    | `is_cache` | False | True for key-value caches, whose bytes reports count separately |
     | `trainable` | None | the names of the fields that `vn.trainable` selects; None: all |
     | `type_name` | None | the name in jaxprs and notebooks; None: the class name, shortened |
     | `storage_name` | None | how `vn.summary` describes the storage, such as `"tile 64"` |

@@ -62,8 +62,8 @@ class Operands(NamedTuple):
 class Event:
     """A record of a primitive that ran on an implicit operand.
 
-    `vn.explain` collects events in a `vn.Report`. If `on_materialise` of `vn.implicit` is a
-    function, it is called with each event that materializes an operand.
+    `vn.explain` collects events in a `vn.Report`. If the argument `on_materialise` of `vn.implicit`
+    is a function, `vn.implicit` calls it with each event that materializes an operand.
 
     | attribute | content |
     |---|---|
@@ -79,8 +79,8 @@ class Event:
     | `weights` | the paths of all weights in `sources` |
     | `no_kernel` | a text that names the operand that is too small for a kernel; else `""` |
 
-    A weight is an implicit array among the arguments or captured variables of the program, also
-    after it is sliced or transposed. Other implicit arrays are intermediates.
+    A weight is an implicit array that is an argument or a captured variable of the program. A slice
+    or a transpose of a weight counts as the weight. Other implicit arrays are intermediates.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> w = vn.quant.quantize(jnp.eye(2), "int8")
@@ -102,7 +102,7 @@ class Event:
 
     @property
     def made_dense(self) -> bool:
-        """Return whether an operand was materialized."""
+        """True if an operand was materialized."""
         return self.rule is None or self.nbytes > 0
 
     @property
@@ -112,12 +112,12 @@ class Event:
 
     @property
     def weight_nbytes(self) -> int:
-        """The number of materialized bytes that belong to weights, including key-value caches."""
+        """The number of bytes that were materialized from weights, including key-value caches."""
         return sum(n for n, source in zip(self.dense, self.sources, strict=True) if source)
 
     @property
     def cache_nbytes(self) -> int:
-        """The number of materialized bytes that belong to key-value caches."""
+        """The number of bytes that were materialized from key-value caches."""
         of_each = zip(self.dense, self.sources, self.caches, strict=True) if self.caches else ()
         return sum(n for n, source, is_cache in of_each if source and is_cache)
 
@@ -131,7 +131,7 @@ class Event:
 
         **Arguments:**
 
-        - `sources`: for each operand of the call, the paths of its weights.
+        - `sources`: for each operand of the call, the paths of the weights that it comes from.
         - `line`: file and line of the call.
         """
         return replace(self, line=line, sources=tuple(resolved(s, sources) for s in self.sources))

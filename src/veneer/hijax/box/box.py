@@ -21,8 +21,9 @@ class Box(Kept):
     `jax.jit`, `grad`, `vmap`, `scan`, `cond`, `while_loop`, `checkpoint` and in the forward and
     backward functions of a `custom_vjp`, with or without high types (`vn.hijax.enabled`).
 
-    In loops and branches, the contents must keep their structure, shapes and dtypes. These may
-    change under `vn.jit`, under `jax.jit` with high types on, and outside traced functions.
+    The contents must keep their structure, shapes and dtypes in loops, branches, `jax.checkpoint`
+    and custom derivatives, and under `jax.jit` without high types. Elsewhere, such as under
+    `vn.jit`, these may change.
 
     A Box that was made outside the differentiated function stores values without derivatives.
     Derivatives flow through a Box that is made inside the function.
@@ -34,16 +35,16 @@ class Box(Kept):
 
     **Raises:**
 
-    - `TypeError` if the contents have other leaves, or if their structure, shapes or dtypes change
-      where they must not.
-    - `ValueError` if a function under `jax.vmap` writes a mapped value to a Box that it captures or
-      gets without a mapped axis.
+    - `TypeError` if a leaf of the contents is not an array, an implicit array or a number.
+    - `TypeError` if the structure, shapes or dtypes of the contents change where they must be kept.
+    - `ValueError` if a function under `jax.vmap` writes a mapped value to a Box that it captures,
+      or to an argument with `in_axes=None`.
     - `ValueError` if a Box is passed to a function twice, or is both an argument and a captured
       variable.
     - `RuntimeError` in `get` if the contents are lost, because a compiled function that wrote them
       raised an error or donated them.
-    - `NotImplementedError` if the condition of a `while_loop` uses a Box, or a `jax.checkpoint`
-      uses a Box that the traced function around it made. JAX does not support these uses.
+    - `NotImplementedError` if the condition of a `while_loop` uses a Box, or a function under
+      `jax.checkpoint` uses a Box that was made in the traced function around it.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> largest = vn.hijax.Box(jnp.zeros(()))
@@ -91,7 +92,7 @@ class Box(Kept):
     # As a pytree: the references; or the contents, where vn.jit threads those through.
 
     def tree_flatten(self) -> tuple[list[Any], Any]:
-        """Return the leaves and structure for JAX. Outside `vn.jit`, the leaves are references."""
+        """Return the leaves and the structure. Outside `vn.jit`, the leaves are JAX references."""
         contents = resolved(self._contents)
         if state.flattened is not None:
             state.flattened.append(self)
@@ -103,7 +104,7 @@ class Box(Kept):
 
     @classmethod
     def tree_unflatten(cls, of: "Threaded | Shared", children: Iterable[Any]) -> "Box":
-        """Return a Box with these leaves. References of a Box return this Box itself."""
+        """Return a Box with these leaves. If they are references to a Box, return that Box."""
         return of.box_of(list(children))
 
 

@@ -24,9 +24,9 @@ from .vmap_rule import batch_by_rule
 def primitive(expand: Callable) -> "HighPrimitive":
     """Turn a function into a JAX primitive, which jaxprs show as one equation.
 
-    JAX runs the function when the equation is evaluated or lowered. Derivatives and batching are
-    derived from the function. To define the derivative, call one of the methods `defvjp`, `defjvp`
-    and `deftranspose`. To define batching, call `defvmap`.
+    JAX runs the function when the equation is evaluated or lowered. By default, derivatives and
+    batching are derived from the function. To define the derivative instead, call the method
+    `defvjp`, `defjvp` or `deftranspose` of the result. To define batching, call `defvmap`.
 
     With high types on (`vn.hijax.enabled`), an implicit array is one operand or result of the
     equation. Otherwise, and under `vn.implicit`, each leaf is an operand with its own tangent.
@@ -36,11 +36,11 @@ def primitive(expand: Callable) -> "HighPrimitive":
     - `expand`: a JAX function. It takes arrays, implicit arrays or trees of them by position, and
       static parameters by keyword. Annotations restrict the operand types, as in `vn.register`.
 
-    **Returns:** a callable with the arguments of `expand`. Jaxprs show its name.
+    **Returns:** a callable with the arguments of `expand`. Jaxprs show the name of `expand`.
 
     **Raises:** `TypeError` if `expand` is not a function. A call raises `TypeError` if an operand
-    does not match its annotation, a parameter is not hashable, or a derivative or batching rule
-    returns the wrong types.
+    does not match its annotation, a parameter is not hashable, or the result of a derivative or
+    batching rule has a wrong structure, shape or dtype.
 
     Quantize and dequantize with a straight-through gradient:
 
@@ -70,7 +70,7 @@ def primitive(expand: Callable) -> "HighPrimitive":
 
 
 class HighPrimitive:
-    """A function that jaxprs show as one equation. `vn.hijax.primitive` makes it."""
+    """A function that jaxprs show as one equation, returned by `vn.hijax.primitive`."""
 
     def __init__(self, expand: Callable):
         if not inspect.isfunction(expand):
@@ -106,8 +106,8 @@ class HighPrimitive:
     def defvjp(self, fwd: Callable, bwd: Callable) -> None:
         """Set the reverse-mode derivative, as `jax.custom_vjp` does.
 
-        The cotangent of an implicit array has its class, with cotangents for leaves. If the class
-        has `dense_tangent`, the cotangent is a dense array.
+        The cotangent of an implicit array is an instance of its class whose leaves are cotangents.
+        If the class sets `dense_tangent = True`, the cotangent is a dense array.
 
         **Arguments:**
 
@@ -133,7 +133,7 @@ class HighPrimitive:
         """Declare that the primitive is linear in an operand, and set its transpose.
 
         The derivative with respect to this operand is then the primitive itself, applied to a dense
-        tangent. Other derivatives follow from the function.
+        tangent. Derivatives with respect to other operands are derived from the function.
 
         **Arguments:**
 
